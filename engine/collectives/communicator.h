@@ -1,0 +1,41 @@
+// Collectives between the ranks of one engine (DESIGN 8). Transports: self (one rank), in-process (tests); later NCCL, MPI,
+// a torch.distributed group.
+//
+// Calls block until done. Every rank makes the same calls in the same order from one thread at a time. Errors (a rank that died, a size
+// that differs between ranks, a timeout) are thrown as CommunicatorError naming the rank and the call, on every rank.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <stdexcept>
+
+namespace overspill::engine {
+
+class CommunicatorError : public std::runtime_error {
+ public:
+  using std::runtime_error::runtime_error;
+};
+
+class Communicator {
+ public:
+  virtual ~Communicator() = default;
+  virtual int rank() const = 0;
+  virtual int world() const = 0;
+
+  /// `data` holds world() equal slices; on entry slice rank() is filled, on return all are.
+  virtual void all_gather(std::span<std::byte> data) = 0;
+
+  /// Slice r of `send` goes to rank r; slice r of `receive` comes from rank r. Both hold world() equal slices, and do not overlap.
+  virtual void all_to_all(std::span<const std::byte> send, std::span<std::byte> receive) = 0;
+
+  /// Element-wise sums, added in rank order on every rank: bit-equal everywhere.
+  virtual void all_reduce_sum(std::span<double> values) = 0;
+
+  virtual void barrier() = 0;
+
+  /// Ends the world: calls in progress and later ones throw on every rank, with `reason`.
+  virtual void abort(const char* reason) noexcept = 0;
+};
+
+}  // namespace overspill::engine

@@ -1,0 +1,47 @@
+// Page-aligned host memory outside malloc's heap: huge pages where the kernel gives them, never copied by fork (MADV_DONTFORK).
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+
+#include "engine/memory/budget.h"
+
+namespace overspill::engine {
+
+/// Anonymous memory, charged to a budget while it lives. Zero-filled, aligned to 4096 bytes. Move-only.
+class HostMemory {
+ public:
+  HostMemory() = default;
+  /// Throws BudgetError or std::bad_alloc.
+  HostMemory(Budget& budget, int64_t bytes, const char* what);
+  HostMemory(HostMemory&& other) noexcept;
+  HostMemory& operator=(HostMemory&& other) noexcept;
+  ~HostMemory();
+  std::byte* data() const { return data_; }
+  int64_t bytes() const { return bytes_; }
+  std::span<std::byte> span() const { return {data_, static_cast<size_t>(bytes_)}; }
+
+ private:
+  Reservation reservation_;
+  std::byte* data_ = nullptr;
+  int64_t bytes_ = 0;
+};
+
+/// What a released parameter's memory reads as: NaN in every float format, over its full length, for the price of one small file's pages
+/// mapped repeatedly. Private and writable: a stray write neither crashes nor reaches another parameter's mapping.
+class NanPages {
+ public:
+  explicit NanPages(int64_t bytes);  // rounded up to pages; throws std::bad_alloc
+  NanPages(const NanPages&) = delete;
+  NanPages& operator=(const NanPages&) = delete;
+  ~NanPages();
+  std::byte* data() const { return data_; }
+  int64_t bytes() const { return bytes_; }
+
+ private:
+  std::byte* data_ = nullptr;
+  int64_t bytes_ = 0;
+};
+
+}  // namespace overspill::engine

@@ -1,0 +1,51 @@
+// Typed errors of the store. Inside io/ an error is a value (`Error`); at the API it is thrown as `StoreError`.
+#pragma once
+
+#include <cstdint>
+#include <stdexcept>
+#include <string>
+
+namespace overspill::io {
+
+enum class ErrorKind : uint8_t {
+  no_space,     // ENOSPC: the file system is full
+  quota,        // EDQUOT, EFBIG: a limit below the disk's size
+  device,       // EIO and kin: the device failed the transfer
+  truncated,    // the file ends before the extent does
+  vanished,     // ENOENT, ESTALE, ENXIO: the path is gone
+  corrupt,      // a checksum differs
+  denied,       // EACCES, EPERM, EROFS
+  locked,       // another live run holds the folder
+  unsupported,  // the kernel or file system refuses the operation
+  invalid,      // a caller's mistake: length, alignment, unknown extent
+  cancelled,    // the store is shutting down
+};
+
+enum class Operation : uint8_t { open, reserve, read, write, sync, link, remove };
+
+/// What went wrong, where, and what to do. `message()` names operation, path, offset, length, cause and way out.
+struct Error {
+  ErrorKind kind = ErrorKind::device;
+  Operation operation = Operation::read;
+  int os_error = 0;  // errno value, 0 where none applies
+  std::string path;
+  int64_t offset_bytes = 0;
+  int64_t length_bytes = 0;
+  std::string detail;  // what decided it, e.g. expected and found checksum
+
+  std::string message() const;
+};
+
+/// Maps an errno value onto a kind; every value has one (unknown ones are `device`).
+ErrorKind kind_of_errno(int os_error);
+
+class StoreError : public std::runtime_error {
+ public:
+  explicit StoreError(Error error) : std::runtime_error(error.message()), error_(std::move(error)) {}
+  const Error& error() const { return error_; }
+
+ private:
+  Error error_;
+};
+
+}  // namespace overspill::io

@@ -1,0 +1,92 @@
+// Where forward and backward run. Host (the CPU itself), simulated accelerator (tests), later CUDA (DESIGN 8).
+//
+// The engine reaches device memory only through this interface. A pointer of `DeviceMemory` may be dereferenced by the host only
+// where `shares_host_memory()` is true.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string_view>
+
+namespace overspill::kernels {
+
+/// A point in a stream's work. A cheap value, copied freely; default-constructed: already reached.
+class Event {
+ public:
+  class State {
+   public:
+    virtual ~State() = default;
+    virtual bool done() = 0;
+    virtual void wait() = 0;  // blocks the calling host thread; throws what the stream's work threw
+  };
+  Event() = default;
+  explicit Event(std::shared_ptr<State> state) : state_(std::move(state)) {}
+  bool done() const { return state_ == nullptr || state_->done(); }
+  void wait() const {
+    if (state_ != nullptr) state_->wait();
+  }
+  State* state() const { return state_.get(); }
+
+ private:
+  std::shared_ptr<State> state_;
+};
+
+/// A queue of work that the device does in order. May be used from one thread at a time.
+class Stream {
+ public:
+  virtual ~Stream() = default;
+  /// Asynchronous. `host` must stay valid and unchanged (from_host) or unread (to_host) until an event recorded later is done.
+  virtual void copy_from_host(void* device, const void* host, int64_t bytes) = 0;
+  virtual void copy_to_host(void* host, const void* device, int64_t bytes) = 0;
+  /// Everything submitted to this stream so far.
+  virtual Event record() = 0;
+  /// Later work of this stream starts after the event (of any stream of the device).
+  virtual void wait(const Event& event) = 0;
+};
+
+/// Device memory, owned. Freed by the destructor: the owner has waited for every event of its last uses.
+class DeviceMemory {
+ public:
+  using Free = void (*)(void* context, void* data, int64_t bytes) noexcept;
+  DeviceMemory() = default;
+  DeviceMemory(void* data, int64_t bytes, Free free, void* context)
+      : data_(data), bytes_(bytes), free_(free), context_(context) {}
+  DeviceMemory(DeviceMemory&& other) noexcept { swap(other); }
+  DeviceMemory& operator=(DeviceMemory&& other) noexcept {
+    DeviceMemory taken(std::move(other));
+    swap(taken);
+    return *this;
+  }
+  ~DeviceMemory() {
+    if (data_ != nullptr) free_(context_, data_, bytes_);
+  }
+  std::byte* data() const { return static_cast<std::byte*>(data_); }
+  int64_t bytes() const { return bytes_; }
+
+ private:
+  void swap(DeviceMemory& other) noexcept {
+    std::swap(data_, other.data_);
+    std::swap(bytes_, other.bytes_);
+    std::swap(free_, other.free_);
+    std::swap(context_, other.context_);
+  }
+  void* data_ = nullptr;
+  int64_t bytes_ = 0;
+  Free free_ = nullptr;
+  void* context_ = nullptr;
+};
+
+class Device {
+ public:
+  virtual ~Device() = default;
+  virtual std::string_view name() const = 0;
+  /// True: device memory is host memory, and a parameter resident on the host is used in place.
+  virtual bool shares_host_memory() const = 0;
+  /// Aligned to 4096 bytes. Throws std::bad_alloc with nothing changed. The device outlives it.
+  virtual DeviceMemory allocate(int64_t bytes) = 0;
+  virtual std::unique_ptr<Stream> make_stream() = 0;
+  /// Fills freed or released memory so that stale use is loud (0xFF: NaN in every float format). No-op where that costs too much.
+  virtual void poison(void* device, int64_t bytes) = 0;
+};
+
+}  // namespace overspill::kernels
