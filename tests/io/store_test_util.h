@@ -1,8 +1,11 @@
 // What the store's tests share: aligned memory, a folder of one's own, transfers that are waited for.
 #pragma once
 
+#include <fmt/format.h>
 #include <gtest/gtest.h>
 #include <stdlib.h>
+#include <sys/wait.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <cstdint>
@@ -100,6 +103,24 @@ Error error_of(Call&& call) {
   }
   ADD_FAILURE() << "no StoreError was thrown";
   return {};
+}
+
+/// Forks, runs `child` there, returns its exit status; the child never comes back into the test.
+template <typename Child>
+int exit_status_of(Child&& child) {
+  const pid_t pid = ::fork();
+  if (pid == 0) {
+    int status = 99;
+    try {
+      status = child();
+    } catch (const std::exception& error) {
+      fmt::print(stderr, "child: {}\n", error.what());
+    }
+    ::_exit(status);
+  }
+  int status = 0;
+  EXPECT_EQ(::waitpid(pid, &status, 0), pid);
+  return WIFEXITED(status) ? WEXITSTATUS(status) : 1000 + WTERMSIG(status);
 }
 
 inline bool contains(const std::string& text, const std::string& part) {
