@@ -1,15 +1,13 @@
 """The training loop of `overspill train`: what a step is, and what must be kept so that going on changes no bit."""
 
-import base64
-import random
 import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
 import torch
+from overspill.state import random_states, restore_random_states
 
 from overspill import memory
 from overspill.cli.settings import Settings
@@ -54,26 +52,6 @@ class Stop:
         return 128 + (self.signal or 0)
 
 
-def random_state() -> dict[str, Any]:
-    """The state of every generator a model may draw from, as JSON values."""
-    name, keys, position, has_gauss, gauss = np.random.get_state()
-    version, internal, gauss_next = random.getstate()
-    return {
-        "torch": base64.b64encode(torch.get_rng_state().numpy().tobytes()).decode(),
-        "numpy": [name, keys.tolist(), position, has_gauss, gauss],
-        "python": [version, list(internal), gauss_next],
-    }
-
-
-def restore_random_state(state: dict[str, Any]) -> None:
-    """The inverse of `random_state`."""
-    raw = bytearray(base64.b64decode(state["torch"]))
-    torch.set_rng_state(torch.frombuffer(raw, dtype=torch.uint8).clone())
-    np.random.set_state(tuple(state["numpy"]))
-    version, internal, gauss_next = state["python"]
-    random.setstate((version, tuple(internal), gauss_next))
-
-
 class Loop:
     """Steps over batches. `step` and `position` (sequences seen) say where it is; both are in `state()`."""
 
@@ -86,21 +64,20 @@ class Loop:
             stop,
         )
         self.step = self.position = 0
-        self._random = random_state()
 
-    def state(self) -> dict[str, Any]:
-        """What a checkpoint has to carry beside the engine's own."""
-        return {"step": self.step, "position": self.position, "random": self._random}
+    def state(self) -> dict[str, int]:
+        """What a checkpoint has to carry beside the engine's own, which has the random states."""
+        return {"step": self.step, "position": self.position}
 
-    def restore(self, state: dict[str, Any]) -> None:
-        self.step, self.position, self._random = state["step"], state["position"], state["random"]
-        restore_random_state(self._random)
+    def restore(self, state: dict[str, int]) -> None:
+        self.step, self.position = state["step"], state["position"]
 
     def train_step(self) -> dict[str, Any] | None:
         """One optimizer step; its record for the log. None when a stop came first: the step is undone."""
         started = time.perf_counter()
         waited = self.engine.stats()["wait_seconds"]
         settings, losses = self.settings, []
+        before = random_states(), self.engine.micro_steps
         rate = settings.learning_rate(self.step)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
@@ -111,12 +88,12 @@ class Loop:
             losses.append(loss.item())
             if self.stop and micro + 1 < settings.accumulate:
                 self.engine.zero_grad()
-                restore_random_state(self._random)
+                restore_random_states(before[0])
+                self.engine.micro_steps = before[1]
                 return None
             self.engine.step()
         self.step += 1
         self.position += settings.accumulate * settings.batch
-        self._random = random_state()
         return self._record(sum(losses) / len(losses), rate, started, waited)
 
     def _record(self, loss: float, rate: float, started: float, waited: float) -> dict[str, Any]:

@@ -90,8 +90,8 @@ def _check_shapes(model, folder: Path) -> None:
     for name in expected.keys() & stored.keys():
         if expected[name] != stored[name]:
             raise CliError(
-                f"{folder}: {name} has shape {list(stored[name])} in the weights and {list(expected[name])} by config.json; "
-                "two models: fetch both again"
+                f"{folder}: {name} has shape {list(stored[name])} in the weights and {list(expected[name])} by "
+                "config.json; they are of two models: fetch both again"
             )
     if not expected.keys() & stored.keys():
         raise CliError(

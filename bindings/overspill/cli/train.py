@@ -25,7 +25,6 @@ from overspill.cli.common import (
 )
 from overspill.cli.run_folder import RunFolder
 from overspill.cli.settings import Settings, absolute
-from overspill.memory import human
 
 
 def options(parser: argparse.ArgumentParser) -> None:
@@ -291,15 +290,12 @@ class _Session:
         """What the run came to, for those who call the command from Python."""
         heldout = {int(step): loss for step, loss in self.run["heldout"].items()}
         stats = self.engine.stats()
-        print(
-            f"host memory: peak {human(stats['host_peak_bytes'])} of {human(stats['host_budget_bytes'])}",
-            flush=True,
-        )
         return {
             "heldout_loss_before": heldout.get(0),
             "heldout_loss_after": heldout.get(self.loop.step),
             "checkpoint": str(self.folder.checkpoint_path(self.loop.step)),
             "plot": str(self.folder.plot_path),
+            "nvme_peak_bytes": max((r["nvme_allocated_bytes"] for r in self.folder.records()), default=0),
             "stats": stats,
         }
 
