@@ -1,6 +1,7 @@
 """Fine-tune a Hugging Face model in a script of your own.   python examples/finetune.py MODEL_DIR TEXT_FILE NVME_DIR"""
 
 import sys
+from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -8,7 +9,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import overspill
 
 folder, text, nvme = sys.argv[1:]
-tokens = AutoTokenizer.from_pretrained(folder)(open(text).read(), return_tensors="pt").input_ids[0]  # noqa: SIM115
+tokens = AutoTokenizer.from_pretrained(folder)(Path(text).read_text(), return_tensors="pt").input_ids[0]
 data = tokens[: len(tokens) // 256 * 256].view(-1, 256)
 model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
 

@@ -1,11 +1,11 @@
 """What `make train` runs: SmolLM2-135M fine-tuned with most of its states on disk, beside the plain PyTorch loop.
 
-Two processes take turns, never at work at once: ours is `overspill train` itself, plain is tools/plain.py over the same
-batches. A turn is STEPS/TURNS steps in a row. Ours ends its turn with synchronize(), inside the measured time, so updates
-and writes that step() left for later are charged to the turn that caused them and never run beside the other's turn; what
-overlaps inside a turn overlaps. `step_vs_plain` is the median over turns of ours / plain.
-A third process measures what plain forward and backward alone need, for the promise
-peak RSS <= host budget + that. Last line: RESULT {json}.
+Two processes take turns, never at work at once: ours is `overspill train` itself, plain is tools/plain.py over
+the same batches. A turn is STEPS/TURNS steps in a row. Ours ends its turn with synchronize(), inside the measured
+time, so updates and writes that step() left for later are charged to the turn that caused them and never run
+beside the other's; what overlaps inside a turn overlaps. `step_vs_plain` is the median over turns of ours / plain.
+A third process measures what plain forward and backward alone need, for the promise: peak RSS <= budget + that.
+Last line: RESULT {json}.
 """
 
 import argparse
