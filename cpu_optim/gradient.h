@@ -8,6 +8,10 @@ namespace overspill::optim {
 
 /// Sum of squares in double precision, by a tree whose shape depends on the count alone; and whether every element is finite.
 /// An element that is inf or NaN contributes to `finite` only.
+///
+/// The tree, the same on every instruction set and device: the array is cut into blocks of 4096 elements, the last one shorter. In a
+/// block, 32 lanes start at +0 and lane j adds the squares (exact in double) of elements j, j + 32, j + 64, ... in order. The lanes are
+/// folded: lane j += lane j + 16 for j < 16, then 8, 4, 2, 1. The block sums are added in order to a total that starts at +0.
 struct Squares {
   double sum = 0;
   bool finite = true;

@@ -28,10 +28,10 @@ struct Error {
   ErrorKind kind = ErrorKind::device;
   Operation operation = Operation::read;
   int os_error = 0;  // errno value, 0 where none applies
-  std::string path;
+  std::string path{};
   int64_t offset_bytes = 0;
   int64_t length_bytes = 0;
-  std::string detail;  // what decided it, e.g. expected and found checksum
+  std::string detail{};  // what decided it, e.g. expected and found checksum
 
   std::string message() const;
 };

@@ -54,6 +54,8 @@ struct Transfer {
   std::optional<Error> error;
 
   Transfer* next = nullptr;  // the store's queue link
+  uint8_t epoch = 0;         // the store's: which drain() waits for it
+  bool held = false;         // the store's: the extent is held for it
 };
 
 /// Counters since the store was opened; a consistent copy.

@@ -6,9 +6,16 @@
 
 #include <cstdint>
 #include <memory>
+#include <stdexcept>
 #include <string_view>
 
 namespace overspill::kernels {
+
+/// Work that a device could not do: a copy outside its memory, a negative size, a fault found late. what() names addresses and sizes.
+class DeviceError : public std::runtime_error {
+ public:
+  using std::runtime_error::runtime_error;
+};
 
 /// A point in a stream's work. A cheap value, copied freely; default-constructed: already reached.
 class Event {

@@ -1,0 +1,55 @@
+# Two commands matter: `make train` and `make test`. Each installs what is missing, builds, runs.
+VENV ?= .venv
+PYTHON_VENV := $(VENV)/bin/python
+JOBS ?= $(shell nproc)
+BUILD := build/release
+export VENV JOBS
+
+.DEFAULT_GOAL := help
+.PHONY: help setup build train test test-cpp test-python test-long bench-adam lint format sanitize wheel clean
+
+help:  ## This list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+setup:  ## Install what is missing: Debian packages, .venv with pinned requirements
+	@tools/setup
+
+build: setup  ## Build the libraries, the tests and the Python extension (build/release)
+	@tools/build
+
+train: build  ## Fine-tune SmolLM2-135M with a 600 MiB host budget, states on NVMe; ends with RESULT {json}
+	@tools/setup --train
+	@$(PYTHON_VENV) tools/train_job.py $(TRAIN_ARGS)
+
+test: build test-cpp test-python  ## C++ and Python tests, within 12 minutes on 2 cores
+
+test-cpp: build
+	@ctest --test-dir $(BUILD) --output-on-failure --no-tests=error -j $(JOBS)
+
+test-python: build test-cpp
+	@$(PYTHON_VENV) -m pytest
+
+test-long: build  ## Soak and kill runs
+	@$(PYTHON_VENV) -m pytest -m long
+
+bench-adam: build  ## Update kernels beside torch's fused AdamW and the machine's memory bandwidth
+	@$(BUILD)/bench/bench_adam
+
+lint: build  ## clang-format, clang-tidy, ruff
+	@tools/setup --lint
+	@tools/lint
+
+format: setup  ## Rewrite sources with clang-format and ruff
+	@tools/setup --lint
+	@tools/lint --fix
+
+sanitize: setup  ## C++ tests under ASan+UBSan and under TSan
+	@tools/sanitize asan tsan
+
+wheel: setup  ## Build the wheel into dist/
+	@$(PYTHON_VENV) -m pip wheel --no-deps --no-build-isolation -w dist .
+
+clean:  ## Remove build products (.venv and runs/ stay)
+	rm -rf build dist .pytest_cache .ruff_cache
+	find bindings tests -name '__pycache__' -prune -exec rm -rf {} +
+	find bindings -name '_core*.so' -delete

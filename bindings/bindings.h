@@ -1,0 +1,23 @@
+// One function a bound part; module.cc calls them all.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+
+namespace overspill::bindings {
+
+void register_errors(pybind11::module_& m);
+void register_engine(pybind11::module_& m);
+void register_checkpoint(pybind11::module_& m);
+void register_doctor(pybind11::module_& m);
+
+/// Memory of a tensor, given as its address and size: contiguous, on the host, alive during the call.
+inline std::span<std::byte> memory_at(uintptr_t address, int64_t bytes) {
+  if (bytes < 0 || (address == 0 && bytes > 0)) throw std::invalid_argument("address and size do not name memory");
+  return {reinterpret_cast<std::byte*>(address), static_cast<size_t>(bytes)};
+}
+
+}  // namespace overspill::bindings

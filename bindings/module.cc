@@ -1,0 +1,9 @@
+#include "bindings/bindings.h"
+
+PYBIND11_MODULE(_core, m) {
+  m.doc() = "The engine of overspill. Bytes move here, with the GIL released.";
+  overspill::bindings::register_errors(m);
+  overspill::bindings::register_engine(m);
+  overspill::bindings::register_checkpoint(m);
+  overspill::bindings::register_doctor(m);
+}

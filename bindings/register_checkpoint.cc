@@ -1,0 +1,79 @@
+#include <pybind11/functional.h>
+#include <pybind11/stl.h>
+#include <pybind11/stl/filesystem.h>
+
+#include <filesystem>
+#include <functional>
+#include <string>
+
+#include "bindings/bindings.h"
+#include "engine/checkpoint/manifest.h"
+
+namespace overspill::bindings {
+namespace {
+
+namespace py = pybind11;
+using Progress = std::function<void(int64_t, int64_t)>;
+
+void report(void* context, int64_t done, int64_t total) {
+  const Progress& progress = *static_cast<const Progress*>(context);
+  if (!progress) return;
+  const py::gil_scoped_acquire acquire;
+  progress(done, total);
+}
+
+py::dict merge(const std::filesystem::path& checkpoint, const std::filesystem::path& out, const std::string& dtype,
+               int64_t shard_bytes, Progress progress) {
+  engine::MergeResult result;
+  {
+    const py::gil_scoped_release release;
+    result = engine::merge_checkpoint(checkpoint, out, {dtype, shard_bytes}, &report, &progress);
+  }
+  py::dict dict;
+  dict["tensors"] = result.tensors;
+  dict["bytes"] = result.bytes;
+  dict["files"] = result.files;
+  return dict;
+}
+
+py::dict manifest(const std::filesystem::path& folder) {
+  engine::Manifest manifest;
+  {
+    const py::gil_scoped_release release;
+    manifest = engine::read_manifest(folder);
+  }
+  py::list units;
+  for (const engine::ManifestUnit& unit : manifest.units) {
+    py::list segments;
+    for (const engine::ManifestSegment& segment : unit.segments) {
+      py::dict s;
+      s["name"] = segment.name;
+      s["shape"] = segment.shape;
+      s["step"] = segment.step;
+      segments.append(s);
+    }
+    py::dict u;
+    u["name"] = unit.name;
+    u["format"] = unit.format;
+    u["dtype"] = unit.dtype;
+    u["segments"] = segments;
+    units.append(u);
+  }
+  py::dict dict;
+  dict["step"] = manifest.step;
+  dict["skipped_steps"] = manifest.skipped_steps;
+  dict["extra_json"] = manifest.extra_json;
+  dict["units"] = units;
+  return dict;
+}
+
+}  // namespace
+
+void register_checkpoint(py::module_& m) {
+  m.def("merge", &merge, py::arg("checkpoint"), py::arg("out"), py::arg("dtype") = "bf16",
+        py::arg("shard_bytes") = int64_t{5} << 30, py::arg("progress") = Progress(),
+        "Streams a checkpoint into Hugging Face safetensors, in memory of about one tensor.");
+  m.def("manifest", &manifest, py::arg("folder"), "What a checkpoint folder holds; checked, but for the data itself.");
+}
+
+}  // namespace overspill::bindings

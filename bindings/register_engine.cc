@@ -1,0 +1,257 @@
+#include <pybind11/stl.h>
+#include <pybind11/stl/filesystem.h>
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "bindings/bindings.h"
+#include "bindings/dlpack.h"
+#include "engine/engine.h"
+#include "engine/memory/host_memory.h"
+#include "engine/resources.h"
+
+namespace overspill::bindings {
+namespace {
+
+namespace py = pybind11;
+using engine::Config;
+using engine::Engine;
+using engine::Plan;
+using engine::Placement;
+using engine::SegmentSpec;
+using engine::UnitSpec;
+
+struct PythonConfig : Config, engine::ResourceOptions {};
+
+Placement placement_from(const std::string& name) {
+  if (name == "auto") return Placement::automatic;
+  if (name == "host") return Placement::host;
+  if (name == "half") return Placement::half;
+  if (name == "nvme") return Placement::nvme;
+  throw std::invalid_argument("unknown placement '" + name + "': one of auto, host, half, nvme");
+}
+
+std::string placement_name(Placement placement) {
+  switch (placement) {
+    case Placement::automatic: return "auto";
+    case Placement::host: return "host";
+    case Placement::half: return "half";
+    case Placement::nvme: return "nvme";
+  }
+  return "?";
+}
+
+optim::AdamConfig adam_config(const py::dict& group) {
+  optim::AdamConfig config;
+  config.lr = group["lr"].cast<double>();
+  config.beta1 = group["beta1"].cast<double>();
+  config.beta2 = group["beta2"].cast<double>();
+  config.eps = group["eps"].cast<double>();
+  config.weight_decay = group["weight_decay"].cast<double>();
+  config.decoupled = group["decoupled"].cast<bool>();
+  return config;
+}
+
+py::dict plan_dict(const Plan& plan) {
+  py::dict out;
+  out["host_budget_bytes"] = plan.host_budget_bytes;
+  out["host_bytes"] = plan.host_bytes();
+  out["weights_host_bytes"] = plan.weights_host_bytes;
+  out["states_host_bytes"] = plan.states_host_bytes;
+  out["gradient_bytes"] = plan.gradient_bytes;
+  out["ring_slots"] = plan.ring_slots;
+  out["ring_slot_bytes"] = plan.ring_slot_bytes;
+  out["gather_host_bytes"] = plan.gather_host_bytes;
+  out["scratch_bytes"] = plan.scratch_bytes;
+  out["weights_nvme_bytes"] = plan.weights_nvme_bytes;
+  out["states_nvme_bytes"] = plan.states_nvme_bytes;
+  out["nvme_reserve_bytes"] = plan.nvme_reserve_bytes;
+  out["nvme_read_bytes_per_step"] = plan.nvme_read_bytes_per_step;
+  out["nvme_written_bytes_per_step"] = plan.nvme_written_bytes_per_step;
+  return out;
+}
+
+py::dict stats_dict(Engine& self) {
+  engine::Stats stats;
+  {
+    const py::gil_scoped_release release;
+    stats = self.stats();
+  }
+  py::dict out;
+  out["step"] = stats.step;
+  out["skipped_steps"] = stats.skipped_steps;
+  out["host_budget_bytes"] = stats.host_budget_bytes;
+  out["host_used_bytes"] = stats.host_used_bytes;
+  out["host_peak_bytes"] = stats.host_peak_bytes;
+  out["nvme_allocated_bytes"] = stats.store.allocated_bytes;
+  out["nvme_reserved_bytes"] = stats.store.reserved_bytes;
+  out["nvme_read_bytes"] = stats.store.bytes_read;
+  out["nvme_written_bytes"] = stats.store.bytes_written;
+  out["wait_seconds"] = static_cast<double>(stats.wait_ns) * 1e-9;
+  out["updates"] = stats.updates;
+  out["trace_departures"] = stats.trace_departures;
+  out["backend"] = stats.store.backend.empty() ? std::string("memory only") : stats.store.backend;
+  return out;
+}
+
+Plan plan_for(const std::vector<UnitSpec>& units, const PythonConfig& config) {
+  const engine::Layout layout = engine::make_layout(units, config.chunk_elements, 0, 1);
+  return engine::make_plan(layout, config, {config.device == "host"});
+}
+
+py::capsule acquire(Engine& self, int32_t unit) {
+  engine::Lease lease;
+  {
+    const py::gil_scoped_release release;
+    lease = self.acquire(unit);
+  }
+  std::byte* data = lease.data();
+  const int64_t bytes = lease.bytes();
+  return make_capsule(std::move(lease), data, bytes);
+}
+
+py::capsule nan_capsule(int64_t bytes) {
+  auto pages = std::make_unique<engine::NanPages>(bytes);
+  std::byte* data = pages->data();
+  return make_capsule(std::move(pages), data, bytes);
+}
+
+void register_specs(py::module_& m) {
+  py::class_<SegmentSpec>(m, "Segment")
+      .def(py::init([](std::string name, std::vector<int64_t> shape, int64_t group, std::vector<std::string> aliases) {
+             return SegmentSpec{std::move(name), std::move(shape), group, std::move(aliases)};
+           }),
+           py::arg("name"), py::arg("shape"), py::arg("group") = 0, py::arg("aliases") = std::vector<std::string>{})
+      .def_readonly("name", &SegmentSpec::name)
+      .def_readonly("shape", &SegmentSpec::shape)
+      .def_readonly("group", &SegmentSpec::group)
+      .def_readonly("aliases", &SegmentSpec::aliases);
+  py::class_<UnitSpec>(m, "Unit")
+      .def(py::init([](std::string name, const std::string& format, std::string dtype, std::vector<SegmentSpec> segments) {
+             return UnitSpec{std::move(name), engine::format_from_name(format), std::move(dtype), std::move(segments)};
+           }),
+           py::arg("name"), py::arg("format"), py::arg("dtype"), py::arg("segments"))
+      .def_readonly("name", &UnitSpec::name)
+      .def_property_readonly("format", [](const UnitSpec& self) { return std::string(engine::format_name(self.format)); })
+      .def_readonly("dtype", &UnitSpec::dtype)
+      .def_readonly("segments", &UnitSpec::segments);
+  py::class_<PythonConfig>(m, "Config")
+      .def(py::init<>())
+      .def_readwrite("host_budget_bytes", &PythonConfig::host_budget_bytes)
+      .def_readwrite("nvme", &PythonConfig::nvme)
+      .def_readwrite("job", &PythonConfig::job)
+      .def_readwrite("threads", &PythonConfig::threads)
+      .def_readwrite("prefetch_units", &PythonConfig::prefetch_units)
+      .def_readwrite("gradient_accumulation", &PythonConfig::gradient_accumulation)
+      .def_readwrite("max_grad_norm", &PythonConfig::max_grad_norm)
+      .def_readwrite("chunk_elements", &PythonConfig::chunk_elements)
+      .def_property(
+          "placement", [](const PythonConfig& self) { return placement_name(self.placement); },
+          [](PythonConfig& self, const std::string& name) { self.placement = placement_from(name); })
+      .def_readwrite("poison", &PythonConfig::poison)
+      .def_readwrite("checkpoints_kept", &PythonConfig::checkpoints_kept)
+      .def_readwrite("device", &PythonConfig::device)
+      .def_readwrite("io_backend", &PythonConfig::io_backend)
+      .def_readwrite("seed", &PythonConfig::seed);
+}
+
+void register_weights(py::class_<Engine>& cls) {
+  using Released = py::call_guard<py::gil_scoped_release>;
+  cls.def(
+         "load_weight",
+         [](Engine& self, int32_t unit, int32_t segment, uintptr_t address, int64_t bytes, const std::string& dtype) {
+           self.load_weight(unit, segment, memory_at(address, bytes), dtype);
+         },
+         Released())
+      .def(
+          "read_weight",
+          [](Engine& self, int32_t unit, int32_t segment, uintptr_t address, int64_t bytes, const std::string& dtype) {
+            self.read_weight(unit, segment, memory_at(address, bytes), dtype);
+          },
+          Released())
+      .def(
+          "read_state",
+          [](Engine& self, int32_t unit, int32_t segment, const std::string& name, uintptr_t address, int64_t bytes) {
+            if (bytes % 4 != 0 || address % 4 != 0) throw std::invalid_argument("states are read as fp32");
+            self.read_state(unit, segment, name, {reinterpret_cast<float*>(address), static_cast<size_t>(bytes / 4)});
+          },
+          Released())
+      .def(
+          "written",
+          [](Engine& self, int32_t unit, int32_t segment, uintptr_t address, int64_t bytes) {
+            self.written(unit, segment, memory_at(address, bytes));
+          },
+          Released())
+      .def(
+          "add_gradient",
+          [](Engine& self, int32_t unit, int32_t segment, uintptr_t address, int64_t bytes, const std::string& dtype) {
+            self.add_gradient(unit, segment, memory_at(address, bytes), dtype);
+          },
+          Released())
+      .def("clear_gradients", &Engine::clear_gradients, Released())
+      .def("has_gradient", &Engine::has_gradient, Released())
+      .def("grad_norm", &Engine::grad_norm, Released())
+      .def("clip_grad_norm", &Engine::clip_grad_norm, Released());
+}
+
+}  // namespace
+
+void register_engine(py::module_& m) {
+  using Released = py::call_guard<py::gil_scoped_release>;
+  register_specs(m);
+  py::class_<Plan>(m, "Plan").def_property_readonly("text", &Plan::text).def("as_dict", &plan_dict);
+  py::class_<engine::StepResult>(m, "StepResult")
+      .def_readonly("step", &engine::StepResult::step)
+      .def_readonly("norm", &engine::StepResult::norm)
+      .def_readonly("clip", &engine::StepResult::clip)
+      .def_readonly("skipped", &engine::StepResult::skipped);
+  m.def("plan", &plan_for, py::arg("units"), py::arg("config"), "Where components would go; allocates nothing.");
+  m.def("nan_capsule", &nan_capsule, py::arg("bytes"), "What released parameters' memory reads as, as a DLPack capsule.");
+
+  py::class_<Engine> cls(m, "Engine");
+  cls.def(py::init([](const std::vector<UnitSpec>& units, const PythonConfig& config) {
+            return std::make_unique<Engine>(units, config, engine::make_resources(units, config, config));
+          }),
+          py::arg("units"), py::arg("config"), Released())
+      .def("layout",
+           [](Engine& self, int32_t unit) {
+             const engine::Unit& u = self.layout().units.at(unit);
+             std::vector<int64_t> offsets;
+             for (const engine::Segment& s : u.segments) offsets.push_back(s.begin * u.element_bytes);
+             return offsets;
+           })
+      .def("unit_bytes", [](Engine& self, int32_t unit) { return self.layout().units.at(unit).bytes(); })
+      .def(
+          "begin_pass",
+          [](Engine& self, bool training, bool grad_enabled) { self.begin_pass({training, grad_enabled}); },
+          py::arg("training"), py::arg("grad_enabled"), Released())
+      .def("acquire", &acquire)
+      .def("resident_now", &Engine::resident_now, Released())
+      .def("generation", &Engine::generation, Released())
+      .def("step",
+           [](Engine& self, const std::vector<py::dict>& groups) {
+             std::vector<optim::AdamConfig> configs;
+             for (const py::dict& group : groups) configs.push_back(adam_config(group));
+             const py::gil_scoped_release release;
+             return self.step(configs);
+           })
+      .def("synchronize", &Engine::synchronize, Released())
+      .def("save", &Engine::save, py::arg("folder"), py::arg("extra_json"), Released())
+      .def("load", &Engine::load, py::arg("folder"), Released())
+      .def("stats", &stats_dict)
+      .def_property_readonly("plan", &Engine::plan)
+      .def("record_journal", &Engine::record_journal, Released())
+      .def("take_journal",
+           [](Engine& self) {
+             py::list out;
+             for (const engine::JournalEntry& e : self.take_journal()) {
+               out.append(py::make_tuple(e.time_ns, engine::happening_name(e.happening), e.unit, e.chunk, e.slot));
+             }
+             return out;
+           })
+      .def("close", &Engine::close, Released());
+  register_weights(cls);
+}
+
+}  // namespace overspill::bindings

@@ -1,0 +1,218 @@
+#include "cpu_optim/executor.h"
+
+#include <tbb/global_control.h>
+#include <tbb/task_arena.h>
+
+#include <algorithm>
+#include <atomic>
+#include <condition_variable>
+#include <cstdlib>
+#include <deque>
+#include <exception>
+#include <latch>
+#include <mutex>
+#include <stdexcept>
+#include <string>
+#include <string_view>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "cpu_optim/floating_point.h"
+
+namespace overspill::optim {
+
+namespace {
+
+using Task = std::function<void()>;
+
+thread_local bool inside_task = false;
+
+// noexcept: a task that throws has broken its contract, and nobody waits who could be told.
+void run_task(Task task) noexcept {
+  const FloatingPointMode mode;
+  inside_task = true;
+  task();
+  task = nullptr;  // what it owns goes while the mode holds, and before anyone is told that it is done
+  inside_task = false;
+}
+
+int checked_threads(int threads) {
+  if (threads >= 1) return threads;
+  throw std::invalid_argument("an executor needs at least 1 thread, not " + std::to_string(threads));
+}
+
+// One task a worker; each takes the next index until none is left or a body has thrown.
+void parallel_for_on(Executor& executor, int64_t count, const std::function<void(int64_t)>& body) {
+  if (inside_task) {
+    throw std::logic_error("Executor::parallel_for was called from a worker; it would wait for itself");
+  }
+  if (count <= 0) return;
+  const auto tasks = static_cast<int>(std::min<int64_t>(count, executor.threads()));
+  std::atomic<int64_t> next{0};
+  std::exception_ptr error;
+  std::once_flag first_error;
+  const auto running = std::make_shared<std::latch>(tasks);  // shared: count_down may return after wait has
+  for (int task = 0; task < tasks; ++task) {
+    executor.submit([&, running] {
+      try {
+        for (int64_t i = next++; i < count; i = next++) body(i);
+      } catch (...) {
+        next = count;
+        std::call_once(first_error, [&] { error = std::current_exception(); });
+      }
+      running->count_down();
+    });
+  }
+  running->wait();
+  if (error) std::rethrow_exception(error);
+}
+
+class ThreadExecutor final : public Executor {
+ public:
+  explicit ThreadExecutor(int threads) {
+    workers_.reserve(static_cast<size_t>(checked_threads(threads)));
+    for (int i = 0; i < threads; ++i) workers_.emplace_back([this] { work(); });
+  }
+
+  ~ThreadExecutor() override {
+    {
+      const std::lock_guard lock(mutex_);
+      stopping_ = true;
+    }
+    wake_.notify_all();
+    for (std::thread& worker : workers_) worker.join();
+  }
+
+  int threads() const override { return static_cast<int>(workers_.size()); }
+
+  void submit(Task task) override {
+    {
+      const std::lock_guard lock(mutex_);
+      queue_.push_back(std::move(task));
+    }
+    wake_.notify_one();
+  }
+
+  void parallel_for(int64_t count, const std::function<void(int64_t)>& body) override {
+    parallel_for_on(*this, count, body);
+  }
+
+ private:
+  void work() {
+    std::unique_lock lock(mutex_);
+    while (true) {
+      wake_.wait(lock, [this] { return stopping_ || !queue_.empty(); });
+      if (queue_.empty()) return;
+      Task task = std::move(queue_.front());
+      queue_.pop_front();
+      lock.unlock();
+      run_task(std::move(task));
+      lock.lock();
+    }
+  }
+
+  std::mutex mutex_;
+  std::condition_variable wake_;
+  std::deque<Task> queue_;
+  bool stopping_ = false;
+  std::vector<std::thread> workers_;  // last: they use the members above
+};
+
+// oneTBB's pool has one worker fewer than the machine has cores, because it counts on the caller to work too.
+// Ours only submits, so while executors live the pool is allowed as many workers as they asked for together.
+// A host program's own lower limit still holds.
+class WorkerAllowance {
+ public:
+  explicit WorkerAllowance(int threads) : threads_(threads) { change(threads_); }
+  ~WorkerAllowance() { change(-threads_); }
+  WorkerAllowance(const WorkerAllowance&) = delete;
+  WorkerAllowance& operator=(const WorkerAllowance&) = delete;
+
+ private:
+  static void change(int by) {
+    static std::mutex mutex;
+    static int total = 0;
+    static std::unique_ptr<tbb::global_control> control;
+    const std::lock_guard lock(mutex);
+    total += by;
+    control.reset();  // of several controls the lowest holds, so the old one has to go first
+    if (total == 0) return;
+    const auto cores = static_cast<int>(std::thread::hardware_concurrency());
+    control = std::make_unique<tbb::global_control>(tbb::global_control::max_allowed_parallelism,
+                                                    static_cast<size_t>(std::max(total + 1, cores)));
+  }
+
+  int threads_;
+};
+
+// An arena's own queue does not promise the order in which tasks start, so ours holds the tasks and the arena
+// is only told, once a task, to run the next.
+class TbbExecutor final : public Executor {
+ public:
+  explicit TbbExecutor(int threads) : allowance_(checked_threads(threads)), arena_(threads, 0) {
+    arena_.initialize();
+  }
+
+  ~TbbExecutor() override {
+    std::unique_lock lock(mutex_);
+    idle_.wait(lock, [this] { return unfinished_ == 0; });
+  }
+
+  int threads() const override { return arena_.max_concurrency(); }
+
+  void submit(Task task) override {
+    {
+      const std::lock_guard lock(mutex_);
+      queue_.push_back(std::move(task));
+      ++unfinished_;
+    }
+    arena_.enqueue([this] { run_next(); });
+  }
+
+  void parallel_for(int64_t count, const std::function<void(int64_t)>& body) override {
+    parallel_for_on(*this, count, body);
+  }
+
+ private:
+  void run_next() noexcept {
+    std::unique_lock lock(mutex_);
+    Task task = std::move(queue_.front());
+    queue_.pop_front();
+    lock.unlock();
+    run_task(std::move(task));
+    lock.lock();
+    if (--unfinished_ == 0) idle_.notify_all();  // under the lock: the destructor may be waiting for it
+  }
+
+  WorkerAllowance allowance_;
+  tbb::task_arena arena_;
+  std::mutex mutex_;
+  std::condition_variable idle_;
+  std::deque<Task> queue_;
+  int64_t unfinished_ = 0;
+};
+
+}  // namespace
+
+std::unique_ptr<Executor> make_thread_executor(int threads) {
+  return std::make_unique<ThreadExecutor>(threads);
+}
+
+std::unique_ptr<Executor> make_tbb_executor(int threads) {
+  return std::make_unique<TbbExecutor>(threads);
+}
+
+std::unique_ptr<Executor> make_executor(int threads) {
+#if defined(OVERSPILL_PLAIN_THREADS)
+  return make_thread_executor(threads);
+#else
+  const char* wanted = std::getenv("OVERSPILL_EXECUTOR");
+  if (wanted == nullptr || std::string_view(wanted) == "tbb") return make_tbb_executor(threads);
+  if (std::string_view(wanted) == "threads") return make_thread_executor(threads);
+  throw std::invalid_argument("OVERSPILL_EXECUTOR is '" + std::string(wanted) +
+                              "'; it must be tbb or threads, or be left unset");
+#endif
+}
+
+}  // namespace overspill::optim

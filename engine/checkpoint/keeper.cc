@@ -1,0 +1,232 @@
+#include "engine/checkpoint/keeper.h"
+
+#include <fcntl.h>
+#include <fmt/format.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <array>
+#include <cerrno>
+#include <cstring>
+#include <map>
+#include <utility>
+
+#include "engine/checkpoint/resident_file.h"
+
+namespace overspill::engine {
+namespace {
+
+namespace fs = std::filesystem;
+
+constexpr std::array<Component, kComponents> kAll = {Component::hi, Component::lo, Component::m, Component::v};
+
+void sync_folder(const fs::path& folder) {
+  const int fd = ::open(folder.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+  const bool synced = fd >= 0 && ::fsync(fd) == 0;
+  const int error = errno;
+  if (fd >= 0) ::close(fd);
+  if (!synced) throw CheckpointError(fmt::format("{}: cannot be made durable: {}", folder.string(), std::strerror(error)));
+}
+
+void require_absent(const fs::path& folder) {
+  std::error_code ignored;
+  if (!fs::exists(folder, ignored)) return;
+  if (fs::is_directory(folder, ignored) && fs::is_empty(folder, ignored)) {
+    fs::remove(folder);
+    return;
+  }
+  throw CheckpointError(fmt::format("{} exists already and is not empty: a checkpoint needs a new folder", folder.string()));
+}
+
+ManifestUnit describe(const Unit& unit, const UnitState& state) {
+  ManifestUnit out;
+  out.name = unit.name;
+  out.format = format_name(unit.format);
+  out.dtype = unit.dtype;
+  out.elements = unit.elements;
+  for (size_t s = 0; s < unit.segments.size(); ++s) {
+    const Segment& segment = unit.segments[s];
+    out.segments.push_back({segment.name, segment.aliases, segment.shape, segment.begin, segment.elements, state.steps[s],
+                            segment.group, unit.trainable()});
+  }
+  return out;
+}
+
+std::string shape_text(const std::vector<int64_t>& shape) { return fmt::format("({})", fmt::join(shape, ", ")); }
+
+/// Throws unless the checkpoint's unit is this model's.
+void match(const fs::path& folder, const ManifestUnit& found, const Unit& own) {
+  const auto refuse = [&](const std::string& what) {
+    throw CheckpointError(fmt::format("{} is a checkpoint of another model: {}. Open it with the model it was made from", folder.string(), what));
+  };
+  if (found.format != format_name(own.format) || found.dtype != own.dtype) {
+    refuse(fmt::format("unit {} is {} {} there, {} {} here", own.name, found.format, found.dtype, format_name(own.format), own.dtype));
+  }
+  if (found.segments.size() != own.segments.size()) {
+    refuse(fmt::format("unit {} has {} parameters there, {} here", own.name, found.segments.size(), own.segments.size()));
+  }
+  for (size_t s = 0; s < own.segments.size(); ++s) {
+    const ManifestSegment& there = found.segments[s];
+    const Segment& here = own.segments[s];
+    if (there.name != here.name) refuse(fmt::format("parameter {} is called {} there", here.name, there.name));
+    if (there.shape != here.shape) {
+      refuse(fmt::format("{} has shape {} there, {} here", here.name, shape_text(there.shape), shape_text(here.shape)));
+    }
+    if (there.begin != here.begin) refuse(fmt::format("{} begins at {} there, at {} here", here.name, there.begin, here.begin));
+  }
+}
+
+Component component_of(const std::string& name) {
+  for (Component component : kAll) {
+    if (name == component_name(component)) return component;
+  }
+  throw CheckpointError(fmt::format("unknown component '{}' in the manifest", name));
+}
+
+}  // namespace
+
+CheckpointKeeper::~CheckpointKeeper() {
+  for (const Kept& kept : kept_) ::close(kept.manifest_fd);
+}
+
+/// A manifest without a name left was deleted with its folder: its extents may be used again.
+void CheckpointKeeper::forget_deleted() {
+  std::erase_if(kept_, [&](const Kept& kept) {
+    struct stat status {};
+    if (::fstat(kept.manifest_fd, &status) != 0 || status.st_nlink > 0) return false;
+    unpin(kept.extents);
+    ::close(kept.manifest_fd);
+    return true;
+  });
+}
+
+std::vector<io::Extent> CheckpointKeeper::pin_all() {
+  std::vector<io::Extent> extents;
+  for (const ChunkState& chunk : context_.chunks) {
+    for (const io::Extent& extent : chunk.extents) {
+      if (extent.empty()) continue;
+      context_.store().pin(extent);
+      extents.push_back(extent);
+    }
+  }
+  return extents;
+}
+
+void CheckpointKeeper::unpin(const std::vector<io::Extent>& extents) noexcept {
+  for (const io::Extent& extent : extents) context_.store().unpin(extent);
+}
+
+void CheckpointKeeper::save(const fs::path& folder, int64_t steps, int64_t skipped_steps, std::string_view extra_json) {
+  require_absent(folder);
+  forget_deleted();
+  const fs::path absolute = fs::absolute(folder);
+  const fs::path partial = absolute.string() + ".partial";
+  fs::remove_all(partial);
+  if (context_.resources.store != nullptr) {
+    context_.store().reserve(context_.plan.nvme_reserve_bytes +
+                             std::max<int64_t>(0, static_cast<int64_t>(kept_.size()) - context_.config.checkpoints_kept) *
+                                 context_.plan.nvme_bytes());
+  }
+  std::vector<io::Extent> pinned = context_.resources.store != nullptr ? pin_all() : std::vector<io::Extent>{};
+  try {
+    fs::create_directories(partial);
+    Manifest manifest = write_folder(partial, pinned);
+    manifest.step = steps;
+    manifest.skipped_steps = skipped_steps;
+    manifest.extra_json = extra_json;
+    write_manifest(partial, manifest);
+    fs::rename(partial, absolute);
+    sync_folder(absolute.parent_path());
+  } catch (...) {
+    unpin(pinned);
+    std::error_code ignored;
+    fs::remove_all(partial, ignored);
+    throw;
+  }
+  const int fd = ::open((absolute / kManifestFile).c_str(), O_RDONLY | O_CLOEXEC);
+  if (fd >= 0) kept_.push_back({fd, std::move(pinned)});  // without it they stay pinned: safe, if wasteful
+  const std::lock_guard guard(context_.mutex);
+  context_.last_checkpoint = absolute.string();
+}
+
+Manifest CheckpointKeeper::write_folder(const fs::path& folder, const std::vector<io::Extent>& extents) const {
+  std::vector<io::ExportedExtent> exported;
+  if (!extents.empty()) exported = context_.store().export_extents(extents, folder);
+  ResidentFile resident(folder);
+  Manifest manifest;
+  manifest.world = context_.layout.world;
+  size_t next = 0;
+  for (size_t u = 0; u < context_.units.size(); ++u) {
+    const Unit& unit = context_.layout.units[u];
+    ManifestUnit described = describe(unit, context_.units[u]);
+    for (int32_t c = unit.first_chunk; c < unit.first_chunk + unit.chunk_count; ++c) {
+      const Chunk& chunk = context_.layout.chunks[c];
+      const ChunkState& state = context_.chunks[c];
+      for (Component component : kAll) {
+        const auto i = static_cast<size_t>(component);
+        const int64_t bytes = context_.component_bytes(c, component);
+        if (bytes == 0) continue;
+        ManifestPiece piece{component_name(component), context_.layout.global_begin(chunk), chunk.elements, {}};
+        if (!state.extents[i].empty()) {
+          io::ExportedExtent& extent = exported[next++];
+          piece.range = {extent.file, extent.offset, extent.bytes, std::move(extent.block_checksums)};
+        } else {
+          piece.range = resident.append(state.home[i], bytes);
+        }
+        described.pieces.push_back(std::move(piece));
+      }
+    }
+    manifest.units.push_back(std::move(described));
+  }
+  resident.finish();
+  return manifest;
+}
+
+Manifest CheckpointKeeper::verify(const fs::path& folder) const {
+  Manifest manifest = read_manifest(folder);
+  std::map<std::string, const ManifestUnit*> by_name;
+  for (const ManifestUnit& unit : manifest.units) by_name.emplace(unit.name, &unit);
+  for (const Unit& own : context_.layout.units) {
+    const auto found = by_name.find(own.name);
+    if (found == by_name.end()) {
+      throw CheckpointError(fmt::format("{} is a checkpoint of another model: it has no unit {}", folder.string(), own.name));
+    }
+    match(folder, *found->second, own);
+  }
+  if (manifest.units.size() != context_.layout.units.size()) {
+    throw CheckpointError(fmt::format("{} is a checkpoint of another model: it has {} units, this one {}", folder.string(),
+                                      manifest.units.size(), context_.layout.units.size()));
+  }
+  std::vector<std::byte> buffer;
+  for (const ManifestUnit& unit : manifest.units) {
+    for (const ManifestPiece& piece : unit.pieces) {
+      buffer.resize(static_cast<size_t>(piece.range.bytes));
+      read_range(folder, piece.range, buffer);
+    }
+  }
+  return manifest;
+}
+
+void CheckpointKeeper::load(const fs::path& folder, const Manifest& manifest, Access& access) {
+  std::map<std::string, int32_t> own;
+  for (size_t u = 0; u < context_.units.size(); ++u) own.emplace(context_.layout.units[u].name, static_cast<int32_t>(u));
+  std::vector<std::byte> buffer;
+  for (const ManifestUnit& found : manifest.units) {
+    const int32_t index = own.at(found.name);
+    const Unit& unit = context_.layout.units[index];
+    for (size_t s = 0; s < found.segments.size(); ++s) context_.units[index].steps[s] = found.segments[s].step;
+    for (const ManifestPiece& piece : found.pieces) {
+      const Component component = component_of(piece.component);
+      const int64_t width = unit.component_bytes(component);
+      // Padding depends on the world the checkpoint was made in; what lies beyond this unit's own is zero.
+      const int64_t elements = std::min(piece.elements, unit.elements - piece.begin);
+      if (elements <= 0) continue;
+      buffer.resize(static_cast<size_t>(piece.range.bytes));
+      read_range(folder, piece.range, buffer);
+      access.write(index, component, piece.begin, std::span(buffer).first(static_cast<size_t>(elements * width)));
+    }
+  }
+}
+
+}  // namespace overspill::engine

@@ -1,0 +1,59 @@
+#include "engine/checkpoint/resident_file.h"
+
+#include <fcntl.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <span>
+
+#include "io/checksum.h"
+#include "io/error.h"
+
+namespace overspill::engine {
+namespace {
+
+constexpr const char* kName = "resident.bin";
+
+[[noreturn]] void fail(io::Operation operation, const std::filesystem::path& path, int64_t offset, int64_t bytes) {
+  throw io::StoreError({io::kind_of_errno(errno), operation, errno, path.string(), offset, bytes, "writing a checkpoint"});
+}
+
+}  // namespace
+
+ResidentFile::ResidentFile(std::filesystem::path folder) : path_(std::move(folder) / kName) {}
+
+ResidentFile::~ResidentFile() {
+  if (fd_ >= 0) ::close(fd_);
+}
+
+FileRange ResidentFile::append(const std::byte* data, int64_t bytes) {
+  if (fd_ < 0) {
+    fd_ = ::open(path_.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0600);
+    if (fd_ < 0) fail(io::Operation::open, path_, 0, bytes);
+  }
+  if (data == nullptr) {
+    zeros_.resize(std::max(zeros_.size(), static_cast<size_t>(bytes)));
+    data = zeros_.data();
+  }
+  FileRange range{kName, end_, bytes, io::block_checksums({data, static_cast<size_t>(bytes)})};
+  write(data, bytes);
+  return range;
+}
+
+void ResidentFile::write(const std::byte* data, int64_t bytes) {
+  while (bytes > 0) {
+    const ssize_t written = ::pwrite(fd_, data, static_cast<size_t>(bytes), end_);
+    if (written < 0 && errno == EINTR) continue;
+    if (written <= 0) fail(io::Operation::write, path_, end_, bytes);
+    data += written;
+    end_ += written;
+    bytes -= written;
+  }
+}
+
+void ResidentFile::finish() {
+  if (fd_ >= 0 && ::fdatasync(fd_) != 0) fail(io::Operation::sync, path_, 0, end_);
+}
+
+}  // namespace overspill::engine

@@ -1,0 +1,205 @@
+#include "engine/collectives/in_process.h"
+
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+
+#include <algorithm>
+#include <condition_variable>
+#include <mutex>
+#include <string>
+
+namespace overspill::engine {
+namespace {
+
+/// What one rank brings to a call. Other ranks read `send` between join() and leave().
+struct Offer {
+  const char* call = nullptr;  // nullptr: not here yet
+  std::span<const std::byte> send;
+  size_t receive_bytes = 0;
+  bool slices = false;  // whether `send` has to be divisible by the world
+};
+
+/// A call has two halves. join(): all ranks offer their memory, or all of them throw; leave(): nobody
+/// returns, so no memory goes away, before everybody has read. Between the two a rank only copies, so leave()
+/// needs no timeout, and an abort waits for it.
+class World {
+ public:
+  World(int ranks, std::chrono::milliseconds timeout)
+      : timeout_(timeout), offers_(ranks), gone_(ranks, false) {}
+
+  int ranks() const { return static_cast<int>(offers_.size()); }
+
+  void join(int rank, const Offer& offer) {
+    std::unique_lock lock(mutex_);
+    throw_if_failed(offer.call);
+    offers_[rank] = offer;
+    if (const auto gone = std::ranges::find(gone_, true); gone != gone_.end()) {
+      fail(fmt::format("rank {} has left the world", gone - gone_.begin()));
+    } else if (++joined_ == ranks()) {
+      if (const std::string difference = find_difference(); !difference.empty()) {
+        fail(difference);
+      } else {
+        joined_ = 0;
+        reading_ = ranks();
+        ++calls_;
+        changed_.notify_all();
+        return;
+      }
+    } else {
+      const uint64_t call = calls_;
+      const auto all_here = [&] { return calls_ != call || !failure_.empty(); };
+      if (!changed_.wait_for(lock, timeout_, all_here)) {
+        fail(fmt::format("rank {} did not join within {} ms", fmt::join(missing(), ", "), timeout_.count()));
+      }
+      if (calls_ != call) return;  // complete, whatever failed since
+    }
+    throw_if_failed(offer.call);
+  }
+
+  /// What `rank` offered; between join() and leave() only.
+  std::span<const std::byte> offered(int rank) const { return offers_[rank].send; }
+
+  void leave() {
+    std::unique_lock lock(mutex_);
+    const uint64_t call = calls_;
+    if (--reading_ == 0) {
+      for (Offer& offer : offers_) offer = Offer();
+      ++left_;
+      changed_.notify_all();
+    }
+    changed_.wait(lock, [&] { return left_ == call; });
+  }
+
+  void abort(int rank, const char* reason) {
+    const std::lock_guard lock(mutex_);
+    fail(fmt::format("rank {} aborted: {}", rank, reason));
+  }
+
+  void remove(int rank) {
+    const std::lock_guard lock(mutex_);
+    gone_[rank] = true;
+    if (joined_ > 0) fail(fmt::format("rank {} has left the world", rank));
+  }
+
+ private:
+  void fail(const std::string& why) {
+    if (failure_.empty()) failure_ = why;
+    changed_.notify_all();
+  }
+
+  void throw_if_failed(const char* call) const {
+    if (!failure_.empty()) throw CommunicatorError(fmt::format("{}: {}", call, failure_));
+  }
+
+  std::vector<int> missing() const {
+    std::vector<int> ranks;
+    for (int rank = 0; rank < this->ranks(); ++rank) {
+      if (offers_[rank].call == nullptr) ranks.push_back(rank);
+    }
+    return ranks;
+  }
+
+  /// Empty where all ranks make the same call with the same, possible sizes.
+  std::string find_difference() const {
+    const Offer& first = offers_.front();
+    for (int rank = 0; rank < ranks(); ++rank) {
+      const Offer& offer = offers_[rank];
+      if (std::string_view(offer.call) != first.call || offer.send.size() != first.send.size()) {
+        return fmt::format("rank {} calls {} with {} bytes where rank 0 calls {} with {}", rank, offer.call,
+                           offer.send.size(), first.call, first.send.size());
+      }
+      if (offer.receive_bytes != offer.send.size()) {
+        return fmt::format("rank {} sends {} bytes in {} and has room for {}", rank, offer.send.size(),
+                           offer.call, offer.receive_bytes);
+      }
+      if (offer.slices && offer.send.size() % offers_.size() != 0) {
+        return fmt::format("rank {} calls {} with {} bytes, not a multiple of {} ranks", rank, offer.call,
+                           offer.send.size(), ranks());
+      }
+    }
+    return {};
+  }
+
+  const std::chrono::milliseconds timeout_;
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::vector<Offer> offers_;
+  std::vector<bool> gone_;
+  std::string failure_;
+  int joined_ = 0;      // ranks waiting in join()
+  int reading_ = 0;     // ranks between join() and leave()
+  uint64_t calls_ = 0;  // complete joins
+  uint64_t left_ = 0;   // complete leaves
+};
+
+class InProcessCommunicator final : public Communicator {
+ public:
+  InProcessCommunicator(std::shared_ptr<World> world, int rank) : world_(std::move(world)), rank_(rank) {}
+  ~InProcessCommunicator() override { world_->remove(rank_); }
+
+  int rank() const override { return rank_; }
+  int world() const override { return world_->ranks(); }
+
+  void all_gather(std::span<std::byte> data) override {
+    world_->join(rank_, {"all_gather", data, data.size(), true});
+    const size_t slice = data.size() / world();
+    for (int from = 0; from < world(); ++from) {
+      if (from != rank_)
+        copy(world_->offered(from).subspan(from * slice, slice), data.subspan(from * slice, slice));
+    }
+    world_->leave();
+  }
+
+  void all_to_all(std::span<const std::byte> send, std::span<std::byte> receive) override {
+    world_->join(rank_, {"all_to_all", send, receive.size(), true});
+    const size_t slice = send.size() / world();
+    for (int from = 0; from < world(); ++from) {
+      copy(world_->offered(from).subspan(rank_ * slice, slice), receive.subspan(from * slice, slice));
+    }
+    world_->leave();
+  }
+
+  void all_reduce_sum(std::span<double> values) override {
+    // Before the join: what may throw must not stand between join() and leave().
+    sums_.assign(values.size(), 0.0);
+    world_->join(rank_, {"all_reduce_sum", std::as_bytes(values), values.size_bytes(), false});
+    for (int from = 0; from < world(); ++from) {
+      const auto* addends = reinterpret_cast<const double*>(world_->offered(from).data());
+      // The first is taken over, not added to 0.0, which would turn -0.0 into 0.0.
+      for (size_t i = 0; i < values.size(); ++i) sums_[i] = from == 0 ? addends[i] : sums_[i] + addends[i];
+    }
+    world_->leave();
+    std::ranges::copy(sums_, values.begin());  // only now: others read `values` until they have left
+  }
+
+  void barrier() override {
+    world_->join(rank_, {"barrier", {}, 0, false});
+    world_->leave();
+  }
+
+  void abort(const char* reason) noexcept override { world_->abort(rank_, reason); }
+
+ private:
+  static void copy(std::span<const std::byte> from, std::span<std::byte> to) {
+    std::ranges::copy(from, to.begin());
+  }
+
+  std::shared_ptr<World> world_;
+  const int rank_;
+  std::vector<double> sums_;
+};
+
+}  // namespace
+
+std::vector<std::unique_ptr<Communicator>> make_in_process_world(int ranks,
+                                                                 std::chrono::milliseconds timeout) {
+  if (ranks < 1) throw CommunicatorError(fmt::format("a world of {} ranks; it has at least one", ranks));
+  const auto world = std::make_shared<World>(ranks, timeout);
+  std::vector<std::unique_ptr<Communicator>> communicators;
+  for (int rank = 0; rank < ranks; ++rank) {
+    communicators.push_back(std::make_unique<InProcessCommunicator>(world, rank));
+  }
+  return communicators;
+}
+
+}  // namespace overspill::engine

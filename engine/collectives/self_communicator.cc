@@ -1,0 +1,53 @@
+#include "engine/collectives/self_communicator.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <mutex>
+#include <optional>
+#include <string>
+
+namespace overspill::engine {
+namespace {
+
+class SelfCommunicator final : public Communicator {
+ public:
+  int rank() const override { return 0; }
+  int world() const override { return 1; }
+
+  void all_gather(std::span<std::byte>) override { throw_if_aborted("all_gather"); }
+
+  void all_to_all(std::span<const std::byte> send, std::span<std::byte> receive) override {
+    throw_if_aborted("all_to_all");
+    if (send.size() != receive.size()) {
+      throw CommunicatorError(
+          fmt::format("all_to_all: rank 0 sends {} bytes and has room for {}", send.size(), receive.size()));
+    }
+    std::copy(send.begin(), send.end(), receive.begin());
+  }
+
+  void all_reduce_sum(std::span<double>) override { throw_if_aborted("all_reduce_sum"); }
+  void barrier() override { throw_if_aborted("barrier"); }
+
+  void abort(const char* reason) noexcept override {
+    const std::lock_guard lock(mutex_);
+    if (!aborted_) aborted_ = reason;
+  }
+
+ private:
+  void throw_if_aborted(const char* call) {
+    const std::lock_guard lock(mutex_);
+    if (aborted_) throw CommunicatorError(fmt::format("{}: rank 0 aborted: {}", call, *aborted_));
+  }
+
+  std::mutex mutex_;
+  std::optional<std::string> aborted_;
+};
+
+}  // namespace
+
+std::unique_ptr<Communicator> make_self_communicator() {
+  return std::make_unique<SelfCommunicator>();
+}
+
+}  // namespace overspill::engine

@@ -1,0 +1,34 @@
+// What the caller decides about an engine. Everything else is planned.
+#pragma once
+
+#include <cstdint>
+#include <filesystem>
+#include <string>
+#include <vector>
+
+namespace overspill::engine {
+
+/// Where components live: by budget, or forced (tests, measurements).
+enum class Placement : uint8_t {
+  automatic,  // as much on the host as its budget takes
+  host,       // everything on the host
+  half,       // every second unit's weights and every second chunk's states on NVMe
+  nvme,       // everything on NVMe
+};
+
+struct Config {
+  int64_t host_budget_bytes = 0;           // required
+  int64_t device_budget_bytes = 0;         // 0: no limit; unused where the device shares host memory
+  std::vector<std::filesystem::path> nvme; // folders
+  std::string job = "default";             // names this run's files; one live run a job and folder
+  int threads = 0;                         // of the optimizer; 0: as many as cores
+  int64_t prefetch_units = 4;              // 0: nothing is read before it is asked for
+  int64_t gradient_accumulation = 1;       // above 1 gradients are kept in fp32
+  double max_grad_norm = 0;                // 0: no clipping
+  int64_t chunk_elements = 512 * 1024;
+  Placement placement = Placement::automatic;
+  bool poison = false;                     // fill freed memory with NaN, so that stale use is loud
+  int64_t checkpoints_kept = 1;            // room kept for them on NVMe
+};
+
+}  // namespace overspill::engine

@@ -1,0 +1,393 @@
+#include "engine/engine.h"
+
+#include <fmt/format.h>
+
+#include <cmath>
+#include <cstring>
+#include <stdexcept>
+#include <thread>
+#include <utility>
+
+#include "cpu_optim/split.h"
+#include "engine/machine.h"
+
+namespace overspill::engine {
+namespace {
+
+constexpr int64_t kPieceElements = 256 * 1024;  // of a weight converted at a time
+
+Config checked(Config config) {
+  if (config.host_budget_bytes <= 0) throw std::invalid_argument("host_budget_bytes must be positive");
+  if (config.threads < 0) throw std::invalid_argument("threads must not be negative");
+  if (config.prefetch_units < 0) throw std::invalid_argument("prefetch_units must not be negative");
+  if (config.gradient_accumulation < 1) throw std::invalid_argument("gradient_accumulation must be at least 1");
+  if (!(config.max_grad_norm >= 0)) throw std::invalid_argument("max_grad_norm must not be negative");
+  if (config.checkpoints_kept < 0) throw std::invalid_argument("checkpoints_kept must not be negative");
+  return config;
+}
+
+void require_world_one(const Layout& layout, const char* what) {
+  if (layout.world != 1) throw std::invalid_argument(fmt::format("{} needs a world of one rank; this one has {}", what, layout.world));
+}
+
+void check_size(const Segment& segment, size_t bytes, int64_t element_bytes) {
+  if (static_cast<int64_t>(bytes) != segment.elements * element_bytes) {
+    throw std::invalid_argument(fmt::format("{}: {} bytes were given, {} elements of {} bytes are {}", segment.name, bytes,
+                                            segment.elements, element_bytes, segment.elements * element_bytes));
+  }
+}
+
+template <class T>
+std::span<const std::byte> bytes_of(const std::vector<T>& values, int64_t count) {
+  return std::as_bytes(std::span(values).first(static_cast<size_t>(count)));
+}
+
+}  // namespace
+
+// ---- the parts
+
+Machine::Machine(Layout layout, Plan plan, Config config, Resources resources)
+    : context(std::move(layout), std::move(plan), std::move(config), std::move(resources)),
+      gatherer(context),
+      updater(context, gatherer),
+      gradients(context),
+      access(context),
+      keeper(context) {
+  if (context.resources.store != nullptr) context.store().reserve(context.plan.nvme_reserve_bytes);
+}
+
+Machine::~Machine() { shut_down(); }
+
+void Machine::shut_down() noexcept {
+  if (closed) return;
+  closed = true;
+  {
+    std::unique_lock lock(context.mutex);
+    try {
+      updater.quiesce(lock);
+    } catch (const std::exception&) {
+      // It had failed: whoever used it was told.
+    }
+    if (context.failure.empty()) context.failure = "the engine was closed";  // nothing new is started
+  }
+  // Tasks and transfers point into this object: none may be left.
+  context.resources.executor.reset();
+  if (context.resources.store != nullptr) context.store().drain();
+  context.resources.store.reset();
+}
+
+const Unit& Machine::unit_at(int32_t unit) const {
+  if (unit < 0 || unit >= static_cast<int32_t>(context.layout.units.size())) {
+    throw std::invalid_argument(fmt::format("there is no unit {}: the model has {}", unit, context.layout.units.size()));
+  }
+  return context.layout.units[unit];
+}
+
+const Segment& Machine::segment_at(int32_t unit, int32_t segment) const {
+  const Unit& u = unit_at(unit);
+  if (segment < 0 || segment >= static_cast<int32_t>(u.segments.size())) {
+    throw std::invalid_argument(fmt::format("unit {} has no segment {}: it has {}", u.name, segment, u.segments.size()));
+  }
+  return u.segments[segment];
+}
+
+void Machine::wait_for_updates(std::unique_lock<std::mutex>& lock, int32_t unit) {
+  if (context.units[unit].pending_chunks == 0) return;
+  context.demanded_unit = unit;
+  updater.pump();
+  context.wait(lock, [&] { return context.units[unit].pending_chunks == 0; });
+}
+
+// ---- leases
+
+Lease::~Lease() {
+  if (machine_ == nullptr || block_ == nullptr) return;
+  const std::lock_guard guard(machine_->context.mutex);
+  machine_->gatherer.release(block_);
+}
+
+void Lease::swap(Lease& other) noexcept {
+  std::swap(machine_, other.machine_);
+  std::swap(block_, other.block_);
+  std::swap(data_, other.data_);
+  std::swap(bytes_, other.bytes_);
+}
+
+// ---- the engine
+
+Engine::Engine(const std::vector<UnitSpec>& units, const Config& config, Resources resources) {
+  Config own = checked(config);
+  if (resources.device == nullptr || resources.communicator == nullptr || resources.executor == nullptr) {
+    throw std::invalid_argument("an engine needs a device, a communicator and an executor");
+  }
+  const Communicator& ranks = *resources.communicator;
+  Layout layout = make_layout(units, own.chunk_elements, ranks.rank(), ranks.world());
+  Plan plan = make_plan(layout, own, {resources.device->shares_host_memory()});
+  if (plan.nvme_bytes() > 0 && resources.store == nullptr) throw std::invalid_argument("the plan needs a store");
+  machine_ = std::make_shared<Machine>(std::move(layout), std::move(plan), std::move(own), std::move(resources));
+}
+
+Engine::~Engine() { close(); }
+
+Machine& Engine::machine() const {
+  if (machine_->closed) throw std::invalid_argument("the engine was closed");
+  return *machine_;
+}
+
+void Engine::close() { machine_->shut_down(); }
+
+const Layout& Engine::layout() const { return machine_->context.layout; }
+const Plan& Engine::plan() const { return machine_->context.plan; }
+
+// ---- weights and states from outside
+
+void Engine::load_weight(int32_t unit, int32_t segment, std::span<const std::byte> data, std::string_view dtype) {
+  Machine& m = machine();
+  const Segment& s = m.segment_at(unit, segment);
+  const Unit& u = m.unit_at(unit);
+  const bool split = u.format == Format::bf16_split && dtype == "F32";
+  if (!split && dtype != u.dtype) {
+    throw std::invalid_argument(fmt::format("{} is kept as {}: {} cannot be loaded into it", s.name, u.dtype, dtype));
+  }
+  check_size(s, data.size(), split ? 4 : u.element_bytes);
+  {
+    std::unique_lock lock(m.context.mutex);
+    m.updater.quiesce(lock);
+    ++m.context.units[unit].generation;
+    const int32_t changed[] = {unit};
+    m.gatherer.invalidate(lock, changed);
+  }
+  const int64_t shard_begin = m.context.layout.rank * u.shard_elements;
+  const int64_t from = std::max(s.begin, shard_begin);
+  const int64_t to = std::min(s.begin + s.elements, shard_begin + u.shard_elements);
+  if (from >= to) return;
+  if (!split) {
+    m.access.write(unit, Component::hi, from - shard_begin,
+                   data.subspan((from - s.begin) * u.element_bytes, (to - from) * u.element_bytes));
+    if (u.format == Format::bf16_split) m.access.clear(unit, Component::lo, from - shard_begin, to - from);
+    return;
+  }
+  std::vector<uint16_t> hi(kPieceElements);
+  std::vector<int16_t> lo(kPieceElements);
+  for (int64_t begin = from; begin < to; begin += kPieceElements) {
+    const int64_t count = std::min(kPieceElements, to - begin);
+    for (int64_t i = 0; i < count; ++i) {
+      uint32_t bits = 0;
+      std::memcpy(&bits, data.data() + (begin - s.begin + i) * 4, 4);
+      hi[i] = optim::split_hi(bits);
+      lo[i] = optim::split_lo(bits);
+    }
+    m.access.write(unit, Component::hi, begin - shard_begin, bytes_of(hi, count));
+    m.access.write(unit, Component::lo, begin - shard_begin, bytes_of(lo, count));
+  }
+}
+
+void Engine::read_weight(int32_t unit, int32_t segment, std::span<std::byte> out, std::string_view dtype) {
+  Machine& m = machine();
+  require_world_one(m.context.layout, "read_weight");
+  const Segment& s = m.segment_at(unit, segment);
+  const Unit& u = m.unit_at(unit);
+  const bool join = u.format == Format::bf16_split && dtype == "F32";
+  if (!join && dtype != u.dtype) {
+    throw std::invalid_argument(fmt::format("{} is kept as {}: it cannot be read as {}", s.name, u.dtype, dtype));
+  }
+  check_size(s, out.size(), join ? 4 : u.element_bytes);
+  {
+    std::unique_lock lock(m.context.mutex);
+    m.updater.quiesce(lock);
+  }
+  if (!join) return m.access.read(unit, Component::hi, s.begin, out);
+  std::vector<uint16_t> hi(kPieceElements);
+  std::vector<int16_t> lo(kPieceElements);
+  for (int64_t begin = 0; begin < s.elements; begin += kPieceElements) {
+    const int64_t count = std::min(kPieceElements, s.elements - begin);
+    m.access.read(unit, Component::hi, s.begin + begin, std::as_writable_bytes(std::span(hi).first(static_cast<size_t>(count))));
+    m.access.read(unit, Component::lo, s.begin + begin, std::as_writable_bytes(std::span(lo).first(static_cast<size_t>(count))));
+    for (int64_t i = 0; i < count; ++i) {
+      const uint32_t bits = optim::join_split(hi[i], lo[i]);
+      std::memcpy(out.data() + (begin + i) * 4, &bits, 4);
+    }
+  }
+}
+
+void Engine::read_component(int32_t unit, Component component, int64_t begin, std::span<std::byte> out) {
+  Machine& m = machine();
+  m.unit_at(unit);
+  {
+    std::unique_lock lock(m.context.mutex);
+    m.updater.quiesce(lock);
+  }
+  m.access.read(unit, component, begin, out);
+}
+
+void Engine::read_state(int32_t unit, int32_t segment, std::string_view name, std::span<float> out) {
+  Machine& m = machine();
+  require_world_one(m.context.layout, "read_state");
+  const Segment& s = m.segment_at(unit, segment);
+  check_size(s, out.size_bytes(), 4);
+  if (name == "grad") return m.gradients.read(unit, segment, out);
+  if (name != "m" && name != "v") throw std::invalid_argument(fmt::format("there is no state '{}': one of m, v, grad", name));
+  read_component(unit, name == "m" ? Component::m : Component::v, s.begin, std::as_writable_bytes(out));
+}
+
+// ---- forward and backward
+
+void Engine::begin_pass(PassKind kind) {
+  Machine& m = machine();
+  const std::lock_guard guard(m.context.mutex);
+  m.context.check();
+  m.context.trace.begin(kind);
+  if (kind.training && kind.grad_enabled) m.updater.resume();
+  m.updater.pump();
+}
+
+Lease Engine::acquire(int32_t unit) {
+  Machine& m = machine();
+  const Unit& u = m.unit_at(unit);
+  std::unique_lock lock(m.context.mutex);
+  m.context.check();
+  m.context.trace.acquired(unit);
+  m.context.journal.note(Happening::acquired, unit);
+  if (m.context.units[unit].pending_chunks > 0) {
+    m.context.demanded_unit = unit;
+    m.updater.pump();
+  }
+  if (m.context.used_in_place(unit)) {
+    m.gatherer.prefetch();
+    m.wait_for_updates(lock, unit);
+    return {machine_, nullptr, m.context.units[unit].home, u.bytes()};
+  }
+  struct Block* block = m.gatherer.acquire(lock, unit);
+  return {machine_, block, block->device, u.bytes()};
+}
+
+bool Engine::resident_now(int32_t unit) {
+  Machine& m = machine();
+  m.unit_at(unit);
+  const std::lock_guard guard(m.context.mutex);
+  return m.context.used_in_place(unit) || m.gatherer.ready(unit);
+}
+
+void Engine::written(int32_t unit, int32_t segment, std::span<const std::byte> data) {
+  Machine& m = machine();
+  require_world_one(m.context.layout, "written");
+  const Segment& s = m.segment_at(unit, segment);
+  const Unit& u = m.unit_at(unit);
+  check_size(s, data.size(), u.element_bytes);
+  {
+    std::unique_lock lock(m.context.mutex);
+    m.updater.quiesce(lock);
+    ++m.context.units[unit].generation;
+  }
+  const bool in_place = m.context.units[unit].home != nullptr && data.data() == m.context.units[unit].home + s.begin * u.element_bytes;
+  if (!in_place) m.access.write(unit, Component::hi, s.begin, data);
+  if (u.format == Format::bf16_split) m.access.clear(unit, Component::lo, s.begin, s.elements);
+}
+
+void Engine::add_gradient(int32_t unit, int32_t segment, std::span<const std::byte> data, std::string_view dtype) {
+  Machine& m = machine();
+  m.segment_at(unit, segment);
+  {
+    std::unique_lock lock(m.context.mutex);
+    m.wait_for_updates(lock, unit);  // the last step's gradient is still in use until then
+    m.context.journal.note(Happening::gradient, unit);
+  }
+  m.gradients.add(unit, segment, data.data(), static_cast<int64_t>(data.size()), dtype);
+}
+
+void Engine::clear_gradients() { machine().gradients.clear(); }
+
+bool Engine::has_gradient(int32_t unit, int32_t segment) {
+  machine().segment_at(unit, segment);
+  return machine().gradients.present(unit, segment);
+}
+
+int64_t Engine::generation(int32_t unit) {
+  Machine& m = machine();
+  m.unit_at(unit);
+  const std::lock_guard guard(m.context.mutex);
+  return m.context.units[unit].generation;
+}
+
+// ---- the step
+
+StepResult Engine::step(std::span<const optim::AdamConfig> groups) { return machine().step(groups); }
+
+double Engine::grad_norm() {
+  Machine& m = machine();
+  require_world_one(m.context.layout, "grad_norm");
+  return std::sqrt(m.gradients.summarize().squares);
+}
+
+double Engine::clip_grad_norm(double max_norm) {
+  if (!(max_norm > 0)) throw std::invalid_argument("max_norm must be positive");
+  const double norm = grad_norm();
+  machine().clip_once = max_norm;
+  return norm;
+}
+
+void Engine::synchronize() {
+  Machine& m = machine();
+  std::unique_lock lock(m.context.mutex);
+  m.updater.quiesce(lock);
+}
+
+// ---- checkpoints
+
+void Engine::save(const std::filesystem::path& folder, std::string_view extra_json) {
+  Machine& m = machine();
+  require_world_one(m.context.layout, "save");
+  synchronize();
+  m.keeper.save(folder, m.steps, m.skipped_steps, extra_json);
+}
+
+std::string Engine::load(const std::filesystem::path& folder) {
+  Machine& m = machine();
+  require_world_one(m.context.layout, "load");
+  const Manifest manifest = m.keeper.verify(folder);
+  {
+    std::unique_lock lock(m.context.mutex);
+    m.updater.quiesce(lock);
+    std::vector<int32_t> all(m.context.units.size());
+    for (size_t u = 0; u < all.size(); ++u) {
+      all[u] = static_cast<int32_t>(u);
+      ++m.context.units[u].generation;
+    }
+    m.gatherer.invalidate(lock, all);
+  }
+  m.gradients.clear();
+  m.keeper.load(folder, manifest, m.access);
+  m.steps = manifest.step;
+  m.skipped_steps = manifest.skipped_steps;
+  return manifest.extra_json;
+}
+
+// ---- looking
+
+Stats Engine::stats() {
+  Machine& m = *machine_;
+  Stats stats;
+  const std::lock_guard guard(m.context.mutex);
+  stats.step = m.steps;
+  stats.skipped_steps = m.skipped_steps;
+  stats.host_budget_bytes = m.context.host_budget.limit_bytes();
+  stats.host_used_bytes = m.context.host_budget.used_bytes();
+  stats.host_peak_bytes = m.context.host_budget.peak_bytes();
+  stats.updates = m.context.stats.updates;
+  stats.wait_ns = m.context.stats.wait_ns;
+  stats.trace_departures = m.context.trace.departures();
+  if (m.context.resources.store != nullptr) stats.store = m.context.store().stats();
+  return stats;
+}
+
+void Engine::record_journal(bool on) {
+  const std::lock_guard guard(machine().context.mutex);
+  machine().context.journal.enable(on);
+}
+
+std::vector<JournalEntry> Engine::take_journal() {
+  const std::lock_guard guard(machine().context.mutex);
+  return machine().context.journal.take();
+}
+
+}  // namespace overspill::engine

@@ -1,0 +1,133 @@
+// The engine (DESIGN 4, 5): the states of one model's shard, wherever they live, and the step.
+//
+//   engine.begin_pass({.training = true, .grad_enabled = true});
+//   { Lease w = engine.acquire(unit);  compute with w.data(); }
+//   engine.add_gradient(unit, segment, data, bytes, "BF16");
+//   engine.step(groups);
+//
+// Threads: methods may be called from any thread, one collective call (acquire of a gathered unit with world > 1, step, grad_norm) at a time.
+// Errors: std::invalid_argument for misuse, BudgetError, io::StoreError, CheckpointError, EngineFailed after a failed update; nothing has
+// changed when one of the first four is thrown.
+#pragma once
+
+#include <cstdint>
+#include <filesystem>
+#include <memory>
+#include <span>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "cpu_optim/adam.h"
+#include "engine/config.h"
+#include "engine/partition/model.h"
+#include "engine/schedule/context.h"
+#include "engine/schedule/journal.h"
+#include "engine/schedule/plan.h"
+#include "engine/schedule/trace.h"
+
+namespace overspill::engine {
+
+class Machine;  // the parts, alive as long as an engine or a lease is
+
+/// Hold on a unit's gathered weights: while it lives, data() is valid. Move-only; outlives the engine if need be.
+class Lease {
+ public:
+  Lease() = default;
+  Lease(std::shared_ptr<Machine> machine, struct Block* block, std::byte* data, int64_t bytes)
+      : machine_(std::move(machine)), block_(block), data_(data), bytes_(bytes) {}
+  Lease(Lease&& other) noexcept { swap(other); }
+  Lease& operator=(Lease&& other) noexcept {
+    Lease taken(std::move(other));
+    swap(taken);
+    return *this;
+  }
+  ~Lease();
+  std::byte* data() const { return data_; }  // device memory
+  int64_t bytes() const { return bytes_; }
+
+ private:
+  void swap(Lease& other) noexcept;
+  std::shared_ptr<Machine> machine_;
+  struct Block* block_ = nullptr;  // null: the weights are used where they live
+  std::byte* data_ = nullptr;
+  int64_t bytes_ = 0;
+};
+
+struct StepResult {
+  int64_t step = 0;      // steps taken so far, this one included
+  double norm = 0;       // global, before clipping
+  double clip = 1;       // what gradients are multiplied with
+  bool skipped = false;  // inf or NaN in a gradient: nothing was changed
+};
+
+struct Stats {
+  int64_t step = 0;
+  int64_t skipped_steps = 0;
+  int64_t host_budget_bytes = 0;
+  int64_t host_used_bytes = 0;
+  int64_t host_peak_bytes = 0;
+  int64_t updates = 0;
+  int64_t wait_ns = 0;
+  int64_t trace_departures = 0;
+  io::StoreStats store;
+};
+
+class Engine {
+ public:
+  /// Plans, allocates, reserves space on NVMe. Weights and states are zero until load_weight(), load().
+  Engine(const std::vector<UnitSpec>& units, const Config& config, Resources resources);
+  ~Engine();
+  Engine(const Engine&) = delete;
+  Engine& operator=(const Engine&) = delete;
+
+  // ---- weights and states from outside; each waits for pending updates
+  /// A segment's weights: `dtype` is the unit's, or "F32" for bf16_split (the exact master). Sizes are checked. Ranks write their own shard.
+  void load_weight(int32_t unit, int32_t segment, std::span<const std::byte> data, std::string_view dtype);
+  /// World 1.
+  void read_weight(int32_t unit, int32_t segment, std::span<std::byte> out, std::string_view dtype);
+  /// This rank's part of a component, any format; `begin` in elements of the shard.
+  void read_component(int32_t unit, Component component, int64_t begin, std::span<std::byte> out);
+  /// "m", "v" or "grad" of a segment as fp32. World 1.
+  void read_state(int32_t unit, int32_t segment, std::string_view name, std::span<float> out);
+
+  // ---- forward and backward
+  void begin_pass(PassKind kind);
+  Lease acquire(int32_t unit);
+  bool resident_now(int32_t unit);
+  /// The leased memory of a segment was changed in place: it becomes the weight (lo = 0). `data` is the segment's new content. World 1.
+  void written(int32_t unit, int32_t segment, std::span<const std::byte> data);
+  /// `data` is host memory. Adds to what arrived since the last step.
+  void add_gradient(int32_t unit, int32_t segment, std::span<const std::byte> data, std::string_view dtype);
+  void clear_gradients();
+  bool has_gradient(int32_t unit, int32_t segment);
+  int64_t generation(int32_t unit);
+
+  // ---- the step
+  /// `groups[i]` are the hyper-parameters of segments with group i.
+  StepResult step(std::span<const optim::AdamConfig> groups);
+  double grad_norm();
+  /// The norm now; the next step clips to `max_norm` in place of the configured limit.
+  double clip_grad_norm(double max_norm);
+  /// All updates done and written.
+  void synchronize();
+
+  // ---- checkpoints: a folder is complete or absent. World 1.
+  void save(const std::filesystem::path& folder, std::string_view extra_json);
+  std::string load(const std::filesystem::path& folder);
+
+  const Layout& layout() const;
+  const Plan& plan() const;
+  Stats stats();
+  void record_journal(bool on);
+  std::vector<JournalEntry> take_journal();
+
+  /// Finishes what is in flight and gives up the store. Leases stay valid; all else throws afterwards.
+  void close();
+
+ private:
+  Machine& machine() const;
+  std::shared_ptr<Machine> machine_;
+};
+
+}  // namespace overspill::engine

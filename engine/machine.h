@@ -1,0 +1,58 @@
+// The parts of an engine, in the order in which they are built. Beyond engine/ nobody sees this.
+#pragma once
+
+#include <filesystem>
+#include <mutex>
+#include <optional>
+#include <span>
+#include <vector>
+
+#include "engine/access.h"
+#include "engine/checkpoint/keeper.h"
+#include "engine/engine.h"
+#include "engine/gradients.h"
+#include "engine/schedule/context.h"
+#include "engine/schedule/gather.h"
+#include "engine/schedule/updater.h"
+
+namespace overspill::engine {
+
+class Machine {
+ public:
+  Machine(Layout layout, Plan plan, Config config, Resources resources);
+  ~Machine();
+
+  /// Finishes what is in flight, joins the workers, gives up the store. Only leases are of use afterwards.
+  void shut_down() noexcept;
+
+  /// Waits until the unit's weights are up to date. Needs the lock.
+  void wait_for_updates(std::unique_lock<std::mutex>& lock, int32_t unit);
+
+  // The step (step.cc), as the passes it consists of.
+  StepResult step(std::span<const optim::AdamConfig> groups);
+
+  // Throws std::invalid_argument naming what does not exist.
+  const Unit& unit_at(int32_t unit) const;
+  const Segment& segment_at(int32_t unit, int32_t segment) const;
+
+  Context context;
+  Gatherer gatherer;
+  Updater updater;
+  Gradients gradients;
+  Access access;
+  CheckpointKeeper keeper;
+  int64_t steps = 0;
+  int64_t skipped_steps = 0;
+  std::optional<double> clip_once;  // from clip_grad_norm(), for the next step
+  bool closed = false;
+
+ private:
+  void finish_updates();
+  GradientSummary reduce_gradients();
+  double clip_factor(double norm);
+  void capture_factors(std::span<const optim::AdamConfig> groups, double clip);
+  void check_groups(std::span<const optim::AdamConfig> groups) const;
+  void schedule_updates();
+};
+
+}  // namespace overspill::engine

@@ -1,0 +1,32 @@
+// Offsets in a region of fixed size: first fit from either end, neighbours merged on release. Not thread-safe.
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <optional>
+
+namespace overspill::engine {
+
+class RangeAllocator {
+ public:
+  enum class End : uint8_t { low, high };
+
+  RangeAllocator(int64_t bytes, int64_t align);
+
+  /// Nothing when no free run is long enough. Large and small blocks are kept apart by taking them from different ends.
+  std::optional<int64_t> allocate(int64_t bytes, End end);
+
+  /// `offset` is one that allocate() gave; anything else throws std::logic_error.
+  void release(int64_t offset);
+
+  int64_t free_bytes() const { return free_bytes_; }
+  int64_t largest_free_run() const;
+
+ private:
+  int64_t align_;
+  int64_t free_bytes_;
+  std::map<int64_t, int64_t> free_;  // offset -> bytes, never adjacent
+  std::map<int64_t, int64_t> used_;
+};
+
+}  // namespace overspill::engine

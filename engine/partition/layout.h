@@ -1,0 +1,82 @@
+// Where every parameter lies in its unit's flat space, how that space is cut into shards, and shards into chunks.
+//
+// Worked example: two ranks, bf16, parameters of 5,000 and 100 elements. Segments start at 0 and 5,024 (64-byte alignment); 5,124
+// elements are padded to 8,192 = 2 ranks x 2 x 2,048, because 2,048 elements are the fewest whose every component fills whole
+// 4 KiB blocks; a shard is 4,096 elements.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "engine/partition/model.h"
+
+namespace overspill::engine {
+
+/// The arrays of a shard (DESIGN 2). `hi` is the weight as forward uses it, in every format.
+enum class Component : uint8_t { hi, lo, m, v };
+inline constexpr int kComponents = 4;
+const char* component_name(Component component);
+
+/// A parameter's range in its unit's flat space, in elements.
+struct Segment {
+  std::string name;
+  std::vector<std::string> aliases;
+  std::vector<int64_t> shape;
+  int64_t group = 0;
+  int64_t begin = 0;
+  int64_t elements = 0;
+};
+
+/// The part of a segment that lies in a chunk; `begin` counts from the chunk's first element.
+struct Run {
+  int32_t segment = 0;
+  int64_t begin = 0;
+  int64_t elements = 0;
+};
+
+/// A piece of this rank's shard of a unit. `begin` counts from the shard's first element.
+struct Chunk {
+  int32_t unit = 0;
+  int64_t begin = 0;
+  int64_t elements = 0;
+  std::vector<Run> runs;  // this rank's; ascending; the rest is padding
+};
+
+struct Unit {
+  std::string name;
+  Format format = Format::bf16_split;
+  std::string dtype;
+  int64_t element_bytes = 2;   // of hi
+  int64_t elements = 0;        // padded, all ranks
+  int64_t shard_elements = 0;  // elements / world
+  int32_t first_chunk = 0;
+  int32_t chunk_count = 0;
+  std::vector<Segment> segments;
+
+  bool trainable() const { return format != Format::frozen; }
+  int64_t bytes() const { return elements * element_bytes; }
+  int64_t shard_bytes() const { return shard_elements * element_bytes; }
+  /// Bytes of one element of a component; 0 where the format has no such component.
+  int64_t component_bytes(Component component) const;
+  /// lo, m and v together.
+  int64_t state_bytes() const;
+};
+
+struct Layout {
+  int rank = 0;
+  int world = 1;
+  std::vector<Unit> units;
+  std::vector<Chunk> chunks;  // by unit, ascending
+
+  /// Element of the unit's flat space at which the chunk starts on this rank.
+  int64_t global_begin(const Chunk& chunk) const {
+    return rank * units[chunk.unit].shard_elements + chunk.begin;
+  }
+};
+
+/// Throws std::invalid_argument naming what is wrong: a unit without segments, a name used twice, a shape that overflows, a format that
+/// does not fit its dtype.
+Layout make_layout(const std::vector<UnitSpec>& units, int64_t chunk_elements, int rank, int world);
+
+}  // namespace overspill::engine

@@ -1,0 +1,63 @@
+#include "engine/resources.h"
+
+#include <fmt/format.h>
+
+#include <stdexcept>
+#include <thread>
+
+#include "engine/collectives/self_communicator.h"
+#include "engine/partition/layout.h"
+#include "engine/schedule/plan.h"
+#include "io/file_store.h"
+#include "io/memory_store.h"
+#include "kernels/host_device.h"
+#include "kernels/simulated_device.h"
+
+namespace overspill::engine {
+namespace {
+
+std::unique_ptr<kernels::Device> make_device(const ResourceOptions& options) {
+  if (options.device == "host") return kernels::make_host_device();
+  if (options.device == "simulated") {
+    kernels::SimulatedDeviceOptions simulated;
+    simulated.seed = options.seed;
+    return kernels::make_simulated_device(simulated);
+  }
+  throw std::invalid_argument(fmt::format("unknown device '{}': one of host, simulated", options.device));
+}
+
+std::unique_ptr<io::Store> make_store(const Config& config, const ResourceOptions& options, const Plan& plan) {
+  if (options.io_backend == "memory") {
+    io::Faults faults;
+    faults.seed = options.seed;
+    return io::make_memory_store(plan.nvme_reserve_bytes, faults);
+  }
+  io::FileStoreOptions files;
+  files.paths = config.nvme;
+  files.job = config.job;
+  if (options.io_backend == "io_uring") {
+    files.backend = io::FileStoreOptions::Backend::uring;
+  } else if (options.io_backend == "threads") {
+    files.backend = io::FileStoreOptions::Backend::threads;
+  } else if (options.io_backend != "auto") {
+    throw std::invalid_argument(
+        fmt::format("unknown io_backend '{}': one of auto, io_uring, threads, memory", options.io_backend));
+  }
+  return io::make_file_store(files);
+}
+
+}  // namespace
+
+Resources make_resources(const std::vector<UnitSpec>& units, const Config& config, const ResourceOptions& options) {
+  Resources resources;
+  resources.device = make_device(options);
+  resources.communicator = make_self_communicator();
+  const int cores = static_cast<int>(std::thread::hardware_concurrency());
+  resources.executor = optim::make_executor(config.threads > 0 ? config.threads : std::max(1, cores));
+  const Layout layout = make_layout(units, config.chunk_elements, 0, 1);
+  const Plan plan = make_plan(layout, config, {resources.device->shares_host_memory()});
+  if (plan.nvme_bytes() > 0) resources.store = make_store(config, options, plan);
+  return resources;
+}
+
+}  // namespace overspill::engine

@@ -1,0 +1,94 @@
+#include "engine/schedule/context.h"
+
+#include <fmt/format.h>
+
+#include <chrono>
+
+namespace overspill::engine {
+namespace {
+
+bool allowed(Residency from, Residency to) {
+  switch (to) {
+    case Residency::reading: return from == Residency::home;
+    case Residency::staged: return from == Residency::reading;
+    case Residency::updating: return from == Residency::staged || from == Residency::home;
+    case Residency::writing: return from == Residency::updating;
+    case Residency::home: return from != Residency::reading && from != Residency::home;
+  }
+  return false;
+}
+
+/// Carves the resident arena: weights and gradients of a unit are contiguous, states lie chunk by chunk.
+class Carver {
+ public:
+  explicit Carver(std::byte* next) : next_(next) {}
+  std::byte* take(int64_t bytes) {
+    std::byte* taken = next_;
+    next_ += bytes;
+    return taken;
+  }
+
+ private:
+  std::byte* next_;
+};
+
+}  // namespace
+
+void ChunkState::become(Residency next) {
+  if (!allowed(residency, next)) {
+    throw std::logic_error(fmt::format("chunk residency: {} cannot become {}", static_cast<int>(residency), static_cast<int>(next)));
+  }
+  residency = next;
+}
+
+Context::Context(Layout layout_in, Plan plan_in, Config config_in, Resources resources_in)
+    : layout(std::move(layout_in)),
+      plan(std::move(plan_in)),
+      config(std::move(config_in)),
+      resources(std::move(resources_in)),
+      host_budget("host", config.host_budget_bytes),
+      resident(host_budget, plan.weights_host_bytes + plan.states_host_bytes + plan.gradient_bytes,
+               "weights, states and gradients"),
+      units(layout.units.size()),
+      chunks(layout.chunks.size()),
+      trace(static_cast<int32_t>(layout.units.size())) {
+  Carver carver(resident.data());
+  for (size_t u = 0; u < units.size(); ++u) {
+    const Unit& unit = layout.units[u];
+    UnitState& state = units[u];
+    state.factors.resize(unit.segments.size());
+    state.updated.resize(unit.segments.size());
+    state.steps.resize(unit.segments.size());
+    if (!plan.weights_on_nvme[u]) state.home = carver.take(unit.shard_bytes());
+    state.gradients = carver.take(unit.elements * gradient_element_bytes(unit.format, config.gradient_accumulation));
+    for (int32_t c = unit.first_chunk; c < unit.first_chunk + unit.chunk_count; ++c) {
+      if (state.home != nullptr) chunks[c].home[0] = state.home + layout.chunks[c].begin * unit.element_bytes;
+      if (plan.states_on_nvme[c]) continue;
+      for (Component component : {Component::lo, Component::m, Component::v}) {
+        const int64_t bytes = component_bytes(c, component);
+        if (bytes > 0) chunks[c].home[static_cast<size_t>(component)] = carver.take(bytes);
+      }
+    }
+  }
+  if (carver.take(0) != resident.data() + resident.bytes()) {
+    throw std::logic_error("the resident arena's size differs from what the plan carves out of it");
+  }
+}
+
+void Context::fail(const std::string& cause) {
+  if (failure.empty()) {
+    failure = cause + (last_checkpoint.empty() ? ". No checkpoint was saved in this run"
+                                               : fmt::format(". The last complete checkpoint is {}", last_checkpoint));
+  }
+  changed.notify_all();
+}
+
+void Context::check() const {
+  if (!failure.empty()) throw EngineFailed("the engine has failed and holds no consistent weights: " + failure);
+}
+
+int64_t now_ns() {
+  return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
+
+}  // namespace overspill::engine

@@ -1,0 +1,151 @@
+// What the parts of the schedule share: the layout, the plan, the resources, and the state of every unit and chunk, under one mutex.
+#pragma once
+
+#include <array>
+#include <condition_variable>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "cpu_optim/adam.h"
+#include "cpu_optim/executor.h"
+#include "engine/collectives/communicator.h"
+#include "engine/config.h"
+#include "engine/memory/budget.h"
+#include "engine/memory/host_memory.h"
+#include "engine/partition/layout.h"
+#include "engine/schedule/journal.h"
+#include "engine/schedule/plan.h"
+#include "engine/schedule/trace.h"
+#include "io/store.h"
+#include "kernels/device.h"
+
+namespace overspill::engine {
+
+/// An update or a transfer failed: weights may be half updated, nothing may be read or saved any more. what() names the cause and the last
+/// complete checkpoint.
+class EngineFailed : public std::runtime_error {
+ public:
+  using std::runtime_error::runtime_error;
+};
+
+/// What an engine runs on; owned by it. `store` may be null when the plan puts nothing on NVMe.
+struct Resources {
+  std::unique_ptr<kernels::Device> device;
+  std::unique_ptr<Communicator> communicator;
+  std::unique_ptr<optim::Executor> executor;
+  std::unique_ptr<io::Store> store;
+};
+
+/// Where a chunk's components are, beyond their homes (the resident arena or the store's extents).
+enum class Residency : uint8_t {
+  home,      // nowhere else; no ring slot is held
+  reading,   // a slot is held, extents -> slot in flight
+  staged,    // the slot holds a copy; the extents are valid
+  updating,  // a worker rewrites it; chunks wholly on the host pass through this state too, without a slot
+  writing,   // the slot holds the new version, its way to new extents is in flight; the old extents are still held
+};
+
+struct ChunkState {
+  Residency residency = Residency::home;
+  bool pending = false;  // step() has scheduled an update that has not been done
+  int32_t slot = -1;     // in the ring
+  int64_t position = 0;  // in the order of the update
+  std::array<std::byte*, kComponents> home{};     // components on the host
+  std::array<io::Extent, kComponents> extents{};  // components on NVMe; empty: never written, all zero
+  std::byte* staged_weights = nullptr;            // hi in the slot, where hi lives on NVMe
+
+  /// The state changes that are allowed; anything else is a bug and throws.
+  void become(Residency next);
+};
+
+/// The gathered form of a unit whose weights cannot be used where they lie.
+enum class Gathered : uint8_t {
+  absent,      // no memory
+  filling,     // block held; this rank's chunks are arriving in it
+  local,       // this rank's shard is complete
+  collecting,  // the all-gather runs
+  ready,       // may be leased
+};
+
+struct Block;  // gather.h
+
+struct UnitState {
+  Gathered gathered = Gathered::absent;
+  Block* block = nullptr;
+  std::byte* home = nullptr;       // hi of this rank's shard, on the host
+  std::byte* gradients = nullptr;  // all ranks' elements, in flight
+  int32_t pending_chunks = 0;
+  int64_t generation = 0;  // of the weights
+  // Captured by step(), by segment:
+  std::vector<optim::AdamFactors> factors;
+  std::vector<uint8_t> updated;  // has a gradient in this step
+  std::vector<int64_t> steps;    // updates so far
+};
+
+struct ScheduleStats {
+  int64_t updates = 0;  // chunks
+  int64_t wait_ns = 0;  // callers waited for weights or updates
+};
+
+struct Context {
+  Context(Layout layout, Plan plan, Config config, Resources resources);
+
+  bool on_nvme(int32_t chunk, Component component) const {
+    return component == Component::hi ? plan.weights_on_nvme[layout.chunks[chunk].unit] : plan.states_on_nvme[chunk];
+  }
+  bool touches_nvme(int32_t chunk) const { return on_nvme(chunk, Component::hi) || on_nvme(chunk, Component::lo); }
+  int64_t component_bytes(int32_t chunk, Component component) const {
+    const Chunk& c = layout.chunks[chunk];
+    return c.elements * layout.units[c.unit].component_bytes(component);
+  }
+  bool used_in_place(int32_t unit) const {
+    return !needs_gather(layout, {device().shares_host_memory()}, plan.weights_on_nvme[unit]);
+  }
+  kernels::Device& device() const { return *resources.device; }
+  io::Store& store() const { return *resources.store; }
+
+  /// First failure wins; wakes everyone. Needs the mutex.
+  void fail(const std::string& cause);
+  /// Throws EngineFailed after a failure. Needs the mutex.
+  void check() const;
+  /// Waits for `done`, counting the time; throws EngineFailed when the engine fails meanwhile.
+  template <class Done>
+  void wait(std::unique_lock<std::mutex>& lock, Done done);
+
+  const Layout layout;
+  const Plan plan;
+  const Config config;
+  Resources resources;
+  Budget host_budget;
+  HostMemory resident;  // weights, states and gradients on the host
+
+  // Everything below is guarded by `mutex`.
+  std::mutex mutex;
+  std::condition_variable changed;
+  std::vector<UnitState> units;
+  std::vector<ChunkState> chunks;
+  Trace trace;
+  ScheduleStats stats;
+  std::string failure;
+  std::string last_checkpoint;
+  int32_t demanded_unit = -1;  // somebody waits for its updates
+  Journal journal;
+};
+
+int64_t now_ns();
+
+template <class Done>
+void Context::wait(std::unique_lock<std::mutex>& lock, Done done) {
+  check();
+  if (done()) return;
+  const int64_t start = now_ns();
+  changed.wait(lock, [&] { return !failure.empty() || done(); });
+  stats.wait_ns += now_ns() - start;
+  check();
+}
+
+}  // namespace overspill::engine

@@ -1,0 +1,305 @@
+#include "engine/schedule/gather.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <cstring>
+
+namespace overspill::engine {
+namespace {
+
+constexpr int64_t kArenaAlign = 4096;
+
+}  // namespace
+
+Gatherer::Gatherer(Context& context)
+    : context_(context),
+      host_memory_(context.host_budget, context.plan.gather_host_bytes, "gathered units"),
+      host_arena_(context.plan.gather_host_bytes, kArenaAlign),
+      device_arena_(context.plan.gather_device_bytes, kArenaAlign),
+      fetches_(context.chunks.size()) {
+  if (!context.device().shares_host_memory()) {
+    device_memory_ = context.device().allocate(context.plan.gather_device_bytes);
+    stream_ = context.device().make_stream();
+  }
+  if (context.resources.store != nullptr && host_memory_.bytes() > 0) context.store().register_memory(host_memory_.span());
+  for (size_t c = 0; c < fetches_.size(); ++c) {
+    fetches_[c].owner = this;
+    fetches_[c].chunk = static_cast<int32_t>(c);
+    fetches_[c].transfer.on_complete = &Gatherer::on_fetched;
+    fetches_[c].transfer.context = &fetches_[c];
+  }
+}
+
+Block* Gatherer::acquire(std::unique_lock<std::mutex>& lock, int32_t unit) {
+  UnitState& state = context_.units[unit];
+  bool announced = false;
+  while (true) {
+    context_.check();
+    if (state.gathered == Gathered::ready) break;
+    if (state.gathered == Gathered::local) {
+      collect(lock, *state.block);
+      continue;
+    }
+    if (state.gathered == Gathered::absent && !start_fill(unit, Urgency::demanded)) {
+      if (!filling_anything()) {
+        throw BudgetError(fmt::format(
+            "no room to gather {}: it needs {} bytes, the arena's largest free run has {}. Leased now: {}. "
+            "Drop views of parameters that are kept, or raise the host budget",
+            context_.layout.units[unit].name, context_.layout.units[unit].bytes(), host_arena_.largest_free_run(), leased_units()));
+      }
+      context_.wait(lock, [&] { return state.gathered != Gathered::absent || !filling_anything(); });
+      continue;
+    }
+    if (!announced) prefetch();
+    announced = true;
+    context_.wait(lock, [&] { return state.gathered != Gathered::filling && state.gathered != Gathered::collecting; });
+  }
+  Block* block = state.block;
+  ++block->leases;
+  if (!announced) prefetch();
+  const kernels::Event copied = block->copied;
+  lock.unlock();
+  copied.wait();
+  lock.lock();
+  if (block->device_offset >= 0 && block->host_offset >= 0) {  // the bounce buffer has served
+    host_arena_.release(block->host_offset);
+    block->host_offset = -1;
+    block->host = nullptr;
+  }
+  return block;
+}
+
+void Gatherer::release(Block* block) {
+  if (--block->leases == 0 && block->orphan) drop(*block);
+  context_.changed.notify_all();
+}
+
+void Gatherer::prefetch() {
+  if (context_.config.prefetch_units == 0) return;
+  for (int32_t unit : context_.trace.upcoming(context_.config.prefetch_units)) {
+    if (context_.used_in_place(unit) || context_.units[unit].gathered != Gathered::absent) continue;
+    if (!start_fill(unit, Urgency::ahead)) return;
+  }
+}
+
+bool Gatherer::start_fill(int32_t unit, Urgency urgency) {
+  Block* block = take_block(unit, urgency);
+  if (block == nullptr) return false;
+  UnitState& state = context_.units[unit];
+  state.gathered = Gathered::filling;
+  state.block = block;
+  context_.journal.note(Happening::gathering, unit);
+  const Unit& layout = context_.layout.units[unit];
+  block->arriving = layout.chunk_count + 1;  // the last one is this function's own
+  for (int32_t c = layout.first_chunk; c < layout.first_chunk + layout.chunk_count; ++c) {
+    if (!context_.chunks[c].pending) bring(*block, c, urgency);
+  }
+  arrived(*block);
+  return true;
+}
+
+/// A chunk's newest weights where they are in memory; null when only the store has them.
+const std::byte* Gatherer::weights_in_memory(int32_t chunk) const {
+  const ChunkState& state = context_.chunks[chunk];
+  if (state.home[0] != nullptr) return state.home[0];
+  const bool in_slot = state.residency == Residency::staged || state.residency == Residency::writing;
+  return in_slot ? state.staged_weights : nullptr;
+}
+
+void Gatherer::bring(Block& block, int32_t chunk, Urgency urgency) {
+  const Chunk& c = context_.layout.chunks[chunk];
+  const ChunkState& state = context_.chunks[chunk];
+  if (const std::byte* weights = weights_in_memory(chunk)) {
+    if (block.host != nullptr) {
+      std::memcpy(shard_of(block) + c.begin * context_.layout.units[c.unit].element_bytes, weights,
+                  context_.component_bytes(chunk, Component::hi));
+    }
+    arrived(block);
+    return;
+  }
+  std::byte* to = shard_of(block) + c.begin * context_.layout.units[c.unit].element_bytes;
+  const io::Extent& extent = state.extents[0];
+  if (extent.empty()) {
+    std::memset(to, 0, context_.component_bytes(chunk, Component::hi));
+    arrived(block);
+    return;
+  }
+  Fetch& fetch = fetches_[chunk];
+  fetch.block = &block;
+  fetch.transfer.kind = io::Transfer::Kind::read;
+  fetch.transfer.priority = urgency == Urgency::demanded ? io::Transfer::Priority::demand : io::Transfer::Priority::prefetch;
+  fetch.transfer.extent = extent;
+  fetch.transfer.memory = to;
+  fetch.transfer.error.reset();
+  context_.store().submit(fetch.transfer);
+}
+
+void Gatherer::on_fetched(io::Transfer& transfer) noexcept {
+  Fetch& fetch = *static_cast<Fetch*>(transfer.context);
+  Context& context = fetch.owner->context_;
+  const std::lock_guard guard(context.mutex);
+  if (transfer.error) {
+    context.fail("reading weights of " + context.layout.units[fetch.block->unit].name + ": " + transfer.error->message());
+    return;
+  }
+  fetch.owner->arrived(*fetch.block);
+}
+
+void Gatherer::deliver(int32_t chunk, const std::byte* weights) {
+  const Chunk& c = context_.layout.chunks[chunk];
+  const UnitState& state = context_.units[c.unit];
+  if (state.gathered != Gathered::filling) return;
+  Block& block = *state.block;
+  if (block.host != nullptr) {
+    std::memcpy(shard_of(block) + c.begin * context_.layout.units[c.unit].element_bytes, weights,
+                context_.component_bytes(chunk, Component::hi));
+  }
+  arrived(block);
+}
+
+void Gatherer::arrived(Block& block) {
+  if (--block.arriving > 0) return;
+  UnitState& state = context_.units[block.unit];
+  state.gathered = Gathered::local;
+  if (context_.layout.world == 1) to_device(block);
+  context_.changed.notify_all();
+}
+
+void Gatherer::collect(std::unique_lock<std::mutex>& lock, Block& block) {
+  UnitState& state = context_.units[block.unit];
+  state.gathered = Gathered::collecting;
+  const auto bytes = static_cast<size_t>(context_.layout.units[block.unit].bytes());
+  lock.unlock();
+  try {
+    context_.resources.communicator->all_gather(std::span(block.host, bytes));
+  } catch (const std::exception& error) {
+    lock.lock();
+    context_.fail(fmt::format("gathering {}: {}", context_.layout.units[block.unit].name, error.what()));
+    throw;
+  }
+  lock.lock();
+  to_device(block);
+  context_.changed.notify_all();
+}
+
+void Gatherer::to_device(Block& block) {
+  UnitState& state = context_.units[block.unit];
+  if (block.device_offset >= 0) {
+    const std::byte* from = block.host != nullptr ? block.host : state.home;
+    stream_->copy_from_host(block.device, from, context_.layout.units[block.unit].bytes());
+    block.copied = stream_->record();
+  } else {
+    block.device = block.host;
+  }
+  state.gathered = Gathered::ready;
+  context_.journal.note(Happening::gathered, block.unit);
+}
+
+Block* Gatherer::take_block(int32_t unit, Urgency urgency) {
+  const int64_t bytes = context_.layout.units[unit].bytes();
+  const bool on_device = !context_.device().shares_host_memory();
+  const bool on_host = !on_device || needs_host_block(unit);
+  // Large and small units start from different ends: small ones that stay long do not cut up the room that large ones need.
+  const auto end = bytes * 4 > context_.plan.gather_host_bytes ? RangeAllocator::End::low : RangeAllocator::End::high;
+  std::optional<int64_t> host;
+  std::optional<int64_t> device;
+  while (true) {
+    if (on_host && !host) host = host_arena_.allocate(bytes, end);
+    if (on_device && !device) device = device_arena_.allocate(bytes, end);
+    if ((host || !on_host) && (device || !on_device)) break;
+    if (make_room(unit, urgency)) continue;
+    if (host) host_arena_.release(*host);
+    if (device) device_arena_.release(*device);
+    return nullptr;
+  }
+  if (idle_blocks_.empty()) {
+    blocks_.push_back(std::make_unique<Block>());
+    idle_blocks_.push_back(blocks_.back().get());
+  }
+  Block* block = idle_blocks_.back();
+  idle_blocks_.pop_back();
+  *block = Block{};
+  block->unit = unit;
+  if (host) {
+    block->host_offset = *host;
+    block->host = host_memory_.data() + *host;
+  }
+  if (device) {
+    block->device_offset = *device;
+    block->device = device_memory_.data() + *device;
+  }
+  return block;
+}
+
+/// Gives up the ready, unleased unit that is needed last, unless (ahead) it is needed sooner than `unit`.
+bool Gatherer::make_room(int32_t unit, Urgency urgency) {
+  int32_t victim = -1;
+  int64_t farthest = urgency == Urgency::demanded ? -1 : context_.trace.next_use(unit);
+  for (const auto& block : blocks_) {
+    if (block->unit < 0 || block->orphan || block->leases > 0) continue;
+    if (context_.units[block->unit].gathered != Gathered::ready) continue;
+    const int64_t use = context_.trace.next_use(block->unit);
+    if (use <= farthest) continue;
+    farthest = use;
+    victim = block->unit;
+  }
+  if (victim < 0) return false;
+  drop(*context_.units[victim].block);
+  return true;
+}
+
+void Gatherer::drop(Block& block) {
+  block.copied.wait();
+  const int64_t bytes = context_.layout.units[block.unit].bytes();
+  if (!block.orphan) {
+    context_.units[block.unit].gathered = Gathered::absent;
+    context_.units[block.unit].block = nullptr;
+  }
+  if (context_.config.poison) {
+    if (block.host != nullptr) std::memset(block.host, 0xFF, static_cast<size_t>(bytes));
+    if (block.device_offset >= 0) context_.device().poison(block.device, bytes);
+  }
+  if (block.host_offset >= 0) host_arena_.release(block.host_offset);
+  if (block.device_offset >= 0) device_arena_.release(block.device_offset);
+  context_.journal.note(Happening::freed, block.unit);
+  block.unit = -1;
+  block.orphan = false;
+  idle_blocks_.push_back(&block);
+}
+
+void Gatherer::invalidate(std::unique_lock<std::mutex>& lock, std::span<const int32_t> units) {
+  for (int32_t unit : units) {
+    UnitState& state = context_.units[unit];
+    context_.wait(lock, [&] { return state.gathered != Gathered::filling && state.gathered != Gathered::collecting; });
+    if (state.gathered == Gathered::absent) continue;
+    Block& block = *state.block;
+    if (block.leases == 0) {
+      drop(block);
+      continue;
+    }
+    block.orphan = true;
+    state.gathered = Gathered::absent;
+    state.block = nullptr;
+  }
+}
+
+bool Gatherer::filling_anything() const {
+  return std::any_of(blocks_.begin(), blocks_.end(), [&](const auto& block) {
+    if (block->unit < 0 || block->orphan) return false;
+    const Gathered gathered = context_.units[block->unit].gathered;
+    return gathered == Gathered::filling || gathered == Gathered::collecting;
+  });
+}
+
+std::string Gatherer::leased_units() const {
+  std::string names;
+  for (const auto& block : blocks_) {
+    if (block->unit < 0 || block->leases == 0) continue;
+    const Unit& unit = context_.layout.units[block->unit];
+    names += fmt::format("{}{} ({} bytes)", names.empty() ? "" : ", ", unit.name, unit.bytes());
+  }
+  return names.empty() ? "nothing" : names;
+}
+
+}  // namespace overspill::engine

@@ -1,0 +1,89 @@
+// Gathered units: buffers for weights that cannot be used where they lie, filled ahead in traced order, kept while there is room and given
+// up farthest-next-use first (Belady 1966, "A study of replacement algorithms for a virtual-storage computer").
+//
+// Every method needs the context's mutex; those that take the lock may release it while they wait.
+#pragma once
+
+#include <memory>
+#include <mutex>
+#include <span>
+#include <vector>
+
+#include "engine/memory/range_allocator.h"
+#include "engine/schedule/context.h"
+
+namespace overspill::engine {
+
+/// Memory of one gathered unit. Lives on, as an orphan, when its unit was updated while somebody still looks at the old weights.
+struct Block {
+  int32_t unit = -1;
+  int32_t leases = 0;
+  bool orphan = false;
+  int32_t arriving = 0;          // chunks not yet in
+  int64_t host_offset = -1;      // in the host arena; -1: none
+  int64_t device_offset = -1;    // in the device arena; -1: the host memory is the device's
+  std::byte* host = nullptr;     // all ranks' shards
+  std::byte* device = nullptr;   // what is leased
+  kernels::Event copied;         // host -> device done
+};
+
+class Gatherer {
+ public:
+  explicit Gatherer(Context& context);
+
+  /// Leases the unit's gathered weights: waits until they are read, updated, collected and on the device. Throws BudgetError when leased units
+  /// leave no room.
+  Block* acquire(std::unique_lock<std::mutex>& lock, int32_t unit);
+  void release(Block* block);
+
+  /// Starts to fill the units that come next, as far as there is room that is not needed sooner.
+  void prefetch();
+
+  /// A chunk's update is done: brings its weights to the unit's block, where it waits for them.
+  void deliver(int32_t chunk, const std::byte* weights);
+
+  /// Gives up the gathered form of units whose weights change now. Waits for reads in flight.
+  void invalidate(std::unique_lock<std::mutex>& lock, std::span<const int32_t> units);
+
+  bool ready(int32_t unit) const { return context_.units[unit].gathered == Gathered::ready; }
+
+ private:
+  struct Fetch {  // one chunk's read into a block
+    Gatherer* owner = nullptr;
+    Block* block = nullptr;
+    int32_t chunk = -1;
+    io::Transfer transfer;
+  };
+  enum class Urgency : uint8_t { demanded, ahead };
+  static void on_fetched(io::Transfer& transfer) noexcept;
+
+  bool start_fill(int32_t unit, Urgency urgency);
+  Block* take_block(int32_t unit, Urgency urgency);
+  bool make_room(int32_t unit, Urgency urgency);
+  void bring(Block& block, int32_t chunk, Urgency urgency);
+  void arrived(Block& block);
+  void collect(std::unique_lock<std::mutex>& lock, Block& block);
+  void to_device(Block& block);
+  void drop(Block& block);
+  std::string leased_units() const;
+  bool filling_anything() const;
+  const std::byte* weights_in_memory(int32_t chunk) const;
+  bool needs_host_block(int32_t unit) const {
+    return context_.layout.world > 1 || context_.plan.weights_on_nvme[unit];
+  }
+  std::byte* shard_of(const Block& block) const {
+    return block.host + context_.layout.rank * context_.layout.units[block.unit].shard_bytes();
+  }
+
+  Context& context_;
+  HostMemory host_memory_;
+  kernels::DeviceMemory device_memory_;
+  RangeAllocator host_arena_;
+  RangeAllocator device_arena_;
+  std::unique_ptr<kernels::Stream> stream_;
+  std::vector<std::unique_ptr<Block>> blocks_;
+  std::vector<Block*> idle_blocks_;
+  std::vector<Fetch> fetches_;  // by chunk
+};
+
+}  // namespace overspill::engine

@@ -1,0 +1,60 @@
+// Where components live, and what memory the schedule needs (DESIGN 2, 5): made once, before anything is allocated.
+//
+// The order of claims on the host budget: gradients in flight, the ring and the gather arena at their least, weights (read twice and
+// written once a step: 3 bytes of traffic saved for each byte held), the ring at its best size, states (2 bytes saved for each byte
+// held; the first units of forward first, for nothing hides their reads).
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "engine/config.h"
+#include "engine/partition/layout.h"
+
+namespace overspill::engine {
+
+/// What a device needs of the plan.
+struct DeviceTraits {
+  bool shares_host_memory = true;
+};
+
+struct Plan {
+  std::vector<bool> weights_on_nvme;  // by unit: hi
+  std::vector<bool> states_on_nvme;   // by chunk: lo, m, v
+
+  // Bytes of this rank.
+  int64_t host_budget_bytes = 0;
+  int64_t weights_host_bytes = 0;
+  int64_t states_host_bytes = 0;
+  int64_t gradient_bytes = 0;
+  int64_t ring_slot_bytes = 0;
+  int64_t ring_slots = 0;
+  int64_t gather_host_bytes = 0;    // arena of gathered units (where the device shares host memory), or of bounce buffers
+  int64_t gather_device_bytes = 0;  // 0 where the device shares host memory
+  int64_t scratch_bytes = 0;        // one chunk's component, for access from outside; exchange buffers of world > 1
+  int64_t weights_nvme_bytes = 0;
+  int64_t states_nvme_bytes = 0;
+  int64_t nvme_reserve_bytes = 0;
+  int64_t nvme_read_bytes_per_step = 0;     // with one forward and one backward pass
+  int64_t nvme_written_bytes_per_step = 0;
+
+  int64_t host_bytes() const {
+    return weights_host_bytes + states_host_bytes + gradient_bytes + ring_slots * ring_slot_bytes + gather_host_bytes +
+           scratch_bytes;
+  }
+  int64_t nvme_bytes() const { return weights_nvme_bytes + states_nvme_bytes; }
+  /// A table for people.
+  std::string text() const;
+};
+
+/// True where a unit's weights cannot be used where they lie: they are gathered into a buffer first.
+bool needs_gather(const Layout& layout, const DeviceTraits& device, bool weights_on_nvme);
+
+/// Bytes of one gradient element.
+int64_t gradient_element_bytes(Format format, int64_t gradient_accumulation);
+
+/// Throws BudgetError, with the sum and the smallest budget that would do, when the budget is too small.
+Plan make_plan(const Layout& layout, const Config& config, const DeviceTraits& device);
+
+}  // namespace overspill::engine

@@ -1,0 +1,61 @@
+// The order in which units are acquired, recorded per (training, grad mode) and replayed as a prediction (DESIGN 2, 5).
+//
+// Every pass is recorded; the last complete recording of the same kind predicts the present one. A departure is met by finding the unit
+// further on in the prediction; where it is not, nothing is predicted until a predicted unit is met again. Not thread-safe.
+#pragma once
+
+#include <cstdint>
+#include <limits>
+#include <span>
+#include <vector>
+
+namespace overspill::engine {
+
+struct PassKind {
+  bool training = true;
+  bool grad_enabled = true;
+};
+
+class Trace {
+ public:
+  static constexpr int64_t kNever = std::numeric_limits<int64_t>::max();
+
+  explicit Trace(int32_t units) : units_(units) {}
+
+  /// A forward starts. What was recorded since the last call becomes the prediction for its kind.
+  void begin(PassKind kind);
+
+  /// A unit was acquired.
+  void acquired(int32_t unit);
+
+  /// Acquires until the unit is next needed: 0 is the very next one; kNever where nothing is predicted. A unit that does not come
+  /// again in this pass counts from the pass's end (the next pass is taken to be alike).
+  int64_t next_use(int32_t unit) const;
+
+  /// The predicted next acquires, at most `count`.
+  std::span<const int32_t> upcoming(int64_t count) const;
+
+  /// Units in the order of their first acquire in the last training pass, then those it did not acquire, by index.
+  std::vector<int32_t> forward_order() const;
+
+  int64_t departures() const { return departures_; }
+
+ private:
+  struct Recording {
+    std::vector<int32_t> sequence;
+    std::vector<std::vector<int32_t>> positions;  // by unit, ascending
+  };
+  static int index(PassKind kind) { return (kind.training ? 2 : 0) + (kind.grad_enabled ? 1 : 0); }
+  const Recording& of(PassKind kind) const { return recordings_[index(kind)]; }
+
+  int32_t units_;
+  Recording recordings_[4];
+  PassKind kind_;
+  bool in_pass_ = false;
+  bool lost_ = false;            // the last acquire was not predicted
+  int64_t position_ = 0;         // next predicted acquire
+  std::vector<int32_t> recorded_;
+  int64_t departures_ = 0;
+};
+
+}  // namespace overspill::engine

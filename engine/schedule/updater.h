@@ -1,0 +1,88 @@
+// The lazy update (DESIGN 5): chunks in forward order, each as its states arrive; states read ahead into a ring of slots, new versions
+// written behind from the same slots. No thread of its own: it moves on at every completion, and when step() or a waiting caller asks.
+//
+// Every method needs the context's mutex.
+#pragma once
+
+#include <array>
+#include <mutex>
+#include <span>
+#include <vector>
+
+#include "engine/schedule/context.h"
+#include "engine/schedule/gather.h"
+
+namespace overspill::engine {
+
+class Updater {
+ public:
+  Updater(Context& context, Gatherer& gatherer);
+
+  /// step() has decided: these chunks (in the order given) are updated from now on. All earlier updates are done.
+  void schedule(std::span<const int32_t> chunks);
+
+  /// Starts whatever can start: reads, updates, read-ahead.
+  void pump();
+
+  /// Returns once every scheduled update is done and written, and nothing is staged: components may be reached at their homes.
+  /// Read-ahead stays off until resume().
+  void quiesce(std::unique_lock<std::mutex>& lock);
+  void resume() { ahead_allowed_ = context_.config.prefetch_units > 0; }
+
+  /// Returns once every scheduled update is done; its writes may go on.
+  void finish(std::unique_lock<std::mutex>& lock);
+
+  int64_t pending() const { return pending_; }
+
+ private:
+  struct Slot {
+    Updater* owner = nullptr;
+    std::byte* memory = nullptr;
+    int32_t index = 0;
+    int32_t chunk = -1;
+    int32_t in_flight = 0;
+    std::array<io::Transfer, kComponents> transfers;
+  };
+
+  static void on_transfer(io::Transfer& transfer) noexcept;
+  bool stage_next();
+  int32_t next_to_stage();
+  int32_t next_ahead();
+  Slot* take_slot(bool may_drop_copies);
+  void stage(int32_t chunk, Slot& slot);
+  bool dispatch_next();
+  int32_t next_ready() const;
+  bool is_ready(int32_t chunk) const;
+  void dispatch(int32_t chunk);
+  void run(int32_t chunk) noexcept;
+  void updated(int32_t chunk);
+  void write_back(int32_t chunk, Slot& slot);
+  void transferred(Slot& slot);
+  void free_slot(Slot& slot);
+  bool at_rest() const;
+
+  Context& context_;
+  Gatherer& gatherer_;
+  HostMemory memory_;
+  std::vector<Slot> slots_;
+  std::vector<int32_t> ring_queue_;      // chunks that need a slot, in the order of the update
+  std::vector<int32_t> resident_queue_;  // chunks wholly on the host
+  std::vector<int32_t> ahead_;           // the last step's ring_queue_: what will be needed first
+  size_t next_staged_ = 0;               // in ring_queue_
+  size_t next_resident_ = 0;             // in resident_queue_
+  size_t next_ahead_ = 0;                // in ahead_
+  int64_t pending_ = 0;
+  int running_ = 0;
+  bool ahead_allowed_ = false;
+};
+
+/// One chunk's component where its newest version is in memory: in the ring slot, or at home.
+struct ChunkMemory {
+  std::array<std::byte*, kComponents> component{};
+};
+
+/// The fused pass over one chunk, segment by segment. No locks: the caller has exclusive use of the chunk.
+void update_chunk(const Unit& unit, const Chunk& chunk, const UnitState& state, const ChunkMemory& memory,
+                  const std::byte* gradients, int64_t gradient_element_bytes);
+
+}  // namespace overspill::engine

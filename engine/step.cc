@@ -1,0 +1,105 @@
+// The optimizer step (DESIGN 5): everything that has to be known before the first weight may change, and nothing else. The updates themselves
+// run under the next forward (schedule/updater.cc).
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <cmath>
+#include <stdexcept>
+
+#include "engine/machine.h"
+
+namespace overspill::engine {
+
+StepResult Machine::step(std::span<const optim::AdamConfig> groups) {
+  check_groups(groups);
+
+  finish_updates();
+  // Beyond this point every weight is that of the last step.
+
+  const GradientSummary gradient = reduce_gradients();
+  // Beyond this point gradients are final: accumulated, reduced, the same sum of squares on every rank.
+
+  const double norm = std::sqrt(gradient.squares);
+  const double clip = clip_factor(norm);
+  if (!gradient.finite) {
+    ++skipped_steps;
+    gradients.clear();
+    return {steps, norm, clip, true};
+  }
+
+  ++steps;
+  capture_factors(groups, clip);
+  // Beyond this point hyper-parameters and presence belong to this step; the caller may change its own.
+
+  schedule_updates();
+  // Beyond this point updates run, in forward order; whoever acquires a unit waits for its own.
+
+  return {steps, norm, clip, false};
+}
+
+void Machine::finish_updates() {
+  std::unique_lock lock(context.mutex);
+  updater.finish(lock);
+}
+
+GradientSummary Machine::reduce_gradients() {
+  gradients.reduce();
+  return gradients.summarize();
+}
+
+/// As torch.nn.utils.clip_grad_norm_: min(1, limit / (norm + 1e-6)).
+double Machine::clip_factor(double norm) {
+  const double limit = clip_once.value_or(context.config.max_grad_norm);
+  clip_once.reset();
+  return limit > 0 ? std::min(1.0, limit / (norm + 1e-6)) : 1.0;
+}
+
+void Machine::check_groups(std::span<const optim::AdamConfig> groups) const {
+  for (const Unit& unit : context.layout.units) {
+    if (!unit.trainable()) continue;
+    for (const Segment& segment : unit.segments) {
+      if (segment.group < 0 || segment.group >= static_cast<int64_t>(groups.size())) {
+        throw std::invalid_argument(fmt::format("{} belongs to group {}, step() was given {}", segment.name, segment.group, groups.size()));
+      }
+    }
+  }
+}
+
+void Machine::capture_factors(std::span<const optim::AdamConfig> groups, double clip) {
+  const std::lock_guard guard(context.mutex);
+  for (size_t u = 0; u < context.units.size(); ++u) {
+    const Unit& unit = context.layout.units[u];
+    UnitState& state = context.units[u];
+    if (!unit.trainable()) continue;
+    for (size_t s = 0; s < unit.segments.size(); ++s) {
+      state.updated[s] = gradients.present(static_cast<int32_t>(u), static_cast<int32_t>(s)) ? 1 : 0;
+      if (state.updated[s] == 0) continue;
+      ++state.steps[s];
+      state.factors[s] = optim::adam_factors(groups[unit.segments[s].group], state.steps[s], clip);
+    }
+  }
+}
+
+void Machine::schedule_updates() {
+  std::unique_lock lock(context.mutex);
+  std::vector<int32_t> chunks;
+  std::vector<int32_t> units;
+  for (int32_t u : context.trace.forward_order()) {
+    UnitState& state = context.units[u];
+    if (std::find(state.updated.begin(), state.updated.end(), 1) == state.updated.end()) continue;
+    ++state.generation;
+    units.push_back(u);
+    const Unit& unit = context.layout.units[u];
+    for (int32_t c = unit.first_chunk; c < unit.first_chunk + unit.chunk_count; ++c) {
+      const auto& runs = context.layout.chunks[c].runs;
+      if (std::any_of(runs.begin(), runs.end(), [&](const Run& run) { return state.updated[run.segment] != 0; })) {
+        chunks.push_back(c);
+      }
+    }
+  }
+  gatherer.invalidate(lock, units);
+  updater.schedule(chunks);
+  gradients.clear();
+}
+
+}  // namespace overspill::engine

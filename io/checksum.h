@@ -1,0 +1,39 @@
+// Checksums of the store and of checkpoints: XXH3-64 over every 64 KiB block; the last block may be shorter.
+#pragma once
+
+#define XXH_INLINE_ALL
+#include <xxhash.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "io/store.h"
+
+namespace overspill::io {
+
+constexpr int64_t checksum_blocks(int64_t bytes) {
+  return (bytes + kChecksumBlockBytes - 1) / kChecksumBlockBytes;
+}
+
+inline uint64_t checksum_block(std::span<const std::byte> block) {
+  return XXH3_64bits(block.data(), block.size());
+}
+
+/// The `index`-th checksummed block of `bytes`.
+inline std::span<const std::byte> checksummed_block(std::span<const std::byte> bytes, int64_t index) {
+  const auto begin = static_cast<size_t>(index * kChecksumBlockBytes);
+  const auto rest = bytes.subspan(begin);
+  return rest.first(rest.size() < kChecksumBlockBytes ? rest.size() : size_t{kChecksumBlockBytes});
+}
+
+inline std::vector<uint64_t> block_checksums(std::span<const std::byte> bytes) {
+  std::vector<uint64_t> sums(static_cast<size_t>(checksum_blocks(static_cast<int64_t>(bytes.size()))));
+  for (size_t i = 0; i < sums.size(); ++i) {
+    sums[i] = checksum_block(checksummed_block(bytes, static_cast<int64_t>(i)));
+  }
+  return sums;
+}
+
+}  // namespace overspill::io

@@ -1,0 +1,131 @@
+#include "io/error.h"
+
+#include <fmt/format.h>
+
+#include <cerrno>
+#include <system_error>
+
+namespace overspill::io {
+namespace {
+
+const char* name_of(ErrorKind kind) {
+  switch (kind) {
+    case ErrorKind::no_space:
+      return "no space left";
+    case ErrorKind::quota:
+      return "limit reached";
+    case ErrorKind::device:
+      return "device failure";
+    case ErrorKind::truncated:
+      return "file too short";
+    case ErrorKind::vanished:
+      return "path is gone";
+    case ErrorKind::corrupt:
+      return "corrupt data";
+    case ErrorKind::denied:
+      return "permission denied";
+    case ErrorKind::locked:
+      return "in use by another run";
+    case ErrorKind::unsupported:
+      return "not supported";
+    case ErrorKind::invalid:
+      return "invalid request";
+    case ErrorKind::cancelled:
+      return "cancelled";
+  }
+  return "unknown error";
+}
+
+const char* name_of(Operation operation) {
+  switch (operation) {
+    case Operation::open:
+      return "open";
+    case Operation::reserve:
+      return "reserve";
+    case Operation::read:
+      return "read";
+    case Operation::write:
+      return "write";
+    case Operation::sync:
+      return "sync";
+    case Operation::link:
+      return "link";
+    case Operation::remove:
+      return "remove";
+  }
+  return "unknown operation";
+}
+
+const char* way_out_of(ErrorKind kind) {
+  switch (kind) {
+    case ErrorKind::no_space:
+      return "free space there, or add a path to the nvme budget";
+    case ErrorKind::quota:
+      return "raise the quota or file size limit (ulimit -f), or choose another path";
+    case ErrorKind::device:
+      return "check the disk (dmesg, smartctl); the last checkpoint is unaffected";
+    case ErrorKind::truncated:
+      return "something else shortened the file; resume from the last checkpoint";
+    case ErrorKind::vanished:
+      return "create the folder or mount it again";
+    case ErrorKind::corrupt:
+      return "the bytes are not used; resume from the last checkpoint and check the disk";
+    case ErrorKind::denied:
+      return "choose a folder this user may write to";
+    case ErrorKind::locked:
+      return "wait for that run, stop it, or give this run another job name";
+    case ErrorKind::unsupported:
+      return "choose another file system or backend";
+    case ErrorKind::invalid:
+      return "this is a caller's mistake";
+    case ErrorKind::cancelled:
+      return "the store was being closed";
+  }
+  return "";
+}
+
+}  // namespace
+
+std::string Error::message() const {
+  std::string text = fmt::format("store: {} failed: {}", name_of(operation), name_of(kind));
+  if (!path.empty()) text += fmt::format(": {}", path);
+  if (length_bytes > 0) text += fmt::format(" at offset {}, {} bytes", offset_bytes, length_bytes);
+  if (os_error != 0)
+    text += fmt::format(": {} (errno {})", std::generic_category().message(os_error), os_error);
+  if (!detail.empty()) text += fmt::format(": {}", detail);
+  return text + fmt::format("; {}", way_out_of(kind));
+}
+
+ErrorKind kind_of_errno(int os_error) {
+  switch (os_error) {
+    case ENOSPC:
+      return ErrorKind::no_space;
+    case EDQUOT:
+    case EFBIG:
+      return ErrorKind::quota;
+    case ENOENT:
+    case ENOTDIR:
+    case ESTALE:
+    case ENXIO:
+    case ENODEV:
+      return ErrorKind::vanished;
+    case EACCES:
+    case EPERM:
+    case EROFS:
+      return ErrorKind::denied;
+    case ENOSYS:
+    case EOPNOTSUPP:
+      return ErrorKind::unsupported;
+    case EINVAL:
+    case EBADF:
+    case EFAULT:
+    case ENAMETOOLONG:
+      return ErrorKind::invalid;
+    case ECANCELED:
+      return ErrorKind::cancelled;
+    default:
+      return ErrorKind::device;
+  }
+}
+
+}  // namespace overspill::io

@@ -1,0 +1,46 @@
+// The store on disk: slab files in a folder per job on one or more paths, moved by io_uring where the kernel
+// allows it and by a few threads where not (DESIGN 6).
+#pragma once
+
+#include <cstdint>
+#include <filesystem>
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "io/store.h"
+
+namespace overspill::io {
+
+struct FileStoreOptions {
+  enum class Backend : uint8_t { automatic, uring, threads };
+
+  /// Existing folders, one a disk. The store works in `<path>/overspill-<job>/`.
+  std::vector<std::filesystem::path> paths;
+  /// A run holds its job name on every path while it lives. Letters, digits, '-', '_', '.'.
+  std::string job;
+  /// Size of a slab file; a large reservation takes larger slabs, so that open files stay few.
+  int64_t slab_bytes = int64_t{256} << 20;
+  /// Pieces in flight on one path, and their size.
+  int queue_depth = 32;
+  int64_t piece_bytes = int64_t{1} << 20;
+  /// `uring` throws `unsupported` where the kernel refuses it; `automatic` takes the threads then.
+  Backend backend = Backend::automatic;
+  int threads = 8;
+  /// Ask for O_DIRECT; where the file system refuses it, I/O is buffered.
+  bool direct = true;
+  /// For tests: may replace each result of the kernel. Called on the store's threads. See io/piece_queue.h.
+  std::function<int64_t(bool writes, int64_t file_offset, int64_t asked_bytes, int64_t result)> result_hook;
+};
+
+/// Throws StoreError: `vanished` for a path that is not there, `locked` naming the pid of the run that holds
+/// the job, `denied`, `invalid`. What a dead run of the same job left is removed; the destructor removes the
+/// store's own files. Before destruction the caller drains; what is still queued then completes with
+/// `cancelled`.
+///
+/// Memory of the kernel's is taken per register_memory(); whoever owns such memory marks it MADV_DONTFORK.
+/// drain(), register_memory(), unregister_memory() and export_extents() must not be called from a completion.
+std::unique_ptr<Store> make_file_store(const FileStoreOptions& options);
+
+}  // namespace overspill::io

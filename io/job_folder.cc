@@ -1,0 +1,183 @@
+#include "io/job_folder.h"
+
+#include <fcntl.h>
+#include <fmt/format.h>
+#include <sys/file.h>
+#include <sys/resource.h>
+#include <sys/stat.h>
+#include <sys/statvfs.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <array>
+#include <cerrno>
+#include <cstdlib>
+#include <memory>
+#include <string_view>
+#include <system_error>
+#include <utility>
+
+#include "io/store.h"
+
+namespace overspill::io {
+namespace {
+
+constexpr std::string_view kSlabPrefix = "slab-";
+constexpr std::string_view kLockName = "lock";
+constexpr mode_t kOwnerOnly = 0600;
+
+StoreError invalid_job(const std::string& job) {
+  return StoreError(
+      {.kind = ErrorKind::invalid,
+       .operation = Operation::open,
+       .detail = fmt::format("job name \"{}\": wanted letters, digits, '-', '_', '.', not first", job)});
+}
+
+void check_job(const std::string& job) {
+  constexpr std::string_view kAllowed = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789-_.";
+  if (job.empty() || job.front() == '.' || job.find_first_not_of(kAllowed) != std::string::npos)
+    throw invalid_job(job);
+}
+
+std::string read_text(int fd) {
+  std::array<char, 64> text{};
+  const ssize_t bytes = ::pread(fd, text.data(), text.size(), 0);
+  return bytes > 0 ? std::string(text.data(), static_cast<size_t>(bytes)) : "";
+}
+
+bool same_file(int fd, const std::filesystem::path& path) {
+  struct stat by_fd {};
+  struct stat by_name {};
+  return ::fstat(fd, &by_fd) == 0 && ::stat(path.c_str(), &by_name) == 0 && by_fd.st_ino == by_name.st_ino &&
+         by_fd.st_dev == by_name.st_dev;
+}
+
+}  // namespace
+
+StoreError system_error(Operation operation, const std::filesystem::path& path, std::string detail) {
+  const int os_error = errno;
+  return StoreError({.kind = kind_of_errno(os_error),
+                     .operation = operation,
+                     .os_error = os_error,
+                     .path = path.string(),
+                     .detail = std::move(detail)});
+}
+
+void sync_folder(const std::filesystem::path& folder) {
+  const UniqueFd fd(::open(folder.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC));
+  if (!fd) throw system_error(Operation::open, folder);
+  if (::fsync(fd.get()) != 0) throw system_error(Operation::sync, folder);
+}
+
+JobFolder::JobFolder(const std::filesystem::path& path, const std::string& job, bool direct)
+    : path_(path / ("overspill-" + job)), owner_(::getpid()), direct_(direct) {
+  check_job(job);
+  std::error_code error;
+  if (!std::filesystem::is_directory(path, error)) {
+    errno = error ? error.value() : ENOENT;
+    throw system_error(Operation::open, path, "the store's path must be an existing folder");
+  }
+  take_lock(job);
+  remove_slabs();
+  direct_ = direct_ && direct_works();
+}
+
+JobFolder::~JobFolder() {
+  if (!lock_ || ::getpid() != owner_) return;  // moved from, or a forked child's copy
+  remove_slabs();
+  // The lock last: as long as it is there and held, nobody else works in the folder.
+  ::unlink((path_ / kLockName).c_str());
+  ::rmdir(path_.c_str());
+}
+
+void JobFolder::take_lock(const std::string& job) {
+  const auto lock_path = path_ / kLockName;
+  while (true) {
+    if (::mkdir(path_.c_str(), 0700) != 0 && errno != EEXIST) throw system_error(Operation::open, path_);
+    UniqueFd fd(::open(lock_path.c_str(), O_RDWR | O_CREAT | O_CLOEXEC | O_NOFOLLOW, kOwnerOnly));
+    if (!fd && errno == ENOENT) continue;  // a run that ended removed the folder in between
+    if (!fd) throw system_error(Operation::open, lock_path);
+    if (::flock(fd.get(), LOCK_EX | LOCK_NB) != 0) {
+      if (errno == EINTR) continue;
+      if (errno != EWOULDBLOCK) throw system_error(Operation::open, lock_path);
+      const std::string holder = read_text(fd.get());
+      throw StoreError({.kind = ErrorKind::locked,
+                        .operation = Operation::open,
+                        .path = path_.string(),
+                        .detail = fmt::format("job \"{}\" is held by process {}", job,
+                                              holder.empty() ? "(unknown)" : holder)});
+    }
+    if (!same_file(fd.get(), lock_path)) continue;  // the lock of a folder removed in between
+    const std::string pid = std::to_string(owner_);
+    if (::ftruncate(fd.get(), 0) != 0 || ::pwrite(fd.get(), pid.data(), pid.size(), 0) < 0) {
+      throw system_error(Operation::open, lock_path);
+    }
+    lock_ = std::move(fd);
+    return;
+  }
+}
+
+void JobFolder::remove_slabs() const {
+  std::error_code ignored;  // what cannot be removed takes space, nothing else
+  for (const auto& entry : std::filesystem::directory_iterator(path_, ignored)) {
+    if (entry.path().filename().string().starts_with(kSlabPrefix)) ::unlink(entry.path().c_str());
+  }
+}
+
+// Some file systems take the flag and refuse the transfer, so one is tried.
+bool JobFolder::direct_works() const {
+  const auto probe = path_ / (std::string(kSlabPrefix) + "probe");
+  const UniqueFd fd(
+      ::open(probe.c_str(), O_RDWR | O_CREAT | O_TRUNC | O_DIRECT | O_CLOEXEC | O_NOFOLLOW, kOwnerOnly));
+  if (!fd) return false;
+  const std::unique_ptr<void, decltype(&std::free)> block(std::aligned_alloc(kBlockBytes, kBlockBytes),
+                                                          &std::free);
+  std::fill_n(static_cast<char*>(block.get()), kBlockBytes, '\0');
+  const bool works = ::pwrite(fd.get(), block.get(), kBlockBytes, 0) == kBlockBytes &&
+                     ::pread(fd.get(), block.get(), kBlockBytes, 0) == kBlockBytes;
+  ::unlink(probe.c_str());
+  return works;
+}
+
+int64_t JobFolder::available_bytes() const {
+  struct statvfs info {};
+  if (::statvfs(path_.c_str(), &info) != 0) return 0;
+  return static_cast<int64_t>(info.f_bavail) * static_cast<int64_t>(info.f_frsize);
+}
+
+SlabFile JobFolder::create_slab(uint32_t number, int64_t bytes, int64_t wanted_bytes) {
+  SlabFile slab{.path = path_ / fmt::format("{}{}.bin", kSlabPrefix, number), .fd = {}, .bytes = bytes};
+  const auto fail = [&](int os_error) {
+    const std::string detail = fmt::format("wanted {} bytes, {} of them in this file; {} bytes are available",
+                                           wanted_bytes, bytes, available_bytes());
+    errno = os_error;
+    return system_error(Operation::reserve, slab.path, detail);
+  };
+  rlimit limit{};
+  // Beyond this limit the kernel would send SIGXFSZ, which ends the process.
+  if (::getrlimit(RLIMIT_FSIZE, &limit) == 0 && limit.rlim_cur != RLIM_INFINITY &&
+      static_cast<uint64_t>(bytes) > limit.rlim_cur) {
+    throw fail(EFBIG);
+  }
+  // The space is taken without O_DIRECT: where fallocate is missing, the C library writes single bytes.
+  UniqueFd buffered(
+      ::open(slab.path.c_str(), O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC | O_NOFOLLOW, kOwnerOnly));
+  if (!buffered) throw fail(errno);
+  int result = 0;
+  do {
+    result = ::posix_fallocate(buffered.get(), 0, bytes);
+  } while (result == EINTR);
+  if (result == 0 && direct_) {
+    slab.fd = UniqueFd(::open(slab.path.c_str(), O_RDWR | O_DIRECT | O_CLOEXEC | O_NOFOLLOW));
+    if (!slab.fd) result = errno;
+  }
+  if (result != 0) {
+    const StoreError error = fail(result);
+    ::unlink(slab.path.c_str());
+    throw error;
+  }
+  if (!direct_) slab.fd = std::move(buffered);
+  return slab;
+}
+
+}  // namespace overspill::io

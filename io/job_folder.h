@@ -1,0 +1,56 @@
+// A job's folder on one path: the lock that keeps two runs apart, the slab files, and what a dead run left.
+#pragma once
+
+#include <sys/types.h>
+
+#include <cstdint>
+#include <filesystem>
+#include <string>
+
+#include "io/error.h"
+#include "io/unique_fd.h"
+
+namespace overspill::io {
+
+/// A slab file; `fd` is O_DIRECT if the folder's direct() says so.
+struct SlabFile {
+  std::filesystem::path path;
+  UniqueFd fd;
+  int64_t bytes = 0;
+};
+
+class JobFolder {
+ public:
+  /// Locks `<path>/overspill-<job>` and empties it of a dead run's slabs. Throws StoreError.
+  JobFolder(const std::filesystem::path& path, const std::string& job, bool direct);
+  JobFolder(JobFolder&&) = default;
+  /// Removes the slabs, the lock and the folder, in the process that made them.
+  ~JobFolder();
+
+  /// A slab file whose space is taken on disk. Throws and leaves nothing behind. `wanted_bytes` is what
+  /// the caller wants in all, for the message.
+  SlabFile create_slab(uint32_t number, int64_t bytes, int64_t wanted_bytes);
+
+  /// Bytes this user may still take here.
+  int64_t available_bytes() const;
+  bool direct() const { return direct_; }
+  const std::filesystem::path& path() const { return path_; }
+
+ private:
+  void take_lock(const std::string& job);
+  void remove_slabs() const;
+  bool direct_works() const;
+
+  std::filesystem::path path_;
+  UniqueFd lock_;
+  pid_t owner_;
+  bool direct_;
+};
+
+/// The error of a failed system call, with errno taken first thing.
+StoreError system_error(Operation operation, const std::filesystem::path& path, std::string detail = "");
+
+/// Makes the folder's entries durable. Throws StoreError.
+void sync_folder(const std::filesystem::path& folder);
+
+}  // namespace overspill::io

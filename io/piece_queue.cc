@@ -1,0 +1,229 @@
+#include "io/piece_queue.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <thread>
+#include <utility>
+
+#include "io/checksum.h"
+
+namespace overspill::io {
+namespace {
+
+// A kernel that says EAGAIN or moves nothing this often in a row will not do better the next time.
+constexpr int kFruitlessMax = 1000;
+
+}  // namespace
+
+PieceQueue::PieceQueue(TransferOwner& owner, int depth, int64_t piece_bytes, ResultHook hook)
+    : owner_(owner),
+      depth_(depth),
+      piece_bytes_(piece_bytes / kChecksumBlockBytes * kChecksumBlockBytes),
+      hook_(std::move(hook)),
+      // Each active transfer has a piece at the backend, or is the current one of its priority.
+      actives_(static_cast<size_t>(depth + kPriorities)) {
+  if (depth <= 0 || piece_bytes_ <= 0) {
+    throw StoreError(
+        {.kind = ErrorKind::invalid,
+         .operation = Operation::open,
+         .detail = fmt::format("queue depth {} and piece size {} must be positive, the latter at least {}",
+                               depth, piece_bytes, kChecksumBlockBytes)});
+  }
+  free_.reserve(actives_.size());
+  for (Active& active : actives_) free_.push_back(&active);
+}
+
+void PieceQueue::push(Transfer& transfer) {
+  transfer.next = nullptr;
+  {
+    const std::lock_guard lock(mutex_);
+    Fifo& fifo = fifos_[static_cast<size_t>(transfer.priority)];
+    (fifo.last == nullptr ? fifo.first : fifo.last->next) = &transfer;
+    fifo.last = &transfer;
+  }
+  work_.notify_one();
+}
+
+bool PieceQueue::next(Piece& piece) {
+  while (true) {
+    bool got_piece = false;
+    Transfer* over = nullptr;
+    {
+      const std::lock_guard lock(mutex_);
+      if (!pending()) return false;
+      over = take(piece, got_piece);
+    }
+    if (over != nullptr) owner_.completed(*over);
+    if (got_piece) break;
+  }
+  if (piece.writes()) checksum(piece);
+  return true;
+}
+
+bool PieceQueue::pending() const {
+  return std::any_of(fifos_.begin(), fifos_.end(),
+                     [](const Fifo& fifo) { return fifo.first != nullptr || fifo.current != nullptr; });
+}
+
+bool PieceQueue::has_work() {
+  const std::lock_guard lock(mutex_);
+  return pending();
+}
+
+bool PieceQueue::wait() {
+  std::unique_lock lock(mutex_);
+  work_.wait(lock, [&] { return stopped_ || pending(); });
+  return pending();
+}
+
+void PieceQueue::stop() {
+  {
+    const std::lock_guard lock(mutex_);
+    stopped_ = true;
+  }
+  work_.notify_all();
+}
+
+Active& PieceQueue::start(Fifo& fifo) {
+  Transfer& transfer = *std::exchange(fifo.first, fifo.first->next);
+  if (fifo.first == nullptr) fifo.last = nullptr;
+  Active& active = *free_.back();
+  free_.pop_back();
+  active = {.transfer = &transfer, .target = {}, .issued_bytes = 0, .pieces = 0, .error = transfer.error};
+  if (!active.error && stopped_) {
+    active.error =
+        Error{.kind = ErrorKind::cancelled,
+              .operation = transfer.kind == Transfer::Kind::write ? Operation::write : Operation::read,
+              .offset_bytes = transfer.extent.offset,
+              .length_bytes = transfer.extent.bytes};
+  }
+  if (!active.error) active.target = owner_.locate(transfer);
+  fifo.current = &active;
+  return active;
+}
+
+// One step under the lock: a piece, or a transfer that is over because nothing more of it is worth issuing,
+// or neither.
+Transfer* PieceQueue::take(Piece& piece, bool& got_piece) {
+  Fifo& fifo = *std::find_if(fifos_.begin(), fifos_.end(),
+                             [](const Fifo& one) { return one.first != nullptr || one.current != nullptr; });
+  Active& active = fifo.current != nullptr ? *fifo.current : start(fifo);
+  if (active.error) {
+    fifo.current = nullptr;
+    return active.pieces == 0 ? retire(active) : nullptr;
+  }
+  const int64_t total = active.transfer->extent.bytes;
+  piece = {.active = &active,
+           .offset = active.issued_bytes,
+           .bytes = std::min(piece_bytes_, total - active.issued_bytes)};
+  active.issued_bytes += piece.bytes;
+  ++active.pieces;
+  if (active.issued_bytes == total) fifo.current = nullptr;
+  got_piece = true;
+  return nullptr;
+}
+
+Transfer* PieceQueue::retire(Active& active) {
+  Transfer* transfer = std::exchange(active.transfer, nullptr);
+  transfer->error = std::move(active.error);
+  active.error.reset();
+  free_.push_back(&active);
+  return transfer;
+}
+
+bool PieceQueue::settle(Piece& piece, int64_t result) {
+  if (hook_) result = hook_(piece.writes(), piece.file_offset(), piece.left(), result);
+  if (result == -EINTR || result == -EAGAIN) {
+    retries_.fetch_add(1, std::memory_order_relaxed);
+    if (++piece.fruitless <= kFruitlessMax) {
+      if (result == -EAGAIN) std::this_thread::yield();
+      return false;
+    }
+  }
+  if (result < 0) {
+    const int os_error = static_cast<int>(-result);
+    finish(piece, failure(piece, kind_of_errno(os_error), os_error, ""));
+    return true;
+  }
+  if (result > piece.left()) {
+    finish(piece, failure(piece, ErrorKind::device, 0, fmt::format("the kernel reports {} bytes", result)));
+    return true;
+  }
+  // O_DIRECT goes on at a block boundary only.
+  const int64_t progress = result / kBlockBytes * kBlockBytes;
+  piece.done += progress;
+  if (piece.left() == 0) {
+    finish(piece, piece.writes() ? std::nullopt : verify(piece));
+    return true;
+  }
+  if (progress == 0 && !piece.writes()) {  // slabs end at a block boundary, so this is the end of the file
+    finish(piece, failure(piece, ErrorKind::truncated, 0,
+                          fmt::format("{} bytes are missing", piece.left() - result)));
+    return true;
+  }
+  piece.fruitless = progress > 0 ? 0 : piece.fruitless + 1;
+  if (piece.fruitless > kFruitlessMax) {
+    finish(piece, failure(piece, ErrorKind::device, 0, "the kernel writes nothing and gives no reason"));
+    return true;
+  }
+  retries_.fetch_add(1, std::memory_order_relaxed);
+  return false;
+}
+
+void PieceQueue::finish(Piece& piece, std::optional<Error> error) {
+  Transfer* over = nullptr;
+  {
+    const std::lock_guard lock(mutex_);
+    Active& active = *piece.active;
+    if (error && !active.error) active.error = std::move(error);
+    --active.pieces;
+    // A current transfer is retired by take(), which also drops what is left of it after an error.
+    const bool current =
+        std::any_of(fifos_.begin(), fifos_.end(), [&](Fifo& fifo) { return fifo.current == &active; });
+    if (active.pieces == 0 && !current) over = retire(active);
+  }
+  piece.active = nullptr;
+  if (over != nullptr) owner_.completed(*over);
+}
+
+Error PieceQueue::failure(const Piece& piece, ErrorKind kind, int os_error, std::string detail) const {
+  return {.kind = kind,
+          .operation = piece.writes() ? Operation::write : Operation::read,
+          .os_error = os_error,
+          .path = owner_.path_of(piece.active->target),
+          .offset_bytes = piece.file_offset(),
+          .length_bytes = piece.left(),
+          .detail = std::move(detail)};
+}
+
+void PieceQueue::checksum(const Piece& piece) const {
+  const std::span<const std::byte> bytes(piece.memory(), static_cast<size_t>(piece.bytes));
+  const auto sums =
+      piece.active->target.sums.subspan(static_cast<size_t>(piece.offset / kChecksumBlockBytes));
+  for (int64_t i = 0; i < checksum_blocks(piece.bytes); ++i) {
+    sums[static_cast<size_t>(i)] = checksum_block(checksummed_block(bytes, i));
+  }
+}
+
+std::optional<Error> PieceQueue::verify(const Piece& piece) const {
+  const std::span<const std::byte> bytes(piece.active->transfer->memory + piece.offset,
+                                         static_cast<size_t>(piece.bytes));
+  const auto sums =
+      piece.active->target.sums.subspan(static_cast<size_t>(piece.offset / kChecksumBlockBytes));
+  for (int64_t i = 0; i < checksum_blocks(piece.bytes); ++i) {
+    const auto block = checksummed_block(bytes, i);
+    const uint64_t expected = sums[static_cast<size_t>(i)];
+    const uint64_t found = checksum_block(block);
+    if (expected == found) continue;
+    Error error = failure(piece, ErrorKind::corrupt, 0,
+                          fmt::format("checksum {:016x} where {:016x} was written", found, expected));
+    error.offset_bytes = piece.active->transfer->extent.offset + piece.offset + i * kChecksumBlockBytes;
+    error.length_bytes = static_cast<int64_t>(block.size());
+    return error;
+  }
+  return std::nullopt;
+}
+
+}  // namespace overspill::io

@@ -1,0 +1,129 @@
+// One path's transfers, cut into pieces and handed to a backend in order of priority. What every backend has
+// in common lives here: the splitting, the checksums, and the judgement of each result.
+//
+// Threads: every method may be called from any thread. All memory is taken in the constructor.
+#pragma once
+
+#include <array>
+#include <atomic>
+#include <condition_variable>
+#include <cstdint>
+#include <functional>
+#include <mutex>
+#include <optional>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "io/error.h"
+#include "io/store.h"
+
+namespace overspill::io {
+
+/// Where a transfer's bytes lie.
+struct Target {
+  int fd = -1;
+  uint32_t slab = 0;
+  std::span<uint64_t> sums;  // of the extent's 64 KiB blocks
+};
+
+/// The store behind the queue.
+class TransferOwner {
+ public:
+  virtual ~TransferOwner() = default;
+  /// Called under the queue's lock: must be short, must not call the queue.
+  virtual Target locate(const Transfer& transfer) = 0;
+  virtual std::string path_of(const Target& target) = 0;
+  /// Called without locks once the transfer's last piece is done; `transfer.error` is set. The queue forgets
+  /// it before.
+  virtual void completed(Transfer& transfer) noexcept = 0;
+};
+
+/// A transfer some of whose pieces are issued.
+struct Active {
+  Transfer* transfer = nullptr;
+  Target target;
+  int64_t issued_bytes = 0;
+  int pieces = 0;              // issued and not finished
+  std::optional<Error> error;  // the first piece's that failed
+};
+
+/// One request to the kernel: at most `piece_bytes` of a transfer.
+struct Piece {
+  Active* active = nullptr;
+  int64_t offset = 0;  // in the extent, multiple of kChecksumBlockBytes
+  int64_t bytes = 0;
+  int64_t done = 0;   // multiple of kBlockBytes
+  int fruitless = 0;  // attempts since `done` grew
+
+  bool writes() const { return active->transfer->kind == Transfer::Kind::write; }
+  int fd() const { return active->target.fd; }
+  // What is left to ask of the kernel.
+  std::byte* memory() const { return active->transfer->memory + offset + done; }
+  int64_t file_offset() const { return active->transfer->extent.offset + offset + done; }
+  int64_t left() const { return bytes - done; }
+};
+
+/// For tests: sees each result of the kernel (bytes, or a negative errno) and returns what the store shall
+/// see instead.
+using ResultHook =
+    std::function<int64_t(bool writes, int64_t file_offset, int64_t asked_bytes, int64_t result)>;
+
+class PieceQueue {
+ public:
+  /// `depth`: pieces a backend may hold at once.
+  PieceQueue(TransferOwner& owner, int depth, int64_t piece_bytes, ResultHook hook);
+
+  /// A transfer whose `error` is set is completed with it, on the backend's thread.
+  void push(Transfer& transfer);
+
+  /// The next piece by priority; false if there is none. Completes what has failed or was cancelled on the
+  /// way.
+  bool next(Piece& piece);
+  /// Whether next() has something to do.
+  bool has_work();
+  /// Blocks until it has; false once the queue is stopped and empty.
+  bool wait();
+
+  /// Looks at a result of the kernel (bytes, or a negative errno): false if the piece must be issued again,
+  /// for what is left of it. Otherwise the piece is over and was given back.
+  bool settle(Piece& piece, int64_t result);
+
+  /// From now on what is not issued completes with `cancelled`.
+  void stop();
+
+  int depth() const { return depth_; }
+  int64_t retries() const { return retries_.load(std::memory_order_relaxed); }
+
+ private:
+  static constexpr int kPriorities = 3;
+  struct Fifo {
+    Transfer* first = nullptr;
+    Transfer* last = nullptr;
+    Active* current = nullptr;  // taken off the list, not all of it issued
+  };
+
+  Active& start(Fifo& fifo);
+  Transfer* take(Piece& piece, bool& got_piece);
+  Transfer* retire(Active& active);
+  bool pending() const;
+  void finish(Piece& piece, std::optional<Error> error);
+  Error failure(const Piece& piece, ErrorKind kind, int os_error, std::string detail) const;
+  std::optional<Error> verify(const Piece& piece) const;
+  void checksum(const Piece& piece) const;
+
+  TransferOwner& owner_;
+  const int depth_;
+  const int64_t piece_bytes_;
+  const ResultHook hook_;
+  std::atomic<int64_t> retries_ = 0;
+
+  std::mutex mutex_;
+  std::condition_variable work_;
+  std::array<Fifo, kPriorities> fifos_;
+  std::vector<Active> actives_;
+  std::vector<Active*> free_;
+  bool stopped_ = false;
+};
+
+}  // namespace overspill::io

@@ -1,0 +1,185 @@
+#include "io/slab_export.h"
+
+#include <fcntl.h>
+#include <fmt/format.h>
+#include <sys/resource.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstdlib>
+#include <map>
+#include <memory>
+#include <new>
+#include <optional>
+#include <utility>
+
+#include "io/checksum.h"
+
+namespace overspill::io {
+namespace {
+
+constexpr int64_t kCopyBytes = int64_t{1} << 20;
+
+bool same_inode(const std::filesystem::path& a, const std::filesystem::path& b) {
+  struct stat one {};
+  struct stat other {};
+  return ::stat(a.c_str(), &one) == 0 && ::stat(b.c_str(), &other) == 0 && one.st_ino == other.st_ino &&
+         one.st_dev == other.st_dev;
+}
+
+bool means_copy(int os_error) {
+  return os_error == EXDEV || os_error == EPERM || os_error == EMLINK || os_error == EOPNOTSUPP ||
+         os_error == ENOSYS;
+}
+
+class Exporter {
+ public:
+  Exporter(const std::filesystem::path& folder, const std::string& job) : folder_(folder), job_(job) {}
+  ~Exporter() {
+    for (const auto& path : made_) ::unlink(path.c_str());
+  }
+
+  std::vector<ExportedExtent> run(std::span<const ExportItem> items) {
+    std::vector<ExportedExtent> results(items.size());
+    int64_t copied_bytes = 0;
+    for (size_t i = 0; i < items.size(); ++i) {
+      const auto& [extent, slab, sums] = items[i];
+      results[i] = {.file = "",
+                    .offset = extent.offset,
+                    .bytes = extent.bytes,
+                    .block_checksums = {sums.begin(), sums.end()}};
+      if (const auto name = link(*slab)) {
+        results[i].file = *name;
+      } else {
+        copied_bytes += extent.bytes;
+      }
+    }
+    if (copied_bytes > 0) copy(items, results, copied_bytes);
+    sync_folder(folder_);
+    made_.clear();  // they are the folder's now
+    return results;
+  }
+
+ private:
+  // The link's name, made at the slab's first extent; nothing where it must be copied.
+  std::optional<std::string> link(const SlabFile& slab) {
+    const auto known = names_.find(&slab);
+    if (known != names_.end()) return known->second;
+    if (::fdatasync(slab.fd.get()) != 0) throw system_error(Operation::sync, slab.path);
+    return names_.emplace(&slab, make_link(slab)).first->second;
+  }
+
+  std::optional<std::string> make_link(const SlabFile& slab) {
+    const std::string number = slab.path.stem().string().substr(std::string("slab-").size());
+    for (int attempt = 0;; ++attempt) {
+      const std::string name =
+          fmt::format("slab-{}-{}{}.bin", job_, number, attempt == 0 ? "" : fmt::format("-{}", attempt));
+      const auto path = folder_ / name;
+      if (::link(slab.path.c_str(), path.c_str()) == 0) {
+        made_.push_back(path);
+        return name;
+      }
+      if (means_copy(errno)) return std::nullopt;
+      if (errno != EEXIST)
+        throw system_error(Operation::link, path, fmt::format("hard link to {}", slab.path.string()));
+      if (same_inode(slab.path, path)) return name;  // an earlier export into this folder
+    }
+  }
+
+  void copy(std::span<const ExportItem> items, std::vector<ExportedExtent>& results, int64_t bytes) {
+    ExtentFile file(folder_, job_, bytes);
+    made_.push_back(file.path());
+    buffer_.reset(static_cast<std::byte*>(std::aligned_alloc(kBlockBytes, kCopyBytes)));
+    if (buffer_ == nullptr) throw std::bad_alloc();
+    for (size_t i = 0; i < items.size(); ++i) {
+      if (!results[i].file.empty()) continue;
+      results[i].file = file.path().filename().string();
+      results[i].offset = file.bytes();
+      for (int64_t done = 0; done < items[i].extent.bytes; done += kCopyBytes)
+        append_part(file, items[i], done);
+    }
+    file.finish();
+  }
+
+  void append_part(ExtentFile& file, const ExportItem& item, int64_t done) {
+    const int64_t bytes = std::min(kCopyBytes, item.extent.bytes - done);
+    const std::span<std::byte> part(buffer_.get(), static_cast<size_t>(bytes));
+    read(*item.slab, item.extent.offset + done, part);
+    for (int64_t i = 0; i < checksum_blocks(bytes); ++i) {
+      const uint64_t found = checksum_block(checksummed_block(part, i));
+      const uint64_t expected = item.sums[static_cast<size_t>(done / kChecksumBlockBytes + i)];
+      if (found == expected) continue;
+      throw StoreError(
+          {.kind = ErrorKind::corrupt,
+           .operation = Operation::read,
+           .path = item.slab->path.string(),
+           .offset_bytes = item.extent.offset + done + i * kChecksumBlockBytes,
+           .length_bytes = kChecksumBlockBytes,
+           .detail = fmt::format("checksum {:016x} where {:016x} was written", found, expected)});
+    }
+    file.append(part);
+  }
+
+  static void read(const SlabFile& slab, int64_t offset, std::span<std::byte> part) {
+    while (!part.empty()) {
+      const ssize_t result = ::pread(slab.fd.get(), part.data(), part.size(), offset);
+      if (result < 0 && errno == EINTR) continue;
+      if (result < 0) throw system_error(Operation::read, slab.path);
+      if (result == 0) {
+        throw StoreError({.kind = ErrorKind::truncated,
+                          .operation = Operation::read,
+                          .path = slab.path.string(),
+                          .offset_bytes = offset,
+                          .length_bytes = static_cast<int64_t>(part.size())});
+      }
+      part = part.subspan(static_cast<size_t>(result));
+      offset += result;
+    }
+  }
+
+  const std::filesystem::path folder_;
+  const std::string job_;
+  std::vector<std::filesystem::path> made_;  // removed unless the export succeeds
+  std::map<const SlabFile*, std::optional<std::string>> names_;
+  std::unique_ptr<std::byte, decltype(&std::free)> buffer_{nullptr, &std::free};
+};
+
+}  // namespace
+
+ExtentFile::ExtentFile(const std::filesystem::path& folder, const std::string& job, int64_t bytes_total) {
+  for (int n = 0; !fd_; ++n) {
+    path_ = folder / fmt::format("extents-{}-{}.bin", job, n);
+    fd_ = UniqueFd(::open(path_.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC | O_NOFOLLOW, 0600));
+    if (!fd_ && errno != EEXIST) throw system_error(Operation::open, path_);
+  }
+  rlimit limit{};
+  if (::getrlimit(RLIMIT_FSIZE, &limit) == 0 && limit.rlim_cur != RLIM_INFINITY &&
+      static_cast<uint64_t>(bytes_total) > limit.rlim_cur) {
+    ::unlink(path_.c_str());
+    errno = EFBIG;
+    throw system_error(Operation::write, path_, fmt::format("{} bytes wanted", bytes_total));
+  }
+}
+
+void ExtentFile::append(std::span<const std::byte> bytes) {
+  while (!bytes.empty()) {
+    const ssize_t result = ::pwrite(fd_.get(), bytes.data(), bytes.size(), bytes_);
+    if (result < 0 && errno == EINTR) continue;
+    if (result < 0) throw system_error(Operation::write, path_, fmt::format("at offset {}", bytes_));
+    bytes = bytes.subspan(static_cast<size_t>(result));
+    bytes_ += result;
+  }
+}
+
+void ExtentFile::finish() {
+  if (::fdatasync(fd_.get()) != 0) throw system_error(Operation::sync, path_);
+}
+
+std::vector<ExportedExtent> export_items(std::span<const ExportItem> items,
+                                         const std::filesystem::path& folder, const std::string& job) {
+  return Exporter(folder, job).run(items);
+}
+
+}  // namespace overspill::io

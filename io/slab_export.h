@@ -1,0 +1,44 @@
+// Puts extents into a checkpoint folder, durably: slab files by hard link, or copies of the extents where
+// linking cannot be (another file system, or one without hard links).
+#pragma once
+
+#include <cstdint>
+#include <filesystem>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "io/job_folder.h"
+#include "io/store.h"
+
+namespace overspill::io {
+
+/// An extent that is written and held, and the slab it lies in.
+struct ExportItem {
+  Extent extent;
+  const SlabFile* slab = nullptr;
+  std::span<const uint64_t> sums;
+};
+
+/// Blocks until the bytes and the folder's entries are on the disk. Throws StoreError and removes what it
+/// made. Copies are verified against the checksums. Results in the order asked.
+std::vector<ExportedExtent> export_items(std::span<const ExportItem> items,
+                                         const std::filesystem::path& folder, const std::string& job);
+
+/// A file being filled with extents one after the other. Not durable before finish().
+class ExtentFile {
+ public:
+  /// Creates `extents-<job>-<n>.bin` with the first free n.
+  ExtentFile(const std::filesystem::path& folder, const std::string& job, int64_t bytes_total);
+  void append(std::span<const std::byte> bytes);
+  void finish();
+  const std::filesystem::path& path() const { return path_; }
+  int64_t bytes() const { return bytes_; }
+
+ private:
+  std::filesystem::path path_;
+  UniqueFd fd_;
+  int64_t bytes_ = 0;
+};
+
+}  // namespace overspill::io

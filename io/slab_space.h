@@ -1,0 +1,95 @@
+// Who owns which bytes of which slab: free runs, extents, generations, pins, checksums. Knows no files; the
+// file store and the in-memory store share it.
+//
+// Threads: every method may be called from any thread. Nodes come from a pool, so that a steady state of
+// allocating and releasing asks nothing of malloc.
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <memory_resource>
+#include <mutex>
+#include <optional>
+#include <span>
+#include <unordered_map>
+#include <vector>
+
+#include "io/error.h"
+#include "io/store.h"
+
+namespace overspill::io {
+
+/// Whether the transfer's own fields are in order; its extent is begin()'s matter. Throws where nobody could
+/// be told.
+std::optional<Error> check_transfer(const Transfer& transfer);
+
+class SlabSpace {
+ public:
+  /// A new empty slab of `group` (the path it lies on); its number. Allocation goes round the groups.
+  uint32_t add_slab(int group, int64_t bytes);
+
+  /// What was promised to allocate() in total; only grows.
+  void raise_limit(int64_t bytes);
+  int64_t limit_bytes() const;
+  int64_t slab_bytes() const;
+  int64_t allocated_bytes() const;
+
+  /// First fit in the next group that has a run long enough; an empty extent when the limit or every run is
+  /// too small.
+  Extent allocate(int64_t bytes);
+  /// Whether `bytes` more are within the limit, so that only fragmentation keeps allocate() from succeeding.
+  bool within_limit(int64_t bytes) const;
+
+  void release(const Extent& extent);
+  void pin(const Extent& extent);
+  void unpin(const Extent& extent);
+
+  /// Takes up a transfer, or says why not. Until end() the extent's bytes are not reused, even if it is
+  /// released.
+  std::optional<Error> begin(Transfer::Kind kind, const Extent& extent);
+  void end(Transfer::Kind kind, const Extent& extent, bool succeeded);
+
+  /// The extent's checksums; valid while the extent is held by begin() or a pin.
+  std::span<uint64_t> sums(const Extent& extent);
+  /// Whether a write of the extent has completed.
+  bool written(const Extent& extent) const;
+
+ private:
+  enum class Content : uint8_t { undefined, writing, written };
+
+  struct Record {
+    uint32_t generation;
+    int64_t bytes;
+    std::pmr::vector<uint64_t> sums;
+    int32_t pins = 0;
+    int32_t transfers = 0;
+    bool released = false;
+    Content content = Content::undefined;
+  };
+
+  struct Slab {
+    int group;
+    int64_t bytes;
+    int64_t free_bytes;
+    std::pmr::map<int64_t, int64_t> free_runs;  // offset -> bytes, never adjacent
+    std::pmr::unordered_map<int64_t, Record> records;
+  };
+
+  Extent allocate_in(Slab& slab, uint32_t number, int64_t bytes);
+  Record* find(const Extent& extent);
+  const Record* find(const Extent& extent) const { return const_cast<SlabSpace*>(this)->find(extent); }
+  Record& require(const Extent& extent, const char* what);
+  void free_if_unused(const Extent& extent, const Record& record);
+
+  mutable std::mutex mutex_;
+  std::pmr::unsynchronized_pool_resource pool_;
+  std::vector<Slab> slabs_;
+  int groups_ = 0;
+  int next_group_ = 0;
+  uint32_t last_generation_ = 0;
+  int64_t limit_bytes_ = 0;
+  int64_t slab_bytes_ = 0;
+  int64_t allocated_bytes_ = 0;
+};
+
+}  // namespace overspill::io

@@ -1,0 +1,318 @@
+#include <fmt/format.h>
+#include <liburing.h>
+#include <sys/eventfd.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cerrno>
+#include <condition_variable>
+#include <cstdio>
+#include <cstdlib>
+#include <future>
+#include <mutex>
+#include <system_error>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "io/backend.h"
+#include "io/unique_fd.h"
+
+namespace overspill::io {
+namespace {
+
+constexpr uint64_t kWakeTag = ~uint64_t{0};
+constexpr unsigned kFileSlots = 256;  // slabs beyond that go by descriptor
+constexpr unsigned kBufferSlots = 128;
+constexpr size_t kBufferBytesMax = size_t{1} << 30;  // the kernel's limit for one buffer
+
+// A ring that only its own thread touches. What the kernel refuses is left out: flags, then files, then
+// buffers.
+class UringBackend final : public Backend {
+ public:
+  explicit UringBackend(PieceQueue& queue)
+      : queue_(queue), wake_fd_(::eventfd(0, EFD_CLOEXEC)), slots_(static_cast<size_t>(queue.depth())) {
+    for (size_t i = slots_.size(); i-- > 0;) free_slots_.push_back(static_cast<uint32_t>(i));
+  }
+
+  /// 0, or the errno for which the kernel refused. SINGLE_ISSUER wants the ring created by the thread that
+  /// uses it.
+  int start() {
+    std::promise<int> started;
+    auto result = started.get_future();
+    thread_ = std::thread([this, &started] { run(started); });
+    return result.get();
+  }
+
+  ~UringBackend() override {
+    stopping_ = true;
+    signal();
+    thread_.join();
+  }
+
+  void wake() override {
+    if (asleep_.exchange(false)) signal();
+  }
+
+  void register_memory(std::span<std::byte> memory) override { ask({memory, true}); }
+  void unregister_memory(std::span<std::byte> memory) override { ask({memory, false}); }
+
+  std::string description(const std::string& access) const override {
+    const std::lock_guard lock(mutex_);
+    return "io_uring, " + access + (buffer_note_.empty() ? "" : ", " + buffer_note_);
+  }
+
+ private:
+  struct Request {
+    std::span<std::byte> memory;
+    bool add;
+    bool done = false;
+  };
+  struct Buffer {
+    std::span<std::byte> memory;  // empty: slot is free
+    const std::byte* region = nullptr;
+  };
+
+  void run(std::promise<int>& started);
+  int open_ring();
+  void loop();
+  void issue(uint32_t slot);
+  void read_wake_fd();
+  void reap();
+  void serve_requests();
+  int file_slot(const Target& target);
+  int buffer_slot(const std::byte* memory, int64_t bytes) const;
+  int add_buffers(std::span<std::byte> region);
+  void remove_buffers(const std::byte* region);
+  void ask(Request request);
+  io_uring_sqe* sqe();
+
+  void signal() {
+    const uint64_t one = 1;
+    if (::write(wake_fd_.get(), &one, sizeof(one)) != sizeof(one)) fatal("waking the ring", errno);
+  }
+
+  // The ring itself is broken: nothing in flight could ever be accounted for.
+  [[noreturn]] static void fatal(const char* what, int os_error) {
+    fmt::print(stderr, "overspill: io_uring: {}: {}\n", what, std::generic_category().message(os_error));
+    std::abort();
+  }
+
+  PieceQueue& queue_;
+  const UniqueFd wake_fd_;
+  std::atomic<bool> asleep_ = false;
+  std::atomic<bool> stopping_ = false;
+
+  // The ring's thread only.
+  io_uring ring_{};
+  uint64_t wake_count_ = 0;
+  std::vector<Piece> slots_;
+  std::vector<uint32_t> free_slots_;
+  std::vector<int> file_slots_;  // by slab: registered descriptor or -1
+  unsigned files_registered_ = 0;
+  bool has_file_table_ = false;
+  bool has_buffer_table_ = false;
+  std::vector<Buffer> buffers_;
+
+  mutable std::mutex mutex_;
+  std::condition_variable served_;
+  Request* request_ = nullptr;
+  std::string buffer_note_;
+
+  std::thread thread_;
+};
+
+void UringBackend::run(std::promise<int>& started) {
+  const int refused = open_ring();
+  started.set_value(refused);
+  if (refused != 0) return;
+  loop();
+  io_uring_queue_exit(&ring_);
+}
+
+int UringBackend::open_ring() {
+  if (wake_fd_.get() < 0) return EMFILE;
+  int result = -EINVAL;
+  for (const unsigned flags :
+       {IORING_SETUP_SINGLE_ISSUER | IORING_SETUP_DEFER_TASKRUN, IORING_SETUP_SINGLE_ISSUER, 0U}) {
+    result = io_uring_queue_init(static_cast<unsigned>(slots_.size()) + 2, &ring_, flags);
+    if (result != -EINVAL) break;
+  }
+  if (result < 0) return -result;
+  has_file_table_ = io_uring_register_files_sparse(&ring_, kFileSlots) == 0;
+  return 0;
+}
+
+void UringBackend::loop() {
+  read_wake_fd();
+  while (true) {
+    serve_requests();
+    while (!free_slots_.empty() && queue_.next(slots_[free_slots_.back()])) {
+      const uint32_t slot = free_slots_.back();
+      free_slots_.pop_back();
+      issue(slot);
+    }
+    const bool idle = free_slots_.size() == slots_.size();
+    if (idle && stopping_ && !queue_.has_work()) return;
+    // With all slots taken a completion comes first anyway. Otherwise whoever pushes after this store sees
+    // it. Requests and the end need no such care: they always write to the eventfd, which a read in the ring
+    // waits for.
+    asleep_ = !free_slots_.empty();
+    const bool stay_awake = !free_slots_.empty() && queue_.has_work();
+    const int result = io_uring_submit_and_wait(&ring_, stay_awake ? 0 : 1);
+    asleep_ = false;
+    if (result < 0 && result != -EINTR && result != -EAGAIN && result != -EBUSY) fatal("submit", -result);
+    reap();
+  }
+}
+
+io_uring_sqe* UringBackend::sqe() {
+  // Room for every slot and the wake read, each of which has at most one entry.
+  io_uring_sqe* entry = io_uring_get_sqe(&ring_);
+  if (entry == nullptr) fatal("the submission queue is full", ENOBUFS);
+  return entry;
+}
+
+void UringBackend::read_wake_fd() {
+  io_uring_sqe* entry = sqe();
+  io_uring_prep_read(entry, wake_fd_.get(), &wake_count_, sizeof(wake_count_), 0);
+  io_uring_sqe_set_data64(entry, kWakeTag);
+}
+
+void UringBackend::issue(uint32_t slot) {
+  const Piece& piece = slots_[slot];
+  const auto bytes = static_cast<unsigned>(piece.left());
+  const auto offset = static_cast<uint64_t>(piece.file_offset());
+  const int file = file_slot(piece.active->target);
+  const int fd = file >= 0 ? file : piece.fd();
+  const int buffer = buffer_slot(piece.memory(), piece.left());
+  io_uring_sqe* entry = sqe();
+  if (piece.writes()) {
+    buffer >= 0 ? io_uring_prep_write_fixed(entry, fd, piece.memory(), bytes, offset, buffer)
+                : io_uring_prep_write(entry, fd, piece.memory(), bytes, offset);
+  } else {
+    buffer >= 0 ? io_uring_prep_read_fixed(entry, fd, piece.memory(), bytes, offset, buffer)
+                : io_uring_prep_read(entry, fd, piece.memory(), bytes, offset);
+  }
+  if (file >= 0) io_uring_sqe_set_flags(entry, IOSQE_FIXED_FILE);
+  io_uring_sqe_set_data64(entry, slot);
+}
+
+void UringBackend::reap() {
+  io_uring_cqe* entry = nullptr;
+  while (io_uring_peek_cqe(&ring_, &entry) == 0) {
+    const uint64_t tag = io_uring_cqe_get_data64(entry);
+    const int64_t result = entry->res;
+    io_uring_cqe_seen(&ring_, entry);  // copied first: completions may take long
+    if (tag == kWakeTag) {
+      if (result < 0 && result != -EINTR && result != -EAGAIN)
+        fatal("reading the wake event", static_cast<int>(-result));
+      read_wake_fd();
+      continue;
+    }
+    const auto slot = static_cast<uint32_t>(tag);
+    if (queue_.settle(slots_[slot], result)) {
+      free_slots_.push_back(slot);
+    } else {
+      issue(slot);
+    }
+  }
+}
+
+// The table's slot of a slab, registered at its first use here, since only this thread may touch the ring.
+int UringBackend::file_slot(const Target& target) {
+  if (!has_file_table_) return -1;
+  if (target.slab >= file_slots_.size()) file_slots_.resize(target.slab + 1, -1);
+  int& slot = file_slots_[target.slab];
+  if (slot < 0 && files_registered_ < kFileSlots &&
+      io_uring_register_files_update(&ring_, files_registered_, &target.fd, 1) == 1) {
+    slot = static_cast<int>(files_registered_++);
+  }
+  return slot;
+}
+
+int UringBackend::buffer_slot(const std::byte* memory, int64_t bytes) const {
+  for (size_t i = 0; i < buffers_.size(); ++i) {
+    const auto& range = buffers_[i].memory;
+    if (!range.empty() && memory >= range.data() && memory + bytes <= range.data() + range.size()) {
+      return static_cast<int>(i);
+    }
+  }
+  return -1;
+}
+
+void UringBackend::ask(Request request) {
+  std::unique_lock lock(mutex_);
+  served_.wait(lock, [&] { return request_ == nullptr; });  // one at a time
+  request_ = &request;
+  lock.unlock();
+  signal();
+  lock.lock();
+  served_.wait(lock, [&] { return request.done; });
+}
+
+void UringBackend::serve_requests() {
+  {
+    const std::lock_guard lock(mutex_);
+    if (request_ == nullptr) return;
+    if (request_->add) {
+      const int result = add_buffers(request_->memory);
+      if (result < 0) remove_buffers(request_->memory.data());
+      buffer_note_ = result == 0 ? "registered buffers"
+                                 : fmt::format("unregistered buffers (registration refused: {})",
+                                               std::generic_category().message(-result));
+    } else {
+      remove_buffers(request_->memory.data());
+    }
+    request_->done = true;
+    request_ = nullptr;
+  }
+  served_.notify_all();
+}
+
+int UringBackend::add_buffers(std::span<std::byte> region) {
+  if (!has_buffer_table_) {
+    if (const int result = io_uring_register_buffers_sparse(&ring_, kBufferSlots); result < 0) return result;
+    has_buffer_table_ = true;
+    buffers_.resize(kBufferSlots);
+  }
+  const std::byte* start = region.data();
+  while (!region.empty()) {
+    const auto part = region.first(std::min(region.size(), kBufferBytesMax));
+    const auto free =
+        std::find_if(buffers_.begin(), buffers_.end(), [](const Buffer& one) { return one.memory.empty(); });
+    if (free == buffers_.end()) return -ENOBUFS;
+    const iovec vector{part.data(), part.size()};
+    const __u64 tag = 0;
+    const auto slot = static_cast<unsigned>(free - buffers_.begin());
+    if (const int result = io_uring_register_buffers_update_tag(&ring_, slot, &vector, &tag, 1); result < 0)
+      return result;
+    *free = {part, start};
+    region = region.subspan(part.size());
+  }
+  return 0;
+}
+
+void UringBackend::remove_buffers(const std::byte* region) {
+  for (size_t i = 0; i < buffers_.size(); ++i) {
+    if (buffers_[i].memory.empty() || buffers_[i].region != region) continue;
+    const iovec none{nullptr, 0};
+    const __u64 tag = 0;
+    const int result = io_uring_register_buffers_update_tag(&ring_, static_cast<unsigned>(i), &none, &tag, 1);
+    if (result < 0) fatal("dropping a registered buffer", -result);
+    buffers_[i] = {};
+  }
+}
+
+}  // namespace
+
+std::unique_ptr<Backend> make_uring_backend(PieceQueue& queue, std::string& refusal) {
+  auto backend = std::make_unique<UringBackend>(queue);
+  const int os_error = backend->start();
+  if (os_error == 0) return backend;
+  refusal = fmt::format("io_uring refused ({})", std::generic_category().message(os_error));
+  return nullptr;
+}
+
+}  // namespace overspill::io

@@ -1,0 +1,41 @@
+// An accelerator made of threads, for tests: every missing wait shows, on any machine (DESIGN 8).
+//
+// Memory has its own addresses, is filled with 0xFF (NaN in every float format) when allocated, when poisoned
+// and when freed. Each stream is a thread that does its copies after seeded random delays. A copy reads its
+// source when it runs, not when it is submitted, so a staging buffer reused too early shows as well. A copy
+// that touches memory outside a live allocation is not done: it fails its stream, and the stream's later
+// events throw DeviceError from wait(). Freed blocks stay in quarantine: a write into one is found when it
+// leaves.
+#pragma once
+
+#include <chrono>
+#include <cstdint>
+#include <limits>
+#include <memory>
+
+#include "kernels/device.h"
+
+namespace overspill::kernels {
+
+struct SimulatedDeviceOptions {
+  uint64_t seed = 1;
+  std::chrono::microseconds delay_min{0};  // of each copy
+  std::chrono::microseconds delay_max{200};
+  int64_t memory_bytes = std::numeric_limits<int64_t>::max();  // beyond it allocate() throws std::bad_alloc
+  int64_t quarantine_bytes = int64_t{64} << 20;                // freed memory kept to find writes after free
+  bool poison = true;                                          // whether Device::poison fills
+};
+
+/// All methods are thread-safe. The destructor aborts the process when writes after free were found and
+/// nobody was told.
+class SimulatedDevice : public Device {
+ public:
+  /// Looks through everything freed and kept. Throws DeviceError on the first write after free or past the
+  /// end of a block, or a block freed while a copy used it; throws once for each.
+  virtual void verify_freed_memory() = 0;
+  virtual int64_t used_bytes() const = 0;  // allocated and not freed
+};
+
+std::unique_ptr<SimulatedDevice> make_simulated_device(const SimulatedDeviceOptions& options = {});
+
+}  // namespace overspill::kernels

@@ -1,0 +1,226 @@
+#include <gtest/gtest.h>
+
+#include <atomic>
+#include <chrono>
+#include <cmath>
+#include <cstring>
+#include <functional>
+#include <random>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "engine/collectives/in_process.h"
+#include "engine/collectives/self_communicator.h"
+
+namespace overspill::engine {
+namespace {
+
+using std::chrono::milliseconds;
+constexpr milliseconds kLong{20'000};
+
+/// Runs body(communicator) on one thread a rank; returns what each rank threw ("" for nothing).
+std::vector<std::string> run_world(int ranks, milliseconds timeout,
+                                   const std::function<void(Communicator&)>& body) {
+  auto world = make_in_process_world(ranks, timeout);
+  std::vector<std::string> errors(ranks);
+  std::vector<std::thread> threads;
+  for (int rank = 0; rank < ranks; ++rank) {
+    threads.emplace_back([&, rank] {
+      try {
+        body(*world[rank]);
+      } catch (const CommunicatorError& error) {
+        errors[rank] = error.what();
+      }
+    });
+  }
+  for (auto& thread : threads) thread.join();
+  return errors;
+}
+
+void expect_all_say(const std::vector<std::string>& errors, std::initializer_list<const char*> parts) {
+  for (const std::string& error : errors) {
+    for (const char* part : parts)
+      EXPECT_NE(error.find(part), std::string::npos) << "'" << part << "' in: " << error;
+  }
+}
+
+std::byte pattern(int from, int to, size_t i) {
+  return static_cast<std::byte>(31 * from + 7 * to + 3 * i + 1);
+}
+
+class Worlds : public ::testing::TestWithParam<int> {};
+INSTANTIATE_TEST_SUITE_P(Collectives, Worlds, ::testing::Values(1, 2, 3, 4));
+
+TEST_P(Worlds, MoveEverySlice) {
+  const auto errors = run_world(GetParam(), kLong, [](Communicator& ranks) {
+    const int world = ranks.world(), rank = ranks.rank();
+    std::mt19937 random(42);  // the same sizes on every rank
+    for (int round = 0; round < 50; ++round) {
+      const size_t slice = random() % 3 == 0 ? random() % 4 : random() % 20'000;
+      std::vector<std::byte> gathered(slice * world), send(slice * world), received(slice * world);
+      for (size_t i = 0; i < slice; ++i) gathered[rank * slice + i] = pattern(rank, rank, i);
+      for (int to = 0; to < world; ++to) {
+        for (size_t i = 0; i < slice; ++i) send[to * slice + i] = pattern(rank, to, i);
+      }
+      ranks.all_gather(gathered);
+      ranks.all_to_all(send, received);
+      for (int from = 0; from < world; ++from) {
+        for (size_t i = 0; i < slice; ++i) {
+          ASSERT_EQ(gathered[from * slice + i], pattern(from, from, i)) << "round " << round;
+          ASSERT_EQ(received[from * slice + i], pattern(from, rank, i)) << "round " << round;
+        }
+      }
+      // Whoever returns may reuse its memory at once: nobody still reads it.
+      std::ranges::fill(gathered, std::byte{0xEE});
+      std::ranges::fill(send, std::byte{0xEE});
+    }
+  });
+  for (const auto& error : errors) EXPECT_EQ(error, "");
+}
+
+TEST_P(Worlds, SumInRankOrderToTheBit) {
+  const int world = GetParam();
+  const int count = 1000;
+  std::mt19937_64 random(7);
+  std::vector<std::vector<double>> addends(world, std::vector<double>(count));
+  for (auto& of_rank : addends) {
+    // Magnitudes far apart, so that any other order gives other bits.
+    for (double& x : of_rank)
+      x = std::ldexp(static_cast<double>(random() % 1000) - 500, static_cast<int>(random() % 80));
+    of_rank[0] = -0.0;
+  }
+  std::vector<double> expected = addends[0];
+  for (int rank = 1; rank < world; ++rank) {
+    for (int i = 0; i < count; ++i) expected[i] += addends[rank][i];
+  }
+  const auto errors = run_world(world, kLong, [&](Communicator& ranks) {
+    for (int round = 0; round < 20; ++round) {
+      std::vector<double> values = addends[ranks.rank()];
+      ranks.all_reduce_sum(values);
+      ASSERT_EQ(std::memcmp(values.data(), expected.data(), count * sizeof(double)), 0);
+    }
+  });
+  for (const auto& error : errors) EXPECT_EQ(error, "");
+}
+
+TEST_P(Worlds, BarrierHoldsEverybody) {
+  std::atomic<int> arrived = 0;
+  const auto errors = run_world(GetParam(), kLong, [&](Communicator& ranks) {
+    for (int round = 1; round <= 50; ++round) {
+      ++arrived;
+      ranks.barrier();
+      EXPECT_GE(arrived, round * ranks.world());
+      ranks.barrier();
+    }
+  });
+  for (const auto& error : errors) EXPECT_EQ(error, "");
+}
+
+TEST_P(Worlds, RefuseSizesThatDiffer) {
+  const int world = GetParam();
+  const auto differ = run_world(world, kLong, [&](Communicator& ranks) {
+    std::vector<std::byte> data(world * (ranks.rank() == world - 1 ? 8 : 16));
+    std::vector<std::byte> to(world * (world == 1 ? 9 : 16));
+    ranks.all_to_all(data, to);
+  });
+  expect_all_say(differ, {"all_to_all", "rank"});
+  if (world == 1) return;
+  const auto uneven = run_world(world, kLong, [&](Communicator& ranks) {
+    std::vector<std::byte> data(world + 1);
+    ranks.all_gather(data);
+  });
+  expect_all_say(uneven, {"all_gather", "not a multiple"});
+}
+
+TEST(InProcess, NamesTheRankThatMakesAnotherCall) {
+  const auto errors = run_world(3, kLong, [](Communicator& ranks) {
+    std::vector<double> values(3);
+    if (ranks.rank() == 1) {
+      ranks.all_reduce_sum(values);
+    } else {
+      ranks.all_gather(std::as_writable_bytes(std::span(values)));
+    }
+  });
+  expect_all_say(errors, {"rank 1", "all_reduce_sum", "all_gather"});
+}
+
+TEST(InProcess, NamesTheRanksThatAreLate) {
+  const auto errors = run_world(4, milliseconds(50), [](Communicator& ranks) {
+    if (ranks.rank() == 1 || ranks.rank() == 3) std::this_thread::sleep_for(milliseconds(300));
+    ranks.barrier();
+  });
+  expect_all_say(errors, {"barrier", "rank 1, 3 did not join within 50 ms"});
+}
+
+TEST(InProcess, AbortEndsCallsInProgressAndLaterOnes) {
+  const auto errors = run_world(3, kLong, [](Communicator& ranks) {
+    if (ranks.rank() == 2) ranks.abort("the disk is full");
+    std::vector<double> values(3);
+    EXPECT_THROW(ranks.all_reduce_sum(values), CommunicatorError);
+    ranks.barrier();
+  });
+  expect_all_say(errors, {"barrier", "rank 2 aborted", "the disk is full"});
+}
+
+TEST(InProcess, ARankThatIsGoneEndsTheWorld) {
+  for (const bool others_wait_already : {true, false}) {
+    auto world = make_in_process_world(3, kLong);
+    std::vector<std::thread> threads;
+    if (!others_wait_already) world[0].reset();
+    for (int rank : {1, 2}) {
+      threads.emplace_back([&, rank] {
+        try {
+          world[rank]->barrier();
+          ADD_FAILURE() << "a barrier without rank 0";
+        } catch (const CommunicatorError& error) {
+          EXPECT_NE(std::string(error.what()).find("barrier: rank 0 has left"), std::string::npos)
+              << error.what();
+        }
+      });
+    }
+    if (others_wait_already) {
+      std::this_thread::sleep_for(milliseconds(20));
+      world[0].reset();
+    }
+    for (auto& thread : threads) thread.join();
+  }
+}
+
+TEST(InProcess, EndsInTheOrderRanksLike) {
+  // The last call is over for a rank when it returns, so leaving then is no failure for slower ranks.
+  for (int round = 0; round < 50; ++round) {
+    auto world = make_in_process_world(3, kLong);
+    std::vector<std::thread> threads;
+    for (auto& communicator : world) {
+      threads.emplace_back([mine = std::move(communicator)] {
+        mine->barrier();
+        mine->barrier();
+      });
+    }
+    for (auto& thread : threads) thread.join();
+  }
+}
+
+TEST(Self, DoesItsPart) {
+  auto self = make_self_communicator();
+  EXPECT_EQ(self->rank(), 0);
+  EXPECT_EQ(self->world(), 1);
+  std::vector<double> values = {1.5, -0.0};
+  self->all_reduce_sum(values);
+  EXPECT_EQ(values[0], 1.5);
+  const std::vector<std::byte> send = {std::byte{1}, std::byte{2}};
+  std::vector<std::byte> receive(2);
+  self->all_to_all(send, receive);
+  EXPECT_EQ(send, receive);
+  receive.resize(3);
+  EXPECT_THROW(self->all_to_all(send, receive), CommunicatorError);
+  self->all_gather(receive);
+  self->barrier();
+  self->abort("enough");
+  EXPECT_THROW(self->barrier(), CommunicatorError);
+  EXPECT_THROW(self->all_gather(receive), CommunicatorError);
+}
+
+}  // namespace
+}  // namespace overspill::engine

@@ -1,0 +1,236 @@
+// Placement never changes a bit (DESIGN 1): losses, weights and moments after 20 steps with clipping active, over placements, prefetch
+// depths, engine threads, devices, stores; equal to the scalar reference.
+#include <fmt/format.h>
+#include <gtest/gtest.h>
+#include <unistd.h>
+
+#include <cstring>
+#include <filesystem>
+#include <fstream>
+#include <thread>
+
+#include "engine/collectives/in_process.h"
+#include "engine/collectives/self_communicator.h"
+#include "engine/resources.h"
+#include "io/memory_store.h"
+#include "kernels/host_device.h"
+#include "kernels/simulated_device.h"
+#include "tests/engine/toy_model.h"
+
+namespace overspill::testing {
+namespace {
+
+using engine::Config;
+using engine::Engine;
+using engine::Placement;
+using engine::Resources;
+
+constexpr int kSteps = 20;
+
+struct Case {
+  Placement placement = Placement::host;
+  int64_t prefetch = 4;
+  int threads = 2;
+  std::string device = "host";
+  std::string store = "memory";
+  int micro_batches = 1;
+};
+
+std::string name_of(const Case& c) {
+  static constexpr const char* kPlacements[] = {"automatic", "host", "half", "nvme"};
+  return fmt::format("{}_depth{}_threads{}_{}_{}_micro{}", kPlacements[static_cast<int>(c.placement)], c.prefetch, c.threads, c.device,
+                     c.store, c.micro_batches);
+}
+
+std::filesystem::path scratch() {
+  const auto folder = std::filesystem::temp_directory_path() / fmt::format("overspill-engine-test-{}", ::getpid());
+  std::filesystem::create_directories(folder);
+  return folder;
+}
+
+Config config_of(const Case& c) {
+  Config config;
+  config.host_budget_bytes = 64 << 20;
+  config.nvme = {scratch()};
+  config.threads = c.threads;
+  config.prefetch_units = c.prefetch;
+  config.gradient_accumulation = c.micro_batches;
+  config.max_grad_norm = 1.0;
+  config.chunk_elements = 4096;
+  config.placement = c.placement;
+  config.poison = true;
+  return config;
+}
+
+Resources resources_of(const Case& c, const Config& config) {
+  engine::ResourceOptions options;
+  options.device = c.device;
+  options.io_backend = c.store == "faulty" ? "memory" : c.store;
+  options.seed = 7;
+  Resources resources = make_resources(toy_units(), config, options);
+  if (c.store == "faulty" && resources.store != nullptr) {
+    io::Faults faults;  // delays, reordering, short and interrupted transfers: all of them must be invisible
+    faults.seed = 11;
+    faults.delay_max = std::chrono::microseconds(200);
+    faults.reorder = true;
+    faults.short_transfer = 0.1;
+    faults.interrupted = 0.1;
+    resources.store = io::make_memory_store(64 << 20, faults, 4096);
+  }
+  return resources;
+}
+
+struct Outcome {
+  std::vector<double> losses;
+  std::vector<engine::StepResult> results;
+  std::vector<float> contents;
+};
+
+Outcome train(const Case& c) {
+  const Config config = config_of(c);
+  Engine engine(toy_units(), config, resources_of(c, config));
+  toy_load(engine);
+  Outcome out;
+  for (int step = 0; step < kSteps; ++step) {
+    const ToyStep taken = toy_step(engine, step, c.micro_batches, 0);
+    out.losses.push_back(taken.loss);
+    out.results.push_back(taken.result);
+  }
+  out.contents = toy_contents(engine);
+  return out;
+}
+
+void expect_same_bits(const std::vector<float>& a, const std::vector<float>& b, const std::string& what) {
+  ASSERT_EQ(a.size(), b.size()) << what;
+  for (size_t i = 0; i < a.size(); ++i) {
+    ASSERT_EQ(std::memcmp(&a[i], &b[i], 4), 0) << what << ": element " << i << " is " << a[i] << ", not " << b[i];
+  }
+}
+
+class Exactness : public ::testing::TestWithParam<Case> {};
+
+TEST_P(Exactness, EqualsTheScalarReference) {
+  const Outcome got = train(GetParam());
+  int clipped = 0;
+  for (const auto& result : got.results) {
+    clipped += result.clip < 1 ? 1 : 0;
+    EXPECT_FALSE(result.skipped);
+  }
+  EXPECT_EQ(clipped, kSteps) << "clipping must be active for this test to mean anything";
+  expect_same_bits(got.contents, toy_reference(kSteps, GetParam().micro_batches, got.results), name_of(GetParam()));
+
+  Case plain;  // host only, one thread, nothing ahead
+  plain.prefetch = 0;
+  plain.threads = 1;
+  plain.micro_batches = GetParam().micro_batches;
+  const Outcome expected = train(plain);
+  for (int step = 0; step < kSteps; ++step) {
+    EXPECT_EQ(got.losses[step], expected.losses[step]) << "step " << step;
+    EXPECT_EQ(got.results[step].norm, expected.results[step].norm) << "step " << step;
+  }
+}
+
+std::vector<Case> all_cases() {
+  std::vector<Case> cases;
+  for (Placement placement : {Placement::host, Placement::half, Placement::nvme}) {
+    for (int64_t prefetch : {0, 1, 100}) {
+      for (int threads : {1, 2}) {
+        for (const char* device : {"host", "simulated"}) cases.push_back({placement, prefetch, threads, device, "memory", 1});
+      }
+    }
+    cases.push_back({placement, 4, 2, "host", "memory", 3});
+    cases.push_back({placement, 4, 2, "simulated", "faulty", 2});
+    cases.push_back({placement, 4, 2, "host", "faulty", 1});
+  }
+  cases.push_back({Placement::half, 4, 2, "host", "auto", 1});
+  cases.push_back({Placement::nvme, 4, 2, "host", "auto", 1});
+  cases.push_back({Placement::nvme, 4, 2, "simulated", "threads", 1});
+  return cases;
+}
+
+INSTANTIATE_TEST_SUITE_P(Placements, Exactness, ::testing::ValuesIn(all_cases()),
+                         [](const auto& info) { return name_of(info.param); });
+
+// ---- two ranks
+
+std::vector<std::vector<float>> train_world(int world, Placement placement, const std::string& device) {
+  auto ranks = engine::make_in_process_world(world, std::chrono::seconds(60));
+  std::vector<std::vector<float>> seen(world);
+  std::vector<std::thread> threads;
+  for (int rank = 0; rank < world; ++rank) {
+    threads.emplace_back([&, rank] {
+      Case c;
+      c.placement = placement;
+      c.device = device;
+      c.threads = 1;
+      const Config config = config_of(c);
+      Resources resources = resources_of(c, config);
+      resources.communicator = std::move(ranks[rank]);
+      Engine engine(toy_units(), config, std::move(resources));
+      toy_load(engine);
+      for (int step = 0; step < 8; ++step) toy_step(engine, step, 1, rank);
+      for (int u = 0; u < static_cast<int>(engine.layout().units.size()); ++u) {
+        const engine::Lease lease = engine.acquire(u);
+        const auto* words = reinterpret_cast<const uint16_t*>(lease.data());
+        for (int64_t i = 0; i < lease.bytes() / 2; ++i) seen[rank].push_back(words[i]);
+      }
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  return seen;
+}
+
+TEST(TwoRanks, AgreeInEveryPlacementAndOnEveryDevice) {
+  const auto host = train_world(2, Placement::host, "host");
+  ASSERT_FALSE(host[0].empty());
+  EXPECT_EQ(host[0], host[1]);
+  for (Placement placement : {Placement::half, Placement::nvme}) {
+    for (const char* device : {"host", "simulated"}) {
+      const auto other = train_world(2, placement, device);
+      EXPECT_EQ(other[0], host[0]) << device;
+      EXPECT_EQ(other[1], host[0]) << device;
+    }
+  }
+}
+
+// ---- bytes
+
+int64_t kernel_count(const char* key) {
+  std::ifstream io("/proc/self/io");
+  std::string name;
+  int64_t value = 0;
+  while (io >> name >> value) {
+    if (name == key) return value;
+  }
+  return -1;
+}
+
+TEST(Bytes, MovedOnNvmeAreThoseOfTheDesignAndOfTheKernel) {
+  Case c{Placement::nvme, 4, 2, "host", "auto", 1};
+  Config config = config_of(c);
+  Engine engine(toy_units(), config, resources_of(c, config));
+  if (engine.stats().store.backend.find("O_DIRECT") == std::string::npos) {
+    GTEST_SKIP() << "no O_DIRECT here: the kernel counts the page cache's transfers, not ours";
+  }
+  toy_load(engine);
+  for (int step = 0; step < 3; ++step) toy_step(engine, step, 1, 1);
+  engine.synchronize();
+  const int64_t read = engine.stats().store.bytes_read;
+  const int64_t written = engine.stats().store.bytes_written;
+  const int64_t kernel_read = kernel_count("read_bytes:");
+  const int64_t kernel_written = kernel_count("write_bytes:");
+  toy_step(engine, 3, 1, 1);
+  engine.synchronize();
+  const int64_t stats_read = engine.stats().store.bytes_read - read;
+  const int64_t stats_written = engine.stats().store.bytes_written - written;
+  EXPECT_EQ(kernel_count("read_bytes:") - kernel_read, stats_read);
+  EXPECT_EQ(kernel_count("write_bytes:") - kernel_written, stats_written);
+  int64_t trainable = 0;
+  for (const engine::Unit& unit : engine.layout().units) {
+    if (unit.trainable()) trainable += unit.shard_elements * (unit.element_bytes + unit.state_bytes());
+  }
+  EXPECT_EQ(stats_written, trainable) << "12 bytes a parameter";
+}
+
+}  // namespace
+}  // namespace overspill::testing

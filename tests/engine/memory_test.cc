@@ -1,0 +1,170 @@
+#include <gtest/gtest.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <fstream>
+#include <limits>
+#include <new>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "engine/memory/budget.h"
+#include "engine/memory/host_memory.h"
+
+namespace overspill::engine {
+namespace {
+
+constexpr int64_t kMiB = int64_t{1} << 20;
+
+/// One number of /proc/self/smaps_rollup, in bytes.
+int64_t rollup_bytes(const std::string& field) {
+  std::ifstream rollup("/proc/self/smaps_rollup");
+  for (std::string line; std::getline(rollup, line);) {
+    if (line.starts_with(field)) return std::stoll(line.substr(field.size())) * 1024;
+  }
+  return -1;
+}
+
+TEST(Budget, ChargesAndRefunds) {
+  Budget budget("host", 100);
+  {
+    Reservation first = budget.reserve(60, "states");
+    Reservation second = budget.reserve(40, "staging");
+    EXPECT_EQ(budget.used_bytes(), 100);
+    Reservation moved(std::move(first));
+    EXPECT_EQ(moved.bytes(), 60);
+    EXPECT_EQ(first.bytes(), 0);
+    second = std::move(moved);  // what it held is refunded at once
+    EXPECT_EQ(budget.used_bytes(), 60);
+  }
+  EXPECT_EQ(budget.used_bytes(), 0);
+  EXPECT_EQ(budget.peak_bytes(), 100);
+}
+
+TEST(Budget, MessageHasTheValuesThatDecidedIt) {
+  Budget budget("host", 100);
+  const Reservation held = budget.reserve(70, "states");
+  try {
+    (void)budget.reserve(31, "the gradient ring");
+    FAIL() << "31 more bytes fit into 30";
+  } catch (const BudgetError& error) {
+    const std::string what = error.what();
+    for (const char* part :
+         {"host", "31 bytes", "the gradient ring", "70 of", "100 bytes", "raise budget.host", "1 bytes"}) {
+      EXPECT_NE(what.find(part), std::string::npos) << part << " in: " << what;
+    }
+  }
+  EXPECT_EQ(budget.used_bytes(), 70);
+  EXPECT_EQ(budget.peak_bytes(), 70);
+  EXPECT_THROW((void)budget.reserve(std::numeric_limits<int64_t>::max(), "overflow"), BudgetError);
+  EXPECT_THROW((void)budget.reserve(-1, "negative"), BudgetError);
+  EXPECT_THROW(Budget("host", -1), BudgetError);
+  EXPECT_EQ(budget.used_bytes(), 70);
+}
+
+TEST(Budget, NeverPassedByThreads) {
+  Budget budget("host", 10);
+  std::vector<std::thread> threads;
+  for (int t = 0; t < 4; ++t) {
+    threads.emplace_back([&] {
+      for (int i = 0; i < 2000; ++i) {
+        try {
+          const Reservation held = budget.reserve(4, "a thread");
+          EXPECT_LE(budget.used_bytes(), 10);
+        } catch (const BudgetError&) {
+        }
+      }
+    });
+  }
+  for (auto& thread : threads) thread.join();
+  EXPECT_EQ(budget.used_bytes(), 0);
+  EXPECT_LE(budget.peak_bytes(), 8);
+}
+
+TEST(HostMemory, IsZeroAlignedChargedAndMovable) {
+  Budget budget("host", 16 * kMiB);
+  HostMemory memory(budget, 3 * kMiB + 1, "a test");
+  EXPECT_EQ(memory.bytes(), 3 * kMiB + 1);
+  EXPECT_EQ(budget.used_bytes(), 3 * kMiB + 4096);  // what the kernel takes, not what was asked for
+  EXPECT_EQ(reinterpret_cast<uintptr_t>(memory.data()) % 4096, 0u);
+  for (std::byte b : memory.span()) ASSERT_EQ(b, std::byte{0});
+  memory.data()[3 * kMiB] = std::byte{7};
+
+  HostMemory moved(std::move(memory));
+  EXPECT_EQ(memory.data(), nullptr);
+  EXPECT_EQ(moved.data()[3 * kMiB], std::byte{7});
+  HostMemory other(budget, 4096, "another");
+  other = std::move(moved);
+  EXPECT_EQ(other.data()[3 * kMiB], std::byte{7});
+  EXPECT_EQ(budget.used_bytes(), 3 * kMiB + 4096);
+  other = HostMemory();
+  EXPECT_EQ(budget.used_bytes(), 0);
+}
+
+TEST(HostMemory, RefusesWhatDoesNotFit) {
+  Budget budget("host", kMiB);
+  EXPECT_THROW(HostMemory(budget, 2 * kMiB, "too much"), BudgetError);
+  EXPECT_THROW(HostMemory(budget, -1, "negative"), BudgetError);
+  EXPECT_EQ(HostMemory(budget, 0, "nothing").data(), nullptr);
+  EXPECT_EQ(budget.used_bytes(), 0);
+  Budget endless("host", std::numeric_limits<int64_t>::max());
+  EXPECT_THROW(HostMemory(endless, int64_t{1} << 60, "more than addresses"), std::bad_alloc);
+  EXPECT_EQ(endless.used_bytes(), 0);
+}
+
+TEST(HostMemory, IsNotCopiedByFork) {
+  Budget budget("host", 4 * kMiB);
+  HostMemory memory(budget, 4 * kMiB, "not for children");
+  int ends[2];
+  ASSERT_EQ(::pipe(ends), 0);
+  const pid_t child = ::fork();
+  if (child == 0) {  // the kernel itself says whether the child has the page
+    const ssize_t wrote = ::write(ends[1], memory.data(), 1);
+    ::_exit(wrote == -1 && errno == EFAULT ? 0 : 1);
+  }
+  int status = 0;
+  ASSERT_EQ(::waitpid(child, &status, 0), child);
+  EXPECT_TRUE(WIFEXITED(status) && WEXITSTATUS(status) == 0) << "the child could read it";
+  ::close(ends[0]);
+  ::close(ends[1]);
+}
+
+TEST(NanPages, ReadAsNanInFullLength) {
+  for (int64_t bytes : {int64_t{1}, int64_t{4096}, 2 * kMiB, 2 * kMiB + 4096, 5 * kMiB + 123, 33 * kMiB}) {
+    NanPages pages(bytes);
+    ASSERT_GE(pages.bytes(), bytes);
+    for (int64_t i = 0; i < pages.bytes(); i += 4) {
+      float value;
+      std::memcpy(&value, pages.data() + i, sizeof value);
+      ASSERT_TRUE(std::isnan(value)) << "byte " << i << " of " << bytes;
+    }
+  }
+  EXPECT_EQ(NanPages(0).data(), nullptr);
+  EXPECT_THROW(NanPages(-1), std::bad_alloc);
+}
+
+TEST(NanPages, AWriteStaysWhereItWasMade) {
+  NanPages first(8 * kMiB), second(8 * kMiB);
+  first.data()[100] = std::byte{0};
+  EXPECT_EQ(first.data()[100], std::byte{0});
+  EXPECT_EQ(first.data()[2 * kMiB + 100], std::byte{0xFF});  // the same page of the file
+  EXPECT_EQ(second.data()[100], std::byte{0xFF});
+  EXPECT_EQ(NanPages(kMiB).data()[100], std::byte{0xFF});
+}
+
+TEST(NanPages, CostLittlePhysicalMemory) {
+  const int64_t before = rollup_bytes("Pss:");
+  NanPages pages(4096 * kMiB);
+  uint64_t sum = 0;
+  for (int64_t i = 0; i < 256 * kMiB; i += 4096) sum += static_cast<uint64_t>(pages.data()[i]);
+  EXPECT_EQ(sum, 65536u * 255);
+  EXPECT_LE(rollup_bytes("Pss:") - before,
+            80 * kMiB);  // 64 MiB is the largest window; 256 were read, 4096 mapped
+}
+
+}  // namespace
+}  // namespace overspill::engine

@@ -1,0 +1,56 @@
+"""clang-tidy over our own sources, the most recently changed first, within a budget of seconds."""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def sources(build: Path) -> list[str]:
+    """Compiled files that git knows, newest commit first."""
+    commands = json.loads((build / "compile_commands.json").read_text())
+    compiled = {os.path.relpath(Path(c["directory"], c["file"]).resolve(), ROOT) for c in commands}
+    log = subprocess.run(
+        ["git", "log", "--name-only", "--format="], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    order = list(dict.fromkeys(log.stdout.split()))
+    return [name for name in order if name in compiled]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--build", type=Path, default=ROOT / "build/release")
+    parser.add_argument("--budget", type=float, default=600, help="seconds")
+    args = parser.parse_args()
+    names = sources(args.build)
+    deadline = time.monotonic() + args.budget
+
+    def tidy(name: str) -> tuple[str, bool | None, str]:
+        if time.monotonic() > deadline:
+            return name, None, ""
+        command = ["clang-tidy", "-quiet", "-p", str(args.build), name]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+        return name, done.returncode == 0, done.stdout + (done.stderr if done.returncode else "")
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        results = list(pool.map(tidy, names))
+    for name, ok, text in results:
+        if ok is False:
+            print(f"clang-tidy: {name}\n{text}")
+    checked = [ok for _, ok, _ in results if ok is not None]
+    failures = checked.count(False)
+    left = [name for name, ok, _ in results if ok is None]
+    print(f"clang-tidy: {len(checked)} of {len(names)} files checked, {failures} with findings")
+    if left:
+        print(f"clang-tidy: the budget of {args.budget:.0f} s ended before: {' '.join(left)}")
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
