@@ -136,7 +136,7 @@ def unwind(depth: int) -> None:
 
 def release_edited(unit: Unit) -> None:
     """Unpins a unit outside forward; if it was edited, what autograd saved of it before is out of date."""
-    edited = any(s.written() for s in unit.segments)
+    edited = any(s.edited() for s in unit.segments)
     residency.unpin(unit, False)
     if edited:
         unit.generation = unit.core.generation(unit.index)

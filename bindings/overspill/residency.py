@@ -64,7 +64,7 @@ class Segment:
     def bytes(self) -> int:
         return self.parameter.numel() * self.parameter.element_size()
 
-    def written(self) -> bool:
+    def edited(self) -> bool:
         """In place, through the parameter or a `.data` of it, since `accept`."""
         return self.parameter._version != self.version or (
             self.alias is not None and self.alias._version != 0
@@ -163,7 +163,7 @@ def lingering_leases() -> int:
 
 def show(unit: Unit) -> None:
     """released or held -> shown. Raises RuntimeError naming parameters that were written while released."""
-    stale = [s for s in unit.segments if s.written()]
+    stale = [s for s in unit.segments if s.edited()]
     if stale:
         _refuse_writes(stale)
     if not unit.trainable and any(s.parameter.requires_grad for s in unit.segments):
@@ -192,10 +192,11 @@ def _refuse_writes(stale: list[Segment]) -> None:
 def hide(unit: Unit) -> None:
     """shown -> held. What was edited in place becomes the new weight."""
     unit.shown = False
-    edited = [s for s in unit.segments if s.written()]
+    edited = [s for s in unit.segments if s.edited()]
     try:
         for s in edited:
-            unit.core.written(unit.index, s.index)
+            address = unit.flat.data_ptr() + s.offset * unit.dtype.itemsize
+            unit.core.written(unit.index, s.index, address, s.bytes)
     finally:
         with torch.inference_mode(False):
             for s in unit.segments:
