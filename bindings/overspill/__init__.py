@@ -1,0 +1,17 @@
+"""Overspill trains models larger than the device. See `initialize`."""
+
+from ._core import BudgetError, CheckpointError, OverspillError, StoreError
+from .config import Config, ConfigError
+from .engine import Engine, initialize
+
+__version__ = "0.1.0"
+__all__ = [
+    "BudgetError",
+    "CheckpointError",
+    "Config",
+    "ConfigError",
+    "Engine",
+    "OverspillError",
+    "StoreError",
+    "initialize",
+]

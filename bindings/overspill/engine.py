@@ -1,0 +1,301 @@
+"""The engine as scripts see it, with the calls of DeepSpeed's."""
+
+from __future__ import annotations
+
+import json
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch._C import DisableTorchFunction
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+from . import _core, hooks, patches, residency, state
+from .config import Config
+from .optimizer import OverspillOptimizer, group_indices, make_groups, take_over
+from .residency import Residency, Segment, registry
+from .units import DTYPES, UnitSpec, partition
+
+
+def initialize(
+    model: nn.Module,
+    config: Any,
+    optimizer: Any = None,
+    lr_scheduler: Any = None,
+    training_data: Any = None,
+    collate_fn: Callable | None = None,
+    model_parameters: Iterable[Any] | None = None,
+) -> tuple:
+    """Hands `model` over to an engine. Returns (engine, optimizer, loader or None, scheduler or None).
+
+    config:       a dict, the path of a JSON file, or a Config
+    optimizer:    a torch.optim.Adam or AdamW over the model, not yet stepped; None: the configuration's
+    lr_scheduler: stepped at every update that is not skipped; one made on `optimizer`, or a callable
+    optimizer -> scheduler
+    model_parameters: parameters or groups for the configuration's optimizer; None: all trainable ones
+    """
+    settings = Config.read(config)
+    if optimizer is not None and model_parameters is not None:
+        raise ValueError("overspill: give optimizer or model_parameters, not both")
+    engine = Engine(model, settings, optimizer, model_parameters)
+    try:
+        engine.lr_scheduler = _scheduler(lr_scheduler, engine.optimizer)
+        loader = _loader(training_data, settings, collate_fn)
+    except BaseException:
+        engine.close()
+        raise
+    return engine, engine.optimizer, loader, engine.lr_scheduler
+
+
+def _scheduler(scheduler: Any, optimizer: OverspillOptimizer) -> Any:
+    if scheduler is not None and not hasattr(scheduler, "step"):
+        scheduler = scheduler(optimizer)
+    if isinstance(scheduler, ReduceLROnPlateau):
+        raise ValueError(
+            "overspill: ReduceLROnPlateau needs a metric: make it on the optimizer that initialize "
+            "returns, and step it"
+        )
+    bound = getattr(scheduler, "optimizer", optimizer)
+    if bound is not optimizer and bound is not optimizer.user:
+        raise ValueError("overspill: lr_scheduler was made on another optimizer than the one given")
+    return scheduler
+
+
+def _loader(data: Any, settings: Config, collate_fn: Callable | None) -> Any:
+    if data is None:
+        return None
+    if settings.train_micro_batch_size_per_gpu is None:
+        raise ValueError("overspill: training_data needs train_micro_batch_size_per_gpu in the configuration")
+    shuffle = not isinstance(data, torch.utils.data.IterableDataset)
+    return torch.utils.data.DataLoader(
+        data, settings.train_micro_batch_size_per_gpu, shuffle=shuffle, collate_fn=collate_fn
+    )
+
+
+class Engine:
+    """A model whose parameters live in the engine. One model belongs to one engine at most; several engines
+    live side by side.
+
+    Attributes: module, optimizer, lr_scheduler, global_steps (boundaries, skipped ones included),
+    micro_steps, last_step.
+    Other attributes are the module's.
+    """
+
+    def __init__(
+        self, model: nn.Module, config: Config, optimizer: Any = None, parameters: Iterable[Any] | None = None
+    ):
+        taken = [name for name, p in model.named_parameters() if id(p) in registry]
+        if taken:
+            raise ValueError(f"overspill: {taken[0]} belongs to another engine")
+        grown = [name for name, p in model.named_parameters() if p.grad is not None]
+        if grown:
+            raise ValueError(
+                f"overspill: {grown[0]} has a gradient already: call model.zero_grad() before "
+                "overspill.initialize"
+            )
+        self.module, self.config = model, config
+        groups = (
+            take_over(optimizer)
+            if optimizer is not None
+            else make_groups(config.optimizer, model.parameters() if parameters is None else parameters)
+        )
+        specs = partition(model)
+        core = _core.Engine(_core_units(specs, group_indices(groups, model)), config.to_core(_core))
+        self._core, self._residency = core, Residency(core, specs)
+        patches.install()
+        self._finalizer = weakref.finalize(self, _close, self._residency)
+        try:
+            self._residency.take_weights()
+            hooks.attach(model, self._residency, specs)
+            self.optimizer = OverspillOptimizer(groups, self._residency, optimizer)
+        except BaseException:
+            self.close()
+            raise
+        self.lr_scheduler: Any = None
+        self.global_steps = self.micro_steps = 0
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        depth = len(patches.frames)
+        try:
+            return self.module(*args, **kwargs)
+        finally:
+            if len(patches.frames) > depth:
+                hooks.unwind(depth)
+
+    forward = __call__
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "module" or name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self.module, name)
+
+    def train(self, mode: bool = True) -> Engine:
+        self.module.train(mode)
+        return self
+
+    def eval(self) -> Engine:
+        return self.train(False)
+
+    def backward(self, loss: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        """Gradients of loss / gradient_accumulation_steps; they add until `step`. Returns that scaled
+        loss."""
+        steps = self.config.gradient_accumulation_steps
+        scaled = loss / steps if steps > 1 else loss
+        scaled.backward(**kwargs)
+        return scaled
+
+    def step(self) -> None:
+        """Ends a micro-batch; the last of gradient_accumulation_steps updates the weights and steps the
+        scheduler."""
+        self.micro_steps += 1
+        if self.micro_steps % self.config.gradient_accumulation_steps:
+            return
+        self.optimizer.step()
+        self.global_steps += 1
+        if self.lr_scheduler is not None and not self.last_step.skipped:
+            self.lr_scheduler.step()
+
+    @property
+    def last_step(self) -> Any:
+        """Of the last update: step (updates so far), norm, clip, skipped. None before the first."""
+        return self.optimizer.last_step
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self._core.clear_gradients()
+
+    def grad(self, parameter: nn.Parameter) -> torch.Tensor | None:
+        """A copy, in fp32, of the gradient accumulated so far; None where there is none."""
+        segment = self._segment(parameter)
+        if not segment.unit.trainable or not self._core.has_gradient(segment.unit.index, segment.index):
+            return None
+        return self._residency.state(segment, "grad")
+
+    def weight(self, parameter: nn.Parameter, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """A copy of the weight; dtype=torch.float32 gives the exact master."""
+        return self._residency.weight(self._segment(parameter), dtype)
+
+    def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
+        """The 2-norm of all gradients; the next update clips to `max_norm` in place of gradient_clipping."""
+        return torch.tensor(self._core.clip_grad_norm(float(max_norm)))
+
+    @contextmanager
+    def gathered(self, parameters: nn.Parameter | Iterable[nn.Parameter]) -> Iterator[None]:
+        """Real weights in the parameters while the block runs; what it writes into them becomes the
+        weight."""
+        chosen = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        units = list({id(s.unit): s.unit for s in map(self._segment, chosen)}.values())
+        pinned: list = []
+        try:
+            with DisableTorchFunction():
+                for unit in units:
+                    residency.pin(unit)
+                    pinned.append(unit)
+            yield
+        finally:
+            with DisableTorchFunction():
+                for unit in pinned:
+                    hooks.release_edited(unit)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict:
+        return self.module.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module.load_state_dict(*args, **kwargs)
+
+    def synchronize(self) -> None:
+        self._core.synchronize()
+
+    def stats(self) -> dict:
+        return self._core.stats()
+
+    @property
+    def plan_text(self) -> str:
+        return self._core.plan.text
+
+    def save_checkpoint(self, folder: Any, client_state: dict | None = None) -> None:
+        """Weights, moments, buffers, hyper-parameters, scheduler, counters, random states and `client_state`
+        (plain values)."""
+        scheduler = (
+            None
+            if self.lr_scheduler is None
+            else state.encode(self.lr_scheduler.state_dict(), "lr_scheduler")
+        )
+        extra = {
+            "client_state": state.encode(client_state or {}, "client_state"),
+            "optimizer": state.encode(self.optimizer.state_dict(), "optimizer"),
+            "lr_scheduler": scheduler,
+            "buffers": state.buffers_to_json(self.module),
+            "strides": {s.name: list(s.stride) for s in self._residency.segments},
+            "global_steps": self.global_steps,
+            "micro_steps": self.micro_steps,
+            "random": state.random_states(),
+        }
+        self._core.save(str(folder), state.dumps(extra))
+
+    def load_checkpoint(self, folder: Any) -> dict:
+        """Restores everything that `save_checkpoint` took and returns its client_state. Raises before
+        anything is changed."""
+        extra = json.loads(_core.manifest(str(folder))["extra_json"])
+        self._check_extra(extra)
+        self._core.load(str(folder))
+        self._residency.refresh()
+        state.restore_buffers(self.module, extra["buffers"])
+        self.optimizer.load_state_dict(state.decode(extra["optimizer"]))
+        if self.lr_scheduler is not None:
+            self.lr_scheduler.load_state_dict(state.decode(extra["lr_scheduler"]))
+        self.global_steps, self.micro_steps = extra["global_steps"], extra["micro_steps"]
+        state.restore_random_states(extra["random"])
+        return state.decode(extra["client_state"])
+
+    def _check_extra(self, extra: dict) -> None:
+        for s in self._residency.segments:
+            if extra["strides"].get(s.name, list(s.stride)) != list(s.stride):
+                raise ValueError(
+                    f"overspill: {s.name} has strides {list(s.stride)} here and "
+                    f"{extra['strides'][s.name]} in the checkpoint"
+                )
+        groups = len(extra["optimizer"]["groups"])
+        if groups != len(self.optimizer.param_groups):
+            raise ValueError(
+                f"overspill: {groups} parameter groups in the checkpoint, "
+                f"{len(self.optimizer.param_groups)} here"
+            )
+        if self.lr_scheduler is not None and extra["lr_scheduler"] is None:
+            raise ValueError("overspill: the checkpoint has no scheduler, this run has one")
+        state.check_buffers(self.module, extra["buffers"])
+
+    def close(self) -> None:
+        """Ends the engine; the model's parameters stay NaN. Called by itself when the engine dies."""
+        self._finalizer()
+
+    def _segment(self, parameter: nn.Parameter) -> Segment:
+        segment = registry.get(id(parameter))
+        if segment is None or segment.unit.residency is not self._residency:
+            raise ValueError(
+                f"overspill: this {type(parameter).__name__} is no parameter of this engine's model"
+            )
+        return segment
+
+
+def _core_units(specs: list[UnitSpec], groups: dict[int, int]) -> list[Any]:
+    return [
+        _core.Unit(
+            spec.name,
+            spec.format,
+            DTYPES[spec.dtype],
+            [
+                _core.Segment(p.name, list(p.parameter.shape), groups.get(id(p.parameter), 0), p.aliases)
+                for p in spec.parameters
+            ],
+        )
+        for spec in specs
+    ]
+
+
+def _close(owner: Residency) -> None:
+    """The model's hooks stay: where it outlives the engine they say that the weights are gone."""
+    owner.close()
+    patches.uninstall()

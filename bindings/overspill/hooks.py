@@ -1,0 +1,181 @@
+"""The hooks that a model carries while an engine has it: around module calls, after gradients, around state
+dictionaries."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch._C import DisableTorchFunction
+
+from . import residency
+from .patches import Frame, frames, get_grad, guard, set_grad
+from .residency import Residency, Segment, Unit, registry
+from .saved import in_backward
+from .units import DTYPES, UnitSpec
+
+
+class ModuleHooks:
+    """Hooks of one module. `units`: what its call needs. `segments`: its own parameters, by local name.
+    Copies of the module carry
+    hooks that do nothing."""
+
+    def __init__(self, owner: Residency | None, units: list[Unit], segments: dict[str, Segment]):
+        self.owner, self.units, self.segments = owner, units, segments
+
+    def __reduce__(self) -> Any:
+        return ModuleHooks, (None, [], {})
+
+    def before(self, module: nn.Module, args: Any) -> None:
+        owner = self.owner
+        if owner is None:
+            return
+        if owner.closed:
+            raise RuntimeError("overspill: the engine of this model is closed; its weights are gone")
+        with DisableTorchFunction():
+            frame = Frame(module, owner, not frames)
+            if frame.guards:
+                guard.enter()
+            frames.append(frame)
+            owner.calls += 1
+            if owner.calls == 1 and not in_backward():
+                owner.core.begin_pass(module.training, torch.is_grad_enabled())
+            for unit in self.units:
+                residency.pin(unit)
+                frame.units.append(unit)
+
+    def after(self, module: nn.Module, args: Any, output: Any) -> None:
+        if frames and frames[-1].module is module:
+            with DisableTorchFunction():
+                close_frame(frames.pop())
+
+    def before_load(self, module: nn.Module, state: dict, prefix: str, metadata: dict, *rest: Any) -> None:
+        if metadata.get("assign_to_params_buffers", False):
+            raise RuntimeError(
+                "overspill: load_state_dict(assign=True) would replace the engine's parameters: use "
+                "assign=False"
+            )
+        for unit in _units(self.segments.values()):
+            residency.pin(unit)
+
+    def after_load(self, module: nn.Module, incompatible: Any) -> None:
+        for unit in _units(self.segments.values()):
+            release_edited(unit)
+
+
+class StateDictHook:
+    """Puts real weights in place of released ones; tied weights stay one tensor. `keep_vars` keeps the
+    parameters as they are."""
+
+    def __init__(self, segments: dict[str, Segment]):
+        self.segments = segments
+
+    def __reduce__(self) -> Any:
+        return StateDictHook, ({},)
+
+    def __call__(self, module: nn.Module, state: dict, prefix: str, metadata: dict) -> None:
+        for local, s in self.segments.items():
+            value = state.get(prefix + local)
+            if value is None or isinstance(value, nn.Parameter):
+                continue
+            tied = [state[n] for n in s.names if n in state and n != prefix + local]
+            real = [t for t in tied if t.shape == s.shape and t.data_ptr() != s.blank.data_ptr()]
+            state[prefix + local] = real[0] if real else s.unit.residency.weight(s)
+
+
+class GradientHook:
+    """Hands a gradient to the engine. It may fire more than once a step (reentrant checkpointing, several
+    backwards): gradients add."""
+
+    def __init__(self, segment: Segment | None):
+        self.segment = segment
+
+    def __reduce__(self) -> Any:
+        return GradientHook, (None,)
+
+    def __call__(self, parameter: nn.Parameter) -> None:
+        s = self.segment
+        if s is None or s.unit.residency.closed:
+            return
+        with DisableTorchFunction():
+            gradient = get_grad(parameter).detach()
+            set_grad(parameter, None)
+            if gradient.layout is not torch.strided:
+                gradient = gradient.to_dense()
+            if gradient.stride() != s.stride:
+                gradient = torch.empty_strided(s.shape, s.stride, dtype=gradient.dtype).copy_(gradient)
+            s.unit.core.add_gradient(
+                s.unit.index,
+                s.index,
+                gradient.data_ptr(),
+                gradient.numel() * gradient.element_size(),
+                DTYPES[gradient.dtype],
+            )
+
+
+def close_frame(frame: Frame) -> None:
+    """Ends a call: what it pinned is let go, in backward (recomputation) kept among the recent units."""
+    frame.residency.calls -= 1
+    keep = in_backward()
+    try:
+        for unit in frame.units:
+            residency.unpin(unit, keep)
+    finally:
+        if frame.guards:
+            guard.exit()
+
+
+def unwind(depth: int) -> None:
+    """Ends calls that an exception left open, such as KeyboardInterrupt, which torch's hooks do not see."""
+    with DisableTorchFunction():
+        while len(frames) > depth:
+            close_frame(frames.pop())
+
+
+def release_edited(unit: Unit) -> None:
+    """Unpins a unit outside forward; if it was edited, what autograd saved of it before is out of date."""
+    edited = any(s.edited() for s in unit.segments)
+    residency.unpin(unit, False)
+    if edited:
+        unit.generation = unit.core.generation(unit.index)
+
+
+def _units(segments: Iterable[Segment]) -> list[Unit]:
+    return list({id(s.unit): s.unit for s in segments}.values())
+
+
+def attach(model: nn.Module, owner: Residency, specs: list[UnitSpec]) -> None:
+    """Registers all hooks. They stay when the engine is closed, and then refuse forward."""
+    blocks: dict[nn.Module, list[Unit]] = {}
+    for spec, unit in zip(specs, owner.units, strict=True):
+        if spec.block is not None:
+            blocks.setdefault(spec.block, []).append(unit)
+    for module in model.modules():
+        if not any(id(p) in registry for p in module.parameters()):
+            continue
+        segments = {name: registry[id(p)] for name, p in module._parameters.items() if id(p) in registry}
+        hooks = ModuleHooks(owner, _needed(module, blocks), segments)
+        module.register_forward_pre_hook(hooks.before, prepend=True)
+        module.register_forward_hook(hooks.after, always_call=True)
+        if segments:
+            module.register_state_dict_post_hook(StateDictHook(segments))
+            module.register_load_state_dict_pre_hook(hooks.before_load)
+            module.register_load_state_dict_post_hook(hooks.after_load)
+    for segment in owner.segments:
+        if segment.unit.trainable:
+            segment.parameter.register_post_accumulate_grad_hook(GradientHook(segment))
+
+
+def _needed(module: nn.Module, blocks: dict[nn.Module, list[Unit]]) -> list[Unit]:
+    """Units of the module's own parameters (lists of parameters count as its own: they are never called),
+    and of its block."""
+    holders = [
+        module,
+        *(c for c in module._modules.values() if isinstance(c, (nn.ParameterList, nn.ParameterDict))),
+    ]
+    own = [
+        registry[id(p)].unit for holder in holders for p in holder._parameters.values() if id(p) in registry
+    ]
+    return list({id(u): u for u in (*blocks.get(module, ()), *own)}.values())

@@ -1,0 +1,395 @@
+"""Everything of torch that is changed, in one place. The changes hold while at least one engine lives and
+leave other models alone.
+
+torch.autograd._engine_run_backward     enters the guard, so that a plain loss.backward() finds the weights
+saved_tensors_hooks.__enter__           keeps our handles in front of a user's hooks: torch runs the
+innermost pair only
+Parameter.data, Parameter.grad          properties: writes to released memory and reads of gradients the
+engine holds are loud
+Parameter.__deepcopy__, __reduce_ex__   copies and pickles get real weights
+Module._apply, Module.zero_grad         .to() and .half() are refused, zero_grad() reaches the engine
+torch.nn.utils.clip_grad_norm_          clips in the engine
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch._C import DisableTorchFunction, TensorBase
+from torch.autograd import graph
+from torch.nn.utils import clip_grad
+from torch.overrides import TorchFunctionMode
+
+from . import residency, saved
+from .residency import Residency, Segment, Unit, registry
+
+get_grad, set_grad = TensorBase.grad.__get__, TensorBase.grad.__set__
+
+_METADATA_NAMES = (
+    "shape",
+    "dtype",
+    "device",
+    "requires_grad",
+    "grad",
+    "grad_fn",
+    "is_leaf",
+    "ndim",
+    "layout",
+    "is_cuda",
+    "is_meta",
+    "is_cpu",
+    "names",
+    "is_sparse",
+    "is_nested",
+    "is_quantized",
+    "is_mkldnn",
+    "is_mps",
+    "is_xpu",
+    "_backward_hooks",
+    "retains_grad",
+    "_version",
+    "itemsize",
+    "nbytes",
+    "output_nr",
+    "_base",
+    "_grad",
+)
+_METADATA_FUNCTIONS = {
+    torch.Tensor.size,
+    torch.Tensor.dim,
+    torch.Tensor.numel,
+    torch.Tensor.stride,
+    torch.Tensor.is_floating_point,
+    torch.Tensor.is_complex,
+    torch.is_floating_point,
+    torch.is_complex,
+    torch.numel,
+    torch.Tensor.requires_grad_,
+    torch.Tensor.element_size,
+    torch.Tensor.__hash__,
+    torch.Tensor.__len__,
+    torch.Tensor.get_device,
+    torch.Tensor.is_contiguous,
+    torch.Tensor.nelement,
+    torch.Tensor.ndimension,
+    torch.Tensor.register_hook,
+    torch.Tensor.new_zeros,
+    torch.Tensor.new_empty,
+    torch.zeros_like,
+    torch.empty_like,
+    torch.ones_like,
+} | {
+    attribute.__get__
+    for name in _METADATA_NAMES
+    if hasattr(attribute := getattr(torch.Tensor, name, None), "__get__")
+}  # reading these needs no weights
+
+
+class Frame:
+    """A call of a module under way: what it pinned, and whether it entered the guard."""
+
+    __slots__ = ("guards", "module", "residency", "units")
+
+    def __init__(self, module: nn.Module, owner: Residency, guards: bool):
+        self.module, self.units, self.residency, self.guards = module, [], owner, guards
+
+
+frames: list[Frame] = []  # of all engines, outermost first
+
+
+class TouchMode(TorchFunctionMode):
+    """The safety net: a released parameter given to any torch function is acquired first (weights used
+    outside their module)."""
+
+    def __torch_function__(
+        self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        if func not in _METADATA_FUNCTIONS:
+            needed = None
+            for argument in (*args, *kwargs.values()) if kwargs else args:
+                kind = type(argument)
+                if kind is tuple or kind is list:
+                    for item in argument:
+                        segment = registry.get(id(item))
+                        if segment is not None:
+                            needed = _collect(needed, segment.unit)
+                else:
+                    segment = registry.get(id(argument))
+                    if segment is not None:
+                        needed = _collect(needed, segment.unit)
+            if needed is not None:
+                touch(needed)
+        return func(*args, **kwargs) if kwargs else func(*args)
+
+
+def _collect(needed: list[Unit] | None, unit: Unit) -> list[Unit]:
+    needed = [] if needed is None else needed
+    if unit not in needed:
+        needed.append(unit)
+    return needed
+
+
+def touch(needed: list[Unit]) -> None:
+    """Shows units met outside their module's call: until the call around ends, or among the recent ones in
+    backward."""
+    with DisableTorchFunction():
+        for unit in needed:
+            if frames:
+                if not unit.pins:
+                    residency.pin(unit)
+                    frames[-1].units.append(unit)
+                continue
+            if not unit.shown:
+                residency.show(unit)
+            if not unit.pins:
+                residency.remember(unit, needed)
+
+
+class Guard:
+    """What must be on while modules run or autograd does: the mode and the saved-tensor hooks. Re-entrant."""
+
+    def __init__(self) -> None:
+        self.depth, self.backwards, self.mode = 0, 0, TouchMode()
+
+    def enter(self) -> None:
+        if self.depth == 0:
+            users = torch._C._autograd._top_saved_tensors_default_hooks(True)
+            if users is None:
+                hooks = saved.pack, saved.unpack
+            else:
+                hooks = users if hasattr(users[0], "overspill_composed") else saved.compose(*users)
+            torch._C._autograd._push_saved_tensors_default_hooks(*hooks)
+            self.mode.__enter__()
+        self.depth += 1
+
+    def exit(self) -> None:
+        self.depth -= 1
+        if self.depth == 0:
+            self.mode.__exit__(None, None, None)
+            torch._C._autograd._pop_saved_tensors_default_hooks()
+
+
+guard = Guard()
+_run_backward = graph._engine_run_backward
+_enter_saved_tensors_hooks = graph.saved_tensors_hooks.__enter__
+_clip_grad_norm = clip_grad.clip_grad_norm_
+_apply = nn.Module._apply
+_zero_grad = nn.Module.zero_grad
+_deepcopy = nn.Parameter.__deepcopy__
+_reduce = nn.Parameter.__reduce_ex__
+
+
+def run_backward(*args: Any, **kwargs: Any) -> Any:
+    guard.enter()
+    guard.backwards += 1
+    try:
+        return _run_backward(*args, **kwargs)
+    finally:
+        guard.backwards -= 1
+        try:
+            if guard.backwards == 0:
+                with DisableTorchFunction():
+                    residency.forget()
+        finally:
+            guard.exit()
+
+
+def enter_saved_tensors_hooks(self: graph.saved_tensors_hooks) -> None:
+    hooks = saved.compose(self.pack_hook, self.unpack_hook)
+    torch._C._autograd._push_saved_tensors_default_hooks(*hooks)
+
+
+def owner_of(parameters: Iterable[Any], what: str) -> Residency | None:
+    """The engine whose trainable parameters these are, None if no engine has any of them; all or nothing,
+    else ValueError."""
+    parameters = [p for p in parameters if p.requires_grad]
+    segments = [registry[id(p)] for p in parameters if id(p) in registry]
+    if not segments:
+        return None
+    owner = segments[0].unit.residency
+    given = {id(s) for s in segments if s.unit.residency is owner}
+    absent = [
+        s
+        for s in owner.segments
+        if s.unit.trainable and id(s) not in given and owner.core.has_gradient(s.unit.index, s.index)
+    ]
+    if absent or len(given) != len({id(p) for p in parameters}):
+        which = f"{absent[0].name} is missing" if absent else "other parameters are among them"
+        raise ValueError(
+            f"overspill: {what} works on all trainable parameters of one engine, and on nothing else: {which}"
+        )
+    return owner
+
+
+def clip_grad_norm_(
+    parameters: Any,
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+) -> torch.Tensor:
+    parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+    owner = owner_of(parameters, "clip_grad_norm_")
+    if owner is None:
+        return _clip_grad_norm(parameters, max_norm, norm_type, error_if_nonfinite, foreach)
+    if float(norm_type) != 2.0:
+        raise ValueError(
+            f"overspill: clip_grad_norm_ with norm_type={norm_type}: the engine clips by the 2-norm only"
+        )
+    norm = torch.tensor(owner.core.clip_grad_norm(float(max_norm)))
+    if error_if_nonfinite and not torch.isfinite(norm):
+        raise RuntimeError(
+            "The total norm of order 2.0 for gradients from `parameters` is non-finite, so it cannot "
+            "be clipped."
+        )
+    return norm
+
+
+def apply(self: nn.Module, fn: Callable, recurse: bool = True) -> nn.Module:
+    mine = [registry[id(p)] for p in self._parameters.values() if id(p) in registry]
+    if not mine:
+        return _apply(self, fn, recurse)
+    for segment in mine:
+        probe = torch.empty(0, dtype=segment.unit.dtype)
+        changed = fn(probe)
+        if changed.dtype != probe.dtype or changed.device != probe.device:
+            raise RuntimeError(
+                f"overspill: {segment.name} belongs to an engine: it cannot become {changed.dtype} on "
+                f"{changed.device}. "
+                "Convert the model before overspill.initialize"
+            )
+    if recurse:
+        for child in self.children():
+            child._apply(fn)
+    for name, buffer in self._buffers.items():
+        if buffer is not None:
+            self._buffers[name] = fn(buffer)
+    return self
+
+
+def zero_grad(self: nn.Module, set_to_none: bool = True) -> None:
+    owner = owner_of(self.parameters(), "zero_grad")
+    if owner is None:
+        _zero_grad(self, set_to_none)
+    else:
+        owner.core.clear_gradients()
+
+
+def _data(self: nn.Parameter) -> torch.Tensor:
+    """A view whose writes are noticed: as an edit while the weight is shown, as an error while it is
+    released."""
+    segment = registry.get(id(self))
+    if segment is None:
+        return residency.get_data(self)
+    if guard.depth and not segment.unit.shown:
+        touch([segment.unit])
+    with DisableTorchFunction():
+        if segment.alias is None:
+            segment.alias = residency.get_data(self)
+        return segment.alias.detach()
+
+
+def _set_data(self: nn.Parameter, value: torch.Tensor) -> None:
+    segment = registry.get(id(self))
+    if segment is None:
+        residency.set_data(self, value)
+    elif not segment.unit.shown:
+        raise RuntimeError(
+            f"overspill: {segment.name}.data cannot be replaced while its memory is released: "
+            "write inside `with engine.gathered([parameter]):`"
+        )
+    elif value.shape != segment.shape or value.dtype != segment.unit.dtype:
+        raise RuntimeError(
+            f"overspill: {segment.name}.data stays {segment.unit.dtype} {list(segment.shape)}, "
+            f"not {value.dtype} {list(value.shape)}"
+        )
+    else:
+        _data(self).copy_(value)
+
+
+def _held_gradient(parameter: nn.Parameter) -> Segment | None:
+    segment = registry.get(id(parameter))
+    if (
+        segment is None
+        or not segment.unit.trainable
+        or not segment.unit.core.has_gradient(segment.unit.index, segment.index)
+    ):
+        return None
+    return segment
+
+
+def _grad(self: nn.Parameter) -> torch.Tensor | None:
+    segment = _held_gradient(self)
+    if segment is not None:
+        raise RuntimeError(
+            f"overspill: the gradient of {segment.name} belongs to the engine: read "
+            "engine.grad(parameter), clip with "
+            "engine.clip_grad_norm_(max_norm), clear with engine.zero_grad()"
+        )
+    return get_grad(self)
+
+
+def _set_grad(self: nn.Parameter, value: torch.Tensor | None) -> None:
+    segment = _held_gradient(self) if value is None else registry.get(id(self))
+    if segment is not None:
+        raise RuntimeError(
+            f"overspill: the gradient of {segment.name} belongs to the engine and cannot be set: "
+            "clear all of them with engine.zero_grad()"
+        )
+    set_grad(self, value)
+
+
+def _real(segment: Segment, parameter: nn.Parameter) -> nn.Parameter:
+    return type(parameter)(segment.unit.residency.weight(segment), parameter.requires_grad)
+
+
+def deepcopy_parameter(self: nn.Parameter, memo: dict) -> nn.Parameter:
+    segment = registry.get(id(self))
+    if segment is None:
+        return _deepcopy(self, memo)
+    if id(self) not in memo:
+        memo[id(self)] = _real(segment, self)
+    return memo[id(self)]
+
+
+def reduce_parameter(self: nn.Parameter, protocol: int) -> Any:
+    segment = registry.get(id(self))
+    return _reduce(self if segment is None else _real(segment, self), protocol)
+
+
+_REPLACED = (
+    (torch.autograd, "_engine_run_backward", run_backward, _run_backward),
+    (graph, "_engine_run_backward", run_backward, _run_backward),
+    (graph.saved_tensors_hooks, "__enter__", enter_saved_tensors_hooks, _enter_saved_tensors_hooks),
+    (nn.Parameter, "__deepcopy__", deepcopy_parameter, _deepcopy),
+    (nn.Parameter, "__reduce_ex__", reduce_parameter, _reduce),
+    (nn.Module, "_apply", apply, _apply),
+    (nn.Module, "zero_grad", zero_grad, _zero_grad),
+    (clip_grad, "clip_grad_norm_", clip_grad_norm_, _clip_grad_norm),
+    (nn.utils, "clip_grad_norm_", clip_grad_norm_, _clip_grad_norm),
+)
+_engines = 0
+
+
+def install() -> None:
+    """Called once for every engine that starts to live."""
+    global _engines
+    if _engines == 0:
+        for place, name, ours, _ in _REPLACED:
+            setattr(place, name, ours)
+        nn.Parameter.data = property(_data, _set_data)
+        nn.Parameter.grad = property(_grad, _set_grad)
+    _engines += 1
+
+
+def uninstall() -> None:
+    """Called once for every engine that ends; the last one restores torch."""
+    global _engines
+    _engines -= 1
+    if _engines == 0:
+        for place, name, _, original in _REPLACED:
+            setattr(place, name, original)
+        del nn.Parameter.data, nn.Parameter.grad

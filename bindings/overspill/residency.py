@@ -1,0 +1,311 @@
+"""Whether a parameter's memory is there: the life cycle of units, seen from PyTorch.
+
+A parameter keeps its identity and its strides for ever; what changes is the memory under it:
+
+    released   p.data lies over one process-wide mapping that reads as NaN in full length; no memory is held
+    held       a lease on the unit's memory is kept, p.data still reads as NaN (backward: saved tensors are
+    views of the lease)
+    shown      the lease is kept and p.data is a view of it (forward, `gathered`)
+
+A lease is a DLPack capsule of the core; it ends when the last tensor over it dies. Nothing here is
+thread-safe: forward and backward
+of all engines of a process run in one Python thread at a time.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch._C import DisableTorchFunction, TensorBase
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.dlpack import from_dlpack
+
+from . import _core
+from .units import DTYPES, UnitSpec, memory_order
+
+# The attributes below Parameter's: patches.py puts properties in front of `data` and `grad`.
+get_data, set_data = TensorBase.data.__get__, TensorBase.data.__set__
+
+RECENT_UNITS = (
+    2  # leases kept in backward beyond those that tensors hold: neighbours in the graph share units
+)
+
+
+class Segment:
+    """One parameter in one unit. `version`: of the parameter when it was last looked at. `alias`: what
+    `p.data` returned since."""
+
+    __slots__ = (
+        "alias",
+        "blank",
+        "index",
+        "name",
+        "names",
+        "offset",
+        "parameter",
+        "shape",
+        "stride",
+        "unit",
+        "version",
+    )
+
+    def __init__(
+        self, unit: Unit, index: int, name: str, aliases: list[str], parameter: nn.Parameter, offset: int
+    ):
+        self.unit, self.index, self.name, self.names = unit, index, name, (name, *aliases)
+        self.parameter, self.offset = parameter, offset  # in elements
+        self.shape, self.stride = parameter.shape, memory_order(parameter)
+        self.version, self.alias = parameter._version, None
+        self.blank = _blank(self)
+
+    @property
+    def bytes(self) -> int:
+        return self.parameter.numel() * self.parameter.element_size()
+
+    def edited(self) -> bool:
+        """In place, through the parameter or a `.data` of it, since `accept`."""
+        return self.parameter._version != self.version or (
+            self.alias is not None and self.alias._version != 0
+        )
+
+    def accept(self) -> None:
+        self.version, self.alias = self.parameter._version, None
+
+
+class Unit:
+    """`flat`: the lease, one-dimensional in the unit's dtype, or None. `pins`: calls under way that need it
+    shown."""
+
+    __slots__ = (
+        "core",
+        "dtype",
+        "flat",
+        "generation",
+        "index",
+        "key",
+        "name",
+        "pins",
+        "residency",
+        "segments",
+        "shown",
+        "trainable",
+    )
+
+    def __init__(self, residency: Residency, index: int, spec: UnitSpec):
+        self.residency, self.core, self.index = residency, residency.core, index
+        self.name, self.dtype, self.trainable = spec.name, spec.dtype, spec.trainable
+        self.flat, self.key, self.shown, self.pins, self.generation = None, 0, False, 0, 0
+        offsets = self.core.layout(index)
+        self.segments = [
+            Segment(self, i, p.name, p.aliases, p.parameter, offsets[i] // spec.dtype.itemsize)
+            for i, p in enumerate(spec.parameters)
+        ]
+
+
+registry: dict[int, Segment] = {}  # id of a parameter -> its segment, which keeps the parameter alive
+leases: dict[
+    int, tuple[StorageWeakRef, Unit]
+] = {}  # storage of a lease that some tensor still holds -> its unit
+_lingering: list[int] = []  # leases let go here while somebody's view lives on
+_recent: list[Unit] = []  # held in backward, least recently used first
+_nan: torch.Tensor | None = None
+
+
+def _blank(segment: Segment) -> torch.Tensor:
+    """A tensor of the segment's shape and strides over the NaN mapping."""
+    global _nan
+    size = (segment.bytes + 63) // 64 * 64
+    if _nan is None or _nan.numel() < size:
+        _nan = from_dlpack(_core.nan_capsule(size))
+    flat = _nan[:size].view(segment.parameter.dtype)
+    return flat.as_strided(segment.shape, segment.stride, 0)
+
+
+def hold(unit: Unit) -> torch.Tensor:
+    """The unit's memory, one-dimensional in its dtype; blocks until the weights are there. Torch functions
+    must be off."""
+    if unit.flat is None:
+        _sweep()
+        if torch.is_inference_mode_enabled():
+            with torch.inference_mode(False):
+                unit.flat = from_dlpack(unit.core.acquire(unit.index)).view(unit.dtype)
+        else:
+            unit.flat = from_dlpack(unit.core.acquire(unit.index)).view(unit.dtype)
+        storage = unit.flat.untyped_storage()
+        unit.key = storage._cdata
+        leases[unit.key] = (StorageWeakRef(storage), unit)
+    return unit.flat
+
+
+def drop(unit: Unit) -> None:
+    """Lets the lease go; the memory is free when the last view of it dies."""
+    unit.flat = None
+    if leases[unit.key][0].expired():
+        del leases[unit.key]
+    else:
+        _lingering.append(unit.key)
+
+
+def _sweep() -> None:
+    if _lingering:
+        dead = [key for key in _lingering if leases[key][0].expired()]
+        for key in dead:
+            del leases[key]
+            _lingering.remove(key)
+
+
+def lingering_leases() -> int:
+    """Leases that only views outside the engine keep alive (a query for tests and statistics)."""
+    return sum(not leases[key][0].expired() for key in _lingering)
+
+
+def show(unit: Unit) -> None:
+    """released or held -> shown. Raises RuntimeError naming parameters that were written while released."""
+    stale = [s for s in unit.segments if s.edited()]
+    if stale:
+        _refuse_writes(stale)
+    if not unit.trainable and any(s.parameter.requires_grad for s in unit.segments):
+        names = ", ".join(s.name for s in unit.segments if s.parameter.requires_grad)
+        raise RuntimeError(
+            f"overspill: {names}: frozen at overspill.initialize, requires_grad now; set it before"
+        )
+    flat = hold(unit)
+    with torch.inference_mode(False):
+        for s in unit.segments:
+            set_data(s.parameter, flat.as_strided(s.shape, s.stride, s.offset))
+    unit.shown = True
+
+
+def _refuse_writes(stale: list[Segment]) -> None:
+    for s in stale:
+        s.accept()
+        torch.as_strided(s.blank, (s.bytes // s.blank.element_size(),), (1,)).view(torch.uint8).fill_(255)
+    names = ", ".join(s.name for s in stale)
+    raise RuntimeError(
+        f"overspill: {names} was written while its memory was released; the write is lost. "
+        "Write inside `with engine.gathered([parameter]):`"
+    )
+
+
+def hide(unit: Unit) -> None:
+    """shown -> held. What was edited in place becomes the new weight."""
+    unit.shown = False
+    edited = [s for s in unit.segments if s.edited()]
+    try:
+        for s in edited:
+            address = unit.flat.data_ptr() + s.offset * unit.dtype.itemsize
+            unit.core.written(unit.index, s.index, address, s.bytes)
+    finally:
+        with torch.inference_mode(False):
+            for s in unit.segments:
+                s.accept()
+                set_data(s.parameter, s.blank)
+
+
+def pin(unit: Unit) -> None:
+    """One more call needs the unit shown."""
+    if not unit.shown:
+        show(unit)
+    unit.pins += 1
+
+
+def unpin(unit: Unit, keep: bool) -> None:
+    """One call less. The last one hides the unit and lets its lease go, or keeps it among the recent ones."""
+    unit.pins -= 1
+    if unit.pins == 0:
+        try:
+            hide(unit)
+        finally:
+            if keep:
+                remember(unit)
+            else:
+                drop(unit)
+
+
+def remember(unit: Unit, needed: tuple[Unit, ...] | list[Unit] = ()) -> None:
+    """Makes a held unit the most recent one and lets older ones go, but none of `needed`."""
+    if unit in _recent:
+        if _recent[-1] is unit:
+            return
+        _recent.remove(unit)
+    _recent.append(unit)
+    if len(_recent) > RECENT_UNITS:
+        for old in [u for u in _recent[:-1] if u not in needed][: len(_recent) - RECENT_UNITS]:
+            _recent.remove(old)
+            _retire(old)
+
+
+def forget() -> None:
+    """Backward is over: nothing is kept for it."""
+    while _recent:
+        _retire(_recent.pop())
+    _sweep()
+
+
+def _retire(unit: Unit) -> None:
+    if unit.pins == 0 and unit.flat is not None:
+        try:
+            if unit.shown:
+                hide(unit)
+        finally:
+            drop(unit)
+
+
+class Residency:
+    """The units of one engine. Hooks and parameters refer to it, never to the engine, whose death therefore
+    ends it."""
+
+    def __init__(self, core: Any, specs: list[UnitSpec]):
+        self.core, self.calls, self.closed = core, 0, False
+        self.units = [Unit(self, i, spec) for i, spec in enumerate(specs)]
+        self.segments = [s for unit in self.units for s in unit.segments]
+
+    def take_weights(self) -> None:
+        """Copies the weights into the core, one after the other, and drops the model's own memory at once."""
+        for s in self.segments:
+            source = s.parameter.detach()
+            if source.stride() != s.stride:
+                source = torch.empty_strided(s.shape, s.stride, dtype=source.dtype).copy_(source)
+            self.core.load_weight(s.unit.index, s.index, source.data_ptr(), s.bytes, DTYPES[source.dtype])
+            del source
+            set_data(s.parameter, s.blank)
+            registry[id(s.parameter)] = s
+            s.accept()
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Weights changed outside forward: saved handles of before are out of date."""
+        for unit in self.units:
+            unit.generation = self.core.generation(unit.index)
+
+    def weight(self, segment: Segment, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """A copy of the weight, after pending updates, in its own dtype, or the exact master
+        (torch.float32)."""
+        with torch.inference_mode(False), DisableTorchFunction():
+            out = torch.empty_strided(segment.shape, segment.stride, dtype=dtype or segment.unit.dtype)
+            size = out.numel() * out.element_size()
+            self.core.read_weight(segment.unit.index, segment.index, out.data_ptr(), size, DTYPES[out.dtype])
+        return out
+
+    def state(self, segment: Segment, name: str) -> torch.Tensor:
+        """A copy in fp32 of "m", "v" or "grad"."""
+        with torch.inference_mode(False), DisableTorchFunction():
+            out = torch.empty_strided(segment.shape, segment.stride, dtype=torch.float32)
+            self.core.read_state(segment.unit.index, segment.index, name, out.data_ptr(), out.numel() * 4)
+        return out
+
+    def close(self) -> None:
+        """The parameters stay NaN; their hooks refuse. Leases of living tensors stay valid."""
+        if self.closed:
+            return
+        self.closed = True
+        for unit in self.units:
+            if unit in _recent:
+                _recent.remove(unit)
+            unit.pins = 0
+            _retire(unit)
+        for s in self.segments:
+            registry.pop(id(s.parameter), None)
+        self.core.close()

@@ -1,0 +1,139 @@
+"""What autograd saves: a handle where it would save a parameter or a view of one, the tensor itself
+elsewhere.
+
+A handle costs no memory of the model; unpacking it acquires the unit again. Both kinds carry the version
+that torch itself compares
+when no hooks are set, so that an in-place change between forward and backward raises here as it does there.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch._C import DisableTorchFunction
+
+from . import residency
+from .residency import Segment, Unit, leases, registry
+
+_PLAIN = (torch.Tensor, nn.Parameter)
+
+
+class Handle:
+    """`offset`, in elements of `dtype`, counts from the start of the unit's memory."""
+
+    __slots__ = ("dtype", "generation", "offset", "segment", "size", "stride", "unit", "version")
+
+    def tensor(self) -> torch.Tensor:
+        unit, segment = self.unit, self.segment
+        if self.generation != unit.generation:
+            raise RuntimeError(
+                f"overspill: {segment.name} was saved for backward and has been updated since "
+                "(engine.step, a loaded "
+                "checkpoint or `gathered`): run backward before, or forward again"
+            )
+        if self.version is not None and segment.parameter._version != self.version:
+            raise RuntimeError(
+                f"overspill: one of the variables needed for gradient computation, {segment.name}, "
+                "has been modified by "
+                "an inplace operation"
+            )
+        idle = unit.flat is None
+        flat = residency.hold(unit)
+        with torch.inference_mode(False):
+            if self.dtype != unit.dtype:
+                flat = flat.view(torch.uint8).view(self.dtype)
+            view = flat.as_strided(self.size, self.stride, self.offset)
+        if in_backward():
+            residency.remember(unit)
+        elif idle:
+            residency.drop(unit)
+        return view
+
+
+class Activation:
+    """A tensor that is no weight, detached: holding it whole would be a cycle through its own graph."""
+
+    __slots__ = ("tensor", "version")
+
+
+def in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
+
+
+def pack(tensor: torch.Tensor) -> Any:
+    """A Handle, an Activation, or the tensor (kinds of tensors that have no storage of their own)."""
+    with DisableTorchFunction():
+        handle = _handle(tensor)
+        if handle is not None:
+            return handle
+        if type(tensor) not in _PLAIN or tensor.layout is not torch.strided:
+            return tensor
+        saved = Activation()
+        saved.tensor, saved.version = tensor.detach(), tensor._version
+        return saved
+
+
+def unpack(saved: Any) -> torch.Tensor:
+    if type(saved) is Activation:
+        tensor = saved.tensor
+        with DisableTorchFunction():
+            if tensor._version != saved.version:
+                raise RuntimeError(
+                    "one of the variables needed for gradient computation has been modified by an "
+                    "inplace operation: "
+                    f"{tensor.type()} {list(tensor.shape)} is at version {tensor._version}, expected "
+                    f"{saved.version}"
+                )
+        return tensor
+    if type(saved) is Handle:
+        with DisableTorchFunction():
+            return saved.tensor()
+    return saved
+
+
+def compose(user_pack: Callable, user_unpack: Callable) -> tuple[Callable, Callable]:
+    """A user's hooks, with weights taken out before they see them. torch runs the innermost pair only."""
+
+    def composed_pack(tensor: torch.Tensor) -> Any:
+        with DisableTorchFunction():
+            handle = _handle(tensor)
+        return user_pack(tensor) if handle is None else handle
+
+    def composed_unpack(saved: Any) -> torch.Tensor:
+        if type(saved) is not Handle:
+            return user_unpack(saved)
+        with DisableTorchFunction():
+            return saved.tensor()
+
+    composed_pack.overspill_composed = True
+    return composed_pack, composed_unpack
+
+
+def _handle(tensor: torch.Tensor) -> Handle | None:
+    """None where the tensor is neither a parameter of an engine nor a view of one's memory."""
+    if type(tensor) not in _PLAIN or tensor.layout is not torch.strided:
+        return None
+    segment = registry.get(id(tensor))
+    if segment is not None:
+        return _make(segment.unit, segment, tensor, segment.offset, segment.stride)
+    lease = leases.get(tensor.untyped_storage()._cdata)
+    if lease is None or lease[0].expired():
+        return None
+    unit, offset = lease[1], tensor.storage_offset()
+    position = offset * tensor.element_size() // unit.dtype.itemsize
+    segment = unit.segments[bisect_right(unit.segments, position, key=lambda s: s.offset) - 1]
+    return _make(unit, segment, tensor, offset, tensor.stride())
+
+
+def _make(unit: Unit, segment: Segment, tensor: torch.Tensor, offset: int, stride: tuple) -> Handle:
+    handle = Handle()
+    handle.unit, handle.segment, handle.generation = unit, segment, unit.generation
+    handle.offset, handle.size, handle.stride, handle.dtype = offset, tensor.size(), stride, tensor.dtype
+    # A view made through .data counts its own versions: torch would not compare them either.
+    version = tensor._version
+    handle.version = version if version == segment.parameter._version else None
+    return handle

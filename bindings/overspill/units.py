@@ -1,0 +1,162 @@
+"""Which parameters are gathered and dropped together: a partition of a module tree into units.
+
+Units depend on the model alone, never on budgets, so that every placement computes the same thing. One unit
+has one format, one
+dtype, and is all trainable or all frozen.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+BLOCK_ELEMENTS = 4 << 20  # an element of a ModuleList or Sequential up to this size is one unit
+MODULE_ELEMENTS = 256 << 10  # a module with this many elements of its own has a unit of its own
+
+DTYPES = {
+    torch.bfloat16: "BF16",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.float64: "F64",
+    torch.bool: "BOOL",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.complex64: "C64",
+}  # safetensors' names
+FORMATS = {torch.bfloat16: "bf16_split", torch.float32: "fp32"}  # of trainable parameters
+
+
+@dataclass
+class ParameterSpec:
+    """One parameter, once; `aliases` are the other names it is tied to."""
+
+    name: str
+    parameter: nn.Parameter
+    aliases: list[str] = field(default_factory=list)
+
+
+@dataclass
+class UnitSpec:
+    """`block` is the module whose call needs the whole unit, None where each parameter's own module does."""
+
+    name: str
+    format: str
+    dtype: torch.dtype
+    parameters: list[ParameterSpec]
+    block: nn.Module | None = None
+
+    @property
+    def trainable(self) -> bool:
+        return self.format != "frozen"
+
+
+def partition(model: nn.Module) -> list[UnitSpec]:
+    """The units of `model`, in order of registration. Parameters without elements belong to none.
+
+    Raises ValueError for a parameter that cannot be held: not materialised, or of a trainable dtype that is
+    not supported.
+    """
+    units: dict[tuple, UnitSpec] = {}
+    specs: dict[int, ParameterSpec] = {}
+
+    def own(module: nn.Module, prefix: str, key: str, block: nn.Module | None) -> None:
+        for name, parameter in module._parameters.items():
+            if parameter is None or parameter.numel() == 0:
+                continue
+            full = prefix + name
+            if id(parameter) in specs:
+                if full not in (specs[id(parameter)].name, *specs[id(parameter)].aliases):
+                    specs[id(parameter)].aliases.append(full)
+                continue
+            spec = specs[id(parameter)] = ParameterSpec(full, parameter)
+            form = _format(full, parameter)
+            slot = (key, form, parameter.dtype)
+            if slot not in units:
+                units[slot] = UnitSpec(
+                    f"{key}:{form}:{DTYPES[parameter.dtype]}", form, parameter.dtype, [], block
+                )
+            units[slot].parameters.append(spec)
+
+    def walk(module: nn.Module, prefix: str, small: str, key: str | None, block: nn.Module | None) -> None:
+        """`small`: key of the enclosing block's small parameters. `key`: the unit everything below belongs
+        to, if any."""
+        mine = key
+        if mine is None:
+            large = _fresh(module._parameters.values(), specs) >= MODULE_ELEMENTS
+            mine = (prefix.rstrip(".") or "(root)") if large else small
+        own(module, prefix, mine, block if key is not None else None)
+        for name, child in module._modules.items():
+            if child is None:
+                continue
+            path = f"{prefix}{name}"
+            if key is not None or not isinstance(module, (nn.ModuleList, nn.Sequential)):
+                walk(child, path + ".", small, key, block)
+            elif _fresh(child.parameters(), specs) <= BLOCK_ELEMENTS:
+                walk(child, path + ".", small, path, child)
+            else:
+                walk(child, path + ".", path + ".*", None, None)
+
+    walk(model, "", "*", None, None)
+    _check_memory(specs.values())
+    return list(units.values())
+
+
+def _fresh(parameters, specs: dict[int, ParameterSpec]) -> int:
+    """Elements of the parameters that no unit owns yet."""
+    return sum(
+        p.numel()
+        for p in parameters
+        if p is not None and id(p) not in specs and not isinstance(p, nn.parameter.UninitializedTensorMixin)
+    )
+
+
+def _format(name: str, parameter: nn.Parameter) -> str:
+    if isinstance(parameter, nn.parameter.UninitializedTensorMixin):
+        raise ValueError(
+            f"parameter {name} is not initialised yet: run the model once before overspill.initialize"
+        )
+    if parameter.device.type != "cpu":
+        raise ValueError(f"parameter {name} is on {parameter.device}: build the model on the CPU")
+    if parameter.layout is not torch.strided or parameter.dtype not in DTYPES:
+        raise ValueError(
+            f"parameter {name} ({parameter.dtype}, {parameter.layout}) cannot be offloaded: not supported"
+        )
+    if not parameter.requires_grad:
+        return "frozen"
+    if parameter.dtype not in FORMATS:
+        raise ValueError(
+            f"parameter {name} is trainable in {parameter.dtype}, which is not supported yet: "
+            "use model.bfloat16() or model.float(), or freeze it with requires_grad_(False)"
+        )
+    return FORMATS[parameter.dtype]
+
+
+def _check_memory(specs) -> None:
+    """Two parameters over the same memory would drift apart silently."""
+    seen: dict[int, str] = {}
+    for spec in specs:
+        other = seen.setdefault(spec.parameter.data_ptr(), spec.name)
+        if other != spec.name:
+            raise ValueError(
+                f"parameters {other} and {spec.name} share memory but are two objects: "
+                "tie them by assigning the same Parameter"
+            )
+
+
+def memory_order(parameter: torch.Tensor) -> tuple[int, ...]:
+    """The strides a parameter is kept with: its own where they are dense and without overlap
+    (channels_last), else contiguous."""
+    expected = 1
+    shape, stride = parameter.shape, parameter.stride()
+    for dim in sorted((d for d in range(len(shape)) if shape[d] > 1), key=lambda d: stride[d]):
+        if stride[dim] != expected:
+            return tuple(torch.empty(shape, device="meta").stride())
+        expected *= shape[dim]
+    return stride
