@@ -60,7 +60,7 @@ def compare(engine, plain):
     assert ours.keys() == theirs.keys()
     for key, value in theirs.items():
         assert_same(key, ours[key], value)
-    names = {name: p for name, p in engine.module.named_parameters(remove_duplicate=False)}
+    names = dict(engine.module.named_parameters(remove_duplicate=False))
     for name, parameter in plain.model.named_parameters():
         states = [s for s in plain.states if s.parameter is parameter]
         if states:
