@@ -4,7 +4,6 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <atomic>
 #include <deque>
 #include <mutex>
 #include <optional>
@@ -12,12 +11,10 @@
 #include <utility>
 
 #include "io/backend.h"
-#include "io/checksum.h"
-#include "io/in_flight.h"
 #include "io/job_folder.h"
 #include "io/piece_queue.h"
 #include "io/slab_export.h"
-#include "io/slab_space.h"
+#include "io/store_base.h"
 
 namespace overspill::io {
 namespace {
@@ -29,18 +26,13 @@ StoreError invalid(Operation operation, std::string detail) {
   return StoreError({.kind = ErrorKind::invalid, .operation = operation, .detail = std::move(detail)});
 }
 
-class FileStore final : public Store, private TransferOwner {
+class FileStore final : public StoreBase<Store> {
  public:
   explicit FileStore(const FileStoreOptions& options);
   ~FileStore() override;
 
   void reserve(int64_t bytes) override;
   Extent allocate(int64_t bytes) override;
-  void release(const Extent& extent) override { space_.release(extent); }
-  void pin(const Extent& extent) override { space_.pin(extent); }
-  void unpin(const Extent& extent) override { space_.unpin(extent); }
-  void submit(Transfer& transfer) override;
-  void drain() override { in_flight_.drain(); }
   std::vector<ExportedExtent> export_extents(std::span<const Extent> extents,
                                              const std::filesystem::path& folder) override;
   void register_memory(std::span<std::byte> memory) override;
@@ -64,9 +56,9 @@ class FileStore final : public Store, private TransferOwner {
     Lane* lane;
   };
 
+  void enqueue(Transfer& transfer) override;
   Target locate(const Transfer& transfer) override;
   std::string path_of(const Target& target) override;
-  void completed(Transfer& transfer) noexcept override;
 
   Lane& lane_of(const Extent& extent);
   Lane& lane_for_slab(int64_t bytes);
@@ -76,11 +68,6 @@ class FileStore final : public Store, private TransferOwner {
   const std::string job_;
   const int64_t slab_bytes_;
   const bool wants_direct_;
-  SlabSpace space_;
-  InFlight in_flight_;
-  std::atomic<int64_t> bytes_read_ = 0;
-  std::atomic<int64_t> bytes_written_ = 0;
-  std::atomic<int64_t> transfers_ = 0;
 
   std::deque<Lane> lanes_;
 
@@ -137,8 +124,8 @@ void FileStore::stop() {
 }
 
 void FileStore::reserve(int64_t bytes) {
-  if (bytes < 0) throw invalid(Operation::reserve, fmt::format("{} bytes", bytes));
-  bytes = round_up_to_block(bytes);
+  if (bytes == 0) return;
+  bytes = checked_extent_bytes(bytes);
   const std::lock_guard lock(grow_mutex_);
   if (bytes > space_.slab_bytes()) grow(bytes - space_.slab_bytes(), kBlockBytes);
   space_.raise_limit(bytes);
@@ -190,8 +177,7 @@ FileStore::Lane& FileStore::lane_for_slab(int64_t bytes) {
 }
 
 Extent FileStore::allocate(int64_t bytes) {
-  if (bytes <= 0) throw invalid(Operation::reserve, fmt::format("an extent of {} bytes", bytes));
-  bytes = round_up_to_block(bytes);
+  bytes = checked_extent_bytes(bytes);
   if (const Extent extent = space_.allocate(bytes); !extent.empty()) return extent;
   // A reservation is a promise in bytes: where only fragmentation is in the way, another slab keeps it.
   const std::lock_guard lock(grow_mutex_);
@@ -201,12 +187,7 @@ Extent FileStore::allocate(int64_t bytes) {
     extent = space_.allocate(bytes);
   }
   if (!extent.empty()) return extent;
-  throw StoreError(
-      {.kind = ErrorKind::no_space,
-       .operation = Operation::reserve,
-       .path = lanes_.front().folder.path().string(),
-       .detail = fmt::format("an extent of {} bytes is wanted; {} of {} reserved bytes are allocated", bytes,
-                             space_.allocated_bytes(), space_.limit_bytes())});
+  throw no_room(space_, bytes, lanes_.front().folder.path().string());
 }
 
 FileStore::Lane& FileStore::lane_of(const Extent& extent) {
@@ -214,13 +195,8 @@ FileStore::Lane& FileStore::lane_of(const Extent& extent) {
   return extent.slab < slabs_.size() ? *slabs_[extent.slab].lane : lanes_.front();
 }
 
-void FileStore::submit(Transfer& transfer) {
-  transfer.error = check_transfer(transfer);
-  if (!transfer.error) transfer.error = space_.begin(transfer.kind, transfer.extent);
-  transfer.held = !transfer.error;
-  in_flight_.begin(transfer);
+void FileStore::enqueue(Transfer& transfer) {
   Lane& lane = lane_of(transfer.extent);
-  // After the push the transfer may be complete, and gone.
   lane.queue.push(transfer);
   lane.backend->wake();
 }
@@ -236,37 +212,16 @@ std::string FileStore::path_of(const Target& target) {
   return slabs_[target.slab].file.path.string();
 }
 
-void FileStore::completed(Transfer& transfer) noexcept {
-  const uint8_t epoch = transfer.epoch;
-  const bool succeeded = !transfer.error;
-  if (transfer.held) space_.end(transfer.kind, transfer.extent, succeeded);
-  if (succeeded)
-    (transfer.kind == Transfer::Kind::write ? bytes_written_ : bytes_read_) += transfer.extent.bytes;
-  ++transfers_;
-  transfer.on_complete(transfer);  // afterwards the transfer may be in use again
-  in_flight_.end(epoch);
-}
-
 std::vector<ExportedExtent> FileStore::export_extents(std::span<const Extent> extents,
                                                       const std::filesystem::path& folder) {
+  const HeldExtents held(space_, extents);
   std::vector<ExportItem> items;
   items.reserve(extents.size());
-  const auto let_go = [&] {
-    for (const ExportItem& item : items) space_.end(Transfer::Kind::read, item.extent, true);
-  };
-  try {
-    for (const Extent& extent : extents) {
-      if (const auto error = space_.begin(Transfer::Kind::read, extent)) throw StoreError(*error);
-      const std::shared_lock lock(slabs_mutex_);
-      items.push_back({extent, &slabs_[extent.slab].file, space_.sums(extent)});
-    }
-    auto results = export_items(items, folder, job_);
-    let_go();
-    return results;
-  } catch (...) {
-    let_go();
-    throw;
+  for (const Extent& extent : extents) {
+    const std::shared_lock lock(slabs_mutex_);
+    items.push_back({extent, &slabs_[extent.slab].file, space_.sums(extent)});
   }
+  return export_items(items, folder, job_);
 }
 
 void FileStore::register_memory(std::span<std::byte> memory) {
@@ -278,14 +233,7 @@ void FileStore::unregister_memory(std::span<std::byte> memory) {
 }
 
 StoreStats FileStore::stats() const {
-  StoreStats stats{.bytes_read = bytes_read_,
-                   .bytes_written = bytes_written_,
-                   .transfers = transfers_,
-                   .retries = 0,
-                   .in_flight_max = in_flight_.max(),
-                   .allocated_bytes = space_.allocated_bytes(),
-                   .reserved_bytes = space_.slab_bytes(),
-                   .backend = ""};
+  StoreStats stats = base_stats();
   for (const Lane& lane : lanes_) {
     stats.retries += lane.queue.retries();
     const bool refused = wants_direct_ && !lane.folder.direct();

@@ -92,4 +92,29 @@ class SlabSpace {
   int64_t allocated_bytes_ = 0;
 };
 
+/// Keeps written extents from being reused while it lives. Throws StoreError where one was never written.
+class HeldExtents {
+ public:
+  HeldExtents(SlabSpace& space, std::span<const Extent> extents) : space_(space) {
+    for (const Extent& extent : extents) {
+      if (const auto error = space_.begin(Transfer::Kind::read, extent)) {
+        let_go();
+        throw StoreError(*error);
+      }
+      held_.push_back(extent);
+    }
+  }
+  ~HeldExtents() { let_go(); }
+  HeldExtents(const HeldExtents&) = delete;
+  HeldExtents& operator=(const HeldExtents&) = delete;
+
+ private:
+  void let_go() {
+    for (const Extent& extent : held_) space_.end(Transfer::Kind::read, extent, true);
+  }
+
+  SlabSpace& space_;
+  std::vector<Extent> held_;
+};
+
 }  // namespace overspill::io

@@ -73,13 +73,18 @@ Manifest read_manifest(const std::filesystem::path& folder);
 /// Temporary name, fsync, rename, fsync of the folder. All data files are durable before the call.
 void write_manifest(const std::filesystem::path& folder, const Manifest& manifest);
 
-/// Reads and verifies one range in pieces; `sink(bytes, offset_in_range)` is called in order. Throws CheckpointError naming file, offset
-/// and both checksums.
+/// Reads the first to.size() bytes of a range, verifying the checksum of every block they touch. Throws CheckpointError naming file,
+/// offset and both checksums; then `to` holds nothing of use.
 void read_range(const std::filesystem::path& folder, const FileRange& range, std::span<std::byte> to);
+
+/// The same for the bytes from `begin` on.
+void read_range_part(const std::filesystem::path& folder, const FileRange& range, int64_t begin, std::span<std::byte> to);
 
 /// Streams a checkpoint into Hugging Face safetensors files in `out` (created; must be empty or absent): model.safetensors, or shards
 /// of at most `shard_bytes` with an index. `dtype` is "bf16" or "fp32": weights from `hi` alone, or from hi and lo. Memory: about one tensor.
-/// Written under a temporary name and renamed when complete. Frozen tensors keep their dtype unless they are floating point. `progress(done, total)` in bytes.
+/// Written under temporary names and renamed when complete; after an error nothing remains. Frozen tensors keep their dtype unless it is
+/// F16, BF16 or F32. Of tied weights only the first name is written: Hugging Face ties the others when it loads. `progress(context, done,
+/// total)` in bytes; may be null, may throw.
 struct MergeOptions {
   std::string dtype = "bf16";
   int64_t shard_bytes = int64_t{5} << 30;

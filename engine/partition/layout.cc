@@ -36,6 +36,9 @@ void check_format(const UnitSpec& spec) {
     throw std::invalid_argument(fmt::format("unit {}: format {} does not fit dtype {}", spec.name,
                                             format_name(spec.format), spec.dtype));
   }
+  if (dtype_bytes(spec.dtype) == 0) {
+    throw std::invalid_argument(fmt::format("unit {}: unknown dtype '{}'", spec.name, spec.dtype));
+  }
   if (spec.segments.empty()) throw std::invalid_argument(fmt::format("unit {} has no parameters", spec.name));
 }
 
@@ -118,7 +121,7 @@ int64_t dtype_bytes(std::string_view dtype) {
   for (const auto& [name, bytes] : kBytes) {
     if (name == dtype) return bytes;
   }
-  throw std::invalid_argument(fmt::format("unknown dtype '{}'", dtype));
+  return 0;
 }
 
 const char* component_name(Component component) {

@@ -18,7 +18,7 @@ enum class Format : uint8_t {
 std::string_view format_name(Format format);
 Format format_from_name(std::string_view name);  // throws std::invalid_argument
 
-/// Bytes of one element of a safetensors dtype ("BF16", "F32", "I8", ...). Throws std::invalid_argument naming an unknown one.
+/// Bytes of one element of a safetensors dtype ("BF16", "F32", "I8", ...); 0 for a name that is none.
 int64_t dtype_bytes(std::string_view dtype);
 
 struct SegmentSpec {

@@ -75,7 +75,7 @@ Resources resources_of(const Case& c, const Config& config) {
     faults.reorder = true;
     faults.short_transfer = 0.1;
     faults.interrupted = 0.1;
-    resources.store = io::make_memory_store(64 << 20, faults, 4096);
+    resources.store = io::make_memory_store(64 << 20, faults, 65536);
   }
   return resources;
 }

@@ -1,0 +1,73 @@
+"""The command `overspill`: doctor, plan, train, merge, generate. Each command is a file of this folder."""
+
+import argparse
+import importlib
+import os
+import sys
+import traceback
+
+from overspill.cli.common import CliError, describe
+
+COMMANDS = ("doctor", "plan", "train", "merge", "generate")
+
+EXAMPLES = """examples:
+  overspill doctor --nvme /mnt/disk
+  overspill plan --model ./smollm2 --host-budget 600MiB --nvme /mnt/disk
+  overspill train --model ./smollm2 --data ./texts --host-budget 600MiB --nvme /mnt/disk --out runs/first --steps 40
+  overspill train --out runs/first --resume
+  overspill merge runs/first/checkpoints/step-000040 ./tuned --dtype bf16
+  overspill generate --model ./tuned --prompt "def "
+"""
+
+
+def parser() -> argparse.ArgumentParser:
+    """All commands and their options."""
+    top = argparse.ArgumentParser(
+        prog="overspill",
+        description="Train models larger than the device: weights, gradients and optimizer states over RAM and NVMe.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    top.add_argument("--debug", action="store_true", help="show where an error comes from")
+    commands = top.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    for name in COMMANDS:
+        module = importlib.import_module(f"overspill.cli.{name}")
+        summary = module.__doc__.splitlines()[0]
+        sub = commands.add_parser(
+            name,
+            help=summary,
+            description=module.__doc__,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        sub.add_argument("--debug", action="store_true", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
+        module.options(sub)
+        sub.set_defaults(run=module.run)
+    return top
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs one command; returns its exit code. Errors are a message on stderr and a code that is not 0."""
+    os.environ.setdefault(
+        "HF_HUB_OFFLINE", "1"
+    )  # models are folders here; a wrong name must not become a download
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    args = parser().parse_args(argv)
+    try:
+        return args.run(args) or 0
+    except KeyboardInterrupt:
+        print("overspill: stopped", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+    except Exception as error:
+        if args.debug:
+            traceback.print_exc()
+        known = isinstance(error, CliError)
+        hint = "" if known or args.debug else describe(error).hint
+        print(f"overspill {args.command}: error: {describe(error).text}{hint}", file=sys.stderr)
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

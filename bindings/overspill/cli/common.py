@@ -1,0 +1,215 @@
+"""What the commands share: errors for people, checks of folders, options that mean the same everywhere."""
+
+import argparse
+import dataclasses
+import json
+import shutil
+from pathlib import Path
+
+WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
+SMALL_FILES = (
+    "*.json",
+    "*.jinja",
+    "*.txt",
+    "*.model",
+    "merges*",
+    "vocab*",
+)  # of a Hugging Face folder, beside weights
+
+
+class CliError(Exception):
+    """An error that the user can act on: the message names the thing, its value and the way out."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Description:
+    text: str
+    hint: str = ""
+
+
+def describe(error: BaseException) -> Description:
+    """An error in the words of the command line: no class names where the message says enough."""
+    if isinstance(error, CliError):
+        return Description(str(error))
+    if isinstance(error, OSError) and error.strerror:
+        names = " -> ".join(str(n) for n in (error.filename, error.filename2) if n)
+        return Description(f"{names + ': ' if names else ''}{error.strerror}{_way_out(error)}")
+    if type(error).__module__.startswith("overspill") or isinstance(error, ValueError):
+        return Description(str(error))
+    return Description(f"{type(error).__name__}: {error}", " (--debug shows where)")
+
+
+def _way_out(error: OSError) -> str:
+    import errno
+
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return "; free some space or name a folder on another disk"
+    if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+        return "; name a folder that you may write to"
+    return ""
+
+
+def size(text: str) -> int:
+    """argparse type of a byte count: '600MiB', '1.5GB', '1024'."""
+    from overspill.config import parse_size
+
+    try:
+        return parse_size(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r}: {error}") from None
+
+
+def positive(text: str) -> int:
+    """argparse type of an integer that is at least 1."""
+    return _at_least(text, 1)
+
+
+def natural(text: str) -> int:
+    """argparse type of an integer that is at least 0."""
+    return _at_least(text, 0)
+
+
+def _at_least(text: str, least: int) -> int:
+    try:
+        value = int(text)
+    except ValueError:
+        value = least - 1
+    if value < least:
+        raise argparse.ArgumentTypeError(f"{text!r}: an integer of at least {least} is expected")
+    return value
+
+
+def nonnegative(text: str) -> float:
+    """argparse type of a finite float that is at least 0."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r}: a number of at least 0 is expected")
+    return value
+
+
+def add_tiers(parser: argparse.ArgumentParser) -> None:
+    """Options that say where states may live."""
+    parser.add_argument(
+        "--host-budget", type=size, metavar="SIZE", help="host memory the engine may use, e.g. 600MiB"
+    )
+    parser.add_argument(
+        "--nvme", action="append", metavar="DIR", help="folder on a fast disk; may be given several times"
+    )
+    parser.add_argument(
+        "--config", type=Path, metavar="FILE", help="overspill configuration (JSON); options go before it"
+    )
+
+
+def nvme_folders(folders: list[str] | None) -> list[str]:
+    """Checked absolute paths. Raises CliError for one that is missing: a typo would fill the wrong disk."""
+    checked = []
+    for folder in folders or []:
+        path = Path(folder)
+        if not path.is_dir():
+            state = "is a file, not a folder" if path.exists() else "does not exist"
+            raise CliError(
+                f"--nvme {folder} {state}; make it on the disk you mean (mkdir -p {folder}) and run again"
+            )
+        checked.append(str(path.resolve()))
+    return checked
+
+
+def engine_config(host_budget: int | None, nvme: list[str] | None, file: Path | None, **sections) -> dict:
+    """The configuration for overspill.initialize: the file's, with what the options say put over it.
+
+    `sections` are further top-level keys; a dict is merged into the file's section, None is left out. Raises CliError.
+    """
+    config: dict = {}
+    if file is not None:
+        try:
+            config = json.loads(file.read_text())
+        except (OSError, ValueError) as error:
+            raise CliError(f"--config {file}: {error}; give a JSON file") from None
+        if not isinstance(config, dict):
+            raise CliError(f"--config {file}: an object {{...}} is expected, not {type(config).__name__}")
+    budget = dict(config.get("budget") or {})
+    if host_budget is not None:
+        budget["host"] = host_budget
+    if nvme is not None:
+        budget["nvme"] = nvme
+    if "host" not in budget:
+        raise CliError(
+            "--host-budget is missing; give what the engine may use of host memory, e.g. --host-budget 4GiB"
+        )
+    budget["nvme"] = nvme_folders(budget.get("nvme"))
+    for key, value in sections.items():
+        if isinstance(value, dict):
+            config[key] = {**(config.get(key) or {}), **{k: v for k, v in value.items() if v is not None}}
+        elif value is not None:
+            config[key] = value
+    return {**config, "budget": budget}
+
+
+def model_folder(folder: Path) -> Path:
+    """A Hugging Face folder with config and safetensors. Raises CliError that names what is missing."""
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise CliError(
+            f"--model {folder} is no folder; give a Hugging Face folder (config.json, model.safetensors)"
+        )
+    if not (folder / "config.json").is_file():
+        raise CliError(f"--model {folder} has no config.json; give a Hugging Face folder")
+    if not weight_files(folder):
+        others = sorted(p.name for p in folder.glob("*.bin")) + sorted(p.name for p in folder.glob("*.gguf"))
+        found = f" ({', '.join(others)} cannot be used: only safetensors are read)" if others else ""
+        raise CliError(f"--model {folder} has no weights: neither {' nor '.join(WEIGHTS)}{found}; add them")
+    return folder
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files of a model folder; empty without weights. Raises CliError for a file its index misses."""
+    single, index = (folder / name for name in WEIGHTS)
+    if single.is_file():
+        return [single]
+    if not index.is_file():
+        return []
+    try:
+        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    except (ValueError, KeyError, AttributeError):
+        raise CliError(f"{index} is no index of safetensors; fetch the model again") from None
+    missing = [name for name in names if not (folder / name).is_file()]
+    if missing:
+        raise CliError(
+            f"--model {folder} lacks {', '.join(missing)}, named by its index; fetch the model again"
+        )
+    return [folder / name for name in names]
+
+
+def copy_small_files(source: Path, target: Path) -> None:
+    """Config, generation config and tokenizer files of a Hugging Face folder; `target` appears whole or not at all."""
+    part = target.with_name(target.name + ".part")
+    shutil.rmtree(part, ignore_errors=True)
+    part.mkdir(parents=True)
+    for pattern in SMALL_FILES:
+        for file in source.glob(pattern):
+            if file.name != WEIGHTS[1]:
+                shutil.copyfile(file, part / file.name)
+    shutil.rmtree(target, ignore_errors=True)
+    part.rename(target)
+
+
+def quiet_transformers() -> None:
+    """No progress bars and no advice from transformers: the commands have their own."""
+    import transformers
+
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+
+
+def load_tokenizer(folder: Path):
+    """The tokenizer of a model folder. Raises CliError."""
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(folder)
+    except (OSError, ValueError) as error:
+        reason = str(error).splitlines()[0]
+        raise CliError(f"--model {folder} has no usable tokenizer ({reason}); add tokenizer.json") from None

@@ -1,0 +1,49 @@
+"""Progress of a run: a live bar on a terminal, a line a step elsewhere."""
+
+import sys
+from typing import Any
+
+from overspill.memory import human
+
+
+def _figures(record: dict[str, Any]) -> str:
+    skipped = "  SKIPPED (not finite)" if record["skipped"] else ""
+    return (
+        f"loss {record['loss']:.4f}  {record['tokens_per_s']:.0f} tokens/s  host {human(record['host_used_bytes'])}  "
+        f"nvme {human(record['nvme_allocated_bytes'])}  waited {record['wait_seconds']:.2f} s{skipped}"
+    )
+
+
+class Display:
+    """Use as a context manager. `step` takes the record that the log gets too; `say` prints a line beside the bar."""
+
+    def __init__(self, first: int, steps: int):
+        self.first, self.steps = first, steps
+        self._bar: Any = None
+        self._task: Any = None
+
+    def __enter__(self) -> "Display":
+        if sys.stdout.isatty():
+            from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+            columns = ("{task.completed}/{task.total}", BarColumn(20), TextColumn("{task.description}"))
+            self._bar = Progress(*columns, TimeRemainingColumn())
+            self._task = self._bar.add_task("", total=self.steps, completed=self.first)
+            self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def step(self, record: dict[str, Any]) -> None:
+        if self._bar is not None:
+            self._bar.update(self._task, completed=record["step"], description=_figures(record))
+        else:
+            print(f"step {record['step']}/{self.steps}  {_figures(record)}", flush=True)
+
+    def say(self, text: str) -> None:
+        if self._bar is not None:
+            self._bar.console.print(text, highlight=False, markup=False)
+        else:
+            print(text, flush=True)

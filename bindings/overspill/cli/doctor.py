@@ -1,0 +1,73 @@
+"""What this machine offers to Overspill, and what to change.
+
+io_uring, O_DIRECT, the memory lock limit, huge pages, disks and their measured speed, NUMA, instruction sets, GPUs.
+"""
+
+import argparse
+import os
+from pathlib import Path
+
+from overspill.cli.common import nvme_folders
+from overspill.memory import human
+
+
+def options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--nvme", action="append", metavar="DIR", help="folder on a disk to measure (default: here)"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    from overspill import _core
+
+    folders = nvme_folders(args.nvme) if args.nvme else [str(Path.cwd())]
+    report = _core.doctor(folders)
+    report["memory"] = _memory()
+    report["gpu"] = _gpus()
+    for line in _lines(report):
+        print(line)
+    return 0
+
+
+def _memory() -> str:
+    pages, page = os.sysconf("SC_PHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
+    free = next(
+        int(line.split()[1]) * 1024
+        for line in Path("/proc/meminfo").read_text().splitlines()
+        if line.startswith("MemAvailable")
+    )
+    return f"{human(pages * page)}, {human(free)} available; {len(os.sched_getaffinity(0))} cores"
+
+
+def _gpus() -> str:
+    import torch
+
+    if not torch.cuda.is_available():
+        return "none that torch can use; forward and backward run on the CPU"
+    return ", ".join(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count()))
+
+
+def _lines(value, indent: str = "") -> list[str]:
+    """A nested report as aligned lines; numbers named *_bytes and *_bytes_per_s in units for people."""
+    lines = []
+    width = max((len(str(key)) for key in value), default=0)
+    for key, item in value.items():
+        label = f"{indent}{str(key).replace('_', ' '):<{width}}  "
+        if isinstance(item, dict):
+            lines += [label.rstrip(), *_lines(item, indent + "  ")]
+        elif isinstance(item, list) and item and isinstance(item[0], dict):
+            for entry in item:
+                lines += [label.rstrip(), *_lines(entry, indent + "  ")]
+        else:
+            lines.append(label + _value(str(key), item))
+    return lines
+
+
+def _value(key: str, item) -> str:
+    if isinstance(item, bool):
+        return "yes" if item else "no"
+    if isinstance(item, list):
+        return ", ".join(map(str, item)) or "-"
+    if isinstance(item, int | float) and "bytes" in key:
+        return human(item) + ("/s" if "per_s" in key else "")
+    return f"{item:.3g}" if isinstance(item, float) else str(item)

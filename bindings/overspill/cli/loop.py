@@ -1,0 +1,137 @@
+"""The training loop of `overspill train`: what a step is, and what must be kept so that going on changes no bit."""
+
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from overspill.state import random_states, restore_random_states
+
+from overspill import memory
+from overspill.cli.settings import Settings
+from overspill.data import Batches, Sequences, evaluation_batches
+
+LOGGED = (
+    "host_used_bytes",
+    "host_peak_bytes",
+    "nvme_allocated_bytes",
+    "nvme_read_bytes",
+    "nvme_written_bytes",
+    "wait_seconds",
+)
+
+
+class Stop:
+    """A request to stop, by SIGINT or SIGTERM. A second SIGINT stops at once."""
+
+    def __init__(self) -> None:
+        self.signal: int | None = None
+
+    @contextmanager
+    def listening(self) -> Iterator["Stop"]:
+        """Takes the two signals over for a while."""
+        before = {number: signal.signal(number, self._receive) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield self
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _receive(self, number: int, _frame: object) -> None:
+        if self.signal is not None and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        self.signal = number
+
+    def __bool__(self) -> bool:
+        return self.signal is not None
+
+    @property
+    def exit_code(self) -> int:
+        return 128 + (self.signal or 0)
+
+
+class Loop:
+    """Steps over batches. `step` and `position` (sequences seen) say where it is; both are in `state()`."""
+
+    def __init__(self, engine: Any, optimizer: Any, batches: Batches, settings: Settings, stop: Stop):
+        self.engine, self.optimizer, self.batches, self.settings, self.stop = (
+            engine,
+            optimizer,
+            batches,
+            settings,
+            stop,
+        )
+        self.step = self.position = 0
+
+    def state(self) -> dict[str, int]:
+        """What a checkpoint has to carry beside the engine's own, which has the random states."""
+        return {"step": self.step, "position": self.position}
+
+    def restore(self, state: dict[str, int]) -> None:
+        self.step, self.position = state["step"], state["position"]
+
+    def train_step(self) -> dict[str, Any] | None:
+        """One optimizer step; its record for the log. None when a stop came first: the step is undone."""
+        started = time.perf_counter()
+        waited = self.engine.stats()["wait_seconds"]
+        settings, losses = self.settings, []
+        before = random_states(), self.engine.micro_steps
+        rate = settings.learning_rate(self.step)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        for micro in range(settings.accumulate):
+            ids = self.batches.at(self.position + micro * settings.batch)
+            loss = self.engine(input_ids=ids, labels=ids, use_cache=False).loss
+            self.engine.backward(loss)
+            losses.append(loss.item())
+            if self.stop and micro + 1 < settings.accumulate:
+                self.engine.zero_grad()
+                restore_random_states(before[0])
+                self.engine.micro_steps = before[1]
+                return None
+            self.engine.step()
+        self.step += 1
+        self.position += settings.accumulate * settings.batch
+        return self._record(sum(losses) / len(losses), rate, started, waited)
+
+    def _record(self, loss: float, rate: float, started: float, waited: float) -> dict[str, Any]:
+        seconds = time.perf_counter() - started
+        stats, result = self.engine.stats(), self.engine.last_step
+        tokens = self.settings.accumulate * self.settings.batch * self.settings.seq_len
+        record = {
+            "step": self.step,
+            "loss": loss,
+            "lr": rate,
+            "norm": result.norm,
+            "clip": result.clip,
+            "skipped": result.skipped,
+            "seconds": seconds,
+            "tokens": tokens,
+            "tokens_per_s": tokens / seconds,
+            "rss_bytes": memory.rss_bytes(),
+        }
+        record.update({key: stats[key] for key in LOGGED})
+        record["wait_seconds"] = stats["wait_seconds"] - waited
+        return record
+
+    def heldout_loss(self, sequences: Sequences, limit: int) -> float | None:
+        """Mean loss over at most `limit` held-out batches, in evaluation mode; None when a stop came first."""
+        total, rows = 0.0, 0
+        self.engine.eval()
+        try:
+            with torch.no_grad():
+                for ids in evaluation_batches(sequences, self.settings.batch, limit):
+                    if self.stop:
+                        return None
+                    total += self.engine(input_ids=ids, labels=ids, use_cache=False).loss.item() * len(ids)
+                    rows += len(ids)
+        finally:
+            self.engine.train()
+        return total / rows
+
+
+StepHook = Callable[
+    [Loop], None
+]  # called after each step and after each held-out loss; make train's measurements

@@ -1,0 +1,99 @@
+"""What training needs, component by component, and where it would live.
+
+Works from the model's config and the headers of its safetensors files; no weight is read and nothing is allocated. What
+cannot work is refused with the sum and the smallest budget that would do.
+"""
+
+import argparse
+from pathlib import Path
+
+from overspill.cli.common import (
+    CliError,
+    add_tiers,
+    engine_config,
+    model_folder,
+    positive,
+    quiet_transformers,
+    weight_files,
+)
+
+DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
+
+
+def options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", type=Path, required=True, metavar="DIR", help="Hugging Face folder")
+    add_tiers(parser)
+    parser.add_argument("--accumulate", type=positive, metavar="N", help="micro-batches a step (default 1)")
+    parser.add_argument("--dtype", choices=DTYPES, default="bf16")
+
+
+def run(args: argparse.Namespace) -> int:
+    folder = model_folder(args.model)
+    config = engine_config(
+        args.host_budget, args.nvme, args.config, gradient_accumulation_steps=args.accumulate
+    )
+    quiet_transformers()
+    print(plan(empty_model(folder, args.dtype), config).text)
+    return 0
+
+
+def plan(model, config: dict):
+    """core.Plan of a model (its weights are not looked at). Raises ConfigError, BudgetError."""
+    from overspill.config import Config
+    from overspill.units import partition, to_core
+
+    from overspill import _core
+
+    return _core.plan(to_core(partition(model)), Config.read(config).to_core(_core))
+
+
+def empty_model(folder: Path, dtype: str):
+    """The module tree of a model folder over memory that is never touched, its shapes checked against the weights.
+
+    Raises CliError when config and weights are not of one model.
+    """
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    try:
+        config = AutoConfig.from_pretrained(folder)
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, DTYPES[dtype]))
+    except (ValueError, KeyError, OSError) as error:
+        raise CliError(
+            f"{folder}/config.json: {str(error).splitlines()[0]}; give a causal language model"
+        ) from None
+    model.to_empty(device="cpu")  # address space only: pages that nobody writes cost nothing
+    model.tie_weights()
+    _check_shapes(model, folder)
+    return model
+
+
+def header_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
+    """Name to shape of every tensor of a model folder, from the headers alone."""
+    from safetensors import SafetensorError, safe_open
+
+    shapes = {}
+    for path in weight_files(folder):
+        try:
+            with safe_open(path, framework="pt") as file:
+                shapes.update({name: tuple(file.get_slice(name).get_shape()) for name in file.keys()})  # noqa: SIM118
+        except SafetensorError as error:
+            raise CliError(f"{path} is damaged ({error}); fetch the model again") from None
+    return shapes
+
+
+def _check_shapes(model, folder: Path) -> None:
+    """Every tensor whose name the model knows has the shape it expects, and most of the model is there."""
+    expected = {name: tuple(p.shape) for name, p in model.named_parameters()}
+    stored = header_shapes(folder)
+    for name in expected.keys() & stored.keys():
+        if expected[name] != stored[name]:
+            raise CliError(
+                f"{folder}: {name} has shape {list(stored[name])} in the weights and {list(expected[name])} by "
+                "config.json; they are of two models: fetch both again"
+            )
+    if not expected.keys() & stored.keys():
+        raise CliError(
+            f"{folder}: no tensor of the weights has a name that {type(model).__name__} knows; wrong weights?"
+        )

@@ -1,0 +1,157 @@
+#include "engine/checkpoint/checkpoint_file.h"
+
+#include <fcntl.h>
+#include <fmt/format.h>
+#include <sys/stat.h>
+#include <unistd.h>
+#include <xxhash.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+#include <system_error>
+#include <utility>
+#include <vector>
+
+namespace overspill::engine {
+namespace {
+
+constexpr int64_t kBlockBytes = 64 * 1024;  // of a checksum
+
+[[noreturn]] void fail(const std::filesystem::path& path, const char* what, int os_error,
+                       const char* way_out) {
+  throw CheckpointError(
+      fmt::format("{}: {}: {}; {}", path.string(), what, std::generic_category().message(os_error), way_out));
+}
+
+constexpr const char* kUseAnother = "use another checkpoint, or restore this file";
+constexpr const char* kMakeRoom = "free space or choose another folder";
+
+uint64_t checksum_block(std::span<const std::byte> block) {
+  return XXH3_64bits(block.data(), block.size());
+}
+
+void verify_block(const std::filesystem::path& folder, const FileRange& range, int64_t block,
+                  std::span<const std::byte> bytes) {
+  const uint64_t found = checksum_block(bytes);
+  const uint64_t expected = range.block_checksums[block];
+  if (found == expected) return;
+  throw CheckpointError(
+      fmt::format("{}: {} bytes at {} are corrupt: checksum {:016x}, written as {:016x}; {}",
+                  (folder / range.file).string(), bytes.size(), range.offset + block * kBlockBytes, found,
+                  expected, kUseAnother));
+}
+
+}  // namespace
+
+CheckpointFile CheckpointFile::open(const std::filesystem::path& path) {
+  // O_NONBLOCK: a named pipe in place of the file must not hang the reader.
+  const int file = ::open(path.c_str(), O_RDONLY | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC);
+  if (file < 0) {
+    if (errno == ELOOP)
+      fail(path, "a symbolic link, which is not followed", errno, "put the file itself there");
+    fail(path, "cannot be opened", errno, kUseAnother);
+  }
+  CheckpointFile opened(path, file);
+  struct stat status = {};
+  if (::fstat(file, &status) != 0) fail(path, "cannot be examined", errno, kUseAnother);
+  if (!S_ISREG(status.st_mode))
+    throw CheckpointError(fmt::format("{}: not a regular file; {}", path.string(), kUseAnother));
+  return opened;
+}
+
+CheckpointFile CheckpointFile::create(const std::filesystem::path& path, int mode) {
+  const int file = ::open(path.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_NOFOLLOW | O_CLOEXEC, mode);
+  if (file < 0) fail(path, "cannot be created", errno, kMakeRoom);
+  return CheckpointFile(path, file);
+}
+
+CheckpointFile::CheckpointFile(CheckpointFile&& other) noexcept
+    : path_(std::move(other.path_)), file_(std::exchange(other.file_, -1)) {}
+
+CheckpointFile::~CheckpointFile() {
+  if (file_ >= 0) ::close(file_);
+}
+
+int64_t CheckpointFile::bytes() const {
+  struct stat status = {};
+  if (::fstat(file_, &status) != 0) fail(path_, "cannot be examined", errno, kUseAnother);
+  return status.st_size;
+}
+
+void CheckpointFile::read_at(std::span<std::byte> to, int64_t offset) const {
+  while (!to.empty()) {
+    const ssize_t got = ::pread(file_, to.data(), to.size(), offset);
+    if (got < 0 && errno == EINTR) continue;
+    if (got < 0) fail(path_, fmt::format("cannot be read at {}", offset).c_str(), errno, kUseAnother);
+    if (got == 0) {
+      throw CheckpointError(fmt::format("{}: ends at {}, {} bytes too early; {}", path_.string(), offset,
+                                        to.size(), kUseAnother));
+    }
+    to = to.subspan(got);
+    offset += got;
+  }
+}
+
+void CheckpointFile::write(std::span<const std::byte> from) {
+  while (!from.empty()) {
+    const ssize_t wrote = ::write(file_, from.data(), from.size());
+    if (wrote < 0 && errno == EINTR) continue;
+    if (wrote <= 0) fail(path_, "cannot be written", wrote < 0 ? errno : ENOSPC, kMakeRoom);
+    from = from.subspan(wrote);
+  }
+}
+
+void CheckpointFile::sync() {
+  if (::fsync(file_) != 0) fail(path_, "cannot be made durable", errno, kMakeRoom);
+}
+
+void sync_folder(const std::filesystem::path& folder) {
+  const int file = ::open(folder.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+  if (file < 0) fail(folder, "cannot be opened", errno, "check the folder's permissions");
+  const int result = ::fsync(file);
+  const int os_error = errno;
+  ::close(file);
+  if (result != 0) fail(folder, "cannot be made durable", os_error, kMakeRoom);
+}
+
+void rename_file(const std::filesystem::path& from, const std::filesystem::path& to) {
+  if (::rename(from.c_str(), to.c_str()) != 0) fail(to, "cannot be put in place", errno, kMakeRoom);
+}
+
+void read_range(const std::filesystem::path& folder, const FileRange& range, std::span<std::byte> to) {
+  read_range_part(folder, range, 0, to);
+}
+
+void read_range_part(const std::filesystem::path& folder, const FileRange& range, int64_t begin,
+                     std::span<std::byte> to) {
+  const auto count = static_cast<int64_t>(to.size());
+  if (begin < 0 || begin > range.bytes || count > range.bytes - begin ||
+      static_cast<int64_t>(range.block_checksums.size()) != (range.bytes + kBlockBytes - 1) / kBlockBytes) {
+    throw CheckpointError(fmt::format(
+        "{}: {} bytes at {} were asked for of a range of {} bytes and {} checksums; this is a mistake "
+        "in the program",
+        (folder / range.file).string(), count, begin, range.bytes, range.block_checksums.size()));
+  }
+  const CheckpointFile file = CheckpointFile::open(folder / range.file);
+  std::vector<std::byte> scratch;
+  for (int64_t at = begin; at < begin + count;) {
+    const int64_t block = at / kBlockBytes;
+    const int64_t block_begin = block * kBlockBytes;
+    const int64_t block_bytes = std::min(kBlockBytes, range.bytes - block_begin);
+    const int64_t wanted = std::min(block_begin + block_bytes, begin + count) - at;
+    const std::span<std::byte> target = to.subspan(at - begin, wanted);
+    if (wanted == block_bytes) {
+      file.read_at(target, range.offset + block_begin);
+      verify_block(folder, range, block, target);
+    } else {  // a part of a block: only the whole has a checksum
+      scratch.resize(block_bytes);
+      file.read_at(scratch, range.offset + block_begin);
+      verify_block(folder, range, block, scratch);
+      std::memcpy(target.data(), scratch.data() + (at - block_begin), target.size());
+    }
+    at += wanted;
+  }
+}
+
+}  // namespace overspill::engine

@@ -1,0 +1,183 @@
+#include "engine/checkpoint/manifest_check.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <array>
+#include <unordered_map>
+#include <unordered_set>
+#include <utility>
+
+#include "engine/checkpoint/checkpoint_file.h"
+
+namespace overspill::engine {
+namespace {
+
+constexpr int64_t kBlockBytes = 64 * 1024;          // of a checksum
+constexpr int64_t kElementsMax = int64_t{1} << 56;  // times 8 bytes stays far from overflow
+constexpr size_t kNameBytesMax = 4096;
+
+/// Accumulates nothing: the first thing that is wrong ends the check.
+class Check {
+ public:
+  Check(const std::filesystem::path& folder, const Manifest& manifest)
+      : folder_(folder), manifest_(manifest) {}
+
+  void run() {
+    require(manifest_.version == kManifestVersion,
+            "version {} where this program reads {}; use the program that wrote it", manifest_.version,
+            kManifestVersion);
+    require(manifest_.step >= 0 && manifest_.skipped_steps >= 0, "step {}, {} skipped", manifest_.step,
+            manifest_.skipped_steps);
+    require(manifest_.world >= 1, "a world of {} ranks", manifest_.world);
+    for (const ManifestUnit& unit : manifest_.units) check_unit(unit);
+  }
+
+ private:
+  template <typename... Values>
+  void require(bool holds, fmt::format_string<Values...> what, Values&&... values) const {
+    if (holds) return;
+    throw CheckpointError(fmt::format("{}: {}; the checkpoint is damaged or was edited, use another one",
+                                      (folder_ / kManifestFile).string(),
+                                      fmt::format(what, std::forward<Values>(values)...)));
+  }
+
+  void check_unit(const ManifestUnit& unit) {
+    require(!unit.name.empty() && unit.name.size() <= kNameBytesMax, "a unit's name has {} bytes",
+            unit.name.size());
+    require(unit_names_.insert(unit.name).second, "two units are called '{}'", unit.name);
+    require(!components_of(unit.format).empty(), "unit '{}' has the unknown format '{}'", unit.name,
+            unit.format);
+    require(dtype_bytes(unit.dtype) > 0, "unit '{}' has the unknown dtype '{}'", unit.name, unit.dtype);
+    require((unit.format != "bf16_split" || unit.dtype == "BF16") &&
+                (unit.format != "fp32" || unit.dtype == "F32"),
+            "unit '{}' has the format {} and the dtype {}", unit.name, unit.format, unit.dtype);
+    require(unit.elements >= 0 && unit.elements <= kElementsMax, "unit '{}' has {} elements", unit.name,
+            unit.elements);
+    check_segments(unit);
+    check_pieces(unit);
+  }
+
+  void check_segments(const ManifestUnit& unit) {
+    std::vector<std::pair<int64_t, int64_t>> taken;
+    for (const ManifestSegment& segment : unit.segments) {
+      check_parameter_name(segment.name);
+      for (const std::string& alias : segment.aliases) check_parameter_name(alias);
+      require(fits(segment.begin, segment.elements, unit.elements),
+              "parameter '{}' has elements {} + {} of {} in its unit", segment.name, segment.begin,
+              segment.elements, unit.elements);
+      require(segment.step >= 0 && segment.group >= 0, "parameter '{}' has step {}, group {}", segment.name,
+              segment.step, segment.group);
+      require(product(segment.shape) == segment.elements, "parameter '{}' has {} elements in a shape of {}",
+              segment.name, segment.elements, product(segment.shape));
+      if (segment.elements > 0) taken.emplace_back(segment.begin, segment.begin + segment.elements);
+    }
+    std::ranges::sort(taken);
+    for (size_t i = 1; i < taken.size(); ++i) {
+      require(taken[i - 1].second <= taken[i].first, "two parameters of unit '{}' have element {}", unit.name,
+              taken[i].first);
+    }
+  }
+
+  void check_parameter_name(const std::string& name) {
+    // "__metadata__" has a meaning of its own in safetensors.
+    require(!name.empty() && name.size() <= kNameBytesMax && name != "__metadata__",
+            "'{}' cannot be a parameter's name", name.substr(0, 64));
+    require(parameter_names_.insert(name).second, "two parameters are called '{}'", name);
+  }
+
+  void check_pieces(const ManifestUnit& unit) {
+    for (const ManifestPiece& piece : unit.pieces) check_piece(unit, piece);
+    for (const std::string_view component : components_of(unit.format)) {
+      std::vector<std::pair<int64_t, int64_t>> covered;
+      for (const ManifestPiece& piece : unit.pieces) {
+        if (piece.component == component) covered.emplace_back(piece.begin, piece.begin + piece.elements);
+      }
+      std::ranges::sort(covered);
+      int64_t end = 0;
+      for (const auto& [piece_begin, piece_end] : covered) {
+        require(piece_begin == end, "unit '{}', component {}: a piece begins at element {} where {} is due",
+                unit.name, component, piece_begin, end);
+        end = piece_end;
+      }
+      require(end == unit.elements, "unit '{}', component {}: pieces end at element {} of {}", unit.name,
+              component, end, unit.elements);
+    }
+  }
+
+  void check_piece(const ManifestUnit& unit, const ManifestPiece& piece) {
+    const FileRange& range = piece.range;
+    const int64_t element_bytes = component_bytes(unit, piece.component);
+    require(element_bytes > 0, "unit '{}' has a piece of component '{}', format {}", unit.name,
+            piece.component, unit.format);
+    require(piece.elements > 0 && fits(piece.begin, piece.elements, unit.elements),
+            "unit '{}' has a piece of elements {} + {} of {}", unit.name, piece.begin, piece.elements,
+            unit.elements);
+    const int64_t file_bytes = bytes_of(range.file);
+    require(fits(range.offset, range.bytes, file_bytes), "bytes {} + {} of {}, which has {}", range.offset,
+            range.bytes, range.file, file_bytes);
+    require(range.bytes >= piece.elements * element_bytes, "unit '{}': {} bytes of {} for {} elements of {}",
+            unit.name, range.bytes, range.file, piece.elements, piece.component);
+    const int64_t blocks = (range.bytes - 1) / kBlockBytes + 1;
+    require(std::cmp_equal(range.block_checksums.size(), blocks),
+            "unit '{}': {} checksums for {} bytes of {}", unit.name, range.block_checksums.size(),
+            range.bytes, range.file);
+  }
+
+  /// The real size; the name is checked before the file system sees it.
+  int64_t bytes_of(const std::string& file) {
+    if (const auto known = file_bytes_.find(file); known != file_bytes_.end()) return known->second;
+    const bool plain =
+        !file.empty() && file.size() <= 255 && file != "." && file.find("..") == std::string::npos &&
+        std::ranges::none_of(file, [](unsigned char c) { return c == '/' || c == '\\' || c < 0x20; });
+    require(plain, "'{}' cannot be a file of this folder", file.substr(0, 64));
+    const int64_t bytes = CheckpointFile::open(folder_ / file).bytes();
+    file_bytes_.emplace(file, bytes);
+    return bytes;
+  }
+
+  /// Whether [begin, begin + count) lies in [0, size), without ever forming a sum that could overflow.
+  static bool fits(int64_t begin, int64_t count, int64_t size) {
+    return begin >= 0 && count >= 0 && begin <= size && count <= size - begin;
+  }
+
+  /// -1 for what no tensor can have.
+  static int64_t product(const std::vector<int64_t>& shape) {
+    int64_t elements = 1;
+    for (const int64_t extent : shape) {
+      if (extent < 0 || __builtin_mul_overflow(elements, extent, &elements)) return -1;
+    }
+    return elements;
+  }
+
+  const std::filesystem::path& folder_;
+  const Manifest& manifest_;
+  std::unordered_set<std::string> unit_names_;
+  std::unordered_set<std::string> parameter_names_;
+  std::unordered_map<std::string, int64_t> file_bytes_;
+};
+
+}  // namespace
+
+std::span<const std::string_view> components_of(std::string_view format) {
+  static constexpr std::array<std::string_view, 4> kSplit = {"hi", "lo", "m", "v"};
+  static constexpr std::array<std::string_view, 3> kFull = {"hi", "m", "v"};
+  static constexpr std::array<std::string_view, 1> kFrozen = {"hi"};
+  if (format == "bf16_split") return kSplit;
+  if (format == "fp32") return kFull;
+  if (format == "frozen") return kFrozen;
+  return {};
+}
+
+int64_t component_bytes(const ManifestUnit& unit, std::string_view component) {
+  const auto components = components_of(unit.format);
+  if (std::ranges::find(components, component) == components.end()) return 0;
+  if (component == "hi") return dtype_bytes(unit.dtype);
+  return component == "lo" ? 2 : 4;
+}
+
+void check_manifest(const std::filesystem::path& folder, const Manifest& manifest) {
+  Check(folder, manifest).run();
+}
+
+}  // namespace overspill::engine

@@ -1,0 +1,101 @@
+#include "engine/checkpoint/weights.h"
+
+#include <algorithm>
+#include <bit>
+#include <cstring>
+
+#include "cpu_optim/split.h"
+#include "engine/checkpoint/manifest_check.h"
+
+namespace overspill::engine {
+namespace {
+
+static_assert(std::endian::native == std::endian::little, "safetensors and checkpoints are little-endian");
+
+template <typename Value>
+Value load(const std::vector<std::byte>& from, int64_t i) {
+  Value value;
+  std::memcpy(&value, from.data() + i * sizeof(Value), sizeof(Value));
+  return value;
+}
+
+/// IEEE half to single, exact. Subnormals: m * 2^-24. Infinity and NaN keep their mantissa.
+float half_to_float(uint16_t half) {
+  const uint32_t sign = static_cast<uint32_t>(half & 0x8000u) << 16;
+  const uint32_t exponent = (half >> 10) & 0x1Fu;
+  const uint32_t mantissa = half & 0x3FFu;
+  if (exponent == 0) {
+    const float magnitude = static_cast<float>(mantissa) * 0x1p-24f;
+    return std::bit_cast<float>(sign | std::bit_cast<uint32_t>(magnitude));
+  }
+  const uint32_t wide_exponent = exponent == 0x1F ? 0xFFu : exponent + 112;  // 127 - 15
+  return std::bit_cast<float>(sign | wide_exponent << 23 | mantissa << 13);
+}
+
+/// Round to nearest even, as frameworks cast. A NaN stays one though its low mantissa bits go.
+uint16_t float_to_bf16(float value) {
+  const auto bits = std::bit_cast<uint32_t>(value);
+  if ((bits & 0x7FFFFFFFu) > 0x7F800000u) return static_cast<uint16_t>(bits >> 16 | 0x0040u);
+  return static_cast<uint16_t>((bits + 0x7FFFu + (bits >> 16 & 1u)) >> 16);
+}
+
+}  // namespace
+
+std::string merged_dtype(const ManifestUnit& unit, const std::string& wanted) {
+  const bool converts = unit.dtype == "BF16" || unit.dtype == "F16" || unit.dtype == "F32";
+  return converts ? wanted : unit.dtype;
+}
+
+WeightReader::WeightReader(const std::filesystem::path& folder, const ManifestUnit& unit)
+    : folder_(folder), unit_(unit) {
+  for (const ManifestPiece& piece : unit.pieces) pieces_[piece.component].emplace(piece.begin, &piece);
+}
+
+std::span<const std::byte> WeightReader::read(int64_t begin, int64_t count, const std::string& dtype) {
+  gather("hi", begin, count, hi_);
+  if (dtype == unit_.dtype) return hi_;  // bf16 of a split unit too: `hi` is the weight that forward used
+  if (unit_.format == "bf16_split") gather("lo", begin, count, lo_);
+  to_float(count);
+  if (dtype == "F32") return std::as_bytes(std::span(floats_));
+  to_bf16(count);
+  return std::as_bytes(std::span(halves_));
+}
+
+void WeightReader::gather(std::string_view component, int64_t begin, int64_t count,
+                          std::vector<std::byte>& to) const {
+  const int64_t element_bytes = component_bytes(unit_, component);
+  to.resize(count * element_bytes);
+  if (count == 0) return;
+  const auto& pieces = pieces_.find(component)->second;
+  auto at = std::prev(pieces.upper_bound(begin));
+  for (int64_t element = begin; element < begin + count; ++at) {
+    const ManifestPiece& piece = *at->second;
+    const int64_t end = std::min(begin + count, piece.begin + piece.elements);
+    read_range_part(
+        folder_, piece.range, (element - piece.begin) * element_bytes,
+        std::span(to).subspan((element - begin) * element_bytes, (end - element) * element_bytes));
+    element = end;
+  }
+}
+
+void WeightReader::to_float(int64_t count) {
+  floats_.resize(count);
+  for (int64_t i = 0; i < count; ++i) {
+    if (unit_.format == "bf16_split") {
+      floats_[i] = std::bit_cast<float>(optim::join_split(load<uint16_t>(hi_, i), load<int16_t>(lo_, i)));
+    } else if (unit_.dtype == "F32") {
+      floats_[i] = load<float>(hi_, i);
+    } else if (unit_.dtype == "F16") {
+      floats_[i] = half_to_float(load<uint16_t>(hi_, i));
+    } else {
+      floats_[i] = std::bit_cast<float>(static_cast<uint32_t>(load<uint16_t>(hi_, i)) << 16);
+    }
+  }
+}
+
+void WeightReader::to_bf16(int64_t count) {
+  halves_.resize(count);
+  std::transform(floats_.begin(), floats_.end(), halves_.begin(), float_to_bf16);
+}
+
+}  // namespace overspill::engine

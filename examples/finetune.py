@@ -1,0 +1,28 @@
+"""Fine-tune a Hugging Face model in a script of your own.   python examples/finetune.py MODEL_DIR TEXT_FILE NVME_DIR"""
+
+import sys
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import overspill
+
+folder, text, nvme = sys.argv[1:]
+tokens = AutoTokenizer.from_pretrained(folder)(Path(text).read_text(), return_tensors="pt").input_ids[0]
+data = tokens[: len(tokens) // 256 * 256].view(-1, 256)
+model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+
+config = {
+    "budget": {"host": "600MiB", "nvme": [nvme]},
+    "optimizer": {"type": "AdamW", "lr": 5e-5},
+    "gradient_clipping": 1.0,
+    "train_micro_batch_size_per_gpu": 4,
+}
+engine, optimizer, loader, _ = overspill.initialize(model=model, config=config, training_data=data)
+for step, batch in enumerate(loader):
+    loss = engine(input_ids=batch, labels=batch).loss
+    engine.backward(loss)
+    engine.step()
+    print(f"step {step}  loss {loss.item():.4f}", flush=True)
+engine.save_checkpoint("finetuned")

@@ -1,0 +1,66 @@
+// The store in memory, with seeded faults: what drives the engine in tests. Transfers take the same way as on
+// disk (pieces, checksums, judgement of results); only the kernel is played.
+#pragma once
+
+#include <cerrno>
+#include <chrono>
+#include <cstdint>
+#include <memory>
+
+#include "io/store.h"
+
+namespace overspill::io {
+
+/// Probabilities are per piece (see piece_bytes), in [0, 1].
+struct Faults {
+  uint64_t seed = 1;
+  std::chrono::microseconds delay_min{0};
+  std::chrono::microseconds delay_max{0};
+  bool reorder = false;       // completions in random order
+  double short_transfer = 0;  // a part is moved, the store continues
+  double interrupted = 0;     // EINTR or EAGAIN, the store retries
+  double read_error = 0;
+  int read_errno = EIO;
+  double write_error = 0;
+  int write_errno = EIO;
+  double bit_flip_on_read = 0;  // one bit of what a read returns
+  double export_error = 0;      // per export_extents, ENOSPC; nothing is left in the folder
+  double dropped_at_cut = 1;    // per unsynced extent, at cut()
+
+  bool has_any() const {
+    return delay_max.count() > 0 || reorder || short_transfer > 0 || interrupted > 0 || read_error > 0 ||
+           write_error > 0 || bit_flip_on_read > 0 || export_error > 0;
+  }
+};
+
+/// How often each fault was injected.
+struct FaultCounts {
+  int64_t delayed = 0;
+  int64_t reordered = 0;
+  int64_t short_transfers = 0;
+  int64_t interrupted = 0;
+  int64_t read_errors = 0;
+  int64_t write_errors = 0;
+  int64_t bit_flips = 0;
+  int64_t export_errors = 0;
+  int64_t dropped = 0;
+};
+
+class MemoryStore : public Store {
+ public:
+  virtual FaultCounts fault_counts() const = 0;
+  virtual uint64_t seed() const = 0;
+  /// The power fails: what was written and not exported since is dropped, and reads as `corrupt` from then
+  /// on. Drain before.
+  virtual void cut() = 0;
+  /// Changes one bit of an extent's stored bytes.
+  virtual void flip_bit(const Extent& extent, int64_t bit) = 0;
+};
+
+/// A store of at most `capacity_bytes`, taken from memory as it is written. export_extents() writes copies
+/// into the real folder. The seed is printed to stderr when a fault is configured, for the reader of a
+/// failing test.
+std::unique_ptr<MemoryStore> make_memory_store(int64_t capacity_bytes, const Faults& faults = {},
+                                               int64_t piece_bytes = int64_t{1} << 20);
+
+}  // namespace overspill::io

@@ -1,0 +1,75 @@
+// What the file store and the in-memory store have in common: extents, transfers on their way, counters.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <string>
+
+#include "io/in_flight.h"
+#include "io/piece_queue.h"
+#include "io/slab_space.h"
+#include "io/store.h"
+
+namespace overspill::io {
+
+/// `Interface` is Store or derives from it.
+template <typename Interface>
+class StoreBase : public Interface, protected TransferOwner {
+ public:
+  void release(const Extent& extent) override { space_.release(extent); }
+  void pin(const Extent& extent) override { space_.pin(extent); }
+  void unpin(const Extent& extent) override { space_.unpin(extent); }
+  void drain() override { in_flight_.drain(); }
+
+  void submit(Transfer& transfer) override {
+    transfer.error = check_transfer(transfer);
+    if (!transfer.error) transfer.error = space_.begin(transfer.kind, transfer.extent);
+    transfer.held = !transfer.error;
+    in_flight_.begin(transfer);
+    enqueue(transfer);  // afterwards the transfer may be complete, and gone
+  }
+
+ protected:
+  /// Queues it with whoever moves its slab; an extent of no slab goes to any queue, which completes it.
+  virtual void enqueue(Transfer& transfer) = 0;
+
+  void completed(Transfer& transfer) noexcept override {
+    const uint8_t epoch = transfer.epoch;
+    const bool succeeded = !transfer.error;
+    if (transfer.held) space_.end(transfer.kind, transfer.extent, succeeded);
+    if (succeeded) {
+      (transfer.kind == Transfer::Kind::write ? bytes_written_ : bytes_read_) += transfer.extent.bytes;
+    }
+    ++transfers_;
+    transfer.on_complete(transfer);  // afterwards the transfer may be in use again
+    in_flight_.end(epoch);
+  }
+
+  /// All but `retries` and `backend`.
+  StoreStats base_stats() const {
+    return {.bytes_read = bytes_read_,
+            .bytes_written = bytes_written_,
+            .transfers = transfers_,
+            .retries = 0,
+            .in_flight_max = in_flight_.max(),
+            .allocated_bytes = space_.allocated_bytes(),
+            .reserved_bytes = space_.slab_bytes(),
+            .backend = ""};
+  }
+
+  SlabSpace space_;
+
+ private:
+  InFlight in_flight_;
+  std::atomic<int64_t> bytes_read_ = 0;
+  std::atomic<int64_t> bytes_written_ = 0;
+  std::atomic<int64_t> transfers_ = 0;
+};
+
+/// Throws unless `bytes` is positive; what allocate() takes for it.
+int64_t checked_extent_bytes(int64_t bytes);
+
+/// The error of an allocate() that found nothing.
+StoreError no_room(const SlabSpace& space, int64_t bytes, std::string path);
+
+}  // namespace overspill::io
