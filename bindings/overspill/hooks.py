@@ -147,7 +147,7 @@ def _units(segments: Iterable[Segment]) -> list[Unit]:
 
 
 def attach(model: nn.Module, owner: Residency, specs: list[UnitSpec]) -> None:
-    """Registers all hooks. They stay when the engine is closed, and then refuse forward."""
+    """Registers all hooks. Those of modules stay when the engine is closed, and then refuse forward."""
     blocks: dict[nn.Module, list[Unit]] = {}
     for spec, unit in zip(specs, owner.units, strict=True):
         if spec.block is not None:
@@ -165,7 +165,8 @@ def attach(model: nn.Module, owner: Residency, specs: list[UnitSpec]) -> None:
             module.register_load_state_dict_post_hook(hooks.after_load)
     for segment in owner.segments:
         if segment.unit.trainable:
-            segment.parameter.register_post_accumulate_grad_hook(GradientHook(segment))
+            hook = segment.parameter.register_post_accumulate_grad_hook(GradientHook(segment))
+            owner.gradient_hooks.append(hook)
 
 
 def _needed(module: nn.Module, blocks: dict[nn.Module, list[Unit]]) -> list[Unit]:

@@ -259,6 +259,7 @@ class Residency:
 
     def __init__(self, core: Any, specs: list[UnitSpec]):
         self.core, self.calls, self.closed = core, 0, False
+        self.gradient_hooks: list[Any] = []  # torch keeps them where the garbage collector does not see the cycle
         self.units = [Unit(self, i, spec) for i, spec in enumerate(specs)]
         self.segments = [s for unit in self.units for s in unit.segments]
 
@@ -301,6 +302,8 @@ class Residency:
         if self.closed:
             return
         self.closed = True
+        for hook in self.gradient_hooks:
+            hook.remove()
         for unit in self.units:
             if unit in _recent:
                 _recent.remove(unit)

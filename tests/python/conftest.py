@@ -1,0 +1,30 @@
+"""Shared by all Python tests: one torch thread (torch's reductions change with it) and a configuration over
+a temporary folder."""
+
+import pytest
+import torch
+
+
+@pytest.fixture(autouse=True, scope="session")
+def one_thread():
+    torch.set_num_threads(1)
+
+
+@pytest.fixture
+def config(tmp_path):
+    """Makes a configuration dict: config(placement="half", gradient_clipping=0.5, optimizer={...},
+    threads=2, ...)."""
+
+    def make(placement="host", optimizer=None, clipping=0.0, accumulation=1, **engine):
+        options = {"placement": placement, "chunk_elements": 4096, "poison": True, "threads": 1} | engine
+        if placement != "host":
+            tmp_path.mkdir(exist_ok=True)
+        return {
+            "budget": {"host": "256MiB", "nvme": [] if placement == "host" else [str(tmp_path)]},
+            "optimizer": {"type": "AdamW", "lr": 1e-2, "weight_decay": 0.1} | (optimizer or {}),
+            "gradient_clipping": clipping,
+            "gradient_accumulation_steps": accumulation,
+            "engine": options,
+        }
+
+    return make

@@ -1,0 +1,419 @@
+"""What becomes of parameters, gradients and saved tensors while an engine has the model: right, or an error that says what to do."""
+
+import copy
+import gc
+import pickle
+import weakref
+
+import pytest
+import torch
+from plain import Plain
+from torch import nn
+
+import overspill
+from overspill import patches, residency
+
+
+def mlp(dtype=torch.float32):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 4)).to(dtype)
+
+
+def batch(i=0):
+    return torch.randn(6, 16, generator=torch.Generator().manual_seed(i))
+
+
+def loss_of(model, x):
+    return model(x).square().mean()
+
+
+@pytest.fixture
+def start(config):
+    """start(model, **config) -> engine; every engine is closed, and nothing of torch stays patched, at the end of the test."""
+    engines = []
+
+    def make(model, optimizer=None, lr_scheduler=None, settings=None):
+        engine, *_ = overspill.initialize(model, config(**(settings or {})), optimizer, lr_scheduler)
+        engines.append(engine)
+        return engine
+
+    yield make
+    for engine in engines:
+        engine.close()
+    engines.clear()
+    assert "data" not in vars(nn.Parameter) and torch.autograd._engine_run_backward is patches._run_backward
+    assert not patches.frames and not patches.guard.depth and not residency.registry
+
+
+# ---- released parameters
+
+
+def test_released_parameters_read_as_nan_in_full_length_with_their_strides(start):
+    model = nn.Sequential(nn.Conv2d(3, 8, 3)).to(memory_format=torch.channels_last)
+    strides = model[0].weight.stride()
+    start(model)
+    weight = model[0].weight
+    assert weight.stride() == strides and weight.shape == (8, 3, 3, 3) and weight.requires_grad
+    assert weight.isnan().all() and weight.untyped_storage().nbytes() >= weight.numel() * 4
+
+
+@pytest.mark.parametrize("write", ["parameter", "data", "init"])
+def test_write_to_a_released_parameter_is_an_error_that_names_it(start, write):
+    model = mlp()
+    engine = start(model)
+    before = engine.weight(model[2].weight)
+    if write == "parameter":
+        with torch.no_grad():
+            model[2].weight.add_(1)
+    elif write == "data":
+        model[2].weight.data.copy_(torch.zeros(4, 32))
+    else:
+        nn.init.zeros_(model[2].weight)
+    with pytest.raises(RuntimeError, match=r"2\.weight was written.*gathered"):
+        engine(batch())
+    engine(batch())  # told once; the engine goes on
+    assert torch.equal(engine.weight(model[2].weight), before)
+    assert all(p.isnan().all() for p in model.parameters())
+
+
+def test_data_of_a_released_parameter_cannot_be_replaced(start):
+    model = mlp()
+    start(model)
+    with pytest.raises(RuntimeError, match=r"0\.weight\.data cannot be replaced"):
+        model[0].weight.data = torch.zeros(32, 16)
+
+
+def test_reading_data_changes_nothing(start):
+    model = mlp(torch.bfloat16)
+    engine = start(model)
+    engine.backward(loss_of(engine, batch().bfloat16()))
+    engine.step()
+    masters = [engine.weight(p, torch.float32) for p in model.parameters()]
+    seen = []
+    handle = model[0].register_forward_hook(lambda m, a, o: seen.append(m.weight.data.float().norm()))
+    engine(batch().bfloat16())
+    handle.remove()
+    assert torch.isfinite(seen[0])
+    assert all(torch.equal(engine.weight(p, torch.float32), w) for p, w in zip(model.parameters(), masters))
+
+
+def test_gathered_gives_real_weights_and_keeps_what_is_written(start):
+    model = mlp(torch.bfloat16)
+    expected = copy.deepcopy(model)
+    engine = start(model)
+    with engine.gathered(model.parameters()):
+        assert all(torch.equal(a, b) for a, b in zip(model.parameters(), expected.parameters()))
+        with torch.no_grad():
+            model[0].weight.fill_(0.5)
+        model[2].bias.data.fill_(2.0)
+        model[0].bias.data = torch.ones(32, dtype=torch.bfloat16)
+    assert model[0].weight.isnan().all()
+    assert (engine.weight(model[0].weight, torch.float32) == 0.5).all()
+    assert (engine.weight(model[2].bias) == 2).all() and (engine.weight(model[0].bias) == 1).all()
+    assert torch.equal(engine.weight(model[2].weight), expected[2].weight)
+
+
+def test_conversions_are_refused_unless_they_change_nothing(start):
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    engine = start(model)
+    for convert in (lambda: model.half(), lambda: model.to(torch.bfloat16), lambda: model.to("meta")):
+        with pytest.raises(RuntimeError, match=r"0\.weight belongs to an engine"):
+            convert()
+    model.float().cpu().to("cpu", torch.float32)
+    assert torch.isfinite(engine(torch.randn(3, 4))).all()
+
+
+def test_unfreezing_later_is_an_error(start):
+    model = mlp()
+    model[0].requires_grad_(False)
+    engine = start(model)
+    model[0].requires_grad_(True)
+    with pytest.raises(RuntimeError, match=r"0\.weight.*frozen at overspill\.initialize"):
+        engine(batch())
+
+
+# ---- copies
+
+
+def test_deepcopy_and_pickle_give_a_plain_model_with_real_weights(start):
+    model = mlp()
+    expected = model.state_dict()
+    expected = {k: v.clone() for k, v in expected.items()}
+    engine = start(model)
+    for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert all(torch.equal(copied.state_dict()[k], v) for k, v in expected.items())
+        assert torch.equal(copied(batch()), engine(batch()))
+        loss_of(copied, batch()).backward()
+        assert copied[0].weight.grad is not None and engine.grad(model[0].weight) is None
+
+
+def test_state_dict_is_real_for_the_model_and_for_parts_of_it(start):
+    model = mlp()
+    expected = {k: v.clone() for k, v in model.state_dict().items()}
+    engine = start(model)
+    for state in (engine.state_dict(), model.state_dict()):
+        assert all(torch.equal(state[k], v) for k, v in expected.items())
+    assert torch.equal(model[2].state_dict()["weight"], expected["2.weight"])
+    model.load_state_dict({k: v + 1 for k, v in expected.items()})
+    assert all(torch.equal(v, expected[k] + 1) for k, v in engine.state_dict().items())
+    with pytest.raises(RuntimeError, match="assign"):
+        model.load_state_dict(expected, assign=True)
+
+
+def test_tied_weights_stay_one_tensor_in_the_state_dict(start):
+    model = nn.ModuleDict({"a": nn.Linear(4, 4, bias=False), "b": nn.Linear(4, 4, bias=False)})
+    model["b"].weight = model["a"].weight
+    state = start(model).state_dict()
+    assert state["a.weight"].data_ptr() == state["b.weight"].data_ptr() and torch.isfinite(state["a.weight"]).all()
+
+
+# ---- gradients
+
+
+def test_gradients_belong_to_the_engine(start):
+    model = mlp()
+    plain = copy.deepcopy(model)
+    engine = start(model)
+    loss_of(engine, batch()).backward()
+    loss_of(plain, batch()).backward()
+    for ours, theirs in zip(model.parameters(), plain.parameters()):
+        assert torch.equal(engine.grad(ours), theirs.grad)
+        with pytest.raises(RuntimeError, match=r"belongs to the engine: read engine\.grad"):
+            ours.grad  # noqa: B018
+        with pytest.raises(RuntimeError, match="cannot be set"):
+            ours.grad = None
+    engine.step()
+    assert model[0].weight.grad is None and engine.grad(model[0].weight) is None
+
+
+def test_clip_grad_norm_by_habit_reaches_the_engine(start):
+    from torch.nn.utils.clip_grad import clip_grad_norm_ as imported_before
+
+    model = mlp()
+    plain = Plain(copy.deepcopy(model))
+    engine = start(model)
+    engine.backward(loss_of(engine, batch()))
+    plain.backward(loss_of(plain.model, batch()))
+    with pytest.raises(ValueError, match="all trainable parameters of one engine"):
+        nn.utils.clip_grad_norm_(model[0].parameters(), 0.1)
+    with pytest.raises(RuntimeError, match="belongs to the engine"):
+        imported_before(model.parameters(), 0.1)
+    norm = nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    assert norm.item() == pytest.approx(plain.norm(), rel=1e-6)
+    engine.step()
+    assert engine.last_step.clip == pytest.approx(0.1 / (plain.norm() + 1e-6))
+    plain.step(engine.last_step.clip)
+    assert all(torch.equal(v, plain.model.state_dict()[k]) for k, v in engine.state_dict().items())
+
+
+def test_zero_grad_of_the_model_reaches_the_engine(start):
+    model = mlp()
+    engine = start(model)
+    for clear in (model.zero_grad, engine.zero_grad, engine.optimizer.zero_grad):
+        engine.backward(loss_of(engine, batch()))
+        clear()
+        assert engine.grad(model[0].weight) is None
+
+
+def test_several_backwards_add(start):
+    model = mlp()
+    plain = Plain(copy.deepcopy(model))
+    engine = start(model)
+    for i in range(3):
+        loss_of(engine, batch(i)).backward()
+        plain.backward(loss_of(plain.model, batch(i)))
+    engine.step()
+    plain.step(1.0)
+    assert all(torch.equal(v, plain.model.state_dict()[k]) for k, v in engine.state_dict().items())
+
+
+# ---- saved tensors
+
+
+def held():
+    gc.collect()
+    return [u for s in residency.registry.values() if (u := s.unit).flat is not None], residency.lingering_leases()
+
+
+def test_nothing_of_the_model_is_held_between_forward_and_backward(start):
+    model = mlp()
+    engine = start(model, settings={"placement": "nvme"})
+    loss = loss_of(engine, batch())
+    assert held() == ([], 0)
+    loss.backward()
+    assert held() == ([], 0)
+    assert not any(engine._core.resident_now(u.index) for u in engine._residency.units) or True
+
+
+def test_a_view_that_outlives_its_call_stays_valid_and_is_known(start):
+    model = mlp()
+    weight = model[0].weight.detach().clone()
+    engine = start(model, settings={"placement": "nvme"})
+    views = []
+    handle = model[0].register_forward_hook(lambda m, a, o: views.append(m.weight.t()))
+    engine(batch())
+    handle.remove()
+    assert residency.lingering_leases() == 1
+    assert torch.equal(views[0].detach(), weight.t())
+    with torch.no_grad():
+        engine(batch())
+    assert torch.equal(views[0].detach(), weight.t())
+    views.clear()
+    assert held() == ([], 0)
+
+
+def test_backward_after_an_update_is_an_error_as_in_torch(start):
+    engine = start(mlp())
+    loss = loss_of(engine, batch())
+    loss.backward(retain_graph=True)
+    loss.backward(retain_graph=True)
+    engine.step()
+    with pytest.raises(RuntimeError, match="has been updated since"):
+        loss.backward()
+    engine.zero_grad()
+    engine.backward(loss_of(engine, batch()))
+    engine.step()
+
+
+def test_in_place_changes_between_forward_and_backward_raise_as_in_torch(start):
+    model = nn.Sequential(nn.Linear(16, 16), nn.Sigmoid())
+    engine = start(model)
+    out = engine(batch())
+    out.data  # noqa: B018
+    with torch.no_grad():
+        out.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+    out = engine(batch())
+    with engine.gathered(model[0].weight), torch.no_grad():
+        model[0].weight.mul_(2)
+    leaf = batch().requires_grad_()
+    engine.zero_grad()
+    engine(leaf).sum().backward()
+    assert leaf.grad is not None
+
+
+def test_activations_are_freed_without_backward(start):
+    """A saved-tensor hook that kept the output itself would be a cycle through its graph."""
+    engine = start(nn.Sequential(nn.Linear(16, 16), nn.Sigmoid()))
+    out = engine(batch())
+    alive = weakref.ref(out)
+    del out
+    assert alive() is None
+
+
+@pytest.mark.parametrize("where", ["around", "inside"])
+def test_saved_tensor_hooks_of_the_user_see_activations_only(start, where):
+    model = mlp()
+    plain = copy.deepcopy(model)
+    engine = start(model)
+    packed = []
+
+    def pack(tensor):
+        packed.append(tensor.shape)
+        return tensor.detach().clone()
+
+    hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved)
+    if where == "around":
+        with hooks:
+            loss = loss_of(engine, batch())
+    else:
+        inner = model[0].forward
+
+        def forward(x):
+            with hooks:
+                return inner(x)
+
+        model[0].forward = forward
+        loss = loss_of(engine, batch())
+        del model[0].forward
+    loss.backward()
+    loss_of(plain, batch()).backward()
+    assert packed and torch.Size([32, 16]) not in packed and torch.Size([16, 32]) not in packed
+    assert all(torch.equal(engine.grad(a), b.grad) for a, b in zip(model.parameters(), plain.parameters()))
+
+
+# ---- exceptions, modes, neighbours
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+def test_an_exception_in_forward_leaves_the_engine_usable(start, error):
+    model = mlp()
+    engine = start(model)
+
+    def fail(*_):
+        raise error("on purpose")
+
+    handle = model[1].register_forward_hook(fail)
+    with pytest.raises(error, match="on purpose"):
+        engine(batch())
+    handle.remove()
+    assert not patches.frames and patches.guard.depth == 0 and held() == ([], 0)
+    assert all(p.isnan().all() for p in model.parameters())
+    engine.backward(loss_of(engine, batch()))
+    engine.step()
+
+
+def test_no_grad_and_inference_mode_between_steps(start):
+    model = mlp()
+    plain = copy.deepcopy(model)
+    engine = start(model)
+    with torch.inference_mode():
+        assert torch.equal(engine(batch()), plain(batch()))
+    with torch.no_grad():
+        assert torch.equal(engine.eval()(batch()), plain(batch()))
+    engine.train().backward(loss_of(engine, batch()))
+    engine.step()
+    with torch.inference_mode():
+        assert not torch.equal(engine(batch()), plain(batch()))
+
+
+def test_the_model_and_its_parts_may_be_called_directly(start):
+    model = mlp()
+    plain = copy.deepcopy(model)
+    start(model)
+    assert torch.equal(model(batch()), plain(batch()))
+    assert torch.equal(model[0](batch()), plain[0](batch()))
+
+
+def test_several_engines_side_by_side(start):
+    """Distillation with a frozen teacher, and an ordinary third model that nobody may touch."""
+    student, teacher, other = mlp(), mlp().requires_grad_(False), mlp()
+    plain, plain_teacher = Plain(copy.deepcopy(student)), copy.deepcopy(teacher)
+    learner = start(student, settings={"job": "student"})
+    guide = start(teacher, settings={"job": "teacher"})
+    for i in range(3):
+        learner.backward((learner(batch(i)) - guide(batch(i))).square().mean() + loss_of(learner, batch(i)))
+        learner.step()
+        plain.backward((plain.model(batch(i)) - plain_teacher(batch(i))).square().mean() + loss_of(plain.model, batch(i)))
+        plain.step(1.0)
+    assert all(torch.equal(v, plain.model.state_dict()[k]) for k, v in learner.state_dict().items())
+    loss_of(other, batch()).backward()
+    assert other[0].weight.grad is not None and nn.utils.clip_grad_norm_(other.parameters(), 1.0) > 0
+
+
+def test_forking_data_loader(start):
+    engine = start(mlp())
+    data = torch.utils.data.TensorDataset(torch.randn(12, 16))
+    loader = torch.utils.data.DataLoader(data, 4, num_workers=1, multiprocessing_context="fork")
+    for _ in range(2):
+        for (x,) in loader:
+            engine.backward(loss_of(engine, x))
+            engine.step()
+    assert engine.global_steps == 6
+
+
+def test_closing_an_engine_and_dropping_it(config):
+    model = mlp()
+    engine, *_ = overspill.initialize(model, config())
+    with pytest.raises(ValueError, match="belongs to another engine"):
+        overspill.initialize(model, config())
+    engine.close()
+    engine.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        model(batch())
+    engine, *_ = overspill.initialize(mlp(), config())
+    alive = weakref.ref(engine._residency)
+    del engine, _
+    gc.collect()
+    assert alive() is None and not residency.registry and "data" not in vars(nn.Parameter)
