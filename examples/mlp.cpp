@@ -1,9 +1,11 @@
-// A two-layer perceptron trained through the C++ API alone, its states over the host budget: they live on NVMe.
+// A two-layer perceptron trained through the C++ API alone, its states over the host budget: they live on
+// NVMe.
 //
 //   mlp [FOLDER]        FOLDER: where the states go (default: the temporary folder)
 //
-// The net learns y = sin(3 x0) * x1 on random points. After training it prints, for one step, which buffer belonged to which layer at which
-// moment: slot N is a buffer of the ring through which states come from NVMe and go back.
+// The net learns y = sin(3 x0) * x1 on random points. After training it prints, for one step, which buffer
+// belonged to which layer at which moment: slot N is a buffer of the ring through which states come from NVMe
+// and go back.
 #include <fmt/format.h>
 #include <unistd.h>
 
@@ -123,13 +125,14 @@ float train_batch(Engine& engine, const Batch& batch) {
 void print_journal(Engine& engine) {
   const auto entries = engine.take_journal();
   if (entries.empty()) return;
-  fmt::print("\none step, buffer by buffer (microseconds since its begin)\n{:>8}  {:<8} {:>5}  {:<8} {}\n", "time", "layer", "chunk",
-             "buffer", "what");
+  fmt::print("\none step, buffer by buffer (microseconds since its begin)\n{:>8}  {:<8} {:>5}  {:<8} {}\n",
+             "time", "layer", "chunk", "buffer", "what");
   for (const auto& entry : entries) {
     const std::string buffer = entry.slot >= 0 ? fmt::format("slot {}", entry.slot) : "-";
     const std::string chunk = entry.chunk >= 0 ? fmt::format("{}", entry.chunk) : "-";
     fmt::print("{:>8}  {:<8} {:>5}  {:<8} {}\n", (entry.time_ns - entries.front().time_ns) / 1000,
-               engine.layout().units[entry.unit].name, chunk, buffer, overspill::engine::happening_name(entry.happening));
+               engine.layout().units[entry.unit].name, chunk, buffer,
+               overspill::engine::happening_name(entry.happening));
   }
 }
 
@@ -155,15 +158,18 @@ int run(const std::filesystem::path& folder) {
     if (step == 0) first = last;
     const overspill::optim::AdamConfig group{.lr = 1e-4, .weight_decay = 0.01};
     const auto result = engine.step(std::span(&group, 1));
-    if (step % 20 == 0) fmt::print("step {:>3}  loss {:.4f}  gradient norm {:.3f}\n", step, last, result.norm);
+    if (step % 20 == 0)
+      fmt::print("step {:>3}  loss {:.4f}  gradient norm {:.3f}\n", step, last, result.norm);
   }
   engine.record_journal(false);
   engine.synchronize();
   print_journal(engine);
   const auto stats = engine.stats();
-  fmt::print("\nloss {:.4f} -> {:.4f}; host {:.2f} MB of {:.2f} MB; NVMe {:.1f} MB read, {:.1f} MB written ({})\n", first, last,
-             static_cast<double>(stats.host_peak_bytes) / 1e6, static_cast<double>(stats.host_budget_bytes) / 1e6,
-             static_cast<double>(stats.store.bytes_read) / 1e6, static_cast<double>(stats.store.bytes_written) / 1e6, stats.store.backend);
+  fmt::print(
+      "\nloss {:.4f} -> {:.4f}; host {:.2f} MB of {:.2f} MB; NVMe {:.1f} MB read, {:.1f} MB written ({})\n",
+      first, last, static_cast<double>(stats.host_peak_bytes) / 1e6,
+      static_cast<double>(stats.host_budget_bytes) / 1e6, static_cast<double>(stats.store.bytes_read) / 1e6,
+      static_cast<double>(stats.store.bytes_written) / 1e6, stats.store.backend);
   return last < first ? 0 : 1;
 }
 

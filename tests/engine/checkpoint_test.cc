@@ -1,4 +1,5 @@
-// Saving, going on and coming back: bit-equal, complete or absent, other models refused; what a failing store does to the engine.
+// Saving, going on and coming back: bit-equal, complete or absent, other models refused; what a failing store
+// does to the engine.
 #include <fmt/format.h>
 #include <gtest/gtest.h>
 #include <unistd.h>
@@ -28,7 +29,8 @@ class Checkpoint : public ::testing::TestWithParam<std::tuple<Placement, const c
   }
   void TearDown() override { fs::remove_all(folder_); }
 
-  std::unique_ptr<Engine> make(Placement placement, const std::string& backend, const std::string& job = "a") {
+  std::unique_ptr<Engine> make(Placement placement, const std::string& backend,
+                               const std::string& job = "a") {
     Config config;
     config.host_budget_bytes = 64 << 20;
     config.nvme = {folder_};
@@ -38,7 +40,8 @@ class Checkpoint : public ::testing::TestWithParam<std::tuple<Placement, const c
     config.chunk_elements = 4096;
     config.placement = placement;
     config.poison = true;
-    return std::make_unique<Engine>(toy_units(), config, make_resources(toy_units(), config, {"host", backend, 3}));
+    return std::make_unique<Engine>(toy_units(), config,
+                                    make_resources(toy_units(), config, {"host", backend, 3}));
   }
 
   fs::path folder_;
@@ -67,8 +70,10 @@ TEST_P(Checkpoint, GoingOnFromItIsGoingOn) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Placements, Checkpoint,
-                         ::testing::Values(std::tuple{Placement::host, "auto"}, std::tuple{Placement::half, "auto"},
-                                           std::tuple{Placement::nvme, "auto"}, std::tuple{Placement::nvme, "threads"},
+                         ::testing::Values(std::tuple{Placement::host, "auto"},
+                                           std::tuple{Placement::half, "auto"},
+                                           std::tuple{Placement::nvme, "auto"},
+                                           std::tuple{Placement::nvme, "threads"},
                                            std::tuple{Placement::half, "memory"}));
 
 using Checkpoints = Checkpoint;
@@ -108,11 +113,13 @@ TEST_F(Checkpoints, AreRefusedBeforeAnythingChanges) {
   engine->save(folder_ / "good", "{}");
   const std::vector<float> before = toy_contents(*engine);
 
-  EXPECT_THROW(engine->save(folder_ / "good", "{}"), engine::CheckpointError) << "a checkpoint is not overwritten";
+  EXPECT_THROW(engine->save(folder_ / "good", "{}"), engine::CheckpointError)
+      << "a checkpoint is not overwritten";
   EXPECT_THROW(engine->load(folder_ / "absent"), engine::CheckpointError);
 
   fs::copy(folder_ / "good", folder_ / "truncated", fs::copy_options::recursive);
-  fs::resize_file(folder_ / "truncated" / "resident.bin", fs::file_size(folder_ / "truncated" / "resident.bin") / 2);
+  fs::resize_file(folder_ / "truncated" / "resident.bin",
+                  fs::file_size(folder_ / "truncated" / "resident.bin") / 2);
   EXPECT_THROW(engine->load(folder_ / "truncated"), engine::CheckpointError);
 
   fs::copy(folder_ / "good", folder_ / "flipped", fs::copy_options::recursive);

@@ -12,7 +12,8 @@ namespace {
 
 TEST(Layout, PadsUnitsToWholeBlocksOfEveryComponent) {
   // The worked example of layout.h.
-  const Layout layout = make_layout({{"u", Format::bf16_split, "BF16", {{"a", {5000}, 0, {}}, {"b", {100}, 0, {}}}}}, 1 << 20, 1, 2);
+  const Layout layout = make_layout(
+      {{"u", Format::bf16_split, "BF16", {{"a", {5000}, 0, {}}, {"b", {100}, 0, {}}}}}, 1 << 20, 1, 2);
   const Unit& unit = layout.units[0];
   EXPECT_EQ(unit.segments[1].begin, 5024);
   EXPECT_EQ(unit.elements, 8192);
@@ -28,7 +29,8 @@ TEST(Layout, PadsUnitsToWholeBlocksOfEveryComponent) {
 
 TEST(Layout, CutsShardsIntoEqualChunksThatCoverThem) {
   for (int64_t elements : {1, 2047, 2048, 2049, 100'000, 1'000'003}) {
-    const Layout layout = make_layout({{"u", Format::bf16_split, "BF16", {{"a", {elements}, 0, {}}}}}, 65536, 0, 1);
+    const Layout layout =
+        make_layout({{"u", Format::bf16_split, "BF16", {{"a", {elements}, 0, {}}}}}, 65536, 0, 1);
     int64_t next = 0;
     for (const Chunk& chunk : layout.chunks) {
       EXPECT_EQ(chunk.begin, next);
@@ -48,7 +50,8 @@ TEST(Layout, RefusesWhatDoesNotFit) {
   EXPECT_THROW(make(Format::frozen, "NOPE", {{"a", {1}, 0, {}}}), std::invalid_argument);
   EXPECT_THROW(make(Format::fp32, "F32", {}), std::invalid_argument);
   EXPECT_THROW(make(Format::fp32, "F32", {{"a", {1}, 0, {}}, {"a", {1}, 0, {}}}), std::invalid_argument);
-  EXPECT_THROW(make(Format::fp32, "F32", {{"a", {int64_t{1} << 40, int64_t{1} << 40}, 0, {}}}), std::invalid_argument);
+  EXPECT_THROW(make(Format::fp32, "F32", {{"a", {int64_t{1} << 40, int64_t{1} << 40}, 0, {}}}),
+               std::invalid_argument);
   EXPECT_THROW(make_layout({}, 1024, 0, 1), std::invalid_argument);
 }
 
@@ -92,8 +95,9 @@ TEST(RangeAllocator, ReusesEverythingItGaveOut) {
   RangeAllocator arena(1 << 16, 64);
   std::vector<int64_t> offsets;
   for (int round = 0; round < 100; ++round) {
-    while (auto offset = arena.allocate(64 + (round * 37 + static_cast<int64_t>(offsets.size()) * 101) % 4000,
-                                        offsets.size() % 2 == 0 ? RangeAllocator::End::low : RangeAllocator::End::high)) {
+    while (auto offset = arena.allocate(
+               64 + (round * 37 + static_cast<int64_t>(offsets.size()) * 101) % 4000,
+               offsets.size() % 2 == 0 ? RangeAllocator::End::low : RangeAllocator::End::high)) {
       for (int64_t other : offsets) ASSERT_NE(other, *offset);
       offsets.push_back(*offset);
     }
@@ -111,7 +115,10 @@ TEST(RangeAllocator, ReusesEverythingItGaveOut) {
 std::vector<UnitSpec> blocks(int count) {
   std::vector<UnitSpec> units;
   for (int i = 0; i < count; ++i) {
-    units.push_back({"block" + std::to_string(i), Format::bf16_split, "BF16", {{"w" + std::to_string(i), {1 << 20}, 0, {}}}});
+    units.push_back({"block" + std::to_string(i),
+                     Format::bf16_split,
+                     "BF16",
+                     {{"w" + std::to_string(i), {1 << 20}, 0, {}}}});
   }
   return units;
 }
