@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-PIECE_BYTES = 1 << 20  # text tokenised at once: what bounds memory, whatever the size of a file
+PIECE_BYTES = 64 << 10  # text tokenised at once: what bounds memory, whatever the size of a file
 TOKEN = np.dtype("<u4")
 FORMAT = b"overspill tokens 1\n"  # part of every cache key: change it when tokenising changes
 

@@ -1,4 +1,4 @@
-"""A tiny Llama with a tiny tokenizer, and the command line in processes of its own: what the tests of the commands use."""
+"""What the tests of the commands use: a tiny Llama with a tiny tokenizer, and commands in processes of their own."""
 
 import json
 import os
@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 BINDINGS = Path(__file__).resolve().parents[2] / "bindings"
-WORDS = ["the", "a", "of", "on", "under", "over", "tree", "river", "stone", "bird", "sings", "falls", "runs", "waits", "slowly", "never", "always", "and", "then", "but"]
+WORDS = """the a of on under over tree river stone bird sings falls runs waits slowly never always then but""".split()
 
 
 def make_texts(folder: Path, files: int = 6, words: int = 1500) -> Path:
@@ -24,7 +24,7 @@ def make_texts(folder: Path, files: int = 6, words: int = 1500) -> Path:
     return folder
 
 
-def make_model(folder: Path, texts: Path, hidden: int = 32, layers: int = 3, dropout: float = 0.1) -> Path:
+def make_model(folder: Path, texts: Path, hidden: int = 64, layers: int = 3, dropout: float = 0.1) -> Path:
     """A Hugging Face folder: a randomly initialised Llama in bf16 and a byte-level tokenizer trained on `texts`."""
     import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -70,7 +70,7 @@ class Bench:
         self.model = make_model(root / "model", self.texts)
         self.nvme = root / "nvme"
         self.nvme.mkdir()
-        self.env = {**os.environ, "PYTHONPATH": str(BINDINGS), "XDG_CACHE_HOME": str(root / "cache")}
+        self.env = {**os.environ, "PYTHONPATH": str(BINDINGS)}
 
     def train_args(self, out: Path, **options) -> list[str]:
         """Arguments of a small training run that spills to disk; None drops an option, True makes a flag."""
@@ -86,6 +86,7 @@ class Bench:
             "lr": 1e-2,
             "eval-batches": 2,
             "torch-threads": 1,
+            "cache": self.root / "cache",
             **{name.replace("_", "-"): value for name, value in options.items()},
         }
         arguments = ["train"]
@@ -106,26 +107,30 @@ class Bench:
             **kwargs,
         )
 
-    def cli(self, *arguments, timeout: float = 180) -> subprocess.CompletedProcess:
-        process = self.start(list(arguments))
+    def main(self, capsys, *arguments) -> tuple[int, str, str]:
+        """A command in this process: exit code, stdout, stderr."""
+        from overspill.cli import main
+
+        capsys.readouterr()
         try:
-            out, err = process.communicate(timeout=timeout)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            raise
-        return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+            code = main([str(argument) for argument in arguments])
+        except SystemExit as stop:  # argparse
+            code = int(stop.code or 0)
+        printed = capsys.readouterr()
+        assert "Traceback" not in printed.err, printed.err
+        return code, printed.out, printed.err
 
-    def ok(self, *arguments, timeout: float = 180) -> subprocess.CompletedProcess:
-        done = self.cli(*arguments, timeout=timeout)
-        assert done.returncode == 0, f"{arguments}\n{done.stdout}\n{done.stderr}"
-        return done
+    def ok(self, capsys, *arguments) -> str:
+        """The output of a command that must succeed."""
+        code, out, err = self.main(capsys, *arguments)
+        assert code == 0, f"{arguments}\n{out}\n{err}"
+        return out
 
-    def fails(self, *arguments) -> str:
-        """The message of a command that must fail: no traceback, an exit code that is not 0."""
-        done = self.cli(*arguments)
-        assert done.returncode not in (0, None), f"{arguments} succeeded:\n{done.stdout}"
-        assert "Traceback" not in done.stderr, done.stderr
-        return done.stderr
+    def fails(self, capsys, *arguments) -> str:
+        """The message of a command that must fail."""
+        code, out, err = self.main(capsys, *arguments)
+        assert code != 0, f"{arguments} succeeded:\n{out}"
+        return err
 
 
 def log(out: Path) -> list[dict]:

@@ -184,16 +184,11 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def copy_small_files(source: Path, target: Path) -> None:
-    """Config, generation config and tokenizer files of a Hugging Face folder; `target` appears whole or not at all."""
-    part = target.with_name(target.name + ".part")
-    shutil.rmtree(part, ignore_errors=True)
-    part.mkdir(parents=True)
+    """Config, generation config and tokenizer files of a Hugging Face folder, into a folder that is there."""
     for pattern in SMALL_FILES:
         for file in source.glob(pattern):
             if file.name != WEIGHTS[1]:
-                shutil.copyfile(file, part / file.name)
-    shutil.rmtree(target, ignore_errors=True)
-    part.rename(target)
+                shutil.copyfile(file, target / file.name)
 
 
 def quiet_transformers() -> None:

@@ -72,8 +72,8 @@ def merge(
     part = out.with_name(out.name + ".part")
     shutil.rmtree(part, ignore_errors=True)
     try:
-        copy_small_files(small, part)
         counted = _core.merge(str(checkpoint), str(part), dtype, shard_bytes, progress)
+        copy_small_files(small, part)
         _set_dtype(part / "config.json", DTYPES[dtype])
         if out.exists():
             out.rmdir()

@@ -73,19 +73,27 @@ class RunFolder:
         return sorted(found)
 
     def latest(self) -> Path | None:
-        """The newest complete checkpoint. What a kill left of later ones has no manifest and is removed.
+        """The newest complete checkpoint: one with a manifest, which is written last.
 
-        A checkpoint with a manifest is never passed over: damage in it is for the load to report.
+        It is never passed over for damage in it: that is for the load to report.
         """
-        for _, path in reversed(self.saved()):
-            if (path / "manifest.json").exists():
-                return path
-            shutil.rmtree(path)
-        return None
+        complete = [path for _, path in self.saved() if (path / "manifest.json").exists()]
+        return complete[-1] if complete else None
+
+    def remove_leftovers(self) -> None:
+        """Removes what a kill in the middle of a save left behind."""
+        for path in [*self.checkpoints.glob("step-*.partial"), *(path for _, path in self.saved())]:
+            if not (path / "manifest.json").exists() or path.suffix:
+                shutil.rmtree(path)
 
     def finish_checkpoint(self, path: Path, model: Path, keep: int) -> None:
         """Adds what merge needs, and removes all but the newest `keep` checkpoints."""
-        copy_small_files(model, path / "hf")
+        part = path / "hf.part"
+        shutil.rmtree(part, ignore_errors=True)
+        part.mkdir()
+        copy_small_files(model, part)
+        shutil.rmtree(path / "hf", ignore_errors=True)
+        part.rename(path / "hf")
         for _, old in self.saved()[:-keep]:
             shutil.rmtree(old)
 

@@ -221,6 +221,7 @@ class _Session:
             self.loop.restore(self.engine.load_checkpoint(str(checkpoint)))
         self.folder.write(self.run)
         self.folder.rewind(self.loop.step)
+        self.folder.remove_leftovers()
         print(self.engine.plan_text)
         if checkpoint is not None:
             print(f"going on from {checkpoint}, step {self.loop.step}", flush=True)

@@ -1,0 +1,274 @@
+"""The commands: what they do, and what they say to bad input: the thing, the way out, folders as they were."""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+
+import pytest
+import tiny
+
+SPILL = {"engine": {"chunk_elements": 4096, "prefetch_units": 2}}  # a tiny model still has chunks to spill
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory):
+    made = tiny.Bench(tmp_path_factory.mktemp("bench"))
+    (made.root / "spill.json").write_text(json.dumps(SPILL))
+    return made
+
+
+@pytest.fixture(scope="module")
+def spilling(bench):
+    """Options under which most states are on disk: the smallest budget that the planner takes."""
+    return {"host_budget": smallest_budget(bench), "config": bench.root / "spill.json"}
+
+
+def smallest_budget(bench) -> int:
+    from overspill import BudgetError
+    from overspill.cli.plan import empty_model, plan
+
+    config = {**SPILL, "budget": {"host": 1, "nvme": [str(bench.nvme)]}, "gradient_accumulation_steps": 2}
+    with pytest.raises(BudgetError, match="smallest budget") as error:
+        plan(empty_model(bench.model, "bf16"), config)
+    return int(str(error.value).split("(")[1].split(" bytes")[0])
+
+
+@pytest.fixture(scope="module")
+def finished(bench, spilling):
+    """A run of 8 steps that nothing disturbed; dropout, accumulation and clipping are on, states are on disk."""
+    from overspill.cli import main
+
+    out = bench.root / "finished"
+    assert main([str(a) for a in bench.train_args(out, accumulate=2, clip=0.5, **spilling)]) == 0
+    assert all(0 < r["clip"] < 1 for r in tiny.log(out))
+    assert tiny.log(out)[-1]["nvme_written_bytes"] > 0
+    return out
+
+
+# --- what they do -----------------------------------------------------------------------------------------------
+
+
+def test_help_has_examples(bench, capsys):
+    code, out, _ = bench.main(capsys, "--help")
+    assert code == 0 and "overspill train --out runs/first --resume" in out
+
+
+def test_doctor(bench, capsys):
+    out = bench.ok(capsys, "doctor", "--nvme", bench.nvme)
+    assert "io uring" in out and "GiB" in out and "gpu" in out
+
+
+def test_plan(bench, capsys):
+    out = bench.ok(capsys, "plan", "--model", bench.model, "--host-budget", "64MiB", "--nvme", bench.nvme)
+    assert "gradients in flight" in out and "budget" in out
+    assert not list(bench.nvme.iterdir())
+
+
+def test_train_learns_and_leaves_records(finished, bench):
+    records, run = tiny.log(finished), json.loads((finished / "run.json").read_text())
+    assert [r["step"] for r in records] == list(range(1, 9))
+    assert run["heldout"]["8"] < run["heldout"]["0"]
+    assert (finished / "plot.png").read_bytes().startswith(b"\x89PNG")
+    assert [p.name for p in (finished / "checkpoints").iterdir()] == ["step-000008"]
+    assert not list(bench.nvme.iterdir()), "files of a finished run stayed on the disk"
+
+
+def test_going_on_is_bit_equal(bench, spilling, finished, capsys, tmp_path):
+    out = tmp_path / "out"
+    bench.ok(capsys, *bench.train_args(out, accumulate=2, clip=0.5, steps=3, **spilling))
+    said = bench.ok(capsys, "train", "--out", out, "--resume", "--steps", 5, "--threads", 1)
+    assert "step-000003" in said
+    bench.ok(capsys, "train", "--out", out, "--resume", "--steps", 8, "--host-budget", "64MiB")
+    assert tiny.losses(out) == tiny.losses(finished)
+    for folder in (out, finished):
+        bench.ok(
+            capsys,
+            "merge",
+            folder / "checkpoints/step-000008",
+            tmp_path / folder.name / "fp32",
+            "--dtype",
+            "fp32",
+        )
+    assert tiny.tree(tmp_path / "fp32/out") == tiny.tree(tmp_path / "fp32/finished")
+
+
+def test_merge_and_generate(bench, finished, capsys, tmp_path):
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    checkpoint = finished / "checkpoints/step-000008"
+    bench.ok(capsys, "merge", checkpoint, tmp_path / "bf16")
+    bench.ok(capsys, "merge", checkpoint, tmp_path / "fp32", "--dtype", "fp32")
+    half, full = (
+        AutoModelForCausalLM.from_pretrained(tmp_path / name, dtype="auto") for name in ("bf16", "fp32")
+    )
+    assert half.dtype == torch.bfloat16 and full.dtype == torch.float32
+    for a, b in zip(half.parameters(), full.parameters()):
+        rounded = (
+            ((b.view(torch.int32).long() + 0x8000) >> 16).to(torch.int16).view(torch.bfloat16)
+        )  # half up
+        assert torch.equal(a, rounded)
+    text = bench.ok(
+        capsys, "generate", "--model", tmp_path / "bf16", "--prompt", "the bird", "--max-new-tokens", 5
+    )
+    ids = AutoTokenizer.from_pretrained(tmp_path / "bf16")("the bird", return_tensors="pt").input_ids
+    assert text.startswith("the bird") and torch.isfinite(half(ids).logits).all()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_saves_and_says_how_to_go_on(number, bench, spilling, finished, capsys, tmp_path):
+    out = tmp_path / "out"
+    process = bench.start(bench.train_args(out, accumulate=2, clip=0.5, **spilling))
+    tiny.wait_for_step(process, out, 2)
+    process.send_signal(number)
+    _, err = process.communicate(timeout=120)
+    assert process.returncode == 128 + number, err
+    assert f"overspill train --out {out} --resume" in err and "Traceback" not in err
+    assert 2 <= len(tiny.log(out)) < 8, "the signal came too late to show anything"
+    bench.ok(capsys, "train", "--out", out, "--resume")
+    assert tiny.losses(out) == tiny.losses(finished)
+
+
+# --- bad input ----------------------------------------------------------------------------------------------------
+
+
+def bad_inputs(bench, tmp_path):
+    """Name, changed options, what the message has to contain."""
+    (tmp_path / "no-weights").mkdir()
+    (tmp_path / "no-weights/config.json").write_text("{}")
+    (tmp_path / "key.json").write_text('{"engine": {"thread": 2}}')
+    (tmp_path / "broken.json").write_text("{")
+    (tmp_path / "text.txt").write_text("too short")
+    nowhere = tmp_path / "nowhere"
+    return {
+        "missing disk": ({"nvme": nowhere}, ["--nvme", "nowhere", "mkdir"]),
+        "budget too small": (
+            {"host_budget": "1KiB"},
+            ["budget too small", "smallest budget that would do is"],
+        ),
+        "no budget": ({"host_budget": None}, ["--host-budget is missing"]),
+        "bad size": ({"host_budget": "6 apples"}, ["6 apples", "600MiB"]),
+        "wrong key": ({"config": tmp_path / "key.json"}, ["engine.thread", '"threads"']),
+        "broken config": ({"config": tmp_path / "broken.json"}, ["broken.json", "JSON"]),
+        "no model": ({"model": nowhere}, ["--model", "nowhere", "config.json"]),
+        "no weights": (
+            {"model": tmp_path / "no-weights"},
+            ["no-weights has no weights", "model.safetensors"],
+        ),
+        "no data": ({"data": nowhere}, ["nowhere does not exist", "text"]),
+        "little data": ({"data": tmp_path / "text.txt"}, ["tokens", "--seq-len"]),
+        "no steps": ({"steps": 0}, ["--steps", "at least 1"]),
+        "nothing to resume": ({"resume": True}, ["holds no run", "--resume"]),
+    }
+
+
+def test_bad_input(bench, capsys, tmp_path):
+    for name, (changed, words) in bad_inputs(bench, tmp_path).items():
+        message = bench.fails(capsys, *bench.train_args(tmp_path / "out", **changed))
+        for word in words:
+            assert word in message, f"{name}: {word!r} is not in {message!r}"
+        assert not (tmp_path / "out").exists(), name
+        assert not list(bench.nvme.iterdir()), name
+
+
+def test_a_folder_with_something_else_is_refused(bench, capsys, tmp_path):
+    (tmp_path / "thesis.tex").write_text("mine")
+    before = tiny.tree(tmp_path)
+    assert "holds something else (thesis.tex)" in bench.fails(capsys, *bench.train_args(tmp_path))
+    (tmp_path / "file").write_text("")
+    assert "is a file" in bench.fails(capsys, *bench.train_args(tmp_path / "file"))
+    (tmp_path / "file").unlink()
+    assert tiny.tree(tmp_path) == before
+
+
+def test_a_run_is_not_started_twice_nor_changed(bench, finished, capsys):
+    before = tiny.tree(finished)
+    assert "add --resume" in bench.fails(capsys, *bench.train_args(finished))
+    message = bench.fails(capsys, "train", "--out", finished, "--resume", "--lr", 0.5)
+    assert "--lr 0.5 differs from 0.01" in message
+    extra = bench.texts / "new.txt"
+    extra.write_text("the river runs\n")
+    assert "the texts changed" in bench.fails(capsys, "train", "--out", finished, "--resume")
+    extra.unlink()
+    assert tiny.tree(finished) == before
+
+
+def test_a_truncated_checkpoint_is_named(bench, finished, capsys, tmp_path):
+    import shutil
+
+    out = tmp_path / "out"
+    shutil.copytree(finished, out)
+    checkpoint = out / "checkpoints/step-000008"
+    victim = max(
+        (p for p in checkpoint.iterdir() if p.is_file()),
+        key=lambda p: p.stat().st_size * (p.suffix != ".json"),
+    )
+    os.truncate(victim, 4096)  # slabs have free room at their end, so half of one may hold everything
+    before = tiny.tree(out)
+    assert victim.name in bench.fails(capsys, "train", "--out", out, "--resume", "--steps", 9)
+    assert victim.name in bench.fails(capsys, "merge", checkpoint, tmp_path / "merged")
+    (checkpoint / "manifest.json").write_text("{")
+    assert "manifest.json" in bench.fails(capsys, "merge", checkpoint, tmp_path / "merged")
+    (checkpoint / "manifest.json").write_bytes(before["checkpoints/step-000008/manifest.json"])
+    assert tiny.tree(out) == before
+    assert not (tmp_path / "merged").exists() and not list(tmp_path.glob("*.part"))
+
+
+def test_a_checkpoint_of_another_model_is_refused(bench, finished, capsys, tmp_path):
+    other = tiny.make_model(tmp_path / "model", bench.texts, hidden=32)
+    out = tmp_path / "out"
+    bench.ok(capsys, *bench.train_args(out, model=other, steps=1, eval_batches=0))
+    before = tiny.tree(out)
+    message = bench.fails(
+        capsys, "train", "--out", out, "--steps", 3, "--resume", finished / "checkpoints/step-000008"
+    )
+    assert "model" in message and "weight" in message, message
+    assert "no complete checkpoint" in bench.fails(capsys, "train", "--out", out, "--resume", bench.texts)
+    assert tiny.tree(out) == before
+
+
+def test_config_and_weights_of_two_models(bench, capsys, tmp_path):
+    import shutil
+
+    folder = tmp_path / "mixed"
+    shutil.copytree(bench.model, folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "intermediate_size": 48}))
+    message = bench.fails(capsys, "plan", "--model", folder, "--host-budget", "64MiB")
+    assert "mlp" in message and "two models" in message
+    os.truncate(folder / "model.safetensors", 100)
+    assert "model.safetensors is damaged" in bench.fails(
+        capsys, "plan", "--model", folder, "--host-budget", "64MiB"
+    )
+
+
+@contextlib.contextmanager
+def small_disk(folder, size):
+    """A file system of `size` at `folder`."""
+    folder.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", f"size={size}", "none", folder], capture_output=True, text=True
+    )
+    if mounted.returncode:
+        pytest.skip(f"no small disk can be mounted here: {mounted.stderr.strip()}")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", folder], check=True)
+
+
+def test_full_disk_for_states(bench, spilling, capsys, tmp_path):
+    with small_disk(tmp_path / "disk", "256k") as disk:
+        message = bench.fails(capsys, *bench.train_args(tmp_path / "out", **{**spilling, "nvme": disk}))
+        assert str(disk) in message and ("space" in message or "free" in message), message
+        assert not list(disk.iterdir())
+    assert not (tmp_path / "out").exists()
+
+
+def test_full_disk_for_checkpoints(bench, spilling, capsys, tmp_path):
+    with small_disk(tmp_path / "disk", "256k") as disk:
+        message = bench.fails(capsys, *bench.train_args(disk / "out", save_every=2, **spilling))
+        assert "disk/out" in message and "space" in message, message
+        assert not list((disk / "out/checkpoints").glob("step-*")), "a checkpoint that is not whole"
