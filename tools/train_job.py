@@ -70,6 +70,14 @@ class Child:
         os.kill(self.process.pid, signal.SIGCONT)
         self.process.join()
 
+    def __enter__(self) -> "Child":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.process.is_alive():  # an error or Ctrl-C: a stopped process would never see a gentler signal
+            self.process.kill()
+            self.process.join()
+
 
 def ours(pipe, job: argparse.Namespace) -> None:
     """`overspill train` in this process; the turn changes hands between its steps."""
@@ -154,23 +162,22 @@ def forward_backward(pipe, job: argparse.Namespace) -> None:
 
 def measure(job: argparse.Namespace) -> dict[str, Any]:
     """All turns of the three processes."""
-    alone = Child(forward_backward, job)
-    floor = alone.turn()
-    alone.join()
-    a, b = Child(ours, job), Child(plain, job)
-    a.turn(), b.turn()
-    pairs = []
-    for number in range(job.turns):
-        pair = a.turn()["seconds"], b.turn()["seconds"]
-        pairs.append(pair)
-        steps = job.steps // job.turns
-        print(
-            f"turn {number + 1}/{job.turns}: ours {pair[0] / steps:.2f}, plain {pair[1] / steps:.2f} s a step, "
-            f"ratio {pair[0] / pair[1]:.3f}",
-            flush=True,
-        )
-    mine, theirs = a.turn(), b.turn()
-    a.join(), b.join()
+    with Child(forward_backward, job) as alone:
+        floor = alone.turn()
+        alone.join()
+    steps, pairs = job.steps // job.turns, []
+    with Child(ours, job) as a, Child(plain, job) as b:
+        a.turn(), b.turn()
+        for number in range(job.turns):
+            pair = a.turn()["seconds"], b.turn()["seconds"]
+            pairs.append(pair)
+            print(
+                f"turn {number + 1}/{job.turns}: ours {pair[0] / steps:.2f}, plain {pair[1] / steps:.2f} s a step, "
+                f"ratio {pair[0] / pair[1]:.3f}",
+                flush=True,
+            )
+        mine, theirs = a.turn(), b.turn()
+        a.join(), b.join()
     seconds = sum(pair[0] for pair in pairs)
     return {
         "heldout_loss_before": mine["heldout_loss_before"],
