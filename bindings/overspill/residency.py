@@ -66,9 +66,9 @@ class Segment:
 
     def edited(self) -> bool:
         """In place, through the parameter or a `.data` of it, since `accept`."""
-        return self.parameter._version != self.version or (
-            self.alias is not None and self.alias._version != 0
-        )
+        if self.alias is not None and self.alias._version != 0:
+            return True
+        return self.parameter._version != self.version
 
     def accept(self) -> None:
         self.version, self.alias = self.parameter._version, None
@@ -171,10 +171,9 @@ def show(unit: Unit) -> None:
         raise RuntimeError(
             f"overspill: {names}: frozen at overspill.initialize, requires_grad now; set it before"
         )
-    flat = hold(unit)
-    with torch.inference_mode(False):
-        for s in unit.segments:
-            set_data(s.parameter, flat.as_strided(s.shape, s.stride, s.offset))
+    view = hold(unit).as_strided
+    for s in unit.segments:
+        set_data(s.parameter, view(s.shape, s.stride, s.offset))
     unit.shown = True
 
 
@@ -198,10 +197,9 @@ def hide(unit: Unit) -> None:
             address = unit.flat.data_ptr() + s.offset * unit.dtype.itemsize
             unit.core.written(unit.index, s.index, address, s.bytes)
     finally:
-        with torch.inference_mode(False):
-            for s in unit.segments:
-                s.accept()
-                set_data(s.parameter, s.blank)
+        for s in unit.segments:
+            s.accept()
+            set_data(s.parameter, s.blank)
 
 
 def pin(unit: Unit) -> None:
@@ -259,7 +257,9 @@ class Residency:
 
     def __init__(self, core: Any, specs: list[UnitSpec]):
         self.core, self.calls, self.closed = core, 0, False
-        self.gradient_hooks: list[Any] = []  # torch keeps them where the garbage collector does not see the cycle
+        self.gradient_hooks: list[
+            Any
+        ] = []  # torch keeps them where the garbage collector does not see the cycle
         self.units = [Unit(self, i, spec) for i, spec in enumerate(specs)]
         self.segments = [s for unit in self.units for s in unit.segments]
 

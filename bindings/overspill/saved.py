@@ -43,10 +43,9 @@ class Handle:
             )
         idle = unit.flat is None
         flat = residency.hold(unit)
-        with torch.inference_mode(False):
-            if self.dtype != unit.dtype:
-                flat = flat.view(torch.uint8).view(self.dtype)
-            view = flat.as_strided(self.size, self.stride, self.offset)
+        if self.dtype != unit.dtype:
+            flat = flat.view(torch.uint8).view(self.dtype)
+        view = flat.as_strided(self.size, self.stride, self.offset)
         if in_backward():
             residency.remember(unit)
         elif idle:

@@ -1,4 +1,5 @@
-"""What becomes of parameters, gradients and saved tensors while an engine has the model: right, or an error that says what to do."""
+"""What becomes of parameters, gradients and saved tensors while an engine has the model: right, or an error
+that says what to do."""
 
 import copy
 import gc
@@ -7,11 +8,11 @@ import weakref
 
 import pytest
 import torch
-from plain import Plain
 from torch import nn
 
 import overspill
 from overspill import patches, residency
+from plain import Plain
 
 
 def mlp(dtype=torch.float32):
@@ -29,7 +30,8 @@ def loss_of(model, x):
 
 @pytest.fixture
 def start(config):
-    """start(model, **config) -> engine; every engine is closed, and nothing of torch stays patched, at the end of the test."""
+    """start(model, **config) -> engine; every engine is closed, and nothing of torch stays patched, at the
+    end of the test."""
     engines = []
 
     def make(model, optimizer=None, lr_scheduler=None, settings=None):
@@ -164,7 +166,10 @@ def test_tied_weights_stay_one_tensor_in_the_state_dict(start):
     model = nn.ModuleDict({"a": nn.Linear(4, 4, bias=False), "b": nn.Linear(4, 4, bias=False)})
     model["b"].weight = model["a"].weight
     state = start(model).state_dict()
-    assert state["a.weight"].data_ptr() == state["b.weight"].data_ptr() and torch.isfinite(state["a.weight"]).all()
+    assert (
+        state["a.weight"].data_ptr() == state["b.weight"].data_ptr()
+        and torch.isfinite(state["a.weight"]).all()
+    )
 
 
 # ---- gradients
@@ -232,7 +237,9 @@ def test_several_backwards_add(start):
 
 def held():
     gc.collect()
-    return [u for s in residency.registry.values() if (u := s.unit).flat is not None], residency.lingering_leases()
+    return [
+        u for s in residency.registry.values() if (u := s.unit).flat is not None
+    ], residency.lingering_leases()
 
 
 def test_nothing_of_the_model_is_held_between_forward_and_backward(start):
@@ -385,7 +392,9 @@ def test_several_engines_side_by_side(start):
     for i in range(3):
         learner.backward((learner(batch(i)) - guide(batch(i))).square().mean() + loss_of(learner, batch(i)))
         learner.step()
-        plain.backward((plain.model(batch(i)) - plain_teacher(batch(i))).square().mean() + loss_of(plain.model, batch(i)))
+        plain.backward(
+            (plain.model(batch(i)) - plain_teacher(batch(i))).square().mean() + loss_of(plain.model, batch(i))
+        )
         plain.step(1.0)
     assert all(torch.equal(v, plain.model.state_dict()[k]) for k, v in learner.state_dict().items())
     loss_of(other, batch()).backward()

@@ -7,11 +7,11 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from overspill.state import random_states, restore_random_states
 
 from overspill import memory
 from overspill.cli.settings import Settings
 from overspill.data import Batches, Sequences, evaluation_batches
+from overspill.state import random_states, restore_random_states
 
 LOGGED = (
     "host_used_bytes",

@@ -39,10 +39,9 @@ def run(args: argparse.Namespace) -> int:
 
 def plan(model, config: dict):
     """core.Plan of a model (its weights are not looked at). Raises ConfigError, BudgetError."""
+    from overspill import _core
     from overspill.config import Config
     from overspill.units import partition, to_core
-
-    from overspill import _core
 
     return _core.plan(to_core(partition(model)), Config.read(config).to_core(_core))
 
