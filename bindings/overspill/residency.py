@@ -14,6 +14,7 @@ of all engines of a process run in one Python thread at a time.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -109,7 +110,7 @@ leases: dict[
     int, tuple[StorageWeakRef, Unit]
 ] = {}  # storage of a lease that some tensor still holds -> its unit
 _lingering: list[int] = []  # leases let go here while somebody's view lives on
-_recent: list[Unit] = []  # held in backward, least recently used first
+_recent: list[Unit] = []  # held without a call that needs them, least recently used first
 _nan: torch.Tensor | None = None
 
 
@@ -205,6 +206,8 @@ def hide(unit: Unit) -> None:
 def pin(unit: Unit) -> None:
     """One more call needs the unit shown."""
     if not unit.shown:
+        if _recent:
+            _trim(RECENT_UNITS - 1, (unit,))
         show(unit)
     unit.pins += 1
 
@@ -222,24 +225,31 @@ def unpin(unit: Unit, keep: bool) -> None:
                 drop(unit)
 
 
-def remember(unit: Unit, needed: tuple[Unit, ...] | list[Unit] = ()) -> None:
-    """Makes a held unit the most recent one and lets older ones go, but none of `needed`."""
+def remember(unit: Unit, needed: Sequence[Unit] = ()) -> None:
+    """Makes a unit the most recent one, about to be held or held already. Older ones are let go first, but none
+    of `needed`, so that no more leases than RECENT_UNITS pile up beside those of calls under way."""
+    if _recent and _recent[-1] is unit:
+        return
     if unit in _recent:
-        if _recent[-1] is unit:
-            return
         _recent.remove(unit)
     _recent.append(unit)
-    if len(_recent) > RECENT_UNITS:
-        for old in [u for u in _recent[:-1] if u not in needed][: len(_recent) - RECENT_UNITS]:
-            _recent.remove(old)
-            _retire(old)
+    _trim(RECENT_UNITS, needed)
 
 
 def forget() -> None:
-    """Backward is over: nothing is kept for it."""
-    while _recent:
-        _retire(_recent.pop())
+    """Forward or backward is over: nothing is kept for it."""
+    _trim(0, ())
     _sweep()
+
+
+def _trim(count: int, needed: Sequence[Unit]) -> None:
+    """Lets the least recent units go, but none of `needed`, until `count` are left."""
+    if len(_recent) > count:
+        latest = _recent[-1] if count else None
+        old = [u for u in _recent if u is not latest and u not in needed][: len(_recent) - count]
+        for unit in old:
+            _recent.remove(unit)
+            _retire(unit)
 
 
 def _retire(unit: Unit) -> None:
