@@ -312,18 +312,16 @@ def test_in_place_changes_between_forward_and_backward_raise_as_in_torch(start):
     model = nn.Sequential(nn.Linear(16, 16), nn.Sigmoid())
     engine = start(model)
     out = engine(batch())
-    out.data  # noqa: B018
     with torch.no_grad():
         out.mul_(2)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         out.sum().backward()
-    out = engine(batch())
-    with engine.gathered(model[0].weight), torch.no_grad():
-        model[0].weight.mul_(2)
-    leaf = batch().requires_grad_()
-    engine.zero_grad()
-    engine(leaf).sum().backward()
-    assert leaf.grad is not None
+    for write in (lambda p: p.mul_(2), lambda p: p.data.mul_(2)):
+        out = engine(batch().requires_grad_())
+        with engine.gathered(model[0].weight), torch.no_grad():
+            write(model[0].weight)
+        with pytest.raises(RuntimeError, match="updated since"):
+            out.sum().backward()
 
 
 def test_activations_are_freed_without_backward(start):
@@ -335,11 +333,10 @@ def test_activations_are_freed_without_backward(start):
     assert alive() is None
 
 
-@pytest.mark.parametrize("where", ["around", "inside"])
+@pytest.mark.parametrize("where", ["around", "around_everything", "inside"])
 def test_saved_tensor_hooks_of_the_user_see_activations_only(start, where):
     model = mlp()
     plain = copy.deepcopy(model)
-    engine = start(model)
     packed = []
 
     def pack(tensor):
@@ -347,23 +344,30 @@ def test_saved_tensor_hooks_of_the_user_see_activations_only(start, where):
         return tensor.detach().clone()
 
     hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved)
-    if where == "around":
+    x = batch().requires_grad_()
+    if where == "around_everything":
         with hooks:
-            loss = loss_of(engine, batch())
+            engine = start(model)
+            loss = loss_of(engine, x)
+    elif where == "around":
+        engine = start(model)
+        with hooks:
+            loss = loss_of(engine, x)
     else:
-        inner = model[0].forward
-
-        def forward(x):
-            with hooks:
-                return inner(x)
-
-        model[0].forward = forward
-        loss = loss_of(engine, batch())
-        del model[0].forward
+        engine = start(model)
+        inner = model[2].forward
+        model[2].forward = lambda x: call_with(hooks, inner, x)
+        loss = loss_of(engine, x)
     loss.backward()
-    loss_of(plain, batch()).backward()
-    assert packed and torch.Size([32, 16]) not in packed and torch.Size([16, 32]) not in packed
+    loss_of(plain, x).backward()
+    weights = {shape for p in model.parameters() if p.dim() == 2 for shape in (p.shape, p.t().shape)}
+    assert torch.Size([6, 32]) in packed and not weights & set(packed)
     assert all(torch.equal(engine.grad(a), b.grad) for a, b in zip(model.parameters(), plain.parameters()))
+
+
+def call_with(hooks, function, x):
+    with hooks:
+        return function(x)
 
 
 # ---- exceptions, modes, neighbours
