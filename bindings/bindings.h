@@ -16,7 +16,8 @@ void register_doctor(pybind11::module_& m);
 
 /// Memory of a tensor, given as its address and size: contiguous, on the host, alive during the call.
 inline std::span<std::byte> memory_at(uintptr_t address, int64_t bytes) {
-  if (bytes < 0 || (address == 0 && bytes > 0)) throw std::invalid_argument("address and size do not name memory");
+  if (bytes < 0 || (address == 0 && bytes > 0))
+    throw std::invalid_argument("address and size do not name memory");
   return {reinterpret_cast<std::byte*>(address), static_cast<size_t>(bytes)};
 }
 

@@ -1,5 +1,5 @@
-// Memory handed to Python as a DLPack capsule (github.com/dmlc/dlpack, version 0.8's C layout): any framework can view it without copying, and
-// tells when the last view has died.
+// Memory handed to Python as a DLPack capsule (github.com/dmlc/dlpack, version 0.8's C layout): any framework
+// can view it without copying, and tells when the last view has died.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -36,8 +36,8 @@ struct DLManagedTensor {
   void (*deleter)(DLManagedTensor* self);
 };
 
-/// A one-dimensional uint8 view of `owner`'s memory. The owner is destroyed when the last tensor made of the capsule dies, or with the
-/// capsule when none was made; with or without the GIL, on any thread.
+/// A one-dimensional uint8 view of `owner`'s memory. The owner is destroyed when the last tensor made of the
+/// capsule dies, or with the capsule when none was made; with or without the GIL, on any thread.
 template <class Owner>
 pybind11::capsule make_capsule(Owner owner, std::byte* data, int64_t bytes) {
   struct Managed {

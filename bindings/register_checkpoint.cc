@@ -22,8 +22,8 @@ void report(void* context, int64_t done, int64_t total) {
   progress(done, total);
 }
 
-py::dict merge(const std::filesystem::path& checkpoint, const std::filesystem::path& out, const std::string& dtype,
-               int64_t shard_bytes, Progress progress) {
+py::dict merge(const std::filesystem::path& checkpoint, const std::filesystem::path& out,
+               const std::string& dtype, int64_t shard_bytes, Progress progress) {
   engine::MergeResult result;
   {
     const py::gil_scoped_release release;
@@ -73,7 +73,8 @@ void register_checkpoint(py::module_& m) {
   m.def("merge", &merge, py::arg("checkpoint"), py::arg("out"), py::arg("dtype") = "bf16",
         py::arg("shard_bytes") = int64_t{5} << 30, py::arg("progress") = Progress(),
         "Streams a checkpoint into Hugging Face safetensors, in memory of about one tensor.");
-  m.def("manifest", &manifest, py::arg("folder"), "What a checkpoint folder holds; checked, but for the data itself.");
+  m.def("manifest", &manifest, py::arg("folder"),
+        "What a checkpoint folder holds; checked, but for the data itself.");
 }
 
 }  // namespace overspill::bindings

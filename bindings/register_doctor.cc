@@ -33,7 +33,8 @@ struct Topology {
 Topology topology() {
   hwloc_topology_t raw = nullptr;
   if (hwloc_topology_init(&raw) != 0) return {};
-  const std::unique_ptr<hwloc_topology, decltype(&hwloc_topology_destroy)> owned(raw, &hwloc_topology_destroy);
+  const std::unique_ptr<hwloc_topology, decltype(&hwloc_topology_destroy)> owned(raw,
+                                                                                 &hwloc_topology_destroy);
   if (hwloc_topology_load(raw) != 0) return {};
   return {hwloc_get_nbobjs_by_type(raw, HWLOC_OBJ_CORE), hwloc_get_nbobjs_by_type(raw, HWLOC_OBJ_NUMANODE)};
 }
@@ -58,7 +59,8 @@ py::dict doctor(const std::vector<std::string>& folders) {
   py::dict out;
   rlimit limit{};
   const bool known = ::getrlimit(RLIMIT_MEMLOCK, &limit) == 0;
-  out["memlock_limit_bytes"] = !known || limit.rlim_cur == RLIM_INFINITY ? int64_t{-1} : static_cast<int64_t>(limit.rlim_cur);
+  out["memlock_limit_bytes"] =
+      !known || limit.rlim_cur == RLIM_INFINITY ? int64_t{-1} : static_cast<int64_t>(limit.rlim_cur);
   out["transparent_huge_pages"] = first_line("/sys/kernel/mm/transparent_hugepage/enabled");
   out["io_uring_disabled"] = first_line("/proc/sys/kernel/io_uring_disabled");
   out["instruction_set"] = std::string(optim::instruction_set());

@@ -17,8 +17,8 @@ namespace {
 namespace py = pybind11;
 using engine::Config;
 using engine::Engine;
-using engine::Plan;
 using engine::Placement;
+using engine::Plan;
 using engine::SegmentSpec;
 using engine::UnitSpec;
 
@@ -34,10 +34,14 @@ Placement placement_from(const std::string& name) {
 
 std::string placement_name(Placement placement) {
   switch (placement) {
-    case Placement::automatic: return "auto";
-    case Placement::host: return "host";
-    case Placement::half: return "half";
-    case Placement::nvme: return "nvme";
+    case Placement::automatic:
+      return "auto";
+    case Placement::host:
+      return "host";
+    case Placement::half:
+      return "half";
+    case Placement::nvme:
+      return "nvme";
   }
   return "?";
 }
@@ -119,21 +123,26 @@ py::capsule nan_capsule(int64_t bytes) {
 
 void register_specs(py::module_& m) {
   py::class_<SegmentSpec>(m, "Segment")
-      .def(py::init([](std::string name, std::vector<int64_t> shape, int64_t group, std::vector<std::string> aliases) {
+      .def(py::init([](std::string name, std::vector<int64_t> shape, int64_t group,
+                       std::vector<std::string> aliases) {
              return SegmentSpec{std::move(name), std::move(shape), group, std::move(aliases)};
            }),
-           py::arg("name"), py::arg("shape"), py::arg("group") = 0, py::arg("aliases") = std::vector<std::string>{})
+           py::arg("name"), py::arg("shape"), py::arg("group") = 0,
+           py::arg("aliases") = std::vector<std::string>{})
       .def_readonly("name", &SegmentSpec::name)
       .def_readonly("shape", &SegmentSpec::shape)
       .def_readonly("group", &SegmentSpec::group)
       .def_readonly("aliases", &SegmentSpec::aliases);
   py::class_<UnitSpec>(m, "Unit")
-      .def(py::init([](std::string name, const std::string& format, std::string dtype, std::vector<SegmentSpec> segments) {
-             return UnitSpec{std::move(name), engine::format_from_name(format), std::move(dtype), std::move(segments)};
+      .def(py::init([](std::string name, const std::string& format, std::string dtype,
+                       std::vector<SegmentSpec> segments) {
+             return UnitSpec{std::move(name), engine::format_from_name(format), std::move(dtype),
+                             std::move(segments)};
            }),
            py::arg("name"), py::arg("format"), py::arg("dtype"), py::arg("segments"))
       .def_readonly("name", &UnitSpec::name)
-      .def_property_readonly("format", [](const UnitSpec& self) { return std::string(engine::format_name(self.format)); })
+      .def_property_readonly(
+          "format", [](const UnitSpec& self) { return std::string(engine::format_name(self.format)); })
       .def_readonly("dtype", &UnitSpec::dtype)
       .def_readonly("segments", &UnitSpec::segments);
   py::class_<PythonConfig>(m, "Config")
@@ -160,21 +169,21 @@ void register_weights(py::class_<Engine>& cls) {
   using Released = py::call_guard<py::gil_scoped_release>;
   cls.def(
          "load_weight",
-         [](Engine& self, int32_t unit, int32_t segment, uintptr_t address, int64_t bytes, const std::string& dtype) {
-           self.load_weight(unit, segment, memory_at(address, bytes), dtype);
-         },
+         [](Engine& self, int32_t unit, int32_t segment, uintptr_t address, int64_t bytes,
+            const std::string& dtype) { self.load_weight(unit, segment, memory_at(address, bytes), dtype); },
          Released())
       .def(
           "read_weight",
-          [](Engine& self, int32_t unit, int32_t segment, uintptr_t address, int64_t bytes, const std::string& dtype) {
-            self.read_weight(unit, segment, memory_at(address, bytes), dtype);
-          },
+          [](Engine& self, int32_t unit, int32_t segment, uintptr_t address, int64_t bytes,
+             const std::string& dtype) { self.read_weight(unit, segment, memory_at(address, bytes), dtype); },
           Released())
       .def(
           "read_state",
-          [](Engine& self, int32_t unit, int32_t segment, const std::string& name, uintptr_t address, int64_t bytes) {
+          [](Engine& self, int32_t unit, int32_t segment, const std::string& name, uintptr_t address,
+             int64_t bytes) {
             if (bytes % 4 != 0 || address % 4 != 0) throw std::invalid_argument("states are read as fp32");
-            self.read_state(unit, segment, name, {reinterpret_cast<float*>(address), static_cast<size_t>(bytes / 4)});
+            self.read_state(unit, segment, name,
+                            {reinterpret_cast<float*>(address), static_cast<size_t>(bytes / 4)});
           },
           Released())
       .def(
@@ -185,7 +194,8 @@ void register_weights(py::class_<Engine>& cls) {
           Released())
       .def(
           "add_gradient",
-          [](Engine& self, int32_t unit, int32_t segment, uintptr_t address, int64_t bytes, const std::string& dtype) {
+          [](Engine& self, int32_t unit, int32_t segment, uintptr_t address, int64_t bytes,
+             const std::string& dtype) {
             self.add_gradient(unit, segment, memory_at(address, bytes), dtype);
           },
           Released())
@@ -206,8 +216,10 @@ void register_engine(py::module_& m) {
       .def_readonly("norm", &engine::StepResult::norm)
       .def_readonly("clip", &engine::StepResult::clip)
       .def_readonly("skipped", &engine::StepResult::skipped);
-  m.def("plan", &plan_for, py::arg("units"), py::arg("config"), "Where components would go; allocates nothing.");
-  m.def("nan_capsule", &nan_capsule, py::arg("bytes"), "What released parameters' memory reads as, as a DLPack capsule.");
+  m.def("plan", &plan_for, py::arg("units"), py::arg("config"),
+        "Where components would go; allocates nothing.");
+  m.def("nan_capsule", &nan_capsule, py::arg("bytes"),
+        "What released parameters' memory reads as, as a DLPack capsule.");
 
   py::class_<Engine> cls(m, "Engine");
   cls.def(py::init([](const std::vector<UnitSpec>& units, const PythonConfig& config) {
@@ -224,7 +236,9 @@ void register_engine(py::module_& m) {
       .def("unit_bytes", [](Engine& self, int32_t unit) { return self.layout().units.at(unit).bytes(); })
       .def(
           "begin_pass",
-          [](Engine& self, bool training, bool grad_enabled) { self.begin_pass({training, grad_enabled}); },
+          [](Engine& self, bool training, bool grad_enabled) {
+            self.begin_pass({training, grad_enabled});
+          },
           py::arg("training"), py::arg("grad_enabled"), Released())
       .def("acquire", &acquire)
       .def("resident_now", &Engine::resident_now, Released())
@@ -246,7 +260,8 @@ void register_engine(py::module_& m) {
            [](Engine& self) {
              py::list out;
              for (const engine::JournalEntry& e : self.take_journal()) {
-               out.append(py::make_tuple(e.time_ns, engine::happening_name(e.happening), e.unit, e.chunk, e.slot));
+               out.append(
+                   py::make_tuple(e.time_ns, engine::happening_name(e.happening), e.unit, e.chunk, e.slot));
              }
              return out;
            })

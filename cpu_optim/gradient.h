@@ -1,4 +1,5 @@
-// What happens to gradients before the update: accumulation, conversion, squares with finiteness. Bit-equal on every instruction set.
+// What happens to gradients before the update: accumulation, conversion, squares with finiteness. Bit-equal
+// on every instruction set.
 #pragma once
 
 #include <cstdint>
@@ -6,12 +7,13 @@
 
 namespace overspill::optim {
 
-/// Sum of squares in double precision, by a tree whose shape depends on the count alone; and whether every element is finite.
-/// An element that is inf or NaN contributes to `finite` only.
+/// Sum of squares in double precision, by a tree whose shape depends on the count alone; and whether every
+/// element is finite. An element that is inf or NaN contributes to `finite` only.
 ///
-/// The tree, the same on every instruction set and device: the array is cut into blocks of 4096 elements, the last one shorter. In a
-/// block, 32 lanes start at +0 and lane j adds the squares (exact in double) of elements j, j + 32, j + 64, ... in order. The lanes are
-/// folded: lane j += lane j + 16 for j < 16, then 8, 4, 2, 1. The block sums are added in order to a total that starts at +0.
+/// The tree, the same on every instruction set and device: the array is cut into blocks of 4096 elements, the
+/// last one shorter. In a block, 32 lanes start at +0 and lane j adds the squares (exact in double) of
+/// elements j, j + 32, j + 64, ... in order. The lanes are folded: lane j += lane j + 16 for j < 16, then 8,
+/// 4, 2, 1. The block sums are added in order to a total that starts at +0.
 struct Squares {
   double sum = 0;
   bool finite = true;
@@ -19,7 +21,8 @@ struct Squares {
 Squares squares(std::span<const uint16_t> bf16);
 Squares squares(std::span<const float> fp32);
 
-/// to = from, or to += from. bf16 sums are rounded to nearest even after an fp32 addition, as torch accumulates. Sizes must match.
+/// to = from, or to += from. bf16 sums are rounded to nearest even after an fp32 addition, as torch
+/// accumulates. Sizes must match.
 void widen(std::span<const uint16_t> bf16, std::span<float> fp32);
 void narrow(std::span<const float> fp32, std::span<uint16_t> bf16);  // nearest even, NaN stays NaN
 void accumulate(std::span<const uint16_t> from, std::span<uint16_t> to);

@@ -27,6 +27,19 @@ inline F64 high(F32 x) {
   return _mm256_cvtps_pd(_mm256_extractf128_ps(x, 1));
 }
 
+inline U32 extend(U16 x) {
+  return reinterpret_cast<U32>(_mm256_cvtepu16_epi32(reinterpret_cast<__m128i>(x)));
+}
+inline U32 extend(I16 x) {
+  return reinterpret_cast<U32>(_mm256_cvtepi16_epi32(reinterpret_cast<__m128i>(x)));
+}
+inline U16 lower_halves(U32 x) {
+  const __m256i pick =
+      _mm256_set1_epi64x(0x0D0C090805040100);  // in both 16-byte parts, into their first 8 bytes
+  const __m256i parts = _mm256_shuffle_epi8(reinterpret_cast<__m256i>(x), pick);
+  return reinterpret_cast<U16>(_mm256_castsi256_si128(_mm256_permute4x64_epi64(parts, 0b1000)));
+}
+
 #include "cpu_optim/kernels.inl"
 
 }  // namespace

@@ -19,11 +19,22 @@ inline F32 fma(F32 a, F32 b, F32 c) {
 inline F32 sqrt(F32 x) {
   return _mm512_sqrt_ps(x);
 }
-inline F64 low(F32 x) { return _mm512_cvtps_pd(_mm512_castps512_ps256(x)); }
-inline F64 high(F32 x) { return _mm512_cvtps_pd(_mm512_extractf32x8_ps(x, 1)); }
+inline F64 low(F32 x) {
+  return _mm512_cvtps_pd(_mm512_castps512_ps256(x));
+}
+inline F64 high(F32 x) {
+  return _mm512_cvtps_pd(_mm512_extractf32x8_ps(x, 1));
+}
 
-using U16 = VectorOf<uint16_t>::type;
-using I16 = VectorOf<int16_t>::type;
+inline U32 extend(U16 x) {
+  return reinterpret_cast<U32>(_mm512_cvtepu16_epi32(reinterpret_cast<__m256i>(x)));
+}
+inline U32 extend(I16 x) {
+  return reinterpret_cast<U32>(_mm512_cvtepi16_epi32(reinterpret_cast<__m256i>(x)));
+}
+inline U16 lower_halves(U32 x) {
+  return reinterpret_cast<U16>(_mm512_cvtepi32_epi16(reinterpret_cast<__m512i>(x)));
+}
 
 inline __mmask16 mask_of(First part) {
   return static_cast<__mmask16>((1u << part.count) - 1);

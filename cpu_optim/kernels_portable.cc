@@ -14,12 +14,23 @@ constexpr int kLanes = 4;
 #include "cpu_optim/vector_partial.inl"
 
 typedef int64_t I64 __attribute__((vector_size(16)));
+typedef int32_t I32 __attribute__((vector_size(16)));
+typedef float F32Half __attribute__((vector_size(8)));
 
 inline F64 low(F32 x) {
-  return F64{x[0], x[1]};
+  return __builtin_convertvector(__builtin_shufflevector(x, x, 0, 1), F64);
 }
 inline F64 high(F32 x) {
-  return F64{x[2], x[3]};
+  return __builtin_convertvector(__builtin_shufflevector(x, x, 2, 3), F64);
+}
+inline U32 extend(U16 x) {
+  return __builtin_convertvector(x, U32);
+}
+inline U32 extend(I16 x) {
+  return reinterpret_cast<U32>(__builtin_convertvector(x, I32));
+}
+inline U16 lower_halves(U32 x) {
+  return __builtin_convertvector(x, U16);
 }
 
 // a * b + c rounded to odd: the product of two floats is exact in double, the sum's error is exact too
@@ -37,10 +48,9 @@ inline F64 fma_odd(F64 a, F64 b, F64 c) {
 }
 
 inline F32 fma(F32 a, F32 b, F32 c) {
-  const F64 x = fma_odd(low(a), low(b), low(c));
-  const F64 y = fma_odd(high(a), high(b), high(c));
-  return F32{static_cast<float>(x[0]), static_cast<float>(x[1]), static_cast<float>(y[0]),
-             static_cast<float>(y[1])};
+  const F32Half x = __builtin_convertvector(fma_odd(low(a), low(b), low(c)), F32Half);
+  const F32Half y = __builtin_convertvector(fma_odd(high(a), high(b), high(c)), F32Half);
+  return __builtin_shufflevector(x, y, 0, 1, 2, 3);
 }
 
 inline F32 sqrt(F32 x) {

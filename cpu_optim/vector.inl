@@ -9,7 +9,8 @@ struct VectorOf {
 };
 using F32 = VectorOf<float>::type;
 using U32 = VectorOf<uint32_t>::type;
-using I32 = VectorOf<int32_t>::type;
+using U16 = VectorOf<uint16_t>::type;
+using I16 = VectorOf<int16_t>::type;
 typedef double F64 __attribute__((vector_size(kLanes * 4)));  // half as many lanes
 
 // Which lanes of an access exist: all, or the first `count` (1 to kLanes) at the end of an array.

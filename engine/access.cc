@@ -12,7 +12,8 @@ namespace {
 int64_t scratch_bytes(const Context& context) {
   int64_t most = 0;
   for (const Chunk& chunk : context.layout.chunks) {
-    most = std::max(most, chunk.elements * std::max<int64_t>(4, context.layout.units[chunk.unit].element_bytes));
+    most =
+        std::max(most, chunk.elements * std::max<int64_t>(4, context.layout.units[chunk.unit].element_bytes));
   }
   return most;
 }
@@ -26,11 +27,12 @@ template <class Visit>
 void Access::for_each_chunk(int32_t unit, Component component, int64_t begin, int64_t elements, Visit visit) {
   const Unit& u = context_.layout.units[unit];
   if (begin < 0 || elements < 0 || begin > u.shard_elements - elements) {
-    throw std::logic_error(fmt::format("{}: elements {} to {} are outside its shard of {}", u.name, begin, begin + elements,
-                                       u.shard_elements));
+    throw std::logic_error(fmt::format("{}: elements {} to {} are outside its shard of {}", u.name, begin,
+                                       begin + elements, u.shard_elements));
   }
   if (u.component_bytes(component) == 0) {
-    throw std::invalid_argument(fmt::format("{} ({}) has no {}", u.name, format_name(u.format), component_name(component)));
+    throw std::invalid_argument(
+        fmt::format("{} ({}) has no {}", u.name, format_name(u.format), component_name(component)));
   }
   for (int32_t c = u.first_chunk; c < u.first_chunk + u.chunk_count; ++c) {
     const Chunk& chunk = context_.layout.chunks[c];
@@ -43,27 +45,29 @@ void Access::for_each_chunk(int32_t unit, Component component, int64_t begin, in
 void Access::read(int32_t unit, Component component, int64_t begin, std::span<std::byte> to) {
   const int64_t width = std::max<int64_t>(1, context_.layout.units[unit].component_bytes(component));
   const auto elements = static_cast<int64_t>(to.size()) / width;
-  for_each_chunk(unit, component, begin, elements, [&](int32_t c, int64_t in_chunk, int64_t in_span, int64_t count) {
-    const std::byte* from = context_.chunks[c].home[static_cast<size_t>(component)];
-    if (from == nullptr) {
-      load(c, component);
-      from = scratch_.data();
-    }
-    std::memcpy(to.data() + in_span * width, from + in_chunk * width, static_cast<size_t>(count * width));
-  });
+  for_each_chunk(
+      unit, component, begin, elements, [&](int32_t c, int64_t in_chunk, int64_t in_span, int64_t count) {
+        const std::byte* from = context_.chunks[c].home[static_cast<size_t>(component)];
+        if (from == nullptr) {
+          load(c, component);
+          from = scratch_.data();
+        }
+        std::memcpy(to.data() + in_span * width, from + in_chunk * width, static_cast<size_t>(count * width));
+      });
 }
 
 void Access::write(int32_t unit, Component component, int64_t begin, std::span<const std::byte> from) {
   const int64_t width = std::max<int64_t>(1, context_.layout.units[unit].component_bytes(component));
   const auto elements = static_cast<int64_t>(from.size()) / width;
-  for_each_chunk(unit, component, begin, elements, [&](int32_t c, int64_t in_chunk, int64_t in_span, int64_t count) {
-    std::byte* home = context_.chunks[c].home[static_cast<size_t>(component)];
-    const bool on_nvme = home == nullptr;
-    if (on_nvme && count < context_.layout.chunks[c].elements) load(c, component);
-    std::byte* to = on_nvme ? scratch_.data() : home;
-    std::memcpy(to + in_chunk * width, from.data() + in_span * width, static_cast<size_t>(count * width));
-    if (on_nvme) store(c, component);
-  });
+  for_each_chunk(
+      unit, component, begin, elements, [&](int32_t c, int64_t in_chunk, int64_t in_span, int64_t count) {
+        std::byte* home = context_.chunks[c].home[static_cast<size_t>(component)];
+        const bool on_nvme = home == nullptr;
+        if (on_nvme && count < context_.layout.chunks[c].elements) load(c, component);
+        std::byte* to = on_nvme ? scratch_.data() : home;
+        std::memcpy(to + in_chunk * width, from.data() + in_span * width, static_cast<size_t>(count * width));
+        if (on_nvme) store(c, component);
+      });
 }
 
 void Access::clear(int32_t unit, Component component, int64_t begin, int64_t elements) {
@@ -109,7 +113,9 @@ void Access::transfer(io::Transfer::Kind kind, const io::Extent& extent) {
   transfer.extent = extent;
   transfer.memory = scratch_.data();
   transfer.context = &done_;
-  transfer.on_complete = [](io::Transfer& t) noexcept { static_cast<std::binary_semaphore*>(t.context)->release(); };
+  transfer.on_complete = [](io::Transfer& t) noexcept {
+    static_cast<std::binary_semaphore*>(t.context)->release();
+  };
   context_.store().submit(transfer);
   done_.acquire();
   if (transfer.error) throw io::StoreError(*transfer.error);

@@ -1,5 +1,6 @@
-// Components at their homes, reached from outside the step: loading, reading, checkpoints. One chunk's component at a time, through one
-// scratch buffer. The updater is quiescent and stays so; one thread at a time.
+// Components at their homes, reached from outside the step: loading, reading, checkpoints. One chunk's
+// component at a time, through one scratch buffer. The updater is quiescent and stays so; one thread at a
+// time.
 #pragma once
 
 #include <cstdint>
@@ -14,7 +15,8 @@ class Access {
  public:
   explicit Access(Context& context);
 
-  /// Copies `to.size()` bytes' worth of elements from element `begin` of this rank's shard. Throws StoreError.
+  /// Copies `to.size()` bytes' worth of elements from element `begin` of this rank's shard. Throws
+  /// StoreError.
   void read(int32_t unit, Component component, int64_t begin, std::span<std::byte> to);
 
   /// Replaces them. On NVMe a whole new extent is written for each chunk touched, and the old one released.

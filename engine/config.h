@@ -17,18 +17,18 @@ enum class Placement : uint8_t {
 };
 
 struct Config {
-  int64_t host_budget_bytes = 0;           // required
-  int64_t device_budget_bytes = 0;         // 0: no limit; unused where the device shares host memory
-  std::vector<std::filesystem::path> nvme; // folders
-  std::string job = "default";             // names this run's files; one live run a job and folder
-  int threads = 0;                         // of the optimizer; 0: as many as cores
-  int64_t prefetch_units = 4;              // 0: nothing is read before it is asked for
-  int64_t gradient_accumulation = 1;       // above 1 gradients are kept in fp32
-  double max_grad_norm = 0;                // 0: no clipping
+  int64_t host_budget_bytes = 0;            // required
+  int64_t device_budget_bytes = 0;          // 0: no limit; unused where the device shares host memory
+  std::vector<std::filesystem::path> nvme;  // folders
+  std::string job = "default";              // names this run's files; one live run a job and folder
+  int threads = 0;                          // of the optimizer; 0: as many as cores
+  int64_t prefetch_units = 4;               // 0: nothing is read before it is asked for
+  int64_t gradient_accumulation = 1;        // above 1 gradients are kept in fp32
+  double max_grad_norm = 0;                 // 0: no clipping
   int64_t chunk_elements = 512 * 1024;
   Placement placement = Placement::automatic;
-  bool poison = false;                     // fill freed memory with NaN, so that stale use is loud
-  int64_t checkpoints_kept = 1;            // room kept for them on NVMe
+  bool poison = false;           // fill freed memory with NaN, so that stale use is loud
+  int64_t checkpoints_kept = 1;  // room kept for them on NVMe
 };
 
 }  // namespace overspill::engine

@@ -20,20 +20,24 @@ Config checked(Config config) {
   if (config.host_budget_bytes <= 0) throw std::invalid_argument("host_budget_bytes must be positive");
   if (config.threads < 0) throw std::invalid_argument("threads must not be negative");
   if (config.prefetch_units < 0) throw std::invalid_argument("prefetch_units must not be negative");
-  if (config.gradient_accumulation < 1) throw std::invalid_argument("gradient_accumulation must be at least 1");
+  if (config.gradient_accumulation < 1)
+    throw std::invalid_argument("gradient_accumulation must be at least 1");
   if (!(config.max_grad_norm >= 0)) throw std::invalid_argument("max_grad_norm must not be negative");
   if (config.checkpoints_kept < 0) throw std::invalid_argument("checkpoints_kept must not be negative");
   return config;
 }
 
 void require_world_one(const Layout& layout, const char* what) {
-  if (layout.world != 1) throw std::invalid_argument(fmt::format("{} needs a world of one rank; this one has {}", what, layout.world));
+  if (layout.world != 1)
+    throw std::invalid_argument(
+        fmt::format("{} needs a world of one rank; this one has {}", what, layout.world));
 }
 
 void check_size(const Segment& segment, size_t bytes, int64_t element_bytes) {
   if (static_cast<int64_t>(bytes) != segment.elements * element_bytes) {
-    throw std::invalid_argument(fmt::format("{}: {} bytes were given, {} elements of {} bytes are {}", segment.name, bytes,
-                                            segment.elements, element_bytes, segment.elements * element_bytes));
+    throw std::invalid_argument(fmt::format("{}: {} bytes were given, {} elements of {} bytes are {}",
+                                            segment.name, bytes, segment.elements, element_bytes,
+                                            segment.elements * element_bytes));
   }
 }
 
@@ -56,7 +60,9 @@ Machine::Machine(Layout layout, Plan plan, Config config, Resources resources)
   if (context.resources.store != nullptr) context.store().reserve(context.plan.nvme_reserve_bytes);
 }
 
-Machine::~Machine() { shut_down(); }
+Machine::~Machine() {
+  shut_down();
+}
 
 void Machine::shut_down() noexcept {
   if (closed) return;
@@ -78,7 +84,8 @@ void Machine::shut_down() noexcept {
 
 const Unit& Machine::unit_at(int32_t unit) const {
   if (unit < 0 || unit >= static_cast<int32_t>(context.layout.units.size())) {
-    throw std::invalid_argument(fmt::format("there is no unit {}: the model has {}", unit, context.layout.units.size()));
+    throw std::invalid_argument(
+        fmt::format("there is no unit {}: the model has {}", unit, context.layout.units.size()));
   }
   return context.layout.units[unit];
 }
@@ -86,7 +93,8 @@ const Unit& Machine::unit_at(int32_t unit) const {
 const Segment& Machine::segment_at(int32_t unit, int32_t segment) const {
   const Unit& u = unit_at(unit);
   if (segment < 0 || segment >= static_cast<int32_t>(u.segments.size())) {
-    throw std::invalid_argument(fmt::format("unit {} has no segment {}: it has {}", u.name, segment, u.segments.size()));
+    throw std::invalid_argument(
+        fmt::format("unit {} has no segment {}: it has {}", u.name, segment, u.segments.size()));
   }
   return u.segments[segment];
 }
@@ -123,31 +131,43 @@ Engine::Engine(const std::vector<UnitSpec>& units, const Config& config, Resourc
   const Communicator& ranks = *resources.communicator;
   Layout layout = make_layout(units, own.chunk_elements, ranks.rank(), ranks.world());
   Plan plan = make_plan(layout, own, {resources.device->shares_host_memory()});
-  if (plan.nvme_bytes() > 0 && resources.store == nullptr) throw std::invalid_argument("the plan needs a store");
-  machine_ = std::make_shared<Machine>(std::move(layout), std::move(plan), std::move(own), std::move(resources));
+  if (plan.nvme_bytes() > 0 && resources.store == nullptr)
+    throw std::invalid_argument("the plan needs a store");
+  machine_ =
+      std::make_shared<Machine>(std::move(layout), std::move(plan), std::move(own), std::move(resources));
 }
 
-Engine::~Engine() { close(); }
+Engine::~Engine() {
+  close();
+}
 
 Machine& Engine::machine() const {
   if (machine_->closed) throw std::invalid_argument("the engine was closed");
   return *machine_;
 }
 
-void Engine::close() { machine_->shut_down(); }
+void Engine::close() {
+  machine_->shut_down();
+}
 
-const Layout& Engine::layout() const { return machine_->context.layout; }
-const Plan& Engine::plan() const { return machine_->context.plan; }
+const Layout& Engine::layout() const {
+  return machine_->context.layout;
+}
+const Plan& Engine::plan() const {
+  return machine_->context.plan;
+}
 
 // ---- weights and states from outside
 
-void Engine::load_weight(int32_t unit, int32_t segment, std::span<const std::byte> data, std::string_view dtype) {
+void Engine::load_weight(int32_t unit, int32_t segment, std::span<const std::byte> data,
+                         std::string_view dtype) {
   Machine& m = machine();
   const Segment& s = m.segment_at(unit, segment);
   const Unit& u = m.unit_at(unit);
   const bool split = u.format == Format::bf16_split && dtype == "F32";
   if (!split && dtype != u.dtype) {
-    throw std::invalid_argument(fmt::format("{} is kept as {}: {} cannot be loaded into it", s.name, u.dtype, dtype));
+    throw std::invalid_argument(
+        fmt::format("{} is kept as {}: {} cannot be loaded into it", s.name, u.dtype, dtype));
   }
   check_size(s, data.size(), split ? 4 : u.element_bytes);
   {
@@ -189,7 +209,8 @@ void Engine::read_weight(int32_t unit, int32_t segment, std::span<std::byte> out
   const Unit& u = m.unit_at(unit);
   const bool join = u.format == Format::bf16_split && dtype == "F32";
   if (!join && dtype != u.dtype) {
-    throw std::invalid_argument(fmt::format("{} is kept as {}: it cannot be read as {}", s.name, u.dtype, dtype));
+    throw std::invalid_argument(
+        fmt::format("{} is kept as {}: it cannot be read as {}", s.name, u.dtype, dtype));
   }
   check_size(s, out.size(), join ? 4 : u.element_bytes);
   {
@@ -201,8 +222,10 @@ void Engine::read_weight(int32_t unit, int32_t segment, std::span<std::byte> out
   std::vector<int16_t> lo(kPieceElements);
   for (int64_t begin = 0; begin < s.elements; begin += kPieceElements) {
     const int64_t count = std::min(kPieceElements, s.elements - begin);
-    m.access.read(unit, Component::hi, s.begin + begin, std::as_writable_bytes(std::span(hi).first(static_cast<size_t>(count))));
-    m.access.read(unit, Component::lo, s.begin + begin, std::as_writable_bytes(std::span(lo).first(static_cast<size_t>(count))));
+    m.access.read(unit, Component::hi, s.begin + begin,
+                  std::as_writable_bytes(std::span(hi).first(static_cast<size_t>(count))));
+    m.access.read(unit, Component::lo, s.begin + begin,
+                  std::as_writable_bytes(std::span(lo).first(static_cast<size_t>(count))));
     for (int64_t i = 0; i < count; ++i) {
       const uint32_t bits = optim::join_split(hi[i], lo[i]);
       std::memcpy(out.data() + (begin + i) * 4, &bits, 4);
@@ -226,7 +249,8 @@ void Engine::read_state(int32_t unit, int32_t segment, std::string_view name, st
   const Segment& s = m.segment_at(unit, segment);
   check_size(s, out.size_bytes(), 4);
   if (name == "grad") return m.gradients.read(unit, segment, out);
-  if (name != "m" && name != "v") throw std::invalid_argument(fmt::format("there is no state '{}': one of m, v, grad", name));
+  if (name != "m" && name != "v")
+    throw std::invalid_argument(fmt::format("there is no state '{}': one of m, v, grad", name));
   read_component(unit, name == "m" ? Component::m : Component::v, s.begin, std::as_writable_bytes(out));
 }
 
@@ -279,12 +303,14 @@ void Engine::written(int32_t unit, int32_t segment, std::span<const std::byte> d
     m.updater.quiesce(lock);
     ++m.context.units[unit].generation;
   }
-  const bool in_place = m.context.units[unit].home != nullptr && data.data() == m.context.units[unit].home + s.begin * u.element_bytes;
+  const bool in_place = m.context.units[unit].home != nullptr &&
+                        data.data() == m.context.units[unit].home + s.begin * u.element_bytes;
   if (!in_place) m.access.write(unit, Component::hi, s.begin, data);
   if (u.format == Format::bf16_split) m.access.clear(unit, Component::lo, s.begin, s.elements);
 }
 
-void Engine::add_gradient(int32_t unit, int32_t segment, std::span<const std::byte> data, std::string_view dtype) {
+void Engine::add_gradient(int32_t unit, int32_t segment, std::span<const std::byte> data,
+                          std::string_view dtype) {
   Machine& m = machine();
   m.segment_at(unit, segment);
   {
@@ -295,7 +321,9 @@ void Engine::add_gradient(int32_t unit, int32_t segment, std::span<const std::by
   m.gradients.add(unit, segment, data.data(), static_cast<int64_t>(data.size()), dtype);
 }
 
-void Engine::clear_gradients() { machine().gradients.clear(); }
+void Engine::clear_gradients() {
+  machine().gradients.clear();
+}
 
 bool Engine::has_gradient(int32_t unit, int32_t segment) {
   machine().segment_at(unit, segment);
@@ -311,7 +339,9 @@ int64_t Engine::generation(int32_t unit) {
 
 // ---- the step
 
-StepResult Engine::step(std::span<const optim::AdamConfig> groups) { return machine().step(groups); }
+StepResult Engine::step(std::span<const optim::AdamConfig> groups) {
+  return machine().step(groups);
+}
 
 double Engine::grad_norm() {
   Machine& m = machine();

@@ -5,9 +5,10 @@
 //   engine.add_gradient(unit, segment, data, bytes, "BF16");
 //   engine.step(groups);
 //
-// Threads: methods may be called from any thread, one collective call (acquire of a gathered unit with world > 1, step, grad_norm) at a time.
-// Errors: std::invalid_argument for misuse, BudgetError, io::StoreError, CheckpointError, EngineFailed after a failed update; nothing has
-// changed when one of the first four is thrown.
+// Threads: methods may be called from any thread, one collective call (acquire of a gathered unit with world
+// > 1, step, grad_norm) at a time. Errors: std::invalid_argument for misuse, BudgetError, io::StoreError,
+// CheckpointError, EngineFailed after a failed update; nothing has changed when one of the first four is
+// thrown.
 #pragma once
 
 #include <cstdint>
@@ -30,7 +31,8 @@ namespace overspill::engine {
 
 class Machine;  // the parts, alive as long as an engine or a lease is
 
-/// Hold on a unit's gathered weights: while it lives, data() is valid. Move-only; outlives the engine if need be.
+/// Hold on a unit's gathered weights: while it lives, data() is valid. Move-only; outlives the engine if need
+/// be.
 class Lease {
  public:
   Lease() = default;
@@ -82,7 +84,8 @@ class Engine {
   Engine& operator=(const Engine&) = delete;
 
   // ---- weights and states from outside; each waits for pending updates
-  /// A segment's weights: `dtype` is the unit's, or "F32" for bf16_split (the exact master). Sizes are checked. Ranks write their own shard.
+  /// A segment's weights: `dtype` is the unit's, or "F32" for bf16_split (the exact master). Sizes are
+  /// checked. Ranks write their own shard.
   void load_weight(int32_t unit, int32_t segment, std::span<const std::byte> data, std::string_view dtype);
   /// World 1.
   void read_weight(int32_t unit, int32_t segment, std::span<std::byte> out, std::string_view dtype);
@@ -95,7 +98,8 @@ class Engine {
   void begin_pass(PassKind kind);
   Lease acquire(int32_t unit);
   bool resident_now(int32_t unit);
-  /// The leased memory of a segment was changed in place: it becomes the weight (lo = 0). `data` is the segment's new content. World 1.
+  /// The leased memory of a segment was changed in place: it becomes the weight (lo = 0). `data` is the
+  /// segment's new content. World 1.
   void written(int32_t unit, int32_t segment, std::span<const std::byte> data);
   /// `data` is host memory. Adds to what arrived since the last step.
   void add_gradient(int32_t unit, int32_t segment, std::span<const std::byte> data, std::string_view dtype);

@@ -24,7 +24,8 @@ std::span<const T> span_of(const void* data, int64_t elements) {
 }
 
 /// Takes `elements` of a gradient in: the first of a step is copied, later ones are added.
-void take_in(const std::byte* from, bool from_bf16, std::byte* to, bool to_bf16, int64_t elements, bool first) {
+void take_in(const std::byte* from, bool from_bf16, std::byte* to, bool to_bf16, int64_t elements,
+             bool first) {
   if (from_bf16 == to_bf16 && first) {
     std::memcpy(to, from, static_cast<size_t>(elements * (to_bf16 ? 2 : 4)));
   } else if (from_bf16 && to_bf16) {
@@ -65,12 +66,13 @@ void Gradients::add(int32_t unit, int32_t segment, const void* data, int64_t byt
   const bool from_bf16 = dtype == "BF16";
   const bool to_bf16 = element_bytes(unit) == 2;
   if ((!from_bf16 && dtype != "F32") || (to_bf16 && !from_bf16)) {
-    throw std::invalid_argument(fmt::format("the gradient of {} is {}, its weights are {}", s.name, dtype, u.dtype));
+    throw std::invalid_argument(
+        fmt::format("the gradient of {} is {}, its weights are {}", s.name, dtype, u.dtype));
   }
   const int64_t from_bytes = from_bf16 ? 2 : 4;
   if (bytes != s.elements * from_bytes) {
-    throw std::invalid_argument(fmt::format("the gradient of {} has {} bytes, its {} elements take {}", s.name, bytes, s.elements,
-                                            s.elements * from_bytes));
+    throw std::invalid_argument(fmt::format("the gradient of {} has {} bytes, its {} elements take {}",
+                                            s.name, bytes, s.elements, s.elements * from_bytes));
   }
   const bool first = present_[unit][segment] == 0;
   const auto* from = static_cast<const std::byte*>(data);
@@ -114,7 +116,8 @@ void Gradients::zero_absent() {
   }
 }
 
-/// An all-to-all of this chunk's slices, then an fp32 sum in rank order: one result on every transport (DESIGN 8).
+/// An all-to-all of this chunk's slices, then an fp32 sum in rank order: one result on every transport
+/// (DESIGN 8).
 void Gradients::reduce_chunk(int64_t chunk_begin, int64_t elements, int32_t unit) {
   const int world = context_.layout.world;
   const int64_t shard = context_.layout.units[unit].shard_elements;
@@ -168,8 +171,9 @@ GradientSummary Gradients::summarize() {
     for (const Run& run : chunk.runs) {
       if (!present(chunk.unit, run.segment)) continue;
       const std::byte* data = at(chunk.unit, begin + run.begin);
-      const optim::Squares part = element_bytes(chunk.unit) == 2 ? optim::squares(span_of<uint16_t>(data, run.elements))
-                                                                 : optim::squares(span_of<float>(data, run.elements));
+      const optim::Squares part = element_bytes(chunk.unit) == 2
+                                      ? optim::squares(span_of<uint16_t>(data, run.elements))
+                                      : optim::squares(span_of<float>(data, run.elements));
       total.sum += part.sum;
       total.finite = total.finite && part.finite;
     }
@@ -187,7 +191,8 @@ GradientSummary Gradients::summarize() {
 void Gradients::read(int32_t unit, int32_t segment, std::span<float> out) const {
   const Segment& s = context_.layout.units[unit].segments[segment];
   if (static_cast<int64_t>(out.size()) != s.elements) {
-    throw std::invalid_argument(fmt::format("{} has {} elements, room for {} was given", s.name, s.elements, out.size()));
+    throw std::invalid_argument(
+        fmt::format("{} has {} elements, room for {} was given", s.name, s.elements, out.size()));
   }
   if (!present(unit, segment)) throw std::invalid_argument(fmt::format("{} has no gradient now", s.name));
   const std::byte* data = at(unit, s.begin);

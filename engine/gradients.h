@@ -1,4 +1,5 @@
-// Gradients in flight: one array a trainable unit, in the unit's flat space, from their arrival in backward to the update that uses them up.
+// Gradients in flight: one array a trainable unit, in the unit's flat space, from their arrival in backward
+// to the update that uses them up.
 #pragma once
 
 #include <cstdint>
@@ -21,15 +22,16 @@ class Gradients {
  public:
   explicit Gradients(Context& context);
 
-  /// Adds a segment's gradient: `data` is `bytes` of the segment's elements, contiguous, in host memory. The dtype is the unit's, or "F32". The caller
-  /// has made sure that no update of the unit is pending. Throws std::invalid_argument on a size or dtype that does not fit.
+  /// Adds a segment's gradient: `data` is `bytes` of the segment's elements, contiguous, in host memory. The
+  /// dtype is the unit's, or "F32". The caller has made sure that no update of the unit is pending. Throws
+  /// std::invalid_argument on a size or dtype that does not fit.
   void add(int32_t unit, int32_t segment, const void* data, int64_t bytes, std::string_view dtype);
 
   bool present(int32_t unit, int32_t segment) const { return present_[unit][segment] != 0; }
   void clear();
 
-  /// Sums over the ranks (mean), zeros where a rank has none; afterwards this rank's slice is final and present() is true where any rank had
-  /// one. Collective.
+  /// Sums over the ranks (mean), zeros where a rank has none; afterwards this rank's slice is final and
+  /// present() is true where any rank had one. Collective.
   void reduce();
 
   /// Squares of what is there now, by chunk, added in global order. Collective.

@@ -26,7 +26,8 @@ std::unique_ptr<kernels::Device> make_device(const ResourceOptions& options) {
   throw std::invalid_argument(fmt::format("unknown device '{}': one of host, simulated", options.device));
 }
 
-std::unique_ptr<io::Store> make_store(const Config& config, const ResourceOptions& options, const Plan& plan) {
+std::unique_ptr<io::Store> make_store(const Config& config, const ResourceOptions& options,
+                                      const Plan& plan) {
   if (options.io_backend == "memory") {
     io::Faults faults;
     faults.seed = options.seed;
@@ -48,7 +49,8 @@ std::unique_ptr<io::Store> make_store(const Config& config, const ResourceOption
 
 }  // namespace
 
-Resources make_resources(const std::vector<UnitSpec>& units, const Config& config, const ResourceOptions& options) {
+Resources make_resources(const std::vector<UnitSpec>& units, const Config& config,
+                         const ResourceOptions& options) {
   Resources resources;
   resources.device = make_device(options);
   resources.communicator = make_self_communicator();

@@ -17,7 +17,9 @@ struct ResourceOptions {
   uint64_t seed = 0;                // of what is simulated
 };
 
-/// Opens a store only where the plan puts something on NVMe. Throws std::invalid_argument on an unknown name, BudgetError, io::StoreError.
-Resources make_resources(const std::vector<UnitSpec>& units, const Config& config, const ResourceOptions& options);
+/// Opens a store only where the plan puts something on NVMe. Throws std::invalid_argument on an unknown name,
+/// BudgetError, io::StoreError.
+Resources make_resources(const std::vector<UnitSpec>& units, const Config& config,
+                         const ResourceOptions& options);
 
 }  // namespace overspill::engine

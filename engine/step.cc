@@ -1,5 +1,5 @@
-// The optimizer step (DESIGN 5): everything that has to be known before the first weight may change, and nothing else. The updates themselves
-// run under the next forward (schedule/updater.cc).
+// The optimizer step (DESIGN 5): everything that has to be known before the first weight may change, and
+// nothing else. The updates themselves run under the next forward (schedule/updater.cc).
 #include <fmt/format.h>
 
 #include <algorithm>
@@ -59,7 +59,8 @@ void Machine::check_groups(std::span<const optim::AdamConfig> groups) const {
     if (!unit.trainable()) continue;
     for (const Segment& segment : unit.segments) {
       if (segment.group < 0 || segment.group >= static_cast<int64_t>(groups.size())) {
-        throw std::invalid_argument(fmt::format("{} belongs to group {}, step() was given {}", segment.name, segment.group, groups.size()));
+        throw std::invalid_argument(fmt::format("{} belongs to group {}, step() was given {}", segment.name,
+                                                segment.group, groups.size()));
       }
     }
   }
@@ -92,7 +93,8 @@ void Machine::schedule_updates() {
     const Unit& unit = context.layout.units[u];
     for (int32_t c = unit.first_chunk; c < unit.first_chunk + unit.chunk_count; ++c) {
       const auto& runs = context.layout.chunks[c].runs;
-      if (std::any_of(runs.begin(), runs.end(), [&](const Run& run) { return state.updated[run.segment] != 0; })) {
+      if (std::any_of(runs.begin(), runs.end(),
+                      [&](const Run& run) { return state.updated[run.segment] != 0; })) {
         chunks.push_back(c);
       }
     }

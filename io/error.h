@@ -1,4 +1,5 @@
-// Typed errors of the store. Inside io/ an error is a value (`Error`); at the API it is thrown as `StoreError`.
+// Typed errors of the store. Inside io/ an error is a value (`Error`); at the API it is thrown as
+// `StoreError`.
 #pragma once
 
 #include <cstdint>
@@ -23,7 +24,8 @@ enum class ErrorKind : uint8_t {
 
 enum class Operation : uint8_t { open, reserve, read, write, sync, link, remove };
 
-/// What went wrong, where, and what to do. `message()` names operation, path, offset, length, cause and way out.
+/// What went wrong, where, and what to do. `message()` names operation, path, offset, length, cause and way
+/// out.
 struct Error {
   ErrorKind kind = ErrorKind::device;
   Operation operation = Operation::read;

@@ -1,10 +1,12 @@
 // The extent store: where components live that do not fit in memory (DESIGN 6).
 //
-// Copy-on-write: an extent is written once, read any number of times, then released. Whoever replaces a component
-// allocates a new extent, writes it, and releases the old one only after the write has completed; so at every instant
-// one complete version exists. A pinned extent is not reused even after its release (a checkpoint owns it).
+// Copy-on-write: an extent is written once, read any number of times, then released. Whoever replaces a
+// component allocates a new extent, writes it, and releases the old one only after the write has completed;
+// so at every instant one complete version exists. A pinned extent is not reused even after its release (a
+// checkpoint owns it).
 //
-// Threads: every method may be called from any thread. Completions are delivered on the store's own thread(s).
+// Threads: every method may be called from any thread. Completions are delivered on the store's own
+// thread(s).
 #pragma once
 
 #include <cstdint>
@@ -18,10 +20,13 @@
 
 namespace overspill::io {
 
-/// Lengths, offsets and memory addresses of transfers are multiples of this (covers every O_DIRECT requirement).
+/// Lengths, offsets and memory addresses of transfers are multiples of this (covers every O_DIRECT
+/// requirement).
 inline constexpr int64_t kBlockBytes = 4096;
 
-constexpr int64_t round_up_to_block(int64_t bytes) { return (bytes + kBlockBytes - 1) / kBlockBytes * kBlockBytes; }
+constexpr int64_t round_up_to_block(int64_t bytes) {
+  return (bytes + kBlockBytes - 1) / kBlockBytes * kBlockBytes;
+}
 
 /// An aligned run of bytes in the store. A value; whoever holds it decides when to release it.
 struct Extent {
@@ -34,8 +39,8 @@ struct Extent {
   friend bool operator==(const Extent&, const Extent&) = default;
 };
 
-/// One read or write of one whole extent. Owned by the caller, who keeps it and `memory` alive and unmoved until
-/// `on_complete` was called; nothing is allocated for it on the way.
+/// One read or write of one whole extent. Owned by the caller, who keeps it and `memory` alive and unmoved
+/// until `on_complete` was called; nothing is allocated for it on the way.
 struct Transfer {
   enum class Kind : uint8_t { read, write };
   /// A read that someone waits for overtakes read-ahead and write-behind.
@@ -46,11 +51,13 @@ struct Transfer {
   Extent extent;
   std::byte* memory = nullptr;  // extent.bytes of it, aligned to kBlockBytes
 
-  /// Called once, on the store's thread, without any of the store's locks held: may submit, allocate and release, must not block.
+  /// Called once, on the store's thread, without any of the store's locks held: may submit, allocate and
+  /// release, must not block.
   void (*on_complete)(Transfer&) noexcept = nullptr;
   void* context = nullptr;
 
-  /// Set before on_complete: nothing, or why the bytes in `memory` (read) or the extent (write) must not be used.
+  /// Set before on_complete: nothing, or why the bytes in `memory` (read) or the extent (write) must not be
+  /// used.
   std::optional<Error> error;
 
   Transfer* next = nullptr;  // the store's queue link
@@ -60,18 +67,18 @@ struct Transfer {
 
 /// Counters since the store was opened; a consistent copy.
 struct StoreStats {
-  int64_t bytes_read = 0;      // completed, as asked for by transfers
+  int64_t bytes_read = 0;  // completed, as asked for by transfers
   int64_t bytes_written = 0;
   int64_t transfers = 0;
-  int64_t retries = 0;         // short transfers continued, EINTR and EAGAIN retried
+  int64_t retries = 0;  // short transfers continued, EINTR and EAGAIN retried
   int64_t in_flight_max = 0;
-  int64_t allocated_bytes = 0; // extents not released, or pinned
-  int64_t reserved_bytes = 0;  // space the slabs take on disk
-  std::string backend;         // "io_uring, O_DIRECT, registered buffers", …: what was taken, for people
+  int64_t allocated_bytes = 0;  // extents not released, or pinned
+  int64_t reserved_bytes = 0;   // space the slabs take on disk
+  std::string backend;          // "io_uring, O_DIRECT, registered buffers", …: what was taken, for people
 };
 
-/// Where an exported extent now lies: a file in the export folder, and the checksum of every 64 KiB block (the last
-/// may be shorter) by XXH3-64.
+/// Where an exported extent now lies: a file in the export folder, and the checksum of every 64 KiB block
+/// (the last may be shorter) by XXH3-64.
 struct ExportedExtent {
   std::string file;  // relative to the folder
   int64_t offset = 0;
@@ -88,34 +95,37 @@ class Store {
   Store& operator=(const Store&) = delete;
   virtual ~Store() = default;
 
-  /// Makes room for `bytes` in total, counting what is allocated; throws StoreError{no_space|quota} naming the path, the bytes
-  /// wanted and the bytes there are, and then nothing has changed.
+  /// Makes room for `bytes` in total, counting what is allocated; throws StoreError{no_space|quota} naming
+  /// the path, the bytes wanted and the bytes there are, and then nothing has changed.
   virtual void reserve(int64_t bytes) = 0;
 
-  /// An extent of round_up_to_block(bytes), content undefined. Throws StoreError{no_space} when nothing is free.
+  /// An extent of round_up_to_block(bytes), content undefined. Throws StoreError{no_space} when nothing is
+  /// free.
   virtual Extent allocate(int64_t bytes) = 0;
 
-  /// Gives the extent back. Throws StoreError{invalid} for one that is not allocated (double release, old generation).
+  /// Gives the extent back. Throws StoreError{invalid} for one that is not allocated (double release, old
+  /// generation).
   virtual void release(const Extent& extent) = 0;
 
   /// A pinned extent keeps its bytes after its release, until it is unpinned as often as it was pinned.
   virtual void pin(const Extent& extent) = 0;
   virtual void unpin(const Extent& extent) = 0;
 
-  /// Queues a transfer; never blocks on the device, never allocates. The outcome, an invalid extent included, arrives in on_complete.
-  /// A read of an extent never written completes with `corrupt`.
+  /// Queues a transfer; never blocks on the device, never allocates. The outcome, an invalid extent included,
+  /// arrives in on_complete. A read of an extent never written completes with `corrupt`.
   virtual void submit(Transfer& transfer) = 0;
 
   /// Returns once every transfer submitted before the call has completed.
   virtual void drain() = 0;
 
-  /// Puts the extents' bytes into `folder` durably (fdatasync before return): hard links to slab files where the file system is the
-  /// same, copies elsewhere. The caller has pinned them and keeps them pinned while the folder shares slabs. Results in the order asked.
+  /// Puts the extents' bytes into `folder` durably (fdatasync before return): hard links to slab files where
+  /// the file system is the same, copies elsewhere. The caller has pinned them and keeps them pinned while
+  /// the folder shares slabs. Results in the order asked.
   virtual std::vector<ExportedExtent> export_extents(std::span<const Extent> extents,
                                                      const std::filesystem::path& folder) = 0;
 
-  /// Memory that transfers will use often; registered with the kernel where it allows that. Stays the caller's, who unregisters it
-  /// before freeing it.
+  /// Memory that transfers will use often; registered with the kernel where it allows that. Stays the
+  /// caller's, who unregisters it before freeing it.
   virtual void register_memory(std::span<std::byte> memory) = 0;
   virtual void unregister_memory(std::span<std::byte> memory) = 0;
 

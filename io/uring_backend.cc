@@ -128,7 +128,8 @@ void UringBackend::run(std::promise<int>& started) {
   started.set_value(refused);
   if (refused != 0) return;
   loop();
-  // The kernel takes a ring apart some time after its end; the slabs' space and the memory shall be free at once.
+  // The kernel takes a ring apart some time after its end; the slabs' space and the memory shall be free at
+  // once.
   if (has_file_table_) io_uring_unregister_files(&ring_);
   if (has_buffer_table_) io_uring_unregister_buffers(&ring_);
   io_uring_queue_exit(&ring_);

@@ -1,7 +1,8 @@
-// Where forward and backward run. Host (the CPU itself), simulated accelerator (tests), later CUDA (DESIGN 8).
+// Where forward and backward run. Host (the CPU itself), simulated accelerator (tests), later CUDA (DESIGN
+// 8).
 //
-// The engine reaches device memory only through this interface. A pointer of `DeviceMemory` may be dereferenced by the host only
-// where `shares_host_memory()` is true.
+// The engine reaches device memory only through this interface. A pointer of `DeviceMemory` may be
+// dereferenced by the host only where `shares_host_memory()` is true.
 #pragma once
 
 #include <cstdint>
@@ -11,7 +12,8 @@
 
 namespace overspill::kernels {
 
-/// Work that a device could not do: a copy outside its memory, a negative size, a fault found late. what() names addresses and sizes.
+/// Work that a device could not do: a copy outside its memory, a negative size, a fault found late. what()
+/// names addresses and sizes.
 class DeviceError : public std::runtime_error {
  public:
   using std::runtime_error::runtime_error;
@@ -42,7 +44,8 @@ class Event {
 class Stream {
  public:
   virtual ~Stream() = default;
-  /// Asynchronous. `host` must stay valid and unchanged (from_host) or unread (to_host) until an event recorded later is done.
+  /// Asynchronous. `host` must stay valid and unchanged (from_host) or unread (to_host) until an event
+  /// recorded later is done.
   virtual void copy_from_host(void* device, const void* host, int64_t bytes) = 0;
   virtual void copy_to_host(void* host, const void* device, int64_t bytes) = 0;
   /// Everything submitted to this stream so far.
@@ -92,7 +95,8 @@ class Device {
   /// Aligned to 4096 bytes. Throws std::bad_alloc with nothing changed. The device outlives it.
   virtual DeviceMemory allocate(int64_t bytes) = 0;
   virtual std::unique_ptr<Stream> make_stream() = 0;
-  /// Fills freed or released memory so that stale use is loud (0xFF: NaN in every float format). No-op where that costs too much.
+  /// Fills freed or released memory so that stale use is loud (0xFF: NaN in every float format). No-op where
+  /// that costs too much.
   virtual void poison(void* device, int64_t bytes) = 0;
 };
 

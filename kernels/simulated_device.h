@@ -10,7 +10,6 @@
 
 #include <chrono>
 #include <cstdint>
-#include <limits>
 #include <memory>
 
 #include "kernels/device.h"
@@ -21,9 +20,9 @@ struct SimulatedDeviceOptions {
   uint64_t seed = 1;
   std::chrono::microseconds delay_min{0};  // of each copy
   std::chrono::microseconds delay_max{200};
-  int64_t memory_bytes = std::numeric_limits<int64_t>::max();  // beyond it allocate() throws std::bad_alloc
-  int64_t quarantine_bytes = int64_t{64} << 20;                // freed memory kept to find writes after free
-  bool poison = true;                                          // whether Device::poison fills
+  int64_t memory_bytes = int64_t{1} << 40;       // beyond it allocate() throws std::bad_alloc
+  int64_t quarantine_bytes = int64_t{64} << 20;  // freed memory kept to find writes after free
+  bool poison = true;                            // whether Device::poison fills
 };
 
 /// All methods are thread-safe. The destructor aborts the process when writes after free were found and

@@ -1,9 +1,10 @@
 """What `make train` runs: SmolLM2-135M fine-tuned with most of its states on disk, beside the plain PyTorch loop.
 
 Two processes take turns, never at work at once: ours is `overspill train` itself, plain is tools/plain.py over
-the same batches. A turn is STEPS/TURNS steps in a row. Ours ends its turn with synchronize(), inside the measured
-time, so updates and writes that step() left for later are charged to the turn that caused them and never run
-beside the other's; what overlaps inside a turn overlaps. `step_vs_plain` is the median over turns of ours / plain.
+the same batches. A turn is STEPS/TURNS steps in a row. Between its turns a process is stopped (SIGSTOP), engine
+threads and all: updates and writes that step() left for later stand still until its next turn, and are charged
+to it. So every turn of ours pays for exactly as many updates as it has steps, in the steady state of a run alone.
+`step_vs_plain` is the median over turns of ours / plain.
 A third process measures what plain forward and backward alone need, for the promise: peak RSS <= budget + that.
 Last line: RESULT {json}.
 """
@@ -13,6 +14,7 @@ import json
 import multiprocessing
 import os
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
@@ -42,7 +44,7 @@ class Turns:
 
 
 class Child:
-    """The coordinator's end: a process that works only during `turn()`."""
+    """The coordinator's end: a process that works only during `turn()`, and is stopped between turns."""
 
     def __init__(self, function, *args):
         self.name = function.__name__
@@ -53,8 +55,11 @@ class Child:
 
     def turn(self) -> dict[str, Any]:
         try:
+            os.kill(self.process.pid, signal.SIGCONT)
             self.pipe.send("go")
-            return self.pipe.recv()
+            answer = self.pipe.recv()
+            os.kill(self.process.pid, signal.SIGSTOP)
+            return answer
         except (EOFError, BrokenPipeError):
             self.process.join()
             raise SystemExit(
@@ -62,6 +67,7 @@ class Child:
             ) from None
 
     def join(self) -> None:
+        os.kill(self.process.pid, signal.SIGCONT)
         self.process.join()
 
 
@@ -76,7 +82,6 @@ def ours(pipe, job: argparse.Namespace) -> None:
 
     def hook(loop) -> None:
         if loop.step % (job.steps // job.turns) == 0 and not hook.finished:
-            loop.engine.synchronize()
             hook.finished = loop.step == job.steps
             turns.end()
             turns.begin()

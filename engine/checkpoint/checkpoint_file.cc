@@ -4,7 +4,6 @@
 #include <fmt/format.h>
 #include <sys/stat.h>
 #include <unistd.h>
-#include <xxhash.h>
 
 #include <algorithm>
 #include <cerrno>
@@ -13,10 +12,12 @@
 #include <utility>
 #include <vector>
 
+#include "io/checksum.h"
+
 namespace overspill::engine {
 namespace {
 
-constexpr int64_t kBlockBytes = 64 * 1024;  // of a checksum
+constexpr int64_t kBlockBytes = io::kChecksumBlockBytes;
 
 [[noreturn]] void fail(const std::filesystem::path& path, const char* what, int os_error,
                        const char* way_out) {
@@ -27,13 +28,9 @@ constexpr int64_t kBlockBytes = 64 * 1024;  // of a checksum
 constexpr const char* kUseAnother = "use another checkpoint, or restore this file";
 constexpr const char* kMakeRoom = "free space or choose another folder";
 
-uint64_t checksum_block(std::span<const std::byte> block) {
-  return XXH3_64bits(block.data(), block.size());
-}
-
 void verify_block(const std::filesystem::path& folder, const FileRange& range, int64_t block,
                   std::span<const std::byte> bytes) {
-  const uint64_t found = checksum_block(bytes);
+  const uint64_t found = io::checksum_block(bytes);
   const uint64_t expected = range.block_checksums[block];
   if (found == expected) return;
   throw CheckpointError(

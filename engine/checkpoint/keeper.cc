@@ -19,14 +19,17 @@ namespace {
 
 namespace fs = std::filesystem;
 
-constexpr std::array<Component, kComponents> kAll = {Component::hi, Component::lo, Component::m, Component::v};
+constexpr std::array<Component, kComponents> kAll = {Component::hi, Component::lo, Component::m,
+                                                     Component::v};
 
 void sync_folder(const fs::path& folder) {
   const int fd = ::open(folder.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
   const bool synced = fd >= 0 && ::fsync(fd) == 0;
   const int error = errno;
   if (fd >= 0) ::close(fd);
-  if (!synced) throw CheckpointError(fmt::format("{}: cannot be made durable: {}", folder.string(), std::strerror(error)));
+  if (!synced)
+    throw CheckpointError(
+        fmt::format("{}: cannot be made durable: {}", folder.string(), std::strerror(error)));
 }
 
 void require_absent(const fs::path& folder) {
@@ -36,7 +39,8 @@ void require_absent(const fs::path& folder) {
     fs::remove(folder);
     return;
   }
-  throw CheckpointError(fmt::format("{} exists already and is not empty: a checkpoint needs a new folder", folder.string()));
+  throw CheckpointError(
+      fmt::format("{} exists already and is not empty: a checkpoint needs a new folder", folder.string()));
 }
 
 ManifestUnit describe(const Unit& unit, const UnitState& state) {
@@ -47,33 +51,42 @@ ManifestUnit describe(const Unit& unit, const UnitState& state) {
   out.elements = unit.elements;
   for (size_t s = 0; s < unit.segments.size(); ++s) {
     const Segment& segment = unit.segments[s];
-    out.segments.push_back({segment.name, segment.aliases, segment.shape, segment.begin, segment.elements, state.steps[s],
-                            segment.group, unit.trainable()});
+    out.segments.push_back({segment.name, segment.aliases, segment.shape, segment.begin, segment.elements,
+                            state.steps[s], segment.group, unit.trainable()});
   }
   return out;
 }
 
-std::string shape_text(const std::vector<int64_t>& shape) { return fmt::format("({})", fmt::join(shape, ", ")); }
+std::string shape_text(const std::vector<int64_t>& shape) {
+  return fmt::format("({})", fmt::join(shape, ", "));
+}
 
 /// Throws unless the checkpoint's unit is this model's.
 void match(const fs::path& folder, const ManifestUnit& found, const Unit& own) {
   const auto refuse = [&](const std::string& what) {
-    throw CheckpointError(fmt::format("{} is a checkpoint of another model: {}. Open it with the model it was made from", folder.string(), what));
+    throw CheckpointError(
+        fmt::format("{} is a checkpoint of another model: {}. Open it with the model it was made from",
+                    folder.string(), what));
   };
   if (found.format != format_name(own.format) || found.dtype != own.dtype) {
-    refuse(fmt::format("unit {} is {} {} there, {} {} here", own.name, found.format, found.dtype, format_name(own.format), own.dtype));
+    refuse(fmt::format("unit {} is {} {} there, {} {} here", own.name, found.format, found.dtype,
+                       format_name(own.format), own.dtype));
   }
   if (found.segments.size() != own.segments.size()) {
-    refuse(fmt::format("unit {} has {} parameters there, {} here", own.name, found.segments.size(), own.segments.size()));
+    refuse(fmt::format("unit {} has {} parameters there, {} here", own.name, found.segments.size(),
+                       own.segments.size()));
   }
   for (size_t s = 0; s < own.segments.size(); ++s) {
     const ManifestSegment& there = found.segments[s];
     const Segment& here = own.segments[s];
-    if (there.name != here.name) refuse(fmt::format("parameter {} is called {} there", here.name, there.name));
+    if (there.name != here.name)
+      refuse(fmt::format("parameter {} is called {} there", here.name, there.name));
     if (there.shape != here.shape) {
-      refuse(fmt::format("{} has shape {} there, {} here", here.name, shape_text(there.shape), shape_text(here.shape)));
+      refuse(fmt::format("{} has shape {} there, {} here", here.name, shape_text(there.shape),
+                         shape_text(here.shape)));
     }
-    if (there.begin != here.begin) refuse(fmt::format("{} begins at {} there, at {} here", here.name, there.begin, here.begin));
+    if (there.begin != here.begin)
+      refuse(fmt::format("{} begins at {} there, at {} here", here.name, there.begin, here.begin));
   }
 }
 
@@ -117,18 +130,21 @@ void CheckpointKeeper::unpin(const std::vector<io::Extent>& extents) noexcept {
   for (const io::Extent& extent : extents) context_.store().unpin(extent);
 }
 
-void CheckpointKeeper::save(const fs::path& folder, int64_t steps, int64_t skipped_steps, std::string_view extra_json) {
+void CheckpointKeeper::save(const fs::path& folder, int64_t steps, int64_t skipped_steps,
+                            std::string_view extra_json) {
   require_absent(folder);
   forget_deleted();
   const fs::path absolute = fs::absolute(folder);
   const fs::path partial = absolute.string() + ".partial";
   fs::remove_all(partial);
   if (context_.resources.store != nullptr) {
-    context_.store().reserve(context_.plan.nvme_reserve_bytes +
-                             std::max<int64_t>(0, static_cast<int64_t>(kept_.size()) - context_.config.checkpoints_kept) *
-                                 context_.plan.nvme_bytes());
+    context_.store().reserve(
+        context_.plan.nvme_reserve_bytes +
+        std::max<int64_t>(0, static_cast<int64_t>(kept_.size()) - context_.config.checkpoints_kept) *
+            context_.plan.nvme_bytes());
   }
-  std::vector<io::Extent> pinned = context_.resources.store != nullptr ? pin_all() : std::vector<io::Extent>{};
+  std::vector<io::Extent> pinned =
+      context_.resources.store != nullptr ? pin_all() : std::vector<io::Extent>{};
   try {
     fs::create_directories(partial);
     Manifest manifest = write_folder(partial, pinned);
@@ -150,7 +166,8 @@ void CheckpointKeeper::save(const fs::path& folder, int64_t steps, int64_t skipp
   context_.last_checkpoint = absolute.string();
 }
 
-Manifest CheckpointKeeper::write_folder(const fs::path& folder, const std::vector<io::Extent>& extents) const {
+Manifest CheckpointKeeper::write_folder(const fs::path& folder,
+                                        const std::vector<io::Extent>& extents) const {
   std::vector<io::ExportedExtent> exported;
   if (!extents.empty()) exported = context_.store().export_extents(extents, folder);
   ResidentFile resident(folder);
@@ -167,7 +184,8 @@ Manifest CheckpointKeeper::write_folder(const fs::path& folder, const std::vecto
         const auto i = static_cast<size_t>(component);
         const int64_t bytes = context_.component_bytes(c, component);
         if (bytes == 0) continue;
-        ManifestPiece piece{component_name(component), context_.layout.global_begin(chunk), chunk.elements, {}};
+        ManifestPiece piece{
+            component_name(component), context_.layout.global_begin(chunk), chunk.elements, {}};
         if (!state.extents[i].empty()) {
           io::ExportedExtent& extent = exported[next++];
           piece.range = {extent.file, extent.offset, extent.bytes, std::move(extent.block_checksums)};
@@ -190,13 +208,14 @@ Manifest CheckpointKeeper::verify(const fs::path& folder) const {
   for (const Unit& own : context_.layout.units) {
     const auto found = by_name.find(own.name);
     if (found == by_name.end()) {
-      throw CheckpointError(fmt::format("{} is a checkpoint of another model: it has no unit {}", folder.string(), own.name));
+      throw CheckpointError(
+          fmt::format("{} is a checkpoint of another model: it has no unit {}", folder.string(), own.name));
     }
     match(folder, *found->second, own);
   }
   if (manifest.units.size() != context_.layout.units.size()) {
-    throw CheckpointError(fmt::format("{} is a checkpoint of another model: it has {} units, this one {}", folder.string(),
-                                      manifest.units.size(), context_.layout.units.size()));
+    throw CheckpointError(fmt::format("{} is a checkpoint of another model: it has {} units, this one {}",
+                                      folder.string(), manifest.units.size(), context_.layout.units.size()));
   }
   std::vector<std::byte> buffer;
   for (const ManifestUnit& unit : manifest.units) {
@@ -210,12 +229,14 @@ Manifest CheckpointKeeper::verify(const fs::path& folder) const {
 
 void CheckpointKeeper::load(const fs::path& folder, const Manifest& manifest, Access& access) {
   std::map<std::string, int32_t> own;
-  for (size_t u = 0; u < context_.units.size(); ++u) own.emplace(context_.layout.units[u].name, static_cast<int32_t>(u));
+  for (size_t u = 0; u < context_.units.size(); ++u)
+    own.emplace(context_.layout.units[u].name, static_cast<int32_t>(u));
   std::vector<std::byte> buffer;
   for (const ManifestUnit& found : manifest.units) {
     const int32_t index = own.at(found.name);
     const Unit& unit = context_.layout.units[index];
-    for (size_t s = 0; s < found.segments.size(); ++s) context_.units[index].steps[s] = found.segments[s].step;
+    for (size_t s = 0; s < found.segments.size(); ++s)
+      context_.units[index].steps[s] = found.segments[s].step;
     for (const ManifestPiece& piece : found.pieces) {
       const Component component = component_of(piece.component);
       const int64_t width = unit.component_bytes(component);
@@ -224,7 +245,8 @@ void CheckpointKeeper::load(const fs::path& folder, const Manifest& manifest, Ac
       if (elements <= 0) continue;
       buffer.resize(static_cast<size_t>(piece.range.bytes));
       read_range(folder, piece.range, buffer);
-      access.write(index, component, piece.begin, std::span(buffer).first(static_cast<size_t>(elements * width)));
+      access.write(index, component, piece.begin,
+                   std::span(buffer).first(static_cast<size_t>(elements * width)));
     }
   }
 }

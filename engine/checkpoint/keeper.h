@@ -1,8 +1,9 @@
-// Takes and opens checkpoints of one engine (DESIGN 7): what lies on NVMe is pinned and linked, not copied; what lies on the host is written out.
+// Takes and opens checkpoints of one engine (DESIGN 7): what lies on NVMe is pinned and linked, not copied;
+// what lies on the host is written out.
 //
-// The updater is quiescent meanwhile. A checkpoint is made under "<folder>.partial" and renamed when it is complete and durable, so the
-// folder is there whole or not at all. Its extents stay pinned as long as the folder's manifest exists somewhere: an open descriptor tells,
-// also after the folder was moved.
+// The updater is quiescent meanwhile. A checkpoint is made under "<folder>.partial" and renamed when it is
+// complete and durable, so the folder is there whole or not at all. Its extents stay pinned as long as the
+// folder's manifest exists somewhere: an open descriptor tells, also after the folder was moved.
 #pragma once
 
 #include <cstdint>
@@ -23,10 +24,13 @@ class CheckpointKeeper {
   CheckpointKeeper& operator=(const CheckpointKeeper&) = delete;
   ~CheckpointKeeper();
 
-  /// Throws CheckpointError when the folder holds something, io::StoreError when the disk fails or is full; then nothing is left behind.
-  void save(const std::filesystem::path& folder, int64_t steps, int64_t skipped_steps, std::string_view extra_json);
+  /// Throws CheckpointError when the folder holds something, io::StoreError when the disk fails or is full;
+  /// then nothing is left behind.
+  void save(const std::filesystem::path& folder, int64_t steps, int64_t skipped_steps,
+            std::string_view extra_json);
 
-  /// Reads everything once: the manifest fits this model, every checksum fits. Throws CheckpointError naming what does not.
+  /// Reads everything once: the manifest fits this model, every checksum fits. Throws CheckpointError naming
+  /// what does not.
   Manifest verify(const std::filesystem::path& folder) const;
 
   /// Brings a verified checkpoint's weights, states and step counts home.

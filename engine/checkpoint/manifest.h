@@ -1,5 +1,6 @@
-// What a checkpoint folder holds, as one JSON file written last (DESIGN 7). Untrusted when read: every size, offset and name is checked
-// before use. Layout is by parameter name, so that a checkpoint opens at any world size and placement.
+// What a checkpoint folder holds, as one JSON file written last (DESIGN 7). Untrusted when read: every size,
+// offset and name is checked before use. Layout is by parameter name, so that a checkpoint opens at any world
+// size and placement.
 #pragma once
 
 #include <cstdint>
@@ -14,7 +15,8 @@ namespace overspill::engine {
 inline constexpr int kManifestVersion = 1;
 inline constexpr const char* kManifestFile = "manifest.json";
 
-/// Something in a checkpoint folder is missing, malformed, or does not belong; what() names the file and the way out.
+/// Something in a checkpoint folder is missing, malformed, or does not belong; what() names the file and the
+/// way out.
 class CheckpointError : public std::runtime_error {
  public:
   using std::runtime_error::runtime_error;
@@ -28,7 +30,8 @@ struct FileRange {
   std::vector<uint64_t> block_checksums;
 };
 
-/// One component of one chunk. Element i of the range is element `begin + i` of the unit's flat, padded space.
+/// One component of one chunk. Element i of the range is element `begin + i` of the unit's flat, padded
+/// space.
 struct ManifestPiece {
   std::string component;  // "hi", "lo", "m", "v"
   int64_t begin = 0;      // elements
@@ -36,7 +39,8 @@ struct ManifestPiece {
   FileRange range;
 };
 
-/// A parameter: its range in the unit's flat space, shape, and the names under which the model knows it (tied weights have several).
+/// A parameter: its range in the unit's flat space, shape, and the names under which the model knows it (tied
+/// weights have several).
 struct ManifestSegment {
   std::string name;
   std::vector<std::string> aliases;
@@ -50,8 +54,8 @@ struct ManifestSegment {
 
 struct ManifestUnit {
   std::string name;
-  std::string format;  // "bf16_split", "fp32", "frozen"
-  std::string dtype;   // of the weights as forward uses them, safetensors' names: "BF16", "F32", …
+  std::string format;    // "bf16_split", "fp32", "frozen"
+  std::string dtype;     // of the weights as forward uses them, safetensors' names: "BF16", "F32", …
   int64_t elements = 0;  // padded
   std::vector<ManifestSegment> segments;
   std::vector<ManifestPiece> pieces;
@@ -59,32 +63,35 @@ struct ManifestUnit {
 
 struct Manifest {
   int version = kManifestVersion;
-  int64_t step = 0;          // optimizer steps taken
-  int64_t skipped_steps = 0; // steps with non-finite gradients
+  int64_t step = 0;           // optimizer steps taken
+  int64_t skipped_steps = 0;  // steps with non-finite gradients
   int64_t world = 1;
   std::vector<ManifestUnit> units;
   std::string extra_json = "{}";  // what the caller keeps beside: scheduler, random states, data position
 };
 
-/// Throws CheckpointError. Checks version, names (no path separators, no ".."), that ranges lie inside their files, that checksum counts
-/// fit, that segments lie inside their unit and pieces cover every segment's components exactly once, that shapes fit element counts.
+/// Throws CheckpointError. Checks version, names (no path separators, no ".."), that ranges lie inside their
+/// files, that checksum counts fit, that segments lie inside their unit and pieces cover every segment's
+/// components exactly once, that shapes fit element counts.
 Manifest read_manifest(const std::filesystem::path& folder);
 
 /// Temporary name, fsync, rename, fsync of the folder. All data files are durable before the call.
 void write_manifest(const std::filesystem::path& folder, const Manifest& manifest);
 
-/// Reads the first to.size() bytes of a range, verifying the checksum of every block they touch. Throws CheckpointError naming file,
-/// offset and both checksums; then `to` holds nothing of use.
+/// Reads the first to.size() bytes of a range, verifying the checksum of every block they touch. Throws
+/// CheckpointError naming file, offset and both checksums; then `to` holds nothing of use.
 void read_range(const std::filesystem::path& folder, const FileRange& range, std::span<std::byte> to);
 
 /// The same for the bytes from `begin` on.
-void read_range_part(const std::filesystem::path& folder, const FileRange& range, int64_t begin, std::span<std::byte> to);
+void read_range_part(const std::filesystem::path& folder, const FileRange& range, int64_t begin,
+                     std::span<std::byte> to);
 
-/// Streams a checkpoint into Hugging Face safetensors files in `out` (created; must be empty or absent): model.safetensors, or shards
-/// of at most `shard_bytes` with an index. `dtype` is "bf16" or "fp32": weights from `hi` alone, or from hi and lo. Memory: about one tensor.
-/// Written under temporary names and renamed when complete; after an error nothing remains. Frozen tensors keep their dtype unless it is
-/// F16, BF16 or F32. Of tied weights only the first name is written: Hugging Face ties the others when it loads. `progress(context, done,
-/// total)` in bytes; may be null, may throw.
+/// Streams a checkpoint into Hugging Face safetensors files in `out` (created; must be empty or absent):
+/// model.safetensors, or shards of at most `shard_bytes` with an index. `dtype` is "bf16" or "fp32": weights
+/// from `hi` alone, or from hi and lo. Memory: about one tensor. Written under temporary names and renamed
+/// when complete; after an error nothing remains. Frozen tensors keep their dtype unless it is F16, BF16 or
+/// F32. Of tied weights only the first name is written: Hugging Face ties the others when it loads.
+/// `progress(context, done, total)` in bytes; may be null, may throw.
 struct MergeOptions {
   std::string dtype = "bf16";
   int64_t shard_bytes = int64_t{5} << 30;
@@ -95,6 +102,7 @@ struct MergeResult {
   std::vector<std::string> files;
 };
 MergeResult merge_checkpoint(const std::filesystem::path& checkpoint, const std::filesystem::path& out,
-                             const MergeOptions& options, void (*progress)(void*, int64_t, int64_t), void* context);
+                             const MergeOptions& options, void (*progress)(void*, int64_t, int64_t),
+                             void* context);
 
 }  // namespace overspill::engine

@@ -15,8 +15,10 @@ namespace {
 
 constexpr const char* kName = "resident.bin";
 
-[[noreturn]] void fail(io::Operation operation, const std::filesystem::path& path, int64_t offset, int64_t bytes) {
-  throw io::StoreError({io::kind_of_errno(errno), operation, errno, path.string(), offset, bytes, "writing a checkpoint"});
+[[noreturn]] void fail(io::Operation operation, const std::filesystem::path& path, int64_t offset,
+                       int64_t bytes) {
+  throw io::StoreError(
+      {io::kind_of_errno(errno), operation, errno, path.string(), offset, bytes, "writing a checkpoint"});
 }
 
 }  // namespace

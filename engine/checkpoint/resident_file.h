@@ -1,4 +1,5 @@
-// The file of a checkpoint that takes what was in memory: components, one after the other, with their checksums.
+// The file of a checkpoint that takes what was in memory: components, one after the other, with their
+// checksums.
 #pragma once
 
 #include <cstdint>
@@ -11,7 +12,8 @@ namespace overspill::engine {
 
 class ResidentFile {
  public:
-  /// Creates nothing until the first append. Throws io::StoreError on every failure, naming file, offset and cause.
+  /// Creates nothing until the first append. Throws io::StoreError on every failure, naming file, offset and
+  /// cause.
   explicit ResidentFile(std::filesystem::path folder);
   ResidentFile(const ResidentFile&) = delete;
   ResidentFile& operator=(const ResidentFile&) = delete;

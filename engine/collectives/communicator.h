@@ -1,8 +1,9 @@
-// Collectives between the ranks of one engine (DESIGN 8). Transports: self (one rank), in-process (tests); later NCCL, MPI,
-// a torch.distributed group.
+// Collectives between the ranks of one engine (DESIGN 8). Transports: self (one rank), in-process (tests);
+// later NCCL, MPI, a torch.distributed group.
 //
-// Calls block until done. Every rank makes the same calls in the same order from one thread at a time. Errors (a rank that died, a size
-// that differs between ranks, a timeout) are thrown as CommunicatorError naming the rank and the call, on every rank.
+// Calls block until done. Every rank makes the same calls in the same order from one thread at a time. Errors
+// (a rank that died, a size that differs between ranks, a timeout) are thrown as CommunicatorError naming the
+// rank and the call, on every rank.
 #pragma once
 
 #include <cstddef>
@@ -26,7 +27,8 @@ class Communicator {
   /// `data` holds world() equal slices; on entry slice rank() is filled, on return all are.
   virtual void all_gather(std::span<std::byte> data) = 0;
 
-  /// Slice r of `send` goes to rank r; slice r of `receive` comes from rank r. Both hold world() equal slices, and do not overlap.
+  /// Slice r of `send` goes to rank r; slice r of `receive` comes from rank r. Both hold world() equal
+  /// slices, and do not overlap.
   virtual void all_to_all(std::span<const std::byte> send, std::span<std::byte> receive) = 0;
 
   /// Element-wise sums, added in rank order on every rank: bit-equal everywhere.

@@ -1,4 +1,5 @@
-// Bytes a tier may use (DESIGN 2). Every allocation of the engine is charged here first; passing the budget is an error, always checked.
+// Bytes a tier may use (DESIGN 2). Every allocation of the engine is charged here first; passing the budget
+// is an error, always checked.
 #pragma once
 
 #include <atomic>

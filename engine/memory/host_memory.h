@@ -1,4 +1,5 @@
-// Page-aligned host memory outside malloc's heap: huge pages where the kernel gives them, never copied by fork (MADV_DONTFORK).
+// Page-aligned host memory outside malloc's heap: huge pages where the kernel gives them, never copied by
+// fork (MADV_DONTFORK).
 #pragma once
 
 #include <cstddef>
@@ -28,8 +29,9 @@ class HostMemory {
   int64_t bytes_ = 0;
 };
 
-/// What a released parameter's memory reads as: NaN in every float format, over its full length, for the price of one small file's pages
-/// mapped repeatedly. Private and writable: a stray write neither crashes nor reaches another parameter's mapping.
+/// What a released parameter's memory reads as: NaN in every float format, over its full length, for the
+/// price of one small file's pages mapped repeatedly. Private and writable: a stray write neither crashes nor
+/// reaches another parameter's mapping.
 class NanPages {
  public:
   explicit NanPages(int64_t bytes);  // rounded up to pages; throws std::bad_alloc

@@ -6,7 +6,8 @@
 
 namespace overspill::engine {
 
-RangeAllocator::RangeAllocator(int64_t bytes, int64_t align) : align_(align), free_bytes_(bytes / align * align) {
+RangeAllocator::RangeAllocator(int64_t bytes, int64_t align)
+    : align_(align), free_bytes_(bytes / align * align) {
   if (free_bytes_ > 0) free_.emplace(0, free_bytes_);
 }
 
@@ -32,7 +33,8 @@ std::optional<int64_t> RangeAllocator::allocate(int64_t bytes, End end) {
 
 void RangeAllocator::release(int64_t offset) {
   const auto used = used_.find(offset);
-  if (used == used_.end()) throw std::logic_error("RangeAllocator: release of an offset that is not allocated");
+  if (used == used_.end())
+    throw std::logic_error("RangeAllocator: release of an offset that is not allocated");
   int64_t begin = offset;
   int64_t bytes = used->second;
   free_bytes_ += bytes;

@@ -1,4 +1,5 @@
-// Offsets in a region of fixed size: first fit from either end, neighbours merged on release. Not thread-safe.
+// Offsets in a region of fixed size: first fit from either end, neighbours merged on release. Not
+// thread-safe.
 #pragma once
 
 #include <cstdint>
@@ -13,7 +14,8 @@ class RangeAllocator {
 
   RangeAllocator(int64_t bytes, int64_t align);
 
-  /// Nothing when no free run is long enough. Large and small blocks are kept apart by taking them from different ends.
+  /// Nothing when no free run is long enough. Large and small blocks are kept apart by taking them from
+  /// different ends.
   std::optional<int64_t> allocate(int64_t bytes, End end);
 
   /// `offset` is one that allocate() gave; anything else throws std::logic_error.

@@ -12,17 +12,21 @@
 namespace overspill::engine {
 namespace {
 
-constexpr int64_t kSegmentAlignBytes = 64;  // at 4 bytes off, vectorised kernels of the framework give other bits
-constexpr int64_t kBlockBytes = 4096;       // transfers to the store are whole blocks
+constexpr int64_t kSegmentAlignBytes =
+    64;                                // at 4 bytes off, vectorised kernels of the framework give other bits
+constexpr int64_t kBlockBytes = 4096;  // transfers to the store are whole blocks
 constexpr int64_t kElementsMax = int64_t{1} << 48;
 
-int64_t round_up(int64_t value, int64_t multiple) { return (value + multiple - 1) / multiple * multiple; }
+int64_t round_up(int64_t value, int64_t multiple) {
+  return (value + multiple - 1) / multiple * multiple;
+}
 
 int64_t count_elements(const SegmentSpec& spec) {
   int64_t elements = 1;
   for (int64_t extent : spec.shape) {
     if (extent < 0 || (extent > 0 && elements > kElementsMax / extent)) {
-      throw std::invalid_argument(fmt::format("parameter {}: dimension {} is out of range", spec.name, extent));
+      throw std::invalid_argument(
+          fmt::format("parameter {}: dimension {} is out of range", spec.name, extent));
     }
     elements *= extent;
   }
@@ -30,7 +34,8 @@ int64_t count_elements(const SegmentSpec& spec) {
 }
 
 void check_format(const UnitSpec& spec) {
-  const bool fits = spec.format == Format::frozen || (spec.format == Format::bf16_split && spec.dtype == "BF16") ||
+  const bool fits = spec.format == Format::frozen ||
+                    (spec.format == Format::bf16_split && spec.dtype == "BF16") ||
                     (spec.format == Format::fp32 && spec.dtype == "F32");
   if (!fits) {
     throw std::invalid_argument(fmt::format("unit {}: format {} does not fit dtype {}", spec.name,
@@ -87,9 +92,12 @@ Unit place_segments(const UnitSpec& spec, std::unordered_set<std::string>& names
 
 std::string_view format_name(Format format) {
   switch (format) {
-    case Format::bf16_split: return "bf16_split";
-    case Format::fp32: return "fp32";
-    case Format::frozen: return "frozen";
+    case Format::bf16_split:
+      return "bf16_split";
+    case Format::fp32:
+      return "fp32";
+    case Format::frozen:
+      return "frozen";
   }
   return "?";
 }
@@ -103,21 +111,21 @@ Format format_from_name(std::string_view name) {
 
 int64_t dtype_bytes(std::string_view dtype) {
   static constexpr std::array<std::pair<std::string_view, int64_t>, 16> kBytes = {{{"BOOL", 1},
-                                                                                    {"U8", 1},
-                                                                                    {"I8", 1},
-                                                                                    {"F8_E4M3", 1},
-                                                                                    {"F8_E5M2", 1},
-                                                                                    {"I16", 2},
-                                                                                    {"U16", 2},
-                                                                                    {"F16", 2},
-                                                                                    {"BF16", 2},
-                                                                                    {"I32", 4},
-                                                                                    {"U32", 4},
-                                                                                    {"F32", 4},
-                                                                                    {"I64", 8},
-                                                                                    {"U64", 8},
-                                                                                    {"F64", 8},
-                                                                                    {"C64", 8}}};
+                                                                                   {"U8", 1},
+                                                                                   {"I8", 1},
+                                                                                   {"F8_E4M3", 1},
+                                                                                   {"F8_E5M2", 1},
+                                                                                   {"I16", 2},
+                                                                                   {"U16", 2},
+                                                                                   {"F16", 2},
+                                                                                   {"BF16", 2},
+                                                                                   {"I32", 4},
+                                                                                   {"U32", 4},
+                                                                                   {"F32", 4},
+                                                                                   {"I64", 8},
+                                                                                   {"U64", 8},
+                                                                                   {"F64", 8},
+                                                                                   {"C64", 8}}};
   for (const auto& [name, bytes] : kBytes) {
     if (name == dtype) return bytes;
   }
@@ -126,20 +134,27 @@ int64_t dtype_bytes(std::string_view dtype) {
 
 const char* component_name(Component component) {
   switch (component) {
-    case Component::hi: return "hi";
-    case Component::lo: return "lo";
-    case Component::m: return "m";
-    case Component::v: return "v";
+    case Component::hi:
+      return "hi";
+    case Component::lo:
+      return "lo";
+    case Component::m:
+      return "m";
+    case Component::v:
+      return "v";
   }
   return "?";
 }
 
 int64_t Unit::component_bytes(Component component) const {
   switch (component) {
-    case Component::hi: return element_bytes;
-    case Component::lo: return format == Format::bf16_split ? 2 : 0;
+    case Component::hi:
+      return element_bytes;
+    case Component::lo:
+      return format == Format::bf16_split ? 2 : 0;
     case Component::m:
-    case Component::v: return trainable() ? 4 : 0;
+    case Component::v:
+      return trainable() ? 4 : 0;
   }
   return 0;
 }

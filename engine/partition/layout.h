@@ -1,8 +1,9 @@
-// Where every parameter lies in its unit's flat space, how that space is cut into shards, and shards into chunks.
+// Where every parameter lies in its unit's flat space, how that space is cut into shards, and shards into
+// chunks.
 //
-// Worked example: two ranks, bf16, parameters of 5,000 and 100 elements. Segments start at 0 and 5,024 (64-byte alignment); 5,124
-// elements are padded to 8,192 = 2 ranks x 2 x 2,048, because 2,048 elements are the fewest whose every component fills whole
-// 4 KiB blocks; a shard is 4,096 elements.
+// Worked example: two ranks, bf16, parameters of 5,000 and 100 elements. Segments start at 0 and 5,024
+// (64-byte alignment); 5,124 elements are padded to 8,192 = 2 ranks x 2 x 2,048, because 2,048 elements are
+// the fewest whose every component fills whole 4 KiB blocks; a shard is 4,096 elements.
 #pragma once
 
 #include <cstdint>
@@ -75,8 +76,8 @@ struct Layout {
   }
 };
 
-/// Throws std::invalid_argument naming what is wrong: a unit without segments, a name used twice, a shape that overflows, a format that
-/// does not fit its dtype.
+/// Throws std::invalid_argument naming what is wrong: a unit without segments, a name used twice, a shape
+/// that overflows, a format that does not fit its dtype.
 Layout make_layout(const std::vector<UnitSpec>& units, int64_t chunk_elements, int rank, int world);
 
 }  // namespace overspill::engine

@@ -1,4 +1,5 @@
-// What the caller tells the engine about a model: units, and the parameters in them. Depends on the model alone, never on budgets.
+// What the caller tells the engine about a model: units, and the parameters in them. Depends on the model
+// alone, never on budgets.
 #pragma once
 
 #include <cstdint>

@@ -9,11 +9,16 @@ namespace {
 
 bool allowed(Residency from, Residency to) {
   switch (to) {
-    case Residency::reading: return from == Residency::home;
-    case Residency::staged: return from == Residency::reading;
-    case Residency::updating: return from == Residency::staged || from == Residency::home;
-    case Residency::writing: return from == Residency::updating;
-    case Residency::home: return from != Residency::reading && from != Residency::home;
+    case Residency::reading:
+      return from == Residency::home;
+    case Residency::staged:
+      return from == Residency::reading;
+    case Residency::updating:
+      return from == Residency::staged || from == Residency::home;
+    case Residency::writing:
+      return from == Residency::updating;
+    case Residency::home:
+      return from != Residency::reading && from != Residency::home;
   }
   return false;
 }
@@ -36,7 +41,8 @@ class Carver {
 
 void ChunkState::become(Residency next) {
   if (!allowed(residency, next)) {
-    throw std::logic_error(fmt::format("chunk residency: {} cannot become {}", static_cast<int>(residency), static_cast<int>(next)));
+    throw std::logic_error(fmt::format("chunk residency: {} cannot become {}", static_cast<int>(residency),
+                                       static_cast<int>(next)));
   }
   residency = next;
 }
@@ -60,7 +66,8 @@ Context::Context(Layout layout_in, Plan plan_in, Config config_in, Resources res
     state.updated.resize(unit.segments.size());
     state.steps.resize(unit.segments.size());
     if (!plan.weights_on_nvme[u]) state.home = carver.take(unit.shard_bytes());
-    state.gradients = carver.take(unit.elements * gradient_element_bytes(unit.format, config.gradient_accumulation));
+    state.gradients =
+        carver.take(unit.elements * gradient_element_bytes(unit.format, config.gradient_accumulation));
     for (int32_t c = unit.first_chunk; c < unit.first_chunk + unit.chunk_count; ++c) {
       if (state.home != nullptr) chunks[c].home[0] = state.home + layout.chunks[c].begin * unit.element_bytes;
       if (plan.states_on_nvme[c]) continue;
@@ -77,18 +84,22 @@ Context::Context(Layout layout_in, Plan plan_in, Config config_in, Resources res
 
 void Context::fail(const std::string& cause) {
   if (failure.empty()) {
-    failure = cause + (last_checkpoint.empty() ? ". No checkpoint was saved in this run"
-                                               : fmt::format(". The last complete checkpoint is {}", last_checkpoint));
+    failure = cause + (last_checkpoint.empty()
+                           ? ". No checkpoint was saved in this run"
+                           : fmt::format(". The last complete checkpoint is {}", last_checkpoint));
   }
   changed.notify_all();
 }
 
 void Context::check() const {
-  if (!failure.empty()) throw EngineFailed("the engine has failed and holds no consistent weights: " + failure);
+  if (!failure.empty())
+    throw EngineFailed("the engine has failed and holds no consistent weights: " + failure);
 }
 
 int64_t now_ns() {
-  return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch()).count();
+  return std::chrono::duration_cast<std::chrono::nanoseconds>(
+             std::chrono::steady_clock::now().time_since_epoch())
+      .count();
 }
 
 }  // namespace overspill::engine

@@ -1,4 +1,5 @@
-// What the parts of the schedule share: the layout, the plan, the resources, and the state of every unit and chunk, under one mutex.
+// What the parts of the schedule share: the layout, the plan, the resources, and the state of every unit and
+// chunk, under one mutex.
 #pragma once
 
 #include <array>
@@ -25,8 +26,8 @@
 
 namespace overspill::engine {
 
-/// An update or a transfer failed: weights may be half updated, nothing may be read or saved any more. what() names the cause and the last
-/// complete checkpoint.
+/// An update or a transfer failed: weights may be half updated, nothing may be read or saved any more. what()
+/// names the cause and the last complete checkpoint.
 class EngineFailed : public std::runtime_error {
  public:
   using std::runtime_error::runtime_error;
@@ -46,14 +47,15 @@ enum class Residency : uint8_t {
   reading,   // a slot is held, extents -> slot in flight
   staged,    // the slot holds a copy; the extents are valid
   updating,  // a worker rewrites it; chunks wholly on the host pass through this state too, without a slot
-  writing,   // the slot holds the new version, its way to new extents is in flight; the old extents are still held
+  writing,   // the slot holds the new version, its way to new extents is in flight; the old extents are still
+             // held
 };
 
 struct ChunkState {
   Residency residency = Residency::home;
-  bool pending = false;  // step() has scheduled an update that has not been done
-  int32_t slot = -1;     // in the ring
-  int64_t position = 0;  // in the order of the update
+  bool pending = false;                           // step() has scheduled an update that has not been done
+  int32_t slot = -1;                              // in the ring
+  int64_t position = 0;                           // in the order of the update
   std::array<std::byte*, kComponents> home{};     // components on the host
   std::array<io::Extent, kComponents> extents{};  // components on NVMe; empty: never written, all zero
   std::byte* staged_weights = nullptr;            // hi in the slot, where hi lives on NVMe
@@ -95,9 +97,12 @@ struct Context {
   Context(Layout layout, Plan plan, Config config, Resources resources);
 
   bool on_nvme(int32_t chunk, Component component) const {
-    return component == Component::hi ? plan.weights_on_nvme[layout.chunks[chunk].unit] : plan.states_on_nvme[chunk];
+    return component == Component::hi ? plan.weights_on_nvme[layout.chunks[chunk].unit]
+                                      : plan.states_on_nvme[chunk];
   }
-  bool touches_nvme(int32_t chunk) const { return on_nvme(chunk, Component::hi) || on_nvme(chunk, Component::lo); }
+  bool touches_nvme(int32_t chunk) const {
+    return on_nvme(chunk, Component::hi) || on_nvme(chunk, Component::lo);
+  }
   int64_t component_bytes(int32_t chunk, Component component) const {
     const Chunk& c = layout.chunks[chunk];
     return c.elements * layout.units[c.unit].component_bytes(component);

@@ -22,7 +22,8 @@ Gatherer::Gatherer(Context& context)
     device_memory_ = context.device().allocate(context.plan.gather_device_bytes);
     stream_ = context.device().make_stream();
   }
-  if (context.resources.store != nullptr && host_memory_.bytes() > 0) context.store().register_memory(host_memory_.span());
+  if (context.resources.store != nullptr && host_memory_.bytes() > 0)
+    context.store().register_memory(host_memory_.span());
   for (size_t c = 0; c < fetches_.size(); ++c) {
     fetches_[c].owner = this;
     fetches_[c].chunk = static_cast<int32_t>(c);
@@ -46,14 +47,16 @@ Block* Gatherer::acquire(std::unique_lock<std::mutex>& lock, int32_t unit) {
         throw BudgetError(fmt::format(
             "no room to gather {}: it needs {} bytes, the arena's largest free run has {}. Leased now: {}. "
             "Drop views of parameters that are kept, or raise the host budget",
-            context_.layout.units[unit].name, context_.layout.units[unit].bytes(), host_arena_.largest_free_run(), leased_units()));
+            context_.layout.units[unit].name, context_.layout.units[unit].bytes(),
+            host_arena_.largest_free_run(), leased_units()));
       }
       context_.wait(lock, [&] { return state.gathered != Gathered::absent || !filling_anything(); });
       continue;
     }
     if (!announced) prefetch();
     announced = true;
-    context_.wait(lock, [&] { return state.gathered != Gathered::filling && state.gathered != Gathered::collecting; });
+    context_.wait(
+        lock, [&] { return state.gathered != Gathered::filling && state.gathered != Gathered::collecting; });
   }
   Block* block = state.block;
   ++block->leases;
@@ -128,7 +131,8 @@ void Gatherer::bring(Block& block, int32_t chunk, Urgency urgency) {
   Fetch& fetch = fetches_[chunk];
   fetch.block = &block;
   fetch.transfer.kind = io::Transfer::Kind::read;
-  fetch.transfer.priority = urgency == Urgency::demanded ? io::Transfer::Priority::demand : io::Transfer::Priority::prefetch;
+  fetch.transfer.priority =
+      urgency == Urgency::demanded ? io::Transfer::Priority::demand : io::Transfer::Priority::prefetch;
   fetch.transfer.extent = extent;
   fetch.transfer.memory = to;
   fetch.transfer.error.reset();
@@ -140,7 +144,8 @@ void Gatherer::on_fetched(io::Transfer& transfer) noexcept {
   Context& context = fetch.owner->context_;
   const std::lock_guard guard(context.mutex);
   if (transfer.error) {
-    context.fail("reading weights of " + context.layout.units[fetch.block->unit].name + ": " + transfer.error->message());
+    context.fail("reading weights of " + context.layout.units[fetch.block->unit].name + ": " +
+                 transfer.error->message());
     return;
   }
   fetch.owner->arrived(*fetch.block);
@@ -200,8 +205,10 @@ Block* Gatherer::take_block(int32_t unit, Urgency urgency) {
   const int64_t bytes = context_.layout.units[unit].bytes();
   const bool on_device = !context_.device().shares_host_memory();
   const bool on_host = !on_device || needs_host_block(unit);
-  // Large and small units start from different ends: small ones that stay long do not cut up the room that large ones need.
-  const auto end = bytes * 4 > context_.plan.gather_host_bytes ? RangeAllocator::End::low : RangeAllocator::End::high;
+  // Large and small units start from different ends: small ones that stay long do not cut up the room that
+  // large ones need.
+  const auto end =
+      bytes * 4 > context_.plan.gather_host_bytes ? RangeAllocator::End::low : RangeAllocator::End::high;
   std::optional<int64_t> host;
   std::optional<int64_t> device;
   while (true) {
@@ -271,7 +278,8 @@ void Gatherer::drop(Block& block) {
 void Gatherer::invalidate(std::unique_lock<std::mutex>& lock, std::span<const int32_t> units) {
   for (int32_t unit : units) {
     UnitState& state = context_.units[unit];
-    context_.wait(lock, [&] { return state.gathered != Gathered::filling && state.gathered != Gathered::collecting; });
+    context_.wait(
+        lock, [&] { return state.gathered != Gathered::filling && state.gathered != Gathered::collecting; });
     if (state.gathered == Gathered::absent) continue;
     Block& block = *state.block;
     if (block.leases == 0) {

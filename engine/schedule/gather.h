@@ -1,5 +1,6 @@
-// Gathered units: buffers for weights that cannot be used where they lie, filled ahead in traced order, kept while there is room and given
-// up farthest-next-use first (Belady 1966, "A study of replacement algorithms for a virtual-storage computer").
+// Gathered units: buffers for weights that cannot be used where they lie, filled ahead in traced order, kept
+// while there is room and given up farthest-next-use first (Belady 1966, "A study of replacement algorithms
+// for a virtual-storage computer").
 //
 // Every method needs the context's mutex; those that take the lock may release it while they wait.
 #pragma once
@@ -14,25 +15,26 @@
 
 namespace overspill::engine {
 
-/// Memory of one gathered unit. Lives on, as an orphan, when its unit was updated while somebody still looks at the old weights.
+/// Memory of one gathered unit. Lives on, as an orphan, when its unit was updated while somebody still looks
+/// at the old weights.
 struct Block {
   int32_t unit = -1;
   int32_t leases = 0;
   bool orphan = false;
-  int32_t arriving = 0;          // chunks not yet in
-  int64_t host_offset = -1;      // in the host arena; -1: none
-  int64_t device_offset = -1;    // in the device arena; -1: the host memory is the device's
-  std::byte* host = nullptr;     // all ranks' shards
-  std::byte* device = nullptr;   // what is leased
-  kernels::Event copied;         // host -> device done
+  int32_t arriving = 0;         // chunks not yet in
+  int64_t host_offset = -1;     // in the host arena; -1: none
+  int64_t device_offset = -1;   // in the device arena; -1: the host memory is the device's
+  std::byte* host = nullptr;    // all ranks' shards
+  std::byte* device = nullptr;  // what is leased
+  kernels::Event copied;        // host -> device done
 };
 
 class Gatherer {
  public:
   explicit Gatherer(Context& context);
 
-  /// Leases the unit's gathered weights: waits until they are read, updated, collected and on the device. Throws BudgetError when leased units
-  /// leave no room.
+  /// Leases the unit's gathered weights: waits until they are read, updated, collected and on the device.
+  /// Throws BudgetError when leased units leave no room.
   Block* acquire(std::unique_lock<std::mutex>& lock, int32_t unit);
   void release(Block* block);
 

@@ -8,23 +8,37 @@ namespace overspill::engine {
 
 const char* happening_name(Happening happening) {
   switch (happening) {
-    case Happening::acquired: return "acquired";
-    case Happening::freed: return "freed";
-    case Happening::gathering: return "gathering";
-    case Happening::gathered: return "gathered";
-    case Happening::gradient: return "gradient";
-    case Happening::scheduled: return "scheduled";
-    case Happening::reading: return "reading";
-    case Happening::staged: return "staged";
-    case Happening::updating: return "updating";
-    case Happening::updated: return "updated";
-    case Happening::writing: return "writing";
-    case Happening::written: return "written";
+    case Happening::acquired:
+      return "acquired";
+    case Happening::freed:
+      return "freed";
+    case Happening::gathering:
+      return "gathering";
+    case Happening::gathered:
+      return "gathered";
+    case Happening::gradient:
+      return "gradient";
+    case Happening::scheduled:
+      return "scheduled";
+    case Happening::reading:
+      return "reading";
+    case Happening::staged:
+      return "staged";
+    case Happening::updating:
+      return "updating";
+    case Happening::updated:
+      return "updated";
+    case Happening::writing:
+      return "writing";
+    case Happening::written:
+      return "written";
   }
   return "?";
 }
 
-std::vector<JournalEntry> Journal::take() { return std::exchange(entries_, {}); }
+std::vector<JournalEntry> Journal::take() {
+  return std::exchange(entries_, {});
+}
 
 void Journal::add(Happening happening, int32_t unit, int32_t chunk, int32_t slot) {
   entries_.push_back({now_ns(), happening, unit, chunk, slot});

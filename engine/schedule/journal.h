@@ -1,4 +1,5 @@
-// What happened to which buffer when, recorded on request: for the examples, for traces people look at, for tests of the schedule.
+// What happened to which buffer when, recorded on request: for the examples, for traces people look at, for
+// tests of the schedule.
 #pragma once
 
 #include <cstdint>
@@ -7,18 +8,18 @@
 namespace overspill::engine {
 
 enum class Happening : uint8_t {
-  acquired,     // a unit's weights were leased
-  freed,        // a unit's gathered block was given up
-  gathering,    // a unit's block was taken, reads begin
-  gathered,     // its weights are all there
-  gradient,     // a segment's gradient arrived
-  scheduled,    // step() scheduled a chunk's update
-  reading,      // states: extents -> slot
-  staged,       // states are in the slot
-  updating,     // a worker began the update
-  updated,      // weights are new
-  writing,      // slot -> new extents
-  written,      // the slot is free
+  acquired,   // a unit's weights were leased
+  freed,      // a unit's gathered block was given up
+  gathering,  // a unit's block was taken, reads begin
+  gathered,   // its weights are all there
+  gradient,   // a segment's gradient arrived
+  scheduled,  // step() scheduled a chunk's update
+  reading,    // states: extents -> slot
+  staged,     // states are in the slot
+  updating,   // a worker began the update
+  updated,    // weights are new
+  writing,    // slot -> new extents
+  written,    // the slot is free
 };
 
 const char* happening_name(Happening happening);

@@ -15,7 +15,9 @@ constexpr int64_t kRingSlotsBest = 8;   // reads, an update a thread, and writes
 constexpr int64_t kArenaAlign = 4096;
 constexpr int64_t kMiB = 1 << 20;
 
-std::string mib(int64_t bytes) { return fmt::format("{:.1f} MiB", static_cast<double>(bytes) / kMiB); }
+std::string mib(int64_t bytes) {
+  return fmt::format("{:.1f} MiB", static_cast<double>(bytes) / kMiB);
+}
 
 int64_t states_bytes(const Layout& layout, size_t chunk) {
   const Chunk& c = layout.chunks[chunk];
@@ -34,10 +36,17 @@ class Planner {
 
   Plan make() {
     switch (config_.placement) {
-      case Placement::host: break;
-      case Placement::half: spill_every(2); break;
-      case Placement::nvme: spill_every(1); break;
-      case Placement::automatic: place_by_budget(); break;
+      case Placement::host:
+        break;
+      case Placement::half:
+        spill_every(2);
+        break;
+      case Placement::nvme:
+        spill_every(1);
+        break;
+      case Placement::automatic:
+        place_by_budget();
+        break;
     }
     size_up(kRingSlotsBest);
     shrink_buffers();
@@ -48,7 +57,8 @@ class Planner {
  private:
   void spill_every(size_t stride) {
     for (size_t u = 0; u < layout_.units.size(); ++u) plan_.weights_on_nvme[u] = u % stride == 0;
-    for (size_t c = 0; c < layout_.chunks.size(); ++c) plan_.states_on_nvme[c] = c % stride == 0 && states_bytes(layout_, c) > 0;
+    for (size_t c = 0; c < layout_.chunks.size(); ++c)
+      plan_.states_on_nvme[c] = c % stride == 0 && states_bytes(layout_, c) > 0;
   }
 
   bool fits() const { return plan_.host_bytes() <= config_.host_budget_bytes; }
@@ -59,7 +69,8 @@ class Planner {
     if (fits() || config_.nvme.empty()) return;
     spill_every(1);
     size_up(kRingSlotsLeast);
-    // Weights in order of use. The gather arena goes when the last one is home, so all of them together are tried first.
+    // Weights in order of use. The gather arena goes when the last one is home, so all of them together are
+    // tried first.
     std::fill(plan_.weights_on_nvme.begin(), plan_.weights_on_nvme.end(), false);
     size_up(kRingSlotsLeast);
     if (!fits()) {
@@ -79,7 +90,8 @@ class Planner {
     size_up(slots);
   }
 
-  /// The longest prefix, in order of definition, that the budget takes: the first units of forward have nothing to hide under.
+  /// The longest prefix, in order of definition, that the budget takes: the first units of forward have
+  /// nothing to hide under.
   void bring_states_home(int64_t slots) {
     int64_t left = config_.host_budget_bytes - plan_.host_bytes();
     for (size_t c = 0; c < layout_.chunks.size() && left > 0; ++c) {
@@ -97,18 +109,22 @@ class Planner {
     const Unit& unit = layout_.units[chunk.unit];
     if (!unit.trainable()) return 0;
     const bool weights = plan_.weights_on_nvme[chunk.unit];
-    return chunk.elements * ((weights ? unit.element_bytes : 0) + (plan_.states_on_nvme[c] ? unit.state_bytes() : 0));
+    return chunk.elements *
+           ((weights ? unit.element_bytes : 0) + (plan_.states_on_nvme[c] ? unit.state_bytes() : 0));
   }
 
   void size_up(int64_t slots) {
     Plan& p = plan_;
     p.weights_host_bytes = p.states_host_bytes = p.gradient_bytes = p.ring_slot_bytes = 0;
-    p.weights_nvme_bytes = p.states_nvme_bytes = p.nvme_read_bytes_per_step = p.nvme_written_bytes_per_step = 0;
+    p.weights_nvme_bytes = p.states_nvme_bytes = p.nvme_read_bytes_per_step = p.nvme_written_bytes_per_step =
+        0;
     int64_t component_most = 0;
     for (size_t u = 0; u < layout_.units.size(); ++u) {
       const Unit& unit = layout_.units[u];
       (p.weights_on_nvme[u] ? p.weights_nvme_bytes : p.weights_host_bytes) += unit.shard_bytes();
-      if (unit.trainable()) p.gradient_bytes += unit.elements * gradient_element_bytes(unit.format, config_.gradient_accumulation);
+      if (unit.trainable())
+        p.gradient_bytes +=
+            unit.elements * gradient_element_bytes(unit.format, config_.gradient_accumulation);
       if (p.weights_on_nvme[u]) {
         p.nvme_read_bytes_per_step += 2 * unit.shard_bytes();  // forward (with the update) and backward
         if (unit.trainable()) p.nvme_written_bytes_per_step += unit.shard_bytes();
@@ -119,25 +135,31 @@ class Planner {
       (p.states_on_nvme[c] ? p.states_nvme_bytes : p.states_host_bytes) += bytes;
       p.ring_slot_bytes = std::max(p.ring_slot_bytes, slot_bytes(c));
       const Unit& unit = layout_.units[layout_.chunks[c].unit];
-      component_most = std::max(component_most, layout_.chunks[c].elements * std::max<int64_t>(4, unit.element_bytes));
+      component_most =
+          std::max(component_most, layout_.chunks[c].elements * std::max<int64_t>(4, unit.element_bytes));
     }
     p.nvme_read_bytes_per_step += p.states_nvme_bytes;
     p.nvme_written_bytes_per_step += p.states_nvme_bytes;
     p.ring_slots = p.ring_slot_bytes > 0 ? slots : 0;
     p.scratch_bytes = component_most + (layout_.world > 1 ? 2 * layout_.world * component_most : 0);
     size_up_gather(slots > kRingSlotsLeast);
-    p.nvme_reserve_bytes = p.nvme_bytes() * (2 + config_.checkpoints_kept) + 2 * p.ring_slots * p.ring_slot_bytes;
+    p.nvme_reserve_bytes =
+        p.nvme_bytes() * (2 + config_.checkpoints_kept) + 2 * p.ring_slots * p.ring_slot_bytes;
   }
 
-  /// At least the three largest units: a layer's own, its parent's and the root's may be held at once. At best as many again as are prefetched.
+  /// At least the three largest units: a layer's own, its parent's and the root's may be held at once. At
+  /// best as many again as are prefetched.
   void size_up_gather(bool roomy) {
     std::vector<int64_t> sizes;
     for (size_t u = 0; u < layout_.units.size(); ++u) {
-      if (needs_gather(layout_, device_, plan_.weights_on_nvme[u])) sizes.push_back(layout_.units[u].bytes() + kArenaAlign);
+      if (needs_gather(layout_, device_, plan_.weights_on_nvme[u]))
+        sizes.push_back(layout_.units[u].bytes() + kArenaAlign);
     }
     std::sort(sizes.rbegin(), sizes.rend());
-    const size_t count = std::min(sizes.size(), static_cast<size_t>(3 + (roomy ? config_.prefetch_units : 0)));
-    const int64_t bytes = std::accumulate(sizes.begin(), sizes.begin() + static_cast<std::ptrdiff_t>(count), int64_t{0});
+    const size_t count =
+        std::min(sizes.size(), static_cast<size_t>(3 + (roomy ? config_.prefetch_units : 0)));
+    const int64_t bytes =
+        std::accumulate(sizes.begin(), sizes.begin() + static_cast<std::ptrdiff_t>(count), int64_t{0});
     plan_.gather_host_bytes = bytes;
     plan_.gather_device_bytes = device_.shares_host_memory ? 0 : bytes;
   }
@@ -159,10 +181,12 @@ class Planner {
     Planner least(layout_, all, device_);
     if (all.placement == Placement::nvme) least.spill_every(1);
     least.size_up(kRingSlotsLeast);
-    throw BudgetError(fmt::format(
-        "host budget too small: {} are needed, {} are allowed. {}the smallest budget that would do is {} ({} bytes){}\n{}",
-        mib(plan_.host_bytes()), mib(config_.host_budget_bytes), config_.nvme.empty() ? "Without NVMe " : "With all on NVMe ",
-        mib(least.plan_.host_bytes()), least.plan_.host_bytes(), way_out, plan_.text()));
+    throw BudgetError(
+        fmt::format("host budget too small: {} are needed, {} are allowed. {}the smallest budget that would "
+                    "do is {} ({} bytes){}\n{}",
+                    mib(plan_.host_bytes()), mib(config_.host_budget_bytes),
+                    config_.nvme.empty() ? "Without NVMe " : "With all on NVMe ",
+                    mib(least.plan_.host_bytes()), least.plan_.host_bytes(), way_out, plan_.text()));
   }
 
   const Layout& layout_;
@@ -189,22 +213,27 @@ Plan make_plan(const Layout& layout, const Config& config, const DeviceTraits& d
 std::string Plan::text() const {
   std::string out;
   const auto row = [&](std::string_view what, int64_t host, int64_t nvme) {
-    out += fmt::format("  {:<34} {:>14} {:>14}\n", what, host > 0 ? mib(host) : "-", nvme > 0 ? mib(nvme) : "-");
+    out +=
+        fmt::format("  {:<34} {:>14} {:>14}\n", what, host > 0 ? mib(host) : "-", nvme > 0 ? mib(nvme) : "-");
   };
   out += fmt::format("  {:<34} {:>14} {:>14}\n", "component", "host", "nvme");
   row("weights (hi)", weights_host_bytes, weights_nvme_bytes);
   row("states (lo, m, v)", states_host_bytes, states_nvme_bytes);
   row("gradients in flight", gradient_bytes, 0);
-  row(fmt::format("ring ({} slots of {})", ring_slots, mib(ring_slot_bytes)), ring_slots * ring_slot_bytes, 0);
+  row(fmt::format("ring ({} slots of {})", ring_slots, mib(ring_slot_bytes)), ring_slots * ring_slot_bytes,
+      0);
   row("gather arena", gather_host_bytes, 0);
   row("scratch", scratch_bytes, 0);
   row("sum", host_bytes(), nvme_bytes());
   out += fmt::format("  {:<34} {:>14}\n", "budget", mib(host_budget_bytes));
-  if (gather_device_bytes > 0) out += fmt::format("  {:<34} {:>14}\n", "gather arena on the device", mib(gather_device_bytes));
+  if (gather_device_bytes > 0)
+    out += fmt::format("  {:<34} {:>14}\n", "gather arena on the device", mib(gather_device_bytes));
   if (nvme_bytes() > 0) {
-    out += fmt::format("  NVMe: {} reserved (states, {} for checkpoints and one being taken); a step reads {} and writes {}\n",
-                       mib(nvme_reserve_bytes), mib(nvme_reserve_bytes - nvme_bytes()), mib(nvme_read_bytes_per_step),
-                       mib(nvme_written_bytes_per_step));
+    out += fmt::format(
+        "  NVMe: {} reserved (states, {} for checkpoints and one being taken); a step reads {} and writes "
+        "{}\n",
+        mib(nvme_reserve_bytes), mib(nvme_reserve_bytes - nvme_bytes()), mib(nvme_read_bytes_per_step),
+        mib(nvme_written_bytes_per_step));
   }
   return out;
 }

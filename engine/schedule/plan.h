@@ -1,8 +1,10 @@
-// Where components live, and what memory the schedule needs (DESIGN 2, 5): made once, before anything is allocated.
+// Where components live, and what memory the schedule needs (DESIGN 2, 5): made once, before anything is
+// allocated.
 //
-// The order of claims on the host budget: gradients in flight, the ring and the gather arena at their least, weights (read twice and
-// written once a step: 3 bytes of traffic saved for each byte held), the ring at its best size, states (2 bytes saved for each byte
-// held; the first units of forward first, for nothing hides their reads).
+// The order of claims on the host budget: gradients in flight, the ring and the gather arena at their least,
+// weights (read twice and written once a step: 3 bytes of traffic saved for each byte held), the ring at its
+// best size, states (2 bytes saved for each byte held; the first units of forward first, for nothing hides
+// their reads).
 #pragma once
 
 #include <cstdint>
@@ -30,18 +32,19 @@ struct Plan {
   int64_t gradient_bytes = 0;
   int64_t ring_slot_bytes = 0;
   int64_t ring_slots = 0;
-  int64_t gather_host_bytes = 0;    // arena of gathered units (where the device shares host memory), or of bounce buffers
+  int64_t gather_host_bytes =
+      0;  // arena of gathered units (where the device shares host memory), or of bounce buffers
   int64_t gather_device_bytes = 0;  // 0 where the device shares host memory
-  int64_t scratch_bytes = 0;        // one chunk's component, for access from outside; exchange buffers of world > 1
+  int64_t scratch_bytes = 0;  // one chunk's component, for access from outside; exchange buffers of world > 1
   int64_t weights_nvme_bytes = 0;
   int64_t states_nvme_bytes = 0;
   int64_t nvme_reserve_bytes = 0;
-  int64_t nvme_read_bytes_per_step = 0;     // with one forward and one backward pass
+  int64_t nvme_read_bytes_per_step = 0;  // with one forward and one backward pass
   int64_t nvme_written_bytes_per_step = 0;
 
   int64_t host_bytes() const {
-    return weights_host_bytes + states_host_bytes + gradient_bytes + ring_slots * ring_slot_bytes + gather_host_bytes +
-           scratch_bytes;
+    return weights_host_bytes + states_host_bytes + gradient_bytes + ring_slots * ring_slot_bytes +
+           gather_host_bytes + scratch_bytes;
   }
   int64_t nvme_bytes() const { return weights_nvme_bytes + states_nvme_bytes; }
   /// A table for people.

@@ -61,7 +61,8 @@ std::vector<int32_t> Trace::forward_order() const {
     if (!seen[unit]) order.push_back(unit);
     seen[unit] = true;
   };
-  // Between two passes the pass just made is the better prediction; it is complete only when the next one begins.
+  // Between two passes the pass just made is the better prediction; it is complete only when the next one
+  // begins.
   const bool present = in_pass_ && kind_.training && kind_.grad_enabled;
   for (int32_t unit : present ? recorded_ : recording.sequence) add(unit);
   for (int32_t unit : recording.sequence) add(unit);

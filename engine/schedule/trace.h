@@ -1,7 +1,9 @@
-// The order in which units are acquired, recorded per (training, grad mode) and replayed as a prediction (DESIGN 2, 5).
+// The order in which units are acquired, recorded per (training, grad mode) and replayed as a prediction
+// (DESIGN 2, 5).
 //
-// Every pass is recorded; the last complete recording of the same kind predicts the present one. A departure is met by finding the unit
-// further on in the prediction; where it is not, nothing is predicted until a predicted unit is met again. Not thread-safe.
+// Every pass is recorded; the last complete recording of the same kind predicts the present one. A departure
+// is met by finding the unit further on in the prediction; where it is not, nothing is predicted until a
+// predicted unit is met again. Not thread-safe.
 #pragma once
 
 #include <cstdint>
@@ -28,14 +30,16 @@ class Trace {
   /// A unit was acquired.
   void acquired(int32_t unit);
 
-  /// Acquires until the unit is next needed: 0 is the very next one; kNever where nothing is predicted. A unit that does not come
-  /// again in this pass counts from the pass's end (the next pass is taken to be alike).
+  /// Acquires until the unit is next needed: 0 is the very next one; kNever where nothing is predicted. A
+  /// unit that does not come again in this pass counts from the pass's end (the next pass is taken to be
+  /// alike).
   int64_t next_use(int32_t unit) const;
 
   /// The predicted next acquires, at most `count`.
   std::span<const int32_t> upcoming(int64_t count) const;
 
-  /// Units in the order of their first acquire in the last training pass, then those it did not acquire, by index.
+  /// Units in the order of their first acquire in the last training pass, then those it did not acquire, by
+  /// index.
   std::vector<int32_t> forward_order() const;
 
   int64_t departures() const { return departures_; }
@@ -52,8 +56,8 @@ class Trace {
   Recording recordings_[4];
   PassKind kind_;
   bool in_pass_ = false;
-  bool lost_ = false;            // the last acquire was not predicted
-  int64_t position_ = 0;         // next predicted acquire
+  bool lost_ = false;     // the last acquire was not predicted
+  int64_t position_ = 0;  // next predicted acquire
   std::vector<int32_t> recorded_;
   int64_t departures_ = 0;
 };

@@ -9,7 +9,8 @@
 namespace overspill::engine {
 namespace {
 
-constexpr std::array<Component, kComponents> kAll = {Component::hi, Component::lo, Component::m, Component::v};
+constexpr std::array<Component, kComponents> kAll = {Component::hi, Component::lo, Component::m,
+                                                     Component::v};
 
 template <class T>
 std::span<T> elements(std::byte* memory, const Run& run) {
@@ -45,7 +46,8 @@ void update_chunk(const Unit& unit, const Chunk& chunk, const UnitState& state, 
 Updater::Updater(Context& context, Gatherer& gatherer)
     : context_(context),
       gatherer_(gatherer),
-      memory_(context.host_budget, context.plan.ring_slots * context.plan.ring_slot_bytes, "the ring of states"),
+      memory_(context.host_budget, context.plan.ring_slots * context.plan.ring_slot_bytes,
+              "the ring of states"),
       slots_(static_cast<size_t>(context.plan.ring_slots)) {
   for (size_t i = 0; i < slots_.size(); ++i) {
     Slot& slot = slots_[i];
@@ -111,7 +113,8 @@ int32_t Updater::next_to_stage() {
     }
   }
   while (next_staged_ < ring_queue_.size() && !wanted(ring_queue_[next_staged_])) {
-    // A chunk whose last version is still on its way out is not home yet: it is staged when it is, in its turn.
+    // A chunk whose last version is still on its way out is not home yet: it is staged when it is, in its
+    // turn.
     if (context_.chunks[ring_queue_[next_staged_]].residency == Residency::writing &&
         context_.chunks[ring_queue_[next_staged_]].pending) {
       return -1;
@@ -126,7 +129,8 @@ int32_t Updater::next_ahead() {
   if (!ahead_allowed_ || next_ahead_ == ahead_.size()) return -1;
   const ChunkState& state = context_.chunks[ahead_[next_ahead_]];
   if (state.pending || state.residency != Residency::home) return -1;
-  const bool room = std::any_of(slots_.begin(), slots_.end(), [](const Slot& slot) { return slot.chunk < 0; });
+  const bool room =
+      std::any_of(slots_.begin(), slots_.end(), [](const Slot& slot) { return slot.chunk < 0; });
   return room ? ahead_[next_ahead_++] : -1;
 }
 
@@ -169,7 +173,8 @@ void Updater::stage(int32_t chunk, Slot& slot) {
     ++slot.in_flight;
     context_.store().submit(transfer);
   }
-  if (offset > context_.plan.ring_slot_bytes) throw std::logic_error("a chunk is larger than a slot of the ring");
+  if (offset > context_.plan.ring_slot_bytes)
+    throw std::logic_error("a chunk is larger than a slot of the ring");
   transferred(slot);
 }
 
@@ -178,9 +183,9 @@ void Updater::on_transfer(io::Transfer& transfer) noexcept {
   Updater& self = *slot.owner;
   const std::lock_guard guard(self.context_.mutex);
   if (transfer.error) {
-    self.context_.fail(fmt::format("states of {}: {}",
-                                   self.context_.layout.units[self.context_.layout.chunks[slot.chunk].unit].name,
-                                   transfer.error->message()));
+    self.context_.fail(fmt::format(
+        "states of {}: {}", self.context_.layout.units[self.context_.layout.chunks[slot.chunk].unit].name,
+        transfer.error->message()));
   }
   self.transferred(slot);
   self.pump();
@@ -199,7 +204,8 @@ void Updater::transferred(Slot& slot) {
     for (Component component : kAll) {
       const auto i = static_cast<size_t>(component);
       if (context_.component_bytes(chunk, component) == 0 || !context_.on_nvme(chunk, component)) continue;
-      // The old version goes only now that the new one is complete; a failed write leaves the old one in place.
+      // The old version goes only now that the new one is complete; a failed write leaves the old one in
+      // place.
       if (!context_.failure.empty()) continue;
       if (!state.extents[i].empty()) context_.store().release(state.extents[i]);
       state.extents[i] = slot.transfers[i].extent;
@@ -216,15 +222,18 @@ void Updater::free_slot(Slot& slot) {
   state.slot = -1;
   state.staged_weights = nullptr;
   slot.chunk = -1;
-  if (context_.config.poison) std::memset(slot.memory, 0xFF, static_cast<size_t>(context_.plan.ring_slot_bytes));
+  if (context_.config.poison)
+    std::memset(slot.memory, 0xFF, static_cast<size_t>(context_.plan.ring_slot_bytes));
 }
 
 // ---- updating
 
 bool Updater::dispatch_next() {
-  // A few more than workers, so that none waits for the lock; few enough that what is demanded is not queued behind them.
+  // A few more than workers, so that none waits for the lock; few enough that what is demanded is not queued
+  // behind them.
   if (running_ > context_.resources.executor->threads()) return false;
-  while (next_resident_ < resident_queue_.size() && !is_ready(resident_queue_[next_resident_])) ++next_resident_;
+  while (next_resident_ < resident_queue_.size() && !is_ready(resident_queue_[next_resident_]))
+    ++next_resident_;
   const int32_t chunk = next_ready();
   if (chunk < 0) return false;
   dispatch(chunk);
@@ -254,7 +263,8 @@ int32_t Updater::next_ready() const {
 
 void Updater::dispatch(int32_t chunk) {
   context_.chunks[chunk].become(Residency::updating);
-  context_.journal.note(Happening::updating, context_.layout.chunks[chunk].unit, chunk, context_.chunks[chunk].slot);
+  context_.journal.note(Happening::updating, context_.layout.chunks[chunk].unit, chunk,
+                        context_.chunks[chunk].slot);
   ++running_;
   context_.resources.executor->submit([this, chunk] { run(chunk); });
 }
@@ -303,7 +313,8 @@ void Updater::updated(int32_t chunk) {
   --pending_;
   ++context_.stats.updates;
   context_.journal.note(Happening::updated, unit, chunk, state.slot);
-  if (--context_.units[unit].pending_chunks == 0 && context_.demanded_unit == unit) context_.demanded_unit = -1;
+  if (--context_.units[unit].pending_chunks == 0 && context_.demanded_unit == unit)
+    context_.demanded_unit = -1;
   if (state.slot >= 0) {
     write_back(chunk, slots_[state.slot]);
   } else {

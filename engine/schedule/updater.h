@@ -1,5 +1,6 @@
-// The lazy update (DESIGN 5): chunks in forward order, each as its states arrive; states read ahead into a ring of slots, new versions
-// written behind from the same slots. No thread of its own: it moves on at every completion, and when step() or a waiting caller asks.
+// The lazy update (DESIGN 5): chunks in forward order, each as its states arrive; states read ahead into a
+// ring of slots, new versions written behind from the same slots. No thread of its own: it moves on at every
+// completion, and when step() or a waiting caller asks.
 //
 // Every method needs the context's mutex.
 #pragma once
@@ -18,14 +19,15 @@ class Updater {
  public:
   Updater(Context& context, Gatherer& gatherer);
 
-  /// step() has decided: these chunks (in the order given) are updated from now on. All earlier updates are done.
+  /// step() has decided: these chunks (in the order given) are updated from now on. All earlier updates are
+  /// done.
   void schedule(std::span<const int32_t> chunks);
 
   /// Starts whatever can start: reads, updates, read-ahead.
   void pump();
 
-  /// Returns once every scheduled update is done and written, and nothing is staged: components may be reached at their homes.
-  /// Read-ahead stays off until resume().
+  /// Returns once every scheduled update is done and written, and nothing is staged: components may be
+  /// reached at their homes. Read-ahead stays off until resume().
   void quiesce(std::unique_lock<std::mutex>& lock);
   void resume() { ahead_allowed_ = context_.config.prefetch_units > 0; }
 

@@ -1,5 +1,5 @@
-// Placement never changes a bit (DESIGN 1): losses, weights and moments after 20 steps with clipping active, over placements, prefetch
-// depths, engine threads, devices, stores; equal to the scalar reference.
+// Placement never changes a bit (DESIGN 1): losses, weights and moments after 20 steps with clipping active,
+// over placements, prefetch depths, engine threads, devices, stores; equal to the scalar reference.
 #include <fmt/format.h>
 #include <gtest/gtest.h>
 #include <unistd.h>
@@ -38,12 +38,13 @@ struct Case {
 
 std::string name_of(const Case& c) {
   static constexpr const char* kPlacements[] = {"automatic", "host", "half", "nvme"};
-  return fmt::format("{}_depth{}_threads{}_{}_{}_micro{}", kPlacements[static_cast<int>(c.placement)], c.prefetch, c.threads, c.device,
-                     c.store, c.micro_batches);
+  return fmt::format("{}_depth{}_threads{}_{}_{}_micro{}", kPlacements[static_cast<int>(c.placement)],
+                     c.prefetch, c.threads, c.device, c.store, c.micro_batches);
 }
 
 std::filesystem::path scratch() {
-  const auto folder = std::filesystem::temp_directory_path() / fmt::format("overspill-engine-test-{}", ::getpid());
+  const auto folder =
+      std::filesystem::temp_directory_path() / fmt::format("overspill-engine-test-{}", ::getpid());
   std::filesystem::create_directories(folder);
   return folder;
 }
@@ -103,7 +104,8 @@ Outcome train(const Case& c) {
 void expect_same_bits(const std::vector<float>& a, const std::vector<float>& b, const std::string& what) {
   ASSERT_EQ(a.size(), b.size()) << what;
   for (size_t i = 0; i < a.size(); ++i) {
-    ASSERT_EQ(std::memcmp(&a[i], &b[i], 4), 0) << what << ": element " << i << " is " << a[i] << ", not " << b[i];
+    ASSERT_EQ(std::memcmp(&a[i], &b[i], 4), 0)
+        << what << ": element " << i << " is " << a[i] << ", not " << b[i];
   }
 }
 
@@ -117,7 +119,8 @@ TEST_P(Exactness, EqualsTheScalarReference) {
     EXPECT_FALSE(result.skipped);
   }
   EXPECT_EQ(clipped, kSteps) << "clipping must be active for this test to mean anything";
-  expect_same_bits(got.contents, toy_reference(kSteps, GetParam().micro_batches, got.results), name_of(GetParam()));
+  expect_same_bits(got.contents, toy_reference(kSteps, GetParam().micro_batches, got.results),
+                   name_of(GetParam()));
 
   Case plain;  // host only, one thread, nothing ahead
   plain.prefetch = 0;
@@ -135,7 +138,8 @@ std::vector<Case> all_cases() {
   for (Placement placement : {Placement::host, Placement::half, Placement::nvme}) {
     for (int64_t prefetch : {0, 1, 100}) {
       for (int threads : {1, 2}) {
-        for (const char* device : {"host", "simulated"}) cases.push_back({placement, prefetch, threads, device, "memory", 1});
+        for (const char* device : {"host", "simulated"})
+          cases.push_back({placement, prefetch, threads, device, "memory", 1});
       }
     }
     cases.push_back({placement, 4, 2, "host", "memory", 3});

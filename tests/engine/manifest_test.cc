@@ -166,6 +166,14 @@ TEST_F(ManifestTest, RefusesSizesThatDoNotFit) {
     json["units"][0]["parameters"][0]["elements"] = 0;
   });
   expect_refused([&](Json& json) { json["units"][0]["parameters"][1]["begin"] = huge; });
+  expect_refused(
+      [&](Json& json) {  // begin + elements overflows, and nothing else is wrong
+        Json& parameter = json["units"][1]["parameters"][0];
+        parameter["shape"] = {huge};
+        parameter["elements"] = huge;
+        parameter["begin"] = 1;
+      },
+      "1 + 9223372036854775807 of 64");
   expect_refused([](Json& json) { json["units"][0]["parameters"][1]["begin"] = 39'701; },
                  "39701 + 300 of 40000");
   expect_refused([](Json& json) { json["units"][0]["parameters"][1]["begin"] = 29'999; },

@@ -19,9 +19,13 @@ uint32_t mix(uint64_t x) {
   return static_cast<uint32_t>(x >> 32);
 }
 
-float uniform(uint64_t key) { return static_cast<float>(mix(key)) / 4294967296.0F - 0.5F; }
+float uniform(uint64_t key) {
+  return static_cast<float>(mix(key)) / 4294967296.0F - 0.5F;
+}
 
-float widen(uint16_t bf16) { return std::bit_cast<float>(static_cast<uint32_t>(bf16) << 16); }
+float widen(uint16_t bf16) {
+  return std::bit_cast<float>(static_cast<uint32_t>(bf16) << 16);
+}
 
 int64_t elements_of(const engine::SegmentSpec& segment) {
   int64_t n = 1;
@@ -30,7 +34,8 @@ int64_t elements_of(const engine::SegmentSpec& segment) {
 }
 
 /// A gradient array of one segment as the framework would hand it over: bf16 for bf16 weights.
-std::vector<std::byte> gradient_bytes(Format format, const std::vector<float>& weights, int u, int s, int step, int micro, int rank) {
+std::vector<std::byte> gradient_bytes(Format format, const std::vector<float>& weights, int u, int s,
+                                      int step, int micro, int rank) {
   std::vector<std::byte> out(weights.size() * (format == Format::bf16_split ? 2 : 4));
   for (size_t i = 0; i < weights.size(); ++i) {
     const float g = toy_gradient(weights[i], u, s, static_cast<int64_t>(i), step, micro, rank);
@@ -66,10 +71,16 @@ std::vector<float> leased_weights(const engine::Engine& engine, const engine::Le
 std::vector<engine::UnitSpec> toy_units() {
   return {
       {"embed", Format::bf16_split, "BF16", {{"embed.weight", {97, 64}, 0, {}}, {"embed.scale", {3}, 1, {}}}},
-      {"block0", Format::bf16_split, "BF16", {{"block0.a", {64, 64}, 0, {}}, {"block0.b", {64}, 1, {}}, {"block0.c", {130, 64}, 0, {}}}},
+      {"block0",
+       Format::bf16_split,
+       "BF16",
+       {{"block0.a", {64, 64}, 0, {}}, {"block0.b", {64}, 1, {}}, {"block0.c", {130, 64}, 0, {}}}},
       {"router", Format::fp32, "F32", {{"router.weight", {8, 33}, 0, {}}}},
       {"frozen", Format::frozen, "F32", {{"frozen.weight", {500}, 0, {}}}},
-      {"block1", Format::bf16_split, "BF16", {{"block1.a", {64, 64}, 0, {}}, {"block1.b", {64}, 1, {}}, {"block1.c", {130, 64}, 0, {}}}},
+      {"block1",
+       Format::bf16_split,
+       "BF16",
+       {{"block1.a", {64, 64}, 0, {}}, {"block1.b", {64}, 1, {}}, {"block1.c", {130, 64}, 0, {}}}},
       {"head", Format::fp32, "F32", {{"head.weight", {5000}, 0, {}}, {"head.bias", {1}, 1, {}}}},
   };
 }
@@ -91,14 +102,17 @@ void toy_load(engine::Engine& engine) {
   for (size_t u = 0; u < units.size(); ++u) {
     for (size_t s = 0; s < units[u].segments.size(); ++s) {
       std::vector<float> weights(static_cast<size_t>(elements_of(units[u].segments[s])));
-      for (size_t i = 0; i < weights.size(); ++i) weights[i] = toy_initial(static_cast<int>(u), static_cast<int>(s), static_cast<int64_t>(i));
-      engine.load_weight(static_cast<int32_t>(u), static_cast<int32_t>(s), std::as_bytes(std::span(weights)), "F32");
+      for (size_t i = 0; i < weights.size(); ++i)
+        weights[i] = toy_initial(static_cast<int>(u), static_cast<int>(s), static_cast<int64_t>(i));
+      engine.load_weight(static_cast<int32_t>(u), static_cast<int32_t>(s), std::as_bytes(std::span(weights)),
+                         "F32");
     }
   }
 }
 
 float toy_gradient(float weight, int unit, int segment, int64_t element, int step, int micro, int rank) {
-  const auto key = static_cast<uint64_t>(element) * 7919 + static_cast<uint64_t>(((unit * 17 + segment) * 101 + step) * 13 + micro * 5 + rank);
+  const auto key = static_cast<uint64_t>(element) * 7919 +
+                   static_cast<uint64_t>(((unit * 17 + segment) * 101 + step) * 13 + micro * 5 + rank);
   return 0.5F * weight + uniform(key);
 }
 
@@ -123,7 +137,8 @@ ToyStep toy_step(engine::Engine& engine, int step, int micro_batches, int rank) 
       const engine::Unit& unit = engine.layout().units[u];
       for (int s = static_cast<int>(unit.segments.size()) - 1; unit.trainable() && s >= 0; --s) {
         if (toy_skips(u, s, step, rank)) continue;
-        const auto bytes = gradient_bytes(unit.format, leased_weights(engine, lease, u, s), u, s, step, micro, rank);
+        const auto bytes =
+            gradient_bytes(unit.format, leased_weights(engine, lease, u, s), u, s, step, micro, rank);
         engine.add_gradient(u, s, bytes, unit.dtype);
       }
     }
@@ -154,7 +169,8 @@ std::vector<float> toy_contents(engine::Engine& engine) {
   return out;
 }
 
-std::vector<float> toy_reference(int steps, int micro_batches, const std::vector<engine::StepResult>& results) {
+std::vector<float> toy_reference(int steps, int micro_batches,
+                                 const std::vector<engine::StepResult>& results) {
   const auto units = toy_units();
   std::vector<float> out;
   for (size_t u = 0; u < units.size(); ++u) {
@@ -193,11 +209,12 @@ std::vector<float> toy_reference(int steps, int micro_batches, const std::vector
         const optim::AdamConfig c = toy_group(static_cast<int>(units[u].segments[s].group), step);
         ++count;
         if (format == Format::bf16_split) {
-          reference_adam_split(hi.data(), lo.data(), m.data(), v.data(), sum.data(), 0, n, c.lr, c.beta1, c.beta2, c.eps, c.weight_decay,
-                               c.decoupled ? 1 : 0, count, results[step].clip);
+          reference_adam_split(hi.data(), lo.data(), m.data(), v.data(), sum.data(), 0, n, c.lr, c.beta1,
+                               c.beta2, c.eps, c.weight_decay, c.decoupled ? 1 : 0, count,
+                               results[step].clip);
         } else {
-          reference_adam_fp32(p.data(), m.data(), v.data(), sum.data(), n, c.lr, c.beta1, c.beta2, c.eps, c.weight_decay,
-                              c.decoupled ? 1 : 0, count, results[step].clip);
+          reference_adam_fp32(p.data(), m.data(), v.data(), sum.data(), n, c.lr, c.beta1, c.beta2, c.eps,
+                              c.weight_decay, c.decoupled ? 1 : 0, count, results[step].clip);
         }
       }
       if (format == Format::bf16_split) {

@@ -1,5 +1,5 @@
-// A model for tests of the engine that needs no framework: gradients are a fixed function of the weights as forward sees them, the step
-// and the rank, so that a wrong or stale weight changes every later bit.
+// A model for tests of the engine that needs no framework: gradients are a fixed function of the weights as
+// forward sees them, the step and the rank, so that a wrong or stale weight changes every later bit.
 #pragma once
 
 #include <cstdint>
@@ -41,6 +41,7 @@ ToyStep toy_step(engine::Engine& engine, int step, int micro_batches, int rank);
 std::vector<float> toy_contents(engine::Engine& engine);
 
 /// What toy_step and toy_contents must give, by the scalar reference; `clips` receives the factors used.
-std::vector<float> toy_reference(int steps, int micro_batches, const std::vector<engine::StepResult>& results);
+std::vector<float> toy_reference(int steps, int micro_batches,
+                                 const std::vector<engine::StepResult>& results);
 
 }  // namespace overspill::testing

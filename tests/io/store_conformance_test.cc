@@ -4,7 +4,7 @@
 #include <atomic>
 #include <cstring>
 #include <deque>
-#include <map>
+#include <random>
 #include <vector>
 
 #include "io/checksum.h"
@@ -348,10 +348,10 @@ TEST_P(StoreConformance, SoakAgainstAModel) {
     bool released = false;
   };
   std::deque<AlignedMemory> buffers;
-  for (int i = 0; i < 8; ++i) buffers.emplace_back(kMiB);
+  for (int i = 0; i < 8; ++i) buffers.emplace_back(kMiB / 2);
   std::vector<Known> model;
   uint64_t version = 0;
-  for (int step = 0; step < 150; ++step) {
+  for (int step = 0; step < 60; ++step) {
     std::vector<size_t> reads;
     std::deque<Transfer> transfers;
     std::vector<Known> fresh;
@@ -371,7 +371,7 @@ TEST_P(StoreConformance, SoakAgainstAModel) {
       store_->submit(transfers.back());
     }
     store_->drain();
-    AlignedMemory expected(kMiB);
+    AlignedMemory expected(kMiB / 2);
     for (size_t slot = 0; slot < buffers.size(); ++slot) {
       ASSERT_FALSE(transfers[slot].error) << transfers[slot].error->message();
       if (reads[slot] == SIZE_MAX) continue;

@@ -41,9 +41,10 @@ def plan(model, config: dict):
     """core.Plan of a model (its weights are not looked at). Raises ConfigError, BudgetError."""
     from overspill import _core
     from overspill.config import Config
-    from overspill.units import partition, to_core
+    from overspill.engine import _core_units
+    from overspill.units import partition
 
-    return _core.plan(to_core(partition(model)), Config.read(config).to_core(_core))
+    return _core.plan(_core_units(partition(model), {}), Config.read(config).to_core(_core))
 
 
 def empty_model(folder: Path, dtype: str):

@@ -1,0 +1,234 @@
+// Saving, going on and coming back: bit-equal, complete or absent, other models refused; what a failing store
+// does to the engine.
+#include <fmt/format.h>
+#include <gtest/gtest.h>
+#include <unistd.h>
+
+#include <filesystem>
+#include <fstream>
+
+#include "engine/checkpoint/manifest.h"
+#include "engine/resources.h"
+#include "io/memory_store.h"
+#include "tests/engine/toy_model.h"
+
+namespace overspill::testing {
+namespace {
+
+namespace fs = std::filesystem;
+using engine::Config;
+using engine::Engine;
+using engine::Placement;
+
+class Checkpoint : public ::testing::TestWithParam<std::tuple<Placement, const char*>> {
+ protected:
+  void SetUp() override {
+    folder_ = fs::temp_directory_path() / fmt::format("overspill-checkpoint-test-{}", ::getpid());
+    fs::remove_all(folder_);
+    fs::create_directories(folder_);
+  }
+  void TearDown() override { fs::remove_all(folder_); }
+
+  std::unique_ptr<Engine> make(Placement placement, const std::string& backend,
+                               const std::string& job = "a") {
+    Config config;
+    config.host_budget_bytes = 64 << 20;
+    config.nvme = {folder_};
+    config.job = job;
+    config.threads = 2;
+    config.max_grad_norm = 1.0;
+    config.chunk_elements = 4096;
+    config.placement = placement;
+    config.poison = true;
+    return std::make_unique<Engine>(toy_units(), config,
+                                    make_resources(toy_units(), config, {"host", backend, 3}));
+  }
+
+  fs::path folder_;
+};
+
+TEST_P(Checkpoint, GoingOnFromItIsGoingOn) {
+  const auto [placement, backend] = GetParam();
+  auto first = make(placement, backend);
+  toy_load(*first);
+  for (int step = 0; step < 5; ++step) toy_step(*first, step, 1, 0);
+  first->save(folder_ / "five", R"({"note": "five"})");
+  const std::vector<float> at_five = toy_contents(*first);
+  std::vector<double> losses;
+  for (int step = 5; step < 10; ++step) losses.push_back(toy_step(*first, step, 1, 0).loss);
+  const std::vector<float> at_ten = toy_contents(*first);
+  first.reset();  // its files are gone now; the checkpoint's are not
+
+  for (Placement other : {Placement::host, Placement::half, Placement::nvme}) {
+    auto second = make(other, backend, "b");
+    EXPECT_EQ(second->load(folder_ / "five"), R"({"note": "five"})");
+    EXPECT_EQ(second->stats().step, 5);
+    EXPECT_EQ(toy_contents(*second), at_five);
+    for (int step = 5; step < 10; ++step) EXPECT_EQ(toy_step(*second, step, 1, 0).loss, losses[step - 5]);
+    EXPECT_EQ(toy_contents(*second), at_ten);
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Placements, Checkpoint,
+                         ::testing::Values(std::tuple{Placement::host, "auto"},
+                                           std::tuple{Placement::half, "auto"},
+                                           std::tuple{Placement::nvme, "auto"},
+                                           std::tuple{Placement::nvme, "threads"},
+                                           std::tuple{Placement::half, "memory"}));
+
+using Checkpoints = Checkpoint;
+
+TEST_F(Checkpoints, KeepTheirBytesWhileTrainingGoesOnAndWhenMoved) {
+  auto engine = make(Placement::nvme, "auto");
+  toy_load(*engine);
+  toy_step(*engine, 0, 1, 0);
+  engine->save(folder_ / "one", "{}");
+  const std::vector<float> at_one = toy_contents(*engine);
+  fs::rename(folder_ / "one", folder_ / "moved");
+  for (int step = 1; step < 20; ++step) toy_step(*engine, step, 1, 0);
+  engine->save(folder_ / "twenty", "{}");
+  for (int step = 20; step < 30; ++step) toy_step(*engine, step, 1, 0);
+  auto other = make(Placement::host, "auto", "b");
+  other->load(folder_ / "moved");
+  EXPECT_EQ(toy_contents(*other), at_one);
+}
+
+TEST_F(Checkpoints, GiveTheirSpaceBackWhenDeleted) {
+  auto engine = make(Placement::nvme, "auto");
+  toy_load(*engine);
+  int64_t reserved = 0;
+  for (int step = 0; step < 12; ++step) {
+    toy_step(*engine, step, 1, 0);
+    engine->save(folder_ / "last", "{}");
+    if (step == 2) reserved = engine->stats().store.reserved_bytes;
+    fs::remove_all(folder_ / "last");
+  }
+  EXPECT_EQ(engine->stats().store.reserved_bytes, reserved);
+}
+
+TEST_F(Checkpoints, AreRefusedBeforeAnythingChanges) {
+  auto engine = make(Placement::half, "auto");
+  toy_load(*engine);
+  toy_step(*engine, 0, 1, 0);
+  engine->save(folder_ / "good", "{}");
+  const std::vector<float> before = toy_contents(*engine);
+
+  EXPECT_THROW(engine->save(folder_ / "good", "{}"), engine::CheckpointError)
+      << "a checkpoint is not overwritten";
+  EXPECT_THROW(engine->load(folder_ / "absent"), engine::CheckpointError);
+
+  fs::copy(folder_ / "good", folder_ / "truncated", fs::copy_options::recursive);
+  fs::resize_file(folder_ / "truncated" / "resident.bin",
+                  fs::file_size(folder_ / "truncated" / "resident.bin") / 2);
+  EXPECT_THROW(engine->load(folder_ / "truncated"), engine::CheckpointError);
+
+  fs::copy(folder_ / "good", folder_ / "flipped", fs::copy_options::recursive);
+  {
+    std::fstream file(folder_ / "flipped" / "resident.bin", std::ios::in | std::ios::out | std::ios::binary);
+    file.seekg(100);
+    const int byte = file.get();
+    file.seekp(100);
+    file.put(static_cast<char>(byte ^ 4));
+  }
+  EXPECT_THROW(engine->load(folder_ / "flipped"), engine::CheckpointError);
+
+  std::vector<engine::UnitSpec> other_model = toy_units();
+  other_model[1].segments[0].shape = {32, 128};
+  Config config;
+  config.host_budget_bytes = 64 << 20;
+  Engine other(other_model, config, make_resources(other_model, config, {}));
+  try {
+    other.load(folder_ / "good");
+    FAIL() << "a checkpoint of another model was taken";
+  } catch (const engine::CheckpointError& error) {
+    EXPECT_NE(std::string(error.what()).find("block0.a"), std::string::npos) << error.what();
+  }
+  EXPECT_EQ(toy_contents(*engine), before);
+}
+
+TEST_F(Checkpoints, AFailedSaveLeavesNothingAndTrainingGoesOn) {
+  if (::geteuid() == 0 && !fs::exists("/dev/full")) GTEST_SKIP() << "no way to make a save fail here";
+  auto engine = make(Placement::nvme, "auto");
+  toy_load(*engine);
+  toy_step(*engine, 0, 1, 0);
+  std::ofstream(folder_ / "a-file") << "in the way";
+  EXPECT_ANY_THROW(engine->save(folder_ / "a-file" / "below", "{}"));
+  EXPECT_FALSE(fs::exists(folder_ / "below.partial"));
+  EXPECT_EQ(toy_step(*engine, 1, 1, 0).result.step, 2);
+  engine->save(folder_ / "good", "{}");
+  EXPECT_NO_THROW(engine::read_manifest(folder_ / "good"));
+}
+
+// ---- a store that fails
+
+TEST(Failure, PoisonsTheEngineAndSaysWhy) {
+  for (const bool reads : {true, false}) {
+    Config config;
+    config.host_budget_bytes = 64 << 20;
+    config.nvme = {fs::temp_directory_path()};
+    config.placement = Placement::nvme;
+    config.chunk_elements = 4096;
+    engine::Resources resources = make_resources(toy_units(), config, {"host", "memory", 1});
+    io::Faults faults;
+    faults.seed = 5;
+    (reads ? faults.read_error : faults.write_error) = 0.02;
+    resources.store = io::make_memory_store(64 << 20, faults, 65536);
+    Engine engine(toy_units(), config, std::move(resources));
+    std::string message;
+    try {
+      toy_load(engine);
+      for (int step = 0; step < 200; ++step) toy_step(engine, step, 1, 0);
+    } catch (const engine::EngineFailed& error) {
+      message = error.what();
+    } catch (const io::StoreError& error) {
+      message = error.what();  // while loading: nothing is poisoned yet
+      continue;
+    }
+    EXPECT_NE(message.find("Input/output error"), std::string::npos) << message;
+    EXPECT_NE(message.find("checkpoint"), std::string::npos) << message;
+    EXPECT_THROW(engine.acquire(0), engine::EngineFailed);
+    EXPECT_THROW(engine.synchronize(), engine::EngineFailed);
+    EXPECT_THROW(engine.save(fs::temp_directory_path() / "overspill-never", "{}"), engine::EngineFailed);
+  }
+}
+
+TEST(Failure, AFlippedBitIsAnErrorNotANumber) {
+  Config config;
+  config.host_budget_bytes = 64 << 20;
+  config.nvme = {fs::temp_directory_path()};
+  config.placement = Placement::nvme;
+  config.chunk_elements = 4096;
+  engine::Resources resources = make_resources(toy_units(), config, {"host", "memory", 1});
+  io::Faults faults;
+  faults.seed = 9;
+  faults.bit_flip_on_read = 0.01;
+  resources.store = io::make_memory_store(64 << 20, faults, 65536);
+  Engine engine(toy_units(), config, std::move(resources));
+  EXPECT_ANY_THROW({
+    toy_load(engine);
+    for (int step = 0; step < 200; ++step) toy_step(engine, step, 1, 0);
+  });
+}
+
+TEST(Step, SkipsAndCountsWhatIsNotFinite) {
+  Config config;
+  config.host_budget_bytes = 64 << 20;
+  Engine engine(toy_units(), config, make_resources(toy_units(), config, {}));
+  toy_load(engine);
+  toy_step(engine, 0, 1, 0);
+  const std::vector<float> before = toy_contents(engine);
+  std::vector<float> bad(5000, 1.0F);
+  bad[4321] = std::numeric_limits<float>::infinity();
+  engine.begin_pass({true, true});
+  engine.add_gradient(5, 0, std::as_bytes(std::span(bad)), "F32");
+  const optim::AdamConfig groups[2];
+  const engine::StepResult result = engine.step(groups);
+  EXPECT_TRUE(result.skipped);
+  EXPECT_EQ(result.step, 1);
+  EXPECT_EQ(engine.stats().skipped_steps, 1);
+  EXPECT_EQ(toy_contents(engine), before);
+  EXPECT_FALSE(engine.has_gradient(5, 0));
+}
+
+}  // namespace
+}  // namespace overspill::testing

@@ -1,0 +1,171 @@
+// Layout, trace, plan and arena: what is decided before a byte moves.
+#include <gtest/gtest.h>
+
+#include "engine/memory/budget.h"
+#include "engine/memory/range_allocator.h"
+#include "engine/partition/layout.h"
+#include "engine/schedule/plan.h"
+#include "engine/schedule/trace.h"
+
+namespace overspill::engine {
+namespace {
+
+TEST(Layout, PadsUnitsToWholeBlocksOfEveryComponent) {
+  // The worked example of layout.h.
+  const Layout layout = make_layout(
+      {{"u", Format::bf16_split, "BF16", {{"a", {5000}, 0, {}}, {"b", {100}, 0, {}}}}}, 1 << 20, 1, 2);
+  const Unit& unit = layout.units[0];
+  EXPECT_EQ(unit.segments[1].begin, 5024);
+  EXPECT_EQ(unit.elements, 8192);
+  EXPECT_EQ(unit.shard_elements, 4096);
+  ASSERT_EQ(layout.chunks.size(), 1U);
+  const Chunk& chunk = layout.chunks[0];  // rank 1 holds [4096, 8192): the end of a, and b
+  ASSERT_EQ(chunk.runs.size(), 2U);
+  EXPECT_EQ(chunk.runs[0].begin, 0);
+  EXPECT_EQ(chunk.runs[0].elements, 904);
+  EXPECT_EQ(chunk.runs[1].begin, 5024 - 4096);
+  EXPECT_EQ(chunk.runs[1].elements, 100);
+}
+
+TEST(Layout, CutsShardsIntoEqualChunksThatCoverThem) {
+  for (int64_t elements : {1, 2047, 2048, 2049, 100'000, 1'000'003}) {
+    const Layout layout =
+        make_layout({{"u", Format::bf16_split, "BF16", {{"a", {elements}, 0, {}}}}}, 65536, 0, 1);
+    int64_t next = 0;
+    for (const Chunk& chunk : layout.chunks) {
+      EXPECT_EQ(chunk.begin, next);
+      EXPECT_LE(chunk.elements, 65536);
+      EXPECT_EQ(chunk.elements % 2048, 0);
+      next += chunk.elements;
+    }
+    EXPECT_EQ(next, layout.units[0].shard_elements);
+  }
+}
+
+TEST(Layout, RefusesWhatDoesNotFit) {
+  const auto make = [](Format format, const char* dtype, std::vector<SegmentSpec> segments) {
+    make_layout({{"u", format, dtype, std::move(segments)}}, 1024, 0, 1);
+  };
+  EXPECT_THROW(make(Format::bf16_split, "F32", {{"a", {1}, 0, {}}}), std::invalid_argument);
+  EXPECT_THROW(make(Format::frozen, "NOPE", {{"a", {1}, 0, {}}}), std::invalid_argument);
+  EXPECT_THROW(make(Format::fp32, "F32", {}), std::invalid_argument);
+  EXPECT_THROW(make(Format::fp32, "F32", {{"a", {1}, 0, {}}, {"a", {1}, 0, {}}}), std::invalid_argument);
+  EXPECT_THROW(make(Format::fp32, "F32", {{"a", {int64_t{1} << 40, int64_t{1} << 40}, 0, {}}}),
+               std::invalid_argument);
+  EXPECT_THROW(make_layout({}, 1024, 0, 1), std::invalid_argument);
+}
+
+TEST(Trace, PredictsFromTheLastPassOfItsKind) {
+  Trace trace(5);
+  const PassKind training{true, true};
+  const PassKind evaluation{false, false};
+  trace.begin(training);
+  for (int unit : {0, 1, 2, 1, 0}) trace.acquired(unit);
+  EXPECT_TRUE(trace.upcoming(3).empty()) << "nothing was recorded yet";
+  trace.begin(evaluation);
+  for (int unit : {3, 4}) trace.acquired(unit);
+  trace.begin(training);
+  trace.acquired(0);
+  const auto next = trace.upcoming(3);
+  EXPECT_EQ(std::vector<int32_t>(next.begin(), next.end()), (std::vector<int32_t>{1, 2, 1}));
+  EXPECT_EQ(trace.next_use(2), 1);
+  EXPECT_EQ(trace.next_use(0), 3);
+  EXPECT_EQ(trace.next_use(4), Trace::kNever);
+  EXPECT_EQ(trace.departures(), 0);
+  EXPECT_EQ(trace.forward_order(), (std::vector<int32_t>{0, 1, 2, 3, 4}));
+}
+
+TEST(Trace, FindsItsWayBackAfterADeparture) {
+  Trace trace(6);
+  trace.begin({});
+  for (int unit : {0, 1, 2, 3, 4}) trace.acquired(unit);
+  trace.begin({});
+  trace.acquired(0);
+  trace.acquired(5);  // never seen
+  EXPECT_TRUE(trace.upcoming(2).empty());
+  trace.acquired(3);  // further on
+  EXPECT_EQ(trace.upcoming(1).front(), 4);
+  EXPECT_EQ(trace.departures(), 2);
+  trace.begin({});
+  for (int unit : {0, 5, 3}) trace.acquired(unit);
+  EXPECT_EQ(trace.departures(), 2) << "what departed was traced anew";
+}
+
+TEST(RangeAllocator, ReusesEverythingItGaveOut) {
+  RangeAllocator arena(1 << 16, 64);
+  std::vector<int64_t> offsets;
+  for (int round = 0; round < 100; ++round) {
+    while (auto offset = arena.allocate(
+               64 + (round * 37 + static_cast<int64_t>(offsets.size()) * 101) % 4000,
+               offsets.size() % 2 == 0 ? RangeAllocator::End::low : RangeAllocator::End::high)) {
+      for (int64_t other : offsets) ASSERT_NE(other, *offset);
+      offsets.push_back(*offset);
+    }
+    while (!offsets.empty()) {
+      const size_t at = (offsets.size() * 7 + static_cast<size_t>(round)) % offsets.size();
+      arena.release(offsets[at]);
+      offsets.erase(offsets.begin() + static_cast<std::ptrdiff_t>(at));
+    }
+    EXPECT_EQ(arena.free_bytes(), 1 << 16);
+    EXPECT_EQ(arena.largest_free_run(), 1 << 16) << "neighbours must merge";
+  }
+  EXPECT_THROW(arena.release(0), std::logic_error);
+}
+
+std::vector<UnitSpec> blocks(int count) {
+  std::vector<UnitSpec> units;
+  for (int i = 0; i < count; ++i) {
+    units.push_back({"block" + std::to_string(i),
+                     Format::bf16_split,
+                     "BF16",
+                     {{"w" + std::to_string(i), {1 << 20}, 0, {}}}});
+  }
+  return units;
+}
+
+TEST(Plan, KeepsToEveryBudgetOrSaysWhatWouldDo) {
+  Config config;
+  config.nvme = {"/somewhere"};
+  config.chunk_elements = 256 * 1024;
+  const Layout layout = make_layout(blocks(16), config.chunk_elements, 0, 1);
+  int64_t least = 0;
+  int64_t last_nvme = -1;
+  for (int64_t budget = 4 << 20; budget <= int64_t{300} << 20; budget += 4 << 20) {
+    config.host_budget_bytes = budget;
+    try {
+      const Plan plan = make_plan(layout, config, {true});
+      EXPECT_LE(plan.host_bytes(), budget);
+      if (last_nvme >= 0) {
+        EXPECT_LE(plan.nvme_read_bytes_per_step, last_nvme) << "a larger budget must not move more";
+      }
+      last_nvme = plan.nvme_read_bytes_per_step;
+    } catch (const BudgetError& error) {
+      least = budget;
+      EXPECT_NE(std::string(error.what()).find("smallest budget that would do"), std::string::npos);
+    }
+  }
+  EXPECT_GT(least, 0) << "the smallest budgets must be refused";
+  EXPECT_EQ(last_nvme, 0) << "the largest takes everything home";
+}
+
+TEST(Plan, TheSmallestBudgetItNamesIsEnoughAndOneByteLessIsNot) {
+  Config config;
+  config.nvme = {"/somewhere"};
+  config.host_budget_bytes = 1;
+  const Layout layout = make_layout(blocks(5), config.chunk_elements, 0, 1);
+  int64_t named = 0;
+  try {
+    make_plan(layout, config, {true});
+    FAIL() << "one byte cannot be enough";
+  } catch (const BudgetError& error) {
+    const std::string text = error.what();
+    named = std::stoll(text.substr(text.find('(', text.find("smallest budget")) + 1));
+  }
+  config.host_budget_bytes = named;
+  EXPECT_LE(make_plan(layout, config, {true}).host_bytes(), named);
+  config.host_budget_bytes = named - 1;
+  EXPECT_THROW(make_plan(layout, config, {true}), BudgetError);
+}
+
+}  // namespace
+}  // namespace overspill::engine
