@@ -51,7 +51,7 @@ def initialize(
 
 
 def _scheduler(scheduler: Any, optimizer: OverspillOptimizer) -> Any:
-    if scheduler is not None and not hasattr(scheduler, "step"):
+    if isinstance(scheduler, type) or (scheduler is not None and not hasattr(scheduler, "step")):
         scheduler = scheduler(optimizer)
     if isinstance(scheduler, ReduceLROnPlateau):
         raise ValueError(

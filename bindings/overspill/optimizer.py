@@ -13,7 +13,6 @@ from .residency import Residency
 
 _SUPPORTED = {torch.optim.Adam: "Adam", torch.optim.AdamW: "AdamW"}
 _REFUSED = ("amsgrad", "maximize")
-_SAVED = ("lr", "betas", "eps", "weight_decay", "decoupled", "initial_lr")
 
 
 def take_over(optimizer: Any) -> list[dict]:
@@ -95,7 +94,8 @@ class OverspillOptimizer(torch.optim.Optimizer):
     engine, not in `state`."""
 
     def __init__(self, groups: list[dict], residency: Residency, user: torch.optim.Optimizer | None = None):
-        super().__init__([dict(group) for group in groups], {})
+        defaults = {name: groups[0][name] for name in ("lr", "betas", "eps", "weight_decay")}
+        super().__init__([dict(group) for group in groups], defaults)
         self.param_groups = groups
         self.residency, self.user, self.last_step = residency, user, None
 
@@ -121,9 +121,7 @@ class OverspillOptimizer(torch.optim.Optimizer):
 
     def state_dict(self) -> dict:
         """Hyper-parameters only, plain numbers; the engine's checkpoint has the moments."""
-        groups = [
-            {name: _plain(group[name]) for name in _SAVED if name in group} for group in self.param_groups
-        ]
+        groups = [{k: _plain(v) for k, v in group.items() if k != "params"} for group in self.param_groups]
         return {"groups": groups}
 
     def load_state_dict(self, state_dict: dict) -> None:

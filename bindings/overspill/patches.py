@@ -133,26 +133,21 @@ def _collect(needed: list[Unit] | None, unit: Unit) -> list[Unit]:
 
 
 def touch(needed: list[Unit]) -> None:
-    """Shows units met outside their module's call: until the call around ends, or among the recent ones in
-    backward."""
+    """Shows units met outside a call that pins them. They stay among the recent ones: a forward that uses the
+    weights of many modules without calling them must not gather the whole model."""
     with DisableTorchFunction():
         for unit in needed:
-            if frames:
-                if not unit.pins:
-                    residency.pin(unit)
-                    frames[-1].units.append(unit)
-                continue
-            if not unit.shown:
-                residency.show(unit)
             if not unit.pins:
                 residency.remember(unit, needed)
+            if not unit.shown:
+                residency.show(unit)
 
 
 class Guard:
     """What must be on while modules run or autograd does: the mode and the saved-tensor hooks. Re-entrant."""
 
     def __init__(self) -> None:
-        self.depth, self.backwards, self.mode = 0, 0, TouchMode()
+        self.depth, self.mode = 0, TouchMode()
 
     def enter(self) -> None:
         if self.depth == 0:
@@ -170,6 +165,8 @@ class Guard:
         if self.depth == 0:
             self.mode.__exit__(None, None, None)
             torch._C._autograd._pop_saved_tensors_default_hooks()
+            with DisableTorchFunction():
+                residency.forget()
 
 
 guard = Guard()
@@ -184,17 +181,10 @@ _reduce = nn.Parameter.__reduce_ex__
 
 def run_backward(*args: Any, **kwargs: Any) -> Any:
     guard.enter()
-    guard.backwards += 1
     try:
         return _run_backward(*args, **kwargs)
     finally:
-        guard.backwards -= 1
-        try:
-            if guard.backwards == 0:
-                with DisableTorchFunction():
-                    residency.forget()
-        finally:
-            guard.exit()
+        guard.exit()
 
 
 def enter_saved_tensors_hooks(self: graph.saved_tensors_hooks) -> None:

@@ -14,6 +14,7 @@ of all engines of a process run in one Python thread at a time.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -66,9 +67,9 @@ class Segment:
 
     def edited(self) -> bool:
         """In place, through the parameter or a `.data` of it, since `accept`."""
-        return self.parameter._version != self.version or (
-            self.alias is not None and self.alias._version != 0
-        )
+        if self.alias is not None and self.alias._version != 0:
+            return True
+        return self.parameter._version != self.version
 
     def accept(self) -> None:
         self.version, self.alias = self.parameter._version, None
@@ -109,7 +110,7 @@ leases: dict[
     int, tuple[StorageWeakRef, Unit]
 ] = {}  # storage of a lease that some tensor still holds -> its unit
 _lingering: list[int] = []  # leases let go here while somebody's view lives on
-_recent: list[Unit] = []  # held in backward, least recently used first
+_recent: list[Unit] = []  # held without a call that needs them, least recently used first
 _nan: torch.Tensor | None = None
 
 
@@ -171,10 +172,9 @@ def show(unit: Unit) -> None:
         raise RuntimeError(
             f"overspill: {names}: frozen at overspill.initialize, requires_grad now; set it before"
         )
-    flat = hold(unit)
-    with torch.inference_mode(False):
-        for s in unit.segments:
-            set_data(s.parameter, flat.as_strided(s.shape, s.stride, s.offset))
+    view = hold(unit).as_strided
+    for s in unit.segments:
+        set_data(s.parameter, view(s.shape, s.stride, s.offset))
     unit.shown = True
 
 
@@ -198,15 +198,16 @@ def hide(unit: Unit) -> None:
             address = unit.flat.data_ptr() + s.offset * unit.dtype.itemsize
             unit.core.written(unit.index, s.index, address, s.bytes)
     finally:
-        with torch.inference_mode(False):
-            for s in unit.segments:
-                s.accept()
-                set_data(s.parameter, s.blank)
+        for s in unit.segments:
+            s.accept()
+            set_data(s.parameter, s.blank)
 
 
 def pin(unit: Unit) -> None:
     """One more call needs the unit shown."""
     if not unit.shown:
+        if _recent:
+            _trim(RECENT_UNITS - 1, (unit,))
         show(unit)
     unit.pins += 1
 
@@ -224,24 +225,31 @@ def unpin(unit: Unit, keep: bool) -> None:
                 drop(unit)
 
 
-def remember(unit: Unit, needed: tuple[Unit, ...] | list[Unit] = ()) -> None:
-    """Makes a held unit the most recent one and lets older ones go, but none of `needed`."""
+def remember(unit: Unit, needed: Sequence[Unit] = ()) -> None:
+    """Makes a unit the most recent one, about to be held or held already. Older ones are let go first, but none
+    of `needed`, so that no more leases than RECENT_UNITS pile up beside those of calls under way."""
+    if _recent and _recent[-1] is unit:
+        return
     if unit in _recent:
-        if _recent[-1] is unit:
-            return
         _recent.remove(unit)
     _recent.append(unit)
-    if len(_recent) > RECENT_UNITS:
-        for old in [u for u in _recent[:-1] if u not in needed][: len(_recent) - RECENT_UNITS]:
-            _recent.remove(old)
-            _retire(old)
+    _trim(RECENT_UNITS, needed)
 
 
 def forget() -> None:
-    """Backward is over: nothing is kept for it."""
-    while _recent:
-        _retire(_recent.pop())
+    """Forward or backward is over: nothing is kept for it."""
+    _trim(0, ())
     _sweep()
+
+
+def _trim(count: int, needed: Sequence[Unit]) -> None:
+    """Lets the least recent units go, but none of `needed`, until `count` are left."""
+    if len(_recent) > count:
+        latest = _recent[-1] if count else None
+        old = [u for u in _recent if u is not latest and u not in needed][: len(_recent) - count]
+        for unit in old:
+            _recent.remove(unit)
+            _retire(unit)
 
 
 def _retire(unit: Unit) -> None:
@@ -259,7 +267,9 @@ class Residency:
 
     def __init__(self, core: Any, specs: list[UnitSpec]):
         self.core, self.calls, self.closed = core, 0, False
-        self.gradient_hooks: list[Any] = []  # torch keeps them where the garbage collector does not see the cycle
+        self.gradient_hooks: list[
+            Any
+        ] = []  # torch keeps them where the garbage collector does not see the cycle
         self.units = [Unit(self, i, spec) for i, spec in enumerate(specs)]
         self.segments = [s for unit in self.units for s in unit.segments]
 

@@ -41,15 +41,15 @@ class Handle:
                 "has been modified by "
                 "an inplace operation"
             )
+        keep = in_backward()
+        if keep:
+            residency.remember(unit)
         idle = unit.flat is None
         flat = residency.hold(unit)
-        with torch.inference_mode(False):
-            if self.dtype != unit.dtype:
-                flat = flat.view(torch.uint8).view(self.dtype)
-            view = flat.as_strided(self.size, self.stride, self.offset)
-        if in_backward():
-            residency.remember(unit)
-        elif idle:
+        if self.dtype != unit.dtype:
+            flat = flat.view(torch.uint8).view(self.dtype)
+        view = flat.as_strided(self.size, self.stride, self.offset)
+        if idle and not keep:
             residency.drop(unit)
         return view
 

@@ -68,7 +68,13 @@ def partition(model: nn.Module) -> list[UnitSpec]:
 
     def own(module: nn.Module, prefix: str, key: str, block: nn.Module | None) -> None:
         for name, parameter in module._parameters.items():
-            if parameter is None or parameter.numel() == 0:
+            if parameter is None:
+                continue
+            if isinstance(parameter, nn.parameter.UninitializedTensorMixin):
+                raise ValueError(
+                    f"parameter {prefix}{name} is not initialised yet: run the model once before"
+                )
+            if parameter.numel() == 0:
                 continue
             full = prefix + name
             if id(parameter) in specs:
@@ -118,10 +124,6 @@ def _fresh(parameters, specs: dict[int, ParameterSpec]) -> int:
 
 
 def _format(name: str, parameter: nn.Parameter) -> str:
-    if isinstance(parameter, nn.parameter.UninitializedTensorMixin):
-        raise ValueError(
-            f"parameter {name} is not initialised yet: run the model once before overspill.initialize"
-        )
     if parameter.device.type != "cpu":
         raise ValueError(f"parameter {name} is on {parameter.device}: build the model on the CPU")
     if parameter.layout is not torch.strided or parameter.dtype not in DTYPES:

@@ -4,12 +4,13 @@ live."""
 import gc
 import random
 
-import overspill
 import pytest
 import torch
+from zoo import ZOO, build
+
+import overspill
 from overspill import residency
 from plain import Plain
-from zoo import ZOO, build
 
 STEPS = 4
 

@@ -1,0 +1,280 @@
+"""The calls of the engine: groups, schedulers, accumulation, skipped steps, checkpoints, and what is
+refused."""
+
+import copy
+import json
+import random
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LambdaLR, MultiStepLR, OneCycleLR, ReduceLROnPlateau
+
+import overspill
+from plain import ADAMW, Plain
+
+
+class Net(nn.Module):
+    def __init__(self, dtype):
+        super().__init__()
+        torch.manual_seed(0)
+        self.body = nn.Sequential(nn.Linear(16, 32), nn.BatchNorm1d(32), nn.Dropout(0.2)).to(dtype)
+        self.head = nn.Linear(32, 4).to(dtype)
+
+    def forward(self, x):
+        return self.head(torch.tanh(self.body(x))).float().square().mean()
+
+
+def batch(i, dtype=torch.float32):
+    return torch.randn(6, 16, generator=torch.Generator().manual_seed(i)).to(dtype)
+
+
+def same(engine, plain):
+    theirs = plain.model.state_dict()
+    return all(torch.equal(value, theirs[key]) for key, value in engine.state_dict().items())
+
+
+def step_both(engine, plain, i, dtype=torch.float32):
+    torch.manual_seed(i)
+    engine.backward(engine(batch(i, dtype)))
+    engine.step()
+    torch.manual_seed(i)
+    plain.backward(plain.model(batch(i, dtype)))
+
+
+@pytest.fixture
+def start(config):
+    engines = []
+
+    def make(model, optimizer=None, lr_scheduler=None, model_parameters=None, **settings):
+        engine, *_ = overspill.initialize(
+            model, config(**settings), optimizer, lr_scheduler, model_parameters=model_parameters
+        )
+        engines.append(engine)
+        return engine
+
+    yield make
+    for engine in engines:
+        engine.close()
+
+
+# ---- optimizers, groups, schedulers
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_groups_and_a_scheduler_on_the_returned_optimizer(start, dtype):
+    model = Net(dtype)
+    plain_model = copy.deepcopy(model)
+    groups = [
+        {"params": list(model.body.parameters()), "lr": 1e-3, "weight_decay": 0.0},
+        {"params": model.head.parameters()},
+    ]
+    plain = Plain(
+        plain_model,
+        [
+            {"params": list(plain_model.body.parameters()), **ADAMW, "lr": 1e-3, "weight_decay": 0.0},
+            {"params": list(plain_model.head.parameters()), **ADAMW},
+        ],
+    )
+    rates = [[s.group["lr"] for s in plain.states]]
+    engine = start(model, model_parameters=groups, lr_scheduler=lambda o: LambdaLR(o, lambda n: 1 / (n + 1)))
+    for i in range(4):
+        step_both(engine, plain, i, dtype)
+        for state, rate in zip(plain.states, rates[0]):
+            state.group = {**state.group, "lr": rate * (1 / (i + 1))}
+        plain.step(1.0)
+    assert engine.optimizer.param_groups[0]["lr"] == 1e-3 / 5 and same(engine, plain)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW])
+def test_an_optimizer_and_a_scheduler_of_the_users_own(start, kind):
+    model = Net(torch.float32)
+    plain_model = copy.deepcopy(model)
+    optimizer = kind(
+        model.parameters(), lr=3e-3, betas=(0.8, 0.95), eps=1e-6, weight_decay=0.05, foreach=True
+    )
+    scheduler = MultiStepLR(optimizer, [2], gamma=0.5)
+    hyper = {"lr": 3e-3, "betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": 0.05}
+    plain = Plain(
+        plain_model,
+        [{"params": list(plain_model.parameters()), **hyper, "decoupled": kind is torch.optim.AdamW}],
+    )
+    engine = start(model, optimizer, scheduler)
+    for i in range(4):
+        step_both(engine, plain, i)
+        for state in plain.states:
+            state.group = {**state.group, "lr": 3e-3 * (0.5 if i >= 2 else 1)}
+        plain.step(1.0)
+    assert same(engine, plain) and optimizer.param_groups[0]["lr"] == 1.5e-3
+
+
+def test_what_an_optimizer_may_not_be(start):
+    model = Net(torch.float32)
+    parameters = list(model.parameters())
+    with pytest.raises(TypeError, match=r"torch\.optim\.sgd\.SGD is not supported; torch\.optim\.Adam"):
+        start(model, torch.optim.SGD(parameters, lr=1))
+    for option in ("amsgrad", "maximize"):
+        with pytest.raises(ValueError, match=option):
+            start(model, torch.optim.AdamW(parameters, **{option: True}))
+    with pytest.raises(ValueError, match=r"body\.0\.weight.*in no parameter group"):
+        start(model, torch.optim.AdamW(parameters[1:]))
+    with pytest.raises(ValueError, match="not the model's"):
+        start(model, torch.optim.AdamW([*parameters, nn.Parameter(torch.ones(1))]))
+    with pytest.raises(ValueError, match="unknown keys"):
+        start(model, model_parameters=[{"params": parameters, "learning_rate": 1}])
+    with pytest.raises(ValueError, match="ReduceLROnPlateau"):
+        start(model, lr_scheduler=ReduceLROnPlateau)
+    model = Net(torch.float32)
+    model(batch(0)).backward()
+    with pytest.raises(ValueError, match="has a gradient already"):
+        start(model)
+
+
+# ---- accumulation, skipped steps
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_accumulation_adds_in_fp32(start, dtype):
+    model = Net(dtype)
+    plain = Plain(copy.deepcopy(model), accumulation=3)
+    engine = start(model, accumulation=3, clipping=0.1)
+    for i in range(9):
+        step_both(engine, plain, i, dtype)
+        if i % 3 == 2:
+            assert engine.last_step.norm == pytest.approx(plain.norm(), rel=1e-6)
+            plain.step(engine.last_step.clip)
+    assert engine.global_steps == 3 and engine.micro_steps == 9 and same(engine, plain)
+
+
+def test_a_step_with_a_non_finite_gradient_is_skipped_and_counted(start):
+    model = Net(torch.float32)
+    plain = Plain(copy.deepcopy(model))
+    engine = start(model, lr_scheduler=lambda o: LambdaLR(o, lambda n: 1.0))
+    for i in range(3):
+        step_both(engine, plain, i)
+        if i == 1:
+            skip_one(engine)
+        plain.step(1.0)
+    assert same_but_buffers(engine, plain)
+    assert engine.stats()["skipped_steps"] == 1 and engine.last_step.step == 3 and engine.global_steps == 4
+    assert engine.lr_scheduler.last_epoch == 3
+
+
+def skip_one(engine):
+    bad = batch(7)
+    bad[0, 0] = float("inf")
+    engine.backward(engine.module.head(bad @ torch.ones(16, 32)).sum())
+    engine.step()
+    assert engine.last_step.skipped
+    assert engine.grad(engine.module.head.weight) is None
+
+
+def same_but_buffers(engine, plain):
+    return all(
+        torch.equal(engine.weight(p), q) for p, q in zip(engine.module.parameters(), plain.model.parameters())
+    )
+
+
+# ---- checkpoints
+
+
+def run(engine, steps):
+    for i in steps:
+        engine.backward(engine(batch(i) + torch.rand(1) + random.random()))
+        engine.step()
+
+
+@pytest.mark.parametrize("placement", ["host", "half", "nvme"])
+def test_resuming_gives_the_same_bits(start, tmp_path, placement):
+    def fresh(job):
+        return start(
+            Net(torch.bfloat16).float() if placement == "host" else Net(torch.float32),
+            placement=placement,
+            lr_scheduler=lambda o: OneCycleLR(o, 1e-2, total_steps=10),
+            job=job,
+        )
+
+    torch.manual_seed(5)
+    random.seed(5)
+    engine = fresh("first")
+    run(engine, range(3))
+    engine.save_checkpoint(
+        tmp_path / "checkpoint", {"epoch": 2, "best": float("inf"), "pair": (1, "x"), 3: None}
+    )
+    run(engine, range(3, 6))
+    other = fresh("second")
+    run(other, range(1))
+    client = other.load_checkpoint(tmp_path / "checkpoint")
+    assert client == {"epoch": 2, "best": float("inf"), "pair": (1, "x"), 3: None}
+    assert other.global_steps == 3 and other.lr_scheduler.last_epoch == 3
+    run(other, range(3, 6))
+    ours, theirs = engine.state_dict(), other.state_dict()
+    assert all(torch.equal(ours[key], theirs[key]) for key in ours)
+    assert engine.optimizer.param_groups[0]["lr"] == other.optimizer.param_groups[0]["lr"]
+
+
+def test_a_checkpoint_holds_plain_values_only(start, tmp_path):
+    engine = start(Net(torch.float32))
+    with pytest.raises(TypeError, match=r"client_state\.a\[1\] is a tensor \(3,\)"):
+        engine.save_checkpoint(tmp_path / "checkpoint", {"a": [1, torch.ones(3)]})
+    assert not (tmp_path / "checkpoint").exists()
+    engine.save_checkpoint(tmp_path / "checkpoint")
+    extra = json.loads(overspill._core.manifest(str(tmp_path / "checkpoint"))["extra_json"])
+    assert extra["client_state"] == {} and "body.1.running_mean" in extra["buffers"]
+
+
+def test_a_checkpoint_of_another_model_is_refused_before_anything_changes(start, tmp_path):
+    engine = start(Net(torch.float32), job="a")
+    engine.save_checkpoint(tmp_path / "checkpoint")
+    model = Net(torch.float32)
+    model.body[1] = nn.BatchNorm1d(32, track_running_stats=False)
+    model.head = nn.Linear(32, 5)
+    other = start(model, job="b")
+    before = other.state_dict()
+    with pytest.raises((ValueError, overspill.CheckpointError)):
+        other.load_checkpoint(tmp_path / "checkpoint")
+    assert all(torch.equal(value, before[key]) for key, value in other.state_dict().items())
+
+
+# ---- what the engine refuses or passes on
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
+def test_trainable_dtypes_that_are_not_supported(start, dtype):
+    with pytest.raises(
+        ValueError, match=r"body\.0\.weight is trainable in torch\.\w+, which is not supported yet: use model"
+    ):
+        start(Net(dtype))
+
+
+def test_frozen_parameters_may_have_any_dtype(start):
+    model = Net(torch.float32)
+    for dtype in (torch.float16, torch.float64, torch.int64, torch.int8, torch.bool, torch.float8_e4m3fn):
+        value = torch.ones(5).to(dtype)
+        model.register_parameter(str(dtype)[6:], nn.Parameter(value, requires_grad=False))
+    engine = start(model)
+    run(engine, range(2))
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            assert (engine.weight(parameter).float() == 1).all(), name
+
+
+def test_a_loader_is_made_of_training_data(config):
+    settings = config() | {"train_micro_batch_size_per_gpu": 3}
+    engine, _, loader, _ = overspill.initialize(
+        Net(torch.float32), settings, training_data=torch.randn(6, 16)
+    )
+    assert [x.shape for x in loader] == [(3, 16), (3, 16)]
+    engine.close()
+
+
+def test_attributes_of_the_model_and_of_the_engine(start):
+    engine = start(Net(torch.float32))
+    assert engine.head is engine.module.head and engine.plan_text and engine.stats()["step"] == 0
+    assert engine.eval().module.training is False and engine.train().training
+    assert engine.last_step is None
+    engine.synchronize()
+    with pytest.raises(AttributeError, match="nothing_like_it"):
+        engine.nothing_like_it  # noqa: B018
+    with pytest.raises(ValueError, match="no parameter of this engine"):
+        engine.grad(nn.Parameter(torch.ones(1)))
