@@ -6,7 +6,7 @@ BUILD := build/release
 export VENV JOBS
 
 .DEFAULT_GOAL := help
-.PHONY: help setup build train test test-cpp test-python test-long bench-adam lint format sanitize wheel clean
+.PHONY: help setup build train test test-cpp test-python test-long bench-adam readme lint format sanitize wheel clean
 
 help:  ## This list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -32,8 +32,11 @@ test-python: build test-cpp
 test-long: build  ## Soak and kill runs
 	@$(PYTHON_VENV) -m pytest -m long
 
-bench-adam: build  ## Update kernels beside torch's fused AdamW and the machine's memory bandwidth
-	@$(BUILD)/bench/bench_adam
+bench-adam: build  ## Update kernels beside a loop that only reads and writes the same memory
+	@tools/keep_result adam $(BUILD)/bench/bench_adam
+
+readme:  ## The README's numbers, from the results/*.json that are there
+	@$(PYTHON_VENV) tools/readme_numbers.py $(wildcard results/*.json)
 
 lint: build  ## clang-format, clang-tidy, ruff
 	@tools/setup --lint

@@ -6,7 +6,7 @@ threads and all: updates and writes that step() left for later stand still until
 to it. So every turn of ours pays for exactly as many updates as it has steps, in the steady state of a run alone.
 `step_vs_plain` is the median over turns of ours / plain.
 A third process measures what plain forward and backward alone need, for the promise: peak RSS <= budget + that.
-Last line: RESULT {json}.
+Last line: RESULT {json}; the same is left in results/train.json.
 """
 
 import argparse
@@ -254,9 +254,24 @@ def main() -> int:
     ).rstrip()
     report(result, merged)
     result.pop("plot")
-    result.update(seconds=time.perf_counter() - started, completion=completion)
+    result.update(seconds=time.perf_counter() - started, completion=completion, machine=machine())
+    keep(result)
     print("RESULT " + json.dumps(result))
     return 0
+
+
+def keep(result: dict[str, Any]) -> None:
+    """results/train.json: what tools/readme_numbers.py makes the README's table of."""
+    path = ROOT / "results" / "train.json"
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(json.dumps(result, indent=1) + "\n")
+
+
+def machine() -> str:
+    """Processor and cores, for whoever reads the figures."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return f"{names[0] if names else os.uname().machine}, {len(os.sched_getaffinity(0))} cores"
 
 
 def report(result: dict[str, Any], merged: Path) -> None:
