@@ -58,7 +58,7 @@ class Lease {
 
 struct StepResult {
   int64_t step = 0;      // steps taken so far, this one included
-  double norm = 0;       // global, before clipping
+  double norm = 0;       // global, before clipping; infinite where a gradient is inf or NaN
   double clip = 1;       // what gradients are multiplied with
   bool skipped = false;  // inf or NaN in a gradient: nothing was changed
 };

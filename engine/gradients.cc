@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <limits>
 #include <stdexcept>
 
 #include "cpu_optim/gradient.h"
@@ -185,7 +186,8 @@ GradientSummary Gradients::summarize() {
     sums[1] += chunk.finite ? 0 : 1;
   }
   context_.resources.communicator->all_reduce_sum(sums);
-  return {sums[0], sums[1] == 0};
+  const bool finite = sums[1] == 0;
+  return {finite ? sums[0] : std::numeric_limits<double>::infinity(), finite};
 }
 
 void Gradients::read(int32_t unit, int32_t segment, std::span<float> out) const {

@@ -14,7 +14,7 @@ namespace overspill::engine {
 
 /// Of the final, accumulated, reduced gradients of all ranks; the same bits on every rank.
 struct GradientSummary {
-  double squares = 0;
+  double squares = 0;  // infinite where a gradient is not finite
   bool finite = true;
 };
 

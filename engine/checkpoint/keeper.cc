@@ -32,6 +32,21 @@ void sync_folder(const fs::path& folder) {
         fmt::format("{}: cannot be made durable: {}", folder.string(), std::strerror(error)));
 }
 
+/// Creates `folder` and the folders above it that are missing, and makes their names durable.
+void create_durably(const fs::path& folder) {
+  if (fs::exists(folder)) return;
+  const fs::path parent = folder.parent_path();
+  create_durably(parent);
+  fs::create_directory(folder);
+  sync_folder(parent);
+}
+
+/// Absolute, and without a trailing separator: "<folder>.partial" has to lie beside the folder, not in it.
+fs::path whole_name(const fs::path& folder) {
+  const fs::path absolute = fs::absolute(folder).lexically_normal();
+  return absolute.has_filename() ? absolute : absolute.parent_path();
+}
+
 void require_absent(const fs::path& folder) {
   std::error_code ignored;
   if (!fs::exists(folder, ignored)) return;
@@ -132,9 +147,9 @@ void CheckpointKeeper::unpin(const std::vector<io::Extent>& extents) noexcept {
 
 void CheckpointKeeper::save(const fs::path& folder, int64_t steps, int64_t skipped_steps,
                             std::string_view extra_json) {
-  require_absent(folder);
+  const fs::path absolute = whole_name(folder);
+  require_absent(absolute);
   forget_deleted();
-  const fs::path absolute = fs::absolute(folder);
   const fs::path partial = absolute.string() + ".partial";
   fs::remove_all(partial);
   if (context_.resources.store != nullptr) {
@@ -145,19 +160,21 @@ void CheckpointKeeper::save(const fs::path& folder, int64_t steps, int64_t skipp
   }
   std::vector<io::Extent> pinned =
       context_.resources.store != nullptr ? pin_all() : std::vector<io::Extent>{};
+  bool renamed = false;
   try {
-    fs::create_directories(partial);
+    create_durably(partial);
     Manifest manifest = write_folder(partial, pinned);
     manifest.step = steps;
     manifest.skipped_steps = skipped_steps;
     manifest.extra_json = extra_json;
     write_manifest(partial, manifest);
     fs::rename(partial, absolute);
+    renamed = true;
     sync_folder(absolute.parent_path());
   } catch (...) {
-    unpin(pinned);
     std::error_code ignored;
-    fs::remove_all(partial, ignored);
+    fs::remove_all(renamed ? absolute : partial, ignored);
+    unpin(pinned);  // last: until the folder is gone its slabs are its own
     throw;
   }
   const int fd = ::open((absolute / kManifestFile).c_str(), O_RDONLY | O_CLOEXEC);
