@@ -55,7 +55,7 @@ pybind11::capsule make_capsule(Owner owner, std::byte* data, int64_t bytes) {
     tensor->deleter(tensor);
   });
   if (capsule == nullptr) throw pybind11::error_already_set();
-  managed.release();  // the capsule owns it
+  static_cast<void>(managed.release());  // the capsule owns it
   return pybind11::reinterpret_steal<pybind11::capsule>(capsule);
 }
 

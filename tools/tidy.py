@@ -34,7 +34,9 @@ def main() -> int:
     def tidy(name: str) -> tuple[str, bool | None, str]:
         if time.monotonic() > deadline:
             return name, None, ""
-        command = ["clang-tidy", "-quiet", "-p", str(args.build), name]
+        foreign = ["-Wno-unknown-warning-option", "-Wno-ignored-optimization-argument"]  # flags of g++
+        extra = [f"--extra-arg={flag}" for flag in foreign]
+        command = ["clang-tidy", "-quiet", "-p", str(args.build), *extra, name]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
         return name, done.returncode == 0, done.stdout + (done.stderr if done.returncode else "")
 

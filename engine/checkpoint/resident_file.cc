@@ -23,7 +23,7 @@ constexpr const char* kName = "resident.bin";
 
 }  // namespace
 
-ResidentFile::ResidentFile(std::filesystem::path folder) : path_(std::move(folder) / kName) {}
+ResidentFile::ResidentFile(const std::filesystem::path& folder) : path_(folder / kName) {}
 
 ResidentFile::~ResidentFile() {
   if (fd_ >= 0) ::close(fd_);

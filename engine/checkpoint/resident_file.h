@@ -14,7 +14,7 @@ class ResidentFile {
  public:
   /// Creates nothing until the first append. Throws io::StoreError on every failure, naming file, offset and
   /// cause.
-  explicit ResidentFile(std::filesystem::path folder);
+  explicit ResidentFile(const std::filesystem::path& folder);
   ResidentFile(const ResidentFile&) = delete;
   ResidentFile& operator=(const ResidentFile&) = delete;
   ~ResidentFile();

@@ -43,7 +43,7 @@ std::string name_of(const Case& c) {
 }
 
 std::filesystem::path scratch() {
-  const auto folder =
+  auto folder =
       std::filesystem::temp_directory_path() / fmt::format("overspill-engine-test-{}", ::getpid());
   std::filesystem::create_directories(folder);
   return folder;

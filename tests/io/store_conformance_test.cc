@@ -355,17 +355,17 @@ TEST_P(StoreConformance, SoakAgainstAModel) {
     std::vector<size_t> reads;
     std::deque<Transfer> transfers;
     std::vector<Known> fresh;
-    for (size_t slot = 0; slot < buffers.size(); ++slot) {
+    for (AlignedMemory& buffer : buffers) {
       const bool writes = model.empty() || random() % 2 == 0;
       if (writes) {
         const int64_t bytes = static_cast<int64_t>(random() % (512 * 1024)) + 1;
         fresh.push_back({store_->allocate(bytes), ++version});
-        buffers[slot].fill(version);
-        transfers.push_back(make_transfer(Kind::write, fresh.back().extent, buffers[slot].data()));
+        buffer.fill(version);
+        transfers.push_back(make_transfer(Kind::write, fresh.back().extent, buffer.data()));
         reads.push_back(SIZE_MAX);
       } else {
         reads.push_back(random() % model.size());
-        transfers.push_back(make_transfer(Kind::read, model[reads.back()].extent, buffers[slot].data()));
+        transfers.push_back(make_transfer(Kind::read, model[reads.back()].extent, buffer.data()));
       }
       transfers.back().priority = static_cast<Transfer::Priority>(random() % 3);
       store_->submit(transfers.back());
