@@ -49,6 +49,7 @@ py::dict manifest(const std::filesystem::path& folder) {
       py::dict s;
       s["name"] = segment.name;
       s["shape"] = segment.shape;
+      s["strides"] = segment.strides;
       s["step"] = segment.step;
       segments.append(s);
     }

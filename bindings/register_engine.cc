@@ -124,15 +124,17 @@ py::capsule nan_capsule(int64_t bytes) {
 void register_specs(py::module_& m) {
   py::class_<SegmentSpec>(m, "Segment")
       .def(py::init([](std::string name, std::vector<int64_t> shape, int64_t group,
-                       std::vector<std::string> aliases) {
-             return SegmentSpec{std::move(name), std::move(shape), group, std::move(aliases)};
+                       std::vector<std::string> aliases, std::vector<int64_t> strides) {
+             return SegmentSpec{std::move(name), std::move(shape), group, std::move(aliases),
+                                std::move(strides)};
            }),
            py::arg("name"), py::arg("shape"), py::arg("group") = 0,
-           py::arg("aliases") = std::vector<std::string>{})
+           py::arg("aliases") = std::vector<std::string>{}, py::arg("strides") = std::vector<int64_t>{})
       .def_readonly("name", &SegmentSpec::name)
       .def_readonly("shape", &SegmentSpec::shape)
       .def_readonly("group", &SegmentSpec::group)
-      .def_readonly("aliases", &SegmentSpec::aliases);
+      .def_readonly("aliases", &SegmentSpec::aliases)
+      .def_readonly("strides", &SegmentSpec::strides);
   py::class_<UnitSpec>(m, "Unit")
       .def(py::init([](std::string name, const std::string& format, std::string dtype,
                        std::vector<SegmentSpec> segments) {

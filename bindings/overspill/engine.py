@@ -17,7 +17,7 @@ from . import _core, hooks, patches, residency, state
 from .config import Config
 from .optimizer import OverspillOptimizer, group_indices, make_groups, take_over
 from .residency import Residency, Segment, registry
-from .units import DTYPES, UnitSpec, partition
+from .units import DTYPES, UnitSpec, memory_order, partition
 
 
 def initialize(
@@ -228,7 +228,6 @@ class Engine:
             "optimizer": state.encode(self.optimizer.state_dict(), "optimizer"),
             "lr_scheduler": scheduler,
             "buffers": state.buffers_to_json(self.module),
-            "strides": {s.name: list(s.stride) for s in self._residency.segments},
             "global_steps": self.global_steps,
             "micro_steps": self.micro_steps,
             "random": state.random_states(),
@@ -251,12 +250,6 @@ class Engine:
         return state.decode(extra["client_state"])
 
     def _check_extra(self, extra: dict) -> None:
-        for s in self._residency.segments:
-            if extra["strides"].get(s.name, list(s.stride)) != list(s.stride):
-                raise ValueError(
-                    f"overspill: {s.name} has strides {list(s.stride)} here and "
-                    f"{extra['strides'][s.name]} in the checkpoint"
-                )
         groups = len(extra["optimizer"]["groups"])
         if groups != len(self.optimizer.param_groups):
             raise ValueError(
@@ -287,7 +280,13 @@ def _core_units(specs: list[UnitSpec], groups: dict[int, int]) -> list[Any]:
             spec.format,
             DTYPES[spec.dtype],
             [
-                _core.Segment(p.name, list(p.parameter.shape), groups.get(id(p.parameter), 0), p.aliases)
+                _core.Segment(
+                    p.name,
+                    list(p.parameter.shape),
+                    groups.get(id(p.parameter), 0),
+                    p.aliases,
+                    list(memory_order(p.parameter)),
+                )
                 for p in spec.parameters
             ],
         )

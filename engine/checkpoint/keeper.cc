@@ -66,14 +66,18 @@ ManifestUnit describe(const Unit& unit, const UnitState& state) {
   out.elements = unit.elements;
   for (size_t s = 0; s < unit.segments.size(); ++s) {
     const Segment& segment = unit.segments[s];
-    out.segments.push_back({segment.name, segment.aliases, segment.shape, segment.begin, segment.elements,
-                            state.steps[s], segment.group, unit.trainable()});
+    out.segments.push_back({segment.name, segment.aliases, segment.shape, segment.strides, segment.begin,
+                            segment.elements, state.steps[s], segment.group, unit.trainable()});
   }
   return out;
 }
 
 std::string shape_text(const std::vector<int64_t>& shape) {
   return fmt::format("({})", fmt::join(shape, ", "));
+}
+
+std::string strides_text(const std::vector<int64_t>& strides) {
+  return strides.empty() ? "row-major ones" : shape_text(strides);
 }
 
 /// Throws unless the checkpoint's unit is this model's.
@@ -99,6 +103,10 @@ void match(const fs::path& folder, const ManifestUnit& found, const Unit& own) {
     if (there.shape != here.shape) {
       refuse(fmt::format("{} has shape {} there, {} here", here.name, shape_text(there.shape),
                          shape_text(here.shape)));
+    }
+    if (there.strides != here.strides) {
+      refuse(fmt::format("{} has strides {} there, {} here", here.name, strides_text(there.strides),
+                         strides_text(here.strides)));
     }
     if (there.begin != here.begin)
       refuse(fmt::format("{} begins at {} there, at {} here", here.name, there.begin, here.begin));

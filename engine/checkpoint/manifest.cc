@@ -29,12 +29,16 @@ class Malformed : public std::runtime_error {
 /// of another version, is an error and never a silent default.
 class Fields {
  public:
-  Fields(const Json& object, const char* what, size_t count) : object_(object), what_(what) {
+  Fields(const Json& object, const char* what, size_t count, const char* optional = nullptr)
+      : object_(object), what_(what) {
     if (!object.is_object()) throw Malformed(fmt::format("{} is no object", what));
+    if (optional != nullptr && has(optional)) ++count;
     if (object.size() != count) {
       throw Malformed(fmt::format("{} has {} fields where {} belong", what, object.size(), count));
     }
   }
+
+  bool has(const char* key) const { return object_.contains(key); }
 
   int64_t integer(const char* key) const { return as_integer(at(key), key); }
 
@@ -132,11 +136,20 @@ ManifestPiece read_piece(const Json& json) {
           .range = read_file_range(piece)};
 }
 
+/// Absent where the parameter lies row-major, and there is no second way to say so.
+std::vector<int64_t> read_strides(const Fields& segment) {
+  if (!segment.has("strides")) return {};
+  auto strides = segment.integers("strides");
+  if (strides.empty()) throw Malformed("'strides' of a parameter are an empty list");
+  return strides;
+}
+
 ManifestSegment read_segment(const Json& json) {
-  const Fields segment(json, "a parameter", 8);
+  const Fields segment(json, "a parameter", 8, "strides");
   return {.name = segment.text("name"),
           .aliases = segment.texts("aliases"),
           .shape = segment.integers("shape"),
+          .strides = read_strides(segment),
           .begin = segment.integer("begin"),
           .elements = segment.integer("elements"),
           .step = segment.integer("step"),
@@ -200,6 +213,7 @@ Json to_json(const ManifestUnit& unit) {
                         {"step", segment.step},
                         {"group", segment.group},
                         {"trainable", segment.trainable}});
+    if (!segment.strides.empty()) segments.back()["strides"] = segment.strides;
   }
   for (const ManifestPiece& piece : unit.pieces) {
     pieces.push_back({{"component", piece.component},

@@ -39,12 +39,13 @@ struct ManifestPiece {
   FileRange range;
 };
 
-/// A parameter: its range in the unit's flat space, shape, and the names under which the model knows it (tied
-/// weights have several).
+/// A parameter: its range in the unit's flat space, shape, the order of its elements there, and the names
+/// under which the model knows it (tied weights have several).
 struct ManifestSegment {
   std::string name;
   std::vector<std::string> aliases;
   std::vector<int64_t> shape;
+  std::vector<int64_t> strides;  // in elements, as normal_strides gives them: empty where row-major
   int64_t begin = 0;
   int64_t elements = 0;
   int64_t step = 0;  // updates so far
@@ -72,7 +73,7 @@ struct Manifest {
 
 /// Throws CheckpointError. Checks version, names (no path separators, no ".."), that ranges lie inside their
 /// files, that checksum counts fit, that segments lie inside their unit and pieces cover every segment's
-/// components exactly once, that shapes fit element counts.
+/// components exactly once, that shapes fit element counts and strides fit shapes.
 Manifest read_manifest(const std::filesystem::path& folder);
 
 /// Temporary name, fsync, rename, fsync of the folder. All data files are durable before the call.
@@ -88,10 +89,11 @@ void read_range_part(const std::filesystem::path& folder, const FileRange& range
 
 /// Streams a checkpoint into Hugging Face safetensors files in `out` (created; must be empty or absent):
 /// model.safetensors, or shards of at most `shard_bytes` with an index. `dtype` is "bf16" or "fp32": weights
-/// from `hi` alone, or from hi and lo. Memory: about one tensor. Written under temporary names and renamed
-/// when complete; after an error nothing remains. Frozen tensors keep their dtype unless it is F16, BF16 or
-/// F32. Of tied weights only the first name is written: Hugging Face ties the others when it loads.
-/// `progress(context, done, total)` in bytes; may be null, may throw.
+/// from `hi` alone, or from hi and lo. Tensors are row-major there, whatever their strides here. Memory:
+/// about one tensor. Written under temporary names and renamed when complete; after an error nothing remains.
+/// Frozen tensors keep their dtype unless it is F16, BF16 or F32. Of tied weights only the first name is
+/// written: Hugging Face ties the others when it loads. `progress(context, done, total)` in bytes; may be
+/// null, may throw.
 struct MergeOptions {
   std::string dtype = "bf16";
   int64_t shard_bytes = int64_t{5} << 30;

@@ -1,6 +1,7 @@
 #include "engine/checkpoint/manifest_check.h"
 
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 
 #include <algorithm>
 #include <array>
@@ -9,6 +10,7 @@
 #include <utility>
 
 #include "engine/checkpoint/checkpoint_file.h"
+#include "engine/partition/strides.h"
 
 namespace overspill::engine {
 namespace {
@@ -70,6 +72,9 @@ class Check {
               segment.step, segment.group);
       require(product(segment.shape) == segment.elements, "parameter '{}' has {} elements in a shape of {}",
               segment.name, segment.elements, product(segment.shape));
+      require(normal_strides(segment.shape, segment.strides) == segment.strides,
+              "parameter '{}' of shape ({}) has the strides ({})", segment.name, beginning(segment.shape),
+              beginning(segment.strides));
       if (segment.elements > 0) taken.emplace_back(segment.begin, segment.begin + segment.elements);
     }
     std::ranges::sort(taken);
@@ -139,6 +144,11 @@ class Check {
   /// Whether [begin, begin + count) lies in [0, size), without ever forming a sum that could overflow.
   static bool fits(int64_t begin, int64_t count, int64_t size) {
     return begin >= 0 && count >= 0 && begin <= size && count <= size - begin;
+  }
+
+  /// A hostile list may be long.
+  static fmt::join_view<const int64_t*, const int64_t*> beginning(const std::vector<int64_t>& values) {
+    return fmt::join(values.data(), values.data() + std::min<size_t>(values.size(), 8), ", ");
   }
 
   /// -1 for what no tensor can have.

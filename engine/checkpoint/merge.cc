@@ -12,12 +12,13 @@
 #include "engine/checkpoint/manifest.h"
 #include "engine/checkpoint/manifest_check.h"
 #include "engine/checkpoint/weights.h"
+#include "engine/partition/strides.h"
 
 namespace overspill::engine {
 namespace {
 
-constexpr int64_t kRunElements = int64_t{1}
-                                 << 20;  // read, converted and written at a time: the memory of a merge
+constexpr int64_t kRunElements =
+    int64_t{1} << 20;  // read, converted and written at a time: the memory of a merge of row-major tensors
 
 struct Tensor {
   const ManifestUnit* unit = nullptr;
@@ -153,6 +154,30 @@ void write_text(CheckpointFile file, const std::string& text) {
   file.sync();
 }
 
+/// The tensor as it lies in the checkpoint is what safetensors want.
+void stream(WeightReader& reader, const Tensor& tensor, CheckpointFile& file, Progress& progress) {
+  for (int64_t done = 0; done < tensor.segment->elements; done += kRunElements) {
+    const int64_t count = std::min(kRunElements, tensor.segment->elements - done);
+    const auto bytes = reader.read(tensor.segment->begin + done, count, tensor.dtype);
+    file.write(bytes);
+    progress.add(static_cast<int64_t>(bytes.size()));
+  }
+}
+
+/// The same for a tensor that lies in another order: its first row may need its last element, so all of it is
+/// brought into memory.
+void reorder(WeightReader& reader, const Tensor& tensor, CheckpointFile& file, Progress& progress) {
+  RowMajor order(tensor.segment->shape, tensor.segment->strides);
+  std::vector<std::byte> whole(static_cast<size_t>(tensor.bytes));
+  for (int64_t done = 0; done < tensor.segment->elements; done += kRunElements) {
+    const int64_t count = std::min(kRunElements, tensor.segment->elements - done);
+    const auto bytes = reader.read(tensor.segment->begin + done, count, tensor.dtype);
+    order.place(bytes, dtype_bytes(tensor.dtype), whole);
+    progress.add(static_cast<int64_t>(bytes.size()));
+  }
+  file.write(whole);
+}
+
 void write_shard(const std::filesystem::path& checkpoint, const Shard& shard, CheckpointFile file,
                  Progress& progress) {
   const std::string header = header_of(shard);
@@ -165,12 +190,8 @@ void write_shard(const std::filesystem::path& checkpoint, const Shard& shard, Ch
       unit = tensor.unit;
       reader = std::make_unique<WeightReader>(checkpoint, *unit);
     }
-    for (int64_t done = 0; done < tensor.segment->elements; done += kRunElements) {
-      const int64_t count = std::min(kRunElements, tensor.segment->elements - done);
-      const auto bytes = reader->read(tensor.segment->begin + done, count, tensor.dtype);
-      file.write(bytes);
-      progress.add(static_cast<int64_t>(bytes.size()));
-    }
+    const auto write = tensor.segment->strides.empty() ? stream : reorder;
+    write(*reader, tensor, file, progress);
   }
   file.sync();
 }

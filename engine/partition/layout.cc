@@ -1,6 +1,7 @@
 #include "engine/partition/layout.h"
 
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 
 #include <algorithm>
 #include <array>
@@ -8,6 +9,8 @@
 #include <stdexcept>
 #include <unordered_set>
 #include <utility>
+
+#include "engine/partition/strides.h"
 
 namespace overspill::engine {
 namespace {
@@ -31,6 +34,17 @@ int64_t count_elements(const SegmentSpec& spec) {
     elements *= extent;
   }
   return elements;
+}
+
+std::vector<int64_t> strides_of(const SegmentSpec& spec) {
+  auto strides = normal_strides(spec.shape, spec.strides);
+  if (!strides) {
+    throw std::invalid_argument(
+        fmt::format("parameter {}: strides ({}) are no permutation of a dense tensor of shape ({}); make it "
+                    "contiguous",
+                    spec.name, fmt::join(spec.strides, ", "), fmt::join(spec.shape, ", ")));
+  }
+  return *std::move(strides);
 }
 
 void check_format(const UnitSpec& spec) {
@@ -81,7 +95,8 @@ Unit place_segments(const UnitSpec& spec, std::unordered_set<std::string>& names
       throw std::invalid_argument(fmt::format("parameter {} is declared twice", segment.name));
     }
     const int64_t elements = count_elements(segment);
-    unit.segments.push_back({segment.name, segment.aliases, segment.shape, segment.group, end, elements});
+    unit.segments.push_back(
+        {segment.name, segment.aliases, segment.shape, strides_of(segment), segment.group, end, elements});
     end = round_up(end + elements, align);
   }
   unit.elements = std::max<int64_t>(end, align);

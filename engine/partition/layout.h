@@ -24,6 +24,7 @@ struct Segment {
   std::string name;
   std::vector<std::string> aliases;
   std::vector<int64_t> shape;
+  std::vector<int64_t> strides;  // as normal_strides gives them: empty where row-major
   int64_t group = 0;
   int64_t begin = 0;
   int64_t elements = 0;
@@ -77,7 +78,7 @@ struct Layout {
 };
 
 /// Throws std::invalid_argument naming what is wrong: a unit without segments, a name used twice, a shape
-/// that overflows, a format that does not fit its dtype.
+/// that overflows, strides that are no permutation of their shape, a format that does not fit its dtype.
 Layout make_layout(const std::vector<UnitSpec>& units, int64_t chunk_elements, int rank, int world);
 
 }  // namespace overspill::engine

@@ -27,6 +27,9 @@ struct SegmentSpec {
   std::vector<int64_t> shape;
   int64_t group = 0;                 // index of its hyper-parameters in step()
   std::vector<std::string> aliases;  // further names of the same (tied) parameter
+  /// In elements, one a dimension; empty: row-major. Bytes come, lie and go in the order of memory that they
+  /// give.
+  std::vector<int64_t> strides = {};
 };
 
 struct UnitSpec {

@@ -27,8 +27,10 @@ class ManifestTest : public ::testing::Test {
     ManifestUnit& split = builder.add_unit("layer.0", "bf16_split", "BF16", 40'000);
     CheckpointBuilder::add_segment(split, "layer.0.weight", {100, 300}, 0, {"head.weight"});
     CheckpointBuilder::add_segment(split, "layer.0.bias", {300}, 30'016);
-    ManifestUnit& full = builder.add_unit("norm", "fp32", "F32", 64);
+    ManifestUnit& full = builder.add_unit("norm", "fp32", "F32", 96);
     CheckpointBuilder::add_segment(full, "norm.weight", {64}, 0);
+    CheckpointBuilder::add_segment(full, "norm.conv", {4, 2, 3}, 64);
+    full.segments.back().strides = {6, 1, 2};
     ManifestUnit& frozen = builder.add_unit("table", "frozen", "I64", 10);
     CheckpointBuilder::add_segment(frozen, "table", {}, 5);
     lo_ = bytes_of(random_values<int16_t>(40'000, 2));
@@ -37,7 +39,7 @@ class ManifestTest : public ::testing::Test {
     builder.add_component(split, "m", bytes_of(random_values<float>(40'000, 3)), 20'000);
     builder.add_component(split, "v", bytes_of(random_values<float>(40'000, 4)), 25'001);
     for (const char* component : {"hi", "m", "v"}) {
-      builder.add_component(full, component, bytes_of(random_values<float>(64, 5)), 33);
+      builder.add_component(full, component, bytes_of(random_values<float>(96, 5)), 33);
     }
     builder.add_component(frozen, "hi", bytes_of(random_values<int64_t>(10, 6)), 10);
     manifest_ = builder.manifest;
@@ -93,6 +95,9 @@ TEST_F(ManifestTest, RoundTrips) {
   EXPECT_EQ(unit.segments[1].step, 3);
   EXPECT_TRUE(unit.segments[1].trainable);
   EXPECT_FALSE(read.units[2].segments[0].trainable);
+  EXPECT_TRUE(unit.segments[0].strides.empty());
+  EXPECT_EQ(read.units[1].segments[1].strides, (std::vector<int64_t>{6, 1, 2}));
+  EXPECT_FALSE(Json::parse(text_)["units"][0]["parameters"][0].contains("strides"));
   ASSERT_EQ(unit.pieces.size(), expected.pieces.size());
   for (size_t i = 0; i < unit.pieces.size(); ++i) {
     EXPECT_EQ(unit.pieces[i].component, expected.pieces[i].component);
@@ -173,11 +178,45 @@ TEST_F(ManifestTest, RefusesSizesThatDoNotFit) {
         parameter["elements"] = huge;
         parameter["begin"] = 1;
       },
-      "1 + 9223372036854775807 of 64");
+      "1 + 9223372036854775807 of 96");
   expect_refused([](Json& json) { json["units"][0]["parameters"][1]["begin"] = 39'701; },
                  "39701 + 300 of 40000");
   expect_refused([](Json& json) { json["units"][0]["parameters"][1]["begin"] = 29'999; },
                  "have element 29999");
+}
+
+TEST_F(ManifestTest, RefusesStridesThatDoNotFit) {
+  constexpr int64_t huge = std::numeric_limits<int64_t>::max();
+  const auto with = [](const Json& strides) {
+    return [strides](Json& json) { json["units"][1]["parameters"][1]["strides"] = strides; };
+  };
+  for (const std::vector<int64_t>& strides : std::vector<std::vector<int64_t>>{{6, 1},
+                                                                               {6, 1, 2, 1},
+                                                                               {6, 0, 2},
+                                                                               {6, 1, 1},
+                                                                               {12, 1, 2},
+                                                                               {6, 1, huge},
+                                                                               {huge, huge, huge},
+                                                                               {0, 0, 0}}) {
+    expect_refused(with(strides), "'norm.conv' of shape (4, 2, 3) has the strides (");
+  }
+  expect_refused(with({6, 3, 1}), "has the strides (6, 3, 1)");  // row-major: the field is absent then
+  expect_refused(with(std::vector<int64_t>(100'000, 7)), "has the strides (7, 7, 7, 7, 7, 7, 7, 7)");
+  expect_refused(with(Json::array()), "empty list");
+  for (const Json& strides :
+       {Json(nullptr), Json(6), Json("6"), Json{6, 1, "2"}, Json{6, 1, -2}, Json{6, 1, 2.0}}) {
+    expect_refused(with(strides), "'strides'");
+  }
+  expect_refused(
+      [](Json& json) {  // beside it another field is still one too many
+        json["units"][1]["parameters"][1]["surprise"] = 1;
+      },
+      "10 fields where 9");
+  expect_refused([](Json& json) {  // where no element is, no order is
+    Json& parameter = json["units"][1]["parameters"][1];
+    parameter["shape"] = {0, 2, 3};
+    parameter["elements"] = 0;
+  });
 }
 
 TEST_F(ManifestTest, RefusesPiecesThatDoNotCoverExactlyOnce) {

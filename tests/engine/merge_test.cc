@@ -7,6 +7,7 @@
 #include <nlohmann/json.hpp>
 
 #include "checkpoint_builder.h"
+#include "engine/checkpoint/manifest_check.h"
 
 namespace overspill::engine {
 namespace {
@@ -245,6 +246,77 @@ TEST_F(MergeTest, EveryTensorIsAligned) {
       const std::string type = tensor.at("dtype");
       const int64_t align = type == "I64" || type == "F64" ? 8 : type == "F32" ? 4 : type == "BF16" ? 2 : 1;
       EXPECT_EQ(tensor.at("data_offsets").at(0).get<int64_t>() % align, 0) << name;
+    }
+    std::filesystem::remove_all(out());
+  }
+}
+
+/// By the definition of strides, element by element.
+std::string row_major(const std::string& memory, const ManifestSegment& segment) {
+  const size_t width = memory.size() / segment.elements;
+  std::string out;
+  out.reserve(memory.size());
+  for (int64_t i = 0; i < segment.elements; ++i) {
+    int64_t rest = i, place = 0;
+    for (size_t d = segment.shape.size(); d-- > 0; rest /= segment.shape[d]) {
+      place += rest % segment.shape[d] * segment.strides[d];
+    }
+    out.append(memory, place * width, width);
+  }
+  return out;
+}
+
+TEST_F(MergeTest, WritesRowMajorWhateverTheStrides) {
+  TemporaryFolder folder;
+  CheckpointBuilder builder(folder.path());
+  constexpr int64_t kElements = 1'200'000;
+  const std::vector<std::pair<std::string, std::string>> kinds = {{"bf16_split", "BF16"}, {"fp32", "F32"},
+                                                                  {"frozen", "F16"},      {"frozen", "BF16"},
+                                                                  {"frozen", "BOOL"},     {"frozen", "F64"}};
+  for (const auto& [format, dtype] : kinds) {
+    const std::string name = format + "." + dtype;
+    ManifestUnit& unit = builder.add_unit(name, format, dtype, kElements);
+    const auto add = [&](const char* what, std::vector<int64_t> shape, std::vector<int64_t> strides,
+                         int64_t begin) {
+      CheckpointBuilder::add_segment(unit, name + "." + what, std::move(shape), begin);
+      unit.segments.back().strides = std::move(strides);
+    };
+    add("conv", {4, 3, 5, 7}, {105, 1, 21, 3}, 64);
+    add("turned", {3, 1, 4, 5}, {4, 1, 1, 12}, 500);
+    add("huge", {1'100, 1'025}, {1, 1'100}, 640);  // more than is read at a time
+    add("flat", {33}, {}, 1'199'000);
+    for (const char* component : {"hi", "lo", "m", "v"}) {
+      const int64_t bytes = component_bytes(unit, component) * kElements;
+      if (bytes > 0) {
+        builder.add_component(unit, component, bytes_of(random_values<uint64_t>(bytes / 8, 1)), 700'001);
+      }
+    }
+  }
+  const Manifest& strided = builder.manifest;
+  Manifest plain = strided;  // the same bytes, taken as row-major
+  for (ManifestUnit& unit : plain.units) {
+    for (ManifestSegment& segment : unit.segments) segment.strides.clear();
+  }
+  for (const char* dtype : {"bf16", "fp32"}) {
+    std::map<std::string, ReadTensor> expected, tensors;
+    write_manifest(folder.path(), plain);
+    merge_checkpoint(folder.path(), out() / "plain", {.dtype = dtype}, nullptr, nullptr);
+    read_safetensors(out() / "plain/model.safetensors", expected);
+    write_manifest(folder.path(), strided);
+    const MergeResult result =
+        merge_checkpoint(folder.path(), out() / "strided", {.dtype = dtype}, nullptr, nullptr);
+    read_safetensors(out() / "strided/model.safetensors", tensors);
+    EXPECT_EQ(result.tensors, static_cast<int64_t>(kinds.size() * 4));
+    for (const ManifestUnit& unit : strided.units) {
+      for (const ManifestSegment& segment : unit.segments) {
+        const ReadTensor &found = tensors[segment.name], &memory = expected[segment.name];
+        EXPECT_EQ(found.shape, segment.shape);
+        EXPECT_EQ(found.dtype, memory.dtype);
+        const bool same = segment.strides.empty() ? found.data == memory.data
+                                                  : found.data == row_major(memory.data, segment);
+        EXPECT_TRUE(same) << segment.name << " to " << dtype;
+        EXPECT_EQ(found.data == memory.data, segment.strides.empty());
+      }
     }
     std::filesystem::remove_all(out());
   }

@@ -1,9 +1,12 @@
 // Layout, trace, plan and arena: what is decided before a byte moves.
 #include <gtest/gtest.h>
 
+#include <limits>
+
 #include "engine/memory/budget.h"
 #include "engine/memory/range_allocator.h"
 #include "engine/partition/layout.h"
+#include "engine/partition/strides.h"
 #include "engine/schedule/plan.h"
 #include "engine/schedule/trace.h"
 
@@ -53,6 +56,40 @@ TEST(Layout, RefusesWhatDoesNotFit) {
   EXPECT_THROW(make(Format::fp32, "F32", {{"a", {int64_t{1} << 40, int64_t{1} << 40}, 0, {}}}),
                std::invalid_argument);
   EXPECT_THROW(make_layout({}, 1024, 0, 1), std::invalid_argument);
+}
+
+TEST(Layout, KeepsStridesInOneForm) {
+  using Strides = std::vector<int64_t>;
+  const auto kept = [](Strides shape, Strides strides) {
+    const SegmentSpec spec{"a", std::move(shape), 0, {}, std::move(strides)};
+    return make_layout({{"u", Format::fp32, "F32", {spec}}}, 1024, 0, 1).units[0].segments[0].strides;
+  };
+  EXPECT_EQ(kept({4, 3, 5, 7}, {105, 1, 21, 3}), (Strides{105, 1, 21, 3})) << "channels_last";
+  EXPECT_EQ(kept({4, 3}, {1, 4}), (Strides{1, 4}));
+  EXPECT_EQ(kept({4, 3}, {}), Strides{});
+  EXPECT_EQ(kept({4, 3}, {3, 1}), Strides{});
+  EXPECT_EQ(kept({8, 1, 3, 3}, {9, 1, 3, 1}), Strides{}) << "channels_last of one channel is row-major";
+  EXPECT_EQ(kept({4, 1, 3}, {1, 999, 4}), (Strides{1, 1, 4})) << "the stride of extent 1 addresses nothing";
+  EXPECT_EQ(kept({1}, {7}), Strides{});
+  EXPECT_EQ(kept({0, 4}, {1, 1}), Strides{});
+}
+
+TEST(Layout, RefusesStridesThatAreNoPermutation) {
+  constexpr int64_t kHuge = std::numeric_limits<int64_t>::max();
+  const std::vector<std::vector<int64_t>> bad = {{1, 1},  {0, 1},     {1, 3},     {4, 1},        {2, 8},
+                                                 {-1, 4}, {1, -4},    {1},        {1, 4, 12},    {1, 5},
+                                                 {6, 1},  {1, kHuge}, {kHuge, 1}, {kHuge, kHuge}};
+  for (const auto& strides : bad) {
+    try {
+      make_layout({{"u", Format::fp32, "F32", {{"conv.weight", {4, 3}, 0, {}, strides}}}}, 1024, 0, 1);
+      ADD_FAILURE() << "accepted " << ::testing::PrintToString(strides);
+    } catch (const std::invalid_argument& error) {
+      EXPECT_NE(std::string(error.what()).find("conv.weight"), std::string::npos) << error.what();
+    }
+  }
+  const int64_t wide = int64_t{1} << 40;  // a product that overflows is no product
+  EXPECT_FALSE(normal_strides(std::vector<int64_t>{wide, wide}, std::vector<int64_t>{1, wide}));
+  EXPECT_FALSE(normal_strides(std::vector<int64_t>{-2, 3}, std::vector<int64_t>{1, 2}));
 }
 
 TEST(Trace, PredictsFromTheLastPassOfItsKind) {
