@@ -22,6 +22,7 @@
 namespace overspill::io {
 namespace {
 
+constexpr std::string_view kFolderPrefix = "overspill-";
 constexpr std::string_view kSlabPrefix = "slab-";
 constexpr std::string_view kLockName = "lock";
 constexpr mode_t kOwnerOnly = 0600;
@@ -52,6 +53,35 @@ bool same_file(int fd, const std::filesystem::path& path) {
          by_fd.st_dev == by_name.st_dev;
 }
 
+// What cannot be removed takes space, nothing else: errors are ignored. The caller holds the folder's lock.
+void remove_slabs(const std::filesystem::path& folder) {
+  std::error_code ignored;
+  for (const auto& entry : std::filesystem::directory_iterator(folder, ignored)) {
+    if (entry.path().filename().string().starts_with(kSlabPrefix)) ::unlink(entry.path().c_str());
+  }
+}
+
+void remove_folder(const std::filesystem::path& folder) {
+  remove_slabs(folder);
+  // The lock last: as long as it is there and held, nobody else works in the folder.
+  ::unlink((folder / kLockName).c_str());
+  ::rmdir(folder.c_str());
+}
+
+// A killed run cannot clean up after itself, and its job name may never come again. Its lock is free, though:
+// whoever gets it owns what lies there. A folder without a lock belongs to a run that is just starting.
+void remove_dead_runs(const std::filesystem::path& path) {
+  std::error_code ignored;
+  for (const auto& entry : std::filesystem::directory_iterator(path, ignored)) {
+    if (!entry.path().filename().string().starts_with(kFolderPrefix)) continue;
+    const auto lock_path = entry.path() / kLockName;
+    const UniqueFd lock(::open(lock_path.c_str(), O_RDWR | O_CLOEXEC | O_NOFOLLOW));
+    if (lock && ::flock(lock.get(), LOCK_EX | LOCK_NB) == 0 && same_file(lock.get(), lock_path)) {
+      remove_folder(entry.path());
+    }
+  }
+}
+
 }  // namespace
 
 StoreError system_error(Operation operation, const std::filesystem::path& path, std::string detail) {
@@ -70,24 +100,22 @@ void sync_folder(const std::filesystem::path& folder) {
 }
 
 JobFolder::JobFolder(const std::filesystem::path& path, const std::string& job, bool direct)
-    : path_(path / ("overspill-" + job)), owner_(::getpid()), direct_(direct) {
+    : path_(path / (std::string(kFolderPrefix) + job)), owner_(::getpid()), direct_(direct) {
   check_job(job);
   std::error_code error;
   if (!std::filesystem::is_directory(path, error)) {
     errno = error ? error.value() : ENOENT;
     throw system_error(Operation::open, path, "the store's path must be an existing folder");
   }
+  remove_dead_runs(path);
   take_lock(job);
-  remove_slabs();
+  remove_slabs(path_);
   direct_ = direct_ && direct_works();
 }
 
 JobFolder::~JobFolder() {
   if (!lock_ || ::getpid() != owner_) return;  // moved from, or a forked child's copy
-  remove_slabs();
-  // The lock last: as long as it is there and held, nobody else works in the folder.
-  ::unlink((path_ / kLockName).c_str());
-  ::rmdir(path_.c_str());
+  remove_folder(path_);
 }
 
 void JobFolder::take_lock(const std::string& job) {
@@ -114,13 +142,6 @@ void JobFolder::take_lock(const std::string& job) {
     }
     lock_ = std::move(fd);
     return;
-  }
-}
-
-void JobFolder::remove_slabs() const {
-  std::error_code ignored;  // what cannot be removed takes space, nothing else
-  for (const auto& entry : std::filesystem::directory_iterator(path_, ignored)) {
-    if (entry.path().filename().string().starts_with(kSlabPrefix)) ::unlink(entry.path().c_str());
   }
 }
 

@@ -21,7 +21,8 @@ struct SlabFile {
 
 class JobFolder {
  public:
-  /// Locks `<path>/overspill-<job>` and empties it of a dead run's slabs. Throws StoreError.
+  /// Locks `<path>/overspill-<job>`; removes what dead runs, of this job or another, left on the path. A live
+  /// run's files are never touched. Throws StoreError.
   JobFolder(const std::filesystem::path& path, const std::string& job, bool direct);
   JobFolder(JobFolder&&) = default;
   /// Removes the slabs, the lock and the folder, in the process that made them.
@@ -38,7 +39,6 @@ class JobFolder {
 
  private:
   void take_lock(const std::string& job);
-  void remove_slabs() const;
   bool direct_works() const;
 
   std::filesystem::path path_;

@@ -116,8 +116,11 @@ void measure(Store& store, int64_t bytes, DiskProbe& probe) {
   store.reserve(bytes);
   for (int64_t i = 0; i < bytes / kProbeExtentBytes; ++i)
     extents.push_back(store.allocate(kProbeExtentBytes));
+  store.register_memory(all);
   probe.write_bytes_per_s = bytes_per_second(store, Transfer::Kind::write, extents, all);
   probe.read_bytes_per_s = bytes_per_second(store, Transfer::Kind::read, extents, all);
+  probe.backend = store.stats().backend;
+  store.unregister_memory(all);
 }
 
 class NoOwner final : public TransferOwner {
@@ -154,7 +157,6 @@ DiskProbe probe_disk(const std::filesystem::path& folder, int64_t scratch_bytes)
   options.job = job;
   const auto store = make_file_store(options);
   measure(*store, std::max(scratch_bytes / kProbeExtentBytes, int64_t{1}) * kProbeExtentBytes, probe);
-  probe.backend = store->stats().backend;
   return probe;
 }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import itertools
 import json
 import os
 import re
@@ -86,7 +87,10 @@ class EngineOptions(_Section):
     seed: int = 0
     checkpoints_kept: int = Field(1, ge=0)
     io_backend: Literal["auto", "io_uring", "threads", "memory"] = "auto"
-    job: str = "default"
+    job: str | None = None  # names the files on NVMe; None: one of its own for every engine
+
+
+_engines = itertools.count()  # of this process, for their files' names
 
 
 class Config(_Section):
@@ -119,7 +123,9 @@ class Config(_Section):
         flat.gradient_accumulation = self.gradient_accumulation_steps
         flat.max_grad_norm = self.gradient_clipping
         for name in EngineOptions.model_fields:
-            setattr(flat, name, getattr(self.engine, name))
+            if name != "job":
+                setattr(flat, name, getattr(self.engine, name))
+        flat.job = self.engine.job or f"{os.getpid()}-{next(_engines)}"
         return flat
 
 

@@ -148,6 +148,21 @@ TEST_P(FileStoreTest, LeftoversOfADeadRunGo) {
   EXPECT_TRUE(fs::exists(job / "notes.txt"));
 }
 
+TEST_P(FileStoreTest, LeftoversOfADeadRunOfAnotherJobGoButNotThoseOfALiveOne) {
+  const auto live = open(options("live"));
+  if (live == nullptr) GTEST_SKIP() << "the kernel refuses io_uring";
+  const int status = exit_status_of([&] {
+    const auto store = open(options("dead"));
+    ::_exit(store == nullptr ? 1 : 0);
+    return 0;
+  });
+  ASSERT_EQ(status, 0);
+  ASSERT_TRUE(fs::exists(folder_.path() / "overspill-dead"));
+  const auto store = make_file_store(options());
+  EXPECT_FALSE(fs::exists(folder_.path() / "overspill-dead"));
+  EXPECT_TRUE(fs::exists(folder_.path() / "overspill-live" / "lock"));
+}
+
 TEST_P(FileStoreTest, MissingPathAndBadJobAreNamed) {
   FileStoreOptions missing = options();
   missing.paths = {folder_.path() / "not-there"};

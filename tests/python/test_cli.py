@@ -272,3 +272,29 @@ def test_full_disk_for_checkpoints(bench, spilling, capsys, tmp_path):
         message = bench.fails(capsys, *bench.train_args(disk / "out", save_every=2, **spilling))
         assert "disk/out" in message and "space" in message, message
         assert not list((disk / "out/checkpoints").glob("step-*")), "a checkpoint that is not whole"
+
+
+def test_doctor_says_what_to_change():
+    from overspill.cli.doctor import advise
+
+    good = {
+        "folder": "/disk",
+        "io_uring": True,
+        "io_uring_refusal": "",
+        "backend": "io_uring, O_DIRECT, registered buffers",
+        "direct": True,
+        "file_system": "ext4",
+        "read_bytes_per_s": 2e9,
+        "write_bytes_per_s": 2e9,
+    }
+    report = {
+        "disks": [good],
+        "memlock_limit_bytes": 8 << 20,
+        "transparent_huge_pages": "always [madvise] never",
+        "instruction_set": "avx2",
+    }
+    assert advise(report) == []
+    bad = good | {"io_uring": False, "io_uring_refusal": "EPERM", "direct": False, "read_bytes_per_s": 1e8}
+    texts = advise(report | {"disks": [bad], "transparent_huge_pages": "always madvise [never]"})
+    for word in ("EPERM", "O_DIRECT", "slow", "huge pages"):
+        assert any(word in text for text in texts), word

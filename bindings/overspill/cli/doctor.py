@@ -10,6 +10,8 @@ from pathlib import Path
 from overspill.cli.common import nvme_folders
 from overspill.memory import human
 
+SLOW_DISK_BYTES_PER_S = 500e6
+
 
 def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
@@ -26,7 +28,46 @@ def run(args: argparse.Namespace) -> int:
     report["gpu"] = _gpus()
     for line in _lines(report):
         print(line)
+    advice = advise(report)
+    print("\nwhat to change" + (":" if advice else ": nothing"))
+    for line in advice:
+        print(f"  - {line}")
     return 0
+
+
+def advise(report: dict) -> list[str]:
+    """What would make this machine better for the engine, most useful first; empty when nothing would."""
+    advice = []
+    for disk in report["disks"]:
+        folder, backend = disk["folder"], disk["backend"]
+        if not disk["io_uring"]:
+            advice.append(
+                f"{folder}: io_uring is refused ({disk['io_uring_refusal']}): the thread fallback is used, at more CPU "
+                "time a byte. Allow it: sysctl kernel.io_uring_disabled=0, or the container's seccomp profile"
+            )
+        elif "registered buffers" not in backend:
+            advice.append(
+                f"{folder}: buffers are not registered with the kernel: raise the memory lock limit "
+                f"({human(report['memlock_limit_bytes'])} now; ulimit -l, /etc/security/limits.conf)"
+            )
+        if not disk["direct"]:
+            advice.append(
+                f"{folder}: {disk['file_system']} refuses O_DIRECT: transfers go through the page cache. Choose a "
+                "folder on ext4 or XFS"
+            )
+        slowest = min(disk["read_bytes_per_s"], disk["write_bytes_per_s"])
+        if slowest < SLOW_DISK_BYTES_PER_S:
+            advice.append(
+                f"{folder}: {human(slowest)}/s is slow: a step moves 20 bytes a parameter. Use a faster disk, or a "
+                "larger host budget"
+            )
+    if "[never]" in report["transparent_huge_pages"]:
+        advice.append(
+            "huge pages are off: echo madvise > /sys/kernel/mm/transparent_hugepage/enabled speeds the update up"
+        )
+    if report["instruction_set"] == "portable":
+        advice.append("neither AVX2 nor AVX-512 was found (or OVERSPILL_ISA limits it): updates will be slow")
+    return advice
 
 
 def _memory() -> str:
