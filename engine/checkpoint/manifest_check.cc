@@ -15,8 +15,8 @@
 namespace overspill::engine {
 namespace {
 
-constexpr int64_t kBlockBytes = 64 * 1024;          // of a checksum
-constexpr int64_t kElementsMax = int64_t{1} << 56;  // times 8 bytes stays far from overflow
+constexpr int64_t kBlockBytes = int64_t{64} * 1024;  // of a checksum
+constexpr int64_t kElementsMax = int64_t{1} << 56;   // times 8 bytes stays far from overflow
 constexpr size_t kNameBytesMax = 4096;
 
 /// Accumulates nothing: the first thing that is wrong ends the check.
