@@ -6,7 +6,7 @@ BUILD := build/release
 export VENV JOBS
 
 .DEFAULT_GOAL := help
-.PHONY: help setup build train test test-cpp test-python test-long bench-adam readme lint format sanitize wheel clean
+.PHONY: help setup build train test test-cpp test-python test-long bench-adam bench-gradient readme lint format sanitize wheel clean
 
 help:  ## This list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -37,6 +37,9 @@ bench-adam: build  ## Update kernels beside a loop that only reads and writes th
 
 readme:  ## The README's numbers, from the results/*.json that are there
 	@$(PYTHON_VENV) tools/readme_numbers.py $(wildcard results/*.json)
+
+bench-gradient: build  ## Gradient passes: squares, accumulation (Google Benchmark)
+	@$(BUILD)/bench/bench_gradient
 
 lint: build  ## clang-format, clang-tidy, ruff
 	@tools/setup --lint

@@ -48,64 +48,6 @@ std::span<const std::byte> bytes_of(const std::vector<T>& values, int64_t count)
 
 }  // namespace
 
-// ---- the parts
-
-Machine::Machine(Layout layout, Plan plan, Config config, Resources resources)
-    : context(std::move(layout), std::move(plan), std::move(config), std::move(resources)),
-      gatherer(context),
-      updater(context, gatherer),
-      gradients(context),
-      access(context),
-      keeper(context) {
-  if (context.resources.store != nullptr) context.store().reserve(context.plan.nvme_reserve_bytes);
-}
-
-Machine::~Machine() {
-  shut_down();
-}
-
-void Machine::shut_down() noexcept {
-  if (closed) return;
-  closed = true;
-  {
-    std::unique_lock lock(context.mutex);
-    try {
-      updater.quiesce(lock);
-    } catch (const std::exception&) {
-      // It had failed: whoever used it was told.
-    }
-    if (context.failure.empty()) context.failure = "the engine was closed";  // nothing new is started
-  }
-  // Tasks and transfers point into this object: none may be left.
-  context.resources.executor.reset();
-  if (context.resources.store != nullptr) context.store().drain();
-  context.resources.store.reset();
-}
-
-const Unit& Machine::unit_at(int32_t unit) const {
-  if (unit < 0 || unit >= static_cast<int32_t>(context.layout.units.size())) {
-    throw std::invalid_argument(
-        fmt::format("there is no unit {}: the model has {}", unit, context.layout.units.size()));
-  }
-  return context.layout.units[unit];
-}
-
-const Segment& Machine::segment_at(int32_t unit, int32_t segment) const {
-  const Unit& u = unit_at(unit);
-  if (segment < 0 || segment >= static_cast<int32_t>(u.segments.size())) {
-    throw std::invalid_argument(
-        fmt::format("unit {} has no segment {}: it has {}", u.name, segment, u.segments.size()));
-  }
-  return u.segments[segment];
-}
-
-void Machine::wait_for_updates(std::unique_lock<std::mutex>& lock, int32_t unit) {
-  if (context.units[unit].pending_chunks == 0) return;
-  context.demanded_unit = unit;
-  updater.pump();
-  context.wait(lock, [&] { return context.units[unit].pending_chunks == 0; });
-}
-
 // ---- leases
 
 Lease::~Lease() {

@@ -1,7 +1,7 @@
 // A two-layer perceptron trained through the C++ API alone, its states over the host budget: they live on
 // NVMe.
 //
-//   mlp [FOLDER]        FOLDER: where the states go (default: the temporary folder)
+//   mlp --nvme /mnt/disk --steps 200        (mlp --help)
 //
 // The net learns y = sin(3 x0) * x1 on random points. After training it prints, for one step, which buffer
 // belonged to which layer at which moment: slot N is a buffer of the ring through which states come from NVMe
@@ -9,6 +9,7 @@
 #include <fmt/format.h>
 #include <unistd.h>
 
+#include <CLI/CLI.hpp>
 #include <algorithm>
 #include <cmath>
 #include <exception>
@@ -30,7 +31,6 @@ using overspill::engine::UnitSpec;
 constexpr int kInputs = 2;
 constexpr int kHidden = 65536;
 constexpr int kBatch = 32;
-constexpr int kSteps = 200;
 
 /// One layer a unit: weight (outputs x inputs, row-major), bias (outputs), both fp32.
 std::vector<UnitSpec> layers() {
@@ -136,9 +136,9 @@ void print_journal(Engine& engine) {
   }
 }
 
-int run(const std::filesystem::path& folder) {
+int run(const std::filesystem::path& folder, int64_t budget_bytes, int steps) {
   Config config;
-  config.host_budget_bytes = 3'500'000;
+  config.host_budget_bytes = budget_bytes;
   config.nvme = {folder};
   config.job = fmt::format("mlp-{}", ::getpid());
   config.max_grad_norm = 1.0;
@@ -152,8 +152,8 @@ int run(const std::filesystem::path& folder) {
   std::mt19937 random(2);
   float first = 0;
   float last = 0;
-  for (int step = 0; step < kSteps; ++step) {
-    engine.record_journal(step == kSteps - 2);
+  for (int step = 0; step < steps; ++step) {
+    engine.record_journal(step == steps - 2);
     last = train_batch(engine, make_batch(random));
     if (step == 0) first = last;
     const overspill::optim::AdamConfig group{.lr = 1e-4, .weight_decay = 0.01};
@@ -176,8 +176,20 @@ int run(const std::filesystem::path& folder) {
 }  // namespace
 
 int main(int argc, char** argv) {
+  CLI::App app("A two-layer perceptron whose optimizer states are over the host budget and live on NVMe.");
+  std::filesystem::path folder = std::filesystem::temp_directory_path();
+  int64_t budget_bytes = 3'500'000;
+  int steps = 200;
+  app.add_option("--nvme", folder, "folder for the states")
+      ->check(CLI::ExistingDirectory)
+      ->capture_default_str();
+  app.add_option("--host-budget", budget_bytes, "bytes of host memory that the engine may use")
+      ->capture_default_str();
+  app.add_option("--steps", steps, "steps to train")->check(CLI::Range(2, 1'000'000))->capture_default_str();
+  app.footer("Example: mlp --nvme /mnt/disk --steps 500");
+  CLI11_PARSE(app, argc, argv);
   try {
-    return run(argc > 1 ? std::filesystem::path(argv[1]) : std::filesystem::temp_directory_path());
+    return run(folder, budget_bytes, steps);
   } catch (const std::exception& error) {
     fmt::print(stderr, "mlp: {}\n", error.what());
     return 2;

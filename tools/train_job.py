@@ -27,6 +27,7 @@ sys.path[:0] = [str(ROOT / "tools"), str(ROOT / "bindings")]
 
 LR, CLIP, WEIGHT_DECAY, SEED = 5e-5, 1.0, 0.01, 0
 BATCH, SEQ_LEN, EVAL_BATCHES = 4, 256, 16
+LOSS_TOLERANCE = 0.01
 
 
 class Turns:
@@ -249,15 +250,28 @@ def main() -> int:
     result = measure(job)
     command("merge", result.pop("checkpoint"), str(merged), "--dtype", "bf16")
     print("completion:", flush=True)
-    completion = command(
-        "generate", "--model", str(merged), "--prompt", "def ", "--max-new-tokens", "48"
-    ).rstrip()
+    sampling = ("--max-new-tokens", "64", "--temperature", "0.6", "--seed", "1")
+    completion = command("generate", "--model", str(merged), "--prompt", "def ", *sampling).rstrip()
     report(result, merged)
     result.pop("plot")
     result.update(seconds=time.perf_counter() - started, completion=completion, machine=machine())
     keep(result)
+    broken = broken_promises(result)
+    print("".join(f"BROKEN: {line}\n" for line in broken), end="")
     print("RESULT " + json.dumps(result))
-    return 0
+    return 1 if broken else 0
+
+
+def broken_promises(result: dict[str, Any]) -> list[str]:
+    """What the engine promised and did not keep in this run. Speed is reported, never judged."""
+    broken = []
+    if abs(result["heldout_loss_after"] - result["heldout_loss_plain"]) > LOSS_TOLERANCE:
+        broken.append(f"the held-out loss differs from the plain loop's by more than {LOSS_TOLERANCE}")
+    if result["peak_host_bytes"] > result["host_budget_bytes"]:
+        broken.append("the engine held more host memory than its budget")
+    if result["peak_rss_bytes"] > result["host_budget_bytes"] + result["plain_fwd_bwd_rss_bytes"]:
+        broken.append("peak RSS is above the budget plus plain forward and backward")
+    return broken
 
 
 def keep(result: dict[str, Any]) -> None:

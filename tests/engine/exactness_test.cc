@@ -43,8 +43,7 @@ std::string name_of(const Case& c) {
 }
 
 std::filesystem::path scratch() {
-  auto folder =
-      std::filesystem::temp_directory_path() / fmt::format("overspill-engine-test-{}", ::getpid());
+  auto folder = std::filesystem::temp_directory_path() / fmt::format("overspill-engine-test-{}", ::getpid());
   std::filesystem::create_directories(folder);
   return folder;
 }
@@ -209,8 +208,10 @@ int64_t kernel_count(const char* key) {
   return -1;
 }
 
-TEST(Bytes, MovedOnNvmeAreThoseOfTheDesignAndOfTheKernel) {
-  Case c{Placement::nvme, 4, 2, "host", "auto", 1};
+class Bytes : public ::testing::TestWithParam<Placement> {};
+
+TEST_P(Bytes, MovedOnNvmeAreThoseOfThePlanAndOfTheKernel) {
+  Case c{GetParam(), 4, 2, "host", "auto", 1};
   Config config = config_of(c);
   Engine engine(toy_units(), config, resources_of(c, config));
   if (engine.stats().store.backend.find("O_DIRECT") == std::string::npos) {
@@ -229,12 +230,18 @@ TEST(Bytes, MovedOnNvmeAreThoseOfTheDesignAndOfTheKernel) {
   const int64_t stats_written = engine.stats().store.bytes_written - written;
   EXPECT_EQ(kernel_count("read_bytes:") - kernel_read, stats_read);
   EXPECT_EQ(kernel_count("write_bytes:") - kernel_written, stats_written);
+  EXPECT_EQ(stats_written, engine.plan().nvme_written_bytes_per_step);
+  EXPECT_GT(stats_written, 0);
+  if (GetParam() != Placement::nvme) return;
   int64_t trainable = 0;
   for (const engine::Unit& unit : engine.layout().units) {
     if (unit.trainable()) trainable += unit.shard_elements * (unit.element_bytes + unit.state_bytes());
   }
   EXPECT_EQ(stats_written, trainable) << "12 bytes a parameter";
 }
+
+INSTANTIATE_TEST_SUITE_P(Placements, Bytes, ::testing::Values(Placement::half, Placement::nvme),
+                         [](const auto& info) { return info.param == Placement::half ? "half" : "nvme"; });
 
 }  // namespace
 }  // namespace overspill::testing
