@@ -169,8 +169,47 @@ std::vector<float> toy_contents(engine::Engine& engine) {
   return out;
 }
 
-std::vector<float> toy_reference(int steps, int micro_batches,
-                                 const std::vector<engine::StepResult>& results) {
+namespace {
+
+/// The gradient that the update sees: micro-batches added in fp32, ranks added in rank order and averaged, as
+/// the engine stores it (bf16 with one micro-batch), widened to fp32. Empty when no rank has one.
+std::vector<float> reference_gradient(Format format, const std::vector<float>& seen, int u, int s, int step,
+                                      int micro_batches, int world) {
+  std::vector<float> sum(seen.size());
+  bool present = false;
+  for (int rank = 0; rank < world; ++rank) {
+    if (toy_skips(u, s, step, rank)) continue;
+    std::vector<float> own(seen.size());
+    for (int micro = 0; micro < micro_batches; ++micro) {
+      const auto bytes = gradient_bytes(format, seen, u, s, step, micro, rank);
+      for (size_t i = 0; i < seen.size(); ++i) {
+        uint16_t narrow = 0;
+        float g = 0;
+        if (format == Format::bf16_split) {
+          std::memcpy(&narrow, bytes.data() + i * 2, 2);
+          g = widen(narrow);
+        } else {
+          std::memcpy(&g, bytes.data() + i * 4, 4);
+        }
+        own[i] = micro == 0 ? g : own[i] + g;
+      }
+    }
+    for (size_t i = 0; i < seen.size(); ++i) sum[i] += own[i];
+    present = true;
+  }
+  if (!present) return {};
+  for (float& g : sum) {
+    if (world == 1) break;
+    g *= 1.0F / static_cast<float>(world);
+    if (format == Format::bf16_split && micro_batches == 1) g = widen(reference_narrow(g));
+  }
+  return sum;
+}
+
+}  // namespace
+
+std::vector<float> toy_reference(int steps, int micro_batches, const std::vector<engine::StepResult>& results,
+                                 int world) {
   const auto units = toy_units();
   std::vector<float> out;
   for (size_t u = 0; u < units.size(); ++u) {
@@ -188,33 +227,19 @@ std::vector<float> toy_reference(int steps, int micro_batches,
       reference_split(bits.data(), hi.data(), lo.data(), n);
       int64_t count = 0;
       for (int step = 0; step < steps && format != Format::frozen; ++step) {
-        if (toy_skips(ui, si, step, 0)) continue;
         for (int64_t i = 0; i < n; ++i) seen[i] = format == Format::bf16_split ? widen(hi[i]) : p[i];
-        std::vector<float> sum(p.size());
-        std::vector<std::byte> one;
-        for (int micro = 0; micro < micro_batches; ++micro) {
-          one = gradient_bytes(format, seen, ui, si, step, micro, 0);
-          for (int64_t i = 0; i < n; ++i) {
-            float g = 0;
-            uint16_t narrow = 0;
-            if (format == Format::bf16_split) {
-              std::memcpy(&narrow, one.data() + i * 2, 2);
-              g = widen(narrow);
-            } else {
-              std::memcpy(&g, one.data() + i * 4, 4);
-            }
-            sum[i] = micro == 0 ? g : sum[i] + g;
-          }
-        }
+        const std::vector<float> gradient =
+            reference_gradient(format, seen, ui, si, step, micro_batches, world);
+        if (gradient.empty()) continue;
         const optim::AdamConfig c = toy_group(static_cast<int>(units[u].segments[s].group), step);
         ++count;
+        const int decoupled = c.decoupled ? 1 : 0;
         if (format == Format::bf16_split) {
-          reference_adam_split(hi.data(), lo.data(), m.data(), v.data(), sum.data(), 0, n, c.lr, c.beta1,
-                               c.beta2, c.eps, c.weight_decay, c.decoupled ? 1 : 0, count,
-                               results[step].clip);
+          reference_adam_split(hi.data(), lo.data(), m.data(), v.data(), gradient.data(), 0, n, c.lr, c.beta1,
+                               c.beta2, c.eps, c.weight_decay, decoupled, count, results[step].clip);
         } else {
-          reference_adam_fp32(p.data(), m.data(), v.data(), sum.data(), n, c.lr, c.beta1, c.beta2, c.eps,
-                              c.weight_decay, c.decoupled ? 1 : 0, count, results[step].clip);
+          reference_adam_fp32(p.data(), m.data(), v.data(), gradient.data(), n, c.lr, c.beta1, c.beta2, c.eps,
+                              c.weight_decay, decoupled, count, results[step].clip);
         }
       }
       if (format == Format::bf16_split) {

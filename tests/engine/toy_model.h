@@ -40,8 +40,9 @@ ToyStep toy_step(engine::Engine& engine, int step, int micro_batches, int rank);
 /// Exact fp32 weights and moments, everything (world 1).
 std::vector<float> toy_contents(engine::Engine& engine);
 
-/// What toy_step and toy_contents must give, by the scalar reference; `clips` receives the factors used.
-std::vector<float> toy_reference(int steps, int micro_batches,
-                                 const std::vector<engine::StepResult>& results);
+/// What toy_contents must give after toy_step, by the scalar reference; of `results` the clip factors are
+/// used. With several ranks: what they hold together.
+std::vector<float> toy_reference(int steps, int micro_batches, const std::vector<engine::StepResult>& results,
+                                 int world = 1);
 
 }  // namespace overspill::testing
