@@ -274,7 +274,7 @@ TEST_F(MergeTest, WritesRowMajorWhateverTheStrides) {
                                                                   {"frozen", "F16"},      {"frozen", "BF16"},
                                                                   {"frozen", "BOOL"},     {"frozen", "F64"}};
   for (const auto& [format, dtype] : kinds) {
-    const std::string name = format + "." + dtype;
+    const std::string name = std::string(format).append(".").append(dtype);
     ManifestUnit& unit = builder.add_unit(name, format, dtype, kElements);
     const auto add = [&](const char* what, std::vector<int64_t> shape, std::vector<int64_t> strides,
                          int64_t begin) {
