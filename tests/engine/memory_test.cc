@@ -122,6 +122,9 @@ TEST(HostMemory, RefusesWhatDoesNotFit) {
 }
 
 TEST(HostMemory, IsNotCopiedByFork) {
+#if defined(__SANITIZE_THREAD__)
+  GTEST_SKIP() << "ThreadSanitizer maps memory of its own where the child has none";
+#endif
   Budget budget("host", 4 * kMiB);
   HostMemory memory(budget, 4 * kMiB, "not for children");
   int ends[2];
