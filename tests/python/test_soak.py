@@ -1,5 +1,5 @@
-"""Long runs of random calls, in the order that a seed gives: steps, evaluation, edits, checkpoints saved, deleted and loaded.
-After each the engine equals the plain loop bit for bit, and nothing grows."""
+"""Long runs of random calls, in the order that a seed gives: steps, evaluation, edits, checkpoints saved, deleted
+and loaded. After each the engine equals the plain loop bit for bit, and nothing grows."""
 
 import copy
 import random
