@@ -57,8 +57,7 @@ def train(r: dict[str, Any]) -> list[str]:
         *(f"| {what} | {value.format(**r)} |" for what, value in rows),
     ]
     machine = [f"Machine: {r['machine']}.", ""] if "machine" in r else []
-    wrote = ["", "What the tuned model made of `def `:", "", "````", *r["completion"].splitlines(), "````"]
-    return [*machine, *table, *wrote]
+    return [*machine, *table]
 
 
 def adam(r: dict[str, Any]) -> list[str]:
