@@ -6,31 +6,16 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <array>
-#include <cerrno>
-#include <cstring>
 #include <map>
 #include <utility>
 
+#include "engine/checkpoint/checkpoint_file.h"
 #include "engine/checkpoint/resident_file.h"
 
 namespace overspill::engine {
 namespace {
 
 namespace fs = std::filesystem;
-
-constexpr std::array<Component, kComponents> kAll = {Component::hi, Component::lo, Component::m,
-                                                     Component::v};
-
-void sync_folder(const fs::path& folder) {
-  const int fd = ::open(folder.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
-  const bool synced = fd >= 0 && ::fsync(fd) == 0;
-  const int error = errno;
-  if (fd >= 0) ::close(fd);
-  if (!synced)
-    throw CheckpointError(
-        fmt::format("{}: cannot be made durable: {}", folder.string(), std::strerror(error)));
-}
 
 /// Creates `folder` and the folders above it that are missing, and makes their names durable.
 void create_durably(const fs::path& folder) {
@@ -114,7 +99,7 @@ void match(const fs::path& folder, const ManifestUnit& found, const Unit& own) {
 }
 
 Component component_of(const std::string& name) {
-  for (Component component : kAll) {
+  for (Component component : kAllComponents) {
     if (name == component_name(component)) return component;
   }
   throw CheckpointError(fmt::format("unknown component '{}' in the manifest", name));
@@ -205,7 +190,7 @@ Manifest CheckpointKeeper::write_folder(const fs::path& folder,
     for (int32_t c = unit.first_chunk; c < unit.first_chunk + unit.chunk_count; ++c) {
       const Chunk& chunk = context_.layout.chunks[c];
       const ChunkState& state = context_.chunks[c];
-      for (Component component : kAll) {
+      for (Component component : kAllComponents) {
         const auto i = static_cast<size_t>(component);
         const int64_t bytes = context_.component_bytes(c, component);
         if (bytes == 0) continue;

@@ -6,6 +6,7 @@
 // the fewest whose every component fills whole 4 KiB blocks; a shard is 4,096 elements.
 #pragma once
 
+#include <array>
 #include <cstdint>
 #include <string>
 #include <vector>
@@ -17,6 +18,8 @@ namespace overspill::engine {
 /// The arrays of a shard (DESIGN 2). `hi` is the weight as forward uses it, in every format.
 enum class Component : uint8_t { hi, lo, m, v };
 inline constexpr int kComponents = 4;
+inline constexpr std::array<Component, kComponents> kAllComponents = {Component::hi, Component::lo,
+                                                                      Component::m, Component::v};
 const char* component_name(Component component);
 
 /// A parameter's range in its unit's flat space, in elements.

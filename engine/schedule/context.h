@@ -100,6 +100,10 @@ struct Context {
     return component == Component::hi ? plan.weights_on_nvme[layout.chunks[chunk].unit]
                                       : plan.states_on_nvme[chunk];
   }
+  /// The chunk has such a component, and it lives in extents.
+  bool in_store(int32_t chunk, Component component) const {
+    return on_nvme(chunk, component) && component_bytes(chunk, component) > 0;
+  }
   bool touches_nvme(int32_t chunk) const {
     return on_nvme(chunk, Component::hi) || on_nvme(chunk, Component::lo);
   }

@@ -110,18 +110,18 @@ const std::byte* Gatherer::weights_in_memory(int32_t chunk) const {
   return in_slot ? state.staged_weights : nullptr;
 }
 
-void Gatherer::bring(Block& block, int32_t chunk, Urgency urgency) {
-  const Chunk& c = context_.layout.chunks[chunk];
-  const ChunkState& state = context_.chunks[chunk];
-  if (const std::byte* weights = weights_in_memory(chunk)) {
-    if (block.host != nullptr) {
-      std::memcpy(shard_of(block) + c.begin * context_.layout.units[c.unit].element_bytes, weights,
-                  context_.component_bytes(chunk, Component::hi));
-    }
-    arrived(block);
-    return;
+/// A chunk's weights come from memory. A block without host memory is filled from their home in one copy.
+void Gatherer::put(Block& block, int32_t chunk, const std::byte* weights) {
+  if (block.host != nullptr) {
+    std::memcpy(place_of(block, chunk), weights, context_.component_bytes(chunk, Component::hi));
   }
-  std::byte* to = shard_of(block) + c.begin * context_.layout.units[c.unit].element_bytes;
+  arrived(block);
+}
+
+void Gatherer::bring(Block& block, int32_t chunk, Urgency urgency) {
+  const ChunkState& state = context_.chunks[chunk];
+  if (const std::byte* weights = weights_in_memory(chunk)) return put(block, chunk, weights);
+  std::byte* to = place_of(block, chunk);
   const io::Extent& extent = state.extents[0];
   if (extent.empty()) {
     std::memset(to, 0, context_.component_bytes(chunk, Component::hi));
@@ -152,15 +152,8 @@ void Gatherer::on_fetched(io::Transfer& transfer) noexcept {
 }
 
 void Gatherer::deliver(int32_t chunk, const std::byte* weights) {
-  const Chunk& c = context_.layout.chunks[chunk];
-  const UnitState& state = context_.units[c.unit];
-  if (state.gathered != Gathered::filling) return;
-  Block& block = *state.block;
-  if (block.host != nullptr) {
-    std::memcpy(shard_of(block) + c.begin * context_.layout.units[c.unit].element_bytes, weights,
-                context_.component_bytes(chunk, Component::hi));
-  }
-  arrived(block);
+  const UnitState& state = context_.units[context_.layout.chunks[chunk].unit];
+  if (state.gathered == Gathered::filling) put(*state.block, chunk, weights);
 }
 
 void Gatherer::arrived(Block& block) {

@@ -62,6 +62,7 @@ class Gatherer {
   bool start_fill(int32_t unit, Urgency urgency);
   Block* take_block(int32_t unit, Urgency urgency);
   bool make_room(int32_t unit, Urgency urgency);
+  void put(Block& block, int32_t chunk, const std::byte* weights);
   void bring(Block& block, int32_t chunk, Urgency urgency);
   void arrived(Block& block);
   void collect(std::unique_lock<std::mutex>& lock, Block& block);
@@ -73,8 +74,10 @@ class Gatherer {
   bool needs_host_block(int32_t unit) const {
     return context_.layout.world > 1 || context_.plan.weights_on_nvme[unit];
   }
-  std::byte* shard_of(const Block& block) const {
-    return block.host + context_.layout.rank * context_.layout.units[block.unit].shard_bytes();
+  /// Where a chunk's weights belong in a block.
+  std::byte* place_of(const Block& block, int32_t chunk) const {
+    const Chunk& c = context_.layout.chunks[chunk];
+    return block.host + context_.layout.global_begin(c) * context_.layout.units[c.unit].element_bytes;
   }
 
   Context& context_;

@@ -68,7 +68,6 @@ class Planner {
     size_up(kRingSlotsBest);
     if (fits() || config_.nvme.empty()) return;
     spill_every(1);
-    size_up(kRingSlotsLeast);
     // Weights in order of use. The gather arena goes when the last one is home, so all of them together are
     // tried first.
     std::fill(plan_.weights_on_nvme.begin(), plan_.weights_on_nvme.end(), false);
@@ -86,8 +85,7 @@ class Planner {
   void bring_home(std::vector<bool>& on_nvme, size_t index, int64_t slots) {
     on_nvme[index] = false;
     size_up(slots);
-    if (!fits()) on_nvme[index] = true;
-    size_up(slots);
+    on_nvme[index] = !fits();
   }
 
   /// The longest prefix, in order of definition, that the budget takes: the first units of forward have

@@ -9,9 +9,6 @@
 namespace overspill::engine {
 namespace {
 
-constexpr std::array<Component, kComponents> kAll = {Component::hi, Component::lo, Component::m,
-                                                     Component::v};
-
 template <class T>
 std::span<T> elements(std::byte* memory, const Run& run) {
   return {reinterpret_cast<T*>(memory) + run.begin, static_cast<size_t>(run.elements)};
@@ -154,9 +151,9 @@ void Updater::stage(int32_t chunk, Slot& slot) {
   slot.in_flight = 1;  // this function's own
   context_.journal.note(Happening::reading, context_.layout.chunks[chunk].unit, chunk, slot.index);
   int64_t offset = 0;
-  for (Component component : kAll) {
+  for (Component component : kAllComponents) {
+    if (!context_.in_store(chunk, component)) continue;
     const int64_t bytes = context_.component_bytes(chunk, component);
-    if (bytes == 0 || !context_.on_nvme(chunk, component)) continue;
     const auto i = static_cast<size_t>(component);
     io::Transfer& transfer = slot.transfers[i];
     transfer.memory = slot.memory + offset;
@@ -201,9 +198,9 @@ void Updater::transferred(Slot& slot) {
     state.become(Residency::staged);
     context_.journal.note(Happening::staged, unit, chunk, slot.index);
   } else {
-    for (Component component : kAll) {
+    for (Component component : kAllComponents) {
       const auto i = static_cast<size_t>(component);
-      if (context_.component_bytes(chunk, component) == 0 || !context_.on_nvme(chunk, component)) continue;
+      if (!context_.in_store(chunk, component)) continue;
       // The old version goes only now that the new one is complete; a failed write leaves the old one in
       // place.
       if (!context_.failure.empty()) continue;
@@ -279,11 +276,9 @@ void Updater::run(int32_t chunk) noexcept {
     const std::lock_guard guard(context_.mutex);
     const ChunkState& state = context_.chunks[chunk];
     memory.component = state.home;
-    for (Component component : kAll) {
+    for (Component component : kAllComponents) {
       const auto i = static_cast<size_t>(component);
-      if (context_.component_bytes(chunk, component) > 0 && context_.on_nvme(chunk, component)) {
-        memory.component[i] = slots_[state.slot].transfers[i].memory;
-      }
+      if (context_.in_store(chunk, component)) memory.component[i] = slots_[state.slot].transfers[i].memory;
     }
     gradients = context_.units[c.unit].gradients + context_.layout.global_begin(c) * gradient_bytes;
   }
@@ -327,9 +322,9 @@ void Updater::write_back(int32_t chunk, Slot& slot) {
   context_.chunks[chunk].become(Residency::writing);
   context_.journal.note(Happening::writing, context_.layout.chunks[chunk].unit, chunk, slot.index);
   slot.in_flight = 1;
-  for (Component component : kAll) {
+  for (Component component : kAllComponents) {
+    if (!context_.in_store(chunk, component)) continue;
     const int64_t bytes = context_.component_bytes(chunk, component);
-    if (bytes == 0 || !context_.on_nvme(chunk, component)) continue;
     io::Transfer& transfer = slot.transfers[static_cast<size_t>(component)];
     transfer.kind = io::Transfer::Kind::write;
     transfer.priority = io::Transfer::Priority::write_behind;
