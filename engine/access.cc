@@ -7,21 +7,8 @@
 #include <stdexcept>
 
 namespace overspill::engine {
-namespace {
-
-int64_t scratch_bytes(const Context& context) {
-  int64_t most = 0;
-  for (const Chunk& chunk : context.layout.chunks) {
-    most =
-        std::max(most, chunk.elements * std::max<int64_t>(4, context.layout.units[chunk.unit].element_bytes));
-  }
-  return most;
-}
-
-}  // namespace
-
 Access::Access(Context& context)
-    : context_(context), scratch_(context.host_budget, scratch_bytes(context), "access from outside") {}
+    : context_(context), scratch_(context.host_budget, context.plan.access_bytes, "access from outside") {}
 
 template <class Visit>
 void Access::for_each_chunk(int32_t unit, Component component, int64_t begin, int64_t elements, Visit visit) {

@@ -42,14 +42,11 @@ void take_in(const std::byte* from, bool from_bf16, std::byte* to, bool to_bf16,
 
 }  // namespace
 
-Gradients::Gradients(Context& context) : context_(context), by_chunk_(context.chunks.size()) {
+Gradients::Gradients(Context& context)
+    : context_(context),
+      exchange_(context.host_budget, context.plan.exchange_bytes, "gradients exchanged between ranks"),
+      by_chunk_(context.chunks.size()) {
   for (const Unit& unit : context.layout.units) present_.emplace_back(unit.segments.size());
-  const int world = context.layout.world;
-  if (world > 1) {
-    int64_t most = 0;
-    for (const Chunk& chunk : context.layout.chunks) most = std::max(most, chunk.elements);
-    exchange_ = HostMemory(context.host_budget, 2 * world * most * 4, "gradients exchanged between ranks");
-  }
 }
 
 int64_t Gradients::element_bytes(int32_t unit) const {

@@ -139,7 +139,8 @@ class Planner {
     p.nvme_read_bytes_per_step += p.states_nvme_bytes;
     p.nvme_written_bytes_per_step += p.states_nvme_bytes;
     p.ring_slots = p.ring_slot_bytes > 0 ? slots : 0;
-    p.scratch_bytes = component_most + (layout_.world > 1 ? 2 * layout_.world * component_most : 0);
+    p.access_bytes = component_most;
+    p.exchange_bytes = layout_.world > 1 ? 2 * layout_.world * component_most : 0;
     size_up_gather(slots > kRingSlotsLeast);
     p.nvme_reserve_bytes =
         p.nvme_bytes() * (2 + config_.checkpoints_kept) + 2 * p.ring_slots * p.ring_slot_bytes;
@@ -221,7 +222,7 @@ std::string Plan::text() const {
   row(fmt::format("ring ({} slots of {})", ring_slots, mib(ring_slot_bytes)), ring_slots * ring_slot_bytes,
       0);
   row("gather arena", gather_host_bytes, 0);
-  row("scratch", scratch_bytes, 0);
+  row("scratch", access_bytes + exchange_bytes, 0);
   row("sum", host_bytes(), nvme_bytes());
   out += fmt::format("  {:<34} {:>14}\n", "budget", mib(host_budget_bytes));
   if (gather_device_bytes > 0)

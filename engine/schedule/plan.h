@@ -35,7 +35,8 @@ struct Plan {
   int64_t gather_host_bytes =
       0;  // arena of gathered units (where the device shares host memory), or of bounce buffers
   int64_t gather_device_bytes = 0;  // 0 where the device shares host memory
-  int64_t scratch_bytes = 0;  // one chunk's component, for access from outside; exchange buffers of world > 1
+  int64_t access_bytes = 0;         // one component of the largest chunk, for access from outside
+  int64_t exchange_bytes = 0;       // world > 1: gradients of one chunk, sent and received
   int64_t weights_nvme_bytes = 0;
   int64_t states_nvme_bytes = 0;
   int64_t nvme_reserve_bytes = 0;
@@ -44,7 +45,7 @@ struct Plan {
 
   int64_t host_bytes() const {
     return weights_host_bytes + states_host_bytes + gradient_bytes + ring_slots * ring_slot_bytes +
-           gather_host_bytes + scratch_bytes;
+           gather_host_bytes + access_bytes + exchange_bytes;
   }
   int64_t nvme_bytes() const { return weights_nvme_bytes + states_nvme_bytes; }
   /// A table for people.

@@ -161,19 +161,25 @@ TEST_F(Checkpoints, AFailedSaveLeavesNothingAndTrainingGoesOn) {
 
 // ---- a store that fails
 
+/// The toy model with everything in a store that fails as told.
+std::unique_ptr<Engine> faulty_engine(const io::Faults& faults) {
+  Config config;
+  config.host_budget_bytes = 64 << 20;
+  config.nvme = {fs::temp_directory_path()};
+  config.placement = Placement::nvme;
+  config.chunk_elements = 4096;
+  engine::Resources resources = make_resources(toy_units(), config, {"host", "memory", 1});
+  resources.store = io::make_memory_store(64 << 20, faults, 65536);
+  return std::make_unique<Engine>(toy_units(), config, std::move(resources));
+}
+
 TEST(Failure, PoisonsTheEngineAndSaysWhy) {
   for (const bool reads : {true, false}) {
-    Config config;
-    config.host_budget_bytes = 64 << 20;
-    config.nvme = {fs::temp_directory_path()};
-    config.placement = Placement::nvme;
-    config.chunk_elements = 4096;
-    engine::Resources resources = make_resources(toy_units(), config, {"host", "memory", 1});
     io::Faults faults;
     faults.seed = 5;
     (reads ? faults.read_error : faults.write_error) = 0.02;
-    resources.store = io::make_memory_store(64 << 20, faults, 65536);
-    Engine engine(toy_units(), config, std::move(resources));
+    const auto owned = faulty_engine(faults);
+    Engine& engine = *owned;
     std::string message;
     try {
       toy_load(engine);
@@ -193,17 +199,11 @@ TEST(Failure, PoisonsTheEngineAndSaysWhy) {
 }
 
 TEST(Failure, AFlippedBitIsAnErrorNotANumber) {
-  Config config;
-  config.host_budget_bytes = 64 << 20;
-  config.nvme = {fs::temp_directory_path()};
-  config.placement = Placement::nvme;
-  config.chunk_elements = 4096;
-  engine::Resources resources = make_resources(toy_units(), config, {"host", "memory", 1});
   io::Faults faults;
   faults.seed = 9;
   faults.bit_flip_on_read = 0.01;
-  resources.store = io::make_memory_store(64 << 20, faults, 65536);
-  Engine engine(toy_units(), config, std::move(resources));
+  const auto owned = faulty_engine(faults);
+  Engine& engine = *owned;
   EXPECT_ANY_THROW({
     toy_load(engine);
     for (int step = 0; step < 200; ++step) toy_step(engine, step, 1, 0);
