@@ -1,7 +1,9 @@
 #include <pybind11/stl.h>
 #include <pybind11/stl/filesystem.h>
 
+#include <fstream>
 #include <memory>
+#include <stdexcept>
 #include <string>
 #include <vector>
 
@@ -10,6 +12,7 @@
 #include "engine/engine.h"
 #include "engine/memory/host_memory.h"
 #include "engine/resources.h"
+#include "engine/schedule/chrome_trace.h"
 
 namespace overspill::bindings {
 namespace {
@@ -207,6 +210,14 @@ void register_weights(py::class_<Engine>& cls) {
       .def("clip_grad_norm", &Engine::clip_grad_norm, Released());
 }
 
+/// What the journal holds, to a file for Perfetto; the journal is empty afterwards.
+void write_chrome_trace(Engine& engine, const std::filesystem::path& path) {
+  const auto entries = engine.take_journal();
+  std::ofstream out(path);
+  engine::write_chrome_trace(out, engine.layout(), entries);
+  if (!out.flush()) throw std::runtime_error("the trace could not be written to " + path.string());
+}
+
 }  // namespace
 
 void register_engine(py::module_& m) {
@@ -267,6 +278,7 @@ void register_engine(py::module_& m) {
              }
              return out;
            })
+      .def("write_chrome_trace", &write_chrome_trace, py::arg("path"), Released())
       .def("close", &Engine::close, Released());
   register_weights(cls);
 }

@@ -60,7 +60,8 @@ void Machine::wait_for_updates(std::unique_lock<std::mutex>& lock, int32_t unit)
   if (context.units[unit].pending_chunks == 0) return;
   context.demanded_unit = unit;
   updater.pump();
-  context.wait(lock, [&] { return context.units[unit].pending_chunks == 0; });
+  context.wait(
+      lock, [&] { return context.units[unit].pending_chunks == 0; }, unit);
 }
 
 }  // namespace overspill::engine

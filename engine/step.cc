@@ -99,6 +99,7 @@ void Machine::schedule_updates() {
       }
     }
   }
+  context.journal.note(Happening::stepped, -1);
   gatherer.invalidate(lock, units);
   updater.schedule(chunks);
   gradients.clear();

@@ -211,6 +211,16 @@ class Engine:
     def stats(self) -> dict:
         return self._core.stats()
 
+    @contextmanager
+    def trace(self, path: Any) -> Iterator[None]:
+        """Records what happens to which buffer inside the `with`, into a JSON file for ui.perfetto.dev."""
+        self._core.record_journal(True)
+        try:
+            yield
+        finally:
+            self._core.record_journal(False)
+            self._core.write_chrome_trace(str(path))
+
     @property
     def plan_text(self) -> str:
         return self._core.plan.text

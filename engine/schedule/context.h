@@ -121,9 +121,10 @@ struct Context {
   void fail(const std::string& cause);
   /// Throws EngineFailed after a failure. Needs the mutex.
   void check() const;
-  /// Waits for `done`, counting the time; throws EngineFailed when the engine fails meanwhile.
+  /// Waits for `done`, counting the time; throws EngineFailed when the engine fails meanwhile. `unit`: what
+  /// for.
   template <class Done>
-  void wait(std::unique_lock<std::mutex>& lock, Done done);
+  void wait(std::unique_lock<std::mutex>& lock, Done done, int32_t unit = -1);
 
   const Layout layout;
   const Plan plan;
@@ -148,11 +149,13 @@ struct Context {
 int64_t now_ns();
 
 template <class Done>
-void Context::wait(std::unique_lock<std::mutex>& lock, Done done) {
+void Context::wait(std::unique_lock<std::mutex>& lock, Done done, int32_t unit) {
   check();
   if (done()) return;
   const int64_t start = now_ns();
+  journal.note(Happening::waiting, unit);
   changed.wait(lock, [&] { return !failure.empty() || done(); });
+  journal.note(Happening::resumed, unit);
   stats.wait_ns += now_ns() - start;
   check();
 }

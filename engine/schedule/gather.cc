@@ -50,13 +50,15 @@ Block* Gatherer::acquire(std::unique_lock<std::mutex>& lock, int32_t unit) {
             context_.layout.units[unit].name, context_.layout.units[unit].bytes(),
             host_arena_.largest_free_run(), leased_units()));
       }
-      context_.wait(lock, [&] { return state.gathered != Gathered::absent || !filling_anything(); });
+      context_.wait(
+          lock, [&] { return state.gathered != Gathered::absent || !filling_anything(); }, unit);
       continue;
     }
     if (!announced) prefetch();
     announced = true;
     context_.wait(
-        lock, [&] { return state.gathered != Gathered::filling && state.gathered != Gathered::collecting; });
+        lock, [&] { return state.gathered != Gathered::filling && state.gathered != Gathered::collecting; },
+        unit);
   }
   Block* block = state.block;
   ++block->leases;

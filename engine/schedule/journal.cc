@@ -10,6 +10,12 @@ const char* happening_name(Happening happening) {
   switch (happening) {
     case Happening::acquired:
       return "acquired";
+    case Happening::waiting:
+      return "waiting";
+    case Happening::resumed:
+      return "resumed";
+    case Happening::stepped:
+      return "stepped";
     case Happening::freed:
       return "freed";
     case Happening::gathering:

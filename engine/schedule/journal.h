@@ -9,6 +9,9 @@ namespace overspill::engine {
 
 enum class Happening : uint8_t {
   acquired,   // a unit's weights were leased
+  waiting,    // a caller waits, for this unit if there is one
+  resumed,    // it goes on
+  stepped,    // step() has decided
   freed,      // a unit's gathered block was given up
   gathering,  // a unit's block was taken, reads begin
   gathered,   // its weights are all there

@@ -66,6 +66,17 @@ def test_plan(bench, capsys):
     assert not list(bench.nvme.iterdir())
 
 
+def test_a_trace_names_each_buffer_by_its_layer(bench, spilling, tmp_path, capsys):
+    trace = tmp_path / "trace.json"
+    args = bench.train_args(tmp_path / "out", steps=5, eval_batches=0, accumulate=2, trace=trace, **spilling)
+    bench.ok(capsys, *args)
+    events = json.loads(trace.read_text())["traceEvents"]
+    names = [event["name"] for event in events]
+    assert names.count("step") == 2, "the third and the fourth step"
+    assert any(name.startswith("update model.layers.1") for name in names)
+    assert any(event["ph"] == "X" and event["name"].startswith("write model.layers") for event in events)
+
+
 def test_train_learns_and_leaves_records(finished, bench):
     records, run = tiny.log(finished), json.loads((finished / "run.json").read_text())
     assert [r["step"] for r in records] == list(range(1, 9))

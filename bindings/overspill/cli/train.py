@@ -94,6 +94,12 @@ def options(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="where tokenised texts are kept (default ~/.cache/overspill)",
     )
+    add(
+        "--trace",
+        type=absolute,
+        metavar="FILE",
+        help="record this process's third and fourth step, each buffer by its layer, for ui.perfetto.dev",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -112,7 +118,7 @@ def train(args: argparse.Namespace, hook=None) -> tuple[int, dict[str, Any]]:
     model_folder(Path(settings.model))
     checkpoint = _checkpoint(folder, args.resume)
     with contextlib.ExitStack() as stack:
-        session = _Session(folder, settings, stored, stack)
+        session = _Session(folder, settings, stored, stack, args.trace)
         session.begin(checkpoint)
         try:
             code = session.train(hook)
@@ -153,6 +159,7 @@ class _Session:
         settings: Settings,
         stored: dict[str, Any] | None,
         stack: contextlib.ExitStack,
+        trace: str | None = None,
     ):
         quiet_transformers()
         import torch
@@ -161,7 +168,7 @@ class _Session:
         from overspill import data
         from overspill.cli.loop import Loop, Stop
 
-        self.folder, self.settings = folder, settings
+        self.folder, self.settings, self.trace = folder, settings, trace
         if settings.torch_threads:
             torch.set_num_threads(settings.torch_threads)
         torch.manual_seed(settings.seed)
@@ -236,8 +243,10 @@ class _Session:
             if self.loop.step == 0:
                 self._measure("before", display)
                 hook(self.loop)
+            recorder = _Recorder(self.engine, self.trace)
             while self.loop.step < self.settings.steps and not self.stop:
-                record = self.loop.train_step()
+                with recorder:
+                    record = self.loop.train_step()
                 if record is None:
                     break
                 self.folder.log(record)
@@ -299,6 +308,25 @@ class _Session:
             "nvme_peak_bytes": max((r["nvme_allocated_bytes"] for r in self.folder.records()), default=0),
             "stats": stats,
         }
+
+
+class _Recorder:
+    """Entered around each step: from the third on, two of them are recorded to `path`, if there is one."""
+
+    FIRST, STEPS = 3, 2
+
+    def __init__(self, engine: Any, path: str | None):
+        self.engine, self.path, self.step = engine, path, 0
+        self.recording = contextlib.ExitStack()
+
+    def __enter__(self) -> None:
+        self.step += 1
+        if self.path and self.step == self.FIRST:
+            self.recording.enter_context(self.engine.trace(self.path))
+
+    def __exit__(self, error: Any, *_: Any) -> None:
+        if error or self.step == self.FIRST + self.STEPS - 1:
+            self.recording.close()
 
 
 def _tensorboard(folder: Path):
