@@ -60,6 +60,12 @@ optim::AdamConfig adam_config(const py::dict& group) {
   return config;
 }
 
+std::vector<optim::AdamConfig> adam_configs(const std::vector<py::dict>& groups) {
+  std::vector<optim::AdamConfig> configs;
+  for (const py::dict& group : groups) configs.push_back(adam_config(group));
+  return configs;
+}
+
 py::dict plan_dict(const Plan& plan) {
   py::dict out;
   out["host_budget_bytes"] = plan.host_budget_bytes;
@@ -97,6 +103,9 @@ py::dict stats_dict(Engine& self) {
   out["nvme_written_bytes"] = stats.store.bytes_written;
   out["wait_seconds"] = static_cast<double>(stats.wait_ns) * 1e-9;
   out["updates"] = stats.updates;
+  out["guesses_taken"] = stats.guesses_taken;
+  out["guesses_dropped"] = stats.guesses_dropped;
+  out["guesses_unfinished"] = stats.guesses_unfinished;
   out["trace_departures"] = stats.trace_departures;
   out["backend"] = stats.store.backend.empty() ? std::string("memory only") : stats.store.backend;
   return out;
@@ -157,6 +166,7 @@ void register_specs(py::module_& m) {
       .def_readwrite("job", &PythonConfig::job)
       .def_readwrite("threads", &PythonConfig::threads)
       .def_readwrite("prefetch_units", &PythonConfig::prefetch_units)
+      .def_readwrite("speculate", &PythonConfig::speculate)
       .def_readwrite("gradient_accumulation", &PythonConfig::gradient_accumulation)
       .def_readwrite("max_grad_norm", &PythonConfig::max_grad_norm)
       .def_readwrite("chunk_elements", &PythonConfig::chunk_elements)
@@ -256,10 +266,15 @@ void register_engine(py::module_& m) {
       .def("acquire", &acquire)
       .def("resident_now", &Engine::resident_now, Released())
       .def("generation", &Engine::generation, Released())
+      .def("expect_step",
+           [](Engine& self, const std::vector<py::dict>& groups) {
+             const auto configs = adam_configs(groups);
+             const py::gil_scoped_release release;
+             self.expect_step(configs);
+           })
       .def("step",
            [](Engine& self, const std::vector<py::dict>& groups) {
-             std::vector<optim::AdamConfig> configs;
-             for (const py::dict& group : groups) configs.push_back(adam_config(group));
+             const auto configs = adam_configs(groups);
              const py::gil_scoped_release release;
              return self.step(configs);
            })

@@ -34,6 +34,8 @@ struct AdamFactors {
   float step_size;           // lr / (1 - beta1^step)
   float inverse_sqrt_bias2;  // 1 / sqrt(1 - beta2^step)
   float eps;
+
+  friend bool operator==(const AdamFactors&, const AdamFactors&) = default;
 };
 
 /// `step` counts from 1.

@@ -25,6 +25,7 @@ struct Config {
   int64_t prefetch_units = 4;               // 0: nothing is read before it is asked for
   int64_t gradient_accumulation = 1;        // above 1 gradients are kept in fp32
   double max_grad_norm = 0;                 // 0: no clipping
+  bool speculate = false;                   // update in backward, before the norm is known; world 1
   int64_t chunk_elements = 512 * 1024;
   Placement placement = Placement::automatic;
   bool poison = false;           // fill freed memory with NaN, so that stale use is loud

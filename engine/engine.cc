@@ -258,13 +258,20 @@ void Engine::add_gradient(int32_t unit, int32_t segment, std::span<const std::by
   {
     std::unique_lock lock(m.context.mutex);
     m.wait_for_updates(lock, unit);  // the last step's gradient is still in use until then
+    m.updater.take_back(lock, unit);
     m.context.journal.note(Happening::gradient, unit);
   }
   m.gradients.add(unit, segment, data.data(), static_cast<int64_t>(data.size()), dtype);
+  const std::lock_guard guard(m.context.mutex);
+  if (m.updater.speculation().arrived(unit, segment)) m.updater.guess(unit);
 }
 
 void Engine::clear_gradients() {
-  machine().gradients.clear();
+  Machine& m = machine();
+  std::unique_lock lock(m.context.mutex);
+  m.updater.take_back_all(lock);
+  m.updater.speculation().restart();
+  m.gradients.clear();
 }
 
 bool Engine::has_gradient(int32_t unit, int32_t segment) {
@@ -280,6 +287,13 @@ int64_t Engine::generation(int32_t unit) {
 }
 
 // ---- the step
+
+void Engine::expect_step(std::span<const optim::AdamConfig> groups) {
+  Machine& m = machine();
+  m.check_groups(groups);
+  const std::lock_guard guard(m.context.mutex);
+  m.updater.speculation().expect(groups);
+}
 
 StepResult Engine::step(std::span<const optim::AdamConfig> groups) {
   return machine().step(groups);
@@ -347,6 +361,9 @@ Stats Engine::stats() {
   stats.host_peak_bytes = m.context.host_budget.peak_bytes();
   stats.updates = m.context.stats.updates;
   stats.wait_ns = m.context.stats.wait_ns;
+  stats.guesses_taken = m.context.stats.guesses_taken;
+  stats.guesses_dropped = m.context.stats.guesses_dropped;
+  stats.guesses_unfinished = m.updater.guesses_unfinished();
   stats.trace_departures = m.context.trace.departures();
   if (m.context.resources.store != nullptr) stats.store = m.context.store().stats();
   return stats;

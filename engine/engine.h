@@ -71,6 +71,9 @@ struct Stats {
   int64_t host_peak_bytes = 0;
   int64_t updates = 0;
   int64_t wait_ns = 0;
+  int64_t guesses_taken = 0;       // chunks updated in backward
+  int64_t guesses_dropped = 0;     // in vain
+  int64_t guesses_unfinished = 0;  // wanted, being made or being written now
   int64_t trace_departures = 0;
   io::StoreStats store;
 };
@@ -108,6 +111,9 @@ class Engine {
   int64_t generation(int32_t unit);
 
   // ---- the step
+  /// With Config::speculate: what the next step() will be given. Before the backward pass; a guess that turns
+  /// out wrong costs time, never a bit.
+  void expect_step(std::span<const optim::AdamConfig> groups);
   /// `groups[i]` are the hyper-parameters of segments with group i.
   StepResult step(std::span<const optim::AdamConfig> groups);
   double grad_norm();

@@ -30,6 +30,7 @@ class Machine {
 
   // The step (step.cc), as the passes it consists of.
   StepResult step(std::span<const optim::AdamConfig> groups);
+  void check_groups(std::span<const optim::AdamConfig> groups) const;
 
   // Throws std::invalid_argument naming what does not exist.
   const Unit& unit_at(int32_t unit) const;
@@ -51,7 +52,6 @@ class Machine {
   GradientSummary reduce_gradients();
   double clip_factor(double norm);
   void capture_factors(std::span<const optim::AdamConfig> groups, double clip);
-  void check_groups(std::span<const optim::AdamConfig> groups) const;
   void schedule_updates();
 };
 

@@ -24,6 +24,8 @@ StepResult Machine::step(std::span<const optim::AdamConfig> groups) {
   if (!gradient.finite) {
     ++skipped_steps;
     gradients.clear();
+    const std::lock_guard guard(context.mutex);
+    updater.skip();
     return {steps, norm, clip, true};
   }
 
@@ -32,7 +34,8 @@ StepResult Machine::step(std::span<const optim::AdamConfig> groups) {
   // Beyond this point hyper-parameters and presence belong to this step; the caller may change its own.
 
   schedule_updates();
-  // Beyond this point updates run, in forward order; whoever acquires a unit waits for its own.
+  // Beyond this point updates run, in forward order, but for those that were guessed right while backward
+  // ran; whoever acquires a unit waits for its own.
 
   return {steps, norm, clip, false};
 }

@@ -80,6 +80,7 @@ class EngineOptions(_Section):
 
     threads: int = Field(0, ge=0)
     prefetch_units: int = Field(4, ge=0)
+    speculate: bool = False  # update in backward, before the norm is known: for runs that seldom clip
     chunk_elements: int = Field(524288, gt=0)
     placement: Literal["auto", "host", "half", "nvme"] = "auto"
     poison: bool = False

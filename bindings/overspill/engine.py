@@ -111,6 +111,8 @@ class Engine:
             self._residency.take_weights()
             hooks.attach(model, self._residency, specs)
             self.optimizer = OverspillOptimizer(groups, self._residency, optimizer)
+            if config.engine.speculate:
+                self._residency.expect_step = self.optimizer.expect_step
         except BaseException:
             self.close()
             raise

@@ -42,6 +42,8 @@ class ModuleHooks:
             owner.calls += 1
             if owner.calls == 1 and not in_backward():
                 owner.core.begin_pass(module.training, torch.is_grad_enabled())
+                if owner.expect_step is not None and module.training and torch.is_grad_enabled():
+                    owner.expect_step()
             for unit in self.units:
                 residency.pin(unit)
                 frame.units.append(unit)

@@ -111,6 +111,10 @@ class OverspillOptimizer(torch.optim.Optimizer):
             self.user._opt_called = True  # what a scheduler bound to the user's optimizer looks for
         return loss
 
+    def expect_step(self) -> None:
+        """Tells the engine what the next step will be given, as far as anybody knows now (speculation)."""
+        self.residency.core.expect_step([_hyper_parameters(group) for group in self.param_groups])
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         self.residency.core.clear_gradients()
 

@@ -14,7 +14,7 @@ of all engines of a process run in one Python thread at a time.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -267,6 +267,7 @@ class Residency:
 
     def __init__(self, core: Any, specs: list[UnitSpec]):
         self.core, self.calls, self.closed = core, 0, False
+        self.expect_step: Callable[[], None] | None = None  # before each training pass, with speculation
         self.gradient_hooks: list[
             Any
         ] = []  # torch keeps them where the garbage collector does not see the cycle

@@ -77,6 +77,10 @@ class ChromeTrace {
         end(e.slot >= 0 ? slot : Key{"update", e.chunk}, e.time_ns);
         if (--left_[e.unit] == 0) end({"gradients", e.unit}, e.time_ns);
         return;
+      case Happening::guessing:
+        return begin(slot, "guess " + part(e), e.time_ns, kFirstSlot + e.slot);
+      case Happening::guessed:
+        return end(slot, e.time_ns);
       case Happening::writing:
         return begin(slot, "write " + part(e), e.time_ns, kFirstSlot + e.slot);
     }

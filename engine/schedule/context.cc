@@ -65,6 +65,8 @@ Context::Context(Layout layout_in, Plan plan_in, Config config_in, Resources res
     state.factors.resize(unit.segments.size());
     state.updated.resize(unit.segments.size());
     state.steps.resize(unit.segments.size());
+    state.guessed.resize(unit.segments.size());
+    state.guessed_factors.resize(unit.segments.size());
     if (!plan.weights_on_nvme[u]) state.home = carver.take(unit.shard_bytes());
     state.gradients =
         carver.take(unit.elements * gradient_element_bytes(unit.format, config.gradient_accumulation));

@@ -51,6 +51,16 @@ enum class Residency : uint8_t {
              // held
 };
 
+/// An update made before step() has decided (schedule/speculation.h).
+enum class Guess : uint8_t {
+  none,
+  wanted,   // may be staged and made
+  running,  // a worker makes it
+  made,     // the new version is there: its states in the slot or in guessed_extents
+  taking,   // a worker brings its weights home
+};
+enum class Verdict : uint8_t { open, take, drop };
+
 struct ChunkState {
   Residency residency = Residency::home;
   bool pending = false;                           // step() has scheduled an update that has not been done
@@ -59,6 +69,11 @@ struct ChunkState {
   std::array<std::byte*, kComponents> home{};     // components on the host
   std::array<io::Extent, kComponents> extents{};  // components on NVMe; empty: never written, all zero
   std::byte* staged_weights = nullptr;            // hi in the slot, where hi lives on NVMe
+
+  Guess guess = Guess::none;
+  Verdict verdict = Verdict::open;                        // of step(), on a guess
+  std::array<io::Extent, kComponents> guessed_extents{};  // written; empty until then
+  std::byte* second_weights = nullptr;                    // guessed hi, where hi lives on the host
 
   /// The state changes that are allowed; anything else is a bug and throws.
   void become(Residency next);
@@ -86,10 +101,15 @@ struct UnitState {
   std::vector<optim::AdamFactors> factors;
   std::vector<uint8_t> updated;  // has a gradient in this step
   std::vector<int64_t> steps;    // updates so far
+  // Captured when the unit's gradients seemed final, by segment:
+  std::vector<optim::AdamFactors> guessed_factors;
+  std::vector<uint8_t> guessed;  // has a gradient
 };
 
 struct ScheduleStats {
   int64_t updates = 0;  // chunks
+  int64_t guesses_taken = 0;
+  int64_t guesses_dropped = 0;
   int64_t wait_ns = 0;  // callers waited for weights or updates
 };
 

@@ -34,6 +34,10 @@ const char* happening_name(Happening happening) {
       return "updating";
     case Happening::updated:
       return "updated";
+    case Happening::guessing:
+      return "guessing";
+    case Happening::guessed:
+      return "guessed";
     case Happening::writing:
       return "writing";
     case Happening::written:

@@ -21,6 +21,8 @@ enum class Happening : uint8_t {
   staged,     // states are in the slot
   updating,   // a worker began the update
   updated,    // weights are new
+  guessing,   // a worker began an update whose factors are guessed
+  guessed,    // the guessed version is there
   writing,    // slot -> new extents
   written,    // the slot is free
 };

@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <limits>
 #include <numeric>
 
 #include "engine/memory/budget.h"
@@ -68,6 +69,7 @@ class Planner {
     size_up(kRingSlotsBest);
     if (fits() || config_.nvme.empty()) return;
     spill_every(1);
+    second_weights_most_ = 0;
     // Weights in order of use. The gather arena goes when the last one is home, so all of them together are
     // tried first.
     std::fill(plan_.weights_on_nvme.begin(), plan_.weights_on_nvme.end(), false);
@@ -78,8 +80,17 @@ class Planner {
     }
     int64_t slots = kRingSlotsLeast;
     while (slots < kRingSlotsBest && (size_up(slots + 1), fits())) ++slots;
-    size_up(slots);
+    speculate_within_budget(slots);
     bring_states_home(slots);
+  }
+
+  /// Second weights for as many chunks as there is room for.
+  void speculate_within_budget(int64_t slots) {
+    second_weights_most_ = 0;
+    size_up(slots);
+    const int64_t left = std::max<int64_t>(0, config_.host_budget_bytes - plan_.host_bytes());
+    if (plan_.second_weights_bytes > 0) second_weights_most_ = left / plan_.second_weights_bytes;
+    size_up(slots);
   }
 
   void bring_home(std::vector<bool>& on_nvme, size_t index, int64_t slots) {
@@ -139,11 +150,25 @@ class Planner {
     p.nvme_read_bytes_per_step += p.states_nvme_bytes;
     p.nvme_written_bytes_per_step += p.states_nvme_bytes;
     p.ring_slots = p.ring_slot_bytes > 0 ? slots : 0;
+    size_up_second_weights();
     p.access_bytes = component_most;
     p.exchange_bytes = layout_.world > 1 ? 2 * layout_.world * component_most : 0;
     size_up_gather(slots > kRingSlotsLeast);
-    p.nvme_reserve_bytes =
-        p.nvme_bytes() * (2 + config_.checkpoints_kept) + 2 * p.ring_slots * p.ring_slot_bytes;
+    p.nvme_reserve_bytes = p.nvme_bytes() * (2 + config_.checkpoints_kept + (config_.speculate ? 1 : 0)) +
+                           2 * p.ring_slots * p.ring_slot_bytes;
+  }
+
+  void size_up_second_weights() {
+    plan_.second_weights = plan_.second_weights_bytes = 0;
+    if (!config_.speculate || layout_.world > 1) return;
+    for (size_t c = 0; c < layout_.chunks.size(); ++c) {
+      const Chunk& chunk = layout_.chunks[c];
+      if (!plan_.states_on_nvme[c] || plan_.weights_on_nvme[chunk.unit]) continue;
+      ++plan_.second_weights;
+      plan_.second_weights_bytes =
+          std::max(plan_.second_weights_bytes, chunk.elements * layout_.units[chunk.unit].element_bytes);
+    }
+    plan_.second_weights = std::min(plan_.second_weights, second_weights_most_);
   }
 
   /// At least the three largest units: a layer's own, its parent's and the root's may be held at once. At
@@ -166,6 +191,7 @@ class Planner {
   /// Forced placements too keep to the budget: buffers shrink to their least before that is an error.
   void shrink_buffers() {
     for (int64_t slots = kRingSlotsBest; !fits() && slots >= kRingSlotsLeast; --slots) size_up(slots);
+    if (!fits()) speculate_within_budget(kRingSlotsLeast);
   }
 
   void check() const {
@@ -192,6 +218,7 @@ class Planner {
   const Config& config_;
   const DeviceTraits& device_;
   Plan plan_;
+  int64_t second_weights_most_ = std::numeric_limits<int64_t>::max();
 };
 
 }  // namespace
@@ -222,6 +249,7 @@ std::string Plan::text() const {
   row(fmt::format("ring ({} slots of {})", ring_slots, mib(ring_slot_bytes)), ring_slots * ring_slot_bytes,
       0);
   row("gather arena", gather_host_bytes, 0);
+  if (second_weights > 0) row("second weights of guessed updates", second_weights * second_weights_bytes, 0);
   row("scratch", access_bytes + exchange_bytes, 0);
   row("sum", host_bytes(), nvme_bytes());
   out += fmt::format("  {:<34} {:>14}\n", "budget", mib(host_budget_bytes));

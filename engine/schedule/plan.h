@@ -3,7 +3,8 @@
 //
 // The order of claims on the host budget: gradients in flight, the ring and the gather arena at their least,
 // weights (read twice and written once a step: 3 bytes of traffic saved for each byte held), the ring at its
-// best size, states (2 bytes saved for each byte held; the first units of forward first, for nothing hides
+// best size, second weights of guessed updates (10 bytes of traffic moved under backward for each byte held),
+// states (2 bytes saved for each byte held; the first units of forward first, for nothing hides
 // their reads).
 #pragma once
 
@@ -34,9 +35,11 @@ struct Plan {
   int64_t ring_slots = 0;
   int64_t gather_host_bytes =
       0;  // arena of gathered units (where the device shares host memory), or of bounce buffers
-  int64_t gather_device_bytes = 0;  // 0 where the device shares host memory
-  int64_t access_bytes = 0;         // one component of the largest chunk, for access from outside
-  int64_t exchange_bytes = 0;       // world > 1: gradients of one chunk, sent and received
+  int64_t gather_device_bytes = 0;   // 0 where the device shares host memory
+  int64_t second_weights = 0;        // chunks whose guessed weights have room, of
+  int64_t second_weights_bytes = 0;  // bytes each
+  int64_t access_bytes = 0;          // one component of the largest chunk, for access from outside
+  int64_t exchange_bytes = 0;        // world > 1: gradients of one chunk, sent and received
   int64_t weights_nvme_bytes = 0;
   int64_t states_nvme_bytes = 0;
   int64_t nvme_reserve_bytes = 0;
@@ -45,7 +48,7 @@ struct Plan {
 
   int64_t host_bytes() const {
     return weights_host_bytes + states_host_bytes + gradient_bytes + ring_slots * ring_slot_bytes +
-           gather_host_bytes + access_bytes + exchange_bytes;
+           gather_host_bytes + second_weights * second_weights_bytes + access_bytes + exchange_bytes;
   }
   int64_t nvme_bytes() const { return weights_nvme_bytes + states_nvme_bytes; }
   /// A table for people.

@@ -19,14 +19,20 @@ std::span<const T> elements(const std::byte* memory, const Run& run) {
   return {reinterpret_cast<const T*>(memory) + run.begin, static_cast<size_t>(run.elements)};
 }
 
+/// The order of the update; guesses come last.
+bool earlier(const ChunkState& a, const ChunkState& b) {
+  return a.pending != b.pending ? a.pending : a.position < b.position;
+}
+
 }  // namespace
 
-void update_chunk(const Unit& unit, const Chunk& chunk, const UnitState& state, const ChunkMemory& memory,
-                  const std::byte* gradients, int64_t gradient_element_bytes) {
+void update_chunk(const Unit& unit, const Chunk& chunk, std::span<const optim::AdamFactors> all_factors,
+                  std::span<const uint8_t> present, const ChunkMemory& memory, const std::byte* gradients,
+                  int64_t gradient_element_bytes) {
   const auto& [hi, lo, m, v] = memory.component;
   for (const Run& run : chunk.runs) {
-    if (state.updated[run.segment] == 0) continue;
-    const optim::AdamFactors& factors = state.factors[run.segment];
+    if (present[run.segment] == 0) continue;
+    const optim::AdamFactors& factors = all_factors[run.segment];
     if (unit.format == Format::fp32) {
       optim::adam_fp32(elements<float>(hi, run), elements<float>(m, run), elements<float>(v, run),
                        elements<float>(gradients, run), factors);
@@ -43,6 +49,7 @@ void update_chunk(const Unit& unit, const Chunk& chunk, const UnitState& state, 
 Updater::Updater(Context& context, Gatherer& gatherer)
     : context_(context),
       gatherer_(gatherer),
+      speculation_(context),
       memory_(context.host_budget, context.plan.ring_slots * context.plan.ring_slot_bytes,
               "the ring of states"),
       slots_(static_cast<size_t>(context.plan.ring_slots)) {
@@ -57,6 +64,8 @@ Updater::Updater(Context& context, Gatherer& gatherer)
     }
   }
   if (memory_.bytes() > 0) context.store().register_memory(memory_.span());
+  for (auto* queue : {&ring_queue_, &resident_queue_, &ahead_, &guesses_})
+    queue->reserve(context.chunks.size());
   resume();
 }
 
@@ -65,19 +74,43 @@ void Updater::schedule(std::span<const int32_t> chunks) {
   resident_queue_.clear();
   ahead_.clear();
   next_staged_ = next_resident_ = next_ahead_ = 0;
+  const ScheduleStats before = context_.stats;
   int64_t position = 0;
   for (int32_t chunk : chunks) {
     ChunkState& state = context_.chunks[chunk];
-    state.pending = true;
+    const int32_t unit = context_.layout.chunks[chunk].unit;
+    const bool touches_nvme = context_.touches_nvme(chunk);
+    if (touches_nvme) ahead_.push_back(chunk);
     state.position = position++;
-    ++context_.units[context_.layout.chunks[chunk].unit].pending_chunks;
+    const bool taken = decide(chunk, speculation_.right(unit));
+    if (taken && state.guess == Guess::none) continue;  // its new weights are where they belong
+    state.pending = true;
+    ++context_.units[unit].pending_chunks;
     ++pending_;
-    (context_.touches_nvme(chunk) ? ring_queue_ : resident_queue_).push_back(chunk);
-    context_.journal.note(Happening::scheduled, context_.layout.chunks[chunk].unit, chunk);
+    // One whose guess is running is taken by the worker that makes it.
+    if (!taken) (touches_nvme ? ring_queue_ : resident_queue_).push_back(chunk);
+    if (taken && state.guess == Guess::made) resident_queue_.push_back(chunk);
+    context_.journal.note(Happening::scheduled, unit, chunk);
   }
-  ahead_ = ring_queue_;
+  judge(before);
   resume();
   pump();
+}
+
+void Updater::skip() {
+  const ScheduleStats before = context_.stats;
+  for (int32_t chunk : guesses_) decide(chunk, false);
+  judge(before);
+  pump();
+}
+
+/// What the guesses of this step came to.
+void Updater::judge(const ScheduleStats& before) {
+  const int64_t taken = context_.stats.guesses_taken - before.guesses_taken;
+  const int64_t dropped = context_.stats.guesses_dropped - before.guesses_dropped;
+  guesses_.clear();
+  next_guess_ = 0;
+  speculation_.stepped(taken + dropped > 0, dropped == 0);
 }
 
 void Updater::pump() {
@@ -91,7 +124,8 @@ void Updater::pump() {
 bool Updater::stage_next() {
   const int32_t chunk = next_to_stage();
   if (chunk < 0) return false;
-  Slot* slot = take_slot(context_.chunks[chunk].pending);
+  const ChunkState& state = context_.chunks[chunk];
+  Slot* slot = take_slot(state.pending || state.guess == Guess::wanted);
   if (slot == nullptr) return false;
   stage(chunk, *slot);
   return true;
@@ -101,7 +135,8 @@ bool Updater::stage_next() {
 int32_t Updater::next_to_stage() {
   const auto wanted = [&](int32_t c) {
     const ChunkState& state = context_.chunks[c];
-    return state.pending && state.residency == Residency::home && context_.touches_nvme(c);
+    return state.pending && state.guess == Guess::none && state.residency == Residency::home &&
+           context_.touches_nvme(c);
   };
   if (context_.demanded_unit >= 0) {
     const Unit& unit = context_.layout.units[context_.demanded_unit];
@@ -112,14 +147,27 @@ int32_t Updater::next_to_stage() {
   while (next_staged_ < ring_queue_.size() && !wanted(ring_queue_[next_staged_])) {
     // A chunk whose last version is still on its way out is not home yet: it is staged when it is, in its
     // turn.
-    if (context_.chunks[ring_queue_[next_staged_]].residency == Residency::writing &&
-        context_.chunks[ring_queue_[next_staged_]].pending) {
-      return -1;
-    }
+    // So is one whose guess was dropped.
+    const ChunkState& state = context_.chunks[ring_queue_[next_staged_]];
+    if (state.pending && (state.residency == Residency::writing || state.guess != Guess::none)) return -1;
     ++next_staged_;
   }
   if (next_staged_ < ring_queue_.size()) return ring_queue_[next_staged_];
-  return next_ahead();
+  if (const int32_t chunk = next_guess(); chunk >= 0) return chunk;
+  return speculation_.active() ? -1 : next_ahead();
+}
+
+int32_t Updater::next_guess() {
+  for (size_t i = next_guess_; i < guesses_.size(); ++i) {
+    const ChunkState& state = context_.chunks[guesses_[i]];
+    const bool unstaged = state.residency == Residency::home || state.residency == Residency::writing;
+    if (state.guess != Guess::wanted || !unstaged) {
+      if (i == next_guess_) ++next_guess_;
+    } else if (state.residency == Residency::home) {
+      return guesses_[i];
+    }
+  }
+  return -1;
 }
 
 int32_t Updater::next_ahead() {
@@ -136,7 +184,7 @@ Updater::Slot* Updater::take_slot(bool may_drop_copies) {
   for (Slot& slot : slots_) {
     if (slot.chunk < 0) return &slot;
     const ChunkState& state = context_.chunks[slot.chunk];
-    if (state.residency == Residency::staged && !state.pending) copy = &slot;
+    if (state.residency == Residency::staged && !state.pending && state.guess == Guess::none) copy = &slot;
   }
   if (copy == nullptr || !may_drop_copies) return nullptr;
   free_slot(*copy);
@@ -202,13 +250,18 @@ void Updater::transferred(Slot& slot) {
       const auto i = static_cast<size_t>(component);
       if (!context_.in_store(chunk, component)) continue;
       // The old version goes only now that the new one is complete; a failed write leaves the old one in
-      // place.
+      // place. Both are held while step() has not decided between them.
       if (!context_.failure.empty()) continue;
-      if (!state.extents[i].empty()) context_.store().release(state.extents[i]);
-      state.extents[i] = slot.transfers[i].extent;
+      state.guessed_extents[i] = slot.transfers[i].extent;
     }
     context_.journal.note(Happening::written, unit, chunk, slot.index);
     free_slot(slot);
+    const bool undecided = state.guess == Guess::made && state.verdict == Verdict::open;
+    if (state.verdict == Verdict::drop) {
+      drop(state);
+    } else if (!undecided) {
+      adopt(state);
+    }
   }
   context_.changed.notify_all();
 }
@@ -239,7 +292,9 @@ bool Updater::dispatch_next() {
 
 bool Updater::is_ready(int32_t chunk) const {
   const ChunkState& state = context_.chunks[chunk];
-  if (!state.pending) return false;
+  if (state.guess == Guess::made) return state.pending && state.verdict == Verdict::take;
+  if (state.guess == Guess::wanted) return state.residency == Residency::staged;
+  if (!state.pending || state.guess != Guess::none) return false;
   return state.residency == (context_.touches_nvme(chunk) ? Residency::staged : Residency::home);
 }
 
@@ -253,15 +308,22 @@ int32_t Updater::next_ready() const {
   int32_t best = next_resident_ < resident_queue_.size() ? resident_queue_[next_resident_] : -1;
   for (const Slot& slot : slots_) {
     if (slot.chunk < 0 || !is_ready(slot.chunk)) continue;
-    if (best < 0 || context_.chunks[slot.chunk].position < context_.chunks[best].position) best = slot.chunk;
+    if (best < 0 || earlier(context_.chunks[slot.chunk], context_.chunks[best])) best = slot.chunk;
   }
   return best;
 }
 
 void Updater::dispatch(int32_t chunk) {
-  context_.chunks[chunk].become(Residency::updating);
-  context_.journal.note(Happening::updating, context_.layout.chunks[chunk].unit, chunk,
-                        context_.chunks[chunk].slot);
+  ChunkState& state = context_.chunks[chunk];
+  if (state.guess == Guess::made) {
+    state.guess = Guess::taking;
+  } else {
+    state.become(Residency::updating);
+    const bool guessing = state.guess == Guess::wanted;
+    if (guessing) state.guess = Guess::running;
+    context_.journal.note(guessing ? Happening::guessing : Happening::updating,
+                          context_.layout.chunks[chunk].unit, chunk, state.slot);
+  }
   ++running_;
   context_.resources.executor->submit([this, chunk] { run(chunk); });
 }
@@ -269,32 +331,64 @@ void Updater::dispatch(int32_t chunk) {
 void Updater::run(int32_t chunk) noexcept {
   const Chunk& c = context_.layout.chunks[chunk];
   const Unit& unit = context_.layout.units[c.unit];
+  const UnitState& unit_state = context_.units[c.unit];
   ChunkMemory memory;
   std::byte* gradients = nullptr;
+  std::byte* home = nullptr;    // of hi
+  std::byte* second = nullptr;  // guessed hi
+  Guess guess = Guess::none;
   const int64_t gradient_bytes = gradient_element_bytes(unit.format, context_.config.gradient_accumulation);
+  const int64_t weights_bytes = context_.component_bytes(chunk, Component::hi);
   {
     const std::lock_guard guard(context_.mutex);
     const ChunkState& state = context_.chunks[chunk];
     memory.component = state.home;
+    guess = state.guess;
+    home = state.home[0];
+    second = state.second_weights;
     for (Component component : kAllComponents) {
       const auto i = static_cast<size_t>(component);
-      if (context_.in_store(chunk, component)) memory.component[i] = slots_[state.slot].transfers[i].memory;
+      if (context_.in_store(chunk, component) && guess != Guess::taking)
+        memory.component[i] = slots_[state.slot].transfers[i].memory;
     }
-    gradients = context_.units[c.unit].gradients + context_.layout.global_begin(c) * gradient_bytes;
+    gradients = unit_state.gradients + context_.layout.global_begin(c) * gradient_bytes;
   }
   std::string failure;
   try {
-    update_chunk(unit, c, context_.units[c.unit], memory, gradients, gradient_bytes);
+    if (guess == Guess::taking) {
+      std::memcpy(home, second, static_cast<size_t>(weights_bytes));
+    } else if (guess == Guess::running) {
+      if (second != nullptr) {
+        std::memcpy(second, home, static_cast<size_t>(weights_bytes));
+        memory.component[0] = second;
+      }
+      update_chunk(unit, c, unit_state.guessed_factors, unit_state.guessed, memory, gradients,
+                   gradient_bytes);
+    } else {
+      update_chunk(unit, c, unit_state.factors, unit_state.updated, memory, gradients, gradient_bytes);
+      if (context_.config.poison)
+        std::memset(gradients, 0xFF, static_cast<size_t>(c.elements * gradient_bytes));
+    }
   } catch (const std::exception& error) {
     failure = fmt::format("updating {}: {}", unit.name, error.what());
   }
-  if (context_.config.poison) std::memset(gradients, 0xFF, static_cast<size_t>(c.elements * gradient_bytes));
   const std::lock_guard guard(context_.mutex);
   --running_;
   if (!failure.empty()) return context_.fail(failure);
   try {
-    gatherer_.deliver(chunk, memory.component[0]);
-    updated(chunk);
+    ChunkState& state = context_.chunks[chunk];
+    if (guess == Guess::running) {
+      guessed(chunk);
+    } else {
+      if (guess == Guess::taking) take(state);
+      gatherer_.deliver(chunk, memory.component[0]);
+      updated(chunk);
+      if (guess == Guess::none && state.slot >= 0) {
+        write_back(chunk, slots_[state.slot]);
+      } else if (guess == Guess::none) {
+        state.become(Residency::home);
+      }
+    }
     pump();
   } catch (const std::exception& error) {
     context_.fail(fmt::format("updating {}: {}", unit.name, error.what()));
@@ -310,12 +404,128 @@ void Updater::updated(int32_t chunk) {
   context_.journal.note(Happening::updated, unit, chunk, state.slot);
   if (--context_.units[unit].pending_chunks == 0 && context_.demanded_unit == unit)
     context_.demanded_unit = -1;
-  if (state.slot >= 0) {
-    write_back(chunk, slots_[state.slot]);
+  context_.changed.notify_all();
+}
+
+// ---- guesses
+
+void Updater::guess(int32_t unit) {
+  const Unit& u = context_.layout.units[unit];
+  const auto& guessed = context_.units[unit].guessed;
+  for (int32_t c = u.first_chunk; c < u.first_chunk + u.chunk_count; ++c) {
+    ChunkState& state = context_.chunks[c];
+    const auto& runs = context_.layout.chunks[c].runs;
+    if (state.guess != Guess::none || !speculation_.may_guess(c)) continue;
+    if (std::none_of(runs.begin(), runs.end(), [&](const Run& run) { return guessed[run.segment] != 0; }))
+      continue;
+    if (state.home[0] != nullptr) {
+      state.second_weights = speculation_.take_weights();
+      if (state.second_weights == nullptr) break;
+    }
+    state.guess = Guess::wanted;
+    guesses_.push_back(c);
+  }
+  pump();
+}
+
+/// step()'s word on a chunk's guess: true if its new version counts.
+bool Updater::decide(int32_t chunk, bool right) {
+  ChunkState& state = context_.chunks[chunk];
+  if (state.guess == Guess::none || state.verdict != Verdict::open) return false;
+  if (state.guess == Guess::wanted) {  // nothing was done yet
+    end_guess(state);
+    return false;
+  }
+  ++(right ? context_.stats.guesses_taken : context_.stats.guesses_dropped);
+  state.verdict = right ? Verdict::take : Verdict::drop;
+  if (state.guess == Guess::made) {
+    if (right && state.second_weights == nullptr) {
+      take(state);
+      ++context_.stats.updates;
+    } else if (!right && state.residency == Residency::home) {
+      drop(state);
+    }
+  }
+  return right;
+}
+
+/// A worker has made the guess: it is written behind like any new version.
+void Updater::guessed(int32_t chunk) {
+  ChunkState& state = context_.chunks[chunk];
+  Slot& slot = slots_[state.slot];
+  context_.journal.note(Happening::guessed, context_.layout.chunks[chunk].unit, chunk, state.slot);
+  if (state.verdict == Verdict::drop) {
+    free_slot(slot);
+    drop(state);
   } else {
-    state.become(Residency::home);
+    state.guess = Guess::made;
+    write_back(chunk, slot);
+    if (state.verdict == Verdict::take && state.second_weights != nullptr) {
+      dispatch(chunk);
+    } else if (state.verdict == Verdict::take) {
+      const std::byte* weights = state.staged_weights;
+      take(state);
+      gatherer_.deliver(chunk, weights);
+      updated(chunk);
+    }
   }
   context_.changed.notify_all();
+}
+
+/// The guessed weights are where they belong: from here the new version is the chunk's.
+void Updater::take(ChunkState& state) {
+  adopt(state);  // what is still on its way out follows when it is written
+  end_guess(state);
+}
+
+/// The old version stays the chunk's.
+void Updater::drop(ChunkState& state) {
+  for (io::Extent& extent : state.guessed_extents) {
+    if (!extent.empty()) context_.store().release(extent);
+    extent = {};
+  }
+  end_guess(state);
+}
+
+/// New extents take the place of the old ones.
+void Updater::adopt(ChunkState& state) {
+  for (size_t i = 0; i < state.extents.size(); ++i) {
+    if (state.guessed_extents[i].empty()) continue;
+    if (!state.extents[i].empty()) context_.store().release(state.extents[i]);
+    state.extents[i] = state.guessed_extents[i];
+    state.guessed_extents[i] = {};
+  }
+}
+
+void Updater::end_guess(ChunkState& state) {
+  speculation_.give_back(state.second_weights);
+  state.second_weights = nullptr;
+  state.guess = Guess::none;
+  state.verdict = Verdict::open;
+}
+
+int64_t Updater::guesses_unfinished() const {
+  return std::count_if(guesses_.begin(), guesses_.end(), [&](int32_t c) {
+    const ChunkState& state = context_.chunks[c];
+    return state.guess == Guess::wanted || state.guess == Guess::running ||
+           (state.guess == Guess::made && state.residency == Residency::writing);
+  });
+}
+
+void Updater::take_back(std::unique_lock<std::mutex>& lock, int32_t unit) {
+  const Unit& u = context_.layout.units[unit];
+  const auto begin = context_.chunks.begin() + u.first_chunk;
+  const auto end = begin + u.chunk_count;
+  if (std::all_of(begin, end, [](const ChunkState& state) { return state.guess == Guess::none; })) return;
+  for (int32_t c = u.first_chunk; c < u.first_chunk + u.chunk_count; ++c) decide(c, false);
+  context_.wait(
+      lock,
+      [&] { return std::none_of(begin, end, [](const ChunkState& s) { return s.guess == Guess::running; }); },
+      unit);
+}
+
+void Updater::take_back_all(std::unique_lock<std::mutex>& lock) {
+  for (size_t u = 0; u < context_.units.size(); ++u) take_back(lock, static_cast<int32_t>(u));
 }
 
 void Updater::write_back(int32_t chunk, Slot& slot) {
@@ -351,6 +561,7 @@ void Updater::finish(std::unique_lock<std::mutex>& lock) {
 
 void Updater::quiesce(std::unique_lock<std::mutex>& lock) {
   ahead_allowed_ = false;
+  take_back_all(lock);
   pump();
   context_.wait(lock, [&] { return at_rest(); });
   for (Slot& slot : slots_) {

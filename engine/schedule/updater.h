@@ -12,6 +12,7 @@
 
 #include "engine/schedule/context.h"
 #include "engine/schedule/gather.h"
+#include "engine/schedule/speculation.h"
 
 namespace overspill::engine {
 
@@ -20,8 +21,18 @@ class Updater {
   Updater(Context& context, Gatherer& gatherer);
 
   /// step() has decided: these chunks (in the order given) are updated from now on. All earlier updates are
-  /// done.
+  /// done. Guesses whose factors were right are taken, all others dropped.
   void schedule(std::span<const int32_t> chunks);
+  /// step() has decided that nothing is updated.
+  void skip();
+
+  /// The unit's gradients are final as far as anybody knows: its chunks may be updated before step() decides.
+  void guess(int32_t unit);
+  /// Drops what was guessed for the unit; returns once nobody reads its gradients.
+  void take_back(std::unique_lock<std::mutex>& lock, int32_t unit);
+  void take_back_all(std::unique_lock<std::mutex>& lock);
+  int64_t guesses_unfinished() const;
+  Speculation& speculation() { return speculation_; }
 
   /// Starts whatever can start: reads, updates, read-ahead.
   void pump();
@@ -52,12 +63,20 @@ class Updater {
   int32_t next_ahead();
   Slot* take_slot(bool may_drop_copies);
   void stage(int32_t chunk, Slot& slot);
+  int32_t next_guess();
   bool dispatch_next();
   int32_t next_ready() const;
   bool is_ready(int32_t chunk) const;
   void dispatch(int32_t chunk);
   void run(int32_t chunk) noexcept;
   void updated(int32_t chunk);
+  void guessed(int32_t chunk);
+  bool decide(int32_t chunk, bool right);
+  void judge(const ScheduleStats& before);
+  void take(ChunkState& state);
+  void drop(ChunkState& state);
+  void adopt(ChunkState& state);
+  void end_guess(ChunkState& state);
   void write_back(int32_t chunk, Slot& slot);
   void transferred(Slot& slot);
   void free_slot(Slot& slot);
@@ -65,14 +84,17 @@ class Updater {
 
   Context& context_;
   Gatherer& gatherer_;
+  Speculation speculation_;
   HostMemory memory_;
   std::vector<Slot> slots_;
   std::vector<int32_t> ring_queue_;      // chunks that need a slot, in the order of the update
   std::vector<int32_t> resident_queue_;  // chunks wholly on the host
   std::vector<int32_t> ahead_;           // the last step's ring_queue_: what will be needed first
+  std::vector<int32_t> guesses_;         // chunks whose updates may be guessed, since the last step
   size_t next_staged_ = 0;               // in ring_queue_
   size_t next_resident_ = 0;             // in resident_queue_
   size_t next_ahead_ = 0;                // in ahead_
+  size_t next_guess_ = 0;                // in guesses_
   int64_t pending_ = 0;
   int running_ = 0;
   bool ahead_allowed_ = false;
@@ -83,8 +105,10 @@ struct ChunkMemory {
   std::array<std::byte*, kComponents> component{};
 };
 
-/// The fused pass over one chunk, segment by segment. No locks: the caller has exclusive use of the chunk.
-void update_chunk(const Unit& unit, const Chunk& chunk, const UnitState& state, const ChunkMemory& memory,
-                  const std::byte* gradients, int64_t gradient_element_bytes);
+/// The fused pass over one chunk, segment by segment: `factors` and `present` are the unit's, by segment. No
+/// locks: the caller has exclusive use of the chunk.
+void update_chunk(const Unit& unit, const Chunk& chunk, std::span<const optim::AdamFactors> factors,
+                  std::span<const uint8_t> present, const ChunkMemory& memory, const std::byte* gradients,
+                  int64_t gradient_element_bytes);
 
 }  // namespace overspill::engine

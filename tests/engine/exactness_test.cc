@@ -34,12 +34,13 @@ struct Case {
   std::string device = "host";
   std::string store = "memory";
   int micro_batches = 1;
+  const char* speculation = "";  // "hits": nothing is clipped; "misses": every step is
 };
 
 std::string name_of(const Case& c) {
   static constexpr const char* kPlacements[] = {"automatic", "host", "half", "nvme"};
-  return fmt::format("{}_depth{}_threads{}_{}_{}_micro{}", kPlacements[static_cast<int>(c.placement)],
-                     c.prefetch, c.threads, c.device, c.store, c.micro_batches);
+  return fmt::format("{}_depth{}_threads{}_{}_{}_micro{}{}", kPlacements[static_cast<int>(c.placement)],
+                     c.prefetch, c.threads, c.device, c.store, c.micro_batches, c.speculation);
 }
 
 std::filesystem::path scratch() {
@@ -55,7 +56,8 @@ Config config_of(const Case& c) {
   config.threads = c.threads;
   config.prefetch_units = c.prefetch;
   config.gradient_accumulation = c.micro_batches;
-  config.max_grad_norm = 1.0;
+  config.speculate = c.speculation[0] != '\0';
+  config.max_grad_norm = c.speculation == std::string("hits") ? 1e9 : 1.0;
   config.chunk_elements = 4096;
   config.placement = c.placement;
   config.poison = true;
@@ -84,6 +86,7 @@ struct Outcome {
   std::vector<double> losses;
   std::vector<engine::StepResult> results;
   std::vector<float> contents;
+  engine::Stats stats;
 };
 
 Outcome train(const Case& c) {
@@ -97,6 +100,7 @@ Outcome train(const Case& c) {
     out.results.push_back(taken.result);
   }
   out.contents = toy_contents(engine);
+  out.stats = engine.stats();
   return out;
 }
 
@@ -117,7 +121,17 @@ TEST_P(Exactness, EqualsTheScalarReference) {
     clipped += result.clip < 1 ? 1 : 0;
     EXPECT_FALSE(result.skipped);
   }
-  EXPECT_EQ(clipped, kSteps) << "clipping must be active for this test to mean anything";
+  const std::string speculation = GetParam().speculation;
+  if (speculation == "hits") {
+    EXPECT_EQ(clipped, 0);
+    EXPECT_EQ(got.stats.guesses_dropped, 0);
+  } else {
+    EXPECT_EQ(clipped, kSteps) << "clipping must be active for this test to mean anything";
+    EXPECT_EQ(got.stats.guesses_taken, 0);
+  }
+  if (speculation.empty()) {
+    EXPECT_EQ(got.stats.guesses_dropped, 0);
+  }
   expect_same_bits(got.contents, toy_reference(kSteps, GetParam().micro_batches, got.results),
                    name_of(GetParam()));
 
@@ -125,6 +139,7 @@ TEST_P(Exactness, EqualsTheScalarReference) {
   plain.prefetch = 0;
   plain.threads = 1;
   plain.micro_batches = GetParam().micro_batches;
+  if (speculation == "hits") plain.speculation = GetParam().speculation;  // the same clipping
   const Outcome expected = train(plain);
   for (int step = 0; step < kSteps; ++step) {
     EXPECT_EQ(got.losses[step], expected.losses[step]) << "step " << step;
@@ -144,6 +159,18 @@ std::vector<Case> all_cases() {
     cases.push_back({placement, 4, 2, "host", "memory", 3});
     cases.push_back({placement, 4, 2, "simulated", "faulty", 2});
     cases.push_back({placement, 4, 2, "host", "faulty", 1});
+  }
+  for (Placement placement : {Placement::half, Placement::nvme}) {
+    for (const char* speculation : {"hits", "misses"}) {
+      for (int threads : {1, 2}) {
+        for (const char* device : {"host", "simulated"}) {
+          cases.push_back({placement, 4, threads, device, "memory", 1, speculation});
+          cases.push_back({placement, 4, threads, device, "faulty", 1, speculation});
+        }
+      }
+      cases.push_back({placement, 1, 2, "host", "memory", 3, speculation});
+      cases.push_back({placement, 4, 2, "host", "auto", 1, speculation});
+    }
   }
   cases.push_back({Placement::half, 4, 2, "host", "auto", 1});
   cases.push_back({Placement::nvme, 4, 2, "host", "auto", 1});
@@ -274,7 +301,8 @@ TEST_P(Bytes, MovedOnNvmeAreThoseOfThePlanAndOfTheKernel) {
     EXPECT_EQ(stats_written, engine.plan().nvme_written_bytes_per_step) << "step " << step;
     if (more_read == 0 && more_written == 0) ++exact;
   }
-  EXPECT_GE(exact, 3) << "of 5 steps; now and then the kernel adds a page of the file system's own (an extent block)";
+  EXPECT_GE(exact, 3)
+      << "of 5 steps; now and then the kernel adds a page of the file system's own (an extent block)";
   EXPECT_GT(stats_written, 0);
   if (GetParam() != Placement::nvme) return;
   int64_t trainable = 0;

@@ -124,6 +124,9 @@ bool toy_skips(int unit, int segment, int step, int rank) {
 ToyStep toy_step(engine::Engine& engine, int step, int micro_batches, int rank) {
   const auto units = static_cast<int>(engine.layout().units.size());
   ToyStep out;
+  std::vector<optim::AdamConfig> groups;
+  for (int g = 0; g < kToyGroups; ++g) groups.push_back(toy_group(g, step));
+  engine.expect_step(groups);
   for (int micro = 0; micro < micro_batches; ++micro) {
     engine.begin_pass({true, true});
     for (int u = 0; u < units; ++u) {
@@ -143,8 +146,6 @@ ToyStep toy_step(engine::Engine& engine, int step, int micro_batches, int rank) 
       }
     }
   }
-  std::vector<optim::AdamConfig> groups;
-  for (int g = 0; g < kToyGroups; ++g) groups.push_back(toy_group(g, step));
   out.result = engine.step(groups);
   return out;
 }

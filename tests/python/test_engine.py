@@ -87,6 +87,34 @@ def test_groups_and_a_scheduler_on_the_returned_optimizer(start, dtype):
     assert engine.optimizer.param_groups[0]["lr"] == 1e-3 / 5 and same(engine, plain)
 
 
+@pytest.mark.parametrize("clipping", [0.0, 1e-3], ids=["taken", "dropped"])
+def test_updates_guessed_in_backward_change_nothing(start, clipping):
+    """A scheduler changes the rate after each step; the guess is told in time."""
+    model = Net(torch.bfloat16)
+    plain = Plain(copy.deepcopy(model))
+    engine = start(
+        model,
+        placement="nvme",
+        speculate=True,
+        clipping=clipping,
+        lr_scheduler=lambda o: LambdaLR(o, lambda n: 1 / (n + 1)),
+    )
+    for i in range(6):
+        torch.manual_seed(i)
+        engine.backward(engine(batch(i, torch.bfloat16)))
+        while engine.stats()["guesses_unfinished"]:
+            pass
+        engine.step()
+        torch.manual_seed(i)
+        plain.backward(plain.model(batch(i, torch.bfloat16)))
+        for state in plain.states:
+            state.group = {**state.group, "lr": 1e-2 / (i + 1)}
+        plain.step(engine.last_step.clip)
+    stats = engine.stats()
+    assert (stats["guesses_taken"] > 0, stats["guesses_dropped"] > 0) == (clipping == 0, clipping > 0)
+    assert same(engine, plain)
+
+
 @pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW])
 def test_an_optimizer_and_a_scheduler_of_the_users_own(start, kind):
     model = Net(torch.float32)

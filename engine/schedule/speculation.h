@@ -1,0 +1,68 @@
+// Speculation (DESIGN 5): while backward runs, chunks whose gradients are final are updated as if nothing
+// would be clipped, into new extents and a second `hi`. step() knows the norm: it takes the new version, or
+// drops it and updates anew. A wrong guess costs time, never a bit.
+//
+// Here is what the guess rests on: which gradients are final (as many arrived as in the last step), what the
+// hyper-parameters will be, and memory for the second `hi`. The updater does the work.
+//
+// Every method needs the context's mutex.
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "engine/schedule/context.h"
+
+namespace overspill::engine {
+
+class Speculation {
+ public:
+  explicit Speculation(Context& context);
+
+  /// The hyper-parameters that the next step is expected to have.
+  void expect(std::span<const optim::AdamConfig> groups);
+
+  /// A gradient arrived. True when the unit's are now all there, going by the last step, and its updates may
+  /// be guessed: its guessed factors are captured then.
+  bool arrived(int32_t unit, int32_t segment);
+
+  /// Gradients were thrown away: counting starts anew.
+  void restart();
+
+  /// The step is decided: what arrived in it is what will be expected in the next. After a miss guessing
+  /// pauses, each time twice as long, since a guess that fails has read and written for nothing.
+  void stepped(bool any_made, bool hit);
+
+  /// Whether the factors of the unit are those that were guessed, for every segment.
+  bool right(int32_t unit) const;
+
+  /// Memory for the second `hi` of a chunk; null when all is taken.
+  std::byte* take_weights();
+  void give_back(std::byte* weights);
+
+  /// Whether guesses may come: until they do, nothing is gained by reading ahead.
+  bool active() const {
+    return context_.config.speculate && context_.layout.world == 1 && pause_ == 0 && !groups_.empty();
+  }
+
+  /// Whether the chunk's update may be guessed: its states are on NVMe.
+  bool may_guess(int32_t chunk) const { return context_.plan.states_on_nvme[chunk]; }
+
+ private:
+  bool complete(int32_t unit) const;
+  void capture(int32_t unit);
+
+  static constexpr int64_t kPauseMost = 64;  // steps
+
+  Context& context_;
+  HostMemory memory_;
+  std::vector<std::byte*> free_;
+  std::vector<optim::AdamConfig> groups_;
+  std::vector<std::vector<int32_t>> arrivals_;  // by unit and segment, since the last step
+  std::vector<std::vector<int32_t>> expected_;  // in the last step
+  int64_t next_pause_ = 1;
+  int64_t pause_ = 0;  // steps during which nothing is guessed
+};
+
+}  // namespace overspill::engine

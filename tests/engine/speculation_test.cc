@@ -1,0 +1,193 @@
+// Guessed updates (DESIGN 5, speculation) where the guess turns out wrong, is disturbed, or has no room. That
+// hits and misses never change a bit over placements, devices and stores is in exactness_test.cc.
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <cstring>
+#include <limits>
+#include <span>
+#include <thread>
+
+#include "engine/engine.h"
+#include "engine/resources.h"
+#include "tests/engine/toy_model.h"
+
+namespace overspill::testing {
+namespace {
+
+using engine::Config;
+using engine::Engine;
+using engine::Placement;
+
+constexpr int kUnits = 6;
+
+Config config_of(Placement placement, bool speculate) {
+  Config config;
+  config.host_budget_bytes = 64 << 20;
+  config.nvme = {"unused"};
+  config.threads = 2;
+  config.chunk_elements = 4096;
+  config.placement = placement;
+  config.speculate = speculate;
+  config.poison = true;
+  return config;
+}
+
+engine::Resources resources_of(const Config& config) {
+  engine::ResourceOptions options;
+  options.io_backend = "memory";
+  return engine::make_resources(toy_units(), config, options);
+}
+
+std::vector<optim::AdamConfig> groups_of(int step) {
+  return {toy_group(0, step), toy_group(1, step)};
+}
+
+/// A step whose gradients do not depend on the weights, so that they can be given in any order and number.
+void give_gradients(Engine& engine, int step, float scale = 1) {
+  for (int32_t u = kUnits - 1; u >= 0; --u) {
+    const engine::Unit& unit = engine.layout().units[u];
+    for (size_t s = 0; unit.trainable() && s < unit.segments.size(); ++s) {
+      std::vector<float> wide;
+      for (int64_t i = 0; i < unit.segments[s].elements; ++i)
+        wide.push_back(scale * toy_gradient(0.1F, u, static_cast<int>(s), i, step, 0, 0));
+      std::vector<uint16_t> narrow;
+      for (float g : wide) {
+        uint32_t bits = 0;
+        std::memcpy(&bits, &g, 4);
+        narrow.push_back(static_cast<uint16_t>(bits >> 16));
+      }
+      const auto bytes =
+          unit.element_bytes == 2 ? std::as_bytes(std::span(narrow)) : std::as_bytes(std::span(wide));
+      engine.add_gradient(u, static_cast<int32_t>(s), bytes, unit.dtype);
+    }
+  }
+}
+
+/// Waits until what could be guessed was guessed and written.
+void let_guesses_end(Engine& engine) {
+  while (engine.stats().guesses_unfinished > 0) std::this_thread::sleep_for(std::chrono::microseconds(200));
+}
+
+enum class Disturbance {
+  none,
+  second_backward,    // every gradient comes twice
+  other_rate,         // step() is given another learning rate than was expected
+  cleared,            // zero_grad() and another backward
+  looked_at,          // weights are read between backward and step()
+  synchronized,       // ... and everything is brought to rest
+  not_finite,         // one gradient is inf: nothing changes
+  weight_overwritten  // load_weight() between backward and step()
+};
+
+struct Outcome {
+  std::vector<float> contents;
+  engine::Stats stats;
+};
+
+/// Five steps, the fourth one disturbed, with or without speculation.
+Outcome run(Placement placement, Disturbance disturbance, bool speculate, bool at_once, double max_norm = 0) {
+  Config config = config_of(placement, speculate);
+  config.max_grad_norm = max_norm;
+  Engine engine(toy_units(), config, resources_of(config));
+  toy_load(engine);
+  for (int step = 0; step < 5; ++step) {
+    engine.begin_pass({true, true});
+    for (int32_t u = 0; u < kUnits; ++u) engine.acquire(u);
+    engine.expect_step(groups_of(step));
+    give_gradients(engine, step);
+    if (!at_once) let_guesses_end(engine);
+    auto groups = groups_of(step);
+    if (step == 3) {
+      std::vector<float> weights(97 * 64);
+      const auto bytes = std::as_writable_bytes(std::span(weights));
+      switch (disturbance) {
+        case Disturbance::none:
+          break;
+        case Disturbance::second_backward:
+          give_gradients(engine, 77);
+          break;
+        case Disturbance::other_rate:
+          groups[0].lr *= 0.5;
+          break;
+        case Disturbance::cleared:
+          engine.clear_gradients();
+          give_gradients(engine, 78);
+          break;
+        case Disturbance::looked_at:
+          engine.read_weight(0, 0, bytes, "F32");
+          break;
+        case Disturbance::synchronized:
+          engine.synchronize();
+          break;
+        case Disturbance::not_finite: {
+          std::vector<float> bad(5000, std::numeric_limits<float>::infinity());
+          engine.add_gradient(5, 0, std::as_bytes(std::span(bad)), "F32");
+          break;
+        }
+        case Disturbance::weight_overwritten:
+          engine.load_weight(0, 0, bytes, "F32");
+          break;
+      }
+    }
+    EXPECT_EQ(engine.step(groups).skipped, step == 3 && disturbance == Disturbance::not_finite);
+  }
+  Outcome out;
+  out.contents = toy_contents(engine);
+  out.stats = engine.stats();
+  return out;
+}
+
+class Disturbed : public ::testing::TestWithParam<std::tuple<Placement, Disturbance, bool>> {};
+
+TEST_P(Disturbed, EqualsTheSameRunWithoutGuesses) {
+  const auto [placement, disturbance, at_once] = GetParam();
+  const Outcome plain = run(placement, disturbance, false, at_once);
+  const Outcome guessed = run(placement, disturbance, true, at_once);
+  ASSERT_EQ(plain.contents.size(), guessed.contents.size());
+  EXPECT_EQ(std::memcmp(plain.contents.data(), guessed.contents.data(), plain.contents.size() * 4), 0);
+  EXPECT_EQ(plain.stats.guesses_taken + plain.stats.guesses_dropped, 0);
+  EXPECT_EQ(plain.stats.updates, guessed.stats.updates);
+  if (!at_once) {
+    EXPECT_GT(guessed.stats.guesses_taken, 0);
+    EXPECT_EQ(guessed.stats.guesses_dropped > 0, disturbance != Disturbance::none);
+  }
+  EXPECT_EQ(guessed.stats.store.allocated_bytes, plain.stats.store.allocated_bytes) << "extents leaked";
+}
+
+INSTANTIATE_TEST_SUITE_P(
+    Speculation, Disturbed,
+    ::testing::Combine(::testing::Values(Placement::half, Placement::nvme),
+                       ::testing::Values(Disturbance::none, Disturbance::second_backward,
+                                         Disturbance::other_rate, Disturbance::cleared,
+                                         Disturbance::looked_at, Disturbance::synchronized,
+                                         Disturbance::not_finite, Disturbance::weight_overwritten),
+                       ::testing::Bool()));
+
+TEST(Speculation, PausesAfterMissesForLongerEachTime) {
+  const Outcome often = run(Placement::nvme, Disturbance::none, true, false, 1e-3);
+  EXPECT_EQ(often.stats.guesses_taken, 0);
+  // Steps 1 and 3 are guessed; 2 and 4 are pauses; 0 has nothing to go by.
+  const Outcome never = run(Placement::nvme, Disturbance::none, true, false);
+  EXPECT_EQ(2 * often.stats.guesses_dropped, never.stats.guesses_taken);
+}
+
+TEST(Speculation, GuessesAsManyAsThereIsRoomFor) {
+  Config config = config_of(Placement::half, true);
+  config.host_budget_bytes = 64 << 20;
+  const engine::Layout layout = engine::make_layout(toy_units(), config.chunk_elements, 0, 1);
+  const engine::Plan roomy = engine::make_plan(layout, config, {});
+  EXPECT_GT(roomy.second_weights, 1);
+  Config without = config;
+  without.speculate = false;
+  const engine::Plan none = engine::make_plan(layout, without, {});
+  EXPECT_EQ(none.second_weights, 0);
+  EXPECT_GT(roomy.nvme_reserve_bytes, none.nvme_reserve_bytes);
+  config.host_budget_bytes = none.host_bytes() - 6 * none.ring_slot_bytes + roomy.second_weights_bytes;
+  const engine::Plan tight = engine::make_plan(layout, config, {});
+  EXPECT_LE(tight.host_bytes(), config.host_budget_bytes);
+  EXPECT_LT(tight.second_weights, roomy.second_weights);
+}
+
+}  // namespace
+}  // namespace overspill::testing
