@@ -5,38 +5,23 @@
 #include <algorithm>
 #include <cstring>
 #include <stdexcept>
+#include <vector>
+
+#include "cpu_optim/update.h"
 
 namespace overspill::engine {
-namespace {
-
-template <class T>
-std::span<T> elements(std::byte* memory, const Run& run) {
-  return {reinterpret_cast<T*>(memory) + run.begin, static_cast<size_t>(run.elements)};
-}
-
-template <class T>
-std::span<const T> elements(const std::byte* memory, const Run& run) {
-  return {reinterpret_cast<const T*>(memory) + run.begin, static_cast<size_t>(run.elements)};
-}
-
-}  // namespace
-
 void update_chunk(const Unit& unit, const Chunk& chunk, const UnitState& state, const ChunkMemory& memory,
                   const std::byte* gradients, int64_t gradient_element_bytes) {
   const auto& [hi, lo, m, v] = memory.component;
+  std::vector<std::byte*> components{hi, lo, m, v};
+  if (unit.format == Format::fp32) components = {hi, m, v};
+  const auto format = unit.format == Format::fp32 ? optim::Format::fp32 : optim::Format::exact;
+  const auto element = gradient_element_bytes == 2 ? optim::Element::bf16 : optim::Element::fp32;
+  const optim::Piece piece{.components = components, .elements = chunk.elements};
   for (const Run& run : chunk.runs) {
     if (state.updated[run.segment] == 0) continue;
-    const optim::AdamFactors& factors = state.factors[run.segment];
-    if (unit.format == Format::fp32) {
-      optim::adam_fp32(elements<float>(hi, run), elements<float>(m, run), elements<float>(v, run),
-                       elements<float>(gradients, run), factors);
-    } else if (gradient_element_bytes == 2) {
-      optim::adam_split(elements<uint16_t>(hi, run), elements<int16_t>(lo, run), elements<float>(m, run),
-                        elements<float>(v, run), elements<uint16_t>(gradients, run), factors);
-    } else {
-      optim::adam_split(elements<uint16_t>(hi, run), elements<int16_t>(lo, run), elements<float>(m, run),
-                        elements<float>(v, run), elements<float>(gradients, run), factors);
-    }
+    optim::update(format, piece, {gradients, element}, {run.begin, run.begin + run.elements},
+                  state.factors[run.segment]);
   }
 }
 
