@@ -6,7 +6,7 @@ BUILD := build/release
 export VENV JOBS
 
 .DEFAULT_GOAL := help
-.PHONY: help setup build train test test-cpp test-python test-long bench-adam bench-gradient readme lint format sanitize wheel clean
+.PHONY: help setup build train test test-cpp test-python test-long bench-adam bench-gradient readme lint format sanitize neon wheel clean
 
 help:  ## This list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -51,6 +51,10 @@ format: setup  ## Rewrite sources with clang-format and ruff
 
 sanitize: setup  ## C++ tests under ASan+UBSan and under TSan
 	@tools/sanitize asan tsan
+
+neon:  ## The update's kernels for aarch64, cross-compiled and tested under qemu
+	@tools/setup --neon
+	@tools/neon
 
 wheel: setup  ## Build the wheel into dist/
 	@$(PYTHON_VENV) -m pip wheel --no-deps --no-build-isolation -w dist .

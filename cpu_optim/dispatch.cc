@@ -1,5 +1,9 @@
 #include "cpu_optim/dispatch.h"
 
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
+
 #include <cstdlib>
 #include <stdexcept>
 #include <string>
@@ -10,6 +14,11 @@ namespace overspill::optim {
 namespace portable {
 extern const Kernels table;
 }
+#if defined(__aarch64__)
+namespace neon {
+extern const Kernels table;
+}
+#endif
 #if defined(__x86_64__)
 namespace avx2 {
 extern const Kernels table;
@@ -21,11 +30,22 @@ extern const Kernels table;
 
 namespace {
 
+#if defined(__x86_64__)
+// g++ 12's __builtin_cpu_supports does not know it. Where AVX2 may be used, so may this.
+bool has_f16c() {
+  unsigned a, b, c, d;
+  return __get_cpuid(1, &a, &b, &c, &d) != 0 && (c & bit_F16C) != 0;
+}
+#endif
+
 std::vector<const Kernels*> detect() {
   std::vector<const Kernels*> found{&portable::table};
+#if defined(__aarch64__)
+  found.push_back(&neon::table);  // part of every aarch64
+#endif
 #if defined(__x86_64__)
   // __builtin_cpu_supports asks the operating system too: it must save the wide registers.
-  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) {
+  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && has_f16c()) {
     found.push_back(&avx2::table);
     if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl")) {
@@ -37,14 +57,14 @@ std::vector<const Kernels*> detect() {
 }
 
 // The names in order of width, known on every machine: a limit this machine does not reach is no mistake.
-constexpr std::string_view kNames[] = {"portable", "avx2", "avx512"};
+constexpr std::string_view kNames[] = {"portable", "neon", "avx2", "avx512"};
 
 int width_rank(std::string_view name) {
-  for (int rank = 0; rank < 3; ++rank) {
+  for (int rank = 0; rank < 4; ++rank) {
     if (kNames[rank] == name) return rank;
   }
   throw std::invalid_argument("OVERSPILL_ISA is '" + std::string(name) +
-                              "'; it must be portable, avx2 or avx512, or be left unset");
+                              "'; it must be portable, neon, avx2 or avx512, or be left unset");
 }
 
 }  // namespace

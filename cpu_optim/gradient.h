@@ -5,6 +5,8 @@
 #include <cstdint>
 #include <span>
 
+#include "cpu_optim/half.h"
+
 namespace overspill::optim {
 
 /// Sum of squares in double precision, by a tree whose shape depends on the count alone; and whether every
@@ -19,14 +21,19 @@ struct Squares {
   bool finite = true;
 };
 Squares squares(std::span<const uint16_t> bf16);
+Squares squares(std::span<const Fp16> fp16);
 Squares squares(std::span<const float> fp32);
 
-/// to = from, or to += from. bf16 sums are rounded to nearest even after an fp32 addition, as torch
+/// to = from, or to += from. bf16 and fp16 sums are rounded to nearest even after an fp32 addition, as torch
 /// accumulates. Sizes must match.
 void widen(std::span<const uint16_t> bf16, std::span<float> fp32);
+void widen(std::span<const Fp16> fp16, std::span<float> fp32);
 void narrow(std::span<const float> fp32, std::span<uint16_t> bf16);  // nearest even, NaN stays NaN
+void narrow(std::span<const float> fp32, std::span<Fp16> fp16);
 void accumulate(std::span<const uint16_t> from, std::span<uint16_t> to);
 void accumulate(std::span<const uint16_t> from, std::span<float> to);
+void accumulate(std::span<const Fp16> from, std::span<Fp16> to);
+void accumulate(std::span<const Fp16> from, std::span<float> to);
 void accumulate(std::span<const float> from, std::span<float> to);
 /// to *= factor
 void scale(std::span<float> to, float factor);

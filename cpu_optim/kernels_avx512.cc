@@ -36,6 +36,22 @@ inline U16 lower_halves(U32 x) {
   return reinterpret_cast<U16>(_mm512_cvtepi32_epi16(reinterpret_cast<__m512i>(x)));
 }
 
+inline U32 extend(U8 x) {
+  return reinterpret_cast<U32>(_mm512_cvtepu8_epi32(reinterpret_cast<__m128i>(x)));
+}
+inline U32 extend(I8 x) {
+  return reinterpret_cast<U32>(_mm512_cvtepi8_epi32(reinterpret_cast<__m128i>(x)));
+}
+inline U8 lower_bytes(U32 x) {
+  return reinterpret_cast<U8>(_mm512_cvtepi32_epi8(reinterpret_cast<__m512i>(x)));
+}
+inline F32 widen_half(U16 x) {
+  return _mm512_cvtph_ps(reinterpret_cast<__m256i>(x));
+}
+inline U16 narrow_half(F32 x) {
+  return reinterpret_cast<U16>(_mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT));
+}
+
 inline __mmask16 mask_of(First part) {
   return static_cast<__mmask16>((1u << part.count) - 1);
 }
@@ -46,6 +62,9 @@ inline F32 load(const float* from, First part) {
 inline U16 load(const uint16_t* from, First part) {
   return reinterpret_cast<U16>(_mm256_maskz_loadu_epi16(mask_of(part), from));
 }
+inline U16 load(const Fp16* from, First part) {
+  return load(reinterpret_cast<const uint16_t*>(from), part);
+}
 inline I16 load(const int16_t* from, First part) {
   return reinterpret_cast<I16>(_mm256_maskz_loadu_epi16(mask_of(part), from));
 }
@@ -54,6 +73,9 @@ inline void store(float* to, F32 x, First part) {
 }
 inline void store(uint16_t* to, U16 x, First part) {
   _mm256_mask_storeu_epi16(to, mask_of(part), reinterpret_cast<__m256i>(x));
+}
+inline void store(Fp16* to, U16 x, First part) {
+  store(reinterpret_cast<uint16_t*>(to), x, part);
 }
 inline void store(int16_t* to, I16 x, First part) {
   _mm256_mask_storeu_epi16(to, mask_of(part), reinterpret_cast<__m256i>(x));

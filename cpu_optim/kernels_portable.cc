@@ -11,10 +11,10 @@ namespace {
 constexpr const char* kName = "portable";
 constexpr int kLanes = 4;
 #include "cpu_optim/vector.inl"
+#include "cpu_optim/vector_convert.inl"
 #include "cpu_optim/vector_partial.inl"
 
 typedef int64_t I64 __attribute__((vector_size(16)));
-typedef int32_t I32 __attribute__((vector_size(16)));
 typedef float F32Half __attribute__((vector_size(8)));
 
 inline F64 low(F32 x) {
@@ -23,16 +23,6 @@ inline F64 low(F32 x) {
 inline F64 high(F32 x) {
   return __builtin_convertvector(__builtin_shufflevector(x, x, 2, 3), F64);
 }
-inline U32 extend(U16 x) {
-  return __builtin_convertvector(x, U32);
-}
-inline U32 extend(I16 x) {
-  return reinterpret_cast<U32>(__builtin_convertvector(x, I32));
-}
-inline U16 lower_halves(U32 x) {
-  return __builtin_convertvector(x, U16);
-}
-
 // a * b + c rounded to odd: the product of two floats is exact in double, the sum's error is exact too
 // (Knuth's TwoSum). Rounded to odd it may be rounded again, to float, as if it had been rounded once (Boldo
 // and Melquiond 2008, doi 10.1109/TC.2007.70819).

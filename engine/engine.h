@@ -19,7 +19,7 @@
 #include <string_view>
 #include <vector>
 
-#include "cpu_optim/adam.h"
+#include "cpu_optim/optimizer.h"
 #include "engine/config.h"
 #include "engine/partition/model.h"
 #include "engine/schedule/context.h"

@@ -79,7 +79,7 @@ void Machine::capture_factors(std::span<const optim::AdamConfig> groups, double 
       state.updated[s] = gradients.present(static_cast<int32_t>(u), static_cast<int32_t>(s)) ? 1 : 0;
       if (state.updated[s] == 0) continue;
       ++state.steps[s];
-      state.factors[s] = optim::adam_factors(groups[unit.segments[s].group], state.steps[s], clip);
+      state.factors[s] = optim::make_factors(groups[unit.segments[s].group], state.steps[s], clip);
     }
   }
 }

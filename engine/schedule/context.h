@@ -11,8 +11,8 @@
 #include <string>
 #include <vector>
 
-#include "cpu_optim/adam.h"
 #include "cpu_optim/executor.h"
+#include "cpu_optim/optimizer.h"
 #include "engine/collectives/communicator.h"
 #include "engine/config.h"
 #include "engine/memory/budget.h"
@@ -98,11 +98,11 @@ struct UnitState {
   int32_t pending_chunks = 0;
   int64_t generation = 0;  // of the weights
   // Captured by step(), by segment:
-  std::vector<optim::AdamFactors> factors;
+  std::vector<optim::Factors> factors;
   std::vector<uint8_t> updated;  // has a gradient in this step
   std::vector<int64_t> steps;    // updates so far
   // Captured when the unit's gradients seemed final, by segment:
-  std::vector<optim::AdamFactors> guessed_factors;
+  std::vector<optim::Factors> guessed_factors;
   std::vector<uint8_t> guessed;  // has a gradient
 };
 

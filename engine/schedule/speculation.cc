@@ -38,7 +38,7 @@ void Speculation::capture(int32_t unit) {
     state.guessed[s] = arrivals_[unit][s] > 0 ? 1 : 0;
     if (state.guessed[s] == 0) continue;
     state.guessed_factors[s] =
-        optim::adam_factors(groups_[segments[s].group], state.steps[s] + 1, /*grad_scale=*/1.0);
+        optim::make_factors(groups_[segments[s].group], state.steps[s] + 1, /*grad_scale=*/1.0);
   }
 }
 

@@ -3,21 +3,14 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <array>
 #include <cstring>
 #include <stdexcept>
 
+#include "cpu_optim/update.h"
+
 namespace overspill::engine {
 namespace {
-
-template <class T>
-std::span<T> elements(std::byte* memory, const Run& run) {
-  return {reinterpret_cast<T*>(memory) + run.begin, static_cast<size_t>(run.elements)};
-}
-
-template <class T>
-std::span<const T> elements(const std::byte* memory, const Run& run) {
-  return {reinterpret_cast<const T*>(memory) + run.begin, static_cast<size_t>(run.elements)};
-}
 
 /// The order of the update; guesses come last.
 bool earlier(const ChunkState& a, const ChunkState& b) {
@@ -26,23 +19,20 @@ bool earlier(const ChunkState& a, const ChunkState& b) {
 
 }  // namespace
 
-void update_chunk(const Unit& unit, const Chunk& chunk, std::span<const optim::AdamFactors> all_factors,
+void update_chunk(const Unit& unit, const Chunk& chunk, std::span<const optim::Factors> factors,
                   std::span<const uint8_t> present, const ChunkMemory& memory, const std::byte* gradients,
                   int64_t gradient_element_bytes) {
   const auto& [hi, lo, m, v] = memory.component;
+  const bool fp32 = unit.format == Format::fp32;
+  const std::array components = fp32 ? std::array{hi, m, v, lo} : std::array{hi, lo, m, v};
+  const auto format = fp32 ? optim::Format::fp32 : optim::Format::exact;
+  const auto element = gradient_element_bytes == 2 ? optim::Element::bf16 : optim::Element::fp32;
+  const optim::Piece piece{.components = std::span(components).first(fp32 ? 3 : 4),
+                           .elements = chunk.elements};
   for (const Run& run : chunk.runs) {
     if (present[run.segment] == 0) continue;
-    const optim::AdamFactors& factors = all_factors[run.segment];
-    if (unit.format == Format::fp32) {
-      optim::adam_fp32(elements<float>(hi, run), elements<float>(m, run), elements<float>(v, run),
-                       elements<float>(gradients, run), factors);
-    } else if (gradient_element_bytes == 2) {
-      optim::adam_split(elements<uint16_t>(hi, run), elements<int16_t>(lo, run), elements<float>(m, run),
-                        elements<float>(v, run), elements<uint16_t>(gradients, run), factors);
-    } else {
-      optim::adam_split(elements<uint16_t>(hi, run), elements<int16_t>(lo, run), elements<float>(m, run),
-                        elements<float>(v, run), elements<float>(gradients, run), factors);
-    }
+    optim::update(format, piece, {gradients, element}, {run.begin, run.begin + run.elements},
+                  factors[run.segment]);
   }
 }
 

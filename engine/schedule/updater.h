@@ -107,7 +107,7 @@ struct ChunkMemory {
 
 /// The fused pass over one chunk, segment by segment: `factors` and `present` are the unit's, by segment. No
 /// locks: the caller has exclusive use of the chunk.
-void update_chunk(const Unit& unit, const Chunk& chunk, std::span<const optim::AdamFactors> factors,
+void update_chunk(const Unit& unit, const Chunk& chunk, std::span<const optim::Factors> factors,
                   std::span<const uint8_t> present, const ChunkMemory& memory, const std::byte* gradients,
                   int64_t gradient_element_bytes);
 

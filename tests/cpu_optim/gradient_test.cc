@@ -104,7 +104,7 @@ TEST(Convert, EveryBf16Widens) {
   for (size_t i = 0; i < all.size(); ++i) all[i] = static_cast<uint16_t>(i);
   for (const Kernels* form : available_kernels()) {
     std::vector<float> wide(all.size());
-    form->widen(all.data(), wide.data(), 65536);
+    form->widen_bf16(all.data(), wide.data(), 65536);
     for (size_t i = 0; i < all.size(); ++i) {
       ASSERT_EQ(std::bit_cast<uint32_t>(wide[i]), std::bit_cast<uint32_t>(reference_widen(all[i])))
           << form->name;
@@ -122,7 +122,7 @@ TEST(Convert, NarrowsToNearestEven) {
   }
   for (const Kernels* form : available_kernels()) {
     std::vector<uint16_t> narrow(x.size());
-    form->narrow(x.data(), narrow.data(), static_cast<int64_t>(x.size()));
+    form->narrow_bf16(x.data(), narrow.data(), static_cast<int64_t>(x.size()));
     for (size_t i = 0; i < x.size(); ++i) {
       ASSERT_EQ(narrow[i], reference_narrow(x[i])) << form->name << " " << std::bit_cast<uint32_t>(x[i]);
     }
@@ -144,8 +144,8 @@ TEST(Accumulate, EveryCountMisalignmentAndForm) {
         form->accumulate_bf16_fp32(from16.data(), to_wide.data(), count);
         form->accumulate_bf16_bf16(from16.data(), to16.data(), count);
         form->scale(scaled.data(), 0.3f, count);
-        form->widen(from16.data(), wide.data(), count);
-        form->narrow(from.data(), narrow.data(), count);
+        form->widen_bf16(from16.data(), wide.data(), count);
+        form->narrow_bf16(from.data(), narrow.data(), count);
         for (size_t i = 0; i < n; ++i) {
           ASSERT_TRUE(same(to.data()[i], b[i] + a[i])) << form->name << " n " << n;
           ASSERT_TRUE(same(to_wide.data()[i], b[i] + reference_widen(a16[i]))) << form->name << " n " << n;

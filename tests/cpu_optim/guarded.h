@@ -46,6 +46,32 @@ class Guarded {
   std::vector<T> storage_;
 };
 
+/// Bytes that start `offset` bytes after a 64-byte boundary, with 64 bytes or more of sentinels on both
+/// sides.
+class GuardedBytes {
+ public:
+  GuardedBytes(std::span<const std::byte> values, size_t offset)
+      : count_(values.size()), storage_(count_ + offset + 4 * kGuard, kSentinel) {
+    start_ = kGuard + (64 - reinterpret_cast<uintptr_t>(storage_.data()) % 64) % 64 + offset;
+    std::copy(values.begin(), values.end(), storage_.begin() + static_cast<std::ptrdiff_t>(start_));
+  }
+  std::byte* data() { return storage_.data() + start_; }
+  std::span<const std::byte> span() const { return {storage_.data() + start_, count_}; }
+  bool intact() const {
+    const auto is_sentinel = [](std::byte b) { return b == kSentinel; };
+    const auto begin = storage_.begin() + static_cast<std::ptrdiff_t>(start_);
+    return std::all_of(storage_.begin(), begin, is_sentinel) &&
+           std::all_of(begin + static_cast<std::ptrdiff_t>(count_), storage_.end(), is_sentinel);
+  }
+
+ private:
+  static constexpr std::byte kSentinel{0xA5};
+  static constexpr size_t kGuard = 64;
+  size_t count_;
+  std::vector<std::byte> storage_;
+  size_t start_;
+};
+
 /// `values`, ending where a page ends after which no memory is readable: reading past the end is a crash.
 template <class T>
 class AtPageEnd {

@@ -5,6 +5,7 @@
 
 #include <atomic>
 #include <cmath>
+#include <cstddef>
 #include <cstdio>
 #include <numeric>
 #include <vector>
@@ -62,7 +63,7 @@ TEST(Split, EveryPatternIsExactAndAsTheReference) {
 // A step that changes nothing (lr 0, no decay, zero gradient) joins and splits each weight inside the kernel.
 // NaN is left out, because arithmetic makes it quiet. The widest form takes all, the others every 31st slice.
 TEST(Split, EveryPatternSurvivesAStepThatChangesNothing) {
-  const AdamFactors factors = adam_factors({.lr = 0}, 1, 1.0);
+  const Adam::Factors factors = Adam::factors({.lr = 0}, 1);
   for (const Kernels* form : available_kernels()) {
     const int64_t stride = form == available_kernels().back() ? kStride : 31 * kStride;
     std::atomic<int64_t> wrong{0};
@@ -71,8 +72,16 @@ TEST(Split, EveryPatternSurvivesAStepThatChangesNothing) {
       std::vector<int16_t> lo_after = lo;
       std::vector<float> m(kSlice), v(kSlice);
       const std::vector<uint16_t> grad(kSlice);
-      form->adam_split_bf16(hi_after.data(), lo_after.data(), m.data(), v.data(), grad.data(), kSlice,
-                            factors);
+      const auto bytes = [](auto& array) { return reinterpret_cast<std::byte*>(array.data()); };
+      std::byte* const components[] = {bytes(hi_after), bytes(lo_after), bytes(m), bytes(v)};
+      form->update_of(optimizer_of(AdamConfig{}), Format::exact, Element::bf16)({.components = components,
+                                                                                 .gradient = grad.data(),
+                                                                                 .elements = kSlice,
+                                                                                 .begin = 0,
+                                                                                 .end = kSlice,
+                                                                                 .factors = &factors,
+                                                                                 .grad_scale = 1,
+                                                                                 .noise = {}});
       int64_t differ = 0;
       for (size_t i = 0; i < kSlice; ++i) {
         const bool is_number = (bits[i] & 0x7FFFFFFFu) <= 0x7F800000u;

@@ -1,0 +1,324 @@
+#include "tests/reference/update.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <string>
+#include <vector>
+
+namespace {
+
+constexpr int64_t kTwo32 = int64_t{1} << 32;
+
+float as_float(uint32_t bits) {
+  float x;
+  std::memcpy(&x, &bits, sizeof(x));
+  return x;
+}
+
+uint32_t as_bits(float x) {
+  uint32_t bits;
+  std::memcpy(&bits, &x, sizeof(bits));
+  return bits;
+}
+
+float rounded(double x) {
+  return static_cast<float>(x);
+}
+
+// ---- the optimizers: one element
+
+struct Element {
+  float p, g;
+  float s[2];
+};
+
+void adam(Element& e, const double* h, double step) {
+  const double lr = h[0], beta1 = h[1], beta2 = h[2], decay = h[4];
+  float &m = e.s[0], &v = e.s[1];
+  if (h[5] == 0 && rounded(decay) != 0) e.g = std::fma(rounded(decay), e.p, e.g);
+  if (h[5] != 0) e.p *= rounded(1 - lr * decay);
+  m = std::fma(rounded(1 - beta1), e.g - m, m);
+  const float square = e.g * e.g;
+  v = std::fma(rounded(1 - beta2), square, rounded(beta2) * v);
+  const float step_size = rounded(lr / (1 - std::pow(beta1, step)));
+  const float inverse = rounded(1 / std::sqrt(1 - std::pow(beta2, step)));
+  e.p = std::fma(-step_size, m / std::fma(std::sqrt(v), inverse, rounded(h[3])), e.p);
+}
+
+void adagrad(Element& e, const double* h, double step) {
+  if (rounded(h[2]) != 0) e.g = std::fma(rounded(h[2]), e.p, e.g);
+  e.s[0] = std::fma(e.g, e.g, e.s[0]);
+  const float rate = rounded(h[0] / (1 + (step - 1) * h[1]));
+  e.p = std::fma(-rate, e.g / (std::sqrt(e.s[0]) + rounded(h[3])), e.p);
+}
+
+void lion(Element& e, const double* h, double) {
+  float& m = e.s[0];
+  const float mixed = std::fma(rounded(1 - h[1]), e.g - m, m);
+  float direction = 0;
+  if (mixed > 0) direction = 1;
+  if (mixed < 0) direction = -1;
+  const float decayed = e.p * rounded(1 - h[0] * h[3]);
+  e.p = std::fma(-rounded(h[0]), direction, decayed);
+  m = std::fma(rounded(1 - h[2]), e.g - m, m);
+}
+
+void momentum(Element& e, const double* h, double step) {
+  if (rounded(h[3]) != 0) e.g = std::fma(rounded(h[3]), e.p, e.g);
+  const float share = step == 1 || h[1] == 0 ? 1.0f : rounded(1 - h[2]);
+  const float kept = e.s[0] * rounded(h[1]);
+  e.s[0] = std::fma(share, e.g, kept);
+  float direction = e.s[0];
+  if (h[4] != 0 && rounded(h[1]) != 0) direction = std::fma(rounded(h[1]), e.s[0], e.g);
+  e.p = std::fma(-rounded(h[0]), direction, e.p);
+}
+
+void sgd(Element& e, const double* h, double) {
+  if (rounded(h[1]) != 0) e.g = std::fma(rounded(h[1]), e.p, e.g);
+  e.p = std::fma(-rounded(h[0]), e.g, e.p);
+}
+
+struct Optimizer {
+  const char* name;
+  int states;
+  bool is_signed[2];
+  void (*update)(Element&, const double*, double);
+};
+constexpr Optimizer kOptimizers[] = {{"adam", 2, {true, false}, adam},
+                                     {"adagrad", 1, {false, false}, adagrad},
+                                     {"lion", 1, {true, false}, lion},
+                                     {"momentum", 1, {true, false}, momentum},
+                                     {"sgd", 0, {false, false}, sgd}};
+
+// ---- stochastic rounding
+
+uint64_t split_mix(uint64_t x) {
+  x += 0x9E3779B97F4A7C15u;
+  x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9u;
+  x = (x ^ (x >> 27)) * 0x94D049BB133111EBu;
+  return x ^ (x >> 31);
+}
+
+/// To a multiple of `unit` (a power of two), upwards if what is cut off and `random` (less than unit) come to
+/// a unit. NaN becomes the quiet NaN.
+uint32_t round_bits(float x, uint32_t unit, uint32_t random) {
+  if (std::isnan(x)) return 0x7FC00000u;
+  const uint64_t sum = static_cast<uint64_t>(as_bits(x)) + random;
+  return static_cast<uint32_t>(sum / unit * unit % static_cast<uint64_t>(kTwo32));
+}
+
+// ---- 8 bits
+
+double top(bool is_signed) {
+  return is_signed ? 1.9375 * 128 - 1 : 1.9375 * 32768 - 1;
+}
+
+double scale_of(int exponent) {
+  return std::ldexp(1.0, exponent - 127);
+}
+
+uint8_t exponent_of(const std::vector<float>& block, bool is_signed) {
+  double largest = 0;
+  for (const float x : block) {
+    if (!std::isfinite(x)) return 255;
+    largest = std::max(largest, static_cast<double>(std::fabs(x)));
+  }
+  int exponent = 1;
+  while (top(is_signed) * scale_of(exponent) < largest) ++exponent;
+  return static_cast<uint8_t>(exponent);
+}
+
+uint8_t encode(float x, int exponent, bool is_signed, uint32_t random12) {
+  if (exponent == 255) return 0;
+  const float w = std::fma(std::fabs(x), rounded(1 / scale_of(exponent)), 1.0f);
+  const int segment = std::ilogb(w);
+  const double position = 16 * (segment + (std::ldexp(static_cast<double>(w), -segment) - 1));
+  const double down = std::floor(position);
+  int code = static_cast<int>(down) + (position - down + (random12 + 0.5) / 4096 >= 1 ? 1 : 0);
+  if (!is_signed && code == 0 && x != 0) code = 1;
+  return static_cast<uint8_t>(code + (is_signed && std::signbit(x) ? 128 : 0));
+}
+
+// ---- one piece
+
+struct Piece {
+  const Optimizer& optimizer;
+  std::string format;
+  void* const* components;
+  std::string gradient;
+  const void* grad;
+  int64_t elements;
+  const double* hyper;
+  int64_t step;
+  float grad_scale;
+  uint64_t seed;
+  int64_t index;
+
+  template <class T>
+  T& at(int component, int64_t i) const {
+    return static_cast<T*>(components[component])[i];
+  }
+  int first_state() const { return format == "fp32" ? 1 : 2; }
+
+  float gradient_of(int64_t i) const {
+    if (gradient == "fp32") return static_cast<const float*>(grad)[i];
+    const uint16_t bits = static_cast<const uint16_t*>(grad)[i];
+    return gradient == "bf16" ? reference_widen(bits) : reference_widen_half(bits);
+  }
+
+  float weight(int64_t i) const {
+    if (format == "fp32") return at<float>(0, i);
+    if (format == "fp16") return at<float>(1, i);
+    const auto lo = format == "8bit" ? static_cast<int16_t>(at<int8_t>(1, i) * 256) : at<int16_t>(1, i);
+    uint32_t bits;
+    reference_join(&at<uint16_t>(0, i), &lo, &bits, 1);
+    return as_float(bits);
+  }
+
+  void set_weight(int64_t i, float p) const {
+    if (format == "fp32") {
+      at<float>(0, i) = p;
+      return;
+    }
+    if (format == "fp16") {
+      at<uint16_t>(0, i) = reference_narrow_half(p);
+      at<float>(1, i) = p;
+      return;
+    }
+    uint32_t bits = as_bits(p);
+    if (format == "8bit") bits = round_bits(p, 256, reference_noise_field(seed, index + i, step, 24, 8));
+    uint16_t hi;
+    int16_t lo;
+    reference_split(&bits, &hi, &lo, 1);
+    at<uint16_t>(0, i) = hi;
+    if (format == "8bit") {
+      at<int8_t>(1, i) = static_cast<int8_t>(lo / 256);
+    } else {
+      at<int16_t>(1, i) = lo;
+    }
+  }
+
+  uint8_t& code(int k, int64_t i) const { return at<uint8_t>(first_state() + k, i); }
+  uint8_t& exponent(int k, int64_t i) const { return code(k, elements + i / 64); }
+
+  float state(int k, int64_t i) const {
+    if (format == "compact") return reference_widen(at<uint16_t>(first_state() + k, i));
+    if (format != "8bit") return at<float>(first_state() + k, i);
+    return reference_decode(code(k, i), exponent(k, i), optimizer.is_signed[k]);
+  }
+
+  void update_one(Element& e, int64_t i) const {
+    e.p = weight(i);
+    e.g = gradient_of(i) * grad_scale;
+    optimizer.update(e, hyper, static_cast<double>(step));
+    set_weight(i, e.p);
+  }
+
+  void update_elements(int64_t begin, int64_t end) const {
+    for (int64_t i = begin; i < end; ++i) {
+      Element e{};
+      for (int k = 0; k < optimizer.states; ++k) e.s[k] = state(k, i);
+      update_one(e, i);
+      for (int k = 0; k < optimizer.states; ++k) {
+        if (format == "compact") {
+          const uint32_t random = reference_noise_field(seed, index + i, step, 16 * k, 16);
+          at<uint16_t>(first_state() + k, i) =
+              static_cast<uint16_t>(round_bits(e.s[k], 65536, random) / 65536);
+        } else {
+          at<float>(first_state() + k, i) = e.s[k];
+        }
+      }
+    }
+  }
+
+  void update_block(int64_t first, int64_t begin, int64_t end) const {
+    const int64_t count = std::min<int64_t>(64, elements - first);
+    std::vector<std::vector<float>> states(2, std::vector<float>(static_cast<size_t>(count)));
+    for (int64_t j = 0; j < count; ++j) {
+      Element e{};
+      for (int k = 0; k < optimizer.states; ++k) e.s[k] = state(k, first + j);
+      if (first + j >= begin && first + j < end) update_one(e, first + j);
+      for (int k = 0; k < optimizer.states; ++k)
+        states[static_cast<size_t>(k)][static_cast<size_t>(j)] = e.s[k];
+    }
+    for (int k = 0; k < optimizer.states; ++k) {
+      const std::vector<float>& values = states[static_cast<size_t>(k)];
+      exponent(k, first) = exponent_of(values, optimizer.is_signed[k]);
+      for (int64_t j = 0; j < count; ++j) {
+        const uint32_t random = reference_noise_field(seed, index + first + j, step, 12 * k, 12);
+        code(k, first + j) =
+            encode(values[static_cast<size_t>(j)], exponent(k, first), optimizer.is_signed[k], random);
+      }
+    }
+  }
+};
+
+bool one_of(const std::string& name, std::initializer_list<const char*> known) {
+  return std::find(known.begin(), known.end(), name) != known.end();
+}
+
+}  // namespace
+
+int reference_update(const char* optimizer, const char* format, void* const* components, const char* gradient,
+                     const void* grad, int64_t elements, int64_t begin, int64_t end, const double* hyper,
+                     int64_t step, double grad_scale, uint64_t seed, int64_t index) {
+  if (!one_of(format, {"fp32", "exact", "fp16", "compact", "8bit"})) return 0;
+  if (!one_of(gradient, {"bf16", "fp16", "fp32"})) return 0;
+  for (const Optimizer& known : kOptimizers) {
+    if (std::strcmp(known.name, optimizer) != 0) continue;
+    const Piece piece{known, format, components,          gradient, grad, elements,
+                      hyper, step,   rounded(grad_scale), seed,     index};
+    if (piece.format != "8bit") {
+      piece.update_elements(begin, end);
+    } else {
+      for (int64_t first = begin / 64 * 64; first < end; first += 64) piece.update_block(first, begin, end);
+    }
+    return 1;
+  }
+  return 0;
+}
+
+float reference_widen_half(uint16_t fp16) {
+  const int exponent = fp16 / 1024 % 32, mantissa = fp16 % 1024;
+  const float sign = fp16 >= 32768 ? -1.0f : 1.0f;
+  if (exponent == 31) return mantissa == 0 ? sign * INFINITY : NAN;
+  if (exponent == 0) return sign * std::ldexp(static_cast<float>(mantissa), -24);
+  return sign * std::ldexp(static_cast<float>(1024 + mantissa), exponent - 25);
+}
+
+uint16_t reference_narrow_half(float x) {
+  const int sign = std::signbit(x) ? 32768 : 0;
+  if (std::isnan(x)) return static_cast<uint16_t>(sign + 0x7E00);
+  const double magnitude = std::fabs(x);
+  if (magnitude >= 65520) return static_cast<uint16_t>(sign + 0x7C00);
+  const int exponent = magnitude < 0x1p-14 ? -14 : std::ilogb(magnitude);
+  const auto steps = static_cast<int>(std::nearbyint(std::ldexp(magnitude, 10 - exponent)));  // to even
+  return static_cast<uint16_t>(sign + (exponent + 14) * 1024 + steps);  // 1024 steps carry into the exponent
+}
+
+uint32_t reference_noise(uint64_t seed, int64_t index) {
+  const auto upper = static_cast<uint64_t>(index / kTwo32);
+  const uint64_t key = split_mix(split_mix(seed) ^ upper);
+  const auto times = [](uint64_t a, uint64_t b) { return a * b % static_cast<uint64_t>(kTwo32); };
+  uint64_t x = static_cast<uint64_t>(index % kTwo32) ^ (key % static_cast<uint64_t>(kTwo32));
+  x = times(x ^ (x / 65536), 0x7FEB352D);
+  x = (x + key / static_cast<uint64_t>(kTwo32)) % static_cast<uint64_t>(kTwo32);
+  x = times(x ^ (x / 32768), 0x846CA68B);
+  return static_cast<uint32_t>(x ^ (x / 65536));
+}
+
+uint32_t reference_noise_field(uint64_t seed, int64_t index, int64_t step, int first, int width) {
+  const uint64_t weyl = static_cast<uint64_t>(step) * 0x9E3779B9u % static_cast<uint64_t>(kTwo32);
+  const uint64_t field = reference_noise(seed, index) / (uint64_t{1} << first);
+  return static_cast<uint32_t>((field + weyl / (uint64_t{1} << (32 - width))) % (uint64_t{1} << width));
+}
+
+float reference_decode(uint8_t code, uint8_t exponent, int is_signed) {
+  if (exponent == 255) return NAN;
+  if (exponent == 0) return code > 127 && is_signed != 0 ? -0.0f : 0.0f;
+  const int magnitude = is_signed != 0 ? code % 128 : code;
+  const double w = std::ldexp(1 + magnitude % 16 / 16.0, magnitude / 16);
+  const float x = rounded((w - 1) * scale_of(exponent));
+  return is_signed != 0 && code >= 128 ? -x : x;
+}
