@@ -13,6 +13,7 @@ void register_errors(pybind11::module_& m);
 void register_engine(pybind11::module_& m);
 void register_checkpoint(pybind11::module_& m);
 void register_doctor(pybind11::module_& m);
+void register_optim(pybind11::module_& m);
 
 /// Memory of a tensor, given as its address and size: contiguous, on the host, alive during the call.
 inline std::span<std::byte> memory_at(uintptr_t address, int64_t bytes) {

@@ -1,5 +1,6 @@
 """Overspill trains models larger than the device. See `initialize`."""
 
+from . import optim
 from ._core import BudgetError, CheckpointError, OverspillError, StoreError
 from .config import Config, ConfigError
 from .engine import Engine, initialize
@@ -14,4 +15,5 @@ __all__ = [
     "OverspillError",
     "StoreError",
     "initialize",
+    "optim",
 ]

@@ -1,0 +1,396 @@
+"""Optimizers for plain CPU tensors: the engine's update, alone, as torch.optim.Optimizer.
+
+    optimizer = overspill.optim.AdamW(model.parameters(), lr=1e-3)
+
+Groups, schedulers and closures work as with torch's own. `format` says how weights and states are held
+(docs/update.md):
+
+    fp32      fp32 weights and states; state_dict is torch's, both ways           fp32 parameters
+    exact     bf16 weights, what is missing to the fp32 master beside them        bf16 parameters, the default
+    compact   as exact, states in bf16 with stochastic rounding                   bf16 parameters
+    8bit      as exact to 24 bits, states of 8 bits with a scale a block          bf16 parameters
+    fp16      fp16 weights and an fp32 master                                     fp16 parameters
+
+Results do not depend on `threads`. Not thread-safe.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable
+from typing import Any, ClassVar
+
+import torch
+
+from ._core import optim as _core
+
+_FORMATS = {
+    torch.float32: ("fp32",),
+    torch.bfloat16: ("exact", "compact", "8bit"),
+    torch.float16: ("fp16",),
+}
+_MASTER = {"exact": torch.int16, "compact": torch.int16, "8bit": torch.int8, "fp16": torch.float32}
+_executors: dict[int, Any] = {}  # by number of threads; made once, idle until called
+
+
+def _executor(threads: int) -> Any:
+    threads = threads or len(os.sched_getaffinity(0))
+    if threads not in _executors:
+        _executors[threads] = _core.Executor(threads)
+    return _executors[threads]
+
+
+def _memory(tensor: torch.Tensor) -> tuple[int, int]:
+    return tensor.data_ptr(), tensor.numel() * tensor.element_size()
+
+
+def _dense(tensor: torch.Tensor) -> bool:
+    """Whether its elements fill one run of memory, in whatever order."""
+    order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
+    return tensor.permute(order).is_contiguous()
+
+
+class Optimizer(torch.optim.Optimizer):
+    """What the optimizers below have in common. `grad_scale` multiplies every gradient of the next step, for
+    clipping and loss scaling; `grad_norm()` gives the norm for it."""
+
+    _kind = ""  # the core's name
+    _names: ClassVar[dict[str, str]] = {}  # the core's name of a state -> torch's
+
+    def __init__(self, params: Any, defaults: dict, format: str | None, threads: int, seed: int):
+        defaults = {**defaults, "format": format, "seed": int(seed)}
+        self.threads = threads
+        super().__init__(params, defaults)
+
+    def add_param_group(self, param_group: dict) -> None:
+        super().add_param_group(param_group)
+        try:
+            self._check(self.param_groups[-1])
+        except BaseException:
+            self.param_groups.pop()
+            raise
+
+    def _check(self, group: dict) -> None:
+        """Raises ValueError that names what is wrong with the group."""
+        for name, least in (
+            ("lr", 0.0),
+            ("weight_decay", 0.0),
+            ("eps", 0.0),
+            ("lr_decay", 0.0),
+            ("momentum", 0.0),
+        ):
+            if name in group and not float(group[name]) >= least:
+                raise ValueError(f"overspill: {name} = {group[name]} must be at least {least}")
+        if not all(0 <= beta < 1 for beta in group.get("betas", ())):
+            raise ValueError(f"overspill: betas = {group['betas']} must be in [0, 1)")
+        for parameter in group["params"]:
+            if parameter.device.type != "cpu" or parameter.dtype not in _FORMATS or parameter.is_sparse:
+                raise ValueError(
+                    f"overspill: a parameter of shape {tuple(parameter.shape)} is {parameter.dtype} on "
+                    f"{parameter.device}: overspill.optim updates dense float32, bfloat16 and float16 tensors on "
+                    "the CPU; overspill.initialize takes models on other devices"
+                )
+            if not _dense(parameter):
+                raise ValueError(
+                    f"overspill: a parameter of shape {tuple(parameter.shape)} has strides {parameter.stride()}: "
+                    "its elements must fill one run of memory; make it contiguous"
+                )
+            self._format(group, parameter)
+
+    def _format(self, group: dict, parameter: torch.Tensor) -> str:
+        known = _FORMATS[parameter.dtype]
+        chosen = group.get("format") or known[0]
+        if chosen not in known:
+            raise ValueError(
+                f"overspill: format {chosen!r} does not hold {parameter.dtype} parameters: {', '.join(known)}"
+            )
+        return chosen
+
+    def _core_kind(self, group: dict) -> str:
+        return self._kind
+
+    def _hyper(self, group: dict) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def _start(self, group: dict, parameter: torch.Tensor, state: dict) -> None:
+        """Fills the state of a parameter that was never updated."""
+        kind, form = self._core_kind(group), self._format(group, parameter)
+        for name, width, scaled, number in _core.components(kind, form)[1:]:
+            if number < 0:
+                tensor = torch.zeros_like(parameter, dtype=_MASTER[form])
+                if form == "fp16":
+                    tensor.copy_(parameter)
+            elif scaled:
+                blocks = -(-parameter.numel() // _core.scale_block)
+                tensor = torch.zeros(width * parameter.numel() + blocks, dtype=torch.uint8)
+            else:
+                tensor = torch.zeros_like(parameter, dtype=torch.bfloat16 if width == 2 else torch.float32)
+            state[self._names.get(name, name)] = tensor
+        components = self._components(kind, form, parameter, state)
+        _core.initialize(kind, self._hyper(group), form, components, parameter.numel())
+        state["step"] = torch.zeros((), dtype=torch.float64)
+
+    def _components(
+        self, kind: str, form: str, parameter: torch.Tensor, state: dict
+    ) -> list[tuple[int, int]]:
+        tensors = [parameter]
+        for name, *_ in _core.components(kind, form)[1:]:
+            tensor = state[self._names.get(name, name)]
+            if tensor.shape == parameter.shape and tensor.stride() != parameter.stride():
+                tensor = torch.empty_like(parameter, dtype=tensor.dtype).copy_(tensor)
+                state[self._names.get(name, name)] = tensor  # loaded in another order of memory
+            tensors.append(tensor)
+        return [_memory(tensor) for tensor in tensors]
+
+    @torch.no_grad()
+    def step(self, closure: Callable | None = None, grad_scale: float = 1.0) -> Any:
+        """One update of every parameter that has a gradient. Returns the closure's loss, if any."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        number = 0
+        for group in self.param_groups:
+            kind, hyper = self._core_kind(group), self._hyper(group)
+            for parameter in group["params"]:
+                number += 1
+                if parameter.grad is not None:
+                    self._update(group, kind, hyper, parameter, number, grad_scale)
+        return loss
+
+    def _update(
+        self, group: dict, kind: str, hyper: dict, parameter: torch.Tensor, number: int, grad_scale: float
+    ) -> None:
+        gradient = parameter.grad
+        if gradient.is_sparse:
+            raise RuntimeError(
+                "overspill: sparse gradients are not supported; use nn.Embedding(sparse=False), or torch.optim for it"
+            )
+        if gradient.stride() != parameter.stride():
+            gradient = torch.empty_like(parameter, dtype=gradient.dtype).copy_(gradient)
+        state, form = self.state[parameter], self._format(group, parameter)
+        if "step" not in state:
+            if state:  # torch's SGD counts no steps
+                state["step"] = torch.ones((), dtype=torch.float64)
+            else:
+                self._start(group, parameter, state)
+        _core.update(
+            _executor(self.threads),
+            kind,
+            hyper,
+            form,
+            self._components(kind, form, parameter, state),
+            parameter.numel(),
+            group["seed"] * 1_000_003 + number,
+            _memory(gradient),
+            str(gradient.dtype).removeprefix("torch."),
+            int(state["step"].item()) + 1,
+            float(grad_scale),
+        )
+        state["step"] += 1
+        torch.autograd.graph.increment_version(parameter)
+
+    def grad_norm(self) -> torch.Tensor:
+        """The 2-norm of all gradients, in double precision; inf where one is not finite."""
+        total = 0.0
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                gradient = parameter.grad if _dense(parameter.grad) else parameter.grad.contiguous()
+                squares, finite = _core.squares(_memory(gradient), str(gradient.dtype).removeprefix("torch."))
+                total = total + squares if finite else float("inf")
+        return torch.tensor(total, dtype=torch.float64).sqrt()
+
+    def load_state_dict(self, state_dict: dict) -> None:
+        """Takes torch's as well as its own, for fp32 parameters. States keep their own dtypes."""
+        own = [self._options(group) for group in self.param_groups]
+        for number, group in enumerate(state_dict["param_groups"]):
+            if group.get("amsgrad") or group.get("centered"):
+                raise ValueError(
+                    f"overspill: group {number} of the state was made with amsgrad, which is not supported"
+                )
+        super().load_state_dict(state_dict)
+        loaded = state_dict["state"]
+        numbers = [i for group in state_dict["param_groups"] for i in group["params"]]
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        for group, options in zip(self.param_groups, own):
+            for name, value in options.items():
+                group.setdefault(name, value)
+        for number, parameter in zip(numbers, parameters):
+            for name, value in loaded.get(number, {}).items():
+                if isinstance(value, torch.Tensor):  # torch would cast them to the parameter's dtype
+                    self.state[parameter][name] = value.detach().clone()
+            self._check_state(parameter)
+
+    @staticmethod
+    def _options(group: dict) -> dict:
+        return {name: value for name, value in group.items() if name != "params"}
+
+    def _check_state(self, parameter: torch.Tensor) -> None:
+        group = next(g for g in self.param_groups if any(p is parameter for p in g["params"]))
+        state, form = self.state[parameter], self._format(group, parameter)
+        if not state:
+            return
+        for name, width, scaled, _ in _core.components(self._core_kind(group), form)[1:]:
+            name = self._names.get(name, name)
+            if name not in state:
+                raise ValueError(
+                    f"overspill: the state has no {name}: it is not that of {form} {type(self).__name__}"
+                )
+            blocks = -(-parameter.numel() // _core.scale_block) if scaled else 0
+            want = parameter.numel() * width + blocks
+            if _memory(state[name])[1] != want:
+                raise ValueError(
+                    f"overspill: {name} in the state has {_memory(state[name])[1]} bytes, {form} parameters of shape "
+                    f"{tuple(parameter.shape)} need {want}"
+                )
+
+
+class AdamW(Optimizer):
+    """Decoupled weight decay (Loshchilov and Hutter 2017). Arguments as torch.optim.AdamW's."""
+
+    _kind, _names, _decoupled = "adam", {"m": "exp_avg", "v": "exp_avg_sq"}, True
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float | None = None,
+        *,
+        maximize: bool = False,
+        format: str | None = None,
+        threads: int = 0,
+        seed: int = 0,
+    ):
+        decay = (0.01 if self._decoupled else 0.0) if weight_decay is None else weight_decay
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": decay, "maximize": maximize}
+        super().__init__(params, defaults, format, threads, seed)
+
+    def _hyper(self, group: dict) -> dict[str, Any]:
+        beta1, beta2 = group["betas"]
+        return {
+            "lr": float(group["lr"]),
+            "beta1": float(beta1),
+            "beta2": float(beta2),
+            "eps": float(group["eps"]),
+            "weight_decay": float(group["weight_decay"]),
+            "decoupled": self._decoupled,
+            "maximize": bool(group["maximize"]),
+        }
+
+
+class Adam(AdamW):
+    """Weight decay as an L2 term (Kingma and Ba 2014). Arguments as torch.optim.Adam's."""
+
+    _decoupled = False
+
+
+class Adagrad(Optimizer):
+    """Duchi, Hazan and Singer 2011. Arguments as torch.optim.Adagrad's."""
+
+    _kind = "adagrad"
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-2,
+        lr_decay: float = 0,
+        weight_decay: float = 0,
+        initial_accumulator_value: float = 0,
+        eps: float = 1e-10,
+        *,
+        maximize: bool = False,
+        format: str | None = None,
+        threads: int = 0,
+        seed: int = 0,
+    ):
+        defaults = {
+            "lr": lr,
+            "lr_decay": lr_decay,
+            "weight_decay": weight_decay,
+            "initial_accumulator_value": initial_accumulator_value,
+            "eps": eps,
+            "maximize": maximize,
+        }
+        super().__init__(params, defaults, format, threads, seed)
+
+    def _hyper(self, group: dict) -> dict[str, Any]:
+        names = ("lr", "lr_decay", "weight_decay", "initial_accumulator_value", "eps")
+        return {name: float(group[name]) for name in names} | {"maximize": bool(group["maximize"])}
+
+
+class Lion(Optimizer):
+    """Chen et al. 2023 (arXiv 2302.06675), algorithm 2."""
+
+    _kind, _names = "lion", {"m": "exp_avg"}
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-4,
+        betas: tuple[float, float] = (0.9, 0.99),
+        weight_decay: float = 0.0,
+        *,
+        maximize: bool = False,
+        format: str | None = None,
+        threads: int = 0,
+        seed: int = 0,
+    ):
+        defaults = {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize}
+        super().__init__(params, defaults, format, threads, seed)
+
+    def _hyper(self, group: dict) -> dict[str, Any]:
+        beta1, beta2 = group["betas"]
+        return {
+            "lr": float(group["lr"]),
+            "beta1": float(beta1),
+            "beta2": float(beta2),
+            "weight_decay": float(group["weight_decay"]),
+            "maximize": bool(group["maximize"]),
+        }
+
+
+class SGD(Optimizer):
+    """With momentum and Nesterov's form of it. Arguments as torch.optim.SGD's."""
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        momentum: float = 0,
+        dampening: float = 0,
+        weight_decay: float = 0,
+        nesterov: bool = False,
+        *,
+        maximize: bool = False,
+        format: str | None = None,
+        threads: int = 0,
+        seed: int = 0,
+    ):
+        if nesterov and (momentum <= 0 or dampening != 0):
+            raise ValueError("overspill: nesterov needs a momentum and no dampening")
+        defaults = {
+            "lr": lr,
+            "momentum": momentum,
+            "dampening": dampening,
+            "weight_decay": weight_decay,
+            "nesterov": nesterov,
+            "maximize": maximize,
+        }
+        super().__init__(params, defaults, format, threads, seed)
+
+    def _core_kind(self, group: dict) -> str:
+        return "momentum" if group["momentum"] else "sgd"
+
+    def _hyper(self, group: dict) -> dict[str, Any]:
+        hyper = {"lr": float(group["lr"]), "weight_decay": float(group["weight_decay"])}
+        if group["momentum"]:
+            hyper |= {
+                "momentum": float(group["momentum"]),
+                "dampening": float(group["dampening"]),
+                "nesterov": bool(group["nesterov"]),
+            }
+        return hyper | {"maximize": bool(group["maximize"])}

@@ -1,0 +1,174 @@
+// The update alone, for overspill.optim: plain tensors in, plain tensors out.
+#include <fmt/format.h>
+#include <pybind11/stl.h>
+
+#include <memory>
+#include <stdexcept>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "bindings/bindings.h"
+#include "cpu_optim/gradient.h"
+#include "cpu_optim/update.h"
+
+namespace overspill::bindings {
+namespace {
+
+namespace py = pybind11;
+using optim::Executor;
+using optim::Hyper;
+using Address = std::pair<uintptr_t, int64_t>;  // and bytes
+
+optim::Element element_named(const std::string& name) {
+  if (name == "bfloat16") return optim::Element::bf16;
+  if (name == "float16") return optim::Element::fp16;
+  if (name == "float32") return optim::Element::fp32;
+  throw std::invalid_argument("gradients are bfloat16, float16 or float32, not " + name);
+}
+
+/// Reads the fields of a hyper-parameter struct by name.
+struct Reader {
+  const py::dict& from;
+  template <class T>
+  void operator()(const char* name, T& to) const {
+    to = from[name].cast<T>();
+  }
+};
+
+void read(const Reader& r, optim::AdamConfig& c) {
+  r("lr", c.lr);
+  r("beta1", c.beta1);
+  r("beta2", c.beta2);
+  r("eps", c.eps);
+  r("weight_decay", c.weight_decay);
+  r("decoupled", c.decoupled);
+  r("maximize", c.maximize);
+}
+void read(const Reader& r, optim::AdagradConfig& c) {
+  r("lr", c.lr);
+  r("lr_decay", c.lr_decay);
+  r("weight_decay", c.weight_decay);
+  r("initial_accumulator_value", c.initial_accumulator_value);
+  r("eps", c.eps);
+  r("maximize", c.maximize);
+}
+void read(const Reader& r, optim::LionConfig& c) {
+  r("lr", c.lr);
+  r("beta1", c.beta1);
+  r("beta2", c.beta2);
+  r("weight_decay", c.weight_decay);
+  r("maximize", c.maximize);
+}
+void read(const Reader& r, optim::MomentumConfig& c) {
+  r("lr", c.lr);
+  r("momentum", c.momentum);
+  r("dampening", c.dampening);
+  r("weight_decay", c.weight_decay);
+  r("nesterov", c.nesterov);
+  r("maximize", c.maximize);
+}
+void read(const Reader& r, optim::SgdConfig& c) {
+  r("lr", c.lr);
+  r("weight_decay", c.weight_decay);
+  r("maximize", c.maximize);
+}
+
+Hyper hyper_from(const std::string& optimizer, const py::dict& group) {
+  const auto wanted = static_cast<size_t>(optim::optimizer_named(optimizer));
+  Hyper hyper;
+  optim::Optimizers::for_each([&]<class T>(int index) {
+    if (static_cast<size_t>(index) != wanted) return;
+    typename T::Config config;
+    read(Reader{group}, config);
+    hyper = config;
+  });
+  return hyper;
+}
+
+/// What a call works on: components as addresses, checked against what the format says they hold.
+struct Tensors {
+  Tensors(const std::string& optimizer, const std::string& format_name, const std::vector<Address>& addresses,
+          int64_t elements, uint64_t seed)
+      : format(optim::format_named(format_name)) {
+    const auto specs = optim::components(optim::optimizer_named(optimizer), format);
+    if (specs.size() != addresses.size()) {
+      throw std::invalid_argument(fmt::format("{} in {} has {} components, {} were given", optimizer,
+                                              format_name, specs.size(), addresses.size()));
+    }
+    for (size_t i = 0; i < specs.size(); ++i) {
+      const auto [address, bytes] = addresses[i];
+      if (bytes != specs[i].bytes(elements)) {
+        throw std::invalid_argument(fmt::format("{} of {} elements has {} bytes, {} were given",
+                                                specs[i].name, elements, specs[i].bytes(elements), bytes));
+      }
+      components.push_back(memory_at(address, bytes).data());
+    }
+    piece = {.components = components, .elements = elements, .index = 0, .seed = seed};
+  }
+  Tensors(const Tensors&) = delete;
+  Tensors& operator=(const Tensors&) = delete;
+
+  optim::Format format;
+  std::vector<std::byte*> components;
+  optim::Piece piece;
+};
+
+void update(Executor& executor, const std::string& optimizer, const py::dict& group,
+            const std::string& format, const std::vector<Address>& components, int64_t elements,
+            uint64_t seed, const Address& gradient, const std::string& dtype, int64_t step,
+            double grad_scale) {
+  const Tensors tensors(optimizer, format, components, elements, seed);
+  const optim::Element element = element_named(dtype);
+  if (gradient.second != elements * optim::bytes(element)) {
+    throw std::invalid_argument(
+        fmt::format("the gradient has {} bytes, {} elements were expected", gradient.second, elements));
+  }
+  const optim::Factors factors = optim::make_factors(hyper_from(optimizer, group), step, grad_scale);
+  const void* data = memory_at(gradient.first, gradient.second).data();
+  const py::gil_scoped_release release;
+  optim::parallel_update(executor, tensors.format, tensors.piece, {data, element}, factors);
+}
+
+void initialize(const std::string& optimizer, const py::dict& group, const std::string& format,
+                const std::vector<Address>& components, int64_t elements) {
+  const Tensors tensors(optimizer, format, components, elements, 0);
+  const Hyper hyper = hyper_from(optimizer, group);
+  const py::gil_scoped_release release;
+  optim::initialize_states(hyper, tensors.format, tensors.piece);
+}
+
+std::pair<double, bool> squares(const Address& values, const std::string& dtype) {
+  const optim::Element element = element_named(dtype);
+  const auto memory = memory_at(values.first, values.second);
+  const auto count = static_cast<size_t>(values.second / optim::bytes(element));
+  const py::gil_scoped_release release;
+  const optim::Squares all =
+      element == optim::Element::fp32
+          ? optim::squares(std::span(reinterpret_cast<const float*>(memory.data()), count))
+      : element == optim::Element::fp16
+          ? optim::squares(std::span(reinterpret_cast<const optim::Fp16*>(memory.data()), count))
+          : optim::squares(std::span(reinterpret_cast<const uint16_t*>(memory.data()), count));
+  return {all.sum, all.finite};
+}
+
+}  // namespace
+
+void register_optim(py::module_& m) {
+  py::module_ optim_module = m.def_submodule("optim", "Updates and squares over plain memory.");
+  py::class_<Executor>(optim_module, "Executor")
+      .def(py::init([](int threads) { return optim::make_executor(threads); }), py::arg("threads"))
+      .def_property_readonly("threads", &Executor::threads);
+  optim_module.def("components", [](const std::string& optimizer, const std::string& format) {
+    py::list out;
+    for (const auto& spec : optim::components(optim::optimizer_named(optimizer), optim::format_named(format)))
+      out.append(py::make_tuple(std::string(spec.name), spec.element_bytes, spec.scaled, spec.state));
+    return out;
+  });
+  optim_module.attr("scale_block") = optim::kScaleBlock;
+  optim_module.def("update", &update);
+  optim_module.def("initialize", &initialize);
+  optim_module.def("squares", &squares);
+}
+
+}  // namespace overspill::bindings
