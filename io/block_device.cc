@@ -75,6 +75,13 @@ Topology load_topology(const std::string& xml) {
   return topology;
 }
 
+/// Null where hwloc cannot. Kept to the end: loading takes long, and hwloc's plugins leak when the last
+/// topology goes and they are unloaded. Only read, so threads may share it.
+hwloc_topology_t this_machine() {
+  static const hwloc_topology_t topology = load_topology("").release();
+  return topology;
+}
+
 // The one node that the device hangs at.
 std::optional<int> node_in(hwloc_topology_t topology, const std::string& disk) {
   for (hwloc_obj_t device = nullptr; (device = hwloc_get_next_osdev(topology, device)) != nullptr;) {
@@ -151,19 +158,19 @@ std::optional<bool> rotational(const std::string& disk, const fs::path& sys) {
 }
 
 std::optional<int> numa_node_of(const std::vector<std::string>& disks, const fs::path& sys) {
-  const Topology topology = sys == "/sys" ? load_topology("") : nullptr;
+  const hwloc_topology_t topology = sys == "/sys" ? this_machine() : nullptr;
   std::set<int> nodes;
-  for (const std::string& disk : disks) nodes.merge(nodes_of(disk, topology.get(), sys));
+  for (const std::string& disk : disks) nodes.merge(nodes_of(disk, topology, sys));
   return nodes.size() == 1 ? std::optional(*nodes.begin()) : std::nullopt;
 }
 
 std::optional<int> numa_node_in_topology(const std::string& disk, const std::string& hwloc_xml) {
+  this_machine();  // keeps the plugins loaded
   const Topology topology = load_topology(hwloc_xml);
   return topology != nullptr ? node_in(topology.get(), disk) : std::nullopt;
 }
 
 struct NearNode::Binding {
-  Topology topology;
   std::unique_ptr<hwloc_bitmap_s, decltype(&hwloc_bitmap_free)> before{hwloc_bitmap_alloc(),
                                                                        &hwloc_bitmap_free};
 };
@@ -171,8 +178,7 @@ struct NearNode::Binding {
 NearNode::NearNode(std::optional<int> node) {
   if (!node) return;
   auto binding = std::make_unique<Binding>();
-  binding->topology = load_topology("");
-  hwloc_topology_t topology = binding->topology.get();
+  const hwloc_topology_t topology = this_machine();
   if (topology == nullptr || hwloc_get_nbobjs_by_type(topology, HWLOC_OBJ_NUMANODE) < 2) return;
   const hwloc_obj_t near = hwloc_get_numanode_obj_by_os_index(topology, static_cast<unsigned>(*node));
   if (near == nullptr || hwloc_get_cpubind(topology, binding->before.get(), HWLOC_CPUBIND_THREAD) != 0)
@@ -181,8 +187,7 @@ NearNode::NearNode(std::optional<int> node) {
 }
 
 NearNode::~NearNode() {
-  if (binding_ != nullptr)
-    hwloc_set_cpubind(binding_->topology.get(), binding_->before.get(), HWLOC_CPUBIND_THREAD);
+  if (binding_ != nullptr) hwloc_set_cpubind(this_machine(), binding_->before.get(), HWLOC_CPUBIND_THREAD);
 }
 
 }  // namespace overspill::io
