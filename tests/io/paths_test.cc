@@ -188,6 +188,25 @@ TEST_F(Paths, ReserveFailsOnlyIfAllAreTooSmallTogether) {
   EXPECT_GE(stats.reserved_bytes, 96 * kMiB);
 }
 
+TEST_F(Paths, TwoFoldersOfOneDiskAreNotTwiceTheRoom) {
+  const SmallDisk disk(first_.path(), 60);
+  if (!disk) GTEST_SKIP() << kNoMount;
+  FileStoreOptions same = options(kFast, kFast);
+  same.paths = {first_.path() / "a", first_.path() / "b"};
+  for (const fs::path& path : same.paths) fs::create_directory(path);
+  const auto store = make_file_store(same);
+  const Error error = error_of([&] { store->reserve(100 * kMiB); });
+  EXPECT_EQ(error.kind, ErrorKind::no_space);
+  StoreStats stats = store->stats();
+  for (const PathStats& path : stats.paths) {
+    EXPECT_EQ(path.reserved_bytes, 0) << "what had been made is gone";
+    EXPECT_EQ(std::distance(fs::directory_iterator(fs::path(path.path) / "overspill-test"), {}), 1)
+        << "the lock";
+  }
+  store->reserve(48 * kMiB);
+  EXPECT_GE(store->stats().reserved_bytes, 48 * kMiB);
+}
+
 TEST_F(Paths, APathThatCannotGrowIsClosedAndTheOthersGoOn) {
   const auto store = make_file_store(options());
   store->reserve(16 * kMiB);
