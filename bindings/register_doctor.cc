@@ -10,6 +10,8 @@
 
 #include "bindings/bindings.h"
 #include "cpu_optim/dispatch.h"
+#include "io/block_device.h"
+#include "io/drive_wear.h"
 #include "io/probe.h"
 
 namespace overspill::bindings {
@@ -39,16 +41,37 @@ Topology topology() {
   return {hwloc_get_nbobjs_by_type(raw, HWLOC_OBJ_CORE), hwloc_get_nbobjs_by_type(raw, HWLOC_OBJ_NUMANODE)};
 }
 
+/// The drives below a folder, and how worn they say they are.
+py::list drives(const std::string& folder) {
+  py::list out;
+  for (const std::string& name : io::disks_of(folder)) {
+    std::string unknown;
+    const auto wear = io::read_drive_wear(name, unknown);
+    py::dict drive;
+    drive["name"] = name;
+    drive["percentage_used"] = wear ? py::cast(wear->percentage_used) : py::none();
+    drive["written_bytes"] = wear ? py::cast(wear->written_bytes) : py::none();
+    drive["unknown"] = unknown;
+    out.append(drive);
+  }
+  return out;
+}
+
 py::dict disk_dict(const std::string& folder, const io::DiskProbe& probe) {
   py::dict disk;
   disk["folder"] = folder;
   disk["direct"] = probe.direct;
+  disk["direct_refusal"] = probe.direct_refusal;
+  const auto& alignment = probe.direct_alignment;
+  disk["direct_mem_align"] = alignment ? py::cast(alignment->mem_bytes) : py::none();
+  disk["direct_offset_align"] = alignment ? py::cast(alignment->offset_bytes) : py::none();
   disk["io_uring"] = probe.io_uring;
   disk["io_uring_refusal"] = probe.io_uring_refusal;
   disk["read_bytes_per_s"] = probe.read_bytes_per_s;
   disk["write_bytes_per_s"] = probe.write_bytes_per_s;
   disk["free_bytes"] = probe.free_bytes;
   disk["file_system"] = probe.file_system;
+  disk["disks"] = probe.disks;
   disk["rotational"] = probe.rotational;
   disk["numa_node"] = probe.numa_node;
   disk["backend"] = probe.backend;
@@ -85,6 +108,8 @@ py::dict doctor(const std::vector<std::string>& folders) {
 void register_doctor(py::module_& m) {
   m.def("doctor", &doctor, py::arg("folders") = std::vector<std::string>{},
         "What this machine offers; each folder is measured for about two seconds.");
+  m.def("drives", &drives, py::arg("folder"),
+        "The drives a folder lies on, and the wear that they tell; empty where they are unknown.");
 }
 
 }  // namespace overspill::bindings

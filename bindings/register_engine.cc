@@ -85,6 +85,38 @@ py::dict plan_dict(const Plan& plan) {
   return out;
 }
 
+py::dict latency_dict(const io::LatencyStats& stats) {
+  py::dict out;
+  out["count"] = stats.count;
+  out["p50_ns"] = stats.p50_ns;
+  out["p99_ns"] = stats.p99_ns;
+  out["p999_ns"] = stats.p999_ns;
+  out["max_ns"] = stats.max_ns;
+  return out;
+}
+
+py::dict path_dict(const io::PathStats& stats) {
+  py::dict out;
+  out["path"] = stats.path;
+  out["read_bytes"] = stats.bytes_read;
+  out["written_bytes"] = stats.bytes_written;
+  out["in_flight"] = stats.in_flight;
+  out["in_flight_max"] = stats.in_flight_max;
+  out["busy_seconds"] = static_cast<double>(stats.busy_ns) * 1e-9;
+  out["wait_seconds"] = static_cast<double>(stats.wait_ns) * 1e-9;
+  out["read_bytes_per_s"] = stats.read_bytes_per_s;
+  out["write_bytes_per_s"] = stats.write_bytes_per_s;
+  out["share"] = stats.share;
+  out["reserved_bytes"] = stats.reserved_bytes;
+  out["numa_node"] = stats.numa_node;
+  out["access"] = stats.access;
+  out["closed"] = stats.closed;
+  out["demand_reads"] = latency_dict(stats.demand_reads);
+  out["prefetch_reads"] = latency_dict(stats.prefetch_reads);
+  out["writes"] = latency_dict(stats.writes);
+  return out;
+}
+
 py::dict stats_dict(Engine& self) {
   engine::Stats stats;
   {
@@ -107,6 +139,9 @@ py::dict stats_dict(Engine& self) {
   out["guesses_dropped"] = stats.guesses_dropped;
   out["guesses_unfinished"] = stats.guesses_unfinished;
   out["trace_departures"] = stats.trace_departures;
+  py::list paths;
+  for (const io::PathStats& path : stats.store.paths) paths.append(path_dict(path));
+  out["paths"] = paths;
   out["backend"] = stats.store.backend.empty() ? std::string("memory only") : stats.store.backend;
   return out;
 }

@@ -71,7 +71,7 @@ void Access::clear(int32_t unit, Component component, int64_t begin, int64_t ele
 }
 
 void Access::load(int32_t chunk, Component component) {
-  const io::Extent& extent = context_.chunks[chunk].extents[static_cast<size_t>(component)];
+  io::Extent extent = context_.chunks[chunk].extents[static_cast<size_t>(component)];
   if (extent.empty()) {
     std::memset(scratch_.data(), 0, static_cast<size_t>(context_.component_bytes(chunk, component)));
     return;
@@ -81,7 +81,7 @@ void Access::load(int32_t chunk, Component component) {
 
 void Access::store(int32_t chunk, Component component) {
   io::Extent& extent = context_.chunks[chunk].extents[static_cast<size_t>(component)];
-  const io::Extent fresh = context_.store().allocate(context_.component_bytes(chunk, component));
+  io::Extent fresh = context_.store().allocate(context_.component_bytes(chunk, component));
   try {
     transfer(io::Transfer::Kind::write, fresh);
   } catch (...) {
@@ -92,7 +92,7 @@ void Access::store(int32_t chunk, Component component) {
   extent = fresh;
 }
 
-void Access::transfer(io::Transfer::Kind kind, const io::Extent& extent) {
+void Access::transfer(io::Transfer::Kind kind, io::Extent& extent) {
   if (extent.bytes > scratch_.bytes()) throw std::logic_error("an extent is larger than the scratch buffer");
   io::Transfer transfer;
   transfer.kind = kind;
@@ -105,6 +105,7 @@ void Access::transfer(io::Transfer::Kind kind, const io::Extent& extent) {
   };
   context_.store().submit(transfer);
   done_.acquire();
+  extent = transfer.extent;
   if (transfer.error) throw io::StoreError(*transfer.error);
 }
 

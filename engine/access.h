@@ -30,7 +30,8 @@ class Access {
   void for_each_chunk(int32_t unit, Component component, int64_t begin, int64_t elements, Visit visit);
   void load(int32_t chunk, Component component);
   void store(int32_t chunk, Component component);
-  void transfer(io::Transfer::Kind kind, const io::Extent& extent);
+  /// A write may be moved: `extent` is then the new one.
+  void transfer(io::Transfer::Kind kind, io::Extent& extent);
 
   Context& context_;
   HostMemory scratch_;

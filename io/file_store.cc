@@ -4,16 +4,25 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <chrono>
+#include <cstdio>
 #include <deque>
+#include <limits>
 #include <mutex>
+#include <numeric>
 #include <optional>
 #include <shared_mutex>
+#include <span>
+#include <system_error>
 #include <utility>
 
 #include "io/backend.h"
+#include "io/balance.h"
+#include "io/block_device.h"
 #include "io/job_folder.h"
 #include "io/piece_queue.h"
 #include "io/slab_export.h"
+#include "io/speed_test.h"
 #include "io/store_base.h"
 
 namespace overspill::io {
@@ -21,6 +30,18 @@ namespace {
 
 // One reservation makes about this many slabs at most: each is an open file.
 constexpr int64_t kSlabsPerReservation = 64;
+// Several paths together reserve this part of the reservation more.
+constexpr int64_t kSlackPart = 8;
+// Writing, then reading, at open.
+constexpr std::chrono::milliseconds kSpeedPhase{150};
+
+// A path that is full keeps what it has; a broken one is not trusted with new data either.
+bool is_full(ErrorKind kind) {
+  return kind == ErrorKind::no_space || kind == ErrorKind::quota;
+}
+bool is_broken(ErrorKind kind) {
+  return kind == ErrorKind::device || kind == ErrorKind::denied || kind == ErrorKind::vanished;
+}
 
 StoreError invalid(Operation operation, std::string detail) {
   return StoreError({.kind = ErrorKind::invalid, .operation = operation, .detail = std::move(detail)});
@@ -42,38 +63,64 @@ class FileStore final : public StoreBase<Store> {
  private:
   // What works on one path.
   struct Lane {
-    Lane(FileStore& store, const std::filesystem::path& path, const FileStoreOptions& options)
-        : folder(path, options.job, options.direct),
+    Lane(FileStore& store, const std::filesystem::path& base, const FileStoreOptions& options)
+        : path(base.string()),
+          folder(base, options.job, options.direct),
+          numa_node(numa_node_of(disks_of(base))),
           queue(store, options.queue_depth, options.piece_bytes, options.result_hook) {}
 
+    const std::string path;
     JobFolder folder;
+    const std::optional<int> numa_node;
     PieceQueue queue;
     std::unique_ptr<Backend> backend;
     int64_t reserved_bytes = 0;  // guarded by grow_mutex_
+    std::string closed;          // guarded by balance_mutex_
+    bool warned = false;         // guarded by balance_mutex_
   };
   struct Slab {
     SlabFile file;
-    Lane* lane;
+    size_t lane;
+  };
+  // What a path had to say while space was taken.
+  struct Growth {
+    std::vector<Slab> made;
+    std::vector<int64_t> capacity_bytes;
+    std::vector<std::optional<StoreError>> refusals;
   };
 
   void enqueue(Transfer& transfer) override;
+  void completed(Transfer& transfer) noexcept override;
   Target locate(const Transfer& transfer) override;
   std::string path_of(const Target& target) override;
 
-  Lane& lane_of(const Extent& extent);
-  Lane& lane_for_slab(int64_t bytes);
-  void grow(int64_t bytes, int64_t least_slab_bytes);
+  size_t lane_of(const Extent& extent) const;
+  Extent place(int64_t bytes);
+  bool move_elsewhere(Transfer& transfer) noexcept;
+  void close(size_t lane, const Error& error);
+  void warn(Lane& lane, const std::string& what);
+  void set_first_weights(const FileStoreOptions& options);
+  void follow_speeds();
+
+  void grow_to(int64_t bytes);
+  bool grow_lane(size_t lane, int64_t bytes, int64_t wanted_bytes, Growth& growth);
+  void add_slab_for(int64_t bytes);
+  bool make_slab(size_t lane, int64_t bytes, int64_t wanted_bytes, Growth& growth);
+  void adopt(Growth& growth);
+  void undo(Growth& growth);
+  StoreError too_small(int64_t wanted_bytes, const Growth& growth, std::span<const int64_t> parts) const;
   void stop();
 
   const std::string job_;
   const int64_t slab_bytes_;
-  const bool wants_direct_;
 
   std::deque<Lane> lanes_;
 
-  std::mutex grow_mutex_;                  // taken before the others
+  mutable std::mutex grow_mutex_;          // taken before the others
   mutable std::shared_mutex slabs_mutex_;  // guards the table, which only grows; its entries never move
   std::deque<Slab> slabs_;
+  mutable std::mutex balance_mutex_;
+  Balance balance_;
 };
 
 std::unique_ptr<Backend> make_backend(PieceQueue& queue, const FileStoreOptions& options) {
@@ -89,18 +136,54 @@ std::unique_ptr<Backend> make_backend(PieceQueue& queue, const FileStoreOptions&
 }
 
 FileStore::FileStore(const FileStoreOptions& options)
-    : job_(options.job), slab_bytes_(round_up_to_block(options.slab_bytes)), wants_direct_(options.direct) {
-  if (options.paths.empty()) throw invalid(Operation::open, "no path was given");
+    : job_(options.job), slab_bytes_(round_up_to_block(options.slab_bytes)), balance_(options.paths.size()) {
   if (options.slab_bytes <= 0)
     throw invalid(Operation::open, fmt::format("slabs of {} bytes", options.slab_bytes));
+  if (!options.speeds.empty() && options.speeds.size() != options.paths.size()) {
+    throw invalid(Operation::open, fmt::format("{} speeds are given for {} paths", options.speeds.size(),
+                                               options.paths.size()));
+  }
   try {
     for (const auto& path : options.paths) {
       Lane& lane = lanes_.emplace_back(*this, path, options);
+      const NearNode bound(lane.numa_node);  // the backend's threads inherit it
       lane.backend = make_backend(lane.queue, options);
     }
+    set_first_weights(options);
   } catch (...) {
     stop();
     throw;
+  }
+}
+
+// One path needs no shares, so it is not measured.
+void FileStore::set_first_weights(const FileStoreOptions& options) {
+  std::vector<PathSpeed> speeds = options.speeds;
+  if (speeds.empty() && lanes_.size() > 1) {
+    std::vector<const JobFolder*> folders;
+    for (const Lane& lane : lanes_) folders.push_back(&lane.folder);
+    speeds = measure_speeds(folders, kSpeedPhase);
+  }
+  for (size_t i = 0; i < speeds.size(); ++i) lanes_[i].queue.meter().seed(speeds[i]);
+  const std::lock_guard lock(balance_mutex_);
+  follow_speeds();
+}
+
+// The weights as they are measured now; a path that is not measured counts as the others' mean. Needs the
+// balance's lock.
+void FileStore::follow_speeds() {
+  double sum = 0;
+  int known = 0;
+  const auto speed_of = [&](size_t i) { return step_bytes_per_s(lanes_[i].queue.meter().speed()); };
+  for (size_t i = 0; i < lanes_.size(); ++i) {
+    const double speed = speed_of(i);
+    sum += speed;
+    known += speed > 0 ? 1 : 0;
+  }
+  if (known == 0) return;
+  for (size_t i = 0; i < lanes_.size(); ++i) {
+    const double speed = speed_of(i);
+    balance_.set_weight(i, speed > 0 ? speed : sum / known);
   }
 }
 
@@ -127,78 +210,213 @@ void FileStore::reserve(int64_t bytes) {
   if (bytes == 0) return;
   bytes = checked_extent_bytes(bytes);
   const std::lock_guard lock(grow_mutex_);
-  if (bytes > space_.slab_bytes()) grow(bytes - space_.slab_bytes(), kBlockBytes);
+  if (bytes > space_.slab_bytes() || (lanes_.size() > 1 && bytes > space_.limit_bytes())) grow_to(bytes);
   space_.raise_limit(bytes);
 }
 
-// All slabs or none. They are shared out over the paths, each slab long enough for `least_slab_bytes`.
-void FileStore::grow(int64_t bytes, int64_t least_slab_bytes) {
-  const int64_t share = bytes / static_cast<int64_t>(lanes_.size());
-  const int64_t usual =
-      std::max({std::min(slab_bytes_, share), bytes / kSlabsPerReservation, least_slab_bytes});
-  const int64_t slab_bytes = round_up_to_block(usual);
-  std::vector<Slab> made;
-  try {
-    for (int64_t left = bytes; left > 0;) {
-      const int64_t size = std::max(std::min(left, slab_bytes), least_slab_bytes);
-      Lane& lane = lane_for_slab(size);
-      const auto number = static_cast<uint32_t>(slabs_.size() + made.size());
-      made.push_back({lane.folder.create_slab(number, size, bytes), &lane});
-      lane.reserved_bytes += size;
-      left -= size;
-    }
-  } catch (...) {
-    for (const Slab& slab : made) {
-      ::unlink(slab.file.path.c_str());
-      slab.lane->reserved_bytes -= slab.file.bytes;
-    }
-    throw;
+// Slabs of at least `bytes` in all, by weight, or none. Several paths get a little more where they have room,
+// so that their shares may move.
+void FileStore::grow_to(int64_t bytes) {
+  std::vector<double> weights;
+  {
+    const std::lock_guard lock(balance_mutex_);
+    follow_speeds();
+    for (size_t i = 0; i < lanes_.size(); ++i)
+      weights.push_back(balance_.is_open(i) ? balance_.weight(i) : 0);
   }
+  Growth growth{.made = {}, .capacity_bytes = {}, .refusals = {}};
+  growth.refusals.resize(lanes_.size());
+  for (const Lane& lane : lanes_) {
+    // A path that is alone, or gone, is asked for all of it: its refusal has the numbers and the reason.
+    std::error_code error;
+    const bool ask = lanes_.size() == 1 || !std::filesystem::exists(lane.folder.path(), error);
+    growth.capacity_bytes.push_back(lane.reserved_bytes + (ask ? bytes : lane.folder.available_bytes()));
+  }
+  const int64_t with_slack = lanes_.size() == 1 ? bytes : bytes + bytes / kSlackPart;
+  // Each round takes all that is wanted, or one path less.
+  while (true) {
+    const std::vector<int64_t> parts = apportion(with_slack, weights, growth.capacity_bytes);
+    if (std::accumulate(parts.begin(), parts.end(), int64_t{0}) < bytes) {
+      undo(growth);
+      throw too_small(bytes, growth, parts);
+    }
+    bool all = true;
+    for (size_t i = 0; i < lanes_.size() && all; ++i)
+      all = grow_lane(i, parts[i] - lanes_[i].reserved_bytes, bytes - space_.slab_bytes(), growth);
+    const std::lock_guard lock(balance_mutex_);
+    for (size_t i = 0; i < lanes_.size(); ++i) weights[i] = balance_.is_open(i) ? weights[i] : 0;
+    if (!all) continue;
+    const std::vector<int64_t> unlimited(lanes_.size(), std::numeric_limits<int64_t>::max() / 2);
+    const std::vector<int64_t> fair = apportion(bytes, weights, unlimited);
+    for (size_t i = 0; i < lanes_.size(); ++i) {
+      if (parts[i] < fair[i] && balance_.is_open(i)) {
+        warn(lanes_[i],
+             fmt::format("has room for {} of the {} bytes that its speed is worth; the other paths "
+                         "take the rest",
+                         parts[i], fair[i]));
+      }
+    }
+    break;
+  }
+  adopt(growth);
+}
+
+// False: the path refused, and its capacity is what it has.
+bool FileStore::grow_lane(size_t lane, int64_t bytes, int64_t wanted_bytes, Growth& growth) {
+  const int64_t usual =
+      round_up_to_block(std::max(std::min(slab_bytes_, bytes), wanted_bytes / kSlabsPerReservation));
+  for (int64_t left = bytes; left > 0;) {
+    const int64_t size = std::min(left, usual);
+    if (!make_slab(lane, size, wanted_bytes, growth)) return false;
+    left -= size;
+  }
+  return true;
+}
+
+bool FileStore::make_slab(size_t lane, int64_t bytes, int64_t wanted_bytes, Growth& growth) {
+  const auto number = static_cast<uint32_t>(slabs_.size() + growth.made.size());
+  try {
+    growth.made.push_back({lanes_[lane].folder.create_slab(number, bytes, wanted_bytes), lane});
+  } catch (const StoreError& error) {
+    growth.capacity_bytes[lane] = lanes_[lane].reserved_bytes;
+    growth.refusals[lane] = error;
+    if (is_broken(error.error().kind)) close(lane, error.error());
+    return false;
+  }
+  lanes_[lane].reserved_bytes += bytes;
+  return true;
+}
+
+void FileStore::undo(Growth& growth) {
+  for (const Slab& slab : growth.made) {
+    ::unlink(slab.file.path.c_str());
+    lanes_[slab.lane].reserved_bytes -= slab.file.bytes;
+  }
+}
+
+void FileStore::adopt(Growth& growth) {
   const std::lock_guard lock(slabs_mutex_);
-  for (Slab& slab : made) {
-    const auto lane =
-        std::find_if(lanes_.begin(), lanes_.end(), [&](const Lane& one) { return &one == slab.lane; });
-    space_.add_slab(static_cast<int>(lane - lanes_.begin()), slab.file.bytes);
+  for (Slab& slab : growth.made) {
+    space_.add_slab(static_cast<int>(slab.lane), slab.file.bytes);
     slabs_.push_back(std::move(slab));
   }
 }
 
-// The path with the least on it among those with room; where none has, the roomiest, whose refusal names the
-// numbers.
-FileStore::Lane& FileStore::lane_for_slab(int64_t bytes) {
-  Lane* best = nullptr;
-  Lane* roomiest = &lanes_.front();
-  for (Lane& lane : lanes_) {
-    const int64_t available = lane.folder.available_bytes();
-    if (available > roomiest->folder.available_bytes()) roomiest = &lane;
-    if (available >= bytes && (best == nullptr || lane.reserved_bytes < best->reserved_bytes)) best = &lane;
+StoreError FileStore::too_small(int64_t wanted_bytes, const Growth& growth,
+                                std::span<const int64_t> parts) const {
+  if (lanes_.size() == 1 && growth.refusals[0]) return *growth.refusals[0];
+  Error error{.kind = ErrorKind::no_space, .operation = Operation::reserve};
+  error.detail = fmt::format("wanted {} bytes over {} paths", wanted_bytes, lanes_.size());
+  for (size_t i = 0; i < lanes_.size(); ++i) {
+    const Lane& lane = lanes_[i];
+    error.path += (i > 0 ? ", " : "") + lane.path;
+    error.detail += fmt::format("; {}: wanted {}, {} available beside {} reserved{}", lane.path, parts[i],
+                                lane.folder.available_bytes(), lane.reserved_bytes,
+                                growth.refusals[i] ? fmt::format(" ({})", growth.refusals[i]->what()) : "");
   }
-  return best != nullptr ? *best : *roomiest;
+  return StoreError(std::move(error));
+}
+
+// One more slab, long enough for an extent that the reservation promises and fragmentation refuses.
+void FileStore::add_slab_for(int64_t bytes) {
+  Growth growth{.made = {}, .capacity_bytes = std::vector<int64_t>(lanes_.size(), 0), .refusals = {}};
+  growth.refusals.resize(lanes_.size());
+  uint64_t refused = 0;
+  while (true) {
+    std::optional<size_t> lane;
+    {
+      const std::lock_guard lock(balance_mutex_);
+      lane = balance_.next(bytes, refused);
+    }
+    if (!lane) throw too_small(bytes, growth, std::vector<int64_t>(lanes_.size(), bytes));
+    if (make_slab(*lane, bytes, bytes, growth)) return adopt(growth);
+    refused |= uint64_t{1} << *lane;
+  }
+}
+
+// On the path that is furthest behind its share and has room; an empty extent where none has.
+Extent FileStore::place(int64_t bytes) {
+  const std::lock_guard lock(balance_mutex_);
+  if (lanes_.size() > 1) follow_speeds();
+  for (uint64_t refused = 0;;) {
+    const auto lane = balance_.next(bytes, refused);
+    if (!lane) return {};
+    const Extent extent = space_.allocate(bytes, static_cast<int>(*lane));
+    if (!extent.empty()) {
+      balance_.took(*lane, bytes);
+      return extent;
+    }
+    refused |= uint64_t{1} << *lane;
+  }
 }
 
 Extent FileStore::allocate(int64_t bytes) {
   bytes = checked_extent_bytes(bytes);
-  if (const Extent extent = space_.allocate(bytes); !extent.empty()) return extent;
+  if (const Extent extent = place(bytes); !extent.empty()) return extent;
   // A reservation is a promise in bytes: where only fragmentation is in the way, another slab keeps it.
   const std::lock_guard lock(grow_mutex_);
-  Extent extent = space_.allocate(bytes);
+  Extent extent = place(bytes);
   if (extent.empty() && space_.within_limit(bytes)) {
-    grow(bytes, bytes);
-    extent = space_.allocate(bytes);
+    add_slab_for(bytes);
+    extent = place(bytes);
   }
   if (!extent.empty()) return extent;
   throw no_room(space_, bytes, lanes_.front().folder.path().string());
 }
 
-FileStore::Lane& FileStore::lane_of(const Extent& extent) {
+size_t FileStore::lane_of(const Extent& extent) const {
   const std::shared_lock lock(slabs_mutex_);
-  return extent.slab < slabs_.size() ? *slabs_[extent.slab].lane : lanes_.front();
+  return extent.slab < slabs_.size() ? slabs_[extent.slab].lane : 0;
 }
 
 void FileStore::enqueue(Transfer& transfer) {
-  Lane& lane = lane_of(transfer.extent);
+  Lane& lane = lanes_[lane_of(transfer.extent)];
   lane.queue.push(transfer);
   lane.backend->wake();
+}
+
+// A path that refuses a write takes no more, and what it refused goes elsewhere: nothing was lost yet.
+void FileStore::completed(Transfer& transfer) noexcept {
+  if (transfer.error && transfer.held && transfer.kind == Transfer::Kind::write &&
+      (is_full(transfer.error->kind) || is_broken(transfer.error->kind))) {
+    close(lane_of(transfer.extent), *transfer.error);
+    if (move_elsewhere(transfer)) return;
+  }
+  StoreBase::completed(transfer);
+}
+
+bool FileStore::move_elsewhere(Transfer& transfer) noexcept {
+  const Extent old = transfer.extent;
+  {
+    const std::lock_guard lock(balance_mutex_);
+    if (balance_.is_open(lane_of(old))) return false;  // the last path: there is no elsewhere
+  }
+  try {
+    const Extent fresh = allocate(old.bytes);
+    space_.end(transfer.kind, old, false);
+    space_.release(old);
+    transfer.extent = fresh;
+    transfer.error = space_.begin(transfer.kind, fresh);
+  } catch (const StoreError&) {
+    return false;  // no room on the others: the write's own error says more
+  }
+  enqueue(transfer);
+  return true;
+}
+
+void FileStore::close(size_t number, const Error& error) {
+  const std::lock_guard lock(balance_mutex_);
+  if (!balance_.close(number)) return;
+  Lane& lane = lanes_[number];
+  lane.closed = error.message();
+  lane.warned = false;  // what was said of its size is another matter
+  warn(lane, "takes no new data any more: " + lane.closed);
+}
+
+// Once a path. Needs the balance's lock.
+void FileStore::warn(Lane& lane, const std::string& what) {
+  if (std::exchange(lane.warned, true)) return;
+  fmt::print(stderr, "overspill: warning: {} {}\n", lane.path, what);
 }
 
 Target FileStore::locate(const Transfer& transfer) {
@@ -233,17 +451,39 @@ void FileStore::unregister_memory(std::span<std::byte> memory) {
 }
 
 StoreStats FileStore::stats() const {
-  StoreStats stats = base_stats();
-  for (const Lane& lane : lanes_) {
-    stats.retries += lane.queue.retries();
-    const bool refused = wants_direct_ && !lane.folder.direct();
-    const std::string access = lane.folder.direct() ? "O_DIRECT"
-                               : refused            ? "buffered (O_DIRECT refused)"
-                                                    : "buffered";
-    const std::string text = lane.backend->description(access);
-    if (stats.backend.find(text) != std::string::npos) continue;  // paths that do the same are named once
-    stats.backend += (stats.backend.empty() ? "" : "; ") + text;
+  std::vector<PathStats> paths;
+  int64_t retries = 0;
+  std::string backend;
+  for (size_t i = 0; i < lanes_.size(); ++i) {
+    const Lane& lane = lanes_[i];
+    PathStats path = lane.queue.meter().read();
+    path.path = lane.path;
+    path.numa_node = lane.numa_node;
+    const std::string& refusal = lane.folder.direct_refusal();
+    path.access = lane.folder.direct() ? "O_DIRECT"
+                  : refusal.empty()    ? "buffered"
+                                       : fmt::format("buffered ({})", refusal);
+    const std::string text = lane.backend->description(path.access) +
+                             (lane.numa_node ? fmt::format(", NUMA node {}", *lane.numa_node) : "");
+    // Paths that do the same are named once.
+    if (backend.find(text) == std::string::npos) backend += (backend.empty() ? "" : "; ") + text;
+    retries += lane.queue.retries();
+    paths.push_back(std::move(path));
   }
+  {
+    const std::lock_guard lock(grow_mutex_);
+    for (size_t i = 0; i < lanes_.size(); ++i) paths[i].reserved_bytes = lanes_[i].reserved_bytes;
+  }
+  {
+    const std::lock_guard lock(balance_mutex_);
+    for (size_t i = 0; i < lanes_.size(); ++i) {
+      paths[i].share = balance_.share(i);
+      paths[i].closed = lanes_[i].closed;
+    }
+  }
+  StoreStats stats = base_stats(std::move(paths));
+  stats.retries = retries;
+  stats.backend = std::move(backend);
   return stats;
 }
 

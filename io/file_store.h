@@ -9,6 +9,7 @@
 #include <string>
 #include <vector>
 
+#include "io/balance.h"
 #include "io/store.h"
 
 namespace overspill::io {
@@ -30,6 +31,9 @@ struct FileStoreOptions {
   int threads = 8;
   /// Ask for O_DIRECT; where the file system refuses it, I/O is buffered.
   bool direct = true;
+  /// Of the paths, in their order. Empty: several paths are measured for a moment when the store is opened.
+  /// Either way what the paths do later takes over.
+  std::vector<PathSpeed> speeds;
   /// For tests: may replace each result of the kernel. Called on the store's threads. See io/piece_queue.h.
   std::function<int64_t(bool writes, int64_t file_offset, int64_t asked_bytes, int64_t result)> result_hook;
 };

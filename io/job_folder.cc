@@ -110,7 +110,7 @@ JobFolder::JobFolder(const std::filesystem::path& path, const std::string& job, 
   remove_dead_runs(path);
   take_lock(job);
   remove_slabs(path_);
-  direct_ = direct_ && direct_works();
+  if (direct_) try_direct();
 }
 
 JobFolder::~JobFolder() {
@@ -145,19 +145,30 @@ void JobFolder::take_lock(const std::string& job) {
   }
 }
 
-// Some file systems take the flag and refuse the transfer, so one is tried.
-bool JobFolder::direct_works() const {
+// The kernel's numbers decide where it tells them. Some file systems take the flag and refuse the transfer,
+// so one is tried too.
+void JobFolder::try_direct() {
+  direct_ = false;
+  direct_refusal_ = "O_DIRECT refused";
   const auto probe = path_ / (std::string(kSlabPrefix) + "probe");
   const UniqueFd fd(
       ::open(probe.c_str(), O_RDWR | O_CREAT | O_TRUNC | O_DIRECT | O_CLOEXEC | O_NOFOLLOW, kOwnerOnly));
-  if (!fd) return false;
+  if (!fd) {
+    ::unlink(probe.c_str());  // the file is made before the flag is refused
+    return;
+  }
   const std::unique_ptr<void, decltype(&std::free)> block(std::aligned_alloc(kBlockBytes, kBlockBytes),
                                                           &std::free);
   std::fill_n(static_cast<char*>(block.get()), kBlockBytes, '\0');
-  const bool works = ::pwrite(fd.get(), block.get(), kBlockBytes, 0) == kBlockBytes &&
-                     ::pread(fd.get(), block.get(), kBlockBytes, 0) == kBlockBytes;
+  alignment_ = direct_alignment_of(fd.get());
+  std::string refusal = alignment_ ? refusal_of(*alignment_) : "";
+  if (refusal.empty() && (::pwrite(fd.get(), block.get(), kBlockBytes, 0) != kBlockBytes ||
+                          ::pread(fd.get(), block.get(), kBlockBytes, 0) != kBlockBytes)) {
+    refusal = "O_DIRECT refused";
+  }
   ::unlink(probe.c_str());
-  return works;
+  direct_ = refusal.empty();
+  direct_refusal_ = std::move(refusal);
 }
 
 int64_t JobFolder::available_bytes() const {

@@ -5,8 +5,10 @@
 
 #include <cstdint>
 #include <filesystem>
+#include <optional>
 #include <string>
 
+#include "io/direct_alignment.h"
 #include "io/error.h"
 #include "io/unique_fd.h"
 
@@ -35,16 +37,22 @@ class JobFolder {
   /// Bytes this user may still take here.
   int64_t available_bytes() const;
   bool direct() const { return direct_; }
+  /// Why O_DIRECT was asked for and is not used; "" otherwise.
+  const std::string& direct_refusal() const { return direct_refusal_; }
+  /// What the kernel asks of O_DIRECT here, where it tells.
+  const std::optional<DirectAlignment>& direct_alignment() const { return alignment_; }
   const std::filesystem::path& path() const { return path_; }
 
  private:
   void take_lock(const std::string& job);
-  bool direct_works() const;
+  void try_direct();
 
   std::filesystem::path path_;
   UniqueFd lock_;
   pid_t owner_;
   bool direct_;
+  std::string direct_refusal_;
+  std::optional<DirectAlignment> alignment_;
 };
 
 /// The error of a failed system call, with errno taken first thing.

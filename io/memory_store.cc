@@ -275,7 +275,11 @@ void SimulatedStore::flip_bit(const Extent& extent, int64_t bit) {
 }
 
 StoreStats SimulatedStore::stats() const {
-  StoreStats stats = base_stats();
+  PathStats path = queue_.meter().read();
+  path.path = "memory";
+  path.share = 1;
+  path.reserved_bytes = space_.limit_bytes();
+  StoreStats stats = base_stats({path});
   stats.retries = queue_.retries();
   stats.reserved_bytes = space_.limit_bytes();
   stats.backend = fmt::format("memory, seed {}", faults_.seed);

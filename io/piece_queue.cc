@@ -22,6 +22,7 @@ PieceQueue::PieceQueue(TransferOwner& owner, int depth, int64_t piece_bytes, Res
       depth_(depth),
       piece_bytes_(piece_bytes / kChecksumBlockBytes * kChecksumBlockBytes),
       hook_(std::move(hook)),
+      meter_(depth),
       // Each active transfer has a piece at the backend, or is the current one of its priority.
       actives_(static_cast<size_t>(depth + kPriorities)) {
   if (depth <= 0 || piece_bytes_ <= 0) {
@@ -39,6 +40,7 @@ void PieceQueue::push(Transfer& transfer) {
   transfer.next = nullptr;
   {
     const std::lock_guard lock(mutex_);
+    meter_.pushed(transfer);
     Fifo& fifo = fifos_[static_cast<size_t>(transfer.priority)];
     (fifo.last == nullptr ? fifo.first : fifo.last->next) = &transfer;
     fifo.last = &transfer;
@@ -89,6 +91,7 @@ void PieceQueue::stop() {
 Active& PieceQueue::start(Fifo& fifo) {
   Transfer& transfer = *std::exchange(fifo.first, fifo.first->next);
   if (fifo.first == nullptr) fifo.last = nullptr;
+  meter_.started(transfer);
   Active& active = *free_.back();
   free_.pop_back();
   active = {.transfer = &transfer, .target = {}, .issued_bytes = 0, .pieces = 0, .error = transfer.error};
@@ -120,6 +123,7 @@ Transfer* PieceQueue::take(Piece& piece, bool& got_piece) {
            .bytes = std::min(piece_bytes_, total - active.issued_bytes)};
   active.issued_bytes += piece.bytes;
   ++active.pieces;
+  meter_.issued(active.transfer->kind);
   if (active.issued_bytes == total) fifo.current = nullptr;
   got_piece = true;
   return nullptr;
@@ -129,6 +133,7 @@ Transfer* PieceQueue::retire(Active& active) {
   Transfer* transfer = std::exchange(active.transfer, nullptr);
   transfer->error = std::move(active.error);
   active.error.reset();
+  meter_.completed(*transfer);
   free_.push_back(&active);
   return transfer;
 }
@@ -177,6 +182,7 @@ void PieceQueue::finish(Piece& piece, std::optional<Error> error) {
   {
     const std::lock_guard lock(mutex_);
     Active& active = *piece.active;
+    meter_.returned(active.transfer->kind, error ? 0 : piece.bytes);
     if (error && !active.error) active.error = std::move(error);
     --active.pieces;
     // A current transfer is retired by take(), which also drops what is left of it after an error.

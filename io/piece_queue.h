@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "io/error.h"
+#include "io/lane_meter.h"
 #include "io/store.h"
 
 namespace overspill::io {
@@ -93,6 +94,8 @@ class PieceQueue {
   void stop();
 
   int depth() const { return depth_; }
+  LaneMeter& meter() { return meter_; }
+  const LaneMeter& meter() const { return meter_; }
   int64_t retries() const { return retries_.load(std::memory_order_relaxed); }
 
  private:
@@ -119,6 +122,7 @@ class PieceQueue {
   std::atomic<int64_t> retries_ = 0;
 
   std::mutex mutex_;
+  LaneMeter meter_;  // counts under the lock
   std::condition_variable work_;
   std::array<Fifo, kPriorities> fifos_;
   std::vector<Active> actives_;

@@ -3,22 +3,20 @@
 #include <fmt/format.h>
 #include <linux/magic.h>
 #include <sys/resource.h>
-#include <sys/stat.h>
 #include <sys/statvfs.h>
-#include <sys/sysmacros.h>
 #include <sys/vfs.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <chrono>
 #include <cstdlib>
-#include <fstream>
 #include <memory>
 #include <new>
 #include <span>
 #include <vector>
 
 #include "io/backend.h"
+#include "io/block_device.h"
 #include "io/file_store.h"
 #include "io/job_folder.h"
 
@@ -50,30 +48,6 @@ std::string file_system_name(const std::filesystem::path& folder) {
       return "zfs";
     default:
       return fmt::format("0x{:x}", static_cast<unsigned long>(info.f_type));
-  }
-}
-
-std::optional<int> read_number(const std::filesystem::path& file) {
-  std::ifstream stream(file);
-  int number = 0;
-  return stream >> number ? std::optional(number) : std::nullopt;
-}
-
-// A partition has no queue of its own; its disk, the folder above it in /sys, has.
-void read_sys(const std::filesystem::path& folder, DiskProbe& probe) {
-  struct stat info {};
-  if (::stat(folder.c_str(), &info) != 0) return;
-  std::error_code error;
-  auto device = std::filesystem::canonical(
-      fmt::format("/sys/dev/block/{}:{}", major(info.st_dev), minor(info.st_dev)), error);
-  if (error) return;
-  if (std::filesystem::exists(device / "partition", error)) device = device.parent_path();
-  if (const auto rotational = read_number(device / "queue/rotational")) probe.rotational = *rotational != 0;
-  for (auto at = device; at.has_relative_path() && at != "/sys"; at = at.parent_path()) {
-    const auto node = read_number(at / "numa_node");
-    if (!node) continue;
-    if (*node >= 0) probe.numa_node = node;
-    return;
   }
 }
 
@@ -137,6 +111,8 @@ DiskProbe probe_disk(const std::filesystem::path& folder, int64_t scratch_bytes)
   {
     const JobFolder place(folder, job, true);
     probe.direct = place.direct();
+    probe.direct_refusal = place.direct_refusal();
+    probe.direct_alignment = place.direct_alignment();
     probe.free_bytes = place.available_bytes();
   }
   {
@@ -150,7 +126,9 @@ DiskProbe probe_disk(const std::filesystem::path& folder, int64_t scratch_bytes)
   ::getrlimit(RLIMIT_MEMLOCK, &limit);
   probe.memlock_limit_bytes = limit.rlim_cur == RLIM_INFINITY ? -1 : static_cast<int64_t>(limit.rlim_cur);
   probe.file_system = file_system_name(folder);
-  read_sys(folder, probe);
+  probe.disks = disks_of(folder);
+  probe.numa_node = numa_node_of(probe.disks);
+  if (!probe.disks.empty()) probe.rotational = rotational(probe.disks.front());
 
   FileStoreOptions options;
   options.paths = {folder};

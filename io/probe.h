@@ -5,11 +5,16 @@
 #include <filesystem>
 #include <optional>
 #include <string>
+#include <vector>
+
+#include "io/direct_alignment.h"
 
 namespace overspill::io {
 
 struct DiskProbe {
-  bool direct = false;  // O_DIRECT is accepted and works
+  bool direct = false;                              // O_DIRECT is accepted and works
+  std::string direct_refusal;                       // why not
+  std::optional<DirectAlignment> direct_alignment;  // where the kernel tells
   bool io_uring = false;
   std::string io_uring_refusal;     // why not
   int64_t memlock_limit_bytes = 0;  // -1: unlimited
@@ -18,8 +23,9 @@ struct DiskProbe {
   int64_t free_bytes = 0;          // for this user
   std::string file_system;         // "ext4", "tmpfs", …; in hexadecimal where unknown
   std::optional<bool> rotational;  // where /sys tells
-  std::optional<int> numa_node;
-  std::string backend;  // what the store would take, as in StoreStats
+  std::vector<std::string> disks;  // below the folder; empty where unknown
+  std::optional<int> numa_node;    // of the disks; empty where unknown
+  std::string backend;             // what the store would take, as in StoreStats
 };
 
 /// Takes about two seconds and at most `scratch_bytes` of space in a folder of its own, which it removes.

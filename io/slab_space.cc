@@ -46,7 +46,6 @@ uint32_t SlabSpace::add_slab(int group, int64_t bytes) {
   slab.free_runs.emplace(0, bytes);
   slabs_.push_back(std::move(slab));
   slab_bytes_ += bytes;
-  groups_ = std::max(groups_, group + 1);
   return static_cast<uint32_t>(slabs_.size() - 1);
 }
 
@@ -75,19 +74,14 @@ bool SlabSpace::within_limit(int64_t bytes) const {
   return bytes <= limit_bytes_ - allocated_bytes_;
 }
 
-Extent SlabSpace::allocate(int64_t bytes) {
+Extent SlabSpace::allocate(int64_t bytes, int group) {
   const std::lock_guard lock(mutex_);
   if (bytes > limit_bytes_ - allocated_bytes_) return {};
-  for (int i = 0; i < groups_; ++i) {
-    const int group = (next_group_ + i) % groups_;
-    for (size_t number = 0; number < slabs_.size(); ++number) {
-      Slab& slab = slabs_[number];
-      if (slab.group != group || slab.free_bytes < bytes) continue;
-      const Extent extent = allocate_in(slab, static_cast<uint32_t>(number), bytes);
-      if (extent.empty()) continue;
-      next_group_ = (group + 1) % groups_;
-      return extent;
-    }
+  for (size_t number = 0; number < slabs_.size(); ++number) {
+    Slab& slab = slabs_[number];
+    if (slab.group != group || slab.free_bytes < bytes) continue;
+    const Extent extent = allocate_in(slab, static_cast<uint32_t>(number), bytes);
+    if (!extent.empty()) return extent;
   }
   return {};
 }

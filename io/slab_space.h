@@ -25,7 +25,7 @@ std::optional<Error> check_transfer(const Transfer& transfer);
 
 class SlabSpace {
  public:
-  /// A new empty slab of `group` (the path it lies on); its number. Allocation goes round the groups.
+  /// A new empty slab of `group` (the path it lies on); its number.
   uint32_t add_slab(int group, int64_t bytes);
 
   /// What was promised to allocate() in total; only grows.
@@ -34,9 +34,8 @@ class SlabSpace {
   int64_t slab_bytes() const;
   int64_t allocated_bytes() const;
 
-  /// First fit in the next group that has a run long enough; an empty extent when the limit or every run is
-  /// too small.
-  Extent allocate(int64_t bytes);
+  /// First fit in the group; an empty extent when the limit or every run of it is too small.
+  Extent allocate(int64_t bytes, int group = 0);
   /// Whether `bytes` more are within the limit, so that only fragmentation keeps allocate() from succeeding.
   bool within_limit(int64_t bytes) const;
 
@@ -84,8 +83,6 @@ class SlabSpace {
   mutable std::mutex mutex_;
   std::pmr::unsynchronized_pool_resource pool_;
   std::vector<Slab> slabs_;
-  int groups_ = 0;
-  int next_group_ = 0;
   uint32_t last_generation_ = 0;
   int64_t limit_bytes_ = 0;
   int64_t slab_bytes_ = 0;

@@ -41,6 +41,9 @@ struct Extent {
 
 /// One read or write of one whole extent. Owned by the caller, who keeps it and `memory` alive and unmoved
 /// until `on_complete` was called; nothing is allocated for it on the way.
+///
+/// With several paths, a write that one of them refuses is moved to another: the store then releases
+/// `extent` and puts the new one in its place. So whoever submitted a write reads `extent` in `on_complete`.
 struct Transfer {
   enum class Kind : uint8_t { read, write };
   /// A read that someone waits for overtakes read-ahead and write-behind.
@@ -61,11 +64,43 @@ struct Transfer {
   std::optional<Error> error;
 
   Transfer* next = nullptr;  // the store's queue link
+  int64_t pushed_ns = 0;     // the store's clock
   uint8_t epoch = 0;         // the store's: which drain() waits for it
   bool held = false;         // the store's: the extent is held for it
 };
 
-/// Counters since the store was opened; a consistent copy.
+/// From submit() to the end of the last piece, of transfers that succeeded. Percentiles are at most 1/16 too
+/// high.
+struct LatencyStats {
+  int64_t count = 0;
+  int64_t p50_ns = 0;
+  int64_t p99_ns = 0;
+  int64_t p999_ns = 0;
+  int64_t max_ns = 0;
+};
+
+/// One path's part of StoreStats.
+struct PathStats {
+  std::string path;
+  int64_t bytes_read = 0;
+  int64_t bytes_written = 0;
+  int64_t in_flight = 0;  // transfers, now
+  int64_t in_flight_max = 0;
+  int64_t busy_ns = 0;          // at least one piece was at the kernel
+  int64_t wait_ns = 0;          // from submit() to the first piece, summed over transfers
+  double read_bytes_per_s = 0;  // while enough was asked of it, the last seconds count most; 0: not measured
+  double write_bytes_per_s = 0;
+  double share = 0;  // of new bytes, 0 to 1
+  int64_t reserved_bytes = 0;
+  std::optional<int> numa_node;  // of its disk; empty: unknown
+  std::string access;            // "O_DIRECT", "buffered (why)"
+  std::string closed;            // why it takes no new extents; empty: it takes them
+  LatencyStats demand_reads;
+  LatencyStats prefetch_reads;
+  LatencyStats writes;
+};
+
+/// Counters since the store was opened; each is right by itself, they are not of one instant.
 struct StoreStats {
   int64_t bytes_read = 0;  // completed, as asked for by transfers
   int64_t bytes_written = 0;
@@ -75,6 +110,7 @@ struct StoreStats {
   int64_t allocated_bytes = 0;  // extents not released, or pinned
   int64_t reserved_bytes = 0;   // space the slabs take on disk
   std::string backend;          // "io_uring, O_DIRECT, registered buffers", …: what was taken, for people
+  std::vector<PathStats> paths;
 };
 
 /// Where an exported extent now lies: a file in the export folder, and the checksum of every 64 KiB block

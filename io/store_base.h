@@ -4,6 +4,8 @@
 #include <atomic>
 #include <cstdint>
 #include <string>
+#include <utility>
+#include <vector>
 
 #include "io/in_flight.h"
 #include "io/piece_queue.h"
@@ -37,32 +39,30 @@ class StoreBase : public Interface, protected TransferOwner {
     const uint8_t epoch = transfer.epoch;
     const bool succeeded = !transfer.error;
     if (transfer.held) space_.end(transfer.kind, transfer.extent, succeeded);
-    if (succeeded) {
-      (transfer.kind == Transfer::Kind::write ? bytes_written_ : bytes_read_) += transfer.extent.bytes;
-    }
     ++transfers_;
     transfer.on_complete(transfer);  // afterwards the transfer may be in use again
     in_flight_.end(epoch);
   }
 
   /// All but `retries` and `backend`.
-  StoreStats base_stats() const {
-    return {.bytes_read = bytes_read_,
-            .bytes_written = bytes_written_,
-            .transfers = transfers_,
-            .retries = 0,
-            .in_flight_max = in_flight_.max(),
-            .allocated_bytes = space_.allocated_bytes(),
-            .reserved_bytes = space_.slab_bytes(),
-            .backend = ""};
+  StoreStats base_stats(std::vector<PathStats> paths) const {
+    StoreStats stats;
+    for (const PathStats& path : paths) {
+      stats.bytes_read += path.bytes_read;
+      stats.bytes_written += path.bytes_written;
+    }
+    stats.transfers = transfers_;
+    stats.in_flight_max = in_flight_.max();
+    stats.allocated_bytes = space_.allocated_bytes();
+    stats.reserved_bytes = space_.slab_bytes();
+    stats.paths = std::move(paths);
+    return stats;
   }
 
   SlabSpace space_;
 
  private:
   InFlight in_flight_;
-  std::atomic<int64_t> bytes_read_ = 0;
-  std::atomic<int64_t> bytes_written_ = 0;
   std::atomic<int64_t> transfers_ = 0;
 };
 

@@ -49,10 +49,13 @@ class _Section(BaseModel):
 
 
 class Budget(_Section):
-    """Bytes each tier may use. `nvme` lists folders; an empty list keeps everything in host memory."""
+    """Bytes each tier may use. `nvme` lists folders; an empty list keeps everything in host memory.
+
+    `endurance_tbw` is the terabytes that each of their drives is rated to be written; only reports use it."""
 
     host: Bytes
     nvme: list[str] = []
+    endurance_tbw: float | None = Field(None, ge=0)
 
 
 class Optimizer(_Section):

@@ -360,6 +360,7 @@ TEST_P(FileStoreTest, SeveralPathsShareTheLoad) {
   const ScratchFolder second;
   FileStoreOptions two = options();
   two.paths.push_back(second.path());
+  two.speeds = {{1e9, 1e9}, {1e9, 1e9}};
   OPEN_OR_SKIP(store, two);
   EXPECT_TRUE(fs::exists(folder_.path() / "overspill-test"));
   std::vector<Extent> extents;

@@ -58,6 +58,17 @@ def test_help_has_examples(bench, capsys):
 def test_doctor(bench, capsys):
     out = bench.ok(capsys, "doctor", "--nvme", bench.nvme)
     assert "io uring" in out and "GiB" in out and "gpu" in out
+    for row in ("direct offset align", "numa node", "disks", "endurance"):
+        assert row in out, row
+    assert "endurance 300 TB (as given)" in bench.ok(
+        capsys, "doctor", "--nvme", bench.nvme, "--endurance-tbw", 300
+    ) or not _drives(bench.nvme)
+
+
+def _drives(folder):
+    from overspill import _core
+
+    return _core.drives(str(folder))
 
 
 def test_plan(bench, capsys):
@@ -77,6 +88,13 @@ def test_a_trace_names_each_buffer_by_its_layer(bench, spilling, tmp_path, capsy
     assert any(event["ph"] == "X" and event["name"].startswith("write model.layers") for event in events)
 
 
+def test_plan_says_what_it_does_to_the_disk(bench, spilling, capsys):
+    args = ["plan", "--model", bench.model, "--nvme", bench.nvme, "--accumulate", 2]
+    args += ["--config", spilling["config"], "--host-budget", spilling["host_budget"]]
+    assert "written in 1000 steps; endurance unknown" in bench.ok(capsys, *args)
+    assert "100 TB of endurance left" in bench.ok(capsys, *args, "--endurance-tbw", 100)
+
+
 def test_train_learns_and_leaves_records(finished, bench):
     records, run = tiny.log(finished), json.loads((finished / "run.json").read_text())
     assert [r["step"] for r in records] == list(range(1, 9))
@@ -84,6 +102,24 @@ def test_train_learns_and_leaves_records(finished, bench):
     assert (finished / "plot.png").read_bytes().startswith(b"\x89PNG")
     assert [p.name for p in (finished / "checkpoints").iterdir()] == ["step-000008"]
     assert not list(bench.nvme.iterdir()), "files of a finished run stayed on the disk"
+
+
+def test_the_log_has_the_bytes_of_every_path(finished, bench):
+    records = tiny.log(finished)
+    steps = [r["nvme_paths"][str(bench.nvme)] for r in records]
+    assert all(r["nvme_paths"].keys() == {str(bench.nvme)} for r in records)
+    for key, total in (("read_bytes", "nvme_read_bytes"), ("written_bytes", "nvme_written_bytes")):
+        counts = [step[key] for step in steps]
+        assert min(counts) >= 0 and max(counts[1:]) > 0
+        for before, after, count in zip(records, records[1:], counts[1:]):
+            assert after[total] - before[total] == count
+
+
+def test_train_says_how_fast_the_disk_wears(bench, spilling, capsys, tmp_path):
+    args = bench.train_args(tmp_path / "out", steps=2, eval_batches=0, **spilling)
+    out = bench.ok(capsys, *args, "--endurance-tbw", 100)
+    (line,) = [line for line in out.splitlines() if " a day; " in line]
+    assert line.startswith(f"{bench.nvme}: written at ") and "TB of endurance left: " in line, line
 
 
 def test_going_on_is_bit_equal(bench, spilling, finished, capsys, tmp_path):
@@ -294,6 +330,7 @@ def test_doctor_says_what_to_change():
         "io_uring_refusal": "",
         "backend": "io_uring, O_DIRECT, registered buffers",
         "direct": True,
+        "direct_refusal": "",
         "file_system": "ext4",
         "read_bytes_per_s": 2e9,
         "write_bytes_per_s": 2e9,
@@ -306,6 +343,45 @@ def test_doctor_says_what_to_change():
     }
     assert advise(report) == []
     bad = good | {"io_uring": False, "io_uring_refusal": "EPERM", "direct": False, "read_bytes_per_s": 1e8}
+    bad["direct_refusal"] = "O_DIRECT wants alignment to 16384 bytes"
     texts = advise(report | {"disks": [bad], "transparent_huge_pages": "always madvise [never]"})
-    for word in ("EPERM", "O_DIRECT", "slow", "huge pages"):
+    for word in ("EPERM", "16384", "slow", "huge pages"):
         assert any(word in text for text in texts), word
+
+
+def test_wear_of_what_is_known_and_what_is_not():
+    from overspill.cli import wear
+
+    told = {"name": "nvme0n1", "percentage_used": 10, "written_bytes": 60e12, "unknown": ""}
+    young = {"name": "nvme1n1", "percentage_used": 0, "written_bytes": 2e12, "unknown": ""}
+    silent = {
+        "name": "vda",
+        "percentage_used": None,
+        "written_bytes": None,
+        "unknown": "vda is no NVMe drive",
+    }
+    assert wear.describe(told, None) == (
+        "nvme0n1: 10% used, 60 TB written; endurance 600 TB (by the drive's own counters)"
+    )
+    assert "0% used, 2 TB written; endurance unknown" in wear.describe(young, None)
+    assert wear.describe(silent, None) == "vda: wear unknown (vda is no NVMe drive); endurance unknown"
+    assert "endurance 300 TB (as given)" in wear.describe(silent, 300)
+
+    drives = {"/a": [told], "/b": [silent], "/c": [], "/d": [told, young], "/idle": [told]}
+    written = {"/a": 10**12, "/b": 10**12, "/c": 10**12, "/d": 10**12, "/idle": 0}
+    by_path = dict(line.split(": ", 1) for line in wear.at_rate(written, 86400 / 2, drives, None))
+    assert by_path["/a"] == "written at 2 TB a day; 540 TB of endurance left: 270 days"
+    for path in ("/b", "/c", "/d"):
+        assert "endurance unknown" in by_path[path], "half known is unknown"
+    assert "/idle" not in by_path
+    given = dict(line.split(": ", 1) for line in wear.at_rate(written, 86400 / 2, drives, 100))
+    assert "90 TB of endurance left: 45 days" in given["/a"], "what is used up is gone"
+    assert "100 TB of endurance left: 50 days" in given["/b"]
+    assert "180 TB of endurance left: 90 days" in given["/d"], "two drives, the more worn one decides"
+    worn = wear.at_rate({"/a": 1}, 1, {"/a": [told | {"percentage_used": 120}]}, 100)
+    assert "past its rated endurance" in worn[0]
+    assert wear.at_rate(written, 0, drives, None) == []
+    assert wear.planned(0, drives, None) == []
+    assert wear.planned(2 * 10**9, {"/a": [told], "/b": [told]}, None)[0] == (
+        "/a: 1 TB written in 1000 steps; 540 TB of endurance left: 5.4e+05 steps"
+    )

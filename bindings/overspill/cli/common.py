@@ -98,8 +98,18 @@ def add_tiers(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--nvme", action="append", metavar="DIR", help="folder on a fast disk; may be given several times"
     )
+    add_endurance(parser)
     parser.add_argument(
         "--config", type=Path, metavar="FILE", help="overspill configuration (JSON); options go before it"
+    )
+
+
+def add_endurance(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--endurance-tbw",
+        type=nonnegative,
+        metavar="TB",
+        help="terabytes that each drive is rated to be written, from its data sheet (default: what the drive tells)",
     )
 
 
@@ -117,7 +127,13 @@ def nvme_folders(folders: list[str] | None) -> list[str]:
     return checked
 
 
-def engine_config(host_budget: int | None, nvme: list[str] | None, file: Path | None, **sections) -> dict:
+def engine_config(
+    host_budget: int | None,
+    nvme: list[str] | None,
+    file: Path | None,
+    endurance_tbw: float | None = None,
+    **sections,
+) -> dict:
     """The configuration for overspill.initialize: the file's, with what the options say put over it.
 
     `sections` are further top-level keys; a dict is merged into the file's section, None is left out. Raises CliError.
@@ -135,6 +151,8 @@ def engine_config(host_budget: int | None, nvme: list[str] | None, file: Path | 
         budget["host"] = host_budget
     if nvme is not None:
         budget["nvme"] = nvme
+    if endurance_tbw is not None:
+        budget["endurance_tbw"] = endurance_tbw
     if "host" not in budget:
         raise CliError(
             "--host-budget is missing; give what the engine may use of host memory, e.g. --host-budget 4GiB"

@@ -1,13 +1,15 @@
 """What this machine offers to Overspill, and what to change.
 
-io_uring, O_DIRECT, the memory lock limit, huge pages, disks and their measured speed, NUMA, instruction sets, GPUs.
+io_uring, O_DIRECT, the memory lock limit, huge pages, disks, their measured speed and their wear, NUMA, instruction
+sets, GPUs.
 """
 
 import argparse
 import os
 from pathlib import Path
 
-from overspill.cli.common import nvme_folders
+from overspill.cli import wear
+from overspill.cli.common import add_endurance, nvme_folders
 from overspill.memory import human
 
 SLOW_DISK_BYTES_PER_S = 500e6
@@ -17,6 +19,7 @@ def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--nvme", action="append", metavar="DIR", help="folder on a disk to measure (default: here)"
     )
+    add_endurance(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -24,6 +27,9 @@ def run(args: argparse.Namespace) -> int:
 
     folders = nvme_folders(args.nvme) if args.nvme else [str(Path.cwd())]
     report = _core.doctor(folders)
+    for disk in report["disks"]:
+        drives = _core.drives(disk["folder"])
+        disk["wear"] = [wear.describe(drive, args.endurance_tbw) for drive in drives] or ["unknown drive"]
     report["memory"] = _memory()
     report["gpu"] = _gpus()
     for line in _lines(report):
@@ -52,8 +58,8 @@ def advise(report: dict) -> list[str]:
             )
         if not disk["direct"]:
             advice.append(
-                f"{folder}: {disk['file_system']} refuses O_DIRECT: transfers go through the page cache. Choose a "
-                "folder on ext4 or XFS"
+                f"{folder} ({disk['file_system']}): {disk['direct_refusal']}: transfers go through the page cache. "
+                "Choose a folder on ext4 or XFS"
             )
         slowest = min(disk["read_bytes_per_s"], disk["write_bytes_per_s"])
         if slowest < SLOW_DISK_BYTES_PER_S:
@@ -107,6 +113,8 @@ def _lines(value, indent: str = "") -> list[str]:
 def _value(key: str, item) -> str:
     if isinstance(item, bool):
         return "yes" if item else "no"
+    if item is None:
+        return "unknown"
     if isinstance(item, list):
         return ", ".join(map(str, item)) or "-"
     if isinstance(item, int | float) and "bytes" in key:

@@ -64,6 +64,9 @@ class Loop:
             stop,
         )
         self.step = self.position = 0
+        self.seconds = 0.0  # of all steps
+        self.written: dict[str, int] = {}  # bytes by path, in them
+        self._paths = self._path_bytes(engine.stats())
 
     def state(self) -> dict[str, int]:
         """What a checkpoint has to carry beside the engine's own, which has the random states."""
@@ -114,7 +117,24 @@ class Loop:
         }
         record.update({key: stats[key] for key in LOGGED})
         record["wait_seconds"] = stats["wait_seconds"] - waited
+        record["nvme_paths"] = self._traffic(stats)
+        self.seconds += seconds
+        for path, moved in record["nvme_paths"].items():
+            self.written[path] = self.written.get(path, 0) + moved["written_bytes"]
         return record
+
+    @staticmethod
+    def _path_bytes(stats: dict[str, Any]) -> dict[str, dict[str, int]]:
+        keys = ("read_bytes", "written_bytes")
+        return {path["path"]: {key: path[key] for key in keys} for path in stats["paths"]}
+
+    def _traffic(self, stats: dict[str, Any]) -> dict[str, dict[str, int]]:
+        """Bytes by path since the step before; what the last updates write counts in the step that follows them."""
+        before, self._paths = self._paths, self._path_bytes(stats)
+        return {
+            path: {key: count - before.get(path, {}).get(key, 0) for key, count in now.items()}
+            for path, now in self._paths.items()
+        }
 
     def heldout_loss(self, sequences: Sequences, limit: int) -> float | None:
         """Mean loss over at most `limit` held-out batches, in evaluation mode; None when a stop came first."""

@@ -7,6 +7,7 @@ cannot work is refused with the sum and the smallest budget that would do.
 import argparse
 from pathlib import Path
 
+from overspill.cli import wear
 from overspill.cli.common import (
     CliError,
     add_tiers,
@@ -30,11 +31,26 @@ def options(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     folder = model_folder(args.model)
     config = engine_config(
-        args.host_budget, args.nvme, args.config, gradient_accumulation_steps=args.accumulate
+        args.host_budget,
+        args.nvme,
+        args.config,
+        args.endurance_tbw,
+        gradient_accumulation_steps=args.accumulate,
     )
     quiet_transformers()
-    print(plan(empty_model(folder, args.dtype), config).text)
+    made = plan(empty_model(folder, args.dtype), config)
+    print(made.text)
+    for line in _wear(made, config["budget"]):
+        print(f"  {line}")
     return 0
+
+
+def _wear(made, budget: dict) -> list[str]:
+    """What the planned steps do to the disks."""
+    from overspill import _core
+
+    drives = {folder: _core.drives(folder) for folder in budget["nvme"]}
+    return wear.planned(made.as_dict()["nvme_written_bytes_per_step"], drives, budget.get("endurance_tbw"))
 
 
 def plan(model, config: dict):

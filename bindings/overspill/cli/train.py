@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from overspill.cli import wear
 from overspill.cli.common import (
     CliError,
     add_tiers,
@@ -216,6 +217,7 @@ class _Session:
             settings.host_budget,
             settings.nvme,
             Path(settings.config) if settings.config else None,
+            settings.endurance_tbw,
             optimizer={"type": "AdamW", "lr": settings.lr, "weight_decay": settings.weight_decay},
             gradient_accumulation_steps=settings.accumulate,
             gradient_clipping=settings.clip,
@@ -274,8 +276,19 @@ class _Session:
                 file=sys.stderr,
             )
             return self.stop.exit_code
+        for line in self._wear():
+            print(line)
         print(f"checkpoint {saved}\nplot {self.folder.plot_path}", flush=True)
         return 0
+
+    def _wear(self) -> list[str]:
+        """What training does to the disks, at the rate of this process's steps."""
+        from overspill import _core
+
+        written = self.loop.written
+        drives = {path: _core.drives(path) for path in written}
+        rated_tb = self.engine.config.budget.endurance_tbw
+        return wear.at_rate(written, self.loop.seconds, drives, rated_tb)
 
     def _measure(self, word: str, display) -> None:
         if self.settings.eval_batches == 0:
@@ -339,7 +352,7 @@ def _tensorboard(folder: Path):
 
     def write(record: dict[str, Any]) -> None:
         for key, value in record.items():
-            if key != "step":
+            if key not in ("step", "nvme_paths"):
                 writer.add_scalar(key, float(value), record["step"])
         writer.flush()
 
