@@ -240,7 +240,7 @@ int run(int argc, char** argv) {
   CLI::App app("The store's turns in make bench-io");
   FileStoreOptions options;
   std::vector<std::string> folders;
-  int64_t mib = 512;
+  int64_t mib = 1024;
   int64_t piece_kib = options.piece_bytes >> 10;
   app.add_option("folders", folders, "one a path")->required();
   bool sequential = false;

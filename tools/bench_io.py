@@ -27,7 +27,7 @@ from bench_io_paths import two_paths_vs_sum
 ROOT = Path(__file__).resolve().parent.parent
 BENCH = ROOT / "build/release/bench"
 DEEPSPEED = ROOT / "results/bench-io-venv"
-SEQUENTIAL_MIB = 512
+SEQUENTIAL_MIB = 1024
 MIXED_MIB = 635  # what bench_io and DeepSpeed move in a mixed turn
 PATTERNS = ("read", "write", "mixed")
 HUGE_PAGES = 144  # 256 MiB of fio's buffers, and some
@@ -38,6 +38,7 @@ class Turn(NamedTuple):
 
     gb_per_s: float
     cpu_s_per_gb: float
+    switches_per_gb: float  # of context
 
 
 class Child:
@@ -61,7 +62,7 @@ class Child:
         print(line, file=self.process.stdin, flush=True)
         r = self.answer()
         gb = r["bytes"] * 1e-9
-        return Turn(gb / r["seconds"], r["cpu_s"] / gb)
+        return Turn(gb / r["seconds"], r["cpu_s"] / gb, r["switches"] / gb)
 
     def close(self) -> None:
         """Ends it; it removes its files."""
@@ -158,7 +159,7 @@ class Fio:
         gb = (job["read"]["io_bytes"] + job["write"]["io_bytes"]) * 1e-9
         seconds = max(job["read"]["runtime"], job["write"]["runtime"]) * 1e-3
         cpu_s = (job["usr_cpu"] + job["sys_cpu"]) * 1e-2 * job["job_runtime"] * 1e-3
-        return Turn(gb / seconds, cpu_s / gb)
+        return Turn(gb / seconds, cpu_s / gb, job["ctx"] / gb)
 
     def turn(self, pattern: str, setting: dict) -> Turn:
         """One turn."""
@@ -215,8 +216,8 @@ def quartiles(values: list[float]) -> list[float]:
     return values * 3 if len(values) == 1 else statistics.quantiles(values, n=4, method="inclusive")
 
 
-def take_turns(contenders: dict[str, Any], pairs: int) -> dict[str, dict[str, list[Turn]]]:
-    """[pattern][contender] -> a Turn a round; who begins changes from round to round."""
+def take_turns(contenders: dict[str, Any], pairs: int) -> tuple[dict, dict]:
+    """[pattern][contender] -> a Turn a round, and the settings; who begins changes from round to round."""
     best = {name: best_settings(name, contender) for name, contender in contenders.items()}
     turns = {pattern: {name: [] for name in contenders} for pattern in PATTERNS}
     names = list(contenders)
@@ -225,11 +226,12 @@ def take_turns(contenders: dict[str, Any], pairs: int) -> dict[str, dict[str, li
             for name in names[i % len(names) :] + names[: i % len(names)]:
                 turns[pattern][name].append(contenders[name].turn(pattern, best[name][pattern]))
     for pattern in PATTERNS:
-        print(f"\n{pattern:6} {'':14} {'GB/s: quartiles':>22} {'CPU s/GB':>10}")
+        print(f"\n{pattern:6} {'':14} {'GB/s: quartiles':>22} {'CPU s/GB':>10} {'switches/GB':>12}")
         for name, done in turns[pattern].items():
             low, mid, high = quartiles([turn.gb_per_s for turn in done])
             cpu = statistics.median(turn.cpu_s_per_gb for turn in done)
-            print(f"{'':6} {name:14} {low:6.2f}  {mid:6.2f}  {high:6.2f} {cpu:10.4f}")
+            switches = statistics.median(turn.switches_per_gb for turn in done)
+            print(f"{'':6} {name:14} {low:6.2f}  {mid:6.2f}  {high:6.2f} {cpu:10.4f} {switches:12.0f}")
     return turns, best
 
 
