@@ -27,6 +27,12 @@ constexpr unsigned kFileSlots = 256;  // slabs beyond that go by descriptor
 constexpr unsigned kBufferSlots = 128;
 constexpr size_t kBufferBytesMax = size_t{1} << 30;  // the kernel's limit for one buffer
 
+// The ring itself is broken: nothing in flight could ever be accounted for.
+[[noreturn]] void fatal(const char* what, int os_error) {
+  fmt::print(stderr, "overspill: io_uring: {}: {}\n", what, std::generic_category().message(os_error));
+  std::abort();
+}
+
 // Pieces in order, in memory taken once.
 class PieceRing {
  public:
@@ -39,6 +45,7 @@ class PieceRing {
   bool empty() const { return count_ == 0; }
   size_t size() const { return count_; }
   void push(const Piece& piece, int64_t result = 0) {
+    if (count_ == entries_.size()) fatal("more pieces are held than were counted on", ENOBUFS);
     entries_[(first_ + count_++) % entries_.size()] = {piece, result};
   }
   Entry pop() {
@@ -131,12 +138,6 @@ class UringBackend final : public Backend {
   void signal() {
     const uint64_t one = 1;
     if (::write(wake_fd_.get(), &one, sizeof(one)) != sizeof(one)) fatal("waking the ring", errno);
-  }
-
-  // The ring itself is broken: nothing in flight could ever be accounted for.
-  [[noreturn]] static void fatal(const char* what, int os_error) {
-    fmt::print(stderr, "overspill: io_uring: {}: {}\n", what, std::generic_category().message(os_error));
-    std::abort();
   }
 
   PieceQueue& queue_;
