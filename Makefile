@@ -6,7 +6,7 @@ BUILD := build/release
 export VENV JOBS
 
 .DEFAULT_GOAL := help
-.PHONY: help setup build train test test-cpp test-python test-long bench-adam bench-gradient readme lint format sanitize neon wheel clean
+.PHONY: help setup build train test test-cpp test-python test-long bench-adam bench-gradient bench-io readme lint format sanitize neon wheel clean
 
 help:  ## This list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -34,6 +34,10 @@ test-long: build  ## Soak and kill runs
 
 bench-adam: build  ## Update kernels beside a loop that only reads and writes the same memory
 	@tools/keep_result adam $(BUILD)/bench/bench_adam
+
+bench-io: build  ## The store beside fio and DeepSpeed, in turn on one file system; 6 minutes
+	@tools/bench_io_setup
+	@tools/keep_result io $(PYTHON_VENV) tools/bench_io.py $(BENCH_IO_ARGS)
 
 readme:  ## The README's numbers, from the results/*.json that are there
 	@$(PYTHON_VENV) tools/readme_numbers.py $(wildcard results/*.json)

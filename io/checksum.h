@@ -1,9 +1,6 @@
 // Checksums of the store and of checkpoints: XXH3-64 over every 64 KiB block; the last block may be shorter.
 #pragma once
 
-#define XXH_INLINE_ALL
-#include <xxhash.h>
-
 #include <cstddef>
 #include <cstdint>
 #include <span>
@@ -17,9 +14,8 @@ constexpr int64_t checksum_blocks(int64_t bytes) {
   return (bytes + kChecksumBlockBytes - 1) / kChecksumBlockBytes;
 }
 
-inline uint64_t checksum_block(std::span<const std::byte> block) {
-  return XXH3_64bits(block.data(), block.size());
-}
+/// XXH3-64, by the widest vectors of the processor.
+uint64_t checksum_block(std::span<const std::byte> block);
 
 /// The `index`-th checksummed block of `bytes`.
 inline std::span<const std::byte> checksummed_block(std::span<const std::byte> bytes, int64_t index) {

@@ -24,7 +24,7 @@ PieceQueue::PieceQueue(TransferOwner& owner, int depth, int64_t piece_bytes, Res
       hook_(std::move(hook)),
       meter_(depth),
       // Each active transfer has a piece at the backend, or is the current one of its priority.
-      actives_(static_cast<size_t>(depth + kPriorities)) {
+      actives_(static_cast<size_t>(kHeldPerDepth * depth + kPriorities)) {
   if (depth <= 0 || piece_bytes_ <= 0) {
     throw StoreError(
         {.kind = ErrorKind::invalid,
@@ -49,24 +49,37 @@ void PieceQueue::push(Transfer& transfer) {
 }
 
 bool PieceQueue::next(Piece& piece) {
+  if (!take(piece, Transfer::Priority::demand)) return false;
+  if (piece.writes()) checksum(piece);
+  return true;
+}
+
+bool PieceQueue::take(Piece& piece, Transfer::Priority from) {
   while (true) {
     bool got_piece = false;
     Transfer* over = nullptr;
     {
       const std::lock_guard lock(mutex_);
-      if (!pending()) return false;
-      over = take(piece, got_piece);
+      Fifo* fifo = first_pending(from);
+      if (fifo == nullptr) return false;
+      over = advance(*fifo, piece, got_piece);
     }
     if (over != nullptr) owner_.completed(*over);
-    if (got_piece) break;
+    if (got_piece) return true;
   }
-  if (piece.writes()) checksum(piece);
-  return true;
 }
 
-bool PieceQueue::pending() const {
-  return std::any_of(fifos_.begin(), fifos_.end(),
-                     [](const Fifo& fifo) { return fifo.first != nullptr || fifo.current != nullptr; });
+PieceQueue::Fifo* PieceQueue::first_pending(Transfer::Priority from) {
+  const auto found =
+      std::find_if(fifos_.begin() + static_cast<ptrdiff_t>(from), fifos_.end(),
+                   [](const Fifo& fifo) { return fifo.first != nullptr || fifo.current != nullptr; });
+  return found == fifos_.end() ? nullptr : &*found;
+}
+
+bool PieceQueue::has_urgent_work() {
+  const std::lock_guard lock(mutex_);
+  const Fifo* fifo = first_pending(Transfer::Priority::demand);
+  return fifo != nullptr && fifo != &fifos_[static_cast<size_t>(Transfer::Priority::write_behind)];
 }
 
 bool PieceQueue::has_work() {
@@ -109,9 +122,7 @@ Active& PieceQueue::start(Fifo& fifo) {
 
 // One step under the lock: a piece, or a transfer that is over because nothing more of it is worth issuing,
 // or neither.
-Transfer* PieceQueue::take(Piece& piece, bool& got_piece) {
-  Fifo& fifo = *std::find_if(fifos_.begin(), fifos_.end(),
-                             [](const Fifo& one) { return one.first != nullptr || one.current != nullptr; });
+Transfer* PieceQueue::advance(Fifo& fifo, Piece& piece, bool& got_piece) {
   Active& active = fifo.current != nullptr ? *fifo.current : start(fifo);
   if (active.error) {
     fifo.current = nullptr;
@@ -185,7 +196,7 @@ void PieceQueue::finish(Piece& piece, std::optional<Error> error) {
     meter_.returned(active.transfer->kind, error ? 0 : piece.bytes);
     if (error && !active.error) active.error = std::move(error);
     --active.pieces;
-    // A current transfer is retired by take(), which also drops what is left of it after an error.
+    // A current transfer is retired by advance(), which also drops what is left of it after an error.
     const bool current =
         std::any_of(fifos_.begin(), fifos_.end(), [&](Fifo& fifo) { return fifo.current == &active; });
     if (active.pieces == 0 && !current) over = retire(active);

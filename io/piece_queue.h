@@ -72,15 +72,21 @@ using ResultHook =
 
 class PieceQueue {
  public:
-  /// `depth`: pieces a backend may hold at once.
+  /// `depth`: pieces a backend may have at the kernel at once. It may hold twice as many beside them.
   PieceQueue(TransferOwner& owner, int depth, int64_t piece_bytes, ResultHook hook);
 
   /// A transfer whose `error` is set is completed with it, on the backend's thread.
   void push(Transfer& transfer);
 
-  /// The next piece by priority; false if there is none. Completes what has failed or was cancelled on the
-  /// way.
+  /// The next piece by priority, checksummed if it is to be written; false if there is none. Completes what
+  /// has failed or was cancelled on the way.
   bool next(Piece& piece);
+  /// next() in two steps, for who has better to do first: a piece of priority `from` or lower, which
+  /// checksum() must see before the kernel does.
+  bool take(Piece& piece, Transfer::Priority from);
+  void checksum(const Piece& piece) const;
+  /// Whether a transfer waits that overtakes write-behind.
+  bool has_urgent_work();
   /// Whether next() has something to do.
   bool has_work();
   /// Blocks until it has; false once the queue is stopped and empty.
@@ -100,6 +106,7 @@ class PieceQueue {
 
  private:
   static constexpr int kPriorities = 3;
+  static constexpr int kHeldPerDepth = 3;
   struct Fifo {
     Transfer* first = nullptr;
     Transfer* last = nullptr;
@@ -107,13 +114,13 @@ class PieceQueue {
   };
 
   Active& start(Fifo& fifo);
-  Transfer* take(Piece& piece, bool& got_piece);
+  Transfer* advance(Fifo& fifo, Piece& piece, bool& got_piece);
   Transfer* retire(Active& active);
-  bool pending() const;
+  Fifo* first_pending(Transfer::Priority from);
+  bool pending() { return first_pending(Transfer::Priority::demand) != nullptr; }
   void finish(Piece& piece, std::optional<Error> error);
   Error failure(const Piece& piece, ErrorKind kind, int os_error, std::string detail) const;
   std::optional<Error> verify(const Piece& piece) const;
-  void checksum(const Piece& piece) const;
 
   TransferOwner& owner_;
   const int depth_;

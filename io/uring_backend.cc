@@ -27,12 +27,54 @@ constexpr unsigned kFileSlots = 256;  // slabs beyond that go by descriptor
 constexpr unsigned kBufferSlots = 128;
 constexpr size_t kBufferBytesMax = size_t{1} << 30;  // the kernel's limit for one buffer
 
+// The ring itself is broken: nothing in flight could ever be accounted for.
+[[noreturn]] void fatal(const char* what, int os_error) {
+  fmt::print(stderr, "overspill: io_uring: {}: {}\n", what, std::generic_category().message(os_error));
+  std::abort();
+}
+
+// Pieces in order, in memory taken once.
+class PieceRing {
+ public:
+  struct Entry {
+    Piece piece;
+    int64_t result = 0;
+  };
+  explicit PieceRing(size_t capacity) : entries_(capacity) {}
+
+  bool empty() const { return count_ == 0; }
+  size_t size() const { return count_; }
+  void push(const Piece& piece, int64_t result = 0) {
+    if (count_ == entries_.size()) fatal("more pieces are held than were counted on", ENOBUFS);
+    entries_[(first_ + count_++) % entries_.size()] = {piece, result};
+  }
+  Entry pop() {
+    const Entry entry = entries_[first_];
+    first_ = (first_ + 1) % entries_.size();
+    --count_;
+    return entry;
+  }
+
+ private:
+  std::vector<Entry> entries_;
+  size_t first_ = 0;
+  size_t count_ = 0;
+};
+
+// Checksums are taken while the disk works: what has completed is verified after its successors were
+// submitted, and what is written behind is checksummed while it waits for a free slot.
+//
 // A ring that only its own thread touches. What the kernel refuses is left out: flags, then files, then
 // buffers.
 class UringBackend final : public Backend {
  public:
   explicit UringBackend(PieceQueue& queue)
-      : queue_(queue), wake_fd_(::eventfd(0, EFD_CLOEXEC)), slots_(static_cast<size_t>(queue.depth())) {
+      : queue_(queue),
+        wake_fd_(::eventfd(0, EFD_CLOEXEC)),
+        slots_(static_cast<size_t>(queue.depth())),
+        prepared_(slots_.size()),
+        again_(2 * slots_.size()),
+        done_(2 * slots_.size()) {
     for (size_t i = slots_.size(); i-- > 0;) free_slots_.push_back(static_cast<uint32_t>(i));
   }
 
@@ -77,6 +119,11 @@ class UringBackend final : public Backend {
   void run(std::promise<int>& started);
   int open_ring();
   void loop();
+  bool next(Piece& piece, bool& prepared);
+  void issue_next();
+  bool prepare_one();
+  void settle_one();
+  void submit(unsigned wait_for);
   void issue(uint32_t slot);
   void read_wake_fd();
   void reap();
@@ -93,12 +140,6 @@ class UringBackend final : public Backend {
     if (::write(wake_fd_.get(), &one, sizeof(one)) != sizeof(one)) fatal("waking the ring", errno);
   }
 
-  // The ring itself is broken: nothing in flight could ever be accounted for.
-  [[noreturn]] static void fatal(const char* what, int os_error) {
-    fmt::print(stderr, "overspill: io_uring: {}: {}\n", what, std::generic_category().message(os_error));
-    std::abort();
-  }
-
   PieceQueue& queue_;
   const UniqueFd wake_fd_;
   std::atomic<bool> asleep_ = false;
@@ -109,6 +150,9 @@ class UringBackend final : public Backend {
   uint64_t wake_count_ = 0;
   std::vector<Piece> slots_;
   std::vector<uint32_t> free_slots_;
+  PieceRing prepared_;  // to be written behind, checksummed
+  PieceRing again_;     // short or interrupted, to go on
+  PieceRing done_;      // at most twice the depth, since issue_next() stops at the depth; not looked at yet
   std::vector<int> file_slots_;  // by slab: registered descriptor or -1
   unsigned files_registered_ = 0;
   bool has_file_table_ = false;
@@ -139,7 +183,8 @@ int UringBackend::open_ring() {
   if (wake_fd_.get() < 0) return EMFILE;
   int result = -EINVAL;
   for (const unsigned flags :
-       {IORING_SETUP_SINGLE_ISSUER | IORING_SETUP_DEFER_TASKRUN, IORING_SETUP_SINGLE_ISSUER, 0U}) {
+       {IORING_SETUP_SINGLE_ISSUER | IORING_SETUP_DEFER_TASKRUN | IORING_SETUP_TASKRUN_FLAG,
+        IORING_SETUP_SINGLE_ISSUER, 0U}) {
     result = io_uring_queue_init(static_cast<unsigned>(slots_.size()) + 2, &ring_, flags);
     if (result != -EINVAL) break;
   }
@@ -152,23 +197,73 @@ void UringBackend::loop() {
   read_wake_fd();
   while (true) {
     serve_requests();
-    while (!free_slots_.empty() && queue_.next(slots_[free_slots_.back()])) {
-      const uint32_t slot = free_slots_.back();
-      free_slots_.pop_back();
-      issue(slot);
+    issue_next();
+    if (!done_.empty()) {
+      submit(0);
+      settle_one();
+    } else if (prepare_one()) {
+      submit(0);
+    } else {
+      const bool idle = free_slots_.size() == slots_.size();
+      if (idle && stopping_ && !queue_.has_work()) return;
+      // With all slots taken a completion comes first anyway. Otherwise whoever pushes after this store sees
+      // it. Requests and the end need no such care: they always write to the eventfd, which a read in the
+      // ring waits for.
+      asleep_ = !free_slots_.empty();
+      const bool stay_awake = !free_slots_.empty() && queue_.has_work();
+      submit(stay_awake ? 0 : 1);
+      asleep_ = false;
     }
-    const bool idle = free_slots_.size() == slots_.size();
-    if (idle && stopping_ && !queue_.has_work()) return;
-    // With all slots taken a completion comes first anyway. Otherwise whoever pushes after this store sees
-    // it. Requests and the end need no such care: they always write to the eventfd, which a read in the ring
-    // waits for.
-    asleep_ = !free_slots_.empty();
-    const bool stay_awake = !free_slots_.empty() && queue_.has_work();
-    const int result = io_uring_submit_and_wait(&ring_, stay_awake ? 0 : 1);
-    asleep_ = false;
-    if (result < 0 && result != -EINTR && result != -EAGAIN && result != -EBUSY) fatal("submit", -result);
     reap();
   }
+}
+
+void UringBackend::submit(unsigned wait_for) {
+  if (wait_for == 0 && io_uring_sq_ready(&ring_) == 0) return;
+  const int result = io_uring_submit_and_wait(&ring_, wait_for);
+  if (result < 0 && result != -EINTR && result != -EAGAIN && result != -EBUSY) fatal("submit", -result);
+}
+
+// What was begun first; then by priority, where prepared pieces are the first of those written behind.
+bool UringBackend::next(Piece& piece, bool& prepared) {
+  prepared = true;
+  PieceRing* waiting = !again_.empty() ? &again_ : nullptr;
+  if (waiting == nullptr && !prepared_.empty() && !queue_.has_urgent_work()) waiting = &prepared_;
+  if (waiting != nullptr) {
+    piece = waiting->pop().piece;
+    return true;
+  }
+  prepared = false;
+  return queue_.take(piece, Transfer::Priority::demand);
+}
+
+// Fills the free slots. One piece that has to be checksummed first ends it: the disk shall not wait for a
+// second one.
+void UringBackend::issue_next() {
+  bool prepared = true;
+  while (!free_slots_.empty() && done_.size() < slots_.size()) {
+    const uint32_t slot = free_slots_.back();
+    if (!next(slots_[slot], prepared)) return;
+    free_slots_.pop_back();
+    const bool checksum = !prepared && slots_[slot].writes();
+    if (checksum) queue_.checksum(slots_[slot]);
+    issue(slot);
+    if (checksum) return;
+  }
+}
+
+bool UringBackend::prepare_one() {
+  Piece piece;
+  if (!free_slots_.empty() || prepared_.size() == slots_.size()) return false;
+  if (!queue_.take(piece, Transfer::Priority::write_behind)) return false;
+  if (piece.writes()) queue_.checksum(piece);
+  prepared_.push(piece);
+  return true;
+}
+
+void UringBackend::settle_one() {
+  auto [piece, result] = done_.pop();
+  if (!queue_.settle(piece, result)) again_.push(piece);
 }
 
 io_uring_sqe* UringBackend::sqe() {
@@ -216,11 +311,8 @@ void UringBackend::reap() {
       continue;
     }
     const auto slot = static_cast<uint32_t>(tag);
-    if (queue_.settle(slots_[slot], result)) {
-      free_slots_.push_back(slot);
-    } else {
-      issue(slot);
-    }
+    done_.push(slots_[slot], result);
+    free_slots_.push_back(slot);
   }
 }
 

@@ -68,13 +68,29 @@ def adam(r: dict[str, Any]) -> list[str]:
     return [head, "| --- | --- |", *rows]
 
 
+def io(r: dict[str, Any]) -> list[str]:
+    """Rows of `make bench-io`."""
+    head = "| `make bench-io` | read | write | read and write at once |"
+    patterns = ("read", "write", "mixed")
+    rows = []
+    for name, what in (("fio", "fio, io_uring, at its best"), ("deepspeed", "DeepSpeed's async I/O, at its best")):
+        if f"mixed_vs_{name}" in r:
+            rows.append((f"speed over that of {what}", [f"{r[f'{p}_vs_{name}']:.3f}" for p in patterns]))
+    rows.append(("GB/s", [f"{r['gb_per_s'][p]['store'][1]:.2f}" for p in patterns]))
+    for suffix, of in (("", "CPU seconds a GB"), ("_deepspeed", "the same, DeepSpeed")):
+        keys = ("read_cpu_s_per_gb", "write_cpu_s_per_gb", "cpu_s_per_gb")
+        if f"cpu_s_per_gb{suffix}" in r:
+            rows.append((of, [f"{r[key + suffix]:.3f}" for key in keys]))
+    return [head, "| --- | --- | --- | --- |", *(f"| {what} | {' | '.join(cells)} |" for what, cells in rows)]
+
+
 def plain(r: dict[str, Any]) -> list[str]:
     """Any other result: its numbers as they are."""
     rows = [f"| {key} | {value} |" for key, value in r.items() if isinstance(value, (int, float))]
     return ["| | |", "| --- | --- |", *rows]
 
 
-SECTIONS = {"train": train, "adam": adam}  # in this order
+SECTIONS = {"train": train, "adam": adam, "io": io}  # in this order
 
 
 def section() -> str:

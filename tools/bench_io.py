@@ -1,0 +1,319 @@
+"""The store beside fio and DeepSpeed on one file system, in one run, in turn.   tools/bench_io.py [--pairs N]
+
+Each contender first tries its settings and keeps its best for each pattern; then all take turns, in rotating order.
+Every turn is timed by the contender itself, around the transfers alone. A ratio is the median of the rounds' own
+ratios. CPU seconds are user and system of the whole process (kernel threads of its rings included). Ends with
+RESULT {json}.
+"""
+
+import argparse
+import contextlib
+import datetime
+import itertools
+import json
+import os
+import platform
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from bench_io_paths import two_paths_vs_sum
+
+ROOT = Path(__file__).resolve().parent.parent
+BENCH = ROOT / "build/release/bench"
+DEEPSPEED = ROOT / "results/bench-io-venv"
+SEQUENTIAL_MIB = 1024
+MIXED_MIB = 635  # what bench_io and DeepSpeed move in a mixed turn
+PATTERNS = ("read", "write", "mixed")
+HUGE_PAGES = 144  # 256 MiB of fio's buffers, and some
+
+
+class Turn(NamedTuple):
+    """What one turn measured."""
+
+    gb_per_s: float
+    cpu_s_per_gb: float
+    switches_per_gb: float  # of context
+
+
+class Child:
+    """A contender that answers lines on stdin."""
+
+    def __init__(self, command: list[str], env: dict[str, str] | None = None):
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env
+        )
+        self.backend = self.answer()["backend"]
+
+    def answer(self) -> dict[str, Any]:
+        """The next line."""
+        line = self.process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"{self.process.args[0]} ended with {self.process.wait()}")
+        return json.loads(line)
+
+    def ask(self, line: str) -> Turn:
+        """One turn."""
+        print(line, file=self.process.stdin, flush=True)
+        r = self.answer()
+        gb = r["bytes"] * 1e-9
+        return Turn(gb / r["seconds"], r["cpu_s"] / gb, r["switches"] / gb)
+
+    def close(self) -> None:
+        """Ends it; it removes its files."""
+        self.process.stdin.close()
+        self.process.wait()
+
+
+class Store(Child):
+    """Our own driver, bench/io.cc."""
+
+    def __init__(self, program: str, folder: Path):
+        super().__init__([str(BENCH / program), str(folder), "--mib", str(SEQUENTIAL_MIB)])
+
+    def settings(self, pattern: str) -> list[dict]:
+        """None: the store is measured as it ships."""
+        return [{}]
+
+    def turn(self, pattern: str, setting: dict) -> Turn:
+        """One turn."""
+        return self.ask(pattern)
+
+
+class DeepSpeed(Child):
+    """tools/bench_io_deepspeed.py in its own environment."""
+
+    def __init__(self, folder: Path):
+        env = os.environ | {
+            "PATH": f"{DEEPSPEED / 'bin'}:{os.environ['PATH']}",
+            "TORCH_EXTENSIONS_DIR": str(DEEPSPEED / "extensions"),
+        }
+        script = str(ROOT / "tools/bench_io_deepspeed.py")
+        super().__init__([str(DEEPSPEED / "bin/python"), script, str(folder), str(SEQUENTIAL_MIB)], env)
+
+    def settings(self, pattern: str) -> list[dict]:
+        """Blocks, depths, ways to submit, threads; for mixed turns also how often it waits."""
+        shapes = [
+            (1, 32, 1),
+            (1, 128, 1),
+            (1, 32, 2),
+            (4, 32, 1),
+            (4, 64, 1),
+            (4, 32, 2),
+            (8, 32, 1),
+            (8, 32, 4),
+        ]
+        ways = [(block, depth, threads, False, True) for block, depth, threads in shapes]
+        ways += [(4, 32, 1, False, False), (4, 32, 1, True, True), (8, 32, 2, True, False)]
+        names = ("block_mib", "queue_depth", "parallel", "single_submit", "overlap_events")
+        waits = ("shard", "all") if pattern == "mixed" else ("shard",)
+        return [dict(zip(names, way)) | {"wait": wait} for way, wait in itertools.product(ways, waits)]
+
+    def turn(self, pattern: str, setting: dict) -> Turn:
+        """One turn."""
+        return self.ask(json.dumps({"pattern": pattern} | setting))
+
+
+class Fio:
+    """fio with io_uring: a process a turn, timed by itself."""
+
+    def __init__(self, folder: Path, huge: bool):
+        self.file, self.huge = folder / "fio.bin", huge
+        self.run("write", 1024, {"bs": "4m", "iodepth": 16})
+
+    def settings(self, pattern: str) -> list[dict]:
+        """Blocks and depths with registered buffers and files, in huge pages; then the best without, or polled."""
+        sizes = [
+            ("1m", 32),
+            ("1m", 64),
+            ("2m", 32),
+            ("2m", 64),
+            ("4m", 16),
+            ("4m", 32),
+            ("4m", 64),
+            ("8m", 32),
+        ]
+        grid = [{"bs": bs, "iodepth": depth} for bs, depth in sizes]
+        grid += [{"bssplit": "1m/33:2m/67", "iodepth": 64}]  # the sizes of lo, m and v
+        fixed = {"fixedbufs": 1, "registerfiles": 1}
+        huge = {"iomem": "mmaphuge"} if self.huge else {}
+        return [
+            *(one | fixed | huge for one in grid),
+            {"bs": "4m", "iodepth": 32} | fixed,
+            {"bs": "4m", "iodepth": 32} | huge,
+            {"bs": "4m", "iodepth": 32, "sqthread_poll": 1} | fixed | huge,
+        ]
+
+    def run(self, rw: str, mib: int, setting: dict) -> Turn:
+        """One process."""
+        command = ["fio", "--name=turn", f"--filename={self.file}", f"--size={mib}m", f"--rw={rw}"]
+        command += ["--ioengine=io_uring", "--direct=1", "--overwrite=1", "--scramble_buffers=0"]
+        command += ["--output-format=json", *(f"--{key}={value}" for key, value in setting.items())]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        job = json.loads(done.stdout[done.stdout.index("{") :])["jobs"][0]
+        gb = (job["read"]["io_bytes"] + job["write"]["io_bytes"]) * 1e-9
+        seconds = max(job["read"]["runtime"], job["write"]["runtime"]) * 1e-3
+        cpu_s = (job["usr_cpu"] + job["sys_cpu"]) * 1e-2 * job["job_runtime"] * 1e-3
+        return Turn(gb / seconds, cpu_s / gb, job["ctx"] / gb)
+
+    def turn(self, pattern: str, setting: dict) -> Turn:
+        """One turn."""
+        mixed = pattern == "mixed"
+        return self.run("rw" if mixed else pattern, MIXED_MIB if mixed else SEQUENTIAL_MIB, setting)
+
+    def close(self) -> None:
+        """Nothing is left but the file."""
+
+
+@contextlib.contextmanager
+def huge_pages() -> Iterator[bool]:
+    """Whether fio may have huge pages, which the store's memory has: root adds them for the time of the run."""
+    setting = Path("/proc/sys/vm/nr_hugepages")
+    before = int(setting.read_text())
+    try:
+        if before < HUGE_PAGES:
+            setting.write_text(str(HUGE_PAGES))
+    except OSError:
+        pass
+    try:
+        enough = int(setting.read_text()) >= HUGE_PAGES
+        if not enough:
+            print(f"bench-io: fio goes without huge pages: {HUGE_PAGES} in {setting} would give it them")
+        yield enough
+    finally:
+        with contextlib.suppress(OSError):
+            setting.write_text(str(before))
+
+
+def best_settings(name: str, contender: Any) -> dict[str, dict]:
+    """The fastest of a contender's settings for each pattern, by two passes over all of them."""
+    best = {}
+    for pattern in PATTERNS:
+        settings = contender.settings(pattern)
+        speeds = [[] for _ in settings]
+        if len(settings) > 1:
+            for _ in range(2):
+                for i, setting in enumerate(settings):
+                    speeds[i].append(contender.turn(pattern, setting).gb_per_s)
+        top = max(range(len(settings)), key=lambda i: sum(speeds[i]))
+        best[pattern] = settings[top]
+        if speeds[top]:
+            print(
+                f"{name:10} {pattern:6} best of {len(settings)}: "
+                f"{statistics.mean(speeds[top]):.2f} GB/s with {best[pattern]}",
+                flush=True,
+            )
+    return best
+
+
+def quartiles(values: list[float]) -> list[float]:
+    """Lower quartile, median, upper quartile."""
+    return values * 3 if len(values) == 1 else statistics.quantiles(values, n=4, method="inclusive")
+
+
+def take_turns(contenders: dict[str, Any], pairs: int) -> tuple[dict, dict]:
+    """[pattern][contender] -> a Turn a round, and the settings; who begins changes from round to round."""
+    best = {name: best_settings(name, contender) for name, contender in contenders.items()}
+    turns = {pattern: {name: [] for name in contenders} for pattern in PATTERNS}
+    names = list(contenders)
+    for i in range(pairs):
+        for pattern in PATTERNS:
+            for name in names[i % len(names) :] + names[: i % len(names)]:
+                turns[pattern][name].append(contenders[name].turn(pattern, best[name][pattern]))
+    for pattern in PATTERNS:
+        print(f"\n{pattern:6} {'':14} {'GB/s: quartiles':>22} {'CPU s/GB':>10} {'switches/GB':>12}")
+        for name, done in turns[pattern].items():
+            low, mid, high = quartiles([turn.gb_per_s for turn in done])
+            cpu = statistics.median(turn.cpu_s_per_gb for turn in done)
+            switches = statistics.median(turn.switches_per_gb for turn in done)
+            print(f"{'':6} {name:14} {low:6.2f}  {mid:6.2f}  {high:6.2f} {cpu:10.4f} {switches:12.0f}")
+    return turns, best
+
+
+def report(turns: dict, best: dict, store_backend: str) -> dict[str, Any]:
+    """The RESULT's keys."""
+    r: dict[str, Any] = {}
+
+    def ratios(pattern: str, other: str) -> list[float]:
+        both = zip(turns[pattern]["store"], turns[pattern][other])
+        return quartiles([ours.gb_per_s / theirs.gb_per_s for ours, theirs in both])
+
+    for pattern in PATTERNS:
+        for other in turns[pattern]:
+            if other in ("fio", "deepspeed"):
+                low, mid, high = ratios(pattern, other)
+                r[f"{pattern}_vs_{other}"] = round(mid, 3)
+                r[f"{pattern}_vs_{other}_quartiles"] = [round(low, 3), round(high, 3)]
+    for name, suffix in (("store", ""), ("deepspeed", "_deepspeed"), ("fio", "_fio")):
+        if name in turns["mixed"]:
+            for pattern in PATTERNS:
+                cpu = statistics.median(turn.cpu_s_per_gb for turn in turns[pattern][name])
+                r[("" if pattern == "mixed" else f"{pattern}_") + "cpu_s_per_gb" + suffix] = round(cpu, 4)
+    r["checksum_cost"] = round(1 - ratios("mixed", "unchecked")[1], 3)
+    cpu = [
+        ours.cpu_s_per_gb - bare.cpu_s_per_gb
+        for ours, bare in zip(*(turns["mixed"][name] for name in ("store", "unchecked")))
+    ]
+    r["checksum_cpu_s_per_gb"] = round(statistics.median(cpu), 4)
+    r["gb_per_s"] = {
+        pattern: {
+            name: [round(q, 3) for q in quartiles([t.gb_per_s for t in done])] for name, done in of.items()
+        }
+        for pattern, of in turns.items()
+    }
+    r["settings"] = {name: best[name] for name in ("fio", "deepspeed") if name in best}
+    return r | {"backend": store_backend}
+
+
+def machine() -> str:
+    """Processor, cores, kernel."""
+    names = [
+        line.split(":")[1].strip()
+        for line in Path("/proc/cpuinfo").read_text().split("\n")
+        if "model name" in line
+    ]
+    return f"{names[0] if names else platform.machine()}, {os.cpu_count()} cores, Linux {platform.release()}"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--pairs", type=int, default=15)
+    parser.add_argument("--folder", type=Path, default=ROOT / "results", help="on the file system to measure")
+    args = parser.parse_args()
+    if shutil.which("fio") is None:
+        print("bench-io: fio is not there; tools/bench_io_setup installs it", file=sys.stderr)
+        return 1
+    result: dict[str, Any] = {
+        "bench": "io",
+        "date": datetime.date.today().isoformat(),
+        "machine": machine(),
+        "pairs": args.pairs,
+    }
+    args.folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="bench-io-", dir=args.folder) as name, huge_pages() as huge:
+        folder = Path(name)
+        contenders: dict[str, Any] = {"fio": Fio(folder, huge), "store": Store("bench_io", folder)}
+        contenders["unchecked"] = Store("bench_io_unchecked", folder)
+        if (DEEPSPEED / "ready").exists():
+            contenders["deepspeed"] = DeepSpeed(folder)
+        else:
+            print("bench-io: DeepSpeed is left out: tools/bench_io_setup could not install it")
+        try:
+            result |= report(*take_turns(contenders, args.pairs), contenders["store"].backend)
+        finally:
+            for contender in contenders.values():
+                contender.close()
+    result |= two_paths_vs_sum(BENCH / "bench_io")
+    print(f"RESULT {json.dumps(result)}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
