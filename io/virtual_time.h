@@ -11,7 +11,7 @@
 
 namespace overspill::io {
 
-/// Nothing is on its way: whoever waits would wait for ever.
+/// Nothing is on its way, or what happens leads nowhere: whoever waits would wait for ever.
 class Stalled : public std::logic_error {
  public:
   using std::logic_error::logic_error;
@@ -27,8 +27,9 @@ class VirtualTime {
     events_.push({now_us_ + delay_us, made_++, std::move(event)});
   }
 
-  /// Runs the next event. Throws Stalled when there is none.
+  /// Runs the next event. Throws Stalled when there is none, or after more of them than any test has.
   void advance() {
+    if (++ran_ > kEventsMax) throw Stalled("events follow one another without end");
     if (events_.empty()) throw Stalled("no event is left, but somebody waits");
     const Event next = events_.top();
     events_.pop();
@@ -46,8 +47,11 @@ class VirtualTime {
     }
   };
 
+  static constexpr int64_t kEventsMax = 10'000'000;
+
   int64_t now_us_ = 0;
   int64_t made_ = 0;
+  int64_t ran_ = 0;
   std::priority_queue<Event> events_;
 };
 
