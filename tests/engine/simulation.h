@@ -21,7 +21,7 @@ struct SimulationOptions {
   /// Puts a store of the test's own around the one in memory.
   std::function<std::unique_ptr<io::Store>(std::unique_ptr<io::MemoryStore>,
                                            std::shared_ptr<io::VirtualTime>)>
-      wrap = nullptr;
+      wrap = {};
   bool quiet = false;  // no faults but delays and their like
 };
 

@@ -7,7 +7,13 @@
 #include <unistd.h>
 
 #include <cstdlib>
+#include <deque>
 #include <filesystem>
+#include <map>
+#include <memory>
+#include <span>
+#include <utility>
+#include <vector>
 
 namespace overspill::testing {
 namespace {
@@ -52,9 +58,9 @@ SimulationResult run(uint64_t seed, SimulationOptions options = {}) {
   return simulate(options);
 }
 
-class Simulation : public ::testing::TestWithParam<int64_t> {};
+class Simulations : public ::testing::TestWithParam<int64_t> {};
 
-TEST_P(Simulation, IsExactOrSaysWhatIsWrong) {
+TEST_P(Simulations, IsExactOrSaysWhatIsWrong) {
   const int64_t one = from_environment("OVERSPILL_SEED", -1);
   if (one >= 0) {
     const SimulationResult result = run(static_cast<uint64_t>(one), {.journal = true});
@@ -87,7 +93,97 @@ TEST_P(Simulation, IsExactOrSaysWhatIsWrong) {
   for (const auto& [name, count] : counts) EXPECT_GT(count, 0) << name << " never happened";
 }
 
-INSTANTIATE_TEST_SUITE_P(Parts, Simulation, ::testing::Range(int64_t{0}, kParts));
+// ---- the simulation itself
+
+TEST(Simulation, ReplaysByteForByte) {
+  int64_t bytes = 0;
+  for (uint64_t seed = 1; seed <= 60; ++seed) {
+    const SimulationResult once = run(seed, {.journal = true});
+    const SimulationResult again = run(seed, {.journal = true});
+    ASSERT_EQ(once.journal, again.journal) << once.setup;
+    ASSERT_EQ(once.counts, again.counts) << once.setup;
+    ASSERT_GT(once.journal.size(), 1000U);
+    bytes += static_cast<int64_t>(once.journal.size());
+  }
+  EXPECT_NE(run(1, {.journal = true}).journal, run(2, {.journal = true}).journal);
+  fmt::print("60 seeds twice, {} bytes of journal\n", bytes);
+}
+
+/// Says that a read is done before its bytes have come: as if nobody had waited for it.
+class HastyStore : public io::Store {
+ public:
+  HastyStore(std::unique_ptr<io::MemoryStore> store, std::shared_ptr<io::VirtualTime> time)
+      : store_(std::move(store)), time_(std::move(time)) {}
+
+  void submit(io::Transfer& transfer) override {
+    if (transfer.kind == io::Transfer::Kind::write) return store_->submit(transfer);
+    io::Transfer& late = late_.emplace_back(transfer);
+    late.on_complete = [](io::Transfer&) noexcept {};
+    store_->submit(late);
+    time_->after(0, [&transfer] { transfer.on_complete(transfer); });
+  }
+  void reserve(int64_t bytes) override { store_->reserve(bytes); }
+  io::Extent allocate(int64_t bytes) override { return store_->allocate(bytes); }
+  void release(const io::Extent& extent) override { store_->release(extent); }
+  void pin(const io::Extent& extent) override { store_->pin(extent); }
+  void unpin(const io::Extent& extent) override { store_->unpin(extent); }
+  void drain() override { store_->drain(); }
+  bool poll() override { return store_->poll(); }
+  std::vector<io::ExportedExtent> export_extents(std::span<const io::Extent> extents,
+                                                 const fs::path& folder) override {
+    return store_->export_extents(extents, folder);
+  }
+  void register_memory(std::span<std::byte>) override {}
+  void unregister_memory(std::span<std::byte>) override {}
+  io::StoreStats stats() const override { return store_->stats(); }
+
+ private:
+  std::unique_ptr<io::MemoryStore> store_;
+  std::shared_ptr<io::VirtualTime> time_;
+  std::deque<io::Transfer> late_;
+};
+
+TEST(Simulation, NoticesAReadThatIsNotWaitedFor) {
+  int noticed = 0;
+  for (uint64_t seed = 1; seed <= 40; ++seed) {
+    const auto hasty = [](auto store, auto time) {
+      return std::make_unique<HastyStore>(std::move(store), std::move(time));
+    };
+    const SimulationResult plain = run(seed, {.quiet = true});
+    const SimulationResult result = run(seed, {.wrap = hasty, .quiet = true});
+    ASSERT_EQ(plain.violation, "") << plain.setup;
+    if (!result.violation.empty()) ++noticed;
+  }
+  fmt::print("{} of 40 seeds notice\n", noticed);
+  EXPECT_GE(noticed, 20) << "delays of 0, and models that live on the host, cannot";
+}
+
+/// Forgets a completion.
+class ForgetfulStore final : public HastyStore {
+ public:
+  ForgetfulStore(std::unique_ptr<io::MemoryStore> store, std::shared_ptr<io::VirtualTime> time,
+                 int64_t forgotten)
+      : HastyStore(std::move(store), std::move(time)), left_(forgotten) {}
+  void submit(io::Transfer& transfer) override {
+    if (left_-- != 0) HastyStore::submit(transfer);
+  }
+
+ private:
+  int64_t left_;
+};
+
+TEST(Simulation, CallsAHangAHang) {
+  const auto forgetful = [](auto store, auto time) {
+    return std::make_unique<ForgetfulStore>(std::move(store), std::move(time), 0);
+  };
+  int hangs = 0;
+  for (uint64_t seed = 1; seed <= 20; ++seed) {
+    if (run(seed, {.wrap = forgetful, .quiet = true}).violation.starts_with("a hang: ")) ++hangs;
+  }
+  EXPECT_GE(hangs, 15) << "models that live on the host submit nothing";
+}
+
+INSTANTIATE_TEST_SUITE_P(Parts, Simulations, ::testing::Range(int64_t{0}, kParts));
 
 }  // namespace
 }  // namespace overspill::testing
