@@ -73,6 +73,7 @@ class SimulatedStore final : public StoreBase<MemoryStore> {
 
   void reserve(int64_t bytes) override;
   Extent allocate(int64_t bytes) override;
+  void release(const Extent& extent) override;
   bool poll() override;
   std::vector<ExportedExtent> export_extents(std::span<const Extent> extents,
                                              const std::filesystem::path& folder) override;
@@ -84,6 +85,8 @@ class SimulatedStore final : public StoreBase<MemoryStore> {
   uint64_t seed() const override { return faults_.seed; }
   void cut() override;
   void flip_bit(const Extent& extent, int64_t bit) override;
+  int64_t complete_bytes() const override;
+  int64_t take_least_complete_bytes() override;
   const std::vector<Answer>& answers() const override { return answers_; }
 
  private:
@@ -117,6 +120,8 @@ class SimulatedStore final : public StoreBase<MemoryStore> {
   Dice dice_;
   mutable std::mutex mutex_;
   FaultCounts counts_;
+  int64_t complete_bytes_ = 0;
+  int64_t least_complete_bytes_ = 0;
   std::vector<Extent> unsynced_;
   PieceQueue queue_;
   // Of whoever delivers:
@@ -166,6 +171,25 @@ Extent SimulatedStore::allocate(int64_t bytes) {
   return extent;
 }
 
+void SimulatedStore::release(const Extent& extent) {
+  const bool complete = space_.written(extent);
+  StoreBase::release(extent);
+  if (!complete) return;
+  const std::lock_guard lock(mutex_);
+  complete_bytes_ -= extent.bytes;
+  least_complete_bytes_ = std::min(least_complete_bytes_, complete_bytes_);
+}
+
+int64_t SimulatedStore::complete_bytes() const {
+  const std::lock_guard lock(mutex_);
+  return complete_bytes_;
+}
+
+int64_t SimulatedStore::take_least_complete_bytes() {
+  const std::lock_guard lock(mutex_);
+  return std::exchange(least_complete_bytes_, complete_bytes_);
+}
+
 Target SimulatedStore::locate(const Transfer& transfer) {
   return {.fd = -1, .slab = 0, .sums = space_.sums(transfer.extent)};
 }
@@ -175,6 +199,7 @@ void SimulatedStore::completed(Transfer& transfer) noexcept {
   if (transfer.kind == Transfer::Kind::write && !transfer.error) {
     const std::lock_guard lock(mutex_);
     unsynced_.push_back(transfer.extent);
+    complete_bytes_ += transfer.extent.bytes;
   }
   StoreBase::completed(transfer);
 }

@@ -81,6 +81,9 @@ class MemoryStore : public Store {
   virtual void cut() = 0;
   /// Changes one bit of an extent's stored bytes.
   virtual void flip_bit(const Extent& extent, int64_t bit) = 0;
+  /// Bytes of extents that are written and not released; and the least there were since the last call.
+  virtual int64_t complete_bytes() const = 0;
+  virtual int64_t take_least_complete_bytes() = 0;
   /// Every answer so far, in order; kept under virtual time only.
   virtual const std::vector<Answer>& answers() const = 0;
 };

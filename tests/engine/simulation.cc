@@ -124,7 +124,7 @@ class Simulation {
       return true;
     } catch (const engine::EngineFailed& failed) {
       check_failed(failed.what());
-    } catch (const io::StoreError& error) {
+    } catch (const io::StoreError& error) {  // of the last comparison
       check_typed(error.error());
       count("store errors from outside the step");
     }
@@ -147,6 +147,7 @@ class Simulation {
     auto store = io::make_memory_store(setup_.store_bytes, faults, io::kChecksumBlockBytes, time);
     store_ = store.get();
     answers_noted_ = 0;
+    one_version_bytes_ = 0;
     if (options_.wrap) {
       resources.store = options_.wrap(std::move(store), time);
     } else {
@@ -223,16 +224,17 @@ class Simulation {
     }
     ++step_;
     count("steps");
+    check_versions();
     look_around();
     take_journals();
   }
 
   void look_around() {
-    if (draw_.chance(0.03)) assign_weights();
+    if (draw_.chance(0.1)) assign_weights();
     if (draw_.chance(setup_.saves)) save();
     if (setup_.trouble == Trouble::cut && life_ == 0 && draw_.chance(0.3)) cut();
     if (draw_.chance(setup_.looks)) look();
-    if (!snapshots_.empty() && draw_.chance(0.05)) {
+    if (!snapshots_.empty() && draw_.chance(0.2)) {
       load_newest();
     } else if (snapshots_.size() > 1 && draw_.chance(0.3)) {
       fs::remove_all(snapshots_.front().folder);
@@ -255,8 +257,9 @@ class Simulation {
     call("begin_pass");
     engine_->begin_pass({true, true});
     held_.clear();
-    for (int u : order_) hold(u, acquire(u));
     std::vector<bool> done(setup_.units.size());
+    if (!order_.empty() && draw_.chance(0.1)) done[add_gradients_early(micro)] = true;
+    for (int u : order_) hold(u, acquire(u));
     for (size_t i = order_.size(); i-- > 0;) {
       const int u = order_[i];
       Lease lease = acquire(u);
@@ -269,6 +272,15 @@ class Simulation {
       check_kept("after the next pass");
       kept_.reset();
     }
+  }
+
+  /// From somebody who has not acquired the unit since its last update began.
+  int add_gradients_early(int micro) {
+    const int u = order_[draw_.below(static_cast<int64_t>(order_.size()))];
+    const engine::Unit& unit = engine_->layout().units[u];
+    for (int s = 0; unit.trainable() && s < static_cast<int>(unit.segments.size()); ++s)
+      toy_add_gradient(*engine_, reference_.seen(u, s), u, s, step_, micro, 0);
+    return u;
   }
 
   void hold(int u, Lease lease) {
@@ -346,7 +358,15 @@ class Simulation {
     call("read");
     require(same_bits(toy_contents(*engine_), reference_.contents()),
             fmt::format("weights or moments differ from the reference {}", when));
+    check_versions();
+    one_version_bytes_ = store_->complete_bytes();
     count("comparisons of everything");
+  }
+
+  /// At every instant the store holds one complete version of what it held at rest.
+  void check_versions() {
+    require(store_->take_least_complete_bytes() >= one_version_bytes_,
+            "an old version was given up before the new one was written");
   }
 
   /// A failing read from outside changes nothing: training goes on.
@@ -508,6 +528,7 @@ class Simulation {
   std::deque<std::pair<int, Lease>> held_;  // by this pass
   std::optional<KeptLease> kept_;           // over the step
   size_t answers_noted_ = 0;
+  int64_t one_version_bytes_ = 0;
   int life_ = 0;
   int step_ = 0;
   int saves_ = 0;

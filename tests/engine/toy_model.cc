@@ -138,15 +138,19 @@ double toy_forward(const engine::Engine& engine, const engine::Lease& lease, int
   return loss;
 }
 
+void toy_add_gradient(engine::Engine& engine, const std::vector<float>& seen, int unit, int segment, int step,
+                      int micro, int rank) {
+  if (toy_skips(unit, segment, step, rank)) return;
+  const engine::Unit& u = engine.layout().units[unit];
+  engine.add_gradient(unit, segment, gradient_bytes(u.format, seen, unit, segment, step, micro, rank),
+                      u.dtype);
+}
+
 void toy_backward(engine::Engine& engine, const engine::Lease& lease, int unit, int step, int micro,
                   int rank) {
   const engine::Unit& u = engine.layout().units[unit];
-  for (int s = static_cast<int>(u.segments.size()) - 1; u.trainable() && s >= 0; --s) {
-    if (toy_skips(unit, s, step, rank)) continue;
-    const auto bytes =
-        gradient_bytes(u.format, toy_leased(engine, lease, unit, s), unit, s, step, micro, rank);
-    engine.add_gradient(unit, s, bytes, u.dtype);
-  }
+  for (int s = static_cast<int>(u.segments.size()) - 1; u.trainable() && s >= 0; --s)
+    toy_add_gradient(engine, toy_leased(engine, lease, unit, s), unit, s, step, micro, rank);
 }
 
 std::vector<optim::AdamConfig> toy_groups(int step) {

@@ -42,6 +42,10 @@ std::vector<float> toy_leased(const engine::Engine& engine, const engine::Lease&
 /// Forward of one unit: the sum of the squares of its weights.
 double toy_forward(const engine::Engine& engine, const engine::Lease& lease, int unit);
 
+/// Adds a segment's gradient, given the weights that forward saw, unless it has none in this step.
+void toy_add_gradient(engine::Engine& engine, const std::vector<float>& seen, int unit, int segment, int step,
+                      int micro, int rank);
+
 /// Backward of one unit: adds the gradients of the segments that have one in this step.
 void toy_backward(engine::Engine& engine, const engine::Lease& lease, int unit, int step, int micro,
                   int rank);
