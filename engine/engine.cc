@@ -47,6 +47,8 @@ template <class Change>
 void change(Machine& m, const std::string& what, Change apply) {
   try {
     apply();
+  } catch (const std::logic_error&) {
+    throw;  // a mistake in the program, not a failing disk
   } catch (const std::exception& error) {
     const std::lock_guard guard(m.context.mutex);
     m.context.fail(fmt::format("{}: {}", what, error.what()));
