@@ -104,7 +104,9 @@ void Access::transfer(io::Transfer::Kind kind, io::Extent& extent) {
     static_cast<std::binary_semaphore*>(t.context)->release();
   };
   context_.store().submit(transfer);
-  done_.acquire();
+  bool done = done_.try_acquire();
+  while (!done && context_.store().poll()) done = done_.try_acquire();
+  if (!done) done_.acquire();
   extent = transfer.extent;
   if (transfer.error) throw io::StoreError(*transfer.error);
 }

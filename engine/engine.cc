@@ -41,6 +41,21 @@ void check_size(const Segment& segment, size_t bytes, int64_t element_bytes) {
   }
 }
 
+/// Runs what replaces weights or states from outside. Where it fails half of them may be new: the engine has
+/// failed.
+template <class Change>
+void change(Machine& m, const std::string& what, Change apply) {
+  try {
+    apply();
+  } catch (const std::logic_error&) {
+    throw;  // a mistake in the program, not a failing disk
+  } catch (const std::exception& error) {
+    const std::lock_guard guard(m.context.mutex);
+    m.context.fail(fmt::format("{}: {}", what, error.what()));
+    m.context.check();
+  }
+}
+
 template <class T>
 std::span<const std::byte> bytes_of(const std::vector<T>& values, int64_t count) {
   return std::as_bytes(std::span(values).first(static_cast<size_t>(count)));
@@ -123,25 +138,28 @@ void Engine::load_weight(int32_t unit, int32_t segment, std::span<const std::byt
   const int64_t from = std::max(s.begin, shard_begin);
   const int64_t to = std::min(s.begin + s.elements, shard_begin + u.shard_elements);
   if (from >= to) return;
-  if (!split) {
-    m.access.write(unit, Component::hi, from - shard_begin,
-                   data.subspan((from - s.begin) * u.element_bytes, (to - from) * u.element_bytes));
-    if (u.format == Format::bf16_split) m.access.clear(unit, Component::lo, from - shard_begin, to - from);
-    return;
-  }
-  std::vector<uint16_t> hi(kPieceElements);
-  std::vector<int16_t> lo(kPieceElements);
-  for (int64_t begin = from; begin < to; begin += kPieceElements) {
-    const int64_t count = std::min(kPieceElements, to - begin);
-    for (int64_t i = 0; i < count; ++i) {
-      uint32_t bits = 0;
-      std::memcpy(&bits, data.data() + (begin - s.begin + i) * 4, 4);
-      hi[i] = optim::split_hi(bits);
-      lo[i] = optim::split_lo(bits);
+  const auto fill = [&] {
+    if (!split) {
+      m.access.write(unit, Component::hi, from - shard_begin,
+                     data.subspan((from - s.begin) * u.element_bytes, (to - from) * u.element_bytes));
+      if (u.format == Format::bf16_split) m.access.clear(unit, Component::lo, from - shard_begin, to - from);
+      return;
     }
-    m.access.write(unit, Component::hi, begin - shard_begin, bytes_of(hi, count));
-    m.access.write(unit, Component::lo, begin - shard_begin, bytes_of(lo, count));
-  }
+    std::vector<uint16_t> hi(kPieceElements);
+    std::vector<int16_t> lo(kPieceElements);
+    for (int64_t begin = from; begin < to; begin += kPieceElements) {
+      const int64_t count = std::min(kPieceElements, to - begin);
+      for (int64_t i = 0; i < count; ++i) {
+        uint32_t bits = 0;
+        std::memcpy(&bits, data.data() + (begin - s.begin + i) * 4, 4);
+        hi[i] = optim::split_hi(bits);
+        lo[i] = optim::split_lo(bits);
+      }
+      m.access.write(unit, Component::hi, begin - shard_begin, bytes_of(hi, count));
+      m.access.write(unit, Component::lo, begin - shard_begin, bytes_of(lo, count));
+    }
+  };
+  change(m, "loading " + s.name, fill);
 }
 
 void Engine::read_weight(int32_t unit, int32_t segment, std::span<std::byte> out, std::string_view dtype) {
@@ -247,8 +265,10 @@ void Engine::written(int32_t unit, int32_t segment, std::span<const std::byte> d
   }
   const bool in_place = m.context.units[unit].home != nullptr &&
                         data.data() == m.context.units[unit].home + s.begin * u.element_bytes;
-  if (!in_place) m.access.write(unit, Component::hi, s.begin, data);
-  if (u.format == Format::bf16_split) m.access.clear(unit, Component::lo, s.begin, s.elements);
+  change(m, "writing " + s.name, [&] {
+    if (!in_place) m.access.write(unit, Component::hi, s.begin, data);
+    if (u.format == Format::bf16_split) m.access.clear(unit, Component::lo, s.begin, s.elements);
+  });
 }
 
 void Engine::add_gradient(int32_t unit, int32_t segment, std::span<const std::byte> data,
@@ -342,7 +362,7 @@ std::string Engine::load(const std::filesystem::path& folder) {
     m.gatherer.invalidate(lock, all);
   }
   m.gradients.clear();
-  m.keeper.load(folder, manifest, m.access);
+  change(m, "loading " + folder.string(), [&] { m.keeper.load(folder, manifest, m.access); });
   m.steps = manifest.step;
   m.skipped_steps = manifest.skipped_steps;
   return manifest.extra_json;

@@ -7,8 +7,8 @@
 //
 // Threads: methods may be called from any thread, one collective call (acquire of a gathered unit with world
 // > 1, step, grad_norm) at a time. Errors: std::invalid_argument for misuse, BudgetError, io::StoreError,
-// CheckpointError, EngineFailed after a failed update; nothing has changed when one of the first four is
-// thrown.
+// CheckpointError, EngineFailed after a failed update or a replacement of weights that failed halfway;
+// nothing has changed when one of the first four is thrown.
 #pragma once
 
 #include <cstdint>

@@ -27,12 +27,15 @@ class InFlight {
     if (--counts_[epoch] == 0) none_.notify_all();
   }
 
-  /// One drain at a time: it turns to the other epoch, which the drain before has emptied.
-  void drain() {
+  /// One drain at a time: it turns to the other epoch, which the drain before has emptied. `poll` as
+  /// Store::poll.
+  template <class Poll>
+  void drain(Poll poll) {
     const std::lock_guard one_at_a_time(drain_mutex_);
+    const uint8_t before = turn();
+    while (left(before) > 0 && poll()) {
+    }
     std::unique_lock lock(mutex_);
-    const uint8_t before = epoch_;
-    epoch_ = before == 0 ? 1 : 0;
     none_.wait(lock, [&] { return counts_[before] == 0; });
   }
 
@@ -42,6 +45,17 @@ class InFlight {
   }
 
  private:
+  uint8_t turn() {
+    const std::lock_guard lock(mutex_);
+    const uint8_t before = epoch_;
+    epoch_ = before == 0 ? 1 : 0;
+    return before;
+  }
+  int64_t left(uint8_t epoch) const {
+    const std::lock_guard lock(mutex_);
+    return counts_[epoch];
+  }
+
   std::mutex drain_mutex_;
   mutable std::mutex mutex_;
   std::condition_variable none_;

@@ -67,11 +67,14 @@ class Dice {
 
 class SimulatedStore final : public StoreBase<MemoryStore> {
  public:
-  SimulatedStore(int64_t capacity_bytes, const Faults& faults, int64_t piece_bytes);
+  SimulatedStore(int64_t capacity_bytes, const Faults& faults, int64_t piece_bytes,
+                 std::shared_ptr<VirtualTime> time);
   ~SimulatedStore() override;
 
   void reserve(int64_t bytes) override;
   Extent allocate(int64_t bytes) override;
+  void release(const Extent& extent) override;
+  bool poll() override;
   std::vector<ExportedExtent> export_extents(std::span<const Extent> extents,
                                              const std::filesystem::path& folder) override;
   void register_memory(std::span<std::byte>) override {}
@@ -82,12 +85,14 @@ class SimulatedStore final : public StoreBase<MemoryStore> {
   uint64_t seed() const override { return faults_.seed; }
   void cut() override;
   void flip_bit(const Extent& extent, int64_t bit) override;
+  int64_t complete_bytes() const override;
+  int64_t take_least_complete_bytes() override;
+  const std::vector<Answer>& answers() const override { return answers_; }
 
  private:
-  using Clock = std::chrono::steady_clock;
   struct InTransit {
     Piece piece;
-    Clock::time_point due;
+    int64_t due_us;
   };
 
   void enqueue(Transfer& transfer) override { queue_.push(transfer); }
@@ -95,39 +100,55 @@ class SimulatedStore final : public StoreBase<MemoryStore> {
   std::string path_of(const Target&) override { return "memory"; }
   void completed(Transfer& transfer) noexcept override;
 
-  void deliver();
+  void work();
   void take_up();
-  Clock::time_point due_time();
+  int64_t now_us() const;
+  int64_t delay_us();
   size_t choose();
-  int64_t carry_out(const Piece& piece);
+  bool deliver(size_t chosen);
+  int64_t carry_out(const Piece& piece, const char*& fault);
+  void land(const Piece& piece, int64_t bytes, const char*& fault);
+  void fetch(const Piece& piece, int64_t bytes, const char*& fault);
+  int64_t elsewhere(const Piece& piece, int64_t bytes);
+  bool strikes(double probability, int64_t FaultCounts::*counter);
   void count(int64_t FaultCounts::*counter);
 
   const int64_t capacity_bytes_;
   const Faults faults_;
+  const std::shared_ptr<VirtualTime> time_;  // null: the thread delivers
   Arena arena_;
   Dice dice_;
   mutable std::mutex mutex_;
   FaultCounts counts_;
+  int64_t complete_bytes_ = 0;
+  int64_t least_complete_bytes_ = 0;
   std::vector<Extent> unsynced_;
   PieceQueue queue_;
-  std::vector<InTransit> in_transit_;  // the delivery thread's
+  // Of whoever delivers:
+  std::vector<InTransit> in_transit_;
+  std::vector<Answer> answers_;
+  int64_t used_bytes_ = 0;  // up to here something was written
+  int64_t completions_ = 0;
   std::thread thread_;
 };
 
-SimulatedStore::SimulatedStore(int64_t capacity_bytes, const Faults& faults, int64_t piece_bytes)
+SimulatedStore::SimulatedStore(int64_t capacity_bytes, const Faults& faults, int64_t piece_bytes,
+                               std::shared_ptr<VirtualTime> time)
     : capacity_bytes_(checked_extent_bytes(capacity_bytes)),
       faults_(faults),
+      time_(std::move(time)),
       arena_(capacity_bytes_),
       dice_(faults.seed),
       queue_(*this, kDepth, piece_bytes, nullptr) {
   space_.add_slab(0, capacity_bytes_);
   in_transit_.reserve(kDepth);
-  thread_ = std::thread([this] { deliver(); });
+  if (time_ == nullptr) thread_ = std::thread([this] { work(); });
 }
 
 SimulatedStore::~SimulatedStore() {
   queue_.stop();
-  thread_.join();
+  if (thread_.joinable()) thread_.join();
+  while (!in_transit_.empty() || queue_.has_work()) poll();
 }
 
 void SimulatedStore::reserve(int64_t bytes) {
@@ -150,77 +171,175 @@ Extent SimulatedStore::allocate(int64_t bytes) {
   return extent;
 }
 
+void SimulatedStore::release(const Extent& extent) {
+  const bool complete = space_.written(extent);
+  StoreBase::release(extent);
+  if (!complete) return;
+  const std::lock_guard lock(mutex_);
+  complete_bytes_ -= extent.bytes;
+  least_complete_bytes_ = std::min(least_complete_bytes_, complete_bytes_);
+}
+
+int64_t SimulatedStore::complete_bytes() const {
+  const std::lock_guard lock(mutex_);
+  return complete_bytes_;
+}
+
+int64_t SimulatedStore::take_least_complete_bytes() {
+  const std::lock_guard lock(mutex_);
+  return std::exchange(least_complete_bytes_, complete_bytes_);
+}
+
 Target SimulatedStore::locate(const Transfer& transfer) {
   return {.fd = -1, .slab = 0, .sums = space_.sums(transfer.extent)};
 }
 
 void SimulatedStore::completed(Transfer& transfer) noexcept {
+  ++completions_;
   if (transfer.kind == Transfer::Kind::write && !transfer.error) {
     const std::lock_guard lock(mutex_);
     unsynced_.push_back(transfer.extent);
+    complete_bytes_ += transfer.extent.bytes;
   }
   StoreBase::completed(transfer);
 }
 
-void SimulatedStore::deliver() {
+// ---- the two drivers
+
+void SimulatedStore::work() {
   while (!in_transit_.empty() || queue_.wait()) {
     take_up();
     if (in_transit_.empty()) continue;
     const size_t chosen = choose();
-    std::this_thread::sleep_until(in_transit_[chosen].due);
-    Piece& piece = in_transit_[chosen].piece;
-    if (queue_.settle(piece, carry_out(piece))) {
-      in_transit_.erase(in_transit_.begin() + static_cast<std::ptrdiff_t>(chosen));
-    }
+    std::this_thread::sleep_for(std::chrono::microseconds(in_transit_[chosen].due_us - now_us()));
+    deliver(chosen);
   }
+}
+
+bool SimulatedStore::poll() {
+  if (time_ == nullptr) return false;
+  const int64_t before = completions_;
+  take_up();
+  if (completions_ == before) time_->advance();
+  return true;
 }
 
 void SimulatedStore::take_up() {
   Piece piece;
-  while (in_transit_.size() < kDepth && queue_.next(piece)) in_transit_.push_back({piece, due_time()});
+  while (in_transit_.size() < kDepth && queue_.next(piece)) {
+    const int64_t delay = delay_us();
+    in_transit_.push_back({piece, now_us() + delay});
+    if (time_ == nullptr) continue;
+    time_->after(delay, [this] {
+      while (!deliver(choose())) {
+      }
+    });
+  }
 }
 
-SimulatedStore::Clock::time_point SimulatedStore::due_time() {
-  if (faults_.delay_max <= faults_.delay_min && faults_.delay_min.count() == 0) return Clock::now();
+int64_t SimulatedStore::now_us() const {
+  if (time_ != nullptr) return time_->now_us();
+  const auto now = std::chrono::steady_clock::now().time_since_epoch();
+  return std::chrono::duration_cast<std::chrono::microseconds>(now).count();
+}
+
+int64_t SimulatedStore::delay_us() {
+  if (faults_.delay_max <= faults_.delay_min && faults_.delay_min.count() == 0) return 0;
   count(&FaultCounts::delayed);
   const int64_t spread = std::max<int64_t>(0, (faults_.delay_max - faults_.delay_min).count());
-  return Clock::now() + faults_.delay_min + std::chrono::microseconds(dice_.below(spread + 1));
+  return faults_.delay_min.count() + dice_.below(spread + 1);
 }
 
+/// What is delivered next: the first that is due, or any.
 size_t SimulatedStore::choose() {
-  if (!faults_.reorder) return 0;
-  const int64_t chosen = dice_.below(static_cast<int64_t>(in_transit_.size()));
+  const auto first = std::min_element(in_transit_.begin(), in_transit_.end(),
+                                      [](const auto& a, const auto& b) { return a.due_us < b.due_us; });
+  const int64_t chosen =
+      faults_.reorder ? dice_.below(static_cast<int64_t>(in_transit_.size())) : first - in_transit_.begin();
   if (chosen != 0) count(&FaultCounts::reordered);
   return static_cast<size_t>(chosen);
 }
 
-// What the kernel would do: moves bytes, returns how many, or a negative errno.
-int64_t SimulatedStore::carry_out(const Piece& piece) {
-  if (dice_.happens(faults_.interrupted)) {
-    count(&FaultCounts::interrupted);
+/// False if the piece has to be delivered again, for the rest.
+bool SimulatedStore::deliver(size_t chosen) {
+  Piece& piece = in_transit_[chosen].piece;
+  const char* fault = "";
+  Answer answer{now_us(), piece.writes(), piece.file_offset(), piece.left(), 0, ""};
+  answer.result = carry_out(piece, fault);
+  answer.fault = fault;
+  if (time_ != nullptr) answers_.push_back(answer);
+  if (!queue_.settle(piece, answer.result)) return false;
+  in_transit_.erase(in_transit_.begin() + static_cast<std::ptrdiff_t>(chosen));
+  return true;
+}
+
+// ---- the kernel, played
+
+// Moves bytes, returns how many, or a negative errno.
+int64_t SimulatedStore::carry_out(const Piece& piece, const char*& fault) {
+  if (strikes(faults_.interrupted, &FaultCounts::interrupted)) {
+    fault = "interrupted";
     return dice_.happens(0.5) ? -EINTR : -EAGAIN;
   }
-  if (dice_.happens(piece.writes() ? faults_.write_error : faults_.read_error)) {
-    count(piece.writes() ? &FaultCounts::write_errors : &FaultCounts::read_errors);
+  if (piece.writes() ? strikes(faults_.write_error, &FaultCounts::write_errors)
+                     : strikes(faults_.read_error, &FaultCounts::read_errors)) {
+    fault = "error";
     return -(piece.writes() ? faults_.write_errno : faults_.read_errno);
   }
   int64_t bytes = piece.left();
-  if (bytes > kBlockBytes && dice_.happens(faults_.short_transfer)) {
-    count(&FaultCounts::short_transfers);
+  if (bytes > kBlockBytes && strikes(faults_.short_transfer, &FaultCounts::short_transfers)) {
+    fault = "short";
     bytes = kBlockBytes + dice_.below(bytes - kBlockBytes);  // not always at a block boundary
   }
-  std::byte* stored = arena_.at(piece.file_offset());
-  if (piece.writes()) {
-    std::memcpy(stored, piece.memory(), static_cast<size_t>(bytes));
-    return bytes;
+  piece.writes() ? land(piece, bytes, fault) : fetch(piece, bytes, fault);
+  return bytes;
+}
+
+void SimulatedStore::land(const Piece& piece, int64_t bytes, const char*& fault) {
+  int64_t at = piece.file_offset();
+  used_bytes_ = std::max(used_bytes_, at + bytes);
+  if (strikes(faults_.lost_write, &FaultCounts::lost_writes)) {
+    fault = "lost";
+    return;
   }
-  std::memcpy(piece.memory(), stored, static_cast<size_t>(bytes));
-  if (dice_.happens(faults_.bit_flip_on_read)) {
-    count(&FaultCounts::bit_flips);
-    // In the first block: what lies behind the last whole block is read again after a short transfer.
+  if (strikes(faults_.misdirected_write, &FaultCounts::misdirected_writes)) {
+    fault = "misdirected";
+    at = elsewhere(piece, bytes);
+  }
+  std::memcpy(arena_.at(at), piece.memory(), static_cast<size_t>(bytes));
+  if (strikes(faults_.bit_flip_at_rest, &FaultCounts::bit_flips_at_rest)) {
+    fault = "flipped at rest";
+    // In the first block, here and below: what lies behind the last whole block is moved again after a short
+    // transfer.
+    arena_.at(at)[dice_.below(kBlockBytes)] ^= std::byte{1} << static_cast<int>(dice_.below(8));
+  }
+}
+
+void SimulatedStore::fetch(const Piece& piece, int64_t bytes, const char*& fault) {
+  int64_t at = piece.file_offset();
+  if (strikes(faults_.misdirected_read, &FaultCounts::misdirected_reads)) {
+    fault = "misdirected";
+    at = elsewhere(piece, bytes);
+  }
+  std::memcpy(piece.memory(), arena_.at(at), static_cast<size_t>(bytes));
+  if (strikes(faults_.bit_flip_on_read, &FaultCounts::bit_flips)) {
+    fault = "flipped";
     piece.memory()[dice_.below(kBlockBytes)] ^= std::byte{1} << static_cast<int>(dice_.below(8));
   }
-  return bytes;
+}
+
+/// Another place, in what was written so far if there is one.
+int64_t SimulatedStore::elsewhere(const Piece& piece, int64_t bytes) {
+  const int64_t places = std::max<int64_t>(2, (used_bytes_ - bytes) / kBlockBytes + 1);
+  int64_t place = dice_.below(places);
+  if (place * kBlockBytes == piece.file_offset()) place = (place + 1) % places;
+  return std::min(place * kBlockBytes, capacity_bytes_ - round_up_to_block(bytes));
+}
+
+bool SimulatedStore::strikes(double probability, int64_t FaultCounts::*counter) {
+  if (!dice_.happens(probability)) return false;
+  count(counter);
+  return true;
 }
 
 void SimulatedStore::count(int64_t FaultCounts::*counter) {
@@ -263,9 +382,15 @@ std::vector<ExportedExtent> SimulatedStore::export_extents(std::span<const Exten
 void SimulatedStore::cut() {
   const std::lock_guard lock(mutex_);
   for (const Extent& extent : unsynced_) {
-    if (!space_.written(extent) || !dice_.happens(faults_.dropped_at_cut)) continue;
-    std::ranges::fill(arena_.of(extent), kLost);
-    ++counts_.dropped;
+    if (!space_.written(extent)) continue;
+    if (dice_.happens(faults_.dropped_at_cut)) {
+      std::ranges::fill(arena_.of(extent), kLost);
+      ++counts_.dropped;
+    } else if (dice_.happens(faults_.torn_at_cut)) {
+      const int64_t kept_bytes = dice_.below(extent.bytes);
+      std::ranges::fill(arena_.of(extent).subspan(static_cast<size_t>(kept_bytes)), kLost);
+      ++counts_.torn;
+    }
   }
   unsynced_.clear();
 }
@@ -289,9 +414,9 @@ StoreStats SimulatedStore::stats() const {
 }  // namespace
 
 std::unique_ptr<MemoryStore> make_memory_store(int64_t capacity_bytes, const Faults& faults,
-                                               int64_t piece_bytes) {
-  if (faults.has_any()) fmt::print(stderr, "memory store: seed {}\n", faults.seed);
-  return std::make_unique<SimulatedStore>(capacity_bytes, faults, piece_bytes);
+                                               int64_t piece_bytes, std::shared_ptr<VirtualTime> time) {
+  if (faults.has_any() && time == nullptr) fmt::print(stderr, "memory store: seed {}\n", faults.seed);
+  return std::make_unique<SimulatedStore>(capacity_bytes, faults, piece_bytes, std::move(time));
 }
 
 }  // namespace overspill::io

@@ -6,7 +6,7 @@
 // checkpoint owns it).
 //
 // Threads: every method may be called from any thread. Completions are delivered on the store's own
-// thread(s).
+// thread(s), or in poll() where the store has none.
 #pragma once
 
 #include <cstdint>
@@ -54,8 +54,8 @@ struct Transfer {
   Extent extent;
   std::byte* memory = nullptr;  // extent.bytes of it, aligned to kBlockBytes
 
-  /// Called once, on the store's thread, without any of the store's locks held: may submit, allocate and
-  /// release, must not block.
+  /// Called once, on the store's thread or in poll(), without any of the store's locks held: may submit,
+  /// allocate and release, must not block.
   void (*on_complete)(Transfer&) noexcept = nullptr;
   void* context = nullptr;
 
@@ -153,6 +153,12 @@ class Store {
 
   /// Returns once every transfer submitted before the call has completed.
   virtual void drain() = 0;
+
+  /// For whoever waits for a completion, before it blocks. A store without threads (tests) moves one event
+  /// on, on the caller's thread, and returns true: look again. Otherwise false: completions come by
+  /// themselves. The caller holds no lock that a completion takes. Throws Stalled (virtual_time.h) when
+  /// nothing is on its way.
+  virtual bool poll() { return false; }
 
   /// Puts the extents' bytes into `folder` durably (fdatasync before return): hard links to slab files where
   /// the file system is the same, copies elsewhere. The caller has pinned them and keeps them pinned while

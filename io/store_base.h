@@ -21,7 +21,9 @@ class StoreBase : public Interface, protected TransferOwner {
   void release(const Extent& extent) override { space_.release(extent); }
   void pin(const Extent& extent) override { space_.pin(extent); }
   void unpin(const Extent& extent) override { space_.unpin(extent); }
-  void drain() override { in_flight_.drain(); }
+  void drain() override {
+    in_flight_.drain([this] { return this->poll(); });
+  }
 
   void submit(Transfer& transfer) override {
     transfer.error = check_transfer(transfer);

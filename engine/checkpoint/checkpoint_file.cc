@@ -103,6 +103,11 @@ void CheckpointFile::sync() {
   if (::fsync(file_) != 0) fail(path_, "cannot be made durable", errno, kMakeRoom);
 }
 
+void make_folder(const std::filesystem::path& folder) {
+  if (::mkdir(folder.c_str(), 0777) != 0 && errno != EEXIST)
+    fail(folder, "cannot be created", errno, kMakeRoom);
+}
+
 void sync_folder(const std::filesystem::path& folder) {
   const int file = ::open(folder.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
   if (file < 0) fail(folder, "cannot be opened", errno, "check the folder's permissions");

@@ -34,6 +34,9 @@ class CheckpointFile {
   int file_ = -1;
 };
 
+/// One that is there already will do.
+void make_folder(const std::filesystem::path& folder);
+
 /// Makes what was created and renamed in a folder durable.
 void sync_folder(const std::filesystem::path& folder);
 

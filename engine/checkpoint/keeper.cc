@@ -22,7 +22,7 @@ void create_durably(const fs::path& folder) {
   if (fs::exists(folder)) return;
   const fs::path parent = folder.parent_path();
   create_durably(parent);
-  fs::create_directory(folder);
+  make_folder(folder);
   sync_folder(parent);
 }
 
@@ -161,7 +161,7 @@ void CheckpointKeeper::save(const fs::path& folder, int64_t steps, int64_t skipp
     manifest.skipped_steps = skipped_steps;
     manifest.extra_json = extra_json;
     write_manifest(partial, manifest);
-    fs::rename(partial, absolute);
+    rename_file(partial, absolute);
     renamed = true;
     sync_folder(absolute.parent_path());
   } catch (...) {

@@ -98,6 +98,14 @@ void Context::check() const {
     throw EngineFailed("the engine has failed and holds no consistent weights: " + failure);
 }
 
+bool Context::poll(std::unique_lock<std::mutex>& lock) {
+  if (resources.store == nullptr) return false;
+  lock.unlock();
+  const bool moved_on = store().poll();
+  lock.lock();
+  return moved_on;
+}
+
 int64_t now_ns() {
   return std::chrono::duration_cast<std::chrono::nanoseconds>(
              std::chrono::steady_clock::now().time_since_epoch())

@@ -145,6 +145,8 @@ struct Context {
   /// for.
   template <class Done>
   void wait(std::unique_lock<std::mutex>& lock, Done done, int32_t unit = -1);
+  /// As Store::poll, with the lock given up meanwhile.
+  bool poll(std::unique_lock<std::mutex>& lock);
 
   const Layout layout;
   const Plan plan;
@@ -174,7 +176,10 @@ void Context::wait(std::unique_lock<std::mutex>& lock, Done done, int32_t unit) 
   if (done()) return;
   const int64_t start = now_ns();
   journal.note(Happening::waiting, unit);
-  changed.wait(lock, [&] { return !failure.empty() || done(); });
+  const auto over = [&] { return !failure.empty() || done(); };
+  while (!over() && poll(lock)) {
+  }
+  changed.wait(lock, over);
   journal.note(Happening::resumed, unit);
   stats.wait_ns += now_ns() - start;
   check();

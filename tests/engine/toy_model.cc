@@ -49,23 +49,6 @@ std::vector<std::byte> gradient_bytes(Format format, const std::vector<float>& w
   return out;
 }
 
-std::vector<float> leased_weights(const engine::Engine& engine, const engine::Lease& lease, int u, int s) {
-  const engine::Unit& unit = engine.layout().units[u];
-  const engine::Segment& segment = unit.segments[s];
-  std::vector<float> weights(static_cast<size_t>(segment.elements));
-  const std::byte* data = lease.data() + segment.begin * unit.element_bytes;
-  for (size_t i = 0; i < weights.size(); ++i) {
-    if (unit.format == Format::bf16_split) {
-      uint16_t hi = 0;
-      std::memcpy(&hi, data + i * 2, 2);
-      weights[i] = widen(hi);
-    } else {
-      std::memcpy(&weights[i], data + i * 4, 4);
-    }
-  }
-  return weights;
-}
-
 }  // namespace
 
 std::vector<engine::UnitSpec> toy_units() {
@@ -89,6 +72,16 @@ float toy_initial(int unit, int segment, int64_t element) {
   return uniform(static_cast<uint64_t>(element) * 1000003 + static_cast<uint64_t>(unit * 131 + segment));
 }
 
+namespace {
+
+std::vector<float> initial_weights(int unit, int segment, int64_t elements) {
+  std::vector<float> weights(static_cast<size_t>(elements));
+  for (int64_t i = 0; i < elements; ++i) weights[i] = toy_initial(unit, segment, i);
+  return weights;
+}
+
+}  // namespace
+
 optim::AdamConfig toy_group(int group, int step) {
   optim::AdamConfig config;
   config.lr = 1e-2 / (1 + step);
@@ -98,12 +91,11 @@ optim::AdamConfig toy_group(int group, int step) {
 }
 
 void toy_load(engine::Engine& engine) {
-  const auto units = toy_units();
+  const auto& units = engine.layout().units;
   for (size_t u = 0; u < units.size(); ++u) {
     for (size_t s = 0; s < units[u].segments.size(); ++s) {
-      std::vector<float> weights(static_cast<size_t>(elements_of(units[u].segments[s])));
-      for (size_t i = 0; i < weights.size(); ++i)
-        weights[i] = toy_initial(static_cast<int>(u), static_cast<int>(s), static_cast<int64_t>(i));
+      const auto weights =
+          initial_weights(static_cast<int>(u), static_cast<int>(s), units[u].segments[s].elements);
       engine.load_weight(static_cast<int32_t>(u), static_cast<int32_t>(s), std::as_bytes(std::span(weights)),
                          "F32");
     }
@@ -121,30 +113,61 @@ bool toy_skips(int unit, int segment, int step, int rank) {
   return unit == 1 && segment == 1 && step % 4 == 2;
 }
 
+std::vector<float> toy_leased(const engine::Engine& engine, const engine::Lease& lease, int u, int s) {
+  const engine::Unit& unit = engine.layout().units[u];
+  const engine::Segment& segment = unit.segments[s];
+  std::vector<float> weights(static_cast<size_t>(segment.elements));
+  const std::byte* data = lease.data() + segment.begin * unit.element_bytes;
+  for (size_t i = 0; i < weights.size(); ++i) {
+    if (unit.format == Format::bf16_split) {
+      uint16_t hi = 0;
+      std::memcpy(&hi, data + i * 2, 2);
+      weights[i] = widen(hi);
+    } else {
+      std::memcpy(&weights[i], data + i * 4, 4);
+    }
+  }
+  return weights;
+}
+
+double toy_forward(const engine::Engine& engine, const engine::Lease& lease, int unit) {
+  double loss = 0;
+  for (size_t s = 0; s < engine.layout().units[unit].segments.size(); ++s) {
+    for (float w : toy_leased(engine, lease, unit, static_cast<int>(s))) loss += w * w;
+  }
+  return loss;
+}
+
+void toy_add_gradient(engine::Engine& engine, const std::vector<float>& seen, int unit, int segment, int step,
+                      int micro, int rank) {
+  if (toy_skips(unit, segment, step, rank)) return;
+  const engine::Unit& u = engine.layout().units[unit];
+  engine.add_gradient(unit, segment, gradient_bytes(u.format, seen, unit, segment, step, micro, rank),
+                      u.dtype);
+}
+
+void toy_backward(engine::Engine& engine, const engine::Lease& lease, int unit, int step, int micro,
+                  int rank) {
+  const engine::Unit& u = engine.layout().units[unit];
+  for (int s = static_cast<int>(u.segments.size()) - 1; u.trainable() && s >= 0; --s)
+    toy_add_gradient(engine, toy_leased(engine, lease, unit, s), unit, s, step, micro, rank);
+}
+
+std::vector<optim::AdamConfig> toy_groups(int step) {
+  std::vector<optim::AdamConfig> groups;
+  for (int g = 0; g < kToyGroups; ++g) groups.push_back(toy_group(g, step));
+  return groups;
+}
+
 ToyStep toy_step(engine::Engine& engine, int step, int micro_batches, int rank) {
   const auto units = static_cast<int>(engine.layout().units.size());
   ToyStep out;
-  std::vector<optim::AdamConfig> groups;
-  for (int g = 0; g < kToyGroups; ++g) groups.push_back(toy_group(g, step));
+  const std::vector<optim::AdamConfig> groups = toy_groups(step);
   engine.expect_step(groups);
   for (int micro = 0; micro < micro_batches; ++micro) {
     engine.begin_pass({true, true});
-    for (int u = 0; u < units; ++u) {
-      const engine::Lease lease = engine.acquire(u);
-      for (size_t s = 0; s < engine.layout().units[u].segments.size(); ++s) {
-        for (float w : leased_weights(engine, lease, u, static_cast<int>(s))) out.loss += w * w;
-      }
-    }
-    for (int u = units - 1; u >= 0; --u) {
-      const engine::Lease lease = engine.acquire(u);
-      const engine::Unit& unit = engine.layout().units[u];
-      for (int s = static_cast<int>(unit.segments.size()) - 1; unit.trainable() && s >= 0; --s) {
-        if (toy_skips(u, s, step, rank)) continue;
-        const auto bytes =
-            gradient_bytes(unit.format, leased_weights(engine, lease, u, s), u, s, step, micro, rank);
-        engine.add_gradient(u, s, bytes, unit.dtype);
-      }
-    }
+    for (int u = 0; u < units; ++u) out.loss += toy_forward(engine, engine.acquire(u), u);
+    for (int u = units - 1; u >= 0; --u) toy_backward(engine, engine.acquire(u), u, step, micro, rank);
   }
   out.result = engine.step(groups);
   return out;
@@ -175,11 +198,11 @@ namespace {
 /// The gradient that the update sees: micro-batches added in fp32, ranks added in rank order and averaged, as
 /// the engine stores it (bf16 with one micro-batch), widened to fp32. Empty when no rank has one.
 std::vector<float> reference_gradient(Format format, const std::vector<float>& seen, int u, int s, int step,
-                                      int micro_batches, int world) {
+                                      int micro_batches, const ToyReference::Absent& absent, int world) {
   std::vector<float> sum(seen.size());
   bool present = false;
   for (int rank = 0; rank < world; ++rank) {
-    if (toy_skips(u, s, step, rank)) continue;
+    if (absent(u, s, rank)) continue;
     std::vector<float> own(seen.size());
     for (int micro = 0; micro < micro_batches; ++micro) {
       const auto bytes = gradient_bytes(format, seen, u, s, step, micro, rank);
@@ -209,51 +232,98 @@ std::vector<float> reference_gradient(Format format, const std::vector<float>& s
 
 }  // namespace
 
-std::vector<float> toy_reference(int steps, int micro_batches, const std::vector<engine::StepResult>& results,
-                                 int world) {
-  const auto units = toy_units();
-  std::vector<float> out;
+ToyReference::ToyReference(const std::vector<engine::UnitSpec>& units) {
   for (size_t u = 0; u < units.size(); ++u) {
+    std::vector<State>& segments = units_.emplace_back();
     for (size_t s = 0; s < units[u].segments.size(); ++s) {
-      const int64_t n = elements_of(units[u].segments[s]);
-      const Format format = units[u].format;
+      const auto elements = static_cast<size_t>(elements_of(units[u].segments[s]));
+      State& state = segments.emplace_back();
+      state.format = units[u].format;
+      state.group = static_cast<int>(units[u].segments[s].group);
+      state.m.resize(elements);
+      state.v.resize(elements);
       const auto ui = static_cast<int>(u);
       const auto si = static_cast<int>(s);
-      std::vector<float> p(static_cast<size_t>(n)), m(p.size()), v(p.size()), seen(p.size());
-      for (int64_t i = 0; i < n; ++i) p[i] = toy_initial(ui, si, i);
-      std::vector<uint16_t> hi(p.size());
-      std::vector<int16_t> lo(p.size());
-      std::vector<uint32_t> bits(p.size());
-      std::memcpy(bits.data(), p.data(), p.size() * 4);
-      reference_split(bits.data(), hi.data(), lo.data(), n);
-      int64_t count = 0;
-      for (int step = 0; step < steps && format != Format::frozen; ++step) {
-        for (int64_t i = 0; i < n; ++i) seen[i] = format == Format::bf16_split ? widen(hi[i]) : p[i];
-        const std::vector<float> gradient =
-            reference_gradient(format, seen, ui, si, step, micro_batches, world);
-        if (gradient.empty()) continue;
-        const optim::AdamConfig c = toy_group(static_cast<int>(units[u].segments[s].group), step);
-        ++count;
-        const int decoupled = c.decoupled ? 1 : 0;
-        if (format == Format::bf16_split) {
-          reference_adam_split(hi.data(), lo.data(), m.data(), v.data(), gradient.data(), 0, n, c.lr, c.beta1,
-                               c.beta2, c.eps, c.weight_decay, decoupled, count, results[step].clip);
-        } else {
-          reference_adam_fp32(p.data(), m.data(), v.data(), gradient.data(), n, c.lr, c.beta1, c.beta2, c.eps,
-                              c.weight_decay, decoupled, count, results[step].clip);
-        }
+      assign(ui, si, initial_weights(ui, si, static_cast<int64_t>(elements)));
+    }
+  }
+}
+
+void ToyReference::assign(int unit, int segment, const std::vector<float>& weights) {
+  State& state = units_[unit][segment];
+  if (state.format != Format::bf16_split) {
+    state.p = weights;
+    return;
+  }
+  std::vector<uint32_t> bits(weights.size());
+  std::memcpy(bits.data(), weights.data(), bits.size() * 4);
+  state.hi.resize(bits.size());
+  state.lo.resize(bits.size());
+  reference_split(bits.data(), state.hi.data(), state.lo.data(), static_cast<int64_t>(bits.size()));
+}
+
+std::vector<float> ToyReference::seen(int unit, int segment) const {
+  const State& state = units_[unit][segment];
+  if (state.format != Format::bf16_split) return state.p;
+  std::vector<float> out(state.hi.size());
+  for (size_t i = 0; i < out.size(); ++i) out[i] = widen(state.hi[i]);
+  return out;
+}
+
+void ToyReference::advance(int step, int micro_batches, double clip, const Absent& absent, int world) {
+  for (size_t u = 0; u < units_.size(); ++u) {
+    for (size_t s = 0; s < units_[u].size(); ++s) {
+      State& state = units_[u][s];
+      if (state.format == Format::frozen) continue;
+      const auto ui = static_cast<int>(u);
+      const auto si = static_cast<int>(s);
+      const std::vector<float> gradient =
+          reference_gradient(state.format, seen(ui, si), ui, si, step, micro_batches, absent, world);
+      if (gradient.empty()) continue;
+      const optim::AdamConfig c = toy_group(state.group, step);
+      const auto n = static_cast<int64_t>(gradient.size());
+      const int decoupled = c.decoupled ? 1 : 0;
+      ++state.steps;
+      if (state.format == Format::bf16_split) {
+        reference_adam_split(state.hi.data(), state.lo.data(), state.m.data(), state.v.data(),
+                             gradient.data(), 0, n, c.lr, c.beta1, c.beta2, c.eps, c.weight_decay, decoupled,
+                             state.steps, clip);
+      } else {
+        reference_adam_fp32(state.p.data(), state.m.data(), state.v.data(), gradient.data(), n, c.lr, c.beta1,
+                            c.beta2, c.eps, c.weight_decay, decoupled, state.steps, clip);
       }
-      if (format == Format::bf16_split) {
-        reference_join(hi.data(), lo.data(), bits.data(), n);
+    }
+  }
+}
+
+std::vector<float> ToyReference::contents() const {
+  std::vector<float> out;
+  for (const auto& segments : units_) {
+    for (const State& state : segments) {
+      std::vector<float> p = state.p;
+      if (state.format == Format::bf16_split) {
+        std::vector<uint32_t> bits(state.hi.size());
+        reference_join(state.hi.data(), state.lo.data(), bits.data(), static_cast<int64_t>(bits.size()));
+        p.resize(bits.size());
         std::memcpy(p.data(), bits.data(), p.size() * 4);
       }
       out.insert(out.end(), p.begin(), p.end());
-      if (format == Format::frozen) continue;
-      out.insert(out.end(), m.begin(), m.end());
-      out.insert(out.end(), v.begin(), v.end());
+      if (state.format == Format::frozen) continue;
+      out.insert(out.end(), state.m.begin(), state.m.end());
+      out.insert(out.end(), state.v.begin(), state.v.end());
     }
   }
   return out;
+}
+
+std::vector<float> toy_reference(int steps, int micro_batches, const std::vector<engine::StepResult>& results,
+                                 int world) {
+  ToyReference reference(toy_units());
+  for (int step = 0; step < steps; ++step) {
+    const auto absent = [step](int u, int s, int rank) { return toy_skips(u, s, step, rank); };
+    reference.advance(step, micro_batches, results[step].clip, absent, world);
+  }
+  return reference.contents();
 }
 
 }  // namespace overspill::testing

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <string>
 #include <vector>
@@ -34,11 +35,59 @@ float toy_gradient(float weight, int unit, int segment, int64_t element, int ste
 /// True where a segment has no gradient in a step (layers skipped).
 bool toy_skips(int unit, int segment, int step, int rank);
 
+/// A segment's weights as whoever leased its unit sees them (bf16 widened).
+std::vector<float> toy_leased(const engine::Engine& engine, const engine::Lease& lease, int unit,
+                              int segment);
+
+/// Forward of one unit: the sum of the squares of its weights.
+double toy_forward(const engine::Engine& engine, const engine::Lease& lease, int unit);
+
+/// Adds a segment's gradient, given the weights that forward saw, unless it has none in this step.
+void toy_add_gradient(engine::Engine& engine, const std::vector<float>& seen, int unit, int segment, int step,
+                      int micro, int rank);
+
+/// Backward of one unit: adds the gradients of the segments that have one in this step.
+void toy_backward(engine::Engine& engine, const engine::Lease& lease, int unit, int step, int micro,
+                  int rank);
+
+/// Hyper-parameters of all groups in a step.
+std::vector<optim::AdamConfig> toy_groups(int step);
+
 /// One step: forward over all units, backward in reverse with gradients, step().
 ToyStep toy_step(engine::Engine& engine, int step, int micro_batches, int rank);
 
 /// Exact fp32 weights and moments, everything (world 1).
 std::vector<float> toy_contents(engine::Engine& engine);
+
+/// What weights and moments must be, by the scalar reference, one step after the other. A value: a copy of it
+/// is what a checkpoint must bring back.
+class ToyReference {
+ public:
+  /// True where a segment has no gradient in this step.
+  using Absent = std::function<bool(int unit, int segment, int rank)>;
+
+  /// Initial weights, moments zero.
+  explicit ToyReference(const std::vector<engine::UnitSpec>& units);
+  void advance(int step, int micro_batches, double clip, const Absent& absent, int world = 1);
+  /// As load_weight(): new weights, moments as they were.
+  void assign(int unit, int segment, const std::vector<float>& weights);
+
+  /// As forward sees a segment (toy_leased).
+  std::vector<float> seen(int unit, int segment) const;
+  /// As toy_contents.
+  std::vector<float> contents() const;
+
+ private:
+  struct State {
+    engine::Format format;
+    int group;
+    std::vector<float> p, m, v;  // fp32 and frozen: p; bf16: hi and lo
+    std::vector<uint16_t> hi;
+    std::vector<int16_t> lo;
+    int64_t steps = 0;
+  };
+  std::vector<std::vector<State>> units_;  // by unit and segment
+};
 
 /// What toy_contents must give after toy_step, by the scalar reference; of `results` the clip factors are
 /// used. With several ranks: what they hold together.

@@ -3,7 +3,10 @@
 
 #include <gtest/gtest.h>
 
+#include <chrono>
 #include <deque>
+#include <memory>
+#include <utility>
 #include <vector>
 
 #include "io/checksum.h"
@@ -15,6 +18,10 @@ namespace {
 
 constexpr int64_t kMiB = int64_t{1} << 20;
 constexpr int64_t kPiece = 64 * 1024;
+
+std::shared_ptr<VirtualTime> virtual_time() {
+  return std::make_shared<VirtualTime>();
+}
 
 Extent written(Store& store, int64_t bytes, uint64_t seed) {
   const Extent extent = store.allocate(bytes);
@@ -130,6 +137,148 @@ TEST(MemoryStore, ACutDropsWhatWasNotExported) {
   EXPECT_FALSE(read(*store, kept, memory));
   EXPECT_EQ(read(*store, lost, memory)->kind, ErrorKind::corrupt);
   EXPECT_EQ(store->fault_counts().dropped, 1);
+}
+
+TEST(MemoryStore, ATornWriteIsCaught) {
+  const auto store = make_memory_store(8 * kMiB, {.dropped_at_cut = 0, .torn_at_cut = 1});
+  store->reserve(8 * kMiB);
+  const Extent torn = written(*store, 8192, 2);
+  store->cut();
+  AlignedMemory memory(8192);
+  EXPECT_EQ(read(*store, torn, memory)->kind, ErrorKind::corrupt);
+  EXPECT_EQ(store->fault_counts().torn, 1);
+}
+
+// ---- what a disk does without saying so: the next read of every place concerned is refused
+
+/// Writes `extents` extents of one block each, some of which the store spoils; how many read as corrupt. What
+/// does not is what was written.
+int spoiled(MemoryStore& store, int extents) {
+  store.reserve(8 * kMiB);
+  std::vector<Extent> all;
+  for (int i = 0; i < extents; ++i) all.push_back(written(store, kBlockBytes, 100 + i));
+  int corrupt = 0;
+  AlignedMemory found(kBlockBytes);
+  AlignedMemory expected(kBlockBytes);
+  for (int i = 0; i < extents; ++i) {
+    expected.fill(100 + i);
+    const auto error = read(store, all[i], found);
+    EXPECT_TRUE(error || found == expected) << i;
+    if (!error) continue;
+    EXPECT_EQ(error->kind, ErrorKind::corrupt);
+    EXPECT_EQ(error->offset_bytes, all[i].offset);
+    EXPECT_EQ(error->path, "memory");
+    ++corrupt;
+  }
+  return corrupt;
+}
+
+TEST(MemoryStore, ALostWriteIsCaught) {
+  const auto store = make_memory_store(8 * kMiB, {.seed = 3, .lost_write = 0.2}, kPiece, virtual_time());
+  const int corrupt = spoiled(*store, 64);
+  EXPECT_EQ(corrupt, store->fault_counts().lost_writes);
+  EXPECT_GT(store->fault_counts().lost_writes, 0);
+}
+
+TEST(MemoryStore, AMisdirectedWriteIsCaughtInBothPlaces) {
+  const auto store = make_memory_store(8 * kMiB, {.misdirected_write = 1}, kPiece, virtual_time());
+  store->reserve(8 * kMiB);
+  AlignedMemory memory(2 * kBlockBytes);
+  const Extent own = store->allocate(kBlockBytes);
+  EXPECT_FALSE(write(*store, own, memory)) << "the disk says that it is done";
+  EXPECT_EQ(read(*store, own, memory)->kind, ErrorKind::corrupt);
+
+  const auto some =
+      make_memory_store(8 * kMiB, {.seed = 3, .misdirected_write = 0.05}, kPiece, virtual_time());
+  const int corrupt = spoiled(*some, 200);
+  const int64_t misdirected = some->fault_counts().misdirected_writes;
+  EXPECT_GT(corrupt, misdirected) << "their own places, and those that they hit";
+  EXPECT_LE(corrupt, 2 * misdirected);
+}
+
+TEST(MemoryStore, AMisdirectedReadIsCaught) {
+  const auto store =
+      make_memory_store(8 * kMiB, {.seed = 3, .misdirected_read = 0.2}, kPiece, virtual_time());
+  const int corrupt = spoiled(*store, 64);
+  EXPECT_EQ(corrupt, store->fault_counts().misdirected_reads);
+  EXPECT_GT(store->fault_counts().misdirected_reads, 0);
+}
+
+TEST(MemoryStore, ABitFlippedAtRestIsCaught) {
+  const auto store =
+      make_memory_store(8 * kMiB, {.seed = 3, .bit_flip_at_rest = 0.2}, kPiece, virtual_time());
+  const int corrupt = spoiled(*store, 64);
+  EXPECT_EQ(corrupt, store->fault_counts().bit_flips_at_rest);
+  EXPECT_GT(store->fault_counts().bit_flips_at_rest, 0);
+}
+
+TEST(MemoryStore, EveryErrnoComesBackTyped) {
+  const std::pair<int, ErrorKind> expected[] = {
+      {EIO, ErrorKind::device},      {ENOSPC, ErrorKind::no_space},    {EDQUOT, ErrorKind::quota},
+      {EFBIG, ErrorKind::quota},     {EROFS, ErrorKind::denied},       {EACCES, ErrorKind::denied},
+      {ENODEV, ErrorKind::vanished}, {ENXIO, ErrorKind::vanished},     {ESTALE, ErrorKind::vanished},
+      {EINVAL, ErrorKind::invalid},  {ECANCELED, ErrorKind::cancelled}};
+  for (const auto& [os_error, kind] : expected) {
+    const auto store =
+        make_memory_store(8 * kMiB, {.write_error = 1, .write_errno = os_error}, kPiece, virtual_time());
+    store->reserve(8 * kMiB);
+    AlignedMemory memory(kBlockBytes);
+    const Extent extent = store->allocate(kBlockBytes);
+    const auto error = write(*store, extent, memory);
+    ASSERT_TRUE(error);
+    EXPECT_EQ(error->kind, kind) << os_error;
+    EXPECT_EQ(error->os_error, os_error);
+    EXPECT_EQ(error->operation, Operation::write);
+    EXPECT_EQ(error->length_bytes, kBlockBytes);
+  }
+}
+
+// ---- virtual time
+
+TEST(VirtualTime, RunsEventsInOrderOfTimeThenOfMaking) {
+  VirtualTime time;
+  std::vector<std::pair<int, int64_t>> ran;
+  const auto note = [&](int event) { return [&, event] { ran.emplace_back(event, time.now_us()); }; };
+  time.after(20, note(1));
+  time.after(10, note(2));
+  time.after(10, [&] {
+    note(3)();
+    time.after(10, note(4));  // as late as the first, made later
+  });
+  for (int i = 0; i < 4; ++i) time.advance();
+  EXPECT_EQ(ran, (std::vector<std::pair<int, int64_t>>{{2, 10}, {3, 10}, {1, 20}, {4, 20}}));
+  EXPECT_THROW(time.advance(), Stalled);
+}
+
+TEST(VirtualTime, IsAFunctionOfTheSeed) {
+  const auto answers_of = [](uint64_t seed) {
+    Faults faults{.seed = seed, .reorder = true, .short_transfer = 0.3, .interrupted = 0.2};
+    faults.delay_max = std::chrono::hours(24);  // nobody sleeps
+    const auto store = make_memory_store(8 * kMiB, faults, kPiece, virtual_time());
+    store->reserve(8 * kMiB);
+    AlignedMemory memory(kMiB);
+    std::deque<Transfer> transfers;
+    for (int i = 0; i < 20; ++i) {
+      transfers.push_back(make_transfer(Transfer::Kind::write, store->allocate(200 * 1024), memory.data()));
+      store->submit(transfers.back());
+    }
+    store->drain();
+    std::vector<std::pair<int64_t, int64_t>> out;
+    for (const Answer& answer : store->answers())
+      out.emplace_back(answer.offset, answer.time_us + answer.result);
+    EXPECT_EQ(store->stats().transfers, 20);
+    EXPECT_GT(store->fault_counts().reordered, 0);
+    return out;
+  };
+  EXPECT_EQ(answers_of(7), answers_of(7));
+  EXPECT_NE(answers_of(7), answers_of(8));
+}
+
+TEST(VirtualTime, WaitingForNothingIsAnError) {
+  const auto store = make_memory_store(8 * kMiB, {}, kPiece, virtual_time());
+  store->drain();
+  EXPECT_THROW(store->poll(), Stalled);
+  EXPECT_FALSE(make_memory_store(8 * kMiB)->poll()) << "this one delivers by itself";
 }
 
 TEST(MemoryStore, CapacityIsTheDisk) {

@@ -17,7 +17,15 @@ namespace {
 using Kind = Transfer::Kind;
 constexpr int64_t kMiB = int64_t{1} << 20;
 
-enum class Variety { uring, threads, buffered_uring, buffered_threads, memory, faulty_memory };
+enum class Variety {
+  uring,
+  threads,
+  buffered_uring,
+  buffered_threads,
+  memory,
+  faulty_memory,
+  virtual_memory
+};
 
 std::string name_of(Variety variety) {
   switch (variety) {
@@ -33,6 +41,8 @@ std::string name_of(Variety variety) {
       return "memory";
     case Variety::faulty_memory:
       return "faulty_memory";
+    case Variety::virtual_memory:
+      return "virtual_memory";
   }
   return "";
 }
@@ -51,13 +61,16 @@ class StoreConformance : public testing::TestWithParam<Variety> {
 
   void open() {
     const Variety variety = GetParam();
-    if (variety == Variety::memory || variety == Variety::faulty_memory) {
+    if (variety == Variety::memory || variety == Variety::faulty_memory ||
+        variety == Variety::virtual_memory) {
       Faults faults;
-      if (variety == Variety::faulty_memory) {
+      if (variety != Variety::memory) {
         faults = {.seed = 20, .reorder = true, .short_transfer = 0.3, .interrupted = 0.2};
         faults.delay_max = std::chrono::microseconds(50);
       }
-      store_ = make_memory_store(64 * kMiB, faults, 128 << 10);
+      const bool on_one_thread = variety == Variety::virtual_memory;
+      store_ = make_memory_store(64 * kMiB, faults, 128 << 10,
+                                 on_one_thread ? std::make_shared<VirtualTime>() : nullptr);
       return;
     }
     FileStoreOptions options = file_options(folder_.path());
@@ -397,7 +410,8 @@ TEST_P(StoreConformance, SoakAgainstAModel) {
 
 INSTANTIATE_TEST_SUITE_P(All, StoreConformance,
                          testing::Values(Variety::uring, Variety::threads, Variety::buffered_uring,
-                                         Variety::buffered_threads, Variety::memory, Variety::faulty_memory),
+                                         Variety::buffered_threads, Variety::memory, Variety::faulty_memory,
+                                         Variety::virtual_memory),
                          [](const auto& param) { return name_of(param.param); });
 
 }  // namespace

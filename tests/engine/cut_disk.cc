@@ -1,0 +1,195 @@
+#include "tests/engine/cut_disk.h"
+
+#include <fcntl.h>
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <cstring>
+#include <fstream>
+#include <utility>
+
+namespace overspill::testing {
+
+namespace fs = std::filesystem;
+using Kind = FileCall::Kind;
+
+Disk::Disk(const fs::path& root) : root_(root.string()) {
+  nodes_[root_] = 0;
+}
+
+bool Disk::inside(const std::string& path) const {
+  return path == root_ || path.starts_with(root_ + "/");
+}
+
+Disk::Node Disk::find(const std::string& path) const {
+  const auto found = nodes_.find(path);
+  return found == nodes_.end() ? -1 : found->second;
+}
+
+std::pair<Disk::Node, std::string> Disk::place(const std::string& path) const {
+  const size_t slash = path.rfind('/');
+  return {find(path.substr(0, slash)), path.substr(slash + 1)};
+}
+
+void Disk::done(const FileCall& call, std::span<const std::byte> data) {
+  const std::lock_guard lock(mutex_);
+  switch (call.kind) {
+    case Kind::open:
+      return open(call);
+    case Kind::close:
+      open_.erase(call.fd);
+      return;
+    case Kind::make_folder:
+      if (inside(call.path)) add_name(call, call.path, next_node_++);
+      return;
+    case Kind::link:
+      if (inside(call.other)) add_name(call, call.other, find(call.path));
+      return;
+    case Kind::rename:
+      return rename(call);
+    case Kind::remove: {
+      if (!inside(call.path)) return;
+      const auto [folder, name] = place(call.path);
+      log_.push_back({call.kind, find(call.path), folder, name, "", 0, {}, 0, call.path});
+      nodes_.erase(call.path);
+      return;
+    }
+    case Kind::write:
+    case Kind::allocate:
+    case Kind::sync: {
+      const auto found = open_.find(call.fd);
+      if (found == open_.end()) return;
+      Open& file = found->second;
+      const int64_t offset = call.offset >= 0 ? call.offset : file.position;
+      if (call.offset < 0) file.position += static_cast<int64_t>(data.size());
+      log_.push_back({call.kind,
+                      file.node,
+                      -1,
+                      "",
+                      "",
+                      offset,
+                      {data.begin(), data.end()},
+                      call.kind == Kind::allocate ? call.offset + call.bytes : 0,
+                      file.path});
+      return;
+    }
+  }
+}
+
+void Disk::open(const FileCall& call) {
+  open_.erase(call.fd);
+  if (!inside(call.path)) return;
+  if (find(call.path) < 0) {
+    if ((call.flags & O_CREAT) == 0) return;
+    add_name(call, call.path, next_node_++);
+  }
+  open_[call.fd] = {find(call.path), 0, call.path};
+}
+
+void Disk::add_name(const FileCall& call, const std::string& path, Node node) {
+  nodes_[path] = node;
+  const auto [folder, name] = place(path);
+  log_.push_back({call.kind, node, folder, name, "", 0, {}, 0, path});
+}
+
+void Disk::rename(const FileCall& call) {
+  if (!inside(call.path)) return;
+  const auto [folder, old_name] = place(call.path);
+  const auto [new_folder, name] = place(call.other);
+  if (folder != new_folder) throw std::logic_error("a rename into another folder: " + call.other);
+  log_.push_back({call.kind, find(call.path), folder, name, old_name, 0, {}, 0, call.other});
+  std::map<std::string, Node> moved;
+  for (const auto& [path, node] : nodes_) {
+    const bool below = path == call.path || path.starts_with(call.path + "/");
+    moved[below ? call.other + path.substr(call.path.size()) : path] = node;
+  }
+  nodes_ = std::move(moved);
+}
+
+std::string Disk::text(size_t call) const {
+  const Event& event = log_[call];
+  std::string path = event.path == root_ ? "." : event.path.substr(root_.size() + 1);
+  return fmt::format("{} {}", name_of(event.kind), path);
+}
+
+std::vector<size_t> Disk::unsynced(size_t calls) const {
+  std::vector<size_t> out;
+  for (size_t i = 0; i < calls; ++i) {
+    if (is_sync(i)) continue;
+    const Node where = log_[i].folder >= 0 ? log_[i].folder : log_[i].node;
+    bool synced = false;
+    for (size_t j = i + 1; j < calls && !synced; ++j) synced = is_sync(j) && log_[j].node == where;
+    if (!synced) out.push_back(i);
+  }
+  return out;
+}
+
+void Disk::forget(size_t call) {
+  log_.erase(log_.begin() + static_cast<std::ptrdiff_t>(call));
+}
+
+void Disk::apply(Tree& tree, const Event& event, bool half) const {
+  switch (event.kind) {
+    case Kind::make_folder:
+      tree.folders[event.node];
+      tree.folders[event.folder][event.name] = event.node;
+      return;
+    case Kind::open:
+    case Kind::link:
+      tree.folders[event.folder][event.name] = event.node;
+      return;
+    case Kind::rename:
+      tree.folders[event.folder].erase(event.old_name);
+      tree.folders[event.folder][event.name] = event.node;
+      return;
+    case Kind::remove:
+      tree.folders[event.folder].erase(event.name);
+      return;
+    case Kind::write:
+    case Kind::allocate: {
+      std::vector<std::byte>& file = tree.files[event.node];
+      const size_t bytes = event.data.size() / (half ? 2 : 1);
+      const auto end = std::max(event.bytes, event.offset + static_cast<int64_t>(bytes));
+      if (file.size() < static_cast<size_t>(end)) file.resize(static_cast<size_t>(end));
+      std::copy_n(event.data.begin(), bytes, file.begin() + event.offset);
+      return;
+    }
+    case Kind::sync:
+    case Kind::close:
+      return;
+  }
+}
+
+void Disk::leave(size_t calls, const std::set<size_t>& lost, bool torn, const std::vector<std::string>& names,
+                 const fs::path& target) const {
+  Tree tree;
+  for (size_t i = 0; i < calls; ++i) {
+    if (!lost.contains(i)) apply(tree, log_[i], torn && i + 1 == calls);
+  }
+  // A name whose folder's own making was lost hangs in the air: folders are nodes by the names they have.
+  for (const auto& event : log_) {
+    if (event.kind == Kind::make_folder) tree.folders[event.node];
+  }
+  Tree chosen = tree;
+  std::erase_if(chosen.folders[0], [&](const auto& entry) {
+    return !names.empty() && std::find(names.begin(), names.end(), entry.first) == names.end();
+  });
+  write_out(chosen, 0, target);
+}
+
+void Disk::write_out(const Tree& tree, Node folder, const fs::path& target) const {
+  fs::create_directories(target);
+  for (const auto& [name, node] : tree.folders.at(folder)) {
+    if (tree.folders.contains(node)) {
+      write_out(tree, node, target / name);
+      continue;
+    }
+    std::ofstream file(target / name, std::ios::binary);
+    const auto found = tree.files.find(node);
+    if (found == tree.files.end()) continue;
+    file.write(reinterpret_cast<const char*>(found->second.data()),
+               static_cast<std::streamsize>(found->second.size()));
+  }
+}
+
+}  // namespace overspill::testing

@@ -1,0 +1,139 @@
+#include "tests/engine/file_calls.h"
+
+#include <fcntl.h>
+#include <sys/types.h>
+
+#include <atomic>
+#include <cerrno>
+#include <cstdarg>
+
+namespace overspill::testing {
+namespace {
+
+std::atomic<FileWatcher*> watching = nullptr;
+
+using Kind = FileCall::Kind;
+
+/// `call` returns -1 with errno, or what the call returns; `data_of` what was written, given that.
+template <class Call>
+auto watched(FileCall seen, const void* data, Call call) -> decltype(call()) {
+  FileWatcher* const watcher = watching;
+  if (watcher == nullptr) return call();
+  if (const int os_error = watcher->failure_of(seen)) {
+    errno = os_error;
+    return -1;
+  }
+  if (seen.kind == Kind::sync && !watcher->syncs()) {
+    watcher->done(seen, {});
+    return 0;
+  }
+  const auto result = call();
+  if (result < 0) return result;
+  const int os_error = errno;
+  if (seen.kind == Kind::open) seen.fd = static_cast<int>(result);
+  const bool written = seen.kind == Kind::write;
+  watcher->done(seen, {static_cast<const std::byte*>(data), written ? static_cast<size_t>(result) : 0});
+  errno = os_error;
+  return result;
+}
+
+}  // namespace
+
+const char* name_of(FileCall::Kind kind) {
+  static constexpr const char* kNames[] = {"open",  "close", "write",  "allocate", "sync",
+                                           "mkdir", "link",  "rename", "remove"};
+  return kNames[static_cast<size_t>(kind)];
+}
+
+WatchedFiles::WatchedFiles(FileWatcher& watcher) {
+  watching = &watcher;
+}
+WatchedFiles::~WatchedFiles() {
+  watching = nullptr;
+}
+
+}  // namespace overspill::testing
+
+// NOLINTBEGIN(bugprone-reserved-identifier): the linker's names
+extern "C" {
+
+using overspill::testing::FileCall;
+using overspill::testing::watched;
+
+int __real_open(const char* path, int flags, ...);
+int __real_close(int fd);
+ssize_t __real_write(int fd, const void* data, size_t bytes);
+ssize_t __real_pwrite(int fd, const void* data, size_t bytes, off_t offset);
+int __real_posix_fallocate(int fd, off_t offset, off_t bytes);
+int __real_fsync(int fd);
+int __real_fdatasync(int fd);
+int __real_mkdir(const char* path, mode_t mode);
+int __real_link(const char* from, const char* to);
+int __real_rename(const char* from, const char* to);
+int __real_unlink(const char* path);
+
+int __wrap_open(const char* path, int flags, ...) {
+  mode_t mode = 0;
+  if ((flags & O_CREAT) != 0) {
+    va_list arguments;
+    va_start(arguments, flags);
+    mode = va_arg(arguments, mode_t);
+    va_end(arguments);
+  }
+  return watched({.kind = FileCall::Kind::open, .path = path, .flags = flags}, nullptr,
+                 [&] { return __real_open(path, flags, mode); });
+}
+
+int __wrap_close(int fd) {
+  return watched({.kind = FileCall::Kind::close, .fd = fd}, nullptr, [&] { return __real_close(fd); });
+}
+
+ssize_t __wrap_write(int fd, const void* data, size_t bytes) {
+  return watched({.kind = FileCall::Kind::write, .fd = fd, .bytes = static_cast<int64_t>(bytes)}, data,
+                 [&] { return __real_write(fd, data, bytes); });
+}
+
+ssize_t __wrap_pwrite(int fd, const void* data, size_t bytes, off_t offset) {
+  return watched(
+      {.kind = FileCall::Kind::write, .fd = fd, .offset = offset, .bytes = static_cast<int64_t>(bytes)}, data,
+      [&] { return __real_pwrite(fd, data, bytes, offset); });
+}
+
+int __wrap_posix_fallocate(int fd, off_t offset, off_t bytes) {
+  const int result =
+      watched({.kind = FileCall::Kind::allocate, .fd = fd, .offset = offset, .bytes = bytes}, nullptr, [&] {
+        errno = __real_posix_fallocate(fd, offset, bytes);
+        return errno == 0 ? 0 : -1;
+      });
+  return result == 0 ? 0 : errno;
+}
+
+int __wrap_fsync(int fd) {
+  return watched({.kind = FileCall::Kind::sync, .fd = fd}, nullptr, [&] { return __real_fsync(fd); });
+}
+
+int __wrap_fdatasync(int fd) {
+  return watched({.kind = FileCall::Kind::sync, .fd = fd}, nullptr, [&] { return __real_fdatasync(fd); });
+}
+
+int __wrap_mkdir(const char* path, mode_t mode) {
+  return watched({.kind = FileCall::Kind::make_folder, .path = path}, nullptr,
+                 [&] { return __real_mkdir(path, mode); });
+}
+
+int __wrap_link(const char* from, const char* to) {
+  return watched({.kind = FileCall::Kind::link, .path = from, .other = to}, nullptr,
+                 [&] { return __real_link(from, to); });
+}
+
+int __wrap_rename(const char* from, const char* to) {
+  return watched({.kind = FileCall::Kind::rename, .path = from, .other = to}, nullptr,
+                 [&] { return __real_rename(from, to); });
+}
+
+int __wrap_unlink(const char* path) {
+  return watched({.kind = FileCall::Kind::remove, .path = path}, nullptr,
+                 [&] { return __real_unlink(path); });
+}
+}
+// NOLINTEND(bugprone-reserved-identifier)
