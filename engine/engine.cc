@@ -342,7 +342,13 @@ std::string Engine::load(const std::filesystem::path& folder) {
     m.gatherer.invalidate(lock, all);
   }
   m.gradients.clear();
-  m.keeper.load(folder, manifest, m.access);
+  try {
+    m.keeper.load(folder, manifest, m.access);
+  } catch (const std::exception& error) {  // a part of the weights is the checkpoint's, a part is not
+    const std::lock_guard guard(m.context.mutex);
+    m.context.fail(fmt::format("loading {} was cut off: {}", folder.string(), error.what()));
+    throw;
+  }
   m.steps = manifest.step;
   m.skipped_steps = manifest.skipped_steps;
   return manifest.extra_json;
