@@ -76,6 +76,9 @@ void remove_dead_runs(const std::filesystem::path& path) {
     if (!entry.path().filename().string().starts_with(kFolderPrefix)) continue;
     const auto lock_path = entry.path() / kLockName;
     const UniqueFd lock(::open(lock_path.c_str(), O_RDWR | O_CLOEXEC | O_NOFOLLOW));
+    // Killed before it made its lock, or after it removed it. Who is about to make one makes the folder
+    // again.
+    if (!lock && errno == ENOENT) ::rmdir(entry.path().c_str());
     if (lock && ::flock(lock.get(), LOCK_EX | LOCK_NB) == 0 && same_file(lock.get(), lock_path)) {
       remove_folder(entry.path());
     }
@@ -124,7 +127,11 @@ void JobFolder::take_lock(const std::string& job) {
     if (::mkdir(path_.c_str(), 0700) != 0 && errno != EEXIST) throw system_error(Operation::open, path_);
     UniqueFd fd(::open(lock_path.c_str(), O_RDWR | O_CREAT | O_CLOEXEC | O_NOFOLLOW, kOwnerOnly));
     if (!fd && errno == ENOENT) continue;  // a run that ended removed the folder in between
-    if (!fd) throw system_error(Operation::open, lock_path);
+    if (!fd) {
+      const StoreError error = system_error(Operation::open, lock_path);
+      ::rmdir(path_.c_str());  // goes only if it is empty
+      throw error;
+    }
     if (::flock(fd.get(), LOCK_EX | LOCK_NB) != 0) {
       if (errno == EINTR) continue;
       if (errno != EWOULDBLOCK) throw system_error(Operation::open, lock_path);
@@ -138,7 +145,9 @@ void JobFolder::take_lock(const std::string& job) {
     if (!same_file(fd.get(), lock_path)) continue;  // the lock of a folder removed in between
     const std::string pid = std::to_string(owner_);
     if (::ftruncate(fd.get(), 0) != 0 || ::pwrite(fd.get(), pid.data(), pid.size(), 0) < 0) {
-      throw system_error(Operation::open, lock_path);
+      const StoreError error = system_error(Operation::open, lock_path);
+      remove_folder(path_);
+      throw error;
     }
     lock_ = std::move(fd);
     return;
