@@ -2,10 +2,14 @@
 
 #include <fcntl.h>
 #include <fmt/format.h>
+#include <linux/fs.h>
+#include <linux/magic.h>
 #include <sys/file.h>
+#include <sys/ioctl.h>
 #include <sys/resource.h>
 #include <sys/stat.h>
 #include <sys/statvfs.h>
+#include <sys/vfs.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -61,6 +65,19 @@ void remove_slabs(const std::filesystem::path& folder) {
   }
 }
 
+// On Btrfs every write takes new room, so that reserved space may be full when it is needed; files made in
+// the folder from now on are written in place. Our own checksums stand in for those that Btrfs then does
+// without.
+void write_in_place(const std::filesystem::path& folder) {
+  const UniqueFd fd(::open(folder.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC));
+  struct statfs info {};
+  int flags = 0;
+  if (!fd || ::fstatfs(fd.get(), &info) != 0 || info.f_type != BTRFS_SUPER_MAGIC) return;
+  if (::ioctl(fd.get(), FS_IOC_GETFLAGS, &flags) != 0) return;
+  flags |= FS_NOCOW_FL;
+  ::ioctl(fd.get(), FS_IOC_SETFLAGS, &flags);  // refused: as before
+}
+
 void remove_folder(const std::filesystem::path& folder) {
   remove_slabs(folder);
   // The lock last: as long as it is there and held, nobody else works in the folder.
@@ -113,6 +130,7 @@ JobFolder::JobFolder(const std::filesystem::path& path, const std::string& job, 
   remove_dead_runs(path);
   take_lock(job);
   remove_slabs(path_);
+  write_in_place(path_);
   direct_ = direct_ && direct_works();
 }
 

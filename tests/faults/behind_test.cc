@@ -138,6 +138,16 @@ INSTANTIATE_TEST_SUITE_P(
                       Case{"removed", Harm::remove, {}}),
     [](const auto& one) { return std::string(one.param.name); });
 
+TEST(BehindFolder, OneOfARunThatWasKilledBeforeItHadALockGoesAtTheNextStart) {
+  const ScratchFolder scratch;
+  fs::create_directory(scratch.path() / "overspill-killed-at-once");
+  fs::create_directory(scratch.path() / "overspill-of-somebody");
+  std::ofstream(scratch.path() / "overspill-of-somebody" / "notes") << "not ours";
+  const auto engine = make_engine({.nvme = scratch.path()});
+  EXPECT_FALSE(fs::exists(scratch.path() / "overspill-killed-at-once"));
+  EXPECT_TRUE(fs::exists(scratch.path() / "overspill-of-somebody" / "notes"));
+}
+
 TEST(BehindFolder, TheJobsFolderIsRemovedWhileARunLives) {
   const ScratchFolder scratch;
   {

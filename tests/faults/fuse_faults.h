@@ -22,6 +22,7 @@ struct FuseFaults {
   std::atomic<uint32_t> operations{0};   // which fail
   std::atomic<int32_t> os_error{0};      // with what
   std::atomic<int64_t> let_through{0};   // of these, before they fail
+  std::atomic<int64_t> failures{0};      // so many fail, then no more
   std::atomic<bool> short_reads{false};  // half of what was asked, at least one block
   std::atomic<int64_t> flip_every{0};    // one bit of each n-th read
   std::atomic<int64_t> delay_us{0};      // up to this, before each read and write

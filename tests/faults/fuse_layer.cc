@@ -39,7 +39,7 @@ int result(int value) {
 /// The error that this operation shall end with, 0 for none.
 int injected(FuseOperation operation) {
   if ((faults->operations & static_cast<uint32_t>(operation)) == 0) return 0;
-  if (faults->let_through.fetch_sub(1) > 0) return 0;
+  if (faults->let_through.fetch_sub(1) > 0 || faults->failures.fetch_sub(1) <= 0) return 0;
   ++faults->failed;
   return -faults->os_error;
 }
