@@ -6,7 +6,7 @@ BUILD := build/release
 export VENV JOBS
 
 .DEFAULT_GOAL := help
-.PHONY: help setup build train test test-cpp test-python test-long bench-adam bench-gradient bench-io readme lint format sanitize neon wheel clean
+.PHONY: help setup setup-test build train test test-cpp test-python test-long fuzz bench-adam bench-gradient bench-io readme lint format sanitize neon wheel clean
 
 help:  ## This list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -21,7 +21,10 @@ train: build  ## Fine-tune SmolLM2-135M with a 600 MiB host budget, states on NV
 	@tools/setup --train
 	@$(PYTHON_VENV) tools/train_job.py $(TRAIN_ARGS)
 
-test: build test-cpp test-python  ## C++ and Python tests, within 12 minutes on 2 cores
+setup-test:
+	@tools/setup --test || echo "setup: going on; tests that need what is missing are skipped"
+
+test: setup-test build test-cpp test-python  ## C++ and Python tests, within 12 minutes on 2 cores
 
 test-cpp: build
 	@ctest --test-dir $(BUILD) --output-on-failure --no-tests=error -j $(JOBS)
@@ -30,7 +33,12 @@ test-python: build test-cpp
 	@$(PYTHON_VENV) -m pytest
 
 test-long: build  ## Soak and kill runs
+	@OVERSPILL_LONG=1 $(BUILD)/tests/faults/fault_tests --gtest_filter='*Killed*'
 	@$(PYTHON_VENV) -m pytest -m long
+
+fuzz:  ## Fuzz the reader of checkpoints for FUZZ_SECONDS (600) with clang's libFuzzer; coverage at the end
+	@tools/setup --fuzz
+	@tools/fuzz
 
 bench-adam: build  ## Update kernels beside a loop that only reads and writes the same memory
 	@tools/keep_result adam $(BUILD)/bench/bench_adam

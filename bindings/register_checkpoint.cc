@@ -36,6 +36,20 @@ py::dict merge(const std::filesystem::path& checkpoint, const std::filesystem::p
   return dict;
 }
 
+py::dict verify(const std::filesystem::path& checkpoint, Progress progress) {
+  engine::VerifyResult result;
+  {
+    const py::gil_scoped_release release;
+    result = engine::verify_checkpoint(checkpoint, &report, &progress);
+  }
+  py::dict dict;
+  dict["step"] = result.step;
+  dict["parameters"] = result.parameters;
+  dict["files"] = result.files;
+  dict["bytes"] = result.bytes;
+  return dict;
+}
+
 py::dict manifest(const std::filesystem::path& folder) {
   engine::Manifest manifest;
   {
@@ -74,6 +88,8 @@ void register_checkpoint(py::module_& m) {
   m.def("merge", &merge, py::arg("checkpoint"), py::arg("out"), py::arg("dtype") = "bf16",
         py::arg("shard_bytes") = int64_t{5} << 30, py::arg("progress") = Progress(),
         "Streams a checkpoint into Hugging Face safetensors, in memory of about one tensor.");
+  m.def("verify", &verify, py::arg("checkpoint"), py::arg("progress") = Progress(),
+        "Reads every byte of a checkpoint and compares it with its checksum, in memory of a few MiB.");
   m.def("manifest", &manifest, py::arg("folder"),
         "What a checkpoint folder holds; checked, but for the data itself.");
 }

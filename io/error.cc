@@ -61,7 +61,8 @@ const char* way_out_of(ErrorKind kind) {
     case ErrorKind::no_space:
       return "free space there, or add a path to the nvme budget";
     case ErrorKind::quota:
-      return "raise the quota or file size limit (ulimit -f), or choose another path";
+      return "raise the quota or the limit (ulimit -f of a file's size, ulimit -n of open files), or choose "
+             "another path";
     case ErrorKind::device:
       return "check the disk (dmesg, smartctl); the last checkpoint is unaffected";
     case ErrorKind::truncated:
@@ -102,12 +103,18 @@ ErrorKind kind_of_errno(int os_error) {
       return ErrorKind::no_space;
     case EDQUOT:
     case EFBIG:
+    case EMFILE:
+    case ENFILE:
       return ErrorKind::quota;
     case ENOENT:
     case ENOTDIR:
     case ESTALE:
     case ENXIO:
     case ENODEV:
+    case ENOTCONN:      // a FUSE daemon died
+    case ECONNABORTED:  // while this request was on its way
+    case EHOSTDOWN:     // a server of a network file system is gone
+    case EHOSTUNREACH:
       return ErrorKind::vanished;
     case EACCES:
     case EPERM:

@@ -10,10 +10,10 @@ namespace overspill::io {
 
 enum class ErrorKind : uint8_t {
   no_space,     // ENOSPC: the file system is full
-  quota,        // EDQUOT, EFBIG: a limit below the disk's size
+  quota,        // EDQUOT, EFBIG, EMFILE: a limit below what the machine has
   device,       // EIO and kin: the device failed the transfer
   truncated,    // the file ends before the extent does
-  vanished,     // ENOENT, ESTALE, ENXIO: the path is gone
+  vanished,     // ENOENT, ESTALE, ENXIO, ENOTCONN: the path is gone
   corrupt,      // a checksum differs
   denied,       // EACCES, EPERM, EROFS
   locked,       // another live run holds the folder

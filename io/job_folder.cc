@@ -2,10 +2,14 @@
 
 #include <fcntl.h>
 #include <fmt/format.h>
+#include <linux/fs.h>
+#include <linux/magic.h>
 #include <sys/file.h>
+#include <sys/ioctl.h>
 #include <sys/resource.h>
 #include <sys/stat.h>
 #include <sys/statvfs.h>
+#include <sys/vfs.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -61,6 +65,19 @@ void remove_slabs(const std::filesystem::path& folder) {
   }
 }
 
+// On Btrfs every write takes new room, so that reserved space may be full when it is needed; files made in
+// the folder from now on are written in place. Our own checksums stand in for those that Btrfs then does
+// without.
+void write_in_place(const std::filesystem::path& folder) {
+  const UniqueFd fd(::open(folder.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC));
+  struct statfs info {};
+  int flags = 0;
+  if (!fd || ::fstatfs(fd.get(), &info) != 0 || info.f_type != BTRFS_SUPER_MAGIC) return;
+  if (::ioctl(fd.get(), FS_IOC_GETFLAGS, &flags) != 0) return;
+  flags |= FS_NOCOW_FL;
+  ::ioctl(fd.get(), FS_IOC_SETFLAGS, &flags);  // refused: as before
+}
+
 void remove_folder(const std::filesystem::path& folder) {
   remove_slabs(folder);
   // The lock last: as long as it is there and held, nobody else works in the folder.
@@ -76,6 +93,9 @@ void remove_dead_runs(const std::filesystem::path& path) {
     if (!entry.path().filename().string().starts_with(kFolderPrefix)) continue;
     const auto lock_path = entry.path() / kLockName;
     const UniqueFd lock(::open(lock_path.c_str(), O_RDWR | O_CLOEXEC | O_NOFOLLOW));
+    // Killed before it made its lock, or after it removed it. Who is about to make one makes the folder
+    // again.
+    if (!lock && errno == ENOENT) ::rmdir(entry.path().c_str());
     if (lock && ::flock(lock.get(), LOCK_EX | LOCK_NB) == 0 && same_file(lock.get(), lock_path)) {
       remove_folder(entry.path());
     }
@@ -110,6 +130,7 @@ JobFolder::JobFolder(const std::filesystem::path& path, const std::string& job, 
   remove_dead_runs(path);
   take_lock(job);
   remove_slabs(path_);
+  write_in_place(path_);
   if (direct_) try_direct();
 }
 
@@ -124,7 +145,11 @@ void JobFolder::take_lock(const std::string& job) {
     if (::mkdir(path_.c_str(), 0700) != 0 && errno != EEXIST) throw system_error(Operation::open, path_);
     UniqueFd fd(::open(lock_path.c_str(), O_RDWR | O_CREAT | O_CLOEXEC | O_NOFOLLOW, kOwnerOnly));
     if (!fd && errno == ENOENT) continue;  // a run that ended removed the folder in between
-    if (!fd) throw system_error(Operation::open, lock_path);
+    if (!fd) {
+      const StoreError error = system_error(Operation::open, lock_path);
+      ::rmdir(path_.c_str());  // goes only if it is empty
+      throw error;
+    }
     if (::flock(fd.get(), LOCK_EX | LOCK_NB) != 0) {
       if (errno == EINTR) continue;
       if (errno != EWOULDBLOCK) throw system_error(Operation::open, lock_path);
@@ -138,7 +163,9 @@ void JobFolder::take_lock(const std::string& job) {
     if (!same_file(fd.get(), lock_path)) continue;  // the lock of a folder removed in between
     const std::string pid = std::to_string(owner_);
     if (::ftruncate(fd.get(), 0) != 0 || ::pwrite(fd.get(), pid.data(), pid.size(), 0) < 0) {
-      throw system_error(Operation::open, lock_path);
+      const StoreError error = system_error(Operation::open, lock_path);
+      remove_folder(path_);
+      throw error;
     }
     lock_ = std::move(fd);
     return;

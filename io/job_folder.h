@@ -19,6 +19,9 @@ struct SlabFile {
   std::filesystem::path path;
   UniqueFd fd;
   int64_t bytes = 0;
+  // After a failed fdatasync a later one says nothing about the bytes before (the kernel may have dropped
+  // them): set by the export, which from then on copies what it can verify.
+  mutable bool sync_failed = false;
 };
 
 class JobFolder {

@@ -67,7 +67,11 @@ class Exporter {
   std::optional<std::string> link(const SlabFile& slab) {
     const auto known = names_.find(&slab);
     if (known != names_.end()) return known->second;
-    if (::fdatasync(slab.fd.get()) != 0) throw system_error(Operation::sync, slab.path);
+    if (slab.sync_failed) return names_.emplace(&slab, std::nullopt).first->second;
+    if (::fdatasync(slab.fd.get()) != 0) {
+      slab.sync_failed = true;
+      throw system_error(Operation::sync, slab.path);
+    }
     return names_.emplace(&slab, make_link(slab)).first->second;
   }
 

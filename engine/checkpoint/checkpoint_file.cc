@@ -13,20 +13,23 @@
 #include <vector>
 
 #include "io/checksum.h"
+#include "io/error.h"
 
 namespace overspill::engine {
 namespace {
 
 constexpr int64_t kBlockBytes = io::kChecksumBlockBytes;
 
+constexpr const char* kUseAnother = "use another checkpoint, or restore this file";
+constexpr const char* kMakeRoom = "free space or choose another folder";
+constexpr const char* kCheckDisk = "check the disk (dmesg, smartctl) or choose another folder";
+
 [[noreturn]] void fail(const std::filesystem::path& path, const char* what, int os_error,
                        const char* way_out) {
+  if (way_out == kMakeRoom && io::kind_of_errno(os_error) == io::ErrorKind::device) way_out = kCheckDisk;
   throw CheckpointError(
       fmt::format("{}: {}: {}; {}", path.string(), what, std::generic_category().message(os_error), way_out));
 }
-
-constexpr const char* kUseAnother = "use another checkpoint, or restore this file";
-constexpr const char* kMakeRoom = "free space or choose another folder";
 
 void verify_block(const std::filesystem::path& folder, const FileRange& range, int64_t block,
                   std::span<const std::byte> bytes) {

@@ -17,13 +17,31 @@ namespace {
 
 namespace fs = std::filesystem;
 
+[[noreturn]] void fail(const fs::path& path, const char* what, const std::error_code& error) {
+  throw CheckpointError(fmt::format("{}: {}: {}; check the disk, free space or choose another folder",
+                                    path.string(), what, error.message()));
+}
+
+bool is_there(const fs::path& path) {
+  std::error_code error;
+  const bool found = fs::exists(path, error);
+  if (error) fail(path, "cannot be examined", error);
+  return found;
+}
+
 /// Creates `folder` and the folders above it that are missing, and makes their names durable.
 void create_durably(const fs::path& folder) {
-  if (fs::exists(folder)) return;
+  if (is_there(folder)) return;
   const fs::path parent = folder.parent_path();
   create_durably(parent);
   make_folder(folder);
   sync_folder(parent);
+}
+
+void remove_leftovers(const fs::path& partial) {
+  std::error_code error;
+  fs::remove_all(partial, error);
+  if (error) fail(partial, "what an earlier save left cannot be removed", error);
 }
 
 /// Absolute, and without a trailing separator: "<folder>.partial" has to lie beside the folder, not in it.
@@ -33,10 +51,11 @@ fs::path whole_name(const fs::path& folder) {
 }
 
 void require_absent(const fs::path& folder) {
-  std::error_code ignored;
-  if (!fs::exists(folder, ignored)) return;
-  if (fs::is_directory(folder, ignored) && fs::is_empty(folder, ignored)) {
-    fs::remove(folder);
+  if (!is_there(folder)) return;
+  std::error_code error;
+  if (fs::is_directory(folder, error) && fs::is_empty(folder, error)) {
+    fs::remove(folder, error);
+    if (error) fail(folder, "the empty folder there cannot be replaced", error);
     return;
   }
   throw CheckpointError(
@@ -144,7 +163,7 @@ void CheckpointKeeper::save(const fs::path& folder, int64_t steps, int64_t skipp
   require_absent(absolute);
   forget_deleted();
   const fs::path partial = absolute.string() + ".partial";
-  fs::remove_all(partial);
+  remove_leftovers(partial);
   if (context_.resources.store != nullptr) {
     context_.store().reserve(
         context_.plan.nvme_reserve_bytes +
@@ -227,13 +246,7 @@ Manifest CheckpointKeeper::verify(const fs::path& folder) const {
     throw CheckpointError(fmt::format("{} is a checkpoint of another model: it has {} units, this one {}",
                                       folder.string(), manifest.units.size(), context_.layout.units.size()));
   }
-  std::vector<std::byte> buffer;
-  for (const ManifestUnit& unit : manifest.units) {
-    for (const ManifestPiece& piece : unit.pieces) {
-      buffer.resize(static_cast<size_t>(piece.range.bytes));
-      read_range(folder, piece.range, buffer);
-    }
-  }
+  verify_data(folder, manifest);
   return manifest;
 }
 
@@ -253,10 +266,9 @@ void CheckpointKeeper::load(const fs::path& folder, const Manifest& manifest, Ac
       // Padding depends on the world the checkpoint was made in; what lies beyond this unit's own is zero.
       const int64_t elements = std::min(piece.elements, unit.elements - piece.begin);
       if (elements <= 0) continue;
-      buffer.resize(static_cast<size_t>(piece.range.bytes));
+      buffer.resize(static_cast<size_t>(elements * width));  // the range may be longer, by any amount
       read_range(folder, piece.range, buffer);
-      access.write(index, component, piece.begin,
-                   std::span(buffer).first(static_cast<size_t>(elements * width)));
+      access.write(index, component, piece.begin, buffer);
     }
   }
 }

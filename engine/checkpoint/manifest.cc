@@ -9,6 +9,7 @@
 
 #include "engine/checkpoint/checkpoint_file.h"
 #include "engine/checkpoint/manifest_check.h"
+#include "io/checksum.h"
 
 namespace overspill::engine {
 namespace {
@@ -18,6 +19,9 @@ using Json = nlohmann::json;
 constexpr int64_t kManifestBytesMax = int64_t{1} << 30;  // a checkpoint of about 3 TB
 constexpr int kDepthMax = 8;                             // ours has 6
 constexpr size_t kHexDigits = 16;                        // of one checksum
+// "checksum" is the first of the sorted keys, so a manifest of ours begins with these bytes and the digits.
+constexpr std::string_view kBeforeOwnSum = R"({"checksum":")";
+constexpr std::string_view kNoOwnSum = "0000000000000000";
 
 /// Thrown while reading; the caller adds the file's name and the way out.
 class Malformed : public std::runtime_error {
@@ -174,7 +178,7 @@ Manifest read_root(const Json& json) {
     throw Malformed(fmt::format("its version is {} and this program reads {}",
                                 json["version"].dump().substr(0, 20), kManifestVersion));
   }
-  const Fields root(json, "the manifest", 6);
+  const Fields root(json, "the manifest", 7);
   return {.version = kManifestVersion,
           .step = root.integer("step"),
           .skipped_steps = root.integer("skipped_steps"),
@@ -200,6 +204,29 @@ std::string read_text(const std::filesystem::path& path) {
   std::string text(static_cast<size_t>(bytes), '\0');
   file.read_at(std::as_writable_bytes(std::span(text)), 0);
   return text;
+}
+
+/// XXH3-64 of the whole text, the digits of the checksum itself taken as zeros.
+std::string own_sum(std::string_view text) {
+  const std::string_view rest = text.substr(kBeforeOwnSum.size() + kHexDigits);
+  XXH3_state_t state;
+  XXH3_64bits_reset(&state);
+  XXH3_64bits_update(&state, kBeforeOwnSum.data(), kBeforeOwnSum.size());
+  XXH3_64bits_update(&state, kNoOwnSum.data(), kNoOwnSum.size());
+  XXH3_64bits_update(&state, rest.data(), rest.size());
+  return fmt::format("{:016x}", XXH3_64bits_digest(&state));
+}
+
+/// A flipped bit in a step count or in the caller's own text would otherwise be a wrong number.
+void check_own_sum(std::string_view text) {
+  if (!text.starts_with(kBeforeOwnSum) || text.size() < kBeforeOwnSum.size() + kHexDigits)
+    throw Malformed("it does not begin with its checksum");
+  const std::string found = own_sum(text);
+  if (text.substr(kBeforeOwnSum.size(), kHexDigits) != found) {
+    throw Malformed(
+        fmt::format("its {} bytes have the checksum {}, and another is written in it: damaged or edited",
+                    text.size(), found));
+  }
 }
 
 Json to_json(const ManifestUnit& unit) {
@@ -236,10 +263,12 @@ std::string to_text(const std::filesystem::path& path, const Manifest& manifest)
   try {
     Json units = Json::array();
     for (const ManifestUnit& unit : manifest.units) units.push_back(to_json(unit));
-    return Json{
-        {"version", manifest.version}, {"step", manifest.step},     {"skipped_steps", manifest.skipped_steps},
-        {"world", manifest.world},     {"units", std::move(units)}, {"extra", manifest.extra_json}}
-        .dump();
+    std::string text = Json{{"checksum", kNoOwnSum},       {"version", manifest.version},
+                            {"step", manifest.step},       {"skipped_steps", manifest.skipped_steps},
+                            {"world", manifest.world},     {"units", std::move(units)},
+                            {"extra", manifest.extra_json}}
+                           .dump();
+    return text.replace(kBeforeOwnSum.size(), kHexDigits, own_sum(text));
   } catch (const Json::exception& error) {
     throw CheckpointError(
         fmt::format("{}: cannot be written: {}; names must be UTF-8", path.string(), error.what()));
@@ -259,7 +288,9 @@ Manifest read_manifest(const std::filesystem::path& folder) {
   }
   Manifest manifest;
   try {
-    manifest = read_root(parse(read_text(path)));
+    const std::string text = read_text(path);
+    manifest = read_root(parse(text));
+    check_own_sum(text);
   } catch (const Malformed& error) {
     throw CheckpointError(fmt::format("{}: {}; use another checkpoint", path.string(), error.what()));
   } catch (const Json::exception& error) {

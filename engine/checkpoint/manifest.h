@@ -1,6 +1,6 @@
 // What a checkpoint folder holds, as one JSON file written last (DESIGN 7). Untrusted when read: every size,
 // offset and name is checked before use. Layout is by parameter name, so that a checkpoint opens at any world
-// size and placement.
+// size and placement. The text carries its own checksum.
 #pragma once
 
 #include <cstdint>
@@ -12,7 +12,7 @@
 
 namespace overspill::engine {
 
-inline constexpr int kManifestVersion = 1;
+inline constexpr int kManifestVersion = 2;
 inline constexpr const char* kManifestFile = "manifest.json";
 
 /// Something in a checkpoint folder is missing, malformed, or does not belong; what() names the file and the
@@ -86,6 +86,20 @@ void read_range(const std::filesystem::path& folder, const FileRange& range, std
 /// The same for the bytes from `begin` on.
 void read_range_part(const std::filesystem::path& folder, const FileRange& range, int64_t begin,
                      std::span<std::byte> to);
+
+/// Reads every byte that the manifest names and compares it with its checksum, in memory of a few MiB. Throws
+/// CheckpointError naming what does not fit. `progress` as in merge_checkpoint.
+struct VerifyResult {
+  int64_t step = 0;
+  int64_t parameters = 0;
+  int64_t files = 0;
+  int64_t bytes = 0;
+};
+VerifyResult verify_checkpoint(const std::filesystem::path& folder, void (*progress)(void*, int64_t, int64_t),
+                               void* context);
+/// The same with a manifest that was read.
+VerifyResult verify_data(const std::filesystem::path& folder, const Manifest& manifest,
+                         void (*progress)(void*, int64_t, int64_t) = nullptr, void* context = nullptr);
 
 /// Streams a checkpoint into Hugging Face safetensors files in `out` (created; must be empty or absent):
 /// model.safetensors, or shards of at most `shard_bytes` with an index. `dtype` is "bf16" or "fp32": weights

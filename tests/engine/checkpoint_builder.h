@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <bit>
+#include <cstdio>
 #include <cstring>
 #include <filesystem>
 #include <fstream>
@@ -42,6 +43,17 @@ inline std::string read_file(const std::filesystem::path& path) {
 inline void write_file(const std::filesystem::path& path, const std::string& bytes) {
   std::filesystem::remove(path);  // ext4 syncs a file that is truncated and written again, but not a new one
   std::ofstream(path, std::ios::binary | std::ios::trunc) << bytes;
+}
+
+/// The text of a manifest that was changed, its own checksum made to fit again where it has one.
+inline std::string sealed(std::string text) {
+  const std::string before = R"({"checksum":")";
+  if (!text.starts_with(before) || text.size() < before.size() + 16) return text;
+  text.replace(before.size(), 16, 16, '0');
+  char digits[17];
+  std::snprintf(digits, sizeof digits, "%016llx",
+                static_cast<unsigned long long>(XXH3_64bits(text.data(), text.size())));
+  return text.replace(before.size(), 16, digits);
 }
 
 template <typename Value>

@@ -68,7 +68,7 @@ class ManifestTest : public ::testing::Test {
   void expect_refused(const std::function<void(Json&)>& change, const std::string& part = "") {
     Json json = Json::parse(text_);
     change(json);
-    expect_refused(json.dump(), part);
+    expect_refused(testing::sealed(json.dump()), part);
   }
 
   TemporaryFolder folder_;
@@ -128,13 +128,13 @@ TEST_F(ManifestTest, WhatCouldNotBeReadIsNotWritten) {
 
 TEST_F(ManifestTest, RefusesWhatIsNoManifest) {
   for (const char* text :
-       {"", "{", "[]", "null", "7", "\"version\"", "{}", "{\"version\": 1}", "\xFF", "{\"version\": 1} x"}) {
+       {"", "{", "[]", "null", "7", "\"version\"", "{}", "{\"version\": 2}", "\xFF", "{\"version\": 2} x"}) {
     expect_refused(text);
   }
   expect_refused(std::string(100'000, '['), "deep");
-  expect_refused("{\"version\": 1, \"x\": " + std::string(100'000, '['), "deep");
-  expect_refused([](Json& json) { json["version"] = 2; }, "version is 2");
-  expect_refused([](Json& json) { json["surprise"] = 1; }, "7 fields where 6");
+  expect_refused("{\"version\": 2, \"x\": " + std::string(100'000, '['), "deep");
+  expect_refused([](Json& json) { json["version"] = 3; }, "version is 3");
+  expect_refused([](Json& json) { json["surprise"] = 1; }, "8 fields where 7");
   expect_refused([](Json& json) { json.erase("world"), json["World"] = 1; }, "no 'world'");
   expect_refused([](Json& json) { json["world"] = 0; }, "a world of 0");
   expect_refused([](Json& json) { json["extra"] = {}; }, "'extra'");
@@ -403,13 +403,53 @@ void mutate(std::string& text, std::mt19937& random) {
   }
 }
 
+TEST_F(ManifestTest, AFlippedBitAnywhereIsRefused) {
+  for (size_t i = 0; i < text_.size(); ++i) {
+    std::string text = text_;
+    text[i] = static_cast<char>(text[i] ^ 1 << i % 7);
+    expect_refused(text);
+  }
+  expect_refused(text_ + " ", "checksum");
+  expect_refused(" " + text_, "does not begin with its checksum");
+  expect_refused(
+      [](Json& json) {
+        json.erase("checksum");
+        json["Checksum"] = "0000000000000000";
+      },
+      "does not begin with its checksum");
+}
+
+TEST_F(ManifestTest, VerifyReadsEveryByte) {
+  int64_t done = 0;
+  const VerifyResult whole = verify_checkpoint(
+      path(), [](void* context, int64_t now, int64_t) { *static_cast<int64_t*>(context) = now; }, &done);
+  EXPECT_EQ(whole.step, 12);
+  EXPECT_EQ(whole.parameters, 5);
+  EXPECT_EQ(whole.files, 2);
+  EXPECT_EQ(whole.bytes, done);
+  for (const ManifestUnit& unit : manifest_.units) {
+    for (const ManifestPiece& piece : unit.pieces) {
+      const std::filesystem::path file = path() / piece.range.file;
+      const std::string content = read_file(file);
+      for (const int64_t at : {int64_t{0}, piece.range.bytes / 2, piece.range.bytes - 1}) {
+        std::string flipped = content;
+        flipped[piece.range.offset + at] ^= 0x10;
+        write_file(file, flipped);
+        EXPECT_THROW(verify_checkpoint(path(), nullptr, nullptr), CheckpointError) << at;
+      }
+      write_file(file, content);
+    }
+  }
+  EXPECT_EQ(verify_checkpoint(path(), nullptr, nullptr).bytes, whole.bytes);
+}
+
 TEST_F(ManifestTest, SurvivesAnyEdit) {
   int accepted = 0;
   for (uint32_t seed = 0; seed < 6000; ++seed) {
     std::mt19937 random(seed);
     std::string text = text_;
     for (uint32_t edits = 1 + random() % 3; edits > 0 && !text.empty(); --edits) mutate(text, random);
-    write_file(path() / kManifestFile, text);
+    write_file(path() / kManifestFile, testing::sealed(text));
     try {
       const Manifest read = read_manifest(path());
       ++accepted;

@@ -5,6 +5,7 @@ import json
 import os
 import signal
 import subprocess
+import sys
 
 import pytest
 import tiny
@@ -261,6 +262,53 @@ def test_a_truncated_checkpoint_is_named(bench, finished, capsys, tmp_path):
     (checkpoint / "manifest.json").write_bytes(before["checkpoints/step-000008/manifest.json"])
     assert tiny.tree(out) == before
     assert not (tmp_path / "merged").exists() and not list(tmp_path.glob("*.part"))
+
+
+def test_verify_tells_whole_from_damaged(bench, finished, capsys, tmp_path):
+    import shutil
+
+    checkpoint = tmp_path / "it's a checkpoint – ü"
+    shutil.copytree(finished / "checkpoints/step-000008", checkpoint)
+    assert "whole: step 8" in bench.ok(capsys, "verify", checkpoint)
+    manifest = checkpoint / "manifest.json"
+    for victim in [p for p in checkpoint.iterdir() if p.is_file()]:
+        whole = victim.read_bytes()
+        # The first piece in each file is where its bytes begin to matter.
+        pieces = [p for u in json.loads(manifest.read_bytes())["units"] for p in u["pieces"]]
+        at = min((p["offset"] for p in pieces if p["file"] == victim.name), default=len(whole) // 2)
+        victim.write_bytes(whole[:at] + bytes([whole[at] ^ 8]) + whole[at + 1 :])
+        assert victim.name in bench.fails(capsys, "verify", checkpoint)
+        victim.write_bytes(whole)
+    assert "whole" in bench.ok(capsys, "verify", checkpoint)
+    assert "is no folder" in bench.fails(capsys, "verify", checkpoint / "absent")
+    assert "no complete checkpoint" in bench.fails(capsys, "verify", checkpoint / "hf")
+
+
+HANGING = """
+import ctypes, sys
+from overspill.cli.loop import Stop
+
+libc = ctypes.CDLL(None)
+lock = ctypes.create_string_buffer(64)
+with Stop().listening():
+    print("listening", flush=True)
+    libc.pthread_mutex_lock(lock)
+    libc.pthread_mutex_lock(lock)  # without the GIL, for ever, whatever signals come: as a disk that hangs
+"""
+
+
+def test_a_second_ctrl_c_ends_a_run_that_hangs(bench):
+    process = subprocess.Popen(
+        [sys.executable, "-c", HANGING], env=bench.env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout.readline() == "listening\n"
+    process.send_signal(signal.SIGINT)
+    with pytest.raises(subprocess.TimeoutExpired):
+        process.wait(timeout=0.5)  # the first asks, and the step in hand is finished
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "stopped while waiting" in err
 
 
 def test_a_checkpoint_of_another_model_is_refused(bench, finished, capsys, tmp_path):

@@ -1,4 +1,4 @@
-"""The command `overspill`: doctor, plan, train, merge, generate. Each command is a file of this folder."""
+"""The command `overspill`: doctor, plan, train, verify, merge, generate. Each command is a file of this folder."""
 
 import argparse
 import importlib
@@ -8,13 +8,14 @@ import traceback
 
 from overspill.cli.common import CliError, describe
 
-COMMANDS = ("doctor", "plan", "train", "merge", "generate")
+COMMANDS = ("doctor", "plan", "train", "verify", "merge", "generate")
 
 EXAMPLES = """examples:
   overspill doctor --nvme /mnt/disk
   overspill plan --model ./smollm2 --host-budget 600MiB --nvme /mnt/disk
   overspill train --model ./smollm2 --data ./texts --host-budget 600MiB --nvme /mnt/disk --out runs/first --steps 40
   overspill train --out runs/first --resume
+  overspill verify runs/first/checkpoints/step-000040
   overspill merge runs/first/checkpoints/step-000040 ./tuned --dtype bf16
   overspill generate --model ./tuned --prompt "def "
 """

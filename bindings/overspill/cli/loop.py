@@ -1,6 +1,8 @@
 """The training loop of `overspill train`: what a step is, and what must be kept so that going on changes no bit."""
 
+import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -22,25 +24,52 @@ LOGGED = (
     "wait_seconds",
 )
 
+PATIENCE_SECONDS = 3.0  # for the main thread to see a second SIGINT
+
 
 class Stop:
-    """A request to stop, by SIGINT or SIGTERM. A second SIGINT stops at once."""
+    """A request to stop, by SIGINT or SIGTERM. A second SIGINT stops at once, also where the main thread waits for a
+    disk that hangs: Python's handlers run in that thread only, so another one watches."""
 
     def __init__(self) -> None:
         self.signal: int | None = None
+        self._seen = threading.Event()  # the main thread has taken a second SIGINT
+        self._ended = threading.Event()
 
     @contextmanager
     def listening(self) -> Iterator["Stop"]:
         """Takes the two signals over for a while."""
         before = {number: signal.signal(number, self._receive) for number in (signal.SIGINT, signal.SIGTERM)}
+        reader, writer = os.pipe()
+        os.set_blocking(writer, False)
+        wakeup_before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+        watcher = threading.Thread(target=self._watch, args=(reader,), daemon=True)
+        watcher.start()
         try:
             yield self
         finally:
+            self._seen.set()
+            self._ended.set()
+            signal.set_wakeup_fd(wakeup_before)
             for number, handler in before.items():
                 signal.signal(number, handler)
+            os.close(writer)  # ends the watcher
+            watcher.join()
+            os.close(reader)
+
+    def _watch(self, reader: int) -> None:
+        signals = 0
+        while number := os.read(reader, 1):
+            signals += 1
+            if number[0] != signal.SIGINT or signals == 1:
+                continue
+            if not (self._seen if signals == 2 else self._ended).wait(PATIENCE_SECONDS):
+                os.write(2, b"overspill: stopped while waiting (a disk hangs?); checkpoints are as they were\n")
+                os._exit(128 + signal.SIGINT)
 
     def _receive(self, number: int, _frame: object) -> None:
         if self.signal is not None and number == signal.SIGINT:
+            self._seen.set()
             raise KeyboardInterrupt
         self.signal = number
 

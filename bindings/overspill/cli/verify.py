@@ -1,0 +1,38 @@
+"""Read every byte of a checkpoint and compare it with its checksum.
+
+Exit code 0 and one line for a checkpoint that is whole; else 1, and an error that names the file and the place. Nothing
+is changed. Memory: a few MiB.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+from overspill.cli.common import CliError
+from overspill.memory import human
+
+
+def options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "checkpoint", type=Path, metavar="CHECKPOINT", help="e.g. runs/first/checkpoints/step-000040"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    from overspill import _core
+
+    if not args.checkpoint.is_dir():
+        raise CliError(
+            f"checkpoint {args.checkpoint} is no folder; give a folder that training saved, e.g. OUT/checkpoints/step-…"
+        )
+    counted = _core.verify(str(args.checkpoint), _progress if sys.stderr.isatty() else None)
+    print(
+        f"{args.checkpoint}: whole: step {counted['step']}, {counted['parameters']} parameters, "
+        f"{human(counted['bytes'])} in {counted['files']} files"
+    )
+    return 0
+
+
+def _progress(done: int, total: int) -> None:
+    end = "" if done < total else "\n"
+    print(f"\rverify: {human(done)} of {human(total)} ", end=end, file=sys.stderr, flush=True)

@@ -1,0 +1,346 @@
+// A file system that fails under the store: errors of every operation, short reads, flipped bits, delays, one
+// that hangs, one that dies.
+#include <signal.h>
+#include <sys/vfs.h>
+
+#include <algorithm>
+#include <thread>
+
+#include "tests/faults/fuse_faults.h"
+#include "tests/faults/life.h"
+#include "tests/faults/mounts.h"
+
+namespace overspill::testing {
+namespace {
+
+constexpr int64_t kAll = int64_t{1} << 60;
+
+class Fuse : public ::testing::Test {
+ protected:
+  void SetUp() override {
+#ifndef OVERSPILL_FUSE_LAYER
+    GTEST_SKIP() << "built without libfuse3 (tools/setup --test installs it)";
+#else
+    if (const std::string why = own_mounts(); !why.empty()) GTEST_SKIP() << why;
+    if (::access("/dev/fuse", R_OK | W_OK) != 0) GTEST_SKIP() << "/dev/fuse: " << std::strerror(errno);
+    file_ = ::memfd_create("faults", 0);
+    ASSERT_GE(file_, 0);
+    ASSERT_EQ(::ftruncate(file_, sizeof(FuseFaults)), 0);
+    faults_ = new (map_fuse_faults(file_)) FuseFaults;
+    fs::create_directory(point_.beside("backing"));
+    const std::string backing = point_.beside("backing"), number = std::to_string(file_), here = root();
+    layer_ = ::fork();
+    if (layer_ == 0) {
+      ::execl(OVERSPILL_FUSE_LAYER, "fuse_layer", backing.c_str(), number.c_str(), here.c_str(), nullptr);
+      ::_exit(127);
+    }
+    bool ended = false;
+    const bool mounted = eventually([&] {
+      int status = 0;
+      ended = ::waitpid(layer_, &status, WNOHANG) == layer_;
+      return ended || is_mounted();
+    });
+    if (ended) layer_ = -1;
+    if (!mounted || ended) GTEST_SKIP() << "FUSE cannot be mounted here (a container may refuse it)";
+#endif
+  }
+
+  void TearDown() override {
+    if (faults_ != nullptr) faults_->hang = false;
+    kill_layer();
+    if (faults_ != nullptr) ::munmap(faults_, sizeof(FuseFaults));
+    if (file_ >= 0) ::close(file_);
+  }
+
+  bool is_mounted() const {
+    struct statfs status {};
+    return ::statfs(root().c_str(), &status) == 0 && status.f_type == 0x65735546;
+  }
+
+  void kill_layer() {
+    if (layer_ <= 0) return;
+    ::kill(layer_, SIGKILL);
+    int status = 0;
+    ::waitpid(layer_, &status, 0);
+    layer_ = -1;
+  }
+
+  fs::path root() const {
+    return point_.path();
+  }
+
+  std::unique_ptr<engine::Engine> trained(int steps, const std::string& backend = "auto") {
+    auto engine = make_engine({.nvme = root(), .backend = backend});
+    toy_load(*engine);
+    for (int step = 0; step < steps; ++step) toy_step(*engine, step, 1, 0);
+    engine->synchronize();
+    return engine;
+  }
+
+  /// From now on these operations fail, or the next of them only.
+  void fail(FuseOperation operation, int os_error, int64_t let_through = 0, int64_t failures = kAll) {
+    faults_->os_error = os_error;
+    faults_->failures = failures;
+    faults_->let_through = let_through;
+    faults_->operations = static_cast<uint32_t>(operation);
+  }
+  void heal() {
+    faults_->operations = 0;
+  }
+
+  Mountpoint point_;
+  int file_ = -1;
+  pid_t layer_ = -1;
+  FuseFaults* faults_ = nullptr;
+};
+
+TEST_F(Fuse, DelaysAndShortReadsChangeNothing) {
+  for (const char* backend : {"auto", "threads"}) {
+    faults_->delay_us = 300;
+    faults_->short_reads = true;
+    const auto engine = trained(4, backend);
+    fmt::print("on FUSE: {}\n", engine->stats().store.backend);
+    EXPECT_EQ(toy_contents(*engine), Shadow().at(4));
+    engine->save(root() / backend, "{}");
+    EXPECT_EQ(contents_of(root() / backend), Shadow().at(4));
+    EXPECT_GT(faults_->delayed, 0);
+    EXPECT_GT(faults_->shortened, 0);
+    EXPECT_GT(engine->stats().store.retries, 0);
+  }
+}
+
+TEST_F(Fuse, ErrorsInTheMiddleOfARunAreTypedAndTheCheckpointOpens) {
+  struct Case {
+    FuseOperation operation;
+    int os_error;
+    std::vector<std::string> says;
+  };
+  const std::vector<Case> cases = {
+      {FuseOperation::read, EIO, {"read failed", "device failure", "Input/output error", "check the disk"}},
+      {FuseOperation::write, EIO, {"write failed", "device failure", "Input/output error", "check the disk"}},
+      {FuseOperation::write, ENOSPC, {"write failed", "no space left", "free space"}},
+      {FuseOperation::write, EDQUOT, {"write failed", "limit reached", "raise the quota"}},
+      {FuseOperation::write, EROFS, {"write failed", "permission denied", "choose a folder"}},
+  };
+  int number = 0;
+  for (const char* backend : {"auto", "threads"}) {
+    for (const Case& now : cases) {
+      for (const int64_t let_through : {0, 7}) {
+        const fs::path checkpoint = root() / fmt::format("checkpoint {}", ++number);
+        const auto engine = trained(2, backend);
+        engine->save(checkpoint, "{}");
+        fail(now.operation, now.os_error, let_through);
+        const std::string message = train_until_failure(*engine, 3);
+        heal();
+        expect_says(message, now.says);
+        expect_says(message, {root().string(), "offset", "bytes", checkpoint.string()});
+        EXPECT_THROW(engine->save(root() / "never", "{}"), engine::EngineFailed);
+        EXPECT_EQ(contents_of(checkpoint), Shadow().at(2));
+      }
+    }
+  }
+  EXPECT_GE(faults_->failed, number);
+}
+
+TEST_F(Fuse, EachOperationOfASaveMayFail) {
+  for (const FuseOperation operation : {FuseOperation::sync, FuseOperation::name, FuseOperation::write}) {
+    int refused = 0;
+    for (bool saved = false; !saved; ++refused) {
+      ASSERT_LT(refused, 100);
+      const auto engine = make_engine({.nvme = root(), .placement = engine::Placement::half});
+      toy_load(*engine);
+      toy_step(*engine, 0, 1, 0);
+      const fs::path before = root() / fmt::format("before {} {}", static_cast<int>(operation), refused);
+      engine->save(before, "{}");
+      toy_step(*engine, 1, 1, 0);
+      engine->synchronize();
+      const fs::path folder = root() / fmt::format("of {} {}", static_cast<int>(operation), refused);
+      fail(operation, EIO, refused);
+      try {
+        engine->save(folder, "{}");
+        saved = true;
+      } catch (const engine::CheckpointError& error) {
+        expect_says(error.what(), {root().string(), "Input/output error", "; "});
+      } catch (const io::StoreError& error) {
+        expect_says(error.what(), {root().string(), "Input/output error", "; "});
+      }
+      heal();
+      if (saved) {
+        EXPECT_EQ(contents_of(folder), Shadow().at(2));
+        break;
+      }
+      EXPECT_FALSE(fs::exists(folder)) << folder;
+      // Where nothing can be removed, what is left is the folder without a name.
+      if (operation != FuseOperation::name) {
+        EXPECT_FALSE(fs::exists(folder.string() + ".partial")) << folder;
+      }
+      EXPECT_EQ(contents_of(before), Shadow().at(1));
+      toy_step(*engine, 2, 1, 0);
+      engine->save(folder, "{}");
+      EXPECT_EQ(contents_of(folder), Shadow().at(3));
+      fs::remove_all(before);
+      fs::remove_all(folder);
+    }
+    fmt::print("operation {}: each of {} refused a save\n", static_cast<int>(operation), refused);
+    if (operation == FuseOperation::sync) {
+      // Of docs/store.md: the new name; slab, folder; resident.bin; manifest, folder; the final name.
+      EXPECT_EQ(refused, 7);
+    } else {
+      EXPECT_GE(refused, 2);
+    }
+  }
+}
+
+TEST_F(Fuse, ASlabThatFailedToSyncIsCopiedAndNotLinked) {
+  const auto engine = trained(2);
+  const auto slabs = [&](const fs::path& folder) {
+    const std::vector<std::string> names = names_in(folder);
+    return std::ranges::count_if(names, [](const std::string& name) { return name.starts_with("slab-"); });
+  };
+  engine->save(root() / "before", "{}");
+  EXPECT_GT(slabs(root() / "before"), 0);
+  fail(FuseOperation::sync, EIO, 1);  // the first is the folder's, for its new entry
+  expect_says(refusal_of([&] { engine->save(root() / "refused", "{}"); }), {"sync failed", "slab-0.bin"});
+  heal();
+  engine->save(root() / "after", "{}");  // without a step between: nothing was written anew
+  EXPECT_EQ(slabs(root() / "after"), 0);
+  EXPECT_EQ(contents_of(root() / "after"), Shadow().at(2));
+}
+
+TEST_F(Fuse, FlippedBitsAreFoundWhileTrainingAndWhileLoading) {
+  const auto engine = trained(2);
+  engine->save(root() / "two", "{}");
+  const std::vector<float> before = toy_contents(*engine);
+  faults_->flip_every = 3;
+  const std::string refused = refusal_of([&] { engine->load(root() / "two"); });
+  faults_->flip_every = 0;
+  expect_says(refused, {(root() / "two").string()});
+  EXPECT_EQ(toy_contents(*engine), before);
+
+  faults_->flip_every = 5;
+  expect_says(train_until_failure(*engine, 3), {"corrupt data", "checksum", root().string(), "offset"});
+  faults_->flip_every = 0;
+  EXPECT_EQ(contents_of(root() / "two"), Shadow().at(2));
+}
+
+TEST_F(Fuse, ALoadThatFailsHalfWayLeavesNoMixture) {
+  const auto engine = trained(2);
+  engine->save(root() / "two", "{}");
+  int cut_off = 0;
+  for (int64_t let_through = 0;; let_through += 17) {
+    ASSERT_LT(let_through, 10'000);
+    const auto other = make_engine({.nvme = root(), .job = fmt::format("other-{}", let_through)});
+    toy_load(*other);
+    const std::vector<float> before = toy_contents(*other);
+    fail(FuseOperation::read, EIO, let_through);
+    bool loaded = false;
+    try {
+      other->load(root() / "two");
+      loaded = true;
+    } catch (const engine::CheckpointError&) {
+    } catch (const io::StoreError&) {
+    } catch (const engine::EngineFailed&) {
+    }
+    heal();
+    if (loaded) {
+      EXPECT_EQ(toy_contents(*other), Shadow().at(2));
+      break;
+    }
+    try {  // as it was, or no numbers at all
+      EXPECT_EQ(toy_contents(*other), before);
+    } catch (const engine::EngineFailed& error) {
+      expect_says(error.what(), {"was cut off", (root() / "two").string()});
+      ++cut_off;
+    }
+  }
+  EXPECT_GE(cut_off, 1);
+}
+
+TEST_F(Fuse, NoSpaceToReserveIsRefusedAndLeavesNothing) {
+  fail(FuseOperation::space, ENOSPC);
+  expect_says(refusal_of([&] { make_engine({.nvme = root()}); }),
+              {"reserve failed", "no space left", root().string(), "wanted", "available"});
+  heal();
+  EXPECT_TRUE(names_in(root()).empty());
+}
+
+TEST_F(Fuse, OneFailureAtTheStartIsRefusedAndLeavesNothing) {
+  int refused = 0;
+  for (const FuseOperation operation : {FuseOperation::name, FuseOperation::space}) {
+    for (int64_t let_through = 0; let_through < 8; ++let_through) {
+      fail(operation, ENOSPC, let_through, 1);
+      try {
+        make_engine({.nvme = root()});
+      } catch (const io::StoreError& error) {
+        expect_says(error.what(), {"no space left", root().string(), "errno 28"});
+        EXPECT_TRUE(names_in(root()).empty()) << let_through << " " << names_in(root()).front();
+        ++refused;
+      }
+      heal();
+      make_engine({.nvme = root()});  // which also removes what could not be removed
+      EXPECT_TRUE(names_in(root()).empty()) << let_through;
+    }
+  }
+  EXPECT_GE(refused, 4) << "the folder, the lock, a slab and its space";
+}
+
+TEST_F(Fuse, OneThatDiesIsAPathThatIsGone) {
+  const auto threads = make_engine({.nvme = root(), .job = "threads", .backend = "threads"});
+  toy_load(*threads);
+  const auto engine = trained(2);
+  kill_layer();
+  for (engine::Engine* one : {engine.get(), threads.get()}) {
+    expect_says(train_until_failure(*one, 3), {"path is gone", root().string(), "offset", "mount it again"});
+    EXPECT_THROW(one->save(root() / "never", "{}"), engine::EngineFailed);
+  }
+  expect_says(refusal_of([&] { make_engine({.nvme = root(), .job = "next"}); }), {"path is gone", "errno"});
+  expect_says(refusal_of([&] { engine::read_manifest(root() / "any"); }), {(root() / "any").string()});
+}
+
+TEST_F(Fuse, OthersGoOnWhileOneHangs) {
+  const auto engine = trained(2);
+  faults_->hang = true;
+  std::thread hung([&] { toy_step(*engine, 2, 1, 0); });
+  EXPECT_TRUE(eventually([&] { return faults_->hanging > 0; }));
+  {  // another path, in the same process
+    const ScratchFolder elsewhere;
+    const auto other = make_engine({.nvme = elsewhere.path(), .job = "other"});
+    toy_load(*other);
+    for (int step = 0; step < 5; ++step) toy_step(*other, step, 1, 0);
+    other->save(elsewhere.path() / "five", "{}");
+    EXPECT_EQ(contents_of(elsewhere.path() / "five"), Shadow().at(5));
+  }
+  EXPECT_GT(faults_->hanging, 0) << "it had to hang all the while";
+  faults_->hang = false;
+  hung.join();
+  EXPECT_EQ(toy_contents(*engine), Shadow().at(3));
+}
+
+TEST_F(Fuse, CtrlCEndsARunOnOneThatHangs) {
+  const int file = ::memfd_create("life", 0);
+  ASSERT_EQ(::ftruncate(file, sizeof(Life)), 0);
+  Life* life = new (map_life(file)) Life;
+  const std::string here = root(), number = std::to_string(file);
+  const pid_t child = ::fork();
+  if (child == 0) {
+    ::execl(OVERSPILL_FAULT_CHILD, "fault_child", here.c_str(), here.c_str(), "hung", number.c_str(),
+            nullptr);
+    ::_exit(127);
+  }
+  EXPECT_TRUE(eventually([&] { return life->saves_done >= 1; }));
+  faults_->hang = true;
+  EXPECT_TRUE(eventually([&] { return faults_->hanging > 0; }));
+  ::kill(child, SIGINT);
+  int status = 0;
+  EXPECT_TRUE(eventually([&] { return ::waitpid(child, &status, WNOHANG) == child; })) << "still there";
+  EXPECT_TRUE(WIFSIGNALED(status) && WTERMSIG(status) == SIGINT);
+  faults_->hang = false;
+  ::munmap(life, sizeof(Life));
+  ::close(file);
+  // Its lock went with it: the next run starts, and removes what it left.
+  const auto next = trained(1);
+  EXPECT_FALSE(fs::exists(root() / "overspill-hung"));
+}
+
+}  // namespace
+}  // namespace overspill::testing
