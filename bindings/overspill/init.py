@@ -220,8 +220,8 @@ class _Files(TorchFunctionMode):
         assert failure is not None
         raise OSError(
             failure.errno,
-            f"overspill.Init: no room for a parameter of {human(size)}: {failure.strerror}; free some "
-            "space or name a folder on another disk in budget.nvme",
+            f"overspill.Init: a parameter of {human(size)} has no place: {failure.strerror}; free some space or "
+            "name another folder in budget.nvme",
             ", ".join(self._folders),
         ) from failure
 

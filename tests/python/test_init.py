@@ -125,6 +125,7 @@ def test_other_ways_to_a_weight(config):
     torch.manual_seed(0)
     with overspill.Init(config("nvme")):
         model = Aliased()
+        assert in_file(torch.empty(16, 16)) and not in_file(torch.empty(4)), "no copy is needed"
         assert not in_file(model.replaced), "this test wants one that moves at the end only"
     for key, value in plain.state_dict().items():
         assert_same(key, model.state_dict()[key], value)
@@ -170,6 +171,13 @@ def test_without_a_folder(config):
         overspill.Init(config("host"))
 
 
+def test_a_folder_that_is_missing(config, tmp_path):
+    settings = config("nvme")
+    settings["budget"]["nvme"] = [str(tmp_path / "nowhere")]
+    with pytest.raises(FileNotFoundError, match="nowhere"), overspill.Init(settings):
+        nn.Linear(64, 64)
+
+
 def test_full_disk(config, tmp_path):
     disk = tmp_path / "disk"
     disk.mkdir()
@@ -179,7 +187,9 @@ def test_full_disk(config, tmp_path):
     try:
         settings = config("nvme")
         settings["budget"]["nvme"] = [str(disk)]
-        full = pytest.raises(OSError, match=r"no room for a parameter of 1.0 MiB.*budget\.nvme")
+        full = pytest.raises(
+            OSError, match=r"a parameter of 1.0 MiB has no place: No space left.*budget\.nvme"
+        )
         with full as error, overspill.Init(settings):
             nn.Linear(512, 512)
         assert error.value.errno == errno.ENOSPC and str(disk) in str(error.value)

@@ -215,6 +215,23 @@ def test_another_prefix_is_left_to_transformers(folders, untied, config):
         assert_same(key, model.state_dict()[key], value)
 
 
+@pytest.mark.parametrize("asked", ["fp32 kept", "values converted"])
+def test_what_transformers_changes_is_left_to_it(asked, folders, config, monkeypatch):
+    """Names fit, values or dtypes would not."""
+    from transformers import LlamaForCausalLM, conversion_mapping
+    from transformers.core_model_loading import Transpose, WeightConverter
+
+    if asked == "fp32 kept":
+        monkeypatch.setattr(LlamaForCausalLM, "_keep_in_fp32_modules_strict", ["norm"])
+    else:
+        converter = WeightConverter("model.norm.other", "model.norm.unknown", [Transpose(0, 0)])
+        monkeypatch.setattr(conversion_mapping, "get_model_conversion_mapping", lambda model: [converter])
+    model, weights = causal_lm(folders / "llama", overspill.Config.read(config("nvme")), torch.bfloat16)
+    assert weights is None
+    assert (model.model.norm.weight.dtype is torch.float32) == (asked == "fp32 kept")
+    assert model.model.embed_tokens.weight.dtype is torch.bfloat16
+
+
 def test_tied_names_that_differ(folders, config, tmp_path):
     folder = tmp_path / "tied"
     shutil.copytree(folders / "llama", folder)
