@@ -7,7 +7,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import overspill
 
-config = {"budget": {"host": "1500MiB", "nvme": [sys.argv[1]]}, "gradient_clipping": 1.0}
+config = {"budget": {"host": "1500MiB", "nvme": [sys.argv[1]]}, "optimizer": {"lr": 1e-5}}
 torch.manual_seed(0)
 with overspill.Init(config):  # one parameter at a time: the rest is on disk
     model = LlamaForCausalLM._from_config(LlamaConfig(num_hidden_layers=4), dtype=torch.bfloat16)
