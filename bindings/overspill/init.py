@@ -64,8 +64,8 @@ class Init:
         self._mode.enter()
         return self
 
-    def __exit__(self, *_: Any) -> None:
-        self._mode.exit()
+    def __exit__(self, kind: Any, *_: Any) -> None:
+        self._mode.exit(whole=kind is None)
 
 
 class _Replaced:
@@ -104,7 +104,7 @@ class _Shapes:
 
         self._replaced.put(nn.Module, "register_parameter", make)
 
-    def exit(self) -> None:
+    def exit(self, whole: bool) -> None:
         self._replaced.restore()
 
     def _shape(self, parameter: nn.Parameter) -> nn.Parameter:
@@ -129,12 +129,12 @@ class _Files(TorchFunctionMode):
         self._replaced.put(nn.Parameter, "__deepcopy__", self._deepcopy)
         self.__enter__()
 
-    def exit(self) -> None:
+    def exit(self, whole: bool) -> None:
         self.__exit__(None, None, None)
         self._replaced.restore()
-        for parameter in _alive(self._seen):  # what changed its memory since it was registered
+        seen, self._seen, self._waiting = self._seen, [], []
+        for parameter in _alive(seen) if whole else ():  # what changed its memory since it was registered
             self._move(parameter)
-        self._seen, self._waiting = [], []
 
     def __torch_function__(
         self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None
