@@ -245,7 +245,7 @@ def materialise(model: nn.Module, specs: list[UnitSpec], groups: list[dict]) -> 
     for module in model.modules():
         for name, parameter in list(module._parameters.items()):
             if id(parameter) in made:
-                setattr(module, name, made[id(parameter)])  # recurrent modules keep a list of their weights
+                module._parameters[name] = made[id(parameter)]
     for spec in specs:
         for entry in spec.parameters:
             entry.parameter = made.get(id(entry.parameter), entry.parameter)

@@ -142,6 +142,12 @@ def test_a_weight_that_somebody_else_sees_stays(config):
     assert (module.weight == 2).all() and not in_file(module.weight)
 
 
+def test_a_change_of_dtype_needs_no_memory(config):
+    with overspill.Init(config("nvme")):
+        model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16)).bfloat16()
+        assert all(in_file(layer.weight) for layer in model), "all of them would pile up until the end"
+
+
 def test_torch_is_as_it_was(config):
     before = nn.Module.register_parameter, nn.Module._apply, nn.Parameter.__deepcopy__
     for kind in (overspill.Init(config("nvme")), overspill.Init(empty=True)):
@@ -163,7 +169,13 @@ def test_beside_a_living_engine(config):
         other.close()
     assert not torch.isnan(copy.deepcopy(engine.module).weight).any()
     engine.close()
-    assert copy.deepcopy(nn.Linear(2, 2)).weight.isfinite().all()
+    plain = nn.Parameter.__deepcopy__
+    with overspill.Init(config("nvme")):
+        engine, *_ = overspill.initialize(nn.Linear(32, 32), config())
+    assert not torch.isnan(copy.deepcopy(engine.module).weight).any()
+    with overspill.Init(config("nvme")):
+        engine.close()
+    assert nn.Parameter.__deepcopy__ is plain
 
 
 def test_without_a_folder(config):

@@ -102,6 +102,8 @@ class Mixed(nn.Module):
         self.one, self.two = nn.Linear(8, 8), nn.Linear(8, 8)
         self.two.weight = self.one.weight
         self.one.bias.no_decay = True
+        gain = nn.Parameter(torch.ones(8))
+        self.gain, self.gain_again = gain, gain
         self.frozen = nn.Linear(8, 8).requires_grad_(False)
         self.nothing = nn.Parameter(torch.empty(0, 8))
         self.resnet = ResNet().to(memory_format=torch.channels_last)
@@ -115,7 +117,9 @@ def test_any_module(where, config, tmp_path):
     plain = Mixed()
     plain.scale.fill_(7)
     plain.resnet.stem[1].running_mean.normal_()
-    state = {n: t.contiguous() for n, t in plain.state_dict().items() if n != "two.weight"}
+    state = {
+        n: t.contiguous() for n, t in plain.state_dict().items() if n not in ("two.weight", "gain_again")
+    }
     save_file(state | {"computed": plain.computed}, tmp_path / "model.safetensors")
     settings = config("nvme")
     contexts = {
