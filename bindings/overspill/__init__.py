@@ -4,6 +4,7 @@ from . import optim
 from ._core import BudgetError, CheckpointError, OverspillError, StoreError
 from .config import Config, ConfigError
 from .engine import Engine, initialize
+from .init import Init
 
 __version__ = "0.1.0"
 __all__ = [
@@ -12,6 +13,7 @@ __all__ = [
     "Config",
     "ConfigError",
     "Engine",
+    "Init",
     "OverspillError",
     "StoreError",
     "initialize",

@@ -13,34 +13,44 @@ from torch import nn
 from torch._C import DisableTorchFunction
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from . import _core, hooks, patches, residency, state
+from . import _core, hooks, patches, pretrained, residency, state
 from .config import Config
+from .init import materialise
 from .optimizer import OverspillOptimizer, group_indices, make_groups, take_over
 from .residency import Residency, Segment, registry
 from .units import DTYPES, UnitSpec, memory_order, partition
 
 
 def initialize(
-    model: nn.Module,
-    config: Any,
+    model: nn.Module | None = None,
+    config: Any = None,
     optimizer: Any = None,
     lr_scheduler: Any = None,
     training_data: Any = None,
     collate_fn: Callable | None = None,
     model_parameters: Iterable[Any] | None = None,
+    checkpoint: Any = None,
 ) -> tuple:
     """Hands `model` over to an engine. Returns (engine, optimizer, loader or None, scheduler or None).
 
+    model:        None: the causal language model of `checkpoint`, in the dtype of its config.json
     config:       a dict, the path of a JSON file, or a Config
     optimizer:    a torch.optim.Adam or AdamW over the model, not yet stepped; None: the configuration's
     lr_scheduler: stepped at every update that is not skipped; one made on `optimizer`, or a callable
     optimizer -> scheduler
     model_parameters: parameters or groups for the configuration's optimizer; None: all trainable ones
+    checkpoint:   a Hugging Face folder of safetensors with the weights, read one by one straight into the engine;
+    the model may be made inside `Init(empty=True)`. Raises CheckpointError, before anything is changed, unless names
+    and shapes fit
     """
     settings = Config.read(config)
     if optimizer is not None and model_parameters is not None:
         raise ValueError("overspill: give optimizer or model_parameters, not both")
-    engine = Engine(model, settings, optimizer, model_parameters)
+    if model is None:
+        if checkpoint is None:
+            raise ValueError("overspill: give model, or checkpoint, or both")
+        model, checkpoint = pretrained.causal_lm(checkpoint, settings)
+    engine = Engine(model, settings, optimizer, model_parameters, checkpoint)
     try:
         engine.lr_scheduler = _scheduler(lr_scheduler, engine.optimizer)
         loader = _loader(training_data, settings, collate_fn)
@@ -85,7 +95,12 @@ class Engine:
     """
 
     def __init__(
-        self, model: nn.Module, config: Config, optimizer: Any = None, parameters: Iterable[Any] | None = None
+        self,
+        model: nn.Module,
+        config: Config,
+        optimizer: Any = None,
+        parameters: Iterable[Any] | None = None,
+        checkpoint: Any = None,
     ):
         taken = [name for name, p in model.named_parameters() if id(p) in registry]
         if taken:
@@ -96,6 +111,7 @@ class Engine:
                 f"overspill: {grown[0]} has a gradient already: call model.zero_grad() before "
                 "overspill.initialize"
             )
+        source = _source(model, checkpoint)
         self.module, self.config = model, config
         groups = (
             take_over(optimizer)
@@ -104,11 +120,14 @@ class Engine:
         )
         specs = partition(model)
         core = _core.Engine(_core_units(specs, group_indices(groups, model)), config.to_core(_core))
+        materialise(model, specs, groups)
         self._core, self._residency = core, Residency(core, specs)
         patches.install()
         self._finalizer = weakref.finalize(self, _close, self._residency)
         try:
-            self._residency.take_weights()
+            self._residency.take_weights(source)
+            if source is not None:
+                source.read_buffers(model)
             hooks.attach(model, self._residency, specs)
             self.optimizer = OverspillOptimizer(groups, self._residency, optimizer)
             if config.engine.speculate:
@@ -283,6 +302,21 @@ class Engine:
                 f"overspill: this {type(parameter).__name__} is no parameter of this engine's model"
             )
         return segment
+
+
+def _source(model: nn.Module, checkpoint: Any) -> pretrained.Folder | None:
+    """The checkpoint, checked against the model. Without one every parameter must have a value."""
+    if checkpoint is not None:
+        source = pretrained.Folder(checkpoint)
+        source.check(model)
+        return source
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.is_meta:
+            raise ValueError(
+                f"overspill: {name} is on the meta device and has no value: give initialize(checkpoint=DIR), or "
+                "build the model inside `with overspill.Init(config):`"
+            )
+    return None
 
 
 def _core_units(specs: list[UnitSpec], groups: dict[int, int]) -> list[Any]:

@@ -14,6 +14,7 @@ of all engines of a process run in one Python thread at a time.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -59,7 +60,7 @@ class Segment:
         self.parameter, self.offset = parameter, offset  # in elements
         self.shape, self.stride = parameter.shape, memory_order(parameter)
         self.version, self.alias = parameter._version, None
-        self.blank = _blank(self)
+        self.blank = nan_like(self.shape, self.stride, parameter.dtype)
 
     @property
     def bytes(self) -> int:
@@ -114,14 +115,13 @@ _recent: list[Unit] = []  # held without a call that needs them, least recently 
 _nan: torch.Tensor | None = None
 
 
-def _blank(segment: Segment) -> torch.Tensor:
-    """A tensor of the segment's shape and strides over the NaN mapping."""
+def nan_like(shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """A tensor over the NaN mapping, as released parameters are; dense, so its elements bound its memory."""
     global _nan
-    size = (segment.bytes + 63) // 64 * 64
+    size = max(64, (math.prod(shape) * dtype.itemsize + 63) // 64 * 64)
     if _nan is None or _nan.numel() < size:
         _nan = from_dlpack(_core.nan_capsule(size))
-    flat = _nan[:size].view(segment.parameter.dtype)
-    return flat.as_strided(segment.shape, segment.stride, 0)
+    return _nan[:size].view(dtype).as_strided(shape, stride, 0)
 
 
 def hold(unit: Unit) -> torch.Tensor:
@@ -274,14 +274,15 @@ class Residency:
         self.units = [Unit(self, i, spec) for i, spec in enumerate(specs)]
         self.segments = [s for unit in self.units for s in unit.segments]
 
-    def take_weights(self) -> None:
-        """Copies the weights into the core, one after the other, and drops the model's own memory at once."""
+    def take_weights(self, source: Any = None) -> None:
+        """Copies the weights into the core, one after the other, and drops the model's own memory at once. `source`
+        has them in place of the model (a pretrained.Folder)."""
         for s in self.segments:
-            source = s.parameter.detach()
-            if source.stride() != s.stride:
-                source = torch.empty_strided(s.shape, s.stride, dtype=source.dtype).copy_(source)
-            self.core.load_weight(s.unit.index, s.index, source.data_ptr(), s.bytes, DTYPES[source.dtype])
-            del source
+            taken = s.parameter.detach() if source is None else source.read(s.names, s.unit.dtype)
+            if taken.stride() != s.stride:
+                taken = torch.empty_strided(s.shape, s.stride, dtype=taken.dtype).copy_(taken)
+            self.core.load_weight(s.unit.index, s.index, taken.data_ptr(), s.bytes, DTYPES[taken.dtype])
+            del taken
             set_data(s.parameter, s.blank)
             registry[id(s.parameter)] = s
             s.accept()

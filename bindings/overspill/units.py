@@ -60,6 +60,7 @@ class UnitSpec:
 def partition(model: nn.Module) -> list[UnitSpec]:
     """The units of `model`, in order of registration. Parameters without elements belong to none.
 
+    Parameters may be on the meta device: their shapes are enough.
     Raises ValueError for a parameter that cannot be held: not materialised, or of a trainable dtype that is
     not supported.
     """
@@ -124,7 +125,7 @@ def _fresh(parameters, specs: dict[int, ParameterSpec]) -> int:
 
 
 def _format(name: str, parameter: nn.Parameter) -> str:
-    if parameter.device.type != "cpu":
+    if parameter.device.type not in ("cpu", "meta"):
         raise ValueError(f"parameter {name} is on {parameter.device}: build the model on the CPU")
     if parameter.layout is not torch.strided or parameter.dtype not in DTYPES:
         raise ValueError(
@@ -144,6 +145,8 @@ def _check_memory(specs) -> None:
     """Two parameters over the same memory would drift apart silently."""
     seen: dict[int, str] = {}
     for spec in specs:
+        if spec.parameter.is_meta:
+            continue
         other = seen.setdefault(spec.parameter.data_ptr(), spec.name)
         if other != spec.name:
             raise ValueError(

@@ -91,6 +91,7 @@ class Output {
   explicit Output(std::filesystem::path folder) : folder_(std::move(folder)) {
     std::error_code error;
     created_ = std::filesystem::create_directories(folder_, error);
+    if (!error) remove_leftovers();
     const bool empty = !error && std::filesystem::is_empty(folder_, error);
     if (error) {
       throw CheckpointError(fmt::format("{}: cannot be used for the merged model: {}; choose another folder",
@@ -129,6 +130,17 @@ class Output {
   const std::vector<std::string>& files() const { return files_; }
 
  private:
+  /// What a merge that was killed left here: files with the temporary names of this class.
+  void remove_leftovers() const {
+    std::error_code error;
+    for (const auto& entry : std::filesystem::directory_iterator(folder_, error)) {
+      const std::string name = entry.path().filename().string();
+      const bool ours = name.starts_with("model") &&
+                        (name.ends_with(".safetensors.tmp") || name.ends_with(".safetensors.index.json.tmp"));
+      if (ours && entry.is_regular_file(error)) std::filesystem::remove(entry.path(), error);
+    }
+  }
+
   std::filesystem::path temporary(const std::string& file) const { return folder_ / (file + ".tmp"); }
 
   std::filesystem::path folder_;

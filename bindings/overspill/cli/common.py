@@ -6,7 +6,6 @@ import json
 import shutil
 from pathlib import Path
 
-WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
 SMALL_FILES = (
     "*.json",
     "*.jinja",
@@ -167,7 +166,7 @@ def engine_config(
 
 
 def model_folder(folder: Path) -> Path:
-    """A Hugging Face folder with config and safetensors. Raises CliError that names what is missing."""
+    """A Hugging Face folder with config and safetensors. Raises CliError or CheckpointError: what is missing."""
     folder = Path(folder)
     if not folder.is_dir():
         raise CliError(
@@ -175,37 +174,17 @@ def model_folder(folder: Path) -> Path:
         )
     if not (folder / "config.json").is_file():
         raise CliError(f"--model {folder} has no config.json; give a Hugging Face folder")
-    if not weight_files(folder):
-        others = sorted(p.name for p in folder.glob("*.bin")) + sorted(p.name for p in folder.glob("*.gguf"))
-        found = f" ({', '.join(others)} cannot be used: only safetensors are read)" if others else ""
-        raise CliError(f"--model {folder} has no weights: neither {' nor '.join(WEIGHTS)}{found}; add them")
+    from overspill.pretrained import weight_files
+
+    weight_files(folder)
     return folder
-
-
-def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files of a model folder; empty without weights. Raises CliError for a file its index misses."""
-    single, index = (folder / name for name in WEIGHTS)
-    if single.is_file():
-        return [single]
-    if not index.is_file():
-        return []
-    try:
-        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-    except (ValueError, KeyError, AttributeError):
-        raise CliError(f"{index} is no index of safetensors; fetch the model again") from None
-    missing = [name for name in names if not (folder / name).is_file()]
-    if missing:
-        raise CliError(
-            f"--model {folder} lacks {', '.join(missing)}, named by its index; fetch the model again"
-        )
-    return [folder / name for name in names]
 
 
 def copy_small_files(source: Path, target: Path) -> None:
     """Config, generation config and tokenizer files of a Hugging Face folder, into a folder that is there."""
     for pattern in SMALL_FILES:
         for file in source.glob(pattern):
-            if file.name != WEIGHTS[1]:
+            if not file.name.endswith(".safetensors.index.json"):
                 shutil.copyfile(file, target / file.name)
 
 

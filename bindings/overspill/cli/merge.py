@@ -7,6 +7,7 @@ masters. The folder appears under its name only when it is whole.
 import argparse
 import json
 import shutil
+import signal
 import sys
 from pathlib import Path
 
@@ -34,15 +35,18 @@ def options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    merge(
-        args.checkpoint,
-        args.out,
-        args.dtype,
-        args.shard_size,
-        args.model,
-        _progress if sys.stderr.isatty() else None,
-    )
+    progress = _progress if sys.stderr.isatty() else None
+    # Like Ctrl-C, SIGTERM ends the merge by an exception, so that what is half written is removed.
+    before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    try:
+        merge(args.checkpoint, args.out, args.dtype, args.shard_size, args.model, progress)
+    finally:
+        signal.signal(signal.SIGTERM, before)
     return 0
+
+
+def _look_at_signals(done: int, total: int) -> None:
+    """A signal is looked at when Python runs, which while the core merges is here."""
 
 
 def _progress(done: int, total: int) -> None:
@@ -72,7 +76,7 @@ def merge(
     part = out.with_name(out.name + ".part")
     shutil.rmtree(part, ignore_errors=True)
     try:
-        counted = _core.merge(str(checkpoint), str(part), dtype, shard_bytes, progress)
+        counted = _core.merge(str(checkpoint), str(part), dtype, shard_bytes, progress or _look_at_signals)
         copy_small_files(small, part)
         _set_dtype(part / "config.json", DTYPES[dtype])
         if out.exists():

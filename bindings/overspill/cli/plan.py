@@ -15,7 +15,6 @@ from overspill.cli.common import (
     model_folder,
     positive,
     quiet_transformers,
-    weight_files,
 )
 
 DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
@@ -64,52 +63,34 @@ def plan(model, config: dict):
 
 
 def empty_model(folder: Path, dtype: str):
-    """The module tree of a model folder over memory that is never touched, its shapes checked against the weights.
+    """The module tree of a model folder without memory for its parameters, its shapes checked against the weights.
 
     Raises CliError when config and weights are not of one model.
     """
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from overspill.pretrained import Folder, empty_causal_lm
 
     try:
-        config = AutoConfig.from_pretrained(folder)
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, DTYPES[dtype]))
+        model = empty_causal_lm(folder, getattr(torch, DTYPES[dtype]))
     except (ValueError, KeyError, OSError) as error:
         raise CliError(
             f"{folder}/config.json: {str(error).splitlines()[0]}; give a causal language model"
         ) from None
-    model.to_empty(device="cpu")  # address space only: pages that nobody writes cost nothing
-    model.tie_weights()
-    _check_shapes(model, folder)
+    _check_shapes(model, Folder(folder))
     return model
 
 
-def header_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
-    """Name to shape of every tensor of a model folder, from the headers alone."""
-    from safetensors import SafetensorError, safe_open
-
-    shapes = {}
-    for path in weight_files(folder):
-        try:
-            with safe_open(path, framework="pt") as file:
-                shapes.update({name: tuple(file.get_slice(name).get_shape()) for name in file.keys()})  # noqa: SIM118
-        except SafetensorError as error:
-            raise CliError(f"{path} is damaged ({error}); fetch the model again") from None
-    return shapes
-
-
-def _check_shapes(model, folder: Path) -> None:
+def _check_shapes(model, folder) -> None:
     """Every tensor whose name the model knows has the shape it expects, and most of the model is there."""
     expected = {name: tuple(p.shape) for name, p in model.named_parameters()}
-    stored = header_shapes(folder)
-    for name in expected.keys() & stored.keys():
-        if expected[name] != stored[name]:
+    for name in expected.keys() & folder.tensors.keys():
+        if expected[name] != folder.tensors[name].shape:
             raise CliError(
-                f"{folder}: {name} has shape {list(stored[name])} in the weights and {list(expected[name])} by "
-                "config.json; they are of two models: fetch both again"
+                f"{folder.path}: {name} has shape {list(folder.tensors[name].shape)} in the weights and "
+                f"{list(expected[name])} by config.json; they are of two models: fetch both again"
             )
-    if not expected.keys() & stored.keys():
+    if not expected.keys() & folder.tensors.keys():
         raise CliError(
-            f"{folder}: no tensor of the weights has a name that {type(model).__name__} knows; wrong weights?"
+            f"{folder.path}: no tensor of the weights has a name that {type(model).__name__} knows; wrong weights?"
         )

@@ -172,7 +172,6 @@ class _Session:
         self.folder, self.settings, self.trace = folder, settings, trace
         if settings.torch_threads:
             torch.set_num_threads(settings.torch_threads)
-        torch.manual_seed(settings.seed)
         training, self.heldout, digest = self._data(data)
         if stored and stored["data_digest"] != digest:
             raise CliError(
@@ -180,7 +179,10 @@ class _Session:
                 "another --out"
             )
         self.run = {**(stored or {"heldout": {}, "data_digest": digest}), "settings": settings.as_dict()}
-        self.engine, optimizer, _, _ = overspill.initialize(model=self._model(torch), config=self._config())
+        config = overspill.Config.read(self._config())
+        model, weights = self._model(torch, config)
+        torch.manual_seed(settings.seed)  # of dropout, whatever making the model drew
+        self.engine, optimizer, _, _ = overspill.initialize(model, config, checkpoint=weights)
         stack.callback(self.engine.close)
         self.stop = Stop()
         batches = data.Batches(training, settings.batch, settings.seed)
@@ -199,17 +201,18 @@ class _Session:
         sides = data.Sequences(tokens, settings.seq_len), data.Sequences(heldout, settings.seq_len)
         return *sides, f"{tokens.digest} {heldout.digest}"
 
-    def _model(self, torch):
-        from transformers import AutoModelForCausalLM
+    def _model(self, torch, config: Any) -> tuple[Any, Any]:
+        """The model without its weights, and the folder that has them; or the model alone."""
+        from overspill.pretrained import causal_lm
 
         dtype = torch.bfloat16 if self.settings.dtype == "bf16" else torch.float32
         try:
-            model = AutoModelForCausalLM.from_pretrained(self.settings.model, dtype=dtype)
+            model, weights = causal_lm(self.settings.model, config, dtype)
         except (OSError, ValueError, KeyError, RuntimeError) as error:
             raise CliError(f"--model {self.settings.model}: {str(error).splitlines()[0]}") from error
         if self.settings.checkpointing:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        return model.train()
+        return model, weights
 
     def _config(self) -> dict[str, Any]:
         settings = self.settings

@@ -1,0 +1,295 @@
+"""Building a model larger than memory: what its parameters lie on until the engine takes them.
+
+Either on files that have no name, mapped where the plain model has memory, so that whatever a constructor does to its
+weights works and draws the same random numbers; or on nothing (torch's meta device), where a checkpoint has the values.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch._C import DisableTorchFunction
+from torch.overrides import TorchFunctionMode
+from torch.utils.weak import WeakIdKeyDictionary
+
+from .config import Config, ConfigError
+from .memory import human
+from .residency import nan_like, set_data
+from .units import UnitSpec, memory_order
+
+SMALL_BYTES = (
+    64 << 10
+)  # what is smaller stays in memory: biases and norms, beside which a mapping each is no gain
+
+
+class Init:
+    """Modules made in this context hold no memory for their parameters.
+
+        with overspill.Init(config):
+            model = LlamaForCausalLM(llama_config)
+        engine, *_ = overspill.initialize(model, config)
+
+    Values, random numbers drawn, ties, strides and buffers are those of the model made without it. Large parameters are
+    mappings of unlinked files in the folders of `budget.nvme`, the one with most room first; the kernel writes
+    them out as memory gets short, `initialize` takes them one by one, and the room on the disk is free again when
+    the last tensor over it dies. What may make parameters or change their dtype has to be done inside.
+
+    empty: parameters are shapes on the meta device, buffers are real; `initialize(..., checkpoint=DIR)` has the values.
+
+    Changes torch for the whole process while it is entered: nn.Module.register_parameter, and without `empty`
+    nn.Module._apply, nn.Parameter.__deepcopy__ and what torch.empty returns. Raises ConfigError without a folder,
+    OSError (inside) where the disks are full.
+    """
+
+    def __init__(self, config: Any = None, *, empty: bool = False):
+        self._mode: _Shapes | _Files
+        if empty:
+            self._mode = _Shapes()
+            return
+        folders = Config.read(config).budget.nvme
+        if not folders:
+            raise ConfigError(
+                "config: budget.nvme names no folder, and overspill.Init keeps parameters there: name one, "
+                "or build the model without overspill.Init"
+            )
+        self._mode = _Files(folders)
+
+    def __enter__(self) -> Init:
+        self._mode.enter()
+        return self
+
+    def __exit__(self, kind: Any, *_: Any) -> None:
+        self._mode.exit(whole=kind is None)
+
+
+class _Replaced:
+    """Attributes of classes replaced for a while. One that somebody else replaced meanwhile is left to them."""
+
+    def __init__(self) -> None:
+        self._entries: list[tuple[type, str, Any, Any]] = []
+
+    def put(self, owner: type, name: str, make: Callable[[Any], Any]) -> None:
+        before = getattr(owner, name)
+        ours = make(before)
+        setattr(owner, name, ours)
+        self._entries.append((owner, name, ours, before))
+
+    def restore(self) -> None:
+        while self._entries:
+            owner, name, ours, before = self._entries.pop()
+            if getattr(owner, name) is ours:
+                setattr(owner, name, before)
+
+
+class _Shapes:
+    """Parameters become shapes as they are registered; a parameter registered twice becomes one."""
+
+    def __init__(self) -> None:
+        self._replaced, self._shapes = _Replaced(), WeakIdKeyDictionary()
+
+    def enter(self) -> None:
+        def make(register: Callable) -> Callable:
+            def register_parameter(module: nn.Module, name: str, parameter: Any) -> None:
+                register(module, name, parameter)
+                if _is_memory(parameter):
+                    module._parameters[name] = self._shape(parameter)
+
+            return register_parameter
+
+        self._replaced.put(nn.Module, "register_parameter", make)
+
+    def exit(self, whole: bool) -> None:
+        self._replaced.restore()
+
+    def _shape(self, parameter: nn.Parameter) -> nn.Parameter:
+        if parameter not in self._shapes:
+            self._shapes[parameter] = _like(parameter, parameter.detach().to("meta"))
+        return self._shapes[parameter]
+
+
+class _Files(TorchFunctionMode):
+    """Parameters lie in files. What torch.empty returns lies there from the start, so that neither a copy is needed nor
+    an alias of it gets lost; else a parameter moves when nobody else sees its memory."""
+
+    def __init__(self, folders: list[str]):
+        super().__init__()
+        self._folders, self._replaced = folders, _Replaced()
+        self._seen: list[weakref.ref] = []
+        self._waiting: list[weakref.ref] = []  # seen, large, and still in memory
+
+    def enter(self) -> None:
+        self._replaced.put(nn.Module, "register_parameter", self._register)
+        self._replaced.put(nn.Module, "_apply", self._apply)
+        self._replaced.put(nn.Parameter, "__deepcopy__", self._deepcopy)
+        self.__enter__()
+
+    def exit(self, whole: bool) -> None:
+        self.__exit__(None, None, None)
+        self._replaced.restore()
+        seen, self._seen, self._waiting = self._seen, [], []
+        for parameter in _alive(seen) if whole else ():  # what changed its memory since it was registered
+            self._move(parameter)
+
+    def __torch_function__(
+        self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func is torch.empty and type(out) is torch.Tensor and self._belongs(out):
+            return self._file(out).requires_grad_(out.requires_grad)
+        return out
+
+    def _register(self, register: Callable) -> Callable:
+        def register_parameter(module: nn.Module, name: str, parameter: Any) -> None:
+            register(module, name, parameter)
+            if parameter is not None:
+                self._seen.append(weakref.ref(parameter))
+                self._waiting = [p for p in self._waiting if not self._settled(p())]
+                if not self._settled(parameter):
+                    self._waiting.append(weakref.ref(parameter))
+
+        return register_parameter
+
+    def _apply(self, apply: Callable) -> Callable:
+        """nn.Module._apply: .to(), .bfloat16() and their like."""
+
+        def of_module(module: nn.Module, fn: Callable, recurse: bool = True) -> nn.Module:
+            return apply(module, fn if isinstance(fn, _Filed) else _Filed(self, fn), recurse)
+
+        return of_module
+
+    def _deepcopy(self, deepcopy: Callable) -> Callable:
+        def of_parameter(parameter: nn.Parameter, memo: dict) -> nn.Parameter:
+            copied = deepcopy(parameter, memo)
+            if copied is not parameter:
+                self._move(copied)
+            return copied
+
+        return of_parameter
+
+    def _settled(self, parameter: nn.Parameter | None) -> bool:
+        """Moves a parameter if it may; False for one that has to wait until nobody else sees its memory."""
+        if parameter is None or not self._belongs(parameter):
+            return True
+        return self._move(parameter)
+
+    def _move(self, parameter: nn.Parameter) -> bool:
+        if not self._belongs(parameter) or _is_shared(parameter):
+            return False
+        with DisableTorchFunction(), torch.no_grad():
+            set_data(parameter, self._file(parameter).copy_(parameter.detach()))
+        return True
+
+    def moved(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A fresh tensor that nobody else has seen yet, in a file where it belongs in one."""
+        if not self._belongs(tensor) or _is_shared(tensor):
+            return tensor
+        with DisableTorchFunction(), torch.no_grad():
+            return self._file(tensor).copy_(tensor)
+
+    def _belongs(self, tensor: torch.Tensor) -> bool:
+        """Large, dense, in memory and in no file."""
+        return (
+            _is_memory(tensor)
+            and tensor.numel() * tensor.element_size() >= SMALL_BYTES
+            and tensor.stride() == memory_order(tensor)
+            and tensor.untyped_storage().filename is None
+        )
+
+    def _file(self, like: torch.Tensor) -> torch.Tensor:
+        """Zeros of the same dtype, shape and strides in a file of their own. The file has no name: it ends with the
+        mapping, or with the process."""
+        size = like.numel() * like.element_size()
+        failure: OSError | None = None
+        for folder in sorted(self._folders, key=_free_bytes, reverse=True):
+            try:
+                with tempfile.TemporaryFile(prefix="overspill-init-", dir=folder) as file:
+                    # Reserved now: a hole that cannot be filled later is no exception but a SIGBUS.
+                    os.posix_fallocate(file.fileno(), 0, size)
+                    path = f"/proc/self/fd/{file.fileno()}"
+                    with DisableTorchFunction():
+                        storage = torch.UntypedStorage.from_file(path, True, size)
+                        return torch.empty(0, dtype=like.dtype).set_(storage, 0, like.shape, like.stride())
+            except OSError as error:
+                failure = failure or error
+        assert failure is not None
+        raise OSError(
+            failure.errno,
+            f"overspill.Init: a parameter of {human(size)} has no place: {failure.strerror}; free some space or "
+            "name another folder in budget.nvme",
+            ", ".join(self._folders),
+        ) from failure
+
+
+class _Filed:
+    """A function of nn.Module._apply whose results lie in files."""
+
+    def __init__(self, mode: _Files, function: Callable):
+        self.mode, self.function = mode, function
+
+    def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
+        return self.mode.moved(self.function(tensor))
+
+
+def materialise(model: nn.Module, specs: list[UnitSpec], groups: list[dict]) -> None:
+    """Puts released parameters in place of those on the meta device: the same shapes and strides, ties kept, in the
+    modules, in `specs` and in the optimizer's groups."""
+    made = {
+        id(p): _like(p, nan_like(p.shape, memory_order(p), p.dtype)) for p in model.parameters() if p.is_meta
+    }
+    for module in model.modules():
+        for name, parameter in list(module._parameters.items()):
+            if id(parameter) in made:
+                module._parameters[name] = made[id(parameter)]
+    for spec in specs:
+        for entry in spec.parameters:
+            entry.parameter = made.get(id(entry.parameter), entry.parameter)
+    for group in groups:
+        group["params"] = [made.get(id(p), p) for p in group["params"]]
+
+
+def _like(parameter: nn.Parameter, data: torch.Tensor) -> nn.Parameter:
+    """The parameter over other data: its class, its attributes, whether it is trained."""
+    made = torch.Tensor._make_subclass(type(parameter), data, parameter.requires_grad)
+    made.__dict__.update(parameter.__dict__)
+    return made
+
+
+def _is_memory(tensor: Any) -> bool:
+    return (
+        tensor is not None
+        and not isinstance(tensor, nn.parameter.UninitializedTensorMixin)
+        and tensor.device.type == "cpu"
+        and tensor.layout is torch.strided
+    )
+
+
+def _users(tensor: torch.Tensor) -> int:
+    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+
+
+_ALONE = _users(torch.empty(1))  # of a tensor that is alone over its memory
+
+
+def _is_shared(tensor: torch.Tensor) -> bool:
+    return _users(tensor) > _ALONE
+
+
+def _alive(references: list[weakref.ref]) -> Iterator[nn.Parameter]:
+    for reference in references:
+        parameter = reference()
+        if parameter is not None:
+            yield parameter
+
+
+def _free_bytes(folder: str) -> int:
+    try:
+        stat = os.statvfs(folder)
+    except OSError:
+        return 0
+    return stat.f_bavail * stat.f_frsize
