@@ -1,6 +1,8 @@
 #include "engine/checkpoint/manifest.h"
 
+#define XXH_STATIC_LINKING_ONLY  // the state on the stack
 #include <fmt/format.h>
+#include <xxhash.h>
 
 #include <charconv>
 #include <limits>

@@ -59,7 +59,7 @@ std::string sealed(std::string text) {
   const size_t digits = kBeforeOwnSum.size();
   if (!text.starts_with(kBeforeOwnSum) || text.size() < digits + kDigits) return text;
   text.replace(digits, kDigits, kDigits, '0');
-  return text.replace(digits, kDigits, hex(XXH3_64bits(text.data(), text.size())));
+  return text.replace(digits, kDigits, hex(io::checksum_block(std::as_bytes(std::span(text)))));
 }
 
 std::string range_checksums(const std::string& file, uint64_t offset, uint64_t bytes) {
@@ -69,8 +69,8 @@ std::string range_checksums(const std::string& file, uint64_t offset, uint64_t b
   if (offset > data.size() || bytes > data.size() - offset) return "";
   std::string sums;
   for (uint64_t at = 0; at < bytes; at += io::kChecksumBlockBytes) {
-    sums +=
-        hex(XXH3_64bits(data.data() + offset + at, std::min<uint64_t>(io::kChecksumBlockBytes, bytes - at)));
+    sums += hex(io::checksum_block(std::as_bytes(
+        std::span(data).subspan(offset + at, std::min<uint64_t>(io::kChecksumBlockBytes, bytes - at)))));
   }
   return sums;
 }
