@@ -27,9 +27,11 @@ inline T* component(const Pass& pass, int i) {
   return reinterpret_cast<T*>(pass.components[i]);
 }
 
-// Random bits of pass.h, a vector of elements at a time.
+// Random bits of pass.h, a vector of elements at a time, moved on by the step's `word`.
 struct NoiseVector {
   Noise noise;
+  uint32_t word;
+
   U32 at(int64_t i) const {
     U32 x = (AllLanes::kNumbers + (noise.index + static_cast<uint32_t>(i))) ^ noise.key0;
     x ^= x >> 16;
@@ -38,13 +40,17 @@ struct NoiseVector {
     x ^= x >> 15;
     x *= 0x846ca68bu;
     x ^= x >> 16;
-    return x;
-  }
-  // `width` bits from bit `first` on, moved on by the step.
-  U32 field(U32 x, int first, int width) const {
-    return ((x >> first) + (noise.weyl >> (32 - width))) & ((1u << width) - 1);
+    return x + word;
   }
 };
+// Two fields of 16 bits.
+inline NoiseVector halves_noise(const Noise& noise) {
+  return {noise, (noise.weyl >> 16) * 0x10001u};
+}
+// From below: two of 12 bits, one of 8.
+inline NoiseVector block_noise(const Noise& noise) {
+  return {noise, (noise.weyl >> 20) * 0x1001u + (noise.weyl >> 24 << 24)};
+}
 
 // ---- weights
 
@@ -139,7 +145,7 @@ struct Bf16States {
   List<uint16_t*, kCount> state;
   NoiseVector noise;
 
-  Bf16States(const Pass& pass, int first) : noise{pass.noise} {
+  Bf16States(const Pass& pass, int first) : noise(halves_noise(pass.noise)) {
     for (int k = 0; k < kCount; ++k) state[k] = component<uint16_t>(pass, first + k);
   }
   void prefetch_at(int64_t i) const {
@@ -156,7 +162,7 @@ struct Bf16States {
       const U32 random = noise.at(i);
       for (int k = 0; k < kCount; ++k) {
         const U32 bits = bits_of(values[k].x);
-        const U32 rounded = (bits + noise.field(random, 16 * k, 16)) >> 16;
+        const U32 rounded = (bits + (k == 0 ? random & 0xFFFFu : random >> 16)) >> 16;
         const U32 nan = mask_of((bits & 0x7FFFFFFFu) > 0x7F800000u);
         store(state[k] + i, lower_halves((rounded & ~nan) | (nan & 0x7FC0u)), part);
       }
