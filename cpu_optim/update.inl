@@ -108,11 +108,9 @@ class BlockUpdate {
 
   // To 24 bits, stochastically, then split as in split.h, the lower byte of lo left out.
   static void store_weight(uint16_t* hi, int8_t* lo, F32 p, U32 random) {
-    const U32 nan = mask_of((bits_of(p) & 0x7FFFFFFFu) > 0x7F800000u);
-    const U32 kept = choose(nan, broadcast(0x7FC00000u), (bits_of(p) + random) & ~0xFFu);
-    const U32 upper = (kept + 0x8000u) >> 16;
-    store(hi, lower_halves(upper), All{});
-    store(lo, reinterpret_cast<I8>(lower_bytes((kept - (upper << 16)) >> 8)), All{});
+    const U32 kept = add_to_bits(p, random);  // but for its lower byte
+    store(hi, lower_halves((kept + 0x8000u) >> 16), All{});
+    store(lo, reinterpret_cast<I8>(lower_bytes(kept >> 8)), All{});
   }
 
   template <int k>

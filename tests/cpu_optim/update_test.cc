@@ -117,7 +117,8 @@ TEST_P(UpdateOf, EveryCombinationOfSpecialValues) {
                             Limits::lowest(),
                             Limits::infinity(),
                             -Limits::infinity(),
-                            Limits::quiet_NaN()};
+                            Limits::quiet_NaN(),
+                            std::bit_cast<float>(0x7FFFFFFFu)};  // poison: the NaN that a carry would make -0
   constexpr int kOffsets[] = {0};
   constexpr int64_t kCount = std::size(kAny);
   // Weights and gradients in every combination; states are those that one step from zero leaves behind in the

@@ -101,9 +101,9 @@ uint64_t split_mix(uint64_t x) {
 }
 
 /// To a multiple of `unit` (a power of two), upwards if what is cut off and `random` (less than unit) come to
-/// a unit. NaN becomes the quiet NaN.
+/// a unit. NaN is not rounded.
 uint32_t round_bits(float x, uint32_t unit, uint32_t random) {
-  if (std::isnan(x)) return 0x7FC00000u;
+  if (std::isnan(x)) random = 0;
   const uint64_t sum = static_cast<uint64_t>(as_bits(x)) + random;
   return static_cast<uint32_t>(sum / unit * unit % static_cast<uint64_t>(kTwo32));
 }
