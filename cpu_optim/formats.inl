@@ -27,9 +27,11 @@ inline T* component(const Pass& pass, int i) {
   return reinterpret_cast<T*>(pass.components[i]);
 }
 
-// Random bits of pass.h, a vector of elements at a time.
+// Random bits of pass.h, a vector of elements at a time, moved on by the step's `word`.
 struct NoiseVector {
   Noise noise;
+  uint32_t word;
+
   U32 at(int64_t i) const {
     U32 x = (AllLanes::kNumbers + (noise.index + static_cast<uint32_t>(i))) ^ noise.key0;
     x ^= x >> 16;
@@ -38,13 +40,22 @@ struct NoiseVector {
     x ^= x >> 15;
     x *= 0x846ca68bu;
     x ^= x >> 16;
-    return x;
-  }
-  // `width` bits from bit `first` on, moved on by the step.
-  U32 field(U32 x, int first, int width) const {
-    return ((x >> first) + (noise.weyl >> (32 - width))) & ((1u << width) - 1);
+    return x + word;
   }
 };
+// The bits of x, which comes out of arithmetic, and `random` added below the last that is kept. A NaN must
+// not be carried over into a number; it is quiet, so it is one still when its lower bits are cut off.
+inline U32 add_to_bits(F32 x, U32 random) {
+  return bits_of(x) + (mask_of(x == x) & random);
+}
+// Two fields of 16 bits.
+inline NoiseVector halves_noise(const Noise& noise) {
+  return {noise, (noise.weyl >> 16) * 0x10001u};
+}
+// From below: two of 12 bits, one of 8.
+inline NoiseVector block_noise(const Noise& noise) {
+  return {noise, (noise.weyl >> 20) * 0x1001u + (noise.weyl >> 24 << 24)};
+}
 
 // ---- weights
 
@@ -82,9 +93,8 @@ struct SplitWeights {
   }
   template <class Part>
   void store_at(int64_t i, F32 p, Part part) const {
-    const U32 upper = (bits_of(p) + 0x8000u) >> 16;
-    store(hi + i, lower_halves(upper), part);
-    store(lo + i, reinterpret_cast<I16>(lower_halves(bits_of(p) - (upper << 16))), part);
+    store(hi + i, lower_halves((bits_of(p) + 0x8000u) >> 16), part);
+    store(lo + i, reinterpret_cast<I16>(lower_halves(bits_of(p))), part);  // what hi << 16 leaves alone
   }
 };
 
@@ -133,13 +143,13 @@ struct Fp32States {
 };
 
 // bf16 with stochastic rounding: 16 random bits are added below the last that is kept, the rest is cut off.
-// So the expected value is the exact one. Infinity has nothing to carry; NaN becomes 0x7FC0.
+// So the expected value is the exact one. Infinity has nothing to carry.
 template <int kCount>
 struct Bf16States {
   List<uint16_t*, kCount> state;
   NoiseVector noise;
 
-  Bf16States(const Pass& pass, int first) : noise{pass.noise} {
+  Bf16States(const Pass& pass, int first) : noise(halves_noise(pass.noise)) {
     for (int k = 0; k < kCount; ++k) state[k] = component<uint16_t>(pass, first + k);
   }
   void prefetch_at(int64_t i) const {
@@ -155,10 +165,8 @@ struct Bf16States {
       static_assert(kCount <= 2, "a draw has 32 bits");
       const U32 random = noise.at(i);
       for (int k = 0; k < kCount; ++k) {
-        const U32 bits = bits_of(values[k].x);
-        const U32 rounded = (bits + noise.field(random, 16 * k, 16)) >> 16;
-        const U32 nan = mask_of((bits & 0x7FFFFFFFu) > 0x7F800000u);
-        store(state[k] + i, lower_halves((rounded & ~nan) | (nan & 0x7FC0u)), part);
+        const U32 sum = add_to_bits(values[k].x, k == 0 ? random & 0xFFFFu : random >> 16);
+        store(state[k] + i, lower_halves(sum >> 16), part);
       }
     }
   }
@@ -178,7 +186,6 @@ struct Code {
   static constexpr uint32_t kSegments = kSigned ? 8 : 16;  // of 16 codes each
   static constexpr uint32_t kTopBits =
       kSigned ? 0x43770000u : 0x4777FF00u;  // 247 and 63487: the largest w - 1
-  static constexpr uint32_t kMagnitude = kSigned ? 0x7Fu : 0xFFu;
   static constexpr uint32_t kOneBits = 0x3F800000u;
   static constexpr int kCut = 19;  // bits of w that a code leaves out
 
@@ -191,9 +198,9 @@ struct Code {
   }
 
   static F32 decode(U32 code, F32 scale) {
-    const F32 w = from_bits(((code & kMagnitude) << kCut) + kOneBits);
-    const U32 magnitude = bits_of(fma(w, scale, -scale));  // exact
-    return from_bits(kSigned ? magnitude | ((code & 0x80u) << 24) : magnitude);
+    const U32 leading = kSigned ? (code << 25) >> (25 - kCut) : code << kCut;          // without the sign
+    const U32 magnitude = bits_of(fma(from_bits(leading + kOneBits), scale, -scale));  // exact
+    return from_bits(kSigned ? magnitude | ((code << 24) & 0x80000000u) : magnitude);
   }
 
   // `keep` is all ones, or zero in a block that is not finite; `random` has kCut bits.

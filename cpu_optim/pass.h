@@ -13,8 +13,8 @@ namespace overspill::optim {
 ///     x = k ^ key0;  x ^= x >> 16;  x *= 0x7feb352d;  x += key1;  x ^= x >> 15;  x *= 0x846ca68b;
 ///     x ^= x >> 16                                                      (modulo 2^32)
 ///
-/// and cuts x into fields; to each field of b bits the upper b bits of `weyl` = step * 0x9E3779B9 are added
-/// modulo 2^b. docs/update.md says why this is enough.
+/// to which the step adds a word that moves each field of b bits on by the upper b bits of `weyl` = step *
+/// 0x9E3779B9 (a carry goes into the next field). docs/update.md says why this is enough.
 struct Noise {
   uint32_t key0 = 0, key1 = 0;
   uint32_t weyl = 0;

@@ -13,6 +13,7 @@
 
 #include "cpu_optim/executor.h"
 #include "cpu_optim/format.h"
+#include "cpu_optim/numa.h"
 #include "cpu_optim/optimizer.h"
 
 namespace overspill::optim {
@@ -41,10 +42,10 @@ struct Gradient {
 /// std::invalid_argument before anything is written. Threads: one caller a piece at a time.
 void update(Format format, const Piece& piece, Gradient gradient, Range range, const Factors& factors);
 
-/// The same for a whole piece of any size, on the executor's workers; returns when it is done. Must not be
-/// called from a worker.
+/// The same for a whole piece of any size, on the executor's workers, each of them first with what lies on
+/// its NUMA node; returns when it is done. Must not be called from a worker.
 void parallel_update(Executor& executor, Format format, const Piece& piece, Gradient gradient,
-                     const Factors& factors);
+                     const Factors& factors, const Nodes& nodes = machine_nodes());
 
 /// Between the piece's range and fp32 values, for start, checkpoints and a change of format. Weights are
 /// stored exactly in fp32, exact, fp16 and compact, to 24 bits (nearest, half up) in 8 bits. `values` has as

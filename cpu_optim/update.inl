@@ -32,7 +32,7 @@ class BlockUpdate {
   explicit BlockUpdate(const Pass& pass)
       : pass_(pass),
         factors_(*static_cast<const typename T::Factors*>(pass.factors)),
-        noise_{pass.noise},
+        noise_(block_noise(pass.noise)),
         grad_(static_cast<const Grad*>(pass.gradient)),
         hi_(component<uint16_t>(pass, 0)),
         lo_(component<int8_t>(pass, 1)) {
@@ -97,7 +97,7 @@ class BlockUpdate {
       for (int k = 0; k < kStates; ++k) state[k] = old[k];
       T::update(factors_, p, V(load_values(grad + i, All{}) * pass_.grad_scale), state);
       random[j] = noise_.at(at + i);
-      store_weight(hi + i, lo + i, p.x, noise_.field(random[j], 24, 8));
+      store_weight(hi + i, lo + i, p.x, random[j] >> 24);
       for (int k = 0; k < kStates; ++k) {
         states[j][k] = inside.only_inside(j, state[k], old[k]);
         largest[k] = larger(largest[k], bits_of(states[j][k].x) & 0x7FFFFFFFu);
@@ -108,11 +108,9 @@ class BlockUpdate {
 
   // To 24 bits, stochastically, then split as in split.h, the lower byte of lo left out.
   static void store_weight(uint16_t* hi, int8_t* lo, F32 p, U32 random) {
-    const U32 nan = mask_of((bits_of(p) & 0x7FFFFFFFu) > 0x7F800000u);
-    const U32 kept = choose(nan, broadcast(0x7FC00000u), (bits_of(p) + random) & ~0xFFu);
-    const U32 upper = (kept + 0x8000u) >> 16;
-    store(hi, lower_halves(upper), All{});
-    store(lo, reinterpret_cast<I8>(lower_bytes((kept - (upper << 16)) >> 8)), All{});
+    const U32 kept = add_to_bits(p, random);  // but for its lower byte
+    store(hi, lower_halves((kept + 0x8000u) >> 16), All{});
+    store(lo, reinterpret_cast<I8>(lower_bytes(kept >> 8)), All{});
   }
 
   template <int k>
@@ -136,7 +134,8 @@ class BlockUpdate {
       *scales[k] = static_cast<uint8_t>(exponent[0]);
 #pragma GCC unroll 16
       for (int j = 0; j < kVectors; ++j) {
-        const U32 noise = (noise_.field(random[j], 12 * k, 12) << 7) + 64u;  // in the middle of its 2^7
+        const U32 drawn = k == 0 ? random[j] << 7 : random[j] >> 5;
+        const U32 noise = (drawn & 0x7FF80u) | 0x40u;  // 12 bits, in the middle of their 2^7
         store(codes[k] + j * kLanes, lower_bytes(C::encode(states[j][k].x, inverse_scale, keep, noise)),
               All{});
       }

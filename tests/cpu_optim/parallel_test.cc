@@ -1,7 +1,12 @@
 // One call for a tensor of any size: the same bytes whatever the number of threads and the size of pieces.
 #include <gtest/gtest.h>
+#include <sched.h>
 
+#include <algorithm>
+#include <array>
+#include <atomic>
 #include <cstdio>
+#include <functional>
 #include <string>
 #include <vector>
 
@@ -43,6 +48,64 @@ TEST(ParallelUpdate, ThreadsDoNotChangeABit) {
     }
   }
   std::printf("%lld cases\n", static_cast<long long>(cases));
+}
+
+// A machine of three nodes that hands out memory page by page.
+class ThreeNodes final : public Nodes {
+ public:
+  int count() const override { return 3; }
+  int of(const void* address) const override {
+    return static_cast<int>(reinterpret_cast<uintptr_t>(address) / 4096 % 3);
+  }
+  void run_on(int node, const std::function<void()>& work) const override {
+    ++runs[static_cast<size_t>(node)];
+    work();
+  }
+  mutable std::array<std::atomic<int>, 3> runs{};
+};
+
+TEST(ParallelUpdate, NodesDoNotChangeABitAndEachHasWorkers) {
+  const int64_t n = kFewer ? 5'000 : 1'500'001;
+  for (const int threads : {1, 2, 5}) {
+    const auto executor = make_executor(threads);
+    for (const Format format : kFormats) {
+      const Step step{.hyper = AdamConfig{.weight_decay = 0.1}};
+      const Bytes start = random_bytes(optimizer_of(step.hyper), format, Element::bf16, n, 3);
+      Bytes got = start;
+      const auto pointers = pointers_of(got);
+      const ThreeNodes nodes;
+      parallel_update(*executor, format, {.components = pointers, .elements = n, .seed = step.seed},
+                      {got.gradient.data(), Element::bf16},
+                      make_factors(step.hyper, step.step, step.grad_scale), nodes);
+      ASSERT_EQ(difference(got, expected(start, step, {0, n})), "") << name(format) << " threads " << threads;
+      for (int node = 0; node < std::min(3, threads); ++node)
+        EXPECT_GE(nodes.runs[static_cast<size_t>(node)], 1) << "node " << node << " threads " << threads;
+    }
+  }
+}
+
+TEST(Nodes, ThisMachineHasThemAndAThreadComesBackUnbound) {
+  const Nodes& nodes = machine_nodes();
+  ASSERT_GE(nodes.count(), 1);
+  std::printf("%d nodes\n", nodes.count());
+  const std::vector<char> memory(1 << 20, 'x');
+  EXPECT_GE(nodes.of(memory.data()), 0);
+  EXPECT_LT(nodes.of(memory.data()), nodes.count());
+  cpu_set_t one, before, inside, after;
+  ASSERT_EQ(sched_getaffinity(0, sizeof(before), &before), 0);
+  CPU_ZERO(&one);
+  for (int cpu = 0; cpu < CPU_SETSIZE && CPU_COUNT(&one) == 0; ++cpu)
+    if (CPU_ISSET(cpu, &before)) CPU_SET(cpu, &one);
+  if (sched_setaffinity(0, sizeof(one), &one) != 0) GTEST_SKIP() << "threads may not be bound here";
+  for (int node = 0; node < nodes.count(); ++node) {
+    bool ran = false;
+    nodes.run_on(node, [&] { ran = sched_getaffinity(0, sizeof(inside), &inside) == 0; });
+    EXPECT_TRUE(ran);
+    EXPECT_TRUE(CPU_EQUAL(&inside, &one)) << "a thread was bound to more than it had";
+    ASSERT_EQ(sched_getaffinity(0, sizeof(after), &after), 0);
+    EXPECT_TRUE(CPU_EQUAL(&after, &one));
+  }
+  sched_setaffinity(0, sizeof(before), &before);
 }
 
 // A unit cut into chunks, each with components of its own, is the unit in one piece.

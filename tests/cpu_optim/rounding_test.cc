@@ -101,18 +101,19 @@ TEST(StochasticRounding, DependsOnSeedStepAndElementOnly) {
 TEST(StochasticRounding, TheGeneratorMixes) {
   constexpr int kCount = 1 << 20;
   const double bound = 5 / std::sqrt(static_cast<double>(kCount));
+  const auto draw = [](uint64_t seed, int index) { return reference_noise(seed, index, 0, 0); };
   const auto uniform = [](uint32_t x) { return x * 0x1p-32 - 0.5; };
   double mean = 0, square = 0, neighbour = 0, far = 0, other_seed = 0, halves = 0;
   std::vector<int> flips(32, 0), ones(32, 0);
   for (int i = 0; i < kCount; ++i) {
-    const uint32_t x = reference_noise(9, i);
+    const uint32_t x = draw(9, i);
     mean += uniform(x);
     square += uniform(x) * uniform(x);
-    neighbour += uniform(x) * uniform(reference_noise(9, i + 1));
-    far += uniform(x) * uniform(reference_noise(9, i + 4096));
-    other_seed += uniform(x) * uniform(reference_noise(10, i));
+    neighbour += uniform(x) * uniform(draw(9, i + 1));
+    far += uniform(x) * uniform(draw(9, i + 4096));
+    other_seed += uniform(x) * uniform(draw(10, i));
     halves += uniform(x << 16) * uniform(x & 0xFFFF0000u);
-    const uint32_t flipped = x ^ reference_noise(9, i ^ (1 << (i % 20)));
+    const uint32_t flipped = x ^ draw(9, i ^ (1 << (i % 20)));
     for (size_t bit = 0; bit < 32; ++bit) flips[bit] += flipped >> bit & 1, ones[bit] += x >> bit & 1;
   }
   EXPECT_NEAR(mean / kCount, 0, bound * std::sqrt(1 / 12.0));

@@ -227,6 +227,9 @@ std::string difference(const Bytes& actual, const Bytes& want) {
       if (specs[c].role == Role::state && size == 4 &&
           same(get<float>(actual.components[c], i), get<float>(want.components[c], i)))
         continue;
+      if (specs[c].role == Role::state && size == 2 && std::isnan(actual.state(specs[c].state, i)) &&
+          std::isnan(want.state(specs[c].state, i)))
+        continue;
       char text[256];
       std::snprintf(text, sizeof(text), "element %lld of %s: weight %a want %a", static_cast<long long>(i),
                     std::string(specs[c].name).c_str(), actual.weight(i), want.weight(i));

@@ -101,9 +101,9 @@ uint64_t split_mix(uint64_t x) {
 }
 
 /// To a multiple of `unit` (a power of two), upwards if what is cut off and `random` (less than unit) come to
-/// a unit. NaN becomes the quiet NaN.
+/// a unit. NaN is not rounded.
 uint32_t round_bits(float x, uint32_t unit, uint32_t random) {
-  if (std::isnan(x)) return 0x7FC00000u;
+  if (std::isnan(x)) random = 0;
   const uint64_t sum = static_cast<uint64_t>(as_bits(x)) + random;
   return static_cast<uint32_t>(sum / unit * unit % static_cast<uint64_t>(kTwo32));
 }
@@ -159,6 +159,7 @@ struct Piece {
   T& at(int component, int64_t i) const {
     return static_cast<T*>(components[component])[i];
   }
+  uint32_t noise(int64_t i) const { return reference_noise(seed, index + i, step, format == "8bit"); }
   int first_state() const { return format == "fp32" ? 1 : 2; }
 
   float gradient_of(int64_t i) const {
@@ -187,7 +188,7 @@ struct Piece {
       return;
     }
     uint32_t bits = as_bits(p);
-    if (format == "8bit") bits = round_bits(p, 256, reference_noise_field(seed, index + i, step, 24, 8));
+    if (format == "8bit") bits = round_bits(p, 256, noise(i) / 16777216);
     uint16_t hi;
     int16_t lo;
     reference_split(&bits, &hi, &lo, 1);
@@ -222,7 +223,7 @@ struct Piece {
       update_one(e, i);
       for (int k = 0; k < optimizer.states; ++k) {
         if (format == "compact") {
-          const uint32_t random = reference_noise_field(seed, index + i, step, 16 * k, 16);
+          const uint32_t random = k == 0 ? noise(i) % 65536 : noise(i) / 65536;
           at<uint16_t>(first_state() + k, i) =
               static_cast<uint16_t>(round_bits(e.s[k], 65536, random) / 65536);
         } else {
@@ -246,7 +247,7 @@ struct Piece {
       const std::vector<float>& values = states[static_cast<size_t>(k)];
       exponent(k, first) = exponent_of(values, optimizer.is_signed[k]);
       for (int64_t j = 0; j < count; ++j) {
-        const uint32_t random = reference_noise_field(seed, index + first + j, step, 12 * k, 12);
+        const uint32_t random = noise(first + j) / (k == 0 ? 1 : 4096) % 4096;
         code(k, first + j) =
             encode(values[static_cast<size_t>(j)], exponent(k, first), optimizer.is_signed[k], random);
       }
@@ -297,21 +298,20 @@ uint16_t reference_narrow_half(float x) {
   return static_cast<uint16_t>(sign + (exponent + 14) * 1024 + steps);  // 1024 steps carry into the exponent
 }
 
-uint32_t reference_noise(uint64_t seed, int64_t index) {
+uint32_t reference_noise(uint64_t seed, int64_t index, int64_t step, int eight_bit) {
   const auto upper = static_cast<uint64_t>(index / kTwo32);
   const uint64_t key = split_mix(split_mix(seed) ^ upper);
-  const auto times = [](uint64_t a, uint64_t b) { return a * b % static_cast<uint64_t>(kTwo32); };
-  uint64_t x = static_cast<uint64_t>(index % kTwo32) ^ (key % static_cast<uint64_t>(kTwo32));
-  x = times(x ^ (x / 65536), 0x7FEB352D);
-  x = (x + key / static_cast<uint64_t>(kTwo32)) % static_cast<uint64_t>(kTwo32);
-  x = times(x ^ (x / 32768), 0x846CA68B);
-  return static_cast<uint32_t>(x ^ (x / 65536));
-}
-
-uint32_t reference_noise_field(uint64_t seed, int64_t index, int64_t step, int first, int width) {
-  const uint64_t weyl = static_cast<uint64_t>(step) * 0x9E3779B9u % static_cast<uint64_t>(kTwo32);
-  const uint64_t field = reference_noise(seed, index) / (uint64_t{1} << first);
-  return static_cast<uint32_t>((field + weyl / (uint64_t{1} << (32 - width))) % (uint64_t{1} << width));
+  const auto modulo = [](uint64_t x) { return x % static_cast<uint64_t>(kTwo32); };
+  uint64_t x = modulo(static_cast<uint64_t>(index)) ^ modulo(key);
+  x = modulo((x ^ (x / 65536)) * 0x7FEB352D);
+  x = modulo(x + key / static_cast<uint64_t>(kTwo32));
+  x = modulo((x ^ (x / 32768)) * 0x846CA68B);
+  x ^= x / 65536;
+  const uint64_t golden = modulo(static_cast<uint64_t>(step) * 0x9E3779B9u);
+  const auto leading = [&](int bits) { return golden / (uint64_t{1} << (32 - bits)); };
+  const uint64_t fields = eight_bit != 0 ? leading(12) + leading(12) * 4096 + leading(8) * 16777216
+                                         : leading(16) + leading(16) * 65536;
+  return static_cast<uint32_t>(modulo(x + fields));
 }
 
 float reference_decode(uint8_t code, uint8_t exponent, int is_signed) {

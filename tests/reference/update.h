@@ -29,11 +29,9 @@ OVERSPILL_REFERENCE int reference_update(const char* optimizer, const char* form
 OVERSPILL_REFERENCE float reference_widen_half(uint16_t fp16);
 OVERSPILL_REFERENCE uint16_t reference_narrow_half(float x);
 
-/// The 32 random bits of an element, before the step moves its fields on; a field of `width` bits from bit
-/// `first` on, moved on.
-OVERSPILL_REFERENCE uint32_t reference_noise(uint64_t seed, int64_t index);
-OVERSPILL_REFERENCE uint32_t reference_noise_field(uint64_t seed, int64_t index, int64_t step, int first,
-                                                   int width);
+/// The 32 random bits of an element, moved on by the step: fields of 16 + 16 bits (`eight_bit` 0), or from
+/// below of 12 + 12 + 8 (1). Step 0 moves nothing.
+OVERSPILL_REFERENCE uint32_t reference_noise(uint64_t seed, int64_t index, int64_t step, int eight_bit);
 
 /// The value of an 8-bit code. `is_signed`: 8 segments and a sign, else 16 segments.
 OVERSPILL_REFERENCE float reference_decode(uint8_t code, uint8_t exponent, int is_signed);
