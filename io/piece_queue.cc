@@ -24,7 +24,7 @@ PieceQueue::PieceQueue(TransferOwner& owner, int depth, int64_t piece_bytes, Res
       hook_(std::move(hook)),
       meter_(depth),
       // Each active transfer has a piece at the backend, or is the current one of its priority.
-      actives_(static_cast<size_t>(kHeldPerDepth * depth + kPriorities)) {
+      actives_(static_cast<size_t>((kAheadPerDepth + 2) * depth + kPriorities)) {
   if (depth <= 0 || piece_bytes_ <= 0) {
     throw StoreError(
         {.kind = ErrorKind::invalid,

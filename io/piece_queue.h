@@ -72,7 +72,10 @@ using ResultHook =
 
 class PieceQueue {
  public:
-  /// `depth`: pieces a backend may have at the kernel at once. It may hold twice as many beside them.
+  static constexpr int kAheadPerDepth = 8;
+
+  /// `depth`: pieces a backend may have at the kernel at once. Beside them it may hold as many whose result
+  /// is not settled, and kAheadPerDepth times as many that are checksummed and not yet issued.
   PieceQueue(TransferOwner& owner, int depth, int64_t piece_bytes, ResultHook hook);
 
   /// A transfer whose `error` is set is completed with it, on the backend's thread.
@@ -106,7 +109,6 @@ class PieceQueue {
 
  private:
   static constexpr int kPriorities = 3;
-  static constexpr int kHeldPerDepth = 3;
   struct Fifo {
     Transfer* first = nullptr;
     Transfer* last = nullptr;

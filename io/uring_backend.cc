@@ -43,9 +43,10 @@ class PieceRing {
   explicit PieceRing(size_t capacity) : entries_(capacity) {}
 
   bool empty() const { return count_ == 0; }
+  bool full() const { return count_ == entries_.size(); }
   size_t size() const { return count_; }
   void push(const Piece& piece, int64_t result = 0) {
-    if (count_ == entries_.size()) fatal("more pieces are held than were counted on", ENOBUFS);
+    if (full()) fatal("more pieces are held than were counted on", ENOBUFS);
     entries_[(first_ + count_++) % entries_.size()] = {piece, result};
   }
   Entry pop() {
@@ -72,7 +73,7 @@ class UringBackend final : public Backend {
       : queue_(queue),
         wake_fd_(::eventfd(0, EFD_CLOEXEC)),
         slots_(static_cast<size_t>(queue.depth())),
-        prepared_(slots_.size()),
+        prepared_(PieceQueue::kAheadPerDepth * slots_.size()),
         again_(2 * slots_.size()),
         done_(2 * slots_.size()) {
     for (size_t i = slots_.size(); i-- > 0;) free_slots_.push_back(static_cast<uint32_t>(i));
@@ -201,6 +202,7 @@ void UringBackend::loop() {
     if (!done_.empty()) {
       submit(0);
       settle_one();
+      prepare_one();  // what its owner writes back is still in the cache
     } else if (prepare_one()) {
       submit(0);
     } else {
@@ -254,7 +256,7 @@ void UringBackend::issue_next() {
 
 bool UringBackend::prepare_one() {
   Piece piece;
-  if (!free_slots_.empty() || prepared_.size() == slots_.size()) return false;
+  if (!free_slots_.empty() || prepared_.full()) return false;
   if (!queue_.take(piece, Transfer::Priority::write_behind)) return false;
   if (piece.writes()) queue_.checksum(piece);
   prepared_.push(piece);
