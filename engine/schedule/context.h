@@ -75,6 +75,9 @@ struct ChunkState {
   std::array<io::Extent, kComponents> guessed_extents{};  // written; empty until then
   std::byte* second_weights = nullptr;                    // guessed hi, where hi lives on the host
 
+  /// While `writing`: whether the new version is a guess that is not the chunk's (yet).
+  bool writes_a_guess() const { return guess == Guess::made && verdict != Verdict::take; }
+
   /// The state changes that are allowed; anything else is a bug and throws.
   void become(Residency next);
 };

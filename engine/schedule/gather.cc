@@ -109,8 +109,7 @@ const std::byte* Gatherer::weights_in_memory(int32_t chunk) const {
   const ChunkState& state = context_.chunks[chunk];
   if (state.home[0] != nullptr) return state.home[0];
   const bool in_slot = state.residency == Residency::staged ||
-                       (state.residency == Residency::writing &&
-                        (state.guess == Guess::none || state.verdict == Verdict::take));
+                       (state.residency == Residency::writing && !state.writes_a_guess());
   return in_slot ? state.staged_weights : nullptr;
 }
 

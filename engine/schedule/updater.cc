@@ -246,10 +246,9 @@ void Updater::transferred(Slot& slot) {
     }
     context_.journal.note(Happening::written, unit, chunk, slot.index);
     free_slot(slot);
-    const bool undecided = state.guess == Guess::made && state.verdict == Verdict::open;
     if (state.verdict == Verdict::drop) {
       drop(state);
-    } else if (!undecided) {
+    } else if (!state.writes_a_guess()) {
       adopt(state);
     }
   }

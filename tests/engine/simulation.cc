@@ -154,6 +154,7 @@ class Simulation {
       resources.store = std::move(store);
     }
     engine_ = std::make_unique<Engine>(setup_.units, setup_.config, std::move(resources));
+    guesses_taken_ = guesses_dropped_ = 0;
     engine_->record_journal(options_.journal);
     note("an engine begins");
   }
@@ -209,6 +210,7 @@ class Simulation {
     note(fmt::format("step {}", step_));
     if (draw_.chance(setup_.reorders)) draw_order();
     if (draw_.chance(setup_.evaluates)) evaluate();
+    if (step_ % 7 != 3) engine_->expect_step(toy_groups(step_));  // else the guess rests on old rates
     const bool infinite = draw_.chance(0.03) && add_infinity_later();
     for (int micro = 0; micro < setup_.config.gradient_accumulation; ++micro) pass(micro);
     if (infinite) add_infinity();
@@ -224,6 +226,11 @@ class Simulation {
     }
     ++step_;
     count("steps");
+    const engine::Stats stats = engine_->stats();
+    count("guesses taken", stats.guesses_taken - guesses_taken_);
+    count("guesses dropped", stats.guesses_dropped - guesses_dropped_);
+    guesses_taken_ = stats.guesses_taken;
+    guesses_dropped_ = stats.guesses_dropped;
     check_versions();
     look_around();
     take_journals();
@@ -474,7 +481,7 @@ class Simulation {
     count(fmt::format("operations: {}", what));
     note(what);
   }
-  void count(const std::string& what) { ++result_.counts[what]; }
+  void count(const std::string& what, int64_t times = 1) { result_.counts[what] += times; }
 
   void add(const io::FaultCounts& f) {
     const std::pair<const char*, int64_t> all[] = {{"delays", f.delayed},
@@ -524,6 +531,8 @@ class Simulation {
   std::vector<int> order_;
   std::vector<Snapshot> snapshots_;
   std::unique_ptr<Engine> engine_;
+  int64_t guesses_taken_ = 0;  // by engine_, so far
+  int64_t guesses_dropped_ = 0;
   io::MemoryStore* store_ = nullptr;        // the engine's
   std::deque<std::pair<int, Lease>> held_;  // by this pass
   std::optional<KeptLease> kept_;           // over the step

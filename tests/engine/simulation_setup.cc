@@ -140,6 +140,8 @@ SimulationSetup draw_setup(Draw& draw, bool quiet, const std::string& nvme_folde
   const Trouble trouble = draw.one_of(kTroubles);
   setup.trouble = quiet ? Trouble::none : trouble;
   draw_trouble(draw, setup);
+  config.speculate = draw.chance(0.4);  // last, so that what came before is drawn as it was
+  if (config.speculate && draw.chance(0.7)) config.max_grad_norm = 0;  // guesses are right
   return setup;
 }
 
@@ -150,11 +152,12 @@ std::string SimulationSetup::text(uint64_t seed) const {
   const engine::Plan plan = engine::make_plan(layout, config, {true});
   return fmt::format(
       "seed {}: {} units, {} chunks of {} elements, placement {}, {} slots, prefetch {}, accumulation {}, {} "
-      "workers, delay {} to {} us, {}, trouble: {}",
+      "workers, delay {} to {} us, {}{}, trouble: {}",
       seed, units.size(), layout.chunks.size(), config.chunk_elements,
       kPlacements[static_cast<int>(config.placement)], plan.ring_slots, config.prefetch_units,
       config.gradient_accumulation, threads, faults.delay_min.count(), faults.delay_max.count(),
-      faults.reorder ? "any order" : "in order of time", kTroubles[static_cast<int>(trouble)]);
+      faults.reorder ? "any order" : "in order of time", config.speculate ? ", speculation" : "",
+      kTroubles[static_cast<int>(trouble)]);
 }
 
 }  // namespace overspill::testing
