@@ -25,7 +25,7 @@ struct FileStoreOptions {
   int64_t slab_bytes = int64_t{256} << 20;
   /// Pieces in flight on one path, and their size.
   int queue_depth = 32;
-  int64_t piece_bytes = int64_t{1} << 20;
+  int64_t piece_bytes = int64_t{4} << 20;
   /// `uring` throws `unsupported` where the kernel refuses it; `automatic` takes the threads then.
   Backend backend = Backend::automatic;
   int threads = 8;
