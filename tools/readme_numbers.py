@@ -73,7 +73,10 @@ def io(r: dict[str, Any]) -> list[str]:
     head = "| `make bench-io` | read | write | read and write at once |"
     patterns = ("read", "write", "mixed")
     rows = []
-    for name, what in (("fio", "fio, io_uring, at its best"), ("deepspeed", "DeepSpeed's async I/O, at its best")):
+    for name, what in (
+        ("fio", "fio, io_uring, at its best"),
+        ("deepspeed", "DeepSpeed's async I/O, at its best"),
+    ):
         if f"mixed_vs_{name}" in r:
             rows.append((f"speed over that of {what}", [f"{r[f'{p}_vs_{name}']:.3f}" for p in patterns]))
     rows.append(("GB/s", [f"{r['gb_per_s'][p]['store'][1]:.2f}" for p in patterns]))

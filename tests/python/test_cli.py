@@ -299,7 +299,11 @@ with Stop().listening():
 
 def test_a_second_ctrl_c_ends_a_run_that_hangs(bench):
     process = subprocess.Popen(
-        [sys.executable, "-c", HANGING], env=bench.env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [sys.executable, "-c", HANGING],
+        env=bench.env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     )
     assert process.stdout.readline() == "listening\n"
     process.send_signal(signal.SIGINT)

@@ -64,7 +64,9 @@ class Stop:
             if number[0] != signal.SIGINT or signals == 1:
                 continue
             if not (self._seen if signals == 2 else self._ended).wait(PATIENCE_SECONDS):
-                os.write(2, b"overspill: stopped while waiting (a disk hangs?); checkpoints are as they were\n")
+                os.write(
+                    2, b"overspill: stopped while waiting (a disk hangs?); checkpoints are as they were\n"
+                )
                 os._exit(128 + signal.SIGINT)
 
     def _receive(self, number: int, _frame: object) -> None:
