@@ -362,7 +362,8 @@ std::string Engine::load(const std::filesystem::path& folder) {
     m.gatherer.invalidate(lock, all);
   }
   m.gradients.clear();
-  change(m, "loading " + folder.string(), [&] { m.keeper.load(folder, manifest, m.access); });
+  change(m, "loading " + folder.string() + " was cut off",
+         [&] { m.keeper.load(folder, manifest, m.access); });
   m.steps = manifest.step;
   m.skipped_steps = manifest.skipped_steps;
   return manifest.extra_json;

@@ -131,7 +131,7 @@ void print_journal(Engine& engine) {
     const std::string buffer = entry.slot >= 0 ? fmt::format("slot {}", entry.slot) : "-";
     const std::string chunk = entry.chunk >= 0 ? fmt::format("{}", entry.chunk) : "-";
     fmt::print("{:>8}  {:<8} {:>5}  {:<8} {}\n", (entry.time_ns - entries.front().time_ns) / 1000,
-               engine.layout().units[entry.unit].name, chunk, buffer,
+               entry.unit >= 0 ? engine.layout().units[entry.unit].name : "-", chunk, buffer,
                overspill::engine::happening_name(entry.happening));
   }
 }

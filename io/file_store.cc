@@ -454,8 +454,7 @@ StoreStats FileStore::stats() const {
   std::vector<PathStats> paths;
   int64_t retries = 0;
   std::string backend;
-  for (size_t i = 0; i < lanes_.size(); ++i) {
-    const Lane& lane = lanes_[i];
+  for (const Lane& lane : lanes_) {
     PathStats path = lane.queue.meter().read();
     path.path = lane.path;
     path.numa_node = lane.numa_node;

@@ -6,6 +6,7 @@
 #include <nlohmann/json.hpp>
 #include <set>
 #include <string>
+#include <tuple>
 #include <utility>
 
 namespace overspill::engine {
@@ -32,7 +33,9 @@ class ChromeTrace {
   struct Key {
     std::string category;
     int32_t thing;
-    auto operator<=>(const Key&) const = default;
+    friend bool operator<(const Key& a, const Key& b) {
+      return std::tie(a.category, a.thing) < std::tie(b.category, b.thing);
+    }
   };
   struct Open {
     std::string name;

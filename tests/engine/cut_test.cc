@@ -33,8 +33,8 @@ std::vector<engine::UnitSpec> small_units() {
 
 fs::path empty_folder(const std::string& name) {
   const fs::path memory = "/dev/shm";
-  const fs::path folder = (fs::is_directory(memory) ? memory : fs::temp_directory_path()) /
-                          fmt::format("overspill-cut-{}-{}", name, ::getpid());
+  fs::path folder = (fs::is_directory(memory) ? memory : fs::temp_directory_path()) /
+                    fmt::format("overspill-cut-{}-{}", name, ::getpid());
   fs::remove_all(folder);
   fs::create_directories(folder);
   return folder;
@@ -116,7 +116,7 @@ class Cut : public ::testing::TestWithParam<Case> {
     ++cuts_;
     fs::remove_all(target_);
     disk.leave(calls, lost, torn, {"one", "two", "two.partial"}, target_);
-    if (const std::string what = opens("one", at_one_); !what.empty()) return what;
+    if (std::string what = opens("one", at_one_); !what.empty()) return what;
     if (!fs::exists(target_ / "two")) return two_is_taken ? "two was taken and is gone" : "";
     return opens("two", at_two_);
   }
