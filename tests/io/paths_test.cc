@@ -310,8 +310,8 @@ TEST_F(Paths, BytesFollowTheSpeedsOfThrottledDisks) {
   std::vector<double> written;
   for (size_t i = 0; i < 2; ++i)
     written.push_back(static_cast<double>(after.paths[i].bytes_written - before.paths[i].bytes_written));
-  EXPECT_NEAR(written[0] / (written[0] + written[1]), 0.75, 0.15);
-  EXPECT_NEAR(after.paths[0].share, 0.75, 0.15) << fmt::format(
+  EXPECT_NEAR(written[0] / (written[0] + written[1]), 0.75, 0.2);
+  EXPECT_NEAR(after.paths[0].share, 0.75, 0.2) << fmt::format(
       "read {:.3g} and {:.3g}, write {:.3g} and {:.3g} bytes/s", after.paths[0].read_bytes_per_s,
       after.paths[1].read_bytes_per_s, after.paths[0].write_bytes_per_s, after.paths[1].write_bytes_per_s);
 }
