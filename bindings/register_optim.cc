@@ -27,60 +27,14 @@ optim::Element element_named(const std::string& name) {
   throw std::invalid_argument("gradients are bfloat16, float16 or float32, not " + name);
 }
 
-/// Reads the fields of a hyper-parameter struct by name.
-struct Reader {
-  const py::dict& from;
-  template <class T>
-  void operator()(const char* name, T& to) const {
-    to = from[name].cast<T>();
-  }
-};
-
-void read(const Reader& r, optim::AdamConfig& c) {
-  r("lr", c.lr);
-  r("beta1", c.beta1);
-  r("beta2", c.beta2);
-  r("eps", c.eps);
-  r("weight_decay", c.weight_decay);
-  r("decoupled", c.decoupled);
-  r("maximize", c.maximize);
-}
-void read(const Reader& r, optim::AdagradConfig& c) {
-  r("lr", c.lr);
-  r("lr_decay", c.lr_decay);
-  r("weight_decay", c.weight_decay);
-  r("initial_accumulator_value", c.initial_accumulator_value);
-  r("eps", c.eps);
-  r("maximize", c.maximize);
-}
-void read(const Reader& r, optim::LionConfig& c) {
-  r("lr", c.lr);
-  r("beta1", c.beta1);
-  r("beta2", c.beta2);
-  r("weight_decay", c.weight_decay);
-  r("maximize", c.maximize);
-}
-void read(const Reader& r, optim::MomentumConfig& c) {
-  r("lr", c.lr);
-  r("momentum", c.momentum);
-  r("dampening", c.dampening);
-  r("weight_decay", c.weight_decay);
-  r("nesterov", c.nesterov);
-  r("maximize", c.maximize);
-}
-void read(const Reader& r, optim::SgdConfig& c) {
-  r("lr", c.lr);
-  r("weight_decay", c.weight_decay);
-  r("maximize", c.maximize);
-}
-
 Hyper hyper_from(const std::string& optimizer, const py::dict& group) {
   const auto wanted = static_cast<size_t>(optim::optimizer_named(optimizer));
   Hyper hyper;
   optim::Optimizers::for_each([&]<class T>(int index) {
     if (static_cast<size_t>(index) != wanted) return;
     typename T::Config config;
-    read(Reader{group}, config);
+    config.for_each_field(
+        [&]<class Field>(const char* name, Field& field) { field = group[name].cast<Field>(); });
     hyper = config;
   });
   return hyper;
@@ -159,13 +113,12 @@ void register_optim(py::module_& m) {
   py::class_<Executor>(optim_module, "Executor")
       .def(py::init([](int threads) { return optim::make_executor(threads); }), py::arg("threads"))
       .def_property_readonly("threads", &Executor::threads);
-  optim_module.def("components", [](const std::string& optimizer, const std::string& format) {
+  optim_module.def("components", [](const std::string& optimizer, const std::string& format, int64_t n) {
     py::list out;
     for (const auto& spec : optim::components(optim::optimizer_named(optimizer), optim::format_named(format)))
-      out.append(py::make_tuple(std::string(spec.name), spec.element_bytes, spec.scaled, spec.state));
+      out.append(py::make_tuple(std::string(spec.name), spec.state, spec.element_bytes, spec.bytes(n)));
     return out;
   });
-  optim_module.attr("scale_block") = optim::kScaleBlock;
   optim_module.def("update", &update);
   optim_module.def("initialize", &initialize);
   optim_module.def("squares", &squares);

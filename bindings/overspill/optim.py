@@ -110,19 +110,23 @@ class Optimizer(torch.optim.Optimizer):
         return self._kind
 
     def _hyper(self, group: dict) -> dict[str, Any]:
-        raise NotImplementedError
+        """The group's options under the core's names; the core takes those that it knows."""
+        hyper = {name: value for name, value in group.items() if name != "params"}
+        hyper["lr"] = float(group["lr"])  # may be a tensor
+        if "betas" in group:
+            hyper["beta1"], hyper["beta2"] = map(float, group["betas"])
+        return hyper
 
     def _start(self, group: dict, parameter: torch.Tensor, state: dict) -> None:
         """Fills the state of a parameter that was never updated."""
         kind, form = self._core_kind(group), self._format(group, parameter)
-        for name, width, scaled, number in _core.components(kind, form)[1:]:
+        for name, number, width, size in _core.components(kind, form, parameter.numel())[1:]:
             if number < 0:
                 tensor = torch.zeros_like(parameter, dtype=_MASTER[form])
                 if form == "fp16":
                     tensor.copy_(parameter)
-            elif scaled:
-                blocks = -(-parameter.numel() // _core.scale_block)
-                tensor = torch.zeros(width * parameter.numel() + blocks, dtype=torch.uint8)
+            elif width == 1:  # scales follow the codes
+                tensor = torch.zeros(size, dtype=torch.uint8)
             else:
                 tensor = torch.zeros_like(parameter, dtype=torch.bfloat16 if width == 2 else torch.float32)
             state[self._names.get(name, name)] = tensor
@@ -134,7 +138,7 @@ class Optimizer(torch.optim.Optimizer):
         self, kind: str, form: str, parameter: torch.Tensor, state: dict
     ) -> list[tuple[int, int]]:
         tensors = [parameter]
-        for name, *_ in _core.components(kind, form)[1:]:
+        for name, *_ in _core.components(kind, form, parameter.numel())[1:]:
             tensor = state[self._names.get(name, name)]
             if tensor.shape == parameter.shape and tensor.stride() != parameter.stride():
                 tensor = torch.empty_like(parameter, dtype=tensor.dtype).copy_(tensor)
@@ -232,18 +236,16 @@ class Optimizer(torch.optim.Optimizer):
         state, form = self.state[parameter], self._format(group, parameter)
         if not state:
             return
-        for name, width, scaled, _ in _core.components(self._core_kind(group), form)[1:]:
+        for name, _, _, size in _core.components(self._core_kind(group), form, parameter.numel())[1:]:
             name = self._names.get(name, name)
             if name not in state:
                 raise ValueError(
                     f"overspill: the state has no {name}: it is not that of {form} {type(self).__name__}"
                 )
-            blocks = -(-parameter.numel() // _core.scale_block) if scaled else 0
-            want = parameter.numel() * width + blocks
-            if _memory(state[name])[1] != want:
+            if _memory(state[name])[1] != size:
                 raise ValueError(
                     f"overspill: {name} in the state has {_memory(state[name])[1]} bytes, {form} parameters of shape "
-                    f"{tuple(parameter.shape)} need {want}"
+                    f"{tuple(parameter.shape)} need {size}"
                 )
 
 
@@ -251,6 +253,9 @@ class AdamW(Optimizer):
     """Decoupled weight decay (Loshchilov and Hutter 2017). Arguments as torch.optim.AdamW's."""
 
     _kind, _names, _decoupled = "adam", {"m": "exp_avg", "v": "exp_avg_sq"}, True
+
+    def _hyper(self, group: dict) -> dict[str, Any]:
+        return super()._hyper(group) | {"decoupled": self._decoupled}
 
     def __init__(
         self,
@@ -268,18 +273,6 @@ class AdamW(Optimizer):
         decay = (0.01 if self._decoupled else 0.0) if weight_decay is None else weight_decay
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": decay, "maximize": maximize}
         super().__init__(params, defaults, format, threads, seed)
-
-    def _hyper(self, group: dict) -> dict[str, Any]:
-        beta1, beta2 = group["betas"]
-        return {
-            "lr": float(group["lr"]),
-            "beta1": float(beta1),
-            "beta2": float(beta2),
-            "eps": float(group["eps"]),
-            "weight_decay": float(group["weight_decay"]),
-            "decoupled": self._decoupled,
-            "maximize": bool(group["maximize"]),
-        }
 
 
 class Adam(AdamW):
@@ -317,10 +310,6 @@ class Adagrad(Optimizer):
         }
         super().__init__(params, defaults, format, threads, seed)
 
-    def _hyper(self, group: dict) -> dict[str, Any]:
-        names = ("lr", "lr_decay", "weight_decay", "initial_accumulator_value", "eps")
-        return {name: float(group[name]) for name in names} | {"maximize": bool(group["maximize"])}
-
 
 class Lion(Optimizer):
     """Chen et al. 2023 (arXiv 2302.06675), algorithm 2."""
@@ -341,16 +330,6 @@ class Lion(Optimizer):
     ):
         defaults = {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize}
         super().__init__(params, defaults, format, threads, seed)
-
-    def _hyper(self, group: dict) -> dict[str, Any]:
-        beta1, beta2 = group["betas"]
-        return {
-            "lr": float(group["lr"]),
-            "beta1": float(beta1),
-            "beta2": float(beta2),
-            "weight_decay": float(group["weight_decay"]),
-            "maximize": bool(group["maximize"]),
-        }
 
 
 class SGD(Optimizer):
@@ -384,13 +363,3 @@ class SGD(Optimizer):
 
     def _core_kind(self, group: dict) -> str:
         return "momentum" if group["momentum"] else "sgd"
-
-    def _hyper(self, group: dict) -> dict[str, Any]:
-        hyper = {"lr": float(group["lr"]), "weight_decay": float(group["weight_decay"])}
-        if group["momentum"]:
-            hyper |= {
-                "momentum": float(group["momentum"]),
-                "dampening": float(group["dampening"]),
-                "nesterov": bool(group["nesterov"]),
-            }
-        return hyper | {"maximize": bool(group["maximize"])}

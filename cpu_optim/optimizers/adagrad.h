@@ -15,6 +15,17 @@ struct AdagradConfig {
   double initial_accumulator_value = 0.0;
   double eps = 1e-10;
   bool maximize = false;
+
+  /// Calls visit(name, field) for each.
+  template <class Visit>
+  void for_each_field(Visit visit) {
+    visit("lr", lr);
+    visit("lr_decay", lr_decay);
+    visit("weight_decay", weight_decay);
+    visit("initial_accumulator_value", initial_accumulator_value);
+    visit("eps", eps);
+    visit("maximize", maximize);
+  }
 };
 
 struct Adagrad {

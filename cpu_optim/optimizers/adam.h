@@ -18,6 +18,18 @@ struct AdamConfig {
   double weight_decay = 0.0;
   bool decoupled = true;  // true: AdamW; false: Adam, weight_decay is an L2 term added to the gradient
   bool maximize = false;
+
+  /// Calls visit(name, field) for each.
+  template <class Visit>
+  void for_each_field(Visit visit) {
+    visit("lr", lr);
+    visit("beta1", beta1);
+    visit("beta2", beta2);
+    visit("eps", eps);
+    visit("weight_decay", weight_decay);
+    visit("decoupled", decoupled);
+    visit("maximize", maximize);
+  }
 };
 
 struct Adam {

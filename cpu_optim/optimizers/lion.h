@@ -13,6 +13,16 @@ struct LionConfig {
   double beta2 = 0.99;
   double weight_decay = 0.0;
   bool maximize = false;
+
+  /// Calls visit(name, field) for each.
+  template <class Visit>
+  void for_each_field(Visit visit) {
+    visit("lr", lr);
+    visit("beta1", beta1);
+    visit("beta2", beta2);
+    visit("weight_decay", weight_decay);
+    visit("maximize", maximize);
+  }
 };
 
 struct Lion {

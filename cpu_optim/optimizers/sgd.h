@@ -12,6 +12,14 @@ struct SgdConfig {
   double lr = 1e-3;
   double weight_decay = 0.0;  // an L2 term added to the gradient
   bool maximize = false;
+
+  /// Calls visit(name, field) for each.
+  template <class Visit>
+  void for_each_field(Visit visit) {
+    visit("lr", lr);
+    visit("weight_decay", weight_decay);
+    visit("maximize", maximize);
+  }
 };
 
 struct Sgd {
@@ -47,6 +55,17 @@ struct MomentumConfig {
   double weight_decay = 0.0;
   bool nesterov = false;
   bool maximize = false;
+
+  /// Calls visit(name, field) for each.
+  template <class Visit>
+  void for_each_field(Visit visit) {
+    visit("lr", lr);
+    visit("momentum", momentum);
+    visit("dampening", dampening);
+    visit("weight_decay", weight_decay);
+    visit("nesterov", nesterov);
+    visit("maximize", maximize);
+  }
 };
 
 struct Momentum {
