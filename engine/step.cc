@@ -95,11 +95,7 @@ void Machine::schedule_updates() {
     units.push_back(u);
     const Unit& unit = context.layout.units[u];
     for (int32_t c = unit.first_chunk; c < unit.first_chunk + unit.chunk_count; ++c) {
-      const auto& runs = context.layout.chunks[c].runs;
-      if (std::any_of(runs.begin(), runs.end(),
-                      [&](const Run& run) { return state.updated[run.segment] != 0; })) {
-        chunks.push_back(c);
-      }
+      if (context.layout.chunks[c].has_any(state.updated)) chunks.push_back(c);
     }
   }
   context.journal.note(Happening::stepped, -1);

@@ -161,6 +161,10 @@ const char* component_name(Component component) {
   return "?";
 }
 
+bool Chunk::has_any(const std::vector<uint8_t>& marked) const {
+  return std::any_of(runs.begin(), runs.end(), [&](const Run& run) { return marked[run.segment] != 0; });
+}
+
 int64_t Unit::component_bytes(Component component) const {
   switch (component) {
     case Component::hi:

@@ -46,6 +46,9 @@ struct Chunk {
   int64_t begin = 0;
   int64_t elements = 0;
   std::vector<Run> runs;  // this rank's; ascending; the rest is padding
+
+  /// Whether a segment that is marked (by segment of the unit, not 0) has elements here.
+  bool has_any(const std::vector<uint8_t>& marked) const;
 };
 
 struct Unit {

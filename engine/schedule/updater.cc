@@ -72,7 +72,7 @@ void Updater::schedule(std::span<const int32_t> chunks) {
     const bool touches_nvme = context_.touches_nvme(chunk);
     if (touches_nvme) ahead_.push_back(chunk);
     state.position = position++;
-    const bool taken = decide(chunk, speculation_.right(unit));
+    const bool taken = state.guess != Guess::none && decide(chunk, speculation_.right(unit));
     if (taken && state.guess == Guess::none) continue;  // its new weights are where they belong
     state.pending = true;
     ++context_.units[unit].pending_chunks;
@@ -135,9 +135,8 @@ int32_t Updater::next_to_stage() {
     }
   }
   while (next_staged_ < ring_queue_.size() && !wanted(ring_queue_[next_staged_])) {
-    // A chunk whose last version is still on its way out is not home yet: it is staged when it is, in its
-    // turn.
-    // So is one whose guess was dropped.
+    // A chunk whose last version is still on its way out, or whose guess was dropped, is not home yet: it is
+    // staged when it is, in its turn.
     const ChunkState& state = context_.chunks[ring_queue_[next_staged_]];
     if (state.pending && (state.residency == Residency::writing || state.guess != Guess::none)) return -1;
     ++next_staged_;
@@ -403,10 +402,8 @@ void Updater::guess(int32_t unit) {
   const auto& guessed = context_.units[unit].guessed;
   for (int32_t c = u.first_chunk; c < u.first_chunk + u.chunk_count; ++c) {
     ChunkState& state = context_.chunks[c];
-    const auto& runs = context_.layout.chunks[c].runs;
     if (state.guess != Guess::none || !speculation_.may_guess(c)) continue;
-    if (std::none_of(runs.begin(), runs.end(), [&](const Run& run) { return guessed[run.segment] != 0; }))
-      continue;
+    if (!context_.layout.chunks[c].has_any(guessed)) continue;
     if (state.home[0] != nullptr) {
       state.second_weights = speculation_.take_weights();
       if (state.second_weights == nullptr) break;
