@@ -4,25 +4,18 @@
 #include <cstring>
 #include <vector>
 
+#include "tests/reference/bits.h"
+
 namespace {
+
+using overspill::reference::as_bits;
+using overspill::reference::as_float;
 
 struct Hyper {
   double lr, beta1, beta2, eps, weight_decay;
   bool decoupled;
   double step, grad_scale;
 };
-
-float as_float(uint32_t bits) {
-  float x;
-  std::memcpy(&x, &bits, sizeof(x));
-  return x;
-}
-
-uint32_t as_bits(float x) {
-  uint32_t bits;
-  std::memcpy(&bits, &x, sizeof(bits));
-  return bits;
-}
 
 // In 64-bit integers, where nothing wraps: hi is the multiple of 2^16 nearest to bits, upwards at the middle.
 void split_one(uint32_t bits, uint16_t& hi, int16_t& lo) {

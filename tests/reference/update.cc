@@ -6,21 +6,14 @@
 #include <string>
 #include <vector>
 
+#include "tests/reference/bits.h"
+
 namespace {
 
+using overspill::reference::as_bits;
+using overspill::reference::as_float;
+
 constexpr int64_t kTwo32 = int64_t{1} << 32;
-
-float as_float(uint32_t bits) {
-  float x;
-  std::memcpy(&x, &bits, sizeof(x));
-  return x;
-}
-
-uint32_t as_bits(float x) {
-  uint32_t bits;
-  std::memcpy(&bits, &x, sizeof(bits));
-  return bits;
-}
 
 float rounded(double x) {
   return static_cast<float>(x);
