@@ -44,7 +44,7 @@ bench-adam: build  ## Update kernels beside a loop that only reads and writes th
 	@tools/keep_result adam $(BUILD)/bench/bench_adam
 
 bench-io: build  ## The store beside fio and DeepSpeed, in turn on one file system; 6 minutes
-	@tools/bench_io_setup
+	@tools/peers
 	@tools/keep_result io $(PYTHON_VENV) tools/bench_io.py $(BENCH_IO_ARGS)
 
 readme:  ## The README's numbers, from the results/*.json that are there

@@ -22,11 +22,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import peers
 from bench_io_paths import two_paths_vs_sum
 
 ROOT = Path(__file__).resolve().parent.parent
 BENCH = ROOT / "build/release/bench"
-DEEPSPEED = ROOT / "results/bench-io-venv"
 SEQUENTIAL_MIB = 1024
 MIXED_MIB = 635  # what bench_io and DeepSpeed move in a mixed turn
 PATTERNS = ("read", "write", "mixed")
@@ -89,12 +89,8 @@ class DeepSpeed(Child):
     """tools/bench_io_deepspeed.py in its own environment."""
 
     def __init__(self, folder: Path):
-        env = os.environ | {
-            "PATH": f"{DEEPSPEED / 'bin'}:{os.environ['PATH']}",
-            "TORCH_EXTENSIONS_DIR": str(DEEPSPEED / "extensions"),
-        }
         script = str(ROOT / "tools/bench_io_deepspeed.py")
-        super().__init__([str(DEEPSPEED / "bin/python"), script, str(folder), str(SEQUENTIAL_MIB)], env)
+        super().__init__([peers.python(), script, str(folder), str(SEQUENTIAL_MIB)], peers.environment())
 
     def settings(self, pattern: str) -> list[dict]:
         """Blocks, depths, ways to submit, threads; for mixed turns also how often it waits."""
@@ -288,7 +284,7 @@ def main() -> int:
     parser.add_argument("--folder", type=Path, default=ROOT / "results", help="on the file system to measure")
     args = parser.parse_args()
     if shutil.which("fio") is None:
-        print("bench-io: fio is not there; tools/bench_io_setup installs it", file=sys.stderr)
+        print("bench-io: fio is not there; tools/peers installs it", file=sys.stderr)
         return 1
     result: dict[str, Any] = {
         "bench": "io",
@@ -301,10 +297,10 @@ def main() -> int:
         folder = Path(name)
         contenders: dict[str, Any] = {"fio": Fio(folder, huge), "store": Store("bench_io", folder)}
         contenders["unchecked"] = Store("bench_io_unchecked", folder)
-        if (DEEPSPEED / "ready").exists():
+        if peers.deepspeed_is_there():
             contenders["deepspeed"] = DeepSpeed(folder)
         else:
-            print("bench-io: DeepSpeed is left out: tools/bench_io_setup could not install it")
+            print("bench-io: DeepSpeed is left out: tools/peers could not install it")
         try:
             result |= report(*take_turns(contenders, args.pairs), contenders["store"].backend)
         finally:
