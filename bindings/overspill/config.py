@@ -103,6 +103,7 @@ class Config(_Section):
     budget: Budget
     optimizer: Optimizer = Optimizer()
     gradient_accumulation_steps: int = Field(1, ge=1)
+    vertical_accumulation: bool = False  # micro-batches pass each unit together, in engine.train_batch
     gradient_clipping: float = Field(0.0, ge=0)
     train_micro_batch_size_per_gpu: int | None = Field(None, ge=1)
     engine: EngineOptions = EngineOptions()

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import json
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,7 +15,7 @@ from torch import nn
 from torch._C import DisableTorchFunction
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from . import _core, hooks, patches, pretrained, residency, state
+from . import _core, hooks, patches, pretrained, residency, state, vertical
 from .config import Config
 from .init import materialise
 from .optimizer import OverspillOptimizer, group_indices, make_groups, take_over
@@ -139,11 +141,11 @@ class Engine:
         self.global_steps = self.micro_steps = 0
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        depth = len(patches.frames)
+        depth = len(patches.guard.frames)
         try:
             return self.module(*args, **kwargs)
         finally:
-            if len(patches.frames) > depth:
+            if len(patches.guard.frames) > depth:
                 hooks.unwind(depth)
 
     forward = __call__
@@ -178,6 +180,58 @@ class Engine:
         self.global_steps += 1
         if self.lr_scheduler is not None and not self.last_step.skipped:
             self.lr_scheduler.step()
+
+    def train_batch(
+        self, batches: Iterable[Any], loss: Callable[[Any], torch.Tensor] | None = None
+    ) -> torch.Tensor:
+        """One whole step: the next gradient_accumulation_steps micro-batches of `batches`, forward, backward, update.
+        With vertical_accumulation they pass each unit together (vertical.py). Returns the mean loss, detached.
+
+        loss: of one micro-batch, by calls of this engine or its module; None: the model's own (a mapping is given as
+        keywords, a tuple or list as arguments; what has a `loss` gives that). After an exception no gradients are left.
+        """
+        count = self.config.gradient_accumulation_steps
+        if self.micro_steps % count:
+            raise RuntimeError(
+                f"overspill: train_batch in the middle of a step: {self.micro_steps % count} of {count} micro-batches "
+                "were ended by engine.step()"
+            )
+        micro_batches = list(itertools.islice(batches, count))
+        if len(micro_batches) < count:
+            raise ValueError(
+                f"overspill: train_batch needs gradient_accumulation_steps = {count} micro-batches, there are "
+                f"{len(micro_batches)}"
+            )
+        forwards = [functools.partial(loss or self._own_loss, batch) for batch in micro_batches]
+        try:
+            if self.config.vertical_accumulation and count > 1:
+                losses = [found.detach() for found in vertical.run(forwards, self.backward)]
+            else:
+                losses = []
+                for forward in forwards:
+                    found = forward()
+                    self.backward(found)
+                    losses.append(found.detach())
+                    del found
+        except BaseException:
+            self.zero_grad()
+            raise
+        self.micro_steps += count - 1
+        self.step()
+        return torch.stack(losses).float().mean()
+
+    def _own_loss(self, batch: Any) -> torch.Tensor:
+        if isinstance(batch, Mapping):
+            out = self(**batch)
+        else:
+            out = self(*batch) if isinstance(batch, (tuple, list)) else self(batch)
+        found = getattr(out, "loss", out)
+        if not isinstance(found, torch.Tensor) or found.numel() != 1:
+            raise TypeError(
+                f"overspill: the model returned {type(out).__name__} and no loss of one element: give train_batch "
+                "loss=callable(batch)"
+            )
+        return found
 
     @property
     def last_step(self) -> Any:

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from torch._C import DisableTorchFunction
 
-from . import residency
-from .patches import Frame, frames, get_grad, guard, set_grad
+from . import residency, vertical
+from .patches import Frame, get_grad, guard, set_grad
 from .residency import Residency, Segment, Unit, registry
 from .saved import in_backward
 from .units import DTYPES, UnitSpec
@@ -35,23 +35,24 @@ class ModuleHooks:
         if owner.closed:
             raise RuntimeError("overspill: the engine of this model is closed; its weights are gone")
         with DisableTorchFunction():
-            frame = Frame(module, owner, not frames)
+            frame = Frame(module, owner, not guard.frames)
             if frame.guards:
                 guard.enter()
-            frames.append(frame)
+            guard.frames.append(frame)
             owner.calls += 1
             if owner.calls == 1 and not in_backward():
                 owner.core.begin_pass(module.training, torch.is_grad_enabled())
                 if owner.expect_step is not None and module.training and torch.is_grad_enabled():
                     owner.expect_step()
             for unit in self.units:
+                vertical.before(unit)
                 residency.pin(unit)
                 frame.units.append(unit)
 
     def after(self, module: nn.Module, args: Any, output: Any) -> None:
-        if frames and frames[-1].module is module:
+        if guard.frames and guard.frames[-1].module is module:
             with DisableTorchFunction():
-                close_frame(frames.pop())
+                close_frame(guard.frames.pop())
 
     def before_load(self, module: nn.Module, state: dict, prefix: str, metadata: dict, *rest: Any) -> None:
         if metadata.get("assign_to_params_buffers", False):
@@ -132,8 +133,8 @@ def close_frame(frame: Frame) -> None:
 def unwind(depth: int) -> None:
     """Ends calls that an exception left open, such as KeyboardInterrupt, which torch's hooks do not see."""
     with DisableTorchFunction():
-        while len(frames) > depth:
-            close_frame(frames.pop())
+        while len(guard.frames) > depth:
+            close_frame(guard.frames.pop())
 
 
 def release_edited(unit: Unit) -> None:

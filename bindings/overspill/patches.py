@@ -13,6 +13,7 @@ torch.nn.utils.clip_grad_norm_          clips in the engine
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -23,7 +24,7 @@ from torch.autograd import graph
 from torch.nn.utils import clip_grad
 from torch.overrides import TorchFunctionMode
 
-from . import residency, saved
+from . import residency, saved, vertical
 from .residency import Residency, Segment, Unit, registry
 
 get_grad, set_grad = TensorBase.grad.__get__, TensorBase.grad.__set__
@@ -97,9 +98,6 @@ class Frame:
         self.module, self.units, self.residency, self.guards = module, [], owner, guards
 
 
-frames: list[Frame] = []  # of all engines, outermost first
-
-
 class TouchMode(TorchFunctionMode):
     """The safety net: a released parameter given to any torch function is acquired first (weights used
     outside their module)."""
@@ -137,17 +135,20 @@ def touch(needed: list[Unit]) -> None:
     weights of many modules without calling them must not gather the whole model."""
     with DisableTorchFunction():
         for unit in needed:
+            vertical.before(unit)
             if not unit.pins:
                 residency.remember(unit, needed)
             if not unit.shown:
                 residency.show(unit)
 
 
-class Guard:
-    """What must be on while modules run or autograd does: the mode and the saved-tensor hooks. Re-entrant."""
+class Guard(threading.local):
+    """What must be on while modules run or autograd does: the mode and the saved-tensor hooks. Re-entrant, and each
+    thread's own, as torch's modes and hooks are. `frames`: calls under way, of all engines, outermost first."""
 
     def __init__(self) -> None:
         self.depth, self.mode = 0, TouchMode()
+        self.frames: list[Frame] = []
 
     def enter(self) -> None:
         if self.depth == 0:

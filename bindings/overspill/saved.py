@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch._C import DisableTorchFunction
 
-from . import residency
+from . import residency, vertical
 from .residency import Segment, Unit, leases, registry
 
 _PLAIN = (torch.Tensor, nn.Parameter)
@@ -41,6 +41,7 @@ class Handle:
                 "has been modified by "
                 "an inplace operation"
             )
+        vertical.before(unit)
         keep = in_backward()
         if keep:
             residency.remember(unit)

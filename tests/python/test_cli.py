@@ -179,6 +179,20 @@ def test_a_signal_saves_and_says_how_to_go_on(number, bench, spilling, finished,
     assert tiny.losses(out) == tiny.losses(finished)
 
 
+def test_vertical_accumulation_goes_on_bit_equal_after_a_signal(bench, spilling, capsys, tmp_path):
+    options = {"accumulate": 3, "vertical": True, "steps": 4, "eval_batches": 0} | spilling
+    straight, out = tmp_path / "straight", tmp_path / "out"
+    bench.ok(capsys, *bench.train_args(straight, **options))
+    process = bench.start(bench.train_args(out, **options))
+    tiny.wait_for_step(process, out, 1)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=120)
+    assert process.returncode == 128 + signal.SIGINT, err
+    assert "Traceback" not in err
+    bench.ok(capsys, "train", "--out", out, "--resume")
+    assert tiny.losses(out) == tiny.losses(straight)
+
+
 # --- bad input ----------------------------------------------------------------------------------------------------
 
 

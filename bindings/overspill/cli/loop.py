@@ -83,6 +83,10 @@ class Stop:
         return 128 + (self.signal or 0)
 
 
+class _StepLeft(Exception):
+    """Raised in forward when a stop was asked for: the step is left before it changes anything."""
+
+
 class Loop:
     """Steps over batches. `step` and `position` (sequences seen) say where it is; both are in `state()`."""
 
@@ -110,25 +114,24 @@ class Loop:
         """One optimizer step; its record for the log. None when a stop came first: the step is undone."""
         started = time.perf_counter()
         waited = self.engine.stats()["wait_seconds"]
-        settings, losses = self.settings, []
-        before = random_states(), self.engine.micro_steps
+        settings, before = self.settings, random_states()
         rate = settings.learning_rate(self.step)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        for micro in range(settings.accumulate):
-            ids = self.batches.at(self.position + micro * settings.batch)
-            loss = self.engine(input_ids=ids, labels=ids, use_cache=False).loss
-            self.engine.backward(loss)
-            losses.append(loss.item())
-            if self.stop and micro + 1 < settings.accumulate:
-                self.engine.zero_grad()
-                restore_random_states(before[0])
-                self.engine.micro_steps = before[1]
-                return None
-            self.engine.step()
+        starts = range(self.position, self.position + settings.accumulate * settings.batch, settings.batch)
+        try:
+            loss = self.engine.train_batch(map(self.batches.at, starts), self._loss).item()
+        except _StepLeft:
+            restore_random_states(before)
+            return None
         self.step += 1
         self.position += settings.accumulate * settings.batch
-        return self._record(sum(losses) / len(losses), rate, started, waited)
+        return self._record(loss, rate, started, waited)
+
+    def _loss(self, ids: torch.Tensor) -> torch.Tensor:
+        if self.stop:
+            raise _StepLeft
+        return self.engine(input_ids=ids, labels=ids, use_cache=False).loss
 
     def _record(self, loss: float, rate: float, started: float, waited: float) -> dict[str, Any]:
         seconds = time.perf_counter() - started

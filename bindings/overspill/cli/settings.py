@@ -21,6 +21,7 @@ class Settings:
     batch: int = _field(4, fixed=True)
     seq_len: int = _field(256, fixed=True)
     accumulate: int = _field(1, fixed=True)
+    vertical: bool = _field(False, fixed=True)
     lr: float = _field(5e-5, fixed=True)
     warmup: int = _field(0, fixed=True)
     weight_decay: float = _field(0.01, fixed=True)

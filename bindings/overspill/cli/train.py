@@ -51,6 +51,13 @@ def options(parser: argparse.ArgumentParser) -> None:
     add("--batch", type=positive, metavar="N", help=f"sequences in a micro-batch {default['batch']}")
     add("--seq-len", type=positive, metavar="N", help=f"tokens in a sequence {default['seq_len']}")
     add("--accumulate", type=positive, metavar="N", help=f"micro-batches in a step {default['accumulate']}")
+    add(
+        "--vertical",
+        action="store_true",
+        default=None,
+        help="with --accumulate: micro-batches pass each layer together, so weights move once a step; keeps the "
+        "activations of all of them (see --checkpointing)",
+    )
     add("--lr", type=nonnegative, help=f"learning rate of AdamW {default['lr']}")
     add(
         "--warmup",
@@ -223,6 +230,7 @@ class _Session:
             settings.endurance_tbw,
             optimizer={"type": "AdamW", "lr": settings.lr, "weight_decay": settings.weight_decay},
             gradient_accumulation_steps=settings.accumulate,
+            vertical_accumulation=settings.vertical,
             gradient_clipping=settings.clip,
             engine={"threads": settings.threads, "checkpoints_kept": settings.keep},
         )

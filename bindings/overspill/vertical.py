@@ -1,0 +1,201 @@
+"""Vertical accumulation: the micro-batches of a step pass each unit one after another, so that weights move once
+a step and not once a micro-batch.
+
+Each micro-batch is a thread with its own forward, then its own backward, of any model. One of them runs at a time.
+Where it comes to another unit, it hands the turn over to the others until they have caught up; so all of them pass
+unit k, then all pass unit k + 1. A thread never waits for another one to come anywhere: micro-batches whose
+control flow differs lose traffic, not progress. Where all take the same way, a unit's gradients arrive in the order
+of the micro-batches, as they do one micro-batch after another, and every bit is the same.
+
+What differs: activations of all micro-batches are alive at once (checkpoint them), and each micro-batch draws its
+random numbers from a state of its own, seeded from torch's at the start.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import sys
+import threading
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch._C import DisableTorchFunction
+
+from .residency import Unit
+
+
+class _Stopped(BaseException):
+    """Raised where a micro-batch waits, when another one failed."""
+
+
+class _Draws:
+    """States of the random generators that forward may use: torch's, Python's, numpy's where it is loaded."""
+
+    def __init__(self, seed: int | None = None):
+        """Those of now, or fresh ones."""
+        numpy = sys.modules.get("numpy")
+        if seed is None:
+            self.torch, self.python = torch.get_rng_state(), random.getstate()
+            self.numpy = numpy.random.get_state() if numpy else None
+        else:
+            self.torch, self.python = (
+                torch.Generator().manual_seed(seed).get_state(),
+                random.Random(seed).getstate(),
+            )
+            self.numpy = numpy.random.RandomState(seed % 2**32).get_state() if numpy else None
+
+    def restore(self) -> None:
+        torch.set_rng_state(self.torch)
+        random.setstate(self.python)
+        if self.numpy is not None:
+            sys.modules["numpy"].random.set_state(self.numpy)
+
+
+class _Runner:
+    """One micro-batch. `unit`: the one it passes. `needs`: the one it waits for; None: it has not begun its phase.
+    `passed`: how often it came to each unit in this phase."""
+
+    def __init__(self, number: int, draws: _Draws):
+        self.number, self.draws = number, draws
+        self.unit: Unit | None = None
+        self.needs: Unit | None = None
+        self.passed: Counter[Unit | None] = Counter()
+        self.waits = self.at_end = False
+
+
+class _Turns:
+    """Who of the runners has the turn. `unit`: the one being passed. `direction`: of units, by index, in this phase."""
+
+    def __init__(self, runners: Sequence[_Runner]):
+        self.runners, self.unit, self.running, self.direction = runners, None, None, 1
+        self.changed = threading.Condition()
+        self.failure: BaseException | None = None
+
+    def begin_phase(self, runner: _Runner) -> None:
+        """Until it is the runner's turn to begin."""
+        with self.changed:
+            self._wait(runner, None)
+
+    def come_to(self, runner: _Runner, unit: Unit) -> None:
+        """Until it is the runner's turn to pass `unit`."""
+        with self.changed:
+            if unit is not self.unit:
+                self._wait(runner, unit)
+                self.unit = unit
+            runner.unit = unit
+            runner.passed[unit] += 1
+
+    def _wait(self, runner: _Runner, unit: Unit | None) -> None:
+        """The turn, if it had it, goes to who is due."""
+        self._leave(runner)
+        runner.needs, runner.waits = unit, True
+        self._pass_on()
+        self.changed.wait_for(lambda: self.running is runner or self.failure is not None)
+        runner.waits = False
+        if self.failure is not None:
+            raise _Stopped
+        runner.draws.restore()
+
+    def end_phase(self, runner: _Runner) -> None:
+        """Until every runner is here."""
+        with self.changed:
+            self._leave(runner)
+            runner.at_end = True
+            if all(each.at_end for each in self.runners):
+                for each in self.runners:
+                    each.at_end, each.unit = False, None
+                    each.passed.clear()
+                self.unit, self.direction = None, -self.direction
+                self.changed.notify_all()
+            else:
+                self._pass_on()
+                self.changed.wait_for(lambda: not runner.at_end or self.failure is not None)
+            if self.failure is not None:
+                raise _Stopped
+
+    def fail(self, error: BaseException) -> None:
+        with self.changed:
+            self.failure = self.failure or error
+            self.changed.notify_all()
+
+    def _leave(self, runner: _Runner) -> None:
+        if self.running is runner:
+            runner.draws, self.running = _Draws(), None
+
+    def _pass_on(self) -> None:
+        """Once everybody waits: first pass those who need the unit at hand; then another one: that which was come to
+        least often, the first of these in the model (in backward the last). Always in order of number."""
+        waiting = [r for r in self.runners if r.waits]
+        if self.running is not None or not all(r.waits or r.at_end for r in self.runners) or not waiting:
+            return
+        due = [r for r in waiting if r.needs is not None and r.needs is self.unit]
+        if not due:
+            unit = min(waiting, key=self._place_of).needs
+            due = [r for r in waiting if r.needs is unit]
+        self.running = due[0]
+        self.changed.notify_all()
+
+    def _place_of(self, runner: _Runner) -> tuple[int, float]:
+        unit = runner.needs
+        return runner.passed[unit], -math.inf if unit is None else self.direction * unit.index
+
+
+_place = threading.local()  # of a micro-batch's thread: its turns and its runner
+
+
+def before(unit: Unit) -> None:
+    """Called where a unit is about to be acquired: here the turn changes hands."""
+    place = getattr(_place, "turns", None)
+    if place is not None and place[1].unit is not unit:
+        with DisableTorchFunction():
+            place[0].come_to(place[1], unit)
+
+
+def run(forwards: Sequence[Callable[[], Any]], backward: Callable[[Any], None]) -> list[Any]:
+    """Calls each of `forwards`, then `backward` with what it returned, as one micro-batch each. Returns what the
+    forwards returned. The first exception of any of them is raised again when all have ended.
+    """
+    autocast = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
+    threads_of_torch = torch.get_num_threads()
+    seeds = torch.randint(2**62, (len(forwards),), dtype=torch.int64).tolist()
+    runners, afterwards = [_Runner(i, _Draws(seed)) for i, seed in enumerate(seeds)], _Draws()
+    turns, results = _Turns(runners), [None] * len(forwards)
+
+    def work(runner: _Runner) -> None:
+        _place.turns = turns, runner
+        torch.set_num_threads(threads_of_torch)  # torch keeps it for each thread
+        try:
+            turns.begin_phase(runner)
+            with torch.autocast("cpu", enabled=autocast[0], dtype=autocast[1]):
+                results[runner.number] = forwards[runner.number]()
+            turns.end_phase(runner)
+            turns.begin_phase(runner)
+            backward(results[runner.number])
+            turns.end_phase(runner)
+        except _Stopped:
+            pass
+        except BaseException as error:
+            turns.fail(error)
+
+    threads = [
+        threading.Thread(target=work, args=(runner,), name=f"micro-batch {runner.number}")
+        for runner in runners
+    ]
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    except BaseException as error:  # Ctrl-C
+        turns.fail(error)
+        for thread in threads:
+            if thread.ident is not None:
+                thread.join()
+    finally:
+        afterwards.restore()
+    if turns.failure is not None:
+        raise turns.failure
+    return results
