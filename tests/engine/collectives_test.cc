@@ -2,16 +2,14 @@
 
 #include <atomic>
 #include <chrono>
-#include <cmath>
-#include <cstring>
 #include <functional>
-#include <random>
 #include <string>
 #include <thread>
 #include <vector>
 
 #include "engine/collectives/in_process.h"
 #include "engine/collectives/self_communicator.h"
+#include "tests/engine/collectives_conformance.h"
 
 namespace overspill::engine {
 namespace {
@@ -45,62 +43,17 @@ void expect_all_say(const std::vector<std::string>& errors, std::initializer_lis
   }
 }
 
-std::byte pattern(int from, int to, size_t i) {
-  return static_cast<std::byte>(31 * from + 7 * to + 3 * i + 1);
-}
-
 class Worlds : public ::testing::TestWithParam<int> {};
 INSTANTIATE_TEST_SUITE_P(Collectives, Worlds, ::testing::Values(1, 2, 3, 4));
 
 TEST_P(Worlds, MoveEverySlice) {
-  const auto errors = run_world(GetParam(), kLong, [](Communicator& ranks) {
-    const int world = ranks.world(), rank = ranks.rank();
-    std::mt19937 random(42);  // the same sizes on every rank
-    for (int round = 0; round < 50; ++round) {
-      const size_t slice = random() % 3 == 0 ? random() % 4 : random() % 20'000;
-      std::vector<std::byte> gathered(slice * world), send(slice * world), received(slice * world);
-      for (size_t i = 0; i < slice; ++i) gathered[rank * slice + i] = pattern(rank, rank, i);
-      for (int to = 0; to < world; ++to) {
-        for (size_t i = 0; i < slice; ++i) send[to * slice + i] = pattern(rank, to, i);
-      }
-      ranks.all_gather(gathered);
-      ranks.all_to_all(send, received);
-      for (int from = 0; from < world; ++from) {
-        for (size_t i = 0; i < slice; ++i) {
-          ASSERT_EQ(gathered[from * slice + i], pattern(from, from, i)) << "round " << round;
-          ASSERT_EQ(received[from * slice + i], pattern(from, rank, i)) << "round " << round;
-        }
-      }
-      // Whoever returns may reuse its memory at once: nobody still reads it.
-      std::ranges::fill(gathered, std::byte{0xEE});
-      std::ranges::fill(send, std::byte{0xEE});
-    }
-  });
+  const auto errors =
+      run_world(GetParam(), kLong, [](Communicator& ranks) { conformance::move_every_slice(ranks); });
   for (const auto& error : errors) EXPECT_EQ(error, "");
 }
 
 TEST_P(Worlds, SumInRankOrderToTheBit) {
-  const int world = GetParam();
-  const int count = 1000;
-  std::mt19937_64 random(7);
-  std::vector<std::vector<double>> addends(world, std::vector<double>(count));
-  for (auto& of_rank : addends) {
-    // Magnitudes far apart, so that any other order gives other bits.
-    for (double& x : of_rank)
-      x = std::ldexp(static_cast<double>(random() % 1000) - 500, static_cast<int>(random() % 80));
-    of_rank[0] = -0.0;
-  }
-  std::vector<double> expected = addends[0];
-  for (int rank = 1; rank < world; ++rank) {
-    for (int i = 0; i < count; ++i) expected[i] += addends[rank][i];
-  }
-  const auto errors = run_world(world, kLong, [&](Communicator& ranks) {
-    for (int round = 0; round < 20; ++round) {
-      std::vector<double> values = addends[ranks.rank()];
-      ranks.all_reduce_sum(values);
-      ASSERT_EQ(std::memcmp(values.data(), expected.data(), count * sizeof(double)), 0);
-    }
-  });
+  const auto errors = run_world(GetParam(), kLong, conformance::sum_in_rank_order_to_the_bit);
   for (const auto& error : errors) EXPECT_EQ(error, "");
 }
 
@@ -119,30 +72,14 @@ TEST_P(Worlds, BarrierHoldsEverybody) {
 
 TEST_P(Worlds, RefuseSizesThatDiffer) {
   const int world = GetParam();
-  const auto differ = run_world(world, kLong, [&](Communicator& ranks) {
-    std::vector<std::byte> data(world * (ranks.rank() == world - 1 ? 8 : 16));
-    std::vector<std::byte> to(world * (world == 1 ? 9 : 16));
-    ranks.all_to_all(data, to);
-  });
-  expect_all_say(differ, {"all_to_all", "rank"});
+  expect_all_say(run_world(world, kLong, conformance::sizes_that_differ), {"all_to_all", "rank"});
   if (world == 1) return;
-  const auto uneven = run_world(world, kLong, [&](Communicator& ranks) {
-    std::vector<std::byte> data(world + 1);
-    ranks.all_gather(data);
-  });
-  expect_all_say(uneven, {"all_gather", "not a multiple"});
+  expect_all_say(run_world(world, kLong, conformance::a_size_that_is_not_a_multiple),
+                 {"all_gather", "not a multiple"});
 }
 
 TEST(InProcess, NamesTheRankThatMakesAnotherCall) {
-  const auto errors = run_world(3, kLong, [](Communicator& ranks) {
-    std::vector<double> values(3);
-    if (ranks.rank() == 1) {
-      ranks.all_reduce_sum(values);
-    } else {
-      ranks.all_gather(std::as_writable_bytes(std::span(values)));
-    }
-  });
-  expect_all_say(errors, {"rank 1", "all_reduce_sum", "all_gather"});
+  expect_all_say(run_world(3, kLong, conformance::another_call), {"rank 1", "all_to_all", "all_gather"});
 }
 
 TEST(InProcess, NamesTheRanksThatAreLate) {

@@ -1,0 +1,326 @@
+#include "engine/collectives/mpi.h"
+
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+#include <mpi.h>
+
+#include <algorithm>
+#include <array>
+#include <cstring>
+#include <limits>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "engine/collectives/rank_order_sum.h"
+
+namespace overspill::engine {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+constexpr int kAnnounceTag = 1;
+constexpr int kVerdictTag = 2;
+constexpr size_t kBlock = 64;  // bytes counted as one, where a slice has more than an int can count
+
+void check(int code, const char* call) {
+  if (code == MPI_SUCCESS) return;
+  std::array<char, MPI_MAX_ERROR_STRING> text{};
+  int length = 0;
+  MPI_Error_string(code, text.data(), &length);
+  throw CommunicatorError(fmt::format("{}: {}", call, std::string_view(text.data(), length)));
+}
+
+enum class Call : uint64_t { all_gather, all_to_all, barrier };
+
+const char* name_of(Call call) {
+  switch (call) {
+    case Call::all_gather:
+      return "all_gather";
+    case Call::all_to_all:
+      return "all_to_all";
+    case Call::barrier:
+      return "barrier";
+  }
+  return "an unknown call";
+}
+
+/// What a rank says before a call.
+struct Announcement {
+  uint64_t number = 0;  // of calls so far
+  Call call = Call::barrier;
+  uint64_t send_bytes = 0;
+  uint64_t receive_bytes = 0;
+};
+
+/// What a rank says when it has heard all announcements: nothing, or why the world ends.
+using Verdict = std::array<char, 512>;
+
+/// A slice as MPI counts it.
+class SliceType {
+ public:
+  explicit SliceType(size_t bytes) {
+    constexpr size_t most = std::numeric_limits<int>::max();
+    if (bytes <= most) {
+      count_ = static_cast<int>(bytes);
+    } else if (bytes % kBlock == 0 && bytes / kBlock <= most) {
+      count_ = static_cast<int>(bytes / kBlock);
+      check(MPI_Type_contiguous(kBlock, MPI_BYTE, &type_), "MPI_Type_contiguous");
+      check(MPI_Type_commit(&type_), "MPI_Type_commit");
+    } else {
+      throw CommunicatorError(fmt::format("a slice of {} bytes is more than MPI can count", bytes));
+    }
+  }
+  ~SliceType() {
+    if (type_ != MPI_BYTE) MPI_Type_free(&type_);
+  }
+  SliceType(const SliceType&) = delete;
+  SliceType& operator=(const SliceType&) = delete;
+  int count() const { return count_; }
+  MPI_Datatype type() const { return type_; }
+
+ private:
+  int count_ = 0;
+  MPI_Datatype type_ = MPI_BYTE;
+};
+
+class MpiCommunicator final : public Communicator {
+ public:
+  MpiCommunicator(std::shared_ptr<bool> world_failed, std::chrono::milliseconds timeout)
+      : world_failed_(std::move(world_failed)), timeout_(timeout) {
+    check(MPI_Comm_dup(MPI_COMM_WORLD, &ranks_), "MPI_Comm_dup");
+    check(MPI_Comm_set_errhandler(ranks_, MPI_ERRORS_RETURN), "MPI_Comm_set_errhandler");
+    check(MPI_Comm_rank(ranks_, &rank_), "MPI_Comm_rank");
+    check(MPI_Comm_size(ranks_, &world_), "MPI_Comm_size");
+    heard_.resize(world_);
+    verdicts_.resize(world_);
+    for (auto* requests : {&hears_, &hears_verdict_, &says_, &says_verdict_})
+      requests->assign(world_, MPI_REQUEST_NULL);
+  }
+
+  ~MpiCommunicator() override {
+    // After a failure some of these never end. Cancelled, none looks at this object's memory later on.
+    for (auto* requests : {&hears_, &hears_verdict_, &says_, &says_verdict_}) {
+      for (MPI_Request& request : *requests) {
+        if (request == MPI_REQUEST_NULL) continue;
+        MPI_Cancel(&request);
+        MPI_Request_free(&request);
+      }
+    }
+    if (failure_.empty()) MPI_Comm_free(&ranks_);  // collective, so not in a world that has ended
+  }
+
+  int rank() const override { return rank_; }
+  int world() const override { return world_; }
+
+  void all_gather(std::span<std::byte> data) override {
+    announce(Call::all_gather, data.size(), data.size());
+    const SliceType slice(data.size() / world_);
+    MPI_Request request = MPI_REQUEST_NULL;
+    check(MPI_Iallgather(MPI_IN_PLACE, 0, slice.type(), data.data(), slice.count(), slice.type(), ranks_,
+                         &request),
+          "MPI_Iallgather");
+    finish(request, Call::all_gather);
+  }
+
+  void all_to_all(std::span<const std::byte> send, std::span<std::byte> receive) override {
+    announce(Call::all_to_all, send.size(), receive.size());
+    const SliceType slice(send.size() / world_);
+    MPI_Request request = MPI_REQUEST_NULL;
+    check(MPI_Ialltoall(send.data(), slice.count(), slice.type(), receive.data(), slice.count(), slice.type(),
+                        ranks_, &request),
+          "MPI_Ialltoall");
+    finish(request, Call::all_to_all);
+  }
+
+  void all_reduce_sum(std::span<double> values) override { sum_in_rank_order(*this, values, gathered_); }
+
+  void barrier() override { announce(Call::barrier, 0, 0); }
+
+  void abort(const char* reason) noexcept override {
+    try {
+      fail(fmt::format("rank {} aborted: {}", rank_, reason));
+    } catch (const std::exception&) {
+      MPI_Abort(ranks_, 1);
+    }
+  }
+
+ private:
+  /// Returns when every rank has said that it makes this call, and that it has heard so of all others; a
+  /// barrier, therefore. In between nobody gives up without a verdict, so either all ranks go on or none
+  /// does.
+  void announce(Call call, uint64_t send_bytes, uint64_t receive_bytes) {
+    throw_if_failed(call);
+    heard_[rank_] = mine_ = {++calls_, call, send_bytes, receive_bytes};
+    for_peers([&](int peer) {
+      receive(&heard_[peer], sizeof(Announcement), peer, kAnnounceTag, hears_[peer]);
+      receive(verdicts_[peer].data(), sizeof(Verdict), peer, kVerdictTag, hears_verdict_[peer]);
+      send(&mine_, sizeof(Announcement), peer, kAnnounceTag, says_[peer]);
+    });
+    if (!wait_for(hears_))
+      fail(fmt::format("rank {} did not join within {} ms", missing(hears_), timeout_.count()));
+    throw_if_failed(call);
+    if (const auto difference = find_difference(); !difference.empty()) fail(difference);
+    throw_if_failed(call);
+    for_peers([&](int peer) { send(nullptr, 0, peer, kVerdictTag, says_verdict_[peer]); });
+    if (!wait_for(hears_verdict_))
+      fail(fmt::format("rank {} joined, and was not heard of for {} ms", missing(hears_verdict_),
+                       timeout_.count()));
+    throw_if_failed(call);
+    if (!wait_for(says_) || !wait_for(says_verdict_)) fail("MPI keeps messages that were received");
+    throw_if_failed(call);
+  }
+
+  template <typename Function>
+  void for_peers(const Function& function) const {
+    for (int peer = 0; peer < world_; ++peer) {
+      if (peer != rank_) function(peer);
+    }
+  }
+
+  void receive(void* data, int bytes, int peer, int tag, MPI_Request& request) {
+    check(MPI_Irecv(data, bytes, MPI_BYTE, peer, tag, ranks_, &request), "MPI_Irecv");
+  }
+  void send(const void* data, int bytes, int peer, int tag, MPI_Request& request) {
+    check(MPI_Isend(data, bytes, MPI_BYTE, peer, tag, ranks_, &request), "MPI_Isend");
+  }
+
+  /// True when all are done or a verdict ended the world, false when `timeout` has passed.
+  bool wait_for(std::vector<MPI_Request>& requests) {
+    return poll([&] {
+      hear_verdicts();
+      if (!failure_.empty()) return true;
+      bool all = true;
+      for (MPI_Request& request : requests) all &= is_done(request);
+      return all;
+    });
+  }
+
+  template <typename Condition>
+  bool poll(const Condition& condition) const {
+    const auto give_up = Clock::now() + timeout_;
+    for (int tries = 0; !condition(); ++tries) {
+      if (Clock::now() >= give_up) return false;
+      // At first as fast as can be; then the processor belongs to those that are waited for.
+      if (tries > 200) std::this_thread::sleep_for(std::chrono::microseconds(50));
+    }
+    return true;
+  }
+
+  static bool is_done(MPI_Request& request) {
+    int done = 0;
+    check(MPI_Test(&request, &done, MPI_STATUS_IGNORE), "MPI_Test");
+    return done != 0;
+  }
+
+  void hear_verdicts() {
+    for_peers([&](int peer) {
+      if (hears_verdict_[peer] == MPI_REQUEST_NULL) return;
+      int done = 0, bytes = 0;
+      MPI_Status status;
+      check(MPI_Test(&hears_verdict_[peer], &done, &status), "MPI_Test");
+      if (done == 0) return;
+      MPI_Get_count(&status, MPI_BYTE, &bytes);
+      if (bytes > 0 && failure_.empty()) failed_with({verdicts_[peer].data(), static_cast<size_t>(bytes)});
+    });
+  }
+
+  void finish(MPI_Request request, Call call) {
+    if (poll([&] { return is_done(request); })) return;
+    fmt::print(stderr, "overspill: rank {}: all ranks began {}, and MPI did not finish it within {} ms\n",
+               rank_, name_of(call), timeout_.count());
+    MPI_Abort(ranks_, 1);
+  }
+
+  /// The ranks of which nothing has come, as text.
+  static std::string missing(std::vector<MPI_Request>& requests) {
+    std::vector<size_t> ranks;
+    for (size_t peer = 0; peer < requests.size(); ++peer) {
+      if (!is_done(requests[peer])) ranks.push_back(peer);
+    }
+    return fmt::format("{}", fmt::join(ranks, ", "));
+  }
+
+  /// Empty where all ranks make the same call with the same, possible sizes.
+  std::string find_difference() const {
+    const Announcement& first = heard_.front();
+    for (int rank = 0; rank < world_; ++rank) {
+      const Announcement& other = heard_[rank];
+      if (other.call != first.call || other.send_bytes != first.send_bytes || other.number != first.number) {
+        return fmt::format("rank {} calls {} with {} bytes (call {}) where rank 0 calls {} with {} (call {})",
+                           rank, name_of(other.call), other.send_bytes, other.number, name_of(first.call),
+                           first.send_bytes, first.number);
+      }
+      if (other.receive_bytes != other.send_bytes) {
+        return fmt::format("rank {} sends {} bytes in {} and has room for {}", rank, other.send_bytes,
+                           name_of(other.call), other.receive_bytes);
+      }
+      if (other.send_bytes % static_cast<uint64_t>(world_) != 0) {
+        return fmt::format("rank {} calls {} with {} bytes, not a multiple of {} ranks", rank,
+                           name_of(other.call), other.send_bytes, world_);
+      }
+    }
+    return {};
+  }
+
+  /// Ends the world, and tells the others why.
+  void fail(const std::string& why) {
+    if (!failure_.empty()) return;
+    failed_with(why);
+    const size_t bytes = why.copy(last_words_.data(), last_words_.size());
+    for_peers([&](int peer) {
+      if (says_verdict_[peer] != MPI_REQUEST_NULL) MPI_Request_free(&says_verdict_[peer]);  // of no bytes
+      send(last_words_.data(), static_cast<int>(bytes), peer, kVerdictTag, says_verdict_[peer]);
+    });
+  }
+
+  void failed_with(std::string why) {
+    failure_ = std::move(why);
+    *world_failed_ = true;
+  }
+
+  void throw_if_failed(Call call) const {
+    if (!failure_.empty()) throw CommunicatorError(fmt::format("{}: {}", name_of(call), failure_));
+  }
+
+  const std::shared_ptr<bool> world_failed_;
+  const std::chrono::milliseconds timeout_;
+  MPI_Comm ranks_ = MPI_COMM_NULL;
+  int rank_ = 0;
+  int world_ = 1;
+  uint64_t calls_ = 0;
+  Announcement mine_;
+  // By rank, our own place unused.
+  std::vector<Announcement> heard_;
+  std::vector<Verdict> verdicts_;
+  std::vector<MPI_Request> hears_, hears_verdict_, says_, says_verdict_;
+  std::vector<double> gathered_;
+  std::string failure_;
+  Verdict last_words_{};
+};
+
+}  // namespace
+
+MpiSession::MpiSession() {
+  int initialised = 0;
+  check(MPI_Initialized(&initialised), "MPI_Initialized");
+  int level = MPI_THREAD_SINGLE;
+  if (initialised != 0) {
+    check(MPI_Query_thread(&level), "MPI_Query_thread");
+  } else {
+    check(MPI_Init_thread(nullptr, nullptr, MPI_THREAD_SERIALIZED, &level), "MPI_Init_thread");
+    initialised_here_ = true;
+  }
+  if (level >= MPI_THREAD_SERIALIZED) return;
+  if (initialised_here_) MPI_Finalize();
+  throw CommunicatorError("MPI has no thread level MPI_THREAD_SERIALIZED, which the engine's threads need");
+}
+
+MpiSession::~MpiSession() {
+  if (initialised_here_ && !*failed_) MPI_Finalize();
+}
+
+std::unique_ptr<Communicator> MpiSession::make_communicator(std::chrono::milliseconds timeout) {
+  return std::make_unique<MpiCommunicator>(failed_, timeout);
+}
+
+}  // namespace overspill::engine

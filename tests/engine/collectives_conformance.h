@@ -1,0 +1,89 @@
+// What every transport has to do: bodies that each rank of a world runs. They use gtest's macros, so the rank
+// whose numbers are wrong says so.
+#pragma once
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <random>
+#include <vector>
+
+#include "engine/collectives/communicator.h"
+
+namespace overspill::engine::conformance {
+
+inline std::byte pattern(int from, int to, size_t i) {
+  return static_cast<std::byte>(31 * from + 7 * to + 3 * i + 1);
+}
+
+inline void move_every_slice(Communicator& ranks, int rounds = 50) {
+  const int world = ranks.world(), rank = ranks.rank();
+  std::mt19937 random(42);  // the same sizes on every rank
+  for (int round = 0; round < rounds; ++round) {
+    const size_t slice = random() % 3 == 0 ? random() % 4 : random() % 20'000;
+    std::vector<std::byte> gathered(slice * world), send(slice * world), received(slice * world);
+    for (size_t i = 0; i < slice; ++i) gathered[rank * slice + i] = pattern(rank, rank, i);
+    for (int to = 0; to < world; ++to) {
+      for (size_t i = 0; i < slice; ++i) send[to * slice + i] = pattern(rank, to, i);
+    }
+    ranks.all_gather(gathered);
+    ranks.all_to_all(send, received);
+    for (int from = 0; from < world; ++from) {
+      for (size_t i = 0; i < slice; ++i) {
+        ASSERT_EQ(gathered[from * slice + i], pattern(from, from, i)) << "round " << round;
+        ASSERT_EQ(received[from * slice + i], pattern(from, rank, i)) << "round " << round;
+      }
+    }
+    // Whoever returns may reuse its memory at once: nobody still reads it.
+    std::ranges::fill(gathered, std::byte{0xEE});
+    std::ranges::fill(send, std::byte{0xEE});
+  }
+}
+
+inline void sum_in_rank_order_to_the_bit(Communicator& ranks) {
+  const int count = 1000;
+  std::mt19937_64 random(7);
+  std::vector<std::vector<double>> addends(ranks.world(), std::vector<double>(count));
+  for (auto& of_rank : addends) {
+    // Magnitudes far apart, so that any other order gives other bits.
+    for (double& x : of_rank)
+      x = std::ldexp(static_cast<double>(random() % 1000) - 500, static_cast<int>(random() % 80));
+    of_rank[0] = -0.0;
+  }
+  std::vector<double> expected = addends[0];
+  for (int rank = 1; rank < ranks.world(); ++rank) {
+    for (int i = 0; i < count; ++i) expected[i] += addends[rank][i];
+  }
+  for (int round = 0; round < 20; ++round) {
+    std::vector<double> values = addends[ranks.rank()];
+    ranks.all_reduce_sum(values);
+    ASSERT_EQ(std::memcmp(values.data(), expected.data(), count * sizeof(double)), 0);
+  }
+}
+
+/// One rank's sizes differ from the others'; for a world of one, what is sent from what is received.
+inline void sizes_that_differ(Communicator& ranks) {
+  const int world = ranks.world();
+  std::vector<std::byte> data(world * (ranks.rank() == world - 1 ? 8 : 16));
+  std::vector<std::byte> to(world * (world == 1 ? 9 : 16));
+  ranks.all_to_all(data, to);
+}
+
+inline void a_size_that_is_not_a_multiple(Communicator& ranks) {
+  std::vector<std::byte> data(ranks.world() + 1);
+  ranks.all_gather(data);
+}
+
+/// Rank 1 makes another call than the others.
+inline void another_call(Communicator& ranks) {
+  std::vector<std::byte> send(3 * static_cast<size_t>(ranks.world())), receive(send.size());
+  if (ranks.rank() == 1) {
+    ranks.all_to_all(send, receive);
+  } else {
+    ranks.all_gather(send);
+  }
+}
+
+}  // namespace overspill::engine::conformance
