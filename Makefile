@@ -40,8 +40,9 @@ fuzz:  ## Fuzz the reader of checkpoints for FUZZ_SECONDS (600) with clang's lib
 	@tools/setup --fuzz
 	@tools/fuzz
 
-bench-adam: build  ## Update kernels beside a loop that only reads and writes the same memory
-	@tools/keep_result adam $(BUILD)/bench/bench_adam
+bench-adam: build  ## The update beside torch's, DeepSpeed's and the memory's limit, in turn; under 8 minutes
+	@tools/peers
+	@tools/keep_result adam $(PYTHON_VENV) tools/bench_adam.py $(BENCH_ADAM_ARGS)
 
 bench-io: build  ## The store beside fio and DeepSpeed, in turn on one file system; 6 minutes
 	@tools/peers

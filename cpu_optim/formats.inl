@@ -22,18 +22,33 @@ inline void prefetch(const T* array, int64_t i) {
                                                    static_cast<uintptr_t>(i) * sizeof(T)));
 }
 
+// Every line of kCount elements. Always inline: g++ takes a function that only prefetches for one without effect.
+template <int kCount, class T>
+__attribute__((always_inline)) inline void prefetch_lines(const T* array, int64_t i) {
+  constexpr int kALine = 64 / static_cast<int>(sizeof(T));
+#pragma GCC unroll 4
+  for (int k = 0; k < kCount; k += kALine) prefetch(array, i + k);
+}
+
 template <class T>
 inline T* component(const Pass& pass, int i) {
   return reinterpret_cast<T*>(pass.components[i]);
 }
 
 // Random bits of pass.h, a vector of elements at a time, moved on by the step's `word`.
-struct NoiseVector {
-  Noise noise;
-  uint32_t word;
+class NoiseVector {
+ public:
+  NoiseVector(const Noise& noise_, uint32_t word_) : noise(noise_), word(word_) {}
 
-  U32 at(int64_t i) const {
-    U32 x = (AllLanes::kNumbers + (noise.index + static_cast<uint32_t>(i))) ^ noise.key0;
+  U32 at(int64_t i) const { return of(AllLanes::kNumbers + (noise.index + static_cast<uint32_t>(i))); }
+  // Of every second element from i on.
+  U32 every_second(int64_t i) const {
+    return of(AllLanes::kNumbers * 2u + (noise.index + static_cast<uint32_t>(i)));
+  }
+
+ private:
+  U32 of(U32 k) const {
+    U32 x = k ^ noise.key0;
     x ^= x >> 16;
     x *= 0x7feb352du;
     x += noise.key1;
@@ -42,11 +57,14 @@ struct NoiseVector {
     x ^= x >> 16;
     return x + word;
   }
+
+  Noise noise;
+  uint32_t word;
 };
 // The bits of x, which comes out of arithmetic, and `random` added below the last that is kept. A NaN must
 // not be carried over into a number; it is quiet, so it is one still when its lower bits are cut off.
 inline U32 add_to_bits(F32 x, U32 random) {
-  return bits_of(x) + (mask_of(x == x) & random);
+  return x == x ? bits_of(x) + random : bits_of(x);
 }
 // Two fields of 16 bits.
 inline NoiseVector halves_noise(const Noise& noise) {
@@ -95,6 +113,24 @@ struct SplitWeights {
   void store_at(int64_t i, F32 p, Part part) const {
     store(hi + i, lower_halves((bits_of(p) + 0x8000u) >> 16), part);
     store(lo + i, reinterpret_cast<I16>(lower_halves(bits_of(p))), part);  // what hi << 16 leaves alone
+  }
+
+  template <int kCount>
+  void prefetch_lines_at(int64_t i) const {
+    prefetch_lines<kCount>(hi, i);
+    prefetch_lines<kCount>(lo, i);
+  }
+  // lo with its sign turned is what is to be added to (hi << 16) - 0x8000, and has no sign.
+  Pair load_pair_at(int64_t i) const {
+    const Pair upper = load_pair(hi + i);
+    const U32 lower = load_lanes(lo + i) ^ 0x80008000u;
+    return {from_bits((bits_of(upper.even) | (lower & 0xFFFFu)) - 0x8000u),
+            from_bits((bits_of(upper.odd) | (lower >> 16)) - 0x8000u)};
+  }
+  void store_pair_at(int64_t i, Pair p) const {
+    const U32 even = bits_of(p.even), odd = bits_of(p.odd);
+    store_lanes(hi + i, upper_halves(even + 0x8000u, odd + 0x8000u));
+    store_lanes(lo + i, choose(broadcast(0xFFFFu), even, odd << 16));
   }
 };
 
@@ -170,6 +206,28 @@ struct Bf16States {
       }
     }
   }
+
+  template <int kLinesOf>
+  void prefetch_lines_at(int64_t i) const {
+    for (int k = 0; k < kCount; ++k) prefetch_lines<kLinesOf>(state[k], i);
+  }
+  void load_pair_at(int64_t i, V* even, V* odd) const {
+    for (int k = 0; k < kCount; ++k) {
+      const Pair pair = load_pair(state[k] + i);
+      even[k] = pair.even, odd[k] = pair.odd;
+    }
+  }
+  void store_pair_at(int64_t i, const V* even, const V* odd) const {
+    if constexpr (kCount > 0) {
+      const U32 drawn_even = noise.every_second(i), drawn_odd = noise.every_second(i + 1);
+      for (int k = 0; k < kCount; ++k) {
+        const auto added = [k](F32 x, U32 drawn) {
+          return add_to_bits(x, k == 0 ? drawn & 0xFFFFu : drawn >> 16);
+        };
+        store_lanes(state[k] + i, upper_halves(added(even[k].x, drawn_even), added(odd[k].x, drawn_odd)));
+      }
+    }
+  }
 };
 
 // ---- 8 bits: codes of a block with a scale (docs/update.md)
@@ -189,26 +247,33 @@ struct Code {
   static constexpr uint32_t kOneBits = 0x3F800000u;
   static constexpr int kCut = 19;  // bits of w that a code leaves out
 
-  // The biased exponent of a block whose largest magnitude has these bits, in every lane.
-  static U32 exponent(U32 largest) {
-    const U32 up = (largest + (0x7FFFFFu - (kTopBits & 0x7FFFFFu))) >> 23;
-    const U32 least = broadcast(kSegments);  // exponent 1
-    const U32 finite = larger(up, least) - (kSegments - 1);
-    return choose(mask_of(largest >= 0x7F800000u), broadcast(255u), finite);
+  // The biased exponent of a block whose largest magnitude has these bits.
+  static uint32_t exponent(uint32_t largest) {
+    if (largest >= 0x7F800000u) return 255;
+    const uint32_t up = (largest + (0x7FFFFFu - (kTopBits & 0x7FFFFFu))) >> 23;
+    return up > kSegments ? up - (kSegments - 1) : 1;
   }
 
-  static F32 decode(U32 code, F32 scale) {
-    const U32 leading = kSigned ? (code << 25) >> (25 - kCut) : code << kCut;          // without the sign
-    const U32 magnitude = bits_of(fma(from_bits(leading + kOneBits), scale, -scale));  // exact
-    return from_bits(kSigned ? magnitude | ((code << 24) & 0x80000000u) : magnitude);
+  // Of vector j of a quad. The exponent of 2 w is put together from parts of its own, w's would need a sum.
+  template <int j>
+  static F32 decode(U32 codes, F32 half_scale, F32 scale) {
+    constexpr uint32_t kTwoBits = 0x40000000u, kCodeBits = (kSegments * 16 - 1) << kCut;
+    const U32 twice = (shifted<kCut - 8 * j>(codes) & kCodeBits) | kTwoBits;
+    const U32 magnitude = bits_of(fma(from_bits(twice), half_scale, -scale));  // exact
+    if constexpr (!kSigned) return from_bits(magnitude);
+    return from_bits(magnitude | (shifted<24 - 8 * j>(codes) & 0x80000000u));
   }
 
-  // `keep` is all ones, or zero in a block that is not finite; `random` has kCut bits.
-  static U32 encode(F32 x, F32 inverse_scale, U32 keep, U32 random) {
-    const U32 magnitude = bits_of(x) & (keep >> 1);
-    const U32 w = bits_of(fma(from_bits(magnitude), inverse_scale, broadcast(1.0f)));
-    const U32 code = (w - kOneBits + random) >> kCut;
-    if constexpr (kSigned) return code | ((bits_of(x) & keep & 0x80000000u) >> 24);
-    return larger(code, mask_of(magnitude != 0u) & 1u);  // a sum of squares is no zero to divide by
+  // The code from bit kCut on, of a block that is finite; of `random` the kCut - 7 bits above the lower 7 are
+  // used.
+  static U32 encode(F32 x, F32 inverse_scale, U32 random) {
+    constexpr uint32_t kDrawn = ((1u << kCut) - 1) & ~0x7Fu, kMiddle = 0x40u;
+    static_assert(((kMiddle - kOneBits) & kDrawn) == 0);
+    const U32 noise = (random & kDrawn) | (kMiddle - kOneBits);
+    const U32 magnitude = bits_of(x) & 0x7FFFFFFFu;
+    const U32 code = bits_of(fma(from_bits(magnitude), inverse_scale, broadcast(1.0f))) + noise;
+    if constexpr (kSigned) return code | ((bits_of(x) >> (24 - kCut)) & (0x80u << kCut));
+    const U32 least = larger(code, broadcast(1u << kCut));
+    return magnitude != 0u ? least : code;  // a sum of squares is no zero to divide by
   }
 };

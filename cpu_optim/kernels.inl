@@ -65,6 +65,8 @@ inline V sign(V x) {
   return from_bits((mask_of(x.x > 0.0f) & 0x3F800000u) | (mask_of(x.x < 0.0f) & 0xBF800000u));
 }
 
+#include "cpu_optim/interleave.inl"
+
 #include "cpu_optim/formats.inl"
 #include "cpu_optim/gradient.inl"
 #include "cpu_optim/update.inl"

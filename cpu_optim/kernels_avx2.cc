@@ -14,6 +14,10 @@ constexpr int kLanes = 8;
 #include "cpu_optim/vector.inl"
 #include "cpu_optim/vector_partial.inl"
 
+inline U32 choose(U32 mask, U32 yes, U32 no) {
+  return reinterpret_cast<U32>(_mm256_blendv_epi8(
+      reinterpret_cast<__m256i>(no), reinterpret_cast<__m256i>(yes), reinterpret_cast<__m256i>(mask)));
+}
 inline F32 fma(F32 a, F32 b, F32 c) {
   return _mm256_fmadd_ps(a, b, c);
 }

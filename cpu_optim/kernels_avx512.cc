@@ -13,6 +13,10 @@ constexpr const char* kName = "avx512";
 constexpr int kLanes = 16;
 #include "cpu_optim/vector.inl"
 
+inline U32 choose(U32 mask, U32 yes, U32 no) {
+  return reinterpret_cast<U32>(_mm512_ternarylogic_epi32(
+      reinterpret_cast<__m512i>(mask), reinterpret_cast<__m512i>(yes), reinterpret_cast<__m512i>(no), 0xCA));
+}
 inline F32 fma(F32 a, F32 b, F32 c) {
   return _mm512_fmadd_ps(a, b, c);
 }

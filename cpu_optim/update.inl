@@ -20,13 +20,40 @@ inline void update_elements(const Pass& pass) {
   });
 }
 
+// The same where all components have 2 bytes an element: two vectors at a time (interleave.inl).
+template <class T, class Weights, class States, class Grad>
+inline void update_pairs(const Pass& pass) {
+  const typename T::Factors factors = *static_cast<const typename T::Factors*>(pass.factors);
+  const Weights weights(pass);
+  const States states(pass, Weights::kComponents);
+  const Grad* grad = static_cast<const Grad*>(pass.gradient);
+  const float grad_scale = pass.grad_scale;
+  constexpr int kAtATime = 2 * kLanes;
+  Pass rest = pass;
+  for (int64_t i = pass.begin; i + kAtATime <= pass.end; i += kAtATime) {
+    weights.template prefetch_lines_at<kAtATime>(i + kAhead);
+    states.template prefetch_lines_at<kAtATime>(i + kAhead);
+    prefetch_lines<kAtATime>(grad, i + kAhead);
+    const Pair p = weights.load_pair_at(i), g = load_pair(grad + i);
+    V even = p.even, odd = p.odd;
+    V even_state[T::kStateCount + 1], odd_state[T::kStateCount + 1];
+    states.load_pair_at(i, even_state, odd_state);
+    T::update(factors, even, V(g.even * grad_scale), even_state);
+    T::update(factors, odd, V(g.odd * grad_scale), odd_state);
+    weights.store_pair_at(i, {even.x, odd.x});
+    states.store_pair_at(i, even_state, odd_state);
+    rest.begin = i + kAtATime;
+  }
+  update_elements<T, Weights, States, Grad>(rest);
+}
+
 // Format::eight_bit, a block of kScaleBlock elements at a time: states are decoded, updated and kept until
 // the largest of them is known, then coded. Blocks that are cut (by the range, or by the end of the piece) go
 // through a copy of full length, so the body knows whole blocks only.
 template <class T, class Grad>
 class BlockUpdate {
   static constexpr int kStates = T::kStateCount;
-  static constexpr int kVectors = static_cast<int>(kScaleBlock) / kLanes;
+  static constexpr int kVectors = static_cast<int>(kScaleBlock) / kLanes, kQuads = kVectors / 4;
 
  public:
   explicit BlockUpdate(const Pass& pass)
@@ -34,6 +61,7 @@ class BlockUpdate {
         factors_(*static_cast<const typename T::Factors*>(pass.factors)),
         noise_(block_noise(pass.noise)),
         grad_(static_cast<const Grad*>(pass.gradient)),
+        grad_scale_(pass.grad_scale),
         hi_(component<uint16_t>(pass, 0)),
         lo_(component<int8_t>(pass, 1)) {
     for (int k = 0; k < kStates; ++k) codes_[k] = component<uint8_t>(pass, 2 + k);
@@ -48,7 +76,6 @@ class BlockUpdate {
       }
       if (at >= pass_.begin && at + kScaleBlock <= pass_.end) {
         prefetch_at(at + kAhead);
-        prefetch_at(at + kAhead + kScaleBlock / 2);
         whole_block(at, hi_ + at, lo_ + at, grad_ + at, codes, scales, AllInside{});
       } else {
         cut_block(at, codes, scales);
@@ -62,84 +89,120 @@ class BlockUpdate {
   };
   struct SomeInside {
     uint32_t begin, end;
-    V only_inside(int vector, V updated, V old) const {
-      const U32 lane = AllLanes::kNumbers + static_cast<uint32_t>(vector * kLanes);
+    V only_inside(int first, V updated, V old) const {
+      const U32 lane = AllLanes::kNumbers * 2u + static_cast<uint32_t>(first);
       const U32 inside = mask_of(lane >= begin) & mask_of(lane < end);
       return from_bits(choose(inside, bits_of(updated.x), bits_of(old.x)));
     }
   };
 
-  void prefetch_at(int64_t i) const {
-    prefetch(hi_, i);
-    prefetch(grad_, i);
-    prefetch(lo_, i);
-    for (int k = 0; k < kStates; ++k) prefetch(codes_[k], i);
+  __attribute__((always_inline)) void prefetch_at(int64_t i) const {
+    prefetch_lines<kScaleBlock>(hi_, i);
+    prefetch_lines<kScaleBlock>(grad_, i);
+    prefetch_lines<kScaleBlock>(lo_, i);
+    for (int k = 0; k < kStates; ++k) prefetch_lines<kScaleBlock>(codes_[k], i);
   }
 
   template <int k>
-  static constexpr Values kValues = T::kStates[k].values;
+  using CodeOf = Code<T::kStates[k].values>;
+  using States = List<V, kStates>;
+
+  struct Decoded {
+    List<U32, kStates> codes;  // of a quad
+    List<F32, kStates> scale, half_scale;
+  };
+  struct Updated {
+    List<States, kVectors> states;
+    List<U32, kVectors> random;
+    List<U32, kStates> largest{};
+  };
+  // The first element of vector j of a quad; the lanes have every second one from there on.
+  static constexpr int first_of(int j) { return j / 2 * 2 * kLanes + j % 2; }
 
   template <class Inside>
   inline void whole_block(int64_t at, uint16_t* hi, int8_t* lo, const Grad* grad,
                           const List<uint8_t*, kStates>& codes, const List<uint8_t*, kStates>& scales,
                           Inside inside) const {
-    List<F32, kStates> scale;
-    for (int k = 0; k < kStates; ++k) scale[k] = from_bits(broadcast(uint32_t{*scales[k]} << 23));
-    List<List<V, kStates>, kVectors> states;
-    List<U32, kVectors> random;
-    List<U32, kStates> largest{};
-#pragma GCC unroll 16
-    for (int j = 0; j < kVectors; ++j) {
-      const int i = j * kLanes;
-      V p = from_bits((extend(load(hi + i, All{})) << 16) + (extend(load(lo + i, All{})) << 8));
-      V old[kStates + 1], state[kStates + 1];
-      decode_all<0>(codes, i, scale, old);
-      for (int k = 0; k < kStates; ++k) state[k] = old[k];
-      T::update(factors_, p, V(load_values(grad + i, All{}) * pass_.grad_scale), state);
-      random[j] = noise_.at(at + i);
-      store_weight(hi + i, lo + i, p.x, random[j] >> 24);
-      for (int k = 0; k < kStates; ++k) {
-        states[j][k] = inside.only_inside(j, state[k], old[k]);
-        largest[k] = larger(largest[k], bits_of(states[j][k].x) & 0x7FFFFFFFu);
-      }
+    Decoded old;
+    for (int k = 0; k < kStates; ++k) {
+      old.scale[k] = from_bits(broadcast(uint32_t{*scales[k]} << 23));
+      old.half_scale[k] = old.scale[k] * 0.5f;
     }
-    encode_all<0>(states, random, largest, codes, scales);
+    Updated updated;
+#pragma GCC unroll 4
+    for (int q = 0; q < kQuads; ++q) {
+      const int i = q * 4 * kLanes;
+      const Pair hi0 = load_pair(hi + i), hi1 = load_pair(hi + i + 2 * kLanes);
+      const Pair grad0 = load_pair(grad + i), grad1 = load_pair(grad + i + 2 * kLanes);
+      const U32 lo4 = load_quad(lo + i) ^ 0x80808080u;
+      for (int k = 0; k < kStates; ++k) old.codes[k] = load_quad(codes[k] + i);
+      const U32 kept0 = update_vector<0>(at, i, hi0.even, lo4, grad0.even, old, updated, inside);
+      const U32 kept1 = update_vector<1>(at, i, hi0.odd, lo4, grad0.odd, old, updated, inside);
+      const U32 kept2 = update_vector<2>(at, i, hi1.even, lo4, grad1.even, old, updated, inside);
+      const U32 kept3 = update_vector<3>(at, i, hi1.odd, lo4, grad1.odd, old, updated, inside);
+      store_lanes(hi + i, upper_halves(kept0 + 0x8000u, kept1 + 0x8000u));
+      store_lanes(hi + i + 2 * kLanes, upper_halves(kept2 + 0x8000u, kept3 + 0x8000u));
+      store_quad(lo + i, kept0 >> 8, kept1, kept2 << 8, kept3 << 16);
+    }
+    encode_all<0>(updated, codes, scales);
   }
 
-  // To 24 bits, stochastically, then split as in split.h, the lower byte of lo left out.
-  static void store_weight(uint16_t* hi, int8_t* lo, F32 p, U32 random) {
-    const U32 kept = add_to_bits(p, random);  // but for its lower byte
-    store(hi, lower_halves((kept + 0x8000u) >> 16), All{});
-    store(lo, reinterpret_cast<I8>(lower_bytes(kept >> 8)), All{});
+  // The weight's bits; all but their lower byte are kept. `hi` is the upper half of the weight as split.h has
+  // it, to which the byte of `lo`, with its sign turned, adds as one without a sign.
+  template <int j, class Inside>
+  inline U32 update_vector(int64_t at, int i, F32 hi, U32 lo, F32 grad, const Decoded& decoded,
+                           Updated& updated, Inside inside) const {
+    const int vector = i / kLanes + j;
+    V p = from_bits((bits_of(hi) | (shifted<8 - 8 * j>(lo) & 0xFF00u)) - 0x8000u);
+    V old[kStates + 1], state[kStates + 1];
+    decode_all<0, j>(decoded, old);
+    for (int k = 0; k < kStates; ++k) state[k] = old[k];
+    T::update(factors_, p, V(grad * grad_scale_), state);
+    const U32 random = noise_.every_second(at + i + first_of(j));
+    updated.random[vector] = random;
+    for (int k = 0; k < kStates; ++k) {
+      const V x = inside.only_inside(i + first_of(j), state[k], old[k]);
+      updated.states[vector][k] = x;
+      updated.largest[k] = larger(updated.largest[k], bits_of(x.x) & 0x7FFFFFFFu);
+    }
+    return add_to_bits(p.x, random >> 24);
+  }
+
+  template <int k, int j>
+  static void decode_all(const Decoded& from, V* state) {
+    if constexpr (k < kStates) {
+      state[k] = CodeOf<k>::template decode<j>(from.codes[k], from.half_scale[k], from.scale[k]);
+      decode_all<k + 1, j>(from, state);
+    }
   }
 
   template <int k>
-  static void decode_all(const List<uint8_t*, kStates>& codes, int i, const List<F32, kStates>& scale,
-                         V* state) {
+  static void encode_all(const Updated& updated, const List<uint8_t*, kStates>& codes,
+                         const List<uint8_t*, kStates>& scales) {
     if constexpr (k < kStates) {
-      state[k] = Code<kValues<k>>::decode(extend(load(codes[k] + i, All{})), scale[k]);
-      decode_all<k + 1>(codes, i, scale, state);
+      const uint32_t exponent = CodeOf<k>::exponent(largest_lane(updated.largest[k]));
+      *scales[k] = static_cast<uint8_t>(exponent);
+      if (exponent == 255) {
+        __builtin_memset(codes[k], 0, kScaleBlock);
+      } else {
+        encode_state<k>(updated, from_bits(broadcast((254u - exponent) << 23)), codes[k]);
+      }
+      encode_all<k + 1>(updated, codes, scales);
     }
   }
 
   template <int k>
-  void encode_all(const List<List<V, kStates>, kVectors>& states, const List<U32, kVectors>& random,
-                  const List<U32, kStates>& largest, const List<uint8_t*, kStates>& codes,
-                  const List<uint8_t*, kStates>& scales) const {
-    if constexpr (k < kStates) {
-      using C = Code<kValues<k>>;
-      const U32 exponent = C::exponent(largest_lane(largest[k]));
-      const U32 keep = mask_of(exponent != 255u);
-      const F32 inverse_scale = from_bits(((254u - exponent) << 23) & keep);
-      *scales[k] = static_cast<uint8_t>(exponent[0]);
-#pragma GCC unroll 16
-      for (int j = 0; j < kVectors; ++j) {
-        const U32 drawn = k == 0 ? random[j] << 7 : random[j] >> 5;
-        const U32 noise = (drawn & 0x7FF80u) | 0x40u;  // 12 bits, in the middle of their 2^7
-        store(codes[k] + j * kLanes, lower_bytes(C::encode(states[j][k].x, inverse_scale, keep, noise)),
-              All{});
-      }
-      encode_all<k + 1>(states, random, largest, codes, scales);
+  static void encode_state(const Updated& updated, F32 inverse_scale, uint8_t* codes) {
+#pragma GCC unroll 4
+    for (int q = 0; q < kQuads; ++q) {
+      const auto code = [&](int j) {
+        const U32 random = updated.random[4 * q + j];
+        return CodeOf<k>::encode(updated.states[4 * q + j][k].x, inverse_scale,
+                                 k == 0 ? random << 7 : random >> 5);
+      };
+      constexpr int kCut = CodeOf<k>::kCut;
+      store_quad(codes + q * 4 * kLanes, shifted<-kCut>(code(0)), shifted<8 - kCut>(code(1)),
+                 shifted<16 - kCut>(code(2)), shifted<24 - kCut>(code(3)));
     }
   }
 
@@ -176,6 +239,7 @@ class BlockUpdate {
   const typename T::Factors factors_;
   const NoiseVector noise_;
   const Grad* grad_;
+  float grad_scale_;
   uint16_t* hi_;
   int8_t* lo_;
   List<uint8_t*, kStates> codes_;
@@ -197,7 +261,7 @@ constexpr UpdateKernel kernel_of() {
     case Format::fp16:
       return update_elements<T, Fp16Weights, Fp32States<kStates>, Grad>;
     case Format::compact:
-      return update_elements<T, SplitWeights, Bf16States<kStates>, Grad>;
+      return update_pairs<T, SplitWeights, Bf16States<kStates>, Grad>;
     case Format::eight_bit:
       return update_blocks<T, Grad>;
   }

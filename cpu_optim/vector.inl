@@ -41,9 +41,6 @@ inline U32 broadcast(uint32_t x) {
 inline U32 mask_of(I32 comparison) {
   return reinterpret_cast<U32>(comparison);
 }
-inline U32 choose(U32 mask, U32 yes, U32 no) {
-  return (mask & yes) | (~mask & no);
-}
 inline U32 larger(U32 a, U32 b) {
   return a > b ? a : b;
 }
@@ -62,11 +59,10 @@ template <uint32_t... kLane>
 struct LanesUpTo<0, kLane...> : Lanes<kLane...> {};
 using AllLanes = LanesUpTo<kLanes>;
 
-// The largest lane, in every lane.
 template <int kDistance = kLanes / 2>
-inline U32 largest_lane(U32 x) {
+inline uint32_t largest_lane(U32 x) {
   if constexpr (kDistance == 0) {
-    return x;
+    return x[0];
   } else {
     return largest_lane<kDistance / 2>(larger(x, AllLanes::exchanged<kDistance>(x)));
   }

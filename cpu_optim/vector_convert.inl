@@ -1,4 +1,11 @@
-// Conversions for instruction sets that have no instruction of their own for them.
+// For instruction sets that have no instruction of their own for it.
+
+// By byte: a mask's bytes are all ones or zero.
+inline U32 choose(U32 mask, U32 yes, U32 no) {
+  return (mask & yes) | (~mask & no);
+}
+
+// Conversions.
 
 inline U32 extend(U16 x) {
   return __builtin_convertvector(x, U32);

@@ -11,8 +11,6 @@ import contextlib
 import datetime
 import itertools
 import json
-import os
-import platform
 import shutil
 import statistics
 import subprocess
@@ -24,6 +22,7 @@ from typing import Any, NamedTuple
 
 import peers
 from bench_io_paths import two_paths_vs_sum
+from turns import Child, in_turn, machine, quartiles
 
 ROOT = Path(__file__).resolve().parent.parent
 BENCH = ROOT / "build/release/bench"
@@ -41,36 +40,17 @@ class Turn(NamedTuple):
     switches_per_gb: float  # of context
 
 
-class Child:
-    """A contender that answers lines on stdin."""
-
-    def __init__(self, command: list[str], env: dict[str, str] | None = None):
-        self.process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env
-        )
-        self.backend = self.answer()["backend"]
-
-    def answer(self) -> dict[str, Any]:
-        """The next line."""
-        line = self.process.stdout.readline()
-        if not line:
-            raise RuntimeError(f"{self.process.args[0]} ended with {self.process.wait()}")
-        return json.loads(line)
+class Timed(Child):
+    """A contender that times its own turns."""
 
     def ask(self, line: str) -> Turn:
         """One turn."""
-        print(line, file=self.process.stdin, flush=True)
-        r = self.answer()
+        r = self.reply(line)
         gb = r["bytes"] * 1e-9
         return Turn(gb / r["seconds"], r["cpu_s"] / gb, r["switches"] / gb)
 
-    def close(self) -> None:
-        """Ends it; it removes its files."""
-        self.process.stdin.close()
-        self.process.wait()
 
-
-class Store(Child):
+class Store(Timed):
     """Our own driver, bench/io.cc."""
 
     def __init__(self, program: str, folder: Path):
@@ -85,7 +65,7 @@ class Store(Child):
         return self.ask(pattern)
 
 
-class DeepSpeed(Child):
+class DeepSpeed(Timed):
     """tools/bench_io_deepspeed.py in its own environment."""
 
     def __init__(self, folder: Path):
@@ -207,11 +187,6 @@ def best_settings(name: str, contender: Any) -> dict[str, dict]:
     return best
 
 
-def quartiles(values: list[float]) -> list[float]:
-    """Lower quartile, median, upper quartile."""
-    return values * 3 if len(values) == 1 else statistics.quantiles(values, n=4, method="inclusive")
-
-
 def take_turns(contenders: dict[str, Any], pairs: int) -> tuple[dict, dict]:
     """[pattern][contender] -> a Turn a round, and the settings; who begins changes from round to round."""
     best = {name: best_settings(name, contender) for name, contender in contenders.items()}
@@ -219,7 +194,7 @@ def take_turns(contenders: dict[str, Any], pairs: int) -> tuple[dict, dict]:
     names = list(contenders)
     for i in range(pairs):
         for pattern in PATTERNS:
-            for name in names[i % len(names) :] + names[: i % len(names)]:
+            for name in in_turn(names, i):
                 turns[pattern][name].append(contenders[name].turn(pattern, best[name][pattern]))
     for pattern in PATTERNS:
         print(f"\n{pattern:6} {'':14} {'GB/s: quartiles':>22} {'CPU s/GB':>10} {'switches/GB':>12}")
@@ -266,16 +241,6 @@ def report(turns: dict, best: dict, store_backend: str) -> dict[str, Any]:
     return r | {"backend": store_backend}
 
 
-def machine() -> str:
-    """Processor, cores, kernel."""
-    names = [
-        line.split(":")[1].strip()
-        for line in Path("/proc/cpuinfo").read_text().split("\n")
-        if "model name" in line
-    ]
-    return f"{names[0] if names else platform.machine()}, {os.cpu_count()} cores, Linux {platform.release()}"
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -302,7 +267,7 @@ def main() -> int:
         else:
             print("bench-io: DeepSpeed is left out: tools/peers could not install it")
         try:
-            result |= report(*take_turns(contenders, args.pairs), contenders["store"].backend)
+            result |= report(*take_turns(contenders, args.pairs), contenders["store"].hello["backend"])
         finally:
             for contender in contenders.values():
                 contender.close()

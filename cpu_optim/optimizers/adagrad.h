@@ -51,7 +51,7 @@ struct Adagrad {
   template <class V>
   static void update(const Factors& f, V& p, V g, V* state) {
     V& sum = state[0];
-    if (f.l2 != 0) g = fma(V(f.l2), p, g);
+    if (nonzero(f.l2)) g = fma(V(f.l2), p, g);
     sum = fma(g, g, sum);
     p = fma(V(f.minus_step_size), g / (sqrt(sum) + f.eps), p);
   }

@@ -67,7 +67,7 @@ struct Adam {
   template <class V>
   static void update(const Factors& f, V& p, V g, V* state) {
     V &m = state[0], &v = state[1];
-    if (f.l2 != 0) g = fma(V(f.l2), p, g);
+    if (nonzero(f.l2)) g = fma(V(f.l2), p, g);
     p = p * f.decay;
     m = fma(V(f.one_minus_beta1), g - m, m);
     v = fma(V(f.one_minus_beta2), g * g, v * f.beta2);

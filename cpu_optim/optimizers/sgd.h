@@ -41,7 +41,7 @@ struct Sgd {
 
   template <class V>
   static void update(const Factors& f, V& p, V g, V*) {
-    if (f.l2 != 0) g = fma(V(f.l2), p, g);
+    if (nonzero(f.l2)) g = fma(V(f.l2), p, g);
     p = fma(V(f.minus_lr), g, p);
   }
 };
@@ -96,9 +96,9 @@ struct Momentum {
   template <class V>
   static void update(const Factors& f, V& p, V g, V* state) {
     V& buffer = state[0];
-    if (f.l2 != 0) g = fma(V(f.l2), p, g);
+    if (nonzero(f.l2)) g = fma(V(f.l2), p, g);
     buffer = fma(V(f.gradient), g, buffer * f.momentum);
-    const V direction = f.lookahead != 0 ? fma(V(f.lookahead), buffer, g) : buffer;
+    const V direction = nonzero(f.lookahead) ? fma(V(f.lookahead), buffer, g) : buffer;
     p = fma(V(f.minus_lr), direction, p);
   }
 };

@@ -1,6 +1,8 @@
 // What an optimizer says of a state.
 #pragma once
 
+#include <cstdint>
+
 namespace overspill::optim {
 
 /// Formats of few bits treat the two differently: a sign costs a bit, and a sum of squares must not be
@@ -11,5 +13,11 @@ struct StateSpec {
   const char* name;
   Values values;
 };
+
+/// x != 0, asked in a general register: the vector units are what updates are short of. (Always inline: each
+/// instruction set has its own.)
+__attribute__((always_inline)) inline bool nonzero(float x) {
+  return __builtin_bit_cast(uint32_t, x) << 1 != 0;
+}
 
 }  // namespace overspill::optim
