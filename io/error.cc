@@ -4,6 +4,7 @@
 
 #include <cerrno>
 #include <system_error>
+#include <utility>
 
 namespace overspill::io {
 namespace {
@@ -95,6 +96,16 @@ std::string Error::message() const {
     text += fmt::format(": {} (errno {})", std::generic_category().message(os_error), os_error);
   if (!detail.empty()) text += fmt::format(": {}", detail);
   return text + fmt::format("; {}", way_out_of(kind));
+}
+
+Error corrupt(std::string path, int64_t offset_bytes, int64_t length_bytes, uint64_t expected,
+              uint64_t found) {
+  return {.kind = ErrorKind::corrupt,
+          .operation = Operation::read,
+          .path = std::move(path),
+          .offset_bytes = offset_bytes,
+          .length_bytes = length_bytes,
+          .detail = fmt::format("checksum {:016x} where {:016x} was written", found, expected)};
 }
 
 ErrorKind kind_of_errno(int os_error) {

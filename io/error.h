@@ -38,6 +38,10 @@ struct Error {
   std::string message() const;
 };
 
+/// Of a run of bytes that reads differently from what was written.
+Error corrupt(std::string path, int64_t offset_bytes, int64_t length_bytes, uint64_t expected,
+              uint64_t found);
+
 /// Maps an errno value onto a kind; every value has one (unknown ones are `device`).
 ErrorKind kind_of_errno(int os_error);
 

@@ -58,6 +58,7 @@ class FileStore final : public StoreBase<Store> {
                                              const std::filesystem::path& folder) override;
   void register_memory(std::span<std::byte> memory) override;
   void unregister_memory(std::span<std::byte> memory) override;
+  std::string file_of(const Extent& extent) const override;
   StoreStats stats() const override;
 
  private:
@@ -428,6 +429,11 @@ Target FileStore::locate(const Transfer& transfer) {
 std::string FileStore::path_of(const Target& target) {
   const std::shared_lock lock(slabs_mutex_);
   return slabs_[target.slab].file.path.string();
+}
+
+std::string FileStore::file_of(const Extent& extent) const {
+  const std::shared_lock lock(slabs_mutex_);
+  return extent.slab < slabs_.size() ? slabs_[extent.slab].file.path.string() : "no slab of this store";
 }
 
 std::vector<ExportedExtent> FileStore::export_extents(std::span<const Extent> extents,

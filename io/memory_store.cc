@@ -21,7 +21,8 @@ namespace overspill::io {
 namespace {
 
 constexpr int kDepth = 64;
-constexpr std::byte kLost{0xDE};  // what unsynced bytes read as after a cut
+constexpr const char* kName = "memory";  // where its errors are
+constexpr std::byte kLost{0xDE};         // what unsynced bytes read as after a cut
 
 /// Anonymous memory that takes up room only where it was written.
 class Arena {
@@ -29,7 +30,7 @@ class Arena {
   explicit Arena(int64_t bytes) : bytes_(static_cast<size_t>(bytes)) {
     void* memory =
         ::mmap(nullptr, bytes_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    if (memory == MAP_FAILED) throw system_error(Operation::reserve, "memory");
+    if (memory == MAP_FAILED) throw system_error(Operation::reserve, kName);
     memory_ = static_cast<std::byte*>(memory);
   }
   ~Arena() { ::munmap(memory_, bytes_); }
@@ -88,6 +89,7 @@ class SimulatedStore final : public StoreBase<MemoryStore> {
   int64_t complete_bytes() const override;
   int64_t take_least_complete_bytes() override;
   const std::vector<Answer>& answers() const override { return answers_; }
+  std::string file_of(const Extent&) const override { return kName; }
 
  private:
   struct InTransit {
@@ -97,7 +99,7 @@ class SimulatedStore final : public StoreBase<MemoryStore> {
 
   void enqueue(Transfer& transfer) override { queue_.push(transfer); }
   Target locate(const Transfer& transfer) override;
-  std::string path_of(const Target&) override { return "memory"; }
+  std::string path_of(const Target&) override { return kName; }
   void completed(Transfer& transfer) noexcept override;
 
   void work();
@@ -158,7 +160,7 @@ void SimulatedStore::reserve(int64_t bytes) {
     throw StoreError(
         {.kind = ErrorKind::no_space,
          .operation = Operation::reserve,
-         .path = "memory",
+         .path = kName,
          .detail = fmt::format("wanted {} bytes, {} bytes are available", bytes, capacity_bytes_)});
   }
   space_.raise_limit(bytes);
@@ -167,7 +169,7 @@ void SimulatedStore::reserve(int64_t bytes) {
 Extent SimulatedStore::allocate(int64_t bytes) {
   bytes = checked_extent_bytes(bytes);
   const Extent extent = space_.allocate(bytes);
-  if (extent.empty()) throw no_room(space_, bytes, "memory");
+  if (extent.empty()) throw no_room(space_, bytes, kName);
   return extent;
 }
 
@@ -401,7 +403,7 @@ void SimulatedStore::flip_bit(const Extent& extent, int64_t bit) {
 
 StoreStats SimulatedStore::stats() const {
   PathStats path = queue_.meter().read();
-  path.path = "memory";
+  path.path = kName;
   path.share = 1;
   path.reserved_bytes = space_.limit_bytes();
   StoreStats stats = base_stats({path});

@@ -215,30 +215,41 @@ Error PieceQueue::failure(const Piece& piece, ErrorKind kind, int os_error, std:
           .detail = std::move(detail)};
 }
 
+// The piece's part of its extent's checksums.
+std::span<uint64_t> PieceQueue::sums_of(const Piece& piece, std::span<uint64_t> extent_sums) {
+  return extent_sums.subspan(static_cast<size_t>(piece.offset / kChecksumBlockBytes),
+                             static_cast<size_t>(checksum_blocks(piece.bytes)));
+}
+
 void PieceQueue::checksum(const Piece& piece) const {
+  const Transfer& transfer = *piece.active->transfer;
+  const auto sums = sums_of(piece, piece.active->target.sums);
+  if (transfer.check == Transfer::Check::by_caller) {
+    std::ranges::copy(sums_of(piece, transfer.checksums), sums.begin());
+    return;
+  }
   const std::span<const std::byte> bytes(piece.memory(), static_cast<size_t>(piece.bytes));
-  const auto sums =
-      piece.active->target.sums.subspan(static_cast<size_t>(piece.offset / kChecksumBlockBytes));
   for (int64_t i = 0; i < checksum_blocks(piece.bytes); ++i) {
     sums[static_cast<size_t>(i)] = checksum_block(checksummed_block(bytes, i));
   }
 }
 
 std::optional<Error> PieceQueue::verify(const Piece& piece) const {
-  const std::span<const std::byte> bytes(piece.active->transfer->memory + piece.offset,
-                                         static_cast<size_t>(piece.bytes));
-  const auto sums =
-      piece.active->target.sums.subspan(static_cast<size_t>(piece.offset / kChecksumBlockBytes));
+  const Transfer& transfer = *piece.active->transfer;
+  const auto sums = sums_of(piece, piece.active->target.sums);
+  if (transfer.check == Transfer::Check::by_caller) {
+    std::ranges::copy(sums, sums_of(piece, transfer.checksums).begin());
+    return std::nullopt;
+  }
+  const std::span<const std::byte> bytes(transfer.memory + piece.offset, static_cast<size_t>(piece.bytes));
   for (int64_t i = 0; i < checksum_blocks(piece.bytes); ++i) {
     const auto block = checksummed_block(bytes, i);
     const uint64_t expected = sums[static_cast<size_t>(i)];
     const uint64_t found = checksum_block(block);
     if (expected == found) continue;
-    Error error = failure(piece, ErrorKind::corrupt, 0,
-                          fmt::format("checksum {:016x} where {:016x} was written", found, expected));
-    error.offset_bytes = piece.active->transfer->extent.offset + piece.offset + i * kChecksumBlockBytes;
-    error.length_bytes = static_cast<int64_t>(block.size());
-    return error;
+    return corrupt(owner_.path_of(piece.active->target),
+                   transfer.extent.offset + piece.offset + i * kChecksumBlockBytes,
+                   static_cast<int64_t>(block.size()), expected, found);
   }
   return std::nullopt;
 }

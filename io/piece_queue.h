@@ -123,6 +123,7 @@ class PieceQueue {
   void finish(Piece& piece, std::optional<Error> error);
   Error failure(const Piece& piece, ErrorKind kind, int os_error, std::string detail) const;
   std::optional<Error> verify(const Piece& piece) const;
+  static std::span<uint64_t> sums_of(const Piece& piece, std::span<uint64_t> extent_sums);
 
   TransferOwner& owner_;
   const int depth_;

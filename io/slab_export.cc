@@ -115,13 +115,8 @@ class Exporter {
       const uint64_t found = checksum_block(checksummed_block(part, i));
       const uint64_t expected = item.sums[static_cast<size_t>(done / kChecksumBlockBytes + i)];
       if (found == expected) continue;
-      throw StoreError(
-          {.kind = ErrorKind::corrupt,
-           .operation = Operation::read,
-           .path = item.slab->path.string(),
-           .offset_bytes = item.extent.offset + done + i * kChecksumBlockBytes,
-           .length_bytes = kChecksumBlockBytes,
-           .detail = fmt::format("checksum {:016x} where {:016x} was written", found, expected)});
+      throw StoreError(corrupt(item.slab->path.string(), item.extent.offset + done + i * kChecksumBlockBytes,
+                               kChecksumBlockBytes, expected, found));
     }
     file.append(part);
   }

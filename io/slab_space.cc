@@ -36,6 +36,11 @@ std::optional<Error> check_transfer(const Transfer& transfer) {
         operation, transfer.extent,
         fmt::format("memory at {} is not aligned to {} bytes", fmt::ptr(transfer.memory), kBlockBytes));
   }
+  const auto wanted = static_cast<size_t>(checksum_blocks(transfer.extent.bytes));
+  if (transfer.check == Transfer::Check::by_caller && transfer.checksums.size() != wanted) {
+    return invalid(operation, transfer.extent,
+                   fmt::format("there is room for {} checksums, not {}", transfer.checksums.size(), wanted));
+  }
   return std::nullopt;
 }
 

@@ -24,6 +24,9 @@ namespace overspill::io {
 /// requirement).
 inline constexpr int64_t kBlockBytes = 4096;
 
+/// A checksum is of so many bytes; an extent's last one may be of fewer.
+inline constexpr int64_t kChecksumBlockBytes = 64 * 1024;
+
 constexpr int64_t round_up_to_block(int64_t bytes) {
   return (bytes + kBlockBytes - 1) / kBlockBytes * kBlockBytes;
 }
@@ -48,11 +51,19 @@ struct Transfer {
   enum class Kind : uint8_t { read, write };
   /// A read that someone waits for overtakes read-ahead and write-behind.
   enum class Priority : uint8_t { demand, prefetch, write_behind };
+  /// Who compares what was read with its checksums, and computes those of what is written: the store, before
+  /// on_complete and after submit(); or who uses the bytes, block by block while they are in the cache
+  /// (io/sealed.h, which sets this and `checksums`).
+  enum class Check : uint8_t { by_store, by_caller };
 
   Kind kind = Kind::read;
   Priority priority = Priority::prefetch;
   Extent extent;
   std::byte* memory = nullptr;  // extent.bytes of it, aligned to kBlockBytes
+  Check check = Check::by_store;
+  /// Where the caller checks: one of each 64 KiB block, in the caller's memory. A read puts them here, a
+  /// write finds them here.
+  std::span<uint64_t> checksums;
 
   /// Called once, on the store's thread or in poll(), without any of the store's locks held: may submit,
   /// allocate and release, must not block.
@@ -122,8 +133,6 @@ struct ExportedExtent {
   std::vector<uint64_t> block_checksums;
 };
 
-inline constexpr int64_t kChecksumBlockBytes = 64 * 1024;
-
 class Store {
  public:
   Store() = default;
@@ -170,6 +179,9 @@ class Store {
   /// caller's, who unregisters it before freeing it.
   virtual void register_memory(std::span<std::byte> memory) = 0;
   virtual void unregister_memory(std::span<std::byte> memory) = 0;
+
+  /// The file that an extent lies in, for errors.
+  virtual std::string file_of(const Extent& extent) const = 0;
 
   virtual StoreStats stats() const = 0;
 };

@@ -44,7 +44,9 @@ def tensors(count: int) -> list[torch.Tensor]:
     return made
 
 
-def optimizer_of(kind: str, parameter: torch.nn.Parameter) -> tuple[torch.optim.Optimizer, int | torch.Tensor]:
+def optimizer_of(
+    kind: str, parameter: torch.nn.Parameter
+) -> tuple[torch.optim.Optimizer, int | torch.Tensor]:
     """An optimizer, and its count of steps."""
     if kind == "torch":
         return torch.optim.AdamW([parameter], fused=True, **OPTIONS), torch.tensor(1000.0)

@@ -2,8 +2,9 @@
 
 Each contender first tries its settings and keeps its best for each pattern; then all take turns, in rotating order.
 Every turn is timed by the contender itself, around the transfers alone. A ratio is the median of the rounds' own
-ratios. CPU seconds are user and system of the whole process (kernel threads of its rings included). Ends with
-RESULT {json}.
+ratios. CPU seconds are user and system of the whole process (kernel threads of its rings included). "mixed" moves
+states, "consumed" also updates them in between, with the same code for every contender; "by_caller" is the store
+whose blocks are checked by who uses them, as the engine does it. Ends with RESULT {json}.
 """
 
 import argparse
@@ -28,7 +29,9 @@ ROOT = Path(__file__).resolve().parent.parent
 BENCH = ROOT / "build/release/bench"
 SEQUENTIAL_MIB = 1024
 MIXED_MIB = 635  # what bench_io and DeepSpeed move in a mixed turn
-PATTERNS = ("read", "write", "mixed")
+PATTERNS = ("read", "write", "mixed", "consumed")
+# Where it matters who checks.
+BY_CALLER = ("mixed", "consumed")
 HUGE_PAGES = 144  # 256 MiB of fio's buffers, and some
 
 
@@ -53,8 +56,9 @@ class Timed(Child):
 class Store(Timed):
     """Our own driver, bench/io.cc."""
 
-    def __init__(self, program: str, folder: Path):
-        super().__init__([str(BENCH / program), str(folder), "--mib", str(SEQUENTIAL_MIB)])
+    def __init__(self, program: str, folder: Path, *options: str, patterns: tuple[str, ...] = PATTERNS):
+        super().__init__([str(BENCH / program), str(folder), "--mib", str(SEQUENTIAL_MIB), *options])
+        self.patterns = patterns
 
     def settings(self, pattern: str) -> list[dict]:
         """None: the store is measured as it ships."""
@@ -68,9 +72,13 @@ class Store(Timed):
 class DeepSpeed(Timed):
     """tools/bench_io_deepspeed.py in its own environment."""
 
+    patterns = PATTERNS
+
     def __init__(self, folder: Path):
         script = str(ROOT / "tools/bench_io_deepspeed.py")
-        super().__init__([peers.python(), script, str(folder), str(SEQUENTIAL_MIB)], peers.environment())
+        consumer = str(BENCH / "libbench_io_consumer.so")
+        command = [peers.python(), script, str(folder), str(SEQUENTIAL_MIB), consumer]
+        super().__init__(command, peers.environment())
 
     def settings(self, pattern: str) -> list[dict]:
         """Blocks, depths, ways to submit, threads; for mixed turns also how often it waits."""
@@ -97,6 +105,8 @@ class DeepSpeed(Timed):
 
 class Fio:
     """fio with io_uring: a process a turn, timed by itself."""
+
+    patterns = ("read", "write", "mixed")
 
     def __init__(self, folder: Path, huge: bool):
         self.file, self.huge = folder / "fio.bin", huge
@@ -169,7 +179,7 @@ def huge_pages() -> Iterator[bool]:
 def best_settings(name: str, contender: Any) -> dict[str, dict]:
     """The fastest of a contender's settings for each pattern, by two passes over all of them."""
     best = {}
-    for pattern in PATTERNS:
+    for pattern in contender.patterns:
         settings = contender.settings(pattern)
         speeds = [[] for _ in settings]
         if len(settings) > 1:
@@ -190,10 +200,10 @@ def best_settings(name: str, contender: Any) -> dict[str, dict]:
 def take_turns(contenders: dict[str, Any], pairs: int) -> tuple[dict, dict]:
     """[pattern][contender] -> a Turn a round, and the settings; who begins changes from round to round."""
     best = {name: best_settings(name, contender) for name, contender in contenders.items()}
-    turns = {pattern: {name: [] for name in contenders} for pattern in PATTERNS}
-    names = list(contenders)
+    turns = {p: {name: [] for name, one in contenders.items() if p in one.patterns} for p in PATTERNS}
     for i in range(pairs):
         for pattern in PATTERNS:
+            names = list(turns[pattern])
             for name in in_turn(names, i):
                 turns[pattern][name].append(contenders[name].turn(pattern, best[name][pattern]))
     for pattern in PATTERNS:
@@ -210,27 +220,33 @@ def report(turns: dict, best: dict, store_backend: str) -> dict[str, Any]:
     """The RESULT's keys."""
     r: dict[str, Any] = {}
 
-    def ratios(pattern: str, other: str) -> list[float]:
-        both = zip(turns[pattern]["store"], turns[pattern][other])
-        return quartiles([ours.gb_per_s / theirs.gb_per_s for ours, theirs in both])
+    def ratios(pattern: str, other: str, ours: str = "store") -> list[float]:
+        both = zip(turns[pattern][ours], turns[pattern][other])
+        return quartiles([one.gb_per_s / two.gb_per_s for one, two in both])
 
+    for pattern, ours in itertools.product(PATTERNS, ("store", "by_caller")):
+        for other in turns[pattern] if ours in turns[pattern] else ():
+            if other not in ("fio", "deepspeed"):
+                continue
+            low, mid, high = ratios(pattern, other, ours)
+            key = f"{pattern}{'_by_caller' if ours == 'by_caller' else ''}_vs_{other}"
+            r[key] = round(mid, 3)
+            r[f"{key}_quartiles"] = [round(low, 3), round(high, 3)]
     for pattern in PATTERNS:
-        for other in turns[pattern]:
-            if other in ("fio", "deepspeed"):
-                low, mid, high = ratios(pattern, other)
-                r[f"{pattern}_vs_{other}"] = round(mid, 3)
-                r[f"{pattern}_vs_{other}_quartiles"] = [round(low, 3), round(high, 3)]
-    for name, suffix in (("store", ""), ("deepspeed", "_deepspeed"), ("fio", "_fio")):
-        if name in turns["mixed"]:
-            for pattern in PATTERNS:
-                cpu = statistics.median(turn.cpu_s_per_gb for turn in turns[pattern][name])
-                r[("" if pattern == "mixed" else f"{pattern}_") + "cpu_s_per_gb" + suffix] = round(cpu, 4)
+        for name, done in turns[pattern].items():
+            if name == "unchecked" and pattern != "consumed":
+                continue
+            cpu = statistics.median(turn.cpu_s_per_gb for turn in done)
+            prefix = "" if pattern == "mixed" else f"{pattern}_"
+            r[f"{prefix}cpu_s_per_gb{'' if name == 'store' else '_' + name}"] = round(cpu, 4)
     r["checksum_cost"] = round(1 - ratios("mixed", "unchecked")[1], 3)
-    cpu = [
-        ours.cpu_s_per_gb - bare.cpu_s_per_gb
-        for ours, bare in zip(*(turns["mixed"][name] for name in ("store", "unchecked")))
-    ]
-    r["checksum_cpu_s_per_gb"] = round(statistics.median(cpu), 4)
+    for pattern, ours in itertools.product(BY_CALLER, ("store", "by_caller")):
+        cpu = [
+            one.cpu_s_per_gb - bare.cpu_s_per_gb
+            for one, bare in zip(turns[pattern][ours], turns[pattern]["unchecked"])
+        ]
+        key = f"{'' if pattern == 'mixed' else 'consumed_'}checksum_cpu_s_per_gb"
+        r[key + ("" if ours == "store" else "_by_caller")] = round(statistics.median(cpu), 4)
     r["gb_per_s"] = {
         pattern: {
             name: [round(q, 3) for q in quartiles([t.gb_per_s for t in done])] for name, done in of.items()
@@ -261,6 +277,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="bench-io-", dir=args.folder) as name, huge_pages() as huge:
         folder = Path(name)
         contenders: dict[str, Any] = {"fio": Fio(folder, huge), "store": Store("bench_io", folder)}
+        contenders["by_caller"] = Store("bench_io", folder, "--by-caller", patterns=BY_CALLER)
         contenders["unchecked"] = Store("bench_io_unchecked", folder)
         if peers.deepspeed_is_there():
             contenders["deepspeed"] = DeepSpeed(folder)

@@ -3,15 +3,20 @@
 The job of `make train` (SmolLM2-135M, its text, batches and hyper-parameters) by a plain PyTorch loop whose update is
 overspill.optim.AdamW in each format: three seeds of 40 steps and one run of 300. The seed orders the batches and draws
 the rounding. `kept` is the improvement in held-out loss over that of the exact format with the same seed and steps.
-A finished run is left in results/formats/ and not repeated, so an interrupted job goes on where it was; --fresh starts anew.
+A finished run is left in results/formats/ and not repeated, so an interrupted job goes on where it was; --fresh starts
+anew.
+Runs are spread over --jobs processes that share the cores.
 Last line: RESULT {json}; the plot is results/formats/formats.png.
 """
 
 import argparse
 import json
+import multiprocessing
+import os
 import shutil
 import sys
 import time
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +27,7 @@ FORMATS = ("exact", "compact", "8bit")
 LEAST_KEPT = 0.95
 
 
-def train(model, job: dict[str, Any], batches, show: bool) -> list[float]:
+def train(model, job: dict[str, Any], batches) -> list[float]:
     """`job["steps"]` steps on `model` (bf16 weights) in the format; the loss of each."""
     import torch
 
@@ -30,7 +35,12 @@ def train(model, job: dict[str, Any], batches, show: bool) -> list[float]:
     from train_job import CLIP, LR, WEIGHT_DECAY
 
     optimizer = optim.AdamW(
-        model.parameters(), lr=LR, weight_decay=WEIGHT_DECAY, format=job["format"], seed=job["seed"]
+        model.parameters(),
+        lr=LR,
+        weight_decay=WEIGHT_DECAY,
+        format=job["format"],
+        threads=torch.get_num_threads(),
+        seed=job["seed"],
     )
     losses, position, started = [], 0, time.perf_counter()
     for step in range(job["steps"]):
@@ -44,14 +54,20 @@ def train(model, job: dict[str, Any], batches, show: bool) -> list[float]:
         optimizer.step(grad_scale=min(1.0, CLIP / (norm + 1e-6)))
         optimizer.zero_grad(set_to_none=True)
         losses.append(loss.item())
-        if show:
+        if (step + 1) % 10 == 0:
             left = (time.perf_counter() - started) / (step + 1) * (job["steps"] - step - 1)
-            print(f"  step {step + 1}/{job['steps']}  loss {losses[-1]:.4f}  {left:.0f} s left", flush=True)
+            print(f"{label(job)}: step {step + 1}, loss {losses[-1]:.4f}, {left:.0f} s left", flush=True)
     return losses
 
 
-def run(job: dict[str, Any], folder: Path, show: bool) -> dict[str, Any]:
+def label(job: dict[str, Any]) -> str:
+    return f"{job['format']}, seed {job['seed']}, {job['steps']} steps"
+
+
+def run(job: dict[str, Any], folder: Path, threads: int) -> dict[str, Any]:
     """One run, or what an earlier call left of it."""
+    import torch
+
     from overspill import data
     from plain import load, mean_loss
     from train_job import BATCH, SEQ_LEN
@@ -59,20 +75,23 @@ def run(job: dict[str, Any], folder: Path, show: bool) -> dict[str, Any]:
     path = FOLDER / f"{job['format']}-{job['steps']}-{job['seed']}.json"
     if path.exists() and (found := json.loads(path.read_text()))["job"] == job:
         return found
+    torch.set_num_threads(threads)
     training, heldout = sequences(folder)
     model = load(folder)
-    evaluation = data.evaluation_batches(heldout, BATCH, job["eval_batches"])
+    evaluation = list(data.evaluation_batches(heldout, BATCH, job["eval_batches"]))
     before = mean_loss(model, evaluation)
     started = time.perf_counter()
-    losses = train(model, job, data.Batches(training, BATCH, job["seed"]), show)
+    losses = train(model, job, data.Batches(training, BATCH, job["seed"]))
     result = {
         "job": job,
         "before": before,
         "after": mean_loss(model, evaluation),
         "losses": losses,
         "seconds": time.perf_counter() - started,
+        "threads": threads,
         "tokens_per_step": BATCH * SEQ_LEN,
     }
+    print(f"{label(job)}: held-out {before:.4f} -> {result['after']:.4f}", flush=True)
     part = path.with_suffix(".part")
     part.write_text(json.dumps(result) + "\n")
     part.rename(path)
@@ -93,9 +112,9 @@ def sequences(folder: Path):
 
 
 def jobs(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Short runs first: seed by seed, so that each comparison is complete early."""
-    runs = [(seed, options.steps) for seed in range(options.seeds)]
-    runs += [(0, options.long_steps)] if options.long_steps else []
+    """The long runs first, so that no process is left alone with one at the end."""
+    runs = [(0, options.long_steps)] if options.long_steps else []
+    runs += [(seed, options.steps) for seed in range(options.seeds)]
     return [
         {"format": form, "seed": seed, "steps": steps, "eval_batches": options.eval_batches}
         for seed, steps in runs
@@ -152,6 +171,7 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--long-steps", type=int, default=300, help="0: no long run")
     parser.add_argument("--eval-batches", type=int, default=16)
+    parser.add_argument("--jobs", type=int, default=2, help="runs at a time")
     parser.add_argument("--fresh", action="store_true", help="forget the runs that are there")
     options = parser.parse_args()
     import smollm2
@@ -159,13 +179,11 @@ def main() -> int:
     if options.fresh:
         shutil.rmtree(FOLDER, ignore_errors=True)
     FOLDER.mkdir(parents=True, exist_ok=True)
-    folder, results, todo = smollm2.prepare(), [], jobs(options)
-    for number, job in enumerate(todo, 1):
-        print(
-            f"run {number}/{len(todo)}: {job['format']}, seed {job['seed']}, {job['steps']} steps", flush=True
-        )
-        results.append(run(job, folder, show=True))
-        print(f"  held-out {results[-1]['before']:.4f} -> {results[-1]['after']:.4f}", flush=True)
+    folder, threads = smollm2.prepare(), max(1, len(os.sched_getaffinity(0)) // options.jobs)
+    sequences(folder)  # tokenizes once, before the processes would
+    with ProcessPoolExecutor(options.jobs, multiprocessing.get_context("spawn")) as pool:
+        started = [pool.submit(run, job, folder, threads) for job in jobs(options)]
+        results = [each.result() for each in started]
     rows = compare(results)
     plot(results, FOLDER / "formats.png")
     print(

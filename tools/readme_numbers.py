@@ -74,9 +74,7 @@ def adam(r: dict[str, Any]) -> list[str]:
         theirs = r.get(f"{key}_vs_deepspeed", r.get(f"{key}_vs_deepspeed_fp32"))
         cells = [r.get(f"{key}_vs_limit"), theirs, r.get(f"{key}_vs_torch_fused")]
         if cells[0] is not None:
-            rows.append(
-                f"| {name} | {' | '.join('' if cell is None else f'{cell:.3f}' for cell in cells)} |"
-            )
+            rows.append(f"| {name} | {' | '.join('' if cell is None else f'{cell:.3f}' for cell in cells)} |")
     head = (
         "| `make bench-adam`, 64 Mi parameters, 2 threads: parameters a second over those of | a loop that only reads "
         "and writes the same memory | DeepSpeed's CPU Adam, fp32 | torch's fused AdamW, fp32 |"
@@ -86,21 +84,27 @@ def adam(r: dict[str, Any]) -> list[str]:
 
 def io(r: dict[str, Any]) -> list[str]:
     """Rows of `make bench-io`."""
-    head = "| `make bench-io` | read | write | read and write at once |"
-    patterns = ("read", "write", "mixed")
+    head = "| `make bench-io` | read | write | read and write at once | and AdamW in between |"
+    patterns = ("read", "write", "mixed", "consumed")
     rows = []
     for name, what in (
         ("fio", "fio, io_uring, at its best"),
         ("deepspeed", "DeepSpeed's async I/O, at its best"),
     ):
         if f"mixed_vs_{name}" in r:
-            rows.append((f"speed over that of {what}", [f"{r[f'{p}_vs_{name}']:.3f}" for p in patterns]))
-    rows.append(("GB/s", [f"{r['gb_per_s'][p]['store'][1]:.2f}" for p in patterns]))
-    for suffix, of in (("", "CPU seconds a GB"), ("_deepspeed", "the same, DeepSpeed")):
-        keys = ("read_cpu_s_per_gb", "write_cpu_s_per_gb", "cpu_s_per_gb")
-        if f"cpu_s_per_gb{suffix}" in r:
-            rows.append((of, [f"{r[key + suffix]:.3f}" for key in keys]))
-    return [head, "| --- | --- | --- | --- |", *(f"| {what} | {' | '.join(cells)} |" for what, cells in rows)]
+            keys = [f"{p}_vs_{name}" for p in patterns]
+            rows.append((f"speed over that of {what}", [f"{r[key]:.3f}" if key in r else "" for key in keys]))
+    rows.append(("GB/s", [f"{r['gb_per_s'][p]['store'][1]:.2f}" for p in patterns if p in r["gb_per_s"]]))
+    for suffix, of in (
+        ("", "CPU seconds a GB, every byte compared with its checksum by the store"),
+        ("_by_caller", "the same, by the worker that uses it, as the engine does"),
+        ("_deepspeed", "the same, DeepSpeed, nothing compared"),
+    ):
+        keys = [f"{prefix}cpu_s_per_gb{suffix}" for prefix in ("read_", "write_", "", "consumed_")]
+        if keys[2] in r:
+            rows.append((of, [f"{r[key]:.3f}" if key in r else "" for key in keys]))
+    lines = [f"| {what} | {' | '.join(cells + [''] * (4 - len(cells)))} |" for what, cells in rows]
+    return [head, "| --- | --- | --- | --- | --- |", *lines]
 
 
 def plain(r: dict[str, Any]) -> list[str]:

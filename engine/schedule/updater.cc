@@ -7,7 +7,7 @@
 #include <cstring>
 #include <stdexcept>
 
-#include "cpu_optim/update.h"
+#include "io/checksum.h"
 
 namespace overspill::engine {
 namespace {
@@ -21,7 +21,7 @@ bool earlier(const ChunkState& a, const ChunkState& b) {
 
 void update_chunk(const Unit& unit, const Chunk& chunk, std::span<const optim::Factors> factors,
                   std::span<const uint8_t> present, const ChunkMemory& memory, const std::byte* gradients,
-                  int64_t gradient_element_bytes) {
+                  int64_t gradient_element_bytes, optim::Range within) {
   const auto& [hi, lo, m, v] = memory.component;
   const bool fp32 = unit.format == Format::fp32;
   const std::array components = fp32 ? std::array{hi, m, v, lo} : std::array{hi, lo, m, v};
@@ -30,9 +30,10 @@ void update_chunk(const Unit& unit, const Chunk& chunk, std::span<const optim::F
   const optim::Piece piece{.components = std::span(components).first(fp32 ? 3 : 4),
                            .elements = chunk.elements};
   for (const Run& run : chunk.runs) {
-    if (present[run.segment] == 0) continue;
-    optim::update(format, piece, {gradients, element}, {run.begin, run.begin + run.elements},
-                  factors[run.segment]);
+    const optim::Range range{std::max(run.begin, within.begin),
+                             std::min(run.begin + run.elements, within.end)};
+    if (present[run.segment] == 0 || range.begin >= range.end) continue;
+    optim::update(format, piece, {gradients, element}, range, factors[run.segment]);
   }
 }
 
@@ -51,6 +52,7 @@ Updater::Updater(Context& context, Gatherer& gatherer)
     for (io::Transfer& transfer : slot.transfers) {
       transfer.on_complete = &Updater::on_transfer;
       transfer.context = &slot;
+      slot.states.emplace_back(context.plan.ring_slot_bytes);
     }
   }
   if (memory_.bytes() > 0) context.store().register_memory(memory_.span());
@@ -198,12 +200,14 @@ void Updater::stage(int32_t chunk, Slot& slot) {
     offset += bytes;
     if (state.extents[i].empty()) {  // never written
       std::memset(transfer.memory, 0, static_cast<size_t>(bytes));
+      slot.states[i].start(transfer.memory, bytes);
       continue;
     }
     transfer.kind = io::Transfer::Kind::read;
     transfer.priority = state.pending ? io::Transfer::Priority::demand : io::Transfer::Priority::prefetch;
     transfer.extent = state.extents[i];
     transfer.error.reset();
+    if (component != Component::hi) slot.states[i].expect(transfer);
     ++slot.in_flight;
     context_.store().submit(transfer);
   }
@@ -316,30 +320,65 @@ void Updater::dispatch(int32_t chunk) {
   context_.resources.executor->submit([this, chunk] { run(chunk); });
 }
 
+/// What a worker needs for one update.
+struct Updater::Work {
+  const Unit& unit;
+  const Chunk& chunk;
+  ChunkMemory memory;
+  std::byte* gradients = nullptr;
+  int64_t gradient_bytes = 0;  // of an element
+  std::span<const optim::Factors> factors{};
+  std::span<const uint8_t> present{};
+  std::span<io::Sealed> states{};  // by component; empty: they live on the host
+};
+
+/// States that were read for it go block by block: each is compared with its checksum, updated, and
+/// checksummed for its way back while it is in the cache.
+void Updater::update(Work work) {
+  const auto for_each_state = [&](auto visit) {
+    if (work.states.empty()) return;
+    for (Component state : {Component::lo, Component::m, Component::v}) {
+      const int64_t width = work.unit.component_bytes(state);
+      if (width > 0) visit(work.states[static_cast<size_t>(state)], static_cast<size_t>(state), width);
+    }
+  };
+  const int64_t all = work.chunk.elements;
+  int64_t step = work.states.empty() ? all : 0;
+  for_each_state(
+      [&](io::Sealed&, size_t, int64_t width) { step = std::max(step, io::kChecksumBlockBytes / width); });
+  for (int64_t begin = 0; begin < all; begin += step) {
+    const int64_t end = std::min(begin + step, all);
+    for_each_state([&](io::Sealed& state, size_t i, int64_t width) {
+      work.memory.component[i] = state.open(context_.store(), begin * width, end * width) - begin * width;
+    });
+    update_chunk(work.unit, work.chunk, work.factors, work.present, work.memory, work.gradients,
+                 work.gradient_bytes, {begin, end});
+    for_each_state([&](io::Sealed& state, size_t, int64_t width) { state.seal(begin * width, end * width); });
+  }
+}
+
 void Updater::run(int32_t chunk) noexcept {
   const Chunk& c = context_.layout.chunks[chunk];
   const Unit& unit = context_.layout.units[c.unit];
   const UnitState& unit_state = context_.units[c.unit];
-  ChunkMemory memory;
-  std::byte* gradients = nullptr;
+  Work work{.unit = unit, .chunk = c, .memory = {}};
   std::byte* home = nullptr;    // of hi
   std::byte* second = nullptr;  // guessed hi
   Guess guess = Guess::none;
-  const int64_t gradient_bytes = gradient_element_bytes(unit.format, context_.config.gradient_accumulation);
+  work.gradient_bytes = gradient_element_bytes(unit.format, context_.config.gradient_accumulation);
   const int64_t weights_bytes = context_.component_bytes(chunk, Component::hi);
   {
     const std::lock_guard guard(context_.mutex);
     const ChunkState& state = context_.chunks[chunk];
-    memory.component = state.home;
+    work.memory.component = state.home;
     guess = state.guess;
     home = state.home[0];
     second = state.second_weights;
-    for (Component component : kAllComponents) {
-      const auto i = static_cast<size_t>(component);
-      if (context_.in_store(chunk, component) && guess != Guess::taking)
-        memory.component[i] = slots_[state.slot].transfers[i].memory;
+    if (guess != Guess::taking) {
+      if (context_.in_store(chunk, Component::hi)) work.memory.component[0] = state.staged_weights;
+      if (context_.on_nvme(chunk, Component::lo)) work.states = slots_[state.slot].states;
     }
-    gradients = unit_state.gradients + context_.layout.global_begin(c) * gradient_bytes;
+    work.gradients = unit_state.gradients + context_.layout.global_begin(c) * work.gradient_bytes;
   }
   std::string failure;
   try {
@@ -348,15 +387,20 @@ void Updater::run(int32_t chunk) noexcept {
     } else if (guess == Guess::running) {
       if (second != nullptr) {
         std::memcpy(second, home, static_cast<size_t>(weights_bytes));
-        memory.component[0] = second;
+        work.memory.component[0] = second;
       }
-      update_chunk(unit, c, unit_state.guessed_factors, unit_state.guessed, memory, gradients,
-                   gradient_bytes);
+      work.factors = unit_state.guessed_factors;
+      work.present = unit_state.guessed;
+      update(work);
     } else {
-      update_chunk(unit, c, unit_state.factors, unit_state.updated, memory, gradients, gradient_bytes);
+      work.factors = unit_state.factors;
+      work.present = unit_state.updated;
+      update(work);
       if (context_.config.poison)
-        std::memset(gradients, 0xFF, static_cast<size_t>(c.elements * gradient_bytes));
+        std::memset(work.gradients, 0xFF, static_cast<size_t>(c.elements * work.gradient_bytes));
     }
+  } catch (const io::StoreError& error) {
+    failure = fmt::format("states of {}: {}", unit.name, error.what());
   } catch (const std::exception& error) {
     failure = fmt::format("updating {}: {}", unit.name, error.what());
   }
@@ -369,7 +413,7 @@ void Updater::run(int32_t chunk) noexcept {
       guessed(chunk);
     } else {
       if (guess == Guess::taking) take(state);
-      gatherer_.deliver(chunk, memory.component[0]);
+      gatherer_.deliver(chunk, work.memory.component[0]);
       updated(chunk);
       if (guess == Guess::none && state.slot >= 0) {
         write_back(chunk, slots_[state.slot]);
@@ -526,6 +570,7 @@ void Updater::write_back(int32_t chunk, Slot& slot) {
     transfer.priority = io::Transfer::Priority::write_behind;
     transfer.extent = context_.store().allocate(bytes);
     transfer.error.reset();
+    if (component != Component::hi) slot.states[static_cast<size_t>(component)].hand_over(transfer);
     ++slot.in_flight;
     context_.store().submit(transfer);
   }

@@ -10,9 +10,11 @@
 #include <span>
 #include <vector>
 
+#include "cpu_optim/update.h"
 #include "engine/schedule/context.h"
 #include "engine/schedule/gather.h"
 #include "engine/schedule/speculation.h"
+#include "io/sealed.h"
 
 namespace overspill::engine {
 
@@ -55,6 +57,8 @@ class Updater {
     int32_t chunk = -1;
     int32_t in_flight = 0;
     std::array<io::Transfer, kComponents> transfers;
+    std::vector<io::Sealed>
+        states;  // by component; weights are checked on arrival, since others use them too
   };
 
   static void on_transfer(io::Transfer& transfer) noexcept;
@@ -68,6 +72,8 @@ class Updater {
   int32_t next_ready() const;
   bool is_ready(int32_t chunk) const;
   void dispatch(int32_t chunk);
+  struct Work;
+  void update(Work work);
   void run(int32_t chunk) noexcept;
   void updated(int32_t chunk);
   void guessed(int32_t chunk);
@@ -105,10 +111,10 @@ struct ChunkMemory {
   std::array<std::byte*, kComponents> component{};
 };
 
-/// The fused pass over one chunk, segment by segment: `factors` and `present` are the unit's, by segment. No
-/// locks: the caller has exclusive use of the chunk.
+/// The fused pass over elements begin <= i < end of one chunk, segment by segment: `factors` and `present`
+/// are the unit's, by segment. No locks: the caller has exclusive use of the chunk.
 void update_chunk(const Unit& unit, const Chunk& chunk, std::span<const optim::Factors> factors,
                   std::span<const uint8_t> present, const ChunkMemory& memory, const std::byte* gradients,
-                  int64_t gradient_element_bytes);
+                  int64_t gradient_element_bytes, optim::Range within);
 
 }  // namespace overspill::engine

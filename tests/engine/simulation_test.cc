@@ -135,6 +135,7 @@ class HastyStore : public io::Store {
   }
   void register_memory(std::span<std::byte>) override {}
   void unregister_memory(std::span<std::byte>) override {}
+  std::string file_of(const io::Extent& extent) const override { return store_->file_of(extent); }
   io::StoreStats stats() const override { return store_->stats(); }
 
  private:
