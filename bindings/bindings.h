@@ -10,6 +10,7 @@
 namespace overspill::bindings {
 
 void register_errors(pybind11::module_& m);
+void register_report(pybind11::module_& m);  // before the engine, which returns it
 void register_engine(pybind11::module_& m);
 void register_checkpoint(pybind11::module_& m);
 void register_doctor(pybind11::module_& m);

@@ -163,6 +163,7 @@ class Engine:
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> torch.Tensor:
         """Gradients of loss / gradient_accumulation_steps; they add until `step`. Returns that scaled
         loss."""
+        self._core.begin_backward()
         steps = self.config.gradient_accumulation_steps
         scaled = loss / steps if steps > 1 else loss
         scaled.backward(**kwargs)
@@ -231,6 +232,11 @@ class Engine:
 
     def stats(self) -> dict:
         return self._core.stats()
+
+    def report(self) -> dict | None:
+        """What the last step spent its time on (docs/step.md); None before the first."""
+        report = self._core.report()
+        return report.as_dict() if report.total_ns else None
 
     @contextmanager
     def trace(self, path: Any) -> Iterator[None]:

@@ -24,6 +24,15 @@ LOGGED = (
     "wait_seconds",
 )
 
+SPENT = (  # of engine.report(): docs/step.md
+    "compute_seconds",
+    "update_seconds",
+    "read_seconds",
+    "write_seconds",
+    "disk_hidden_seconds",
+    "wait_for_disk_seconds",
+)
+
 PATIENCE_SECONDS = 3.0  # for the main thread to see a second SIGINT
 
 
@@ -148,6 +157,7 @@ class Loop:
         }
         record.update({key: stats[key] for key in LOGGED})
         record["wait_seconds"] = stats["wait_seconds"] - waited
+        record.update(_spent(self.engine.report()))
         record["nvme_paths"] = self._traffic(stats)
         self.seconds += seconds
         for path, moved in record["nvme_paths"].items():
@@ -181,6 +191,11 @@ class Loop:
         finally:
             self.engine.train()
         return total / rows
+
+
+def _spent(report: dict[str, Any]) -> dict[str, float]:
+    """What of an engine's report goes into the log."""
+    return {name: report[name] for name in SPENT}
 
 
 StepHook = Callable[

@@ -1,0 +1,58 @@
+#include "bindings/bindings.h"
+#include "engine/schedule/report.h"
+
+namespace overspill::bindings {
+namespace {
+
+namespace py = pybind11;
+using engine::Cause;
+using engine::Phase;
+using engine::StepReport;
+
+double seconds(int64_t ns) {
+  return static_cast<double>(ns) * 1e-9;
+}
+
+py::dict report_dict(const StepReport& r) {
+  const auto of = [](const auto& values, auto which) { return values[static_cast<size_t>(which)]; };
+  py::dict out;
+  out["step"] = r.step;
+  out["total_seconds"] = seconds(r.total_ns);
+  out["compute_seconds"] = seconds(r.compute_sum_ns());
+  out["forward_seconds"] = seconds(of(r.compute_ns, Phase::forward));
+  out["backward_seconds"] = seconds(of(r.compute_ns, Phase::backward));
+  out["outside_seconds"] = seconds(of(r.compute_ns, Phase::outside));
+  out["call_seconds"] = seconds(r.call_ns);
+  out["wait_seconds"] = seconds(r.wait_ns);
+  py::dict waits;
+  waits["updates"] = seconds(of(r.wait_by_cause_ns, Cause::updates));
+  waits["last_updates"] = seconds(of(r.wait_by_cause_ns, Cause::last_updates));
+  waits["reads"] = seconds(of(r.wait_by_cause_ns, Cause::reads));
+  waits["room"] = seconds(of(r.wait_by_cause_ns, Cause::room));
+  waits["rest"] = seconds(of(r.wait_by_cause_ns, Cause::rest));
+  out["wait_by_cause"] = waits;
+  out["wait_for_disk_seconds"] = seconds(r.wait_for_disk_ns);
+  out["update_seconds"] = seconds(r.update_ns);
+  out["update_worker_seconds"] = seconds(r.update_worker_sum_ns());
+  out["update_hidden_seconds"] = seconds(r.update_hidden_ns);
+  out["updated_elements"] = r.updated_elements;
+  out["read_seconds"] = seconds(r.read_ns);
+  out["write_seconds"] = seconds(r.write_ns);
+  out["disk_seconds"] = seconds(r.disk_ns);
+  out["disk_hidden_seconds"] = seconds(r.disk_hidden_ns);
+  out["read_bytes"] = r.read_sum_bytes();
+  out["written_bytes"] = r.written_sum_bytes();
+  out["backward_read_bytes"] = of(r.read_bytes, Phase::backward);
+  out["backward_written_bytes"] = of(r.written_bytes, Phase::backward);
+  return out;
+}
+
+}  // namespace
+
+void register_report(py::module_& m) {
+  py::class_<StepReport>(m, "StepReport")
+      .def_readonly("total_ns", &StepReport::total_ns)
+      .def("as_dict", &report_dict);
+}
+
+}  // namespace overspill::bindings
