@@ -455,6 +455,7 @@ def machine() -> str:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     with contextlib.suppress(BrokenPipeError):
         try:
             sys.exit(main())

@@ -5,6 +5,7 @@ Both ends are here: `Contender` for the coordinator, `serve` for the child.
 """
 
 import contextlib
+import ctypes
 import json
 import os
 import signal
@@ -94,7 +95,9 @@ def peak_rss_bytes() -> int:
 def serve(ready: Callable[[], tuple[dict[str, Any], dict[str, Callable[..., dict[str, Any]]]]]) -> None:
     """The child's end: `ready()` returns what to say and what can be asked for; requests are {"do": name, …}.
 
-    Where memory runs out the kernel is told to take this process first."""
+    Where memory runs out the kernel is told to take this process first; and to end it, stopped or not, when the
+    coordinator dies."""
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("900")
     replies = os.fdopen(os.dup(1), "w", buffering=1)
