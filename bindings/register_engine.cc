@@ -333,6 +333,7 @@ void register_engine(py::module_& m) {
       .def("write_chrome_trace", &write_chrome_trace, py::arg("path"), Released())
       .def("close", &Engine::close, Released());
   register_weights(cls);
+  add_predict(cls);
 }
 
 }  // namespace overspill::bindings

@@ -1,4 +1,10 @@
+#include <pybind11/stl.h>
+
+#include <vector>
+
 #include "bindings/bindings.h"
+#include "engine/engine.h"
+#include "engine/schedule/predict.h"
 #include "engine/schedule/report.h"
 
 namespace overspill::bindings {
@@ -47,7 +53,51 @@ py::dict report_dict(const StepReport& r) {
   return out;
 }
 
+py::dict prediction_dict(const engine::Prediction& p) {
+  py::dict out;
+  out["limit"] = engine::limit_name(p.limit);
+  out["bound_seconds"] = p.bound_s;
+  out["step_seconds"] = p.step_s;
+  out["disk_seconds"] = p.disk_s;
+  return out;
+}
+
+py::dict predict(engine::Engine& self, const std::vector<int64_t>& budgets) {
+  engine::MachineFigures figures;
+  engine::Prediction prediction;
+  std::vector<engine::BudgetRow> rows;
+  {
+    const py::gil_scoped_release release;
+    figures = self.figures();
+    prediction = self.predict();
+    rows = self.predict_budgets(budgets);
+  }
+  py::dict out = prediction_dict(prediction);
+  py::dict measured;
+  measured["steps"] = figures.steps;
+  measured["forward_seconds"] = figures.forward_s;
+  measured["backward_seconds"] = figures.backward_s;
+  measured["call_seconds"] = figures.call_s;
+  measured["disk_bytes_per_s"] = figures.disk_bytes_per_s;
+  measured["step_seconds"] = figures.step_s;
+  out["measured"] = measured;
+  py::list others;
+  for (const engine::BudgetRow& row : rows) {
+    py::dict other = prediction_dict(row.prediction);
+    other["host_budget_bytes"] = row.host_budget_bytes;
+    other["possible"] = row.possible;
+    others.append(other);
+  }
+  out["budgets"] = others;
+  out["text"] = engine::prediction_text(self.plan(), figures, prediction, rows);
+  return out;
+}
+
 }  // namespace
+
+void add_predict(py::class_<engine::Engine>& cls) {
+  cls.def("predict", &predict, py::arg("budgets") = std::vector<int64_t>{});
+}
 
 void register_report(py::module_& m) {
   py::class_<StepReport>(m, "StepReport")

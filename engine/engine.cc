@@ -426,6 +426,21 @@ StepReport Engine::report() {
   return machine_->context.meter.last();
 }
 
+MachineFigures Engine::figures() {
+  const std::lock_guard guard(machine_->context.mutex);
+  return figures_of(machine_->context.meter.sum(), machine_->context.meter.summed_steps());
+}
+
+Prediction Engine::predict() {
+  const Context& c = machine_->context;
+  return engine::predict(c.plan, figures(), guessed_share(c.layout, c.plan, c.config.speculate));
+}
+
+std::vector<BudgetRow> Engine::predict_budgets(std::span<const int64_t> budgets) {
+  const Context& c = machine_->context;
+  return engine::predict_budgets(c.layout, c.config, {c.device().shares_host_memory()}, figures(), budgets);
+}
+
 void Engine::record_journal(bool on) {
   const std::lock_guard guard(machine().context.mutex);
   machine().context.journal.enable(on);

@@ -25,6 +25,7 @@
 #include "engine/schedule/context.h"
 #include "engine/schedule/journal.h"
 #include "engine/schedule/plan.h"
+#include "engine/schedule/predict.h"
 #include "engine/schedule/report.h"
 #include "engine/schedule/trace.h"
 
@@ -134,6 +135,12 @@ class Engine {
   Stats stats();
   /// Of the last step(), skipped ones included.
   StepReport report();
+  /// The mean of all steps but the first.
+  MachineFigures figures();
+  /// What steps take under this plan, and would under other host budgets (schedule/predict.h), by those
+  /// figures.
+  Prediction predict();
+  std::vector<BudgetRow> predict_budgets(std::span<const int64_t> budgets);
   void record_journal(bool on);
   std::vector<JournalEntry> take_journal();
 

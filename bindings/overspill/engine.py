@@ -238,6 +238,14 @@ class Engine:
         report = self._core.report()
         return report.as_dict() if report.total_ns else None
 
+    def predict(self, budgets: Iterable[int] | None = None) -> dict:
+        """What a step takes under this plan by the figures measured so far, its bound, and the same for other host
+        budgets (docs/step.md). `limit` is "unknown" before the second step."""
+        if budgets is None:
+            now = self.config.budget.host
+            budgets = [now * eighths // 8 for eighths in (9, 10, 12, 16, 24, 32, 64)]
+        return self._core.predict(list(budgets))
+
     @contextmanager
     def trace(self, path: Any) -> Iterator[None]:
         """Records what happens to which buffer inside the `with`, into a JSON file for ui.perfetto.dev."""

@@ -11,6 +11,29 @@ constexpr size_t bit(Activity activity) {
 
 }  // namespace
 
+StepReport& operator+=(StepReport& sum, const StepReport& report) {
+  const auto add = [](auto& to, const auto& from) {
+    for (size_t i = 0; i < to.size(); ++i) to[i] += from[i];
+  };
+  sum.total_ns += report.total_ns;
+  add(sum.compute_ns, report.compute_ns);
+  sum.call_ns += report.call_ns;
+  sum.wait_ns += report.wait_ns;
+  add(sum.wait_by_cause_ns, report.wait_by_cause_ns);
+  sum.wait_for_disk_ns += report.wait_for_disk_ns;
+  add(sum.update_worker_ns, report.update_worker_ns);
+  sum.update_ns += report.update_ns;
+  sum.update_hidden_ns += report.update_hidden_ns;
+  sum.updated_elements += report.updated_elements;
+  sum.read_ns += report.read_ns;
+  sum.write_ns += report.write_ns;
+  sum.disk_ns += report.disk_ns;
+  sum.disk_hidden_ns += report.disk_hidden_ns;
+  add(sum.read_bytes, report.read_bytes);
+  add(sum.written_bytes, report.written_bytes);
+  return sum;
+}
+
 void StepMeter::pass_time() {
   const int64_t now = clock_();
   const int64_t passed = now - then_ns_;
@@ -67,6 +90,10 @@ void StepMeter::stepped(int64_t step) {
         if (!waits) r.disk_hidden_ns += ns;
       }
     }
+  }
+  if (last_.total_ns > 0) {
+    sum_ += r;
+    ++summed_steps_;
   }
   last_ = r;
   now_ = {};

@@ -64,6 +64,9 @@ struct StepReport {
   int64_t written_sum_bytes() const { return written_bytes[0] + written_bytes[1] + written_bytes[2]; }
 };
 
+/// Adds up, `step` excepted.
+StepReport& operator+=(StepReport& sum, const StepReport& report);
+
 /// Guarded by the owner's mutex; allocates nothing.
 class StepMeter {
  public:
@@ -83,6 +86,9 @@ class StepMeter {
   /// step() has decided: what was gathered since the last call becomes `last()`.
   void stepped(int64_t step);
   const StepReport& last() const { return last_; }
+  /// Of all steps but the first, in which nothing is traced and nothing is there yet.
+  const StepReport& sum() const { return sum_; }
+  int64_t summed_steps() const { return summed_steps_; }
 
  private:
   static constexpr size_t kSets = size_t{1} << kActivities;
@@ -96,6 +102,8 @@ class StepMeter {
   std::array<std::array<int64_t, kSets>, kPhases> time_ns_{};  // by phase and set
   StepReport now_;
   StepReport last_;
+  StepReport sum_;
+  int64_t summed_steps_ = 0;
 };
 
 }  // namespace overspill::engine

@@ -85,6 +85,11 @@ TEST(StepMeter, WhatGoesOnOverAStepCountsInBoth) {
   EXPECT_EQ(meter.last().write_ns, 4);
   EXPECT_EQ(of(meter.last().written_bytes, Phase::outside), 8192);
   EXPECT_THROW(meter.end(Activity::write), std::logic_error);
+  time_ns = 25, meter.stepped(3);
+  EXPECT_EQ(meter.summed_steps(), 2) << "the first is left out";
+  EXPECT_EQ(meter.sum().total_ns, 15);
+  EXPECT_EQ(meter.sum().write_ns, 4);
+  EXPECT_EQ(meter.sum().written_sum_bytes(), 8192);
 }
 
 /// A report of an engine's third step, with everything in `placement`.

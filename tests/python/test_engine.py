@@ -401,4 +401,13 @@ def test_report_adds_up(tmp_path):
     plan = engine._core.plan.as_dict()
     assert report["written_bytes"] == plan["nvme_written_bytes_per_step"]
     assert 0 < report["read_bytes"] <= 2 * plan["nvme_read_bytes_per_step"]
+    found = engine.predict([16 << 20, 1])
+    assert found["measured"]["steps"] == 1
+    assert found["measured"]["forward_seconds"] == pytest.approx(report["forward_seconds"])
+    assert found["limit"] in ("compute", "disk")
+    assert found["step_seconds"] >= found["bound_seconds"] > 0.05
+    same, too_small = found["budgets"]
+    assert same["step_seconds"] == found["step_seconds"]
+    assert not too_small["possible"]
+    assert f"predicted {found['step_seconds']:.2f} s" in found["text"]
     engine.close()

@@ -105,6 +105,7 @@ class Loop:
         )
         self.step = self.position = 0
         self.seconds = 0.0  # of all steps
+        self.steps_here = 0  # of this process
         self.written: dict[str, int] = {}  # bytes by path, in them
         self._paths = self._path_bytes(engine.stats())
 
@@ -160,6 +161,7 @@ class Loop:
         record.update(_spent(self.engine.report()))
         record["nvme_paths"] = self._traffic(stats)
         self.seconds += seconds
+        self.steps_here += 1
         for path, moved in record["nvme_paths"].items():
             self.written[path] = self.written.get(path, 0) + moved["written_bytes"]
         return record
