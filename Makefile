@@ -6,7 +6,7 @@ BUILD := build/release
 export VENV JOBS
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-test build train test test-cpp test-python test-long fuzz bench-adam bench-gradient bench-io readme lint format sanitize neon wheel clean
+.PHONY: help setup setup-test build train test test-cpp test-python test-long fuzz bench-adam bench-gradient bench-io bench-step readme lint format sanitize neon wheel clean
 
 help:  ## This list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -47,6 +47,10 @@ bench-adam: build  ## The update beside torch's, DeepSpeed's and the memory's li
 bench-io: build  ## The store beside fio and DeepSpeed, in turn on one file system; 6 minutes
 	@tools/peers
 	@tools/keep_result io $(PYTHON_VENV) tools/bench_io.py $(BENCH_IO_ARGS)
+
+bench-step: build  ## A training step beside DeepSpeed and its own floor: 160 M and 690 M, RAM and NVMe; 15 minutes
+	@tools/peers
+	@tools/keep_result step $(PYTHON_VENV) tools/bench_step.py $(BENCH_STEP_ARGS)
 
 readme:  ## The README's numbers, from the results/*.json that are there
 	@$(PYTHON_VENV) tools/readme_numbers.py $(wildcard results/*.json)

@@ -7,9 +7,15 @@
 #include <cstdint>
 #include <span>
 
+namespace overspill::engine {
+class Engine;
+}
+
 namespace overspill::bindings {
 
 void register_errors(pybind11::module_& m);
+void register_report(pybind11::module_& m);  // before the engine, which returns it
+void add_predict(pybind11::class_<engine::Engine>& cls);
 void register_engine(pybind11::module_& m);
 void register_checkpoint(pybind11::module_& m);
 void register_doctor(pybind11::module_& m);

@@ -3,6 +3,7 @@
 PYBIND11_MODULE(_core, m) {
   m.doc() = "The engine of overspill. Bytes move here, with the GIL released.";
   overspill::bindings::register_errors(m);
+  overspill::bindings::register_report(m);
   overspill::bindings::register_engine(m);
   overspill::bindings::register_checkpoint(m);
   overspill::bindings::register_doctor(m);

@@ -317,6 +317,8 @@ void register_engine(py::module_& m) {
       .def("save", &Engine::save, py::arg("folder"), py::arg("extra_json"), Released())
       .def("load", &Engine::load, py::arg("folder"), Released())
       .def("stats", &stats_dict)
+      .def("report", &Engine::report, Released())
+      .def("begin_backward", &Engine::begin_backward, Released())
       .def_property_readonly("plan", &Engine::plan)
       .def("record_journal", &Engine::record_journal, Released())
       .def("take_journal",
@@ -331,6 +333,7 @@ void register_engine(py::module_& m) {
       .def("write_chrome_trace", &write_chrome_trace, py::arg("path"), Released())
       .def("close", &Engine::close, Released());
   register_weights(cls);
+  add_predict(cls);
 }
 
 }  // namespace overspill::bindings

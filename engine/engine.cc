@@ -61,6 +61,24 @@ std::span<const std::byte> bytes_of(const std::vector<T>& values, int64_t count)
   return std::as_bytes(std::span(values).first(static_cast<size_t>(count)));
 }
 
+/// For the report: while it lives, the caller's time is the engine's.
+class InCall {
+ public:
+  explicit InCall(Context& context) : context_(context) {
+    const std::lock_guard guard(context_.mutex);
+    context_.meter.begin(Activity::call);
+  }
+  ~InCall() {
+    const std::lock_guard guard(context_.mutex);
+    context_.meter.end(Activity::call);
+  }
+  InCall(const InCall&) = delete;
+  InCall& operator=(const InCall&) = delete;
+
+ private:
+  Context& context_;
+};
+
 }  // namespace
 
 // ---- leases
@@ -218,15 +236,24 @@ void Engine::read_state(int32_t unit, int32_t segment, std::string_view name, st
 
 void Engine::begin_pass(PassKind kind) {
   Machine& m = machine();
+  const InCall call(m.context);
   const std::lock_guard guard(m.context.mutex);
   m.context.check();
+  if (kind.training && kind.grad_enabled) m.context.meter.enter(Phase::forward);
   m.context.trace.begin(kind);
   if (kind.training && kind.grad_enabled) m.updater.resume();
   m.updater.pump();
 }
 
+void Engine::begin_backward() {
+  Machine& m = machine();
+  const std::lock_guard guard(m.context.mutex);
+  m.context.meter.enter(Phase::backward);
+}
+
 Lease Engine::acquire(int32_t unit) {
   Machine& m = machine();
+  const InCall call(m.context);
   const Unit& u = m.unit_at(unit);
   std::unique_lock lock(m.context.mutex);
   m.context.check();
@@ -275,8 +302,10 @@ void Engine::add_gradient(int32_t unit, int32_t segment, std::span<const std::by
                           std::string_view dtype) {
   Machine& m = machine();
   m.segment_at(unit, segment);
+  const InCall call(m.context);
   {
     std::unique_lock lock(m.context.mutex);
+    if (m.context.meter.phase() == Phase::forward) m.context.meter.enter(Phase::backward);
     m.wait_for_updates(lock, unit);  // the last step's gradient is still in use until then
     m.updater.take_back(lock, unit);
     m.context.journal.note(Happening::gradient, unit);
@@ -316,7 +345,9 @@ void Engine::expect_step(std::span<const optim::AdamConfig> groups) {
 }
 
 StepResult Engine::step(std::span<const optim::AdamConfig> groups) {
-  return machine().step(groups);
+  Machine& m = machine();
+  const InCall call(m.context);
+  return m.step(groups);
 }
 
 double Engine::grad_norm() {
@@ -388,6 +419,26 @@ Stats Engine::stats() {
   stats.trace_departures = m.context.trace.departures();
   if (m.context.resources.store != nullptr) stats.store = m.context.store().stats();
   return stats;
+}
+
+StepReport Engine::report() {
+  const std::lock_guard guard(machine_->context.mutex);
+  return machine_->context.meter.last();
+}
+
+MachineFigures Engine::figures() {
+  const std::lock_guard guard(machine_->context.mutex);
+  return figures_of(machine_->context.meter.sum(), machine_->context.meter.summed_steps());
+}
+
+Prediction Engine::predict() {
+  const Context& c = machine_->context;
+  return engine::predict(c.plan, figures(), guessed_share(c.layout, c.plan, c.config.speculate));
+}
+
+std::vector<BudgetRow> Engine::predict_budgets(std::span<const int64_t> budgets) {
+  const Context& c = machine_->context;
+  return engine::predict_budgets(c.layout, c.config, {c.device().shares_host_memory()}, figures(), budgets);
 }
 
 void Engine::record_journal(bool on) {

@@ -25,6 +25,8 @@
 #include "engine/schedule/context.h"
 #include "engine/schedule/journal.h"
 #include "engine/schedule/plan.h"
+#include "engine/schedule/predict.h"
+#include "engine/schedule/report.h"
 #include "engine/schedule/trace.h"
 
 namespace overspill::engine {
@@ -99,6 +101,8 @@ class Engine {
 
   // ---- forward and backward
   void begin_pass(PassKind kind);
+  /// For the report alone: without it backward is taken to begin with the first gradient.
+  void begin_backward();
   Lease acquire(int32_t unit);
   bool resident_now(int32_t unit);
   /// The leased memory of a segment was changed in place: it becomes the weight (lo = 0). `data` is the
@@ -129,6 +133,14 @@ class Engine {
   const Layout& layout() const;
   const Plan& plan() const;
   Stats stats();
+  /// Of the last step(), skipped ones included.
+  StepReport report();
+  /// The mean of all steps but the first.
+  MachineFigures figures();
+  /// What steps take under this plan, and would under other host budgets (schedule/predict.h), by those
+  /// figures.
+  Prediction predict();
+  std::vector<BudgetRow> predict_budgets(std::span<const int64_t> budgets);
   void record_journal(bool on);
   std::vector<JournalEntry> take_journal();
 

@@ -61,7 +61,7 @@ void Machine::wait_for_updates(std::unique_lock<std::mutex>& lock, int32_t unit)
   context.demanded_unit = unit;
   updater.pump();
   context.wait(
-      lock, [&] { return context.units[unit].pending_chunks == 0; }, unit);
+      lock, [&] { return context.units[unit].pending_chunks == 0; }, Cause::updates, unit);
 }
 
 }  // namespace overspill::engine

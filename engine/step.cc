@@ -25,6 +25,7 @@ StepResult Machine::step(std::span<const optim::AdamConfig> groups) {
     ++skipped_steps;
     gradients.clear();
     const std::lock_guard guard(context.mutex);
+    context.meter.stepped(steps);
     updater.skip();
     return {steps, norm, clip, true};
   }
@@ -86,6 +87,7 @@ void Machine::capture_factors(std::span<const optim::AdamConfig> groups, double 
 
 void Machine::schedule_updates() {
   std::unique_lock lock(context.mutex);
+  context.meter.stepped(steps);
   std::vector<int32_t> chunks;
   std::vector<int32_t> units;
   for (int32_t u : context.trace.forward_order()) {

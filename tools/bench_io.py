@@ -169,7 +169,7 @@ def huge_pages() -> Iterator[bool]:
     try:
         enough = int(setting.read_text()) >= HUGE_PAGES
         if not enough:
-            print(f"bench-io: fio goes without huge pages: {HUGE_PAGES} in {setting} would give it them")
+            print(f"fio goes without huge pages: {HUGE_PAGES} in {setting} would give it them")
         yield enough
     finally:
         with contextlib.suppress(OSError):

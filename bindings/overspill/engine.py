@@ -165,6 +165,7 @@ class Engine:
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> torch.Tensor:
         """Gradients of loss / gradient_accumulation_steps; they add until `step`. Returns that scaled
         loss."""
+        self._core.begin_backward()
         steps = self.config.gradient_accumulation_steps
         scaled = loss / steps if steps > 1 else loss
         scaled.backward(**kwargs)
@@ -285,6 +286,19 @@ class Engine:
 
     def stats(self) -> dict:
         return self._core.stats()
+
+    def report(self) -> dict | None:
+        """What the last step spent its time on (docs/step.md); None before the first."""
+        report = self._core.report()
+        return report.as_dict() if report.total_ns else None
+
+    def predict(self, budgets: Iterable[int] | None = None) -> dict:
+        """What a step takes under this plan by the figures measured so far, its bound, and the same for other host
+        budgets (docs/step.md). `limit` is "unknown" before the second step."""
+        if budgets is None:
+            now = self.config.budget.host
+            budgets = [now * eighths // 8 for eighths in (9, 10, 12, 16, 24, 32, 64)]
+        return self._core.predict(list(budgets))
 
     @contextmanager
     def trace(self, path: Any) -> Iterator[None]:

@@ -20,6 +20,7 @@
 #include "engine/partition/layout.h"
 #include "engine/schedule/journal.h"
 #include "engine/schedule/plan.h"
+#include "engine/schedule/report.h"
 #include "engine/schedule/trace.h"
 #include "io/store.h"
 #include "kernels/device.h"
@@ -116,6 +117,8 @@ struct ScheduleStats {
   int64_t wait_ns = 0;  // callers waited for weights or updates
 };
 
+int64_t now_ns();
+
 struct Context {
   Context(Layout layout, Plan plan, Config config, Resources resources);
 
@@ -147,7 +150,7 @@ struct Context {
   /// Waits for `done`, counting the time; throws EngineFailed when the engine fails meanwhile. `unit`: what
   /// for.
   template <class Done>
-  void wait(std::unique_lock<std::mutex>& lock, Done done, int32_t unit = -1);
+  void wait(std::unique_lock<std::mutex>& lock, Done done, Cause cause, int32_t unit = -1);
   /// As Store::poll, with the lock given up meanwhile.
   bool poll(std::unique_lock<std::mutex>& lock);
 
@@ -169,22 +172,25 @@ struct Context {
   std::string last_checkpoint;
   int32_t demanded_unit = -1;  // somebody waits for its updates
   Journal journal;
+  StepMeter meter{now_ns};
 };
 
-int64_t now_ns();
-
 template <class Done>
-void Context::wait(std::unique_lock<std::mutex>& lock, Done done, int32_t unit) {
+void Context::wait(std::unique_lock<std::mutex>& lock, Done done, Cause cause, int32_t unit) {
   check();
   if (done()) return;
   const int64_t start = now_ns();
   journal.note(Happening::waiting, unit);
+  meter.begin(Activity::wait);
   const auto over = [&] { return !failure.empty() || done(); };
   while (!over() && poll(lock)) {
   }
   changed.wait(lock, over);
   journal.note(Happening::resumed, unit);
-  stats.wait_ns += now_ns() - start;
+  meter.end(Activity::wait);
+  const int64_t waited_ns = now_ns() - start;
+  stats.wait_ns += waited_ns;
+  meter.waited(cause, waited_ns);
   check();
 }
 

@@ -51,14 +51,14 @@ Block* Gatherer::acquire(std::unique_lock<std::mutex>& lock, int32_t unit) {
             host_arena_.largest_free_run(), leased_units()));
       }
       context_.wait(
-          lock, [&] { return state.gathered != Gathered::absent || !filling_anything(); }, unit);
+          lock, [&] { return state.gathered != Gathered::absent || !filling_anything(); }, Cause::room, unit);
       continue;
     }
     if (!announced) prefetch();
     announced = true;
     context_.wait(
         lock, [&] { return state.gathered != Gathered::filling && state.gathered != Gathered::collecting; },
-        unit);
+        state.pending_chunks > 0 ? Cause::updates : Cause::reads, unit);
   }
   Block* block = state.block;
   ++block->leases;
@@ -139,6 +139,7 @@ void Gatherer::bring(Block& block, int32_t chunk, Urgency urgency) {
   fetch.transfer.extent = extent;
   fetch.transfer.memory = to;
   fetch.transfer.error.reset();
+  context_.meter.begin(Activity::read);
   context_.store().submit(fetch.transfer);
 }
 
@@ -146,6 +147,8 @@ void Gatherer::on_fetched(io::Transfer& transfer) noexcept {
   Fetch& fetch = *static_cast<Fetch*>(transfer.context);
   Context& context = fetch.owner->context_;
   const std::lock_guard guard(context.mutex);
+  context.meter.end(Activity::read);
+  context.meter.moved(Activity::read, transfer.extent.bytes);
   if (transfer.error) {
     context.fail("reading weights of " + context.layout.units[fetch.block->unit].name + ": " +
                  transfer.error->message());
@@ -275,7 +278,8 @@ void Gatherer::invalidate(std::unique_lock<std::mutex>& lock, std::span<const in
   for (int32_t unit : units) {
     UnitState& state = context_.units[unit];
     context_.wait(
-        lock, [&] { return state.gathered != Gathered::filling && state.gathered != Gathered::collecting; });
+        lock, [&] { return state.gathered != Gathered::filling && state.gathered != Gathered::collecting; },
+        Cause::reads);
     if (state.gathered == Gathered::absent) continue;
     Block& block = *state.block;
     if (block.leases == 0) {

@@ -209,6 +209,7 @@ void Updater::stage(int32_t chunk, Slot& slot) {
     transfer.error.reset();
     if (component != Component::hi) slot.states[i].expect(transfer);
     ++slot.in_flight;
+    context_.meter.begin(Activity::read);
     context_.store().submit(transfer);
   }
   if (offset > context_.plan.ring_slot_bytes)
@@ -220,6 +221,9 @@ void Updater::on_transfer(io::Transfer& transfer) noexcept {
   Slot& slot = *static_cast<Slot*>(transfer.context);
   Updater& self = *slot.owner;
   const std::lock_guard guard(self.context_.mutex);
+  const auto moved = transfer.kind == io::Transfer::Kind::read ? Activity::read : Activity::write;
+  self.context_.meter.end(moved);
+  self.context_.meter.moved(moved, transfer.extent.bytes);
   if (transfer.error) {
     self.context_.fail(fmt::format(
         "states of {}: {}", self.context_.layout.units[self.context_.layout.chunks[slot.chunk].unit].name,
@@ -369,6 +373,7 @@ void Updater::run(int32_t chunk) noexcept {
   const int64_t weights_bytes = context_.component_bytes(chunk, Component::hi);
   {
     const std::lock_guard guard(context_.mutex);
+    context_.meter.begin(Activity::update);
     const ChunkState& state = context_.chunks[chunk];
     work.memory.component = state.home;
     guess = state.guess;
@@ -406,6 +411,8 @@ void Updater::run(int32_t chunk) noexcept {
   }
   const std::lock_guard guard(context_.mutex);
   --running_;
+  context_.meter.end(Activity::update);
+  if (guess != Guess::taking) context_.meter.updated(c.elements);
   if (!failure.empty()) return context_.fail(failure);
   try {
     ChunkState& state = context_.chunks[chunk];
@@ -551,7 +558,7 @@ void Updater::take_back(std::unique_lock<std::mutex>& lock, int32_t unit) {
   context_.wait(
       lock,
       [&] { return std::none_of(begin, end, [](const ChunkState& s) { return s.guess == Guess::running; }); },
-      unit);
+      Cause::updates, unit);
 }
 
 void Updater::take_back_all(std::unique_lock<std::mutex>& lock) {
@@ -572,6 +579,7 @@ void Updater::write_back(int32_t chunk, Slot& slot) {
     transfer.error.reset();
     if (component != Component::hi) slot.states[static_cast<size_t>(component)].hand_over(transfer);
     ++slot.in_flight;
+    context_.meter.begin(Activity::write);
     context_.store().submit(transfer);
   }
   transferred(slot);
@@ -587,14 +595,16 @@ bool Updater::at_rest() const {
 
 void Updater::finish(std::unique_lock<std::mutex>& lock) {
   pump();
-  context_.wait(lock, [&] { return pending_ == 0; });
+  context_.wait(
+      lock, [&] { return pending_ == 0; }, Cause::last_updates);
 }
 
 void Updater::quiesce(std::unique_lock<std::mutex>& lock) {
   ahead_allowed_ = false;
   take_back_all(lock);
   pump();
-  context_.wait(lock, [&] { return at_rest(); });
+  context_.wait(
+      lock, [&] { return at_rest(); }, Cause::rest);
   for (Slot& slot : slots_) {
     if (slot.chunk >= 0) free_slot(slot);
   }

@@ -4,6 +4,7 @@ refused."""
 import copy
 import json
 import random
+import time
 
 import pytest
 import torch
@@ -378,3 +379,35 @@ def test_attributes_of_the_model_and_of_the_engine(start):
         engine.nothing_like_it  # noqa: B018
     with pytest.raises(ValueError, match="no parameter of this engine"):
         engine.grad(nn.Parameter(torch.ones(1)))
+
+
+def test_report_adds_up(tmp_path):
+    """Every second of a step is in one of three parts, and its bytes are those that the plan says."""
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(3))).bfloat16()
+    config = {"budget": {"host": "16MiB", "nvme": [str(tmp_path)]}, "engine": {"placement": "nvme"}}
+    engine = overspill.initialize(model, config)[0]
+    assert engine.report() is None
+    for _ in range(2):
+        loss = engine(torch.ones(4, 64, dtype=torch.bfloat16)).float().pow(2).mean()
+        time.sleep(0.05)
+        engine.backward(loss)
+        engine.step()
+        engine.synchronize()
+    report = engine.report()
+    parts = ("compute_seconds", "call_seconds", "wait_seconds")
+    assert report["total_seconds"] == pytest.approx(sum(report[part] for part in parts))
+    assert report["forward_seconds"] >= 0.05  # the sleep came before backward
+    assert report["backward_seconds"] > 0
+    plan = engine._core.plan.as_dict()
+    assert report["written_bytes"] == plan["nvme_written_bytes_per_step"]
+    assert 0 < report["read_bytes"] <= 2 * plan["nvme_read_bytes_per_step"]
+    found = engine.predict([16 << 20, 1])
+    assert found["measured"]["steps"] == 1
+    assert found["measured"]["forward_seconds"] == pytest.approx(report["forward_seconds"])
+    assert found["limit"] in ("compute", "disk")
+    assert found["step_seconds"] >= found["bound_seconds"] > 0.05
+    same, too_small = found["budgets"]
+    assert same["step_seconds"] == found["step_seconds"]
+    assert not too_small["possible"]
+    assert f"predicted {found['step_seconds']:.2f} s" in found["text"]
+    engine.close()

@@ -10,7 +10,9 @@ def _figures(record: dict[str, Any]) -> str:
     skipped = "  SKIPPED (not finite)" if record["skipped"] else ""
     return (
         f"loss {record['loss']:.4f}  {record['tokens_per_s']:.0f} tokens/s  host {human(record['host_used_bytes'])}  "
-        f"nvme {human(record['nvme_allocated_bytes'])}  waited {record['wait_seconds']:.2f} s{skipped}"
+        f"nvme {human(record['nvme_allocated_bytes'])}  compute {record['compute_seconds']:.2f}  "
+        f"update {record['update_seconds']:.2f}  read {record['read_seconds']:.2f}  "
+        f"write {record['write_seconds']:.2f}  waited {record['wait_seconds']:.2f} s{skipped}"
     )
 
 

@@ -24,6 +24,15 @@ LOGGED = (
     "wait_seconds",
 )
 
+SPENT = (  # of engine.report(): docs/step.md
+    "compute_seconds",
+    "update_seconds",
+    "read_seconds",
+    "write_seconds",
+    "disk_hidden_seconds",
+    "wait_for_disk_seconds",
+)
+
 PATIENCE_SECONDS = 3.0  # for the main thread to see a second SIGINT
 
 
@@ -100,6 +109,7 @@ class Loop:
         )
         self.step = self.position = 0
         self.seconds = 0.0  # of all steps
+        self.steps_here = 0  # of this process
         self.written: dict[str, int] = {}  # bytes by path, in them
         self._paths = self._path_bytes(engine.stats())
 
@@ -151,8 +161,10 @@ class Loop:
         }
         record.update({key: stats[key] for key in LOGGED})
         record["wait_seconds"] = stats["wait_seconds"] - waited
+        record.update(_spent(self.engine.report()))
         record["nvme_paths"] = self._traffic(stats)
         self.seconds += seconds
+        self.steps_here += 1
         for path, moved in record["nvme_paths"].items():
             self.written[path] = self.written.get(path, 0) + moved["written_bytes"]
         return record
@@ -184,6 +196,11 @@ class Loop:
         finally:
             self.engine.train()
         return total / rows
+
+
+def _spent(report: dict[str, Any]) -> dict[str, float]:
+    """What of an engine's report goes into the log."""
+    return {name: report[name] for name in SPENT}
 
 
 StepHook = Callable[

@@ -27,6 +27,8 @@ from overspill.cli.common import (
 from overspill.cli.run_folder import RunFolder
 from overspill.cli.settings import Settings, absolute
 
+PREDICTED_AFTER = 3  # steps of this process: the first is cold, two are a mean
+
 
 def options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
@@ -264,6 +266,8 @@ class _Session:
                     break
                 self.folder.log(record)
                 display.step(record)
+                if self.loop.steps_here == PREDICTED_AFTER:
+                    display.say(self.engine.predict()["text"].rstrip())
                 if board is not None:
                     board(record)
                 if self.settings.save_every and self.loop.step % self.settings.save_every == 0:

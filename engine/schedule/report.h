@@ -1,0 +1,109 @@
+// What a step spent its time on. Every instant is counted once, under the set of all that went on in it, so
+// that what was hidden under what is a sum of such sets and not a guess.
+//
+// A step's report covers the time from where the step() before had decided to where its own has: the updates
+// in it are those of the step before, which run under its forward.
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+
+namespace overspill::engine {
+
+/// What the caller is at, as far as the engine sees it.
+enum class Phase : uint8_t {
+  outside,   // since step(); evaluation
+  forward,   // since begin_pass of a training pass
+  backward,  // since begin_backward, or else since the first gradient
+};
+inline constexpr size_t kPhases = 3;
+
+/// Why a caller waited.
+enum class Cause : uint8_t {
+  updates,       // of the unit it wants, or whose gradient it brings
+  last_updates,  // step(): of the step before
+  reads,         // of gathered weights
+  room,          // in the arena of gathered units
+  rest,          // a look from outside: everything has to be at home
+};
+inline constexpr size_t kCauses = 5;
+
+enum class Activity : uint8_t { call, wait, read, write, update };
+inline constexpr size_t kActivities = 5;
+
+struct StepReport {
+  int64_t step = 0;      // steps taken at its end
+  int64_t total_ns = 0;  // 0: there was no step yet
+
+  // The caller's time: total = compute + call + wait.
+  std::array<int64_t, kPhases> compute_ns{};  // outside the engine, by phase
+  int64_t call_ns = 0;                        // in the engine, not waiting: taking gradients in, the norm
+  int64_t wait_ns = 0;
+  std::array<int64_t, kCauses> wait_by_cause_ns{};  // more than wait_ns in sum if several threads waited
+  int64_t wait_for_disk_ns = 0;  // of wait_ns: transfers were under way and no update was running
+
+  // What ran beside it. `hidden`: while no caller waited.
+  std::array<int64_t, kPhases> update_worker_ns{};  // summed over workers
+  int64_t update_ns = 0;                            // at least one ran
+  int64_t update_hidden_ns = 0;
+  int64_t updated_elements = 0;
+  int64_t read_ns = 0;  // at least one transfer of the schedule was under way
+  int64_t write_ns = 0;
+  int64_t disk_ns = 0;  // of either kind
+  int64_t disk_hidden_ns = 0;
+  std::array<int64_t, kPhases>
+      read_bytes{};  // as transfers ended; checkpoints and looks from outside not counted
+  std::array<int64_t, kPhases> written_bytes{};
+
+  int64_t compute_sum_ns() const { return compute_ns[0] + compute_ns[1] + compute_ns[2]; }
+  int64_t update_worker_sum_ns() const {
+    return update_worker_ns[0] + update_worker_ns[1] + update_worker_ns[2];
+  }
+  int64_t read_sum_bytes() const { return read_bytes[0] + read_bytes[1] + read_bytes[2]; }
+  int64_t written_sum_bytes() const { return written_bytes[0] + written_bytes[1] + written_bytes[2]; }
+};
+
+/// Adds up, `step` excepted.
+StepReport& operator+=(StepReport& sum, const StepReport& report);
+
+/// Guarded by the owner's mutex; allocates nothing.
+class StepMeter {
+ public:
+  using Clock = int64_t (*)();
+  explicit StepMeter(Clock clock) : clock_(clock), then_ns_(clock()) {}
+
+  void begin(Activity activity);
+  /// Throws std::logic_error where nothing of the kind had begun.
+  void end(Activity activity);
+  void enter(Phase phase);
+  Phase phase() const { return phase_; }
+
+  void moved(Activity read_or_write, int64_t bytes);
+  void updated(int64_t elements) { now_.updated_elements += elements; }
+  void waited(Cause cause, int64_t ns) { now_.wait_by_cause_ns[static_cast<size_t>(cause)] += ns; }
+
+  /// step() has decided: what was gathered since the last call becomes `last()`.
+  void stepped(int64_t step);
+  const StepReport& last() const { return last_; }
+  /// Of all steps but the first, in which nothing is traced and nothing is there yet.
+  const StepReport& sum() const { return sum_; }
+  int64_t summed_steps() const { return summed_steps_; }
+
+ private:
+  static constexpr size_t kSets = size_t{1} << kActivities;
+  void pass_time();
+
+  Clock clock_;
+  int64_t then_ns_;
+  Phase phase_ = Phase::outside;
+  std::array<int32_t, kActivities> going_on_{};
+  size_t set_ = 0;                                             // bit i: activity i goes on
+  std::array<std::array<int64_t, kSets>, kPhases> time_ns_{};  // by phase and set
+  StepReport now_;
+  StepReport last_;
+  StepReport sum_;
+  int64_t summed_steps_ = 0;
+};
+
+}  // namespace overspill::engine
