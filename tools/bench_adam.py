@@ -255,7 +255,7 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument("--millions", default="1,64,256", help="sizes (default %(default)s)")
     parser.add_argument("--threads", default="1,2", help="default %(default)s")
-    parser.add_argument("--rounds", type=int, default=9, help="default %(default)s")
+    parser.add_argument("--rounds", type=int, default=9, help="above 64 million half as many (default %(default)s)")
     parser.add_argument("--formats", default=",".join(FORMATS), help="default %(default)s")
     args = parser.parse_args()
     args.millions = [int(word) for word in args.millions.split(",")]
@@ -285,7 +285,8 @@ def main() -> int:
     try:
         for millions in args.millions:
             try:
-                more, cached = measure(names, millions, args.threads, args.rounds)
+                rounds = args.rounds if millions <= HEADLINE[0] else (args.rounds + 1) // 2
+                more, cached = measure(names, millions, args.threads, rounds)
             except MemoryError as error:
                 print(f"bench-adam: {millions} Mi parameters are left out: {error}")
                 continue

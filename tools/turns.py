@@ -22,7 +22,12 @@ class Child:
             env=env,
             start_new_session=True,
         )
-        self.hello = self.answer()
+        try:
+            self.hello = self.answer()
+        except BaseException:  # Ctrl-C while it starts
+            self.process.kill()
+            self.process.wait()
+            raise
 
     def answer(self) -> dict[str, Any]:
         """The next line."""
