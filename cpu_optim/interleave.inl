@@ -3,7 +3,7 @@
 // computes does not depend on which lane an element is in. Part of kernels.inl.
 //
 // A Pair is 2 kLanes elements: lane k of its vectors has the elements 2k and 2k + 1. A Quad is two pairs, one
-// behind the other.
+// behind the other. Little-endian, as all our machines are.
 
 struct Pair {
   F32 even, odd;

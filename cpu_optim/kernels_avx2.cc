@@ -44,18 +44,6 @@ inline U16 lower_halves(U32 x) {
   return reinterpret_cast<U16>(_mm256_castsi256_si128(_mm256_permute4x64_epi64(parts, 0b1000)));
 }
 
-inline U32 extend(U8 x) {
-  return reinterpret_cast<U32>(_mm256_cvtepu8_epi32(_mm_cvtsi64_si128(__builtin_bit_cast(long long, x))));
-}
-inline U32 extend(I8 x) {
-  return reinterpret_cast<U32>(_mm256_cvtepi8_epi32(_mm_cvtsi64_si128(__builtin_bit_cast(long long, x))));
-}
-inline U8 lower_bytes(U32 x) {
-  const __m256i pick = _mm256_set1_epi64x(0x0C080400);  // in both 16-byte parts, into their first 4 bytes
-  const __m256i parts = _mm256_shuffle_epi8(reinterpret_cast<__m256i>(x), pick);
-  const __m128i both = _mm_unpacklo_epi32(_mm256_castsi256_si128(parts), _mm256_extracti128_si256(parts, 1));
-  return __builtin_bit_cast(U8, _mm_cvtsi128_si64(both));
-}
 inline F32 widen_half(U16 x) {
   return _mm256_cvtph_ps(reinterpret_cast<__m128i>(x));
 }

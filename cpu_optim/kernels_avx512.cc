@@ -40,15 +40,6 @@ inline U16 lower_halves(U32 x) {
   return reinterpret_cast<U16>(_mm512_cvtepi32_epi16(reinterpret_cast<__m512i>(x)));
 }
 
-inline U32 extend(U8 x) {
-  return reinterpret_cast<U32>(_mm512_cvtepu8_epi32(reinterpret_cast<__m128i>(x)));
-}
-inline U32 extend(I8 x) {
-  return reinterpret_cast<U32>(_mm512_cvtepi8_epi32(reinterpret_cast<__m128i>(x)));
-}
-inline U8 lower_bytes(U32 x) {
-  return reinterpret_cast<U8>(_mm512_cvtepi32_epi8(reinterpret_cast<__m512i>(x)));
-}
 inline F32 widen_half(U16 x) {
   return _mm512_cvtph_ps(reinterpret_cast<__m256i>(x));
 }

@@ -16,8 +16,6 @@ using U32 = VectorOf<uint32_t>::type;
 using I32 = VectorOf<int32_t>::type;
 using U16 = VectorOf<uint16_t>::type;
 using I16 = VectorOf<int16_t>::type;
-using U8 = VectorOf<uint8_t>::type;
-using I8 = VectorOf<int8_t>::type;
 typedef double F64 __attribute__((vector_size(kLanes * 4)));  // half as many lanes
 
 // Which lanes of an access exist: all, or the first `count` (1 to kLanes) at the end of an array.
@@ -59,6 +57,7 @@ template <uint32_t... kLane>
 struct LanesUpTo<0, kLane...> : Lanes<kLane...> {};
 using AllLanes = LanesUpTo<kLanes>;
 
+// The largest lane.
 template <int kDistance = kLanes / 2>
 inline uint32_t largest_lane(U32 x) {
   if constexpr (kDistance == 0) {

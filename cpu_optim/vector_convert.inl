@@ -13,17 +13,8 @@ inline U32 extend(U16 x) {
 inline U32 extend(I16 x) {
   return reinterpret_cast<U32>(__builtin_convertvector(x, I32));
 }
-inline U32 extend(U8 x) {
-  return __builtin_convertvector(x, U32);
-}
-inline U32 extend(I8 x) {
-  return reinterpret_cast<U32>(__builtin_convertvector(x, I32));
-}
 inline U16 lower_halves(U32 x) {
   return __builtin_convertvector(x, U16);
-}
-inline U8 lower_bytes(U32 x) {
-  return __builtin_convertvector(x, U8);
 }
 
 // fp16, as the instructions of other sets convert it: a NaN is made quiet and keeps its upper bits.
