@@ -10,6 +10,7 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
     import matplotlib
 
     matplotlib.use("Agg")
+    matplotlib.rcParams["svg.fonttype"] = "none"
     from matplotlib import pyplot
 
     sizes = sorted({row["parameters"] for row in rows if row["parameters"] > 16 << 20}) or [
@@ -18,7 +19,7 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
     if not sizes:
         return
     figure, panels = pyplot.subplots(
-        1, len(sizes), figsize=(5 * len(sizes), 3.6), sharey=True, layout="constrained", squeeze=False
+        1, len(sizes), figsize=(6 * len(sizes), 3.8), sharey=True, layout="constrained", squeeze=False
     )
     for panel, size in zip(panels[0], sizes):
         here = [row for row in rows if row["parameters"] == size]
