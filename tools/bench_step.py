@@ -37,6 +37,7 @@ from typing import Any
 import bench_step_gpt as gpt
 import peers
 from bench_io import huge_pages
+from bench_step_budgets import plan_error
 from bench_step_turns import Contender, Failed
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -45,6 +46,20 @@ PLACEMENTS = ("ram", "nvme", "speculative", "all-nvme")
 THEIRS = {"ram": "ram", "nvme": "nvme", "speculative": "nvme"}  # what DeepSpeed's placement is compared with
 CLIP = 1e6  # on, and never reached: both sides compute the norm, and a guess is never wrong
 BUFFERS = 56 * MIB  # ring and scratch, beside weights and gradients
+SMALL = ("tiny", "160")  # models whose steps are short enough for seven budgets
+FIRST = (  # of the largest size, what RESULT begins with
+    "nvme_step_vs_bound",
+    "nvme_speculative_vs_floor",
+    "floors_beaten",
+    "ram_step_vs_deepspeed",
+    "nvme_step_vs_deepspeed",
+    "nvme_speculative_vs_deepspeed",
+    "ram_bytes_per_param",
+    "ram_bytes_per_param_and_plains_weights",
+    "nvme_opt_ram_bytes_per_param",
+    "nvme_opt_ram_bytes_per_param_and_plains_weights",
+    "nvme_moved_bytes_per_param",
+)
 NEEDED = {  # bytes of memory a parameter, to see whether a contender has room; DeepSpeed's were measured
     "plain": 5,
     "ours ram": 16,
@@ -399,6 +414,12 @@ def options() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=2, help="of a turn; from 2 on a report lies in one turn")
     parser.add_argument("--no-deepspeed", dest="deepspeed", action="store_false", help="leave it out")
     parser.add_argument(
+        "--no-budgets",
+        dest="budgets",
+        action="store_false",
+        help="leave out the planner's seven budgets (160 M)",
+    )
+    parser.add_argument(
         "--folder",
         type=Path,
         default=ROOT / "results",
@@ -434,12 +455,16 @@ def main() -> int:
         for size in args.sizes:
             folder = Path(name) / size
             folder.mkdir()
-            sizes[size] = Size(size, args, folder).run()
+            one = Size(size, args, folder)
+            sizes[size] = one.run()
+            if args.budgets and size in SMALL:
+                sizes[size] |= plan_error(one.shape, one.parameters, folder)
             shutil.rmtree(folder)
     result = {"bench": "step", "date": datetime.date.today().isoformat(), "machine": machine()}
     result |= {"rounds": args.rounds, "seconds": round(time.perf_counter() - began)}
     largest = sizes[args.sizes[-1]]
-    result |= {key: value for key, value in largest.items() if key.count("_") > 1 and "peak" not in key}
+    result |= {key: largest[key] for key in FIRST if key in largest}
+    result["plan_error"] = next((of["plan_error"] for of in sizes.values() if "plan_error" in of), None)
     result["all_nvme_peak_bytes"] = {
         size: of["peak_above_plain_bytes"].get("all-nvme") for size, of in sizes.items() if "floors" in of
     }

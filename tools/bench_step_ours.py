@@ -51,8 +51,12 @@ def ready():
         with engine.trace(path):
             return turn(3)
 
+    def predict(budgets: list[int]) -> dict[str, Any]:
+        """What the engine expects of a step, under these budgets too."""
+        return engine.predict(budgets)
+
     said = {"parameters": parameters, "plan": engine._core.plan.as_dict(), "plan_text": engine.plan_text}
-    return said, {"turn": turn, "trace": trace}
+    return said, {"turn": turn, "trace": trace, "predict": predict}
 
 
 if __name__ == "__main__":

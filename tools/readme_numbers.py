@@ -107,13 +107,36 @@ def io(r: dict[str, Any]) -> list[str]:
     return [head, "| --- | --- | --- | --- | --- |", *lines]
 
 
+def step(r: dict[str, Any]) -> list[str]:
+    """Rows of `make bench-step`: a column for each size."""
+    sizes = r["sizes"]
+    head = f"| `make bench-step` | {' | '.join(f'{name} M parameters' for name in sizes)} |"
+    asked = (
+        ("step over its bound, optimizer on NVMe, clipping on", "nvme_step_vs_bound"),
+        ("step over max(compute + update, disk), speculative", "nvme_speculative_vs_floor"),
+        ("step over that of DeepSpeed ZeRO-3: all in RAM", "ram_step_vs_deepspeed"),
+        ("the same: optimizer on NVMe", "nvme_step_vs_deepspeed"),
+        ("the same: optimizer on NVMe, speculative", "nvme_speculative_vs_deepspeed"),
+        ("RAM above plain forward and backward, bytes a parameter: all in RAM", "ram_bytes_per_param"),
+        ("the same: optimizer on NVMe", "nvme_opt_ram_bytes_per_param"),
+    )
+
+    def cell(of: dict[str, Any], key: str) -> str:
+        if of.get(key) is None:
+            return "not measured"
+        return f"{of[key]:.3f}" + (" (floor not held)" if key in of.get("floors_beaten", ()) else "")
+
+    rows = [f"| {what} | {' | '.join(cell(of, key) for of in sizes.values())} |" for what, key in asked]
+    return [head, "| --- |" + " --- |" * len(sizes), *rows]
+
+
 def plain(r: dict[str, Any]) -> list[str]:
     """Any other result: its numbers as they are."""
     rows = [f"| {key} | {value} |" for key, value in r.items() if isinstance(value, (int, float))]
     return ["| | |", "| --- | --- |", *rows]
 
 
-SECTIONS = {"train": train, "adam": adam, "io": io}  # in this order
+SECTIONS = {"train": train, "adam": adam, "io": io, "step": step}  # in this order
 
 
 def section() -> str:
