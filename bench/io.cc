@@ -65,7 +65,7 @@ struct Chunk {
   std::array<Extent, kComponents> extents;
   size_t components = kComponents;
   int64_t first_element = 0;  // of hi and gradient
-  int64_t elements = 0;
+  int64_t elements = kSequentialBytes / kElementBytes[0];
 };
 
 enum class Pattern : uint8_t { read, write, mixed, consumed };
@@ -84,11 +84,7 @@ class Turn {
  public:
   Turn(Store& store, std::span<std::byte> memory, std::vector<Chunk>& chunks, Pattern pattern,
        const Between& between)
-      : store_(store),
-        chunks_(chunks),
-        pattern_(pattern),
-        between_(between),
-        by_caller_(between.by_caller && (pattern == Pattern::mixed || pattern == Pattern::consumed)) {
+      : store_(store), chunks_(chunks), pattern_(pattern), between_(between), by_caller_(between.by_caller) {
     const std::lock_guard lock(mutex_);
     for (int64_t begin = 0; begin + kSlotBytes <= static_cast<int64_t>(memory.size()); begin += kSlotBytes) {
       Slot& slot = slots_.emplace_back();
@@ -119,7 +115,18 @@ class Turn {
   void next_chunk(Slot& slot) {
     if (taken_ == chunks_.size()) return;
     slot.chunk = &chunks_[taken_++];
-    pattern_ == Pattern::write ? write(slot) : submit(slot, Transfer::Kind::read);
+    if (pattern_ != Pattern::write) return submit(slot, Transfer::Kind::read);
+    if (!by_caller_) return write(slot);
+    std::byte* memory = slot.memory;
+    for (size_t i = 0; i < slot.chunk->components; ++i) {
+      slot.sealed[i].start(memory, slot.chunk->extents[i].bytes);
+      memory += slot.chunk->extents[i].bytes;
+    }
+    hand_to_worker(slot);
+  }
+
+  void hand_to_worker(Slot& slot) {
+    between_.executor->submit([this, &slot] { work(slot); });
   }
 
   void write(Slot& slot) {
@@ -161,29 +168,30 @@ class Turn {
       error = failure.error();
     }
     const std::lock_guard lock(mutex_);
-    if (!error) return write(slot);
-    if (!error_) error_ = error;
+    if (!error && pattern_ != Pattern::read) return write(slot);
+    if (error && !error_) error_ = error;
     finished(slot);
   }
 
   // Each block is opened, updated and sealed while it is in the cache, as the engine does.
   void work_on(Slot& slot) {
     const Chunk& chunk = *slot.chunk;
-    std::array<std::byte*, kComponents> states{};
-    for (size_t i = 0; i < kComponents; ++i) states[i] = slot.transfers[i].memory;
-    const int64_t host = chunk.first_element * kHostElementBytes;
     const int64_t step = by_caller_ ? kStepElements : chunk.elements;
     for (int64_t begin = 0; begin < chunk.elements; begin += step) {
       const int64_t end = std::min(begin + step, chunk.elements);
-      for (size_t i = 0; by_caller_ && i < kComponents; ++i)
+      for (size_t i = 0; by_caller_ && i < chunk.components; ++i)
         slot.sealed[i].open(store_, begin * kElementBytes[i], end * kElementBytes[i]);
-      if (pattern_ == Pattern::consumed) {
-        overspill_consume(between_.hi + host, states[0], states[1], states[2], between_.gradient + host,
-                          begin, end);
-      }
-      for (size_t i = 0; by_caller_ && i < kComponents; ++i)
+      if (pattern_ == Pattern::consumed) update(slot, begin, end);
+      for (size_t i = 0; by_caller_ && pattern_ != Pattern::read && i < chunk.components; ++i)
         slot.sealed[i].seal(begin * kElementBytes[i], end * kElementBytes[i]);
     }
+  }
+
+  void update(Slot& slot, int64_t begin, int64_t end) {
+    const auto& [lo, m, v] = slot.transfers;
+    const int64_t host = slot.chunk->first_element * kHostElementBytes;
+    overspill_consume(between_.hi + host, lo.memory, m.memory, v.memory, between_.gradient + host, begin,
+                      end);
   }
 
   void transferred(Slot& slot, const Transfer& transfer) {
@@ -193,8 +201,7 @@ class Turn {
     if (transfer.kind == Transfer::Kind::write) {
       for (size_t i = 0; i < slot.replaced.components; ++i) store_.release(slot.replaced.extents[i]);
     } else if (pattern_ == Pattern::consumed || by_caller_) {
-      between_.executor->submit([this, &slot] { work(slot); });
-      return;
+      return hand_to_worker(slot);
     } else if (pattern_ == Pattern::mixed) {
       return write(slot);
     }

@@ -30,8 +30,6 @@ BENCH = ROOT / "build/release/bench"
 SEQUENTIAL_MIB = 1024
 MIXED_MIB = 635  # what bench_io and DeepSpeed move in a mixed turn
 PATTERNS = ("read", "write", "mixed", "consumed")
-# Where it matters who checks.
-BY_CALLER = ("mixed", "consumed")
 HUGE_PAGES = 144  # 256 MiB of fio's buffers, and some
 
 
@@ -56,9 +54,10 @@ class Timed(Child):
 class Store(Timed):
     """Our own driver, bench/io.cc."""
 
-    def __init__(self, program: str, folder: Path, *options: str, patterns: tuple[str, ...] = PATTERNS):
+    patterns = PATTERNS
+
+    def __init__(self, program: str, folder: Path, *options: str):
         super().__init__([str(BENCH / program), str(folder), "--mib", str(SEQUENTIAL_MIB), *options])
-        self.patterns = patterns
 
     def settings(self, pattern: str) -> list[dict]:
         """None: the store is measured as it ships."""
@@ -240,7 +239,7 @@ def report(turns: dict, best: dict, store_backend: str) -> dict[str, Any]:
             prefix = "" if pattern == "mixed" else f"{pattern}_"
             r[f"{prefix}cpu_s_per_gb{'' if name == 'store' else '_' + name}"] = round(cpu, 4)
     r["checksum_cost"] = round(1 - ratios("mixed", "unchecked")[1], 3)
-    for pattern, ours in itertools.product(BY_CALLER, ("store", "by_caller")):
+    for pattern, ours in itertools.product(("mixed", "consumed"), ("store", "by_caller")):
         cpu = [
             one.cpu_s_per_gb - bare.cpu_s_per_gb
             for one, bare in zip(turns[pattern][ours], turns[pattern]["unchecked"])
@@ -277,7 +276,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="bench-io-", dir=args.folder) as name, huge_pages() as huge:
         folder = Path(name)
         contenders: dict[str, Any] = {"fio": Fio(folder, huge), "store": Store("bench_io", folder)}
-        contenders["by_caller"] = Store("bench_io", folder, "--by-caller", patterns=BY_CALLER)
+        contenders["by_caller"] = Store("bench_io", folder, "--by-caller")
         contenders["unchecked"] = Store("bench_io_unchecked", folder)
         if peers.deepspeed_is_there():
             contenders["deepspeed"] = DeepSpeed(folder)
