@@ -307,7 +307,7 @@ TEST_P(Bytes, MovedOnNvmeAreThoseOfThePlanAndOfTheKernel) {
   if (GetParam() != Placement::nvme) return;
   int64_t trainable = 0;
   for (const engine::Unit& unit : engine.layout().units) {
-    if (unit.trainable()) trainable += unit.shard_elements * (unit.element_bytes + unit.state_bytes());
+    if (unit.trainable()) trainable += unit.shard_bytes() + unit.state_bytes(unit.shard_elements);
   }
   EXPECT_EQ(stats_written, trainable) << "12 bytes a parameter";
 }
