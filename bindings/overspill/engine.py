@@ -19,7 +19,6 @@ from . import _core, hooks, patches, pretrained, residency, state, vertical
 from .config import Config
 from .init import materialise
 from .optimizer import (
-    STATES,
     OverspillOptimizer,
     choose_format,
     group_indices,
@@ -274,7 +273,7 @@ class Engine:
         segment = self._segment(parameter)
         if not segment.unit.trainable:
             return {}
-        names = STATES[self.optimizer.groups.core]
+        names = self.optimizer.groups.states()
         return {theirs: self._residency.state(segment, ours) for ours, theirs in names.items()}
 
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:

@@ -8,28 +8,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from . import optim
+from . import _core, optim
 from .residency import Residency
 
 _TORCH = (torch.optim.AdamW, torch.optim.Adam, torch.optim.Adagrad, torch.optim.SGD)
 _OWN = (optim.AdamW, optim.Adam, optim.Adagrad, optim.Lion, optim.SGD)
 _REFUSED = ("amsgrad", "differentiable")
-# torch's names of hyper-parameters by the name of the class; the rest of a group says how, not what.
-_OPTIONS = {
-    "AdamW": ("lr", "betas", "eps", "weight_decay", "maximize"),
-    "Adam": ("lr", "betas", "eps", "weight_decay", "maximize"),
-    "Adagrad": ("lr", "lr_decay", "weight_decay", "initial_accumulator_value", "eps", "maximize"),
-    "Lion": ("lr", "betas", "weight_decay", "maximize"),
-    "SGD": ("lr", "momentum", "dampening", "weight_decay", "nesterov", "maximize"),
-}
 _CORE = {"AdamW": "adam", "Adam": "adam", "Adagrad": "adagrad", "Lion": "lion"}
-STATES = {  # the core's names -> torch's
-    "adam": {"m": "exp_avg", "v": "exp_avg_sq"},
-    "adagrad": {"sum": "sum"},
-    "lion": {"m": "exp_avg"},
-    "momentum": {"momentum_buffer": "momentum_buffer"},
-    "sgd": {},
-}
 
 
 class Groups:
@@ -44,23 +29,23 @@ class Groups:
             self.core = _CORE[kind]
 
     def hyper_parameters(self, group: dict) -> dict:
-        """A group as the core takes it, plain numbers."""
-        hyper: dict[str, Any] = {"optimizer": self.core}
-        for name in _OPTIONS[self.kind]:
-            if name == "betas":
-                hyper["beta1"], hyper["beta2"] = (float(beta) for beta in group["betas"])
-            elif name in ("maximize", "nesterov"):
-                hyper[name] = bool(group.get(name))
-            else:
-                hyper[name] = float(group[name])
-        if self.core == "adam":
-            hyper["decoupled"] = bool(group["decoupled"])
+        """A group as the core takes it, plain numbers; it looks for what its optimizer has."""
+        hyper = {name: _plain(value) for name, value in group.items() if name != "params"}
+        hyper["optimizer"] = self.core
+        if "betas" in hyper:
+            hyper["beta1"], hyper["beta2"] = hyper["betas"]
         if self.core == "sgd" and hyper["momentum"]:
             raise ValueError(
                 f"overspill: momentum = {group['momentum']} came after overspill.initialize, which found none and "
                 "made no buffers for it"
             )
         return hyper
+
+    def states(self) -> dict[str, str]:
+        """The core's names of the optimizer's states -> torch's."""
+        names = getattr(optim, self.kind)._names
+        held = _core.optim.components(self.core, "fp32", 1)
+        return {name: names.get(name, name) for name, number, *_ in held if number >= 0}
 
 
 def take_over(optimizer: Any) -> Groups:
@@ -77,7 +62,6 @@ def take_over(optimizer: Any) -> Groups:
         )
     if any(float(state.get("step", 1)) > 0 for state in optimizer.state.values() if state):
         raise ValueError("overspill: this optimizer has made steps already; its state cannot be taken over")
-    optimizer.state.clear()  # Adagrad has sums before its first step: they are the engine's now
     groups = optimizer.param_groups
     for group in groups:
         for option in _REFUSED:
@@ -106,7 +90,7 @@ def make_groups(config: Any, parameters: Iterable[Any]) -> Groups:
     of their own."""
     items = list(parameters)
     groups = [dict(item) for item in items] if items and isinstance(items[0], dict) else [{"params": items}]
-    defaults = {name: getattr(config, name) for name in _OPTIONS[config.type]}
+    defaults = config.model_dump(exclude={"type"})
     if config.type in ("AdamW", "Adam"):
         defaults["decoupled"] = config.type == "AdamW"
     for group in groups:
@@ -178,12 +162,12 @@ class OverspillOptimizer(torch.optim.Optimizer):
     engine, not in `state` (`Engine.optimizer_state` gives copies)."""
 
     def __init__(self, groups: Groups, residency: Residency, user: torch.optim.Optimizer | None = None):
-        defaults = {
-            name: groups.groups[0][name] for name in _OPTIONS[groups.kind] if name in groups.groups[0]
-        }
+        defaults = {name: value for name, value in groups.groups[0].items() if name not in ("params", "name")}
         super().__init__([dict(group) for group in groups.groups], defaults)
         self.param_groups = groups.groups
         self.groups, self.residency, self.user, self.last_step = groups, residency, user, None
+        if user is not None:
+            user.state.clear()  # Adagrad has sums before its first step: they are the engine's now
 
     def _hyper_parameters(self) -> list[dict]:
         return [self.groups.hyper_parameters(group) for group in self.param_groups]

@@ -238,6 +238,20 @@ TEST_P(Family, AWeightWrittenInPlaceIsTheMaster) {
   }
 }
 
+TEST_P(Family, WhatBelongsToAnotherOptimizerIsRefused) {
+  auto engine = make({});
+  toy_load(*engine);
+  const auto before = toy_contents(*engine);
+  const auto other = optim::optimizer_named(optim::name(kind().optimizer) == "lion" ? "sgd" : "lion");
+  EXPECT_THROW(engine->step(toy_groups(0, other)), std::invalid_argument);
+  EXPECT_THROW(engine->expect_step(toy_groups(0, other)), std::invalid_argument);
+  EXPECT_THROW(engine->start_states(toy_groups(0, other)), std::invalid_argument);
+  std::vector<float> values(97 * 64);
+  for (const char* name : {"lo", "hi", "exp_avg", ""})
+    EXPECT_THROW(engine->read_state(0, 0, name, values), std::invalid_argument) << name;
+  expect_same_bits(toy_contents(*engine), before, "refused");
+}
+
 std::string name_of(const ::testing::TestParamInfo<std::tuple<int, optim::Format>>& info) {
   const auto [optimizer, format] = info.param;
   return fmt::format("{}_{}", optim::name(optim::Optimizer{static_cast<uint8_t>(optimizer)}),

@@ -10,24 +10,27 @@ def one_thread():
     torch.set_num_threads(1)
 
 
-def _section(optimizer):
-    if optimizer.get("type", "AdamW") not in ("AdamW", "Adam"):
-        return optimizer
-    return {"type": "AdamW", "lr": 1e-2, "weight_decay": 0.1} | optimizer
-
-
 @pytest.fixture
 def config(tmp_path):
     """Makes a configuration dict: config(placement="half", gradient_clipping=0.5, optimizer={...},
-    threads=2, ...)."""
+    threads=2, ...). `section` is the whole section of the optimizer."""
 
-    def make(placement="host", optimizer=None, clipping=0.0, accumulation=1, format=None, seed=0, **engine):
+    def make(
+        placement="host",
+        optimizer=None,
+        clipping=0.0,
+        accumulation=1,
+        format=None,
+        seed=0,
+        section=None,
+        **engine,
+    ):
         options = {"placement": placement, "chunk_elements": 4096, "poison": True, "threads": 1} | engine
         if placement != "host":
             tmp_path.mkdir(exist_ok=True)
         return {
             "budget": {"host": "256MiB", "nvme": [] if placement == "host" else [str(tmp_path)]},
-            "optimizer": _section(optimizer or {}),
+            "optimizer": section or {"type": "AdamW", "lr": 1e-2, "weight_decay": 0.1} | (optimizer or {}),
             "format": format,
             "seed": seed,
             "gradient_clipping": clipping,
