@@ -6,6 +6,9 @@
 #include <cstddef>
 #include <cstdint>
 #include <span>
+#include <string>
+
+#include "cpu_optim/optimizer.h"
 
 namespace overspill::engine {
 class Engine;
@@ -20,6 +23,9 @@ void register_engine(pybind11::module_& m);
 void register_checkpoint(pybind11::module_& m);
 void register_doctor(pybind11::module_& m);
 void register_optim(pybind11::module_& m);
+
+/// A group's hyper-parameters: `group` has the optimizer's fields by name, and may have more.
+optim::Hyper hyper_from(const std::string& optimizer, const pybind11::dict& group);
 
 /// Memory of a tensor, given as its address and size: contiguous, on the host, alive during the call.
 inline std::span<std::byte> memory_at(uintptr_t address, int64_t bytes) {

@@ -69,7 +69,9 @@ py::dict manifest(const std::filesystem::path& folder) {
     }
     py::dict u;
     u["name"] = unit.name;
+    u["optimizer"] = unit.optimizer;
     u["format"] = unit.format;
+    u["components"] = unit.components;
     u["dtype"] = unit.dtype;
     u["segments"] = segments;
     units.append(u);

@@ -49,21 +49,12 @@ std::string placement_name(Placement placement) {
   return "?";
 }
 
-optim::AdamConfig adam_config(const py::dict& group) {
-  optim::AdamConfig config;
-  config.lr = group["lr"].cast<double>();
-  config.beta1 = group["beta1"].cast<double>();
-  config.beta2 = group["beta2"].cast<double>();
-  config.eps = group["eps"].cast<double>();
-  config.weight_decay = group["weight_decay"].cast<double>();
-  config.decoupled = group["decoupled"].cast<bool>();
-  return config;
-}
-
-std::vector<optim::AdamConfig> adam_configs(const std::vector<py::dict>& groups) {
-  std::vector<optim::AdamConfig> configs;
-  for (const py::dict& group : groups) configs.push_back(adam_config(group));
-  return configs;
+/// Groups as OverspillOptimizer gives them: "optimizer" beside its fields.
+std::vector<optim::Hyper> hypers(const std::vector<py::dict>& groups) {
+  std::vector<optim::Hyper> all;
+  for (const py::dict& group : groups)
+    all.push_back(hyper_from(group["optimizer"].cast<std::string>(), group));
+  return all;
 }
 
 py::dict plan_dict(const Plan& plan) {
@@ -184,11 +175,12 @@ void register_specs(py::module_& m) {
       .def_readonly("strides", &SegmentSpec::strides);
   py::class_<UnitSpec>(m, "Unit")
       .def(py::init([](std::string name, const std::string& format, std::string dtype,
-                       std::vector<SegmentSpec> segments) {
+                       std::vector<SegmentSpec> segments, const std::string& optimizer) {
              return UnitSpec{std::move(name), engine::format_from_name(format), std::move(dtype),
-                             std::move(segments)};
+                             std::move(segments), optim::optimizer_named(optimizer)};
            }),
-           py::arg("name"), py::arg("format"), py::arg("dtype"), py::arg("segments"))
+           py::arg("name"), py::arg("format"), py::arg("dtype"), py::arg("segments"),
+           py::arg("optimizer") = "adam")
       .def_readonly("name", &UnitSpec::name)
       .def_property_readonly(
           "format", [](const UnitSpec& self) { return std::string(engine::format_name(self.format)); })
@@ -212,7 +204,8 @@ void register_specs(py::module_& m) {
       .def_readwrite("checkpoints_kept", &PythonConfig::checkpoints_kept)
       .def_readwrite("device", &PythonConfig::device)
       .def_readwrite("io_backend", &PythonConfig::io_backend)
-      .def_readwrite("seed", &PythonConfig::seed);
+      .def_readwrite("seed", &PythonConfig::seed)
+      .def_readwrite("rounding_seed", &PythonConfig::rounding_seed);
 }
 
 void register_weights(py::class_<Engine>& cls) {
@@ -303,15 +296,21 @@ void register_engine(py::module_& m) {
       .def("generation", &Engine::generation, Released())
       .def("expect_step",
            [](Engine& self, const std::vector<py::dict>& groups) {
-             const auto configs = adam_configs(groups);
+             const auto configs = hypers(groups);
              const py::gil_scoped_release release;
              self.expect_step(configs);
            })
       .def("step",
            [](Engine& self, const std::vector<py::dict>& groups) {
-             const auto configs = adam_configs(groups);
+             const auto configs = hypers(groups);
              const py::gil_scoped_release release;
              return self.step(configs);
+           })
+      .def("start_states",
+           [](Engine& self, const std::vector<py::dict>& groups) {
+             const auto configs = hypers(groups);
+             const py::gil_scoped_release release;
+             self.start_states(configs);
            })
       .def("synchronize", &Engine::synchronize, Released())
       .def("save", &Engine::save, py::arg("folder"), py::arg("extra_json"), Released())

@@ -13,6 +13,20 @@
 #include "cpu_optim/update.h"
 
 namespace overspill::bindings {
+
+optim::Hyper hyper_from(const std::string& optimizer, const pybind11::dict& group) {
+  const auto wanted = static_cast<size_t>(optim::optimizer_named(optimizer));
+  optim::Hyper hyper;
+  optim::Optimizers::for_each([&]<class T>(int index) {
+    if (static_cast<size_t>(index) != wanted) return;
+    typename T::Config config;
+    config.for_each_field(
+        [&]<class Field>(const char* name, Field& field) { field = group[name].cast<Field>(); });
+    hyper = config;
+  });
+  return hyper;
+}
+
 namespace {
 
 namespace py = pybind11;
@@ -25,19 +39,6 @@ optim::Element element_named(const std::string& name) {
   if (name == "float16") return optim::Element::fp16;
   if (name == "float32") return optim::Element::fp32;
   throw std::invalid_argument("gradients are bfloat16, float16 or float32, not " + name);
-}
-
-Hyper hyper_from(const std::string& optimizer, const py::dict& group) {
-  const auto wanted = static_cast<size_t>(optim::optimizer_named(optimizer));
-  Hyper hyper;
-  optim::Optimizers::for_each([&]<class T>(int index) {
-    if (static_cast<size_t>(index) != wanted) return;
-    typename T::Config config;
-    config.for_each_field(
-        [&]<class Field>(const char* name, Field& field) { field = group[name].cast<Field>(); });
-    hyper = config;
-  });
-  return hyper;
 }
 
 /// What a call works on: components as addresses, checked against what the format says they hold.

@@ -30,6 +30,14 @@ Optimizer optimizer_named(std::string_view name) {
   return Optimizer{static_cast<uint8_t>(found)};
 }
 
+float initial_state(const Hyper& hyper, int state) {
+  float value = 0;
+  Optimizers::for_each([&]<class T>(int) {
+    if (const auto* config = std::get_if<typename T::Config>(&hyper)) value = T::initial(*config, state);
+  });
+  return value;
+}
+
 Factors make_factors(const Hyper& hyper, int64_t step, double grad_scale) {
   if (step < 1) {
     throw std::invalid_argument("make_factors: step is " + std::to_string(step) + "; steps count from 1");

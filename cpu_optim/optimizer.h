@@ -42,6 +42,9 @@ std::string_view name(Optimizer optimizer);
 /// "adam", "adagrad", "lion", "momentum", "sgd"; anything else throws std::invalid_argument.
 Optimizer optimizer_named(std::string_view name);
 
+/// What a state (counted from 0) holds before the first update.
+float initial_state(const Hyper& hyper, int state);
+
 /// What one update needs besides memory: derived in double precision and rounded once, so it can be captured
 /// and used later.
 struct Factors {

@@ -3,70 +3,236 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <array>
 #include <cstring>
 #include <stdexcept>
+#include <vector>
+
+#include "cpu_optim/gradient.h"
+#include "cpu_optim/update.h"
 
 namespace overspill::engine {
+namespace {
+
+constexpr int64_t kPieceElements = 256 * 1024;  // of weights converted at a time
+constexpr Component kMaster{1};
+
+/// Conversions of weights look at no state, so they go by way of the optimizer that has none.
+optim::Optimizer stateless() {
+  return optim::optimizer_of(optim::SgdConfig{});
+}
+
+/// hi, and the master beside it, of some elements: what conversions of weights work on.
+class WeightBuffers {
+ public:
+  WeightBuffers(const Unit& unit, int64_t elements) : unit_(unit) {
+    for (size_t i = 0; i < count(); ++i)
+      memory_[i].resize(static_cast<size_t>(elements * unit.component_element_bytes(Component{i_of(i)})));
+  }
+  size_t count() const { return optim::components(stateless(), *unit_.format).size(); }
+  std::span<std::byte> bytes(size_t i, int64_t elements) {
+    const int64_t width = unit_.component_element_bytes(Component{i_of(i)});
+    return std::span(memory_[i]).first(static_cast<size_t>(elements * width));
+  }
+  void load(std::span<float> values) {
+    optim::load_weights(stateless(), *unit_.format, piece(values.size()), range(values.size()), values);
+  }
+  void store(std::span<const float> values) {
+    optim::store_weights(stateless(), *unit_.format, piece(values.size()), range(values.size()), values);
+  }
+
+ private:
+  static uint8_t i_of(size_t i) { return static_cast<uint8_t>(i); }
+  static optim::Range range(size_t elements) { return {0, static_cast<int64_t>(elements)}; }
+  optim::Piece piece(size_t elements) {
+    pointers_ = {memory_[0].data(), memory_[1].data()};
+    return {.components = std::span(pointers_).first(count()), .elements = static_cast<int64_t>(elements)};
+  }
+
+  const Unit& unit_;
+  std::array<std::vector<std::byte>, 2> memory_;
+  std::array<std::byte*, 2> pointers_{};
+};
+
+/// A piece of which only one state is looked at.
+class StatePiece {
+ public:
+  StatePiece(const Unit& unit, Component component, std::byte* memory, int64_t elements)
+      : state_(unit.components()[static_cast<size_t>(component)].state) {
+    pointers_.fill(memory);
+    piece_ = {.components = std::span(pointers_).first(unit.components().size()), .elements = elements};
+  }
+  StatePiece(const StatePiece&) = delete;
+  StatePiece& operator=(const StatePiece&) = delete;
+  const optim::Piece& piece() const { return piece_; }
+  int state() const { return state_; }
+
+ private:
+  int state_;
+  std::array<std::byte*, kComponents> pointers_;
+  optim::Piece piece_;
+};
+
+std::span<const float> first(std::span<const float> values, int64_t begin, int64_t count) {
+  return values.subspan(static_cast<size_t>(begin), static_cast<size_t>(count));
+}
+
+}  // namespace
+
 Access::Access(Context& context)
     : context_(context), scratch_(context.host_budget, context.plan.access_bytes, "access from outside") {}
 
 template <class Visit>
-void Access::for_each_chunk(int32_t unit, Component component, int64_t begin, int64_t elements, Visit visit) {
+void Access::for_each_part(int32_t unit, Component component, int64_t begin, int64_t elements, Visit visit) {
   const Unit& u = context_.layout.units[unit];
   if (begin < 0 || elements < 0 || begin > u.shard_elements - elements) {
     throw std::logic_error(fmt::format("{}: elements {} to {} are outside its shard of {}", u.name, begin,
                                        begin + elements, u.shard_elements));
   }
-  if (u.component_bytes(component) == 0) {
-    throw std::invalid_argument(
-        fmt::format("{} ({}) has no {}", u.name, format_name(u.format), component_name(component)));
+  if (!u.has(component)) {
+    throw std::invalid_argument(fmt::format("{} ({}) has no component {}", u.name, format_name(u.format),
+                                            static_cast<int>(component)));
   }
   for (int32_t c = u.first_chunk; c < u.first_chunk + u.chunk_count; ++c) {
     const Chunk& chunk = context_.layout.chunks[c];
     const int64_t from = std::max(begin, chunk.begin);
     const int64_t to = std::min(begin + elements, chunk.begin + chunk.elements);
-    if (from < to) visit(c, from - chunk.begin, from - begin, to - from);
+    if (from < to) visit(Part{c, from - chunk.begin, from - begin, to - from});
   }
 }
 
+/// visit(memory of the chunk's component, part)
+template <class Visit>
+void Access::read_parts(int32_t unit, Component component, int64_t begin, int64_t elements, Visit visit) {
+  for_each_part(unit, component, begin, elements, [&](const Part& part) {
+    std::byte* from = context_.chunks[part.chunk].home[static_cast<size_t>(component)];
+    if (from == nullptr) {
+      load(part.chunk, component);
+      from = scratch_.data();
+    }
+    visit(from, part);
+  });
+}
+
+template <class Visit>
+void Access::write_parts(int32_t unit, Component component, int64_t begin, int64_t elements, Visit visit) {
+  for_each_part(unit, component, begin, elements, [&](const Part& part) {
+    std::byte* home = context_.chunks[part.chunk].home[static_cast<size_t>(component)];
+    const bool on_nvme = home == nullptr;
+    if (on_nvme && part.elements < context_.layout.chunks[part.chunk].elements) load(part.chunk, component);
+    visit(on_nvme ? scratch_.data() : home, part);
+    if (on_nvme) store(part.chunk, component);
+  });
+}
+
 void Access::read(int32_t unit, Component component, int64_t begin, std::span<std::byte> to) {
-  const int64_t width = std::max<int64_t>(1, context_.layout.units[unit].component_bytes(component));
-  const auto elements = static_cast<int64_t>(to.size()) / width;
-  for_each_chunk(
-      unit, component, begin, elements, [&](int32_t c, int64_t in_chunk, int64_t in_span, int64_t count) {
-        const std::byte* from = context_.chunks[c].home[static_cast<size_t>(component)];
-        if (from == nullptr) {
-          load(c, component);
-          from = scratch_.data();
-        }
-        std::memcpy(to.data() + in_span * width, from + in_chunk * width, static_cast<size_t>(count * width));
-      });
+  const int64_t width = context_.layout.units[unit].component_element_bytes(component);
+  read_parts(unit, component, begin, static_cast<int64_t>(to.size()) / width,
+             [&](const std::byte* from, const Part& part) {
+               std::memcpy(to.data() + part.in_span * width, from + part.in_chunk * width,
+                           static_cast<size_t>(part.elements * width));
+             });
 }
 
 void Access::write(int32_t unit, Component component, int64_t begin, std::span<const std::byte> from) {
-  const int64_t width = std::max<int64_t>(1, context_.layout.units[unit].component_bytes(component));
-  const auto elements = static_cast<int64_t>(from.size()) / width;
-  for_each_chunk(
-      unit, component, begin, elements, [&](int32_t c, int64_t in_chunk, int64_t in_span, int64_t count) {
-        std::byte* home = context_.chunks[c].home[static_cast<size_t>(component)];
-        const bool on_nvme = home == nullptr;
-        if (on_nvme && count < context_.layout.chunks[c].elements) load(c, component);
-        std::byte* to = on_nvme ? scratch_.data() : home;
-        std::memcpy(to + in_chunk * width, from.data() + in_span * width, static_cast<size_t>(count * width));
-        if (on_nvme) store(c, component);
-      });
+  const int64_t width = context_.layout.units[unit].component_element_bytes(component);
+  write_parts(unit, component, begin, static_cast<int64_t>(from.size()) / width,
+              [&](std::byte* to, const Part& part) {
+                std::memcpy(to + part.in_chunk * width, from.data() + part.in_span * width,
+                            static_cast<size_t>(part.elements * width));
+              });
 }
 
 void Access::clear(int32_t unit, Component component, int64_t begin, int64_t elements) {
-  const int64_t width = std::max<int64_t>(1, context_.layout.units[unit].component_bytes(component));
-  for_each_chunk(unit, component, begin, elements, [&](int32_t c, int64_t in_chunk, int64_t, int64_t count) {
-    ChunkState& state = context_.chunks[c];
+  const int64_t width = context_.layout.units[unit].component_element_bytes(component);
+  for_each_part(unit, component, begin, elements, [&](const Part& part) {
+    ChunkState& state = context_.chunks[part.chunk];
     std::byte* home = state.home[static_cast<size_t>(component)];
     const bool on_nvme = home == nullptr;
     if (on_nvme && state.extents[static_cast<size_t>(component)].empty()) return;  // zero already
-    if (on_nvme) load(c, component);
-    std::memset((on_nvme ? scratch_.data() : home) + in_chunk * width, 0, static_cast<size_t>(count * width));
-    if (on_nvme) store(c, component);
+    if (on_nvme) load(part.chunk, component);
+    std::memset((on_nvme ? scratch_.data() : home) + part.in_chunk * width, 0,
+                static_cast<size_t>(part.elements * width));
+    if (on_nvme) store(part.chunk, component);
+  });
+}
+
+void Access::write_piece(int32_t unit, Component component, int64_t begin, int64_t elements,
+                         std::span<const std::byte> piece, int64_t piece_elements) {
+  const Unit& u = context_.layout.units[unit];
+  const int64_t width = u.component_element_bytes(component);
+  const bool scaled = u.scaled(component);
+  write_parts(unit, component, begin, elements, [&](std::byte* to, const Part& part) {
+    std::memcpy(to + part.in_chunk * width, piece.data() + part.in_span * width,
+                static_cast<size_t>(part.elements * width));
+    if (!scaled) return;
+    const int64_t room = context_.layout.chunks[part.chunk].elements;
+    std::memcpy(to + room + part.in_chunk / optim::kScaleBlock,
+                piece.data() + piece_elements + part.in_span / optim::kScaleBlock,
+                static_cast<size_t>((part.elements + optim::kScaleBlock - 1) / optim::kScaleBlock));
+  });
+}
+
+void Access::read_weights(int32_t unit, int64_t begin, std::span<float> values) {
+  const auto elements = static_cast<int64_t>(values.size());
+  WeightBuffers buffers(context_.layout.units[unit], std::min(kPieceElements, elements));
+  for (int64_t done = 0; done < elements; done += kPieceElements) {
+    const int64_t count = std::min(kPieceElements, elements - done);
+    for (size_t i = 0; i < buffers.count(); ++i)
+      read(unit, Component{static_cast<uint8_t>(i)}, begin + done, buffers.bytes(i, count));
+    buffers.load(values.subspan(static_cast<size_t>(done), static_cast<size_t>(count)));
+  }
+}
+
+void Access::write_weights(int32_t unit, int64_t begin, std::span<const float> values) {
+  const auto elements = static_cast<int64_t>(values.size());
+  WeightBuffers buffers(context_.layout.units[unit], std::min(kPieceElements, elements));
+  for (int64_t done = 0; done < elements; done += kPieceElements) {
+    const int64_t count = std::min(kPieceElements, elements - done);
+    buffers.store(first(values, done, count));
+    for (size_t i = 0; i < buffers.count(); ++i)
+      write(unit, Component{static_cast<uint8_t>(i)}, begin + done, buffers.bytes(i, count));
+  }
+}
+
+void Access::match_master(int32_t unit, int64_t begin, std::span<const std::byte> hi) {
+  const Unit& u = context_.layout.units[unit];
+  if (!u.trainable() || u.components().size() < 2 || u.components()[1].role != optim::Role::master) return;
+  const int64_t elements = static_cast<int64_t>(hi.size()) / u.element_bytes;
+  if (*u.format != optim::Format::fp16) return clear(unit, kMaster, begin, elements);  // nothing is missing
+  std::vector<optim::Fp16> halves(static_cast<size_t>(std::min(kPieceElements, elements)));
+  std::vector<float> wide(halves.size());
+  for (int64_t done = 0; done < elements; done += kPieceElements) {
+    const auto count = static_cast<size_t>(std::min(kPieceElements, elements - done));
+    std::memcpy(halves.data(), hi.data() + done * 2, count * 2);
+    optim::widen(std::span<const optim::Fp16>(halves).first(count), std::span(wide).first(count));
+    write(unit, kMaster, begin + done, std::as_bytes(std::span(wide).first(count)));
+  }
+}
+
+void Access::read_state(int32_t unit, Component component, int64_t begin, std::span<float> values) {
+  const Unit& u = context_.layout.units[unit];
+  read_parts(unit, component, begin, static_cast<int64_t>(values.size()),
+             [&](std::byte* from, const Part& part) {
+               const StatePiece state(u, component, from, context_.layout.chunks[part.chunk].elements);
+               optim::load_state(
+                   u.optimizer, *u.format, state.piece(), {part.in_chunk, part.in_chunk + part.elements},
+                   state.state(),
+                   values.subspan(static_cast<size_t>(part.in_span), static_cast<size_t>(part.elements)));
+             });
+}
+
+void Access::fill_state(int32_t unit, Component component, int64_t begin, int64_t elements, float value) {
+  const Unit& u = context_.layout.units[unit];
+  if (u.scaled(component)) {  // whole blocks
+    elements = (elements + optim::kScaleBlock - 1) / optim::kScaleBlock * optim::kScaleBlock;
+  }
+  std::vector<float> values;
+  write_parts(unit, component, begin, elements, [&](std::byte* to, const Part& part) {
+    values.assign(static_cast<size_t>(part.elements), value);
+    const StatePiece state(u, component, to, context_.layout.chunks[part.chunk].elements);
+    optim::store_state(u.optimizer, *u.format, state.piece(), {part.in_chunk, part.in_chunk + part.elements},
+                       state.state(), values);
   });
 }
 

@@ -15,19 +15,47 @@ class Access {
  public:
   explicit Access(Context& context);
 
-  /// Copies `to.size()` bytes' worth of elements from element `begin` of this rank's shard. Throws
-  /// StoreError.
-  void read(int32_t unit, Component component, int64_t begin, std::span<std::byte> to);
+  // `begin` and counts are elements of this rank's shard. Each throws StoreError, and std::invalid_argument
+  // for a component that the unit has not. What is replaced on NVMe is a whole new extent for each chunk
+  // touched; the old one is released.
 
-  /// Replaces them. On NVMe a whole new extent is written for each chunk touched, and the old one released.
+  /// Copies `to.size()` bytes' worth of elements of a component without scales.
+  void read(int32_t unit, Component component, int64_t begin, std::span<std::byte> to);
   void write(int32_t unit, Component component, int64_t begin, std::span<const std::byte> from);
 
-  /// Sets `elements` to zero.
+  /// Sets `elements` of a component without scales to zero.
   void clear(int32_t unit, Component component, int64_t begin, int64_t elements);
 
+  /// Replaces the first `elements` of a piece of any component: `piece` is its bytes as a chunk of
+  /// `piece_elements` has them, with the scales behind. With scales `begin` is a multiple of their block.
+  void write_piece(int32_t unit, Component component, int64_t begin, int64_t elements,
+                   std::span<const std::byte> piece, int64_t piece_elements);
+
+  /// The fp32 master: between what the unit keeps of it and values (Format::eight_bit: to 24 bits). The unit
+  /// is trainable.
+  void read_weights(int32_t unit, int64_t begin, std::span<float> values);
+  void write_weights(int32_t unit, int64_t begin, std::span<const float> values);
+  /// Weights were replaced as forward sees them: they are the master now. `hi` is what was written.
+  void match_master(int32_t unit, int64_t begin, std::span<const std::byte> hi);
+
+  /// A state of the optimizer as fp32 values, and set to one value; with scales `begin` is a multiple of
+  /// their block, and nothing else of the unit lies in the last one.
+  void read_state(int32_t unit, Component component, int64_t begin, std::span<float> values);
+  void fill_state(int32_t unit, Component component, int64_t begin, int64_t elements, float value);
+
  private:
+  struct Part {
+    int32_t chunk;
+    int64_t in_chunk;  // first element, from the chunk's
+    int64_t in_span;   // from `begin`
+    int64_t elements;
+  };
   template <class Visit>
-  void for_each_chunk(int32_t unit, Component component, int64_t begin, int64_t elements, Visit visit);
+  void for_each_part(int32_t unit, Component component, int64_t begin, int64_t elements, Visit visit);
+  template <class Visit>
+  void read_parts(int32_t unit, Component component, int64_t begin, int64_t elements, Visit visit);
+  template <class Visit>
+  void write_parts(int32_t unit, Component component, int64_t begin, int64_t elements, Visit visit);
   void load(int32_t chunk, Component component);
   void store(int32_t chunk, Component component);
   /// A write may be moved: `extent` is then the new one.

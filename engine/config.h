@@ -30,6 +30,7 @@ struct Config {
   Placement placement = Placement::automatic;
   bool poison = false;           // fill freed memory with NaN, so that stale use is loud
   int64_t checkpoints_kept = 1;  // room kept for them on NVMe
+  uint64_t rounding_seed = 0;    // of stochastic rounding (formats compact and 8bit); part of the result
 };
 
 }  // namespace overspill::engine

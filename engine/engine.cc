@@ -8,13 +8,12 @@
 #include <thread>
 #include <utility>
 
-#include "cpu_optim/split.h"
 #include "engine/machine.h"
 
 namespace overspill::engine {
 namespace {
 
-constexpr int64_t kPieceElements = 256 * 1024;  // of a weight converted at a time
+constexpr int64_t kPieceElements = 256 * 1024;  // of a weight's fp32 values at a time: they may lie unaligned
 
 Config checked(Config config) {
   if (config.host_budget_bytes <= 0) throw std::invalid_argument("host_budget_bytes must be positive");
@@ -56,9 +55,18 @@ void change(Machine& m, const std::string& what, Change apply) {
   }
 }
 
-template <class T>
-std::span<const std::byte> bytes_of(const std::vector<T>& values, int64_t count) {
-  return std::as_bytes(std::span(values).first(static_cast<size_t>(count)));
+std::string states_of(const Unit& unit) {
+  if (!unit.trainable()) return "it is frozen";
+  std::string known = "grad";
+  for (const optim::ComponentSpec& spec : unit.components()) {
+    if (spec.role == optim::Role::state) known += fmt::format(", {}", spec.name);
+  }
+  return fmt::format("{} has {}", optim::name(unit.optimizer), known);
+}
+
+/// Whether fp32 values of a unit are not the weights that forward uses.
+bool has_master(const Unit& unit, std::string_view dtype) {
+  return unit.trainable() && dtype == "F32" && unit.dtype != dtype;
 }
 
 /// For the report: while it lives, the caller's time is the engine's.
@@ -139,12 +147,13 @@ void Engine::load_weight(int32_t unit, int32_t segment, std::span<const std::byt
   Machine& m = machine();
   const Segment& s = m.segment_at(unit, segment);
   const Unit& u = m.unit_at(unit);
-  const bool split = u.format == Format::bf16_split && dtype == "F32";
-  if (!split && dtype != u.dtype) {
+  const bool master = has_master(u, dtype);
+  if (!master && dtype != u.dtype) {
     throw std::invalid_argument(
         fmt::format("{} is kept as {}: {} cannot be loaded into it", s.name, u.dtype, dtype));
   }
-  check_size(s, data.size(), split ? 4 : u.element_bytes);
+  const int64_t width = master ? 4 : u.element_bytes;
+  check_size(s, data.size(), width);
   {
     std::unique_lock lock(m.context.mutex);
     m.updater.quiesce(lock);
@@ -156,28 +165,20 @@ void Engine::load_weight(int32_t unit, int32_t segment, std::span<const std::byt
   const int64_t from = std::max(s.begin, shard_begin);
   const int64_t to = std::min(s.begin + s.elements, shard_begin + u.shard_elements);
   if (from >= to) return;
-  const auto fill = [&] {
-    if (!split) {
-      m.access.write(unit, Component::hi, from - shard_begin,
-                     data.subspan((from - s.begin) * u.element_bytes, (to - from) * u.element_bytes));
-      if (u.format == Format::bf16_split) m.access.clear(unit, Component::lo, from - shard_begin, to - from);
-      return;
+  const auto part = data.subspan((from - s.begin) * width, (to - from) * width);
+  change(m, "loading " + s.name, [&] {
+    if (!master) {
+      m.access.write(unit, Component::hi, from - shard_begin, part);
+      return m.access.match_master(unit, from - shard_begin, part);
     }
-    std::vector<uint16_t> hi(kPieceElements);
-    std::vector<int16_t> lo(kPieceElements);
-    for (int64_t begin = from; begin < to; begin += kPieceElements) {
-      const int64_t count = std::min(kPieceElements, to - begin);
-      for (int64_t i = 0; i < count; ++i) {
-        uint32_t bits = 0;
-        std::memcpy(&bits, data.data() + (begin - s.begin + i) * 4, 4);
-        hi[i] = optim::split_hi(bits);
-        lo[i] = optim::split_lo(bits);
-      }
-      m.access.write(unit, Component::hi, begin - shard_begin, bytes_of(hi, count));
-      m.access.write(unit, Component::lo, begin - shard_begin, bytes_of(lo, count));
+    std::vector<float> values(static_cast<size_t>(std::min(kPieceElements, to - from)));
+    for (int64_t done = 0; done < to - from; done += kPieceElements) {
+      const int64_t count = std::min(kPieceElements, to - from - done);
+      std::memcpy(values.data(), part.data() + done * 4, static_cast<size_t>(count * 4));
+      m.access.write_weights(unit, from - shard_begin + done,
+                             std::span<const float>(values).first(static_cast<size_t>(count)));
     }
-  };
-  change(m, "loading " + s.name, fill);
+  });
 }
 
 void Engine::read_weight(int32_t unit, int32_t segment, std::span<std::byte> out, std::string_view dtype) {
@@ -185,51 +186,51 @@ void Engine::read_weight(int32_t unit, int32_t segment, std::span<std::byte> out
   require_world_one(m.context.layout, "read_weight");
   const Segment& s = m.segment_at(unit, segment);
   const Unit& u = m.unit_at(unit);
-  const bool join = u.format == Format::bf16_split && dtype == "F32";
-  if (!join && dtype != u.dtype) {
+  const bool master = has_master(u, dtype);
+  if (!master && dtype != u.dtype) {
     throw std::invalid_argument(
         fmt::format("{} is kept as {}: it cannot be read as {}", s.name, u.dtype, dtype));
   }
-  check_size(s, out.size(), join ? 4 : u.element_bytes);
+  check_size(s, out.size(), master ? 4 : u.element_bytes);
   {
     std::unique_lock lock(m.context.mutex);
     m.updater.quiesce(lock);
   }
-  if (!join) return m.access.read(unit, Component::hi, s.begin, out);
-  std::vector<uint16_t> hi(kPieceElements);
-  std::vector<int16_t> lo(kPieceElements);
-  for (int64_t begin = 0; begin < s.elements; begin += kPieceElements) {
-    const int64_t count = std::min(kPieceElements, s.elements - begin);
-    m.access.read(unit, Component::hi, s.begin + begin,
-                  std::as_writable_bytes(std::span(hi).first(static_cast<size_t>(count))));
-    m.access.read(unit, Component::lo, s.begin + begin,
-                  std::as_writable_bytes(std::span(lo).first(static_cast<size_t>(count))));
-    for (int64_t i = 0; i < count; ++i) {
-      const uint32_t bits = optim::join_split(hi[i], lo[i]);
-      std::memcpy(out.data() + (begin + i) * 4, &bits, 4);
-    }
+  if (!master) return m.access.read(unit, Component::hi, s.begin, out);
+  std::vector<float> values(static_cast<size_t>(std::min(kPieceElements, s.elements)));
+  for (int64_t done = 0; done < s.elements; done += kPieceElements) {
+    const int64_t count = std::min(kPieceElements, s.elements - done);
+    m.access.read_weights(unit, s.begin + done, std::span(values).first(static_cast<size_t>(count)));
+    std::memcpy(out.data() + done * 4, values.data(), static_cast<size_t>(count * 4));
   }
 }
 
-void Engine::read_component(int32_t unit, Component component, int64_t begin, std::span<std::byte> out) {
+void Engine::start_states(std::span<const optim::Hyper> groups) {
   Machine& m = machine();
-  m.unit_at(unit);
+  m.check_groups(groups);
   {
     std::unique_lock lock(m.context.mutex);
     m.updater.quiesce(lock);
   }
-  m.access.read(unit, component, begin, out);
+  change(m, "starting the optimizer's states", [&] { m.start_states(groups); });
 }
 
 void Engine::read_state(int32_t unit, int32_t segment, std::string_view name, std::span<float> out) {
   Machine& m = machine();
   require_world_one(m.context.layout, "read_state");
   const Segment& s = m.segment_at(unit, segment);
+  const Unit& u = m.unit_at(unit);
   check_size(s, out.size_bytes(), 4);
   if (name == "grad") return m.gradients.read(unit, segment, out);
-  if (name != "m" && name != "v")
-    throw std::invalid_argument(fmt::format("there is no state '{}': one of m, v, grad", name));
-  read_component(unit, name == "m" ? Component::m : Component::v, s.begin, std::as_writable_bytes(out));
+  const int component = u.component_named(name);
+  if (!u.trainable() || component == kComponents || u.components()[component].role != optim::Role::state) {
+    throw std::invalid_argument(fmt::format("{} has no state '{}': {}", s.name, name, states_of(u)));
+  }
+  {
+    std::unique_lock lock(m.context.mutex);
+    m.updater.quiesce(lock);
+  }
+  m.access.read_state(unit, Component{static_cast<uint8_t>(component)}, s.begin, out);
 }
 
 // ---- forward and backward
@@ -294,7 +295,7 @@ void Engine::written(int32_t unit, int32_t segment, std::span<const std::byte> d
                         data.data() == m.context.units[unit].home + s.begin * u.element_bytes;
   change(m, "writing " + s.name, [&] {
     if (!in_place) m.access.write(unit, Component::hi, s.begin, data);
-    if (u.format == Format::bf16_split) m.access.clear(unit, Component::lo, s.begin, s.elements);
+    m.access.match_master(unit, s.begin, data);
   });
 }
 
@@ -337,14 +338,14 @@ int64_t Engine::generation(int32_t unit) {
 
 // ---- the step
 
-void Engine::expect_step(std::span<const optim::AdamConfig> groups) {
+void Engine::expect_step(std::span<const optim::Hyper> groups) {
   Machine& m = machine();
   m.check_groups(groups);
   const std::lock_guard guard(m.context.mutex);
   m.updater.speculation().expect(groups);
 }
 
-StepResult Engine::step(std::span<const optim::AdamConfig> groups) {
+StepResult Engine::step(std::span<const optim::Hyper> groups) {
   Machine& m = machine();
   const InCall call(m.context);
   return m.step(groups);

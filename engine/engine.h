@@ -82,21 +82,23 @@ struct Stats {
 
 class Engine {
  public:
-  /// Plans, allocates, reserves space on NVMe. Weights and states are zero until load_weight(), load().
+  /// Plans, allocates, reserves space on NVMe. Weights and states are zero until load_weight(),
+  /// start_states(), load().
   Engine(const std::vector<UnitSpec>& units, const Config& config, Resources resources);
   ~Engine();
   Engine(const Engine&) = delete;
   Engine& operator=(const Engine&) = delete;
 
   // ---- weights and states from outside; each waits for pending updates
-  /// A segment's weights: `dtype` is the unit's, or "F32" for bf16_split (the exact master). Sizes are
-  /// checked. Ranks write their own shard.
+  /// A segment's weights: `dtype` is the unit's, or "F32" for the master (8 bits keep 24 of its 32). Sizes
+  /// are checked. Ranks write their own shard.
   void load_weight(int32_t unit, int32_t segment, std::span<const std::byte> data, std::string_view dtype);
   /// World 1.
   void read_weight(int32_t unit, int32_t segment, std::span<std::byte> out, std::string_view dtype);
-  /// This rank's part of a component, any format; `begin` in elements of the shard.
-  void read_component(int32_t unit, Component component, int64_t begin, std::span<std::byte> out);
-  /// "m", "v" or "grad" of a segment as fp32. World 1.
+  /// States before the first update, of an optimizer that does not start with zero. `groups` as in step().
+  void start_states(std::span<const optim::Hyper> groups);
+  /// A state of the unit's optimizer by its name ("m", "v", "sum", ...), or "grad", of a segment as fp32
+  /// values. World 1.
   void read_state(int32_t unit, int32_t segment, std::string_view name, std::span<float> out);
 
   // ---- forward and backward
@@ -117,9 +119,9 @@ class Engine {
   // ---- the step
   /// With Config::speculate: what the next step() will be given. Before the backward pass; a guess that turns
   /// out wrong costs time, never a bit.
-  void expect_step(std::span<const optim::AdamConfig> groups);
+  void expect_step(std::span<const optim::Hyper> groups);
   /// `groups[i]` are the hyper-parameters of segments with group i.
-  StepResult step(std::span<const optim::AdamConfig> groups);
+  StepResult step(std::span<const optim::Hyper> groups);
   double grad_norm();
   /// The norm now; the next step clips to `max_norm` in place of the configured limit.
   double clip_grad_norm(double max_norm);

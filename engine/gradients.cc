@@ -5,7 +5,9 @@
 #include <algorithm>
 #include <cstring>
 #include <limits>
+#include <optional>
 #include <stdexcept>
+#include <type_traits>
 
 #include "cpu_optim/gradient.h"
 
@@ -24,20 +26,51 @@ std::span<const T> span_of(const void* data, int64_t elements) {
   return {static_cast<const T*>(data), static_cast<size_t>(elements)};
 }
 
-/// Takes `elements` of a gradient in: the first of a step is copied, later ones are added.
-void take_in(const std::byte* from, bool from_bf16, std::byte* to, bool to_bf16, int64_t elements,
-             bool first) {
-  if (from_bf16 == to_bf16 && first) {
-    std::memcpy(to, from, static_cast<size_t>(elements * (to_bf16 ? 2 : 4)));
-  } else if (from_bf16 && to_bf16) {
-    optim::accumulate(span_of<uint16_t>(from, elements), span_of<uint16_t>(to, elements));
-  } else if (from_bf16 && first) {
-    optim::widen(span_of<uint16_t>(from, elements), span_of<float>(to, elements));
-  } else if (from_bf16) {
-    optim::accumulate(span_of<uint16_t>(from, elements), span_of<float>(to, elements));
-  } else {
-    optim::accumulate(span_of<float>(from, elements), span_of<float>(to, elements));
+/// Calls use(T()) with the type of an element.
+template <class Use>
+auto with_type(optim::Element element, Use use) {
+  switch (element) {
+    case optim::Element::bf16:
+      return use(uint16_t());
+    case optim::Element::fp16:
+      return use(optim::Fp16());
+    case optim::Element::fp32:
+      break;
   }
+  return use(float());
+}
+
+/// to = from or to += from, as fp32.
+void widen(optim::Element element, const std::byte* from, std::span<float> to, bool first) {
+  const auto elements = static_cast<int64_t>(to.size());
+  with_type(element, [&]<class T>(T) {
+    if (!first) return optim::accumulate(span_of<T>(from, elements), to);
+    if constexpr (std::is_same_v<T, float>) {
+      std::memcpy(to.data(), from, to.size_bytes());
+    } else {
+      optim::widen(span_of<T>(from, elements), to);
+    }
+  });
+}
+
+/// Takes `elements` of a gradient in: the first of a step is copied, later ones are added. `to` is as wide as
+/// `from`, or fp32.
+void take_in(const std::byte* from, optim::Element from_element, std::byte* to, optim::Element to_element,
+             int64_t elements, bool first) {
+  if (from_element != to_element) return widen(from_element, from, span_of<float>(to, elements), first);
+  if (first) {
+    std::memcpy(to, from, static_cast<size_t>(elements * optim::bytes(to_element)));
+    return;
+  }
+  with_type(to_element,
+            [&]<class T>(T) { optim::accumulate(span_of<T>(from, elements), span_of<T>(to, elements)); });
+}
+
+std::optional<optim::Element> element_of(std::string_view dtype) {
+  if (dtype == "BF16") return optim::Element::bf16;
+  if (dtype == "F16") return optim::Element::fp16;
+  if (dtype == "F32") return optim::Element::fp32;
+  return std::nullopt;
 }
 
 }  // namespace
@@ -53,6 +86,10 @@ int64_t Gradients::element_bytes(int32_t unit) const {
   return gradient_element_bytes(context_.layout.units[unit].format, context_.config.gradient_accumulation);
 }
 
+optim::Element Gradients::element(int32_t unit) const {
+  return gradient_element(*context_.layout.units[unit].format, context_.config.gradient_accumulation);
+}
+
 std::byte* Gradients::at(int32_t unit, int64_t element) const {
   return context_.units[unit].gradients + element * element_bytes(unit);
 }
@@ -61,13 +98,13 @@ void Gradients::add(int32_t unit, int32_t segment, const void* data, int64_t byt
   const Unit& u = context_.layout.units[unit];
   const Segment& s = u.segments[segment];
   if (!u.trainable()) throw std::invalid_argument(fmt::format("{} is frozen: it takes no gradient", s.name));
-  const bool from_bf16 = dtype == "BF16";
-  const bool to_bf16 = element_bytes(unit) == 2;
-  if ((!from_bf16 && dtype != "F32") || (to_bf16 && !from_bf16)) {
+  const std::optional<optim::Element> from_element = element_of(dtype);
+  const optim::Element to_element = element(unit);
+  if (!from_element || (from_element != to_element && to_element != optim::Element::fp32)) {
     throw std::invalid_argument(
         fmt::format("the gradient of {} is {}, its weights are {}", s.name, dtype, u.dtype));
   }
-  const int64_t from_bytes = from_bf16 ? 2 : 4;
+  const int64_t from_bytes = optim::bytes(*from_element);
   if (bytes != s.elements * from_bytes) {
     throw std::invalid_argument(fmt::format("the gradient of {} has {} bytes, its {} elements take {}",
                                             s.name, bytes, s.elements, s.elements * from_bytes));
@@ -76,7 +113,7 @@ void Gradients::add(int32_t unit, int32_t segment, const void* data, int64_t byt
   const auto* from = static_cast<const std::byte*>(data);
   const auto piece = [&](int64_t i) {
     const int64_t begin = i * kPieceElements;
-    take_in(from + begin * from_bytes, from_bf16, at(unit, s.begin + begin), to_bf16,
+    take_in(from + begin * from_bytes, *from_element, at(unit, s.begin + begin), to_element,
             std::min(kPieceElements, s.elements - begin), first);
   };
   const int64_t pieces = (s.elements + kPieceElements - 1) / kPieceElements;
@@ -128,26 +165,17 @@ void Gradients::reduce_chunk(int64_t chunk_begin, int64_t elements, int32_t unit
   const auto all = static_cast<size_t>(world * bytes);
   context_.resources.communicator->all_to_all({send, all}, {receive, all});
   std::byte* mine = at(unit, context_.layout.rank * shard + chunk_begin);
-  const bool bf16 = element_bytes(unit) == 2;
+  const optim::Element kind = element(unit);
   const auto sum = span_of<float>(send, elements);
-  if (bf16) {
-    optim::widen(span_of<uint16_t>(receive, elements), sum);
-  } else {
-    std::memcpy(send, receive, static_cast<size_t>(bytes));
-  }
-  for (int r = 1; r < world; ++r) {
-    if (bf16) {
-      optim::accumulate(span_of<uint16_t>(receive + r * bytes, elements), sum);
-    } else {
-      optim::accumulate(span_of<float>(receive + r * bytes, elements), sum);
-    }
-  }
+  for (int r = 0; r < world; ++r) widen(kind, receive + r * bytes, sum, r == 0);
   optim::scale(sum, 1.0F / static_cast<float>(world));
-  if (bf16) {
-    optim::narrow(sum, span_of<uint16_t>(mine, elements));
-  } else {
-    std::memcpy(mine, send, static_cast<size_t>(bytes));
-  }
+  with_type(kind, [&]<class T>(T) {
+    if constexpr (std::is_same_v<T, float>) {
+      std::memcpy(mine, send, static_cast<size_t>(bytes));
+    } else {
+      optim::narrow(sum, span_of<T>(mine, elements));
+    }
+  });
 }
 
 void Gradients::reduce_presence() {
@@ -169,9 +197,8 @@ GradientSummary Gradients::summarize() {
     for (const Run& run : chunk.runs) {
       if (!present(chunk.unit, run.segment)) continue;
       const std::byte* data = at(chunk.unit, begin + run.begin);
-      const optim::Squares part = element_bytes(chunk.unit) == 2
-                                      ? optim::squares(span_of<uint16_t>(data, run.elements))
-                                      : optim::squares(span_of<float>(data, run.elements));
+      const optim::Squares part = with_type(
+          element(chunk.unit), [&]<class T>(T) { return optim::squares(span_of<T>(data, run.elements)); });
       total.sum += part.sum;
       total.finite = total.finite && part.finite;
     }
@@ -194,12 +221,7 @@ void Gradients::read(int32_t unit, int32_t segment, std::span<float> out) const 
         fmt::format("{} has {} elements, room for {} was given", s.name, s.elements, out.size()));
   }
   if (!present(unit, segment)) throw std::invalid_argument(fmt::format("{} has no gradient now", s.name));
-  const std::byte* data = at(unit, s.begin);
-  if (element_bytes(unit) == 2) {
-    optim::widen(span_of<uint16_t>(data, s.elements), out);
-  } else {
-    std::memcpy(out.data(), data, static_cast<size_t>(s.elements * 4));
-  }
+  widen(element(unit), at(unit, s.begin), out, true);
 }
 
 }  // namespace overspill::engine

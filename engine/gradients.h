@@ -42,6 +42,7 @@ class Gradients {
 
  private:
   int64_t element_bytes(int32_t unit) const;
+  optim::Element element(int32_t unit) const;  // of a trainable one
   std::byte* at(int32_t unit, int64_t element) const;
   void reduce_presence();
   void reduce_chunk(int64_t chunk_begin, int64_t elements, int32_t unit);

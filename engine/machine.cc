@@ -2,6 +2,7 @@
 
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <stdexcept>
 #include <utility>
 
@@ -54,6 +55,25 @@ const Segment& Machine::segment_at(int32_t unit, int32_t segment) const {
         fmt::format("unit {} has no segment {}: it has {}", u.name, segment, u.segments.size()));
   }
   return u.segments[segment];
+}
+
+void Machine::start_states(std::span<const optim::Hyper> groups) {
+  for (size_t u = 0; u < context.layout.units.size(); ++u) {
+    const Unit& unit = context.layout.units[u];
+    const int64_t shard = context.layout.rank * unit.shard_elements;
+    for (size_t c = 0; c < unit.components().size(); ++c) {
+      const optim::ComponentSpec& spec = unit.components()[c];
+      if (spec.role != optim::Role::state) continue;
+      for (const Segment& segment : unit.segments) {
+        const float value = optim::initial_state(groups[segment.group], spec.state);
+        const int64_t from = std::max(segment.begin, shard);
+        const int64_t to = std::min(segment.begin + segment.elements, shard + unit.shard_elements);
+        if (value == 0 || from >= to) continue;
+        access.fill_state(static_cast<int32_t>(u), Component{static_cast<uint8_t>(c)}, from - shard,
+                          to - from, value);
+      }
+    }
+  }
 }
 
 void Machine::wait_for_updates(std::unique_lock<std::mutex>& lock, int32_t unit) {

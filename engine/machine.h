@@ -29,8 +29,12 @@ class Machine {
   void wait_for_updates(std::unique_lock<std::mutex>& lock, int32_t unit);
 
   // The step (step.cc), as the passes it consists of.
-  StepResult step(std::span<const optim::AdamConfig> groups);
-  void check_groups(std::span<const optim::AdamConfig> groups) const;
+  StepResult step(std::span<const optim::Hyper> groups);
+  void check_groups(std::span<const optim::Hyper> groups) const;
+
+  /// Sets this rank's states to what their optimizer starts with, where that is not zero. The updater is
+  /// quiescent.
+  void start_states(std::span<const optim::Hyper> groups);
 
   // Throws std::invalid_argument naming what does not exist.
   const Unit& unit_at(int32_t unit) const;
@@ -51,7 +55,7 @@ class Machine {
   void finish_updates();
   GradientSummary reduce_gradients();
   double clip_factor(double norm);
-  void capture_factors(std::span<const optim::AdamConfig> groups, double clip);
+  void capture_factors(std::span<const optim::Hyper> groups, double clip);
   void schedule_updates();
 };
 

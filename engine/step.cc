@@ -10,7 +10,7 @@
 
 namespace overspill::engine {
 
-StepResult Machine::step(std::span<const optim::AdamConfig> groups) {
+StepResult Machine::step(std::span<const optim::Hyper> groups) {
   check_groups(groups);
 
   finish_updates();
@@ -58,7 +58,7 @@ double Machine::clip_factor(double norm) {
   return limit > 0 ? std::min(1.0, limit / (norm + 1e-6)) : 1.0;
 }
 
-void Machine::check_groups(std::span<const optim::AdamConfig> groups) const {
+void Machine::check_groups(std::span<const optim::Hyper> groups) const {
   for (const Unit& unit : context.layout.units) {
     if (!unit.trainable()) continue;
     for (const Segment& segment : unit.segments) {
@@ -66,11 +66,17 @@ void Machine::check_groups(std::span<const optim::AdamConfig> groups) const {
         throw std::invalid_argument(fmt::format("{} belongs to group {}, step() was given {}", segment.name,
                                                 segment.group, groups.size()));
       }
+      const optim::Optimizer given = optim::optimizer_of(groups[segment.group]);
+      if (given != unit.optimizer) {
+        throw std::invalid_argument(fmt::format("{} has the states of {}, group {} has the options of {}",
+                                                segment.name, optim::name(unit.optimizer), segment.group,
+                                                optim::name(given)));
+      }
     }
   }
 }
 
-void Machine::capture_factors(std::span<const optim::AdamConfig> groups, double clip) {
+void Machine::capture_factors(std::span<const optim::Hyper> groups, double clip) {
   const std::lock_guard guard(context.mutex);
   for (size_t u = 0; u < context.units.size(); ++u) {
     const Unit& unit = context.layout.units[u];

@@ -58,24 +58,95 @@ class Budget(_Section):
     endurance_tbw: float | None = Field(None, ge=0)
 
 
-class Optimizer(_Section):
-    """Hyper-parameters as torch.optim names them; DeepSpeed's nested {"type", "params": {...}} is read
-    too."""
+_Rate = Annotated[float, Field(ge=0)]
+_Beta = Annotated[float, Field(ge=0, lt=1)]
 
-    type: Literal["AdamW", "Adam"] = "AdamW"
-    lr: float = Field(1e-3, ge=0)
-    betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.999)
-    eps: float = Field(1e-8, ge=0)
-    weight_decay: float = Field(0.01, ge=0)
 
-    @model_validator(mode="before")
-    @classmethod
-    def _flatten(cls, data: Any) -> Any:
-        if isinstance(data, dict) and isinstance(data.get("params"), dict):
-            data = {**data["params"], **{key: value for key, value in data.items() if key != "params"}}
-        if isinstance(data, dict) and data.get("type") == "Adam":
-            data = {"weight_decay": 0.0, **data}  # torch's defaults: 0 for Adam, 0.01 for AdamW
+class AdamW(_Section):
+    """Hyper-parameters as torch.optim names them, in this class and those below."""
+
+    type: Literal["AdamW"] = "AdamW"
+    lr: _Rate = 1e-3
+    betas: tuple[_Beta, _Beta] = (0.9, 0.999)
+    eps: _Rate = 1e-8
+    weight_decay: _Rate = 0.01
+    maximize: bool = False
+
+
+class Adam(AdamW):
+    type: Literal["Adam"] = "Adam"
+    weight_decay: _Rate = 0.0
+
+
+class Adagrad(_Section):
+    type: Literal["Adagrad"] = "Adagrad"
+    lr: _Rate = 1e-2
+    lr_decay: _Rate = 0.0
+    weight_decay: _Rate = 0.0
+    initial_accumulator_value: _Rate = 0.0
+    eps: _Rate = 1e-10
+    maximize: bool = False
+
+
+class Lion(_Section):
+    type: Literal["Lion"] = "Lion"
+    lr: _Rate = 1e-4
+    betas: tuple[_Beta, _Beta] = (0.9, 0.99)
+    weight_decay: _Rate = 0.0
+    maximize: bool = False
+
+
+class SGD(_Section):
+    type: Literal["SGD"] = "SGD"
+    lr: _Rate = 1e-3
+    momentum: _Rate = 0.0
+    dampening: float = 0.0
+    weight_decay: _Rate = 0.0
+    nesterov: bool = False
+    maximize: bool = False
+
+    @model_validator(mode="after")
+    def _check(self) -> SGD:
+        if self.nesterov and (self.momentum == 0 or self.dampening != 0):
+            raise ValueError("nesterov needs a momentum and no dampening")
+        return self
+
+
+_TYPES = {kind.__name__.lower(): kind for kind in (AdamW, Adam, Adagrad, Lion, SGD)}
+
+
+def _one_form(data: Any) -> Any:
+    """DeepSpeed's {"type", "params": {...}} with what it means there, as the flat form."""
+    if not isinstance(data, dict):
         return data
+    name = data.get("type", "AdamW")
+    kind = _TYPES.get(str(name).lower())
+    params = data.get("params")
+    if not isinstance(params, dict):
+        return {**data, "type": kind.__name__ if kind else name}
+    params = {**params, **{key: value for key, value in data.items() if key not in ("params", "type")}}
+    if "max_grad_norm" in params:
+        raise ValueError("max_grad_norm does not belong here; give gradient_clipping")
+    if kind in (AdamW, Adam):
+        from_torch = params.pop("torch_adam", False)
+        decoupled = params.pop("adam_w_mode", True)  # there Adam is AdamW unless this says otherwise
+        kind = AdamW if kind is AdamW or decoupled else Adam
+        if params.pop("bias_correction", True) is not True:
+            raise ValueError("bias_correction = false is not supported")
+        if params.pop("fp32_optimizer_states", True) is not True:
+            raise ValueError('fp32_optimizer_states = false: give "format": "compact" for states in bf16')
+        if not from_torch:
+            params.setdefault("weight_decay", 0.0)
+    if kind is Lion:
+        params.setdefault("lr", 1e-3)
+    if kind is not None and params.pop("amsgrad", False):
+        raise ValueError("amsgrad is not supported")
+    return {**params, "type": kind.__name__ if kind else name}
+
+
+Optimizer = Annotated[
+    AdamW | Adam | Adagrad | Lion | SGD, Field(discriminator="type"), BeforeValidator(_one_form)
+]
 
 
 class EngineOptions(_Section):
@@ -101,7 +172,10 @@ class Config(_Section):
     """The whole configuration. `Config.read` accepts a dict, the path of a JSON file, or a Config."""
 
     budget: Budget
-    optimizer: Optimizer = Optimizer()
+    optimizer: Optimizer = AdamW()
+    # How bf16 weights and their states are held (docs/update.md). fp32 weights have fp32 states.
+    format: Literal["exact", "compact", "8bit"] | None = None
+    seed: int = Field(0, ge=0, lt=2**63)  # of stochastic rounding, in compact and 8bit
     gradient_accumulation_steps: int = Field(1, ge=1)
     vertical_accumulation: bool = False  # micro-batches pass each unit together, in engine.train_batch
     gradient_clipping: float = Field(0.0, ge=0)
@@ -127,6 +201,7 @@ class Config(_Section):
         flat.nvme = list(self.budget.nvme)
         flat.gradient_accumulation = self.gradient_accumulation_steps
         flat.max_grad_norm = self.gradient_clipping
+        flat.rounding_seed = self.seed
         for name in EngineOptions.model_fields:
             if name != "job":
                 setattr(flat, name, getattr(self.engine, name))
@@ -154,19 +229,27 @@ def _read_json(path: Any) -> dict:
 def _explain(item: dict) -> str:
     """One line for one pydantic error."""
     path = [part for part in item["loc"] if isinstance(part, (str, int))]
+    if item["type"] == "union_tag_invalid":
+        known = ", ".join(kind.__name__ for kind in _TYPES.values())
+        where = ".".join(map(str, [*path, "type"]))
+        return f"config: {where} = {item['ctx']['tag']!r}: one of {known} is expected"
+    tag = path.pop(1) if path[:1] == ["optimizer"] and len(path) > 1 else None
     where = ".".join(str(part) for part in path)
     if item["type"] == "missing":
         return f"config: {where} is missing"
     if item["type"] != "extra_forbidden":
         reason = item["msg"].removeprefix("Value error, ")
         return f"config: {where} = {item['input']!r}: {reason}"
-    known = sorted(_section(path[:-1]).model_fields)
+    known = sorted(_section(path[:-1], tag).model_fields)
     near = difflib.get_close_matches(str(path[-1]), known, n=1, cutoff=0.5)
     advice = f'did you mean "{near[0]}"?' if near else f"valid keys here: {', '.join(known)}"
     return f"config: {where} = {item['input']!r}: unknown key; {advice}"
 
 
-def _section(path: list) -> type[BaseModel]:
+def _section(path: list, tag: str | None) -> type[BaseModel]:
+    """`tag` is the optimizer's type, where the path leads into it."""
+    if tag is not None:
+        return _TYPES[tag.lower()]
     model: type[BaseModel] = Config
     for name in path:
         annotation = model.model_fields[name].annotation

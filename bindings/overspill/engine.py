@@ -18,7 +18,14 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from . import _core, hooks, patches, pretrained, residency, state, vertical
 from .config import Config
 from .init import materialise
-from .optimizer import OverspillOptimizer, group_indices, make_groups, take_over
+from .optimizer import (
+    OverspillOptimizer,
+    choose_format,
+    group_indices,
+    make_groups,
+    take_over,
+    unit_format,
+)
 from .residency import Residency, Segment, registry
 from .units import DTYPES, UnitSpec, memory_order, partition
 
@@ -37,7 +44,8 @@ def initialize(
 
     model:        None: the causal language model of `checkpoint`, in the dtype of its config.json
     config:       a dict, the path of a JSON file, or a Config
-    optimizer:    a torch.optim.Adam or AdamW over the model, not yet stepped; None: the configuration's
+    optimizer:    a torch.optim.AdamW, Adam, Adagrad or SGD, or one of overspill.optim, over the model, not yet stepped;
+    None: the configuration's
     lr_scheduler: stepped at every update that is not skipped; one made on `optimizer`, or a callable
     optimizer -> scheduler
     model_parameters: parameters or groups for the configuration's optimizer; None: all trainable ones
@@ -121,8 +129,13 @@ class Engine:
             else make_groups(config.optimizer, model.parameters() if parameters is None else parameters)
         )
         specs = partition(model)
-        core = _core.Engine(_core_units(specs, group_indices(groups, model)), config.to_core(_core))
-        materialise(model, specs, groups)
+        chosen = choose_format(config.format, groups, (spec.format for spec in specs))
+        units = _core_units(specs, group_indices(groups.groups, model), groups.core, chosen)
+        flat = config.to_core(_core)
+        if groups.seed:
+            flat.rounding_seed = groups.seed
+        core = _core.Engine(units, flat)
+        materialise(model, specs, groups.groups)
         self._core, self._residency = core, Residency(core, specs)
         patches.install()
         self._finalizer = weakref.finalize(self, _close, self._residency)
@@ -132,6 +145,7 @@ class Engine:
                 source.read_buffers(model)
             hooks.attach(model, self._residency, specs)
             self.optimizer = OverspillOptimizer(groups, self._residency, optimizer)
+            self.optimizer.start_states()
             if config.engine.speculate:
                 self._residency.expect_step = self.optimizer.expect_step
         except BaseException:
@@ -252,6 +266,15 @@ class Engine:
     def weight(self, parameter: nn.Parameter, dtype: torch.dtype | None = None) -> torch.Tensor:
         """A copy of the weight; dtype=torch.float32 gives the exact master."""
         return self._residency.weight(self._segment(parameter), dtype)
+
+    def optimizer_state(self, parameter: nn.Parameter) -> dict[str, torch.Tensor]:
+        """Copies, in fp32 whatever their format, of the parameter's states, by torch's names for them; empty for a
+        frozen one."""
+        segment = self._segment(parameter)
+        if not segment.unit.trainable:
+            return {}
+        names = self.optimizer.groups.states()
+        return {theirs: self._residency.state(segment, ours) for ours, theirs in names.items()}
 
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
         """The 2-norm of all gradients; the next update clips to `max_norm` in place of gradient_clipping."""
@@ -387,11 +410,14 @@ def _source(model: nn.Module, checkpoint: Any) -> pretrained.Folder | None:
     return None
 
 
-def _core_units(specs: list[UnitSpec], groups: dict[int, int]) -> list[Any]:
+def _core_units(
+    specs: list[UnitSpec], groups: dict[int, int], optimizer: str = "adam", chosen: str | None = None
+) -> list[Any]:
+    """`optimizer` is the core's name; `chosen` the format of bf16 weights."""
     return [
         _core.Unit(
             spec.name,
-            spec.format,
+            unit_format(spec.format, chosen),
             DTYPES[spec.dtype],
             [
                 _core.Segment(
@@ -403,6 +429,7 @@ def _core_units(specs: list[UnitSpec], groups: dict[int, int]) -> list[Any]:
                 )
                 for p in spec.parameters
             ],
+            optimizer,
         )
         for spec in specs
     ]

@@ -8,47 +8,91 @@ from typing import Any
 import torch
 from torch import nn
 
-from .config import Optimizer as OptimizerConfig
+from . import _core, optim
 from .residency import Residency
 
-_SUPPORTED = {torch.optim.Adam: "Adam", torch.optim.AdamW: "AdamW"}
-_REFUSED = ("amsgrad", "maximize")
+_TORCH = (torch.optim.AdamW, torch.optim.Adam, torch.optim.Adagrad, torch.optim.SGD)
+_OWN = (optim.AdamW, optim.Adam, optim.Adagrad, optim.Lion, optim.SGD)
+_REFUSED = ("amsgrad", "differentiable")
+_CORE = {"AdamW": "adam", "Adam": "adam", "Adagrad": "adagrad", "Lion": "lion"}
 
 
-def take_over(optimizer: Any) -> list[dict]:
-    """The groups of a user's torch.optim.Adam or AdamW: the same dict objects, so that a scheduler bound to
-    it drives the engine.
+class Groups:
+    """Parameter groups and what they belong to. `kind` is torch's name of the optimizer, `core` the core's; `format`
+    and `seed` are those of an optimizer of overspill.optim."""
+
+    def __init__(self, kind: str, groups: list[dict], format: str | None = None, seed: int | None = None):
+        self.kind, self.groups, self.format, self.seed = kind, groups, format, seed
+        if kind == "SGD":  # groups share a layout: one with momentum gives all of them a buffer
+            self.core = "momentum" if any(float(group["momentum"]) for group in groups) else "sgd"
+        else:
+            self.core = _CORE[kind]
+
+    def hyper_parameters(self, group: dict) -> dict:
+        """A group as the core takes it, plain numbers; it looks for what its optimizer has."""
+        hyper = {name: _plain(value) for name, value in group.items() if name != "params"}
+        hyper["optimizer"] = self.core
+        if "betas" in hyper:
+            hyper["beta1"], hyper["beta2"] = hyper["betas"]
+        if self.core == "sgd" and hyper["momentum"]:
+            raise ValueError(
+                f"overspill: momentum = {group['momentum']} came after overspill.initialize, which found none and "
+                "made no buffers for it"
+            )
+        return hyper
+
+    def states(self) -> dict[str, str]:
+        """The core's names of the optimizer's states -> torch's."""
+        names = getattr(optim, self.kind)._names
+        held = _core.optim.components(self.core, "fp32", 1)
+        return {name: names.get(name, name) for name, number, *_ in held if number >= 0}
+
+
+def take_over(optimizer: Any) -> Groups:
+    """The groups of a user's optimizer, of torch.optim or overspill.optim: the same dict objects, so that a scheduler
+    bound to it drives the engine.
 
     Raises TypeError for another class, ValueError for options that the engine does not have.
     """
     kind = type(optimizer)
-    if kind not in _SUPPORTED:
-        names = " and ".join(f"torch.optim.{name}" for name in _SUPPORTED.values())
+    if kind not in (*_TORCH, *_OWN):
         raise TypeError(
-            f"overspill: optimizer {kind.__module__}.{kind.__qualname__} is not supported; {names} are"
+            f"overspill: optimizer {kind.__module__}.{kind.__qualname__} is not supported; "
+            f"{', '.join(f'torch.optim.{known.__name__}' for known in _TORCH)} and overspill.optim's are"
         )
-    if optimizer.state:
+    if any(float(state.get("step", 1)) > 0 for state in optimizer.state.values() if state):
         raise ValueError("overspill: this optimizer has made steps already; its state cannot be taken over")
-    for group in optimizer.param_groups:
+    groups = optimizer.param_groups
+    for group in groups:
         for option in _REFUSED:
             if group.get(option):
-                raise ValueError(f"overspill: torch.optim.{kind.__name__}({option}=True) is not supported")
-        group["decoupled"] = kind is torch.optim.AdamW or bool(group.get("decoupled_weight_decay"))
-    return optimizer.param_groups
+                raise ValueError(f"overspill: {_name(kind)}({option}=True) is not supported")
+        if kind in (torch.optim.AdamW, torch.optim.Adam, optim.AdamW, optim.Adam):
+            group["decoupled"] = kind.__name__ == "AdamW" or bool(group.get("decoupled_weight_decay"))
+    if kind in _TORCH:
+        return Groups(kind.__name__, groups)
+    return Groups(kind.__name__, groups, _common(groups, "format"), _common(groups, "seed"))
 
 
-def make_groups(config: OptimizerConfig, parameters: Iterable[Any]) -> list[dict]:
+def _name(kind: type) -> str:
+    return f"{'torch' if kind in _TORCH else 'overspill'}.optim.{kind.__name__}"
+
+
+def _common(groups: list[dict], option: str) -> Any:
+    values = {group[option] for group in groups}
+    if len(values) > 1:
+        raise ValueError(f"overspill: parameter groups differ in {option}: {values}; an engine has one")
+    return values.pop()
+
+
+def make_groups(config: Any, parameters: Iterable[Any]) -> Groups:
     """Groups of the configured optimizer over parameters, or over dicts with "params" and hyper-parameters
     of their own."""
     items = list(parameters)
     groups = [dict(item) for item in items] if items and isinstance(items[0], dict) else [{"params": items}]
-    defaults = {
-        "lr": config.lr,
-        "betas": config.betas,
-        "eps": config.eps,
-        "weight_decay": config.weight_decay,
-        "decoupled": config.type == "AdamW",
-    }
+    defaults = config.model_dump(exclude={"type"})
+    if config.type in ("AdamW", "Adam"):
+        defaults["decoupled"] = config.type == "AdamW"
     for group in groups:
         unknown = set(group) - set(defaults) - {"params", "name"}
         if unknown:
@@ -58,7 +102,31 @@ def make_groups(config: OptimizerConfig, parameters: Iterable[Any]) -> list[dict
         group["params"] = [p for p in _list(group["params"]) if p.requires_grad]
         for name, value in defaults.items():
             group.setdefault(name, value)
-    return groups
+    return Groups(config.type, groups)
+
+
+def unit_format(own: str, chosen: str | None) -> str:
+    """The core's format of a unit: `own` is what units.py found, `chosen` the format of bf16 weights."""
+    return (chosen or "exact") if own == "bf16_split" else own
+
+
+def choose_format(config: str | None, groups: Groups, formats: Iterable[str]) -> str | None:
+    """The format of bf16 weights: the configuration's or the user's own optimizer's. `formats` are the units'. Raises
+    ValueError where the two differ, or where no weight can have it."""
+    if None not in (config, groups.format) and config != groups.format:
+        raise ValueError(
+            f"overspill: format is {config!r} in the configuration, {groups.format!r} in the optimizer"
+        )
+    chosen = config or groups.format
+    known = set(formats)
+    if chosen == "fp32" and "bf16_split" not in known:  # of an overspill.optim over fp32 weights
+        return None
+    if chosen is not None and (chosen not in ("exact", "compact", "8bit") or "bf16_split" not in known):
+        raise ValueError(
+            f"overspill: format {chosen!r} holds {'fp16' if chosen == 'fp16' else 'bf16'} weights, and none of the "
+            "model's trainable ones are; make it with model.bfloat16(), or leave format out"
+        )
+    return chosen
 
 
 def _list(parameters: Any) -> list:
@@ -91,13 +159,18 @@ def group_indices(groups: list[dict], model: nn.Module) -> dict[int, int]:
 
 class OverspillOptimizer(torch.optim.Optimizer):
     """`param_groups` are read at every step. `step` enqueues the engine's update; moments live in the
-    engine, not in `state`."""
+    engine, not in `state` (`Engine.optimizer_state` gives copies)."""
 
-    def __init__(self, groups: list[dict], residency: Residency, user: torch.optim.Optimizer | None = None):
-        defaults = {name: groups[0][name] for name in ("lr", "betas", "eps", "weight_decay")}
-        super().__init__([dict(group) for group in groups], defaults)
-        self.param_groups = groups
-        self.residency, self.user, self.last_step = residency, user, None
+    def __init__(self, groups: Groups, residency: Residency, user: torch.optim.Optimizer | None = None):
+        defaults = {name: value for name, value in groups.groups[0].items() if name not in ("params", "name")}
+        super().__init__([dict(group) for group in groups.groups], defaults)
+        self.param_groups = groups.groups
+        self.groups, self.residency, self.user, self.last_step = groups, residency, user, None
+        if user is not None:
+            user.state.clear()  # Adagrad has sums before its first step: they are the engine's now
+
+    def _hyper_parameters(self) -> list[dict]:
+        return [self.groups.hyper_parameters(group) for group in self.param_groups]
 
     def step(self, closure: Callable | None = None) -> Any:
         """Returns the closure's loss, if any; the outcome is in `last_step` (step, norm, clip, skipped)."""
@@ -105,7 +178,7 @@ class OverspillOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self.last_step = self.residency.core.step([_hyper_parameters(group) for group in self.param_groups])
+        self.last_step = self.residency.core.step(self._hyper_parameters())
         self.residency.refresh()
         if self.user is not None:
             self.user._opt_called = True  # what a scheduler bound to the user's optimizer looks for
@@ -113,7 +186,11 @@ class OverspillOptimizer(torch.optim.Optimizer):
 
     def expect_step(self) -> None:
         """Tells the engine what the next step will be given, as far as anybody knows now (speculation)."""
-        self.residency.core.expect_step([_hyper_parameters(group) for group in self.param_groups])
+        self.residency.core.expect_step(self._hyper_parameters())
+
+    def start_states(self) -> None:
+        """Once, before the first step: states of an optimizer that does not start with zero."""
+        self.residency.core.start_states(self._hyper_parameters())
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         self.residency.core.clear_gradients()
@@ -129,6 +206,11 @@ class OverspillOptimizer(torch.optim.Optimizer):
         return {"groups": groups}
 
     def load_state_dict(self, state_dict: dict) -> None:
+        if "param_groups" in state_dict:
+            raise ValueError(
+                "overspill: this is the state of a torch optimizer; states live in the engine and come back with "
+                "engine.load_checkpoint"
+            )
         saved = state_dict["groups"]
         if len(saved) != len(self.param_groups):
             raise ValueError(
@@ -142,15 +224,3 @@ def _plain(value: Any) -> Any:
     if isinstance(value, (tuple, list)):
         return [_plain(item) for item in value]
     return value.item() if isinstance(value, torch.Tensor) else value
-
-
-def _hyper_parameters(group: dict) -> dict:
-    beta1, beta2 = (float(beta) for beta in group["betas"])
-    return {
-        "lr": float(group["lr"]),
-        "beta1": beta1,
-        "beta2": beta2,
-        "eps": float(group["eps"]),
-        "weight_decay": float(group["weight_decay"]),
-        "decoupled": bool(group["decoupled"]),
-    }

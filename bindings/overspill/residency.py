@@ -303,7 +303,7 @@ class Residency:
         return out
 
     def state(self, segment: Segment, name: str) -> torch.Tensor:
-        """A copy in fp32 of "m", "v" or "grad"."""
+        """A copy in fp32 of a state, by the core's name, or of "grad"."""
         with torch.inference_mode(False), DisableTorchFunction():
             out = torch.empty_strided(segment.shape, segment.stride, dtype=torch.float32)
             self.core.read_state(segment.unit.index, segment.index, name, out.data_ptr(), out.numel() * 4)

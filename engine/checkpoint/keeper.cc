@@ -10,6 +10,7 @@
 #include <utility>
 
 #include "engine/checkpoint/checkpoint_file.h"
+#include "engine/checkpoint/manifest_check.h"
 #include "engine/checkpoint/resident_file.h"
 
 namespace overspill::engine {
@@ -66,6 +67,10 @@ ManifestUnit describe(const Unit& unit, const UnitState& state) {
   ManifestUnit out;
   out.name = unit.name;
   out.format = format_name(unit.format);
+  if (unit.trainable()) out.optimizer = optim::name(unit.optimizer);
+  for (const Component component : kAllComponents) {
+    if (unit.has(component)) out.components.emplace_back(unit.component_name(component));
+  }
   out.dtype = unit.dtype;
   out.elements = unit.elements;
   for (size_t s = 0; s < unit.segments.size(); ++s) {
@@ -84,6 +89,20 @@ std::string strides_text(const std::vector<int64_t>& strides) {
   return strides.empty() ? "row-major ones" : shape_text(strides);
 }
 
+/// Throws unless the checkpoint's unit is held as this model's is.
+void match_kind(const fs::path& folder, const ManifestUnit& found, const Unit& own) {
+  const auto refuse = [&](const char* what, std::string_view there, std::string_view here) {
+    throw CheckpointError(
+        fmt::format("{} cannot be opened here: the {} of unit {} is {} there, {} here. Open it with the "
+                    "settings it was made with",
+                    folder.string(), what, own.name, there, here));
+  };
+  if (found.dtype != own.dtype) refuse("dtype", found.dtype, own.dtype);
+  if (found.format != format_name(own.format)) refuse("format", found.format, format_name(own.format));
+  const std::string_view optimizer = own.trainable() ? optim::name(own.optimizer) : "";
+  if (found.optimizer != optimizer) refuse("optimizer", found.optimizer, optimizer);
+}
+
 /// Throws unless the checkpoint's unit is this model's.
 void match(const fs::path& folder, const ManifestUnit& found, const Unit& own) {
   const auto refuse = [&](const std::string& what) {
@@ -91,10 +110,7 @@ void match(const fs::path& folder, const ManifestUnit& found, const Unit& own) {
         fmt::format("{} is a checkpoint of another model: {}. Open it with the model it was made from",
                     folder.string(), what));
   };
-  if (found.format != format_name(own.format) || found.dtype != own.dtype) {
-    refuse(fmt::format("unit {} is {} {} there, {} {} here", own.name, found.format, found.dtype,
-                       format_name(own.format), own.dtype));
-  }
+  match_kind(folder, found, own);
   if (found.segments.size() != own.segments.size()) {
     refuse(fmt::format("unit {} has {} parameters there, {} here", own.name, found.segments.size(),
                        own.segments.size()));
@@ -115,13 +131,6 @@ void match(const fs::path& folder, const ManifestUnit& found, const Unit& own) {
     if (there.begin != here.begin)
       refuse(fmt::format("{} begins at {} there, at {} here", here.name, there.begin, here.begin));
   }
-}
-
-Component component_of(const std::string& name) {
-  for (Component component : kAllComponents) {
-    if (name == component_name(component)) return component;
-  }
-  throw CheckpointError(fmt::format("unknown component '{}' in the manifest", name));
 }
 
 }  // namespace
@@ -213,8 +222,10 @@ Manifest CheckpointKeeper::write_folder(const fs::path& folder,
         const auto i = static_cast<size_t>(component);
         const int64_t bytes = context_.component_bytes(c, component);
         if (bytes == 0) continue;
-        ManifestPiece piece{
-            component_name(component), context_.layout.global_begin(chunk), chunk.elements, {}};
+        ManifestPiece piece{std::string(unit.component_name(component)),
+                            context_.layout.global_begin(chunk),
+                            chunk.elements,
+                            {}};
         if (!state.extents[i].empty()) {
           io::ExportedExtent& extent = exported[next++];
           piece.range = {extent.file, extent.offset, extent.bytes, std::move(extent.block_checksums)};
@@ -261,14 +272,14 @@ void CheckpointKeeper::load(const fs::path& folder, const Manifest& manifest, Ac
     for (size_t s = 0; s < found.segments.size(); ++s)
       context_.units[index].steps[s] = found.segments[s].step;
     for (const ManifestPiece& piece : found.pieces) {
-      const Component component = component_of(piece.component);
-      const int64_t width = unit.component_bytes(component);
+      const Component component{static_cast<uint8_t>(unit.component_named(piece.component))};
       // Padding depends on the world the checkpoint was made in; what lies beyond this unit's own is zero.
       const int64_t elements = std::min(piece.elements, unit.elements - piece.begin);
       if (elements <= 0) continue;
-      buffer.resize(static_cast<size_t>(elements * width));  // the range may be longer, by any amount
-      read_range(folder, piece.range, buffer);
-      access.write(index, component, piece.begin, buffer);
+      const int64_t used = unit.scaled(component) ? piece.elements : elements;  // scales lie behind
+      buffer.resize(static_cast<size_t>(component_bytes(found, piece.component, used)));
+      read_range(folder, piece.range, buffer);  // the range may be longer, by any amount
+      access.write_piece(index, component, piece.begin, elements, buffer, piece.elements);
     }
   }
 }

@@ -163,30 +163,55 @@ ManifestSegment read_segment(const Json& json) {
           .trainable = segment.boolean("trainable")};
 }
 
-ManifestUnit read_unit(const Json& json) {
-  const Fields unit(json, "a unit", 6);
-  return {.name = unit.text("name"),
-          .format = unit.text("format"),
-          .dtype = unit.text("dtype"),
-          .elements = unit.integer("elements"),
-          .segments = unit.list<ManifestSegment>("parameters", read_segment),
-          .pieces = unit.list<ManifestPiece>("pieces", read_piece)};
+/// Of version 2, which named the whole after its format.
+void upgrade(ManifestUnit& unit) {
+  if (unit.format == "bf16_split") {
+    unit.format = "exact";
+  } else if (unit.format == "fp32") {
+    for (ManifestPiece& piece : unit.pieces)
+      piece.component = piece.component == "hi" ? "p" : piece.component;
+  } else if (unit.format != "frozen") {
+    throw Malformed(fmt::format("unit '{}' has the unknown format '{}'", unit.name, unit.format));
+  }
+  if (unit.format != "frozen") unit.optimizer = "adam";
+  for (const std::string_view component : components_of(unit)) unit.components.emplace_back(component);
+}
+
+ManifestUnit read_unit(const Json& json, int64_t version) {
+  const Fields fields(json, "a unit", version == 2 ? 6 : 8);
+  ManifestUnit unit{.name = fields.text("name"),
+                    .optimizer = {},
+                    .format = fields.text("format"),
+                    .components = {},
+                    .dtype = fields.text("dtype"),
+                    .elements = fields.integer("elements"),
+                    .segments = fields.list<ManifestSegment>("parameters", read_segment),
+                    .pieces = fields.list<ManifestPiece>("pieces", read_piece)};
+  if (version == 2) {
+    upgrade(unit);
+  } else {
+    unit.optimizer = fields.text("optimizer");
+    unit.components = fields.texts("components");
+  }
+  return unit;
 }
 
 Manifest read_root(const Json& json) {
   // The version first: another one may have other fields.
   if (!json.is_object() || !json.contains("version")) throw Malformed("it has no version");
-  if (json["version"] != kManifestVersion) {
-    throw Malformed(fmt::format("its version is {} and this program reads {}",
+  if (json["version"] != kManifestVersion && json["version"] != 2) {
+    throw Malformed(fmt::format("its version is {} and this program reads 2 and {}",
                                 json["version"].dump().substr(0, 20), kManifestVersion));
   }
   const Fields root(json, "the manifest", 7);
-  return {.version = kManifestVersion,
-          .step = root.integer("step"),
-          .skipped_steps = root.integer("skipped_steps"),
-          .world = root.integer("world"),
-          .units = root.list<ManifestUnit>("units", read_unit),
-          .extra_json = root.text("extra")};
+  const int64_t version = root.integer("version");
+  return {
+      .version = kManifestVersion,
+      .step = root.integer("step"),
+      .skipped_steps = root.integer("skipped_steps"),
+      .world = root.integer("world"),
+      .units = root.list<ManifestUnit>("units", [&](const Json& unit) { return read_unit(unit, version); }),
+      .extra_json = root.text("extra")};
 }
 
 Json parse(std::string_view text) {
@@ -254,7 +279,9 @@ Json to_json(const ManifestUnit& unit) {
                       {"checksums", to_hex(piece.range.block_checksums)}});
   }
   return {{"name", unit.name},
+          {"optimizer", unit.optimizer},
           {"format", unit.format},
+          {"components", unit.components},
           {"dtype", unit.dtype},
           {"elements", unit.elements},
           {"parameters", std::move(segments)},

@@ -12,7 +12,7 @@
 
 namespace overspill::engine {
 
-inline constexpr int kManifestVersion = 2;
+inline constexpr int kManifestVersion = 3;  // 2 is read too: Adam in exact and fp32 only
 inline constexpr const char* kManifestFile = "manifest.json";
 
 /// Something in a checkpoint folder is missing, malformed, or does not belong; what() names the file and the
@@ -33,9 +33,9 @@ struct FileRange {
 /// One component of one chunk. Element i of the range is element `begin + i` of the unit's flat, padded
 /// space.
 struct ManifestPiece {
-  std::string component;  // "hi", "lo", "m", "v"
-  int64_t begin = 0;      // elements
-  int64_t elements = 0;   // valid elements; the range may be longer (padding)
+  std::string component;  // one of the unit's
+  int64_t begin = 0;      // elements; where the component has scales, a multiple of their block
+  int64_t elements = 0;   // valid elements, behind them their scales; the range may be longer (padding)
   FileRange range;
 };
 
@@ -55,7 +55,9 @@ struct ManifestSegment {
 
 struct ManifestUnit {
   std::string name;
-  std::string format;    // "bf16_split", "fp32", "frozen"
+  std::string optimizer;                // as the update names it: "adam", ...; "" for a frozen unit
+  std::string format;                   // the update's "fp32", "exact", ..., or "frozen"
+  std::vector<std::string> components;  // the weight that forward used first; "hi" alone for a frozen unit
   std::string dtype;     // of the weights as forward uses them, safetensors' names: "BF16", "F32", …
   int64_t elements = 0;  // padded
   std::vector<ManifestSegment> segments;
@@ -71,9 +73,10 @@ struct Manifest {
   std::string extra_json = "{}";  // what the caller keeps beside: scheduler, random states, data position
 };
 
-/// Throws CheckpointError. Checks version, names (no path separators, no ".."), that ranges lie inside their
-/// files, that checksum counts fit, that segments lie inside their unit and pieces cover every segment's
-/// components exactly once, that shapes fit element counts and strides fit shapes.
+/// What comes of a manifest of version 2 is one of version 3. Throws CheckpointError. Checks version, names
+/// (no path separators, no ".."), that ranges lie inside their files, that checksum counts fit, that segments
+/// lie inside their unit and pieces cover every segment's components exactly once, that shapes fit element
+/// counts and strides fit shapes.
 Manifest read_manifest(const std::filesystem::path& folder);
 
 /// Temporary name, fsync, rename, fsync of the folder. All data files are durable before the call.
@@ -103,11 +106,11 @@ VerifyResult verify_data(const std::filesystem::path& folder, const Manifest& ma
 
 /// Streams a checkpoint into Hugging Face safetensors files in `out` (created; must be empty or absent):
 /// model.safetensors, or shards of at most `shard_bytes` with an index. `dtype` is "bf16" or "fp32": weights
-/// from `hi` alone, or from hi and lo. Tensors are row-major there, whatever their strides here. Memory:
-/// about one tensor. Written under temporary names and renamed when complete; after an error nothing remains.
-/// Frozen tensors keep their dtype unless it is F16, BF16 or F32. Of tied weights only the first name is
-/// written: Hugging Face ties the others when it loads. `progress(context, done, total)` in bytes; may be
-/// null, may throw.
+/// from `hi` alone where it is bf16, or from the exact master. Tensors are row-major there, whatever their
+/// strides here. Memory: about one tensor. Written under temporary names and renamed when complete; after an
+/// error nothing remains. Frozen tensors keep their dtype unless it is F16, BF16 or F32. Of tied weights only
+/// the first name is written: Hugging Face ties the others when it loads. `progress(context, done, total)` in
+/// bytes; may be null, may throw.
 struct MergeOptions {
   std::string dtype = "bf16";
   int64_t shard_bytes = int64_t{5} << 30;

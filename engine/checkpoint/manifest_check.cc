@@ -4,7 +4,6 @@
 #include <fmt/ranges.h>
 
 #include <algorithm>
-#include <array>
 #include <unordered_map>
 #include <unordered_set>
 #include <utility>
@@ -18,6 +17,23 @@ namespace {
 constexpr int64_t kBlockBytes = int64_t{64} * 1024;  // of a checksum
 constexpr int64_t kElementsMax = int64_t{1} << 56;   // times 8 bytes stays far from overflow
 constexpr size_t kNameBytesMax = 4096;
+
+/// Empty for names that mean nothing.
+std::span<const optim::ComponentSpec> specs_of(const ManifestUnit& unit) {
+  try {
+    return optim::components(optim::optimizer_named(unit.optimizer), optim::format_named(unit.format));
+  } catch (const std::invalid_argument&) {
+    return {};
+  }
+}
+
+/// Null where the unit has none of that name, and for a frozen unit.
+const optim::ComponentSpec* component_of(const ManifestUnit& unit, std::string_view name) {
+  for (const optim::ComponentSpec& spec : specs_of(unit)) {
+    if (spec.name == name) return &spec;
+  }
+  return nullptr;
+}
 
 /// Accumulates nothing: the first thing that is wrong ends the check.
 class Check {
@@ -48,12 +64,14 @@ class Check {
     require(!unit.name.empty() && unit.name.size() <= kNameBytesMax, "a unit's name has {} bytes",
             unit.name.size());
     require(unit_names_.insert(unit.name).second, "two units are called '{}'", unit.name);
-    require(!components_of(unit.format).empty(), "unit '{}' has the unknown format '{}'", unit.name,
-            unit.format);
+    require(!components_of(unit).empty(), "unit '{}' has the unknown format '{}' or optimizer '{}'",
+            unit.name, unit.format, unit.optimizer);
     require(dtype_bytes(unit.dtype) > 0, "unit '{}' has the unknown dtype '{}'", unit.name, unit.dtype);
-    require((unit.format != "bf16_split" || unit.dtype == "BF16") &&
-                (unit.format != "fp32" || unit.dtype == "F32"),
-            "unit '{}' has the format {} and the dtype {}", unit.name, unit.format, unit.dtype);
+    const std::string_view dtype = weights_dtype(format_from_name(unit.format));
+    require(dtype.empty() || unit.dtype == dtype, "unit '{}' has the format {} and the dtype {}", unit.name,
+            unit.format, unit.dtype);
+    require(std::ranges::equal(unit.components, components_of(unit)),
+            "unit '{}' has other components than {} {} has", unit.name, unit.optimizer, unit.format);
     require(unit.elements >= 0 && unit.elements <= kElementsMax, "unit '{}' has {} elements", unit.name,
             unit.elements);
     check_segments(unit);
@@ -93,7 +111,7 @@ class Check {
 
   void check_pieces(const ManifestUnit& unit) {
     for (const ManifestPiece& piece : unit.pieces) check_piece(unit, piece);
-    for (const std::string_view component : components_of(unit.format)) {
+    for (const std::string_view component : components_of(unit)) {
       std::vector<std::pair<int64_t, int64_t>> covered;
       for (const ManifestPiece& piece : unit.pieces) {
         if (piece.component == component) covered.emplace_back(piece.begin, piece.begin + piece.elements);
@@ -112,17 +130,21 @@ class Check {
 
   void check_piece(const ManifestUnit& unit, const ManifestPiece& piece) {
     const FileRange& range = piece.range;
-    const int64_t element_bytes = component_bytes(unit, piece.component);
-    require(element_bytes > 0, "unit '{}' has a piece of component '{}', format {}", unit.name,
-            piece.component, unit.format);
+    const optim::ComponentSpec* spec = component_of(unit, piece.component);
+    require(component_element_bytes(unit, piece.component) > 0,
+            "unit '{}' has a piece of component '{}', format {}", unit.name, piece.component, unit.format);
     require(piece.elements > 0 && fits(piece.begin, piece.elements, unit.elements),
             "unit '{}' has a piece of elements {} + {} of {}", unit.name, piece.begin, piece.elements,
             unit.elements);
+    require(spec == nullptr || !spec->scaled || piece.begin % optim::kScaleBlock == 0,
+            "unit '{}' has a piece of {} that begins at element {}, inside a block", unit.name,
+            piece.component, piece.begin);
     const int64_t file_bytes = bytes_of(range.file);
     require(fits(range.offset, range.bytes, file_bytes), "bytes {} + {} of {}, which has {}", range.offset,
             range.bytes, range.file, file_bytes);
-    require(range.bytes >= piece.elements * element_bytes, "unit '{}': {} bytes of {} for {} elements of {}",
-            unit.name, range.bytes, range.file, piece.elements, piece.component);
+    require(range.bytes >= component_bytes(unit, piece.component, piece.elements),
+            "unit '{}': {} bytes of {} for {} elements of {}", unit.name, range.bytes, range.file,
+            piece.elements, piece.component);
     const int64_t blocks = (range.bytes - 1) / kBlockBytes + 1;
     require(std::cmp_equal(range.block_checksums.size(), blocks),
             "unit '{}': {} checksums for {} bytes of {}", unit.name, range.block_checksums.size(),
@@ -170,21 +192,24 @@ class Check {
 
 }  // namespace
 
-std::span<const std::string_view> components_of(std::string_view format) {
-  static constexpr std::array<std::string_view, 4> kSplit = {"hi", "lo", "m", "v"};
-  static constexpr std::array<std::string_view, 3> kFull = {"hi", "m", "v"};
-  static constexpr std::array<std::string_view, 1> kFrozen = {"hi"};
-  if (format == "bf16_split") return kSplit;
-  if (format == "fp32") return kFull;
-  if (format == "frozen") return kFrozen;
-  return {};
+std::vector<std::string_view> components_of(const ManifestUnit& unit) {
+  if (unit.format == "frozen") {
+    return unit.optimizer.empty() ? std::vector<std::string_view>{"hi"} : std::vector<std::string_view>{};
+  }
+  std::vector<std::string_view> names;
+  for (const optim::ComponentSpec& spec : specs_of(unit)) names.push_back(spec.name);
+  return names;
 }
 
-int64_t component_bytes(const ManifestUnit& unit, std::string_view component) {
-  const auto components = components_of(unit.format);
-  if (std::ranges::find(components, component) == components.end()) return 0;
-  if (component == "hi") return dtype_bytes(unit.dtype);
-  return component == "lo" ? 2 : 4;
+int64_t component_element_bytes(const ManifestUnit& unit, std::string_view component) {
+  if (unit.format == "frozen") return component == "hi" ? dtype_bytes(unit.dtype) : 0;
+  const optim::ComponentSpec* spec = component_of(unit, component);
+  return spec != nullptr ? spec->element_bytes : 0;
+}
+
+int64_t component_bytes(const ManifestUnit& unit, std::string_view component, int64_t elements) {
+  const optim::ComponentSpec* spec = component_of(unit, component);
+  return spec != nullptr ? spec->bytes(elements) : elements * component_element_bytes(unit, component);
 }
 
 void check_manifest(const std::filesystem::path& folder, const Manifest& manifest) {

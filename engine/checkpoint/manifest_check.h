@@ -4,19 +4,23 @@
 
 #include <cstdint>
 #include <filesystem>
-#include <span>
 #include <string_view>
+#include <vector>
 
 #include "engine/checkpoint/manifest.h"
 #include "engine/partition/model.h"
 
 namespace overspill::engine {
 
-/// The components that a unit's format has; empty for an unknown format.
-std::span<const std::string_view> components_of(std::string_view format);
+/// The components that a unit's optimizer has in its format, the weight first and its master, where there is
+/// one, second; empty where one of the two is unknown.
+std::vector<std::string_view> components_of(const ManifestUnit& unit);
 
-/// Bytes of one element of a component of a unit; 0 where the unit has no such component.
-int64_t component_bytes(const ManifestUnit& unit, std::string_view component);
+/// Bytes of one element of a component of a unit, without scales; 0 where the unit has no such component.
+int64_t component_element_bytes(const ManifestUnit& unit, std::string_view component);
+
+/// Bytes of a piece of `elements`, scales included.
+int64_t component_bytes(const ManifestUnit& unit, std::string_view component, int64_t elements);
 
 /// Throws CheckpointError naming the manifest, the part that is wrong and the values that decided it.
 void check_manifest(const std::filesystem::path& folder, const Manifest& manifest);

@@ -52,9 +52,13 @@ WeightReader::WeightReader(const std::filesystem::path& folder, const ManifestUn
 }
 
 std::span<const std::byte> WeightReader::read(int64_t begin, int64_t count, const std::string& dtype) {
-  gather("hi", begin, count, hi_);
-  if (dtype == unit_.dtype) return hi_;  // bf16 of a split unit too: `hi` is the weight that forward used
-  if (unit_.format == "bf16_split") gather("lo", begin, count, lo_);
+  const auto names = components_of(unit_);
+  // The weight that forward used, where that is wanted; of fp16 the master is nearer to the bf16 weight.
+  const bool own = dtype == unit_.dtype;
+  const bool master = !own && names.size() > 1 && unit_.format != "fp32";
+  if (own || !master || unit_.format != "fp16") gather(names[0], begin, count, hi_);
+  if (own) return hi_;
+  if (master) gather(names[1], begin, count, lo_);
   to_float(count);
   if (dtype == "F32") return std::as_bytes(std::span(floats_));
   to_bf16(count);
@@ -63,7 +67,7 @@ std::span<const std::byte> WeightReader::read(int64_t begin, int64_t count, cons
 
 void WeightReader::gather(std::string_view component, int64_t begin, int64_t count,
                           std::vector<std::byte>& to) const {
-  const int64_t element_bytes = component_bytes(unit_, component);
+  const int64_t element_bytes = component_element_bytes(unit_, component);
   to.resize(count * element_bytes);
   if (count == 0) return;
   const auto& pieces = pieces_.find(component)->second;
@@ -81,8 +85,13 @@ void WeightReader::gather(std::string_view component, int64_t begin, int64_t cou
 void WeightReader::to_float(int64_t count) {
   floats_.resize(count);
   for (int64_t i = 0; i < count; ++i) {
-    if (unit_.format == "bf16_split") {
+    if (unit_.format == "exact" || unit_.format == "compact") {
       floats_[i] = std::bit_cast<float>(optim::join_split(load<uint16_t>(hi_, i), load<int16_t>(lo_, i)));
+    } else if (unit_.format == "8bit") {
+      const auto lo = static_cast<int16_t>(load<int8_t>(lo_, i) * 256);
+      floats_[i] = std::bit_cast<float>(optim::join_split(load<uint16_t>(hi_, i), lo));
+    } else if (unit_.format == "fp16") {
+      floats_[i] = load<float>(lo_, i);
     } else if (unit_.dtype == "F32") {
       floats_[i] = load<float>(hi_, i);
     } else if (unit_.dtype == "F16") {

@@ -7,6 +7,7 @@
 #include <array>
 #include <limits>
 #include <stdexcept>
+#include <string_view>
 #include <unordered_set>
 #include <utility>
 
@@ -15,10 +16,10 @@
 namespace overspill::engine {
 namespace {
 
-constexpr int64_t kSegmentAlignBytes =
-    64;                                // at 4 bytes off, vectorised kernels of the framework give other bits
+constexpr int64_t kSegmentAlignBytes = 64;
 constexpr int64_t kBlockBytes = 4096;  // transfers to the store are whole blocks
 constexpr int64_t kElementsMax = int64_t{1} << 48;
+constexpr std::string_view kFrozenName = "frozen";
 
 int64_t round_up(int64_t value, int64_t multiple) {
   return (value + multiple - 1) / multiple * multiple;
@@ -48,10 +49,7 @@ std::vector<int64_t> strides_of(const SegmentSpec& spec) {
 }
 
 void check_format(const UnitSpec& spec) {
-  const bool fits = spec.format == Format::frozen ||
-                    (spec.format == Format::bf16_split && spec.dtype == "BF16") ||
-                    (spec.format == Format::fp32 && spec.dtype == "F32");
-  if (!fits) {
+  if (spec.format && spec.dtype != weights_dtype(spec.format)) {
     throw std::invalid_argument(fmt::format("unit {}: format {} does not fit dtype {}", spec.name,
                                             format_name(spec.format), spec.dtype));
   }
@@ -64,10 +62,19 @@ void check_format(const UnitSpec& spec) {
 /// The fewest elements whose every component fills whole blocks.
 int64_t granule_of(const Unit& unit) {
   int64_t narrowest = unit.element_bytes;
-  for (Component c : {Component::lo, Component::m, Component::v}) {
-    if (unit.component_bytes(c) > 0) narrowest = std::min(narrowest, unit.component_bytes(c));
-  }
+  for (const optim::ComponentSpec& spec : unit.components())
+    narrowest = std::min<int64_t>(narrowest, spec.element_bytes);
   return kBlockBytes / narrowest;
+}
+
+/// Where segments may start: vectorised kernels of the framework give other bits at 4 bytes off, and elements
+/// under one scale are updated together.
+int64_t alignment_of(const Unit& unit) {
+  int64_t align = std::max<int64_t>(1, kSegmentAlignBytes / unit.element_bytes);
+  for (const optim::ComponentSpec& spec : unit.components()) {
+    if (spec.scaled) align = std::max(align, optim::kScaleBlock);
+  }
+  return align;
 }
 
 std::vector<Run> runs_of(const Unit& unit, int64_t begin, int64_t elements) {
@@ -86,9 +93,10 @@ Unit place_segments(const UnitSpec& spec, std::unordered_set<std::string>& names
   Unit unit;
   unit.name = spec.name;
   unit.format = spec.format;
+  unit.optimizer = spec.optimizer;
   unit.dtype = spec.dtype;
   unit.element_bytes = dtype_bytes(spec.dtype);
-  const int64_t align = std::max<int64_t>(1, kSegmentAlignBytes / unit.element_bytes);
+  const int64_t align = alignment_of(unit);
   int64_t end = 0;
   for (const SegmentSpec& segment : spec.segments) {
     if (!names.insert(segment.name).second) {
@@ -105,23 +113,28 @@ Unit place_segments(const UnitSpec& spec, std::unordered_set<std::string>& names
 
 }  // namespace
 
-std::string_view format_name(Format format) {
-  switch (format) {
-    case Format::bf16_split:
-      return "bf16_split";
-    case Format::fp32:
-      return "fp32";
-    case Format::frozen:
-      return "frozen";
-  }
-  return "?";
+std::string_view format_name(UnitFormat format) {
+  return format ? optim::name(*format) : kFrozenName;
 }
 
-Format format_from_name(std::string_view name) {
-  for (Format format : {Format::bf16_split, Format::fp32, Format::frozen}) {
-    if (name == format_name(format)) return format;
+UnitFormat format_from_name(std::string_view name) {
+  if (name == kFrozenName) return kFrozen;
+  return optim::format_named(name);
+}
+
+std::string_view weights_dtype(UnitFormat format) {
+  if (!format) return "";
+  switch (*format) {
+    case optim::Format::fp32:
+      return "F32";
+    case optim::Format::fp16:
+      return "F16";
+    case optim::Format::exact:
+    case optim::Format::compact:
+    case optim::Format::eight_bit:
+      return "BF16";
   }
-  throw std::invalid_argument(fmt::format("unknown format '{}': one of bf16_split, fp32, frozen", name));
+  return "";
 }
 
 int64_t dtype_bytes(std::string_view dtype) {
@@ -147,39 +160,52 @@ int64_t dtype_bytes(std::string_view dtype) {
   return 0;
 }
 
-const char* component_name(Component component) {
-  switch (component) {
-    case Component::hi:
-      return "hi";
-    case Component::lo:
-      return "lo";
-    case Component::m:
-      return "m";
-    case Component::v:
-      return "v";
-  }
-  return "?";
-}
-
 bool Chunk::has_any(const std::vector<uint8_t>& marked) const {
   return std::any_of(runs.begin(), runs.end(), [&](const Run& run) { return marked[run.segment] != 0; });
 }
 
-int64_t Unit::component_bytes(Component component) const {
-  switch (component) {
-    case Component::hi:
-      return element_bytes;
-    case Component::lo:
-      return format == Format::bf16_split ? 2 : 0;
-    case Component::m:
-    case Component::v:
-      return trainable() ? 4 : 0;
-  }
-  return 0;
+std::span<const optim::ComponentSpec> Unit::components() const {
+  if (!trainable()) return {};
+  return optim::components(optimizer, *format);
 }
 
-int64_t Unit::state_bytes() const {
-  return component_bytes(Component::lo) + component_bytes(Component::m) + component_bytes(Component::v);
+bool Unit::has(Component component) const {
+  return component == Component::hi || static_cast<size_t>(component) < components().size();
+}
+
+int64_t Unit::component_element_bytes(Component component) const {
+  return component == Component::hi ? element_bytes
+                                    : components()[static_cast<size_t>(component)].element_bytes;
+}
+
+bool Unit::scaled(Component component) const {
+  return component != Component::hi && components()[static_cast<size_t>(component)].scaled;
+}
+
+std::string_view Unit::component_name(Component component) const {
+  return trainable() ? components()[static_cast<size_t>(component)].name : "hi";
+}
+
+int Unit::component_named(std::string_view name) const {
+  for (const Component component : kAllComponents) {
+    if (has(component) && component_name(component) == name) return static_cast<int>(component);
+  }
+  return kComponents;
+}
+
+int64_t Unit::component_bytes(Component component, int64_t elements) const {
+  if (!has(component)) return 0;
+  if (component == Component::hi) return elements * element_bytes;
+  const optim::ComponentSpec& spec = components()[static_cast<size_t>(component)];
+  return spec.scaled ? round_up(spec.bytes(elements), kBlockBytes) : spec.bytes(elements);
+}
+
+int64_t Unit::state_bytes(int64_t elements) const {
+  int64_t bytes = 0;
+  for (const Component component : kAllComponents) {
+    if (component != Component::hi) bytes += component_bytes(component, elements);
+  }
+  return bytes;
 }
 
 Layout make_layout(const std::vector<UnitSpec>& specs, int64_t chunk_elements, int rank, int world) {

@@ -3,24 +3,28 @@
 //
 // Worked example: two ranks, bf16, parameters of 5,000 and 100 elements. Segments start at 0 and 5,024
 // (64-byte alignment); 5,124 elements are padded to 8,192 = 2 ranks x 2 x 2,048, because 2,048 elements are
-// the fewest whose every component fills whole 4 KiB blocks; a shard is 4,096 elements.
+// the fewest whose every component fills whole 4 KiB blocks; a shard is 4,096 elements. In the format 8bit
+// segments start at multiples of 64 elements, so that none shares a scale with another; shards and chunks do
+// in every format.
 #pragma once
 
 #include <array>
 #include <cstdint>
+#include <span>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "engine/partition/model.h"
 
 namespace overspill::engine {
 
-/// The arrays of a shard (DESIGN 2). `hi` is the weight as forward uses it, in every format.
-enum class Component : uint8_t { hi, lo, m, v };
-inline constexpr int kComponents = 4;
-inline constexpr std::array<Component, kComponents> kAllComponents = {Component::hi, Component::lo,
-                                                                      Component::m, Component::v};
-const char* component_name(Component component);
+/// An array of a shard (DESIGN 2), by its place among the unit's components: `hi`, the weight as forward uses
+/// it, is the first in every format; then what is missing to the exact weight, then the optimizer's states.
+enum class Component : uint8_t { hi };
+inline constexpr int kComponents = optim::kComponentsMax;
+inline constexpr std::array<Component, kComponents> kAllComponents = {Component{0}, Component{1},
+                                                                      Component{2}, Component{3}};
 
 /// A parameter's range in its unit's flat space, in elements.
 struct Segment {
@@ -53,7 +57,8 @@ struct Chunk {
 
 struct Unit {
   std::string name;
-  Format format = Format::bf16_split;
+  UnitFormat format;
+  optim::Optimizer optimizer{};
   std::string dtype;
   int64_t element_bytes = 2;   // of hi
   int64_t elements = 0;        // padded, all ranks
@@ -62,13 +67,23 @@ struct Unit {
   int32_t chunk_count = 0;
   std::vector<Segment> segments;
 
-  bool trainable() const { return format != Format::frozen; }
+  bool trainable() const { return format.has_value(); }
   int64_t bytes() const { return elements * element_bytes; }
   int64_t shard_bytes() const { return shard_elements * element_bytes; }
-  /// Bytes of one element of a component; 0 where the format has no such component.
-  int64_t component_bytes(Component component) const;
-  /// lo, m and v together.
-  int64_t state_bytes() const;
+  /// What a trainable unit consists of, hi first; of a frozen one nothing is said but its hi.
+  std::span<const optim::ComponentSpec> components() const;
+  std::string_view component_name(Component component) const;
+  bool has(Component component) const;
+  /// Of one element, without scales. The unit has the component.
+  int64_t component_element_bytes(Component component) const;
+  bool scaled(Component component) const;
+  /// The component that has this name, kComponents where there is none.
+  int component_named(std::string_view name) const;
+  /// Memory, and room in the store, of a component of `elements` elements: whole blocks of 4 KiB where
+  /// `elements` is a chunk's. 0 where the unit has no such component.
+  int64_t component_bytes(Component component, int64_t elements) const;
+  /// Of all components but hi.
+  int64_t state_bytes(int64_t elements) const;
 };
 
 struct Layout {

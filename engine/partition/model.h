@@ -3,21 +3,25 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <vector>
 
+#include "cpu_optim/format.h"
+
 namespace overspill::engine {
 
-/// How a unit's parameters are kept (DESIGN 3).
-enum class Format : uint8_t {
-  bf16_split,  // hi 2, lo 2, m 4, v 4 bytes a parameter
-  fp32,        // hi 4 (the fp32 weight itself), m 4, v 4
-  frozen,      // hi only, bytes of any dtype
-};
+/// How a unit's parameters are kept (DESIGN 3): a format of the update, or frozen, which is hi only, bytes of
+/// any dtype.
+using UnitFormat = std::optional<optim::Format>;
+inline constexpr std::nullopt_t kFrozen = std::nullopt;
 
-std::string_view format_name(Format format);
-Format format_from_name(std::string_view name);  // throws std::invalid_argument
+std::string_view format_name(UnitFormat format);
+UnitFormat format_from_name(std::string_view name);  // throws std::invalid_argument
+
+/// The safetensors dtype of the weights that forward uses; "" for frozen, which may have any.
+std::string_view weights_dtype(UnitFormat format);
 
 /// Bytes of one element of a safetensors dtype ("BF16", "F32", "I8", ...); 0 for a name that is none.
 int64_t dtype_bytes(std::string_view dtype);
@@ -34,9 +38,10 @@ struct SegmentSpec {
 
 struct UnitSpec {
   std::string name;
-  Format format = Format::bf16_split;
+  UnitFormat format = optim::Format::exact;
   std::string dtype = "BF16";
   std::vector<SegmentSpec> segments;
+  optim::Optimizer optimizer{};  // of all its groups: Adam, unless said
 };
 
 }  // namespace overspill::engine

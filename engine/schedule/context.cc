@@ -73,8 +73,8 @@ Context::Context(Layout layout_in, Plan plan_in, Config config_in, Resources res
     for (int32_t c = unit.first_chunk; c < unit.first_chunk + unit.chunk_count; ++c) {
       if (state.home != nullptr) chunks[c].home[0] = state.home + layout.chunks[c].begin * unit.element_bytes;
       if (plan.states_on_nvme[c]) continue;
-      for (Component component : {Component::lo, Component::m, Component::v}) {
-        const int64_t bytes = component_bytes(c, component);
+      for (Component component : kAllComponents) {
+        const int64_t bytes = component == Component::hi ? 0 : component_bytes(c, component);
         if (bytes > 0) chunks[c].home[static_cast<size_t>(component)] = carver.take(bytes);
       }
     }

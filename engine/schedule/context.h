@@ -131,11 +131,16 @@ struct Context {
     return on_nvme(chunk, component) && component_bytes(chunk, component) > 0;
   }
   bool touches_nvme(int32_t chunk) const {
-    return on_nvme(chunk, Component::hi) || on_nvme(chunk, Component::lo);
+    return plan.weights_on_nvme[layout.chunks[chunk].unit] || plan.states_on_nvme[chunk];
   }
   int64_t component_bytes(int32_t chunk, Component component) const {
     const Chunk& c = layout.chunks[chunk];
-    return c.elements * layout.units[c.unit].component_bytes(component);
+    return layout.units[c.unit].component_bytes(component, c.elements);
+  }
+  /// Of the unit's stochastic rounding: by the unit's place in the model and what the user gave, nothing
+  /// else.
+  uint64_t rounding_seed(int32_t unit) const {
+    return config.rounding_seed * 1'000'003 + static_cast<uint64_t>(unit);
   }
   bool used_in_place(int32_t unit) const {
     return !needs_gather(layout, {device().shares_host_memory()}, plan.weights_on_nvme[unit]);

@@ -22,7 +22,7 @@ std::string mib(int64_t bytes) {
 
 int64_t states_bytes(const Layout& layout, size_t chunk) {
   const Chunk& c = layout.chunks[chunk];
-  return c.elements * layout.units[c.unit].state_bytes();
+  return layout.units[c.unit].state_bytes(c.elements);
 }
 
 /// Fills in everything that follows from where the components are.
@@ -118,8 +118,8 @@ class Planner {
     const Unit& unit = layout_.units[chunk.unit];
     if (!unit.trainable()) return 0;
     const bool weights = plan_.weights_on_nvme[chunk.unit];
-    return chunk.elements *
-           ((weights ? unit.element_bytes : 0) + (plan_.states_on_nvme[c] ? unit.state_bytes() : 0));
+    return (weights ? unit.component_bytes(Component::hi, chunk.elements) : 0) +
+           (plan_.states_on_nvme[c] ? unit.state_bytes(chunk.elements) : 0);
   }
 
   void size_up(int64_t slots) {
@@ -221,19 +221,53 @@ class Planner {
   int64_t second_weights_most_ = std::numeric_limits<int64_t>::max();
 };
 
+/// Bytes of one element, its share of the scales included.
+double exact_bytes(const optim::ComponentSpec& spec) {
+  return static_cast<double>(spec.bytes(optim::kScaleBlock)) / optim::kScaleBlock;
+}
+
+std::vector<Plan::Holding> holdings_of(const Layout& layout) {
+  std::vector<Plan::Holding> holdings;
+  for (const Unit& unit : layout.units) {
+    Plan::Holding own{"frozen", fmt::format("hi {}", unit.element_bytes), 0,
+                      static_cast<double>(unit.element_bytes)};
+    if (unit.trainable()) {
+      own = {fmt::format("{}, {}", optim::name(unit.optimizer), format_name(unit.format)), "", 0, 0};
+      for (const optim::ComponentSpec& spec : unit.components()) {
+        own.components +=
+            fmt::format("{}{} {:.4g}", own.components.empty() ? "" : ", ", spec.name, exact_bytes(spec));
+        own.parameter_bytes += exact_bytes(spec);
+      }
+    }
+    const auto same = [&](const Plan::Holding& h) {
+      return h.name == own.name && h.components == own.components;
+    };
+    auto at = std::find_if(holdings.begin(), holdings.end(), same);
+    if (at == holdings.end()) at = holdings.insert(at, own);
+    for (const Segment& segment : unit.segments) at->parameters += segment.elements;
+  }
+  return holdings;
+}
+
 }  // namespace
 
 bool needs_gather(const Layout& layout, const DeviceTraits& device, bool weights_on_nvme) {
   return weights_on_nvme || layout.world > 1 || !device.shares_host_memory;
 }
 
-int64_t gradient_element_bytes(Format format, int64_t gradient_accumulation) {
-  if (format == Format::frozen) return 0;
-  return format == Format::bf16_split && gradient_accumulation == 1 ? 2 : 4;
+optim::Element gradient_element(optim::Format format, int64_t gradient_accumulation) {
+  if (format == optim::Format::fp32 || gradient_accumulation > 1) return optim::Element::fp32;
+  return format == optim::Format::fp16 ? optim::Element::fp16 : optim::Element::bf16;
+}
+
+int64_t gradient_element_bytes(UnitFormat format, int64_t gradient_accumulation) {
+  return format ? optim::bytes(gradient_element(*format, gradient_accumulation)) : 0;
 }
 
 Plan make_plan(const Layout& layout, const Config& config, const DeviceTraits& device) {
-  return Planner(layout, config, device).make();
+  Plan plan = Planner(layout, config, device).make();
+  plan.holdings = holdings_of(layout);
+  return plan;
 }
 
 std::string Plan::text() const {
@@ -244,7 +278,7 @@ std::string Plan::text() const {
   };
   out += fmt::format("  {:<34} {:>14} {:>14}\n", "component", "host", "nvme");
   row("weights (hi)", weights_host_bytes, weights_nvme_bytes);
-  row("states (lo, m, v)", states_host_bytes, states_nvme_bytes);
+  row("states", states_host_bytes, states_nvme_bytes);
   row("gradients in flight", gradient_bytes, 0);
   row(fmt::format("ring ({} slots of {})", ring_slots, mib(ring_slot_bytes)), ring_slots * ring_slot_bytes,
       0);
@@ -253,6 +287,10 @@ std::string Plan::text() const {
   row("scratch", access_bytes + exchange_bytes, 0);
   row("sum", host_bytes(), nvme_bytes());
   out += fmt::format("  {:<34} {:>14}\n", "budget", mib(host_budget_bytes));
+  for (const Holding& holding : holdings) {
+    out += fmt::format("  {}: {} parameters of {:.4g} bytes ({})\n", holding.name, holding.parameters,
+                       holding.parameter_bytes, holding.components);
+  }
   if (gather_device_bytes > 0)
     out += fmt::format("  {:<34} {:>14}\n", "gather arena on the device", mib(gather_device_bytes));
   if (nvme_bytes() > 0) {

@@ -24,7 +24,16 @@ struct DeviceTraits {
 
 struct Plan {
   std::vector<bool> weights_on_nvme;  // by unit: hi
-  std::vector<bool> states_on_nvme;   // by chunk: lo, m, v
+  std::vector<bool> states_on_nvme;   // by chunk: all components but hi
+
+  /// Parameters that are held alike.
+  struct Holding {
+    std::string name;        // "adam, exact"
+    std::string components;  // with their bytes: "hi 2, lo 2, m 4, v 4"
+    int64_t parameters = 0;  // of all ranks
+    double parameter_bytes = 0;
+  };
+  std::vector<Holding> holdings;  // for text()
 
   // Bytes of this rank.
   int64_t host_budget_bytes = 0;
@@ -58,8 +67,9 @@ struct Plan {
 /// True where a unit's weights cannot be used where they lie: they are gathered into a buffer first.
 bool needs_gather(const Layout& layout, const DeviceTraits& device, bool weights_on_nvme);
 
-/// Bytes of one gradient element.
-int64_t gradient_element_bytes(Format format, int64_t gradient_accumulation);
+/// What gradients in flight are kept in, and its bytes: 0 for a frozen unit.
+optim::Element gradient_element(optim::Format format, int64_t gradient_accumulation);
+int64_t gradient_element_bytes(UnitFormat format, int64_t gradient_accumulation);
 
 /// Throws BudgetError, with the sum and the smallest budget that would do, when the budget is too small.
 Plan make_plan(const Layout& layout, const Config& config, const DeviceTraits& device);

@@ -16,7 +16,7 @@ Speculation::Speculation(Context& context)
   }
 }
 
-void Speculation::expect(std::span<const optim::AdamConfig> groups) {
+void Speculation::expect(std::span<const optim::Hyper> groups) {
   groups_.assign(groups.begin(), groups.end());
 }
 

@@ -21,7 +21,7 @@ class Speculation {
   explicit Speculation(Context& context);
 
   /// The hyper-parameters that the next step is expected to have.
-  void expect(std::span<const optim::AdamConfig> groups);
+  void expect(std::span<const optim::Hyper> groups);
 
   /// A gradient arrived. True when the unit's are now all there, going by the last step, and its updates may
   /// be guessed: its guessed factors are captured then.
@@ -58,7 +58,7 @@ class Speculation {
   Context& context_;
   HostMemory memory_;
   std::vector<std::byte*> free_;
-  std::vector<optim::AdamConfig> groups_;
+  std::vector<optim::Hyper> groups_;
   std::vector<std::vector<int32_t>> arrivals_;  // by unit and segment, since the last step
   std::vector<std::vector<int32_t>> expected_;  // in the last step
   int64_t next_pause_ = 1;

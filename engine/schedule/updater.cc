@@ -3,7 +3,6 @@
 #include <fmt/format.h>
 
 #include <algorithm>
-#include <array>
 #include <cstring>
 #include <stdexcept>
 
@@ -20,20 +19,17 @@ bool earlier(const ChunkState& a, const ChunkState& b) {
 }  // namespace
 
 void update_chunk(const Unit& unit, const Chunk& chunk, std::span<const optim::Factors> factors,
-                  std::span<const uint8_t> present, const ChunkMemory& memory, const std::byte* gradients,
-                  int64_t gradient_element_bytes, optim::Range within) {
-  const auto& [hi, lo, m, v] = memory.component;
-  const bool fp32 = unit.format == Format::fp32;
-  const std::array components = fp32 ? std::array{hi, m, v, lo} : std::array{hi, lo, m, v};
-  const auto format = fp32 ? optim::Format::fp32 : optim::Format::exact;
-  const auto element = gradient_element_bytes == 2 ? optim::Element::bf16 : optim::Element::fp32;
-  const optim::Piece piece{.components = std::span(components).first(fp32 ? 3 : 4),
-                           .elements = chunk.elements};
+                  std::span<const uint8_t> present, const ChunkMemory& memory, optim::Gradient gradients,
+                  optim::Range within) {
+  const optim::Piece piece{.components = std::span(memory.component).first(unit.components().size()),
+                           .elements = chunk.elements,
+                           .index = memory.index,
+                           .seed = memory.seed};
   for (const Run& run : chunk.runs) {
     const optim::Range range{std::max(run.begin, within.begin),
                              std::min(run.begin + run.elements, within.end)};
     if (present[run.segment] == 0 || range.begin >= range.end) continue;
-    optim::update(format, piece, {gradients, element}, range, factors[run.segment]);
+    optim::update(*unit.format, piece, gradients, range, factors[run.segment]);
   }
 }
 
@@ -330,34 +326,44 @@ struct Updater::Work {
   const Chunk& chunk;
   ChunkMemory memory;
   std::byte* gradients = nullptr;
-  int64_t gradient_bytes = 0;  // of an element
+  optim::Element element = optim::Element::fp32;  // of the gradients
   std::span<const optim::Factors> factors{};
   std::span<const uint8_t> present{};
   std::span<io::Sealed> states{};  // by component; empty: they live on the host
 };
 
 /// States that were read for it go block by block: each is compared with its checksum, updated, and
-/// checksummed for its way back while it is in the cache.
+/// checksummed for its way back while it is in the cache. With scales, which lie behind a whole chunk's codes,
+/// the chunk is one block.
 void Updater::update(Work work) {
   const auto for_each_state = [&](auto visit) {
     if (work.states.empty()) return;
-    for (Component state : {Component::lo, Component::m, Component::v}) {
-      const int64_t width = work.unit.component_bytes(state);
-      if (width > 0) visit(work.states[static_cast<size_t>(state)], static_cast<size_t>(state), width);
+    for (const Component state : kAllComponents) {
+      if (state != Component::hi && work.unit.has(state))
+        visit(work.states[static_cast<size_t>(state)], static_cast<size_t>(state),
+              work.unit.component_element_bytes(state));
     }
   };
   const int64_t all = work.chunk.elements;
+  const bool scaled = std::ranges::any_of(work.unit.components(), &optim::ComponentSpec::scaled);
   int64_t step = work.states.empty() ? all : 0;
   for_each_state(
       [&](io::Sealed&, size_t, int64_t width) { step = std::max(step, io::kChecksumBlockBytes / width); });
+  if (scaled) step = all;
   for (int64_t begin = 0; begin < all; begin += step) {
     const int64_t end = std::min(begin + step, all);
+    const auto end_of = [&](const io::Sealed& state, int64_t width) {
+      return scaled ? state.bytes() : end * width;
+    };
     for_each_state([&](io::Sealed& state, size_t i, int64_t width) {
-      work.memory.component[i] = state.open(context_.store(), begin * width, end * width) - begin * width;
+      work.memory.component[i] =
+          state.open(context_.store(), begin * width, end_of(state, width)) - begin * width;
     });
-    update_chunk(work.unit, work.chunk, work.factors, work.present, work.memory, work.gradients,
-                 work.gradient_bytes, {begin, end});
-    for_each_state([&](io::Sealed& state, size_t, int64_t width) { state.seal(begin * width, end * width); });
+    update_chunk(work.unit, work.chunk, work.factors, work.present, work.memory,
+                 {work.gradients, work.element}, {begin, end});
+    for_each_state([&](io::Sealed& state, size_t, int64_t width) {
+      state.seal(begin * width, end_of(state, width));
+    });
   }
 }
 
@@ -365,11 +371,14 @@ void Updater::run(int32_t chunk) noexcept {
   const Chunk& c = context_.layout.chunks[chunk];
   const Unit& unit = context_.layout.units[c.unit];
   const UnitState& unit_state = context_.units[c.unit];
-  Work work{.unit = unit, .chunk = c, .memory = {}};
+  Work work{.unit = unit,
+            .chunk = c,
+            .memory = {.index = context_.layout.global_begin(c), .seed = context_.rounding_seed(c.unit)}};
   std::byte* home = nullptr;    // of hi
   std::byte* second = nullptr;  // guessed hi
   Guess guess = Guess::none;
-  work.gradient_bytes = gradient_element_bytes(unit.format, context_.config.gradient_accumulation);
+  work.element = gradient_element(*unit.format, context_.config.gradient_accumulation);
+  const int64_t gradient_bytes = optim::bytes(work.element);
   const int64_t weights_bytes = context_.component_bytes(chunk, Component::hi);
   {
     const std::lock_guard guard(context_.mutex);
@@ -381,9 +390,9 @@ void Updater::run(int32_t chunk) noexcept {
     second = state.second_weights;
     if (guess != Guess::taking) {
       if (context_.in_store(chunk, Component::hi)) work.memory.component[0] = state.staged_weights;
-      if (context_.on_nvme(chunk, Component::lo)) work.states = slots_[state.slot].states;
+      if (context_.plan.states_on_nvme[chunk]) work.states = slots_[state.slot].states;
     }
-    work.gradients = unit_state.gradients + context_.layout.global_begin(c) * work.gradient_bytes;
+    work.gradients = unit_state.gradients + context_.layout.global_begin(c) * gradient_bytes;
   }
   std::string failure;
   try {
@@ -402,7 +411,7 @@ void Updater::run(int32_t chunk) noexcept {
       work.present = unit_state.updated;
       update(work);
       if (context_.config.poison)
-        std::memset(work.gradients, 0xFF, static_cast<size_t>(c.elements * work.gradient_bytes));
+        std::memset(work.gradients, 0xFF, static_cast<size_t>(c.elements * gradient_bytes));
     }
   } catch (const io::StoreError& error) {
     failure = fmt::format("states of {}: {}", unit.name, error.what());

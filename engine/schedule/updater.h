@@ -106,15 +106,17 @@ class Updater {
   bool ahead_allowed_ = false;
 };
 
-/// One chunk's component where its newest version is in memory: in the ring slot, or at home.
+/// One chunk's components where their newest version is in memory: in the ring slot, or at home.
 struct ChunkMemory {
   std::array<std::byte*, kComponents> component{};
+  int64_t index = 0;  // of the chunk's first element in its unit, over all ranks
+  uint64_t seed = 0;
 };
 
 /// The fused pass over elements begin <= i < end of one chunk, segment by segment: `factors` and `present`
 /// are the unit's, by segment. No locks: the caller has exclusive use of the chunk.
 void update_chunk(const Unit& unit, const Chunk& chunk, std::span<const optim::Factors> factors,
-                  std::span<const uint8_t> present, const ChunkMemory& memory, const std::byte* gradients,
-                  int64_t gradient_element_bytes, optim::Range within);
+                  std::span<const uint8_t> present, const ChunkMemory& memory, optim::Gradient gradients,
+                  optim::Range within);
 
 }  // namespace overspill::engine

@@ -84,7 +84,12 @@ class CheckpointBuilder {
                          int64_t elements) {
     ManifestUnit unit;
     unit.name = name;
+    unit.optimizer = format == "frozen" ? "" : "adam";
     unit.format = format;
+    unit.components = {format == "fp32" ? "p" : format == "fp16" ? "p16" : "hi"};
+    if (format == "fp16") unit.components.emplace_back("master");
+    if (format == "exact" || format == "compact" || format == "8bit") unit.components.emplace_back("lo");
+    if (format != "frozen") unit.components.insert(unit.components.end(), {"m", "v"});
     unit.dtype = dtype;
     unit.elements = elements;
     manifest.units.push_back(unit);
@@ -112,16 +117,23 @@ class CheckpointBuilder {
     for (int64_t begin = 0; begin < unit.elements; begin += piece_elements) {
       const int64_t elements = std::min(piece_elements, unit.elements - begin);
       std::string bytes = data.substr(begin * element_bytes, elements * element_bytes);
-      bytes.append(++pieces_ % 3 * 100, '#');  // padding inside the range
-      ManifestPiece piece;
-      piece.component = component;
-      piece.begin = begin;
-      piece.elements = elements;
-      piece.range = append(pieces_ % 2 == 0 ? "data-0.slab" : "data-1.slab", bytes);
-      unit.pieces.push_back(piece);
+      bytes.append((pieces_ + 1) % 3 * 100, '#');  // padding inside the range
+      add_piece(unit, component, begin, elements, bytes);
     }
     // Their order in the manifest says nothing.
     std::ranges::reverse(unit.pieces);
+  }
+
+  /// One piece of it.
+  void add_piece(ManifestUnit& unit, const std::string& component, int64_t begin, int64_t elements,
+                 const std::string& bytes) {
+    ++pieces_;
+    ManifestPiece piece;
+    piece.component = component;
+    piece.begin = begin;
+    piece.elements = elements;
+    piece.range = append(pieces_ % 2 == 0 ? "data-0.slab" : "data-1.slab", bytes);
+    unit.pieces.push_back(piece);
   }
 
  private:

@@ -218,7 +218,7 @@ TEST(Step, SkipsAndCountsWhatIsNotFinite) {
   bad[4321] = std::numeric_limits<float>::infinity();
   engine.begin_pass({true, true});
   engine.add_gradient(5, 0, std::as_bytes(std::span(bad)), "F32");
-  const optim::AdamConfig groups[2];
+  const optim::Hyper groups[2];
   const engine::StepResult result = engine.step(groups);
   EXPECT_TRUE(result.skipped);
   EXPECT_TRUE(std::isinf(result.norm)) << "a norm that looks healthy hides the reason";

@@ -22,13 +22,13 @@ namespace {
 namespace fs = std::filesystem;
 using engine::Config;
 using engine::Engine;
-using engine::Format;
 using engine::Placement;
+using optim::Format;
 
 std::vector<engine::UnitSpec> small_units() {
-  return {{"embed", Format::bf16_split, "BF16", {{"embed.weight", {40, 64}, 0, {}}}},
+  return {{"embed", Format::exact, "BF16", {{"embed.weight", {40, 64}, 0, {}}}},
           {"scale", Format::fp32, "F32", {{"scale.weight", {900}, 1, {}}}},
-          {"frozen", Format::frozen, "F32", {{"frozen.weight", {300}, 0, {}}}}};
+          {"frozen", engine::kFrozen, "F32", {{"frozen.weight", {300}, 0, {}}}}};
 }
 
 fs::path empty_folder(const std::string& name) {

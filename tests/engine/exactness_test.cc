@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cstring>
 #include <filesystem>
 #include <fstream>
@@ -16,6 +17,7 @@
 #include "kernels/host_device.h"
 #include "kernels/simulated_device.h"
 #include "tests/engine/toy_model.h"
+#include "tests/reference/update.h"
 
 namespace overspill::testing {
 namespace {
@@ -64,12 +66,12 @@ Config config_of(const Case& c) {
   return config;
 }
 
-Resources resources_of(const Case& c, const Config& config) {
+Resources resources_of(const Case& c, const Config& config, const ToyKind& kind = {}) {
   engine::ResourceOptions options;
   options.device = c.device;
   options.io_backend = c.store == "faulty" ? "memory" : c.store;
   options.seed = 7;
-  Resources resources = make_resources(toy_units(), config, options);
+  Resources resources = make_resources(toy_units(kind), config, options);
   if (c.store == "faulty" && resources.store != nullptr) {
     io::Faults faults;  // delays, reordering, short and interrupted transfers: all of them must be invisible
     faults.seed = 11;
@@ -190,7 +192,7 @@ struct WorldOutcome {
   std::vector<engine::StepResult> results;     // of rank 0
 };
 
-WorldOutcome train_world(int world, Placement placement, const std::string& device) {
+WorldOutcome train_world(int world, Placement placement, const std::string& device, const ToyKind& kind) {
   auto ranks = engine::make_in_process_world(world, std::chrono::seconds(60));
   WorldOutcome out;
   out.weights.resize(world);
@@ -202,9 +204,9 @@ WorldOutcome train_world(int world, Placement placement, const std::string& devi
       c.device = device;
       c.threads = 1;
       const Config config = config_of(c);
-      Resources resources = resources_of(c, config);
+      Resources resources = resources_of(c, config, kind);
       resources.communicator = std::move(ranks[rank]);
-      Engine engine(toy_units(), config, std::move(resources));
+      Engine engine(toy_units(kind), config, std::move(resources));
       toy_load(engine);
       for (int step = 0; step < kWorldSteps; ++step) {
         const ToyStep taken = toy_step(engine, step, 1, rank);
@@ -222,9 +224,10 @@ WorldOutcome train_world(int world, Placement placement, const std::string& devi
 }
 
 /// The reference's weights where a world's gathered units have them; padding is zero.
-std::vector<uint16_t> reference_words(int world, const std::vector<engine::StepResult>& results) {
-  const engine::Layout layout = engine::make_layout(toy_units(), 4096, 0, world);
-  const std::vector<float> contents = toy_reference(kWorldSteps, 1, results, world);
+std::vector<uint16_t> reference_words(int world, const std::vector<engine::StepResult>& results,
+                                      const ToyKind& kind) {
+  const engine::Layout layout = engine::make_layout(toy_units(kind), 4096, 0, world);
+  const std::vector<float> contents = toy_reference(kWorldSteps, 1, results, world, kind);
   std::vector<uint16_t> words;
   size_t next = 0;
   for (const engine::Unit& unit : layout.units) {
@@ -238,25 +241,43 @@ std::vector<uint16_t> reference_words(int world, const std::vector<engine::StepR
         uint16_t* to = &words[start + static_cast<size_t>(segment.begin + i) * width];
         if (width == 2) {
           std::memcpy(to, &bits, 4);
+        } else if (unit.dtype == "F16") {
+          *to = reference_narrow_half(contents[next + i]);
         } else {
           *to = static_cast<uint16_t>((bits + 0x8000U) >> 16);
         }
       }
-      next += static_cast<size_t>(segment.elements) * (unit.trainable() ? 3 : 1);
+      const auto states =
+          std::ranges::count(unit.components(), optim::Role::state, &optim::ComponentSpec::role);
+      next += static_cast<size_t>(segment.elements) * static_cast<size_t>(1 + states);
     }
   }
   return words;
 }
 
+void expect_two_ranks_exact(Placement placement, const char* device, const ToyKind& kind) {
+  const WorldOutcome world = train_world(2, placement, device, kind);
+  const std::vector<uint16_t> expected = reference_words(2, world.results, kind);
+  EXPECT_LT(world.results.back().clip, 1.0);
+  EXPECT_TRUE(world.weights[0] == expected) << device;
+  EXPECT_TRUE(world.weights[1] == expected) << device;
+}
+
 TEST(TwoRanks, EqualTheScalarReferenceInEveryPlacementAndOnEveryDevice) {
   for (Placement placement : {Placement::host, Placement::half, Placement::nvme}) {
-    for (const char* device : {"host", "simulated"}) {
-      const WorldOutcome world = train_world(2, placement, device);
-      const std::vector<uint16_t> expected = reference_words(2, world.results);
-      EXPECT_LT(world.results.back().clip, 1.0);
-      EXPECT_TRUE(world.weights[0] == expected) << device;
-      EXPECT_TRUE(world.weights[1] == expected) << device;
-    }
+    for (const char* device : {"host", "simulated"}) expect_two_ranks_exact(placement, device, {});
+  }
+}
+
+TEST(TwoRanks, EqualTheScalarReferenceInOtherFormats) {
+  const ToyKind kinds[] = {{optim::optimizer_named("adam"), optim::Format::eight_bit},
+                           {optim::optimizer_named("adagrad"), optim::Format::eight_bit},
+                           {optim::optimizer_named("lion"), optim::Format::compact},
+                           {optim::optimizer_named("momentum"), optim::Format::fp16}};
+  for (const ToyKind& kind : kinds) {
+    SCOPED_TRACE(std::string(optim::name(kind.optimizer)) + " " + std::string(optim::name(*kind.format)));
+    for (Placement placement : {Placement::host, Placement::nvme})
+      expect_two_ranks_exact(placement, "host", kind);
   }
 }
 
@@ -307,7 +328,7 @@ TEST_P(Bytes, MovedOnNvmeAreThoseOfThePlanAndOfTheKernel) {
   if (GetParam() != Placement::nvme) return;
   int64_t trainable = 0;
   for (const engine::Unit& unit : engine.layout().units) {
-    if (unit.trainable()) trainable += unit.shard_elements * (unit.element_bytes + unit.state_bytes());
+    if (unit.trainable()) trainable += unit.shard_bytes() + unit.state_bytes(unit.shard_elements);
   }
   EXPECT_EQ(stats_written, trainable) << "12 bytes a parameter";
 }

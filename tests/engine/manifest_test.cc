@@ -24,7 +24,7 @@ class ManifestTest : public ::testing::Test {
   void SetUp() override {
     CheckpointBuilder builder(path());
     builder.manifest.units.reserve(3);
-    ManifestUnit& split = builder.add_unit("layer.0", "bf16_split", "BF16", 40'000);
+    ManifestUnit& split = builder.add_unit("layer.0", "exact", "BF16", 40'000);
     CheckpointBuilder::add_segment(split, "layer.0.weight", {100, 300}, 0, {"head.weight"});
     CheckpointBuilder::add_segment(split, "layer.0.bias", {300}, 30'016);
     ManifestUnit& full = builder.add_unit("norm", "fp32", "F32", 96);
@@ -38,7 +38,7 @@ class ManifestTest : public ::testing::Test {
     builder.add_component(split, "lo", lo_, 40'000);
     builder.add_component(split, "m", bytes_of(random_values<float>(40'000, 3)), 20'000);
     builder.add_component(split, "v", bytes_of(random_values<float>(40'000, 4)), 25'001);
-    for (const char* component : {"hi", "m", "v"}) {
+    for (const char* component : {"p", "m", "v"}) {
       builder.add_component(full, component, bytes_of(random_values<float>(96, 5)), 33);
     }
     builder.add_component(frozen, "hi", bytes_of(random_values<int64_t>(10, 6)), 10);
@@ -85,7 +85,10 @@ TEST_F(ManifestTest, RoundTrips) {
   ASSERT_EQ(read.units.size(), 3u);
   const ManifestUnit &unit = read.units[0], &expected = manifest_.units[0];
   EXPECT_EQ(unit.name, "layer.0");
-  EXPECT_EQ(unit.format, "bf16_split");
+  EXPECT_EQ(unit.optimizer, "adam");
+  EXPECT_EQ(unit.format, "exact");
+  EXPECT_EQ(unit.components, (std::vector<std::string>{"hi", "lo", "m", "v"}));
+  EXPECT_EQ(read.units[2].optimizer, "");
   EXPECT_EQ(unit.dtype, "BF16");
   EXPECT_EQ(unit.elements, 40'000);
   ASSERT_EQ(unit.segments.size(), 2u);
@@ -133,7 +136,7 @@ TEST_F(ManifestTest, RefusesWhatIsNoManifest) {
   }
   expect_refused(std::string(100'000, '['), "deep");
   expect_refused("{\"version\": 2, \"x\": " + std::string(100'000, '['), "deep");
-  expect_refused([](Json& json) { json["version"] = 3; }, "version is 3");
+  expect_refused([](Json& json) { json["version"] = 4; }, "version is 4");
   expect_refused([](Json& json) { json["surprise"] = 1; }, "8 fields where 7");
   expect_refused([](Json& json) { json.erase("world"), json["World"] = 1; }, "no 'world'");
   expect_refused([](Json& json) { json["world"] = 0; }, "a world of 0");
@@ -235,6 +238,73 @@ TEST_F(ManifestTest, RefusesPiecesThatDoNotCoverExactlyOnce) {
   expect_refused([](Json& json) {
     json["units"][0]["pieces"][0]["elements"] = json["units"][0]["pieces"][0]["elements"].get<int64_t>() - 2;
   });
+}
+
+TEST_F(ManifestTest, ReadsVersion2) {
+  Json json = Json::parse(text_);
+  json["version"] = 2;
+  for (Json& unit : json["units"]) {
+    unit.erase("optimizer");
+    unit.erase("components");
+    if (unit["format"] == "exact") unit["format"] = "bf16_split";
+    for (Json& piece : unit["pieces"]) {
+      if (piece["component"] == "p") piece["component"] = "hi";
+    }
+  }
+  write_file(path() / kManifestFile, testing::sealed(json.dump()));
+  write_manifest(path(), read_manifest(path()));
+  EXPECT_EQ(read_file(path() / kManifestFile), text_) << "what was read is of version 3 now";
+  json["units"][0]["format"] = "exact";  // no name of that time
+  expect_refused(testing::sealed(json.dump()), "unknown format 'exact'");
+  json["units"][0]["format"] = "bf16_split";
+  json["units"][0]["optimizer"] = "adam";
+  expect_refused(testing::sealed(json.dump()), "7 fields where 6");
+}
+
+TEST_F(ManifestTest, RefusesComponentsThatDoNotBelong) {
+  expect_refused([](Json& json) { json["units"][0]["optimizer"] = "adamw"; }, "unknown format");
+  expect_refused([](Json& json) { json["units"][0]["optimizer"] = "lion"; },
+                 "other components than lion exact");
+  expect_refused([](Json& json) { json["units"][2]["optimizer"] = "adam"; }, "unknown format");
+  expect_refused([](Json& json) { json["units"][0]["components"].push_back("w"); }, "other components");
+  expect_refused([](Json& json) { json["units"][0]["components"] = Json::array(); }, "other components");
+  expect_refused([](Json& json) { json["units"][0].erase("components"); }, "7 fields where 8");
+}
+
+TEST(ManifestScales, LieBehindThePiecesCodes) {
+  TemporaryFolder folder;
+  CheckpointBuilder builder(folder.path());
+  builder.manifest.units.reserve(1);
+  ManifestUnit& unit = builder.add_unit("u", "8bit", "BF16", 256);
+  CheckpointBuilder::add_segment(unit, "u.w", {256}, 0);
+  builder.add_component(unit, "hi", std::string(512, 'h'), 99);
+  builder.add_component(unit, "lo", std::string(256, 'l'), 256);
+  const auto add = [&](const char* component, int64_t begin, int64_t elements, int64_t bytes) {
+    builder.add_piece(unit, component, begin, elements, std::string(static_cast<size_t>(bytes), 's'));
+  };
+  add("m", 0, 128, 130);
+  add("m", 128, 128, 130);
+  add("v", 0, 256, 260);
+  const Manifest whole = builder.manifest;
+  write_manifest(folder.path(), whole);
+  EXPECT_EQ(read_manifest(folder.path()).units[0].pieces.size(), unit.pieces.size());
+  const auto refusal = [&](const Manifest& manifest) {
+    try {
+      write_manifest(folder.path(), manifest);
+    } catch (const CheckpointError& error) {
+      return std::string(error.what());
+    }
+    return std::string("accepted");
+  };
+  Manifest wrong = whole;
+  wrong.units[0].pieces.back().range.bytes = 259;  // a scale is missing
+  EXPECT_NE(refusal(wrong).find("259 bytes of"), std::string::npos) << refusal(wrong);
+  wrong = whole;
+  auto& pieces = wrong.units[0].pieces;
+  pieces[pieces.size() - 3].elements = 127;
+  pieces[pieces.size() - 2].begin = 127;  // a block in two pieces
+  EXPECT_NE(refusal(wrong).find("begins at element 127, inside a block"), std::string::npos)
+      << refusal(wrong);
 }
 
 TEST_F(ManifestTest, RefusesChecksumsThatDoNotFit) {

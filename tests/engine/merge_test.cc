@@ -110,7 +110,7 @@ class MergeTest : public ::testing::Test {
       hi.push_back(static_cast<uint16_t>((bits + 0x8000u) >> 16));
       lo.push_back(static_cast<uint16_t>(bits & 0xFFFFu));  // the residue modulo 2^16
     }
-    ManifestUnit& unit = builder.add_unit(name, "bf16_split", "BF16", elements);
+    ManifestUnit& unit = builder.add_unit(name, "exact", "BF16", elements);
     builder.add_component(unit, "hi", bytes_of(hi), piece_elements);
     builder.add_component(unit, "lo", bytes_of(lo), piece_elements + 13);
     for (const char* component : {"m", "v"})
@@ -121,7 +121,7 @@ class MergeTest : public ::testing::Test {
                  const std::string& dtype, const std::string& data, int64_t elements) {
     plain_[name] = data;
     ManifestUnit& unit = builder.add_unit(name, format, dtype, elements);
-    builder.add_component(unit, "hi", data, std::max<int64_t>(1, elements / 3));
+    builder.add_component(unit, unit.components[0], data, std::max<int64_t>(1, elements / 3));
     CheckpointBuilder::add_segment(unit, name, {elements}, 0);
     if (format == "frozen") return;
     for (const char* component : {"m", "v"})
@@ -164,7 +164,7 @@ class MergeTest : public ::testing::Test {
 TEST_F(MergeTest, Bf16IsHiAndNeedsNothingElse) {
   for (const ManifestUnit& unit : manifest_.units) {  // other components may be corrupt: they are not read
     for (const ManifestPiece& piece : unit.pieces) {
-      if (piece.component == "hi") continue;
+      if (piece.component == unit.components[0]) continue;
       std::string bytes = read_file(checkpoint() / piece.range.file);
       bytes[piece.range.offset] ^= 1;
       write_file(checkpoint() / piece.range.file, bytes);
@@ -270,9 +270,9 @@ TEST_F(MergeTest, WritesRowMajorWhateverTheStrides) {
   TemporaryFolder folder;
   CheckpointBuilder builder(folder.path());
   constexpr int64_t kElements = 1'200'000;
-  const std::vector<std::pair<std::string, std::string>> kinds = {{"bf16_split", "BF16"}, {"fp32", "F32"},
-                                                                  {"frozen", "F16"},      {"frozen", "BF16"},
-                                                                  {"frozen", "BOOL"},     {"frozen", "F64"}};
+  const std::vector<std::pair<std::string, std::string>> kinds = {{"exact", "BF16"},  {"fp32", "F32"},
+                                                                  {"frozen", "F16"},  {"frozen", "BF16"},
+                                                                  {"frozen", "BOOL"}, {"frozen", "F64"}};
   for (const auto& [format, dtype] : kinds) {
     const std::string name = std::string(format).append(".").append(dtype);
     ManifestUnit& unit = builder.add_unit(name, format, dtype, kElements);
@@ -285,11 +285,9 @@ TEST_F(MergeTest, WritesRowMajorWhateverTheStrides) {
     add("turned", {3, 1, 4, 5}, {4, 1, 1, 12}, 500);
     add("huge", {1'100, 1'025}, {1, 1'100}, 640);  // more than is read at a time
     add("flat", {33}, {}, 1'199'000);
-    for (const char* component : {"hi", "lo", "m", "v"}) {
-      const int64_t bytes = component_bytes(unit, component) * kElements;
-      if (bytes > 0) {
-        builder.add_component(unit, component, bytes_of(random_values<uint64_t>(bytes / 8, 1)), 700'001);
-      }
+    for (const std::string& component : unit.components) {
+      const int64_t bytes = component_element_bytes(unit, component) * kElements;
+      builder.add_component(unit, component, bytes_of(random_values<uint64_t>(bytes / 8, 1)), 700'001);
     }
   }
   const Manifest& strided = builder.manifest;

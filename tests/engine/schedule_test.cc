@@ -13,10 +13,12 @@
 namespace overspill::engine {
 namespace {
 
+using optim::Format;
+
 TEST(Layout, PadsUnitsToWholeBlocksOfEveryComponent) {
   // The worked example of layout.h.
-  const Layout layout = make_layout(
-      {{"u", Format::bf16_split, "BF16", {{"a", {5000}, 0, {}}, {"b", {100}, 0, {}}}}}, 1 << 20, 1, 2);
+  const Layout layout =
+      make_layout({{"u", Format::exact, "BF16", {{"a", {5000}, 0, {}}, {"b", {100}, 0, {}}}}}, 1 << 20, 1, 2);
   const Unit& unit = layout.units[0];
   EXPECT_EQ(unit.segments[1].begin, 5024);
   EXPECT_EQ(unit.elements, 8192);
@@ -33,7 +35,7 @@ TEST(Layout, PadsUnitsToWholeBlocksOfEveryComponent) {
 TEST(Layout, CutsShardsIntoEqualChunksThatCoverThem) {
   for (int64_t elements : {1, 2047, 2048, 2049, 100'000, 1'000'003}) {
     const Layout layout =
-        make_layout({{"u", Format::bf16_split, "BF16", {{"a", {elements}, 0, {}}}}}, 65536, 0, 1);
+        make_layout({{"u", Format::exact, "BF16", {{"a", {elements}, 0, {}}}}}, 65536, 0, 1);
     int64_t next = 0;
     for (const Chunk& chunk : layout.chunks) {
       EXPECT_EQ(chunk.begin, next);
@@ -46,11 +48,11 @@ TEST(Layout, CutsShardsIntoEqualChunksThatCoverThem) {
 }
 
 TEST(Layout, RefusesWhatDoesNotFit) {
-  const auto make = [](Format format, const char* dtype, std::vector<SegmentSpec> segments) {
+  const auto make = [](UnitFormat format, const char* dtype, std::vector<SegmentSpec> segments) {
     make_layout({{"u", format, dtype, std::move(segments)}}, 1024, 0, 1);
   };
-  EXPECT_THROW(make(Format::bf16_split, "F32", {{"a", {1}, 0, {}}}), std::invalid_argument);
-  EXPECT_THROW(make(Format::frozen, "NOPE", {{"a", {1}, 0, {}}}), std::invalid_argument);
+  EXPECT_THROW(make(Format::exact, "F32", {{"a", {1}, 0, {}}}), std::invalid_argument);
+  EXPECT_THROW(make(engine::kFrozen, "NOPE", {{"a", {1}, 0, {}}}), std::invalid_argument);
   EXPECT_THROW(make(Format::fp32, "F32", {}), std::invalid_argument);
   EXPECT_THROW(make(Format::fp32, "F32", {{"a", {1}, 0, {}}, {"a", {1}, 0, {}}}), std::invalid_argument);
   EXPECT_THROW(make(Format::fp32, "F32", {{"a", {int64_t{1} << 40, int64_t{1} << 40}, 0, {}}}),
@@ -152,10 +154,8 @@ TEST(RangeAllocator, ReusesEverythingItGaveOut) {
 std::vector<UnitSpec> blocks(int count) {
   std::vector<UnitSpec> units;
   for (int i = 0; i < count; ++i) {
-    units.push_back({"block" + std::to_string(i),
-                     Format::bf16_split,
-                     "BF16",
-                     {{"w" + std::to_string(i), {1 << 20}, 0, {}}}});
+    units.push_back(
+        {"block" + std::to_string(i), Format::exact, "BF16", {{"w" + std::to_string(i), {1 << 20}, 0, {}}}});
   }
   return units;
 }

@@ -13,11 +13,11 @@
 namespace overspill::testing {
 namespace {
 
-using engine::Format;
+using optim::Format;
 
 std::vector<engine::UnitSpec> wide_units() {
   return {{"wide",
-           Format::bf16_split,
+           Format::exact,
            "BF16",
            {{"wide.a", {300, 200}, 0, {}}, {"wide.b", {777}, 1, {}}, {"wide.c", {250, 200}, 0, {}}}},
           {"plain", Format::fp32, "F32", {{"plain.a", {70001}, 0, {}}, {"plain.b", {3}, 1, {}}}}};

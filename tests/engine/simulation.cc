@@ -77,7 +77,7 @@ class Simulation {
       : options_(options),
         draw_(options.seed),
         setup_(draw_setup(draw_, options.quiet, options.folder.string())),
-        reference_(setup_.units),
+        reference_(setup_.units, setup_.config.rounding_seed),
         watched_(files_) {
     order_.resize(setup_.units.size());
     std::iota(order_.begin(), order_.end(), 0);
@@ -179,7 +179,7 @@ class Simulation {
     while (!snapshots_.empty()) {
       if (load_newest()) return;
     }
-    reference_ = ToyReference(setup_.units);
+    reference_ = ToyReference(setup_.units, setup_.config.rounding_seed);
     step_ = 0;
     toy_load(*engine_);
   }
@@ -210,13 +210,15 @@ class Simulation {
     note(fmt::format("step {}", step_));
     if (draw_.chance(setup_.reorders)) draw_order();
     if (draw_.chance(setup_.evaluates)) evaluate();
-    if (step_ % 7 != 3) engine_->expect_step(toy_groups(step_));  // else the guess rests on old rates
+    if (step_ % 7 != 3)
+      engine_->expect_step(
+          toy_groups(step_, setup_.units[0].optimizer));  // else the guess rests on old rates
     const bool infinite = draw_.chance(0.03) && add_infinity_later();
     for (int micro = 0; micro < setup_.config.gradient_accumulation; ++micro) pass(micro);
     if (infinite) add_infinity();
     maybe_keep();
     call("step");
-    const engine::StepResult taken = engine_->step(toy_groups(step_));
+    const engine::StepResult taken = engine_->step(toy_groups(step_, setup_.units[0].optimizer));
     require(taken.skipped == infinite, "a step was skipped, or was not");
     if (!infinite) {
       const auto absent = [&](int u, int s, int rank) {
@@ -334,11 +336,11 @@ class Simulation {
 
   bool add_infinity_later() const {
     return std::any_of(order_.begin(), order_.end(),
-                       [&](int u) { return setup_.units[u].format == engine::Format::fp32; });
+                       [&](int u) { return setup_.units[u].format == optim::Format::fp32; });
   }
   void add_infinity() {
     for (int u : order_) {
-      if (setup_.units[u].format != engine::Format::fp32) continue;
+      if (setup_.units[u].format != optim::Format::fp32) continue;
       const auto elements = static_cast<size_t>(engine_->layout().units[u].segments[0].elements);
       const std::vector<float> bad(elements, std::numeric_limits<float>::infinity());
       engine_->add_gradient(u, 0, std::as_bytes(std::span(bad)), "F32");
@@ -456,7 +458,7 @@ class Simulation {
     require(what.find(last) != std::string::npos, fmt::format("'{}' is missing in: {}", last, what));
     refuses("acquire", [&] { engine_->acquire(0); });
     refuses("begin_pass", [&] { engine_->begin_pass({true, true}); });
-    refuses("step", [&] { engine_->step(toy_groups(0)); });
+    refuses("step", [&] { engine_->step(toy_groups(0, setup_.units[0].optimizer)); });
     refuses("save", [&] { engine_->save(options_.folder / "never", "{}"); });
     refuses("read", [&] { toy_contents(*engine_); });
     count("engines failed");

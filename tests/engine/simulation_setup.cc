@@ -11,8 +11,8 @@
 namespace overspill::testing {
 namespace {
 
-using engine::Format;
 using engine::Placement;
+using optim::Format;
 
 constexpr int kErrnos[] = {EIO,   ENOSPC, EDQUOT, EFBIG,  EROFS, EACCES,     EPERM,  ENODEV,
                            ENXIO, ESTALE, ENOENT, EINVAL, EBADF, EOPNOTSUPP, ENOSYS, ENOMEM};
@@ -26,8 +26,9 @@ std::vector<engine::UnitSpec> draw_model(Draw& draw) {
     engine::UnitSpec unit;
     unit.name = fmt::format("unit{}", u);
     const int64_t kind = draw.below(10);
-    unit.format = kind < 6 ? Format::bf16_split : kind < 9 || u == 0 ? Format::fp32 : Format::frozen;
-    unit.dtype = unit.format == Format::bf16_split ? "BF16" : "F32";
+    unit.format = kind < 6 ? Format::exact : Format::fp32;
+    if (kind == 9 && u > 0) unit.format = engine::kFrozen;
+    unit.dtype = unit.format == Format::exact ? "BF16" : "F32";
     const int64_t segments = 1 + draw.below(3);
     for (int64_t s = 0; s < segments; ++s) {
       const int64_t elements = draw.chance(0.3) ? 1 + draw.below(9) : 1 + draw.below(1800);
@@ -41,6 +42,22 @@ std::vector<engine::UnitSpec> draw_model(Draw& draw) {
     units.push_back(unit);
   }
   return units;
+}
+
+/// How the units are kept: half of the models by Adam in exact and fp32, the others by any optimizer, each
+/// unit in any format. From a copy of `draw`, so that what comes after is drawn as it was.
+void draw_kinds(const Draw& draw, SimulationSetup& setup) {
+  Draw copy = draw;
+  Draw kinds(copy.seed() ^ 0x6b696e64);
+  if (kinds.chance(0.5)) return;
+  const optim::Optimizer optimizer{static_cast<uint8_t>(kinds.below(optim::kOptimizerCount))};
+  setup.config.rounding_seed = kinds.seed();
+  for (engine::UnitSpec& unit : setup.units) {
+    unit.optimizer = optimizer;
+    if (!unit.format) continue;
+    unit.format = Format{static_cast<uint8_t>(kinds.below(optim::kFormatCount))};
+    unit.dtype = engine::weights_dtype(unit.format);
+  }
 }
 
 void draw_budget(Draw& draw, SimulationSetup& setup) {
@@ -131,6 +148,7 @@ SimulationSetup draw_setup(Draw& draw, bool quiet, const std::string& nvme_folde
   setup.reorders = draw.chance(0.5) ? 0.3 : 0;
   setup.saves = draw.chance(0.5) ? 0.25 : 0;
   setup.looks = draw.chance(0.5) ? 0.3 : 0;
+  draw_kinds(draw, setup);
   draw_budget(draw, setup);
   setup.faults.seed = draw.seed();
   draw_harmless_faults(draw, setup.faults);
@@ -151,9 +169,10 @@ std::string SimulationSetup::text(uint64_t seed) const {
   const engine::Layout layout = engine::make_layout(units, config.chunk_elements, 0, 1);
   const engine::Plan plan = engine::make_plan(layout, config, {true});
   return fmt::format(
-      "seed {}: {} units, {} chunks of {} elements, placement {}, {} slots, prefetch {}, accumulation {}, {} "
+      "seed {}: {} units by {}, {} chunks of {} elements, placement {}, {} slots, prefetch {}, accumulation "
+      "{}, {} "
       "workers, delay {} to {} us, {}{}, trouble: {}",
-      seed, units.size(), layout.chunks.size(), config.chunk_elements,
+      seed, units.size(), optim::name(units[0].optimizer), layout.chunks.size(), config.chunk_elements,
       kPlacements[static_cast<int>(config.placement)], plan.ring_slots, config.prefetch_units,
       config.gradient_accumulation, threads, faults.delay_min.count(), faults.delay_max.count(),
       faults.reorder ? "any order" : "in order of time", config.speculate ? ", speculation" : "",

@@ -39,7 +39,7 @@ engine::Resources resources_of(const Config& config) {
   return engine::make_resources(toy_units(), config, options);
 }
 
-std::vector<optim::AdamConfig> groups_of(int step) {
+std::vector<optim::Hyper> groups_of(int step) {
   return {toy_group(0, step), toy_group(1, step)};
 }
 
@@ -108,7 +108,7 @@ Outcome run(Placement placement, Disturbance disturbance, bool speculate, bool a
           give_gradients(engine, 77);
           break;
         case Disturbance::other_rate:
-          groups[0].lr *= 0.5;
+          std::get<optim::AdamConfig>(groups[0]).lr *= 0.5;
           break;
         case Disturbance::cleared:
           engine.clear_gradients();

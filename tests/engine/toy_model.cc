@@ -3,13 +3,16 @@
 #include <bit>
 #include <cmath>
 #include <cstring>
+#include <stdexcept>
+#include <string_view>
+#include <variant>
 
-#include "tests/reference/reference.h"
+#include "tests/reference/update.h"
 
 namespace overspill::testing {
 namespace {
 
-using engine::Format;
+using optim::Format;
 
 uint32_t mix(uint64_t x) {
   x ^= x >> 33;
@@ -23,49 +26,72 @@ float uniform(uint64_t key) {
   return static_cast<float>(mix(key)) / 4294967296.0F - 0.5F;
 }
 
-float widen(uint16_t bf16) {
-  return std::bit_cast<float>(static_cast<uint32_t>(bf16) << 16);
-}
-
 int64_t elements_of(const engine::SegmentSpec& segment) {
   int64_t n = 1;
   for (int64_t extent : segment.shape) n *= extent;
   return n;
 }
 
-/// A gradient array of one segment as the framework would hand it over: bf16 for bf16 weights.
-std::vector<std::byte> gradient_bytes(Format format, const std::vector<float>& weights, int u, int s,
+int64_t width_of(std::string_view dtype) {
+  return dtype == "F32" ? 4 : 2;
+}
+
+/// A gradient array of one segment as the framework would hand it over: of the weights' dtype.
+std::vector<std::byte> gradient_bytes(std::string_view dtype, const std::vector<float>& weights, int u, int s,
                                       int step, int micro, int rank) {
-  std::vector<std::byte> out(weights.size() * (format == Format::bf16_split ? 2 : 4));
+  const auto width = static_cast<size_t>(width_of(dtype));
+  std::vector<std::byte> out(weights.size() * width);
   for (size_t i = 0; i < weights.size(); ++i) {
     const float g = toy_gradient(weights[i], u, s, static_cast<int64_t>(i), step, micro, rank);
-    if (format == Format::bf16_split) {
-      const uint16_t narrow = reference_narrow(g);
-      std::memcpy(out.data() + i * 2, &narrow, 2);
+    const uint16_t narrow = dtype == "F16" ? reference_narrow_half(g) : reference_narrow(g);
+    std::memcpy(out.data() + i * width, width == 4 ? static_cast<const void*>(&g) : &narrow, width);
+  }
+  return out;
+}
+
+/// Elements of a dtype as fp32.
+std::vector<float> widened(std::string_view dtype, const std::byte* data, size_t count) {
+  std::vector<float> out(count);
+  for (size_t i = 0; i < count; ++i) {
+    uint16_t narrow = 0;
+    if (dtype == "F32") {
+      std::memcpy(&out[i], data + i * 4, 4);
     } else {
-      std::memcpy(out.data() + i * 4, &g, 4);
+      std::memcpy(&narrow, data + i * 2, 2);
+      out[i] = dtype == "F16" ? reference_widen_half(narrow) : reference_widen(narrow);
     }
   }
   return out;
 }
 
+std::string dtype_of(const std::string& format) {
+  return format == "fp16" ? "F16" : format == "fp32" || format == "frozen" ? "F32" : "BF16";
+}
+
 }  // namespace
 
-std::vector<engine::UnitSpec> toy_units() {
-  return {
-      {"embed", Format::bf16_split, "BF16", {{"embed.weight", {97, 64}, 0, {}}, {"embed.scale", {3}, 1, {}}}},
+std::vector<engine::UnitSpec> toy_units(const ToyKind& kind) {
+  std::vector<engine::UnitSpec> units = {
+      {"embed", Format::exact, "BF16", {{"embed.weight", {97, 64}, 0, {}}, {"embed.scale", {3}, 1, {}}}},
       {"block0",
-       Format::bf16_split,
+       Format::exact,
        "BF16",
        {{"block0.a", {64, 64}, 0, {}}, {"block0.b", {64}, 1, {}}, {"block0.c", {130, 64}, 0, {}}}},
       {"router", Format::fp32, "F32", {{"router.weight", {8, 33}, 0, {}}}},
-      {"frozen", Format::frozen, "F32", {{"frozen.weight", {500}, 0, {}}}},
+      {"frozen", engine::kFrozen, "F32", {{"frozen.weight", {500}, 0, {}}}},
       {"block1",
-       Format::bf16_split,
+       Format::exact,
        "BF16",
        {{"block1.a", {64, 64}, 0, {}}, {"block1.b", {64}, 1, {}}, {"block1.c", {130, 64}, 0, {}}}},
       {"head", Format::fp32, "F32", {{"head.weight", {5000}, 0, {}}, {"head.bias", {1}, 1, {}}}},
   };
+  for (engine::UnitSpec& unit : units) {
+    unit.optimizer = kind.optimizer;
+    if (!unit.format || !kind.format) continue;
+    unit.format = kind.format;
+    unit.dtype = engine::weights_dtype(kind.format);
+  }
+  return units;
 }
 
 float toy_initial(int unit, int segment, int64_t element) {
@@ -90,6 +116,44 @@ optim::AdamConfig toy_group(int group, int step) {
   return config;
 }
 
+namespace {
+
+// What Adagrad starts with. In 8 bits both are (w - 1) S with w = 2^15 and S = 2^-18, in bf16 both are 0.125.
+constexpr float kSums[kToyGroups] = {0.125F, 32767 * 0x1p-18F};
+
+}  // namespace
+
+std::vector<optim::Hyper> toy_groups(int step, optim::Optimizer optimizer) {
+  std::vector<optim::Hyper> groups;
+  for (int g = 0; g < kToyGroups; ++g) {
+    const bool first = g == 0;
+    const double lr = 1e-2 / (1 + step);
+    const double decay = first ? 0.1 : 0.0;
+    const std::string name(optim::name(optimizer));
+    if (name == "adam") {
+      groups.emplace_back(toy_group(g, step));
+    } else if (name == "adagrad") {
+      groups.emplace_back(optim::AdagradConfig{.lr = lr,
+                                               .lr_decay = first ? 0.2 : 0.0,
+                                               .weight_decay = decay,
+                                               .initial_accumulator_value = kSums[g],
+                                               .maximize = !first});
+    } else if (name == "lion") {
+      groups.emplace_back(optim::LionConfig{.lr = lr, .weight_decay = decay, .maximize = !first});
+    } else if (name == "momentum") {
+      groups.emplace_back(optim::MomentumConfig{.lr = lr,
+                                                .momentum = first ? 0.9 : 0.5,
+                                                .dampening = first ? 0.0 : 0.3,
+                                                .weight_decay = decay,
+                                                .nesterov = first,
+                                                .maximize = !first});
+    } else {
+      groups.emplace_back(optim::SgdConfig{.lr = lr, .weight_decay = decay, .maximize = !first});
+    }
+  }
+  return groups;
+}
+
 void toy_load(engine::Engine& engine) {
   const auto& units = engine.layout().units;
   for (size_t u = 0; u < units.size(); ++u) {
@@ -100,6 +164,7 @@ void toy_load(engine::Engine& engine) {
                          "F32");
     }
   }
+  engine.start_states(toy_groups(0, units[0].optimizer));
 }
 
 float toy_gradient(float weight, int unit, int segment, int64_t element, int step, int micro, int rank) {
@@ -116,18 +181,8 @@ bool toy_skips(int unit, int segment, int step, int rank) {
 std::vector<float> toy_leased(const engine::Engine& engine, const engine::Lease& lease, int u, int s) {
   const engine::Unit& unit = engine.layout().units[u];
   const engine::Segment& segment = unit.segments[s];
-  std::vector<float> weights(static_cast<size_t>(segment.elements));
-  const std::byte* data = lease.data() + segment.begin * unit.element_bytes;
-  for (size_t i = 0; i < weights.size(); ++i) {
-    if (unit.format == Format::bf16_split) {
-      uint16_t hi = 0;
-      std::memcpy(&hi, data + i * 2, 2);
-      weights[i] = widen(hi);
-    } else {
-      std::memcpy(&weights[i], data + i * 4, 4);
-    }
-  }
-  return weights;
+  return widened(unit.dtype, lease.data() + segment.begin * unit.element_bytes,
+                 static_cast<size_t>(segment.elements));
 }
 
 double toy_forward(const engine::Engine& engine, const engine::Lease& lease, int unit) {
@@ -142,7 +197,7 @@ void toy_add_gradient(engine::Engine& engine, const std::vector<float>& seen, in
                       int micro, int rank) {
   if (toy_skips(unit, segment, step, rank)) return;
   const engine::Unit& u = engine.layout().units[unit];
-  engine.add_gradient(unit, segment, gradient_bytes(u.format, seen, unit, segment, step, micro, rank),
+  engine.add_gradient(unit, segment, gradient_bytes(u.dtype, seen, unit, segment, step, micro, rank),
                       u.dtype);
 }
 
@@ -153,16 +208,10 @@ void toy_backward(engine::Engine& engine, const engine::Lease& lease, int unit, 
     toy_add_gradient(engine, toy_leased(engine, lease, unit, s), unit, s, step, micro, rank);
 }
 
-std::vector<optim::AdamConfig> toy_groups(int step) {
-  std::vector<optim::AdamConfig> groups;
-  for (int g = 0; g < kToyGroups; ++g) groups.push_back(toy_group(g, step));
-  return groups;
-}
-
 ToyStep toy_step(engine::Engine& engine, int step, int micro_batches, int rank) {
   const auto units = static_cast<int>(engine.layout().units.size());
   ToyStep out;
-  const std::vector<optim::AdamConfig> groups = toy_groups(step);
+  const std::vector<optim::Hyper> groups = toy_groups(step, engine.layout().units[0].optimizer);
   engine.expect_step(groups);
   for (int micro = 0; micro < micro_batches; ++micro) {
     engine.begin_pass({true, true});
@@ -183,9 +232,9 @@ std::vector<float> toy_contents(engine::Engine& engine) {
       const auto segment = static_cast<int32_t>(s);
       engine.read_weight(index, segment, std::as_writable_bytes(std::span(values)), "F32");
       out.insert(out.end(), values.begin(), values.end());
-      for (const char* state : {"m", "v"}) {
-        if (!unit.trainable()) continue;
-        engine.read_state(index, segment, state, values);
+      for (const optim::ComponentSpec& spec : unit.components()) {
+        if (spec.role != optim::Role::state) continue;
+        engine.read_state(index, segment, spec.name, values);
         out.insert(out.end(), values.begin(), values.end());
       }
     }
@@ -196,27 +245,19 @@ std::vector<float> toy_contents(engine::Engine& engine) {
 namespace {
 
 /// The gradient that the update sees: micro-batches added in fp32, ranks added in rank order and averaged, as
-/// the engine stores it (bf16 with one micro-batch), widened to fp32. Empty when no rank has one.
-std::vector<float> reference_gradient(Format format, const std::vector<float>& seen, int u, int s, int step,
-                                      int micro_batches, const ToyReference::Absent& absent, int world) {
+/// the engine stores it (narrow with one micro-batch), widened to fp32. Empty when no rank has one.
+std::vector<float> reference_gradient(const std::string& dtype, const std::vector<float>& seen, int u, int s,
+                                      int step, int micro_batches, const ToyReference::Absent& absent,
+                                      int world) {
   std::vector<float> sum(seen.size());
   bool present = false;
   for (int rank = 0; rank < world; ++rank) {
     if (absent(u, s, rank)) continue;
     std::vector<float> own(seen.size());
     for (int micro = 0; micro < micro_batches; ++micro) {
-      const auto bytes = gradient_bytes(format, seen, u, s, step, micro, rank);
-      for (size_t i = 0; i < seen.size(); ++i) {
-        uint16_t narrow = 0;
-        float g = 0;
-        if (format == Format::bf16_split) {
-          std::memcpy(&narrow, bytes.data() + i * 2, 2);
-          g = widen(narrow);
-        } else {
-          std::memcpy(&g, bytes.data() + i * 4, 4);
-        }
-        own[i] = micro == 0 ? g : own[i] + g;
-      }
+      const auto bytes = gradient_bytes(dtype, seen, u, s, step, micro, rank);
+      const auto g = widened(dtype, bytes.data(), seen.size());
+      for (size_t i = 0; i < seen.size(); ++i) own[i] = micro == 0 ? g[i] : own[i] + g[i];
     }
     for (size_t i = 0; i < seen.size(); ++i) sum[i] += own[i];
     present = true;
@@ -225,72 +266,155 @@ std::vector<float> reference_gradient(Format format, const std::vector<float>& s
   for (float& g : sum) {
     if (world == 1) break;
     g *= 1.0F / static_cast<float>(world);
-    if (format == Format::bf16_split && micro_batches == 1) g = widen(reference_narrow(g));
+    if (micro_batches > 1) continue;
+    if (dtype == "BF16") g = reference_widen(reference_narrow(g));
+    if (dtype == "F16") g = reference_widen_half(reference_narrow_half(g));
   }
   return sum;
 }
 
+template <class T>
+T& at(std::vector<uint8_t>& bytes, int64_t i) {
+  return reinterpret_cast<T*>(bytes.data())[i];
+}
+template <class T>
+const T& at(const std::vector<uint8_t>& bytes, int64_t i) {
+  return reinterpret_cast<const T*>(bytes.data())[i];
+}
+
+/// Hyper-parameters in the order of reference_update.
+std::vector<double> reference_hyper(const optim::Hyper& hyper) {
+  if (const auto* c = std::get_if<optim::AdamConfig>(&hyper))
+    return {c->lr, c->beta1, c->beta2, c->eps, c->weight_decay, c->decoupled ? 1.0 : 0.0};
+  if (const auto* c = std::get_if<optim::AdagradConfig>(&hyper))
+    return {c->lr, c->lr_decay, c->weight_decay, c->eps};
+  if (const auto* c = std::get_if<optim::LionConfig>(&hyper))
+    return {c->lr, c->beta1, c->beta2, c->weight_decay};
+  if (const auto* c = std::get_if<optim::MomentumConfig>(&hyper))
+    return {c->lr, c->momentum, c->dampening, c->weight_decay, c->nesterov ? 1.0 : 0.0};
+  const auto& c = std::get<optim::SgdConfig>(hyper);
+  return {c.lr, c.weight_decay};
+}
+
+bool maximizes(const optim::Hyper& hyper) {
+  return std::visit([](const auto& config) { return config.maximize; }, hyper);
+}
+
 }  // namespace
 
-ToyReference::ToyReference(const std::vector<engine::UnitSpec>& units) {
+ToyReference::ToyReference(const std::vector<engine::UnitSpec>& units, uint64_t rounding_seed) {
+  const engine::Layout layout = engine::make_layout(units, int64_t{1} << 20, 0, 1);
   for (size_t u = 0; u < units.size(); ++u) {
     std::vector<State>& segments = units_.emplace_back();
     for (size_t s = 0; s < units[u].segments.size(); ++s) {
-      const auto elements = static_cast<size_t>(elements_of(units[u].segments[s]));
+      const auto n = elements_of(units[u].segments[s]);
       State& state = segments.emplace_back();
-      state.format = units[u].format;
+      state.optimizer = units[u].optimizer;
+      state.format = engine::format_name(units[u].format);
       state.group = static_cast<int>(units[u].segments[s].group);
-      state.m.resize(elements);
-      state.v.resize(elements);
+      state.elements = n;
+      state.seed = rounding_seed * 1'000'003 + u;
+      state.index = layout.units[u].segments[s].begin;
+      if (state.format == "frozen") {
+        state.components.emplace_back(n * 4);
+      } else {
+        for (const auto& spec : optim::components(state.optimizer, *units[u].format))
+          state.components.emplace_back(spec.bytes(n));
+      }
       const auto ui = static_cast<int>(u);
       const auto si = static_cast<int>(s);
-      assign(ui, si, initial_weights(ui, si, static_cast<int64_t>(elements)));
+      assign(ui, si, initial_weights(ui, si, n));
+      const auto groups = toy_groups(0, state.optimizer);
+      const auto* adagrad = std::get_if<optim::AdagradConfig>(&groups[state.group]);
+      if (adagrad == nullptr || state.format == "frozen") continue;
+      const auto initial = static_cast<float>(adagrad->initial_accumulator_value);
+      for (int64_t i = 0; i < n; ++i) {
+        auto& sum = state.components.back();
+        if (state.format == "compact") {
+          at<uint16_t>(sum, i) = reference_narrow(initial);
+        } else if (state.format == "8bit") {
+          sum[i] = 15 * 16;
+          sum[n + i / 64] = 127 - 18;
+        } else {
+          at<float>(sum, i) = initial;
+        }
+      }
     }
   }
 }
 
+size_t ToyReference::State::states() const {
+  return format == "frozen" ? 0 : components.size() - (format == "fp32" ? 1 : 2);
+}
+
+float ToyReference::State::weight(int64_t i) const {
+  if (format == "fp32" || format == "frozen") return at<float>(components[0], i);
+  if (format == "fp16") return at<float>(components[1], i);
+  const auto lo = format == "8bit" ? static_cast<int16_t>(at<int8_t>(components[1], i) * 256)
+                                   : at<int16_t>(components[1], i);
+  uint32_t bits = 0;
+  reference_join(&at<uint16_t>(components[0], i), &lo, &bits, 1);
+  return std::bit_cast<float>(bits);
+}
+
+float ToyReference::State::state(int number, int64_t i) const {
+  const auto& bytes = components[number + (format == "fp32" ? 1 : 2)];
+  if (format == "compact") return reference_widen(at<uint16_t>(bytes, i));
+  if (format != "8bit") return at<float>(bytes, i);
+  const bool is_signed =
+      optim::name(optimizer) != "adagrad" && !(optim::name(optimizer) == "adam" && number == 1);
+  return reference_decode(bytes[i], bytes[elements + i / 64], is_signed ? 1 : 0);
+}
+
 void ToyReference::assign(int unit, int segment, const std::vector<float>& weights) {
   State& state = units_[unit][segment];
-  if (state.format != Format::bf16_split) {
-    state.p = weights;
-    return;
+  for (int64_t i = 0; i < state.elements; ++i) {
+    if (state.format == "fp32" || state.format == "frozen") {
+      at<float>(state.components[0], i) = weights[i];
+    } else if (state.format == "fp16") {
+      at<uint16_t>(state.components[0], i) = reference_narrow_half(weights[i]);
+      at<float>(state.components[1], i) = weights[i];
+    } else {
+      auto bits = std::bit_cast<uint32_t>(weights[i]);
+      if (state.format == "8bit") bits = (bits + 128) / 256 * 256;
+      uint16_t hi = 0;
+      int16_t lo = 0;
+      reference_split(&bits, &hi, &lo, 1);
+      at<uint16_t>(state.components[0], i) = hi;
+      if (state.format == "8bit") {
+        at<int8_t>(state.components[1], i) = static_cast<int8_t>(lo / 256);
+      } else {
+        at<int16_t>(state.components[1], i) = lo;
+      }
+    }
   }
-  std::vector<uint32_t> bits(weights.size());
-  std::memcpy(bits.data(), weights.data(), bits.size() * 4);
-  state.hi.resize(bits.size());
-  state.lo.resize(bits.size());
-  reference_split(bits.data(), state.hi.data(), state.lo.data(), static_cast<int64_t>(bits.size()));
 }
 
 std::vector<float> ToyReference::seen(int unit, int segment) const {
   const State& state = units_[unit][segment];
-  if (state.format != Format::bf16_split) return state.p;
-  std::vector<float> out(state.hi.size());
-  for (size_t i = 0; i < out.size(); ++i) out[i] = widen(state.hi[i]);
-  return out;
+  return widened(dtype_of(state.format), reinterpret_cast<const std::byte*>(state.components[0].data()),
+                 static_cast<size_t>(state.elements));
 }
 
 void ToyReference::advance(int step, int micro_batches, double clip, const Absent& absent, int world) {
   for (size_t u = 0; u < units_.size(); ++u) {
     for (size_t s = 0; s < units_[u].size(); ++s) {
       State& state = units_[u][s];
-      if (state.format == Format::frozen) continue;
+      if (state.format == "frozen") continue;
       const auto ui = static_cast<int>(u);
       const auto si = static_cast<int>(s);
-      const std::vector<float> gradient =
-          reference_gradient(state.format, seen(ui, si), ui, si, step, micro_batches, absent, world);
+      const std::vector<float> gradient = reference_gradient(dtype_of(state.format), seen(ui, si), ui, si,
+                                                             step, micro_batches, absent, world);
       if (gradient.empty()) continue;
-      const optim::AdamConfig c = toy_group(state.group, step);
-      const auto n = static_cast<int64_t>(gradient.size());
-      const int decoupled = c.decoupled ? 1 : 0;
+      const optim::Hyper hyper = toy_groups(step, state.optimizer)[state.group];
+      std::vector<void*> components;
+      for (size_t c = 0; c < state.components.size(); ++c) components.push_back(state.data(c));
       ++state.steps;
-      if (state.format == Format::bf16_split) {
-        reference_adam_split(state.hi.data(), state.lo.data(), state.m.data(), state.v.data(),
-                             gradient.data(), 0, n, c.lr, c.beta1, c.beta2, c.eps, c.weight_decay, decoupled,
-                             state.steps, clip);
-      } else {
-        reference_adam_fp32(state.p.data(), state.m.data(), state.v.data(), gradient.data(), n, c.lr, c.beta1,
-                            c.beta2, c.eps, c.weight_decay, decoupled, state.steps, clip);
+      const std::string name(optim::name(state.optimizer));
+      if (reference_update(name.c_str(), state.format.c_str(), components.data(), "fp32", gradient.data(),
+                           state.elements, 0, state.elements, reference_hyper(hyper).data(), state.steps,
+                           maximizes(hyper) ? -clip : clip, state.seed, state.index) != 1) {
+        throw std::logic_error("the reference does not know " + name + " in " + state.format);
       }
     }
   }
@@ -298,27 +422,20 @@ void ToyReference::advance(int step, int micro_batches, double clip, const Absen
 
 std::vector<float> ToyReference::contents() const {
   std::vector<float> out;
-  for (const auto& segments : units_) {
-    for (const State& state : segments) {
-      std::vector<float> p = state.p;
-      if (state.format == Format::bf16_split) {
-        std::vector<uint32_t> bits(state.hi.size());
-        reference_join(state.hi.data(), state.lo.data(), bits.data(), static_cast<int64_t>(bits.size()));
-        p.resize(bits.size());
-        std::memcpy(p.data(), bits.data(), p.size() * 4);
+  for (const auto& unit : units_) {
+    for (const State& state : unit) {
+      for (int64_t i = 0; i < state.elements; ++i) out.push_back(state.weight(i));
+      for (size_t k = 0; k < state.states(); ++k) {
+        for (int64_t i = 0; i < state.elements; ++i) out.push_back(state.state(static_cast<int>(k), i));
       }
-      out.insert(out.end(), p.begin(), p.end());
-      if (state.format == Format::frozen) continue;
-      out.insert(out.end(), state.m.begin(), state.m.end());
-      out.insert(out.end(), state.v.begin(), state.v.end());
     }
   }
   return out;
 }
 
 std::vector<float> toy_reference(int steps, int micro_batches, const std::vector<engine::StepResult>& results,
-                                 int world) {
-  ToyReference reference(toy_units());
+                                 int world, const ToyKind& kind, uint64_t rounding_seed) {
+  ToyReference reference(toy_units(kind), rounding_seed);
   for (int step = 0; step < steps; ++step) {
     const auto absent = [step](int u, int s, int rank) { return toy_skips(u, s, step, rank); };
     reference.advance(step, micro_batches, results[step].clip, absent, world);

@@ -17,8 +17,14 @@ struct ToyStep {
   engine::StepResult result;
 };
 
-/// Units of both formats, one frozen, sizes from 3 elements to several chunks.
-std::vector<engine::UnitSpec> toy_units();
+/// How the toy's trainable units are kept: all in one format, or bf16 ones in exact and others in fp32.
+struct ToyKind {
+  optim::Optimizer optimizer{};  // Adam
+  engine::UnitFormat format;     // none: both
+};
+
+/// One frozen unit among them, sizes from 3 elements to several chunks.
+std::vector<engine::UnitSpec> toy_units(const ToyKind& kind = {});
 
 /// Every weight of the model, by unit and segment, as the initial value.
 float toy_initial(int unit, int segment, int64_t element);
@@ -26,7 +32,7 @@ float toy_initial(int unit, int segment, int64_t element);
 optim::AdamConfig toy_group(int group, int step);
 inline constexpr int kToyGroups = 2;
 
-/// Fills the engine with the initial weights (bf16 units from fp32, so that lo matters).
+/// Fills the engine with the initial weights (from fp32, so that what is beside hi matters) and states.
 void toy_load(engine::Engine& engine);
 
 /// The gradient of element i, given the weight that forward saw.
@@ -35,7 +41,7 @@ float toy_gradient(float weight, int unit, int segment, int64_t element, int ste
 /// True where a segment has no gradient in a step (layers skipped).
 bool toy_skips(int unit, int segment, int step, int rank);
 
-/// A segment's weights as whoever leased its unit sees them (bf16 widened).
+/// A segment's weights as whoever leased its unit sees them, as fp32.
 std::vector<float> toy_leased(const engine::Engine& engine, const engine::Lease& lease, int unit,
                               int segment);
 
@@ -50,13 +56,14 @@ void toy_add_gradient(engine::Engine& engine, const std::vector<float>& seen, in
 void toy_backward(engine::Engine& engine, const engine::Lease& lease, int unit, int step, int micro,
                   int rank);
 
-/// Hyper-parameters of all groups in a step.
-std::vector<optim::AdamConfig> toy_groups(int step);
+/// Hyper-parameters of all groups in a step. One group has decay, momentum in Nesterov's form and the like,
+/// the other has not, and maximizes where the optimizer is not Adam.
+std::vector<optim::Hyper> toy_groups(int step, optim::Optimizer optimizer = {});
 
 /// One step: forward over all units, backward in reverse with gradients, step().
 ToyStep toy_step(engine::Engine& engine, int step, int micro_batches, int rank);
 
-/// Exact fp32 weights and moments, everything (world 1).
+/// Master weights and states as fp32, everything (world 1).
 std::vector<float> toy_contents(engine::Engine& engine);
 
 /// What weights and moments must be, by the scalar reference, one step after the other. A value: a copy of it
@@ -66,8 +73,8 @@ class ToyReference {
   /// True where a segment has no gradient in this step.
   using Absent = std::function<bool(int unit, int segment, int rank)>;
 
-  /// Initial weights, moments zero.
-  explicit ToyReference(const std::vector<engine::UnitSpec>& units);
+  /// Initial weights and states.
+  explicit ToyReference(const std::vector<engine::UnitSpec>& units, uint64_t rounding_seed = 0);
   void advance(int step, int micro_batches, double clip, const Absent& absent, int world = 1);
   /// As load_weight(): new weights, moments as they were.
   void assign(int unit, int segment, const std::vector<float>& weights);
@@ -79,12 +86,19 @@ class ToyReference {
 
  private:
   struct State {
-    engine::Format format;
+    optim::Optimizer optimizer;
+    std::string format;
     int group;
-    std::vector<float> p, m, v;  // fp32 and frozen: p; bf16: hi and lo
-    std::vector<uint16_t> hi;
-    std::vector<int16_t> lo;
+    int64_t elements = 0;
+    uint64_t seed = 0;
+    int64_t index = 0;                             // of the first element in the unit
+    std::vector<std::vector<uint8_t>> components;  // as the update takes them
     int64_t steps = 0;
+
+    float weight(int64_t i) const;
+    float state(int number, int64_t i) const;
+    size_t states() const;
+    void* data(size_t component) { return components[component].data(); }
   };
   std::vector<std::vector<State>> units_;  // by unit and segment
 };
@@ -92,6 +106,6 @@ class ToyReference {
 /// What toy_contents must give after toy_step, by the scalar reference; of `results` the clip factors are
 /// used. With several ranks: what they hold together.
 std::vector<float> toy_reference(int steps, int micro_batches, const std::vector<engine::StepResult>& results,
-                                 int world = 1);
+                                 int world = 1, const ToyKind& kind = {}, uint64_t rounding_seed = 0);
 
 }  // namespace overspill::testing

@@ -75,35 +75,12 @@ Json other_number(const Json& number, Random& random) {
 }
 
 Json other_text(const Json& text, Random& random) {
-  static const std::vector<std::string> kWords = {"hi",
-                                                  "lo",
-                                                  "m",
-                                                  "v",
-                                                  "grad",
-                                                  "bf16_split",
-                                                  "fp32",
-                                                  "frozen",
-                                                  "BF16",
-                                                  "F16",
-                                                  "F32",
-                                                  "F64",
-                                                  "I64",
-                                                  "I8",
-                                                  "BOOL",
-                                                  "F8_E4M3",
-                                                  "U8",
-                                                  "slab-a-0.bin",
-                                                  "slab-b-1.bin",
-                                                  "resident.bin",
-                                                  "empty",
-                                                  "folder",
-                                                  "link",
-                                                  "manifest.json",
-                                                  "..",
-                                                  "../x",
-                                                  "",
-                                                  "__metadata__",
-                                                  "absent"};
+  static const std::vector<std::string> kWords = {
+      "hi",           "lo",    "m",          "v",    "grad",          "p",    "adam",         "sgd",
+      "exact",        "8bit",  "bf16_split", "fp32", "frozen",        "BF16", "F16",          "F32",
+      "F64",          "I64",   "I8",         "BOOL", "F8_E4M3",       "U8",   "slab-a-0.bin", "slab-b-1.bin",
+      "resident.bin", "empty", "folder",     "link", "manifest.json", "..",   "../x",         "",
+      "__metadata__", "absent"};
   if (random() % 3 != 0 || !text.is_string()) return one_of(kWords, random);
   auto bytes = text.get<std::string>();
   const size_t size = bytes.size();

@@ -40,8 +40,14 @@ Json parameter(const char* name, const std::vector<int64_t>& shape, int64_t begi
 
 Json unit(const char* name, const char* format, const char* dtype, int64_t elements, Json parameters,
           Json pieces) {
+  Json components = Json::array({format == std::string_view("fp32") ? "p" : "hi"});
+  const bool frozen = format == std::string_view("frozen");
+  if (dtype == std::string_view("BF16") && !frozen) components.push_back("lo");
+  if (!frozen) components.insert(components.end(), {"m", "v"});
   return {{"name", name},
+          {"optimizer", frozen ? "" : "adam"},
           {"format", format},
+          {"components", std::move(components)},
           {"dtype", dtype},
           {"elements", elements},
           {"parameters", std::move(parameters)},
@@ -67,16 +73,25 @@ Json split_unit() {
   }
   for (const char* component : {"m", "v"}) pieces.push_back(piece(component, 0, 64, "slab-b-1.bin", 0, 4096));
   return unit(
-      "layer.0", "bf16_split", "BF16", 64,
+      "layer.0", "exact", "BF16", 64,
       {parameter("layer.0.weight", {6, 8}, 0, 48, {"head.weight"}), parameter("layer.0.bias", {13}, 50, 13)},
       std::move(pieces));
+}
+
+Json scaled_unit() {
+  Json pieces =
+      Json::array({piece("hi", 0, 256, "resident.bin", 0, 512), piece("lo", 0, 256, "resident.bin", 7, 256),
+                   piece("m", 0, 128, "slab-b-1.bin", 0, 130), piece("m", 128, 128, "slab-b-1.bin", 130, 256),
+                   piece("v", 0, 256, "slab-b-1.bin", 512, 260)});
+  return unit("eight", "8bit", "BF16", 256, Json::array({parameter("eight", {16, 16}, 0, 256)}),
+              std::move(pieces));
 }
 
 Json strided_unit() {
   Json conv = parameter("conv", {4, 2, 3}, 0, 24);
   conv["strides"] = {6, 1, 2};
   Json pieces = Json::array();
-  for (const char* component : {"hi", "m", "v"})
+  for (const char* component : {"p", "m", "v"})
     pieces.push_back(piece(component, 0, 24, "resident.bin", 100, 96));
   return unit("conv", "fp32", "F32", 24, Json::array({conv}), std::move(pieces));
 }
@@ -97,6 +112,7 @@ int write_seeds(const fs::path& out) {
   fs::create_directories(out);
   write(out / "accept-empty.json", manifest(Json::array()));
   write(out / "accept-split.json", manifest(Json::array({split_unit()})));
+  write(out / "accept-scales.json", manifest(Json::array({scaled_unit()})));
   write(out / "accept-strides.json", manifest(Json::array({strided_unit()})));
   write(out / "accept-frozen.json",
         manifest(Json::array({frozen_unit("I64", 10, 80), frozen_unit("F16", 33, 66)})));

@@ -13,15 +13,26 @@ def one_thread():
 @pytest.fixture
 def config(tmp_path):
     """Makes a configuration dict: config(placement="half", gradient_clipping=0.5, optimizer={...},
-    threads=2, ...)."""
+    threads=2, ...). `section` is the whole section of the optimizer."""
 
-    def make(placement="host", optimizer=None, clipping=0.0, accumulation=1, **engine):
+    def make(
+        placement="host",
+        optimizer=None,
+        clipping=0.0,
+        accumulation=1,
+        format=None,
+        seed=0,
+        section=None,
+        **engine,
+    ):
         options = {"placement": placement, "chunk_elements": 4096, "poison": True, "threads": 1} | engine
         if placement != "host":
             tmp_path.mkdir(exist_ok=True)
         return {
             "budget": {"host": "256MiB", "nvme": [] if placement == "host" else [str(tmp_path)]},
-            "optimizer": {"type": "AdamW", "lr": 1e-2, "weight_decay": 0.1} | (optimizer or {}),
+            "optimizer": section or {"type": "AdamW", "lr": 1e-2, "weight_decay": 0.1} | (optimizer or {}),
+            "format": format,
+            "seed": seed,
             "gradient_clipping": clipping,
             "gradient_accumulation_steps": accumulation,
             "engine": options,

@@ -142,6 +142,27 @@ def test_going_on_is_bit_equal(bench, spilling, finished, capsys, tmp_path):
     assert tiny.tree(tmp_path / "fp32/out") == tiny.tree(tmp_path / "fp32/finished")
 
 
+@pytest.mark.parametrize(
+    ("optimizer", "form", "size"), [("nesterov", "compact", "6"), (None, "8bit", "5.031")]
+)
+def test_other_updates_go_on_too(optimizer, form, size, bench, spilling, capsys, tmp_path):
+    """The run remembers optimizer and format, and refuses others; the plan says what a parameter takes."""
+    options = {"optimizer": optimizer, "format": form, "eval_batches": 0, **spilling}
+    once, twice = tmp_path / "once", tmp_path / "twice"
+    out = bench.ok(capsys, *bench.train_args(once, steps=6, **options))
+    assert f" {form}: " in out and f"parameters of {size} bytes (hi 2, lo" in out
+    bench.ok(capsys, *bench.train_args(twice, steps=3, **options))
+    resume = ["train", "--out", twice, "--resume", "--steps", 6]
+    assert "--format exact differs from" in bench.fails(capsys, *resume, "--format", "exact")
+    assert "--optimizer lion differs from" in bench.fails(capsys, *resume, "--optimizer", "lion")
+    bench.ok(capsys, *resume)
+    assert tiny.losses(once) == tiny.losses(twice)
+    args = ["plan", "--model", bench.model, "--host-budget", "64MiB", "--nvme", bench.nvme, "--format", form]
+    assert f"parameters of {size} bytes" in bench.ok(
+        capsys, *args, *(["--optimizer", optimizer] if optimizer else [])
+    )
+
+
 def test_merge_and_generate(bench, finished, capsys, tmp_path):
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer

@@ -48,7 +48,27 @@ def test_sizes_that_are_none(text):
             {"budget": {"host": 1}, "engine": {"placement": "disk"}},
             "engine.placement = 'disk': Input should be 'auto'",
         ),
-        ({"budget": {"host": 1}, "optimizer": {"type": "SGD"}}, "optimizer.type = 'SGD': Input should be"),
+        (
+            {"budget": {"host": 1}, "optimizer": {"type": "Nadam"}},
+            "optimizer.type = 'Nadam': one of AdamW, Adam, Adagrad, Lion, SGD is expected",
+        ),
+        (
+            {"budget": {"host": 1}, "optimizer": {"type": "SGD", "betas": [0.9, 0.99]}},
+            "optimizer.betas = [0.9, 0.99]: unknown key; valid keys here: dampening",
+        ),
+        (
+            {"budget": {"host": 1}, "optimizer": {"type": "SGD", "nesterov": True}},
+            "nesterov needs a momentum",
+        ),
+        (
+            {"budget": {"host": 1}, "optimizer": {"type": "Adam", "params": {"amsgrad": True}}},
+            "amsgrad is not supported",
+        ),
+        (
+            {"budget": {"host": 1}, "optimizer": {"type": "Adam", "params": {"max_grad_norm": 1}}},
+            "max_grad_norm does not belong here; give gradient_clipping",
+        ),
+        ({"budget": {"host": 1}, "format": "fp8"}, "format = 'fp8': Input should be 'exact'"),
         ({"budget": {"host": 1}, "optimizer": {"betas": [0.9, 1]}}, "optimizer.betas.1 = 1"),
         ({"budget": {"host": 1}, "gradient_accumulation_steps": 0}, "gradient_accumulation_steps = 0"),
     ],
@@ -67,6 +87,28 @@ def test_dict_file_and_object_are_the_same(tmp_path):
     assert config == Config.read(file) == Config.read(str(file)) == Config.read(config)
     assert config.optimizer.lr == 0.1 and config.optimizer.weight_decay == 0.0
     assert Config.read({"budget": {"host": 1}}).optimizer.weight_decay == 0.01
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [
+        ({"type": "AdamW", "params": {}}, {"type": "AdamW", "weight_decay": 0.0}),
+        ({"type": "Adam", "params": {"weight_decay": 0.1}}, {"type": "AdamW", "weight_decay": 0.1}),
+        ({"type": "adam", "params": {"adam_w_mode": False}}, {"type": "Adam", "weight_decay": 0.0}),
+        ({"type": "AdamW", "params": {"torch_adam": True}}, {"type": "AdamW", "weight_decay": 0.01}),
+        ({"type": "Lion", "params": {}}, {"type": "Lion", "lr": 1e-3}),
+        ({"type": "Adagrad", "params": {"amsgrad": False}}, {"type": "Adagrad", "lr": 1e-2}),
+        (
+            {"type": "SGD", "params": {"momentum": 0.9, "nesterov": True}},
+            {"type": "SGD", "momentum": 0.9, "nesterov": True},
+        ),
+        ({"type": "Adam"}, {"type": "Adam", "weight_decay": 0.0}),
+        ({"type": "lion"}, {"type": "Lion", "lr": 1e-4}),
+    ],
+)
+def test_optimizers_mean_what_they_mean_to_deepspeed_in_its_form(given, meant):
+    optimizer = Config.read({"budget": {"host": 1}, "optimizer": given}).optimizer
+    assert {key: getattr(optimizer, key) for key in meant} == meant
 
 
 def test_files_that_cannot_be_read(tmp_path):
@@ -92,6 +134,7 @@ def test_the_core_gets_every_option():
             "budget": {"host": 7, "nvme": ["/a"]},
             "gradient_clipping": 2,
             "gradient_accumulation_steps": 3,
+            "seed": 5,
             "engine": {"threads": 2, "job": "x"},
         }
     )
@@ -102,6 +145,7 @@ def test_the_core_gets_every_option():
         2.0,
         3,
     )
+    assert flat.rounding_seed == 5
     assert (flat.threads, flat.job, flat.placement, flat.seed, flat.chunk_elements) == (
         2,
         "x",

@@ -141,11 +141,14 @@ def test_an_optimizer_and_a_scheduler_of_the_users_own(start, kind):
 def test_what_an_optimizer_may_not_be(start):
     model = Net(torch.float32)
     parameters = list(model.parameters())
-    with pytest.raises(TypeError, match=r"torch\.optim\.sgd\.SGD is not supported; torch\.optim\.Adam"):
-        start(model, torch.optim.SGD(parameters, lr=1))
-    for option in ("amsgrad", "maximize"):
-        with pytest.raises(ValueError, match=option):
-            start(model, torch.optim.AdamW(parameters, **{option: True}))
+    with pytest.raises(TypeError, match=r"torch\.optim\.nadam\.NAdam is not supported; torch\.optim\.AdamW"):
+        start(model, torch.optim.NAdam(parameters, lr=1))
+    with pytest.raises(ValueError, match=r"torch\.optim\.AdamW\(amsgrad=True\)"):
+        start(model, torch.optim.AdamW(parameters, amsgrad=True))
+    with pytest.raises(ValueError, match=r"torch\.optim\.SGD\(differentiable=True\)"):
+        start(model, torch.optim.SGD(parameters, differentiable=True))
+    with pytest.raises(ValueError, match="format 'compact' holds bf16 weights, and none"):
+        start(model, format="compact")
     with pytest.raises(ValueError, match=r"body\.0\.weight.*in no parameter group"):
         start(model, torch.optim.AdamW(parameters[1:]))
     with pytest.raises(ValueError, match="not the model's"):
@@ -158,6 +161,92 @@ def test_what_an_optimizer_may_not_be(start):
     model(batch(0)).backward()
     with pytest.raises(ValueError, match="has a gradient already"):
         start(model)
+    for kind in (torch.optim.Adagrad, torch.optim.AdamW):
+        stepped = kind(model.parameters())
+        model(batch(0)).backward()
+        stepped.step()
+        model.zero_grad()
+        with pytest.raises(ValueError, match="has made steps already"):
+            start(model, stepped)
+    model = Net(torch.bfloat16)
+    own = overspill.optim.AdamW(model.parameters(), format="8bit")
+    with pytest.raises(ValueError, match="format is 'compact' in the configuration, '8bit' in the optimizer"):
+        start(model, own, format="compact")
+    own.param_groups[0]["format"] = "exact"
+    own.add_param_group({"params": [nn.Parameter(torch.ones(1).bfloat16())], "format": "8bit"})
+    with pytest.raises(ValueError, match="differ in format"):
+        start(model, own)
+
+
+def test_momentum_that_comes_late_is_refused(start):
+    model = Net(torch.float32)
+    engine = start(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    engine.backward(engine(batch(0)))
+    engine.step()
+    engine.optimizer.param_groups[0]["momentum"] = 0.9
+    engine.backward(engine(batch(1)))
+    with pytest.raises(ValueError, match=r"momentum = 0\.9 came after overspill\.initialize"):
+        engine.step()
+
+
+# ---- formats
+
+
+def trained(start, kind, placement="host", threads=1, steps=4, saved=None, opened=None, **settings):
+    """Weights, masters and states after some steps; saved after half of them, or opened there."""
+    model = Net(torch.bfloat16)
+    section = {"type": kind, "lr": 1e-2} | ({"momentum": 0.9} if kind == "SGD" else {})
+    engine = start(model, section=section, placement=placement, threads=threads, **settings)
+    if opened is not None:
+        engine.load_checkpoint(opened)
+    for i in range(steps // 2 if opened is not None else 0, steps):
+        if saved is not None and i == steps // 2:
+            engine.save_checkpoint(saved)
+        torch.manual_seed(i)
+        engine.backward(engine(batch(i, torch.bfloat16)))
+        engine.step()
+    parameters = dict(model.named_parameters())
+    return {
+        **{name: engine.weight(p, torch.float32) for name, p in parameters.items()},
+        **{f"{n}.{k}": v for n, p in parameters.items() for k, v in engine.optimizer_state(p).items()},
+    }
+
+
+def equal(a, b):
+    return a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a)
+
+
+@pytest.mark.parametrize("form", ["exact", "compact", "8bit"])
+@pytest.mark.parametrize("kind", ["AdamW", "Adagrad", "Lion", "SGD"])
+def test_formats_by_the_configuration(start, kind, form, tmp_path):
+    """Placement and threads change no bit, the seed does where something is rounded; checkpoints go on."""
+    first = trained(start, kind, format=form, clipping=0.5, saved=str(tmp_path / "two"))
+    assert all(value.dtype is torch.float32 and value.isfinite().all() for value in first.values())
+    assert equal(first, trained(start, kind, format=form, clipping=0.5, placement="nvme", threads=2))
+    assert equal(first, trained(start, kind, "half", format=form, clipping=0.5, opened=str(tmp_path / "two")))
+    assert equal(first, trained(start, kind, format=form, clipping=0.5, seed=7)) == (form == "exact")
+    if form != "exact":
+        exact = trained(start, kind, clipping=0.5)
+        worst = max((first[key] - exact[key]).abs().max() for key in first)
+        assert 0 < worst < 0.5
+        with pytest.raises(overspill.CheckpointError, match=f"format .* is {form} there, exact here"):
+            trained(start, kind, opened=str(tmp_path / "two"))
+
+
+def test_a_format_of_an_own_optimizer_is_taken_over(start):
+    def run(make, **settings):
+        model = Net(torch.bfloat16)
+        engine = start(model, make(model), **settings)
+        for i in range(3):
+            torch.manual_seed(i)
+            engine.backward(engine(batch(i, torch.bfloat16)))
+            engine.step()
+        return {name: engine.weight(p, torch.float32) for name, p in model.named_parameters()}
+
+    own = run(lambda m: overspill.optim.Lion(m.parameters(), lr=1e-3, format="8bit", seed=3))
+    section = {"type": "Lion", "lr": 1e-3, "weight_decay": 0.0}
+    assert equal(own, run(lambda m: None, section=section, format="8bit", seed=3))
+    assert not equal(own, run(lambda m: None, section=section, format="8bit"))
 
 
 # ---- accumulation, skipped steps

@@ -103,6 +103,33 @@ def add_tiers(parser: argparse.ArgumentParser) -> None:
     )
 
 
+OPTIMIZERS = {
+    "adamw": {"type": "AdamW"},
+    "adam": {"type": "Adam"},
+    "adagrad": {"type": "Adagrad"},
+    "lion": {"type": "Lion"},
+    "sgd": {"type": "SGD"},
+    "momentum": {"type": "SGD", "momentum": 0.9},
+    "nesterov": {"type": "SGD", "momentum": 0.9, "nesterov": True},
+}
+
+
+def add_update(parser: argparse.ArgumentParser) -> None:
+    """Options that say what is kept of a parameter, and so how much."""
+    parser.add_argument(
+        "--optimizer",
+        choices=OPTIMIZERS,
+        help="momentum and nesterov are SGD's, with 0.9 (default adamw, or --config's); lion takes about a tenth of "
+        "adamw's --lr, sgd far more",
+    )
+    parser.add_argument(
+        "--format",
+        choices=("exact", "compact", "8bit"),
+        help="of bf16 weights with their states, bytes a parameter with adamw: exact 12, compact 8, 8bit 5 (default "
+        "exact); compact and 8bit round stochastically, by --seed",
+    )
+
+
 def add_endurance(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--endurance-tbw",

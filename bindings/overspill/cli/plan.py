@@ -9,8 +9,10 @@ from pathlib import Path
 
 from overspill.cli import wear
 from overspill.cli.common import (
+    OPTIMIZERS,
     CliError,
     add_tiers,
+    add_update,
     engine_config,
     model_folder,
     positive,
@@ -24,6 +26,7 @@ def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", type=Path, required=True, metavar="DIR", help="Hugging Face folder")
     add_tiers(parser)
     parser.add_argument("--accumulate", type=positive, metavar="N", help="micro-batches a step (default 1)")
+    add_update(parser)
     parser.add_argument("--dtype", choices=DTYPES, default="bf16")
 
 
@@ -35,6 +38,8 @@ def run(args: argparse.Namespace) -> int:
         args.config,
         args.endurance_tbw,
         gradient_accumulation_steps=args.accumulate,
+        optimizer=OPTIMIZERS.get(args.optimizer, {}),
+        format=args.format,
     )
     quiet_transformers()
     made = plan(empty_model(folder, args.dtype), config)
@@ -57,9 +62,13 @@ def plan(model, config: dict):
     from overspill import _core
     from overspill.config import Config
     from overspill.engine import _core_units
+    from overspill.optimizer import choose_format, make_groups
     from overspill.units import partition
 
-    return _core.plan(_core_units(partition(model), {}), Config.read(config).to_core(_core))
+    settings, specs = Config.read(config), partition(model)
+    groups = make_groups(settings.optimizer, model.parameters())
+    chosen = choose_format(settings.format, groups, (spec.format for spec in specs))
+    return _core.plan(_core_units(specs, {}, groups.core, chosen), settings.to_core(_core))
 
 
 def empty_model(folder: Path, dtype: str):

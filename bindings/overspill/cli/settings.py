@@ -22,6 +22,8 @@ class Settings:
     seq_len: int = _field(256, fixed=True)
     accumulate: int = _field(1, fixed=True)
     vertical: bool = _field(False, fixed=True)
+    optimizer: str | None = _field(None, fixed=True)
+    format: str | None = _field(None, fixed=True)
     lr: float = _field(5e-5, fixed=True)
     warmup: int = _field(0, fixed=True)
     weight_decay: float = _field(0.01, fixed=True)

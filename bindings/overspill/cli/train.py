@@ -2,6 +2,10 @@
 
 Data is a folder or file of text, or JSONL with a key "text". Ctrl-C or SIGTERM finishes the micro-step, saves, and says
 how to go on; a run that went on equals, bit for bit, one that never stopped.
+
+    overspill train --model DIR --data texts/ --out run --host-budget 4GiB --nvme /mnt/disk
+    overspill train ... --format 8bit                          5 bytes a parameter in place of 12
+    overspill train ... --optimizer lion --lr 5e-6 --format compact
 """
 
 import argparse
@@ -14,8 +18,10 @@ from typing import Any
 
 from overspill.cli import wear
 from overspill.cli.common import (
+    OPTIMIZERS,
     CliError,
     add_tiers,
+    add_update,
     engine_config,
     load_tokenizer,
     model_folder,
@@ -60,7 +66,8 @@ def options(parser: argparse.ArgumentParser) -> None:
         help="with --accumulate: micro-batches pass each layer together, so weights move once a step; keeps the "
         "activations of all of them (see --checkpointing)",
     )
-    add("--lr", type=nonnegative, help=f"learning rate of AdamW {default['lr']}")
+    add_update(parser)
+    add("--lr", type=nonnegative, help=f"learning rate {default['lr']}")
     add(
         "--warmup",
         type=natural,
@@ -74,7 +81,9 @@ def options(parser: argparse.ArgumentParser) -> None:
         metavar="NORM",
         help=f"largest gradient norm, 0 for none {default['clip']}",
     )
-    add("--seed", type=natural, help=f"of the data's order and of dropout {default['seed']}")
+    add(
+        "--seed", type=natural, help=f"of the data's order, dropout and stochastic rounding {default['seed']}"
+    )
     add("--dtype", choices=("bf16", "fp32"), help=f"what forward computes in {default['dtype']}")
     add(
         "--checkpointing",
@@ -230,7 +239,13 @@ class _Session:
             settings.nvme,
             Path(settings.config) if settings.config else None,
             settings.endurance_tbw,
-            optimizer={"type": "AdamW", "lr": settings.lr, "weight_decay": settings.weight_decay},
+            optimizer={
+                **OPTIMIZERS.get(settings.optimizer, {}),
+                "lr": settings.lr,
+                "weight_decay": settings.weight_decay,
+            },
+            format=settings.format,
+            seed=settings.seed,
             gradient_accumulation_steps=settings.accumulate,
             vertical_accumulation=settings.vertical,
             gradient_clipping=settings.clip,

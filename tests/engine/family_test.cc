@@ -1,0 +1,306 @@
+// Every optimizer in every format: weights and states equal the scalar reference, bit for bit, wherever they
+// live, whoever updates them, guessed or not; a run that was saved and opened equals one that never stopped.
+#include <fmt/format.h>
+#include <gtest/gtest.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstring>
+#include <filesystem>
+#include <fstream>
+
+#include "engine/checkpoint/manifest.h"
+#include "engine/resources.h"
+#include "tests/engine/toy_model.h"
+
+namespace overspill::testing {
+namespace {
+
+namespace fs = std::filesystem;
+using engine::Config;
+using engine::Engine;
+using engine::Placement;
+
+constexpr int kSteps = 6;
+constexpr uint64_t kSeed = 99;
+
+struct Way {
+  Placement placement = Placement::host;
+  int threads = 1;
+  int micro_batches = 1;
+  const char* speculation = "";  // "hits": nothing is clipped; "misses": every step is
+  int64_t chunk_elements = 4096;
+};
+
+std::string text_of(const Way& way) {
+  static constexpr const char* kPlacements[] = {"automatic", "host", "half", "nvme"};
+  return fmt::format("{}, {} threads, {} micro-batches, speculation {}, chunks of {}",
+                     kPlacements[static_cast<int>(way.placement)], way.threads, way.micro_batches,
+                     way.speculation, way.chunk_elements);
+}
+
+class Family : public ::testing::TestWithParam<std::tuple<int, optim::Format>> {
+ protected:
+  void SetUp() override {
+    fs::remove_all(folder_);
+    fs::create_directories(folder_);
+  }
+  void TearDown() override { fs::remove_all(folder_); }
+
+  static ToyKind kind() {
+    const auto [optimizer, format] = GetParam();
+    return {optim::Optimizer{static_cast<uint8_t>(optimizer)}, format};
+  }
+
+  std::unique_ptr<Engine> make(const Way& way, const std::string& backend = "memory",
+                               const ToyKind& kind = Family::kind()) {
+    Config config;
+    config.host_budget_bytes = 64 << 20;
+    config.nvme = {folder_};
+    config.job = fmt::format("family{}", made_++);
+    config.threads = way.threads;
+    config.gradient_accumulation = way.micro_batches;
+    config.speculate = way.speculation[0] != '\0';
+    config.max_grad_norm = way.speculation == std::string("hits") ? 1e9 : 1.0;
+    config.chunk_elements = way.chunk_elements;
+    config.placement = way.placement;
+    config.poison = true;
+    config.rounding_seed = kSeed;
+    return std::make_unique<Engine>(toy_units(kind), config,
+                                    make_resources(toy_units(kind), config, {"host", backend, 3}));
+  }
+
+  static void expect_same_bits(const std::vector<float>& found, const std::vector<float>& expected,
+                               const std::string& what) {
+    ASSERT_EQ(found.size(), expected.size()) << what;
+    const auto same = [](float a, float b) { return std::memcmp(&a, &b, 4) == 0; };
+    const auto at = std::mismatch(found.begin(), found.end(), expected.begin(), same);
+    EXPECT_TRUE(at.first == found.end())
+        << what << ": element " << at.first - found.begin() << " is " << *at.first << ", not " << *at.second;
+  }
+
+  fs::path folder_ = fs::temp_directory_path() / fmt::format("overspill-family-test-{}", ::getpid());
+  int made_ = 0;
+};
+
+TEST_P(Family, EqualsTheScalarReferenceEverywhere) {
+  std::vector<Way> ways;
+  for (const Placement placement : {Placement::host, Placement::half, Placement::nvme}) {
+    for (const int threads : {1, 3}) ways.push_back({placement, threads});
+    ways.push_back({placement, 2, 3});
+    ways.push_back({placement, 2, 1, "", 1 << 20});
+    if (placement == Placement::host) continue;
+    for (const char* speculation : {"hits", "misses"}) ways.push_back({placement, 2, 1, speculation});
+  }
+  for (const Way& way : ways) {
+    auto engine = make(way);
+    toy_load(*engine);
+    std::vector<engine::StepResult> results;
+    for (int step = 0; step < kSteps; ++step) {
+      results.push_back(toy_step(*engine, step, way.micro_batches, 0).result);
+      EXPECT_FALSE(results.back().skipped);
+      EXPECT_EQ(results.back().clip < 1, way.speculation != std::string("hits")) << text_of(way);
+    }
+    expect_same_bits(toy_contents(*engine),
+                     toy_reference(kSteps, way.micro_batches, results, 1, kind(), kSeed), text_of(way));
+    const engine::Stats stats = engine->stats();
+    const bool guesses = way.speculation[0] != '\0' && engine->plan().states_nvme_bytes > 0;
+    if (!guesses) {
+      EXPECT_EQ(stats.guesses_taken + stats.guesses_dropped, 0) << text_of(way);
+    }
+    if (way.speculation != std::string("hits")) {
+      EXPECT_EQ(stats.guesses_taken, 0) << text_of(way);
+    }
+  }
+}
+
+TEST_P(Family, GoingOnFromACheckpointIsGoingOn) {
+  for (const Placement placement : {Placement::host, Placement::half, Placement::nvme}) {
+    auto first = make({placement, 2}, "auto");
+    toy_load(*first);
+    for (int step = 0; step < 3; ++step) toy_step(*first, step, 1, 0);
+    const fs::path saved = folder_ / fmt::format("saved-{}", static_cast<int>(placement));
+    first->save(saved, "{}");
+    const auto at_three = toy_contents(*first);
+    for (int step = 3; step < kSteps; ++step) toy_step(*first, step, 1, 0);
+    const auto at_end = toy_contents(*first);
+    for (const Placement other : {Placement::host, Placement::half, Placement::nvme}) {
+      // Other chunks too: a component's scales lie behind its codes, wherever it is cut.
+      for (const int64_t chunk : {int64_t{4096}, int64_t{8192}, int64_t{1} << 20}) {
+        Way way{other, 2};
+        way.chunk_elements = chunk;
+        auto second = make(way, "auto");
+        second->load(saved);
+        expect_same_bits(toy_contents(*second), at_three, "opened: " + text_of(way));
+        if (chunk != 4096) continue;  // the norm's last bits come from the sums of chunks
+        for (int step = 3; step < kSteps; ++step) toy_step(*second, step, 1, 0);
+        expect_same_bits(toy_contents(*second), at_end, "went on: " + text_of(way));
+      }
+    }
+  }
+}
+
+TEST_P(Family, ACheckpointOfAnotherKindIsRefusedByName) {
+  auto own = make({});
+  toy_load(*own);
+  toy_step(*own, 0, 1, 0);
+  own->save(folder_ / "saved", "{}");
+  const ToyKind mine = kind();
+  const auto refusal = [&](const ToyKind& other) {
+    auto engine = make({}, "memory", other);
+    toy_load(*engine);
+    const auto before = toy_contents(*engine);
+    try {
+      engine->load(folder_ / "saved");
+    } catch (const engine::CheckpointError& error) {
+      expect_same_bits(toy_contents(*engine), before, "refused");
+      return std::string(error.what());
+    }
+    return std::string("accepted");
+  };
+  ToyKind other = mine;
+  other.optimizer = optim::optimizer_named(optim::name(mine.optimizer) == "lion" ? "sgd" : "lion");
+  EXPECT_NE(refusal(other).find(fmt::format("optimizer of unit embed is {} there, {} here",
+                                            optim::name(mine.optimizer), optim::name(other.optimizer))),
+            std::string::npos)
+      << refusal(other);
+  other = mine;
+  other.format = *mine.format == optim::Format::compact ? optim::Format::exact : optim::Format::compact;
+  const std::string what = refusal(other);
+  const bool named =
+      what.find(fmt::format("format of unit embed is {} there, {} here", optim::name(*mine.format),
+                            optim::name(*other.format))) != std::string::npos ||
+      what.find("dtype of unit embed is") != std::string::npos;
+  EXPECT_TRUE(named) << what;
+}
+
+TEST_P(Family, MergesToItsMasterAndToWhatForwardUses) {
+  auto engine = make({Placement::half, 2}, "auto");
+  toy_load(*engine);
+  for (int step = 0; step < 2; ++step) toy_step(*engine, step, 1, 0);
+  engine->save(folder_ / "saved", "{}");
+  for (const char* dtype : {"fp32", "bf16"}) {
+    const fs::path out = folder_ / dtype;
+    engine::merge_checkpoint(folder_ / "saved", out, {.dtype = dtype}, nullptr, nullptr);
+    std::vector<float> master(97 * 64);
+    engine->read_weight(0, 0, std::as_writable_bytes(std::span(master)), "F32");
+    // The tensors of safetensors lie in the order of the header; the largest offsets are not needed here:
+    // embed.weight is found by its bytes.
+    std::vector<std::byte> wanted(master.size() * (dtype == std::string("fp32") ? 4 : 2));
+    for (size_t i = 0; i < master.size(); ++i) {
+      if (dtype == std::string("fp32")) {
+        std::memcpy(wanted.data() + i * 4, &master[i], 4);
+        continue;
+      }
+      uint16_t bits = 0;
+      const engine::Unit& unit = engine->layout().units[0];
+      if (unit.dtype == "BF16") {
+        const engine::Lease lease = engine->acquire(0);
+        std::memcpy(&bits, lease.data() + i * 2, 2);
+      } else {
+        uint32_t wide = 0;
+        std::memcpy(&wide, &master[i], 4);
+        bits = static_cast<uint16_t>((wide + 0x7FFF + (wide >> 16 & 1)) >> 16);
+      }
+      std::memcpy(wanted.data() + i * 2, &bits, 2);
+    }
+    std::ifstream file(out / "model.safetensors", std::ios::binary);
+    const std::string text{std::istreambuf_iterator<char>(file), {}};
+    const std::string_view part(reinterpret_cast<const char*>(wanted.data()), wanted.size());
+    EXPECT_NE(text.find(part), std::string::npos) << dtype;
+  }
+}
+
+TEST_P(Family, AWeightWrittenInPlaceIsTheMaster) {
+  for (const Placement placement : {Placement::host, Placement::nvme}) {
+    auto engine = make({placement, 1});
+    toy_load(*engine);
+    toy_step(*engine, 0, 1, 0);
+    const engine::Unit& unit = engine->layout().units[0];
+    std::vector<std::byte> bytes(static_cast<size_t>(unit.segments[0].elements * unit.element_bytes));
+    engine->read_weight(0, 0, bytes, unit.dtype);
+    std::swap_ranges(bytes.begin(), bytes.begin() + unit.element_bytes, bytes.begin() + unit.element_bytes);
+    for (const bool loaded : {false, true}) {
+      if (loaded) {
+        engine->load_weight(0, 0, bytes, unit.dtype);
+      } else {
+        engine->written(0, 0, bytes);
+      }
+      std::vector<std::byte> again(bytes.size());
+      engine->read_weight(0, 0, again, unit.dtype);
+      EXPECT_EQ(again, bytes);
+      std::vector<float> master(static_cast<size_t>(unit.segments[0].elements));
+      engine->read_weight(0, 0, std::as_writable_bytes(std::span(master)), "F32");
+      const engine::Lease lease = engine->acquire(0);
+      expect_same_bits(master, toy_leased(*engine, lease, 0, 0), "master");
+      toy_step(*engine, 1, 1, 0);
+    }
+  }
+}
+
+TEST_P(Family, WhatBelongsToAnotherOptimizerIsRefused) {
+  auto engine = make({});
+  toy_load(*engine);
+  const auto before = toy_contents(*engine);
+  const auto other = optim::optimizer_named(optim::name(kind().optimizer) == "lion" ? "sgd" : "lion");
+  EXPECT_THROW(engine->step(toy_groups(0, other)), std::invalid_argument);
+  EXPECT_THROW(engine->expect_step(toy_groups(0, other)), std::invalid_argument);
+  EXPECT_THROW(engine->start_states(toy_groups(0, other)), std::invalid_argument);
+  std::vector<float> values(97 * 64);
+  for (const char* name : {"lo", "hi", "exp_avg", ""})
+    EXPECT_THROW(engine->read_state(0, 0, name, values), std::invalid_argument) << name;
+  expect_same_bits(toy_contents(*engine), before, "refused");
+}
+
+std::string name_of(const ::testing::TestParamInfo<std::tuple<int, optim::Format>>& info) {
+  const auto [optimizer, format] = info.param;
+  return fmt::format("{}_{}", optim::name(optim::Optimizer{static_cast<uint8_t>(optimizer)}),
+                     optim::name(format));
+}
+
+INSTANTIATE_TEST_SUITE_P(All, Family,
+                         ::testing::Combine(::testing::Range(0, optim::kOptimizerCount),
+                                            ::testing::Values(optim::Format::fp32, optim::Format::exact,
+                                                              optim::Format::fp16, optim::Format::compact,
+                                                              optim::Format::eight_bit)),
+                         name_of);
+
+TEST(FamilyBytes, AreWhatTheTableOfFormatsSays) {
+  const auto bytes_of = [](const ToyKind& kind) {
+    const engine::Layout layout = engine::make_layout(toy_units(kind), 512 << 10, 0, 1);
+    Config config;
+    config.host_budget_bytes = 64 << 20;
+    const engine::Plan plan = engine::make_plan(layout, config, {true});
+    for (const auto& holding : plan.holdings) {
+      if (holding.name != "frozen") return holding.parameter_bytes;
+    }
+    return 0.0;
+  };
+  using optim::Format;
+  const auto adam = optim::optimizer_named("adam");
+  EXPECT_EQ(bytes_of({adam, Format::fp32}), 12);
+  EXPECT_EQ(bytes_of({adam, Format::exact}), 12);
+  EXPECT_EQ(bytes_of({adam, Format::fp16}), 14);
+  EXPECT_EQ(bytes_of({adam, Format::compact}), 8);
+  EXPECT_EQ(bytes_of({adam, Format::eight_bit}), 5.03125);
+  EXPECT_EQ(bytes_of({optim::optimizer_named("lion"), Format::compact}), 6);
+  EXPECT_EQ(bytes_of({optim::optimizer_named("sgd"), Format::exact}), 4);
+}
+
+TEST(FamilyBytes, NoTwoSegmentsShareAScale) {
+  const engine::Layout layout =
+      engine::make_layout(toy_units({optim::optimizer_named("adam"), optim::Format::eight_bit}), 4096, 1, 2);
+  for (const engine::Unit& unit : layout.units) {
+    for (const engine::Segment& segment : unit.segments) {
+      if (unit.trainable()) {
+        EXPECT_EQ(segment.begin % optim::kScaleBlock, 0) << segment.name;
+      }
+    }
+  }
+  for (const engine::Chunk& chunk : layout.chunks) {
+    EXPECT_EQ(layout.global_begin(chunk) % optim::kScaleBlock, 0);
+  }
+}
+
+}  // namespace
+}  // namespace overspill::testing
