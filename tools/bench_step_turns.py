@@ -61,7 +61,8 @@ class Contender:
         code = self.process.wait()
         why = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with {code}"
         lines = [line for line in self.log.read_text().splitlines() if line.strip()]
-        return f"{why}: {lines[-1][:200]}" if lines else why
+        errors = [line for line in lines if "Error" in line]  # a plan's table may follow it
+        return f"{why}: {(errors or lines)[-1][:200]}" if lines else why
 
     def _signal(self, number: int) -> None:
         with contextlib.suppress(ProcessLookupError):
