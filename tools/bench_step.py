@@ -106,6 +106,7 @@ class Size:
         self.name, self.args, self.folder = name, args, folder
         self.shape = gpt.SHAPES[name]
         self.parameters = count(self.shape)
+        self.group = 0
         self.alive: dict[str, Contender] = {}
         self.rows: dict[str, list[dict[str, Any]]] = {}
         self.said: dict[str, dict[str, Any]] = {}
@@ -120,7 +121,8 @@ class Size:
             f"B = {shape.batch}, T = {shape.length}",
             flush=True,
         )
-        for group in self.groups():
+        for number, group in enumerate(self.groups()):
+            self.group = number
             try:
                 for name in group:
                     self.start(name)
@@ -208,7 +210,7 @@ class Size:
                 except Failed as error:
                     self.drop(name, str(error))
                     continue
-                self.rows.setdefault(name, []).append(turn)
+                self.rows.setdefault(name, []).append(turn | {"at": (self.group, number)})
             line = ", ".join(f"{name} {self.rows[name][-1]['step']:.2f}" for name in self.alive)
             print(f"  round {number + 1}/{self.args.rounds}, s a step: {line}", flush=True)
 
@@ -251,14 +253,13 @@ class Size:
 
     def ratio(self, ours: str, theirs: Any) -> float | None:
         """Median over rounds of ours / theirs: another contender's step, or what a function makes of plain's."""
-        if ours not in self.rows or (isinstance(theirs, str) and theirs not in self.rows):
-            return None
-        if isinstance(theirs, str):
-            floors = [row["step"] for row in self.rows[theirs]]
-        else:
-            floors = [theirs(row) for row in self.rows.get("plain", [])]
-        pairs = zip((row["step"] for row in self.rows[ours]), floors)
-        return round(statistics.median(a / b for a, b in pairs), 3)
+        name = theirs if isinstance(theirs, str) else "plain"
+        floor = (lambda row: row["step"]) if isinstance(theirs, str) else theirs
+        floors = {row["at"]: row for row in self.rows.get(name, [])}
+        pairs = [
+            row["step"] / floor(floors[row["at"]]) for row in self.rows.get(ours, []) if row["at"] in floors
+        ]
+        return round(statistics.median(pairs), 3) if pairs else None
 
     def moved(self, name: str) -> float:
         """Bytes a parameter and step."""
