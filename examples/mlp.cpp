@@ -24,9 +24,9 @@ namespace {
 
 using overspill::engine::Config;
 using overspill::engine::Engine;
-using overspill::engine::Format;
 using overspill::engine::Lease;
 using overspill::engine::UnitSpec;
+using overspill::optim::Format;
 
 constexpr int kInputs = 2;
 constexpr int kHidden = 65536;
@@ -156,7 +156,7 @@ int run(const std::filesystem::path& folder, int64_t budget_bytes, int steps) {
     engine.record_journal(step == steps - 2);
     last = train_batch(engine, make_batch(random));
     if (step == 0) first = last;
-    const overspill::optim::AdamConfig group{.lr = 1e-4, .weight_decay = 0.01};
+    const overspill::optim::Hyper group = overspill::optim::AdamConfig{.lr = 1e-4, .weight_decay = 0.01};
     const auto result = engine.step(std::span(&group, 1));
     if (step % 20 == 0)
       fmt::print("step {:>3}  loss {:.4f}  gradient norm {:.3f}\n", step, last, result.norm);
