@@ -318,9 +318,11 @@ void Engine::add_gradient(int32_t unit, int32_t segment, std::span<const std::by
 
 void Engine::clear_gradients() {
   Machine& m = machine();
-  std::unique_lock lock(m.context.mutex);
-  m.updater.take_back_all(lock);
-  m.updater.speculation().restart();
+  {
+    std::unique_lock lock(m.context.mutex);
+    m.updater.take_back_all(lock);
+    m.updater.speculation().restart();
+  }
   m.gradients.clear();
 }
 

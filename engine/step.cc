@@ -48,6 +48,7 @@ void Machine::finish_updates() {
 
 GradientSummary Machine::reduce_gradients() {
   gradients.reduce();
+  gradients.put_away();
   return gradients.summarize();
 }
 
@@ -109,7 +110,7 @@ void Machine::schedule_updates() {
   context.journal.note(Happening::stepped, -1);
   gatherer.invalidate(lock, units);
   updater.schedule(chunks);
-  gradients.clear();
+  gradients.handed_over();
 }
 
 }  // namespace overspill::engine
