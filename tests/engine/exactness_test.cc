@@ -159,6 +159,7 @@ std::vector<Case> all_cases() {
       }
     }
     cases.push_back({placement, 4, 2, "host", "memory", 3});
+    cases.push_back({placement, 4, 2, "host", "memory", 4});
     cases.push_back({placement, 4, 2, "simulated", "faulty", 2});
     cases.push_back({placement, 4, 2, "host", "faulty", 1});
   }

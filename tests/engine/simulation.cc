@@ -231,6 +231,10 @@ class Simulation {
     }
     ++step_;
     count("steps");
+    if (draw_of_gradients_.chance(0.3)) {  // as most scripts do; updates that run keep theirs
+      call("clear_gradients");
+      engine_->clear_gradients();
+    }
     const engine::Stats stats = engine_->stats();
     count("guesses taken", stats.guesses_taken - guesses_taken_);
     count("guesses dropped", stats.guesses_dropped - guesses_dropped_);
