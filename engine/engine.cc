@@ -420,6 +420,7 @@ Stats Engine::stats() {
   stats.guesses_dropped = m.context.stats.guesses_dropped;
   stats.guesses_unfinished = m.updater.guesses_unfinished();
   stats.trace_departures = m.context.trace.departures();
+  stats.gather_free_run_bytes = m.gatherer.largest_free_run();
   if (m.context.resources.store != nullptr) stats.store = m.context.store().stats();
   return stats;
 }

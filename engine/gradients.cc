@@ -159,7 +159,7 @@ void Gradients::add_whole(const Arrival& arrival) {
   if (pieces < 2) {
     if (pieces == 1) piece(0);
   } else {
-    context_.resources.executor->parallel_for(pieces, piece);
+    context_.resources.executor->parallel_for(pieces, std::ref(piece));
   }
 }
 
