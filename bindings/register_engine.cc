@@ -63,7 +63,9 @@ py::dict plan_dict(const Plan& plan) {
   out["host_bytes"] = plan.host_bytes();
   out["weights_host_bytes"] = plan.weights_host_bytes;
   out["states_host_bytes"] = plan.states_host_bytes;
-  out["gradient_bytes"] = plan.gradient_bytes;
+  out["gradients_host_bytes"] = plan.gradients_host_bytes;
+  out["gradients_nvme_bytes"] = plan.gradients_nvme_bytes;
+  out["staging_bytes"] = plan.staging_buffers * plan.staging_buffer_bytes;
   out["ring_slots"] = plan.ring_slots;
   out["ring_slot_bytes"] = plan.ring_slot_bytes;
   out["gather_host_bytes"] = plan.gather_host_bytes;

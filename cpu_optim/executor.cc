@@ -7,9 +7,7 @@
 #include <atomic>
 #include <condition_variable>
 #include <cstdlib>
-#include <deque>
 #include <exception>
-#include <latch>
 #include <mutex>
 #include <stdexcept>
 #include <string>
@@ -42,6 +40,54 @@ int checked_threads(int threads) {
   throw std::invalid_argument("an executor needs at least 1 thread, not " + std::to_string(threads));
 }
 
+/// Tasks in the order submitted, in memory that stays: a deque would ask for more every few tasks.
+class TaskQueue {
+ public:
+  bool empty() const { return count_ == 0; }
+  void push(Task task) {
+    if (count_ == ring_.size()) {
+      std::rotate(ring_.begin(), ring_.begin() + static_cast<std::ptrdiff_t>(first_), ring_.end());
+      first_ = 0;
+      ring_.resize(std::max<size_t>(64, 2 * ring_.size()));
+    }
+    ring_[(first_ + count_++) % ring_.size()] = std::move(task);
+  }
+  Task pop() {
+    Task task = std::move(ring_[first_]);
+    first_ = (first_ + 1) % ring_.size();
+    --count_;
+    return task;
+  }
+
+ private:
+  std::vector<Task> ring_;
+  size_t first_ = 0;
+  size_t count_ = 0;
+};
+
+/// What the workers of one parallel_for share; on its caller's stack.
+struct SharedLoop {
+  const std::function<void(int64_t)>& body;
+  const int64_t count;
+  std::atomic<int64_t> next = 0;
+  std::mutex mutex;
+  std::condition_variable done;
+  int unfinished;
+  std::exception_ptr error;
+
+  void work() {
+    try {
+      for (int64_t i = next++; i < count; i = next++) body(i);
+    } catch (...) {
+      next = count;
+      const std::lock_guard lock(mutex);
+      if (!error) error = std::current_exception();
+    }
+    const std::lock_guard lock(mutex);
+    if (--unfinished == 0) done.notify_one();  // under the lock: the caller's stack is gone after it
+  }
+};
+
 // One task a worker; each takes the next index until none is left or a body has thrown.
 void parallel_for_on(Executor& executor, int64_t count, const std::function<void(int64_t)>& body) {
   if (inside_task) {
@@ -49,23 +95,11 @@ void parallel_for_on(Executor& executor, int64_t count, const std::function<void
   }
   if (count <= 0) return;
   const auto tasks = static_cast<int>(std::min<int64_t>(count, executor.threads()));
-  std::atomic<int64_t> next{0};
-  std::exception_ptr error;
-  std::once_flag first_error;
-  const auto running = std::make_shared<std::latch>(tasks);  // shared: count_down may return after wait has
-  for (int task = 0; task < tasks; ++task) {
-    executor.submit([&, running] {
-      try {
-        for (int64_t i = next++; i < count; i = next++) body(i);
-      } catch (...) {
-        next = count;
-        std::call_once(first_error, [&] { error = std::current_exception(); });
-      }
-      running->count_down();
-    });
-  }
-  running->wait();
-  if (error) std::rethrow_exception(error);
+  SharedLoop loop{.body = body, .count = count, .mutex = {}, .done = {}, .unfinished = tasks, .error = {}};
+  for (int task = 0; task < tasks; ++task) executor.submit([&loop] { loop.work(); });
+  std::unique_lock lock(loop.mutex);
+  loop.done.wait(lock, [&] { return loop.unfinished == 0; });
+  if (loop.error) std::rethrow_exception(loop.error);
 }
 
 class ThreadExecutor final : public Executor {
@@ -89,7 +123,7 @@ class ThreadExecutor final : public Executor {
   void submit(Task task) override {
     {
       const std::lock_guard lock(mutex_);
-      queue_.push_back(std::move(task));
+      queue_.push(std::move(task));
     }
     wake_.notify_one();
   }
@@ -104,8 +138,7 @@ class ThreadExecutor final : public Executor {
     while (true) {
       wake_.wait(lock, [this] { return stopping_ || !queue_.empty(); });
       if (queue_.empty()) return;
-      Task task = std::move(queue_.front());
-      queue_.pop_front();
+      Task task = queue_.pop();
       lock.unlock();
       run_task(std::move(task));
       lock.lock();
@@ -114,7 +147,7 @@ class ThreadExecutor final : public Executor {
 
   std::mutex mutex_;
   std::condition_variable wake_;
-  std::deque<Task> queue_;
+  TaskQueue queue_;
   bool stopping_ = false;
   std::vector<std::thread> workers_;  // last: they use the members above
 };
@@ -164,7 +197,7 @@ class TbbExecutor final : public Executor {
   void submit(Task task) override {
     {
       const std::lock_guard lock(mutex_);
-      queue_.push_back(std::move(task));
+      queue_.push(std::move(task));
       ++unfinished_;
     }
     arena_.enqueue([this] { run_next(); });
@@ -177,8 +210,7 @@ class TbbExecutor final : public Executor {
  private:
   void run_next() noexcept {
     std::unique_lock lock(mutex_);
-    Task task = std::move(queue_.front());
-    queue_.pop_front();
+    Task task = queue_.pop();
     lock.unlock();
     run_task(std::move(task));
     lock.lock();
@@ -189,7 +221,7 @@ class TbbExecutor final : public Executor {
   tbb::task_arena arena_;
   std::mutex mutex_;
   std::condition_variable idle_;
-  std::deque<Task> queue_;
+  TaskQueue queue_;
   int64_t unfinished_ = 0;
 };
 

@@ -318,9 +318,11 @@ void Engine::add_gradient(int32_t unit, int32_t segment, std::span<const std::by
 
 void Engine::clear_gradients() {
   Machine& m = machine();
-  std::unique_lock lock(m.context.mutex);
-  m.updater.take_back_all(lock);
-  m.updater.speculation().restart();
+  {
+    std::unique_lock lock(m.context.mutex);
+    m.updater.take_back_all(lock);
+    m.updater.speculation().restart();
+  }
   m.gradients.clear();
 }
 
@@ -418,6 +420,7 @@ Stats Engine::stats() {
   stats.guesses_dropped = m.context.stats.guesses_dropped;
   stats.guesses_unfinished = m.updater.guesses_unfinished();
   stats.trace_departures = m.context.trace.departures();
+  stats.gather_free_run_bytes = m.gatherer.largest_free_run();
   if (m.context.resources.store != nullptr) stats.store = m.context.store().stats();
   return stats;
 }

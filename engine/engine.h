@@ -77,6 +77,7 @@ struct Stats {
   int64_t guesses_dropped = 0;     // in vain
   int64_t guesses_unfinished = 0;  // wanted, being made or being written now
   int64_t trace_departures = 0;
+  int64_t gather_free_run_bytes = 0;  // the longest run of the arena that is free now
   io::StoreStats store;
 };
 

@@ -3,7 +3,9 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <array>
 #include <cstring>
+#include <functional>
 #include <limits>
 #include <optional>
 #include <stdexcept>
@@ -73,13 +75,38 @@ std::optional<optim::Element> element_of(std::string_view dtype) {
   return std::nullopt;
 }
 
+optim::Squares squares_of(const std::byte* data, int64_t elements, optim::Element element) {
+  return with_type(element, [&]<class T>(T) { return optim::squares(span_of<T>(data, elements)); });
+}
+
+/// To fp32, of an array of `from` that has room for it: from its end, block by block.
+void widen_in_place(optim::Element from, std::byte* data, int64_t elements) {
+  constexpr int64_t kBlock = 2048;
+  std::array<std::byte, kBlock * 2> block;
+  for (int64_t end = elements; end > 0;) {
+    const int64_t begin = (end - 1) / kBlock * kBlock;
+    const int64_t count = end - begin;
+    std::memcpy(block.data(), data + begin * 2, static_cast<size_t>(count * 2));
+    widen(from, block.data(), span_of<float>(data + begin * 4, count), true);
+    end = begin;
+  }
+}
+
 }  // namespace
 
 Gradients::Gradients(Context& context)
     : context_(context),
       exchange_(context.host_budget, context.plan.exchange_bytes, "gradients exchanged between ranks"),
-      by_chunk_(context.chunks.size()) {
-  for (const Unit& unit : context.layout.units) present_.emplace_back(unit.segments.size());
+      by_chunk_(context.chunks.size()),
+      staging_(context),
+      spilled_squares_(context.chunks.size()) {
+  for (const Unit& unit : context.layout.units) {
+    present_.emplace_back(unit.segments.size());
+    arrivals_.emplace_back(unit.segments.size());
+  }
+  for (size_t c = 0; c < spilled_squares_.size(); ++c) {
+    if (context.plan.gradients_on_nvme[c]) spilled_squares_[c].resize(context.layout.chunks[c].runs.size());
+  }
 }
 
 int64_t Gradients::element_bytes(int32_t unit) const {
@@ -109,24 +136,147 @@ void Gradients::add(int32_t unit, int32_t segment, const void* data, int64_t byt
     throw std::invalid_argument(fmt::format("the gradient of {} has {} bytes, its {} elements take {}",
                                             s.name, bytes, s.elements, s.elements * from_bytes));
   }
-  const bool first = present_[unit][segment] == 0;
-  const auto* from = static_cast<const std::byte*>(data);
+  const Arrival arrival{unit, segment, static_cast<const std::byte*>(data), *from_element,
+                        present_[unit][segment] == 0};
+  ++arrivals_[unit][segment];
+  if (context_.units[unit].gradients != nullptr) {
+    add_whole(arrival);
+  } else {
+    add_by_chunk(arrival);
+  }
+  present_[unit][segment] = 1;
+}
+
+void Gradients::add_whole(const Arrival& arrival) {
+  const Segment& s = context_.layout.units[arrival.unit].segments[arrival.segment];
   const auto piece = [&](int64_t i) {
     const int64_t begin = i * kPieceElements;
-    take_in(from + begin * from_bytes, *from_element, at(unit, s.begin + begin), to_element,
-            std::min(kPieceElements, s.elements - begin), first);
+    take_in(arrival.data + begin * optim::bytes(arrival.element), arrival.element,
+            at(arrival.unit, s.begin + begin), element(arrival.unit),
+            std::min(kPieceElements, s.elements - begin), arrival.first);
   };
   const int64_t pieces = (s.elements + kPieceElements - 1) / kPieceElements;
   if (pieces < 2) {
     if (pieces == 1) piece(0);
   } else {
-    context_.resources.executor->parallel_for(pieces, piece);
+    context_.resources.executor->parallel_for(pieces, std::ref(piece));
   }
-  present_[unit][segment] = 1;
+}
+
+template <class Visit>
+void Gradients::for_each_part(int32_t unit, int32_t segment, Visit visit) const {
+  const Unit& u = context_.layout.units[unit];
+  for (int32_t c = u.first_chunk; c < u.first_chunk + u.chunk_count; ++c) {
+    const Chunk& chunk = context_.layout.chunks[c];
+    for (size_t r = 0; r < chunk.runs.size(); ++r) {
+      const Run& run = chunk.runs[r];
+      if (run.segment != segment) continue;
+      const int64_t in_segment = context_.layout.global_begin(chunk) + run.begin - u.segments[segment].begin;
+      visit(Part{c, static_cast<int32_t>(r), run.begin, in_segment, run.elements});
+    }
+  }
+}
+
+/// Some of the unit's chunks are spilled: a few at a time are brought into memory, added to, and go.
+void Gradients::add_by_chunk(const Arrival& arrival) {
+  const std::lock_guard turn(turn_);
+  const int64_t batch_most = std::min(kBatchMost, staging_.held_most());
+  std::array<Part, kBatchMost> batch;
+  int64_t parts = 0;
+  const auto take_batch = [&] {
+    add_batch(arrival, std::span(batch).first(static_cast<size_t>(parts)));
+    parts = 0;
+  };
+  for_each_part(arrival.unit, arrival.segment, [&](const Part& part) {
+    batch[parts++] = part;
+    if (parts == batch_most) take_batch();
+  });
+  if (parts > 0) take_batch();
+}
+
+void Gradients::add_batch(const Arrival& arrival, std::span<Part> parts) {
+  std::unique_lock lock(context_.mutex);
+  try {
+    for (Part& part : parts) {
+      std::byte* home = context_.chunks[part.chunk].gradient;
+      part.memory = home != nullptr ? home : staging_.open(lock, part.chunk);
+    }
+    for (Part& part : parts) {
+      if (!spilled_squares_[part.chunk].empty()) staging_.wait(lock, part.chunk);
+      choose_element(arrival, part);
+    }
+    lock.unlock();
+    const auto work = [&](int64_t i) {
+      const Part& part = parts[i];
+      if (part.widen) widen_in_place(part.was, part.memory, context_.layout.chunks[part.chunk].elements);
+      std::byte* to = part.memory + part.in_chunk * optim::bytes(part.element);
+      take_in(arrival.data + part.in_segment * optim::bytes(arrival.element), arrival.element, to,
+              part.element, part.elements, arrival.first);
+      // While it is in the cache. Where more is added later, that is done again.
+      auto& squares = spilled_squares_[part.chunk];
+      if (!squares.empty()) squares[part.run] = squares_of(to, part.elements, part.element);
+    };
+    if (parts.size() == 1) {
+      work(0);
+    } else {
+      context_.resources.executor->parallel_for(static_cast<int64_t>(parts.size()), std::ref(work));
+    }
+    lock.lock();
+    for (const Part& part : parts) {
+      if (spilled_squares_[part.chunk].empty()) continue;
+      const bool whole = complete(context_.layout.chunks[part.chunk]);
+      staging_.close(part.chunk,
+                     whole ? GradientStaging::Closing::complete : GradientStaging::Closing::changed);
+    }
+  } catch (const EngineFailed&) {
+    throw;
+  } catch (const std::exception& error) {  // part of the gradient was added: no later step would be right
+    if (!lock.owns_lock()) lock.lock();
+    context_.fail(fmt::format("gradients of {}: {}", context_.layout.units[arrival.unit].name, error.what()));
+    context_.check();
+  }
+}
+
+/// A spilled gradient of 2 bytes an element stays that, half the bytes to move, until something is added to
+/// it.
+void Gradients::choose_element(const Arrival& arrival, Part& part) {
+  ChunkState& state = context_.chunks[part.chunk];
+  const auto& runs = context_.layout.chunks[part.chunk].runs;
+  part.was = state.gradient_element;
+  if (state.gradient == nullptr) {
+    const bool empty = std::none_of(runs.begin(), runs.end(),
+                                    [&](const Run& run) { return present(arrival.unit, run.segment); });
+    const bool as_it_came = arrival.first && (empty || part.was == arrival.element);
+    state.gradient_element = as_it_came ? arrival.element : element(arrival.unit);
+    part.widen = !empty && state.gradient_element != part.was;
+  }
+  part.element = state.gradient_element;
+}
+
+/// As far as anybody knows: each of its segments has given as many gradients as the others.
+bool Gradients::complete(const Chunk& chunk) const {
+  const auto& arrivals = arrivals_[chunk.unit];
+  return std::all_of(chunk.runs.begin(), chunk.runs.end(), [&](const Run& run) {
+    return arrivals[run.segment] == arrivals[chunk.runs.front().segment];
+  });
+}
+
+void Gradients::put_away() {
+  const std::lock_guard turn(turn_);
+  std::unique_lock lock(context_.mutex);
+  staging_.flush(lock);
 }
 
 void Gradients::clear() {
+  const std::lock_guard turn(turn_);
+  std::unique_lock lock(context_.mutex);
+  handed_over();
+  staging_.discard(lock);
+}
+
+void Gradients::handed_over() {
   for (auto& unit : present_) std::fill(unit.begin(), unit.end(), uint8_t{0});
+  for (auto& unit : arrivals_) std::fill(unit.begin(), unit.end(), 0);
 }
 
 void Gradients::reduce() {
@@ -193,12 +343,14 @@ GradientSummary Gradients::summarize() {
   context_.resources.executor->parallel_for(chunks, [&](int64_t i) {
     const Chunk& chunk = context_.layout.chunks[i];
     optim::Squares total;
-    const int64_t begin = context_.layout.global_begin(chunk);
-    for (const Run& run : chunk.runs) {
+    const bool spilled = context_.plan.gradients_on_nvme[i];
+    const std::byte* data = context_.chunks[i].gradient;
+    for (size_t r = 0; r < chunk.runs.size(); ++r) {
+      const Run& run = chunk.runs[r];
       if (!present(chunk.unit, run.segment)) continue;
-      const std::byte* data = at(chunk.unit, begin + run.begin);
-      const optim::Squares part = with_type(
-          element(chunk.unit), [&]<class T>(T) { return optim::squares(span_of<T>(data, run.elements)); });
+      const optim::Squares part = spilled ? spilled_squares_[i][r]
+                                          : squares_of(data + run.begin * element_bytes(chunk.unit),
+                                                       run.elements, element(chunk.unit));
       total.sum += part.sum;
       total.finite = total.finite && part.finite;
     }
@@ -214,14 +366,30 @@ GradientSummary Gradients::summarize() {
   return {finite ? sums[0] : std::numeric_limits<double>::infinity(), finite};
 }
 
-void Gradients::read(int32_t unit, int32_t segment, std::span<float> out) const {
+void Gradients::read(int32_t unit, int32_t segment, std::span<float> out) {
   const Segment& s = context_.layout.units[unit].segments[segment];
   if (static_cast<int64_t>(out.size()) != s.elements) {
     throw std::invalid_argument(
         fmt::format("{} has {} elements, room for {} was given", s.name, s.elements, out.size()));
   }
   if (!present(unit, segment)) throw std::invalid_argument(fmt::format("{} has no gradient now", s.name));
-  widen(element(unit), at(unit, s.begin), out, true);
+  const auto copy = [&](const std::byte* data, optim::Element element, int64_t begin, int64_t elements) {
+    widen(element, data, out.subspan(static_cast<size_t>(begin), static_cast<size_t>(elements)), true);
+  };
+  if (context_.units[unit].gradients != nullptr) return copy(at(unit, s.begin), element(unit), 0, s.elements);
+  const std::lock_guard turn(turn_);
+  std::unique_lock lock(context_.mutex);
+  for_each_part(unit, segment, [&](const Part& part) {
+    const ChunkState& state = context_.chunks[part.chunk];
+    const std::byte* data = state.gradient;
+    if (state.gradient == nullptr) {
+      data = staging_.open(lock, part.chunk);
+      staging_.wait(lock, part.chunk);
+    }
+    copy(data + part.in_chunk * optim::bytes(state.gradient_element), state.gradient_element, part.in_segment,
+         part.elements);
+    if (state.gradient == nullptr) staging_.close(part.chunk, GradientStaging::Closing::unchanged);
+  });
 }
 
 }  // namespace overspill::engine

@@ -1,13 +1,16 @@
-// Gradients in flight: one array a trainable unit, in the unit's flat space, from their arrival in backward
-// to the update that uses them up.
+// Gradients in flight, from their arrival in backward to the update that uses them up: one array a trainable
+// unit, in the unit's flat space; or chunk by chunk, where some of them are spilled to NVMe
+// (gradient_staging.h).
 #pragma once
 
 #include <cstdint>
+#include <mutex>
 #include <span>
 #include <string_view>
 #include <vector>
 
 #include "cpu_optim/gradient.h"
+#include "engine/gradient_staging.h"
 #include "engine/schedule/context.h"
 
 namespace overspill::engine {
@@ -24,11 +27,17 @@ class Gradients {
 
   /// Adds a segment's gradient: `data` is `bytes` of the segment's elements, contiguous, in host memory. The
   /// dtype is the unit's, or "F32". The caller has made sure that no update of the unit is pending. Throws
-  /// std::invalid_argument on a size or dtype that does not fit.
+  /// std::invalid_argument on a size or dtype that does not fit. Waits for the disk where staging is full.
   void add(int32_t unit, int32_t segment, const void* data, int64_t bytes, std::string_view dtype);
 
   bool present(int32_t unit, int32_t segment) const { return present_[unit][segment] != 0; }
+  /// Throws all of them away. Updates that were scheduled keep theirs.
   void clear();
+
+  /// Spilled ones leave memory: the ring may read them. Returns when they are written.
+  void put_away();
+  /// Those there are belong to the updates that were scheduled; the next add() is the first of its segment.
+  void handed_over();
 
   /// Sums over the ranks (mean), zeros where a rank has none; afterwards this rank's slice is final and
   /// present() is true where any rank had one. Collective.
@@ -38,12 +47,42 @@ class Gradients {
   GradientSummary summarize();
 
   /// Copies a segment's gradient, as fp32, to `out` (segment's elements of it). World 1.
-  void read(int32_t unit, int32_t segment, std::span<float> out) const;
+  void read(int32_t unit, int32_t segment, std::span<float> out);
 
  private:
+  /// A gradient that arrives, of one segment.
+  struct Arrival {
+    int32_t unit;
+    int32_t segment;
+    const std::byte* data;
+    optim::Element element;
+    bool first;  // in this step
+  };
+  /// The part of a segment that lies in one chunk, in elements.
+  struct Part {
+    int32_t chunk;
+    int32_t run;  // in the chunk
+    int64_t in_chunk;
+    int64_t in_segment;
+    int64_t elements;
+    // While the part is worked on:
+    std::byte* memory = nullptr;  // of the chunk's first element
+    optim::Element element{};     // there
+    optim::Element was{};         // before
+    bool widen = false;           // the chunk has to become fp32 first
+  };
+  static constexpr int64_t kBatchMost = 8;  // parts worked on side by side
+
   int64_t element_bytes(int32_t unit) const;
   optim::Element element(int32_t unit) const;  // of a trainable one
   std::byte* at(int32_t unit, int64_t element) const;
+  void add_whole(const Arrival& arrival);
+  void add_by_chunk(const Arrival& arrival);
+  void choose_element(const Arrival& arrival, Part& part);
+  void add_batch(const Arrival& arrival, std::span<Part> parts);
+  bool complete(const Chunk& chunk) const;
+  template <class Visit>
+  void for_each_part(int32_t unit, int32_t segment, Visit visit) const;
   void reduce_presence();
   void reduce_chunk(int64_t chunk_begin, int64_t elements, int32_t unit);
   void zero_absent();
@@ -52,6 +91,11 @@ class Gradients {
   std::vector<std::vector<uint8_t>> present_;  // by unit and segment
   HostMemory exchange_;                        // world > 1: two buffers of `world` chunks, fp32
   std::vector<optim::Squares> by_chunk_;
+  GradientStaging staging_;
+  std::mutex turn_;                             // who uses staging; taken before the context's
+  std::vector<std::vector<int32_t>> arrivals_;  // by unit and segment, since the last step
+  // Squares of spilled gradients as they are now, taken while they were in memory: by chunk and run.
+  std::vector<std::vector<optim::Squares>> spilled_squares_;
 };
 
 }  // namespace overspill::engine

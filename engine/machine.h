@@ -57,6 +57,9 @@ class Machine {
   double clip_factor(double norm);
   void capture_factors(std::span<const optim::Hyper> groups, double clip);
   void schedule_updates();
+
+  std::vector<int32_t> scheduled_chunks_;  // of schedule_updates(), kept for their memory
+  std::vector<int32_t> changed_units_;
 };
 
 }  // namespace overspill::engine

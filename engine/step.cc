@@ -48,6 +48,7 @@ void Machine::finish_updates() {
 
 GradientSummary Machine::reduce_gradients() {
   gradients.reduce();
+  gradients.put_away();
   return gradients.summarize();
 }
 
@@ -94,22 +95,22 @@ void Machine::capture_factors(std::span<const optim::Hyper> groups, double clip)
 void Machine::schedule_updates() {
   std::unique_lock lock(context.mutex);
   context.meter.stepped(steps);
-  std::vector<int32_t> chunks;
-  std::vector<int32_t> units;
+  scheduled_chunks_.clear();
+  changed_units_.clear();
   for (int32_t u : context.trace.forward_order()) {
     UnitState& state = context.units[u];
     if (std::find(state.updated.begin(), state.updated.end(), 1) == state.updated.end()) continue;
     ++state.generation;
-    units.push_back(u);
+    changed_units_.push_back(u);
     const Unit& unit = context.layout.units[u];
     for (int32_t c = unit.first_chunk; c < unit.first_chunk + unit.chunk_count; ++c) {
-      if (context.layout.chunks[c].has_any(state.updated)) chunks.push_back(c);
+      if (context.layout.chunks[c].has_any(state.updated)) scheduled_chunks_.push_back(c);
     }
   }
   context.journal.note(Happening::stepped, -1);
-  gatherer.invalidate(lock, units);
-  updater.schedule(chunks);
-  gradients.clear();
+  gatherer.invalidate(lock, changed_units_);
+  updater.schedule(scheduled_chunks_);
+  gradients.handed_over();
 }
 
 }  // namespace overspill::engine

@@ -12,7 +12,7 @@ torch.manual_seed(0)
 with overspill.Init(config):  # one parameter at a time: the rest is on disk
     model = LlamaForCausalLM._from_config(LlamaConfig(num_hidden_layers=4), dtype=torch.bfloat16)
 model.requires_grad_(False)
-model.model.layers[-1].requires_grad_(True)  # gradients of what is trained stay in memory
+model.model.layers[-1].requires_grad_(True)
 engine, optimizer, _, _ = overspill.initialize(model, config)
 print(engine.plan_text)
 ids = torch.randint(0, model.config.vocab_size, (1, 64))

@@ -177,7 +177,7 @@ void CheckpointKeeper::save(const fs::path& folder, int64_t steps, int64_t skipp
     context_.store().reserve(
         context_.plan.nvme_reserve_bytes +
         std::max<int64_t>(0, static_cast<int64_t>(kept_.size()) - context_.config.checkpoints_kept) *
-            context_.plan.nvme_bytes());
+            context_.plan.kept_nvme_bytes());
   }
   std::vector<io::Extent> pinned =
       context_.resources.store != nullptr ? pin_all() : std::vector<io::Extent>{};

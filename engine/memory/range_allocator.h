@@ -3,8 +3,8 @@
 #pragma once
 
 #include <cstdint>
-#include <map>
 #include <optional>
+#include <vector>
 
 namespace overspill::engine {
 
@@ -25,10 +25,15 @@ class RangeAllocator {
   int64_t largest_free_run() const;
 
  private:
+  struct Run {
+    int64_t begin;
+    int64_t bytes;
+  };
+
   int64_t align_;
   int64_t free_bytes_;
-  std::map<int64_t, int64_t> free_;  // offset -> bytes, never adjacent
-  std::map<int64_t, int64_t> used_;
+  std::vector<Run> free_;  // by offset, never adjacent
+  std::vector<Run> used_;  // in no order
 };
 
 }  // namespace overspill::engine

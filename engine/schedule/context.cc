@@ -53,7 +53,7 @@ Context::Context(Layout layout_in, Plan plan_in, Config config_in, Resources res
       config(std::move(config_in)),
       resources(std::move(resources_in)),
       host_budget("host", config.host_budget_bytes),
-      resident(host_budget, plan.weights_host_bytes + plan.states_host_bytes + plan.gradient_bytes,
+      resident(host_budget, plan.weights_host_bytes + plan.states_host_bytes + plan.gradients_host_bytes,
                "weights, states and gradients"),
       units(layout.units.size()),
       chunks(layout.chunks.size()),
@@ -68,8 +68,7 @@ Context::Context(Layout layout_in, Plan plan_in, Config config_in, Resources res
     state.guessed.resize(unit.segments.size());
     state.guessed_factors.resize(unit.segments.size());
     if (!plan.weights_on_nvme[u]) state.home = carver.take(unit.shard_bytes());
-    state.gradients =
-        carver.take(unit.elements * gradient_element_bytes(unit.format, config.gradient_accumulation));
+    carve_gradients(unit, state, carver);
     for (int32_t c = unit.first_chunk; c < unit.first_chunk + unit.chunk_count; ++c) {
       if (state.home != nullptr) chunks[c].home[0] = state.home + layout.chunks[c].begin * unit.element_bytes;
       if (plan.states_on_nvme[c]) continue;
@@ -81,6 +80,25 @@ Context::Context(Layout layout_in, Plan plan_in, Config config_in, Resources res
   }
   if (carver.take(0) != resident.data() + resident.bytes()) {
     throw std::logic_error("the resident arena's size differs from what the plan carves out of it");
+  }
+}
+
+/// A unit's gradients lie together where none of them is spilled.
+template <class Carver>
+void Context::carve_gradients(const Unit& unit, UnitState& state, Carver& carver) {
+  const int64_t element_bytes = gradient_element_bytes(unit.format, config.gradient_accumulation);
+  bool spilled = false;
+  for (int32_t c = unit.first_chunk; c < unit.first_chunk + unit.chunk_count; ++c)
+    spilled = spilled || plan.gradients_on_nvme[c];
+  if (!spilled) state.gradients = carver.take(unit.elements * element_bytes);
+  for (int32_t c = unit.first_chunk; c < unit.first_chunk + unit.chunk_count; ++c) {
+    if (unit.trainable())
+      chunks[c].gradient_element = gradient_element(*unit.format, config.gradient_accumulation);
+    if (!spilled) {
+      chunks[c].gradient = state.gradients + layout.global_begin(layout.chunks[c]) * element_bytes;
+    } else if (!plan.gradients_on_nvme[c]) {
+      chunks[c].gradient = carver.take(gradient_bytes(c));
+    }
   }
 }
 

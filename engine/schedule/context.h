@@ -70,6 +70,9 @@ struct ChunkState {
   std::array<std::byte*, kComponents> home{};     // components on the host
   std::array<io::Extent, kComponents> extents{};  // components on NVMe; empty: never written, all zero
   std::byte* staged_weights = nullptr;            // hi in the slot, where hi lives on NVMe
+  std::byte* gradient = nullptr;                  // on the host; null: spilled, or there is none
+  optim::Element gradient_element{};              // as it is now; constant, but for spilled ones
+  io::Extent gradient_extent;                     // of a spilled one that was written; until its update
 
   Guess guess = Guess::none;
   Verdict verdict = Verdict::open;                        // of step(), on a guess
@@ -98,7 +101,7 @@ struct UnitState {
   Gathered gathered = Gathered::absent;
   Block* block = nullptr;
   std::byte* home = nullptr;       // hi of this rank's shard, on the host
-  std::byte* gradients = nullptr;  // all ranks' elements, in flight
+  std::byte* gradients = nullptr;  // all ranks' elements, in flight; null: by chunk, some of them spilled
   int32_t pending_chunks = 0;
   int64_t generation = 0;  // of the weights
   // Captured by step(), by segment:
@@ -131,7 +134,13 @@ struct Context {
     return on_nvme(chunk, component) && component_bytes(chunk, component) > 0;
   }
   bool touches_nvme(int32_t chunk) const {
-    return plan.weights_on_nvme[layout.chunks[chunk].unit] || plan.states_on_nvme[chunk];
+    return plan.weights_on_nvme[layout.chunks[chunk].unit] || plan.states_on_nvme[chunk] ||
+           plan.gradients_on_nvme[chunk];
+  }
+  /// At most: a spilled one may be narrower.
+  int64_t gradient_bytes(int32_t chunk) const {
+    const Chunk& c = layout.chunks[chunk];
+    return c.elements * gradient_element_bytes(layout.units[c.unit].format, config.gradient_accumulation);
   }
   int64_t component_bytes(int32_t chunk, Component component) const {
     const Chunk& c = layout.chunks[chunk];
@@ -178,6 +187,10 @@ struct Context {
   int32_t demanded_unit = -1;  // somebody waits for its updates
   Journal journal;
   StepMeter meter{now_ns};
+
+ private:
+  template <class Carver>
+  void carve_gradients(const Unit& unit, UnitState& state, Carver& carver);
 };
 
 template <class Done>

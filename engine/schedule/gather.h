@@ -47,6 +47,9 @@ class Gatherer {
   /// Gives up the gathered form of units whose weights change now. Waits for reads in flight.
   void invalidate(std::unique_lock<std::mutex>& lock, std::span<const int32_t> units);
 
+  /// The longest run of the arena that is free now.
+  int64_t largest_free_run() const { return host_arena_.largest_free_run(); }
+
   bool ready(int32_t unit) const { return context_.units[unit].gathered == Gathered::ready; }
 
  private:

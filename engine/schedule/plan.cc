@@ -11,7 +11,8 @@
 namespace overspill::engine {
 namespace {
 
-constexpr int64_t kRingSlotsLeast = 2;  // one being updated, one in flight
+// Slots of the ring, and as many buffers for gradients where they are spilled.
+constexpr int64_t kRingSlotsLeast = 2;  // one being updated (filled), one in flight
 constexpr int64_t kRingSlotsBest = 8;   // reads, an update a thread, and writes, all at once
 constexpr int64_t kArenaAlign = 4096;
 constexpr int64_t kMiB = 1 << 20;
@@ -33,6 +34,7 @@ class Planner {
     plan_.host_budget_bytes = config.host_budget_bytes;
     plan_.weights_on_nvme.assign(layout.units.size(), false);
     plan_.states_on_nvme.assign(layout.chunks.size(), false);
+    plan_.gradients_on_nvme.assign(layout.chunks.size(), false);
   }
 
   Plan make() {
@@ -41,9 +43,12 @@ class Planner {
         break;
       case Placement::half:
         spill_every(2);
+        // Of four chunks: states, gradients, both, none.
+        spill_gradients_where([](size_t c) { return c % 4 == 1 || c % 4 == 2; });
         break;
       case Placement::nvme:
         spill_every(1);
+        spill_gradients_where([](size_t) { return true; });
         break;
       case Placement::automatic:
         place_by_budget();
@@ -62,14 +67,42 @@ class Planner {
       plan_.states_on_nvme[c] = c % stride == 0 && states_bytes(layout_, c) > 0;
   }
 
+  /// Ranks exchange whole gradients, and guesses read them in memory: both need them on the host.
+  template <class Which>
+  void spill_gradients_where(Which which) {
+    for (size_t c = 0; c < layout_.chunks.size(); ++c) {
+      plan_.gradients_on_nvme[c] =
+          layout_.world == 1 && !(forced() && config_.speculate) && gradient_bytes(c) > 0 && which(c);
+    }
+  }
+  bool forced() const { return config_.placement != Placement::automatic; }
+
+  /// Of this rank's chunk; on the host all ranks' are held until they are reduced.
+  int64_t gradient_bytes(size_t c) const {
+    const Chunk& chunk = layout_.chunks[c];
+    return chunk.elements *
+           gradient_element_bytes(layout_.units[chunk.unit].format, config_.gradient_accumulation);
+  }
+
+  /// Everything on NVMe; gradients only where their staging takes less than they do.
+  void spill_all() {
+    spill_every(1);
+    size_up(kRingSlotsLeast);
+    const int64_t with_gradients_home = plan_.host_bytes();
+    spill_gradients_where([](size_t) { return true; });
+    size_up(kRingSlotsLeast);
+    if (!forced() && plan_.host_bytes() >= with_gradients_home)
+      spill_gradients_where([](size_t) { return false; });
+  }
+
   bool fits() const { return plan_.host_bytes() <= config_.host_budget_bytes; }
 
   /// From everything on the host to everything on NVMe, then back as far as the budget allows.
   void place_by_budget() {
     size_up(kRingSlotsBest);
     if (fits() || config_.nvme.empty()) return;
-    spill_every(1);
     second_weights_most_ = 0;
+    spill_all();
     // Weights in order of use. The gather arena goes when the last one is home, so all of them together are
     // tried first.
     std::fill(plan_.weights_on_nvme.begin(), plan_.weights_on_nvme.end(), false);
@@ -80,6 +113,7 @@ class Planner {
     }
     int64_t slots = kRingSlotsLeast;
     while (slots < kRingSlotsBest && (size_up(slots + 1), fits())) ++slots;
+    bring_gradients_home(slots);
     speculate_within_budget(slots);
     bring_states_home(slots);
   }
@@ -99,15 +133,31 @@ class Planner {
     on_nvme[index] = !fits();
   }
 
-  /// The longest prefix, in order of definition, that the budget takes: the first units of forward have
-  /// nothing to hide under.
+  /// All, where that and no staging fits; else as many as fit.
+  void bring_gradients_home(int64_t slots) {
+    const std::vector<bool> spilled = plan_.gradients_on_nvme;
+    spill_gradients_where([](size_t) { return false; });
+    size_up(slots);
+    if (fits()) return;
+    plan_.gradients_on_nvme = spilled;
+    bring_prefix_home(plan_.gradients_on_nvme, slots, [&](size_t c) { return gradient_bytes(c); });
+  }
+
+  /// The first units of forward have nothing to hide under.
   void bring_states_home(int64_t slots) {
+    bring_prefix_home(plan_.states_on_nvme, slots, [&](size_t c) { return states_bytes(layout_, c); });
+  }
+
+  /// The longest prefix of the chunks, in order of definition, that the budget takes.
+  template <class Bytes>
+  void bring_prefix_home(std::vector<bool>& on_nvme, int64_t slots, Bytes bytes_of) {
+    size_up(slots);
     int64_t left = config_.host_budget_bytes - plan_.host_bytes();
     for (size_t c = 0; c < layout_.chunks.size() && left > 0; ++c) {
-      const int64_t bytes = states_bytes(layout_, c);
-      if (bytes == 0) continue;
+      const int64_t bytes = bytes_of(c);
+      if (bytes == 0 || !on_nvme[c]) continue;
       if (bytes > left) break;
-      plan_.states_on_nvme[c] = false;
+      on_nvme[c] = false;
       left -= bytes;
     }
     size_up(slots);
@@ -119,21 +169,22 @@ class Planner {
     if (!unit.trainable()) return 0;
     const bool weights = plan_.weights_on_nvme[chunk.unit];
     return (weights ? unit.component_bytes(Component::hi, chunk.elements) : 0) +
-           (plan_.states_on_nvme[c] ? unit.state_bytes(chunk.elements) : 0);
+           (plan_.states_on_nvme[c] ? unit.state_bytes(chunk.elements) : 0) +
+           (plan_.gradients_on_nvme[c] ? gradient_bytes(c) : 0);
   }
 
   void size_up(int64_t slots) {
     Plan& p = plan_;
-    p.weights_host_bytes = p.states_host_bytes = p.gradient_bytes = p.ring_slot_bytes = 0;
-    p.weights_nvme_bytes = p.states_nvme_bytes = p.nvme_read_bytes_per_step = p.nvme_written_bytes_per_step =
-        0;
+    p.weights_host_bytes = p.states_host_bytes = p.gradients_host_bytes = p.ring_slot_bytes = 0;
+    p.weights_nvme_bytes = p.states_nvme_bytes = p.gradients_nvme_bytes = 0;
+    p.nvme_read_bytes_per_step = p.nvme_written_bytes_per_step = 0;
+    p.staging_buffer_bytes = 0;
     int64_t component_most = 0;
+    int64_t spilled_gradients = 0;
+    int64_t gradients_moved = 0;  // each way
     for (size_t u = 0; u < layout_.units.size(); ++u) {
       const Unit& unit = layout_.units[u];
       (p.weights_on_nvme[u] ? p.weights_nvme_bytes : p.weights_host_bytes) += unit.shard_bytes();
-      if (unit.trainable())
-        p.gradient_bytes +=
-            unit.elements * gradient_element_bytes(unit.format, config_.gradient_accumulation);
       if (p.weights_on_nvme[u]) {
         p.nvme_read_bytes_per_step += 2 * unit.shard_bytes();  // forward (with the update) and backward
         if (unit.trainable()) p.nvme_written_bytes_per_step += unit.shard_bytes();
@@ -142,20 +193,33 @@ class Planner {
     for (size_t c = 0; c < layout_.chunks.size(); ++c) {
       const int64_t bytes = states_bytes(layout_, c);
       (p.states_on_nvme[c] ? p.states_nvme_bytes : p.states_host_bytes) += bytes;
-      p.ring_slot_bytes = std::max(p.ring_slot_bytes, slot_bytes(c));
       const Unit& unit = layout_.units[layout_.chunks[c].unit];
+      p.ring_slot_bytes = std::max(p.ring_slot_bytes, slot_bytes(c));
+      if (p.gradients_on_nvme[c]) {
+        ++spilled_gradients;
+        p.gradients_nvme_bytes += gradient_bytes(c);
+        // The first micro-batch's is moved as it came, the sums in the width they are kept in.
+        gradients_moved += layout_.chunks[c].elements * gradient_element_bytes(unit.format, 1) +
+                           gradient_bytes(c) * (config_.gradient_accumulation - 1);
+        p.staging_buffer_bytes = std::max(p.staging_buffer_bytes, gradient_bytes(c));
+      } else {
+        p.gradients_host_bytes += gradient_bytes(c) * layout_.world;
+      }
       component_most =
           std::max(component_most, layout_.chunks[c].elements * std::max<int64_t>(4, unit.element_bytes));
     }
-    p.nvme_read_bytes_per_step += p.states_nvme_bytes;
-    p.nvme_written_bytes_per_step += p.states_nvme_bytes;
+    p.nvme_read_bytes_per_step += p.states_nvme_bytes + gradients_moved;
+    p.nvme_written_bytes_per_step += p.states_nvme_bytes + gradients_moved;
     p.ring_slots = p.ring_slot_bytes > 0 ? slots : 0;
+    p.staging_buffers = std::min(slots, spilled_gradients);
     size_up_second_weights();
     p.access_bytes = component_most;
     p.exchange_bytes = layout_.world > 1 ? 2 * layout_.world * component_most : 0;
     size_up_gather(slots > kRingSlotsLeast);
-    p.nvme_reserve_bytes = p.nvme_bytes() * (2 + config_.checkpoints_kept + (config_.speculate ? 1 : 0)) +
-                           2 * p.ring_slots * p.ring_slot_bytes;
+    p.nvme_reserve_bytes =
+        p.kept_nvme_bytes() * (2 + config_.checkpoints_kept + (config_.speculate ? 1 : 0)) +
+        2 * p.ring_slots * p.ring_slot_bytes + p.gradients_nvme_bytes +
+        p.staging_buffers * p.staging_buffer_bytes;
   }
 
   void size_up_second_weights() {
@@ -163,7 +227,7 @@ class Planner {
     if (!config_.speculate || layout_.world > 1) return;
     for (size_t c = 0; c < layout_.chunks.size(); ++c) {
       const Chunk& chunk = layout_.chunks[c];
-      if (!plan_.states_on_nvme[c] || plan_.weights_on_nvme[chunk.unit]) continue;
+      if (!may_guess(plan_, static_cast<int32_t>(c)) || plan_.weights_on_nvme[chunk.unit]) continue;
       ++plan_.second_weights;
       plan_.second_weights_bytes =
           std::max(plan_.second_weights_bytes, chunk.elements * layout_.units[chunk.unit].element_bytes);
@@ -202,9 +266,9 @@ class Planner {
     const char* way_out = config_.nvme.empty() ? " or give a folder on NVMe (budget.nvme, --nvme)" : "";
     Config all = config_;
     all.host_budget_bytes = 0;
-    all.placement = config_.nvme.empty() ? config_.placement : Placement::nvme;
     Planner least(layout_, all, device_);
-    if (all.placement == Placement::nvme) least.spill_every(1);
+    least.second_weights_most_ = 0;
+    if (!config_.nvme.empty()) least.spill_all();
     least.size_up(kRingSlotsLeast);
     throw BudgetError(
         fmt::format("host budget too small: {} are needed, {} are allowed. {}the smallest budget that would "
@@ -264,6 +328,10 @@ int64_t gradient_element_bytes(UnitFormat format, int64_t gradient_accumulation)
   return format ? optim::bytes(gradient_element(*format, gradient_accumulation)) : 0;
 }
 
+bool may_guess(const Plan& plan, int32_t chunk) {
+  return plan.states_on_nvme[chunk] && !plan.gradients_on_nvme[chunk];
+}
+
 Plan make_plan(const Layout& layout, const Config& config, const DeviceTraits& device) {
   Plan plan = Planner(layout, config, device).make();
   plan.holdings = holdings_of(layout);
@@ -279,9 +347,13 @@ std::string Plan::text() const {
   out += fmt::format("  {:<34} {:>14} {:>14}\n", "component", "host", "nvme");
   row("weights (hi)", weights_host_bytes, weights_nvme_bytes);
   row("states", states_host_bytes, states_nvme_bytes);
-  row("gradients in flight", gradient_bytes, 0);
+  row("gradients in flight", gradients_host_bytes, gradients_nvme_bytes);
   row(fmt::format("ring ({} slots of {})", ring_slots, mib(ring_slot_bytes)), ring_slots * ring_slot_bytes,
       0);
+  if (staging_buffers > 0) {
+    row(fmt::format("staging of gradients ({} of {})", staging_buffers, mib(staging_buffer_bytes)),
+        staging_buffers * staging_buffer_bytes, 0);
+  }
   row("gather arena", gather_host_bytes, 0);
   if (second_weights > 0) row("second weights of guessed updates", second_weights * second_weights_bytes, 0);
   row("scratch", access_bytes + exchange_bytes, 0);

@@ -1,11 +1,12 @@
 // Where components live, and what memory the schedule needs (DESIGN 2, 5): made once, before anything is
 // allocated.
 //
-// The order of claims on the host budget: gradients in flight, the ring and the gather arena at their least,
-// weights (read twice and written once a step: 3 bytes of traffic saved for each byte held), the ring at its
-// best size, second weights of guessed updates (10 bytes of traffic moved under backward for each byte held),
-// states (2 bytes saved for each byte held; the first units of forward first, for nothing hides
-// their reads).
+// The order of claims on the host budget: the ring, the staging of gradients and the gather arena at their
+// least, weights (read twice and written once a step: 3 bytes of traffic saved for each byte held), ring and
+// staging at their best size, gradients in flight (written and read once a micro-batch: 2 bytes saved for
+// each byte held; those of the first units, which backward gives last, first), second weights of guessed
+// updates (10 bytes of traffic moved under backward for each byte held), states (2 bytes saved for each byte
+// held; the first units of forward first, for nothing hides their reads).
 #pragma once
 
 #include <cstdint>
@@ -23,8 +24,9 @@ struct DeviceTraits {
 };
 
 struct Plan {
-  std::vector<bool> weights_on_nvme;  // by unit: hi
-  std::vector<bool> states_on_nvme;   // by chunk: all components but hi
+  std::vector<bool> weights_on_nvme;    // by unit: hi
+  std::vector<bool> states_on_nvme;     // by chunk: all components but hi
+  std::vector<bool> gradients_on_nvme;  // by chunk: spilled between backward and update; world 1
 
   /// Parameters that are held alike.
   struct Holding {
@@ -39,9 +41,11 @@ struct Plan {
   int64_t host_budget_bytes = 0;
   int64_t weights_host_bytes = 0;
   int64_t states_host_bytes = 0;
-  int64_t gradient_bytes = 0;
+  int64_t gradients_host_bytes = 0;
   int64_t ring_slot_bytes = 0;
   int64_t ring_slots = 0;
+  int64_t staging_buffer_bytes = 0;  // gradients on their way to NVMe and back: the largest chunk's,
+  int64_t staging_buffers = 0;       // so many times
   int64_t gather_host_bytes =
       0;  // arena of gathered units (where the device shares host memory), or of bounce buffers
   int64_t gather_device_bytes = 0;   // 0 where the device shares host memory
@@ -51,15 +55,19 @@ struct Plan {
   int64_t exchange_bytes = 0;        // world > 1: gradients of one chunk, sent and received
   int64_t weights_nvme_bytes = 0;
   int64_t states_nvme_bytes = 0;
+  int64_t gradients_nvme_bytes = 0;
   int64_t nvme_reserve_bytes = 0;
-  int64_t nvme_read_bytes_per_step = 0;  // with one forward and one backward pass
+  int64_t nvme_read_bytes_per_step = 0;  // weights: with one forward and one backward pass
   int64_t nvme_written_bytes_per_step = 0;
 
   int64_t host_bytes() const {
-    return weights_host_bytes + states_host_bytes + gradient_bytes + ring_slots * ring_slot_bytes +
-           gather_host_bytes + second_weights * second_weights_bytes + access_bytes + exchange_bytes;
+    return weights_host_bytes + states_host_bytes + gradients_host_bytes + ring_slots * ring_slot_bytes +
+           staging_buffers * staging_buffer_bytes + gather_host_bytes +
+           second_weights * second_weights_bytes + access_bytes + exchange_bytes;
   }
-  int64_t nvme_bytes() const { return weights_nvme_bytes + states_nvme_bytes; }
+  /// What a checkpoint has there.
+  int64_t kept_nvme_bytes() const { return weights_nvme_bytes + states_nvme_bytes; }
+  int64_t nvme_bytes() const { return kept_nvme_bytes() + gradients_nvme_bytes; }
   /// A table for people.
   std::string text() const;
 };
@@ -70,6 +78,10 @@ bool needs_gather(const Layout& layout, const DeviceTraits& device, bool weights
 /// What gradients in flight are kept in, and its bytes: 0 for a frozen unit.
 optim::Element gradient_element(optim::Format format, int64_t gradient_accumulation);
 int64_t gradient_element_bytes(UnitFormat format, int64_t gradient_accumulation);
+
+/// Whether a chunk's update may be guessed while backward runs: its states are on NVMe, and its gradient is
+/// in memory.
+bool may_guess(const Plan& plan, int32_t chunk);
 
 /// Throws BudgetError, with the sum and the smallest budget that would do, when the budget is too small.
 Plan make_plan(const Layout& layout, const Config& config, const DeviceTraits& device);

@@ -59,7 +59,7 @@ Prediction predict(const Plan& plan, const MachineFigures& f, double guessed) {
   const auto disk_s = [&](double moved) {
     return bytes > 0 ? std::max(0.0, moved) / f.disk_bytes_per_s : 0.0;
   };
-  const auto backward_bytes = static_cast<double>(plan.weights_nvme_bytes);
+  const auto backward_bytes = static_cast<double>(plan.weights_nvme_bytes + plan.gradients_nvme_bytes);
   const auto forward_bytes = static_cast<double>(bytes) - backward_bytes;
   const auto ahead = static_cast<double>(2 * plan.ring_slots * plan.ring_slot_bytes);
 
@@ -86,6 +86,7 @@ double guessed_share(const Layout& layout, const Plan& plan, bool speculate) {
     const Chunk& chunk = layout.chunks[c];
     elements += chunk.elements;
     // Where hi is on NVMe too, the guess needs no second one.
+    if (!may_guess(plan, static_cast<int32_t>(c))) continue;
     if (plan.weights_on_nvme[chunk.unit] || room-- > 0) guessed += chunk.elements;
   }
   return elements > 0 ? static_cast<double>(guessed) / static_cast<double>(elements) : 0;

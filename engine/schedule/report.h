@@ -25,9 +25,10 @@ enum class Cause : uint8_t {
   last_updates,  // step(): of the step before
   reads,         // of gathered weights
   room,          // in the arena of gathered units
+  staging,       // of spilled gradients: all buffers are on their way, or a sum has to come back
   rest,          // a look from outside: everything has to be at home
 };
-inline constexpr size_t kCauses = 5;
+inline constexpr size_t kCauses = 6;
 
 enum class Activity : uint8_t { call, wait, read, write, update };
 inline constexpr size_t kActivities = 5;

@@ -46,8 +46,7 @@ class Speculation {
     return context_.config.speculate && context_.layout.world == 1 && pause_ == 0 && !groups_.empty();
   }
 
-  /// Whether the chunk's update may be guessed: its states are on NVMe.
-  bool may_guess(int32_t chunk) const { return context_.plan.states_on_nvme[chunk]; }
+  bool may_guess(int32_t chunk) const { return engine::may_guess(context_.plan, chunk); }
 
  private:
   bool complete(int32_t unit) const;

@@ -52,14 +52,13 @@ std::span<const int32_t> Trace::upcoming(int64_t count) const {
   return std::span(predicted.sequence).subspan(position_, std::min(count, available));
 }
 
-std::vector<int32_t> Trace::forward_order() const {
+std::span<const int32_t> Trace::forward_order() {
   const Recording& recording = of({true, true});
-  std::vector<bool> seen(static_cast<size_t>(units_));
-  std::vector<int32_t> order;
-  order.reserve(static_cast<size_t>(units_));
+  ordered_.assign(static_cast<size_t>(units_), 0);
+  order_.clear();
   const auto add = [&](int32_t unit) {
-    if (!seen[unit]) order.push_back(unit);
-    seen[unit] = true;
+    if (ordered_[unit] == 0) order_.push_back(unit);
+    ordered_[unit] = 1;
   };
   // Between two passes the pass just made is the better prediction; it is complete only when the next one
   // begins.
@@ -67,7 +66,7 @@ std::vector<int32_t> Trace::forward_order() const {
   for (int32_t unit : present ? recorded_ : recording.sequence) add(unit);
   for (int32_t unit : recording.sequence) add(unit);
   for (int32_t unit = 0; unit < units_; ++unit) add(unit);
-  return order;
+  return order_;
 }
 
 }  // namespace overspill::engine

@@ -39,8 +39,8 @@ class Trace {
   std::span<const int32_t> upcoming(int64_t count) const;
 
   /// Units in the order of their first acquire in the last training pass, then those it did not acquire, by
-  /// index.
-  std::vector<int32_t> forward_order() const;
+  /// index. Valid until the next call.
+  std::span<const int32_t> forward_order();
 
   int64_t departures() const { return departures_; }
 
@@ -60,6 +60,8 @@ class Trace {
   int64_t position_ = 0;  // next predicted acquire
   std::vector<int32_t> recorded_;
   int64_t departures_ = 0;
+  std::vector<int32_t> order_;  // of forward_order()
+  std::vector<uint8_t> ordered_;
 };
 
 }  // namespace overspill::engine

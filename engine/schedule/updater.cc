@@ -50,6 +50,8 @@ Updater::Updater(Context& context, Gatherer& gatherer)
       transfer.context = &slot;
       slot.states.emplace_back(context.plan.ring_slot_bytes);
     }
+    slot.gradient.on_complete = &Updater::on_transfer;
+    slot.gradient.context = &slot;
   }
   if (memory_.bytes() > 0) context.store().register_memory(memory_.span());
   for (auto* queue : {&ring_queue_, &resident_queue_, &ahead_, &guesses_})
@@ -78,6 +80,9 @@ void Updater::schedule(std::span<const int32_t> chunks) {
     // One whose guess is running is taken by the worker that makes it.
     if (!taken) (touches_nvme ? ring_queue_ : resident_queue_).push_back(chunk);
     if (taken && state.guess == Guess::made) resident_queue_.push_back(chunk);
+    // One whose states were read ahead has waited for this.
+    if (state.residency == Residency::reading || state.residency == Residency::staged)
+      stage_gradient(chunk, slots_[state.slot]);
     context_.journal.note(Happening::scheduled, unit, chunk);
   }
   judge(before);
@@ -208,9 +213,31 @@ void Updater::stage(int32_t chunk, Slot& slot) {
     context_.meter.begin(Activity::read);
     context_.store().submit(transfer);
   }
+  if (state.pending) stage_gradient(chunk, slot);
   if (offset > context_.plan.ring_slot_bytes)
     throw std::logic_error("a chunk is larger than a slot of the ring");
   transferred(slot);
+}
+
+/// Reads a spilled gradient into the slot, behind the components. step() has decided, so it is final and
+/// written.
+void Updater::stage_gradient(int32_t chunk, Slot& slot) {
+  if (!context_.plan.gradients_on_nvme[chunk]) return;
+  const ChunkState& state = context_.chunks[chunk];
+  int64_t offset = 0;
+  for (Component component : kAllComponents) {
+    if (context_.in_store(chunk, component)) offset += context_.component_bytes(chunk, component);
+  }
+  if (offset + state.gradient_extent.bytes > context_.plan.ring_slot_bytes)
+    throw std::logic_error("a chunk and its gradient are larger than a slot of the ring");
+  slot.gradient.kind = io::Transfer::Kind::read;
+  slot.gradient.priority = io::Transfer::Priority::demand;
+  slot.gradient.extent = state.gradient_extent;
+  slot.gradient.memory = slot.memory + offset;
+  slot.gradient.error.reset();
+  ++slot.in_flight;
+  context_.meter.begin(Activity::read);
+  context_.store().submit(slot.gradient);
 }
 
 void Updater::on_transfer(io::Transfer& transfer) noexcept {
@@ -238,7 +265,7 @@ void Updater::transferred(Slot& slot) {
   if (state.residency == Residency::reading) {
     state.become(Residency::staged);
     context_.journal.note(Happening::staged, unit, chunk, slot.index);
-  } else {
+  } else if (state.residency == Residency::writing) {
     for (Component component : kAllComponents) {
       const auto i = static_cast<size_t>(component);
       if (!context_.in_store(chunk, component)) continue;
@@ -264,6 +291,7 @@ void Updater::free_slot(Slot& slot) {
   state.slot = -1;
   state.staged_weights = nullptr;
   slot.chunk = -1;
+  slot.gradient.memory = nullptr;
   if (context_.config.poison)
     std::memset(slot.memory, 0xFF, static_cast<size_t>(context_.plan.ring_slot_bytes));
 }
@@ -287,6 +315,8 @@ bool Updater::is_ready(int32_t chunk) const {
   if (state.guess == Guess::made) return state.pending && state.verdict == Verdict::take;
   if (state.guess == Guess::wanted) return state.residency == Residency::staged;
   if (!state.pending || state.guess != Guess::none) return false;
+  if (context_.plan.gradients_on_nvme[chunk])  // it may come after the states
+    return state.residency == Residency::staged && slots_[state.slot].in_flight == 0;
   return state.residency == (context_.touches_nvme(chunk) ? Residency::staged : Residency::home);
 }
 
@@ -333,8 +363,8 @@ struct Updater::Work {
 };
 
 /// States that were read for it go block by block: each is compared with its checksum, updated, and
-/// checksummed for its way back while it is in the cache. With scales, which lie behind a whole chunk's codes,
-/// the chunk is one block.
+/// checksummed for its way back while it is in the cache. With scales, which lie behind a whole chunk's
+/// codes, the chunk is one block.
 void Updater::update(Work work) {
   const auto for_each_state = [&](auto visit) {
     if (work.states.empty()) return;
@@ -361,9 +391,8 @@ void Updater::update(Work work) {
     });
     update_chunk(work.unit, work.chunk, work.factors, work.present, work.memory,
                  {work.gradients, work.element}, {begin, end});
-    for_each_state([&](io::Sealed& state, size_t, int64_t width) {
-      state.seal(begin * width, end_of(state, width));
-    });
+    for_each_state(
+        [&](io::Sealed& state, size_t, int64_t width) { state.seal(begin * width, end_of(state, width)); });
   }
 }
 
@@ -377,8 +406,6 @@ void Updater::run(int32_t chunk) noexcept {
   std::byte* home = nullptr;    // of hi
   std::byte* second = nullptr;  // guessed hi
   Guess guess = Guess::none;
-  work.element = gradient_element(*unit.format, context_.config.gradient_accumulation);
-  const int64_t gradient_bytes = optim::bytes(work.element);
   const int64_t weights_bytes = context_.component_bytes(chunk, Component::hi);
   {
     const std::lock_guard guard(context_.mutex);
@@ -392,7 +419,9 @@ void Updater::run(int32_t chunk) noexcept {
       if (context_.in_store(chunk, Component::hi)) work.memory.component[0] = state.staged_weights;
       if (context_.plan.states_on_nvme[chunk]) work.states = slots_[state.slot].states;
     }
-    work.gradients = unit_state.gradients + context_.layout.global_begin(c) * gradient_bytes;
+    work.element = state.gradient_element;
+    work.gradients =
+        context_.plan.gradients_on_nvme[chunk] ? slots_[state.slot].gradient.memory : state.gradient;
   }
   std::string failure;
   try {
@@ -411,7 +440,7 @@ void Updater::run(int32_t chunk) noexcept {
       work.present = unit_state.updated;
       update(work);
       if (context_.config.poison)
-        std::memset(work.gradients, 0xFF, static_cast<size_t>(c.elements * gradient_bytes));
+        std::memset(work.gradients, 0xFF, static_cast<size_t>(c.elements * optim::bytes(work.element)));
     }
   } catch (const io::StoreError& error) {
     failure = fmt::format("states of {}: {}", unit.name, error.what());
@@ -448,11 +477,19 @@ void Updater::updated(int32_t chunk) {
   const int32_t unit = context_.layout.chunks[chunk].unit;
   state.pending = false;
   --pending_;
+  release_gradient(state);
   ++context_.stats.updates;
   context_.journal.note(Happening::updated, unit, chunk, state.slot);
   if (--context_.units[unit].pending_chunks == 0 && context_.demanded_unit == unit)
     context_.demanded_unit = -1;
   context_.changed.notify_all();
+}
+
+/// The update has used it up.
+void Updater::release_gradient(ChunkState& state) {
+  if (state.gradient_extent.empty()) return;
+  context_.store().release(state.gradient_extent);
+  state.gradient_extent = {};
 }
 
 // ---- guesses

@@ -58,7 +58,8 @@ class Updater {
     int32_t in_flight = 0;
     std::array<io::Transfer, kComponents> transfers;
     std::vector<io::Sealed>
-        states;  // by component; weights are checked on arrival, since others use them too
+        states;             // by component; weights are checked on arrival, since others use them too
+    io::Transfer gradient;  // a spilled one; read once its step is decided, memory null until then
   };
 
   static void on_transfer(io::Transfer& transfer) noexcept;
@@ -67,6 +68,8 @@ class Updater {
   int32_t next_ahead();
   Slot* take_slot(bool may_drop_copies);
   void stage(int32_t chunk, Slot& slot);
+  void stage_gradient(int32_t chunk, Slot& slot);
+  void release_gradient(ChunkState& state);
   int32_t next_guess();
   bool dispatch_next();
   int32_t next_ready() const;

@@ -159,6 +159,7 @@ std::vector<Case> all_cases() {
       }
     }
     cases.push_back({placement, 4, 2, "host", "memory", 3});
+    cases.push_back({placement, 4, 2, "host", "memory", 4});
     cases.push_back({placement, 4, 2, "simulated", "faulty", 2});
     cases.push_back({placement, 4, 2, "host", "faulty", 1});
   }
@@ -328,9 +329,11 @@ TEST_P(Bytes, MovedOnNvmeAreThoseOfThePlanAndOfTheKernel) {
   if (GetParam() != Placement::nvme) return;
   int64_t trainable = 0;
   for (const engine::Unit& unit : engine.layout().units) {
-    if (unit.trainable()) trainable += unit.shard_bytes() + unit.state_bytes(unit.shard_elements);
+    if (!unit.trainable()) continue;
+    trainable += unit.shard_bytes() + unit.state_bytes(unit.shard_elements) +
+                 unit.shard_elements * engine::gradient_element_bytes(unit.format, 1);
   }
-  EXPECT_EQ(stats_written, trainable) << "12 bytes a parameter";
+  EXPECT_EQ(stats_written, trainable) << "12 bytes a parameter, and its gradient";
 }
 
 INSTANTIATE_TEST_SUITE_P(Placements, Bytes, ::testing::Values(Placement::half, Placement::nvme),

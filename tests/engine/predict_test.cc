@@ -153,6 +153,7 @@ TEST(Predict, AGuessNeedsRoomForItsWeights) {
   const engine::Layout layout = engine::make_layout(toy_units(), config.chunk_elements, 0, 1);
   config.host_budget_bytes = 64 << 20;
   config.placement = engine::Placement::nvme;
+  config.speculate = true;  // gradients stay on the host
   const Plan nvme = make_plan(layout, config, {});
   EXPECT_EQ(guessed_share(layout, nvme, true), 1) << "weights on NVMe need no second ones in memory";
   EXPECT_EQ(guessed_share(layout, nvme, false), 0);

@@ -111,7 +111,8 @@ TEST(Trace, PredictsFromTheLastPassOfItsKind) {
   EXPECT_EQ(trace.next_use(0), 3);
   EXPECT_EQ(trace.next_use(4), Trace::kNever);
   EXPECT_EQ(trace.departures(), 0);
-  EXPECT_EQ(trace.forward_order(), (std::vector<int32_t>{0, 1, 2, 3, 4}));
+  const auto order = trace.forward_order();
+  EXPECT_EQ(std::vector<int32_t>(order.begin(), order.end()), (std::vector<int32_t>{0, 1, 2, 3, 4}));
 }
 
 TEST(Trace, FindsItsWayBackAfterADeparture) {

@@ -76,6 +76,7 @@ class Simulation {
   explicit Simulation(const SimulationOptions& options)
       : options_(options),
         draw_(options.seed),
+        draw_of_gradients_(~options.seed),
         setup_(draw_setup(draw_, options.quiet, options.folder.string())),
         reference_(setup_.units, setup_.config.rounding_seed),
         watched_(files_) {
@@ -156,6 +157,8 @@ class Simulation {
     engine_ = std::make_unique<Engine>(setup_.units, setup_.config, std::move(resources));
     guesses_taken_ = guesses_dropped_ = 0;
     engine_->record_journal(options_.journal);
+    const auto& spilled = engine_->plan().gradients_on_nvme;
+    count("chunks whose gradients are spilled", std::count(spilled.begin(), spilled.end(), true));
     note("an engine begins");
   }
 
@@ -215,19 +218,23 @@ class Simulation {
           toy_groups(step_, setup_.units[0].optimizer));  // else the guess rests on old rates
     const bool infinite = draw_.chance(0.03) && add_infinity_later();
     for (int micro = 0; micro < setup_.config.gradient_accumulation; ++micro) pass(micro);
+    if (draw_of_gradients_.chance(0.1)) backward_again();
+    if (draw_of_gradients_.chance(0.2)) look_at_gradients();
     if (infinite) add_infinity();
     maybe_keep();
     call("step");
     const engine::StepResult taken = engine_->step(toy_groups(step_, setup_.units[0].optimizer));
     require(taken.skipped == infinite, "a step was skipped, or was not");
     if (!infinite) {
-      const auto absent = [&](int u, int s, int rank) {
-        return std::find(order_.begin(), order_.end(), u) == order_.end() || toy_skips(u, s, step_, rank);
-      };
-      reference_.advance(step_, static_cast<int>(setup_.config.gradient_accumulation), taken.clip, absent);
+      reference_.advance(step_, micro_batches(), taken.clip,
+                         [&](int u, int s, int rank) { return absent(u, s, rank); });
     }
     ++step_;
     count("steps");
+    if (draw_of_gradients_.chance(0.3)) {  // as most scripts do; updates that run keep theirs
+      call("clear_gradients");
+      engine_->clear_gradients();
+    }
     const engine::Stats stats = engine_->stats();
     count("guesses taken", stats.guesses_taken - guesses_taken_);
     count("guesses dropped", stats.guesses_dropped - guesses_dropped_);
@@ -236,6 +243,35 @@ class Simulation {
     check_versions();
     look_around();
     take_journals();
+  }
+
+  int micro_batches() const { return static_cast<int>(setup_.config.gradient_accumulation); }
+  bool absent(int u, int s, int rank) const {
+    return std::find(order_.begin(), order_.end(), u) == order_.end() || toy_skips(u, s, step_, rank);
+  }
+
+  /// What came so far is thrown away.
+  void backward_again() {
+    call("clear_gradients");
+    engine_->clear_gradients();
+    for (int micro = 0; micro < setup_.config.gradient_accumulation; ++micro) pass(micro);
+  }
+
+  void look_at_gradients() {
+    call("grad");
+    for (size_t u = 0; u < setup_.units.size(); ++u) {
+      const auto ui = static_cast<int>(u);
+      const engine::Unit& unit = engine_->layout().units[u];
+      for (int s = 0; unit.trainable() && s < static_cast<int>(unit.segments.size()); ++s) {
+        require(engine_->has_gradient(ui, s) != absent(ui, s, 0), "a gradient is there, or is not");
+        if (absent(ui, s, 0)) continue;
+        std::vector<float> got(static_cast<size_t>(unit.segments[s].elements));
+        engine_->read_state(ui, s, "grad", got);
+        const auto expected =
+            reference_.gradient(ui, s, step_, micro_batches(), [&](int, int, int) { return false; });
+        require(same_bits(got, expected), fmt::format("a gradient differs: {}", unit.segments[s].name));
+      }
+    }
   }
 
   void look_around() {
@@ -525,6 +561,7 @@ class Simulation {
 
   const SimulationOptions options_;
   Draw draw_;
+  Draw draw_of_gradients_;  // of its own, so that all else is drawn as it was before there was this
   const SimulationSetup setup_;
   SimulationResult result_;
   FailingFiles files_;

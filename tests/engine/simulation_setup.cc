@@ -159,6 +159,12 @@ SimulationSetup draw_setup(Draw& draw, bool quiet, const std::string& nvme_folde
   setup.trouble = quiet ? Trouble::none : trouble;
   draw_trouble(draw, setup);
   config.speculate = draw.chance(0.4);  // last, so that what came before is drawn as it was
+  if (config.speculate) {               // forced placements keep gradients on the host then
+    engine::Config plain = config;
+    plain.speculate = false;
+    const auto layout = engine::make_layout(setup.units, config.chunk_elements, 0, 1);
+    config.host_budget_bytes += engine::make_plan(layout, plain, {true}).gradients_nvme_bytes;
+  }
   if (config.speculate && draw.chance(0.7)) config.max_grad_norm = 0;  // guesses are right
   return setup;
 }

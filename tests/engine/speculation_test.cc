@@ -183,7 +183,8 @@ TEST(Speculation, GuessesAsManyAsThereIsRoomFor) {
   const engine::Plan none = engine::make_plan(layout, without, {});
   EXPECT_EQ(none.second_weights, 0);
   EXPECT_GT(roomy.nvme_reserve_bytes, none.nvme_reserve_bytes);
-  config.host_budget_bytes = none.host_bytes() - 6 * none.ring_slot_bytes + roomy.second_weights_bytes;
+  config.host_budget_bytes = roomy.host_bytes() - 6 * roomy.ring_slot_bytes -
+                             (roomy.second_weights - 1) * roomy.second_weights_bytes;
   const engine::Plan tight = engine::make_plan(layout, config, {});
   EXPECT_LE(tight.host_bytes(), config.host_budget_bytes);
   EXPECT_LT(tight.second_weights, roomy.second_weights);

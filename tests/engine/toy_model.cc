@@ -396,6 +396,12 @@ std::vector<float> ToyReference::seen(int unit, int segment) const {
                  static_cast<size_t>(state.elements));
 }
 
+std::vector<float> ToyReference::gradient(int unit, int segment, int step, int micro_batches,
+                                          const Absent& absent, int world) const {
+  return reference_gradient(dtype_of(units_[unit][segment].format), seen(unit, segment), unit, segment, step,
+                            micro_batches, absent, world);
+}
+
 void ToyReference::advance(int step, int micro_batches, double clip, const Absent& absent, int world) {
   for (size_t u = 0; u < units_.size(); ++u) {
     for (size_t s = 0; s < units_[u].size(); ++s) {
@@ -403,8 +409,7 @@ void ToyReference::advance(int step, int micro_batches, double clip, const Absen
       if (state.format == "frozen") continue;
       const auto ui = static_cast<int>(u);
       const auto si = static_cast<int>(s);
-      const std::vector<float> gradient = reference_gradient(dtype_of(state.format), seen(ui, si), ui, si,
-                                                             step, micro_batches, absent, world);
+      const std::vector<float> gradient = this->gradient(ui, si, step, micro_batches, absent, world);
       if (gradient.empty()) continue;
       const optim::Hyper hyper = toy_groups(step, state.optimizer)[state.group];
       std::vector<void*> components;

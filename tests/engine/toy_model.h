@@ -83,6 +83,9 @@ class ToyReference {
   std::vector<float> seen(int unit, int segment) const;
   /// As toy_contents.
   std::vector<float> contents() const;
+  /// A segment's gradient in the step that comes next, as the update will see it; empty where it has none.
+  std::vector<float> gradient(int unit, int segment, int step, int micro_batches, const Absent& absent,
+                              int world = 1) const;
 
  private:
   struct State {

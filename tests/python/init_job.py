@@ -73,7 +73,7 @@ def main(how, kind, folder):
     with peak.phase("build"), context.get(how, contextlib.nullcontext)():
         model = llama(LAYERS, dtype)
     model.requires_grad_(False)
-    model.model.layers[-1].requires_grad_(True)  # gradients live in memory: most of the model has none
+    model.model.layers[-1].requires_grad_(True)  # as in a fine-tuning of the last layer
     with peak.phase("initialize"):
         weights = folder / "merged" if how == "stream" else None
         engine, *_ = overspill.initialize(model, settings, checkpoint=weights)

@@ -1,0 +1,186 @@
+#include "engine/gradient_staging.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <cstring>
+#include <stdexcept>
+
+namespace overspill::engine {
+
+GradientStaging::GradientStaging(Context& context)
+    : context_(context),
+      memory_(context.host_budget, context.plan.staging_buffers * context.plan.staging_buffer_bytes,
+              "staging of gradients"),
+      buffers_(static_cast<size_t>(context.plan.staging_buffers)) {
+  for (size_t i = 0; i < buffers_.size(); ++i) {
+    Buffer& buffer = buffers_[i];
+    buffer.owner = this;
+    buffer.memory = memory_.data() + static_cast<int64_t>(i) * context.plan.staging_buffer_bytes;
+    buffer.transfer.memory = buffer.memory;
+    buffer.transfer.on_complete = &GradientStaging::on_transfer;
+    buffer.transfer.context = &buffer;
+  }
+  if (memory_.bytes() > 0) context.store().register_memory(memory_.span());
+}
+
+int64_t GradientStaging::held_most() const {
+  return std::max<int64_t>(1, static_cast<int64_t>(buffers_.size()) / 2);
+}
+
+GradientStaging::Buffer* GradientStaging::find(int32_t chunk) {
+  const auto found =
+      std::find_if(buffers_.begin(), buffers_.end(), [&](const Buffer& b) { return b.chunk == chunk; });
+  return found == buffers_.end() ? nullptr : &*found;
+}
+
+GradientStaging::Buffer* GradientStaging::find(State state) {
+  const auto found =
+      std::find_if(buffers_.begin(), buffers_.end(), [&](const Buffer& b) { return b.state == state; });
+  return found == buffers_.end() ? nullptr : &*found;
+}
+
+/// Of those that nobody holds.
+GradientStaging::Buffer* GradientStaging::least_recent() {
+  Buffer* least = nullptr;
+  for (Buffer& buffer : buffers_) {
+    if (buffer.state != State::open || buffer.held) continue;
+    if (least == nullptr || buffer.last_use < least->last_use) least = &buffer;
+  }
+  return least;
+}
+
+std::byte* GradientStaging::open(std::unique_lock<std::mutex>& lock, int32_t chunk) {
+  while (true) {
+    context_.check();
+    Buffer* buffer = find(chunk);
+    if (buffer == nullptr) {
+      buffer = find(State::free);
+      if (buffer != nullptr) begin(*buffer, chunk);
+    }
+    if (buffer != nullptr && buffer->state != State::writing) {
+      buffer->held = true;
+      buffer->last_use = ++uses_;
+      return buffer->memory;
+    }
+    // All are in use, or the chunk is just on its way out. What waits for more of its chunk goes only when
+    // nothing else will come free.
+    if (find(State::writing) == nullptr) {
+      Buffer* least = least_recent();
+      if (least == nullptr) throw std::logic_error("more gradients are held than staging has buffers for");
+      put_away(*least);
+      continue;
+    }
+    const Buffer* awaited = buffer;
+    context_.wait(
+        lock, [&] { return awaited != nullptr ? awaited->chunk != chunk : find(State::free) != nullptr; },
+        Cause::staging, context_.layout.chunks[chunk].unit);
+  }
+}
+
+/// Takes a free buffer for a chunk.
+void GradientStaging::begin(Buffer& buffer, int32_t chunk) {
+  const ChunkState& state = context_.chunks[chunk];
+  buffer.chunk = chunk;
+  buffer.changed = false;
+  buffer.state = State::open;
+  if (state.gradient_extent.empty()) return;
+  buffer.state = State::reading;
+  buffer.transfer.kind = io::Transfer::Kind::read;
+  buffer.transfer.priority = io::Transfer::Priority::demand;
+  buffer.transfer.extent = state.gradient_extent;
+  buffer.transfer.error.reset();
+  context_.meter.begin(Activity::read);
+  context_.store().submit(buffer.transfer);
+}
+
+void GradientStaging::wait(std::unique_lock<std::mutex>& lock, int32_t chunk) {
+  const Buffer* buffer = find(chunk);
+  context_.wait(
+      lock, [&] { return buffer->state == State::open; }, Cause::staging, context_.layout.chunks[chunk].unit);
+}
+
+void GradientStaging::close(int32_t chunk, Closing closing) {
+  Buffer& buffer = *find(chunk);
+  buffer.held = false;
+  buffer.changed = buffer.changed || closing != Closing::unchanged;
+  if (closing == Closing::complete) write(buffer);
+}
+
+void GradientStaging::put_away(Buffer& buffer) {
+  if (buffer.changed) {
+    write(buffer);
+  } else {
+    free(buffer);
+  }
+}
+
+void GradientStaging::write(Buffer& buffer) {
+  ChunkState& state = context_.chunks[buffer.chunk];
+  if (!state.gradient_extent.empty()) context_.store().release(state.gradient_extent);
+  state.gradient_extent = {};
+  const int64_t bytes = context_.layout.chunks[buffer.chunk].elements * optim::bytes(state.gradient_element);
+  buffer.state = State::writing;
+  buffer.transfer.kind = io::Transfer::Kind::write;
+  buffer.transfer.priority = io::Transfer::Priority::write_behind;
+  buffer.transfer.extent = context_.store().allocate(bytes);
+  buffer.transfer.error.reset();
+  context_.meter.begin(Activity::write);
+  context_.store().submit(buffer.transfer);
+}
+
+void GradientStaging::on_transfer(io::Transfer& transfer) noexcept {
+  Buffer& buffer = *static_cast<Buffer*>(transfer.context);
+  GradientStaging& self = *buffer.owner;
+  Context& context = self.context_;
+  const std::lock_guard guard(context.mutex);
+  const auto moved = transfer.kind == io::Transfer::Kind::read ? Activity::read : Activity::write;
+  context.meter.end(moved);
+  context.meter.moved(moved, transfer.extent.bytes);
+  if (transfer.error) {
+    return context.fail(fmt::format("gradients of {}: {}",
+                                    context.layout.units[context.layout.chunks[buffer.chunk].unit].name,
+                                    transfer.error->message()));
+  }
+  if (buffer.state == State::reading) {
+    buffer.state = State::open;
+  } else {
+    context.chunks[buffer.chunk].gradient_extent = transfer.extent;
+    self.free(buffer);
+  }
+  context.changed.notify_all();
+}
+
+void GradientStaging::free(Buffer& buffer) {
+  if (context_.config.poison)
+    std::memset(buffer.memory, 0xFF, static_cast<size_t>(context_.plan.staging_buffer_bytes));
+  buffer.chunk = -1;
+  buffer.held = false;
+  buffer.state = State::free;
+}
+
+void GradientStaging::flush(std::unique_lock<std::mutex>& lock) {
+  for (Buffer& buffer : buffers_) {
+    if (buffer.state == State::open) put_away(buffer);
+  }
+  context_.wait(
+      lock,
+      [&] {
+        return std::all_of(buffers_.begin(), buffers_.end(),
+                           [](const Buffer& b) { return b.state == State::free; });
+      },
+      Cause::staging);
+}
+
+void GradientStaging::discard(std::unique_lock<std::mutex>& lock) {
+  if (buffers_.empty()) return;
+  for (Buffer& buffer : buffers_) buffer.changed = false;
+  flush(lock);
+  for (ChunkState& state : context_.chunks) {
+    if (state.pending || state.gradient_extent.empty()) continue;
+    context_.store().release(state.gradient_extent);
+    state.gradient_extent = {};
+  }
+}
+
+}  // namespace overspill::engine

@@ -1,0 +1,77 @@
+// Spilled gradients between backward and the update: a fixed number of buffers of one chunk each, through
+// which they go to NVMe, come back when more is added to them (a later micro-batch) or somebody looks, and go
+// again. What the last write left is read into the ring, with the states, for the update.
+//
+// A gradient's extent is not a state: no checkpoint has it, and a crash loses it anyway. So the old one is
+// released before the new one is written, not after.
+//
+// Back pressure. Who opens a chunk waits until a buffer is free, that is, for the store alone: buffers belong
+// to nobody else, a buffer that is held is given back by its holder without waiting for another (Gradients
+// lets one caller at a time hold at most half of them), and what is held by nobody is written out. The ring
+// does not wait for a buffer, and a buffer is not waited for with anything of the ring's held, so neither can
+// be waiting for the other.
+#pragma once
+
+#include <cstdint>
+#include <mutex>
+#include <vector>
+
+#include "engine/schedule/context.h"
+
+namespace overspill::engine {
+
+/// Needs the context's mutex; what takes the lock may release it while it waits. One caller at a time.
+/// Errors of the store fail the engine: waiting then throws EngineFailed.
+class GradientStaging {
+ public:
+  explicit GradientStaging(Context& context);
+
+  /// How many chunks may be held at a time.
+  int64_t held_most() const;
+
+  /// Holds a chunk's buffer until close(). Its content, where the chunk has one, arrives by wait().
+  std::byte* open(std::unique_lock<std::mutex>& lock, int32_t chunk);
+  void wait(std::unique_lock<std::mutex>& lock, int32_t chunk);
+
+  enum class Closing : uint8_t {
+    unchanged,
+    changed,   // more is expected: it stays in memory while there is room
+    complete,  // changed, and nothing more is expected soon: it is written out
+  };
+  void close(int32_t chunk, Closing closing);
+
+  /// Returns once every gradient is on NVMe and no buffer is in use.
+  void flush(std::unique_lock<std::mutex>& lock);
+
+  /// Forgets all gradients, but for those that a scheduled update still needs.
+  void discard(std::unique_lock<std::mutex>& lock);
+
+ private:
+  enum class State : uint8_t { free, reading, open, writing };
+  struct Buffer {
+    GradientStaging* owner = nullptr;
+    std::byte* memory = nullptr;
+    int32_t chunk = -1;
+    State state = State::free;
+    bool held = false;
+    bool changed = false;
+    int64_t last_use = 0;
+    io::Transfer transfer;
+  };
+
+  static void on_transfer(io::Transfer& transfer) noexcept;
+  Buffer* find(int32_t chunk);
+  Buffer* find(State state);
+  Buffer* least_recent();
+  void begin(Buffer& buffer, int32_t chunk);
+  void write(Buffer& buffer);
+  void put_away(Buffer& buffer);
+  void free(Buffer& buffer);
+
+  Context& context_;
+  HostMemory memory_;
+  std::vector<Buffer> buffers_;
+  int64_t uses_ = 0;
+};
+
+}  // namespace overspill::engine
