@@ -107,7 +107,7 @@ class Training {
       const int64_t elements = kElements * (u == 0 ? 4 : 1) / 64;
       units_.push_back(
           {fmt::format("u{}", u),
-           engine::Format::bf16_split,
+           optim::Format::exact,
            "BF16",
            {{fmt::format("w{}", u), {elements, 48}, 0, {}}, {fmt::format("b{}", u), {elements, 16}, 1, {}}}});
     }
@@ -149,7 +149,7 @@ class Training {
   std::vector<engine::UnitSpec> units_;
   std::unique_ptr<engine::Engine> engine_;
   std::vector<uint16_t> gradient_;
-  std::vector<optim::AdamConfig> groups_;
+  std::vector<optim::Hyper> groups_;
 };
 
 class Steps : public ::testing::TestWithParam<int64_t> {};
