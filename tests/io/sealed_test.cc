@@ -37,11 +37,12 @@ class SealedTest : public testing::TestWithParam<bool> {
   }
 
   void write_back() {
+    extent_ = store_->allocate(kBytes);  // an extent is written once
     Transfer transfer = make_transfer(Kind::write, extent_, nullptr);
     sealed_.hand_over(transfer);
     store_->submit(transfer);
     store_->drain();
-    ASSERT_FALSE(transfer.error);
+    ASSERT_FALSE(transfer.error) << transfer.error->message();
   }
 
   std::optional<Error> fetch(AlignedMemory& to) {
