@@ -33,6 +33,7 @@ test-python: build test-cpp
 	@$(PYTHON_VENV) -m pytest
 
 test-long: build  ## Soak and kill runs
+	@OVERSPILL_STEPS=1000 $(BUILD)/tests/engine/engine_allocation_test --gtest_filter='ManySteps*'
 	@OVERSPILL_LONG=1 $(BUILD)/tests/faults/fault_tests --gtest_filter='*Killed*'
 	@$(PYTHON_VENV) -m pytest -m long
 

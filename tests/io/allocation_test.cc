@@ -1,41 +1,10 @@
 // The I/O path asks nothing of malloc once it is warm (STYLE: after it the step path allocates nothing).
 #include <gtest/gtest.h>
 
-#include <atomic>
-#include <cstdlib>
 #include <deque>
-#include <new>
 
+#include "tests/allocation_watch.h"
 #include "tests/io/store_test_util.h"
-
-namespace {
-std::atomic<int64_t> allocations = 0;
-}
-
-// noinline: the compiler must not pair what it sees of new with the free() in delete.
-[[gnu::noinline]] void* operator new(size_t bytes) {
-  ++allocations;
-  if (void* memory = std::malloc(bytes == 0 ? 1 : bytes)) return memory;
-  throw std::bad_alloc();
-}
-[[gnu::noinline]] void* operator new(size_t bytes, std::align_val_t alignment) {
-  ++allocations;
-  const size_t unit = static_cast<size_t>(alignment);
-  if (void* memory = std::aligned_alloc(unit, (bytes + unit - 1) / unit * unit)) return memory;
-  throw std::bad_alloc();
-}
-[[gnu::noinline]] void operator delete(void* memory) noexcept {
-  std::free(memory);
-}
-[[gnu::noinline]] void operator delete(void* memory, size_t) noexcept {
-  std::free(memory);
-}
-[[gnu::noinline]] void operator delete(void* memory, std::align_val_t) noexcept {
-  std::free(memory);
-}
-[[gnu::noinline]] void operator delete(void* memory, size_t, std::align_val_t) noexcept {
-  std::free(memory);
-}
 
 namespace overspill::io {
 namespace {
@@ -83,9 +52,9 @@ void expect_no_allocations(FileStoreOptions::Backend backend) {
   }
   store->drain();
   for (int warm_up = 0; warm_up < 20; ++warm_up) step(*store, chunks, extents);
-  const int64_t before = allocations;
+  overspill::testing::watch_allocations();
   for (int i = 0; i < 20; ++i) step(*store, chunks, extents);
-  EXPECT_EQ(allocations - before, 0);
+  EXPECT_EQ(overspill::testing::stop_watching_allocations(), 0);
   for (const Transfer& chunk : chunks) EXPECT_FALSE(chunk.error);
 }
 
