@@ -44,7 +44,7 @@ INLINE void ask_for(const std::byte* at) {
 
 template <class F>
 INLINE void put(std::byte* to, const Line& line) {
-#if defined(__x86_64__)
+#if defined(__x86_64__) && !defined(__clang__)  // clang does not see which vectors a clone has
   if constexpr (F::kStore == Store::past_cache) {
     asm volatile("vmovntdq %1, %0" : "=m"(*reinterpret_cast<Line*>(to)) : "v"(line));
     return;
