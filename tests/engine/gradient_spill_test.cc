@@ -280,8 +280,8 @@ TEST_P(Traffic, IsWhatTheDesignSaysByTheKernelsCount) {
   if (engine.stats().store.backend.find("O_DIRECT") == std::string::npos) {
     GTEST_SKIP() << "no O_DIRECT here: the kernel counts the page cache's transfers, not ours";
   }
-  const auto step = [&](int n) {
-    for (int micro = 0; micro < static_cast<int>(micro_batches); ++micro) {
+  const auto step = [&, count = micro_batches](int n) {
+    for (int micro = 0; micro < static_cast<int>(count); ++micro) {
       engine.begin_pass({true, true});
       for (int u = 0; u < kUnits; ++u) engine.acquire(u);
       for (int u = kUnits - 1; u >= 0; --u) {
