@@ -6,7 +6,7 @@ BUILD := build/release
 export VENV JOBS
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-test build train test test-cpp test-python test-long fuzz bench-adam bench-gradient bench-io bench-step readme lint format sanitize neon wheel clean
+.PHONY: help setup setup-test build train test test-cpp test-python test-long fuzz bench-adam bench-formats bench-gradient bench-io bench-step readme lint format sanitize neon wheel clean
 
 help:  ## This list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -55,6 +55,10 @@ bench-step: build  ## A training step beside DeepSpeed and its own floor: 160 M 
 
 readme:  ## The README's numbers, from the results/*.json that are there
 	@$(PYTHON_VENV) tools/readme_numbers.py $(wildcard results/*.json)
+
+bench-formats: build  ## What compact and 8-bit states keep of exact's learning on the job of `make train`; 80 minutes, can be resumed
+	@tools/setup --train
+	@tools/keep_result formats $(PYTHON_VENV) tools/format_quality.py $(BENCH_FORMATS_ARGS)
 
 bench-gradient: build  ## Gradient passes: squares, accumulation (Google Benchmark)
 	@$(BUILD)/bench/bench_gradient

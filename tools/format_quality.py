@@ -3,8 +3,8 @@
 The job of `make train` (SmolLM2-135M, its text, batches and hyper-parameters) by a plain PyTorch loop whose update is
 overspill.optim.AdamW in each format: three seeds of 40 steps and one run of 300. The seed orders the batches and draws
 the rounding. `kept` is the improvement in held-out loss over that of the exact format with the same seed and steps.
-A finished run is left in results/formats/ and not repeated, so an interrupted job goes on where it was; --fresh starts
-anew.
+A finished run is left in results/formats/ and not repeated, nor are those kept in docs/results/formats/: an interrupted
+job goes on where it was; --fresh starts anew.
 Runs are spread over --jobs processes that share the cores.
 Last line: RESULT {json}; the plot is results/formats/formats.png.
 """
@@ -23,6 +23,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "tools"), str(ROOT / "bindings")]
 FOLDER = ROOT / "results" / "formats"
+KEPT = ROOT / "docs" / "results" / "formats"
 FORMATS = ("exact", "compact", "8bit")
 LEAST_KEPT = 0.95
 
@@ -64,7 +65,7 @@ def label(job: dict[str, Any]) -> str:
     return f"{job['format']}, seed {job['seed']}, {job['steps']} steps"
 
 
-def run(job: dict[str, Any], folder: Path, threads: int) -> dict[str, Any]:
+def run(job: dict[str, Any], folder: Path, threads: int, kept: bool) -> dict[str, Any]:
     """One run, or what an earlier call left of it."""
     import torch
 
@@ -73,8 +74,9 @@ def run(job: dict[str, Any], folder: Path, threads: int) -> dict[str, Any]:
     from train_job import BATCH, SEQ_LEN
 
     path = FOLDER / f"{job['format']}-{job['steps']}-{job['seed']}.json"
-    if path.exists() and (found := json.loads(path.read_text()))["job"] == job:
-        return found
+    for there in (path, *((KEPT / path.name,) if kept else ())):
+        if there.exists() and (found := json.loads(there.read_text()))["job"] == job:
+            return found
     torch.set_num_threads(threads)
     training, heldout = sequences(folder)
     model = load(folder)
@@ -172,7 +174,11 @@ def main() -> int:
     parser.add_argument("--long-steps", type=int, default=300, help="0: no long run")
     parser.add_argument("--eval-batches", type=int, default=16)
     parser.add_argument("--jobs", type=int, default=2, help="runs at a time")
-    parser.add_argument("--fresh", action="store_true", help="forget the runs that are there")
+    parser.add_argument(
+        "--fresh",
+        action="store_true",
+        help="forget the runs that are there, those in docs/results/formats too",
+    )
     options = parser.parse_args()
     import smollm2
 
@@ -182,7 +188,7 @@ def main() -> int:
     folder, threads = smollm2.prepare(), max(1, len(os.sched_getaffinity(0)) // options.jobs)
     sequences(folder)  # tokenizes once, before the processes would
     with ProcessPoolExecutor(options.jobs, multiprocessing.get_context("spawn")) as pool:
-        started = [pool.submit(run, job, folder, threads) for job in jobs(options)]
+        started = [pool.submit(run, job, folder, threads, not options.fresh) for job in jobs(options)]
         results = [each.result() for each in started]
     rows = compare(results)
     plot(results, FOLDER / "formats.png")
