@@ -89,9 +89,7 @@ void GradientStaging::begin(Buffer& buffer, int32_t chunk) {
   buffer.transfer.kind = io::Transfer::Kind::read;
   buffer.transfer.priority = io::Transfer::Priority::demand;
   buffer.transfer.extent = state.gradient_extent;
-  buffer.transfer.error.reset();
-  context_.meter.begin(Activity::read);
-  context_.store().submit(buffer.transfer);
+  context_.submit(buffer.transfer);
 }
 
 void GradientStaging::wait(std::unique_lock<std::mutex>& lock, int32_t chunk) {
@@ -117,16 +115,13 @@ void GradientStaging::put_away(Buffer& buffer) {
 
 void GradientStaging::write(Buffer& buffer) {
   ChunkState& state = context_.chunks[buffer.chunk];
-  if (!state.gradient_extent.empty()) context_.store().release(state.gradient_extent);
-  state.gradient_extent = {};
+  context_.release_gradient(state);
   const int64_t bytes = context_.layout.chunks[buffer.chunk].elements * optim::bytes(state.gradient_element);
   buffer.state = State::writing;
   buffer.transfer.kind = io::Transfer::Kind::write;
   buffer.transfer.priority = io::Transfer::Priority::write_behind;
   buffer.transfer.extent = context_.store().allocate(bytes);
-  buffer.transfer.error.reset();
-  context_.meter.begin(Activity::write);
-  context_.store().submit(buffer.transfer);
+  context_.submit(buffer.transfer);
 }
 
 void GradientStaging::on_transfer(io::Transfer& transfer) noexcept {
@@ -134,9 +129,7 @@ void GradientStaging::on_transfer(io::Transfer& transfer) noexcept {
   GradientStaging& self = *buffer.owner;
   Context& context = self.context_;
   const std::lock_guard guard(context.mutex);
-  const auto moved = transfer.kind == io::Transfer::Kind::read ? Activity::read : Activity::write;
-  context.meter.end(moved);
-  context.meter.moved(moved, transfer.extent.bytes);
+  context.completed(transfer);
   if (transfer.error) {
     return context.fail(fmt::format("gradients of {}: {}",
                                     context.layout.units[context.layout.chunks[buffer.chunk].unit].name,
@@ -177,9 +170,7 @@ void GradientStaging::discard(std::unique_lock<std::mutex>& lock) {
   for (Buffer& buffer : buffers_) buffer.changed = false;
   flush(lock);
   for (ChunkState& state : context_.chunks) {
-    if (state.pending || state.gradient_extent.empty()) continue;
-    context_.store().release(state.gradient_extent);
-    state.gradient_extent = {};
+    if (!state.pending) context_.release_gradient(state);
   }
 }
 

@@ -23,6 +23,10 @@ bool allowed(Residency from, Residency to) {
   return false;
 }
 
+Activity activity_of(const io::Transfer& transfer) {
+  return transfer.kind == io::Transfer::Kind::read ? Activity::read : Activity::write;
+}
+
 /// Carves the resident arena: weights and gradients of a unit are contiguous, states lie chunk by chunk.
 class Carver {
  public:
@@ -100,6 +104,23 @@ void Context::carve_gradients(const Unit& unit, UnitState& state, Carver& carver
       chunks[c].gradient = carver.take(gradient_bytes(c));
     }
   }
+}
+
+void Context::submit(io::Transfer& transfer) {
+  transfer.error.reset();
+  meter.begin(activity_of(transfer));
+  store().submit(transfer);
+}
+
+void Context::completed(const io::Transfer& transfer) {
+  meter.end(activity_of(transfer));
+  meter.moved(activity_of(transfer), transfer.extent.bytes);
+}
+
+void Context::release_gradient(ChunkState& state) {
+  if (state.gradient_extent.empty()) return;
+  store().release(state.gradient_extent);
+  state.gradient_extent = {};
 }
 
 void Context::fail(const std::string& cause) {

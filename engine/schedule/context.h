@@ -168,6 +168,13 @@ struct Context {
   /// As Store::poll, with the lock given up meanwhile.
   bool poll(std::unique_lock<std::mutex>& lock);
 
+  /// Hands a transfer of the schedule to the store; the report counts it until its on_complete says so.
+  void submit(io::Transfer& transfer);
+  void completed(const io::Transfer& transfer);
+
+  /// Gives up what is on NVMe of a chunk's gradient, if anything is.
+  void release_gradient(ChunkState& state);
+
   const Layout layout;
   const Plan plan;
   const Config config;

@@ -138,17 +138,14 @@ void Gatherer::bring(Block& block, int32_t chunk, Urgency urgency) {
       urgency == Urgency::demanded ? io::Transfer::Priority::demand : io::Transfer::Priority::prefetch;
   fetch.transfer.extent = extent;
   fetch.transfer.memory = to;
-  fetch.transfer.error.reset();
-  context_.meter.begin(Activity::read);
-  context_.store().submit(fetch.transfer);
+  context_.submit(fetch.transfer);
 }
 
 void Gatherer::on_fetched(io::Transfer& transfer) noexcept {
   Fetch& fetch = *static_cast<Fetch*>(transfer.context);
   Context& context = fetch.owner->context_;
   const std::lock_guard guard(context.mutex);
-  context.meter.end(Activity::read);
-  context.meter.moved(Activity::read, transfer.extent.bytes);
+  context.completed(transfer);
   if (transfer.error) {
     context.fail("reading weights of " + context.layout.units[fetch.block->unit].name + ": " +
                  transfer.error->message());

@@ -207,11 +207,9 @@ void Updater::stage(int32_t chunk, Slot& slot) {
     transfer.kind = io::Transfer::Kind::read;
     transfer.priority = state.pending ? io::Transfer::Priority::demand : io::Transfer::Priority::prefetch;
     transfer.extent = state.extents[i];
-    transfer.error.reset();
     if (component != Component::hi) slot.states[i].expect(transfer);
     ++slot.in_flight;
-    context_.meter.begin(Activity::read);
-    context_.store().submit(transfer);
+    context_.submit(transfer);
   }
   if (state.pending) stage_gradient(chunk, slot);
   if (offset > context_.plan.ring_slot_bytes)
@@ -234,19 +232,15 @@ void Updater::stage_gradient(int32_t chunk, Slot& slot) {
   slot.gradient.priority = io::Transfer::Priority::demand;
   slot.gradient.extent = state.gradient_extent;
   slot.gradient.memory = slot.memory + offset;
-  slot.gradient.error.reset();
   ++slot.in_flight;
-  context_.meter.begin(Activity::read);
-  context_.store().submit(slot.gradient);
+  context_.submit(slot.gradient);
 }
 
 void Updater::on_transfer(io::Transfer& transfer) noexcept {
   Slot& slot = *static_cast<Slot*>(transfer.context);
   Updater& self = *slot.owner;
   const std::lock_guard guard(self.context_.mutex);
-  const auto moved = transfer.kind == io::Transfer::Kind::read ? Activity::read : Activity::write;
-  self.context_.meter.end(moved);
-  self.context_.meter.moved(moved, transfer.extent.bytes);
+  self.context_.completed(transfer);
   if (transfer.error) {
     self.context_.fail(fmt::format(
         "states of {}: {}", self.context_.layout.units[self.context_.layout.chunks[slot.chunk].unit].name,
@@ -477,19 +471,12 @@ void Updater::updated(int32_t chunk) {
   const int32_t unit = context_.layout.chunks[chunk].unit;
   state.pending = false;
   --pending_;
-  release_gradient(state);
+  context_.release_gradient(state);  // used up
   ++context_.stats.updates;
   context_.journal.note(Happening::updated, unit, chunk, state.slot);
   if (--context_.units[unit].pending_chunks == 0 && context_.demanded_unit == unit)
     context_.demanded_unit = -1;
   context_.changed.notify_all();
-}
-
-/// The update has used it up.
-void Updater::release_gradient(ChunkState& state) {
-  if (state.gradient_extent.empty()) return;
-  context_.store().release(state.gradient_extent);
-  state.gradient_extent = {};
 }
 
 // ---- guesses
@@ -622,11 +609,9 @@ void Updater::write_back(int32_t chunk, Slot& slot) {
     transfer.kind = io::Transfer::Kind::write;
     transfer.priority = io::Transfer::Priority::write_behind;
     transfer.extent = context_.store().allocate(bytes);
-    transfer.error.reset();
     if (component != Component::hi) slot.states[static_cast<size_t>(component)].hand_over(transfer);
     ++slot.in_flight;
-    context_.meter.begin(Activity::write);
-    context_.store().submit(transfer);
+    context_.submit(transfer);
   }
   transferred(slot);
 }

@@ -69,7 +69,6 @@ class Updater {
   Slot* take_slot(bool may_drop_copies);
   void stage(int32_t chunk, Slot& slot);
   void stage_gradient(int32_t chunk, Slot& slot);
-  void release_gradient(ChunkState& state);
   int32_t next_guess();
   bool dispatch_next();
   int32_t next_ready() const;

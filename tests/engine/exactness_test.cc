@@ -7,7 +7,6 @@
 #include <algorithm>
 #include <cstring>
 #include <filesystem>
-#include <fstream>
 #include <thread>
 
 #include "engine/collectives/in_process.h"
@@ -16,6 +15,7 @@
 #include "io/memory_store.h"
 #include "kernels/host_device.h"
 #include "kernels/simulated_device.h"
+#include "tests/engine/kernel_count.h"
 #include "tests/engine/toy_model.h"
 #include "tests/reference/update.h"
 
@@ -283,16 +283,6 @@ TEST(TwoRanks, EqualTheScalarReferenceInOtherFormats) {
 }
 
 // ---- bytes
-
-int64_t kernel_count(const char* key) {
-  std::ifstream io("/proc/self/io");
-  std::string name;
-  int64_t value = 0;
-  while (io >> name >> value) {
-    if (name == key) return value;
-  }
-  return -1;
-}
 
 class Bytes : public ::testing::TestWithParam<Placement> {};
 

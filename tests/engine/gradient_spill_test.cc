@@ -7,13 +7,13 @@
 #include <cmath>
 #include <cstring>
 #include <filesystem>
-#include <fstream>
 #include <thread>
 
 #include "engine/engine.h"
 #include "engine/resources.h"
 #include "engine/schedule/plan.h"
 #include "io/memory_store.h"
+#include "tests/engine/kernel_count.h"
 #include "tests/engine/toy_model.h"
 
 namespace overspill::testing {
@@ -234,16 +234,6 @@ TEST(SpilledGradients, ComeHomeBeforeStatesAndAfterWeights) {
 }
 
 // ---- bytes, by the kernel's count
-
-int64_t kernel_count(const char* key) {
-  std::ifstream io("/proc/self/io");
-  std::string name;
-  int64_t value = 0;
-  while (io >> name >> value) {
-    if (name == key) return value;
-  }
-  return -1;
-}
 
 enum class Home : uint8_t { weights_and_gradients, gradients, nothing };
 struct TrafficCase {
