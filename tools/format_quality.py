@@ -71,7 +71,7 @@ def run(job: dict[str, Any], folder: Path, threads: int, kept: bool) -> dict[str
 
     from overspill import data
     from plain import load, mean_loss
-    from train_job import BATCH, SEQ_LEN
+    from train_job import BATCH, SEQ_LEN, sequences
 
     path = FOLDER / f"{job['format']}-{job['steps']}-{job['seed']}.json"
     for there in (path, *((KEPT / path.name,) if kept else ())):
@@ -98,19 +98,6 @@ def run(job: dict[str, Any], folder: Path, threads: int, kept: bool) -> dict[str
     part.write_text(json.dumps(result) + "\n")
     part.rename(path)
     return result
-
-
-def sequences(folder: Path):
-    """Training and held-out text of the job, tokenized."""
-    import stdlib_text
-    from overspill import data
-    from overspill.cli.common import load_tokenizer, quiet_transformers
-    from train_job import SEQ_LEN
-
-    quiet_transformers()
-    tokenizer, cache = load_tokenizer(folder), ROOT / ".cache"
-    texts = stdlib_text.prepare(cache / f"stdlib-{sys.version_info[0]}.{sys.version_info[1]}")
-    return [data.Sequences(data.tokenize(path, tokenizer, cache), SEQ_LEN) for path in texts]
 
 
 def jobs(options: argparse.Namespace) -> list[dict[str, Any]]:
@@ -181,6 +168,7 @@ def main() -> int:
     )
     options = parser.parse_args()
     import smollm2
+    from train_job import sequences
 
     if options.fresh:
         shutil.rmtree(FOLDER, ignore_errors=True)

@@ -25,6 +25,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "tools"), str(ROOT / "bindings")]
 
+CACHE = ROOT / ".cache"
 LR, CLIP, WEIGHT_DECAY, SEED = 5e-5, 1.0, 0.01, 0
 BATCH, SEQ_LEN, EVAL_BATCHES = 4, 256, 16
 LOSS_TOLERANCE = 0.01
@@ -120,14 +121,21 @@ def ours(pipe, job: argparse.Namespace) -> None:
     turns.end(peak_rss_bytes=memory.peak_rss_bytes(), **summary)
 
 
-def _sequences(job: argparse.Namespace):
+def texts() -> tuple[Path, Path]:
+    """Files of the text to train on and of the held-out one."""
+    import stdlib_text
+
+    return stdlib_text.prepare(CACHE / f"stdlib-{sys.version_info[0]}.{sys.version_info[1]}")
+
+
+def sequences(model: Path) -> list:
+    """Both texts, tokenized by the model's tokenizer."""
     from overspill import data
     from overspill.cli.common import load_tokenizer, quiet_transformers
 
     quiet_transformers()
-    tokenizer = load_tokenizer(job.model)
-    texts = (data.tokenize(path, tokenizer, job.cache) for path in (job.data, job.heldout))
-    return [data.Sequences(tokens, SEQ_LEN) for tokens in texts]
+    tokenizer = load_tokenizer(model)
+    return [data.Sequences(data.tokenize(path, tokenizer, CACHE), SEQ_LEN) for path in texts()]
 
 
 def plain(pipe, job: argparse.Namespace) -> None:
@@ -136,7 +144,7 @@ def plain(pipe, job: argparse.Namespace) -> None:
     from plain import PlainLoop, load, mean_loss
 
     turns = Turns(pipe)
-    training, heldout = _sequences(job)
+    training, heldout = sequences(job.model)
     turns.begin()
     model = load(job.model)
     loop = PlainLoop(model, data.Batches(training, BATCH, SEED), LR, CLIP, WEIGHT_DECAY)
@@ -157,7 +165,7 @@ def forward_backward(pipe, job: argparse.Namespace) -> None:
 
     turns = Turns(pipe)
     turns.begin()
-    ids = data.Batches(_sequences(job)[0], BATCH, SEED).at(0)
+    ids = data.Batches(sequences(job.model)[0], BATCH, SEED).at(0)
     turns.end(**forward_backward_peak(job.model, ids))
 
 
@@ -233,18 +241,15 @@ def main() -> int:
     started = time.perf_counter()
     job = options()
     import smollm2
-    import stdlib_text
 
     multiprocessing.set_start_method("spawn")
-    job.cache, job.out, job.nvme = ROOT / ".cache", job.folder / "run", job.folder / "nvme"
+    job.cache, job.out, job.nvme = CACHE, job.folder / "run", job.folder / "nvme"
     merged = job.folder / "merged"
     for old in (job.out, job.nvme, merged):
         shutil.rmtree(old, ignore_errors=True)
     job.nvme.mkdir(parents=True)
     job.model = smollm2.prepare()
-    job.data, job.heldout = stdlib_text.prepare(
-        ROOT / ".cache" / f"stdlib-{sys.version_info[0]}.{sys.version_info[1]}"
-    )
+    job.data, job.heldout = texts()
     print(f"model {job.model}, prepared in {time.perf_counter() - started:.0f} s", flush=True)
 
     result = measure(job)
