@@ -8,6 +8,8 @@
 #include <mutex>
 #include <string>
 
+#include "engine/collectives/same_call.h"
+
 namespace overspill::engine {
 namespace {
 
@@ -36,7 +38,8 @@ class World {
     if (const auto gone = std::ranges::find(gone_, true); gone != gone_.end()) {
       fail(fmt::format("rank {} has left the world", gone - gone_.begin()));
     } else if (++joined_ == ranks()) {
-      if (const std::string difference = find_difference(); !difference.empty()) {
+      if (const std::string difference = find_difference(ranks(), [&](int r) { return shape_of(r); });
+          !difference.empty()) {
         fail(difference);
       } else {
         joined_ = 0;
@@ -91,33 +94,17 @@ class World {
     if (!failure_.empty()) throw CommunicatorError(fmt::format("{}: {}", call, failure_));
   }
 
+  CallShape shape_of(int rank) const {
+    const Offer& offer = offers_[rank];
+    return {offer.call, offer.send.size(), offer.receive_bytes, offer.slices};
+  }
+
   std::vector<int> missing() const {
     std::vector<int> ranks;
     for (int rank = 0; rank < this->ranks(); ++rank) {
       if (offers_[rank].call == nullptr) ranks.push_back(rank);
     }
     return ranks;
-  }
-
-  /// Empty where all ranks make the same call with the same, possible sizes.
-  std::string find_difference() const {
-    const Offer& first = offers_.front();
-    for (int rank = 0; rank < ranks(); ++rank) {
-      const Offer& offer = offers_[rank];
-      if (std::string_view(offer.call) != first.call || offer.send.size() != first.send.size()) {
-        return fmt::format("rank {} calls {} with {} bytes where rank 0 calls {} with {}", rank, offer.call,
-                           offer.send.size(), first.call, first.send.size());
-      }
-      if (offer.receive_bytes != offer.send.size()) {
-        return fmt::format("rank {} sends {} bytes in {} and has room for {}", rank, offer.send.size(),
-                           offer.call, offer.receive_bytes);
-      }
-      if (offer.slices && offer.send.size() % offers_.size() != 0) {
-        return fmt::format("rank {} calls {} with {} bytes, not a multiple of {} ranks", rank, offer.call,
-                           offer.send.size(), ranks());
-      }
-    }
-    return {};
   }
 
   const std::chrono::milliseconds timeout_;

@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "engine/collectives/rank_order_sum.h"
+#include "engine/collectives/same_call.h"
 
 namespace overspill::engine {
 namespace {
@@ -159,7 +160,14 @@ class MpiCommunicator final : public Communicator {
     if (!wait_for(hears_))
       fail(fmt::format("rank {} did not join within {} ms", missing(hears_), timeout_.count()));
     throw_if_failed(call);
-    if (const auto difference = find_difference(); !difference.empty()) fail(difference);
+    if (const auto difference = find_difference(world_, [&](int r) { return shape_of(r); });
+        !difference.empty())
+      fail(difference);
+    for_peers([&](int peer) {
+      if (heard_[peer].number != calls_)
+        fail(fmt::format("rank {} is at call {} where rank {} is at {}", peer, heard_[peer].number, rank_,
+                         calls_));
+    });
     throw_if_failed(call);
     for_peers([&](int peer) { send(nullptr, 0, peer, kVerdictTag, says_verdict_[peer]); });
     if (!wait_for(hears_verdict_))
@@ -168,6 +176,11 @@ class MpiCommunicator final : public Communicator {
     throw_if_failed(call);
     if (!wait_for(says_) || !wait_for(says_verdict_)) fail("MPI keeps messages that were received");
     throw_if_failed(call);
+  }
+
+  CallShape shape_of(int rank) const {
+    const Announcement& said = heard_[rank];
+    return {name_of(said.call), said.send_bytes, said.receive_bytes, true};
   }
 
   template <typename Function>
@@ -238,28 +251,6 @@ class MpiCommunicator final : public Communicator {
       if (!is_done(requests[peer])) ranks.push_back(peer);
     }
     return fmt::format("{}", fmt::join(ranks, ", "));
-  }
-
-  /// Empty where all ranks make the same call with the same, possible sizes.
-  std::string find_difference() const {
-    const Announcement& first = heard_.front();
-    for (int rank = 0; rank < world_; ++rank) {
-      const Announcement& other = heard_[rank];
-      if (other.call != first.call || other.send_bytes != first.send_bytes || other.number != first.number) {
-        return fmt::format("rank {} calls {} with {} bytes (call {}) where rank 0 calls {} with {} (call {})",
-                           rank, name_of(other.call), other.send_bytes, other.number, name_of(first.call),
-                           first.send_bytes, first.number);
-      }
-      if (other.receive_bytes != other.send_bytes) {
-        return fmt::format("rank {} sends {} bytes in {} and has room for {}", rank, other.send_bytes,
-                           name_of(other.call), other.receive_bytes);
-      }
-      if (other.send_bytes % static_cast<uint64_t>(world_) != 0) {
-        return fmt::format("rank {} calls {} with {} bytes, not a multiple of {} ranks", rank,
-                           name_of(other.call), other.send_bytes, world_);
-      }
-    }
-    return {};
   }
 
   /// Ends the world, and tells the others why.

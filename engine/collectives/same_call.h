@@ -1,0 +1,42 @@
+// Whether all ranks make the same, possible call: what every transport asks before memory moves.
+#pragma once
+
+#include <fmt/format.h>
+
+#include <cstdint>
+#include <string>
+#include <string_view>
+
+namespace overspill::engine {
+
+/// One rank's side of a call.
+struct CallShape {
+  std::string_view call;
+  uint64_t send_bytes = 0;
+  uint64_t receive_bytes = 0;
+  bool slices = false;  // whether `send_bytes` has to be divisible by the world
+};
+
+/// `shape_of(rank)` is a CallShape. Empty where all ranks make the same call with the same, possible sizes.
+template <class ShapeOf>
+std::string find_difference(int ranks, ShapeOf shape_of) {
+  const CallShape first = shape_of(0);
+  for (int rank = 0; rank < ranks; ++rank) {
+    const CallShape shape = shape_of(rank);
+    if (shape.call != first.call || shape.send_bytes != first.send_bytes) {
+      return fmt::format("rank {} calls {} with {} bytes where rank 0 calls {} with {}", rank, shape.call,
+                         shape.send_bytes, first.call, first.send_bytes);
+    }
+    if (shape.receive_bytes != shape.send_bytes) {
+      return fmt::format("rank {} sends {} bytes in {} and has room for {}", rank, shape.send_bytes,
+                         shape.call, shape.receive_bytes);
+    }
+    if (shape.slices && shape.send_bytes % static_cast<uint64_t>(ranks) != 0) {
+      return fmt::format("rank {} calls {} with {} bytes, not a multiple of {} ranks", rank, shape.call,
+                         shape.send_bytes, ranks);
+    }
+  }
+  return {};
+}
+
+}  // namespace overspill::engine
