@@ -14,6 +14,15 @@ constexpr int64_t checksum_blocks(int64_t bytes) {
   return (bytes + kChecksumBlockBytes - 1) / kChecksumBlockBytes;
 }
 
+/// XXH3-64, compiled for one instruction set.
+struct ChecksumForm {
+  const char* name;
+  uint64_t (*hash)(const void* data, size_t bytes);
+};
+
+/// Those that this processor can run, the widest last; all of them give the same.
+std::span<const ChecksumForm> checksum_forms();
+
 /// XXH3-64, by the widest vectors of the processor.
 uint64_t checksum_block(std::span<const std::byte> block);
 

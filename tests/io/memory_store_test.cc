@@ -1,6 +1,8 @@
 // The simulated store: its faults happen, are counted, and repeat with the seed.
 #include "io/memory_store.h"
 
+#include <xxhash.h>
+
 #include <gtest/gtest.h>
 
 #include <chrono>
@@ -316,6 +318,24 @@ TEST(Checksum, BlocksOf64KiBAndATail) {
   EXPECT_EQ(sums[2], checksum_block(memory.all().subspan(128 * 1024)));
   EXPECT_TRUE(block_checksums({}).empty());
   EXPECT_EQ(checksum_block({}), 0x2d06800538d394c2U) << "XXH3-64 of nothing, by its specification";
+}
+
+TEST(Checksum, EveryInstructionSetGivesWhatTheLibraryDoes) {
+  AlignedMemory memory(132 * 1024);
+  memory.fill(3);
+  int cases = 0;
+  for (const ChecksumForm& form : checksum_forms()) {
+    for (size_t bytes = 0; bytes <= 3 * 1024; ++bytes, ++cases) {
+      const auto* data = memory.all().data() + bytes % 64;
+      ASSERT_EQ(form.hash(data, bytes), XXH3_64bits(data, bytes)) << form.name << ", " << bytes << " bytes";
+    }
+    for (const size_t bytes : {65535, 65536, 65537, 131072}) {
+      ASSERT_EQ(form.hash(memory.all().data(), bytes), XXH3_64bits(memory.all().data(), bytes)) << form.name;
+    }
+    std::cout << form.name << ' ';
+  }
+  std::cout << cases << " cases\n";
+  EXPECT_EQ(checksum_block(memory.all()), XXH3_64bits(memory.all().data(), memory.all().size()));
 }
 
 TEST(SlabSpace, CoalescesFromBothSides) {
