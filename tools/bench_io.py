@@ -1,6 +1,8 @@
 """The store beside fio and DeepSpeed on one file system, in one run, in turn.   tools/bench_io.py [--pairs N]
 
 Each contender first tries its settings and keeps its best for each pattern; then all take turns, in rotating order.
+Where on the disk a file lies decides up to a tenth of its speed, and the file system gives the first file made the
+first place; so the files are laid out as often as there are contenders, and each has every place once.
 Every turn is timed by the contender itself, around the transfers alone. A ratio is the median of the rounds' own
 ratios. CPU seconds are user and system of the whole process (kernel threads of its rings included). "mixed" moves
 states, "consumed" also updates them in between, with the same code for every contender; "by_caller" is the store
@@ -17,7 +19,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -196,15 +198,37 @@ def best_settings(name: str, contender: Any) -> dict[str, dict]:
     return best
 
 
-def take_turns(contenders: dict[str, Any], pairs: int) -> tuple[dict, dict]:
-    """[pattern][contender] -> a Turn a round, and the settings; who begins changes from round to round."""
-    best = {name: best_settings(name, contender) for name, contender in contenders.items()}
-    turns = {p: {name: [] for name, one in contenders.items() if p in one.patterns} for p in PATTERNS}
-    for i in range(pairs):
-        for pattern in PATTERNS:
-            names = list(turns[pattern])
-            for name in in_turn(names, i):
-                turns[pattern][name].append(contenders[name].turn(pattern, best[name][pattern]))
+Makers = dict[str, Callable[[Path], Any]]
+
+
+@contextlib.contextmanager
+def laid_out(makers: Makers, parent: Path, place: int) -> Iterator[dict[str, Any]]:
+    """The contenders with new files, made in another order for each place."""
+    made: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory(prefix=f"place-{place}-", dir=parent) as folder:
+        try:
+            for name in in_turn(list(makers), place):
+                made[name] = makers[name](Path(folder))
+            yield {name: made[name] for name in makers}
+        finally:
+            for contender in made.values():
+                contender.close()
+
+
+def take_turns(makers: Makers, parent: Path, pairs: int) -> tuple[dict, dict, str]:
+    """[pattern][contender] -> a Turn a round; the settings; the store's backend. At least `pairs` rounds; who begins
+    changes from round to round."""
+    with laid_out(makers, parent, 0) as contenders:
+        best = {name: best_settings(name, contender) for name, contender in contenders.items()}
+        turns = {p: {name: [] for name, one in contenders.items() if p in one.patterns} for p in PATTERNS}
+        backend = contenders["store"].hello["backend"]
+    rounds = itertools.count()
+    for place in range(len(makers)):
+        with laid_out(makers, parent, place) as contenders:
+            for i in itertools.islice(rounds, -(-pairs // len(makers))):
+                for pattern in PATTERNS:
+                    for name in in_turn(list(turns[pattern]), i):
+                        turns[pattern][name].append(contenders[name].turn(pattern, best[name][pattern]))
     for pattern in PATTERNS:
         print(f"\n{pattern:6} {'':14} {'GB/s: quartiles':>22} {'CPU s/GB':>10} {'switches/GB':>12}")
         for name, done in turns[pattern].items():
@@ -212,12 +236,12 @@ def take_turns(contenders: dict[str, Any], pairs: int) -> tuple[dict, dict]:
             cpu = statistics.median(turn.cpu_s_per_gb for turn in done)
             switches = statistics.median(turn.switches_per_gb for turn in done)
             print(f"{'':6} {name:14} {low:6.2f}  {mid:6.2f}  {high:6.2f} {cpu:10.4f} {switches:12.0f}")
-    return turns, best
+    return turns, best, backend
 
 
 def report(turns: dict, best: dict, store_backend: str) -> dict[str, Any]:
     """The RESULT's keys."""
-    r: dict[str, Any] = {}
+    r: dict[str, Any] = {"pairs": len(turns["read"]["store"])}
 
     def ratios(pattern: str, other: str, ours: str = "store") -> list[float]:
         both = zip(turns[pattern][ours], turns[pattern][other])
@@ -270,23 +294,20 @@ def main() -> int:
         "bench": "io",
         "date": datetime.date.today().isoformat(),
         "machine": machine(),
-        "pairs": args.pairs,
     }
     args.folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="bench-io-", dir=args.folder) as name, huge_pages() as huge:
-        folder = Path(name)
-        contenders: dict[str, Any] = {"fio": Fio(folder, huge), "store": Store("bench_io", folder)}
-        contenders["by_caller"] = Store("bench_io", folder, "--by-caller")
-        contenders["unchecked"] = Store("bench_io_unchecked", folder)
+        makers: Makers = {
+            "fio": lambda folder: Fio(folder, huge),
+            "store": lambda folder: Store("bench_io", folder),
+            "by_caller": lambda folder: Store("bench_io", folder, "--by-caller"),
+            "unchecked": lambda folder: Store("bench_io_unchecked", folder),
+        }
         if peers.deepspeed_is_there():
-            contenders["deepspeed"] = DeepSpeed(folder)
+            makers["deepspeed"] = DeepSpeed
         else:
             print("bench-io: DeepSpeed is left out: tools/peers could not install it")
-        try:
-            result |= report(*take_turns(contenders, args.pairs), contenders["store"].hello["backend"])
-        finally:
-            for contender in contenders.values():
-                contender.close()
+        result |= report(*take_turns(makers, Path(name), args.pairs))
     result |= two_paths_vs_sum(BENCH / "bench_io")
     print(f"RESULT {json.dumps(result)}")
     return 0
