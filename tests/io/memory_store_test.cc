@@ -1,9 +1,8 @@
 // The simulated store: its faults happen, are counted, and repeat with the seed.
 #include "io/memory_store.h"
 
-#include <xxhash.h>
-
 #include <gtest/gtest.h>
+#include <xxhash.h>
 
 #include <chrono>
 #include <deque>
