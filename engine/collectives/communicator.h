@@ -1,5 +1,5 @@
-// Collectives between the ranks of one engine (DESIGN 8). Transports: self (one rank), in-process (tests);
-// later NCCL, MPI, a torch.distributed group.
+// Collectives between the ranks of one engine (DESIGN 8). Transports: self (one rank), in-process (tests),
+// MPI, a torch.distributed group.
 //
 // Calls block until done. Every rank makes the same calls in the same order from one thread at a time. Errors
 // (a rank that died, a size that differs between ranks, a timeout) are thrown as CommunicatorError naming the
@@ -30,6 +30,12 @@ class Communicator {
   /// Slice r of `send` goes to rank r; slice r of `receive` comes from rank r. Both hold world() equal
   /// slices, and do not overlap.
   virtual void all_to_all(std::span<const std::byte> send, std::span<std::byte> receive) = 0;
+
+  /// send[r] goes to rank r, receive[r] is filled by rank r. Both have world() entries; lengths differ from
+  /// pair to pair (0: nothing is sent), and both ends of a pair give the same. Entry rank() is not looked at.
+  /// Collective all the same: every rank calls it, whatever its part.
+  virtual void exchange(std::span<const std::span<const std::byte>> send,
+                        std::span<const std::span<std::byte>> receive) = 0;
 
   /// Element-wise sums, added in rank order on every rank: bit-equal everywhere.
   virtual void all_reduce_sum(std::span<double> values) = 0;

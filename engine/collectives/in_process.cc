@@ -19,6 +19,9 @@ struct Offer {
   std::span<const std::byte> send;
   size_t receive_bytes = 0;
   bool slices = false;  // whether `send` has to be divisible by the world
+  // exchange: by peer.
+  std::span<const std::span<const std::byte>> parts;
+  std::span<const std::span<std::byte>> rooms;
 };
 
 /// A call has two halves. join(): all ranks offer their memory, or all of them throw; leave(): nobody
@@ -38,8 +41,9 @@ class World {
     if (const auto gone = std::ranges::find(gone_, true); gone != gone_.end()) {
       fail(fmt::format("rank {} has left the world", gone - gone_.begin()));
     } else if (++joined_ == ranks()) {
-      if (const std::string difference = find_difference(ranks(), [&](int r) { return shape_of(r); });
-          !difference.empty()) {
+      std::string difference = find_difference(ranks(), [&](int r) { return shape_of(r); });
+      if (difference.empty()) difference = find_odd_pair();
+      if (!difference.empty()) {
         fail(difference);
       } else {
         joined_ = 0;
@@ -61,6 +65,7 @@ class World {
 
   /// What `rank` offered; between join() and leave() only.
   std::span<const std::byte> offered(int rank) const { return offers_[rank].send; }
+  std::span<const std::byte> offered(int from, int to) const { return offers_[from].parts[to]; }
 
   void leave() {
     std::unique_lock lock(mutex_);
@@ -99,6 +104,20 @@ class World {
     return {offer.call, offer.send.size(), offer.receive_bytes, offer.slices};
   }
 
+  std::string find_odd_pair() const {
+    for (int from = 0; from < ranks(); ++from) {
+      if (offers_[from].parts.empty()) continue;
+      for (int to = 0; to < ranks(); ++to) {
+        const size_t sent = offers_[from].parts[to].size();
+        const size_t room = offers_[to].rooms[from].size();
+        if (from != to && sent != room)
+          return fmt::format("rank {} sends {} bytes to rank {}, which has room for {}", from, sent, to,
+                             room);
+      }
+    }
+    return {};
+  }
+
   std::vector<int> missing() const {
     std::vector<int> ranks;
     for (int rank = 0; rank < this->ranks(); ++rank) {
@@ -128,7 +147,7 @@ class InProcessCommunicator final : public Communicator {
   int world() const override { return world_->ranks(); }
 
   void all_gather(std::span<std::byte> data) override {
-    world_->join(rank_, {"all_gather", data, data.size(), true});
+    world_->join(rank_, {"all_gather", data, data.size(), true, {}, {}});
     const size_t slice = data.size() / world();
     for (int from = 0; from < world(); ++from) {
       if (from != rank_)
@@ -138,7 +157,7 @@ class InProcessCommunicator final : public Communicator {
   }
 
   void all_to_all(std::span<const std::byte> send, std::span<std::byte> receive) override {
-    world_->join(rank_, {"all_to_all", send, receive.size(), true});
+    world_->join(rank_, {"all_to_all", send, receive.size(), true, {}, {}});
     const size_t slice = send.size() / world();
     for (int from = 0; from < world(); ++from) {
       copy(world_->offered(from).subspan(rank_ * slice, slice), receive.subspan(from * slice, slice));
@@ -146,10 +165,19 @@ class InProcessCommunicator final : public Communicator {
     world_->leave();
   }
 
+  void exchange(std::span<const std::span<const std::byte>> send,
+                std::span<const std::span<std::byte>> receive) override {
+    world_->join(rank_, {"exchange", {}, 0, false, send, receive});
+    for (int from = 0; from < world(); ++from) {
+      if (from != rank_) copy(world_->offered(from, rank_), receive[from]);
+    }
+    world_->leave();
+  }
+
   void all_reduce_sum(std::span<double> values) override {
     // Before the join: what may throw must not stand between join() and leave().
     sums_.assign(values.size(), 0.0);
-    world_->join(rank_, {"all_reduce_sum", std::as_bytes(values), values.size_bytes(), false});
+    world_->join(rank_, {"all_reduce_sum", std::as_bytes(values), values.size_bytes(), false, {}, {}});
     for (int from = 0; from < world(); ++from) {
       const auto* addends = reinterpret_cast<const double*>(world_->offered(from).data());
       // The first is taken over, not added to 0.0, which would turn -0.0 into 0.0.
@@ -160,7 +188,7 @@ class InProcessCommunicator final : public Communicator {
   }
 
   void barrier() override {
-    world_->join(rank_, {"barrier", {}, 0, false});
+    world_->join(rank_, {"barrier", {}, 0, false, {}, {}});
     world_->leave();
   }
 

@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <array>
+#include <cstdlib>
 #include <cstring>
 #include <limits>
 #include <string>
@@ -21,6 +22,7 @@ namespace {
 using Clock = std::chrono::steady_clock;
 constexpr int kAnnounceTag = 1;
 constexpr int kVerdictTag = 2;
+constexpr int kDataTag = 3;
 constexpr size_t kBlock = 64;  // bytes counted as one, where a slice has more than an int can count
 
 void check(int code, const char* call) {
@@ -31,7 +33,7 @@ void check(int code, const char* call) {
   throw CommunicatorError(fmt::format("{}: {}", call, std::string_view(text.data(), length)));
 }
 
-enum class Call : uint64_t { all_gather, all_to_all, barrier };
+enum class Call : uint64_t { all_gather, all_to_all, exchange, barrier };
 
 const char* name_of(Call call) {
   switch (call) {
@@ -39,6 +41,8 @@ const char* name_of(Call call) {
       return "all_gather";
     case Call::all_to_all:
       return "all_to_all";
+    case Call::exchange:
+      return "exchange";
     case Call::barrier:
       return "barrier";
   }
@@ -131,6 +135,33 @@ class MpiCommunicator final : public Communicator {
                         ranks_, &request),
           "MPI_Ialltoall");
     finish(request, Call::all_to_all);
+  }
+
+  void exchange(std::span<const std::span<const std::byte>> send,
+                std::span<const std::span<std::byte>> receive) override {
+    announce(Call::exchange, 0, 0);  // what is sent differs from pair to pair
+    std::vector<MPI_Request> requests;
+    for_peers([&](int peer) {
+      if (!receive[peer].empty()) {
+        const SliceType slice(receive[peer].size());
+        check(MPI_Irecv(receive[peer].data(), slice.count(), slice.type(), peer, kDataTag, ranks_,
+                        &requests.emplace_back()),
+              "MPI_Irecv");
+      }
+    });
+    const size_t received = requests.size();
+    for_peers([&](int peer) {
+      if (send[peer].empty()) return;
+      const SliceType slice(send[peer].size());
+      check(MPI_Isend(send[peer].data(), slice.count(), slice.type(), peer, kDataTag, ranks_,
+                      &requests.emplace_back()),
+            "MPI_Isend");
+    });
+    size_t next = 0;
+    for_peers([&](int peer) {
+      if (!receive[peer].empty()) finish_received(requests[next++], peer, receive[peer].size());
+    });
+    for (size_t i = received; i < requests.size(); ++i) finish(requests[i], Call::exchange);
   }
 
   void all_reduce_sum(std::span<double> values) override { sum_in_rank_order(*this, values, gathered_); }
@@ -237,11 +268,30 @@ class MpiCommunicator final : public Communicator {
     });
   }
 
+  void finish_received(MPI_Request request, int peer, size_t bytes) {
+    MPI_Status status;
+    const bool done = poll([&] {
+      int yes = 0;
+      check(MPI_Test(&request, &yes, &status), "exchange");
+      return yes != 0;
+    });
+    if (!done) give_up(Call::exchange);
+    MPI_Count came = 0;
+    check(MPI_Get_elements_x(&status, MPI_BYTE, &came), "MPI_Get_elements_x");
+    if (static_cast<size_t>(came) == bytes) return;
+    fail(fmt::format("rank {} sends {} bytes to rank {}, which has room for {}", peer, came, rank_, bytes));
+    throw_if_failed(Call::exchange);
+  }
+
   void finish(MPI_Request request, Call call) {
-    if (poll([&] { return is_done(request); })) return;
+    if (!poll([&] { return is_done(request); })) give_up(call);
+  }
+
+  [[noreturn]] void give_up(Call call) {
     fmt::print(stderr, "overspill: rank {}: all ranks began {}, and MPI did not finish it within {} ms\n",
                rank_, name_of(call), timeout_.count());
     MPI_Abort(ranks_, 1);
+    std::abort();
   }
 
   /// The ranks of which nothing has come, as text.

@@ -42,6 +42,45 @@ inline void move_every_slice(Communicator& ranks, int rounds = 50) {
   }
 }
 
+/// Every pair of ranks another number of bytes, many of them none.
+inline void exchange_what_each_pair_wants(Communicator& ranks, int rounds = 50) {
+  const int world = ranks.world(), rank = ranks.rank();
+  for (int round = 0; round < rounds; ++round) {
+    const auto bytes_of = [&](int from, int to) {
+      std::mt19937 random(static_cast<unsigned>((round * world + from) * world + to));
+      return random() % 2 == 0 ? size_t{0} : size_t{random() % 20'000};
+    };
+    std::vector<std::vector<std::byte>> sent(world), received(world);
+    std::vector<std::span<const std::byte>> send(world);
+    std::vector<std::span<std::byte>> receive(world);
+    for (int peer = 0; peer < world; ++peer) {
+      if (peer == rank) continue;
+      sent[peer].resize(bytes_of(rank, peer));
+      received[peer].resize(bytes_of(peer, rank));
+      for (size_t i = 0; i < sent[peer].size(); ++i) sent[peer][i] = pattern(rank, peer, i);
+      send[peer] = sent[peer];
+      receive[peer] = received[peer];
+    }
+    ranks.exchange(send, receive);
+    for (int from = 0; from < world; ++from) {
+      for (size_t i = 0; i < received[from].size(); ++i)
+        ASSERT_EQ(received[from][i], pattern(from, rank, i)) << "round " << round;
+    }
+    for (auto& bytes : sent) std::ranges::fill(bytes, std::byte{0xEE});  // nobody still reads it
+  }
+}
+
+/// Rank 0 sends less than rank 1 has room for.
+inline void an_odd_pair(Communicator& ranks) {
+  std::vector<std::byte> data(16);
+  std::vector<std::span<const std::byte>> send(ranks.world());
+  std::vector<std::span<std::byte>> receive(ranks.world());
+  if (ranks.rank() == 0) send[1] = std::span(data).first(8);
+  if (ranks.rank() == 1) receive[0] = data;
+  ranks.exchange(send, receive);
+  ranks.barrier();
+}
+
 inline void sum_in_rank_order_to_the_bit(Communicator& ranks) {
   const int count = 1000;
   std::mt19937_64 random(7);

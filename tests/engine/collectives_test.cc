@@ -52,6 +52,18 @@ TEST_P(Worlds, MoveEverySlice) {
   for (const auto& error : errors) EXPECT_EQ(error, "");
 }
 
+TEST_P(Worlds, ExchangeWhatEachPairWants) {
+  const auto errors = run_world(
+      GetParam(), kLong, [](Communicator& ranks) { conformance::exchange_what_each_pair_wants(ranks); });
+  for (const auto& error : errors) EXPECT_EQ(error, "");
+}
+
+TEST_P(Worlds, RefuseAnOddPair) {
+  if (GetParam() < 2) GTEST_SKIP() << "a pair needs two ranks";
+  expect_all_say(run_world(GetParam(), kLong, conformance::an_odd_pair),
+                 {"rank 0 sends 8 bytes to rank 1, which has room for 16"});
+}
+
 TEST_P(Worlds, SumInRankOrderToTheBit) {
   const auto errors = run_world(GetParam(), kLong, conformance::sum_in_rank_order_to_the_bit);
   for (const auto& error : errors) EXPECT_EQ(error, "");

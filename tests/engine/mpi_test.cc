@@ -58,6 +58,17 @@ TEST(Mpi, MovesEverySlice) {
   EXPECT_EQ(what_it_throws(kLong, [](Communicator& ranks) { conformance::move_every_slice(ranks); }), "");
 }
 
+TEST(Mpi, ExchangesWhatEachPairWants) {
+  EXPECT_EQ(
+      what_it_throws(kLong, [](Communicator& ranks) { conformance::exchange_what_each_pair_wants(ranks); }),
+      "");
+}
+
+TEST(Mpi, RefusesAnOddPair) {
+  if (world_size() < 2) GTEST_SKIP() << "needs two ranks; this world has one";
+  expect_says(what_it_throws(kLong, conformance::an_odd_pair), {"rank 0 sends 8 bytes to rank 1"});
+}
+
 TEST(Mpi, SumsInRankOrderToTheBit) {
   EXPECT_EQ(what_it_throws(kLong, conformance::sum_in_rank_order_to_the_bit), "");
 }
