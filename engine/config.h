@@ -26,6 +26,9 @@ struct Config {
   int64_t gradient_accumulation = 1;        // above 1 gradients are kept in fp32
   double max_grad_norm = 0;                 // 0: no clipping
   bool speculate = false;                   // update in backward, before the norm is known; world 1
+  int stage = 3;  // several ranks: what they divide (StagePolicy); never changes a bit
+  int64_t rank_timeout_ms =
+      30 * 60 * 1000;  // a rank that does nothing for so long while others wait has failed
   int64_t chunk_elements = 512 * 1024;
   Placement placement = Placement::automatic;
   bool poison = false;           // fill freed memory with NaN, so that stale use is loud

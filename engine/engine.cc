@@ -4,6 +4,7 @@
 
 #include <cmath>
 #include <cstring>
+#include <exception>
 #include <stdexcept>
 #include <thread>
 #include <utility>
@@ -27,9 +28,9 @@ Config checked(Config config) {
 }
 
 void require_world_one(const Layout& layout, const char* what) {
-  if (layout.world != 1)
+  if (layout.slices != 1)
     throw std::invalid_argument(
-        fmt::format("{} needs a world of one rank; this one has {}", what, layout.world));
+        fmt::format("{} needs a world of one rank; this one has {}", what, layout.slices));
 }
 
 void check_size(const Segment& segment, size_t bytes, int64_t element_bytes) {
@@ -112,7 +113,7 @@ Engine::Engine(const std::vector<UnitSpec>& units, const Config& config, Resourc
     throw std::invalid_argument("an engine needs a device, a communicator and an executor");
   }
   const Communicator& ranks = *resources.communicator;
-  Layout layout = make_layout(units, own.chunk_elements, ranks.rank(), ranks.world());
+  Layout layout = make_layout(units, own.chunk_elements, ranks.rank(), ranks.world(), own.stage);
   Plan plan = make_plan(layout, own, {resources.device->shares_host_memory()});
   if (plan.nvme_bytes() > 0 && resources.store == nullptr)
     throw std::invalid_argument("the plan needs a store");
@@ -121,6 +122,8 @@ Engine::Engine(const std::vector<UnitSpec>& units, const Config& config, Resourc
 }
 
 Engine::~Engine() {
+  // Who is thrown out does not come to the meetings that the other ranks wait at: they are told.
+  if (std::uncaught_exceptions() > 0) machine_->rounds.abort("its engine was destroyed by an exception");
   close();
 }
 
@@ -154,28 +157,29 @@ void Engine::load_weight(int32_t unit, int32_t segment, std::span<const std::byt
   }
   const int64_t width = master ? 4 : u.element_bytes;
   check_size(s, data.size(), width);
-  {
-    std::unique_lock lock(m.context.mutex);
-    m.updater.quiesce(lock);
-    ++m.context.units[unit].generation;
-    const int32_t changed[] = {unit};
-    m.gatherer.invalidate(lock, changed);
-  }
-  const int64_t shard_begin = m.context.layout.rank * u.shard_elements;
-  const int64_t from = std::max(s.begin, shard_begin);
-  const int64_t to = std::min(s.begin + s.elements, shard_begin + u.shard_elements);
-  if (from >= to) return;
-  const auto part = data.subspan((from - s.begin) * width, (to - from) * width);
+  std::unique_lock lock(m.context.mutex);
+  const Rounds::Change changing(m.rounds, lock);
+  m.updater.quiesce(lock);
+  ++m.context.units[unit].generation;
+  const int32_t changed[] = {unit};
+  m.gatherer.invalidate(lock, changed);
+  lock.unlock();
+  const Machine::Part own = m.part_of(m.context.layout.rank, unit, segment);
+  const int64_t elements = own.end - own.begin;
+  if (elements == 0) return;
+  const int64_t begin = s.begin + own.begin - m.context.layout.rank * u.shard_elements;  // in the shard
+  const auto part =
+      data.subspan(static_cast<size_t>(own.begin * width), static_cast<size_t>(elements * width));
   change(m, "loading " + s.name, [&] {
     if (!master) {
-      m.access.write(unit, Component::hi, from - shard_begin, part);
-      return m.access.match_master(unit, from - shard_begin, part);
+      m.access.write(unit, Component::hi, begin, part);
+      return m.access.match_master(unit, begin, part);
     }
-    std::vector<float> values(static_cast<size_t>(std::min(kPieceElements, to - from)));
-    for (int64_t done = 0; done < to - from; done += kPieceElements) {
-      const int64_t count = std::min(kPieceElements, to - from - done);
+    std::vector<float> values(static_cast<size_t>(std::min(kPieceElements, elements)));
+    for (int64_t done = 0; done < elements; done += kPieceElements) {
+      const int64_t count = std::min(kPieceElements, elements - done);
       std::memcpy(values.data(), part.data() + done * 4, static_cast<size_t>(count * 4));
-      m.access.write_weights(unit, from - shard_begin + done,
+      m.access.write_weights(unit, begin + done,
                              std::span<const float>(values).first(static_cast<size_t>(count)));
     }
   });
@@ -183,7 +187,6 @@ void Engine::load_weight(int32_t unit, int32_t segment, std::span<const std::byt
 
 void Engine::read_weight(int32_t unit, int32_t segment, std::span<std::byte> out, std::string_view dtype) {
   Machine& m = machine();
-  require_world_one(m.context.layout, "read_weight");
   const Segment& s = m.segment_at(unit, segment);
   const Unit& u = m.unit_at(unit);
   const bool master = has_master(u, dtype);
@@ -196,13 +199,20 @@ void Engine::read_weight(int32_t unit, int32_t segment, std::span<std::byte> out
     std::unique_lock lock(m.context.mutex);
     m.updater.quiesce(lock);
   }
-  if (!master) return m.access.read(unit, Component::hi, s.begin, out);
-  std::vector<float> values(static_cast<size_t>(std::min(kPieceElements, s.elements)));
-  for (int64_t done = 0; done < s.elements; done += kPieceElements) {
-    const int64_t count = std::min(kPieceElements, s.elements - done);
-    m.access.read_weights(unit, s.begin + done, std::span(values).first(static_cast<size_t>(count)));
-    std::memcpy(out.data() + done * 4, values.data(), static_cast<size_t>(count * 4));
+  const int64_t width = master ? 4 : u.element_bytes;
+  const Machine::Part own = m.part_of(m.context.layout.rank, unit, segment);
+  const int64_t elements = own.end - own.begin;
+  const int64_t begin = s.begin + own.begin - m.context.layout.rank * u.shard_elements;  // in the shard
+  const auto part =
+      out.subspan(static_cast<size_t>(own.begin * width), static_cast<size_t>(elements * width));
+  if (!master && elements > 0) m.access.read(unit, Component::hi, begin, part);
+  std::vector<float> values(static_cast<size_t>(master ? std::min(kPieceElements, elements) : 0));
+  for (int64_t done = 0; master && done < elements; done += kPieceElements) {
+    const int64_t count = std::min(kPieceElements, elements - done);
+    m.access.read_weights(unit, begin + done, std::span(values).first(static_cast<size_t>(count)));
+    std::memcpy(part.data() + done * 4, values.data(), static_cast<size_t>(count * 4));
   }
+  m.share(unit, segment, out, width);
 }
 
 void Engine::start_states(std::span<const optim::Hyper> groups) {
@@ -217,11 +227,13 @@ void Engine::start_states(std::span<const optim::Hyper> groups) {
 
 void Engine::read_state(int32_t unit, int32_t segment, std::string_view name, std::span<float> out) {
   Machine& m = machine();
-  require_world_one(m.context.layout, "read_state");
   const Segment& s = m.segment_at(unit, segment);
   const Unit& u = m.unit_at(unit);
   check_size(s, out.size_bytes(), 4);
-  if (name == "grad") return m.gradients.read(unit, segment, out);
+  if (name == "grad") {
+    require_world_one(m.context.layout, "reading a gradient");
+    return m.gradients.read(unit, segment, out);
+  }
   const int component = u.component_named(name);
   if (!u.trainable() || component == kComponents || u.components()[component].role != optim::Role::state) {
     throw std::invalid_argument(fmt::format("{} has no state '{}': {}", s.name, name, states_of(u)));
@@ -230,7 +242,14 @@ void Engine::read_state(int32_t unit, int32_t segment, std::string_view name, st
     std::unique_lock lock(m.context.mutex);
     m.updater.quiesce(lock);
   }
-  m.access.read_state(unit, Component{static_cast<uint8_t>(component)}, s.begin, out);
+  const Machine::Part own = m.part_of(m.context.layout.rank, unit, segment);
+  const int64_t elements = own.end - own.begin;
+  if (elements > 0) {
+    m.access.read_state(unit, Component{static_cast<uint8_t>(component)},
+                        s.begin + own.begin - m.context.layout.rank * u.shard_elements,
+                        out.subspan(static_cast<size_t>(own.begin), static_cast<size_t>(elements)));
+  }
+  m.share(unit, segment, std::as_writable_bytes(out), 4);
 }
 
 // ---- forward and backward
@@ -258,6 +277,7 @@ Lease Engine::acquire(int32_t unit) {
   const Unit& u = m.unit_at(unit);
   std::unique_lock lock(m.context.mutex);
   m.context.check();
+  ++m.context.progress;
   m.context.trace.acquired(unit);
   m.context.journal.note(Happening::acquired, unit);
   if (m.context.units[unit].pending_chunks > 0) {
@@ -267,7 +287,9 @@ Lease Engine::acquire(int32_t unit) {
   if (m.context.used_in_place(unit)) {
     m.gatherer.prefetch();
     m.wait_for_updates(lock, unit);
-    return {machine_, nullptr, m.context.units[unit].home, u.bytes()};
+    const UnitState& state = m.context.units[unit];
+    if (state.whole != nullptr) m.gatherer.acquire_whole(lock, unit);
+    return {machine_, nullptr, state.whole != nullptr ? state.whole : state.home, u.bytes()};
   }
   struct Block* block = m.gatherer.acquire(lock, unit);
   return {machine_, block, block->device, u.bytes()};
@@ -277,17 +299,23 @@ bool Engine::resident_now(int32_t unit) {
   Machine& m = machine();
   m.unit_at(unit);
   const std::lock_guard guard(m.context.mutex);
-  return m.context.used_in_place(unit) || m.gatherer.ready(unit);
+  const bool in_place = m.context.used_in_place(unit) && m.context.units[unit].whole == nullptr;
+  return in_place || m.gatherer.ready(unit);
 }
 
 void Engine::written(int32_t unit, int32_t segment, std::span<const std::byte> data) {
   Machine& m = machine();
-  require_world_one(m.context.layout, "written");
   const Segment& s = m.segment_at(unit, segment);
   const Unit& u = m.unit_at(unit);
   check_size(s, data.size(), u.element_bytes);
+  if (m.context.layout.world >
+      1) {  // each rank keeps its shard of it; `data` may be the leased memory itself
+    const std::vector<std::byte> copy(data.begin(), data.end());
+    return load_weight(unit, segment, copy, u.dtype);
+  }
   {
     std::unique_lock lock(m.context.mutex);
+    const Rounds::Change changing(m.rounds, lock);
     m.updater.quiesce(lock);
     ++m.context.units[unit].generation;
   }
@@ -310,6 +338,7 @@ void Engine::add_gradient(int32_t unit, int32_t segment, std::span<const std::by
     m.wait_for_updates(lock, unit);  // the last step's gradient is still in use until then
     m.updater.take_back(lock, unit);
     m.context.journal.note(Happening::gradient, unit);
+    ++m.context.progress;
   }
   m.gradients.add(unit, segment, data.data(), static_cast<int64_t>(data.size()), dtype);
   const std::lock_guard guard(m.context.mutex);
@@ -323,7 +352,7 @@ void Engine::clear_gradients() {
     m.updater.take_back_all(lock);
     m.updater.speculation().restart();
   }
-  m.gradients.clear();
+  if (m.gradients.any()) m.rounds.meet(Meeting::clear, m.looks, [&] { m.gradients.clear(); });
 }
 
 bool Engine::has_gradient(int32_t unit, int32_t segment) {
@@ -355,8 +384,13 @@ StepResult Engine::step(std::span<const optim::Hyper> groups) {
 
 double Engine::grad_norm() {
   Machine& m = machine();
-  require_world_one(m.context.layout, "grad_norm");
-  return std::sqrt(m.gradients.summarize().squares);
+  GradientSummary summary;
+  m.rounds.meet(Meeting::norm, m.looks, [&] {
+    m.rounds.sum_gradients();
+    m.gradients.reduce_presence();
+    summary = m.gradients.summarize();
+  });
+  return std::sqrt(summary.squares);
 }
 
 double Engine::clip_grad_norm(double max_norm) {

@@ -5,8 +5,8 @@
 //   engine.add_gradient(unit, segment, data, bytes, "BF16");
 //   engine.step(groups);
 //
-// Threads: methods may be called from any thread, one collective call (acquire of a gathered unit with world
-// > 1, step, grad_norm) at a time. Errors: std::invalid_argument for misuse, BudgetError, io::StoreError,
+// Threads: methods may be called from any thread, one collective call at a time. Collective means: all ranks
+// make it, and it waits for them (docs/ranks.md). Errors: std::invalid_argument for misuse, BudgetError, io::StoreError,
 // CheckpointError, EngineFailed after a failed update or a replacement of weights that failed halfway;
 // nothing has changed when one of the first four is thrown.
 #pragma once
@@ -92,14 +92,14 @@ class Engine {
 
   // ---- weights and states from outside; each waits for pending updates
   /// A segment's weights: `dtype` is the unit's, or "F32" for the master (8 bits keep 24 of its 32). Sizes
-  /// are checked. Ranks write their own shard.
+  /// are checked. All ranks do it with the same data, and keep their own shard of it.
   void load_weight(int32_t unit, int32_t segment, std::span<const std::byte> data, std::string_view dtype);
-  /// World 1.
+  /// Collective.
   void read_weight(int32_t unit, int32_t segment, std::span<std::byte> out, std::string_view dtype);
   /// States before the first update, of an optimizer that does not start with zero. `groups` as in step().
   void start_states(std::span<const optim::Hyper> groups);
   /// A state of the unit's optimizer by its name ("m", "v", "sum", ...), or "grad", of a segment as fp32
-  /// values. World 1.
+  /// values. Collective; "grad" in a world of one rank only.
   void read_state(int32_t unit, int32_t segment, std::string_view name, std::span<float> out);
 
   // ---- forward and backward
@@ -109,10 +109,11 @@ class Engine {
   Lease acquire(int32_t unit);
   bool resident_now(int32_t unit);
   /// The leased memory of a segment was changed in place: it becomes the weight (lo = 0). `data` is the
-  /// segment's new content. World 1.
+  /// segment's new content. All ranks do it alike.
   void written(int32_t unit, int32_t segment, std::span<const std::byte> data);
   /// `data` is host memory. Adds to what arrived since the last step.
   void add_gradient(int32_t unit, int32_t segment, std::span<const std::byte> data, std::string_view dtype);
+  /// Collective where there are gradients.
   void clear_gradients();
   bool has_gradient(int32_t unit, int32_t segment);
   int64_t generation(int32_t unit);
@@ -121,8 +122,9 @@ class Engine {
   /// With Config::speculate: what the next step() will be given. Before the backward pass; a guess that turns
   /// out wrong costs time, never a bit.
   void expect_step(std::span<const optim::Hyper> groups);
-  /// `groups[i]` are the hyper-parameters of segments with group i.
+  /// `groups[i]` are the hyper-parameters of segments with group i. Collective.
   StepResult step(std::span<const optim::Hyper> groups);
+  /// Collective.
   double grad_norm();
   /// The norm now; the next step clips to `max_norm` in place of the configured limit.
   double clip_grad_norm(double max_norm);
@@ -147,7 +149,8 @@ class Engine {
   void record_journal(bool on);
   std::vector<JournalEntry> take_journal();
 
-  /// Finishes what is in flight and gives up the store. Leases stay valid; all else throws afterwards.
+  /// Finishes what is in flight and gives up the store. Leases stay valid; all else throws afterwards. Serves
+  /// the other ranks until all of them have come to it, or the world has ended.
   void close();
 
  private:

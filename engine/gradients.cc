@@ -12,48 +12,12 @@
 #include <type_traits>
 
 #include "cpu_optim/gradient.h"
+#include "engine/gradient_elements.h"
 
 namespace overspill::engine {
 namespace {
 
 constexpr int64_t kPieceElements = 512 * 1024;  // of a gradient that several workers take in
-
-template <class T>
-std::span<T> span_of(std::byte* data, int64_t elements) {
-  return {reinterpret_cast<T*>(data), static_cast<size_t>(elements)};
-}
-
-template <class T>
-std::span<const T> span_of(const void* data, int64_t elements) {
-  return {static_cast<const T*>(data), static_cast<size_t>(elements)};
-}
-
-/// Calls use(T()) with the type of an element.
-template <class Use>
-auto with_type(optim::Element element, Use use) {
-  switch (element) {
-    case optim::Element::bf16:
-      return use(uint16_t());
-    case optim::Element::fp16:
-      return use(optim::Fp16());
-    case optim::Element::fp32:
-      break;
-  }
-  return use(float());
-}
-
-/// to = from or to += from, as fp32.
-void widen(optim::Element element, const std::byte* from, std::span<float> to, bool first) {
-  const auto elements = static_cast<int64_t>(to.size());
-  with_type(element, [&]<class T>(T) {
-    if (!first) return optim::accumulate(span_of<T>(from, elements), to);
-    if constexpr (std::is_same_v<T, float>) {
-      std::memcpy(to.data(), from, to.size_bytes());
-    } else {
-      optim::widen(span_of<T>(from, elements), to);
-    }
-  });
-}
 
 /// Takes `elements` of a gradient in: the first of a step is copied, later ones are added. `to` is as wide as
 /// `from`, or fp32.
@@ -96,9 +60,10 @@ void widen_in_place(optim::Element from, std::byte* data, int64_t elements) {
 
 Gradients::Gradients(Context& context)
     : context_(context),
-      exchange_(context.host_budget, context.plan.exchange_bytes, "gradients exchanged between ranks"),
       by_chunk_(context.chunks.size()),
+      by_slice_(static_cast<size_t>(context.layout.world == 1 ? context.layout.slices : 1)),
       staging_(context),
+      sums_(context),
       spilled_squares_(context.chunks.size()) {
   for (const Unit& unit : context.layout.units) {
     present_.emplace_back(unit.segments.size());
@@ -136,10 +101,18 @@ void Gradients::add(int32_t unit, int32_t segment, const void* data, int64_t byt
     throw std::invalid_argument(fmt::format("the gradient of {} has {} bytes, its {} elements take {}",
                                             s.name, bytes, s.elements, s.elements * from_bytes));
   }
-  const Arrival arrival{unit, segment, static_cast<const std::byte*>(data), *from_element,
-                        present_[unit][segment] == 0};
+  Arrival arrival{unit, segment, static_cast<const std::byte*>(data), *from_element,
+                  present_[unit][segment] == 0};
   ++arrivals_[unit][segment];
-  if (context_.units[unit].gradients != nullptr) {
+  if (context_.layout.slices > 1) {
+    std::unique_lock lock(context_.mutex);
+    sums_.open(lock, unit);
+    arrival.first = !sums_.holds(unit, segment);
+    lock.unlock();
+    add_whole(arrival);
+    lock.lock();
+    sums_.arrived(unit, segment);
+  } else if (context_.units[unit].gradients != nullptr) {
     add_whole(arrival);
   } else {
     add_by_chunk(arrival);
@@ -261,6 +234,11 @@ bool Gradients::complete(const Chunk& chunk) const {
   });
 }
 
+bool Gradients::any() const {
+  return std::any_of(present_.begin(), present_.end(),
+                     [](const auto& unit) { return std::find(unit.begin(), unit.end(), 1) != unit.end(); });
+}
+
 void Gradients::put_away() {
   const std::lock_guard turn(turn_);
   std::unique_lock lock(context_.mutex);
@@ -277,58 +255,11 @@ void Gradients::clear() {
 void Gradients::handed_over() {
   for (auto& unit : present_) std::fill(unit.begin(), unit.end(), uint8_t{0});
   for (auto& unit : arrivals_) std::fill(unit.begin(), unit.end(), 0);
-}
-
-void Gradients::reduce() {
-  if (context_.layout.world == 1) return;
-  zero_absent();
-  for (const Chunk& chunk : context_.layout.chunks) {
-    if (context_.layout.units[chunk.unit].trainable()) reduce_chunk(chunk.begin, chunk.elements, chunk.unit);
-  }
-  reduce_presence();
-}
-
-void Gradients::zero_absent() {
-  for (size_t u = 0; u < present_.size(); ++u) {
-    const Unit& unit = context_.layout.units[u];
-    const auto index = static_cast<int32_t>(u);
-    for (size_t s = 0; s < unit.segments.size(); ++s) {
-      const int64_t bytes = unit.segments[s].elements * element_bytes(index);
-      if (present_[u][s] == 0 && bytes > 0) {
-        std::memset(at(index, unit.segments[s].begin), 0, static_cast<size_t>(bytes));
-      }
-    }
-  }
-}
-
-/// An all-to-all of this chunk's slices, then an fp32 sum in rank order: one result on every transport
-/// (DESIGN 8).
-void Gradients::reduce_chunk(int64_t chunk_begin, int64_t elements, int32_t unit) {
-  const int world = context_.layout.world;
-  const int64_t shard = context_.layout.units[unit].shard_elements;
-  const int64_t bytes = elements * element_bytes(unit);
-  std::byte* send = exchange_.data();
-  std::byte* receive = exchange_.data() + exchange_.bytes() / 2;
-  for (int r = 0; r < world; ++r) {
-    std::memcpy(send + r * bytes, at(unit, r * shard + chunk_begin), static_cast<size_t>(bytes));
-  }
-  const auto all = static_cast<size_t>(world * bytes);
-  context_.resources.communicator->all_to_all({send, all}, {receive, all});
-  std::byte* mine = at(unit, context_.layout.rank * shard + chunk_begin);
-  const optim::Element kind = element(unit);
-  const auto sum = span_of<float>(send, elements);
-  for (int r = 0; r < world; ++r) widen(kind, receive + r * bytes, sum, r == 0);
-  optim::scale(sum, 1.0F / static_cast<float>(world));
-  with_type(kind, [&]<class T>(T) {
-    if constexpr (std::is_same_v<T, float>) {
-      std::memcpy(mine, send, static_cast<size_t>(bytes));
-    } else {
-      optim::narrow(sum, span_of<T>(mine, elements));
-    }
-  });
+  if (context_.layout.slices > 1) sums_.restart();
 }
 
 void Gradients::reduce_presence() {
+  if (context_.layout.slices == 1) return;
   std::vector<double> counts;
   for (const auto& unit : present_) counts.insert(counts.end(), unit.begin(), unit.end());
   context_.resources.communicator->all_reduce_sum(counts);
@@ -339,9 +270,10 @@ void Gradients::reduce_presence() {
 }
 
 GradientSummary Gradients::summarize() {
-  const auto chunks = static_cast<int64_t>(context_.layout.chunks.size());
+  const Layout& layout = context_.layout;
+  const auto chunks = static_cast<int64_t>(layout.chunks.size());
   context_.resources.executor->parallel_for(chunks, [&](int64_t i) {
-    const Chunk& chunk = context_.layout.chunks[i];
+    const Chunk& chunk = layout.chunks[i];
     optim::Squares total;
     const bool spilled = context_.plan.gradients_on_nvme[i];
     const std::byte* data = context_.chunks[i].gradient;
@@ -356,12 +288,19 @@ GradientSummary Gradients::summarize() {
     }
     by_chunk_[i] = total;
   });
-  double sums[2] = {0, 0};  // squares, chunks that are not finite
-  for (const optim::Squares& chunk : by_chunk_) {
-    sums[0] += chunk.sum;
-    sums[1] += chunk.finite ? 0 : 1;
+  // Slice by slice, in rank order, wherever they are: squares, chunks that are not finite.
+  auto& slices = by_slice_;
+  std::fill(slices.begin(), slices.end(), std::array<double, 2>{});
+  for (int64_t i = 0; i < chunks; ++i) {
+    auto& slice = slices[layout.world == 1 ? static_cast<size_t>(layout.chunks[i].slice) : 0];
+    slice[0] += by_chunk_[i].sum;
+    slice[1] += by_chunk_[i].finite ? 0 : 1;
   }
-  context_.resources.communicator->all_reduce_sum(sums);
+  std::array<double, 2> sums = slices[0];
+  for (size_t s = 1; s < slices.size(); ++s) {
+    for (size_t k = 0; k < 2; ++k) sums[k] += slices[s][k];
+  }
+  if (layout.world > 1) context_.resources.communicator->all_reduce_sum(sums);
   const bool finite = sums[1] == 0;
   return {finite ? sums[0] : std::numeric_limits<double>::infinity(), finite};
 }

@@ -3,6 +3,7 @@
 // (gradient_staging.h).
 #pragma once
 
+#include <array>
 #include <cstdint>
 #include <mutex>
 #include <span>
@@ -11,6 +12,7 @@
 
 #include "cpu_optim/gradient.h"
 #include "engine/gradient_staging.h"
+#include "engine/gradient_sums.h"
 #include "engine/schedule/context.h"
 
 namespace overspill::engine {
@@ -31,6 +33,7 @@ class Gradients {
   void add(int32_t unit, int32_t segment, const void* data, int64_t bytes, std::string_view dtype);
 
   bool present(int32_t unit, int32_t segment) const { return present_[unit][segment] != 0; }
+  bool any() const;
   /// Throws all of them away. Updates that were scheduled keep theirs.
   void clear();
 
@@ -39,9 +42,10 @@ class Gradients {
   /// Those there are belong to the updates that were scheduled; the next add() is the first of its segment.
   void handed_over();
 
-  /// Sums over the ranks (mean), zeros where a rank has none; afterwards this rank's slice is final and
-  /// present() is true where any rank had one. Collective.
-  void reduce();
+  /// Of several ranks.
+  GradientSums& sums() { return sums_; }
+  /// All units are summed: afterwards present() is true where any rank had a gradient. Collective.
+  void reduce_presence();
 
   /// Squares of what is there now, by chunk, added in global order. Collective.
   GradientSummary summarize();
@@ -83,15 +87,13 @@ class Gradients {
   bool complete(const Chunk& chunk) const;
   template <class Visit>
   void for_each_part(int32_t unit, int32_t segment, Visit visit) const;
-  void reduce_presence();
-  void reduce_chunk(int64_t chunk_begin, int64_t elements, int32_t unit);
-  void zero_absent();
 
   Context& context_;
   std::vector<std::vector<uint8_t>> present_;  // by unit and segment
-  HostMemory exchange_;                        // world > 1: two buffers of `world` chunks, fp32
   std::vector<optim::Squares> by_chunk_;
+  std::vector<std::array<double, 2>> by_slice_;  // of this rank's shard
   GradientStaging staging_;
+  GradientSums sums_;
   std::mutex turn_;                             // who uses staging; taken before the context's
   std::vector<std::vector<int32_t>> arrivals_;  // by unit and segment, since the last step
   // Squares of spilled gradients as they are now, taken while they were in memory: by chunk and run.

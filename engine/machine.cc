@@ -14,7 +14,8 @@ Machine::Machine(Layout layout, Plan plan, Config config, Resources resources)
       updater(context, gatherer),
       gradients(context),
       access(context),
-      keeper(context) {
+      keeper(context),
+      rounds(context, gatherer, updater, gradients) {
   if (context.resources.store != nullptr) context.store().reserve(context.plan.nvme_reserve_bytes);
 }
 
@@ -25,6 +26,7 @@ Machine::~Machine() {
 void Machine::shut_down() noexcept {
   if (closed) return;
   closed = true;
+  rounds.leave();
   {
     std::unique_lock lock(context.mutex);
     try {
@@ -74,6 +76,28 @@ void Machine::start_states(std::span<const optim::Hyper> groups) {
       }
     }
   }
+}
+
+Machine::Part Machine::part_of(int rank, int32_t unit, int32_t segment) const {
+  const Unit& u = context.layout.units[unit];
+  const Segment& s = u.segments[segment];
+  const int64_t begin = std::max(s.begin, rank * u.shard_elements) - s.begin;
+  const int64_t end = std::min(s.begin + s.elements, (rank + 1) * u.shard_elements) - s.begin;
+  return begin < end ? Part{begin, end} : Part{};
+}
+
+void Machine::share(int32_t unit, int32_t segment, std::span<std::byte> out, int64_t width) {
+  const Layout& layout = context.layout;
+  if (layout.world == 1) return;
+  const auto bytes_of = [&](int rank) {
+    const Part part = part_of(rank, unit, segment);
+    return out.subspan(static_cast<size_t>(part.begin * width),
+                       static_cast<size_t>((part.end - part.begin) * width));
+  };
+  std::vector<std::span<const std::byte>> send(static_cast<size_t>(layout.world), bytes_of(layout.rank));
+  std::vector<std::span<std::byte>> receive;
+  for (int rank = 0; rank < layout.world; ++rank) receive.push_back(bytes_of(rank));
+  rounds.meet(Meeting::look, ++looks, [&] { context.resources.communicator->exchange(send, receive); });
 }
 
 void Machine::wait_for_updates(std::unique_lock<std::mutex>& lock, int32_t unit) {

@@ -11,6 +11,7 @@
 #include "engine/checkpoint/keeper.h"
 #include "engine/engine.h"
 #include "engine/gradients.h"
+#include "engine/rounds.h"
 #include "engine/schedule/context.h"
 #include "engine/schedule/gather.h"
 #include "engine/schedule/updater.h"
@@ -36,6 +37,17 @@ class Machine {
   /// quiescent.
   void start_states(std::span<const optim::Hyper> groups);
 
+  /// Of a segment's elements, of `width` bytes each, this rank has put its own into `out`: the others' come
+  /// from them. Collective.
+  void share(int32_t unit, int32_t segment, std::span<std::byte> out, int64_t width);
+
+  /// Where a rank's part of a segment lies, in the segment's elements.
+  struct Part {
+    int64_t begin = 0;
+    int64_t end = 0;  // begin: it has none
+  };
+  Part part_of(int rank, int32_t unit, int32_t segment) const;
+
   // Throws std::invalid_argument naming what does not exist.
   const Unit& unit_at(int32_t unit) const;
   const Segment& segment_at(int32_t unit, int32_t segment) const;
@@ -46,8 +58,10 @@ class Machine {
   Gradients gradients;
   Access access;
   CheckpointKeeper keeper;
+  Rounds rounds;
   int64_t steps = 0;
   int64_t skipped_steps = 0;
+  int64_t looks = 0;                // at weights or states of several ranks
   std::optional<double> clip_once;  // from clip_grad_norm(), for the next step
   bool closed = false;
 

@@ -4,6 +4,7 @@
 
 #include <stdexcept>
 #include <thread>
+#include <utility>
 
 #include "engine/collectives/self_communicator.h"
 #include "engine/partition/layout.h"
@@ -50,13 +51,14 @@ std::unique_ptr<io::Store> make_store(const Config& config, const ResourceOption
 }  // namespace
 
 Resources make_resources(const std::vector<UnitSpec>& units, const Config& config,
-                         const ResourceOptions& options) {
+                         const ResourceOptions& options, std::unique_ptr<Communicator> ranks) {
   Resources resources;
   resources.device = make_device(options);
-  resources.communicator = make_self_communicator();
+  resources.communicator = ranks != nullptr ? std::move(ranks) : make_self_communicator();
   const int cores = static_cast<int>(std::thread::hardware_concurrency());
   resources.executor = optim::make_executor(config.threads > 0 ? config.threads : std::max(1, cores));
-  const Layout layout = make_layout(units, config.chunk_elements, 0, 1);
+  const Layout layout = make_layout(units, config.chunk_elements, resources.communicator->rank(),
+                                    resources.communicator->world(), config.stage);
   const Plan plan = make_plan(layout, config, {resources.device->shares_host_memory()});
   if (plan.nvme_bytes() > 0) resources.store = make_store(config, options, plan);
   return resources;

@@ -1,7 +1,8 @@
-// The resources of an engine of one rank, made from names: what the bindings and the examples run on.
+// The resources of an engine, made from names: what the bindings and the examples run on.
 #pragma once
 
 #include <cstdint>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -18,8 +19,8 @@ struct ResourceOptions {
 };
 
 /// Opens a store only where the plan puts something on NVMe. Throws std::invalid_argument on an unknown name,
-/// BudgetError, io::StoreError.
+/// BudgetError, io::StoreError. `ranks` is this rank's place among several; null: there is one.
 Resources make_resources(const std::vector<UnitSpec>& units, const Config& config,
-                         const ResourceOptions& options);
+                         const ResourceOptions& options, std::unique_ptr<Communicator> ranks = nullptr);
 
 }  // namespace overspill::engine

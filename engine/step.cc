@@ -47,9 +47,14 @@ void Machine::finish_updates() {
 }
 
 GradientSummary Machine::reduce_gradients() {
-  gradients.reduce();
+  GradientSummary summary;
   gradients.put_away();
-  return gradients.summarize();
+  rounds.meet(Meeting::step, steps + skipped_steps, [&] {
+    rounds.sum_gradients();
+    gradients.reduce_presence();
+    summary = gradients.summarize();
+  });
+  return summary;
 }
 
 /// As torch.nn.utils.clip_grad_norm_: min(1, limit / (norm + 1e-6)).
@@ -94,6 +99,7 @@ void Machine::capture_factors(std::span<const optim::Hyper> groups, double clip)
 
 void Machine::schedule_updates() {
   std::unique_lock lock(context.mutex);
+  const Rounds::Change change(rounds, lock);
   context.meter.stepped(steps);
   scheduled_chunks_.clear();
   changed_units_.clear();
@@ -110,6 +116,7 @@ void Machine::schedule_updates() {
   context.journal.note(Happening::stepped, -1);
   gatherer.invalidate(lock, changed_units_);
   updater.schedule(scheduled_chunks_);
+  gatherer.want_whole(changed_units_);
   gradients.handed_over();
 }
 

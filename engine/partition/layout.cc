@@ -208,27 +208,43 @@ int64_t Unit::state_bytes(int64_t elements) const {
   return bytes;
 }
 
-Layout make_layout(const std::vector<UnitSpec>& specs, int64_t chunk_elements, int rank, int world) {
+StagePolicy stage_policy(int stage) {
+  if (stage < 0 || stage > 3)
+    throw std::invalid_argument(fmt::format("stage is {}: one of 0, 1, 2, 3", stage));
+  return {stage >= 1, stage >= 2, stage >= 3};
+}
+
+Layout make_layout(const std::vector<UnitSpec>& specs, int64_t chunk_elements, int rank, int world,
+                   int stage) {
   if (specs.empty()) throw std::invalid_argument("a model needs at least one unit");
   if (chunk_elements <= 0) throw std::invalid_argument("chunk_elements must be positive");
   Layout layout;
-  layout.rank = rank;
-  layout.world = world;
+  layout.policy = stage_policy(stage);
+  layout.rank = layout.policy.divide_states ? rank : 0;
+  layout.world = layout.policy.divide_states ? world : 1;
+  layout.slice = rank;
+  layout.slices = world;
   std::unordered_set<std::string> names;
   for (const UnitSpec& spec : specs) {
     Unit unit = place_segments(spec, names);
     const int64_t granule = granule_of(unit);
     unit.elements = round_up(unit.elements, granule * world);
-    unit.shard_elements = unit.elements / world;
+    unit.shard_elements = unit.elements / layout.world;
+    unit.slice_elements = unit.elements / world;
     // Equal pieces, so that the ring's slots (sized by the largest) are filled.
-    const int64_t pieces = (unit.shard_elements + chunk_elements - 1) / chunk_elements;
-    const int64_t piece = round_up((unit.shard_elements + pieces - 1) / pieces, granule);
+    const int64_t pieces = (unit.slice_elements + chunk_elements - 1) / chunk_elements;
+    const int64_t piece = round_up((unit.slice_elements + pieces - 1) / pieces, granule);
     unit.first_chunk = static_cast<int32_t>(layout.chunks.size());
     const auto index = static_cast<int32_t>(layout.units.size());
-    for (int64_t begin = 0; begin < unit.shard_elements; begin += piece) {
-      const int64_t elements = std::min(piece, unit.shard_elements - begin);
-      layout.chunks.push_back(
-          {index, begin, elements, runs_of(unit, rank * unit.shard_elements + begin, elements)});
+    const int64_t shard_begin = layout.rank * unit.shard_elements;
+    for (int64_t slice = shard_begin / unit.slice_elements;
+         slice * unit.slice_elements < shard_begin + unit.shard_elements; ++slice) {
+      for (int64_t in_slice = 0; in_slice < unit.slice_elements; in_slice += piece) {
+        const int64_t begin = slice * unit.slice_elements + in_slice;
+        const int64_t elements = std::min(piece, unit.slice_elements - in_slice);
+        layout.chunks.push_back({index, begin - shard_begin, elements, static_cast<int32_t>(slice),
+                                 runs_of(unit, begin, elements)});
+      }
     }
     unit.chunk_count = static_cast<int32_t>(layout.chunks.size()) - unit.first_chunk;
     layout.units.push_back(std::move(unit));

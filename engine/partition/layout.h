@@ -37,6 +37,17 @@ struct Segment {
   int64_t elements = 0;
 };
 
+/// What the ranks divide among them: the stages of ZeRO (Rajbhandari et al. 2020,
+/// https://arxiv.org/abs/1910.02054).
+struct StagePolicy {
+  bool divide_states = true;  // stage 1 on: each rank holds and updates its shard
+  bool sum_early = true;      // stage 2 on: gradients are summed in backward, and only the shard is kept
+  bool divide_weights =
+      true;  // stage 3: weights are gathered for use and given up; else gathered once a step
+};
+/// Throws std::invalid_argument for anything but 0 to 3.
+StagePolicy stage_policy(int stage);
+
 /// The part of a segment that lies in a chunk; `begin` counts from the chunk's first element.
 struct Run {
   int32_t segment = 0;
@@ -49,6 +60,7 @@ struct Chunk {
   int32_t unit = 0;
   int64_t begin = 0;
   int64_t elements = 0;
+  int32_t slice = 0;      // of the unit, in which it lies
   std::vector<Run> runs;  // this rank's; ascending; the rest is padding
 
   /// Whether a segment that is marked (by segment of the unit, not 0) has elements here.
@@ -63,6 +75,7 @@ struct Unit {
   int64_t element_bytes = 2;   // of hi
   int64_t elements = 0;        // padded, all ranks
   int64_t shard_elements = 0;  // elements / world
+  int64_t slice_elements = 0;  // elements / slices
   int32_t first_chunk = 0;
   int32_t chunk_count = 0;
   std::vector<Segment> segments;
@@ -86,9 +99,15 @@ struct Unit {
   int64_t state_bytes(int64_t elements) const;
 };
 
+/// Shards are what is held; slices are what gradients are summed in. They are the same, but for stage 0,
+/// where every rank's shard is the whole unit and each sums a slice of it: chunks keep to slices, so that
+/// squares are added in one order at every stage.
 struct Layout {
-  int rank = 0;
-  int world = 1;
+  int rank = 0;    // of the shards; at stage 0
+  int world = 1;   // rank 0 of 1
+  int slice = 0;   // of the slices: this rank,
+  int slices = 1;  // of so many
+  StagePolicy policy;
   std::vector<Unit> units;
   std::vector<Chunk> chunks;  // by unit, ascending
 
@@ -100,6 +119,7 @@ struct Layout {
 
 /// Throws std::invalid_argument naming what is wrong: a unit without segments, a name used twice, a shape
 /// that overflows, strides that are no permutation of their shape, a format that does not fit its dtype.
-Layout make_layout(const std::vector<UnitSpec>& units, int64_t chunk_elements, int rank, int world);
+Layout make_layout(const std::vector<UnitSpec>& units, int64_t chunk_elements, int rank, int world,
+                   int stage = 3);
 
 }  // namespace overspill::engine

@@ -71,7 +71,13 @@ Context::Context(Layout layout_in, Plan plan_in, Config config_in, Resources res
     state.steps.resize(unit.segments.size());
     state.guessed.resize(unit.segments.size());
     state.guessed_factors.resize(unit.segments.size());
-    if (!plan.weights_on_nvme[u]) state.home = carver.take(unit.shard_bytes());
+    if (held_whole(static_cast<int32_t>(u))) {
+      state.whole = carver.take(unit.bytes());
+      state.home = state.whole + layout.rank * unit.shard_bytes();
+      state.gathered = Gathered::local;
+    } else if (!plan.weights_on_nvme[u]) {
+      state.home = carver.take(unit.shard_bytes());
+    }
     carve_gradients(unit, state, carver);
     for (int32_t c = unit.first_chunk; c < unit.first_chunk + unit.chunk_count; ++c) {
       if (state.home != nullptr) chunks[c].home[0] = state.home + layout.chunks[c].begin * unit.element_bytes;
@@ -87,21 +93,21 @@ Context::Context(Layout layout_in, Plan plan_in, Config config_in, Resources res
   }
 }
 
-/// A unit's gradients lie together where none of them is spilled.
+/// A unit's gradients lie together where none of them is spilled, and where they are not summed as they come.
 template <class Carver>
 void Context::carve_gradients(const Unit& unit, UnitState& state, Carver& carver) {
   const int64_t element_bytes = gradient_element_bytes(unit.format, config.gradient_accumulation);
-  bool spilled = false;
+  bool in_parts = plan.gradients_pooled;
   for (int32_t c = unit.first_chunk; c < unit.first_chunk + unit.chunk_count; ++c)
-    spilled = spilled || plan.gradients_on_nvme[c];
-  if (!spilled) state.gradients = carver.take(unit.elements * element_bytes);
+    in_parts = in_parts || plan.gradients_on_nvme[c];
+  if (!in_parts) state.gradients = carver.take(unit.elements * element_bytes);
   for (int32_t c = unit.first_chunk; c < unit.first_chunk + unit.chunk_count; ++c) {
     if (unit.trainable())
       chunks[c].gradient_element = gradient_element(*unit.format, config.gradient_accumulation);
-    if (!spilled) {
+    if (!in_parts) {
       chunks[c].gradient = state.gradients + layout.global_begin(layout.chunks[c]) * element_bytes;
     } else if (!plan.gradients_on_nvme[c]) {
-      chunks[c].gradient = carver.take(gradient_bytes(c));
+      chunks[c].gradient = carver.take(gradient_bytes(c));  // of this rank's shard
     }
   }
 }

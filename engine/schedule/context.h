@@ -100,7 +100,9 @@ struct Block;  // gather.h
 struct UnitState {
   Gathered gathered = Gathered::absent;
   Block* block = nullptr;
-  std::byte* home = nullptr;       // hi of this rank's shard, on the host
+  std::byte* home = nullptr;   // hi of this rank's shard, on the host
+  std::byte* whole = nullptr;  // hi of all shards, where the unit lies whole on every rank; home lies in it
+  bool wanted = false;         // there: gathered as soon as this rank's shard is up to date
   std::byte* gradients = nullptr;  // all ranks' elements, in flight; null: by chunk, some of them spilled
   int32_t pending_chunks = 0;
   int64_t generation = 0;  // of the weights
@@ -154,6 +156,9 @@ struct Context {
   bool used_in_place(int32_t unit) const {
     return !needs_gather(layout, {device().shares_host_memory()}, plan.weights_on_nvme[unit]);
   }
+  bool held_whole(int32_t unit) const {
+    return engine::held_whole(layout, {device().shares_host_memory()}, plan.weights_on_nvme[unit]);
+  }
   kernels::Device& device() const { return *resources.device; }
   io::Store& store() const { return *resources.store; }
 
@@ -192,6 +197,8 @@ struct Context {
   std::string failure;
   std::string last_checkpoint;
   int32_t demanded_unit = -1;  // somebody waits for its updates
+  int32_t awaited_unit = -1;   // a caller waits for its gathered weights
+  uint64_t progress = 0;       // calls so far
   Journal journal;
   StepMeter meter{now_ns};
 

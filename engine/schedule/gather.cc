@@ -10,6 +10,21 @@ namespace {
 
 constexpr int64_t kArenaAlign = 4096;
 
+/// While it lives, a caller waits for the unit: other ranks serve it first.
+class Awaiting {
+ public:
+  Awaiting(Context& context, int32_t unit) : context_(context) {
+    context_.awaited_unit = unit;
+    if (context_.layout.slices > 1) context_.changed.notify_all();
+  }
+  ~Awaiting() { context_.awaited_unit = -1; }
+  Awaiting(const Awaiting&) = delete;
+  Awaiting& operator=(const Awaiting&) = delete;
+
+ private:
+  Context& context_;
+};
+
 }  // namespace
 
 Gatherer::Gatherer(Context& context)
@@ -17,18 +32,24 @@ Gatherer::Gatherer(Context& context)
       host_memory_(context.host_budget, context.plan.gather_host_bytes, "gathered units"),
       host_arena_(context.plan.gather_host_bytes, kArenaAlign),
       device_arena_(context.plan.gather_device_bytes, kArenaAlign),
-      fetches_(context.chunks.size()) {
+      fetches_(context.chunks.size()),
+      serve_memory_(context.host_budget, context.plan.serve_bytes, "shards on their way to other ranks"),
+      serve_fetches_(context.plan.serve_bytes > 0 ? context.chunks.size() : 0) {
   if (!context.device().shares_host_memory()) {
     device_memory_ = context.device().allocate(context.plan.gather_device_bytes);
     stream_ = context.device().make_stream();
   }
   if (context.resources.store != nullptr && host_memory_.bytes() > 0)
     context.store().register_memory(host_memory_.span());
-  for (size_t c = 0; c < fetches_.size(); ++c) {
-    fetches_[c].owner = this;
-    fetches_[c].chunk = static_cast<int32_t>(c);
-    fetches_[c].transfer.on_complete = &Gatherer::on_fetched;
-    fetches_[c].transfer.context = &fetches_[c];
+  if (serve_memory_.bytes() > 0) context.store().register_memory(serve_memory_.span());
+  for (auto* fetches : {&fetches_, &serve_fetches_}) {
+    for (size_t c = 0; c < fetches->size(); ++c) {
+      Fetch& fetch = (*fetches)[c];
+      fetch.owner = this;
+      fetch.chunk = static_cast<int32_t>(c);
+      fetch.transfer.on_complete = &Gatherer::on_fetched;
+      fetch.transfer.context = &fetch;
+    }
   }
 }
 
@@ -38,10 +59,6 @@ Block* Gatherer::acquire(std::unique_lock<std::mutex>& lock, int32_t unit) {
   while (true) {
     context_.check();
     if (state.gathered == Gathered::ready) break;
-    if (state.gathered == Gathered::local) {
-      collect(lock, *state.block);
-      continue;
-    }
     if (state.gathered == Gathered::absent && !start_fill(unit, Urgency::demanded)) {
       if (!filling_anything()) {
         throw BudgetError(fmt::format(
@@ -56,8 +73,9 @@ Block* Gatherer::acquire(std::unique_lock<std::mutex>& lock, int32_t unit) {
     }
     if (!announced) prefetch();
     announced = true;
+    const Awaiting awaiting(context_, unit);
     context_.wait(
-        lock, [&] { return state.gathered != Gathered::filling && state.gathered != Gathered::collecting; },
+        lock, [&] { return state.gathered == Gathered::ready || state.gathered == Gathered::absent; },
         state.pending_chunks > 0 ? Cause::updates : Cause::reads, unit);
   }
   Block* block = state.block;
@@ -67,10 +85,12 @@ Block* Gatherer::acquire(std::unique_lock<std::mutex>& lock, int32_t unit) {
   lock.unlock();
   copied.wait();
   lock.lock();
-  if (block->device_offset >= 0 && block->host_offset >= 0) {  // the bounce buffer has served
+  if (block->device_offset >= 0 && block->host_offset >= 0 &&
+      block->pins == 0) {  // the bounce buffer has served
     host_arena_.release(block->host_offset);
     block->host_offset = -1;
     block->host = nullptr;
+    block->shard = nullptr;
   }
   return block;
 }
@@ -115,7 +135,7 @@ const std::byte* Gatherer::weights_in_memory(int32_t chunk) const {
 
 /// A chunk's weights come from memory. A block without host memory is filled from their home in one copy.
 void Gatherer::put(Block& block, int32_t chunk, const std::byte* weights) {
-  if (block.host != nullptr) {
+  if (block.shard != nullptr) {
     std::memcpy(place_of(block, chunk), weights, context_.component_bytes(chunk, Component::hi));
   }
   arrived(block);
@@ -131,7 +151,7 @@ void Gatherer::bring(Block& block, int32_t chunk, Urgency urgency) {
     arrived(block);
     return;
   }
-  Fetch& fetch = fetches_[chunk];
+  Fetch& fetch = (&block == &serve_ ? serve_fetches_ : fetches_)[chunk];
   fetch.block = &block;
   fetch.transfer.kind = io::Transfer::Kind::read;
   fetch.transfer.priority =
@@ -161,26 +181,92 @@ void Gatherer::deliver(int32_t chunk, const std::byte* weights) {
 
 void Gatherer::arrived(Block& block) {
   if (--block.arriving > 0) return;
+  if (&block == &serve_) return context_.changed.notify_all();
   UnitState& state = context_.units[block.unit];
   state.gathered = Gathered::local;
-  if (context_.layout.world == 1) to_device(block);
+  if (context_.layout.world == 1) to_device(block);  // else the rounds collect the other shards
   context_.changed.notify_all();
 }
 
-void Gatherer::collect(std::unique_lock<std::mutex>& lock, Block& block) {
-  UnitState& state = context_.units[block.unit];
-  state.gathered = Gathered::collecting;
-  const auto bytes = static_cast<size_t>(context_.layout.units[block.unit].bytes());
-  lock.unlock();
-  try {
-    context_.resources.communicator->all_gather(std::span(block.host, bytes));
-  } catch (const std::exception& error) {
-    lock.lock();
-    context_.fail(fmt::format("gathering {}: {}", context_.layout.units[block.unit].name, error.what()));
-    throw;
+// ---- several ranks
+
+void Gatherer::acquire_whole(std::unique_lock<std::mutex>& lock, int32_t unit) {
+  UnitState& state = context_.units[unit];
+  context_.check();
+  if (state.gathered == Gathered::ready) return;
+  state.wanted = true;
+  const Awaiting awaiting(context_, unit);
+  context_.wait(
+      lock, [&] { return state.gathered == Gathered::ready; }, Cause::reads, unit);
+}
+
+void Gatherer::want_whole(std::span<const int32_t> units) {
+  for (int32_t unit : units) context_.units[unit].wanted = context_.units[unit].whole != nullptr;
+}
+
+bool Gatherer::wants(int32_t unit) const {
+  const UnitState& state = context_.units[unit];
+  if (state.gathered != Gathered::local) return false;
+  return state.whole == nullptr || (state.wanted && state.pending_chunks == 0);
+}
+
+const std::byte* Gatherer::shard_in_memory(int32_t unit) const {
+  const UnitState& state = context_.units[unit];
+  if (state.pending_chunks > 0) return nullptr;
+  if (state.home != nullptr) return state.home;
+  if (state.block != nullptr && state.gathered != Gathered::filling && state.block->shard != nullptr)
+    return state.block->shard;
+  return serve_.unit == unit && serve_.arriving == 0 ? serve_.shard : nullptr;
+}
+
+const std::byte* Gatherer::pin_shard(int32_t unit) {
+  const std::byte* shard = shard_in_memory(unit);
+  Block* block = context_.units[unit].block;
+  if (shard != nullptr && block != nullptr && shard == block->shard) {
+    ++block->pins;
+    pinned_.push_back(block);
   }
-  lock.lock();
-  to_device(block);
+  return shard;
+}
+
+void Gatherer::unpin() {
+  for (Block* block : pinned_) --block->pins;
+  pinned_.clear();
+}
+
+void Gatherer::prepare_to_serve(int32_t unit) {
+  const UnitState& state = context_.units[unit];
+  if (state.pending_chunks > 0) {
+    if (context_.demanded_unit < 0) context_.demanded_unit = unit;
+    return;
+  }
+  const bool busy = serve_.unit >= 0 && serve_.arriving > 0;
+  if (busy || state.gathered == Gathered::filling || shard_in_memory(unit) != nullptr) return;
+  const Unit& layout = context_.layout.units[unit];
+  serve_ = Block{};
+  serve_.unit = unit;
+  serve_.shard = serve_memory_.data();
+  serve_.arriving = layout.chunk_count + 1;
+  for (int32_t c = layout.first_chunk; c < layout.first_chunk + layout.chunk_count; ++c)
+    bring(serve_, c, Urgency::demanded);
+  arrived(serve_);
+}
+
+std::byte* Gatherer::begin_collecting(int32_t unit) {
+  UnitState& state = context_.units[unit];
+  state.gathered = Gathered::collecting;
+  return state.whole != nullptr ? state.whole : state.block->host;
+}
+
+void Gatherer::collected(int32_t unit) {
+  UnitState& state = context_.units[unit];
+  if (state.whole != nullptr) {
+    state.gathered = Gathered::ready;
+    state.wanted = false;
+    context_.journal.note(Happening::gathered, unit);
+  } else {
+    to_device(*state.block);
+  }
   context_.changed.notify_all();
 }
 
@@ -227,6 +313,7 @@ Block* Gatherer::take_block(int32_t unit, Urgency urgency) {
   if (host) {
     block->host_offset = *host;
     block->host = host_memory_.data() + *host;
+    block->shard = block->host + context_.layout.rank * context_.layout.units[unit].shard_bytes();
   }
   if (device) {
     block->device_offset = *device;
@@ -240,7 +327,7 @@ bool Gatherer::make_room(int32_t unit, Urgency urgency) {
   int32_t victim = -1;
   int64_t farthest = urgency == Urgency::demanded ? -1 : context_.trace.next_use(unit);
   for (const auto& block : blocks_) {
-    if (block->unit < 0 || block->orphan || block->leases > 0) continue;
+    if (block->unit < 0 || block->orphan || block->leases > 0 || block->pins > 0) continue;
     if (context_.units[block->unit].gathered != Gathered::ready) continue;
     const int64_t use = context_.trace.next_use(block->unit);
     if (use <= farthest) continue;
@@ -272,8 +359,18 @@ void Gatherer::drop(Block& block) {
 }
 
 void Gatherer::invalidate(std::unique_lock<std::mutex>& lock, std::span<const int32_t> units) {
+  if (serve_.unit >= 0) {
+    context_.wait(
+        lock, [&] { return serve_.arriving == 0; }, Cause::reads);
+    serve_.unit = -1;
+  }
   for (int32_t unit : units) {
     UnitState& state = context_.units[unit];
+    if (state.whole != nullptr) {  // used in place, as with one rank
+      state.gathered = Gathered::local;
+      state.wanted = false;
+      continue;
+    }
     context_.wait(
         lock, [&] { return state.gathered != Gathered::filling && state.gathered != Gathered::collecting; },
         Cause::reads);
@@ -292,8 +389,7 @@ void Gatherer::invalidate(std::unique_lock<std::mutex>& lock, std::span<const in
 bool Gatherer::filling_anything() const {
   return std::any_of(blocks_.begin(), blocks_.end(), [&](const auto& block) {
     if (block->unit < 0 || block->orphan) return false;
-    const Gathered gathered = context_.units[block->unit].gathered;
-    return gathered == Gathered::filling || gathered == Gathered::collecting;
+    return block->pins > 0 || context_.units[block->unit].gathered != Gathered::ready;
   });
 }
 

@@ -21,10 +21,12 @@ struct Block {
   int32_t unit = -1;
   int32_t leases = 0;
   bool orphan = false;
+  int32_t pins = 0;             // its shard is being sent
   int32_t arriving = 0;         // chunks not yet in
   int64_t host_offset = -1;     // in the host arena; -1: none
   int64_t device_offset = -1;   // in the device arena; -1: the host memory is the device's
   std::byte* host = nullptr;    // all ranks' shards
+  std::byte* shard = nullptr;   // this rank's, there
   std::byte* device = nullptr;  // what is leased
   kernels::Event copied;        // host -> device done
 };
@@ -47,6 +49,26 @@ class Gatherer {
   /// Gives up the gathered form of units whose weights change now. Waits for reads in flight.
   void invalidate(std::unique_lock<std::mutex>& lock, std::span<const int32_t> units);
 
+  // ---- several ranks: for the rounds (engine/rounds.h)
+
+  /// For a unit that lies whole on every rank: waits until it does.
+  void acquire_whole(std::unique_lock<std::mutex>& lock, int32_t unit);
+  /// Units that lie whole are gathered when they are up to date.
+  void want_whole(std::span<const int32_t> units);
+
+  /// There is room for the unit, and this rank's shard is in it.
+  bool wants(int32_t unit) const;
+  /// This rank's shard, up to date, where it is in memory; null: it is not.
+  const std::byte* shard_in_memory(int32_t unit) const;
+  /// The same; the memory stays until unpin().
+  const std::byte* pin_shard(int32_t unit);
+  void unpin();
+  /// Brings the shard into memory, for others who want it.
+  void prepare_to_serve(int32_t unit);
+  /// Memory for all ranks' shards, this rank's in its place.
+  std::byte* begin_collecting(int32_t unit);
+  void collected(int32_t unit);
+
   /// The longest run of the arena that is free now.
   int64_t largest_free_run() const { return host_arena_.largest_free_run(); }
 
@@ -68,7 +90,6 @@ class Gatherer {
   void put(Block& block, int32_t chunk, const std::byte* weights);
   void bring(Block& block, int32_t chunk, Urgency urgency);
   void arrived(Block& block);
-  void collect(std::unique_lock<std::mutex>& lock, Block& block);
   void to_device(Block& block);
   void drop(Block& block);
   std::string leased_units() const;
@@ -80,7 +101,7 @@ class Gatherer {
   /// Where a chunk's weights belong in a block.
   std::byte* place_of(const Block& block, int32_t chunk) const {
     const Chunk& c = context_.layout.chunks[chunk];
-    return block.host + context_.layout.global_begin(c) * context_.layout.units[c.unit].element_bytes;
+    return block.shard + c.begin * context_.layout.units[c.unit].element_bytes;
   }
 
   Context& context_;
@@ -92,6 +113,10 @@ class Gatherer {
   std::vector<std::unique_ptr<Block>> blocks_;
   std::vector<Block*> idle_blocks_;
   std::vector<Fetch> fetches_;  // by chunk
+  HostMemory serve_memory_;
+  Block serve_;                       // a shard on its way to other ranks; unit -1: none
+  std::vector<Fetch> serve_fetches_;  // by chunk
+  std::vector<Block*> pinned_;
 };
 
 }  // namespace overspill::engine

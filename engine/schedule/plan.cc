@@ -35,6 +35,9 @@ class Planner {
     plan_.weights_on_nvme.assign(layout.units.size(), false);
     plan_.states_on_nvme.assign(layout.chunks.size(), false);
     plan_.gradients_on_nvme.assign(layout.chunks.size(), false);
+    // Sums of several micro-batches are complete only in the last one: they are held whole.
+    plan_.gradients_pooled =
+        layout.slices > 1 && layout.policy.sum_early && config.gradient_accumulation == 1;
   }
 
   Plan make() {
@@ -72,7 +75,7 @@ class Planner {
   void spill_gradients_where(Which which) {
     for (size_t c = 0; c < layout_.chunks.size(); ++c) {
       plan_.gradients_on_nvme[c] =
-          layout_.world == 1 && !(forced() && config_.speculate) && gradient_bytes(c) > 0 && which(c);
+          layout_.slices == 1 && !(forced() && config_.speculate) && gradient_bytes(c) > 0 && which(c);
     }
   }
   bool forced() const { return config_.placement != Placement::automatic; }
@@ -184,7 +187,8 @@ class Planner {
     int64_t gradients_moved = 0;  // each way
     for (size_t u = 0; u < layout_.units.size(); ++u) {
       const Unit& unit = layout_.units[u];
-      (p.weights_on_nvme[u] ? p.weights_nvme_bytes : p.weights_host_bytes) += unit.shard_bytes();
+      (p.weights_on_nvme[u] ? p.weights_nvme_bytes : p.weights_host_bytes) +=
+          held_whole(layout_, device_, p.weights_on_nvme[u]) ? unit.bytes() : unit.shard_bytes();
       if (p.weights_on_nvme[u]) {
         p.nvme_read_bytes_per_step += 2 * unit.shard_bytes();  // forward (with the update) and backward
         if (unit.trainable()) p.nvme_written_bytes_per_step += unit.shard_bytes();
@@ -203,7 +207,7 @@ class Planner {
                            gradient_bytes(c) * (config_.gradient_accumulation - 1);
         p.staging_buffer_bytes = std::max(p.staging_buffer_bytes, gradient_bytes(c));
       } else {
-        p.gradients_host_bytes += gradient_bytes(c) * layout_.world;
+        p.gradients_host_bytes += gradient_bytes(c) * (p.gradients_pooled ? 1 : layout_.world);
       }
       component_most =
           std::max(component_most, layout_.chunks[c].elements * std::max<int64_t>(4, unit.element_bytes));
@@ -214,7 +218,13 @@ class Planner {
     p.staging_buffers = std::min(slots, spilled_gradients);
     size_up_second_weights();
     p.access_bytes = component_most;
-    p.exchange_bytes = layout_.world > 1 ? 2 * layout_.world * component_most : 0;
+    p.exchange_bytes = layout_.slices > 1 ? (layout_.slices + 2) * component_most : 0;
+    size_up_gradient_pool(slots > kRingSlotsLeast);
+    p.serve_bytes = 0;
+    for (size_t u = 0; u < layout_.units.size(); ++u) {
+      if (layout_.world > 1 && p.weights_on_nvme[u])
+        p.serve_bytes = std::max(p.serve_bytes, layout_.units[u].shard_bytes());
+    }
     size_up_gather(slots > kRingSlotsLeast);
     p.nvme_reserve_bytes =
         p.kept_nvme_bytes() * (2 + config_.checkpoints_kept + (config_.speculate ? 1 : 0)) +
@@ -224,7 +234,7 @@ class Planner {
 
   void size_up_second_weights() {
     plan_.second_weights = plan_.second_weights_bytes = 0;
-    if (!config_.speculate || layout_.world > 1) return;
+    if (!config_.speculate || layout_.slices > 1) return;
     for (size_t c = 0; c < layout_.chunks.size(); ++c) {
       const Chunk& chunk = layout_.chunks[c];
       if (!may_guess(plan_, static_cast<int32_t>(c)) || plan_.weights_on_nvme[chunk.unit]) continue;
@@ -233,6 +243,23 @@ class Planner {
           std::max(plan_.second_weights_bytes, chunk.elements * layout_.units[chunk.unit].element_bytes);
     }
     plan_.second_weights = std::min(plan_.second_weights, second_weights_most_);
+  }
+
+  /// At least the two largest units' gradients: one that arrives, one that is summed. At best as many again
+  /// as are prefetched.
+  void size_up_gradient_pool(bool roomy) {
+    plan_.gradient_pool_bytes = 0;
+    if (!plan_.gradients_pooled) return;
+    std::vector<int64_t> sizes;
+    for (const Unit& unit : layout_.units) {
+      const int64_t width = gradient_element_bytes(unit.format, config_.gradient_accumulation);
+      if (width > 0) sizes.push_back(unit.elements * width);
+    }
+    std::sort(sizes.rbegin(), sizes.rend());
+    const size_t count =
+        std::min(sizes.size(), static_cast<size_t>(2 + (roomy ? config_.prefetch_units : 0)));
+    plan_.gradient_pool_bytes =
+        std::accumulate(sizes.begin(), sizes.begin() + static_cast<std::ptrdiff_t>(count), int64_t{0});
   }
 
   /// At least the three largest units: a layer's own, its parent's and the root's may be held at once. At
@@ -244,8 +271,10 @@ class Planner {
         sizes.push_back(layout_.units[u].bytes() + kArenaAlign);
     }
     std::sort(sizes.rbegin(), sizes.rend());
+    const bool kept = layout_.world > 1 && !layout_.policy.divide_weights;  // gathered once a step: all fit
     const size_t count =
-        std::min(sizes.size(), static_cast<size_t>(3 + (roomy ? config_.prefetch_units : 0)));
+        kept ? sizes.size()
+             : std::min(sizes.size(), static_cast<size_t>(3 + (roomy ? config_.prefetch_units : 0)));
     const int64_t bytes =
         std::accumulate(sizes.begin(), sizes.begin() + static_cast<std::ptrdiff_t>(count), int64_t{0});
     plan_.gather_host_bytes = bytes;
@@ -316,7 +345,12 @@ std::vector<Plan::Holding> holdings_of(const Layout& layout) {
 }  // namespace
 
 bool needs_gather(const Layout& layout, const DeviceTraits& device, bool weights_on_nvme) {
+  if (held_whole(layout, device, weights_on_nvme)) return false;
   return weights_on_nvme || layout.world > 1 || !device.shares_host_memory;
+}
+
+bool held_whole(const Layout& layout, const DeviceTraits& device, bool weights_on_nvme) {
+  return layout.world > 1 && !layout.policy.divide_weights && device.shares_host_memory && !weights_on_nvme;
 }
 
 optim::Element gradient_element(optim::Format format, int64_t gradient_accumulation) {
@@ -356,7 +390,8 @@ std::string Plan::text() const {
   }
   row("gather arena", gather_host_bytes, 0);
   if (second_weights > 0) row("second weights of guessed updates", second_weights * second_weights_bytes, 0);
-  row("scratch", access_bytes + exchange_bytes, 0);
+  if (gradient_pool_bytes > 0) row("gradients until they are summed", gradient_pool_bytes, 0);
+  row("scratch", access_bytes + exchange_bytes + serve_bytes, 0);
   row("sum", host_bytes(), nvme_bytes());
   out += fmt::format("  {:<34} {:>14}\n", "budget", mib(host_budget_bytes));
   for (const Holding& holding : holdings) {

@@ -52,7 +52,10 @@ struct Plan {
   int64_t second_weights = 0;        // chunks whose guessed weights have room, of
   int64_t second_weights_bytes = 0;  // bytes each
   int64_t access_bytes = 0;          // one component of the largest chunk, for access from outside
-  int64_t exchange_bytes = 0;        // world > 1: gradients of one chunk, sent and received
+  bool gradients_pooled = false;     // several ranks: summed as they come, only this rank's shard is kept
+  int64_t gradient_pool_bytes = 0;   // whole gradients of units until then
+  int64_t exchange_bytes = 0;        // several ranks: gradients of one chunk as they come from all
+  int64_t serve_bytes = 0;           // several ranks: a shard on its way from NVMe to another rank
   int64_t weights_nvme_bytes = 0;
   int64_t states_nvme_bytes = 0;
   int64_t gradients_nvme_bytes = 0;
@@ -63,7 +66,8 @@ struct Plan {
   int64_t host_bytes() const {
     return weights_host_bytes + states_host_bytes + gradients_host_bytes + ring_slots * ring_slot_bytes +
            staging_buffers * staging_buffer_bytes + gather_host_bytes +
-           second_weights * second_weights_bytes + access_bytes + exchange_bytes;
+           second_weights * second_weights_bytes + access_bytes + gradient_pool_bytes + exchange_bytes +
+           serve_bytes;
   }
   /// What a checkpoint has there.
   int64_t kept_nvme_bytes() const { return weights_nvme_bytes + states_nvme_bytes; }
@@ -74,6 +78,9 @@ struct Plan {
 
 /// True where a unit's weights cannot be used where they lie: they are gathered into a buffer first.
 bool needs_gather(const Layout& layout, const DeviceTraits& device, bool weights_on_nvme);
+
+/// True where a unit lies whole on every rank, gathered once a step and used in place (stages 1 and 2).
+bool held_whole(const Layout& layout, const DeviceTraits& device, bool weights_on_nvme);
 
 /// What gradients in flight are kept in, and its bytes: 0 for a frozen unit.
 optim::Element gradient_element(optim::Format format, int64_t gradient_accumulation);

@@ -77,7 +77,7 @@ Prediction predict(const Plan& plan, const MachineFigures& f, double guessed) {
 }
 
 double guessed_share(const Layout& layout, const Plan& plan, bool speculate) {
-  if (!speculate || layout.world > 1) return 0;
+  if (!speculate || layout.slices > 1) return 0;
   int64_t elements = 0;
   int64_t guessed = 0;
   int64_t room = plan.second_weights;

@@ -43,7 +43,7 @@ class Speculation {
 
   /// Whether guesses may come: until they do, nothing is gained by reading ahead.
   bool active() const {
-    return context_.config.speculate && context_.layout.world == 1 && pause_ == 0 && !groups_.empty();
+    return context_.config.speculate && context_.layout.slices == 1 && pause_ == 0 && !groups_.empty();
   }
 
   bool may_guess(int32_t chunk) const { return engine::may_guess(context_.plan, chunk); }

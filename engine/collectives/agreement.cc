@@ -1,0 +1,178 @@
+#include "engine/collectives/agreement.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <cstring>
+
+namespace overspill::engine {
+namespace {
+
+/// A meeting is held once all callers are there; one that can never be is an error.
+std::string find_missed_meeting(const Announcements& said) {
+  int waiting = -1;  // a rank at a meeting
+  int leaving = -1;
+  bool all = true;
+  for (int rank = 0; rank < said.ranks(); ++rank) {
+    const Standing own = said.standing(rank);
+    if (own.leaving != 0) leaving = rank;
+    if (own.leaving == 0 && own.meeting != 0 && waiting < 0) waiting = rank;
+    all = all && (own.leaving != 0 || own.meeting != 0);
+  }
+  if (waiting < 0) return {};
+  const Standing first = said.standing(waiting);
+  const auto at = [&](int rank, const Standing& own) {
+    return fmt::format("rank {} is at {} number {}", rank, name(Meeting{static_cast<uint8_t>(own.meeting)}),
+                       own.number);
+  };
+  if (leaving >= 0) return fmt::format("rank {} has left the world, {}", leaving, at(waiting, first));
+  for (int rank = 0; rank < said.ranks() && all; ++rank) {
+    const Standing own = said.standing(rank);
+    if (own.meeting != first.meeting || own.number != first.number)
+      return fmt::format("{}, {}", at(rank, own), at(waiting, first));
+  }
+  return {};
+}
+
+std::string find_other_model(const Announcements& said) {
+  for (int rank = 1; rank < said.ranks(); ++rank) {
+    if (said.standing(rank).model != said.standing(0).model)
+      return fmt::format("rank {} has another model, stage or chunk size than rank 0", rank);
+  }
+  return {};
+}
+
+bool all_changed_alike(const Announcements& said) {
+  for (int rank = 1; rank < said.ranks(); ++rank) {
+    if (said.standing(rank).changes != said.standing(0).changes) return false;
+  }
+  return true;
+}
+
+void consider(const Announcements& said, int32_t unit, bool alike, Agreement& out) {
+  const auto there = [&](const std::vector<int32_t>& list) {
+    return std::find(list.begin(), list.end(), unit) != list.end();
+  };
+  if (!said.anyone(Say::wants, unit) || there(out.gathers)) return;
+  if (alike && said.everyone(Say::serves, unit)) {
+    out.gathers.push_back(unit);
+  } else if (out.due < 0) {
+    out.due = unit;
+  }
+}
+
+}  // namespace
+
+std::string_view name(Meeting meeting) {
+  switch (meeting) {
+    case Meeting::none:
+      break;
+    case Meeting::step:
+      return "step()";
+    case Meeting::norm:
+      return "grad_norm()";
+    case Meeting::clear:
+      return "clear_gradients()";
+    case Meeting::look:
+      return "a look at weights or states";
+    case Meeting::save:
+      return "save()";
+    case Meeting::saved:
+      return "the end of save()";
+    case Meeting::load:
+      return "load()";
+    case Meeting::loaded:
+      return "the end of load()";
+  }
+  return "no meeting";
+}
+
+Announcements::Announcements(int ranks, int32_t units)
+    : ranks_(ranks),
+      units_(units),
+      bit_words_((static_cast<size_t>(units) + 63) / 64),
+      words_(static_cast<size_t>(ranks) * (kStandingWords + kSays * bit_words_)) {}
+
+std::span<uint64_t> Announcements::of(int rank) {
+  const size_t words = words_.size() / static_cast<size_t>(ranks_);
+  return std::span(words_).subspan(static_cast<size_t>(rank) * words, words);
+}
+
+Standing Announcements::standing(int rank) const {
+  Standing standing;
+  const size_t words = words_.size() / static_cast<size_t>(ranks_);
+  std::memcpy(static_cast<void*>(&standing), words_.data() + static_cast<size_t>(rank) * words,
+              sizeof standing);
+  return standing;
+}
+
+size_t Announcements::place(int rank, Say say, int32_t unit) const {
+  const size_t words = words_.size() / static_cast<size_t>(ranks_);
+  return static_cast<size_t>(rank) * words + kStandingWords + static_cast<size_t>(say) * bit_words_ +
+         static_cast<size_t>(unit) / 64;
+}
+
+bool Announcements::says(int rank, Say say, int32_t unit) const {
+  return (words_[place(rank, say, unit)] >> (unit % 64) & 1) != 0;
+}
+
+bool Announcements::anyone(Say say, int32_t unit) const {
+  for (int rank = 0; rank < ranks_; ++rank) {
+    if (says(rank, say, unit)) return true;
+  }
+  return false;
+}
+
+bool Announcements::everyone(Say say, int32_t unit) const {
+  for (int rank = 0; rank < ranks_; ++rank) {
+    if (!says(rank, say, unit)) return false;
+  }
+  return true;
+}
+
+void Announcements::start(int rank, const Standing& standing) {
+  const std::span<uint64_t> own = of(rank);
+  std::fill(own.begin(), own.end(), 0);
+  std::memcpy(own.data(), &standing, sizeof standing);
+}
+
+void Announcements::say(int rank, Say say, int32_t unit) {
+  words_[place(rank, say, unit)] |= uint64_t{1} << (unit % 64);
+}
+
+void agree(const Announcements& said, Agreement& out) {
+  out.sums.clear();
+  out.gathers.clear();
+  out.due = -1;
+  out.meet = out.out_of_room = false;
+  out.idle = out.all_left = true;
+  out.failure = find_other_model(said);
+  if (out.failure.empty()) out.failure = find_missed_meeting(said);
+  if (!out.failure.empty()) return;
+
+  bool nobody_goes_on = true;
+  bool somebody_stuck = false;
+  out.meet = true;
+  for (int rank = 0; rank < said.ranks(); ++rank) {
+    const Standing own = said.standing(rank);
+    out.all_left = out.all_left && own.leaving != 0;
+    out.meet = out.meet && own.meeting != 0;
+    out.idle = out.idle && own.meeting == 0 && own.stuck == 0;
+    somebody_stuck = somebody_stuck || own.stuck != 0;
+    nobody_goes_on = nobody_goes_on && (own.meeting != 0 || own.stuck != 0 || own.leaving != 0);
+  }
+  for (int32_t unit = 0; unit < said.units(); ++unit) {
+    if (!out.meet && said.anyone(Say::gives, unit) && said.everyone(Say::complete, unit))
+      out.sums.push_back(unit);
+  }
+  const bool alike = all_changed_alike(said);
+  for (int rank = 0; rank < said.ranks(); ++rank) {
+    const int64_t unit = said.standing(rank).demanded;
+    if (unit >= 0 && unit < said.units()) consider(said, static_cast<int32_t>(unit), alike, out);
+  }
+  for (int32_t unit = 0; unit < said.units(); ++unit) consider(said, unit, alike, out);
+  out.idle = out.idle && out.sums.empty() && out.gathers.empty() && out.due < 0;
+  out.out_of_room = somebody_stuck && nobody_goes_on && out.sums.empty();
+}
+
+}  // namespace overspill::engine

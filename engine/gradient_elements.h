@@ -1,0 +1,61 @@
+// Gradients by the type of their elements, which is known at run time only.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+#include <span>
+#include <type_traits>
+
+#include "cpu_optim/gradient.h"
+
+namespace overspill::engine {
+
+template <class T>
+std::span<T> span_of(std::byte* data, int64_t elements) {
+  return {reinterpret_cast<T*>(data), static_cast<size_t>(elements)};
+}
+
+template <class T>
+std::span<const T> span_of(const void* data, int64_t elements) {
+  return {static_cast<const T*>(data), static_cast<size_t>(elements)};
+}
+
+/// Calls use(T()) with the type of an element.
+template <class Use>
+auto with_type(optim::Element element, Use use) {
+  switch (element) {
+    case optim::Element::bf16:
+      return use(uint16_t());
+    case optim::Element::fp16:
+      return use(optim::Fp16());
+    case optim::Element::fp32:
+      break;
+  }
+  return use(float());
+}
+
+/// to = from or to += from, as fp32.
+inline void widen(optim::Element element, const std::byte* from, std::span<float> to, bool first) {
+  const auto elements = static_cast<int64_t>(to.size());
+  with_type(element, [&]<class T>(T) {
+    if (!first) return optim::accumulate(span_of<T>(from, elements), to);
+    if constexpr (std::is_same_v<T, float>) {
+      std::memcpy(to.data(), from, to.size_bytes());
+    } else {
+      optim::widen(span_of<T>(from, elements), to);
+    }
+  });
+}
+
+/// fp32 back to what is kept.
+inline void narrow(optim::Element element, std::span<const float> from, std::byte* to) {
+  with_type(element, [&]<class T>(T) {
+    if constexpr (std::is_same_v<T, float>) {
+      std::memcpy(to, from.data(), from.size_bytes());
+    } else {
+      optim::narrow(from, span_of<T>(to, static_cast<int64_t>(from.size())));
+    }
+  });
+}
+
+}  // namespace overspill::engine

@@ -1,0 +1,190 @@
+#include "engine/gradient_sums.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <cstring>
+#include <stdexcept>
+
+#include "cpu_optim/gradient.h"
+#include "engine/gradient_elements.h"
+
+namespace overspill::engine {
+namespace {
+
+constexpr int64_t kPoolAlign = 4096;
+
+}  // namespace
+
+GradientSums::GradientSums(Context& context)
+    : context_(context),
+      pool_memory_(context.host_budget, context.plan.gradient_pool_bytes, "gradients until they are summed"),
+      pool_(context.plan.gradient_pool_bytes, kPoolAlign),
+      exchange_(context.host_budget, context.plan.exchange_bytes, "gradients exchanged between ranks"),
+      of_(context.layout.units.size()),
+      send_(static_cast<size_t>(context.layout.slices)),
+      receive_(static_cast<size_t>(context.layout.slices)) {
+  for (size_t u = 0; u < of_.size(); ++u) {
+    const size_t segments = context.layout.units[u].segments.size();
+    of_[u].held.resize(segments);
+    of_[u].arrivals.resize(segments);
+    of_[u].expected.assign(segments, static_cast<int32_t>(context.config.gradient_accumulation));
+  }
+}
+
+int64_t GradientSums::width(int32_t unit) const {
+  return gradient_element_bytes(context_.layout.units[unit].format, context_.config.gradient_accumulation);
+}
+
+void GradientSums::open(std::unique_lock<std::mutex>& lock, int32_t unit) {
+  Given& own = of_[unit];
+  if (own.summed && !context_.plan.gradients_pooled) {
+    throw std::invalid_argument(fmt::format(
+        "a gradient of {} came after the ranks' gradients were summed (grad_norm(), clip_grad_norm()): bring "
+        "all of a step's first, or call step() or clear_gradients()",
+        context_.layout.units[unit].name));
+  }
+  // What comes after all that was expected is summed by itself, whenever the first sum runs: which of the two
+  // comes first must not matter.
+  const auto done = [&] {
+    if (own.complete && own.gives) return false;
+    return context_.units[unit].gradients != nullptr || take_memory(unit) || refused_;
+  };
+  if (done()) return check_refused(unit);
+  ++stuck_;
+  context_.changed.notify_all();
+  try {
+    context_.wait(lock, done, Cause::room, unit);
+  } catch (...) {
+    --stuck_;
+    throw;
+  }
+  --stuck_;
+  check_refused(unit);
+}
+
+void GradientSums::check_refused(int32_t unit) {
+  if (!refused_ || (context_.units[unit].gradients != nullptr && !of_[unit].complete)) return;
+  throw BudgetError(fmt::format(
+      "no room for the gradient of {}: {} bytes of gradients wait for ranks that do not use these units in "
+      "this "
+      "step, and no rank can go on. Raise the host budget or prefetch_units, or use stage 1, where gradients "
+      "are held whole",
+      context_.layout.units[unit].name, context_.plan.gradient_pool_bytes - pool_.free_bytes()));
+}
+
+bool GradientSums::take_memory(int32_t unit) {
+  const auto offset =
+      pool_.allocate(context_.layout.units[unit].elements * width(unit), RangeAllocator::End::low);
+  if (!offset) return false;
+  of_[unit].offset = *offset;
+  context_.units[unit].gradients = pool_memory_.data() + *offset;
+  return true;
+}
+
+void GradientSums::free_memory(int32_t unit) {
+  Given& own = of_[unit];
+  if (own.offset < 0) return;
+  if (context_.config.poison) {
+    std::memset(pool_memory_.data() + own.offset, 0xFF,
+                static_cast<size_t>(context_.layout.units[unit].elements * width(unit)));
+  }
+  pool_.release(own.offset);
+  own.offset = -1;
+  context_.units[unit].gradients = nullptr;
+}
+
+void GradientSums::arrived(int32_t unit, int32_t segment) {
+  Given& own = of_[unit];
+  own.held[segment] = 1;
+  own.gives = true;
+  ++own.arrivals[segment];
+  if (!context_.plan.gradients_pooled || own.summed) return;  // a further sum is step()'s
+  own.complete = true;
+  for (size_t s = 0; s < own.arrivals.size(); ++s)
+    own.complete = own.complete && own.arrivals[s] >= own.expected[s];
+  if (own.complete) context_.changed.notify_all();
+}
+
+void GradientSums::summed(int32_t unit) {
+  Given& own = of_[unit];
+  own.gives = own.complete = false;
+  own.summed = true;
+  std::fill(own.held.begin(), own.held.end(), uint8_t{0});
+  free_memory(unit);
+  context_.changed.notify_all();
+}
+
+void GradientSums::restart() {
+  for (size_t u = 0; u < of_.size(); ++u) {
+    Given& own = of_[u];
+    free_memory(static_cast<int32_t>(u));
+    const bool any = std::any_of(own.arrivals.begin(), own.arrivals.end(), [](int32_t n) { return n > 0; });
+    for (size_t s = 0; s < own.arrivals.size(); ++s) {
+      // Some never get one; of others come more than micro-batches. Never fewer than were seen: waiting for
+      // step() is right, a sum too early is one more sum.
+      if (any && !own.ever) own.expected[s] = own.arrivals[s];
+      own.expected[s] = std::max(own.expected[s], own.arrivals[s]);
+    }
+    own.ever = own.ever || any;
+    std::fill(own.arrivals.begin(), own.arrivals.end(), 0);
+    std::fill(own.held.begin(), own.held.end(), uint8_t{0});
+    own.gives = own.complete = own.summed = false;
+  }
+}
+
+void GradientSums::zero_absent(int32_t unit) {
+  const Unit& u = context_.layout.units[unit];
+  for (size_t s = 0; s < u.segments.size(); ++s) {
+    if (of_[unit].held[s] != 0 || u.segments[s].elements == 0) continue;
+    std::memset(context_.units[unit].gradients + u.segments[s].begin * width(unit), 0,
+                static_cast<size_t>(u.segments[s].elements * width(unit)));
+  }
+}
+
+void GradientSums::sum(int32_t unit, std::span<const uint8_t> gives) {
+  const Layout& layout = context_.layout;
+  const Unit& u = layout.units[unit];
+  if (gives[layout.slice] != 0) zero_absent(unit);
+  for (int32_t c = u.first_chunk; c < u.first_chunk + u.chunk_count; ++c) {
+    const Chunk& chunk = layout.chunks[c];
+    if (chunk.slice != layout.slice) continue;
+    sum_chunk(unit, layout.global_begin(chunk) - layout.slice * u.slice_elements, chunk.elements,
+              context_.chunks[c].gradient, gives);
+  }
+  if (layout.policy.divide_states) return;
+  const auto bytes = static_cast<size_t>(u.elements * width(unit));
+  context_.resources.communicator->all_gather(std::span(context_.units[unit].gradients, bytes));
+}
+
+void GradientSums::sum_chunk(int32_t unit, int64_t in_slice, int64_t elements, std::byte* to,
+                             std::span<const uint8_t> gives) {
+  const Layout& layout = context_.layout;
+  const Unit& u = layout.units[unit];
+  const auto bytes = static_cast<size_t>(elements * width(unit));
+  const std::byte* own = context_.units[unit].gradients;
+  const auto slice_of = [&](int rank) { return own + (rank * u.slice_elements + in_slice) * width(unit); };
+  for (int rank = 0; rank < layout.slices; ++rank) {
+    const bool other = rank != layout.slice;
+    send_[rank] =
+        other && gives[layout.slice] != 0 ? std::span(slice_of(rank), bytes) : std::span<const std::byte>();
+    receive_[rank] = other && gives[rank] != 0
+                         ? exchange_.span().subspan(static_cast<size_t>(rank) * bytes, bytes)
+                         : std::span<std::byte>();
+  }
+  context_.resources.communicator->exchange(send_, receive_);
+  const optim::Element kind = gradient_element(*u.format, context_.config.gradient_accumulation);
+  std::byte* sum_at = exchange_.data() + layout.slices * elements * static_cast<int64_t>(sizeof(float));
+  const auto sum = span_of<float>(sum_at, elements);
+  bool first = true;
+  for (int rank = 0; rank < layout.slices; ++rank) {
+    if (gives[rank] == 0) continue;
+    widen(kind, rank == layout.slice ? slice_of(rank) : receive_[rank].data(), sum, first);
+    first = false;
+  }
+  optim::scale(sum, 1.0F / static_cast<float>(layout.slices));
+  if (of_[unit].summed) widen(kind, to, sum, false);
+  narrow(kind, sum, to);
+}
+
+}  // namespace overspill::engine

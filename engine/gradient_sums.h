@@ -1,0 +1,80 @@
+// Gradients of several ranks: what this rank has given of each unit, until it is summed over all ranks
+// (docs/ranks.md). An all-to-all of slices, then an fp32 sum in rank order: one result on every transport and
+// at every stage (DESIGN 8). A rank that has nothing of a unit sends nothing, and counts as zeros.
+//
+// At stages 2 and 3, with one micro-batch a step, a unit's gradients lie whole in a pool only until it is
+// summed, which is when every rank has given all it will give; then only the shard's are kept. Otherwise they
+// lie whole in the unit's memory and are summed by step().
+//
+// All but sum() need the context's mutex.
+#pragma once
+
+#include <cstdint>
+#include <mutex>
+#include <span>
+#include <vector>
+
+#include "engine/memory/range_allocator.h"
+#include "engine/schedule/context.h"
+
+namespace overspill::engine {
+
+class GradientSums {
+ public:
+  explicit GradientSums(Context& context);
+
+  /// Memory for a unit's gradients, in UnitState::gradients, for what was not summed yet. Waits for room, and
+  /// for a sum that is due. Throws BudgetError where neither will ever come, std::invalid_argument for a
+  /// gradient that comes after the sum where there is no place for it.
+  void open(std::unique_lock<std::mutex>& lock, int32_t unit);
+  /// Whether something of a segment lies there.
+  bool holds(int32_t unit, int32_t segment) const { return of_[unit].held[segment] != 0; }
+  void arrived(int32_t unit, int32_t segment);
+
+  bool gives(int32_t unit) const { return of_[unit].gives; }
+  /// Nothing more will be given before step(), as far as this step is like those before.
+  bool complete(int32_t unit) const { return of_[unit].complete; }
+
+  /// The unit's gradients were summed, here and everywhere.
+  void summed(int32_t unit);
+  /// step() has taken the sums: the next gradient is the first of its step.
+  void restart();
+
+  bool stuck() const { return stuck_ > 0; }
+  void refuse() { refused_ = true; }
+
+  /// On the thread of the rounds, all ranks alike, nobody else at the unit: sums it. `gives` says by rank who
+  /// has something.
+  void sum(int32_t unit, std::span<const uint8_t> gives);
+
+ private:
+  struct Given {
+    std::vector<uint8_t> held;      // by segment: something lies in the unit's memory
+    std::vector<int32_t> arrivals;  // in this step
+    std::vector<int32_t> expected;  // in a step, as far as is known
+    int64_t offset = -1;            // in the pool
+    bool gives = false;
+    bool complete = false;
+    bool ever = false;    // it had a gradient in some step
+    bool summed = false;  // in this step: a further sum is added to it
+  };
+  void sum_chunk(int32_t unit, int64_t in_slice, int64_t elements, std::byte* to,
+                 std::span<const uint8_t> gives);
+  void check_refused(int32_t unit);
+  void zero_absent(int32_t unit);
+  bool take_memory(int32_t unit);
+  void free_memory(int32_t unit);
+  int64_t width(int32_t unit) const;
+
+  Context& context_;
+  HostMemory pool_memory_;
+  RangeAllocator pool_;
+  HostMemory exchange_;  // slices of one chunk from all ranks, and their sum
+  std::vector<Given> of_;
+  std::vector<std::span<const std::byte>> send_;
+  std::vector<std::span<std::byte>> receive_;
+  int stuck_ = 0;
+  bool refused_ = false;
+};
+
+}  // namespace overspill::engine

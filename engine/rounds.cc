@@ -1,0 +1,270 @@
+#include "engine/rounds.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cstddef>
+#include <stdexcept>
+#include <string>
+
+namespace overspill::engine {
+namespace {
+
+constexpr std::chrono::microseconds kRestLeast{20};
+constexpr std::chrono::microseconds kRestMost{1000};
+
+/// Of everything that has to be the same on all ranks (FNV-1a).
+uint64_t fingerprint(const Layout& layout, const Config& config) {
+  uint64_t hash = 0xcbf29ce484222325ULL;
+  const auto mix = [&](uint64_t word) { hash = (hash ^ word) * 0x100000001b3ULL; };
+  mix(static_cast<uint64_t>(config.stage));
+  mix(static_cast<uint64_t>(config.gradient_accumulation));
+  mix(config.rounding_seed);
+  mix(static_cast<uint64_t>(layout.slices));
+  for (const Unit& unit : layout.units) {
+    for (const char c : unit.name) mix(static_cast<unsigned char>(c));
+    for (const Segment& segment : unit.segments) mix(static_cast<uint64_t>(segment.elements));
+    mix(static_cast<uint64_t>(unit.elements));
+    mix(unit.trainable() ? static_cast<uint64_t>(*unit.format) + 1 : 0);
+  }
+  for (const Chunk& chunk : layout.chunks) mix(static_cast<uint64_t>(chunk.elements));
+  return hash;
+}
+
+}  // namespace
+
+Rounds::Rounds(Context& context, Gatherer& gatherer, Updater& updater, Gradients& gradients)
+    : context_(context),
+      gatherer_(gatherer),
+      updater_(updater),
+      gradients_(gradients),
+      said_(context.layout.slices, static_cast<int32_t>(context.layout.units.size())),
+      model_(fingerprint(context.layout, context.config)),
+      seen_progress_(static_cast<size_t>(context.layout.slices)),
+      seen_ns_(static_cast<size_t>(context.layout.slices), now_ns()),
+      gives_(static_cast<size_t>(context.layout.slices)),
+      send_(static_cast<size_t>(context.layout.slices)),
+      receive_(static_cast<size_t>(context.layout.slices)) {
+  if (!alone()) thread_ = std::thread([this] { run(); });
+}
+
+Rounds::~Rounds() {
+  leave();
+}
+
+// ---- the caller's side
+
+void Rounds::attend(Meeting meeting, uint64_t number, std::function<void()> body) {
+  std::unique_lock lock(context_.mutex);
+  context_.check();
+  Call call{meeting, number, std::move(body)};
+  call_ = &call;
+  ++context_.progress;
+  context_.changed.notify_all();
+  try {
+    context_.wait(
+        lock, [&] { return call.done; }, Cause::rest);
+  } catch (...) {
+    // The thread may be in the body, which is the caller's.
+    context_.changed.wait(lock, [&] { return !in_round_ || over_; });
+    call_ = nullptr;
+    throw;
+  }
+  call_ = nullptr;
+}
+
+Rounds::Change::Change(Rounds& rounds, std::unique_lock<std::mutex>& lock) : rounds_(rounds) {
+  ++rounds.change_waits_;
+  rounds.context_.changed.wait(lock, [&] { return !rounds.in_round_; });
+  --rounds.change_waits_;
+  ++rounds.changing_;
+  ++rounds.changes_;
+  rounds.context_.changed.notify_all();
+}
+
+void Rounds::leave() noexcept {
+  if (!thread_.joinable()) return;
+  {
+    const std::lock_guard guard(context_.mutex);
+    leaving_ = true;
+    context_.changed.notify_all();
+  }
+  thread_.join();
+}
+
+void Rounds::abort(const char* why) noexcept {
+  if (alone()) return;
+  const std::lock_guard guard(context_.mutex);
+  if (context_.failure.empty()) context_.fail(why);
+}
+
+// ---- the thread
+
+void Rounds::run() noexcept {
+  std::string why;
+  try {
+    while (!agreement_.all_left) {
+      round();
+      rest();
+    }
+  } catch (const std::exception& error) {
+    why = error.what();
+  }
+  if (!why.empty()) {
+    context_.resources.communicator->abort(why.c_str());
+    const std::lock_guard guard(context_.mutex);
+    context_.fail(why);
+  }
+  const std::lock_guard guard(context_.mutex);
+  in_round_ = false;
+  over_ = true;
+  context_.changed.notify_all();
+}
+
+void Rounds::round() {
+  std::unique_lock lock(context_.mutex);
+  context_.changed.wait(lock, [&] { return change_waits_ == 0; });
+  if (!context_.failure.empty()) throw std::runtime_error(context_.failure);
+  in_round_ = true;
+  announce();
+  lock.unlock();
+  context_.resources.communicator->all_gather(said_.bytes());
+  agree(said_, agreement_);
+  if (!agreement_.failure.empty()) throw CommunicatorError(agreement_.failure);
+  if (agreement_.meet) {
+    call_->body();
+  } else {
+    sum(agreement_.sums);
+  }
+  for (const int32_t unit : agreement_.gathers) gather(unit);
+  lock.lock();
+  if (agreement_.meet) call_->done = true;
+  if (agreement_.out_of_room && gradients_.sums().stuck()) gradients_.sums().refuse();
+  if (agreement_.due >= 0) {
+    gatherer_.prepare_to_serve(agreement_.due);
+    updater_.pump();
+  }
+  gatherer_.unpin();
+  look_for_hanging_ranks();
+  in_round_ = false;
+  context_.changed.notify_all();
+}
+
+/// Until there is something new to say, or the others may have.
+void Rounds::rest() {
+  if (agreement_.all_left) return;
+  if (agreement_.meet || !agreement_.sums.empty() || !agreement_.gathers.empty()) {
+    idle_rounds_ = 0;
+    return;
+  }
+  // While nobody wants anything, longer and longer.
+  idle_rounds_ = agreement_.idle ? std::min(idle_rounds_ + 1, 16) : std::min(idle_rounds_ + 1, 4);
+  const auto time = std::min(kRestMost, kRestLeast * (1 << std::min(idle_rounds_, 8)));
+  std::unique_lock lock(context_.mutex);
+  context_.changed.wait_for(lock, time, [&] { return !context_.failure.empty() || differs(); });
+}
+
+Standing Rounds::stand() const {
+  Standing own;
+  own.model = model_;
+  own.changes = changes_;
+  if (call_ != nullptr && !call_->done) {
+    own.meeting = static_cast<uint64_t>(call_->meeting);
+    own.number = call_->number;
+  }
+  own.leaving = leaving_ ? 1 : 0;
+  own.stuck = gradients_.sums().stuck() ? 1 : 0;
+  own.demanded = context_.awaited_unit;
+  own.progress = context_.progress;
+  return own;
+}
+
+void Rounds::announce() {
+  const int rank = context_.layout.slice;
+  const Standing own = stand();
+  const bool gave_all = own.meeting == static_cast<uint64_t>(Meeting::step) ||
+                        own.meeting == static_cast<uint64_t>(Meeting::norm);
+  said_.start(rank, own);
+  for (int32_t unit = 0; unit < said_.units(); ++unit) {
+    if (context_.layout.world > 1) {
+      if (changing_ == 0 && gatherer_.wants(unit)) said_.say(rank, Say::wants, unit);
+      if (changing_ == 0 && gatherer_.pin_shard(unit) != nullptr) said_.say(rank, Say::serves, unit);
+    }
+    if (gave_all || gradients_.sums().complete(unit)) said_.say(rank, Say::complete, unit);
+    if (gradients_.sums().gives(unit)) said_.say(rank, Say::gives, unit);
+  }
+  const std::span<const uint64_t> words = said_.of(rank);
+  last_said_.assign(words.begin(), words.end());
+  last_said_[offsetof(Standing, progress) / sizeof(uint64_t)] = 0;  // tells nobody to do anything
+}
+
+/// Whether it would say something else now.
+bool Rounds::differs() {
+  before_.swap(last_said_);
+  announce();
+  gatherer_.unpin();
+  return before_ != last_said_;
+}
+
+void Rounds::sum_gradients() {
+  for (int32_t unit = 0; unit < said_.units(); ++unit) {
+    if (said_.anyone(Say::gives, unit)) sum(std::span(&unit, 1));
+  }
+}
+
+void Rounds::sum(std::span<const int32_t> units) {
+  for (const int32_t unit : units) {
+    for (int rank = 0; rank < said_.ranks(); ++rank)
+      gives_[rank] = said_.says(rank, Say::gives, unit) ? 1 : 0;
+    gradients_.sums().sum(unit, gives_);
+    const std::lock_guard guard(context_.mutex);
+    gradients_.sums().summed(unit);
+  }
+}
+
+void Rounds::gather(int32_t unit) {
+  const int own = context_.layout.rank;
+  const auto bytes = static_cast<size_t>(context_.layout.units[unit].shard_bytes());
+  const bool wants = said_.says(own, Say::wants, unit);
+  const std::byte* shard = nullptr;
+  std::byte* room = nullptr;
+  {
+    const std::lock_guard guard(context_.mutex);
+    shard = gatherer_.shard_in_memory(unit);
+    if (wants) room = gatherer_.begin_collecting(unit);
+  }
+  for (int rank = 0; rank < said_.ranks(); ++rank) {
+    const bool to = rank != own && said_.says(rank, Say::wants, unit);
+    send_[rank] = to ? std::span(shard, bytes) : std::span<const std::byte>();
+    receive_[rank] = wants && rank != own ? std::span(room + rank * bytes, bytes) : std::span<std::byte>();
+  }
+  context_.resources.communicator->exchange(send_, receive_);
+  if (!wants) return;
+  const std::lock_guard guard(context_.mutex);
+  gatherer_.collected(unit);
+}
+
+/// A rank whose caller waits is not hanging: it waits for another. Of the others one that has made no call
+/// for so long is.
+void Rounds::look_for_hanging_ranks() {
+  const int64_t now = now_ns();
+  int waits = -1;
+  for (int rank = 0; rank < said_.ranks(); ++rank) {
+    const Standing own = said_.standing(rank);
+    const bool waiting = own.meeting != 0 || own.stuck != 0 || own.leaving != 0;
+    if (waiting && waits < 0) waits = rank;
+    if (waiting || own.progress != seen_progress_[rank]) {
+      seen_progress_[rank] = own.progress;
+      seen_ns_[rank] = now;
+    }
+  }
+  if (waits < 0) std::fill(seen_ns_.begin(), seen_ns_.end(), now);
+  for (int rank = 0; rank < said_.ranks() && waits >= 0; ++rank) {
+    if (now - seen_ns_[rank] < context_.config.rank_timeout_ms * 1'000'000) continue;
+    throw CommunicatorError(fmt::format("rank {} has made no call for {} ms, and rank {} waits for it", rank,
+                                        context_.config.rank_timeout_ms, waits));
+  }
+}
+
+}  // namespace overspill::engine

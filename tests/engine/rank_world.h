@@ -1,0 +1,42 @@
+// Engines of several ranks in one process, a thread each.
+#pragma once
+
+#include <chrono>
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "engine/collectives/counting.h"
+#include "engine/engine.h"
+#include "tests/engine/toy_model.h"
+
+namespace overspill::testing {
+
+struct RankOptions {
+  int stage = 3;
+  engine::Placement placement = engine::Placement::host;
+  std::string device = "host";
+  int micro_batches = 1;
+  int64_t prefetch_units = 4;
+  int64_t host_budget_bytes = 64 << 20;
+  double max_grad_norm = 1.0;
+  int64_t rank_timeout_ms = 60'000;
+  std::string job = "ranks";
+  ToyKind kind = {};
+};
+
+/// One rank's engine of the toy model; its traffic goes to `traffic` where that is not null.
+std::unique_ptr<engine::Engine> toy_rank(const RankOptions& options,
+                                         std::unique_ptr<engine::Communicator> ranks,
+                                         std::shared_ptr<engine::Traffic> traffic = nullptr);
+
+/// Runs body(rank, communicator) on a thread a rank. Returns what each threw, "" for nothing.
+std::vector<std::string> on_ranks(int world,
+                                  const std::function<void(int, std::unique_ptr<engine::Communicator>)>& body,
+                                  std::chrono::milliseconds timeout = std::chrono::seconds(60));
+
+/// Of losses, norms and everything that toy_contents gives: the same bits, the same number.
+uint64_t digest(const std::vector<float>& contents, const std::vector<engine::StepResult>& results);
+
+}  // namespace overspill::testing
