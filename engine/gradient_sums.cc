@@ -119,14 +119,9 @@ void GradientSums::restart() {
   for (size_t u = 0; u < of_.size(); ++u) {
     Given& own = of_[u];
     free_memory(static_cast<int32_t>(u));
-    const bool any = std::any_of(own.arrivals.begin(), own.arrivals.end(), [](int32_t n) { return n > 0; });
-    for (size_t s = 0; s < own.arrivals.size(); ++s) {
-      // Some never get one; of others come more than micro-batches. Never fewer than were seen: waiting for
-      // step() is right, a sum too early is one more sum.
-      if (any && !own.ever) own.expected[s] = own.arrivals[s];
+    // Never fewer than were seen: waiting for step() is right, a sum too early is one more sum.
+    for (size_t s = 0; s < own.arrivals.size(); ++s)
       own.expected[s] = std::max(own.expected[s], own.arrivals[s]);
-    }
-    own.ever = own.ever || any;
     std::fill(own.arrivals.begin(), own.arrivals.end(), 0);
     std::fill(own.held.begin(), own.held.end(), uint8_t{0});
     own.gives = own.complete = own.summed = false;

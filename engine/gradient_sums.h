@@ -55,7 +55,6 @@ class GradientSums {
     int64_t offset = -1;            // in the pool
     bool gives = false;
     bool complete = false;
-    bool ever = false;    // it had a gradient in some step
     bool summed = false;  // in this step: a further sum is added to it
   };
   void sum_chunk(int32_t unit, int64_t in_slice, int64_t elements, std::byte* to,

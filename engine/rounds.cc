@@ -125,7 +125,7 @@ void Rounds::run() noexcept {
 void Rounds::round() {
   std::unique_lock lock(context_.mutex);
   context_.changed.wait(lock, [&] { return change_waits_ == 0; });
-  if (!context_.failure.empty()) throw std::runtime_error(context_.failure);
+  if (!context_.failure.empty()) throw std::runtime_error(context_.cause);
   in_round_ = true;
   announce();
   lock.unlock();

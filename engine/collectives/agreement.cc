@@ -42,6 +42,16 @@ std::string find_other_model(const Announcements& said) {
   return {};
 }
 
+int32_t first_given_by_all(const Announcements& said) {
+  for (int32_t unit = 0; unit < said.units(); ++unit) {
+    bool all = said.anyone(Say::gives, unit);
+    for (int rank = 0; rank < said.ranks(); ++rank)
+      all = all && (said.says(rank, Say::gives, unit) || said.says(rank, Say::complete, unit));
+    if (all) return unit;
+  }
+  return -1;
+}
+
 bool all_changed_alike(const Announcements& said) {
   for (int rank = 1; rank < said.ranks(); ++rank) {
     if (said.standing(rank).changes != said.standing(0).changes) return false;
@@ -172,7 +182,16 @@ void agree(const Announcements& said, Agreement& out) {
   }
   for (int32_t unit = 0; unit < said.units(); ++unit) consider(said, unit, alike, out);
   out.idle = out.idle && out.sums.empty() && out.gathers.empty() && out.due < 0;
-  out.out_of_room = somebody_stuck && nobody_goes_on && out.sums.empty();
+  if (somebody_stuck && nobody_goes_on && out.sums.empty()) {
+    // Everybody has come past the units that all have given: parameters of them that nobody uses are not to
+    // fill the pools for ever.
+    const int32_t unit = first_given_by_all(said);
+    if (unit >= 0) {
+      out.sums.push_back(unit);
+    } else {
+      out.out_of_room = true;
+    }
+  }
 }
 
 }  // namespace overspill::engine

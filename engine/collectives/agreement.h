@@ -71,7 +71,7 @@ struct Agreement {
   std::vector<int32_t> gathers;  // units whose shards are sent to those who want them: those waited for first
   int32_t due = -1;              // the first wanted unit that somebody cannot serve yet
   bool meet = false;             // all callers are at one meeting
-  bool out_of_room = false;      // who is stuck will never get room
+  bool out_of_room = false;      // nothing can be summed, and who is stuck will never get room
   bool idle = false;             // nobody wants anything
   bool all_left = false;
 };

@@ -131,6 +131,7 @@ void Context::release_gradient(ChunkState& state) {
 
 void Context::fail(const std::string& cause) {
   if (failure.empty()) {
+    this->cause = cause;
     failure = cause + (last_checkpoint.empty()
                            ? ". No checkpoint was saved in this run"
                            : fmt::format(". The last complete checkpoint is {}", last_checkpoint));

@@ -195,6 +195,7 @@ struct Context {
   Trace trace;
   ScheduleStats stats;
   std::string failure;
+  std::string cause;  // of it, alone
   std::string last_checkpoint;
   int32_t demanded_unit = -1;  // somebody waits for its updates
   int32_t awaited_unit = -1;   // a caller waits for its gathered weights

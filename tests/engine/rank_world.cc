@@ -9,6 +9,7 @@
 
 #include "engine/collectives/in_process.h"
 #include "engine/resources.h"
+#include "io/memory_store.h"
 
 namespace overspill::testing {
 
@@ -32,6 +33,12 @@ std::unique_ptr<engine::Engine> toy_rank(const RankOptions& options,
   const engine::ResourceOptions kinds{options.device, "memory", static_cast<uint64_t>(ranks->rank() + 3)};
   if (traffic != nullptr) ranks = count_traffic(std::move(ranks), std::move(traffic));
   engine::Resources resources = make_resources(units, config, kinds, std::move(ranks));
+  if (options.write_error > 0) {
+    io::Faults faults;
+    faults.seed = kinds.seed;
+    faults.write_error = options.write_error;
+    resources.store = io::make_memory_store(64 << 20, faults, 65536);
+  }
   return std::make_unique<engine::Engine>(units, config, std::move(resources));
 }
 

@@ -195,7 +195,12 @@ double toy_forward(const engine::Engine& engine, const engine::Lease& lease, int
 
 void toy_add_gradient(engine::Engine& engine, const std::vector<float>& seen, int unit, int segment, int step,
                       int micro, int rank) {
-  if (toy_skips(unit, segment, step, rank)) return;
+  if (!toy_skips(unit, segment, step, rank))
+    toy_add_gradient_always(engine, seen, unit, segment, step, micro, rank);
+}
+
+void toy_add_gradient_always(engine::Engine& engine, const std::vector<float>& seen, int unit, int segment,
+                             int step, int micro, int rank) {
   const engine::Unit& u = engine.layout().units[unit];
   engine.add_gradient(unit, segment, gradient_bytes(u.dtype, seen, unit, segment, step, micro, rank),
                       u.dtype);

@@ -52,6 +52,10 @@ double toy_forward(const engine::Engine& engine, const engine::Lease& lease, int
 void toy_add_gradient(engine::Engine& engine, const std::vector<float>& seen, int unit, int segment, int step,
                       int micro, int rank);
 
+/// The same, whatever toy_skips says.
+void toy_add_gradient_always(engine::Engine& engine, const std::vector<float>& seen, int unit, int segment,
+                             int step, int micro, int rank);
+
 /// Backward of one unit: adds the gradients of the segments that have one in this step.
 void toy_backward(engine::Engine& engine, const engine::Lease& lease, int unit, int step, int micro,
                   int rank);

@@ -1,0 +1,139 @@
+// A rank that dies, hangs or fails an update ends the others, with an error that names it, within the
+// timeout; 50 random instants. And calls that do not fit together.
+#include <fmt/format.h>
+#include <gtest/gtest.h>
+
+#include <chrono>
+#include <random>
+#include <thread>
+
+#include "tests/engine/rank_world.h"
+
+namespace overspill::testing {
+namespace {
+
+using engine::Engine;
+using engine::Placement;
+
+constexpr int kWorld = 3;
+
+enum class Way { throws, hangs, update };
+
+/// Counts the engine's calls down to the one at which a rank fails.
+class Fuse {
+ public:
+  Fuse(int calls, Way way) : left_(calls), way_(way) {}
+  void burn() {
+    if (--left_ > 0 || way_ == Way::update) return;
+    if (way_ == Way::throws) throw std::runtime_error("this rank dies here");
+    std::this_thread::sleep_for(std::chrono::milliseconds(1500));
+    throw std::runtime_error("this rank has hung");
+  }
+
+ private:
+  int left_;
+  Way way_;
+};
+
+void train(Engine& engine, int rank, Fuse* fuse) {
+  const auto burn = [&] {
+    if (fuse != nullptr) fuse->burn();
+  };
+  toy_load(engine);
+  const auto units = static_cast<int>(engine.layout().units.size());
+  for (int step = 0; step < 400; ++step) {
+    engine.begin_pass({true, true});
+    for (int u = 0; u < units; ++u) {
+      burn();
+      toy_forward(engine, engine.acquire(u), u);
+    }
+    for (int u = units - 1; u >= 0; --u) {
+      const engine::Lease lease = engine.acquire(u);
+      burn();
+      toy_backward(engine, lease, u, step, 0, rank);
+    }
+    burn();
+    engine.step(toy_groups(step));
+  }
+}
+
+class Failing : public ::testing::TestWithParam<int> {};
+
+TEST_P(Failing, EndsTheOthersWithAnErrorThatNamesTheRank) {
+  std::mt19937 random(static_cast<unsigned>(GetParam()));
+  const auto way = static_cast<Way>(GetParam() % 3);
+  const int failing = static_cast<int>(random() % kWorld);
+  const int stage = static_cast<int>(random() % 4);
+  const int calls = 1 + static_cast<int>(random() % 60);
+  SCOPED_TRACE(fmt::format("rank {} stage {} after {} calls, way {}", failing, stage, calls, GetParam() % 3));
+  const auto start = std::chrono::steady_clock::now();
+  const auto errors = on_ranks(kWorld, [&](int rank, std::unique_ptr<engine::Communicator> ranks) {
+    RankOptions options{.stage = stage, .placement = Placement::half, .rank_timeout_ms = 300};
+    if (way == Way::update && rank == failing) options.write_error = 0.02;
+    const auto engine = toy_rank(options, std::move(ranks));
+    Fuse fuse(calls, way);
+    train(*engine, rank, rank == failing ? &fuse : nullptr);
+  });
+  EXPECT_LT(std::chrono::steady_clock::now() - start, std::chrono::seconds(30))
+      << "the communicator's timeout is 60 s";
+  for (int rank = 0; rank < kWorld; ++rank) {
+    if (rank == failing) {
+      EXPECT_NE(errors[rank], "");
+    } else {
+      EXPECT_NE(errors[rank].find(fmt::format("rank {}", failing)), std::string::npos) << errors[rank];
+    }
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Instants, Failing, ::testing::Range(0, 50));
+
+std::vector<std::string> two_ranks(const std::function<void(Engine&, int)>& body, int other_stage = 3) {
+  return on_ranks(2, [&](int rank, std::unique_ptr<engine::Communicator> ranks) {
+    const auto engine = toy_rank({.stage = rank == 0 ? 3 : other_stage}, std::move(ranks));
+    toy_load(*engine);
+    body(*engine, rank);
+  });
+}
+
+void expect_both_say(const std::vector<std::string>& errors, std::initializer_list<const char*> parts) {
+  for (const std::string& error : errors) {
+    for (const char* part : parts) EXPECT_NE(error.find(part), std::string::npos) << part << " in: " << error;
+  }
+}
+
+TEST(Meetings, OfTwoKindsEndTheWorld) {
+  expect_both_say(two_ranks([](Engine& engine, int rank) {
+                    if (rank == 0) {
+                      engine.step(toy_groups(0));
+                    } else {
+                      engine.grad_norm();
+                    }
+                  }),
+                  {"rank 1 is at grad_norm()", "rank 0 is at step()"});
+}
+
+TEST(Meetings, ThatARankHasLeftBehindEndTheWorld) {
+  const auto errors = two_ranks([](Engine& engine, int rank) {
+    if (rank == 0) engine.step(toy_groups(0));
+  });
+  EXPECT_NE(errors[0].find("rank 1 has left the world, rank 0 is at step()"), std::string::npos) << errors[0];
+}
+
+TEST(Meetings, OfOtherStagesAreRefused) {
+  const auto errors = two_ranks([](Engine& engine, int) { engine.step(toy_groups(0)); }, 2);
+  expect_both_say(errors, {"rank 1 has another model, stage or chunk size than rank 0"});
+}
+
+TEST(Leaving, ServesWhoGoesOn) {
+  const auto errors = two_ranks([](Engine& engine, int rank) {
+    if (rank == 0) return;  // its engine closes at once
+    std::this_thread::sleep_for(std::chrono::milliseconds(30));
+    engine.begin_pass({false, false});
+    for (int u = 0; u < static_cast<int>(engine.layout().units.size()); ++u)
+      toy_forward(engine, engine.acquire(u), u);
+  });
+  for (const std::string& error : errors) EXPECT_EQ(error, "");
+}
+
+}  // namespace
+}  // namespace overspill::testing
