@@ -158,17 +158,17 @@ void Access::clear(int32_t unit, Component component, int64_t begin, int64_t ele
 }
 
 void Access::write_piece(int32_t unit, Component component, int64_t begin, int64_t elements,
-                         std::span<const std::byte> piece, int64_t piece_elements) {
+                         std::span<const std::byte> piece, int64_t piece_elements, int64_t skip) {
   const Unit& u = context_.layout.units[unit];
   const int64_t width = u.component_element_bytes(component);
   const bool scaled = u.scaled(component);
   write_parts(unit, component, begin, elements, [&](std::byte* to, const Part& part) {
-    std::memcpy(to + part.in_chunk * width, piece.data() + part.in_span * width,
+    std::memcpy(to + part.in_chunk * width, piece.data() + (skip + part.in_span) * width,
                 static_cast<size_t>(part.elements * width));
     if (!scaled) return;
     const int64_t room = context_.layout.chunks[part.chunk].elements;
     std::memcpy(to + room + part.in_chunk / optim::kScaleBlock,
-                piece.data() + piece_elements + part.in_span / optim::kScaleBlock,
+                piece.data() + piece_elements + (skip + part.in_span) / optim::kScaleBlock,
                 static_cast<size_t>((part.elements + optim::kScaleBlock - 1) / optim::kScaleBlock));
   });
 }

@@ -26,10 +26,11 @@ class Access {
   /// Sets `elements` of a component without scales to zero.
   void clear(int32_t unit, Component component, int64_t begin, int64_t elements);
 
-  /// Replaces the first `elements` of a piece of any component: `piece` is its bytes as a chunk of
-  /// `piece_elements` has them, with the scales behind. With scales `begin` is a multiple of their block.
+  /// Brings `elements` of a piece of any component in, from its element `skip` on: `piece` is its bytes as a
+  /// chunk of `piece_elements` has them, with the scales behind. With scales `begin` and `skip` are multiples
+  /// of their block.
   void write_piece(int32_t unit, Component component, int64_t begin, int64_t elements,
-                   std::span<const std::byte> piece, int64_t piece_elements);
+                   std::span<const std::byte> piece, int64_t piece_elements, int64_t skip);
 
   /// The fp32 master: between what the unit keeps of it and values (Format::eight_bit: to 24 bits). The unit
   /// is trainable.

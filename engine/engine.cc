@@ -409,26 +409,23 @@ void Engine::synchronize() {
 // ---- checkpoints
 
 void Engine::save(const std::filesystem::path& folder, std::string_view extra_json) {
-  Machine& m = machine();
-  require_world_one(m.context.layout, "save");
   synchronize();
-  m.keeper.save(folder, m.steps, m.skipped_steps, extra_json);
+  machine().save(folder, extra_json);
 }
 
 std::string Engine::load(const std::filesystem::path& folder) {
   Machine& m = machine();
-  require_world_one(m.context.layout, "load");
-  const Manifest manifest = m.keeper.verify(folder);
-  {
-    std::unique_lock lock(m.context.mutex);
-    m.updater.quiesce(lock);
-    std::vector<int32_t> all(m.context.units.size());
-    for (size_t u = 0; u < all.size(); ++u) {
-      all[u] = static_cast<int32_t>(u);
-      ++m.context.units[u].generation;
-    }
-    m.gatherer.invalidate(lock, all);
+  const Manifest manifest = m.verify(folder);
+  std::unique_lock lock(m.context.mutex);
+  const Rounds::Change changing(m.rounds, lock);
+  m.updater.quiesce(lock);
+  std::vector<int32_t> all(m.context.units.size());
+  for (size_t u = 0; u < all.size(); ++u) {
+    all[u] = static_cast<int32_t>(u);
+    ++m.context.units[u].generation;
   }
+  m.gatherer.invalidate(lock, all);
+  lock.unlock();
   m.gradients.clear();
   change(m, "loading " + folder.string() + " was cut off",
          [&] { m.keeper.load(folder, manifest, m.access); });

@@ -6,9 +6,9 @@
 //   engine.step(groups);
 //
 // Threads: methods may be called from any thread, one collective call at a time. Collective means: all ranks
-// make it, and it waits for them (docs/ranks.md). Errors: std::invalid_argument for misuse, BudgetError, io::StoreError,
-// CheckpointError, EngineFailed after a failed update or a replacement of weights that failed halfway;
-// nothing has changed when one of the first four is thrown.
+// make it, and it waits for them (docs/ranks.md). Errors: std::invalid_argument for misuse, BudgetError,
+// io::StoreError, CheckpointError, EngineFailed after a failed update or a replacement of weights that failed
+// halfway; nothing has changed when one of the first four is thrown.
 #pragma once
 
 #include <cstdint>
@@ -131,7 +131,8 @@ class Engine {
   /// All updates done and written.
   void synchronize();
 
-  // ---- checkpoints: a folder is complete or absent. World 1.
+  // ---- checkpoints: a folder is complete or absent. Collective; the folder is one that all ranks see. It
+  // opens at any number of ranks, stage and placement. Where one rank fails or refuses, all do.
   void save(const std::filesystem::path& folder, std::string_view extra_json);
   std::string load(const std::filesystem::path& folder);
 

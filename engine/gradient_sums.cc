@@ -44,32 +44,42 @@ void GradientSums::open(std::unique_lock<std::mutex>& lock, int32_t unit) {
         "all of a step's first, or call step() or clear_gradients()",
         context_.layout.units[unit].name));
   }
-  // What comes after all that was expected is summed by itself, whenever the first sum runs: which of the two
-  // comes first must not matter.
   const auto done = [&] {
-    if (own.complete && own.gives) return false;
-    return context_.units[unit].gradients != nullptr || take_memory(unit) || refused_;
+    if (!must_wait(unit)) return context_.units[unit].gradients != nullptr || take_memory(unit);
+    return refused_;
   };
-  if (done()) return check_refused(unit);
-  ++stuck_;
-  context_.changed.notify_all();
-  try {
-    context_.wait(lock, done, Cause::room, unit);
-  } catch (...) {
-    --stuck_;
-    throw;
+  if (!done()) {
+    waits_for_ = unit;
+    context_.changed.notify_all();
+    try {
+      context_.wait(lock, done, Cause::room, unit);
+    } catch (...) {
+      waits_for_ = -1;
+      throw;
+    }
+    waits_for_ = -1;
   }
-  --stuck_;
   check_refused(unit);
 }
 
+bool GradientSums::stuck() const {
+  return waits_for_ >= 0 && must_wait(waits_for_);
+}
+
+bool GradientSums::must_wait(int32_t unit) const {
+  // What comes after all that was expected is summed by itself, whenever the first sum runs: which of the two
+  // comes first must not matter.
+  if (of_[unit].complete && of_[unit].gives) return true;
+  return context_.units[unit].gradients == nullptr &&
+         pool_.largest_free_run() < context_.layout.units[unit].elements * width(unit);
+}
+
 void GradientSums::check_refused(int32_t unit) {
-  if (!refused_ || (context_.units[unit].gradients != nullptr && !of_[unit].complete)) return;
+  if (!refused_ || (context_.units[unit].gradients != nullptr && !must_wait(unit))) return;
   throw BudgetError(fmt::format(
-      "no room for the gradient of {}: {} bytes of gradients wait for ranks that do not use these units in "
-      "this "
-      "step, and no rank can go on. Raise the host budget or prefetch_units, or use stage 1, where gradients "
-      "are held whole",
+      "no room for the gradient of {}: {} bytes of gradients wait for ranks that do not use these units now, "
+      "and no rank can go on. Raise the host budget or prefetch_units, or use stage 1, where gradients are "
+      "held whole",
       context_.layout.units[unit].name, context_.plan.gradient_pool_bytes - pool_.free_bytes()));
 }
 
@@ -148,8 +158,13 @@ void GradientSums::sum(int32_t unit, std::span<const uint8_t> gives) {
               context_.chunks[c].gradient, gives);
   }
   if (layout.policy.divide_states) return;
-  const auto bytes = static_cast<size_t>(u.elements * width(unit));
-  context_.resources.communicator->all_gather(std::span(context_.units[unit].gradients, bytes));
+  // Every rank updates everything: the sums go to all.
+  const auto bytes = static_cast<size_t>(u.slice_elements * width(unit));
+  for (int rank = 0; rank < layout.slices; ++rank) {
+    send_[rank] = std::span(context_.units[unit].gradients + layout.slice * bytes, bytes);
+    receive_[rank] = std::span(context_.units[unit].gradients + rank * bytes, bytes);
+  }
+  context_.resources.communicator->exchange(send_, receive_);
 }
 
 void GradientSums::sum_chunk(int32_t unit, int64_t in_slice, int64_t elements, std::byte* to,

@@ -40,7 +40,8 @@ class GradientSums {
   /// step() has taken the sums: the next gradient is the first of its step.
   void restart();
 
-  bool stuck() const { return stuck_ > 0; }
+  /// A caller waits in open(), and as things are it will not wake up.
+  bool stuck() const;
   void refuse() { refused_ = true; }
 
   /// On the thread of the rounds, all ranks alike, nobody else at the unit: sums it. `gives` says by rank who
@@ -61,6 +62,7 @@ class GradientSums {
                  std::span<const uint8_t> gives);
   void check_refused(int32_t unit);
   void zero_absent(int32_t unit);
+  bool must_wait(int32_t unit) const;
   bool take_memory(int32_t unit);
   void free_memory(int32_t unit);
   int64_t width(int32_t unit) const;
@@ -72,7 +74,7 @@ class GradientSums {
   std::vector<Given> of_;
   std::vector<std::span<const std::byte>> send_;
   std::vector<std::span<std::byte>> receive_;
-  int stuck_ = 0;
+  int32_t waits_for_ = -1;  // a caller in open(): the unit
   bool refused_ = false;
 };
 

@@ -33,7 +33,7 @@ class Gradients {
   void add(int32_t unit, int32_t segment, const void* data, int64_t bytes, std::string_view dtype);
 
   bool present(int32_t unit, int32_t segment) const { return present_[unit][segment] != 0; }
-  bool any() const;
+  bool any() const;  // present
   /// Throws all of them away. Updates that were scheduled keep theirs.
   void clear();
 

@@ -1,10 +1,13 @@
 // The parts of an engine, in the order in which they are built. Beyond engine/ nobody sees this.
 #pragma once
 
+#include <exception>
 #include <filesystem>
 #include <mutex>
 #include <optional>
 #include <span>
+#include <string>
+#include <string_view>
 #include <vector>
 
 #include "engine/access.h"
@@ -37,6 +40,10 @@ class Machine {
   /// quiescent.
   void start_states(std::span<const optim::Hyper> groups);
 
+  // Checkpoints (save.cc). Collective.
+  void save(const std::filesystem::path& folder, std::string_view extra_json);
+  Manifest verify(const std::filesystem::path& folder);
+
   /// Of a segment's elements, of `width` bytes each, this rank has put its own into `out`: the others' come
   /// from them. Collective.
   void share(int32_t unit, int32_t segment, std::span<std::byte> out, int64_t width);
@@ -66,6 +73,8 @@ class Machine {
   bool closed = false;
 
  private:
+  std::vector<std::string> tell(Meeting meeting, const std::exception_ptr& error,
+                                const std::string& words = {});
   void finish_updates();
   GradientSummary reduce_gradients();
   double clip_factor(double norm);

@@ -51,6 +51,10 @@ fs::path whole_name(const fs::path& folder) {
   return absolute.has_filename() ? absolute : absolute.parent_path();
 }
 
+fs::path partial_name(const fs::path& folder) {
+  return whole_name(folder).string() + ".partial";
+}
+
 void require_absent(const fs::path& folder) {
   if (!is_there(folder)) return;
   std::error_code error;
@@ -166,42 +170,69 @@ void CheckpointKeeper::unpin(const std::vector<io::Extent>& extents) noexcept {
   for (const io::Extent& extent : extents) context_.store().unpin(extent);
 }
 
-void CheckpointKeeper::save(const fs::path& folder, int64_t steps, int64_t skipped_steps,
-                            std::string_view extra_json) {
-  const fs::path absolute = whole_name(folder);
-  require_absent(absolute);
-  forget_deleted();
-  const fs::path partial = absolute.string() + ".partial";
+void CheckpointKeeper::prepare(const fs::path& folder) const {
+  require_absent(whole_name(folder));
+  const fs::path partial = partial_name(folder);
   remove_leftovers(partial);
+  create_durably(partial);
+}
+
+Manifest CheckpointKeeper::write_part(const fs::path& folder) {
+  forget_deleted();
   if (context_.resources.store != nullptr) {
     context_.store().reserve(
         context_.plan.nvme_reserve_bytes +
         std::max<int64_t>(0, static_cast<int64_t>(kept_.size()) - context_.config.checkpoints_kept) *
             context_.plan.kept_nvme_bytes());
+    pinned_ = pin_all();
   }
-  std::vector<io::Extent> pinned =
-      context_.resources.store != nullptr ? pin_all() : std::vector<io::Extent>{};
-  bool renamed = false;
+  const fs::path partial = partial_name(folder);
+  if (context_.layout.slices == 1) return write_folder(partial, pinned_);
+  // Files of several ranks may have one name: each writes into a folder of its own, then moves them.
+  const std::string own = fmt::format("rank{}", context_.layout.slice);
+  make_folder(partial / own);
+  Manifest part = write_folder(partial / own, pinned_);
+  for (const auto& entry : fs::directory_iterator(partial / own))
+    rename_file(entry.path(), partial / (own + "-" + entry.path().filename().string()));
+  fs::remove(partial / own);
+  sync_folder(partial);
+  for (ManifestUnit& unit : part.units) {
+    for (ManifestPiece& piece : unit.pieces) piece.range.file = own + "-" + piece.range.file;
+  }
+  return part;
+}
+
+void CheckpointKeeper::complete(const fs::path& folder, const Manifest& manifest) const {
+  const fs::path absolute = whole_name(folder);
+  const fs::path partial = partial_name(folder);
+  write_manifest(partial, manifest);
+  rename_file(partial, absolute);
   try {
-    create_durably(partial);
-    Manifest manifest = write_folder(partial, pinned);
-    manifest.step = steps;
-    manifest.skipped_steps = skipped_steps;
-    manifest.extra_json = extra_json;
-    write_manifest(partial, manifest);
-    rename_file(partial, absolute);
-    renamed = true;
     sync_folder(absolute.parent_path());
   } catch (...) {
     std::error_code ignored;
-    fs::remove_all(renamed ? absolute : partial, ignored);
-    unpin(pinned);  // last: until the folder is gone its slabs are its own
+    fs::remove_all(absolute, ignored);
     throw;
   }
+}
+
+void CheckpointKeeper::keep(const fs::path& folder) {
+  const fs::path absolute = whole_name(folder);
   const int fd = ::open((absolute / kManifestFile).c_str(), O_RDONLY | O_CLOEXEC);
-  if (fd >= 0) kept_.push_back({fd, std::move(pinned)});  // without it they stay pinned: safe, if wasteful
+  if (fd >= 0) kept_.push_back({fd, std::move(pinned_)});  // without it they stay pinned: safe, if wasteful
+  pinned_.clear();
   const std::lock_guard guard(context_.mutex);
   context_.last_checkpoint = absolute.string();
+}
+
+void CheckpointKeeper::remove(const fs::path& folder) const noexcept {
+  std::error_code ignored;
+  fs::remove_all(partial_name(folder), ignored);
+}
+
+void CheckpointKeeper::give_up() noexcept {
+  unpin(pinned_);
+  pinned_.clear();
 }
 
 Manifest CheckpointKeeper::write_folder(const fs::path& folder,
@@ -210,12 +241,14 @@ Manifest CheckpointKeeper::write_folder(const fs::path& folder,
   if (!extents.empty()) exported = context_.store().export_extents(extents, folder);
   ResidentFile resident(folder);
   Manifest manifest;
-  manifest.world = context_.layout.world;
+  manifest.world = context_.layout.slices;
+  // At stage 0 every rank holds all: one of them writes it.
+  const bool writes = context_.layout.world > 1 || context_.layout.slice == 0;
   size_t next = 0;
   for (size_t u = 0; u < context_.units.size(); ++u) {
     const Unit& unit = context_.layout.units[u];
     ManifestUnit described = describe(unit, context_.units[u]);
-    for (int32_t c = unit.first_chunk; c < unit.first_chunk + unit.chunk_count; ++c) {
+    for (int32_t c = unit.first_chunk; writes && c < unit.first_chunk + unit.chunk_count; ++c) {
       const Chunk& chunk = context_.layout.chunks[c];
       const ChunkState& state = context_.chunks[c];
       for (Component component : kAllComponents) {
@@ -257,29 +290,58 @@ Manifest CheckpointKeeper::verify(const fs::path& folder) const {
     throw CheckpointError(fmt::format("{} is a checkpoint of another model: it has {} units, this one {}",
                                       folder.string(), manifest.units.size(), context_.layout.units.size()));
   }
-  verify_data(folder, manifest);
+  verify_data(folder, own_part(manifest));
   return manifest;
 }
 
+/// The pieces in which this rank has elements.
+Manifest CheckpointKeeper::own_part(const Manifest& manifest) const {
+  if (context_.layout.world == 1) return manifest;
+  Manifest part = manifest;
+  for (ManifestUnit& unit : part.units) {
+    const Unit& own = context_.layout.units[index_of(unit.name)];
+    std::erase_if(unit.pieces, [&](const ManifestPiece& piece) { return overlap(own, piece).elements <= 0; });
+  }
+  return part;
+}
+
+int32_t CheckpointKeeper::index_of(const std::string& unit) const {
+  const auto& units = context_.layout.units;
+  const auto found =
+      std::find_if(units.begin(), units.end(), [&](const Unit& own) { return own.name == unit; });
+  return static_cast<int32_t>(found - units.begin());
+}
+
+/// Padding depends on the world the checkpoint was made in; what lies beyond this unit's own is zero.
+CheckpointKeeper::Overlap CheckpointKeeper::overlap(const Unit& own, const ManifestPiece& piece) const {
+  const int64_t shard = context_.layout.rank * own.shard_elements;
+  const int64_t begin = std::max(piece.begin, shard);
+  const int64_t end = std::min(piece.begin + piece.elements, shard + own.shard_elements);
+  return {begin - shard, begin - piece.begin, end - begin};
+}
+
 void CheckpointKeeper::load(const fs::path& folder, const Manifest& manifest, Access& access) {
-  std::map<std::string, int32_t> own;
-  for (size_t u = 0; u < context_.units.size(); ++u)
-    own.emplace(context_.layout.units[u].name, static_cast<int32_t>(u));
   std::vector<std::byte> buffer;
   for (const ManifestUnit& found : manifest.units) {
-    const int32_t index = own.at(found.name);
+    const int32_t index = index_of(found.name);
     const Unit& unit = context_.layout.units[index];
     for (size_t s = 0; s < found.segments.size(); ++s)
       context_.units[index].steps[s] = found.segments[s].step;
     for (const ManifestPiece& piece : found.pieces) {
       const Component component{static_cast<uint8_t>(unit.component_named(piece.component))};
-      // Padding depends on the world the checkpoint was made in; what lies beyond this unit's own is zero.
-      const int64_t elements = std::min(piece.elements, unit.elements - piece.begin);
-      if (elements <= 0) continue;
-      const int64_t used = unit.scaled(component) ? piece.elements : elements;  // scales lie behind
-      buffer.resize(static_cast<size_t>(component_bytes(found, piece.component, used)));
-      read_range(folder, piece.range, buffer);  // the range may be longer, by any amount
-      access.write_piece(index, component, piece.begin, elements, buffer, piece.elements);
+      const Overlap own = overlap(unit, piece);
+      if (own.elements <= 0) continue;
+      if (unit.scaled(component)) {  // the scales lie behind the whole piece
+        buffer.resize(static_cast<size_t>(component_bytes(found, piece.component, piece.elements)));
+        read_range(folder, piece.range, buffer);  // the range may be longer, by any amount
+        access.write_piece(index, component, own.in_shard, own.elements, buffer, piece.elements,
+                           own.in_piece);
+      } else {
+        const int64_t width = component_element_bytes(found, piece.component);
+        buffer.resize(static_cast<size_t>(own.elements * width));
+        read_range_part(folder, piece.range, own.in_piece * width, buffer);
+        access.write_piece(index, component, own.in_shard, own.elements, buffer, own.elements, 0);
+      }
     }
   }
 }

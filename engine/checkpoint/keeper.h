@@ -24,16 +24,27 @@ class CheckpointKeeper {
   CheckpointKeeper& operator=(const CheckpointKeeper&) = delete;
   ~CheckpointKeeper();
 
-  /// Throws CheckpointError when the folder holds something, io::StoreError when the disk fails or is full;
-  /// then nothing is left behind.
-  void save(const std::filesystem::path& folder, int64_t steps, int64_t skipped_steps,
-            std::string_view extra_json);
+  // A save, in order (engine/save.cc, docs/store.md). Each throws CheckpointError when the folder holds
+  // something, io::StoreError when the disk fails or is full.
 
-  /// Reads everything once: the manifest fits this model, every checksum fits. Throws CheckpointError naming
-  /// what does not.
+  /// One rank: makes the folder under its temporary name.
+  void prepare(const std::filesystem::path& folder) const;
+  /// Every rank: pins its extents, writes its data durably, and says what it wrote.
+  Manifest write_part(const std::filesystem::path& folder);
+  /// One rank, when all have written theirs: the manifest, then the folder's name.
+  void complete(const std::filesystem::path& folder, const Manifest& manifest) const;
+  /// Every rank: the pins last as long as the folder.
+  void keep(const std::filesystem::path& folder);
+  /// Instead: one rank removes what was written, then every rank its pins. In this order: until the folder is
+  /// gone its slabs are its own.
+  void remove(const std::filesystem::path& folder) const noexcept;
+  void give_up() noexcept;
+
+  /// The manifest fits this model, and every byte that this rank would take fits its checksum. Throws
+  /// CheckpointError naming what does not.
   Manifest verify(const std::filesystem::path& folder) const;
 
-  /// Brings a verified checkpoint's weights, states and step counts home.
+  /// Brings this rank's part of a verified checkpoint's weights and states home, and the step counts.
   void load(const std::filesystem::path& folder, const Manifest& manifest, Access& access);
 
  private:
@@ -42,13 +53,24 @@ class CheckpointKeeper {
     std::vector<io::Extent> extents;
   };
 
+  /// What of a piece is this rank's, in elements.
+  struct Overlap {
+    int64_t in_shard;
+    int64_t in_piece;
+    int64_t elements;  // 0 or less: nothing
+  };
+
   void forget_deleted();
+  Overlap overlap(const Unit& own, const ManifestPiece& piece) const;
+  Manifest own_part(const Manifest& manifest) const;
+  int32_t index_of(const std::string& unit) const;
   std::vector<io::Extent> pin_all();
   void unpin(const std::vector<io::Extent>& extents) noexcept;
   Manifest write_folder(const std::filesystem::path& folder, const std::vector<io::Extent>& extents) const;
 
   Context& context_;
   std::vector<Kept> kept_;
+  std::vector<io::Extent> pinned_;  // of the save under way
 };
 
 }  // namespace overspill::engine

@@ -306,6 +306,20 @@ std::string to_text(const std::filesystem::path& path, const Manifest& manifest)
 
 }  // namespace
 
+std::string manifest_text(const Manifest& manifest) {
+  return to_text(kManifestFile, manifest);
+}
+
+Manifest manifest_from_text(std::string_view text) {
+  try {
+    return read_root(parse(text));
+  } catch (const Malformed& error) {
+    throw CheckpointError(fmt::format("another rank's manifest: {}", error.what()));
+  } catch (const Json::exception& error) {
+    throw CheckpointError(fmt::format("another rank's manifest is not JSON: {:.200}", error.what()));
+  }
+}
+
 Manifest read_manifest(const std::filesystem::path& folder) {
   const std::filesystem::path path = folder / kManifestFile;
   std::error_code ignored;

@@ -8,6 +8,7 @@
 #include <span>
 #include <stdexcept>
 #include <string>
+#include <string_view>
 #include <vector>
 
 namespace overspill::engine {
@@ -78,6 +79,11 @@ struct Manifest {
 /// lie inside their unit and pieces cover every segment's components exactly once, that shapes fit element
 /// counts and strides fit shapes.
 Manifest read_manifest(const std::filesystem::path& folder);
+
+/// A manifest on its way from rank to rank: the text that write_manifest writes, and back. Nothing is checked
+/// but that it is one.
+std::string manifest_text(const Manifest& manifest);
+Manifest manifest_from_text(std::string_view text);
 
 /// Temporary name, fsync, rename, fsync of the folder. All data files are durable before the call.
 void write_manifest(const std::filesystem::path& folder, const Manifest& manifest);

@@ -87,12 +87,8 @@ std::string_view name(Meeting meeting) {
       return "a look at weights or states";
     case Meeting::save:
       return "save()";
-    case Meeting::saved:
-      return "the end of save()";
     case Meeting::load:
       return "load()";
-    case Meeting::loaded:
-      return "the end of load()";
   }
   return "no meeting";
 }

@@ -10,6 +10,7 @@
 #include <unistd.h>
 
 #include <chrono>
+#include <cstdlib>
 #include <filesystem>
 #include <fstream>
 #include <functional>
@@ -18,6 +19,7 @@
 #include <thread>
 
 #include "tests/engine/collectives_conformance.h"
+#include "tests/engine/mpi_engine_test.h"
 
 namespace overspill::engine {
 namespace {
@@ -153,6 +155,8 @@ int end_badly(std::string_view how) {
 }  // namespace overspill::engine
 
 int main(int argc, char** argv) {
+  if (argc == 3 && std::string_view(argv[1]).starts_with("engine-"))
+    return overspill::testing::engine_ends_badly(argv[1], std::strtoul(argv[2], nullptr, 10));
   if (argc == 2 && (argv[1] == std::string_view("dies") || argv[1] == std::string_view("hangs")))
     return overspill::engine::end_badly(argv[1]);
   testing::InitGoogleTest(&argc, argv);

@@ -16,6 +16,13 @@ namespace overspill::testing {
 std::unique_ptr<engine::Engine> toy_rank(const RankOptions& options,
                                          std::unique_ptr<engine::Communicator> ranks,
                                          std::shared_ptr<engine::Traffic> traffic) {
+  return model_rank(toy_units(options.kind), options, std::move(ranks), std::move(traffic));
+}
+
+std::unique_ptr<engine::Engine> model_rank(const std::vector<engine::UnitSpec>& units,
+                                           const RankOptions& options,
+                                           std::unique_ptr<engine::Communicator> ranks,
+                                           std::shared_ptr<engine::Traffic> traffic) {
   engine::Config config;
   config.stage = options.stage;
   config.host_budget_bytes = options.host_budget_bytes;
@@ -29,7 +36,6 @@ std::unique_ptr<engine::Engine> toy_rank(const RankOptions& options,
   config.chunk_elements = 2048;
   config.placement = options.placement;
   config.poison = true;
-  const auto units = toy_units(options.kind);
   const engine::ResourceOptions kinds{options.device, "memory", static_cast<uint64_t>(ranks->rank() + 3)};
   if (traffic != nullptr) ranks = count_traffic(std::move(ranks), std::move(traffic));
   engine::Resources resources = make_resources(units, config, kinds, std::move(ranks));

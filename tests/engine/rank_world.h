@@ -27,6 +27,12 @@ struct RankOptions {
   ToyKind kind = {};
 };
 
+/// One rank's engine of any model.
+std::unique_ptr<engine::Engine> model_rank(const std::vector<engine::UnitSpec>& units,
+                                           const RankOptions& options,
+                                           std::unique_ptr<engine::Communicator> ranks,
+                                           std::shared_ptr<engine::Traffic> traffic = nullptr);
+
 /// One rank's engine of the toy model; its traffic goes to `traffic` where that is not null.
 std::unique_ptr<engine::Engine> toy_rank(const RankOptions& options,
                                          std::unique_ptr<engine::Communicator> ranks,

@@ -3,8 +3,9 @@
 #include <fmt/format.h>
 #include <gtest/gtest.h>
 
-#include <mutex>
+#include <utility>
 
+#include "tests/engine/batch_model.h"
 #include "tests/engine/rank_world.h"
 
 namespace overspill::testing {
@@ -72,11 +73,93 @@ TEST_P(Stages, HaveTheSameNormToTheBit) {
   for (int step = 0; step < kSteps; ++step) EXPECT_EQ(got.results[0][step].norm, three.results[0][step].norm);
 }
 
+/// Losses of a model on batches that `world` ranks divide.
+std::vector<double> batch_losses(int world, int stage, optim::Format format) {
+  constexpr int kBatchSteps = 20;
+  const BatchModel model{.format = format};
+  std::vector<std::vector<double>> by_rank(static_cast<size_t>(world));
+  const auto errors = on_ranks(world, [&](int rank, std::unique_ptr<engine::Communicator> ranks) {
+    const auto engine = model_rank(model.units(), {.stage = stage, .max_grad_norm = 0}, std::move(ranks));
+    model.load(*engine);
+    for (int step = 0; step < kBatchSteps; ++step)
+      by_rank[rank].push_back(model.train(*engine, step, rank, world));
+    engine->synchronize();
+  });
+  for (const std::string& error : errors) EXPECT_EQ(error, "");
+  std::vector<double> losses(kBatchSteps);
+  for (const auto& own : by_rank) {
+    for (size_t i = 0; i < own.size(); ++i) losses[i] += own[i];
+  }
+  return losses;
+}
+
+TEST_P(Stages, LearnWhatOneProcessLearnsOnTheWholeBatch) {
+  const auto [stage, world] = GetParam();
+  for (const auto& [format, tolerance] :
+       {std::pair{optim::Format::fp32, 1e-5}, {optim::Format::exact, 1e-3}}) {
+    const auto got = batch_losses(world, stage, format);
+    const auto one = batch_losses(1, 3, format);
+    EXPECT_LT(one.back(), 0.8 * one.front()) << "it has to learn something for this to mean anything";
+    for (size_t i = 0; i < one.size(); ++i)
+      EXPECT_NEAR(got[i], one[i], tolerance * one[i])
+          << "step " << i << " format " << static_cast<int>(format);
+  }
+}
+
 INSTANTIATE_TEST_SUITE_P(Worlds, Stages, ::testing::Combine(::testing::Range(0, 4), ::testing::Range(1, 5)),
                          [](const auto& info) {
                            return fmt::format("stage{}_world{}", std::get<0>(info.param),
                                               std::get<1>(info.param));
                          });
+
+TEST(Volume, IsWhatTheFormulasSay) {
+  // Equal units, of which the arena takes three: what is kept at the turn of a step is left out.
+  const BatchModel model{.layers = 24, .width = 64, .batch = 12, .format = optim::Format::exact};
+  constexpr int kVolumeSteps = 6;
+  for (const int world : {2, 4}) {
+    std::vector<double> volume;  // by stage, of plain data parallelism's
+    std::vector<double> bytes;   // held a padded parameter, without buffers of fixed size
+    for (int stage = 0; stage < 4; ++stage) {
+      std::vector<int64_t> sent(static_cast<size_t>(world));
+      double held = 0;
+      const auto errors = on_ranks(world, [&](int rank, std::unique_ptr<engine::Communicator> ranks) {
+        const auto traffic = std::make_shared<engine::Traffic>();
+        const auto engine =
+            model_rank(model.units(), {.stage = stage, .prefetch_units = 0}, std::move(ranks), traffic);
+        model.load(*engine);
+        model.train(*engine, 0, rank, world);
+        model.train(*engine, 1, rank, world);
+        const auto data = [&] { return traffic->exchanged.sent_bytes.load(); };
+        const int64_t before = data();
+        for (int step = 2; step < 2 + kVolumeSteps; ++step) model.train(*engine, step, rank, world);
+        sent[rank] = (data() - before) / kVolumeSteps;
+        int64_t elements = 0;
+        for (const engine::Unit& unit : engine->layout().units) elements += unit.elements;
+        const engine::Plan& plan = engine->plan();
+        if (rank == 0)
+          held = static_cast<double>(plan.weights_host_bytes + plan.states_host_bytes +
+                                     plan.gradients_host_bytes) /
+                 static_cast<double>(elements);
+      });
+      for (const std::string& error : errors) ASSERT_EQ(error, "");
+      int64_t elements = 0;
+      const auto layout = engine::make_layout(model.units(), 2048, 0, world, stage);
+      for (const engine::Unit& unit : layout.units) elements += unit.elements;
+      const double plain = 2.0 * 2.0 * static_cast<double>(elements) * (world - 1) / world;
+      volume.push_back(static_cast<double>(sent[0]) / plain);
+      bytes.push_back(held);
+    }
+    EXPECT_NEAR(volume[0], 1.0, 0.02);
+    EXPECT_NEAR(volume[1], 1.0, 0.02);
+    EXPECT_NEAR(volume[2], 1.0, 0.02);
+    EXPECT_LE(volume[3], 1.5);
+    EXPECT_GT(volume[3], 1.35) << "but for what is kept at the turn";
+    EXPECT_DOUBLE_EQ(bytes[0], 14.0);
+    EXPECT_DOUBLE_EQ(bytes[1], 4.0 + 10.0 / world);
+    EXPECT_DOUBLE_EQ(bytes[2], 2.0 + 12.0 / world);
+    EXPECT_DOUBLE_EQ(bytes[3], 14.0 / world);
+  }
+}
 
 }  // namespace
 }  // namespace overspill::testing

@@ -1,0 +1,130 @@
+// Checkpoints of all ranks (DESIGN 7), as passes: what every rank has made durable is named by one manifest,
+// or by none.
+#include <fmt/format.h>
+
+#include <exception>
+#include <span>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "engine/machine.h"
+
+namespace overspill::engine {
+namespace {
+
+std::string text_of(const std::exception_ptr& error) {
+  try {
+    std::rethrow_exception(error);
+  } catch (const std::exception& known) {
+    return known.what();
+  }
+}
+
+template <class Do>
+std::exception_ptr attempt(Do pass) {
+  try {
+    pass();
+    return nullptr;
+  } catch (const std::exception&) {
+    return std::current_exception();
+  }
+}
+
+/// Pieces of all ranks, in the order of the units that all of them have.
+void add_pieces(Manifest& to, Manifest&& from) {
+  for (size_t u = 0; u < to.units.size(); ++u) {
+    for (ManifestPiece& piece : from.units.at(u).pieces) to.units[u].pieces.push_back(std::move(piece));
+  }
+}
+
+}  // namespace
+
+/// All ranks tell one another what their pass came to. Where one has failed all throw: it its own error, the
+/// others one that names it. Returns what the ranks say, by rank; rank 0 alone hears it.
+std::vector<std::string> Machine::tell(Meeting meeting, const std::exception_ptr& error,
+                                       const std::string& words) {
+  const int ranks = context.layout.slices;
+  const int own = context.layout.slice;
+  std::vector<std::string> heard(static_cast<size_t>(ranks));
+  if (ranks == 1) {
+    if (error) std::rethrow_exception(error);
+    heard[0] = words;
+    return heard;
+  }
+  const std::string says = error ? text_of(error) : words;
+  std::vector<int64_t> head(static_cast<size_t>(ranks) * 2);  // failed, bytes
+  rounds.meet(meeting, ++looks, [&] {
+    head[own * 2] = error ? 1 : 0;
+    head[own * 2 + 1] = static_cast<int64_t>(says.size());
+    context.resources.communicator->all_gather(std::as_writable_bytes(std::span(head)));
+    bool failed = false;
+    for (int rank = 0; rank < ranks; ++rank) failed = failed || head[rank * 2] != 0;
+    std::vector<std::span<const std::byte>> send(static_cast<size_t>(ranks));
+    std::vector<std::span<std::byte>> receive(static_cast<size_t>(ranks));
+    for (int rank = 0; rank < ranks; ++rank) {
+      if (rank == own) continue;
+      if (failed ? error != nullptr : rank == 0) send[rank] = std::as_bytes(std::span(says));
+      if (failed ? head[rank * 2] != 0 : own == 0) {
+        heard[rank].resize(static_cast<size_t>(head[rank * 2 + 1]));
+        receive[rank] = std::as_writable_bytes(std::span(heard[rank]));
+      }
+    }
+    context.resources.communicator->exchange(send, receive);
+  });
+  if (error) std::rethrow_exception(error);
+  for (int rank = 0; rank < ranks; ++rank) {
+    if (head[rank * 2] != 0) throw CheckpointError(fmt::format("rank {}: {}", rank, heard[rank]));
+  }
+  heard[own] = words;
+  return heard;
+}
+
+void Machine::save(const std::filesystem::path& folder, std::string_view extra_json) {
+  const bool first = context.layout.slice == 0;
+  bool prepared = false;
+  try {
+    tell(Meeting::save, attempt([&] {
+           if (!first) return;
+           keeper.prepare(folder);
+           prepared = true;
+         }));
+    // Beyond this point there is a folder that nobody takes for a checkpoint.
+
+    Manifest part;
+    std::string words;
+    const std::exception_ptr unwritten = attempt([&] {
+      part = keeper.write_part(folder);
+      if (!first) words = manifest_text(part);
+    });
+    const std::vector<std::string> parts = tell(Meeting::save, unwritten, words);
+    // Beyond this point every rank's data is durable, and pinned.
+
+    tell(Meeting::save, attempt([&] {
+           if (!first) return;
+           for (size_t rank = 1; rank < parts.size(); ++rank)
+             add_pieces(part, manifest_from_text(parts[rank]));
+           part.step = steps;
+           part.skipped_steps = skipped_steps;
+           part.extra_json = extra_json;
+           keeper.complete(folder, part);
+         }));
+  } catch (const EngineFailed&) {
+    keeper.give_up();
+    throw;
+  } catch (...) {
+    if (prepared) keeper.remove(folder);
+    if (context.layout.slices > 1) rounds.meet(Meeting::save, ++looks, [] {});
+    keeper.give_up();
+    throw;
+  }
+  keeper.keep(folder);
+}
+
+Manifest Machine::verify(const std::filesystem::path& folder) {
+  Manifest manifest;
+  tell(Meeting::load, attempt([&] { manifest = keeper.verify(folder); }));
+  return manifest;
+}
+
+}  // namespace overspill::engine

@@ -1,0 +1,28 @@
+// A small network trained on batches that ranks divide: what they learn together is what one process learns
+// on the whole batch. For the tests of ranks, and bench-ranks.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "engine/engine.h"
+
+namespace overspill::testing {
+
+struct BatchModel {
+  int layers = 6;
+  int width = 48;
+  int batch = 12;  // of all ranks together
+  optim::Format format = optim::Format::exact;
+
+  /// Layer l is unit l: its matrix and its bias. y = tanh(W x + b), layer by layer.
+  std::vector<engine::UnitSpec> units() const;
+  int64_t parameters() const { return int64_t{layers} * width * (width + 1); }
+
+  void load(engine::Engine& engine) const;
+  /// Forward and backward of this rank's samples, gradients handed over, and step(). Returns this rank's
+  /// share of the mean loss: the sum over the ranks is the loss of the batch.
+  double train(engine::Engine& engine, int step, int rank, int world) const;
+};
+
+}  // namespace overspill::testing

@@ -1,0 +1,162 @@
+// Checkpoints of several ranks: made at one world, opened at others, at another stage and placement, to the
+// bit; whole or absent whichever rank fails.
+#include <fmt/format.h>
+#include <gtest/gtest.h>
+#include <unistd.h>
+
+#include <filesystem>
+#include <fstream>
+
+#include "engine/checkpoint/manifest.h"
+#include "tests/engine/rank_world.h"
+
+namespace overspill::testing {
+namespace {
+
+namespace fs = std::filesystem;
+using engine::Engine;
+using engine::Placement;
+
+constexpr int kBefore = 3;
+constexpr int kAfter = 3;
+
+class RankCheckpoint : public ::testing::TestWithParam<std::tuple<int, int>> {
+ protected:
+  void SetUp() override {
+    folder_ = fs::temp_directory_path() / fmt::format("overspill-rank-checkpoint-{}", ::getpid());
+    fs::remove_all(folder_);
+    fs::create_directories(folder_);
+  }
+  void TearDown() override { fs::remove_all(folder_); }
+
+  /// Trains at `world` and saves; what the clip factors were.
+  std::vector<engine::StepResult> save_at(int world, const RankOptions& options) {
+    std::vector<engine::StepResult> results;
+    const auto errors = on_ranks(world, [&](int rank, std::unique_ptr<engine::Communicator> ranks) {
+      const auto engine = toy_rank(options, std::move(ranks));
+      toy_load(*engine);
+      for (int step = 0; step < kBefore; ++step) {
+        const auto result = toy_step(*engine, step, 1, rank).result;
+        if (rank == 0) results.push_back(result);
+      }
+      engine->save(folder_ / "saved", R"({"by": "ranks"})");
+      toy_step(*engine, kBefore, 1, rank);  // goes on, and does not touch what was saved
+    });
+    for (const std::string& error : errors) EXPECT_EQ(error, "");
+    return results;
+  }
+
+  fs::path folder_;
+};
+
+void advance(ToyReference& reference, int step, double clip, int world) {
+  reference.advance(
+      step, 1, clip, [step](int u, int s, int rank) { return toy_skips(u, s, step, rank); }, world);
+}
+
+TEST_P(RankCheckpoint, OpensAtAnyOther) {
+  const auto [stage, format] = GetParam();
+  ToyKind kind;
+  if (format == 1) kind.format = optim::Format::eight_bit;
+  const auto before = save_at(4, {.stage = stage, .placement = Placement::half, .kind = kind});
+  ToyReference saved(toy_units(kind));
+  for (int step = 0; step < kBefore; ++step) advance(saved, step, before[step].clip, 4);
+
+  EXPECT_EQ(engine::verify_checkpoint(folder_ / "saved", nullptr, nullptr).step, kBefore);
+  EXPECT_GT(engine::merge_checkpoint(folder_ / "saved", folder_ / "merged", {}, nullptr, nullptr).tensors, 0);
+
+  for (const int world : {1, 2, 3, 8}) {
+    const int other_stage = (stage + world) % 4;
+    const Placement placement = world % 2 == 0 ? Placement::nvme : Placement::host;
+    SCOPED_TRACE(fmt::format("world {} stage {}", world, other_stage));
+    std::vector<std::vector<float>> contents(static_cast<size_t>(world)), later(static_cast<size_t>(world));
+    std::vector<engine::StepResult> results;
+    const auto errors = on_ranks(world, [&](int rank, std::unique_ptr<engine::Communicator> ranks) {
+      const auto engine = toy_rank(
+          {.stage = other_stage, .placement = placement, .job = "opened", .kind = kind}, std::move(ranks));
+      EXPECT_EQ(engine->load(folder_ / "saved"), R"({"by": "ranks"})");
+      EXPECT_EQ(engine->stats().step, kBefore);
+      contents[rank] = toy_contents(*engine);
+      for (int step = kBefore; step < kBefore + kAfter; ++step) {
+        const auto result = toy_step(*engine, step, 1, rank).result;
+        if (rank == 0) results.push_back(result);
+      }
+      later[rank] = toy_contents(*engine);
+    });
+    for (const std::string& error : errors) ASSERT_EQ(error, "");
+    ToyReference reference = saved;
+    for (int rank = 0; rank < world; ++rank)
+      EXPECT_EQ(digest(contents[rank], {}), digest(reference.contents(), {})) << "rank " << rank;
+    for (int step = 0; step < kAfter; ++step) advance(reference, kBefore + step, results[step].clip, world);
+    for (int rank = 0; rank < world; ++rank)
+      EXPECT_EQ(digest(later[rank], {}), digest(reference.contents(), {})) << "rank " << rank;
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Stages, RankCheckpoint,
+                         ::testing::Combine(::testing::Range(0, 4), ::testing::Range(0, 2)),
+                         [](const auto& info) {
+                           return fmt::format("stage{}_{}", std::get<0>(info.param),
+                                              std::get<1>(info.param) == 0 ? "exact" : "8bit");
+                         });
+
+using RankCheckpoints = RankCheckpoint;
+
+TEST_F(RankCheckpoints, ThatOneRankCannotWriteAreRefusedByAll) {
+  const auto errors = on_ranks(3, [&](int rank, std::unique_ptr<engine::Communicator> ranks) {
+    const auto engine = toy_rank({.stage = 3, .placement = Placement::half}, std::move(ranks));
+    toy_load(*engine);
+    toy_step(*engine, 0, 1, rank);
+    const std::vector<float> before = toy_contents(*engine);
+    // Rank 2 looks for the folder in a place that is not there.
+    const fs::path folder = rank == 2 ? folder_ / "elsewhere" / "saved" : folder_ / "saved";
+    try {
+      engine->save(folder, "{}");
+      ADD_FAILURE() << "rank " << rank << " took it for saved";
+    } catch (const engine::CheckpointError& error) {
+      EXPECT_EQ(std::string(error.what()).find("rank 2: ") == 0, rank != 2) << error.what();
+    }
+    EXPECT_EQ(toy_contents(*engine), before);
+    toy_step(*engine, 1, 1, rank);
+    engine->save(folder_ / "second", "{}");  // nothing was left behind that is in the way
+  });
+  for (const std::string& error : errors) EXPECT_EQ(error, "");
+  EXPECT_FALSE(fs::exists(folder_ / "saved"));
+  EXPECT_FALSE(fs::exists(folder_ / "saved.partial"));
+  EXPECT_EQ(engine::verify_checkpoint(folder_ / "second", nullptr, nullptr).step, 2);
+}
+
+TEST_F(RankCheckpoints, ThatARankFindsDamagedAreRefusedByAllBeforeAnythingChanges) {
+  save_at(2, {.stage = 3});
+  const fs::path data = folder_ / "saved" / "rank1-resident.bin";
+  ASSERT_TRUE(fs::exists(data));
+  std::fstream file(data, std::ios::in | std::ios::out | std::ios::binary);
+  file.seekg(100);
+  const int byte = file.get();
+  file.seekp(100);
+  file.put(static_cast<char>(byte ^ 4));
+  file.close();
+  const auto errors = on_ranks(2, [&](int rank, std::unique_ptr<engine::Communicator> ranks) {
+    const auto engine = toy_rank({.stage = 2, .job = "opened"}, std::move(ranks));
+    toy_load(*engine);
+    const std::vector<float> before = toy_contents(*engine);
+    try {
+      engine->load(folder_ / "saved");
+      ADD_FAILURE() << "rank " << rank << " took it";
+    } catch (const engine::CheckpointError& error) {
+      EXPECT_NE(std::string(error.what()).find("rank1-resident.bin"), std::string::npos) << error.what();
+    }
+    EXPECT_EQ(toy_contents(*engine), before);
+    toy_step(*engine, 0, 1, rank);
+  });
+  for (const std::string& error : errors) EXPECT_EQ(error, "");
+}
+
+TEST_F(RankCheckpoints, WithoutOneRanksDataAreNoCheckpoints) {
+  save_at(3, {.stage = 3});
+  fs::remove(folder_ / "saved" / "rank2-resident.bin");
+  EXPECT_THROW(engine::verify_checkpoint(folder_ / "saved", nullptr, nullptr), engine::CheckpointError);
+}
+
+}  // namespace
+}  // namespace overspill::testing
