@@ -113,6 +113,10 @@ Engine::Engine(const std::vector<UnitSpec>& units, const Config& config, Resourc
     throw std::invalid_argument("an engine needs a device, a communicator and an executor");
   }
   const Communicator& ranks = *resources.communicator;
+  if (own.speculate && ranks.world() > 1) {
+    throw std::invalid_argument(
+        fmt::format("speculate needs a world of one rank; this one has {}", ranks.world()));
+  }
   Layout layout = make_layout(units, own.chunk_elements, ranks.rank(), ranks.world(), own.stage);
   Plan plan = make_plan(layout, own, {resources.device->shares_host_memory()});
   if (plan.nvme_bytes() > 0 && resources.store == nullptr)

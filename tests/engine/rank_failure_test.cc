@@ -124,6 +124,13 @@ TEST(Meetings, OfOtherStagesAreRefused) {
   expect_both_say(errors, {"rank 1 has another model, stage or chunk size than rank 0"});
 }
 
+TEST(Speculation, IsRefusedForSeveralRanks) {
+  const auto errors = on_ranks(2, [&](int, std::unique_ptr<engine::Communicator> ranks) {
+    toy_rank({.speculate = true}, std::move(ranks));
+  });
+  expect_both_say(errors, {"speculate needs a world of one rank"});
+}
+
 TEST(Leaving, ServesWhoGoesOn) {
   const auto errors = two_ranks([](Engine& engine, int rank) {
     if (rank == 0) return;  // its engine closes at once

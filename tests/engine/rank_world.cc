@@ -32,6 +32,7 @@ std::unique_ptr<engine::Engine> model_rank(const std::vector<engine::UnitSpec>& 
   config.prefetch_units = options.prefetch_units;
   config.gradient_accumulation = options.micro_batches;
   config.max_grad_norm = options.max_grad_norm;
+  config.speculate = options.speculate;
   config.rank_timeout_ms = options.rank_timeout_ms;
   config.chunk_elements = 2048;
   config.placement = options.placement;

@@ -22,6 +22,7 @@ struct RankOptions {
   int64_t host_budget_bytes = 64 << 20;
   double max_grad_norm = 1.0;
   int64_t rank_timeout_ms = 60'000;
+  bool speculate = false;
   double write_error = 0;  // of the store: how often
   std::string job = "ranks";
   ToyKind kind = {};
