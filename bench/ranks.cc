@@ -30,11 +30,14 @@ using overspill::engine::Engine;
 using overspill::engine::Traffic;
 using overspill::testing::BatchModel;
 
-constexpr int kSteps = 20;
+constexpr int kSteps = 20;     // of losses
+constexpr int kDeepSteps = 8;  // of bytes
 constexpr std::chrono::milliseconds kTimeout{120'000};
 
-/// Many layers, so that buffers of a few units are small beside the model.
-const BatchModel kModel{.layers = 48, .width = 160, .batch = 12, .format = overspill::optim::Format::exact};
+/// For bytes: many layers, so that buffers of a few units are small beside the model.
+const BatchModel kDeep{.layers = 48, .width = 160, .batch = 12, .format = overspill::optim::Format::exact};
+/// For losses: so deep a net would make much of the last bit of a gradient.
+const BatchModel kShallow{.format = overspill::optim::Format::exact};
 
 /// Of one rank.
 struct Measured {
@@ -46,7 +49,7 @@ struct Measured {
   int64_t said_bytes = 0;      // of announcements, norms and the like, a step
 };
 
-Measured train(int stage, std::unique_ptr<Communicator> ranks) {
+Measured train(const BatchModel& model, int steps, int stage, std::unique_ptr<Communicator> ranks) {
   const int rank = ranks->rank(), world = ranks->world();
   overspill::engine::Config config;
   config.stage = stage;
@@ -54,20 +57,20 @@ Measured train(int stage, std::unique_ptr<Communicator> ranks) {
   config.job = fmt::format("bench-ranks-{}-{}", ::getpid(), rank);
   config.threads = 1;
   config.prefetch_units = 1;
-  const auto units = kModel.units();
+  const auto units = model.units();
   const auto traffic = std::make_shared<Traffic>();
   Engine engine(units, config, make_resources(units, config, {}, count_traffic(std::move(ranks), traffic)));
-  kModel.load(engine);
+  model.load(engine);
   Measured out;
   const auto data = [&] { return traffic->exchanged.sent_bytes.load(); };
   const auto said = [&] { return traffic->gathered.sent_bytes + traffic->reduced.sent_bytes; };
   int64_t data_before = 0, said_before = 0;
-  for (int step = 0; step < kSteps; ++step) {
+  for (int step = 0; step < steps; ++step) {
     if (step == 2) data_before = data(), said_before = said();  // by now it gathers ahead
-    out.losses.push_back(kModel.train(engine, step, rank, world));
+    out.losses.push_back(model.train(engine, step, rank, world));
   }
-  out.sent_bytes = (data() - data_before) / (kSteps - 2);
-  out.said_bytes = (said() - said_before) / (kSteps - 2);
+  out.sent_bytes = (data() - data_before) / (steps - 2);
+  out.said_bytes = (said() - said_before) / (steps - 2);
   for (const auto& unit : engine.layout().units) out.elements += unit.elements;
   const auto& plan = engine.plan();
   out.held_bytes = plan.weights_host_bytes + plan.states_host_bytes + plan.gradients_host_bytes;
@@ -102,18 +105,19 @@ void print_row(const char* transport, int stage, int world, const Measured& rank
   std::fflush(stdout);
 }
 
-[[maybe_unused]] std::vector<Measured> train_in_process(int stage, int world) {
+[[maybe_unused]] std::vector<Measured> train_in_process(const BatchModel& model, int steps, int stage,
+                                                        int world) {
   auto ranks = overspill::engine::make_in_process_world(world, kTimeout);
   std::vector<Measured> out(static_cast<size_t>(world));
   std::vector<std::thread> threads;
   for (int rank = 0; rank < world; ++rank)
-    threads.emplace_back([&, rank] { out[rank] = train(stage, std::move(ranks[rank])); });
+    threads.emplace_back([&, rank] { out[rank] = train(model, steps, stage, std::move(ranks[rank])); });
   for (std::thread& thread : threads) thread.join();
   return out;
 }
 
 std::vector<double> losses_alone() {
-  return train_in_process(3, 1)[0].losses;
+  return train_in_process(kShallow, kSteps, 3, 1)[0].losses;
 }
 
 }  // namespace
@@ -126,11 +130,12 @@ int main() {
   overspill::engine::MpiSession session;
   const std::vector<double> alone = losses_alone();
   for (int stage = 0; stage < 4; ++stage) {
+    const Measured own = train(kDeep, kDeepSteps, stage, session.make_communicator(kTimeout));
     auto ranks = session.make_communicator(kTimeout);
     const int rank = ranks->rank(), world = ranks->world();
-    const Measured own = train(stage, std::move(ranks));
-    std::vector<double> losses(own.losses.size());
-    MPI_Allreduce(own.losses.data(), losses.data(), static_cast<int>(losses.size()), MPI_DOUBLE, MPI_SUM,
+    const std::vector<double> shares = train(kShallow, kSteps, stage, std::move(ranks)).losses;
+    std::vector<double> losses(shares.size());
+    MPI_Allreduce(shares.data(), losses.data(), static_cast<int>(losses.size()), MPI_DOUBLE, MPI_SUM,
                   MPI_COMM_WORLD);
     if (rank == 0) print_row("mpi", stage, world, own, losses, alone);
   }
@@ -146,12 +151,13 @@ int main(int argc, char** argv) {
   CLI11_PARSE(app, argc, argv);
   const std::vector<double> alone = losses_alone();
   for (int stage = 0; stage < 4; ++stage) {
-    const std::vector<Measured> ranks = train_in_process(stage, world);
+    const Measured own = train_in_process(kDeep, kDeepSteps, stage, world)[0];
+    const std::vector<Measured> ranks = train_in_process(kShallow, kSteps, stage, world);
     std::vector<double> losses(ranks[0].losses.size());
     for (const Measured& rank : ranks) {
       for (size_t i = 0; i < losses.size(); ++i) losses[i] += rank.losses[i];
     }
-    print_row("in-process", stage, world, ranks[0], losses, alone);
+    print_row("in-process", stage, world, own, losses, alone);
   }
 }
 
