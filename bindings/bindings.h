@@ -5,6 +5,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <span>
 #include <string>
 
@@ -16,13 +17,20 @@ class Engine;
 
 namespace overspill::bindings {
 
+/// An engine that Python lets go ends without the GIL: its threads may need it to end.
+struct EngineDeleter {
+  void operator()(engine::Engine* engine) const;
+};
+using EngineClass = pybind11::class_<engine::Engine, std::unique_ptr<engine::Engine, EngineDeleter>>;
+
 void register_errors(pybind11::module_& m);
 void register_report(pybind11::module_& m);  // before the engine, which returns it
-void add_predict(pybind11::class_<engine::Engine>& cls);
+void add_predict(EngineClass& cls);
 void register_engine(pybind11::module_& m);
 void register_checkpoint(pybind11::module_& m);
 void register_doctor(pybind11::module_& m);
 void register_optim(pybind11::module_& m);
+void register_ranks(pybind11::module_& m);
 
 /// A group's hyper-parameters: `group` has the optimizer's fields by name, and may have more.
 optim::Hyper hyper_from(const std::string& optimizer, const pybind11::dict& group);

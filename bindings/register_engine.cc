@@ -9,6 +9,7 @@
 
 #include "bindings/bindings.h"
 #include "bindings/dlpack.h"
+#include "bindings/group_communicator.h"
 #include "engine/engine.h"
 #include "engine/memory/host_memory.h"
 #include "engine/resources.h"
@@ -26,6 +27,8 @@ using engine::SegmentSpec;
 using engine::UnitSpec;
 
 struct PythonConfig : Config, engine::ResourceOptions {};
+
+using Holder = std::unique_ptr<Engine, EngineDeleter>;
 
 Placement placement_from(const std::string& name) {
   if (name == "auto") return Placement::automatic;
@@ -210,7 +213,7 @@ void register_specs(py::module_& m) {
       .def_readwrite("rounding_seed", &PythonConfig::rounding_seed);
 }
 
-void register_weights(py::class_<Engine>& cls) {
+void register_weights(EngineClass& cls) {
   using Released = py::call_guard<py::gil_scoped_release>;
   cls.def(
          "load_weight",
@@ -260,6 +263,11 @@ void write_chrome_trace(Engine& engine, const std::filesystem::path& path) {
 
 }  // namespace
 
+void EngineDeleter::operator()(Engine* engine) const {
+  const py::gil_scoped_release release;
+  delete engine;
+}
+
 void register_engine(py::module_& m) {
   using Released = py::call_guard<py::gil_scoped_release>;
   register_specs(m);
@@ -274,11 +282,15 @@ void register_engine(py::module_& m) {
   m.def("nan_capsule", &nan_capsule, py::arg("bytes"),
         "What released parameters' memory reads as, as a DLPack capsule.");
 
-  py::class_<Engine> cls(m, "Engine");
-  cls.def(py::init([](const std::vector<UnitSpec>& units, const PythonConfig& config) {
-            return std::make_unique<Engine>(units, config, engine::make_resources(units, config, config));
+  EngineClass cls(m, "Engine");
+  cls.def(py::init([](const std::vector<UnitSpec>& units, const PythonConfig& config, py::object group) {
+            auto ranks = group.is_none() ? nullptr : make_group_communicator(std::move(group));
+            const py::gil_scoped_release release;
+            return Holder(
+                new Engine(units, config, engine::make_resources(units, config, config, std::move(ranks))));
           }),
-          py::arg("units"), py::arg("config"), Released())
+          py::arg("units"), py::arg("config"), py::arg("group") = py::none(),
+          "`group`: an overspill.ranks.Group, or None for one rank.")
       .def("layout",
            [](Engine& self, int32_t unit) {
              const engine::Unit& u = self.layout().units.at(unit);

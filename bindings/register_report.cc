@@ -96,7 +96,7 @@ py::dict predict(engine::Engine& self, const std::vector<int64_t>& budgets) {
 
 }  // namespace
 
-void add_predict(py::class_<engine::Engine>& cls) {
+void add_predict(EngineClass& cls) {
   cls.def("predict", &predict, py::arg("budgets") = std::vector<int64_t>{});
 }
 

@@ -1,0 +1,175 @@
+"""Ranks: processes that torchrun, or torch.distributed in another way, started, and that share one model.
+
+The core moves bytes (bindings/group_communicator.cc); here is what it calls of torch.distributed, and what ranks agree
+on before there is an engine.
+"""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import json
+import os
+import zlib
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import distributed_c10d
+
+from . import _core
+
+STORE_PATIENCE = datetime.timedelta(seconds=10)
+CONNECT_PATIENCE = datetime.timedelta(seconds=60)
+LAST_WORDS_SECONDS = 2.0  # that SIGTERM leaves under torchrun to say which rank was lost
+_FAILURE = "overspill/failure"
+_CALL, _LEAVING = 0, 1  # tags
+
+
+class RankError(RuntimeError):
+    """Ranks differ where they have to be alike; the message names the rank and what differs."""
+
+
+def join(process_group: Any = None, timeout_seconds: float = 1800.0) -> Group | None:
+    """The ranks of `process_group`, None for the default group, as a group of their own; None where there is one rank.
+
+    Where nobody has called init_process_group yet, and the environment is that of torchrun (WORLD_SIZE above 1), it is
+    called here, with gloo. Collective: all ranks of `process_group` call it, in the same order as other groups are made.
+    """
+    if process_group is None and not (dist.is_available() and dist.is_initialized()):
+        if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+            return None
+        dist.init_process_group("gloo")
+    if dist.get_world_size(process_group) == 1:
+        return None
+    if dist.get_rank(process_group) < 0:
+        raise RankError("overspill: this process is not in the process_group given to overspill.initialize")
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        _core.linger_when_terminated(LAST_WORDS_SECONDS)
+    return Group(process_group, timeout_seconds)
+
+
+class Group:
+    """Sends and receives between pairs of ranks, over a torch.distributed group that nobody else uses."""
+
+    def __init__(self, process_group: Any = None, timeout_seconds: float = 1800.0):
+        self.rank, self.world = dist.get_rank(process_group), dist.get_world_size(process_group)
+        self._patience = datetime.timedelta(seconds=timeout_seconds)
+        backend = dist.get_backend(process_group)
+        self._group = dist.new_group(
+            dist.get_process_group_ranks(process_group),
+            timeout=max(self._patience, CONNECT_PATIENCE),
+            backend="gloo" if backend in ("nccl", "undefined") else backend,
+            use_local_synchronization=process_group is not None,
+            group_desc="overspill",
+        )
+        # A connection of our own, with patience of our own: failures are told here when the group is broken.
+        self._store = distributed_c10d._get_process_group_store(self._group).clone()
+        self._store.set_timeout(STORE_PATIENCE)
+
+    # ---- what the core calls
+
+    def exchange(self, sends: Sequence[Any], receives: Sequence[Any]) -> str:
+        """Sends and receives buffers, by rank; None for no bytes. Returns when all is done: "", or what went wrong."""
+        works = []
+        rank = self.rank
+        try:
+            for rank, buffer in enumerate(receives):
+                if buffer is not None:
+                    works.append((rank, self._group.recv([_tensor(buffer)], rank, _CALL)))
+            for rank, buffer in enumerate(sends):
+                if buffer is not None:
+                    works.append((rank, self._group.send([_tensor(buffer)], rank, _CALL)))
+            for rank, work in works:
+                work.wait(self._patience)
+        except RuntimeError as error:
+            return f"rank {rank} {self._why(error)}"
+        return ""
+
+    def declare(self, why: str) -> str:
+        """Tells all ranks why the world ends; the first reason counts, and is returned. Raises when nobody keeps it."""
+        return self._store.compare_set(_FAILURE, "", why).decode()
+
+    def leave(self) -> None:
+        """Ends the connections, so that who waits for this rank, or will, notices at once. From any thread."""
+        for peer in set(range(self.world)) - {self.rank}:
+            try:  # gloo closes a connection on which a wait took too long; its abort() does nothing
+                nothing = torch.empty(1, dtype=torch.uint8)
+                self._group.recv([nothing], peer, _LEAVING).wait(datetime.timedelta(milliseconds=1))
+            except RuntimeError:
+                pass
+
+    def _why(self, error: RuntimeError) -> str:
+        text = str(error)
+        if "imed out" in text or "timeout" in text:
+            return f"did not join within {self._patience.total_seconds():g} s"
+        return f"is gone ({text.splitlines()[0].rpartition('] ')[2].partition('. This is')[0]})"
+
+    # ---- before there is an engine
+
+    def broadcast(self, tensor: torch.Tensor) -> None:
+        """Rank 0's values, on all. `tensor` is dense, of any strides and dtype."""
+        flat = tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+        dist.broadcast(flat, group=self._group, group_src=0)
+
+    def check_alike(self, what: dict[str, Any]) -> None:
+        """Raises RankError, on every rank, where a value differs from rank 0's."""
+        mine = {name: json.dumps(value, default=str) for name, value in what.items()}
+        digest = hashlib.blake2b(json.dumps(mine).encode()).hexdigest()
+        digests: list[Any] = [None] * self.world
+        dist.all_gather_object(digests, digest, group=self._group)
+        if len(set(digests)) == 1:
+            return
+        first = [mine]
+        dist.broadcast_object_list(first, group=self._group, group_src=0)
+        names = [n for n in {**first[0], **mine} if first[0].get(n) != mine.get(n)]
+        found: list[Any] = [None] * self.world
+        told = (names[0], mine.get(names[0]), first[0].get(names[0])) if names else None
+        dist.all_gather_object(found, told, group=self._group)
+        rank, (name, theirs, zeros) = next((r, told) for r, told in enumerate(found) if told)
+        raise RankError(
+            f"overspill: {name} is {_short(theirs)} on rank {rank} and {_short(zeros)} on rank 0; ranks of one engine "
+            "need the same model and configuration"
+        )
+
+    def close(self) -> None:
+        if dist.is_initialized():
+            dist.destroy_process_group(self._group)
+
+
+class Alike:
+    """A checksum of what each rank read by itself, compared once at the end."""
+
+    def __init__(self) -> None:
+        self._sums: dict[str, int] = {}
+
+    def add(self, name: str, tensor: torch.Tensor) -> None:
+        flat = tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+        self._sums[name] = zlib.crc32(memoryview(flat.numpy()))
+
+    def check(self, group: Group) -> None:
+        group.check_alike({f"the checksum of {name}": value for name, value in self._sums.items()})
+
+
+def broadcast_buffers(model: nn.Module, group: Group) -> None:
+    """Rank 0's buffers, on all ranks, as DistributedDataParallel does at its start."""
+    for buffer in _once(model.buffers()):
+        if buffer.numel():
+            whole = buffer.contiguous()
+            group.broadcast(whole)
+            with torch.no_grad():
+                buffer.copy_(whole)
+
+
+def _once(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    return list({id(t): t for t in tensors}.values())
+
+
+def _tensor(buffer: Any) -> torch.Tensor:
+    return torch.frombuffer(buffer, dtype=torch.uint8)
+
+
+def _short(text: str | None) -> str:
+    return "missing" if text is None else text if len(text) <= 80 else text[:77] + "..."

@@ -1,0 +1,81 @@
+"""Ranks in processes of their own, as a launcher starts them: `python` with torchrun's variables, or torchrun itself."""
+
+import os
+import socket
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+BINDINGS = HERE.parents[1] / "bindings"
+
+
+@dataclass
+class Ended:
+    """One process: its exit code and what it printed."""
+
+    code: int
+    out: str
+    err: str
+
+
+def environment(**variables) -> dict[str, str]:
+    paths = os.pathsep.join((str(BINDINGS), str(HERE)))
+    single = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    return {**os.environ, **single, "PYTHONPATH": paths, **{k: str(v) for k, v in variables.items()}}
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def start(world: int, script: str, *arguments) -> list[subprocess.Popen]:
+    """One process a rank; the store is rank 0's. `script` lies beside the tests."""
+    port = free_port()
+    return [
+        subprocess.Popen(
+            [sys.executable, str(HERE / script), *map(str, arguments)],
+            env=environment(RANK=rank, WORLD_SIZE=world, MASTER_ADDR="127.0.0.1", MASTER_PORT=port),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(world)
+    ]
+
+
+def finish(processes: list[subprocess.Popen], timeout: float = 120.0) -> list[Ended]:
+    """Waits for all of them; one that does not end is killed, and fails the test."""
+    ended = []
+    try:
+        for process in processes:
+            out, err = process.communicate(timeout=timeout)
+            ended.append(Ended(process.returncode, out, err))
+    finally:
+        for process in processes:
+            if process.poll() is None:
+                process.kill()
+                process.communicate()
+    return ended
+
+
+def run(world: int, script: str, *arguments, timeout: float = 120.0) -> list[Ended]:
+    """All ranks have to end well."""
+    ended = finish(start(world, script, *arguments), timeout)
+    for rank, process in enumerate(ended):
+        assert process.code == 0, f"rank {rank} of {world}:\n{process.out}\n{process.err}"
+    return ended
+
+
+def torchrun(world: int, script, *arguments) -> subprocess.Popen:
+    command = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={world}", "--standalone"]
+    return subprocess.Popen(
+        [*command, str(script), *map(str, arguments)],
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )

@@ -1,0 +1,44 @@
+"""One rank of test_transport.py: the conformance suite over a torch.distributed group, and calls to be killed in."""
+
+import json
+import sys
+from pathlib import Path
+
+import torch.distributed as dist
+
+from overspill import ranks
+from overspill.ranks import Group
+
+sys.path[:0] = [str(p) for p in Path(__file__).parents[2].glob("build/*/tests/bindings")]
+import _ranks_conformance  # noqa: E402
+
+LATE = "rank_1_is_late"
+BODIES = [name for name in dir(_ranks_conformance) if not name.startswith("_") and name != "repeat"]
+
+
+def conformance() -> None:
+    """What each body said, as JSON by its name: "" where all was right."""
+    said = {}
+    for name in BODIES:
+        if dist.get_world_size() == 1 and name in ("another_call", "rank_1_aborts", LATE):
+            continue
+        said[name] = getattr(_ranks_conformance, name)(Group(timeout_seconds=1.0 if name == LATE else 30.0))
+    print(json.dumps(said))
+
+
+def repeat(call: str, timeout_seconds: float) -> None:
+    """One kind of call for ever; the last words are those of its error."""
+    group = ranks.join(timeout_seconds=timeout_seconds)
+    print(f"rank {group.rank} calls", flush=True)
+    said = _ranks_conformance.repeat(group, call)
+    print(f"rank {group.rank} says: {said}", file=sys.stderr, flush=True)
+    sys.exit(4)
+
+
+if __name__ == "__main__":
+    dist.init_process_group("gloo")
+    if sys.argv[1] == "conformance":
+        conformance()
+        dist.barrier()
+    else:
+        repeat(sys.argv[2], float(sys.argv[3]))
