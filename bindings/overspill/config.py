@@ -149,6 +149,12 @@ Optimizer = Annotated[
 ]
 
 
+class ZeroOptimization(_Section):
+    """DeepSpeed's section: what is partitioned over ranks."""
+
+    stage: Literal[0, 1, 2, 3] = 3
+
+
 class EngineOptions(_Section):
     """How the engine works; nothing here changes a result, `seed` of simulated devices included."""
 
@@ -162,7 +168,8 @@ class EngineOptions(_Section):
     seed: int = 0
     checkpoints_kept: int = Field(1, ge=0)
     io_backend: Literal["auto", "io_uring", "threads", "memory"] = "auto"
-    job: str | None = None  # names the files on NVMe; None: one of its own for every engine
+    job: str | None = None  # names the files on NVMe, with the rank; None: one of its own for every engine
+    rank_timeout_seconds: float = Field(1800.0, gt=0)  # that ranks wait for one another in a collective
 
 
 _engines = itertools.count()  # of this process, for their files' names
@@ -180,6 +187,7 @@ class Config(_Section):
     vertical_accumulation: bool = False  # micro-batches pass each unit together, in engine.train_batch
     gradient_clipping: float = Field(0.0, ge=0)
     train_micro_batch_size_per_gpu: int | None = Field(None, ge=1)
+    zero_optimization: ZeroOptimization = ZeroOptimization()
     engine: EngineOptions = EngineOptions()
 
     @classmethod
@@ -194,8 +202,14 @@ class Config(_Section):
         except ValidationError as error:
             raise ConfigError("\n".join(_explain(item) for item in error.errors())) from None
 
-    def to_core(self, core: Any) -> Any:
-        """The flat configuration of `overspill._core`."""
+    def shared(self) -> dict[str, Any]:
+        """What has to be the same on all ranks: all but budgets, disks and how the engine works."""
+        return self.model_dump(mode="json", exclude={"budget", "engine"}) | {
+            "engine.chunk_elements": self.engine.chunk_elements
+        }
+
+    def to_core(self, core: Any, rank: int | None = None) -> Any:
+        """The flat configuration of `overspill._core`; `rank` where there are several."""
         flat = core.Config()
         flat.host_budget_bytes = self.budget.host
         flat.nvme = list(self.budget.nvme)
@@ -203,9 +217,11 @@ class Config(_Section):
         flat.max_grad_norm = self.gradient_clipping
         flat.rounding_seed = self.seed
         for name in EngineOptions.model_fields:
-            if name != "job":
+            if name not in ("job", "rank_timeout_seconds"):
                 setattr(flat, name, getattr(self.engine, name))
         flat.job = self.engine.job or f"{os.getpid()}-{next(_engines)}"
+        if rank is not None:
+            flat.job += f"-rank{rank}"
         return flat
 
 

@@ -15,8 +15,8 @@ from torch import nn
 from torch._C import DisableTorchFunction
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from . import _core, hooks, patches, pretrained, residency, state, vertical
-from .config import Config
+from . import _core, hooks, patches, pretrained, ranks, residency, state, vertical
+from .config import Config, ConfigError
 from .init import materialise
 from .optimizer import (
     OverspillOptimizer,
@@ -39,6 +39,7 @@ def initialize(
     collate_fn: Callable | None = None,
     model_parameters: Iterable[Any] | None = None,
     checkpoint: Any = None,
+    process_group: Any = None,
 ) -> tuple:
     """Hands `model` over to an engine. Returns (engine, optimizer, loader or None, scheduler or None).
 
@@ -52,6 +53,9 @@ def initialize(
     checkpoint:   a Hugging Face folder of safetensors with the weights, read one by one straight into the engine;
     the model may be made inside `Init(empty=True)`. Raises CheckpointError, before anything is changed, unless names
     and shapes fit
+    process_group: a torch.distributed group, the ranks that share the model and each bring data of their own; None: the
+    default group, made here under torchrun (docs/torchrun.md). All of its ranks call `initialize`; rank 0's weights
+    and buffers count
     """
     settings = Config.read(config)
     if optimizer is not None and model_parameters is not None:
@@ -60,10 +64,11 @@ def initialize(
         if checkpoint is None:
             raise ValueError("overspill: give model, or checkpoint, or both")
         model, checkpoint = pretrained.causal_lm(checkpoint, settings)
-    engine = Engine(model, settings, optimizer, model_parameters, checkpoint)
+    group = ranks.join(process_group, settings.engine.rank_timeout_seconds)
+    engine = Engine(model, settings, optimizer, model_parameters, checkpoint, group)
     try:
         engine.lr_scheduler = _scheduler(lr_scheduler, engine.optimizer)
-        loader = _loader(training_data, settings, collate_fn)
+        loader = _loader(training_data, settings, collate_fn, group)
     except BaseException:
         engine.close()
         raise
@@ -84,14 +89,18 @@ def _scheduler(scheduler: Any, optimizer: OverspillOptimizer) -> Any:
     return scheduler
 
 
-def _loader(data: Any, settings: Config, collate_fn: Callable | None) -> Any:
+def _loader(
+    data: Any, settings: Config, collate_fn: Callable | None, group: ranks.Group | None = None
+) -> Any:
     if data is None:
         return None
-    if settings.train_micro_batch_size_per_gpu is None:
+    size = settings.train_micro_batch_size_per_gpu
+    if size is None:
         raise ValueError("overspill: training_data needs train_micro_batch_size_per_gpu in the configuration")
-    shuffle = not isinstance(data, torch.utils.data.IterableDataset)
+    mapped = not isinstance(data, torch.utils.data.IterableDataset)
+    part = ranks.sampler(data, group, settings.seed) if group and mapped else None
     return torch.utils.data.DataLoader(
-        data, settings.train_micro_batch_size_per_gpu, shuffle=shuffle, collate_fn=collate_fn
+        data, size, shuffle=mapped and part is None, sampler=part, collate_fn=collate_fn
     )
 
 
@@ -100,7 +109,7 @@ class Engine:
     live side by side.
 
     Attributes: module, optimizer, lr_scheduler, global_steps (boundaries, skipped ones included),
-    micro_steps, last_step.
+    micro_steps, last_step, rank, world_size.
     Other attributes are the module's.
     """
 
@@ -111,6 +120,7 @@ class Engine:
         optimizer: Any = None,
         parameters: Iterable[Any] | None = None,
         checkpoint: Any = None,
+        group: ranks.Group | None = None,
     ):
         taken = [name for name, p in model.named_parameters() if id(p) in registry]
         if taken:
@@ -123,6 +133,7 @@ class Engine:
             )
         source = _source(model, checkpoint)
         self.module, self.config = model, config
+        self.rank, self.world_size = (group.rank, group.world) if group else (0, 1)
         groups = (
             take_over(optimizer)
             if optimizer is not None
@@ -131,16 +142,20 @@ class Engine:
         specs = partition(model)
         chosen = choose_format(config.format, groups, (spec.format for spec in specs))
         units = _core_units(specs, group_indices(groups.groups, model), groups.core, chosen)
-        flat = config.to_core(_core)
+        flat = config.to_core(_core, group.rank if group else None)
         if groups.seed:
             flat.rounding_seed = groups.seed
-        core = _core.Engine(units, flat)
+        if group is not None:
+            _check_ranks(group, config, specs, groups)
+            if source is None:
+                ranks.broadcast_buffers(model, group)
+        core = _core.Engine(units, flat, group)
         materialise(model, specs, groups.groups)
         self._core, self._residency = core, Residency(core, specs)
         patches.install()
-        self._finalizer = weakref.finalize(self, _close, self._residency)
+        self._finalizer = weakref.finalize(self, _close, self._residency, group)
         try:
-            self._residency.take_weights(source)
+            self._residency.take_weights(source, group)
             if source is not None:
                 source.read_buffers(model)
             hooks.attach(model, self._residency, specs)
@@ -435,7 +450,35 @@ def _core_units(
     ]
 
 
-def _close(owner: Residency) -> None:
+def _check_ranks(group: ranks.Group, config: Config, specs: list[UnitSpec], groups: Any) -> None:
+    """Raises RankError on every rank where models, optimizers or configurations differ."""
+    if config.zero_optimization.stage != 3:
+        raise ConfigError(
+            f"config: zero_optimization.stage = {config.zero_optimization.stage}: {group.world} ranks partition "
+            "weights, gradients and states, which is stage 3; leave it out"
+        )
+    parameters = {
+        f"parameter {p.name}": (
+            spec.name,
+            str(spec.dtype),
+            list(p.parameter.shape),
+            p.parameter.requires_grad,
+        )
+        for spec in specs
+        for p in spec.parameters
+    }
+    options = {
+        f"param_groups[{i}].{name}": value
+        for i, given in enumerate(groups.groups)
+        for name, value in given.items()
+        if name != "params"
+    }
+    group.check_alike({"the optimizer": groups.kind, **config.shared(), **options, **parameters})
+
+
+def _close(owner: Residency, group: ranks.Group | None) -> None:
     """The model's hooks stay: where it outlives the engine they say that the weights are gone."""
     owner.close()
     patches.uninstall()
+    if group is not None:
+        group.close()

@@ -11,13 +11,14 @@ import hashlib
 import json
 import os
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed import distributed_c10d
+from torch.utils.data import DistributedSampler
 
 from . import _core
 
@@ -36,7 +37,7 @@ def join(process_group: Any = None, timeout_seconds: float = 1800.0) -> Group | 
     """The ranks of `process_group`, None for the default group, as a group of their own; None where there is one rank.
 
     Where nobody has called init_process_group yet, and the environment is that of torchrun (WORLD_SIZE above 1), it is
-    called here, with gloo. Collective: all ranks of `process_group` call it, in the same order as other groups are made.
+    called here, with gloo. Collective: all ranks of `process_group` call it, as often as the others.
     """
     if process_group is None and not (dist.is_available() and dist.is_initialized()):
         if int(os.environ.get("WORLD_SIZE", "1")) == 1:
@@ -82,7 +83,8 @@ class Group:
             for rank, buffer in enumerate(sends):
                 if buffer is not None:
                     works.append((rank, self._group.send([_tensor(buffer)], rank, _CALL)))
-            for rank, work in works:
+            for peer, work in works:
+                rank = peer
                 work.wait(self._patience)
         except RuntimeError as error:
             return f"rank {rank} {self._why(error)}"
@@ -139,8 +141,8 @@ class Group:
             dist.destroy_process_group(self._group)
 
 
-class Alike:
-    """A checksum of what each rank read by itself, compared once at the end."""
+class Checksums:
+    """Of what each rank read by itself, compared once at the end."""
 
     def __init__(self) -> None:
         self._sums: dict[str, int] = {}
@@ -149,7 +151,7 @@ class Alike:
         flat = tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
         self._sums[name] = zlib.crc32(memoryview(flat.numpy()))
 
-    def check(self, group: Group) -> None:
+    def compare(self, group: Group) -> None:
         group.check_alike({f"the checksum of {name}": value for name, value in self._sums.items()})
 
 
@@ -161,6 +163,20 @@ def broadcast_buffers(model: nn.Module, group: Group) -> None:
             group.broadcast(whole)
             with torch.no_grad():
                 buffer.copy_(whole)
+
+
+def sampler(data: Any, group: Group, seed: int) -> DistributedSampler:
+    """Each rank's part of a permutation, another one in every epoch that is begun."""
+    return _EverySampler(data, group.world, group.rank, shuffle=True, seed=seed)
+
+
+class _EverySampler(DistributedSampler):
+    """Begins the next epoch by itself: who forgets set_epoch gets no epoch twice."""
+
+    def __iter__(self) -> Iterator[int]:
+        order = super().__iter__()
+        self.set_epoch(self.epoch + 1)
+        return order
 
 
 def _once(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:

@@ -24,7 +24,7 @@ from torch._C import DisableTorchFunction, TensorBase
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.dlpack import from_dlpack
 
-from . import _core
+from . import _core, ranks
 from .units import DTYPES, UnitSpec, memory_order
 
 # The attributes below Parameter's: patches.py puts properties in front of `data` and `grad`.
@@ -274,18 +274,27 @@ class Residency:
         self.units = [Unit(self, i, spec) for i, spec in enumerate(specs)]
         self.segments = [s for unit in self.units for s in unit.segments]
 
-    def take_weights(self, source: Any = None) -> None:
+    def take_weights(self, source: Any = None, group: ranks.Group | None = None) -> None:
         """Copies the weights into the core, one after the other, and drops the model's own memory at once. `source`
-        has them in place of the model (a pretrained.Folder)."""
+        has them in place of the model (a pretrained.Folder). Of several ranks' models the first one's count; folders
+        have to be alike."""
+        read = ranks.Checksums()
         for s in self.segments:
             taken = s.parameter.detach() if source is None else source.read(s.names, s.unit.dtype)
             if taken.stride() != s.stride:
                 taken = torch.empty_strided(s.shape, s.stride, dtype=taken.dtype).copy_(taken)
+            if group is not None and taken.numel():
+                if source is None:
+                    group.broadcast(taken)
+                else:
+                    read.add(s.name, taken)
             self.core.load_weight(s.unit.index, s.index, taken.data_ptr(), s.bytes, DTYPES[taken.dtype])
             del taken
             set_data(s.parameter, s.blank)
             registry[id(s.parameter)] = s
             s.accept()
+        if group is not None:
+            read.compare(group)
         self.refresh()
 
     def refresh(self) -> None:

@@ -1,4 +1,4 @@
-"""Ranks in processes of their own, as a launcher starts them: `python` with torchrun's variables, or torchrun itself."""
+"""Ranks in processes of their own: `python` with the variables that torchrun sets, or torchrun itself."""
 
 import os
 import socket

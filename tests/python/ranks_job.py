@@ -1,0 +1,117 @@
+"""One rank of test_ranks.py: trains a small model on its part of fixed batches, and says what came out."""
+
+import json
+import os
+import sys
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import overspill
+
+RANK = int(os.environ.get("RANK", "0"))
+STEPS, ROWS, WIDTH = 6, 24, 24  # ROWS divide by worlds of 1 to 4, with two micro-batches
+
+
+class Net(nn.Module):
+    """A buffer, a tied weight, a frozen one, and dropout of nothing: enough to notice what is not shared."""
+
+    def __init__(self, dtype):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH, dtype=dtype) for _ in range(4))
+        self.layers[3].weight = self.layers[1].weight
+        self.norm = nn.LayerNorm(WIDTH, dtype=dtype)
+        self.frozen = nn.Linear(WIDTH, WIDTH, dtype=dtype).requires_grad_(False)
+        self.register_buffer("scale", torch.rand(1, dtype=dtype) + 0.5)
+
+    def forward(self, x, y):
+        for layer in self.layers:
+            x = torch.tanh(layer(x)) + x
+        return nn.functional.mse_loss(self.norm(self.frozen(x) * self.scale).float(), y.float())
+
+
+def batches(dtype):
+    """The same on every rank, and in one process."""
+    generator = torch.Generator().manual_seed(3)
+    for _ in range(STEPS):
+        x, y = torch.randn(2, ROWS, WIDTH, generator=generator)
+        yield x.to(dtype), y.to(dtype)
+
+
+def config(folder: str, placement: str = "half", accumulation: int = 1, **more) -> dict:
+    return {
+        "budget": {"host": "64MiB", "nvme": [folder]},
+        "optimizer": {"type": "AdamW", "lr": 1e-2, "weight_decay": 0.1},
+        "gradient_clipping": 0.5,
+        "gradient_accumulation_steps": accumulation,
+        "engine": {"placement": placement, "chunk_elements": 512, "threads": 1, "poison": True},
+        **more,
+    }
+
+
+def train(engine, dtype, accumulation: int) -> list[float]:
+    """This rank's losses, by step."""
+    losses = []
+    for x, y in batches(dtype):
+        x, y = (rows.chunk(engine.world_size)[engine.rank] for rows in (x, y))
+        total = 0.0
+        for rows, wanted in zip(x.chunk(accumulation), y.chunk(accumulation), strict=True):
+            loss = engine(rows, wanted)
+            engine.backward(loss)
+            engine.step()
+            total += loss.item() / accumulation
+        losses.append(total)
+    return losses
+
+
+def learn(folder: str, placement="half", precision="fp32", accumulation="1", process_group=None) -> dict:
+    """Losses, the norm and clip factor of the last step, weights."""
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+    torch.manual_seed(RANK)  # ranks begin with other weights: the first one's count
+    model = Net(dtype)
+    engine, *_ = overspill.initialize(
+        model, config(folder, placement, int(accumulation)), process_group=process_group
+    )
+    losses = train(engine, dtype, int(accumulation))
+    with engine.gathered(list(model.parameters())):
+        weights = {name: p.detach().float().flatten().tolist() for name, p in model.named_parameters()}
+    norm = [engine.last_step.norm, engine.last_step.clip]
+    engine.close()
+    return {"losses": losses, "norm": norm, "weights": weights, "scale": model.scale.item()}
+
+
+def two_of_three(folder: str) -> None:
+    """Ranks 0 and 2 share a model; rank 1 has no part in it."""
+    dist.init_process_group("gloo")
+    group = dist.new_group([0, 2])
+    if RANK != 1:
+        print(json.dumps(learn(folder, process_group=group)))
+    dist.barrier()
+
+
+def differ(folder: str) -> None:
+    """Rank 1 is started with other options, one after the other; what each rank says."""
+    dtype = torch.float32
+    odd = RANK == 1
+    made = [
+        (Net(dtype), config(folder, gradient_clipping=1.0 if odd else 0.5)),
+        (Net(dtype), config(folder, optimizer={"type": "AdamW", "lr": 2e-2 if odd else 1e-2})),
+        (Net(torch.bfloat16 if odd else dtype), config(folder)),
+        (Net(dtype), config(folder, zero_optimization={"stage": 2})),
+    ]
+    for model, options in made:
+        try:
+            overspill.initialize(model, options)
+            print("no error")
+        except (overspill.RankError, overspill.ConfigError) as error:
+            print(error)
+    engine, *_ = overspill.initialize(Net(dtype), config(folder))  # nothing is left of those
+    print(len(train(engine, dtype, 1)))
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    {"learn": lambda *a: print(json.dumps(learn(*a))), "two_of_three": two_of_three, "differ": differ}[
+        sys.argv[1]
+    ](*sys.argv[2:])

@@ -1,0 +1,82 @@
+"""overspill.initialize over several ranks (gloo): losses and weights of one process with the same global batch."""
+
+import json
+
+import launch
+import pytest
+import ranks_job
+import torch
+
+from overspill import ranks
+
+TOLERANCE = {"fp32": 1e-5, "bf16": 1e-3}  # relative, of a loss
+
+
+def learn(world, folder, placement="half", precision="fp32", accumulation=1):
+    if world == 1:
+        return [ranks_job.learn(str(folder), placement, precision, accumulation)]
+    ended = launch.run(world, "ranks_job.py", "learn", folder, placement, precision, accumulation)
+    return [json.loads(process.out) for process in ended]
+
+
+def global_losses(said: list[dict]) -> list[float]:
+    return [sum(losses) / len(said) for losses in zip(*(rank["losses"] for rank in said), strict=True)]
+
+
+def check_alike(said: list[dict]) -> None:
+    """Every rank has the same weights, norm and buffers, bit for bit."""
+    for rank in said:
+        assert {**rank, "losses": None} == {**said[0], "losses": None}
+
+
+@pytest.mark.parametrize(
+    "world, precision, placement, accumulation",
+    [(2, "fp32", "half", 1), (3, "fp32", "nvme", 2), (2, "bf16", "nvme", 2)],
+)
+def test_as_one_process_with_the_same_batch(tmp_path, world, precision, placement, accumulation):
+    alone = learn(1, tmp_path, placement, precision, accumulation)
+    said = learn(world, tmp_path, placement, precision, accumulation)
+    check_alike(said)
+    assert said[0]["scale"] == alone[0]["scale"], "buffers are rank 0's"
+    assert global_losses(said) == pytest.approx(alone[0]["losses"], rel=TOLERANCE[precision])
+
+
+def test_placement_changes_no_bit(tmp_path):
+    assert learn(2, tmp_path, "nvme", "bf16") == learn(2, tmp_path, "host", "bf16")
+
+
+def test_a_group_of_the_users(tmp_path):
+    three = launch.run(3, "ranks_job.py", "two_of_three", tmp_path)
+    assert three[1].out == ""
+    assert [json.loads(three[rank].out) for rank in (0, 2)] == learn(2, tmp_path)
+
+
+def test_what_has_to_be_alike(tmp_path):
+    ended = launch.run(2, "ranks_job.py", "differ", tmp_path)
+    assert ended[0].out == ended[1].out, "all ranks say the same"
+    clipping, rate, dtype, stage, steps = ended[0].out.splitlines()
+    assert clipping.startswith("overspill: gradient_clipping is 1.0 on rank 1 and 0.5 on rank 0")
+    assert '"lr": 0.02' in rate and "on rank 1" in rate and "on rank 0" in rate
+    assert "layers.0.weight" in dtype and "bfloat16" in dtype and "on rank 1" in dtype
+    assert stage.startswith("config: zero_optimization.stage = 2: 2 ranks partition")
+    assert steps == "6"
+
+
+class Ranks:
+    """What sampler() looks at."""
+
+    def __init__(self, rank, world):
+        self.rank, self.world = rank, world
+
+
+def test_each_rank_gets_its_part_of_every_epoch():
+    data = torch.arange(10)
+    parts = [ranks.sampler(data, Ranks(rank, 2), seed=4) for rank in range(2)]
+    epochs = [[list(part) for part in parts] for _ in range(3)]
+    for epoch in epochs:
+        assert sorted(epoch[0] + epoch[1]) == list(range(10))
+    assert epochs[0] != epochs[1] != epochs[2], "each epoch in an order of its own"
+    again = ranks.sampler(data, Ranks(0, 2), seed=4)
+    again.set_epoch(1)
+    assert list(again) == epochs[1][0], "set_epoch goes back to it"
+    assert list(ranks.sampler(data, Ranks(0, 2), seed=5)) != epochs[0][0]
