@@ -19,7 +19,7 @@ namespace {
 namespace py = pybind11;
 using engine::CommunicatorError;
 
-enum class Call : uint64_t { all_gather, all_to_all, barrier };
+enum class Call : uint64_t { all_gather, all_to_all, exchange, barrier };
 
 const char* name_of(Call call) {
   switch (call) {
@@ -27,16 +27,18 @@ const char* name_of(Call call) {
       return "all_gather";
     case Call::all_to_all:
       return "all_to_all";
+    case Call::exchange:
+      return "exchange";
     case Call::barrier:
       return "barrier";
   }
   return "an unknown call";
 }
 
-/// What ranks send one another before a call.
+/// What a rank sends each other one before a call.
 struct Announcement {
-  uint64_t number = 0;  // of calls so far
-  uint64_t send_bytes = 0;
+  uint64_t number = 0;      // of calls so far
+  uint64_t send_bytes = 0;  // in all; of an exchange, what is sent to that rank and is expected from it
   uint64_t receive_bytes = 0;
   Call call = Call::barrier;
 };
@@ -61,9 +63,10 @@ class Held {
   py::object object_;
 };
 
-py::object view(const std::byte* data, size_t bytes) {
-  if (bytes == 0) return py::none();
-  return py::memoryview::from_memory(const_cast<std::byte*>(data), static_cast<py::ssize_t>(bytes), false);
+py::object view(std::span<const std::byte> data) {
+  if (data.empty()) return py::none();
+  return py::memoryview::from_memory(const_cast<std::byte*>(data.data()),
+                                     static_cast<py::ssize_t>(data.size()), false);
 }
 
 class GroupCommunicator final : public engine::Communicator {
@@ -73,6 +76,7 @@ class GroupCommunicator final : public engine::Communicator {
     rank_ = group_.get().attr("rank").cast<int>();
     world_ = group_.get().attr("world").cast<int>();
     said_.resize(world_);
+    mine_.resize(world_);
   }
 
   int rank() const override { return rank_; }
@@ -82,9 +86,9 @@ class GroupCommunicator final : public engine::Communicator {
     const std::lock_guard turn(turn_);
     announce(Call::all_gather, data.size(), data.size());
     const size_t slice = data.size() / world_;
-    const auto at = [&](int rank) { return data.data() + rank * slice; };
-    exchange(
-        Call::all_gather, slice, [&](int) { return at(rank_); }, at);
+    const auto at = [&](int rank) { return data.subspan(rank * slice, slice); };
+    move(
+        Call::all_gather, [&](int) { return at(rank_); }, at);
   }
 
   void all_to_all(std::span<const std::byte> send, std::span<std::byte> receive) override {
@@ -92,9 +96,25 @@ class GroupCommunicator final : public engine::Communicator {
     announce(Call::all_to_all, send.size(), receive.size());
     const size_t slice = send.size() / world_;
     if (slice > 0) std::memcpy(receive.data() + rank_ * slice, send.data() + rank_ * slice, slice);
-    exchange(
-        Call::all_to_all, slice, [&](int rank) { return send.data() + rank * slice; },
-        [&](int rank) { return receive.data() + rank * slice; });
+    move(
+        Call::all_to_all, [&](int rank) { return send.subspan(rank * slice, slice); },
+        [&](int rank) { return receive.subspan(rank * slice, slice); });
+  }
+
+  void exchange(std::span<const std::span<const std::byte>> send,
+                std::span<const std::span<std::byte>> receive) override {
+    const std::lock_guard turn(turn_);
+    begin(Call::exchange);
+    for (int peer = 0; peer < world_; ++peer)
+      mine_[peer] = {calls_, send[peer].size(), receive[peer].size(), Call::exchange};
+    hear(Call::exchange);
+    for (int peer = 0; peer < world_; ++peer) {
+      if (peer == rank_) continue;
+      check_pair(peer, rank_, said_[peer].send_bytes, receive[peer].size());
+      check_pair(rank_, peer, send[peer].size(), said_[peer].receive_bytes);
+    }
+    move(
+        Call::exchange, [&](int rank) { return send[rank]; }, [&](int rank) { return receive[rank]; });
   }
 
   void all_reduce_sum(std::span<double> values) override {
@@ -119,16 +139,27 @@ class GroupCommunicator final : public engine::Communicator {
   }
 
  private:
-  void announce(Call call, uint64_t send_bytes, uint64_t receive_bytes) {
+  void begin(Call call) {
     throw_if_failed(call);
     if (aborted_) fail(call, fmt::format("rank {} aborted", rank_));
-    said_[rank_] = mine_ = {++calls_, send_bytes, receive_bytes, call};
-    const auto bytes_of = [](Announcement& said) { return reinterpret_cast<std::byte*>(&said); };
-    exchange(
-        call, sizeof mine_, [&](int) { return bytes_of(mine_); },
-        [&](int rank) { return bytes_of(said_[rank]); });
+    ++calls_;
+  }
+
+  void announce(Call call, uint64_t send_bytes, uint64_t receive_bytes) {
+    begin(call);
+    for (Announcement& to_peer : mine_) to_peer = {calls_, send_bytes, receive_bytes, call};
+    hear(call);
+  }
+
+  /// Sends each peer what is in mine_, and looks at what they said: one call, the same on all ranks.
+  void hear(Call call) {
+    said_[rank_] = mine_[rank_];
+    move(
+        call, [&](int rank) { return std::as_bytes(std::span(&mine_[rank], 1)); },
+        [&](int rank) { return std::as_writable_bytes(std::span(&said_[rank], 1)); });
     const auto difference = engine::find_difference(world_, [&](int rank) {
       const Announcement& said = said_[rank];
+      if (said.call == Call::exchange) return engine::CallShape{name_of(said.call), 0, 0, false};
       return engine::CallShape{name_of(said.call), said.send_bytes, said.receive_bytes, true};
     });
     if (!difference.empty()) fail(call, difference);
@@ -139,19 +170,27 @@ class GroupCommunicator final : public engine::Communicator {
     }
   }
 
-  /// `bytes` from send(peer) to each peer, and from each into receive(peer).
+  void check_pair(int from, int to, size_t sent, size_t room) {
+    if (sent != room)
+      fail(Call::exchange,
+           fmt::format("rank {} sends {} bytes to rank {}, which has room for {}", from, sent, to, room));
+  }
+
+  /// Bytes from send(peer) to each peer, and from each into receive(peer).
   template <class Send, class Receive>
-  void exchange(Call call, size_t bytes, Send send, Receive receive) {
-    if (bytes == 0 || world_ == 1) return;
+  void move(Call call, Send send, Receive receive) {
+    if (world_ == 1) return;
     std::string lost;
     try {
       const py::gil_scoped_acquire gil;
       py::list sends, receives;
+      bool anything = false;
       for (int peer = 0; peer < world_; ++peer) {
-        sends.append(peer == rank_ ? py::none() : view(send(peer), bytes));
-        receives.append(peer == rank_ ? py::none() : view(receive(peer), bytes));
+        sends.append(peer == rank_ ? py::none() : view(send(peer)));
+        receives.append(peer == rank_ ? py::none() : view(receive(peer)));
+        anything = anything || (peer != rank_ && (!send(peer).empty() || !receive(peer).empty()));
       }
-      lost = group_.get().attr("exchange")(sends, receives).cast<std::string>();
+      if (anything) lost = group_.get().attr("exchange")(sends, receives).cast<std::string>();
     } catch (const py::error_already_set& error) {
       lost = fmt::format("rank {}: {}", rank_, error.what());
     }
@@ -189,8 +228,7 @@ class GroupCommunicator final : public engine::Communicator {
   int world_ = 1;
   std::mutex turn_;  // one call at a time; held without the GIL
   uint64_t calls_ = 0;
-  Announcement mine_;
-  std::vector<Announcement> said_;  // by rank
+  std::vector<Announcement> mine_, said_;  // by rank: to it, and from it
   std::vector<double> gathered_;
   std::string failure_;
   std::atomic<bool> aborted_ = false;

@@ -202,6 +202,8 @@ void register_specs(py::module_& m) {
       .def_readwrite("gradient_accumulation", &PythonConfig::gradient_accumulation)
       .def_readwrite("max_grad_norm", &PythonConfig::max_grad_norm)
       .def_readwrite("chunk_elements", &PythonConfig::chunk_elements)
+      .def_readwrite("stage", &PythonConfig::stage)
+      .def_readwrite("rank_timeout_ms", &PythonConfig::rank_timeout_ms)
       .def_property(
           "placement", [](const PythonConfig& self) { return placement_name(self.placement); },
           [](PythonConfig& self, const std::string& name) { self.placement = placement_from(name); })

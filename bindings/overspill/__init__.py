@@ -1,7 +1,7 @@
 """Overspill trains models larger than the device. See `initialize`."""
 
 from . import optim
-from ._core import BudgetError, CheckpointError, CommunicatorError, OverspillError, StoreError
+from ._core import BudgetError, CheckpointError, CommunicatorError, EngineFailed, OverspillError, StoreError
 from .config import Config, ConfigError
 from .engine import Engine, initialize
 from .init import Init
@@ -15,6 +15,7 @@ __all__ = [
     "Config",
     "ConfigError",
     "Engine",
+    "EngineFailed",
     "Init",
     "OverspillError",
     "RankError",

@@ -216,6 +216,8 @@ class Config(_Section):
         flat.gradient_accumulation = self.gradient_accumulation_steps
         flat.max_grad_norm = self.gradient_clipping
         flat.rounding_seed = self.seed
+        flat.stage = self.zero_optimization.stage
+        flat.rank_timeout_ms = round(self.engine.rank_timeout_seconds * 1000)
         for name in EngineOptions.model_fields:
             if name not in ("job", "rank_timeout_seconds"):
                 setattr(flat, name, getattr(self.engine, name))

@@ -16,7 +16,7 @@ from torch._C import DisableTorchFunction
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from . import _core, hooks, patches, pretrained, ranks, residency, state, vertical
-from .config import Config, ConfigError
+from .config import Config
 from .init import materialise
 from .optimizer import (
     OverspillOptimizer,
@@ -148,7 +148,7 @@ class Engine:
         if group is not None:
             _check_ranks(group, config, specs, groups)
             if source is None:
-                ranks.broadcast_buffers(model, group)
+                ranks.broadcast_model(model, group)
         core = _core.Engine(units, flat, group)
         materialise(model, specs, groups.groups)
         self._core, self._residency = core, Residency(core, specs)
@@ -272,19 +272,24 @@ class Engine:
         self._core.clear_gradients()
 
     def grad(self, parameter: nn.Parameter) -> torch.Tensor | None:
-        """A copy, in fp32, of the gradient accumulated so far; None where there is none."""
+        """A copy, in fp32, of the gradient accumulated so far; None where there is none. Of one rank only."""
+        if self.world_size > 1:
+            raise ranks.RankError(
+                f"overspill: engine.grad: gradients of {self.world_size} ranks are summed in pieces, and no rank has a "
+                "whole one; their norm is engine.last_step.norm, this rank's own passes parameter.register_hook"
+            )
         segment = self._segment(parameter)
         if not segment.unit.trainable or not self._core.has_gradient(segment.unit.index, segment.index):
             return None
         return self._residency.state(segment, "grad")
 
     def weight(self, parameter: nn.Parameter, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """A copy of the weight; dtype=torch.float32 gives the exact master."""
+        """A copy of the weight; dtype=torch.float32 gives the exact master. All ranks call it."""
         return self._residency.weight(self._segment(parameter), dtype)
 
     def optimizer_state(self, parameter: nn.Parameter) -> dict[str, torch.Tensor]:
         """Copies, in fp32 whatever their format, of the parameter's states, by torch's names for them; empty for a
-        frozen one."""
+        frozen one. All ranks call it."""
         segment = self._segment(parameter)
         if not segment.unit.trainable:
             return {}
@@ -452,11 +457,6 @@ def _core_units(
 
 def _check_ranks(group: ranks.Group, config: Config, specs: list[UnitSpec], groups: Any) -> None:
     """Raises RankError on every rank where models, optimizers or configurations differ."""
-    if config.zero_optimization.stage != 3:
-        raise ConfigError(
-            f"config: zero_optimization.stage = {config.zero_optimization.stage}: {group.world} ranks partition "
-            "weights, gradients and states, which is stage 3; leave it out"
-        )
     parameters = {
         f"parameter {p.name}": (
             spec.name,

@@ -6,10 +6,13 @@ on before there is an engine.
 
 from __future__ import annotations
 
+import atexit
 import datetime
 import hashlib
 import json
 import os
+import sys
+import weakref
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -57,9 +60,10 @@ class Group:
 
     def __init__(self, process_group: Any = None, timeout_seconds: float = 1800.0):
         self.rank, self.world = dist.get_rank(process_group), dist.get_world_size(process_group)
+        self.closed = False
         self._patience = datetime.timedelta(seconds=timeout_seconds)
         backend = dist.get_backend(process_group)
-        self._group = dist.new_group(
+        self.torch_group = dist.new_group(
             dist.get_process_group_ranks(process_group),
             timeout=max(self._patience, CONNECT_PATIENCE),
             backend="gloo" if backend in ("nccl", "undefined") else backend,
@@ -67,8 +71,9 @@ class Group:
             group_desc="overspill",
         )
         # A connection of our own, with patience of our own: failures are told here when the group is broken.
-        self._store = distributed_c10d._get_process_group_store(self._group).clone()
+        self._store = distributed_c10d._get_process_group_store(self.torch_group).clone()
         self._store.set_timeout(STORE_PATIENCE)
+        atexit.register(_tell_why, weakref.ref(self))
 
     # ---- what the core calls
 
@@ -79,10 +84,10 @@ class Group:
         try:
             for rank, buffer in enumerate(receives):
                 if buffer is not None:
-                    works.append((rank, self._group.recv([_tensor(buffer)], rank, _CALL)))
+                    works.append((rank, self.torch_group.recv([_tensor(buffer)], rank, _CALL)))
             for rank, buffer in enumerate(sends):
                 if buffer is not None:
-                    works.append((rank, self._group.send([_tensor(buffer)], rank, _CALL)))
+                    works.append((rank, self.torch_group.send([_tensor(buffer)], rank, _CALL)))
             for peer, work in works:
                 rank = peer
                 work.wait(self._patience)
@@ -99,9 +104,17 @@ class Group:
         for peer in set(range(self.world)) - {self.rank}:
             try:  # gloo closes a connection on which a wait took too long; its abort() does nothing
                 nothing = torch.empty(1, dtype=torch.uint8)
-                self._group.recv([nothing], peer, _LEAVING).wait(datetime.timedelta(milliseconds=1))
+                self.torch_group.recv([nothing], peer, _LEAVING).wait(datetime.timedelta(milliseconds=1))
             except RuntimeError:
                 pass
+
+    def abort(self, reason: str) -> None:
+        """Ends the world: collectives of all ranks raise, now and later, with the first reason that was declared."""
+        try:
+            self.declare(f"rank {self.rank} {reason}")
+        except RuntimeError:
+            pass  # the store is gone; that this rank leaves is noticed all the same
+        self.leave()
 
     def _why(self, error: RuntimeError) -> str:
         text = str(error)
@@ -111,25 +124,20 @@ class Group:
 
     # ---- before there is an engine
 
-    def broadcast(self, tensor: torch.Tensor) -> None:
-        """Rank 0's values, on all. `tensor` is dense, of any strides and dtype."""
-        flat = tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
-        dist.broadcast(flat, group=self._group, group_src=0)
-
     def check_alike(self, what: dict[str, Any]) -> None:
         """Raises RankError, on every rank, where a value differs from rank 0's."""
         mine = {name: json.dumps(value, default=str) for name, value in what.items()}
         digest = hashlib.blake2b(json.dumps(mine).encode()).hexdigest()
         digests: list[Any] = [None] * self.world
-        dist.all_gather_object(digests, digest, group=self._group)
+        dist.all_gather_object(digests, digest, group=self.torch_group)
         if len(set(digests)) == 1:
             return
         first = [mine]
-        dist.broadcast_object_list(first, group=self._group, group_src=0)
+        dist.broadcast_object_list(first, group=self.torch_group, group_src=0)
         names = [n for n in {**first[0], **mine} if first[0].get(n) != mine.get(n)]
         found: list[Any] = [None] * self.world
         told = (names[0], mine.get(names[0]), first[0].get(names[0])) if names else None
-        dist.all_gather_object(found, told, group=self._group)
+        dist.all_gather_object(found, told, group=self.torch_group)
         rank, (name, theirs, zeros) = next((r, told) for r, told in enumerate(found) if told)
         raise RankError(
             f"overspill: {name} is {_short(theirs)} on rank {rank} and {_short(zeros)} on rank 0; ranks of one engine "
@@ -137,8 +145,16 @@ class Group:
         )
 
     def close(self) -> None:
+        self.closed = True
         if dist.is_initialized():
-            dist.destroy_process_group(self._group)
+            dist.destroy_process_group(self.torch_group)
+
+
+def _tell_why(reference: weakref.ref) -> None:
+    """At exit. The other ranks need not wait for one that ends by an exception."""
+    group, error = reference(), getattr(sys, "last_value", None)
+    if group is not None and not group.closed and error is not None:
+        group.abort(f"failed: {type(error).__name__}: {error}")
 
 
 class Checksums:
@@ -155,14 +171,14 @@ class Checksums:
         group.check_alike({f"the checksum of {name}": value for name, value in self._sums.items()})
 
 
-def broadcast_buffers(model: nn.Module, group: Group) -> None:
-    """Rank 0's buffers, on all ranks, as DistributedDataParallel does at its start."""
-    for buffer in _once(model.buffers()):
-        if buffer.numel():
-            whole = buffer.contiguous()
-            group.broadcast(whole)
-            with torch.no_grad():
-                buffer.copy_(whole)
+def broadcast_model(model: nn.Module, group: Group) -> None:
+    """Rank 0's parameters and buffers, on all ranks, as DistributedDataParallel does at its start."""
+    for tensor in _once((*model.parameters(), *model.buffers())):
+        if tensor.numel():
+            whole = tensor.detach().contiguous()
+            dist.broadcast(whole.view(-1).view(torch.uint8), group=group.torch_group, group_src=0)
+            if whole.data_ptr() != tensor.data_ptr():
+                tensor.detach().copy_(whole)
 
 
 def sampler(data: Any, group: Group, seed: int) -> DistributedSampler:

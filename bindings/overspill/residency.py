@@ -276,18 +276,14 @@ class Residency:
 
     def take_weights(self, source: Any = None, group: ranks.Group | None = None) -> None:
         """Copies the weights into the core, one after the other, and drops the model's own memory at once. `source`
-        has them in place of the model (a pretrained.Folder). Of several ranks' models the first one's count; folders
-        have to be alike."""
+        has them in place of the model (a pretrained.Folder); each rank has read the same there, or RankError."""
         read = ranks.Checksums()
         for s in self.segments:
             taken = s.parameter.detach() if source is None else source.read(s.names, s.unit.dtype)
             if taken.stride() != s.stride:
                 taken = torch.empty_strided(s.shape, s.stride, dtype=taken.dtype).copy_(taken)
-            if group is not None and taken.numel():
-                if source is None:
-                    group.broadcast(taken)
-                else:
-                    read.add(s.name, taken)
+            if group is not None and source is not None and taken.numel():
+                read.add(s.name, taken)
             self.core.load_weight(s.unit.index, s.index, taken.data_ptr(), s.bytes, DTYPES[taken.dtype])
             del taken
             set_data(s.parameter, s.blank)

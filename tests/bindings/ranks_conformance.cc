@@ -38,6 +38,17 @@ void define(py::module_& m, const char* name, Body body) {
   m.def(name, [body](py::object group) { return outcome(std::move(group), body); });
 }
 
+/// Each rank to the next one only, if there is another.
+void exchange_with_neighbours(Communicator& ranks, std::span<const std::byte> send,
+                              std::span<std::byte> receive) {
+  const auto world = static_cast<size_t>(ranks.world()), rank = static_cast<size_t>(ranks.rank());
+  std::vector<std::span<const std::byte>> to(world);
+  std::vector<std::span<std::byte>> from(world);
+  to[(rank + 1) % world] = send;
+  from[(rank + world - 1) % world] = receive;
+  ranks.exchange(to, from);
+}
+
 /// Goes on for ever, with one kind of call or all of them: for ranks that are killed.
 void repeat(Communicator& ranks, const std::string& call) {
   const size_t bytes = size_t{1} << 20;
@@ -46,6 +57,7 @@ void repeat(Communicator& ranks, const std::string& call) {
   while (true) {
     if (call == "all_gather") ranks.all_gather(send);
     if (call == "all_to_all") ranks.all_to_all(send, receive);
+    if (call == "exchange") exchange_with_neighbours(ranks, send, receive);
     if (call == "all_reduce_sum") ranks.all_reduce_sum(values);
     if (call == "barrier") ranks.barrier();
   }
@@ -60,6 +72,9 @@ PYBIND11_MODULE(_ranks_conformance, m) {
   namespace conformance = overspill::engine::conformance;
   namespace py = pybind11;
   define(m, "move_every_slice", [](Communicator& ranks) { conformance::move_every_slice(ranks); });
+  define(m, "exchange_what_each_pair_wants",
+         [](Communicator& ranks) { conformance::exchange_what_each_pair_wants(ranks); });
+  define(m, "an_odd_pair", conformance::an_odd_pair);
   define(m, "sum_in_rank_order_to_the_bit", conformance::sum_in_rank_order_to_the_bit);
   define(m, "sizes_that_differ", conformance::sizes_that_differ);
   define(m, "a_size_that_is_not_a_multiple", conformance::a_size_that_is_not_a_multiple);

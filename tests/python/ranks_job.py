@@ -65,14 +65,13 @@ def train(engine, dtype, accumulation: int) -> list[float]:
     return losses
 
 
-def learn(folder: str, placement="half", precision="fp32", accumulation="1", process_group=None) -> dict:
+def learn(folder: str, placement="half", precision="fp32", accumulation="1", stage="3", group=None) -> dict:
     """Losses, the norm and clip factor of the last step, weights."""
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
     torch.manual_seed(RANK)  # ranks begin with other weights: the first one's count
     model = Net(dtype)
-    engine, *_ = overspill.initialize(
-        model, config(folder, placement, int(accumulation)), process_group=process_group
-    )
+    options = config(folder, placement, int(accumulation), zero_optimization={"stage": int(stage)})
+    engine, *_ = overspill.initialize(model, options, process_group=group)
     losses = train(engine, dtype, int(accumulation))
     with engine.gathered(list(model.parameters())):
         weights = {name: p.detach().float().flatten().tolist() for name, p in model.named_parameters()}
@@ -86,7 +85,7 @@ def two_of_three(folder: str) -> None:
     dist.init_process_group("gloo")
     group = dist.new_group([0, 2])
     if RANK != 1:
-        print(json.dumps(learn(folder, process_group=group)))
+        print(json.dumps(learn(folder, group=group)))
     dist.barrier()
 
 
@@ -98,7 +97,7 @@ def differ(folder: str) -> None:
         (Net(dtype), config(folder, gradient_clipping=1.0 if odd else 0.5)),
         (Net(dtype), config(folder, optimizer={"type": "AdamW", "lr": 2e-2 if odd else 1e-2})),
         (Net(torch.bfloat16 if odd else dtype), config(folder)),
-        (Net(dtype), config(folder, zero_optimization={"stage": 2})),
+        (Net(dtype), config(folder, zero_optimization={"stage": 2 if odd else 3})),
     ]
     for model, options in made:
         try:
@@ -110,8 +109,58 @@ def differ(folder: str) -> None:
     print(len(train(engine, dtype, 1)))
 
 
+def look(folder: str) -> dict:
+    """What can be seen of weights, states and norms from outside, after some steps; by name."""
+    torch.manual_seed(0)
+    model = Net(torch.bfloat16)
+    engine, *_ = overspill.initialize(model, config(folder))
+    train(engine, torch.bfloat16, 1)
+    seen = {"norm": 0.0}
+    for name, parameter in model.named_parameters():
+        exact = torch.float32 if parameter.requires_grad else None
+        seen[f"{name} exact"] = engine.weight(parameter, exact)
+        seen[f"{name} states"] = [*engine.optimizer_state(parameter).values()]
+    seen |= {f"{name} saved": tensor for name, tensor in engine.state_dict().items()}
+    x, y = (rows.chunk(engine.world_size)[engine.rank] for rows in next(batches(torch.bfloat16)))
+    engine.backward(engine(x, y))
+    seen["norm"] = nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    try:
+        seen["grad"] = str(engine.grad(model.norm.weight).dtype)
+    except overspill.RankError as error:
+        seen["grad"] = str(error)
+    engine.step()
+    seen["clip"] = engine.last_step.clip
+    with engine.gathered(model.norm.weight), torch.no_grad():
+        model.norm.weight.zero_()
+    with engine.gathered(model.norm.weight):
+        seen["written"] = model.norm.weight.clone()
+    engine.close()
+    return {name: plain(value) for name, value in seen.items()}
+
+
+def plain(value):
+    if isinstance(value, list):
+        return [number for tensor in value for number in plain(tensor)]
+    return value.detach().float().flatten().tolist() if isinstance(value, torch.Tensor) else value
+
+
+def bug(folder: str) -> None:
+    """Rank 1 has a mistake in its script, in the third step."""
+    engine, *_ = overspill.initialize(Net(torch.float32), config(folder))
+    for step, (x, y) in enumerate(batches(torch.float32)):
+        if RANK == 1 and step == 2:
+            raise ValueError("a mistake")
+        engine.backward(engine(x, y))
+        engine.step()
+    engine.synchronize()
+
+
+def printed(job):
+    return lambda *arguments: print(json.dumps(job(*arguments)))
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    {"learn": lambda *a: print(json.dumps(learn(*a))), "two_of_three": two_of_three, "differ": differ}[
-        sys.argv[1]
-    ](*sys.argv[2:])
+    jobs = {"learn": printed(learn), "look": printed(look)}
+    jobs |= {"two_of_three": two_of_three, "differ": differ, "bug": bug}
+    jobs[sys.argv[1]](*sys.argv[2:])

@@ -1,6 +1,7 @@
 """overspill.initialize over several ranks (gloo): losses and weights of one process with the same global batch."""
 
 import json
+import time
 
 import launch
 import pytest
@@ -58,8 +59,44 @@ def test_what_has_to_be_alike(tmp_path):
     assert clipping.startswith("overspill: gradient_clipping is 1.0 on rank 1 and 0.5 on rank 0")
     assert '"lr": 0.02' in rate and "on rank 1" in rate and "on rank 0" in rate
     assert "layers.0.weight" in dtype and "bfloat16" in dtype and "on rank 1" in dtype
-    assert stage.startswith("config: zero_optimization.stage = 2: 2 ranks partition")
+    assert 'zero_optimization is {"stage": 2} on rank 1' in stage
     assert steps == "6"
+
+
+def test_looking_from_outside(tmp_path):
+    first, second = (json.loads(process.out) for process in launch.run(2, "ranks_job.py", "look", tmp_path))
+    assert first == second
+    alone = ranks_job.look(str(tmp_path))
+    assert "no rank has a whole one" in first.pop("grad")
+    assert alone.pop("grad") == "torch.float32"
+    assert first.keys() == alone.keys()
+    for name, value in alone.items():
+        if name.endswith("states"):
+            assert sum(value) == 0 or sum(first[name]) == pytest.approx(sum(value), rel=0.02)
+        else:
+            assert first[name] == pytest.approx(value, rel=0.02, abs=0.02), name
+    assert set(first["written"]) == {0.0}
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_stages_are_one_to_the_bit(tmp_path, stage, stage_3):
+    ended = launch.run(2, "ranks_job.py", "learn", tmp_path, "half", "bf16", 2, stage)
+    assert [json.loads(process.out) for process in ended] == stage_3
+
+
+@pytest.fixture(scope="module")
+def stage_3(tmp_path_factory):
+    return learn(2, tmp_path_factory.mktemp("stage3"), "half", "bf16", 2)
+
+
+def test_a_mistake_in_one_script_ends_all(tmp_path):
+    began = time.monotonic()
+    ended = launch.finish(launch.start(3, "ranks_job.py", "bug", tmp_path))
+    assert "ValueError: a mistake" in ended[1].err
+    for rank in (0, 2):
+        assert ended[rank].code == 1
+        assert "rank 1 failed: ValueError: a mistake" in ended[rank].err, ended[rank].err
+    assert time.monotonic() - began < 60
 
 
 class Ranks:
