@@ -1,4 +1,8 @@
-"""Fine-tune a Hugging Face model in a script of your own.   python examples/finetune.py MODEL_DIR TEXT_FILE NVME_DIR"""
+"""Fine-tune a Hugging Face model in a script of your own, in one process or in several:
+
+python examples/finetune.py MODEL_DIR TEXT_FILE NVME_DIR
+torchrun --nproc_per_node=2 examples/finetune.py MODEL_DIR TEXT_FILE NVME_DIR
+"""
 
 import sys
 from pathlib import Path
@@ -24,5 +28,10 @@ for step, batch in enumerate(loader):
     loss = engine(input_ids=batch, labels=batch).loss
     engine.backward(loss)
     engine.step()
-    print(f"step {step}  loss {loss.item():.4f}", flush=True)
-engine.save_checkpoint("finetuned")
+    mean = loss.detach() / engine.world_size
+    if engine.world_size > 1:
+        torch.distributed.all_reduce(mean)
+    if engine.rank == 0:
+        print(f"step {step}  loss {mean.item():.5f}", flush=True)
+if engine.world_size == 1:  # checkpoints of several ranks come later
+    engine.save_checkpoint("finetuned")

@@ -1,6 +1,7 @@
 """Ranks in processes of their own: `python` with the variables that torchrun sets, or torchrun itself."""
 
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -79,3 +80,29 @@ def torchrun(world: int, script, *arguments) -> subprocess.Popen:
         stderr=subprocess.PIPE,
         text=True,
     )
+
+
+def ranks_of(agent: subprocess.Popen, world: int) -> dict[int, int]:
+    """Process ids by rank, once each of them has printed that it "calls"."""
+    calling: set[int] = set()
+    while len(calling) < world:
+        line = agent.stdout.readline()
+        assert line or agent.poll() is None, agent.communicate()
+        calling |= {int(rank) for rank in re.findall(r"rank (\d+) calls", line)}
+    ids = {}
+    for entry in os.listdir("/proc"):
+        if entry.isdigit() and _parent(entry) == agent.pid:
+            with open(f"/proc/{entry}/environ", "rb") as file:  # noqa: PTH123
+                variables = dict(v.split(b"=", 1) for v in file.read().split(b"\0") if b"=" in v)
+            if b"RANK" in variables:
+                ids[int(variables[b"RANK"])] = int(entry)
+    assert len(ids) == world
+    return ids
+
+
+def _parent(process: str) -> int:
+    try:
+        with open(f"/proc/{process}/stat") as file:  # noqa: PTH123
+            return int(file.read().rpartition(")")[2].split()[1])
+    except OSError:
+        return -1

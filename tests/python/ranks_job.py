@@ -144,6 +144,17 @@ def plain(value):
     return value.detach().float().flatten().tolist() if isinstance(value, torch.Tensor) else value
 
 
+def endless(folder: str) -> None:
+    """Trains until a rank is lost."""
+    options = config(folder, "nvme")
+    options["engine"]["rank_timeout_seconds"] = 20
+    engine, *_ = overspill.initialize(Net(torch.float32), options)
+    while True:
+        train(engine, torch.float32, 1)
+        if engine.global_steps == STEPS:
+            print(f"rank {RANK} calls", flush=True)
+
+
 def bug(folder: str) -> None:
     """Rank 1 has a mistake in its script, in the third step."""
     engine, *_ = overspill.initialize(Net(torch.float32), config(folder))
@@ -162,5 +173,5 @@ def printed(job):
 if __name__ == "__main__":
     torch.set_num_threads(1)
     jobs = {"learn": printed(learn), "look": printed(look)}
-    jobs |= {"two_of_three": two_of_three, "differ": differ, "bug": bug}
+    jobs |= {"two_of_three": two_of_three, "differ": differ, "bug": bug, "endless": endless}
     jobs[sys.argv[1]](*sys.argv[2:])

@@ -1,6 +1,9 @@
 """overspill.initialize over several ranks (gloo): losses and weights of one process with the same global batch."""
 
 import json
+import os
+import random
+import signal
 import time
 
 import launch
@@ -9,6 +12,7 @@ import ranks_job
 import torch
 
 from overspill import ranks
+from overspill.cli import main
 
 TOLERANCE = {"fp32": 1e-5, "bf16": 1e-3}  # relative, of a loss
 
@@ -99,6 +103,19 @@ def test_a_mistake_in_one_script_ends_all(tmp_path):
     assert time.monotonic() - began < 60
 
 
+@pytest.mark.parametrize("seed", [0, *(pytest.param(s, marks=pytest.mark.long) for s in range(1, 20))])
+def test_a_rank_killed_while_training_is_named(tmp_path, seed):
+    rng = random.Random(seed)
+    agent = launch.torchrun(3, launch.HERE / "ranks_job.py", "endless", tmp_path)
+    ids, victim = launch.ranks_of(agent, 3), rng.randrange(3)
+    time.sleep(rng.uniform(0, 0.2))
+    os.kill(ids[victim], signal.SIGKILL)
+    (ended,) = launch.finish([agent])
+    for survivor in set(range(3)) - {victim}:
+        error = [line for line in ended.err.splitlines() if f"[rank{survivor}]: overspill" in line]
+        assert error and f"rank {victim} is gone" in error[0], f"victim {victim}\n{ended.err}"
+
+
 class Ranks:
     """What sampler() looks at."""
 
@@ -117,3 +134,9 @@ def test_each_rank_gets_its_part_of_every_epoch():
     again.set_epoch(1)
     assert list(again) == epochs[1][0], "set_epoch goes back to it"
     assert list(ranks.sampler(data, Ranks(0, 2), seed=5)) != epochs[0][0]
+
+
+def test_the_train_command_says_that_it_is_one_rank(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert main(["train", "--out", str(tmp_path / "run")]) != 0
+    assert "train is one rank" in capsys.readouterr().err

@@ -48,7 +48,7 @@ def kill_one(world: int, call: str, rng: random.Random, through_torchrun: bool) 
     victim = rng.randrange(world)
     if through_torchrun:
         agent = launch.torchrun(world, launch.HERE / "transport_job.py", *arguments)
-        ranks = _children(agent, world)
+        ranks = launch.ranks_of(agent, world)
     else:
         agent, ranks = None, launch.start(world, "transport_job.py", *arguments)
         for process in ranks:
@@ -64,32 +64,6 @@ def kill_one(world: int, call: str, rng: random.Random, through_torchrun: bool) 
         assert int(found[2]) == victim, f"victim {victim}:\n{text}"
         assert found[1] in (call, "all_gather")  # of which the sum is made
     assert time.monotonic() - began < 2 * PATIENCE_SECONDS
-
-
-def _children(agent, world: int) -> dict[int, int]:
-    """Process ids by rank, once all of them are making calls."""
-    calling: set[int] = set()
-    while len(calling) < world:
-        line = agent.stdout.readline()
-        assert line or agent.poll() is None, agent.communicate()
-        calling |= {int(rank) for rank in re.findall(r"rank (\d+) calls", line)}
-    ids = {}
-    for entry in os.listdir("/proc"):
-        if entry.isdigit() and _parent(entry) == agent.pid:
-            with open(f"/proc/{entry}/environ", "rb") as file:  # noqa: PTH123
-                variables = dict(v.split(b"=", 1) for v in file.read().split(b"\0") if b"=" in v)
-            if b"RANK" in variables:
-                ids[int(variables[b"RANK"])] = int(entry)
-    assert len(ids) == world
-    return ids
-
-
-def _parent(process: str) -> int:
-    try:
-        with open(f"/proc/{process}/stat") as file:  # noqa: PTH123
-            return int(file.read().rpartition(")")[2].split()[1])
-    except OSError:
-        return -1
 
 
 def test_a_killed_rank_is_named():

@@ -127,6 +127,11 @@ def run(args: argparse.Namespace) -> int:
 
 def train(args: argparse.Namespace, hook=None) -> tuple[int, dict[str, Any]]:
     """The command. Returns the exit code and a summary; `hook(loop)` is called after each step (tools/train_job.py)."""
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise CliError(
+            "train is one rank; for several start a script of your own with torchrun (docs/torchrun.md, "
+            "examples/finetune.py)"
+        )
     folder = RunFolder(args.out)
     folder.check(args.resume is not None)
     given = {k: str(v) if isinstance(v, Path) else v for k, v in vars(args).items()}

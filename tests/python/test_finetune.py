@@ -1,0 +1,157 @@
+"""examples/finetune.py under torchrun: the losses of one process with the same global batch; with make test-long the
+model of `make train` over two network namespaces as two hosts, bytes on the wire counted."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import launch
+import pytest
+import tiny
+import torch
+
+import overspill
+from overspill import ranks
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPT = ROOT / "examples" / "finetune.py"
+ROWS, LENGTH, BATCH = 40, 256, 4  # BATCH of one rank, as in the script
+STEPS = ROWS // (2 * BATCH)
+
+
+def write_text(model: Path, path: Path) -> torch.Tensor:
+    """Text of ROWS sequences for the script; their tokens."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    text = "".join(
+        p.read_text() for p in sorted(tiny.make_texts(path.parent / "texts", words=6000).iterdir())
+    )
+    rows = tokenizer(text, return_tensors="pt").input_ids[0][: ROWS * LENGTH]
+    assert len(rows) == ROWS * LENGTH
+    path.write_text(tokenizer.decode(rows))
+    tokens = tokenizer(path.read_text(), return_tensors="pt").input_ids[0]
+    return tokens[: len(tokens) // LENGTH * LENGTH].view(-1, LENGTH)
+
+
+def one_process(model: Path, data: torch.Tensor, nvme: Path) -> list[float]:
+    """Losses with the batches of two ranks side by side."""
+    from transformers import AutoModelForCausalLM
+
+    config = {
+        "budget": {"host": "600MiB", "nvme": [str(nvme)]},
+        "optimizer": {"type": "AdamW", "lr": 5e-5},
+        "gradient_clipping": 1.0,
+    }
+    plain = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16)
+    engine, *_ = overspill.initialize(plain, config)
+    parts = [list(ranks.sampler(data, SimpleNamespace(rank=rank, world=2), seed=0)) for rank in range(2)]
+    losses = []
+    for begin in range(0, len(parts[0]), BATCH):
+        loss = 0.0
+        for part in parts:
+            batch = data[part[begin : begin + BATCH]]
+            found = engine(input_ids=batch, labels=batch).loss / 2
+            engine.backward(found)
+            loss += found.item()
+        engine.step()
+        losses.append(loss)
+    engine.close()
+    return losses
+
+
+def losses_of(printed: str) -> list[float]:
+    return [float(loss) for loss in re.findall(r"^step \d+  loss ([\d.]+)$", printed, re.MULTILINE)]
+
+
+def test_two_ranks_learn_as_one_process(tmp_path):
+    model = tiny.make_model(tmp_path / "model", tiny.make_texts(tmp_path / "words"), dropout=0.0)
+    data = write_text(model, tmp_path / "text.txt")
+    (ended,) = launch.finish([launch.torchrun(2, SCRIPT, model, tmp_path / "text.txt", tmp_path)])
+    assert ended.code == 0, ended.err
+    expected = one_process(model, data, tmp_path)
+    assert len(expected) == STEPS and expected[-1] < expected[0]
+    assert losses_of(ended.out) == pytest.approx(expected, rel=1e-3)
+
+
+HOSTS = ("overspill-a", "overspill-b")  # network namespaces, joined by a pair of virtual interfaces
+
+
+@pytest.fixture
+def two_hosts():
+    if os.geteuid() != 0:
+        pytest.skip("network namespaces need root")
+    if subprocess.run(["ip", "netns", "add", HOSTS[0]], capture_output=True, check=False).returncode:
+        pytest.skip("ip netns add is refused here")
+    try:
+        for command in (
+            f"netns add {HOSTS[1]}",
+            f"link add wire0 netns {HOSTS[0]} type veth peer name wire1 netns {HOSTS[1]}",
+            *(f"-n {host} addr add 10.77.0.{i + 1}/24 dev wire{i}" for i, host in enumerate(HOSTS)),
+            *(f"-n {host} link set {name} up" for i, host in enumerate(HOSTS) for name in (f"wire{i}", "lo")),
+        ):
+            subprocess.run(["ip", *command.split()], check=True)
+        yield
+    finally:
+        for host in HOSTS:
+            subprocess.run(["ip", "netns", "del", host], check=False, capture_output=True)
+
+
+def sent_bytes(host: int) -> int:
+    path = f"/sys/class/net/wire{host}/statistics/tx_bytes"
+    return int(subprocess.check_output(["ip", "netns", "exec", HOSTS[host], "cat", path]))
+
+
+@pytest.mark.long
+def test_two_hosts(tmp_path, two_hosts, capsys):
+    sys.path.insert(0, str(ROOT / "tools"))
+    import smollm2
+
+    if not (smollm2.MODEL_DIR / "config.json").exists():
+        pytest.skip(f"{smollm2.MODEL_DIR} is not there: make train makes it")
+    model = smollm2.MODEL_DIR
+    data = write_text(model, tmp_path / "text.txt")
+    ranks_started = []
+    for host, name in enumerate(HOSTS):
+        (tmp_path / name).mkdir()
+        command = ["ip", "netns", "exec", name, sys.executable, "-m", "torch.distributed.run", "--nnodes=2"]
+        command += [
+            "--nproc_per_node=1",
+            f"--node_rank={host}",
+            "--master_addr=10.77.0.1",
+            "--master_port=29511",
+        ]
+        ranks_started.append(
+            subprocess.Popen(
+                [*command, str(SCRIPT), str(model), str(tmp_path / "text.txt"), str(tmp_path / name)],
+                env=launch.environment(GLOO_SOCKET_IFNAME=f"wire{host}"),
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+        )
+    ended = launch.finish(ranks_started, timeout=1200)
+    for host in ended:
+        assert host.code == 0, host.err
+    sent = [sent_bytes(host) for host in range(2)]
+    expected = one_process(model, data, tmp_path)
+    assert losses_of(ended[0].out) == pytest.approx(expected, rel=1e-3)
+
+    # A step sends each rank's half of the gradients once, and its half of the weights at most twice; 2 bytes each.
+    half = parameters_of(model) * 2 // 2
+    begin = 2 * half  # rank 0's weights, once
+    with capsys.disabled():
+        print(
+            f"\nsent {sent[0]:,} and {sent[1]:,} bytes in {len(expected)} steps; {3 * half:,} a step at most"
+        )
+    assert 2 * half * len(expected) <= sent[1] <= 1.05 * (3 * half * len(expected)) + half
+    assert sent[0] - sent[1] == pytest.approx(begin, rel=0.05)
+
+
+def parameters_of(model: Path) -> int:
+    from overspill.pretrained import empty_causal_lm
+
+    return sum(p.numel() for p in empty_causal_lm(model).parameters())
