@@ -7,6 +7,7 @@ export VENV JOBS
 
 .DEFAULT_GOAL := help
 .PHONY: help setup setup-test build train test test-cpp test-python test-long fuzz bench-adam bench-formats bench-gradient bench-io bench-ranks bench-step readme lint format sanitize neon wheel clean
+.PHONY: help setup setup-test build train test test-cpp test-python test-long fuzz bench-adam bench-formats bench-gradient bench-io bench-ranks-deepspeed bench-step readme lint format sanitize neon wheel clean
 
 help:  ## This list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -48,6 +49,10 @@ bench-adam: build  ## The update beside torch's, DeepSpeed's and the memory's li
 bench-io: build  ## The store beside fio and DeepSpeed, in turn on one file system; 6 minutes
 	@tools/peers
 	@tools/keep_result io $(PYTHON_VENV) tools/bench_io.py $(BENCH_IO_ARGS)
+
+bench-ranks-deepspeed: build  ## Two ranks over gloo beside DeepSpeed ZeRO-3: step time, bytes a rank; 4 minutes
+	@tools/peers
+	@tools/keep_result ranks-deepspeed $(PYTHON_VENV) tools/bench_ranks_deepspeed.py $(BENCH_RANKS_DEEPSPEED_ARGS)
 
 bench-step: build  ## A training step beside DeepSpeed and its own floor: 160 M and 690 M, RAM and NVMe; 15 minutes
 	@tools/peers
