@@ -33,5 +33,4 @@ for step, batch in enumerate(loader):
         torch.distributed.all_reduce(mean)
     if engine.rank == 0:
         print(f"step {step}  loss {mean.item():.5f}", flush=True)
-if engine.world_size == 1:  # checkpoints of several ranks come later
-    engine.save_checkpoint("finetuned")
+engine.save_checkpoint("finetuned")

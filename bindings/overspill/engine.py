@@ -132,7 +132,7 @@ class Engine:
                 "overspill.initialize"
             )
         source = _source(model, checkpoint)
-        self.module, self.config = model, config
+        self.module, self.config, self._group = model, config, group
         self.rank, self.world_size = (group.rank, group.world) if group else (0, 1)
         groups = (
             take_over(optimizer)
@@ -359,7 +359,7 @@ class Engine:
 
     def save_checkpoint(self, folder: Any, client_state: dict | None = None) -> None:
         """Weights, moments, buffers, hyper-parameters, scheduler, counters, random states and `client_state`
-        (plain values)."""
+        (plain values). All ranks call it, with a folder that all of them see; but for random states rank 0's count."""
         scheduler = (
             None
             if self.lr_scheduler is None
@@ -374,11 +374,13 @@ class Engine:
             "micro_steps": self.micro_steps,
             "random": state.random_states(),
         }
+        if self._group is not None:
+            extra["random_of_ranks"] = self._group.gathered(extra["random"])
         self._core.save(str(folder), state.dumps(extra))
 
     def load_checkpoint(self, folder: Any) -> dict:
         """Restores everything that `save_checkpoint` took and returns its client_state. Raises before
-        anything is changed."""
+        anything is changed. All ranks call it; random states come back where there are as many ranks as then."""
         extra = json.loads(_core.manifest(str(folder))["extra_json"])
         self._check_extra(extra)
         self._core.load(str(folder))
@@ -388,7 +390,9 @@ class Engine:
         if self.lr_scheduler is not None:
             self.lr_scheduler.load_state_dict(state.decode(extra["lr_scheduler"]))
         self.global_steps, self.micro_steps = extra["global_steps"], extra["micro_steps"]
-        state.restore_random_states(extra["random"])
+        random = extra.get("random_of_ranks", [extra["random"]])
+        if len(random) == self.world_size:
+            state.restore_random_states(random[self.rank])
         return state.decode(extra["client_state"])
 
     def _check_extra(self, extra: dict) -> None:

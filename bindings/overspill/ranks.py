@@ -124,21 +124,23 @@ class Group:
 
     # ---- before there is an engine
 
+    def gathered(self, value: Any) -> list[Any]:
+        """Every rank's plain value, by rank."""
+        values: list[Any] = [None] * self.world
+        dist.all_gather_object(values, value, group=self.torch_group)
+        return values
+
     def check_alike(self, what: dict[str, Any]) -> None:
         """Raises RankError, on every rank, where a value differs from rank 0's."""
         mine = {name: json.dumps(value, default=str) for name, value in what.items()}
         digest = hashlib.blake2b(json.dumps(mine).encode()).hexdigest()
-        digests: list[Any] = [None] * self.world
-        dist.all_gather_object(digests, digest, group=self.torch_group)
-        if len(set(digests)) == 1:
+        if len(set(self.gathered(digest))) == 1:
             return
         first = [mine]
         dist.broadcast_object_list(first, group=self.torch_group, group_src=0)
         names = [n for n in {**first[0], **mine} if first[0].get(n) != mine.get(n)]
-        found: list[Any] = [None] * self.world
         told = (names[0], mine.get(names[0]), first[0].get(names[0])) if names else None
-        dist.all_gather_object(found, told, group=self.torch_group)
-        rank, (name, theirs, zeros) = next((r, told) for r, told in enumerate(found) if told)
+        rank, (name, theirs, zeros) = next((r, told) for r, told in enumerate(self.gathered(told)) if told)
         raise RankError(
             f"overspill: {name} is {_short(theirs)} on rank {rank} and {_short(zeros)} on rank 0; ranks of one engine "
             "need the same model and configuration"

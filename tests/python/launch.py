@@ -71,10 +71,11 @@ def run(world: int, script: str, *arguments, timeout: float = 120.0) -> list[End
     return ended
 
 
-def torchrun(world: int, script, *arguments) -> subprocess.Popen:
+def torchrun(world: int, script, *arguments, folder=None) -> subprocess.Popen:
     command = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={world}", "--standalone"]
     return subprocess.Popen(
         [*command, str(script), *map(str, arguments)],
+        cwd=folder,
         env=environment(),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

@@ -76,8 +76,11 @@ def learn(folder: str, placement="half", precision="fp32", accumulation="1", sta
     with engine.gathered(list(model.parameters())):
         weights = {name: p.detach().float().flatten().tolist() for name, p in model.named_parameters()}
     norm = [engine.last_step.norm, engine.last_step.clip]
+    plan = engine._core.plan.as_dict()
+    states_bytes = plan["states_host_bytes"] + plan["states_nvme_bytes"]
     engine.close()
-    return {"losses": losses, "norm": norm, "weights": weights, "scale": model.scale.item()}
+    found = {"losses": losses, "norm": norm, "weights": weights, "scale": model.scale.item()}
+    return found | {"states_bytes": states_bytes}
 
 
 def two_of_three(folder: str) -> None:
@@ -155,6 +158,34 @@ def endless(folder: str) -> None:
             print(f"rank {RANK} calls", flush=True)
 
 
+def resume(folder: str) -> dict:
+    """Trains, saves, trains on, goes back to what was saved, and does it again."""
+    torch.manual_seed(10 + RANK)
+    model = Net(torch.bfloat16)
+    engine, *_ = overspill.initialize(model, config(folder, "half"))
+    train(engine, torch.bfloat16, 1)
+    engine.save_checkpoint(f"{folder}/saved", {"world": engine.world_size})
+    twice = []
+    for _ in range(2):
+        drawn = torch.rand(1).item()
+        weights = {name: tensor.float().flatten().tolist() for name, tensor in engine.state_dict().items()}
+        twice.append({"drawn": drawn, "weights": weights, "losses": train(engine, torch.bfloat16, 1)})
+        state = engine.load_checkpoint(f"{folder}/saved")
+    engine.close()
+    return {"twice": twice, "state": state}
+
+
+def opened(folder: str) -> dict:
+    """What a checkpoint of other ranks holds."""
+    model = Net(torch.bfloat16)
+    engine, *_ = overspill.initialize(model, config(folder, "nvme", zero_optimization={"stage": 1}))
+    engine.load_checkpoint(f"{folder}/saved")
+    weights = {name: tensor.float().flatten().tolist() for name, tensor in engine.state_dict().items()}
+    losses = train(engine, torch.bfloat16, 1)
+    engine.close()
+    return {"weights": weights, "losses": losses}
+
+
 def bug(folder: str) -> None:
     """Rank 1 has a mistake in its script, in the third step."""
     engine, *_ = overspill.initialize(Net(torch.float32), config(folder))
@@ -172,6 +203,11 @@ def printed(job):
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    jobs = {"learn": printed(learn), "look": printed(look)}
+    jobs = {
+        "learn": printed(learn),
+        "look": printed(look),
+        "resume": printed(resume),
+        "opened": printed(opened),
+    }
     jobs |= {"two_of_three": two_of_three, "differ": differ, "bug": bug, "endless": endless}
     jobs[sys.argv[1]](*sys.argv[2:])

@@ -70,11 +70,14 @@ def losses_of(printed: str) -> list[float]:
 def test_two_ranks_learn_as_one_process(tmp_path):
     model = tiny.make_model(tmp_path / "model", tiny.make_texts(tmp_path / "words"), dropout=0.0)
     data = write_text(model, tmp_path / "text.txt")
-    (ended,) = launch.finish([launch.torchrun(2, SCRIPT, model, tmp_path / "text.txt", tmp_path)])
+    (ended,) = launch.finish(
+        [launch.torchrun(2, SCRIPT, model, tmp_path / "text.txt", tmp_path, folder=tmp_path)]
+    )
     assert ended.code == 0, ended.err
     expected = one_process(model, data, tmp_path)
     assert len(expected) == STEPS and expected[-1] < expected[0]
     assert losses_of(ended.out) == pytest.approx(expected, rel=1e-3)
+    assert (tmp_path / "finetuned" / "manifest.json").exists()
 
 
 HOSTS = ("overspill-a", "overspill-b")  # network namespaces, joined by a pair of virtual interfaces
@@ -127,6 +130,7 @@ def test_two_hosts(tmp_path, two_hosts, capsys):
         ranks_started.append(
             subprocess.Popen(
                 [*command, str(SCRIPT), str(model), str(tmp_path / "text.txt"), str(tmp_path / name)],
+                cwd=tmp_path,
                 env=launch.environment(GLOO_SOCKET_IFNAME=f"wire{host}"),
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,

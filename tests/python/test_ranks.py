@@ -47,7 +47,9 @@ def test_as_one_process_with_the_same_batch(tmp_path, world, precision, placemen
 
 
 def test_placement_changes_no_bit(tmp_path):
-    assert learn(2, tmp_path, "nvme", "bf16") == learn(2, tmp_path, "host", "bf16")
+    nvme, host = (learn(2, tmp_path, placement, "bf16") for placement in ("nvme", "host"))
+    for one, other in zip(nvme, host, strict=True):
+        assert {**one, "states_bytes": None} == {**other, "states_bytes": None}
 
 
 def test_a_group_of_the_users(tmp_path):
@@ -85,12 +87,33 @@ def test_looking_from_outside(tmp_path):
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_stages_are_one_to_the_bit(tmp_path, stage, stage_3):
     ended = launch.run(2, "ranks_job.py", "learn", tmp_path, "half", "bf16", 2, stage)
-    assert [json.loads(process.out) for process in ended] == stage_3
+    said = [json.loads(process.out) for process in ended]
+    held = [rank.pop("states_bytes") / other.pop("states_bytes") for rank, other in zip(said, stage_3)]
+    assert said == stage_3
+    assert held == pytest.approx([2.0 if stage == 0 else 1.0] * 2, rel=0.1), "whole at stage 0, else divided"
 
 
 @pytest.fixture(scope="module")
-def stage_3(tmp_path_factory):
+def learnt(tmp_path_factory):
     return learn(2, tmp_path_factory.mktemp("stage3"), "half", "bf16", 2)
+
+
+@pytest.fixture
+def stage_3(learnt):
+    return [dict(rank) for rank in learnt]
+
+
+def test_checkpoints(tmp_path):
+    said = [json.loads(process.out) for process in launch.run(2, "ranks_job.py", "resume", tmp_path)]
+    for rank in said:
+        assert rank["twice"][0] == rank["twice"][1], "going back changes no bit"
+        assert rank["state"] == {"world": 2}
+    first, second = (rank["twice"][0] for rank in said)
+    assert first["drawn"] != second["drawn"], "each rank has its own random state"
+    alone = ranks_job.opened(str(tmp_path))
+    assert alone["weights"] == first["weights"] == second["weights"]
+    both = [(a + b) / 2 for a, b in zip(first["losses"], second["losses"], strict=True)]
+    assert alone["losses"] == pytest.approx(both, rel=1e-3)
 
 
 def test_a_mistake_in_one_script_ends_all(tmp_path):
