@@ -209,6 +209,7 @@ void register_specs(py::module_& m) {
           [](PythonConfig& self, const std::string& name) { self.placement = placement_from(name); })
       .def_readwrite("poison", &PythonConfig::poison)
       .def_readwrite("checkpoints_kept", &PythonConfig::checkpoints_kept)
+      .def_readwrite("train_after_save", &PythonConfig::train_after_save)
       .def_readwrite("device", &PythonConfig::device)
       .def_readwrite("io_backend", &PythonConfig::io_backend)
       .def_readwrite("seed", &PythonConfig::seed)

@@ -33,6 +33,9 @@ struct Config {
   Placement placement = Placement::automatic;
   bool poison = false;           // fill freed memory with NaN, so that stale use is loud
   int64_t checkpoints_kept = 1;  // room kept for them on NVMe
+  // false: a checkpoint is taken when training is over. NVMe then has room for one copy of the states, and
+  // step() and load() refuse as long as a checkpoint of this run holds it.
+  bool train_after_save = true;
   uint64_t rounding_seed = 0;    // of stochastic rounding (formats compact and 8bit); part of the result
 };
 

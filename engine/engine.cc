@@ -419,6 +419,7 @@ void Engine::save(const std::filesystem::path& folder, std::string_view extra_js
 
 std::string Engine::load(const std::filesystem::path& folder) {
   Machine& m = machine();
+  m.keeper.require_room_to_change();
   const Manifest manifest = m.verify(folder);
   std::unique_lock lock(m.context.mutex);
   const Rounds::Change changing(m.rounds, lock);

@@ -12,6 +12,7 @@ namespace overspill::engine {
 
 StepResult Machine::step(std::span<const optim::Hyper> groups) {
   check_groups(groups);
+  keeper.require_room_to_change();
 
   finish_updates();
   // Beyond this point every weight is that of the last step.

@@ -154,6 +154,20 @@ void CheckpointKeeper::forget_deleted() {
   });
 }
 
+void CheckpointKeeper::require_room_to_change() {
+  if (context_.config.train_after_save) return;
+  forget_deleted();
+  const bool holds =
+      std::any_of(kept_.begin(), kept_.end(), [](const Kept& kept) { return !kept.extents.empty(); });
+  if (!holds) return;
+  const std::lock_guard guard(context_.mutex);
+  throw CheckpointError(
+      fmt::format("the states' only room on NVMe is held by the checkpoint {}: with train_after_save = false "
+                  "nothing changes after a save. Delete the checkpoint to go on, or set train_after_save, "
+                  "which reserves {} bytes more",
+                  context_.last_checkpoint, context_.plan.kept_nvme_bytes()));
+}
+
 std::vector<io::Extent> CheckpointKeeper::pin_all() {
   std::vector<io::Extent> extents;
   for (const ChunkState& chunk : context_.chunks) {
@@ -180,10 +194,10 @@ void CheckpointKeeper::prepare(const fs::path& folder) const {
 Manifest CheckpointKeeper::write_part(const fs::path& folder) {
   forget_deleted();
   if (context_.resources.store != nullptr) {
-    context_.store().reserve(
-        context_.plan.nvme_reserve_bytes +
-        std::max<int64_t>(0, static_cast<int64_t>(kept_.size()) - context_.config.checkpoints_kept) *
-            context_.plan.kept_nvme_bytes());
+    const auto kept = static_cast<int64_t>(kept_.size());
+    const int64_t beyond = context_.config.train_after_save ? kept - context_.config.checkpoints_kept : 0;
+    context_.store().reserve(context_.plan.nvme_reserve_bytes +
+                             std::max<int64_t>(0, beyond) * context_.plan.kept_nvme_bytes());
     pinned_ = pin_all();
   }
   const fs::path partial = partial_name(folder);

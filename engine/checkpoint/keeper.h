@@ -40,6 +40,10 @@ class CheckpointKeeper {
   void remove(const std::filesystem::path& folder) const noexcept;
   void give_up() noexcept;
 
+  /// Throws CheckpointError where new versions of the states have no room beside a checkpoint of this run
+  /// (Config::train_after_save).
+  void require_room_to_change();
+
   /// The manifest fits this model, and every byte that this rank would take fits its checksum. Throws
   /// CheckpointError naming what does not.
   Manifest verify(const std::filesystem::path& folder) const;

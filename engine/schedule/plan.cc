@@ -226,8 +226,9 @@ class Planner {
         p.serve_bytes = std::max(p.serve_bytes, layout_.units[u].shard_bytes());
     }
     size_up_gather(slots > kRingSlotsLeast);
+    const int64_t checkpoints = config_.train_after_save ? config_.checkpoints_kept + 1 : 0;
     p.nvme_reserve_bytes =
-        p.kept_nvme_bytes() * (2 + config_.checkpoints_kept + (config_.speculate ? 1 : 0)) +
+        p.kept_nvme_bytes() * (1 + checkpoints + (config_.speculate ? 1 : 0)) +
         2 * p.ring_slots * p.ring_slot_bytes + p.gradients_nvme_bytes +
         p.staging_buffers * p.staging_buffer_bytes;
   }
@@ -402,8 +403,8 @@ std::string Plan::text() const {
     out += fmt::format("  {:<34} {:>14}\n", "gather arena on the device", mib(gather_device_bytes));
   if (nvme_bytes() > 0) {
     out += fmt::format(
-        "  NVMe: {} reserved (states, {} for checkpoints and one being taken); a step reads {} and writes "
-        "{}\n",
+        "  NVMe: {} reserved ({} for checkpoints, one being taken, and what is on its way); a step reads {} "
+        "and writes {}\n",
         mib(nvme_reserve_bytes), mib(nvme_reserve_bytes - nvme_bytes()), mib(nvme_read_bytes_per_step),
         mib(nvme_written_bytes_per_step));
   }

@@ -7,6 +7,7 @@
 #include <cmath>
 #include <filesystem>
 #include <fstream>
+#include <functional>
 
 #include "engine/checkpoint/manifest.h"
 #include "engine/resources.h"
@@ -17,6 +18,7 @@ namespace overspill::testing {
 namespace {
 
 namespace fs = std::filesystem;
+using engine::CheckpointError;
 using engine::Config;
 using engine::Engine;
 using engine::Placement;
@@ -31,7 +33,8 @@ class Checkpoint : public ::testing::TestWithParam<std::tuple<Placement, const c
   void TearDown() override { fs::remove_all(folder_); }
 
   std::unique_ptr<Engine> make(Placement placement, const std::string& backend,
-                               const std::string& job = "a") {
+                               const std::string& job = "a",
+                               const std::function<void(Config&)>& change = [](Config&) {}) {
     Config config;
     config.host_budget_bytes = 64 << 20;
     config.nvme = {folder_};
@@ -41,6 +44,7 @@ class Checkpoint : public ::testing::TestWithParam<std::tuple<Placement, const c
     config.chunk_elements = 4096;
     config.placement = placement;
     config.poison = true;
+    change(config);
     return std::make_unique<Engine>(toy_units(), config,
                                     make_resources(toy_units(), config, {"host", backend, 3}));
   }
@@ -104,6 +108,37 @@ TEST_F(Checkpoints, GiveTheirSpaceBackWhenDeleted) {
     if (step == 2) reserved = engine->stats().store.reserved_bytes;
     fs::remove_all(folder_ / "last");
   }
+  EXPECT_EQ(engine->stats().store.reserved_bytes, reserved);
+}
+
+TEST_F(Checkpoints, OnOneCopysRoomTrainingEndsWithTheSave) {
+  auto roomy = make(Placement::nvme, "auto", "roomy");
+  auto engine = make(Placement::nvme, "auto", "a", [](Config& config) { config.train_after_save = false; });
+  const engine::Plan& plan = engine->plan();
+  EXPECT_EQ(roomy->plan().nvme_reserve_bytes - plan.nvme_reserve_bytes, 2 * plan.kept_nvme_bytes());
+  const int64_t behind = 2 * plan.ring_slots * plan.ring_slot_bytes + plan.gradients_nvme_bytes +
+                         plan.staging_buffers * plan.staging_buffer_bytes;
+  EXPECT_EQ(plan.nvme_reserve_bytes, plan.kept_nvme_bytes() + behind);
+  roomy.reset();
+  toy_load(*engine);
+  for (int step = 0; step < 20; ++step) toy_step(*engine, step, 1, 0);
+  const std::vector<float> at_twenty = toy_contents(*engine);
+  engine->save(folder_ / "last", "{}");
+  const int64_t reserved = engine->stats().store.reserved_bytes;
+  try {
+    toy_step(*engine, 20, 1, 0);
+    FAIL() << "the checkpoint holds the only room there is";
+  } catch (const CheckpointError& error) {
+    EXPECT_NE(std::string(error.what()).find((folder_ / "last").string()), std::string::npos);
+  }
+  EXPECT_THROW(engine->load(folder_ / "last"), CheckpointError);
+  EXPECT_EQ(toy_contents(*engine), at_twenty) << "nothing was changed";
+  engine->save(folder_ / "again", "{}");
+  fs::remove_all(folder_ / "last");
+  EXPECT_THROW(toy_step(*engine, 20, 1, 0), CheckpointError) << "the other one holds it still";
+  fs::remove_all(folder_ / "again");
+  engine->clear_gradients();
+  for (int step = 20; step < 40; ++step) toy_step(*engine, step, 1, 0);
   EXPECT_EQ(engine->stats().store.reserved_bytes, reserved);
 }
 
