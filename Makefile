@@ -6,7 +6,7 @@ BUILD := build/release
 export VENV JOBS
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-test build train test test-cpp test-python test-long fuzz bench-adam bench-formats bench-gradient bench-io bench-ranks bench-ranks-deepspeed bench-step readme lint format sanitize neon wheel clean
+.PHONY: help setup setup-test build train test test-cpp test-python test-long fuzz bench-adam bench-formats bench-gradient bench-io bench-ranks bench-ranks-deepspeed bench-step large readme lint format sanitize neon wheel clean
 
 help:  ## This list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -59,6 +59,10 @@ bench-step: build  ## A training step beside DeepSpeed and its own floor: 160 M 
 
 bench-ranks: build  ## Stages 0 to 3 over 1 to 4 ranks: bytes held, bytes sent, losses against one process; 5 minutes
 	@tools/keep_result ranks $(PYTHON_VENV) tools/bench_ranks.py $(BENCH_RANKS_ARGS)
+
+large: build  ## A 3 B model, constructed to merged, inside 6 GiB of memory (root, cgroup v1, 49 GB of disk); about 10 minutes
+	@tools/setup --train
+	@tools/keep_result large $(PYTHON_VENV) tools/large_job.py $(LARGE_ARGS)
 
 readme:  ## The README's numbers, from the results/*.json that are there
 	@$(PYTHON_VENV) tools/readme_numbers.py $(wildcard results/*.json)
