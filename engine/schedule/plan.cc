@@ -109,16 +109,24 @@ class Planner {
     // Weights in order of use. The gather arena goes when the last one is home, so all of them together are
     // tried first.
     std::fill(plan_.weights_on_nvme.begin(), plan_.weights_on_nvme.end(), false);
-    size_up(kRingSlotsLeast);
+    int64_t slots = kRingSlotsLeast;
+    size_up(slots);
     if (!fits()) {
       std::fill(plan_.weights_on_nvme.begin(), plan_.weights_on_nvme.end(), true);
-      for (size_t u = 0; u < layout_.units.size(); ++u) bring_home(plan_.weights_on_nvme, u, kRingSlotsLeast);
+      slots = slots_beside_weights();
+      for (size_t u = 0; u < layout_.units.size(); ++u) bring_home(plan_.weights_on_nvme, u, slots);
     }
-    int64_t slots = kRingSlotsLeast;
     while (slots < kRingSlotsBest && (size_up(slots + 1), fits())) ++slots;
     bring_gradients_home(slots);
     speculate_within_budget(slots);
     bring_states_home(slots);
+  }
+
+  /// Where not all weights come home: what they give up to buffers of the best size moves a few bytes more,
+  /// and everything that is moved needs the buffers.
+  int64_t slots_beside_weights() {
+    size_up(kRingSlotsBest);
+    return plan_.host_bytes() <= config_.host_budget_bytes / 4 ? kRingSlotsBest : kRingSlotsLeast;
   }
 
   /// Second weights for as many chunks as there is room for.
@@ -227,10 +235,9 @@ class Planner {
     }
     size_up_gather(slots > kRingSlotsLeast);
     const int64_t checkpoints = config_.train_after_save ? config_.checkpoints_kept + 1 : 0;
-    p.nvme_reserve_bytes =
-        p.kept_nvme_bytes() * (1 + checkpoints + (config_.speculate ? 1 : 0)) +
-        2 * p.ring_slots * p.ring_slot_bytes + p.gradients_nvme_bytes +
-        p.staging_buffers * p.staging_buffer_bytes;
+    p.nvme_reserve_bytes = p.kept_nvme_bytes() * (1 + checkpoints + (config_.speculate ? 1 : 0)) +
+                           2 * p.ring_slots * p.ring_slot_bytes + p.gradients_nvme_bytes +
+                           p.staging_buffers * p.staging_buffer_bytes;
   }
 
   void size_up_second_weights() {

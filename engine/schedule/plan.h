@@ -2,8 +2,9 @@
 // allocated.
 //
 // The order of claims on the host budget: the ring, the staging of gradients and the gather arena at their
-// least, weights (read twice and written once a step: 3 bytes of traffic saved for each byte held), ring and
-// staging at their best size, gradients in flight (written and read once a micro-batch: 2 bytes saved for
+// least (at their best where that takes a quarter of the budget or less, and not all weights fit), weights
+// (read twice and written once a step: 3 bytes of traffic saved for each byte held), ring and staging at
+// their best size, gradients in flight (written and read once a micro-batch: 2 bytes saved for
 // each byte held; those of the first units, which backward gives last, first), second weights of guessed
 // updates (10 bytes of traffic moved under backward for each byte held), states (2 bytes saved for each byte
 // held; the first units of forward first, for nothing hides their reads).

@@ -41,7 +41,7 @@ class Speculation {
   std::byte* take_weights();
   void give_back(std::byte* weights);
 
-  /// Whether guesses may come: until they do, nothing is gained by reading ahead.
+  /// Whether guesses may come.
   bool active() const {
     return context_.config.speculate && context_.layout.slices == 1 && pause_ == 0 && !groups_.empty();
   }

@@ -54,7 +54,7 @@ Updater::Updater(Context& context, Gatherer& gatherer)
     slot.gradient.context = &slot;
   }
   if (memory_.bytes() > 0) context.store().register_memory(memory_.span());
-  for (auto* queue : {&ring_queue_, &resident_queue_, &ahead_, &guesses_})
+  for (auto* queue : {&ring_queue_, &resident_queue_, &ahead_, &guesses_, &guessed_})
     queue->reserve(context.chunks.size());
   resume();
 }
@@ -63,7 +63,7 @@ void Updater::schedule(std::span<const int32_t> chunks) {
   ring_queue_.clear();
   resident_queue_.clear();
   ahead_.clear();
-  next_staged_ = next_resident_ = next_ahead_ = 0;
+  next_staged_ = next_resident_ = 0;
   const ScheduleStats before = context_.stats;
   int64_t position = 0;
   for (int32_t chunk : chunks) {
@@ -101,8 +101,9 @@ void Updater::skip() {
 void Updater::judge(const ScheduleStats& before) {
   const int64_t taken = context_.stats.guesses_taken - before.guesses_taken;
   const int64_t dropped = context_.stats.guesses_dropped - before.guesses_dropped;
+  guessed_.swap(guesses_);
   guesses_.clear();
-  next_guess_ = 0;
+  next_guess_ = next_ahead_ = 0;
   speculation_.stepped(taken + dropped > 0, dropped == 0);
 }
 
@@ -146,7 +147,7 @@ int32_t Updater::next_to_stage() {
   }
   if (next_staged_ < ring_queue_.size()) return ring_queue_[next_staged_];
   if (const int32_t chunk = next_guess(); chunk >= 0) return chunk;
-  return speculation_.active() ? -1 : next_ahead();
+  return next_ahead();
 }
 
 int32_t Updater::next_guess() {
@@ -162,13 +163,23 @@ int32_t Updater::next_guess() {
   return -1;
 }
 
+/// By the last step: what it updated first, or, where updates are guessed, what it guessed first, so that
+/// the disk is busy under forward too.
 int32_t Updater::next_ahead() {
-  if (!ahead_allowed_ || next_ahead_ == ahead_.size()) return -1;
-  const ChunkState& state = context_.chunks[ahead_[next_ahead_]];
+  if (!ahead_allowed_) return -1;
+  const std::vector<int32_t>& order = speculation_.active() ? guessed_ : ahead_;
+  const auto is_there = [&](int32_t c) {
+    const ChunkState& state = context_.chunks[c];
+    return state.guess != Guess::none || state.residency == Residency::reading ||
+           state.residency == Residency::staged;
+  };
+  while (next_ahead_ < order.size() && is_there(order[next_ahead_])) ++next_ahead_;
+  if (next_ahead_ >= order.size()) return -1;  // beyond: guessing began, and the list is another one
+  const ChunkState& state = context_.chunks[order[next_ahead_]];
   if (state.pending || state.residency != Residency::home) return -1;
   const bool room =
       std::any_of(slots_.begin(), slots_.end(), [](const Slot& slot) { return slot.chunk < 0; });
-  return room ? ahead_[next_ahead_++] : -1;
+  return room ? order[next_ahead_++] : -1;
 }
 
 Updater::Slot* Updater::take_slot(bool may_drop_copies) {

@@ -27,6 +27,18 @@ int64_t of(const std::array<int64_t, 3>& values, Phase phase) {
   return values[static_cast<size_t>(phase)];
 }
 
+TEST(StepMeter, BlamesTheDiskForAWaitOnlyWhileNoUpdateRuns) {
+  time_ns = 0;
+  StepMeter meter(clock_ns);
+  meter.enter(Phase::forward), meter.begin(Activity::wait), meter.begin(Activity::read);
+  time_ns = 10, meter.begin(Activity::update);
+  time_ns = 25, meter.end(Activity::update);
+  time_ns = 30, meter.end(Activity::read), meter.end(Activity::wait);
+  meter.stepped(1);
+  EXPECT_EQ(meter.last().wait_ns, 30);
+  EXPECT_EQ(meter.last().wait_for_disk_ns, 10 + 5);
+}
+
 // ns:      0    10   20   30   40   50   60   70   80   90   100
 // phase    outside | forward           | backward
 // call               ====           =========

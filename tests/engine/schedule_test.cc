@@ -168,15 +168,20 @@ TEST(Plan, KeepsToEveryBudgetOrSaysWhatWouldDo) {
   const Layout layout = make_layout(blocks(16), config.chunk_elements, 0, 1);
   int64_t least = 0;
   int64_t last_nvme = -1;
+  int64_t last_buffers = 0;
   for (int64_t budget = 4 << 20; budget <= int64_t{300} << 20; budget += 4 << 20) {
     config.host_budget_bytes = budget;
     try {
       const Plan plan = make_plan(layout, config, {true});
       EXPECT_LE(plan.host_bytes(), budget);
+      const int64_t buffers = plan.ring_slots * plan.ring_slot_bytes +
+                              plan.staging_buffers * plan.staging_buffer_bytes + plan.gather_host_bytes;
       if (last_nvme >= 0) {
-        EXPECT_LE(plan.nvme_read_bytes_per_step, last_nvme) << "a larger budget must not move more";
+        EXPECT_LE(plan.nvme_read_bytes_per_step, last_nvme + 2 * std::max<int64_t>(0, buffers - last_buffers))
+            << "a larger budget must not move more, but for what larger buffers take from weights";
       }
       last_nvme = plan.nvme_read_bytes_per_step;
+      last_buffers = buffers;
     } catch (const BudgetError& error) {
       least = budget;
       EXPECT_NE(std::string(error.what()).find("smallest budget that would do"), std::string::npos);
@@ -184,6 +189,20 @@ TEST(Plan, KeepsToEveryBudgetOrSaysWhatWouldDo) {
   }
   EXPECT_GT(least, 0) << "the smallest budgets must be refused";
   EXPECT_EQ(last_nvme, 0) << "the largest takes everything home";
+}
+
+TEST(Plan, WeightsThatDoNotAllFitLeaveRoomForBuffers) {
+  Config config;
+  config.nvme = {"/somewhere"};
+  config.chunk_elements = 64 * 1024;
+  const Layout layout = make_layout(blocks(100), config.chunk_elements, 0, 1);
+  config.host_budget_bytes = int64_t{100} << 20;  // half of the weights
+  const Plan plan = make_plan(layout, config, {true});
+  EXPECT_EQ(plan.ring_slots, 8);
+  EXPECT_EQ(plan.staging_buffers, 8);
+  EXPECT_EQ(plan.gather_host_bytes, 7 * ((2 << 20) + 4096)) << "as many as are prefetched";
+  EXPECT_GT(plan.weights_host_bytes, int64_t{70} << 20);
+  EXPECT_GT(plan.weights_nvme_bytes, int64_t{70} << 20);
 }
 
 TEST(Plan, TheSmallestBudgetItNamesIsEnoughAndOneByteLessIsNot) {

@@ -2,6 +2,7 @@
 // hits and misses never change a bit over placements, devices and stores is in exactness_test.cc.
 #include <gtest/gtest.h>
 
+#include <chrono>
 #include <cmath>
 #include <cstring>
 #include <limits>
@@ -170,6 +171,36 @@ TEST(Speculation, PausesAfterMissesForLongerEachTime) {
   // Steps 1 and 3 are guessed; 2 and 4 are pauses; 0 has nothing to go by.
   const Outcome never = run(Placement::nvme, Disturbance::none, true, false);
   EXPECT_EQ(2 * often.stats.guesses_dropped, never.stats.guesses_taken);
+}
+
+TEST(Speculation, ReadsAheadWhatIsGuessedFirstBeforeItsGradientComes) {
+  Config config = config_of(Placement::nvme, true);
+  Engine engine(toy_units(), config, resources_of(config));
+  toy_load(engine);
+  const int32_t last = engine.layout().units[kUnits - 1].first_chunk;  // the first of backward
+  const auto forward = [&] {
+    engine.begin_pass({true, true});
+    for (int32_t u = 0; u < kUnits; ++u) engine.acquire(u);
+  };
+  for (int step = 0; step < 3; ++step) {
+    forward();
+    engine.expect_step(groups_of(step));
+    give_gradients(engine, step);
+    let_guesses_end(engine);
+    engine.step(groups_of(step));
+  }
+  engine.synchronize();  // nothing is staged
+  engine.record_journal(true);
+  forward();
+  const auto give_up = std::chrono::steady_clock::now() + std::chrono::seconds(20);
+  std::vector<int32_t> staged;
+  while (staged.empty() && std::chrono::steady_clock::now() < give_up) {
+    for (const engine::JournalEntry& entry : engine.take_journal()) {
+      if (entry.happening == engine::Happening::reading) staged.push_back(entry.chunk);
+    }
+  }
+  ASSERT_FALSE(staged.empty()) << "forward leaves the disk idle";
+  EXPECT_EQ(staged.front(), last);
 }
 
 TEST(Speculation, GuessesAsManyAsThereIsRoomFor) {
