@@ -54,7 +54,7 @@ Updater::Updater(Context& context, Gatherer& gatherer)
     slot.gradient.context = &slot;
   }
   if (memory_.bytes() > 0) context.store().register_memory(memory_.span());
-  for (auto* queue : {&ring_queue_, &resident_queue_, &ahead_, &guesses_, &guessed_})
+  for (auto* queue : {&ring_queue_, &resident_queue_, &ahead_, &guesses_, &guessed_, &unread_guesses_})
     queue->reserve(context.chunks.size());
   resume();
 }
@@ -103,7 +103,8 @@ void Updater::judge(const ScheduleStats& before) {
   const int64_t dropped = context_.stats.guesses_dropped - before.guesses_dropped;
   guessed_.swap(guesses_);
   guesses_.clear();
-  next_guess_ = next_ahead_ = 0;
+  unread_guesses_.clear();
+  next_ahead_ = 0;
   speculation_.stepped(taken + dropped > 0, dropped == 0);
 }
 
@@ -150,17 +151,19 @@ int32_t Updater::next_to_stage() {
   return next_ahead();
 }
 
+/// The latest comes first: what backward leaves last, forward needs first. What is not reached before step()
+/// is then what forward needs late.
 int32_t Updater::next_guess() {
-  for (size_t i = next_guess_; i < guesses_.size(); ++i) {
-    const ChunkState& state = context_.chunks[guesses_[i]];
-    const bool unstaged = state.residency == Residency::home || state.residency == Residency::writing;
-    if (state.guess != Guess::wanted || !unstaged) {
-      if (i == next_guess_) ++next_guess_;
-    } else if (state.residency == Residency::home) {
-      return guesses_[i];
-    }
-  }
-  return -1;
+  const auto waits = [&](int32_t c) {
+    const ChunkState& state = context_.chunks[c];
+    return state.guess == Guess::wanted &&
+           (state.residency == Residency::home || state.residency == Residency::writing);
+  };
+  while (!unread_guesses_.empty() && !waits(unread_guesses_.back())) unread_guesses_.pop_back();
+  const auto next = std::find_if(unread_guesses_.rbegin(), unread_guesses_.rend(), [&](int32_t c) {
+    return waits(c) && context_.chunks[c].residency == Residency::home;
+  });
+  return next == unread_guesses_.rend() ? -1 : *next;
 }
 
 /// By the last step: what it updated first, or, where updates are guessed, what it guessed first, so that
@@ -505,6 +508,7 @@ void Updater::guess(int32_t unit) {
     }
     state.guess = Guess::wanted;
     guesses_.push_back(c);
+    unread_guesses_.push_back(c);
   }
   pump();
 }

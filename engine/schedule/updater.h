@@ -100,10 +100,10 @@ class Updater {
   std::vector<int32_t> ahead_;           // the last step's ring_queue_: what will be needed first
   std::vector<int32_t> guesses_;         // chunks whose updates may be guessed, since the last step
   std::vector<int32_t> guessed_;         // the last step's guesses_
+  std::vector<int32_t> unread_guesses_;  // of guesses_, those whose states may have to be read yet
   size_t next_staged_ = 0;               // in ring_queue_
   size_t next_resident_ = 0;             // in resident_queue_
   size_t next_ahead_ = 0;                // in ahead_ or guessed_
-  size_t next_guess_ = 0;                // in guesses_
   int64_t pending_ = 0;
   int running_ = 0;
   bool ahead_allowed_ = false;
