@@ -38,14 +38,20 @@ import bench_step_gpt as gpt
 import peers
 from bench_io import huge_pages
 from bench_step_budgets import plan_error
+from bench_step_placements import (
+    GIB,
+    NEEDED,
+    PLACEMENTS,
+    THEIRS,
+    available_bytes,
+    count,
+    deepspeed_config,
+    our_config,
+)
 from bench_step_turns import Contender, Failed
+from turns import in_turn, machine
 
 ROOT = Path(__file__).resolve().parent.parent
-MIB, GIB = 1 << 20, 1 << 30
-PLACEMENTS = ("ram", "nvme", "speculative", "all-nvme")
-THEIRS = {"ram": "ram", "nvme": "nvme", "speculative": "nvme"}  # what DeepSpeed's placement is compared with
-CLIP = 1e6  # on, and never reached: both sides compute the norm, and a guess is never wrong
-BUFFERS = 56 * MIB  # ring and scratch, beside weights and gradients
 SMALL = ("tiny", "160")  # models whose steps are short enough for seven budgets
 FIRST = (  # of the largest size, what RESULT begins with
     "nvme_step_vs_bound",
@@ -60,15 +66,6 @@ FIRST = (  # of the largest size, what RESULT begins with
     "nvme_opt_ram_bytes_per_param_and_plains_weights",
     "nvme_moved_bytes_per_param",
 )
-NEEDED = {  # bytes of memory a parameter, to see whether a contender has room; DeepSpeed's were measured
-    "plain": 5,
-    "ours ram": 16,
-    "ours nvme": 6,
-    "ours speculative": 8,
-    "ours all-nvme": 3,
-    "deepspeed ram": 28,
-    "deepspeed nvme": 30,
-}
 
 
 class Fio:
@@ -202,9 +199,7 @@ class Size:
         if "plain" in self.alive:
             self.alive["plain"].ask(do="update")
         for number in range(self.args.rounds):
-            names = list(self.alive)
-            shift = number % len(names) if names else 0
-            for name in names[shift:] + names[:shift]:
+            for name in in_turn(list(self.alive), number):
                 try:
                     turn = self.turn(name, fio)
                 except Failed as error:
@@ -348,62 +343,6 @@ class Size:
         return found
 
 
-def our_config(placement: str, disk: Path, parameters: int) -> dict[str, Any]:
-    """The budget that makes the planner choose the placement."""
-    host = {
-        "ram": 15 * parameters + GIB,
-        "nvme": 4 * parameters + BUFFERS,
-        "speculative": 6 * parameters + BUFFERS,
-        "all-nvme": GIB,
-    }[placement]
-    engine = {"placement": "nvme" if placement == "all-nvme" else "auto", "checkpoints_kept": 0}
-    return {
-        "budget": {"host": host, "nvme": [str(disk)]},
-        "optimizer": {"type": "AdamW", "lr": 1e-4},
-        "gradient_clipping": CLIP,
-        "engine": engine | {"speculate": placement == "speculative"},
-    }
-
-
-def deepspeed_config(placement: str, disk: Path, batch: int) -> dict[str, Any]:
-    """ZeRO-3, with buffers that a subgroup needs."""
-    offload: dict[str, Any] = {"device": "cpu"}
-    if placement == "nvme":
-        offload = {"device": "nvme", "nvme_path": str(disk), "buffer_count": 12}
-        offload |= {"pipeline_read": True, "pipeline_write": True}
-    aio = {
-        "block_size": MIB,
-        "queue_depth": 32,
-        "thread_count": 1,
-        "single_submit": False,
-        "overlap_events": True,
-    }
-    return {
-        "train_micro_batch_size_per_gpu": batch,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
-        "bf16": {"enabled": True},
-        "gradient_clipping": CLIP,
-        "zero_optimization": {"stage": 3, "sub_group_size": 100_000_000, "offload_optimizer": offload},
-        "aio": aio,
-        "wall_clock_breakdown": False,
-    }
-
-
-def count(shape: gpt.Shape) -> int:
-    """Parameters of the model."""
-    width = shape.width
-    block = 12 * width * width + 13 * width
-    return shape.layers * block + width * (2 * gpt.VOCAB + shape.length + 2)
-
-
-def available_bytes() -> int:
-    """Memory that can be had without swapping."""
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    raise RuntimeError("/proc/meminfo has no MemAvailable")
-
-
 def options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -471,13 +410,6 @@ def main() -> int:
     }
     print(f"RESULT {json.dumps(result | {'sizes': sizes})}")
     return 0
-
-
-def machine() -> str:
-    """Processor and cores."""
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return f"{names[0] if names else os.uname().machine}, {len(os.sched_getaffinity(0))} cores"
 
 
 if __name__ == "__main__":

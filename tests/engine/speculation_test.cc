@@ -2,13 +2,20 @@
 // hits and misses never change a bit over placements, devices and stores is in exactness_test.cc.
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <chrono>
 #include <cmath>
 #include <cstring>
+#include <functional>
 #include <limits>
+#include <memory>
+#include <mutex>
 #include <span>
 #include <thread>
+#include <utility>
+#include <vector>
 
+#include "cpu_optim/executor.h"
 #include "engine/engine.h"
 #include "engine/resources.h"
 #include "tests/engine/toy_model.h"
@@ -201,6 +208,71 @@ TEST(Speculation, ReadsAheadWhatIsGuessedFirstBeforeItsGradientComes) {
   }
   ASSERT_FALSE(staged.empty()) << "forward leaves the disk idle";
   EXPECT_EQ(staged.front(), last);
+}
+
+/// A worker whose updates can be held back.
+class HeldExecutor final : public optim::Executor {
+ public:
+  int threads() const override { return worker_->threads(); }
+  void submit(std::function<void()> task) override {
+    const std::lock_guard lock(mutex_);
+    if (held_) {
+      waiting_.push_back(std::move(task));
+    } else {
+      worker_->submit(std::move(task));
+    }
+  }
+  void parallel_for(int64_t count, const std::function<void(int64_t)>& body) override {
+    worker_->parallel_for(count, body);
+  }
+  void hold() {
+    const std::lock_guard lock(mutex_);
+    held_ = true;
+  }
+  void let_go() {
+    const std::lock_guard lock(mutex_);
+    held_ = false;
+    for (auto& task : waiting_) worker_->submit(std::move(task));
+    waiting_.clear();
+  }
+
+ private:
+  std::mutex mutex_;
+  bool held_ = false;
+  std::vector<std::function<void()>> waiting_;
+  std::unique_ptr<optim::Executor> worker_ = optim::make_thread_executor(1);
+};
+
+TEST(Speculation, TheLatestGradientIsGuessedFirst) {
+  Config config = config_of(Placement::nvme, true);
+  config.chunk_elements = 1024;
+  engine::Resources resources = resources_of(config);
+  auto executor = std::make_unique<HeldExecutor>();
+  HeldExecutor& worker = *executor;
+  resources.executor = std::move(executor);
+  Engine engine(toy_units(), config, std::move(resources));
+  toy_load(engine);
+  for (int step = 0; step < 3; ++step) {
+    engine.begin_pass({true, true});
+    for (int32_t u = 0; u < kUnits; ++u) engine.acquire(u);
+    engine.expect_step(groups_of(step));
+    if (step == 2) worker.hold();  // the ring fills up, and no slot is given back
+    give_gradients(engine, step);
+    if (step < 2) {
+      let_guesses_end(engine);
+      engine.step(groups_of(step));
+    }
+  }
+  engine.record_journal(true);
+  worker.let_go();
+  let_guesses_end(engine);
+  std::vector<int32_t> units;
+  for (const engine::JournalEntry& entry : engine.take_journal()) {
+    if (entry.happening == engine::Happening::reading) units.push_back(entry.unit);
+  }
+  ASSERT_GT(units.size(), 2);
+  EXPECT_LT(units.front(), units.back());
+  EXPECT_TRUE(std::is_sorted(units.begin(), units.end()));
 }
 
 TEST(Speculation, GuessesAsManyAsThereIsRoomFor) {
