@@ -36,7 +36,7 @@ struct Config {
   // false: a checkpoint is taken when training is over. NVMe then has room for one copy of the states, and
   // step() and load() refuse as long as a checkpoint of this run holds it.
   bool train_after_save = true;
-  uint64_t rounding_seed = 0;    // of stochastic rounding (formats compact and 8bit); part of the result
+  uint64_t rounding_seed = 0;  // of stochastic rounding (formats compact and 8bit); part of the result
 };
 
 }  // namespace overspill::engine

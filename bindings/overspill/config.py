@@ -167,7 +167,7 @@ class EngineOptions(_Section):
     device: Literal["host", "simulated"] = "host"
     seed: int = 0
     checkpoints_kept: int = Field(1, ge=0)
-    train_after_save: bool = True  # false: room for one copy of the states; no step while a checkpoint holds it
+    train_after_save: bool = True  # false: room for one copy of the states, no step after a save
     io_backend: Literal["auto", "io_uring", "threads", "memory"] = "auto"
     job: str | None = None  # names the files on NVMe, with the rank; None: one of its own for every engine
     rank_timeout_seconds: float = Field(1800.0, gt=0)  # that ranks wait for one another in a collective

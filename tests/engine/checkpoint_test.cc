@@ -32,9 +32,9 @@ class Checkpoint : public ::testing::TestWithParam<std::tuple<Placement, const c
   }
   void TearDown() override { fs::remove_all(folder_); }
 
-  std::unique_ptr<Engine> make(Placement placement, const std::string& backend,
-                               const std::string& job = "a",
-                               const std::function<void(Config&)>& change = [](Config&) {}) {
+  std::unique_ptr<Engine> make(
+      Placement placement, const std::string& backend, const std::string& job = "a",
+      const std::function<void(Config&)>& change = [](Config&) {}) {
     Config config;
     config.host_budget_bytes = 64 << 20;
     config.nvme = {folder_};
