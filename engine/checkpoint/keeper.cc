@@ -188,7 +188,12 @@ void CheckpointKeeper::prepare(const fs::path& folder) const {
   require_absent(whole_name(folder));
   const fs::path partial = partial_name(folder);
   remove_leftovers(partial);
-  create_durably(partial);
+  try {
+    create_durably(partial);
+  } catch (...) {
+    remove(folder);  // it may have been made before its own name failed to become durable
+    throw;
+  }
 }
 
 Manifest CheckpointKeeper::write_part(const fs::path& folder) {
