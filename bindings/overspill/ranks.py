@@ -125,10 +125,14 @@ class Group:
     # ---- before there is an engine
 
     def gathered(self, value: Any) -> list[Any]:
-        """Every rank's plain value, by rank."""
-        values: list[Any] = [None] * self.world
-        dist.all_gather_object(values, value, group=self.torch_group)
-        return values
+        """Every rank's value, by rank, as JSON has it: torch's own way with objects would unpickle what comes."""
+        text = json.dumps(value).encode()
+        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world)]
+        dist.all_gather(sizes, torch.tensor([len(text)]), group=self.torch_group)
+        longest = max(int(size) for size in sizes)
+        texts = [torch.empty(longest, dtype=torch.uint8) for _ in sizes]
+        dist.all_gather(texts, _tensor(bytearray(text.ljust(longest))), group=self.torch_group)
+        return [json.loads(bytes(each[: int(size)].tolist())) for each, size in zip(texts, sizes)]
 
     def check_alike(self, what: dict[str, Any]) -> None:
         """Raises RankError, on every rank, where a value differs from rank 0's."""
@@ -136,10 +140,9 @@ class Group:
         digest = hashlib.blake2b(json.dumps(mine).encode()).hexdigest()
         if len(set(self.gathered(digest))) == 1:
             return
-        first = [mine]
-        dist.broadcast_object_list(first, group=self.torch_group, group_src=0)
-        names = [n for n in {**first[0], **mine} if first[0].get(n) != mine.get(n)]
-        told = (names[0], mine.get(names[0]), first[0].get(names[0])) if names else None
+        first = self.gathered(mine)[0]
+        names = [n for n in {**first, **mine} if first.get(n) != mine.get(n)]
+        told = (names[0], mine.get(names[0]), first.get(names[0])) if names else None
         rank, (name, theirs, zeros) = next((r, told) for r, told in enumerate(self.gathered(told)) if told)
         raise RankError(
             f"overspill: {name} is {_short(theirs)} on rank {rank} and {_short(zeros)} on rank 0; ranks of one engine "
