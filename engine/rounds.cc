@@ -141,7 +141,7 @@ void Rounds::round() {
   lock.lock();
   if (agreement_.meet) call_->done = true;
   if (agreement_.out_of_room && gradients_.sums().stuck()) gradients_.sums().refuse();
-  if (agreement_.due >= 0) {
+  if (agreement_.due >= 0 && changing_ == 0) {  // what is read while weights change would be of two versions
     gatherer_.prepare_to_serve(agreement_.due);
     updater_.pump();
   }
