@@ -129,7 +129,8 @@ class Divergence : public ::testing::TestWithParam<int> {};
 
 TEST_P(Divergence, NeverHangsAndNeverDrifts) {
   if (const char* seed = std::getenv("OVERSPILL_SEED")) return expect_right(std::strtoull(seed, nullptr, 10));
-  for (int i = 0; i < 50 && !HasFailure(); ++i) expect_right(static_cast<uint64_t>(GetParam() * 50 + i));
+  for (int i = 0; i < 50 && !HasFailure(); ++i)
+    expect_right(static_cast<uint64_t>(GetParam()) * 50 + static_cast<uint64_t>(i));
 }
 
 INSTANTIATE_TEST_SUITE_P(Seeds, Divergence, ::testing::Range(0, 4));
