@@ -17,31 +17,9 @@ namespace overspill::bindings {
 namespace {
 
 namespace py = pybind11;
+using engine::Announcement;
+using engine::Call;
 using engine::CommunicatorError;
-
-enum class Call : uint64_t { all_gather, all_to_all, exchange, barrier };
-
-const char* name_of(Call call) {
-  switch (call) {
-    case Call::all_gather:
-      return "all_gather";
-    case Call::all_to_all:
-      return "all_to_all";
-    case Call::exchange:
-      return "exchange";
-    case Call::barrier:
-      return "barrier";
-  }
-  return "an unknown call";
-}
-
-/// What a rank sends each other one before a call.
-struct Announcement {
-  uint64_t number = 0;      // of calls so far
-  uint64_t send_bytes = 0;  // in all; of an exchange, what is sent to that rank and is expected from it
-  uint64_t receive_bytes = 0;
-  Call call = Call::barrier;
-};
 
 /// Python objects are let go with the GIL, and not at all once there is no interpreter.
 class Held {

@@ -33,30 +33,6 @@ void check(int code, const char* call) {
   throw CommunicatorError(fmt::format("{}: {}", call, std::string_view(text.data(), length)));
 }
 
-enum class Call : uint64_t { all_gather, all_to_all, exchange, barrier };
-
-const char* name_of(Call call) {
-  switch (call) {
-    case Call::all_gather:
-      return "all_gather";
-    case Call::all_to_all:
-      return "all_to_all";
-    case Call::exchange:
-      return "exchange";
-    case Call::barrier:
-      return "barrier";
-  }
-  return "an unknown call";
-}
-
-/// What a rank says before a call.
-struct Announcement {
-  uint64_t number = 0;  // of calls so far
-  Call call = Call::barrier;
-  uint64_t send_bytes = 0;
-  uint64_t receive_bytes = 0;
-};
-
 /// What a rank says when it has heard all announcements: nothing, or why the world ends.
 using Verdict = std::array<char, 512>;
 
@@ -182,7 +158,7 @@ class MpiCommunicator final : public Communicator {
   /// does.
   void announce(Call call, uint64_t send_bytes, uint64_t receive_bytes) {
     throw_if_failed(call);
-    heard_[rank_] = mine_ = {++calls_, call, send_bytes, receive_bytes};
+    heard_[rank_] = mine_ = {++calls_, send_bytes, receive_bytes, call};
     for_peers([&](int peer) {
       receive(&heard_[peer], sizeof(Announcement), peer, kAnnounceTag, hears_[peer]);
       receive(verdicts_[peer].data(), sizeof(Verdict), peer, kVerdictTag, hears_verdict_[peer]);

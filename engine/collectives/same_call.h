@@ -9,6 +9,30 @@
 
 namespace overspill::engine {
 
+enum class Call : uint64_t { all_gather, all_to_all, exchange, barrier };
+
+inline const char* name_of(Call call) {
+  switch (call) {
+    case Call::all_gather:
+      return "all_gather";
+    case Call::all_to_all:
+      return "all_to_all";
+    case Call::exchange:
+      return "exchange";
+    case Call::barrier:
+      return "barrier";
+  }
+  return "an unknown call";
+}
+
+/// What a rank tells each other one before a call, where ranks are processes.
+struct Announcement {
+  uint64_t number = 0;      // of calls so far
+  uint64_t send_bytes = 0;  // in all; of an exchange, what is sent to that rank and is expected from it
+  uint64_t receive_bytes = 0;
+  Call call = Call::barrier;
+};
+
 /// One rank's side of a call.
 struct CallShape {
   std::string_view call;
