@@ -27,7 +27,7 @@ from . import _core
 
 STORE_PATIENCE = datetime.timedelta(seconds=10)
 CONNECT_PATIENCE = datetime.timedelta(seconds=60)
-LAST_WORDS_SECONDS = 2.0  # that SIGTERM leaves under torchrun to say which rank was lost
+LAST_WORDS_SECONDS = 10.0  # that SIGTERM leaves under torchrun to say which rank was lost
 _FAILURE = "overspill/failure"
 _CALL, _LEAVING = 0, 1  # tags
 
