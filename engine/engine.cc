@@ -5,6 +5,7 @@
 #include <cmath>
 #include <cstring>
 #include <exception>
+#include <numeric>
 #include <stdexcept>
 #include <thread>
 #include <utility>
@@ -163,27 +164,21 @@ void Engine::load_weight(int32_t unit, int32_t segment, std::span<const std::byt
   check_size(s, data.size(), width);
   std::unique_lock lock(m.context.mutex);
   const Rounds::Change changing(m.rounds, lock);
-  m.updater.quiesce(lock);
-  ++m.context.units[unit].generation;
-  const int32_t changed[] = {unit};
-  m.gatherer.invalidate(lock, changed);
+  m.prepare_to_change(lock, std::span(&unit, 1));
   lock.unlock();
-  const Machine::Part own = m.part_of(m.context.layout.rank, unit, segment);
-  const int64_t elements = own.end - own.begin;
-  if (elements == 0) return;
-  const int64_t begin = s.begin + own.begin - m.context.layout.rank * u.shard_elements;  // in the shard
-  const auto part =
-      data.subspan(static_cast<size_t>(own.begin * width), static_cast<size_t>(elements * width));
+  const Machine::Part own = m.own_part(unit, segment);
+  if (own.elements == 0) return;
+  const auto part = own.of(data, width);
   change(m, "loading " + s.name, [&] {
     if (!master) {
-      m.access.write(unit, Component::hi, begin, part);
-      return m.access.match_master(unit, begin, part);
+      m.access.write(unit, Component::hi, own.in_shard, part);
+      return m.access.match_master(unit, own.in_shard, part);
     }
-    std::vector<float> values(static_cast<size_t>(std::min(kPieceElements, elements)));
-    for (int64_t done = 0; done < elements; done += kPieceElements) {
-      const int64_t count = std::min(kPieceElements, elements - done);
+    std::vector<float> values(static_cast<size_t>(std::min(kPieceElements, own.elements)));
+    for (int64_t done = 0; done < own.elements; done += kPieceElements) {
+      const int64_t count = std::min(kPieceElements, own.elements - done);
       std::memcpy(values.data(), part.data() + done * 4, static_cast<size_t>(count * 4));
-      m.access.write_weights(unit, begin + done,
+      m.access.write_weights(unit, own.in_shard + done,
                              std::span<const float>(values).first(static_cast<size_t>(count)));
     }
   });
@@ -204,16 +199,13 @@ void Engine::read_weight(int32_t unit, int32_t segment, std::span<std::byte> out
     m.updater.quiesce(lock);
   }
   const int64_t width = master ? 4 : u.element_bytes;
-  const Machine::Part own = m.part_of(m.context.layout.rank, unit, segment);
-  const int64_t elements = own.end - own.begin;
-  const int64_t begin = s.begin + own.begin - m.context.layout.rank * u.shard_elements;  // in the shard
-  const auto part =
-      out.subspan(static_cast<size_t>(own.begin * width), static_cast<size_t>(elements * width));
-  if (!master && elements > 0) m.access.read(unit, Component::hi, begin, part);
-  std::vector<float> values(static_cast<size_t>(master ? std::min(kPieceElements, elements) : 0));
-  for (int64_t done = 0; master && done < elements; done += kPieceElements) {
-    const int64_t count = std::min(kPieceElements, elements - done);
-    m.access.read_weights(unit, begin + done, std::span(values).first(static_cast<size_t>(count)));
+  const Machine::Part own = m.own_part(unit, segment);
+  const auto part = own.of(out, width);
+  if (!master && own.elements > 0) m.access.read(unit, Component::hi, own.in_shard, part);
+  std::vector<float> values(static_cast<size_t>(master ? std::min(kPieceElements, own.elements) : 0));
+  for (int64_t done = 0; master && done < own.elements; done += kPieceElements) {
+    const int64_t count = std::min(kPieceElements, own.elements - done);
+    m.access.read_weights(unit, own.in_shard + done, std::span(values).first(static_cast<size_t>(count)));
     std::memcpy(part.data() + done * 4, values.data(), static_cast<size_t>(count * 4));
   }
   m.share(unit, segment, out, width);
@@ -246,13 +238,9 @@ void Engine::read_state(int32_t unit, int32_t segment, std::string_view name, st
     std::unique_lock lock(m.context.mutex);
     m.updater.quiesce(lock);
   }
-  const Machine::Part own = m.part_of(m.context.layout.rank, unit, segment);
-  const int64_t elements = own.end - own.begin;
-  if (elements > 0) {
-    m.access.read_state(unit, Component{static_cast<uint8_t>(component)},
-                        s.begin + own.begin - m.context.layout.rank * u.shard_elements,
-                        out.subspan(static_cast<size_t>(own.begin), static_cast<size_t>(elements)));
-  }
+  const Machine::Part own = m.own_part(unit, segment);
+  if (own.elements > 0)
+    m.access.read_state(unit, Component{static_cast<uint8_t>(component)}, own.in_shard, own.of(out));
   m.share(unit, segment, std::as_writable_bytes(out), 4);
 }
 
@@ -423,13 +411,9 @@ std::string Engine::load(const std::filesystem::path& folder) {
   const Manifest manifest = m.verify(folder);
   std::unique_lock lock(m.context.mutex);
   const Rounds::Change changing(m.rounds, lock);
-  m.updater.quiesce(lock);
   std::vector<int32_t> all(m.context.units.size());
-  for (size_t u = 0; u < all.size(); ++u) {
-    all[u] = static_cast<int32_t>(u);
-    ++m.context.units[u].generation;
-  }
-  m.gatherer.invalidate(lock, all);
+  std::iota(all.begin(), all.end(), 0);
+  m.prepare_to_change(lock, all);
   lock.unlock();
   m.gradients.clear();
   change(m, "loading " + folder.string() + " was cut off",

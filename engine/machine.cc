@@ -81,19 +81,22 @@ void Machine::start_states(std::span<const optim::Hyper> groups) {
 Machine::Part Machine::part_of(int rank, int32_t unit, int32_t segment) const {
   const Unit& u = context.layout.units[unit];
   const Segment& s = u.segments[segment];
-  const int64_t begin = std::max(s.begin, rank * u.shard_elements) - s.begin;
-  const int64_t end = std::min(s.begin + s.elements, (rank + 1) * u.shard_elements) - s.begin;
-  return begin < end ? Part{begin, end} : Part{};
+  const int64_t shard = rank * u.shard_elements;
+  const int64_t begin = std::max(s.begin, shard);
+  const int64_t end = std::min(s.begin + s.elements, shard + u.shard_elements);
+  return begin < end ? Part{begin - s.begin, end - begin, begin - shard} : Part{};
+}
+
+void Machine::prepare_to_change(std::unique_lock<std::mutex>& lock, std::span<const int32_t> units) {
+  updater.quiesce(lock);
+  for (int32_t unit : units) ++context.units[unit].generation;
+  gatherer.invalidate(lock, units);
 }
 
 void Machine::share(int32_t unit, int32_t segment, std::span<std::byte> out, int64_t width) {
   const Layout& layout = context.layout;
   if (layout.world == 1) return;
-  const auto bytes_of = [&](int rank) {
-    const Part part = part_of(rank, unit, segment);
-    return out.subspan(static_cast<size_t>(part.begin * width),
-                       static_cast<size_t>((part.end - part.begin) * width));
-  };
+  const auto bytes_of = [&](int rank) { return part_of(rank, unit, segment).of(out, width); };
   std::vector<std::span<const std::byte>> send(static_cast<size_t>(layout.world), bytes_of(layout.rank));
   std::vector<std::span<std::byte>> receive;
   for (int rank = 0; rank < layout.world; ++rank) receive.push_back(bytes_of(rank));

@@ -48,12 +48,24 @@ class Machine {
   /// from them. Collective.
   void share(int32_t unit, int32_t segment, std::span<std::byte> out, int64_t width);
 
-  /// Where a rank's part of a segment lies, in the segment's elements.
+  /// A rank's part of a segment. Empty: `elements` is 0, and the rest too.
   struct Part {
-    int64_t begin = 0;
-    int64_t end = 0;  // begin: it has none
+    int64_t begin = 0;  // in the segment
+    int64_t elements = 0;
+    int64_t in_shard = 0;
+
+    /// Of the segment's content, `width` entries an element.
+    template <class T>
+    std::span<T> of(std::span<T> content, int64_t width = 1) const {
+      return content.subspan(static_cast<size_t>(begin * width), static_cast<size_t>(elements * width));
+    }
   };
   Part part_of(int rank, int32_t unit, int32_t segment) const;
+  Part own_part(int32_t unit, int32_t segment) const { return part_of(context.layout.rank, unit, segment); }
+
+  /// The weights of these units are about to be replaced, under a Rounds::Change: pending updates are done,
+  /// and nobody is given the old ones any more.
+  void prepare_to_change(std::unique_lock<std::mutex>& lock, std::span<const int32_t> units);
 
   // Throws std::invalid_argument naming what does not exist.
   const Unit& unit_at(int32_t unit) const;

@@ -218,13 +218,18 @@ def laid_out(makers: Makers, parent: Path, place: int) -> Iterator[dict[str, Any
 def take_turns(makers: Makers, parent: Path, pairs: int) -> tuple[dict, dict, str]:
     """[pattern][contender] -> a Turn a round; the settings; the store's backend. At least `pairs` rounds; who begins
     changes from round to round."""
-    with laid_out(makers, parent, 0) as contenders:
-        best = {name: best_settings(name, contender) for name, contender in contenders.items()}
-        turns = {p: {name: [] for name, one in contenders.items() if p in one.patterns} for p in PATTERNS}
-        backend = contenders["store"].hello["backend"]
+    best: dict[str, dict] = {}
+    turns: dict[str, dict[str, list[Turn]]] = {}
+    backend = ""
     rounds = itertools.count()
     for place in range(len(makers)):
         with laid_out(makers, parent, place) as contenders:
+            if place == 0:
+                best = {name: best_settings(name, contender) for name, contender in contenders.items()}
+                turns = {
+                    p: {name: [] for name, one in contenders.items() if p in one.patterns} for p in PATTERNS
+                }
+                backend = contenders["store"].hello["backend"]
             for i in itertools.islice(rounds, -(-pairs // len(makers))):
                 for pattern in PATTERNS:
                     for name in in_turn(list(turns[pattern]), i):
