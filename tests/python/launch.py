@@ -72,7 +72,8 @@ def run(world: int, script: str, *arguments, timeout: float = 120.0) -> list[End
 
 
 def torchrun(world: int, script, *arguments, folder=None) -> subprocess.Popen:
-    command = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={world}", "--standalone"]
+    command = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={world}"]
+    command += ["--standalone", "--local-addr=127.0.0.1"]  # else ranks look for this host's name, which may not resolve
     return subprocess.Popen(
         [*command, str(script), *map(str, arguments)],
         cwd=folder,
