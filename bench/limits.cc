@@ -15,7 +15,6 @@ namespace {
 
 typedef uint64_t Line __attribute__((vector_size(64)));
 using Streams = std::byte* const*;
-constexpr int64_t kAhead = 512;  // elements, as in the update
 
 enum class Use { change, write };
 template <int kBytes_, Use kUse_ = Use::change>
@@ -24,20 +23,25 @@ struct Stream {
   static constexpr Use kUse = kUse_;
 };
 
+// Lines are asked for ahead, into the first-level or the second-level cache.
+enum class Ahead { no, first_level, second_level };
 enum class Store { plain, past_cache };
-template <int kElements_, bool kPrefetch_, Store kStore_>
+template <int kElements_, Ahead kAsk_, Store kStore_>
 struct Form {
   static constexpr int kElements = kElements_;  // of each stream at a time
-  static constexpr bool kPrefetch = kPrefetch_;
+  static constexpr Ahead kAsk = kAsk_;
   static constexpr Store kStore = kStore_;
 };
 
 template <class F, int kBytes>
 INLINE void ask_for(const std::byte* at) {
-  if constexpr (F::kPrefetch) {
+  if constexpr (F::kAsk != Ahead::no) {
+    constexpr bool kFirst = F::kAsk == Ahead::first_level;
+    constexpr int64_t kAhead = kFirst ? 512 : 256;  // elements, as in the update
     for (int byte = 0; byte < F::kElements * kBytes; byte += 64) {
       __builtin_prefetch(reinterpret_cast<const void*>(reinterpret_cast<uintptr_t>(at) +
-                                                       static_cast<uintptr_t>(kAhead * kBytes + byte)));
+                                                       static_cast<uintptr_t>(kAhead * kBytes + byte)),
+                         0, kFirst ? 3 : 2);
     }
   }
 }
@@ -111,18 +115,20 @@ static_assert(optim::kFormatCount == 5 && static_cast<int>(optim::Format::fp32) 
               static_cast<int>(optim::Format::compact) == 3 &&
               static_cast<int>(optim::Format::eight_bit) == 4);
 
-FORM(by64, WIDEST, 64, false, Store::plain)
-FORM(by64_ahead, WIDEST, 64, true, Store::plain)
-FORM(by256, WIDEST, 256, false, Store::plain)
-FORM(by256_ahead, WIDEST, 256, true, Store::plain)
-FORM(by1024, WIDEST, 1024, false, Store::plain)
+FORM(by64, WIDEST, 64, Ahead::no, Store::plain)
+FORM(by64_ahead, WIDEST, 64, Ahead::first_level, Store::plain)
+FORM(by64_ahead_l2, WIDEST, 64, Ahead::second_level, Store::plain)
+FORM(by256, WIDEST, 256, Ahead::no, Store::plain)
+FORM(by256_ahead, WIDEST, 256, Ahead::first_level, Store::plain)
+FORM(by1024, WIDEST, 1024, Ahead::no, Store::plain)
 #if defined(__x86_64__)
-FORM(by64_past_cache, __attribute__((target("avx512f"))), 64, true, Store::past_cache)
+FORM(by64_past_cache, __attribute__((target("avx512f"))), 64, Ahead::first_level, Store::past_cache)
 #endif
 
 // The last one needs AVX-512.
 constexpr LimitForm kForms[] = {{"64", LOOPS(by64)},
                                 {"64-prefetched", LOOPS(by64_ahead)},
+                                {"64-prefetched-L2", LOOPS(by64_ahead_l2)},
                                 {"256", LOOPS(by256)},
                                 {"256-prefetched", LOOPS(by256_ahead)},
                                 {"1024", LOOPS(by1024)},

@@ -8,9 +8,9 @@ inline void update_elements(const Pass& pass) {
   const Grad* grad = static_cast<const Grad*>(pass.gradient);
   const float grad_scale = pass.grad_scale;
   for_each_vector(pass.begin, pass.end, [=](int64_t i, auto part) {
-    weights.prefetch_at(i + kAhead);
-    states.prefetch_at(i + kAhead);
-    prefetch(grad, i + kAhead);
+    weights.prefetch_at(i);
+    states.template prefetch_at<typename Weights::Cache>(i);
+    prefetch<typename Weights::Cache>(grad, i);
     V p = weights.load_at(i, part);
     V state[T::kStateCount + 1];
     states.load_at(i, state, part);
@@ -31,9 +31,9 @@ inline void update_pairs(const Pass& pass) {
   constexpr int kAtATime = 2 * kLanes;
   Pass rest = pass;
   for (int64_t i = pass.begin; i + kAtATime <= pass.end; i += kAtATime) {
-    weights.template prefetch_lines_at<kAtATime>(i + kAhead);
-    states.template prefetch_lines_at<kAtATime>(i + kAhead);
-    prefetch_lines<kAtATime>(grad, i + kAhead);
+    weights.template prefetch_lines_at<kAtATime>(i);
+    states.template prefetch_lines_at<kAtATime>(i);
+    prefetch_lines<kAtATime>(grad, i);
     const Pair p = weights.load_pair_at(i), g = load_pair(grad + i);
     V even = p.even, odd = p.odd;
     V even_state[T::kStateCount + 1], odd_state[T::kStateCount + 1];
@@ -75,7 +75,7 @@ class BlockUpdate {
         scales[k] = codes_[k] + pass_.elements + at / kScaleBlock;
       }
       if (at >= pass_.begin && at + kScaleBlock <= pass_.end) {
-        prefetch_at(at + kAhead);
+        prefetch_at(at);
         whole_block(at, hi_ + at, lo_ + at, grad_ + at, codes, scales, AllInside{});
       } else {
         cut_block(at, codes, scales);
