@@ -6,7 +6,7 @@ BUILD := build/release
 export VENV JOBS
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-test build train test test-cpp test-python test-long fuzz bench-adam bench-formats bench-gradient bench-io bench-ranks bench-ranks-deepspeed bench-step large readme lint format sanitize neon wheel clean
+.PHONY: help setup setup-test build train test test-cpp test-python test-long fuzz bench-adam bench-formats bench-gradient bench-io bench-ranks bench-ranks-deepspeed bench-sizes bench-step large readme lint format sanitize neon wheel clean
 
 help:  ## This list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -56,6 +56,9 @@ bench-ranks-deepspeed: build  ## Two ranks over gloo beside DeepSpeed ZeRO-3: st
 bench-step: build  ## A training step beside DeepSpeed and its own floor: 160 M and 690 M, RAM and NVMe; 15 minutes
 	@tools/peers
 	@tools/keep_result step $(PYTHON_VENV) tools/bench_step.py $(BENCH_STEP_ARGS)
+
+bench-sizes: build  ## Step time and memory from 50 M to 3 B parameters, fitted slopes, a plot; 15 minutes, can be resumed
+	@tools/keep_result sizes $(PYTHON_VENV) tools/bench_sizes.py $(BENCH_SIZES_ARGS)
 
 bench-ranks: build  ## Stages 0 to 3 over 1 to 4 ranks: bytes held, bytes sent, losses against one process; 5 minutes
 	@tools/keep_result ranks $(PYTHON_VENV) tools/bench_ranks.py $(BENCH_RANKS_ARGS)

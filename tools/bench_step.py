@@ -39,13 +39,12 @@ import peers
 from bench_io import huge_pages
 from bench_step_budgets import plan_error
 from bench_step_placements import (
-    GIB,
-    NEEDED,
     PLACEMENTS,
     THEIRS,
     available_bytes,
     count,
     deepspeed_config,
+    needed_bytes,
     our_config,
 )
 from bench_step_turns import Contender, Failed
@@ -146,8 +145,8 @@ class Size:
         rest = ["plain", *(name for name in wanted if not name.endswith(" ram"))]
         return [group for group in (rest, ram) if len(group) > 1]
 
-    def needed(self, names: list[str]) -> float:
-        return sum(NEEDED[name] * self.parameters + GIB // 2 for name in names)
+    def needed(self, names: list[str]) -> int:
+        return sum(needed_bytes(name, self.parameters) for name in names)
 
     def start(self, name: str) -> None:
         """Starts a contender and lets it take its first steps, or notes why not."""

@@ -28,7 +28,7 @@ def plan_error(shape: tuple, parameters: int, folder: Path) -> dict[str, Any]:
         config = {
             "budget": {"host": budget, "nvme": [str(disk)]},
             "gradient_clipping": 1e6,
-            "engine": {"checkpoints_kept": 0},
+            "engine": {"train_after_save": False},
         }
         command = [sys.executable, str(Path(__file__).with_name("bench_step_ours.py"))]
         command.append(json.dumps({"shape": shape, "config": config}))

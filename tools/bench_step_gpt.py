@@ -1,11 +1,12 @@
-"""The model of make bench-step, for all contenders: a GPT in plain torch (pre-norm, learned positions, untied head),
-bf16, with random weights and random tokens."""
+"""The model of make bench-step and make bench-sizes, for all contenders: a GPT in plain torch (pre-norm, learned
+positions, untied head), bf16, with random weights and random tokens."""
 
 from typing import NamedTuple
 
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 VOCAB = 50304
 
@@ -18,13 +19,18 @@ class Shape(NamedTuple):
     heads: int
     batch: int = 1
     length: int = 256
+    checkpointing: bool = False  # blocks are computed anew in backward
 
 
 SHAPES = {  # by millions of parameters
     "tiny": Shape(128, 2, 2, 1, 64),
+    "50": Shape(384, 6, 6),
     "160": Shape(768, 12, 12),
+    "350": Shape(1024, 20, 16),
     "690": Shape(1536, 19, 16),
+    "1000": Shape(1792, 21, 14),
     "1500": Shape(1600, 44, 25),
+    "3000": Shape(2560, 35, 20),
 }
 
 
@@ -56,11 +62,12 @@ class GPT(nn.Module):
         self.blocks = nn.ModuleList(Block(shape.width, shape.heads) for _ in range(shape.layers))
         self.norm = nn.LayerNorm(shape.width)
         self.head = nn.Linear(shape.width, VOCAB, bias=False)
+        self.checkpointing = shape.checkpointing
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         x = self.tokens(ids) + self.positions(torch.arange(ids.shape[1]))
         for block in self.blocks:
-            x = block(x)
+            x = checkpoint(block, x, use_reentrant=False) if self.checkpointing else block(x)
         logits = self.head(self.norm(x))
         return functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), ids[:, 1:].flatten())
 

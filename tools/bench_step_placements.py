@@ -29,7 +29,7 @@ def our_config(placement: str, disk: Path, parameters: int) -> dict[str, Any]:
         "speculative": 6 * parameters + BUFFERS,
         "all-nvme": GIB,
     }[placement]
-    engine = {"placement": "nvme" if placement == "all-nvme" else "auto", "checkpoints_kept": 0}
+    engine = {"placement": "nvme" if placement == "all-nvme" else "auto", "train_after_save": False}
     return {
         "budget": {"host": host, "nvme": [str(disk)]},
         "optimizer": {"type": "AdamW", "lr": 1e-4},
@@ -67,6 +67,11 @@ def count(shape: gpt.Shape) -> int:
     width = shape.width
     block = 12 * width * width + 13 * width
     return shape.layers * block + width * (2 * gpt.VOCAB + shape.length + 2)
+
+
+def needed_bytes(name: str, parameters: int) -> int:
+    """About what the contender takes of memory."""
+    return NEEDED[name] * parameters + GIB // 2
 
 
 def available_bytes() -> int:

@@ -7,6 +7,7 @@ With --check nothing is written, and a README that differs is an error.
 import argparse
 import json
 import shutil
+import statistics
 import sys
 from pathlib import Path
 from typing import Any
@@ -137,13 +138,45 @@ def step(r: dict[str, Any]) -> list[str]:
     return [head, "| --- |" + " --- |" * len(sizes), *rows]
 
 
+def sizes(r: dict[str, Any]) -> list[str]:
+    """Rows of `make bench-sizes`: one for each size, then the fitted slopes."""
+    names = {"nvme": "optimizer on NVMe", "plain": "torch, no optimizer", "all-nvme": "all on NVMe, 1 GiB"}
+    there = [name for name in names if any(row["job"]["contender"] == name for row in r["rows"])]
+    rows = {(row["parameters"], row["job"]["contender"]): row for row in r["rows"]}
+
+    def cells(values: dict[str, Any]) -> str:
+        return " | ".join(values.get(name, "") for name in there)
+
+    lines = [
+        f"| `make bench-sizes`, B = {r['batch']}, T = {r['length']}: seconds a step; peak RSS | "
+        + " | ".join(names[name] for name in there)
+        + " |",
+        "| --- |" + " --- |" * len(there),
+    ]
+    for parameters in sorted({size for size, _ in rows}):
+        found = {name: rows[parameters, name] for name in there if (parameters, name) in rows}
+        shown = {
+            name: f"{statistics.median(row['step_seconds']):.2f}; {row['peak_rss_bytes'] / 1e9:.2f} GB"
+            for name, row in found.items()
+        }
+        lines.append(f"| {parameters / 1e6:,.0f} M parameters | {cells(shown)} |")
+    for what, key, digits in (
+        ("step time grows as parameters to the power of", "step_seconds_exponent", 2),
+        ("peak RSS, bytes a parameter", "peak_rss_bytes_per_param", 2),
+        ("NVMe, bytes a parameter and step", "nvme_bytes_per_param", 2),
+    ):
+        shown = {name: f"{of[key]:.{digits}f}" for name, of in r["slopes"].items() if key in of}
+        lines.append(f"| {what} | {cells(shown)} |")
+    return lines
+
+
 def plain(r: dict[str, Any]) -> list[str]:
     """Any other result: its numbers as they are."""
     rows = [f"| {key} | {value} |" for key, value in r.items() if isinstance(value, (int, float))]
     return ["| | |", "| --- | --- |", *rows]
 
 
-SECTIONS = {"train": train, "adam": adam, "io": io, "step": step}  # in this order
+SECTIONS = {"train": train, "adam": adam, "io": io, "step": step, "sizes": sizes}  # in this order
 
 
 def section() -> str:
