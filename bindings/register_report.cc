@@ -45,7 +45,7 @@ py::dict report_dict(const StepReport& r) {
   out["updated_elements"] = r.updated_elements;
   out["read_seconds"] = seconds(r.read_ns);
   out["write_seconds"] = seconds(r.write_ns);
-  out["disk_seconds"] = seconds(r.disk_ns);
+  out["disk_seconds"] = seconds(r.disk_sum_ns());
   out["disk_hidden_seconds"] = seconds(r.disk_hidden_ns);
   out["read_bytes"] = r.read_sum_bytes();
   out["written_bytes"] = r.written_sum_bytes();
@@ -79,6 +79,7 @@ py::dict predict(engine::Engine& self, const std::vector<int64_t>& budgets) {
   measured["forward_seconds"] = figures.forward_s;
   measured["backward_seconds"] = figures.backward_s;
   measured["call_seconds"] = figures.call_s;
+  measured["update_seconds_per_param"] = figures.update_s_per_element;
   measured["disk_bytes_per_s"] = figures.disk_bytes_per_s;
   measured["step_seconds"] = figures.step_s;
   out["measured"] = measured;

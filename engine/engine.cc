@@ -271,6 +271,7 @@ Lease Engine::acquire(int32_t unit) {
   m.context.check();
   ++m.context.progress;
   m.context.trace.acquired(unit);
+  m.context.meter.reached(unit);
   m.context.journal.note(Happening::acquired, unit);
   if (m.context.units[unit].pending_chunks > 0) {
     m.context.demanded_unit = unit;
@@ -451,13 +452,16 @@ StepReport Engine::report() {
 }
 
 MachineFigures Engine::figures() {
-  const std::lock_guard guard(machine_->context.mutex);
-  return figures_of(machine_->context.meter.sum(), machine_->context.meter.summed_steps());
+  Context& c = machine_->context;
+  const std::lock_guard guard(c.mutex);
+  return figures_of(c.meter.recent(), c.meter.forward_left(), c.plan, c.resources.executor->threads());
 }
 
 Prediction Engine::predict() {
   const Context& c = machine_->context;
-  return engine::predict(c.plan, figures(), guessed_share(c.layout, c.plan, c.config.speculate));
+  const MachineFigures f = figures();
+  const double guessed = guessed_share(c.layout, c.plan, c.config.speculate);
+  return engine::predict(c.plan, demands(c.layout, c.config, c.plan, f), f, guessed);
 }
 
 std::vector<BudgetRow> Engine::predict_budgets(std::span<const int64_t> budgets) {

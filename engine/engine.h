@@ -141,7 +141,7 @@ class Engine {
   Stats stats();
   /// Of the last step(), skipped ones included.
   StepReport report();
-  /// The mean of all steps but the first.
+  /// The median of the latest steps (schedule/report.h).
   MachineFigures figures();
   /// What steps take under this plan, and would under other host budgets (schedule/predict.h), by those
   /// figures.

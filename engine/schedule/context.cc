@@ -61,7 +61,8 @@ Context::Context(Layout layout_in, Plan plan_in, Config config_in, Resources res
                "weights, states and gradients"),
       units(layout.units.size()),
       chunks(layout.chunks.size()),
-      trace(static_cast<int32_t>(layout.units.size())) {
+      trace(static_cast<int32_t>(layout.units.size())),
+      meter(now_ns, layout.units.size()) {
   Carver carver(resident.data());
   for (size_t u = 0; u < units.size(); ++u) {
     const Unit& unit = layout.units[u];

@@ -201,7 +201,7 @@ struct Context {
   int32_t awaited_unit = -1;   // a caller waits for its gathered weights
   uint64_t progress = 0;       // calls so far
   Journal journal;
-  StepMeter meter{now_ns};
+  StepMeter meter;
 
  private:
   template <class Carver>

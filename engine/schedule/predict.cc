@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <utility>
 
 #include "engine/memory/budget.h"
 
@@ -19,8 +20,49 @@ double gib(int64_t bytes) {
   return static_cast<double>(bytes) / static_cast<double>(int64_t{1} << 30);
 }
 
-int64_t sum(const std::array<int64_t, kPhases>& by_phase) {
-  return by_phase[0] + by_phase[1] + by_phase[2];
+/// What passes while the caller is in forward or backward; outside it may be stopped, or wait for its data.
+int64_t in_step(const std::array<int64_t, kPhases>& by_phase) {
+  return by_phase[static_cast<size_t>(Phase::forward)] + by_phase[static_cast<size_t>(Phase::backward)];
+}
+
+/// Of those that are not negative; 0 where there is none.
+template <class Value>
+double median(std::span<const StepReport> reports, Value value) {
+  std::vector<double> values;
+  for (const StepReport& report : reports) {
+    if (const double v = value(report); v >= 0) values.push_back(v);
+  }
+  if (values.empty()) return 0;
+  std::sort(values.begin(), values.end());
+  const size_t middle = values.size() / 2;
+  return values.size() % 2 == 1 ? values[middle] : (values[middle - 1] + values[middle]) / 2;
+}
+
+/// Of what a disk could move, what so many slots of the ring make it move.
+double overlap(int64_t slots) {
+  return slots > 0 ? static_cast<double>(slots) / static_cast<double>(slots + 1) : 1;
+}
+
+/// When forward ends after step(), and whether the disk made it later than compute and updates do.
+struct ForwardEnd {
+  double s = 0;
+  bool by_disk = false;
+};
+
+ForwardEnd forward_end(std::span<const UnitDemand> demands, const MachineFigures& f, double bytes_per_s,
+                       double share, double ahead) {
+  ForwardEnd end{f.forward_s, false};
+  double bytes = -ahead;
+  double updated_s = 0;
+  for (const UnitDemand& demand : demands) {
+    bytes += share * static_cast<double>(demand.bytes);
+    updated_s += share * static_cast<double>(demand.elements) * f.update_s_per_element;
+    if (updated_s + demand.left_s > end.s) end = {updated_s + demand.left_s, false};
+    if (bytes <= 0) continue;
+    const double there_s = bytes / bytes_per_s;
+    if (there_s + demand.left_s > end.s) end = {there_s + demand.left_s, true};
+  }
+  return end;
 }
 
 }  // namespace
@@ -37,41 +79,78 @@ const char* limit_name(Limit limit) {
   return "?";
 }
 
-MachineFigures figures_of(const StepReport& total, int64_t steps) {
+MachineFigures figures_of(std::span<const StepReport> reports, std::vector<double> forward_left,
+                          const Plan& plan, int64_t workers) {
   MachineFigures f;
-  if (steps == 0) return f;
-  const auto of = [&](int64_t ns) { return seconds(ns) / static_cast<double>(steps); };
-  f.steps = steps;
-  f.forward_s = of(total.compute_ns[static_cast<size_t>(Phase::forward)]);
-  f.backward_s = of(total.compute_ns[static_cast<size_t>(Phase::backward)]);
-  f.call_s = of(total.call_ns);
-  const int64_t apart_ns = total.compute_ns[static_cast<size_t>(Phase::outside)] +
-                           total.wait_by_cause_ns[static_cast<size_t>(Cause::rest)];
-  f.step_s = of(total.total_ns - apart_ns);
-  const int64_t moved = sum(total.read_bytes) + sum(total.written_bytes);
-  if (total.disk_ns > 0) f.disk_bytes_per_s = static_cast<double>(moved) / seconds(total.disk_ns);
+  f.ring_slots = plan.ring_slots;
+  f.steps = static_cast<int64_t>(reports.size());
+  f.forward_left = std::move(forward_left);
+  const auto compute_s = [&](Phase phase) {
+    return median(reports,
+                  [&](const StepReport& r) { return seconds(r.compute_ns[static_cast<size_t>(phase)]); });
+  };
+  f.forward_s = compute_s(Phase::forward);
+  f.backward_s = compute_s(Phase::backward);
+  f.call_s = median(reports, [](const StepReport& r) { return seconds(r.call_ns); });
+  f.step_s = median(reports, [](const StepReport& r) {
+    return seconds(r.total_ns - r.compute_ns[static_cast<size_t>(Phase::outside)] -
+                   r.wait_by_cause_ns[static_cast<size_t>(Cause::rest)]);
+  });
+  f.disk_bytes_per_s = median(reports, [](const StepReport& r) {
+    const int64_t ns = in_step(r.disk_ns);
+    return ns > 0 ? static_cast<double>(in_step(r.read_bytes) + in_step(r.written_bytes)) / seconds(ns) : -1;
+  });
+  f.update_s_per_element = median(reports, [&](const StepReport& r) {
+    const auto elements = static_cast<double>(r.updated_elements * std::max<int64_t>(1, workers));
+    return elements > 0 ? seconds(r.update_worker_sum_ns()) / elements : -1;
+  });
   return f;
 }
 
-Prediction predict(const Plan& plan, const MachineFigures& f, double guessed) {
-  const int64_t bytes = plan.nvme_read_bytes_per_step + plan.nvme_written_bytes_per_step;
+std::vector<UnitDemand> demands(const Layout& layout, const Config& config, const Plan& plan,
+                                const MachineFigures& f) {
+  std::vector<UnitDemand> found(layout.units.size());
+  for (size_t u = 0; u < layout.units.size(); ++u) {
+    const Unit& unit = layout.units[u];
+    if (u < f.forward_left.size()) found[u].left_s = f.forward_left[u] * f.forward_s;
+    if (plan.weights_on_nvme[u]) found[u].bytes = (unit.trainable() ? 2 : 1) * unit.shard_bytes();
+  }
+  for (size_t c = 0; c < layout.chunks.size(); ++c) {
+    const Chunk& chunk = layout.chunks[c];
+    const Unit& unit = layout.units[chunk.unit];
+    if (!unit.trainable()) continue;
+    UnitDemand& demand = found[chunk.unit];
+    demand.elements += chunk.elements;
+    if (plan.states_on_nvme[c]) demand.bytes += 2 * unit.state_bytes(chunk.elements);
+    if (plan.gradients_on_nvme[c])
+      demand.bytes += chunk.elements * gradient_element_bytes(unit.format, config.gradient_accumulation);
+  }
+  std::stable_sort(found.begin(), found.end(),
+                   [](const UnitDemand& a, const UnitDemand& b) { return a.left_s > b.left_s; });
+  return found;
+}
+
+Prediction predict(const Plan& plan, std::span<const UnitDemand> demands, const MachineFigures& f,
+                   double guessed) {
+  const auto bytes = static_cast<double>(plan.nvme_read_bytes_per_step + plan.nvme_written_bytes_per_step);
   if (f.steps == 0 || (bytes > 0 && f.disk_bytes_per_s <= 0)) return {};
-  const auto disk_s = [&](double moved) {
-    return bytes > 0 ? std::max(0.0, moved) / f.disk_bytes_per_s : 0.0;
-  };
-  const auto backward_bytes = static_cast<double>(plan.weights_nvme_bytes + plan.gradients_nvme_bytes);
-  const auto forward_bytes = static_cast<double>(bytes) - backward_bytes;
+  const double bytes_per_s = f.disk_bytes_per_s * overlap(plan.ring_slots) / overlap(f.ring_slots);
+  const auto disk_s = [&](double moved) { return moved > 0 ? moved / bytes_per_s : 0.0; };
+  double forward_bytes = 0;
+  for (const UnitDemand& demand : demands) forward_bytes += static_cast<double>(demand.bytes);
   const auto ahead = static_cast<double>(2 * plan.ring_slots * plan.ring_slot_bytes);
 
-  const double forward_disk_s = disk_s(forward_bytes - ahead);
-  const double backward_disk_s = disk_s(backward_bytes);
+  const double backward_s = std::max(f.backward_s, disk_s(bytes - forward_bytes));
+  const ForwardEnd forward = forward_end(demands, f, bytes_per_s, 1 - guessed, ahead);
   Prediction p;
-  p.disk_s = disk_s(static_cast<double>(bytes));
-  p.bound_s = std::max(f.backward_s, backward_disk_s) + std::max(f.forward_s, forward_disk_s);
-  const double late_s = std::max(f.backward_s, backward_disk_s) +
-                        std::max(f.forward_s, disk_s((1 - guessed) * forward_bytes - ahead));
-  p.step_s = f.call_s + (guessed > 0 ? std::max(late_s, p.disk_s) : p.bound_s);
-  const bool disk = guessed > 0 ? p.disk_s > f.forward_s + f.backward_s : forward_disk_s > f.forward_s;
+  p.disk_s = disk_s(bytes);
+  p.bound_s = backward_s + std::max(f.forward_s, disk_s(forward_bytes - ahead));
+  p.step_s = f.call_s + backward_s + forward.s;
+  bool disk = forward.by_disk;
+  if (guessed > 0) {
+    p.step_s = f.call_s + std::max(backward_s + forward.s, p.disk_s);
+    disk = p.disk_s > f.forward_s + f.backward_s;
+  }
   p.limit = disk ? Limit::disk : Limit::compute;
   return p;
 }
@@ -102,7 +181,8 @@ std::vector<BudgetRow> predict_budgets(const Layout& layout, const Config& confi
     other.host_budget_bytes = budget;
     try {
       const Plan plan = make_plan(layout, other, device);
-      row.prediction = predict(plan, figures, guessed_share(layout, plan, config.speculate));
+      row.prediction = predict(plan, demands(layout, config, plan, figures), figures,
+                               guessed_share(layout, plan, config.speculate));
       row.possible = true;
     } catch (const BudgetError&) {
       row.possible = false;

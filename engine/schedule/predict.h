@@ -1,18 +1,25 @@
 // What a step will take under a plan, from what the machine was seen to do: a pure function, for the plan's
 // text, for advice on budgets, and to be compared with what happened.
 //
-// The model (DESIGN 5). Forward needs the updated weights, so all state traffic has to pass between step()
-// and the end of forward, but for what the ring (R bytes) reads ahead under backward and writes behind into
-// it; weights on NVMe are read once more in backward:
+// The model (DESIGN 5). Forward needs the updated weights, so the state traffic of a unit has to pass between
+// step() and the unit's first use, but for what the ring (R bytes) reads ahead under backward and writes
+// behind into it. What of forward comes after that use can only follow:
 //
-//   T = call + max(T_backward, backward's reads / bandwidth) + max(T_forward, (forward's bytes - 2 R) /
-//   bandwidth)
+//   T_updated(k) = max((bytes of units up to k - 2 R) / bandwidth, elements up to k x seconds of an update)
+//   T = call + max(T_backward, backward's bytes / bandwidth)
+//            + max(T_forward, over units k in order of use: T_updated(k) + what is left of T_forward at k)
 //
-// With optimizer states alone on NVMe, forward's bytes are 20 N, and without `call` this is the bound. A
-// share g of the chunks that is guessed (speculation) moves its traffic under backward as well: then no step
-// is faster than max(T_forward + T_backward, all bytes / bandwidth), and the rest of the traffic, 1 - g,
-// obeys the formula above. T_forward and T_backward are those of a run, so they have in them what updates
-// take from compute.
+// The bandwidth is that of the run, by what the depth of the ring makes of it: a slot is read, updated,
+// written, and of s slots too few may be at either end. Two equal queues with s customers do s / (s + 1) of
+// what they could (mean value analysis: Reiser and Lavenberg 1980, "Mean-value analysis of closed multichain
+// queuing networks"). A drive whose reads and writes share one limit loses less with a shallow ring.
+//
+// The last unit decides where its own compute is much of the step: nothing of it hides the disk. Without that
+// (nothing left at the last unit) and without `call` it is the bound of DESIGN 5; with optimizer states alone
+// on NVMe, forward's bytes are 20 N. A share g of the chunks that is guessed (speculation) moves its traffic
+// under backward as well: then no step is faster than max(T_forward + T_backward, all bytes / bandwidth), and
+// the rest of the traffic, 1 - g, obeys the formula above. T_forward and T_backward are those of a run, so
+// they have in them what updates take from compute.
 #pragma once
 
 #include <cstdint>
@@ -26,18 +33,33 @@
 
 namespace overspill::engine {
 
-/// Of one step, the mean of those measured.
+/// Of one step, the median of the latest.
 struct MachineFigures {
   int64_t steps = 0;  // measured; 0: nothing is known
   double forward_s = 0;
   double backward_s = 0;
   double call_s = 0;
   double disk_bytes_per_s = 0;  // reads and writes together, while the schedule had any under way; 0: unknown
-  double step_s = 0;            // what it took, without what the script did outside, and looks from outside
+  int64_t ring_slots = 0;       // of the plan it was measured under
+  double update_s_per_element = 0;   // all workers at it
+  std::vector<double> forward_left;  // by unit: share of forward_s after its first use
+  double step_s = 0;  // what it took, without what the script did outside, and looks from outside
 };
 
-/// `sum`: of `steps` reports.
-MachineFigures figures_of(const StepReport& sum, int64_t steps);
+/// From reports of single steps under `plan` and StepMeter::forward_left(); `workers`: of the updates.
+MachineFigures figures_of(std::span<const StepReport> reports, std::vector<double> forward_left,
+                          const Plan& plan, int64_t workers);
+
+/// What has to be done for a unit between step() and its first use in forward.
+struct UnitDemand {
+  int64_t bytes = 0;     // read and written
+  int64_t elements = 0;  // updated
+  double left_s = 0;     // of forward's compute, from that use on
+};
+
+/// In order of use; units that forward did not use come last.
+std::vector<UnitDemand> demands(const Layout& layout, const Config& config, const Plan& plan,
+                                const MachineFigures& figures);
 
 enum class Limit : uint8_t { unknown, compute, disk };
 const char* limit_name(Limit limit);
@@ -51,7 +73,8 @@ struct Prediction {
 
 /// Limit::unknown, and zeros, where the figures do not suffice: no step was measured, or the plan needs the
 /// disk and no byte was seen to move. `guessed_share`: of the chunks on NVMe, 0 to 1.
-Prediction predict(const Plan& plan, const MachineFigures& figures, double guessed_share);
+Prediction predict(const Plan& plan, std::span<const UnitDemand> demands, const MachineFigures& figures,
+                   double guessed_share);
 
 /// Of the chunks whose states are on NVMe: those that may be guessed under this plan.
 double guessed_share(const Layout& layout, const Plan& plan, bool speculate);

@@ -1,5 +1,6 @@
 #include "engine/schedule/report.h"
 
+#include <algorithm>
 #include <stdexcept>
 
 namespace overspill::engine {
@@ -9,30 +10,10 @@ constexpr size_t bit(Activity activity) {
   return size_t{1} << static_cast<size_t>(activity);
 }
 
-}  // namespace
+constexpr size_t kDisk = bit(Activity::read) | bit(Activity::write);
+constexpr size_t kNotComputing = bit(Activity::wait) | bit(Activity::call);
 
-StepReport& operator+=(StepReport& sum, const StepReport& report) {
-  const auto add = [](auto& to, const auto& from) {
-    for (size_t i = 0; i < to.size(); ++i) to[i] += from[i];
-  };
-  sum.total_ns += report.total_ns;
-  add(sum.compute_ns, report.compute_ns);
-  sum.call_ns += report.call_ns;
-  sum.wait_ns += report.wait_ns;
-  add(sum.wait_by_cause_ns, report.wait_by_cause_ns);
-  sum.wait_for_disk_ns += report.wait_for_disk_ns;
-  add(sum.update_worker_ns, report.update_worker_ns);
-  sum.update_ns += report.update_ns;
-  sum.update_hidden_ns += report.update_hidden_ns;
-  sum.updated_elements += report.updated_elements;
-  sum.read_ns += report.read_ns;
-  sum.write_ns += report.write_ns;
-  sum.disk_ns += report.disk_ns;
-  sum.disk_hidden_ns += report.disk_hidden_ns;
-  add(sum.read_bytes, report.read_bytes);
-  add(sum.written_bytes, report.written_bytes);
-  return sum;
-}
+}  // namespace
 
 void StepMeter::pass_time() {
   const int64_t now = clock_();
@@ -66,9 +47,33 @@ void StepMeter::moved(Activity read_or_write, int64_t bytes) {
   by_phase[static_cast<size_t>(phase_)] += bytes;
 }
 
+void StepMeter::reached(int32_t unit) {
+  int64_t& then_ns = reached_ns_[static_cast<size_t>(unit)];
+  if (phase_ != Phase::forward || then_ns != kNotReached) return;
+  pass_time();
+  then_ns = 0;
+  for (size_t set = 0; set < kSets; ++set) {
+    if ((set & kNotComputing) == 0) then_ns += time_ns_[static_cast<size_t>(Phase::forward)][set];
+  }
+}
+
+std::span<const StepReport> StepMeter::recent() const {
+  const auto count = static_cast<size_t>(std::max<int64_t>(0, reports_ - kUnlikeOthers));
+  return std::span(recent_).first(std::min(count, kRemembered));
+}
+
+std::vector<double> StepMeter::forward_left() const {
+  std::vector<double> left(last_reached_ns_.size());
+  const int64_t all_ns = last_.compute_ns[static_cast<size_t>(Phase::forward)];
+  for (size_t u = 0; u < left.size() && all_ns > 0; ++u) {
+    const int64_t then_ns = last_reached_ns_[u];
+    if (then_ns != kNotReached) left[u] = static_cast<double>(all_ns - then_ns) / static_cast<double>(all_ns);
+  }
+  return left;
+}
+
 void StepMeter::stepped(int64_t step) {
   enter(Phase::outside);
-  constexpr size_t kDisk = bit(Activity::read) | bit(Activity::write);
   StepReport& r = now_;
   r.step = step;
   for (size_t phase = 0; phase < kPhases; ++phase) {
@@ -86,15 +91,15 @@ void StepMeter::stepped(int64_t step) {
       if (has(bit(Activity::read))) r.read_ns += ns;
       if (has(bit(Activity::write))) r.write_ns += ns;
       if (has(kDisk)) {
-        r.disk_ns += ns;
+        r.disk_ns[phase] += ns;
         if (!waits) r.disk_hidden_ns += ns;
       }
     }
   }
-  if (last_.total_ns > 0) {
-    sum_ += r;
-    ++summed_steps_;
-  }
+  if (reports_ >= kUnlikeOthers) recent_[static_cast<size_t>(reports_ - kUnlikeOthers) % kRemembered] = r;
+  ++reports_;
+  last_reached_ns_.swap(reached_ns_);
+  std::fill(reached_ns_.begin(), reached_ns_.end(), kNotReached);
   last_ = r;
   now_ = {};
   time_ns_ = {};

@@ -8,6 +8,8 @@
 #include <array>
 #include <cstddef>
 #include <cstdint>
+#include <span>
+#include <vector>
 
 namespace overspill::engine {
 
@@ -51,7 +53,7 @@ struct StepReport {
   int64_t updated_elements = 0;
   int64_t read_ns = 0;  // at least one transfer of the schedule was under way
   int64_t write_ns = 0;
-  int64_t disk_ns = 0;  // of either kind
+  std::array<int64_t, kPhases> disk_ns{};  // of either kind
   int64_t disk_hidden_ns = 0;
   std::array<int64_t, kPhases>
       read_bytes{};  // as transfers ended; checkpoints and looks from outside not counted
@@ -61,18 +63,17 @@ struct StepReport {
   int64_t update_worker_sum_ns() const {
     return update_worker_ns[0] + update_worker_ns[1] + update_worker_ns[2];
   }
+  int64_t disk_sum_ns() const { return disk_ns[0] + disk_ns[1] + disk_ns[2]; }
   int64_t read_sum_bytes() const { return read_bytes[0] + read_bytes[1] + read_bytes[2]; }
   int64_t written_sum_bytes() const { return written_bytes[0] + written_bytes[1] + written_bytes[2]; }
 };
-
-/// Adds up, `step` excepted.
-StepReport& operator+=(StepReport& sum, const StepReport& report);
 
 /// Guarded by the owner's mutex; allocates nothing.
 class StepMeter {
  public:
   using Clock = int64_t (*)();
-  explicit StepMeter(Clock clock) : clock_(clock), then_ns_(clock()) {}
+  explicit StepMeter(Clock clock, size_t units = 0)
+      : clock_(clock), then_ns_(clock()), reached_ns_(units, kNotReached), last_reached_ns_(reached_ns_) {}
 
   void begin(Activity activity);
   /// Throws std::logic_error where nothing of the kind had begun.
@@ -82,17 +83,25 @@ class StepMeter {
 
   void moved(Activity read_or_write, int64_t bytes);
   void updated(int64_t elements) { now_.updated_elements += elements; }
+  /// The unit is wanted: what of the forward's compute was over is noted, once a step.
+  void reached(int32_t unit);
   void waited(Cause cause, int64_t ns) { now_.wait_by_cause_ns[static_cast<size_t>(cause)] += ns; }
 
   /// step() has decided: what was gathered since the last call becomes `last()`.
   void stepped(int64_t step);
   const StepReport& last() const { return last_; }
-  /// Of all steps but the first, in which nothing is traced and nothing is there yet.
-  const StepReport& sum() const { return sum_; }
-  int64_t summed_steps() const { return summed_steps_; }
+  /// The latest, in no order, without the first two steps: in the first nothing is traced, and the updates
+  /// under the second have no states to read.
+  std::span<const StepReport> recent() const;
+  /// By unit, of the last step: the share of the forward's compute that came after its first use, 0 to 1; 0
+  /// where forward did not use it.
+  std::vector<double> forward_left() const;
 
  private:
   static constexpr size_t kSets = size_t{1} << kActivities;
+  static constexpr size_t kRemembered = 16;
+  static constexpr int64_t kUnlikeOthers = 2;  // first steps
+  static constexpr int64_t kNotReached = -1;
   void pass_time();
 
   Clock clock_;
@@ -103,8 +112,10 @@ class StepMeter {
   std::array<std::array<int64_t, kSets>, kPhases> time_ns_{};  // by phase and set
   StepReport now_;
   StepReport last_;
-  StepReport sum_;
-  int64_t summed_steps_ = 0;
+  std::array<StepReport, kRemembered> recent_{};
+  int64_t reports_ = 0;
+  std::vector<int64_t> reached_ns_;  // by unit: of the forward's compute
+  std::vector<int64_t> last_reached_ns_;
 };
 
 }  // namespace overspill::engine

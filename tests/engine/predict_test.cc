@@ -14,12 +14,28 @@ using engine::MachineFigures;
 using engine::Plan;
 using engine::Prediction;
 using engine::StepReport;
+using engine::UnitDemand;
 
 constexpr int64_t kGB = 1'000'000'000;
 
 /// 1 s of forward, 2 s of backward, 2 GB/s.
 MachineFigures figures() {
-  return {.steps = 3, .forward_s = 1, .backward_s = 2, .call_s = 0.25, .disk_bytes_per_s = 2e9, .step_s = 4};
+  return {.steps = 3,
+          .forward_s = 1,
+          .backward_s = 2,
+          .call_s = 0.25,
+          .disk_bytes_per_s = 2e9,
+          .ring_slots = 2,
+          .update_s_per_element = 0,
+          .forward_left = {},
+          .step_s = 4};
+}
+
+/// All that forward needs belongs to one unit, the last that it uses: the bound of DESIGN 5.
+Prediction predict(const Plan& plan, const MachineFigures& f, double guessed) {
+  const int64_t bytes = plan.nvme_read_bytes_per_step + plan.nvme_written_bytes_per_step;
+  const UnitDemand all = {.bytes = bytes - plan.weights_nvme_bytes - plan.gradients_nvme_bytes};
+  return engine::predict(plan, std::span(&all, 1), f, guessed);
 }
 
 /// States alone on NVMe: `states` bytes each way, through a ring of `ring` bytes.
@@ -85,22 +101,103 @@ TEST(Predict, SaysNothingBeforeItKnows) {
   EXPECT_DOUBLE_EQ(predict(Plan{}, no_disk, 0).step_s, 3.25) << "all on the host needs no disk";
 }
 
-TEST(Predict, FiguresAreMeansWithoutWhatTheScriptDoes) {
-  StepReport sum;
-  sum.total_ns = 20 * kGB;
-  sum.compute_ns = {6 * kGB, 4 * kGB, 5 * kGB};  // outside, forward, backward
-  sum.call_ns = 1 * kGB;
-  sum.wait_by_cause_ns[static_cast<size_t>(engine::Cause::rest)] = 2 * kGB;
-  sum.read_bytes = {1 * kGB, 2 * kGB, 3 * kGB};
-  sum.written_bytes = {0, 2 * kGB, 0};
-  sum.disk_ns = 4 * kGB;
-  const MachineFigures f = figures_of(sum, 2);
-  EXPECT_DOUBLE_EQ(f.forward_s, 2);
-  EXPECT_DOUBLE_EQ(f.backward_s, 2.5);
-  EXPECT_DOUBLE_EQ(f.call_s, 0.5);
-  EXPECT_DOUBLE_EQ(f.step_s, 6);
+// use          embedding            block           head
+// its traffic  2 s                  1 s             4 s      at 2 GB/s, less 0.5 s that the ring took
+// left         1 s                  0.9 s           0.6 s    of 1 s of forward
+TEST(Predict, WhatComesAfterAUnitHidesNothingOfIt) {
+  const UnitDemand demands[] = {{4 * kGB, 0, 1}, {2 * kGB, 0, 0.9}, {8 * kGB, 0, 0.6}};
+  const Plan plan = states_on_nvme(7 * kGB, kGB / 2);
+  const Prediction p = engine::predict(plan, demands, figures(), 0);
+  EXPECT_DOUBLE_EQ(p.step_s, 2 + (6.5 + 0.6) + 0.25);
+  EXPECT_DOUBLE_EQ(p.bound_s, 2 + 6.5) << "the bound lets compute run under all of it";
+  EXPECT_EQ(p.limit, Limit::disk);
+  // What has to come first may decide: the same with the large unit first.
+  const UnitDemand first[] = {{8 * kGB, 0, 1}, {2 * kGB, 0, 0.9}, {0, 0, 0.6}};
+  EXPECT_DOUBLE_EQ(engine::predict(plan, first, figures(), 0).step_s, 2 + (4.5 + 0.9) + 0.25);
+}
+
+TEST(Predict, AShallowRingMovesLess) {
+  Plan deep = states_on_nvme(9 * kGB, 0);
+  deep.ring_slots = 8;
+  EXPECT_DOUBLE_EQ(predict(deep, figures(), 0).disk_s, 9 * 2 / 3.0 * 9 / 8) << "2 slots do 2 / 3, 8 do 8 / 9";
+  MachineFigures f = figures();
+  f.ring_slots = 0;  // measured where reads alone went by
+  EXPECT_DOUBLE_EQ(predict(deep, f, 0).disk_s, 9 * 9 / 8.0);
+}
+
+TEST(Predict, UpdatesInMemoryComeBeforeTheirUnitToo) {
+  MachineFigures f = figures();
+  f.update_s_per_element = 1e-9;
+  const UnitDemand demands[] = {{0, kGB / 4, 1}, {0, kGB / 4, 0.5}};
+  const Prediction p = engine::predict(Plan{}, demands, f, 0);
+  EXPECT_DOUBLE_EQ(p.step_s, 2 + 1.25 + 0.25) << "a quarter of a second goes before the first unit";
+  EXPECT_EQ(p.limit, Limit::compute);
+  EXPECT_DOUBLE_EQ(engine::predict(Plan{}, demands, f, 1).step_s, 3.25) << "guessed ones went before";
+}
+
+TEST(Predict, FiguresAreMediansWithoutWhatTheScriptDoes) {
+  StepReport usual;
+  usual.total_ns = 20 * kGB;
+  usual.compute_ns = {6 * kGB, 4 * kGB, 5 * kGB};  // outside, forward, backward
+  usual.call_ns = 1 * kGB;
+  usual.wait_by_cause_ns[static_cast<size_t>(engine::Cause::rest)] = 2 * kGB;
+  usual.read_bytes = {1 * kGB, 2 * kGB, 4 * kGB};
+  usual.written_bytes = {0, 2 * kGB, 0};
+  usual.disk_ns = {90 * kGB, 1 * kGB, 3 * kGB};  // outside it may have been stopped
+  usual.update_worker_ns = {1 * kGB, 3 * kGB, 0};
+  usual.updated_elements = 8 * kGB;
+  StepReport disturbed = usual;
+  disturbed.total_ns = 70 * kGB;
+  disturbed.compute_ns = {0, 40 * kGB, 9 * kGB};
+  disturbed.disk_ns = {0, 30 * kGB, 30 * kGB};
+  StepReport skipped = usual;  // nothing was updated after it, nothing was moved
+  skipped.updated_elements = 0;
+  skipped.disk_ns = {};
+  const StepReport reports[] = {usual, disturbed, usual, skipped};
+  const MachineFigures f = figures_of(reports, {0.5}, states_on_nvme(kGB, 0), 2);
+  EXPECT_EQ(f.steps, 4);
+  EXPECT_DOUBLE_EQ(f.forward_s, 4);
+  EXPECT_DOUBLE_EQ(f.backward_s, 5);
+  EXPECT_DOUBLE_EQ(f.call_s, 1);
+  EXPECT_DOUBLE_EQ(f.step_s, 12);
   EXPECT_DOUBLE_EQ(f.disk_bytes_per_s, 2e9);
-  EXPECT_EQ(figures_of(sum, 0).steps, 0);
+  EXPECT_DOUBLE_EQ(f.update_s_per_element, 0.25e-9) << "4 s of two workers for 8 G elements";
+  EXPECT_EQ(f.ring_slots, 2);
+  EXPECT_EQ(f.forward_left, std::vector<double>{0.5});
+  EXPECT_EQ(figures_of({}, {}, Plan{}, 2).steps, 0);
+}
+
+TEST(Predict, DemandsAreWhatThePlanMovesUnderForward) {
+  engine::Config config;
+  config.host_budget_bytes = 64 << 20;
+  config.nvme = {"unused"};
+  config.chunk_elements = 4096;
+  config.placement = engine::Placement::nvme;
+  const engine::Layout layout = engine::make_layout(toy_units(), config.chunk_elements, 0, 1);
+  const Plan plan = make_plan(layout, config, {});
+  ASSERT_GE(layout.units.size(), 3u);
+  MachineFigures f = figures();
+  f.forward_left.assign(layout.units.size(), 0.5);
+  f.forward_left.back() = 1;  // used first
+  f.forward_left[0] = 0;      // not used
+  const auto found = demands(layout, config, plan, f);
+  ASSERT_EQ(found.size(), layout.units.size());
+  EXPECT_DOUBLE_EQ(found.front().left_s, 1);
+  EXPECT_DOUBLE_EQ(found.back().left_s, 0);
+  int64_t bytes = 0;
+  int64_t elements = 0;
+  for (const UnitDemand& demand : found) bytes += demand.bytes, elements += demand.elements;
+  EXPECT_EQ(bytes + plan.weights_nvme_bytes + plan.gradients_nvme_bytes,
+            plan.nvme_read_bytes_per_step + plan.nvme_written_bytes_per_step)
+      << "backward reads the weights and writes the gradients, forward does the rest";
+  int64_t trained = 0;
+  for (const engine::Unit& unit : layout.units) trained += unit.trainable() ? unit.elements : 0;
+  EXPECT_EQ(elements, trained);
+  config.gradient_accumulation = 4;  // sums come and go in backward; forward reads the last
+  const Plan summed = make_plan(layout, config, {});
+  int64_t more = 0;
+  for (const UnitDemand& demand : demands(layout, config, summed, f)) more += demand.bytes;
+  EXPECT_EQ(more - bytes, summed.gradients_nvme_bytes - plan.gradients_nvme_bytes);
 }
 
 BudgetRow row(int64_t budget, double step_s, bool possible = true) {

@@ -78,7 +78,8 @@ TEST(StepMeter, CountsEveryInstantUnderAllThatWentOn) {
   EXPECT_EQ(r.updated_elements, 7);
   EXPECT_EQ(r.read_ns, 30);
   EXPECT_EQ(r.write_ns, 0);
-  EXPECT_EQ(r.disk_ns, 30);
+  EXPECT_EQ(r.disk_sum_ns(), 30);
+  EXPECT_EQ(of(r.disk_ns, Phase::forward), 10);
   EXPECT_EQ(r.disk_hidden_ns, 20);
   EXPECT_EQ(of(r.read_bytes, Phase::backward), 4096);
   EXPECT_EQ(r.read_sum_bytes(), 4096);
@@ -97,11 +98,36 @@ TEST(StepMeter, WhatGoesOnOverAStepCountsInBoth) {
   EXPECT_EQ(meter.last().write_ns, 4);
   EXPECT_EQ(of(meter.last().written_bytes, Phase::outside), 8192);
   EXPECT_THROW(meter.end(Activity::write), std::logic_error);
-  time_ns = 25, meter.stepped(3);
-  EXPECT_EQ(meter.summed_steps(), 2) << "the first is left out";
-  EXPECT_EQ(meter.sum().total_ns, 15);
-  EXPECT_EQ(meter.sum().write_ns, 4);
-  EXPECT_EQ(meter.sum().written_sum_bytes(), 8192);
+}
+
+TEST(StepMeter, RemembersTheLatestStepsButTheFirstTwo) {
+  time_ns = 0;
+  StepMeter meter(clock_ns);
+  for (int step = 1; step <= 2; ++step) ++time_ns, meter.stepped(step);
+  EXPECT_TRUE(meter.recent().empty());
+  for (int step = 3; step <= 20; ++step) ++time_ns, meter.stepped(step);
+  ASSERT_EQ(meter.recent().size(), 16u);
+  int64_t steps = 0;
+  for (const StepReport& report : meter.recent()) steps += report.step;
+  EXPECT_EQ(steps, (5 + 20) * 16 / 2);
+}
+
+TEST(StepMeter, SaysWhatOfForwardWasLeftWhenAUnitWasReached) {
+  time_ns = 0;
+  StepMeter meter(clock_ns, 4);
+  const auto at = [](int64_t ns) { time_ns = ns; };
+  at(5), meter.reached(3), meter.enter(Phase::forward);  // outside: an evaluation, it does not count
+  meter.reached(0);
+  at(15), meter.begin(Activity::call), meter.reached(1), meter.begin(Activity::wait);
+  at(95), meter.end(Activity::wait), meter.end(Activity::call);  // waiting is no compute
+  at(110), meter.begin(Activity::read), meter.reached(2), meter.reached(1);
+  at(120), meter.end(Activity::read);
+  at(125), meter.enter(Phase::backward), meter.reached(2);
+  at(200), meter.stepped(1);
+  EXPECT_EQ(meter.forward_left(), (std::vector<double>{1, 0.75, 0.375, 0})) << "of 40 ns";
+  at(201), meter.enter(Phase::forward), meter.reached(2);
+  at(203), meter.stepped(2);
+  EXPECT_EQ(meter.forward_left(), (std::vector<double>{0, 0, 1, 0})) << "of the last step alone";
 }
 
 /// A report of an engine's third step, with everything in `placement`.
@@ -158,7 +184,7 @@ TEST(Report, SumsUpToTheWholeStep) {
   EXPECT_GT(r.call_ns, 0);
   EXPECT_GT(r.updated_elements, 0);
   EXPECT_GE(r.update_worker_sum_ns(), r.update_ns);
-  EXPECT_EQ(r.disk_ns, 0) << "nothing is on NVMe";
+  EXPECT_EQ(r.disk_sum_ns(), 0) << "nothing is on NVMe";
 }
 
 }  // namespace

@@ -476,7 +476,7 @@ def test_report_adds_up(tmp_path):
     config = {"budget": {"host": "16MiB", "nvme": [str(tmp_path)]}, "engine": {"placement": "nvme"}}
     engine = overspill.initialize(model, config)[0]
     assert engine.report() is None
-    for _ in range(2):
+    for _ in range(3):
         loss = engine(torch.ones(4, 64, dtype=torch.bfloat16)).float().pow(2).mean()
         time.sleep(0.05)
         engine.backward(loss)
@@ -491,7 +491,7 @@ def test_report_adds_up(tmp_path):
     assert report["written_bytes"] == plan["nvme_written_bytes_per_step"]
     assert 0 < report["read_bytes"] <= 2 * plan["nvme_read_bytes_per_step"]
     found = engine.predict([16 << 20, 1])
-    assert found["measured"]["steps"] == 1
+    assert found["measured"]["steps"] == 1  # the third
     assert found["measured"]["forward_seconds"] == pytest.approx(report["forward_seconds"])
     assert found["limit"] in ("compute", "disk")
     assert found["step_seconds"] >= found["bound_seconds"] > 0.05
