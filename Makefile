@@ -43,25 +43,25 @@ fuzz:  ## Fuzz the reader of checkpoints for FUZZ_SECONDS (600) with clang's lib
 
 bench-adam: build  ## The update beside torch's, DeepSpeed's and the memory's limit, in turn; under 8 minutes
 	@tools/peers
-	@tools/keep_result adam $(PYTHON_VENV) tools/bench_adam.py $(BENCH_ADAM_ARGS)
+	@tools/keep_result adam $(PYTHON_VENV) bench/adam/run.py $(BENCH_ADAM_ARGS)
 
 bench-io: build  ## The store beside fio and DeepSpeed, in turn on one file system; 6 minutes
 	@tools/peers
-	@tools/keep_result io $(PYTHON_VENV) tools/bench_io.py $(BENCH_IO_ARGS)
+	@tools/keep_result io $(PYTHON_VENV) bench/io/run.py $(BENCH_IO_ARGS)
 
 bench-ranks-deepspeed: build  ## Two ranks over gloo beside DeepSpeed ZeRO-3: step time, bytes a rank; 4 minutes
 	@tools/peers
-	@tools/keep_result ranks-deepspeed $(PYTHON_VENV) tools/bench_ranks_deepspeed.py $(BENCH_RANKS_DEEPSPEED_ARGS)
+	@tools/keep_result ranks-deepspeed $(PYTHON_VENV) bench/ranks/beside_deepspeed.py $(BENCH_RANKS_DEEPSPEED_ARGS)
 
 bench-step: build  ## A training step beside DeepSpeed and its own floor: 160 M and 690 M, RAM and NVMe; 15 minutes
 	@tools/peers
-	@tools/keep_result step $(PYTHON_VENV) tools/bench_step.py $(BENCH_STEP_ARGS)
+	@tools/keep_result step $(PYTHON_VENV) bench/step/run.py $(BENCH_STEP_ARGS)
 
 bench-sizes: build  ## Step time and memory from 50 M to 3 B parameters, fitted slopes, a plot; 15 minutes, can be resumed
-	@tools/keep_result sizes $(PYTHON_VENV) tools/bench_sizes.py $(BENCH_SIZES_ARGS)
+	@tools/keep_result sizes $(PYTHON_VENV) bench/sizes/run.py $(BENCH_SIZES_ARGS)
 
 bench-ranks: build  ## Stages 0 to 3 over 1 to 4 ranks: bytes held, bytes sent, losses against one process; 5 minutes
-	@tools/keep_result ranks $(PYTHON_VENV) tools/bench_ranks.py $(BENCH_RANKS_ARGS)
+	@tools/keep_result ranks $(PYTHON_VENV) bench/ranks/run.py $(BENCH_RANKS_ARGS)
 
 large: build  ## A 3 B model, constructed to merged, inside 6 GiB of memory (root, cgroup v1, 49 GB of disk); about 10 minutes
 	@tools/setup --train
@@ -72,7 +72,7 @@ readme:  ## The README's numbers, from the results/*.json that are there
 
 bench-formats: build  ## What compact and 8-bit states keep of exact's learning on the job of `make train`; 80 minutes, can be resumed
 	@tools/setup --train
-	@tools/keep_result formats $(PYTHON_VENV) tools/format_quality.py $(BENCH_FORMATS_ARGS)
+	@tools/keep_result formats $(PYTHON_VENV) bench/formats/run.py $(BENCH_FORMATS_ARGS)
 
 bench-gradient: build  ## Gradient passes: squares, accumulation (Google Benchmark)
 	@$(BUILD)/bench/bench_gradient

@@ -29,6 +29,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "bench/shared"))
+
 from turns import machine
 
 ROOT = Path(__file__).resolve().parent.parent
