@@ -28,7 +28,7 @@ ROOT = Path(__file__).resolve().parents[2]
 MEASURED = 5.0  # bytes a parameter: weights and gradients in memory; the others are predicted from it
 OTHERS = (2.6, 4.0, 7.0, 10.0, 15.5)  # and the smallest
 EXTRA_BYTES = 56 << 20  # ring and scratch
-ROUNDS, STEPS = 3, 4
+ROUNDS, STEPS = 5, 3
 
 
 def start(shape: gpt.Shape, budget: int, folder: Path) -> Child:
