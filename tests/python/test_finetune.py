@@ -73,7 +73,7 @@ def test_two_ranks_learn_as_one_process(tmp_path):
     (ended,) = launch.finish(
         [launch.torchrun(2, SCRIPT, model, tmp_path / "text.txt", tmp_path, folder=tmp_path)]
     )
-    assert ended.code == 0, ended.err
+    assert ended.code == 0, ended
     expected = one_process(model, data, tmp_path)
     assert len(expected) == STEPS and expected[-1] < expected[0]
     assert losses_of(ended.out) == pytest.approx(expected, rel=1e-3)
