@@ -102,7 +102,10 @@ def _later(seconds: float, action):
 
 def torchrun(world: int, script, *arguments, folder=None) -> subprocess.Popen:
     command = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={world}"]
-    command += ["--standalone", "--local-addr=127.0.0.1"]  # else ranks look for this host's name, which may not resolve
+    command += [
+        "--standalone",
+        "--local-addr=127.0.0.1",
+    ]  # else ranks look for this host's name, which may not resolve
     return subprocess.Popen(
         [*command, str(script), *map(str, arguments)],
         cwd=folder,
