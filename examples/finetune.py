@@ -1,7 +1,7 @@
 """Fine-tune a Hugging Face model in a script of your own, in one process or in several:
 
-python examples/finetune.py MODEL_DIR TEXT_FILE NVME_DIR
-torchrun --nproc_per_node=2 examples/finetune.py MODEL_DIR TEXT_FILE NVME_DIR
+python examples/finetune.py MODEL_DIR TEXT_FILE NVME_DIR [TOKENS_OF_A_SEQUENCE]
+torchrun --nproc_per_node=2 examples/finetune.py MODEL_DIR TEXT_FILE NVME_DIR [TOKENS_OF_A_SEQUENCE]
 """
 
 import sys
@@ -12,9 +12,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import overspill
 
-folder, text, nvme = sys.argv[1:]
+folder, text, nvme, *rest = sys.argv[1:]
+length = int(rest[0]) if rest else 256
 tokens = AutoTokenizer.from_pretrained(folder)(Path(text).read_text(), return_tensors="pt").input_ids[0]
-data = tokens[: len(tokens) // 256 * 256].view(-1, 256)
+data = tokens[: len(tokens) // length * length].view(-1, length)
 model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
 
 config = {

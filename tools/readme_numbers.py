@@ -1,11 +1,12 @@
-"""Writes the README's numbers from RESULT files.   tools/readme_numbers.py [--check] [results/*.json]
+"""Writes the numbers of README.md and docs/ranks.md.   tools/readme_numbers.py [--check] [results/*.json]
 
-Each file named is copied to docs/results/; the text between the markers in README.md is made from what lies there.
-With --check nothing is written, and a README that differs is an error.
+Each RESULT file named is copied to docs/results/; the text between a document's markers is made from what lies there.
+With --check nothing is written, and a document that differs is an error.
 """
 
 import argparse
 import json
+import os
 import shutil
 import statistics
 import sys
@@ -14,6 +15,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 KEPT = ROOT / "docs" / "results"
+README = ROOT / "README.md"
 BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
 EMPTY = "No run has been kept yet: `make train`, then `make readme`."
 
@@ -170,23 +172,46 @@ def sizes(r: dict[str, Any]) -> list[str]:
     return lines
 
 
+def ranks(r: dict[str, Any]) -> list[str]:
+    """Stages by world; of the transports, which have the same bits, the largest figure."""
+    cells: dict[tuple[int, int], list[dict[str, Any]]] = {}
+    for row in r["rows"]:
+        if row["world"] > 1:
+            cells.setdefault((row["world"], row["stage"]), []).append(row)
+    transports = ", ".join(dict.fromkeys(row["transport"] for row in r["rows"]))
+    head = "| ranks | stage | bytes a parameter (formula) | sent, of data parallel's | losses off by: fp32, bf16 |"
+    lines = [
+        f"ZeRO stages over ranks ({transports}: the same bits at every stage on each; losses beside one process)",
+        "",
+        head,
+    ]
+    lines.append("| --- | --- | --- | --- | --- |")
+    for (world, stage), rows in cells.items():
+        held, sent = (max(row[key] for row in rows) for key in ("bytes_per_param", "volume_vs_data_parallel"))
+        off = ", ".join(f"{max(row['loss_diff'][p] for row in rows):.0e}" for p in ("fp32", "bf16"))
+        lines.append(f"| {world} | {stage} | {held:.2f} ({rows[0]['formula']:.2f}) | {sent:.2f} | {off} |")
+    return lines
+
+
 def plain(r: dict[str, Any]) -> list[str]:
     """Any other result: its numbers as they are."""
     rows = [f"| {key} | {value} |" for key, value in r.items() if isinstance(value, (int, float))]
     return ["| | |", "| --- | --- |", *rows]
 
 
-SECTIONS = {"train": train, "adam": adam, "io": io, "step": step, "sizes": sizes}  # in this order
+SECTIONS = {"train": train, "adam": adam, "io": io, "step": step, "sizes": sizes, "ranks": ranks}  # in this order
+ELSEWHERE = {"ranks": ROOT / "docs" / "ranks.md"}  # whose numbers are not in the README
 
 
-def section() -> str:
-    """What stands between the markers."""
-    found = {path.stem: path for path in sorted(KEPT.glob("*.json"))}
+def section(document: Path) -> str:
+    """What stands between the markers of a document."""
+    found = {p.stem: p for p in sorted(KEPT.glob("*.json")) if ELSEWHERE.get(p.stem, README) == document}
     order = [name for name in SECTIONS if name in found] + [name for name in found if name not in SECTIONS]
     blocks = []
     for name in order:
         lines = SECTIONS.get(name, plain)(json.loads(found[name].read_text()))
-        blocks.append("\n".join([*lines, "", f"From [docs/results/{name}.json](docs/results/{name}.json)."]))
+        link = os.path.relpath(found[name], document.parent)
+        blocks.append("\n".join([*lines, "", f"From [{link}]({link})."]))
     return "\n\n".join(blocks) or EMPTY
 
 
@@ -203,18 +228,20 @@ def main() -> int:
         for one in (path, path.with_suffix(".svg")):  # its plot, if there is one
             if one.exists():
                 shutil.copyfile(one, KEPT / one.name)
-    readme = ROOT / "README.md"
-    before = readme.read_text()
+    return max([update(document, args.check) for document in (README, *ELSEWHERE.values())])
+
+
+def update(document: Path, check: bool) -> int:
+    """1 where `check`, and the document differs from what it would be."""
+    before = document.read_text()
     head, rest = before.split(BEGIN)
-    after = f"{head}{BEGIN}\n{section()}\n{END}{rest.split(END)[1]}"
-    if args.check:
-        if after != before:
-            print(
-                "README.md: the numbers differ from docs/results; run tools/readme_numbers.py",
-                file=sys.stderr,
-            )
-        return int(after != before)
-    readme.write_text(after)
+    after = f"{head}{BEGIN}\n{section(document)}\n{END}{rest.split(END)[1]}"
+    if not check:
+        document.write_text(after)
+    elif after != before:
+        name = document.relative_to(ROOT)
+        print(f"{name}: the numbers differ from docs/results; run tools/readme_numbers.py", file=sys.stderr)
+        return 1
     return 0
 
 

@@ -29,7 +29,8 @@ STORE_PATIENCE = datetime.timedelta(seconds=10)
 CONNECT_PATIENCE = datetime.timedelta(seconds=60)
 LAST_WORDS_SECONDS = 10.0  # that SIGTERM leaves under torchrun to say which rank was lost
 _FAILURE = "overspill/failure"
-_CALL, _LEAVING = 0, 1  # tags
+_CALL, _LEAVING, _END, _GOT = range(4)  # tags
+_SMALL_BYTES = 1024  # of a message that arrives whole or not at all
 
 
 class RankError(RuntimeError):
@@ -62,6 +63,7 @@ class Group:
         self.rank, self.world = dist.get_rank(process_group), dist.get_world_size(process_group)
         self.closed = False
         self._patience = datetime.timedelta(seconds=timeout_seconds)
+        self._sent: dict[int, list[Any]] = {}  # by rank: what it may not have yet
         backend = dist.get_backend(process_group)
         self.torch_group = dist.new_group(
             dist.get_process_group_ranks(process_group),
@@ -78,22 +80,57 @@ class Group:
     # ---- what the core calls
 
     def exchange(self, sends: Sequence[Any], receives: Sequence[Any]) -> str:
-        """Sends and receives buffers, by rank; None for no bytes. Returns when all is done: "", or what went wrong."""
-        works = []
-        rank = self.rank
+        """Sends and receives buffers, by rank; None for no bytes. Returns when all is done: "", or what went wrong.
+
+        When a connection breaks, gloo (pair.cc, signalException) tells those who wait for a receive that has not begun,
+        and nobody else: who waits for a transfer in progress waits until its timeout. So only empty messages and small
+        ones are waited for here. One follows each large transfer, and one answers it.
+        """
+        peer = self.rank
         try:
-            for rank, buffer in enumerate(receives):
+            arriving, leaving = [], []
+            for peer, buffer in enumerate(receives):
                 if buffer is not None:
-                    works.append((rank, self.torch_group.recv([_tensor(buffer)], rank, _CALL)))
-            for rank, buffer in enumerate(sends):
-                if buffer is not None:
-                    works.append((rank, self.torch_group.send([_tensor(buffer)], rank, _CALL)))
-            for peer, work in works:
-                rank = peer
-                work.wait(self._patience)
+                    works = [self._receive(_tensor(buffer), peer, _CALL)]
+                    if len(buffer) > _SMALL_BYTES:
+                        works.append(self._receive(_nothing(), peer, _END))
+                    arriving.append((peer, works))
+            before, self._sent = self._sent, {}
+            for peer, buffer in enumerate(sends):
+                if buffer is None:
+                    continue
+                if len(buffer) <= _SMALL_BYTES:
+                    self._send(_tensor(bytearray(buffer)), peer, _CALL)
+                else:
+                    got = self._receive(_nothing(), peer, _GOT)
+                    leaving.append((peer, [self._send(_tensor(buffer), peer, _CALL), got]))
+                    self._send(_nothing(), peer, _END)
+            for peer, works in arriving:
+                self._wait(works)
+                before.pop(peer, None)  # who sends has all that was sent to it before this call
+                if len(works) > 1:
+                    self._send(_nothing(), peer, _GOT)
+            for peer, works in leaving:  # noqa: B007 (the error names it)
+                self._wait(works)
+            for peer, works in before.items():
+                self._sent.setdefault(peer, []).extend(works)
         except RuntimeError as error:
-            return f"rank {rank} {self._why(error)}"
+            return f"rank {peer} {self._why(error)}"
         return ""
+
+    def _receive(self, tensor: torch.Tensor, peer: int, tag: int) -> Any:
+        return self.torch_group.recv([tensor], peer, tag)
+
+    def _send(self, tensor: torch.Tensor, peer: int, tag: int) -> Any:
+        """Kept until the peer has it: gloo forgets what nobody holds."""
+        work = self.torch_group.send([tensor], peer, tag)
+        self._sent.setdefault(peer, []).append((work, tensor))
+        return work
+
+    def _wait(self, works: list[Any]) -> None:
+        """The last one shows that the others are done."""
+        for work in reversed(works):
+            work.wait(self._patience)
 
     def declare(self, why: str) -> str:
         """Tells all ranks why the world ends; the first reason counts, and is returned. Raises when nobody keeps it."""
@@ -120,7 +157,7 @@ class Group:
         text = str(error)
         if "imed out" in text or "timeout" in text:
             return f"did not join within {self._patience.total_seconds():g} s"
-        return f"is gone ({text.splitlines()[0].rpartition('] ')[2].partition('. This is')[0]})"
+        return f"is gone ({(text.splitlines() or [text])[0].rpartition('] ')[2].partition('. This is')[0]})"
 
     # ---- before there is an engine
 
@@ -206,6 +243,10 @@ def _once(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
 
 def _tensor(buffer: Any) -> torch.Tensor:
     return torch.frombuffer(buffer, dtype=torch.uint8)
+
+
+def _nothing() -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8)
 
 
 def _short(text: str | None) -> str:

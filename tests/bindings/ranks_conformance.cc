@@ -49,9 +49,8 @@ void exchange_with_neighbours(Communicator& ranks, std::span<const std::byte> se
   ranks.exchange(to, from);
 }
 
-/// Goes on for ever, with one kind of call or all of them: for ranks that are killed.
-void repeat(Communicator& ranks, const std::string& call) {
-  const size_t bytes = size_t{1} << 20;
+/// Goes on for ever with one kind of call, of `bytes` to each rank: for ranks that are killed.
+void repeat(Communicator& ranks, const std::string& call, size_t bytes) {
   std::vector<std::byte> send(bytes * ranks.world()), receive(send.size());
   std::vector<double> values(1000, 1.0);
   while (true) {
@@ -87,11 +86,12 @@ PYBIND11_MODULE(_ranks_conformance, m) {
   });
   define(m, "rank_1_is_late", [](Communicator& ranks) {
     ranks.barrier();
-    if (ranks.rank() == 1) std::this_thread::sleep_for(std::chrono::seconds(3));
+    if (ranks.rank() == 1) std::this_thread::sleep_for(std::chrono::seconds(6));
     ranks.barrier();
   });
-  m.def("repeat", [](py::object group, const std::string& call) {
-    return overspill::bindings::outcome(
-        std::move(group), [call](Communicator& ranks) { overspill::bindings::repeat(ranks, call); });
+  m.def("repeat", [](py::object group, const std::string& call, size_t bytes) {
+    return overspill::bindings::outcome(std::move(group), [call, bytes](Communicator& ranks) {
+      overspill::bindings::repeat(ranks, call, bytes);
+    });
   });
 }

@@ -75,8 +75,9 @@ int engine_ends_badly(std::string_view how, unsigned long seed) {
   std::mt19937 random(static_cast<unsigned>(seed));
   int left = rank == 1 ? 1 + static_cast<int>(random() % 300) : 1'000'000;
   try {
-    const auto engine =
-        toy_rank({.stage = static_cast<int>(seed % 4), .rank_timeout_ms = 300}, std::move(ranks));
+    const auto engine = toy_rank(
+        {.stage = static_cast<int>(seed % 4), .rank_timeout_ms = how == "engine-hangs" ? 2000 : 60'000},
+        std::move(ranks));
     toy_load(*engine);
     for (int step = 0; step < 1000; ++step) {
       engine->begin_pass({true, true});

@@ -1,15 +1,19 @@
 """Ranks in processes of their own: `python` with the variables that torchrun sets, or torchrun itself."""
 
+import contextlib
 import os
+import random
 import re
 import socket
 import subprocess
 import sys
+import threading
 from dataclasses import dataclass
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 BINDINGS = HERE.parents[1] / "bindings"
+HANGS = 300.0  # seconds after which a process counts as hanging, on the slowest machine
 
 
 @dataclass
@@ -20,6 +24,9 @@ class Ended:
     out: str
     err: str
 
+    def __str__(self) -> str:
+        return f"exit code {self.code}\n--- stdout\n{self.out}\n--- stderr\n{self.err}"
+
 
 def environment(**variables) -> dict[str, str]:
     paths = os.pathsep.join((str(BINDINGS), str(HERE)))
@@ -28,9 +35,15 @@ def environment(**variables) -> dict[str, str]:
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    """Below those that the kernel gives to whoever asks for any: nobody takes it before the ranks do."""
+    for port in random.SystemRandom().sample(range(15000, 32000), 100):
+        with socket.socket() as probe:
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            return port
+    raise AssertionError("no port of a hundred is free")
 
 
 def start(world: int, script: str, *arguments) -> list[subprocess.Popen]:
@@ -48,32 +61,51 @@ def start(world: int, script: str, *arguments) -> list[subprocess.Popen]:
     ]
 
 
-def finish(processes: list[subprocess.Popen], timeout: float = 120.0) -> list[Ended]:
-    """Waits for all of them; one that does not end is killed, and fails the test."""
-    ended = []
-    try:
+def finish(processes: list[subprocess.Popen], timeout: float = HANGS) -> list[Ended]:
+    """Waits for all of them. Where one does not end, all are killed, and the test fails with what they printed."""
+    hung = threading.Event()
+
+    def end_all() -> None:
+        hung.set()
         for process in processes:
-            out, err = process.communicate(timeout=timeout)
-            ended.append(Ended(process.returncode, out, err))
-    finally:
-        for process in processes:
-            if process.poll() is None:
-                process.kill()
-                process.communicate()
+            process.kill()
+
+    with _later(timeout, end_all):
+        printed = [process.communicate() for process in processes]
+    ended = [Ended(p.returncode, out, err) for p, (out, err) in zip(processes, printed, strict=True)]
+    assert not hung.is_set(), f"not ended within {timeout:g} s\n{told(ended)}"
     return ended
 
 
-def run(world: int, script: str, *arguments, timeout: float = 120.0) -> list[Ended]:
+def told(ended: list[Ended]) -> str:
+    """All that they printed."""
+    return "\n".join(f"=== process {number}: {process}" for number, process in enumerate(ended))
+
+
+def run(world: int, script: str, *arguments, timeout: float = HANGS) -> list[Ended]:
     """All ranks have to end well."""
     ended = finish(start(world, script, *arguments), timeout)
-    for rank, process in enumerate(ended):
-        assert process.code == 0, f"rank {rank} of {world}:\n{process.out}\n{process.err}"
+    assert all(process.code == 0 for process in ended), f"{world} ranks\n{told(ended)}"
     return ended
+
+
+@contextlib.contextmanager
+def _later(seconds: float, action):
+    """`action` after that time, unless the block has ended."""
+    timer = threading.Timer(seconds, action)
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def torchrun(world: int, script, *arguments, folder=None) -> subprocess.Popen:
     command = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={world}"]
-    command += ["--standalone", "--local-addr=127.0.0.1"]  # else ranks look for this host's name, which may not resolve
+    command += [
+        "--standalone",
+        "--local-addr=127.0.0.1",
+    ]  # else ranks look for this host's name, which may not resolve
     return subprocess.Popen(
         [*command, str(script), *map(str, arguments)],
         cwd=folder,
@@ -87,10 +119,13 @@ def torchrun(world: int, script, *arguments, folder=None) -> subprocess.Popen:
 def ranks_of(agent: subprocess.Popen, world: int) -> dict[int, int]:
     """Process ids by rank, once each of them has printed that it "calls"."""
     calling: set[int] = set()
-    while len(calling) < world:
-        line = agent.stdout.readline()
-        assert line or agent.poll() is None, agent.communicate()
-        calling |= {int(rank) for rank in re.findall(r"rank (\d+) calls", line)}
+    with _later(HANGS, agent.kill):
+        while len(calling) < world:
+            line = agent.stdout.readline()
+            if not line:
+                out, err = agent.communicate()
+                raise AssertionError(f"only {calling} have begun\n{Ended(agent.returncode, out, err)}")
+            calling |= {int(rank) for rank in re.findall(r"rank (\d+) calls", line)}
     ids = {}
     for entry in os.listdir("/proc"):
         if entry.isdigit() and _parent(entry) == agent.pid:

@@ -117,13 +117,11 @@ def test_checkpoints(tmp_path):
 
 
 def test_a_mistake_in_one_script_ends_all(tmp_path):
-    began = time.monotonic()
     ended = launch.finish(launch.start(3, "ranks_job.py", "bug", tmp_path))
-    assert "ValueError: a mistake" in ended[1].err
+    assert "ValueError: a mistake" in ended[1].err, launch.told(ended)
     for rank in (0, 2):
-        assert ended[rank].code == 1
-        assert "rank 1 failed: ValueError: a mistake" in ended[rank].err, ended[rank].err
-    assert time.monotonic() - began < 60
+        assert ended[rank].code == 1, launch.told(ended)
+        assert "rank 1 failed: ValueError: a mistake" in ended[rank].err, launch.told(ended)
 
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(s, marks=pytest.mark.long) for s in range(1, 20))])
@@ -136,7 +134,7 @@ def test_a_rank_killed_while_training_is_named(tmp_path, seed):
     (ended,) = launch.finish([agent])
     for survivor in set(range(3)) - {victim}:
         error = [line for line in ended.err.splitlines() if f"[rank{survivor}]: overspill" in line]
-        assert error and f"rank {victim} is gone" in error[0], f"victim {victim}\n{ended.err}"
+        assert error and f"rank {victim} is gone" in error[0], f"victim {victim}\n{ended}"
 
 
 class Ranks:

@@ -6,6 +6,7 @@ import os
 import random
 import re
 import signal
+import subprocess
 import time
 
 import launch
@@ -38,45 +39,68 @@ def test_conformance(world):
         assert f"not a multiple of {world} ranks" in said.pop("a_size_that_is_not_a_multiple")
         assert "rank 1 calls all_to_all" in said.pop("another_call")
         assert said.pop("rank_1_aborts") == "barrier: rank 1 aborted: the disk is full"
-        assert said.pop("rank_1_is_late") == "barrier: rank 1 did not join within 1 s"
+        assert said.pop("rank_1_is_late") == "barrier: rank 1 did not join within 2 s"
         assert not said, "bodies that nobody looks at"
 
 
-def kill_one(world: int, call: str, rng: random.Random, through_torchrun: bool) -> None:
-    """Kills a rank at a random instant inside `call`; the others name it, and end."""
-    arguments = ("repeat", call, PATIENCE_SECONDS)
-    victim = rng.randrange(world)
-    if through_torchrun:
-        agent = launch.torchrun(world, launch.HERE / "transport_job.py", *arguments)
-        ranks = launch.ranks_of(agent, world)
-    else:
-        agent, ranks = None, launch.start(world, "transport_job.py", *arguments)
-        for process in ranks:
-            assert process.stdout.readline().endswith("calls\n")
-    time.sleep(rng.uniform(0.05, 0.3))
-    os.kill(ranks[victim] if agent else ranks[victim].pid, signal.SIGKILL)
-    began = time.monotonic()
-    errors = [p.err for p in launch.finish([agent] if agent else ranks, timeout=2 * PATIENCE_SECONDS)]
-    text = "".join(errors)
+def check_words(processes: list[subprocess.Popen], world: int, victim: int, call: str) -> None:
+    """The processes end, and every survivor has said that the victim is gone."""
+    ended = launch.finish(processes)
+    everything = f"victim {victim} of {world} in {call}\n{launch.told(ended)}"
+    text = "".join(process.err for process in ended)
     for survivor in set(range(world)) - {victim}:
         found = re.search(rf"rank {survivor} says: (\w+): rank (\d+) is gone", text)
-        assert found, f"victim {victim}, rank {survivor} said nothing:\n{text}"
-        assert int(found[2]) == victim, f"victim {victim}:\n{text}"
-        assert found[1] in (call, "all_gather")  # of which the sum is made
-    assert time.monotonic() - began < 2 * PATIENCE_SECONDS
+        assert found, f"rank {survivor} did not say who is gone; {everything}"
+        assert int(found[2]) == victim, everything
+        assert found[1] in (call, "all_gather"), everything  # of which the sum is made
+
+
+def start_repeating(
+    world: int, call: str, mebibytes: int = 1, patience_seconds: float = PATIENCE_SECONDS
+) -> list[subprocess.Popen]:
+    ranks = launch.start(world, "transport_job.py", "repeat", call, patience_seconds, mebibytes)
+    for rank in ranks:
+        line = rank.stdout.readline()
+        assert line.endswith("calls\n"), f"{line}\n{launch.told(launch.finish(ranks))}"
+    return ranks
+
+
+def kill_one(world: int, call: str, rng: random.Random) -> None:
+    """Kills a rank under torchrun at a random instant inside `call`; the others name it, and end."""
+    victim = rng.randrange(world)
+    agent = launch.torchrun(world, launch.HERE / "transport_job.py", "repeat", call, PATIENCE_SECONDS)
+    ids = launch.ranks_of(agent, world)
+    time.sleep(rng.uniform(0.05, 0.3))
+    os.kill(ids[victim], signal.SIGKILL)
+    check_words([agent], world, victim, call)
 
 
 def test_a_killed_rank_is_named():
-    kill_one(3, "exchange", random.Random(3), through_torchrun=False)
+    """Rank 0, which has the store."""
+    ranks = start_repeating(3, "exchange")
+    time.sleep(0.2)
+    ranks[0].kill()
+    check_words(ranks, 3, 0, "exchange")
+
+
+def test_a_rank_that_dies_amid_a_transfer_is_named():
+    """Stopped first, so that what rank 0 sends to it fills what the kernel keeps: then rank 0, which has received all
+    that it wants, waits for its own sending alone. No timeout helps it."""
+    ranks = start_repeating(3, "exchange", mebibytes=64, patience_seconds=2 * launch.HANGS)
+    time.sleep(0.2)
+    ranks[1].send_signal(signal.SIGSTOP)
+    time.sleep(0.5)
+    ranks[1].kill()
+    check_words(ranks, 3, 1, "exchange")
 
 
 @pytest.mark.parametrize("call", ["all_gather", "barrier"])
 def test_a_killed_rank_is_named_under_torchrun(call):
-    kill_one(3, call, random.Random(9), through_torchrun=True)
+    kill_one(3, call, random.Random(9))
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("seed", range(50))
 def test_fifty_killed_ranks_are_named(seed):
     rng = random.Random(1000 + seed)
-    kill_one(rng.choice((2, 3, 4)), CALLS[seed % len(CALLS)], rng, through_torchrun=True)
+    kill_one(rng.choice((2, 3, 4)), CALLS[seed % len(CALLS)], rng)
