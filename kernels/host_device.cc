@@ -41,6 +41,8 @@ class HostDevice final : public Device {
 
   std::unique_ptr<Stream> make_stream() override { return std::make_unique<HostStream>(); }
 
+  HostPin pin_host(void*, int64_t) override { return HostPin(); }
+
   void poison(void* device, int64_t bytes) override {
     if (bytes > 0) std::memset(device, 0xFF, static_cast<size_t>(bytes));
   }

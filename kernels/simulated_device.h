@@ -5,7 +5,7 @@
 // source when it runs, not when it is submitted, so a staging buffer reused too early shows as well. A copy
 // that touches memory outside a live allocation is not done: it fails its stream, and the stream's later
 // events throw DeviceError from wait(). Freed blocks stay in quarantine: a write into one is found when it
-// leaves.
+// leaves. Copies from and to host memory that was not pinned are done, and counted.
 #pragma once
 
 #include <chrono>
@@ -33,6 +33,8 @@ class SimulatedDevice : public Device {
   /// end of a block, or a block freed while a copy used it; throws once for each.
   virtual void verify_freed_memory() = 0;
   virtual int64_t used_bytes() const = 0;  // allocated and not freed
+  /// Copies so far whose host side did not lie in one range that pin_host() had pinned.
+  virtual int64_t unpinned_copies() const = 0;
 };
 
 std::unique_ptr<SimulatedDevice> make_simulated_device(const SimulatedDeviceOptions& options = {});
