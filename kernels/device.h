@@ -52,6 +52,8 @@ class Stream {
   virtual Event record() = 0;
   /// Later work of this stream starts after the event (of any stream of the device).
   virtual void wait(const Event& event) = 0;
+  /// The backend's own queue (a cudaStream_t), for libraries that put work on it; null where there is none.
+  virtual void* native() = 0;
 };
 
 /// A run of bytes that a device gave: owned, move-only, handed back by the destructor.
@@ -106,6 +108,8 @@ class Device {
   /// Copies between pinned host memory and the device are asynchronous and as fast as the link; from other
   /// memory they may be neither. `data` is aligned to 4096 bytes. Throws DeviceError. The device outlives it.
   virtual HostPin pin_host(void* data, int64_t bytes) = 0;
+  /// What libraries do in the calling thread is on this device from now on.
+  virtual void make_current() = 0;
   /// Fills freed or released memory so that stale use is loud (0xFF: NaN in every float format). No-op where
   /// that costs too much.
   virtual void poison(void* device, int64_t bytes) = 0;

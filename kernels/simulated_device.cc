@@ -220,7 +220,7 @@ class Reached final : public Event::State {
   std::exception_ptr error_;
 };
 
-class SimulatedStream final : public Stream {
+class SimulatedStream final : public Stream, public SimulatedQueue {
  public:
   SimulatedStream(AddressSpace& memory, Pins& pins, const SimulatedDeviceOptions& options, uint64_t seed)
       : memory_(memory),
@@ -251,6 +251,11 @@ class SimulatedStream final : public Stream {
 
   void wait(const Event& event) override {
     submit([this, event] { do_unless_failed([&] { event.wait(); }); });
+  }
+
+  void* native() override { return static_cast<SimulatedQueue*>(this); }
+  void enqueue(std::function<void()> work) override {
+    submit([this, work = std::move(work)] { do_unless_failed(work); });
   }
 
  private:
@@ -345,6 +350,8 @@ class SimulatedDeviceImpl final : public SimulatedDevice {
     };
     return HostPin(data, bytes, release, &pins_);
   }
+
+  void make_current() override {}
 
   void poison(void* device, int64_t bytes) override {
     if (!options_.poison || bytes <= 0) return;

@@ -10,6 +10,7 @@
 
 #include <chrono>
 #include <cstdint>
+#include <functional>
 #include <memory>
 
 #include "kernels/device.h"
@@ -23,6 +24,14 @@ struct SimulatedDeviceOptions {
   int64_t memory_bytes = int64_t{1} << 40;       // beyond it allocate() throws std::bad_alloc
   int64_t quarantine_bytes = int64_t{64} << 20;  // freed memory kept to find writes after free
   bool poison = true;                            // whether Device::poison fills
+};
+
+/// What native() of a simulated stream points at: work put here is done in the stream's order, by its thread,
+/// and may read and write device memory as a kernel would. Skipped when the stream has failed.
+class SimulatedQueue {
+ public:
+  virtual ~SimulatedQueue() = default;
+  virtual void enqueue(std::function<void()> work) = 0;
 };
 
 /// All methods are thread-safe. The destructor aborts the process when writes after free were found and

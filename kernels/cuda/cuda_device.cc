@@ -183,6 +183,8 @@ class CudaStream final : public Stream {
       fail("a wait for an event", error);
   }
 
+  void* native() override { return stream_; }
+
  private:
   int ordinal() const { return events_->ordinal(); }
 
@@ -273,6 +275,8 @@ class CudaDevice final : public Device {
     const auto release = [](void*, void* pinned, int64_t) noexcept { cudaHostUnregister(pinned); };
     return HostPin(data, bytes, release, nullptr);
   }
+
+  void make_current() override { check(cudaSetDevice(ordinal_), "making it current"); }
 
   void poison(void* device, int64_t bytes) override {
     if (bytes <= 0) return;
