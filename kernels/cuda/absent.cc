@@ -1,5 +1,6 @@
 // Stands in for CUDA where CMake found no toolkit.
 #include "kernels/cuda/cuda_device.h"
+#include "kernels/cuda/cuda_kernels.h"
 
 namespace overspill::kernels {
 
@@ -11,4 +12,26 @@ std::unique_ptr<Device> make_cuda_device(int ordinal) {
   throw DeviceError(why_no_cuda(ordinal));
 }
 
+namespace cuda {
+
+void narrow(Stream&, const float*, uint16_t*, int64_t) {
+  throw DeviceError(why_no_cuda());
+}
+void scale(Stream&, float*, float, int64_t) {
+  throw DeviceError(why_no_cuda());
+}
+void squares(Stream&, const float*, int64_t, Squares*, Squares*) {
+  throw DeviceError(why_no_cuda());
+}
+void squares(Stream&, const uint16_t*, int64_t, Squares*, Squares*) {
+  throw DeviceError(why_no_cuda());
+}
+void update_adam(Stream&, const AdamArrays&, const float*, int64_t, const AdamFactors&) {
+  throw DeviceError(why_no_cuda());
+}
+void update_adam(Stream&, const AdamArrays&, const uint16_t*, int64_t, const AdamFactors&) {
+  throw DeviceError(why_no_cuda());
+}
+
+}  // namespace cuda
 }  // namespace overspill::kernels
