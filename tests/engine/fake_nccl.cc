@@ -101,11 +101,6 @@ bool alive(Comm comm) {
   return false;
 }
 
-void forget(Comm comm) {
-  const std::lock_guard lock(worlds_mutex);
-  comms.erase(comm);
-}
-
 /// Work on the stream keeps what it needs of the communicator beyond its end.
 using Keep = std::shared_ptr<OpaqueComm>;
 std::map<Comm, Keep> keeps;  // guarded by worlds_mutex
@@ -113,6 +108,14 @@ std::map<Comm, Keep> keeps;  // guarded by worlds_mutex
 Keep keep(Comm comm) {
   const std::lock_guard lock(worlds_mutex);
   return keeps.at(comm);
+}
+
+void forget(Comm comm) {
+  const Keep last = keep(comm);  // freed without the lock
+  const std::lock_guard lock(worlds_mutex);
+  comms.erase(comm);
+  keeps.erase(comm);
+  last->launch = {};  // it may hold the communicator
 }
 
 template <class Condition>

@@ -28,6 +28,8 @@ namespace {
 using fake_nccl::Fault;
 using std::chrono::milliseconds;
 constexpr milliseconds kLong{20'000};
+constexpr milliseconds kForEver =
+    std::chrono::hours(1);  // what waits for it is ended by ctest, and has failed
 
 std::string library(const char* variant = "") {
   return std::string(FAKE_NCCL_FOLDER "libfake_nccl") + variant + ".so";
@@ -205,7 +207,7 @@ void gather_ten_times(Communicator& ranks) {
 
 TEST_F(Nccl, TellsEveryRankOfAnErrorThatCameLater) {
   fake().inject(Fault::error_later, 1, 5);
-  expect_all_say(run_world(3, gather_ten_times),
+  expect_all_say(run_world(3, gather_ten_times, small_pieces(kForEver)),
                  {"all_gather: rank 1 aborted: NCCL: unhandled system error: the cable was pulled"});
 }
 
@@ -237,20 +239,23 @@ TEST_F(Nccl, AbortEndsCallsInProgressAndLaterOnes) {
 
 TEST_F(Nccl, AbortOnAnotherThreadEndsWhatTheDeviceWaitsFor) {
   fake().inject(Fault::hangs_on_the_device, 1, 0);
-  const auto errors = run_world(2, [](Communicator& ranks) {
-    std::thread other([&] {
-      std::this_thread::sleep_for(milliseconds(100));
-      if (ranks.rank() == 0) ranks.abort("the disk is full");
-    });
-    std::vector<std::byte> data(4096);
-    try {
-      ranks.all_gather(data);
-    } catch (...) {
-      other.join();
-      throw;
-    }
-    other.join();
-  });
+  const auto errors = run_world(
+      2,
+      [](Communicator& ranks) {
+        std::thread other([&] {
+          std::this_thread::sleep_for(milliseconds(100));
+          if (ranks.rank() == 0) ranks.abort("the disk is full");
+        });
+        std::vector<std::byte> data(4096);
+        try {
+          ranks.all_gather(data);
+        } catch (...) {
+          other.join();
+          throw;
+        }
+        other.join();
+      },
+      small_pieces(kForEver));
   expect_all_say(errors, {"all_gather: rank 0 aborted: the disk is full"});
 }
 
