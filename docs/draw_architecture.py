@@ -72,7 +72,7 @@ def draw_folders() -> None:
         ),
         (
             "kernels/",
-            ["Device, Stream, Event, DeviceMemory;", "the host, and a simulated accelerator"],
+            ["Device, Stream, Event, DeviceMemory;", "the host, CUDA, a simulated accelerator"],
             "units",
         ),
         ("io/", ["the extent store: io_uring, or threads;", "for tests in memory, with faults"], "tensors"),

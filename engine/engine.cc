@@ -99,6 +99,20 @@ Lease::~Lease() {
   machine_->gatherer.release(block_);
 }
 
+void Lease::copy_to_host(int64_t begin, std::span<std::byte> to) const {
+  if (begin < 0 || begin > bytes_ || std::ssize(to) > bytes_ - begin) {
+    throw std::invalid_argument(
+        fmt::format("a copy of {} bytes from byte {} of a lease of {}", to.size(), begin, bytes_));
+  }
+  if (to.empty()) return;
+  kernels::Event copied;
+  {
+    const std::lock_guard guard(machine_->context.mutex);
+    copied = machine_->gatherer.copy_to_host(to, data_ + begin);
+  }
+  copied.wait();
+}
+
 void Lease::swap(Lease& other) noexcept {
   std::swap(machine_, other.machine_);
   std::swap(block_, other.block_);

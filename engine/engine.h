@@ -49,6 +49,9 @@ class Lease {
   ~Lease();
   std::byte* data() const { return data_; }  // device memory
   int64_t bytes() const { return bytes_; }
+  /// Copies from byte `begin` on to host memory, whatever the device, and waits for it. Throws
+  /// std::invalid_argument beyond bytes(), kernels::DeviceError.
+  void copy_to_host(int64_t begin, std::span<std::byte> to) const;
 
  private:
   void swap(Lease& other) noexcept;

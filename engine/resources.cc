@@ -11,6 +11,7 @@
 #include "engine/schedule/plan.h"
 #include "io/file_store.h"
 #include "io/memory_store.h"
+#include "kernels/cuda/cuda_device.h"
 #include "kernels/host_device.h"
 #include "kernels/simulated_device.h"
 
@@ -19,12 +20,14 @@ namespace {
 
 std::unique_ptr<kernels::Device> make_device(const ResourceOptions& options) {
   if (options.device == "host") return kernels::make_host_device();
+  if (options.device == "cuda") return kernels::make_cuda_device();
   if (options.device == "simulated") {
     kernels::SimulatedDeviceOptions simulated;
     simulated.seed = options.seed;
     return kernels::make_simulated_device(simulated);
   }
-  throw std::invalid_argument(fmt::format("unknown device '{}': one of host, simulated", options.device));
+  throw std::invalid_argument(
+      fmt::format("unknown device '{}': one of host, cuda, simulated", options.device));
 }
 
 std::unique_ptr<io::Store> make_store(const Config& config, const ResourceOptions& options,

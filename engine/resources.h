@@ -13,13 +13,14 @@
 namespace overspill::engine {
 
 struct ResourceOptions {
-  std::string device = "host";      // or "simulated"
+  std::string device = "host";      // "host", "cuda" (its device 0), "simulated" (tests)
   std::string io_backend = "auto";  // "auto", "io_uring", "threads", "memory" (tests: nothing touches a disk)
   uint64_t seed = 0;                // of what is simulated
 };
 
 /// Opens a store only where the plan puts something on NVMe. Throws std::invalid_argument on an unknown name,
-/// BudgetError, io::StoreError. `ranks` is this rank's place among several; null: there is one.
+/// kernels::DeviceError where the device is missing, BudgetError, io::StoreError. `ranks` is this rank's
+/// place among several; null: there is one.
 Resources make_resources(const std::vector<UnitSpec>& units, const Config& config,
                          const ResourceOptions& options, std::unique_ptr<Communicator> ranks = nullptr);
 

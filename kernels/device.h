@@ -1,4 +1,4 @@
-// Where forward and backward run. Host (the CPU itself), simulated accelerator (tests), later CUDA (DESIGN
+// Where forward and backward run: host (the CPU itself), CUDA (cuda/), simulated accelerator (tests) (DESIGN
 // 8).
 //
 // The engine reaches device memory only through this interface. A pointer of `DeviceMemory` may be
@@ -52,39 +52,49 @@ class Stream {
   virtual Event record() = 0;
   /// Later work of this stream starts after the event (of any stream of the device).
   virtual void wait(const Event& event) = 0;
+  /// The backend's own queue (a cudaStream_t), for libraries that put work on it; null where there is none.
+  virtual void* native() = 0;
 };
 
-/// Device memory, owned. Freed by the destructor: the owner has waited for every event of its last uses.
-class DeviceMemory {
+/// A run of bytes that a device gave: owned, move-only, handed back by the destructor.
+template <class What>
+class DeviceRange {
  public:
-  using Free = void (*)(void* context, void* data, int64_t bytes) noexcept;
-  DeviceMemory() = default;
-  DeviceMemory(void* data, int64_t bytes, Free free, void* context)
-      : data_(data), bytes_(bytes), free_(free), context_(context) {}
-  DeviceMemory(DeviceMemory&& other) noexcept { swap(other); }
-  DeviceMemory& operator=(DeviceMemory&& other) noexcept {
-    DeviceMemory taken(std::move(other));
+  using Release = void (*)(void* context, void* data, int64_t bytes) noexcept;
+  DeviceRange() = default;
+  DeviceRange(void* data, int64_t bytes, Release release, void* context)
+      : data_(data), bytes_(bytes), release_(release), context_(context) {}
+  DeviceRange(DeviceRange&& other) noexcept { swap(other); }
+  DeviceRange& operator=(DeviceRange&& other) noexcept {
+    DeviceRange taken(std::move(other));
     swap(taken);
     return *this;
   }
-  ~DeviceMemory() {
-    if (data_ != nullptr) free_(context_, data_, bytes_);
+  ~DeviceRange() {
+    if (data_ != nullptr) release_(context_, data_, bytes_);
   }
   std::byte* data() const { return static_cast<std::byte*>(data_); }
   int64_t bytes() const { return bytes_; }
 
  private:
-  void swap(DeviceMemory& other) noexcept {
+  void swap(DeviceRange& other) noexcept {
     std::swap(data_, other.data_);
     std::swap(bytes_, other.bytes_);
-    std::swap(free_, other.free_);
+    std::swap(release_, other.release_);
     std::swap(context_, other.context_);
   }
   void* data_ = nullptr;
   int64_t bytes_ = 0;
-  Free free_ = nullptr;
+  Release release_ = nullptr;
   void* context_ = nullptr;
 };
+
+/// Device memory. Freed by the destructor: the owner has waited for every event of its last uses.
+using DeviceMemory = DeviceRange<struct InDeviceMemory>;
+
+/// Host memory that the device copies from and to by itself while this lives; empty where a device has no use
+/// for that. The memory outlives it, and the owner has waited as for device memory.
+using HostPin = DeviceRange<struct InHostMemory>;
 
 class Device {
  public:
@@ -95,6 +105,11 @@ class Device {
   /// Aligned to 4096 bytes. Throws std::bad_alloc with nothing changed. The device outlives it.
   virtual DeviceMemory allocate(int64_t bytes) = 0;
   virtual std::unique_ptr<Stream> make_stream() = 0;
+  /// Copies between pinned host memory and the device are asynchronous and as fast as the link; from other
+  /// memory they may be neither. `data` is aligned to 4096 bytes. Throws DeviceError. The device outlives it.
+  virtual HostPin pin_host(void* data, int64_t bytes) = 0;
+  /// What libraries do in the calling thread is on this device from now on.
+  virtual void make_current() = 0;
   /// Fills freed or released memory so that stale use is loud (0xFF: NaN in every float format). No-op where
   /// that costs too much.
   virtual void poison(void* device, int64_t bytes) = 0;

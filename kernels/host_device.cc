@@ -25,6 +25,7 @@ class HostStream final : public Stream {
   void copy_to_host(void* host, const void* device, int64_t bytes) override { copy(host, device, bytes); }
   Event record() override { return Event(); }
   void wait(const Event& event) override { event.wait(); }
+  void* native() override { return nullptr; }
 };
 
 class HostDevice final : public Device {
@@ -40,6 +41,9 @@ class HostDevice final : public Device {
   }
 
   std::unique_ptr<Stream> make_stream() override { return std::make_unique<HostStream>(); }
+
+  HostPin pin_host(void*, int64_t) override { return HostPin(); }
+  void make_current() override {}
 
   void poison(void* device, int64_t bytes) override {
     if (bytes > 0) std::memset(device, 0xFF, static_cast<size_t>(bytes));

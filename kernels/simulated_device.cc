@@ -166,6 +166,34 @@ void AddressSpace::throw_violation() {
   throw DeviceError(violation);
 }
 
+/// Host memory that is pinned now. Thread-safe.
+class Pins {
+ public:
+  void add(const void* data, int64_t bytes) {
+    const std::lock_guard lock(mutex_);
+    ends_[static_cast<const std::byte*>(data)] = static_cast<const std::byte*>(data) + bytes;
+  }
+  void remove(const void* data) {
+    const std::lock_guard lock(mutex_);
+    ends_.erase(static_cast<const std::byte*>(data));
+  }
+  void count_copy(const void* host, int64_t bytes) {
+    const std::lock_guard lock(mutex_);
+    const auto* begin = static_cast<const std::byte*>(host);
+    const auto after = ends_.upper_bound(begin);
+    if (after == ends_.begin() || begin + bytes > std::prev(after)->second) ++unpinned_copies_;
+  }
+  int64_t unpinned_copies() const {
+    const std::lock_guard lock(mutex_);
+    return unpinned_copies_;
+  }
+
+ private:
+  mutable std::mutex mutex_;
+  std::map<const std::byte*, const std::byte*> ends_;  // by begin
+  int64_t unpinned_copies_ = 0;
+};
+
 /// A point in a stream: reached when the stream's thread gets there, with what went wrong before it.
 class Reached final : public Event::State {
  public:
@@ -192,10 +220,11 @@ class Reached final : public Event::State {
   std::exception_ptr error_;
 };
 
-class SimulatedStream final : public Stream {
+class SimulatedStream final : public Stream, public SimulatedQueue {
  public:
-  SimulatedStream(AddressSpace& memory, const SimulatedDeviceOptions& options, uint64_t seed)
+  SimulatedStream(AddressSpace& memory, Pins& pins, const SimulatedDeviceOptions& options, uint64_t seed)
       : memory_(memory),
+        pins_(pins),
         random_(seed),
         delay_us_(options.delay_min.count(), options.delay_max.count()),
         thread_([this] { run(); }) {}
@@ -206,11 +235,12 @@ class SimulatedStream final : public Stream {
   }
 
   void copy_from_host(void* device, const void* host, int64_t bytes) override {
-    copy(device, bytes, "a copy from the host",
+    copy(device, host, bytes, "a copy from the host",
          [=] { std::memcpy(device, host, static_cast<size_t>(bytes)); });
   }
   void copy_to_host(void* host, const void* device, int64_t bytes) override {
-    copy(device, bytes, "a copy to the host", [=] { std::memcpy(host, device, static_cast<size_t>(bytes)); });
+    copy(device, host, bytes, "a copy to the host",
+         [=] { std::memcpy(host, device, static_cast<size_t>(bytes)); });
   }
 
   Event record() override {
@@ -223,12 +253,18 @@ class SimulatedStream final : public Stream {
     submit([this, event] { do_unless_failed([&] { event.wait(); }); });
   }
 
+  void* native() override { return static_cast<SimulatedQueue*>(this); }
+  void enqueue(std::function<void()> work) override {
+    submit([this, work = std::move(work)] { do_unless_failed(work); });
+  }
+
  private:
   using Task = std::function<void()>;
 
-  void copy(const void* device, int64_t bytes, const char* what, Task transfer) {
+  void copy(const void* device, const void* host, int64_t bytes, const char* what, Task transfer) {
     if (bytes < 0) throw DeviceError(fmt::format("simulated device: {} of {} bytes", what, bytes));
     if (bytes == 0) return;
+    pins_.count_copy(host, bytes);
     submit([=, this] {
       do_unless_failed([&] {
         std::this_thread::sleep_for(std::chrono::microseconds(delay_us_(random_)));
@@ -267,6 +303,7 @@ class SimulatedStream final : public Stream {
   }
 
   AddressSpace& memory_;
+  Pins& pins_;
   std::mt19937_64 random_;                           // of the stream's thread
   std::uniform_int_distribution<int64_t> delay_us_;  // of the stream's thread
   std::exception_ptr error_;                         // of the stream's thread
@@ -301,8 +338,20 @@ class SimulatedDeviceImpl final : public SimulatedDevice {
   std::unique_ptr<Stream> make_stream() override {
     // Seeds of the same device differ, and are the same in the next run.
     const uint64_t stream = streams_.fetch_add(1, std::memory_order_relaxed);
-    return std::make_unique<SimulatedStream>(memory_, options_, options_.seed * 1'000'003 + stream);
+    return std::make_unique<SimulatedStream>(memory_, pins_, options_, options_.seed * 1'000'003 + stream);
   }
+
+  HostPin pin_host(void* data, int64_t bytes) override {
+    if (bytes < 0) throw DeviceError(fmt::format("simulated device: pinning {} bytes", bytes));
+    if (bytes == 0) return HostPin();
+    pins_.add(data, bytes);
+    const auto release = [](void* context, void* pinned, int64_t) noexcept {
+      static_cast<Pins*>(context)->remove(pinned);
+    };
+    return HostPin(data, bytes, release, &pins_);
+  }
+
+  void make_current() override {}
 
   void poison(void* device, int64_t bytes) override {
     if (!options_.poison || bytes <= 0) return;
@@ -312,10 +361,12 @@ class SimulatedDeviceImpl final : public SimulatedDevice {
 
   void verify_freed_memory() override { memory_.verify(); }
   int64_t used_bytes() const override { return memory_.used_bytes(); }
+  int64_t unpinned_copies() const override { return pins_.unpinned_copies(); }
 
  private:
   const SimulatedDeviceOptions options_;
   AddressSpace memory_;
+  Pins pins_;
   std::atomic<uint64_t> streams_ = 0;
 };
 

@@ -5,11 +5,12 @@
 // source when it runs, not when it is submitted, so a staging buffer reused too early shows as well. A copy
 // that touches memory outside a live allocation is not done: it fails its stream, and the stream's later
 // events throw DeviceError from wait(). Freed blocks stay in quarantine: a write into one is found when it
-// leaves.
+// leaves. Copies from and to host memory that was not pinned are done, and counted.
 #pragma once
 
 #include <chrono>
 #include <cstdint>
+#include <functional>
 #include <memory>
 
 #include "kernels/device.h"
@@ -25,6 +26,14 @@ struct SimulatedDeviceOptions {
   bool poison = true;                            // whether Device::poison fills
 };
 
+/// What native() of a simulated stream points at: work put here is done in the stream's order, by its thread,
+/// and may read and write device memory as a kernel would. Skipped when the stream has failed.
+class SimulatedQueue {
+ public:
+  virtual ~SimulatedQueue() = default;
+  virtual void enqueue(std::function<void()> work) = 0;
+};
+
 /// All methods are thread-safe. The destructor aborts the process when writes after free were found and
 /// nobody was told.
 class SimulatedDevice : public Device {
@@ -33,6 +42,8 @@ class SimulatedDevice : public Device {
   /// end of a block, or a block freed while a copy used it; throws once for each.
   virtual void verify_freed_memory() = 0;
   virtual int64_t used_bytes() const = 0;  // allocated and not freed
+  /// Copies so far whose host side did not lie in one range that pin_host() had pinned.
+  virtual int64_t unpinned_copies() const = 0;
 };
 
 std::unique_ptr<SimulatedDevice> make_simulated_device(const SimulatedDeviceOptions& options = {});

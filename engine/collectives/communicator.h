@@ -1,5 +1,5 @@
 // Collectives between the ranks of one engine (DESIGN 8). Transports: self (one rank), in-process (tests),
-// MPI, a torch.distributed group.
+// MPI, a torch.distributed group, NCCL beside one of them.
 //
 // Calls block until done. Every rank makes the same calls in the same order from one thread at a time. Errors
 // (a rank that died, a size that differs between ranks, a timeout) are thrown as CommunicatorError naming the
@@ -10,6 +10,7 @@
 #include <cstdint>
 #include <span>
 #include <stdexcept>
+#include <string>
 
 namespace overspill::engine {
 
@@ -44,6 +45,10 @@ class Communicator {
 
   /// Ends the world: calls in progress and later ones throw on every rank, with `reason`.
   virtual void abort(const char* reason) noexcept = 0;
+
+  /// Why the world has ended, as far as this rank has heard by now; does not wait. Empty: it goes on, or the
+  /// transport hears of it in calls only. Between calls, from the thread that makes them.
+  virtual std::string failure() { return {}; }
 };
 
 }  // namespace overspill::engine

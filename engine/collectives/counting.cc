@@ -50,6 +50,7 @@ class CountingCommunicator final : public Communicator {
   }
 
   void abort(const char* reason) noexcept override { ranks_->abort(reason); }
+  std::string failure() override { return ranks_->failure(); }
 
  private:
   static void count(Traffic::Kind& kind, int64_t sent, int64_t received) {

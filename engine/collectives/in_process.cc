@@ -83,6 +83,11 @@ class World {
     fail(fmt::format("rank {} aborted: {}", rank, reason));
   }
 
+  std::string failure() const {
+    const std::lock_guard lock(mutex_);
+    return failure_;
+  }
+
   void remove(int rank) {
     const std::lock_guard lock(mutex_);
     gone_[rank] = true;
@@ -127,7 +132,7 @@ class World {
   }
 
   const std::chrono::milliseconds timeout_;
-  std::mutex mutex_;
+  mutable std::mutex mutex_;
   std::condition_variable changed_;
   std::vector<Offer> offers_;
   std::vector<bool> gone_;
@@ -193,6 +198,7 @@ class InProcessCommunicator final : public Communicator {
   }
 
   void abort(const char* reason) noexcept override { world_->abort(rank_, reason); }
+  std::string failure() override { return world_->failure(); }
 
  private:
   static void copy(std::span<const std::byte> from, std::span<std::byte> to) {

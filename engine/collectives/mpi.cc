@@ -152,6 +152,23 @@ class MpiCommunicator final : public Communicator {
     }
   }
 
+  /// Between calls every verdict of the last one has come, so a message that is there now ends the world.
+  std::string failure() override {
+    for_peers([&](int peer) {
+      int there = 0, bytes = 0;
+      MPI_Status status;
+      if (!failure_.empty()) return;
+      check(MPI_Iprobe(peer, kVerdictTag, ranks_, &there, &status), "MPI_Iprobe");
+      if (there == 0) return;
+      MPI_Get_count(&status, MPI_BYTE, &bytes);
+      check(MPI_Recv(verdicts_[peer].data(), sizeof(Verdict), MPI_BYTE, peer, kVerdictTag, ranks_,
+                     MPI_STATUS_IGNORE),
+            "MPI_Recv");
+      failed_with({verdicts_[peer].data(), static_cast<size_t>(bytes)});
+    });
+    return failure_;
+  }
+
  private:
   /// Returns when every rank has said that it makes this call, and that it has heard so of all others; a
   /// barrier, therefore. In between nobody gives up without a verdict, so either all ranks go on or none

@@ -38,6 +38,11 @@ class SelfCommunicator final : public Communicator {
     if (!aborted_) aborted_ = reason;
   }
 
+  std::string failure() override {
+    const std::lock_guard lock(mutex_);
+    return aborted_ ? "rank 0 aborted: " + *aborted_ : std::string();
+  }
+
  private:
   void throw_if_aborted(const char* call) {
     const std::lock_guard lock(mutex_);

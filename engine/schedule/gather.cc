@@ -38,6 +38,8 @@ Gatherer::Gatherer(Context& context)
   if (!context.device().shares_host_memory()) {
     device_memory_ = context.device().allocate(context.plan.gather_device_bytes);
     stream_ = context.device().make_stream();
+    for (const HostMemory* arena : {&host_memory_, &context.resident})
+      pins_.push_back(context.device().pin_host(arena->data(), arena->bytes()));
   }
   if (context.resources.store != nullptr && host_memory_.bytes() > 0)
     context.store().register_memory(host_memory_.span());
@@ -281,6 +283,15 @@ void Gatherer::to_device(Block& block) {
   }
   state.gathered = Gathered::ready;
   context_.journal.note(Happening::gathered, block.unit);
+}
+
+kernels::Event Gatherer::copy_to_host(std::span<std::byte> to, const std::byte* from) {
+  if (stream_ == nullptr) {
+    std::memcpy(to.data(), from, to.size());
+    return {};
+  }
+  stream_->copy_to_host(to.data(), from, std::ssize(to));
+  return stream_->record();
 }
 
 Block* Gatherer::take_block(int32_t unit, Urgency urgency) {

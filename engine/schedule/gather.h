@@ -69,6 +69,9 @@ class Gatherer {
   std::byte* begin_collecting(int32_t unit);
   void collected(int32_t unit);
 
+  /// From leased memory; `to` is filled once the event is done. Needs the lock.
+  kernels::Event copy_to_host(std::span<std::byte> to, const std::byte* from);
+
   /// The longest run of the arena that is free now.
   int64_t largest_free_run() const { return host_arena_.largest_free_run(); }
 
@@ -106,6 +109,7 @@ class Gatherer {
 
   Context& context_;
   HostMemory host_memory_;
+  std::vector<kernels::HostPin> pins_;  // the host memory that is copied to the device
   kernels::DeviceMemory device_memory_;
   RangeAllocator host_arena_;
   RangeAllocator device_arena_;

@@ -15,7 +15,9 @@ std::vector<float> values_of(const engine::Engine& engine, const engine::Lease& 
                              int segment) {
   const engine::Unit& u = engine.layout().units[unit];
   const engine::Segment& s = u.segments[segment];
-  const std::byte* from = lease.data() + s.begin * u.element_bytes;
+  std::vector<std::byte> bytes(static_cast<size_t>(s.elements * u.element_bytes));
+  lease.copy_to_host(s.begin * u.element_bytes, bytes);
+  const std::byte* from = bytes.data();
   std::vector<float> out(static_cast<size_t>(s.elements));
   if (u.dtype == "F32") {
     std::copy_n(reinterpret_cast<const float*>(from), s.elements, out.begin());

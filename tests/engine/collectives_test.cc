@@ -114,6 +114,7 @@ TEST(InProcess, AbortEndsCallsInProgressAndLaterOnes) {
     if (ranks.rank() == 2) ranks.abort("the disk is full");
     std::vector<double> values(3);
     EXPECT_THROW(ranks.all_reduce_sum(values), CommunicatorError);
+    EXPECT_EQ(ranks.failure(), "rank 2 aborted: the disk is full");
     ranks.barrier();
   });
   expect_all_say(errors, {"barrier", "rank 2 aborted", "the disk is full"});
@@ -173,7 +174,9 @@ TEST(Self, DoesItsPart) {
   EXPECT_THROW(self->all_to_all(send, receive), CommunicatorError);
   self->all_gather(receive);
   self->barrier();
+  EXPECT_EQ(self->failure(), "");
   self->abort("enough");
+  EXPECT_EQ(self->failure(), "rank 0 aborted: enough");
   EXPECT_THROW(self->barrier(), CommunicatorError);
   EXPECT_THROW(self->all_gather(receive), CommunicatorError);
 }

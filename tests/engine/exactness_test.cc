@@ -13,6 +13,7 @@
 #include "engine/collectives/self_communicator.h"
 #include "engine/resources.h"
 #include "io/memory_store.h"
+#include "kernels/cuda/cuda_device.h"
 #include "kernels/host_device.h"
 #include "kernels/simulated_device.h"
 #include "tests/engine/kernel_count.h"
@@ -117,6 +118,9 @@ void expect_same_bits(const std::vector<float>& a, const std::vector<float>& b, 
 class Exactness : public ::testing::TestWithParam<Case> {};
 
 TEST_P(Exactness, EqualsTheScalarReference) {
+  if (GetParam().device == "cuda") {
+    if (const std::string why = kernels::why_no_cuda(); !why.empty()) GTEST_SKIP() << why;
+  }
   const Outcome got = train(GetParam());
   int clipped = 0;
   for (const auto& result : got.results) {
@@ -162,6 +166,8 @@ std::vector<Case> all_cases() {
     cases.push_back({placement, 4, 2, "host", "memory", 4});
     cases.push_back({placement, 4, 2, "simulated", "faulty", 2});
     cases.push_back({placement, 4, 2, "host", "faulty", 1});
+    for (int64_t prefetch : {0, 1, 100}) cases.push_back({placement, prefetch, 2, "cuda", "memory", 1});
+    cases.push_back({placement, 4, 2, "cuda", "faulty", 2});
   }
   for (Placement placement : {Placement::half, Placement::nvme}) {
     for (const char* speculation : {"hits", "misses"}) {
@@ -172,6 +178,7 @@ std::vector<Case> all_cases() {
         }
       }
       cases.push_back({placement, 1, 2, "host", "memory", 3, speculation});
+      cases.push_back({placement, 4, 2, "cuda", "memory", 1, speculation});
       cases.push_back({placement, 4, 2, "host", "auto", 1, speculation});
     }
   }
@@ -215,8 +222,9 @@ WorldOutcome train_world(int world, Placement placement, const std::string& devi
       }
       for (int u = 0; u < static_cast<int>(engine.layout().units.size()); ++u) {
         const engine::Lease lease = engine.acquire(u);
-        const auto* words = reinterpret_cast<const uint16_t*>(lease.data());
-        out.weights[rank].insert(out.weights[rank].end(), words, words + lease.bytes() / 2);
+        std::vector<uint16_t> words(static_cast<size_t>(lease.bytes()) / 2);
+        lease.copy_to_host(0, std::as_writable_bytes(std::span(words)));
+        out.weights[rank].insert(out.weights[rank].end(), words.begin(), words.end());
       }
     });
   }
@@ -256,7 +264,7 @@ std::vector<uint16_t> reference_words(int world, const std::vector<engine::StepR
   return words;
 }
 
-void expect_two_ranks_exact(Placement placement, const char* device, const ToyKind& kind) {
+void expect_two_ranks_exact(Placement placement, const std::string& device, const ToyKind& kind) {
   const WorldOutcome world = train_world(2, placement, device, kind);
   const std::vector<uint16_t> expected = reference_words(2, world.results, kind);
   EXPECT_LT(world.results.back().clip, 1.0);
@@ -266,7 +274,7 @@ void expect_two_ranks_exact(Placement placement, const char* device, const ToyKi
 
 TEST(TwoRanks, EqualTheScalarReferenceInEveryPlacementAndOnEveryDevice) {
   for (Placement placement : {Placement::host, Placement::half, Placement::nvme}) {
-    for (const char* device : {"host", "simulated"}) expect_two_ranks_exact(placement, device, {});
+    for (const std::string& device : toy_devices()) expect_two_ranks_exact(placement, device, {});
   }
 }
 
@@ -283,6 +291,24 @@ TEST(TwoRanks, EqualTheScalarReferenceInOtherFormats) {
 }
 
 // ---- bytes
+
+TEST(Pinned, IsAllHostMemoryThatTheEngineCopiesToTheDevice) {
+  for (const Placement placement : {Placement::host, Placement::half, Placement::nvme}) {
+    const Case c{placement, 4, 1, "simulated", "memory", 1};
+    const Config config = config_of(c);
+    Resources resources = resources_of(c, config);
+    const auto& device = dynamic_cast<kernels::SimulatedDevice&>(*resources.device);
+    Engine engine(toy_units(), config, std::move(resources));
+    toy_load(engine);
+    for (int u = 0; u < static_cast<int>(engine.layout().units.size()); ++u) {
+      const engine::Lease lease = engine.acquire(u);
+      EXPECT_EQ(device.unpinned_copies(), u) << name_of(c);
+      std::vector<std::byte> ours(static_cast<size_t>(lease.bytes()));  // not the engine's: counted
+      lease.copy_to_host(0, ours);
+      EXPECT_THROW(lease.copy_to_host(1, ours), std::invalid_argument);
+    }
+  }
+}
 
 class Bytes : public ::testing::TestWithParam<Placement> {};
 

@@ -134,6 +134,23 @@ TEST(Mpi, AbortEndsTheWorld) {
   expect_says(error, {"barrier", "rank 1 aborted: the disk is full"});
 }
 
+TEST(Mpi, HearsOfAnAbortWithoutACall) {
+  if (world_size() < 2) GTEST_SKIP() << "needs two ranks; this world has one";
+  const std::string error = what_it_throws(kLong, [](Communicator& ranks) {
+    for (int round = 0; round < 20; ++round) {
+      ranks.barrier();
+      EXPECT_EQ(ranks.failure(), "") << "nothing but a failure is heard";
+    }
+    if (ranks.rank() == 1) ranks.abort("the disk is full");
+    const auto give_up = std::chrono::steady_clock::now() + kLong;
+    while (ranks.failure().empty() && std::chrono::steady_clock::now() < give_up)
+      std::this_thread::sleep_for(milliseconds(1));
+    EXPECT_NE(ranks.failure().find("rank 1 aborted: the disk is full"), std::string::npos) << ranks.failure();
+    ranks.barrier();
+  });
+  expect_says(error, {"barrier", "rank 1 aborted: the disk is full"});
+}
+
 /// Rank 1 dies, or sleeps for good, inside a run of calls; the others' calls never come back by themselves.
 int end_badly(std::string_view how) {
   MpiSession session;

@@ -53,7 +53,7 @@ class Stages : public ::testing::TestWithParam<std::tuple<int, int>> {};
 TEST_P(Stages, EqualTheScalarReferenceInEveryPlacementAndOnEveryDevice) {
   const auto [stage, world] = GetParam();
   for (const Placement placement : {Placement::host, Placement::half, Placement::nvme}) {
-    for (const char* device : {"host", "simulated"}) {
+    for (const std::string& device : toy_devices()) {
       SCOPED_TRACE(fmt::format("placement {} device {}", static_cast<int>(placement), device));
       expect_reference(world, {.stage = stage, .placement = placement, .device = device});
     }

@@ -7,6 +7,7 @@
 #include <string_view>
 #include <variant>
 
+#include "kernels/cuda/cuda_device.h"
 #include "tests/reference/update.h"
 
 namespace overspill::testing {
@@ -92,6 +93,12 @@ std::vector<engine::UnitSpec> toy_units(const ToyKind& kind) {
     unit.dtype = engine::weights_dtype(kind.format);
   }
   return units;
+}
+
+std::vector<std::string> toy_devices() {
+  std::vector<std::string> names = {"host", "simulated"};
+  if (kernels::why_no_cuda().empty()) names.emplace_back("cuda");
+  return names;
 }
 
 float toy_initial(int unit, int segment, int64_t element) {
@@ -181,8 +188,9 @@ bool toy_skips(int unit, int segment, int step, int rank) {
 std::vector<float> toy_leased(const engine::Engine& engine, const engine::Lease& lease, int u, int s) {
   const engine::Unit& unit = engine.layout().units[u];
   const engine::Segment& segment = unit.segments[s];
-  return widened(unit.dtype, lease.data() + segment.begin * unit.element_bytes,
-                 static_cast<size_t>(segment.elements));
+  std::vector<std::byte> bytes(static_cast<size_t>(segment.elements * unit.element_bytes));
+  lease.copy_to_host(segment.begin * unit.element_bytes, bytes);
+  return widened(unit.dtype, bytes.data(), static_cast<size_t>(segment.elements));
 }
 
 double toy_forward(const engine::Engine& engine, const engine::Lease& lease, int unit) {

@@ -23,6 +23,9 @@ struct ToyKind {
   engine::UnitFormat format;     // none: both
 };
 
+/// Devices that every machine has, and CUDA where there is one (the tests named after it say where not).
+std::vector<std::string> toy_devices();
+
 /// One frozen unit among them, sizes from 3 elements to several chunks.
 std::vector<engine::UnitSpec> toy_units(const ToyKind& kind = {});
 

@@ -1,7 +1,9 @@
 #include "device_conformance.h"
 
 #include <cstdint>
+#include <cstdlib>
 #include <cstring>
+#include <memory>
 #include <new>
 #include <random>
 #include <thread>
@@ -45,6 +47,64 @@ TEST_P(DeviceConformance, RoundTripsEverySize) {
     stream->record().wait();
     EXPECT_EQ(back, sent);
   }
+}
+
+struct Free {
+  void operator()(std::byte* data) const { std::free(data); }
+};
+using Pages = std::unique_ptr<std::byte, Free>;
+
+Pages pages(int64_t bytes) {
+  return Pages(static_cast<std::byte*>(std::aligned_alloc(4096, static_cast<size_t>(bytes))));
+}
+
+TEST_P(DeviceConformance, PinnedMemoryRoundTripsAndIsOrdinaryAgain) {
+  constexpr int64_t kBytes = 1 << 20;
+  const Pages host = pages(kBytes);
+  const auto sent = numbered(kBytes, 5);
+  DeviceMemory memory = device_->allocate(kBytes);
+  auto stream = device_->make_stream();
+  for (int round = 0; round < 3; ++round) {
+    HostPin pin = device_->pin_host(host.get(), kBytes);
+    const HostPin moved = std::move(pin);
+    std::copy(sent.begin(), sent.end(), host.get());
+    stream->copy_from_host(memory.data(), host.get(), kBytes);
+    stream->record().wait();
+    std::fill_n(host.get(), kBytes, std::byte{0});
+    stream->copy_to_host(host.get() + 4096, memory.data(), kBytes - 4096);  // a part of what is pinned
+    stream->record().wait();
+    EXPECT_TRUE(std::equal(sent.begin(), sent.end() - 4096, host.get() + 4096));
+  }
+  stream->copy_to_host(host.get(), memory.data(), kBytes);
+  stream->record().wait();
+  EXPECT_TRUE(std::equal(sent.begin(), sent.end(), host.get()));
+  EXPECT_EQ(device_->pin_host(host.get(), 0).bytes(), 0);
+}
+
+/// Copies of one direction do not wait for those of the other, so each is checked while both run.
+TEST_P(DeviceConformance, CopiesBothWaysAtOnce) {
+  constexpr int64_t kBytes = 1 << 20;
+  const Pages up = pages(kBytes), down = pages(kBytes);
+  const HostPin up_pin = device_->pin_host(up.get(), kBytes),
+                down_pin = device_->pin_host(down.get(), kBytes);
+  auto in = device_->make_stream(), out = device_->make_stream();
+  DeviceMemory filling = device_->allocate(kBytes), emptying = device_->allocate(kBytes);
+  const auto first = numbered(kBytes, 1), second = numbered(kBytes, 2);
+  std::copy(first.begin(), first.end(), up.get());
+  in->copy_from_host(emptying.data(), up.get(), kBytes);
+  in->record().wait();
+  std::copy(second.begin(), second.end(), up.get());
+  for (int64_t at = 0; at < kBytes; at += 65536) {
+    in->copy_from_host(filling.data() + at, up.get() + at, 65536);
+    out->copy_to_host(down.get() + at, emptying.data() + at, 65536);
+  }
+  const Event sent = in->record(), received = out->record();
+  received.wait();
+  EXPECT_TRUE(std::equal(first.begin(), first.end(), down.get()));
+  sent.wait();
+  out->copy_to_host(down.get(), filling.data(), kBytes);
+  out->record().wait();
+  EXPECT_TRUE(std::equal(second.begin(), second.end(), down.get()));
 }
 
 TEST_P(DeviceConformance, CopiesPartsOfAnAllocation) {

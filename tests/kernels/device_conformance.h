@@ -18,6 +18,7 @@ namespace overspill::kernels {
 struct DeviceFactory {
   std::string name;
   std::function<std::unique_ptr<Device>()> make;
+  std::function<std::string()> why_not = [] { return std::string(); };  // not empty: the tests are skipped
 };
 
 inline std::string factory_name(const testing::TestParamInfo<DeviceFactory>& info) {
@@ -26,7 +27,10 @@ inline std::string factory_name(const testing::TestParamInfo<DeviceFactory>& inf
 
 class DeviceConformance : public testing::TestWithParam<DeviceFactory> {
  protected:
-  void SetUp() override { device_ = GetParam().make(); }
+  void SetUp() override {
+    if (const std::string why = GetParam().why_not(); !why.empty()) GTEST_SKIP() << why;
+    device_ = GetParam().make();
+  }
   std::unique_ptr<Device> device_;
 };
 

@@ -207,6 +207,26 @@ TEST(SimulatedDevice, HasItsMemoryLimit) {
   first = device->allocate(6'000);
 }
 
+TEST(SimulatedDevice, CountsCopiesOfMemoryThatIsNotPinned) {
+  auto device = make_simulated_device();
+  auto stream = device->make_stream();
+  const DeviceMemory memory = device->allocate(64);
+  std::byte host[64] = {};
+  {
+    const HostPin pin = device->pin_host(host, 32);
+    stream->copy_from_host(memory.data(), host, 32);
+    stream->copy_to_host(host + 31, memory.data(), 1);
+    EXPECT_EQ(device->unpinned_copies(), 0);
+    stream->copy_to_host(host + 31, memory.data(), 2);
+    EXPECT_EQ(device->unpinned_copies(), 1);
+    stream->record().wait();
+  }
+  stream->copy_from_host(memory.data(), host, 32);
+  EXPECT_EQ(device->unpinned_copies(), 2);
+  stream->record().wait();
+  EXPECT_THROW((void)device->pin_host(host, -1), DeviceError);
+}
+
 TEST(SimulatedDevice, PoisonsOnlyWhenAskedTo) {
   auto device = make_simulated_device({.poison = false});
   DeviceMemory memory = device->allocate(4);

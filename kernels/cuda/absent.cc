@@ -1,0 +1,37 @@
+// Stands in for CUDA where CMake found no toolkit.
+#include "kernels/cuda/cuda_device.h"
+#include "kernels/cuda/cuda_kernels.h"
+
+namespace overspill::kernels {
+
+std::string why_no_cuda(int) {
+  return "this build has no CUDA: CMake found no toolkit (or OVERSPILL_CUDA is OFF)";
+}
+
+std::unique_ptr<Device> make_cuda_device(int ordinal) {
+  throw DeviceError(why_no_cuda(ordinal));
+}
+
+namespace cuda {
+
+void narrow(Stream&, const float*, uint16_t*, int64_t) {
+  throw DeviceError(why_no_cuda());
+}
+void scale(Stream&, float*, float, int64_t) {
+  throw DeviceError(why_no_cuda());
+}
+void squares(Stream&, const float*, int64_t, Squares*, Squares*) {
+  throw DeviceError(why_no_cuda());
+}
+void squares(Stream&, const uint16_t*, int64_t, Squares*, Squares*) {
+  throw DeviceError(why_no_cuda());
+}
+void update_adam(Stream&, const AdamArrays&, const float*, int64_t, const AdamFactors&) {
+  throw DeviceError(why_no_cuda());
+}
+void update_adam(Stream&, const AdamArrays&, const uint16_t*, int64_t, const AdamFactors&) {
+  throw DeviceError(why_no_cuda());
+}
+
+}  // namespace cuda
+}  // namespace overspill::kernels

@@ -1,0 +1,206 @@
+"""Everything that needs a GPU, row by row: ok, failed, or not run with the reason. Writes results/gpu.json.
+
+tools/gpu-check [--bundle DIR] [--build DIR] [--no-build] [--out FILE] [--jobs N]
+
+Exit status 0 where no row failed. What is missing on the machine is taken from DIR (default gpu-bundle, which
+tools/gpu-bundle makes elsewhere); it is used from there, nothing is installed. Needs Python 3.10 alone.
+"""
+
+import argparse
+import json
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+TARGETS = ["kernels_cuda_test", "engine_tests", "engine_ranks_test", "engine_nccl_test", "bench_cuda_copy"]
+# What issue, design and docs/gpu-results.md ask for and nothing here can show yet.
+NOT_YET = {
+    "zoo on CUDA, autocast, cuDNN RNNs": "PyTorch is not given CUDA memory yet (bindings/dlpack.h)",
+    "training benchmark, 1 B and 7 B": "PyTorch is not given CUDA memory yet (bindings/dlpack.h)",
+    "overlap in a trace from CUDA events": "the journal takes no times from CUDA events yet",
+    "NCCL on one GPU": "no test yet: the stand-in's tests work on simulated devices",
+    "NCCL between two GPUs": "needs two GPUs, and a test",
+}
+
+
+@dataclass
+class Row:
+    name: str
+    status: str  # ok, failed, not run
+    reason: str = ""
+    seconds: float = 0.0
+    result: dict | None = None
+
+
+def last_lines(text: str, count: int = 15) -> str:
+    return "\n".join(text.strip().splitlines()[-count:])
+
+
+def judge_gtest(name: str, code: int, text: str) -> Row:
+    """A run in which a test was skipped, or none ran, has not shown its row."""
+    ran = re.search(r"\[==========\] (\d+) tests? from .* ran\.", text)
+    if code != 0:
+        return Row(name, "failed", last_lines(text))
+    if ran is None or int(ran[1]) == 0:
+        return Row(name, "failed", "no test ran")
+    reasons = sorted(set(re.findall(r": Skipped\n(.+)", text)))
+    if reasons:
+        skipped = text.count("[  SKIPPED ] ") // 2  # once where it happens, once in the summary
+        return Row(name, "not run", f"{skipped} of {ran[1]} tests were skipped: {'; '.join(reasons)}")
+    return Row(name, "ok", f"{ran[1]} tests")
+
+
+def judge_bench(name: str, code: int, text: str) -> Row:
+    lines = [line[len("RESULT ") :] for line in text.splitlines() if line.startswith("RESULT ")]
+    if code == 3:
+        return Row(name, "not run", last_lines(text))
+    if code != 0 or not lines:
+        return Row(name, "failed", last_lines(text))
+    return Row(name, "ok", result=json.loads(lines[-1]))
+
+
+def bundle_environment(bundle: Path) -> dict[str, str]:
+    """The bundle beside what the machine has; the machine's own programs come first."""
+    libraries = [bundle / f"usr/lib/{platform.machine()}-linux-gnu", bundle / "usr/lib"]
+    packages = [str(folder / "pkgconfig") for folder in [*libraries, bundle / "usr/share"]]
+    return {
+        "PATH": os.environ["PATH"] + f":{bundle}/usr/bin",
+        "PKG_CONFIG_LIBDIR": ":".join(packages),
+        "PKG_CONFIG_SYSROOT_DIR": str(bundle),
+        "CMAKE_PREFIX_PATH": f"{bundle}/usr",
+        "LD_LIBRARY_PATH": ":".join([*map(str, libraries), os.environ.get("LD_LIBRARY_PATH", "")]),
+    }
+
+
+class Check:
+    def __init__(self, args: argparse.Namespace):
+        self.args = args
+        self.rows: list[Row] = []
+        self.environment = dict(os.environ)
+        if args.bundle.is_dir():
+            self.environment |= bundle_environment(args.bundle.resolve())
+
+    def run(self, command: list[str], timeout_s: int) -> tuple[int, str]:
+        try:
+            done = subprocess.run(
+                command, cwd=ROOT, env=self.environment, text=True, timeout=timeout_s, errors="replace",
+                stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            )  # fmt: skip
+        except subprocess.TimeoutExpired as error:
+            text = error.stdout or b""
+            text = text.decode(errors="replace") if isinstance(text, bytes) else text
+            return 124, f"{text}\nended after {timeout_s} s"
+        except OSError as error:
+            return 127, str(error)
+        return done.returncode, done.stdout
+
+    def add(self, row: Row, start: float) -> Row:
+        row.seconds = round(time.monotonic() - start, 1)
+        self.rows.append(row)
+        print(f"{row.status:8} {row.name} ({row.seconds} s){': ' + row.reason if row.reason else ''}", flush=True)
+        return row
+
+    def step(self, name: str, command: list[str], timeout_s: int) -> bool:
+        start = time.monotonic()
+        code, text = self.run(command, timeout_s)
+        row = Row(name, "ok") if code == 0 else Row(name, "failed", last_lines(text))
+        return self.add(row, start).status == "ok"
+
+    def judged(self, name: str, judge, program: str, arguments: list[str], before: list[str] | None = None,
+               timeout_s: int = 300) -> None:  # fmt: skip
+        start = time.monotonic()
+        path = self.args.build / program
+        if not path.is_file():
+            self.add(Row(name, "not run", f"{program} was not built"), start)
+            return
+        self.add(judge(name, *self.run([*(before or []), str(path), *arguments], timeout_s)), start)
+
+    def build(self) -> bool:
+        configure = [
+            "cmake", "-S", ".", "-B", str(self.args.build), "-G", "Ninja", "-DCMAKE_BUILD_TYPE=Release",
+            "-DOVERSPILL_CUDA=ON", "-DOVERSPILL_PYTHON=OFF", "-DCMAKE_DISABLE_FIND_PACKAGE_MPI=ON",
+        ]  # fmt: skip
+        compile = ["cmake", "--build", str(self.args.build), "-j", str(self.args.jobs), "--target", *TARGETS]
+        return self.step("configure", configure, 300) and self.step("build", compile, 900)
+
+    def sanitized(self, tool: str) -> None:
+        name = f"compute-sanitizer {tool}"
+        sanitizer = shutil.which("compute-sanitizer")
+        if sanitizer is None:
+            self.add(Row(name, "not run", "compute-sanitizer is not installed"), time.monotonic())
+            return
+        # A test hands CUDA a wrong address on purpose: refused calls are no finding, accesses and races are.
+        before = [sanitizer, "--tool", tool, "--error-exitcode", "1"]
+        before += ["--report-api-errors", "no"] if tool == "memcheck" else []
+        self.judged(name, judge_gtest, "tests/kernels/kernels_cuda_test", ["--gtest_filter=Cuda*-CudaAbsence*"], before)
+
+    def all(self) -> None:
+        if not self.args.no_build and not self.build():
+            return
+        kernels = "tests/kernels/kernels_cuda_test"
+        engine = "tests/engine/engine_tests"
+        self.judged("device conformance", judge_gtest, kernels, ["--gtest_filter=Cuda.*:Cuda/*"])
+        self.judged("kernels have the CPU's bits", judge_gtest, kernels, ["--gtest_filter=CudaKernels*:CudaMath*"])
+        self.judged("training has the reference's bits", judge_gtest, engine, ["--gtest_filter=*_cuda_*"])
+        for name, program, tests in [
+            ("two ranks on one GPU", engine, "TwoRanks*"),
+            ("stages over ranks on one GPU", "tests/engine/engine_ranks_test", "*Stages*EveryDevice*"),
+        ]:
+            if no_gpu := why_no_gpu(self):
+                self.add(Row(name, "not run", no_gpu), time.monotonic())
+            else:
+                self.judged(name, judge_gtest, program, [f"--gtest_filter={tests}"])
+        self.sanitized("memcheck")
+        self.sanitized("racecheck")
+        self.judged("copies beside cudaMemcpyAsync", judge_bench, "bench/bench_cuda_copy", [])
+        for name, reason in NOT_YET.items():
+            self.add(Row(name, "not run", reason), time.monotonic())
+
+
+def why_no_gpu(check: Check) -> str:
+    """Those tests take CUDA in where it is, without a word where it is not."""
+    code, text = check.run(["nvidia-smi", "-L"], 60)
+    return "" if code == 0 and "GPU" in text else f"no GPU: {last_lines(text, 1)}"
+
+
+def machine(check: Check) -> dict:
+    query = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total,pcie.link.gen.max,pcie.link.width.max"]
+    code, gpus = check.run([*query, "--format=csv,noheader"], 60)
+    _, nvcc = check.run(["nvcc", "--version"], 60)
+    _, commit = check.run(["git", "rev-parse", "HEAD"], 60)
+    return {
+        "gpus": gpus.strip().splitlines() if code == 0 else [],
+        "nvcc": last_lines(nvcc, 1),
+        "cores": os.cpu_count(),
+        "system": platform.platform(),
+        "commit": commit.strip() if re.fullmatch(r"[0-9a-f]{40}", commit.strip()) else "unknown",
+    }
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--bundle", type=Path, default=ROOT / "gpu-bundle")
+    parser.add_argument("--build", type=Path, default=ROOT / "build/gpu")
+    parser.add_argument("--no-build", action="store_true", help="--build has been built")
+    parser.add_argument("--out", type=Path, default=ROOT / "results/gpu.json")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count())
+    check = Check(parser.parse_args(argv))
+    check.args.build = check.args.build.resolve()
+    check.all()
+    out = {"machine": machine(check), "rows": [asdict(row) for row in check.rows]}
+    check.args.out.parent.mkdir(parents=True, exist_ok=True)
+    check.args.out.write_text(json.dumps(out, indent=1) + "\n")
+    count = {status: sum(row.status == status for row in check.rows) for status in ("ok", "failed", "not run")}
+    print(f"gpu-check: {count['ok']} ok, {count['failed']} failed, {count['not run']} not run: {check.args.out}")
+    return 1 if count["failed"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
