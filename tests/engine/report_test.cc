@@ -128,6 +128,9 @@ TEST(StepMeter, SaysWhatOfForwardWasLeftWhenAUnitWasReached) {
   at(201), meter.enter(Phase::forward), meter.reached(2);
   at(203), meter.stepped(2);
   EXPECT_EQ(meter.forward_left(), (std::vector<double>{0, 0, 1, 0})) << "of the last step alone";
+  at(204), meter.enter(Phase::forward);
+  at(208), meter.stepped(3);
+  EXPECT_EQ(meter.forward_left(), std::vector<double>(4, 0)) << "nor of the one before it";
 }
 
 /// A report of an engine's third step, with everything in `placement`.
