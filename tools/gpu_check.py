@@ -104,7 +104,10 @@ class Check:
     def add(self, row: Row, start: float) -> Row:
         row.seconds = round(time.monotonic() - start, 1)
         self.rows.append(row)
-        print(f"{row.status:8} {row.name} ({row.seconds} s){': ' + row.reason if row.reason else ''}", flush=True)
+        print(
+            f"{row.status:8} {row.name} ({row.seconds} s){': ' + row.reason if row.reason else ''}",
+            flush=True,
+        )
         return row
 
     def step(self, name: str, command: list[str], timeout_s: int) -> bool:
@@ -139,7 +142,13 @@ class Check:
         # A test hands CUDA a wrong address on purpose: refused calls are no finding, accesses and races are.
         before = [sanitizer, "--tool", tool, "--error-exitcode", "1"]
         before += ["--report-api-errors", "no"] if tool == "memcheck" else []
-        self.judged(name, judge_gtest, "tests/kernels/kernels_cuda_test", ["--gtest_filter=Cuda*-CudaAbsence*"], before)
+        self.judged(
+            name,
+            judge_gtest,
+            "tests/kernels/kernels_cuda_test",
+            ["--gtest_filter=Cuda*-CudaAbsence*"],
+            before,
+        )
 
     def all(self) -> None:
         if not self.args.no_build and not self.build():
@@ -147,7 +156,9 @@ class Check:
         kernels = "tests/kernels/kernels_cuda_test"
         engine = "tests/engine/engine_tests"
         self.judged("device conformance", judge_gtest, kernels, ["--gtest_filter=Cuda.*:Cuda/*"])
-        self.judged("kernels have the CPU's bits", judge_gtest, kernels, ["--gtest_filter=CudaKernels*:CudaMath*"])
+        self.judged(
+            "kernels have the CPU's bits", judge_gtest, kernels, ["--gtest_filter=CudaKernels*:CudaMath*"]
+        )
         self.judged("training has the reference's bits", judge_gtest, engine, ["--gtest_filter=*_cuda_*"])
         for name, program, tests in [
             ("two ranks on one GPU", engine, "TwoRanks*"),
@@ -171,7 +182,10 @@ def why_no_gpu(check: Check) -> str:
 
 
 def machine(check: Check) -> dict:
-    query = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total,pcie.link.gen.max,pcie.link.width.max"]
+    query = [
+        "nvidia-smi",
+        "--query-gpu=name,driver_version,memory.total,pcie.link.gen.max,pcie.link.width.max",
+    ]
     code, gpus = check.run([*query, "--format=csv,noheader"], 60)
     _, nvcc = check.run(["nvcc", "--version"], 60)
     _, commit = check.run(["git", "rev-parse", "HEAD"], 60)
@@ -185,7 +199,9 @@ def machine(check: Check) -> dict:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--bundle", type=Path, default=ROOT / "gpu-bundle")
     parser.add_argument("--build", type=Path, default=ROOT / "build/gpu")
     parser.add_argument("--no-build", action="store_true", help="--build has been built")
@@ -197,8 +213,12 @@ def main(argv: list[str] | None = None) -> int:
     out = {"machine": machine(check), "rows": [asdict(row) for row in check.rows]}
     check.args.out.parent.mkdir(parents=True, exist_ok=True)
     check.args.out.write_text(json.dumps(out, indent=1) + "\n")
-    count = {status: sum(row.status == status for row in check.rows) for status in ("ok", "failed", "not run")}
-    print(f"gpu-check: {count['ok']} ok, {count['failed']} failed, {count['not run']} not run: {check.args.out}")
+    count = {
+        status: sum(row.status == status for row in check.rows) for status in ("ok", "failed", "not run")
+    }
+    print(
+        f"gpu-check: {count['ok']} ok, {count['failed']} failed, {count['not run']} not run: {check.args.out}"
+    )
     return 1 if count["failed"] else 0
 
 

@@ -199,7 +199,14 @@ def plain(r: dict[str, Any]) -> list[str]:
     return ["| | |", "| --- | --- |", *rows]
 
 
-SECTIONS = {"train": train, "adam": adam, "io": io, "step": step, "sizes": sizes, "ranks": ranks}  # in this order
+SECTIONS = {
+    "train": train,
+    "adam": adam,
+    "io": io,
+    "step": step,
+    "sizes": sizes,
+    "ranks": ranks,
+}  # in this order
 ELSEWHERE = {"ranks": ROOT / "docs" / "ranks.md"}  # whose numbers are not in the README
 
 
