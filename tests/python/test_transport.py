@@ -86,8 +86,8 @@ def test_a_killed_rank_is_named():
 def test_a_rank_that_dies_amid_a_transfer_is_named():
     """Stopped first, so that what rank 0 sends to it fills what the kernel keeps: then rank 0, which has received all
     that it wants, waits for its own sending alone. No timeout helps it."""
-    ranks = start_repeating(3, "exchange", mebibytes=64, patience_seconds=2 * launch.HANGS)
-    time.sleep(0.2)
+    ranks = start_repeating(3, "exchange", mebibytes=16, patience_seconds=2 * launch.HANGS)
+    time.sleep(1.0)  # memory is made before the first transfer
     ranks[1].send_signal(signal.SIGSTOP)
     time.sleep(0.5)
     ranks[1].kill()
