@@ -85,8 +85,8 @@ def test_a_killed_rank_is_named():
 
 @pytest.mark.parametrize("victim", [1, 2])
 def test_a_rank_that_dies_amid_a_transfer_is_named(victim):
-    """Stopped first, so that what another rank sends to it fills what the kernel keeps: then that one, which has received
-    all that it wants, waits for its own sending alone. No timeout helps it."""
+    """Stopped first, so that what another rank sends to it fills what the kernel keeps: then that one, which has
+    received all that it wants, waits for its own sending alone. No timeout helps it."""
     ranks = start_repeating(3, "exchange", mebibytes=32, patience_seconds=2 * launch.HANGS)
     time.sleep(1.5)  # memory is made before the first transfer
     ranks[victim].send_signal(signal.SIGSTOP)
