@@ -83,15 +83,16 @@ def test_a_killed_rank_is_named():
     check_words(ranks, 3, 0, "exchange")
 
 
-def test_a_rank_that_dies_amid_a_transfer_is_named():
-    """Stopped first, so that what rank 0 sends to it fills what the kernel keeps: then rank 0, which has received all
-    that it wants, waits for its own sending alone. No timeout helps it."""
-    ranks = start_repeating(3, "exchange", mebibytes=64, patience_seconds=2 * launch.HANGS)
-    time.sleep(0.2)
-    ranks[1].send_signal(signal.SIGSTOP)
+@pytest.mark.parametrize("victim", [1, 2])
+def test_a_rank_that_dies_amid_a_transfer_is_named(victim):
+    """Stopped first, so that what another rank sends to it fills what the kernel keeps: then that one, which has
+    received all that it wants, waits for its own sending alone. No timeout helps it."""
+    ranks = start_repeating(3, "exchange", mebibytes=32, patience_seconds=2 * launch.HANGS)
+    time.sleep(1.5)  # memory is made before the first transfer
+    ranks[victim].send_signal(signal.SIGSTOP)
     time.sleep(0.5)
-    ranks[1].kill()
-    check_words(ranks, 3, 1, "exchange")
+    ranks[victim].kill()
+    check_words(ranks, 3, victim, "exchange")
 
 
 @pytest.mark.parametrize("call", ["all_gather", "barrier"])
