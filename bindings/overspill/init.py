@@ -6,6 +6,7 @@ weights works and draws the same random numbers; or on nothing (torch's meta dev
 
 from __future__ import annotations
 
+import ctypes
 import os
 import tempfile
 import weakref
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch._C import DisableTorchFunction
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -26,6 +28,8 @@ from .units import UnitSpec, memory_order
 SMALL_BYTES = (
     64 << 10
 )  # what is smaller stays in memory: biases and norms, beside which a mapping each is no gain
+MAPPED_BYTES = 64 << 20  # of parameters written or read since their pages were last given back
+_MADV_DONTNEED = 4
 
 
 class Init:
@@ -37,8 +41,8 @@ class Init:
 
     Values, random numbers drawn, ties, strides and buffers are those of the model made without it. Large parameters are
     mappings of unlinked files in the folders of `budget.nvme`, the one with most room first; the kernel writes
-    them out as memory gets short, `initialize` takes them one by one, and the room on the disk is free again when
-    the last tensor over it dies. What may make parameters or change their dtype has to be done inside.
+    them out as memory gets short, this process holds few of their pages at a time, `initialize` takes them one by one,
+    and the room on the disk is free again when the last tensor over it dies. What may make parameters or change their dtype has to be done inside.
 
     empty: parameters are shapes on the meta device, buffers are real; `initialize(..., checkpoint=DIR)` has the values.
 
@@ -122,6 +126,7 @@ class _Files(TorchFunctionMode):
         self._folders, self._replaced = folders, _Replaced()
         self._seen: list[weakref.ref] = []
         self._waiting: list[weakref.ref] = []  # seen, large, and still in memory
+        self._pages = _Pages()
 
     def enter(self) -> None:
         self._replaced.put(nn.Module, "register_parameter", self._register)
@@ -135,6 +140,7 @@ class _Files(TorchFunctionMode):
         seen, self._seen, self._waiting = self._seen, [], []
         for parameter in _alive(seen) if whole else ():  # what changed its memory since it was registered
             self._move(parameter)
+        self._pages.give_back()
 
     def __torch_function__(
         self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None
@@ -142,6 +148,8 @@ class _Files(TorchFunctionMode):
         out = func(*args, **(kwargs or {}))
         if func is torch.empty and type(out) is torch.Tensor and self._belongs(out):
             return self._file(out).requires_grad_(out.requires_grad)
+        if isinstance(out, torch.Tensor):  # an initialiser returns what it has filled
+            self._pages.touched(out)
         return out
 
     def _register(self, register: Callable) -> Callable:
@@ -183,6 +191,7 @@ class _Files(TorchFunctionMode):
             return False
         with DisableTorchFunction(), torch.no_grad():
             set_data(parameter, self._file(parameter).copy_(parameter.detach()))
+            self._pages.touched(parameter)
         return True
 
     def moved(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -190,7 +199,9 @@ class _Files(TorchFunctionMode):
         if not self._belongs(tensor) or _is_shared(tensor):
             return tensor
         with DisableTorchFunction(), torch.no_grad():
-            return self._file(tensor).copy_(tensor)
+            made = self._file(tensor).copy_(tensor)
+            self._pages.touched(made)
+            return made
 
     def _belongs(self, tensor: torch.Tensor) -> bool:
         """Large, dense, in memory and in no file."""
@@ -214,6 +225,7 @@ class _Files(TorchFunctionMode):
                     path = f"/proc/self/fd/{file.fileno()}"
                     with DisableTorchFunction():
                         storage = torch.UntypedStorage.from_file(path, True, size)
+                        self._pages.add(storage)
                         return torch.empty(0, dtype=like.dtype).set_(storage, 0, like.shape, like.stride())
             except OSError as error:
                 failure = failure or error
@@ -224,6 +236,47 @@ class _Files(TorchFunctionMode):
             "name another folder in budget.nvme",
             ", ".join(self._folders),
         ) from failure
+
+
+class _Pages:
+    """The pages of our mappings that this process holds: given back once MAPPED_BYTES of parameters were touched. What
+    was written stays in the file's cache, which the kernel writes out and drops as it likes; a later look maps it again.
+    """
+
+    def __init__(self) -> None:
+        self._ours: dict[int, StorageWeakRef] = {}  # by address
+        self._touched: dict[int, int] = {}  # bytes by address
+        self._bytes = 0
+        self._madvise = ctypes.CDLL(None).madvise
+        self._madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+
+    def add(self, storage: torch.UntypedStorage) -> None:
+        self._ours[storage.data_ptr()] = StorageWeakRef(storage)
+
+    def touched(self, tensor: torch.Tensor) -> None:
+        if not _is_memory(tensor) or tensor.numel() * tensor.element_size() < SMALL_BYTES:
+            return
+        with DisableTorchFunction():
+            storage = tensor.untyped_storage()
+            address = storage.data_ptr()
+        if self._is_ours(address) and storage.filename is not None:
+            self._touched[address] = storage.nbytes()
+            self._bytes += storage.nbytes()
+            if self._bytes >= MAPPED_BYTES:
+                self.give_back()
+
+    def give_back(self) -> None:
+        touched, self._touched, self._bytes = self._touched, {}, 0
+        for address, size in touched.items():
+            if self._is_ours(address):  # of any other mapping this could lose what was written
+                self._madvise(address, size, _MADV_DONTNEED)
+
+    def _is_ours(self, address: int) -> bool:
+        reference = self._ours.get(address)
+        if reference is not None and reference.expired():
+            del self._ours[address]
+            return False
+        return reference is not None
 
 
 class _Filed:

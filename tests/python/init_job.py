@@ -1,5 +1,5 @@
 """What test_init_memory.py runs in a process of its own: a model that does not fit in memory, from construction to the
-merged checkpoint. Prints one JSON line: losses, and the most anonymous memory beyond what torch needed before."""
+merged checkpoint. Prints one JSON line: losses, and the most memory of each phase beyond what torch needed before."""
 
 import contextlib
 import json
@@ -17,30 +17,36 @@ MIB = 1 << 20
 HIDDEN, LAYERS = 1024, 12  # 154 M parameters: 295 MiB in bf16, 589 in fp32
 
 
-def anonymous_bytes():
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("RssAnon"):
-            return int(line.split()[1]) * 1024
-    raise RuntimeError("/proc/self/status has no RssAnon")
+def resident_bytes():
+    """Anonymous memory, and mapped files."""
+    lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return tuple(int(lines[kind].split()[0]) * 1024 for kind in ("RssAnon", "RssFile"))
 
 
 class Peak:
-    """The most anonymous memory while a phase runs, beyond what was there when the object was made."""
+    """The most of both while a phase runs, in MiB beyond what was there when the object was made."""
 
     def __init__(self):
-        self.base, self.most, self.phases = anonymous_bytes(), 0, {}
+        self.base, self.most = resident_bytes(), (0, 0)
+        self.anonymous, self.mapped = {}, {}
         threading.Thread(target=self._watch, daemon=True).start()
+
+    def _look(self):
+        self.most = tuple(map(max, self.most, resident_bytes()))
 
     def _watch(self):
         while True:
-            self.most = max(self.most, anonymous_bytes())
+            self._look()
             threading.Event().wait(0.002)
 
     @contextlib.contextmanager
     def phase(self, name):
-        self.most = anonymous_bytes()
+        self.most = resident_bytes()
         yield
-        self.phases[name] = (max(self.most, anonymous_bytes()) - self.base) // MIB
+        self._look()
+        self.anonymous[name], self.mapped[name] = (
+            (most - base) // MIB for most, base in zip(self.most, self.base)
+        )
 
 
 def llama(layers, dtype):
@@ -90,7 +96,7 @@ def main(how, kind, folder):
     with peak.phase("merge"):
         merged = folder / ("merged" if how == "files" else f"merged-{how}")
         _core.merge(str(folder / f"saved-{how}"), str(merged), kind, 100 * MIB)
-    print(json.dumps({"losses": losses, "peak_mib": peak.phases}))
+    print(json.dumps({"losses": losses, "peak_mib": peak.anonymous, "mapped_mib": peak.mapped}))
 
 
 if __name__ == "__main__":
