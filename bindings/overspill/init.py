@@ -42,7 +42,8 @@ class Init:
     Values, random numbers drawn, ties, strides and buffers are those of the model made without it. Large parameters are
     mappings of unlinked files in the folders of `budget.nvme`, the one with most room first; the kernel writes
     them out as memory gets short, this process holds few of their pages at a time, `initialize` takes them one by one,
-    and the room on the disk is free again when the last tensor over it dies. What may make parameters or change their dtype has to be done inside.
+    and the room on the disk is free again when the last tensor over it dies. What may make parameters or change their
+    dtype has to be done inside.
 
     empty: parameters are shapes on the meta device, buffers are real; `initialize(..., checkpoint=DIR)` has the values.
 
@@ -239,8 +240,8 @@ class _Files(TorchFunctionMode):
 
 
 class _Pages:
-    """The pages of our mappings that this process holds: given back once MAPPED_BYTES of parameters were touched. What
-    was written stays in the file's cache, which the kernel writes out and drops as it likes; a later look maps it again.
+    """The pages of our mappings that this process holds, given back once MAPPED_BYTES of parameters were touched. What
+    was written stays in the file's cache, which the kernel writes out and drops as it likes; who looks maps it again.
     """
 
     def __init__(self) -> None:
