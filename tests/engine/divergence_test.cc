@@ -17,6 +17,12 @@ using engine::Engine;
 using engine::Placement;
 
 constexpr int kSteps = 4;
+constexpr int kSeeds = 50;  // of a test
+#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+constexpr int kTried = 15;  // a run takes up to 1.5 s
+#else
+constexpr int kTried = kSeeds;
+#endif
 
 /// What a seed decides.
 struct Run {
@@ -129,8 +135,9 @@ class Divergence : public ::testing::TestWithParam<int> {};
 
 TEST_P(Divergence, NeverHangsAndNeverDrifts) {
   if (const char* seed = std::getenv("OVERSPILL_SEED")) return expect_right(std::strtoull(seed, nullptr, 10));
-  for (int i = 0; i < 50 && !HasFailure(); ++i)
-    expect_right(static_cast<uint64_t>(GetParam()) * 50 + static_cast<uint64_t>(i));
+  for (int i = 0; i < kTried && !HasFailure(); ++i) {
+    expect_right(static_cast<uint64_t>(GetParam() * kSeeds + i));
+  }
 }
 
 INSTANTIATE_TEST_SUITE_P(Seeds, Divergence, ::testing::Range(0, 4));
