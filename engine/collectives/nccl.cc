@@ -153,11 +153,10 @@ class NcclCommunicator final : public Communicator {
   }
 
   void abort(const char* reason) noexcept override {
-    {
-      const std::lock_guard lock(mutex_);
-      if (aborted_.empty()) aborted_ = fmt::format("rank {} aborted: {}", rank_, reason);
-    }
+    // The others are told first: what this rank's own call throws then cannot reach them before the reason.
     control_->abort(reason);
+    const std::lock_guard lock(mutex_);
+    if (aborted_.empty()) aborted_ = fmt::format("rank {} aborted: {}", rank_, reason);
   }
 
   std::string failure() override {
