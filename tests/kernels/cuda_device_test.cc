@@ -4,7 +4,6 @@
 
 #include <gtest/gtest.h>
 
-#include <condition_variable>
 #include <cstdint>
 #include <memory>
 #include <mutex>
@@ -14,6 +13,7 @@
 #include <vector>
 
 #include "device_conformance.h"
+#include "gate.h"
 
 namespace overspill::kernels {
 
@@ -85,29 +85,6 @@ TEST_F(Cuda, ACopyOutsideItsMemoryFailsItsStreamAndThoseThatWaitForIt) {
   EXPECT_EQ(what_it_throws(third->record()), "") << "one stream's failure is no other's";
   EXPECT_EQ(back, host) << "work behind a failure was done";
 }
-
-/// An event of another device, reached when the test says so.
-class Gate final : public Event::State {
- public:
-  bool done() override {
-    const std::lock_guard lock(mutex_);
-    return open_;
-  }
-  void wait() override {
-    std::unique_lock lock(mutex_);
-    changed_.wait(lock, [&] { return open_; });
-  }
-  void open() {
-    const std::lock_guard lock(mutex_);
-    open_ = true;
-    changed_.notify_all();
-  }
-
- private:
-  std::mutex mutex_;
-  std::condition_variable changed_;
-  bool open_ = false;
-};
 
 TEST_F(Cuda, WaitsForEventsOfOtherDevices) {
   auto stream = device_->make_stream();

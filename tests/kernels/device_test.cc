@@ -2,13 +2,13 @@
 #include <gtest/gtest.h>
 
 #include <atomic>
-#include <condition_variable>
 #include <cstring>
 #include <mutex>
 #include <new>
 #include <vector>
 
 #include "device_conformance.h"
+#include "gate.h"
 #include "kernels/host_device.h"
 #include "kernels/simulated_device.h"
 
@@ -24,30 +24,6 @@ INSTANTIATE_TEST_SUITE_P(All, DeviceConformance,
                          factory_name);
 
 namespace {
-
-/// An event that the test itself reaches: a stream that waits for it stands still until then, so nothing
-/// below depends on timing.
-class Gate final : public Event::State {
- public:
-  bool done() override {
-    const std::lock_guard lock(mutex_);
-    return open_;
-  }
-  void wait() override {
-    std::unique_lock lock(mutex_);
-    changed_.wait(lock, [&] { return open_; });
-  }
-  void open() {
-    const std::lock_guard lock(mutex_);
-    open_ = true;
-    changed_.notify_all();
-  }
-
- private:
-  std::mutex mutex_;
-  std::condition_variable changed_;
-  bool open_ = false;
-};
 
 bool all_poison(const std::byte* data, int64_t bytes) {
   return std::all_of(data, data + bytes, [](std::byte b) { return b == std::byte{0xFF}; });
