@@ -16,9 +16,8 @@ std::string why_no_cuda(int ordinal = 0);
 /// Device `ordinal` of those that CUDA_VISIBLE_DEVICES leaves. Throws DeviceError with why_no_cuda().
 ///
 /// - Streams do not wait for the legacy default stream. Who waits for an event sleeps, it does not spin.
-/// - Memory is allocated plainly: the engine takes its arena once, and frees it at the end (cudaFree waits
-/// for
-///   the whole device).
+/// - Memory is allocated plainly: the engine takes its arena once, and frees it at the end, because cudaFree
+///   waits for the whole device.
 /// - A fault that CUDA reports late names the last copy before the event that was waited for, not always the
 ///   one at fault. After some faults (an illegal address) CUDA refuses everything until the process ends.
 /// - Waiting in a stream for an event of another kind of device blocks the caller.
