@@ -207,8 +207,7 @@ class _Files(TorchFunctionMode):
     def _belongs(self, tensor: torch.Tensor) -> bool:
         """Large, dense, in memory and in no file."""
         return (
-            _is_memory(tensor)
-            and tensor.numel() * tensor.element_size() >= SMALL_BYTES
+            _is_large(tensor)
             and tensor.stride() == memory_order(tensor)
             and tensor.untyped_storage().filename is None
         )
@@ -255,12 +254,12 @@ class _Pages:
         self._ours[storage.data_ptr()] = StorageWeakRef(storage)
 
     def touched(self, tensor: torch.Tensor) -> None:
-        if not _is_memory(tensor) or tensor.numel() * tensor.element_size() < SMALL_BYTES:
+        if not _is_large(tensor):
             return
         with DisableTorchFunction():
             storage = tensor.untyped_storage()
             address = storage.data_ptr()
-        if self._is_ours(address) and storage.filename is not None:
+        if self._is_ours(address):
             self._touched[address] = storage.nbytes()
             self._bytes += storage.nbytes()
             if self._bytes >= MAPPED_BYTES:
@@ -321,6 +320,10 @@ def _is_memory(tensor: Any) -> bool:
         and tensor.device.type == "cpu"
         and tensor.layout is torch.strided
     )
+
+
+def _is_large(tensor: Any) -> bool:
+    return _is_memory(tensor) and tensor.numel() * tensor.element_size() >= SMALL_BYTES
 
 
 def _users(tensor: torch.Tensor) -> int:
