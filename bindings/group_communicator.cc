@@ -149,9 +149,7 @@ class GroupCommunicator final : public engine::Communicator {
   }
 
   void check_pair(int from, int to, size_t sent, size_t room) {
-    if (sent != room)
-      fail(Call::exchange,
-           fmt::format("rank {} sends {} bytes to rank {}, which has room for {}", from, sent, to, room));
+    if (sent != room) fail(Call::exchange, engine::odd_pair(from, to, sent, room));
   }
 
   /// Bytes from send(peer) to each peer, and from each into receive(peer).

@@ -272,7 +272,7 @@ class MpiCommunicator final : public Communicator {
     MPI_Count came = 0;
     check(MPI_Get_elements_x(&status, MPI_BYTE, &came), "MPI_Get_elements_x");
     if (static_cast<size_t>(came) == bytes) return;
-    fail(fmt::format("rank {} sends {} bytes to rank {}, which has room for {}", peer, came, rank_, bytes));
+    fail(odd_pair(peer, rank_, static_cast<uint64_t>(came), bytes));
     throw_if_failed(Call::exchange);
   }
 

@@ -63,4 +63,21 @@ std::string find_difference(int ranks, ShapeOf shape_of) {
   return {};
 }
 
+/// Why an exchange is refused where both ends of a pair differ.
+inline std::string odd_pair(int from, int to, uint64_t sent, uint64_t room) {
+  return fmt::format("rank {} sends {} bytes to rank {}, which has room for {}", from, sent, to, room);
+}
+
+/// For who knows all pairs: `sent(from, to)` bytes go where there is `room(from, to)`. Empty where they fit.
+template <class Sent, class Room>
+std::string find_odd_pair(int ranks, Sent sent, Room room) {
+  for (int from = 0; from < ranks; ++from) {
+    for (int to = 0; to < ranks; ++to) {
+      if (from != to && sent(from, to) != room(from, to))
+        return odd_pair(from, to, sent(from, to), room(from, to));
+    }
+  }
+  return {};
+}
+
 }  // namespace overspill::engine
