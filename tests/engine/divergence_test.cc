@@ -17,11 +17,11 @@ using engine::Engine;
 using engine::Placement;
 
 constexpr int kSteps = 4;
-constexpr int kSeeds = 50;  // of a test
+constexpr uint64_t kSeeds = 50;  // of a test
 #if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
-constexpr int kTried = 15;  // a run takes up to 1.5 s
+constexpr uint64_t kTried = 15;  // a run takes up to 1.5 s
 #else
-constexpr int kTried = kSeeds;
+constexpr uint64_t kTried = kSeeds;
 #endif
 
 /// What a seed decides.
@@ -135,9 +135,8 @@ class Divergence : public ::testing::TestWithParam<int> {};
 
 TEST_P(Divergence, NeverHangsAndNeverDrifts) {
   if (const char* seed = std::getenv("OVERSPILL_SEED")) return expect_right(std::strtoull(seed, nullptr, 10));
-  for (int i = 0; i < kTried && !HasFailure(); ++i) {
-    expect_right(static_cast<uint64_t>(GetParam() * kSeeds + i));
-  }
+  const uint64_t first = static_cast<uint64_t>(GetParam()) * kSeeds;
+  for (uint64_t i = 0; i < kTried && !HasFailure(); ++i) expect_right(first + i);
 }
 
 INSTANTIATE_TEST_SUITE_P(Seeds, Divergence, ::testing::Range(0, 4));
