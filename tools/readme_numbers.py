@@ -98,17 +98,17 @@ def io(r: dict[str, Any]) -> list[str]:
         if f"mixed_vs_{name}" in r:
             keys = [f"{p}_vs_{name}" for p in patterns]
             rows.append((f"speed over that of {what}", [f"{r[key]:.3f}" if key in r else "" for key in keys]))
-            keys = [f"{p}_by_caller_vs_{name}" for p in patterns]
+            keys = [f"{p}_by_store_vs_{name}" for p in patterns]
             rows.append(
                 (
-                    "the same, checked by the worker that uses it",
+                    "the same, checked by the store, as weights and checkpoints are",
                     [f"{r[key]:.3f}" if key in r else "" for key in keys],
                 )
             )
     rows.append(("GB/s", [f"{r['gb_per_s'][p]['store'][1]:.2f}" for p in patterns if p in r["gb_per_s"]]))
     for suffix, of in (
-        ("", "CPU seconds a GB, every byte compared with its checksum by the store"),
-        ("_by_caller", "the same, by the worker that uses it, as the engine does"),
+        ("", "CPU seconds a GB, every byte compared with its checksum"),
+        ("_by_store", "the same, compared by the store"),
         ("_deepspeed", "the same, DeepSpeed, nothing compared"),
     ):
         keys = [f"{prefix}cpu_s_per_gb{suffix}" for prefix in ("read_", "write_", "", "consumed_")]

@@ -2,12 +2,11 @@
 // with a pattern from stdin, answers each with one line of JSON.
 //   read, write  go through extents of one chunk in order.
 //   mixed        is what a step asks of the store: of each chunk of shards of 1 to 64 MiB the components lo,
-//   m
-//                and v are read, written to new extents, and the old ones released, many chunks at once.
-//   consumed     is the same with what the step does in between: a worker updates each chunk (io_consumer.h).
-// With --by-caller a worker compares and checksums mixed and consumed chunks block by block, as the engine
-// does (io/sealed.h); otherwise the store does, before and after. Usage: bench_io FOLDER... [--mib N]
-// [--sequential] [--by-caller] [--piece-kib N] [--depth N]
+//                m and v are read, written to new extents, and the old ones released, many chunks at once.
+//   consumed     is the same with what the step does in between: a worker updates each chunk (consumer.h).
+// A worker compares and checksums each chunk block by block, as the engine does with its states
+// (io/sealed.h); with --by-store the store does, before and after. Usage: bench_io FOLDER... [--mib N]
+// [--sequential] [--by-store] [--piece-kib N] [--depth N]
 #include <sys/resource.h>
 #include <unistd.h>
 
@@ -341,8 +340,8 @@ int run(int argc, char** argv) {
   app.add_option("folders", folders, "one a path")->required();
   bool sequential = false;
   app.add_flag("--sequential", sequential, "no mixed turns will be asked for");
-  bool by_caller = false;
-  app.add_flag("--by-caller", by_caller, "the worker compares and checksums");
+  bool by_store = false;
+  app.add_flag("--by-store", by_store, "the store compares and checksums, not the worker");
   app.add_option("--mib", mib, "bytes of a sequential turn");
   app.add_option("--piece-kib", piece_kib);
   app.add_option("--depth", options.queue_depth);
@@ -351,7 +350,7 @@ int run(int argc, char** argv) {
   options.piece_bytes = piece_kib << 10;
   options.job = "bench-io-" + std::to_string(::getpid());
 
-  Contender contender(options, mib * kMiB, !sequential, by_caller);
+  Contender contender(options, mib * kMiB, !sequential, !by_store);
   const auto answer = [](const nlohmann::json& line) { std::cout << line.dump() << std::endl; };
   answer({{"backend", contender.backend()}});
   for (std::string line; std::getline(std::cin, line);) {

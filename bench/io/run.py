@@ -5,8 +5,9 @@ Where on the disk a file lies decides up to a tenth of its speed, and the file s
 first place; so the files are laid out as often as there are contenders, and each has every place once.
 Every turn is timed by the contender itself, around the transfers alone. A ratio is the median of the rounds' own
 ratios. CPU seconds are user and system of the whole process (kernel threads of its rings included). "mixed" moves
-states, "consumed" also updates them in between, with the same code for every contender; "by_caller" is the store
-whose blocks are checked by who uses them, as the engine does it. Ends with RESULT {json}.
+states, "consumed" also updates them in between, with the same code for every contender. "store" is what the engine
+makes of the store for all its states: blocks are checked by the worker that uses them; "by_store" is the store that
+checks them itself, as it does for weights and checkpoints. Ends with RESULT {json}.
 """
 
 import argparse
@@ -235,12 +236,12 @@ def report(turns: dict, best: dict, store_backend: str) -> dict[str, Any]:
         both = zip(turns[pattern][ours], turns[pattern][other])
         return quartiles([one.gb_per_s / two.gb_per_s for one, two in both])
 
-    for pattern, ours in itertools.product(PATTERNS, ("store", "by_caller")):
+    for pattern, ours in itertools.product(PATTERNS, ("store", "by_store")):
         for other in turns[pattern] if ours in turns[pattern] else ():
             if other not in ("fio", "deepspeed"):
                 continue
             low, mid, high = ratios(pattern, other, ours)
-            key = f"{pattern}{'_by_caller' if ours == 'by_caller' else ''}_vs_{other}"
+            key = f"{pattern}{'_by_store' if ours == 'by_store' else ''}_vs_{other}"
             r[key] = round(mid, 3)
             r[f"{key}_quartiles"] = [round(low, 3), round(high, 3)]
     for pattern in PATTERNS:
@@ -251,13 +252,13 @@ def report(turns: dict, best: dict, store_backend: str) -> dict[str, Any]:
             prefix = "" if pattern == "mixed" else f"{pattern}_"
             r[f"{prefix}cpu_s_per_gb{'' if name == 'store' else '_' + name}"] = round(cpu, 4)
     r["checksum_cost"] = round(1 - ratios("mixed", "unchecked")[1], 3)
-    for pattern, ours in itertools.product(("mixed", "consumed"), ("store", "by_caller")):
+    for pattern, ours in itertools.product(("mixed", "consumed"), ("store", "by_store")):
         cpu = [
             one.cpu_s_per_gb - bare.cpu_s_per_gb
             for one, bare in zip(turns[pattern][ours], turns[pattern]["unchecked"])
         ]
         key = f"{'' if pattern == 'mixed' else 'consumed_'}checksum_cpu_s_per_gb"
-        r[key + ("" if ours == "store" else "_by_caller")] = round(statistics.median(cpu), 4)
+        r[key + ("" if ours == "store" else "_by_store")] = round(statistics.median(cpu), 4)
     r["gb_per_s"] = {
         pattern: {
             name: [round(q, 3) for q in quartiles([t.gb_per_s for t in done])] for name, done in of.items()
@@ -288,8 +289,8 @@ def main() -> int:
         makers: Makers = {
             "fio": lambda folder: Fio(folder, huge),
             "store": lambda folder: Store("bench_io", folder),
-            "by_caller": lambda folder: Store("bench_io", folder, "--by-caller"),
-            "unchecked": lambda folder: Store("bench_io_unchecked", folder),
+            "by_store": lambda folder: Store("bench_io", folder, "--by-store"),
+            "unchecked": lambda folder: Store("bench_io_unchecked", folder, "--by-store"),
         }
         if peers.deepspeed_is_there():
             makers["deepspeed"] = DeepSpeed
