@@ -10,7 +10,8 @@
 
 namespace overspill::engine {
 
-/// Anonymous memory, charged to a budget while it lives. Zero-filled, aligned to 4096 bytes. Move-only.
+/// Anonymous memory, charged to a budget while it lives. Zero-filled, aligned to 4096 bytes; to 2 MiB
+/// if it is as long, so that all of it can lie in huge pages. Move-only.
 class HostMemory {
  public:
   HostMemory() = default;
