@@ -41,7 +41,7 @@ fuzz:  ## Fuzz the reader of checkpoints for FUZZ_SECONDS (600) with clang's lib
 	@tools/setup --fuzz
 	@tools/fuzz
 
-bench-adam: build  ## The update beside torch's, DeepSpeed's and the memory's limit, in turn; under 8 minutes
+bench-adam: build  ## The update beside torch's, DeepSpeed's and the memory's limit, in turn; 8 minutes
 	@tools/peers
 	@tools/keep_result adam $(PYTHON_VENV) bench/adam/run.py $(BENCH_ADAM_ARGS)
 

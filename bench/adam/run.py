@@ -258,7 +258,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--millions", default="1,64,256", help="sizes (default %(default)s)")
     parser.add_argument("--threads", default="1,2", help="default %(default)s")
     parser.add_argument(
-        "--rounds", type=int, default=9, help="above 64 million half as many (default %(default)s)"
+        "--rounds", type=int, default=21, help="above 64 million half as many (default %(default)s)"
     )
     parser.add_argument("--formats", default=",".join(FORMATS), help="default %(default)s")
     args = parser.parse_args()
