@@ -88,30 +88,27 @@ def adam(r: dict[str, Any]) -> list[str]:
 
 def io(r: dict[str, Any]) -> list[str]:
     """Rows of `make bench-io`."""
-    head = "| `make bench-io` | read | write | read and write at once | and AdamW in between |"
-    patterns = ("read", "write", "mixed", "consumed")
+    head = "| `make bench-io` | read | write | read and write at once | the same, AdamW in between |"
+    patterns = ("read", "write", "moved", "mixed")
     rows = []
     for name, what in (
         ("fio", "fio, io_uring, at its best"),
         ("deepspeed", "DeepSpeed's async I/O, at its best"),
     ):
-        if f"mixed_vs_{name}" in r:
-            keys = [f"{p}_vs_{name}" for p in patterns]
-            rows.append((f"speed over that of {what}", [f"{r[key]:.3f}" if key in r else "" for key in keys]))
-            keys = [f"{p}_by_store_vs_{name}" for p in patterns]
-            rows.append(
-                (
-                    "the same, checked by the store, as weights and checkpoints are",
-                    [f"{r[key]:.3f}" if key in r else "" for key in keys],
-                )
-            )
+        if f"moved_vs_{name}" in r:
+            for suffix, of in (
+                ("", f"speed over that of {what}"),
+                ("_by_store", "the same, checked by the store, as weights and checkpoints are"),
+            ):
+                keys = [f"{p}{suffix}_vs_{name}" for p in patterns[: 3 if name == "fio" else 4]]
+                rows.append((of, [f"{r[key]:.3f}" if key in r else "" for key in keys]))
     rows.append(("GB/s", [f"{r['gb_per_s'][p]['store'][1]:.2f}" for p in patterns if p in r["gb_per_s"]]))
     for suffix, of in (
         ("", "CPU seconds a GB, every byte compared with its checksum"),
         ("_by_store", "the same, compared by the store"),
         ("_deepspeed", "the same, DeepSpeed, nothing compared"),
     ):
-        keys = [f"{prefix}cpu_s_per_gb{suffix}" for prefix in ("read_", "write_", "", "consumed_")]
+        keys = [f"{prefix}cpu_s_per_gb{suffix}" for prefix in ("read_", "write_", "moved_", "")]
         if keys[2] in r:
             rows.append((of, [f"{r[key]:.3f}" if key in r else "" for key in keys]))
     lines = [f"| {what} | {' | '.join(cells + [''] * (4 - len(cells)))} |" for what, cells in rows]

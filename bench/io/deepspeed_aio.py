@@ -1,10 +1,10 @@
 """DeepSpeed's asynchronous I/O as a contender of bench/io/run.py: reads lines of JSON, answers with lines of JSON.
 
-    bench/io/deepspeed_aio.py FOLDER MIB CONSUMER        {"pattern": "mixed", "block_mib": 4, "queue_depth": 32, …}
+    bench/io/deepspeed_aio.py FOLDER MIB CONSUMER        {"pattern": "moved", "block_mib": 4, "queue_depth": 32, …}
 
-"read" and "write": one tensor of MIB, one call. "mixed": for shards of 1 to 64 MiB the tensors lo, m and v, a file
+"read" and "write": one tensor of MIB, one call. "moved": for shards of 1 to 64 MiB the tensors lo, m and v, a file
 each, are read while as many are written, in memory that DeepSpeed pinned itself; waited for shard by shard, as its
-optimizer swapper does, or once at the end. "consumed": as its pipelined swapper does, the next shard is read and the
+optimizer swapper does, or once at the end. "mixed": as its pipelined swapper does, the next shard is read and the
 one before written while one is updated, by CONSUMER, the shared library of bench/io/consumer.cc.
 """
 
@@ -97,7 +97,7 @@ class Contender:
             self.sequential.write(writer)
             writer.wait()
             return self.sequential.bytes()
-        if pattern == "consumed":
+        if pattern == "mixed":
             self.update(reader, writer)
             return 2 * self.updated.bytes()
         step = 3 if wait == "shard" else 3 * len(SHARDS)

@@ -2,8 +2,9 @@
 // with a pattern from stdin, answers each with one line of JSON.
 //   read, write  go through extents of one chunk in order.
 //   mixed        is what a step asks of the store: of each chunk of shards of 1 to 64 MiB the components lo,
-//                m and v are read, written to new extents, and the old ones released, many chunks at once.
-//   consumed     is the same with what the step does in between: a worker updates each chunk (consumer.h).
+//                m and v are read, updated by a worker (consumer.h), written to new extents, and the old ones
+//                released, many chunks at once.
+//   moved        is the same without the update: transfers alone.
 // A worker compares and checksums each chunk block by block, as the engine does with its states
 // (io/sealed.h); with --by-store the store does, before and after. Usage: bench_io FOLDER... [--mib N]
 // [--sequential] [--by-store] [--piece-kib N] [--depth N]
@@ -67,7 +68,7 @@ struct Chunk {
   int64_t elements = kSequentialBytes / kElementBytes[0];
 };
 
-enum class Pattern : uint8_t { read, write, mixed, consumed };
+enum class Pattern : uint8_t { read, write, moved, mixed };
 
 /// What a worker does to a chunk between its read and its write.
 struct Between {
@@ -180,7 +181,7 @@ class Turn {
       const int64_t end = std::min(begin + step, chunk.elements);
       for (size_t i = 0; by_caller_ && i < chunk.components; ++i)
         slot.sealed[i].open(store_, begin * kElementBytes[i], end * kElementBytes[i]);
-      if (pattern_ == Pattern::consumed) update(slot, begin, end);
+      if (pattern_ == Pattern::mixed) update(slot, begin, end);
       for (size_t i = 0; by_caller_ && pattern_ != Pattern::read && i < chunk.components; ++i)
         slot.sealed[i].seal(begin * kElementBytes[i], end * kElementBytes[i]);
     }
@@ -199,9 +200,9 @@ class Turn {
     if (--slot.pending > 0) return;
     if (transfer.kind == Transfer::Kind::write) {
       for (size_t i = 0; i < slot.replaced.components; ++i) store_.release(slot.replaced.extents[i]);
-    } else if (pattern_ == Pattern::consumed || by_caller_) {
+    } else if (pattern_ == Pattern::mixed || by_caller_) {
       return hand_to_worker(slot);
-    } else if (pattern_ == Pattern::mixed) {
+    } else if (pattern_ == Pattern::moved) {
       return write(slot);
     }
     finished(slot);
@@ -280,7 +281,7 @@ class Contender {
   Contender& operator=(const Contender&) = delete;
 
   nlohmann::json turn(Pattern pattern) {
-    const bool both = pattern == Pattern::mixed || pattern == Pattern::consumed;
+    const bool both = pattern == Pattern::moved || pattern == Pattern::mixed;
     std::vector<Chunk>& chunks = both ? mixed_ : sequential_;
     const Usage before = Usage::now();
     const auto start = std::chrono::steady_clock::now();
@@ -358,10 +359,10 @@ int run(int argc, char** argv) {
       answer(contender.turn(Pattern::read));
     else if (line == "write")
       answer(contender.turn(Pattern::write));
+    else if (line == "moved")
+      answer(contender.turn(Pattern::moved));
     else if (line == "mixed")
       answer(contender.turn(Pattern::mixed));
-    else if (line == "consumed")
-      answer(contender.turn(Pattern::consumed));
     else
       throw std::invalid_argument("bench_io: no pattern is called '" + line + "'");
   }
