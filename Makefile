@@ -45,7 +45,7 @@ bench-adam: build  ## The update beside torch's, DeepSpeed's and the memory's li
 	@tools/peers
 	@tools/keep_result adam $(PYTHON_VENV) bench/adam/run.py $(BENCH_ADAM_ARGS)
 
-bench-io: build  ## The store beside fio and DeepSpeed, in turn on one file system; 6 minutes
+bench-io: build  ## The store beside fio and DeepSpeed, in turn on one file system; 13 minutes
 	@tools/peers
 	@tools/keep_result io $(PYTHON_VENV) bench/io/run.py $(BENCH_IO_ARGS)
 

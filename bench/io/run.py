@@ -275,7 +275,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--pairs", type=int, default=15)
+    parser.add_argument("--pairs", type=int, default=40)
     parser.add_argument("--folder", type=Path, default=ROOT / "results", help="on the file system to measure")
     args = parser.parse_args()
     if shutil.which("fio") is None:
