@@ -144,7 +144,8 @@ class Size:
         return self.result()
 
     def groups(self) -> list[list[str]]:
-        """All at once where there is room; else a placement at a time, beside plain."""
+        """All at once where there is room; else a placement at a time, beside plain, and last, alone, those of
+        DeepSpeed that have no room beside anybody."""
         wanted = [f"ours {p}" for p in self.args.placements]
         if self.args.deepspeed:
             theirs = {THEIRS[p] for p in self.args.placements if p in THEIRS}
@@ -152,9 +153,15 @@ class Size:
         room = available_bytes() * 0.95
         if self.needed(["plain", *wanted]) <= room:
             return [["plain", *wanted]]
-        ram = ["plain", *(name for name in wanted if name.endswith(" ram"))]
-        rest = ["plain", *(name for name in wanted if not name.endswith(" ram"))]
-        return [group for group in (rest, ram) if len(group) > 1]
+        together, alone = [], []
+        for in_ram in (False, True):
+            names = [name for name in wanted if name.endswith(" ram") == in_ram]
+            if self.needed(["plain", *names]) > room:
+                alone += [[name] for name in names if name.startswith("deepspeed")]
+                names = [name for name in names if not name.startswith("deepspeed")]
+            if names:
+                together.append(["plain", *names])
+        return together + alone
 
     def needed(self, names: list[str]) -> int:
         return sum(needed_bytes(name, self.parameters) for name in names)
@@ -262,11 +269,18 @@ class Size:
         """Median over rounds of ours / theirs: another contender's step, or what a function makes of plain's."""
         name = theirs if isinstance(theirs, str) else "plain"
         floor = (lambda row: row["step"]) if isinstance(theirs, str) else theirs
+        if self.apart(ours, name):
+            return round(self.median(ours, "step") / self.median(name, "step"), 3)
         floors = {row["at"]: row for row in self.rows.get(name, [])}
         pairs = [
             row["step"] / floor(floors[row["at"]]) for row in self.rows.get(ours, []) if row["at"] in floors
         ]
         return round(statistics.median(pairs), 3) if pairs else None
+
+    def apart(self, one: str, two: str) -> bool:
+        """Both were measured, one after the other."""
+        groups = [{row["at"][0] for row in self.rows.get(name, [])} for name in (one, two)]
+        return all(groups) and not groups[0] & groups[1]
 
     def moved(self, name: str) -> float:
         """Bytes a parameter and step."""
@@ -333,6 +347,10 @@ class Size:
             "step_seconds": {name: round(self.median(name, "step"), 3) for name in self.rows},
             "peak_rss_bytes": peak,
             "failed": self.failed,
+            # Not in turn with ours: what it is compared by are medians of other minutes.
+            "deepspeed_alone": sorted(
+                {place for ours, place in THEIRS.items() if self.apart(f"ours {ours}", f"deepspeed {place}")}
+            ),
         }
         if "plain" not in self.rows:
             return found
