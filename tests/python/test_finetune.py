@@ -110,8 +110,9 @@ HOSTS = ("overspill-a", "overspill-b")  # network namespaces, joined by a pair o
 def two_hosts():
     if os.geteuid() != 0:
         pytest.skip("network namespaces need root")
-    if subprocess.run(["ip", "netns", "add", HOSTS[0]], capture_output=True, check=False).returncode:
-        pytest.skip("ip netns add is refused here")
+    made = subprocess.run(["ip", "netns", "add", HOSTS[0]], capture_output=True, text=True, check=False)
+    if made.returncode:
+        pytest.skip(f"ip netns add: {made.stderr.strip()}")
     try:
         for command in (
             f"netns add {HOSTS[1]}",
