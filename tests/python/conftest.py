@@ -1,5 +1,7 @@
-"""Shared by all Python tests: one torch thread (torch's reductions change with it) and a configuration over
-a temporary folder."""
+"""Shared by all Python tests: one torch thread (torch's reductions change with it), Ctrl-C, and a configuration
+over a temporary folder."""
+
+import signal
 
 import pytest
 import torch
@@ -8,6 +10,16 @@ import torch
 @pytest.fixture(autouse=True, scope="session")
 def one_thread():
     torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def heeds_ctrl_c():
+    """What a shell starts in the background ignores SIGINT, and so would every process that a test starts."""
+    before = signal.getsignal(signal.SIGINT)
+    if before == signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 @pytest.fixture
