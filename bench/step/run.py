@@ -128,6 +128,7 @@ class Size:
             f"B = {shape.batch}, T = {shape.length}",
             flush=True,
         )
+        self.fio = Fio(self.folder, self.args.huge, STATES_BYTES * self.parameters // BLOCK * BLOCK)
         for number, group in enumerate(self.groups()):
             self.group = number
             try:
@@ -214,13 +215,12 @@ class Size:
 
     def rounds(self) -> None:
         """Turns, in an order that rotates."""
-        fio = Fio(self.folder, self.args.huge, STATES_BYTES * self.parameters // BLOCK * BLOCK)
         if "plain" in self.alive:
             self.alive["plain"].ask(do="update")
         for number in range(self.args.rounds):
             for name in in_turn(list(self.alive), number):
                 try:
-                    turn = self.turn(name, fio)
+                    turn = self.turn(name)
                 except Failed as error:
                     self.drop(name, str(error))
                     continue
@@ -228,16 +228,16 @@ class Size:
             line = ", ".join(f"{name} {self.rows[name][-1]['step']:.2f}" for name in self.alive)
             print(f"  round {number + 1}/{self.args.rounds}, s a step: {line}", flush=True)
 
-    def turn(self, name: str, fio: Fio) -> dict[str, Any]:
+    def turn(self, name: str) -> dict[str, Any]:
         """One turn's figures; `step`: seconds of one step, the mean of the turn's."""
         contender, steps = self.alive[name], self.args.steps
         turn = contender.ask(do="turn", steps=steps)
         if name != "plain":
             return turn | {"step": statistics.mean(turn["steps"])}
-        with fio:
+        with self.fio:
             time.sleep(1.5)
-        alone = fio.bytes_per_s
-        with fio:
+        alone = self.fio.bytes_per_s
+        with self.fio:
             busy = contender.ask(do="turn", steps=steps)
         floors = {
             "forward": statistics.mean(turn["forward"]),
@@ -245,8 +245,8 @@ class Size:
             "forward_busy": statistics.mean(busy["forward"]),
             "backward_busy": statistics.mean(busy["backward"]),
             "disk_alone_bytes_per_s": alone,
-            "disk_busy_bytes_per_s": fio.bytes_per_s,
-            "disk_bytes_per_s": max(alone, fio.bytes_per_s),  # compute may slow it, never speed it up
+            "disk_busy_bytes_per_s": self.fio.bytes_per_s,
+            "disk_bytes_per_s": max(alone, self.fio.bytes_per_s),  # compute may slow it, never speed it up
         } | contender.ask(do="update")
         step = floors["forward"] + floors["backward"]
         return floors | {"step": step, "peak_rss_bytes": self.plain_peak_bytes}
@@ -269,7 +269,7 @@ class Size:
         """Median over rounds of ours / theirs: another contender's step, or what a function makes of plain's."""
         name = theirs if isinstance(theirs, str) else "plain"
         floor = (lambda row: row["step"]) if isinstance(theirs, str) else theirs
-        if self.apart(ours, name):
+        if isinstance(theirs, str) and self.apart(ours, theirs):
             return round(self.median(ours, "step") / self.median(name, "step"), 3)
         floors = {row["at"]: row for row in self.rows.get(name, [])}
         pairs = [
