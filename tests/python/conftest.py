@@ -15,11 +15,8 @@ def one_thread():
 @pytest.fixture(autouse=True, scope="session")
 def heeds_ctrl_c():
     """What a shell starts in the background ignores SIGINT, and so would every process that a test starts."""
-    before = signal.getsignal(signal.SIGINT)
-    if before == signal.SIG_IGN:
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
 
 
 @pytest.fixture
