@@ -13,30 +13,23 @@ struct List<T, 0> {
 };
 
 // Square root and division fill the processor's window before the next lines are asked for, so they are asked
-// for ahead: 1 KiB in every stream. Measured on a Zen 4 core, in turn, 64 and 256 Mi elements: the split
-// update gains most in the first-level cache (2 KiB ahead in its 4-byte streams is 8 to 10 % slower). Where
-// every stream has a line a vector, as in fp32, the first level loses some of them again, and the second is
-// 1.2 times as fast on one thread. Past an array's end it is harmless.
-constexpr uintptr_t kAheadBytes = 1024;
-struct FirstLevel {
-  static constexpr int kLocality = 3;  // as __builtin_prefetch has it
-};
-struct SecondLevel {
-  static constexpr int kLocality = 2;
-};
-template <class Cache = FirstLevel, class T>
-inline void prefetch(const T* array, int64_t i) {
-  const uintptr_t at = reinterpret_cast<uintptr_t>(array) + static_cast<uintptr_t>(i) * sizeof(T);
-  __builtin_prefetch(reinterpret_cast<const void*>(at + kAheadBytes), 0, Cache::kLocality);
-}
+// for ahead, in every stream: of kElements elements at a time, kBytes ahead. Past an array's end it is
+// harmless.
+enum class Cache { second_level = 2, first_level = 3 };  // as __builtin_prefetch has it
+template <int kElements_, uintptr_t kBytes, Cache kCache>
+struct Ahead {
+  static constexpr int kElements = kElements_;
 
-// Every line of kCount elements. Always inline: g++ takes a function that only prefetches for one without effect.
-template <int kCount, class T>
-__attribute__((always_inline)) inline void prefetch_lines(const T* array, int64_t i) {
-  constexpr int kALine = 64 / static_cast<int>(sizeof(T));
-#pragma GCC unroll 4
-  for (int k = 0; k < kCount; k += kALine) prefetch(array, i + k);
-}
+  // Always inline: g++ takes a function that only prefetches for one without effect.
+  template <class T>
+  __attribute__((always_inline)) static void ask(const T* array, int64_t i) {
+    const uintptr_t at = reinterpret_cast<uintptr_t>(array) + static_cast<uintptr_t>(i) * sizeof(T) + kBytes;
+#pragma GCC unroll 8
+    for (uintptr_t byte = 0; byte < kElements * sizeof(T); byte += 64) {
+      __builtin_prefetch(reinterpret_cast<const void*>(at + byte), 0, static_cast<int>(kCache));
+    }
+  }
+};
 
 template <class T>
 inline T* component(const Pass& pass, int i) {
@@ -87,11 +80,13 @@ inline NoiseVector block_noise(const Noise& noise) {
 
 struct Fp32Weights {
   static constexpr int kComponents = 1;
-  using Cache = SecondLevel;
   float* p;
 
   explicit Fp32Weights(const Pass& pass) : p(component<float>(pass, 0)) {}
-  void prefetch_at(int64_t i) const { prefetch<Cache>(p, i); }
+  template <class Where>
+  void ask_at(int64_t i) const {
+    Where::ask(p, i);
+  }
   template <class Part>
   F32 load_at(int64_t i, Part part) const {
     return load(p + i, part);
@@ -105,15 +100,15 @@ struct Fp32Weights {
 // The two halves of split.h.
 struct SplitWeights {
   static constexpr int kComponents = 2;
-  using Cache = FirstLevel;
   uint16_t* hi;
   int16_t* lo;
 
   explicit SplitWeights(const Pass& pass)
       : hi(component<uint16_t>(pass, 0)), lo(component<int16_t>(pass, 1)) {}
-  void prefetch_at(int64_t i) const {
-    prefetch(hi, i);
-    prefetch(lo, i);
+  template <class Where>
+  void ask_at(int64_t i) const {
+    Where::ask(hi, i);
+    Where::ask(lo, i);
   }
   template <class Part>
   F32 load_at(int64_t i, Part part) const {
@@ -125,11 +120,6 @@ struct SplitWeights {
     store(lo + i, reinterpret_cast<I16>(lower_halves(bits_of(p))), part);  // what hi << 16 leaves alone
   }
 
-  template <int kCount>
-  void prefetch_lines_at(int64_t i) const {
-    prefetch_lines<kCount>(hi, i);
-    prefetch_lines<kCount>(lo, i);
-  }
   // lo with its sign turned is what is to be added to (hi << 16) - 0x8000, and has no sign.
   Pair load_pair_at(int64_t i) const {
     const Pair upper = load_pair(hi + i);
@@ -147,14 +137,14 @@ struct SplitWeights {
 // fp16 for forward, written only, beside the fp32 master.
 struct Fp16Weights {
   static constexpr int kComponents = 2;
-  using Cache = FirstLevel;
   Fp16* p16;
   float* master;
 
   explicit Fp16Weights(const Pass& pass) : p16(component<Fp16>(pass, 0)), master(component<float>(pass, 1)) {}
-  void prefetch_at(int64_t i) const {
-    prefetch(p16, i);
-    prefetch(master, i);
+  template <class Where>
+  void ask_at(int64_t i) const {
+    Where::ask(p16, i);
+    Where::ask(master, i);
   }
   template <class Part>
   F32 load_at(int64_t i, Part part) const {
@@ -176,9 +166,9 @@ struct Fp32States {
   Fp32States(const Pass& pass, int first) {
     for (int k = 0; k < kCount; ++k) state[k] = component<float>(pass, first + k);
   }
-  template <class Cache>
-  void prefetch_at(int64_t i) const {
-    for (int k = 0; k < kCount; ++k) prefetch<Cache>(state[k], i);
+  template <class Where>
+  void ask_at(int64_t i) const {
+    for (int k = 0; k < kCount; ++k) Where::ask(state[k], i);
   }
   template <class Part>
   void load_at(int64_t i, V* values, Part part) const {
@@ -200,10 +190,6 @@ struct Bf16States {
   Bf16States(const Pass& pass, int first) : noise(halves_noise(pass.noise)) {
     for (int k = 0; k < kCount; ++k) state[k] = component<uint16_t>(pass, first + k);
   }
-  template <class Cache>
-  void prefetch_at(int64_t i) const {
-    for (int k = 0; k < kCount; ++k) prefetch<Cache>(state[k], i);
-  }
   template <class Part>
   void load_at(int64_t i, V* values, Part part) const {
     for (int k = 0; k < kCount; ++k) values[k] = load_values(state[k] + i, part);
@@ -220,9 +206,9 @@ struct Bf16States {
     }
   }
 
-  template <int kLinesOf>
-  void prefetch_lines_at(int64_t i) const {
-    for (int k = 0; k < kCount; ++k) prefetch_lines<kLinesOf>(state[k], i);
+  template <class Where>
+  void ask_at(int64_t i) const {
+    for (int k = 0; k < kCount; ++k) Where::ask(state[k], i);
   }
   void load_pair_at(int64_t i, V* even, V* odd) const {
     for (int k = 0; k < kCount; ++k) {

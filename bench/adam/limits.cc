@@ -26,21 +26,24 @@ struct Stream {
 // Lines are asked for ahead, into the first-level or the second-level cache.
 enum class Ahead { no, first_level, second_level };
 enum class Store { plain, past_cache };
-template <int kElements_, Ahead kAsk_, Store kStore_>
+constexpr int64_t kHalfPage = 2048;  // what the update's bursts are ahead
+template <int kElements_, Ahead kAsk_, Store kStore_, int64_t kBytesAhead_ = 0>
 struct Form {
   static constexpr int kElements = kElements_;  // of each stream at a time
   static constexpr Ahead kAsk = kAsk_;
   static constexpr Store kStore = kStore_;
+  static constexpr int64_t kBytesAhead = kBytesAhead_;  // 0: of the cache's own many elements
 };
 
 template <class F, int kBytes>
 INLINE void ask_for(const std::byte* at) {
   if constexpr (F::kAsk != Ahead::no) {
     constexpr bool kFirst = F::kAsk == Ahead::first_level;
-    constexpr int64_t kAhead = kFirst ? 512 : 256;  // elements, as in the update
+    constexpr int64_t kElementsAhead = kFirst ? 512 : 256;
+    constexpr int64_t kBytesAhead = F::kBytesAhead > 0 ? F::kBytesAhead : kElementsAhead * kBytes;
     for (int byte = 0; byte < F::kElements * kBytes; byte += 64) {
       __builtin_prefetch(reinterpret_cast<const void*>(reinterpret_cast<uintptr_t>(at) +
-                                                       static_cast<uintptr_t>(kAhead * kBytes + byte)),
+                                                       static_cast<uintptr_t>(kBytesAhead + byte)),
                          0, kFirst ? 3 : 2);
     }
   }
@@ -118,6 +121,7 @@ static_assert(optim::kFormatCount == 5 && static_cast<int>(optim::Format::fp32) 
 FORM(by64, WIDEST, 64, Ahead::no, Store::plain)
 FORM(by64_ahead, WIDEST, 64, Ahead::first_level, Store::plain)
 FORM(by64_ahead_l2, WIDEST, 64, Ahead::second_level, Store::plain)
+FORM(by128_ahead_l2, WIDEST, 128, Ahead::second_level, Store::plain, kHalfPage)
 FORM(by256, WIDEST, 256, Ahead::no, Store::plain)
 FORM(by256_ahead, WIDEST, 256, Ahead::first_level, Store::plain)
 FORM(by1024, WIDEST, 1024, Ahead::no, Store::plain)
@@ -129,6 +133,7 @@ FORM(by64_past_cache, __attribute__((target("avx512f"))), 64, Ahead::first_level
 constexpr LimitForm kForms[] = {{"64", LOOPS(by64)},
                                 {"64-prefetched", LOOPS(by64_ahead)},
                                 {"64-prefetched-L2", LOOPS(by64_ahead_l2)},
+                                {"128-prefetched-L2", LOOPS(by128_ahead_l2)},
                                 {"256", LOOPS(by256)},
                                 {"256-prefetched", LOOPS(by256_ahead)},
                                 {"1024", LOOPS(by1024)},
