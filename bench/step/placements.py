@@ -9,7 +9,6 @@ MIB, GIB = 1 << 20, 1 << 30
 PLACEMENTS = ("ram", "nvme", "speculative", "all-nvme")
 THEIRS = {"ram": "ram", "nvme": "nvme", "speculative": "nvme"}  # what DeepSpeed's placement is compared with
 CLIP = 1e6  # on, and never reached: both sides compute the norm, and a guess is never wrong
-BUFFERS = 56 * MIB  # ring and scratch, beside weights and gradients
 NEEDED = {  # bytes of memory a parameter, to see whether a contender has room; DeepSpeed's were measured
     "plain": 5,
     "ours ram": 16,
@@ -23,10 +22,11 @@ NEEDED = {  # bytes of memory a parameter, to see whether a contender has room; 
 
 def our_config(placement: str, disk: Path, parameters: int) -> dict[str, Any]:
     """The budget that makes the planner choose the placement."""
+    buffers = 56 * MIB + parameters // 2  # ring and scratch, beside weights and gradients
     host = {
         "ram": 15 * parameters + GIB,
-        "nvme": 4 * parameters + BUFFERS,
-        "speculative": 6 * parameters + BUFFERS,
+        "nvme": 4 * parameters + buffers,
+        "speculative": 6 * parameters + buffers,
         "all-nvme": GIB,
     }[placement]
     engine = {"placement": "nvme" if placement == "all-nvme" else "auto", "train_after_save": False}

@@ -11,9 +11,11 @@
 namespace overspill::engine {
 namespace {
 
-// Slots of the ring, and as many buffers for gradients where they are spilled.
+// Slots of the ring; where gradients are spilled, as many buffers for them, up to the best.
 constexpr int64_t kRingSlotsLeast = 2;  // one being updated (filled), one in flight
 constexpr int64_t kRingSlotsBest = 8;   // reads, an update a thread, and writes, all at once
+constexpr int64_t kRingSlotsMost = 64;  // and enough read ahead to outlast the disk's pauses (docs/step.md),
+constexpr int64_t kChunksPerSlot = 8;   // but of so many chunks one: the others' states are better at home
 constexpr int64_t kArenaAlign = 4096;
 constexpr int64_t kMiB = 1 << 20;
 
@@ -57,7 +59,7 @@ class Planner {
         place_by_budget();
         break;
     }
-    size_up(kRingSlotsBest);
+    size_up();
     shrink_buffers();
     check();
     return plan_;
@@ -90,10 +92,11 @@ class Planner {
   /// Everything on NVMe; gradients only where their staging takes less than they do.
   void spill_all() {
     spill_every(1);
-    size_up(kRingSlotsLeast);
+    slots_ = kRingSlotsLeast;
+    size_up();
     const int64_t with_gradients_home = plan_.host_bytes();
     spill_gradients_where([](size_t) { return true; });
-    size_up(kRingSlotsLeast);
+    size_up();
     if (!forced() && plan_.host_bytes() >= with_gradients_home)
       spill_gradients_where([](size_t) { return false; });
   }
@@ -102,67 +105,79 @@ class Planner {
 
   /// From everything on the host to everything on NVMe, then back as far as the budget allows.
   void place_by_budget() {
-    size_up(kRingSlotsBest);
+    size_up();
     if (fits() || config_.nvme.empty()) return;
     second_weights_most_ = 0;
     spill_all();
     // Weights in order of use. The gather arena goes when the last one is home, so all of them together are
     // tried first.
     std::fill(plan_.weights_on_nvme.begin(), plan_.weights_on_nvme.end(), false);
-    int64_t slots = kRingSlotsLeast;
-    size_up(slots);
+    size_up();
     if (!fits()) {
       std::fill(plan_.weights_on_nvme.begin(), plan_.weights_on_nvme.end(), true);
-      slots = slots_beside_weights();
-      for (size_t u = 0; u < layout_.units.size(); ++u) bring_home(plan_.weights_on_nvme, u, slots);
+      size_ring_beside_weights();
+      for (size_t u = 0; u < layout_.units.size(); ++u) bring_home(plan_.weights_on_nvme, u);
     }
-    while (slots < kRingSlotsBest && (size_up(slots + 1), fits())) ++slots;
-    bring_gradients_home(slots);
-    speculate_within_budget(slots);
-    bring_states_home(slots);
+    grow_ring(kRingSlotsBest);
+    bring_gradients_home();
+    speculate_within_budget();
+    const auto chunks = std::count(plan_.states_on_nvme.begin(), plan_.states_on_nvme.end(), true);
+    grow_ring(std::min(kRingSlotsMost, chunks / kChunksPerSlot));
+    bring_states_home();
+  }
+
+  void grow_ring(int64_t most) {
+    while (slots_ < most) {
+      ++slots_;
+      size_up();
+      if (fits()) continue;
+      --slots_;
+      return size_up();
+    }
   }
 
   /// Where not all weights come home: what they give up to buffers of the best size moves a few bytes more,
   /// and everything that is moved needs the buffers.
-  int64_t slots_beside_weights() {
-    size_up(kRingSlotsBest);
-    return plan_.host_bytes() <= config_.host_budget_bytes / 4 ? kRingSlotsBest : kRingSlotsLeast;
+  void size_ring_beside_weights() {
+    slots_ = kRingSlotsBest;
+    size_up();
+    if (plan_.host_bytes() > config_.host_budget_bytes / 4) slots_ = kRingSlotsLeast;
   }
 
   /// Second weights for as many chunks as there is room for.
-  void speculate_within_budget(int64_t slots) {
+  void speculate_within_budget() {
     second_weights_most_ = 0;
-    size_up(slots);
+    size_up();
     const int64_t left = std::max<int64_t>(0, config_.host_budget_bytes - plan_.host_bytes());
     if (plan_.second_weights_bytes > 0) second_weights_most_ = left / plan_.second_weights_bytes;
-    size_up(slots);
+    size_up();
   }
 
-  void bring_home(std::vector<bool>& on_nvme, size_t index, int64_t slots) {
+  void bring_home(std::vector<bool>& on_nvme, size_t index) {
     on_nvme[index] = false;
-    size_up(slots);
+    size_up();
     on_nvme[index] = !fits();
   }
 
   /// All, where that and no staging fits; else as many as fit.
-  void bring_gradients_home(int64_t slots) {
+  void bring_gradients_home() {
     const std::vector<bool> spilled = plan_.gradients_on_nvme;
     spill_gradients_where([](size_t) { return false; });
-    size_up(slots);
+    size_up();
     if (fits()) return;
     plan_.gradients_on_nvme = spilled;
-    bring_prefix_home(plan_.gradients_on_nvme, slots, [&](size_t c) { return gradient_bytes(c); });
+    bring_prefix_home(plan_.gradients_on_nvme, [&](size_t c) { return gradient_bytes(c); });
   }
 
   /// The first units of forward have nothing to hide under.
-  void bring_states_home(int64_t slots) {
-    bring_prefix_home(plan_.states_on_nvme, slots, [&](size_t c) { return states_bytes(layout_, c); });
+  void bring_states_home() {
+    bring_prefix_home(plan_.states_on_nvme, [&](size_t c) { return states_bytes(layout_, c); });
   }
 
   /// The longest prefix of the chunks, in order of definition, that the budget takes.
   template <class Bytes>
-  void bring_prefix_home(std::vector<bool>& on_nvme, int64_t slots, Bytes bytes_of) {
-    size_up(slots);
+  void bring_prefix_home(std::vector<bool>& on_nvme, Bytes bytes_of) {
+    size_up();
     int64_t left = config_.host_budget_bytes - plan_.host_bytes();
     for (size_t c = 0; c < layout_.chunks.size() && left > 0; ++c) {
       const int64_t bytes = bytes_of(c);
@@ -171,7 +186,7 @@ class Planner {
       on_nvme[c] = false;
       left -= bytes;
     }
-    size_up(slots);
+    size_up();
   }
 
   int64_t slot_bytes(size_t c) const {
@@ -184,7 +199,7 @@ class Planner {
            (plan_.gradients_on_nvme[c] ? gradient_bytes(c) : 0);
   }
 
-  void size_up(int64_t slots) {
+  void size_up() {
     Plan& p = plan_;
     p.weights_host_bytes = p.states_host_bytes = p.gradients_host_bytes = p.ring_slot_bytes = 0;
     p.weights_nvme_bytes = p.states_nvme_bytes = p.gradients_nvme_bytes = 0;
@@ -222,18 +237,18 @@ class Planner {
     }
     p.nvme_read_bytes_per_step += p.states_nvme_bytes + gradients_moved;
     p.nvme_written_bytes_per_step += p.states_nvme_bytes + gradients_moved;
-    p.ring_slots = p.ring_slot_bytes > 0 ? slots : 0;
-    p.staging_buffers = std::min(slots, spilled_gradients);
+    p.ring_slots = p.ring_slot_bytes > 0 ? slots_ : 0;
+    p.staging_buffers = std::min({slots_, kRingSlotsBest, spilled_gradients});
     size_up_second_weights();
     p.access_bytes = component_most;
     p.exchange_bytes = layout_.slices > 1 ? (layout_.slices + 2) * component_most : 0;
-    size_up_gradient_pool(slots > kRingSlotsLeast);
+    size_up_gradient_pool(slots_ > kRingSlotsLeast);
     p.serve_bytes = 0;
     for (size_t u = 0; u < layout_.units.size(); ++u) {
       if (layout_.world > 1 && p.weights_on_nvme[u])
         p.serve_bytes = std::max(p.serve_bytes, layout_.units[u].shard_bytes());
     }
-    size_up_gather(slots > kRingSlotsLeast);
+    size_up_gather(slots_ > kRingSlotsLeast);
     const int64_t checkpoints = config_.train_after_save ? config_.checkpoints_kept + 1 : 0;
     p.nvme_reserve_bytes = p.kept_nvme_bytes() * (1 + checkpoints + (config_.speculate ? 1 : 0)) +
                            2 * p.ring_slots * p.ring_slot_bytes + p.gradients_nvme_bytes +
@@ -291,8 +306,11 @@ class Planner {
 
   /// Forced placements too keep to the budget: buffers shrink to their least before that is an error.
   void shrink_buffers() {
-    for (int64_t slots = kRingSlotsBest; !fits() && slots >= kRingSlotsLeast; --slots) size_up(slots);
-    if (!fits()) speculate_within_budget(kRingSlotsLeast);
+    while (!fits() && slots_ > kRingSlotsLeast) {
+      --slots_;
+      size_up();
+    }
+    if (!fits()) speculate_within_budget();
   }
 
   void check() const {
@@ -305,8 +323,9 @@ class Planner {
     all.host_budget_bytes = 0;
     Planner least(layout_, all, device_);
     least.second_weights_most_ = 0;
+    least.slots_ = kRingSlotsLeast;
     if (!config_.nvme.empty()) least.spill_all();
-    least.size_up(kRingSlotsLeast);
+    least.size_up();
     throw BudgetError(
         fmt::format("host budget too small: {} are needed, {} are allowed. {}the smallest budget that would "
                     "do is {} ({} bytes){}\n{}",
@@ -319,6 +338,7 @@ class Planner {
   const Config& config_;
   const DeviceTraits& device_;
   Plan plan_;
+  int64_t slots_ = kRingSlotsBest;
   int64_t second_weights_most_ = std::numeric_limits<int64_t>::max();
 };
 

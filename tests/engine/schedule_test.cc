@@ -1,4 +1,5 @@
 // Layout, trace, plan and arena: what is decided before a byte moves.
+#include <fmt/format.h>
 #include <gtest/gtest.h>
 
 #include <limits>
@@ -156,7 +157,7 @@ std::vector<UnitSpec> blocks(int count) {
   std::vector<UnitSpec> units;
   for (int i = 0; i < count; ++i) {
     units.push_back(
-        {"block" + std::to_string(i), Format::exact, "BF16", {{"w" + std::to_string(i), {1 << 20}, 0, {}}}});
+        {fmt::format("block{}", i), Format::exact, "BF16", {{fmt::format("w{}", i), {1 << 20}, 0, {}}}});
   }
   return units;
 }
@@ -203,6 +204,25 @@ TEST(Plan, WeightsThatDoNotAllFitLeaveRoomForBuffers) {
   EXPECT_EQ(plan.gather_host_bytes, 7 * ((2 << 20) + 4096)) << "as many as are prefetched";
   EXPECT_GT(plan.weights_host_bytes, int64_t{70} << 20);
   EXPECT_GT(plan.weights_nvme_bytes, int64_t{70} << 20);
+}
+
+TEST(Plan, TheRingGrowsWhereGradientsAreHomeAndBeforeStatesAre) {
+  Config config;
+  config.nvme = {"/somewhere"};
+  config.chunk_elements = 64 * 1024;
+  const Layout layout = make_layout(blocks(40), config.chunk_elements, 0, 1);  // 640 chunks
+  const int64_t weights_and_gradients = int64_t{40} << 22;
+  config.host_budget_bytes = weights_and_gradients + (int64_t{20} << 20);
+  const Plan some = make_plan(layout, config, {true});
+  EXPECT_GT(some.ring_slots, 8);
+  EXPECT_LT(some.ring_slots, 64);
+  EXPECT_LT(some.states_host_bytes, some.ring_slot_bytes);
+  config.host_budget_bytes = weights_and_gradients + (int64_t{80} << 20);
+  const Plan more = make_plan(layout, config, {true});
+  EXPECT_EQ(more.ring_slots, 64);
+  EXPECT_GT(more.states_host_bytes, 0);
+  config.chunk_elements = 1 << 20;  // 40 chunks: a slot for every eighth, but not less than eight
+  EXPECT_EQ(make_plan(make_layout(blocks(40), config.chunk_elements, 0, 1), config, {true}).ring_slots, 8);
 }
 
 TEST(Plan, TheSmallestBudgetItNamesIsEnoughAndOneByteLessIsNot) {
