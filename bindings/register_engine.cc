@@ -167,17 +167,19 @@ py::capsule nan_capsule(int64_t bytes) {
 void register_specs(py::module_& m) {
   py::class_<SegmentSpec>(m, "Segment")
       .def(py::init([](std::string name, std::vector<int64_t> shape, int64_t group,
-                       std::vector<std::string> aliases, std::vector<int64_t> strides) {
-             return SegmentSpec{std::move(name), std::move(shape), group, std::move(aliases),
-                                std::move(strides)};
+                       std::vector<std::string> aliases, std::vector<int64_t> strides, bool in_norm) {
+             return SegmentSpec{std::move(name),    std::move(shape),   group,
+                                std::move(aliases), std::move(strides), in_norm};
            }),
            py::arg("name"), py::arg("shape"), py::arg("group") = 0,
-           py::arg("aliases") = std::vector<std::string>{}, py::arg("strides") = std::vector<int64_t>{})
+           py::arg("aliases") = std::vector<std::string>{}, py::arg("strides") = std::vector<int64_t>{},
+           py::arg("in_norm") = true)
       .def_readonly("name", &SegmentSpec::name)
       .def_readonly("shape", &SegmentSpec::shape)
       .def_readonly("group", &SegmentSpec::group)
       .def_readonly("aliases", &SegmentSpec::aliases)
-      .def_readonly("strides", &SegmentSpec::strides);
+      .def_readonly("strides", &SegmentSpec::strides)
+      .def_readonly("in_norm", &SegmentSpec::in_norm);
   py::class_<UnitSpec>(m, "Unit")
       .def(py::init([](std::string name, const std::string& format, std::string dtype,
                        std::vector<SegmentSpec> segments, const std::string& optimizer) {
@@ -286,14 +288,22 @@ void register_engine(py::module_& m) {
         "What released parameters' memory reads as, as a DLPack capsule.");
 
   EngineClass cls(m, "Engine");
-  cls.def(py::init([](const std::vector<UnitSpec>& units, const PythonConfig& config, py::object group) {
-            auto ranks = group.is_none() ? nullptr : make_group_communicator(std::move(group));
+  cls.def(py::init([](const std::vector<UnitSpec>& units, const PythonConfig& config, py::object group,
+                      py::object model_group) {
+            const auto communicator = [](py::object of) {
+              return of.is_none() ? nullptr : make_group_communicator(std::move(of));
+            };
+            auto ranks = communicator(std::move(group));
+            auto model_ranks = communicator(std::move(model_group));
             const py::gil_scoped_release release;
-            return Holder(
-                new Engine(units, config, engine::make_resources(units, config, config, std::move(ranks))));
+            engine::Resources resources = engine::make_resources(units, config, config, std::move(ranks));
+            resources.model_ranks = std::move(model_ranks);
+            return Holder(new Engine(units, config, std::move(resources)));
           }),
           py::arg("units"), py::arg("config"), py::arg("group") = py::none(),
-          "`group`: an overspill.ranks.Group, or None for one rank.")
+          py::arg("model_group") = py::none(),
+          "`group`: an overspill.ranks.Group, or None for one rank. `model_group`: the same, of those that "
+          "hold the rest of the model.")
       .def("layout",
            [](Engine& self, int32_t unit) {
              const engine::Unit& u = self.layout().units.at(unit);

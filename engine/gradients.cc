@@ -283,7 +283,7 @@ GradientSummary Gradients::summarize() {
       const optim::Squares part = spilled ? spilled_squares_[i][r]
                                           : squares_of(data + run.begin * element_bytes(chunk.unit),
                                                        run.elements, element(chunk.unit));
-      total.sum += part.sum;
+      if (layout.units[chunk.unit].segments[run.segment].in_norm) total.sum += part.sum;
       total.finite = total.finite && part.finite;
     }
     by_chunk_[i] = total;
@@ -301,6 +301,7 @@ GradientSummary Gradients::summarize() {
     for (size_t k = 0; k < 2; ++k) sums[k] += slices[s][k];
   }
   if (layout.world > 1) context_.resources.communicator->all_reduce_sum(sums);
+  if (context_.resources.model_ranks != nullptr) context_.resources.model_ranks->all_reduce_sum(sums);
   const bool finite = sums[1] == 0;
   return {finite ? sums[0] : std::numeric_limits<double>::infinity(), finite};
 }

@@ -47,7 +47,8 @@ class Gradients {
   /// All units are summed: afterwards present() is true where any rank had a gradient. Collective.
   void reduce_presence();
 
-  /// Squares of what is there now, by chunk, added in global order. Collective.
+  /// Squares of what is there now, by chunk, added in global order; each parameter once that several model
+  /// ranks hold. Collective, over the model ranks too.
   GradientSummary summarize();
 
   /// Copies a segment's gradient, as fp32, to `out` (segment's elements of it). World 1.

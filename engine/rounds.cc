@@ -93,7 +93,12 @@ void Rounds::leave() noexcept {
   thread_.join();
 }
 
+void Rounds::abort_model_ranks(const char* why) noexcept {
+  if (context_.resources.model_ranks != nullptr) context_.resources.model_ranks->abort(why);
+}
+
 void Rounds::abort(const char* why) noexcept {
+  abort_model_ranks(why);
   if (alone()) return;
   const std::lock_guard guard(context_.mutex);
   if (context_.failure.empty()) context_.fail(why);
@@ -113,6 +118,7 @@ void Rounds::run() noexcept {
   }
   if (!why.empty()) {
     context_.resources.communicator->abort(why.c_str());
+    abort_model_ranks(why.c_str());
     const std::lock_guard guard(context_.mutex);
     context_.fail(why);
   }

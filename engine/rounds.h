@@ -70,6 +70,7 @@ class Rounds {
 
   bool alone() const { return context_.layout.slices == 1; }
   void attend(Meeting meeting, uint64_t number, std::function<void()> body);
+  void abort_model_ranks(const char* why) noexcept;
   void run() noexcept;
   void round();
   void rest();

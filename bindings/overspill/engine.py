@@ -6,7 +6,7 @@ import functools
 import itertools
 import json
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from contextlib import contextmanager
 from typing import Any
 
@@ -40,6 +40,8 @@ def initialize(
     model_parameters: Iterable[Any] | None = None,
     checkpoint: Any = None,
     process_group: Any = None,
+    model_group: Any = None,
+    replicated: Iterable[Any] | Mapping[Any, str] = (),
 ) -> tuple:
     """Hands `model` over to an engine. Returns (engine, optimizer, loader or None, scheduler or None).
 
@@ -56,7 +58,18 @@ def initialize(
     process_group: a torch.distributed group, the ranks that share the model and each bring data of their own; None: the
     default group, made here under torchrun (docs/torchrun.md). All of its ranks call `initialize`; rank 0's weights
     and buffers count
+    model_group:  a torch.distributed group, the ranks that hold the parts of a model divided by tensor or pipeline
+    parallelism, this one among them, for the same data: gradient norms span it. Give `process_group` too, the ranks
+    that hold the same part as this one
+    replicated:   parameters, or their names, of which other ranks of `model_group` hold copies: the norm counts each
+    once. Where a copy has another name elsewhere, a mapping to a name that is the same everywhere
     """
+    if model_group is not None and process_group is None:
+        raise ValueError(
+            "overspill: model_group needs process_group too, the ranks that hold the same part of the model"
+        )
+    if replicated and model_group is None:
+        raise ValueError("overspill: replicated says what other ranks of model_group hold: give model_group")
     settings = Config.read(config)
     if optimizer is not None and model_parameters is not None:
         raise ValueError("overspill: give optimizer or model_parameters, not both")
@@ -65,7 +78,9 @@ def initialize(
             raise ValueError("overspill: give model, or checkpoint, or both")
         model, checkpoint = pretrained.causal_lm(checkpoint, settings)
     group = ranks.join(process_group, settings.engine.rank_timeout_seconds)
-    engine = Engine(model, settings, optimizer, model_parameters, checkpoint, group)
+    rest = ranks.join(model_group, settings.engine.rank_timeout_seconds) if model_group is not None else None
+    counted_elsewhere = ranks.counted_elsewhere(rest, model, replicated)
+    engine = Engine(model, settings, optimizer, model_parameters, checkpoint, group, rest, counted_elsewhere)
     try:
         engine.lr_scheduler = _scheduler(lr_scheduler, engine.optimizer)
         loader = _loader(training_data, settings, collate_fn, group)
@@ -121,6 +136,8 @@ class Engine:
         parameters: Iterable[Any] | None = None,
         checkpoint: Any = None,
         group: ranks.Group | None = None,
+        model_group: ranks.Group | None = None,
+        counted_elsewhere: Set[int] = frozenset(),
     ):
         taken = [name for name, p in model.named_parameters() if id(p) in registry]
         if taken:
@@ -141,19 +158,21 @@ class Engine:
         )
         specs = partition(model)
         chosen = choose_format(config.format, groups, (spec.format for spec in specs))
-        units = _core_units(specs, group_indices(groups.groups, model), groups.core, chosen)
+        units = _core_units(
+            specs, group_indices(groups.groups, model), groups.core, chosen, counted_elsewhere
+        )
         flat = config.to_core(_core, group.rank if group else None)
         if groups.seed:
             flat.rounding_seed = groups.seed
         if group is not None:
-            _check_ranks(group, config, specs, groups)
+            _check_ranks(group, config, specs, groups, counted_elsewhere)
             if source is None:
                 ranks.broadcast_model(model, group)
-        core = _core.Engine(units, flat, group)
+        core = _core.Engine(units, flat, group, model_group)
         materialise(model, specs, groups.groups)
         self._core, self._residency = core, Residency(core, specs)
         patches.install()
-        self._finalizer = weakref.finalize(self, _close, self._residency, group)
+        self._finalizer = weakref.finalize(self, _close, self._residency, (group, model_group))
         try:
             self._residency.take_weights(source, group)
             if source is not None:
@@ -435,9 +454,14 @@ def _source(model: nn.Module, checkpoint: Any) -> pretrained.Folder | None:
 
 
 def _core_units(
-    specs: list[UnitSpec], groups: dict[int, int], optimizer: str = "adam", chosen: str | None = None
+    specs: list[UnitSpec],
+    groups: dict[int, int],
+    optimizer: str = "adam",
+    chosen: str | None = None,
+    counted_elsewhere: Set[int] = frozenset(),
 ) -> list[Any]:
-    """`optimizer` is the core's name; `chosen` the format of bf16 weights."""
+    """`optimizer` is the core's name; `chosen` the format of bf16 weights; `counted_elsewhere` the ids of parameters
+    that another rank's norm counts."""
     return [
         _core.Unit(
             spec.name,
@@ -450,6 +474,7 @@ def _core_units(
                     groups.get(id(p.parameter), 0),
                     p.aliases,
                     list(memory_order(p.parameter)),
+                    id(p.parameter) not in counted_elsewhere,
                 )
                 for p in spec.parameters
             ],
@@ -459,7 +484,9 @@ def _core_units(
     ]
 
 
-def _check_ranks(group: ranks.Group, config: Config, specs: list[UnitSpec], groups: Any) -> None:
+def _check_ranks(
+    group: ranks.Group, config: Config, specs: list[UnitSpec], groups: Any, counted_elsewhere: Set[int]
+) -> None:
     """Raises RankError on every rank where models, optimizers or configurations differ."""
     parameters = {
         f"parameter {p.name}": (
@@ -467,6 +494,7 @@ def _check_ranks(group: ranks.Group, config: Config, specs: list[UnitSpec], grou
             str(spec.dtype),
             list(p.parameter.shape),
             p.parameter.requires_grad,
+            id(p.parameter) in counted_elsewhere,
         )
         for spec in specs
         for p in spec.parameters
@@ -480,9 +508,10 @@ def _check_ranks(group: ranks.Group, config: Config, specs: list[UnitSpec], grou
     group.check_alike({"the optimizer": groups.kind, **config.shared(), **options, **parameters})
 
 
-def _close(owner: Residency, group: ranks.Group | None) -> None:
+def _close(owner: Residency, groups: tuple[ranks.Group | None, ...]) -> None:
     """The model's hooks stay: where it outlives the engine they say that the weights are gone."""
     owner.close()
     patches.uninstall()
-    if group is not None:
-        group.close()
+    for group in groups:
+        if group is not None:
+            group.close()

@@ -14,7 +14,7 @@ import os
 import sys
 import weakref
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -197,6 +197,33 @@ def _tell_why(reference: weakref.ref) -> None:
     group, error = reference(), getattr(sys, "last_value", None)
     if group is not None and not group.closed and error is not None:
         group.abort(f"failed: {type(error).__name__}: {error}")
+
+
+def counted_elsewhere(
+    model_group: Group | None, model: nn.Module, replicated: Iterable[Any] | Mapping[Any, str]
+) -> frozenset[int]:
+    """The ids of those parameters of `replicated` that a lower rank of the group holds too: its norm counts them.
+    Collective. Raises ValueError for what is no parameter of the model, RankError where no other rank has a copy."""
+    parameters = dict(model.named_parameters())
+    names = {id(p): name for name, p in parameters.items()}
+    keys: dict[str, int] = {}
+    for given in replicated:
+        p = parameters.get(given) if isinstance(given, str) else given
+        if id(p) not in names:
+            raise ValueError(f"overspill: replicated names {given!r:.80}, which is no parameter of the model")
+        keys[str(replicated[given]) if isinstance(replicated, Mapping) else names[id(p)]] = id(p)
+    if model_group is None:
+        return frozenset()
+    said = model_group.gathered(sorted(keys))
+    for rank, theirs in enumerate(said):
+        lone = [key for key in theirs if sum(key in each for each in said) == 1]
+        if lone:
+            raise RankError(
+                f"overspill: replicated names {lone[0]} on rank {rank} of model_group and on no other: name it "
+                "on all that hold it, or on none"
+            )
+    lower = {key for theirs in said[: model_group.rank] for key in theirs}
+    return frozenset(p for key, p in keys.items() if key in lower)
 
 
 class Checksums:

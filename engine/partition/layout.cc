@@ -103,8 +103,8 @@ Unit place_segments(const UnitSpec& spec, std::unordered_set<std::string>& names
       throw std::invalid_argument(fmt::format("parameter {} is declared twice", segment.name));
     }
     const int64_t elements = count_elements(segment);
-    unit.segments.push_back(
-        {segment.name, segment.aliases, segment.shape, strides_of(segment), segment.group, end, elements});
+    unit.segments.push_back({segment.name, segment.aliases, segment.shape, strides_of(segment), segment.group,
+                             end, elements, segment.in_norm});
     end = round_up(end + elements, align);
   }
   unit.elements = std::max<int64_t>(end, align);

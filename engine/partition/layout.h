@@ -35,6 +35,7 @@ struct Segment {
   int64_t group = 0;
   int64_t begin = 0;
   int64_t elements = 0;
+  bool in_norm = true;
 };
 
 /// What the ranks divide among them: the stages of ZeRO (Rajbhandari et al. 2020,

@@ -34,6 +34,8 @@ struct SegmentSpec {
   /// In elements, one a dimension; empty: row-major. Bytes come, lie and go in the order of memory that they
   /// give.
   std::vector<int64_t> strides = {};
+  /// false: a copy of what another of Resources::model_ranks holds and counts in the norm of gradients.
+  bool in_norm = true;
 };
 
 struct UnitSpec {

@@ -38,6 +38,10 @@ class EngineFailed : public std::runtime_error {
 struct Resources {
   std::unique_ptr<kernels::Device> device;
   std::unique_ptr<Communicator> communicator;
+  /// The ranks that hold the other parts of a model that is divided beside us (tensor, pipeline parallelism),
+  /// this one among them; null: we hold all of it. Norms and finiteness of gradients span them; nothing else
+  /// does.
+  std::unique_ptr<Communicator> model_ranks = nullptr;
   std::unique_ptr<optim::Executor> executor;
   std::unique_ptr<io::Store> store;
 };

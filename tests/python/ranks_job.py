@@ -31,6 +31,58 @@ class Net(nn.Module):
         return nn.functional.mse_loss(self.norm(self.frozen(x) * self.scale).float(), y.float())
 
 
+class Entering(torch.autograd.Function):
+    """Of what each part of a divided layer gets whole: gradients of all parts are added up."""
+
+    @staticmethod
+    def forward(ctx, x, group):
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        grad = grad.contiguous()
+        dist.all_reduce(grad, group=ctx.group)
+        return grad, None
+
+
+class Leaving(torch.autograd.Function):
+    """Parts of a sum."""
+
+    @staticmethod
+    def forward(ctx, x, group):
+        x = x.contiguous()
+        dist.all_reduce(x, group=group)
+        return x
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad, None
+
+
+class Divided(nn.Module):
+    """Two layers divided as in Megatron-LM (arXiv 1909.08053, section 3), and a norm that every part has whole."""
+
+    def __init__(self, part=0, parts=1, group=None):
+        super().__init__()
+        torch.manual_seed(5)
+        up, down = nn.Linear(WIDTH, 4 * WIDTH, bias=False), nn.Linear(4 * WIDTH, WIDTH, bias=False)
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up = nn.Linear(WIDTH, 4 * WIDTH // parts, bias=False)
+        self.down = nn.Linear(4 * WIDTH // parts, WIDTH, bias=False)
+        with torch.no_grad():
+            self.up.weight.copy_(up.weight.chunk(parts)[part])
+            self.down.weight.copy_(down.weight.chunk(parts, dim=1)[part])
+        self.group = group
+
+    def forward(self, x, y):
+        x = self.norm(x)
+        x = x if self.group is None else Entering.apply(x, self.group)
+        x = self.down(torch.tanh(self.up(x)))
+        x = x if self.group is None else Leaving.apply(x, self.group)
+        return nn.functional.mse_loss(x, y)
+
+
 def batches(dtype):
     """The same on every rank, and in one process."""
     generator = torch.Generator().manual_seed(3)
@@ -90,6 +142,35 @@ def two_of_three(folder: str) -> None:
     if RANK != 1:
         print(json.dumps(learn(folder, group=group)))
     dist.barrier()
+
+
+def divided(folder: str) -> dict:
+    """Two parts of a model, each shared by half of the ranks."""
+    groups = {}
+    model = Divided()
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        dist.init_process_group("gloo")
+        part, row = RANK % 2, RANK // 2
+        same_part = [dist.new_group(range(p, dist.get_world_size(), 2)) for p in (0, 1)]
+        rows = [dist.new_group([2 * r, 2 * r + 1]) for r in range(dist.get_world_size() // 2)]
+        groups = {
+            "process_group": same_part[part],
+            "model_group": rows[row],
+            "replicated": ["norm.weight", "norm.bias"],
+        }
+        model = Divided(part, 2, rows[row])
+    engine, *_ = overspill.initialize(model, config(folder, gradient_clipping=0.1), **groups)
+    losses, norms = [], []
+    for x, y in batches(torch.float32):
+        x, y = (rows.chunk(engine.world_size)[engine.rank] for rows in (x, y))
+        loss = engine(x, y)
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+        norms.append(engine.last_step.norm)
+    found = {"losses": losses, "norms": norms, "norm.weight": engine.weight(model.norm.weight).tolist()}
+    engine.close()
+    return found
 
 
 def differ(folder: str) -> None:
@@ -206,6 +287,7 @@ if __name__ == "__main__":
     jobs = {
         "learn": printed(learn),
         "look": printed(look),
+        "divided": printed(divided),
         "resume": printed(resume),
         "opened": printed(opened),
     }

@@ -11,6 +11,7 @@ import pytest
 import ranks_job
 import torch
 
+import overspill
 from overspill import ranks
 from overspill.cli import main
 
@@ -56,6 +57,49 @@ def test_a_group_of_the_users(tmp_path):
     three = launch.run(3, "ranks_job.py", "two_of_three", tmp_path)
     assert three[1].out == ""
     assert [json.loads(three[rank].out) for rank in (0, 2)] == learn(2, tmp_path)
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_norms_of_a_model_that_others_hold_the_rest_of(tmp_path, world):
+    """Tensor parallelism beside the engine: the norm, and so the clipping, of one process that holds all of it."""
+    alone = ranks_job.divided(str(tmp_path))
+    assert min(alone["norms"]) > 0.1, "clipped"
+    said = [json.loads(process.out) for process in launch.run(world, "ranks_job.py", "divided", tmp_path)]
+    for rank in said:
+        assert rank["norms"] == said[0]["norms"], "one norm, bit for bit"
+        assert rank["norm.weight"] == said[0]["norm.weight"], "copies stay copies"
+        assert rank["norms"] == pytest.approx(alone["norms"], rel=1e-5)
+        assert rank["norm.weight"] == pytest.approx(alone["norm.weight"], rel=1e-5)
+    of_rows = [sum(of) / (world / 2) for of in zip(*(rank["losses"] for rank in said[::2]), strict=True)]
+    assert of_rows == pytest.approx(alone["losses"], rel=1e-5)
+
+
+class Pair:
+    """A group of two, whose other rank says `theirs`."""
+
+    def __init__(self, rank, theirs):
+        self.rank, self.theirs = rank, theirs
+
+    def gathered(self, value):
+        return [value, self.theirs] if self.rank == 0 else [self.theirs, value]
+
+
+def test_what_is_counted_elsewhere():
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    first = model[0].weight
+    assert ranks.counted_elsewhere(None, model, ()) == set()
+    both = {first: "tied", "0.weight": "0.weight"}
+    assert ranks.counted_elsewhere(Pair(0, ["0.weight", "tied"]), model, both) == set(), "rank 0 counts"
+    group = Pair(1, ["tied"])
+    assert ranks.counted_elsewhere(group, model, {first: "tied"}) == {id(first)}
+    with pytest.raises(ranks.RankError, match=r"tied on rank 0 .* no other"):
+        ranks.counted_elsewhere(group, model, ["0.weight"])
+    with pytest.raises(ValueError, match=r"'1\.scale', which is no parameter"):
+        ranks.counted_elsewhere(group, model, ["1.scale"])
+    with pytest.raises(ValueError, match="give model_group"):
+        overspill.initialize(model, {}, replicated=["0.weight"])
+    with pytest.raises(ValueError, match="needs process_group too"):
+        overspill.initialize(model, {}, model_group=object())
 
 
 def test_what_has_to_be_alike(tmp_path):
