@@ -97,4 +97,12 @@ std::string_view instruction_set() {
   return kernels().name;
 }
 
+Cache prefetch_cache() {
+#if defined(__x86_64__)
+  static const bool amd = __builtin_cpu_is("amd") != 0;
+  if (amd) return Cache::second_level;
+#endif
+  return Cache::first_level;
+}
+
 }  // namespace overspill::optim

@@ -51,4 +51,7 @@ const Kernels& kernels();
 /// The name of that choice, for logs and reports.
 std::string_view instruction_set();
 
+/// What suits this machine's cores: the second level AMD's, the first any other.
+Cache prefetch_cache();
+
 }  // namespace overspill::optim

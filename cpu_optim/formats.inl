@@ -15,7 +15,6 @@ struct List<T, 0> {
 // Square root and division fill the processor's window before the next lines are asked for, so they are asked
 // for ahead, in every stream: of kElements elements at a time, kBytes ahead. Past an array's end it is
 // harmless.
-enum class Cache { second_level = 2, first_level = 3 };  // as __builtin_prefetch has it
 template <int kElements_, uintptr_t kBytes, Cache kCache>
 struct Ahead {
   static constexpr int kElements = kElements_;

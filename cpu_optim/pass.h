@@ -22,6 +22,10 @@ struct Noise {
 };
 Noise make_noise(uint64_t seed, int64_t index, int64_t step);
 
+/// Into which cache memory is asked for ahead of its use: cores differ (docs/update.md). The numbers are
+/// __builtin_prefetch's.
+enum class Cache : uint8_t { second_level = 2, first_level = 3 };
+
 struct Pass {
   std::byte* const* components;
   const void* gradient;  // of the piece's first element
@@ -30,6 +34,7 @@ struct Pass {
   const void* factors;   // of the optimizer's own type
   float grad_scale;
   Noise noise;
+  Cache prefetch = Cache::first_level;
 };
 
 }  // namespace overspill::optim

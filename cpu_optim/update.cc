@@ -44,7 +44,8 @@ void update(Format format, const Piece& piece, Gradient gradient, Range range, c
             .end = range.end,
             .factors = std::visit([](const auto& f) -> const void* { return &f; }, factors.of),
             .grad_scale = factors.grad_scale,
-            .noise = {}};
+            .noise = {},
+            .prefetch = prefetch_cache()};
   // One call for each value of the index's upper half; a piece hardly ever has two.
   while (pass.begin < range.end) {
     const int64_t first = piece.index + pass.begin;

@@ -1,9 +1,10 @@
 // The fused pass. Part of kernels.inl.
 
-// What each way to go through memory asks for ahead, measured on a Zen 4 core beside the loops that only read
-// and write the same streams (docs/update.md).
+// What each way to go through memory asks for ahead, measured beside the loops that only read and write the
+// same streams (docs/update.md): the first two on a Zen 4 core, the third on Cascade Lake.
 using LineAhead = Ahead<kLanes, 1024, Cache::second_level>;
 using BurstAhead = Ahead<128, 2048, Cache::second_level>;
+using NearAhead = Ahead<32, 2048, Cache::first_level>;
 using PairAhead = Ahead<2 * kLanes, 1024, Cache::first_level>;
 using BlockAhead = Ahead<kScaleBlock, 1024, Cache::first_level>;
 
@@ -30,6 +31,15 @@ inline void update_elements(const Pass& pass) {
     for (int k = 0; k < Where::kElements; k += kLanes) update_at(i + k, All{});
   }
   for_each_vector(i, pass.end, update_at);
+}
+
+template <class T, class Weights, class States, class Grad, class FarAhead>
+inline void update_streams(const Pass& pass) {
+  if (pass.prefetch == Cache::second_level) {
+    update_elements<T, Weights, States, Grad, FarAhead>(pass);
+  } else {
+    update_elements<T, Weights, States, Grad, NearAhead>(pass);
+  }
 }
 
 // The same where all components have 2 bytes an element: two vectors at a time (interleave.inl).
@@ -267,11 +277,11 @@ constexpr UpdateKernel kernel_of() {
   constexpr int kStates = T::kStateCount;
   switch (kFormat) {
     case Format::fp32:
-      return update_elements<T, Fp32Weights, Fp32States<kStates>, Grad, LineAhead>;
+      return update_streams<T, Fp32Weights, Fp32States<kStates>, Grad, LineAhead>;
     case Format::exact:
-      return update_elements<T, SplitWeights, Fp32States<kStates>, Grad, BurstAhead>;
+      return update_streams<T, SplitWeights, Fp32States<kStates>, Grad, BurstAhead>;
     case Format::fp16:
-      return update_elements<T, Fp16Weights, Fp32States<kStates>, Grad, BurstAhead>;
+      return update_streams<T, Fp16Weights, Fp32States<kStates>, Grad, BurstAhead>;
     case Format::compact:
       return update_pairs<T, SplitWeights, Bf16States<kStates>, Grad>;
     case Format::eight_bit:

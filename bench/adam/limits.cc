@@ -26,7 +26,7 @@ struct Stream {
 // Lines are asked for ahead, into the first-level or the second-level cache.
 enum class Ahead { no, first_level, second_level };
 enum class Store { plain, past_cache };
-constexpr int64_t kHalfPage = 2048;  // what the update's bursts are ahead
+constexpr int64_t kHalfPage = 2048;  // how far ahead the update asks
 template <int kElements_, Ahead kAsk_, Store kStore_, int64_t kBytesAhead_ = 0>
 struct Form {
   static constexpr int kElements = kElements_;  // of each stream at a time
@@ -120,6 +120,7 @@ static_assert(optim::kFormatCount == 5 && static_cast<int>(optim::Format::fp32) 
 
 FORM(by64, WIDEST, 64, Ahead::no, Store::plain)
 FORM(by64_ahead, WIDEST, 64, Ahead::first_level, Store::plain)
+FORM(by64_ahead_even, WIDEST, 64, Ahead::first_level, Store::plain, kHalfPage)
 FORM(by64_ahead_l2, WIDEST, 64, Ahead::second_level, Store::plain)
 FORM(by128_ahead_l2, WIDEST, 128, Ahead::second_level, Store::plain, kHalfPage)
 FORM(by256, WIDEST, 256, Ahead::no, Store::plain)
@@ -132,6 +133,7 @@ FORM(by64_past_cache, __attribute__((target("avx512f"))), 64, Ahead::first_level
 // The last one needs AVX-512.
 constexpr LimitForm kForms[] = {{"64", LOOPS(by64)},
                                 {"64-prefetched", LOOPS(by64_ahead)},
+                                {"64-prefetched-2K", LOOPS(by64_ahead_even)},
                                 {"64-prefetched-L2", LOOPS(by64_ahead_l2)},
                                 {"128-prefetched-L2", LOOPS(by128_ahead_l2)},
                                 {"256", LOOPS(by256)},

@@ -199,7 +199,8 @@ Bytes actual(const Kernels& form, const Bytes& start, const Step& step, Range ra
                   .end = range.end,
                   .factors = std::visit([](const auto& f) -> const void* { return &f; }, factors.of),
                   .grad_scale = factors.grad_scale,
-                  .noise = make_noise(step.seed, step.index, step.step)};
+                  .noise = make_noise(step.seed, step.index, step.step),
+                  .prefetch = offset % 2 == 0 ? Cache::second_level : Cache::first_level};
   form.update_of(start.optimizer, start.format, start.element)(pass);
   Bytes end = start;
   for (size_t c = 0; c < specs.size(); ++c) {

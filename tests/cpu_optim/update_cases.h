@@ -55,6 +55,7 @@ Bytes random_bytes(Optimizer optimizer, Format format, Element element, int64_t 
 /// The reference's result.
 Bytes expected(const Bytes& start, const Step& step, Range range);
 /// The kernel's, in memory whose component k starts (offset + 5 k) mod 16 elements after a 64-byte boundary.
+/// Even offsets prefetch as for AMD's cores, odd ones as for others.
 /// Fails the test if anything outside is touched.
 Bytes actual(const Kernels& form, const Bytes& start, const Step& step, Range range, int offset);
 

@@ -95,7 +95,7 @@ TEST_P(UpdateOf, RangesInsideAPieceLeaveTheRestAlone) {
 
 TEST_P(UpdateOf, ManyValues) {
   const int64_t n = kFewer ? 5'003 : 100'003;
-  constexpr int kOffsets[] = {1};
+  constexpr int kOffsets[] = {1, 2};  // and both ways to prefetch
   for (const Hyper& hyper : all_hypers()) {
     const Bytes start = random_bytes(optimizer_of(hyper), GetParam(), Element::fp32, n, 42);
     check_all_forms(start, {.hyper = hyper}, {0, n}, kOffsets);
