@@ -209,8 +209,9 @@ class Config(_Section):
             "engine.chunk_elements": self.engine.chunk_elements
         }
 
-    def to_core(self, core: Any, rank: int | None = None) -> Any:
-        """The flat configuration of `overspill._core`; `rank` where there are several."""
+    def to_core(self, core: Any, rank: int | None = None, part: int | None = None) -> Any:
+        """The flat configuration of `overspill._core`; `rank` where there are several, `part` of a model that other
+        ranks hold the rest of: files are named by both."""
         flat = core.Config()
         flat.host_budget_bytes = self.budget.host
         flat.nvme = list(self.budget.nvme)
@@ -225,6 +226,8 @@ class Config(_Section):
         flat.job = self.engine.job or f"{os.getpid()}-{next(_engines)}"
         if rank is not None:
             flat.job += f"-rank{rank}"
+        if part is not None:
+            flat.job += f"-part{part}"
         return flat
 
 

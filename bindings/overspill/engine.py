@@ -15,7 +15,7 @@ from torch import nn
 from torch._C import DisableTorchFunction
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from . import _core, hooks, patches, pretrained, ranks, residency, state, vertical
+from . import _core, divided, hooks, patches, pretrained, ranks, residency, state, vertical
 from .config import Config
 from .init import materialise
 from .optimizer import (
@@ -62,7 +62,8 @@ def initialize(
     parallelism, this one among them, for the same data: gradient norms span it. Give `process_group` too, the ranks
     that hold the same part as this one
     replicated:   parameters, or their names, of which other ranks of `model_group` hold copies: the norm counts each
-    once. Where a copy has another name elsewhere, a mapping to a name that is the same everywhere
+    once. Where a copy has another name elsewhere, a mapping to a name that is the same everywhere. Of a model with
+    DTensors (parallelize_module), what their mesh holds whole is known without it
     """
     if model_group is not None and process_group is None:
         raise ValueError(
@@ -77,9 +78,10 @@ def initialize(
         if checkpoint is None:
             raise ValueError("overspill: give model, or checkpoint, or both")
         model, checkpoint = pretrained.causal_lm(checkpoint, settings)
+    divided.check(model, model_group, checkpoint)
     group = ranks.join(process_group, settings.engine.rank_timeout_seconds)
     rest = ranks.join(model_group, settings.engine.rank_timeout_seconds) if model_group is not None else None
-    counted_elsewhere = ranks.counted_elsewhere(rest, model, replicated)
+    counted_elsewhere = ranks.counted_elsewhere(rest, model, replicated, divided.copies(model))
     engine = Engine(model, settings, optimizer, model_parameters, checkpoint, group, rest, counted_elsewhere)
     try:
         engine.lr_scheduler = _scheduler(lr_scheduler, engine.optimizer)
@@ -161,7 +163,7 @@ class Engine:
         units = _core_units(
             specs, group_indices(groups.groups, model), groups.core, chosen, counted_elsewhere
         )
-        flat = config.to_core(_core, group.rank if group else None)
+        flat = config.to_core(_core, group.rank if group else None, model_group.rank if model_group else None)
         if groups.seed:
             flat.rounding_seed = groups.seed
         if group is not None:
@@ -470,10 +472,10 @@ def _core_units(
             [
                 _core.Segment(
                     p.name,
-                    list(p.parameter.shape),
+                    list(p.memory.shape),
                     groups.get(id(p.parameter), 0),
                     p.aliases,
-                    list(memory_order(p.parameter)),
+                    list(memory_order(p.memory)),
                     id(p.parameter) not in counted_elsewhere,
                 )
                 for p in spec.parameters
@@ -492,7 +494,7 @@ def _check_ranks(
         f"parameter {p.name}": (
             spec.name,
             str(spec.dtype),
-            list(p.parameter.shape),
+            list(p.memory.shape),
             p.parameter.requires_grad,
             id(p.parameter) in counted_elsewhere,
         )

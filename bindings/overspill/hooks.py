@@ -11,6 +11,7 @@ from torch import nn
 from torch._C import DisableTorchFunction
 
 from . import residency, vertical
+from .divided import memory_of, part_of
 from .patches import Frame, get_grad, guard, set_grad
 from .residency import Residency, Segment, Unit, registry
 from .saved import in_backward
@@ -84,7 +85,9 @@ class StateDictHook:
             if value is None or isinstance(value, nn.Parameter):
                 continue
             tied = [state[n] for n in s.names if n in state and n != prefix + local]
-            real = [t for t in tied if t.shape == s.shape and t.data_ptr() != s.blank.data_ptr()]
+            real = [
+                t for t in tied if t.shape == value.shape and memory_of(t).data_ptr() != s.blank.data_ptr()
+            ]
             state[prefix + local] = real[0] if real else s.unit.residency.weight(s)
 
 
@@ -103,7 +106,7 @@ class GradientHook:
         if s is None or s.unit.residency.closed:
             return
         with DisableTorchFunction():
-            gradient = get_grad(parameter).detach()
+            gradient = part_of(get_grad(parameter).detach(), parameter)
             set_grad(parameter, None)
             if gradient.layout is not torch.strided:
                 gradient = gradient.to_dense()

@@ -6,13 +6,14 @@ saved_tensors_hooks.__enter__           keeps our handles in front of a user's h
 innermost pair only
 Parameter.data, Parameter.grad          properties: writes to released memory and reads of gradients the
 engine holds are loud
-Parameter.__deepcopy__, __reduce_ex__   copies and pickles get real weights
+Parameter.__deepcopy__, __reduce_ex__   copies and pickles get real weights; all four of DTensor too, where it is loaded
 Module._apply, Module.zero_grad         .to() and .half() are refused, zero_grad() reaches the engine
 torch.nn.utils.clip_grad_norm_          clips in the engine
 """
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -25,6 +26,7 @@ from torch.nn.utils import clip_grad
 from torch.overrides import TorchFunctionMode
 
 from . import residency, saved, vertical
+from .divided import is_divided, memory_of
 from .residency import Residency, Segment, Unit, registry
 
 get_grad, set_grad = TensorBase.grad.__get__, TensorBase.grad.__set__
@@ -292,7 +294,7 @@ def _set_data(self: nn.Parameter, value: torch.Tensor) -> None:
             f"overspill: {segment.name}.data cannot be replaced while its memory is released: "
             "write inside `with engine.gathered([parameter]):`"
         )
-    elif value.shape != segment.shape or value.dtype != segment.unit.dtype:
+    elif memory_of(value).shape != segment.shape or value.dtype != segment.unit.dtype:
         raise RuntimeError(
             f"overspill: {segment.name}.data stays {segment.unit.dtype} {list(segment.shape)}, "
             f"not {value.dtype} {list(value.shape)}"
@@ -334,13 +336,14 @@ def _set_grad(self: nn.Parameter, value: torch.Tensor | None) -> None:
 
 
 def _real(segment: Segment, parameter: nn.Parameter) -> nn.Parameter:
-    return type(parameter)(segment.unit.residency.weight(segment), parameter.requires_grad)
+    kind = nn.Parameter if is_divided(parameter) else type(parameter)
+    return kind(segment.unit.residency.weight(segment), parameter.requires_grad)
 
 
 def deepcopy_parameter(self: nn.Parameter, memo: dict) -> nn.Parameter:
     segment = registry.get(id(self))
     if segment is None:
-        return _deepcopy(self, memo)
+        return (torch.Tensor.__deepcopy__ if is_divided(self) else _deepcopy)(self, memo)
     if id(self) not in memo:
         memo[id(self)] = _real(segment, self)
     return memo[id(self)]
@@ -348,21 +351,31 @@ def deepcopy_parameter(self: nn.Parameter, memo: dict) -> nn.Parameter:
 
 def reduce_parameter(self: nn.Parameter, protocol: int) -> Any:
     segment = registry.get(id(self))
-    return _reduce(self if segment is None else _real(segment, self), protocol)
+    parameter = self if segment is None else _real(segment, self)
+    return (torch.Tensor.__reduce_ex__ if is_divided(self) else _reduce)(parameter, protocol)
 
 
 _REPLACED = (
     (torch.autograd, "_engine_run_backward", run_backward, _run_backward),
     (graph, "_engine_run_backward", run_backward, _run_backward),
     (graph.saved_tensors_hooks, "__enter__", enter_saved_tensors_hooks, _enter_saved_tensors_hooks),
-    (nn.Parameter, "__deepcopy__", deepcopy_parameter, _deepcopy),
-    (nn.Parameter, "__reduce_ex__", reduce_parameter, _reduce),
     (nn.Module, "_apply", apply, _apply),
     (nn.Module, "zero_grad", zero_grad, _zero_grad),
     (clip_grad, "clip_grad_norm_", clip_grad_norm_, _clip_grad_norm),
     (nn.utils, "clip_grad_norm_", clip_grad_norm_, _clip_grad_norm),
 )
+_OF_PARAMETERS = {
+    "data": property(_data, _set_data),
+    "grad": property(_grad, _set_grad),
+    "__deepcopy__": deepcopy_parameter,
+    "__reduce_ex__": reduce_parameter,
+}
 _engines = 0
+
+
+def _parameter_classes() -> list[type]:
+    tensor = sys.modules.get("torch.distributed.tensor")
+    return [nn.Parameter] if tensor is None else [nn.Parameter, tensor.DTensor]
 
 
 def install() -> None:
@@ -371,8 +384,9 @@ def install() -> None:
     if _engines == 0:
         for place, name, ours, _ in _REPLACED:
             setattr(place, name, ours)
-        nn.Parameter.data = property(_data, _set_data)
-        nn.Parameter.grad = property(_grad, _set_grad)
+    for kind in _parameter_classes():
+        for name, ours in _OF_PARAMETERS.items():
+            setattr(kind, name, ours)
     _engines += 1
 
 
@@ -383,4 +397,8 @@ def uninstall() -> None:
     if _engines == 0:
         for place, name, _, original in _REPLACED:
             setattr(place, name, original)
-        del nn.Parameter.data, nn.Parameter.grad
+        for kind in _parameter_classes():
+            for name in _OF_PARAMETERS:
+                if name in vars(kind):
+                    delattr(kind, name)
+        nn.Parameter.__deepcopy__, nn.Parameter.__reduce_ex__ = _deepcopy, _reduce

@@ -12,6 +12,7 @@ import hashlib
 import json
 import os
 import sys
+import types
 import weakref
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -24,6 +25,7 @@ from torch.distributed import distributed_c10d
 from torch.utils.data import DistributedSampler
 
 from . import _core
+from .divided import memory_of
 
 STORE_PATIENCE = datetime.timedelta(seconds=10)
 CONNECT_PATIENCE = datetime.timedelta(seconds=60)
@@ -200,21 +202,25 @@ def _tell_why(reference: weakref.ref) -> None:
 
 
 def counted_elsewhere(
-    model_group: Group | None, model: nn.Module, replicated: Iterable[Any] | Mapping[Any, str]
+    model_group: Group | None,
+    model: nn.Module,
+    replicated: Iterable[Any] | Mapping[Any, str],
+    copies: Mapping[str, str] = types.MappingProxyType({}),
 ) -> frozenset[int]:
-    """The ids of those parameters of `replicated` that a lower rank of the group holds too: its norm counts them.
-    Collective. Raises ValueError for what is no parameter of the model, RankError where no other rank has a copy."""
+    """The ids of those parameters of `replicated`, and of `copies` (names, each with one that all ranks have), that a
+    lower rank of the group holds too: its norm counts them. Collective. Raises ValueError for what is no parameter of
+    the model, RankError where no other rank has a copy."""
     parameters = dict(model.named_parameters())
     names = {id(p): name for name, p in parameters.items()}
-    keys: dict[str, int] = {}
+    keys = {id(parameters[name]): key for name, key in copies.items()}
     for given in replicated:
         p = parameters.get(given) if isinstance(given, str) else given
         if id(p) not in names:
             raise ValueError(f"overspill: replicated names {given!r:.80}, which is no parameter of the model")
-        keys[str(replicated[given]) if isinstance(replicated, Mapping) else names[id(p)]] = id(p)
+        keys[id(p)] = str(replicated[given]) if isinstance(replicated, Mapping) else names[id(p)]
     if model_group is None:
         return frozenset()
-    said = model_group.gathered(sorted(keys))
+    said = model_group.gathered(sorted(keys.values()))
     for rank, theirs in enumerate(said):
         lone = [key for key in theirs if sum(key in each for each in said) == 1]
         if lone:
@@ -223,7 +229,7 @@ def counted_elsewhere(
                 "on all that hold it, or on none"
             )
     lower = {key for theirs in said[: model_group.rank] for key in theirs}
-    return frozenset(p for key, p in keys.items() if key in lower)
+    return frozenset(p for p, key in keys.items() if key in lower)
 
 
 class Checksums:
@@ -242,7 +248,7 @@ class Checksums:
 
 def broadcast_model(model: nn.Module, group: Group) -> None:
     """Rank 0's parameters and buffers, on all ranks, as DistributedDataParallel does at its start."""
-    for tensor in _once((*model.parameters(), *model.buffers())):
+    for tensor in _once(map(memory_of, (*model.parameters(), *model.buffers()))):
         if tensor.numel():
             whole = tensor.detach().contiguous()
             dist.broadcast(whole.view(-1).view(torch.uint8), group=group.torch_group, group_src=0)

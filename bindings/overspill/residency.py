@@ -7,6 +7,8 @@ A parameter keeps its identity and its strides for ever; what changes is the mem
     views of the lease)
     shown      the lease is kept and p.data is a view of it (forward, `gathered`)
 
+Of a DTensor, all of that is true of its part on this rank.
+
 A lease is a DLPack capsule of the core; it ends when the last tensor over it dies. Nothing here is
 thread-safe: forward and backward
 of all engines of a process run in one Python thread at a time.
@@ -25,6 +27,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.dlpack import from_dlpack
 
 from . import _core, ranks
+from .divided import as_divided, memory_of
 from .units import DTYPES, UnitSpec, memory_order
 
 # The attributes below Parameter's: patches.py puts properties in front of `data` and `grad`.
@@ -36,13 +39,15 @@ RECENT_UNITS = (
 
 
 class Segment:
-    """One parameter in one unit. `version`: of the parameter when it was last looked at. `alias`: what
-    `p.data` returned since."""
+    """One parameter in one unit. `memory`: the tensor whose memory comes and goes, the parameter itself unless it is a
+    DTensor; `shape` and `stride` are its. `version`: of both when they were last looked at. `alias`: what `p.data`
+    returned since."""
 
     __slots__ = (
         "alias",
         "blank",
         "index",
+        "memory",
         "name",
         "names",
         "offset",
@@ -58,22 +63,30 @@ class Segment:
     ):
         self.unit, self.index, self.name, self.names = unit, index, name, (name, *aliases)
         self.parameter, self.offset = parameter, offset  # in elements
-        self.shape, self.stride = parameter.shape, memory_order(parameter)
-        self.version, self.alias = parameter._version, None
+        self.memory = memory_of(parameter)
+        self.shape, self.stride = self.memory.shape, memory_order(self.memory)
+        self.accept()
         self.blank = nan_like(self.shape, self.stride, parameter.dtype)
 
     @property
     def bytes(self) -> int:
-        return self.parameter.numel() * self.parameter.element_size()
+        return self.memory.numel() * self.memory.element_size()
 
     def edited(self) -> bool:
         """In place, through the parameter or a `.data` of it, since `accept`."""
         if self.alias is not None and self.alias._version != 0:
             return True
-        return self.parameter._version != self.version
+        return self._version() != self.version
 
     def accept(self) -> None:
-        self.version, self.alias = self.parameter._version, None
+        self.version, self.alias = self._version(), None
+
+    def _version(self) -> int:
+        return self.parameter._version + self.memory._version
+
+    def as_parameter(self, value: torch.Tensor) -> torch.Tensor:
+        """A value of the segment's shape in the form that the parameter has."""
+        return value if self.memory is self.parameter else as_divided(self.parameter, value)
 
 
 class Unit:
@@ -174,7 +187,7 @@ def show(unit: Unit) -> None:
         )
     view = hold(unit).as_strided
     for s in unit.segments:
-        set_data(s.parameter, view(s.shape, s.stride, s.offset))
+        set_data(s.memory, view(s.shape, s.stride, s.offset))
     unit.shown = True
 
 
@@ -200,7 +213,7 @@ def hide(unit: Unit) -> None:
     finally:
         for s in unit.segments:
             s.accept()
-            set_data(s.parameter, s.blank)
+            set_data(s.memory, s.blank)
 
 
 def pin(unit: Unit) -> None:
@@ -279,14 +292,14 @@ class Residency:
         has them in place of the model (a pretrained.Folder); each rank has read the same there, or RankError."""
         read = ranks.Checksums()
         for s in self.segments:
-            taken = s.parameter.detach() if source is None else source.read(s.names, s.unit.dtype)
+            taken = s.memory.detach() if source is None else source.read(s.names, s.unit.dtype)
             if taken.stride() != s.stride:
                 taken = torch.empty_strided(s.shape, s.stride, dtype=taken.dtype).copy_(taken)
             if group is not None and source is not None and taken.numel():
                 read.add(s.name, taken)
             self.core.load_weight(s.unit.index, s.index, taken.data_ptr(), s.bytes, DTYPES[taken.dtype])
             del taken
-            set_data(s.parameter, s.blank)
+            set_data(s.memory, s.blank)
             registry[id(s.parameter)] = s
             s.accept()
         if group is not None:
@@ -305,14 +318,14 @@ class Residency:
             out = torch.empty_strided(segment.shape, segment.stride, dtype=dtype or segment.unit.dtype)
             size = out.numel() * out.element_size()
             self.core.read_weight(segment.unit.index, segment.index, out.data_ptr(), size, DTYPES[out.dtype])
-        return out
+            return segment.as_parameter(out)
 
     def state(self, segment: Segment, name: str) -> torch.Tensor:
         """A copy in fp32 of a state, by the core's name, or of "grad"."""
         with torch.inference_mode(False), DisableTorchFunction():
             out = torch.empty_strided(segment.shape, segment.stride, dtype=torch.float32)
             self.core.read_state(segment.unit.index, segment.index, name, out.data_ptr(), out.numel() * 4)
-        return out
+            return segment.as_parameter(out)
 
     def close(self) -> None:
         """The parameters stay NaN; their hooks refuse. Leases of living tensors stay valid."""

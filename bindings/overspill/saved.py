@@ -17,15 +17,17 @@ from torch import nn
 from torch._C import DisableTorchFunction
 
 from . import residency, vertical
+from .divided import is_divided, memory_of
 from .residency import Segment, Unit, leases, registry
 
 _PLAIN = (torch.Tensor, nn.Parameter)
 
 
 class Handle:
-    """`offset`, in elements of `dtype`, counts from the start of the unit's memory."""
+    """`offset`, in elements of `dtype`, counts from the start of the unit's memory. `divided`: class and specification
+    of a DTensor that has its part there, else None."""
 
-    __slots__ = ("dtype", "generation", "offset", "segment", "size", "stride", "unit", "version")
+    __slots__ = ("divided", "dtype", "generation", "offset", "segment", "size", "stride", "unit", "version")
 
     def tensor(self) -> torch.Tensor:
         unit, segment = self.unit, self.segment
@@ -52,7 +54,10 @@ class Handle:
         view = flat.as_strided(self.size, self.stride, self.offset)
         if idle and not keep:
             residency.drop(unit)
-        return view
+        if self.divided is None:
+            return view
+        kind, spec = self.divided
+        return kind(view, spec, requires_grad=False)
 
 
 class Activation:
@@ -71,7 +76,7 @@ def pack(tensor: torch.Tensor) -> Any:
         handle = _handle(tensor)
         if handle is not None:
             return handle
-        if type(tensor) not in _PLAIN or tensor.layout is not torch.strided:
+        if not (_has_memory(tensor) or is_divided(tensor)):
             return tensor
         saved = Activation()
         saved.tensor, saved.version = tensor.detach(), tensor._version
@@ -114,26 +119,33 @@ def compose(user_pack: Callable, user_unpack: Callable) -> tuple[Callable, Calla
     return composed_pack, composed_unpack
 
 
+def _has_memory(tensor: torch.Tensor) -> bool:
+    return type(tensor) in _PLAIN and tensor.layout is torch.strided
+
+
 def _handle(tensor: torch.Tensor) -> Handle | None:
     """None where the tensor is neither a parameter of an engine nor a view of one's memory."""
-    if type(tensor) not in _PLAIN or tensor.layout is not torch.strided:
+    memory = memory_of(tensor)
+    if not _has_memory(memory):
         return None
     segment = registry.get(id(tensor))
     if segment is not None:
         return _make(segment.unit, segment, tensor, segment.offset, segment.stride)
-    lease = leases.get(tensor.untyped_storage()._cdata)
+    lease = leases.get(memory.untyped_storage()._cdata)
     if lease is None or lease[0].expired():
         return None
-    unit, offset = lease[1], tensor.storage_offset()
-    position = offset * tensor.element_size() // unit.dtype.itemsize
+    unit, offset = lease[1], memory.storage_offset()
+    position = offset * memory.element_size() // unit.dtype.itemsize
     segment = unit.segments[bisect_right(unit.segments, position, key=lambda s: s.offset) - 1]
-    return _make(unit, segment, tensor, offset, tensor.stride())
+    return _make(unit, segment, tensor, offset, memory.stride())
 
 
 def _make(unit: Unit, segment: Segment, tensor: torch.Tensor, offset: int, stride: tuple) -> Handle:
     handle = Handle()
     handle.unit, handle.segment, handle.generation = unit, segment, unit.generation
-    handle.offset, handle.size, handle.stride, handle.dtype = offset, tensor.size(), stride, tensor.dtype
+    handle.offset, handle.size, handle.stride = offset, memory_of(tensor).size(), stride
+    handle.dtype = tensor.dtype
+    handle.divided = (type(tensor), tensor._spec) if is_divided(tensor) else None
     # A view made through .data counts its own versions: torch would not compare them either.
     version = tensor._version
     handle.version = version if version == segment.parameter._version else None

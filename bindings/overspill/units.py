@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
+from .divided import memory_of
+
 BLOCK_ELEMENTS = 4 << 20  # an element of a ModuleList or Sequential up to this size is one unit
 MODULE_ELEMENTS = 256 << 10  # a module with this many elements of its own has a unit of its own
 
@@ -40,6 +42,11 @@ class ParameterSpec:
     name: str
     parameter: nn.Parameter
     aliases: list[str] = field(default_factory=list)
+
+    @property
+    def memory(self) -> torch.Tensor:
+        """What the engine holds of it: this rank's part of a DTensor."""
+        return memory_of(self.parameter)
 
 
 @dataclass
@@ -75,7 +82,7 @@ def partition(model: nn.Module) -> list[UnitSpec]:
                 raise ValueError(
                     f"parameter {prefix}{name} is not initialised yet: run the model once before"
                 )
-            if parameter.numel() == 0:
+            if memory_of(parameter).numel() == 0:
                 continue
             full = prefix + name
             if id(parameter) in specs:
@@ -118,7 +125,7 @@ def partition(model: nn.Module) -> list[UnitSpec]:
 def _fresh(parameters, specs: dict[int, ParameterSpec]) -> int:
     """Elements of the parameters that no unit owns yet."""
     return sum(
-        p.numel()
+        memory_of(p).numel()
         for p in parameters
         if p is not None and id(p) not in specs and not isinstance(p, nn.parameter.UninitializedTensorMixin)
     )
@@ -147,7 +154,7 @@ def _check_memory(specs) -> None:
     for spec in specs:
         if spec.parameter.is_meta:
             continue
-        other = seen.setdefault(spec.parameter.data_ptr(), spec.name)
+        other = seen.setdefault(spec.memory.data_ptr(), spec.name)
         if other != spec.name:
             raise ValueError(
                 f"parameters {other} and {spec.name} share memory but are two objects: "

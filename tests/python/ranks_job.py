@@ -1,14 +1,27 @@
 """One rank of test_ranks.py: trains a small model on its part of fixed batches, and says what came out."""
 
+import copy
+import itertools
 import json
 import os
 import sys
+import weakref
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
 
 import overspill
+from overspill import residency
 
 RANK = int(os.environ.get("RANK", "0"))
 STEPS, ROWS, WIDTH = 6, 24, 24  # ROWS divide by worlds of 1 to 4, with two micro-batches
@@ -144,21 +157,39 @@ def two_of_three(folder: str) -> None:
     dist.barrier()
 
 
-def divided(folder: str) -> dict:
+def divide_by_hand() -> tuple:
+    dist.init_process_group("gloo")
+    part, row = RANK % 2, RANK // 2
+    same_part = [dist.new_group(range(p, dist.get_world_size(), 2)) for p in (0, 1)]
+    rows = [dist.new_group([2 * r, 2 * r + 1]) for r in range(dist.get_world_size() // 2)]
+    copies = ["norm.weight", "norm.bias"]
+    return Divided(part, 2, rows[row]), {
+        "process_group": same_part[part],
+        "model_group": rows[row],
+        "replicated": copies,
+    }
+
+
+def divide_by_torch() -> tuple:
+    """With rows divided too up to the first layer: the gradients of the norm's copies are summands there."""
+    mesh = init_device_mesh("cpu", (int(os.environ["WORLD_SIZE"]) // 2, 2), mesh_dim_names=("data", "model"))
+    plan = {
+        "norm": SequenceParallel(sequence_dim=0),
+        "up": ColwiseParallel(input_layouts=Shard(0), use_local_output=False),
+        "down": RowwiseParallel(),
+    }
+    rows = PrepareModuleInput(
+        input_layouts=(Replicate(), None), desired_input_layouts=(Shard(0), None), use_local_output=True
+    )
+    model = parallelize_module(Divided(), mesh["model"], plan)
+    groups = {"process_group": mesh["data"].get_group(), "model_group": mesh["model"].get_group()}
+    return parallelize_module(model, mesh["model"], rows), groups
+
+
+def divided(folder: str, by: str = "") -> dict:
     """Two parts of a model, each shared by half of the ranks."""
-    groups = {}
-    model = Divided()
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        dist.init_process_group("gloo")
-        part, row = RANK % 2, RANK // 2
-        same_part = [dist.new_group(range(p, dist.get_world_size(), 2)) for p in (0, 1)]
-        rows = [dist.new_group([2 * r, 2 * r + 1]) for r in range(dist.get_world_size() // 2)]
-        groups = {
-            "process_group": same_part[part],
-            "model_group": rows[row],
-            "replicated": ["norm.weight", "norm.bias"],
-        }
-        model = Divided(part, 2, rows[row])
+    ways = {"": lambda: (Divided(), {}), "hand": divide_by_hand, "torch": divide_by_torch}
+    model, groups = ways[by]()
     engine, *_ = overspill.initialize(model, config(folder, gradient_clipping=0.1), **groups)
     losses, norms = [], []
     for x, y in batches(torch.float32):
@@ -168,7 +199,62 @@ def divided(folder: str) -> dict:
         engine.step()
         losses.append(loss.item())
         norms.append(engine.last_step.norm)
-    found = {"losses": losses, "norms": norms, "norm.weight": engine.weight(model.norm.weight).tolist()}
+    weight = engine.weight(model.norm.weight)
+    copy_here = getattr(weight, "_local_tensor", weight)
+    found = {"losses": losses, "norms": norms, "norm.weight": copy_here.tolist()}
+    engine.close()
+    return found
+
+
+def parallelized(folder: str) -> dict:
+    """What can be seen and done of a model of DTensors from outside."""
+    model, groups = divide_by_torch()
+    found = {"errors": []}
+    for wrong in ({}, groups | {"model_group": groups["process_group"]}, groups | {"checkpoint": folder}):
+        try:
+            overspill.initialize(model, config(folder), **wrong)
+        except ValueError as error:
+            found["errors"].append(str(error))
+    engine, *_ = overspill.initialize(model, config(folder, "nvme"), **groups)
+    up = model.up.weight
+    between = []  # what tanh gives, which autograd saves as its output
+    model.down.register_forward_pre_hook(lambda module, args: between.append(weakref.ref(args[0])))
+
+    def learn() -> list[float]:
+        losses = []
+        for x, y in itertools.islice(batches(torch.float32), 2):
+            loss = engine(x, y)
+            held = sum(not lease.expired() for lease, _ in residency.leases.values())
+            assert held == 0, "forward lets the weights go"
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss.item())
+            del loss
+        return losses
+
+    learn()
+    engine(*next(batches(torch.float32)))  # a graph that nobody runs
+    assert [ref() for ref in between] == [None] * 3, "activations go with their graph"
+    found["weight"] = engine.weight(up).full_tensor().tolist()
+    found["copied"] = copy.deepcopy(model).up.weight.full_tensor().tolist()
+    found["state_dict"] = engine.state_dict()["up.weight"].full_tensor().tolist()
+    with engine.gathered(up):
+        found["gathered"] = up.full_tensor().tolist()
+    moments = engine.optimizer_state(up)["exp_avg"].to_local()
+    found["moments"] = [list(moments.shape), moments.abs().sum().item() > 0]
+    engine.save_checkpoint(f"{folder}/of{RANK}")
+    found["twice"] = [learn()]
+    engine.load_checkpoint(f"{folder}/of{RANK}")
+    found["twice"].append(learn())
+    engine.backward(engine(*next(batches(torch.float32))))
+    try:
+        up.grad  # noqa: B018
+    except RuntimeError as error:
+        found["grad"] = str(error)
+    engine.zero_grad()
+    with engine.gathered(up), torch.no_grad():
+        up.zero_()
+    found["zeroed"] = engine.weight(up).to_local().abs().max().item()
     engine.close()
     return found
 
@@ -288,6 +374,7 @@ if __name__ == "__main__":
         "learn": printed(learn),
         "look": printed(look),
         "divided": printed(divided),
+        "parallelized": printed(parallelized),
         "resume": printed(resume),
         "opened": printed(opened),
     }

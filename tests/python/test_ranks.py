@@ -60,11 +60,12 @@ def test_a_group_of_the_users(tmp_path):
 
 
 @pytest.mark.parametrize("world", [2, 4])
-def test_norms_of_a_model_that_others_hold_the_rest_of(tmp_path, world):
+@pytest.mark.parametrize("by", ["hand", "torch"])
+def test_norms_of_a_model_that_others_hold_the_rest_of(tmp_path, by, world):
     """Tensor parallelism beside the engine: the norm, and so the clipping, of one process that holds all of it."""
     alone = ranks_job.divided(str(tmp_path))
     assert min(alone["norms"]) > 0.1, "clipped"
-    said = [json.loads(process.out) for process in launch.run(world, "ranks_job.py", "divided", tmp_path)]
+    said = [json.loads(process.out) for process in launch.run(world, "ranks_job.py", "divided", tmp_path, by)]
     for rank in said:
         assert rank["norms"] == said[0]["norms"], "one norm, bit for bit"
         assert rank["norm.weight"] == said[0]["norm.weight"], "copies stay copies"
@@ -72,6 +73,20 @@ def test_norms_of_a_model_that_others_hold_the_rest_of(tmp_path, world):
         assert rank["norm.weight"] == pytest.approx(alone["norm.weight"], rel=1e-5)
     of_rows = [sum(of) / (world / 2) for of in zip(*(rank["losses"] for rank in said[::2]), strict=True)]
     assert of_rows == pytest.approx(alone["losses"], rel=1e-5)
+
+
+def test_what_can_be_done_with_a_model_of_dtensors(tmp_path):
+    for process in launch.run(2, "ranks_job.py", "parallelized", tmp_path):
+        rank = json.loads(process.out)
+        assert rank["weight"] == rank["copied"] == rank["state_dict"] == rank["gathered"]
+        assert rank["moments"] == [[48, 24], True], "of this rank's half"
+        assert rank["twice"][0] == rank["twice"][1], "a checkpoint has all of this rank's part"
+        assert "up.weight belongs to the engine: read engine.grad" in rank["grad"]
+        assert rank["zeroed"] == 0.0
+        no_group, too_small, checkpoint = rank["errors"]
+        assert "norm.weight is a DTensor on ranks [0, 1]: give model_group=mesh.get_group()" in no_group
+        assert "model_group has [" in too_small
+        assert "load them, then divide the model" in checkpoint
 
 
 class Pair:
