@@ -7,11 +7,18 @@ DTensors is here; nothing here imports them, as most models have none.
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+
+
+def parameter_classes() -> list[type]:
+    """Of what parameters can be, DTensor only where somebody has imported it."""
+    tensor = sys.modules.get("torch.distributed.tensor")
+    return [nn.Parameter] if tensor is None else [nn.Parameter, tensor.DTensor]
 
 
 def memory_of(tensor: torch.Tensor) -> torch.Tensor:

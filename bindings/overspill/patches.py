@@ -13,7 +13,6 @@ torch.nn.utils.clip_grad_norm_          clips in the engine
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -26,7 +25,7 @@ from torch.nn.utils import clip_grad
 from torch.overrides import TorchFunctionMode
 
 from . import residency, saved, vertical
-from .divided import is_divided, memory_of
+from .divided import is_divided, memory_of, parameter_classes
 from .residency import Residency, Segment, Unit, registry
 
 get_grad, set_grad = TensorBase.grad.__get__, TensorBase.grad.__set__
@@ -373,18 +372,13 @@ _OF_PARAMETERS = {
 _engines = 0
 
 
-def _parameter_classes() -> list[type]:
-    tensor = sys.modules.get("torch.distributed.tensor")
-    return [nn.Parameter] if tensor is None else [nn.Parameter, tensor.DTensor]
-
-
 def install() -> None:
     """Called once for every engine that starts to live."""
     global _engines
     if _engines == 0:
         for place, name, ours, _ in _REPLACED:
             setattr(place, name, ours)
-    for kind in _parameter_classes():
+    for kind in parameter_classes():
         for name, ours in _OF_PARAMETERS.items():
             setattr(kind, name, ours)
     _engines += 1
@@ -397,7 +391,7 @@ def uninstall() -> None:
     if _engines == 0:
         for place, name, _, original in _REPLACED:
             setattr(place, name, original)
-        for kind in _parameter_classes():
+        for kind in parameter_classes():
             for name in _OF_PARAMETERS:
                 if name in vars(kind):
                     delattr(kind, name)

@@ -103,10 +103,11 @@ def test_what_is_counted_elsewhere():
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
     first = model[0].weight
     assert ranks.counted_elsewhere(None, model, ()) == set()
-    both = {first: "tied", "0.weight": "0.weight"}
-    assert ranks.counted_elsewhere(Pair(0, ["0.weight", "tied"]), model, both) == set(), "rank 0 counts"
+    both = {first: "tied", "1.weight": "1.weight"}
+    assert ranks.counted_elsewhere(Pair(0, ["1.weight", "tied"]), model, both) == set(), "rank 0 counts"
     group = Pair(1, ["tied"])
     assert ranks.counted_elsewhere(group, model, {first: "tied"}) == {id(first)}
+    assert ranks.counted_elsewhere(group, model, {first: "tied"}, {"0.weight": "known"}) == {id(first)}
     with pytest.raises(ranks.RankError, match=r"tied on rank 0 .* no other"):
         ranks.counted_elsewhere(group, model, ["0.weight"])
     with pytest.raises(ValueError, match=r"'1\.scale', which is no parameter"):
