@@ -79,7 +79,8 @@ def adam(r: dict[str, Any]) -> list[str]:
         if cells[0] is not None:
             rows.append(f"| {name} | {' | '.join('' if cell is None else f'{cell:.3f}' for cell in cells)} |")
     head = (
-        "| `make bench-adam`, 64 Mi parameters, 2 threads: parameters a second over those of | a loop that only reads "
+        f"| `make bench-adam`, {r['machine'].split(',')[0]}, 64 Mi parameters, 2 threads: parameters a second over "
+        "those of | a loop that only reads "
         f"and writes the same memory ({r['fp32_limit_gb_per_s']:.0f} GB/s) | DeepSpeed's CPU Adam, fp32 | torch's "
         "fused AdamW, fp32 |"
     )
@@ -216,6 +217,7 @@ def plain(r: dict[str, Any]) -> list[str]:
 SECTIONS = {
     "train": train,
     "adam": adam,
+    "adam-cascade-lake": adam,
     "io": io,
     "step": step,
     "sizes": sizes,
