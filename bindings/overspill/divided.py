@@ -30,6 +30,19 @@ def is_divided(tensor: torch.Tensor) -> bool:
     return hasattr(tensor, "_local_tensor")
 
 
+def form_of(tensor: Any) -> tuple | None:
+    """What `in_form` needs, and holds no memory; None of a tensor that is no DTensor."""
+    return (type(tensor), tensor._spec) if is_divided(tensor) else None
+
+
+def in_form(form: tuple | None, memory: torch.Tensor) -> torch.Tensor:
+    """A tensor over `memory` like the one that `form` was of."""
+    if form is None:
+        return memory
+    kind, spec = form
+    return kind(memory, spec, requires_grad=False)
+
+
 def as_divided(like: Any, part: torch.Tensor) -> torch.Tensor:
     """A DTensor of `like`'s shape, mesh and placements whose part here is `part`, in its dtype."""
     return type(like).from_local(

@@ -17,17 +17,17 @@ from torch import nn
 from torch._C import DisableTorchFunction
 
 from . import residency, vertical
-from .divided import is_divided, memory_of
+from .divided import form_of, in_form, is_divided, memory_of
 from .residency import Segment, Unit, leases, registry
 
 _PLAIN = (torch.Tensor, nn.Parameter)
 
 
 class Handle:
-    """`offset`, in elements of `dtype`, counts from the start of the unit's memory. `divided`: class and specification
-    of a DTensor that has its part there, else None."""
+    """`offset`, in elements of `dtype`, counts from the start of the unit's memory. `form`: of a DTensor that has its
+    part there (divided.py)."""
 
-    __slots__ = ("divided", "dtype", "generation", "offset", "segment", "size", "stride", "unit", "version")
+    __slots__ = ("dtype", "form", "generation", "offset", "segment", "size", "stride", "unit", "version")
 
     def tensor(self) -> torch.Tensor:
         unit, segment = self.unit, self.segment
@@ -54,10 +54,7 @@ class Handle:
         view = flat.as_strided(self.size, self.stride, self.offset)
         if idle and not keep:
             residency.drop(unit)
-        if self.divided is None:
-            return view
-        kind, spec = self.divided
-        return kind(view, spec, requires_grad=False)
+        return in_form(self.form, view)
 
 
 class Activation:
@@ -145,7 +142,7 @@ def _make(unit: Unit, segment: Segment, tensor: torch.Tensor, offset: int, strid
     handle.unit, handle.segment, handle.generation = unit, segment, unit.generation
     handle.offset, handle.size, handle.stride = offset, memory_of(tensor).size(), stride
     handle.dtype = tensor.dtype
-    handle.divided = (type(tensor), tensor._spec) if is_divided(tensor) else None
+    handle.form = form_of(tensor)
     # A view made through .data counts its own versions: torch would not compare them either.
     version = tensor._version
     handle.version = version if version == segment.parameter._version else None

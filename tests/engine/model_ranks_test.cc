@@ -75,7 +75,8 @@ class Part {
   const std::vector<optim::Hyper> groups_ = {optim::AdamConfig{.lr = 0.1}};
 };
 
-/// body(part, engine's rank) on a thread each: two parts, each held by `data` ranks. What each threw.
+/// body(one rank of a part, the part's number) on a thread each: two parts, each held by `data` ranks. What
+/// each threw.
 std::vector<std::string> on_parts(int data, const std::function<void(Part&, int)>& body) {
   constexpr auto kPatience = std::chrono::seconds(60);
   std::vector<std::vector<std::unique_ptr<Communicator>>> of_part, of_rank;

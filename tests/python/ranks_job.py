@@ -22,6 +22,7 @@ from torch.distributed.tensor.parallel import (
 
 import overspill
 from overspill import residency
+from overspill.divided import memory_of
 
 RANK = int(os.environ.get("RANK", "0"))
 STEPS, ROWS, WIDTH = 6, 24, 24  # ROWS divide by worlds of 1 to 4, with two micro-batches
@@ -199,8 +200,7 @@ def divided(folder: str, by: str = "") -> dict:
         engine.step()
         losses.append(loss.item())
         norms.append(engine.last_step.norm)
-    weight = engine.weight(model.norm.weight)
-    copy_here = getattr(weight, "_local_tensor", weight)
+    copy_here = memory_of(engine.weight(model.norm.weight))
     found = {"losses": losses, "norms": norms, "norm.weight": copy_here.tolist()}
     engine.close()
     return found
