@@ -17,6 +17,7 @@
 #include "kernels/host_device.h"
 #include "kernels/simulated_device.h"
 #include "tests/engine/kernel_count.h"
+#include "tests/engine/same_bits.h"
 #include "tests/engine/toy_model.h"
 #include "tests/reference/update.h"
 
@@ -105,14 +106,6 @@ Outcome train(const Case& c) {
   out.contents = toy_contents(engine);
   out.stats = engine.stats();
   return out;
-}
-
-void expect_same_bits(const std::vector<float>& a, const std::vector<float>& b, const std::string& what) {
-  ASSERT_EQ(a.size(), b.size()) << what;
-  for (size_t i = 0; i < a.size(); ++i) {
-    ASSERT_EQ(std::memcmp(&a[i], &b[i], 4), 0)
-        << what << ": element " << i << " is " << a[i] << ", not " << b[i];
-  }
 }
 
 class Exactness : public ::testing::TestWithParam<Case> {};

@@ -41,10 +41,11 @@ int64_t width_of(std::string_view dtype) {
 std::vector<std::byte> gradient_bytes(std::string_view dtype, const std::vector<float>& weights, int u, int s,
                                       int step, int micro, int rank) {
   const auto width = static_cast<size_t>(width_of(dtype));
+  const bool is_half = dtype == "F16";
   std::vector<std::byte> out(weights.size() * width);
   for (size_t i = 0; i < weights.size(); ++i) {
     const float g = toy_gradient(weights[i], u, s, static_cast<int64_t>(i), step, micro, rank);
-    const uint16_t narrow = dtype == "F16" ? reference_narrow_half(g) : reference_narrow(g);
+    const uint16_t narrow = is_half ? reference_narrow_half(g) : reference_narrow(g);
     std::memcpy(out.data() + i * width, width == 4 ? static_cast<const void*>(&g) : &narrow, width);
   }
   return out;
@@ -52,21 +53,24 @@ std::vector<std::byte> gradient_bytes(std::string_view dtype, const std::vector<
 
 /// Elements of a dtype as fp32.
 std::vector<float> widened(std::string_view dtype, const std::byte* data, size_t count) {
+  const bool is_half = dtype == "F16", is_fp32 = dtype == "F32";
   std::vector<float> out(count);
   for (size_t i = 0; i < count; ++i) {
     uint16_t narrow = 0;
-    if (dtype == "F32") {
+    if (is_fp32) {
       std::memcpy(&out[i], data + i * 4, 4);
     } else {
       std::memcpy(&narrow, data + i * 2, 2);
-      out[i] = dtype == "F16" ? reference_widen_half(narrow) : reference_widen(narrow);
+      out[i] = is_half ? reference_widen_half(narrow) : reference_widen(narrow);
     }
   }
   return out;
 }
 
-std::string dtype_of(const std::string& format) {
-  return format == "fp16" ? "F16" : format == "fp32" || format == "frozen" ? "F32" : "BF16";
+std::string_view dtype_of(engine::UnitFormat format) {
+  return format == Format::fp16                                ? "F16"
+         : format == Format::fp32 || format == engine::kFrozen ? "F32"
+                                                               : "BF16";
 }
 
 }  // namespace
@@ -259,7 +263,7 @@ namespace {
 
 /// The gradient that the update sees: micro-batches added in fp32, ranks added in rank order and averaged, as
 /// the engine stores it (narrow with one micro-batch), widened to fp32. Empty when no rank has one.
-std::vector<float> reference_gradient(const std::string& dtype, const std::vector<float>& seen, int u, int s,
+std::vector<float> reference_gradient(std::string_view dtype, const std::vector<float>& seen, int u, int s,
                                       int step, int micro_batches, const ToyReference::Absent& absent,
                                       int world) {
   std::vector<float> sum(seen.size());
@@ -276,12 +280,12 @@ std::vector<float> reference_gradient(const std::string& dtype, const std::vecto
     present = true;
   }
   if (!present) return {};
+  if (world == 1) return sum;
+  const bool is_narrow = micro_batches == 1 && dtype != "F32", is_half = dtype == "F16";
   for (float& g : sum) {
-    if (world == 1) break;
     g *= 1.0F / static_cast<float>(world);
-    if (micro_batches > 1) continue;
-    if (dtype == "BF16") g = reference_widen(reference_narrow(g));
-    if (dtype == "F16") g = reference_widen_half(reference_narrow_half(g));
+    if (!is_narrow) continue;
+    g = is_half ? reference_widen_half(reference_narrow_half(g)) : reference_widen(reference_narrow(g));
   }
   return sum;
 }
@@ -323,12 +327,12 @@ ToyReference::ToyReference(const std::vector<engine::UnitSpec>& units, uint64_t 
       const auto n = elements_of(units[u].segments[s]);
       State& state = segments.emplace_back();
       state.optimizer = units[u].optimizer;
-      state.format = engine::format_name(units[u].format);
+      state.format = units[u].format;
       state.group = static_cast<int>(units[u].segments[s].group);
       state.elements = n;
       state.seed = rounding_seed * 1'000'003 + u;
       state.index = layout.units[u].segments[s].begin;
-      if (state.format == "frozen") {
+      if (state.format == engine::kFrozen) {
         state.components.emplace_back(n * 4);
       } else {
         for (const auto& spec : optim::components(state.optimizer, *units[u].format))
@@ -339,13 +343,13 @@ ToyReference::ToyReference(const std::vector<engine::UnitSpec>& units, uint64_t 
       assign(ui, si, initial_weights(ui, si, n));
       const auto groups = toy_groups(0, state.optimizer);
       const auto* adagrad = std::get_if<optim::AdagradConfig>(&groups[state.group]);
-      if (adagrad == nullptr || state.format == "frozen") continue;
+      if (adagrad == nullptr || state.format == engine::kFrozen) continue;
       const auto initial = static_cast<float>(adagrad->initial_accumulator_value);
       for (int64_t i = 0; i < n; ++i) {
         auto& sum = state.components.back();
-        if (state.format == "compact") {
+        if (state.format == Format::compact) {
           at<uint16_t>(sum, i) = reference_narrow(initial);
-        } else if (state.format == "8bit") {
+        } else if (state.format == Format::eight_bit) {
           sum[i] = 15 * 16;
           sum[n + i / 64] = 127 - 18;
         } else {
@@ -357,23 +361,23 @@ ToyReference::ToyReference(const std::vector<engine::UnitSpec>& units, uint64_t 
 }
 
 size_t ToyReference::State::states() const {
-  return format == "frozen" ? 0 : components.size() - (format == "fp32" ? 1 : 2);
+  return format == engine::kFrozen ? 0 : components.size() - (format == Format::fp32 ? 1 : 2);
 }
 
 float ToyReference::State::weight(int64_t i) const {
-  if (format == "fp32" || format == "frozen") return at<float>(components[0], i);
-  if (format == "fp16") return at<float>(components[1], i);
-  const auto lo = format == "8bit" ? static_cast<int16_t>(at<int8_t>(components[1], i) * 256)
-                                   : at<int16_t>(components[1], i);
+  if (format == Format::fp32 || format == engine::kFrozen) return at<float>(components[0], i);
+  if (format == Format::fp16) return at<float>(components[1], i);
+  const auto lo = format == Format::eight_bit ? static_cast<int16_t>(at<int8_t>(components[1], i) * 256)
+                                          : at<int16_t>(components[1], i);
   uint32_t bits = 0;
   reference_join(&at<uint16_t>(components[0], i), &lo, &bits, 1);
   return std::bit_cast<float>(bits);
 }
 
 float ToyReference::State::state(int number, int64_t i) const {
-  const auto& bytes = components[number + (format == "fp32" ? 1 : 2)];
-  if (format == "compact") return reference_widen(at<uint16_t>(bytes, i));
-  if (format != "8bit") return at<float>(bytes, i);
+  const auto& bytes = components[number + (format == Format::fp32 ? 1 : 2)];
+  if (format == Format::compact) return reference_widen(at<uint16_t>(bytes, i));
+  if (format != Format::eight_bit) return at<float>(bytes, i);
   const bool is_signed =
       optim::name(optimizer) != "adagrad" && !(optim::name(optimizer) == "adam" && number == 1);
   return reference_decode(bytes[i], bytes[elements + i / 64], is_signed ? 1 : 0);
@@ -382,19 +386,19 @@ float ToyReference::State::state(int number, int64_t i) const {
 void ToyReference::assign(int unit, int segment, const std::vector<float>& weights) {
   State& state = units_[unit][segment];
   for (int64_t i = 0; i < state.elements; ++i) {
-    if (state.format == "fp32" || state.format == "frozen") {
+    if (state.format == Format::fp32 || state.format == engine::kFrozen) {
       at<float>(state.components[0], i) = weights[i];
-    } else if (state.format == "fp16") {
+    } else if (state.format == Format::fp16) {
       at<uint16_t>(state.components[0], i) = reference_narrow_half(weights[i]);
       at<float>(state.components[1], i) = weights[i];
     } else {
       auto bits = std::bit_cast<uint32_t>(weights[i]);
-      if (state.format == "8bit") bits = (bits + 128) / 256 * 256;
+      if (state.format == Format::eight_bit) bits = (bits + 128) / 256 * 256;
       uint16_t hi = 0;
       int16_t lo = 0;
       reference_split(&bits, &hi, &lo, 1);
       at<uint16_t>(state.components[0], i) = hi;
-      if (state.format == "8bit") {
+      if (state.format == Format::eight_bit) {
         at<int8_t>(state.components[1], i) = static_cast<int8_t>(lo / 256);
       } else {
         at<int16_t>(state.components[1], i) = lo;
@@ -419,7 +423,7 @@ void ToyReference::advance(int step, int micro_batches, double clip, const Absen
   for (size_t u = 0; u < units_.size(); ++u) {
     for (size_t s = 0; s < units_[u].size(); ++s) {
       State& state = units_[u][s];
-      if (state.format == "frozen") continue;
+      if (state.format == engine::kFrozen) continue;
       const auto ui = static_cast<int>(u);
       const auto si = static_cast<int>(s);
       const std::vector<float> gradient = this->gradient(ui, si, step, micro_batches, absent, world);
@@ -428,11 +432,11 @@ void ToyReference::advance(int step, int micro_batches, double clip, const Absen
       std::vector<void*> components;
       for (size_t c = 0; c < state.components.size(); ++c) components.push_back(state.data(c));
       ++state.steps;
-      const std::string name(optim::name(state.optimizer));
-      if (reference_update(name.c_str(), state.format.c_str(), components.data(), "fp32", gradient.data(),
+      const std::string name(optim::name(state.optimizer)), format(engine::format_name(state.format));
+      if (reference_update(name.c_str(), format.c_str(), components.data(), "fp32", gradient.data(),
                            state.elements, 0, state.elements, reference_hyper(hyper).data(), state.steps,
                            maximizes(hyper) ? -clip : clip, state.seed, state.index) != 1) {
-        throw std::logic_error("the reference does not know " + name + " in " + state.format);
+        throw std::logic_error("the reference does not know " + name + " in " + format);
       }
     }
   }

@@ -97,7 +97,7 @@ class ToyReference {
  private:
   struct State {
     optim::Optimizer optimizer;
-    std::string format;
+    engine::UnitFormat format;
     int group;
     int64_t elements = 0;
     uint64_t seed = 0;

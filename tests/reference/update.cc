@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
-#include <string>
+#include <span>
 #include <vector>
 
 #include "tests/reference/bits.h"
@@ -135,11 +135,24 @@ uint8_t encode(float x, int exponent, bool is_signed, uint32_t random12) {
 
 // ---- one piece
 
+enum class Format { fp32, exact, fp16, compact, eight_bit };
+constexpr const char* kFormats[] = {"fp32", "exact", "fp16", "compact", "8bit"};
+enum class Gradient { bf16, fp16, fp32 };
+constexpr const char* kGradients[] = {"bf16", "fp16", "fp32"};
+
+/// The place of `name` among `names`; -1: it is none of them.
+int place_of(const char* name, std::span<const char* const> names) {
+  for (size_t i = 0; i < names.size(); ++i) {
+    if (std::strcmp(names[i], name) == 0) return static_cast<int>(i);
+  }
+  return -1;
+}
+
 struct Piece {
   const Optimizer& optimizer;
-  std::string format;
+  Format format;
   void* const* components;
-  std::string gradient;
+  Gradient gradient;
   const void* grad;
   int64_t elements;
   const double* hyper;
@@ -152,41 +165,44 @@ struct Piece {
   T& at(int component, int64_t i) const {
     return static_cast<T*>(components[component])[i];
   }
-  uint32_t noise(int64_t i) const { return reference_noise(seed, index + i, step, format == "8bit"); }
-  int first_state() const { return format == "fp32" ? 1 : 2; }
+  uint32_t noise(int64_t i) const {
+    return reference_noise(seed, index + i, step, format == Format::eight_bit);
+  }
+  int first_state() const { return format == Format::fp32 ? 1 : 2; }
 
   float gradient_of(int64_t i) const {
-    if (gradient == "fp32") return static_cast<const float*>(grad)[i];
+    if (gradient == Gradient::fp32) return static_cast<const float*>(grad)[i];
     const uint16_t bits = static_cast<const uint16_t*>(grad)[i];
-    return gradient == "bf16" ? reference_widen(bits) : reference_widen_half(bits);
+    return gradient == Gradient::bf16 ? reference_widen(bits) : reference_widen_half(bits);
   }
 
   float weight(int64_t i) const {
-    if (format == "fp32") return at<float>(0, i);
-    if (format == "fp16") return at<float>(1, i);
-    const auto lo = format == "8bit" ? static_cast<int16_t>(at<int8_t>(1, i) * 256) : at<int16_t>(1, i);
+    if (format == Format::fp32) return at<float>(0, i);
+    if (format == Format::fp16) return at<float>(1, i);
+    const auto lo =
+        format == Format::eight_bit ? static_cast<int16_t>(at<int8_t>(1, i) * 256) : at<int16_t>(1, i);
     uint32_t bits;
     reference_join(&at<uint16_t>(0, i), &lo, &bits, 1);
     return as_float(bits);
   }
 
   void set_weight(int64_t i, float p) const {
-    if (format == "fp32") {
+    if (format == Format::fp32) {
       at<float>(0, i) = p;
       return;
     }
-    if (format == "fp16") {
+    if (format == Format::fp16) {
       at<uint16_t>(0, i) = reference_narrow_half(p);
       at<float>(1, i) = p;
       return;
     }
     uint32_t bits = as_bits(p);
-    if (format == "8bit") bits = round_bits(p, 256, noise(i) / 16777216);
+    if (format == Format::eight_bit) bits = round_bits(p, 256, noise(i) / 16777216);
     uint16_t hi;
     int16_t lo;
     reference_split(&bits, &hi, &lo, 1);
     at<uint16_t>(0, i) = hi;
-    if (format == "8bit") {
+    if (format == Format::eight_bit) {
       at<int8_t>(1, i) = static_cast<int8_t>(lo / 256);
     } else {
       at<int16_t>(1, i) = lo;
@@ -197,8 +213,8 @@ struct Piece {
   uint8_t& exponent(int k, int64_t i) const { return code(k, elements + i / 64); }
 
   float state(int k, int64_t i) const {
-    if (format == "compact") return reference_widen(at<uint16_t>(first_state() + k, i));
-    if (format != "8bit") return at<float>(first_state() + k, i);
+    if (format == Format::compact) return reference_widen(at<uint16_t>(first_state() + k, i));
+    if (format != Format::eight_bit) return at<float>(first_state() + k, i);
     return reference_decode(code(k, i), exponent(k, i), optimizer.is_signed[k]);
   }
 
@@ -215,7 +231,7 @@ struct Piece {
       for (int k = 0; k < optimizer.states; ++k) e.s[k] = state(k, i);
       update_one(e, i);
       for (int k = 0; k < optimizer.states; ++k) {
-        if (format == "compact") {
+        if (format == Format::compact) {
           const uint32_t random = k == 0 ? noise(i) % 65536 : noise(i) / 65536;
           at<uint16_t>(first_state() + k, i) =
               static_cast<uint16_t>(round_bits(e.s[k], 65536, random) / 65536);
@@ -248,22 +264,27 @@ struct Piece {
   }
 };
 
-bool one_of(const std::string& name, std::initializer_list<const char*> known) {
-  return std::find(known.begin(), known.end(), name) != known.end();
-}
-
 }  // namespace
 
 int reference_update(const char* optimizer, const char* format, void* const* components, const char* gradient,
                      const void* grad, int64_t elements, int64_t begin, int64_t end, const double* hyper,
                      int64_t step, double grad_scale, uint64_t seed, int64_t index) {
-  if (!one_of(format, {"fp32", "exact", "fp16", "compact", "8bit"})) return 0;
-  if (!one_of(gradient, {"bf16", "fp16", "fp32"})) return 0;
+  const int in_format = place_of(format, kFormats), of_gradient = place_of(gradient, kGradients);
+  if (in_format < 0 || of_gradient < 0) return 0;
   for (const Optimizer& known : kOptimizers) {
     if (std::strcmp(known.name, optimizer) != 0) continue;
-    const Piece piece{known, format, components,          gradient, grad, elements,
-                      hyper, step,   rounded(grad_scale), seed,     index};
-    if (piece.format != "8bit") {
+    const Piece piece{known,
+                      Format{in_format},
+                      components,
+                      Gradient{of_gradient},
+                      grad,
+                      elements,
+                      hyper,
+                      step,
+                      rounded(grad_scale),
+                      seed,
+                      index};
+    if (piece.format != Format::eight_bit) {
       piece.update_elements(begin, end);
     } else {
       for (int64_t first = begin / 64 * 64; first < end; first += 64) piece.update_block(first, begin, end);
