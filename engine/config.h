@@ -27,6 +27,9 @@ struct Config {
   double max_grad_norm = 0;                 // 0: no clipping
   bool speculate = false;                   // update in backward, before the norm is known; world 1
   int stage = 3;  // several ranks: what they divide (StagePolicy); never changes a bit
+  // Several ranks: gradients are summed by the transport's own reduce-scatter, in its order and precision, in
+  // place of an exchange and an fp32 sum in rank order. Needs Communicator::reduces().
+  bool library_sums = false;
   int64_t rank_timeout_ms =
       30 * 60 * 1000;  // a rank that does nothing for so long while others wait has failed
   int64_t chunk_elements = 512 * 1024;

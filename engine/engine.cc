@@ -132,6 +132,10 @@ Engine::Engine(const std::vector<UnitSpec>& units, const Config& config, Resourc
     throw std::invalid_argument(
         fmt::format("speculate needs a world of one rank; this one has {}", ranks.world()));
   }
+  if (own.library_sums && ranks.world() > 1 && !ranks.reduces()) {
+    throw std::invalid_argument(
+        "library_sums: this transport has no reduction of its own (MPI and NCCL have); leave it out");
+  }
   Layout layout = make_layout(units, own.chunk_elements, ranks.rank(), ranks.world(), own.stage);
   Plan plan = make_plan(layout, own, {resources.device->shares_host_memory()});
   if (plan.nvme_bytes() > 0 && resources.store == nullptr)

@@ -6,13 +6,15 @@
 #include <cstring>
 #include <stdexcept>
 
-#include "cpu_optim/gradient.h"
-#include "engine/gradient_elements.h"
+#include "cpu_optim/elements.h"
 
 namespace overspill::engine {
 namespace {
 
+using optim::span_of;
+
 constexpr int64_t kPoolAlign = 4096;
+constexpr int64_t kSumBytes = sizeof(float);
 
 }  // namespace
 
@@ -34,6 +36,16 @@ GradientSums::GradientSums(Context& context)
 
 int64_t GradientSums::width(int32_t unit) const {
   return gradient_element_bytes(context_.layout.units[unit].format, context_.config.gradient_accumulation);
+}
+
+optim::Element GradientSums::element(int32_t unit) const {
+  return gradient_element(*context_.layout.units[unit].format, context_.config.gradient_accumulation);
+}
+
+/// Of what this rank has given, the part of `rank` from `in_slice` on.
+const std::byte* GradientSums::slice_of(int32_t unit, int rank, int64_t in_slice) const {
+  return context_.units[unit].gradients +
+         (rank * context_.layout.units[unit].slice_elements + in_slice) * width(unit);
 }
 
 void GradientSums::open(std::unique_lock<std::mutex>& lock, int32_t unit) {
@@ -170,31 +182,55 @@ void GradientSums::sum(int32_t unit, std::span<const uint8_t> gives) {
 void GradientSums::sum_chunk(int32_t unit, int64_t in_slice, int64_t elements, std::byte* to,
                              std::span<const uint8_t> gives) {
   const Layout& layout = context_.layout;
-  const Unit& u = layout.units[unit];
-  const auto bytes = static_cast<size_t>(elements * width(unit));
-  const std::byte* own = context_.units[unit].gradients;
-  const auto slice_of = [&](int rank) { return own + (rank * u.slice_elements + in_slice) * width(unit); };
+  const auto sum = span_of<float>(exchange_.data() + (layout.slices + 1) * elements * kSumBytes, elements);
+  if (context_.config.library_sums) {
+    add_by_the_transport(unit, in_slice, sum, gives[layout.slice] != 0);
+  } else {
+    add_in_rank_order(unit, in_slice, sum, gives);
+  }
+  optim::scale(sum, 1.0F / static_cast<float>(layout.slices));
+  if (of_[unit].summed) widen(element(unit), to, sum, false);
+  narrow(element(unit), sum, to);
+}
+
+void GradientSums::add_in_rank_order(int32_t unit, int64_t in_slice, std::span<float> sum,
+                                     std::span<const uint8_t> gives) {
+  const Layout& layout = context_.layout;
+  const size_t bytes = sum.size() * static_cast<size_t>(width(unit));
   for (int rank = 0; rank < layout.slices; ++rank) {
     const bool other = rank != layout.slice;
-    send_[rank] =
-        other && gives[layout.slice] != 0 ? std::span(slice_of(rank), bytes) : std::span<const std::byte>();
+    send_[rank] = other && gives[layout.slice] != 0 ? std::span(slice_of(unit, rank, in_slice), bytes)
+                                                    : std::span<const std::byte>();
     receive_[rank] = other && gives[rank] != 0
                          ? exchange_.span().subspan(static_cast<size_t>(rank) * bytes, bytes)
                          : std::span<std::byte>();
   }
   context_.resources.communicator->exchange(send_, receive_);
-  const optim::Element kind = gradient_element(*u.format, context_.config.gradient_accumulation);
-  std::byte* sum_at = exchange_.data() + layout.slices * elements * static_cast<int64_t>(sizeof(float));
-  const auto sum = span_of<float>(sum_at, elements);
   bool first = true;
   for (int rank = 0; rank < layout.slices; ++rank) {
     if (gives[rank] == 0) continue;
-    widen(kind, rank == layout.slice ? slice_of(rank) : receive_[rank].data(), sum, first);
+    const std::byte* part = rank == layout.slice ? slice_of(unit, rank, in_slice) : receive_[rank].data();
+    widen(element(unit), part, sum, first);
     first = false;
   }
-  optim::scale(sum, 1.0F / static_cast<float>(layout.slices));
-  if (of_[unit].summed) widen(kind, to, sum, false);
-  narrow(kind, sum, to);
+}
+
+/// Its slices have to lie side by side, and a rank that has nothing sends zeros.
+void GradientSums::add_by_the_transport(int32_t unit, int64_t in_slice, std::span<float> sum, bool gives) {
+  const int slices = context_.layout.slices;
+  const size_t bytes = sum.size() * static_cast<size_t>(width(unit));
+  const auto all = exchange_.span().first(static_cast<size_t>(slices) * bytes);
+  const auto own = exchange_.span().subspan(static_cast<size_t>(slices) * sum.size_bytes(), bytes);
+  for (int rank = 0; rank < slices; ++rank) {
+    std::byte* const to = all.data() + static_cast<size_t>(rank) * bytes;
+    if (gives) {
+      std::memcpy(to, slice_of(unit, rank, in_slice), bytes);
+    } else {
+      std::memset(to, 0, bytes);
+    }
+  }
+  context_.resources.communicator->reduce_scatter_sum(all, own, element(unit));
+  widen(element(unit), own.data(), sum, true);
 }
 
 }  // namespace overspill::engine

@@ -1,6 +1,7 @@
 // Gradients of several ranks: what this rank has given of each unit, until it is summed over all ranks
 // (docs/ranks.md). An all-to-all of slices, then an fp32 sum in rank order: one result on every transport and
-// at every stage (DESIGN 8). A rank that has nothing of a unit sends nothing, and counts as zeros.
+// at every stage (DESIGN 8). A rank that has nothing of a unit sends nothing, and counts as zeros. Or, where
+// Config::library_sums says so, the transport's own reduce-scatter.
 //
 // At stages 2 and 3, with one micro-batch a step, a unit's gradients lie whole in a pool only until it is
 // summed, which is when every rank has given all it will give; then only the shard's are kept. Otherwise they
@@ -60,6 +61,11 @@ class GradientSums {
   };
   void sum_chunk(int32_t unit, int64_t in_slice, int64_t elements, std::byte* to,
                  std::span<const uint8_t> gives);
+  void add_in_rank_order(int32_t unit, int64_t in_slice, std::span<float> sum,
+                         std::span<const uint8_t> gives);
+  void add_by_the_transport(int32_t unit, int64_t in_slice, std::span<float> sum, bool gives);
+  optim::Element element(int32_t unit) const;
+  const std::byte* slice_of(int32_t unit, int rank, int64_t in_slice) const;
   void check_refused(int32_t unit);
   void zero_absent(int32_t unit);
   bool must_wait(int32_t unit) const;

@@ -9,13 +9,14 @@
 #include <limits>
 #include <optional>
 #include <stdexcept>
-#include <type_traits>
 
+#include "cpu_optim/elements.h"
 #include "cpu_optim/gradient.h"
-#include "engine/gradient_elements.h"
 
 namespace overspill::engine {
 namespace {
+
+using optim::span_of;
 
 constexpr int64_t kPieceElements = 512 * 1024;  // of a gradient that several workers take in
 
@@ -28,8 +29,7 @@ void take_in(const std::byte* from, optim::Element from_element, std::byte* to, 
     std::memcpy(to, from, static_cast<size_t>(elements * optim::bytes(to_element)));
     return;
   }
-  with_type(to_element,
-            [&]<class T>(T) { optim::accumulate(span_of<T>(from, elements), span_of<T>(to, elements)); });
+  optim::accumulate(to_element, from, to, elements);
 }
 
 std::optional<optim::Element> element_of(std::string_view dtype) {

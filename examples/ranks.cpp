@@ -167,6 +167,8 @@ int main(int argc, char** argv) {
                  "what the ranks divide: 0 nothing, 1 states, 2 gradients too, 3 weights too")
       ->check(CLI::Range(0, 3))
       ->capture_default_str();
+  app.add_flag("--library-sums", config.library_sums,
+               "let MPI sum the gradients, in its own order, instead of fp32 sums in rank order");
   app.add_option("--nvme", config.nvme, "folder for what is over the host budget")
       ->check(CLI::ExistingDirectory);
   app.add_option("--host-budget", config.host_budget_bytes,

@@ -12,6 +12,8 @@
 #include <stdexcept>
 #include <string>
 
+#include "cpu_optim/format.h"
+
 namespace overspill::engine {
 
 class CommunicatorError : public std::runtime_error {
@@ -41,6 +43,16 @@ class Communicator {
   /// Element-wise sums, added in rank order on every rank: bit-equal everywhere.
   virtual void all_reduce_sum(std::span<double> values) = 0;
 
+  /// Whether the transport has a reduction of its own: reduce_scatter_sum().
+  virtual bool reduces() const { return false; }
+
+  /// Slice r of `send`, of world() equal ones, is this rank's part of what rank r gets: `sum` is the sum of
+  /// all ranks' slices rank(), added as the transport likes best. Its order and roundings may differ between
+  /// transports, worlds and libraries; every rank's sum is its own, so ranks never differ by it. `send` and
+  /// `sum` do not overlap. Throws std::logic_error where reduces() is false or `sum` is not whole elements.
+  virtual void reduce_scatter_sum(std::span<const std::byte> send, std::span<std::byte> sum,
+                                  optim::Element element);
+
   virtual void barrier() = 0;
 
   /// Ends the world: calls in progress and later ones throw on every rank, with `reason`.
@@ -50,5 +62,17 @@ class Communicator {
   /// transport hears of it in calls only. Between calls, from the thread that makes them.
   virtual std::string failure() { return {}; }
 };
+
+/// How many elements there are in `data`.
+inline int64_t whole_elements(std::span<const std::byte> data, optim::Element element) {
+  const auto bytes = static_cast<int64_t>(data.size());
+  if (bytes % optim::bytes(element) != 0) throw std::logic_error("a sum of parts of elements");
+  return bytes / optim::bytes(element);
+}
+
+inline void Communicator::reduce_scatter_sum(std::span<const std::byte>, std::span<std::byte>,
+                                             optim::Element) {
+  throw std::logic_error("this transport has no reduction of its own");
+}
 
 }  // namespace overspill::engine

@@ -44,6 +44,15 @@ class CountingCommunicator final : public Communicator {
     count(traffic_->reduced, bytes, bytes);
   }
 
+  bool reduces() const override { return ranks_->reduces(); }
+
+  void reduce_scatter_sum(std::span<const std::byte> send, std::span<std::byte> sum,
+                          optim::Element element) override {
+    ranks_->reduce_scatter_sum(send, sum, element);
+    const auto bytes = static_cast<int64_t>(sum.size()) * (world() - 1);
+    count(traffic_->scattered, bytes, bytes);
+  }
+
   void barrier() override {
     ranks_->barrier();
     count(traffic_->barriers, 0, 0);

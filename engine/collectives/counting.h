@@ -21,6 +21,7 @@ struct Traffic {
   Kind transposed;  // all_to_all
   Kind exchanged;   // exchange
   Kind reduced;     // all_reduce_sum
+  Kind scattered;   // reduce_scatter_sum, as in a ring
   Kind barriers;
 };
 

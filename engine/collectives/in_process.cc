@@ -8,6 +8,7 @@
 #include <mutex>
 #include <string>
 
+#include "cpu_optim/elements.h"
 #include "engine/collectives/same_call.h"
 
 namespace overspill::engine {
@@ -185,6 +186,20 @@ class InProcessCommunicator final : public Communicator {
     std::ranges::copy(sums_, values.begin());  // only now: others read `values` until they have left
   }
 
+  /// For tests: in rank order, in fp32, rounded once.
+  bool reduces() const override { return true; }
+
+  void reduce_scatter_sum(std::span<const std::byte> send, std::span<std::byte> sum,
+                          optim::Element element) override {
+    addends_.resize(static_cast<size_t>(whole_elements(sum, element)));
+    world_->join(rank_,
+                 {"reduce_scatter_sum", send, sum.size() * static_cast<size_t>(world()), true, {}, {}});
+    for (int from = 0; from < world(); ++from)
+      optim::widen(element, world_->offered(from).data() + rank_ * sum.size(), addends_, from == 0);
+    world_->leave();
+    optim::narrow(element, addends_, sum.data());
+  }
+
   void barrier() override {
     world_->join(rank_, {"barrier", {}, 0, false, {}, {}});
     world_->leave();
@@ -201,6 +216,7 @@ class InProcessCommunicator final : public Communicator {
   std::shared_ptr<World> world_;
   const int rank_;
   std::vector<double> sums_;
+  std::vector<float> addends_;
 };
 
 }  // namespace

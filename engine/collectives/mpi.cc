@@ -13,6 +13,7 @@
 #include <thread>
 #include <vector>
 
+#include "cpu_optim/elements.h"
 #include "engine/collectives/rank_order_sum.h"
 #include "engine/collectives/same_call.h"
 
@@ -31,6 +32,16 @@ void check(int code, const char* call) {
   int length = 0;
   MPI_Error_string(code, text.data(), &length);
   throw CommunicatorError(fmt::format("{}: {}", call, std::string_view(text.data(), length)));
+}
+
+/// MPI knows no halves: they travel as words of 16 bits, and are added by us, rounded after each addition.
+template <optim::Element element>
+void add(void* from, void* to, int* count, MPI_Datatype*) {
+  optim::accumulate(element, from, static_cast<std::byte*>(to), *count);
+}
+
+MPI_Datatype type_of(optim::Element element) {
+  return element == optim::Element::fp32 ? MPI_FLOAT : MPI_UINT16_T;
 }
 
 /// What a rank says when it has heard all announcements: nothing, or why the world ends.
@@ -72,6 +83,8 @@ class MpiCommunicator final : public Communicator {
     check(MPI_Comm_set_errhandler(ranks_, MPI_ERRORS_RETURN), "MPI_Comm_set_errhandler");
     check(MPI_Comm_rank(ranks_, &rank_), "MPI_Comm_rank");
     check(MPI_Comm_size(ranks_, &world_), "MPI_Comm_size");
+    check(MPI_Op_create(add<optim::Element::bf16>, 1, &add_bf16_), "MPI_Op_create");
+    check(MPI_Op_create(add<optim::Element::fp16>, 1, &add_fp16_), "MPI_Op_create");
     heard_.resize(world_);
     verdicts_.resize(world_);
     for (auto* requests : {&hears_, &hears_verdict_, &says_, &says_verdict_})
@@ -87,6 +100,8 @@ class MpiCommunicator final : public Communicator {
         MPI_Request_free(&request);
       }
     }
+    MPI_Op_free(&add_bf16_);
+    MPI_Op_free(&add_fp16_);
     if (failure_.empty()) MPI_Comm_free(&ranks_);  // collective, so not in a world that has ended
   }
 
@@ -142,6 +157,21 @@ class MpiCommunicator final : public Communicator {
 
   void all_reduce_sum(std::span<double> values) override { sum_in_rank_order(*this, values, gathered_); }
 
+  bool reduces() const override { return true; }
+
+  void reduce_scatter_sum(std::span<const std::byte> send, std::span<std::byte> sum,
+                          optim::Element element) override {
+    const int64_t elements = whole_elements(sum, element);
+    announce(Call::reduce_scatter_sum, send.size(), sum.size() * static_cast<size_t>(world_));
+    if (elements > std::numeric_limits<int>::max())
+      throw CommunicatorError(fmt::format("a sum of {} elements is more than MPI can count", elements));
+    MPI_Request request = MPI_REQUEST_NULL;
+    check(MPI_Ireduce_scatter_block(send.data(), sum.data(), static_cast<int>(elements), type_of(element),
+                                    sum_of(element), ranks_, &request),
+          "MPI_Ireduce_scatter_block");
+    finish(request, Call::reduce_scatter_sum);
+  }
+
   void barrier() override { announce(Call::barrier, 0, 0); }
 
   void abort(const char* reason) noexcept override {
@@ -170,6 +200,11 @@ class MpiCommunicator final : public Communicator {
   }
 
  private:
+  MPI_Op sum_of(optim::Element element) const {
+    if (element == optim::Element::fp32) return MPI_SUM;
+    return element == optim::Element::bf16 ? add_bf16_ : add_fp16_;
+  }
+
   /// Returns when every rank has said that it makes this call, and that it has heard so of all others; a
   /// barrier, therefore. In between nobody gives up without a verdict, so either all ranks go on or none
   /// does.
@@ -319,6 +354,7 @@ class MpiCommunicator final : public Communicator {
   const std::shared_ptr<bool> world_failed_;
   const std::chrono::milliseconds timeout_;
   MPI_Comm ranks_ = MPI_COMM_NULL;
+  MPI_Op add_bf16_ = MPI_OP_NULL, add_fp16_ = MPI_OP_NULL;
   int rank_ = 0;
   int world_ = 1;
   uint64_t calls_ = 0;

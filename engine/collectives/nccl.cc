@@ -33,6 +33,18 @@ struct Hello {
   nccl::UniqueId id{};  // of rank 0
 };
 
+nccl::DataType type_of(optim::Element element) {
+  switch (element) {
+    case optim::Element::bf16:
+      return nccl::DataType::bfloat16;
+    case optim::Element::fp16:
+      return nccl::DataType::float16;
+    case optim::Element::fp32:
+      break;
+  }
+  return nccl::DataType::float32;
+}
+
 /// An error's text without the name of the call that `control` made.
 std::string_view reason_of(std::string_view text) {
   const size_t colon = text.find(": ");
@@ -139,6 +151,31 @@ class NcclCommunicator final : public Communicator {
     announce({0, 0, 0, Call::exchange}, send, receive);
     move_pairs(
         call, [&](int peer) { return send[peer]; }, [&](int peer) { return receive[peer]; });
+  }
+
+  bool reduces() const override { return true; }
+
+  /// Of any size over NCCL: `control` may have no reduction.
+  void reduce_scatter_sum(std::span<const std::byte> send, std::span<std::byte> sum,
+                          optim::Element element) override {
+    const char* call = name_of(Call::reduce_scatter_sum);
+    throw_if_failed(call);
+    static_cast<void>(whole_elements(sum, element));
+    announce({0, send.size(), sum.size() * static_cast<size_t>(world_), Call::reduce_scatter_sum}, {}, {});
+    const auto slice = std::ssize(sum);
+    const int64_t most = piece_bytes(world_ + 1);
+    std::byte* const own = staging_.data() + world_ * most;
+    for (int64_t at = 0; at < slice; at += most) {
+      const int64_t bytes = std::min(most, slice - at);
+      for (int rank = 0; rank < world_; ++rank)
+        stream_->copy_from_host(staging_.data() + rank * bytes, send.data() + rank * slice + at, bytes);
+      check(call,
+            nccl_.reduce_scatter(staging_.data(), own, static_cast<size_t>(bytes / optim::bytes(element)),
+                                 type_of(element), nccl::Reduction::sum, comm_, stream_->native()));
+      await_launch(call);
+      stream_->copy_to_host(sum.data() + at, own, bytes);
+    }
+    await_stream(call);
   }
 
   void all_reduce_sum(std::span<double> values) override {

@@ -54,6 +54,7 @@ Api load(const std::filesystem::path& path) {
   take("ncclCommDestroy", api.comm_destroy);
   take("ncclCommAbort", api.comm_abort);
   take("ncclAllGather", api.all_gather);
+  take("ncclReduceScatter", api.reduce_scatter);
   take("ncclSend", api.send);
   take("ncclRecv", api.recv);
   take("ncclGroupStart", api.group_start);

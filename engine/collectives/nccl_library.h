@@ -13,7 +13,8 @@ using Comm = OpaqueComm*;
 using CudaStream = void*;  // a cudaStream_t
 
 enum class Result : int { success = 0, system_error = 2, invalid_argument = 4, in_progress = 7 };
-enum class DataType : int { int8 = 0 };
+enum class DataType : int { int8 = 0, float16 = 6, float32 = 7, bfloat16 = 9 };
+enum class Reduction : int { sum = 0 };
 
 struct UniqueId {
   char internal[128];
@@ -39,6 +40,8 @@ struct Api {
   Result (*comm_abort)(Comm comm) = nullptr;
   Result (*all_gather)(const void* send, void* receive, size_t send_count, DataType type, Comm comm,
                        CudaStream stream) = nullptr;
+  Result (*reduce_scatter)(const void* send, void* receive, size_t receive_count, DataType type,
+                           Reduction reduction, Comm comm, CudaStream stream) = nullptr;
   Result (*send)(const void* data, size_t count, DataType type, int peer, Comm comm,
                  CudaStream stream) = nullptr;
   Result (*recv)(void* data, size_t count, DataType type, int peer, Comm comm, CudaStream stream) = nullptr;

@@ -9,7 +9,7 @@
 
 namespace overspill::engine {
 
-enum class Call : uint64_t { all_gather, all_to_all, exchange, barrier };
+enum class Call : uint64_t { all_gather, all_to_all, exchange, reduce_scatter_sum, barrier };
 
 inline const char* name_of(Call call) {
   switch (call) {
@@ -19,6 +19,8 @@ inline const char* name_of(Call call) {
       return "all_to_all";
     case Call::exchange:
       return "exchange";
+    case Call::reduce_scatter_sum:
+      return "reduce_scatter_sum";
     case Call::barrier:
       return "barrier";
   }
@@ -27,9 +29,9 @@ inline const char* name_of(Call call) {
 
 /// What a rank tells each other one before a call, where ranks are processes.
 struct Announcement {
-  uint64_t number = 0;      // of calls so far
-  uint64_t send_bytes = 0;  // in all; of an exchange, what is sent to that rank and is expected from it
-  uint64_t receive_bytes = 0;
+  uint64_t number = 0;         // of calls so far
+  uint64_t send_bytes = 0;     // in all; of an exchange, what is sent to that rank and is expected from it
+  uint64_t receive_bytes = 0;  // of a reduction, as many slices as are sent
   Call call = Call::barrier;
 };
 

@@ -10,6 +10,7 @@
 #include <random>
 #include <vector>
 
+#include "cpu_optim/elements.h"
 #include "engine/collectives/communicator.h"
 
 namespace overspill::engine::conformance {
@@ -101,6 +102,41 @@ inline void sum_in_rank_order_to_the_bit(Communicator& ranks) {
     ranks.all_reduce_sum(values);
     ASSERT_EQ(std::memcmp(values.data(), expected.data(), count * sizeof(double)), 0);
   }
+}
+
+/// Whole numbers that are exact in every type, whatever the order they are added in.
+inline void reduce_and_scatter(Communicator& ranks, int rounds = 50) {
+  const int world = ranks.world(), rank = ranks.rank();
+  std::mt19937 random(43);  // the same sizes on every rank
+  const auto addend = [](int from, int to, size_t i) {
+    return static_cast<float>((31 * from + 7 * to + 3 * static_cast<int>(i % 1009)) % 33 - 16);
+  };
+  for (int round = 0; round < rounds; ++round) {
+    const size_t count = random() % 3 == 0 ? random() % 4 : random() % 5'000;
+    for (const optim::Element element : {optim::Element::bf16, optim::Element::fp16, optim::Element::fp32}) {
+      const size_t slice = count * static_cast<size_t>(optim::bytes(element));
+      std::vector<std::byte> send(slice * static_cast<size_t>(world)), sum(slice);
+      std::vector<float> values(count);
+      for (int to = 0; to < world; ++to) {
+        for (size_t i = 0; i < count; ++i) values[i] = addend(rank, to, i);
+        optim::narrow(element, values, send.data() + static_cast<size_t>(to) * slice);
+      }
+      ranks.reduce_scatter_sum(send, sum, element);
+      std::ranges::fill(send, std::byte{0xEE});  // nobody still reads it
+      optim::widen(element, sum.data(), values, true);
+      for (size_t i = 0; i < count; ++i) {
+        float expected = 0;
+        for (int from = 0; from < world; ++from) expected += addend(from, rank, i);
+        ASSERT_EQ(values[i], expected) << "round " << round << " element " << i;
+      }
+    }
+  }
+}
+
+/// Rank 0 has room for another sum than it sends slices of.
+inline void a_sum_of_another_size(Communicator& ranks) {
+  std::vector<std::byte> send(8 * static_cast<size_t>(ranks.world())), sum(ranks.rank() == 0 ? 16 : 8);
+  ranks.reduce_scatter_sum(send, sum, optim::Element::fp32);
 }
 
 /// One rank's sizes differ from the others'; for a world of one, what is sent from what is received.

@@ -69,6 +69,15 @@ TEST_P(Worlds, SumInRankOrderToTheBit) {
   for (const auto& error : errors) EXPECT_EQ(error, "");
 }
 
+TEST_P(Worlds, ReduceAndScatter) {
+  if (GetParam() < 2) GTEST_SKIP() << "who is alone has nothing to add";
+  const auto errors =
+      run_world(GetParam(), kLong, [](Communicator& ranks) { conformance::reduce_and_scatter(ranks); });
+  for (const auto& error : errors) EXPECT_EQ(error, "");
+  expect_all_say(run_world(GetParam(), kLong, conformance::a_sum_of_another_size),
+                 {"reduce_scatter_sum", "rank 0"});
+}
+
 TEST_P(Worlds, BarrierHoldsEverybody) {
   std::atomic<int> arrived = 0;
   const auto errors = run_world(GetParam(), kLong, [&](Communicator& ranks) {

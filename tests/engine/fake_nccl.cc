@@ -14,6 +14,7 @@
 #include <utility>
 #include <vector>
 
+#include "cpu_optim/elements.h"
 #include "engine/collectives/nccl_library.h"
 #include "kernels/simulated_device.h"
 
@@ -37,11 +38,11 @@ struct World {
     size_t bytes = 0;
     bool* taken = nullptr;
   };
-  struct Gather {
+  struct Meeting {
     std::map<int, Post> posts;  // by rank
     int read = 0;
   };
-  std::map<uint64_t, Gather> gathers;                    // by number
+  std::map<uint64_t, Meeting> meetings;                  // of all ranks, by number
   std::map<std::pair<int, int>, std::deque<Post>> sent;  // by (from, to)
 };
 
@@ -64,7 +65,7 @@ struct OpaqueComm {
   std::function<void()> launch;  // what then goes to the stream
   std::vector<Operation> group;  // of the group being made
   void* stream = nullptr;        // of the group
-  uint64_t gathers = 0;
+  uint64_t meetings = 0;
 };
 
 namespace {
@@ -129,26 +130,48 @@ void hang(const Keep& comm) {
   wait_unless_aborted(comm, lock, [] { return false; });
 }
 
-void gather(const Keep& comm, uint64_t number, const void* send, void* receive, size_t bytes) {
+/// All ranks post `bytes` at `send`; each reads what every rank posted, by read(rank, data), in rank order.
+template <class Read>
+void meet(const Keep& comm, uint64_t number, const void* send, size_t bytes, const Read& read) {
   World& world = *comm->world;
   std::unique_lock lock(world.mutex);
   if (comm->aborted) return;
-  auto& gather = world.gathers[number];
-  gather.posts[comm->rank] = {send, bytes, nullptr};
+  auto& meeting = world.meetings[number];
+  meeting.posts[comm->rank] = {send, bytes, nullptr};
   world.changed.notify_all();
-  if (!wait_unless_aborted(comm, lock, [&] { return std::ssize(gather.posts) == comm->ranks; })) return;
-  for (const auto& [rank, post] : gather.posts) {
+  if (!wait_unless_aborted(comm, lock, [&] { return std::ssize(meeting.posts) == comm->ranks; })) return;
+  for (const auto& [rank, post] : meeting.posts) {
     if (post.bytes != bytes) {
       ++misuse_count;
       wait_unless_aborted(comm, lock, [] { return false; });
       return;
     }
-    std::byte* const to = static_cast<std::byte*>(receive) + static_cast<size_t>(rank) * bytes;
-    if (to != post.data) std::memcpy(to, post.data, bytes);
+    read(rank, static_cast<const std::byte*>(post.data));
   }
-  ++gather.read;
+  ++meeting.read;
   world.changed.notify_all();
-  wait_unless_aborted(comm, lock, [&] { return gather.read == comm->ranks; });
+  wait_unless_aborted(comm, lock, [&] { return meeting.read == comm->ranks; });
+}
+
+void gather(const Keep& comm, uint64_t number, const void* send, void* receive, size_t bytes) {
+  meet(comm, number, send, bytes, [&](int rank, const std::byte* data) {
+    std::byte* const to = static_cast<std::byte*>(receive) + static_cast<size_t>(rank) * bytes;
+    if (to != data) std::memcpy(to, data, bytes);
+  });
+}
+
+/// From the last rank to the first, so that nobody can rely on an order.
+void reduce_scatter(const Keep& comm, uint64_t number, const void* send, std::byte* sum, size_t count,
+                    optim::Element element) {
+  const size_t bytes = count * static_cast<size_t>(optim::bytes(element));
+  std::vector<const std::byte*> slices;
+  meet(comm, number, send, bytes * static_cast<size_t>(comm->ranks), [&](int rank, const std::byte* data) {
+    slices.push_back(data + static_cast<size_t>(comm->rank) * bytes);
+    if (rank + 1 < comm->ranks) return;
+    std::vector<float> total(count);
+    for (size_t i = slices.size(); i-- > 0;) optim::widen(element, slices[i], total, i + 1 == slices.size());
+    optim::narrow(element, total, sum);
+  });
 }
 
 void transfer(const Keep& comm, const std::vector<Operation>& group) {
@@ -200,8 +223,8 @@ void abort_in_world(const Keep& comm) {
   for (auto& [pair, posts] : comm->world->sent) {
     if (pair.first == comm->rank) posts.clear();
   }
-  for (auto& [number, gather] : comm->world->gathers) {
-    if (gather.read < comm->ranks) gather.posts.erase(comm->rank);
+  for (auto& [number, meeting] : comm->world->meetings) {
+    if (meeting.read < comm->ranks) meeting.posts.erase(comm->rank);
   }
   comm->world->changed.notify_all();
 }
@@ -297,8 +320,19 @@ FAKE_NCCL_API Result ncclCommAbort(Comm comm) {
 FAKE_NCCL_API Result ncclAllGather(const void* send, void* receive, size_t count, DataType, Comm comm,
                                    CudaStream stream) {
   if (!alive(comm)) return Result::invalid_argument;
-  return begin(comm, stream, [kept = keep(comm), number = comm->gathers++, send, receive, count] {
+  return begin(comm, stream, [kept = keep(comm), number = comm->meetings++, send, receive, count] {
     gather(kept, number, send, receive, count);
+  });
+}
+
+FAKE_NCCL_API Result ncclReduceScatter(const void* send, void* receive, size_t count, DataType type,
+                                       Reduction reduction, Comm comm, CudaStream stream) {
+  if (!alive(comm) || reduction != Reduction::sum) return Result::invalid_argument;
+  const optim::Element element = type == DataType::bfloat16  ? optim::Element::bf16
+                                 : type == DataType::float16 ? optim::Element::fp16
+                                                             : optim::Element::fp32;
+  return begin(comm, stream, [kept = keep(comm), number = comm->meetings++, send, receive, count, element] {
+    reduce_scatter(kept, number, send, static_cast<std::byte*>(receive), count, element);
   });
 }
 

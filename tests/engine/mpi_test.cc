@@ -75,6 +75,11 @@ TEST(Mpi, SumsInRankOrderToTheBit) {
   EXPECT_EQ(what_it_throws(kLong, conformance::sum_in_rank_order_to_the_bit), "");
 }
 
+TEST(Mpi, ReducesAndScatters) {
+  EXPECT_EQ(what_it_throws(kLong, [](Communicator& ranks) { conformance::reduce_and_scatter(ranks); }), "");
+  expect_says(what_it_throws(kLong, conformance::a_sum_of_another_size), {"reduce_scatter_sum", "rank 0"});
+}
+
 TEST(Mpi, ABarrierHoldsEverybody) {
   // Each rank leaves a file before the barrier; after it all of them are there.
   std::string folder = "/tmp/overspill-mpi-XXXXXX";

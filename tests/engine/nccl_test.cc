@@ -144,6 +144,14 @@ TEST_P(NcclWorlds, SumInRankOrderToTheBit) {
   expect_nothing_said(run_world(GetParam(), conformance::sum_in_rank_order_to_the_bit));
 }
 
+TEST_P(NcclWorlds, ReduceAndScatter) {
+  const int64_t calls = fake().calls();
+  expect_nothing_said(
+      run_world(GetParam(), [](Communicator& ranks) { conformance::reduce_and_scatter(ranks); }));
+  EXPECT_GT(fake().calls(), calls + 100) << "in pieces, over NCCL";
+  expect_all_say(run_world(GetParam(), conformance::a_sum_of_another_size), {"reduce_scatter_sum", "rank 0"});
+}
+
 TEST_P(NcclWorlds, RefuseSizesThatDiffer) {
   expect_all_say(run_world(GetParam(), conformance::sizes_that_differ), {"all_to_all", "rank"});
   if (GetParam() > 1)

@@ -33,6 +33,7 @@ std::unique_ptr<engine::Engine> model_rank(const std::vector<engine::UnitSpec>& 
   config.gradient_accumulation = options.micro_batches;
   config.max_grad_norm = options.max_grad_norm;
   config.speculate = options.speculate;
+  config.library_sums = options.library_sums;
   config.rank_timeout_ms = options.rank_timeout_ms;
   config.chunk_elements = 2048;
   config.placement = options.placement;

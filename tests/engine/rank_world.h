@@ -23,6 +23,7 @@ struct RankOptions {
   double max_grad_norm = 1.0;
   int64_t rank_timeout_ms = 60'000;
   bool speculate = false;
+  bool library_sums = false;
   double write_error = 0;  // of the store: how often
   std::string job = "ranks";
   ToyKind kind = {};

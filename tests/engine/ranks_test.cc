@@ -66,6 +66,18 @@ TEST_P(Stages, EqualTheScalarReferenceWithSeveralMicroBatches) {
     expect_reference(world, {.stage = stage, .placement = placement, .micro_batches = 3});
 }
 
+TEST_P(Stages, EqualTheScalarReferenceBySumsOfTheTransport) {
+  const auto [stage, world] = GetParam();
+  // In process they are added in rank order too, and rounded once before the mean.
+  for (const int micro_batches : {1, 3}) {
+    if (world == 3 && micro_batches == 1) continue;  // a third of a rounded sum has other bits
+    for (const Placement placement : {Placement::host, Placement::nvme})
+      expect_reference(
+          world,
+          {.stage = stage, .placement = placement, .micro_batches = micro_batches, .library_sums = true});
+  }
+}
+
 TEST_P(Stages, HaveTheSameNormToTheBit) {
   const auto [stage, world] = GetParam();
   const Outcome got = train(world, {.stage = stage});
@@ -112,6 +124,36 @@ INSTANTIATE_TEST_SUITE_P(Worlds, Stages, ::testing::Combine(::testing::Range(0, 
                                               std::get<1>(info.param));
                          });
 
+/// A transport as a torch.distributed group is one.
+class WithoutReduction final : public engine::Communicator {
+ public:
+  explicit WithoutReduction(std::unique_ptr<engine::Communicator> ranks) : ranks_(std::move(ranks)) {}
+  int rank() const override { return ranks_->rank(); }
+  int world() const override { return ranks_->world(); }
+  void all_gather(std::span<std::byte> data) override { ranks_->all_gather(data); }
+  void all_to_all(std::span<const std::byte> send, std::span<std::byte> receive) override {
+    ranks_->all_to_all(send, receive);
+  }
+  void exchange(std::span<const std::span<const std::byte>> send,
+                std::span<const std::span<std::byte>> receive) override {
+    ranks_->exchange(send, receive);
+  }
+  void all_reduce_sum(std::span<double> values) override { ranks_->all_reduce_sum(values); }
+  void barrier() override { ranks_->barrier(); }
+  void abort(const char* reason) noexcept override { ranks_->abort(reason); }
+
+ private:
+  std::unique_ptr<engine::Communicator> ranks_;
+};
+
+TEST(SumsOfTheTransport, AreRefusedWhereItHasNone) {
+  const auto errors = on_ranks(2, [&](int, std::unique_ptr<engine::Communicator> ranks) {
+    toy_rank({.library_sums = true}, std::make_unique<WithoutReduction>(std::move(ranks)));
+  });
+  for (const std::string& error : errors)
+    EXPECT_NE(error.find("this transport has no reduction of its own"), std::string::npos) << error;
+}
+
 TEST(Volume, IsWhatTheFormulasSay) {
   // Equal units, of which the arena takes three: what is kept at the turn of a step is left out.
   const BatchModel model{.layers = 24, .width = 64, .batch = 12, .format = optim::Format::exact};
@@ -119,20 +161,24 @@ TEST(Volume, IsWhatTheFormulasSay) {
   for (const int world : {2, 4}) {
     std::vector<double> volume;  // by stage, of plain data parallelism's
     std::vector<double> bytes;   // held a padded parameter, without buffers of fixed size
-    for (int stage = 0; stage < 4; ++stage) {
+    for (const auto& [stage, library_sums] :
+         {std::pair{0, false}, {1, false}, {2, false}, {3, false}, {2, true}}) {
       std::vector<int64_t> sent(static_cast<size_t>(world));
       double held = 0;
+      const RankOptions options{.stage = stage, .prefetch_units = 0, .library_sums = library_sums};
       const auto errors = on_ranks(world, [&](int rank, std::unique_ptr<engine::Communicator> ranks) {
         const auto traffic = std::make_shared<engine::Traffic>();
-        const auto engine =
-            model_rank(model.units(), {.stage = stage, .prefetch_units = 0}, std::move(ranks), traffic);
+        const auto engine = model_rank(model.units(), options, std::move(ranks), traffic);
         model.load(*engine);
         model.train(*engine, 0, rank, world);
         model.train(*engine, 1, rank, world);
-        const auto data = [&] { return traffic->exchanged.sent_bytes.load(); };
+        const auto data = [&] {
+          return traffic->exchanged.sent_bytes.load() + traffic->scattered.sent_bytes.load();
+        };
         const int64_t before = data();
         for (int step = 2; step < 2 + kVolumeSteps; ++step) model.train(*engine, step, rank, world);
         sent[rank] = (data() - before) / kVolumeSteps;
+        EXPECT_EQ(traffic->scattered.sent_bytes > 0, options.library_sums);
         int64_t elements = 0;
         for (const engine::Unit& unit : engine->layout().units) elements += unit.elements;
         const engine::Plan& plan = engine->plan();
@@ -154,6 +200,7 @@ TEST(Volume, IsWhatTheFormulasSay) {
     EXPECT_NEAR(volume[2], 1.0, 0.02);
     EXPECT_LE(volume[3], 1.5);
     EXPECT_GT(volume[3], 1.35) << "but for what is kept at the turn";
+    EXPECT_NEAR(volume[4], 1.0, 0.02) << "the transport's own sums";
     EXPECT_DOUBLE_EQ(bytes[0], 14.0);
     EXPECT_DOUBLE_EQ(bytes[1], 4.0 + 10.0 / world);
     EXPECT_DOUBLE_EQ(bytes[2], 2.0 + 12.0 / world);

@@ -1,14 +1,16 @@
-// Gradients by the type of their elements, which is known at run time only.
+// Arrays by the type of their elements, which is known at run time only.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <cstring>
 #include <span>
 #include <type_traits>
 
+#include "cpu_optim/format.h"
 #include "cpu_optim/gradient.h"
 
-namespace overspill::engine {
+namespace overspill::optim {
 
 template <class T>
 std::span<T> span_of(std::byte* data, int64_t elements) {
@@ -22,40 +24,45 @@ std::span<const T> span_of(const void* data, int64_t elements) {
 
 /// Calls use(T()) with the type of an element.
 template <class Use>
-auto with_type(optim::Element element, Use use) {
+auto with_type(Element element, Use use) {
   switch (element) {
-    case optim::Element::bf16:
+    case Element::bf16:
       return use(uint16_t());
-    case optim::Element::fp16:
-      return use(optim::Fp16());
-    case optim::Element::fp32:
+    case Element::fp16:
+      return use(Fp16());
+    case Element::fp32:
       break;
   }
   return use(float());
 }
 
 /// to = from or to += from, as fp32.
-inline void widen(optim::Element element, const std::byte* from, std::span<float> to, bool first) {
+inline void widen(Element element, const std::byte* from, std::span<float> to, bool first) {
   const auto elements = static_cast<int64_t>(to.size());
   with_type(element, [&]<class T>(T) {
-    if (!first) return optim::accumulate(span_of<T>(from, elements), to);
+    if (!first) return accumulate(span_of<T>(from, elements), to);
     if constexpr (std::is_same_v<T, float>) {
       std::memcpy(to.data(), from, to.size_bytes());
     } else {
-      optim::widen(span_of<T>(from, elements), to);
+      widen(span_of<T>(from, elements), to);
     }
   });
 }
 
+/// to += from, both of one type, in its own width (gradient.h).
+inline void accumulate(Element element, const void* from, std::byte* to, int64_t elements) {
+  with_type(element, [&]<class T>(T) { accumulate(span_of<T>(from, elements), span_of<T>(to, elements)); });
+}
+
 /// fp32 back to what is kept.
-inline void narrow(optim::Element element, std::span<const float> from, std::byte* to) {
+inline void narrow(Element element, std::span<const float> from, std::byte* to) {
   with_type(element, [&]<class T>(T) {
     if constexpr (std::is_same_v<T, float>) {
       std::memcpy(to, from.data(), from.size_bytes());
     } else {
-      optim::narrow(from, span_of<T>(to, static_cast<int64_t>(from.size())));
+      narrow(from, span_of<T>(to, static_cast<int64_t>(from.size())));
     }
   });
 }
 
-}  // namespace overspill::engine
+}  // namespace overspill::optim
