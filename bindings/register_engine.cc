@@ -67,6 +67,7 @@ py::dict plan_dict(const Plan& plan) {
   out["weights_host_bytes"] = plan.weights_host_bytes;
   out["states_host_bytes"] = plan.states_host_bytes;
   out["gradients_host_bytes"] = plan.gradients_host_bytes;
+  out["gradient_pool_bytes"] = plan.gradient_pool_bytes;
   out["gradients_nvme_bytes"] = plan.gradients_nvme_bytes;
   out["staging_bytes"] = plan.staging_buffers * plan.staging_buffer_bytes;
   out["ring_slots"] = plan.ring_slots;
@@ -202,6 +203,7 @@ void register_specs(py::module_& m) {
       .def_readwrite("prefetch_units", &PythonConfig::prefetch_units)
       .def_readwrite("speculate", &PythonConfig::speculate)
       .def_readwrite("gradient_accumulation", &PythonConfig::gradient_accumulation)
+      .def_readwrite("micro_batches_together", &PythonConfig::micro_batches_together)
       .def_readwrite("max_grad_norm", &PythonConfig::max_grad_norm)
       .def_readwrite("chunk_elements", &PythonConfig::chunk_elements)
       .def_readwrite("stage", &PythonConfig::stage)

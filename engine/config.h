@@ -24,9 +24,12 @@ struct Config {
   int threads = 0;                          // of the optimizer; 0: as many as cores
   int64_t prefetch_units = 4;               // 0: nothing is read before it is asked for
   int64_t gradient_accumulation = 1;        // above 1 gradients are kept in fp32
-  double max_grad_norm = 0;                 // 0: no clipping
-  bool speculate = false;                   // update in backward, before the norm is known; world 1
-  int stage = 3;  // several ranks: what they divide (StagePolicy); never changes a bit
+  // All micro-batches pass a unit before the next unit, so that its gradient is complete there: at stages 2
+  // and 3 it is summed over ranks at once, and never held whole with the others. Another order costs sums.
+  bool micro_batches_together = false;
+  double max_grad_norm = 0;  // 0: no clipping
+  bool speculate = false;    // update in backward, before the norm is known; world 1
+  int stage = 3;             // several ranks: what they divide (StagePolicy); never changes a bit
   // Several ranks: gradients are summed by the transport's own reduce-scatter, in its order and precision, in
   // place of an exchange and an fp32 sum in rank order. Needs Communicator::reduces().
   bool library_sums = false;

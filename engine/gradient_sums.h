@@ -3,9 +3,10 @@
 // at every stage (DESIGN 8). A rank that has nothing of a unit sends nothing, and counts as zeros. Or, where
 // Config::library_sums says so, the transport's own reduce-scatter.
 //
-// At stages 2 and 3, with one micro-batch a step, a unit's gradients lie whole in a pool only until it is
-// summed, which is when every rank has given all it will give; then only the shard's are kept. Otherwise they
-// lie whole in the unit's memory and are summed by step().
+// At stages 2 and 3 a unit's gradients lie whole in a pool only until it is summed, which is when every rank
+// has given all it will give; then only the shard's are kept. With several micro-batches a step, unless they
+// pass each unit together, that would be at the end: there, and at stages 0 and 1, they lie whole in the
+// unit's memory and are summed by step().
 //
 // All but sum() need the context's mutex.
 #pragma once

@@ -216,6 +216,7 @@ class Config(_Section):
         flat.host_budget_bytes = self.budget.host
         flat.nvme = list(self.budget.nvme)
         flat.gradient_accumulation = self.gradient_accumulation_steps
+        flat.micro_batches_together = self.vertical_accumulation
         flat.max_grad_norm = self.gradient_clipping
         flat.rounding_seed = self.seed
         flat.stage = self.zero_optimization.stage

@@ -37,9 +37,9 @@ class Planner {
     plan_.weights_on_nvme.assign(layout.units.size(), false);
     plan_.states_on_nvme.assign(layout.chunks.size(), false);
     plan_.gradients_on_nvme.assign(layout.chunks.size(), false);
-    // Sums of several micro-batches are complete only in the last one: they are held whole.
-    plan_.gradients_pooled =
-        layout.slices > 1 && layout.policy.sum_early && config.gradient_accumulation == 1;
+    // Of micro-batches one after another they are complete only in the last one: they are held whole.
+    plan_.gradients_pooled = layout.slices > 1 && layout.policy.sum_early &&
+                             (config.gradient_accumulation == 1 || config.micro_batches_together);
   }
 
   Plan make() {

@@ -31,6 +31,7 @@ std::unique_ptr<engine::Engine> model_rank(const std::vector<engine::UnitSpec>& 
   config.threads = 1;
   config.prefetch_units = options.prefetch_units;
   config.gradient_accumulation = options.micro_batches;
+  config.micro_batches_together = options.together;
   config.max_grad_norm = options.max_grad_norm;
   config.speculate = options.speculate;
   config.library_sums = options.library_sums;

@@ -18,6 +18,7 @@ struct RankOptions {
   engine::Placement placement = engine::Placement::host;
   std::string device = "host";
   int micro_batches = 1;
+  bool together = false;  // micro-batches pass each unit together
   int64_t prefetch_units = 4;
   int64_t host_budget_bytes = 64 << 20;
   double max_grad_norm = 1.0;

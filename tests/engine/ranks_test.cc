@@ -28,8 +28,9 @@ Outcome train(int world, const RankOptions& options, int steps = kSteps) {
   const auto errors = on_ranks(world, [&](int rank, std::unique_ptr<engine::Communicator> ranks) {
     const auto engine = toy_rank(options, std::move(ranks));
     toy_load(*engine);
+    const auto take = options.together ? toy_step_together : toy_step;
     for (int step = 0; step < steps; ++step)
-      out.results[rank].push_back(toy_step(*engine, step, options.micro_batches, rank).result);
+      out.results[rank].push_back(take(*engine, step, options.micro_batches, rank).result);
     out.contents[rank] = toy_contents(*engine);
   });
   for (const std::string& error : errors) EXPECT_EQ(error, "");
@@ -75,6 +76,51 @@ TEST_P(Stages, EqualTheScalarReferenceBySumsOfTheTransport) {
       expect_reference(
           world,
           {.stage = stage, .placement = placement, .micro_batches = micro_batches, .library_sums = true});
+  }
+}
+
+TEST_P(Stages, EqualTheScalarReferenceWhenMicroBatchesPassUnitsTogether) {
+  const auto [stage, world] = GetParam();
+  for (const Placement placement : {Placement::host, Placement::nvme})
+    expect_reference(world, {.stage = stage, .placement = placement, .micro_batches = 3, .together = true});
+}
+
+TEST(MicroBatches, ThatPassUnitsTogetherLeaveNoRankAWholeGradient) {
+  const BatchModel model{.layers = 24, .width = 64, .batch = 12, .format = optim::Format::exact};
+  constexpr int kWorld = 4;
+  for (const bool together : {false, true}) {
+    const auto errors = on_ranks(kWorld, [&](int, std::unique_ptr<engine::Communicator> ranks) {
+      const auto engine = model_rank(
+          model.units(), {.stage = 3, .micro_batches = 3, .together = together, .prefetch_units = 0},
+          std::move(ranks));
+      int64_t elements = 0, largest = 0;
+      for (const engine::Unit& unit : engine->layout().units) {
+        elements += unit.elements;
+        largest = std::max(largest, unit.elements);
+      }
+      const engine::Plan& plan = engine->plan();
+      EXPECT_EQ(plan.gradients_host_bytes, together ? elements * 4 / kWorld : elements * 4) << "fp32 sums";
+      EXPECT_EQ(plan.gradient_pool_bytes, together ? 2 * largest * 4 : 0) << "one arrives, one is summed";
+    });
+    for (const std::string& error : errors) EXPECT_EQ(error, "");
+  }
+}
+
+/// The pool is for two units: the others' sums come too early, and again.
+TEST(MicroBatches, OneAfterAnotherAreRightAlsoWherePassesTogetherWereSaid) {
+  for (const int stage : {2, 3}) {
+    const RankOptions options{.stage = stage, .micro_batches = 3, .together = true, .prefetch_units = 0};
+    std::vector<std::vector<float>> contents(2);
+    const auto errors = on_ranks(2, [&](int rank, std::unique_ptr<engine::Communicator> ranks) {
+      const auto engine = toy_rank(options, std::move(ranks));
+      toy_load(*engine);
+      for (int step = 0; step < kSteps; ++step) toy_step(*engine, step, options.micro_batches, rank);
+      contents[rank] = toy_contents(*engine);
+    });
+    for (const std::string& error : errors) ASSERT_EQ(error, "");
+    const Outcome whole = train(2, {.stage = 1, .micro_batches = 3});
+    ASSERT_EQ(digest(contents[0], {}), digest(contents[1], {}));
+    for (size_t i = 0; i < contents[0].size(); ++i) ASSERT_NEAR(contents[0][i], whole.contents[0][i], 1e-4);
   }
 }
 

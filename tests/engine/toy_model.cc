@@ -239,6 +239,23 @@ ToyStep toy_step(engine::Engine& engine, int step, int micro_batches, int rank) 
   return out;
 }
 
+ToyStep toy_step_together(engine::Engine& engine, int step, int micro_batches, int rank) {
+  const auto units = static_cast<int>(engine.layout().units.size());
+  ToyStep out;
+  const std::vector<optim::Hyper> groups = toy_groups(step, engine.layout().units[0].optimizer);
+  engine.begin_pass({true, true});
+  for (int u = 0; u < units; ++u) {
+    const engine::Lease lease = engine.acquire(u);
+    for (int micro = 0; micro < micro_batches; ++micro) out.loss += toy_forward(engine, lease, u);
+  }
+  for (int u = units - 1; u >= 0; --u) {
+    const engine::Lease lease = engine.acquire(u);
+    for (int micro = 0; micro < micro_batches; ++micro) toy_backward(engine, lease, u, step, micro, rank);
+  }
+  out.result = engine.step(groups);
+  return out;
+}
+
 std::vector<float> toy_contents(engine::Engine& engine) {
   std::vector<float> out;
   for (size_t u = 0; u < engine.layout().units.size(); ++u) {
@@ -368,7 +385,7 @@ float ToyReference::State::weight(int64_t i) const {
   if (format == Format::fp32 || format == engine::kFrozen) return at<float>(components[0], i);
   if (format == Format::fp16) return at<float>(components[1], i);
   const auto lo = format == Format::eight_bit ? static_cast<int16_t>(at<int8_t>(components[1], i) * 256)
-                                          : at<int16_t>(components[1], i);
+                                              : at<int16_t>(components[1], i);
   uint32_t bits = 0;
   reference_join(&at<uint16_t>(components[0], i), &lo, &bits, 1);
   return std::bit_cast<float>(bits);

@@ -70,6 +70,9 @@ std::vector<optim::Hyper> toy_groups(int step, optim::Optimizer optimizer = {});
 /// One step: forward over all units, backward in reverse with gradients, step().
 ToyStep toy_step(engine::Engine& engine, int step, int micro_batches, int rank);
 
+/// The same, the micro-batches passing each unit one after another.
+ToyStep toy_step_together(engine::Engine& engine, int step, int micro_batches, int rank);
+
 /// Master weights and states as fp32, everything (world 1).
 std::vector<float> toy_contents(engine::Engine& engine);
 

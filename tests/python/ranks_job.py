@@ -149,6 +149,28 @@ def learn(folder: str, placement="half", precision="fp32", accumulation="1", sta
     return found | {"states_bytes": states_bytes}
 
 
+def together(folder: str, stage: str) -> list[dict]:
+    """Three micro-batches a step, one after another, then passing each unit together."""
+    said = []
+    for vertical in (False, True):
+        torch.manual_seed(7)
+        model = Net(torch.float32)
+        options = config(
+            folder, "nvme", 3, zero_optimization={"stage": int(stage)}, vertical_accumulation=vertical
+        )
+        engine, *_ = overspill.initialize(model, options)
+        losses = []
+        for x, y in batches(torch.float32):
+            rows, wanted = (whole.chunk(engine.world_size)[engine.rank] for whole in (x, y))
+            mean = engine.train_batch(zip(rows.chunk(3), wanted.chunk(3), strict=True))
+            losses.append([mean.item(), engine.last_step.norm])
+        plan = engine._core.plan.as_dict()
+        bytes_held = plan["gradients_host_bytes"] / plan["weights_nvme_bytes"]
+        said.append({"losses": losses, "gradients": bytes_held, "pool": plan["gradient_pool_bytes"]})
+        engine.close()
+    return said
+
+
 def two_of_three(folder: str) -> None:
     """Ranks 0 and 2 share a model; rank 1 has no part in it."""
     dist.init_process_group("gloo")
@@ -377,6 +399,7 @@ if __name__ == "__main__":
         "parallelized": printed(parallelized),
         "resume": printed(resume),
         "opened": printed(opened),
+        "together": printed(together),
     }
     jobs |= {"two_of_three": two_of_three, "differ": differ, "bug": bug, "endless": endless}
     jobs[sys.argv[1]](*sys.argv[2:])

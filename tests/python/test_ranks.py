@@ -53,6 +53,15 @@ def test_placement_changes_no_bit(tmp_path):
         assert {**one, "states_bytes": None} == {**other, "states_bytes": None}
 
 
+@pytest.mark.parametrize("stage", [2, 3])
+def test_micro_batches_that_pass_units_together_leave_no_rank_a_whole_gradient(tmp_path, stage):
+    for process in launch.run(2, "ranks_job.py", "together", tmp_path, stage):
+        apart, together = json.loads(process.out)
+        assert together["losses"] == apart["losses"], "bit for bit"
+        assert together["gradients"] == pytest.approx(apart["gradients"] / 2)
+        assert apart["pool"] == 0 < together["pool"]
+
+
 def test_a_group_of_the_users(tmp_path):
     three = launch.run(3, "ranks_job.py", "two_of_three", tmp_path)
     assert three[1].out == ""
