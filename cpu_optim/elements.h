@@ -1,9 +1,9 @@
 // Arrays by the type of their elements, which is known at run time only.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
-#include <cstring>
 #include <span>
 #include <type_traits>
 
@@ -42,7 +42,7 @@ inline void widen(Element element, const std::byte* from, std::span<float> to, b
   with_type(element, [&]<class T>(T) {
     if (!first) return accumulate(span_of<T>(from, elements), to);
     if constexpr (std::is_same_v<T, float>) {
-      std::memcpy(to.data(), from, to.size_bytes());
+      std::ranges::copy(span_of<float>(from, elements), to.begin());
     } else {
       widen(span_of<T>(from, elements), to);
     }
@@ -57,10 +57,11 @@ inline void accumulate(Element element, const void* from, std::byte* to, int64_t
 /// fp32 back to what is kept.
 inline void narrow(Element element, std::span<const float> from, std::byte* to) {
   with_type(element, [&]<class T>(T) {
+    const auto out = span_of<T>(to, static_cast<int64_t>(from.size()));
     if constexpr (std::is_same_v<T, float>) {
-      std::memcpy(to, from.data(), from.size_bytes());
+      std::ranges::copy(from, out.begin());
     } else {
-      narrow(from, span_of<T>(to, static_cast<int64_t>(from.size())));
+      narrow(from, out);
     }
   });
 }

@@ -1,5 +1,7 @@
 #include "tests/engine/toy_model.h"
 
+#include <fmt/format.h>
+
 #include <bit>
 #include <cmath>
 #include <cstring>
@@ -453,7 +455,7 @@ void ToyReference::advance(int step, int micro_batches, double clip, const Absen
       if (reference_update(name.c_str(), format.c_str(), components.data(), "fp32", gradient.data(),
                            state.elements, 0, state.elements, reference_hyper(hyper).data(), state.steps,
                            maximizes(hyper) ? -clip : clip, state.seed, state.index) != 1) {
-        throw std::logic_error("the reference does not know " + name + " in " + format);
+        throw std::logic_error(fmt::format("the reference does not know {} in {}", name, format));
       }
     }
   }
