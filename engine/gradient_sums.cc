@@ -34,18 +34,10 @@ GradientSums::GradientSums(Context& context)
   }
 }
 
-int64_t GradientSums::width(int32_t unit) const {
-  return gradient_element_bytes(context_.layout.units[unit].format, context_.config.gradient_accumulation);
-}
-
-optim::Element GradientSums::element(int32_t unit) const {
-  return gradient_element(*context_.layout.units[unit].format, context_.config.gradient_accumulation);
-}
-
 /// Of what this rank has given, the part of `rank` from `in_slice` on.
 const std::byte* GradientSums::slice_of(int32_t unit, int rank, int64_t in_slice) const {
   return context_.units[unit].gradients +
-         (rank * context_.layout.units[unit].slice_elements + in_slice) * width(unit);
+         (rank * context_.layout.units[unit].slice_elements + in_slice) * context_.gradient_width(unit);
 }
 
 void GradientSums::open(std::unique_lock<std::mutex>& lock, int32_t unit) {
@@ -83,7 +75,7 @@ bool GradientSums::must_wait(int32_t unit) const {
   // comes first must not matter.
   if (of_[unit].complete && of_[unit].gives) return true;
   return context_.units[unit].gradients == nullptr &&
-         pool_.largest_free_run() < context_.layout.units[unit].elements * width(unit);
+         pool_.largest_free_run() < context_.layout.units[unit].elements * context_.gradient_width(unit);
 }
 
 void GradientSums::check_refused(int32_t unit) {
@@ -96,8 +88,8 @@ void GradientSums::check_refused(int32_t unit) {
 }
 
 bool GradientSums::take_memory(int32_t unit) {
-  const auto offset =
-      pool_.allocate(context_.layout.units[unit].elements * width(unit), RangeAllocator::End::low);
+  const auto offset = pool_.allocate(context_.layout.units[unit].elements * context_.gradient_width(unit),
+                                     RangeAllocator::End::low);
   if (!offset) return false;
   of_[unit].offset = *offset;
   context_.units[unit].gradients = pool_memory_.data() + *offset;
@@ -109,7 +101,7 @@ void GradientSums::free_memory(int32_t unit) {
   if (own.offset < 0) return;
   if (context_.config.poison) {
     std::memset(pool_memory_.data() + own.offset, 0xFF,
-                static_cast<size_t>(context_.layout.units[unit].elements * width(unit)));
+                static_cast<size_t>(context_.layout.units[unit].elements * context_.gradient_width(unit)));
   }
   pool_.release(own.offset);
   own.offset = -1;
@@ -154,8 +146,8 @@ void GradientSums::zero_absent(int32_t unit) {
   const Unit& u = context_.layout.units[unit];
   for (size_t s = 0; s < u.segments.size(); ++s) {
     if (of_[unit].held[s] != 0 || u.segments[s].elements == 0) continue;
-    std::memset(context_.units[unit].gradients + u.segments[s].begin * width(unit), 0,
-                static_cast<size_t>(u.segments[s].elements * width(unit)));
+    std::memset(context_.units[unit].gradients + u.segments[s].begin * context_.gradient_width(unit), 0,
+                static_cast<size_t>(u.segments[s].elements * context_.gradient_width(unit)));
   }
 }
 
@@ -171,7 +163,7 @@ void GradientSums::sum(int32_t unit, std::span<const uint8_t> gives) {
   }
   if (layout.policy.divide_states) return;
   // Every rank updates everything: the sums go to all.
-  const auto bytes = static_cast<size_t>(u.slice_elements * width(unit));
+  const auto bytes = static_cast<size_t>(u.slice_elements * context_.gradient_width(unit));
   for (int rank = 0; rank < layout.slices; ++rank) {
     send_[rank] = std::span(context_.units[unit].gradients + layout.slice * bytes, bytes);
     receive_[rank] = std::span(context_.units[unit].gradients + rank * bytes, bytes);
@@ -189,14 +181,14 @@ void GradientSums::sum_chunk(int32_t unit, int64_t in_slice, int64_t elements, s
     add_in_rank_order(unit, in_slice, sum, gives);
   }
   optim::scale(sum, 1.0F / static_cast<float>(layout.slices));
-  if (of_[unit].summed) widen(element(unit), to, sum, false);
-  narrow(element(unit), sum, to);
+  if (of_[unit].summed) widen(context_.gradient_type(unit), to, sum, false);
+  narrow(context_.gradient_type(unit), sum, to);
 }
 
 void GradientSums::add_in_rank_order(int32_t unit, int64_t in_slice, std::span<float> sum,
                                      std::span<const uint8_t> gives) {
   const Layout& layout = context_.layout;
-  const size_t bytes = sum.size() * static_cast<size_t>(width(unit));
+  const size_t bytes = sum.size() * static_cast<size_t>(context_.gradient_width(unit));
   for (int rank = 0; rank < layout.slices; ++rank) {
     const bool other = rank != layout.slice;
     send_[rank] = other && gives[layout.slice] != 0 ? std::span(slice_of(unit, rank, in_slice), bytes)
@@ -210,7 +202,7 @@ void GradientSums::add_in_rank_order(int32_t unit, int64_t in_slice, std::span<f
   for (int rank = 0; rank < layout.slices; ++rank) {
     if (gives[rank] == 0) continue;
     const std::byte* part = rank == layout.slice ? slice_of(unit, rank, in_slice) : receive_[rank].data();
-    widen(element(unit), part, sum, first);
+    widen(context_.gradient_type(unit), part, sum, first);
     first = false;
   }
 }
@@ -218,7 +210,7 @@ void GradientSums::add_in_rank_order(int32_t unit, int64_t in_slice, std::span<f
 /// Its slices have to lie side by side, and a rank that has nothing sends zeros.
 void GradientSums::add_by_the_transport(int32_t unit, int64_t in_slice, std::span<float> sum, bool gives) {
   const int slices = context_.layout.slices;
-  const size_t bytes = sum.size() * static_cast<size_t>(width(unit));
+  const size_t bytes = sum.size() * static_cast<size_t>(context_.gradient_width(unit));
   const auto all = exchange_.span().first(static_cast<size_t>(slices) * bytes);
   const auto own = exchange_.span().subspan(static_cast<size_t>(slices) * sum.size_bytes(), bytes);
   for (int rank = 0; rank < slices; ++rank) {
@@ -229,8 +221,8 @@ void GradientSums::add_by_the_transport(int32_t unit, int64_t in_slice, std::spa
       std::memset(to, 0, bytes);
     }
   }
-  context_.resources.communicator->reduce_scatter_sum(all, own, element(unit));
-  widen(element(unit), own.data(), sum, true);
+  context_.resources.communicator->reduce_scatter_sum(all, own, context_.gradient_type(unit));
+  widen(context_.gradient_type(unit), own.data(), sum, true);
 }
 
 }  // namespace overspill::engine

@@ -65,14 +65,12 @@ class GradientSums {
   void add_in_rank_order(int32_t unit, int64_t in_slice, std::span<float> sum,
                          std::span<const uint8_t> gives);
   void add_by_the_transport(int32_t unit, int64_t in_slice, std::span<float> sum, bool gives);
-  optim::Element element(int32_t unit) const;
   const std::byte* slice_of(int32_t unit, int rank, int64_t in_slice) const;
   void check_refused(int32_t unit);
   void zero_absent(int32_t unit);
   bool must_wait(int32_t unit) const;
   bool take_memory(int32_t unit);
   void free_memory(int32_t unit);
-  int64_t width(int32_t unit) const;
 
   Context& context_;
   HostMemory pool_memory_;

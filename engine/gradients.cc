@@ -74,16 +74,8 @@ Gradients::Gradients(Context& context)
   }
 }
 
-int64_t Gradients::element_bytes(int32_t unit) const {
-  return gradient_element_bytes(context_.layout.units[unit].format, context_.config.gradient_accumulation);
-}
-
-optim::Element Gradients::element(int32_t unit) const {
-  return gradient_element(*context_.layout.units[unit].format, context_.config.gradient_accumulation);
-}
-
 std::byte* Gradients::at(int32_t unit, int64_t element) const {
-  return context_.units[unit].gradients + element * element_bytes(unit);
+  return context_.units[unit].gradients + element * context_.gradient_width(unit);
 }
 
 void Gradients::add(int32_t unit, int32_t segment, const void* data, int64_t bytes, std::string_view dtype) {
@@ -91,7 +83,7 @@ void Gradients::add(int32_t unit, int32_t segment, const void* data, int64_t byt
   const Segment& s = u.segments[segment];
   if (!u.trainable()) throw std::invalid_argument(fmt::format("{} is frozen: it takes no gradient", s.name));
   const std::optional<optim::Element> from_element = element_of(dtype);
-  const optim::Element to_element = element(unit);
+  const optim::Element to_element = context_.gradient_type(unit);
   if (!from_element || (from_element != to_element && to_element != optim::Element::fp32)) {
     throw std::invalid_argument(
         fmt::format("the gradient of {} is {}, its weights are {}", s.name, dtype, u.dtype));
@@ -125,7 +117,7 @@ void Gradients::add_whole(const Arrival& arrival) {
   const auto piece = [&](int64_t i) {
     const int64_t begin = i * kPieceElements;
     take_in(arrival.data + begin * optim::bytes(arrival.element), arrival.element,
-            at(arrival.unit, s.begin + begin), element(arrival.unit),
+            at(arrival.unit, s.begin + begin), context_.gradient_type(arrival.unit),
             std::min(kPieceElements, s.elements - begin), arrival.first);
   };
   const int64_t pieces = (s.elements + kPieceElements - 1) / kPieceElements;
@@ -220,7 +212,7 @@ void Gradients::choose_element(const Arrival& arrival, Part& part) {
     const bool empty = std::none_of(runs.begin(), runs.end(),
                                     [&](const Run& run) { return present(arrival.unit, run.segment); });
     const bool as_it_came = arrival.first && (empty || part.was == arrival.element);
-    state.gradient_element = as_it_came ? arrival.element : element(arrival.unit);
+    state.gradient_element = as_it_came ? arrival.element : context_.gradient_type(arrival.unit);
     part.widen = !empty && state.gradient_element != part.was;
   }
   part.element = state.gradient_element;
@@ -281,8 +273,8 @@ GradientSummary Gradients::summarize() {
       const Run& run = chunk.runs[r];
       if (!present(chunk.unit, run.segment)) continue;
       const optim::Squares part = spilled ? spilled_squares_[i][r]
-                                          : squares_of(data + run.begin * element_bytes(chunk.unit),
-                                                       run.elements, element(chunk.unit));
+                                          : squares_of(data + run.begin * context_.gradient_width(chunk.unit),
+                                                       run.elements, context_.gradient_type(chunk.unit));
       if (layout.units[chunk.unit].segments[run.segment].in_norm) total.sum += part.sum;
       total.finite = total.finite && part.finite;
     }
@@ -316,7 +308,8 @@ void Gradients::read(int32_t unit, int32_t segment, std::span<float> out) {
   const auto copy = [&](const std::byte* data, optim::Element element, int64_t begin, int64_t elements) {
     widen(element, data, out.subspan(static_cast<size_t>(begin), static_cast<size_t>(elements)), true);
   };
-  if (context_.units[unit].gradients != nullptr) return copy(at(unit, s.begin), element(unit), 0, s.elements);
+  if (context_.units[unit].gradients != nullptr)
+    return copy(at(unit, s.begin), context_.gradient_type(unit), 0, s.elements);
   const std::lock_guard turn(turn_);
   std::unique_lock lock(context_.mutex);
   for_each_part(unit, segment, [&](const Part& part) {

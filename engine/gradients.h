@@ -78,7 +78,6 @@ class Gradients {
   };
   static constexpr int64_t kBatchMost = 8;  // parts worked on side by side
 
-  int64_t element_bytes(int32_t unit) const;
   optim::Element element(int32_t unit) const;  // of a trainable one
   std::byte* at(int32_t unit, int64_t element) const;
   void add_whole(const Arrival& arrival);

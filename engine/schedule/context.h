@@ -143,10 +143,17 @@ struct Context {
     return plan.weights_on_nvme[layout.chunks[chunk].unit] || plan.states_on_nvme[chunk] ||
            plan.gradients_on_nvme[chunk];
   }
+  /// Of the gradients that a trainable unit holds; gradient_width: bytes an element, 0 where it is frozen.
+  optim::Element gradient_type(int32_t unit) const {
+    return gradient_element(*layout.units[unit].format, config.gradient_accumulation);
+  }
+  int64_t gradient_width(int32_t unit) const {
+    return gradient_element_bytes(layout.units[unit].format, config.gradient_accumulation);
+  }
   /// At most: a spilled one may be narrower.
   int64_t gradient_bytes(int32_t chunk) const {
     const Chunk& c = layout.chunks[chunk];
-    return c.elements * gradient_element_bytes(layout.units[c.unit].format, config.gradient_accumulation);
+    return c.elements * gradient_width(c.unit);
   }
   int64_t component_bytes(int32_t chunk, Component component) const {
     const Chunk& c = layout.chunks[chunk];
