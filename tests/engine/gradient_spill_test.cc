@@ -239,12 +239,15 @@ enum class Home : uint8_t { weights_and_gradients, gradients, nothing };
 struct TrafficCase {
   Home home;
   int64_t micro_batches;
-  double bytes;  // a parameter, without weights that further micro-batches read again
+  double
+      bytes;  // a parameter where forward comes last, without weights that further micro-batches read again
 };
 
 class Traffic : public ::testing::TestWithParam<TrafficCase> {};
 
-/// 64 units of 32 Ki parameters; of weights the arena keeps 3 units over the turn.
+/// 64 units of 32 Ki parameters; of weights the arena keeps 3 units over the turn. A forward that begins
+/// while updates run finds the weights of some in memory, up to 2 bytes a parameter; how many, the clock
+/// decides.
 TEST_P(Traffic, IsWhatTheDesignSaysByTheKernelsCount) {
   const auto& [home, micro_batches, expected] = GetParam();
   constexpr int kUnits = 64;
@@ -270,7 +273,8 @@ TEST_P(Traffic, IsWhatTheDesignSaysByTheKernelsCount) {
   if (engine.stats().store.backend.find("O_DIRECT") == std::string::npos) {
     GTEST_SKIP() << "no O_DIRECT here: the kernel counts the page cache's transfers, not ours";
   }
-  const auto step = [&, count = micro_batches](int n) {
+  int n = 0;
+  const auto step = [&, count = micro_batches] {
     for (int micro = 0; micro < static_cast<int>(count); ++micro) {
       engine.begin_pass({true, true});
       for (int u = 0; u < kUnits; ++u) engine.acquire(u);
@@ -283,31 +287,37 @@ TEST_P(Traffic, IsWhatTheDesignSaysByTheKernelsCount) {
         }
       }
     }
-    engine.step(toy_groups(n));  // its updates run under the next forward, which so finds weights in memory
+    engine.step(toy_groups(n++));
   };
-  for (int n = 0; n < 3; ++n) step(n);
-  const int64_t read = kernel_count("read_bytes:");
-  const int64_t written = kernel_count("write_bytes:");
-  constexpr int kSteps = 4;
-  for (int n = 3; n < 3 + kSteps; ++n) step(n);
-  const double parameters = static_cast<double>(kUnits) * kElements * kSteps;
-  const double moved =
-      static_cast<double>(kernel_count("read_bytes:") - read + kernel_count("write_bytes:") - written) /
-      parameters;
-  const double further = static_cast<double>(micro_batches - 1);
-  const double weights_again = home == Home::weights_and_gradients
-                                   ? 0
-                                   : 4 * further;  // forward and backward of each further micro-batch read hi
-  fmt::print("{:.2f} bytes a parameter, {} of them weights read again\n", moved, weights_again);
-  EXPECT_NEAR(moved - weights_again, expected, 0.03 * expected) << engine.plan().text();
+  const auto transferred = [] { return kernel_count("read_bytes:") + kernel_count("write_bytes:"); };
+  const auto moved = [&](int steps, bool forward_waits) {  // until all of it is written
+    const int64_t before = transferred();
+    for (int i = 0; i < steps; ++i) {
+      step();
+      if (forward_waits) engine.synchronize();
+    }
+    engine.synchronize();
+    return static_cast<double>(transferred() - before) / (static_cast<double>(kUnits) * kElements * steps);
+  };
+  moved(3, true);
+  const double waited = moved(4, true);
+  const double hurried = moved(4, false);
+  const bool weights_move = home != Home::weights_and_gradients;
+  // Forward and backward of each further micro-batch read hi.
+  const double weights_again = weights_move ? 4 * static_cast<double>(micro_batches - 1) : 0;
+  fmt::print("{:.2f} bytes a parameter, {:.2f} with forward under updates; {} of them weights read again\n",
+             waited, hurried, weights_again);
+  EXPECT_NEAR(waited - weights_again, expected, 0.03 * expected) << engine.plan().text();
+  EXPECT_LE(hurried - weights_again, 1.03 * expected);
+  EXPECT_GE(hurried - weights_again, 0.97 * (expected - (weights_move ? 2 : 0)));
 }
 
 INSTANTIATE_TEST_SUITE_P(Cases, Traffic,
                          ::testing::Values(TrafficCase{Home::weights_and_gradients, 1, 20},
-                                           TrafficCase{Home::gradients, 1, 26},
-                                           TrafficCase{Home::nothing, 1, 30},
-                                           TrafficCase{Home::nothing, 2, 38},
-                                           TrafficCase{Home::nothing, 4, 54}));
+                                           TrafficCase{Home::gradients, 1, 28},
+                                           TrafficCase{Home::nothing, 1, 32},
+                                           TrafficCase{Home::nothing, 2, 40},
+                                           TrafficCase{Home::nothing, 4, 56}));
 
 }  // namespace
 }  // namespace overspill::testing
