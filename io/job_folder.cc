@@ -85,6 +85,25 @@ void remove_folder(const std::filesystem::path& folder) {
   ::rmdir(folder.c_str());
 }
 
+// One run at a time looks for dead runs and takes its own lock: a run that looks holds the locks that it
+// finds free, for a moment, and whose they are would be refused. The kernel frees it with the process. A file
+// system that locks no folders goes without.
+class PathLock {
+ public:
+  explicit PathLock(const std::filesystem::path& path)
+      : folder_(::open(path.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC)) {
+    while (folder_ && ::flock(folder_.get(), LOCK_EX) != 0 && errno == EINTR) continue;
+  }
+  PathLock(const PathLock&) = delete;
+  PathLock& operator=(const PathLock&) = delete;
+  ~PathLock() {
+    if (folder_) ::flock(folder_.get(), LOCK_UN);  // a child forked meanwhile has a copy of it
+  }
+
+ private:
+  UniqueFd folder_;
+};
+
 // A killed run cannot clean up after itself, and its job name may never come again. Its lock is free, though:
 // whoever gets it owns what lies there. A folder without a lock belongs to a run that is just starting.
 void remove_dead_runs(const std::filesystem::path& path) {
@@ -127,8 +146,11 @@ JobFolder::JobFolder(const std::filesystem::path& path, const std::string& job, 
     errno = error ? error.value() : ENOENT;
     throw system_error(Operation::open, path, "the store's path must be an existing folder");
   }
-  remove_dead_runs(path);
-  take_lock(job);
+  {
+    const PathLock one_at_a_time(path);
+    remove_dead_runs(path);
+    take_lock(job);
+  }
   remove_slabs(path_);
   write_in_place(path_);
   if (direct_) try_direct();

@@ -15,6 +15,7 @@
 #include <thread>
 #include <vector>
 
+#include "io/job_folder.h"
 #include "io/unique_fd.h"
 #include "tests/io/store_test_util.h"
 
@@ -162,6 +163,29 @@ TEST_P(FileStoreTest, LeftoversOfADeadRunOfAnotherJobGoButNotThoseOfALiveOne) {
   EXPECT_FALSE(fs::exists(folder_.path() / "overspill-dead"));
   const auto store = make_file_store(options());
   EXPECT_TRUE(fs::exists(folder_.path() / "overspill-live" / "lock"));
+}
+
+// Ranks of one machine: each looks, while others start, for what dead runs left.
+TEST(JobFolders, OfOnePathAreMadeAtTheSameTime) {
+  const ScratchFolder folder;
+  std::mutex mutex;
+  std::vector<std::string> errors;
+  std::vector<std::thread> starters;
+  for (int starter = 0; starter < 4; ++starter) {
+    starters.emplace_back([&, starter] {
+      for (int i = 0; i < 200; ++i) {
+        try {
+          const JobFolder made(folder.path(), fmt::format("rank{}", starter), false);
+        } catch (const StoreError& error) {
+          const std::lock_guard guard(mutex);
+          errors.emplace_back(error.what());
+        }
+      }
+    });
+  }
+  for (std::thread& starter : starters) starter.join();
+  EXPECT_TRUE(errors.empty()) << errors.size() << " of 800, the first: " << errors.front();
+  EXPECT_TRUE(fs::is_empty(folder.path()));
 }
 
 TEST_P(FileStoreTest, MissingPathAndBadJobAreNamed) {
