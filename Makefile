@@ -2,6 +2,8 @@
 VENV ?= .venv
 PYTHON_VENV := $(VENV)/bin/python
 JOBS ?= $(shell nproc)
+# A Python test may start four processes of its own.
+PYTEST_JOBS ?= 2
 BUILD := build/release
 export VENV JOBS
 
@@ -30,7 +32,7 @@ test-cpp: build
 	@ctest --test-dir $(BUILD) --output-on-failure --no-tests=error -j $(JOBS)
 
 test-python: build test-cpp
-	@$(PYTHON_VENV) -m pytest
+	@$(PYTHON_VENV) -m pytest -n $(PYTEST_JOBS) --dist worksteal
 
 test-long: build  ## Soak and kill runs
 	@OVERSPILL_STEPS=1000 $(BUILD)/tests/engine/engine_allocation_test --gtest_filter='ManySteps*'

@@ -14,12 +14,15 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def database(build: Path) -> Path:
-    """A folder with the build's compile commands, without what clang refuses of g++'s flags."""
+    """A folder with the build's compile commands, without what clang refuses of g++'s: flags, precompiled headers."""
     folder = build / "tidy"
     folder.mkdir(exist_ok=True)
     entries = json.loads((build / "compile_commands.json").read_text())
     for entry in entries:
         flags = shlex.split(entry["command"])
+        if "-include" in flags:  # CMake's, of the precompiled header
+            at = flags.index("-include")
+            del flags[at : at + 2]
         entry["command"] = shlex.join(flag for flag in flags if not flag.startswith("-mtune-ctrl="))
     (folder / "compile_commands.json").write_text(json.dumps(entries))
     return folder
