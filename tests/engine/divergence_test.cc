@@ -18,11 +18,7 @@ using engine::Placement;
 
 constexpr int kSteps = 4;
 constexpr uint64_t kSeeds = 50;  // of a test
-#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
-constexpr uint64_t kTried = 15;  // a run takes up to 1.5 s
-#else
-constexpr uint64_t kTried = kSeeds;
-#endif
+constexpr uint64_t kTried = kWatched ? 10 : kSeeds;
 
 /// What a seed decides.
 struct Run {

@@ -29,7 +29,7 @@ using engine::Engine;
 using engine::Placement;
 using engine::Resources;
 
-constexpr int kSteps = 20;
+constexpr int kSteps = kWatched ? 10 : 20;
 
 struct Case {
   Placement placement = Placement::host;

@@ -15,16 +15,14 @@
 #include <utility>
 #include <vector>
 
+#include "tests/engine/toy_model.h"
+
 namespace overspill::testing {
 namespace {
 
 namespace fs = std::filesystem;
 
-#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
-constexpr int64_t kSeeds = 400;
-#else
-constexpr int64_t kSeeds = 10'000;
-#endif
+constexpr int64_t kSeeds = kWatched ? 400 : 10'000;
 constexpr int64_t kParts = 4;  // tests that ctest runs side by side
 
 int64_t from_environment(const char* name, int64_t otherwise) {
