@@ -43,24 +43,24 @@ double overlap(int64_t slots) {
   return slots > 0 ? static_cast<double>(slots) / static_cast<double>(slots + 1) : 1;
 }
 
-/// When forward ends after step(), and whether the disk made it later than compute and updates do.
+/// When forward ends after step(), and for how long of that the disk is what it waits for.
 struct ForwardEnd {
   double s = 0;
-  bool by_disk = false;
+  double disk_s = 0;
 };
 
 ForwardEnd forward_end(std::span<const UnitDemand> demands, const MachineFigures& f, double bytes_per_s,
                        double share, double ahead) {
-  ForwardEnd end{f.forward_s, false};
+  ForwardEnd end{.s = f.forward_s};
   double bytes = -ahead;
   double updated_s = 0;
   for (const UnitDemand& demand : demands) {
     bytes += share * static_cast<double>(demand.bytes);
     updated_s += share * static_cast<double>(demand.elements) * f.update_s_per_element;
-    if (updated_s + demand.left_s > end.s) end = {updated_s + demand.left_s, false};
+    if (updated_s + demand.left_s > end.s) end = {.s = updated_s + demand.left_s};
     if (bytes <= 0) continue;
     const double there_s = bytes / bytes_per_s;
-    if (there_s + demand.left_s > end.s) end = {there_s + demand.left_s, true};
+    if (there_s + demand.left_s > end.s) end = {.s = there_s + demand.left_s, .disk_s = there_s};
   }
   return end;
 }
@@ -140,13 +140,15 @@ Prediction predict(const Plan& plan, std::span<const UnitDemand> demands, const 
   for (const UnitDemand& demand : demands) forward_bytes += static_cast<double>(demand.bytes);
   const auto ahead = static_cast<double>(2 * plan.ring_slots * plan.ring_slot_bytes);
 
-  const double backward_s = std::max(f.backward_s, disk_s(bytes - forward_bytes));
+  const double backward_disk_s = disk_s(bytes - forward_bytes);
+  const double backward_s = std::max(f.backward_s, backward_disk_s);
   const ForwardEnd forward = forward_end(demands, f, bytes_per_s, 1 - guessed, ahead);
   Prediction p;
   p.disk_s = disk_s(bytes);
   p.bound_s = backward_s + std::max(f.forward_s, disk_s(forward_bytes - ahead));
   p.step_s = f.call_s + backward_s + forward.s;
-  bool disk = forward.by_disk;
+  const double waits_s = forward.disk_s + (backward_disk_s > f.backward_s ? backward_disk_s : 0);
+  bool disk = waits_s > (backward_s + forward.s) / 2;
   if (guessed > 0) {
     p.step_s = f.call_s + std::max(backward_s + forward.s, p.disk_s);
     disk = p.disk_s > f.forward_s + f.backward_s;

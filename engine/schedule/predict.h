@@ -67,7 +67,7 @@ const char* limit_name(Limit limit);
 struct Prediction {
   double bound_s = 0;  // no schedule without speculation can be faster
   double step_s = 0;
-  Limit limit = Limit::unknown;  // of the longer phase: what has to become faster first
+  Limit limit = Limit::unknown;  // what most of step_s goes on, and so has to become faster first
   double disk_s = 0;             // all traffic of a step
 };
 

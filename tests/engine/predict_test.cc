@@ -116,6 +116,18 @@ TEST(Predict, WhatComesAfterAUnitHidesNothingOfIt) {
   EXPECT_DOUBLE_EQ(engine::predict(plan, first, figures(), 0).step_s, 2 + (4.5 + 0.9) + 0.25);
 }
 
+TEST(Predict, WhatMostOfAStepGoesOnDecides) {
+  const Plan plan = states_on_nvme(kGB / 2, 0);
+  const UnitDemand embedding[] = {{kGB, 0, 1}};  // half a second before a forward of one
+  const Prediction p = engine::predict(plan, embedding, figures(), 0);
+  EXPECT_DOUBLE_EQ(p.step_s, 2 + (0.5 + 1) + 0.25);
+  EXPECT_EQ(p.limit, Limit::compute) << "half a second of 3.75";
+  // Backward waits for weights, 4 of 5.25 s.
+  Plan weights = states_on_nvme(0, 0);
+  weights.weights_nvme_bytes = weights.nvme_read_bytes_per_step = 8 * kGB;
+  EXPECT_EQ(predict(weights, figures(), 0).limit, Limit::disk);
+}
+
 TEST(Predict, AShallowRingMovesLess) {
   Plan deep = states_on_nvme(9 * kGB, 0);
   deep.ring_slots = 8;
