@@ -192,7 +192,7 @@ def test_a_signal_saves_and_says_how_to_go_on(number, bench, spilling, finished,
     process = bench.start(bench.train_args(out, accumulate=2, clip=0.5, **spilling))
     tiny.wait_for_step(process, out, 2)
     process.send_signal(number)
-    _, err = process.communicate(timeout=120)
+    _, err = process.communicate(timeout=240)
     assert process.returncode == 128 + number, err
     assert f"overspill train --out {out} --resume" in err and "Traceback" not in err
     assert 2 <= len(tiny.log(out)) < 8, "the signal came too late to show anything"
@@ -207,7 +207,7 @@ def test_vertical_accumulation_goes_on_bit_equal_after_a_signal(bench, spilling,
     process = bench.start(bench.train_args(out, **options))
     tiny.wait_for_step(process, out, 1)
     process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=120)
+    _, err = process.communicate(timeout=240)
     assert process.returncode == 128 + signal.SIGINT, err
     assert "Traceback" not in err
     bench.ok(capsys, "train", "--out", out, "--resume")

@@ -42,7 +42,7 @@ def checkpoint(config, tmp_path):
 def run(script, *arguments):
     command = [sys.executable, "-c", script, *map(str, arguments)]
     return subprocess.run(
-        command, env={**os.environ, "PYTHONPATH": str(BINDINGS)}, capture_output=True, text=True, timeout=60
+        command, env={**os.environ, "PYTHONPATH": str(BINDINGS)}, capture_output=True, text=True, timeout=300
     )
 
 

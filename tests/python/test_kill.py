@@ -65,14 +65,14 @@ def run_with_kills(bench, out, kills, straight, seed) -> None:
             ["train", "--out", out, "--resume"] if (out / "run.json").exists() else arguments(bench, out)
         )
         killed = (kill_when_saving if number % 2 else kill_at_random)(started, out, rng)
-        _, err = started.communicate(timeout=60)
+        _, err = started.communicate(timeout=240)
         left = [p.name for p in (out / "checkpoints").iterdir()]
         print(f"kill {number}: {'killed' if killed else 'ended before'}, left {sorted(left)}")
         if not killed:
             assert started.returncode == 0, err
             break
     last = bench.start(["train", "--out", out, "--resume"])
-    _, err = last.communicate(timeout=120)
+    _, err = last.communicate(timeout=240)
     assert last.returncode == 0, err
     assert tiny.losses(out) == straight
     assert not list((out / "checkpoints").glob("*.partial"))
