@@ -15,10 +15,12 @@
 #include <algorithm>
 #include <array>
 #include <cerrno>
+#include <chrono>
 #include <cstdlib>
 #include <memory>
 #include <string_view>
 #include <system_error>
+#include <thread>
 #include <utility>
 
 #include "io/store.h"
@@ -29,6 +31,8 @@ namespace {
 constexpr std::string_view kFolderPrefix = "overspill-";
 constexpr std::string_view kSlabPrefix = "slab-";
 constexpr std::string_view kLockName = "lock";
+constexpr std::string_view kRemoving = "removing";  // in a lock that is held to remove a dead run's folder
+constexpr auto kAMoment = std::chrono::seconds(1);  // for whoever takes a lock to say in it what for
 constexpr mode_t kOwnerOnly = 0600;
 
 StoreError invalid_job(const std::string& job) {
@@ -48,6 +52,10 @@ std::string read_text(int fd) {
   std::array<char, 64> text{};
   const ssize_t bytes = ::pread(fd, text.data(), text.size(), 0);
   return bytes > 0 ? std::string(text.data(), static_cast<size_t>(bytes)) : "";
+}
+
+bool say_in(int fd, std::string_view text) {
+  return ::ftruncate(fd, 0) == 0 && ::pwrite(fd, text.data(), text.size(), 0) >= 0;
 }
 
 bool same_file(int fd, const std::filesystem::path& path) {
@@ -85,25 +93,6 @@ void remove_folder(const std::filesystem::path& folder) {
   ::rmdir(folder.c_str());
 }
 
-// One run at a time looks for dead runs and takes its own lock: a run that looks holds the locks that it
-// finds free, for a moment, and whose they are would be refused. The kernel frees it with the process. A file
-// system that locks no folders goes without.
-class PathLock {
- public:
-  explicit PathLock(const std::filesystem::path& path)
-      : folder_(::open(path.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC)) {
-    while (folder_ && ::flock(folder_.get(), LOCK_EX) != 0 && errno == EINTR) continue;
-  }
-  PathLock(const PathLock&) = delete;
-  PathLock& operator=(const PathLock&) = delete;
-  ~PathLock() {
-    if (folder_) ::flock(folder_.get(), LOCK_UN);  // a child forked meanwhile has a copy of it
-  }
-
- private:
-  UniqueFd folder_;
-};
-
 // A killed run cannot clean up after itself, and its job name may never come again. Its lock is free, though:
 // whoever gets it owns what lies there. A folder without a lock belongs to a run that is just starting.
 void remove_dead_runs(const std::filesystem::path& path) {
@@ -116,6 +105,7 @@ void remove_dead_runs(const std::filesystem::path& path) {
     // again.
     if (!lock && errno == ENOENT) ::rmdir(entry.path().c_str());
     if (lock && ::flock(lock.get(), LOCK_EX | LOCK_NB) == 0 && same_file(lock.get(), lock_path)) {
+      say_in(lock.get(), kRemoving);
       remove_folder(entry.path());
     }
   }
@@ -146,11 +136,8 @@ JobFolder::JobFolder(const std::filesystem::path& path, const std::string& job, 
     errno = error ? error.value() : ENOENT;
     throw system_error(Operation::open, path, "the store's path must be an existing folder");
   }
-  {
-    const PathLock one_at_a_time(path);
-    remove_dead_runs(path);
-    take_lock(job);
-  }
+  remove_dead_runs(path);
+  take_lock(job);
   remove_slabs(path_);
   write_in_place(path_);
   if (direct_) try_direct();
@@ -163,6 +150,7 @@ JobFolder::~JobFolder() {
 
 void JobFolder::take_lock(const std::string& job) {
   const auto lock_path = path_ / kLockName;
+  const auto patience_ends = std::chrono::steady_clock::now() + kAMoment;
   while (true) {
     if (::mkdir(path_.c_str(), 0700) != 0 && errno != EEXIST) throw system_error(Operation::open, path_);
     UniqueFd fd(::open(lock_path.c_str(), O_RDWR | O_CREAT | O_CLOEXEC | O_NOFOLLOW, kOwnerOnly));
@@ -176,6 +164,11 @@ void JobFolder::take_lock(const std::string& job) {
       if (errno == EINTR) continue;
       if (errno != EWOULDBLOCK) throw system_error(Operation::open, lock_path);
       const std::string holder = read_text(fd.get());
+      // A run that looks for dead ones may be it: it found the lock free, which was made a moment ago.
+      if (holder == kRemoving || std::chrono::steady_clock::now() < patience_ends) {
+        std::this_thread::sleep_for(std::chrono::milliseconds(1));
+        continue;
+      }
       throw StoreError({.kind = ErrorKind::locked,
                         .operation = Operation::open,
                         .path = path_.string(),
@@ -183,8 +176,7 @@ void JobFolder::take_lock(const std::string& job) {
                                               holder.empty() ? "(unknown)" : holder)});
     }
     if (!same_file(fd.get(), lock_path)) continue;  // the lock of a folder removed in between
-    const std::string pid = std::to_string(owner_);
-    if (::ftruncate(fd.get(), 0) != 0 || ::pwrite(fd.get(), pid.data(), pid.size(), 0) < 0) {
+    if (!say_in(fd.get(), std::to_string(owner_))) {
       const StoreError error = system_error(Operation::open, lock_path);
       remove_folder(path_);
       throw error;

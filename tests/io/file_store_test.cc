@@ -4,12 +4,14 @@
 #include <fcntl.h>
 #include <fmt/format.h>
 #include <gtest/gtest.h>
+#include <sys/file.h>
 #include <sys/mount.h>
 #include <sys/resource.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
 #include <atomic>
+#include <chrono>
 #include <fstream>
 #include <mutex>
 #include <thread>
@@ -186,6 +188,23 @@ TEST(JobFolders, OfOnePathAreMadeAtTheSameTime) {
   for (std::thread& starter : starters) starter.join();
   EXPECT_TRUE(errors.empty()) << errors.size() << " of 800, the first: " << errors.front();
   EXPECT_TRUE(fs::is_empty(folder.path()));
+}
+
+TEST(JobFolders, WaitForWhoeverRemovesWhatADeadRunOfTheirNameLeft) {
+  const ScratchFolder folder;
+  const fs::path lock_path = folder.path() / "overspill-again" / "lock";
+  fs::create_directory(lock_path.parent_path());
+  std::ofstream(lock_path) << "removing";
+  UniqueFd lock(::open(lock_path.c_str(), O_RDWR | O_CLOEXEC));
+  ASSERT_EQ(::flock(lock.get(), LOCK_EX), 0);
+  std::thread remover([&] {
+    std::this_thread::sleep_for(
+        std::chrono::milliseconds(1500));  // longer than a lock that says nothing is waited for
+    fs::remove_all(lock_path.parent_path());
+    lock = UniqueFd();
+  });
+  EXPECT_NO_THROW(const JobFolder made(folder.path(), "again", false));
+  remover.join();
 }
 
 TEST_P(FileStoreTest, MissingPathAndBadJobAreNamed) {
