@@ -26,7 +26,7 @@ train: build  ## Fine-tune SmolLM2-135M with a 600 MiB host budget, states on NV
 setup-test:
 	@tools/setup --test || echo "setup: going on; tests that need what is missing are skipped"
 
-test: setup-test build test-cpp test-python  ## C++ and Python tests, within 12 minutes on 2 cores
+test: setup-test build test-cpp test-python  ## C++ and Python tests: 12 minutes on 2 fast cores, 30 on slow ones
 
 test-cpp: build
 	@ctest --test-dir $(BUILD) --output-on-failure --no-tests=error -j $(JOBS)
