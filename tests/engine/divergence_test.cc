@@ -9,6 +9,7 @@
 #include <thread>
 
 #include "tests/engine/rank_world.h"
+#include "tests/watched.h"
 
 namespace overspill::testing {
 namespace {

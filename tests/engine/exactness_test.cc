@@ -20,6 +20,7 @@
 #include "tests/engine/same_bits.h"
 #include "tests/engine/toy_model.h"
 #include "tests/reference/update.h"
+#include "tests/watched.h"
 
 namespace overspill::testing {
 namespace {

@@ -7,6 +7,7 @@
 
 #include "tests/engine/batch_model.h"
 #include "tests/engine/rank_world.h"
+#include "tests/watched.h"
 
 namespace overspill::testing {
 namespace {

@@ -15,7 +15,7 @@
 #include <utility>
 #include <vector>
 
-#include "tests/engine/toy_model.h"
+#include "tests/watched.h"
 
 namespace overspill::testing {
 namespace {

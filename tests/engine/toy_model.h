@@ -12,13 +12,6 @@
 
 namespace overspill::testing {
 
-/// A sanitizer watches every access, several times as slowly: what takes long is done less often then.
-#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
-inline constexpr bool kWatched = true;
-#else
-inline constexpr bool kWatched = false;
-#endif
-
 struct ToyStep {
   double loss = 0;
   engine::StepResult result;
