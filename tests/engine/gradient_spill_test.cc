@@ -239,8 +239,7 @@ enum class Home : uint8_t { weights_and_gradients, gradients, nothing };
 struct TrafficCase {
   Home home;
   int64_t micro_batches;
-  double
-      bytes;  // a parameter where forward comes last, without weights that further micro-batches read again
+  double bytes;  // a parameter where forward waits, without weights that further micro-batches read again
 };
 
 class Traffic : public ::testing::TestWithParam<TrafficCase> {};
