@@ -104,7 +104,13 @@ class Device {
   virtual bool shares_host_memory() const = 0;
   /// Aligned to 4096 bytes. Throws std::bad_alloc with nothing changed. The device outlives it.
   virtual DeviceMemory allocate(int64_t bytes) = 0;
+  /// Reads as 0xFF in full length (NaN in every float format), for as little memory as the device can: what
+  /// is written to it is lost, and may show at its other addresses. Otherwise as allocate().
+  virtual DeviceMemory allocate_nan(int64_t bytes) = 0;
   virtual std::unique_ptr<Stream> make_stream() = 0;
+  /// A stream over a queue that somebody else owns, such as a framework: `native` is what native() of a
+  /// stream of this device is. The queue outlives it, and whoever owns the queue may go on using it.
+  virtual std::unique_ptr<Stream> adopt_stream(void* native) = 0;
   /// Copies between pinned host memory and the device are asynchronous and as fast as the link; from other
   /// memory they may be neither. `data` is aligned to 4096 bytes. Throws DeviceError. The device outlives it.
   virtual HostPin pin_host(void* data, int64_t bytes) = 0;

@@ -40,7 +40,14 @@ class HostDevice final : public Device {
     return DeviceMemory(data, bytes, free, nullptr);
   }
 
+  DeviceMemory allocate_nan(int64_t bytes) override {
+    DeviceMemory memory = allocate(bytes);
+    poison(memory.data(), bytes);
+    return memory;
+  }
+
   std::unique_ptr<Stream> make_stream() override { return std::make_unique<HostStream>(); }
+  std::unique_ptr<Stream> adopt_stream(void*) override { return make_stream(); }
 
   HostPin pin_host(void*, int64_t) override { return HostPin(); }
   void make_current() override {}

@@ -313,6 +313,24 @@ class SimulatedStream final : public Stream, public SimulatedQueue {
   std::thread thread_;  // last: starts when all else is there
 };
 
+/// Work for a stream that somebody else owns.
+class AdoptedStream final : public Stream {
+ public:
+  explicit AdoptedStream(SimulatedStream& owned) : owned_(owned) {}
+  void copy_from_host(void* device, const void* host, int64_t bytes) override {
+    owned_.copy_from_host(device, host, bytes);
+  }
+  void copy_to_host(void* host, const void* device, int64_t bytes) override {
+    owned_.copy_to_host(host, device, bytes);
+  }
+  Event record() override { return owned_.record(); }
+  void wait(const Event& event) override { owned_.wait(event); }
+  void* native() override { return owned_.native(); }
+
+ private:
+  SimulatedStream& owned_;
+};
+
 class SimulatedDeviceImpl final : public SimulatedDevice {
  public:
   explicit SimulatedDeviceImpl(const SimulatedDeviceOptions& options) : options_(options), memory_(options) {
@@ -333,6 +351,16 @@ class SimulatedDeviceImpl final : public SimulatedDevice {
       static_cast<AddressSpace*>(context)->free(static_cast<std::byte*>(data));
     };
     return DeviceMemory(memory_.allocate(bytes), bytes, free, &memory_);
+  }
+
+  DeviceMemory allocate_nan(int64_t bytes) override { return allocate(bytes); }  // all that is new is
+
+  std::unique_ptr<Stream> adopt_stream(void* native) override {
+    auto* const queue = static_cast<SimulatedQueue*>(native);
+    auto* const stream = dynamic_cast<SimulatedStream*>(queue);
+    if (stream == nullptr)
+      throw DeviceError("simulated device: a stream of another device was to be adopted");
+    return std::make_unique<AdoptedStream>(*stream);
   }
 
   std::unique_ptr<Stream> make_stream() override {

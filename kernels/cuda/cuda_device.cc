@@ -10,6 +10,8 @@
 #include <utility>
 #include <vector>
 
+#include "kernels/cuda/nan_memory.h"
+
 namespace overspill::kernels {
 namespace {
 
@@ -144,8 +146,13 @@ class CudaStream final : public Stream {
         error != cudaSuccess) {
       throw DeviceError(fmt::format("cuda device {}: a new stream: {}", ordinal(), text_of(error)));
     }
+    owned_ = true;
   }
+  /// Somebody else's.
+  CudaStream(std::shared_ptr<EventPool> events, cudaStream_t stream)
+      : events_(std::move(events)), stream_(stream) {}
   ~CudaStream() override {
+    if (!owned_) return;
     const Current device(ordinal());
     cudaStreamDestroy(stream_);  // what was submitted is still done
   }
@@ -219,6 +226,7 @@ class CudaStream final : public Stream {
 
   const std::shared_ptr<EventPool> events_;
   cudaStream_t stream_ = nullptr;
+  bool owned_ = false;
   Submitted last_;
   Failure failure_;
 };
@@ -264,7 +272,20 @@ class CudaDevice final : public Device {
     return DeviceMemory(data, bytes, release, this);
   }
 
+  DeviceMemory allocate_nan(int64_t bytes) override {
+    if (bytes > 0) {
+      const Current device(ordinal_);
+      if (DeviceMemory mapped = map_nan(ordinal_, bytes); mapped.data() != nullptr) return mapped;
+    }
+    DeviceMemory memory = allocate(bytes);
+    poison(memory.data(), bytes);
+    return memory;
+  }
+
   std::unique_ptr<Stream> make_stream() override { return std::make_unique<CudaStream>(events_); }
+  std::unique_ptr<Stream> adopt_stream(void* native) override {
+    return std::make_unique<CudaStream>(events_, static_cast<cudaStream_t>(native));
+  }
 
   HostPin pin_host(void* data, int64_t bytes) override {
     if (bytes < 0) throw DeviceError(fmt::format("cuda device {}: pinning {} bytes", ordinal_, bytes));

@@ -206,6 +206,45 @@ TEST_P(DeviceConformance, PoisonIsLoud) {
   EXPECT_TRUE(back == expected || back == sent);
 }
 
+TEST_P(DeviceConformance, NanMemoryReadsAsNanInFullLength) {
+  auto stream = device_->make_stream();
+  for (int64_t bytes : {int64_t{1}, int64_t{4096}, (int64_t{5} << 20) + 17}) {
+    const DeviceMemory memory = device_->allocate_nan(bytes);
+    EXPECT_EQ(memory.bytes(), bytes);
+    EXPECT_EQ(reinterpret_cast<uintptr_t>(memory.data()) % 4096, 0u);
+    std::vector<std::byte> back(bytes);
+    stream->copy_to_host(back.data(), memory.data(), bytes);
+    stream->record().wait();
+    EXPECT_EQ(back, std::vector<std::byte>(bytes, std::byte{0xFF}));
+  }
+  EXPECT_EQ(device_->allocate_nan(0).bytes(), 0);
+  EXPECT_THROW((void)device_->allocate_nan(-1), DeviceError);
+}
+
+TEST_P(DeviceConformance, AnAdoptedStreamIsTheSameQueue) {
+  auto own = device_->make_stream(), other = device_->make_stream();
+  const auto first = numbered(1 << 16, 1), second = numbered(1 << 16, 2);
+  DeviceMemory memory = device_->allocate(1 << 16), elsewhere = device_->allocate(1 << 16);
+  std::vector<std::byte> back(1 << 16);
+  for (int round = 0; round < 20; ++round) {
+    Event read;
+    {
+      auto adopted = device_->adopt_stream(own->native());
+      EXPECT_EQ(adopted->native(), own->native());
+      own->copy_from_host(memory.data(), first.data(), 1 << 16);
+      adopted->copy_to_host(back.data(), memory.data(), 1 << 16);  // in the order of both
+      other->copy_from_host(elsewhere.data(), second.data(), 1 << 16);
+      adopted->wait(other->record());
+      read = adopted->record();
+    }  // the queue goes on without it
+    own->copy_to_host(back.data(), elsewhere.data(), 1 << 16);
+    const Event after = own->record();
+    read.wait();
+    after.wait();
+    EXPECT_EQ(back, second);
+  }
+}
+
 TEST_P(DeviceConformance, FreedAddressesServeAgain) {
   auto stream = device_->make_stream();
   for (uint32_t i = 0; i < 200; ++i) {
