@@ -18,7 +18,7 @@ enum class Placement : uint8_t {
 
 struct Config {
   int64_t host_budget_bytes = 0;            // required
-  int64_t device_budget_bytes = 0;          // 0: no limit; unused where the device shares host memory
+  int64_t device_budget_bytes = 0;          // of gathered weights; 0: what leases and prefetching need
   std::vector<std::filesystem::path> nvme;  // folders
   std::string job = "default";              // names this run's files; one live run a job and folder
   int threads = 0;                          // of the optimizer; 0: as many as cores

@@ -2,6 +2,7 @@
 
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 #include <exception>
@@ -96,7 +97,16 @@ class InCall {
 Lease::~Lease() {
   if (machine_ == nullptr || block_ == nullptr) return;
   const std::lock_guard guard(machine_->context.mutex);
-  machine_->gatherer.release(block_);
+  std::vector<kernels::Event> uses;
+  for (const Queue queue : queues_) uses.push_back(machine_->context.queues.of(queue).record());
+  machine_->gatherer.release(block_, uses);
+}
+
+void Lease::use_on(Queue queue) {
+  if (block_ == nullptr || std::find(queues_.begin(), queues_.end(), queue) != queues_.end()) return;
+  const std::lock_guard guard(machine_->context.mutex);
+  machine_->gatherer.use(block_, machine_->context.queues.of(queue));
+  queues_.push_back(queue);
 }
 
 void Lease::copy_to_host(int64_t begin, std::span<std::byte> to) const {
@@ -118,6 +128,7 @@ void Lease::swap(Lease& other) noexcept {
   std::swap(block_, other.block_);
   std::swap(data_, other.data_);
   std::swap(bytes_, other.bytes_);
+  std::swap(queues_, other.queues_);
 }
 
 // ---- the engine
@@ -246,6 +257,7 @@ void Engine::read_state(int32_t unit, int32_t segment, std::string_view name, st
   check_size(s, out.size_bytes(), 4);
   if (name == "grad") {
     require_world_one(m.context.layout, "reading a gradient");
+    m.intake.finish();
     return m.gradients.read(unit, segment, out);
   }
   const int component = u.component_named(name);
@@ -282,6 +294,14 @@ void Engine::begin_backward() {
 }
 
 Lease Engine::acquire(int32_t unit) {
+  return lease(unit, nullptr);
+}
+
+Lease Engine::acquire(int32_t unit, Queue queue) {
+  return {lease(unit, &queue), queue};
+}
+
+Lease Engine::lease(int32_t unit, const Queue* queue) {
   Machine& m = machine();
   const InCall call(m.context);
   const Unit& u = m.unit_at(unit);
@@ -297,12 +317,13 @@ Lease Engine::acquire(int32_t unit) {
   }
   if (m.context.used_in_place(unit)) {
     m.gatherer.prefetch();
-    m.wait_for_updates(lock, unit);
+    m.updater.wait_for(lock, unit);
     const UnitState& state = m.context.units[unit];
     if (state.whole != nullptr) m.gatherer.acquire_whole(lock, unit);
     return {machine_, nullptr, state.whole != nullptr ? state.whole : state.home, u.bytes()};
   }
-  struct Block* block = m.gatherer.acquire(lock, unit);
+  kernels::Stream* const stream = queue != nullptr ? &m.context.queues.of(*queue) : nullptr;
+  struct Block* block = m.gatherer.acquire(lock, unit, stream);
   return {machine_, block, block->device, u.bytes()};
 }
 
@@ -343,21 +364,19 @@ void Engine::add_gradient(int32_t unit, int32_t segment, std::span<const std::by
   Machine& m = machine();
   m.segment_at(unit, segment);
   const InCall call(m.context);
-  {
-    std::unique_lock lock(m.context.mutex);
-    if (m.context.meter.phase() == Phase::forward) m.context.meter.enter(Phase::backward);
-    m.wait_for_updates(lock, unit);  // the last step's gradient is still in use until then
-    m.updater.take_back(lock, unit);
-    m.context.journal.note(Happening::gradient, unit);
-    ++m.context.progress;
-  }
-  m.gradients.add(unit, segment, data.data(), static_cast<int64_t>(data.size()), dtype);
-  const std::lock_guard guard(m.context.mutex);
-  if (m.updater.speculation().arrived(unit, segment)) m.updater.guess(unit);
+  m.intake.add(unit, segment, data, dtype);
+}
+
+void Engine::add_gradient(int32_t unit, int32_t segment, DeviceArray gradient, Queue queue) {
+  Machine& m = machine();
+  m.segment_at(unit, segment);
+  const InCall call(m.context);
+  m.intake.add(unit, segment, std::move(gradient), queue);
 }
 
 void Engine::clear_gradients() {
   Machine& m = machine();
+  m.intake.finish();
   {
     std::unique_lock lock(m.context.mutex);
     m.updater.take_back_all(lock);
@@ -368,6 +387,7 @@ void Engine::clear_gradients() {
 
 bool Engine::has_gradient(int32_t unit, int32_t segment) {
   machine().segment_at(unit, segment);
+  machine().intake.finish();
   return machine().gradients.present(unit, segment);
 }
 
@@ -395,6 +415,7 @@ StepResult Engine::step(std::span<const optim::Hyper> groups) {
 
 double Engine::grad_norm() {
   Machine& m = machine();
+  m.intake.finish();
   GradientSummary summary;
   m.rounds.meet(Meeting::norm, m.looks, [&] {
     m.rounds.sum_gradients();
@@ -428,6 +449,7 @@ std::string Engine::load(const std::filesystem::path& folder) {
   Machine& m = machine();
   m.keeper.require_room_to_change();
   const Manifest manifest = m.verify(folder);
+  m.intake.finish();
   std::unique_lock lock(m.context.mutex);
   const Rounds::Change changing(m.rounds, lock);
   std::vector<int32_t> all(m.context.units.size());

@@ -21,7 +21,9 @@
 
 #include "cpu_optim/optimizer.h"
 #include "engine/config.h"
+#include "engine/gradient_intake.h"
 #include "engine/partition/model.h"
+#include "engine/queues.h"
 #include "engine/schedule/context.h"
 #include "engine/schedule/journal.h"
 #include "engine/schedule/plan.h"
@@ -40,6 +42,7 @@ class Lease {
   Lease() = default;
   Lease(std::shared_ptr<Machine> machine, struct Block* block, std::byte* data, int64_t bytes)
       : machine_(std::move(machine)), block_(block), data_(data), bytes_(bytes) {}
+  Lease(Lease&& other, Queue queue) : Lease(std::move(other)) { queues_.push_back(queue); }
   Lease(Lease&& other) noexcept { swap(other); }
   Lease& operator=(Lease&& other) noexcept {
     Lease taken(std::move(other));
@@ -49,6 +52,9 @@ class Lease {
   ~Lease();
   std::byte* data() const { return data_; }  // device memory
   int64_t bytes() const { return bytes_; }
+  /// What is submitted to `queue` from now on, until the lease ends, sees the weights, and keeps their memory
+  /// until it is done. Throws kernels::DeviceError.
+  void use_on(Queue queue);
   /// Copies from byte `begin` on to host memory, whatever the device, and waits for it. Throws
   /// std::invalid_argument beyond bytes(), kernels::DeviceError.
   void copy_to_host(int64_t begin, std::span<std::byte> to) const;
@@ -59,6 +65,7 @@ class Lease {
   struct Block* block_ = nullptr;  // null: the weights are used where they live
   std::byte* data_ = nullptr;
   int64_t bytes_ = 0;
+  std::vector<Queue> queues_;  // that use it
 };
 
 struct StepResult {
@@ -110,12 +117,17 @@ class Engine {
   /// For the report alone: without it backward is taken to begin with the first gradient.
   void begin_backward();
   Lease acquire(int32_t unit);
+  /// For what is submitted to `queue` from now on: the caller does not wait for copies to the device.
+  Lease acquire(int32_t unit, Queue queue);
   bool resident_now(int32_t unit);
   /// The leased memory of a segment was changed in place: it becomes the weight (lo = 0). `data` is the
   /// segment's new content. All ranks do it alike.
   void written(int32_t unit, int32_t segment, std::span<const std::byte> data);
   /// `data` is host memory. Adds to what arrived since the last step.
   void add_gradient(int32_t unit, int32_t segment, std::span<const std::byte> data, std::string_view dtype);
+  /// Of the device's memory, as what was submitted to `queue` until now leaves it. Returns before it is taken
+  /// in; what fails then fails the engine.
+  void add_gradient(int32_t unit, int32_t segment, DeviceArray gradient, Queue queue);
   /// Collective where there are gradients.
   void clear_gradients();
   bool has_gradient(int32_t unit, int32_t segment);
@@ -159,6 +171,7 @@ class Engine {
 
  private:
   Machine& machine() const;
+  Lease lease(int32_t unit, const Queue* queue);
   std::shared_ptr<Machine> machine_;
 };
 

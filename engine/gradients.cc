@@ -79,6 +79,13 @@ std::byte* Gradients::at(int32_t unit, int64_t element) const {
 }
 
 void Gradients::add(int32_t unit, int32_t segment, const void* data, int64_t bytes, std::string_view dtype) {
+  const Arrival arrival = begin(unit, segment, check(unit, segment, bytes, dtype));
+  add(arrival, 0, context_.layout.units[unit].segments[segment].elements,
+      static_cast<const std::byte*>(data));
+  finish(arrival);
+}
+
+optim::Element Gradients::check(int32_t unit, int32_t segment, int64_t bytes, std::string_view dtype) const {
   const Unit& u = context_.layout.units[unit];
   const Segment& s = u.segments[segment];
   if (!u.trainable()) throw std::invalid_argument(fmt::format("{} is frozen: it takes no gradient", s.name));
@@ -93,38 +100,68 @@ void Gradients::add(int32_t unit, int32_t segment, const void* data, int64_t byt
     throw std::invalid_argument(fmt::format("the gradient of {} has {} bytes, its {} elements take {}",
                                             s.name, bytes, s.elements, s.elements * from_bytes));
   }
-  Arrival arrival{unit, segment, static_cast<const std::byte*>(data), *from_element,
-                  present_[unit][segment] == 0};
+  return *from_element;
+}
+
+Gradients::Arrival Gradients::begin(int32_t unit, int32_t segment, optim::Element element) {
+  Arrival arrival{unit, segment, element, present_[unit][segment] == 0};
   ++arrivals_[unit][segment];
   if (context_.layout.slices > 1) {
     std::unique_lock lock(context_.mutex);
     sums_.open(lock, unit);
     arrival.first = !sums_.holds(unit, segment);
-    lock.unlock();
-    add_whole(arrival);
-    lock.lock();
-    sums_.arrived(unit, segment);
-  } else if (context_.units[unit].gradients != nullptr) {
-    add_whole(arrival);
-  } else {
-    add_by_chunk(arrival);
   }
-  present_[unit][segment] = 1;
+  return arrival;
 }
 
-void Gradients::add_whole(const Arrival& arrival) {
-  const Segment& s = context_.layout.units[arrival.unit].segments[arrival.segment];
-  const auto piece = [&](int64_t i) {
-    const int64_t begin = i * kPieceElements;
-    take_in(arrival.data + begin * optim::bytes(arrival.element), arrival.element,
-            at(arrival.unit, s.begin + begin), context_.gradient_type(arrival.unit),
-            std::min(kPieceElements, s.elements - begin), arrival.first);
-  };
-  const int64_t pieces = (s.elements + kPieceElements - 1) / kPieceElements;
-  if (pieces < 2) {
-    if (pieces == 1) piece(0);
+bool Gradients::may_wait(int32_t unit) const {
+  return context_.layout.slices > 1 || context_.units[unit].gradients == nullptr;
+}
+
+int64_t Gradients::piece_end(const Arrival& arrival, int64_t begin) const {
+  const Unit& u = context_.layout.units[arrival.unit];
+  const Segment& s = u.segments[arrival.segment];
+  const int64_t chunk = context_.layout.chunks[u.first_chunk].elements;  // all but the last are as long
+  return std::min(s.elements, ((s.begin + begin) / chunk + 1) * chunk - s.begin);
+}
+
+std::byte* Gradients::place_of(const Arrival& arrival) const {
+  const bool as_it_comes = arrival.first && arrival.element == context_.gradient_type(arrival.unit);
+  if (!as_it_comes || may_wait(arrival.unit)) return nullptr;
+  return at(arrival.unit, context_.layout.units[arrival.unit].segments[arrival.segment].begin);
+}
+
+void Gradients::add(const Arrival& arrival, int64_t begin, int64_t elements, const std::byte* data) {
+  const Piece piece{arrival, begin, elements, data};
+  if (context_.layout.slices > 1 || context_.units[arrival.unit].gradients != nullptr) {
+    add_whole(piece);
   } else {
-    context_.resources.executor->parallel_for(pieces, std::ref(piece));
+    add_by_chunk(piece);
+  }
+}
+
+void Gradients::finish(const Arrival& arrival) {
+  if (context_.layout.slices > 1) {
+    const std::lock_guard guard(context_.mutex);
+    sums_.arrived(arrival.unit, arrival.segment);
+  }
+  present_[arrival.unit][arrival.segment] = 1;
+}
+
+void Gradients::add_whole(const Piece& piece) {
+  const Arrival& arrival = piece.arrival;
+  const Segment& s = context_.layout.units[arrival.unit].segments[arrival.segment];
+  const auto take = [&](int64_t i) {
+    const int64_t from = piece.begin + i * kPieceElements;
+    take_in(piece.at(from), arrival.element, at(arrival.unit, s.begin + from),
+            context_.gradient_type(arrival.unit),
+            std::min(kPieceElements, piece.begin + piece.elements - from), arrival.first);
+  };
+  const int64_t pieces = (piece.elements + kPieceElements - 1) / kPieceElements;
+  if (pieces < 2) {
+    if (pieces == 1) take(0);
+  } else {
+    context_.resources.executor->parallel_for(pieces, std::ref(take));
   }
 }
 
@@ -143,23 +180,26 @@ void Gradients::for_each_part(int32_t unit, int32_t segment, Visit visit) const 
 }
 
 /// Some of the unit's chunks are spilled: a few at a time are brought into memory, added to, and go.
-void Gradients::add_by_chunk(const Arrival& arrival) {
+void Gradients::add_by_chunk(const Piece& piece) {
+  const Arrival& arrival = piece.arrival;
   const std::lock_guard turn(turn_);
   const int64_t batch_most = std::min(kBatchMost, staging_.held_most());
   std::array<Part, kBatchMost> batch;
   int64_t parts = 0;
   const auto take_batch = [&] {
-    add_batch(arrival, std::span(batch).first(static_cast<size_t>(parts)));
+    add_batch(piece, std::span(batch).first(static_cast<size_t>(parts)));
     parts = 0;
   };
   for_each_part(arrival.unit, arrival.segment, [&](const Part& part) {
+    if (part.in_segment < piece.begin || part.in_segment >= piece.begin + piece.elements) return;
     batch[parts++] = part;
     if (parts == batch_most) take_batch();
   });
   if (parts > 0) take_batch();
 }
 
-void Gradients::add_batch(const Arrival& arrival, std::span<Part> parts) {
+void Gradients::add_batch(const Piece& piece, std::span<Part> parts) {
+  const Arrival& arrival = piece.arrival;
   std::unique_lock lock(context_.mutex);
   try {
     for (Part& part : parts) {
@@ -175,8 +215,7 @@ void Gradients::add_batch(const Arrival& arrival, std::span<Part> parts) {
       const Part& part = parts[i];
       if (part.widen) widen_in_place(part.was, part.memory, context_.layout.chunks[part.chunk].elements);
       std::byte* to = part.memory + part.in_chunk * optim::bytes(part.element);
-      take_in(arrival.data + part.in_segment * optim::bytes(arrival.element), arrival.element, to,
-              part.element, part.elements, arrival.first);
+      take_in(piece.at(part.in_segment), arrival.element, to, part.element, part.elements, arrival.first);
       // While it is in the cache. Where more is added later, that is done again.
       auto& squares = spilled_squares_[part.chunk];
       if (!squares.empty()) squares[part.run] = squares_of(to, part.elements, part.element);

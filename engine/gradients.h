@@ -32,6 +32,28 @@ class Gradients {
   /// std::invalid_argument on a size or dtype that does not fit. Waits for the disk where staging is full.
   void add(int32_t unit, int32_t segment, const void* data, int64_t bytes, std::string_view dtype);
 
+  // ---- the same, piece by piece: begin, all pieces, finish
+
+  /// A gradient that arrives, of one segment.
+  struct Arrival {
+    int32_t unit = -1;
+    int32_t segment = -1;
+    optim::Element element{};
+    bool first = false;  // in this step
+  };
+  /// Throws as add(); nothing has changed then.
+  optim::Element check(int32_t unit, int32_t segment, int64_t bytes, std::string_view dtype) const;
+  /// Waits where several ranks' gradients have no room yet.
+  Arrival begin(int32_t unit, int32_t segment, optim::Element element);
+  /// Where the piece that begins at an element of the segment ends, at most: pieces keep to chunks.
+  int64_t piece_end(const Arrival& arrival, int64_t begin) const;
+  void add(const Arrival& arrival, int64_t begin, int64_t elements, const std::byte* data);
+  void finish(const Arrival& arrival);
+  /// Pinned host memory that the arrival may be copied to as it is, in place of add(); null: there is none.
+  std::byte* place_of(const Arrival& arrival) const;
+  /// Whether begin() may wait for what is not finished yet.
+  bool may_wait(int32_t unit) const;
+
   bool present(int32_t unit, int32_t segment) const { return present_[unit][segment] != 0; }
   bool any() const;  // present
   /// Throws all of them away. Updates that were scheduled keep theirs.
@@ -55,13 +77,16 @@ class Gradients {
   void read(int32_t unit, int32_t segment, std::span<float> out);
 
  private:
-  /// A gradient that arrives, of one segment.
-  struct Arrival {
-    int32_t unit;
-    int32_t segment;
+  /// Of an arrival: `elements` from `begin` on, in the segment.
+  struct Piece {
+    const Arrival& arrival;
+    int64_t begin;
+    int64_t elements;
     const std::byte* data;
-    optim::Element element;
-    bool first;  // in this step
+
+    const std::byte* at(int64_t in_segment) const {
+      return data + (in_segment - begin) * optim::bytes(arrival.element);
+    }
   };
   /// The part of a segment that lies in one chunk, in elements.
   struct Part {
@@ -80,10 +105,10 @@ class Gradients {
 
   optim::Element element(int32_t unit) const;  // of a trainable one
   std::byte* at(int32_t unit, int64_t element) const;
-  void add_whole(const Arrival& arrival);
-  void add_by_chunk(const Arrival& arrival);
+  void add_whole(const Piece& piece);
+  void add_by_chunk(const Piece& piece);
   void choose_element(const Arrival& arrival, Part& part);
-  void add_batch(const Arrival& arrival, std::span<Part> parts);
+  void add_batch(const Piece& piece, std::span<Part> parts);
   bool complete(const Chunk& chunk) const;
   template <class Visit>
   void for_each_part(int32_t unit, int32_t segment, Visit visit) const;

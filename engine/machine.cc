@@ -13,6 +13,7 @@ Machine::Machine(Layout layout, Plan plan, Config config, Resources resources)
       gatherer(context),
       updater(context, gatherer),
       gradients(context),
+      intake(context, updater, gradients),
       access(context),
       keeper(context),
       rounds(context, gatherer, updater, gradients) {
@@ -26,6 +27,7 @@ Machine::~Machine() {
 void Machine::shut_down() noexcept {
   if (closed) return;
   closed = true;
+  intake.close();
   rounds.leave();
   {
     std::unique_lock lock(context.mutex);
@@ -101,14 +103,6 @@ void Machine::share(int32_t unit, int32_t segment, std::span<std::byte> out, int
   std::vector<std::span<std::byte>> receive;
   for (int rank = 0; rank < layout.world; ++rank) receive.push_back(bytes_of(rank));
   rounds.meet(Meeting::look, ++looks, [&] { context.resources.communicator->exchange(send, receive); });
-}
-
-void Machine::wait_for_updates(std::unique_lock<std::mutex>& lock, int32_t unit) {
-  if (context.units[unit].pending_chunks == 0) return;
-  context.demanded_unit = unit;
-  updater.pump();
-  context.wait(
-      lock, [&] { return context.units[unit].pending_chunks == 0; }, Cause::updates, unit);
 }
 
 }  // namespace overspill::engine

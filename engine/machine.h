@@ -13,6 +13,7 @@
 #include "engine/access.h"
 #include "engine/checkpoint/keeper.h"
 #include "engine/engine.h"
+#include "engine/gradient_intake.h"
 #include "engine/gradients.h"
 #include "engine/rounds.h"
 #include "engine/schedule/context.h"
@@ -28,9 +29,6 @@ class Machine {
 
   /// Finishes what is in flight, joins the workers, gives up the store. Only leases are of use afterwards.
   void shut_down() noexcept;
-
-  /// Waits until the unit's weights are up to date. Needs the lock.
-  void wait_for_updates(std::unique_lock<std::mutex>& lock, int32_t unit);
 
   // The step (step.cc), as the passes it consists of.
   StepResult step(std::span<const optim::Hyper> groups);
@@ -75,6 +73,7 @@ class Machine {
   Gatherer gatherer;
   Updater updater;
   Gradients gradients;
+  GradientIntake intake;
   Access access;
   CheckpointKeeper keeper;
   Rounds rounds;

@@ -2,7 +2,10 @@
 
 #include <fmt/format.h>
 
+#include <charconv>
+#include <optional>
 #include <stdexcept>
+#include <string_view>
 #include <thread>
 #include <utility>
 
@@ -18,16 +21,27 @@
 namespace overspill::engine {
 namespace {
 
-std::unique_ptr<kernels::Device> make_device(const ResourceOptions& options) {
+/// Of "cuda:1" 1, of "cuda" 0; nothing of any other name.
+std::optional<int> cuda_ordinal(std::string_view name) {
+  if (name == "cuda") return 0;
+  constexpr std::string_view kPrefix = "cuda:";
+  int ordinal = 0;
+  if (!name.starts_with(kPrefix)) return std::nullopt;
+  const auto [end, error] = std::from_chars(name.data() + kPrefix.size(), name.data() + name.size(), ordinal);
+  return error == std::errc() && end == name.data() + name.size() ? std::optional(ordinal) : std::nullopt;
+}
+
+std::shared_ptr<kernels::Device> make_device(const ResourceOptions& options) {
+  if (options.given_device != nullptr) return options.given_device;
   if (options.device == "host") return kernels::make_host_device();
-  if (options.device == "cuda") return kernels::make_cuda_device();
+  if (const auto ordinal = cuda_ordinal(options.device)) return kernels::make_cuda_device(*ordinal);
   if (options.device == "simulated") {
     kernels::SimulatedDeviceOptions simulated;
     simulated.seed = options.seed;
     return kernels::make_simulated_device(simulated);
   }
   throw std::invalid_argument(
-      fmt::format("unknown device '{}': one of host, cuda, simulated", options.device));
+      fmt::format("unknown device '{}': one of host, cuda, cuda:1 and so on, simulated", options.device));
 }
 
 std::unique_ptr<io::Store> make_store(const Config& config, const ResourceOptions& options,

@@ -13,9 +13,10 @@
 namespace overspill::engine {
 
 struct ResourceOptions {
-  std::string device = "host";      // "host", "cuda" (its device 0), "simulated" (tests)
+  std::string device = "host";      // "host", "cuda", "cuda:1" and so on, "simulated" (tests)
   std::string io_backend = "auto";  // "auto", "io_uring", "threads", "memory" (tests: nothing touches a disk)
   uint64_t seed = 0;                // of what is simulated
+  std::shared_ptr<kernels::Device> given_device = nullptr;  // in place of `device`
 };
 
 /// Opens a store only where the plan puts something on NVMe. Throws std::invalid_argument on an unknown name,

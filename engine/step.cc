@@ -14,6 +14,7 @@ StepResult Machine::step(std::span<const optim::Hyper> groups) {
   check_groups(groups);
   keeper.require_room_to_change();
 
+  intake.finish();
   finish_updates();
   // Beyond this point every weight is that of the last step.
 

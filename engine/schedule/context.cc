@@ -61,6 +61,7 @@ Context::Context(Layout layout_in, Plan plan_in, Config config_in, Resources res
                "weights, states and gradients"),
       units(layout.units.size()),
       chunks(layout.chunks.size()),
+      queues(*resources.device),
       trace(static_cast<int32_t>(layout.units.size())),
       meter(now_ns, layout.units.size()) {
   Carver carver(resident.data());

@@ -18,6 +18,7 @@
 #include "engine/memory/budget.h"
 #include "engine/memory/host_memory.h"
 #include "engine/partition/layout.h"
+#include "engine/queues.h"
 #include "engine/schedule/journal.h"
 #include "engine/schedule/plan.h"
 #include "engine/schedule/report.h"
@@ -34,9 +35,10 @@ class EngineFailed : public std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
-/// What an engine runs on; owned by it. `store` may be null when the plan puts nothing on NVMe.
+/// What an engine runs on; its own, but for the device. `store` may be null when the plan puts nothing on
+/// NVMe.
 struct Resources {
-  std::unique_ptr<kernels::Device> device;
+  std::shared_ptr<kernels::Device> device;
   std::unique_ptr<Communicator> communicator;
   /// The ranks that hold the other parts of a model that is divided beside us (tensor, pipeline parallelism),
   /// this one among them; null: we hold all of it. Norms and finiteness of gradients span them; nothing else
@@ -203,6 +205,7 @@ struct Context {
   std::condition_variable changed;
   std::vector<UnitState> units;
   std::vector<ChunkState> chunks;
+  Queues queues;
   Trace trace;
   ScheduleStats stats;
   std::string failure;

@@ -55,7 +55,18 @@ Gatherer::Gatherer(Context& context)
   }
 }
 
-Block* Gatherer::acquire(std::unique_lock<std::mutex>& lock, int32_t unit) {
+Gatherer::~Gatherer() {
+  if (stream_ == nullptr) return;
+  try {
+    for (const auto& block : blocks_) {
+      for (const kernels::Event& use : block->uses) stream_->wait(use);
+    }
+    stream_->record().wait();
+  } catch (const std::exception&) {  // the device has failed: nothing uses its memory any more
+  }
+}
+
+Block* Gatherer::acquire(std::unique_lock<std::mutex>& lock, int32_t unit, kernels::Stream* queue) {
   UnitState& state = context_.units[unit];
   bool announced = false;
   while (true) {
@@ -83,23 +94,47 @@ Block* Gatherer::acquire(std::unique_lock<std::mutex>& lock, int32_t unit) {
   Block* block = state.block;
   ++block->leases;
   if (!announced) prefetch();
+  if (queue != nullptr && !block->copied.done()) {
+    queue->wait(block->copied);
+    return block;
+  }
   const kernels::Event copied = block->copied;
   lock.unlock();
   copied.wait();
   lock.lock();
-  if (block->device_offset >= 0 && block->host_offset >= 0 &&
-      block->pins == 0) {  // the bounce buffer has served
-    host_arena_.release(block->host_offset);
-    block->host_offset = -1;
-    block->host = nullptr;
-    block->shard = nullptr;
-  }
+  free_bounce(*block);
   return block;
 }
 
-void Gatherer::release(Block* block) {
+void Gatherer::release(Block* block, std::span<const kernels::Event> uses) {
+  block->uses.insert(block->uses.end(), uses.begin(), uses.end());
   if (--block->leases == 0 && block->orphan) drop(*block);
   context_.changed.notify_all();
+}
+
+/// Gives the host memory back that a unit passed through on its way to the device.
+void Gatherer::free_bounce(Block& block) {
+  if (block.device_offset < 0 || block.host_offset < 0 || block.pins > 0) return;
+  host_arena_.release(block.host_offset);
+  block.host_offset = -1;
+  block.host = nullptr;
+  block.shard = nullptr;
+}
+
+/// Of the host arena. What units passed through on their way to the device is given back first; who demands
+/// waits for copies that are on their way.
+std::optional<int64_t> Gatherer::host_room(int64_t bytes, RangeAllocator::End end, Urgency urgency) {
+  std::optional<int64_t> room = host_arena_.allocate(bytes, end);
+  for (const auto& block : blocks_) {
+    if (room) break;
+    const bool served = block->unit >= 0 && block->device_offset >= 0 && block->host_offset >= 0 &&
+                        (block->orphan || context_.units[block->unit].gathered == Gathered::ready);
+    if (!served || (urgency == Urgency::ahead && !block->copied.done())) continue;
+    block->copied.wait();
+    free_bounce(*block);
+    room = host_arena_.allocate(bytes, end);
+  }
+  return room;
 }
 
 void Gatherer::prefetch() {
@@ -297,15 +332,15 @@ kernels::Event Gatherer::copy_to_host(std::span<std::byte> to, const std::byte* 
 Block* Gatherer::take_block(int32_t unit, Urgency urgency) {
   const int64_t bytes = context_.layout.units[unit].bytes();
   const bool on_device = !context_.device().shares_host_memory();
-  const bool on_host = !on_device || needs_host_block(unit);
+  const bool on_host = needs_host_block(context_.layout, {!on_device}, context_.plan.weights_on_nvme[unit]);
+  const int64_t arena = on_device ? context_.plan.gather_device_bytes : context_.plan.gather_host_bytes;
   // Large and small units start from different ends: small ones that stay long do not cut up the room that
   // large ones need.
-  const auto end =
-      bytes * 4 > context_.plan.gather_host_bytes ? RangeAllocator::End::low : RangeAllocator::End::high;
+  const auto end = bytes * 4 > arena ? RangeAllocator::End::low : RangeAllocator::End::high;
   std::optional<int64_t> host;
   std::optional<int64_t> device;
   while (true) {
-    if (on_host && !host) host = host_arena_.allocate(bytes, end);
+    if (on_host && !host) host = host_room(bytes, end, urgency);
     if (on_device && !device) device = device_arena_.allocate(bytes, end);
     if ((host || !on_host) && (device || !on_device)) break;
     if (make_room(unit, urgency)) continue;
@@ -352,6 +387,12 @@ bool Gatherer::make_room(int32_t unit, Urgency urgency) {
 
 void Gatherer::drop(Block& block) {
   block.copied.wait();
+  // What is copied here next comes after the uses: nobody has to wait for them.
+  for (const kernels::Event& use : block.uses) {
+    if (context_.config.poison) use.wait();
+    stream_->wait(use);
+  }
+  block.uses.clear();
   const int64_t bytes = context_.layout.units[block.unit].bytes();
   if (!block.orphan) {
     context_.units[block.unit].gathered = Gathered::absent;
@@ -391,6 +432,7 @@ void Gatherer::invalidate(std::unique_lock<std::mutex>& lock, std::span<const in
       drop(block);
       continue;
     }
+    block.copied.wait();  // it may read what changes now
     block.orphan = true;
     state.gathered = Gathered::absent;
     state.block = nullptr;

@@ -7,6 +7,7 @@
 
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <span>
 #include <vector>
 
@@ -21,24 +22,32 @@ struct Block {
   int32_t unit = -1;
   int32_t leases = 0;
   bool orphan = false;
-  int32_t pins = 0;             // its shard is being sent
-  int32_t arriving = 0;         // chunks not yet in
-  int64_t host_offset = -1;     // in the host arena; -1: none
-  int64_t device_offset = -1;   // in the device arena; -1: the host memory is the device's
-  std::byte* host = nullptr;    // all ranks' shards
-  std::byte* shard = nullptr;   // this rank's, there
-  std::byte* device = nullptr;  // what is leased
-  kernels::Event copied;        // host -> device done
+  int32_t pins = 0;                  // its shard is being sent
+  int32_t arriving = 0;              // chunks not yet in
+  int64_t host_offset = -1;          // in the host arena; -1: none
+  int64_t device_offset = -1;        // in the device arena; -1: the host memory is the device's
+  std::byte* host = nullptr;         // all ranks' shards
+  std::byte* shard = nullptr;        // this rank's, there
+  std::byte* device = nullptr;       // what is leased
+  kernels::Event copied;             // host -> device done
+  std::vector<kernels::Event> uses;  // on callers' queues: done with the device memory
 };
 
 class Gatherer {
  public:
   explicit Gatherer(Context& context);
+  ~Gatherer();  // no lease is left; waits for copies and uses
+  Gatherer(const Gatherer&) = delete;
+  Gatherer& operator=(const Gatherer&) = delete;
 
-  /// Leases the unit's gathered weights: waits until they are read, updated, collected and on the device.
-  /// Throws BudgetError when leased units leave no room.
-  Block* acquire(std::unique_lock<std::mutex>& lock, int32_t unit);
-  void release(Block* block);
+  /// Leases the unit's gathered weights: waits until they are read, updated, collected and on the device, or
+  /// (`queue` not null) lets the queue wait for the last of it. Throws BudgetError when leased units leave no
+  /// room.
+  Block* acquire(std::unique_lock<std::mutex>& lock, int32_t unit, kernels::Stream* queue);
+  /// Another queue that uses it.
+  void use(Block* block, kernels::Stream& queue) { queue.wait(block->copied); }
+  /// The memory is in use until `uses` are done.
+  void release(Block* block, std::span<const kernels::Event> uses);
 
   /// Starts to fill the units that come next, as far as there is room that is not needed sooner.
   void prefetch();
@@ -95,12 +104,11 @@ class Gatherer {
   void arrived(Block& block);
   void to_device(Block& block);
   void drop(Block& block);
+  std::optional<int64_t> host_room(int64_t bytes, RangeAllocator::End end, Urgency urgency);
+  void free_bounce(Block& block);
   std::string leased_units() const;
   bool filling_anything() const;
   const std::byte* weights_in_memory(int32_t chunk) const;
-  bool needs_host_block(int32_t unit) const {
-    return context_.layout.world > 1 || context_.plan.weights_on_nvme[unit];
-  }
   /// Where a chunk's weights belong in a block.
   std::byte* place_of(const Block& block, int32_t chunk) const {
     const Chunk& c = context_.layout.chunks[chunk];

@@ -16,6 +16,8 @@ constexpr int64_t kRingSlotsLeast = 2;  // one being updated (filled), one in fl
 constexpr int64_t kRingSlotsBest = 8;   // reads, an update a thread, and writes, all at once
 constexpr int64_t kRingSlotsMost = 64;  // and enough read ahead to outlast the disk's pauses (docs/step.md),
 constexpr int64_t kChunksPerSlot = 8;   // but of so many chunks one: the others' states are better at home
+constexpr size_t kLeasedMost = 3;       // units that are held at once
+constexpr int64_t kIntakeSlots = 4;     // pieces of gradients being copied from the device, or added
 constexpr int64_t kArenaAlign = 4096;
 constexpr int64_t kMiB = 1 << 20;
 
@@ -241,6 +243,8 @@ class Planner {
     p.staging_buffers = std::min({slots_, kRingSlotsBest, spilled_gradients});
     size_up_second_weights();
     p.access_bytes = component_most;
+    p.intake_slot_bytes = component_most;
+    p.intake_slots = device_.shares_host_memory ? 0 : kIntakeSlots;
     p.exchange_bytes = layout_.slices > 1 ? (layout_.slices + 2) * component_most : 0;
     size_up_gradient_pool(slots_ > kRingSlotsLeast);
     p.serve_bytes = 0;
@@ -286,22 +290,37 @@ class Planner {
   }
 
   /// At least the three largest units: a layer's own, its parent's and the root's may be held at once. At
-  /// best as many again as are prefetched.
+  /// best as many again as are prefetched. On a device of its own memory as much as its budget says: what
+  /// stays until backward is not copied again.
   void size_up_gather(bool roomy) {
-    std::vector<int64_t> sizes;
+    std::vector<int64_t> gathered, by_host;
     for (size_t u = 0; u < layout_.units.size(); ++u) {
-      if (needs_gather(layout_, device_, plan_.weights_on_nvme[u]))
-        sizes.push_back(layout_.units[u].bytes() + kArenaAlign);
+      const int64_t bytes = layout_.units[u].bytes() + kArenaAlign;
+      if (needs_gather(layout_, device_, plan_.weights_on_nvme[u])) gathered.push_back(bytes);
+      if (needs_host_block(layout_, device_, plan_.weights_on_nvme[u])) by_host.push_back(bytes);
     }
-    std::sort(sizes.rbegin(), sizes.rend());
     const bool kept = layout_.world > 1 && !layout_.policy.divide_weights;  // gathered once a step: all fit
-    const size_t count =
-        kept ? sizes.size()
-             : std::min(sizes.size(), static_cast<size_t>(3 + (roomy ? config_.prefetch_units : 0)));
-    const int64_t bytes =
-        std::accumulate(sizes.begin(), sizes.begin() + static_cast<std::ptrdiff_t>(count), int64_t{0});
-    plan_.gather_host_bytes = bytes;
-    plan_.gather_device_bytes = device_.shares_host_memory ? 0 : bytes;
+    const auto all = gathered.size();
+    const auto usual = static_cast<size_t>(kLeasedMost + (roomy ? config_.prefetch_units : 0));
+    plan_.gather_host_bytes = largest(by_host, kept ? all : usual);
+    if (device_.shares_host_memory) return;
+    const int64_t least = largest(gathered, kept ? all : kLeasedMost);
+    plan_.gather_device_bytes = largest(gathered, kept ? all : usual);
+    if (config_.device_budget_bytes == 0) return;
+    if (least > config_.device_budget_bytes) {
+      throw BudgetError(
+          fmt::format("device budget too small: {} ({} bytes) are needed for the {} largest units "
+                      "together, {} are allowed",
+                      mib(least), least, kept ? all : kLeasedMost, mib(config_.device_budget_bytes)));
+    }
+    plan_.gather_device_bytes = std::min(largest(gathered, all), config_.device_budget_bytes);
+  }
+
+  /// The sum of the `count` largest.
+  static int64_t largest(std::vector<int64_t>& sizes, size_t count) {
+    std::sort(sizes.rbegin(), sizes.rend());
+    const auto end = sizes.begin() + static_cast<std::ptrdiff_t>(std::min(sizes.size(), count));
+    return std::accumulate(sizes.begin(), end, int64_t{0});
   }
 
   /// Forced placements too keep to the budget: buffers shrink to their least before that is an error.
@@ -377,6 +396,11 @@ bool needs_gather(const Layout& layout, const DeviceTraits& device, bool weights
   return weights_on_nvme || layout.world > 1 || !device.shares_host_memory;
 }
 
+bool needs_host_block(const Layout& layout, const DeviceTraits& device, bool weights_on_nvme) {
+  if (device.shares_host_memory) return needs_gather(layout, device, weights_on_nvme);
+  return weights_on_nvme || layout.world > 1;
+}
+
 bool held_whole(const Layout& layout, const DeviceTraits& device, bool weights_on_nvme) {
   return layout.world > 1 && !layout.policy.divide_weights && device.shares_host_memory && !weights_on_nvme;
 }
@@ -417,6 +441,7 @@ std::string Plan::text() const {
         staging_buffers * staging_buffer_bytes, 0);
   }
   row("gather arena", gather_host_bytes, 0);
+  if (intake_slots > 0) row("gradients from the device", intake_slots * intake_slot_bytes, 0);
   if (second_weights > 0) row("second weights of guessed updates", second_weights * second_weights_bytes, 0);
   if (gradient_pool_bytes > 0) row("gradients until they are summed", gradient_pool_bytes, 0);
   row("scratch", access_bytes + exchange_bytes + serve_bytes, 0);

@@ -49,8 +49,10 @@ struct Plan {
   int64_t staging_buffers = 0;       // so many times
   int64_t gather_host_bytes =
       0;  // arena of gathered units (where the device shares host memory), or of bounce buffers
-  int64_t gather_device_bytes = 0;   // 0 where the device shares host memory
-  int64_t second_weights = 0;        // chunks whose guessed weights have room, of
+  int64_t gather_device_bytes = 0;  // 0 where the device shares host memory
+  int64_t intake_slot_bytes = 0;    // gradients on their way from a device with memory of its own: a chunk's,
+  int64_t intake_slots = 0;         // so many times
+  int64_t second_weights = 0;       // chunks whose guessed weights have room, of
   int64_t second_weights_bytes = 0;  // bytes each
   int64_t access_bytes = 0;          // one component of the largest chunk, for access from outside
   bool gradients_pooled = false;     // several ranks: summed as they come, only this rank's shard is kept
@@ -66,7 +68,7 @@ struct Plan {
 
   int64_t host_bytes() const {
     return weights_host_bytes + states_host_bytes + gradients_host_bytes + ring_slots * ring_slot_bytes +
-           staging_buffers * staging_buffer_bytes + gather_host_bytes +
+           staging_buffers * staging_buffer_bytes + gather_host_bytes + intake_slots * intake_slot_bytes +
            second_weights * second_weights_bytes + access_bytes + gradient_pool_bytes + exchange_bytes +
            serve_bytes;
   }
@@ -80,6 +82,9 @@ struct Plan {
 /// True where a unit's weights cannot be used where they lie: they are gathered into a buffer first.
 bool needs_gather(const Layout& layout, const DeviceTraits& device, bool weights_on_nvme);
 
+/// Of those, true where the gathered unit lies in host memory, if only on its way to the device.
+bool needs_host_block(const Layout& layout, const DeviceTraits& device, bool weights_on_nvme);
+
 /// True where a unit lies whole on every rank, gathered once a step and used in place (stages 1 and 2).
 bool held_whole(const Layout& layout, const DeviceTraits& device, bool weights_on_nvme);
 
@@ -91,7 +96,7 @@ int64_t gradient_element_bytes(UnitFormat format, int64_t gradient_accumulation)
 /// in memory.
 bool may_guess(const Plan& plan, int32_t chunk);
 
-/// Throws BudgetError, with the sum and the smallest budget that would do, when the budget is too small.
+/// Throws BudgetError, with the sum and the smallest budget that would do, when a budget is too small.
 Plan make_plan(const Layout& layout, const Config& config, const DeviceTraits& device);
 
 }  // namespace overspill::engine

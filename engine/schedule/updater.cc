@@ -639,6 +639,14 @@ bool Updater::at_rest() const {
          });
 }
 
+void Updater::wait_for(std::unique_lock<std::mutex>& lock, int32_t unit) {
+  if (context_.units[unit].pending_chunks == 0) return;
+  context_.demanded_unit = unit;
+  pump();
+  context_.wait(
+      lock, [&] { return context_.units[unit].pending_chunks == 0; }, Cause::updates, unit);
+}
+
 void Updater::finish(std::unique_lock<std::mutex>& lock) {
   pump();
   context_.wait(

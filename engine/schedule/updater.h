@@ -44,6 +44,8 @@ class Updater {
   void quiesce(std::unique_lock<std::mutex>& lock);
   void resume() { ahead_allowed_ = context_.config.prefetch_units > 0; }
 
+  /// Returns once the unit's weights are up to date.
+  void wait_for(std::unique_lock<std::mutex>& lock, int32_t unit);
   /// Returns once every scheduled update is done; its writes may go on.
   void finish(std::unique_lock<std::mutex>& lock);
 

@@ -39,7 +39,8 @@ std::unique_ptr<engine::Engine> model_rank(const std::vector<engine::UnitSpec>& 
   config.chunk_elements = 2048;
   config.placement = options.placement;
   config.poison = true;
-  const engine::ResourceOptions kinds{options.device, "memory", static_cast<uint64_t>(ranks->rank() + 3)};
+  const engine::ResourceOptions kinds{options.device, "memory", static_cast<uint64_t>(ranks->rank() + 3),
+                                      options.given_device};
   if (traffic != nullptr) ranks = count_traffic(std::move(ranks), std::move(traffic));
   engine::Resources resources = make_resources(units, config, kinds, std::move(ranks));
   if (options.write_error > 0) {

@@ -17,6 +17,7 @@ struct RankOptions {
   int stage = 3;
   engine::Placement placement = engine::Placement::host;
   std::string device = "host";
+  std::shared_ptr<kernels::Device> given_device = nullptr;  // in place of the name
   int micro_batches = 1;
   bool together = false;  // micro-batches pass each unit together
   int64_t prefetch_units = 4;

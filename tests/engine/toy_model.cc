@@ -39,9 +39,16 @@ int64_t width_of(std::string_view dtype) {
   return dtype == "F32" ? 4 : 2;
 }
 
-/// A gradient array of one segment as the framework would hand it over: of the weights' dtype.
-std::vector<std::byte> gradient_bytes(std::string_view dtype, const std::vector<float>& weights, int u, int s,
-                                      int step, int micro, int rank) {
+std::string_view dtype_of(engine::UnitFormat format) {
+  return format == Format::fp16                                ? "F16"
+         : format == Format::fp32 || format == engine::kFrozen ? "F32"
+                                                               : "BF16";
+}
+
+}  // namespace
+
+std::vector<std::byte> toy_gradient_bytes(std::string_view dtype, const std::vector<float>& weights, int u,
+                                          int s, int step, int micro, int rank) {
   const auto width = static_cast<size_t>(width_of(dtype));
   const bool is_half = dtype == "F16";
   std::vector<std::byte> out(weights.size() * width);
@@ -53,8 +60,7 @@ std::vector<std::byte> gradient_bytes(std::string_view dtype, const std::vector<
   return out;
 }
 
-/// Elements of a dtype as fp32.
-std::vector<float> widened(std::string_view dtype, const std::byte* data, size_t count) {
+std::vector<float> toy_widened(std::string_view dtype, const std::byte* data, size_t count) {
   const bool is_half = dtype == "F16", is_fp32 = dtype == "F32";
   std::vector<float> out(count);
   for (size_t i = 0; i < count; ++i) {
@@ -68,14 +74,6 @@ std::vector<float> widened(std::string_view dtype, const std::byte* data, size_t
   }
   return out;
 }
-
-std::string_view dtype_of(engine::UnitFormat format) {
-  return format == Format::fp16                                ? "F16"
-         : format == Format::fp32 || format == engine::kFrozen ? "F32"
-                                                               : "BF16";
-}
-
-}  // namespace
 
 std::vector<engine::UnitSpec> toy_units(const ToyKind& kind) {
   std::vector<engine::UnitSpec> units = {
@@ -196,7 +194,7 @@ std::vector<float> toy_leased(const engine::Engine& engine, const engine::Lease&
   const engine::Segment& segment = unit.segments[s];
   std::vector<std::byte> bytes(static_cast<size_t>(segment.elements * unit.element_bytes));
   lease.copy_to_host(segment.begin * unit.element_bytes, bytes);
-  return widened(unit.dtype, bytes.data(), static_cast<size_t>(segment.elements));
+  return toy_widened(unit.dtype, bytes.data(), static_cast<size_t>(segment.elements));
 }
 
 double toy_forward(const engine::Engine& engine, const engine::Lease& lease, int unit) {
@@ -216,7 +214,7 @@ void toy_add_gradient(engine::Engine& engine, const std::vector<float>& seen, in
 void toy_add_gradient_always(engine::Engine& engine, const std::vector<float>& seen, int unit, int segment,
                              int step, int micro, int rank) {
   const engine::Unit& u = engine.layout().units[unit];
-  engine.add_gradient(unit, segment, gradient_bytes(u.dtype, seen, unit, segment, step, micro, rank),
+  engine.add_gradient(unit, segment, toy_gradient_bytes(u.dtype, seen, unit, segment, step, micro, rank),
                       u.dtype);
 }
 
@@ -291,8 +289,8 @@ std::vector<float> reference_gradient(std::string_view dtype, const std::vector<
     if (absent(u, s, rank)) continue;
     std::vector<float> own(seen.size());
     for (int micro = 0; micro < micro_batches; ++micro) {
-      const auto bytes = gradient_bytes(dtype, seen, u, s, step, micro, rank);
-      const auto g = widened(dtype, bytes.data(), seen.size());
+      const auto bytes = toy_gradient_bytes(dtype, seen, u, s, step, micro, rank);
+      const auto g = toy_widened(dtype, bytes.data(), seen.size());
       for (size_t i = 0; i < seen.size(); ++i) own[i] = micro == 0 ? g[i] : own[i] + g[i];
     }
     for (size_t i = 0; i < seen.size(); ++i) sum[i] += own[i];
@@ -428,8 +426,8 @@ void ToyReference::assign(int unit, int segment, const std::vector<float>& weigh
 
 std::vector<float> ToyReference::seen(int unit, int segment) const {
   const State& state = units_[unit][segment];
-  return widened(dtype_of(state.format), reinterpret_cast<const std::byte*>(state.components[0].data()),
-                 static_cast<size_t>(state.elements));
+  return toy_widened(dtype_of(state.format), reinterpret_cast<const std::byte*>(state.components[0].data()),
+                     static_cast<size_t>(state.elements));
 }
 
 std::vector<float> ToyReference::gradient(int unit, int segment, int step, int micro_batches,

@@ -6,6 +6,7 @@
 #include <functional>
 #include <memory>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "engine/engine.h"
@@ -47,6 +48,14 @@ bool toy_skips(int unit, int segment, int step, int rank);
 /// A segment's weights as whoever leased its unit sees them, as fp32.
 std::vector<float> toy_leased(const engine::Engine& engine, const engine::Lease& lease, int unit,
                               int segment);
+
+/// Elements of a dtype as fp32.
+std::vector<float> toy_widened(std::string_view dtype, const std::byte* data, size_t count);
+
+/// A segment's gradient as a framework would hand it over, in the weights' dtype, given the weights that
+/// forward saw.
+std::vector<std::byte> toy_gradient_bytes(std::string_view dtype, const std::vector<float>& weights, int unit,
+                                          int segment, int step, int micro, int rank);
 
 /// Forward of one unit: the sum of the squares of its weights.
 double toy_forward(const engine::Engine& engine, const engine::Lease& lease, int unit);

@@ -1,0 +1,208 @@
+#include "engine/gradient_intake.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <utility>
+
+namespace overspill::engine {
+namespace {
+
+constexpr int64_t kOutstandingBytes = int64_t{256} << 20;  // of device memory kept for gradients under way
+constexpr size_t kPiecesMost = 64;                         // being copied
+
+}  // namespace
+
+GradientIntake::GradientIntake(Context& context, Updater& updater, Gradients& gradients)
+    : context_(context),
+      updater_(updater),
+      gradients_(gradients),
+      slots_(context.host_budget, context.plan.intake_slots * context.plan.intake_slot_bytes,
+             "gradients on their way from the device") {
+  if (context.device().shares_host_memory()) return;
+  pin_ = context.device().pin_host(slots_.data(), slots_.bytes());
+  stream_ = context.device().make_stream();
+  for (int slot = 0; slot < static_cast<int>(context.plan.intake_slots); ++slot) idle_slots_.push_back(slot);
+  thread_ = std::thread([this] { run(); });
+}
+
+void GradientIntake::add(int32_t unit, int32_t segment, std::span<const std::byte> data,
+                         std::string_view dtype) {
+  const optim::Element element = gradients_.check(unit, segment, std::ssize(data), dtype);
+  finish();
+  make_ready(unit);
+  const Gradients::Arrival arrival = gradients_.begin(unit, segment, element);
+  gradients_.add(arrival, 0, context_.layout.units[unit].segments[segment].elements, data.data());
+  gradients_.finish(arrival);
+  taken_in(unit, segment);
+}
+
+void GradientIntake::add(int32_t unit, int32_t segment, DeviceArray gradient, Queue queue) {
+  if (!on_device())
+    return add(unit, segment, {gradient.data, static_cast<size_t>(gradient.bytes)}, gradient.dtype);
+  auto item = std::make_unique<Item>();
+  item->unit = unit;
+  item->segment = segment;
+  item->element = gradients_.check(unit, segment, gradient.bytes, gradient.dtype);
+  item->gradient = std::move(gradient);
+  {
+    const std::lock_guard guard(context_.mutex);
+    context_.check();
+    item->ready = context_.queues.of(queue).record();
+  }
+  const int64_t bytes = item->gradient.bytes;
+  std::unique_lock lock(mutex_);
+  changed_.wait(lock, [&] { return outstanding_ == 0 || outstanding_bytes_ + bytes <= kOutstandingBytes; });
+  ++outstanding_;
+  outstanding_bytes_ += bytes;
+  waiting_.push_back(std::move(item));
+  changed_.notify_all();
+}
+
+void GradientIntake::finish() {
+  std::unique_lock lock(mutex_);
+  changed_.wait(lock, [&] { return outstanding_ == 0; });
+}
+
+void GradientIntake::close() noexcept {
+  if (!thread_.joinable()) return;
+  {
+    const std::lock_guard guard(mutex_);
+    closing_ = true;
+    changed_.notify_all();
+  }
+  thread_.join();
+}
+
+/// The last step's gradients are in use until their update, and a guess reads this step's.
+void GradientIntake::make_ready(int32_t unit) {
+  std::unique_lock lock(context_.mutex);
+  if (context_.meter.phase() == Phase::forward) context_.meter.enter(Phase::backward);
+  updater_.wait_for(lock, unit);
+  updater_.take_back(lock, unit);
+  context_.journal.note(Happening::gradient, unit);
+  ++context_.progress;
+}
+
+void GradientIntake::taken_in(int32_t unit, int32_t segment) {
+  const std::lock_guard guard(context_.mutex);
+  if (updater_.speculation().arrived(unit, segment)) updater_.guess(unit);
+}
+
+// ---- the thread
+
+void GradientIntake::run() noexcept {
+  std::unique_ptr<Item> item;
+  while (next(item)) {
+    try {
+      if (item != nullptr) {
+        submit(std::move(item));
+      } else {
+        complete_oldest();
+      }
+    } catch (const std::exception& error) {
+      {
+        const std::lock_guard guard(context_.mutex);
+        context_.fail(fmt::format("gradients from the device: {}", error.what()));
+      }
+      abandon();
+    }
+  }
+  abandon();
+}
+
+/// Waits for something to do: an item to begin, or (null) a copy to wait for. False: it is over.
+bool GradientIntake::next(std::unique_ptr<Item>& item) {
+  std::unique_lock lock(mutex_);
+  changed_.wait(lock, [&] { return closing_ || !waiting_.empty() || !pieces_.empty(); });
+  if (closing_) return false;
+  if (!waiting_.empty() && pieces_.size() < kPiecesMost) {
+    item = std::move(waiting_.front());
+    waiting_.pop_front();
+  }
+  return true;
+}
+
+void GradientIntake::submit(std::unique_ptr<Item> given) {
+  items_.push_back(std::move(given));
+  Item& item = *items_.back();
+  // What it may have to wait for, and what is added to, has been taken in before.
+  if (gradients_.may_wait(item.unit) || arriving(item)) {
+    while (!pieces_.empty()) complete_oldest();
+  }
+  make_ready(item.unit);
+  item.arrival = gradients_.begin(item.unit, item.segment, item.element);
+  stream_->wait(item.ready);
+  const int64_t elements = item.gradient.bytes / optim::bytes(item.element);
+  if (std::byte* place = gradients_.place_of(item.arrival)) return copy(item, 0, elements, place, -1);
+  for (int64_t begin = 0; begin < elements;) {
+    const int64_t end = gradients_.piece_end(item.arrival, begin);
+    const int slot = take_slot();
+    copy(item, begin, end - begin, slots_.data() + slot * context_.plan.intake_slot_bytes, slot);
+    begin = end;
+  }
+}
+
+void GradientIntake::copy(Item& item, int64_t begin, int64_t elements, std::byte* to, int slot) {
+  const int64_t width = optim::bytes(item.element);
+  stream_->copy_to_host(to, item.gradient.data + begin * width, elements * width);
+  const bool last = (begin + elements) * width == item.gradient.bytes;
+  pieces_.push_back({&item, begin, elements, slot, last, stream_->record()});
+}
+
+void GradientIntake::complete_oldest() {
+  const Piece piece = pieces_.front();
+  piece.copied.wait();
+  Item& item = *piece.item;
+  if (piece.slot >= 0) {
+    gradients_.add(item.arrival, piece.begin, piece.elements,
+                   slots_.data() + piece.slot * context_.plan.intake_slot_bytes);
+    idle_slots_.push_back(piece.slot);
+  }
+  pieces_.pop_front();
+  if (!piece.last) return;
+  gradients_.finish(item.arrival);
+  taken_in(item.unit, item.segment);
+  const int64_t bytes = item.gradient.bytes;
+  items_.pop_front();
+  forget(bytes);
+}
+
+int GradientIntake::take_slot() {
+  while (idle_slots_.empty()) complete_oldest();
+  const int slot = idle_slots_.back();
+  idle_slots_.pop_back();
+  return slot;
+}
+
+/// An earlier one of the same segment is.
+bool GradientIntake::arriving(const Item& item) const {
+  return std::any_of(items_.begin(), std::prev(items_.end()), [&](const auto& other) {
+    return other->unit == item.unit && other->segment == item.segment;
+  });
+}
+
+/// Everything is dropped, once nothing of it is being copied.
+void GradientIntake::abandon() noexcept {
+  try {
+    stream_->record().wait();
+  } catch (const std::exception&) {  // the engine has failed, or is closed: who uses it is told
+  }
+  pieces_.clear();
+  items_.clear();
+  idle_slots_.clear();
+  for (int slot = 0; slot < static_cast<int>(context_.plan.intake_slots); ++slot) idle_slots_.push_back(slot);
+  const std::lock_guard guard(mutex_);
+  waiting_.clear();
+  outstanding_ = outstanding_bytes_ = 0;
+  changed_.notify_all();
+}
+
+void GradientIntake::forget(int64_t bytes) {
+  const std::lock_guard guard(mutex_);
+  --outstanding_;
+  outstanding_bytes_ -= bytes;
+  changed_.notify_all();
+}
+
+}  // namespace overspill::engine

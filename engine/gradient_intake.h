@@ -1,0 +1,103 @@
+// Gradients on their way into the engine. Those in host memory are taken in by whoever brings them. Those in
+// device memory are copied by a stream of their own, as soon as the caller's queue has made them, and taken
+// in by a thread of their own: straight to their place where nothing has to be added or widened, else through
+// a few pinned slots, one piece being copied while another is added. So the caller goes on with backward.
+//
+// They are taken in in the order in which they came: every bit is as if each had been waited for.
+#pragma once
+
+#include <condition_variable>
+#include <cstdint>
+#include <deque>
+#include <memory>
+#include <mutex>
+#include <span>
+#include <string>
+#include <string_view>
+#include <thread>
+#include <vector>
+
+#include "engine/gradients.h"
+#include "engine/queues.h"
+#include "engine/schedule/context.h"
+#include "engine/schedule/updater.h"
+
+namespace overspill::engine {
+
+/// Contiguous elements in device memory, unchanged until `owner` is let go, which may be on any thread.
+struct DeviceArray {
+  const std::byte* data = nullptr;
+  int64_t bytes = 0;
+  std::string dtype;  // "BF16", "F16", "F32"
+  std::shared_ptr<const void> owner;
+};
+
+class GradientIntake {
+ public:
+  GradientIntake(Context& context, Updater& updater, Gradients& gradients);
+  GradientIntake(const GradientIntake&) = delete;
+  GradientIntake& operator=(const GradientIntake&) = delete;
+  ~GradientIntake() { close(); }
+
+  /// Returns when it is taken in. Throws as Gradients::add.
+  void add(int32_t unit, int32_t segment, std::span<const std::byte> data, std::string_view dtype);
+  /// Of what was submitted to `queue` until now. Returns at once, unless much is under way already. Throws
+  /// std::invalid_argument for what does not fit; what fails later fails the engine.
+  void add(int32_t unit, int32_t segment, DeviceArray gradient, Queue queue);
+  /// Returns when all that was given is taken in, or the engine has failed.
+  void finish();
+  /// What has not been taken in is dropped. Nothing may be added afterwards.
+  void close() noexcept;
+
+ private:
+  struct Item {
+    int32_t unit = -1;
+    int32_t segment = -1;
+    optim::Element element{};
+    DeviceArray gradient;
+    kernels::Event ready;  // on the caller's queue
+    Gradients::Arrival arrival;
+  };
+  struct Piece {
+    Item* item = nullptr;
+    int64_t begin = 0;
+    int64_t elements = 0;
+    int slot = -1;  // -1: at its place already
+    bool last = false;
+    kernels::Event copied;
+  };
+
+  void make_ready(int32_t unit);
+  void taken_in(int32_t unit, int32_t segment);
+  bool on_device() const { return stream_ != nullptr; }
+  void run() noexcept;
+  bool next(std::unique_ptr<Item>& item);
+  void submit(std::unique_ptr<Item> item);
+  void copy(Item& item, int64_t begin, int64_t elements, std::byte* to, int slot);
+  void complete_oldest();
+  int take_slot();
+  bool arriving(const Item& item) const;
+  void abandon() noexcept;
+  void forget(int64_t bytes);
+
+  Context& context_;
+  Updater& updater_;
+  Gradients& gradients_;
+  // Of the thread:
+  HostMemory slots_;
+  kernels::HostPin pin_;
+  std::unique_ptr<kernels::Stream> stream_;
+  std::vector<int> idle_slots_;
+  std::deque<std::unique_ptr<Item>> items_;  // begun, oldest first
+  std::deque<Piece> pieces_;                 // being copied, oldest first
+  // Guarded by mutex_:
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::deque<std::unique_ptr<Item>> waiting_;
+  int64_t outstanding_ = 0;  // given and not taken in
+  int64_t outstanding_bytes_ = 0;
+  bool closing_ = false;
+  std::thread thread_;  // where the device has memory of its own
+};
+
+}  // namespace overspill::engine

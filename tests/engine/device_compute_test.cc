@@ -1,0 +1,442 @@
+// A framework that computes on a queue of its own, ahead of the device, as PyTorch does on a CUDA stream:
+// leases end, and gradients are handed over, long before the work that uses them is done. Whatever is not
+// waited for reads as poison, or as another unit's weights.
+#include <fmt/format.h>
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <chrono>
+#include <functional>
+#include <memory>
+#include <random>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "engine/collectives/in_process.h"
+#include "engine/resources.h"
+#include "kernels/cuda/cuda_device.h"
+#include "kernels/simulated_device.h"
+#include "tests/engine/rank_world.h"
+#include "tests/engine/same_bits.h"
+#include "tests/engine/toy_model.h"
+#include "tests/kernels/gate.h"
+#include "tests/watched.h"
+
+namespace overspill::testing {
+namespace {
+
+using engine::Config;
+using engine::DeviceArray;
+using engine::Engine;
+using engine::Lease;
+using engine::Placement;
+using engine::Queue;
+
+constexpr int kSteps = kWatched ? 5 : 10;
+constexpr int64_t kThreeUnits = 92 << 10;  // what the device must have, and not what all six take
+
+struct Case {
+  Placement placement = Placement::host;
+  std::string device = "simulated";
+  int micro_batches = 1;
+  bool poison = false;
+  int64_t device_budget_bytes = kThreeUnits;
+  bool speculate = false;
+};
+
+std::string name_of(const Case& c) {
+  static constexpr const char* kPlacements[] = {"automatic", "host", "half", "nvme"};
+  return fmt::format("{}_{}_micro{}{}{}{}", kPlacements[static_cast<int>(c.placement)], c.device,
+                     c.micro_batches, c.poison ? "_poison" : "",
+                     c.device_budget_bytes > kThreeUnits ? "_roomy" : "", c.speculate ? "_speculate" : "");
+}
+
+/// The toy model's forward and backward, submitted to a queue. Losses are there once the queue is done.
+class Framework {
+ public:
+  explicit Framework(kernels::Device& device) : device_(device), stream_(device.make_stream()) {}
+  ~Framework() { stream_->record().wait(); }
+  Framework(const Framework&) = delete;
+  Framework& operator=(const Framework&) = delete;
+
+  Queue queue() { return {stream_->native()}; }
+  kernels::Stream& stream() { return *stream_; }
+
+  void forward(Engine& engine, int unit, double& loss) {
+    const Lease lease = engine.acquire(unit, queue());
+    const auto weights = leased(lease);
+    const engine::Unit& u = engine.layout().units[unit];
+    then([weights, &u, &loss] {
+      double own = 0;  // as toy_forward adds
+      for (const engine::Segment& s : u.segments) {
+        for (float w : weights_of(u, s, *weights)) own += w * w;
+      }
+      loss += own;
+    });
+  }
+
+  void backward(Engine& engine, int unit, int step, int micro, int rank) {
+    const engine::Unit& u = engine.layout().units[unit];
+    const Lease lease = engine.acquire(unit, queue());
+    if (!u.trainable()) return;
+    const auto weights = leased(lease);
+    for (int s = static_cast<int>(u.segments.size()) - 1; s >= 0; --s) {
+      if (toy_skips(unit, s, step, rank)) continue;
+      const engine::Segment& segment = u.segments[s];
+      const int64_t bytes = segment.elements * u.element_bytes;
+      auto gradient = std::make_shared<Buffers>();
+      gradient->host.resize(static_cast<size_t>(bytes));
+      gradient->device = device_.allocate(bytes);
+      then([=, &u, &segment] {
+        const auto made =
+            toy_gradient_bytes(u.dtype, weights_of(u, segment, *weights), unit, s, step, micro, rank);
+        std::copy(made.begin(), made.end(), gradient->host.begin());
+      });
+      stream_->copy_from_host(gradient->device.data(), gradient->host.data(), bytes);
+      const std::byte* const data = gradient->device.data();
+      engine.add_gradient(unit, s, DeviceArray{data, bytes, u.dtype, std::move(gradient)}, queue());
+    }
+  }
+
+  ToyStep step(Engine& engine, int step, int micro_batches, int rank = 0) {
+    ToyStep out;
+    const auto units = static_cast<int>(engine.layout().units.size());
+    const auto groups = toy_groups(step, engine.layout().units[0].optimizer);
+    engine.expect_step(groups);
+    for (int micro = 0; micro < micro_batches; ++micro) {
+      engine.begin_pass({true, true});
+      for (int u = 0; u < units; ++u) forward(engine, u, out.loss);
+      for (int u = units - 1; u >= 0; --u) backward(engine, u, step, micro, rank);
+    }
+    out.result = engine.step(groups);
+    stream_->record().wait();
+    return out;
+  }
+
+ private:
+  using Weights = std::shared_ptr<std::vector<std::byte>>;
+  struct Buffers {
+    std::vector<std::byte> host;
+    kernels::DeviceMemory device;
+  };
+
+  static std::vector<float> weights_of(const engine::Unit& u, const engine::Segment& s,
+                                       const std::vector<std::byte>& bytes) {
+    return toy_widened(u.dtype, bytes.data() + s.begin * u.element_bytes, static_cast<size_t>(s.elements));
+  }
+
+  /// What the lease has when the queue gets there.
+  Weights leased(const Lease& lease) {
+    auto weights = std::make_shared<std::vector<std::byte>>(static_cast<size_t>(lease.bytes()));
+    linger();
+    stream_->copy_to_host(weights->data(), lease.data(), lease.bytes());
+    kept_.push_back(weights);
+    return weights;
+  }
+
+  /// The queue is behind.
+  void linger() {
+    const std::chrono::microseconds time(random_() % 300);
+    then([time] { std::this_thread::sleep_for(time); });
+  }
+
+  void then(std::function<void()> work) {
+    if (device_.name() == "simulated") {
+      static_cast<kernels::SimulatedQueue*>(stream_->native())->enqueue(std::move(work));
+    } else {
+      stream_->record().wait();
+      work();
+    }
+  }
+
+  kernels::Device& device_;
+  std::minstd_rand random_{7};
+  std::vector<Weights> kept_;
+  std::unique_ptr<kernels::Stream> stream_;
+};
+
+Config config_of(const Case& c) {
+  Config config;
+  config.host_budget_bytes = 64 << 20;
+  config.device_budget_bytes = c.device_budget_bytes;
+  config.nvme = {"/nowhere"};  // the store is in memory
+  config.gradient_accumulation = c.micro_batches;
+  config.max_grad_norm = c.speculate ? 1e9 : 1.0;
+  config.speculate = c.speculate;
+  config.prefetch_units = 2;
+  config.chunk_elements = 4096;
+  config.placement = c.placement;
+  config.poison = c.poison;
+  return config;
+}
+
+std::unique_ptr<Engine> engine_of(const Case& c, std::shared_ptr<kernels::Device>& device) {
+  const Config config = config_of(c);
+  engine::ResourceOptions options;
+  options.device = c.device;
+  options.io_backend = "memory";
+  options.seed = 3;
+  engine::Resources resources = make_resources(toy_units(), config, options);
+  device = resources.device;
+  auto engine = std::make_unique<Engine>(toy_units(), config, std::move(resources));
+  toy_load(*engine);
+  return engine;
+}
+
+class DeviceCompute : public ::testing::TestWithParam<Case> {};
+
+TEST_P(DeviceCompute, EqualsTheScalarReference) {
+  const Case& c = GetParam();
+  if (c.device == "cuda") {
+    if (const std::string why = kernels::why_no_cuda(); !why.empty()) GTEST_SKIP() << why;
+  }
+  std::shared_ptr<kernels::Device> device;
+  const auto engine = engine_of(c, device);
+  std::shared_ptr<kernels::Device> plain_device;
+  Case plain = c;
+  plain.device = "host";
+  plain.device_budget_bytes = 0;
+  const auto host = engine_of(plain, plain_device);
+  Framework framework(*device);
+  std::vector<engine::StepResult> results;
+  for (int step = 0; step < kSteps; ++step) {
+    const ToyStep taken = framework.step(*engine, step, c.micro_batches);
+    const ToyStep expected = toy_step(*host, step, c.micro_batches, 0);
+    EXPECT_EQ(taken.loss, expected.loss) << "step " << step;
+    EXPECT_EQ(taken.result.norm, expected.result.norm) << "step " << step;
+    results.push_back(taken.result);
+  }
+  expect_same_bits(toy_contents(*engine), toy_reference(kSteps, c.micro_batches, results), name_of(c));
+  if (auto* simulated = dynamic_cast<kernels::SimulatedDevice*>(device.get()))
+    simulated->verify_freed_memory();
+}
+
+std::vector<Case> cases() {
+  std::vector<Case> all;
+  for (const char* device : {"simulated", "cuda"}) {
+    for (Placement placement : {Placement::host, Placement::half, Placement::nvme}) {
+      for (int micro_batches : {1, 3}) {
+        all.push_back({placement, device, micro_batches, false});
+        all.push_back({placement, device, micro_batches, true});
+      }
+    }
+    all.push_back({Placement::host, device, 1, false, 64 << 20});
+    all.push_back({Placement::nvme, device, 1, true, 64 << 20});
+  }
+  return all;
+}
+
+INSTANTIATE_TEST_SUITE_P(Queues, DeviceCompute, ::testing::ValuesIn(cases()),
+                         [](const auto& info) { return name_of(info.param); });
+
+// ---- the caller
+
+/// Nothing of it has been done when the caller is through with forward.
+TEST(DeviceQueue, MayBeFarBehindItsCaller) {
+  std::shared_ptr<kernels::Device> device;
+  const auto engine = engine_of({}, device);
+  ASSERT_LT(engine->plan().gather_device_bytes, [&] {
+    int64_t all = 0;
+    for (const engine::Unit& u : engine->layout().units) all += u.bytes();
+    return all;
+  }()) << "units must give way to each other for this test to mean anything";
+  Framework framework(*device);
+  const auto gate = std::make_shared<kernels::Gate>();
+  framework.stream().wait(kernels::Event(gate));
+  double loss = 0;
+  engine->begin_pass({true, true});
+  for (int u = 0; u < static_cast<int>(engine->layout().units.size()); ++u)
+    framework.forward(*engine, u, loss);
+  EXPECT_EQ(loss, 0);
+  gate->open();
+  framework.stream().record().wait();
+  std::shared_ptr<kernels::Device> host_device;
+  const auto host = engine_of({.device = "host"}, host_device);
+  double expected = 0;
+  for (int u = 0; u < static_cast<int>(host->layout().units.size()); ++u)
+    expected += toy_forward(*host, host->acquire(u), u);
+  EXPECT_EQ(loss, expected);
+}
+
+/// Two queues use one lease; its memory is kept for both.
+TEST(DeviceQueue, MayBeOneOfSeveral) {
+  std::shared_ptr<kernels::Device> device;
+  const auto engine = engine_of({.poison = true}, device);
+  auto first = device->make_stream(), second = device->make_stream();
+  const auto gate = std::make_shared<kernels::Gate>();
+  const auto units = static_cast<int>(engine->layout().units.size());
+  std::vector<std::byte> seen;
+  std::thread opens;
+  {
+    Lease lease = engine->acquire(0, Queue{first->native()});
+    seen.resize(static_cast<size_t>(lease.bytes()));
+    lease.use_on(Queue{second->native()});
+    lease.use_on(Queue{second->native()});
+    second->wait(kernels::Event(gate));
+    second->copy_to_host(seen.data(), lease.data(), lease.bytes());
+  }
+  opens = std::thread([&] {
+    std::this_thread::sleep_for(std::chrono::milliseconds(20));
+    gate->open();
+  });
+  for (int round = 0; round < 2; ++round) {  // its memory is wanted
+    for (int u = units - 1; u > 0; --u) (void)engine->acquire(u);
+  }
+  opens.join();
+  second->record().wait();
+  std::vector<std::byte> expected(seen.size());
+  engine->acquire(0).copy_to_host(0, expected);
+  EXPECT_EQ(seen, expected);
+}
+
+/// A lease, and work that uses it, outlive the engine.
+TEST(DeviceQueue, OutlivesTheEngine) {
+  std::shared_ptr<kernels::Device> device;
+  auto engine = engine_of({}, device);
+  std::vector<std::byte> expected(static_cast<size_t>(engine->layout().units[1].bytes())),
+      seen(expected.size());
+  engine->acquire(1).copy_to_host(0, expected);
+  auto queue = device->make_stream();
+  const auto gate = std::make_shared<kernels::Gate>();
+  Lease lease = engine->acquire(1, Queue{queue->native()});
+  queue->wait(kernels::Event(gate));
+  queue->copy_to_host(seen.data(), lease.data(), lease.bytes());
+  engine.reset();
+  const kernels::Event read = queue->record();
+  std::thread opens([&] {
+    std::this_thread::sleep_for(std::chrono::milliseconds(20));
+    gate->open();
+  });
+  opens.join();
+  read.wait();
+  EXPECT_EQ(seen, expected);
+}
+
+// ---- gradients
+
+TEST(DeviceGradient, ThatDoesNotFitIsRefusedAtOnce) {
+  std::shared_ptr<kernels::Device> device;
+  const auto engine = engine_of({}, device);
+  auto queue = device->make_stream();
+  auto memory = std::make_shared<kernels::DeviceMemory>(device->allocate(64));
+  const auto give = [&](int unit, int64_t bytes, const char* dtype) {
+    engine->add_gradient(unit, 0, DeviceArray{memory->data(), bytes, dtype, memory}, Queue{queue->native()});
+  };
+  EXPECT_THROW(give(0, 64, "BF16"), std::invalid_argument) << "too short";
+  EXPECT_THROW(give(0, 97 * 64 * 2, "F16"), std::invalid_argument) << "another dtype";
+  EXPECT_THROW(give(3, 2000, "F32"), std::invalid_argument) << "frozen";
+  EXPECT_THROW(give(99, 64, "F32"), std::invalid_argument) << "no such unit";
+  EXPECT_FALSE(engine->has_gradient(0, 0));
+}
+
+/// Memory that is no device memory: the copy fails late, and the engine says so.
+TEST(DeviceGradient, ThatCannotBeCopiedFailsTheEngine) {
+  std::shared_ptr<kernels::Device> device;
+  const auto engine = engine_of({}, device);
+  auto queue = device->make_stream();
+  const auto host = std::make_shared<std::vector<std::byte>>(97 * 64 * 2);
+  engine->add_gradient(0, 0, DeviceArray{host->data(), std::ssize(*host), "BF16", host},
+                       Queue{queue->native()});
+  EXPECT_THROW(engine->step(toy_groups(0)), engine::EngineFailed);
+}
+
+/// It is let go, and its memory may be given to somebody else, once it has been taken in; and not before.
+TEST(DeviceGradient, IsKeptUntilItIsTakenIn) {
+  std::shared_ptr<kernels::Device> device;
+  const auto engine = engine_of({}, device);
+  auto queue = device->make_stream();
+  const auto gate = std::make_shared<kernels::Gate>();
+  queue->wait(kernels::Event(gate));
+  const int64_t bytes = 97 * 64 * 2;
+  auto memory = std::make_shared<kernels::DeviceMemory>(device->allocate(bytes));
+  const std::weak_ptr<kernels::DeviceMemory> watched = memory;
+  const std::vector<std::byte> ones(static_cast<size_t>(bytes), std::byte{0x3f});
+  queue->copy_from_host(memory->data(), ones.data(), bytes);
+  const std::byte* const data = memory->data();
+  engine->add_gradient(0, 0, DeviceArray{data, bytes, "BF16", std::move(memory)}, Queue{queue->native()});
+  EXPECT_FALSE(watched.expired());
+  gate->open();
+  EXPECT_TRUE(engine->has_gradient(0, 0));
+  EXPECT_TRUE(watched.expired());
+  std::vector<float> gradient(97 * 64);
+  engine->read_state(0, 0, "grad", gradient);
+  EXPECT_EQ(gradient, std::vector<float>(97 * 64, toy_widened("BF16", ones.data(), 1)[0]));
+}
+
+/// As a layer that is used twice gives it: the second comes while the first is under way.
+TEST(DeviceGradient, OfOneWeightTwiceIsTheSum) {
+  std::shared_ptr<kernels::Device> device;
+  const auto engine = engine_of({.micro_batches = 2}, device);
+  auto queue = device->make_stream();
+  const auto gate = std::make_shared<kernels::Gate>();
+  queue->wait(kernels::Event(gate));
+  const std::vector<std::byte> ones(97 * 64 * 2, std::byte{0x3f});
+  for (int i = 0; i < 2; ++i) {
+    auto memory = std::make_shared<kernels::DeviceMemory>(device->allocate(std::ssize(ones)));
+    queue->copy_from_host(memory->data(), ones.data(), std::ssize(ones));
+    const std::byte* const data = memory->data();
+    engine->add_gradient(0, 0, DeviceArray{data, std::ssize(ones), "BF16", std::move(memory)},
+                         Queue{queue->native()});
+  }
+  gate->open();
+  std::vector<float> gradient(97 * 64);
+  engine->read_state(0, 0, "grad", gradient);
+  EXPECT_EQ(gradient, std::vector<float>(97 * 64, 2 * toy_widened("BF16", ones.data(), 1)[0]));
+}
+
+/// What was not taken in when the engine is closed is let go.
+TEST(DeviceGradient, IsDroppedByClose) {
+  std::shared_ptr<kernels::Device> device;
+  const auto engine = engine_of({}, device);
+  auto queue = device->make_stream();
+  const auto gate = std::make_shared<kernels::Gate>();
+  queue->wait(kernels::Event(gate));
+  auto memory = std::make_shared<kernels::DeviceMemory>(device->allocate(97 * 64 * 2));
+  const std::weak_ptr<kernels::DeviceMemory> watched = memory;
+  const std::byte* const data = memory->data();
+  for (int i = 0; i < 3; ++i)
+    engine->add_gradient(0, 0, DeviceArray{data, 97 * 64 * 2, "BF16", memory}, Queue{queue->native()});
+  memory.reset();
+  std::thread opens([&] {
+    std::this_thread::sleep_for(std::chrono::milliseconds(20));
+    gate->open();
+  });
+  engine->close();
+  opens.join();
+  EXPECT_TRUE(watched.expired());
+}
+
+// ---- several ranks
+
+TEST(DeviceCompute, OfTwoRanksEqualsTheReferenceAtEveryStage) {
+  for (int stage : {0, 1, 2, 3}) {
+    for (int micro_batches : {1, 2}) {
+      std::vector<engine::StepResult> results;
+      std::vector<float> contents;
+      const auto errors = on_ranks(2, [&](int rank, std::unique_ptr<engine::Communicator> ranks) {
+        RankOptions options;
+        options.stage = stage;
+        options.given_device = kernels::make_simulated_device();
+        options.micro_batches = micro_batches;
+        const auto engine = toy_rank(options, std::move(ranks));
+        toy_load(*engine);
+        Framework framework(*options.given_device);
+        std::vector<engine::StepResult> own;
+        for (int step = 0; step < kSteps; ++step)
+          own.push_back(framework.step(*engine, step, micro_batches, rank).result);
+        const auto all = toy_contents(*engine);
+        if (rank == 0) {
+          results = own;
+          contents = all;
+        }
+      });
+      EXPECT_EQ(errors, std::vector<std::string>(2));
+      expect_same_bits(contents, toy_reference(kSteps, micro_batches, results, 2),
+                       fmt::format("stage {}, {} micro-batches", stage, micro_batches));
+    }
+  }
+}
+
+}  // namespace
+}  // namespace overspill::testing
