@@ -98,15 +98,21 @@ Lease::~Lease() {
   if (machine_ == nullptr || block_ == nullptr) return;
   const std::lock_guard guard(machine_->context.mutex);
   std::vector<kernels::Event> uses;
-  for (const Queue queue : queues_) uses.push_back(machine_->context.queues.of(queue).record());
+  for (const Use& use : uses_) {
+    uses.push_back(machine_->context.queues.of(use.queue).record());
+    machine_->context.journal.note(DeviceSpan::Kind::compute, block_->unit, use.begin, uses.back(),
+                                   use.queue.native);
+  }
   machine_->gatherer.release(block_, uses);
 }
 
 void Lease::use_on(Queue queue) {
-  if (block_ == nullptr || std::find(queues_.begin(), queues_.end(), queue) != queues_.end()) return;
+  const auto known = [queue](const Use& use) { return use.queue == queue; };
+  if (block_ == nullptr || std::any_of(uses_.begin(), uses_.end(), known)) return;
   const std::lock_guard guard(machine_->context.mutex);
-  machine_->gatherer.use(block_, machine_->context.queues.of(queue));
-  queues_.push_back(queue);
+  kernels::Stream& stream = machine_->context.queues.of(queue);
+  machine_->gatherer.use(block_, stream);
+  uses_.push_back({queue, machine_->context.journal.on() ? stream.record() : kernels::Event()});
 }
 
 void Lease::copy_to_host(int64_t begin, std::span<std::byte> to) const {
@@ -128,7 +134,7 @@ void Lease::swap(Lease& other) noexcept {
   std::swap(block_, other.block_);
   std::swap(data_, other.data_);
   std::swap(bytes_, other.bytes_);
-  std::swap(queues_, other.queues_);
+  std::swap(uses_, other.uses_);
 }
 
 // ---- the engine
@@ -170,6 +176,9 @@ void Engine::close() {
   machine_->shut_down();
 }
 
+std::shared_ptr<kernels::Device> Engine::device() const {
+  return machine_->context.resources.device;
+}
 const Layout& Engine::layout() const {
   return machine_->context.layout;
 }
@@ -294,14 +303,16 @@ void Engine::begin_backward() {
 }
 
 Lease Engine::acquire(int32_t unit) {
-  return lease(unit, nullptr);
+  return lease(unit, nullptr, nullptr);
 }
 
 Lease Engine::acquire(int32_t unit, Queue queue) {
-  return {lease(unit, &queue), queue};
+  kernels::Event begin;
+  Lease held = lease(unit, &queue, &begin);
+  return {std::move(held), queue, std::move(begin)};
 }
 
-Lease Engine::lease(int32_t unit, const Queue* queue) {
+Lease Engine::lease(int32_t unit, const Queue* queue, kernels::Event* begin) {
   Machine& m = machine();
   const InCall call(m.context);
   const Unit& u = m.unit_at(unit);
@@ -324,6 +335,7 @@ Lease Engine::lease(int32_t unit, const Queue* queue) {
   }
   kernels::Stream* const stream = queue != nullptr ? &m.context.queues.of(*queue) : nullptr;
   struct Block* block = m.gatherer.acquire(lock, unit, stream);
+  if (stream != nullptr && m.context.journal.on()) *begin = stream->record();
   return {machine_, block, block->device, u.bytes()};
 }
 
@@ -512,11 +524,21 @@ std::vector<BudgetRow> Engine::predict_budgets(std::span<const int64_t> budgets)
 void Engine::record_journal(bool on) {
   const std::lock_guard guard(machine().context.mutex);
   machine().context.journal.enable(on);
+  machine().context.device().time_events(on);
 }
 
 std::vector<JournalEntry> Engine::take_journal() {
   const std::lock_guard guard(machine().context.mutex);
   return machine().context.journal.take();
+}
+
+std::vector<DeviceSpan> Engine::take_device_spans() {
+  std::vector<DeviceWork> work;
+  {
+    const std::lock_guard guard(machine().context.mutex);
+    work = machine().context.journal.take_work();
+  }
+  return resolve(work);
 }
 
 }  // namespace overspill::engine

@@ -42,7 +42,9 @@ class Lease {
   Lease() = default;
   Lease(std::shared_ptr<Machine> machine, struct Block* block, std::byte* data, int64_t bytes)
       : machine_(std::move(machine)), block_(block), data_(data), bytes_(bytes) {}
-  Lease(Lease&& other, Queue queue) : Lease(std::move(other)) { queues_.push_back(queue); }
+  Lease(Lease&& other, Queue queue, kernels::Event begin) : Lease(std::move(other)) {
+    uses_.push_back({queue, std::move(begin)});
+  }
   Lease(Lease&& other) noexcept { swap(other); }
   Lease& operator=(Lease&& other) noexcept {
     Lease taken(std::move(other));
@@ -65,7 +67,11 @@ class Lease {
   struct Block* block_ = nullptr;  // null: the weights are used where they live
   std::byte* data_ = nullptr;
   int64_t bytes_ = 0;
-  std::vector<Queue> queues_;  // that use it
+  struct Use {
+    Queue queue;
+    kernels::Event begin;  // where the journal is on
+  };
+  std::vector<Use> uses_;
 };
 
 struct StepResult {
@@ -151,6 +157,8 @@ class Engine {
   void save(const std::filesystem::path& folder, std::string_view extra_json);
   std::string load(const std::filesystem::path& folder);
 
+  /// Where leased weights are.
+  std::shared_ptr<kernels::Device> device() const;
   const Layout& layout() const;
   const Plan& plan() const;
   Stats stats();
@@ -164,6 +172,8 @@ class Engine {
   std::vector<BudgetRow> predict_budgets(std::span<const int64_t> budgets);
   void record_journal(bool on);
   std::vector<JournalEntry> take_journal();
+  /// What the device did since record_journal(true), by its own events. Waits for it.
+  std::vector<DeviceSpan> take_device_spans();
 
   /// Finishes what is in flight and gives up the store. Leases stay valid; all else throws afterwards. Serves
   /// the other ranks until all of them have come to it, or the world has ended.
@@ -171,7 +181,7 @@ class Engine {
 
  private:
   Machine& machine() const;
-  Lease lease(int32_t unit, const Queue* queue);
+  Lease lease(int32_t unit, const Queue* queue, kernels::Event* begin);
   std::shared_ptr<Machine> machine_;
 };
 

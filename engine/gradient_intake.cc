@@ -74,14 +74,16 @@ void GradientIntake::close() noexcept {
   thread_.join();
 }
 
-/// The last step's gradients are in use until their update, and a guess reads this step's.
-void GradientIntake::make_ready(int32_t unit) {
+/// The last step's gradients are in use until their update, and a guess reads this step's. Returns whether
+/// the journal is on.
+bool GradientIntake::make_ready(int32_t unit) {
   std::unique_lock lock(context_.mutex);
   if (context_.meter.phase() == Phase::forward) context_.meter.enter(Phase::backward);
   updater_.wait_for(lock, unit);
   updater_.take_back(lock, unit);
   context_.journal.note(Happening::gradient, unit);
   ++context_.progress;
+  return context_.journal.on();
 }
 
 void GradientIntake::taken_in(int32_t unit, int32_t segment) {
@@ -130,7 +132,7 @@ void GradientIntake::submit(std::unique_ptr<Item> given) {
   if (gradients_.may_wait(item.unit) || arriving(item)) {
     while (!pieces_.empty()) complete_oldest();
   }
-  make_ready(item.unit);
+  item.timed = make_ready(item.unit);
   item.arrival = gradients_.begin(item.unit, item.segment, item.element);
   stream_->wait(item.ready);
   const int64_t elements = item.gradient.bytes / optim::bytes(item.element);
@@ -145,9 +147,13 @@ void GradientIntake::submit(std::unique_ptr<Item> given) {
 
 void GradientIntake::copy(Item& item, int64_t begin, int64_t elements, std::byte* to, int slot) {
   const int64_t width = optim::bytes(item.element);
+  const kernels::Event began = item.timed ? stream_->record() : kernels::Event();
   stream_->copy_to_host(to, item.gradient.data + begin * width, elements * width);
   const bool last = (begin + elements) * width == item.gradient.bytes;
   pieces_.push_back({&item, begin, elements, slot, last, stream_->record()});
+  if (!item.timed) return;
+  const std::lock_guard guard(context_.mutex);
+  context_.journal.note(DeviceSpan::Kind::copy_down, item.unit, began, pieces_.back().copied);
 }
 
 void GradientIntake::complete_oldest() {
@@ -192,8 +198,9 @@ void GradientIntake::abandon() noexcept {
   items_.clear();
   idle_slots_.clear();
   for (int slot = 0; slot < static_cast<int>(context_.plan.intake_slots); ++slot) idle_slots_.push_back(slot);
+  std::deque<std::unique_ptr<Item>> dropped;  // without the lock: an owner's end may wait for Python's
   const std::lock_guard guard(mutex_);
-  waiting_.clear();
+  dropped.swap(waiting_);
   outstanding_ = outstanding_bytes_ = 0;
   changed_.notify_all();
 }

@@ -56,6 +56,7 @@ class GradientIntake {
     optim::Element element{};
     DeviceArray gradient;
     kernels::Event ready;  // on the caller's queue
+    bool timed = false;    // the journal is on
     Gradients::Arrival arrival;
   };
   struct Piece {
@@ -67,7 +68,7 @@ class GradientIntake {
     kernels::Event copied;
   };
 
-  void make_ready(int32_t unit);
+  bool make_ready(int32_t unit);
   void taken_in(int32_t unit, int32_t segment);
   bool on_device() const { return stream_ != nullptr; }
   void run() noexcept;

@@ -7,6 +7,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <stdexcept>
 #include <string_view>
 
@@ -27,12 +28,17 @@ class Event {
     virtual ~State() = default;
     virtual bool done() = 0;
     virtual void wait() = 0;  // blocks the calling host thread; throws what the stream's work threw
+    /// When it was reached, in ns of the steady clock, where that is known (Device::time_events). It is done.
+    virtual std::optional<int64_t> reached_ns() { return std::nullopt; }
   };
   Event() = default;
   explicit Event(std::shared_ptr<State> state) : state_(std::move(state)) {}
   bool done() const { return state_ == nullptr || state_->done(); }
   void wait() const {
     if (state_ != nullptr) state_->wait();
+  }
+  std::optional<int64_t> reached_ns() const {
+    return state_ == nullptr ? std::nullopt : state_->reached_ns();
   }
   State* state() const { return state_.get(); }
 
@@ -116,6 +122,9 @@ class Device {
   virtual HostPin pin_host(void* data, int64_t bytes) = 0;
   /// What libraries do in the calling thread is on this device from now on.
   virtual void make_current() = 0;
+  /// Events recorded from now on know when they were reached. They may cost more. No-op where it is not
+  /// known.
+  virtual void time_events(bool on) = 0;
   /// Fills freed or released memory so that stale use is loud (0xFF: NaN in every float format). No-op where
   /// that costs too much.
   virtual void poison(void* device, int64_t bytes) = 0;

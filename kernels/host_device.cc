@@ -51,6 +51,7 @@ class HostDevice final : public Device {
 
   HostPin pin_host(void*, int64_t) override { return HostPin(); }
   void make_current() override {}
+  void time_events(bool) override {}
 
   void poison(void* device, int64_t bytes) override {
     if (bytes > 0) std::memset(device, 0xFF, static_cast<size_t>(bytes));

@@ -206,9 +206,15 @@ class Reached final : public Event::State {
     changed_.wait(lock, [&] { return done_; });
     if (error_ != nullptr) std::rethrow_exception(error_);
   }
+  std::optional<int64_t> reached_ns() override {
+    const std::lock_guard lock(mutex_);
+    return reached_ns_;
+  }
   void reach(std::exception_ptr error) {
     const std::lock_guard lock(mutex_);
     done_ = true;
+    const auto now = std::chrono::steady_clock::now().time_since_epoch();
+    reached_ns_ = std::chrono::duration_cast<std::chrono::nanoseconds>(now).count();
     error_ = std::move(error);
     changed_.notify_all();
   }
@@ -217,6 +223,7 @@ class Reached final : public Event::State {
   std::mutex mutex_;
   std::condition_variable changed_;
   bool done_ = false;
+  std::optional<int64_t> reached_ns_;
   std::exception_ptr error_;
 };
 
@@ -380,6 +387,7 @@ class SimulatedDeviceImpl final : public SimulatedDevice {
   }
 
   void make_current() override {}
+  void time_events(bool) override {}  // they always do
 
   void poison(void* device, int64_t bytes) override {
     if (!options_.poison || bytes <= 0) return;

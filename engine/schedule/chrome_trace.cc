@@ -14,16 +14,18 @@ namespace {
 
 constexpr int kCaller = 0;
 constexpr int kFirstSlot = 1;  // tracks of the ring's slots
+constexpr int kCopyUp = 1000, kCopyDown = 1001, kFirstQueue = 1002;
 
 class ChromeTrace {
  public:
   ChromeTrace(std::ostream& out, const Layout& layout) : out_(out), layout_(layout) {}
 
-  void write(std::span<const JournalEntry> entries) {
+  void write(std::span<const JournalEntry> entries, std::span<const DeviceSpan> device) {
     out_ << "{\"displayTimeUnit\":\"ms\",\"traceEvents\":[\n";
     name_track(kCaller, "caller");
     if (!entries.empty()) start_ns_ = entries.front().time_ns;
     for (const JournalEntry& entry : entries) add(entry);
+    for (const DeviceSpan& span : device) add(span);
     while (!open_.empty()) end(open_.begin()->first, entries.back().time_ns);
     out_ << "\n]}\n";
   }
@@ -89,6 +91,33 @@ class ChromeTrace {
     }
   }
 
+  void add(const DeviceSpan& span) {
+    const std::string& unit = layout_.units[span.unit].name;
+    switch (span.kind) {
+      case DeviceSpan::Kind::copy_up:
+        return on_device(span, kCopyUp, "device: copies up", "copy", unit);
+      case DeviceSpan::Kind::copy_down:
+        return on_device(span, kCopyDown, "device: copies down", "copy", "gradients of " + unit);
+      case DeviceSpan::Kind::compute: {
+        const auto known = queues_.try_emplace(span.queue, kFirstQueue + static_cast<int>(queues_.size()));
+        const int track = known.first->second;
+        return on_device(span, track, fmt::format("device: computes ({})", track - kFirstQueue), "compute",
+                         unit);
+      }
+    }
+  }
+
+  void on_device(const DeviceSpan& span, int track, const std::string& track_name, const char* category,
+                 const std::string& name) {
+    if (device_tracks_.insert(track).second) name_track(track, track_name);
+    event({{"ph", "X"},
+           {"cat", category},
+           {"name", name},
+           {"tid", track},
+           {"ts", us(span.begin_ns)},
+           {"dur", static_cast<double>(span.end_ns - span.begin_ns) / 1000}});
+  }
+
   std::string part(const JournalEntry& e) const {
     const Unit& unit = layout_.units[e.unit];
     return unit.chunk_count > 1 ? fmt::format("{}[{}]", unit.name, e.chunk - unit.first_chunk) : unit.name;
@@ -152,12 +181,15 @@ class ChromeTrace {
   std::map<Key, Open> open_;
   std::map<int32_t, int64_t> left_;  // by unit: chunks scheduled and not updated
   std::set<int> slots_;
+  std::set<int> device_tracks_;
+  std::map<const void*, int> queues_;  // their tracks
 };
 
 }  // namespace
 
-void write_chrome_trace(std::ostream& out, const Layout& layout, std::span<const JournalEntry> entries) {
-  ChromeTrace(out, layout).write(entries);
+void write_chrome_trace(std::ostream& out, const Layout& layout, std::span<const JournalEntry> entries,
+                        std::span<const DeviceSpan> device) {
+  ChromeTrace(out, layout).write(entries, device);
 }
 
 }  // namespace overspill::engine

@@ -2,7 +2,8 @@
 // chrome://tracing open. Every buffer carries the name of its layer.
 //
 // One track for the caller (waits, acquires, steps), one a slot of the ring (read, update, write), and spans
-// for gathered units, for gradients in flight and for updates of chunks on the host.
+// for gathered units, for gradients in flight and for updates of chunks on the host. Of a device with work of
+// its own a track for its copies each way and one for each queue that computes, by the device's events.
 #pragma once
 
 #include <ostream>
@@ -15,6 +16,7 @@ namespace overspill::engine {
 
 /// Entries in the order in which they were noted. A span that had not ended is closed at the last entry; an
 /// end whose beginning was not recorded is left out.
-void write_chrome_trace(std::ostream& out, const Layout& layout, std::span<const JournalEntry> entries);
+void write_chrome_trace(std::ostream& out, const Layout& layout, std::span<const JournalEntry> entries,
+                        std::span<const DeviceSpan> device = {});
 
 }  // namespace overspill::engine

@@ -311,8 +311,10 @@ void Gatherer::to_device(Block& block) {
   UnitState& state = context_.units[block.unit];
   if (block.device_offset >= 0) {
     const std::byte* from = block.host != nullptr ? block.host : state.home;
+    const kernels::Event begin = context_.journal.on() ? stream_->record() : kernels::Event();
     stream_->copy_from_host(block.device, from, context_.layout.units[block.unit].bytes());
     block.copied = stream_->record();
+    context_.journal.note(DeviceSpan::Kind::copy_up, block.unit, begin, block.copied);
   } else {
     block.device = block.host;
   }

@@ -1,5 +1,6 @@
 #include "engine/schedule/journal.h"
 
+#include <algorithm>
 #include <utility>
 
 #include "engine/schedule/context.h"
@@ -48,6 +49,30 @@ const char* happening_name(Happening happening) {
 
 std::vector<JournalEntry> Journal::take() {
   return std::exchange(entries_, {});
+}
+
+void Journal::note(DeviceSpan::Kind kind, int32_t unit, const kernels::Event& begin,
+                   const kernels::Event& end, const void* queue) {
+  if (on_ && begin.state() != nullptr) work_.push_back({{kind, unit, queue}, begin, end});
+}
+
+std::vector<DeviceWork> Journal::take_work() {
+  return std::exchange(work_, {});
+}
+
+std::vector<DeviceSpan> resolve(const std::vector<DeviceWork>& work) {
+  std::vector<DeviceSpan> spans;
+  for (const DeviceWork& done : work) {
+    done.end.wait();
+    const auto begin = done.begin.reached_ns(), end = done.end.reached_ns();
+    if (!begin || !end) continue;
+    spans.push_back(done.span);
+    spans.back().begin_ns = *begin;
+    spans.back().end_ns = *end;
+  }
+  std::sort(spans.begin(), spans.end(),
+            [](const DeviceSpan& a, const DeviceSpan& b) { return a.begin_ns < b.begin_ns; });
+  return spans;
 }
 
 void Journal::add(Happening happening, int32_t unit, int32_t chunk, int32_t slot) {

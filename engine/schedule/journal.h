@@ -5,6 +5,8 @@
 #include <cstdint>
 #include <vector>
 
+#include "kernels/device.h"
+
 namespace overspill::engine {
 
 enum class Happening : uint8_t {
@@ -37,19 +39,49 @@ struct JournalEntry {
   int32_t slot = -1;
 };
 
+/// What the device did, by its own events.
+struct DeviceSpan {
+  enum class Kind : uint8_t {
+    copy_up,    // a unit's weights, from the host
+    compute,    // what a caller's queue was given while it had the unit's lease
+    copy_down,  // a gradient, or a piece of one, to the host
+  };
+  Kind kind = Kind::copy_up;
+  int32_t unit = -1;
+  const void* queue = nullptr;  // the caller's, of `compute`
+  int64_t begin_ns = 0;         // steady clock
+  int64_t end_ns = 0;
+};
+
+/// The same, maybe still under way.
+struct DeviceWork {
+  DeviceSpan span;  // without its times
+  kernels::Event begin;
+  kernels::Event end;
+};
+
+/// Waits for the work. What a device has no times of is left out. By their beginning.
+std::vector<DeviceSpan> resolve(const std::vector<DeviceWork>& work);
+
 /// Guarded by the owner's mutex. Off, it costs a branch.
 class Journal {
  public:
   void enable(bool on) { on_ = on; }
+  bool on() const { return on_; }
   void note(Happening happening, int32_t unit, int32_t chunk = -1, int32_t slot = -1) {
     if (on_) add(happening, unit, chunk, slot);
   }
+  /// `begin` was recorded while the journal was on; else nothing is noted.
+  void note(DeviceSpan::Kind kind, int32_t unit, const kernels::Event& begin, const kernels::Event& end,
+            const void* queue = nullptr);
   std::vector<JournalEntry> take();
+  std::vector<DeviceWork> take_work();
 
  private:
   void add(Happening happening, int32_t unit, int32_t chunk, int32_t slot);
   bool on_ = false;
   std::vector<JournalEntry> entries_;
+  std::vector<DeviceWork> work_;
 };
 
 }  // namespace overspill::engine

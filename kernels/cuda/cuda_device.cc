@@ -3,6 +3,7 @@
 #include <cuda_runtime_api.h>
 #include <fmt/format.h>
 
+#include <chrono>
 #include <limits>
 #include <mutex>
 #include <new>
@@ -66,38 +67,68 @@ std::string text_of(const Submitted& s) {
   return fmt::format("{} of {} bytes (device {}, host {})", s.what, s.bytes, s.device, s.host);
 }
 
+/// An event whose time on the host's clock is known: those of timed events are counted from it.
+struct Base {
+  Base() = default;
+  Base(const Base&) = delete;
+  Base& operator=(const Base&) = delete;
+  ~Base() {
+    if (event != nullptr) cudaEventDestroy(event);
+  }
+  cudaEvent_t event = nullptr;
+  int64_t time_ns = 0;
+};
+
+/// One that was taken from the pool. `base` null: it is not timed.
+struct PooledEvent {
+  cudaEvent_t event = nullptr;
+  std::shared_ptr<const Base> base;
+};
+
 /// Events of one device, used again: a step records thousands.
 class EventPool {
  public:
   explicit EventPool(int ordinal) : ordinal_(ordinal) {}
   ~EventPool() {
-    for (cudaEvent_t event : idle_) cudaEventDestroy(event);
+    for (const auto* idle : {&idle_, &idle_timed_}) {
+      for (cudaEvent_t event : *idle) cudaEventDestroy(event);
+    }
   }
   EventPool(const EventPool&) = delete;
   EventPool& operator=(const EventPool&) = delete;
 
   int ordinal() const { return ordinal_; }
 
-  cudaError_t take(cudaEvent_t& event) {
+  cudaError_t take(PooledEvent& taken) {
     {
       const std::lock_guard lock(mutex_);
-      if (!idle_.empty()) {
-        event = idle_.back();
-        idle_.pop_back();
+      taken.base = base_;
+      std::vector<cudaEvent_t>& idle = base_ != nullptr ? idle_timed_ : idle_;
+      if (!idle.empty()) {
+        taken.event = idle.back();
+        idle.pop_back();
         return cudaSuccess;
       }
     }
-    return cudaEventCreateWithFlags(&event, cudaEventDisableTiming | cudaEventBlockingSync);
+    const unsigned timing = taken.base != nullptr ? 0U : cudaEventDisableTiming;
+    return cudaEventCreateWithFlags(&taken.event, timing | cudaEventBlockingSync);
   }
-  void give_back(cudaEvent_t event) {
+  void give_back(const PooledEvent& taken) {
     const std::lock_guard lock(mutex_);
-    idle_.push_back(event);
+    (taken.base != nullptr ? idle_timed_ : idle_).push_back(taken.event);
+  }
+  /// Those taken from now on are timed, counted from `base`; null: they are not.
+  void time(std::shared_ptr<const Base> base) {
+    const std::lock_guard lock(mutex_);
+    base_ = std::move(base);
   }
 
  private:
   const int ordinal_;
   std::mutex mutex_;
   std::vector<cudaEvent_t> idle_;
+  std::vector<cudaEvent_t> idle_timed_;
+  std::shared_ptr<const Base> base_;
 };
 
 using Failure = std::shared_ptr<const std::string>;  // null: none
@@ -105,22 +136,33 @@ using Failure = std::shared_ptr<const std::string>;  // null: none
 class CudaEvent final : public Event::State {
  public:
   /// `event` null: the device took no event any more, and `failure` says why.
-  CudaEvent(std::shared_ptr<EventPool> pool, cudaEvent_t event, const Submitted& last, Failure failure)
-      : pool_(std::move(pool)), event_(event), last_(last), failure_(std::move(failure)) {}
+  CudaEvent(std::shared_ptr<EventPool> pool, PooledEvent taken, const Submitted& last, Failure failure)
+      : pool_(std::move(pool)), taken_(std::move(taken)), last_(last), failure_(std::move(failure)) {}
   ~CudaEvent() override {
-    if (event_ != nullptr) pool_->give_back(event_);
+    if (event() != nullptr) pool_->give_back(taken_);
   }
 
   bool done() override {
-    if (event_ == nullptr) return true;
+    if (event() == nullptr) return true;
     const Current device(pool_->ordinal());
-    return cudaEventQuery(event_) != cudaErrorNotReady;
+    return cudaEventQuery(event()) != cudaErrorNotReady;
+  }
+
+  std::optional<int64_t> reached_ns() override {
+    if (event() == nullptr || taken_.base == nullptr) return std::nullopt;
+    const Current device(pool_->ordinal());
+    float ms = 0;
+    if (cudaEventElapsedTime(&ms, taken_.base->event, event()) != cudaSuccess) {
+      (void)cudaGetLastError();
+      return std::nullopt;
+    }
+    return taken_.base->time_ns + static_cast<int64_t>(static_cast<double>(ms) * 1e6);
   }
 
   void wait() override {
-    if (event_ != nullptr) {
+    if (event() != nullptr) {
       const Current device(pool_->ordinal());
-      if (const cudaError_t error = cudaEventSynchronize(event_); error != cudaSuccess) {
+      if (const cudaError_t error = cudaEventSynchronize(event()); error != cudaSuccess) {
         throw DeviceError(fmt::format("cuda device {}: found late: {}; the stream's last work before it: {}",
                                       pool_->ordinal(), text_of(error), text_of(last_)));
       }
@@ -128,12 +170,12 @@ class CudaEvent final : public Event::State {
     if (failure_ != nullptr) throw DeviceError(*failure_);
   }
 
-  cudaEvent_t event() const { return event_; }
+  cudaEvent_t event() const { return taken_.event; }
   const Failure& failure() const { return failure_; }
 
  private:
   std::shared_ptr<EventPool> pool_;
-  cudaEvent_t event_;
+  const PooledEvent taken_;
   const Submitted last_;
   const Failure failure_;
 };
@@ -166,14 +208,14 @@ class CudaStream final : public Stream {
 
   Event record() override {
     const Current device(ordinal());
-    cudaEvent_t event = nullptr;
-    cudaError_t error = events_->take(event);
+    PooledEvent taken;
+    cudaError_t error = events_->take(taken);
     if (error == cudaSuccess) {
-      error = cudaEventRecord(event, stream_);
-      if (error != cudaSuccess) events_->give_back(std::exchange(event, nullptr));
+      error = cudaEventRecord(taken.event, stream_);
+      if (error != cudaSuccess) events_->give_back(std::exchange(taken, {}));
     }
     if (error != cudaSuccess) fail("an event after " + text_of(last_), error);
-    return Event(std::make_shared<CudaEvent>(events_, event, last_, failure_));
+    return Event(std::make_shared<CudaEvent>(events_, std::move(taken), last_, failure_));
   }
 
   void wait(const Event& event) override {
@@ -298,6 +340,19 @@ class CudaDevice final : public Device {
   }
 
   void make_current() override { check(cudaSetDevice(ordinal_), "making it current"); }
+
+  void time_events(bool on) override {
+    if (!on) return events_->time(nullptr);
+    const Current current(ordinal_);
+    auto base = std::make_shared<Base>();
+    check(cudaEventCreate(&base->event), "a timed event");
+    const std::lock_guard lock(mutex_);
+    check(cudaEventRecord(base->event, poisoning_), "a timed event");
+    check(cudaEventSynchronize(base->event), "a timed event");
+    const auto now = std::chrono::steady_clock::now().time_since_epoch();
+    base->time_ns = std::chrono::duration_cast<std::chrono::nanoseconds>(now).count();
+    events_->time(std::move(base));
+  }
 
   void poison(void* device, int64_t bytes) override {
     if (bytes <= 0) return;

@@ -1,5 +1,6 @@
 #include "device_conformance.h"
 
+#include <chrono>
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
@@ -188,6 +189,43 @@ TEST_P(DeviceConformance, AnEventIsReachedOnlyAfterItsWork) {
     while (!event.done()) std::this_thread::yield();
     ASSERT_EQ(back, sent);
   }
+}
+
+/// Where a device knows times at all, they follow the order of what was waited for, and the host's clock.
+TEST_P(DeviceConformance, TimedEventsAreReachedInOrder) {
+  const auto now_ns = [] {
+    const auto now = std::chrono::steady_clock::now().time_since_epoch();
+    return std::chrono::duration_cast<std::chrono::nanoseconds>(now).count();
+  };
+  constexpr int64_t kSlackNs = 1'000'000;  // of a device's clock against the host's
+  EXPECT_FALSE(Event().reached_ns());
+  device_->time_events(true);
+  auto in = device_->make_stream(), out = device_->make_stream();
+  const auto sent = numbered(1 << 16, 1);
+  std::vector<std::byte> back(1 << 16);
+  DeviceMemory memory = device_->allocate(1 << 16);
+  const int64_t before = now_ns();
+  std::vector<Event> events = {in->record()};
+  in->copy_from_host(memory.data(), sent.data(), 1 << 16);
+  events.push_back(in->record());
+  out->wait(events.back());
+  out->copy_to_host(back.data(), memory.data(), 1 << 16);
+  events.push_back(out->record());
+  events.back().wait();
+  const int64_t after = now_ns();
+  device_->time_events(false);
+  out->record().wait();  // one that nobody times
+  if (!events.front().reached_ns()) {
+    EXPECT_TRUE(device_->shares_host_memory()) << "a device with work of its own knows when it is done";
+    return;
+  }
+  int64_t last = before - kSlackNs;
+  for (const Event& event : events) {
+    ASSERT_TRUE(event.reached_ns());
+    EXPECT_GE(*event.reached_ns(), last);
+    last = *event.reached_ns();
+  }
+  EXPECT_LE(last, after + kSlackNs);
 }
 
 TEST_P(DeviceConformance, PoisonIsLoud) {
