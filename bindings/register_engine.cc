@@ -14,6 +14,7 @@
 #include "engine/memory/host_memory.h"
 #include "engine/resources.h"
 #include "engine/schedule/chrome_trace.h"
+#include "kernels/cuda/cuda_device.h"
 
 namespace overspill::bindings {
 namespace {
@@ -159,6 +160,54 @@ py::capsule acquire(Engine& self, int32_t unit) {
   return make_capsule(std::move(lease), data, bytes);
 }
 
+/// A lease that a tensor over its memory holds, and Python beside it.
+struct SharedLease {
+  std::shared_ptr<engine::Lease> lease;
+};
+
+engine::Queue queue_at(uintptr_t native) {
+  return {reinterpret_cast<void*>(native)};
+}
+
+/// The weights for what the queue is given from now on, as memory of DLPack's `device`, and the lease.
+py::tuple acquire_on(Engine& self, int32_t unit, uintptr_t queue, int32_t device_type, int32_t device_id) {
+  SharedLease held;
+  {
+    const py::gil_scoped_release release;
+    held.lease = std::make_shared<engine::Lease>(self.acquire(unit, queue_at(queue)));
+  }
+  std::byte* data = held.lease->data();
+  const int64_t bytes = held.lease->bytes();
+  return py::make_tuple(make_capsule(held, data, bytes, {device_type, device_id}), held);
+}
+
+void add_device_gradient(Engine& self, int32_t unit, int32_t segment, const py::capsule& gradient,
+                         uintptr_t queue) {
+  engine::DeviceArray array = take_capsule(gradient);
+  const py::gil_scoped_release release;
+  self.add_gradient(unit, segment, std::move(array), queue_at(queue));
+}
+
+/// What parameters on an accelerator lie over while they are released.
+py::capsule device_nan_capsule(Engine& self, int64_t bytes, int32_t device_type, int32_t device_id) {
+  struct Memory {
+    std::shared_ptr<kernels::Device> device;
+    kernels::DeviceMemory memory;
+  };
+  Memory made{self.device(), {}};
+  made.memory = made.device->allocate_nan(bytes);
+  std::byte* data = made.memory.data();
+  return make_capsule(std::move(made), data, bytes, {device_type, device_id});
+}
+
+/// The std::shared_ptr<kernels::Device> of a capsule "overspill.device"; null of None.
+std::shared_ptr<kernels::Device> device_of(const py::object& capsule) {
+  if (capsule.is_none()) return nullptr;
+  auto* const device = PyCapsule_GetPointer(capsule.ptr(), "overspill.device");
+  if (device == nullptr) throw py::error_already_set();
+  return *static_cast<std::shared_ptr<kernels::Device>*>(device);
+}
+
 py::capsule nan_capsule(int64_t bytes) {
   auto pages = std::make_unique<engine::NanPages>(bytes);
   std::byte* data = pages->data();
@@ -197,6 +246,7 @@ void register_specs(py::module_& m) {
   py::class_<PythonConfig>(m, "Config")
       .def(py::init<>())
       .def_readwrite("host_budget_bytes", &PythonConfig::host_budget_bytes)
+      .def_readwrite("device_budget_bytes", &PythonConfig::device_budget_bytes)
       .def_readwrite("nvme", &PythonConfig::nvme)
       .def_readwrite("job", &PythonConfig::job)
       .def_readwrite("threads", &PythonConfig::threads)
@@ -263,8 +313,9 @@ void register_weights(EngineClass& cls) {
 /// What the journal holds, to a file for Perfetto; the journal is empty afterwards.
 void write_chrome_trace(Engine& engine, const std::filesystem::path& path) {
   const auto entries = engine.take_journal();
+  const auto device = engine.take_device_spans();
   std::ofstream out(path);
-  engine::write_chrome_trace(out, engine.layout(), entries);
+  engine::write_chrome_trace(out, engine.layout(), entries, device);
   if (!out.flush()) throw std::runtime_error("the trace could not be written to " + path.string());
 }
 
@@ -288,24 +339,33 @@ void register_engine(py::module_& m) {
         "Where components would go; allocates nothing.");
   m.def("nan_capsule", &nan_capsule, py::arg("bytes"),
         "What released parameters' memory reads as, as a DLPack capsule.");
+  m.def("why_no_cuda", &kernels::why_no_cuda, py::arg("ordinal") = 0,
+        "Why the engine cannot use this GPU; empty where it can.");
+  py::class_<SharedLease>(m, "Lease")
+      .def(
+          "use_on", [](SharedLease& self, uintptr_t queue) { self.lease->use_on(queue_at(queue)); },
+          py::arg("queue"), py::call_guard<py::gil_scoped_release>(),
+          "What the queue is given from now on sees the weights too.");
 
   EngineClass cls(m, "Engine");
   cls.def(py::init([](const std::vector<UnitSpec>& units, const PythonConfig& config, py::object group,
-                      py::object model_group) {
+                      py::object model_group, const py::object& device) {
             const auto communicator = [](py::object of) {
               return of.is_none() ? nullptr : make_group_communicator(std::move(of));
             };
             auto ranks = communicator(std::move(group));
             auto model_ranks = communicator(std::move(model_group));
+            engine::ResourceOptions options = config;
+            options.given_device = device_of(device);
             const py::gil_scoped_release release;
-            engine::Resources resources = engine::make_resources(units, config, config, std::move(ranks));
+            engine::Resources resources = engine::make_resources(units, config, options, std::move(ranks));
             resources.model_ranks = std::move(model_ranks);
             return Holder(new Engine(units, config, std::move(resources)));
           }),
           py::arg("units"), py::arg("config"), py::arg("group") = py::none(),
-          py::arg("model_group") = py::none(),
+          py::arg("model_group") = py::none(), py::arg("device") = py::none(),
           "`group`: an overspill.ranks.Group, or None for one rank. `model_group`: the same, of those that "
-          "hold the rest of the model.")
+          "hold the rest of the model. `device`: a capsule, where the core does not make one by its name.")
       .def("layout",
            [](Engine& self, int32_t unit) {
              const engine::Unit& u = self.layout().units.at(unit);
@@ -321,6 +381,9 @@ void register_engine(py::module_& m) {
           },
           py::arg("training"), py::arg("grad_enabled"), Released())
       .def("acquire", &acquire)
+      .def("acquire_on", &acquire_on)
+      .def("add_device_gradient", &add_device_gradient)
+      .def("nan_capsule", &device_nan_capsule)
       .def("resident_now", &Engine::resident_now, Released())
       .def("generation", &Engine::generation, Released())
       .def("expect_step",

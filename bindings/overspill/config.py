@@ -49,11 +49,14 @@ class _Section(BaseModel):
 
 
 class Budget(_Section):
-    """Bytes each tier may use. `nvme` lists folders; an empty list keeps everything in host memory.
+    """Bytes each tier may use. `nvme` lists folders; an empty list keeps everything in host memory. `device` is for
+    gathered weights, on a GPU: what is left of its memory is the model's, for activations; None: half of what is free
+    when the engine starts.
 
     `endurance_tbw` is the terabytes that each of their drives is rated to be written; only reports use it."""
 
     host: Bytes
+    device: Bytes | None = None
     nvme: list[str] = []
     endurance_tbw: float | None = Field(None, ge=0)
 
@@ -164,7 +167,7 @@ class EngineOptions(_Section):
     chunk_elements: int = Field(524288, gt=0)
     placement: Literal["auto", "host", "half", "nvme"] = "auto"
     poison: bool = False
-    device: Literal["host", "simulated"] = "host"
+    device: str = "auto"  # a GPU where there is one; or host, cuda, cuda:1 and so on
     seed: int = 0
     checkpoints_kept: int = Field(1, ge=0)
     train_after_save: bool = True  # false: room for one copy of the states, no step after a save
@@ -209,11 +212,13 @@ class Config(_Section):
             "engine.chunk_elements": self.engine.chunk_elements
         }
 
-    def to_core(self, core: Any, rank: int | None = None, part: int | None = None) -> Any:
+    def to_core(self, core: Any, rank: int | None = None, part: int | None = None, place: Any = None) -> Any:
         """The flat configuration of `overspill._core`; `rank` where there are several, `part` of a model that other
-        ranks hold the rest of: files are named by both."""
+        ranks hold the rest of: files are named by both. `place` (place.py) is where the model computes; without it, for
+        a plan, the device that is named."""
         flat = core.Config()
         flat.host_budget_bytes = self.budget.host
+        flat.device_budget_bytes = self._device_bytes(place)
         flat.nvme = list(self.budget.nvme)
         flat.gradient_accumulation = self.gradient_accumulation_steps
         flat.micro_batches_together = self.vertical_accumulation
@@ -222,14 +227,24 @@ class Config(_Section):
         flat.stage = self.zero_optimization.stage
         flat.rank_timeout_ms = round(self.engine.rank_timeout_seconds * 1000)
         for name in EngineOptions.model_fields:
-            if name not in ("job", "rank_timeout_seconds"):
+            if name not in ("job", "rank_timeout_seconds", "device"):
                 setattr(flat, name, getattr(self.engine, name))
+        flat.device = place.name if place is not None else self._planned_device()
         flat.job = self.engine.job or f"{os.getpid()}-{next(_engines)}"
         if rank is not None:
             flat.job += f"-rank{rank}"
         if part is not None:
             flat.job += f"-part{part}"
         return flat
+
+    def _planned_device(self) -> str:
+        if self.engine.device != "auto":
+            return self.engine.device
+        return "host" if self.budget.device is None else "cuda"
+
+    def _device_bytes(self, place: Any) -> int:
+        free = place.free_bytes() if place is not None and self.budget.device is None else None
+        return self.budget.device or (free or 0) // 2
 
 
 def _read_json(path: Any) -> dict:

@@ -15,7 +15,7 @@ from torch import nn
 from torch._C import DisableTorchFunction
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from . import _core, divided, hooks, patches, pretrained, ranks, residency, state, vertical
+from . import _core, divided, hooks, patches, place, pretrained, ranks, residency, state, vertical
 from .config import Config
 from .init import materialise
 from .optimizer import (
@@ -158,27 +158,31 @@ class Engine:
             if optimizer is not None
             else make_groups(config.optimizer, model.parameters() if parameters is None else parameters)
         )
-        specs = partition(model)
+        self._place = place.find(config.engine.device, config.budget.device)
+        specs = partition(model, self._place.device)
         chosen = choose_format(config.format, groups, (spec.format for spec in specs))
         units = _core_units(
             specs, group_indices(groups.groups, model), groups.core, chosen, counted_elsewhere
         )
-        flat = config.to_core(_core, group.rank if group else None, model_group.rank if model_group else None)
+        flat = config.to_core(
+            _core, group.rank if group else None, model_group.rank if model_group else None, self._place
+        )
         if groups.seed:
             flat.rounding_seed = groups.seed
         if group is not None:
             _check_ranks(group, config, specs, groups, counted_elsewhere)
             if source is None:
                 ranks.broadcast_model(model, group)
-        core = _core.Engine(units, flat, group, model_group)
-        materialise(model, specs, groups.groups)
-        self._core, self._residency = core, Residency(core, specs)
+        core = _core.Engine(units, flat, group, model_group, self._place.given)
+        values = materialise(model, specs, groups.groups, self._place, core)
+        self._core, self._residency = core, Residency(core, specs, self._place)
         patches.install()
         self._finalizer = weakref.finalize(self, _close, self._residency, (group, model_group))
         try:
-            self._residency.take_weights(source, group)
+            self._residency.take_weights(source, group, values)
             if source is not None:
                 source.read_buffers(model)
+            self._place_rest(model)
             hooks.attach(model, self._residency, specs)
             self.optimizer = OverspillOptimizer(groups, self._residency, optimizer)
             self.optimizer.start_states()
@@ -193,12 +197,30 @@ class Engine:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         depth = len(patches.guard.frames)
         try:
-            return self.module(*args, **kwargs)
+            return self.module(*self._place.put(args), **self._place.put(kwargs))
         finally:
             if len(patches.guard.frames) > depth:
                 hooks.unwind(depth)
 
     forward = __call__
+
+    @property
+    def device(self) -> torch.device:
+        """Where forward and backward run; inputs are moved there."""
+        return self._place.device
+
+    def _place_rest(self, model: nn.Module) -> None:
+        """Buffers, and parameters without elements, which no unit holds."""
+        if self._place.on_host:
+            return
+        moved: dict[int, torch.Tensor] = {}
+        for module in model.modules():
+            for name, buffer in module._buffers.items():
+                if buffer is not None:
+                    module._buffers[name] = moved.setdefault(id(buffer), self._place.put(buffer))
+            for parameter in module._parameters.values():
+                if parameter is not None and id(parameter) not in registry:
+                    residency.set_data(parameter, self._place.put(residency.get_data(parameter)))
 
     def __getattr__(self, name: str) -> Any:
         if name == "module" or name.startswith("_"):
@@ -256,7 +278,7 @@ class Engine:
         forwards = [functools.partial(loss or self._own_loss, batch) for batch in micro_batches]
         try:
             if self.config.vertical_accumulation and count > 1:
-                losses = [found.detach() for found in vertical.run(forwards, self.backward)]
+                losses = [found.detach() for found in vertical.run(forwards, self.backward, self._place)]
             else:
                 losses = []
                 for forward in forwards:

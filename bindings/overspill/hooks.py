@@ -111,7 +111,12 @@ class GradientHook:
             if gradient.layout is not torch.strided:
                 gradient = gradient.to_dense()
             if gradient.stride() != s.stride:
-                gradient = torch.empty_strided(s.shape, s.stride, dtype=gradient.dtype).copy_(gradient)
+                like = torch.empty_strided(s.shape, s.stride, dtype=gradient.dtype, device=gradient.device)
+                gradient = like.copy_(gradient)
+            where = s.unit.residency.place
+            if not where.on_host:
+                s.unit.core.add_device_gradient(s.unit.index, s.index, where.take(gradient), where.queue())
+                return
             s.unit.core.add_gradient(
                 s.unit.index,
                 s.index,

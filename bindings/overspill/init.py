@@ -21,8 +21,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from .config import Config, ConfigError
+from .divided import memory_of
 from .memory import human
-from .residency import nan_like, set_data
+from .place import HOST, Place
+from .residency import get_data, nan_like, set_data
 from .units import UnitSpec, memory_order
 
 SMALL_BYTES = (
@@ -289,26 +291,37 @@ class _Filed:
         return self.mode.moved(self.function(tensor))
 
 
-def materialise(model: nn.Module, specs: list[UnitSpec], groups: list[dict]) -> None:
-    """Puts released parameters in place of those on the meta device: the same shapes and strides, ties kept, in the
-    modules, in `specs` and in the optimizer's groups."""
-    made = {
-        id(p): _like(p, nan_like(p.shape, memory_order(p), p.dtype)) for p in model.parameters() if p.is_meta
-    }
-    for module in model.modules():
-        for name, parameter in list(module._parameters.items()):
-            if id(parameter) in made:
-                module._parameters[name] = made[id(parameter)]
+def materialise(
+    model: nn.Module, specs: list[UnitSpec], groups: list[dict], where: Place = HOST, core: Any = None
+) -> dict[int, torch.Tensor]:
+    """Puts released parameters in place of those whose memory torch cannot exchange for the engine's: on the meta
+    device, and on the CPU where an accelerator is no device of torch's own. The same shapes and strides, ties kept, in
+    the modules, in `specs` and in the optimizer's groups. Returns what those on the CPU held, by the new ones' id."""
+    made: dict[int, nn.Parameter] = {}
+    values: dict[int, torch.Tensor] = {}
+    for old in model.parameters():
+        sample = torch.empty(0, dtype=old.dtype, device=where.device)
+        if torch._has_compatible_shallow_copy_type(memory_of(old), sample):
+            continue
+        new = made[id(old)] = _like(old, nan_like(old.shape, memory_order(old), old.dtype, where, core))
+        if not old.is_meta:
+            values[id(new)] = old.detach()
     for spec in specs:
         for entry in spec.parameters:
             entry.parameter = made.get(id(entry.parameter), entry.parameter)
+    for module in model.modules():
+        for name, parameter in list(module._parameters.items()):
+            if id(parameter) in made:
+                setattr(module, name, made[id(parameter)])  # RNNs keep lists of theirs beside
     for group in groups:
         group["params"] = [made.get(id(p), p) for p in group["params"]]
+    return values
 
 
 def _like(parameter: nn.Parameter, data: torch.Tensor) -> nn.Parameter:
     """The parameter over other data: its class, its attributes, whether it is trained."""
-    made = torch.Tensor._make_subclass(type(parameter), data, parameter.requires_grad)
+    own = get_data(data)  # counts its versions by itself: all views of the NaN mapping count together
+    made = torch.Tensor._make_subclass(type(parameter), own, parameter.requires_grad)
     made.__dict__.update(parameter.__dict__)
     return made
 

@@ -141,18 +141,26 @@ def touch(needed: list[Unit]) -> None:
                 residency.remember(unit, needed)
             if not unit.shown:
                 residency.show(unit)
+            elif unit.lease is not None:
+                residency.use(unit)
 
 
 class Guard(threading.local):
     """What must be on while modules run or autograd does: the mode and the saved-tensor hooks. Re-entrant, and each
-    thread's own, as torch's modes and hooks are. `frames`: calls under way, of all engines, outermost first."""
+    thread's own, as torch's modes and hooks are. `frames`: calls under way, of all engines, outermost first.
+
+    Of an accelerator autograd runs backward on a thread of its own, with the modes and hooks of the thread that called
+    it: there they are on already, and stay."""
 
     def __init__(self) -> None:
         self.depth, self.mode = 0, TouchMode()
         self.frames: list[Frame] = []
 
+    def on(self) -> bool:
+        return self.depth > 0 or saved.in_backward()
+
     def enter(self) -> None:
-        if self.depth == 0:
+        if not self.on():
             users = torch._C._autograd._top_saved_tensors_default_hooks(True)
             if users is None:
                 hooks = saved.pack, saved.unpack
@@ -164,7 +172,7 @@ class Guard(threading.local):
 
     def exit(self) -> None:
         self.depth -= 1
-        if self.depth == 0:
+        if not self.on():
             self.mode.__exit__(None, None, None)
             torch._C._autograd._pop_saved_tensors_default_hooks()
             with DisableTorchFunction():
@@ -245,7 +253,7 @@ def apply(self: nn.Module, fn: Callable, recurse: bool = True) -> nn.Module:
     if not mine:
         return _apply(self, fn, recurse)
     for segment in mine:
-        probe = torch.empty(0, dtype=segment.unit.dtype)
+        probe = torch.empty(0, dtype=segment.unit.dtype, device=segment.blank.device)
         changed = fn(probe)
         if changed.dtype != probe.dtype or changed.device != probe.device:
             raise RuntimeError(
@@ -276,7 +284,7 @@ def _data(self: nn.Parameter) -> torch.Tensor:
     segment = registry.get(id(self))
     if segment is None:
         return residency.get_data(self)
-    if guard.depth and not segment.unit.shown:
+    if guard.on() and not segment.unit.shown:
         touch([segment.unit])
     with DisableTorchFunction():
         if segment.alias is None:
@@ -334,9 +342,9 @@ def _set_grad(self: nn.Parameter, value: torch.Tensor | None) -> None:
     set_grad(self, value)
 
 
-def _real(segment: Segment, parameter: nn.Parameter) -> nn.Parameter:
+def _real(segment: Segment, parameter: nn.Parameter, device: torch.device | None = None) -> nn.Parameter:
     kind = nn.Parameter if is_divided(parameter) else type(parameter)
-    return kind(segment.unit.residency.weight(segment), parameter.requires_grad)
+    return kind(segment.unit.residency.weight(segment).to(device), parameter.requires_grad)
 
 
 def deepcopy_parameter(self: nn.Parameter, memo: dict) -> nn.Parameter:
@@ -344,7 +352,7 @@ def deepcopy_parameter(self: nn.Parameter, memo: dict) -> nn.Parameter:
     if segment is None:
         return (torch.Tensor.__deepcopy__ if is_divided(self) else _deepcopy)(self, memo)
     if id(self) not in memo:
-        memo[id(self)] = _real(segment, self)
+        memo[id(self)] = _real(segment, self, segment.unit.residency.place.device)
     return memo[id(self)]
 
 

@@ -250,7 +250,7 @@ def broadcast_model(model: nn.Module, group: Group) -> None:
     """Rank 0's parameters and buffers, on all ranks, as DistributedDataParallel does at its start."""
     for tensor in _once(map(memory_of, (*model.parameters(), *model.buffers()))):
         if tensor.numel():
-            whole = tensor.detach().contiguous()
+            whole = tensor.detach().cpu().contiguous()
             dist.broadcast(whole.view(-1).view(torch.uint8), group=group.torch_group, group_src=0)
             if whole.data_ptr() != tensor.data_ptr():
                 tensor.detach().copy_(whole)

@@ -17,7 +17,7 @@ of all engines of a process run in one Python thread at a time.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -26,7 +26,7 @@ from torch._C import DisableTorchFunction, TensorBase
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.dlpack import from_dlpack
 
-from . import _core, ranks
+from . import _core, place, ranks
 from .divided import as_divided, memory_of
 from .units import DTYPES, UnitSpec, memory_order
 
@@ -66,7 +66,7 @@ class Segment:
         self.memory = memory_of(parameter)
         self.shape, self.stride = self.memory.shape, memory_order(self.memory)
         self.accept()
-        self.blank = nan_like(self.shape, self.stride, parameter.dtype)
+        self.blank = unit.residency.nan_like(self.shape, self.stride, parameter.dtype)
 
     @property
     def bytes(self) -> int:
@@ -90,8 +90,8 @@ class Segment:
 
 
 class Unit:
-    """`flat`: the lease, one-dimensional in the unit's dtype, or None. `pins`: calls under way that need it
-    shown."""
+    """`flat`: the lease, one-dimensional in the unit's dtype, or None; `lease`: on an accelerator, the core's. `pins`:
+    calls under way that need it shown."""
 
     __slots__ = (
         "core",
@@ -100,6 +100,7 @@ class Unit:
         "generation",
         "index",
         "key",
+        "lease",
         "name",
         "pins",
         "residency",
@@ -112,6 +113,7 @@ class Unit:
         self.residency, self.core, self.index = residency, residency.core, index
         self.name, self.dtype, self.trainable = spec.name, spec.dtype, spec.trainable
         self.flat, self.key, self.shown, self.pins, self.generation = None, 0, False, 0, 0
+        self.lease: Any = None
         offsets = self.core.layout(index)
         self.segments = [
             Segment(self, i, p.name, p.aliases, p.parameter, offsets[i] // spec.dtype.itemsize)
@@ -125,37 +127,61 @@ leases: dict[
 ] = {}  # storage of a lease that some tensor still holds -> its unit
 _lingering: list[int] = []  # leases let go here while somebody's view lives on
 _recent: list[Unit] = []  # held without a call that needs them, least recently used first
-_nan: torch.Tensor | None = None
+_nan: dict[torch.device, torch.Tensor] = {}
 
 
-def nan_like(shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """A tensor over the NaN mapping, as released parameters are; dense, so its elements bound its memory."""
-    global _nan
+def nan_like(
+    shape: Sequence[int],
+    stride: Sequence[int],
+    dtype: torch.dtype,
+    where: place.Place = place.HOST,
+    core: Any = None,
+) -> torch.Tensor:
+    """A tensor over the NaN mapping, as released parameters are; dense, so its elements bound its memory. `core`: an
+    engine's, which has the memory of an accelerator."""
     size = max(64, (math.prod(shape) * dtype.itemsize + 63) // 64 * 64)
-    if _nan is None or _nan.numel() < size:
-        _nan = from_dlpack(_core.nan_capsule(size))
-    return _nan[:size].view(dtype).as_strided(shape, stride, 0)
+    mapping = _nan.get(where.device)
+    if mapping is None or mapping.numel() < size:
+        made = _core.nan_capsule(size) if where.on_host else core.nan_capsule(size, *where.dlpack)
+        mapping = _nan[where.device] = from_dlpack(made)
+    return mapping[:size].view(dtype).as_strided(shape, stride, 0)
 
 
 def hold(unit: Unit) -> torch.Tensor:
-    """The unit's memory, one-dimensional in its dtype; blocks until the weights are there. Torch functions
-    must be off."""
+    """The unit's memory, one-dimensional in its dtype; blocks until the weights are there, or, on an accelerator, on
+    their way before what its current stream is given next. Torch functions must be off."""
     if unit.flat is None:
         _sweep()
         if torch.is_inference_mode_enabled():
             with torch.inference_mode(False):
-                unit.flat = from_dlpack(unit.core.acquire(unit.index)).view(unit.dtype)
+                unit.flat = _acquire(unit)
         else:
-            unit.flat = from_dlpack(unit.core.acquire(unit.index)).view(unit.dtype)
+            unit.flat = _acquire(unit)
         storage = unit.flat.untyped_storage()
         unit.key = storage._cdata
         leases[unit.key] = (StorageWeakRef(storage), unit)
+    elif unit.lease is not None:
+        use(unit)
     return unit.flat
+
+
+def _acquire(unit: Unit) -> torch.Tensor:
+    where = unit.residency.place
+    if where.on_host:
+        capsule = unit.core.acquire(unit.index)
+    else:
+        capsule, unit.lease = unit.core.acquire_on(unit.index, where.queue(), *where.dlpack)
+    return from_dlpack(capsule).view(unit.dtype)
+
+
+def use(unit: Unit) -> None:
+    """On an accelerator: the current stream, maybe another one than before, uses the lease."""
+    unit.lease.use_on(unit.residency.place.queue())
 
 
 def drop(unit: Unit) -> None:
     """Lets the lease go; the memory is free when the last view of it dies."""
-    unit.flat = None
+    unit.flat = unit.lease = None
     if leases[unit.key][0].expired():
         del leases[unit.key]
     else:
@@ -208,8 +234,8 @@ def hide(unit: Unit) -> None:
     edited = [s for s in unit.segments if s.edited()]
     try:
         for s in edited:
-            address = unit.flat.data_ptr() + s.offset * unit.dtype.itemsize
-            unit.core.written(unit.index, s.index, address, s.bytes)
+            written = unit.flat[s.offset : s.offset + s.bytes // unit.dtype.itemsize].cpu()
+            unit.core.written(unit.index, s.index, written.data_ptr(), s.bytes)
     finally:
         for s in unit.segments:
             s.accept()
@@ -274,25 +300,44 @@ def _retire(unit: Unit) -> None:
             drop(unit)
 
 
+def _size(memory: torch.Tensor) -> int:
+    return memory.numel() * memory.element_size()
+
+
 class Residency:
     """The units of one engine. Hooks and parameters refer to it, never to the engine, whose death therefore
     ends it."""
 
-    def __init__(self, core: Any, specs: list[UnitSpec]):
-        self.core, self.calls, self.closed = core, 0, False
+    def __init__(self, core: Any, specs: list[UnitSpec], where: place.Place = place.HOST):
+        self.core, self.place, self.calls, self.closed = core, where, 0, False
         self.expect_step: Callable[[], None] | None = None  # before each training pass, with speculation
         self.gradient_hooks: list[
             Any
         ] = []  # torch keeps them where the garbage collector does not see the cycle
+        largest = max((p.memory for spec in specs for p in spec.parameters), key=_size, default=None)
+        if largest is not None:
+            self.nan_like(largest.shape, memory_order(largest), largest.dtype)  # the others lie over the same
         self.units = [Unit(self, i, spec) for i, spec in enumerate(specs)]
         self.segments = [s for unit in self.units for s in unit.segments]
 
-    def take_weights(self, source: Any = None, group: ranks.Group | None = None) -> None:
+    def nan_like(self, shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        return nan_like(shape, stride, dtype, self.place, self.core)
+
+    def take_weights(
+        self,
+        source: Any = None,
+        group: ranks.Group | None = None,
+        values: MutableMapping[int, torch.Tensor] | None = None,
+    ) -> None:
         """Copies the weights into the core, one after the other, and drops the model's own memory at once. `source`
-        has them in place of the model (a pretrained.Folder); each rank has read the same there, or RankError."""
+        has them in place of the model (a pretrained.Folder); each rank has read the same there, or RankError. `values`,
+        which is used up, has those of parameters that are new, by id."""
+        values = {} if values is None else values
         read = ranks.Checksums()
         for s in self.segments:
-            taken = s.memory.detach() if source is None else source.read(s.names, s.unit.dtype)
+            own = values.pop(id(s.parameter), s.memory)
+            taken = own.detach().cpu() if source is None else source.read(s.names, s.unit.dtype)
+            del own
             if taken.stride() != s.stride:
                 taken = torch.empty_strided(s.shape, s.stride, dtype=taken.dtype).copy_(taken)
             if group is not None and source is not None and taken.numel():
@@ -315,7 +360,9 @@ class Residency:
         """A copy of the weight, after pending updates, in its own dtype, or the exact master
         (torch.float32)."""
         with torch.inference_mode(False), DisableTorchFunction():
-            out = torch.empty_strided(segment.shape, segment.stride, dtype=dtype or segment.unit.dtype)
+            out = torch.empty_strided(
+                segment.shape, segment.stride, dtype=dtype or segment.unit.dtype, device="cpu"
+            )
             size = out.numel() * out.element_size()
             self.core.read_weight(segment.unit.index, segment.index, out.data_ptr(), size, DTYPES[out.dtype])
             return segment.as_parameter(out)
@@ -323,7 +370,7 @@ class Residency:
     def state(self, segment: Segment, name: str) -> torch.Tensor:
         """A copy in fp32 of a state, by the core's name, or of "grad"."""
         with torch.inference_mode(False), DisableTorchFunction():
-            out = torch.empty_strided(segment.shape, segment.stride, dtype=torch.float32)
+            out = torch.empty_strided(segment.shape, segment.stride, dtype=torch.float32, device="cpu")
             self.core.read_state(segment.unit.index, segment.index, name, out.data_ptr(), out.numel() * 4)
             return segment.as_parameter(out)
 

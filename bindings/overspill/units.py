@@ -64,10 +64,10 @@ class UnitSpec:
         return self.format != "frozen"
 
 
-def partition(model: nn.Module) -> list[UnitSpec]:
+def partition(model: nn.Module, place: torch.device | None = None) -> list[UnitSpec]:
     """The units of `model`, in order of registration. Parameters without elements belong to none.
 
-    Parameters may be on the meta device: their shapes are enough.
+    Parameters may be on the meta device: their shapes are enough; or on `place`, where the model will compute.
     Raises ValueError for a parameter that cannot be held: not materialised, or of a trainable dtype that is
     not supported.
     """
@@ -90,7 +90,7 @@ def partition(model: nn.Module) -> list[UnitSpec]:
                     specs[id(parameter)].aliases.append(full)
                 continue
             spec = specs[id(parameter)] = ParameterSpec(full, parameter)
-            form = _format(full, parameter)
+            form = _format(full, parameter, place)
             slot = (key, form, parameter.dtype)
             if slot not in units:
                 units[slot] = UnitSpec(
@@ -131,8 +131,8 @@ def _fresh(parameters, specs: dict[int, ParameterSpec]) -> int:
     )
 
 
-def _format(name: str, parameter: nn.Parameter) -> str:
-    if parameter.device.type not in ("cpu", "meta"):
+def _format(name: str, parameter: nn.Parameter, place: torch.device | None) -> str:
+    if parameter.device.type not in ("cpu", "meta") and parameter.device != place:
         raise ValueError(f"parameter {name} is on {parameter.device}: build the model on the CPU")
     if parameter.layout is not torch.strided or parameter.dtype not in DTYPES:
         raise ValueError(

@@ -7,12 +7,16 @@ unit k, then all pass unit k + 1. A thread never waits for another one to come a
 control flow differs lose traffic, not progress. Where all take the same way, a unit's gradients arrive in the order
 of the micro-batches, as they do one micro-batch after another, and every bit is the same.
 
+On an accelerator autograd has one thread for all backward passes, which nobody may keep waiting: there micro-batches
+pass forward together, and backward one after another.
+
 What differs: activations of all micro-batches are alive at once (checkpoint them), and each micro-batch draws its
 random numbers from a state of its own, seeded from torch's at the start.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
 import random
 import sys
@@ -24,6 +28,7 @@ from typing import Any
 import torch
 from torch._C import DisableTorchFunction
 
+from .place import HOST, Place
 from .residency import Unit
 
 
@@ -34,9 +39,13 @@ class _Stopped(BaseException):
 class _Draws:
     """States of the random generators that forward may use: torch's, Python's, numpy's where it is loaded."""
 
-    def __init__(self, seed: int | None = None):
+    def __init__(self, where: Place, seed: int | None = None):
         """Those of now, or fresh ones."""
         numpy = sys.modules.get("numpy")
+        self.device, self.where = None, where
+        if where.generators() is not None:
+            made = torch.Generator(where.device).manual_seed(seed) if seed is not None else None
+            self.device = made.get_state() if made else where.generators().get_rng_state(where.device)
         if seed is None:
             self.torch, self.python = torch.get_rng_state(), random.getstate()
             self.numpy = numpy.random.get_state() if numpy else None
@@ -49,6 +58,8 @@ class _Draws:
 
     def restore(self) -> None:
         torch.set_rng_state(self.torch)
+        if self.device is not None:
+            self.where.generators().set_rng_state(self.device, self.where.device)
         random.setstate(self.python)
         if self.numpy is not None:
             sys.modules["numpy"].random.set_state(self.numpy)
@@ -123,7 +134,7 @@ class _Turns:
 
     def _leave(self, runner: _Runner) -> None:
         if self.running is runner:
-            runner.draws, self.running = _Draws(), None
+            runner.draws, self.running = _Draws(runner.draws.where), None
 
     def _pass_on(self) -> None:
         """Once everybody waits: first pass those who need the unit at hand; then another one: that which was come to
@@ -154,14 +165,21 @@ def before(unit: Unit) -> None:
             place[0].come_to(place[1], unit)
 
 
-def run(forwards: Sequence[Callable[[], Any]], backward: Callable[[Any], None]) -> list[Any]:
+def run(
+    forwards: Sequence[Callable[[], Any]], backward: Callable[[Any], None], where: Place = HOST
+) -> list[Any]:
     """Calls each of `forwards`, then `backward` with what it returned, as one micro-batch each. Returns what the
     forwards returned. The first exception of any of them is raised again when all have ended.
     """
-    autocast = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
+    autocasts = [
+        (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+        for kind in {"cpu", where.autocast}
+    ]
+    entered = [where.entered() for _ in forwards]
     threads_of_torch = torch.get_num_threads()
     seeds = torch.randint(2**62, (len(forwards),), dtype=torch.int64).tolist()
-    runners, afterwards = [_Runner(i, _Draws(seed)) for i, seed in enumerate(seeds)], _Draws()
+    runners = [_Runner(i, _Draws(where, seed)) for i, seed in enumerate(seeds)]
+    afterwards = _Draws(where)
     turns, results = _Turns(runners), [None] * len(forwards)
 
     def work(runner: _Runner) -> None:
@@ -169,12 +187,16 @@ def run(forwards: Sequence[Callable[[], Any]], backward: Callable[[Any], None]) 
         torch.set_num_threads(threads_of_torch)  # torch keeps it for each thread
         try:
             turns.begin_phase(runner)
-            with torch.autocast("cpu", enabled=autocast[0], dtype=autocast[1]):
-                results[runner.number] = forwards[runner.number]()
-            turns.end_phase(runner)
-            turns.begin_phase(runner)
-            backward(results[runner.number])
-            turns.end_phase(runner)
+            with contextlib.ExitStack() as stack:
+                stack.enter_context(entered[runner.number])
+                with contextlib.ExitStack() as casting:
+                    for kind, enabled, dtype in autocasts:
+                        casting.enter_context(torch.autocast(kind, enabled=enabled, dtype=dtype))
+                    results[runner.number] = forwards[runner.number]()
+                turns.end_phase(runner)
+                turns.begin_phase(runner)
+                backward(results[runner.number])
+                turns.end_phase(runner)
         except _Stopped:
             pass
         except BaseException as error:

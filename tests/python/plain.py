@@ -47,8 +47,8 @@ class State:
     def master(self):
         """fp32, in the parameter's shape."""
         if self.lo is None:
-            return self.parameter.detach().clone()
-        hi = memory(self.parameter).view(torch.int16).to(torch.int64)
+            return self.parameter.detach().clone().cpu()
+        hi = memory(self.parameter).cpu().view(torch.int16).to(torch.int64)
         bits = ((hi << 16) + self.lo.to(torch.int64)).to(torch.int32).view(torch.float32)
         return bits.as_strided(self.parameter.shape, self.parameter.stride())
 
@@ -63,7 +63,7 @@ class State:
         factor = ctypes.c_float(clip).value
         self.steps += 1
         hyper = (g["lr"], *g["betas"], g["eps"], g["weight_decay"], int(g["decoupled"]), self.steps, factor)
-        p, m, v, n = memory(self.parameter), self.m, self.v, self.m.numel()
+        p, m, v, n = memory(self.parameter).cpu(), self.m, self.v, self.m.numel()
         gradient = torch.empty_strided(
             self.parameter.shape, self.parameter.stride(), dtype=self.gradient.dtype
         )
@@ -83,6 +83,8 @@ class State:
                 n,
                 *hyper,
             )
+        if not self.parameter.is_cpu:
+            memory(self.parameter).copy_(p)
 
     def rest(self):
         self.gradient, self.version, self.weight = (

@@ -286,3 +286,15 @@ def test_damaged_folders(folders, untied, config, tmp_path):
     second.write_bytes(kept)
     engine, *_ = overspill.initialize(shapes(), config("nvme"), checkpoint=shards)
     engine.close()
+
+
+def test_an_edit_is_one_parameters_alone(folders, config):
+    """Parameters that were made without memory count their versions each for itself."""
+    engine, *_ = overspill.initialize(shapes(), config(), checkpoint=folders / "untied")
+    first, *others = engine.module.parameters()
+    with engine.gathered(first), torch.no_grad():
+        first.fill_(0.5)
+    assert torch.equal(engine.weight(first), torch.full_like(engine.weight(first), 0.5))
+    assert all(other._version == 0 for other in others)
+    losses(engine, 1)
+    engine.close()

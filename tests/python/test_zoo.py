@@ -26,6 +26,7 @@ def bits(tensor):
 
 def assert_same(name, ours, plain):
     assert ours.shape == plain.shape and ours.dtype == plain.dtype, name
+    ours, plain = ours.detach().cpu(), plain.detach().cpu()
     assert torch.equal(bits(ours), bits(plain)), f"{name}: {(ours.float() - plain.float()).abs().max()}"
 
 

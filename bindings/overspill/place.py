@@ -1,0 +1,154 @@
+"""Where forward and backward run, as PyTorch has it: the CPU, a GPU, or another accelerator.
+
+An accelerator that is not CUDA is one of torch's own device types, in tree or not, whose device module
+(torch.get_device_module) has two functions more: `overspill_device()`, a capsule named "overspill.device" that holds a
+std::shared_ptr<overspill::kernels::Device>, and `overspill_queue()`, the native() of torch's current stream
+(docs/adding-a-device.md).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.utils.dlpack import to_dlpack
+
+from . import _core
+
+_CPU, _CUDA, _EXTENSION = 1, 2, 12  # DLPack's device types
+
+
+class Place:
+    """The CPU, where weights may be used as they lie."""
+
+    on_host = True
+    device = torch.device("cpu")
+    name = "host"
+    autocast = "cpu"  # the device type that torch.autocast knows
+    given: Any = None  # the core's device, where it does not make one by its name
+
+    def put(self, value: Any) -> Any:
+        """Tensors of an argument, in dicts, lists and tuples too, moved here."""
+        return value
+
+    def entered(self) -> Any:
+        """A context for another thread, in which torch computes as it does in the calling one now."""
+        return contextlib.nullcontext()
+
+    def generators(self) -> Any:
+        """The module with torch's random states for this device, None where they are the CPU's."""
+        return None
+
+    def free_bytes(self) -> int | None:
+        """Of its own memory, None where that is not known."""
+        return None
+
+
+class Accelerator(Place):
+    """`dlpack`: how tensors over the core's memory are made."""
+
+    on_host = False
+
+    def __init__(self, name: str, device: torch.device, dlpack: tuple[int, int]):
+        self.name, self.device, self.dlpack = name, device, dlpack
+        self.module = torch.get_device_module(device.type)
+
+    def queue(self) -> int:
+        """Torch's current stream on this device in this thread."""
+        return self.module.overspill_queue()
+
+    def put(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return value if value.device == self.device else value.to(self.device, non_blocking=True)
+        if type(value) is dict:
+            return {key: self.put(item) for key, item in value.items()}
+        if type(value) in (list, tuple):
+            return type(value)(map(self.put, value))
+        if isinstance(value, tuple) and hasattr(value, "_fields"):
+            return type(value)(*map(self.put, value))
+        if isinstance(value, Mapping) and hasattr(value, "to"):  # a tokenizer's BatchEncoding
+            return value.to(self.device)
+        return value
+
+    def take(self, tensor: torch.Tensor) -> Any:
+        """The tensor's memory for the core, as a capsule. It is dense: its elements as they lie."""
+        return to_dlpack(tensor.as_strided((tensor.numel(),), (1,)))
+
+
+class Cuda(Accelerator):
+    autocast = "cuda"
+
+    def __init__(self, ordinal: int):
+        super().__init__(f"cuda:{ordinal}", torch.device("cuda", ordinal), (_CUDA, ordinal))
+
+    def queue(self) -> int:
+        return torch.cuda.current_stream(self.device).cuda_stream
+
+    def entered(self) -> Any:
+        return torch.cuda.stream(torch.cuda.current_stream(self.device))
+
+    def generators(self) -> Any:
+        return torch.cuda
+
+    def free_bytes(self) -> int | None:
+        return torch.cuda.mem_get_info(self.device)[0]
+
+
+class Extension(Accelerator):
+    def __init__(self, kind: str):
+        super().__init__(kind, torch.device(kind, 0), (_EXTENSION, 0))
+        if not hasattr(self.module, "overspill_device"):
+            raise ValueError(
+                f"overspill: engine.device = {kind!r}: torch.{kind} has no overspill_device(), so the engine does not "
+                "know its memory (docs/adding-a-device.md)"
+            )
+        self.given = self.module.overspill_device()
+
+
+HOST = Place()
+
+
+def find(name: str, budget: int | None) -> Place:
+    """The place that `engine.device` names. "auto": a GPU where there is one, else the CPU; with a device budget, a GPU
+    or an error. Raises ValueError saying what is missing."""
+    if name == "host" or (name == "auto" and budget is None and not torch.cuda.is_available()):
+        return HOST
+    if name in ("auto", "cuda") or name.startswith("cuda:"):
+        return _cuda(name, budget)
+    try:
+        return Extension(name)
+    except (RuntimeError, AttributeError):
+        raise ValueError(
+            f"overspill: engine.device = {name!r}: one of auto, host, cuda, cuda:0 and so on, or an accelerator that "
+            "torch knows by that name"
+        ) from None
+
+
+def _cuda(name: str, budget: int | None) -> Place:
+    number = name.partition(":")[2]
+    if number and not number.isdigit():
+        raise ValueError(f"overspill: engine.device = {name!r}: a GPU is cuda, cuda:0, cuda:1 and so on")
+    asked = f"budget.device = {budget}" if name == "auto" else f"engine.device = {name!r}"
+    if not torch.cuda.is_available():
+        raise ValueError(
+            f"overspill: {asked}: this torch ({torch.__version__}) sees no GPU; leave it out to train on the CPU"
+        )
+    ordinal = int(number) if number else _own_ordinal()
+    why = _core.why_no_cuda(ordinal)
+    if why and name == "auto" and budget is None:
+        return HOST
+    if why:
+        raise ValueError(f"overspill: {asked}: {why}")
+    return Cuda(ordinal)
+
+
+def _own_ordinal() -> int:
+    """The GPU that the script has chosen, or torchrun's for this rank."""
+    chosen = torch.cuda.current_device()
+    if chosen == 0 and "LOCAL_RANK" in os.environ:
+        chosen = int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count()
+        torch.cuda.set_device(chosen)
+    return chosen
