@@ -8,7 +8,7 @@ BUILD := build/release
 export VENV JOBS
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-test build train test test-cpp test-python test-long fuzz bench-adam bench-formats bench-gradient bench-io bench-ranks bench-ranks-deepspeed bench-sizes bench-step large readme lint format sanitize neon wheel clean
+.PHONY: help setup setup-test build train test test-cpp test-python test-long fuzz bench-adam bench-formats bench-gpu bench-gradient bench-io bench-ranks bench-ranks-deepspeed bench-sizes bench-step large readme lint format sanitize neon wheel clean
 
 help:  ## This list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -64,6 +64,10 @@ bench-sizes: build  ## Step time and memory from 50 M to 3 B parameters, fitted 
 
 bench-ranks: build  ## Stages 0 to 3 over 1 to 4 ranks: bytes held, bytes sent, losses against one process; 5 minutes
 	@tools/keep_result ranks $(PYTHON_VENV) bench/ranks/run.py $(BENCH_RANKS_ARGS)
+
+bench-gpu: build  ## A step of 1 B and 7 B parameters on a GPU beside plain PyTorch without an optimizer; 20 minutes
+	@mkdir -p results
+	@tools/keep_result gpu-step $(PYTHON_VENV) bench/gpu/run.py --trace results $(BENCH_GPU_ARGS)
 
 large: build  ## A 3 B model, constructed to merged, inside 6 GiB of memory (root, cgroup v1, 49 GB of disk); about 10 minutes
 	@tools/setup --train

@@ -1,9 +1,10 @@
 """Everything that needs a GPU, row by row: ok, failed, or not run with the reason. Writes results/gpu.json.
 
-tools/gpu-check [--bundle DIR] [--build DIR] [--no-build] [--out FILE] [--jobs N]
+tools/gpu-check [--bundle DIR] [--build DIR] [--no-build] [--out FILE] [--jobs N] [--bench ARGS]
 
 Exit status 0 where no row failed. What is missing on the machine is taken from DIR (default gpu-bundle, which
-tools/gpu-bundle makes elsewhere); it is used from there, nothing is installed. Needs Python 3.10 alone.
+tools/gpu-bundle makes elsewhere); it is used from there, nothing is installed. Needs Python 3.10 alone; the rows with
+PyTorch need one that has torch and numpy.
 """
 
 import argparse
@@ -20,14 +21,15 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 TARGETS = ["kernels_cuda_test", "engine_tests", "engine_ranks_test", "engine_nccl_test", "bench_cuda_copy"]
-# What issue, design and docs/gpu-results.md ask for and nothing here can show yet.
-NOT_YET = {
-    "zoo on CUDA, autocast, cuDNN RNNs": "PyTorch is not given CUDA memory yet (bindings/dlpack.h)",
-    "training benchmark, 1 B and 7 B": "PyTorch is not given CUDA memory yet (bindings/dlpack.h)",
-    "overlap in a trace from CUDA events": "the journal takes no times from CUDA events yet",
-    "NCCL on one GPU": "no test yet: the stand-in's tests work on simulated devices",
-    "NCCL between two GPUs": "needs two GPUs, and a test",
-}
+PYTHON_TARGETS = ["_core", "overspill_reference_c"]
+NEEDED = [
+    "torch",
+    "pybind11",
+    "pytest",
+    "pydantic",
+    "safetensors",
+    "numpy",
+]  # of Python, by the rows with PyTorch
 
 
 @dataclass
@@ -57,6 +59,33 @@ def judge_gtest(name: str, code: int, text: str) -> Row:
     return Row(name, "ok", f"{ran[1]} tests")
 
 
+def judge_pytest(name: str, code: int, text: str) -> Row:
+    """As judge_gtest."""
+    counts = {what: int(count) for count, what in re.findall(r"(\d+) (passed|failed|skipped|error)", text)}
+    if code != 0 or counts.get("passed", 0) == 0:
+        failed = re.findall(r"^(?:FAILED|ERROR) .+", text, re.MULTILINE)
+        return Row(name, "failed", "\n".join(failed[:15]) or last_lines(text))
+    if counts.get("skipped", 0):
+        reasons = sorted(set(re.findall(r"^SKIPPED \[\d+\] \S+ (.+)", text, re.MULTILINE)))
+        whole = counts["passed"] + counts["skipped"]
+        return Row(
+            name, "not run", f"{counts['skipped']} of {whole} tests were skipped: {'; '.join(reasons)}"
+        )
+    return Row(name, "ok", f"{counts['passed']} tests")
+
+
+def judge_overlap(name: str, code: int, text: str) -> Row:
+    """Of the training benchmark's output: copies lay under compute, by the device's own events."""
+    row = judge_bench(name, code, text)
+    if row.status != "ok":
+        return row
+    row.result = row.result.get("overlap", {})
+    shares = [found["up_under_compute"] for found in row.result.values()]
+    if not shares:
+        return Row(name, "failed", "the benchmark left no trace")
+    return row if max(shares) > 0 else Row(name, "failed", f"no copy lies under compute: {row.result}")
+
+
 def judge_bench(name: str, code: int, text: str) -> Row:
     lines = [line[len("RESULT ") :] for line in text.splitlines() if line.startswith("RESULT ")]
     if code == 3:
@@ -76,7 +105,18 @@ def bundle_environment(bundle: Path) -> dict[str, str]:
         "PKG_CONFIG_SYSROOT_DIR": str(bundle),
         "CMAKE_PREFIX_PATH": f"{bundle}/usr",
         "LD_LIBRARY_PATH": ":".join([*map(str, libraries), os.environ.get("LD_LIBRARY_PATH", "")]),
+        "PYTHONPATH": os.pathsep.join([os.environ.get("PYTHONPATH", ""), str(bundle / "python")]),
     }
+
+
+def nccl_of(python: str, environment: dict[str, str]) -> dict[str, str]:
+    """Where PyTorch's own NCCL lies, for the engine, which opens it by itself."""
+    if "OVERSPILL_NCCL" in environment:
+        return {}
+    look = "import nvidia.nccl; print(list(nvidia.nccl.__path__)[0])"
+    found = subprocess.run([python, "-c", look], env=environment, capture_output=True, text=True)
+    library = Path(found.stdout.strip()) / "lib/libnccl.so.2"
+    return {"OVERSPILL_NCCL": str(library)} if found.returncode == 0 and library.is_file() else {}
 
 
 class Check:
@@ -86,6 +126,7 @@ class Check:
         self.environment = dict(os.environ)
         if args.bundle.is_dir():
             self.environment |= bundle_environment(args.bundle.resolve())
+        self.environment |= nccl_of(sys.executable, self.environment)
 
     def run(self, command: list[str], timeout_s: int) -> tuple[int, str]:
         try:
@@ -116,6 +157,56 @@ class Check:
         row = Row(name, "ok") if code == 0 else Row(name, "failed", last_lines(text))
         return self.add(row, start).status == "ok"
 
+    def why_no_python(self) -> str:
+        """What the rows with PyTorch lack; empty where nothing."""
+        look = f"import importlib.util as u; print(*[m for m in {NEEDED} if u.find_spec(m) is None])"
+        code, text = self.run([sys.executable, "-c", look], 120)
+        if code != 0 or text.split():
+            return f"{sys.executable} lacks {text.strip()} (tools/gpu-bundle carries all but torch and numpy)"
+        code, text = self.run([sys.executable, "-c", "import torch; print(torch.cuda.is_available())"], 300)
+        return "" if text.strip().endswith("True") else f"{sys.executable}'s torch sees no GPU"
+
+    def with_pytorch(self) -> None:
+        names = {
+            "zoo on CUDA": ["-k", "bit_equal"],
+            "streams, inputs, checkpoints, autocast on CUDA": ["-k", "not bit_equal"],
+        }
+        start = time.monotonic()
+        if why := self.why_no_python():
+            for name in (*names, "training benchmark, 1 B and 7 B", "overlap in a trace from CUDA events"):
+                self.add(Row(name, "not run", why), start)
+            return
+        for library in (self.args.build / "bindings").glob("_core*.so"):
+            link = ROOT / "bindings/overspill" / library.name
+            link.unlink(missing_ok=True)
+            link.symlink_to(library)
+        paths = [str(ROOT / "bindings"), str(ROOT / "tests/python"), self.environment.get("PYTHONPATH", "")]
+        self.environment |= {
+            "PYTHONPATH": os.pathsep.join(paths),
+            "OVERSPILL_DEVICE": "cuda",
+            "OVERSPILL_REFERENCE": str(self.args.build / "tests/reference"),
+            "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # deterministic products
+        }
+        tests = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "-rs",
+            "-p",
+            "no:cacheprovider",
+            "tests/python/on_accelerator.py",
+        ]
+        for name, chosen in names.items():
+            start = time.monotonic()
+            self.add(judge_pytest(name, *self.run([*tests, *chosen], 900)), start)
+        start = time.monotonic()
+        traces = self.args.out.resolve().parent
+        bench = [sys.executable, "bench/gpu/run.py", "--trace", str(traces), *self.args.bench.split()]
+        found = self.run(bench, 2400)
+        self.add(judge_bench("training benchmark, 1 B and 7 B", *found), start)
+        self.add(judge_overlap("overlap in a trace from CUDA events", *found), start)
+
     def judged(self, name: str, judge, program: str, arguments: list[str], before: list[str] | None = None,
                timeout_s: int = 300) -> None:  # fmt: skip
         start = time.monotonic()
@@ -128,9 +219,15 @@ class Check:
     def build(self) -> bool:
         configure = [
             "cmake", "-S", ".", "-B", str(self.args.build), "-G", "Ninja", "-DCMAKE_BUILD_TYPE=Release",
-            "-DOVERSPILL_CUDA=ON", "-DOVERSPILL_PYTHON=OFF", "-DCMAKE_DISABLE_FIND_PACKAGE_MPI=ON",
+            "-DOVERSPILL_CUDA=ON", "-DCMAKE_DISABLE_FIND_PACKAGE_MPI=ON",
         ]  # fmt: skip
-        compile = ["cmake", "--build", str(self.args.build), "-j", str(self.args.jobs), "--target", *TARGETS]
+        targets = list(TARGETS)
+        code, pybind11 = self.run([sys.executable, "-m", "pybind11", "--cmakedir"], 60)
+        configure.append(f"-DOVERSPILL_PYTHON={'ON' if code == 0 else 'OFF'}")
+        if code == 0:
+            configure += [f"-DPython_EXECUTABLE={sys.executable}", f"-Dpybind11_DIR={pybind11.strip()}"]
+            targets += PYTHON_TARGETS
+        compile = ["cmake", "--build", str(self.args.build), "-j", str(self.args.jobs), "--target", *targets]
         return self.step("configure", configure, 300) and self.step("build", compile, 900)
 
     def sanitized(self, tool: str) -> None:
@@ -171,8 +268,10 @@ class Check:
         self.sanitized("memcheck")
         self.sanitized("racecheck")
         self.judged("copies beside cudaMemcpyAsync", judge_bench, "bench/bench_cuda_copy", [])
-        for name, reason in NOT_YET.items():
-            self.add(Row(name, "not run", reason), time.monotonic())
+        nccl = "tests/engine/engine_nccl_test"
+        self.judged("NCCL on one GPU", judge_gtest, nccl, ["--gtest_filter=Gpus/*of_1:RealNcclOnOneGpu*"])
+        self.judged("NCCL between two GPUs", judge_gtest, nccl, ["--gtest_filter=Gpus/*of_2"])
+        self.with_pytorch()
 
 
 def why_no_gpu(check: Check) -> str:
@@ -205,6 +304,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--bundle", type=Path, default=ROOT / "gpu-bundle")
     parser.add_argument("--build", type=Path, default=ROOT / "build/gpu")
     parser.add_argument("--no-build", action="store_true", help="--build has been built")
+    parser.add_argument("--bench", default="", metavar="ARGS", help="of bench/gpu/run.py, in one text")
     parser.add_argument("--out", type=Path, default=ROOT / "results/gpu.json")
     parser.add_argument("--jobs", type=int, default=os.cpu_count())
     check = Check(parser.parse_args(argv))

@@ -6,6 +6,7 @@ processes of their own; on a GPU, tools/gpu-check does.
 
 import copy
 import gc
+import json
 import os
 import threading
 
@@ -97,7 +98,10 @@ def expect_on_device(engine):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("name", ZOO)
 def test_bit_equal_to_plain(name, dtype, placement, on_device):
-    model, batch = build(name, dtype)
+    try:
+        model, batch = build(name, dtype)
+    except ModuleNotFoundError as error:  # transformers
+        pytest.skip(str(error))
     engine, *_ = overspill.initialize(model, on_device(placement, clipping=0.5))
     plain = Plain(moved(build(name, dtype)[0], engine.device))
     expect_on_device(engine)
@@ -406,3 +410,64 @@ def test_a_view_that_is_kept_is_a_lease_that_is_kept(on_device):
     assert_same("after the engine", kept, expected)
     del kept
     assert residency.lingering_leases() == 0
+
+
+if not ON_TESTS_OWN:  # what torch has for GPUs alone
+
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+    def test_autocast(on_device, dtype):
+        engine = overspill.initialize(small_net(), on_device())[0]
+        plain = Plain(small_net().to(engine.device))
+        for i in range(3):
+            with torch.autocast(DEVICE, dtype):
+                loss = engine(inputs(i)).square().mean()
+                expected = plain.model(inputs(i).to(engine.device)).square().mean()
+            engine.backward(loss)
+            engine.step()
+            plain.backward(expected)
+            assert_same("loss", loss, expected)
+            plain.step(engine.last_step.clip)
+        compare(engine, plain)
+        engine.close()
+
+    @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+    def test_cudnns_recurrent_nets(on_device, kind):
+        """Their weights lie in one piece for cuDNN otherwise; here they come and go one by one."""
+
+        class Net(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.rnn = kind(32, 24, num_layers=2, bidirectional=True)
+
+            def forward(self, x):
+                return self.rnn(x.unflatten(0, (4, 2)))[0]
+
+        nets = []
+        for _ in range(2):
+            torch.manual_seed(0)
+            nets.append(Net())
+        engine = overspill.initialize(nets[0], on_device("nvme"))[0]
+        plain = Plain(nets[1].to(engine.device))
+        for i in range(3):
+            loss = engine(inputs(i)).square().mean()
+            expected = plain.model(inputs(i).to(engine.device)).square().mean()
+            engine.backward(loss)
+            engine.step()
+            plain.backward(expected)
+            assert_same("loss", loss, expected)
+            plain.step(engine.last_step.clip)
+        engine.close()
+
+
+def test_the_trace_has_what_the_device_did(on_device, tmp_path):
+    engine = overspill.initialize(small_net(), on_device())[0]
+    train(engine, 1)
+    with engine.trace(tmp_path / "trace.json"):
+        train(engine, 2)
+        engine.synchronize()
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    tracks = {e["tid"]: e["args"]["name"] for e in events if e["ph"] == "M"}
+    shown = [tracks[e["tid"]] for e in events if e["ph"] == "X"]
+    assert {"device: copies up", "device: copies down", "device: computes (0)"} <= set(shown)
+    assert shown.count("device: copies down") == 2 * len(list(engine.module.parameters()))
+    engine.close()

@@ -50,6 +50,38 @@ def test_a_benchmark_is_ok_only_with_a_result():
     assert (row.status, row.reason) == ("not run", "bench_cuda_copy: no CUDA device")
 
 
+@pytest.mark.parametrize(
+    ("code", "text", "status", "reason"),
+    [
+        (0, "24 passed, 1 warning in 7.07s", "ok", "24 tests"),
+        (
+            0,
+            "SKIPPED [2] a.py:9: no transformers\n3 passed, 2 skipped in 1s",
+            "not run",
+            "2 of 5 tests were skipped: no tran",
+        ),
+        (1, "FAILED a.py::test_b - wrong\n1 failed, 3 passed in 1s", "failed", "FAILED a.py::test_b"),
+        (0, "2 skipped in 1s", "failed", "2 skipped"),
+        (5, "no tests ran in 0.01s", "failed", "no tests ran"),
+        (124, "ended after 5 s", "failed", "ended after 5 s"),
+    ],
+)
+def test_a_row_of_python_is_ok_only_where_tests_ran_and_none_was_skipped(code, text, status, reason):
+    row = gpu_check.judge_pytest("row", code, text)
+    assert row.status == status
+    assert reason in row.reason
+
+
+def test_copies_lie_under_compute_or_the_row_has_failed():
+    def judged(overlap, code=0):
+        return gpu_check.judge_overlap("row", code, "RESULT " + json.dumps({"overlap": overlap}))
+
+    assert judged({"1b 4096": {"up_under_compute": 0.9}}).status == "ok"
+    assert judged({"1b 4096": {"up_under_compute": 0.0}}).status == "failed"
+    assert judged({}).status == "failed"
+    assert judged({}, 3).status == "not run"
+
+
 def test_without_a_gpu_every_row_says_why(tmp_path):
     if subprocess.run(["bash", "-c", "nvidia-smi -L | grep -q GPU"], capture_output=True).returncode == 0:
         pytest.skip("there is a GPU")

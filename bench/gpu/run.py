@@ -1,0 +1,225 @@
+"""A training step on a GPU beside plain PyTorch that has no optimizer: the ceiling. Both in turn, in one run.
+
+    bench/gpu/run.py [--models 1b 7b] [--tokens 4096 16384 32768 65536] [--rounds 3] [--modes clipped clipped-24]
+
+Modes of the engine, all with fp32 masters and states in host memory, and clipping:
+    clipped       gathered weights may take what they need
+    clipped-24    as on a card of 24 GB: 6 GiB for weights, 16 GiB for torch, micro-batches of 8192 tokens
+
+Ends with RESULT {json}: for every row the median seconds of both, their ratio, and what bounds a step: the link
+(weights up, gradients down), the update (measured: what is left of it when nothing hides it), the compute. With
+--trace, from the device's own events, how much of the copies lies under compute.
+Exit status 3 where there is no GPU. `--device host --models tiny --tokens 64` tries it out without one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "shared"))
+from llama import SHAPES, floating_point_operations
+from overlap import overlap
+from turns import Child, Failed, in_turn, machine
+
+HERE = Path(__file__).resolve().parent
+
+
+@dataclass(frozen=True)
+class Mode:
+    options: tuple[str, ...] = ()
+    micro_tokens: int = 1 << 20  # all of a step in one
+    torch_bytes: int = 0  # that torch may take; 0: all
+
+
+MODES = {
+    "clipped": Mode(),
+    "clipped-24": Mode(("--device-budget", "6GiB"), 8192, 16 << 30),
+}
+
+
+@dataclass
+class Row:
+    model: str
+    mode: str
+    tokens: int
+    plain: list[float] = field(default_factory=list)
+    ours: list[float] = field(default_factory=list)
+    update: list[float] = field(default_factory=list)
+
+    def told(self, parameters: int, link: dict[str, float]) -> dict[str, Any]:
+        plain, ours = statistics.median(self.plain), statistics.median(self.ours)
+        moved = {"up": 2 * parameters / link["up"], "down": 2 * parameters / link["down"]} if link else {}
+        bounds = {"compute": plain, "update": statistics.median(self.update), **moved}
+        flops = floating_point_operations(SHAPES[self.model], self.tokens)
+        return {
+            "model": self.model,
+            "mode": self.mode,
+            "tokens": self.tokens,
+            "plain_seconds": round(plain, 4),
+            "seconds": round(ours, 4),
+            "of_the_ceiling": round(plain / ours, 3),
+            "tokens_per_second": round(self.tokens / ours),
+            "plain_tflops": round(flops / plain / 1e12, 1),
+            "bounds_seconds": {name: round(seconds, 4) for name, seconds in bounds.items()},
+            "largest_bound": max(bounds, key=bounds.__getitem__),
+        }
+
+
+def link_bytes_per_second(device: torch.device, size: int = 1 << 30) -> dict[str, float]:
+    """Of copies from and to pinned memory, the best of five."""
+    if device.type != "cuda":
+        return {}
+    host, there = (
+        torch.empty(size, dtype=torch.uint8, pin_memory=True),
+        torch.empty(size, dtype=torch.uint8, device=device),
+    )
+    found = {}
+    for way, to, source in (("up", there, host), ("down", host, there)):
+        seconds = []
+        for _ in range(5):
+            torch.cuda.synchronize(device)
+            started = time.perf_counter()
+            to.copy_(source, non_blocking=True)
+            torch.cuda.synchronize(device)
+            seconds.append(time.perf_counter() - started)
+        found[way] = size / min(seconds)
+    return found
+
+
+class Run:
+    def __init__(self, args: argparse.Namespace):
+        self.args, self.log = args, Path(tempfile.mkdtemp(prefix="overspill-bench-gpu-"))
+        self.rows: list[Row] = []
+        self.failures: dict[str, str] = {}
+        self.memory: dict[str, Any] = {}
+        self.overlap: dict[str, Any] = {}
+        self.parameters: dict[str, int] = {}
+
+    def start(self, who: str, model: str, name: str, options: list[str]) -> Child:
+        print(f"{model} {name}: starting", flush=True)
+        command = [
+            sys.executable,
+            str(HERE / "contender.py"),
+            who,
+            "--model",
+            model,
+            "--device",
+            self.args.device,
+        ]
+        return Child([*command, *options], log=self.log / f"{model}-{name}.log")
+
+    def of_model(self, model: str) -> None:
+        plain = self.start("plain", model, "plain", [])
+        try:
+            self.parameters[model] = plain.hello["parameters"]
+            for name in self.args.modes:
+                for micro_batches, sizes in self._by_micro_batches(name, model).items():
+                    try:
+                        self._beside(plain, model, name, micro_batches, sizes)
+                    except Failed as error:
+                        self.failures[f"{model} {name}"] = str(error)
+                        print(f"{model} {name}: {error}", flush=True)
+        finally:
+            plain.close()
+
+    def _by_micro_batches(self, name: str, model: str) -> dict[int, list[int]]:
+        """Sizes of a step by the micro-batches that it takes: an engine is made for one number of them."""
+        sizes: dict[int, list[int]] = {}
+        for tokens in self.args.tokens:
+            most = max(MODES[name].micro_tokens, SHAPES[model].context)
+            sizes.setdefault(-(-tokens // most), []).append(tokens)
+        return sizes
+
+    def _beside(self, plain: Child, model: str, name: str, micro_batches: int, sizes: list[int]) -> None:
+        mode = MODES[name]
+        options = [
+            "--accumulation",
+            str(micro_batches),
+            "--host-budget",
+            self.args.host_budget,
+            *mode.options,
+        ]
+        options += ["--micro-tokens", str(mode.micro_tokens), "--torch-bytes", str(mode.torch_bytes)]
+        ours = self.start("ours", model, f"{name}-{micro_batches}", options)
+        print(ours.hello["plan"], flush=True)
+        try:
+            for tokens in sizes:
+                row = Row(model, name, tokens)
+                for child in (plain, ours):
+                    child.ask(do="step", tokens=tokens)  # warms up
+                for turn in range(self.args.rounds):
+                    for who in in_turn(["plain", "ours"], turn):
+                        child = plain if who == "plain" else ours
+                        found = child.ask(do="step", tokens=tokens, steps=self.args.steps)
+                        # An update shows in the step after its own: the first one of a turn has none before it.
+                        seconds = found["step_seconds"][1:] or found["step_seconds"]
+                        (row.plain if who == "plain" else row.ours).extend(seconds)
+                        if who == "ours":
+                            row.update.append(found["finish_seconds"])
+                self.rows.append(row)
+                print(json.dumps(row.told(self.parameters[model], {})), flush=True)
+            if self.args.trace and name == self.args.modes[0]:
+                path = str(self.args.trace.resolve() / f"{model}-{name}-{sizes[-1]}.json")
+                ours.ask(do="trace", tokens=sizes[-1], path=path)
+                self.overlap[f"{model} {sizes[-1]}"] = overlap(Path(path))
+            self.memory[f"{model} {name} {micro_batches}"] = ours.ask(do="memory")
+        finally:
+            ours.close()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--models", nargs="+", choices=SHAPES, default=["1b", "7b"])
+    parser.add_argument("--tokens", nargs="+", type=int, default=[4096, 16384, 32768, 65536])
+    parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument(
+        "--steps", type=int, default=3, help="of a turn; its first is not counted (default 3)"
+    )
+    parser.add_argument("--host-budget", default="120GiB")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--trace", type=Path, help="a folder for Perfetto traces, one a model")
+    args = parser.parse_args()
+    if args.device != "host" and not torch.cuda.is_available():
+        print(f"bench/gpu: torch {torch.__version__} sees no GPU", file=sys.stderr)
+        return 3
+    run = Run(args)
+    for model in args.models:
+        run.of_model(model)
+    device = torch.device("cpu" if args.device == "host" else args.device)
+    link = link_bytes_per_second(device)
+    rows = [row.told(run.parameters[row.model], link) for row in run.rows]
+    for row in rows:
+        print(
+            f"{row['model']:>5} {row['mode']:<12} {row['tokens']:>6} tokens: {row['seconds']:8.3f} s, ceiling "
+            f"{row['plain_seconds']:8.3f} s: {row['of_the_ceiling']:.3f}; largest bound: {row['largest_bound']}"
+        )
+    result = {
+        "machine": machine(),
+        "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else "none",
+        "torch": torch.__version__,
+        "link_bytes_per_second": {way: round(speed) for way, speed in link.items()},
+        "parameters": run.parameters,
+        "rows": rows,
+        "memory": run.memory,
+        "overlap": run.overlap,
+        "failures": run.failures,
+    }
+    print("RESULT " + json.dumps(result))
+    return 1 if run.failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
