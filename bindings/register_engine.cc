@@ -1,8 +1,10 @@
 #include <pybind11/stl.h>
 #include <pybind11/stl/filesystem.h>
 
+#include <chrono>
 #include <fstream>
 #include <memory>
+#include <optional>
 #include <stdexcept>
 #include <string>
 #include <vector>
@@ -10,6 +12,8 @@
 #include "bindings/bindings.h"
 #include "bindings/dlpack.h"
 #include "bindings/group_communicator.h"
+#include "engine/collectives/nccl.h"
+#include "engine/collectives/nccl_library.h"
 #include "engine/engine.h"
 #include "engine/memory/host_memory.h"
 #include "engine/resources.h"
@@ -208,6 +212,15 @@ std::shared_ptr<kernels::Device> device_of(const py::object& capsule) {
   return *static_cast<std::shared_ptr<kernels::Device>*>(device);
 }
 
+std::string why_no_nccl(const std::string& library) {
+  try {
+    (void)engine::nccl::load(library);
+    return {};
+  } catch (const engine::CommunicatorError& error) {
+    return error.what();
+  }
+}
+
 py::capsule nan_capsule(int64_t bytes) {
   auto pages = std::make_unique<engine::NanPages>(bytes);
   std::byte* data = pages->data();
@@ -341,6 +354,8 @@ void register_engine(py::module_& m) {
         "What released parameters' memory reads as, as a DLPack capsule.");
   m.def("why_no_cuda", &kernels::why_no_cuda, py::arg("ordinal") = 0,
         "Why the engine cannot use this GPU; empty where it can.");
+  m.def("why_no_nccl", &why_no_nccl, py::arg("library"),
+        "Why this NCCL library cannot be used (\"\": the one that the loader finds); empty where it can.");
   py::class_<SharedLease>(m, "Lease")
       .def(
           "use_on", [](SharedLease& self, uintptr_t queue) { self.lease->use_on(queue_at(queue)); },
@@ -349,7 +364,8 @@ void register_engine(py::module_& m) {
 
   EngineClass cls(m, "Engine");
   cls.def(py::init([](const std::vector<UnitSpec>& units, const PythonConfig& config, py::object group,
-                      py::object model_group, const py::object& device) {
+                      py::object model_group, const py::object& device,
+                      const std::optional<std::string>& nccl) {
             const auto communicator = [](py::object of) {
               return of.is_none() ? nullptr : make_group_communicator(std::move(of));
             };
@@ -358,14 +374,23 @@ void register_engine(py::module_& m) {
             engine::ResourceOptions options = config;
             options.given_device = device_of(device);
             const py::gil_scoped_release release;
+            if (nccl && ranks != nullptr) {
+              engine::NcclOptions over;
+              over.library = *nccl;
+              over.timeout = std::chrono::milliseconds(config.rank_timeout_ms);
+              ranks =
+                  engine::make_nccl_communicator(std::move(ranks), engine::make_device(config.device), over);
+            }
             engine::Resources resources = engine::make_resources(units, config, options, std::move(ranks));
             resources.model_ranks = std::move(model_ranks);
             return Holder(new Engine(units, config, std::move(resources)));
           }),
           py::arg("units"), py::arg("config"), py::arg("group") = py::none(),
-          py::arg("model_group") = py::none(), py::arg("device") = py::none(),
+          py::arg("model_group") = py::none(), py::arg("device") = py::none(), py::arg("nccl") = py::none(),
           "`group`: an overspill.ranks.Group, or None for one rank. `model_group`: the same, of those that "
-          "hold the rest of the model. `device`: a capsule, where the core does not make one by its name.")
+          "hold the rest of the model. `device`: a capsule, where the core does not make one by its name. "
+          "`nccl`: the path of the library that carries what is large between the ranks' GPUs, None for the "
+          "group alone.")
       .def("layout",
            [](Engine& self, int32_t unit) {
              const engine::Unit& u = self.layout().units.at(unit);

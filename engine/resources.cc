@@ -31,19 +31,6 @@ std::optional<int> cuda_ordinal(std::string_view name) {
   return error == std::errc() && end == name.data() + name.size() ? std::optional(ordinal) : std::nullopt;
 }
 
-std::shared_ptr<kernels::Device> make_device(const ResourceOptions& options) {
-  if (options.given_device != nullptr) return options.given_device;
-  if (options.device == "host") return kernels::make_host_device();
-  if (const auto ordinal = cuda_ordinal(options.device)) return kernels::make_cuda_device(*ordinal);
-  if (options.device == "simulated") {
-    kernels::SimulatedDeviceOptions simulated;
-    simulated.seed = options.seed;
-    return kernels::make_simulated_device(simulated);
-  }
-  throw std::invalid_argument(
-      fmt::format("unknown device '{}': one of host, cuda, cuda:1 and so on, simulated", options.device));
-}
-
 std::unique_ptr<io::Store> make_store(const Config& config, const ResourceOptions& options,
                                       const Plan& plan) {
   if (options.io_backend == "memory") {
@@ -67,10 +54,23 @@ std::unique_ptr<io::Store> make_store(const Config& config, const ResourceOption
 
 }  // namespace
 
+std::unique_ptr<kernels::Device> make_device(const std::string& name, uint64_t seed) {
+  if (name == "host") return kernels::make_host_device();
+  if (const auto ordinal = cuda_ordinal(name)) return kernels::make_cuda_device(*ordinal);
+  if (name == "simulated") {
+    kernels::SimulatedDeviceOptions simulated;
+    simulated.seed = seed;
+    return kernels::make_simulated_device(simulated);
+  }
+  throw std::invalid_argument(
+      fmt::format("unknown device '{}': one of host, cuda, cuda:1 and so on, simulated", name));
+}
+
 Resources make_resources(const std::vector<UnitSpec>& units, const Config& config,
                          const ResourceOptions& options, std::unique_ptr<Communicator> ranks) {
   Resources resources;
-  resources.device = make_device(options);
+  resources.device =
+      options.given_device != nullptr ? options.given_device : make_device(options.device, options.seed);
   resources.communicator = ranks != nullptr ? std::move(ranks) : make_self_communicator();
   const int cores = static_cast<int>(std::thread::hardware_concurrency());
   resources.executor = optim::make_executor(config.threads > 0 ? config.threads : std::max(1, cores));

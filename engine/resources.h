@@ -19,6 +19,10 @@ struct ResourceOptions {
   std::shared_ptr<kernels::Device> given_device = nullptr;  // in place of `device`
 };
 
+/// Of a name as in ResourceOptions. Throws std::invalid_argument on another one, kernels::DeviceError where
+/// the device is missing.
+std::unique_ptr<kernels::Device> make_device(const std::string& name, uint64_t seed = 0);
+
 /// Opens a store only where the plan puts something on NVMe. Throws std::invalid_argument on an unknown name,
 /// kernels::DeviceError where the device is missing, BudgetError, io::StoreError. `ranks` is this rank's
 /// place among several; null: there is one.

@@ -173,6 +173,9 @@ class EngineOptions(_Section):
     train_after_save: bool = True  # false: room for one copy of the states, no step after a save
     io_backend: Literal["auto", "io_uring", "threads", "memory"] = "auto"
     job: str | None = None  # names the files on NVMe, with the rank; None: one of its own for every engine
+    transport: Literal["auto", "group", "nccl"] = (
+        "auto"  # between ranks; auto: NCCL where each has a GPU of its own
+    )
     rank_timeout_seconds: float = Field(1800.0, gt=0)  # that ranks wait for one another in a collective
 
 
@@ -227,7 +230,7 @@ class Config(_Section):
         flat.stage = self.zero_optimization.stage
         flat.rank_timeout_ms = round(self.engine.rank_timeout_seconds * 1000)
         for name in EngineOptions.model_fields:
-            if name not in ("job", "rank_timeout_seconds", "device"):
+            if name not in ("job", "rank_timeout_seconds", "device", "transport"):
                 setattr(flat, name, getattr(self.engine, name))
         flat.device = place.name if place is not None else self._planned_device()
         flat.job = self.engine.job or f"{os.getpid()}-{next(_engines)}"

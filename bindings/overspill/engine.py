@@ -15,7 +15,7 @@ from torch import nn
 from torch._C import DisableTorchFunction
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from . import _core, divided, hooks, patches, place, pretrained, ranks, residency, state, vertical
+from . import _core, divided, hooks, patches, place, pretrained, ranks, residency, state, transport, vertical
 from .config import Config
 from .init import materialise
 from .optimizer import (
@@ -173,7 +173,8 @@ class Engine:
             _check_ranks(group, config, specs, groups, counted_elsewhere)
             if source is None:
                 ranks.broadcast_model(model, group)
-        core = _core.Engine(units, flat, group, model_group, self._place.given)
+        nccl = transport.choose(config.engine.transport, group, self._place)
+        core = _core.Engine(units, flat, group, model_group, self._place.given, nccl)
         values = materialise(model, specs, groups.groups, self._place, core)
         self._core, self._residency = core, Residency(core, specs, self._place)
         patches.install()
