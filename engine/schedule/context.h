@@ -109,6 +109,7 @@ struct UnitState {
   std::byte* home = nullptr;   // hi of this rank's shard, on the host
   std::byte* whole = nullptr;  // hi of all shards, where the unit lies whole on every rank; home lies in it
   bool wanted = false;         // there: gathered as soon as this rank's shard is up to date
+  kernels::Event copied;       // the last copy of its weights to the device; it may read `home`
   std::byte* gradients = nullptr;  // all ranks' elements, in flight; null: by chunk, some of them spilled
   int32_t pending_chunks = 0;
   int64_t generation = 0;  // of the weights

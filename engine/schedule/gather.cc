@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <utility>
 
 namespace overspill::engine {
 namespace {
@@ -107,6 +108,7 @@ Block* Gatherer::acquire(std::unique_lock<std::mutex>& lock, int32_t unit, kerne
 }
 
 void Gatherer::release(Block* block, std::span<const kernels::Event> uses) {
+  std::erase_if(block->uses, [](const kernels::Event& use) { return use.done(); });
   block->uses.insert(block->uses.end(), uses.begin(), uses.end());
   if (--block->leases == 0 && block->orphan) drop(*block);
   context_.changed.notify_all();
@@ -313,7 +315,7 @@ void Gatherer::to_device(Block& block) {
     const std::byte* from = block.host != nullptr ? block.host : state.home;
     const kernels::Event begin = context_.journal.on() ? stream_->record() : kernels::Event();
     stream_->copy_from_host(block.device, from, context_.layout.units[block.unit].bytes());
-    block.copied = stream_->record();
+    block.copied = state.copied = stream_->record();
     context_.journal.note(DeviceSpan::Kind::copy_up, block.unit, begin, block.copied);
   } else {
     block.device = block.host;
@@ -377,6 +379,7 @@ bool Gatherer::make_room(int32_t unit, Urgency urgency) {
   for (const auto& block : blocks_) {
     if (block->unit < 0 || block->orphan || block->leases > 0 || block->pins > 0) continue;
     if (context_.units[block->unit].gathered != Gathered::ready) continue;
+    if (urgency == Urgency::ahead && block->host_offset >= 0 && !block->copied.done()) continue;
     const int64_t use = context_.trace.next_use(block->unit);
     if (use <= farthest) continue;
     farthest = use;
@@ -388,7 +391,7 @@ bool Gatherer::make_room(int32_t unit, Urgency urgency) {
 }
 
 void Gatherer::drop(Block& block) {
-  block.copied.wait();
+  if (block.host_offset >= 0) block.copied.wait();
   // What is copied here next comes after the uses: nobody has to wait for them.
   for (const kernels::Event& use : block.uses) {
     if (context_.config.poison) use.wait();
@@ -428,13 +431,13 @@ void Gatherer::invalidate(std::unique_lock<std::mutex>& lock, std::span<const in
     context_.wait(
         lock, [&] { return state.gathered != Gathered::filling && state.gathered != Gathered::collecting; },
         Cause::reads);
+    std::exchange(state.copied, {}).wait();  // what it reads changes now, also where its block was given up
     if (state.gathered == Gathered::absent) continue;
     Block& block = *state.block;
     if (block.leases == 0) {
       drop(block);
       continue;
     }
-    block.copied.wait();  // it may read what changes now
     block.orphan = true;
     state.gathered = Gathered::absent;
     state.block = nullptr;
