@@ -16,7 +16,8 @@ from .ranks import Group, RankError
 
 def choose(wanted: str, group: Group | None, where: Place) -> str | None:
     """The path of the NCCL library that this rank uses, "" where the loader finds it; None: the group alone, on all
-    ranks alike. Collective. `wanted` is engine.transport; raises RankError where "nccl" cannot be had, naming the rank."""
+    ranks alike. Collective. `wanted` is engine.transport; raises RankError where "nccl" cannot be had, naming the
+    rank."""
     if group is None:
         return None
     library = _library()

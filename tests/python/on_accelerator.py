@@ -471,3 +471,52 @@ def test_the_trace_has_what_the_device_did(on_device, tmp_path):
     assert {"device: copies up", "device: copies down", "device: computes (0)"} <= set(shown)
     assert shown.count("device: copies down") == 2 * len(list(engine.module.parameters()))
     engine.close()
+
+
+@pytest.fixture
+def folder_of_a_model(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    shape = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    config = transformers.LlamaConfig(**shape, num_attention_heads=4, num_key_value_heads=2)
+    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+def test_weights_straight_from_a_checkpoint(folder_of_a_model, on_device):
+    """Parameters that never were on the CPU: read one by one into the engine."""
+    import transformers
+
+    ids = torch.randint(61, (2, 12), generator=torch.Generator().manual_seed(3))
+    losses = []
+    for model in (None, transformers.AutoModelForCausalLM.from_pretrained(folder_of_a_model)):
+        checkpoint = folder_of_a_model if model is None else None
+        engine = overspill.initialize(model, on_device("half"), checkpoint=checkpoint)[0]
+        engine.train()
+        expect_on_device(engine)
+        losses.append([])
+        for _ in range(3):
+            loss = engine(input_ids=ids, labels=ids).loss
+            engine.backward(loss)
+            engine.step()
+            losses[-1].append(loss.item())
+        engine.close()
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+
+
+def test_two_engines_beside_each_other(on_device, config):
+    """One here, one on the CPU: a teacher and its pupil."""
+    host = config("half")
+    host["engine"]["device"] = "host"
+    teacher = overspill.initialize(small_net().requires_grad_(False), host)[0].eval()
+    pupil = overspill.initialize(small_net(), on_device("half"))[0]
+    before = None
+    for _ in range(20):
+        with torch.no_grad():
+            wanted = teacher(inputs(0))
+        loss = (pupil(inputs(0)) - wanted.to(pupil.device) - 1).square().mean()
+        before = before or loss.item()
+        pupil.backward(loss)
+        pupil.step()
+    assert loss.item() < before
+    teacher.close()
+    pupil.close()

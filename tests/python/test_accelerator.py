@@ -1,12 +1,16 @@
 """The engine under PyTorch on an accelerator, the one that is made for tests: in processes of their own, as torch
 starts autograd's thread for a device only if it knows it before the first backward."""
 
+import json
 import subprocess
 import sys
 
+import launch
 import pytest
 from launch import HERE, environment
 
+BUILT = list(HERE.parents[1].glob("build/release/tests/bindings/_torch_accelerator*.so"))
+WHY = "tests/bindings/torch_accelerator.cc was not built"
 PARTS = {
     "fp32": "bit_equal and fp32",
     "bf16": "bit_equal and bf16",
@@ -16,8 +20,8 @@ PARTS = {
 
 @pytest.mark.parametrize("part", PARTS)
 def test_on_the_accelerator_for_tests(part):
-    if not list(HERE.parents[1].glob("build/release/tests/bindings/_torch_accelerator*.so")):
-        pytest.skip("tests/bindings/torch_accelerator.cc was not built")
+    if not BUILT:
+        pytest.skip(WHY)
     command = [
         sys.executable,
         "-m",
@@ -36,3 +40,18 @@ def test_on_the_accelerator_for_tests(part):
     )
     assert ended.returncode == 0, ended.stdout[-8000:] + ended.stderr[-2000:]
     assert " passed" in ended.stdout and " skipped" not in ended.stdout
+
+
+def test_ranks_with_an_accelerator_each(tmp_path):
+    """Two ranks: the same weights on both, and the same losses at every stage."""
+    if not BUILT:
+        pytest.skip(WHY)
+    by_stage = {}
+    for stage, accumulation in [(3, 1), (2, 1), (1, 1), (3, 2), (2, 2)]:
+        ended = launch.run(2, "accelerator_ranks_job.py", tmp_path, stage, accumulation)
+        said = [json.loads(process.out.splitlines()[-1]) for process in ended]
+        assert said[0]["weights"] == said[1]["weights"] and said[0]["norm"] == said[1]["norm"]
+        assert said[0]["losses"] != said[1]["losses"], "each has rows of its own"
+        by_stage.setdefault(accumulation, []).append(said)
+    for same in by_stage.values():
+        assert all(said == same[0] for said in same)

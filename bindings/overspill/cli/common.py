@@ -97,6 +97,12 @@ def add_tiers(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--nvme", action="append", metavar="DIR", help="folder on a fast disk; may be given several times"
     )
+    parser.add_argument(
+        "--device-budget",
+        type=size,
+        metavar="SIZE",
+        help="memory of a GPU for gathered weights, e.g. 20GiB (default: half of what is free there)",
+    )
     add_endurance(parser)
     parser.add_argument(
         "--config", type=Path, metavar="FILE", help="overspill configuration (JSON); options go before it"
@@ -158,6 +164,7 @@ def engine_config(
     nvme: list[str] | None,
     file: Path | None,
     endurance_tbw: float | None = None,
+    device_budget: int | None = None,
     **sections,
 ) -> dict:
     """The configuration for overspill.initialize: the file's, with what the options say put over it.
@@ -179,6 +186,8 @@ def engine_config(
         budget["nvme"] = nvme
     if endurance_tbw is not None:
         budget["endurance_tbw"] = endurance_tbw
+    if device_budget is not None:
+        budget["device"] = device_budget
     if "host" not in budget:
         raise CliError(
             "--host-budget is missing; give what the engine may use of host memory, e.g. --host-budget 4GiB"

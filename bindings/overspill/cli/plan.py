@@ -37,6 +37,7 @@ def run(args: argparse.Namespace) -> int:
         args.nvme,
         args.config,
         args.endurance_tbw,
+        args.device_budget,
         gradient_accumulation_steps=args.accumulate,
         optimizer=OPTIMIZERS.get(args.optimizer, {}),
         format=args.format,

@@ -35,6 +35,7 @@ class Settings:
     steps: int = _field(100, fixed=False)
     host_budget: int | None = _field(None, fixed=False)
     nvme: list[str] | None = _field(None, fixed=False)
+    device_budget: int | None = _field(None, fixed=False)
     endurance_tbw: float | None = _field(None, fixed=False)
     config: str | None = _field(None, fixed=False)
     threads: int | None = _field(None, fixed=False)

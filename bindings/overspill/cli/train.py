@@ -244,6 +244,7 @@ class _Session:
             settings.nvme,
             Path(settings.config) if settings.config else None,
             settings.endurance_tbw,
+            settings.device_budget,
             optimizer={
                 **OPTIMIZERS.get(settings.optimizer, {}),
                 "lr": settings.lr,
