@@ -78,6 +78,7 @@ py::dict plan_dict(const Plan& plan) {
   out["ring_slots"] = plan.ring_slots;
   out["ring_slot_bytes"] = plan.ring_slot_bytes;
   out["gather_host_bytes"] = plan.gather_host_bytes;
+  out["gather_device_bytes"] = plan.gather_device_bytes;
   out["scratch_bytes"] = plan.access_bytes + plan.exchange_bytes;
   out["weights_nvme_bytes"] = plan.weights_nvme_bytes;
   out["states_nvme_bytes"] = plan.states_nvme_bytes;

@@ -312,7 +312,7 @@ def materialise(
     for module in model.modules():
         for name, parameter in list(module._parameters.items()):
             if id(parameter) in made:
-                setattr(module, name, made[id(parameter)])  # RNNs keep lists of theirs beside
+                module._parameters[name] = made[id(parameter)]
     for group in groups:
         group["params"] = [made.get(id(p), p) for p in group["params"]]
     return values

@@ -6,6 +6,7 @@ processes of their own; on a GPU, tools/gpu-check does.
 
 import copy
 import gc
+import itertools
 import json
 import os
 import threading
@@ -143,6 +144,19 @@ def test_weights_pass_through_what_the_budget_gives(on_device):
         not torch.equal(engine.weight(p), old) for p, old in zip(model.parameters(), before, strict=True)
     )
     engine.close()
+
+
+if ON_TESTS_OWN:
+
+    def test_all_released_parameters_lie_over_one_memory(on_device):
+        """As long as the largest, whatever comes first."""
+        widths = (256, 512, 1024, 1536)
+        layers = [nn.Linear(a, b) for a, b in itertools.pairwise(widths)]
+        before = accelerator.core.used_bytes()
+        engine = overspill.initialize(nn.Sequential(*layers), on_device())[0]
+        arena = engine._core.plan.as_dict()["gather_device_bytes"]
+        assert accelerator.core.used_bytes() - before <= arena + 1536 * 1024 * 4 + 4096
+        engine.close()
 
 
 def test_what_is_released_reads_as_nan(on_device):
