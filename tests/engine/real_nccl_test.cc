@@ -25,7 +25,7 @@ constexpr auto kPatience = std::chrono::seconds(60);
 
 /// Empty: there are the library and so many GPUs.
 std::string why_not(int gpus) {
-  if (const std::string why = kernels::why_no_cuda(gpus - 1); !why.empty()) return why;
+  if (std::string why = kernels::why_no_cuda(gpus - 1); !why.empty()) return why;
   try {
     (void)nccl::load({});
   } catch (const CommunicatorError& error) {
