@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -139,6 +140,11 @@ def _cuda(name: str, budget: int | None) -> Place:
     ordinal = int(number) if number else _own_ordinal()
     why = _core.why_no_cuda(ordinal)
     if why and name == "auto" and budget is None:
+        warnings.warn(
+            f"overspill: torch sees a GPU, and the engine does not: {why}. Training on the CPU; "
+            'engine.device = "host" says that this is meant',
+            stacklevel=2,
+        )
         return HOST
     if why:
         raise ValueError(f"overspill: {asked}: {why}")

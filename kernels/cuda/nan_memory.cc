@@ -69,7 +69,8 @@ class Mapping {
 
   bool make(int ordinal, int64_t bytes) {
     const Driver& d = driver();
-    if (!d.whole) return false;
+    if (!d.whole || cudaFree(nullptr) != cudaSuccess)
+      return false;  // the latter binds the thread to its device
     CUmemAllocationProp properties{};
     properties.type = CU_MEM_ALLOCATION_TYPE_PINNED;
     properties.location.type = CU_MEM_LOCATION_TYPE_DEVICE;

@@ -1,0 +1,98 @@
+"""Where a model computes, by configuration and machine; GPUs here are only said to be there."""
+
+import types
+import warnings
+
+import pytest
+import torch
+
+import overspill
+from overspill import _core, place
+
+
+@pytest.fixture
+def gpus(monkeypatch):
+    """gpus(count, why, current): torch sees so many; the engine cannot use them for that reason."""
+
+    def make(count, why="", current=0):
+        chosen = types.SimpleNamespace(ordinal=current)
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: chosen.ordinal)
+        monkeypatch.setattr(torch.cuda, "set_device", lambda ordinal: setattr(chosen, "ordinal", ordinal))
+        monkeypatch.setattr(_core, "why_no_cuda", lambda ordinal: why)
+        return chosen
+
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    return make
+
+
+def test_a_gpu_where_there_is_one(gpus):
+    gpus(2)
+    assert place.find("auto", None).name == "cuda:0"
+    assert place.find("auto", 1 << 30).device == torch.device("cuda", 0)
+    assert place.find("cuda:1", None).dlpack == (2, 1)
+    assert place.find("host", None) is place.HOST
+
+
+def test_the_cpu_where_there_is_none(gpus):
+    gpus(0)
+    assert place.find("auto", None) is place.HOST
+    with pytest.raises(ValueError, match=r"budget\.device = 1073741824: .* sees no GPU; leave it out"):
+        place.find("auto", 1 << 30)
+    with pytest.raises(ValueError, match=r"engine\.device = 'cuda:0': .* sees no GPU"):
+        place.find("cuda:0", None)
+
+
+def test_one_that_the_engine_cannot_use_is_said(gpus):
+    gpus(1, why="compute capability 7.0")
+    with pytest.warns(UserWarning, match=r"compute capability 7\.0"):
+        assert place.find("auto", None) is place.HOST
+    with pytest.raises(ValueError, match=r"compute capability 7\.0"):
+        place.find("cuda", None)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert place.find("host", None) is place.HOST
+
+
+def test_each_rank_of_torchrun_takes_its_own(gpus, monkeypatch):
+    chosen = gpus(4)
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    assert place.find("auto", None).name == "cuda:3"
+    assert chosen.ordinal == 3, "torch computes there too"
+    gpus(4, current=2)
+    assert place.find("auto", None).name == "cuda:2", "the script has chosen"
+
+
+@pytest.mark.parametrize("name", ["nowhere", "cuda:one", "cuda:"])
+def test_another_word_is_an_error(gpus, name):
+    gpus(1)
+    if name == "cuda:":
+        assert place.find(name, None).name == "cuda:0"
+        return
+    with pytest.raises(ValueError, match=f"engine.device = '{name}'"):
+        place.find(name, None)
+
+
+def test_torchs_own_device_that_tells_nothing(monkeypatch):
+    monkeypatch.setattr(torch, "get_device_module", lambda kind: types.SimpleNamespace())
+    with pytest.raises(ValueError, match=r"torch\.xpu has no overspill_device\(\)"):
+        place.find("xpu", None)
+
+
+def test_the_default_budget_is_half_of_what_is_free():
+    where = types.SimpleNamespace(name="cuda:0", free_bytes=lambda: 10 << 30)
+    config = overspill.Config.read({"budget": {"host": "1GiB"}})
+    assert config.to_core(_core, place=where).device_budget_bytes == 5 << 30
+    config = overspill.Config.read({"budget": {"host": "1GiB", "device": "2GiB"}})
+    assert config.to_core(_core, place=where).device_budget_bytes == 2 << 30
+    assert config.to_core(_core).device == "cuda", "a plan needs no GPU"
+
+
+def test_a_plan_for_a_gpu_needs_none():
+    model = torch.nn.Sequential(*(torch.nn.Linear(512, 512) for _ in range(8)))
+    from overspill.cli.plan import plan
+
+    made = plan(model, {"budget": {"host": "1GiB", "device": "4MiB"}}).as_dict()
+    assert made["gather_device_bytes"] == 4 << 20
+    assert made["gather_host_bytes"] == 0, "weights go straight from their place"
