@@ -26,6 +26,7 @@ using EngineClass = pybind11::class_<engine::Engine, std::unique_ptr<engine::Eng
 void register_errors(pybind11::module_& m);
 void register_report(pybind11::module_& m);  // before the engine, which returns it
 void add_predict(EngineClass& cls);
+void add_memory(pybind11::module_& m, EngineClass& cls);
 void register_engine(pybind11::module_& m);
 void register_checkpoint(pybind11::module_& m);
 void register_doctor(pybind11::module_& m);

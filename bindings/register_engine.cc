@@ -10,12 +10,10 @@
 #include <vector>
 
 #include "bindings/bindings.h"
-#include "bindings/dlpack.h"
 #include "bindings/group_communicator.h"
 #include "engine/collectives/nccl.h"
 #include "engine/collectives/nccl_library.h"
 #include "engine/engine.h"
-#include "engine/memory/host_memory.h"
 #include "engine/resources.h"
 #include "engine/schedule/chrome_trace.h"
 #include "kernels/cuda/cuda_device.h"
@@ -154,57 +152,6 @@ Plan plan_for(const std::vector<UnitSpec>& units, const PythonConfig& config) {
   return engine::make_plan(layout, config, {config.device == "host"});
 }
 
-py::capsule acquire(Engine& self, int32_t unit) {
-  engine::Lease lease;
-  {
-    const py::gil_scoped_release release;
-    lease = self.acquire(unit);
-  }
-  std::byte* data = lease.data();
-  const int64_t bytes = lease.bytes();
-  return make_capsule(std::move(lease), data, bytes);
-}
-
-/// A lease that a tensor over its memory holds, and Python beside it.
-struct SharedLease {
-  std::shared_ptr<engine::Lease> lease;
-};
-
-engine::Queue queue_at(uintptr_t native) {
-  return {reinterpret_cast<void*>(native)};
-}
-
-/// The weights for what the queue is given from now on, as memory of DLPack's `device`, and the lease.
-py::tuple acquire_on(Engine& self, int32_t unit, uintptr_t queue, int32_t device_type, int32_t device_id) {
-  SharedLease held;
-  {
-    const py::gil_scoped_release release;
-    held.lease = std::make_shared<engine::Lease>(self.acquire(unit, queue_at(queue)));
-  }
-  std::byte* data = held.lease->data();
-  const int64_t bytes = held.lease->bytes();
-  return py::make_tuple(make_capsule(held, data, bytes, {device_type, device_id}), held);
-}
-
-void add_device_gradient(Engine& self, int32_t unit, int32_t segment, const py::capsule& gradient,
-                         uintptr_t queue) {
-  engine::DeviceArray array = take_capsule(gradient);
-  const py::gil_scoped_release release;
-  self.add_gradient(unit, segment, std::move(array), queue_at(queue));
-}
-
-/// What parameters on an accelerator lie over while they are released.
-py::capsule device_nan_capsule(Engine& self, int64_t bytes, int32_t device_type, int32_t device_id) {
-  struct Memory {
-    std::shared_ptr<kernels::Device> device;
-    kernels::DeviceMemory memory;
-  };
-  Memory made{self.device(), {}};
-  made.memory = made.device->allocate_nan(bytes);
-  std::byte* data = made.memory.data();
-  return make_capsule(std::move(made), data, bytes, {device_type, device_id});
-}
-
 /// The std::shared_ptr<kernels::Device> of a capsule "overspill.device"; null of None.
 std::shared_ptr<kernels::Device> device_of(const py::object& capsule) {
   if (capsule.is_none()) return nullptr;
@@ -220,12 +167,6 @@ std::string why_no_nccl(const std::string& library) {
   } catch (const engine::CommunicatorError& error) {
     return error.what();
   }
-}
-
-py::capsule nan_capsule(int64_t bytes) {
-  auto pages = std::make_unique<engine::NanPages>(bytes);
-  std::byte* data = pages->data();
-  return make_capsule(std::move(pages), data, bytes);
 }
 
 void register_specs(py::module_& m) {
@@ -351,17 +292,10 @@ void register_engine(py::module_& m) {
       .def_readonly("skipped", &engine::StepResult::skipped);
   m.def("plan", &plan_for, py::arg("units"), py::arg("config"),
         "Where components would go; allocates nothing.");
-  m.def("nan_capsule", &nan_capsule, py::arg("bytes"),
-        "What released parameters' memory reads as, as a DLPack capsule.");
   m.def("why_no_cuda", &kernels::why_no_cuda, py::arg("ordinal") = 0,
         "Why the engine cannot use this GPU; empty where it can.");
   m.def("why_no_nccl", &why_no_nccl, py::arg("library"),
         "Why this NCCL library cannot be used (\"\": the one that the loader finds); empty where it can.");
-  py::class_<SharedLease>(m, "Lease")
-      .def(
-          "use_on", [](SharedLease& self, uintptr_t queue) { self.lease->use_on(queue_at(queue)); },
-          py::arg("queue"), py::call_guard<py::gil_scoped_release>(),
-          "What the queue is given from now on sees the weights too.");
 
   EngineClass cls(m, "Engine");
   cls.def(py::init([](const std::vector<UnitSpec>& units, const PythonConfig& config, py::object group,
@@ -406,10 +340,6 @@ void register_engine(py::module_& m) {
             self.begin_pass({training, grad_enabled});
           },
           py::arg("training"), py::arg("grad_enabled"), Released())
-      .def("acquire", &acquire)
-      .def("acquire_on", &acquire_on)
-      .def("add_device_gradient", &add_device_gradient)
-      .def("nan_capsule", &device_nan_capsule)
       .def("resident_now", &Engine::resident_now, Released())
       .def("generation", &Engine::generation, Released())
       .def("expect_step",
@@ -450,6 +380,7 @@ void register_engine(py::module_& m) {
       .def("write_chrome_trace", &write_chrome_trace, py::arg("path"), Released())
       .def("close", &Engine::close, Released());
   register_weights(cls);
+  add_memory(m, cls);
   add_predict(cls);
 }
 
