@@ -130,6 +130,7 @@ py::dict stats_dict(Engine& self) {
   out["host_budget_bytes"] = stats.host_budget_bytes;
   out["host_used_bytes"] = stats.host_used_bytes;
   out["host_peak_bytes"] = stats.host_peak_bytes;
+  out["device_bytes"] = self.plan().gather_device_bytes;
   out["nvme_allocated_bytes"] = stats.store.allocated_bytes;
   out["nvme_reserved_bytes"] = stats.store.reserved_bytes;
   out["nvme_read_bytes"] = stats.store.bytes_read;

@@ -1,7 +1,8 @@
-"""One contender of bench/gpu/run.py, in a process of its own: plain PyTorch without an optimizer, or the engine.
+"""One contender of bench/gpu/run.py, in a process of its own: plain PyTorch without an optimizer, the engine, or
+DeepSpeed.
 
-    contender.py plain|ours --model 7b --device cuda [--micro-tokens 16384 --accumulation 2] [--host-budget 120GiB]
-        [--device-budget 24GiB] [--torch-bytes 17179869184] [--clip 1.0]
+    contender.py plain|ours|deepspeed --model 7b --device cuda [--micro-tokens 16384 --accumulation 2]
+        [--host-budget 120GiB] [--device-budget 24GiB] [--torch-bytes 17179869184] [--clip 1.0]
 
 Speaks as bench/shared/turns.py says: {"do": "step", "tokens": 32768} is one step of so many tokens.
 """
@@ -9,6 +10,8 @@ Speaks as bench/shared/turns.py says: {"do": "step", "tokens": 32768} is one ste
 from __future__ import annotations
 
 import argparse
+import os
+import socket
 import sys
 import time
 from pathlib import Path
@@ -17,7 +20,7 @@ from typing import Any
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "shared"))
-from llama import SHAPES, VOCABULARY, build
+from llama import SHAPES, VOCABULARY, Llama, build
 from turns import peak_rss_bytes, serve
 
 
@@ -101,8 +104,61 @@ class Ours:
         self.engine.synchronize()
 
 
+class DeepSpeed:
+    """ZeRO-3 with weights, masters and states in host memory, updated by its CPU Adam."""
+
+    def __init__(self, args: argparse.Namespace):
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = str(probe.getsockname()[1])
+        here = {
+            "RANK": "0",
+            "LOCAL_RANK": "0",
+            "WORLD_SIZE": "1",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": port,
+        }
+        os.environ.update(here, DS_ACCELERATOR="cpu" if args.device == "host" else "cuda")
+        import deepspeed
+
+        deepspeed.init_distributed(dist_backend="gloo" if args.device == "host" else "nccl")
+        model = build(SHAPES[args.model])
+        there = {"device": "cpu", "pin_memory": args.device != "host"}
+        self.model = deepspeed.initialize(
+            model=model,
+            model_parameters=list(model.parameters()),
+            config={
+                "train_micro_batch_size_per_gpu": 1,
+                "gradient_accumulation_steps": args.accumulation,
+                "gradient_clipping": args.clip,
+                "bf16": {"enabled": True},
+                "optimizer": {"type": "AdamW", "params": {"lr": 1e-5, "weight_decay": 0.1}},
+                "zero_optimization": {"stage": 3, "offload_optimizer": there, "offload_param": there},
+            },
+        )[0]
+        self.device = torch.device("cpu" if args.device == "host" else args.device)
+
+    def step(self, batches: list[torch.Tensor]) -> float:
+        losses = []
+        for batch in batches:
+            loss = self.model(batch)
+            self.model.backward(loss)
+            self.model.step()
+            losses.append(loss.detach() / len(batches))
+        return torch.stack(losses).sum().item()
+
+    def said(self) -> dict[str, Any]:
+        return {}
+
+    def finish(self) -> None:
+        pass
+
+
+CONTENDERS = {"plain": Plain, "ours": Ours, "deepspeed": DeepSpeed}
+
+
 def ready(args: argparse.Namespace):
-    contender = (Plain if args.contender == "plain" else Ours)(args)
+    contender = CONTENDERS[args.contender](args)
     batches = Batches(SHAPES[args.model].context, args.micro_tokens, contender.device)
 
     def step(tokens: int, steps: int = 1) -> dict[str, Any]:
@@ -134,19 +190,16 @@ def ready(args: argparse.Namespace):
             found["device_used_bytes"] = whole - free
         return found
 
-    parameters = sum(p.numel() for p in contender_model(contender).parameters())
+    with torch.device("meta"):
+        parameters = sum(p.numel() for p in Llama(SHAPES[args.model]).parameters())
     return {"parameters": parameters, **contender.said()}, {"step": step, "trace": trace, "memory": memory}
-
-
-def contender_model(contender: Any) -> torch.nn.Module:
-    return contender.model if isinstance(contender, Plain) else contender.engine.module
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("contender", choices=["plain", "ours"])
+    parser.add_argument("contender", choices=CONTENDERS)
     parser.add_argument("--model", choices=SHAPES, required=True)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--micro-tokens", type=int, default=16384)

@@ -5,6 +5,7 @@
 Modes of the engine, all with fp32 masters and states in host memory, and clipping:
     clipped       gathered weights may take what they need
     clipped-24    as on a card of 24 GB: 6 GiB for weights, 16 GiB for torch, micro-batches of 8192 tokens
+    deepspeed     ZeRO-3 with everything in host memory, clipping; where --deepspeed-python has it
 
 Ends with RESULT {json}: for every row the median seconds of both, their ratio, and what bounds a step: the link
 (weights up, gradients down), the update (measured: what is left of it when nothing hides it), the compute. With
@@ -16,7 +17,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -39,11 +42,13 @@ class Mode:
     options: tuple[str, ...] = ()
     micro_tokens: int = 1 << 20  # all of a step in one
     torch_bytes: int = 0  # that torch may take; 0: all
+    who: str = "ours"
 
 
 MODES = {
     "clipped": Mode(),
     "clipped-24": Mode(("--device-budget", "6GiB"), 8192, 16 << 30),
+    "deepspeed": Mode(who="deepspeed"),
 }
 
 
@@ -96,6 +101,11 @@ def link_bytes_per_second(device: torch.device, size: int = 1 << 30) -> dict[str
     return found
 
 
+def has_deepspeed(python: str) -> bool:
+    look = [python, "-c", "import importlib.util as u, sys; sys.exit(u.find_spec('deepspeed') is None)"]
+    return subprocess.run(look, capture_output=True).returncode == 0
+
+
 class Run:
     def __init__(self, args: argparse.Namespace):
         self.args, self.log = args, Path(tempfile.mkdtemp(prefix="overspill-bench-gpu-"))
@@ -107,16 +117,11 @@ class Run:
 
     def start(self, who: str, model: str, name: str, options: list[str]) -> Child:
         print(f"{model} {name}: starting", flush=True)
-        command = [
-            sys.executable,
-            str(HERE / "contender.py"),
-            who,
-            "--model",
-            model,
-            "--device",
-            self.args.device,
-        ]
-        return Child([*command, *options], log=self.log / f"{model}-{name}.log")
+        python = self.args.deepspeed_python if who == "deepspeed" else sys.executable
+        command = [python, str(HERE / "contender.py"), who, "--model", model, "--device", self.args.device]
+        programs = os.pathsep.join((str(Path(python).parent), os.environ["PATH"]))  # ninja, of DeepSpeed's
+        log = self.log / f"{model}-{name}.log"
+        return Child([*command, *options], env={**os.environ, "PATH": programs}, log=log)
 
     def of_model(self, model: str) -> None:
         plain = self.start("plain", model, "plain", [])
@@ -150,8 +155,8 @@ class Run:
             *mode.options,
         ]
         options += ["--micro-tokens", str(mode.micro_tokens), "--torch-bytes", str(mode.torch_bytes)]
-        ours = self.start("ours", model, f"{name}-{micro_batches}", options)
-        print(ours.hello["plan"], flush=True)
+        ours = self.start(mode.who, model, f"{name}-{micro_batches}", options)
+        print(ours.hello.get("plan", ""), flush=True)
         try:
             for tokens in sizes:
                 row = Row(model, name, tokens)
@@ -168,7 +173,7 @@ class Run:
                             row.update.append(found["finish_seconds"])
                 self.rows.append(row)
                 print(json.dumps(row.told(self.parameters[model], {})), flush=True)
-            if self.args.trace and name == self.args.modes[0]:
+            if self.args.trace and mode.who == "ours" and name == self.args.modes[0]:
                 path = str(self.args.trace.resolve() / f"{model}-{name}-{sizes[-1]}.json")
                 ours.ask(do="trace", tokens=sizes[-1], path=path)
                 self.overlap[f"{model} {sizes[-1]}"] = overlap(Path(path))
@@ -190,12 +195,19 @@ def main() -> int:
     )
     parser.add_argument("--host-budget", default="120GiB")
     parser.add_argument("--device", default="cuda")
+    parser.add_argument(
+        "--deepspeed-python", default=sys.executable, metavar="PROGRAM", help="a Python that has DeepSpeed"
+    )
     parser.add_argument("--trace", type=Path, help="a folder for Perfetto traces, one a model")
     args = parser.parse_args()
     if args.device != "host" and not torch.cuda.is_available():
         print(f"bench/gpu: torch {torch.__version__} sees no GPU", file=sys.stderr)
         return 3
-    run = Run(args)
+    run, left_out = Run(args), {}
+    if "deepspeed" in args.modes and not has_deepspeed(args.deepspeed_python):
+        args.modes.remove("deepspeed")
+        left_out["deepspeed"] = f"{args.deepspeed_python} has none (--deepspeed-python)"
+        print(f"deepspeed is left out: {left_out['deepspeed']}", flush=True)
     for model in args.models:
         run.of_model(model)
     device = torch.device("cpu" if args.device == "host" else args.device)
@@ -216,6 +228,7 @@ def main() -> int:
         "memory": run.memory,
         "overlap": run.overlap,
         "failures": run.failures,
+        "left_out": left_out,
     }
     print("RESULT " + json.dumps(result))
     return 1 if run.failures else 0

@@ -50,6 +50,7 @@ def test_on_the_cpu(tmp_path):
         assert row["of_the_ceiling"] == pytest.approx(row["plain_seconds"] / row["seconds"], rel=0.02)
         assert row["largest_bound"] in row["bounds_seconds"]
     assert result["failures"] == {}
+    assert list(result["left_out"]) == ["deepspeed"], "this environment has none"
     assert list(tmp_path.glob("tiny-clipped-128.json"))
 
 

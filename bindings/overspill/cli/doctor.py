@@ -91,7 +91,13 @@ def _gpus() -> str:
 
     if not torch.cuda.is_available():
         return "none that torch can use; forward and backward run on the CPU"
-    return ", ".join(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count()))
+    from overspill import _core
+
+    found = []
+    for i in range(torch.cuda.device_count()):
+        why = _core.why_no_cuda(i)
+        found.append(torch.cuda.get_device_name(i) + (f" (not used: {why})" if why else ""))
+    return ", ".join(found)
 
 
 def _lines(value, indent: str = "") -> list[str]:
