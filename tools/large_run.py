@@ -122,7 +122,7 @@ def main() -> int:
             "budget": {"host": job["host_budget"], "nvme": [str(folder)]},
             "optimizer": {"type": "AdamW", "lr": 1e-4},
             "gradient_clipping": 1.0,
-            "engine": {"train_after_save": False},
+            "engine": {"device": "host", "train_after_save": False},
         }
     )
     phases = Phases()

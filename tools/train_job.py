@@ -25,6 +25,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "tools"), str(ROOT / "bindings")]
 
+os.environ["CUDA_VISIBLE_DEVICES"] = ""  # both sides compute on the CPU, whatever the machine has
+
 CACHE = ROOT / ".cache"
 LR, CLIP, WEIGHT_DECAY, SEED = 5e-5, 1.0, 0.01, 0
 BATCH, SEQ_LEN, EVAL_BATCHES = 4, 256, 16

@@ -86,7 +86,7 @@ def contenders(shape: gpt.Shape, folder: Path) -> list[Ranks]:
         "budget": {"host": "4GiB"},
         "optimizer": {"type": "AdamW", "lr": 1e-4},
         "gradient_clipping": 1.0,
-        "engine": {"threads": 1},
+        "engine": {"device": "host", "threads": 1},
     }
     for name, python, env, options in (
         ("ours", sys.executable, dict(os.environ), config),

@@ -38,7 +38,7 @@ def start(shape: gpt.Shape, budget: int, folder: Path) -> Child:
     config = {
         "budget": {"host": budget, "nvme": [str(disk)]},
         "gradient_clipping": CLIP,
-        "engine": {"train_after_save": False},
+        "engine": {"device": "host", "train_after_save": False},
     }
     command = [sys.executable, str(Path(__file__).with_name("ours.py"))]
     command.append(json.dumps({"shape": shape, "config": config}))

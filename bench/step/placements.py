@@ -34,7 +34,7 @@ def our_config(placement: str, disk: Path, parameters: int) -> dict[str, Any]:
         "budget": {"host": host, "nvme": [str(disk)]},
         "optimizer": {"type": "AdamW", "lr": 1e-4},
         "gradient_clipping": CLIP,
-        "engine": engine | {"speculate": placement == "speculative"},
+        "engine": engine | {"device": "host", "speculate": placement == "speculative"},
     }
 
 

@@ -1,10 +1,15 @@
 """Shared by all Python tests: one torch thread (torch's reductions change with it), Ctrl-C, and a configuration
 over a temporary folder."""
 
+import os
 import signal
 
 import pytest
 import torch
+
+# on_accelerator.py alone is for a GPU; all else, and what it starts, computes on the CPU whatever the machine has.
+if os.environ.get("OVERSPILL_DEVICE") != "cuda":
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
 @pytest.fixture(autouse=True, scope="session")
