@@ -75,11 +75,13 @@ Block* Gatherer::acquire(std::unique_lock<std::mutex>& lock, int32_t unit, kerne
     if (state.gathered == Gathered::ready) break;
     if (state.gathered == Gathered::absent && !start_fill(unit, Urgency::demanded)) {
       if (!filling_anything()) {
+        const bool on_device = !context_.device().shares_host_memory();
         throw BudgetError(fmt::format(
             "no room to gather {}: it needs {} bytes, the arena's largest free run has {}. Leased now: {}. "
-            "Drop views of parameters that are kept, or raise the host budget",
+            "Drop views of parameters that are kept, or raise the {} budget",
             context_.layout.units[unit].name, context_.layout.units[unit].bytes(),
-            host_arena_.largest_free_run(), leased_units()));
+            (on_device ? device_arena_ : host_arena_).largest_free_run(), leased_units(),
+            on_device ? "device" : "host"));
       }
       context_.wait(
           lock, [&] { return state.gathered != Gathered::absent || !filling_anything(); }, Cause::room, unit);

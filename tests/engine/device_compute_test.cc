@@ -298,6 +298,27 @@ TEST(DeviceQueue, MayBeOneOfSeveral) {
   EXPECT_EQ(seen, expected);
 }
 
+/// Leases that are kept fill the device; who is refused is told which budget it is about, and all goes on.
+TEST(DeviceQueue, IsRefusedWhereKeptLeasesLeaveNoRoom) {
+  std::shared_ptr<kernels::Device> device;
+  const auto engine = engine_of({}, device);
+  auto queue = device->make_stream();
+  {
+    std::vector<Lease> kept;
+    try {
+      for (int u = 0; u < static_cast<int>(engine->layout().units.size()); ++u)
+        kept.push_back(engine->acquire(u, Queue{queue->native()}));
+      FAIL() << "all units fit";
+    } catch (const engine::BudgetError& error) {
+      const std::string told = error.what();
+      EXPECT_NE(told.find("raise the device budget"), std::string::npos) << told;
+      EXPECT_NE(told.find(engine->layout().units[0].name), std::string::npos) << told;
+    }
+  }
+  for (int u = 0; u < static_cast<int>(engine->layout().units.size()); ++u)
+    (void)engine->acquire(u, Queue{queue->native()});
+}
+
 /// A lease, and work that uses it, outlive the engine.
 TEST(DeviceQueue, OutlivesTheEngine) {
   std::shared_ptr<kernels::Device> device;
