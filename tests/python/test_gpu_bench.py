@@ -47,7 +47,9 @@ def test_on_the_cpu(tmp_path):
     rows = {(row["mode"], row["tokens"]): row for row in result["rows"]}
     assert set(rows) == {(mode, tokens) for mode in ("clipped", "clipped-24") for tokens in (64, 128)}
     for row in rows.values():
-        assert row["of_the_ceiling"] == pytest.approx(row["plain_seconds"] / row["seconds"], rel=0.02)
+        assert row["of_the_ceiling"] == pytest.approx(
+            row["plain_seconds"] / row["seconds"], rel=0.05, abs=0.005
+        )
         assert row["largest_bound"] in row["bounds_seconds"]
     assert result["failures"] == {}
     assert list(result["left_out"]) == ["deepspeed"], "this environment has none"
