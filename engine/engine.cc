@@ -112,7 +112,7 @@ void Lease::use_on(Queue queue) {
   const std::lock_guard guard(machine_->context.mutex);
   kernels::Stream& stream = machine_->context.queues.of(queue);
   machine_->gatherer.use(block_, stream);
-  uses_.push_back({queue, machine_->context.journal.on() ? stream.record() : kernels::Event()});
+  uses_.push_back({queue, machine_->context.journal.begin(stream)});
 }
 
 void Lease::copy_to_host(int64_t begin, std::span<std::byte> to) const {
@@ -303,16 +303,16 @@ void Engine::begin_backward() {
 }
 
 Lease Engine::acquire(int32_t unit) {
-  return lease(unit, nullptr, nullptr);
+  return lease(unit, Arrived::when_it_is_leased);
 }
 
 Lease Engine::acquire(int32_t unit, Queue queue) {
-  kernels::Event begin;
-  Lease held = lease(unit, &queue, &begin);
-  return {std::move(held), queue, std::move(begin)};
+  Lease held = lease(unit, Arrived::when_it_is_used);
+  held.use_on(queue);
+  return held;
 }
 
-Lease Engine::lease(int32_t unit, const Queue* queue, kernels::Event* begin) {
+Lease Engine::lease(int32_t unit, Arrived arrived) {
   Machine& m = machine();
   const InCall call(m.context);
   const Unit& u = m.unit_at(unit);
@@ -333,9 +333,8 @@ Lease Engine::lease(int32_t unit, const Queue* queue, kernels::Event* begin) {
     if (state.whole != nullptr) m.gatherer.acquire_whole(lock, unit);
     return {machine_, nullptr, state.whole != nullptr ? state.whole : state.home, u.bytes()};
   }
-  kernels::Stream* const stream = queue != nullptr ? &m.context.queues.of(*queue) : nullptr;
-  struct Block* block = m.gatherer.acquire(lock, unit, stream);
-  if (stream != nullptr && m.context.journal.on()) *begin = stream->record();
+  struct Block* block = m.gatherer.acquire(lock, unit);
+  if (arrived == Arrived::when_it_is_leased) m.gatherer.wait_for_copy(lock, block);
   return {machine_, block, block->device, u.bytes()};
 }
 

@@ -42,9 +42,6 @@ class Lease {
   Lease() = default;
   Lease(std::shared_ptr<Machine> machine, struct Block* block, std::byte* data, int64_t bytes)
       : machine_(std::move(machine)), block_(block), data_(data), bytes_(bytes) {}
-  Lease(Lease&& other, Queue queue, kernels::Event begin) : Lease(std::move(other)) {
-    uses_.push_back({queue, std::move(begin)});
-  }
   Lease(Lease&& other) noexcept { swap(other); }
   Lease& operator=(Lease&& other) noexcept {
     Lease taken(std::move(other));
@@ -181,7 +178,8 @@ class Engine {
 
  private:
   Machine& machine() const;
-  Lease lease(int32_t unit, const Queue* queue, kernels::Event* begin);
+  enum class Arrived : uint8_t { when_it_is_leased, when_it_is_used };  // on the device
+  Lease lease(int32_t unit, Arrived arrived);
   std::shared_ptr<Machine> machine_;
 };
 

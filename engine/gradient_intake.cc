@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <numeric>
 #include <utility>
 
 namespace overspill::engine {
@@ -22,7 +23,7 @@ GradientIntake::GradientIntake(Context& context, Updater& updater, Gradients& gr
   if (context.device().shares_host_memory()) return;
   pin_ = context.device().pin_host(slots_.data(), slots_.bytes());
   stream_ = context.device().make_stream();
-  for (int slot = 0; slot < static_cast<int>(context.plan.intake_slots); ++slot) idle_slots_.push_back(slot);
+  free_all_slots();
   thread_ = std::thread([this] { run(); });
 }
 
@@ -41,9 +42,7 @@ void GradientIntake::add(int32_t unit, int32_t segment, DeviceArray gradient, Qu
   if (!on_device())
     return add(unit, segment, {gradient.data, static_cast<size_t>(gradient.bytes)}, gradient.dtype);
   auto item = std::make_unique<Item>();
-  item->unit = unit;
-  item->segment = segment;
-  item->element = gradients_.check(unit, segment, gradient.bytes, gradient.dtype);
+  item->arrival = {unit, segment, gradients_.check(unit, segment, gradient.bytes, gradient.dtype)};
   item->gradient = std::move(gradient);
   {
     const std::lock_guard guard(context_.mutex);
@@ -129,13 +128,14 @@ void GradientIntake::submit(std::unique_ptr<Item> given) {
   items_.push_back(std::move(given));
   Item& item = *items_.back();
   // What it may have to wait for, and what is added to, has been taken in before.
-  if (gradients_.may_wait(item.unit) || arriving(item)) {
+  const int32_t unit = item.arrival.unit;
+  if (gradients_.may_wait(unit) || arriving(item)) {
     while (!pieces_.empty()) complete_oldest();
   }
-  item.timed = make_ready(item.unit);
-  item.arrival = gradients_.begin(item.unit, item.segment, item.element);
+  item.timed = make_ready(unit);
+  item.arrival = gradients_.begin(unit, item.arrival.segment, item.arrival.element);
   stream_->wait(item.ready);
-  const int64_t elements = item.gradient.bytes / optim::bytes(item.element);
+  const int64_t elements = item.gradient.bytes / optim::bytes(item.arrival.element);
   if (std::byte* place = gradients_.place_of(item.arrival)) return copy(item, 0, elements, place, -1);
   for (int64_t begin = 0; begin < elements;) {
     const int64_t end = gradients_.piece_end(item.arrival, begin);
@@ -146,14 +146,14 @@ void GradientIntake::submit(std::unique_ptr<Item> given) {
 }
 
 void GradientIntake::copy(Item& item, int64_t begin, int64_t elements, std::byte* to, int slot) {
-  const int64_t width = optim::bytes(item.element);
+  const int64_t width = optim::bytes(item.arrival.element);
   const kernels::Event began = item.timed ? stream_->record() : kernels::Event();
   stream_->copy_to_host(to, item.gradient.data + begin * width, elements * width);
   const bool last = (begin + elements) * width == item.gradient.bytes;
   pieces_.push_back({&item, begin, elements, slot, last, stream_->record()});
   if (!item.timed) return;
   const std::lock_guard guard(context_.mutex);
-  context_.journal.note(DeviceSpan::Kind::copy_down, item.unit, began, pieces_.back().copied);
+  context_.journal.note(DeviceSpan::Kind::copy_down, item.arrival.unit, began, pieces_.back().copied);
 }
 
 void GradientIntake::complete_oldest() {
@@ -168,7 +168,7 @@ void GradientIntake::complete_oldest() {
   pieces_.pop_front();
   if (!piece.last) return;
   gradients_.finish(item.arrival);
-  taken_in(item.unit, item.segment);
+  taken_in(item.arrival.unit, item.arrival.segment);
   const int64_t bytes = item.gradient.bytes;
   items_.pop_front();
   forget(bytes);
@@ -181,10 +181,15 @@ int GradientIntake::take_slot() {
   return slot;
 }
 
+void GradientIntake::free_all_slots() {
+  idle_slots_.resize(static_cast<size_t>(context_.plan.intake_slots));
+  std::iota(idle_slots_.begin(), idle_slots_.end(), 0);
+}
+
 /// An earlier one of the same segment is.
 bool GradientIntake::arriving(const Item& item) const {
   return std::any_of(items_.begin(), std::prev(items_.end()), [&](const auto& other) {
-    return other->unit == item.unit && other->segment == item.segment;
+    return other->arrival.unit == item.arrival.unit && other->arrival.segment == item.arrival.segment;
   });
 }
 
@@ -196,8 +201,7 @@ void GradientIntake::abandon() noexcept {
   }
   pieces_.clear();
   items_.clear();
-  idle_slots_.clear();
-  for (int slot = 0; slot < static_cast<int>(context_.plan.intake_slots); ++slot) idle_slots_.push_back(slot);
+  free_all_slots();
   std::deque<std::unique_ptr<Item>> dropped;  // without the lock: an owner's end may wait for Python's
   const std::lock_guard guard(mutex_);
   dropped.swap(waiting_);

@@ -39,7 +39,7 @@ class GradientIntake {
   GradientIntake& operator=(const GradientIntake&) = delete;
   ~GradientIntake() { close(); }
 
-  /// Returns when it is taken in. Throws as Gradients::add.
+  /// Returns when it is taken in. Throws as Gradients::check.
   void add(int32_t unit, int32_t segment, std::span<const std::byte> data, std::string_view dtype);
   /// Of what was submitted to `queue` until now. Returns at once, unless much is under way already. Throws
   /// std::invalid_argument for what does not fit; what fails later fails the engine.
@@ -51,13 +51,10 @@ class GradientIntake {
 
  private:
   struct Item {
-    int32_t unit = -1;
-    int32_t segment = -1;
-    optim::Element element{};
+    Gradients::Arrival arrival;  // whether it is the first is known once it has begun
     DeviceArray gradient;
     kernels::Event ready;  // on the caller's queue
     bool timed = false;    // the journal is on
-    Gradients::Arrival arrival;
   };
   struct Piece {
     Item* item = nullptr;
@@ -77,6 +74,7 @@ class GradientIntake {
   void copy(Item& item, int64_t begin, int64_t elements, std::byte* to, int slot);
   void complete_oldest();
   int take_slot();
+  void free_all_slots();
   bool arriving(const Item& item) const;
   void abandon() noexcept;
   void forget(int64_t bytes);

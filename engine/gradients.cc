@@ -78,13 +78,6 @@ std::byte* Gradients::at(int32_t unit, int64_t element) const {
   return context_.units[unit].gradients + element * context_.gradient_width(unit);
 }
 
-void Gradients::add(int32_t unit, int32_t segment, const void* data, int64_t bytes, std::string_view dtype) {
-  const Arrival arrival = begin(unit, segment, check(unit, segment, bytes, dtype));
-  add(arrival, 0, context_.layout.units[unit].segments[segment].elements,
-      static_cast<const std::byte*>(data));
-  finish(arrival);
-}
-
 optim::Element Gradients::check(int32_t unit, int32_t segment, int64_t bytes, std::string_view dtype) const {
   const Unit& u = context_.layout.units[unit];
   const Segment& s = u.segments[segment];

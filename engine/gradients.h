@@ -27,12 +27,8 @@ class Gradients {
  public:
   explicit Gradients(Context& context);
 
-  /// Adds a segment's gradient: `data` is `bytes` of the segment's elements, contiguous, in host memory. The
-  /// dtype is the unit's, or "F32". The caller has made sure that no update of the unit is pending. Throws
-  /// std::invalid_argument on a size or dtype that does not fit. Waits for the disk where staging is full.
-  void add(int32_t unit, int32_t segment, const void* data, int64_t bytes, std::string_view dtype);
-
-  // ---- the same, piece by piece: begin, all pieces, finish
+  // A gradient is added piece by piece: check, begin, all pieces, finish. The caller has made sure that no
+  // update of the unit is pending.
 
   /// A gradient that arrives, of one segment.
   struct Arrival {
@@ -41,12 +37,14 @@ class Gradients {
     optim::Element element{};
     bool first = false;  // in this step
   };
-  /// Throws as add(); nothing has changed then.
+  /// What a gradient of `bytes` consists of. The dtype is the unit's, or "F32". Throws std::invalid_argument
+  /// on a size or dtype that does not fit.
   optim::Element check(int32_t unit, int32_t segment, int64_t bytes, std::string_view dtype) const;
   /// Waits where several ranks' gradients have no room yet.
   Arrival begin(int32_t unit, int32_t segment, optim::Element element);
   /// Where the piece that begins at an element of the segment ends, at most: pieces keep to chunks.
   int64_t piece_end(const Arrival& arrival, int64_t begin) const;
+  /// Elements of it, contiguous, in host memory. Waits for the disk where staging is full.
   void add(const Arrival& arrival, int64_t begin, int64_t elements, const std::byte* data);
   void finish(const Arrival& arrival);
   /// Pinned host memory that the arrival may be copied to as it is, in place of add(); null: there is none.

@@ -67,7 +67,7 @@ Gatherer::~Gatherer() {
   }
 }
 
-Block* Gatherer::acquire(std::unique_lock<std::mutex>& lock, int32_t unit, kernels::Stream* queue) {
+Block* Gatherer::acquire(std::unique_lock<std::mutex>& lock, int32_t unit) {
   UnitState& state = context_.units[unit];
   bool announced = false;
   while (true) {
@@ -97,16 +97,21 @@ Block* Gatherer::acquire(std::unique_lock<std::mutex>& lock, int32_t unit, kerne
   Block* block = state.block;
   ++block->leases;
   if (!announced) prefetch();
-  if (queue != nullptr && !block->copied.done()) {
-    queue->wait(block->copied);
-    return block;
-  }
+  return block;
+}
+
+void Gatherer::wait_for_copy(std::unique_lock<std::mutex>& lock, Block* block) {
   const kernels::Event copied = block->copied;
   lock.unlock();
   copied.wait();
   lock.lock();
   free_bounce(*block);
-  return block;
+}
+
+void Gatherer::use(Block* block, kernels::Stream& queue) {
+  if (!block->copied.done()) return queue.wait(block->copied);
+  block->copied.wait();  // throws what went wrong
+  free_bounce(*block);
 }
 
 void Gatherer::release(Block* block, std::span<const kernels::Event> uses) {
@@ -315,7 +320,7 @@ void Gatherer::to_device(Block& block) {
   UnitState& state = context_.units[block.unit];
   if (block.device_offset >= 0) {
     const std::byte* from = block.host != nullptr ? block.host : state.home;
-    const kernels::Event begin = context_.journal.on() ? stream_->record() : kernels::Event();
+    const kernels::Event begin = context_.journal.begin(*stream_);
     stream_->copy_from_host(block.device, from, context_.layout.units[block.unit].bytes());
     block.copied = state.copied = stream_->record();
     context_.journal.note(DeviceSpan::Kind::copy_up, block.unit, begin, block.copied);

@@ -40,12 +40,13 @@ class Gatherer {
   Gatherer(const Gatherer&) = delete;
   Gatherer& operator=(const Gatherer&) = delete;
 
-  /// Leases the unit's gathered weights: waits until they are read, updated, collected and on the device, or
-  /// (`queue` not null) lets the queue wait for the last of it. Throws BudgetError when leased units leave no
-  /// room.
-  Block* acquire(std::unique_lock<std::mutex>& lock, int32_t unit, kernels::Stream* queue);
-  /// Another queue that uses it.
-  void use(Block* block, kernels::Stream& queue) { queue.wait(block->copied); }
+  /// Leases the unit's gathered weights: waits until they are read, updated, collected and on their way to
+  /// the device. Throws BudgetError when leased units leave no room.
+  Block* acquire(std::unique_lock<std::mutex>& lock, int32_t unit);
+  /// Returns when they are there.
+  void wait_for_copy(std::unique_lock<std::mutex>& lock, Block* block);
+  /// What the queue is given from now on sees them.
+  void use(Block* block, kernels::Stream& queue);
   /// The memory is in use until `uses` are done.
   void release(Block* block, std::span<const kernels::Event> uses);
 

@@ -71,6 +71,8 @@ class Journal {
   void note(Happening happening, int32_t unit, int32_t chunk = -1, int32_t slot = -1) {
     if (on_) add(happening, unit, chunk, slot);
   }
+  /// For the next: an event now, none where the journal is off.
+  kernels::Event begin(kernels::Stream& stream) const { return on_ ? stream.record() : kernels::Event(); }
   /// `begin` was recorded while the journal was on; else nothing is noted.
   void note(DeviceSpan::Kind kind, int32_t unit, const kernels::Event& begin, const kernels::Event& end,
             const void* queue = nullptr);
