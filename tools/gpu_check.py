@@ -22,14 +22,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 TARGETS = ["kernels_cuda_test", "engine_tests", "engine_ranks_test", "engine_nccl_test", "bench_cuda_copy"]
 PYTHON_TARGETS = ["_core", "overspill_reference_c"]
-NEEDED = [
-    "torch",
-    "pybind11",
-    "pytest",
-    "pydantic",
-    "safetensors",
-    "numpy",
-]  # of Python, by the rows with PyTorch
+# Of Python, by the rows with PyTorch.
+NEEDED = ("torch", "pybind11", "pytest", "pydantic", "safetensors", "numpy")
 
 
 @dataclass

@@ -43,7 +43,17 @@ class Batches:
         return list(made.split(most))
 
 
-class Plain:
+class Contender:
+    """What it says when it is ready, and what it does that no step waits for: nothing, but for the engine."""
+
+    def said(self) -> dict[str, Any]:
+        return {}
+
+    def finish(self) -> None:
+        pass
+
+
+class Plain(Contender):
     """Forward and backward with all weights on the device; gradients are thrown away. No training does less."""
 
     def __init__(self, args: argparse.Namespace):
@@ -60,22 +70,30 @@ class Plain:
             parameter.grad = None
         return torch.stack(losses).sum().item()
 
-    def said(self) -> dict[str, Any]:
-        return {}
 
-    def finish(self) -> None:
-        pass
+class Training(Contender):
+    """`engine`: with DeepSpeed's calls."""
+
+    engine: Any
+
+    def step(self, batches: list[torch.Tensor]) -> float:
+        losses = []
+        for batch in batches:
+            loss = self.engine(batch)
+            self.engine.backward(loss)
+            self.engine.step()
+            losses.append(loss.detach() / len(batches))
+        return torch.stack(losses).sum().item()
 
 
-class Ours:
+class Ours(Training):
     def __init__(self, args: argparse.Namespace):
         import overspill
 
         budget = {"host": args.host_budget}
-        if args.device != "host" and args.device_budget != "all":
-            budget["device"] = args.device_budget
-        if args.device_budget == "all" and args.device != "host":
-            budget["device"] = str(1 << 50)  # as much as the weights take
+        if args.device != "host":
+            all_of_it = str(1 << 50)  # as much as the weights take
+            budget["device"] = all_of_it if args.device_budget == "all" else args.device_budget
         model = build(SHAPES[args.model])
         self.engine, *_ = overspill.initialize(
             model=model,
@@ -89,14 +107,6 @@ class Ours:
         )
         self.device = self.engine.device
 
-    def step(self, batches: list[torch.Tensor]) -> float:
-        losses = []
-        for batch in batches:
-            loss = self.engine(batch)
-            losses.append(self.engine.backward(loss).detach())
-            self.engine.step()
-        return torch.stack(losses).sum().item()
-
     def said(self) -> dict[str, Any]:
         return {"plan": self.engine.plan_text}
 
@@ -104,7 +114,7 @@ class Ours:
         self.engine.synchronize()
 
 
-class DeepSpeed:
+class DeepSpeed(Training):
     """ZeRO-3 with weights, masters and states in host memory, updated by its CPU Adam."""
 
     def __init__(self, args: argparse.Namespace):
@@ -124,7 +134,7 @@ class DeepSpeed:
         deepspeed.init_distributed(dist_backend="gloo" if args.device == "host" else "nccl")
         model = build(SHAPES[args.model])
         there = {"device": "cpu", "pin_memory": args.device != "host"}
-        self.model = deepspeed.initialize(
+        self.engine = deepspeed.initialize(
             model=model,
             model_parameters=list(model.parameters()),
             config={
@@ -137,21 +147,6 @@ class DeepSpeed:
             },
         )[0]
         self.device = torch.device("cpu" if args.device == "host" else args.device)
-
-    def step(self, batches: list[torch.Tensor]) -> float:
-        losses = []
-        for batch in batches:
-            loss = self.model(batch)
-            self.model.backward(loss)
-            self.model.step()
-            losses.append(loss.detach() / len(batches))
-        return torch.stack(losses).sum().item()
-
-    def said(self) -> dict[str, Any]:
-        return {}
-
-    def finish(self) -> None:
-        pass
 
 
 CONTENDERS = {"plain": Plain, "ours": Ours, "deepspeed": DeepSpeed}

@@ -9,6 +9,8 @@ import socket
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from . import _core
 from .place import Place
 from .ranks import Group, RankError
@@ -57,8 +59,6 @@ def _gpu(where: Place) -> str:
     """The same for two ranks only if they are on one GPU."""
     if where.device.type != "cuda":
         return f"{socket.gethostname()} {os.getpid()}"
-    import torch
-
     return str(torch.cuda.get_device_properties(where.device).uuid)
 
 

@@ -13,7 +13,7 @@ import threading
 
 import pytest
 import torch
-from test_zoo import STEPS, assert_nothing_held, assert_same, bits, compare, seed
+from test_zoo import STEPS, assert_nothing_held, assert_same, bits, compare, step_beside
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.dlpack import to_dlpack
@@ -63,10 +63,14 @@ def inputs(i, width=32):
     return torch.randn(8, width)
 
 
+def square_loss(model, x):
+    return model(x).square().mean()
+
+
 def train(engine, steps, first=0, width=32):
     losses = []
     for i in range(first, first + steps):
-        loss = engine(inputs(i, width)).square().mean()
+        loss = square_loss(engine, inputs(i, width))
         engine.backward(loss)
         engine.step()
         losses.append(loss.item())
@@ -109,18 +113,8 @@ def test_bit_equal_to_plain(name, dtype, placement, on_device):
     assert all(p.isnan().all() for p in model.parameters() if p.is_floating_point())
     try:
         for i in range(STEPS):
-            seed(i)
-            loss = engine(*batch(i))
-            engine.backward(loss)
-            engine.step()
-            seed(i)
-            expected = plain.model(*(t.to(engine.device) for t in batch(i)))
-            plain.backward(expected)
-            assert_same(f"loss of step {i}", loss, expected)
-            assert engine.last_step.norm == pytest.approx(plain.norm(), rel=1e-6)
-            plain.step(engine.last_step.clip)
+            step_beside(engine, plain, i, batch(i))
         compare(engine, plain)
-        del loss, expected
         assert_nothing_held(engine)
     finally:
         engine.close()
@@ -432,15 +426,13 @@ if not ON_TESTS_OWN:  # what torch has for GPUs alone
     def test_autocast(on_device, dtype):
         engine = overspill.initialize(small_net(), on_device())[0]
         plain = Plain(small_net().to(engine.device))
-        for i in range(3):
+
+        def cast_loss(model, x):
             with torch.autocast(DEVICE, dtype):
-                loss = engine(inputs(i)).square().mean()
-                expected = plain.model(inputs(i).to(engine.device)).square().mean()
-            engine.backward(loss)
-            engine.step()
-            plain.backward(expected)
-            assert_same("loss", loss, expected)
-            plain.step(engine.last_step.clip)
+                return square_loss(model, x)
+
+        for i in range(3):
+            step_beside(engine, plain, i, (inputs(i),), cast_loss)
         compare(engine, plain)
         engine.close()
 
@@ -463,13 +455,7 @@ if not ON_TESTS_OWN:  # what torch has for GPUs alone
         engine = overspill.initialize(nets[0], on_device("nvme"))[0]
         plain = Plain(nets[1].to(engine.device))
         for i in range(3):
-            loss = engine(inputs(i)).square().mean()
-            expected = plain.model(inputs(i).to(engine.device)).square().mean()
-            engine.backward(loss)
-            engine.step()
-            plain.backward(expected)
-            assert_same("loss", loss, expected)
-            plain.step(engine.last_step.clip)
+            step_beside(engine, plain, i, (inputs(i),), square_loss)
         engine.close()
 
 

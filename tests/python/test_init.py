@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_zoo import STEPS, assert_same, compare, seed
+from test_zoo import STEPS, assert_same, compare, step_beside
 from torch import nn
 from zoo import ZOO, build
 
@@ -77,15 +77,7 @@ def test_trains_like_the_plain_model(name, dtype, config):
         gc.collect()
         assert mappings() == 0, "the engine has the weights, their files must be gone"
         for i in range(STEPS):
-            seed(i)
-            loss = engine(*batch(i))
-            engine.backward(loss)
-            engine.step()
-            seed(i)
-            expected = plain.model(*batch(i))
-            plain.backward(expected)
-            assert_same(f"loss of step {i}", loss, expected)
-            plain.step(engine.last_step.clip)
+            step_beside(engine, plain, i, batch(i))
         compare(engine, plain)
     finally:
         engine.close()

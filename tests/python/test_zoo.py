@@ -30,6 +30,20 @@ def assert_same(name, ours, plain):
     assert torch.equal(bits(ours), bits(plain)), f"{name}: {(ours.float() - plain.float()).abs().max()}"
 
 
+def step_beside(engine, plain, i, batch, loss_of=lambda model, *inputs: model(*inputs)):
+    """One step of both, with the same random numbers: loss and norm are the same."""
+    seed(i)
+    loss = loss_of(engine, *batch)
+    engine.backward(loss)
+    engine.step()
+    seed(i)
+    expected = loss_of(plain.model, *(t.to(engine.device) for t in batch))
+    plain.backward(expected)
+    assert_same(f"loss of step {i}", loss, expected)
+    assert engine.last_step.norm == pytest.approx(plain.norm(), rel=1e-6)
+    plain.step(engine.last_step.clip)
+
+
 @pytest.mark.parametrize("placement", ["host", "half", "nvme"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("name", ZOO)
@@ -40,18 +54,8 @@ def test_bit_equal_to_plain(name, dtype, placement, config):
     assert all(p.isnan().all() for p in model.parameters() if p.is_floating_point())
     try:
         for i in range(STEPS):
-            seed(i)
-            loss = engine(*batch(i))
-            engine.backward(loss)
-            engine.step()
-            seed(i)
-            expected = plain.model(*batch(i))
-            plain.backward(expected)
-            assert_same(f"loss of step {i}", loss, expected)
-            assert engine.last_step.norm == pytest.approx(plain.norm(), rel=1e-6)
-            plain.step(engine.last_step.clip)
+            step_beside(engine, plain, i, batch(i))
         compare(engine, plain)
-        del loss, expected
         assert_nothing_held(engine)
     finally:
         engine.close()
