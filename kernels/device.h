@@ -102,6 +102,8 @@ using DeviceMemory = DeviceRange<struct InDeviceMemory>;
 /// for that. The memory outlives it, and the owner has waited as for device memory.
 using HostPin = DeviceRange<struct InHostMemory>;
 
+class DeviceKernels;  // device_kernels.h
+
 class Device {
  public:
   virtual ~Device() = default;
@@ -128,6 +130,8 @@ class Device {
   /// Fills freed or released memory so that stale use is loud (0xFF: NaN in every float format). No-op where
   /// that costs too much.
   virtual void poison(void* device, int64_t bytes) = 0;
+  /// What it computes by itself, as long as it lives; null: nothing, and no unit stays on it.
+  virtual DeviceKernels* kernels() { return nullptr; }
 };
 
 }  // namespace overspill::kernels

@@ -14,22 +14,13 @@ std::unique_ptr<Device> make_cuda_device(int ordinal) {
 
 namespace cuda {
 
+DeviceKernels& kernels() {
+  throw DeviceError(why_no_cuda());
+}
 void narrow(Stream&, const float*, uint16_t*, int64_t) {
   throw DeviceError(why_no_cuda());
 }
 void scale(Stream&, float*, float, int64_t) {
-  throw DeviceError(why_no_cuda());
-}
-void squares(Stream&, const float*, int64_t, Squares*, Squares*) {
-  throw DeviceError(why_no_cuda());
-}
-void squares(Stream&, const uint16_t*, int64_t, Squares*, Squares*) {
-  throw DeviceError(why_no_cuda());
-}
-void update_adam(Stream&, const AdamArrays&, const float*, int64_t, const AdamFactors&) {
-  throw DeviceError(why_no_cuda());
-}
-void update_adam(Stream&, const AdamArrays&, const uint16_t*, int64_t, const AdamFactors&) {
   throw DeviceError(why_no_cuda());
 }
 

@@ -11,6 +11,7 @@
 #include <utility>
 #include <vector>
 
+#include "kernels/cuda/cuda_kernels.h"
 #include "kernels/cuda/nan_memory.h"
 
 namespace overspill::kernels {
@@ -338,6 +339,8 @@ class CudaDevice final : public Device {
     const auto release = [](void*, void* pinned, int64_t) noexcept { cudaHostUnregister(pinned); };
     return HostPin(data, bytes, release, nullptr);
   }
+
+  DeviceKernels* kernels() override { return &cuda::kernels(); }
 
   void make_current() override { check(cudaSetDevice(ordinal_), "making it current"); }
 

@@ -3,7 +3,7 @@
 #include <string>
 
 #include "kernels/cuda/cuda_kernels.h"
-#include "kernels/cuda/math.h"
+#include "kernels/math.h"
 
 namespace overspill::kernels::cuda {
 namespace {
@@ -21,7 +21,7 @@ __device__ int64_t stride() {
 }
 
 __global__ void narrow_kernel(const float* from, uint16_t* to, int64_t count) {
-  for (int64_t i = first_element(); i < count; i += stride()) to[i] = narrow(from[i]);
+  for (int64_t i = first_element(); i < count; i += stride()) to[i] = overspill::kernels::narrow(from[i]);
 }
 
 __global__ void scale_kernel(float* to, float factor, int64_t count) {
@@ -54,10 +54,23 @@ __global__ void total_kernel(const Squares* blocks, int64_t count, Squares* tota
   *total = all;
 }
 
+template <class From, class To>
+__global__ void take_in_kernel(const From* from, To* to, int64_t count, bool first) {
+  for (int64_t i = first_element(); i < count; i += stride()) take_in(from[i], first, to[i]);
+}
+
 template <class T>
 __global__ void adam_kernel(AdamArrays arrays, const T* gradient, int64_t count, AdamFactors factors) {
+  auto* const weight = static_cast<float*>(arrays.weight);
   for (int64_t i = first_element(); i < count; i += stride())
-    update_adam(factors, widen(gradient[i]), arrays.hi[i], arrays.lo[i], arrays.m[i], arrays.v[i]);
+    update_adam(factors, widen(gradient[i]), weight[i], arrays.m[i], arrays.v[i]);
+}
+
+template <class T>
+__global__ void split_adam_kernel(AdamArrays arrays, const T* gradient, int64_t count, AdamFactors factors) {
+  auto* const hi = static_cast<uint16_t*>(arrays.weight);
+  for (int64_t i = first_element(); i < count; i += stride())
+    update_adam(factors, widen(gradient[i]), hi[i], arrays.lo[i], arrays.m[i], arrays.v[i]);
 }
 
 unsigned grid_of(int64_t threads) {
@@ -65,30 +78,80 @@ unsigned grid_of(int64_t threads) {
   return static_cast<unsigned>(blocks < kBlocksMost ? blocks : kBlocksMost);
 }
 
-template <class... Parameters, class... Arguments>
-void launch(const char* name, void (*kernel)(Parameters...), unsigned grid, unsigned threads, Stream& stream,
-            Arguments... arguments) {
+cudaStream_t native(const char* name, Stream& stream) {
   if (stream.native() == nullptr) throw DeviceError(std::string(name) + ": not a CUDA stream");
-  kernel<<<grid, threads, 0, static_cast<cudaStream_t>(stream.native())>>>(arguments...);
-  if (const cudaError_t error = cudaGetLastError(); error != cudaSuccess)
+  return static_cast<cudaStream_t>(stream.native());
+}
+
+void check(const char* name, cudaError_t error) {
+  if (error != cudaSuccess)
     throw DeviceError(std::string("cuda: the kernel ") + name + ": " + cudaGetErrorString(error));
 }
 
-template <class T>
-void squares_of(Stream& stream, const T* from, int64_t count, Squares* blocks, Squares* total) {
-  const int64_t n = squares_blocks(count);
-  if (n > 0) launch("squares", squares_kernel<T>, grid_of(n * kWarp), kThreads, stream, from, count, blocks);
-  launch("squares", total_kernel, 1, 1, stream, blocks, n, total);
+template <class... Parameters, class... Arguments>
+void launch(const char* name, void (*kernel)(Parameters...), unsigned grid, unsigned threads, Stream& stream,
+            Arguments... arguments) {
+  kernel<<<grid, threads, 0, native(name, stream)>>>(arguments...);
+  check(name, cudaGetLastError());
 }
 
-template <class T>
-void adam_of(Stream& stream, const AdamArrays& arrays, const T* gradient, int64_t count,
-             const AdamFactors& factors) {
-  if (count > 0)
-    launch("update_adam", adam_kernel<T>, grid_of(count), kThreads, stream, arrays, gradient, count, factors);
+/// Calls `use` with the memory as what its elements are.
+template <class Use>
+void with_type(Float type, const void* data, Use use) {
+  if (type == Float::bf16) return use(static_cast<const uint16_t*>(data));
+  use(static_cast<const float*>(data));
 }
+
+class CudaKernels final : public DeviceKernels {
+ public:
+  void clear(Stream& stream, void* to, int64_t bytes) override {
+    if (bytes > 0)
+      check("clear", cudaMemsetAsync(to, 0, static_cast<size_t>(bytes), native("clear", stream)));
+  }
+
+  void take_in(Stream& stream, Float from_type, const void* from, Float to_type, void* to, int64_t count,
+               bool first) override {
+    if (from_type == Float::fp32 && to_type == Float::bf16)
+      throw DeviceError("take_in: an fp32 gradient does not go into a bf16 one");
+    if (count == 0) return;
+    with_type(from_type, from, [&]<class From>(const From* source) {
+      if (to_type == Float::fp32) {
+        launch("take_in", take_in_kernel<From, float>, grid_of(count), kThreads, stream, source,
+               static_cast<float*>(to), count, first);
+      } else if constexpr (sizeof(From) == 2) {
+        launch("take_in", take_in_kernel<From, uint16_t>, grid_of(count), kThreads, stream, source,
+               static_cast<uint16_t*>(to), count, first);
+      }
+    });
+  }
+
+  void squares(Stream& stream, Float type, const void* from, int64_t count, Squares* blocks,
+               Squares* total) override {
+    const int64_t n = squares_blocks(count);
+    with_type(type, from, [&]<class T>(const T* source) {
+      if (n > 0) {
+        launch("squares", squares_kernel<T>, grid_of(n * kWarp), kThreads, stream, source, count, blocks);
+      }
+    });
+    launch("squares", total_kernel, 1, 1, stream, blocks, n, total);
+  }
+
+  void update_adam(Stream& stream, const AdamArrays& arrays, Float gradient_type, const void* gradient,
+                   int64_t count, const AdamFactors& factors) override {
+    if (count == 0) return;
+    with_type(gradient_type, gradient, [&]<class T>(const T* given) {
+      const auto kernel = arrays.lo != nullptr ? split_adam_kernel<T> : adam_kernel<T>;
+      launch("update_adam", kernel, grid_of(count), kThreads, stream, arrays, given, count, factors);
+    });
+  }
+};
 
 }  // namespace
+
+DeviceKernels& kernels() {
+  static CudaKernels kernels;
+  return kernels;
+}
 
 void narrow(Stream& stream, const float* from, uint16_t* to, int64_t count) {
   if (count > 0) launch("narrow", narrow_kernel, grid_of(count), kThreads, stream, from, to, count);
@@ -96,22 +159,6 @@ void narrow(Stream& stream, const float* from, uint16_t* to, int64_t count) {
 
 void scale(Stream& stream, float* to, float factor, int64_t count) {
   if (count > 0) launch("scale", scale_kernel, grid_of(count), kThreads, stream, to, factor, count);
-}
-
-void squares(Stream& stream, const float* from, int64_t count, Squares* blocks, Squares* total) {
-  squares_of(stream, from, count, blocks, total);
-}
-void squares(Stream& stream, const uint16_t* bf16, int64_t count, Squares* blocks, Squares* total) {
-  squares_of(stream, bf16, count, blocks, total);
-}
-
-void update_adam(Stream& stream, const AdamArrays& arrays, const float* gradient, int64_t count,
-                 const AdamFactors& factors) {
-  adam_of(stream, arrays, gradient, count, factors);
-}
-void update_adam(Stream& stream, const AdamArrays& arrays, const uint16_t* gradient, int64_t count,
-                 const AdamFactors& factors) {
-  adam_of(stream, arrays, gradient, count, factors);
 }
 
 }  // namespace overspill::kernels::cuda

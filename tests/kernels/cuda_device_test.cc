@@ -7,19 +7,22 @@
 #include <cstdint>
 #include <memory>
 #include <new>
+#include <span>
 #include <string>
 #include <thread>
 #include <vector>
 
+#include "cpu_optim/gradient.h"
 #include "device_conformance.h"
 #include "gate.h"
+#include "kernel_values.h"
+#include "kernels/cuda/cuda_kernels.h"
 
 namespace overspill::kernels {
 
-INSTANTIATE_TEST_SUITE_P(Cuda, DeviceConformance,
-                         testing::Values(DeviceFactory{"cuda", [] { return make_cuda_device(); },
-                                                       [] { return why_no_cuda(); }}),
-                         factory_name);
+const DeviceFactory kCuda{"cuda", [] { return make_cuda_device(); }, [] { return why_no_cuda(); }};
+INSTANTIATE_TEST_SUITE_P(Cuda, DeviceConformance, testing::Values(kCuda), factory_name);
+INSTANTIATE_TEST_SUITE_P(Cuda, KernelConformance, testing::Values(kCuda), factory_name);
 
 namespace {
 
@@ -130,6 +133,27 @@ TEST_F(Cuda, PoisonIsDoneWhenTheCallReturns) {
   stream->copy_to_host(back.data(), memory.data(), 1 << 20);
   stream->record().wait();
   EXPECT_EQ(back, std::vector<std::byte>(1 << 20, std::byte{0xFF}));
+}
+
+TEST_F(Cuda, NarrowsAndScalesAsTheCpuDoes) {
+  auto stream = device_->make_stream();
+  for (const int64_t count : kCounts) {
+    auto from = values(count, 4, false);
+    const DeviceMemory x = device_->allocate(count * 4), to = device_->allocate(count * 2);
+    stream->copy_from_host(x.data(), from.data(), count * 4);
+    cuda::narrow(*stream, reinterpret_cast<const float*>(x.data()), reinterpret_cast<uint16_t*>(to.data()),
+                 count);
+    cuda::scale(*stream, reinterpret_cast<float*>(x.data()), 0.3F, count);
+    std::vector<uint16_t> narrowed(from.size()), expected(from.size());
+    std::vector<float> scaled(from.size());
+    stream->copy_to_host(narrowed.data(), to.data(), count * 2);
+    stream->copy_to_host(scaled.data(), x.data(), count * 4);
+    stream->record().wait();
+    optim::narrow(std::span<const float>(from), std::span(expected));
+    optim::scale(std::span(from), 0.3F);
+    EXPECT_EQ(narrowed, expected);
+    for (size_t i = 0; i < from.size(); ++i) ASSERT_TRUE(same(scaled[i], from[i])) << i;
+  }
 }
 
 }  // namespace

@@ -1,8 +1,9 @@
-// What every device has to do (device_conformance.cc). A device's test binary links that source and
-// instantiates:
+// What every device has to do (device_conformance.cc), and its kernels where it has some
+// (kernel_conformance.cc). A device's test binary links these sources and instantiates:
 //
-//   INSTANTIATE_TEST_SUITE_P(MyDevice, DeviceConformance, testing::Values(DeviceFactory{"mine",
-//   make_my_device}), factory_name);
+//   const DeviceFactory kMine{"mine", make_my_device};
+//   INSTANTIATE_TEST_SUITE_P(Mine, DeviceConformance, testing::Values(kMine), factory_name);
+//   INSTANTIATE_TEST_SUITE_P(Mine, KernelConformance, testing::Values(kMine), factory_name);
 #pragma once
 
 #include <gtest/gtest.h>
@@ -12,6 +13,7 @@
 #include <string>
 
 #include "kernels/device.h"
+#include "kernels/device_kernels.h"
 
 namespace overspill::kernels {
 
@@ -32,6 +34,13 @@ class DeviceConformance : public testing::TestWithParam<DeviceFactory> {
     device_ = GetParam().make();
   }
   std::unique_ptr<Device> device_;
+};
+
+class KernelConformance : public DeviceConformance {
+ protected:
+  void SetUp() override;
+  DeviceKernels* kernels_ = nullptr;
+  std::unique_ptr<Stream> stream_;
 };
 
 }  // namespace overspill::kernels

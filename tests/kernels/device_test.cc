@@ -21,6 +21,7 @@ INSTANTIATE_TEST_SUITE_P(All, DeviceConformance,
                          testing::Values(DeviceFactory{"host", make_host_device}, simulated(1), simulated(2),
                                          simulated(3)),
                          factory_name);
+INSTANTIATE_TEST_SUITE_P(Simulated, KernelConformance, testing::Values(simulated(1)), factory_name);
 
 namespace {
 

@@ -1,13 +1,13 @@
-// What the kernels compute for one element: one source for the GPU and for the host, where tests compare it
-// with the CPU's update without a GPU. Nothing is contracted (-fmad=false, -ffp-contract=off); division and
-// square root are correctly rounded; denormals are kept.
+// What a device's kernels compute for one element: one source for GPUs and for the host, where the simulated
+// device runs it and tests compare it with the CPU's update. Nothing is contracted (-fmad=false,
+// -ffp-contract=off); division and square root are correctly rounded; denormals are kept.
 #pragma once
 
 #include <cmath>
 #include <cstdint>
 #include <cstring>
 
-#include "kernels/cuda/cuda_kernels.h"
+#include "kernels/device_kernels.h"
 
 #ifdef __CUDACC__
 #define OVERSPILL_HERE_AND_THERE __host__ __device__
@@ -15,7 +15,7 @@
 #define OVERSPILL_HERE_AND_THERE
 #endif
 
-namespace overspill::kernels::cuda {
+namespace overspill::kernels {
 
 OVERSPILL_HERE_AND_THERE inline uint32_t bits_of(float x) {
   uint32_t bits;
@@ -56,19 +56,36 @@ struct SquaresLane {
   }
 };
 
-/// AdamW and Adam on the split master: bits = (hi << 16) + lo (DESIGN 3).
-OVERSPILL_HERE_AND_THERE inline void update_adam(const AdamFactors& f, float gradient, uint16_t& hi,
-                                                 int16_t& lo, float& m, float& v) {
-  float p = float_of((static_cast<uint32_t>(hi) << 16) + static_cast<uint32_t>(static_cast<int32_t>(lo)));
+/// One gradient's element after another: to += from, or to = from where it is the first.
+OVERSPILL_HERE_AND_THERE inline void take_in(float from, bool first, float& to) {
+  to = first ? from : to + from;
+}
+OVERSPILL_HERE_AND_THERE inline void take_in(uint16_t from, bool first, float& to) {
+  take_in(widen(from), first, to);
+}
+OVERSPILL_HERE_AND_THERE inline void take_in(uint16_t from, bool first, uint16_t& to) {
+  to = first ? from : narrow(widen(to) + widen(from));
+}
+
+/// AdamW and Adam (cpu_optim/optimizers/adam.h).
+OVERSPILL_HERE_AND_THERE inline void update_adam(const AdamFactors& f, float gradient, float& p, float& m,
+                                                 float& v) {
   float g = gradient * f.grad_scale;
   if (f.l2 != 0.0f) g = fmaf(f.l2, p, g);
   p = p * f.decay;
   m = fmaf(f.one_minus_beta1, g - m, m);
   v = fmaf(f.one_minus_beta2, g * g, v * f.beta2);
   p = fmaf(f.minus_step_size, m / fmaf(sqrtf(v), f.inverse_sqrt_bias2, f.eps), p);
+}
+
+/// The same on the split master: bits = (hi << 16) + lo (DESIGN 3).
+OVERSPILL_HERE_AND_THERE inline void update_adam(const AdamFactors& f, float gradient, uint16_t& hi,
+                                                 int16_t& lo, float& m, float& v) {
+  float p = float_of((static_cast<uint32_t>(hi) << 16) + static_cast<uint32_t>(static_cast<int32_t>(lo)));
+  update_adam(f, gradient, p, m, v);
   const uint32_t bits = bits_of(p);
   hi = static_cast<uint16_t>((bits + 0x8000u) >> 16);
   lo = static_cast<int16_t>(static_cast<int32_t>(bits - (static_cast<uint32_t>(hi) << 16)));
 }
 
-}  // namespace overspill::kernels::cuda
+}  // namespace overspill::kernels
