@@ -38,7 +38,8 @@ Placement placement_from(const std::string& name) {
   if (name == "host") return Placement::host;
   if (name == "half") return Placement::half;
   if (name == "nvme") return Placement::nvme;
-  throw std::invalid_argument("unknown placement '" + name + "': one of auto, host, half, nvme");
+  if (name == "device") return Placement::device;
+  throw std::invalid_argument("unknown placement '" + name + "': one of auto, host, half, nvme, device");
 }
 
 std::string placement_name(Placement placement) {
@@ -51,6 +52,8 @@ std::string placement_name(Placement placement) {
       return "half";
     case Placement::nvme:
       return "nvme";
+    case Placement::device:
+      return "device";
   }
   return "?";
 }
@@ -77,6 +80,8 @@ py::dict plan_dict(const Plan& plan) {
   out["ring_slot_bytes"] = plan.ring_slot_bytes;
   out["gather_host_bytes"] = plan.gather_host_bytes;
   out["gather_device_bytes"] = plan.gather_device_bytes;
+  out["units_device_bytes"] = plan.units_device_bytes;
+  out["units_on_device"] = plan.units_on_device();
   out["scratch_bytes"] = plan.access_bytes + plan.exchange_bytes;
   out["weights_nvme_bytes"] = plan.weights_nvme_bytes;
   out["states_nvme_bytes"] = plan.states_nvme_bytes;
@@ -130,7 +135,7 @@ py::dict stats_dict(Engine& self) {
   out["host_budget_bytes"] = stats.host_budget_bytes;
   out["host_used_bytes"] = stats.host_used_bytes;
   out["host_peak_bytes"] = stats.host_peak_bytes;
-  out["device_bytes"] = self.plan().gather_device_bytes;
+  out["device_bytes"] = self.plan().device_bytes();
   out["nvme_allocated_bytes"] = stats.store.allocated_bytes;
   out["nvme_reserved_bytes"] = stats.store.reserved_bytes;
   out["nvme_read_bytes"] = stats.store.bytes_read;
@@ -150,7 +155,7 @@ py::dict stats_dict(Engine& self) {
 
 Plan plan_for(const std::vector<UnitSpec>& units, const PythonConfig& config) {
   const engine::Layout layout = engine::make_layout(units, config.chunk_elements, 0, 1);
-  return engine::make_plan(layout, config, {config.device == "host"});
+  return engine::make_plan(layout, config, {.shares_host_memory = config.device == "host", .updates = config.device != "host"});
 }
 
 /// The std::shared_ptr<kernels::Device> of a capsule "overspill.device"; null of None.

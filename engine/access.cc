@@ -79,8 +79,12 @@ std::span<const float> first(std::span<const float> values, int64_t begin, int64
 
 }  // namespace
 
-Access::Access(Context& context)
-    : context_(context), scratch_(context.host_budget, context.plan.access_bytes, "access from outside") {}
+Access::Access(Context& context, DeviceUnits& device_units)
+    : context_(context),
+      device_units_(device_units),
+      scratch_(context.host_budget, context.plan.access_bytes, "access from outside") {
+  if (context.plan.units_on_device() > 0) pin_ = context.device().pin_host(scratch_.data(), scratch_.bytes());
+}
 
 template <class Visit>
 void Access::for_each_part(int32_t unit, Component component, int64_t begin, int64_t elements, Visit visit) {
@@ -118,11 +122,18 @@ template <class Visit>
 void Access::write_parts(int32_t unit, Component component, int64_t begin, int64_t elements, Visit visit) {
   for_each_part(unit, component, begin, elements, [&](const Part& part) {
     std::byte* home = context_.chunks[part.chunk].home[static_cast<size_t>(component)];
-    const bool on_nvme = home == nullptr;
-    if (on_nvme && part.elements < context_.layout.chunks[part.chunk].elements) load(part.chunk, component);
-    visit(on_nvme ? scratch_.data() : home, part);
-    if (on_nvme) store(part.chunk, component);
+    const bool elsewhere = home == nullptr;
+    if (elsewhere && part.elements < context_.layout.chunks[part.chunk].elements) load(part.chunk, component);
+    visit(elsewhere ? scratch_.data() : home, part);
+    if (elsewhere) store(part.chunk, component);
   });
+}
+
+std::span<const std::byte> Access::whole(int32_t chunk, Component component) {
+  if (const std::byte* home = context_.chunks[chunk].home[static_cast<size_t>(component)])
+    return {home, static_cast<size_t>(context_.component_bytes(chunk, component))};
+  load(chunk, component);
+  return scratch_of(chunk, component);
 }
 
 void Access::read(int32_t unit, Component component, int64_t begin, std::span<std::byte> to) {
@@ -148,12 +159,13 @@ void Access::clear(int32_t unit, Component component, int64_t begin, int64_t ele
   for_each_part(unit, component, begin, elements, [&](const Part& part) {
     ChunkState& state = context_.chunks[part.chunk];
     std::byte* home = state.home[static_cast<size_t>(component)];
-    const bool on_nvme = home == nullptr;
-    if (on_nvme && state.extents[static_cast<size_t>(component)].empty()) return;  // zero already
-    if (on_nvme) load(part.chunk, component);
-    std::memset((on_nvme ? scratch_.data() : home) + part.in_chunk * width, 0,
+    const bool elsewhere = home == nullptr;
+    if (elsewhere && !on_device(part.chunk) && state.extents[static_cast<size_t>(component)].empty())
+      return;  // zero already
+    if (elsewhere) load(part.chunk, component);
+    std::memset((elsewhere ? scratch_.data() : home) + part.in_chunk * width, 0,
                 static_cast<size_t>(part.elements * width));
-    if (on_nvme) store(part.chunk, component);
+    if (elsewhere) store(part.chunk, component);
   });
 }
 
@@ -236,7 +248,15 @@ void Access::fill_state(int32_t unit, Component component, int64_t begin, int64_
   });
 }
 
+std::span<std::byte> Access::scratch_of(int32_t chunk, Component component) {
+  return scratch_.span().first(static_cast<size_t>(context_.component_bytes(chunk, component)));
+}
+
 void Access::load(int32_t chunk, Component component) {
+  if (on_device(chunk)) {
+    std::unique_lock lock(context_.mutex);
+    return device_units_.read(lock, chunk, component, scratch_of(chunk, component));
+  }
   io::Extent extent = context_.chunks[chunk].extents[static_cast<size_t>(component)];
   if (extent.empty()) {
     std::memset(scratch_.data(), 0, static_cast<size_t>(context_.component_bytes(chunk, component)));
@@ -246,6 +266,10 @@ void Access::load(int32_t chunk, Component component) {
 }
 
 void Access::store(int32_t chunk, Component component) {
+  if (on_device(chunk)) {
+    std::unique_lock lock(context_.mutex);
+    return device_units_.write(lock, chunk, component, scratch_of(chunk, component));
+  }
   io::Extent& extent = context_.chunks[chunk].extents[static_cast<size_t>(component)];
   io::Extent fresh = context_.store().allocate(context_.component_bytes(chunk, component));
   try {

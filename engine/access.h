@@ -1,4 +1,4 @@
-// Components at their homes, reached from outside the step: loading, reading, checkpoints. One chunk's
+// Components where they live, reached from outside the step: loading, reading, checkpoints. One chunk's
 // component at a time, through one scratch buffer. The updater is quiescent and stays so; one thread at a
 // time.
 #pragma once
@@ -7,13 +7,14 @@
 #include <semaphore>
 #include <span>
 
+#include "engine/device_units.h"
 #include "engine/schedule/context.h"
 
 namespace overspill::engine {
 
 class Access {
  public:
-  explicit Access(Context& context);
+  Access(Context& context, DeviceUnits& device_units);
 
   // `begin` and counts are elements of this rank's shard. Each throws StoreError, and std::invalid_argument
   // for a component that the unit has not. What is replaced on NVMe is a whole new extent for each chunk
@@ -22,6 +23,9 @@ class Access {
   /// Copies `to.size()` bytes' worth of elements of a component without scales.
   void read(int32_t unit, Component component, int64_t begin, std::span<std::byte> to);
   void write(int32_t unit, Component component, int64_t begin, std::span<const std::byte> from);
+
+  /// A chunk's component as it is kept, until the next call.
+  std::span<const std::byte> whole(int32_t chunk, Component component);
 
   /// Sets `elements` of a component without scales to zero.
   void clear(int32_t unit, Component component, int64_t begin, int64_t elements);
@@ -62,8 +66,13 @@ class Access {
   /// A write may be moved: `extent` is then the new one.
   void transfer(io::Transfer::Kind kind, io::Extent& extent);
 
+  bool on_device(int32_t chunk) const { return device_units_.hold(context_.layout.chunks[chunk].unit); }
+  std::span<std::byte> scratch_of(int32_t chunk, Component component);
+
   Context& context_;
+  DeviceUnits& device_units_;
   HostMemory scratch_;
+  kernels::HostPin pin_;
   std::binary_semaphore done_{0};  // outlives the completion that releases it
 };
 

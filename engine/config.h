@@ -14,11 +14,12 @@ enum class Placement : uint8_t {
   host,       // everything on the host
   half,       // every second unit's weights and every second chunk's states on NVMe
   nvme,       // everything on NVMe
+  device,     // units that can live on the device do, as far as its budget goes; the rest on the host
 };
 
 struct Config {
   int64_t host_budget_bytes = 0;            // required
-  int64_t device_budget_bytes = 0;          // of gathered weights; 0: what leases and prefetching need
+  int64_t device_budget_bytes = 0;          // 0: weights that leases and prefetching need, nothing that stays
   std::vector<std::filesystem::path> nvme;  // folders
   std::string job = "default";              // names this run's files; one live run a job and folder
   int threads = 0;                          // of the optimizer; 0: as many as cores

@@ -154,7 +154,7 @@ Engine::Engine(const std::vector<UnitSpec>& units, const Config& config, Resourc
         "library_sums: this transport has no reduction of its own (MPI and NCCL have); leave it out");
   }
   Layout layout = make_layout(units, own.chunk_elements, ranks.rank(), ranks.world(), own.stage);
-  Plan plan = make_plan(layout, own, {resources.device->shares_host_memory()});
+  Plan plan = make_plan(layout, own, traits_of(*resources.device));
   if (plan.nvme_bytes() > 0 && resources.store == nullptr)
     throw std::invalid_argument("the plan needs a store");
   machine_ =
@@ -329,6 +329,11 @@ Lease Engine::lease(int32_t unit, Arrived arrived) {
   if (m.context.used_in_place(unit)) {
     m.gatherer.prefetch();
     m.updater.wait_for(lock, unit);
+    if (m.device_units.hold(unit)) {
+      struct Block* block = m.device_units.lease(unit);
+      if (arrived == Arrived::when_it_is_leased) m.gatherer.wait_for_copy(lock, block);
+      return {machine_, block, block->device, u.bytes()};
+    }
     const UnitState& state = m.context.units[unit];
     if (state.whole != nullptr) m.gatherer.acquire_whole(lock, unit);
     return {machine_, nullptr, state.whole != nullptr ? state.whole : state.home, u.bytes()};
@@ -447,6 +452,7 @@ void Engine::synchronize() {
   Machine& m = machine();
   std::unique_lock lock(m.context.mutex);
   m.updater.quiesce(lock);
+  m.device_units.finish(lock);
 }
 
 // ---- checkpoints
@@ -468,8 +474,7 @@ std::string Engine::load(const std::filesystem::path& folder) {
   m.prepare_to_change(lock, all);
   lock.unlock();
   m.gradients.clear();
-  change(m, "loading " + folder.string() + " was cut off",
-         [&] { m.keeper.load(folder, manifest, m.access); });
+  change(m, "loading " + folder.string() + " was cut off", [&] { m.keeper.load(folder, manifest); });
   m.steps = manifest.step;
   m.skipped_steps = manifest.skipped_steps;
   return manifest.extra_json;
@@ -517,7 +522,7 @@ Prediction Engine::predict() {
 
 std::vector<BudgetRow> Engine::predict_budgets(std::span<const int64_t> budgets) {
   const Context& c = machine_->context;
-  return engine::predict_budgets(c.layout, c.config, {c.device().shares_host_memory()}, figures(), budgets);
+  return engine::predict_budgets(c.layout, c.config, traits_of(c.device()), figures(), budgets);
 }
 
 void Engine::record_journal(bool on) {

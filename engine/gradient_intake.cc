@@ -134,8 +134,12 @@ void GradientIntake::submit(std::unique_ptr<Item> given) {
   }
   item.timed = make_ready(unit);
   item.arrival = gradients_.begin(unit, item.arrival.segment, item.arrival.element);
-  stream_->wait(item.ready);
   const int64_t elements = item.gradient.bytes / optim::bytes(item.arrival.element);
+  if (const auto taken = gradients_.take_in_there(item.arrival, item.gradient.data, item.ready)) {
+    pieces_.push_back({&item, 0, elements, -1, true, *taken});
+    return;
+  }
+  stream_->wait(item.ready);
   if (std::byte* place = gradients_.place_of(item.arrival)) return copy(item, 0, elements, place, -1);
   for (int64_t begin = 0; begin < elements;) {
     const int64_t end = gradients_.piece_end(item.arrival, begin);
@@ -195,9 +199,16 @@ bool GradientIntake::arriving(const Item& item) const {
 
 /// Everything is dropped, once nothing of it is being copied.
 void GradientIntake::abandon() noexcept {
+  const auto settle = [](const kernels::Event& event) {
+    try {
+      event.wait();
+    } catch (const std::exception&) {  // the engine has failed, or is closed: who uses it is told
+    }
+  };
+  for (const Piece& piece : pieces_) settle(piece.copied);
   try {
-    stream_->record().wait();
-  } catch (const std::exception&) {  // the engine has failed, or is closed: who uses it is told
+    settle(stream_->record());
+  } catch (const std::exception&) {  // as above
   }
   pieces_.clear();
   items_.clear();

@@ -58,8 +58,9 @@ void widen_in_place(optim::Element from, std::byte* data, int64_t elements) {
 
 }  // namespace
 
-Gradients::Gradients(Context& context)
+Gradients::Gradients(Context& context, DeviceUnits& device_units)
     : context_(context),
+      device_units_(device_units),
       by_chunk_(context.chunks.size()),
       by_slice_(static_cast<size_t>(context.layout.world == 1 ? context.layout.slices : 1)),
       staging_(context),
@@ -108,6 +109,7 @@ Gradients::Arrival Gradients::begin(int32_t unit, int32_t segment, optim::Elemen
 }
 
 bool Gradients::may_wait(int32_t unit) const {
+  if (device_units_.hold(unit)) return false;
   return context_.layout.slices > 1 || context_.units[unit].gradients == nullptr;
 }
 
@@ -120,11 +122,22 @@ int64_t Gradients::piece_end(const Arrival& arrival, int64_t begin) const {
 
 std::byte* Gradients::place_of(const Arrival& arrival) const {
   const bool as_it_comes = arrival.first && arrival.element == context_.gradient_type(arrival.unit);
-  if (!as_it_comes || may_wait(arrival.unit)) return nullptr;
+  if (!as_it_comes || may_wait(arrival.unit) || device_units_.hold(arrival.unit)) return nullptr;
   return at(arrival.unit, context_.layout.units[arrival.unit].segments[arrival.segment].begin);
 }
 
+std::optional<kernels::Event> Gradients::take_in_there(const Arrival& arrival, const std::byte* data,
+                                                       const kernels::Event& ready) {
+  if (!device_units_.hold(arrival.unit)) return std::nullopt;
+  const std::lock_guard guard(context_.mutex);
+  return device_units_.take_in(arrival, data, ready);
+}
+
 void Gradients::add(const Arrival& arrival, int64_t begin, int64_t elements, const std::byte* data) {
+  if (device_units_.hold(arrival.unit)) {
+    std::unique_lock lock(context_.mutex);
+    return device_units_.take_in(lock, arrival, begin, elements, data);
+  }
   const Piece piece{arrival, begin, elements, data};
   if (context_.layout.slices > 1 || context_.units[arrival.unit].gradients != nullptr) {
     add_whole(piece);
@@ -293,25 +306,49 @@ void Gradients::reduce_presence() {
   }
 }
 
+optim::Squares Gradients::squares_of_run(int32_t chunk, size_t run) const {
+  const Chunk& c = context_.layout.chunks[chunk];
+  if (device_units_.hold(c.unit)) return device_units_.squares(chunk, run);
+  if (context_.plan.gradients_on_nvme[chunk]) return spilled_squares_[chunk][run];
+  const std::byte* data = context_.chunks[chunk].gradient;
+  return squares_of(data + c.runs[run].begin * context_.gradient_width(c.unit), c.runs[run].elements,
+                    context_.gradient_type(c.unit));
+}
+
+optim::Squares Gradients::squares_of_chunk(int32_t chunk) const {
+  const Chunk& c = context_.layout.chunks[chunk];
+  optim::Squares total;
+  for (size_t r = 0; r < c.runs.size(); ++r) {
+    const int32_t segment = c.runs[r].segment;
+    if (!present(c.unit, segment)) continue;
+    const optim::Squares part = squares_of_run(chunk, r);
+    if (context_.layout.units[c.unit].segments[segment].in_norm) total.sum += part.sum;
+    total.finite = total.finite && part.finite;
+  }
+  return total;
+}
+
+void Gradients::sum_squares() {
+  {
+    const std::lock_guard guard(context_.mutex);
+    device_units_.start_squares(present_);
+  }
+  const auto chunks = static_cast<int64_t>(context_.layout.chunks.size());
+  const auto on_device = [&](int64_t c) { return device_units_.hold(context_.layout.chunks[c].unit); };
+  context_.resources.executor->parallel_for(chunks, [&](int64_t c) {
+    if (!on_device(c)) by_chunk_[c] = squares_of_chunk(static_cast<int32_t>(c));
+  });
+  std::unique_lock lock(context_.mutex);
+  device_units_.wait_for_squares(lock);
+  for (int64_t c = 0; c < chunks; ++c) {
+    if (on_device(c)) by_chunk_[c] = squares_of_chunk(static_cast<int32_t>(c));
+  }
+}
+
 GradientSummary Gradients::summarize() {
   const Layout& layout = context_.layout;
   const auto chunks = static_cast<int64_t>(layout.chunks.size());
-  context_.resources.executor->parallel_for(chunks, [&](int64_t i) {
-    const Chunk& chunk = layout.chunks[i];
-    optim::Squares total;
-    const bool spilled = context_.plan.gradients_on_nvme[i];
-    const std::byte* data = context_.chunks[i].gradient;
-    for (size_t r = 0; r < chunk.runs.size(); ++r) {
-      const Run& run = chunk.runs[r];
-      if (!present(chunk.unit, run.segment)) continue;
-      const optim::Squares part = spilled ? spilled_squares_[i][r]
-                                          : squares_of(data + run.begin * context_.gradient_width(chunk.unit),
-                                                       run.elements, context_.gradient_type(chunk.unit));
-      if (layout.units[chunk.unit].segments[run.segment].in_norm) total.sum += part.sum;
-      total.finite = total.finite && part.finite;
-    }
-    by_chunk_[i] = total;
-  });
+  sum_squares();
   // Slice by slice, in rank order, wherever they are: squares, chunks that are not finite.
   auto& slices = by_slice_;
   std::fill(slices.begin(), slices.end(), std::array<double, 2>{});
@@ -340,6 +377,12 @@ void Gradients::read(int32_t unit, int32_t segment, std::span<float> out) {
   const auto copy = [&](const std::byte* data, optim::Element element, int64_t begin, int64_t elements) {
     widen(element, data, out.subspan(static_cast<size_t>(begin), static_cast<size_t>(elements)), true);
   };
+  if (device_units_.hold(unit)) {
+    std::vector<std::byte> there(static_cast<size_t>(s.elements * context_.gradient_width(unit)));
+    std::unique_lock lock(context_.mutex);
+    device_units_.read_gradient(lock, unit, segment, there);
+    return copy(there.data(), context_.gradient_type(unit), 0, s.elements);
+  }
   if (context_.units[unit].gradients != nullptr)
     return copy(at(unit, s.begin), context_.gradient_type(unit), 0, s.elements);
   const std::lock_guard turn(turn_);

@@ -6,11 +6,13 @@
 #include <array>
 #include <cstdint>
 #include <mutex>
+#include <optional>
 #include <span>
 #include <string_view>
 #include <vector>
 
 #include "cpu_optim/gradient.h"
+#include "engine/device_units.h"
 #include "engine/gradient_staging.h"
 #include "engine/gradient_sums.h"
 #include "engine/schedule/context.h"
@@ -25,18 +27,13 @@ struct GradientSummary {
 
 class Gradients {
  public:
-  explicit Gradients(Context& context);
+  Gradients(Context& context, DeviceUnits& device_units);
 
   // A gradient is added piece by piece: check, begin, all pieces, finish. The caller has made sure that no
   // update of the unit is pending.
 
-  /// A gradient that arrives, of one segment.
-  struct Arrival {
-    int32_t unit = -1;
-    int32_t segment = -1;
-    optim::Element element{};
-    bool first = false;  // in this step
-  };
+  /// A gradient that arrives, of one segment; `first`: in this step.
+  using Arrival = DeviceUnits::Arrival;
   /// What a gradient of `bytes` consists of. The dtype is the unit's, or "F32". Throws std::invalid_argument
   /// on a size or dtype that does not fit.
   optim::Element check(int32_t unit, int32_t segment, int64_t bytes, std::string_view dtype) const;
@@ -49,6 +46,10 @@ class Gradients {
   void finish(const Arrival& arrival);
   /// Pinned host memory that the arrival may be copied to as it is, in place of add(); null: there is none.
   std::byte* place_of(const Arrival& arrival) const;
+  /// In place of add(), of all of it in the device's memory, once `ready` is reached: taken in there when the
+  /// event is done. Nothing where its unit lives elsewhere.
+  std::optional<kernels::Event> take_in_there(const Arrival& arrival, const std::byte* data,
+                                              const kernels::Event& ready);
   /// Whether begin() may wait for what is not finished yet.
   bool may_wait(int32_t unit) const;
 
@@ -108,10 +109,14 @@ class Gradients {
   void choose_element(const Arrival& arrival, Part& part);
   void add_batch(const Piece& piece, std::span<Part> parts);
   bool complete(const Chunk& chunk) const;
+  void sum_squares();
+  optim::Squares squares_of_chunk(int32_t chunk) const;
+  optim::Squares squares_of_run(int32_t chunk, size_t run) const;
   template <class Visit>
   void for_each_part(int32_t unit, int32_t segment, Visit visit) const;
 
   Context& context_;
+  DeviceUnits& device_units_;
   std::vector<std::vector<uint8_t>> present_;  // by unit and segment
   std::vector<optim::Squares> by_chunk_;
   std::vector<std::array<double, 2>> by_slice_;  // of this rank's shard

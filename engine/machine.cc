@@ -10,12 +10,13 @@ namespace overspill::engine {
 
 Machine::Machine(Layout layout, Plan plan, Config config, Resources resources)
     : context(std::move(layout), std::move(plan), std::move(config), std::move(resources)),
+      device_units(context),
       gatherer(context),
       updater(context, gatherer),
-      gradients(context),
+      gradients(context, device_units),
       intake(context, updater, gradients),
-      access(context),
-      keeper(context),
+      access(context, device_units),
+      keeper(context, access),
       rounds(context, gatherer, updater, gradients) {
   if (context.resources.store != nullptr) context.store().reserve(context.plan.nvme_reserve_bytes);
 }

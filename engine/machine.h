@@ -12,6 +12,7 @@
 
 #include "engine/access.h"
 #include "engine/checkpoint/keeper.h"
+#include "engine/device_units.h"
 #include "engine/engine.h"
 #include "engine/gradient_intake.h"
 #include "engine/gradients.h"
@@ -70,6 +71,7 @@ class Machine {
   const Segment& segment_at(int32_t unit, int32_t segment) const;
 
   Context context;
+  DeviceUnits device_units;
   Gatherer gatherer;
   Updater updater;
   Gradients gradients;

@@ -109,6 +109,10 @@ void Machine::schedule_updates() {
     UnitState& state = context.units[u];
     if (std::find(state.updated.begin(), state.updated.end(), 1) == state.updated.end()) continue;
     ++state.generation;
+    if (device_units.hold(u)) {
+      device_units.update(u);
+      continue;
+    }
     changed_units_.push_back(u);
     const Unit& unit = context.layout.units[u];
     for (int32_t c = unit.first_chunk; c < unit.first_chunk + unit.chunk_count; ++c) {

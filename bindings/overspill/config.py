@@ -165,7 +165,7 @@ class EngineOptions(_Section):
     prefetch_units: int = Field(4, ge=0)
     speculate: bool = False  # update in backward, before the norm is known: for runs that seldom clip
     chunk_elements: int = Field(524288, gt=0)
-    placement: Literal["auto", "host", "half", "nvme"] = "auto"
+    placement: Literal["auto", "host", "half", "nvme", "device"] = "auto"
     poison: bool = False
     device: str = "auto"  # a GPU where there is one; or host, cuda, cuda:1 and so on
     seed: int = 0

@@ -282,7 +282,7 @@ Manifest CheckpointKeeper::write_folder(const fs::path& folder,
           io::ExportedExtent& extent = exported[next++];
           piece.range = {extent.file, extent.offset, extent.bytes, std::move(extent.block_checksums)};
         } else {
-          piece.range = resident.append(state.home[i], bytes);
+          piece.range = resident.append(access_.whole(c, component));
         }
         described.pieces.push_back(std::move(piece));
       }
@@ -339,7 +339,7 @@ CheckpointKeeper::Overlap CheckpointKeeper::overlap(const Unit& own, const Manif
   return {begin - shard, begin - piece.begin, end - begin};
 }
 
-void CheckpointKeeper::load(const fs::path& folder, const Manifest& manifest, Access& access) {
+void CheckpointKeeper::load(const fs::path& folder, const Manifest& manifest) {
   std::vector<std::byte> buffer;
   for (const ManifestUnit& found : manifest.units) {
     const int32_t index = index_of(found.name);
@@ -353,13 +353,13 @@ void CheckpointKeeper::load(const fs::path& folder, const Manifest& manifest, Ac
       if (unit.scaled(component)) {  // the scales lie behind the whole piece
         buffer.resize(static_cast<size_t>(component_bytes(found, piece.component, piece.elements)));
         read_range(folder, piece.range, buffer);  // the range may be longer, by any amount
-        access.write_piece(index, component, own.in_shard, own.elements, buffer, piece.elements,
-                           own.in_piece);
+        access_.write_piece(index, component, own.in_shard, own.elements, buffer, piece.elements,
+                            own.in_piece);
       } else {
         const int64_t width = component_element_bytes(found, piece.component);
         buffer.resize(static_cast<size_t>(own.elements * width));
         read_range_part(folder, piece.range, own.in_piece * width, buffer);
-        access.write_piece(index, component, own.in_shard, own.elements, buffer, own.elements, 0);
+        access_.write_piece(index, component, own.in_shard, own.elements, buffer, own.elements, 0);
       }
     }
   }

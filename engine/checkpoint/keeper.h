@@ -19,7 +19,7 @@ namespace overspill::engine {
 
 class CheckpointKeeper {
  public:
-  explicit CheckpointKeeper(Context& context) : context_(context) {}
+  CheckpointKeeper(Context& context, Access& access) : context_(context), access_(access) {}
   CheckpointKeeper(const CheckpointKeeper&) = delete;
   CheckpointKeeper& operator=(const CheckpointKeeper&) = delete;
   ~CheckpointKeeper();
@@ -49,7 +49,7 @@ class CheckpointKeeper {
   Manifest verify(const std::filesystem::path& folder) const;
 
   /// Brings this rank's part of a verified checkpoint's weights and states home, and the step counts.
-  void load(const std::filesystem::path& folder, const Manifest& manifest, Access& access);
+  void load(const std::filesystem::path& folder, const Manifest& manifest);
 
  private:
   struct Kept {
@@ -73,6 +73,7 @@ class CheckpointKeeper {
   Manifest write_folder(const std::filesystem::path& folder, const std::vector<io::Extent>& extents) const;
 
   Context& context_;
+  Access& access_;
   std::vector<Kept> kept_;
   std::vector<io::Extent> pinned_;  // of the save under way
 };

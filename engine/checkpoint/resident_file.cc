@@ -3,7 +3,6 @@
 #include <fcntl.h>
 #include <unistd.h>
 
-#include <algorithm>
 #include <cerrno>
 #include <span>
 
@@ -29,17 +28,14 @@ ResidentFile::~ResidentFile() {
   if (fd_ >= 0) ::close(fd_);
 }
 
-FileRange ResidentFile::append(const std::byte* data, int64_t bytes) {
+FileRange ResidentFile::append(std::span<const std::byte> data) {
+  const int64_t bytes = std::ssize(data);
   if (fd_ < 0) {
     fd_ = ::open(path_.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0600);
     if (fd_ < 0) fail(io::Operation::open, path_, 0, bytes);
   }
-  if (data == nullptr) {
-    zeros_.resize(std::max(zeros_.size(), static_cast<size_t>(bytes)));
-    data = zeros_.data();
-  }
-  FileRange range{kName, end_, bytes, io::block_checksums({data, static_cast<size_t>(bytes)})};
-  write(data, bytes);
+  FileRange range{kName, end_, bytes, io::block_checksums(data)};
+  write(data.data(), bytes);
   return range;
 }
 

@@ -4,7 +4,7 @@
 
 #include <cstdint>
 #include <filesystem>
-#include <vector>
+#include <span>
 
 #include "engine/checkpoint/manifest.h"
 
@@ -19,8 +19,7 @@ class ResidentFile {
   ResidentFile& operator=(const ResidentFile&) = delete;
   ~ResidentFile();
 
-  /// `data` null: `bytes` zeros.
-  FileRange append(const std::byte* data, int64_t bytes);
+  FileRange append(std::span<const std::byte> data);
 
   /// Makes it durable.
   void finish();
@@ -31,7 +30,6 @@ class ResidentFile {
   std::filesystem::path path_;
   int fd_ = -1;
   int64_t end_ = 0;
-  std::vector<std::byte> zeros_;
 };
 
 }  // namespace overspill::engine

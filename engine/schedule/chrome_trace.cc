@@ -14,7 +14,7 @@ namespace {
 
 constexpr int kCaller = 0;
 constexpr int kFirstSlot = 1;  // tracks of the ring's slots
-constexpr int kCopyUp = 1000, kCopyDown = 1001, kFirstQueue = 1002;
+constexpr int kCopyUp = 1000, kCopyDown = 1001, kUpdate = 1002, kFirstQueue = 1003;
 
 class ChromeTrace {
  public:
@@ -98,6 +98,8 @@ class ChromeTrace {
         return on_device(span, kCopyUp, "device: copies up", "copy", unit);
       case DeviceSpan::Kind::copy_down:
         return on_device(span, kCopyDown, "device: copies down", "copy", "gradients of " + unit);
+      case DeviceSpan::Kind::update:
+        return on_device(span, kUpdate, "device: updates", "update", unit);
       case DeviceSpan::Kind::compute: {
         const auto known = queues_.try_emplace(span.queue, kFirstQueue + static_cast<int>(queues_.size()));
         const int track = known.first->second;

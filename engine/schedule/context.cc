@@ -77,9 +77,10 @@ Context::Context(Layout layout_in, Plan plan_in, Config config_in, Resources res
       state.whole = carver.take(unit.bytes());
       state.home = state.whole + layout.rank * unit.shard_bytes();
       state.gathered = Gathered::local;
-    } else if (!plan.weights_on_nvme[u]) {
+    } else if (!plan.weights_on_nvme[u] && !plan.on_device[u]) {
       state.home = carver.take(unit.shard_bytes());
     }
+    if (plan.on_device[u]) continue;
     carve_gradients(unit, state, carver);
     for (int32_t c = unit.first_chunk; c < unit.first_chunk + unit.chunk_count; ++c) {
       if (state.home != nullptr) chunks[c].home[0] = state.home + layout.chunks[c].begin * unit.element_bytes;

@@ -168,7 +168,8 @@ struct Context {
     return config.rounding_seed * 1'000'003 + static_cast<uint64_t>(unit);
   }
   bool used_in_place(int32_t unit) const {
-    return !needs_gather(layout, {device().shares_host_memory()}, plan.weights_on_nvme[unit]);
+    return plan.on_device[unit] ||
+           !needs_gather(layout, {device().shares_host_memory()}, plan.weights_on_nvme[unit]);
   }
   bool held_whole(int32_t unit) const {
     return engine::held_whole(layout, {device().shares_host_memory()}, plan.weights_on_nvme[unit]);

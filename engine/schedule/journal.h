@@ -45,6 +45,7 @@ struct DeviceSpan {
     copy_up,    // a unit's weights, from the host
     compute,    // what a caller's queue was given while it had the unit's lease
     copy_down,  // a gradient, or a piece of one, to the host
+    update,     // of a unit that lives there
   };
   Kind kind = Kind::copy_up;
   int32_t unit = -1;

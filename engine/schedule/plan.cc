@@ -7,6 +7,7 @@
 #include <numeric>
 
 #include "engine/memory/budget.h"
+#include "kernels/device_kernels.h"
 
 namespace overspill::engine {
 namespace {
@@ -39,14 +40,17 @@ class Planner {
     plan_.weights_on_nvme.assign(layout.units.size(), false);
     plan_.states_on_nvme.assign(layout.chunks.size(), false);
     plan_.gradients_on_nvme.assign(layout.chunks.size(), false);
+    plan_.on_device.assign(layout.units.size(), false);
     // Of micro-batches one after another they are complete only in the last one: they are held whole.
     plan_.gradients_pooled = layout.slices > 1 && layout.policy.sum_early &&
                              (config.gradient_accumulation == 1 || config.micro_batches_together);
   }
 
   Plan make() {
+    place_on_device();
     switch (config_.placement) {
       case Placement::host:
+      case Placement::device:
         break;
       case Placement::half:
         spill_every(2);
@@ -68,18 +72,63 @@ class Planner {
   }
 
  private:
+  /// Those of the first units that the device's budget takes beside the weights of all others.
+  void place_on_device() {
+    const bool forced_there = config_.placement == Placement::device;
+    if (device_.shares_host_memory || !device_.updates || layout_.slices > 1) return;
+    if (forced() ? !forced_there : config_.device_budget_bytes == 0) return;
+    const int64_t most =
+        config_.device_budget_bytes > 0 ? config_.device_budget_bytes : std::numeric_limits<int64_t>::max();
+    int64_t gathered = 0;
+    for (const Unit& unit : layout_.units) gathered += gathered_bytes(unit);
+    int64_t living = 0;
+    for (size_t u = 0; u < layout_.units.size(); ++u) {
+      const Unit& unit = layout_.units[u];
+      if (!may_live_on_device(unit)) continue;
+      const int64_t more = unit_device_bytes(unit, config_.gradient_accumulation);
+      const int64_t others = gathered - gathered_bytes(unit);
+      if (living + more + device_scratch_bytes() > most - others) continue;
+      plan_.on_device[u] = true;
+      living += more;
+      gathered = others;
+    }
+    if (living == 0) return;
+    plan_.units_device_bytes = living + device_scratch_bytes();
+    plan_.device_squares_bytes = squares_bytes();
+  }
+
+  static int64_t gathered_bytes(const Unit& unit) { return unit.bytes() + kArenaAlign; }
+
+  /// For a piece of a gradient from the host, and for squares by block of a chunk and by run of all chunks.
+  int64_t device_scratch_bytes() const {
+    int64_t most = 0;
+    for (const Chunk& chunk : layout_.chunks) most = std::max(most, chunk.elements);
+    return most * 4 + kernels::squares_blocks(most) * static_cast<int64_t>(sizeof(kernels::Squares)) +
+           squares_bytes();
+  }
+
+  int64_t squares_bytes() const {
+    int64_t runs = 0;
+    for (const Chunk& chunk : layout_.chunks) runs += std::ssize(chunk.runs);
+    const int64_t bytes = runs * static_cast<int64_t>(sizeof(kernels::Squares));
+    return (bytes + kArenaAlign - 1) / kArenaAlign * kArenaAlign;
+  }
+
+  bool on_device(size_t chunk) const { return plan_.on_device[layout_.chunks[chunk].unit]; }
+
   void spill_every(size_t stride) {
-    for (size_t u = 0; u < layout_.units.size(); ++u) plan_.weights_on_nvme[u] = u % stride == 0;
+    for (size_t u = 0; u < layout_.units.size(); ++u)
+      plan_.weights_on_nvme[u] = u % stride == 0 && !plan_.on_device[u];
     for (size_t c = 0; c < layout_.chunks.size(); ++c)
-      plan_.states_on_nvme[c] = c % stride == 0 && states_bytes(layout_, c) > 0;
+      plan_.states_on_nvme[c] = c % stride == 0 && states_bytes(layout_, c) > 0 && !on_device(c);
   }
 
   /// Ranks exchange whole gradients, and guesses read them in memory: both need them on the host.
   template <class Which>
   void spill_gradients_where(Which which) {
     for (size_t c = 0; c < layout_.chunks.size(); ++c) {
-      plan_.gradients_on_nvme[c] =
-          layout_.slices == 1 && !(forced() && config_.speculate) && gradient_bytes(c) > 0 && which(c);
+      plan_.gradients_on_nvme[c] = layout_.slices == 1 && !(forced() && config_.speculate) &&
+                                   gradient_bytes(c) > 0 && !on_device(c) && which(c);
     }
   }
   bool forced() const { return config_.placement != Placement::automatic; }
@@ -116,7 +165,8 @@ class Planner {
     std::fill(plan_.weights_on_nvme.begin(), plan_.weights_on_nvme.end(), false);
     size_up();
     if (!fits()) {
-      std::fill(plan_.weights_on_nvme.begin(), plan_.weights_on_nvme.end(), true);
+      plan_.weights_on_nvme = plan_.on_device;
+      plan_.weights_on_nvme.flip();
       size_ring_beside_weights();
       for (size_t u = 0; u < layout_.units.size(); ++u) bring_home(plan_.weights_on_nvme, u);
     }
@@ -194,7 +244,7 @@ class Planner {
   int64_t slot_bytes(size_t c) const {
     const Chunk& chunk = layout_.chunks[c];
     const Unit& unit = layout_.units[chunk.unit];
-    if (!unit.trainable()) return 0;
+    if (!unit.trainable() || plan_.on_device[chunk.unit]) return 0;
     const bool weights = plan_.weights_on_nvme[chunk.unit];
     return (weights ? unit.component_bytes(Component::hi, chunk.elements) : 0) +
            (plan_.states_on_nvme[c] ? unit.state_bytes(chunk.elements) : 0) +
@@ -212,6 +262,7 @@ class Planner {
     int64_t gradients_moved = 0;  // each way
     for (size_t u = 0; u < layout_.units.size(); ++u) {
       const Unit& unit = layout_.units[u];
+      if (p.on_device[u]) continue;
       (p.weights_on_nvme[u] ? p.weights_nvme_bytes : p.weights_host_bytes) +=
           held_whole(layout_, device_, p.weights_on_nvme[u]) ? unit.bytes() : unit.shard_bytes();
       if (p.weights_on_nvme[u]) {
@@ -220,6 +271,10 @@ class Planner {
       }
     }
     for (size_t c = 0; c < layout_.chunks.size(); ++c) {
+      component_most = std::max(
+          component_most, layout_.chunks[c].elements *
+                              std::max<int64_t>(4, layout_.units[layout_.chunks[c].unit].element_bytes));
+      if (on_device(c)) continue;
       const int64_t bytes = states_bytes(layout_, c);
       (p.states_on_nvme[c] ? p.states_nvme_bytes : p.states_host_bytes) += bytes;
       const Unit& unit = layout_.units[layout_.chunks[c].unit];
@@ -234,8 +289,6 @@ class Planner {
       } else {
         p.gradients_host_bytes += gradient_bytes(c) * (p.gradients_pooled ? 1 : layout_.world);
       }
-      component_most =
-          std::max(component_most, layout_.chunks[c].elements * std::max<int64_t>(4, unit.element_bytes));
     }
     p.nvme_read_bytes_per_step += p.states_nvme_bytes + gradients_moved;
     p.nvme_written_bytes_per_step += p.states_nvme_bytes + gradients_moved;
@@ -295,7 +348,8 @@ class Planner {
   void size_up_gather(bool roomy) {
     std::vector<int64_t> gathered, by_host;
     for (size_t u = 0; u < layout_.units.size(); ++u) {
-      const int64_t bytes = layout_.units[u].bytes() + kArenaAlign;
+      if (plan_.on_device[u]) continue;
+      const int64_t bytes = gathered_bytes(layout_.units[u]);
       if (needs_gather(layout_, device_, plan_.weights_on_nvme[u])) gathered.push_back(bytes);
       if (needs_host_block(layout_, device_, plan_.weights_on_nvme[u])) by_host.push_back(bytes);
     }
@@ -307,13 +361,14 @@ class Planner {
     const int64_t least = largest(gathered, kept ? all : kLeasedMost);
     plan_.gather_device_bytes = largest(gathered, kept ? all : usual);
     if (config_.device_budget_bytes == 0) return;
-    if (least > config_.device_budget_bytes) {
+    const int64_t left = config_.device_budget_bytes - plan_.units_device_bytes;
+    if (least > left) {
       throw BudgetError(
           fmt::format("device budget too small: {} ({} bytes) are needed for the {} largest units "
                       "together, {} are allowed",
                       mib(least), least, kept ? all : kLeasedMost, mib(config_.device_budget_bytes)));
     }
-    plan_.gather_device_bytes = std::min(largest(gathered, all), config_.device_budget_bytes);
+    plan_.gather_device_bytes = std::min(largest(gathered, all), left);
   }
 
   /// The sum of the `count` largest.
@@ -391,6 +446,10 @@ std::vector<Plan::Holding> holdings_of(const Layout& layout) {
 
 }  // namespace
 
+DeviceTraits traits_of(kernels::Device& device) {
+  return {device.shares_host_memory(), device.kernels() != nullptr};
+}
+
 bool needs_gather(const Layout& layout, const DeviceTraits& device, bool weights_on_nvme) {
   if (held_whole(layout, device, weights_on_nvme)) return false;
   return weights_on_nvme || layout.world > 1 || !device.shares_host_memory;
@@ -412,6 +471,16 @@ optim::Element gradient_element(optim::Format format, int64_t gradient_accumulat
 
 int64_t gradient_element_bytes(UnitFormat format, int64_t gradient_accumulation) {
   return format ? optim::bytes(gradient_element(*format, gradient_accumulation)) : 0;
+}
+
+bool may_live_on_device(const Unit& unit) {
+  const bool known = unit.format == optim::Format::exact || unit.format == optim::Format::fp32;
+  return known && unit.optimizer == optim::optimizer_of(optim::AdamConfig{});
+}
+
+int64_t unit_device_bytes(const Unit& unit, int64_t gradient_accumulation) {
+  return unit.bytes() + unit.state_bytes(unit.elements) +
+         unit.elements * gradient_element_bytes(unit.format, gradient_accumulation);
 }
 
 bool may_guess(const Plan& plan, int32_t chunk) {
@@ -444,7 +513,7 @@ std::string Plan::text() const {
   if (intake_slots > 0) row("gradients from the device", intake_slots * intake_slot_bytes, 0);
   if (second_weights > 0) row("second weights of guessed updates", second_weights * second_weights_bytes, 0);
   if (gradient_pool_bytes > 0) row("gradients until they are summed", gradient_pool_bytes, 0);
-  row("scratch", access_bytes + exchange_bytes + serve_bytes, 0);
+  row("scratch", access_bytes + exchange_bytes + serve_bytes + device_squares_bytes, 0);
   row("sum", host_bytes(), nvme_bytes());
   out += fmt::format("  {:<34} {:>14}\n", "budget", mib(host_budget_bytes));
   for (const Holding& holding : holdings) {
@@ -453,6 +522,10 @@ std::string Plan::text() const {
   }
   if (gather_device_bytes > 0)
     out += fmt::format("  {:<34} {:>14}\n", "gather arena on the device", mib(gather_device_bytes));
+  if (units_device_bytes > 0) {
+    out += fmt::format("  {:<34} {:>14}\n", fmt::format("{} units that live there", units_on_device()),
+                       mib(units_device_bytes));
+  }
   if (nvme_bytes() > 0) {
     out += fmt::format(
         "  NVMe: {} reserved ({} for checkpoints, one being taken, and what is on its way); a step reads {} "

@@ -8,26 +8,37 @@
 // each byte held; those of the first units, which backward gives last, first), second weights of guessed
 // updates (10 bytes of traffic moved under backward for each byte held), states (2 bytes saved for each byte
 // held; the first units of forward first, for nothing hides their reads).
+//
+// On a device with memory of its own, its budget goes to gathered weights first: one that stays until
+// backward is not copied again (2 bytes of traffic saved for each byte held). What is left when all of them
+// fit goes to units that live there, with states and gradients, and are updated there: the first units of
+// forward, for their updates have nothing to hide under (4 bytes of copies and the update's 26 of host memory
+// traffic saved for each 14 held).
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <string>
 #include <vector>
 
 #include "engine/config.h"
 #include "engine/partition/layout.h"
+#include "kernels/device.h"
 
 namespace overspill::engine {
 
 /// What a device needs of the plan.
 struct DeviceTraits {
   bool shares_host_memory = true;
+  bool updates = false;  // it has kernels: units may live on it
 };
+DeviceTraits traits_of(kernels::Device& device);
 
 struct Plan {
   std::vector<bool> weights_on_nvme;    // by unit: hi
   std::vector<bool> states_on_nvme;     // by chunk: all components but hi
   std::vector<bool> gradients_on_nvme;  // by chunk: spilled between backward and update; world 1
+  std::vector<bool> on_device;          // by unit: weights, states and gradients live there; world 1
 
   /// Parameters that are held alike.
   struct Holding {
@@ -49,10 +60,12 @@ struct Plan {
   int64_t staging_buffers = 0;       // so many times
   int64_t gather_host_bytes =
       0;  // arena of gathered units (where the device shares host memory), or of bounce buffers
-  int64_t gather_device_bytes = 0;  // 0 where the device shares host memory
-  int64_t intake_slot_bytes = 0;    // gradients on their way from a device with memory of its own: a chunk's,
-  int64_t intake_slots = 0;         // so many times
-  int64_t second_weights = 0;       // chunks whose guessed weights have room, of
+  int64_t gather_device_bytes = 0;   // 0 where the device shares host memory
+  int64_t units_device_bytes = 0;    // of units that live on the device: weights, states, gradients, scratch
+  int64_t device_squares_bytes = 0;  // and, on the host, sums of squares of their gradients
+  int64_t intake_slot_bytes = 0;  // gradients on their way from a device with memory of its own: a chunk's,
+  int64_t intake_slots = 0;       // so many times
+  int64_t second_weights = 0;     // chunks whose guessed weights have room, of
   int64_t second_weights_bytes = 0;  // bytes each
   int64_t access_bytes = 0;          // one component of the largest chunk, for access from outside
   bool gradients_pooled = false;     // several ranks: summed as they come, only this rank's shard is kept
@@ -70,11 +83,13 @@ struct Plan {
     return weights_host_bytes + states_host_bytes + gradients_host_bytes + ring_slots * ring_slot_bytes +
            staging_buffers * staging_buffer_bytes + gather_host_bytes + intake_slots * intake_slot_bytes +
            second_weights * second_weights_bytes + access_bytes + gradient_pool_bytes + exchange_bytes +
-           serve_bytes;
+           serve_bytes + device_squares_bytes;
   }
   /// What a checkpoint has there.
   int64_t kept_nvme_bytes() const { return weights_nvme_bytes + states_nvme_bytes; }
   int64_t nvme_bytes() const { return kept_nvme_bytes() + gradients_nvme_bytes; }
+  int64_t device_bytes() const { return gather_device_bytes + units_device_bytes; }
+  int64_t units_on_device() const { return std::count(on_device.begin(), on_device.end(), true); }
   /// A table for people.
   std::string text() const;
 };
@@ -91,6 +106,11 @@ bool held_whole(const Layout& layout, const DeviceTraits& device, bool weights_o
 /// What gradients in flight are kept in, and its bytes: 0 for a frozen unit.
 optim::Element gradient_element(optim::Format format, int64_t gradient_accumulation);
 int64_t gradient_element_bytes(UnitFormat format, int64_t gradient_accumulation);
+
+/// Whether a device's kernels update such a unit: Adam's, in bf16 with a split master, or in fp32.
+bool may_live_on_device(const Unit& unit);
+/// Its bytes there: all components, and its gradient in flight.
+int64_t unit_device_bytes(const Unit& unit, int64_t gradient_accumulation);
 
 /// Whether a chunk's update may be guessed while backward runs: its states are on NVMe, and its gradient is
 /// in memory.

@@ -118,7 +118,7 @@ std::vector<UnitDemand> demands(const Layout& layout, const Config& config, cons
   for (size_t c = 0; c < layout.chunks.size(); ++c) {
     const Chunk& chunk = layout.chunks[c];
     const Unit& unit = layout.units[chunk.unit];
-    if (!unit.trainable()) continue;
+    if (!unit.trainable() || plan.on_device[chunk.unit]) continue;
     UnitDemand& demand = found[chunk.unit];
     demand.elements += chunk.elements;
     if (plan.states_on_nvme[c]) demand.bytes += 2 * unit.state_bytes(chunk.elements);

@@ -45,8 +45,9 @@ class Checkpoint : public ::testing::TestWithParam<std::tuple<Placement, const c
     config.placement = placement;
     config.poison = true;
     change(config);
+    const char* device = placement == Placement::device ? "simulated" : "host";
     return std::make_unique<Engine>(toy_units(), config,
-                                    make_resources(toy_units(), config, {"host", backend, 3}));
+                                    make_resources(toy_units(), config, {device, backend, 3}));
   }
 
   fs::path folder_;
@@ -64,7 +65,7 @@ TEST_P(Checkpoint, GoingOnFromItIsGoingOn) {
   const std::vector<float> at_ten = toy_contents(*first);
   first.reset();  // its files are gone now; the checkpoint's are not
 
-  for (Placement other : {Placement::host, Placement::half, Placement::nvme}) {
+  for (Placement other : {Placement::host, Placement::half, Placement::nvme, Placement::device}) {
     auto second = make(other, backend, "b");
     EXPECT_EQ(second->load(folder_ / "five"), R"({"note": "five"})");
     EXPECT_EQ(second->stats().step, 5);
@@ -74,12 +75,11 @@ TEST_P(Checkpoint, GoingOnFromItIsGoingOn) {
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(Placements, Checkpoint,
-                         ::testing::Values(std::tuple{Placement::host, "auto"},
-                                           std::tuple{Placement::half, "auto"},
-                                           std::tuple{Placement::nvme, "auto"},
-                                           std::tuple{Placement::nvme, "threads"},
-                                           std::tuple{Placement::half, "memory"}));
+INSTANTIATE_TEST_SUITE_P(
+    Placements, Checkpoint,
+    ::testing::Values(std::tuple{Placement::host, "auto"}, std::tuple{Placement::device, "auto"},
+                      std::tuple{Placement::half, "auto"}, std::tuple{Placement::nvme, "auto"},
+                      std::tuple{Placement::nvme, "threads"}, std::tuple{Placement::half, "memory"}));
 
 using Checkpoints = Checkpoint;
 

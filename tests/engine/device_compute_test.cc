@@ -40,6 +40,7 @@ using engine::Queue;
 
 constexpr int kSteps = kWatched ? 5 : 10;
 constexpr int64_t kThreeUnits = 92 << 10;  // what the device must have, and not what all six take
+constexpr int64_t kSomeLiveThere = 400 << 10;
 
 struct Case {
   Placement placement = Placement::host;
@@ -51,10 +52,12 @@ struct Case {
 };
 
 std::string name_of(const Case& c) {
-  static constexpr const char* kPlacements[] = {"automatic", "host", "half", "nvme"};
-  return fmt::format("{}_{}_micro{}{}{}{}", kPlacements[static_cast<int>(c.placement)], c.device,
-                     c.micro_batches, c.poison ? "_poison" : "",
-                     c.device_budget_bytes > kThreeUnits ? "_roomy" : "", c.speculate ? "_speculate" : "");
+  return fmt::format("{}_{}_micro{}{}{}{}", placement_name(c.placement), c.device, c.micro_batches,
+                     c.poison ? "_poison" : "",
+                     c.device_budget_bytes > kSomeLiveThere ? "_roomy"
+                     : c.device_budget_bytes > kThreeUnits  ? "_some"
+                                                            : "",
+                     c.speculate ? "_speculate" : "");
 }
 
 /// The toy model's forward and backward, submitted to a queue. Losses are there once the queue is done.
@@ -202,7 +205,12 @@ TEST_P(DeviceCompute, EqualsTheScalarReference) {
   Case plain = c;
   plain.device = "host";
   plain.device_budget_bytes = 0;
+  if (c.placement == Placement::device) plain.placement = Placement::host;
   const auto host = engine_of(plain, plain_device);
+  if (c.device_budget_bytes == kSomeLiveThere) {
+    const auto living = engine->plan().units_on_device();
+    ASSERT_TRUE(living > 0 && living < 4) << living << " units live on the device";
+  }
   Framework framework(*device);
   std::vector<engine::StepResult> results;
   for (int step = 0; step < kSteps; ++step) {
@@ -228,6 +236,13 @@ std::vector<Case> cases() {
     }
     all.push_back({Placement::host, device, 1, false, 64 << 20});
     all.push_back({Placement::nvme, device, 1, true, 64 << 20});
+    for (int micro_batches : {1, 3}) {
+      for (bool poison : {false, true}) {
+        all.push_back({Placement::device, device, micro_batches, poison, 64 << 20});
+        all.push_back({Placement::device, device, micro_batches, poison, kSomeLiveThere});
+      }
+    }
+    all.push_back({Placement::automatic, device, 1, false, kSomeLiveThere});
   }
   return all;
 }

@@ -43,9 +43,8 @@ struct Case {
 };
 
 std::string name_of(const Case& c) {
-  static constexpr const char* kPlacements[] = {"automatic", "host", "half", "nvme"};
-  return fmt::format("{}_depth{}_threads{}_{}_{}_micro{}{}", kPlacements[static_cast<int>(c.placement)],
-                     c.prefetch, c.threads, c.device, c.store, c.micro_batches, c.speculation);
+  return fmt::format("{}_depth{}_threads{}_{}_{}_micro{}{}", placement_name(c.placement), c.prefetch,
+                     c.threads, c.device, c.store, c.micro_batches, c.speculation);
 }
 
 std::filesystem::path scratch() {
@@ -175,6 +174,10 @@ std::vector<Case> all_cases() {
       cases.push_back({placement, 4, 2, "cuda", "memory", 1, speculation});
       cases.push_back({placement, 4, 2, "host", "auto", 1, speculation});
     }
+  }
+  for (const char* device : {"simulated", "cuda"}) {
+    for (int64_t prefetch : {0, 4}) cases.push_back({Placement::device, prefetch, 2, device, "memory", 1});
+    cases.push_back({Placement::device, 4, 2, device, "memory", 3});
   }
   cases.push_back({Placement::half, 4, 2, "host", "auto", 1});
   cases.push_back({Placement::nvme, 4, 2, "host", "auto", 1});

@@ -37,10 +37,9 @@ struct Way {
 };
 
 std::string text_of(const Way& way) {
-  static constexpr const char* kPlacements[] = {"automatic", "host", "half", "nvme"};
   return fmt::format("{}, {} threads, {} micro-batches, speculation {}, chunks of {}",
-                     kPlacements[static_cast<int>(way.placement)], way.threads, way.micro_batches,
-                     way.speculation, way.chunk_elements);
+                     placement_name(way.placement), way.threads, way.micro_batches, way.speculation,
+                     way.chunk_elements);
 }
 
 class Family : public ::testing::TestWithParam<std::tuple<int, optim::Format>> {

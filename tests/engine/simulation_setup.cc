@@ -170,7 +170,6 @@ SimulationSetup draw_setup(Draw& draw, bool quiet, const std::string& nvme_folde
 }
 
 std::string SimulationSetup::text(uint64_t seed) const {
-  static constexpr const char* kPlacements[] = {"automatic", "host", "half", "nvme"};
   static constexpr const char* kTroubles[] = {"none", "errors", "spoilt", "files", "cut"};
   const engine::Layout layout = engine::make_layout(units, config.chunk_elements, 0, 1);
   const engine::Plan plan = engine::make_plan(layout, config, {true});
@@ -179,8 +178,8 @@ std::string SimulationSetup::text(uint64_t seed) const {
       "{}, {} "
       "workers, delay {} to {} us, {}{}, trouble: {}",
       seed, units.size(), optim::name(units[0].optimizer), layout.chunks.size(), config.chunk_elements,
-      kPlacements[static_cast<int>(config.placement)], plan.ring_slots, config.prefetch_units,
-      config.gradient_accumulation, threads, faults.delay_min.count(), faults.delay_max.count(),
+      placement_name(config.placement), plan.ring_slots, config.prefetch_units, config.gradient_accumulation,
+      threads, faults.delay_min.count(), faults.delay_max.count(),
       faults.reorder ? "any order" : "in order of time", config.speculate ? ", speculation" : "",
       kTroubles[static_cast<int>(trouble)]);
 }

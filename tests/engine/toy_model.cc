@@ -75,6 +75,11 @@ std::vector<float> toy_widened(std::string_view dtype, const std::byte* data, si
   return out;
 }
 
+const char* placement_name(engine::Placement placement) {
+  static constexpr const char* kNames[] = {"automatic", "host", "half", "nvme", "device"};
+  return kNames[static_cast<size_t>(placement)];
+}
+
 std::vector<engine::UnitSpec> toy_units(const ToyKind& kind) {
   std::vector<engine::UnitSpec> units = {
       {"embed", Format::exact, "BF16", {{"embed.weight", {97, 64}, 0, {}}, {"embed.scale", {3}, 1, {}}}},

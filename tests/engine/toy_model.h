@@ -27,6 +27,9 @@ struct ToyKind {
 /// Devices that every machine has, and CUDA where there is one (the tests named after it say where not).
 std::vector<std::string> toy_devices();
 
+/// For names of tests.
+const char* placement_name(engine::Placement placement);
+
 /// One frozen unit among them, sizes from 3 elements to several chunks.
 std::vector<engine::UnitSpec> toy_units(const ToyKind& kind = {});
 

@@ -99,7 +99,7 @@ def expect_on_device(engine):
 # ---- every kind of model
 
 
-@pytest.mark.parametrize("placement", ["host", "nvme"])
+@pytest.mark.parametrize("placement", ["host", "nvme", "device"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("name", ZOO)
 def test_bit_equal_to_plain(name, dtype, placement, on_device):
@@ -167,7 +167,7 @@ def test_what_is_released_reads_as_nan(on_device):
 # ---- streams
 
 
-@pytest.mark.parametrize("placement", ["host", "nvme"])
+@pytest.mark.parametrize("placement", ["host", "nvme", "device"])
 def test_streams_of_the_script(on_device, placement):
     """Forward and backward on streams that are not torch's default, another one each step."""
     plain = overspill.initialize(small_net(), on_device(placement))[0]
@@ -203,11 +203,12 @@ class OnTwoStreams(nn.Module):
         return out + beside
 
 
-def test_a_weight_on_two_streams(on_device):
+@pytest.mark.parametrize("placement", ["nvme", "device"])
+def test_a_weight_on_two_streams(on_device, placement):
     engines = []
     for _ in range(2):
         torch.manual_seed(0)
-        engines.append(overspill.initialize(OnTwoStreams(), on_device("nvme"))[0])
+        engines.append(overspill.initialize(OnTwoStreams(), on_device(placement))[0])
     engines[0].module.side = torch.Stream(engines[0].device)
     assert train(engines[0], 4) == train(engines[1], 4)
     for engine in engines:
@@ -277,8 +278,9 @@ def test_a_model_that_is_there_already(on_device):
     moved.close()
 
 
-def test_state_dicts_copies_and_edits(on_device):
-    engine = overspill.initialize(small_net(), on_device("half"))[0]
+@pytest.mark.parametrize("placement", ["half", "device"])
+def test_state_dicts_copies_and_edits(on_device, placement):
+    engine = overspill.initialize(small_net(), on_device(placement))[0]
     train(engine, 2)
     state = engine.state_dict()
     assert state["0.weight"].device.type == "cpu" and state["2.running_mean"].device == engine.device
@@ -294,8 +296,9 @@ def test_state_dicts_copies_and_edits(on_device):
     engine.close()
 
 
-def test_gradients_are_the_engines(on_device):
-    engine = overspill.initialize(small_net(), on_device(accumulation=2))[0]
+@pytest.mark.parametrize("placement", ["host", "device"])
+def test_gradients_are_the_engines(on_device, placement):
+    engine = overspill.initialize(small_net(), on_device(placement, accumulation=2))[0]
     plain = small_net().to(engine.device)
     for i in range(2):
         engine.backward(engine(inputs(i)).square().mean())
@@ -329,12 +332,13 @@ def test_what_is_no_gradient_is_refused(on_device):
     engine.close()
 
 
-def test_checkpoints_open_on_either_side(on_device, config, tmp_path):
-    engine = overspill.initialize(small_net(), on_device("nvme"))[0]
+@pytest.mark.parametrize(("first", "then"), [("nvme", "half"), ("device", "nvme"), ("half", "device")])
+def test_checkpoints_open_on_either_side(on_device, config, tmp_path, first, then):
+    engine = overspill.initialize(small_net(), on_device(first))[0]
     train(engine, 2)
     engine.save_checkpoint(tmp_path / "saved")
     losses = train(engine, 2, 2)
-    again = overspill.initialize(small_net(), on_device("half"))[0]
+    again = overspill.initialize(small_net(), on_device(then))[0]
     again.load_checkpoint(tmp_path / "saved")
     assert train(again, 2, 2) == losses
     host = config("half")
@@ -379,17 +383,19 @@ def test_a_scripts_own_saved_tensor_hooks(on_device):
     other.close()
 
 
+@pytest.mark.parametrize("placement", ["nvme", "device"])
 @pytest.mark.parametrize("options", [{"speculate": True}, {"prefetch_units": 0}, {"threads": 2}])
-def test_how_the_engine_works_changes_no_bit(options, on_device):
-    engine = overspill.initialize(small_net(), on_device("nvme", **options))[0]
+def test_how_the_engine_works_changes_no_bit(options, placement, on_device):
+    engine = overspill.initialize(small_net(), on_device(placement, **options))[0]
     other = overspill.initialize(small_net(), on_device())[0]
     assert train(engine, 4) == train(other, 4)
     engine.close()
     other.close()
 
 
-def test_vertical_accumulation(on_device):
-    settings = on_device("nvme", accumulation=3)
+@pytest.mark.parametrize("placement", ["nvme", "device"])
+def test_vertical_accumulation(on_device, placement):
+    settings = on_device(placement, accumulation=3)
     upright = overspill.initialize(small_net(), settings)[0]
     together = overspill.initialize(small_net(), settings | {"vertical_accumulation": True})[0]
 
@@ -471,6 +477,40 @@ def test_the_trace_has_what_the_device_did(on_device, tmp_path):
     assert {"device: copies up", "device: copies down", "device: computes (0)"} <= set(shown)
     assert shown.count("device: copies down") == 2 * len(list(engine.module.parameters()))
     engine.close()
+
+
+def test_what_lives_on_the_device_never_crosses_the_link(on_device, tmp_path):
+    engine = overspill.initialize(small_net(), on_device("device"))[0]
+    plan = engine._core.plan.as_dict()
+    assert plan["units_on_device"] == 3 and plan["states_host_bytes"] == plan["weights_host_bytes"] == 0
+    assert engine.stats()["device_bytes"] == plan["units_device_bytes"] + plan["gather_device_bytes"]
+    train(engine, 1)
+    with engine.trace(tmp_path / "trace.json"):
+        train(engine, 2)
+        engine.synchronize()
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    tracks = {e["tid"]: e["args"]["name"] for e in events if e["ph"] == "M"}
+    shown = [tracks[e["tid"]] for e in events if e["ph"] == "X"]
+    assert {"device: updates", "device: computes (0)"} <= set(shown)
+    assert not {"device: copies up", "device: copies down"} & set(shown)
+    assert shown.count("device: updates") == 2 * 3
+    engine.close()
+
+
+def test_the_budget_decides_how_much_lives_there(on_device):
+    def living(budget):
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Linear(512, 512) for _ in range(12)))  # 12 MiB in fp32, 48 with all else
+        engine = overspill.initialize(model, on_device("auto", device=budget))[0]
+        plan = engine._core.plan.as_dict()
+        losses = train(engine, 2, width=512)
+        engine.close()
+        assert engine.stats()["device_bytes"] <= plan["units_device_bytes"] + plan["gather_device_bytes"]
+        return plan["units_on_device"], losses
+
+    found = [living(budget) for budget in ("4MiB", "14MiB", "24MiB", "96MiB")]
+    assert [units for units, _ in found] == [0, 0, 3, 12]
+    assert all(losses == found[0][1] for _, losses in found)
 
 
 @pytest.fixture

@@ -1,0 +1,237 @@
+#include "engine/device_units.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <stdexcept>
+#include <utility>
+
+namespace overspill::engine {
+namespace {
+
+using kernels::Float;
+
+Float float_of(optim::Element element) {
+  if (element == optim::Element::fp16) throw std::logic_error("no unit of fp16 lives on a device");
+  return element == optim::Element::bf16 ? Float::bf16 : Float::fp32;
+}
+
+kernels::AdamFactors factors_of(const optim::Factors& factors) {
+  const auto& f = std::get<optim::Adam::Factors>(factors.of);
+  return {.l2 = f.l2,
+          .decay = f.decay,
+          .one_minus_beta1 = f.one_minus_beta1,
+          .beta2 = f.beta2,
+          .one_minus_beta2 = f.one_minus_beta2,
+          .minus_step_size = f.minus_step_size,
+          .inverse_sqrt_bias2 = f.inverse_sqrt_bias2,
+          .eps = f.eps,
+          .grad_scale = factors.grad_scale};
+}
+
+}  // namespace
+
+DeviceUnits::DeviceUnits(Context& context)
+    : context_(context),
+      squares_(context.host_budget, context.plan.device_squares_bytes, "squares of gradients on the device") {
+  if (context.plan.units_on_device() == 0) return;
+  kernels::Device& device = context.device();
+  kernels_ = device.kernels();
+  memory_ = device.allocate(context.plan.units_device_bytes);
+  stream_ = device.make_stream();
+  pins_.push_back(device.pin_host(squares_.data(), squares_.bytes()));
+  std::byte* next = memory_.data();
+  const auto take = [&](int64_t bytes) { return std::exchange(next, next + bytes); };
+  residents_.resize(context.layout.units.size());
+  size_t runs = 0;
+  for (const Chunk& chunk : context.layout.chunks) {
+    piece_elements_ = std::max(piece_elements_, chunk.elements);
+    first_run_.push_back(runs);
+    if (hold(chunk.unit)) runs += chunk.runs.size();
+  }
+  for (size_t u = 0; u < residents_.size(); ++u) {
+    if (!hold(static_cast<int32_t>(u))) continue;
+    const Unit& unit = context.layout.units[u];
+    Resident& resident = residents_[u];
+    for (Component component : kAllComponents)
+      resident.components[static_cast<size_t>(component)] =
+          take(unit.component_bytes(component, unit.elements));
+    resident.gradients = take(unit.elements * context.gradient_width(static_cast<int32_t>(u)));
+    resident.block.unit = static_cast<int32_t>(u);
+    resident.block.device = resident.components[0];
+  }
+  piece_ = take(piece_elements_ * 4);
+  totals_ = reinterpret_cast<kernels::Squares*>(take(static_cast<int64_t>(runs * sizeof(kernels::Squares))));
+  blocks_ = reinterpret_cast<kernels::Squares*>(
+      take(kernels::squares_blocks(piece_elements_) * static_cast<int64_t>(sizeof(kernels::Squares))));
+  if (next > memory_.data() + memory_.bytes())
+    throw std::logic_error("units on the device take more than was planned");
+  kernels_->clear(*stream_, memory_.data(), memory_.bytes());
+}
+
+DeviceUnits::~DeviceUnits() {
+  if (stream_ == nullptr) return;
+  try {
+    for (Resident& resident : residents_) wait_for_uses(resident.block);
+    stream_->record().wait();
+  } catch (const std::exception&) {  // the device has failed: nothing uses its memory any more
+  }
+}
+
+Block* DeviceUnits::lease(int32_t unit) {
+  Block& block = residents_[unit].block;
+  ++block.leases;
+  return &block;
+}
+
+// ---- gradients
+
+std::byte* DeviceUnits::gradient_of(int32_t unit, int32_t segment) {
+  const int64_t begin = context_.layout.units[unit].segments[segment].begin;
+  return residents_[unit].gradients + begin * context_.gradient_width(unit);
+}
+
+Float DeviceUnits::gradient_type(int32_t unit) const {
+  return float_of(context_.gradient_type(unit));
+}
+
+kernels::Event DeviceUnits::take_in(const Arrival& arrival, const std::byte* data,
+                                    const kernels::Event& ready) {
+  stream_->wait(ready);
+  kernels_->take_in(*stream_, float_of(arrival.element), data, gradient_type(arrival.unit),
+                    gradient_of(arrival.unit, arrival.segment),
+                    context_.layout.units[arrival.unit].segments[arrival.segment].elements, arrival.first);
+  return stream_->record();
+}
+
+void DeviceUnits::take_in(std::unique_lock<std::mutex>& lock, const Arrival& arrival, int64_t begin,
+                          int64_t elements, const std::byte* data) {
+  const int64_t width = optim::bytes(arrival.element);
+  for (int64_t done = 0; done < elements;) {
+    const int64_t count = std::min(piece_elements_, elements - done);
+    stream_->copy_from_host(piece_, data + done * width, count * width);
+    kernels_->take_in(
+        *stream_, float_of(arrival.element), piece_, gradient_type(arrival.unit),
+        gradient_of(arrival.unit, arrival.segment) + (begin + done) * context_.gradient_width(arrival.unit),
+        count, arrival.first);
+    done += count;
+  }
+  wait(lock, stream_->record());
+}
+
+void DeviceUnits::read_gradient(std::unique_lock<std::mutex>& lock, int32_t unit, int32_t segment,
+                                std::span<std::byte> out) {
+  stream_->copy_to_host(out.data(), gradient_of(unit, segment), std::ssize(out));
+  wait(lock, stream_->record());
+}
+
+void DeviceUnits::start_squares(const std::vector<std::vector<uint8_t>>& present) {
+  if (stream_ == nullptr) return;
+  for (size_t c = 0; c < context_.layout.chunks.size(); ++c) {
+    const Chunk& chunk = context_.layout.chunks[c];
+    if (!hold(chunk.unit)) continue;
+    const std::byte* const gradients =
+        residents_[chunk.unit].gradients + chunk.begin * context_.gradient_width(chunk.unit);
+    for (size_t r = 0; r < chunk.runs.size(); ++r) {
+      const Run& run = chunk.runs[r];
+      if (present[chunk.unit][run.segment] == 0) continue;
+      kernels_->squares(*stream_, gradient_type(chunk.unit),
+                        gradients + run.begin * context_.gradient_width(chunk.unit), run.elements, blocks_,
+                        totals_ + first_run_[c] + r);
+    }
+  }
+  stream_->copy_to_host(squares_.data(), totals_, squares_.bytes());
+  summed_ = stream_->record();
+}
+
+void DeviceUnits::wait_for_squares(std::unique_lock<std::mutex>& lock) {
+  wait(lock, std::exchange(summed_, {}));
+}
+
+optim::Squares DeviceUnits::squares(int32_t chunk, size_t run) const {
+  const kernels::Squares& found =
+      reinterpret_cast<const kernels::Squares*>(squares_.data())[first_run_[chunk] + run];
+  return {found.sum, found.not_finite == 0};
+}
+
+// ---- the update
+
+void DeviceUnits::wait_for_uses(Block& block) {
+  for (const kernels::Event& use : block.uses) stream_->wait(use);
+  block.uses.clear();
+}
+
+void DeviceUnits::update(int32_t unit) {
+  const Unit& u = context_.layout.units[unit];
+  const UnitState& state = context_.units[unit];
+  Resident& resident = residents_[unit];
+  try {
+    wait_for_uses(resident.block);
+    const kernels::Event begin = context_.journal.begin(*stream_);
+    for (size_t s = 0; s < u.segments.size(); ++s) {
+      if (state.updated[s] == 0) continue;
+      const Segment& segment = u.segments[s];
+      const auto at = [&](size_t component) {
+        return resident.components[component] +
+               segment.begin * u.component_element_bytes(kAllComponents[component]);
+      };
+      const bool split = u.components()[1].role == optim::Role::master;
+      const size_t m = split ? 2 : 1;
+      const kernels::AdamArrays arrays{.weight = at(0),
+                                       .lo = split ? reinterpret_cast<int16_t*>(at(1)) : nullptr,
+                                       .m = reinterpret_cast<float*>(at(m)),
+                                       .v = reinterpret_cast<float*>(at(m + 1))};
+      kernels_->update_adam(*stream_, arrays, gradient_type(unit), gradient_of(unit, static_cast<int32_t>(s)),
+                            segment.elements, factors_of(state.factors[s]));
+    }
+    resident.block.copied = stream_->record();
+    context_.journal.note(DeviceSpan::Kind::update, unit, begin, resident.block.copied);
+    if (context_.config.poison) {
+      resident.block.copied.wait();
+      context_.device().poison(resident.gradients, u.elements * context_.gradient_width(unit));
+    }
+  } catch (const kernels::DeviceError& error) {
+    context_.fail(fmt::format("updating {} on the device: {}", u.name, error.what()));
+  }
+}
+
+void DeviceUnits::finish(std::unique_lock<std::mutex>& lock) {
+  if (stream_ != nullptr) wait(lock, stream_->record());
+}
+
+// ---- access from outside
+
+std::byte* DeviceUnits::place_of(int32_t chunk, Component component) {
+  const Chunk& c = context_.layout.chunks[chunk];
+  return residents_[c.unit].components[static_cast<size_t>(component)] +
+         c.begin * context_.layout.units[c.unit].component_element_bytes(component);
+}
+
+void DeviceUnits::read(std::unique_lock<std::mutex>& lock, int32_t chunk, Component component,
+                       std::span<std::byte> to) {
+  stream_->copy_to_host(to.data(), place_of(chunk, component), std::ssize(to));
+  wait(lock, stream_->record());
+}
+
+void DeviceUnits::write(std::unique_lock<std::mutex>& lock, int32_t chunk, Component component,
+                        std::span<const std::byte> from) {
+  Block& block = residents_[context_.layout.chunks[chunk].unit].block;
+  wait_for_uses(block);
+  stream_->copy_from_host(place_of(chunk, component), from.data(), std::ssize(from));
+  block.copied = stream_->record();
+  wait(lock, block.copied);
+}
+
+void DeviceUnits::wait(std::unique_lock<std::mutex>& lock, const kernels::Event& event) {
+  lock.unlock();
+  try {
+    event.wait();
+  } catch (const kernels::DeviceError& error) {
+    lock.lock();
+    context_.fail(fmt::format("units on the device: {}", error.what()));
+    return context_.check();
+  }
+  lock.lock();
+}
+
+}  // namespace overspill::engine

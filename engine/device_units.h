@@ -1,0 +1,101 @@
+// Units that live on the device (Plan::on_device): weights, states and gradients in flight stay in its
+// memory, and are updated there (DESIGN 5). They are the first units of forward, whose updates have nothing
+// to hide under. No byte of theirs crosses the link in a step, but for the sums of squares.
+//
+// One stream does what is asked, in that order: a gradient comes in after the update that used the one
+// before, states are read after their update. Callers' queues wait for the update as they wait for a copy,
+// and the update waits for what they were given while they held a lease. So step() only submits.
+//
+// Every method needs the context's mutex, but for the constructor; those that take the lock give it up while
+// they wait. What fails on the device fails the engine.
+#pragma once
+
+#include <cstdint>
+#include <mutex>
+#include <span>
+#include <vector>
+
+#include "cpu_optim/gradient.h"
+#include "engine/schedule/context.h"
+#include "engine/schedule/gather.h"
+#include "kernels/device_kernels.h"
+
+namespace overspill::engine {
+
+class DeviceUnits {
+ public:
+  /// All weights, states and gradients are zero.
+  explicit DeviceUnits(Context& context);
+  ~DeviceUnits();  // no lease is left; waits for what is under way
+  DeviceUnits(const DeviceUnits&) = delete;
+  DeviceUnits& operator=(const DeviceUnits&) = delete;
+
+  bool hold(int32_t unit) const { return context_.plan.on_device[unit]; }
+  /// Leases the unit's weights; Gatherer::release ends it.
+  Block* lease(int32_t unit);
+
+  // ---- gradients, of a segment: the first of a step replaces what is there, later ones are added
+
+  struct Arrival {
+    int32_t unit = -1;
+    int32_t segment = -1;
+    optim::Element element{};
+    bool first = false;
+  };
+  /// Of the device's memory, once `ready` is reached. It is taken in when the event is done.
+  kernels::Event take_in(const Arrival& arrival, const std::byte* data, const kernels::Event& ready);
+  /// Elements from `begin` on, of host memory; returns when they are there.
+  void take_in(std::unique_lock<std::mutex>& lock, const Arrival& arrival, int64_t begin, int64_t elements,
+               const std::byte* data);
+  /// Copies the segment's gradient out as it is kept.
+  void read_gradient(std::unique_lock<std::mutex>& lock, int32_t unit, int32_t segment,
+                     std::span<std::byte> out);
+
+  /// Begins to sum the squares of what is there, by run of each chunk; of segments that are marked (by unit
+  /// and segment, not 0).
+  void start_squares(const std::vector<std::vector<uint8_t>>& present);
+  void wait_for_squares(std::unique_lock<std::mutex>& lock);
+  optim::Squares squares(int32_t chunk, size_t run) const;
+
+  // ---- the update
+
+  /// Submits it: segments, factors and step counts are those that step() has captured.
+  void update(int32_t unit);
+  /// Returns when all that was submitted is done.
+  void finish(std::unique_lock<std::mutex>& lock);
+
+  // ---- access from outside: one chunk's component at a time
+
+  void read(std::unique_lock<std::mutex>& lock, int32_t chunk, Component component, std::span<std::byte> to);
+  void write(std::unique_lock<std::mutex>& lock, int32_t chunk, Component component,
+             std::span<const std::byte> from);
+
+ private:
+  struct Resident {
+    std::array<std::byte*, kComponents> components{};  // each of all the unit's elements
+    std::byte* gradients = nullptr;
+    Block block;  // of its weights, for leases; `copied`: their update, or what replaced them
+  };
+
+  std::byte* place_of(int32_t chunk, Component component);
+  std::byte* gradient_of(int32_t unit, int32_t segment);
+  kernels::Float gradient_type(int32_t unit) const;
+  void wait_for_uses(Block& block);
+  void wait(std::unique_lock<std::mutex>& lock, const kernels::Event& event);
+
+  Context& context_;
+  kernels::DeviceKernels* kernels_ = nullptr;
+  kernels::DeviceMemory memory_;
+  int64_t piece_elements_ = 0;          // of the largest chunk
+  std::byte* piece_ = nullptr;          // of a gradient, from the host
+  kernels::Squares* blocks_ = nullptr;  // scratch of one run
+  kernels::Squares* totals_ = nullptr;  // by run
+  HostMemory squares_;                  // the same, on the host
+  std::vector<kernels::HostPin> pins_;
+  std::vector<Resident> residents_;  // by unit; empty: none lives there
+  std::vector<size_t> first_run_;    // of each chunk, among all
+  kernels::Event summed_;
+  std::unique_ptr<kernels::Stream> stream_;
+};
+
+}  // namespace overspill::engine

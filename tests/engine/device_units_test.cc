@@ -1,0 +1,307 @@
+// Units that live on the device: which ones the plan puts there, and that nothing that waits for their
+// update, or that their update has to wait for, goes by timing. Their bits are exactness_test.cc's and
+// device_compute_test.cc's.
+#include <fmt/format.h>
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <limits>
+#include <memory>
+#include <set>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "engine/memory/budget.h"
+#include "engine/resources.h"
+#include "engine/schedule/plan.h"
+#include "kernels/simulated_device.h"
+#include "tests/engine/same_bits.h"
+#include "tests/engine/toy_model.h"
+#include "tests/kernels/gate.h"
+#include "tests/watched.h"
+
+namespace overspill::testing {
+namespace {
+
+using engine::Config;
+using engine::DeviceArray;
+using engine::Engine;
+using engine::Lease;
+using engine::Placement;
+using engine::Plan;
+using engine::Queue;
+
+constexpr int64_t kMiB = 1 << 20;
+constexpr engine::DeviceTraits kUpdates{.shares_host_memory = false, .updates = true};
+
+// ---- the plan
+
+std::vector<engine::UnitSpec> layers(int count, engine::UnitFormat format = optim::Format::exact) {
+  std::vector<engine::UnitSpec> units;
+  for (int i = 0; i < count; ++i) {
+    const std::string name = fmt::format("layer{}", i);
+    units.push_back({name, format, "BF16", {{name + ".weight", {1024, 1024}, 0, {}}}});  // 2 MiB of weights
+  }
+  return units;
+}
+
+Plan plan_of(const std::vector<engine::UnitSpec>& units, int64_t device_mib,
+             Placement placement = Placement::automatic, int world = 1, int64_t micro_batches = 1) {
+  Config config;
+  config.host_budget_bytes = int64_t{1} << 30;
+  config.device_budget_bytes = device_mib * kMiB;
+  config.placement = placement;
+  config.gradient_accumulation = micro_batches;
+  return make_plan(engine::make_layout(units, config.chunk_elements, 0, world), config, kUpdates);
+}
+
+TEST(UnitsOnTheDevice, AreTheFirstThatFitBesideAllOtherWeights) {
+  EXPECT_EQ(plan_of(layers(8), 0).units_on_device(), 0) << "nothing was given";
+  EXPECT_EQ(plan_of(layers(8), 10).units_on_device(), 0) << "not even all weights fit";
+  EXPECT_EQ(plan_of(layers(8), 18).units_on_device(), 0) << "they do, and nothing else";
+  const Plan two = plan_of(layers(8), 44);  // 14 MiB each in place of 2, and 2 MiB of scratch
+  EXPECT_EQ(two.on_device, (std::vector<bool>{true, true, false, false, false, false, false, false}));
+  EXPECT_EQ(two.gather_device_bytes, 6 * (2 * kMiB + 4096));
+  EXPECT_GE(two.units_device_bytes, 2 * 14 * kMiB);
+  EXPECT_LE(two.device_bytes(), 44 * kMiB);
+  EXPECT_EQ(two.weights_host_bytes, 6 * 2 * kMiB) << "nothing of them is left on the host";
+  EXPECT_EQ(two.states_host_bytes, 6 * 10 * kMiB);
+  EXPECT_EQ(two.gradients_host_bytes, 6 * 2 * kMiB);
+  EXPECT_NE(two.text().find("2 units that live there"), std::string::npos) << two.text();
+  const Plan all = plan_of(layers(8), 200);
+  EXPECT_EQ(all.units_on_device(), 8);
+  EXPECT_EQ(all.gather_device_bytes, 0);
+  EXPECT_LT(all.host_bytes(), 16 * kMiB) << "what gradients and looks from outside pass through";
+}
+
+TEST(UnitsOnTheDevice, KeepToEveryBudget) {
+  int64_t before = 0;
+  for (int64_t mib = 7; mib < 160; ++mib) {
+    const Plan plan = plan_of(layers(10), mib);
+    EXPECT_LE(plan.device_bytes(), mib * kMiB);
+    EXPECT_GE(plan.units_on_device(), before) << mib;
+    before = plan.units_on_device();
+  }
+  EXPECT_EQ(before, 10);
+}
+
+TEST(UnitsOnTheDevice, TakeMoreWhereGradientsAreAddedUp) {
+  EXPECT_EQ(plan_of(layers(4), 60).units_on_device(), 4);
+  EXPECT_EQ(plan_of(layers(4), 60, Placement::automatic, 1, 2).units_on_device(), 3) << "16 bytes, not 14";
+}
+
+TEST(UnitsOnTheDevice, AreWhatItsKernelsUpdateAndOfOneRank) {
+  for (const engine::UnitFormat format : {engine::UnitFormat(optim::Format::compact), engine::UnitFormat()})
+    EXPECT_EQ(plan_of(layers(4, format), 200).units_on_device(), 0);
+  auto lion = layers(4);
+  for (engine::UnitSpec& unit : lion) unit.optimizer = optim::optimizer_named("lion");
+  EXPECT_EQ(plan_of(lion, 200, Placement::device).units_on_device(), 0);
+  EXPECT_EQ(plan_of(layers(4), 200, Placement::automatic, 2).units_on_device(), 0);
+  EXPECT_EQ(plan_of(layers(4), 200, Placement::host).units_on_device(), 0) << "forced elsewhere";
+  EXPECT_EQ(plan_of(layers(4), 0, Placement::device).units_on_device(), 4) << "forced there";
+  Config config;
+  config.host_budget_bytes = 1 << 30;
+  config.device_budget_bytes = 200 * kMiB;
+  const auto layout = engine::make_layout(layers(4), config.chunk_elements, 0, 1);
+  EXPECT_EQ(make_plan(layout, config, {.shares_host_memory = false}).units_on_device(), 0) << "no kernels";
+  EXPECT_EQ(make_plan(layout, config, {}).units_on_device(), 0) << "the CPU";
+}
+
+// ---- the engine
+
+struct Made {
+  std::shared_ptr<kernels::Device> device;
+  std::unique_ptr<Engine> engine;
+};
+
+Config config_of(Placement placement) {
+  Config config;
+  config.host_budget_bytes = 64 << 20;
+  config.device_budget_bytes = 64 << 20;
+  config.nvme = {"/nowhere"};  // the store is in memory
+  config.max_grad_norm = 1.0;
+  config.chunk_elements = 4096;
+  config.placement = placement;
+  return config;
+}
+
+Made make(const Config& config, const std::string& device = "simulated", const ToyKind& kind = {}) {
+  engine::ResourceOptions options;
+  options.device = device;
+  options.io_backend = "memory";
+  options.seed = 5;
+  engine::Resources resources = make_resources(toy_units(kind), config, options);
+  Made made{resources.device, nullptr};
+  made.engine = std::make_unique<Engine>(toy_units(kind), config, std::move(resources));
+  toy_load(*made.engine);
+  return made;
+}
+
+TEST(UnitsOnTheDevice, TakeThereWhatWasPlanned) {
+  const Made made = make(config_of(Placement::device));
+  const Plan& plan = made.engine->plan();
+  EXPECT_EQ(plan.units_on_device(), 5) << "all but the frozen one";
+  auto& device = dynamic_cast<kernels::SimulatedDevice&>(*made.device);
+  EXPECT_EQ(device.used_bytes(), plan.device_bytes());
+  EXPECT_LE(made.engine->stats().host_peak_bytes, plan.host_bytes());
+  EXPECT_EQ(device.unpinned_copies(), 0) << "weights were loaded";
+}
+
+/// With part of the rest on NVMe: three tiers at once.
+TEST(UnitsOnTheDevice, GoTogetherWithEveryOtherTier) {
+  Config config = config_of(Placement::automatic);
+  config.device_budget_bytes = 400 << 10;
+  const Made host = make(config_of(Placement::host), "host");
+  const Plan roomy = make(config).engine->plan();
+  config.host_budget_bytes = roomy.host_bytes() - roomy.states_host_bytes / 2;
+  const Made made = make(config);
+  const Plan& plan = made.engine->plan();
+  ASSERT_GT(plan.units_on_device(), 0);
+  ASSERT_GT(plan.states_nvme_bytes, 0);
+  for (int step = 0; step < (kWatched ? 3 : 8); ++step) {
+    const ToyStep taken = toy_step(*made.engine, step, 1, 0);
+    const ToyStep expected = toy_step(*host.engine, step, 1, 0);
+    EXPECT_EQ(taken.loss, expected.loss) << "step " << step;
+    EXPECT_EQ(taken.result.norm, expected.result.norm) << "step " << step;
+  }
+  expect_same_bits(toy_contents(*made.engine), toy_contents(*host.engine), "three tiers");
+}
+
+TEST(UnitsOnTheDevice, AreNoneOfAnotherOptimizersAndItTrains) {
+  const ToyKind kind{optim::optimizer_named("lion"), {}};
+  const Made made = make(config_of(Placement::device), "simulated", kind);
+  const Made host = make(config_of(Placement::host), "host", kind);
+  EXPECT_EQ(made.engine->plan().units_on_device(), 0);
+  for (int step = 0; step < 3; ++step)
+    EXPECT_EQ(toy_step(*made.engine, step, 1, 0).loss, toy_step(*host.engine, step, 1, 0).loss);
+}
+
+/// Work that was given weights before step(), on a queue that is far behind, sees them as they were then;
+/// what comes after sees the new ones.
+TEST(UnitsOnTheDevice, AreUpdatedAfterWhoReadsThemAndBeforeWhoReadsThemNext) {
+  const Made made = make(config_of(Placement::device));
+  Engine& engine = *made.engine;
+  const auto bytes = static_cast<size_t>(engine.layout().units[0].bytes());
+  std::vector<std::byte> before(bytes), after(bytes), seen(bytes), seen_next(bytes);
+  auto behind = made.device->make_stream();
+  const auto gate = std::make_shared<kernels::Gate>();
+  const Queue queue{behind->native()};
+  engine.acquire(0).copy_to_host(0, before);
+  behind->wait(kernels::Event(gate));
+  {
+    const Lease lease = engine.acquire(0, queue);
+    behind->copy_to_host(seen.data(), lease.data(), lease.bytes());
+  }
+  for (int s : {0, 1})
+    toy_add_gradient_always(engine, toy_leased(engine, engine.acquire(0), 0, s), 0, s, 0, 0, 0);
+  engine.step(toy_groups(0));  // does not wait for the queue
+  {
+    const Lease lease = engine.acquire(0, queue);
+    behind->copy_to_host(seen_next.data(), lease.data(), lease.bytes());
+  }
+  std::thread opens([&] {
+    std::this_thread::sleep_for(std::chrono::milliseconds(20));
+    gate->open();
+  });
+  engine.acquire(0).copy_to_host(0, after);
+  opens.join();
+  behind->record().wait();
+  EXPECT_EQ(seen, before);
+  EXPECT_EQ(seen_next, after);
+  EXPECT_NE(before, after);
+}
+
+TEST(UnitsOnTheDevice, AreReplacedAfterWhoReadsThem) {
+  const Made made = make(config_of(Placement::device));
+  Engine& engine = *made.engine;
+  const engine::Unit& unit = engine.layout().units[5];  // fp32
+  const auto bytes = static_cast<size_t>(unit.bytes());
+  std::vector<std::byte> before(bytes), seen(bytes);
+  engine.acquire(5).copy_to_host(0, before);
+  auto behind = made.device->make_stream();
+  const auto gate = std::make_shared<kernels::Gate>();
+  behind->wait(kernels::Event(gate));
+  {
+    const Lease lease = engine.acquire(5, Queue{behind->native()});
+    behind->copy_to_host(seen.data(), lease.data(), lease.bytes());
+  }
+  std::thread opens([&] {
+    std::this_thread::sleep_for(std::chrono::milliseconds(20));
+    gate->open();
+  });
+  const std::vector<float> fresh(static_cast<size_t>(unit.segments[0].elements), 0.25F);
+  engine.load_weight(5, 0, std::as_bytes(std::span(fresh)), "F32");
+  opens.join();
+  behind->record().wait();
+  EXPECT_EQ(seen, before);
+  std::vector<float> read(fresh.size());
+  engine.read_weight(5, 0, std::as_writable_bytes(std::span(read)), "F32");
+  EXPECT_EQ(read, fresh);
+}
+
+/// Gradients of this step come while the last update is still to be done.
+TEST(UnitsOnTheDevice, TakeGradientsAfterTheUpdateThatUsesTheLast) {
+  const Made made = make(config_of(Placement::device)), host = make(config_of(Placement::host), "host");
+  for (const Made* each : {&made, &host}) {
+    Engine& engine = *each->engine;
+    auto queue = each->device->make_stream();
+    for (int step = 0; step < 3; ++step) {
+      const std::vector<float> ones(5000, 0.5F + static_cast<float>(step));
+      auto memory = std::make_shared<kernels::DeviceMemory>(each->device->allocate(20000));
+      queue->copy_from_host(memory->data(), ones.data(), 20000);
+      const std::byte* const data = memory->data();
+      engine.add_gradient(5, 0, DeviceArray{data, 20000, "F32", std::move(memory)}, Queue{queue->native()});
+      EXPECT_NEAR(engine.step(toy_groups(step)).norm, std::sqrt(5000.0) * ones[0], 1e-3);
+    }
+  }
+  expect_same_bits(toy_contents(*made.engine), toy_contents(*host.engine), "three steps in a row");
+}
+
+TEST(UnitsOnTheDevice, AreUntouchedByAStepThatIsSkipped) {
+  const Made made = make(config_of(Placement::device));
+  Engine& engine = *made.engine;
+  const std::vector<float> before = toy_contents(engine);
+  std::vector<float> bad(5000, 1.0F);
+  bad[4321] = std::numeric_limits<float>::infinity();
+  engine.add_gradient(5, 0, std::as_bytes(std::span(bad)), "F32");
+  EXPECT_TRUE(engine.step(toy_groups(0)).skipped);
+  expect_same_bits(toy_contents(engine), before, "after a skipped step");
+  EXPECT_FALSE(engine.has_gradient(5, 0));
+}
+
+/// Memory that is no device memory: the kernel finds it late, and the engine says so.
+TEST(UnitsOnTheDevice, FailTheEngineWhereTheDeviceFails) {
+  const Made made = make(config_of(Placement::device));
+  auto queue = made.device->make_stream();
+  const auto host = std::make_shared<std::vector<std::byte>>(20000);
+  made.engine->add_gradient(5, 0, DeviceArray{host->data(), std::ssize(*host), "F32", host},
+                            Queue{queue->native()});
+  EXPECT_THROW(made.engine->step(toy_groups(0)), engine::EngineFailed);
+  EXPECT_THROW(made.engine->step(toy_groups(0)), engine::EngineFailed);
+}
+
+TEST(UnitsOnTheDevice, LeaveATraceOfTheirUpdates) {
+  const Made made = make(config_of(Placement::device));
+  Engine& engine = *made.engine;
+  toy_step(engine, 0, 1, 0);
+  engine.record_journal(true);
+  toy_step(engine, 1, 1, 0);
+  engine.synchronize();
+  engine.record_journal(false);
+  std::set<int> updated, expected;
+  for (int u = 0; u < static_cast<int>(engine.layout().units.size()); ++u) {
+    const engine::Unit& unit = engine.layout().units[u];
+    for (size_t s = 0; unit.trainable() && s < unit.segments.size(); ++s) {
+      if (!toy_skips(u, static_cast<int>(s), 1, 0)) expected.insert(u);
+    }
+  }
+  for (const engine::DeviceSpan& span : engine.take_device_spans()) {
+    EXPECT_LE(span.begin_ns, span.end_ns);
+    if (span.kind == engine::DeviceSpan::Kind::update) updated.insert(span.unit);
+  }
+  EXPECT_EQ(updated, expected);
+}
+
+}  // namespace
+}  // namespace overspill::testing
