@@ -33,21 +33,25 @@ kernels::AdamFactors factors_of(const optim::Factors& factors) {
 
 DeviceUnits::DeviceUnits(Context& context)
     : context_(context),
-      squares_(context.host_budget, context.plan.device_squares_bytes, "squares of gradients on the device") {
+      squares_here_(context.host_budget, context.plan.device_squares_bytes,
+                    "squares of gradients on the device"),
+      first_block_(context.chunks.size()) {
   if (context.plan.units_on_device() == 0) return;
   kernels::Device& device = context.device();
   kernels_ = device.kernels();
   memory_ = device.allocate(context.plan.units_device_bytes);
   stream_ = device.make_stream();
-  pins_.push_back(device.pin_host(squares_.data(), squares_.bytes()));
+  pin_ = device.pin_host(squares_here_.data(), squares_here_.bytes());
   std::byte* next = memory_.data();
   const auto take = [&](int64_t bytes) { return std::exchange(next, next + bytes); };
   residents_.resize(context.layout.units.size());
-  size_t runs = 0;
-  for (const Chunk& chunk : context.layout.chunks) {
+  int64_t blocks = 0;
+  for (size_t c = 0; c < context.layout.chunks.size(); ++c) {
+    const Chunk& chunk = context.layout.chunks[c];
     piece_elements_ = std::max(piece_elements_, chunk.elements);
-    first_run_.push_back(runs);
-    if (hold(chunk.unit)) runs += chunk.runs.size();
+    if (!hold(chunk.unit)) continue;
+    for (const Run& run : chunk.runs)
+      first_block_[c].push_back(std::exchange(blocks, blocks + kernels::squares_blocks(run.elements)));
   }
   for (size_t u = 0; u < residents_.size(); ++u) {
     if (!hold(static_cast<int32_t>(u))) continue;
@@ -61,9 +65,7 @@ DeviceUnits::DeviceUnits(Context& context)
     resident.block.device = resident.components[0];
   }
   piece_ = take(piece_elements_ * 4);
-  totals_ = reinterpret_cast<kernels::Squares*>(take(static_cast<int64_t>(runs * sizeof(kernels::Squares))));
-  blocks_ = reinterpret_cast<kernels::Squares*>(
-      take(kernels::squares_blocks(piece_elements_) * static_cast<int64_t>(sizeof(kernels::Squares))));
+  squares_ = reinterpret_cast<kernels::Squares*>(take(context.plan.device_squares_bytes));
   if (next > memory_.data() + memory_.bytes())
     throw std::logic_error("units on the device take more than was planned");
   kernels_->clear(*stream_, memory_.data(), memory_.bytes());
@@ -101,6 +103,7 @@ kernels::Event DeviceUnits::take_in(const Arrival& arrival, const std::byte* dat
   kernels_->take_in(*stream_, float_of(arrival.element), data, gradient_type(arrival.unit),
                     gradient_of(arrival.unit, arrival.segment),
                     context_.layout.units[arrival.unit].segments[arrival.segment].elements, arrival.first);
+  sum_squares(arrival.unit, arrival.segment);
   return stream_->record();
 }
 
@@ -116,6 +119,7 @@ void DeviceUnits::take_in(std::unique_lock<std::mutex>& lock, const Arrival& arr
         count, arrival.first);
     done += count;
   }
+  sum_squares(arrival.unit, arrival.segment);
   wait(lock, stream_->record());
 }
 
@@ -125,33 +129,37 @@ void DeviceUnits::read_gradient(std::unique_lock<std::mutex>& lock, int32_t unit
   wait(lock, stream_->record());
 }
 
-void DeviceUnits::start_squares(const std::vector<std::vector<uint8_t>>& present) {
-  if (stream_ == nullptr) return;
-  for (size_t c = 0; c < context_.layout.chunks.size(); ++c) {
+void DeviceUnits::sum_squares(int32_t unit, int32_t segment) {
+  const Unit& u = context_.layout.units[unit];
+  const int64_t width = context_.gradient_width(unit);
+  for (int32_t c = u.first_chunk; c < u.first_chunk + u.chunk_count; ++c) {
     const Chunk& chunk = context_.layout.chunks[c];
-    if (!hold(chunk.unit)) continue;
-    const std::byte* const gradients =
-        residents_[chunk.unit].gradients + chunk.begin * context_.gradient_width(chunk.unit);
     for (size_t r = 0; r < chunk.runs.size(); ++r) {
       const Run& run = chunk.runs[r];
-      if (present[chunk.unit][run.segment] == 0) continue;
-      kernels_->squares(*stream_, gradient_type(chunk.unit),
-                        gradients + run.begin * context_.gradient_width(chunk.unit), run.elements, blocks_,
-                        totals_ + first_run_[c] + r);
+      if (run.segment != segment) continue;
+      kernels_->squares(*stream_, gradient_type(unit),
+                        residents_[unit].gradients + (chunk.begin + run.begin) * width, run.elements,
+                        squares_ + first_block_[c][r]);
     }
   }
-  stream_->copy_to_host(squares_.data(), totals_, squares_.bytes());
-  summed_ = stream_->record();
 }
 
-void DeviceUnits::wait_for_squares(std::unique_lock<std::mutex>& lock) {
-  wait(lock, std::exchange(summed_, {}));
+void DeviceUnits::fetch_squares(std::unique_lock<std::mutex>& lock) {
+  if (stream_ == nullptr) return;
+  stream_->copy_to_host(squares_here_.data(), squares_, squares_here_.bytes());
+  wait(lock, stream_->record());
 }
 
 optim::Squares DeviceUnits::squares(int32_t chunk, size_t run) const {
-  const kernels::Squares& found =
-      reinterpret_cast<const kernels::Squares*>(squares_.data())[first_run_[chunk] + run];
-  return {found.sum, found.not_finite == 0};
+  const auto* block =
+      reinterpret_cast<const kernels::Squares*>(squares_here_.data()) + first_block_[chunk][run];
+  const int64_t count = kernels::squares_blocks(context_.layout.chunks[chunk].runs[run].elements);
+  optim::Squares total;
+  for (const kernels::Squares* end = block + count; block < end; ++block) {
+    total.sum += block->sum;
+    total.finite = total.finite && block->not_finite == 0;
+  }
+  return total;
 }
 
 // ---- the update

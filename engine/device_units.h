@@ -3,8 +3,9 @@
 // to hide under. No byte of theirs crosses the link in a step, but for the sums of squares.
 //
 // One stream does what is asked, in that order: a gradient comes in after the update that used the one
-// before, states are read after their update. Callers' queues wait for the update as they wait for a copy,
-// and the update waits for what they were given while they held a lease. So step() only submits.
+// before, and its squares are summed then, under backward; states are read after their update. Callers'
+// queues wait for the update as they wait for a copy, and the update waits for what they were given while
+// they held a lease. So step() only submits.
 //
 // Every method needs the context's mutex, but for the constructor; those that take the lock give it up while
 // they wait. What fails on the device fails the engine.
@@ -51,10 +52,8 @@ class DeviceUnits {
   void read_gradient(std::unique_lock<std::mutex>& lock, int32_t unit, int32_t segment,
                      std::span<std::byte> out);
 
-  /// Begins to sum the squares of what is there, by run of each chunk; of segments that are marked (by unit
-  /// and segment, not 0).
-  void start_squares(const std::vector<std::vector<uint8_t>>& present);
-  void wait_for_squares(std::unique_lock<std::mutex>& lock);
+  /// Brings sums of squares of what is there to the host, for squares(): by run of each chunk.
+  void fetch_squares(std::unique_lock<std::mutex>& lock);
   optim::Squares squares(int32_t chunk, size_t run) const;
 
   // ---- the update
@@ -80,21 +79,20 @@ class DeviceUnits {
   std::byte* place_of(int32_t chunk, Component component);
   std::byte* gradient_of(int32_t unit, int32_t segment);
   kernels::Float gradient_type(int32_t unit) const;
+  void sum_squares(int32_t unit, int32_t segment);
   void wait_for_uses(Block& block);
   void wait(std::unique_lock<std::mutex>& lock, const kernels::Event& event);
 
   Context& context_;
   kernels::DeviceKernels* kernels_ = nullptr;
   kernels::DeviceMemory memory_;
-  int64_t piece_elements_ = 0;          // of the largest chunk
-  std::byte* piece_ = nullptr;          // of a gradient, from the host
-  kernels::Squares* blocks_ = nullptr;  // scratch of one run
-  kernels::Squares* totals_ = nullptr;  // by run
-  HostMemory squares_;                  // the same, on the host
-  std::vector<kernels::HostPin> pins_;
-  std::vector<Resident> residents_;  // by unit; empty: none lives there
-  std::vector<size_t> first_run_;    // of each chunk, among all
-  kernels::Event summed_;
+  int64_t piece_elements_ = 0;           // of the largest chunk
+  std::byte* piece_ = nullptr;           // of a gradient, from the host
+  kernels::Squares* squares_ = nullptr;  // of gradients, block by block of each run
+  HostMemory squares_here_;              // the same, on the host
+  kernels::HostPin pin_;
+  std::vector<std::vector<int64_t>> first_block_;  // of squares, by chunk and run
+  std::vector<Resident> residents_;                // by unit; empty: none lives there
   std::unique_ptr<kernels::Stream> stream_;
 };
 

@@ -328,27 +328,15 @@ optim::Squares Gradients::squares_of_chunk(int32_t chunk) const {
   return total;
 }
 
-void Gradients::sum_squares() {
-  {
-    const std::lock_guard guard(context_.mutex);
-    device_units_.start_squares(present_);
-  }
-  const auto chunks = static_cast<int64_t>(context_.layout.chunks.size());
-  const auto on_device = [&](int64_t c) { return device_units_.hold(context_.layout.chunks[c].unit); };
-  context_.resources.executor->parallel_for(chunks, [&](int64_t c) {
-    if (!on_device(c)) by_chunk_[c] = squares_of_chunk(static_cast<int32_t>(c));
-  });
-  std::unique_lock lock(context_.mutex);
-  device_units_.wait_for_squares(lock);
-  for (int64_t c = 0; c < chunks; ++c) {
-    if (on_device(c)) by_chunk_[c] = squares_of_chunk(static_cast<int32_t>(c));
-  }
-}
-
 GradientSummary Gradients::summarize() {
   const Layout& layout = context_.layout;
   const auto chunks = static_cast<int64_t>(layout.chunks.size());
-  sum_squares();
+  {
+    std::unique_lock lock(context_.mutex);
+    device_units_.fetch_squares(lock);
+  }
+  context_.resources.executor->parallel_for(
+      chunks, [&](int64_t c) { by_chunk_[c] = squares_of_chunk(static_cast<int32_t>(c)); });
   // Slice by slice, in rank order, wherever they are: squares, chunks that are not finite.
   auto& slices = by_slice_;
   std::fill(slices.begin(), slices.end(), std::array<double, 2>{});

@@ -109,7 +109,6 @@ class Gradients {
   void choose_element(const Arrival& arrival, Part& part);
   void add_batch(const Piece& piece, std::span<Part> parts);
   bool complete(const Chunk& chunk) const;
-  void sum_squares();
   optim::Squares squares_of_chunk(int32_t chunk) const;
   optim::Squares squares_of_run(int32_t chunk, size_t run) const;
   template <class Visit>

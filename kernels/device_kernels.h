@@ -38,7 +38,7 @@ struct AdamArrays {
   float* v = nullptr;
 };
 
-/// A block of the tree (optim::Squares), or all of it.
+/// A block of the tree of squares (optim::Squares); whoever wants the total adds them in order.
 struct Squares {
   double sum = 0;
   int64_t not_finite = 0;  // 0: every element is finite
@@ -57,9 +57,8 @@ class DeviceKernels {
   /// from bf16 to fp32; bf16 sums are rounded to nearest even.
   virtual void take_in(Stream& stream, Float from_type, const void* from, Float to_type, void* to,
                        int64_t count, bool first) = 0;
-  /// Fills `total`. `blocks` is scratch of squares_blocks(count).
-  virtual void squares(Stream& stream, Float type, const void* from, int64_t count, Squares* blocks,
-                       Squares* total) = 0;
+  /// Fills squares_blocks(count) blocks.
+  virtual void squares(Stream& stream, Float type, const void* from, int64_t count, Squares* blocks) = 0;
   virtual void update_adam(Stream& stream, const AdamArrays& arrays, Float gradient_type,
                            const void* gradient, int64_t count, const AdamFactors& factors) = 0;
 };

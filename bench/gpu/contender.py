@@ -2,7 +2,7 @@
 DeepSpeed.
 
     contender.py plain|ours|deepspeed --model 7b --device cuda [--micro-tokens 16384 --accumulation 2]
-        [--host-budget 120GiB] [--device-budget 24GiB] [--torch-bytes 17179869184] [--clip 1.0]
+        [--host-budget 120GiB] [--device-budget 24GiB] [--placement host] [--torch-bytes 17179869184] [--clip 1.0]
 
 Speaks as bench/shared/turns.py says: {"do": "step", "tokens": 32768} is one step of so many tokens.
 """
@@ -91,7 +91,7 @@ class Ours(Training):
         import overspill
 
         budget = {"host": args.host_budget}
-        if args.device != "host":
+        if args.device != "host" and args.device_budget != "default":
             all_of_it = str(1 << 50)  # as much as the weights take
             budget["device"] = all_of_it if args.device_budget == "all" else args.device_budget
         model = build(SHAPES[args.model])
@@ -102,7 +102,7 @@ class Ours(Training):
                 "optimizer": {"type": "AdamW", "lr": 1e-5, "weight_decay": 0.1},
                 "gradient_clipping": args.clip,
                 "gradient_accumulation_steps": args.accumulation,
-                "engine": {"device": args.device},
+                "engine": {"device": args.device, "placement": args.placement},
             },
         )
         self.device = self.engine.device
@@ -200,7 +200,8 @@ def main() -> None:
     parser.add_argument("--micro-tokens", type=int, default=16384)
     parser.add_argument("--accumulation", type=int, default=1)
     parser.add_argument("--host-budget", default="120GiB")
-    parser.add_argument("--device-budget", default="all")
+    parser.add_argument("--device-budget", default="default", help="bytes, all (that weights need), default")
+    parser.add_argument("--placement", default="auto", choices=["auto", "host"])
     parser.add_argument("--torch-bytes", type=int, default=0, help="that torch may take of the GPU; 0: all")
     parser.add_argument("--clip", type=float, default=1.0)
     args = parser.parse_args()

@@ -2,9 +2,11 @@
 
     bench/gpu/run.py [--models 1b 7b] [--tokens 4096 16384 32768 65536] [--rounds 3] [--modes clipped clipped-24]
 
-Modes of the engine, all with fp32 masters and states in host memory, and clipping:
-    clipped       gathered weights may take what they need
-    clipped-24    as on a card of 24 GB: 6 GiB for weights, 16 GiB for torch, micro-batches of 8192 tokens
+Modes of the engine, all with fp32 masters and clipping:
+    clipped       all states in host memory; gathered weights may take what they need of the GPU
+    clipped-24    as on a card of 24 GB: 6 GiB for weights, and for first units that live there if there is room beside
+                  them; 16 GiB for torch, micro-batches of 8192 tokens
+    default       what the engine does when no device budget is given: half of the GPU is its own
     deepspeed     ZeRO-3 with everything in host memory, clipping; where --deepspeed-python has it
 
 Ends with RESULT {json}: for every row the median seconds of both, their ratio, and what bounds a step: the link
@@ -46,8 +48,9 @@ class Mode:
 
 
 MODES = {
-    "clipped": Mode(),
+    "clipped": Mode(("--placement", "host", "--device-budget", "all")),
     "clipped-24": Mode(("--device-budget", "6GiB"), 8192, 16 << 30),
+    "default": Mode(),
     "deepspeed": Mode(who="deepspeed"),
 }
 

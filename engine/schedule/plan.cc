@@ -85,32 +85,34 @@ class Planner {
     for (size_t u = 0; u < layout_.units.size(); ++u) {
       const Unit& unit = layout_.units[u];
       if (!may_live_on_device(unit)) continue;
-      const int64_t more = unit_device_bytes(unit, config_.gradient_accumulation);
+      const int64_t squares = squares_bytes(unit);
+      const int64_t more = unit_device_bytes(unit, config_.gradient_accumulation) + squares;
       const int64_t others = gathered - gathered_bytes(unit);
       if (living + more + device_scratch_bytes() > most - others) continue;
       plan_.on_device[u] = true;
       living += more;
       gathered = others;
+      plan_.device_squares_bytes += squares;
     }
-    if (living == 0) return;
-    plan_.units_device_bytes = living + device_scratch_bytes();
-    plan_.device_squares_bytes = squares_bytes();
+    if (living > 0) plan_.units_device_bytes = living + device_scratch_bytes();
   }
 
   static int64_t gathered_bytes(const Unit& unit) { return unit.bytes() + kArenaAlign; }
 
-  /// For a piece of a gradient from the host, and for squares by block of a chunk and by run of all chunks.
+  /// For a piece of a gradient from the host: of one chunk.
   int64_t device_scratch_bytes() const {
     int64_t most = 0;
     for (const Chunk& chunk : layout_.chunks) most = std::max(most, chunk.elements);
-    return most * 4 + kernels::squares_blocks(most) * static_cast<int64_t>(sizeof(kernels::Squares)) +
-           squares_bytes();
+    return most * 4;
   }
 
-  int64_t squares_bytes() const {
-    int64_t runs = 0;
-    for (const Chunk& chunk : layout_.chunks) runs += std::ssize(chunk.runs);
-    const int64_t bytes = runs * static_cast<int64_t>(sizeof(kernels::Squares));
+  /// Of a unit's gradients, block by block of each run.
+  int64_t squares_bytes(const Unit& unit) const {
+    int64_t blocks = 0;
+    for (int32_t c = unit.first_chunk; c < unit.first_chunk + unit.chunk_count; ++c) {
+      for (const Run& run : layout_.chunks[c].runs) blocks += kernels::squares_blocks(run.elements);
+    }
+    const int64_t bytes = blocks * static_cast<int64_t>(sizeof(kernels::Squares));
     return (bytes + kArenaAlign - 1) / kArenaAlign * kArenaAlign;
   }
 

@@ -44,16 +44,6 @@ __global__ void squares_kernel(const T* from, int64_t count, Squares* blocks) {
   }
 }
 
-/// In order, so by one thread: a chunk has a few hundred blocks.
-__global__ void total_kernel(const Squares* blocks, int64_t count, Squares* total) {
-  Squares all;
-  for (int64_t i = 0; i < count; ++i) {
-    all.sum += blocks[i].sum;
-    all.not_finite |= blocks[i].not_finite;
-  }
-  *total = all;
-}
-
 template <class From, class To>
 __global__ void take_in_kernel(const From* from, To* to, int64_t count, bool first) {
   for (int64_t i = first_element(); i < count; i += stride()) take_in(from[i], first, to[i]);
@@ -125,15 +115,12 @@ class CudaKernels final : public DeviceKernels {
     });
   }
 
-  void squares(Stream& stream, Float type, const void* from, int64_t count, Squares* blocks,
-               Squares* total) override {
-    const int64_t n = squares_blocks(count);
+  void squares(Stream& stream, Float type, const void* from, int64_t count, Squares* blocks) override {
+    if (count == 0) return;
+    const unsigned grid = grid_of(squares_blocks(count) * kWarp);
     with_type(type, from, [&]<class T>(const T* source) {
-      if (n > 0) {
-        launch("squares", squares_kernel<T>, grid_of(n * kWarp), kThreads, stream, source, count, blocks);
-      }
+      launch("squares", squares_kernel<T>, grid, kThreads, stream, source, count, blocks);
     });
-    launch("squares", total_kernel, 1, 1, stream, blocks, n, total);
   }
 
   void update_adam(Stream& stream, const AdamArrays& arrays, Float gradient_type, const void* gradient,
