@@ -66,6 +66,16 @@ class HwlocNodes final : public Nodes {
     return node == nullptr ? 0 : static_cast<int>(node->logical_index);
   }
 
+  bool prefer(void* data, int64_t bytes, int os_node) const {
+    if (!topology_ || os_node < 0) return false;
+    const hwloc_obj_t node =
+        hwloc_get_numanode_obj_by_os_index(topology_.get(), static_cast<unsigned>(os_node));
+    // Without HWLOC_MEMBIND_STRICT it is a wish: another node serves where this one is full.
+    return node != nullptr &&
+           hwloc_set_area_membind(topology_.get(), data, static_cast<size_t>(bytes), node->nodeset,
+                                  HWLOC_MEMBIND_BIND, HWLOC_MEMBIND_BYNODESET) == 0;
+  }
+
   void run_on(int node, const std::function<void()>& work) const override {
     const Binding binding(topology_.get(), node);
     work();
@@ -75,11 +85,19 @@ class HwlocNodes final : public Nodes {
   std::unique_ptr<hwloc_topology, FreeTopology> topology_;
 };
 
-}  // namespace
-
-const Nodes& machine_nodes() {
+const HwlocNodes& this_machine() {
   static const HwlocNodes nodes;
   return nodes;
+}
+
+}  // namespace
+
+bool prefer_node(void* data, int64_t bytes, int os_node) {
+  return this_machine().prefer(data, bytes, os_node);
+}
+
+const Nodes& machine_nodes() {
+  return this_machine();
 }
 
 }  // namespace overspill::optim

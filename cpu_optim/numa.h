@@ -1,6 +1,7 @@
 // Where memory is, and running there.
 #pragma once
 
+#include <cstdint>
 #include <functional>
 #include <memory>
 
@@ -17,6 +18,10 @@ class Nodes {
   /// then puts the thread's binding back. Where binding is refused it just calls.
   virtual void run_on(int node, const std::function<void()>& work) const = 0;
 };
+
+/// Pages that are not there yet will lie on this node, by the system's number, as long as it has room. False,
+/// and nothing has changed: there is no such node, or the system refuses.
+bool prefer_node(void* data, int64_t bytes, int os_node);
 
 /// As hwloc sees this machine; read at the first call.
 const Nodes& machine_nodes();

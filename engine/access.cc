@@ -82,9 +82,7 @@ std::span<const float> first(std::span<const float> values, int64_t begin, int64
 Access::Access(Context& context, DeviceUnits& device_units)
     : context_(context),
       device_units_(device_units),
-      scratch_(context.host_budget, context.plan.access_bytes, "access from outside") {
-  if (context.plan.units_on_device() > 0) pin_ = context.device().pin_host(scratch_.data(), scratch_.bytes());
-}
+      scratch_(context.device(), context.host_budget, context.plan.access_bytes, "access from outside") {}
 
 template <class Visit>
 void Access::for_each_part(int32_t unit, Component component, int64_t begin, int64_t elements, Visit visit) {

@@ -71,8 +71,7 @@ class Access {
 
   Context& context_;
   DeviceUnits& device_units_;
-  HostMemory scratch_;
-  kernels::HostPin pin_;
+  LinkedMemory scratch_;
   std::binary_semaphore done_{0};  // outlives the completion that releases it
 };
 

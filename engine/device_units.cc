@@ -33,7 +33,7 @@ kernels::AdamFactors factors_of(const optim::Factors& factors) {
 
 DeviceUnits::DeviceUnits(Context& context)
     : context_(context),
-      squares_here_(context.host_budget, context.plan.device_squares_bytes,
+      squares_here_(context.device(), context.host_budget, context.plan.device_squares_bytes,
                     "squares of gradients on the device"),
       first_block_(context.chunks.size()) {
   if (context.plan.units_on_device() == 0) return;
@@ -41,7 +41,6 @@ DeviceUnits::DeviceUnits(Context& context)
   kernels_ = device.kernels();
   memory_ = device.allocate(context.plan.units_device_bytes);
   stream_ = device.make_stream();
-  pin_ = device.pin_host(squares_here_.data(), squares_here_.bytes());
   std::byte* next = memory_.data();
   const auto take = [&](int64_t bytes) { return std::exchange(next, next + bytes); };
   residents_.resize(context.layout.units.size());

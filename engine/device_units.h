@@ -86,11 +86,10 @@ class DeviceUnits {
   Context& context_;
   kernels::DeviceKernels* kernels_ = nullptr;
   kernels::DeviceMemory memory_;
-  int64_t piece_elements_ = 0;           // of the largest chunk
-  std::byte* piece_ = nullptr;           // of a gradient, from the host
-  kernels::Squares* squares_ = nullptr;  // of gradients, block by block of each run
-  HostMemory squares_here_;              // the same, on the host
-  kernels::HostPin pin_;
+  int64_t piece_elements_ = 0;                     // of the largest chunk
+  std::byte* piece_ = nullptr;                     // of a gradient, from the host
+  kernels::Squares* squares_ = nullptr;            // of gradients, block by block of each run
+  LinkedMemory squares_here_;                      // the same, on the host
   std::vector<std::vector<int64_t>> first_block_;  // of squares, by chunk and run
   std::vector<Resident> residents_;                // by unit; empty: none lives there
   std::unique_ptr<kernels::Stream> stream_;

@@ -18,10 +18,10 @@ GradientIntake::GradientIntake(Context& context, Updater& updater, Gradients& gr
     : context_(context),
       updater_(updater),
       gradients_(gradients),
-      slots_(context.host_budget, context.plan.intake_slots * context.plan.intake_slot_bytes,
+      slots_(context.device(), context.host_budget,
+             context.plan.intake_slots * context.plan.intake_slot_bytes,
              "gradients on their way from the device") {
   if (context.device().shares_host_memory()) return;
-  pin_ = context.device().pin_host(slots_.data(), slots_.bytes());
   stream_ = context.device().make_stream();
   free_all_slots();
   thread_ = std::thread([this] { run(); });

@@ -83,8 +83,7 @@ class GradientIntake {
   Updater& updater_;
   Gradients& gradients_;
   // Of the thread:
-  HostMemory slots_;
-  kernels::HostPin pin_;
+  LinkedMemory slots_;
   std::unique_ptr<kernels::Stream> stream_;
   std::vector<int> idle_slots_;
   std::deque<std::unique_ptr<Item>> items_;  // begun, oldest first

@@ -122,6 +122,8 @@ class Device {
   /// Copies between pinned host memory and the device are asynchronous and as fast as the link; from other
   /// memory they may be neither. `data` is aligned to 4096 bytes. Throws DeviceError. The device outlives it.
   virtual HostPin pin_host(void* data, int64_t bytes) = 0;
+  /// The NUMA node of host memory next to it, by the system's number; nothing where that is not known.
+  virtual std::optional<int> nearest_numa_node() { return std::nullopt; }
   /// What libraries do in the calling thread is on this device from now on.
   virtual void make_current() = 0;
   /// Events recorded from now on know when they were reached. They may cost more. No-op where it is not

@@ -498,6 +498,8 @@ class SimulatedDeviceImpl final : public SimulatedDevice {
     return HostPin(data, bytes, release, &pins_);
   }
 
+  std::optional<int> nearest_numa_node() override { return options_.numa_node; }
+
   void make_current() override {}
   void time_events(bool) override {}  // they always do
 

@@ -12,6 +12,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <optional>
 
 #include "kernels/device.h"
 
@@ -24,6 +25,7 @@ struct SimulatedDeviceOptions {
   int64_t memory_bytes = int64_t{1} << 40;       // beyond it allocate() throws std::bad_alloc
   int64_t quarantine_bytes = int64_t{64} << 20;  // freed memory kept to find writes after free
   bool poison = true;                            // whether Device::poison fills
+  std::optional<int> numa_node = std::nullopt;   // next to it
 };
 
 /// What native() of a simulated stream points at: work put here is done in the stream's order, by its thread,

@@ -246,10 +246,9 @@ class Check:
             return
         kernels = "tests/kernels/kernels_cuda_test"
         engine = "tests/engine/engine_tests"
-        self.judged("device conformance", judge_gtest, kernels, ["--gtest_filter=Cuda.*:Cuda/*"])
-        self.judged(
-            "kernels have the CPU's bits", judge_gtest, kernels, ["--gtest_filter=CudaKernels*:CudaMath*"]
-        )
+        self.judged("device conformance", judge_gtest, kernels, ["--gtest_filter=Cuda.*:Cuda/Device*"])
+        of_kernels = "--gtest_filter=CudaKernels*:Cuda/Kernel*"
+        self.judged("kernels have the CPU's bits", judge_gtest, kernels, [of_kernels])
         self.judged("training has the reference's bits", judge_gtest, engine, ["--gtest_filter=*_cuda_*"])
         for name, program, tests in [
             ("two ranks on one GPU", engine, "TwoRanks*"),

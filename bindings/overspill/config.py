@@ -50,8 +50,8 @@ class _Section(BaseModel):
 
 class Budget(_Section):
     """Bytes each tier may use. `nvme` lists folders; an empty list keeps everything in host memory. `device` is what
-    the engine takes of a GPU's memory: for gathered weights, then for units that live there. The rest is the model's, for
-    activations; None: half of what is free when the engine starts.
+    the engine takes of a GPU's memory: for gathered weights, then for units that live there. The rest is the model's,
+    for activations; None: half of what is free when the engine starts.
 
     `endurance_tbw` is the terabytes that each of their drives is rated to be written; only reports use it."""
 

@@ -27,7 +27,7 @@ Activity activity_of(const io::Transfer& transfer) {
   return transfer.kind == io::Transfer::Kind::read ? Activity::read : Activity::write;
 }
 
-/// Carves the resident arena: weights and gradients of a unit are contiguous, states lie chunk by chunk.
+/// Carves an arena: weights and gradients of a unit are contiguous, states lie chunk by chunk.
 class Carver {
  public:
   explicit Carver(std::byte* next) : next_(next) {}
@@ -57,14 +57,16 @@ Context::Context(Layout layout_in, Plan plan_in, Config config_in, Resources res
       config(std::move(config_in)),
       resources(std::move(resources_in)),
       host_budget("host", config.host_budget_bytes),
-      resident(host_budget, plan.weights_host_bytes + plan.states_host_bytes + plan.gradients_host_bytes,
-               "weights, states and gradients"),
+      linked(*resources.device, host_budget, plan.weights_host_bytes + plan.gradients_host_bytes,
+             "weights and gradients"),
+      states(host_budget, plan.states_host_bytes, "states"),
       units(layout.units.size()),
       chunks(layout.chunks.size()),
       queues(*resources.device),
       trace(static_cast<int32_t>(layout.units.size())),
       meter(now_ns, layout.units.size()) {
-  Carver carver(resident.data());
+  Carver carver(linked.data());
+  Carver states_carver(states.data());
   for (size_t u = 0; u < units.size(); ++u) {
     const Unit& unit = layout.units[u];
     UnitState& state = units[u];
@@ -87,12 +89,13 @@ Context::Context(Layout layout_in, Plan plan_in, Config config_in, Resources res
       if (plan.states_on_nvme[c]) continue;
       for (Component component : kAllComponents) {
         const int64_t bytes = component == Component::hi ? 0 : component_bytes(c, component);
-        if (bytes > 0) chunks[c].home[static_cast<size_t>(component)] = carver.take(bytes);
+        if (bytes > 0) chunks[c].home[static_cast<size_t>(component)] = states_carver.take(bytes);
       }
     }
   }
-  if (carver.take(0) != resident.data() + resident.bytes()) {
-    throw std::logic_error("the resident arena's size differs from what the plan carves out of it");
+  if (carver.take(0) != linked.data() + linked.bytes() ||
+      states_carver.take(0) != states.data() + states.bytes()) {
+    throw std::logic_error("the arenas' sizes differ from what the plan carves out of them");
   }
 }
 

@@ -17,6 +17,7 @@
 #include "engine/config.h"
 #include "engine/memory/budget.h"
 #include "engine/memory/host_memory.h"
+#include "engine/memory/linked_memory.h"
 #include "engine/partition/layout.h"
 #include "engine/queues.h"
 #include "engine/schedule/journal.h"
@@ -200,7 +201,8 @@ struct Context {
   const Config config;
   Resources resources;
   Budget host_budget;
-  HostMemory resident;  // weights, states and gradients on the host
+  LinkedMemory linked;  // weights and gradients on the host: they come from a device, or go there
+  HostMemory states;    // on the host
 
   // Everything below is guarded by `mutex`.
   std::mutex mutex;

@@ -30,7 +30,7 @@ class Awaiting {
 
 Gatherer::Gatherer(Context& context)
     : context_(context),
-      host_memory_(context.host_budget, context.plan.gather_host_bytes, "gathered units"),
+      host_memory_(context.device(), context.host_budget, context.plan.gather_host_bytes, "gathered units"),
       host_arena_(context.plan.gather_host_bytes, kArenaAlign),
       device_arena_(context.plan.gather_device_bytes, kArenaAlign),
       fetches_(context.chunks.size()),
@@ -39,8 +39,6 @@ Gatherer::Gatherer(Context& context)
   if (!context.device().shares_host_memory()) {
     device_memory_ = context.device().allocate(context.plan.gather_device_bytes);
     stream_ = context.device().make_stream();
-    for (const HostMemory* arena : {&host_memory_, &context.resident})
-      pins_.push_back(context.device().pin_host(arena->data(), arena->bytes()));
   }
   if (context.resources.store != nullptr && host_memory_.bytes() > 0)
     context.store().register_memory(host_memory_.span());

@@ -117,8 +117,7 @@ class Gatherer {
   }
 
   Context& context_;
-  HostMemory host_memory_;
-  std::vector<kernels::HostPin> pins_;  // the host memory that is copied to the device
+  LinkedMemory host_memory_;
   kernels::DeviceMemory device_memory_;
   RangeAllocator host_arena_;
   RangeAllocator device_arena_;

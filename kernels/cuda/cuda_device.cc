@@ -340,6 +340,13 @@ class CudaDevice final : public Device {
     return HostPin(data, bytes, release, nullptr);
   }
 
+  std::optional<int> nearest_numa_node() override {
+    int node = -1;  // also where the machine has no nodes
+    if (cudaDeviceGetAttribute(&node, cudaDevAttrHostNumaId, ordinal_) != cudaSuccess)
+      (void)cudaGetLastError();
+    return node >= 0 ? std::optional(node) : std::nullopt;
+  }
+
   DeviceKernels* kernels() override { return &cuda::kernels(); }
 
   void make_current() override { check(cudaSetDevice(ordinal_), "making it current"); }

@@ -8,12 +8,16 @@
 #include <fstream>
 #include <limits>
 #include <new>
+#include <sstream>
 #include <string>
 #include <thread>
 #include <vector>
 
 #include "engine/memory/budget.h"
 #include "engine/memory/host_memory.h"
+#include "engine/memory/linked_memory.h"
+#include "kernels/host_device.h"
+#include "kernels/simulated_device.h"
 
 namespace overspill::engine {
 namespace {
@@ -32,6 +36,49 @@ int64_t nan_file_bytes() {
     if (inside && line.starts_with("Pss:")) bytes += std::stoll(line.substr(4)) * 1024;
   }
   return bytes;
+}
+
+/// What the kernel says about the mapping that begins at this address: "default", "prefer:0" and so on; empty
+/// where it does not say.
+std::string numa_policy(const std::byte* data) {
+  std::ifstream maps("/proc/self/numa_maps");
+  for (std::string line; std::getline(maps, line);) {
+    std::istringstream words(line);
+    std::string address, policy;
+    words >> address >> policy;
+    if (std::stoull(address, nullptr, 16) == reinterpret_cast<uintptr_t>(data)) return policy;
+  }
+  return {};
+}
+
+TEST(LinkedMemory, IsPinnedAndNextToItsDevice) {
+  Budget budget("host", 64 * kMiB);
+  const auto near = kernels::make_simulated_device({.numa_node = 0});
+  const LinkedMemory memory(*near, budget, 4 * kMiB, "linked");
+  const kernels::DeviceMemory there = near->allocate(4096);
+  const auto stream = near->make_stream();
+  stream->copy_to_host(memory.data() + kMiB, there.data(), 4096);
+  stream->record().wait();
+  EXPECT_EQ(near->unpinned_copies(), 0);
+  const std::string policy = numa_policy(memory.data());
+  if (policy.empty()) GTEST_SKIP() << "this kernel does not say where memory lies (/proc/self/numa_maps)";
+  EXPECT_TRUE(policy.starts_with("prefer")) << policy;
+  EXPECT_EQ(numa_policy(LinkedMemory(*near, budget, 4 * kMiB, "another").data()), policy);
+}
+
+TEST(LinkedMemory, IsOrdinaryWhereNobodyKnowsBetter) {
+  Budget budget("host", 64 * kMiB);
+  const auto no_such_node = kernels::make_simulated_device({.numa_node = 4711});
+  const auto unknown = kernels::make_simulated_device();
+  const auto host = kernels::make_host_device();
+  for (kernels::Device* device : {static_cast<kernels::Device*>(no_such_node.get()),
+                                  static_cast<kernels::Device*>(unknown.get()), host.get()}) {
+    const LinkedMemory memory(*device, budget, 4 * kMiB, "linked");
+    std::fill_n(memory.data(), memory.bytes(), std::byte{1});
+    const std::string policy = numa_policy(memory.data());
+    EXPECT_TRUE(policy.empty() || policy == "default") << policy;
+    EXPECT_EQ(LinkedMemory(*device, budget, 0, "empty").data(), nullptr);
+  }
 }
 
 TEST(Budget, ChargesAndRefunds) {

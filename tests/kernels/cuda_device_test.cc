@@ -135,7 +135,9 @@ TEST_F(Cuda, PoisonIsDoneWhenTheCallReturns) {
   EXPECT_EQ(back, std::vector<std::byte>(1 << 20, std::byte{0xFF}));
 }
 
-TEST_F(Cuda, NarrowsAndScalesAsTheCpuDoes) {
+class CudaKernels : public Cuda {};
+
+TEST_F(CudaKernels, NarrowAndScaleAsTheCpuDoes) {
   auto stream = device_->make_stream();
   for (const int64_t count : kCounts) {
     auto from = values(count, 4, false);

@@ -1,0 +1,26 @@
+// Host memory that a device copies from and to by itself.
+#pragma once
+
+#include "engine/memory/host_memory.h"
+#include "kernels/device.h"
+
+namespace overspill::engine {
+
+/// Host memory, for a device with memory of its own pinned and, where there is room, on the NUMA node next to
+/// it; whatever else the engine holds lies where its first user is. The device outlives it, and nothing is
+/// being copied when it ends. Move-only.
+class LinkedMemory {
+ public:
+  LinkedMemory() = default;
+  /// Throws BudgetError, std::bad_alloc, kernels::DeviceError.
+  LinkedMemory(kernels::Device& device, Budget& budget, int64_t bytes, const char* what);
+  std::byte* data() const { return memory_.data(); }
+  int64_t bytes() const { return memory_.bytes(); }
+  std::span<std::byte> span() const { return memory_.span(); }
+
+ private:
+  HostMemory memory_;
+  kernels::HostPin pin_;
+};
+
+}  // namespace overspill::engine
