@@ -2,7 +2,8 @@
 DeepSpeed.
 
     contender.py plain|ours|deepspeed --model 7b --device cuda [--micro-tokens 16384 --accumulation 2]
-        [--host-budget 120GiB] [--device-budget 24GiB] [--placement host] [--torch-bytes 17179869184] [--clip 1.0]
+        [--host-budget 120GiB] [--device-budget 24GiB] [--placement host] [--speculate] [--clip 1.0]
+        [--torch-bytes 17179869184]
 
 Speaks as bench/shared/turns.py says: {"do": "step", "tokens": 32768} is one step of so many tokens.
 """
@@ -102,7 +103,11 @@ class Ours(Training):
                 "optimizer": {"type": "AdamW", "lr": 1e-5, "weight_decay": 0.1},
                 "gradient_clipping": args.clip,
                 "gradient_accumulation_steps": args.accumulation,
-                "engine": {"device": args.device, "placement": args.placement},
+                "engine": {
+                    "device": args.device,
+                    "placement": args.placement,
+                    "speculate": args.speculate,
+                },
             },
         )
         self.device = self.engine.device
@@ -202,6 +207,7 @@ def main() -> None:
     parser.add_argument("--host-budget", default="120GiB")
     parser.add_argument("--device-budget", default="default", help="bytes, all (that weights need), default")
     parser.add_argument("--placement", default="auto", choices=["auto", "host"])
+    parser.add_argument("--speculate", action="store_true")
     parser.add_argument("--torch-bytes", type=int, default=0, help="that torch may take of the GPU; 0: all")
     parser.add_argument("--clip", type=float, default=1.0)
     args = parser.parse_args()

@@ -6,6 +6,8 @@ Modes of the engine, all with fp32 masters and clipping:
     clipped       all states in host memory; gathered weights may take what they need of the GPU
     clipped-24    as on a card of 24 GB: 6 GiB for weights, and for first units that live there if there is room beside
                   them; 16 GiB for torch, micro-batches of 8192 tokens
+    speculative   as clipped, but nothing is large enough to be clipped, and updates are made in backward as far as
+                  the host budget holds states twice
     default       what the engine does when no device budget is given: half of the GPU is its own
     deepspeed     ZeRO-3 with everything in host memory, clipping; where --deepspeed-python has it
 
@@ -50,6 +52,7 @@ class Mode:
 MODES = {
     "clipped": Mode(("--placement", "host", "--device-budget", "all")),
     "clipped-24": Mode(("--device-budget", "6GiB"), 8192, 16 << 30),
+    "speculative": Mode(("--placement", "host", "--device-budget", "all", "--speculate", "--clip", "1e9")),
     "default": Mode(),
     "deepspeed": Mode(who="deepspeed"),
 }

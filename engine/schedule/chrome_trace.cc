@@ -83,9 +83,10 @@ class ChromeTrace {
         if (--left_[e.unit] == 0) end({"gradients", e.unit}, e.time_ns);
         return;
       case Happening::guessing:
+        if (e.slot < 0) return begin({"update", e.chunk}, "guess " + part(e), e.time_ns);
         return begin(slot, "guess " + part(e), e.time_ns, kFirstSlot + e.slot);
       case Happening::guessed:
-        return end(slot, e.time_ns);
+        return end(e.slot >= 0 ? slot : Key{"update", e.chunk}, e.time_ns);
       case Happening::writing:
         return begin(slot, "write " + part(e), e.time_ns, kFirstSlot + e.slot);
     }

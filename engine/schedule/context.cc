@@ -60,13 +60,14 @@ Context::Context(Layout layout_in, Plan plan_in, Config config_in, Resources res
       linked(*resources.device, host_budget, plan.weights_host_bytes + plan.gradients_host_bytes,
              "weights and gradients"),
       states(host_budget, plan.states_host_bytes, "states"),
+      second(host_budget, plan.held_twice_bytes, "second versions of guessed updates"),
       units(layout.units.size()),
       chunks(layout.chunks.size()),
       queues(*resources.device),
       trace(static_cast<int32_t>(layout.units.size())),
       meter(now_ns, layout.units.size()) {
   Carver carver(linked.data());
-  Carver states_carver(states.data());
+  Carver states_carver(states.data()), second_carver(second.data());
   for (size_t u = 0; u < units.size(); ++u) {
     const Unit& unit = layout.units[u];
     UnitState& state = units[u];
@@ -86,6 +87,10 @@ Context::Context(Layout layout_in, Plan plan_in, Config config_in, Resources res
     carve_gradients(unit, state, carver);
     for (int32_t c = unit.first_chunk; c < unit.first_chunk + unit.chunk_count; ++c) {
       if (state.home != nullptr) chunks[c].home[0] = state.home + layout.chunks[c].begin * unit.element_bytes;
+      for (Component component : kAllComponents) {
+        const int64_t bytes = plan.held_twice[c] ? component_bytes(c, component) : 0;
+        if (bytes > 0) chunks[c].second[static_cast<size_t>(component)] = second_carver.take(bytes);
+      }
       if (plan.states_on_nvme[c]) continue;
       for (Component component : kAllComponents) {
         const int64_t bytes = component == Component::hi ? 0 : component_bytes(c, component);
@@ -94,7 +99,8 @@ Context::Context(Layout layout_in, Plan plan_in, Config config_in, Resources res
     }
   }
   if (carver.take(0) != linked.data() + linked.bytes() ||
-      states_carver.take(0) != states.data() + states.bytes()) {
+      states_carver.take(0) != states.data() + states.bytes() ||
+      second_carver.take(0) != second.data() + second.bytes()) {
     throw std::logic_error("the arenas' sizes differ from what the plan carves out of them");
   }
 }

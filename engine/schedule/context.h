@@ -85,6 +85,7 @@ struct ChunkState {
   Verdict verdict = Verdict::open;                        // of step(), on a guess
   std::array<io::Extent, kComponents> guessed_extents{};  // written; empty until then
   std::byte* second_weights = nullptr;                    // guessed hi, where hi lives on the host
+  std::array<std::byte*, kComponents> second{};           // of what is held twice: for the guessed version
 
   /// While `writing`: whether the new version is a guess that is not the chunk's (yet).
   bool writes_a_guess() const { return guess == Guess::made && verdict != Verdict::take; }
@@ -203,6 +204,7 @@ struct Context {
   Budget host_budget;
   LinkedMemory linked;  // weights and gradients on the host: they come from a device, or go there
   HostMemory states;    // on the host
+  HostMemory second;    // versions of what is held twice
 
   // Everything below is guarded by `mutex`.
   std::mutex mutex;

@@ -41,6 +41,7 @@ class Planner {
     plan_.states_on_nvme.assign(layout.chunks.size(), false);
     plan_.gradients_on_nvme.assign(layout.chunks.size(), false);
     plan_.on_device.assign(layout.units.size(), false);
+    plan_.held_twice.assign(layout.chunks.size(), false);
     // Of micro-batches one after another they are complete only in the last one: they are held whole.
     plan_.gradients_pooled = layout.slices > 1 && layout.policy.sum_early &&
                              (config.gradient_accumulation == 1 || config.micro_batches_together);
@@ -67,6 +68,7 @@ class Planner {
     }
     size_up();
     shrink_buffers();
+    hold_twice();
     check();
     return plan_;
   }
@@ -314,6 +316,25 @@ class Planner {
                            p.staging_buffers * p.staging_buffer_bytes;
   }
 
+  /// The longest prefix of the chunks wholly on the host that the budget takes once more.
+  void hold_twice() {
+    if (!config_.speculate || device_.shares_host_memory || layout_.slices > 1) return;
+    int64_t left = config_.host_budget_bytes - plan_.host_bytes();
+    for (size_t c = 0; c < layout_.chunks.size(); ++c) {
+      const Chunk& chunk = layout_.chunks[c];
+      const Unit& unit = layout_.units[chunk.unit];
+      const bool at_home = !plan_.weights_on_nvme[chunk.unit] && !plan_.states_on_nvme[c] &&
+                           !plan_.gradients_on_nvme[c] && !on_device(c);
+      if (!unit.trainable() || !at_home) continue;
+      const int64_t bytes =
+          unit.component_bytes(Component::hi, chunk.elements) + unit.state_bytes(chunk.elements);
+      if (bytes > left) return;
+      left -= bytes;
+      plan_.held_twice[c] = true;
+      plan_.held_twice_bytes += bytes;
+    }
+  }
+
   void size_up_second_weights() {
     plan_.second_weights = plan_.second_weights_bytes = 0;
     if (!config_.speculate || layout_.slices > 1) return;
@@ -486,7 +507,7 @@ int64_t unit_device_bytes(const Unit& unit, int64_t gradient_accumulation) {
 }
 
 bool may_guess(const Plan& plan, int32_t chunk) {
-  return plan.states_on_nvme[chunk] && !plan.gradients_on_nvme[chunk];
+  return plan.held_twice[chunk] || (plan.states_on_nvme[chunk] && !plan.gradients_on_nvme[chunk]);
 }
 
 Plan make_plan(const Layout& layout, const Config& config, const DeviceTraits& device) {
@@ -514,6 +535,7 @@ std::string Plan::text() const {
   row("gather arena", gather_host_bytes, 0);
   if (intake_slots > 0) row("gradients from the device", intake_slots * intake_slot_bytes, 0);
   if (second_weights > 0) row("second weights of guessed updates", second_weights * second_weights_bytes, 0);
+  if (held_twice_bytes > 0) row("second versions of guessed updates", held_twice_bytes, 0);
   if (gradient_pool_bytes > 0) row("gradients until they are summed", gradient_pool_bytes, 0);
   row("scratch", access_bytes + exchange_bytes + serve_bytes + device_squares_bytes, 0);
   row("sum", host_bytes(), nvme_bytes());

@@ -7,7 +7,8 @@
 // their best size, gradients in flight (written and read once a micro-batch: 2 bytes saved for
 // each byte held; those of the first units, which backward gives last, first), second weights of guessed
 // updates (10 bytes of traffic moved under backward for each byte held), states (2 bytes saved for each byte
-// held; the first units of forward first, for nothing hides their reads).
+// held; the first units of forward first, for nothing hides their reads), second versions of what is wholly
+// on the host (of the first units of forward; only where compute leaves the CPU to the update, on a device).
 //
 // On a device with memory of its own, its budget goes to gathered weights first: one that stays until
 // backward is not copied again (2 bytes of traffic saved for each byte held). What is left when all of them
@@ -39,6 +40,7 @@ struct Plan {
   std::vector<bool> states_on_nvme;     // by chunk: all components but hi
   std::vector<bool> gradients_on_nvme;  // by chunk: spilled between backward and update; world 1
   std::vector<bool> on_device;          // by unit: weights, states and gradients live there; world 1
+  std::vector<bool> held_twice;         // by chunk, on the host: room for a guessed version of all of it
 
   /// Parameters that are held alike.
   struct Holding {
@@ -67,6 +69,7 @@ struct Plan {
   int64_t intake_slots = 0;       // so many times
   int64_t second_weights = 0;     // chunks whose guessed weights have room, of
   int64_t second_weights_bytes = 0;  // bytes each
+  int64_t held_twice_bytes = 0;      // guessed versions of chunks wholly on the host
   int64_t access_bytes = 0;          // one component of the largest chunk, for access from outside
   bool gradients_pooled = false;     // several ranks: summed as they come, only this rank's shard is kept
   int64_t gradient_pool_bytes = 0;   // whole gradients of units until then
@@ -83,7 +86,7 @@ struct Plan {
     return weights_host_bytes + states_host_bytes + gradients_host_bytes + ring_slots * ring_slot_bytes +
            staging_buffers * staging_buffer_bytes + gather_host_bytes + intake_slots * intake_slot_bytes +
            second_weights * second_weights_bytes + access_bytes + gradient_pool_bytes + exchange_bytes +
-           serve_bytes + device_squares_bytes;
+           serve_bytes + device_squares_bytes + held_twice_bytes;
   }
   /// What a checkpoint has there.
   int64_t kept_nvme_bytes() const { return weights_nvme_bytes + states_nvme_bytes; }
@@ -112,8 +115,8 @@ bool may_live_on_device(const Unit& unit);
 /// Its bytes there: all components, and its gradient in flight.
 int64_t unit_device_bytes(const Unit& unit, int64_t gradient_accumulation);
 
-/// Whether a chunk's update may be guessed while backward runs: its states are on NVMe, and its gradient is
-/// in memory.
+/// Whether a chunk's update may be guessed while backward runs: its states are on NVMe, or held twice, and
+/// its gradient is in memory.
 bool may_guess(const Plan& plan, int32_t chunk);
 
 /// Throws BudgetError, with the sum and the smallest budget that would do, when a budget is too small.

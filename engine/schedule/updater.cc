@@ -11,6 +11,8 @@
 namespace overspill::engine {
 namespace {
 
+constexpr int64_t kCopiedElements = 16 * 1024;  // at a time: old and new states stay in the L2 cache
+
 /// The order of the update; guesses come last.
 bool earlier(const ChunkState& a, const ChunkState& b) {
   return a.pending != b.pending ? a.pending : a.position < b.position;
@@ -54,7 +56,8 @@ Updater::Updater(Context& context, Gatherer& gatherer)
     slot.gradient.context = &slot;
   }
   if (memory_.bytes() > 0) context.store().register_memory(memory_.span());
-  for (auto* queue : {&ring_queue_, &resident_queue_, &ahead_, &guesses_, &guessed_, &unread_guesses_})
+  for (auto* queue :
+       {&ring_queue_, &resident_queue_, &ahead_, &guesses_, &guessed_, &unread_guesses_, &home_guesses_})
     queue->reserve(context.chunks.size());
   resume();
 }
@@ -102,8 +105,10 @@ void Updater::judge(const ScheduleStats& before) {
   const int64_t taken = context_.stats.guesses_taken - before.guesses_taken;
   const int64_t dropped = context_.stats.guesses_dropped - before.guesses_dropped;
   guessed_.swap(guesses_);
+  std::erase_if(guessed_, [&](int32_t c) { return is_guessed_at_home(c); });  // nothing to read ahead
   guesses_.clear();
   unread_guesses_.clear();
+  home_guesses_.clear();
   next_ahead_ = 0;
   speculation_.stepped(taken + dropped > 0, dropped == 0);
 }
@@ -198,6 +203,7 @@ Updater::Slot* Updater::take_slot(bool may_drop_copies) {
 }
 
 void Updater::stage(int32_t chunk, Slot& slot) {
+  if (!context_.touches_nvme(chunk)) throw std::logic_error("a chunk wholly on the host was to be read");
   ChunkState& state = context_.chunks[chunk];
   state.become(Residency::reading);
   state.slot = slot.index;
@@ -312,6 +318,7 @@ bool Updater::dispatch_next() {
   if (running_ > context_.resources.executor->threads()) return false;
   while (next_resident_ < resident_queue_.size() && !is_ready(resident_queue_[next_resident_]))
     ++next_resident_;
+  while (!home_guesses_.empty() && !is_ready(home_guesses_.back())) home_guesses_.pop_back();
   const int32_t chunk = next_ready();
   if (chunk < 0) return false;
   dispatch(chunk);
@@ -321,7 +328,8 @@ bool Updater::dispatch_next() {
 bool Updater::is_ready(int32_t chunk) const {
   const ChunkState& state = context_.chunks[chunk];
   if (state.guess == Guess::made) return state.pending && state.verdict == Verdict::take;
-  if (state.guess == Guess::wanted) return state.residency == Residency::staged;
+  if (state.guess == Guess::wanted)
+    return state.residency == (is_guessed_at_home(chunk) ? Residency::home : Residency::staged);
   if (!state.pending || state.guess != Guess::none) return false;
   if (context_.plan.gradients_on_nvme[chunk])  // it may come after the states
     return state.residency == Residency::staged && slots_[state.slot].in_flight == 0;
@@ -340,7 +348,8 @@ int32_t Updater::next_ready() const {
     if (slot.chunk < 0 || !is_ready(slot.chunk)) continue;
     if (best < 0 || earlier(context_.chunks[slot.chunk], context_.chunks[best])) best = slot.chunk;
   }
-  return best;
+  // The latest comes first, as in next_guess().
+  return best < 0 && !home_guesses_.empty() ? home_guesses_.back() : best;
 }
 
 void Updater::dispatch(int32_t chunk) {
@@ -368,11 +377,13 @@ struct Updater::Work {
   std::span<const optim::Factors> factors{};
   std::span<const uint8_t> present{};
   std::span<io::Sealed> states{};  // by component; empty: they live on the host
+  std::array<const std::byte*, kComponents>
+      old{};  // by component: copied to `memory` first; null: it is there
 };
 
 /// States that were read for it go block by block: each is compared with its checksum, updated, and
-/// checksummed for its way back while it is in the cache. With scales, which lie behind a whole chunk's
-/// codes, the chunk is one block.
+/// checksummed for its way back while it is in the cache. So does what is copied first, for a guess. With
+/// scales, which lie behind a whole chunk's codes, the chunk is one block.
 void Updater::update(Work work) {
   const auto for_each_state = [&](auto visit) {
     if (work.states.empty()) return;
@@ -384,12 +395,21 @@ void Updater::update(Work work) {
   };
   const int64_t all = work.chunk.elements;
   const bool scaled = std::ranges::any_of(work.unit.components(), &optim::ComponentSpec::scaled);
-  int64_t step = work.states.empty() ? all : 0;
+  const bool copies = std::ranges::any_of(work.old, [](const std::byte* old) { return old != nullptr; });
+  int64_t step = !work.states.empty() ? 0 : copies ? kCopiedElements : all;
   for_each_state(
       [&](io::Sealed&, size_t, int64_t width) { step = std::max(step, io::kChecksumBlockBytes / width); });
   if (scaled) step = all;
   for (int64_t begin = 0; begin < all; begin += step) {
     const int64_t end = std::min(begin + step, all);
+    for (size_t i = 0; i < work.old.size(); ++i) {
+      if (work.old[i] == nullptr) continue;
+      const Component component{static_cast<uint8_t>(i)};
+      const int64_t width = work.unit.component_element_bytes(component);
+      const int64_t to = scaled ? work.unit.component_bytes(component, all) : end * width;
+      std::memcpy(work.memory.component[i] + begin * width, work.old[i] + begin * width,
+                  static_cast<size_t>(to - begin * width));
+    }
     const auto end_of = [&](const io::Sealed& state, int64_t width) {
       return scaled ? state.bytes() : end * width;
     };
@@ -423,7 +443,10 @@ void Updater::run(int32_t chunk) noexcept {
     guess = state.guess;
     home = state.home[0];
     second = state.second_weights;
-    if (guess != Guess::taking) {
+    if (guess == Guess::running && is_guessed_at_home(chunk)) {
+      work.old = {state.home[0], state.home[1], state.home[2], state.home[3]};
+      work.memory.component = state.second;
+    } else if (guess != Guess::taking) {
       if (context_.in_store(chunk, Component::hi)) work.memory.component[0] = state.staged_weights;
       if (context_.plan.states_on_nvme[chunk]) work.states = slots_[state.slot].states;
     }
@@ -437,7 +460,7 @@ void Updater::run(int32_t chunk) noexcept {
       std::memcpy(home, second, static_cast<size_t>(weights_bytes));
     } else if (guess == Guess::running) {
       if (second != nullptr) {
-        std::memcpy(second, home, static_cast<size_t>(weights_bytes));
+        work.old[0] = home;
         work.memory.component[0] = second;
       }
       work.factors = unit_state.guessed_factors;
@@ -502,13 +525,15 @@ void Updater::guess(int32_t unit) {
     ChunkState& state = context_.chunks[c];
     if (state.guess != Guess::none || !speculation_.may_guess(c)) continue;
     if (!context_.layout.chunks[c].has_any(guessed)) continue;
-    if (state.home[0] != nullptr) {
+    if (is_guessed_at_home(c)) {
+      state.second_weights = state.second[0];
+    } else if (state.home[0] != nullptr) {
       state.second_weights = speculation_.take_weights();
       if (state.second_weights == nullptr) break;
     }
     state.guess = Guess::wanted;
     guesses_.push_back(c);
-    unread_guesses_.push_back(c);
+    (is_guessed_at_home(c) ? home_guesses_ : unread_guesses_).push_back(c);
   }
   pump();
 }
@@ -536,6 +561,7 @@ bool Updater::decide(int32_t chunk, bool right) {
 
 /// A worker has made the guess: it is written behind like any new version.
 void Updater::guessed(int32_t chunk) {
+  if (is_guessed_at_home(chunk)) return guessed_at_home(chunk);
   ChunkState& state = context_.chunks[chunk];
   Slot& slot = slots_[state.slot];
   context_.journal.note(Happening::guessed, context_.layout.chunks[chunk].unit, chunk, state.slot);
@@ -557,9 +583,28 @@ void Updater::guessed(int32_t chunk) {
   context_.changed.notify_all();
 }
 
+/// There is nothing to write: the new version waits beside the old one.
+void Updater::guessed_at_home(int32_t chunk) {
+  ChunkState& state = context_.chunks[chunk];
+  context_.journal.note(Happening::guessed, context_.layout.chunks[chunk].unit, chunk);
+  state.become(Residency::home);
+  state.guess = Guess::made;
+  if (state.verdict == Verdict::take) dispatch(chunk);
+  if (state.verdict == Verdict::drop) {
+    drop(state);
+    // Its turn may have passed while it was being guessed.
+    if (state.pending)
+      resident_queue_.insert(resident_queue_.begin() + static_cast<std::ptrdiff_t>(next_resident_), chunk);
+  }
+  context_.changed.notify_all();
+}
+
 /// The guessed weights are where they belong: from here the new version is the chunk's.
 void Updater::take(ChunkState& state) {
   adopt(state);  // what is still on its way out follows when it is written
+  for (size_t i = 1; i < state.second.size(); ++i) {
+    if (state.second[i] != nullptr) std::swap(state.home[i], state.second[i]);
+  }
   end_guess(state);
 }
 
@@ -583,7 +628,7 @@ void Updater::adopt(ChunkState& state) {
 }
 
 void Updater::end_guess(ChunkState& state) {
-  speculation_.give_back(state.second_weights);
+  if (state.second_weights != state.second[0]) speculation_.give_back(state.second_weights);
   state.second_weights = nullptr;
   state.guess = Guess::none;
   state.verdict = Verdict::open;

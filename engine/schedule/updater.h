@@ -76,11 +76,13 @@ class Updater {
   int32_t next_ready() const;
   bool is_ready(int32_t chunk) const;
   void dispatch(int32_t chunk);
+  bool is_guessed_at_home(int32_t chunk) const { return context_.plan.held_twice[chunk]; }
   struct Work;
   void update(Work work);
   void run(int32_t chunk) noexcept;
   void updated(int32_t chunk);
   void guessed(int32_t chunk);
+  void guessed_at_home(int32_t chunk);
   bool decide(int32_t chunk, bool right);
   void judge(const ScheduleStats& before);
   void take(ChunkState& state);
@@ -101,8 +103,9 @@ class Updater {
   std::vector<int32_t> resident_queue_;  // chunks wholly on the host
   std::vector<int32_t> ahead_;           // the last step's ring_queue_: what will be needed first
   std::vector<int32_t> guesses_;         // chunks whose updates may be guessed, since the last step
-  std::vector<int32_t> guessed_;         // the last step's guesses_
+  std::vector<int32_t> guessed_;         // the last step's guesses_ that NVMe has part of
   std::vector<int32_t> unread_guesses_;  // of guesses_, those whose states may have to be read yet
+  std::vector<int32_t> home_guesses_;    // of guesses_, those of chunks wholly on the host, to be made yet
   size_t next_staged_ = 0;               // in ring_queue_
   size_t next_resident_ = 0;             // in resident_queue_
   size_t next_ahead_ = 0;                // in ahead_ or guessed_

@@ -243,6 +243,8 @@ std::vector<Case> cases() {
       }
     }
     all.push_back({Placement::automatic, device, 1, false, kSomeLiveThere});
+    all.push_back({Placement::automatic, device, 1, false, kSomeLiveThere, true});
+    all.push_back({Placement::host, device, 3, false, kThreeUnits, true});
   }
   return all;
 }

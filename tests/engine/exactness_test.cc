@@ -176,6 +176,10 @@ std::vector<Case> all_cases() {
     }
   }
   for (const char* device : {"simulated", "cuda"}) {
+    for (const char* speculation : {"hits", "misses"}) {
+      cases.push_back({Placement::host, 4, 1, device, "memory", 1, speculation});
+      cases.push_back({Placement::host, 4, 2, device, "memory", 3, speculation});
+    }
     for (int64_t prefetch : {0, 4}) cases.push_back({Placement::device, prefetch, 2, device, "memory", 1});
     cases.push_back({Placement::device, 4, 2, device, "memory", 3});
   }

@@ -41,8 +41,10 @@ Config config_of(Placement placement, bool speculate) {
   return config;
 }
 
+/// What is wholly on the host is guessed only beside a device: where compute leaves the CPU to the update.
 engine::Resources resources_of(const Config& config) {
   engine::ResourceOptions options;
+  options.device = config.placement == Placement::host ? "simulated" : "host";
   options.io_backend = "memory";
   return engine::make_resources(toy_units(), config, options);
 }
@@ -165,7 +167,7 @@ TEST_P(Disturbed, EqualsTheSameRunWithoutGuesses) {
 
 INSTANTIATE_TEST_SUITE_P(
     Speculation, Disturbed,
-    ::testing::Combine(::testing::Values(Placement::half, Placement::nvme),
+    ::testing::Combine(::testing::Values(Placement::host, Placement::half, Placement::nvme),
                        ::testing::Values(Disturbance::none, Disturbance::second_backward,
                                          Disturbance::other_rate, Disturbance::cleared,
                                          Disturbance::looked_at, Disturbance::synchronized,
@@ -213,6 +215,7 @@ TEST(Speculation, ReadsAheadWhatIsGuessedFirstBeforeItsGradientComes) {
 /// A worker whose updates can be held back.
 class HeldExecutor final : public optim::Executor {
  public:
+  explicit HeldExecutor(int threads = 1) : worker_(optim::make_thread_executor(threads)) {}
   int threads() const override { return worker_->threads(); }
   void submit(std::function<void()> task) override {
     const std::lock_guard lock(mutex_);
@@ -240,8 +243,68 @@ class HeldExecutor final : public optim::Executor {
   std::mutex mutex_;
   bool held_ = false;
   std::vector<std::function<void()>> waiting_;
-  std::unique_ptr<optim::Executor> worker_ = optim::make_thread_executor(1);
+  std::unique_ptr<optim::Executor> worker_;
 };
+
+/// step() decides while guesses are being made: they are dropped by whoever makes them, or taken.
+TEST(Speculation, MayBeUnderWayWhenTheStepDecides) {
+  for (Placement placement : {Placement::host, Placement::half, Placement::nvme}) {
+    for (bool right : {false, true}) {
+      std::vector<float> contents[2];
+      for (bool speculate : {false, true}) {
+        const Config config = config_of(placement, speculate);
+        engine::Resources resources = resources_of(config);
+        auto executor = std::make_unique<HeldExecutor>(32);  // all guesses are under way at once
+        HeldExecutor& worker = *executor;
+        resources.executor = std::move(executor);
+        Engine engine(toy_units(), config, std::move(resources));
+        toy_load(engine);
+        for (int step = 0; step < 3; ++step) {
+          engine.begin_pass({true, true});
+          for (int32_t u = 0; u < kUnits; ++u) engine.acquire(u);
+          auto groups = groups_of(step);
+          engine.expect_step(groups);
+          if (step == 2) worker.hold();
+          give_gradients(engine, step);
+          if (step < 2) let_guesses_end(engine);
+          if (step == 2 && !right) std::get<optim::AdamConfig>(groups[0]).lr *= 0.5;
+          const engine::Stats before = engine.stats();
+          engine.step(groups);
+          const engine::Stats after = engine.stats();
+          if (step == 2 && speculate && right) {
+            EXPECT_GT(after.guesses_taken, before.guesses_taken);
+          }
+          if (step == 2 && speculate && !right) {
+            EXPECT_GT(after.guesses_dropped, before.guesses_dropped);
+          }
+        }
+        worker.let_go();
+        contents[speculate ? 1 : 0] = toy_contents(engine);
+      }
+      EXPECT_EQ(std::memcmp(contents[0].data(), contents[1].data(), contents[0].size() * 4), 0)
+          << placement_name(placement) << (right ? ", right" : ", wrong");
+    }
+  }
+}
+
+TEST(Speculation, HoldsTheFirstUnitsOfTheHostTwiceAsFarAsTheBudgetGoes) {
+  Config config = config_of(Placement::host, true);
+  const engine::Layout layout = engine::make_layout(toy_units(), config.chunk_elements, 0, 1);
+  const engine::DeviceTraits device{.shares_host_memory = false, .updates = false};
+  const engine::Plan all = engine::make_plan(layout, config, device);
+  EXPECT_EQ(all.held_twice_bytes,
+            all.states_host_bytes + all.weights_host_bytes - layout.units[3].shard_bytes())
+      << "all but the frozen one";
+  EXPECT_EQ(engine::make_plan(layout, config, {}).held_twice_bytes, 0) << "the CPU computes";
+  config.host_budget_bytes = all.host_bytes() - all.held_twice_bytes / 2;
+  const engine::Plan some = engine::make_plan(layout, config, device);
+  EXPECT_LE(some.host_bytes(), config.host_budget_bytes);
+  EXPECT_TRUE(some.held_twice.front());
+  EXPECT_FALSE(some.held_twice.back());
+  EXPECT_NE(some.text().find("second versions"), std::string::npos);
+  config.speculate = false;
+  EXPECT_EQ(engine::make_plan(layout, config, device).held_twice_bytes, 0);
+}
 
 TEST(Speculation, TheLatestGradientIsGuessedFirst) {
   Config config = config_of(Placement::nvme, true);

@@ -383,7 +383,7 @@ def test_a_scripts_own_saved_tensor_hooks(on_device):
     other.close()
 
 
-@pytest.mark.parametrize("placement", ["nvme", "device"])
+@pytest.mark.parametrize("placement", ["host", "nvme", "device"])
 @pytest.mark.parametrize("options", [{"speculate": True}, {"prefetch_units": 0}, {"threads": 2}])
 def test_how_the_engine_works_changes_no_bit(options, placement, on_device):
     engine = overspill.initialize(small_net(), on_device(placement, **options))[0]

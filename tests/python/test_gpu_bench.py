@@ -45,9 +45,8 @@ def test_on_the_cpu(tmp_path):
     assert ended.returncode == 0, ended.stdout + ended.stderr
     result = json.loads(ended.stdout.splitlines()[-1].removeprefix("RESULT "))
     rows = {(row["mode"], row["tokens"]): row for row in result["rows"]}
-    assert set(rows) == {
-        (mode, tokens) for mode in ("clipped", "clipped-24", "default") for tokens in (64, 128)
-    }
+    modes = ("clipped", "clipped-24", "speculative", "default")
+    assert set(rows) == {(mode, tokens) for mode in modes for tokens in (64, 128)}
     for row in rows.values():
         assert row["of_the_ceiling"] == pytest.approx(
             row["plain_seconds"] / row["seconds"], rel=0.05, abs=0.005
