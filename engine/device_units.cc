@@ -68,6 +68,7 @@ DeviceUnits::DeviceUnits(Context& context)
   if (next > memory_.data() + memory_.bytes())
     throw std::logic_error("units on the device take more than was planned");
   kernels_->clear(*stream_, memory_.data(), memory_.bytes());
+  for (Resident& resident : residents_) resident.block.copied = stream_->record();
 }
 
 DeviceUnits::~DeviceUnits() {

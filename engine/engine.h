@@ -84,7 +84,7 @@ struct Stats {
   int64_t host_budget_bytes = 0;
   int64_t host_used_bytes = 0;
   int64_t host_peak_bytes = 0;
-  int64_t updates = 0;
+  int64_t updates = 0;  // of chunks, by the CPU
   int64_t wait_ns = 0;
   int64_t guesses_taken = 0;       // chunks updated in backward
   int64_t guesses_dropped = 0;     // in vain

@@ -126,7 +126,8 @@ Config config_of(Placement placement) {
   return config;
 }
 
-Made make(const Config& config, const std::string& device = "simulated", const ToyKind& kind = {}) {
+/// Without weights.
+Made make_empty(const Config& config, const std::string& device = "simulated", const ToyKind& kind = {}) {
   engine::ResourceOptions options;
   options.device = device;
   options.io_backend = "memory";
@@ -134,8 +135,24 @@ Made make(const Config& config, const std::string& device = "simulated", const T
   engine::Resources resources = make_resources(toy_units(kind), config, options);
   Made made{resources.device, nullptr};
   made.engine = std::make_unique<Engine>(toy_units(kind), config, std::move(resources));
+  return made;
+}
+
+Made make(const Config& config, const std::string& device = "simulated", const ToyKind& kind = {}) {
+  Made made = make_empty(config, device, kind);
   toy_load(*made.engine);
   return made;
+}
+
+TEST(UnitsOnTheDevice, AreZeroUntilWeightsAreLoaded) {
+  const Made made = make_empty(config_of(Placement::device));
+  const engine::Unit& unit = made.engine->layout().units[0];
+  std::vector<std::byte> weights(static_cast<size_t>(unit.bytes()), std::byte{1});
+  made.engine->acquire(0).copy_to_host(0, weights);
+  EXPECT_EQ(weights, std::vector<std::byte>(weights.size()));
+  std::vector<float> moments(static_cast<size_t>(unit.segments[0].elements), 1);
+  made.engine->read_state(0, 0, "m", moments);
+  EXPECT_EQ(moments, std::vector<float>(moments.size()));
 }
 
 TEST(UnitsOnTheDevice, TakeThereWhatWasPlanned) {
