@@ -173,6 +173,9 @@ void DeviceUnits::update(int32_t unit) {
   const Unit& u = context_.layout.units[unit];
   const UnitState& state = context_.units[unit];
   Resident& resident = residents_[unit];
+  // For the host they are done: what comes next is in the device's hands.
+  context_.journal.note(Happening::scheduled, unit);
+  context_.journal.note(Happening::updated, unit);
   try {
     wait_for_uses(resident.block);
     const kernels::Event begin = context_.journal.begin(*stream_);

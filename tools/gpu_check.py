@@ -1,6 +1,10 @@
 """Everything that needs a GPU, row by row: ok, failed, or not run with the reason. Writes results/gpu.json.
 
-tools/gpu-check [--bundle DIR] [--build DIR] [--no-build] [--out FILE] [--jobs N] [--bench ARGS]
+tools/gpu-check [--bundle DIR] [--build DIR] [--no-build] [--out FILE] [--jobs N] [--only TEXT ...] [--bench ARGS]
+
+    tools/gpu-check                                          all of it
+    tools/gpu-check --only kernels --only copies             rows with one of these in their name; FILE keeps the others
+    tools/gpu-check --no-build --only benchmark --bench "--minutes 9 --models 7b"
 
 Exit status 0 where no row failed. What is missing on the machine is taken from DIR (default gpu-bundle, which
 tools/gpu-bundle makes elsewhere); it is used from there, nothing is installed. Needs Python 3.10 alone; the rows with
@@ -117,6 +121,7 @@ class Check:
     def __init__(self, args: argparse.Namespace):
         self.args = args
         self.rows: list[Row] = []
+        self.only = [text.lower() for text in args.only]
         self.environment = dict(os.environ)
         if args.bundle.is_dir():
             self.environment |= bundle_environment(args.bundle.resolve())
@@ -135,6 +140,9 @@ class Check:
         except OSError as error:
             return 127, str(error)
         return done.returncode, done.stdout
+
+    def wanted(self, name: str) -> bool:
+        return not self.only or any(text in name.lower() for text in self.only)
 
     def add(self, row: Row, start: float) -> Row:
         row.seconds = round(time.monotonic() - start, 1)
@@ -165,9 +173,11 @@ class Check:
             "zoo on CUDA": ["-k", "bit_equal"],
             "streams, inputs, checkpoints, autocast on CUDA": ["-k", "not bit_equal"],
         }
+        measured = ("training benchmark, 1 B and 7 B", "overlap in a trace from CUDA events")
+        wanted = [name for name in (*names, *measured) if self.wanted(name)]
         start = time.monotonic()
-        if why := self.why_no_python():
-            for name in (*names, "training benchmark, 1 B and 7 B", "overlap in a trace from CUDA events"):
+        if wanted and (why := self.why_no_python()):
+            for name in wanted:
                 self.add(Row(name, "not run", why), start)
             return
         for library in (self.args.build / "bindings").glob("_core*.so"):
@@ -193,16 +203,21 @@ class Check:
         ]
         for name, chosen in names.items():
             start = time.monotonic()
-            self.add(judge_pytest(name, *self.run([*tests, *chosen], 900)), start)
+            if name in wanted:
+                self.add(judge_pytest(name, *self.run([*tests, *chosen], 900)), start)
+        if not set(measured) & set(wanted):
+            return
         start = time.monotonic()
         traces = self.args.out.resolve().parent
         bench = [sys.executable, "bench/gpu/run.py", "--trace", str(traces), *self.args.bench.split()]
         found = self.run(bench, 2400)
-        self.add(judge_bench("training benchmark, 1 B and 7 B", *found), start)
-        self.add(judge_overlap("overlap in a trace from CUDA events", *found), start)
+        for name, judge in zip(measured, (judge_bench, judge_overlap), strict=True):
+            self.add(judge(name, *found), start)
 
     def judged(self, name: str, judge, program: str, arguments: list[str], before: list[str] | None = None,
                timeout_s: int = 300) -> None:  # fmt: skip
+        if not self.wanted(name):
+            return
         start = time.monotonic()
         path = self.args.build / program
         if not path.is_file():
@@ -226,6 +241,8 @@ class Check:
 
     def sanitized(self, tool: str) -> None:
         name = f"compute-sanitizer {tool}"
+        if not self.wanted(name):
+            return
         sanitizer = shutil.which("compute-sanitizer")
         if sanitizer is None:
             self.add(Row(name, "not run", "compute-sanitizer is not installed"), time.monotonic())
@@ -254,9 +271,10 @@ class Check:
             ("two ranks on one GPU", engine, "TwoRanks*"),
             ("stages over ranks on one GPU", "tests/engine/engine_ranks_test", "*Stages*EveryDevice*"),
         ]:
-            if no_gpu := why_no_gpu(self):
+            no_gpu = why_no_gpu(self)
+            if no_gpu and self.wanted(name):
                 self.add(Row(name, "not run", no_gpu), time.monotonic())
-            else:
+            elif not no_gpu:
                 self.judged(name, judge_gtest, program, [f"--gtest_filter={tests}"])
         self.sanitized("memcheck")
         self.sanitized("racecheck")
@@ -297,13 +315,19 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--bundle", type=Path, default=ROOT / "gpu-bundle")
     parser.add_argument("--build", type=Path, default=ROOT / "build/gpu")
     parser.add_argument("--no-build", action="store_true", help="--build has been built")
+    parser.add_argument(
+        "--only", action="append", default=[], metavar="TEXT", help="rows with it in their name"
+    )
     parser.add_argument("--bench", default="", metavar="ARGS", help="of bench/gpu/run.py, in one text")
     parser.add_argument("--out", type=Path, default=ROOT / "results/gpu.json")
     parser.add_argument("--jobs", type=int, default=os.cpu_count())
     check = Check(parser.parse_args(argv))
     check.args.build = check.args.build.resolve()
     check.all()
-    out = {"machine": machine(check), "rows": [asdict(row) for row in check.rows]}
+    rows = {row.name: asdict(row) for row in check.rows}
+    if check.only and check.args.out.is_file():
+        rows = {row["name"]: row for row in json.loads(check.args.out.read_text())["rows"]} | rows
+    out = {"machine": machine(check), "rows": list(rows.values())}
     check.args.out.parent.mkdir(parents=True, exist_ok=True)
     check.args.out.write_text(json.dumps(out, indent=1) + "\n")
     count = {

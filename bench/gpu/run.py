@@ -1,6 +1,7 @@
 """A training step on a GPU beside plain PyTorch that has no optimizer: the ceiling. Both in turn, in one run.
 
     bench/gpu/run.py [--models 1b 7b] [--tokens 4096 16384 32768 65536] [--rounds 3] [--modes clipped clipped-24]
+        [--minutes 9]
 
 Modes of the engine, all with fp32 masters and clipping:
     clipped       all states in host memory; gathered weights may take what they need of the GPU
@@ -21,6 +22,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import statistics
 import subprocess
@@ -76,6 +78,7 @@ class Row:
             "model": self.model,
             "mode": self.mode,
             "tokens": self.tokens,
+            "steps": len(self.ours),
             "plain_seconds": round(plain, 4),
             "seconds": round(ours, 4),
             "of_the_ceiling": round(plain / ours, 3),
@@ -120,6 +123,15 @@ class Run:
         self.memory: dict[str, Any] = {}
         self.overlap: dict[str, Any] = {}
         self.parameters: dict[str, int] = {}
+        self.left_out: dict[str, str] = {}
+        self.until = time.monotonic() + args.minutes * 60 if args.minutes else math.inf
+
+    def too_late(self, row: str) -> bool:
+        """Whether the minutes are over: then nothing begins any more, and the row is told of."""
+        if time.monotonic() < self.until:
+            return False
+        self.left_out[row] = f"the {self.args.minutes:g} minutes were over"
+        return True
 
     def start(self, who: str, model: str, name: str, options: list[str]) -> Child:
         print(f"{model} {name}: starting", flush=True)
@@ -130,11 +142,15 @@ class Run:
         return Child([*command, *options], env={**os.environ, "PATH": programs}, log=log)
 
     def of_model(self, model: str) -> None:
+        if self.too_late(model):
+            return
         plain = self.start("plain", model, "plain", [])
         try:
             self.parameters[model] = plain.hello["parameters"]
             for name in self.args.modes:
                 for micro_batches, sizes in self._by_micro_batches(name, model).items():
+                    if self.too_late(f"{model} {name} {sizes}"):
+                        continue
                     try:
                         self._beside(plain, model, name, micro_batches, sizes)
                     except Failed as error:
@@ -165,10 +181,14 @@ class Run:
         print(ours.hello.get("plan", ""), flush=True)
         try:
             for tokens in sizes:
+                if self.too_late(f"{model} {name} {tokens}"):
+                    continue
                 row = Row(model, name, tokens)
                 for child in (plain, ours):
                     child.ask(do="step", tokens=tokens)  # warms up
                 for turn in range(self.args.rounds):
+                    if turn > 0 and time.monotonic() >= self.until:
+                        break
                     for who in in_turn(["plain", "ours"], turn):
                         child = plain if who == "plain" else ours
                         found = child.ask(do="step", tokens=tokens, steps=self.args.steps)
@@ -196,6 +216,7 @@ def main() -> int:
     parser.add_argument("--tokens", nargs="+", type=int, default=[4096, 16384, 32768, 65536])
     parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--minutes", type=float, default=0, help="begin nothing afterwards; 0: no limit")
     parser.add_argument(
         "--steps", type=int, default=3, help="of a turn; its first is not counted (default 3)"
     )
@@ -209,11 +230,11 @@ def main() -> int:
     if args.device != "host" and not torch.cuda.is_available():
         print(f"bench/gpu: torch {torch.__version__} sees no GPU", file=sys.stderr)
         return 3
-    run, left_out = Run(args), {}
+    run = Run(args)
     if "deepspeed" in args.modes and not has_deepspeed(args.deepspeed_python):
         args.modes.remove("deepspeed")
-        left_out["deepspeed"] = f"{args.deepspeed_python} has none (--deepspeed-python)"
-        print(f"deepspeed is left out: {left_out['deepspeed']}", flush=True)
+        run.left_out["deepspeed"] = f"{args.deepspeed_python} has none (--deepspeed-python)"
+        print(f"deepspeed is left out: {run.left_out['deepspeed']}", flush=True)
     for model in args.models:
         run.of_model(model)
     device = torch.device("cpu" if args.device == "host" else args.device)
@@ -234,7 +255,7 @@ def main() -> int:
         "memory": run.memory,
         "overlap": run.overlap,
         "failures": run.failures,
-        "left_out": left_out,
+        "left_out": run.left_out,
     }
     print("RESULT " + json.dumps(result))
     return 1 if run.failures else 0

@@ -419,6 +419,7 @@ class Planner {
     Config all = config_;
     all.host_budget_bytes = 0;
     Planner least(layout_, all, device_);
+    least.place_on_device();
     least.second_weights_most_ = 0;
     least.slots_ = kRingSlotsLeast;
     if (!config_.nvme.empty()) least.spill_all();

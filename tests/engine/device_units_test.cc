@@ -86,6 +86,25 @@ TEST(UnitsOnTheDevice, KeepToEveryBudget) {
   EXPECT_EQ(before, 10);
 }
 
+TEST(UnitsOnTheDevice, CountInTheSmallestHostBudgetThatIsNamed) {
+  Config config;
+  config.host_budget_bytes = 1 << 20;
+  config.device_budget_bytes = 44 * kMiB;
+  const auto layout = engine::make_layout(layers(8), config.chunk_elements, 0, 1);
+  int64_t named = 0;
+  try {
+    make_plan(layout, config, kUpdates);
+    FAIL() << "one MiB cannot be enough";
+  } catch (const engine::BudgetError& error) {
+    const std::string text = error.what();
+    named = std::stoll(text.substr(text.find('(', text.find("smallest budget")) + 1));
+  }
+  config.host_budget_bytes = named;
+  EXPECT_EQ(make_plan(layout, config, kUpdates).units_on_device(), 2);
+  config.host_budget_bytes = named - 1;
+  EXPECT_THROW(make_plan(layout, config, kUpdates), engine::BudgetError);
+}
+
 TEST(UnitsOnTheDevice, TakeMoreWhereGradientsAreAddedUp) {
   EXPECT_EQ(plan_of(layers(4), 60).units_on_device(), 4);
   EXPECT_EQ(plan_of(layers(4), 60, Placement::automatic, 1, 2).units_on_device(), 3) << "16 bytes, not 14";

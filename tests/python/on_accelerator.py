@@ -465,15 +465,20 @@ if not ON_TESTS_OWN:  # what torch has for GPUs alone
         engine.close()
 
 
-def test_the_trace_has_what_the_device_did(on_device, tmp_path):
-    engine = overspill.initialize(small_net(), on_device())[0]
+def traced_steps(engine, file):
+    """The tracks of the spans that two steps leave."""
     train(engine, 1)
-    with engine.trace(tmp_path / "trace.json"):
+    with engine.trace(file):
         train(engine, 2)
         engine.synchronize()
-    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    events = json.loads(file.read_text())["traceEvents"]
     tracks = {e["tid"]: e["args"]["name"] for e in events if e["ph"] == "M"}
-    shown = [tracks[e["tid"]] for e in events if e["ph"] == "X"]
+    return [tracks[e["tid"]] for e in events if e["ph"] == "X"]
+
+
+def test_the_trace_has_what_the_device_did(on_device, tmp_path):
+    engine = overspill.initialize(small_net(), on_device())[0]
+    shown = traced_steps(engine, tmp_path / "trace.json")
     assert {"device: copies up", "device: copies down", "device: computes (0)"} <= set(shown)
     assert shown.count("device: copies down") == 2 * len(list(engine.module.parameters()))
     engine.close()
@@ -484,13 +489,7 @@ def test_what_lives_on_the_device_never_crosses_the_link(on_device, tmp_path):
     plan = engine._core.plan.as_dict()
     assert plan["units_on_device"] == 3 and plan["states_host_bytes"] == plan["weights_host_bytes"] == 0
     assert engine.stats()["device_bytes"] == plan["units_device_bytes"] + plan["gather_device_bytes"]
-    train(engine, 1)
-    with engine.trace(tmp_path / "trace.json"):
-        train(engine, 2)
-        engine.synchronize()
-    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
-    tracks = {e["tid"]: e["args"]["name"] for e in events if e["ph"] == "M"}
-    shown = [tracks[e["tid"]] for e in events if e["ph"] == "X"]
+    shown = traced_steps(engine, tmp_path / "trace.json")
     assert {"device: updates", "device: computes (0)"} <= set(shown)
     assert not {"device: copies up", "device: copies down"} & set(shown)
     assert shown.count("device: updates") == 2 * 3

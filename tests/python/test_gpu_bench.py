@@ -57,6 +57,15 @@ def test_on_the_cpu(tmp_path):
     assert list(tmp_path.glob("tiny-clipped-128.json"))
 
 
+def test_when_its_minutes_are_over_it_begins_nothing():
+    ended = run(
+        "--device", "host", "--models", "tiny", "--tokens", 64, "--modes", "clipped", "--minutes", 1e-9
+    )
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    result = json.loads(ended.stdout.splitlines()[-1].removeprefix("RESULT "))
+    assert result["rows"] == [] and "minutes were over" in result["left_out"]["tiny"]
+
+
 def test_without_a_gpu_it_says_so():
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")

@@ -97,3 +97,11 @@ def test_without_a_gpu_every_row_says_why(tmp_path):
     assert {row["status"] for row in rows.values()} == {"not run"}
     assert all(row["reason"] for row in rows.values())
     assert "CUDA" in rows["device conformance"]["reason"]
+    # One row again: the others stay.
+    arguments = ["--no-build", "--build", str(build), "--out", str(out), "--only", "Kernels"]
+    assert gpu_check.main(arguments) == 0
+    again = json.loads(out.read_text())["rows"]
+    assert [row["name"] for row in again] == list(rows)
+    assert [row["seconds"] for row in again if "kernels" not in row["name"]] == [
+        row["seconds"] for row in rows.values() if "kernels" not in row["name"]
+    ]
