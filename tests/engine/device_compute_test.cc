@@ -252,6 +252,58 @@ std::vector<Case> cases() {
 INSTANTIATE_TEST_SUITE_P(Queues, DeviceCompute, ::testing::ValuesIn(cases()),
                          [](const auto& info) { return name_of(info.param); });
 
+/// Budgets that cut a model anywhere: units on the device, held twice, at home and on NVMe, side by side.
+class DrawnBudgets : public ::testing::TestWithParam<int> {};
+
+TEST_P(DrawnBudgets, EqualTheScalarReference) {
+  std::minstd_rand random(static_cast<uint32_t>(GetParam()));
+  const auto draw = [&](int64_t from, int64_t to) {
+    return from + static_cast<int64_t>(random()) % (to - from + 1);
+  };
+  Case c{.placement = Placement::automatic};
+  c.micro_batches = static_cast<int>(draw(1, 3));
+  c.speculate = draw(0, 2) > 0;
+  c.poison = draw(0, 1) > 0;
+  Config config = config_of(c);
+  config.prefetch_units = draw(0, 4);
+  config.threads = static_cast<int>(draw(1, 3));
+  config.chunk_elements = draw(0, 1) > 0 ? 2048 : 8192;
+  const bool wrong = draw(0, 2) == 0;  // guesses are
+  if (wrong) config.max_grad_norm = 1;
+  config.device_budget_bytes = draw(kThreeUnits, 700 << 10);
+  const engine::Layout layout = engine::make_layout(toy_units(), config.chunk_elements, 0, 1);
+  const engine::DeviceTraits device{.shares_host_memory = false, .updates = true};
+  Config all_on_nvme = config;
+  all_on_nvme.placement = Placement::nvme;
+  Config all_at_home = config;
+  all_at_home.speculate = false;
+  const int64_t least = make_plan(layout, all_on_nvme, device).host_bytes();
+  const int64_t enough = make_plan(layout, all_at_home, device).host_bytes();
+  config.host_budget_bytes =
+      draw(0, 1) > 0 ? draw(std::min(least, enough), enough) : draw(enough, 3 * enough);
+  engine::ResourceOptions options;
+  options.device = "simulated";
+  options.io_backend = "memory";
+  options.seed = static_cast<uint64_t>(GetParam());
+  engine::Resources resources = make_resources(toy_units(), config, options);
+  const std::shared_ptr<kernels::Device> simulated = resources.device;
+  Engine engine(toy_units(), config, std::move(resources));
+  const engine::Plan& plan = engine.plan();
+  SCOPED_TRACE(fmt::format("{} units on the device, {} bytes held twice, {} on NVMe; guesses {}, {} threads",
+                           plan.units_on_device(), plan.held_twice_bytes, plan.nvme_bytes(),
+                           c.speculate ? (wrong ? "wrong" : "right") : "none", config.threads));
+  toy_load(engine);
+  Framework framework(*simulated);
+  std::vector<engine::StepResult> results;
+  for (int step = 0; step < kSteps; ++step)
+    results.push_back(framework.step(engine, step, c.micro_batches).result);
+  expect_same_bits(toy_contents(engine), toy_reference(kSteps, c.micro_batches, results),
+                   fmt::format("seed {}", GetParam()));
+  dynamic_cast<kernels::SimulatedDevice&>(*simulated).verify_freed_memory();
+}
+
+INSTANTIATE_TEST_SUITE_P(Seeds, DrawnBudgets, ::testing::Range(1, kWatched ? 9 : 33));
+
 // ---- the caller
 
 /// Nothing of it has been done when the caller is through with forward.
