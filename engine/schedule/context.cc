@@ -2,7 +2,7 @@
 
 #include <fmt/format.h>
 
-#include <chrono>
+#include "kernels/clock.h"
 
 namespace overspill::engine {
 namespace {
@@ -165,9 +165,7 @@ bool Context::poll(std::unique_lock<std::mutex>& lock) {
 }
 
 int64_t now_ns() {
-  return std::chrono::duration_cast<std::chrono::nanoseconds>(
-             std::chrono::steady_clock::now().time_since_epoch())
-      .count();
+  return kernels::steady_now_ns();
 }
 
 }  // namespace overspill::engine

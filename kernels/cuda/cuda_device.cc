@@ -3,7 +3,6 @@
 #include <cuda_runtime_api.h>
 #include <fmt/format.h>
 
-#include <chrono>
 #include <limits>
 #include <mutex>
 #include <new>
@@ -11,6 +10,7 @@
 #include <utility>
 #include <vector>
 
+#include "kernels/clock.h"
 #include "kernels/cuda/cuda_kernels.h"
 #include "kernels/cuda/nan_memory.h"
 
@@ -359,8 +359,7 @@ class CudaDevice final : public Device {
     const std::lock_guard lock(mutex_);
     check(cudaEventRecord(base->event, poisoning_), "a timed event");
     check(cudaEventSynchronize(base->event), "a timed event");
-    const auto now = std::chrono::steady_clock::now().time_since_epoch();
-    base->time_ns = std::chrono::duration_cast<std::chrono::nanoseconds>(now).count();
+    base->time_ns = steady_now_ns();
     events_->time(std::move(base));
   }
 

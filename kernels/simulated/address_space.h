@@ -1,0 +1,65 @@
+// The memory of a simulated device (kernels/simulated_device.h).
+#pragma once
+
+#include <condition_variable>
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+
+#include "kernels/simulated_device.h"
+
+namespace overspill::kernels {
+
+/// The device's address space: which addresses are live, and what was freed lately. Thread-safe.
+class AddressSpace {
+ public:
+  explicit AddressSpace(const SimulatedDeviceOptions& options) : options_(options) {}
+  AddressSpace(const AddressSpace&) = delete;
+  AddressSpace& operator=(const AddressSpace&) = delete;
+  ~AddressSpace();
+
+  std::byte* allocate(int64_t bytes);
+  void free(std::byte* data) noexcept;
+  /// Runs `use` while [data, data + bytes) is held against free(); throws DeviceError unless it lies in one
+  /// live block.
+  void with(const void* data, int64_t bytes, const char* what, const std::function<void()>& use);
+  void verify();
+  int64_t used_bytes() const {
+    const std::lock_guard lock(mutex_);
+    return used_bytes_;
+  }
+
+ private:
+  struct FreePages {
+    void operator()(std::byte* data) const noexcept;
+  };
+  /// One allocation. `mapped_bytes` rounds `bytes` up to pages; what lies between must stay poison (a write
+  /// past the end).
+  struct Block {
+    std::unique_ptr<std::byte, FreePages> pages;
+    int64_t bytes = 0;
+    int64_t mapped_bytes = 0;
+    int copies = 0;  // running now
+
+    bool poisoned_from(int64_t begin) const;
+  };
+
+  Block& find(const std::byte* data, int64_t bytes, const char* what);
+  void look_for_writes(const Block& block);
+  void throw_violation();
+
+  const SimulatedDeviceOptions options_;
+  mutable std::mutex mutex_;
+  std::condition_variable copies_done_;
+  std::map<const std::byte*, Block> live_;
+  std::deque<Block> quarantine_;
+  std::deque<std::string> violations_;  // found, not yet thrown
+  int64_t used_bytes_ = 0;
+  int64_t quarantined_bytes_ = 0;
+};
+
+}  // namespace overspill::kernels
