@@ -14,7 +14,7 @@ std::unique_ptr<Device> make_cuda_device(int ordinal) {
 
 namespace cuda {
 
-DeviceKernels& kernels() {
+std::unique_ptr<DeviceKernels> make_kernels(int) {
   throw DeviceError(why_no_cuda());
 }
 void narrow(Stream&, const float*, uint16_t*, int64_t) {

@@ -12,6 +12,7 @@
 
 #include "kernels/clock.h"
 #include "kernels/cuda/cuda_kernels.h"
+#include "kernels/cuda/current.h"
 #include "kernels/cuda/nan_memory.h"
 
 namespace overspill::kernels {
@@ -27,24 +28,6 @@ std::string text_of(cudaError_t error) {
 std::string version_text(int version) {
   return version == 0 ? "none" : fmt::format("{}.{}", version / 1000, version % 1000 / 10);
 }
-
-/// The calling thread's device while this lives; then the one before, which may be the framework's.
-class Current {
- public:
-  explicit Current(int ordinal) : ordinal_(ordinal) {
-    if (cudaGetDevice(&before_) != cudaSuccess) before_ = ordinal;
-    if (before_ != ordinal_) cudaSetDevice(ordinal_);  // a fault shows in the call that follows
-  }
-  ~Current() {
-    if (before_ != ordinal_) cudaSetDevice(before_);
-  }
-  Current(const Current&) = delete;
-  Current& operator=(const Current&) = delete;
-
- private:
-  const int ordinal_;
-  int before_ = 0;
-};
 
 /// A full device, with the numbers that a plain bad_alloc lacks.
 class OutOfDeviceMemory final : public std::bad_alloc {
@@ -276,7 +259,10 @@ class CudaStream final : public Stream {
 
 class CudaDevice final : public Device {
  public:
-  explicit CudaDevice(int ordinal) : ordinal_(ordinal), events_(std::make_shared<EventPool>(ordinal)) {
+  explicit CudaDevice(int ordinal)
+      : ordinal_(ordinal),
+        events_(std::make_shared<EventPool>(ordinal)),
+        kernels_(cuda::make_kernels(ordinal)) {
     const Current device(ordinal_);
     check(cudaStreamCreateWithFlags(&poisoning_, cudaStreamNonBlocking), "a new stream");
   }
@@ -347,7 +333,7 @@ class CudaDevice final : public Device {
     return node >= 0 ? std::optional(node) : std::nullopt;
   }
 
-  DeviceKernels* kernels() override { return &cuda::kernels(); }
+  DeviceKernels* kernels() override { return kernels_.get(); }
 
   void make_current() override { check(cudaSetDevice(ordinal_), "making it current"); }
 
@@ -388,6 +374,7 @@ class CudaDevice final : public Device {
 
   const int ordinal_;
   const std::shared_ptr<EventPool> events_;
+  const std::unique_ptr<DeviceKernels> kernels_;
   std::mutex mutex_;
   std::unordered_map<void*, void*> bases_;  // what cudaMalloc gave, by what we gave
   cudaStream_t poisoning_ = nullptr;

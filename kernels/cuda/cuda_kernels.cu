@@ -1,8 +1,10 @@
 #include <cuda_runtime.h>
 
+#include <memory>
 #include <string>
 
 #include "kernels/cuda/cuda_kernels.h"
+#include "kernels/cuda/current.h"
 #include "kernels/math.h"
 
 namespace overspill::kernels::cuda {
@@ -94,7 +96,10 @@ void with_type(Float type, const void* data, Use use) {
 
 class CudaKernels final : public DeviceKernels {
  public:
+  explicit CudaKernels(int ordinal) : ordinal_(ordinal) {}
+
   void clear(Stream& stream, void* to, int64_t bytes) override {
+    const Current device(ordinal_);
     if (bytes > 0)
       check("clear", cudaMemsetAsync(to, 0, static_cast<size_t>(bytes), native("clear", stream)));
   }
@@ -104,6 +109,7 @@ class CudaKernels final : public DeviceKernels {
     if (from_type == Float::fp32 && to_type == Float::bf16)
       throw DeviceError("take_in: an fp32 gradient does not go into a bf16 one");
     if (count == 0) return;
+    const Current device(ordinal_);
     with_type(from_type, from, [&]<class From>(const From* source) {
       if (to_type == Float::fp32) {
         launch("take_in", take_in_kernel<From, float>, grid_of(count), kThreads, stream, source,
@@ -117,6 +123,7 @@ class CudaKernels final : public DeviceKernels {
 
   void squares(Stream& stream, Float type, const void* from, int64_t count, Squares* blocks) override {
     if (count == 0) return;
+    const Current device(ordinal_);
     const unsigned grid = grid_of(squares_blocks(count) * kWarp);
     with_type(type, from, [&]<class T>(const T* source) {
       launch("squares", squares_kernel<T>, grid, kThreads, stream, source, count, blocks);
@@ -126,18 +133,21 @@ class CudaKernels final : public DeviceKernels {
   void update_adam(Stream& stream, const AdamArrays& arrays, Float gradient_type, const void* gradient,
                    int64_t count, const AdamFactors& factors) override {
     if (count == 0) return;
+    const Current device(ordinal_);
     with_type(gradient_type, gradient, [&]<class T>(const T* given) {
       const auto kernel = arrays.lo != nullptr ? split_adam_kernel<T> : adam_kernel<T>;
       launch("update_adam", kernel, grid_of(count), kThreads, stream, arrays, given, count, factors);
     });
   }
+
+ private:
+  const int ordinal_;
 };
 
 }  // namespace
 
-DeviceKernels& kernels() {
-  static CudaKernels kernels;
-  return kernels;
+std::unique_ptr<DeviceKernels> make_kernels(int ordinal) {
+  return std::make_unique<CudaKernels>(ordinal);
 }
 
 void narrow(Stream& stream, const float* from, uint16_t* to, int64_t count) {

@@ -2,15 +2,16 @@
 #pragma once
 
 #include <cstdint>
+#include <memory>
 
 #include "kernels/device_kernels.h"
 
 namespace overspill::kernels::cuda {
 
-/// Of any CUDA device: streams tell which. Throws DeviceError where the build has no CUDA.
-DeviceKernels& kernels();
+/// Of device `ordinal`, from any thread. Throws DeviceError where the build has no CUDA.
+std::unique_ptr<DeviceKernels> make_kernels(int ordinal);
 
-// As the interface's calls (kernels/device_kernels.h).
+// As the interface's calls (kernels/device_kernels.h); the stream's device is the thread's.
 /// To bf16, nearest even, NaN stays NaN.
 void narrow(Stream& stream, const float* from, uint16_t* to, int64_t count);
 /// to *= factor

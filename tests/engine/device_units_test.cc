@@ -68,7 +68,7 @@ TEST(UnitsOnTheDevice, AreTheFirstThatFitBesideAllOtherWeights) {
   EXPECT_EQ(two.weights_host_bytes, 6 * 2 * kMiB) << "nothing of them is left on the host";
   EXPECT_EQ(two.states_host_bytes, 6 * 10 * kMiB);
   EXPECT_EQ(two.gradients_host_bytes, 6 * 2 * kMiB);
-  EXPECT_NE(two.text().find("2 units that live there"), std::string::npos) << two.text();
+  EXPECT_NE(two.text().find("2 of 8 units live there"), std::string::npos) << two.text();
   const Plan all = plan_of(layers(8), 200);
   EXPECT_EQ(all.units_on_device(), 8);
   EXPECT_EQ(all.gather_device_bytes, 0);

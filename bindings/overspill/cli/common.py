@@ -101,7 +101,7 @@ def add_tiers(parser: argparse.ArgumentParser) -> None:
         "--device-budget",
         type=size,
         metavar="SIZE",
-        help="memory of a GPU for gathered weights, e.g. 20GiB (default: half of what is free there)",
+        help="memory of a GPU that the engine may use, e.g. 20GiB (default: half of what is free there)",
     )
     add_endurance(parser)
     parser.add_argument(
