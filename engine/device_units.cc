@@ -167,6 +167,8 @@ optim::Squares DeviceUnits::squares(int32_t chunk, size_t run) const {
 void DeviceUnits::wait_for_uses(Block& block) {
   for (const kernels::Event& use : block.uses) stream_->wait(use);
   block.uses.clear();
+  // Of leases that are held yet: what they were given until now.
+  for (kernels::Stream* user : block.users) stream_->wait(user->record());
 }
 
 void DeviceUnits::update(int32_t unit) {

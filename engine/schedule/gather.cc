@@ -107,6 +107,8 @@ void Gatherer::wait_for_copy(std::unique_lock<std::mutex>& lock, Block* block) {
 }
 
 void Gatherer::use(Block* block, kernels::Stream& queue) {
+  if (std::find(block->users.begin(), block->users.end(), &queue) == block->users.end())
+    block->users.push_back(&queue);
   if (!block->copied.done()) return queue.wait(block->copied);
   block->copied.wait();  // throws what went wrong
   free_bounce(*block);
@@ -115,7 +117,8 @@ void Gatherer::use(Block* block, kernels::Stream& queue) {
 void Gatherer::release(Block* block, std::span<const kernels::Event> uses) {
   std::erase_if(block->uses, [](const kernels::Event& use) { return use.done(); });
   block->uses.insert(block->uses.end(), uses.begin(), uses.end());
-  if (--block->leases == 0 && block->orphan) drop(*block);
+  if (--block->leases == 0) block->users.clear();
+  if (block->leases == 0 && block->orphan) drop(*block);
   context_.changed.notify_all();
 }
 

@@ -22,15 +22,16 @@ struct Block {
   int32_t unit = -1;
   int32_t leases = 0;
   bool orphan = false;
-  int32_t pins = 0;                  // its shard is being sent
-  int32_t arriving = 0;              // chunks not yet in
-  int64_t host_offset = -1;          // in the host arena; -1: none
-  int64_t device_offset = -1;        // in the device arena; -1: the host memory is the device's
-  std::byte* host = nullptr;         // all ranks' shards
-  std::byte* shard = nullptr;        // this rank's, there
-  std::byte* device = nullptr;       // what is leased
-  kernels::Event copied;             // host -> device done
-  std::vector<kernels::Event> uses;  // on callers' queues: done with the device memory
+  int32_t pins = 0;                     // its shard is being sent
+  int32_t arriving = 0;                 // chunks not yet in
+  int64_t host_offset = -1;             // in the host arena; -1: none
+  int64_t device_offset = -1;           // in the device arena; -1: the host memory is the device's
+  std::byte* host = nullptr;            // all ranks' shards
+  std::byte* shard = nullptr;           // this rank's, there
+  std::byte* device = nullptr;          // what is leased
+  kernels::Event copied;                // host -> device done
+  std::vector<kernels::Event> uses;     // on callers' queues: done with the device memory
+  std::vector<kernels::Stream*> users;  // callers' queues while there are leases; may be given more work
 };
 
 class Gatherer {

@@ -248,6 +248,34 @@ TEST(UnitsOnTheDevice, AreUpdatedAfterWhoReadsThemAndBeforeWhoReadsThemNext) {
   EXPECT_NE(before, after);
 }
 
+/// As a script's that keeps a view: what it was given before step() reads what was there then.
+TEST(UnitsOnTheDevice, AreUpdatedAfterWhatALeaseThatIsHeldWasGiven) {
+  const Made made = make(config_of(Placement::device));
+  Engine& engine = *made.engine;
+  const auto bytes = static_cast<size_t>(engine.layout().units[0].bytes());
+  std::vector<std::byte> before(bytes), seen(bytes);
+  engine.acquire(0).copy_to_host(0, before);
+  auto behind = made.device->make_stream();
+  const auto gate = std::make_shared<kernels::Gate>();
+  behind->wait(kernels::Event(gate));
+  const Lease held = engine.acquire(0, Queue{behind->native()});
+  behind->copy_to_host(seen.data(), held.data(), held.bytes());
+  for (int s : {0, 1})
+    toy_add_gradient_always(engine, toy_leased(engine, engine.acquire(0), 0, s), 0, s, 0, 0, 0);
+  engine.step(toy_groups(0));
+  std::thread opens([&] {
+    std::this_thread::sleep_for(std::chrono::milliseconds(20));
+    gate->open();
+  });
+  engine.synchronize();
+  opens.join();
+  behind->record().wait();
+  EXPECT_EQ(seen, before);
+  std::vector<std::byte> after(bytes);
+  engine.acquire(0).copy_to_host(0, after);
+  EXPECT_NE(before, after);
+}
+
 TEST(UnitsOnTheDevice, AreReplacedAfterWhoReadsThem) {
   const Made made = make(config_of(Placement::device));
   Engine& engine = *made.engine;
