@@ -11,8 +11,6 @@ Speaks as bench/shared/turns.py says: {"do": "step", "tokens": 32768} is one ste
 from __future__ import annotations
 
 import argparse
-import os
-import socket
 import sys
 import time
 from pathlib import Path
@@ -22,6 +20,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "shared"))
 from llama import SHAPES, VOCABULARY, Llama, build
+from one_rank import be_one_rank
 from turns import peak_rss_bytes, serve
 
 
@@ -123,17 +122,7 @@ class DeepSpeed(Training):
     """ZeRO-3 with weights, masters and states in host memory, updated by its CPU Adam."""
 
     def __init__(self, args: argparse.Namespace):
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = str(probe.getsockname()[1])
-        here = {
-            "RANK": "0",
-            "LOCAL_RANK": "0",
-            "WORLD_SIZE": "1",
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": port,
-        }
-        os.environ.update(here, DS_ACCELERATOR="cpu" if args.device == "host" else "cuda")
+        be_one_rank("cpu" if args.device == "host" else "cuda")
         import deepspeed
 
         deepspeed.init_distributed(dist_backend="gloo" if args.device == "host" else "nccl")

@@ -4,27 +4,21 @@ bench/step/zero3.py '{"shape": …, "config": {DeepSpeed's}}'
 """
 
 import json
-import os
-import socket
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("DS_ACCELERATOR", "cpu")
-os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1")
-
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "shared"))
 
 import gpt
+from one_rank import be_one_rank
 from turns import serve
 
 
 def ready():
     """An engine over the model."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        os.environ["MASTER_PORT"] = str(probe.getsockname()[1])
+    be_one_rank("cpu")
     import deepspeed
 
     job = json.loads(sys.argv[1])
