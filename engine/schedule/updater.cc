@@ -377,8 +377,23 @@ struct Updater::Work {
   std::span<const optim::Factors> factors{};
   std::span<const uint8_t> present{};
   std::span<io::Sealed> states{};  // by component; empty: they live on the host
-  std::array<const std::byte*, kComponents>
-      old{};  // by component: copied to `memory` first; null: it is there
+  /// By component: copied to `memory` first; null: it is there.
+  std::array<const std::byte*, kComponents> old{};
+
+  bool copies() const {
+    return std::ranges::any_of(old, [](const std::byte* data) { return data != nullptr; });
+  }
+  /// Of elements begin <= i < end; of a chunk that ends there its scales, too.
+  void copy(int64_t begin, int64_t end) const {
+    for (size_t i = 0; i < old.size(); ++i) {
+      if (old[i] == nullptr) continue;
+      const Component component{static_cast<uint8_t>(i)};
+      const int64_t from = begin * unit.component_element_bytes(component);
+      const int64_t to = end == chunk.elements ? unit.component_bytes(component, end)
+                                               : end * unit.component_element_bytes(component);
+      std::memcpy(memory.component[i] + from, old[i] + from, static_cast<size_t>(to - from));
+    }
+  }
 };
 
 /// States that were read for it go block by block: each is compared with its checksum, updated, and
@@ -395,21 +410,13 @@ void Updater::update(Work work) {
   };
   const int64_t all = work.chunk.elements;
   const bool scaled = std::ranges::any_of(work.unit.components(), &optim::ComponentSpec::scaled);
-  const bool copies = std::ranges::any_of(work.old, [](const std::byte* old) { return old != nullptr; });
-  int64_t step = !work.states.empty() ? 0 : copies ? kCopiedElements : all;
+  int64_t step = !work.states.empty() ? 0 : work.copies() ? kCopiedElements : all;
   for_each_state(
       [&](io::Sealed&, size_t, int64_t width) { step = std::max(step, io::kChecksumBlockBytes / width); });
   if (scaled) step = all;
   for (int64_t begin = 0; begin < all; begin += step) {
     const int64_t end = std::min(begin + step, all);
-    for (size_t i = 0; i < work.old.size(); ++i) {
-      if (work.old[i] == nullptr) continue;
-      const Component component{static_cast<uint8_t>(i)};
-      const int64_t width = work.unit.component_element_bytes(component);
-      const int64_t to = scaled ? work.unit.component_bytes(component, all) : end * width;
-      std::memcpy(work.memory.component[i] + begin * width, work.old[i] + begin * width,
-                  static_cast<size_t>(to - begin * width));
-    }
+    work.copy(begin, end);
     const auto end_of = [&](const io::Sealed& state, int64_t width) {
       return scaled ? state.bytes() : end * width;
     };

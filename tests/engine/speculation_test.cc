@@ -42,11 +42,11 @@ Config config_of(Placement placement, bool speculate) {
 }
 
 /// What is wholly on the host is guessed only beside a device: where compute leaves the CPU to the update.
-engine::Resources resources_of(const Config& config) {
+engine::Resources resources_of(const Config& config, const ToyKind& kind = {}) {
   engine::ResourceOptions options;
   options.device = config.placement == Placement::host ? "simulated" : "host";
   options.io_backend = "memory";
-  return engine::make_resources(toy_units(), config, options);
+  return engine::make_resources(toy_units(kind), config, options);
 }
 
 std::vector<optim::Hyper> groups_of(int step) {
@@ -284,6 +284,31 @@ TEST(Speculation, MayBeUnderWayWhenTheStepDecides) {
       EXPECT_EQ(std::memcmp(contents[0].data(), contents[1].data(), contents[0].size() * 4), 0)
           << placement_name(placement) << (right ? ", right" : ", wrong");
     }
+  }
+}
+
+/// Scales lie behind a whole chunk's codes; rounding is stochastic.
+TEST(Speculation, TakesWhatIsHeldTwiceInEveryFormat) {
+  for (const optim::Format format : {optim::Format::fp32, optim::Format::compact, optim::Format::eight_bit}) {
+    const ToyKind kind{{}, format};
+    std::vector<float> contents[2];
+    for (bool speculate : {false, true}) {
+      const Config config = config_of(Placement::host, speculate);
+      Engine engine(toy_units(kind), config, resources_of(config, kind));
+      toy_load(engine);
+      for (int step = 0; step < 4; ++step) {
+        engine.begin_pass({true, true});
+        for (int32_t u = 0; u < kUnits; ++u) engine.acquire(u);
+        engine.expect_step(groups_of(step));
+        give_gradients(engine, step);
+        let_guesses_end(engine);
+        engine.step(groups_of(step));
+      }
+      contents[speculate ? 1 : 0] = toy_contents(engine);
+      EXPECT_EQ(engine.stats().guesses_taken > 0, speculate);
+    }
+    EXPECT_EQ(std::memcmp(contents[0].data(), contents[1].data(), contents[0].size() * 4), 0)
+        << optim::name(format);
   }
 }
 
