@@ -327,15 +327,21 @@ class CudaDevice final : public Device {
   }
 
   std::optional<int> nearest_numa_node() override {
-    int node = -1;  // also where the machine has no nodes
+    int node = -1;           // also where the machine has no nodes
+#if CUDART_VERSION >= 12020  // the attribute is that old
     if (cudaDeviceGetAttribute(&node, cudaDevAttrHostNumaId, ordinal_) != cudaSuccess)
       (void)cudaGetLastError();
+#endif
     return node >= 0 ? std::optional(node) : std::nullopt;
   }
 
-  DeviceKernels* kernels() override { return kernels_.get(); }
+  DeviceKernels* kernels() override {
+    return kernels_.get();
+  }
 
-  void make_current() override { check(cudaSetDevice(ordinal_), "making it current"); }
+  void make_current() override {
+    check(cudaSetDevice(ordinal_), "making it current");
+  }
 
   void time_events(bool on) override {
     if (!on) return events_->time(nullptr);
