@@ -548,7 +548,8 @@ std::string Plan::text() const {
   if (gather_device_bytes > 0)
     out += fmt::format("  {:<34} {:>14}\n", "gather arena on the device", mib(gather_device_bytes));
   if (units_device_bytes > 0) {
-    out += fmt::format("  {:<34} {:>14}\n", fmt::format("{} of {} units live there", units_on_device(), on_device.size()),
+    out += fmt::format("  {:<34} {:>14}\n",
+                       fmt::format("{} of {} units live there", units_on_device(), on_device.size()),
                        mib(units_device_bytes));
   }
   if (nvme_bytes() > 0) {
