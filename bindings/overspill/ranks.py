@@ -12,6 +12,7 @@ import hashlib
 import json
 import os
 import sys
+import time
 import types
 import weakref
 import zlib
@@ -31,6 +32,7 @@ STORE_PATIENCE = datetime.timedelta(seconds=10)
 CONNECT_PATIENCE = datetime.timedelta(seconds=60)
 LAST_WORDS_SECONDS = 10.0  # that SIGTERM leaves under torchrun to say which rank was lost
 _FAILURE = "overspill/failure"
+_HEARD = "overspill/heard/"  # and a rank
 _CALL, _LEAVING, _END, _GOT = range(4)  # tags
 _SMALL_BYTES = 1024  # of a message that arrives whole or not at all
 
@@ -75,8 +77,10 @@ class Group:
             group_desc="overspill",
         )
         # A connection of our own, with patience of our own: failures are told here when the group is broken.
-        self._store = distributed_c10d._get_process_group_store(self.torch_group).clone()
+        self._kept = distributed_c10d._get_process_group_store(self.torch_group)
+        self._store = self._kept.clone()
         self._store.set_timeout(STORE_PATIENCE)
+        self._keeper = _keeper(process_group)
         atexit.register(_tell_why, weakref.ref(self))
 
     # ---- what the core calls
@@ -135,8 +139,21 @@ class Group:
             work.wait(self._patience)
 
     def declare(self, why: str) -> str:
-        """Tells all ranks why the world ends; the first reason counts, and is returned. Raises when nobody keeps it."""
-        return self._store.compare_set(_FAILURE, "", why).decode()
+        """Tells all ranks why the world ends; the first reason counts, and is returned. Raises when nobody keeps it.
+
+        A rank that keeps the store ends only when the others have heard (_linger). So where the store is gone, its rank
+        was the first to go, and whoever else is gone left because of it.
+        """
+        try:
+            first = self._store.compare_set(_FAILURE, "", why).decode()
+            self._store.set(f"{_HEARD}{self.rank}", "")
+        except dist.DistNetworkError as error:
+            if self._keeper in (None, self.rank):
+                raise
+            return f"rank {self._keeper} {self._why(error)}"
+        if self._keeper == self.rank:
+            atexit.register(_linger, self._kept, self._store, self.world)
+        return first
 
     def leave(self) -> None:
         """Ends the connections, so that who waits for this rank, or will, notices at once. From any thread."""
@@ -192,6 +209,30 @@ class Group:
         self.closed = True
         if dist.is_initialized():
             dist.destroy_process_group(self.torch_group)
+
+
+def _keeper(process_group: Any) -> int | None:
+    """The rank of the group whose process has the store; None where it is torchrun's agent, or nobody of the group."""
+    base = distributed_c10d._get_default_store()
+    while isinstance(base, dist.PrefixStore):
+        base = base.underlying_store
+    if not isinstance(base, dist.TCPStore) or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        return None
+    ranks = dist.get_process_group_ranks(process_group)
+    return ranks.index(0) if 0 in ranks else None
+
+
+def _linger(kept: Any, store: Any, world: int) -> None:
+    """At exit, for the rank whose process keeps the store: all others but one, which is lost, have heard why the world
+    ends, or had the time. `kept`, only held, is what other processes reach; `store` is a connection to it."""
+    until = time.monotonic() + LAST_WORDS_SECONDS
+    try:
+        while sum(store.check([f"{_HEARD}{rank}"]) for rank in range(world)) < world - 1:
+            if time.monotonic() > until:
+                break
+            time.sleep(0.02)
+    except RuntimeError:
+        pass  # nobody can be told any more
 
 
 def _tell_why(reference: weakref.ref) -> None:

@@ -83,6 +83,24 @@ def test_a_killed_rank_is_named():
     check_words(ranks, 3, 0, "exchange")
 
 
+@pytest.mark.parametrize("call", ["exchange", "barrier"])
+def test_who_leaves_because_of_it_is_not_named(call):
+    """Rank 2 has what rank 0 sent and waits for rank 1, which is the first to notice, and leaves."""
+    ranks = start_repeating(3, call)
+    ranks[1].send_signal(signal.SIGSTOP)
+    time.sleep(0.2)
+    ranks[0].kill()
+    time.sleep(0.2)
+    ranks[1].send_signal(signal.SIGCONT)
+    check_words(ranks, 3, 0, call)
+
+
+def test_the_rank_that_has_the_store_ends_when_all_have_heard():
+    """Rank 1 is gone, rank 0 has noticed and ends; rank 2 asks later."""
+    ended = launch.finish(launch.start(3, "transport_job.py", "hear_late"))
+    assert ended[2].out == "rank 1 is gone\n", launch.told(ended)
+
+
 @pytest.mark.parametrize("victim", [1, 2])
 def test_a_rank_that_dies_amid_a_transfer_is_named(victim):
     """Stopped first, so that what another rank sends to it fills what the kernel keeps: then that one, which has

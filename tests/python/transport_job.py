@@ -1,7 +1,9 @@
 """One rank of test_transport.py: the conformance suite over a torch.distributed group, and calls to be killed in."""
 
 import json
+import os
 import sys
+import time
 from pathlib import Path
 
 import torch.distributed as dist
@@ -37,10 +39,21 @@ def repeat(call: str, timeout_seconds: float, mebibytes: int = 1) -> None:
     sys.exit(4)
 
 
+def hear_late() -> None:
+    group = Group()
+    dist.barrier()
+    if group.rank == 1:
+        os._exit(1)
+    time.sleep(group.rank)  # rank 2 is busy for longer
+    print(group.declare(f"rank {1 if group.rank == 0 else 0} is gone"))
+
+
 if __name__ == "__main__":
     dist.init_process_group("gloo")
     if sys.argv[1] == "conformance":
         conformance()
         dist.barrier()
+    elif sys.argv[1] == "hear_late":
+        hear_late()
     else:
         repeat(sys.argv[2], float(sys.argv[3]), *map(int, sys.argv[4:]))
