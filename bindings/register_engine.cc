@@ -317,11 +317,11 @@ void register_engine(py::module_& m) {
             options.given_device = device_of(device);
             const py::gil_scoped_release release;
             if (nccl && ranks != nullptr) {
+              if (options.given_device == nullptr) options.given_device = engine::make_device(config.device);
               engine::NcclOptions over;
               over.library = *nccl;
               over.timeout = std::chrono::milliseconds(config.rank_timeout_ms);
-              ranks =
-                  engine::make_nccl_communicator(std::move(ranks), engine::make_device(config.device), over);
+              ranks = engine::make_nccl_communicator(std::move(ranks), options.given_device, over);
             }
             engine::Resources resources = engine::make_resources(units, config, options, std::move(ranks));
             resources.model_ranks = std::move(model_ranks);

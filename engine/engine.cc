@@ -154,7 +154,7 @@ Engine::Engine(const std::vector<UnitSpec>& units, const Config& config, Resourc
         "library_sums: this transport has no reduction of its own (MPI and NCCL have); leave it out");
   }
   Layout layout = make_layout(units, own.chunk_elements, ranks.rank(), ranks.world(), own.stage);
-  Plan plan = make_plan(layout, own, traits_of(*resources.device));
+  Plan plan = make_plan(layout, own, traits_of(*resources.device, *resources.communicator));
   if (plan.nvme_bytes() > 0 && resources.store == nullptr)
     throw std::invalid_argument("the plan needs a store");
   machine_ =
@@ -522,7 +522,7 @@ Prediction Engine::predict() {
 
 std::vector<BudgetRow> Engine::predict_budgets(std::span<const int64_t> budgets) {
   const Context& c = machine_->context;
-  return engine::predict_budgets(c.layout, c.config, traits_of(c.device()), figures(), budgets);
+  return engine::predict_budgets(c.layout, c.config, c.traits, figures(), budgets);
 }
 
 void Engine::record_journal(bool on) {

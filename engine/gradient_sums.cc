@@ -20,9 +20,11 @@ constexpr int64_t kSumBytes = sizeof(float);
 
 GradientSums::GradientSums(Context& context)
     : context_(context),
-      pool_memory_(context.host_budget, context.plan.gradient_pool_bytes, "gradients until they are summed"),
+      pool_memory_(context.device(), context.host_budget, context.plan.gradient_pool_bytes,
+                   "gradients until they are summed"),
       pool_(context.plan.gradient_pool_bytes, kPoolAlign),
-      exchange_(context.host_budget, context.plan.exchange_bytes, "gradients exchanged between ranks"),
+      exchange_(context.device(), context.host_budget, context.plan.exchange_bytes,
+                "gradients exchanged between ranks"),
       of_(context.layout.units.size()),
       send_(static_cast<size_t>(context.layout.slices)),
       receive_(static_cast<size_t>(context.layout.slices)) {

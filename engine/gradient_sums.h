@@ -73,9 +73,9 @@ class GradientSums {
   void free_memory(int32_t unit);
 
   Context& context_;
-  HostMemory pool_memory_;
+  LinkedMemory pool_memory_;
   RangeAllocator pool_;
-  HostMemory exchange_;  // slices of one chunk from all ranks, and their sum
+  LinkedMemory exchange_;  // slices of one chunk from all ranks, and their sum
   std::vector<Given> of_;
   std::vector<std::span<const std::byte>> send_;
   std::vector<std::span<std::byte>> receive_;

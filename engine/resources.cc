@@ -76,7 +76,7 @@ Resources make_resources(const std::vector<UnitSpec>& units, const Config& confi
   resources.executor = optim::make_executor(config.threads > 0 ? config.threads : std::max(1, cores));
   const Layout layout = make_layout(units, config.chunk_elements, resources.communicator->rank(),
                                     resources.communicator->world(), config.stage);
-  const Plan plan = make_plan(layout, config, traits_of(*resources.device));
+  const Plan plan = make_plan(layout, config, traits_of(*resources.device, *resources.communicator));
   if (plan.nvme_bytes() > 0) resources.store = make_store(config, options, plan);
   return resources;
 }

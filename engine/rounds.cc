@@ -242,12 +242,19 @@ void Rounds::gather(int32_t unit) {
     shard = gatherer_.shard_in_memory(unit);
     if (wants) room = gatherer_.begin_collecting(unit);
   }
+  const bool on_device = wants && gatherer_.collects_on_device();
+  if (on_device) shard = room + own * bytes;
   for (int rank = 0; rank < said_.ranks(); ++rank) {
     const bool to = rank != own && said_.says(rank, Say::wants, unit);
     send_[rank] = to ? std::span(shard, bytes) : std::span<const std::byte>();
     receive_[rank] = wants && rank != own ? std::span(room + rank * bytes, bytes) : std::span<std::byte>();
   }
-  context_.resources.communicator->exchange(send_, receive_);
+  Communicator& ranks = *context_.resources.communicator;
+  if (on_device) {
+    ranks.exchange_on_device(send_, receive_);
+  } else {
+    ranks.exchange(send_, receive_);
+  }
   if (!wants) return;
   const std::lock_guard guard(context_.mutex);
   gatherer_.collected(unit);

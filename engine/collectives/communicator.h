@@ -14,6 +14,10 @@
 
 #include "cpu_optim/format.h"
 
+namespace overspill::kernels {
+class Device;
+}
+
 namespace overspill::engine {
 
 class CommunicatorError : public std::runtime_error {
@@ -39,6 +43,15 @@ class Communicator {
   /// Collective all the same: every rank calls it, whatever its part.
   virtual void exchange(std::span<const std::span<const std::byte>> send,
                         std::span<const std::span<std::byte>> receive) = 0;
+
+  /// The device whose memory exchange_on_device() moves as it lies; null: only host memory moves.
+  virtual const kernels::Device* device() const { return nullptr; }
+
+  /// exchange() of memory of device(), which no work on the device uses before this returns. One collective
+  /// with exchange(): each rank calls the one that fits where its bytes are. Throws std::logic_error where
+  /// there is no device().
+  virtual void exchange_on_device(std::span<const std::span<const std::byte>> send,
+                                  std::span<const std::span<std::byte>> receive);
 
   /// Element-wise sums, added in rank order on every rank: bit-equal everywhere.
   virtual void all_reduce_sum(std::span<double> values) = 0;
@@ -68,6 +81,11 @@ inline int64_t whole_elements(std::span<const std::byte> data, optim::Element el
   const auto bytes = static_cast<int64_t>(data.size());
   if (bytes % optim::bytes(element) != 0) throw std::logic_error("a sum of parts of elements");
   return bytes / optim::bytes(element);
+}
+
+inline void Communicator::exchange_on_device(std::span<const std::span<const std::byte>>,
+                                             std::span<const std::span<std::byte>>) {
+  throw std::logic_error("this transport moves host memory alone");
 }
 
 inline void Communicator::reduce_scatter_sum(std::span<const std::byte>, std::span<std::byte>,

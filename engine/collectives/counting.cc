@@ -28,14 +28,15 @@ class CountingCommunicator final : public Communicator {
   void exchange(std::span<const std::span<const std::byte>> send,
                 std::span<const std::span<std::byte>> receive) override {
     ranks_->exchange(send, receive);
-    int64_t sent = 0;
-    int64_t received = 0;
-    for (int peer = 0; peer < world(); ++peer) {
-      if (peer == rank()) continue;
-      sent += static_cast<int64_t>(send[peer].size());
-      received += static_cast<int64_t>(receive[peer].size());
-    }
-    count(traffic_->exchanged, sent, received);
+    count_pairs(send, receive);
+  }
+
+  const kernels::Device* device() const override { return ranks_->device(); }
+
+  void exchange_on_device(std::span<const std::span<const std::byte>> send,
+                          std::span<const std::span<std::byte>> receive) override {
+    ranks_->exchange_on_device(send, receive);
+    count_pairs(send, receive);
   }
 
   void all_reduce_sum(std::span<double> values) override {
@@ -62,6 +63,17 @@ class CountingCommunicator final : public Communicator {
   std::string failure() override { return ranks_->failure(); }
 
  private:
+  void count_pairs(std::span<const std::span<const std::byte>> send,
+                   std::span<const std::span<std::byte>> receive) {
+    int64_t sent = 0;
+    int64_t received = 0;
+    for (int peer = 0; peer < world(); ++peer) {
+      if (peer == rank()) continue;
+      sent += static_cast<int64_t>(send[peer].size());
+      received += static_cast<int64_t>(receive[peer].size());
+    }
+    count(traffic_->exchanged, sent, received);
+  }
   static void count(Traffic::Kind& kind, int64_t sent, int64_t received) {
     ++kind.calls;
     kind.sent_bytes += sent;

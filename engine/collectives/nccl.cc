@@ -53,7 +53,7 @@ std::string_view reason_of(std::string_view text) {
 
 class NcclCommunicator final : public Communicator {
  public:
-  NcclCommunicator(std::unique_ptr<Communicator> control, std::unique_ptr<kernels::Device> device,
+  NcclCommunicator(std::unique_ptr<Communicator> control, std::shared_ptr<kernels::Device> device,
                    const NcclOptions& options)
       : options_(options),
         control_(std::move(control)),
@@ -146,11 +146,14 @@ class NcclCommunicator final : public Communicator {
 
   void exchange(std::span<const std::span<const std::byte>> send,
                 std::span<const std::span<std::byte>> receive) override {
-    const char* call = name_of(Call::exchange);
-    throw_if_failed(call);
-    announce({0, 0, 0, Call::exchange}, send, receive);
-    move_pairs(
-        call, [&](int peer) { return send[peer]; }, [&](int peer) { return receive[peer]; });
+    exchange(send, receive, Memory::host);
+  }
+
+  const kernels::Device* device() const override { return device_.get(); }
+
+  void exchange_on_device(std::span<const std::span<const std::byte>> send,
+                          std::span<const std::span<std::byte>> receive) override {
+    exchange(send, receive, Memory::device);
   }
 
   bool reduces() const override { return true; }
@@ -203,6 +206,7 @@ class NcclCommunicator final : public Communicator {
   }
 
  private:
+  enum class Memory : uint8_t { host, device };
   static constexpr size_t kHeaderWords = sizeof(Announcement) / sizeof(uint64_t);
 
   /// Everything that one rank can find wrong by itself is found here.
@@ -292,10 +296,19 @@ class NcclCommunicator final : public Communicator {
 
   // ---- bytes
 
-  /// Both ends of a pair cut it into the same pieces, and piece k of every pair is in the k-th group: a rank
-  /// that has no piece left makes no group.
+  void exchange(std::span<const std::span<const std::byte>> send,
+                std::span<const std::span<std::byte>> receive, Memory memory) {
+    const char* call = name_of(Call::exchange);
+    throw_if_failed(call);
+    announce({0, 0, 0, Call::exchange}, send, receive);
+    move_pairs(
+        call, [&](int peer) { return send[peer]; }, [&](int peer) { return receive[peer]; }, memory);
+  }
+
+  /// Both ends of a pair cut it into the same pieces, wherever it lies, and piece k of every pair is in the
+  /// k-th group: a rank that has no piece left makes no group.
   template <class Send, class Receive>
-  void move_pairs(const char* call, const Send& send, const Receive& receive) {
+  void move_pairs(const char* call, const Send& send, const Receive& receive, Memory memory = Memory::host) {
     const int64_t most = piece_bytes(2 * world_);
     int64_t longest = 0;
     for_peers([&](int peer) {
@@ -308,22 +321,27 @@ class NcclCommunicator final : public Communicator {
     if (longest == 0) return;
     std::byte* const out = staging_.data();
     std::byte* const in = out + world_ * most;
+    const bool staged = memory == Memory::host;
     for (int64_t at = 0; at < longest; at += most) {
       for_peers([&](int peer) {
         const auto part = piece(send(peer), at);
-        stream_->copy_from_host(out + peer * most, part.data(), std::ssize(part));
+        if (staged) stream_->copy_from_host(out + peer * most, part.data(), std::ssize(part));
       });
       check(call, nccl_.group_start());
       for_peers([&](int peer) {
-        const size_t sent = piece(send(peer), at).size(), received = piece(receive(peer), at).size();
+        const std::span<const std::byte> sent = piece(send(peer), at);
+        const std::span<std::byte> received = piece(receive(peer), at);
+        const std::byte* const from = staged ? out + peer * most : sent.data();
+        std::byte* const to = staged ? in + peer * most : received.data();
         constexpr auto kType = nccl::DataType::int8;
-        if (sent > 0) check(call, nccl_.send(out + peer * most, sent, kType, peer, comm_, stream_->native()));
-        if (received > 0)
-          check(call, nccl_.recv(in + peer * most, received, kType, peer, comm_, stream_->native()));
+        if (!sent.empty()) check(call, nccl_.send(from, sent.size(), kType, peer, comm_, stream_->native()));
+        if (!received.empty())
+          check(call, nccl_.recv(to, received.size(), kType, peer, comm_, stream_->native()));
       });
       check(call, nccl_.group_end());
       await_launch(call);
       for_peers([&](int peer) {
+        if (!staged) return;
         const auto part = piece(receive(peer), at);
         stream_->copy_to_host(part.data(), in + peer * most, std::ssize(part));
       });
@@ -422,7 +440,7 @@ class NcclCommunicator final : public Communicator {
   const std::unique_ptr<Communicator> control_;
   const int rank_;
   const int world_;
-  const std::unique_ptr<kernels::Device> device_;
+  const std::shared_ptr<kernels::Device> device_;
   nccl::Api nccl_;
   kernels::DeviceMemory staging_;
   std::unique_ptr<kernels::Stream> stream_;
@@ -441,7 +459,7 @@ class NcclCommunicator final : public Communicator {
 }  // namespace
 
 std::unique_ptr<Communicator> make_nccl_communicator(std::unique_ptr<Communicator> control,
-                                                     std::unique_ptr<kernels::Device> device,
+                                                     std::shared_ptr<kernels::Device> device,
                                                      const NcclOptions& options) {
   auto ranks = std::make_unique<NcclCommunicator>(std::move(control), std::move(device), options);
   ranks->join();

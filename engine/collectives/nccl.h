@@ -26,8 +26,9 @@ struct NcclOptions {
 ///
 /// `control` carries NCCL's id, sums, barriers and small calls, and before each large one what every rank is
 /// about to do. So a rank that makes another call, or is late, is named by `control` on every rank before a
-/// GPU waits for it, and no GPU spins while ranks agree. `device` is of the communicator's own, on this
-/// rank's GPU: bytes go from host memory through its staging and back, on one stream.
+/// GPU waits for it, and no GPU spins while ranks agree. `device` is this rank's GPU. Bytes of host memory
+/// go through staging there and back, on one stream; those of the device itself (exchange_on_device) go as
+/// they lie.
 ///
 /// Whatever fails (an error NCCL reports later, a call that does not end within the timeout, a rank that ends
 /// the world) ends NCCL's communicator by ncclCommAbort, and is told to the other ranks by `control`. When
@@ -35,7 +36,7 @@ struct NcclOptions {
 /// memory of the caller. Throws CommunicatorError on every rank when one of them has no usable NCCL or
 /// device.
 std::unique_ptr<Communicator> make_nccl_communicator(std::unique_ptr<Communicator> control,
-                                                     std::unique_ptr<kernels::Device> device,
+                                                     std::shared_ptr<kernels::Device> device,
                                                      const NcclOptions& options = {});
 
 }  // namespace overspill::engine

@@ -56,6 +56,7 @@ Context::Context(Layout layout_in, Plan plan_in, Config config_in, Resources res
       plan(std::move(plan_in)),
       config(std::move(config_in)),
       resources(std::move(resources_in)),
+      traits(traits_of(*resources.device, *resources.communicator)),
       host_budget("host", config.host_budget_bytes),
       linked(*resources.device, host_budget, plan.weights_host_bytes + plan.gradients_host_bytes,
              "weights and gradients"),

@@ -170,11 +170,10 @@ struct Context {
     return config.rounding_seed * 1'000'003 + static_cast<uint64_t>(unit);
   }
   bool used_in_place(int32_t unit) const {
-    return plan.on_device[unit] ||
-           !needs_gather(layout, {device().shares_host_memory()}, plan.weights_on_nvme[unit]);
+    return plan.on_device[unit] || !needs_gather(layout, traits, plan.weights_on_nvme[unit]);
   }
   bool held_whole(int32_t unit) const {
-    return engine::held_whole(layout, {device().shares_host_memory()}, plan.weights_on_nvme[unit]);
+    return engine::held_whole(layout, traits, plan.weights_on_nvme[unit]);
   }
   kernels::Device& device() const { return *resources.device; }
   io::Store& store() const { return *resources.store; }
@@ -201,6 +200,7 @@ struct Context {
   const Plan plan;
   const Config config;
   Resources resources;
+  const DeviceTraits traits;
   Budget host_budget;
   LinkedMemory linked;  // weights and gradients on the host: they come from a device, or go there
   HostMemory states;    // on the host

@@ -34,7 +34,8 @@ Gatherer::Gatherer(Context& context)
       host_arena_(context.plan.gather_host_bytes, kArenaAlign),
       device_arena_(context.plan.gather_device_bytes, kArenaAlign),
       fetches_(context.chunks.size()),
-      serve_memory_(context.host_budget, context.plan.serve_bytes, "shards on their way to other ranks"),
+      serve_memory_(context.device(), context.host_budget, context.plan.serve_bytes,
+                    "shards on their way to other ranks"),
       serve_fetches_(context.plan.serve_bytes > 0 ? context.chunks.size() : 0) {
   if (!context.device().shares_host_memory()) {
     device_memory_ = context.device().allocate(context.plan.gather_device_bytes);
@@ -231,7 +232,9 @@ void Gatherer::arrived(Block& block) {
   if (&block == &serve_) return context_.changed.notify_all();
   UnitState& state = context_.units[block.unit];
   state.gathered = Gathered::local;
-  if (context_.layout.world == 1) to_device(block);  // else the rounds collect the other shards
+  const bool alone = context_.layout.world == 1;
+  if (alone || collects_on_device()) to_device(block);
+  if (alone) finish(block);  // else the rounds collect the other shards
   context_.changed.notify_all();
 }
 
@@ -254,7 +257,8 @@ void Gatherer::want_whole(std::span<const int32_t> units) {
 bool Gatherer::wants(int32_t unit) const {
   const UnitState& state = context_.units[unit];
   if (state.gathered != Gathered::local) return false;
-  return state.whole == nullptr || (state.wanted && state.pending_chunks == 0);
+  if (state.whole != nullptr) return state.wanted && state.pending_chunks == 0;
+  return !collects_on_device() || state.block->copied.done();
 }
 
 const std::byte* Gatherer::shard_in_memory(int32_t unit) const {
@@ -302,7 +306,10 @@ void Gatherer::prepare_to_serve(int32_t unit) {
 std::byte* Gatherer::begin_collecting(int32_t unit) {
   UnitState& state = context_.units[unit];
   state.gathered = Gathered::collecting;
-  return state.whole != nullptr ? state.whole : state.block->host;
+  if (state.whole != nullptr) return state.whole;
+  if (!collects_on_device()) return state.block->host;
+  state.block->copied.wait();  // it is done; throws what went wrong
+  return state.block->device;
 }
 
 void Gatherer::collected(int32_t unit) {
@@ -312,23 +319,32 @@ void Gatherer::collected(int32_t unit) {
     state.wanted = false;
     context_.journal.note(Happening::gathered, unit);
   } else {
-    to_device(*state.block);
+    if (!collects_on_device()) to_device(*state.block);
+    finish(*state.block);
   }
   context_.changed.notify_all();
 }
 
+/// What of the unit is on the host: this rank's shard, or all of them where they meet there.
 void Gatherer::to_device(Block& block) {
-  UnitState& state = context_.units[block.unit];
-  if (block.device_offset >= 0) {
-    const std::byte* from = block.host != nullptr ? block.host : state.home;
-    const kernels::Event begin = context_.journal.begin(*stream_);
-    stream_->copy_from_host(block.device, from, context_.layout.units[block.unit].bytes());
-    block.copied = state.copied = stream_->record();
-    context_.journal.note(DeviceSpan::Kind::copy_up, block.unit, begin, block.copied);
-  } else {
+  if (block.device_offset < 0) {
     block.device = block.host;
+    return;
   }
-  state.gathered = Gathered::ready;
+  UnitState& state = context_.units[block.unit];
+  const Unit& unit = context_.layout.units[block.unit];
+  const bool whole = meets_on_host(context_.layout, context_.traits);
+  const int64_t bytes = whole ? unit.bytes() : unit.shard_bytes();
+  const std::byte* from = block.host != nullptr ? block.host : state.home;
+  std::byte* to = block.device + (whole ? 0 : context_.layout.rank * bytes);
+  const kernels::Event begin = context_.journal.begin(*stream_);
+  stream_->copy_from_host(to, from, bytes);
+  block.copied = state.copied = stream_->record();
+  context_.journal.note(DeviceSpan::Kind::copy_up, block.unit, begin, block.copied);
+}
+
+void Gatherer::finish(Block& block) {
+  context_.units[block.unit].gathered = Gathered::ready;
   context_.journal.note(Happening::gathered, block.unit);
 }
 
@@ -344,7 +360,8 @@ kernels::Event Gatherer::copy_to_host(std::span<std::byte> to, const std::byte* 
 Block* Gatherer::take_block(int32_t unit, Urgency urgency) {
   const int64_t bytes = context_.layout.units[unit].bytes();
   const bool on_device = !context_.device().shares_host_memory();
-  const bool on_host = needs_host_block(context_.layout, {!on_device}, context_.plan.weights_on_nvme[unit]);
+  const int64_t bytes_on_host = host_bytes(unit);
+  const bool on_host = bytes_on_host > 0;
   const int64_t arena = on_device ? context_.plan.gather_device_bytes : context_.plan.gather_host_bytes;
   // Large and small units start from different ends: small ones that stay long do not cut up the room that
   // large ones need.
@@ -352,7 +369,7 @@ Block* Gatherer::take_block(int32_t unit, Urgency urgency) {
   std::optional<int64_t> host;
   std::optional<int64_t> device;
   while (true) {
-    if (on_host && !host) host = host_room(bytes, end, urgency);
+    if (on_host && !host) host = host_room(bytes_on_host, end, urgency);
     if (on_device && !device) device = device_arena_.allocate(bytes, end);
     if ((host || !on_host) && (device || !on_device)) break;
     if (make_room(unit, urgency)) continue;
@@ -371,7 +388,9 @@ Block* Gatherer::take_block(int32_t unit, Urgency urgency) {
   if (host) {
     block->host_offset = *host;
     block->host = host_memory_.data() + *host;
-    block->shard = block->host + context_.layout.rank * context_.layout.units[unit].shard_bytes();
+    block->shard = block->host;
+    if (meets_on_host(context_.layout, context_.traits))
+      block->shard += context_.layout.rank * context_.layout.units[unit].shard_bytes();
   }
   if (device) {
     block->device_offset = *device;
@@ -412,7 +431,7 @@ void Gatherer::drop(Block& block) {
     context_.units[block.unit].block = nullptr;
   }
   if (context_.config.poison) {
-    if (block.host != nullptr) std::memset(block.host, 0xFF, static_cast<size_t>(bytes));
+    if (block.host != nullptr) std::memset(block.host, 0xFF, static_cast<size_t>(host_bytes(block.unit)));
     if (block.device_offset >= 0) context_.device().poison(block.device, bytes);
   }
   if (block.host_offset >= 0) host_arena_.release(block.host_offset);

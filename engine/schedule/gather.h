@@ -26,8 +26,8 @@ struct Block {
   int32_t arriving = 0;                 // chunks not yet in
   int64_t host_offset = -1;             // in the host arena; -1: none
   int64_t device_offset = -1;           // in the device arena; -1: the host memory is the device's
-  std::byte* host = nullptr;            // all ranks' shards
-  std::byte* shard = nullptr;           // this rank's, there
+  std::byte* host = nullptr;            // all ranks' shards where they meet there, else this rank's
+  std::byte* shard = nullptr;           // this rank's, on the host
   std::byte* device = nullptr;          // what is leased
   kernels::Event copied;                // host -> device done
   std::vector<kernels::Event> uses;     // on callers' queues: done with the device memory
@@ -67,7 +67,7 @@ class Gatherer {
   /// Units that lie whole are gathered when they are up to date.
   void want_whole(std::span<const int32_t> units);
 
-  /// There is room for the unit, and this rank's shard is in it.
+  /// There is room for the unit, and this rank's shard is in it. On a device: nothing there uses the room.
   bool wants(int32_t unit) const;
   /// This rank's shard, up to date, where it is in memory; null: it is not.
   const std::byte* shard_in_memory(int32_t unit) const;
@@ -76,8 +76,9 @@ class Gatherer {
   void unpin();
   /// Brings the shard into memory, for others who want it.
   void prepare_to_serve(int32_t unit);
-  /// Memory for all ranks' shards, this rank's in its place.
+  /// Memory for all ranks' shards, this rank's in its place: the device's where they meet there.
   std::byte* begin_collecting(int32_t unit);
+  bool collects_on_device() const { return context_.traits.gathers; }
   void collected(int32_t unit);
 
   /// From leased memory; `to` is filled once the event is done. Needs the lock.
@@ -105,9 +106,14 @@ class Gatherer {
   void bring(Block& block, int32_t chunk, Urgency urgency);
   void arrived(Block& block);
   void to_device(Block& block);
+  void finish(Block& block);
   void drop(Block& block);
   std::optional<int64_t> host_room(int64_t bytes, RangeAllocator::End end, Urgency urgency);
   void free_bounce(Block& block);
+  int64_t host_bytes(int32_t unit) const {
+    return host_block_bytes(context_.layout, context_.layout.units[unit], context_.traits,
+                            context_.plan.weights_on_nvme[unit]);
+  }
   std::string leased_units() const;
   bool filling_anything() const;
   const std::byte* weights_in_memory(int32_t chunk) const;
@@ -126,7 +132,7 @@ class Gatherer {
   std::vector<std::unique_ptr<Block>> blocks_;
   std::vector<Block*> idle_blocks_;
   std::vector<Fetch> fetches_;  // by chunk
-  HostMemory serve_memory_;
+  LinkedMemory serve_memory_;
   Block serve_;                       // a shard on its way to other ranks; unit -1: none
   std::vector<Fetch> serve_fetches_;  // by chunk
   std::vector<Block*> pinned_;

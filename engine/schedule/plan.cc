@@ -374,7 +374,8 @@ class Planner {
       if (plan_.on_device[u]) continue;
       const int64_t bytes = gathered_bytes(layout_.units[u]);
       if (needs_gather(layout_, device_, plan_.weights_on_nvme[u])) gathered.push_back(bytes);
-      if (needs_host_block(layout_, device_, plan_.weights_on_nvme[u])) by_host.push_back(bytes);
+      const int64_t on_host = host_block_bytes(layout_, layout_.units[u], device_, plan_.weights_on_nvme[u]);
+      if (on_host > 0) by_host.push_back(on_host + kArenaAlign);
     }
     const bool kept = layout_.world > 1 && !layout_.policy.divide_weights;  // gathered once a step: all fit
     const auto all = gathered.size();
@@ -470,8 +471,9 @@ std::vector<Plan::Holding> holdings_of(const Layout& layout) {
 
 }  // namespace
 
-DeviceTraits traits_of(kernels::Device& device) {
-  return {device.shares_host_memory(), device.kernels() != nullptr};
+DeviceTraits traits_of(kernels::Device& device, const Communicator& ranks) {
+  const bool own_memory = !device.shares_host_memory();
+  return {!own_memory, device.kernels() != nullptr, own_memory && ranks.device() == &device};
 }
 
 bool needs_gather(const Layout& layout, const DeviceTraits& device, bool weights_on_nvme) {
@@ -479,9 +481,15 @@ bool needs_gather(const Layout& layout, const DeviceTraits& device, bool weights
   return weights_on_nvme || layout.world > 1 || !device.shares_host_memory;
 }
 
-bool needs_host_block(const Layout& layout, const DeviceTraits& device, bool weights_on_nvme) {
-  if (device.shares_host_memory) return needs_gather(layout, device, weights_on_nvme);
-  return weights_on_nvme || layout.world > 1;
+bool meets_on_host(const Layout& layout, const DeviceTraits& device) {
+  return device.shares_host_memory || (layout.world > 1 && !device.gathers);
+}
+
+int64_t host_block_bytes(const Layout& layout, const Unit& unit, const DeviceTraits& device,
+                         bool weights_on_nvme) {
+  if (!needs_gather(layout, device, weights_on_nvme)) return 0;
+  if (meets_on_host(layout, device)) return unit.bytes();
+  return weights_on_nvme ? unit.shard_bytes() : 0;
 }
 
 bool held_whole(const Layout& layout, const DeviceTraits& device, bool weights_on_nvme) {

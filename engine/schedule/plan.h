@@ -22,6 +22,7 @@
 #include <string>
 #include <vector>
 
+#include "engine/collectives/communicator.h"
 #include "engine/config.h"
 #include "engine/partition/layout.h"
 #include "kernels/device.h"
@@ -32,8 +33,9 @@ namespace overspill::engine {
 struct DeviceTraits {
   bool shares_host_memory = true;
   bool updates = false;  // it has kernels: units may live on it
+  bool gathers = false;  // what carries bytes between ranks reaches its memory: shards meet there
 };
-DeviceTraits traits_of(kernels::Device& device);
+DeviceTraits traits_of(kernels::Device& device, const Communicator& ranks);
 
 struct Plan {
   std::vector<bool> weights_on_nvme;    // by unit: hi
@@ -100,8 +102,13 @@ struct Plan {
 /// True where a unit's weights cannot be used where they lie: they are gathered into a buffer first.
 bool needs_gather(const Layout& layout, const DeviceTraits& device, bool weights_on_nvme);
 
-/// Of those, true where the gathered unit lies in host memory, if only on its way to the device.
-bool needs_host_block(const Layout& layout, const DeviceTraits& device, bool weights_on_nvme);
+/// True where a gathered unit's shards meet in host memory, if only on its way to the device; elsewhere each
+/// goes to the device by itself.
+bool meets_on_host(const Layout& layout, const DeviceTraits& device);
+
+/// Of host memory that a gathered unit takes, or passes through; 0 where it needs none.
+int64_t host_block_bytes(const Layout& layout, const Unit& unit, const DeviceTraits& device,
+                         bool weights_on_nvme);
 
 /// True where a unit lies whole on every rank, gathered once a step and used in place (stages 1 and 2).
 bool held_whole(const Layout& layout, const DeviceTraits& device, bool weights_on_nvme);

@@ -12,6 +12,7 @@
 
 #include "cpu_optim/elements.h"
 #include "engine/collectives/communicator.h"
+#include "kernels/device.h"
 
 namespace overspill::engine::conformance {
 
@@ -69,6 +70,50 @@ inline void exchange_what_each_pair_wants(Communicator& ranks, int rounds = 50) 
         ASSERT_EQ(received[from][i], pattern(from, rank, i)) << "round " << round;
     }
     for (auto& bytes : sent) std::ranges::fill(bytes, std::byte{0xEE});  // nobody still reads it
+  }
+}
+
+/// Every rank's bytes in memory of its device in every other round, so that each kind meets each.
+inline void exchange_from_either_memory(Communicator& ranks, kernels::Device& device, int rounds = 20) {
+  const int world = ranks.world(), rank = ranks.rank();
+  ASSERT_EQ(ranks.device(), &device);
+  const auto stream = device.make_stream();
+  for (int round = 0; round < rounds; ++round) {
+    const auto bytes_of = [&](int from, int to) {
+      return from == to ? size_t{0} : static_cast<size_t>((round * 977 + from * 5 + to * 3) % 3 * 4001);
+    };
+    std::vector<std::byte> sent, received;
+    std::vector<size_t> send_at, receive_at;
+    for (int peer = 0; peer < world; ++peer) {
+      send_at.push_back(sent.size());
+      receive_at.push_back(received.size());
+      for (size_t i = 0; i < bytes_of(rank, peer); ++i) sent.push_back(pattern(rank, peer, i));
+      received.resize(received.size() + bytes_of(peer, rank));
+    }
+    const bool on_device = (round >> rank) % 2 == 0;
+    const kernels::DeviceMemory device_sent = device.allocate(std::ssize(sent));
+    const kernels::DeviceMemory device_received = device.allocate(std::ssize(received));
+    stream->copy_from_host(device_sent.data(), sent.data(), std::ssize(sent));
+    stream->record().wait();
+    std::vector<std::span<const std::byte>> send;
+    std::vector<std::span<std::byte>> receive;
+    for (int peer = 0; peer < world; ++peer) {
+      const std::byte* const from = on_device ? device_sent.data() : sent.data();
+      std::byte* const to = on_device ? device_received.data() : received.data();
+      send.emplace_back(from + send_at[peer], bytes_of(rank, peer));
+      receive.emplace_back(to + receive_at[peer], bytes_of(peer, rank));
+    }
+    if (on_device) {
+      ranks.exchange_on_device(send, receive);
+      stream->copy_to_host(received.data(), device_received.data(), std::ssize(received));
+      stream->record().wait();
+    } else {
+      ranks.exchange(send, receive);
+    }
+    for (int from = 0; from < world; ++from) {
+      for (size_t i = 0; i < bytes_of(from, rank); ++i)
+        ASSERT_EQ(received[receive_at[from] + i], pattern(from, rank, i)) << "round " << round;
+    }
   }
 }
 

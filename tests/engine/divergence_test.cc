@@ -47,7 +47,8 @@ struct Run {
     out.placement = placements[random() % 3];
     out.prefetch_units = prefetch[random() % 3];
     out.host_budget_bytes = (6 + static_cast<int64_t>(random() % 60)) << 20;
-    if (random() % 4 == 0) out.device = "simulated";
+    if (random() % 2 == 0) out.device = "simulated";
+    out.reaches = out.device == "simulated" && random() % 2 == 0;
     return out;
   }
 

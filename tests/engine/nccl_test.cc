@@ -49,10 +49,15 @@ NcclOptions small_pieces(milliseconds timeout = kLong) {
   return {.library = library(), .staging_bytes = 8192, .small_bytes = 0, .timeout = timeout};
 }
 
-std::unique_ptr<Communicator> join(std::unique_ptr<Communicator> control, const NcclOptions& options) {
-  kernels::SimulatedDeviceOptions device{.seed = static_cast<uint64_t>(control->rank()) + 1};
+std::shared_ptr<kernels::Device> fast_device(int rank) {
+  kernels::SimulatedDeviceOptions device{.seed = static_cast<uint64_t>(rank) + 1};
   device.delay_max = std::chrono::microseconds(20);
-  return make_nccl_communicator(std::move(control), kernels::make_simulated_device(device), options);
+  return kernels::make_simulated_device(device);
+}
+
+std::unique_ptr<Communicator> join(std::unique_ptr<Communicator> control, const NcclOptions& options) {
+  auto device = fast_device(control->rank());
+  return make_nccl_communicator(std::move(control), std::move(device), options);
 }
 
 /// Runs body(communicator) on one thread a rank; returns what each rank threw ("" for nothing).
@@ -132,6 +137,15 @@ TEST_P(NcclWorlds, MoveEverySlice) {
 TEST_P(NcclWorlds, ExchangeWhatEachPairWants) {
   expect_nothing_said(
       run_world(GetParam(), [](Communicator& ranks) { conformance::exchange_what_each_pair_wants(ranks); }));
+}
+
+TEST_P(NcclWorlds, ExchangeFromEitherMemory) {
+  const auto errors = testing::on_ranks(GetParam(), [](int rank, std::unique_ptr<Communicator> control) {
+    const auto device = fast_device(rank);
+    const auto ranks = make_nccl_communicator(std::move(control), device, small_pieces());
+    conformance::exchange_from_either_memory(*ranks, *device);
+  });
+  expect_nothing_said(errors);
 }
 
 TEST_P(NcclWorlds, RefuseAnOddPair) {
@@ -320,16 +334,21 @@ TEST_F(Nccl, IsFoundByTheEnvironment) {
   EXPECT_EQ(nccl::version_text(2804), "2.8.4");
 }
 
-/// The engine over it: the bits of the same world without NCCL.
+/// The engine over it: the bits of the same world without NCCL, whether shards meet on its device, on the
+/// host, or on each rank elsewhere.
 TEST_F(Nccl, TrainsToTheSameBits) {
-  const auto train = [&](bool over_nccl) {
+  const auto train = [&](bool over_nccl, int reached_from_rank = 2) {
     std::vector<uint64_t> digests(2);
     const auto errors = testing::on_ranks(2, [&](int rank, std::unique_ptr<Communicator> control) {
       NcclOptions options = small_pieces();
       options.staging_bytes = 1 << 16;
       options.small_bytes = 1024;
-      auto ranks = over_nccl ? join(std::move(control), options) : std::move(control);
-      const auto engine = testing::toy_rank({.device = "simulated"}, std::move(ranks));
+      const auto device = fast_device(rank);
+      const auto nccls = rank >= reached_from_rank ? device : fast_device(rank);
+      auto ranks =
+          over_nccl ? make_nccl_communicator(std::move(control), nccls, options) : std::move(control);
+      const auto engine = testing::toy_rank({.given_device = device}, std::move(ranks));
+      EXPECT_EQ(engine->plan().gather_host_bytes == 0, rank >= reached_from_rank);
       testing::toy_load(*engine);
       std::vector<StepResult> results;
       for (int step = 0; step < 5; ++step)
@@ -343,7 +362,10 @@ TEST_F(Nccl, TrainsToTheSameBits) {
   const int64_t calls = fake().calls();
   const auto over_nccl = train(true);
   EXPECT_GT(fake().calls(), calls + 20);
-  EXPECT_EQ(over_nccl, train(false));
+  const auto without = train(false);
+  EXPECT_EQ(over_nccl, without);
+  EXPECT_EQ(train(true, 0), without) << "shards meet on the devices";
+  EXPECT_EQ(train(true, 1), without) << "on rank 1's alone";
 }
 
 }  // namespace

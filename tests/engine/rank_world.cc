@@ -10,6 +10,7 @@
 #include "engine/collectives/in_process.h"
 #include "engine/resources.h"
 #include "io/memory_store.h"
+#include "tests/engine/reaching.h"
 
 namespace overspill::testing {
 
@@ -38,9 +39,13 @@ std::unique_ptr<engine::Engine> model_rank(const std::vector<engine::UnitSpec>& 
   config.rank_timeout_ms = options.rank_timeout_ms;
   config.chunk_elements = 2048;
   config.placement = options.placement;
-  config.poison = true;
-  const engine::ResourceOptions kinds{options.device, "memory", static_cast<uint64_t>(ranks->rank() + 3),
-                                      options.given_device};
+  config.poison = options.poison;
+  engine::ResourceOptions kinds{options.device, "memory", static_cast<uint64_t>(ranks->rank() + 3),
+                                options.given_device};
+  if (options.reaches) {
+    if (kinds.given_device == nullptr) kinds.given_device = engine::make_device(options.device, kinds.seed);
+    ranks = std::make_unique<Reaching>(std::move(ranks), kinds.given_device);
+  }
   if (traffic != nullptr) ranks = count_traffic(std::move(ranks), std::move(traffic));
   engine::Resources resources = make_resources(units, config, kinds, std::move(ranks));
   if (options.write_error > 0) {

@@ -18,6 +18,7 @@ struct RankOptions {
   engine::Placement placement = engine::Placement::host;
   std::string device = "host";
   std::shared_ptr<kernels::Device> given_device = nullptr;  // in place of the name
+  bool reaches = false;  // the device's memory is reached by what carries bytes between ranks
   int micro_batches = 1;
   bool together = false;  // micro-batches pass each unit together
   int64_t prefetch_units = 4;
@@ -26,6 +27,7 @@ struct RankOptions {
   int64_t rank_timeout_ms = 60'000;
   bool speculate = false;
   bool library_sums = false;
+  bool poison = true;      // waits for a device where memory is given up
   double write_error = 0;  // of the store: how often
   std::string job = "ranks";
   ToyKind kind = {};

@@ -35,12 +35,16 @@ std::string why_not(int gpus) {
 }
 
 /// Over NCCL whatever its size.
-std::unique_ptr<Communicator> join(std::unique_ptr<Communicator> control, int gpu) {
+std::unique_ptr<Communicator> join(std::unique_ptr<Communicator> control,
+                                   std::shared_ptr<kernels::Device> device) {
   NcclOptions options;
   options.staging_bytes = 1 << 20;
   options.small_bytes = 0;
   options.timeout = kPatience;
-  return make_nccl_communicator(std::move(control), kernels::make_cuda_device(gpu), options);
+  return make_nccl_communicator(std::move(control), std::move(device), options);
+}
+std::unique_ptr<Communicator> join(std::unique_ptr<Communicator> control, int gpu) {
+  return join(std::move(control), kernels::make_cuda_device(gpu));
 }
 
 class RealNccl : public ::testing::TestWithParam<int> {
@@ -69,6 +73,17 @@ TEST_P(RealNccl, ExchangesWhatEachPairWants) {
   EXPECT_EQ(run([](Communicator& ranks) { conformance::exchange_what_each_pair_wants(ranks); }), nothing_);
 }
 
+TEST_P(RealNccl, ExchangesFromEitherMemory) {
+  const auto errors = on_ranks(
+      GetParam(),
+      [&](int rank, std::unique_ptr<Communicator> control) {
+        const std::shared_ptr<kernels::Device> device = kernels::make_cuda_device(rank);
+        conformance::exchange_from_either_memory(*join(std::move(control), device), *device);
+      },
+      kPatience);
+  EXPECT_EQ(errors, nothing_);
+}
+
 TEST_P(RealNccl, SumsInRankOrderToTheBit) {
   EXPECT_EQ(run([](Communicator& ranks) { conformance::sum_in_rank_order_to_the_bit(ranks); }), nothing_);
 }
@@ -77,10 +92,10 @@ TEST_P(RealNccl, ReducesAndScatters) {
   EXPECT_EQ(run([](Communicator& ranks) { conformance::reduce_and_scatter(ranks); }), nothing_);
 }
 
-/// The bits of ranks that share memory, whatever carries them.
+/// The bits of ranks that share memory, whatever carries them, and wherever shards meet.
 TEST_P(RealNccl, TrainsToTheBitsOfTheReference) {
   constexpr int kSteps = 10;
-  for (int stage : {1, 2, 3}) {
+  for (const auto& [stage, on_device] : {std::pair(1, true), {2, true}, {3, true}, {3, false}}) {
     std::vector<StepResult> results;
     std::vector<float> contents;
     const auto errors = on_ranks(
@@ -89,7 +104,9 @@ TEST_P(RealNccl, TrainsToTheBitsOfTheReference) {
           testing::RankOptions options;
           options.stage = stage;
           options.given_device = kernels::make_cuda_device(rank);
-          const auto engine = testing::toy_rank(options, join(std::move(control), rank));
+          auto ranks =
+              on_device ? join(std::move(control), options.given_device) : join(std::move(control), rank);
+          const auto engine = testing::toy_rank(options, std::move(ranks));
           testing::toy_load(*engine);
           std::vector<StepResult> own;
           for (int step = 0; step < kSteps; ++step)
@@ -102,7 +119,8 @@ TEST_P(RealNccl, TrainsToTheBitsOfTheReference) {
         kPatience);
     EXPECT_EQ(errors, nothing_);
     testing::expect_same_bits(contents, testing::toy_reference(kSteps, 1, results, GetParam()),
-                              fmt::format("stage {} over {} GPUs", stage, GetParam()));
+                              fmt::format("stage {} over {} GPUs, shards meet on {}", stage, GetParam(),
+                                          on_device ? "them" : "the host"));
   }
 }
 
