@@ -73,7 +73,8 @@ py::dict plan_dict(const Plan& plan) {
   out["weights_host_bytes"] = plan.weights_host_bytes;
   out["states_host_bytes"] = plan.states_host_bytes;
   out["gradients_host_bytes"] = plan.gradients_host_bytes;
-  out["gradient_pool_bytes"] = plan.gradient_pool_bytes;
+  out["gradient_pool_bytes"] = plan.pool_host_bytes();
+  out["sums_device_bytes"] = plan.sums_device_bytes;
   out["gradients_nvme_bytes"] = plan.gradients_nvme_bytes;
   out["staging_bytes"] = plan.staging_buffers * plan.staging_buffer_bytes;
   out["ring_slots"] = plan.ring_slots;

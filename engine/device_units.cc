@@ -6,15 +6,10 @@
 #include <stdexcept>
 #include <utility>
 
+#include "engine/device_sums.h"
+
 namespace overspill::engine {
 namespace {
-
-using kernels::Float;
-
-Float float_of(optim::Element element) {
-  if (element == optim::Element::fp16) throw std::logic_error("no unit of fp16 lives on a device");
-  return element == optim::Element::bf16 ? Float::bf16 : Float::fp32;
-}
 
 kernels::AdamFactors factors_of(const optim::Factors& factors) {
   const auto& f = std::get<optim::Adam::Factors>(factors.of);
@@ -93,7 +88,7 @@ std::byte* DeviceUnits::gradient_of(int32_t unit, int32_t segment) {
   return residents_[unit].gradients + begin * context_.gradient_width(unit);
 }
 
-Float DeviceUnits::gradient_type(int32_t unit) const {
+kernels::Float DeviceUnits::gradient_type(int32_t unit) const {
   return float_of(context_.gradient_type(unit));
 }
 

@@ -20,7 +20,8 @@ constexpr int64_t kSumBytes = sizeof(float);
 
 GradientSums::GradientSums(Context& context)
     : context_(context),
-      pool_memory_(context.device(), context.host_budget, context.plan.gradient_pool_bytes,
+      device_(context),
+      pool_memory_(context.device(), context.host_budget, context.plan.pool_host_bytes(),
                    "gradients until they are summed"),
       pool_(context.plan.gradient_pool_bytes, kPoolAlign),
       exchange_(context.device(), context.host_budget, context.plan.exchange_bytes,
@@ -94,7 +95,7 @@ bool GradientSums::take_memory(int32_t unit) {
                                      RangeAllocator::End::low);
   if (!offset) return false;
   of_[unit].offset = *offset;
-  context_.units[unit].gradients = pool_memory_.data() + *offset;
+  context_.units[unit].gradients = pool() + *offset;
   return true;
 }
 
@@ -102,8 +103,12 @@ void GradientSums::free_memory(int32_t unit) {
   Given& own = of_[unit];
   if (own.offset < 0) return;
   if (context_.config.poison) {
-    std::memset(pool_memory_.data() + own.offset, 0xFF,
-                static_cast<size_t>(context_.layout.units[unit].elements * context_.gradient_width(unit)));
+    const int64_t bytes = context_.layout.units[unit].elements * context_.gradient_width(unit);
+    if (device_.used()) {
+      context_.device().poison(pool() + own.offset, bytes);
+    } else {
+      std::memset(pool() + own.offset, 0xFF, static_cast<size_t>(bytes));
+    }
   }
   pool_.release(own.offset);
   own.offset = -1;
@@ -148,8 +153,14 @@ void GradientSums::zero_absent(int32_t unit) {
   const Unit& u = context_.layout.units[unit];
   for (size_t s = 0; s < u.segments.size(); ++s) {
     if (of_[unit].held[s] != 0 || u.segments[s].elements == 0) continue;
-    std::memset(context_.units[unit].gradients + u.segments[s].begin * context_.gradient_width(unit), 0,
-                static_cast<size_t>(u.segments[s].elements * context_.gradient_width(unit)));
+    const int64_t width = context_.gradient_width(unit);
+    std::byte* const absent = context_.units[unit].gradients + u.segments[s].begin * width;
+    const int64_t bytes = u.segments[s].elements * width;
+    if (device_.used()) {
+      device_.clear(absent, bytes);
+    } else {
+      std::memset(absent, 0, static_cast<size_t>(bytes));
+    }
   }
 }
 
@@ -176,7 +187,8 @@ void GradientSums::sum(int32_t unit, std::span<const uint8_t> gives) {
 void GradientSums::sum_chunk(int32_t unit, int64_t in_slice, int64_t elements, std::byte* to,
                              std::span<const uint8_t> gives) {
   const Layout& layout = context_.layout;
-  const auto sum = span_of<float>(exchange_.data() + (layout.slices + 1) * elements * kSumBytes, elements);
+  const int64_t parts = device_.used() ? 0 : layout.slices + 1;  // before the sum
+  const auto sum = span_of<float>(exchange_.data() + parts * elements * kSumBytes, elements);
   if (context_.config.library_sums) {
     add_by_the_transport(unit, in_slice, sum, gives[layout.slice] != 0);
   } else {
@@ -191,22 +203,32 @@ void GradientSums::add_in_rank_order(int32_t unit, int64_t in_slice, std::span<f
                                      std::span<const uint8_t> gives) {
   const Layout& layout = context_.layout;
   const size_t bytes = sum.size() * static_cast<size_t>(context_.gradient_width(unit));
+  const std::span<std::byte> room = device_.used() ? device_.exchange() : exchange_.span();
   for (int rank = 0; rank < layout.slices; ++rank) {
     const bool other = rank != layout.slice;
     send_[rank] = other && gives[layout.slice] != 0 ? std::span(slice_of(unit, rank, in_slice), bytes)
                                                     : std::span<const std::byte>();
-    receive_[rank] = other && gives[rank] != 0
-                         ? exchange_.span().subspan(static_cast<size_t>(rank) * bytes, bytes)
-                         : std::span<std::byte>();
+    receive_[rank] = other && gives[rank] != 0 ? room.subspan(static_cast<size_t>(rank) * bytes, bytes)
+                                               : std::span<std::byte>();
   }
-  context_.resources.communicator->exchange(send_, receive_);
+  Communicator& ranks = *context_.resources.communicator;
+  if (device_.used()) {
+    ranks.exchange_on_device(send_, receive_);
+  } else {
+    ranks.exchange(send_, receive_);
+  }
   bool first = true;
   for (int rank = 0; rank < layout.slices; ++rank) {
     if (gives[rank] == 0) continue;
     const std::byte* part = rank == layout.slice ? slice_of(unit, rank, in_slice) : receive_[rank].data();
-    widen(context_.gradient_type(unit), part, sum, first);
+    if (device_.used()) {
+      device_.add(context_.gradient_type(unit), part, std::ssize(sum), first);
+    } else {
+      widen(context_.gradient_type(unit), part, sum, first);
+    }
     first = false;
   }
+  if (device_.used()) device_.fetch(sum);
 }
 
 /// Its slices have to lie side by side, and a rank that has nothing sends zeros.

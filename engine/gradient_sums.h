@@ -1,7 +1,8 @@
 // Gradients of several ranks: what this rank has given of each unit, until it is summed over all ranks
 // (docs/ranks.md). An all-to-all of slices, then an fp32 sum in rank order: one result on every transport and
 // at every stage (DESIGN 8). A rank that has nothing of a unit sends nothing, and counts as zeros. Or, where
-// Config::library_sums says so, the transport's own reduce-scatter.
+// Config::library_sums says so, the transport's own reduce-scatter. All of it is done on the device where
+// that is possible (device_sums.h), to the same bits.
 //
 // At stages 2 and 3 a unit's gradients lie whole in a pool only until it is summed, which is when every rank
 // has given all it will give; then only the shard's are kept. With several micro-batches a step, unless they
@@ -16,6 +17,7 @@
 #include <span>
 #include <vector>
 
+#include "engine/device_sums.h"
 #include "engine/memory/range_allocator.h"
 #include "engine/schedule/context.h"
 
@@ -32,6 +34,9 @@ class GradientSums {
   /// Whether something of a segment lies there.
   bool holds(int32_t unit, int32_t segment) const { return of_[unit].held[segment] != 0; }
   void arrived(int32_t unit, int32_t segment);
+
+  /// Memory for gradients is the device's; what is given goes there by it.
+  DeviceSums& on_device() { return device_; }
 
   bool gives(int32_t unit) const { return of_[unit].gives; }
   /// Nothing more will be given before step(), as far as this step is like those before.
@@ -65,6 +70,7 @@ class GradientSums {
   void add_in_rank_order(int32_t unit, int64_t in_slice, std::span<float> sum,
                          std::span<const uint8_t> gives);
   void add_by_the_transport(int32_t unit, int64_t in_slice, std::span<float> sum, bool gives);
+  std::byte* pool() const { return device_.used() ? device_.pool() : pool_memory_.data(); }
   const std::byte* slice_of(int32_t unit, int rank, int64_t in_slice) const;
   void check_refused(int32_t unit);
   void zero_absent(int32_t unit);
@@ -73,9 +79,10 @@ class GradientSums {
   void free_memory(int32_t unit);
 
   Context& context_;
+  DeviceSums device_;
   LinkedMemory pool_memory_;
   RangeAllocator pool_;
-  LinkedMemory exchange_;  // slices of one chunk from all ranks, and their sum
+  LinkedMemory exchange_;  // slices of one chunk from all ranks, and their sum; or that alone
   std::vector<Given> of_;
   std::vector<std::span<const std::byte>> send_;
   std::vector<std::span<std::byte>> receive_;

@@ -128,15 +128,25 @@ std::byte* Gradients::place_of(const Arrival& arrival) const {
 
 std::optional<kernels::Event> Gradients::take_in_there(const Arrival& arrival, const std::byte* data,
                                                        const kernels::Event& ready) {
-  if (!device_units_.hold(arrival.unit)) return std::nullopt;
-  const std::lock_guard guard(context_.mutex);
-  return device_units_.take_in(arrival, data, ready);
+  if (device_units_.hold(arrival.unit)) {
+    const std::lock_guard guard(context_.mutex);
+    return device_units_.take_in(arrival, data, ready);
+  }
+  if (!sums_.on_device().used() || arrival.element == optim::Element::fp16) return std::nullopt;
+  const Segment& s = context_.layout.units[arrival.unit].segments[arrival.segment];
+  return sums_.on_device().take_in(arrival.element, data, context_.gradient_type(arrival.unit),
+                                   at(arrival.unit, s.begin), s.elements, arrival.first, ready);
 }
 
 void Gradients::add(const Arrival& arrival, int64_t begin, int64_t elements, const std::byte* data) {
   if (device_units_.hold(arrival.unit)) {
     std::unique_lock lock(context_.mutex);
     return device_units_.take_in(lock, arrival, begin, elements, data);
+  }
+  if (sums_.on_device().used()) {
+    const int64_t from = context_.layout.units[arrival.unit].segments[arrival.segment].begin + begin;
+    return sums_.on_device().take_in(arrival.element, data, context_.gradient_type(arrival.unit),
+                                     at(arrival.unit, from), elements, arrival.first);
   }
   const Piece piece{arrival, begin, elements, data};
   if (context_.layout.slices > 1 || context_.units[arrival.unit].gradients != nullptr) {

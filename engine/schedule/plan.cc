@@ -309,6 +309,7 @@ class Planner {
       if (layout_.world > 1 && p.weights_on_nvme[u])
         p.serve_bytes = std::max(p.serve_bytes, layout_.units[u].shard_bytes());
     }
+    place_sums(component_most);
     size_up_gather(slots_ > kRingSlotsLeast);
     const int64_t checkpoints = config_.train_after_save ? config_.checkpoints_kept + 1 : 0;
     p.nvme_reserve_bytes = p.kept_nvme_bytes() * (1 + checkpoints + (config_.speculate ? 1 : 0)) +
@@ -365,19 +366,47 @@ class Planner {
         std::accumulate(sizes.begin(), sizes.begin() + static_cast<std::ptrdiff_t>(count), int64_t{0});
   }
 
+  /// On the device, where what carries bytes between ranks reaches it and its budget has room.
+  void place_sums(int64_t part_bytes) {
+    plan_.sums_device_bytes = 0;
+    if (!plan_.gradients_pooled || !device_.gathers || !device_.updates || config_.library_sums) return;
+    for (const Unit& unit : layout_.units) {
+      if (unit.trainable() &&
+          gradient_element(*unit.format, config_.gradient_accumulation) == optim::Element::fp16)
+        return;
+    }
+    const int64_t pool = (plan_.gradient_pool_bytes + kArenaAlign - 1) / kArenaAlign * kArenaAlign;
+    const int64_t bytes = pool + (layout_.slices + 2) * part_bytes;
+    auto gathered = gathered_sizes();
+    const int64_t most = config_.device_budget_bytes;
+    if (most > 0 && largest(gathered, all_stay() ? gathered.size() : kLeasedMost) + bytes > most) return;
+    plan_.sums_device_bytes = bytes;
+    plan_.exchange_bytes = part_bytes;
+  }
+
+  std::vector<int64_t> gathered_sizes() const {
+    std::vector<int64_t> sizes;
+    for (size_t u = 0; u < layout_.units.size(); ++u) {
+      if (!plan_.on_device[u] && needs_gather(layout_, device_, plan_.weights_on_nvme[u]))
+        sizes.push_back(gathered_bytes(layout_.units[u]));
+    }
+    return sizes;
+  }
+
+  /// Gathered once a step: all have room.
+  bool all_stay() const { return layout_.world > 1 && !layout_.policy.divide_weights; }
+
   /// At least the three largest units: a layer's own, its parent's and the root's may be held at once. At
   /// best as many again as are prefetched. On a device of its own memory as much as its budget says: what
   /// stays until backward is not copied again.
   void size_up_gather(bool roomy) {
-    std::vector<int64_t> gathered, by_host;
+    std::vector<int64_t> gathered = gathered_sizes(), by_host;
     for (size_t u = 0; u < layout_.units.size(); ++u) {
       if (plan_.on_device[u]) continue;
-      const int64_t bytes = gathered_bytes(layout_.units[u]);
-      if (needs_gather(layout_, device_, plan_.weights_on_nvme[u])) gathered.push_back(bytes);
       const int64_t on_host = host_block_bytes(layout_, layout_.units[u], device_, plan_.weights_on_nvme[u]);
       if (on_host > 0) by_host.push_back(on_host + kArenaAlign);
     }
-    const bool kept = layout_.world > 1 && !layout_.policy.divide_weights;  // gathered once a step: all fit
+    const bool kept = all_stay();
     const auto all = gathered.size();
     const auto usual = static_cast<size_t>(kLeasedMost + (roomy ? config_.prefetch_units : 0));
     plan_.gather_host_bytes = largest(by_host, kept ? all : usual);
@@ -385,7 +414,7 @@ class Planner {
     const int64_t least = largest(gathered, kept ? all : kLeasedMost);
     plan_.gather_device_bytes = largest(gathered, kept ? all : usual);
     if (config_.device_budget_bytes == 0) return;
-    const int64_t left = config_.device_budget_bytes - plan_.units_device_bytes;
+    const int64_t left = config_.device_budget_bytes - plan_.units_device_bytes - plan_.sums_device_bytes;
     if (least > left) {
       throw BudgetError(
           fmt::format("device budget too small: {} ({} bytes) are needed for the {} largest units "
@@ -545,7 +574,7 @@ std::string Plan::text() const {
   if (intake_slots > 0) row("gradients from the device", intake_slots * intake_slot_bytes, 0);
   if (second_weights > 0) row("second weights of guessed updates", second_weights * second_weights_bytes, 0);
   if (held_twice_bytes > 0) row("second versions of guessed updates", held_twice_bytes, 0);
-  if (gradient_pool_bytes > 0) row("gradients until they are summed", gradient_pool_bytes, 0);
+  if (pool_host_bytes() > 0) row("gradients until they are summed", pool_host_bytes(), 0);
   row("scratch", access_bytes + exchange_bytes + serve_bytes + device_squares_bytes, 0);
   row("sum", host_bytes(), nvme_bytes());
   out += fmt::format("  {:<34} {:>14}\n", "budget", mib(host_budget_bytes));
@@ -555,6 +584,8 @@ std::string Plan::text() const {
   }
   if (gather_device_bytes > 0)
     out += fmt::format("  {:<34} {:>14}\n", "gather arena on the device", mib(gather_device_bytes));
+  if (sums_device_bytes > 0)
+    out += fmt::format("  {:<34} {:>14}\n", "gradients and their sums there", mib(sums_device_bytes));
   if (units_device_bytes > 0) {
     out += fmt::format("  {:<34} {:>14}\n",
                        fmt::format("{} of {} units live there", units_on_device(), on_device.size()),

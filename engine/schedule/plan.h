@@ -76,6 +76,7 @@ struct Plan {
   bool gradients_pooled = false;     // several ranks: summed as they come, only this rank's shard is kept
   int64_t gradient_pool_bytes = 0;   // whole gradients of units until then
   int64_t exchange_bytes = 0;        // several ranks: gradients of one chunk as they come from all
+  int64_t sums_device_bytes = 0;     // the device has the pool and what comes; the host one chunk's sum
   int64_t serve_bytes = 0;           // several ranks: a shard on its way from NVMe to another rank
   int64_t weights_nvme_bytes = 0;
   int64_t states_nvme_bytes = 0;
@@ -87,13 +88,14 @@ struct Plan {
   int64_t host_bytes() const {
     return weights_host_bytes + states_host_bytes + gradients_host_bytes + ring_slots * ring_slot_bytes +
            staging_buffers * staging_buffer_bytes + gather_host_bytes + intake_slots * intake_slot_bytes +
-           second_weights * second_weights_bytes + access_bytes + gradient_pool_bytes + exchange_bytes +
+           second_weights * second_weights_bytes + access_bytes + pool_host_bytes() + exchange_bytes +
            serve_bytes + device_squares_bytes + held_twice_bytes;
   }
+  int64_t pool_host_bytes() const { return sums_device_bytes > 0 ? 0 : gradient_pool_bytes; }
   /// What a checkpoint has there.
   int64_t kept_nvme_bytes() const { return weights_nvme_bytes + states_nvme_bytes; }
   int64_t nvme_bytes() const { return kept_nvme_bytes() + gradients_nvme_bytes; }
-  int64_t device_bytes() const { return gather_device_bytes + units_device_bytes; }
+  int64_t device_bytes() const { return gather_device_bytes + units_device_bytes + sums_device_bytes; }
   int64_t units_on_device() const { return std::count(on_device.begin(), on_device.end(), true); }
   /// A table for people.
   std::string text() const;

@@ -568,7 +568,12 @@ TEST(DeviceGradient, IsDroppedByClose) {
 
 // ---- several ranks
 
-TEST(DeviceCompute, OfTwoRanksEqualsTheReferenceAtEveryStage) {
+/// Whether shards and gradients meet on the device or on the host.
+class TwoRanks : public ::testing::TestWithParam<bool> {};
+INSTANTIATE_TEST_SUITE_P(Meeting, TwoRanks, ::testing::Bool(),
+                         [](const auto& info) { return info.param ? "on_the_device" : "on_the_host"; });
+
+TEST_P(TwoRanks, EqualTheReferenceAtEveryStage) {
   for (int stage : {0, 1, 2, 3}) {
     for (int micro_batches : {1, 2}) {
       std::vector<engine::StepResult> results;
@@ -578,7 +583,9 @@ TEST(DeviceCompute, OfTwoRanksEqualsTheReferenceAtEveryStage) {
         options.stage = stage;
         options.given_device = kernels::make_simulated_device();
         options.micro_batches = micro_batches;
+        options.reaches = GetParam();
         const auto engine = toy_rank(options, std::move(ranks));
+        EXPECT_EQ(engine->plan().sums_device_bytes > 0, GetParam() && stage >= 2 && micro_batches == 1);
         toy_load(*engine);
         Framework framework(*options.given_device);
         std::vector<engine::StepResult> own;

@@ -27,6 +27,7 @@ std::unique_ptr<engine::Engine> model_rank(const std::vector<engine::UnitSpec>& 
   engine::Config config;
   config.stage = options.stage;
   config.host_budget_bytes = options.host_budget_bytes;
+  config.device_budget_bytes = options.device_budget_bytes;
   config.nvme = {std::filesystem::temp_directory_path()};
   config.job = fmt::format("{}-{}-{}", options.job, ::getpid(), ranks->rank());
   config.threads = 1;

@@ -18,6 +18,7 @@ struct RankOptions {
   engine::Placement placement = engine::Placement::host;
   std::string device = "host";
   std::shared_ptr<kernels::Device> given_device = nullptr;  // in place of the name
+  int64_t device_budget_bytes = 0;
   bool reaches = false;  // the device's memory is reached by what carries bytes between ranks
   int micro_batches = 1;
   bool together = false;  // micro-batches pass each unit together

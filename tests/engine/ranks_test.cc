@@ -220,6 +220,38 @@ TEST(GatheringOnADevice, TakesNoHostMemory) {
   EXPECT_LT(host_bytes(Placement::nvme, true), host_bytes(Placement::nvme, false) * 6 / 10);
 }
 
+/// Gradients wait for their sums on the device where its budget has room beside the weights that are leased
+/// at once, elsewhere on the host; what was planned is what is taken.
+TEST(GatheringOnADevice, KeepsToTheDevicesBudget) {
+  const auto plan_with = [](int64_t budget) {
+    engine::Plan plan;
+    const auto errors = on_ranks(2, [&](int rank, std::unique_ptr<engine::Communicator> ranks) {
+      const std::shared_ptr<kernels::SimulatedDevice> device = kernels::make_simulated_device();
+      const RankOptions options{.given_device = device, .device_budget_bytes = budget, .reaches = true};
+      const auto engine = toy_rank(options, std::move(ranks));
+      toy_load(*engine);
+      toy_step(*engine, 0, 1, rank);
+      EXPECT_EQ(device->used_bytes(), engine->plan().device_bytes());
+      if (rank == 0) plan = engine->plan();
+      engine->close();
+    });
+    for (const std::string& error : errors) EXPECT_EQ(error, "");
+    return plan;
+  };
+  const engine::Plan roomy = plan_with(int64_t{1} << 30);
+  EXPECT_GT(roomy.sums_device_bytes, 0);
+  EXPECT_EQ(roomy.pool_host_bytes(), 0);
+  const engine::Plan fits = plan_with(roomy.device_bytes());
+  EXPECT_EQ(fits.sums_device_bytes, roomy.sums_device_bytes);
+  const engine::Plan tight = plan_with(roomy.device_bytes() - roomy.sums_device_bytes / 2);
+  EXPECT_LE(tight.device_bytes(), roomy.device_bytes() - roomy.sums_device_bytes / 2);
+  const engine::Plan unlimited = plan_with(0);
+  const engine::Plan tightest = plan_with(unlimited.gather_device_bytes);
+  EXPECT_EQ(tightest.sums_device_bytes, 0);
+  EXPECT_EQ(tightest.pool_host_bytes(), unlimited.gradient_pool_bytes);
+  EXPECT_LT(unlimited.host_bytes(), tightest.host_bytes());
+}
+
 /// Whatever comes from the device or goes there does so from pinned memory.
 TEST(GatheringOnADevice, CopiesPinnedMemory) {
   for (const Placement placement : {Placement::host, Placement::nvme}) {

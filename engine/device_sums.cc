@@ -1,0 +1,81 @@
+#include "engine/device_sums.h"
+
+#include <algorithm>
+#include <stdexcept>
+#include <vector>
+
+#include "cpu_optim/elements.h"
+
+namespace overspill::engine {
+
+kernels::Float float_of(optim::Element element) {
+  if (element == optim::Element::fp16) throw std::logic_error("a device's kernels know no fp16");
+  return element == optim::Element::bf16 ? kernels::Float::bf16 : kernels::Float::fp32;
+}
+
+DeviceSums::DeviceSums(Context& context) : context_(context) {
+  const Plan& plan = context.plan;
+  if (plan.sums_device_bytes == 0) return;
+  memory_ = context.device().allocate(plan.sums_device_bytes);
+  arrivals_ = context.device().make_stream();
+  sums_ = context.device().make_stream();
+  kernels_ = context.device().kernels();
+}
+
+DeviceSums::~DeviceSums() {
+  if (!used()) return;
+  try {
+    arrivals_->record().wait();
+    sums_->record().wait();
+  } catch (const std::exception&) {  // the device has failed: nothing uses its memory any more
+  }
+}
+
+std::span<std::byte> DeviceSums::exchange() const {
+  const int64_t slices = context_.layout.slices;
+  return {memory_.data() + memory_.bytes() - (slices + 2) * part_bytes(),
+          static_cast<size_t>(slices * part_bytes())};
+}
+
+kernels::Event DeviceSums::take_in(optim::Element from_type, const std::byte* from, optim::Element to_type,
+                                   std::byte* to, int64_t elements, bool first, const kernels::Event& ready) {
+  arrivals_->wait(ready);
+  kernels_->take_in(*arrivals_, float_of(from_type), from, float_of(to_type), to, elements, first);
+  return arrivals_->record();
+}
+
+void DeviceSums::take_in(optim::Element from_type, const std::byte* from, optim::Element to_type,
+                         std::byte* to, int64_t elements, bool first) {
+  std::vector<float> wide;
+  if (from_type == optim::Element::fp16) {
+    wide.resize(static_cast<size_t>(elements));
+    optim::widen(from_type, from, wide, true);
+    from_type = optim::Element::fp32;
+    from = reinterpret_cast<const std::byte*>(wide.data());
+  }
+  std::byte* const piece = sum() + part_bytes();
+  const int64_t most = part_bytes() / optim::bytes(from_type);
+  for (int64_t done = 0; done < elements; done += most) {
+    const int64_t count = std::min(most, elements - done);
+    arrivals_->copy_from_host(piece, from + done * optim::bytes(from_type), count * optim::bytes(from_type));
+    kernels_->take_in(*arrivals_, float_of(from_type), piece, float_of(to_type),
+                      to + done * optim::bytes(to_type), count, first);
+  }
+  arrivals_->record().wait();
+}
+
+void DeviceSums::clear(std::byte* data, int64_t bytes) {
+  kernels_->clear(*sums_, data, bytes);
+  sums_->record().wait();
+}
+
+void DeviceSums::add(optim::Element type, const std::byte* part, int64_t elements, bool first) {
+  kernels_->take_in(*sums_, float_of(type), part, kernels::Float::fp32, sum(), elements, first);
+}
+
+void DeviceSums::fetch(std::span<float> to) {
+  sums_->copy_to_host(to.data(), sum(), std::ssize(std::as_bytes(to)));
+  sums_->record().wait();
+}
+
+}  // namespace overspill::engine
