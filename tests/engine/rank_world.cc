@@ -10,7 +10,7 @@
 #include "engine/collectives/in_process.h"
 #include "engine/resources.h"
 #include "io/memory_store.h"
-#include "tests/engine/reaching.h"
+#include "tests/engine/around.h"
 
 namespace overspill::testing {
 

@@ -1,18 +1,17 @@
-// Ranks whose transport reaches the memory of a simulated device, as NCCL that of a GPU.
+// A transport around another, for tests that change a part of it.
 #pragma once
 
 #include <memory>
+#include <string>
 #include <utility>
 
 #include "engine/collectives/communicator.h"
 
 namespace overspill::testing {
 
-/// `ranks` over host memory; simulated memory is host memory at addresses of its own.
-class Reaching final : public engine::Communicator {
+class Around : public engine::Communicator {
  public:
-  Reaching(std::unique_ptr<engine::Communicator> ranks, std::shared_ptr<kernels::Device> device)
-      : ranks_(std::move(ranks)), device_(std::move(device)) {}
+  explicit Around(std::unique_ptr<engine::Communicator> ranks) : ranks_(std::move(ranks)) {}
   int rank() const override { return ranks_->rank(); }
   int world() const override { return ranks_->world(); }
   void all_gather(std::span<std::byte> data) override { ranks_->all_gather(data); }
@@ -21,11 +20,6 @@ class Reaching final : public engine::Communicator {
   }
   void exchange(std::span<const std::span<const std::byte>> send,
                 std::span<const std::span<std::byte>> receive) override {
-    ranks_->exchange(send, receive);
-  }
-  const kernels::Device* device() const override { return device_.get(); }
-  void exchange_on_device(std::span<const std::span<const std::byte>> send,
-                          std::span<const std::span<std::byte>> receive) override {
     ranks_->exchange(send, receive);
   }
   void all_reduce_sum(std::span<double> values) override { ranks_->all_reduce_sum(values); }
@@ -40,6 +34,21 @@ class Reaching final : public engine::Communicator {
 
  private:
   const std::unique_ptr<engine::Communicator> ranks_;
+};
+
+/// Reaches the memory of a simulated device, as NCCL that of a GPU: it is host memory at addresses of its
+/// own.
+class Reaching final : public Around {
+ public:
+  Reaching(std::unique_ptr<engine::Communicator> ranks, std::shared_ptr<kernels::Device> device)
+      : Around(std::move(ranks)), device_(std::move(device)) {}
+  const kernels::Device* device() const override { return device_.get(); }
+  void exchange_on_device(std::span<const std::span<const std::byte>> send,
+                          std::span<const std::span<std::byte>> receive) override {
+    exchange(send, receive);
+  }
+
+ private:
   const std::shared_ptr<kernels::Device> device_;
 };
 
