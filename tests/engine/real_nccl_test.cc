@@ -95,7 +95,9 @@ TEST_P(RealNccl, ReducesAndScatters) {
 /// The bits of ranks that share memory, whatever carries them, and wherever shards meet.
 TEST_P(RealNccl, TrainsToTheBitsOfTheReference) {
   constexpr int kSteps = 10;
-  for (const auto& [stage, on_device] : {std::pair(1, true), {2, true}, {3, true}, {3, false}}) {
+  for (const auto& where : {std::pair(1, true), {2, true}, {3, true}, {3, false}}) {
+    const int stage = where.first;
+    const bool on_device = where.second;
     std::vector<StepResult> results;
     std::vector<float> contents;
     const auto errors = on_ranks(
