@@ -1,17 +1,10 @@
 #include "engine/device_sums.h"
 
-#include <algorithm>
-#include <stdexcept>
-#include <vector>
+#include <exception>
 
-#include "cpu_optim/elements.h"
+#include "engine/device_gradients.h"
 
 namespace overspill::engine {
-
-kernels::Float float_of(optim::Element element) {
-  if (element == optim::Element::fp16) throw std::logic_error("a device's kernels know no fp16");
-  return element == optim::Element::bf16 ? kernels::Float::bf16 : kernels::Float::fp32;
-}
 
 DeviceSums::DeviceSums(Context& context) : context_(context) {
   const Plan& plan = context.plan;
@@ -46,21 +39,8 @@ kernels::Event DeviceSums::take_in(optim::Element from_type, const std::byte* fr
 
 void DeviceSums::take_in(optim::Element from_type, const std::byte* from, optim::Element to_type,
                          std::byte* to, int64_t elements, bool first) {
-  std::vector<float> wide;
-  if (from_type == optim::Element::fp16) {
-    wide.resize(static_cast<size_t>(elements));
-    optim::widen(from_type, from, wide, true);
-    from_type = optim::Element::fp32;
-    from = reinterpret_cast<const std::byte*>(wide.data());
-  }
-  std::byte* const piece = sum() + part_bytes();
-  const int64_t most = part_bytes() / optim::bytes(from_type);
-  for (int64_t done = 0; done < elements; done += most) {
-    const int64_t count = std::min(most, elements - done);
-    arrivals_->copy_from_host(piece, from + done * optim::bytes(from_type), count * optim::bytes(from_type));
-    kernels_->take_in(*arrivals_, float_of(from_type), piece, float_of(to_type),
-                      to + done * optim::bytes(to_type), count, first);
-  }
+  take_in_from_host(*kernels_, *arrivals_, {sum() + part_bytes(), static_cast<size_t>(part_bytes())},
+                    from_type, from, to_type, to, elements, first);
   arrivals_->record().wait();
 }
 

@@ -6,7 +6,7 @@
 #include <stdexcept>
 #include <utility>
 
-#include "engine/device_sums.h"
+#include "engine/device_gradients.h"
 
 namespace overspill::engine {
 namespace {
@@ -104,16 +104,11 @@ kernels::Event DeviceUnits::take_in(const Arrival& arrival, const std::byte* dat
 
 void DeviceUnits::take_in(std::unique_lock<std::mutex>& lock, const Arrival& arrival, int64_t begin,
                           int64_t elements, const std::byte* data) {
-  const int64_t width = optim::bytes(arrival.element);
-  for (int64_t done = 0; done < elements;) {
-    const int64_t count = std::min(piece_elements_, elements - done);
-    stream_->copy_from_host(piece_, data + done * width, count * width);
-    kernels_->take_in(
-        *stream_, float_of(arrival.element), piece_, gradient_type(arrival.unit),
-        gradient_of(arrival.unit, arrival.segment) + (begin + done) * context_.gradient_width(arrival.unit),
-        count, arrival.first);
-    done += count;
-  }
+  take_in_from_host(
+      *kernels_, *stream_, {piece_, static_cast<size_t>(piece_elements_ * 4)}, arrival.element, data,
+      context_.gradient_type(arrival.unit),
+      gradient_of(arrival.unit, arrival.segment) + begin * context_.gradient_width(arrival.unit), elements,
+      arrival.first);
   sum_squares(arrival.unit, arrival.segment);
   wait(lock, stream_->record());
 }

@@ -128,17 +128,26 @@ std::byte* Gradients::place_of(const Arrival& arrival) const {
 
 std::optional<kernels::Event> Gradients::take_in_there(const Arrival& arrival, const std::byte* data,
                                                        const kernels::Event& ready) {
+  if (arrival.element == optim::Element::fp16) return std::nullopt;  // add() widens it
   if (device_units_.hold(arrival.unit)) {
     const std::lock_guard guard(context_.mutex);
     return device_units_.take_in(arrival, data, ready);
   }
-  if (!sums_.on_device().used() || arrival.element == optim::Element::fp16) return std::nullopt;
+  if (!sums_.on_device().used()) return std::nullopt;
   const Segment& s = context_.layout.units[arrival.unit].segments[arrival.segment];
   return sums_.on_device().take_in(arrival.element, data, context_.gradient_type(arrival.unit),
                                    at(arrival.unit, s.begin), s.elements, arrival.first, ready);
 }
 
 void Gradients::add(const Arrival& arrival, int64_t begin, int64_t elements, const std::byte* data) {
+  const bool to_device = device_units_.hold(arrival.unit) || sums_.on_device().used();
+  if (to_device && arrival.element == optim::Element::fp16) {  // no device's kernels know it
+    std::vector<float> wide(static_cast<size_t>(elements));
+    optim::widen(arrival.element, data, std::span(wide), true);
+    Arrival as_fp32 = arrival;
+    as_fp32.element = optim::Element::fp32;
+    return add(as_fp32, begin, elements, reinterpret_cast<const std::byte*>(wide.data()));
+  }
   if (device_units_.hold(arrival.unit)) {
     std::unique_lock lock(context_.mutex);
     return device_units_.take_in(lock, arrival, begin, elements, data);

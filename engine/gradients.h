@@ -47,7 +47,7 @@ class Gradients {
   /// Pinned host memory that the arrival may be copied to as it is, in place of add(); null: there is none.
   std::byte* place_of(const Arrival& arrival) const;
   /// In place of add(), of all of it in the device's memory, once `ready` is reached: taken in there when the
-  /// event is done. Nothing where it goes to the host.
+  /// event is done. Nothing where it passes through the host.
   std::optional<kernels::Event> take_in_there(const Arrival& arrival, const std::byte* data,
                                               const kernels::Event& ready);
   /// Whether begin() may wait for what is not finished yet.

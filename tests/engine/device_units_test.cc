@@ -12,6 +12,7 @@
 #include <thread>
 #include <vector>
 
+#include "cpu_optim/elements.h"
 #include "engine/memory/budget.h"
 #include "engine/resources.h"
 #include "engine/schedule/plan.h"
@@ -202,6 +203,30 @@ TEST(UnitsOnTheDevice, GoTogetherWithEveryOtherTier) {
     EXPECT_EQ(taken.result.norm, expected.result.norm) << "step " << step;
   }
   expect_same_bits(toy_contents(*made.engine), toy_contents(*host.engine), "three tiers");
+}
+
+/// An fp32 unit takes gradients in fp16, as those of host memory do, though the kernels know none.
+TEST(UnitsOnTheDevice, TakeGradientsInHalfPrecision) {
+  const ToyKind kind{{}, optim::Format::fp32};
+  const Made made = make(config_of(Placement::device), "simulated", kind);
+  const engine::Segment& segment = made.engine->layout().units[0].segments[0];
+  std::vector<float> expected;
+  const auto halves = std::make_shared<std::vector<optim::Fp16>>();
+  for (int64_t i = 0; i < segment.elements; ++i) expected.push_back(static_cast<float>(i % 61) - 30);
+  halves->resize(expected.size());
+  optim::narrow(optim::Element::fp16, std::span<const float>(expected),
+                reinterpret_cast<std::byte*>(halves->data()));
+  const auto bytes = std::as_bytes(std::span(*halves));
+  made.engine->add_gradient(0, 0, bytes, "F16");
+  const auto there = std::make_shared<kernels::DeviceMemory>(made.device->allocate(std::ssize(bytes)));
+  const auto queue = made.device->make_stream();
+  queue->copy_from_host(there->data(), bytes.data(), std::ssize(bytes));
+  made.engine->add_gradient(0, 0, {there->data(), there->bytes(), "F16", there},
+                            engine::Queue{queue->native()});
+  for (float& value : expected) value *= 2;
+  std::vector<float> seen(expected.size());
+  made.engine->read_state(0, 0, "grad", seen);
+  EXPECT_EQ(seen, expected);
 }
 
 TEST(UnitsOnTheDevice, AreNoneOfAnotherOptimizersAndItTrains) {
