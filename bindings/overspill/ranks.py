@@ -81,6 +81,7 @@ class Group:
         self._store = self._kept.clone()
         self._store.set_timeout(STORE_PATIENCE)
         self._keeper = _keeper(process_group)
+        self._lingers = False  # at exit, so that the others hear
         atexit.register(_tell_why, weakref.ref(self))
 
     # ---- what the core calls
@@ -151,7 +152,8 @@ class Group:
             if self._keeper in (None, self.rank):
                 raise
             return f"rank {self._keeper} {self._why(error)}"
-        if self._keeper == self.rank:
+        if self._keeper == self.rank and not self._lingers:
+            self._lingers = True
             atexit.register(_linger, self._kept, self._store, self.world)
         return first
 
