@@ -4,6 +4,7 @@ import json
 import random
 import signal
 import time
+from pathlib import Path
 
 import pytest
 import tiny
@@ -35,15 +36,36 @@ def straight(bench):
 
 
 def kill_when_saving(process, out, rng) -> bool:
-    """Kills in the middle of a save, after some of them; False when the run ended before."""
+    """Kills in the middle of a save, after some of them; False when the run ended before.
+
+    The process is stopped before it is killed, so that a save that ended in between is seen, and the next one is taken.
+    """
     saves = rng.randint(1, 3)
     seen: set[str] = set()
     while process.poll() is None:
-        seen |= {p.name for p in (out / "checkpoints").glob("*.partial")}
-        if len(seen) >= saves:
+        seen |= partials(out)
+        if len(seen) < saves:
+            continue
+        process.send_signal(signal.SIGSTOP)
+        while " T " not in state(process.pid) and process.poll() is None:
+            pass
+        if partials(out):
             process.send_signal(signal.SIGKILL)
             return True
+        process.send_signal(signal.SIGCONT)
     return False
+
+
+def partials(out) -> set[str]:
+    return {p.name for p in (out / "checkpoints").glob("*.partial")}
+
+
+def state(pid: int) -> str:
+    """What /proc says of a process after its name: its state, ' T ' when it is stopped."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2]
+    except FileNotFoundError:
+        return ""
 
 
 def kill_at_random(process, out, rng) -> bool:
@@ -60,6 +82,7 @@ def kill_at_random(process, out, rng) -> bool:
 def run_with_kills(bench, out, kills, straight, seed) -> None:
     rng = random.Random(seed)
     print(f"seed {seed}")
+    saves_hit = 0
     for number in range(kills):
         started = bench.start(
             ["train", "--out", out, "--resume"] if (out / "run.json").exists() else arguments(bench, out)
@@ -67,10 +90,12 @@ def run_with_kills(bench, out, kills, straight, seed) -> None:
         killed = (kill_when_saving if number % 2 else kill_at_random)(started, out, rng)
         _, err = started.communicate(timeout=240)
         left = [p.name for p in (out / "checkpoints").iterdir()]
+        saves_hit += bool(partials(out))
         print(f"kill {number}: {'killed' if killed else 'ended before'}, left {sorted(left)}")
         if not killed:
             assert started.returncode == 0, err
             break
+    assert saves_hit, "no save was hit, so this run tested nothing of it"
     last = bench.start(["train", "--out", out, "--resume"])
     _, err = last.communicate(timeout=240)
     assert last.returncode == 0, err
