@@ -4,7 +4,11 @@
 
 #include <filesystem>
 #include <functional>
+#include <span>
 #include <string>
+#include <string_view>
+#include <tuple>
+#include <vector>
 
 #include "bindings/bindings.h"
 #include "engine/checkpoint/manifest.h"
@@ -22,12 +26,19 @@ void report(void* context, int64_t done, int64_t total) {
   progress(done, total);
 }
 
+/// Name, dtype, shape, data.
+using Given = std::tuple<std::string, std::string, std::vector<int64_t>, py::bytes>;
+
 py::dict merge(const std::filesystem::path& checkpoint, const std::filesystem::path& out,
-               const std::string& dtype, int64_t shard_bytes, Progress progress) {
+               const std::string& dtype, int64_t shard_bytes, Progress progress,
+               const std::vector<Given>& tensors) {
+  engine::MergeOptions options{.dtype = dtype, .shard_bytes = shard_bytes};
+  for (const auto& [name, given_dtype, shape, data] : tensors)
+    options.tensors.push_back({name, given_dtype, shape, std::as_bytes(std::span(std::string_view(data)))});
   engine::MergeResult result;
   {
     const py::gil_scoped_release release;
-    result = engine::merge_checkpoint(checkpoint, out, {dtype, shard_bytes}, &report, &progress);
+    result = engine::merge_checkpoint(checkpoint, out, options, &report, &progress);
   }
   py::dict dict;
   dict["tensors"] = result.tensors;
@@ -62,6 +73,7 @@ py::dict manifest(const std::filesystem::path& folder) {
     for (const engine::ManifestSegment& segment : unit.segments) {
       py::dict s;
       s["name"] = segment.name;
+      s["aliases"] = segment.aliases;
       s["shape"] = segment.shape;
       s["strides"] = segment.strides;
       s["step"] = segment.step;
@@ -89,7 +101,9 @@ py::dict manifest(const std::filesystem::path& folder) {
 void register_checkpoint(py::module_& m) {
   m.def("merge", &merge, py::arg("checkpoint"), py::arg("out"), py::arg("dtype") = "bf16",
         py::arg("shard_bytes") = int64_t{5} << 30, py::arg("progress") = Progress(),
-        "Streams a checkpoint into Hugging Face safetensors, in memory of about one tensor.");
+        py::arg("tensors") = std::vector<Given>(),
+        "Streams a checkpoint into Hugging Face safetensors, in memory of about one tensor. `tensors` (name, "
+        "safetensors' dtype, shape, bytes) are written beside.");
   m.def("verify", &verify, py::arg("checkpoint"), py::arg("progress") = Progress(),
         "Reads every byte of a checkpoint and compares it with its checksum, in memory of a few MiB.");
   m.def("manifest", &manifest, py::arg("folder"),

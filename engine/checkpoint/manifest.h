@@ -115,11 +115,20 @@ VerifyResult verify_data(const std::filesystem::path& folder, const Manifest& ma
 /// from `hi` alone where it is bf16, or from the exact master. Tensors are row-major there, whatever their
 /// strides here. Memory: about one tensor. Written under temporary names and renamed when complete; after an
 /// error nothing remains. Frozen tensors keep their dtype unless it is F16, BF16 or F32. Of tied weights only
-/// the first name is written: Hugging Face ties the others when it loads. `progress(context, done, total)` in
-/// bytes; may be null, may throw.
+/// the first name is written: Hugging Face ties the others when it loads. `tensors` are written beside, byte
+/// for byte: what a model has and the engine does not hold, such as buffers. Throws CheckpointError where one
+/// has the name of another tensor, or data that does not fit its dtype and shape. `progress(context, done,
+/// total)` in bytes; may be null, may throw.
+struct MergeTensor {
+  std::string name;
+  std::string dtype;  // safetensors' name
+  std::vector<int64_t> shape;
+  std::span<const std::byte> data;  // row-major; the caller's, until the merge has returned
+};
 struct MergeOptions {
   std::string dtype = "bf16";
   int64_t shard_bytes = int64_t{5} << 30;
+  std::vector<MergeTensor> tensors = {};
 };
 struct MergeResult {
   int64_t tensors = 0;

@@ -6,6 +6,8 @@
 #include <cstring>
 #include <memory>
 #include <nlohmann/json.hpp>
+#include <set>
+#include <string_view>
 #include <system_error>
 
 #include "engine/checkpoint/checkpoint_file.h"
@@ -20,11 +22,16 @@ namespace {
 constexpr int64_t kRunElements =
     int64_t{1} << 20;  // read, converted and written at a time: the memory of a merge of row-major tensors
 
+/// What is written: a parameter of the checkpoint, or a tensor that the caller gave.
 struct Tensor {
   const ManifestUnit* unit = nullptr;
   const ManifestSegment* segment = nullptr;
+  const MergeTensor* given = nullptr;  // then the two above are null
   std::string dtype;
   int64_t bytes = 0;
+
+  const std::string& name() const { return given != nullptr ? given->name : segment->name; }
+  const std::vector<int64_t>& shape() const { return given != nullptr ? given->shape : segment->shape; }
 };
 
 struct Shard {
@@ -33,19 +40,24 @@ struct Shard {
   int64_t bytes = 0;
 };
 
-/// Tensors in the manifest's order, cut into shards. A tensor larger than `shard_bytes` gets a shard of its
-/// own.
-std::vector<Shard> plan_shards(const Manifest& manifest, const std::string& dtype, int64_t shard_bytes) {
+/// Tensors in the manifest's order, behind them those given, cut into shards. A tensor larger than the
+/// largest shard gets a shard of its own.
+std::vector<Shard> plan_shards(const Manifest& manifest, const std::string& dtype,
+                               const MergeOptions& options) {
   std::vector<Shard> shards(1);
+  const auto add = [&](Tensor tensor) {
+    if (!shards.back().tensors.empty() && tensor.bytes > options.shard_bytes - shards.back().bytes)
+      shards.emplace_back();
+    shards.back().bytes += tensor.bytes;
+    shards.back().tensors.push_back(std::move(tensor));
+  };
   for (const ManifestUnit& unit : manifest.units) {
     const std::string merged = merged_dtype(unit, dtype);
-    for (const ManifestSegment& segment : unit.segments) {
-      const int64_t bytes = segment.elements * dtype_bytes(merged);
-      if (!shards.back().tensors.empty() && bytes > shard_bytes - shards.back().bytes) shards.emplace_back();
-      shards.back().tensors.push_back({&unit, &segment, merged, bytes});
-      shards.back().bytes += bytes;
-    }
+    for (const ManifestSegment& segment : unit.segments)
+      add({&unit, &segment, nullptr, merged, segment.elements * dtype_bytes(merged)});
   }
+  for (const MergeTensor& given : options.tensors)
+    add({nullptr, nullptr, &given, given.dtype, static_cast<int64_t>(given.data.size())});
   for (size_t i = 0; i < shards.size(); ++i) {
     shards[i].file = shards.size() == 1
                          ? "model.safetensors"
@@ -62,9 +74,8 @@ std::string header_of(const Shard& shard) {
   nlohmann::json header = {{"__metadata__", {{"format", "pt"}}}};
   int64_t begin = 0;
   for (const Tensor& tensor : shard.tensors) {
-    header[tensor.segment->name] = {{"dtype", tensor.dtype},
-                                    {"shape", tensor.segment->shape},
-                                    {"data_offsets", {begin, begin + tensor.bytes}}};
+    header[tensor.name()] = {
+        {"dtype", tensor.dtype}, {"shape", tensor.shape()}, {"data_offsets", {begin, begin + tensor.bytes}}};
     begin += tensor.bytes;
   }
   std::string text = header.dump();
@@ -78,7 +89,7 @@ std::string header_of(const Shard& shard) {
 std::string index_of(const std::vector<Shard>& shards, int64_t bytes_total) {
   nlohmann::json weight_map = nlohmann::json::object();
   for (const Shard& shard : shards) {
-    for (const Tensor& tensor : shard.tensors) weight_map[tensor.segment->name] = shard.file;
+    for (const Tensor& tensor : shard.tensors) weight_map[tensor.name()] = shard.file;
   }
   return nlohmann::json{{"metadata", {{"total_size", bytes_total}}}, {"weight_map", std::move(weight_map)}}
       .dump(2);
@@ -91,8 +102,7 @@ class Output {
   explicit Output(std::filesystem::path folder) : folder_(std::move(folder)) {
     std::error_code error;
     created_ = std::filesystem::create_directories(folder_, error);
-    if (!error) remove_leftovers();
-    const bool empty = !error && std::filesystem::is_empty(folder_, error);
+    const bool empty = !error && only_leftovers();
     if (error) {
       throw CheckpointError(fmt::format("{}: cannot be used for the merged model: {}; choose another folder",
                                         folder_.string(), error.message()));
@@ -130,15 +140,20 @@ class Output {
   const std::vector<std::string>& files() const { return files_; }
 
  private:
-  /// What a merge that was killed left here: files with the temporary names of this class.
-  void remove_leftovers() const {
+  /// Removes what a merge that was killed left here: files with the temporary names of this class. False
+  /// where there is anything else; then nothing is removed.
+  bool only_leftovers() const {
     std::error_code error;
+    std::vector<std::filesystem::path> leftovers;
     for (const auto& entry : std::filesystem::directory_iterator(folder_, error)) {
       const std::string name = entry.path().filename().string();
       const bool ours = name.starts_with("model") &&
                         (name.ends_with(".safetensors.tmp") || name.ends_with(".safetensors.index.json.tmp"));
-      if (ours && entry.is_regular_file(error)) std::filesystem::remove(entry.path(), error);
+      if (!ours || !entry.is_regular_file(error)) return false;
+      leftovers.push_back(entry.path());
     }
+    for (const std::filesystem::path& path : leftovers) std::filesystem::remove(path, error);
+    return !error;
   }
 
   std::filesystem::path temporary(const std::string& file) const { return folder_ / (file + ".tmp"); }
@@ -198,6 +213,11 @@ void write_shard(const std::filesystem::path& checkpoint, const Shard& shard, Ch
   const ManifestUnit* unit = nullptr;
   std::unique_ptr<WeightReader> reader;
   for (const Tensor& tensor : shard.tensors) {
+    if (tensor.given != nullptr) {
+      file.write(tensor.given->data);
+      if (tensor.bytes > 0) progress.add(tensor.bytes);
+      continue;
+    }
     if (tensor.unit != unit) {
       unit = tensor.unit;
       reader = std::make_unique<WeightReader>(checkpoint, *unit);
@@ -206,6 +226,40 @@ void write_shard(const std::filesystem::path& checkpoint, const Shard& shard, Ch
     write(*reader, tensor, file, progress);
   }
   file.sync();
+}
+
+/// Whether the bytes are those of the dtype and the shape.
+bool fits(const MergeTensor& tensor) {
+  const int64_t element_bytes = dtype_bytes(tensor.dtype);
+  const auto bytes = static_cast<int64_t>(tensor.data.size());
+  if (element_bytes == 0 || std::ranges::any_of(tensor.shape, [](int64_t length) { return length < 0; }))
+    return false;
+  if (std::ranges::find(tensor.shape, 0) != tensor.shape.end()) return bytes == 0;
+  int64_t elements = 1;
+  for (const int64_t length : tensor.shape) {
+    if (length > bytes / elements) return false;
+    elements *= length;
+  }
+  return elements * element_bytes == bytes;
+}
+
+/// Throws CheckpointError for a given tensor that does not fit, or whose name another tensor has.
+void check_given(const std::filesystem::path& checkpoint, const Manifest& manifest,
+                 const std::vector<MergeTensor>& given) {
+  std::set<std::string_view> names{"__metadata__"};
+  for (const ManifestUnit& unit : manifest.units)
+    for (const ManifestSegment& segment : unit.segments) names.insert(segment.name);
+  for (const MergeTensor& tensor : given) {
+    if (!names.insert(tensor.name).second) {
+      throw CheckpointError(fmt::format("{}: two tensors have the name '{}'; use another checkpoint",
+                                        checkpoint.string(), tensor.name));
+    }
+    if (!fits(tensor)) {
+      throw CheckpointError(fmt::format(
+          "{}: '{}' has {} bytes, which are not those of {} in the shape [{}]; use another checkpoint",
+          checkpoint.string(), tensor.name, tensor.data.size(), tensor.dtype, fmt::join(tensor.shape, ", ")));
+    }
+  }
 }
 
 }  // namespace
@@ -220,7 +274,8 @@ MergeResult merge_checkpoint(const std::filesystem::path& checkpoint, const std:
     throw CheckpointError(fmt::format("merge to shards of {} bytes; give 1 or more", options.shard_bytes));
   }
   const Manifest manifest = read_manifest(checkpoint);
-  const auto shards = plan_shards(manifest, options.dtype == "bf16" ? "BF16" : "F32", options.shard_bytes);
+  check_given(checkpoint, manifest, options.tensors);
+  const auto shards = plan_shards(manifest, options.dtype == "bf16" ? "BF16" : "F32", options);
   MergeResult result;
   for (const Shard& shard : shards) {
     result.tensors += static_cast<int64_t>(shard.tensors.size());

@@ -364,5 +364,55 @@ TEST_F(MergeTest, ReportsProgressAndMayBeStopped) {
   EXPECT_FALSE(std::filesystem::exists(out()));
 }
 
+TEST_F(MergeTest, WritesTensorsThatWereGivenByteForByte) {
+  const auto mean = random_values<float>(7, 1);
+  const auto count = random_values<int64_t>(1, 2);
+  const MergeOptions options{.shard_bytes = 60'000,
+                             .tensors = {{"bn.mean", "F32", {7}, std::as_bytes(std::span(mean))},
+                                         {"bn.count", "I64", {}, std::as_bytes(std::span(count))},
+                                         {"none", "BF16", {0, 4}, {}}}};
+  MergeResult result;
+  const auto tensors = merge(options, &result);
+  EXPECT_EQ(tensors.at("bn.mean").data, bytes_of(mean));
+  EXPECT_EQ(tensors.at("bn.mean").dtype, "F32");  // whatever the weights are merged to
+  EXPECT_EQ(tensors.at("bn.count").data, bytes_of(count));
+  EXPECT_TRUE(tensors.at("bn.count").shape.empty());
+  EXPECT_EQ(tensors.at("none").shape, (std::vector<int64_t>{0, 4}));
+  const auto index = nlohmann::json::parse(read_file(out() / "model.safetensors.index.json"));
+  for (const char* name : {"bn.mean", "bn.count", "none", "embed.weight"})
+    EXPECT_EQ(index.at("weight_map").at(name), tensors.at(name).file);
+}
+
+TEST_F(MergeTest, RefusesGivenTensorsThatDoNotFit) {
+  const std::vector<std::byte> eight(8);
+  const std::vector<MergeTensor> wrong = {{"a", "F32", {3}, eight},
+                                          {"a", "F32", {}, eight},
+                                          {"a", "F99", {2}, eight},
+                                          {"a", "F32", {-2}, eight},
+                                          {"a", "F32", {0}, eight},
+                                          {"a", "F32", {1, 1, 1, 3}, eight},
+                                          {"a", "F99", {0}, {}},
+                                          {"a", "F32", {2}, {}},
+                                          {"embed.weight", "F32", {2}, eight},
+                                          {"a", "U8", {1LL << 62, 1LL << 62}, eight},
+                                          {"__metadata__", "F32", {2}, eight}};
+  for (const MergeTensor& tensor : wrong) {
+    EXPECT_THROW(merge_checkpoint(checkpoint(), out(), {.tensors = {tensor}}, nullptr, nullptr),
+                 CheckpointError)
+        << tensor.name << " " << tensor.dtype;
+    EXPECT_FALSE(std::filesystem::exists(out()));
+  }
+}
+
+TEST_F(MergeTest, RemovesNothingWhereThereIsMoreThanItsOwnLeftovers) {
+  std::filesystem::create_directories(out());
+  write_file(out() / "model.safetensors.tmp", "left by a merge that was killed");
+  write_file(out() / "precious", "mine");
+  EXPECT_THROW(merge_checkpoint(checkpoint(), out(), {}, nullptr, nullptr), CheckpointError);
+  EXPECT_TRUE(std::filesystem::exists(out() / "model.safetensors.tmp"));
+  std::filesystem::remove(out() / "precious");
+  EXPECT_GT(merge_checkpoint(checkpoint(), out(), {}, nullptr, nullptr).tensors, 0);
+}
+
 }  // namespace
 }  // namespace overspill::engine
