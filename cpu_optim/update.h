@@ -50,8 +50,9 @@ void parallel_update(Executor& executor, Format format, const Piece& piece, Grad
 /// Between the piece's range and fp32 values, for start, checkpoints and a change of format. Weights are
 /// stored exactly in fp32, exact, fp16 and compact, to 24 bits (nearest, half up) in 8 bits. `values` has as
 /// many elements as the range. States are rounded to nearest even (bf16) or to the nearest code (8 bits,
-/// whose ranges must start at a multiple of kScaleBlock and end at one or at the piece's end). `state` counts
-/// the optimizer's states from 0. Throw std::invalid_argument.
+/// whose ranges must start at a multiple of kScaleBlock and end at one or at the piece's end); what
+/// load_state gave is stored exactly. `state` counts the optimizer's states from 0. Throw
+/// std::invalid_argument.
 void load_weights(Optimizer optimizer, Format format, const Piece& piece, Range range,
                   std::span<float> values);
 void store_weights(Optimizer optimizer, Format format, const Piece& piece, Range range,

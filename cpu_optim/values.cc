@@ -65,6 +65,13 @@ struct Coder {
     while (largest() * scale(static_cast<uint8_t>(exponent)) < absolute) ++exponent;
     return static_cast<uint8_t>(exponent);
   }
+  /// For values that may have been decoded: those of a block whose largest was rounded down may fit the next
+  /// smaller scale, on whose codes they need not lie. The scale on whose codes they do lie is theirs.
+  uint8_t exponent_of_codes(std::span<const float> block) const {
+    const uint8_t least = exponent(block);
+    const bool theirs = least < 254 && !exact(block, least) && exact(block, static_cast<uint8_t>(least + 1));
+    return static_cast<uint8_t>(least + (theirs ? 1 : 0));
+  }
   static float scale(uint8_t exponent) { return std::bit_cast<float>(static_cast<uint32_t>(exponent) << 23); }
 
   float decode(uint8_t code, uint8_t exponent) const {
@@ -72,6 +79,10 @@ struct Coder {
     const float w = std::bit_cast<float>((magnitude << 19) + bits_of(1.0f));
     const float x = std::fma(w, scale(exponent), -scale(exponent));
     return code >= magnitudes() ? -x : x;
+  }
+  bool exact(std::span<const float> block, uint8_t exponent) const {
+    return std::all_of(block.begin(), block.end(),
+                       [&](float x) { return decode(encode(x, exponent), exponent) == x; });
   }
   uint8_t encode(float x, uint8_t exponent) const {
     if (exponent == 255) return 0;
@@ -159,7 +170,7 @@ void store_state(Optimizer optimizer, Format format, const Piece& piece, Range r
   for (int64_t at = range.begin; at < range.end; at += kScaleBlock) {
     const auto count = static_cast<size_t>(std::min(kScaleBlock, range.end - at));
     const auto block = values.subspan(static_cast<size_t>(at - range.begin), count);
-    const uint8_t exponent = coder.exponent(block);
+    const uint8_t exponent = coder.exponent_of_codes(block);
     codes[piece.elements + at / kScaleBlock] = exponent;
     for (size_t k = 0; k < count; ++k) codes[at + static_cast<int64_t>(k)] = coder.encode(block[k], exponent);
   }

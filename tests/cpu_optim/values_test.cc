@@ -106,6 +106,25 @@ TEST(Values, StatesComeBackWithinAStepOfTheirFormat) {
   }
 }
 
+TEST(Values, WhatWasRoundedDownStaysOnTheCodesOfItsScale) {
+  // 124 of 2 rounds down to 123, which fits a scale of 1 too: 33 is a code of the former alone.
+  for (const bool is_signed : {true, false}) {
+    Bytes b(optimizer_named("adam"), Format::eight_bit, Element::fp32, 64);
+    const auto pointers = pointers_of(b);
+    const Piece piece{.components = pointers, .elements = 64};
+    const int state = is_signed ? 0 : 1;
+    std::vector<float> in(64), out(64), again(64);
+    in[0] = is_signed ? 2 * 124.0f : 2 * 32000.0f;
+    in[1] = 2 * 17.0f - 1;
+    store_state(b.optimizer, b.format, piece, {0, 64}, state, in);
+    load_state(b.optimizer, b.format, piece, {0, 64}, state, out);
+    ASSERT_LT(out[0], in[0]) << "not the case that is meant";
+    store_state(b.optimizer, b.format, piece, {0, 64}, state, out);
+    load_state(b.optimizer, b.format, piece, {0, 64}, state, again);
+    EXPECT_EQ(again, out) << is_signed;
+  }
+}
+
 TEST(Values, ABlockIsStoredWhole) {
   Bytes b(optimizer_named("lion"), Format::eight_bit, Element::fp32, 200);
   const auto pointers = pointers_of(b);
