@@ -297,7 +297,8 @@ void register_engine(py::module_& m) {
       .def_readonly("step", &engine::StepResult::step)
       .def_readonly("norm", &engine::StepResult::norm)
       .def_readonly("clip", &engine::StepResult::clip)
-      .def_readonly("skipped", &engine::StepResult::skipped);
+      .def_readonly("skipped", &engine::StepResult::skipped)
+      .def_readonly("not_finite", &engine::StepResult::not_finite);
   m.def("plan", &plan_for, py::arg("units"), py::arg("config"),
         "Where components would go; allocates nothing.");
   m.def("why_no_cuda", &kernels::why_no_cuda, py::arg("ordinal") = 0,

@@ -72,6 +72,23 @@ bool has_master(const Unit& unit, std::string_view dtype) {
   return unit.trainable() && dtype == "F32" && unit.dtype != dtype;
 }
 
+Component state_named(const Unit& unit, const Segment& segment, std::string_view name) {
+  const int component = unit.component_named(name);
+  if (!unit.trainable() || component == kComponents ||
+      unit.components()[component].role != optim::Role::state) {
+    throw std::invalid_argument(fmt::format("{} has no state '{}': {}", segment.name, name, states_of(unit)));
+  }
+  return Component{static_cast<uint8_t>(component)};
+}
+
+void require_not_clipped(const Machine& m, const Segment& segment) {
+  if (!m.clipped) return;
+  throw std::invalid_argument(fmt::format(
+      "a gradient of {} came after clip_grad_norm(), which scaled those of before it by {}: take the "
+      "step or clear the gradients first, and clip when all of a step's gradients are there",
+      segment.name, *m.clipped));
+}
+
 /// For the report: while it lives, the caller's time is the engine's.
 class InCall {
  public:
@@ -267,19 +284,19 @@ void Engine::read_state(int32_t unit, int32_t segment, std::string_view name, st
   if (name == "grad") {
     require_world_one(m.context.layout, "reading a gradient");
     m.intake.finish();
-    return m.gradients.read(unit, segment, out);
+    m.gradients.read(unit, segment, out);
+    if (m.clipped) {
+      for (float& value : out) value *= static_cast<float>(*m.clipped);
+    }
+    return;
   }
-  const int component = u.component_named(name);
-  if (!u.trainable() || component == kComponents || u.components()[component].role != optim::Role::state) {
-    throw std::invalid_argument(fmt::format("{} has no state '{}': {}", s.name, name, states_of(u)));
-  }
+  const Component component = state_named(u, s, name);
   {
     std::unique_lock lock(m.context.mutex);
     m.updater.quiesce(lock);
   }
   const Machine::Part own = m.own_part(unit, segment);
-  if (own.elements > 0)
-    m.access.read_state(unit, Component{static_cast<uint8_t>(component)}, own.in_shard, own.of(out));
+  if (own.elements > 0) m.access.read_state(unit, component, own.in_shard, own.of(out));
   m.share(unit, segment, std::as_writable_bytes(out), 4);
 }
 
@@ -378,14 +395,14 @@ void Engine::written(int32_t unit, int32_t segment, std::span<const std::byte> d
 void Engine::add_gradient(int32_t unit, int32_t segment, std::span<const std::byte> data,
                           std::string_view dtype) {
   Machine& m = machine();
-  m.segment_at(unit, segment);
+  require_not_clipped(m, m.segment_at(unit, segment));
   const InCall call(m.context);
   m.intake.add(unit, segment, data, dtype);
 }
 
 void Engine::add_gradient(int32_t unit, int32_t segment, DeviceArray gradient, Queue queue) {
   Machine& m = machine();
-  m.segment_at(unit, segment);
+  require_not_clipped(m, m.segment_at(unit, segment));
   const InCall call(m.context);
   m.intake.add(unit, segment, std::move(gradient), queue);
 }
@@ -399,6 +416,7 @@ void Engine::clear_gradients() {
     m.updater.speculation().restart();
   }
   if (m.gradients.any()) m.rounds.meet(Meeting::clear, m.looks, [&] { m.gradients.clear(); });
+  m.clipped.reset();
 }
 
 bool Engine::has_gradient(int32_t unit, int32_t segment) {
@@ -438,13 +456,15 @@ double Engine::grad_norm() {
     m.gradients.reduce_presence();
     summary = m.gradients.summarize();
   });
-  return std::sqrt(summary.squares);
+  return std::sqrt(summary.squares) * m.clipped.value_or(1.0);
 }
 
 double Engine::clip_grad_norm(double max_norm) {
   if (!(max_norm > 0)) throw std::invalid_argument("max_norm must be positive");
+  Machine& m = machine();
   const double norm = grad_norm();
-  machine().clip_once = max_norm;
+  if (!std::isinf(max_norm) && m.gradients.any())
+    m.clipped = m.clipped.value_or(1.0) * clip_factor(norm, max_norm);
   return norm;
 }
 
@@ -474,6 +494,7 @@ std::string Engine::load(const std::filesystem::path& folder) {
   m.prepare_to_change(lock, all);
   lock.unlock();
   m.gradients.clear();
+  m.clipped.reset();
   change(m, "loading " + folder.string() + " was cut off", [&] { m.keeper.load(folder, manifest); });
   m.steps = manifest.step;
   m.skipped_steps = manifest.skipped_steps;

@@ -72,10 +72,11 @@ class Lease {
 };
 
 struct StepResult {
-  int64_t step = 0;      // steps taken so far, this one included
-  double norm = 0;       // global, before clipping; infinite where a gradient is inf or NaN
-  double clip = 1;       // what gradients are multiplied with
-  bool skipped = false;  // inf or NaN in a gradient: nothing was changed
+  int64_t step = 0;        // steps taken so far, this one included
+  double norm = 0;         // global, before clipping; infinite where a gradient is inf or NaN
+  double clip = 1;         // what gradients are multiplied with
+  bool skipped = false;    // inf or NaN in a gradient: nothing was changed
+  std::string not_finite;  // the first segment that was skipped for; empty: it is of another rank
 };
 
 struct Stats {
@@ -142,9 +143,12 @@ class Engine {
   void expect_step(std::span<const optim::Hyper> groups);
   /// `groups[i]` are the hyper-parameters of segments with group i. Collective.
   StepResult step(std::span<const optim::Hyper> groups);
-  /// Collective.
+  /// Of the gradients there are, after what clip_grad_norm() did to them. Collective.
   double grad_norm();
-  /// The norm now; the next step clips to `max_norm` in place of the configured limit.
+  /// As torch's: gradients that are there now are scaled to a norm of `max_norm` at most, and the norm of
+  /// before is returned. The next step applies that in place of the configured limit. Until then, or until
+  /// clear_gradients(), no further gradient is taken (std::invalid_argument), because it would have to stay
+  /// unscaled. Of an infinite `max_norm` nothing but the norm remains. Collective.
   double clip_grad_norm(double max_norm);
   /// All updates done and written.
   void synchronize();

@@ -374,6 +374,20 @@ GradientSummary Gradients::summarize() {
   return {finite ? sums[0] : std::numeric_limits<double>::infinity(), finite};
 }
 
+std::string Gradients::first_not_finite() const {
+  const auto bad = std::find_if(by_chunk_.begin(), by_chunk_.end(),
+                                [](const optim::Squares& squares) { return !squares.finite; });
+  if (bad == by_chunk_.end()) return {};
+  const auto chunk = static_cast<int32_t>(bad - by_chunk_.begin());
+  const Chunk& c = context_.layout.chunks[chunk];
+  for (size_t r = 0; r < c.runs.size(); ++r) {
+    const int32_t segment = c.runs[r].segment;
+    if (present(c.unit, segment) && !squares_of_run(chunk, r).finite)
+      return context_.layout.units[c.unit].segments[segment].name;
+  }
+  return {};
+}
+
 void Gradients::read(int32_t unit, int32_t segment, std::span<float> out) {
   const Segment& s = context_.layout.units[unit].segments[segment];
   if (static_cast<int64_t>(out.size()) != s.elements) {

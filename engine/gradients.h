@@ -8,6 +8,7 @@
 #include <mutex>
 #include <optional>
 #include <span>
+#include <string>
 #include <string_view>
 #include <vector>
 
@@ -71,6 +72,9 @@ class Gradients {
   /// Squares of what is there now, by chunk, added in global order; each parameter once that several model
   /// ranks hold. Collective, over the model ranks too.
   GradientSummary summarize();
+  /// After a summary that was not finite: the name of the first segment of this rank's shard that has an inf
+  /// or a NaN; empty: none has.
+  std::string first_not_finite() const;
 
   /// Copies a segment's gradient, as fp32, to `out` (segment's elements of it). World 1.
   void read(int32_t unit, int32_t segment, std::span<float> out);

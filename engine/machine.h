@@ -23,6 +23,9 @@
 
 namespace overspill::engine {
 
+/// As torch.nn.utils.clip_grad_norm_: min(1, limit / (norm + 1e-6)).
+double clip_factor(double norm, double limit);
+
 class Machine {
  public:
   Machine(Layout layout, Plan plan, Config config, Resources resources);
@@ -81,8 +84,8 @@ class Machine {
   Rounds rounds;
   int64_t steps = 0;
   int64_t skipped_steps = 0;
-  int64_t looks = 0;                // at weights or states of several ranks
-  std::optional<double> clip_once;  // from clip_grad_norm(), for the next step
+  int64_t looks = 0;              // at weights or states of several ranks
+  std::optional<double> clipped;  // by clip_grad_norm(): the factor of the gradients that are there
   bool closed = false;
 
  private:
@@ -90,7 +93,6 @@ class Machine {
                                 const std::string& words = {});
   void finish_updates();
   GradientSummary reduce_gradients();
-  double clip_factor(double norm);
   void capture_factors(std::span<const optim::Hyper> groups, double clip);
   void schedule_updates();
 

@@ -5,6 +5,8 @@
 #include <algorithm>
 #include <cmath>
 #include <stdexcept>
+#include <string>
+#include <utility>
 
 #include "engine/machine.h"
 
@@ -22,14 +24,18 @@ StepResult Machine::step(std::span<const optim::Hyper> groups) {
   // Beyond this point gradients are final: accumulated, reduced, the same sum of squares on every rank.
 
   const double norm = std::sqrt(gradient.squares);
-  const double clip = clip_factor(norm);
+  const double configured =
+      context.config.max_grad_norm > 0 ? clip_factor(norm, context.config.max_grad_norm) : 1.0;
+  const double clip = clipped.value_or(configured);
+  clipped.reset();
   if (!gradient.finite) {
     ++skipped_steps;
+    std::string culprit = gradients.first_not_finite();
     gradients.clear();
     const std::lock_guard guard(context.mutex);
     context.meter.stepped(steps);
     updater.skip();
-    return {steps, norm, clip, true};
+    return {steps, norm, clip, true, std::move(culprit)};
   }
 
   ++steps;
@@ -40,7 +46,7 @@ StepResult Machine::step(std::span<const optim::Hyper> groups) {
   // Beyond this point updates run, in forward order, but for those that were guessed right while backward
   // ran; whoever acquires a unit waits for its own.
 
-  return {steps, norm, clip, false};
+  return {steps, norm, clip, false, {}};
 }
 
 void Machine::finish_updates() {
@@ -59,11 +65,8 @@ GradientSummary Machine::reduce_gradients() {
   return summary;
 }
 
-/// As torch.nn.utils.clip_grad_norm_: min(1, limit / (norm + 1e-6)).
-double Machine::clip_factor(double norm) {
-  const double limit = clip_once.value_or(context.config.max_grad_norm);
-  clip_once.reset();
-  return limit > 0 ? std::min(1.0, limit / (norm + 1e-6)) : 1.0;
+double clip_factor(double norm, double limit) {
+  return std::min(1.0, limit / (norm + 1e-6));
 }
 
 void Machine::check_groups(std::span<const optim::Hyper> groups) const {
