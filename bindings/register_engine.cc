@@ -255,6 +255,15 @@ void register_weights(EngineClass& cls) {
           },
           Released())
       .def(
+          "write_state",
+          [](Engine& self, int32_t unit, int32_t segment, const std::string& name, uintptr_t address,
+             int64_t bytes) {
+            if (bytes % 4 != 0 || address % 4 != 0) throw std::invalid_argument("states are written as fp32");
+            self.write_state(unit, segment, name,
+                             {reinterpret_cast<const float*>(address), static_cast<size_t>(bytes / 4)});
+          },
+          Released())
+      .def(
           "written",
           [](Engine& self, int32_t unit, int32_t segment, uintptr_t address, int64_t bytes) {
             self.written(unit, segment, memory_at(address, bytes));
@@ -270,7 +279,9 @@ void register_weights(EngineClass& cls) {
       .def("clear_gradients", &Engine::clear_gradients, Released())
       .def("has_gradient", &Engine::has_gradient, Released())
       .def("grad_norm", &Engine::grad_norm, Released())
-      .def("clip_grad_norm", &Engine::clip_grad_norm, Released());
+      .def("clip_grad_norm", &Engine::clip_grad_norm, Released())
+      .def("updates_of", &Engine::updates_of, Released())
+      .def("set_updates_of", &Engine::set_updates_of, Released());
 }
 
 /// What the journal holds, to a file for Perfetto; the journal is empty afterwards.

@@ -232,17 +232,40 @@ void Access::read_state(int32_t unit, Component component, int64_t begin, std::s
              });
 }
 
-void Access::fill_state(int32_t unit, Component component, int64_t begin, int64_t elements, float value) {
+/// values_of(part, room): the part's values, of which some may lie in `room`. Beyond `elements` the last
+/// block is filled up, so there may be more of them than were asked for.
+template <class Values>
+void Access::store_states(int32_t unit, Component component, int64_t begin, int64_t elements,
+                          Values values_of) {
   const Unit& u = context_.layout.units[unit];
   if (u.scaled(component)) {  // whole blocks
     elements = (elements + optim::kScaleBlock - 1) / optim::kScaleBlock * optim::kScaleBlock;
   }
-  std::vector<float> values;
+  std::vector<float> room;
   write_parts(unit, component, begin, elements, [&](std::byte* to, const Part& part) {
-    values.assign(static_cast<size_t>(part.elements), value);
+    const std::span<const float> values = values_of(part, room);
     const StatePiece state(u, component, to, context_.layout.chunks[part.chunk].elements);
     optim::store_state(u.optimizer, *u.format, state.piece(), {part.in_chunk, part.in_chunk + part.elements},
                        state.state(), values);
+  });
+}
+
+void Access::fill_state(int32_t unit, Component component, int64_t begin, int64_t elements, float value) {
+  store_states(unit, component, begin, elements, [&](const Part& part, std::vector<float>& room) {
+    room.assign(static_cast<size_t>(part.elements), value);
+    return std::span<const float>(room);
+  });
+}
+
+void Access::write_state(int32_t unit, Component component, int64_t begin, std::span<const float> values) {
+  const auto given = static_cast<int64_t>(values.size());
+  store_states(unit, component, begin, given, [&](const Part& part, std::vector<float>& room) {
+    const int64_t count = std::min(part.elements, given - part.in_span);
+    const std::span<const float> own = first(values, part.in_span, count);
+    if (count == part.elements) return own;
+    room.assign(own.begin(), own.end());
+    room.resize(static_cast<size_t>(part.elements));  // what fills the last block up is zero
+    return std::span<const float>(room);
   });
 }
 

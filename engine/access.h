@@ -43,10 +43,12 @@ class Access {
   /// Weights were replaced as forward sees them: they are the master now. `hi` is what was written.
   void match_master(int32_t unit, int64_t begin, std::span<const std::byte> hi);
 
-  /// A state of the optimizer as fp32 values, and set to one value; with scales `begin` is a multiple of
-  /// their block, and nothing else of the unit lies in the last one.
+  /// A state of the optimizer as fp32 values, and set to one value or to many, rounded to the nearest that
+  /// the format has; with scales `begin` is a multiple of their block, and nothing else of the unit lies in
+  /// the last one.
   void read_state(int32_t unit, Component component, int64_t begin, std::span<float> values);
   void fill_state(int32_t unit, Component component, int64_t begin, int64_t elements, float value);
+  void write_state(int32_t unit, Component component, int64_t begin, std::span<const float> values);
 
  private:
   struct Part {
@@ -61,6 +63,8 @@ class Access {
   void read_parts(int32_t unit, Component component, int64_t begin, int64_t elements, Visit visit);
   template <class Visit>
   void write_parts(int32_t unit, Component component, int64_t begin, int64_t elements, Visit visit);
+  template <class Values>
+  void store_states(int32_t unit, Component component, int64_t begin, int64_t elements, Values values_of);
   void load(int32_t chunk, Component component);
   void store(int32_t chunk, Component component);
   /// A write may be moved: `extent` is then the new one.

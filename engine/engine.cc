@@ -300,6 +300,41 @@ void Engine::read_state(int32_t unit, int32_t segment, std::string_view name, st
   m.share(unit, segment, std::as_writable_bytes(out), 4);
 }
 
+void Engine::write_state(int32_t unit, int32_t segment, std::string_view name,
+                         std::span<const float> values) {
+  Machine& m = machine();
+  const Segment& s = m.segment_at(unit, segment);
+  const Component component = state_named(m.unit_at(unit), s, name);
+  check_size(s, values.size_bytes(), 4);
+  {
+    std::unique_lock lock(m.context.mutex);
+    m.updater.quiesce(lock);
+  }
+  const Machine::Part own = m.own_part(unit, segment);
+  if (own.elements == 0) return;
+  change(m, "writing a state of " + s.name,
+         [&] { m.access.write_state(unit, component, own.in_shard, own.of(values)); });
+}
+
+int64_t Engine::updates_of(int32_t unit, int32_t segment) {
+  Machine& m = machine();
+  m.segment_at(unit, segment);
+  const std::lock_guard guard(m.context.mutex);
+  return m.context.units[unit].steps[segment];
+}
+
+void Engine::set_updates_of(int32_t unit, int32_t segment, int64_t updates) {
+  Machine& m = machine();
+  const Segment& s = m.segment_at(unit, segment);
+  if (!m.unit_at(unit).trainable() || updates < 0) {
+    throw std::invalid_argument(fmt::format("{} cannot have {} updates: {}", s.name, updates,
+                                            updates < 0 ? "a count is expected" : "it is frozen"));
+  }
+  std::unique_lock lock(m.context.mutex);
+  m.updater.quiesce(lock);
+  m.context.units[unit].steps[segment] = updates;
+}
+
 // ---- forward and backward
 
 void Engine::begin_pass(PassKind kind) {

@@ -115,6 +115,13 @@ class Engine {
   /// A state of the unit's optimizer by its name ("m", "v", "sum", ...), or "grad", of a segment as fp32
   /// values. Collective; "grad" in a world of one rank only.
   void read_state(int32_t unit, int32_t segment, std::string_view name, std::span<float> out);
+  /// `values` become a state, by its name, of a segment; what read_state() gave comes back bit for bit, other
+  /// values are rounded to the nearest that the unit's format has. All ranks do it with the same data, and
+  /// keep their own shard of it.
+  void write_state(int32_t unit, int32_t segment, std::string_view name, std::span<const float> values);
+  /// How often a segment was updated: Adam's bias correction depends on it. All ranks set it alike.
+  int64_t updates_of(int32_t unit, int32_t segment);
+  void set_updates_of(int32_t unit, int32_t segment, int64_t updates);
 
   // ---- forward and backward
   void begin_pass(PassKind kind);

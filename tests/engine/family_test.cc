@@ -143,6 +143,60 @@ TEST_P(Family, GoingOnFromACheckpointIsGoingOn) {
   }
 }
 
+/// Masters, states and counts of updates of one engine, one segment after the other, into another.
+void hand_over(Engine& from, Engine& to) {
+  for (size_t u = 0; u < from.layout().units.size(); ++u) {
+    const engine::Unit& unit = from.layout().units[u];
+    for (size_t s = 0; s < unit.segments.size(); ++s) {
+      const auto index = static_cast<int32_t>(u);
+      const auto segment = static_cast<int32_t>(s);
+      std::vector<float> values(static_cast<size_t>(unit.segments[s].elements));
+      from.read_weight(index, segment, std::as_writable_bytes(std::span(values)), "F32");
+      to.load_weight(index, segment, std::as_bytes(std::span(values)), "F32");
+      if (!unit.trainable()) continue;
+      for (const optim::ComponentSpec& spec : unit.components()) {
+        if (spec.role != optim::Role::state) continue;
+        from.read_state(index, segment, spec.name, values);
+        to.write_state(index, segment, spec.name, values);
+      }
+      to.set_updates_of(index, segment, from.updates_of(index, segment));
+    }
+  }
+}
+
+TEST_P(Family, GoingOnFromStatesThatWereReadIsGoingOn) {
+  for (const Placement placement : {Placement::host, Placement::half, Placement::nvme}) {
+    auto first = make({placement, 2});
+    toy_load(*first);
+    for (int step = 0; step < 3; ++step) toy_step(*first, step, 1, 0);
+    auto second = make({Placement::half, 1});
+    toy_load(*second);
+    toy_step(*second, 7, 1, 0);  // what was there does not stay
+    hand_over(*first, *second);
+    expect_same_bits(toy_contents(*second), toy_contents(*first), "handed over");
+    for (int step = 3; step < kSteps; ++step) {
+      toy_step(*first, step, 1, 0);
+      toy_step(*second, step, 1, 0);
+    }
+    expect_same_bits(toy_contents(*second), toy_contents(*first), "went on");
+  }
+}
+
+TEST_P(Family, StatesAreWrittenWholeAndByTheirNames) {
+  auto engine = make({});
+  toy_load(*engine);
+  toy_step(*engine, 0, 1, 0);
+  const auto before = toy_contents(*engine);
+  const std::vector<float> values(97 * 64), fewer(5);
+  for (const char* name : {"lo", "hi", "exp_avg", "grad", ""})
+    EXPECT_THROW(engine->write_state(0, 0, name, values), std::invalid_argument) << name;
+  for (const optim::ComponentSpec& spec : engine->layout().units[0].components())
+    EXPECT_THROW(engine->write_state(0, 0, spec.name, fewer), std::invalid_argument) << spec.name;
+  EXPECT_THROW(engine->set_updates_of(0, 0, -1), std::invalid_argument);
+  EXPECT_EQ(engine->updates_of(0, 0), 1);
+  expect_same_bits(toy_contents(*engine), before, "refused");
+}
+
 TEST_P(Family, ACheckpointOfAnotherKindIsRefusedByName) {
   auto own = make({});
   toy_load(*own);
