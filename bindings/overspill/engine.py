@@ -185,7 +185,13 @@ class Engine:
                 source.read_buffers(model)
             self._place_rest(model)
             hooks.attach(model, self._residency, specs)
-            self.optimizer = OverspillOptimizer(groups, self._residency, optimizer)
+            self.optimizer = OverspillOptimizer(
+                groups,
+                self._residency,
+                optimizer,
+                next(iter(config.budget.nvme), None),
+                self.world_size * (model_group.world if model_group else 1),
+            )
             self.optimizer.start_states()
             if config.engine.speculate:
                 self._residency.expect_step = self.optimizer.expect_step
@@ -411,7 +417,7 @@ class Engine:
         )
         extra = {
             "client_state": state.encode(client_state or {}, "client_state"),
-            "optimizer": state.encode(self.optimizer.state_dict(), "optimizer"),
+            "optimizer": state.encode(self.optimizer.hyper_parameters(), "optimizer"),
             "lr_scheduler": scheduler,
             "buffers": state.buffers_to_json(self.module),
             "global_steps": self.global_steps,
@@ -430,7 +436,7 @@ class Engine:
         self._core.load(str(folder))
         self._residency.refresh()
         state.restore_buffers(self.module, extra["buffers"])
-        self.optimizer.load_state_dict(state.decode(extra["optimizer"]))
+        self.optimizer.restore_hyper_parameters(state.decode(extra["optimizer"]))
         if self.lr_scheduler is not None:
             self.lr_scheduler.load_state_dict(state.decode(extra["lr_scheduler"]))
         self.global_steps, self.micro_steps = extra["global_steps"], extra["micro_steps"]

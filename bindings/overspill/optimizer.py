@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import itertools
+import tempfile
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import nn
 
-from . import _core, optim
+from . import _core, moments, optim
+from .ranks import RankError
 from .residency import Residency
 
 _TORCH = (torch.optim.AdamW, torch.optim.Adam, torch.optim.Adagrad, torch.optim.SGD)
 _OWN = (optim.AdamW, optim.Adam, optim.Adagrad, optim.Lion, optim.SGD)
 _REFUSED = ("amsgrad", "differentiable")
+# Of a group that is loaded: these are as they are here.
+_STAY = ("params", "param_names", "name", "decoupled", "decoupled_weight_decay", "format", "seed")
 _CORE = {"AdamW": "adam", "Adam": "adam", "Adagrad": "adagrad", "Lion": "lion"}
 
 
@@ -158,16 +163,32 @@ def group_indices(groups: list[dict], model: nn.Module) -> dict[int, int]:
 
 
 class OverspillOptimizer(torch.optim.Optimizer):
-    """`param_groups` are read at every step. `step` enqueues the engine's update; moments live in the
-    engine, not in `state` (`Engine.optimizer_state` gives copies)."""
+    """`param_groups` are read at every step. `step` enqueues the engine's update; moments live in the engine, not in
+    `state`: `state_dict` and `Engine.optimizer_state` give copies.
 
-    def __init__(self, groups: Groups, residency: Residency, user: torch.optim.Optimizer | None = None):
+    folder: where state_dict keeps large tensors. ranks: that hold parts of the states."""
+
+    def __init__(
+        self,
+        groups: Groups,
+        residency: Residency,
+        user: torch.optim.Optimizer | None = None,
+        folder: str | None = None,
+        ranks: int = 1,
+    ):
         defaults = {name: value for name, value in groups.groups[0].items() if name not in ("params", "name")}
         super().__init__([dict(group) for group in groups.groups], defaults)
         self.param_groups = groups.groups
         self.groups, self.residency, self.user, self.last_step = groups, residency, user, None
+        self.folder, self.ranks = folder or tempfile.gettempdir(), ranks
         if user is not None:
             user.state.clear()  # Adagrad has sums before its first step: they are the engine's now
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(
+            "overspill: the optimizer cannot be copied or pickled, its states live in the engine: save "
+            "optimizer.state_dict(), or use engine.save_checkpoint"
+        )
 
     def _hyper_parameters(self) -> list[dict]:
         return [self.groups.hyper_parameters(group) for group in self.param_groups]
@@ -200,24 +221,107 @@ class OverspillOptimizer(torch.optim.Optimizer):
             raise RuntimeError("overspill: groups are fixed at overspill.initialize")
         super().add_param_group(param_group)
 
-    def state_dict(self) -> dict:
-        """Hyper-parameters only, plain numbers; the engine's checkpoint has the moments."""
+    def hyper_parameters(self) -> dict:
+        """What the engine's checkpoint keeps of the optimizer beside its states: plain numbers."""
         groups = [{k: _plain(v) for k, v in group.items() if k != "params"} for group in self.param_groups]
         return {"groups": groups}
 
+    def restore_hyper_parameters(self, saved: dict) -> None:
+        for group, values in zip(self.param_groups, saved["groups"], strict=True):
+            group.update({name: tuple(value) if name == "betas" else value for name, value in values.items()})
+
+    def state_dict(self) -> dict:
+        """States and hyper-parameters in torch's layout (moments.py); for torch.save, beside the model's state_dict.
+        Of one rank only."""
+        self._require_one_rank("state_dict")
+        for hook in self._optimizer_state_dict_pre_hooks.values():
+            hook(self)
+        groups, number = [], itertools.count()
+        for group in self.param_groups:
+            options = {k: v for k, v in group.items() if k != "params"}
+            saved = {k: v.item() if isinstance(v, torch.Tensor) else v for k, v in options.items()}
+            names = moments.names_of(group)
+            groups.append(saved | {"params": [next(number) for _ in names], "param_names": names})
+        states = moments.states_of(self.param_groups, self.groups.states(), self.residency, self.folder)
+        found = {"state": states, "param_groups": groups}
+        for hook in self._optimizer_state_dict_post_hooks.values():
+            found = hook(self, found) or found
+        return found
+
     def load_state_dict(self, state_dict: dict) -> None:
-        if "param_groups" in state_dict:
+        """Takes what `state_dict` gave, and that of a torch optimizer of the same class over the same parameters; load
+        the model's state_dict first. Raises ValueError before anything is changed. Of one rank only."""
+        self._require_one_rank("load_state_dict")
+        state_dict = dict(state_dict)
+        for hook in self._optimizer_load_state_dict_pre_hooks.values():
+            state_dict = hook(self, state_dict) or state_dict
+        if "state" not in state_dict or "param_groups" not in state_dict:
+            why = "it was made by an earlier version" if "groups" in state_dict else "no optimizer made it"
             raise ValueError(
-                "overspill: this is the state of a torch optimizer; states live in the engine and come back with "
-                "engine.load_checkpoint"
+                f"overspill: this state dict has {sorted(map(str, state_dict)) or 'nothing'}, not state and "
+                f"param_groups: {why}, and the states are not in it; they come back with engine.load_checkpoint"
             )
-        saved = state_dict["groups"]
+        merged = self._merged(state_dict["param_groups"])
+        states = renumbered(state_dict)
+        loading = moments.Loading(self.param_groups, self.groups.states(), self.residency, states)
+        loading.check()
+        loading.apply()
+        for group, values in zip(self.param_groups, merged, strict=True):
+            group.update(values)
+        for hook in self._optimizer_load_state_dict_post_hooks.values():
+            hook(self)
+
+    def _merged(self, saved: list[dict]) -> list[dict]:
+        """The saved groups' hyper-parameters, checked against the groups here."""
         if len(saved) != len(self.param_groups):
             raise ValueError(
                 f"overspill: {len(saved)} parameter groups were saved, {len(self.param_groups)} are here"
             )
-        for group, values in zip(self.param_groups, saved, strict=True):
-            group.update({name: tuple(value) if name == "betas" else value for name, value in values.items()})
+        merged = []
+        for number, (group, values) in enumerate(zip(self.param_groups, saved, strict=True)):
+            _check_group(number, group, values)
+            merged.append({name: value for name, value in values.items() if name not in _STAY})
+            self.groups.hyper_parameters(group | merged[-1])
+        return merged
+
+    def _require_one_rank(self, call: str) -> None:
+        if self.ranks > 1:
+            raise RankError(
+                f"overspill: optimizer.{call}: {self.ranks} ranks hold parts of the states, and scripts call this on "
+                "one rank alone: use engine.save_checkpoint and engine.load_checkpoint, on all of them"
+            )
+
+
+def _check_group(number: int, group: dict, saved: dict) -> None:
+    count = len(saved["params"])
+    if count != len(group["params"]):
+        raise ValueError(
+            f"overspill: group {number} has {count} parameters in the state dict, {len(group['params'])} here"
+        )
+    for option in _REFUSED:
+        if saved.get(option):
+            raise ValueError(f"overspill: group {number} of the state dict has {option}=True: not supported")
+    if "decoupled" in group:
+        theirs = saved.get("decoupled", saved.get("decoupled_weight_decay", group["decoupled"]))
+        if bool(theirs) != bool(group["decoupled"]):
+            kinds = ("AdamW", "Adam") if theirs else ("Adam", "AdamW")
+            raise ValueError(
+                f"overspill: the state dict is that of {kinds[0]}, this optimizer is {kinds[1]}: weight decay differs"
+            )
+    names = moments.names_of(group)
+    for theirs, ours in zip(saved.get("param_names") or names, names, strict=True):
+        if ours is not None and theirs is not None and theirs != ours:
+            raise ValueError(
+                f"overspill: the state dict has {theirs} where {ours} is here: the groups are those of another model, "
+                "or in another order; where only the names differ, remove param_names from its groups"
+            )
+
+
+def renumbered(state_dict: dict) -> dict[int, Any]:
+    """The states by the place of their parameter in the groups, whatever numbers the state dict gives them."""
+    numbers = [key for group in state_dict["param_groups"] for key in group["params"]]
+    places = {key: place for place, key in enumerate(numbers)}
+    return {places.get(key, key): entry for key, entry in state_dict["state"].items()}
 
 
 def _plain(value: Any) -> Any:

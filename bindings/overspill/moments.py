@@ -1,0 +1,209 @@
+"""The optimizer's states in the layout of torch's state_dict: out of the engine and back, one tensor at a time.
+
+    {"state": {number: {"step", "exp_avg", "exp_avg_sq", "master"}}, "param_groups": [{..., "params": [number, ...]}]}
+
+Parameters are numbered in the order of the groups. Tensors are fp32 and on the CPU, whatever format holds the states;
+`master`, of bf16 weights alone, is the fp32 value of which the weight is the rounded one. A parameter that was never
+updated has no entry (Adagrad's has: it starts with sums). Reading is exact in every format, so what was read comes back
+bit for bit; values of another origin are rounded to the nearest that the engine's format has.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import tempfile
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch._C import DisableTorchFunction
+
+from .residency import Residency, Segment, registry
+
+_IN_A_FILE = 1 << 20  # bytes; smaller tensors are plain memory
+_PIECE = 1 << 20  # elements of a master that are compared at a time
+_NO_STATES = ("step", "master")
+
+
+def states_of(
+    groups: Sequence[dict], names: Mapping[str, str], residency: Residency, folder: str
+) -> dict[int, dict]:
+    """The "state" of a state_dict. `names`: the core's names of the states -> torch's. Large tensors lie in files
+    without a name in `folder`, so that the kernel may write them out: host memory grows with the largest one alone.
+    Raises OSError where the folder has no room."""
+    found: dict[int, dict] = {}
+    with torch.inference_mode(False), DisableTorchFunction():
+        for number, segment in enumerate(_segments(groups)):
+            if segment is None:
+                continue
+            unit = segment.unit
+            updates = residency.core.updates_of(unit.index, segment.index)
+            if not updates and "sum" not in names:
+                continue
+            entry = found[number] = {"step": torch.tensor(float(updates))}
+            for ours, theirs in names.items():
+                out = entry[theirs] = _room(segment, folder)
+                residency.core.read_state(unit.index, segment.index, ours, out.data_ptr(), out.numel() * 4)
+            if unit.dtype is not torch.float32:
+                out = entry["master"] = _room(segment, folder)
+                residency.core.read_weight(unit.index, segment.index, out.data_ptr(), out.numel() * 4, "F32")
+    return found
+
+
+class Loading:
+    """The "state" of a state_dict for the parameters of `groups`: looked through by `check`, which changes nothing,
+    then taken over by `apply`."""
+
+    def __init__(self, groups: Sequence[dict], names: Mapping[str, str], residency: Residency, state: dict):
+        self.groups, self.names, self.residency = groups, names, residency
+        self.segments = list(_segments(groups))
+        self.entries = {number: _present(entry) for number, entry in state.items()}
+
+    def check(self) -> None:
+        """Raises ValueError that names the parameter and what is wrong."""
+        known = {n: s for n, s in enumerate(self.segments) if s is not None}
+        strange = [n for n, entry in self.entries.items() if entry and n not in known]
+        if strange:
+            raise ValueError(
+                f"overspill: the state dict has states of parameter {strange[0]!r}, and there is no such trainable "
+                "parameter here: it belongs to another model"
+            )
+        if self.names and not any(self.entries.values()) and any(map(self._updates, known.values())):
+            raise ValueError(
+                "overspill: the state dict has no states, and this optimizer has made updates: loading it would start "
+                "its moments anew. A new engine has none"
+            )
+        for number, segment in known.items():
+            entry = self.entries.get(number)
+            if entry:
+                self._check_entry(segment, entry)
+
+    def _check_entry(self, segment: Segment, entry: dict) -> None:
+        given, expected = set(entry) - set(_NO_STATES), set(self.names.values())
+        if given != expected:
+            raise ValueError(
+                f"overspill: the state dict has {_listed(given)} of {segment.name}, this optimizer has "
+                f"{_listed(expected)}: it was made by another optimizer"
+            )
+        if "step" not in entry and "momentum_buffer" not in entry:
+            raise ValueError(f"overspill: the state dict has no step of {segment.name}")
+        step = float(entry.get("step", 1))
+        if not (math.isfinite(step) and step >= 0 and step == int(step)):
+            raise ValueError(f"overspill: step = {step} of {segment.name} is not a count of updates")
+        for name, value in entry.items():
+            if name == "step":
+                continue
+            if not isinstance(value, torch.Tensor) or value.shape != segment.shape:
+                what = tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
+                raise ValueError(
+                    f"overspill: {name} of {segment.name} is {what} in the state dict, {tuple(segment.shape)} here"
+                )
+        if "master" in entry and segment.unit.dtype is not torch.float32:
+            self._check_master(segment, entry["master"])
+
+    def _check_master(self, segment: Segment, master: torch.Tensor) -> None:
+        """The weights that the model has now must be the master's, rounded: else it would replace them unasked."""
+        weight = _flat(self.residency.weight(segment), segment.unit.dtype, segment).view(torch.int16)
+        values = _flat(master, torch.float32, segment).view(torch.int32)
+        for at in range(0, len(weight), _PIECE):
+            bits = values[at : at + _PIECE]
+            if not torch.equal(((bits + 0x8000) >> 16).to(torch.int16), weight[at : at + _PIECE]):
+                raise ValueError(
+                    f"overspill: the state dict has the fp32 master of other weights than {segment.name} has now: load "
+                    "the model's state_dict of the same moment first, then the optimizer's"
+                )
+
+    def apply(self) -> None:
+        """Tensor by tensor. A parameter without an entry starts anew, as in torch."""
+        with torch.inference_mode(False), DisableTorchFunction():
+            for number, segment in enumerate(self.segments):
+                if segment is None:
+                    continue
+                entry = self.entries.get(number)
+                if entry:
+                    self._take(segment, entry)
+                elif self._updates(segment):
+                    self._restart(segment, self._group_of(number))
+        self.residency.refresh()
+
+    def _take(self, segment: Segment, entry: dict) -> None:
+        unit, core = segment.unit, self.residency.core
+        for ours, theirs in self.names.items():
+            self._write(segment, ours, entry[theirs])
+        core.set_updates_of(unit.index, segment.index, int(entry.get("step", 1)))
+        if "master" in entry and unit.dtype is not torch.float32:
+            flat = _flat(entry["master"], torch.float32, segment)
+            core.load_weight(unit.index, segment.index, flat.data_ptr(), flat.numel() * 4, "F32")
+
+    def _restart(self, segment: Segment, group: dict) -> None:
+        start = float(group.get("initial_accumulator_value", 0.0))
+        for ours in self.names:
+            self._write(segment, ours, torch.full(tuple(segment.shape), start))
+        self.residency.core.set_updates_of(segment.unit.index, segment.index, 0)
+
+    def _write(self, segment: Segment, name: str, value: torch.Tensor) -> None:
+        flat = _flat(value, torch.float32, segment)
+        self.residency.core.write_state(
+            segment.unit.index, segment.index, name, flat.data_ptr(), flat.numel() * 4
+        )
+
+    def _updates(self, segment: Segment) -> int:
+        return self.residency.core.updates_of(segment.unit.index, segment.index)
+
+    def _group_of(self, number: int) -> dict:
+        for group in self.groups:
+            if number < len(group["params"]):
+                return group
+            number -= len(group["params"])
+        raise IndexError(number)
+
+
+def names_of(group: dict) -> list[str | None]:
+    """The parameters' names in the model; None for what the engine does not hold."""
+    return [segment.name if segment else None for segment in map(registry.get, map(id, group["params"]))]
+
+
+def _segments(groups: Sequence[dict]) -> list[Segment | None]:
+    """Of each parameter of the groups; None where it has no states."""
+    found = [registry.get(id(parameter)) for group in groups for parameter in group["params"]]
+    return [s if s is not None and s.unit.trainable else None for s in found]
+
+
+def _present(entry: Any) -> dict:
+    if not isinstance(entry, Mapping):
+        raise ValueError(
+            f"overspill: a state dict has a dict of states for each parameter, this one a {type(entry).__name__}"
+        )
+    return {name: value for name, value in entry.items() if value is not None}
+
+
+def _listed(names: set) -> str:
+    return ", ".join(sorted(map(str, names))) or "no states"
+
+
+def _flat(value: torch.Tensor, dtype: torch.dtype, segment: Segment) -> torch.Tensor:
+    """The elements in the order in which the engine holds them; a copy only where they are not so already."""
+    with DisableTorchFunction():
+        if value.dtype is not dtype or value.device.type != "cpu" or value.stride() != segment.stride:
+            value = torch.empty_strided(segment.shape, segment.stride, dtype=dtype).copy_(value.detach())
+        return value.detach().as_strided((value.numel(),), (1,))
+
+
+def _room(segment: Segment, folder: str) -> torch.Tensor:
+    """An fp32 tensor of the segment's shape and memory order."""
+    size = segment.memory.numel() * 4
+    if size < _IN_A_FILE:
+        return torch.empty_strided(segment.shape, segment.stride, dtype=torch.float32)
+    try:
+        with tempfile.TemporaryFile(dir=folder) as file:
+            os.posix_fallocate(file.fileno(), 0, size)  # a full disk is an error here, not SIGBUS later
+            storage = torch.UntypedStorage.from_file(f"/proc/self/fd/{file.fileno()}", True, size)
+    except OSError as error:
+        raise OSError(
+            error.errno,
+            f"overspill: optimizer.state_dict() keeps {size} bytes of {segment.name} in a file: {error.strerror}; "
+            "free space there, or use engine.save_checkpoint, which needs none of it",
+            folder,
+        ) from None
+    return torch.empty(0, dtype=torch.float32).set_(storage, 0, segment.shape, segment.stride)
