@@ -68,7 +68,7 @@ std::byte* GradientStaging::open(std::unique_lock<std::mutex>& lock, int32_t chu
     if (find(State::writing) == nullptr) {
       Buffer* least = least_recent();
       if (least == nullptr) throw std::logic_error("more gradients are held than staging has buffers for");
-      put_away(*least);
+      put_away(lock, *least);
       continue;
     }
     const Buffer* awaited = buffer;
@@ -98,29 +98,33 @@ void GradientStaging::wait(std::unique_lock<std::mutex>& lock, int32_t chunk) {
       lock, [&] { return buffer->state == State::open; }, Cause::staging, context_.layout.chunks[chunk].unit);
 }
 
-void GradientStaging::close(int32_t chunk, Closing closing) {
+void GradientStaging::close(std::unique_lock<std::mutex>& lock, int32_t chunk, Closing closing) {
   Buffer& buffer = *find(chunk);
   buffer.held = false;
   buffer.changed = buffer.changed || closing != Closing::unchanged;
-  if (closing == Closing::complete) write(buffer);
+  if (closing == Closing::complete) write(lock, buffer);
 }
 
-void GradientStaging::put_away(Buffer& buffer) {
+void GradientStaging::put_away(std::unique_lock<std::mutex>& lock, Buffer& buffer) {
   if (buffer.changed) {
-    write(buffer);
+    write(lock, buffer);
   } else {
     free(buffer);
   }
 }
 
-void GradientStaging::write(Buffer& buffer) {
+/// The store may have to lengthen its files for the new extent, so it is asked without the lock. While it is
+/// asked the buffer stays `open`, and it stays so where the store refuses: the buffer is then the only place
+/// that has the gradient, and a later call writes it.
+void GradientStaging::write(std::unique_lock<std::mutex>& lock, Buffer& buffer) {
   ChunkState& state = context_.chunks[buffer.chunk];
   context_.release_gradient(state);
   const int64_t bytes = context_.layout.chunks[buffer.chunk].elements * optim::bytes(state.gradient_element);
+  const io::Extent extent = context_.allocate(lock, bytes);
   buffer.state = State::writing;
   buffer.transfer.kind = io::Transfer::Kind::write;
   buffer.transfer.priority = io::Transfer::Priority::write_behind;
-  buffer.transfer.extent = context_.store().allocate(bytes);
+  buffer.transfer.extent = extent;
   context_.submit(buffer.transfer);
 }
 
@@ -154,7 +158,7 @@ void GradientStaging::free(Buffer& buffer) {
 
 void GradientStaging::flush(std::unique_lock<std::mutex>& lock) {
   for (Buffer& buffer : buffers_) {
-    if (buffer.state == State::open) put_away(buffer);
+    if (buffer.state == State::open) put_away(lock, buffer);
   }
   context_.wait(
       lock,

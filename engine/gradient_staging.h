@@ -20,8 +20,10 @@
 
 namespace overspill::engine {
 
-/// Needs the context's mutex; what takes the lock may release it while it waits. One caller at a time.
-/// Errors of the store fail the engine: waiting then throws EngineFailed.
+/// Needs the context's mutex; what takes the lock may release it while it waits or while the store makes
+/// room. One caller at a time (Gradients sees to that).
+/// Errors: a transfer that fails fails the engine, and waiting then throws EngineFailed. StoreError where the
+/// store has no room for a write: every gradient is still there, in its buffer, and the call may be repeated.
 class GradientStaging {
  public:
   explicit GradientStaging(Context& context);
@@ -38,7 +40,7 @@ class GradientStaging {
     changed,   // more is expected: it stays in memory while there is room
     complete,  // changed, and nothing more is expected soon: it is written out
   };
-  void close(int32_t chunk, Closing closing);
+  void close(std::unique_lock<std::mutex>& lock, int32_t chunk, Closing closing);
 
   /// Returns once every gradient is on NVMe and no buffer is in use.
   void flush(std::unique_lock<std::mutex>& lock);
@@ -64,8 +66,8 @@ class GradientStaging {
   Buffer* find(State state);
   Buffer* least_recent();
   void begin(Buffer& buffer, int32_t chunk);
-  void write(Buffer& buffer);
-  void put_away(Buffer& buffer);
+  void write(std::unique_lock<std::mutex>& lock, Buffer& buffer);
+  void put_away(std::unique_lock<std::mutex>& lock, Buffer& buffer);
   void free(Buffer& buffer);
 
   Context& context_;

@@ -254,7 +254,7 @@ void Gradients::add_batch(const Piece& piece, std::span<Part> parts) {
     for (const Part& part : parts) {
       if (spilled_squares_[part.chunk].empty()) continue;
       const bool whole = complete(context_.layout.chunks[part.chunk]);
-      staging_.close(part.chunk,
+      staging_.close(lock, part.chunk,
                      whole ? GradientStaging::Closing::complete : GradientStaging::Closing::changed);
     }
   } catch (const EngineFailed&) {
@@ -417,7 +417,7 @@ void Gradients::read(int32_t unit, int32_t segment, std::span<float> out) {
     }
     copy(data + part.in_chunk * optim::bytes(state.gradient_element), state.gradient_element, part.in_segment,
          part.elements);
-    if (state.gradient == nullptr) staging_.close(part.chunk, GradientStaging::Closing::unchanged);
+    if (state.gradient == nullptr) staging_.close(lock, part.chunk, GradientStaging::Closing::unchanged);
   });
 }
 

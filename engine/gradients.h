@@ -59,7 +59,8 @@ class Gradients {
   /// Throws all of them away. Updates that were scheduled keep theirs.
   void clear();
 
-  /// Spilled ones leave memory: the ring may read them. Returns when they are written.
+  /// Spilled ones leave memory: the ring may read them. Returns when they are written. Throws StoreError
+  /// where the disk has no room for them: nothing is lost, and it may be called again.
   void put_away();
   /// Those there are belong to the updates that were scheduled; the next add() is the first of its segment.
   void handed_over();

@@ -2,6 +2,7 @@
 
 #include <fmt/format.h>
 
+#include "engine/schedule/unlocked.h"
 #include "kernels/clock.h"
 
 namespace overspill::engine {
@@ -123,6 +124,16 @@ void Context::carve_gradients(const Unit& unit, UnitState& state, Carver& carver
       chunks[c].gradient = carver.take(gradient_bytes(c));  // of this rank's shard
     }
   }
+}
+
+io::Extent Context::allocate(std::unique_lock<std::mutex>& lock, int64_t bytes) {
+  const Unlocked unlocked(lock);
+  return store().allocate(bytes);
+}
+
+void Context::wait_for(std::unique_lock<std::mutex>& lock, const kernels::Event& event) {
+  const Unlocked unlocked(lock);
+  event.wait();
 }
 
 void Context::submit(io::Transfer& transfer) {

@@ -189,6 +189,11 @@ struct Context {
   /// As Store::poll, with the lock given up meanwhile.
   bool poll(std::unique_lock<std::mutex>& lock);
 
+  /// As Store::allocate, which may wait for the disk, with the lock given up meanwhile. Throws StoreError.
+  io::Extent allocate(std::unique_lock<std::mutex>& lock, int64_t bytes);
+  /// Waits for the device, with the lock given up meanwhile. Throws kernels::DeviceError. Has the lock
+  /// afterwards in either case.
+  static void wait_for(std::unique_lock<std::mutex>& lock, const kernels::Event& event);
   /// Hands a transfer of the schedule to the store; the report counts it until its on_complete says so.
   void submit(io::Transfer& transfer);
   void completed(const io::Transfer& transfer);

@@ -4,15 +4,20 @@
 #include <gtest/gtest.h>
 #include <unistd.h>
 
+#include <atomic>
 #include <cmath>
 #include <cstring>
 #include <filesystem>
+#include <memory>
+#include <optional>
 #include <thread>
+#include <utility>
 
 #include "engine/engine.h"
 #include "engine/resources.h"
 #include "engine/schedule/plan.h"
 #include "io/memory_store.h"
+#include "tests/engine/around_store.h"
 #include "tests/engine/kernel_count.h"
 #include "tests/engine/toy_model.h"
 
@@ -187,6 +192,112 @@ TEST(SpilledGradients, OfSeveralThreadsWaitForEachOther) {
     }
   }
   EXPECT_EQ(toy_contents(spilled), toy_contents(host));
+}
+
+// ---- a disk that has no room for a moment
+
+/// Ends a test that hangs.
+class HangLimit {
+ public:
+  HangLimit() { ::alarm(60); }
+  ~HangLimit() { ::alarm(0); }
+  HangLimit(const HangLimit&) = delete;
+  HangLimit& operator=(const HangLimit&) = delete;
+};
+
+/// An engine with two buffers of staging, whose store refuses allocations while `full`.
+class FullForAMoment : public ::testing::Test {
+ protected:
+  FullForAMoment() : config_(smallest(config_of(Placement::nvme, 2), toy_units())) {
+    engine::Resources resources = in_memory(toy_units(), config_);
+    resources.store = std::make_unique<WatchedAllocations>(std::move(resources.store), [this] {
+      if (!full_) return;
+      throw io::StoreError(
+          {.kind = io::ErrorKind::no_space, .operation = io::Operation::reserve, .path = "the test's disk"});
+    });
+    full_engine_.emplace(toy_units(), config_, std::move(resources));
+    plain_engine_.emplace(toy_units(), config_, in_memory(toy_units(), config_));
+    for (Engine* engine : {&*full_engine_, &*plain_engine_}) {
+      toy_load(*engine);
+      toy_step(*engine, 0, 2, 0);
+      engine->synchronize();
+    }
+  }
+
+  /// Of a small segment, which has less than the whole of its chunk: more of it is expected, so it waits in
+  /// memory.
+  static void add(Engine& engine, int unit) {
+    const std::vector<float> seen(static_cast<size_t>(engine.layout().units[unit].segments[1].elements),
+                                  0.5F);
+    toy_add_gradient_always(engine, seen, unit, 1, 1, 0, 0);
+  }
+
+  const HangLimit limit_;
+  const Config config_;
+  std::atomic<bool> full_ = false;
+  std::optional<Engine> full_engine_;
+  std::optional<Engine> plain_engine_;
+};
+
+TEST_F(FullForAMoment, AStepThatWasRefusedCanBeTakenAgain) {
+  Engine& engine = *full_engine_;
+  for (Engine* each : {&engine, &*plain_engine_}) add(*each, 1);
+  full_ = true;
+  EXPECT_THROW(engine.step(toy_groups(1)), io::StoreError);
+  EXPECT_THROW(engine.step(toy_groups(1)), io::StoreError) << "it is full yet";
+  full_ = false;
+  EXPECT_EQ(engine.step(toy_groups(1)).norm, plain_engine_->step(toy_groups(1)).norm);
+  for (Engine* each : {&engine, &*plain_engine_}) toy_step(*each, 2, 2, 0);
+  EXPECT_EQ(toy_contents(engine), toy_contents(*plain_engine_));
+  EXPECT_EQ(engine.stats().store.allocated_bytes, engine.plan().kept_nvme_bytes()) << "extents leaked";
+}
+
+TEST_F(FullForAMoment, GradientsOfARefusedStepCanBeThrownAway) {
+  Engine& engine = *full_engine_;
+  add(engine, 1);
+  full_ = true;
+  EXPECT_THROW(engine.step(toy_groups(1)), io::StoreError);
+  engine.clear_gradients();
+  full_ = false;
+  for (Engine* each : {&engine, &*plain_engine_}) toy_step(*each, 1, 2, 0);
+  EXPECT_EQ(toy_contents(engine), toy_contents(*plain_engine_));
+  EXPECT_EQ(engine.stats().store.allocated_bytes, engine.plan().kept_nvme_bytes()) << "extents leaked";
+}
+
+TEST_F(FullForAMoment, ALookThatWasRefusedCanBeTakenAgain) {
+  Engine& engine = *full_engine_;
+  for (int unit : {0, 1, 4}) add(engine, unit);  // of three chunks, two in memory
+  std::vector<float> expected;
+  for (int unit : {0, 1, 4}) {
+    add(*plain_engine_, unit);
+    const std::vector<float> own = gradient_of(*plain_engine_, unit, 1);
+    expected.insert(expected.end(), own.begin(), own.end());
+  }
+  full_ = true;
+  EXPECT_THROW(gradient_of(engine, 0, 1), io::StoreError) << "one of the two has to make room";
+  full_ = false;
+  std::vector<float> seen;
+  for (int unit : {0, 1, 4}) {
+    const std::vector<float> own = gradient_of(engine, unit, 1);
+    seen.insert(seen.end(), own.begin(), own.end());
+  }
+  EXPECT_EQ(seen, expected);
+}
+
+TEST_F(FullForAMoment, AGradientThatWasRefusedFailsTheEngineByName) {
+  Engine& engine = *full_engine_;
+  for (int unit : {0, 1}) add(engine, unit);
+  full_ = true;
+  std::string message;
+  try {
+    add(engine, 4);
+  } catch (const engine::EngineFailed& error) {
+    message = error.what();
+  }
+  for (const char* part : {"gradients of block1", "the test's disk"})
+    EXPECT_NE(message.find(part), std::string::npos) << part << " is missing in: " << message;
+  full_ = false;
+  EXPECT_THROW(engine.step(toy_groups(1)), engine::EngineFailed);
 }
 
 // ---- the plan

@@ -15,6 +15,7 @@
 #include <utility>
 #include <vector>
 
+#include "tests/engine/around_store.h"
 #include "tests/watched.h"
 
 namespace overspill::testing {
@@ -108,36 +109,20 @@ TEST(Simulation, ReplaysByteForByte) {
 }
 
 /// Says that a read is done before its bytes have come: as if nobody had waited for it.
-class HastyStore : public io::Store {
+class HastyStore : public AroundStore {
  public:
   HastyStore(std::unique_ptr<io::MemoryStore> store, std::shared_ptr<io::VirtualTime> time)
-      : store_(std::move(store)), time_(std::move(time)) {}
+      : AroundStore(std::move(store)), time_(std::move(time)) {}
 
   void submit(io::Transfer& transfer) override {
-    if (transfer.kind == io::Transfer::Kind::write) return store_->submit(transfer);
+    if (transfer.kind == io::Transfer::Kind::write) return AroundStore::submit(transfer);
     io::Transfer& late = late_.emplace_back(transfer);
     late.on_complete = [](io::Transfer&) noexcept {};
-    store_->submit(late);
+    AroundStore::submit(late);
     time_->after(0, [&transfer] { transfer.on_complete(transfer); });
   }
-  void reserve(int64_t bytes) override { store_->reserve(bytes); }
-  io::Extent allocate(int64_t bytes) override { return store_->allocate(bytes); }
-  void release(const io::Extent& extent) override { store_->release(extent); }
-  void pin(const io::Extent& extent) override { store_->pin(extent); }
-  void unpin(const io::Extent& extent) override { store_->unpin(extent); }
-  void drain() override { store_->drain(); }
-  bool poll() override { return store_->poll(); }
-  std::vector<io::ExportedExtent> export_extents(std::span<const io::Extent> extents,
-                                                 const fs::path& folder) override {
-    return store_->export_extents(extents, folder);
-  }
-  void register_memory(std::span<std::byte>) override {}
-  void unregister_memory(std::span<std::byte>) override {}
-  std::string file_of(const io::Extent& extent) const override { return store_->file_of(extent); }
-  io::StoreStats stats() const override { return store_->stats(); }
 
  private:
-  std::unique_ptr<io::MemoryStore> store_;
   std::shared_ptr<io::VirtualTime> time_;
   std::deque<io::Transfer> late_;
 };
