@@ -22,6 +22,7 @@
 #include "io/job_folder.h"
 #include "io/piece_queue.h"
 #include "io/slab_export.h"
+#include "io/slab_share.h"
 #include "io/speed_test.h"
 #include "io/store_base.h"
 
@@ -54,8 +55,9 @@ class FileStore final : public StoreBase<Store> {
 
   void reserve(int64_t bytes) override;
   Extent allocate(int64_t bytes) override;
-  std::vector<ExportedExtent> export_extents(std::span<const Extent> extents,
-                                             const std::filesystem::path& folder) override;
+  Export export_extents(std::span<const Extent> extents, const std::filesystem::path& folder) override;
+  bool share_lives(uint64_t share) const override { return shares_.alive(share); }
+  void end_share(uint64_t share) noexcept override { shares_.end(share); }
   void register_memory(std::span<std::byte> memory) override;
   void unregister_memory(std::span<std::byte> memory) override;
   std::string file_of(const Extent& extent) const override;
@@ -120,6 +122,7 @@ class FileStore final : public StoreBase<Store> {
   mutable std::mutex grow_mutex_;          // taken before the others
   mutable std::shared_mutex slabs_mutex_;  // guards the table, which only grows; its entries never move
   std::deque<Slab> slabs_;
+  SlabShares shares_;
   mutable std::mutex balance_mutex_;
   Balance balance_;
 };
@@ -436,8 +439,7 @@ std::string FileStore::file_of(const Extent& extent) const {
   return extent.slab < slabs_.size() ? slabs_[extent.slab].file.path.string() : "no slab of this store";
 }
 
-std::vector<ExportedExtent> FileStore::export_extents(std::span<const Extent> extents,
-                                                      const std::filesystem::path& folder) {
+Export FileStore::export_extents(std::span<const Extent> extents, const std::filesystem::path& folder) {
   const HeldExtents held(space_, extents);
   std::vector<ExportItem> items;
   items.reserve(extents.size());
@@ -445,7 +447,7 @@ std::vector<ExportedExtent> FileStore::export_extents(std::span<const Extent> ex
     const std::shared_lock lock(slabs_mutex_);
     items.push_back({extent, &slabs_[extent.slab].file, space_.sums(extent)});
   }
-  return export_items(items, folder, job_);
+  return export_items(items, folder, job_, shares_);
 }
 
 void FileStore::register_memory(std::span<std::byte> memory) {

@@ -58,13 +58,6 @@ bool say_in(int fd, std::string_view text) {
   return ::ftruncate(fd, 0) == 0 && ::pwrite(fd, text.data(), text.size(), 0) >= 0;
 }
 
-bool same_file(int fd, const std::filesystem::path& path) {
-  struct stat by_fd {};
-  struct stat by_name {};
-  return ::fstat(fd, &by_fd) == 0 && ::stat(path.c_str(), &by_name) == 0 && by_fd.st_ino == by_name.st_ino &&
-         by_fd.st_dev == by_name.st_dev;
-}
-
 // What cannot be removed takes space, nothing else: errors are ignored. The caller holds the folder's lock.
 void remove_slabs(const std::filesystem::path& folder) {
   std::error_code ignored;
@@ -112,21 +105,6 @@ void remove_dead_runs(const std::filesystem::path& path) {
 }
 
 }  // namespace
-
-StoreError system_error(Operation operation, const std::filesystem::path& path, std::string detail) {
-  const int os_error = errno;
-  return StoreError({.kind = kind_of_errno(os_error),
-                     .operation = operation,
-                     .os_error = os_error,
-                     .path = path.string(),
-                     .detail = std::move(detail)});
-}
-
-void sync_folder(const std::filesystem::path& folder) {
-  const UniqueFd fd(::open(folder.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC));
-  if (!fd) throw system_error(Operation::open, folder);
-  if (::fsync(fd.get()) != 0) throw system_error(Operation::sync, folder);
-}
 
 JobFolder::JobFolder(const std::filesystem::path& path, const std::string& job, bool direct)
     : path_(path / (std::string(kFolderPrefix) + job)), owner_(::getpid()), direct_(direct) {
@@ -213,9 +191,7 @@ void JobFolder::try_direct() {
 }
 
 int64_t JobFolder::available_bytes() const {
-  struct statvfs info {};
-  if (::statvfs(path_.c_str(), &info) != 0) return 0;
-  return static_cast<int64_t>(info.f_bavail) * static_cast<int64_t>(info.f_frsize);
+  return io::available_bytes(path_);
 }
 
 SlabFile JobFolder::create_slab(uint32_t number, int64_t bytes, int64_t wanted_bytes) {

@@ -9,7 +9,7 @@
 #include <string>
 
 #include "io/direct_alignment.h"
-#include "io/error.h"
+#include "io/files.h"
 #include "io/unique_fd.h"
 
 namespace overspill::io {
@@ -57,11 +57,5 @@ class JobFolder {
   std::string direct_refusal_;
   std::optional<DirectAlignment> alignment_;
 };
-
-/// The error of a failed system call, with errno taken first thing.
-StoreError system_error(Operation operation, const std::filesystem::path& path, std::string detail = "");
-
-/// Makes the folder's entries durable. Throws StoreError.
-void sync_folder(const std::filesystem::path& folder);
 
 }  // namespace overspill::io

@@ -76,8 +76,9 @@ class SimulatedStore final : public StoreBase<MemoryStore> {
   Extent allocate(int64_t bytes) override;
   void release(const Extent& extent) override;
   bool poll() override;
-  std::vector<ExportedExtent> export_extents(std::span<const Extent> extents,
-                                             const std::filesystem::path& folder) override;
+  Export export_extents(std::span<const Extent> extents, const std::filesystem::path& folder) override;
+  bool share_lives(uint64_t) const override { return false; }  // it copies
+  void end_share(uint64_t) noexcept override {}
   void register_memory(std::span<std::byte>) override {}
   void unregister_memory(std::span<std::byte>) override {}
   StoreStats stats() const override;
@@ -354,8 +355,7 @@ FaultCounts SimulatedStore::fault_counts() const {
   return counts_;
 }
 
-std::vector<ExportedExtent> SimulatedStore::export_extents(std::span<const Extent> extents,
-                                                           const std::filesystem::path& folder) {
+Export SimulatedStore::export_extents(std::span<const Extent> extents, const std::filesystem::path& folder) {
   if (dice_.happens(faults_.export_error)) {
     count(&FaultCounts::export_errors);
     errno = ENOSPC;
@@ -365,11 +365,11 @@ std::vector<ExportedExtent> SimulatedStore::export_extents(std::span<const Exten
   int64_t bytes = 0;
   for (const Extent& extent : extents) bytes += extent.bytes;
   ExtentFile file(folder, "memory", bytes);
-  std::vector<ExportedExtent> results;
+  Export out;
   for (const Extent& extent : extents) {
     const auto sums = space_.sums(extent);
-    results.push_back(
-        {file.path().filename().string(), file.bytes(), extent.bytes, {sums.begin(), sums.end()}});
+    out.extents.push_back(
+        {file.path().filename().string(), file.bytes(), extent.bytes, {sums.begin(), sums.end()}, false});
     file.append(arena_.of(extent));
   }
   file.finish();
@@ -378,7 +378,7 @@ std::vector<ExportedExtent> SimulatedStore::export_extents(std::span<const Exten
   std::erase_if(unsynced_, [&](const Extent& one) {
     return std::find(extents.begin(), extents.end(), one) != extents.end();
   });
-  return results;
+  return out;
 }
 
 void SimulatedStore::cut() {

@@ -22,36 +22,30 @@ namespace {
 
 constexpr int64_t kCopyBytes = int64_t{1} << 20;
 
-bool same_inode(const std::filesystem::path& a, const std::filesystem::path& b) {
-  struct stat one {};
-  struct stat other {};
-  return ::stat(a.c_str(), &one) == 0 && ::stat(b.c_str(), &other) == 0 && one.st_ino == other.st_ino &&
-         one.st_dev == other.st_dev;
-}
-
-bool means_copy(int os_error) {
-  return os_error == EXDEV || os_error == EPERM || os_error == EMLINK || os_error == EOPNOTSUPP ||
-         os_error == ENOSYS;
-}
-
 class Exporter {
  public:
-  Exporter(const std::filesystem::path& folder, const std::string& job) : folder_(folder), job_(job) {}
+  Exporter(const std::filesystem::path& folder, const std::string& job, SlabShares& shares)
+      : folder_(folder), job_(job), shares_(shares) {}
   ~Exporter() {
     for (const auto& path : made_) ::unlink(path.c_str());
+    if (share_ && !made_.empty()) shares_.end(*share_);
   }
 
-  std::vector<ExportedExtent> run(std::span<const ExportItem> items) {
-    std::vector<ExportedExtent> results(items.size());
+  Export run(std::span<const ExportItem> items) {
+    Export out;
+    std::vector<ExportedExtent>& results = out.extents;
+    results.resize(items.size());
     int64_t copied_bytes = 0;
     for (size_t i = 0; i < items.size(); ++i) {
       const auto& [extent, slab, sums] = items[i];
       results[i] = {.file = "",
                     .offset = extent.offset,
                     .bytes = extent.bytes,
-                    .block_checksums = {sums.begin(), sums.end()}};
+                    .block_checksums = {sums.begin(), sums.end()},
+                    .linked = false};
       if (const auto name = link(*slab)) {
         results[i].file = *name;
+        results[i].linked = true;
       } else {
         copied_bytes += extent.bytes;
       }
@@ -59,7 +53,8 @@ class Exporter {
     if (copied_bytes > 0) copy(items, results, copied_bytes);
     sync_folder(folder_);
     made_.clear();  // they are the folder's now
-    return results;
+    out.share = share_;
+    return out;
   }
 
  private:
@@ -76,6 +71,7 @@ class Exporter {
   }
 
   std::optional<std::string> make_link(const SlabFile& slab) {
+    if (!begin_share(slab)) return std::nullopt;
     const std::string number = slab.path.stem().string().substr(std::string("slab-").size());
     for (int attempt = 0;; ++attempt) {
       const std::string name =
@@ -83,13 +79,32 @@ class Exporter {
       const auto path = folder_ / name;
       if (::link(slab.path.c_str(), path.c_str()) == 0) {
         made_.push_back(path);
+        if (!same_file(slab.fd.get(), path)) {
+          // Something else has the slab's name, or the file system gives each name a number of its own. What
+          // the descriptor reads is right either way.
+          ::unlink(path.c_str());
+          made_.pop_back();
+          return std::nullopt;
+        }
+        shares_.add(*share_, slab);
         return name;
       }
-      if (means_copy(errno)) return std::nullopt;
+      if (refuses_links(errno)) return std::nullopt;
       if (errno != EEXIST)
         throw system_error(Operation::link, path, fmt::format("hard link to {}", slab.path.string()));
-      if (same_inode(slab.path, path)) return name;  // an earlier export into this folder
+      if (same_file(slab.fd.get(), path)) {  // an earlier export into this folder
+        shares_.add(*share_, slab);
+        return name;
+      }
     }
+  }
+
+  /// Several paths may lie on several file systems: the folder shares slabs with those on its own.
+  bool begin_share(const SlabFile& slab) {
+    if (share_) return true;
+    share_ = shares_.begin(slab, folder_, job_);
+    if (share_) made_.push_back(shares_.path(*share_));
+    return share_.has_value();
   }
 
   void copy(std::span<const ExportItem> items, std::vector<ExportedExtent>& results, int64_t bytes) {
@@ -140,6 +155,8 @@ class Exporter {
 
   const std::filesystem::path folder_;
   const std::string job_;
+  SlabShares& shares_;
+  std::optional<uint64_t> share_;
   std::vector<std::filesystem::path> made_;  // removed unless the export succeeds
   std::map<const SlabFile*, std::optional<std::string>> names_;
   std::unique_ptr<std::byte, decltype(&std::free)> buffer_{nullptr, &std::free};
@@ -153,13 +170,23 @@ ExtentFile::ExtentFile(const std::filesystem::path& folder, const std::string& j
     fd_ = UniqueFd(::open(path_.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC | O_NOFOLLOW, 0600));
     if (!fd_ && errno != EEXIST) throw system_error(Operation::open, path_);
   }
+  const auto refuse = [&](int os_error) {
+    const StoreError error =
+        system_error(os_error, Operation::reserve, path_,
+                     fmt::format("{} bytes are copied into this checkpoint; {} bytes are available",
+                                 bytes_total, available_bytes(folder)));
+    ::unlink(path_.c_str());
+    throw error;
+  };
   rlimit limit{};
   if (::getrlimit(RLIMIT_FSIZE, &limit) == 0 && limit.rlim_cur != RLIM_INFINITY &&
       static_cast<uint64_t>(bytes_total) > limit.rlim_cur) {
-    ::unlink(path_.c_str());
-    errno = EFBIG;
-    throw system_error(Operation::write, path_, fmt::format("{} bytes wanted", bytes_total));
+    refuse(EFBIG);
   }
+  // Not posix_fallocate: where the kernel cannot take space, it would write a byte to each block.
+  if (::fallocate(fd_.get(), 0, 0, bytes_total) == 0) return;
+  if (errno != EOPNOTSUPP && errno != ENOSYS && errno != EINTR) refuse(errno);
+  if (available_bytes(folder) < bytes_total) refuse(ENOSPC);
 }
 
 void ExtentFile::append(std::span<const std::byte> bytes) {
@@ -176,9 +203,9 @@ void ExtentFile::finish() {
   if (::fdatasync(fd_.get()) != 0) throw system_error(Operation::sync, path_);
 }
 
-std::vector<ExportedExtent> export_items(std::span<const ExportItem> items,
-                                         const std::filesystem::path& folder, const std::string& job) {
-  return Exporter(folder, job).run(items);
+Export export_items(std::span<const ExportItem> items, const std::filesystem::path& folder,
+                    const std::string& job, SlabShares& shares) {
+  return Exporter(folder, job, shares).run(items);
 }
 
 }  // namespace overspill::io

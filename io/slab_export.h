@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "io/job_folder.h"
+#include "io/slab_share.h"
 #include "io/store.h"
 
 namespace overspill::io {
@@ -22,13 +23,14 @@ struct ExportItem {
 
 /// Blocks until the bytes and the folder's entries are on the disk. Throws StoreError and removes what it
 /// made. Copies are verified against the checksums. Results in the order asked.
-std::vector<ExportedExtent> export_items(std::span<const ExportItem> items,
-                                         const std::filesystem::path& folder, const std::string& job);
+Export export_items(std::span<const ExportItem> items, const std::filesystem::path& folder,
+                    const std::string& job, SlabShares& shares);
 
 /// A file being filled with extents one after the other. Not durable before finish().
 class ExtentFile {
  public:
-  /// Creates `extents-<job>-<n>.bin` with the first free n.
+  /// Creates `extents-<job>-<n>.bin` with the first free n, and takes its space on the disk: one that is too
+  /// full is found before anything is copied. Throws StoreError and leaves nothing.
   ExtentFile(const std::filesystem::path& folder, const std::string& job, int64_t bytes_total);
   void append(std::span<const std::byte> bytes);
   void finish();

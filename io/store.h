@@ -131,6 +131,12 @@ struct ExportedExtent {
   int64_t offset = 0;
   int64_t bytes = 0;
   std::vector<uint64_t> block_checksums;
+  bool linked = false;  // the file is a slab of the store: the extent stays pinned as long as the share lives
+};
+
+struct Export {
+  std::vector<ExportedExtent> extents;
+  std::optional<uint64_t> share;  // nothing where no extent is linked: the folder needs no pins
 };
 
 class Store {
@@ -170,10 +176,15 @@ class Store {
   virtual bool poll() { return false; }
 
   /// Puts the extents' bytes into `folder` durably (fdatasync before return): hard links to slab files where
-  /// the file system is the same, copies elsewhere. The caller has pinned them and keeps them pinned while
-  /// the folder shares slabs. Results in the order asked.
-  virtual std::vector<ExportedExtent> export_extents(std::span<const Extent> extents,
-                                                     const std::filesystem::path& folder) = 0;
+  /// the file system is the same, copies elsewhere. The caller has pinned them; those that are linked stay
+  /// pinned until the share has ended. Results in the order asked.
+  virtual Export export_extents(std::span<const Extent> extents, const std::filesystem::path& folder) = 0;
+
+  /// Whether the folder of an export, or a copy of it by hard links, may still have slabs of the store; false
+  /// only once their removal is durable. A folder that was moved has them still.
+  virtual bool share_lives(uint64_t share) const = 0;
+  /// The caller needs no answer any more: it has given the pins up.
+  virtual void end_share(uint64_t share) noexcept = 0;
 
   /// Memory that transfers will use often; registered with the kernel where it allows that. Stays the
   /// caller's, who unregisters it before freeing it.

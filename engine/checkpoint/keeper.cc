@@ -139,27 +139,27 @@ void match(const fs::path& folder, const ManifestUnit& found, const Unit& own) {
 
 }  // namespace
 
-CheckpointKeeper::~CheckpointKeeper() {
-  for (const Kept& kept : kept_) ::close(kept.manifest_fd);
-}
-
-/// A manifest without a name left was deleted with its folder: its extents may be used again.
 void CheckpointKeeper::forget_deleted() {
   std::erase_if(kept_, [&](const Kept& kept) {
-    struct stat status {};
-    if (::fstat(kept.manifest_fd, &status) != 0 || status.st_nlink > 0) return false;
+    if (context_.store().share_lives(*kept.share)) return false;
     unpin(kept.extents);
-    ::close(kept.manifest_fd);
+    context_.store().end_share(*kept.share);
     return true;
   });
+}
+
+int64_t CheckpointKeeper::pinned_bytes() const {
+  int64_t bytes = 0;
+  for (const Kept& kept : kept_) {
+    for (const io::Extent& extent : kept.extents) bytes += extent.bytes;
+  }
+  return bytes;
 }
 
 void CheckpointKeeper::require_room_to_change() {
   if (context_.config.train_after_save) return;
   forget_deleted();
-  const bool holds =
-      std::any_of(kept_.begin(), kept_.end(), [](const Kept& kept) { return !kept.extents.empty(); });
-  if (!holds) return;
+  if (kept_.empty()) return;
   const std::lock_guard guard(context_.mutex);
   throw CheckpointError(
       fmt::format("the states' only room on NVMe is held by the checkpoint {}: with train_after_save = false "
@@ -199,18 +199,17 @@ void CheckpointKeeper::prepare(const fs::path& folder) const {
 Manifest CheckpointKeeper::write_part(const fs::path& folder) {
   forget_deleted();
   if (context_.resources.store != nullptr) {
-    const auto kept = static_cast<int64_t>(kept_.size());
-    const int64_t beyond = context_.config.train_after_save ? kept - context_.config.checkpoints_kept : 0;
-    context_.store().reserve(context_.plan.nvme_reserve_bytes +
-                             std::max<int64_t>(0, beyond) * context_.plan.kept_nvme_bytes());
-    pinned_ = pin_all();
+    const int64_t planned = context_.config.checkpoints_kept * context_.plan.kept_nvme_bytes();
+    const int64_t beyond = context_.config.train_after_save ? pinned_bytes() - planned : 0;
+    context_.store().reserve(context_.plan.nvme_reserve_bytes + std::max<int64_t>(0, beyond));
+    saving_.extents = pin_all();
   }
   const fs::path partial = partial_name(folder);
-  if (context_.layout.slices == 1) return write_folder(partial, pinned_);
+  if (context_.layout.slices == 1) return write_folder(partial);
   // Files of several ranks may have one name: each writes into a folder of its own, then moves them.
   const std::string own = fmt::format("rank{}", context_.layout.slice);
   make_folder(partial / own);
-  Manifest part = write_folder(partial / own, pinned_);
+  Manifest part = write_folder(partial / own);
   for (const auto& entry : fs::directory_iterator(partial / own))
     rename_file(entry.path(), partial / (own + "-" + entry.path().filename().string()));
   fs::remove(partial / own);
@@ -236,12 +235,10 @@ void CheckpointKeeper::complete(const fs::path& folder, const Manifest& manifest
 }
 
 void CheckpointKeeper::keep(const fs::path& folder) {
-  const fs::path absolute = whole_name(folder);
-  const int fd = ::open((absolute / kManifestFile).c_str(), O_RDONLY | O_CLOEXEC);
-  if (fd >= 0) kept_.push_back({fd, std::move(pinned_)});  // without it they stay pinned: safe, if wasteful
-  pinned_.clear();
+  if (saving_.share) kept_.push_back(std::move(saving_));
+  saving_ = {};
   const std::lock_guard guard(context_.mutex);
-  context_.last_checkpoint = absolute.string();
+  context_.last_checkpoint = whole_name(folder).string();
 }
 
 void CheckpointKeeper::remove(const fs::path& folder) const noexcept {
@@ -250,14 +247,26 @@ void CheckpointKeeper::remove(const fs::path& folder) const noexcept {
 }
 
 void CheckpointKeeper::give_up() noexcept {
-  unpin(pinned_);
-  pinned_.clear();
+  unpin(saving_.extents);
+  if (saving_.share) context_.store().end_share(*saving_.share);
+  saving_ = {};
 }
 
-Manifest CheckpointKeeper::write_folder(const fs::path& folder,
-                                        const std::vector<io::Extent>& extents) const {
-  std::vector<io::ExportedExtent> exported;
-  if (!extents.empty()) exported = context_.store().export_extents(extents, folder);
+/// What was copied is the folder's own: its pins go at once.
+std::vector<io::ExportedExtent> CheckpointKeeper::export_pinned(const fs::path& folder) {
+  if (saving_.extents.empty()) return {};
+  io::Export exported = context_.store().export_extents(saving_.extents, folder);
+  saving_.share = exported.share;
+  std::vector<io::Extent> linked, copied;
+  for (size_t i = 0; i < exported.extents.size(); ++i)
+    (exported.extents[i].linked ? linked : copied).push_back(saving_.extents[i]);
+  saving_.extents = std::move(linked);
+  unpin(copied);
+  return std::move(exported.extents);
+}
+
+Manifest CheckpointKeeper::write_folder(const fs::path& folder) {
+  std::vector<io::ExportedExtent> exported = export_pinned(folder);
   ResidentFile resident(folder);
   Manifest manifest;
   manifest.world = context_.layout.slices;

@@ -2,12 +2,13 @@
 // what lies on the host is written out.
 //
 // The updater is quiescent meanwhile. A checkpoint is made under "<folder>.partial" and renamed when it is
-// complete and durable, so the folder is there whole or not at all. Its extents stay pinned as long as the
-// folder's manifest exists somewhere: an open descriptor tells, also after the folder was moved.
+// complete and durable, so the folder is there whole or not at all. Extents that it shares with the store
+// stay pinned as long as the folder has their slabs (io::Store::share_lives); what was copied is not pinned.
 #pragma once
 
 #include <cstdint>
 #include <filesystem>
+#include <optional>
 #include <string_view>
 #include <vector>
 
@@ -22,7 +23,6 @@ class CheckpointKeeper {
   CheckpointKeeper(Context& context, Access& access) : context_(context), access_(access) {}
   CheckpointKeeper(const CheckpointKeeper&) = delete;
   CheckpointKeeper& operator=(const CheckpointKeeper&) = delete;
-  ~CheckpointKeeper();
 
   // A save, in order (engine/save.cc, docs/store.md). Each throws CheckpointError when the folder holds
   // something, io::StoreError when the disk fails or is full.
@@ -33,7 +33,7 @@ class CheckpointKeeper {
   Manifest write_part(const std::filesystem::path& folder);
   /// One rank, when all have written theirs: the manifest, then the folder's name.
   void complete(const std::filesystem::path& folder, const Manifest& manifest) const;
-  /// Every rank: the pins last as long as the folder.
+  /// Every rank: the pins last as long as the folder has its slabs.
   void keep(const std::filesystem::path& folder);
   /// Instead: one rank removes what was written, then every rank its pins. In this order: until the folder is
   /// gone its slabs are its own.
@@ -52,8 +52,9 @@ class CheckpointKeeper {
   void load(const std::filesystem::path& folder, const Manifest& manifest);
 
  private:
+  /// Pinned extents, and the share of slabs that they are pinned for.
   struct Kept {
-    int manifest_fd = -1;
+    std::optional<uint64_t> share;
     std::vector<io::Extent> extents;
   };
 
@@ -68,14 +69,16 @@ class CheckpointKeeper {
   Overlap overlap(const Unit& own, const ManifestPiece& piece) const;
   Manifest own_part(const Manifest& manifest) const;
   int32_t index_of(const std::string& unit) const;
+  int64_t pinned_bytes() const;
   std::vector<io::Extent> pin_all();
   void unpin(const std::vector<io::Extent>& extents) noexcept;
-  Manifest write_folder(const std::filesystem::path& folder, const std::vector<io::Extent>& extents) const;
+  std::vector<io::ExportedExtent> export_pinned(const std::filesystem::path& folder);
+  Manifest write_folder(const std::filesystem::path& folder);
 
   Context& context_;
   Access& access_;
   std::vector<Kept> kept_;
-  std::vector<io::Extent> pinned_;  // of the save under way
+  Kept saving_;  // of the save under way
 };
 
 }  // namespace overspill::engine

@@ -7,7 +7,6 @@
 #include <span>
 #include <string>
 #include <utility>
-#include <vector>
 
 #include "io/store.h"
 
@@ -24,10 +23,12 @@ class AroundStore : public io::Store {
   void submit(io::Transfer& transfer) override { store_->submit(transfer); }
   void drain() override { store_->drain(); }
   bool poll() override { return store_->poll(); }
-  std::vector<io::ExportedExtent> export_extents(std::span<const io::Extent> extents,
-                                                 const std::filesystem::path& folder) override {
+  io::Export export_extents(std::span<const io::Extent> extents,
+                            const std::filesystem::path& folder) override {
     return store_->export_extents(extents, folder);
   }
+  bool share_lives(uint64_t share) const override { return store_->share_lives(share); }
+  void end_share(uint64_t share) noexcept override { store_->end_share(share); }
   void register_memory(std::span<std::byte> memory) override { store_->register_memory(memory); }
   void unregister_memory(std::span<std::byte> memory) override { store_->unregister_memory(memory); }
   std::string file_of(const io::Extent& extent) const override { return store_->file_of(extent); }

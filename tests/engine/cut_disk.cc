@@ -54,6 +54,9 @@ void Disk::done(const FileCall& call, std::span<const std::byte> data) {
       nodes_.erase(call.path);
       return;
     }
+    case Kind::sync_all:
+      log_.push_back({call.kind, -1, -1, "", "", 0, {}, 0, root_});
+      return;
     case Kind::write:
     case Kind::allocate:
     case Kind::sync: {
@@ -96,8 +99,14 @@ void Disk::rename(const FileCall& call) {
   if (!inside(call.path)) return;
   const auto [folder, old_name] = place(call.path);
   const auto [new_folder, name] = place(call.other);
-  if (folder != new_folder) throw std::logic_error("a rename into another folder: " + call.other);
-  log_.push_back({call.kind, find(call.path), folder, name, old_name, 0, {}, 0, call.other});
+  // Into another folder: two changes, of which each may survive without the other.
+  if (folder != new_folder) {
+    const Node node = find(call.path);
+    log_.push_back({Kind::link, node, new_folder, name, "", 0, {}, 0, call.other});
+    log_.push_back({Kind::remove, node, folder, old_name, "", 0, {}, 0, call.path});
+  } else {
+    log_.push_back({call.kind, find(call.path), folder, name, old_name, 0, {}, 0, call.other});
+  }
   std::map<std::string, Node> moved;
   for (const auto& [path, node] : nodes_) {
     const bool below = path == call.path || path.starts_with(call.path + "/");
@@ -118,7 +127,9 @@ std::vector<size_t> Disk::unsynced(size_t calls) const {
     if (is_sync(i)) continue;
     const Node where = log_[i].folder >= 0 ? log_[i].folder : log_[i].node;
     bool synced = false;
-    for (size_t j = i + 1; j < calls && !synced; ++j) synced = is_sync(j) && log_[j].node == where;
+    for (size_t j = i + 1; j < calls && !synced; ++j) {
+      synced = log_[j].kind == Kind::sync_all || (log_[j].kind == Kind::sync && log_[j].node == where);
+    }
     if (!synced) out.push_back(i);
   }
   return out;
@@ -155,6 +166,7 @@ void Disk::apply(Tree& tree, const Event& event, bool half) const {
       return;
     }
     case Kind::sync:
+    case Kind::sync_all:
     case Kind::close:
       return;
   }

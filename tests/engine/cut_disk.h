@@ -27,7 +27,9 @@ class Disk : public FileWatcher {
 
   size_t calls() const { return log_.size(); }
   std::string text(size_t call) const;
-  bool is_sync(size_t call) const { return log_[call].kind == FileCall::Kind::sync; }
+  bool is_sync(size_t call) const {
+    return log_[call].kind == FileCall::Kind::sync || log_[call].kind == FileCall::Kind::sync_all;
+  }
 
   /// Of the first `calls`: those that a cut may undo.
   std::vector<size_t> unsynced(size_t calls) const;

@@ -216,10 +216,13 @@ TEST_P(Cut, SavesInTheOrderOfTheDocumentation) {
   };
   const std::string name = GetParam().name;
   if (name.starts_with("linked"))  // 5
-    then({"sync nvme/overspill-cut/slab-0.bin", "link two.partial/slab-cut-0.bin", "sync two.partial"});
+    then({"sync nvme/overspill-cut/slab-0.bin", "open nvme/overspill-cut/slab-mark-2",
+          "write nvme/overspill-cut/slab-mark-2", "link two.partial/shared-cut.txt",
+          "link two.partial/slab-cut-0.bin", "sync two.partial"});
   if (name == "copied")
-    then({"open two.partial/extents-memory-0.bin", "write two.partial/extents-memory-0.bin",
-          "sync two.partial/extents-memory-0.bin", "sync two.partial"});
+    then({"open two.partial/extents-memory-0.bin", "allocate two.partial/extents-memory-0.bin",
+          "write two.partial/extents-memory-0.bin", "sync two.partial/extents-memory-0.bin",
+          "sync two.partial"});
   if (name != "linked")  // 6
     then(
         {"open two.partial/resident.bin", "write two.partial/resident.bin", "sync two.partial/resident.bin"});

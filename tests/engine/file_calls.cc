@@ -23,7 +23,7 @@ auto watched(FileCall seen, const void* data, Call call) -> decltype(call()) {
     errno = os_error;
     return -1;
   }
-  if (seen.kind == Kind::sync && !watcher->syncs()) {
+  if ((seen.kind == Kind::sync || seen.kind == Kind::sync_all) && !watcher->syncs()) {
     watcher->done(seen, {});
     return 0;
   }
@@ -40,8 +40,8 @@ auto watched(FileCall seen, const void* data, Call call) -> decltype(call()) {
 }  // namespace
 
 const char* name_of(FileCall::Kind kind) {
-  static constexpr const char* kNames[] = {"open",  "close", "write",  "allocate", "sync",
-                                           "mkdir", "link",  "rename", "remove"};
+  static constexpr const char* kNames[] = {"open",     "close", "write", "allocate", "sync",
+                                           "sync all", "mkdir", "link",  "rename",   "remove"};
   return kNames[static_cast<size_t>(kind)];
 }
 
@@ -65,7 +65,9 @@ int __real_close(int fd);
 ssize_t __real_write(int fd, const void* data, size_t bytes);
 ssize_t __real_pwrite(int fd, const void* data, size_t bytes, off_t offset);
 int __real_posix_fallocate(int fd, off_t offset, off_t bytes);
+int __real_fallocate(int fd, int mode, off_t offset, off_t bytes);
 int __real_fsync(int fd);
+int __real_syncfs(int fd);
 int __real_fdatasync(int fd);
 int __real_mkdir(const char* path, mode_t mode);
 int __real_link(const char* from, const char* to);
@@ -106,6 +108,15 @@ int __wrap_posix_fallocate(int fd, off_t offset, off_t bytes) {
         return errno == 0 ? 0 : -1;
       });
   return result == 0 ? 0 : errno;
+}
+
+int __wrap_fallocate(int fd, int mode, off_t offset, off_t bytes) {
+  return watched({.kind = FileCall::Kind::allocate, .fd = fd, .offset = offset, .bytes = bytes}, nullptr,
+                 [&] { return __real_fallocate(fd, mode, offset, bytes); });
+}
+
+int __wrap_syncfs(int fd) {
+  return watched({.kind = FileCall::Kind::sync_all, .fd = fd}, nullptr, [&] { return __real_syncfs(fd); });
 }
 
 int __wrap_fsync(int fd) {

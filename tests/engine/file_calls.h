@@ -12,7 +12,18 @@
 namespace overspill::testing {
 
 struct FileCall {
-  enum class Kind : uint8_t { open, close, write, allocate, sync, make_folder, link, rename, remove };
+  enum class Kind : uint8_t {
+    open,
+    close,
+    write,
+    allocate,
+    sync,
+    sync_all,  // of the whole file system
+    make_folder,
+    link,
+    rename,
+    remove
+  };
   Kind kind = Kind::open;
   std::string path{};   // open, make_folder, remove; link, rename: what is there already
   std::string other{};  // link, rename: the new name

@@ -27,6 +27,7 @@ struct FuseFaults {
   std::atomic<int64_t> flip_every{0};    // one bit of each n-th read
   std::atomic<int64_t> delay_us{0};      // up to this, before each read and write
   std::atomic<bool> hang{false};         // reads and writes wait until it is false
+  std::atomic<bool> hides_open{false};  // set before the mount: a removed file that is open gets another name
 
   // How often it happened.
   std::atomic<int64_t> failed{0}, shortened{0}, flipped{0}, delayed{0}, hanging{0}, reads{0}, writes{0};

@@ -64,7 +64,7 @@ bool dawdle(int64_t offset) {
 void* init(fuse_conn_info*, fuse_config* config) {
   config->use_ino = 1;
   config->nullpath_ok = 1;
-  config->hard_remove = 1;
+  config->hard_remove = faults->hides_open ? 0 : 1;
   config->entry_timeout = config->attr_timeout = config->negative_timeout = 0;
   return nullptr;
 }

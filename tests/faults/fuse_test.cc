@@ -27,6 +27,7 @@ class Fuse : public ::testing::Test {
     ASSERT_GE(file_, 0);
     ASSERT_EQ(::ftruncate(file_, sizeof(FuseFaults)), 0);
     faults_ = new (map_fuse_faults(file_)) FuseFaults;
+    faults_->hides_open = hides_open();
     fs::create_directory(point_.beside("backing"));
     const std::string backing = point_.beside("backing"), number = std::to_string(file_), here = root();
     layer_ = ::fork();
@@ -50,6 +51,10 @@ class Fuse : public ::testing::Test {
     kill_layer();
     if (faults_ != nullptr) ::munmap(faults_, sizeof(FuseFaults));
     if (file_ >= 0) ::close(file_);
+  }
+
+  virtual bool hides_open() const {
+    return false;
   }
 
   bool is_mounted() const {
@@ -205,6 +210,31 @@ TEST_F(Fuse, ASlabThatFailedToSyncIsCopiedAndNotLinked) {
   engine->save(root() / "after", "{}");  // without a step between: nothing was written anew
   EXPECT_EQ(slabs(root() / "after"), 0);
   EXPECT_EQ(contents_of(root() / "after"), Shadow().at(2));
+}
+
+/// As NFS, sshfs and most FUSE file systems do: a file that is removed while it is open gets another name in
+/// its folder, which then cannot be removed.
+class FuseThatHidesOpenFiles : public Fuse {
+ protected:
+  bool hides_open() const override { return true; }
+};
+
+TEST_F(FuseThatHidesOpenFiles, CheckpointsAreDeletedWhileTheRunLives) {
+  const auto engine = trained(1);
+  int64_t allocated = 0;
+  for (int step = 1; step < 6; ++step) {
+    const fs::path folder = root() / fmt::format("step-{}", step);
+    engine->save(folder, "{}");
+    toy_step(*engine, step, 1, 0);
+    engine->synchronize();
+    EXPECT_EQ(contents_of(folder), Shadow().at(step));
+    std::error_code error;
+    fs::remove_all(folder, error);
+    EXPECT_FALSE(error) << folder << ": " << error.message();
+    EXPECT_FALSE(fs::exists(folder));
+    if (step == 2) allocated = engine->stats().store.allocated_bytes;
+  }
+  EXPECT_EQ(engine->stats().store.allocated_bytes, allocated) << "what was deleted is given back";
 }
 
 TEST_F(Fuse, FlippedBitsAreFoundWhileTrainingAndWhileLoading) {

@@ -425,10 +425,10 @@ TEST_P(FileStoreTest, SeveralPathsShareTheLoad) {
 TEST_P(FileStoreTest, ExportLinksWhereItCanAndCopiesWhereNot) {
   OPEN_OR_SKIP(store, options());
   const Extent extents[] = {written(*store, kMiB, 1), written(*store, 70 * 1024, 2)};
-  const auto linked = store->export_extents(extents, folder_.path());
+  const auto linked = store->export_extents(extents, folder_.path()).extents;
   EXPECT_EQ(linked[0].file, fmt::format("slab-test-{}.bin", extents[0].slab));
   EXPECT_EQ(fs::hard_link_count(folder_.path() / linked[0].file), 2U);
-  EXPECT_EQ(store->export_extents(extents, folder_.path())[0].file, linked[0].file)
+  EXPECT_EQ(store->export_extents(extents, folder_.path()).extents[0].file, linked[0].file)
       << "again is the same file";
   const Error error = error_of([&] { store->export_extents(extents, folder_.path() / "not-there"); });
   EXPECT_EQ(error.kind, ErrorKind::vanished);
@@ -436,7 +436,7 @@ TEST_P(FileStoreTest, ExportLinksWhereItCanAndCopiesWhereNot) {
   std::error_code refused;
   if (!fs::is_directory("/dev/shm", refused) || ::access("/dev/shm", W_OK) != 0) return;
   const ScratchFolder elsewhere("/dev/shm");
-  const auto copied = store->export_extents(extents, elsewhere.path());
+  const auto copied = store->export_extents(extents, elsewhere.path()).extents;
   EXPECT_EQ(copied[0].file, "extents-test-0.bin");
   EXPECT_EQ(copied[1].offset, kMiB);
   EXPECT_EQ(fs::file_size(elsewhere.path() / copied[0].file), static_cast<uintmax_t>(kMiB + 72 * 1024));

@@ -131,7 +131,7 @@ TEST(MemoryStore, ACutDropsWhatWasNotExported) {
   const auto store = make_memory_store(8 * kMiB);
   store->reserve(8 * kMiB);
   const Extent kept = written(*store, kMiB, 1);
-  const auto exported = store->export_extents(std::span(&kept, 1), folder.path());
+  const auto exported = store->export_extents(std::span(&kept, 1), folder.path()).extents;
   const Extent lost = written(*store, kMiB, 2);
   store->cut();
   AlignedMemory memory(kMiB);

@@ -321,7 +321,7 @@ TEST_P(StoreConformance, ExportedBytesStandInTheFolder) {
   for (const Extent& extent : extents) store_->pin(extent);
   const auto checkpoint = folder_.path() / "checkpoint";
   std::filesystem::create_directory(checkpoint);
-  const auto exported = store_->export_extents(extents, checkpoint);
+  const auto exported = store_->export_extents(extents, checkpoint).extents;
   ASSERT_EQ(exported.size(), 2U);
   store_.reset();  // the folder owns its bytes
   for (size_t i = 0; i < 2; ++i) {

@@ -1,0 +1,59 @@
+#include "io/files.h"
+
+#include <fcntl.h>
+#include <fmt/format.h>
+#include <sys/resource.h>
+#include <sys/stat.h>
+#include <sys/statvfs.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <utility>
+
+#include "io/unique_fd.h"
+
+namespace overspill::io {
+
+StoreError system_error(Operation operation, const std::filesystem::path& path, std::string detail) {
+  return system_error(errno, operation, path, std::move(detail));
+}
+
+StoreError system_error(int os_error, Operation operation, const std::filesystem::path& path,
+                        std::string detail) {
+  rlimit limit{};
+  if (os_error == EMFILE && ::getrlimit(RLIMIT_NOFILE, &limit) == 0) {
+    detail += fmt::format("{}this process may have {} files open (ulimit -n)", detail.empty() ? "" : "; ",
+                          limit.rlim_cur);
+  }
+  return StoreError({.kind = kind_of_errno(os_error),
+                     .operation = operation,
+                     .os_error = os_error,
+                     .path = path.string(),
+                     .detail = std::move(detail)});
+}
+
+void sync_folder(const std::filesystem::path& folder) {
+  const UniqueFd fd(::open(folder.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC));
+  if (!fd) throw system_error(Operation::open, folder);
+  if (::fsync(fd.get()) != 0) throw system_error(Operation::sync, folder);
+}
+
+bool same_file(int fd, const std::filesystem::path& path) {
+  struct stat by_fd {};
+  struct stat by_name {};
+  return ::fstat(fd, &by_fd) == 0 && ::lstat(path.c_str(), &by_name) == 0 && by_fd.st_ino == by_name.st_ino &&
+         by_fd.st_dev == by_name.st_dev;
+}
+
+bool refuses_links(int os_error) {
+  return os_error == EXDEV || os_error == EPERM || os_error == EMLINK || os_error == EOPNOTSUPP ||
+         os_error == ENOSYS;
+}
+
+int64_t available_bytes(const std::filesystem::path& path) {
+  struct statvfs info {};
+  if (::statvfs(path.c_str(), &info) != 0) return 0;
+  return static_cast<int64_t>(info.f_bavail) * static_cast<int64_t>(info.f_frsize);
+}
+
+}  // namespace overspill::io

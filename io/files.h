@@ -1,0 +1,30 @@
+// What the store's files share: errors of system calls, durable names, room on a file system.
+#pragma once
+
+#include <cstdint>
+#include <filesystem>
+#include <string>
+
+#include "io/error.h"
+
+namespace overspill::io {
+
+/// The error of a failed system call, with errno taken first thing. Where a limit of the process decided it,
+/// the error has the limit.
+StoreError system_error(Operation operation, const std::filesystem::path& path, std::string detail = "");
+StoreError system_error(int os_error, Operation operation, const std::filesystem::path& path,
+                        std::string detail = "");
+
+/// Makes the folder's entries durable. Throws StoreError.
+void sync_folder(const std::filesystem::path& folder);
+
+/// Whether `path` is a name of the open file. A symbolic link is not.
+bool same_file(int fd, const std::filesystem::path& path);
+
+/// Whether hard links between two places cannot be, so that bytes must be copied.
+bool refuses_links(int os_error);
+
+/// Bytes this user may still take on the file system of `path`; 0 where that cannot be told.
+int64_t available_bytes(const std::filesystem::path& path);
+
+}  // namespace overspill::io

@@ -1,0 +1,110 @@
+#include "io/slab_share.h"
+
+#include <fcntl.h>
+#include <fmt/format.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <utility>
+
+namespace overspill::io {
+namespace {
+
+// Begins as a slab's name does, so whoever removes a dead run's slabs removes it too.
+constexpr const char* kOwnName = "slab-mark";
+constexpr const char* kOutsideName = "shared";
+
+/// Names of the file that do not lie in the job's folder; nothing where that cannot be told.
+std::optional<int64_t> links_outside(int fd, const std::filesystem::path& own) {
+  struct statx info {};
+  // Network file systems answer from a cache unless they are told not to.
+  if (::statx(fd, "", AT_EMPTY_PATH | AT_STATX_FORCE_SYNC, STATX_NLINK | STATX_INO, &info) != 0)
+    return std::nullopt;
+  return static_cast<int64_t>(info.stx_nlink) - (same_file(fd, own) ? 1 : 0);
+}
+
+void explain(int fd, const std::string& job) {
+  const std::string text = fmt::format(
+      "Slab files in this folder are hard links to files of the run \"{}\".\n"
+      "While that run lives it leaves their bytes alone until this file and the slabs are deleted.\n"
+      "After the run has ended this file means nothing.\n",
+      job);
+  // The text is for people; without it the mark does its work.
+  [[maybe_unused]] const ssize_t written = ::pwrite(fd, text.data(), text.size(), 0);
+}
+
+}  // namespace
+
+std::optional<uint64_t> SlabShares::begin(const SlabFile& slab, const std::filesystem::path& folder,
+                                          const std::string& job) {
+  const std::lock_guard lock(mutex_);
+  Share share;
+  const uint64_t number = last_ + 1;
+  share.own = slab.path.parent_path() / fmt::format("{}-{}", kOwnName, number);
+  share.mark = UniqueFd(::open(share.own.c_str(), O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC | O_NOFOLLOW, 0600));
+  if (!share.mark) throw system_error(Operation::open, share.own);
+  explain(share.mark.get(), job);
+  for (int attempt = 0;; ++attempt) {
+    share.outside = folder / fmt::format("{}-{}{}.txt", kOutsideName, job,
+                                         attempt == 0 ? "" : fmt::format("-{}", attempt));
+    if (::link(share.own.c_str(), share.outside.c_str()) == 0) break;
+    if (errno == EEXIST) continue;
+    const bool must_copy = refuses_links(errno);
+    const StoreError error =
+        system_error(Operation::link, share.outside, fmt::format("hard link to {}", share.own.string()));
+    ::unlink(share.own.c_str());
+    if (must_copy) return std::nullopt;
+    throw error;
+  }
+  if (links_outside(share.mark.get(), share.own) != 1) {  // a file system that does not count
+    ::unlink(share.outside.c_str());
+    ::unlink(share.own.c_str());
+    return std::nullopt;
+  }
+  shares_.emplace(number, std::move(share));
+  return last_ = number;
+}
+
+void SlabShares::add(uint64_t share, const SlabFile& slab) {
+  const std::lock_guard lock(mutex_);
+  std::vector<const SlabFile*>& slabs = shares_.at(share).slabs;
+  if (std::ranges::find(slabs, &slab) == slabs.end()) slabs.push_back(&slab);
+}
+
+std::filesystem::path SlabShares::path(uint64_t share) const {
+  const std::lock_guard lock(mutex_);
+  return shares_.at(share).outside;
+}
+
+// A folder is gone when its mark is, and when no more names lead to its slabs than the marks of the other
+// exports account for: a tool that moves a folder file by file may take the mark first.
+bool SlabShares::alive(uint64_t number) const {
+  const std::lock_guard lock(mutex_);
+  const Share& share = shares_.at(number);
+  if (links_outside(share.mark.get(), share.own) != 0) return true;
+  for (const SlabFile* slab : share.slabs) {
+    const auto found = links_outside(slab->fd.get(), slab->path);
+    if (!found) return true;
+    int64_t others = 0;
+    for (const auto& [other_number, other] : shares_) {
+      if (other_number == number || std::ranges::find(other.slabs, slab) == other.slabs.end()) continue;
+      others += links_outside(other.mark.get(), other.own).value_or(0);
+    }
+    if (*found > others) return true;
+  }
+  // After a power cut a folder whose removal is not on the disk yet would be there again, with bytes that
+  // were given to others.
+  return ::syncfs(share.mark.get()) != 0;
+}
+
+void SlabShares::end(uint64_t number) noexcept {
+  const std::lock_guard lock(mutex_);
+  const auto found = shares_.find(number);
+  if (found == shares_.end()) return;
+  ::unlink(found->second.own.c_str());
+  shares_.erase(found);
+}
+
+}  // namespace overspill::io

@@ -1,0 +1,60 @@
+// Which checkpoint folders still share slabs with the store: what a linked export leaves behind, so that the
+// store knows when nobody needs those bytes any more.
+//
+// Each linked export has a mark of its own: a small file that lies in the job's folder and, by hard link, in
+// the checkpoint's. Link counts of the mark and of the slabs say everything: they follow a folder that is
+// moved or copied with hard links (`cp -al`), and no file of the checkpoint is held open, which on NFS and
+// FUSE would keep its folder from being removed.
+#pragma once
+
+#include <sys/types.h>
+
+#include <cstdint>
+#include <filesystem>
+#include <map>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "io/job_folder.h"
+#include "io/unique_fd.h"
+
+namespace overspill::io {
+
+/// Threads: every method may be called from any thread.
+class SlabShares {
+ public:
+  /// A mark of a new export into `folder`, in the folder of `slab` too. Nothing where the two folders cannot
+  /// share a file, or where the file system does not count links: then slabs must be copied. Throws
+  /// StoreError; then nothing is left.
+  std::optional<uint64_t> begin(const SlabFile& slab, const std::filesystem::path& folder,
+                                const std::string& job);
+
+  /// Another slab that was linked. It stays where it is until end().
+  void add(uint64_t share, const SlabFile& slab);
+
+  /// The name of the mark in the checkpoint's folder.
+  std::filesystem::path path(uint64_t share) const;
+
+  /// Whether a name outside the job's folder may still lead to the slabs of this export. False only once the
+  /// removal of those names is durable.
+  bool alive(uint64_t share) const;
+
+  /// The store's own name of the mark goes. The checkpoint's stays: it is the folder's.
+  void end(uint64_t share) noexcept;
+
+ private:
+  struct Share {
+    std::filesystem::path own;      // the mark in the job's folder
+    std::filesystem::path outside;  // its first name in the checkpoint
+    UniqueFd mark;
+    std::vector<const SlabFile*> slabs;
+  };
+
+  mutable std::mutex mutex_;
+  std::map<uint64_t, Share> shares_;
+  uint64_t last_ = 0;
+};
+
+}  // namespace overspill::io
