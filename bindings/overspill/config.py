@@ -118,8 +118,9 @@ class SGD(_Section):
 _TYPES = {kind.__name__.lower(): kind for kind in (AdamW, Adam, Adagrad, Lion, SGD)}
 
 
-def _one_form(data: Any) -> Any:
-    """DeepSpeed's {"type", "params": {...}} with what it means there, as the flat form."""
+def flat_optimizer(data: Any) -> Any:
+    """DeepSpeed's {"type", "params": {...}} with what it means there, as the flat form; a flat one as it is. Raises
+    ValueError."""
     if not isinstance(data, dict):
         return data
     name = data.get("type", "AdamW")
@@ -148,7 +149,7 @@ def _one_form(data: Any) -> Any:
 
 
 Optimizer = Annotated[
-    AdamW | Adam | Adagrad | Lion | SGD, Field(discriminator="type"), BeforeValidator(_one_form)
+    AdamW | Adam | Adagrad | Lion | SGD, Field(discriminator="type"), BeforeValidator(flat_optimizer)
 ]
 
 

@@ -24,6 +24,20 @@ def heeds_ctrl_c():
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+@pytest.fixture(scope="session")
+def on_disk(tmp_path_factory):
+    """A tiny.Bench whose runs have all of their states on disk; `on_disk.run(out, ...)` are the arguments of one."""
+    import tiny
+
+    made = tiny.Bench(tmp_path_factory.mktemp("on-disk"))
+    made.config = made.root / "nvme.json"
+    made.config.write_text('{"engine": {"chunk_elements": 4096, "placement": "nvme"}}')
+    made.run = lambda out, **options: made.train_args(
+        out, **{"config": made.config, "eval_batches": 0} | options
+    )
+    return made
+
+
 @pytest.fixture
 def config(tmp_path):
     """Makes a configuration dict: config(placement="half", gradient_clipping=0.5, optimizer={...},

@@ -2,7 +2,6 @@
 
 import argparse
 import dataclasses
-import json
 import shutil
 from pathlib import Path
 
@@ -105,7 +104,15 @@ def add_tiers(parser: argparse.ArgumentParser) -> None:
     )
     add_endurance(parser)
     parser.add_argument(
-        "--config", type=Path, metavar="FILE", help="overspill configuration (JSON); options go before it"
+        "--config",
+        type=Path,
+        metavar="FILE",
+        help="overspill configuration (JSON); what is typed goes before it, it goes before the defaults below",
+    )
+    parser.add_argument(
+        "--device",
+        metavar="NAME",
+        help="where the model computes: auto, host, cuda, cuda:1 and so on (default auto)",
     )
 
 
@@ -157,48 +164,6 @@ def nvme_folders(folders: list[str] | None) -> list[str]:
             )
         checked.append(str(path.resolve()))
     return checked
-
-
-def engine_config(
-    host_budget: int | None,
-    nvme: list[str] | None,
-    file: Path | None,
-    endurance_tbw: float | None = None,
-    device_budget: int | None = None,
-    **sections,
-) -> dict:
-    """The configuration for overspill.initialize: the file's, with what the options say put over it.
-
-    `sections` are further top-level keys; a dict is merged into the file's section, None is left out. Raises CliError.
-    """
-    config: dict = {}
-    if file is not None:
-        try:
-            config = json.loads(file.read_text())
-        except (OSError, ValueError) as error:
-            raise CliError(f"--config {file}: {error}; give a JSON file") from None
-        if not isinstance(config, dict):
-            raise CliError(f"--config {file}: an object {{...}} is expected, not {type(config).__name__}")
-    budget = dict(config.get("budget") or {})
-    if host_budget is not None:
-        budget["host"] = host_budget
-    if nvme is not None:
-        budget["nvme"] = nvme
-    if endurance_tbw is not None:
-        budget["endurance_tbw"] = endurance_tbw
-    if device_budget is not None:
-        budget["device"] = device_budget
-    if "host" not in budget:
-        raise CliError(
-            "--host-budget is missing; give what the engine may use of host memory, e.g. --host-budget 4GiB"
-        )
-    budget["nvme"] = nvme_folders(budget.get("nvme"))
-    for key, value in sections.items():
-        if isinstance(value, dict):
-            config[key] = {**(config.get(key) or {}), **{k: v for k, v in value.items() if v is not None}}
-        elif value is not None:
-            config[key] = value
-    return {**config, "budget": budget}
 
 
 def model_folder(folder: Path) -> Path:

@@ -7,17 +7,18 @@ cannot work is refused with the sum and the smallest budget that would do.
 import argparse
 from pathlib import Path
 
-from overspill.cli import wear
+from overspill.cli import room, wear
+from overspill.cli.chosen import choose
 from overspill.cli.common import (
-    OPTIMIZERS,
     CliError,
     add_tiers,
     add_update,
-    engine_config,
     model_folder,
     positive,
     quiet_transformers,
 )
+from overspill.cli.device import planned_line
+from overspill.cli.settings import default_text
 
 DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
 
@@ -26,39 +27,47 @@ def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", type=Path, required=True, metavar="DIR", help="Hugging Face folder")
     add_tiers(parser)
     parser.add_argument("--accumulate", type=positive, metavar="N", help="micro-batches a step (default 1)")
+    parser.add_argument(
+        "--vertical",
+        action=argparse.BooleanOptionalAction,
+        help="with --accumulate: micro-batches pass each layer together",
+    )
     add_update(parser)
     parser.add_argument("--dtype", choices=DTYPES, default="bf16")
+    parser.add_argument(
+        "--keep", type=positive, metavar="N", help=f"checkpoints that are kept {default_text('keep')}"
+    )
+    parser.add_argument(
+        "--out", type=Path, metavar="DIR", help="folder of the run (default: on the disk of the first --nvme)"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
     folder = model_folder(args.model)
-    config = engine_config(
-        args.host_budget,
-        args.nvme,
-        args.config,
-        args.endurance_tbw,
-        args.device_budget,
-        gradient_accumulation_steps=args.accumulate,
-        optimizer=OPTIMIZERS.get(args.optimizer, {}),
-        format=args.format,
-    )
+    chosen = choose(vars(args), required=False)
+    config = chosen.config
+    for note in chosen.notes:
+        print(note)
+    print(planned_line(config.engine.device, config.budget.device))
     quiet_transformers()
     made = plan(empty_model(folder, args.dtype), config)
-    print(made.text)
-    for line in _wear(made, config["budget"]):
+    print(made.text, end="")
+    planned = room.planned(made.as_dict(), config.budget.nvme, args.out, chosen.settings.keep)
+    for line in planned.lines() + _wear(made, config.budget):
         print(f"  {line}")
+    planned.check()
     return 0
 
 
-def _wear(made, budget: dict) -> list[str]:
+def _wear(made, budget) -> list[str]:
     """What the planned steps do to the disks."""
     from overspill import _core
 
-    drives = {folder: _core.drives(folder) for folder in budget["nvme"]}
-    return wear.planned(made.as_dict()["nvme_written_bytes_per_step"], drives, budget.get("endurance_tbw"))
+    drives = {folder: _core.drives(folder) for folder in budget.nvme}
+    return wear.planned(made.as_dict()["nvme_written_bytes_per_step"], drives, budget.endurance_tbw)
 
 
-def plan(model, config: dict):
+def plan(model, config):
     """core.Plan of a model (its weights are not looked at). Raises ConfigError, BudgetError."""
     from overspill import _core
     from overspill.config import Config

@@ -1,32 +1,41 @@
 """The folder of a training run: settings, log, checkpoints, plot. Nobody else's files are ever touched.
 
-run.json                      settings, digest of the data, held-out loss before training
+run.json                      settings, digest of the data, held-out loss, what the run went on from
 log.jsonl                     one line a step
-checkpoints/step-000040/      what core.save wrote, and hf/: config and tokenizer files for merge
+checkpoints/step-000040/      what core.save wrote, and hf/: config and tokenizer files for merge (checkpoints.py)
 plot.png
+lock                          held by the process that trains (run_lock.py)
 """
 
 import json
 import os
-import re
-import shutil
+import shlex
 from pathlib import Path
 from typing import Any
 
-from overspill.cli.common import CliError, copy_small_files
+from overspill.cli import durable
+from overspill.cli.checkpoints import Checkpoints, is_complete
+from overspill.cli.common import CliError
+from overspill.cli.run_lock import RunLock
 
-STEP = re.compile(r"step-(\d{6,})")
+WENT_ON_FROM = "went_on_from"  # in run.json, after a rewind
 
 
 class RunFolder:
     """Paths and records below one folder."""
 
     def __init__(self, path: Path):
-        self.path = Path(path)
+        self.path = Path(path).absolute()
         self.log_path = self.path / "log.jsonl"
-        self.checkpoints = self.path / "checkpoints"
+        self.checkpoints = Checkpoints(self.path / "checkpoints")
         self.plot_path = self.path / "plot.png"
         self._run_json = self.path / "run.json"
+        self._lock: RunLock | None = None
+
+    @property
+    def command(self) -> str:
+        """What goes on with the run."""
+        return f"overspill train --out {shlex.quote(str(self.path))} --resume"
 
     def stored(self) -> dict[str, Any] | None:
         """What run.json says; None where there is no run. Raises CliError when it is damaged."""
@@ -42,7 +51,8 @@ class RunFolder:
         if self.path.exists() and not self.path.is_dir():
             raise CliError(f"--out {self.path} is a file; name a folder")
         run = self._run_json.is_file()
-        others = sorted(p.name for p in self.path.iterdir()) if self.path.exists() else []
+        found = {p.name for p in self.path.iterdir()} if self.path.exists() else set()
+        others = sorted(found - {RunLock.NAME})
         if others and not run:
             raise CliError(
                 f"--out {self.path} holds something else ({', '.join(others[:3])}); name a new folder"
@@ -56,51 +66,76 @@ class RunFolder:
                 f"--resume: {self.path} holds no run (no run.json); leave --resume out to start one"
             )
 
+    def lock(self) -> None:
+        """Keeps other processes out until `unlock`. Raises CliError naming the process that is in."""
+        if self._lock is None:
+            durable.make_folder(self.path)
+            self._lock = RunLock(self.path)
+
+    def unlock(self) -> None:
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
+
+    def begin(self) -> None:
+        """Makes and locks the folder of a new run. Raises CliError where another process was faster."""
+        self.lock()
+        self.check(resume=False)
+
     def write(self, values: dict[str, Any]) -> None:
-        """Replaces run.json, whole or not at all; makes the folder."""
-        self.checkpoints.mkdir(parents=True, exist_ok=True)
-        _replace(self._run_json, json.dumps(values, indent=2) + "\n")
+        """Replaces run.json, whole or not at all."""
+        durable.make_folder(self.checkpoints.folder)
+        durable.replace(self._run_json, json.dumps(values, indent=2) + "\n")
 
-    def checkpoint_path(self, step: int) -> Path:
-        return self.checkpoints / f"step-{step:06d}"
+    def rewind(self, run: dict[str, Any], base: Path | None, step: int) -> list[Path]:
+        """Makes `base`, of `step`, the newest of the branch that goes on, and writes `run`. Later checkpoints are set
+        aside, and returned under their new names; the log's later steps are dropped: they are about to be done again.
 
-    def saved(self) -> list[tuple[int, Path]]:
-        """Checkpoints by step, oldest first, complete or not."""
-        found = []
-        for path in self.checkpoints.iterdir() if self.checkpoints.is_dir() else ():
-            if match := STEP.fullmatch(path.name):
-                found.append((int(match[1]), path))
-        return sorted(found)
-
-    def latest(self) -> Path | None:
-        """The newest complete checkpoint: one with a manifest, which is written last.
-
-        It is never passed over for damage in it: that is for the load to report.
+        Killed in the middle, the next `to_go_on_from` is still `base`.
         """
-        complete = [path for _, path in self.saved() if (path / "manifest.json").exists()]
-        return complete[-1] if complete else None
+        checkpoints = self.checkpoints
+        off = checkpoints.off_branch(base) if base else []
+        if off or (base and base.parent != checkpoints.folder):
+            self.write({**run, WENT_ON_FROM: {"checkpoint": str(base), "others_set_aside": False}})
+            off = [checkpoints.set_aside(path, "abandoned") for path in off if is_complete(path)]
+            run[WENT_ON_FROM] = {"checkpoint": str(base), "others_set_aside": True}
+        run["heldout"] = {at: loss for at, loss in run["heldout"].items() if int(at) <= step}
+        self.write(run)
+        kept = [r for r in self.records() if r["step"] <= step]
+        durable.replace(self.log_path, "".join(json.dumps(r) + "\n" for r in kept))
+        checkpoints.remove_leftovers()
+        return off
 
-    def remove_leftovers(self) -> None:
-        """Removes what a kill in the middle of a save left behind."""
-        for path in [*self.checkpoints.glob("step-*.partial"), *(path for _, path in self.saved())]:
-            if not (path / "manifest.json").exists() or path.suffix:
-                shutil.rmtree(path)
-
-    def finish_checkpoint(self, path: Path, model: Path, keep: int) -> None:
-        """Adds what merge needs, and removes all but the newest `keep` checkpoints."""
-        part = path / "hf.part"
-        shutil.rmtree(part, ignore_errors=True)
-        part.mkdir()
-        copy_small_files(model, part)
-        shutil.rmtree(path / "hf", ignore_errors=True)
-        part.rename(path / "hf")
-        for _, old in self.saved()[:-keep]:
-            shutil.rmtree(old)
+    def to_go_on_from(self, stored: dict[str, Any]) -> Path | None:
+        """The newest checkpoint of the branch that goes on; None where nothing was saved. Raises CliError where the
+        branch has none of its own and the one that it went on from is gone."""
+        rewound = stored.get(WENT_ON_FROM)
+        if rewound is None:
+            return self.checkpoints.latest()
+        base = Path(rewound["checkpoint"])
+        if rewound["others_set_aside"] and (own := self.checkpoints.latest()):
+            return own
+        if is_complete(base):
+            return base
+        others = [path for _, path in self.checkpoints.complete()] + self.checkpoints.aside()
+        raise CliError(
+            f"--resume: the run went on from {base}, which is there no more, and has no newer checkpoint; "
+            "name what to go "
+            f"on from with --resume PATH{': ' if others else ', or start a new run in another --out'}"
+            f"{', '.join(map(str, others))}"
+        )
 
     def log(self, record: dict[str, Any]) -> None:
         """Appends one line, at once on its way to the disk."""
         with self.log_path.open("a") as file:
             file.write(json.dumps(record) + "\n")
+
+    def sync_log(self) -> None:
+        """Makes the log durable: a checkpoint's steps are in it whenever the checkpoint is there."""
+        if self.log_path.exists():
+            with self.log_path.open("a") as file:
+                os.fsync(file.fileno())
+            durable.sync_folder(self.path)
 
     def records(self) -> list[dict[str, Any]]:
         """The log's lines; one cut short by a kill is left out."""
@@ -111,17 +146,3 @@ class RunFolder:
             except ValueError:
                 continue
         return found
-
-    def rewind(self, step: int) -> None:
-        """Drops the log's steps after `step`: they are about to be done again."""
-        kept = [r for r in self.records() if r["step"] <= step]
-        _replace(self.log_path, "".join(json.dumps(r) + "\n" for r in kept))
-
-
-def _replace(path: Path, text: str) -> None:
-    part = path.with_name(f"{path.name}.part")
-    with part.open("w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    part.replace(path)

@@ -1,0 +1,247 @@
+"""Which settings count: what was typed goes before the configuration file, the file before the command line's defaults.
+
+The same for plan, train and a run that goes on. run.json has what was typed and what the file held when the run began.
+"""
+
+import copy
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+from overspill.cli.common import OPTIMIZERS, CliError, nvme_folders
+from overspill.cli.settings import FIELDS, Settings, absolute, key_of, option
+from overspill.config import Config, ConfigError, flat_optimizer
+
+
+@dataclasses.dataclass(frozen=True)
+class ConfigFile:
+    """A configuration file and what it holds. `folder`: relative paths in it are meant from there."""
+
+    path: str
+    values: dict[str, Any]
+    folder: str
+
+    @classmethod
+    def read(cls, path: str, folder: str | None = None) -> "ConfigFile":
+        """Raises CliError. `folder`: where the command was started; None: here."""
+        try:
+            values = json.loads(Path(path).read_text())
+        except (OSError, ValueError) as error:
+            raise CliError(f"--config {path}: {error}; give a JSON file") from None
+        if not isinstance(values, dict):
+            raise CliError(f"--config {path}: an object {{...}} is expected, not {type(values).__name__}")
+        return cls(path, values, folder or str(Path.cwd()))
+
+    def as_config(self) -> dict[str, Any]:
+        """What it holds, with absolute paths and the optimizer in its flat form. Raises ConfigError."""
+        config = copy.deepcopy(self.values)
+        if isinstance(config.get("optimizer"), dict):
+            config["optimizer"] = flat_optimizer(config["optimizer"])
+        budget = config.get("budget")
+        if isinstance(budget, dict) and isinstance(budget.get("nvme"), list):
+            budget["nvme"] = [str(Path(self.folder, str(folder)).resolve()) for folder in budget["nvme"]]
+        return config
+
+
+@dataclasses.dataclass(frozen=True)
+class Chosen:
+    """The settings that count, and where each comes from."""
+
+    settings: Settings
+    config: Config
+    file: ConfigFile | None
+    typed: dict[str, Any]  # now, or when the run began
+    origins: dict[str, str]  # by field: "typed", "file" or "default"
+    notes: list[str]  # what the user should know about how they were chosen
+
+    def stored(self) -> dict[str, Any]:
+        """What run.json keeps."""
+        return {
+            "settings": self.settings.as_dict(),
+            "typed": self.typed,
+            "config": dataclasses.asdict(self.file) if self.file else None,
+            "numbers": _numbers(self.config),
+        }
+
+    def text(self) -> str:
+        """One line for the settings of each origin."""
+        source = {"typed": "as typed", "file": f"in {self.file and self.file.path}", "default": "by default"}
+        lines = []
+        for origin, words in source.items():
+            shown = [
+                f"{name.replace('_', '-')} {_shown(name, value)}"
+                for name, value in self.settings.as_dict().items()
+                if self.origins[name] == origin and value is not None and name != "config"
+            ]
+            if shown:
+                lines.append(f"settings {words}: {', '.join(shown)}")
+        return "\n".join(lines)
+
+
+def choose(given: dict[str, Any], stored: dict[str, Any] | None = None, required: bool = True) -> Chosen:
+    """`given` holds None for what was not typed; `stored` is run.json of a run that goes on. Raises CliError and
+    ConfigError."""
+    now = {name: given[name] for name in FIELDS if given.get(name) is not None}
+    if "nvme" in now:
+        now["nvme"] = [absolute(path) for path in now["nvme"]]
+    if "config" in now:
+        now["config"] = absolute(now["config"])
+    typed = {**_typed_before(stored), **now}
+    file, notes = _file(now.get("config"), stored)
+    if file is None:
+        typed.pop("config", None)
+    said = _sayings(file)
+    merged = file.as_config() if file else {}
+    origins, values = {}, {}
+    for name, field in FIELDS.items():
+        origins[name] = "typed" if name in typed else "file" if name in said else "default"
+        values[name] = typed.get(name, said.get(name, field.default))
+        if key_of(name) and origins[name] != "file" and values[name] is not None:
+            _put(merged, key_of(name), values[name])
+        if name in typed and name in said and not _alike(name, typed[name], said[name]):
+            when = "typed" if name in now else "typed when the run began"
+            notes.append(
+                f"{option(name)} {_shown(name, typed[name])} ({when}) goes before {key_of(name)} = "
+                f"{said[name]!r} of {file.path}"
+            )
+        if required and field.metadata["required"] and values[name] is None:
+            raise CliError(f"{option(name)} is missing (it may be left out with --resume only)")
+    if isinstance(merged.get("budget", {}), dict) and merged.get("budget", {}).get("host") is None:
+        raise CliError(
+            "--host-budget is missing; give what the engine may use of host memory, e.g. --host-budget 4GiB"
+        )
+    config = Config.read(merged)
+    nvme_folders(config.budget.nvme)
+    settings = Settings(**{name: _effective(name, values[name], config) for name in FIELDS})
+    chosen = Chosen(settings, config, file, typed, origins, notes)
+    if stored is not None:
+        _check_unchanged(chosen, stored, now)
+    return chosen
+
+
+def _typed_before(stored: dict[str, Any] | None) -> dict[str, Any]:
+    """Runs of earlier versions did not say what was typed: all of their settings counted as if they were."""
+    if stored is None:
+        return {}
+    before = stored.get("typed", stored["settings"])
+    return {name: value for name, value in before.items() if name in FIELDS and value is not None}
+
+
+def _file(typed_now: str | None, stored: dict[str, Any] | None) -> tuple[ConfigFile | None, list[str]]:
+    """The configuration file that counts, and what there is to say about it."""
+    if typed_now is not None:
+        return ConfigFile.read(typed_now), []
+    path = stored["settings"].get("config") if stored else None
+    if path is None:
+        return None, []
+    kept = stored.get("config")
+    if kept is None:  # a run of an earlier version
+        return ConfigFile.read(path), []
+    before = ConfigFile(**kept)
+    if not Path(path).exists():
+        return before, [f"{path} is gone; what it held when the run began counts (run.json)"]
+    after = ConfigFile.read(path, before.folder)
+    changed = after.values != before.values
+    return after, [f"{path} has changed since the run began; what it holds now counts"] if changed else []
+
+
+def _sayings(file: ConfigFile | None) -> dict[str, Any]:
+    """What the file says, by field."""
+    if file is None:
+        return {}
+    try:
+        config = file.as_config()
+    except ValueError as error:
+        raise ConfigError(f"config: optimizer = {file.values['optimizer']!r}: {error}") from None
+    found = {name: _get(config, key_of(name)) for name in FIELDS if key_of(name)}
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def _get(config: Any, key: str) -> Any:
+    for part in key.split("."):
+        config = config.get(part) if isinstance(config, dict) else None
+    return config
+
+
+def _put(config: dict[str, Any], key: str, value: Any) -> None:
+    """A section that is no section is left as it is: Config says what is wrong with it."""
+    if key == "optimizer.type":
+        section = config.setdefault("optimizer", {})
+        if isinstance(section, dict):
+            section.update(OPTIMIZERS[value])
+        return
+    *sections, last = key.split(".")
+    for part in sections:
+        if config.get(part) is None:
+            config[part] = {}
+        config = config[part]
+        if not isinstance(config, dict):
+            return
+    config[last] = value
+
+
+def _effective(name: str, value: Any, config: Config) -> Any:
+    """The value as Config has checked and converted it."""
+    if key_of(name) is None or value is None:
+        return value
+    if name == "optimizer":
+        return str(value).lower()
+    found: Any = config
+    for part in key_of(name).split("."):
+        found = getattr(found, part)
+    return found
+
+
+def _alike(name: str, typed: Any, said: Any) -> bool:
+    from overspill.config import parse_size
+
+    if name in ("host_budget", "device_budget"):
+        try:
+            return typed == parse_size(said)
+        except ValueError:
+            return False
+    if name == "optimizer":
+        return str(typed).lower() == str(said).lower()
+    return typed == said
+
+
+def _shown(name: str, value: Any) -> str:
+    from overspill.memory import human
+
+    if isinstance(value, list):
+        return " ".join(map(str, value))
+    return human(value) if name.endswith("budget") else str(value)
+
+
+def _numbers(config: Config) -> dict[str, Any]:
+    """What of the configuration decides the numbers, as JSON has it."""
+    return json.loads(json.dumps(config.shared()))
+
+
+def _check_unchanged(chosen: Chosen, stored: dict[str, Any], now: dict[str, Any]) -> None:
+    """Raises CliError where what decides the numbers differs from what the run began with."""
+    advice = "leave it out to go on, or start a new run in another --out"
+    began, after = stored["settings"], chosen.settings.as_dict()
+    for name, field in FIELDS.items():
+        if not field.metadata["fixed"] or name not in began or after[name] == began[name]:
+            continue
+        if name in now:
+            raise CliError(
+                f"{option(name)} {_shown(name, now[name])} differs from {began[name]}, with which the run "
+                f"began; {advice}"
+            )
+        if began[name] is not None:
+            raise CliError(
+                f"{key_of(name)} = {after[name]!r} in {chosen.file and chosen.file.path} differs from "
+                f"{began[name]!r}, with "
+                "which the run began; restore it to go on, or start a new run in another --out"
+            )
+    numbers = _numbers(chosen.config)
+    for key, before in stored.get("numbers", numbers).items():
+        if numbers.get(key) != before:
+            raise CliError(
+                f"the configuration's {key} = {numbers.get(key)!r} differs from {before!r}, with which the "
+                "run began; "
+                "restore it to go on, or start a new run in another --out"
+            )

@@ -1,0 +1,151 @@
+"""What a run takes of the disks beside its states: checkpoints, and what going on from one of them costs.
+
+A checkpoint on the file system of an NVMe folder links that folder's slabs, whole; of other folders' states, and of
+those in memory, it holds copies. A run that goes on reserves its states anew, beside the checkpoint.
+"""
+
+import dataclasses
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+from overspill.cli.common import CliError
+from overspill.memory import human
+
+FINISH = '{"engine": {"train_after_save": false}}'
+
+
+@dataclasses.dataclass(frozen=True)
+class FileSystem:
+    device: int
+    free_bytes: int
+
+
+def file_system(path: Path) -> FileSystem:
+    """The one on which `path` lies, or would."""
+    path = path.absolute()
+    while not path.exists():
+        path = path.parent
+    status = os.statvfs(path)
+    return FileSystem(path.stat().st_dev, status.f_bavail * status.f_frsize)
+
+
+@dataclasses.dataclass(frozen=True)
+class Room:
+    """Bytes of one run with `keep` checkpoints in `out`. Free space is what would be free if the run were not there."""
+
+    out: Path
+    keep: int
+    saved: int  # checkpoints that are there already
+    reserve_bytes: int  # on all NVMe folders together
+    linked_bytes: int  # of those, what a checkpoint links: it stays on the disk as long as one of them does
+    copied_bytes: int  # that each checkpoint writes
+    free_bytes: int  # for the reserve
+    out_free_bytes: int  # beside the reserve
+
+    @property
+    def out_need_bytes(self) -> int:
+        """For what is yet to be saved: the new one is whole before the oldest goes."""
+        return self.copied_bytes * max(1, self.keep + 1 - self.saved)
+
+    @property
+    def again_bytes(self) -> int:
+        """Free for a run that goes on from one of its checkpoints."""
+        return self.free_bytes - self.linked_bytes
+
+    def check(self) -> None:
+        """Raises CliError where not one checkpoint has room."""
+        if self.copied_bytes > self.out_free_bytes:
+            raise CliError(
+                f"--out {self.out}: no space for a checkpoint: it writes {human(self.copied_bytes)} there, and "
+                f"{human(max(0, self.out_free_bytes))} are free beside what the run reserves; free space "
+                "there, or name an "
+                "--out on another disk"
+            )
+
+    def lines(self) -> list[str]:
+        """For people, warnings included."""
+        lines = []
+        if self.copied_bytes or self.linked_bytes:
+            linked = (
+                f", and links slabs, which hold up to {human(self.linked_bytes)} there until it is deleted"
+                if self.linked_bytes
+                else ""
+            )
+            lines.append(f"a checkpoint writes {human(self.copied_bytes)} to {self.out}{linked}")
+        if self.out_need_bytes > self.out_free_bytes:
+            lines.append(
+                f"WARNING: with --keep {self.keep} checkpoints need {human(self.out_need_bytes)} on the disk "
+                f"of {self.out} "
+                f"and {human(self.out_free_bytes)} are free: saves will fail; free space, keep fewer, or name "
+                "an --out on "
+                "another disk"
+            )
+        if self.reserve_bytes:
+            lines.append(self._going_on())
+        return lines
+
+    def _going_on(self) -> str:
+        text = (
+            f"going on with --resume reserves {human(self.reserve_bytes)} again, beside the checkpoint: "
+            f"{human(max(0, self.again_bytes))} would be free"
+        )
+        if self.again_bytes >= self.reserve_bytes:
+            return text
+        return (
+            f"WARNING: {text}, so the run could not be resumed; free "
+            f"{human(self.reserve_bytes - self.again_bytes)}, or name "
+            "an --out on another file system, where checkpoints are copies"
+        )
+
+
+def ways_out(checkpoint: Path) -> str:
+    """For a run that finds no room beside the checkpoint that it goes on from."""
+    return (
+        f"; a run that goes on reserves its states anew beside {checkpoint}, whose linked slabs hold what the "
+        "run before "
+        "had reserved. Move that checkpoint to another file system and name it with --resume PATH; or, if "
+        "nothing is to be "
+        f"trained after the next save, reserve one copy only with --config FILE, which holds {FINISH}"
+    )
+
+
+def planned(made: dict, nvme: list[str], out: Path | None, keep: int) -> Room:
+    """Before anything is reserved. `made`: the plan's numbers. No `out`: checkpoints beside the first NVMe folder."""
+    shares = {path: 1 / len(nvme) for path in nvme}
+    where = out or Path(nvme[0] if nvme else ".")
+    return _room(made, shares, where, keep, saved=0, taken=lambda device: 0)
+
+
+def reserved(made: dict, stats: dict, out: Path, keep: int, saved: int) -> Room:
+    """Of a running engine, which has its reserve. `stats`: the engine's."""
+    paths = {path["path"]: path["reserved_bytes"] for path in stats["paths"]}
+    total = sum(paths.values()) or 1
+    devices = {path: file_system(Path(path)).device for path in paths}
+
+    def taken(device: int) -> int:
+        return sum(count for path, count in paths.items() if devices[path] == device)
+
+    return _room(made, {path: count / total for path, count in paths.items()}, out, keep, saved, taken)
+
+
+def _room(
+    made: dict, shares: dict[str, float], out: Path, keep: int, saved: int, taken: Callable[[int], int]
+) -> Room:
+    reserve = made["nvme_reserve_bytes"] if shares else 0
+    states = made["weights_nvme_bytes"] + made["states_nvme_bytes"] if shares else 0
+    resident = made["weights_host_bytes"] + made["states_host_bytes"] + made["units_device_bytes"]
+    home = file_system(out)
+    systems = {path: file_system(Path(path)) for path in shares}
+    share_here = sum(share for path, share in shares.items() if systems[path].device == home.device)
+    free = {system.device: system.free_bytes + taken(system.device) for system in systems.values()}
+    return Room(
+        out=out,
+        keep=keep,
+        saved=saved,
+        reserve_bytes=reserve,
+        linked_bytes=round(reserve * share_here),
+        copied_bytes=resident + round(states * (1 - share_here)),
+        free_bytes=sum(free.values()),
+        out_free_bytes=home.free_bytes + taken(home.device) - round(reserve * share_here),
+    )

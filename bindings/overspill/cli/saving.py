@@ -1,0 +1,101 @@
+"""When a run saves, and what a save that fails means: training goes on, the checkpoint before stays, the next save
+tries again."""
+
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from overspill.cli.common import describe
+from overspill.cli.run_folder import RunFolder
+from overspill.cli.settings import Settings
+
+
+class Saver:
+    """Takes the checkpoints of one process. `on_the_way`: steps may follow a save. `base` is the checkpoint that the
+    process went on from, at `step`, if there is one."""
+
+    def __init__(
+        self,
+        folder: RunFolder,
+        settings: Settings,
+        take: Callable[[Path], None],
+        on_the_way: bool,
+        base: Path | None,
+        step: int,
+    ):
+        self.folder, self.settings = folder, settings
+        self._take, self._on_the_way = take, on_the_way
+        self.newest, self._step = base, step if base else None
+        self.failure: str | None = None  # of the last save
+        self._last = time.monotonic()
+
+    def due(self, step: int) -> bool:
+        every, minutes = self.settings.save_every, self.settings.save_minutes
+        if not self._on_the_way:
+            return False
+        if every and step % every == 0:
+            return True
+        return bool(minutes) and time.monotonic() - self._last >= 60 * minutes
+
+    def save(self, step: int, prune: bool = True) -> bool:
+        """A checkpoint of this step, unless there is one. False when that failed: stderr says why, and all that was
+        there is there still. `prune`: the oldest may go, once every byte of the new one was read back."""
+        from overspill import CheckpointError, StoreError
+
+        if step == self._step:
+            return True
+        self._last = time.monotonic()
+        path = self.folder.checkpoints.path(step)
+        try:
+            self.folder.sync_log()
+            self._take(path)
+        except (OSError, StoreError, CheckpointError) as error:
+            return self._failed(step, describe(error).text)
+        self.newest, self._step, self.failure = path, step, None
+        self._tidy("config and tokenizer were not added to it, so merge will need --model", self._add_files)
+        if prune and len(self.folder.checkpoints.saved()) > self.settings.keep:
+            return self._prune(step)
+        return True
+
+    def add_missing_files(self) -> None:
+        """For a checkpoint of this run whose save was cut short after its manifest was written."""
+        if self.newest is None or self.newest.parent != self.folder.checkpoints.folder:
+            return
+        if not (self.newest / "hf").is_dir():
+            self._tidy("config and tokenizer were not added to it", self._add_files)
+
+    def _add_files(self) -> None:
+        self.folder.checkpoints.add_model_files(self.newest, Path(self.settings.model))
+
+    def _prune(self, step: int) -> bool:
+        """Nothing is deleted on the word of a write: what replaces it is read back first."""
+        from overspill import CheckpointError, StoreError, _core
+
+        try:
+            _core.verify(str(self.newest), None)
+        except (OSError, StoreError, CheckpointError) as error:
+            aside = self.folder.checkpoints.set_aside(self.newest, "damaged")
+            self.newest, self._step = self.folder.checkpoints.latest(), None
+            return self._failed(
+                step, f"read back, it was damaged, and is now {aside}: {describe(error).text}"
+            )
+        self._tidy("older checkpoints stay", lambda: self.folder.checkpoints.prune(self.settings.keep))
+        return True
+
+    def _failed(self, step: int, reason: str) -> bool:
+        self.failure = reason
+        kept = f"the last good checkpoint is {self.newest}" if self.newest else "there is no checkpoint yet"
+        _warn(f"the save at step {step} failed: {reason}; {kept}")
+        return False
+
+    def _tidy(self, otherwise: str, act: Callable[[], None]) -> None:
+        """The checkpoint is whole whatever becomes of `act`."""
+        try:
+            act()
+        except OSError as error:
+            _warn(f"checkpoint {self.newest}: {otherwise}: {describe(error).text}")
+
+
+def _warn(text: str) -> None:
+    print(f"overspill: {text}", file=sys.stderr, flush=True)

@@ -1,0 +1,254 @@
+"""One process's part of a run: from the checks to the last checkpoint."""
+
+import contextlib
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from overspill.cli import room, wear
+from overspill.cli.chosen import Chosen
+from overspill.cli.common import CliError, load_tokenizer, quiet_transformers
+from overspill.cli.device import device_line
+from overspill.cli.recorder import Recorder, tensorboard
+from overspill.cli.run_folder import RunFolder
+from overspill.cli.saving import Saver
+
+PREDICTED_AFTER = 3  # steps of this process: the first is cold, two are a mean
+
+
+class Session:
+    def __init__(
+        self,
+        folder: RunFolder,
+        chosen: Chosen,
+        stored: dict[str, Any] | None,
+        checkpoint: Path | None,
+        stack: contextlib.ExitStack,
+        trace: str | None = None,
+    ):
+        quiet_transformers()
+        import torch
+
+        import overspill
+        from overspill import data
+        from overspill.cli.loop import Loop, Stop
+
+        settings = chosen.settings
+        self.folder, self.chosen, self.settings, self.trace = folder, chosen, settings, trace
+        self.base, self.began_before = checkpoint, stored is not None
+        if settings.torch_threads:
+            torch.set_num_threads(settings.torch_threads)
+        training, self.heldout, digest = self._data(data)
+        if stored and stored["data_digest"] != digest:
+            raise CliError(
+                f"--data {settings.data}: the texts changed since the run began; restore them, or start a new run in "
+                "another --out"
+            )
+        self.run = {**(stored or {"heldout": {}, "data_digest": digest}), **chosen.stored()}
+        model, weights = self._model(torch, chosen.config)
+        torch.manual_seed(settings.seed)  # of dropout, whatever making the model drew
+        try:
+            self.engine, optimizer, _, _ = overspill.initialize(model, chosen.config, checkpoint=weights)
+        except overspill.StoreError as error:
+            if checkpoint is None or "space" not in str(error):
+                raise
+            raise CliError(f"{error}{room.ways_out(checkpoint)}") from error
+        stack.callback(self.engine.close)
+        self.stop = Stop()
+        batches = data.Batches(training, settings.batch, settings.seed)
+        self.loop = Loop(self.engine, optimizer, batches, settings, self.stop)
+
+    def _data(self, data) -> tuple[Any, Any, str]:
+        settings = self.settings
+        tokenizer = load_tokenizer(Path(settings.model))
+        cache = Path(
+            settings.cache or Path(os.environ.get("XDG_CACHE_HOME", "~/.cache"), "overspill")
+        ).expanduser()
+        tokens = data.tokenize(Path(settings.data), tokenizer, cache)
+        if settings.heldout is None:
+            return *data.split(tokens, settings.seq_len), tokens.digest
+        heldout = data.tokenize(Path(settings.heldout), tokenizer, cache)
+        sides = data.Sequences(tokens, settings.seq_len), data.Sequences(heldout, settings.seq_len)
+        return *sides, f"{tokens.digest} {heldout.digest}"
+
+    def _model(self, torch, config: Any) -> tuple[Any, Any]:
+        """The model without its weights, and the folder that has them; or the model alone."""
+        from overspill.pretrained import causal_lm
+
+        dtype = torch.bfloat16 if self.settings.dtype == "bf16" else torch.float32
+        try:
+            model, weights = causal_lm(self.settings.model, config, dtype)
+        except (OSError, ValueError, KeyError, RuntimeError) as error:
+            raise CliError(f"--model {self.settings.model}: {str(error).splitlines()[0]}") from error
+        if self.settings.checkpointing:
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        return model, weights
+
+    def begin(self) -> None:
+        """Loads the checkpoint, if there is one, and makes the run's folder: until here nothing of it was touched."""
+        if self.base is not None:
+            self.loop.restore(self.engine.load_checkpoint(str(self.base)))
+        self._check_room()
+        aside = []
+        if self.base is None:
+            self._begin_anew()
+        elif self.reached:
+            self.folder.write(self.run)
+        else:
+            aside = self.folder.rewind(self.run, self.base, self.loop.step)
+        self.saver = Saver(
+            self.folder, self.settings, self._take, self._saves_on_the_way, self.base, self.loop.step
+        )
+        self.saver.add_missing_files()
+        self._say_how(aside)
+
+    def _begin_anew(self) -> None:
+        if not self.began_before:
+            self.folder.begin()
+        self.folder.rewind(self.run, None, 0)
+
+    def _check_room(self) -> None:
+        saved = min(len(self.folder.checkpoints.complete()), self.settings.keep)
+        plan = self.engine._core.plan.as_dict()
+        self.room = room.reserved(plan, self.engine.stats(), self.folder.path, self.settings.keep, saved)
+        self.room.check()
+
+    def _say_how(self, aside: list[Path]) -> None:
+        """What counts, before the first step."""
+        for note in self.chosen.notes:
+            print(note)
+        print(self.chosen.text())
+        print(device_line(self.chosen.config.engine.device, self.engine.device))
+        print(self.engine.plan_text, end="")
+        for line in self.room.lines():
+            print(f"  {line}")
+        print(f"  {self._save_text()}")
+        if self.base is not None:
+            print(f"going on from {self.base}, step {self.loop.step}", flush=True)
+        elif self.began_before:
+            print("no checkpoint is there: beginning at step 0", flush=True)
+        for path in aside:
+            _warn(f"{path.name.partition('.')[0]} is of the branch that was left; it is now {path}")
+        if text := self.folder.checkpoints.aside_text():
+            _warn(text)
+        sys.stdout.flush()
+
+    def _save_text(self) -> str:
+        every, minutes = self.settings.save_every, self.settings.save_minutes
+        times = [f"every {every} steps"] * bool(every) + [f"every {minutes:g} minutes"] * bool(minutes)
+        if not self._saves_on_the_way:
+            times = []
+        return f"saves {', '.join([*times, 'at the end'])}; keeps {self.settings.keep}"
+
+    @property
+    def _saves_on_the_way(self) -> bool:
+        return self.chosen.config.engine.train_after_save
+
+    @property
+    def reached(self) -> bool:
+        return self.loop.step >= self.settings.steps
+
+    def train(self, hook) -> int:
+        """Held-out loss, steps, last checkpoint, held-out loss. Returns the exit code."""
+        from overspill.cli.display import Display
+
+        hook = hook or (lambda loop: None)
+        board = tensorboard(self.folder.path)
+        if self.reached:
+            print(
+                f"step {self.loop.step} is reached already, --steps is {self.settings.steps}: nothing is "
+                "trained; give a "
+                "larger --steps to go on"
+            )
+        with self.stop.listening(), Display(self.loop.step, self.settings.steps) as display:
+            if self.loop.step == 0:
+                self._measure("before", display)
+                hook(self.loop)
+            recorder = Recorder(self.engine, self.trace)
+            while not self.reached and not self.stop:
+                with recorder:
+                    record = self.loop.train_step()
+                if record is None:
+                    break
+                self.folder.log(record)
+                display.step(record)
+                if self.loop.steps_here == PREDICTED_AFTER:
+                    display.say(self.engine.predict()["text"].rstrip())
+                if board is not None:
+                    board(record)
+                if self.saver.due(self.loop.step) and not self.reached:
+                    self.saver.save(self.loop.step)
+                hook(self.loop)
+            if self.loop.step > 0:
+                self.saver.save(self.loop.step, prune=not self.stop)
+            if not self.stop:
+                self._measure("after", display)
+                hook(self.loop)
+        return self._close()
+
+    def _take(self, path: Path) -> None:
+        self.engine.save_checkpoint(str(path), client_state=self.loop.state())
+
+    def _close(self) -> int:
+        from overspill.cli.plot import plot
+
+        heldout = {int(step): loss for step, loss in self.run["heldout"].items()}
+        plot(self.folder.records(), heldout, self.engine.stats()["host_budget_bytes"], self.folder.plot_path)
+        failure, newest = self.saver.failure, self.saver.newest
+        if self.stop:
+            where = f"saved {newest}" if newest else "no step was finished, so there is nothing to save"
+            if failure:
+                where = f"the last save failed ({failure}), and the newest checkpoint is {newest or 'none'}"
+            _warn(
+                f"stopped at step {self.loop.step}; {where}; go on with: {self.folder.command}{self._again()}"
+            )
+            return self.stop.exit_code
+        for line in self._wear():
+            print(line)
+        if failure:
+            kept = f"the newest checkpoint is {newest}; make room and go on with: {self.folder.command}"
+            raise CliError(f"the last save failed: {failure}; {kept if newest else 'there is no checkpoint'}")
+        print(f"checkpoint {newest}\nplot {self.folder.plot_path}", flush=True)
+        return 0
+
+    def _again(self) -> str:
+        """What going on needs, where it reserves anything."""
+        if not self.room.reserve_bytes:
+            return ""
+        return f" ({self.room.lines()[-1]})"
+
+    def _wear(self) -> list[str]:
+        """What training does to the disks, at the rate of this process's steps."""
+        from overspill import _core
+
+        written = self.loop.written
+        drives = {path: _core.drives(path) for path in written}
+        rated_tb = self.engine.config.budget.endurance_tbw
+        return wear.at_rate(written, self.loop.seconds, drives, rated_tb)
+
+    def _measure(self, word: str, display) -> None:
+        if self.settings.eval_batches == 0:
+            return
+        loss = self.loop.heldout_loss(self.heldout, self.settings.eval_batches)
+        if loss is not None:
+            display.say(f"held-out loss {word}: {loss:.4f}")
+            self.run["heldout"][str(self.loop.step)] = loss
+            self.folder.write(self.run)
+
+    def summary(self) -> dict[str, Any]:
+        """What the run came to, for those who call the command from Python."""
+        heldout = {int(step): loss for step, loss in self.run["heldout"].items()}
+        stats = self.engine.stats()
+        return {
+            "heldout_loss_before": heldout.get(0),
+            "heldout_loss_after": heldout.get(self.loop.step),
+            "checkpoint": str(self.saver.newest),
+            "plot": str(self.folder.plot_path),
+            "nvme_peak_bytes": max((r["nvme_allocated_bytes"] for r in self.folder.records()), default=0),
+            "stats": stats,
+        }
+
+
+def _warn(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

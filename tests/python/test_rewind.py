@@ -1,0 +1,177 @@
+"""Going on from an older checkpoint: later ones are set aside, what is saved then stays, and a kill loses nothing."""
+
+import json
+import shutil
+
+import pytest
+import tiny
+
+
+@pytest.fixture(scope="module")
+def straight(on_disk):
+    """A run of 6 steps that saved at 2, 4 and 6."""
+    from overspill.cli import main
+
+    out = on_disk.root / "rewind-straight"
+    assert main([str(a) for a in on_disk.run(out, steps=6, save_every=2, keep=4)]) == 0
+    return out
+
+
+@pytest.fixture
+def out(straight, tmp_path):
+    shutil.copytree(straight, tmp_path / "out")
+    return tmp_path / "out"
+
+
+def names(out) -> list[str]:
+    return sorted(p.name for p in (out / "checkpoints").iterdir())
+
+
+def damage(checkpoint) -> None:
+    """Flips a byte of what lies on the host, which every load reads."""
+    victim = max((p for p in checkpoint.glob("*.bin")), key=lambda p: p.stat().st_size)
+    pieces = [
+        p for u in json.loads((checkpoint / "manifest.json").read_bytes())["units"] for p in u["pieces"]
+    ]
+    at = next(p["offset"] for p in pieces if p["file"] == victim.name)
+    with victim.open("r+b") as file:
+        file.seek(at)
+        byte = file.read(1)
+        file.seek(at)
+        file.write(bytes([byte[0] ^ 1]))
+
+
+def whole(path) -> bool:
+    from overspill import CheckpointError, _core
+
+    try:
+        _core.verify(str(path), None)
+    except CheckpointError:
+        return False
+    return True
+
+
+def resume(bench, capsys, out, *options) -> tuple[str, str]:
+    code, said, err = bench.main(capsys, "train", "--out", out, *options)
+    assert code == 0, err
+    return said, err
+
+
+def test_what_was_saved_last_stays_and_what_was_left_is_set_aside(on_disk, straight, out, capsys):
+    older = out / "checkpoints/step-000002"
+    damage(out / "checkpoints/step-000006")
+    _, err = resume(on_disk, capsys, out, "--resume", older, "--keep", 1, "--save-every", 1, "--steps", 5)
+    assert names(out) == ["step-000004.abandoned-1", "step-000005", "step-000006.abandoned-1"]
+    assert whole(out / "checkpoints/step-000005")
+    assert "step-000004 is of the branch that was left; it is now" in err
+    assert "they hold" in err and "delete them when you need them no more" in err
+    expected = {step: loss for step, loss in tiny.losses(straight).items() if step <= 5}
+    assert tiny.losses(out) == expected
+
+
+def test_the_step_of_an_abandoned_checkpoint_is_saved_again(on_disk, straight, out, capsys):
+    """Once a save of step 6 was skipped, and the damaged checkpoint there was called the run's."""
+    damage(out / "checkpoints/step-000006")
+    said, _ = resume(on_disk, capsys, out, "--resume", out / "checkpoints/step-000004", "--steps", 6)
+    assert f"checkpoint {out}/checkpoints/step-000006\n" in said
+    assert whole(out / "checkpoints/step-000006")
+    assert tiny.losses(out) == tiny.losses(straight)
+
+
+def test_a_rewound_run_that_saved_nothing_goes_on_where_it_was_rewound_to(on_disk, out, capsys, monkeypatch):
+    from overspill.cli.loop import Loop
+
+    def killed(self):
+        raise RuntimeError("killed")
+
+    monkeypatch.setattr(Loop, "train_step", killed)
+    older = out / "checkpoints/step-000002"
+    on_disk.fails(capsys, "train", "--out", out, "--resume", older)
+    monkeypatch.undo()
+    said, _ = resume(on_disk, capsys, out, "--resume", "--steps", 3)
+    assert f"going on from {older}, step 2" in said
+    assert "step-000003" in names(out)
+
+
+@pytest.mark.parametrize("cut", range(3))
+def test_a_rewind_that_is_cut_short_is_finished_by_the_next_resume(cut, on_disk, out, capsys, monkeypatch):
+    """Cut before each of the renames, and after the last."""
+    from overspill.cli.checkpoints import Checkpoints
+
+    rename, done = Checkpoints.set_aside, []
+
+    def until_the_cut(self, path, why):
+        if len(done) == cut:
+            raise RuntimeError("killed")
+        done.append(path)
+        return rename(self, path, why)
+
+    older = out / "checkpoints/step-000002"
+    monkeypatch.setattr(Checkpoints, "set_aside", until_the_cut)
+    monkeypatch.setattr(Checkpoints, "remove_leftovers", lambda self: until_the_cut(self, None, ""))
+    on_disk.fails(capsys, "train", "--out", out, "--resume", older)
+    monkeypatch.undo()
+    said, _ = resume(on_disk, capsys, out, "--resume", "--steps", 3)
+    assert f"going on from {older}, step 2" in said
+
+
+def test_a_checkpoint_from_elsewhere_is_gone_on_from_until_the_first_save(on_disk, straight, out, capsys):
+    """None of the folder's own is its ancestor for sure: all are set aside, none is deleted."""
+    elsewhere = out.parent / "copied"
+    shutil.copytree(out / "checkpoints/step-000004", elsewhere)
+    said, _ = resume(on_disk, capsys, out, "--resume", elsewhere, "--steps", 5, "--keep", 1)
+    assert f"going on from {elsewhere}, step 4" in said
+    aside = [f"step-00000{step}.abandoned-1" for step in (2, 4, 6)]
+    assert sorted([*aside, "step-000005"]) == names(out)
+    shutil.rmtree(out / "checkpoints/step-000005")
+    said, _ = resume(on_disk, capsys, out, "--resume", "--steps", 6)
+    assert f"going on from {elsewhere}, step 4" in said
+    assert tiny.losses(out) == tiny.losses(straight)
+    shutil.rmtree(out / "checkpoints/step-000006")
+    elsewhere.rename(out.parent / "moved")
+    message = on_disk.fails(capsys, "train", "--out", out, "--resume")
+    assert f"went on from {elsewhere}, which is there no more" in message and aside[0] in message
+
+
+def test_a_run_that_is_done_names_the_checkpoint_that_it_went_on_from(on_disk, out, capsys):
+    before = names(out)
+    older = out / "checkpoints/step-000004"
+    said, _ = resume(on_disk, capsys, out, "--resume", older, "--steps", 4)
+    assert "step 4 is reached already, --steps is 4: nothing is trained" in said
+    assert f"checkpoint {older}\n" in said
+    assert names(out) == before and len(tiny.log(out)) == 6, "nothing was begun, so nothing is set aside"
+
+
+def test_a_predecessor_goes_only_after_its_successor_was_read_back(on_disk, tmp_path, capsys, monkeypatch):
+    from overspill.cli.session import Session
+
+    take, out = Session._take, tmp_path / "out"
+
+    def badly(self, path):
+        take(self, path)
+        if path.name == "step-000002":
+            damage(path)
+
+    monkeypatch.setattr(Session, "_take", badly)
+    code, _, err = on_disk.main(capsys, *on_disk.run(out, steps=2, save_every=1, keep=1))
+    assert code == 1 and "the last save failed: read back, it was damaged" in err
+    assert names(out) == ["step-000001", "step-000002.damaged-1"]
+    assert whole(out / "checkpoints/step-000001")
+    monkeypatch.undo()
+    resume(on_disk, capsys, out, "--resume")
+    assert names(out) == ["step-000002", "step-000002.damaged-1"]
+
+
+def test_what_overspill_did_not_write_is_not_removed(on_disk, out, capsys):
+    strange = out / "checkpoints/step-000007.partial"
+    strange.mkdir()
+    (strange / "thesis.tex").write_text("mine")
+    message = on_disk.fails(capsys, "train", "--out", out, "--resume", "--steps", 7)
+    assert "thesis.tex, which Overspill did not write" in message
+    assert (strange / "thesis.tex").read_text() == "mine"
+
+
+def test_without_a_checkpoint_a_run_says_that_it_begins_anew(on_disk, out, capsys):
+    shutil.rmtree(out / "checkpoints")
+    said, _ = resume(on_disk, capsys, out, "--resume", "--steps", 1)
+    assert "no checkpoint is there: beginning at step 0" in said

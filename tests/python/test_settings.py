@@ -1,0 +1,222 @@
+"""Which settings count: the command line's defaults < the configuration file < what was typed; the same for plan, train
+and a run that goes on. The cases come from the table in settings.py, so an option that is added is tested or named."""
+
+import json
+
+import pytest
+import tiny
+
+from overspill import Config
+from overspill.cli import parser
+from overspill.cli.chosen import choose
+from overspill.cli.common import CliError
+from overspill.cli.settings import FIELDS, key_of, option
+
+# By field: what a file says, what is typed, and what each comes to in Config. A size is written as people write it.
+SAMPLES = {
+    "batch": (3, "7", 3, 7),
+    "accumulate": (2, "5", 2, 5),
+    "vertical": (True, "--no-vertical", True, False),
+    "optimizer": ("Lion", "adam", "Lion", "Adam"),
+    "format": ("compact", "8bit", "compact", "8bit"),
+    "lr": (0.25, "0.5", 0.25, 0.5),
+    "weight_decay": (0.25, "0.5", 0.25, 0.5),
+    "clip": (0.25, "0.5", 0.25, 0.5),
+    "seed": (3, "7", 3, 7),
+    "host_budget": ("3MiB", "7MiB", 3 << 20, 7 << 20),
+    "nvme": (["a"], "b", "a", "b"),
+    "device_budget": ("3MiB", "7MiB", 3 << 20, 7 << 20),
+    "endurance_tbw": (3.0, "7", 3.0, 7.0),
+    "threads": (3, "7", 3, 7),
+    "device": ("host", "cpu", "host", "cpu"),
+    "job": ("ours", "theirs", "ours", "theirs"),
+    "keep": (3, "7", 3, 7),
+}
+OWN = {  # options that no configuration file has
+    "model", "data", "heldout", "seq_len", "warmup", "dtype", "checkpointing", "torch_threads", "steps", "config",
+    "save_every", "save_minutes", "eval_batches", "cache",
+}  # fmt: skip
+
+
+def test_every_option_has_a_key_and_a_sample_or_is_the_command_lines_own():
+    assert SAMPLES.keys() | OWN == FIELDS.keys()
+    assert {name for name in FIELDS if key_of(name)} == SAMPLES.keys()
+    typed = vars(parser().parse_args(["train", "--out", "x"]))
+    for name in FIELDS:
+        assert typed[name] is None, f"{option(name)} has a default in argparse, which would pass for typed"
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in "ab":
+        (tmp_path / name).mkdir()
+    return tmp_path
+
+
+def nested(key: str, value) -> dict:
+    for part in reversed(key.split(".")):
+        value = {part: value}
+    return value
+
+
+def written(folder, values: dict):
+    """A file with these values and a host budget."""
+    budget = {"host": "64MiB"} | values.get("budget", {})
+    path = folder / "config.json"
+    path.write_text(json.dumps(values | {"budget": budget}))
+    return path
+
+
+def chosen_of(command: str, *arguments):
+    required = ["--out", "x", "--data", "d"] if command == "train" else []
+    args = parser().parse_args([command, "--model", "m", *required, *map(str, arguments)])
+    return choose(vars(args), required=command == "train")
+
+
+def found(config: Config, name: str):
+    value = config
+    for part in key_of(name).split("."):
+        value = getattr(value, part)
+    return value[0].rsplit("/")[-1] if name == "nvme" else value
+
+
+def typing(name: str) -> list[str]:
+    typed = SAMPLES[name][1]
+    return [typed] if typed.startswith("--") else [option(name), typed]
+
+
+def takes(command: str, name: str) -> bool:
+    return name in vars(
+        parser().parse_args([command, "--model", "m", *["--out", "x"] * (command == "train")])
+    )
+
+
+CASES = [(command, name) for command in ("train", "plan") for name in SAMPLES]
+
+
+@pytest.mark.parametrize(("command", "name"), CASES)
+def test_a_file_goes_before_defaults(command, name, folder):
+    said, _, meant, _ = SAMPLES[name]
+    chosen = chosen_of(command, "--config", written(folder, nested(key_of(name), said)))
+    assert found(chosen.config, name) == meant
+    assert chosen.origins[name] == "file" and not chosen.notes
+    if name not in ("optimizer", "nvme"):
+        assert getattr(chosen.settings, name) == meant
+
+
+@pytest.mark.parametrize(("command", "name"), [case for case in CASES if takes(*case)])
+def test_what_is_typed_goes_before_a_file_and_says_so(command, name, folder):
+    said, _, _, meant = SAMPLES[name]
+    file = written(folder, nested(key_of(name), said))
+    chosen = chosen_of(command, "--config", file, *typing(name))
+    assert found(chosen.config, name) == meant
+    (note,) = chosen.notes
+    assert (
+        note.startswith(f"{option(name)} ") and f"goes before {key_of(name)} = " in note and str(file) in note
+    )
+
+
+@pytest.mark.parametrize("name", SAMPLES)
+def test_without_both_the_default_counts(name, folder):
+    chosen = chosen_of("train", "--host-budget", "64MiB")
+    if name != "host_budget":
+        default = FIELDS[name].default
+        assert getattr(chosen.settings, name) == default
+        assert default is None or found(chosen.config, name) == default
+
+
+def leaves(model, at=""):
+    """Keys of a pydantic section, dotted."""
+    for name, field in model.model_fields.items():
+        inner = getattr(field.annotation, "model_fields", None)
+        yield from leaves(field.annotation, f"{at}{name}.") if inner else [at + name]
+
+
+FILE_ONLY = {
+    "zero_optimization.stage": 2,
+    "engine.prefetch_units": 2,
+    "engine.speculate": True,
+    "engine.chunk_elements": 4096,
+    "engine.placement": "half",
+    "engine.poison": True,
+    "engine.seed": 3,
+    "engine.train_after_save": False,
+    "engine.io_backend": "threads",
+    "engine.transport": "group",
+    "engine.rank_timeout_seconds": 5.0,
+}
+
+
+def test_every_other_key_of_a_file_reaches_the_engine(folder):
+    known = {key_of(name) for name in SAMPLES} | {"optimizer"}
+    assert set(leaves(Config)) - known == FILE_ONLY.keys()
+    for key, value in FILE_ONLY.items():
+        config = chosen_of("train", "--config", written(folder, nested(key, value))).config
+        for part in key.split("."):
+            config = getattr(config, part)
+        assert config == value, key
+
+
+@pytest.mark.parametrize("kind", ["AdamW", "Adam", "Adagrad", "Lion", "SGD"])
+def test_optimizers_of_deepspeeds_form_keep_their_rate_and_decay(kind, folder):
+    section = {"type": kind, "params": {"lr": 0.25, "weight_decay": 0.125}}
+    chosen = chosen_of("train", "--config", written(folder, {"optimizer": section}))
+    assert (chosen.config.optimizer.lr, chosen.config.optimizer.weight_decay) == (0.25, 0.125)
+    assert chosen.settings.lr == 0.25 and chosen.settings.learning_rate(0) == 0.25
+    typed = chosen_of("train", "--config", written(folder, {"optimizer": section}), "--lr", 0.5)
+    assert (typed.config.optimizer.lr, typed.config.optimizer.weight_decay) == (0.5, 0.125)
+
+
+def test_a_run_trains_by_its_file_and_goes_on_by_it(on_disk, tmp_path, capsys):
+    """lr 0.01 in the file was once trained at 5e-5."""
+    values = json.loads(on_disk.config.read_text()) | {"optimizer": {"lr": 0.01}, "seed": 5}
+    file = tmp_path / "run.json"
+    file.write_text(json.dumps(values))
+    out = tmp_path / "out"
+    said = on_disk.ok(capsys, *on_disk.run(out, steps=2, lr=None, config=file, save_every=1))
+    assert [r["lr"] for r in tiny.log(out)] == [0.01, 0.01]
+    assert f"settings in {file}: " in said and "lr 0.01" in said and "settings by default: " in said
+    moved = file.rename(tmp_path / "elsewhere.json")
+    said = on_disk.ok(capsys, "train", "--out", out, "--resume", "--steps", 3)
+    assert f"{file} is gone; what it held when the run began counts" in said
+    assert [r["lr"] for r in tiny.log(out)] == [0.01] * 3
+    moved.rename(file)
+    file.write_text(json.dumps(values | {"optimizer": {"lr": 0.02}}))
+    message = on_disk.fails(capsys, "train", "--out", out, "--resume", "--steps", 4)
+    assert f"optimizer.lr = 0.02 in {file} differs from 0.01" in message
+    file.write_text(json.dumps(values | {"optimizer": {"lr": 0.01, "betas": [0.5, 0.9]}}))
+    message = on_disk.fails(capsys, "train", "--out", out, "--resume", "--steps", 4)
+    assert "the configuration's optimizer = " in message and "with which the run began" in message
+
+
+def test_relative_folders_of_a_file_are_meant_from_where_the_run_began(folder, monkeypatch):
+    file = written(folder, {"budget": {"nvme": ["a"]}})
+    began = chosen_of("train", "--config", file)
+    monkeypatch.chdir(folder / "b")
+    args = parser().parse_args(["train", "--out", "x", "--resume"])
+    assert choose(vars(args), {**began.stored()}).config.budget.nvme == [str(folder / "a")]
+
+
+def test_a_run_of_an_earlier_version_goes_on_as_it_trained(folder):
+    """Its settings went before its file, defaults or not; run.json has no more than them."""
+    file = written(folder, {"optimizer": {"lr": 0.01}})
+    args = parser().parse_args(["train", "--out", "x", "--resume"])
+    before = chosen_of("train", "--host-budget", "64MiB").settings
+    settings = {**before.as_dict(), "config": str(file)}
+    for added in ("device", "job", "save_minutes"):
+        del settings[added]
+    chosen = choose(vars(args), {"settings": settings})
+    assert chosen.settings.lr == 5e-5 == chosen.config.optimizer.lr
+    assert any("--lr 5e-05" in note for note in chosen.notes)
+
+
+def test_wrong_files_are_named(folder):
+    for text, words in {
+        "{": "JSON",
+        "[]": "an object",
+        '{"budget": {"host": 1}, "optimizer": {"params": {"max_grad_norm": 1}}}': "max_grad_norm",
+    }.items():
+        (folder / "wrong.json").write_text(text)
+        with pytest.raises((CliError, ValueError), match=words):
+            chosen_of("train", "--config", folder / "wrong.json")
