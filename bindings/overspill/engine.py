@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import json
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from contextlib import contextmanager
@@ -17,6 +16,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from . import _core, divided, hooks, patches, place, pretrained, ranks, residency, state, transport, vertical
 from .config import Config
+from .extra import Extra
 from .init import materialise
 from .optimizer import (
     OverspillOptimizer,
@@ -329,19 +329,24 @@ class Engine:
                 "whole one; their norm is engine.last_step.norm, this rank's own passes parameter.register_hook"
             )
         segment = self._segment(parameter)
-        if not segment.unit.trainable or not self._core.has_gradient(segment.unit.index, segment.index):
+        if segment is None or not segment.unit.trainable:
+            return None
+        if not self._core.has_gradient(segment.unit.index, segment.index):
             return None
         return self._residency.state(segment, "grad")
 
     def weight(self, parameter: nn.Parameter, dtype: torch.dtype | None = None) -> torch.Tensor:
         """A copy of the weight; dtype=torch.float32 gives the exact master. All ranks call it."""
-        return self._residency.weight(self._segment(parameter), dtype)
+        segment = self._segment(parameter)
+        if segment is None:
+            return torch.empty(parameter.shape, dtype=dtype or parameter.dtype)
+        return self._residency.weight(segment, dtype)
 
     def optimizer_state(self, parameter: nn.Parameter) -> dict[str, torch.Tensor]:
         """Copies, in fp32 whatever their format, of the parameter's states, by torch's names for them; empty for a
         frozen one. All ranks call it."""
         segment = self._segment(parameter)
-        if not segment.unit.trainable:
+        if segment is None or not segment.unit.trainable:
             return {}
         names = self.optimizer.groups.states()
         return {theirs: self._residency.state(segment, ours) for ours, theirs in names.items()}
@@ -355,7 +360,7 @@ class Engine:
         """Real weights in the parameters while the block runs; what it writes into them becomes the
         weight."""
         chosen = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-        units = list({id(s.unit): s.unit for s in map(self._segment, chosen)}.values())
+        units = list({id(s.unit): s.unit for s in map(self._segment, chosen) if s is not None}.values())
         pinned: list = []
         try:
             with DisableTorchFunction():
@@ -420,6 +425,7 @@ class Engine:
             "optimizer": state.encode(self.optimizer.hyper_parameters(), "optimizer"),
             "lr_scheduler": scheduler,
             "buffers": state.buffers_to_json(self.module),
+            "empty_parameters": state.empty_parameters_to_json(self.module),
             "global_steps": self.global_steps,
             "micro_steps": self.micro_steps,
             "random": state.random_states(),
@@ -431,37 +437,46 @@ class Engine:
     def load_checkpoint(self, folder: Any) -> dict:
         """Restores everything that `save_checkpoint` took and returns its client_state. Raises before
         anything is changed. All ranks call it; random states come back where there are as many ranks as then."""
-        extra = json.loads(_core.manifest(str(folder))["extra_json"])
-        self._check_extra(extra)
-        self._core.load(str(folder))
+        read = Extra.read(_core.manifest(str(folder))["extra_json"], folder)
+        buffers = state.persistent_buffers(self.module)
+        read.check(buffers, self.optimizer.param_groups)
+        self._load(folder, read)
         self._residency.refresh()
-        state.restore_buffers(self.module, extra["buffers"])
-        self.optimizer.restore_hyper_parameters(state.decode(extra["optimizer"]))
-        if self.lr_scheduler is not None:
-            self.lr_scheduler.load_state_dict(state.decode(extra["lr_scheduler"]))
-        self.global_steps, self.micro_steps = extra["global_steps"], extra["micro_steps"]
-        random = extra.get("random_of_ranks", [extra["random"]])
-        if len(random) == self.world_size:
-            state.restore_random_states(random[self.rank])
-        return state.decode(extra["client_state"])
+        with torch.no_grad():
+            for name, buffer in buffers.items():
+                buffer.copy_(read.buffers[name])
+        self.optimizer.restore_hyper_parameters({"groups": read.groups})
+        self.global_steps, self.micro_steps = read.global_steps, read.micro_steps
+        if len(read.random) == self.world_size:
+            state.restore_random_states(read.random[self.rank])
+        return read.client_state
 
-    def _check_extra(self, extra: dict) -> None:
-        groups = len(extra["optimizer"]["groups"])
-        if groups != len(self.optimizer.param_groups):
-            raise ValueError(
-                f"overspill: {groups} parameter groups in the checkpoint, "
-                f"{len(self.optimizer.param_groups)} here"
-            )
-        if self.lr_scheduler is not None and extra["lr_scheduler"] is None:
-            raise ValueError("overspill: the checkpoint has no scheduler, this run has one")
-        state.check_buffers(self.module, extra["buffers"])
+    def _load(self, folder: Any, read: Extra) -> None:
+        """The scheduler first: it may refuse what it is given. It is as it was where the weights do not load."""
+        if self.lr_scheduler is None:
+            self._core.load(str(folder))
+            return
+        before = self.lr_scheduler.state_dict()
+        try:
+            read.restore_scheduler(self.lr_scheduler)
+            self._core.load(str(folder))
+        except BaseException:
+            self.lr_scheduler.load_state_dict(before)
+            raise
 
     def close(self) -> None:
         """Ends the engine; the model's parameters stay NaN. Called by itself when the engine dies."""
         self._finalizer()
 
-    def _segment(self, parameter: nn.Parameter) -> Segment:
+    def _segment(self, parameter: nn.Parameter) -> Segment | None:
+        """None of a parameter without elements, which no unit holds. Raises ValueError for one of another model."""
         segment = registry.get(id(parameter))
+        if (
+            segment is None
+            and parameter.numel() == 0
+            and any(p is parameter for p in self.module.parameters())
+        ):
+            return None
         if segment is None or segment.unit.residency is not self._residency:
             raise ValueError(
                 f"overspill: this {type(parameter).__name__} is no parameter of this engine's model"

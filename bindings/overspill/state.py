@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from .divided import is_divided
+
 _KIND = "__kind__"
 
 
@@ -79,11 +81,23 @@ def tensor_to_json(tensor: torch.Tensor) -> dict:
     }
 
 
-def tensor_from_json(saved: dict) -> torch.Tensor:
-    dtype = getattr(torch, saved["dtype"])
-    raw = bytearray(base64.b64decode(saved["data"]))
+def tensor_from_json(saved: Any) -> torch.Tensor:
+    """What tensor_to_json gave. Raises ValueError for anything else."""
+    if not isinstance(saved, dict) or saved.keys() != {"dtype", "shape", "data"}:
+        raise ValueError("a tensor has dtype, shape and data")
+    name, shape = saved["dtype"], saved["shape"]
+    dtype = getattr(torch, name, None) if isinstance(name, str) else None
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"{name!r:.40} is no dtype")
+    if not isinstance(shape, list) or not all(type(n) is int and 0 <= n < 2**62 for n in shape):
+        raise ValueError(f"{shape!r:.40} is no shape")
+    if not isinstance(saved["data"], str):
+        raise ValueError("its data is no text in base64")
+    raw = bytearray(base64.b64decode(saved["data"], validate=True))
+    if math.prod(shape) * dtype.itemsize != len(raw):
+        raise ValueError(f"{len(raw)} bytes are not those of {name} in the shape {shape!r:.40}")
     flat = torch.frombuffer(raw, dtype=torch.uint8).view(dtype) if raw else torch.empty(0, dtype=dtype)
-    return flat.view(saved["shape"])
+    return flat.view(shape)
 
 
 def random_states() -> dict:
@@ -106,37 +120,47 @@ def restore_random_states(states: dict) -> None:
     if "numpy" in states:
         import numpy
 
-        name, keys, position, has_gauss, gauss = states["numpy"]
-        numpy.random.set_state((name, numpy.array(keys, dtype=numpy.uint32), position, has_gauss, gauss))
+        numpy.random.set_state(_numpy_state(states["numpy"]))
+
+
+def check_random_states(states: Any) -> None:
+    """Raises an exception, of whatever class, unless restore_random_states takes them. Changes no generator in use."""
+    torch.Generator().set_state(tensor_from_json(states["torch"]))
+    random.Random().setstate(decode(states["python"]))
+    for state in states.get("cuda", []):
+        if tensor_from_json(state).dtype != torch.uint8:
+            raise ValueError("the state of a GPU's generator is bytes")
+    if "numpy" in states:
+        import numpy
+
+        numpy.random.RandomState().set_state(_numpy_state(states["numpy"]))
+
+
+def _numpy_state(saved: Any) -> tuple:
+    import numpy
+
+    name, keys, position, has_gauss, gauss = saved
+    if type(position) is not int or not 0 <= position <= len(keys) or type(has_gauss) is not int:
+        raise ValueError("this is no state of numpy's generator")  # numpy looks at neither
+    return name, numpy.array(keys, dtype=numpy.uint32), position, has_gauss, gauss
 
 
 def buffers_to_json(model: nn.Module) -> dict:
     """Buffers that a state dict would have (running statistics); parameters are the engine's."""
-    return {name: tensor_to_json(buffer) for name, buffer in _persistent_buffers(model).items()}
+    return {name: tensor_to_json(buffer) for name, buffer in persistent_buffers(model).items()}
 
 
-def check_buffers(model: nn.Module, saved: dict) -> None:
-    """Raises ValueError before anything is changed."""
-    mine = {
-        name: (str(b.dtype).removeprefix("torch."), list(b.shape))
-        for name, b in _persistent_buffers(model).items()
+def empty_parameters_to_json(model: nn.Module) -> dict:
+    """Parameters without elements, which no unit holds and which a merged model has to have all the same."""
+    return {
+        name: {"dtype": str(p.dtype).removeprefix("torch."), "shape": list(p.shape), "data": ""}
+        for name, p in model.named_parameters()
+        if p.numel() == 0 and not is_divided(p)
     }
-    theirs = {name: (b["dtype"], b["shape"]) for name, b in saved.items()}
-    wrong = [name for name in sorted(mine.keys() | theirs.keys()) if mine.get(name) != theirs.get(name)]
-    if wrong:
-        raise ValueError(
-            f"overspill: buffer {wrong[0]} is {mine.get(wrong[0])} here and {theirs.get(wrong[0])} in "
-            "the checkpoint"
-        )
 
 
-def restore_buffers(model: nn.Module, saved: dict) -> None:
-    with torch.no_grad():
-        for name, buffer in _persistent_buffers(model).items():
-            buffer.copy_(tensor_from_json(saved[name]))
-
-
-def _persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
+def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Those that a state dict has, by name."""
     found = {}
     for prefix, module in model.named_modules():
         for name, buffer in module._buffers.items():

@@ -1,0 +1,170 @@
+"""What a checkpoint says besides weights and states: read and checked whole, before a load changes anything.
+
+The text is not trusted. Whatever it says, the outcome is an `Extra` that can be applied, or a CheckpointError
+that names the checkpoint and the entry.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from . import state
+from ._core import CheckpointError
+
+_WRONG = (ArithmeticError, AttributeError, LookupError, RecursionError, RuntimeError, TypeError, ValueError)
+_WAY_OUT = "it is damaged, or another program wrote it: use another checkpoint"
+
+
+@dataclass(frozen=True)
+class Extra:
+    """Entries of a checkpoint, decoded. `random` has the states of each rank of the run that saved."""
+
+    folder: str
+    client_state: Any
+    groups: list[dict[str, Any]]
+    lr_scheduler: dict[str, Any] | None
+    buffers: dict[str, torch.Tensor]
+    global_steps: int
+    micro_steps: int
+    random: list[dict[str, Any]]
+
+    @classmethod
+    def read(cls, text: str, folder: Any) -> Extra:
+        """What `Engine.save_checkpoint` wrote. `folder` is what errors name. Raises CheckpointError."""
+        entries = _entries(text, folder)
+
+        def get(name: str, parse: Callable[[Any], Any]) -> Any:
+            if name not in entries:
+                raise CheckpointError(f"overspill: {folder}: its extra has no {name}; {_WAY_OUT}")
+            return _entry(folder, name, parse, entries[name])
+
+        ranks = "random_of_ranks" if "random_of_ranks" in entries else "random"
+        return cls(
+            folder=str(folder),
+            client_state=get("client_state", state.decode),
+            groups=get("optimizer", _groups),
+            lr_scheduler=_entry(folder, "lr_scheduler", _scheduler, entries.get("lr_scheduler")),
+            buffers=get("buffers", _tensors),
+            global_steps=get("global_steps", _count),
+            micro_steps=get("micro_steps", _count),
+            random=get(ranks, _random if ranks == "random_of_ranks" else lambda value: _random([value])),
+        )
+
+    def check(self, buffers: Mapping[str, torch.Tensor], groups: Sequence[Mapping[str, Any]]) -> None:
+        """Raises CheckpointError unless this is of a model with these buffers, of an optimizer with these groups."""
+        if len(self.groups) != len(groups):
+            raise CheckpointError(
+                f"overspill: {len(self.groups)} parameter groups in the checkpoint {self.folder}, {len(groups)} here"
+            )
+        for i, (saved, mine) in enumerate(zip(self.groups, groups, strict=True)):
+            for name, value in saved.items():
+                if name in mine and not _alike(value, mine[name]):
+                    raise CheckpointError(
+                        f"overspill: parameter group {i} has {name} = {value!r:.60} in the checkpoint {self.folder}, "
+                        f"{mine[name]!r:.60} here"
+                    )
+        here, there = _forms(buffers), _forms(self.buffers)
+        wrong = [name for name in sorted(here.keys() | there.keys()) if here.get(name) != there.get(name)]
+        if wrong:
+            raise CheckpointError(
+                f"overspill: buffer {wrong[0]} is {here.get(wrong[0])} here, {there.get(wrong[0])} in the checkpoint "
+                f"{self.folder}"
+            )
+
+    def restore_scheduler(self, scheduler: Any) -> None:
+        """Raises CheckpointError for a state that the scheduler does not take; it may have changed then."""
+
+        def load(values: dict[str, Any]) -> None:
+            for name in values:
+                if name == "optimizer" or callable(getattr(type(scheduler), name, None)):
+                    raise ValueError(f"{name!r} is no value of a scheduler")
+            scheduler.load_state_dict(values)
+
+        if self.lr_scheduler is None:
+            raise CheckpointError(
+                f"overspill: the checkpoint {self.folder} has no scheduler, this run has one"
+            )
+        _entry(self.folder, "lr_scheduler", load, self.lr_scheduler)
+
+
+def tensors(text: str, folder: Any) -> dict[str, torch.Tensor]:
+    """What a merged model has beside the engine's parameters: persistent buffers, and parameters without elements; none
+    where the checkpoint is not of a PyTorch model. Raises CheckpointError."""
+    entries = _entries(text, folder)
+    names = ("buffers", "empty_parameters")
+    buffers, empty = (_entry(folder, name, _tensors, entries.get(name, {})) for name in names)
+    return {**empty, **buffers}
+
+
+def _entries(text: str, folder: Any) -> dict[str, Any]:
+    entries = _entry(folder, "extra", json.loads, text)
+    if not isinstance(entries, dict):
+        raise CheckpointError(f"overspill: {folder}: its extra is no JSON object; {_WAY_OUT}")
+    return entries
+
+
+def _entry(folder: Any, name: str, parse: Callable[[Any], Any], value: Any) -> Any:
+    try:
+        return parse(value)
+    except _WRONG as error:
+        reason = f"{type(error).__name__}: {error}"[:200]
+        raise CheckpointError(f"overspill: {folder}: {name} cannot be read ({reason}); {_WAY_OUT}") from None
+
+
+def _groups(value: Any) -> list[dict[str, Any]]:
+    groups = state.decode(value)["groups"]
+    if not isinstance(groups, list) or not all(_named(group) and "params" not in group for group in groups):
+        raise ValueError("groups are a list of objects")
+    return groups
+
+
+def _scheduler(value: Any) -> dict[str, Any] | None:
+    decoded = state.decode(value)
+    if decoded is not None and not _named(decoded):
+        raise ValueError("the state of a scheduler is an object")
+    return decoded
+
+
+def _tensors(value: Any) -> dict[str, torch.Tensor]:
+    if not _named(value):
+        raise ValueError("an object of tensors is expected")
+    for name in value:
+        name.encode()  # JSON can spell what no file can: half of a surrogate pair
+    return {name: state.tensor_from_json(saved) for name, saved in value.items()}
+
+
+def _count(value: Any) -> int:
+    if type(value) is not int or not 0 <= value < 2**63:
+        raise ValueError(f"{value!r:.40} is no count")
+    return value
+
+
+def _random(value: Any) -> list[dict[str, Any]]:
+    for states in value:
+        state.check_random_states(states)
+    return list(value)
+
+
+def _named(value: Any) -> bool:
+    return isinstance(value, dict) and all(isinstance(name, str) for name in value)
+
+
+def _alike(saved: Any, mine: Any) -> bool:
+    """Whether a hyper-parameter has the kind of value that it has here."""
+    if saved is None or mine is None:
+        return not isinstance(saved, (dict, list, tuple))
+    if isinstance(mine, (list, tuple)):
+        alike = isinstance(saved, (list, tuple)) and len(saved) == len(mine)
+        return alike and all(map(_alike, saved, mine))
+    if isinstance(mine, (int, float, torch.Tensor)) and not isinstance(mine, bool):
+        return isinstance(saved, (int, float)) and not isinstance(saved, bool)
+    return isinstance(saved, type(mine))
+
+
+def _forms(tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[str, list[int]]]:
+    return {name: (str(t.dtype).removeprefix("torch."), list(t.shape)) for name, t in tensors.items()}

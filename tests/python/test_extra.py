@@ -1,0 +1,133 @@
+"""What a checkpoint says beside weights: whatever it is, it is taken whole, or refused by name with nothing changed."""
+
+import json
+import random
+
+import mutations
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
+
+import overspill
+from overspill import CheckpointError, _core
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.body = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.2), nn.Linear(8, 2))
+
+    def forward(self, x):
+        return self.body(x).square().mean()
+
+
+@pytest.fixture
+def engine(config, tmp_path):
+    """After three steps, saved after two to tmp_path/saved."""
+    engine, *_ = overspill.initialize(
+        Net(), config("host"), lr_scheduler=lambda optimizer: LambdaLR(optimizer, lambda step: 1 / (step + 1))
+    )
+    for step in range(3):
+        if step == 2:
+            engine.save_checkpoint(tmp_path / "saved", {"seen": {1: (2, float("inf"))}})
+        engine.backward(engine(torch.randn(6, 4, generator=torch.Generator().manual_seed(step))))
+        engine.step()
+    yield engine
+    engine.close()
+
+
+def all_of(engine) -> list:
+    """Everything that load_checkpoint may change, as values that compare."""
+    tensors = {**engine.state_dict(), "random": torch.get_rng_state()}
+    numpy = np.random.get_state()
+    return [
+        {name: tensor.tolist() for name, tensor in tensors.items()},
+        [{k: v for k, v in group.items() if k != "params"} for group in engine.optimizer.param_groups],
+        json.dumps(engine.lr_scheduler.state_dict(), default=str),
+        engine.global_steps,
+        engine.micro_steps,
+        random.getstate(),
+        [numpy[0], numpy[1].tolist(), *numpy[2:]],
+    ]
+
+
+def pretend(monkeypatch, folder, text):
+    """The checkpoint says `text`, as if it had been written so."""
+    manifest = {**_core.manifest(str(folder)), "extra_json": text}
+    monkeypatch.setattr(_core, "manifest", lambda _: manifest)
+
+
+def test_any_damage_is_refused_by_name_with_nothing_changed(engine, tmp_path, monkeypatch):
+    folder = tmp_path / "saved"
+    whole = _core.manifest(str(folder))["extra_json"]
+    before = all_of(engine)
+    refused = 0
+    for number, text in mutations.of_json(json.loads(whole), seed=1):
+        with monkeypatch.context() as patch:
+            pretend(patch, folder, text)
+            try:
+                engine.load_checkpoint(folder)
+            except CheckpointError as error:
+                refused += 1
+                assert str(folder) in str(error), (number, str(error))
+                assert all_of(engine) == before, number
+                continue
+            except Exception as error:
+                raise AssertionError(f"mutation {number}: {type(error).__name__}: {error}") from error
+        engine.load_checkpoint(folder)  # what was taken may be anything that is whole
+        before = all_of(engine)
+    assert mutations.COUNT // 2 < refused < mutations.COUNT
+    assert engine.load_checkpoint(folder) == {"seen": {1: (2, float("inf"))}}
+    assert engine.global_steps == 2 and torch.isfinite(engine(torch.ones(6, 4)))
+
+
+@pytest.mark.parametrize(
+    "change, said",
+    [
+        (lambda e: e.pop("buffers"), "has no buffers"),
+        (lambda e: e.pop("client_state"), "has no client_state"),
+        (
+            lambda e: e["buffers"]["body.1.running_mean"].update(data="AAAA"),
+            "3 bytes are not those of float32",
+        ),
+        (lambda e: e["buffers"].pop("body.1.running_var"), "buffer body.1.running_var is"),
+        (lambda e: e["optimizer"]["groups"][0].update(lr="fast"), "parameter group 0 has lr = 'fast'"),
+        (lambda e: e["optimizer"]["groups"][0].update(params=[]), "optimizer cannot be read"),
+        (lambda e: e["optimizer"]["groups"].append({}), "2 parameter groups in the checkpoint"),
+        (lambda e: e.update(lr_scheduler=None), "has no scheduler"),
+        (lambda e: e["lr_scheduler"].update(step=3), "lr_scheduler cannot be read"),
+        (lambda e: e["lr_scheduler"].pop("lr_lambdas"), "lr_scheduler cannot be read"),
+        (lambda e: e["random"]["numpy"].__setitem__(2, 10**6), "random cannot be read"),
+        (lambda e: e["random"]["torch"].update(data="", shape=[0]), "random cannot be read"),
+        (lambda e: e.update(micro_steps=True), "micro_steps cannot be read"),
+    ],
+)
+def test_what_is_wrong_is_named(change, said, engine, tmp_path, monkeypatch):
+    extra = json.loads(_core.manifest(str(tmp_path / "saved"))["extra_json"])
+    change(extra)
+    pretend(monkeypatch, tmp_path / "saved", json.dumps(extra))
+    before = all_of(engine)
+    with pytest.raises(CheckpointError) as error:
+        engine.load_checkpoint(tmp_path / "saved")
+    assert said in str(error.value)
+    assert all_of(engine) == before
+
+
+def test_weights_that_do_not_load_leave_the_scheduler_as_it_was(engine, tmp_path):
+    before = all_of(engine)
+    data = next(p for p in (tmp_path / "saved").iterdir() if p.name != "manifest.json")
+    data.write_bytes(bytes(data.stat().st_size))
+    with pytest.raises(CheckpointError):
+        engine.load_checkpoint(tmp_path / "saved")
+    assert all_of(engine) == before
+
+
+def test_a_checkpoint_of_another_program_is_refused(engine, tmp_path):
+    engine._core.save(str(tmp_path / "other"), "{}")
+    before = all_of(engine)
+    with pytest.raises(CheckpointError, match="another program wrote it"):
+        engine.load_checkpoint(tmp_path / "other")
+    assert all_of(engine) == before
