@@ -89,12 +89,12 @@ class Folder:
 
     def check(self, model: nn.Module) -> None:
         """Raises CheckpointError unless the folder has exactly what `model` wants. Nothing is read or changed."""
-        for names, tensor in _wanted(model):
+        for names, tensor in wanted(model):
             self._check(names, tensor)
         unexpected = self._unexpected(model)
         if unexpected:
             raise CheckpointError(
-                f"{self.path}: {_some(unexpected)} {'is' if len(unexpected) == 1 else 'are'} not wanted by "
+                f"{self.path}: {some(unexpected)} {'is' if len(unexpected) == 1 else 'are'} not wanted by "
                 f"{type(model).__name__} ({self.tensors[unexpected[0]].file.name}); is this the checkpoint of another "
                 f"class?{_elsewhere}"
             )
@@ -107,7 +107,7 @@ class Folder:
 
     def has_names_of(self, model: nn.Module) -> bool:
         """Whether every tensor has the name that the model gives it, so that nothing needs to be converted."""
-        complete = all(any(name in self.tensors for name in names) for names, _ in _wanted(model))
+        complete = all(any(name in self.tensors for name in names) for names, _ in wanted(model))
         return complete and not self._unexpected(model)
 
     def _unexpected(self, model: nn.Module) -> list[str]:
@@ -200,7 +200,7 @@ def causal_lm(folder: Any, config: Config, dtype: torch.dtype | None = None) -> 
     missing = sorted(found["missing_keys"])
     if missing:
         raise CheckpointError(
-            f"{folder}: {_some(missing)} missing, wanted by {type(model).__name__}; fetch it again"
+            f"{folder}: {some(missing)} missing, wanted by {type(model).__name__}; fetch it again"
         )
     return model.train(), None
 
@@ -229,7 +229,7 @@ _elsewhere = (
 )
 
 
-def _some(names: Sequence[str]) -> str:
+def some(names: Sequence[str]) -> str:
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
@@ -238,7 +238,7 @@ def _real(dtype: torch.dtype | None) -> bool:
     return dtype is not None and dtype.is_floating_point and dtype.itemsize >= 2
 
 
-def _wanted(model: nn.Module) -> list[tuple[list[str], torch.Tensor]]:
+def wanted(model: nn.Module) -> list[tuple[list[str], torch.Tensor]]:
     """Parameters and persistent buffers with elements, each once, with all its names."""
     found: dict[int, tuple[list[str], torch.Tensor]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):

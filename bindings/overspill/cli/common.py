@@ -2,8 +2,16 @@
 
 import argparse
 import dataclasses
+import errno
+import fnmatch
+import os
 import shutil
+import stat
+from collections.abc import Iterable
 from pathlib import Path
+from typing import BinaryIO
+
+from overspill import durable
 
 SMALL_FILES = (
     "*.json",
@@ -13,6 +21,7 @@ SMALL_FILES = (
     "merges*",
     "vocab*",
 )  # of a Hugging Face folder, beside weights
+SMALL_FILE_BYTES = 256 << 20  # more than the largest tokenizers
 
 
 class CliError(Exception):
@@ -182,11 +191,76 @@ def model_folder(folder: Path) -> Path:
 
 
 def copy_small_files(source: Path, target: Path) -> None:
-    """Config, generation config and tokenizer files of a Hugging Face folder, into a folder that is there."""
-    for pattern in SMALL_FILES:
-        for file in source.glob(pattern):
-            if not file.name.endswith(".safetensors.index.json"):
-                shutil.copyfile(file, target / file.name)
+    """Config, generation config and tokenizer files of a Hugging Face folder, durably, into a folder that is there.
+
+    Links are followed: a folder of the hub's cache consists of them, and the user named it. Folders are left out.
+    """
+    for name in _small(os.listdir(source)):
+        if (source / name).is_file():
+            with (source / name).open("rb") as file:
+                _copy(file, target / name)
+
+
+def copy_saved_small_files(source: Path, target: Path) -> None:
+    """The same from a checkpoint's folder, which anybody may have made. Raises CliError for a link: it could lead to
+    any file of the user's, who would hand it on with the merged model."""
+    try:
+        folder = os.open(source, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError as error:
+        if source.is_symlink():
+            raise CliError(_link(source)) from None
+        raise CliError(f"{source}: {error.strerror}; give the model's folder with --model DIR") from None
+    try:
+        for name in _small(os.listdir(folder)):
+            _copy_saved(folder, name, source, target)
+    finally:
+        os.close(folder)
+
+
+def _copy_saved(folder: int, name: str, source: Path, target: Path) -> None:
+    # O_NONBLOCK: a named pipe must not hang the reader.
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    try:
+        opened = os.open(name, flags, dir_fd=folder)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise CliError(_link(source / name)) from None
+        raise CliError(
+            f"{source / name}: {error.strerror}; give the model's folder with --model DIR"
+        ) from None
+    status = os.fstat(opened)
+    if stat.S_ISDIR(status.st_mode):
+        os.close(opened)
+        return
+    with os.fdopen(opened, "rb") as file:
+        if not stat.S_ISREG(status.st_mode) or status.st_size > SMALL_FILE_BYTES:
+            raise CliError(
+                f"{str(source / name)!r} is no file of up to {SMALL_FILE_BYTES} bytes (it has {status.st_size}), so "
+                "it is no configuration and no tokenizer; remove it, or give the model's folder with --model DIR"
+            )
+        _copy(file, target / name)
+
+
+def _link(path: Path) -> str:
+    return (
+        f"{str(path)!r} is a symbolic link, and a checkpoint's hf/ has files of its own: what it points to would be "
+        "copied into the merged model; remove it, or give the model's folder with --model DIR"
+    )
+
+
+def _small(names: Iterable[str]) -> list[str]:
+    """Those of SMALL_FILES, but for the indexes of weights."""
+    return sorted(
+        name
+        for name in names
+        if any(fnmatch.fnmatchcase(name, pattern) for pattern in SMALL_FILES)
+        and not name.endswith((".index.json", ".safetensors"))
+    )
+
+
+def _copy(file: BinaryIO, target: Path) -> None:
+    with durable.new_file(target) as out:
+        shutil.copyfileobj(file, out)
 
 
 def quiet_transformers() -> None:

@@ -1,17 +1,21 @@
 """Turn a checkpoint into a Hugging Face folder: safetensors, config, tokenizer.
 
 Weights are streamed, in memory of about one tensor. bf16 reads only the halves that forward uses; fp32 writes the exact
-masters. The folder appears under its name only when it is whole.
+masters. Buffers are written as they are. Names and shapes have to be those of the class in config.json, which is said
+at the end. The folder appears under its name only when it is whole.
 """
 
 import argparse
 import json
+import re
 import shutil
 import signal
 import sys
 from pathlib import Path
 
-from overspill.cli.common import CliError, copy_small_files, size
+from overspill import durable
+from overspill.cli import architecture
+from overspill.cli.common import CliError, copy_saved_small_files, copy_small_files, size
 from overspill.memory import human
 
 DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
@@ -62,33 +66,92 @@ def merge(
     checkpoint: Path, out: Path, dtype: str = "bf16", shard_bytes: int = 4 << 30, model=None, progress=None
 ) -> dict:
     """Writes `out` and returns what core.merge counted. Raises on failure, with `out` as it was."""
-    from overspill import _core
+    from overspill import _core, extra
 
+    checkpoint, out = Path(checkpoint), Path(out)
     if not checkpoint.is_dir():
         raise CliError(
             f"checkpoint {checkpoint} is no folder; give a folder that training saved, e.g. OUT/checkpoints/step-…"
         )
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise CliError(f"{out} is there and not empty; name a new folder")
-    small = model or checkpoint / "hf"
+    _check_out(out)
+    manifest = _core.manifest(str(checkpoint))
+    beside = extra.tensors(manifest["extra_json"], checkpoint)
+    small = Path(model) if model else checkpoint / "hf"
     if not (small / "config.json").is_file():
         raise CliError(f"{small} has no config.json; name the folder the model came from with --model DIR")
-    part = out.with_name(out.name + ".part")
-    shutil.rmtree(part, ignore_errors=True)
+    out = out.resolve()
+    for leftover in _leftovers(out):
+        print(f"merge: {leftover} is of a merge that was killed; delete it, unless one runs", file=sys.stderr)
+    durable.make_folders(out.parent)
+    part = durable.part_of(out)
+    part.mkdir()
     try:
-        counted = _core.merge(str(checkpoint), str(part), dtype, shard_bytes, progress or _look_at_signals)
-        copy_small_files(small, part)
-        _set_dtype(part / "config.json", DTYPES[dtype])
-        if out.exists():
-            out.rmdir()
-        part.rename(out)
+        (part / "small").mkdir()
+        copy = copy_small_files if model else copy_saved_small_files
+        copy(small, part / "small")
+        _set_dtype(part / "small/config.json", small, DTYPES[dtype])
+        said = architecture.check(_shapes(manifest, beside), checkpoint, part / "small", small)
+        counted = _core.merge(
+            str(checkpoint),
+            str(part / "model"),
+            dtype,
+            shard_bytes,
+            progress or _look_at_signals,
+            [_given(name, tensor, checkpoint) for name, tensor in beside.items()],
+        )
+        for file in (part / "small").iterdir():
+            file.rename(part / "model" / file.name)
+        durable.rename_folder(part / "model", out)
     finally:
         shutil.rmtree(part, ignore_errors=True)
-    print(f"merged {counted['tensors']} tensors, {human(counted['bytes'])}, into {out}")
+    print(f"merged {counted['tensors']} tensors, {human(counted['bytes'])}, into {out}; {said}")
     return counted
 
 
-def _set_dtype(config: Path, dtype: str) -> None:
-    values = json.loads(config.read_text())
+def _check_out(out: Path) -> None:
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise CliError(f"{out} is there and not empty; name a new folder")
+    if out.is_mount():
+        raise CliError(
+            f"{out} is where a file system is mounted, so no folder can take its place; name a folder in it"
+        )
+
+
+def _leftovers(out: Path) -> list[Path]:
+    """Folders that were to become `out`. Whose they are nobody can tell, so they are not touched."""
+    name = re.compile(re.escape(out.name) + r"\.part-[0-9a-f]{8}")
+    return sorted(path for path in out.parent.glob("*") if name.fullmatch(path.name))
+
+
+def _shapes(manifest: dict, beside: dict) -> dict[str, tuple[int, ...]]:
+    shapes = {name: tuple(tensor.shape) for name, tensor in beside.items()}
+    for unit in manifest["units"]:
+        shapes.update({segment["name"]: tuple(segment["shape"]) for segment in unit["segments"]})
+    return shapes
+
+
+def _given(name: str, tensor, checkpoint: Path) -> tuple[str, str, list[int], bytes]:
+    """As core.merge takes it."""
+    import torch
+
+    from overspill.units import DTYPES as NAMES
+
+    if tensor.dtype not in NAMES:
+        raise CliError(
+            f"{checkpoint}: {name} is {tensor.dtype}, which safetensors cannot hold; drop it and save again"
+        )
+    flat = tensor.reshape(-1).view(torch.uint8) if tensor.numel() else torch.empty(0, dtype=torch.uint8)
+    return name, NAMES[tensor.dtype], list(tensor.shape), flat.numpy().tobytes()
+
+
+def _set_dtype(config: Path, named: Path, dtype: str) -> None:
+    try:
+        values = json.loads(config.read_bytes())
+        if not isinstance(values, dict):
+            raise ValueError("it is no JSON object")
+    except (ValueError, RecursionError) as error:
+        raise CliError(
+            f"{named}/config.json cannot be read ({error}); give another with --model DIR"
+        ) from None
     values.pop("torch_dtype", None)
-    config.write_text(json.dumps({**values, "dtype": dtype}, indent=2, sort_keys=True) + "\n")
+    durable.write_text(config, json.dumps({**values, "dtype": dtype}, indent=2, sort_keys=True) + "\n")
