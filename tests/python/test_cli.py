@@ -1,12 +1,12 @@
 """The commands: what they do, and what they say to bad input: the thing, the way out, folders as they were."""
 
-import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
 
+import disks
 import pytest
 import tiny
 
@@ -332,7 +332,8 @@ with Stop().listening():
 """
 
 
-def test_a_second_ctrl_c_ends_a_run_that_hangs(bench):
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_second_signal_ends_a_run_that_hangs(number, bench):
     process = subprocess.Popen(
         [sys.executable, "-c", HANGING],
         env=bench.env,
@@ -341,13 +342,23 @@ def test_a_second_ctrl_c_ends_a_run_that_hangs(bench):
         text=True,
     )
     assert process.stdout.readline() == "listening\n"
-    process.send_signal(signal.SIGINT)
+    process.send_signal(number)
     with pytest.raises(subprocess.TimeoutExpired):
-        process.wait(timeout=0.5)  # the first asks, and the step in hand is finished
-    process.send_signal(signal.SIGINT)
+        process.wait(timeout=1.5)  # the first asks, and the step in hand is finished
+    process.send_signal(number)
     _, err = process.communicate(timeout=60)
-    assert process.returncode == 130
-    assert "stopped while waiting" in err
+    assert process.returncode == 128 + number
+    assert "a second signal stops at once" in err and "stopped while waiting" in err
+
+
+def test_sigterm_sent_twice_at_once_is_one_request(bench, spilling, tmp_path):
+    """As launchers do, to the process and to its group: the step in hand is still finished and saved."""
+    process = bench.start(bench.train_args(tmp_path / "out", accumulate=2, steps=50, **spilling))
+    tiny.wait_for_step(process, tmp_path / "out", 1)
+    process.send_signal(signal.SIGTERM)
+    process.send_signal(signal.SIGTERM)
+    _, err = process.communicate(timeout=240)
+    assert process.returncode == 128 + signal.SIGTERM and "; saved " in err, err
 
 
 def test_a_checkpoint_of_another_model_is_refused(bench, finished, capsys, tmp_path):
@@ -378,23 +389,8 @@ def test_config_and_weights_of_two_models(bench, capsys, tmp_path):
     )
 
 
-@contextlib.contextmanager
-def small_disk(folder, size):
-    """A file system of `size` at `folder`."""
-    folder.mkdir()
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", f"size={size}", "none", folder], capture_output=True, text=True
-    )
-    if mounted.returncode:
-        pytest.skip(f"no small disk can be mounted here: {mounted.stderr.strip()}")
-    try:
-        yield folder
-    finally:
-        subprocess.run(["umount", folder], check=True)
-
-
 def test_full_disk_for_states(bench, spilling, capsys, tmp_path):
-    with small_disk(tmp_path / "disk", "256k") as disk:
+    with disks.small(tmp_path / "disk", "256k") as disk:
         message = bench.fails(capsys, *bench.train_args(tmp_path / "out", **{**spilling, "nvme": disk}))
         assert str(disk) in message and ("space" in message or "free" in message), message
         assert not list(disk.iterdir())
@@ -402,7 +398,7 @@ def test_full_disk_for_states(bench, spilling, capsys, tmp_path):
 
 
 def test_full_disk_for_checkpoints(bench, spilling, capsys, tmp_path):
-    with small_disk(tmp_path / "disk", "256k") as disk:
+    with disks.small(tmp_path / "disk", "256k") as disk:
         message = bench.fails(capsys, *bench.train_args(disk / "out", save_every=2, **spilling))
         assert "disk/out" in message and "space" in message, message
         assert not list((disk / "out/checkpoints").glob("step-*")), "a checkpoint that is not whole"

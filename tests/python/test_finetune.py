@@ -93,6 +93,15 @@ def learn_with_two_ranks(model: Path, folder: Path, steps: int, length: int) -> 
     return expected
 
 
+def test_a_folder_that_is_there_is_refused_before_training(tmp_path):
+    """Run twice, the script once trained to its end and failed at the save."""
+    (tmp_path / "finetuned").mkdir()
+    (tmp_path / "finetuned/manifest.json").write_text("{}")
+    command = [sys.executable, str(SCRIPT), "no-model", "no-text", "no-disk"]
+    ended = subprocess.run(command, cwd=tmp_path, env=launch.environment(), capture_output=True, text=True)
+    assert ended.returncode == 1 and f"{tmp_path}/finetuned is there already" in ended.stderr, ended
+
+
 def test_two_ranks_learn_as_one_process(tmp_path):
     model = tiny.make_model(tmp_path / "model", tiny.make_texts(tmp_path / "words"), dropout=0.0)
     losses = learn_with_two_ranks(model, tmp_path, steps=5, length=256)

@@ -52,6 +52,11 @@ def main(argv: list[str] | None = None) -> int:
         "HF_HUB_OFFLINE", "1"
     )  # models are folders here; a wrong name must not become a download
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    if foreign := [text for text in (sys.argv[1:] if argv is None else argv) if not _is_utf8(text)]:
+        print(
+            f"overspill: error: {foreign[0]!a} is not UTF-8; rename the file or folder", file=sys.stderr
+        )
+        return 2
     args = parser().parse_args(argv)
     try:
         return args.run(args) or 0
@@ -68,6 +73,11 @@ def main(argv: list[str] | None = None) -> int:
         hint = "" if known or args.debug else describe(error).hint
         print(f"overspill {args.command}: error: {describe(error).text}{hint}", file=sys.stderr)
         return 1
+
+
+def _is_utf8(text: str) -> bool:
+    """Bytes of a name that are not UTF-8 come as lone surrogates, which the core and run.json cannot hold."""
+    return not any("\ud800" <= letter <= "\udfff" for letter in text)
 
 
 if __name__ == "__main__":

@@ -190,6 +190,12 @@ def model_folder(folder: Path) -> Path:
     return folder
 
 
+def small_files(folder: Path) -> list[Path]:
+    """Config, generation config and tokenizer files of a Hugging Face folder."""
+    found = {file for pattern in SMALL_FILES for file in folder.glob(pattern)}
+    return sorted(file for file in found if not file.name.endswith(".safetensors.index.json"))
+
+
 def copy_small_files(source: Path, target: Path) -> None:
     """Config, generation config and tokenizer files of a Hugging Face folder, durably, into a folder that is there.
 

@@ -1,7 +1,7 @@
 """What this machine offers to Overspill, and what to change.
 
 io_uring, O_DIRECT, the memory lock limit, huge pages, disks, their measured speed and their wear, NUMA, instruction
-sets, GPUs.
+sets, GPUs. The exit code is not 0 where a folder or a device that was asked for does not work.
 """
 
 import argparse
@@ -10,6 +10,7 @@ from pathlib import Path
 
 from overspill.cli import wear
 from overspill.cli.common import add_endurance, nvme_folders
+from overspill.cli.device import require, unused_gpu, unused_text
 from overspill.memory import human
 
 SLOW_DISK_BYTES_PER_S = 500e6
@@ -18,6 +19,9 @@ SLOW_DISK_BYTES_PER_S = 500e6
 def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--nvme", action="append", metavar="DIR", help="folder on a disk to measure (default: here)"
+    )
+    parser.add_argument(
+        "--device", metavar="NAME", help="fail unless models can compute there: host, cuda, cuda:1 and so on"
     )
     add_endurance(parser)
 
@@ -34,16 +38,19 @@ def run(args: argparse.Namespace) -> int:
     report["gpu"] = _gpus()
     for line in _lines(report):
         print(line)
+    report["unused_gpu"] = unused_gpu()
     advice = advise(report)
     print("\nwhat to change" + (":" if advice else ": nothing"))
     for line in advice:
         print(f"  - {line}")
+    if args.device is not None:
+        require(args.device)
     return 0
 
 
 def advise(report: dict) -> list[str]:
     """What would make this machine better for the engine, most useful first; empty when nothing would."""
-    advice = []
+    advice = [unused_text(report["unused_gpu"])] if report.get("unused_gpu") else []
     for disk in report["disks"]:
         folder, backend = disk["folder"], disk["backend"]
         if not disk["io_uring"]:

@@ -33,22 +33,25 @@ SPENT = (  # of engine.report(): docs/step.md
     "wait_for_disk_seconds",
 )
 
-PATIENCE_SECONDS = 3.0  # for the main thread to see a second SIGINT
+PATIENCE_SECONDS = 3.0  # for the main thread to see a second signal
+ONE_REQUEST_SECONDS = 1.0  # launchers repeat SIGTERM, to the process and to its group: that is one request
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class Stop:
-    """A request to stop, by SIGINT or SIGTERM. A second SIGINT stops at once, also where the main thread waits for a
-    disk that hangs: Python's handlers run in that thread only, so another one watches."""
+    """A request to stop, by SIGINT or SIGTERM. A second one stops at once, also where the main thread waits for a disk
+    that hangs: Python's handlers run in that thread only, so another one watches."""
 
     def __init__(self) -> None:
         self.signal: int | None = None
-        self._seen = threading.Event()  # the main thread has taken a second SIGINT
+        self._first_at = 0.0
+        self._seen = threading.Event()  # the main thread has taken a second signal
         self._ended = threading.Event()
 
     @contextmanager
     def listening(self) -> Iterator["Stop"]:
         """Takes the two signals over for a while."""
-        before = {number: signal.signal(number, self._receive) for number in (signal.SIGINT, signal.SIGTERM)}
+        before = {number: signal.signal(number, self._receive) for number in SIGNALS}
         reader, writer = os.pipe()
         os.set_blocking(writer, False)
         wakeup_before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
@@ -67,22 +70,32 @@ class Stop:
             os.close(reader)
 
     def _watch(self, reader: int) -> None:
-        signals = 0
+        requests, first_at = 0, 0.0
         while number := os.read(reader, 1):
-            signals += 1
-            if number[0] != signal.SIGINT or signals == 1:
+            if number[0] not in SIGNALS or (requests > 0 and self._repeats(number[0], first_at)):
                 continue
-            if not (self._seen if signals == 2 else self._ended).wait(PATIENCE_SECONDS):
+            requests += 1
+            if requests == 1:
+                first_at = time.monotonic()
+                os.write(
+                    2, b"overspill: stopping after the micro-step in hand; a second signal stops at once\n"
+                )
+            elif not (self._seen if requests == 2 else self._ended).wait(PATIENCE_SECONDS):
                 os.write(
                     2, b"overspill: stopped while waiting (a disk hangs?); checkpoints are as they were\n"
                 )
-                os._exit(128 + signal.SIGINT)
+                os._exit(128 + number[0])
+
+    @staticmethod
+    def _repeats(number: int, first_at: float) -> bool:
+        return number == signal.SIGTERM and time.monotonic() - first_at < ONE_REQUEST_SECONDS
 
     def _receive(self, number: int, _frame: object) -> None:
-        if self.signal is not None and number == signal.SIGINT:
+        if self.signal is None:
+            self.signal, self._first_at = number, time.monotonic()
+        elif not self._repeats(number, self._first_at):
             self._seen.set()
             raise KeyboardInterrupt
-        self.signal = number
 
     def __bool__(self) -> bool:
         return self.signal is not None

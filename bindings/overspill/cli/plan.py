@@ -52,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
     quiet_transformers()
     made = plan(empty_model(folder, args.dtype), config)
     print(made.text, end="")
-    planned = room.planned(made.as_dict(), config.budget.nvme, args.out, chosen.settings.keep)
+    planned = room.planned(made.as_dict(), config.budget.nvme, args.model, args.out, chosen.settings.keep)
     for line in planned.lines() + _wear(made, config.budget):
         print(f"  {line}")
     planned.check()

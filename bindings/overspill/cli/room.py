@@ -9,9 +9,10 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from overspill.cli.common import CliError
+from overspill.cli.common import CliError, small_files
 from overspill.memory import human
 
+BESIDE_BYTES = 1 << 20  # of a checkpoint beside its data: the manifest, and of the run: log, plot
 FINISH = '{"engine": {"train_after_save": false}}'
 
 
@@ -50,8 +51,8 @@ class Room:
 
     @property
     def again_bytes(self) -> int:
-        """Free for a run that goes on from one of its checkpoints."""
-        return self.free_bytes - self.linked_bytes
+        """Free for a run that goes on from one of its checkpoints, about."""
+        return self.free_bytes - self.linked_bytes - (self.copied_bytes if self.linked_bytes else 0)
 
     def check(self) -> None:
         """Raises CliError where not one checkpoint has room."""
@@ -110,14 +111,14 @@ def ways_out(checkpoint: Path) -> str:
     )
 
 
-def planned(made: dict, nvme: list[str], out: Path | None, keep: int) -> Room:
+def planned(made: dict, nvme: list[str], model: Path, out: Path | None, keep: int) -> Room:
     """Before anything is reserved. `made`: the plan's numbers. No `out`: checkpoints beside the first NVMe folder."""
     shares = {path: 1 / len(nvme) for path in nvme}
     where = out or Path(nvme[0] if nvme else ".")
-    return _room(made, shares, where, keep, saved=0, taken=lambda device: 0)
+    return _room(made, shares, model, where, keep, saved=0, taken=lambda device: 0)
 
 
-def reserved(made: dict, stats: dict, out: Path, keep: int, saved: int) -> Room:
+def reserved(made: dict, stats: dict, model: Path, out: Path, keep: int, saved: int) -> Room:
     """Of a running engine, which has its reserve. `stats`: the engine's."""
     paths = {path["path"]: path["reserved_bytes"] for path in stats["paths"]}
     total = sum(paths.values()) or 1
@@ -126,15 +127,23 @@ def reserved(made: dict, stats: dict, out: Path, keep: int, saved: int) -> Room:
     def taken(device: int) -> int:
         return sum(count for path, count in paths.items() if devices[path] == device)
 
-    return _room(made, {path: count / total for path, count in paths.items()}, out, keep, saved, taken)
+    shares = {path: count / total for path, count in paths.items()}
+    return _room(made, shares, model, out, keep, saved, taken)
 
 
 def _room(
-    made: dict, shares: dict[str, float], out: Path, keep: int, saved: int, taken: Callable[[int], int]
+    made: dict,
+    shares: dict[str, float],
+    model: Path,
+    out: Path,
+    keep: int,
+    saved: int,
+    taken: Callable[[int], int],
 ) -> Room:
     reserve = made["nvme_reserve_bytes"] if shares else 0
     states = made["weights_nvme_bytes"] + made["states_nvme_bytes"] if shares else 0
     resident = made["weights_host_bytes"] + made["states_host_bytes"] + made["units_device_bytes"]
+    small = sum(file.stat().st_size for file in small_files(model))
     home = file_system(out)
     systems = {path: file_system(Path(path)) for path in shares}
     share_here = sum(share for path, share in shares.items() if systems[path].device == home.device)
@@ -145,7 +154,7 @@ def _room(
         saved=saved,
         reserve_bytes=reserve,
         linked_bytes=round(reserve * share_here),
-        copied_bytes=resident + round(states * (1 - share_here)),
+        copied_bytes=resident + round(states * (1 - share_here)) + small + BESIDE_BYTES,
         free_bytes=sum(free.values()),
         out_free_bytes=home.free_bytes + taken(home.device) - round(reserve * share_here),
     )

@@ -31,6 +31,7 @@ class RunFolder:
         self.plot_path = self.path / "plot.png"
         self._run_json = self.path / "run.json"
         self._lock: RunLock | None = None
+        self._unwritten = ""  # lines of the log for which there was no room
 
     @property
     def command(self) -> str:
@@ -126,9 +127,19 @@ class RunFolder:
         )
 
     def log(self, record: dict[str, Any]) -> None:
-        """Appends one line, at once on its way to the disk."""
-        with self.log_path.open("a") as file:
-            file.write(json.dumps(record) + "\n")
+        """Appends one line, at once on its way to the disk. Raises OSError when there is no room: what could not be
+        written comes with the next line."""
+        self._unwritten += json.dumps(record) + "\n"
+        with self.log_path.open("ab", buffering=0) as file:
+            end = file.tell()
+            try:
+                text = self._unwritten.encode()
+                while text:
+                    text = text[file.write(text) :]
+            except OSError:
+                file.truncate(end)
+                raise
+        self._unwritten = ""
 
     def sync_log(self) -> None:
         """Makes the log durable: a checkpoint's steps are in it whenever the checkpoint is there."""

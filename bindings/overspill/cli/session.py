@@ -3,12 +3,13 @@
 import contextlib
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from overspill.cli import room, wear
 from overspill.cli.chosen import Chosen
-from overspill.cli.common import CliError, load_tokenizer, quiet_transformers
+from overspill.cli.common import CliError, describe, load_tokenizer, quiet_transformers
 from overspill.cli.device import device_line
 from overspill.cli.recorder import Recorder, tensorboard
 from overspill.cli.run_folder import RunFolder
@@ -110,8 +111,9 @@ class Session:
 
     def _check_room(self) -> None:
         saved = min(len(self.folder.checkpoints.complete()), self.settings.keep)
-        plan = self.engine._core.plan.as_dict()
-        self.room = room.reserved(plan, self.engine.stats(), self.folder.path, self.settings.keep, saved)
+        plan, stats, settings = self.engine._core.plan.as_dict(), self.engine.stats(), self.settings
+        model = Path(settings.model)
+        self.room = room.reserved(plan, stats, model, self.folder.path, settings.keep, saved)
         self.room.check()
 
     def _say_how(self, aside: list[Path]) -> None:
@@ -171,7 +173,7 @@ class Session:
                     record = self.loop.train_step()
                 if record is None:
                     break
-                self.folder.log(record)
+                self._attempt("log.jsonl", lambda record=record: self.folder.log(record))
                 display.step(record)
                 if self.loop.steps_here == PREDICTED_AFTER:
                     display.say(self.engine.predict()["text"].rstrip())
@@ -194,7 +196,8 @@ class Session:
         from overspill.cli.plot import plot
 
         heldout = {int(step): loss for step, loss in self.run["heldout"].items()}
-        plot(self.folder.records(), heldout, self.engine.stats()["host_budget_bytes"], self.folder.plot_path)
+        budget = self.engine.stats()["host_budget_bytes"]
+        self._attempt("plot.png", lambda: plot(self.folder.records(), heldout, budget, self.folder.plot_path))
         failure, newest = self.saver.failure, self.saver.newest
         if self.stop:
             where = f"saved {newest}" if newest else "no step was finished, so there is nothing to save"
@@ -234,7 +237,14 @@ class Session:
         if loss is not None:
             display.say(f"held-out loss {word}: {loss:.4f}")
             self.run["heldout"][str(self.loop.step)] = loss
-            self.folder.write(self.run)
+            self._attempt("run.json", lambda: self.folder.write(self.run))
+
+    def _attempt(self, name: str, write: Callable[[], None]) -> None:
+        """Training does not depend on these files: where there is no room for one, stderr says so and it goes on."""
+        try:
+            write()
+        except OSError as error:
+            _warn(f"overspill: {name} was not written: {describe(error).text}")
 
     def summary(self) -> dict[str, Any]:
         """What the run came to, for those who call the command from Python."""

@@ -1,0 +1,42 @@
+"""What the commands say about the machine: devices that do not work, names that cannot be written down."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+
+def test_a_path_that_is_not_utf8_is_named(on_disk, tmp_path):
+    folder = os.fsencode(tmp_path) + b"/caf\xe9"
+    os.mkdir(folder)
+    command = [sys.executable, "-m", "overspill.cli", "doctor", "--nvme", folder]
+    done = subprocess.run(command, env=on_disk.env, capture_output=True, text=True)
+    assert done.returncode == 2 and r"caf\udce9' is not UTF-8; rename" in done.stderr, done.stderr
+
+
+def test_doctor_fails_for_a_device_that_does_not_work(on_disk, capsys):
+    args = ["doctor", "--nvme", on_disk.nvme, "--device"]
+    assert "sees no GPU" in on_disk.fails(capsys, *args, "cuda")
+    on_disk.ok(capsys, *args, "host")
+
+
+def test_a_gpu_that_is_not_used_is_said_aloud(on_disk, capsys, tmp_path, monkeypatch):
+    """Where torch sees a GPU and the core was built without CUDA, a run once took the CPU with one warning."""
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda number: "a GPU")
+    words = "WARNING: device: cpu, although torch sees a GPU, which the engine cannot use: "
+    out = on_disk.ok(capsys, "plan", "--model", on_disk.model, "--host-budget", "64MiB")
+    assert words in out
+    assert words in on_disk.ok(capsys, "doctor", "--nvme", on_disk.nvme)
+    with pytest.warns(UserWarning, match="Training on the CPU"):
+        assert words in on_disk.ok(capsys, *on_disk.train_args(tmp_path / "out", steps=1, eval_batches=0))
+    args = on_disk.train_args(tmp_path / "refused", steps=1, device="cuda")
+    assert "engine.device = 'cuda'" in on_disk.fails(capsys, *args)
+    plan = ["plan", "--model", on_disk.model, "--host-budget", "64MiB", "--device"]
+    assert "--device 'cuda'" in on_disk.fails(capsys, *plan, "cuda")
+    assert words not in on_disk.ok(capsys, *plan, "host")

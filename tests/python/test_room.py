@@ -1,0 +1,93 @@
+"""What a run takes of the disks beside its states is said, with numbers, before anything is trained."""
+
+import json
+import shutil
+
+import disks
+import pytest
+import tiny
+
+MIB = 1 << 20
+
+
+def plan(on_disk, nvme, *options) -> list:
+    paths = [argument for path in nvme for argument in ("--nvme", path)]
+    model = ["plan", "--model", on_disk.model, "--host-budget", "64MiB", "--config", on_disk.config]
+    return [*model, *paths, *options]
+
+
+def test_plan_counts_the_checkpoints_that_are_kept(on_disk, tmp_path, capsys):
+    """One copy of the states is 1.6 MB; each kept one takes that more, the resume all of it again."""
+    reserved = {}
+    for keep in (1, 5):
+        said = on_disk.ok(capsys, *plan(on_disk, [tmp_path], "--keep", keep))
+        line = next(line for line in said.splitlines() if "going on with --resume" in line)
+        reserved[keep] = float(line.split("reserves ")[1].split(" MiB")[0])
+    assert reserved[5] - reserved[1] == pytest.approx(4 * 1.6, abs=0.2)
+
+
+def test_a_run_that_could_not_be_resumed_is_told_so_before_it_trains(on_disk, tmp_path, capsys):
+    with disks.small(tmp_path / "disk", "12m") as disk:
+        said = on_disk.ok(capsys, *plan(on_disk, [disk]))
+        assert "WARNING: going on with --resume reserves 6.0 MiB again" in said
+        out = disk / "out"
+        said = on_disk.ok(capsys, *on_disk.run(out, steps=2, nvme=disk))
+        before, after = said.split("step 1/2")
+        assert "so the run could not be resumed; free" in before and "so the run" not in after
+        message = on_disk.fails(capsys, "train", "--out", out, "--resume", "--steps", 3)
+        checkpoint = out / "checkpoints/step-000002"
+        assert f"reserves its states anew beside {checkpoint}" in message
+        assert "Move that checkpoint to another file system" in message and "train_after_save" in message
+
+        # Both ways out.
+        finish = tmp_path / "finish.json"
+        values = json.loads(on_disk.config.read_text())
+        values["engine"]["train_after_save"] = False
+        finish.write_text(json.dumps(values))
+        on_disk.ok(capsys, "train", "--out", out, "--resume", "--steps", 3, "--config", finish)
+        shutil.move(out / "checkpoints/step-000003", tmp_path / "moved")
+        on_disk.ok(
+            capsys,
+            "train",
+            "--out",
+            out,
+            "--resume",
+            tmp_path / "moved",
+            "--steps",
+            4,
+            "--config",
+            on_disk.config,
+        )
+        assert sorted(tiny.losses(out)) == [1, 2, 3, 4]
+
+
+def test_checkpoints_on_another_disk_cost_no_second_reserve(on_disk, tmp_path, capsys):
+    with disks.small(tmp_path / "disk", "8m") as disk:
+        said = on_disk.ok(capsys, *plan(on_disk, [disk], "--out", tmp_path / "out"))
+        assert "WARNING" not in said and "links slabs" not in said
+        on_disk.ok(capsys, *on_disk.run(tmp_path / "out", steps=1, nvme=disk))
+        on_disk.ok(capsys, "train", "--out", tmp_path / "out", "--resume", "--steps", 2)
+
+
+def test_states_of_other_disks_are_copied_and_counted(on_disk, tmp_path, capsys):
+    """Two disks, the run's folder on the smaller one: once plan and start passed and the second save failed."""
+    with disks.small(tmp_path / "a", "3m") as small, disks.small(tmp_path / "b", "30m") as large:
+        arguments = plan(on_disk, [large], "--out", small / "out", "--keep", 1)
+        assert "WARNING: with --keep 1 checkpoints need " in on_disk.ok(capsys, *arguments)
+        (small / "ballast").write_bytes(bytes(MIB))
+        message = on_disk.fails(capsys, *arguments)
+        assert f"--out {small}/out: no space for a checkpoint: it writes 2." in message
+        message = on_disk.fails(capsys, *on_disk.run(small / "out", steps=2, nvme=large))
+        assert "no space for a checkpoint" in message and not (small / "out").exists()
+
+
+@pytest.mark.parametrize("command", ["plan", "train"])
+def test_states_in_memory_need_room_for_checkpoints_too(command, on_disk, tmp_path, capsys):
+    with disks.small(tmp_path / "disk", "3m") as disk:
+        arguments = on_disk.run(disk / "out", steps=1, nvme=None, config=None)
+        if command == "plan":
+            arguments = ["plan", "--model", on_disk.model, "--host-budget", "64MiB", "--out", disk / "out"]
+        assert "WARNING: with --keep 5 checkpoints need " in on_disk.ok(capsys, *arguments, "--keep", 5)
+        shutil.rmtree(disk / "out", ignore_errors=True)
+        (disk / "ballast").write_bytes(bytes(2 * MIB))
+        assert "no space for a checkpoint" in on_disk.fails(capsys, *arguments)

@@ -1,0 +1,145 @@
+"""A run's folder: one process at a time, saves that find no room, saves by time."""
+
+import errno
+import os
+import socket
+
+import disks
+import tiny
+
+from overspill.cli import parser
+from overspill.cli.run_folder import RunFolder
+from overspill.cli.run_lock import RunLock
+
+
+def test_a_second_process_is_refused_by_name(on_disk, tmp_path, capsys):
+    out = tmp_path / "out"
+    on_disk.ok(capsys, *on_disk.run(out, steps=1))
+    before = tiny.tree(out)
+    held = RunLock(out)
+    message = on_disk.fails(capsys, "train", "--out", out, "--resume", "--steps", 2)
+    assert f"--out {out} is in use by process {os.getpid()} on {socket.gethostname()}" in message
+    held.close()
+    assert tiny.tree(out) == before
+    on_disk.ok(capsys, "train", "--out", out, "--resume", "--steps", 2)
+
+
+def test_of_two_that_start_one_run_the_later_is_refused(on_disk, tmp_path, capsys, monkeypatch):
+    """Both found the folder free; the other was faster with its model."""
+    out = tmp_path / "out"
+    out.mkdir()
+    held = RunLock(out)
+    assert "is in use by process" in on_disk.fails(capsys, *on_disk.run(out, steps=1))
+    held.close()
+    begin = RunFolder.begin
+
+    def after_the_other(self):
+        on_disk.ok(capsys, *on_disk.run(out, steps=1, seed=7))
+        begin(self)
+
+    monkeypatch.setattr(RunFolder, "begin", lambda self: (monkeypatch.undo(), after_the_other(self)))
+    assert "holds a run; add --resume" in on_disk.fails(capsys, *on_disk.run(out, steps=1))
+    assert len(tiny.log(out)) == 1
+
+
+def test_where_nothing_can_be_locked_it_is_said(on_disk, tmp_path, capsys, monkeypatch):
+    import fcntl
+
+    def refused(handle, operation):
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", refused)
+    code, _, err = on_disk.main(capsys, *on_disk.run(tmp_path / "out", steps=1))
+    assert code == 0
+    assert "cannot be locked (No locks available)" in err and "start only one" in err
+
+
+class Filling:
+    """A hook of train: from one step to another the disk has no room."""
+
+    def __init__(self, folder, first: int, last: int):
+        self.ballast, self.first, self.last = folder / "ballast", first, last
+
+    def __call__(self, loop) -> None:
+        if loop.step == self.first:
+            disks.fill(self.ballast)
+        if loop.step == self.last:
+            self.ballast.unlink()
+
+
+def train(on_disk, capsys, out, hook, **options) -> tuple[int, str]:
+    """Exit code and stderr of a command with a hook."""
+    from overspill.cli.common import CliError
+    from overspill.cli.train import train
+
+    arguments = [str(a) for a in on_disk.run(out, **options)]
+    capsys.readouterr()
+    try:
+        code = train(parser().parse_args(arguments), hook)[0]
+    except CliError as error:
+        return 1, f"{capsys.readouterr().err}{error}"
+    return code, capsys.readouterr().err
+
+
+def test_training_goes_on_when_a_save_finds_no_room(on_disk, tmp_path, capsys):
+    straight = tmp_path / "straight"
+    on_disk.ok(capsys, *on_disk.run(straight, steps=5))
+    with disks.small(tmp_path / "disk", "8m") as disk:
+        hook = Filling(disk, first=2, last=4)
+        code, err = train(on_disk, capsys, disk / "out", hook, steps=5, save_every=1)
+        assert code == 0, err
+        assert "the save at step 3 failed: " in err and "space" in err
+        assert f"the last good checkpoint is {disk}/out/checkpoints/step-000002" in err
+        assert tiny.losses(disk / "out") == tiny.losses(straight), "lines of the log were lost"
+        assert [p.name for p in (disk / "out/checkpoints").iterdir()] == ["step-000005"]
+
+
+def test_a_run_whose_last_save_failed_says_so_with_its_exit_code(on_disk, tmp_path, capsys):
+    with disks.small(tmp_path / "disk", "8m") as disk:
+        code, err = train(on_disk, capsys, disk / "out", Filling(disk, 2, 99), steps=4, save_every=2)
+        assert code == 1
+        assert "the last save failed: " in err and "overspill train --out" in err
+        assert [p.name for p in (disk / "out/checkpoints").iterdir()] == ["step-000002"]
+        (disk / "ballast").unlink()
+        on_disk.ok(capsys, "train", "--out", disk / "out", "--resume")
+        assert [p.name for p in (disk / "out/checkpoints").iterdir()] == ["step-000004"]
+
+
+def test_a_run_saves_by_time_unless_told_otherwise(on_disk, tmp_path, capsys):
+    assert parser().parse_args(["train", "--out", "x"]).save_minutes is None
+    said = on_disk.ok(capsys, *on_disk.run(tmp_path / "often", steps=3, save_minutes=1e-9, keep=9))
+    assert "saves every 1e-09 minutes, at the end; keeps 9" in said
+    assert len(list((tmp_path / "often/checkpoints").iterdir())) == 3
+    said = on_disk.ok(capsys, *on_disk.run(tmp_path / "default", steps=3, keep=9))
+    assert "saves every 30 minutes, at the end; keeps 9" in said
+    assert len(list((tmp_path / "default/checkpoints").iterdir())) == 1
+
+
+def test_no_save_on_the_way_where_no_step_can_follow_it(on_disk, tmp_path, capsys):
+    import json
+
+    values = json.loads(on_disk.config.read_text())
+    values["engine"]["train_after_save"] = False
+    (tmp_path / "once.json").write_text(json.dumps(values))
+    options = {"config": tmp_path / "once.json", "steps": 2}
+    message = on_disk.fails(capsys, *on_disk.run(tmp_path / "out", save_every=1, **options))
+    assert "--save-every with engine.train_after_save = false" in message
+    said = on_disk.ok(capsys, *on_disk.run(tmp_path / "out", **options))
+    assert "saves at the end; keeps 1" in said
+
+
+def test_what_must_be_durable_is_synced(on_disk, tmp_path, capsys, monkeypatch):
+    """Names too: a file in a folder that was not synced is gone after a power cut."""
+    synced, fsync = set(), os.fsync
+
+    def watched(handle):
+        synced.add(os.readlink(f"/proc/self/fd/{handle}"))
+        fsync(handle)
+
+    monkeypatch.setattr(os, "fsync", watched)
+    out = tmp_path / "out"
+    on_disk.ok(capsys, *on_disk.run(out, steps=1))
+    assert {str(tmp_path), str(out), str(out / "log.jsonl"), str(out / "run.json.part")} <= synced
+    checkpoint = out / "checkpoints/step-000001"
+    assert {str(checkpoint), str(checkpoint / "hf.part")} <= synced
+    assert {str(checkpoint / "hf.part" / p.name) for p in (checkpoint / "hf").iterdir()} <= synced
