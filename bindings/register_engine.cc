@@ -102,6 +102,15 @@ py::dict latency_dict(const io::LatencyStats& stats) {
   return out;
 }
 
+py::dict retries_dict(const io::RetryStats& stats) {
+  py::dict out;
+  out["reads"] = stats.reads;
+  out["shortages"] = stats.shortages;
+  out["checksums"] = stats.checksums;
+  out["at_once"] = stats.at_once;
+  return out;
+}
+
 py::dict path_dict(const io::PathStats& stats) {
   py::dict out;
   out["path"] = stats.path;
@@ -118,6 +127,7 @@ py::dict path_dict(const io::PathStats& stats) {
   out["numa_node"] = stats.numa_node;
   out["access"] = stats.access;
   out["closed"] = stats.closed;
+  out["retries"] = retries_dict(stats.retries);
   out["demand_reads"] = latency_dict(stats.demand_reads);
   out["prefetch_reads"] = latency_dict(stats.prefetch_reads);
   out["writes"] = latency_dict(stats.writes);

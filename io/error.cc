@@ -17,6 +17,10 @@ const char* name_of(ErrorKind kind) {
       return "limit reached";
     case ErrorKind::device:
       return "device failure";
+    case ErrorKind::no_memory:
+      return "the kernel has no memory for it";
+    case ErrorKind::busy:
+      return "the kernel is too busy for it";
     case ErrorKind::truncated:
       return "file too short";
     case ErrorKind::vanished:
@@ -66,6 +70,13 @@ const char* way_out_of(ErrorKind kind) {
              "another path";
     case ErrorKind::device:
       return "check the disk (dmesg, smartctl); the last checkpoint is unaffected";
+    case ErrorKind::no_memory:
+      return "the disk is not at fault: free memory on this machine, or raise the limit of its container, "
+             "then "
+             "resume from the last checkpoint";
+    case ErrorKind::busy:
+      return "look for what keeps the device or the kernel busy (dmesg, iostat), then resume from the last "
+             "checkpoint";
     case ErrorKind::truncated:
       return "something else shortened the file; resume from the last checkpoint";
     case ErrorKind::vanished:
@@ -88,14 +99,18 @@ const char* way_out_of(ErrorKind kind) {
 
 }  // namespace
 
-std::string Error::message() const {
+std::string Error::cause() const {
   std::string text = fmt::format("store: {} failed: {}", name_of(operation), name_of(kind));
   if (!path.empty()) text += fmt::format(": {}", path);
   if (length_bytes > 0) text += fmt::format(" at offset {}, {} bytes", offset_bytes, length_bytes);
   if (os_error != 0)
     text += fmt::format(": {} (errno {})", std::generic_category().message(os_error), os_error);
   if (!detail.empty()) text += fmt::format(": {}", detail);
-  return text + fmt::format("; {}", way_out_of(kind));
+  return text;
+}
+
+std::string Error::message() const {
+  return fmt::format("{}; {}", cause(), way_out_of(kind));
 }
 
 Error corrupt(std::string path, int64_t offset_bytes, int64_t length_bytes, uint64_t expected,
@@ -117,6 +132,12 @@ ErrorKind kind_of_errno(int os_error) {
     case EMFILE:
     case ENFILE:
       return ErrorKind::quota;
+    case ENOMEM:
+    case ENOBUFS:
+      return ErrorKind::no_memory;
+    case EAGAIN:
+    case EBUSY:
+      return ErrorKind::busy;
     case ENOENT:
     case ENOTDIR:
     case ESTALE:

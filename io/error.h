@@ -12,6 +12,8 @@ enum class ErrorKind : uint8_t {
   no_space,     // ENOSPC: the file system is full
   quota,        // EDQUOT, EFBIG, EMFILE: a limit below what the machine has
   device,       // EIO and kin: the device failed the transfer
+  no_memory,    // ENOMEM, ENOBUFS: the machine's memory, not the disk's
+  busy,         // EAGAIN, EBUSY, however often it was asked
   truncated,    // the file ends before the extent does
   vanished,     // ENOENT, ESTALE, ENXIO, ENOTCONN: the path is gone
   corrupt,      // a checksum differs
@@ -36,6 +38,8 @@ struct Error {
   std::string detail{};  // what decided it, e.g. expected and found checksum
 
   std::string message() const;
+  /// The same without the way out.
+  std::string cause() const;
 };
 
 /// Of a run of bytes that reads differently from what was written.

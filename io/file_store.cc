@@ -70,7 +70,8 @@ class FileStore final : public StoreBase<Store> {
         : path(base.string()),
           folder(base, options.job, options.direct),
           numa_node(numa_node_of(disks_of(base))),
-          queue(store, options.queue_depth, options.piece_bytes, options.result_hook) {}
+          queue(store, options.queue_depth, options.piece_bytes, options.result_hook,
+                options.patience.retry) {}
 
     const std::string path;
     JobFolder folder;
@@ -96,6 +97,7 @@ class FileStore final : public StoreBase<Store> {
   void completed(Transfer& transfer) noexcept override;
   Target locate(const Transfer& transfer) override;
   std::string path_of(const Target& target) override;
+  void first_retry(const Error& why) noexcept override;
 
   size_t lane_of(const Extent& extent) const;
   Extent place(int64_t bytes);
@@ -434,6 +436,14 @@ std::string FileStore::path_of(const Target& target) {
   return slabs_[target.slab].file.path.string();
 }
 
+void FileStore::first_retry(const Error& why) noexcept {
+  fmt::print(
+      stderr,
+      "overspill: warning: {}. It is tried again, as whatever fails like this; engine.stats() counts how "
+      "often\n",
+      why.cause());
+}
+
 std::string FileStore::file_of(const Extent& extent) const {
   const std::shared_lock lock(slabs_mutex_);
   return extent.slab < slabs_.size() ? slabs_[extent.slab].file.path.string() : "no slab of this store";
@@ -460,7 +470,6 @@ void FileStore::unregister_memory(std::span<std::byte> memory) {
 
 StoreStats FileStore::stats() const {
   std::vector<PathStats> paths;
-  int64_t retries = 0;
   std::string backend;
   for (const Lane& lane : lanes_) {
     PathStats path = lane.queue.meter().read();
@@ -474,7 +483,7 @@ StoreStats FileStore::stats() const {
                              (lane.numa_node ? fmt::format(", NUMA node {}", *lane.numa_node) : "");
     // Paths that do the same are named once.
     if (backend.find(text) == std::string::npos) backend += (backend.empty() ? "" : "; ") + text;
-    retries += lane.queue.retries();
+    path.retries = lane.queue.retries();
     paths.push_back(std::move(path));
   }
   {
@@ -489,7 +498,6 @@ StoreStats FileStore::stats() const {
     }
   }
   StoreStats stats = base_stats(std::move(paths));
-  stats.retries = retries;
   stats.backend = std::move(backend);
   return stats;
 }

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "io/balance.h"
+#include "io/patience.h"
 #include "io/store.h"
 
 namespace overspill::io {
@@ -34,6 +35,7 @@ struct FileStoreOptions {
   /// Of the paths, in their order. Empty: several paths are measured for a moment when the store is opened.
   /// Either way what the paths do later takes over.
   std::vector<PathSpeed> speeds;
+  Patience patience;
   /// For tests: may replace each result of the kernel. Called on the store's threads. See io/piece_queue.h.
   std::function<int64_t(bool writes, int64_t file_offset, int64_t asked_bytes, int64_t result)> result_hook;
 };

@@ -8,6 +8,7 @@
 #include <cstring>
 #include <mutex>
 #include <random>
+#include <set>
 #include <span>
 #include <system_error>
 #include <thread>
@@ -23,6 +24,8 @@ namespace {
 constexpr int kDepth = 64;
 constexpr const char* kName = "memory";  // where its errors are
 constexpr std::byte kLost{0xDE};         // what unsynced bytes read as after a cut
+constexpr int kPassingErrorsMax = 5;     // in a row; the store tries again twice as often
+constexpr RetryPolicy kRetry{.first_wait = std::chrono::microseconds(10)};
 
 /// Anonymous memory that takes up room only where it was written.
 class Arena {
@@ -101,6 +104,7 @@ class SimulatedStore final : public StoreBase<MemoryStore> {
   void enqueue(Transfer& transfer) override { queue_.push(transfer); }
   Target locate(const Transfer& transfer) override;
   std::string path_of(const Target&) override { return kName; }
+  void first_retry(const Error&) noexcept override {}
   void completed(Transfer& transfer) noexcept override;
 
   void work();
@@ -110,6 +114,8 @@ class SimulatedStore final : public StoreBase<MemoryStore> {
   size_t choose();
   bool deliver(size_t chosen);
   int64_t carry_out(const Piece& piece, const char*& fault);
+  bool passing(const Piece& piece);
+  bool fails(const Piece& piece);
   void land(const Piece& piece, int64_t bytes, const char*& fault);
   void fetch(const Piece& piece, int64_t bytes, const char*& fault);
   int64_t elsewhere(const Piece& piece, int64_t bytes);
@@ -130,6 +136,7 @@ class SimulatedStore final : public StoreBase<MemoryStore> {
   // Of whoever delivers:
   std::vector<InTransit> in_transit_;
   std::vector<Answer> answers_;
+  std::set<int64_t> unreadable_;
   int64_t used_bytes_ = 0;  // up to here something was written
   int64_t completions_ = 0;
   std::thread thread_;
@@ -142,7 +149,8 @@ SimulatedStore::SimulatedStore(int64_t capacity_bytes, const Faults& faults, int
       time_(std::move(time)),
       arena_(capacity_bytes_),
       dice_(faults.seed),
-      queue_(*this, kDepth, piece_bytes, nullptr) {
+      queue_(*this, kDepth, piece_bytes, nullptr, kRetry,
+             [this] { return std::chrono::microseconds(now_us()); }) {
   space_.add_slab(0, capacity_bytes_);
   in_transit_.reserve(kDepth);
   if (time_ == nullptr) thread_ = std::thread([this] { work(); });
@@ -273,6 +281,10 @@ bool SimulatedStore::deliver(size_t chosen) {
   if (time_ != nullptr) answers_.push_back(answer);
   if (!queue_.settle(piece, answer.result)) return false;
   in_transit_.erase(in_transit_.begin() + static_cast<std::ptrdiff_t>(chosen));
+  // Time moves on to the next try, if nothing else moves it.
+  const auto next_try = time_ != nullptr ? queue_.next_try_in() : std::nullopt;
+  if (next_try)
+    time_->after(std::chrono::duration_cast<std::chrono::microseconds>(*next_try).count() + 1, [] {});
   return true;
 }
 
@@ -284,8 +296,11 @@ int64_t SimulatedStore::carry_out(const Piece& piece, const char*& fault) {
     fault = "interrupted";
     return dice_.happens(0.5) ? -EINTR : -EAGAIN;
   }
-  if (piece.writes() ? strikes(faults_.write_error, &FaultCounts::write_errors)
-                     : strikes(faults_.read_error, &FaultCounts::read_errors)) {
+  if (passing(piece)) {
+    fault = "passing error";
+    return piece.writes() || dice_.happens(0.5) ? -ENOMEM : -EIO;
+  }
+  if (fails(piece)) {
     fault = "error";
     return -(piece.writes() ? faults_.write_errno : faults_.read_errno);
   }
@@ -296,6 +311,23 @@ int64_t SimulatedStore::carry_out(const Piece& piece, const char*& fault) {
   }
   piece.writes() ? land(piece, bytes, fault) : fetch(piece, bytes, fault);
   return bytes;
+}
+
+bool SimulatedStore::passing(const Piece& piece) {
+  if (faults_.passing_error <= 0 || piece.retries >= kPassingErrorsMax) return false;
+  return strikes(piece.retries == 0 ? faults_.passing_error : 0.5, &FaultCounts::passing_errors);
+}
+
+/// A place whose read has failed fails until it is written.
+bool SimulatedStore::fails(const Piece& piece) {
+  if (piece.writes()) {
+    unreadable_.erase(piece.file_offset());
+    return strikes(faults_.write_error, &FaultCounts::write_errors);
+  }
+  if (unreadable_.contains(piece.file_offset())) return true;
+  if (!strikes(faults_.read_error, &FaultCounts::read_errors)) return false;
+  unreadable_.insert(piece.file_offset());
+  return true;
 }
 
 void SimulatedStore::land(const Piece& piece, int64_t bytes, const char*& fault) {
@@ -406,8 +438,8 @@ StoreStats SimulatedStore::stats() const {
   path.path = kName;
   path.share = 1;
   path.reserved_bytes = space_.limit_bytes();
+  path.retries = queue_.retries();
   StoreStats stats = base_stats({path});
-  stats.retries = queue_.retries();
   stats.reserved_bytes = space_.limit_bytes();
   stats.backend = fmt::format("memory, seed {}", faults_.seed);
   return stats;

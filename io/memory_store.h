@@ -24,7 +24,8 @@ struct Faults {
   bool reorder = false;       // completions in random order
   double short_transfer = 0;  // a part is moved, the store continues
   double interrupted = 0;     // EINTR or EAGAIN, the store retries
-  double read_error = 0;
+  double passing_error = 0;   // a read or write that fails once or a few times in a row, the store retries
+  double read_error = 0;      // for good: that place cannot be read any more until it is written
   int read_errno = EIO;
   double write_error = 0;
   int write_errno = EIO;
@@ -38,9 +39,9 @@ struct Faults {
   double torn_at_cut = 0;        // per unsynced extent that is not dropped: a prefix is left
 
   bool has_any() const {
-    return delay_max.count() > 0 || reorder || short_transfer > 0 || interrupted > 0 || read_error > 0 ||
-           write_error > 0 || bit_flip_on_read > 0 || bit_flip_at_rest > 0 || lost_write > 0 ||
-           misdirected_write > 0 || misdirected_read > 0 || export_error > 0;
+    return delay_max.count() > 0 || reorder || short_transfer > 0 || interrupted > 0 || passing_error > 0 ||
+           read_error > 0 || write_error > 0 || bit_flip_on_read > 0 || bit_flip_at_rest > 0 ||
+           lost_write > 0 || misdirected_write > 0 || misdirected_read > 0 || export_error > 0;
   }
 };
 
@@ -50,6 +51,7 @@ struct FaultCounts {
   int64_t reordered = 0;
   int64_t short_transfers = 0;
   int64_t interrupted = 0;
+  int64_t passing_errors = 0;
   int64_t read_errors = 0;
   int64_t write_errors = 0;
   int64_t bit_flips = 0;  // on reads

@@ -4,7 +4,6 @@
 
 #include <algorithm>
 #include <cerrno>
-#include <thread>
 #include <utility>
 
 #include "io/checksum.h"
@@ -12,19 +11,31 @@
 namespace overspill::io {
 namespace {
 
-// A kernel that says EAGAIN or moves nothing this often in a row will not do better the next time.
+// A kernel that says EINTR or moves nothing this often in a row will not do better the next time.
 constexpr int kFruitlessMax = 1000;
+
+void count(std::atomic<int64_t>& one) {
+  one.fetch_add(1, std::memory_order_relaxed);
+}
+
+std::chrono::nanoseconds machine_clock() {
+  return std::chrono::steady_clock::now().time_since_epoch();
+}
 
 }  // namespace
 
-PieceQueue::PieceQueue(TransferOwner& owner, int depth, int64_t piece_bytes, ResultHook hook)
+PieceQueue::PieceQueue(TransferOwner& owner, int depth, int64_t piece_bytes, ResultHook hook,
+                       const RetryPolicy& retry, Clock clock)
     : owner_(owner),
       depth_(depth),
       piece_bytes_(piece_bytes / kChecksumBlockBytes * kChecksumBlockBytes),
       hook_(std::move(hook)),
+      retry_(retry),
+      clock_(clock != nullptr ? std::move(clock) : machine_clock),
       meter_(depth),
-      // Each active transfer has a piece at the backend, or is the current one of its priority.
-      actives_(static_cast<size_t>((kAheadPerDepth + 2) * depth + kPriorities)) {
+      // Each active transfer has a piece at the backend, or one that waits for another try, or is the current
+      // one of its priority. No new piece is handed out while as many wait as fit at the kernel.
+      actives_(static_cast<size_t>((kAheadPerDepth + 3) * depth + kPriorities)) {
   if (depth <= 0 || piece_bytes_ <= 0) {
     throw StoreError(
         {.kind = ErrorKind::invalid,
@@ -34,6 +45,7 @@ PieceQueue::PieceQueue(TransferOwner& owner, int depth, int64_t piece_bytes, Res
   }
   free_.reserve(actives_.size());
   for (Active& active : actives_) free_.push_back(&active);
+  waiting_.reserve(actives_.size());
 }
 
 void PieceQueue::push(Transfer& transfer) {
@@ -60,6 +72,12 @@ bool PieceQueue::take(Piece& piece, Transfer::Priority from) {
     Transfer* over = nullptr;
     {
       const std::lock_guard lock(mutex_);
+      if (const auto due = first_due(from); due != waiting_.end()) {
+        piece = due->piece;
+        waiting_.erase(due);
+        meter_.issued(piece.active->transfer->kind);
+        return true;
+      }
       Fifo* fifo = first_pending(from);
       if (fifo == nullptr) return false;
       over = advance(*fifo, piece, got_piece);
@@ -69,7 +87,27 @@ bool PieceQueue::take(Piece& piece, Transfer::Priority from) {
   }
 }
 
+/// Once the queue is stopped nothing waits any more.
+std::vector<PieceQueue::Waiting>::iterator PieceQueue::first_due(Transfer::Priority from) {
+  if (waiting_.empty()) return waiting_.end();
+  const auto now = clock_();
+  return std::ranges::find_if(waiting_, [&](const Waiting& one) {
+    return one.piece.active->transfer->priority >= from && (stopped_ || one.due <= now);
+  });
+}
+
+std::chrono::nanoseconds PieceQueue::earliest_due() const {
+  return std::ranges::min(waiting_, {}, &Waiting::due).due;
+}
+
+std::optional<std::chrono::nanoseconds> PieceQueue::next_try_in() {
+  const std::lock_guard lock(mutex_);
+  if (waiting_.empty()) return std::nullopt;
+  return std::max(std::chrono::nanoseconds(0), earliest_due() - clock_());
+}
+
 PieceQueue::Fifo* PieceQueue::first_pending(Transfer::Priority from) {
+  if (std::ssize(waiting_) >= depth_) return nullptr;
   const auto found =
       std::find_if(fifos_.begin() + static_cast<ptrdiff_t>(from), fifos_.end(),
                    [](const Fifo& fifo) { return fifo.first != nullptr || fifo.current != nullptr; });
@@ -78,6 +116,7 @@ PieceQueue::Fifo* PieceQueue::first_pending(Transfer::Priority from) {
 
 bool PieceQueue::has_urgent_work() {
   const std::lock_guard lock(mutex_);
+  if (first_due(Transfer::Priority::demand) != waiting_.end()) return true;
   const Fifo* fifo = first_pending(Transfer::Priority::demand);
   return fifo != nullptr && fifo != &fifos_[static_cast<size_t>(Transfer::Priority::write_behind)];
 }
@@ -89,7 +128,13 @@ bool PieceQueue::has_work() {
 
 bool PieceQueue::wait() {
   std::unique_lock lock(mutex_);
-  work_.wait(lock, [&] { return stopped_ || pending(); });
+  while (!stopped_ && !pending()) {
+    if (waiting_.empty()) {
+      work_.wait(lock);
+    } else {
+      work_.wait_for(lock, earliest_due() - clock_());
+    }
+  }
   return pending();
 }
 
@@ -116,6 +161,7 @@ Active& PieceQueue::start(Fifo& fifo) {
               .length_bytes = transfer.extent.bytes};
   }
   if (!active.error) active.target = owner_.locate(transfer);
+  if (transfer.second_reading) count(checksums_);
   fifo.current = &active;
   return active;
 }
@@ -131,7 +177,8 @@ Transfer* PieceQueue::advance(Fifo& fifo, Piece& piece, bool& got_piece) {
   const int64_t total = active.transfer->extent.bytes;
   piece = {.active = &active,
            .offset = active.issued_bytes,
-           .bytes = std::min(piece_bytes_, total - active.issued_bytes)};
+           .bytes = std::min(piece_bytes_, total - active.issued_bytes),
+           .reread = active.transfer->second_reading};
   active.issued_bytes += piece.bytes;
   ++active.pieces;
   meter_.issued(active.transfer->kind);
@@ -151,18 +198,7 @@ Transfer* PieceQueue::retire(Active& active) {
 
 bool PieceQueue::settle(Piece& piece, int64_t result) {
   if (hook_) result = hook_(piece.writes(), piece.file_offset(), piece.left(), result);
-  if (result == -EINTR || result == -EAGAIN) {
-    retries_.fetch_add(1, std::memory_order_relaxed);
-    if (++piece.fruitless <= kFruitlessMax) {
-      if (result == -EAGAIN) std::this_thread::yield();
-      return false;
-    }
-  }
-  if (result < 0) {
-    const int os_error = static_cast<int>(-result);
-    finish(piece, failure(piece, kind_of_errno(os_error), os_error, ""));
-    return true;
-  }
+  if (result < 0) return settle_error(piece, static_cast<int>(-result));
   if (result > piece.left()) {
     finish(piece, failure(piece, ErrorKind::device, 0, fmt::format("the kernel reports {} bytes", result)));
     return true;
@@ -171,7 +207,9 @@ bool PieceQueue::settle(Piece& piece, int64_t result) {
   const int64_t progress = result / kBlockBytes * kBlockBytes;
   piece.done += progress;
   if (piece.left() == 0) {
-    finish(piece, piece.writes() ? std::nullopt : verify(piece));
+    std::optional<Error> error = piece.writes() ? std::nullopt : verify(piece);
+    if (error && read_again(piece, *error)) return true;
+    finish(piece, std::move(error));
     return true;
   }
   if (progress == 0 && !piece.writes()) {  // slabs end at a block boundary, so this is the end of the file
@@ -184,8 +222,51 @@ bool PieceQueue::settle(Piece& piece, int64_t result) {
     finish(piece, failure(piece, ErrorKind::device, 0, "the kernel writes nothing and gives no reason"));
     return true;
   }
-  retries_.fetch_add(1, std::memory_order_relaxed);
+  count(at_once_);
   return false;
+}
+
+bool PieceQueue::settle_error(Piece& piece, int os_error) {
+  if (os_error == EINTR && ++piece.fruitless <= kFruitlessMax) {
+    count(at_once_);
+    return false;
+  }
+  Error error = failure(piece, kind_of_errno(os_error), os_error, "");
+  if (may_pass(os_error, piece.writes()) &&
+      try_later(piece, error, is_shortage(os_error) ? shortages_ : reads_))
+    return true;
+  if (piece.retries > 0) error.detail = fmt::format("it was tried {} times", piece.retries + 1);
+  finish(piece, std::move(error));
+  return true;
+}
+
+/// Bits may flip on the way from a disk that has the right ones: what differs from its checksum is read a
+/// second time, and no third.
+bool PieceQueue::read_again(Piece& piece, const Error& why) {
+  if (std::exchange(piece.reread, true)) return false;
+  piece.done = 0;
+  return try_later(piece, why, checksums_);
+}
+
+/// Keeps the piece until its wait is over; false where it was tried often enough, or its transfer has failed.
+bool PieceQueue::try_later(Piece& piece, const Error& why, std::atomic<int64_t>& counter) {
+  {
+    const std::lock_guard lock(mutex_);
+    if (stopped_ || piece.active->error || piece.retries >= retry_.tries_max) return false;
+    ++piece.retries;
+    meter_.returned(piece.active->transfer->kind, 0);
+    waiting_.push_back({piece, clock_() + retry_.wait_before(piece.retries)});
+  }
+  piece.active = nullptr;
+  count(counter);
+  work_.notify_all();  // whoever waits for work waits no longer than until then
+  if (!has_retried_.exchange(true)) owner_.first_retry(why);
+  return true;
+}
+
+RetryStats PieceQueue::retries() const {
+  const auto now = [](const std::atomic<int64_t>& of) { return of.load(std::memory_order_relaxed); };
+  return {now(at_once_), now(reads_), now(shortages_), now(checksums_)};
 }
 
 void PieceQueue::finish(Piece& piece, std::optional<Error> error) {
@@ -228,7 +309,7 @@ void PieceQueue::checksum(const Piece& piece) const {
     std::ranges::copy(sums_of(piece, transfer.checksums), sums.begin());
     return;
   }
-  const std::span<const std::byte> bytes(piece.memory(), static_cast<size_t>(piece.bytes));
+  const std::span<const std::byte> bytes(transfer.memory + piece.offset, static_cast<size_t>(piece.bytes));
   for (int64_t i = 0; i < checksum_blocks(piece.bytes); ++i) {
     sums[static_cast<size_t>(i)] = checksum_block(checksummed_block(bytes, i));
   }

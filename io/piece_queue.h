@@ -6,6 +6,7 @@
 
 #include <array>
 #include <atomic>
+#include <chrono>
 #include <condition_variable>
 #include <cstdint>
 #include <functional>
@@ -17,6 +18,7 @@
 
 #include "io/error.h"
 #include "io/lane_meter.h"
+#include "io/patience.h"
 #include "io/store.h"
 
 namespace overspill::io {
@@ -35,6 +37,8 @@ class TransferOwner {
   /// Called under the queue's lock: must be short, must not call the queue.
   virtual Target locate(const Transfer& transfer) = 0;
   virtual std::string path_of(const Target& target) = 0;
+  /// The queue asks for something again for the first time; called without locks, on the backend's thread.
+  virtual void first_retry(const Error& why) noexcept = 0;
   /// Called without locks once the transfer's last piece is done; `transfer.error` is set. The queue forgets
   /// it before.
   virtual void completed(Transfer& transfer) noexcept = 0;
@@ -54,8 +58,10 @@ struct Piece {
   Active* active = nullptr;
   int64_t offset = 0;  // in the extent, multiple of kChecksumBlockBytes
   int64_t bytes = 0;
-  int64_t done = 0;   // multiple of kBlockBytes
-  int fruitless = 0;  // attempts since `done` grew
+  int64_t done = 0;     // multiple of kBlockBytes
+  int fruitless = 0;    // attempts since `done` grew
+  int retries = 0;      // after errors, with a wait before each
+  bool reread = false;  // it differs from its checksums a second time if it differs again
 
   bool writes() const { return active->transfer->kind == Transfer::Kind::write; }
   int fd() const { return active->target.fd; }
@@ -73,10 +79,13 @@ using ResultHook =
 class PieceQueue {
  public:
   static constexpr int kAheadPerDepth = 8;
+  using Clock = std::function<std::chrono::nanoseconds()>;  // never going back
 
   /// `depth`: pieces a backend may have at the kernel at once. Beside them it may hold as many whose result
   /// is not settled, and kAheadPerDepth times as many that are checksummed and not yet issued.
-  PieceQueue(TransferOwner& owner, int depth, int64_t piece_bytes, ResultHook hook);
+  /// `clock`: of the waits before a further try; null: the machine's.
+  PieceQueue(TransferOwner& owner, int depth, int64_t piece_bytes, ResultHook hook,
+             const RetryPolicy& retry = {}, Clock clock = nullptr);
 
   /// A transfer whose `error` is set is completed with it, on the backend's thread.
   void push(Transfer& transfer);
@@ -95,8 +104,12 @@ class PieceQueue {
   /// Blocks until it has; false once the queue is stopped and empty.
   bool wait();
 
+  /// Until the first of the pieces that wait for another try is due; nothing where none waits.
+  std::optional<std::chrono::nanoseconds> next_try_in();
+
   /// Looks at a result of the kernel (bytes, or a negative errno): false if the piece must be issued again,
-  /// for what is left of it. Otherwise the piece is over and was given back.
+  /// for what is left of it. Otherwise the piece was given back: it is over, or the queue will hand it out
+  /// again when its wait before another try is over.
   bool settle(Piece& piece, int64_t result);
 
   /// From now on what is not issued completes with `cancelled`.
@@ -105,7 +118,7 @@ class PieceQueue {
   int depth() const { return depth_; }
   LaneMeter& meter() { return meter_; }
   const LaneMeter& meter() const { return meter_; }
-  int64_t retries() const { return retries_.load(std::memory_order_relaxed); }
+  RetryStats retries() const;
 
  private:
   static constexpr int kPriorities = 3;
@@ -114,12 +127,25 @@ class PieceQueue {
     Transfer* last = nullptr;
     Active* current = nullptr;  // taken off the list, not all of it issued
   };
+  /// A piece that failed and waits for another try.
+  struct Waiting {
+    Piece piece;
+    std::chrono::nanoseconds due;
+  };
 
   Active& start(Fifo& fifo);
   Transfer* advance(Fifo& fifo, Piece& piece, bool& got_piece);
   Transfer* retire(Active& active);
   Fifo* first_pending(Transfer::Priority from);
-  bool pending() { return first_pending(Transfer::Priority::demand) != nullptr; }
+  bool pending() {
+    return first_due(Transfer::Priority::demand) != waiting_.end() ||
+           first_pending(Transfer::Priority::demand) != nullptr;
+  }
+  std::vector<Waiting>::iterator first_due(Transfer::Priority from);
+  std::chrono::nanoseconds earliest_due() const;
+  bool settle_error(Piece& piece, int os_error);
+  bool read_again(Piece& piece, const Error& why);
+  bool try_later(Piece& piece, const Error& why, std::atomic<int64_t>& counter);
   void finish(Piece& piece, std::optional<Error> error);
   Error failure(const Piece& piece, ErrorKind kind, int os_error, std::string detail) const;
   std::optional<Error> verify(const Piece& piece) const;
@@ -129,7 +155,13 @@ class PieceQueue {
   const int depth_;
   const int64_t piece_bytes_;
   const ResultHook hook_;
-  std::atomic<int64_t> retries_ = 0;
+  const RetryPolicy retry_;
+  const Clock clock_;
+  std::atomic<int64_t> at_once_ = 0;
+  std::atomic<int64_t> reads_ = 0;
+  std::atomic<int64_t> shortages_ = 0;
+  std::atomic<int64_t> checksums_ = 0;
+  std::atomic<bool> has_retried_ = false;
 
   std::mutex mutex_;
   LaneMeter meter_;  // counts under the lock
@@ -137,6 +169,7 @@ class PieceQueue {
   std::array<Fifo, kPriorities> fifos_;
   std::vector<Active> actives_;
   std::vector<Active*> free_;
+  std::vector<Waiting> waiting_;  // capacity as for actives_
   bool stopped_ = false;
 };
 

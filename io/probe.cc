@@ -100,6 +100,7 @@ void measure(Store& store, int64_t bytes, DiskProbe& probe) {
 class NoOwner final : public TransferOwner {
   Target locate(const Transfer&) override { return {}; }
   std::string path_of(const Target&) override { return ""; }
+  void first_retry(const Error&) noexcept override {}
   void completed(Transfer&) noexcept override {}
 };
 

@@ -31,9 +31,10 @@ class Sealed {
   void start(std::byte* memory, int64_t bytes);
 
   /// Bytes begin <= i < end, compared with their checksums; called over ascending ranges. `begin` is a
-  /// multiple of kChecksumBlockBytes, `end` too or the extent's. Throws StoreError{corrupt} that names file,
-  /// offset and length of the block; `store` is the one that was read from.
-  std::byte* open(const Store& store, int64_t begin, int64_t end);
+  /// multiple of kChecksumBlockBytes, `end` too or the extent's. What differs is read a second time, from
+  /// `store`, which is the one that it was read from; this waits for it. Throws StoreError{corrupt} that
+  /// names file, offset and length of the block.
+  std::byte* open(Store& store, int64_t begin, int64_t end);
 
   /// The same range again: its bytes are final.
   void seal(int64_t begin, int64_t end);
@@ -46,6 +47,7 @@ class Sealed {
 
  private:
   std::span<const std::byte> block(int64_t index) const;
+  void read_again(Store& store, int64_t index);
   std::span<uint64_t> sums();
 
   Extent extent_;  // where it was read; of start() only the length

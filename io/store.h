@@ -64,6 +64,8 @@ struct Transfer {
   /// Where the caller checks: one of each 64 KiB block, in the caller's memory. A read puts them here, a
   /// write finds them here.
   std::span<uint64_t> checksums;
+  /// Of a read that the store checks: its bytes were read once already, and differed from their checksums.
+  bool second_reading = false;
 
   /// Called once, on the store's thread or in poll(), without any of the store's locks held: may submit,
   /// allocate and release, must not block.
@@ -90,6 +92,17 @@ struct LatencyStats {
   int64_t max_ns = 0;
 };
 
+/// How often something was asked for again.
+struct RetryStats {
+  int64_t at_once = 0;    // short transfers continued, EINTR
+  int64_t reads = 0;      // failed with EIO or its kin
+  int64_t shortages = 0;  // ENOMEM, EAGAIN, EBUSY: of the machine, not of the disk
+  int64_t checksums = 0;  // what was read differed from its checksum
+
+  /// Of what a healthy machine does not do.
+  int64_t troubles() const { return reads + shortages + checksums; }
+};
+
 /// One path's part of StoreStats.
 struct PathStats {
   std::string path;
@@ -106,6 +119,7 @@ struct PathStats {
   std::optional<int> numa_node;  // of its disk; empty: unknown
   std::string access;            // "O_DIRECT", "buffered (why)"
   std::string closed;            // why it takes no new extents; empty: it takes them
+  RetryStats retries;
   LatencyStats demand_reads;
   LatencyStats prefetch_reads;
   LatencyStats writes;
@@ -116,7 +130,7 @@ struct StoreStats {
   int64_t bytes_read = 0;  // completed, as asked for by transfers
   int64_t bytes_written = 0;
   int64_t transfers = 0;
-  int64_t retries = 0;  // short transfers continued, EINTR and EAGAIN retried
+  int64_t retries = 0;  // at once: short transfers continued, EINTR
   int64_t in_flight_max = 0;
   int64_t allocated_bytes = 0;  // extents not released, or pinned
   int64_t reserved_bytes = 0;   // space the slabs take on disk

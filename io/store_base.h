@@ -46,12 +46,13 @@ class StoreBase : public Interface, protected TransferOwner {
     in_flight_.end(epoch);
   }
 
-  /// All but `retries` and `backend`.
+  /// All but `backend`.
   StoreStats base_stats(std::vector<PathStats> paths) const {
     StoreStats stats;
     for (const PathStats& path : paths) {
       stats.bytes_read += path.bytes_read;
       stats.bytes_written += path.bytes_written;
+      stats.retries += path.retries.at_once;
     }
     stats.transfers = transfers_;
     stats.in_flight_max = in_flight_.max();

@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cerrno>
+#include <chrono>
 #include <condition_variable>
 #include <cstdio>
 #include <cstdlib>
@@ -186,7 +187,7 @@ int UringBackend::open_ring() {
   for (const unsigned flags :
        {IORING_SETUP_SINGLE_ISSUER | IORING_SETUP_DEFER_TASKRUN | IORING_SETUP_TASKRUN_FLAG,
         IORING_SETUP_SINGLE_ISSUER, 0U}) {
-    result = io_uring_queue_init(static_cast<unsigned>(slots_.size()) + 2, &ring_, flags);
+    result = io_uring_queue_init(static_cast<unsigned>(slots_.size()) + 4, &ring_, flags);
     if (result != -EINVAL) break;
   }
   if (result < 0) return -result;
@@ -222,7 +223,18 @@ void UringBackend::loop() {
 
 void UringBackend::submit(unsigned wait_for) {
   if (wait_for == 0 && io_uring_sq_ready(&ring_) == 0) return;
-  const int result = io_uring_submit_and_wait(&ring_, wait_for);
+  const auto next_try = wait_for > 0 && !free_slots_.empty() ? queue_.next_try_in() : std::nullopt;
+  int result = 0;
+  if (next_try) {
+    using namespace std::chrono;
+    const auto whole = duration_cast<seconds>(*next_try);
+    __kernel_timespec wait{.tv_sec = whole.count(), .tv_nsec = (*next_try - whole).count()};
+    io_uring_cqe* ignored = nullptr;
+    result = io_uring_submit_and_wait_timeout(&ring_, &ignored, wait_for, &wait, nullptr);
+    if (result == -ETIME) return;
+  } else {
+    result = io_uring_submit_and_wait(&ring_, wait_for);
+  }
   if (result < 0 && result != -EINTR && result != -EAGAIN && result != -EBUSY) fatal("submit", -result);
 }
 
@@ -269,7 +281,8 @@ void UringBackend::settle_one() {
 }
 
 io_uring_sqe* UringBackend::sqe() {
-  // Room for every slot and the wake read, each of which has at most one entry.
+  // Room for every slot and the wake read, each of which has at most one entry, and for the timeout that an
+  // old kernel takes as one.
   io_uring_sqe* entry = io_uring_get_sqe(&ring_);
   if (entry == nullptr) fatal("the submission queue is full", ENOBUFS);
   return entry;

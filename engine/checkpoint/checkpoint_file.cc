@@ -23,10 +23,13 @@ constexpr int64_t kBlockBytes = io::kChecksumBlockBytes;
 constexpr const char* kUseAnother = "use another checkpoint, or restore this file";
 constexpr const char* kMakeRoom = "free space or choose another folder";
 constexpr const char* kCheckDisk = "check the disk (dmesg, smartctl) or choose another folder";
+constexpr const char* kFreeMemory = "free memory on this machine, or raise the limit of its container";
 
 [[noreturn]] void fail(const std::filesystem::path& path, const char* what, int os_error,
                        const char* way_out) {
-  if (way_out == kMakeRoom && io::kind_of_errno(os_error) == io::ErrorKind::device) way_out = kCheckDisk;
+  const io::ErrorKind kind = io::kind_of_errno(os_error);
+  if (way_out == kMakeRoom && kind == io::ErrorKind::device) way_out = kCheckDisk;
+  if (kind == io::ErrorKind::no_memory) way_out = kFreeMemory;
   throw CheckpointError(
       fmt::format("{}: {}: {}; {}", path.string(), what, std::generic_category().message(os_error), way_out));
 }

@@ -233,7 +233,7 @@ TEST(Failure, PoisonsTheEngineAndSaysWhy) {
 TEST(Failure, AFlippedBitIsAnErrorNotANumber) {
   io::Faults faults;
   faults.seed = 9;
-  faults.bit_flip_on_read = 0.01;
+  faults.bit_flip_at_rest = 0.01;
   const auto owned = faulty_engine(faults);
   Engine& engine = *owned;
   EXPECT_ANY_THROW({

@@ -70,7 +70,7 @@ TEST(SealedStates, AFlippedBitOfAnyBlockIsAnErrorThatNamesIt) {
   for (uint64_t seed = 1; seed <= 40; ++seed) {
     std::unique_ptr<engine::Engine> engine;
     try {
-      engine = wide_engine({.seed = seed, .bit_flip_on_read = 0.01}, wide_config());
+      engine = wide_engine({.seed = seed, .bit_flip_at_rest = 0.01}, wide_config());
       for (int step = 0; step < 3; ++step) toy_step(*engine, step, 1, 0);
     } catch (const engine::EngineFailed& error) {
       const std::string what = error.what();

@@ -526,6 +526,7 @@ class Simulation {
                                                    {"reorderings", f.reordered},
                                                    {"short transfers", f.short_transfers},
                                                    {"EINTR or EAGAIN", f.interrupted},
+                                                   {"errors that pass", f.passing_errors},
                                                    {"errno on read", f.read_errors},
                                                    {"errno on write", f.write_errors},
                                                    {"bit flips on read", f.bit_flips},

@@ -88,6 +88,7 @@ void draw_harmless_faults(Draw& draw, io::Faults& faults) {
   faults.reorder = draw.chance(0.5);
   if (draw.chance(0.5)) faults.short_transfer = 0.2;
   if (draw.chance(0.5)) faults.interrupted = 0.1;
+  if (faults.short_transfer > 0) faults.passing_error = 0.02;
 }
 
 void draw_trouble(Draw& draw, SimulationSetup& setup) {

@@ -26,8 +26,8 @@ class Draw {
   std::mt19937_64 random_;
 };
 
-/// What goes wrong in this run, beyond delays, reordering, short and interrupted transfers, which must never
-/// be noticed.
+/// What goes wrong in this run, beyond delays, reordering, short and interrupted transfers, and errors that
+/// pass, which must never be noticed.
 enum class Trouble : uint8_t {
   none,
   errors,  // reads and writes fail with an errno

@@ -1,12 +1,14 @@
 // Checking where the bytes are used: nothing unverified is given out, nothing unverified goes back.
 #include "io/sealed.h"
 
+#include <fcntl.h>
 #include <gtest/gtest.h>
 
 #include <stdexcept>
 
 #include "io/checksum.h"
 #include "io/memory_store.h"
+#include "io/unique_fd.h"
 #include "tests/io/store_test_util.h"
 
 namespace overspill::io {
@@ -53,6 +55,16 @@ class SealedTest : public testing::TestWithParam<bool> {
     return transfer.error;
   }
 
+  /// One bit of the extent, where it is stored.
+  void flip_at_rest(int64_t at) {
+    if (auto* played = dynamic_cast<MemoryStore*>(store_.get())) return played->flip_bit(extent_, at * 8 + 4);
+    const UniqueFd file(::open(store_->file_of(extent_).c_str(), O_RDWR | O_CLOEXEC));
+    std::byte one{};
+    ASSERT_EQ(::pread(file.get(), &one, 1, extent_.offset + at), 1);
+    one ^= std::byte{0x10};
+    ASSERT_EQ(::pwrite(file.get(), &one, 1, extent_.offset + at), 1);
+  }
+
   ScratchFolder folder_;
   std::unique_ptr<Store> store_;
   AlignedMemory memory_;
@@ -95,8 +107,8 @@ TEST_P(SealedTest, AFlippedBitIsNamedAndItsBlockIsNotGivenOut) {
     extent_ = store_->allocate(kBytes);
     fill_and_write();
     AlignedMemory found(kBytes);
+    flip_at_rest(at);
     ASSERT_FALSE(fetch(found));
-    found.data()[at] ^= std::byte{0x10};
     const int64_t block = at / kBlock * kBlock;
     sealed_.open(*store_, 0, block);
     const Error error = error_of([&] { sealed_.open(*store_, block, kBytes); });
@@ -111,6 +123,19 @@ TEST_P(SealedTest, AFlippedBitIsNamedAndItsBlockIsNotGivenOut) {
     Transfer transfer = make_transfer(Kind::write, extent_, nullptr);
     EXPECT_THROW(sealed_.hand_over(transfer), std::logic_error);
   }
+}
+
+TEST_P(SealedTest, WhatFlippedOnTheWayIsReadAgain) {
+  fill_and_write();
+  AlignedMemory found(kBytes);
+  ASSERT_FALSE(fetch(found));
+  for (const int64_t at : {kBlock + 7, kBytes - 1}) found.data()[at] ^= std::byte{0x10};
+  *sealed_.open(*store_, 0, kBlock) ^= std::byte{1};  // an update of the first block
+  memory_.data()[0] ^= std::byte{1};
+  sealed_.seal(0, kBlock);
+  sealed_.open(*store_, kBlock, kBytes);
+  EXPECT_TRUE(found == memory_) << "the bytes that are on the disk, and what was changed since";
+  EXPECT_EQ(store_->stats().paths[0].retries.checksums, 2);
 }
 
 TEST_P(SealedTest, WhatChangedAfterItsSealIsFoundByTheNextRead) {

@@ -134,6 +134,7 @@ inline FileStoreOptions file_options(const std::filesystem::path& path, const st
   options.piece_bytes = int64_t{128} << 10;  // so that most transfers have several pieces
   options.queue_depth = 8;
   options.threads = 4;
+  options.patience.retry.first_wait = std::chrono::microseconds(10);
   return options;
 }
 

@@ -1,0 +1,43 @@
+// How long the store bears with a disk: which errors are tried again, how often, how soon; and when a disk
+// that does not answer is named, and given up. Values alone: the pieces' queue tries again
+// (io/piece_queue.h), the stall watch tells and gives up (io/stall_watch.h).
+#pragma once
+
+#include <chrono>
+#include <cstdint>
+
+namespace overspill::io {
+
+/// Ten more tries after 5 ms, 10 ms, 20 ms and so on: 5.1 s in all.
+struct RetryPolicy {
+  int tries_max = 10;  // after the first
+  std::chrono::nanoseconds first_wait{std::chrono::milliseconds(5)};
+  int growth = 2;
+
+  /// Before the n-th further try, n from 1.
+  std::chrono::nanoseconds wait_before(int n) const {
+    std::chrono::nanoseconds wait = first_wait;
+    for (int i = 1; i < n; ++i) wait *= growth;
+    return wait;
+  }
+};
+
+struct StallPolicy {
+  std::chrono::nanoseconds tell_after{std::chrono::seconds(10)};  // then after twice that, and so on
+  std::chrono::nanoseconds give_up_after{0};                      // 0: never
+};
+
+struct Patience {
+  RetryPolicy retry;
+  StallPolicy stall;
+};
+
+/// Whether what failed with this errno may succeed if it is asked again: for reads what a disk or the way to
+/// it may say once (EIO, ETIMEDOUT and their kin), for reads and writes what the machine is short of for a
+/// moment (ENOMEM, EAGAIN, EBUSY). A write that meets EIO goes to another path instead, or fails.
+bool may_pass(int os_error, bool writes);
+
+/// The machine's memory or the kernel's queues, not the disk.
+bool is_shortage(int os_error);
+
+}  // namespace overspill::io
