@@ -3,22 +3,39 @@
 What comes at position p depends on (tokens, seed, p) and on nothing else, so a run that stopped goes on exactly.
 """
 
+import codecs
 import dataclasses
 import hashlib
 import json
 import os
+import shlex
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import torch
 
+from . import durable
+from ._core import OverspillError
+
 PIECE_BYTES = 64 << 10  # text tokenised at once: what bounds memory, whatever the size of a file
 TOKEN = np.dtype("<u4")
 FORMAT = b"overspill tokens 1\n"  # part of every cache key: change it when tokenising changes
+CHECKED = "-utf8"  # in the names of caches since text that is no UTF-8 is refused: older ones may hold it
 
 
-class DataError(ValueError):
+RECORDS = (".jsonl", ".ndjson", ".json")  # suffixes, in lower case, of files of records; all others are text
+ARRAY_BYTES = 64 << 20  # of a JSON array, which is read whole
+BYTE_ORDER_MARKS = {
+    codecs.BOM_UTF32_LE: "UTF-32",
+    codecs.BOM_UTF32_BE: "UTF-32",
+    codecs.BOM_UTF16_LE: "UTF-16",
+    codecs.BOM_UTF16_BE: "UTF-16",
+}  # the longer ones first: UTF-16's is the beginning of UTF-32's
+
+
+class DataError(OverspillError, ValueError):
     """Data that cannot be used: names the file, what is wrong, and the way out."""
 
 
@@ -50,6 +67,8 @@ def text_files(path: Path) -> list[Path]:
         )
     if path.is_file():
         return [path]
+    if not path.is_dir():
+        raise DataError(f"data {path} is neither a file nor a folder; give a folder or file of text")
     files = sorted(
         p
         for p in path.rglob("*")
@@ -62,35 +81,133 @@ def text_files(path: Path) -> list[Path]:
 
 
 def _is_text(path: Path) -> bool:
+    """Whether no NUL byte is near the beginning. Raises DataError for UTF-16 and UTF-32, which are full of them."""
     with path.open("rb") as file:
-        return b"\0" not in file.read(8192)
+        head = file.read(8192)
+    for mark, encoding in BYTE_ORDER_MARKS.items():
+        if head.startswith(mark):
+            raise DataError(f"{path} is {encoding}; text has to be UTF-8: {_convert(path, encoding)}")
+    return b"\0" not in head
+
+
+def _convert(path: Path, encoding: str) -> str:
+    name = shlex.quote(str(path))
+    return f"iconv -f {encoding} -t UTF-8 {name} > NEW"
 
 
 def _pieces(path: Path) -> Iterator[str]:
-    """A file's text in pieces of about PIECE_BYTES that end with a line; bytes that are no UTF-8 are replaced."""
-    with path.open(encoding="utf-8", errors="replace", newline="") as file:
-        while lines := file.readlines(PIECE_BYTES):
-            yield "".join(lines)
+    """A file's text in pieces of about PIECE_BYTES that end with a line. Raises DataError where it is no UTF-8."""
+    with path.open(encoding="utf-8", newline="") as file:
+        try:
+            while lines := file.readlines(PIECE_BYTES):
+                yield "".join(lines)
+        except UnicodeDecodeError:
+            raise _no_utf8(path) from None
+
+
+def _no_utf8(path: Path) -> DataError:
+    """Of a file that is no UTF-8: where it ceases to be."""
+    decoder, at = codecs.getincrementaldecoder("utf-8")(), 0
+    with path.open("rb") as file:
+        while True:
+            piece = file.read(PIECE_BYTES)
+            held = len(decoder.getstate()[0])  # bytes of a character that began in the piece before
+            try:
+                decoder.decode(piece, final=not piece)
+            except UnicodeDecodeError as error:
+                at += error.start - held
+                byte = error.object[error.start]
+                break
+            if not piece:
+                return DataError(f"{path} changed while it was read; start again when it is complete")
+            at += len(piece)
+    return DataError(
+        f"{path} is no UTF-8: byte {at} is 0x{byte:02x}; if it is text in another encoding, convert it (Latin-1: "
+        f"{_convert(path, 'LATIN1')}), if it is no text, take it out of the data"
+    )
 
 
 def _documents(path: Path) -> Iterator[Iterator[str]]:
-    """Documents of a file, each an iterator of pieces: the file itself, or the `text` of each line of JSONL."""
-    if path.suffix != ".jsonl":
+    """Documents of a file, each an iterator of pieces: the file itself, or the `text` of each of its records."""
+    if not _has_records(path):
         yield _pieces(path)
-        return
-    with path.open(encoding="utf-8") as file:
+    elif _is_array(path):
+        yield from (iter((text,)) for text in _array(path))
+    else:
+        yield from (iter((text,)) for text in _lines(path))
+
+
+def _has_records(path: Path) -> bool:
+    return path.suffix.lower() in RECORDS
+
+
+def _is_array(path: Path) -> bool:
+    """Whether the file is one JSON array; only of .json that is not taken for a line of JSONL which is wrong."""
+    if path.suffix.lower() != ".json":
+        return False
+    with path.open("rb") as file:
+        return file.read(8192).removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"[")
+
+
+def _lines(path: Path) -> Iterator[str]:
+    """The `text` of each line of JSONL."""
+    with path.open("rb") as file:
         for number, line in enumerate(file, 1):
-            if not line.strip():
-                continue
             try:
-                text = json.loads(line)["text"]
-            except (ValueError, KeyError, TypeError):
-                text = None
-            if not isinstance(text, str):
+                text = line.decode("utf-8-sig" if number == 1 else "utf-8")
+            except UnicodeDecodeError as error:
                 raise DataError(
-                    f"{path}:{number}: expected a JSON object with a string 'text', got {line[:60]!r}"
-                )
-            yield iter((text,))
+                    f"{path}:{number}: no UTF-8: byte {error.start} of the line is 0x{error.object[error.start]:02x}; "
+                    f"convert the file (Latin-1: {_convert(path, 'LATIN1')})"
+                ) from None
+            if text.strip():
+                yield _text(path, number, _parsed(text), text)
+
+
+def _array(path: Path) -> Iterator[str]:
+    """The `text` of each record of a JSON array."""
+    size = path.stat().st_size
+    if size > ARRAY_BYTES:
+        raise DataError(
+            f"{path} is one JSON array of {size} bytes, and one of more than {ARRAY_BYTES} is not read; write one "
+            f"record a line: jq -c '.[]' {shlex.quote(str(path))} > NEW.jsonl"
+        )
+    try:
+        records = _parsed(path.read_bytes().decode("utf-8-sig"))
+    except UnicodeDecodeError:
+        raise _no_utf8(path) from None
+    if not isinstance(records, list):
+        raise DataError(
+            f"{path} begins like a JSON array and is none; mend it, or name it .txt if it is text"
+        )
+    for number, record in enumerate(records, 1):
+        yield _text(path, number, record, json.dumps(record))
+
+
+def _parsed(text: str) -> object:
+    """None for what is no JSON."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+
+
+def _text(path: Path, number: int, record: object, shown: str) -> str:
+    """The text of a record. `shown`: as it stands in the file."""
+    text = record.get("text") if isinstance(record, dict) else None
+    if not isinstance(text, str):
+        hint = "; name the file .txt to train on it as it is" if path.suffix.lower() == ".json" else ""
+        raise DataError(
+            f"{path}:{number}: expected a JSON object with a string 'text', got {shown[:60]!r}{hint}"
+        )
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise DataError(
+            f"{path}:{number}: 'text' has half of a surrogate pair (\\u{ord(text[error.start]):04x}) at character "
+            f"{error.start}, which is no text; mend what wrote it"
+        ) from None
+    return text
 
 
 def tokenizer_digest(tokenizer) -> str:
@@ -107,36 +224,44 @@ def content_digest(files: list[Path], root: Path, tokenizer) -> str:
     for path in files:
         with path.open("rb") as file:
             content = hashlib.file_digest(file, hashlib.blake2b).hexdigest()
-        total.update(f"{path.relative_to(root)}\n{content}\n".encode())
+        form = (
+            "" if path.suffix == ".jsonl" or not _has_records(path) else "records\n"
+        )  # they were text before
+        total.update(f"{path.relative_to(root)}\n{content}\n{form}".encode(errors="surrogateescape"))
     return total.hexdigest()
 
 
 def tokenize(path: Path, tokenizer, cache: Path) -> Tokens:
     """Tokens of all text under `path`, from `cache` when these very texts were tokenised before.
 
-    Each document is followed by the end token. Files with NUL bytes are taken for binary and left out. The cache
-    file appears under its name only when it is whole. Raises DataError, OSError (a full disk).
+    Each document is followed by the end token. Files with NUL bytes are taken for binary and left out, with a warning.
+    The cache file appears under its name only when it is whole and durable. Raises DataError for what is no text in
+    UTF-8, OSError (a full disk).
     """
     path = Path(path)
-    files = [file for file in text_files(path) if _is_text(file)]
+    found = text_files(path)
+    files = [file for file in found if _is_text(file)]
+    binary = sorted(set(found) - set(files))
     digest = content_digest(files, path if path.is_dir() else path.parent, tokenizer)
-    target = Path(cache) / f"{digest}.u32"
+    target = Path(cache) / f"{digest}{CHECKED}.u32"
     if not target.exists():
-        target.parent.mkdir(parents=True, exist_ok=True)
-        part = target.with_suffix(f".part{os.getpid()}")
-        try:
-            with part.open("wb") as out:
-                for file in files:
-                    for document in _documents(file):
-                        _write_document(document, tokenizer, out)
-            part.replace(target)
-        finally:
-            part.unlink(missing_ok=True)
+        durable.make_folders(target.parent)
+        with durable.new_file(target) as out:
+            for file in files:
+                for document in _documents(file):
+                    _write_document(document, tokenizer, out)
     size = target.stat().st_size
     if size == 0:
         target.unlink()
         raise DataError(
-            f"data {path} has no text in it ({len(files)} text files); give a folder or file of text"
+            f"data {path} has no text in it ({len(files)} text files, {len(binary)} with NUL bytes, which are taken "
+            "for binary); give a folder or file of text in UTF-8"
+        )
+    if binary:
+        warnings.warn(
+            f"data {path}: {len(binary)} files with NUL bytes are taken for binary and left out: "
+            f"{', '.join(str(file) for file in binary[:3])}{', …' if len(binary) > 3 else ''}",
+            stacklevel=2,
         )
     return Tokens(target, size // TOKEN.itemsize, digest)
 
