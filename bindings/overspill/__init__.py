@@ -1,4 +1,9 @@
-"""Overspill trains models larger than the device. See `initialize`."""
+"""Overspill trains models larger than the device. See `initialize`.
+
+Errors that Overspill names are OverspillError: BudgetError, CheckpointError, CommunicatorError, EngineFailed, RankError
+and StoreError, which are RuntimeErrors, ConfigError and overspill.data.DataError, which are ValueErrors too. A wrong argument
+of a call is a plain ValueError or TypeError.
+"""
 
 from . import optim
 from ._core import BudgetError, CheckpointError, CommunicatorError, EngineFailed, OverspillError, StoreError

@@ -12,11 +12,13 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
+from ._core import OverspillError
+
 _UNITS = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
 _UNITS |= {"kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 
 
-class ConfigError(ValueError):
+class ConfigError(OverspillError, ValueError):
     """A key or a value of the configuration is wrong; the message names it and what would be right."""
 
 

@@ -37,7 +37,7 @@ _CALL, _LEAVING, _END, _GOT = range(4)  # tags
 _SMALL_BYTES = 1024  # of a message that arrives whole or not at all
 
 
-class RankError(RuntimeError):
+class RankError(_core.OverspillError):
     """Ranks differ where they have to be alike; the message names the rank and what differs."""
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from overspill import durable
+from overspill._core import OverspillError
 
 SMALL_FILES = (
     "*.json",
@@ -24,7 +25,7 @@ SMALL_FILES = (
 SMALL_FILE_BYTES = 256 << 20  # more than the largest tokenizers
 
 
-class CliError(Exception):
+class CliError(OverspillError):
     """An error that the user can act on: the message names the thing, its value and the way out."""
 
 
