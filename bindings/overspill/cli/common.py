@@ -284,6 +284,6 @@ def load_tokenizer(folder: Path):
 
     try:
         return AutoTokenizer.from_pretrained(folder)
-    except (OSError, ValueError) as error:
-        reason = str(error).splitlines()[0]
+    except Exception as error:  # whatever transformers raises for a folder that is wrong
+        reason = " ".join(str(error).split())[:300]
         raise CliError(f"--model {folder} has no usable tokenizer ({reason}); add tokenizer.json") from None

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 from overspill.cli.common import (
+    CliError,
     load_tokenizer,
     model_folder,
     natural,
@@ -34,10 +35,8 @@ def run(args: argparse.Namespace) -> int:
     from transformers import AutoModelForCausalLM, TextStreamer
 
     tokenizer = load_tokenizer(folder)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto").eval()
-    inputs = tokenizer(
-        args.prompt, return_tensors="pt", add_special_tokens=False, return_token_type_ids=False
-    )
+    inputs = _inputs(tokenizer, args.prompt)
+    model = _model(AutoModelForCausalLM, folder)
     torch.manual_seed(args.seed)
     sampling = (
         {"do_sample": True, "temperature": args.temperature} if args.temperature else {"do_sample": False}
@@ -51,3 +50,34 @@ def run(args: argparse.Namespace) -> int:
     )
     sys.stdout.flush()
     return 0
+
+
+def _inputs(tokenizer, prompt: str):
+    """The prompt's tokens. Raises CliError where it has none."""
+    try:
+        prompt.encode()
+    except UnicodeEncodeError:
+        raise CliError(f"--prompt {prompt!r} is no UTF-8; give text") from None
+    inputs = tokenizer(prompt, return_tensors="pt", add_special_tokens=False, return_token_type_ids=False)
+    if inputs["input_ids"].numel() == 0:
+        begin = f", e.g. {tokenizer.bos_token!r}, with which its texts begin" if tokenizer.bos_token else ""
+        raise CliError(f"--prompt {prompt!r} has no tokens to go on from; give a text that has some{begin}")
+    return inputs
+
+
+def _model(kind, folder: Path):
+    """Raises CliError for weights that are missing: transformers would draw them at random; CheckpointError for damaged
+    files."""
+    from overspill.pretrained import Folder, some
+
+    Folder(folder)
+    try:
+        model, found = kind.from_pretrained(folder, dtype="auto", output_loading_info=True)
+    except Exception as error:  # whatever transformers raises for a folder that is wrong
+        raise CliError(f"--model {folder} cannot be opened: {' '.join(str(error).split())[:300]}") from error
+    if found["missing_keys"]:
+        raise CliError(
+            f"--model {folder} lacks {some(sorted(found['missing_keys']))}, wanted by {type(model).__name__}, and "
+            "random values would stand in for them; merge or fetch it again"
+        )
+    return model.eval()

@@ -1,0 +1,64 @@
+"""generate: what is no prompt and what is no whole model is refused by name."""
+
+import json
+import os
+import shutil
+
+import pytest
+import tiny
+from safetensors.torch import load_file, save_file
+
+from overspill.cli import main
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    root = tmp_path_factory.mktemp("model")
+    return tiny.make_model(root / "model", tiny.make_texts(root / "texts", files=2), layers=2)
+
+
+@pytest.fixture
+def model(whole, tmp_path):
+    return shutil.copytree(whole, tmp_path / "model")
+
+
+def generate(capsys, model, prompt="the bird") -> tuple[int, str]:
+    code = main(["generate", "--model", str(model), "--prompt", prompt, "--max-new-tokens", "3"])
+    printed = capsys.readouterr()
+    assert "Traceback" not in printed.err
+    return code, printed.err if code else printed.out
+
+
+@pytest.mark.parametrize("prompt", ["", os.fsdecode(b"caf\xe9")])
+def test_a_prompt_without_text(prompt, model, capsys):
+    code, said = generate(capsys, model, prompt)
+    assert code == 1 and "error: --prompt '" in said and "give" in said
+
+
+def test_a_prompt(model, capsys):
+    code, said = generate(capsys, model)
+    assert code == 0 and said.startswith("the bird")
+
+
+def test_weights_that_are_missing_are_not_made_up(model, capsys):
+    tensors = load_file(model / "model.safetensors")
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
+    code, said = generate(capsys, model)
+    assert code == 1 and "lacks model.layers.1.mlp.up_proj.weight, wanted by LlamaForCausalLM" in said
+
+
+def test_damaged_folders(model, capsys):
+    weights = model / "model.safetensors"
+    data = weights.read_bytes()
+    weights.write_bytes(data[: len(data) // 2])
+    code, said = generate(capsys, model)
+    assert code == 1 and f"{weights} is damaged" in said
+    weights.write_bytes(data)
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, "hidden_size": 65}))
+    code, said = generate(capsys, model)
+    assert code == 1 and str(model) in said
+    (model / "config.json").write_text("{")
+    code, said = generate(capsys, model)
+    assert code == 1 and str(model) in said
