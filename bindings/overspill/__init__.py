@@ -1,8 +1,8 @@
 """Overspill trains models larger than the device. See `initialize`.
 
 Errors that Overspill names are OverspillError: BudgetError, CheckpointError, CommunicatorError, EngineFailed, RankError
-and StoreError, which are RuntimeErrors, ConfigError and overspill.data.DataError, which are ValueErrors too. A wrong argument
-of a call is a plain ValueError or TypeError.
+and StoreError, which are RuntimeErrors, ConfigError and overspill.data.DataError, which are ValueErrors too. A wrong
+argument of a call is a plain ValueError or TypeError.
 """
 
 from . import optim

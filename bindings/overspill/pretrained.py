@@ -45,17 +45,26 @@ def weight_files(folder: Path) -> list[Path]:
         names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
     except (ValueError, KeyError, AttributeError, TypeError, RecursionError):
         raise CheckpointError(f"{index} is no index of safetensors; fetch the model again") from None
+    if not names:
+        raise CheckpointError(f"{index} names no file; fetch the model again")
     for name in names:
         if not isinstance(name, str) or Path(name).name != name or not name.endswith(".safetensors"):
             raise CheckpointError(
                 f"{index} names the file {name!r}; only safetensors files of the same folder are read"
             )
-    missing = [name for name in names if not (folder / name).is_file()]
+    missing = [name for name in names if not _is_file(folder / name)]
     if missing:
-        raise CheckpointError(
-            f"{folder} lacks {', '.join(missing)}, named by its index; fetch the model again"
-        )
+        named = missing if all(map(str.isprintable, missing)) else map(repr, missing)
+        raise CheckpointError(f"{folder} lacks {', '.join(named)}, named by its index; fetch the model again")
     return [folder / name for name in names]
+
+
+def _is_file(path: Path) -> bool:
+    """False too where no file can have the name: Path.is_file raises for one that is too long."""
+    try:
+        return path.is_file()
+    except OSError:
+        return False
 
 
 def _what_is_there(folder: Path) -> str:
