@@ -157,6 +157,19 @@ void Lease::swap(Lease& other) noexcept {
 // ---- the engine
 
 Engine::Engine(const std::vector<UnitSpec>& units, const Config& config, Resources resources) {
+  Resources ranks;
+  ranks.communicator = resources.communicator;
+  ranks.model_ranks = resources.model_ranks;
+  try {
+    machine_ = build(units, config, std::move(resources));
+  } catch (const std::exception& error) {
+    ranks.abort_ranks(error.what());  // they would wait for an engine that there is not
+    throw;
+  }
+}
+
+std::shared_ptr<Machine> Engine::build(const std::vector<UnitSpec>& units, const Config& config,
+                                       Resources resources) {
   Config own = checked(config);
   if (resources.device == nullptr || resources.communicator == nullptr || resources.executor == nullptr) {
     throw std::invalid_argument("an engine needs a device, a communicator and an executor");
@@ -174,14 +187,13 @@ Engine::Engine(const std::vector<UnitSpec>& units, const Config& config, Resourc
   Plan plan = make_plan(layout, own, traits_of(*resources.device, *resources.communicator));
   if (plan.nvme_bytes() > 0 && resources.store == nullptr)
     throw std::invalid_argument("the plan needs a store");
-  machine_ =
-      std::make_shared<Machine>(std::move(layout), std::move(plan), std::move(own), std::move(resources));
+  return std::make_shared<Machine>(std::move(layout), std::move(plan), std::move(own), std::move(resources));
 }
 
 Engine::~Engine() {
   // Who is thrown out does not come to the meetings that the other ranks wait at: they are told.
   if (std::uncaught_exceptions() > 0) machine_->rounds.abort("its engine was destroyed by an exception");
-  close();
+  machine_->shut_down();
 }
 
 Machine& Engine::machine() const {
@@ -191,6 +203,8 @@ Machine& Engine::machine() const {
 
 void Engine::close() {
   machine_->shut_down();
+  const std::lock_guard guard(machine_->context.mutex);
+  if (!machine_->context.told) machine_->context.check();
 }
 
 std::shared_ptr<kernels::Device> Engine::device() const {

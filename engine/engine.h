@@ -98,7 +98,7 @@ struct Stats {
 class Engine {
  public:
   /// Plans, allocates, reserves space on NVMe. Weights and states are zero until load_weight(),
-  /// start_states(), load().
+  /// start_states(), load(). The other ranks are told of what it throws.
   Engine(const std::vector<UnitSpec>& units, const Config& config, Resources resources);
   ~Engine();
   Engine(const Engine&) = delete;
@@ -184,10 +184,13 @@ class Engine {
   std::vector<DeviceSpan> take_device_spans();
 
   /// Finishes what is in flight and gives up the store. Leases stay valid; all else throws afterwards. Serves
-  /// the other ranks until all of them have come to it, or the world has ended.
+  /// the other ranks until all of them have come to it, or the world has ended. Throws EngineFailed, when all
+  /// is given up, where the engine or another rank has failed and no call has said so yet.
   void close();
 
  private:
+  static std::shared_ptr<Machine> build(const std::vector<UnitSpec>& units, const Config& config,
+                                        Resources resources);
   Machine& machine() const;
   enum class Arrived : uint8_t { when_it_is_leased, when_it_is_used };  // on the device
   Lease lease(int32_t unit, Arrived arrived);

@@ -19,6 +19,8 @@ Machine::Machine(Layout layout, Plan plan, Config config, Resources resources)
       keeper(context, access),
       rounds(context, gatherer, updater, gradients) {
   if (context.resources.store != nullptr) context.store().reserve(context.plan.nvme_reserve_bytes);
+  // Beyond this point nothing fails: from the start of its rounds on, the other ranks count on this one.
+  rounds.start();
 }
 
 Machine::~Machine() {
@@ -32,12 +34,16 @@ void Machine::shut_down() noexcept {
   rounds.leave();
   {
     std::unique_lock lock(context.mutex);
+    const bool told = context.told;
     try {
       updater.quiesce(lock);
     } catch (const std::exception&) {
-      // It had failed: whoever used it was told.
+      context.told = told;  // it has failed: whoever used it was told, or is by Engine::close()
     }
-    if (context.failure.empty()) context.failure = "the engine was closed";  // nothing new is started
+    if (context.failure.empty()) {
+      context.failure = "the engine was closed";  // nothing new is started
+      context.told = true;
+    }
   }
   // Tasks and transfers point into this object: none may be left.
   context.resources.executor.reset();

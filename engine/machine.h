@@ -31,7 +31,8 @@ class Machine {
   Machine(Layout layout, Plan plan, Config config, Resources resources);
   ~Machine();
 
-  /// Finishes what is in flight, joins the workers, gives up the store. Only leases are of use afterwards.
+  /// Finishes what is in flight, joins the workers, gives up the store. Only leases are of use afterwards. A
+  /// failure that no caller has been told of stays in the context.
   void shut_down() noexcept;
 
   // The step (step.cc), as the passes it consists of.

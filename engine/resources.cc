@@ -69,15 +69,20 @@ std::unique_ptr<kernels::Device> make_device(const std::string& name, uint64_t s
 Resources make_resources(const std::vector<UnitSpec>& units, const Config& config,
                          const ResourceOptions& options, std::unique_ptr<Communicator> ranks) {
   Resources resources;
-  resources.device =
-      options.given_device != nullptr ? options.given_device : make_device(options.device, options.seed);
   resources.communicator = ranks != nullptr ? std::move(ranks) : make_self_communicator();
-  const int cores = static_cast<int>(std::thread::hardware_concurrency());
-  resources.executor = optim::make_executor(config.threads > 0 ? config.threads : std::max(1, cores));
-  const Layout layout = make_layout(units, config.chunk_elements, resources.communicator->rank(),
-                                    resources.communicator->world(), config.stage);
-  const Plan plan = make_plan(layout, config, traits_of(*resources.device, *resources.communicator));
-  if (plan.nvme_bytes() > 0) resources.store = make_store(config, options, plan);
+  try {
+    resources.device =
+        options.given_device != nullptr ? options.given_device : make_device(options.device, options.seed);
+    const int cores = static_cast<int>(std::thread::hardware_concurrency());
+    resources.executor = optim::make_executor(config.threads > 0 ? config.threads : std::max(1, cores));
+    const Layout layout = make_layout(units, config.chunk_elements, resources.communicator->rank(),
+                                      resources.communicator->world(), config.stage);
+    const Plan plan = make_plan(layout, config, traits_of(*resources.device, *resources.communicator));
+    if (plan.nvme_bytes() > 0) resources.store = make_store(config, options, plan);
+  } catch (const std::exception& error) {
+    resources.abort_ranks(error.what());  // they would wait for an engine that there is not
+    throw;
+  }
   return resources;
 }
 

@@ -24,8 +24,8 @@ struct ResourceOptions {
 std::unique_ptr<kernels::Device> make_device(const std::string& name, uint64_t seed = 0);
 
 /// Opens a store only where the plan puts something on NVMe. Throws std::invalid_argument on an unknown name,
-/// kernels::DeviceError where the device is missing, BudgetError, io::StoreError. `ranks` is this rank's
-/// place among several; null: there is one.
+/// kernels::DeviceError where the device is missing, BudgetError, io::StoreError; the other ranks are told.
+/// `ranks` is this rank's place among several; null: there is one.
 Resources make_resources(const std::vector<UnitSpec>& units, const Config& config,
                          const ResourceOptions& options, std::unique_ptr<Communicator> ranks = nullptr);
 

@@ -44,18 +44,21 @@ Rounds::Rounds(Context& context, Gatherer& gatherer, Updater& updater, Gradients
       said_(context.layout.slices, static_cast<int32_t>(context.layout.units.size())),
       model_(fingerprint(context.layout, context.config)),
       seen_progress_(static_cast<size_t>(context.layout.slices)),
-      seen_ns_(static_cast<size_t>(context.layout.slices), now_ns()),
+      seen_ns_(static_cast<size_t>(context.layout.slices)),
       gives_(static_cast<size_t>(context.layout.slices)),
       send_(static_cast<size_t>(context.layout.slices)),
-      receive_(static_cast<size_t>(context.layout.slices)) {
-  if (!alone()) thread_ = std::thread([this] { run(); });
-}
+      receive_(static_cast<size_t>(context.layout.slices)) {}
 
 Rounds::~Rounds() {
   leave();
 }
 
 // ---- the caller's side
+void Rounds::start() {
+  seen_ns_.assign(seen_ns_.size(), now_ns());
+  if (!alone()) thread_ = std::thread([this] { run(); });
+}
+
 
 void Rounds::attend(Meeting meeting, uint64_t number, std::function<void()> body) {
   std::unique_lock lock(context_.mutex);

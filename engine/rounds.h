@@ -23,11 +23,14 @@ namespace overspill::engine {
 
 class Rounds {
  public:
-  /// Starts the thread where there are several ranks.
   Rounds(Context& context, Gatherer& gatherer, Updater& updater, Gradients& gradients);
   Rounds(const Rounds&) = delete;
   Rounds& operator=(const Rounds&) = delete;
   ~Rounds();
+
+  /// Starts the thread where there are several ranks: from now on this rank serves the others, and the
+  /// destructor waits until all have left.
+  void start();
 
   /// Runs `body` once the callers of all ranks are at this meeting: on the thread of the rounds, all ranks at
   /// once, so it may make collective calls. Returns when it has run here. What it throws ends the world and

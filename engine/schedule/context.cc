@@ -163,9 +163,10 @@ void Context::fail(const std::string& cause) {
   changed.notify_all();
 }
 
-void Context::check() const {
-  if (!failure.empty())
-    throw EngineFailed("the engine has failed and holds no consistent weights: " + failure);
+void Context::check() {
+  if (failure.empty()) return;
+  told = true;
+  throw EngineFailed("the engine has failed and holds no consistent weights: " + failure);
 }
 
 bool Context::poll(std::unique_lock<std::mutex>& lock) {

@@ -37,14 +37,20 @@ class EngineFailed : public std::runtime_error {
 };
 
 /// What an engine runs on; its own, but for the device. `store` may be null when the plan puts nothing on
-/// NVMe.
+/// NVMe. The transports are shared with whoever builds the engine, who tells the other ranks where it fails.
 struct Resources {
   std::shared_ptr<kernels::Device> device;
-  std::unique_ptr<Communicator> communicator;
+  std::shared_ptr<Communicator> communicator;
   /// The ranks that hold the other parts of a model that is divided beside us (tensor, pipeline parallelism),
   /// this one among them; null: we hold all of it. Norms and finiteness of gradients span them; nothing else
   /// does.
-  std::unique_ptr<Communicator> model_ranks = nullptr;
+  std::shared_ptr<Communicator> model_ranks = nullptr;
+
+  /// Ends the world of the other ranks: this one does not come to what they wait for.
+  void abort_ranks(const char* why) const noexcept {
+    if (model_ranks != nullptr) model_ranks->abort(why);
+    if (communicator != nullptr) communicator->abort(why);
+  }
   std::unique_ptr<optim::Executor> executor;
   std::unique_ptr<io::Store> store;
 };
@@ -180,8 +186,8 @@ struct Context {
 
   /// First failure wins; wakes everyone. Needs the mutex.
   void fail(const std::string& cause);
-  /// Throws EngineFailed after a failure. Needs the mutex.
-  void check() const;
+  /// Throws EngineFailed after a failure: its caller is told. Needs the mutex.
+  void check();
   /// Waits for `done`, counting the time; throws EngineFailed when the engine fails meanwhile. `unit`: what
   /// for.
   template <class Done>
@@ -221,6 +227,7 @@ struct Context {
   ScheduleStats stats;
   std::string failure;
   std::string cause;  // of it, alone
+  bool told = false;  // a caller has been given it
   std::string last_checkpoint;
   int32_t demanded_unit = -1;  // somebody waits for its updates
   int32_t awaited_unit = -1;   // a caller waits for its gathered weights

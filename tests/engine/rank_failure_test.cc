@@ -96,6 +96,42 @@ TEST_P(Failing, EndsTheOthersWithAnErrorThatNamesTheRank) {
 
 INSTANTIATE_TEST_SUITE_P(Instants, Failing, ::testing::Range(0, 50));
 
+/// Of three ranks number 1 is built with other options; the others go on to their first forward.
+std::vector<std::string> with_an_odd_rank(const RankOptions& odd) {
+  return on_ranks(kWorld, [&](int rank, std::unique_ptr<engine::Communicator> ranks) {
+    const auto engine =
+        toy_rank(rank == 1 ? odd : RankOptions{.placement = Placement::nvme}, std::move(ranks));
+    train(*engine, rank, nullptr);
+  });
+}
+
+void expect_others_say(const std::vector<std::string>& errors, int failing, const std::string& reason) {
+  for (int rank = 0; rank < kWorld; ++rank) {
+    EXPECT_NE(errors[rank].find(reason), std::string::npos) << "rank " << rank << ": " << errors[rank];
+    if (rank == failing) {
+      EXPECT_EQ(errors[rank].find("rank"), std::string::npos) << "not its own error: " << errors[rank];
+    } else {
+      EXPECT_NE(errors[rank].find(fmt::format("rank {} aborted", failing)), std::string::npos)
+          << errors[rank];
+    }
+  }
+}
+
+TEST(Construction, OnAFullDiskEndsTheOthers) {
+  const auto errors = with_an_odd_rank({.placement = Placement::nvme, .store_bytes = 4096});
+  expect_others_say(errors, 1, "no space left");
+}
+
+TEST(Construction, WithTooSmallABudgetEndsTheOthers) {
+  const auto errors = with_an_odd_rank({.placement = Placement::nvme, .host_budget_bytes = 1000});
+  expect_others_say(errors, 1, "budget");
+}
+
+TEST(Construction, WithWhatTheEngineRefusesEndsTheOthers) {
+  const auto errors = with_an_odd_rank({.placement = Placement::nvme, .prefetch_units = -1});
+  expect_others_say(errors, 1, "prefetch_units must not be negative");
+}
+
 std::vector<std::string> two_ranks(const std::function<void(Engine&, int)>& body, int other_stage = 3) {
   return on_ranks(2, [&](int rank, std::unique_ptr<engine::Communicator> ranks) {
     const auto engine = toy_rank({.stage = rank == 0 ? 3 : other_stage}, std::move(ranks));
@@ -153,3 +189,28 @@ TEST(Leaving, ServesWhoGoesOn) {
 
 }  // namespace
 }  // namespace overspill::testing
+TEST(Closing, TellsWhoHasNotHeardThatTheWorldHasEnded) {
+  const auto errors = on_ranks(2, [&](int rank, std::unique_ptr<engine::Communicator> ranks) {
+    const auto engine = toy_rank({}, std::move(ranks));
+    toy_load(*engine);
+    if (rank == 1) throw std::runtime_error("this rank dies here");
+    engine->close();
+  });
+  EXPECT_NE(errors[0].find("rank 1 aborted: its engine was destroyed by an exception"), std::string::npos)
+      << errors[0];
+}
+
+TEST(Closing, SaysNothingTwice) {
+  const auto errors = on_ranks(2, [&](int rank, std::unique_ptr<engine::Communicator> ranks) {
+    const auto engine = toy_rank({}, std::move(ranks));
+    if (rank == 1) throw std::runtime_error("this rank dies here");
+    const auto train = [&] {
+      toy_load(*engine);
+      engine->step(toy_groups(0));
+    };
+    EXPECT_THROW(train(), engine::EngineFailed);
+    engine->close();
+  });
+  EXPECT_EQ(errors[0], "");
+}
+

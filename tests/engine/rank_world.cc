@@ -49,11 +49,11 @@ std::unique_ptr<engine::Engine> model_rank(const std::vector<engine::UnitSpec>& 
   }
   if (traffic != nullptr) ranks = count_traffic(std::move(ranks), std::move(traffic));
   engine::Resources resources = make_resources(units, config, kinds, std::move(ranks));
-  if (options.write_error > 0) {
+  if (options.write_error > 0 || options.store_bytes != RankOptions().store_bytes) {
     io::Faults faults;
     faults.seed = kinds.seed;
     faults.write_error = options.write_error;
-    resources.store = io::make_memory_store(64 << 20, faults, 65536);
+    resources.store = io::make_memory_store(options.store_bytes, faults, 65536);
   }
   return std::make_unique<engine::Engine>(units, config, std::move(resources));
 }
