@@ -4,7 +4,6 @@
 
 #include <algorithm>
 #include <chrono>
-#include <cstddef>
 #include <stdexcept>
 #include <string>
 
@@ -54,11 +53,11 @@ Rounds::~Rounds() {
 }
 
 // ---- the caller's side
+
 void Rounds::start() {
   seen_ns_.assign(seen_ns_.size(), now_ns());
   if (!alone()) thread_ = std::thread([this] { run(); });
 }
-
 
 void Rounds::attend(Meeting meeting, uint64_t number, std::function<void()> body) {
   std::unique_lock lock(context_.mutex);
@@ -194,28 +193,46 @@ Standing Rounds::stand() const {
 void Rounds::announce() {
   const int rank = context_.layout.slice;
   const Standing own = stand();
-  const bool gave_all = own.meeting == static_cast<uint64_t>(Meeting::step) ||
-                        own.meeting == static_cast<uint64_t>(Meeting::norm);
   said_.start(rank, own);
   for (int32_t unit = 0; unit < said_.units(); ++unit) {
-    if (context_.layout.world > 1) {
-      if (changing_ == 0 && gatherer_.wants(unit)) said_.say(rank, Say::wants, unit);
-      if (changing_ == 0 && gatherer_.pin_shard(unit) != nullptr) said_.say(rank, Say::serves, unit);
+    for (const Say say : kAllSays) {
+      if (is_so(say, unit, own)) said_.say(rank, say, unit);
     }
-    if (gave_all || gradients_.sums().complete(unit)) said_.say(rank, Say::complete, unit);
-    if (gradients_.sums().gives(unit)) said_.say(rank, Say::gives, unit);
+    if (said_.says(rank, Say::serves, unit)) gatherer_.pin_shard(unit);
   }
-  const std::span<const uint64_t> words = said_.of(rank);
-  last_said_.assign(words.begin(), words.end());
-  last_said_[offsetof(Standing, progress) / sizeof(uint64_t)] = 0;  // tells nobody to do anything
 }
 
-/// Whether it would say something else now.
-bool Rounds::differs() {
-  before_.swap(last_said_);
-  announce();
-  gatherer_.unpin();
-  return before_ != last_said_;
+/// Whether this rank says so of a unit, standing as it does.
+bool Rounds::is_so(Say say, int32_t unit, const Standing& own) const {
+  const bool may_move = context_.layout.world > 1 && changing_ == 0;
+  const bool gave_all = own.meeting == static_cast<uint64_t>(Meeting::step) ||
+                        own.meeting == static_cast<uint64_t>(Meeting::norm);
+  switch (say) {
+    case Say::wants:
+      return may_move && gatherer_.wants(unit);
+    case Say::serves:
+      return may_move && gatherer_.shard_in_memory(unit) != nullptr;
+    case Say::complete:
+      return gave_all || gradients_.sums().complete(unit);
+    case Say::gives:
+      return gradients_.sums().gives(unit);
+  }
+  return false;
+}
+
+/// Whether it would say something else now than in the last round.
+bool Rounds::differs() const {
+  const int rank = context_.layout.slice;
+  const Standing own = stand();
+  Standing said = said_.standing(rank);
+  said.progress = own.progress;  // tells nobody to do anything
+  if (own != said) return true;
+  for (int32_t unit = 0; unit < said_.units(); ++unit) {
+    for (const Say say : kAllSays) {
+      if (is_so(say, unit, own) != said_.says(rank, say, unit)) return true;
+    }
+  }
+  return false;
 }
 
 void Rounds::sum_gradients() {

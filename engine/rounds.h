@@ -79,7 +79,8 @@ class Rounds {
   void rest();
   void announce();
   Standing stand() const;
-  bool differs();
+  bool is_so(Say say, int32_t unit, const Standing& own) const;
+  bool differs() const;
   void sum(std::span<const int32_t> units);
   void gather(int32_t unit);
   void look_for_hanging_ranks();
@@ -99,8 +100,6 @@ class Rounds {
   bool leaving_ = false;
   bool over_ = false;
   int idle_rounds_ = 0;
-  std::vector<uint64_t> last_said_;  // by this rank
-  std::vector<uint64_t> before_;
   std::vector<uint64_t> seen_progress_;  // by rank
   std::vector<int64_t> seen_ns_;
   std::vector<uint8_t> gives_;

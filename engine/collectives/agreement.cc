@@ -34,6 +34,37 @@ std::string find_missed_meeting(const Announcements& said) {
   return {};
 }
 
+/// Whether its caller waits for what the world brings, and can do nothing until then.
+bool waits(const Announcements& said, int rank) {
+  const Standing own = said.standing(rank);
+  const bool asks = own.demanded >= 0 && own.demanded < said.units();
+  return own.leaving != 0 || own.meeting != 0 ||
+         (asks && said.says(rank, Say::wants, static_cast<int32_t>(own.demanded)));
+}
+
+/// A unit is gathered once all ranks have changed weights as often. Where all of them wait, those who have
+/// changed less often never will.
+std::string find_missed_change(const Announcements& said) {
+  int asking = -1;
+  for (int rank = 0; rank < said.ranks(); ++rank) {
+    if (!waits(said, rank)) return {};
+    const Standing own = said.standing(rank);
+    if (own.leaving == 0 && own.meeting == 0 && asking < 0) asking = rank;
+  }
+  if (asking < 0) return {};
+  const Standing first = said.standing(asking);
+  for (int rank = 0; rank < said.ranks(); ++rank) {
+    const Standing own = said.standing(rank);
+    if (own.changes == first.changes) continue;
+    return fmt::format("rank {} {} after {} changes of weights, rank {} waits for unit {} after {}", rank,
+                       own.leaving != 0   ? "has left the world"
+                       : own.meeting != 0 ? "waits at a meeting"
+                                          : "waits",
+                       own.changes, asking, first.demanded, first.changes);
+  }
+  return {};
+}
+
 std::string find_other_model(const Announcements& said) {
   for (int rank = 1; rank < said.ranks(); ++rank) {
     if (said.standing(rank).model != said.standing(0).model)
@@ -154,6 +185,7 @@ void agree(const Announcements& said, Agreement& out) {
   out.idle = out.all_left = true;
   out.failure = find_other_model(said);
   if (out.failure.empty()) out.failure = find_missed_meeting(said);
+  if (out.failure.empty()) out.failure = find_missed_change(said);
   if (!out.failure.empty()) return;
 
   bool nobody_goes_on = true;

@@ -4,6 +4,7 @@
 // vain.
 #pragma once
 
+#include <array>
 #include <cstdint>
 #include <span>
 #include <string>
@@ -26,6 +27,7 @@ struct Standing {
   uint64_t stuck = 0;     // its caller waits for room for a gradient
   int64_t demanded = -1;  // the unit that its caller waits for
   uint64_t progress = 0;  // calls so far: tells who works from who hangs
+  bool operator==(const Standing&) const = default;
 };
 inline constexpr size_t kStandingWords = sizeof(Standing) / sizeof(uint64_t);
 
@@ -36,7 +38,8 @@ enum class Say : uint8_t {
   complete,  // no gradient of it is to come before step()
   gives,     // has a gradient that was not summed yet
 };
-inline constexpr size_t kSays = 4;
+inline constexpr std::array kAllSays{Say::wants, Say::serves, Say::complete, Say::gives};
+inline constexpr size_t kSays = kAllSays.size();
 
 /// The announcements of all ranks: memory of an all-gather.
 class Announcements {

@@ -107,6 +107,21 @@ TEST(Agreement, WhoWaitsForRoomGetsItFromWhatAllHaveGivenElseIsTold) {
   EXPECT_TRUE(of(said).sums.empty());
 }
 
+TEST(Agreement, EndsTheWorldWhereAllWaitForAChangeThatARankHasNotMade) {
+  const Standing waits{.changes = 5, .demanded = 7};
+  Announcements said = world(3, waits);
+  all_say(said, Say::wants, 7);
+  EXPECT_EQ(of(said).failure, "");
+  said.start(1, {.changes = 4});  // it works, and may yet make the change
+  EXPECT_EQ(of(said).failure, "");
+  said.start(1, {.changes = 4, .leaving = 1});
+  EXPECT_NE(of(said).failure.find("rank 1 has left the world after 4 changes of weights, rank 0 waits for "
+                                  "unit 7 after 5"),
+            std::string::npos);
+  said.start(2, {.changes = 4, .demanded = 7});  // it has what it waited for, and goes on
+  EXPECT_EQ(of(said).failure, "");
+}
+
 TEST(Agreement, RefusesOtherModels) {
   Announcements said = world(2);
   said.start(1, {.model = 8});

@@ -169,6 +169,19 @@ TEST(Meetings, OfOtherStagesAreRefused) {
   expect_both_say(errors, {"rank 1 has another model, stage or chunk size than rank 0"});
 }
 
+TEST(Changes, ThatARankHasNotMadeBeforeItLeftEndTheWorld) {
+  const auto errors = on_ranks(2, [&](int rank, std::unique_ptr<engine::Communicator> ranks) {
+    const auto engine = toy_rank({}, std::move(ranks));
+    if (rank == 1) return;
+    toy_load(*engine);
+    engine->begin_pass({false, false});
+    toy_forward(*engine, engine->acquire(0), 0);
+  });
+  EXPECT_NE(errors[0].find("rank 1 has left the world after 0 changes of weights, rank 0 waits for unit 0"),
+            std::string::npos)
+      << errors[0];
+}
+
 TEST(Speculation, IsRefusedForSeveralRanks) {
   const auto errors = on_ranks(2, [&](int, std::unique_ptr<engine::Communicator> ranks) {
     toy_rank({.speculate = true}, std::move(ranks));
@@ -176,19 +189,6 @@ TEST(Speculation, IsRefusedForSeveralRanks) {
   expect_both_say(errors, {"speculate needs a world of one rank"});
 }
 
-TEST(Leaving, ServesWhoGoesOn) {
-  const auto errors = two_ranks([](Engine& engine, int rank) {
-    if (rank == 0) return;  // its engine closes at once
-    std::this_thread::sleep_for(std::chrono::milliseconds(30));
-    engine.begin_pass({false, false});
-    for (int u = 0; u < static_cast<int>(engine.layout().units.size()); ++u)
-      toy_forward(engine, engine.acquire(u), u);
-  });
-  for (const std::string& error : errors) EXPECT_EQ(error, "");
-}
-
-}  // namespace
-}  // namespace overspill::testing
 TEST(Closing, TellsWhoHasNotHeardThatTheWorldHasEnded) {
   const auto errors = on_ranks(2, [&](int rank, std::unique_ptr<engine::Communicator> ranks) {
     const auto engine = toy_rank({}, std::move(ranks));
@@ -214,3 +214,16 @@ TEST(Closing, SaysNothingTwice) {
   EXPECT_EQ(errors[0], "");
 }
 
+TEST(Leaving, ServesWhoGoesOn) {
+  const auto errors = two_ranks([](Engine& engine, int rank) {
+    if (rank == 0) return;  // its engine closes at once
+    std::this_thread::sleep_for(std::chrono::milliseconds(30));
+    engine.begin_pass({false, false});
+    for (int u = 0; u < static_cast<int>(engine.layout().units.size()); ++u)
+      toy_forward(engine, engine.acquire(u), u);
+  });
+  for (const std::string& error : errors) EXPECT_EQ(error, "");
+}
+
+}  // namespace
+}  // namespace overspill::testing
