@@ -13,6 +13,8 @@
 namespace overspill::engine {
 namespace {
 
+constexpr int64_t kWordsBytesMax = int64_t{1} << 30;  // of what a rank says: a manifest at most
+
 std::string text_of(const std::exception_ptr& error) {
   try {
     std::rethrow_exception(error);
@@ -29,6 +31,14 @@ std::exception_ptr attempt(Do pass) {
   } catch (const std::exception&) {
     return std::current_exception();
   }
+}
+
+/// Memory for what another rank will say is taken by its own account.
+void check_announced(int rank, int64_t bytes) {
+  if (bytes >= 0 && bytes <= kWordsBytesMax) return;
+  throw CommunicatorError(
+      fmt::format("rank {} announces {} bytes about its part of a checkpoint; {} are the most", rank, bytes,
+                  kWordsBytesMax));
 }
 
 /// Pieces of all ranks, in the order of the units that all of them have.
@@ -59,7 +69,10 @@ std::vector<std::string> Machine::tell(Meeting meeting, const std::exception_ptr
     head[own * 2 + 1] = static_cast<int64_t>(says.size());
     context.resources.communicator->all_gather(std::as_writable_bytes(std::span(head)));
     bool failed = false;
-    for (int rank = 0; rank < ranks; ++rank) failed = failed || head[rank * 2] != 0;
+    for (int rank = 0; rank < ranks; ++rank) {
+      failed = failed || head[rank * 2] != 0;
+      check_announced(rank, head[rank * 2 + 1]);
+    }
     std::vector<std::span<const std::byte>> send(static_cast<size_t>(ranks));
     std::vector<std::span<std::byte>> receive(static_cast<size_t>(ranks));
     for (int rank = 0; rank < ranks; ++rank) {

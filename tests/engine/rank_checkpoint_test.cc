@@ -4,10 +4,12 @@
 #include <gtest/gtest.h>
 #include <unistd.h>
 
+#include <cstring>
 #include <filesystem>
 #include <fstream>
 
 #include "engine/checkpoint/manifest.h"
+#include "tests/engine/around.h"
 #include "tests/engine/rank_world.h"
 
 namespace overspill::testing {
@@ -124,6 +126,31 @@ TEST_F(RankCheckpoints, ThatOneRankCannotWriteAreRefusedByAll) {
   EXPECT_FALSE(fs::exists(folder_ / "saved"));
   EXPECT_FALSE(fs::exists(folder_ / "saved.partial"));
   EXPECT_EQ(engine::verify_checkpoint(folder_ / "second", nullptr, nullptr).step, 2);
+}
+
+/// Announces more bytes than there is memory for.
+class Boasting final : public Around {
+ public:
+  using Around::Around;
+  void all_gather(std::span<std::byte> data) override {
+    const size_t head = 2 * sizeof(int64_t);  // of a rank's part of a save: failed, bytes
+    constexpr int64_t kBytes = int64_t{1} << 62;
+    if (data.size() == head * world())
+      std::memcpy(data.data() + rank() * head + sizeof(int64_t), &kBytes, sizeof kBytes);
+    Around::all_gather(data);
+  }
+};
+
+TEST_F(RankCheckpoints, OfARankThatAnnouncesMoreThanThereCanBeAreRefused) {
+  const auto errors = on_ranks(2, [&](int rank, std::unique_ptr<engine::Communicator> ranks) {
+    if (rank == 1) ranks = std::make_unique<Boasting>(std::move(ranks));
+    const auto engine = toy_rank({}, std::move(ranks));
+    toy_load(*engine);
+    engine->save(folder_ / "saved", "{}");
+  });
+  for (const std::string& error : errors) {
+    EXPECT_NE(error.find("rank 1 announces 4611686018427387904 bytes"), std::string::npos) << error;
+  }
 }
 
 TEST_F(RankCheckpoints, ThatARankFindsDamagedAreRefusedByAllBeforeAnythingChanges) {
