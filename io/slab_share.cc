@@ -41,7 +41,7 @@ std::optional<uint64_t> SlabShares::begin(const SlabFile& slab, const std::files
                                           const std::string& job) {
   const std::lock_guard lock(mutex_);
   Share share;
-  const uint64_t number = last_ + 1;
+  const uint64_t number = ++last_;  // never again, as a file that cannot be removed keeps its name
   share.own = slab.path.parent_path() / fmt::format("{}-{}", kOwnName, number);
   share.mark = UniqueFd(::open(share.own.c_str(), O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC | O_NOFOLLOW, 0600));
   if (!share.mark) throw system_error(Operation::open, share.own);
@@ -64,7 +64,7 @@ std::optional<uint64_t> SlabShares::begin(const SlabFile& slab, const std::files
     return std::nullopt;
   }
   shares_.emplace(number, std::move(share));
-  return last_ = number;
+  return number;
 }
 
 void SlabShares::add(uint64_t share, const SlabFile& slab) {
