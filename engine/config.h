@@ -43,6 +43,8 @@ struct Config {
   // false: a checkpoint is taken when training is over. NVMe then has room for one copy of the states, and
   // step() and load() refuse as long as a checkpoint of this run holds it.
   bool train_after_save = true;
+  // What a checkpoint's manifest may have; more is refused when a save begins, and warned of at the start.
+  int64_t manifest_bytes_max = int64_t{1} << 30;
   uint64_t rounding_seed = 0;  // of stochastic rounding (formats compact and 8bit); part of the result
 };
 

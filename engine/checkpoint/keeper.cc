@@ -6,6 +6,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <cstdio>
 #include <map>
 #include <utility>
 
@@ -137,7 +138,38 @@ void match(const fs::path& folder, const ManifestUnit& found, const Unit& own) {
   }
 }
 
+/// The least that the manifest of all ranks has: its checksums, and what names a piece.
+int64_t least_manifest_bytes(const Layout& layout) {
+  constexpr int64_t kDigits = 16, kPieceBytes = 110;
+  int64_t bytes = 0;
+  for (const Unit& unit : layout.units) {
+    for (const Component component : kAllComponents) {
+      if (!unit.has(component)) continue;
+      const int64_t blocks = unit.component_bytes(component, unit.elements) / io::kChecksumBlockBytes;
+      const int64_t pieces = int64_t{unit.chunk_count} * layout.world;
+      bytes += std::max(blocks, pieces) * kDigits + pieces * kPieceBytes;
+    }
+  }
+  return bytes;
+}
+
 }  // namespace
+
+CheckpointKeeper::CheckpointKeeper(Context& context, Access& access) : context_(context), access_(access) {
+  const std::string why = too_large();
+  if (!why.empty() && context_.layout.slice == 0)
+    fmt::print(stderr, "overspill: warning: no checkpoint of this model can be saved: {}\n", why);
+}
+
+/// Empty, or the numbers.
+std::string CheckpointKeeper::too_large() const {
+  const int64_t bytes = least_manifest_bytes(context_.layout);
+  if (bytes <= context_.config.manifest_bytes_max) return "";
+  return fmt::format(
+      "its manifest would have {} bytes or more, and no reader takes more than {}; train fewer "
+      "parameters in one engine",
+      bytes, context_.config.manifest_bytes_max);
+}
 
 void CheckpointKeeper::forget_deleted() {
   std::erase_if(kept_, [&](const Kept& kept) {
@@ -185,6 +217,8 @@ void CheckpointKeeper::unpin(const std::vector<io::Extent>& extents) noexcept {
 }
 
 void CheckpointKeeper::prepare(const fs::path& folder) const {
+  if (const std::string why = too_large(); !why.empty())
+    throw CheckpointError(fmt::format("{} cannot be saved: {}", whole_name(folder).string(), why));
   require_absent(whole_name(folder));
   const fs::path partial = partial_name(folder);
   remove_leftovers(partial);
@@ -223,7 +257,7 @@ Manifest CheckpointKeeper::write_part(const fs::path& folder) {
 void CheckpointKeeper::complete(const fs::path& folder, const Manifest& manifest) const {
   const fs::path absolute = whole_name(folder);
   const fs::path partial = partial_name(folder);
-  write_manifest(partial, manifest);
+  write_manifest(partial, manifest, context_.config.manifest_bytes_max);
   rename_file(partial, absolute);
   try {
     sync_folder(absolute.parent_path());

@@ -9,6 +9,7 @@
 #include <cstdint>
 #include <filesystem>
 #include <optional>
+#include <string>
 #include <string_view>
 #include <vector>
 
@@ -20,7 +21,8 @@ namespace overspill::engine {
 
 class CheckpointKeeper {
  public:
-  CheckpointKeeper(Context& context, Access& access) : context_(context), access_(access) {}
+  /// Warns on stderr, on one rank, where this model's checkpoints would be too large to be taken.
+  CheckpointKeeper(Context& context, Access& access);
   CheckpointKeeper(const CheckpointKeeper&) = delete;
   CheckpointKeeper& operator=(const CheckpointKeeper&) = delete;
 
@@ -65,6 +67,7 @@ class CheckpointKeeper {
     int64_t elements;  // 0 or less: nothing
   };
 
+  std::string too_large() const;
   void forget_deleted();
   Overlap overlap(const Unit& own, const ManifestPiece& piece) const;
   Manifest own_part(const Manifest& manifest) const;

@@ -15,6 +15,7 @@ namespace overspill::engine {
 
 inline constexpr int kManifestVersion = 3;  // 2 is read too: Adam in exact and fp32 only
 inline constexpr const char* kManifestFile = "manifest.json";
+inline constexpr int64_t kManifestBytesMax = int64_t{1} << 30;  // a checkpoint of about 3 TB
 
 /// Something in a checkpoint folder is missing, malformed, or does not belong; what() names the file and the
 /// way out.
@@ -78,15 +79,20 @@ struct Manifest {
 /// (no path separators, no ".."), that ranges lie inside their files, that checksum counts fit, that segments
 /// lie inside their unit and pieces cover every segment's components exactly once, that shapes fit element
 /// counts and strides fit shapes.
-Manifest read_manifest(const std::filesystem::path& folder);
+///
+/// The checksum is compared before anything is parsed. Time is linear in the file's length; memory is at most
+/// about eight times it.
+Manifest read_manifest(const std::filesystem::path& folder, int64_t bytes_max = kManifestBytesMax);
 
 /// A manifest on its way from rank to rank: the text that write_manifest writes, and back. Nothing is checked
-/// but that it is one.
+/// but that it is one, and its checksum.
 std::string manifest_text(const Manifest& manifest);
 Manifest manifest_from_text(std::string_view text);
 
-/// Temporary name, fsync, rename, fsync of the folder. All data files are durable before the call.
-void write_manifest(const std::filesystem::path& folder, const Manifest& manifest);
+/// Temporary name, fsync, rename, fsync of the folder. All data files are durable before the call. Throws
+/// CheckpointError for what read_manifest would refuse; then nothing has changed.
+void write_manifest(const std::filesystem::path& folder, const Manifest& manifest,
+                    int64_t bytes_max = kManifestBytesMax);
 
 /// Reads the first to.size() bytes of a range, verifying the checksum of every block they touch. Throws
 /// CheckpointError naming file, offset and both checksums; then `to` holds nothing of use.

@@ -4,8 +4,8 @@
 #include <fmt/ranges.h>
 
 #include <algorithm>
-#include <unordered_map>
-#include <unordered_set>
+#include <functional>
+#include <map>
 #include <utility>
 
 #include "engine/checkpoint/checkpoint_file.h"
@@ -49,6 +49,8 @@ class Check {
             manifest_.skipped_steps);
     require(manifest_.world >= 1, "a world of {} ranks", manifest_.world);
     for (const ManifestUnit& unit : manifest_.units) check_unit(unit);
+    check_once(unit_names_, "units");
+    check_once(parameter_names_, "parameters");
   }
 
  private:
@@ -63,7 +65,7 @@ class Check {
   void check_unit(const ManifestUnit& unit) {
     require(!unit.name.empty() && unit.name.size() <= kNameBytesMax, "a unit's name has {} bytes",
             unit.name.size());
-    require(unit_names_.insert(unit.name).second, "two units are called '{}'", unit.name);
+    unit_names_.push_back(unit.name);
     require(!components_of(unit).empty(), "unit '{}' has the unknown format '{}' or optimizer '{}'",
             unit.name, unit.format, unit.optimizer);
     require(dtype_bytes(unit.dtype) > 0, "unit '{}' has the unknown dtype '{}'", unit.name, unit.dtype);
@@ -106,7 +108,14 @@ class Check {
     // "__metadata__" has a meaning of its own in safetensors.
     require(!name.empty() && name.size() <= kNameBytesMax && name != "__metadata__",
             "'{}' cannot be a parameter's name", name.substr(0, 64));
-    require(parameter_names_.insert(name).second, "two parameters are called '{}'", name);
+    parameter_names_.push_back(name);
+  }
+
+  /// Sorted, not hashed: whoever wrote the names could make them collide.
+  void check_once(std::vector<std::string_view>& names, std::string_view what) const {
+    std::ranges::sort(names);
+    const auto twice = std::ranges::adjacent_find(names);
+    require(twice == names.end(), "two {} are called '{}'", what, twice == names.end() ? "" : *twice);
   }
 
   void check_pieces(const ManifestUnit& unit) {
@@ -185,9 +194,9 @@ class Check {
 
   const std::filesystem::path& folder_;
   const Manifest& manifest_;
-  std::unordered_set<std::string> unit_names_;
-  std::unordered_set<std::string> parameter_names_;
-  std::unordered_map<std::string, int64_t> file_bytes_;
+  std::vector<std::string_view> unit_names_;
+  std::vector<std::string_view> parameter_names_;
+  std::map<std::string, int64_t, std::less<>> file_bytes_;
 };
 
 }  // namespace

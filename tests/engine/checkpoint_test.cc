@@ -182,6 +182,36 @@ TEST_F(Checkpoints, AreRefusedBeforeAnythingChanges) {
   EXPECT_EQ(toy_contents(*engine), before);
 }
 
+TEST_F(Checkpoints, TooLargeForAnyReaderAreRefusedBeforeAnythingIsWritten) {
+  auto small = make(Placement::half, "threads", "small");
+  toy_load(*small);
+  small->save(folder_ / "small", "{}");
+  const auto bytes = static_cast<int64_t>(fs::file_size(folder_ / "small" / engine::kManifestFile));
+
+  // Far too small is seen at the start, a little too small when the manifest is written.
+  for (const int64_t most : {bytes / 2, bytes - 1}) {
+    ::testing::internal::CaptureStderr();
+    auto engine =
+        make(Placement::half, "threads", "large", [&](Config& config) { config.manifest_bytes_max = most; });
+    const std::string warned = ::testing::internal::GetCapturedStderr();
+    EXPECT_EQ(warned.find(std::to_string(most)) != std::string::npos, most == bytes / 2) << warned;
+    toy_load(*engine);
+    try {
+      engine->save(folder_ / "large", "{}");
+      ADD_FAILURE() << "saved";
+    } catch (const CheckpointError& error) {
+      EXPECT_NE(std::string(error.what()).find(std::to_string(most)), std::string::npos) << error.what();
+    }
+    EXPECT_FALSE(fs::exists(folder_ / "large"));
+    EXPECT_FALSE(fs::exists(folder_ / "large.partial"));
+    toy_step(*engine, 0, 1, 0);
+  }
+  auto engine =
+      make(Placement::half, "threads", "large", [&](Config& config) { config.manifest_bytes_max = bytes; });
+  toy_load(*engine);
+  engine->save(folder_ / "large", "{}");
+}
+
 TEST_F(Checkpoints, AFailedSaveLeavesNothingAndTrainingGoesOn) {
   auto engine = make(Placement::nvme, "auto");
   toy_load(*engine);

@@ -1,5 +1,7 @@
 #include <gtest/gtest.h>
+#include <sys/resource.h>
 #include <sys/stat.h>
+#include <unistd.h>
 
 #include <functional>
 #include <limits>
@@ -71,6 +73,22 @@ class ManifestTest : public ::testing::Test {
     expect_refused(testing::sealed(json.dump()), part);
   }
 
+  /// An object of these fields, and a checksum that fits.
+  static std::string hostile(const std::string& fields) {
+    return testing::sealed(R"({"checksum":"0000000000000000",)" + fields + "}");
+  }
+
+  /// The process may take so many more bytes; what it might take before.
+  static rlimit limit_memory(size_t bytes) {
+    rlimit usual{};
+    ::getrlimit(RLIMIT_AS, &usual);
+    int64_t pages = 0;
+    std::ifstream("/proc/self/statm") >> pages;
+    const rlimit less{static_cast<rlim_t>(pages * ::sysconf(_SC_PAGESIZE)) + bytes, usual.rlim_max};
+    ::setrlimit(RLIMIT_AS, &less);
+    return usual;
+  }
+
   TemporaryFolder folder_;
   Manifest manifest_;
   std::string text_, lo_;
@@ -134,13 +152,80 @@ TEST_F(ManifestTest, RefusesWhatIsNoManifest) {
        {"", "{", "[]", "null", "7", "\"version\"", "{}", "{\"version\": 2}", "\xFF", "{\"version\": 2} x"}) {
     expect_refused(text);
   }
-  expect_refused(std::string(100'000, '['), "deep");
-  expect_refused("{\"version\": 2, \"x\": " + std::string(100'000, '['), "deep");
+  expect_refused(std::string(100'000, '['), "begin with its checksum");
+  expect_refused(hostile(R"("units":)" + std::string(100'000, '[')), "'units' of the manifest");
+  expect_refused(hostile(R"("x":)" + std::string(100'000, '[')), "the field 'x'");
   expect_refused([](Json& json) { json["version"] = 4; }, "version is 4");
-  expect_refused([](Json& json) { json["surprise"] = 1; }, "8 fields where 7");
-  expect_refused([](Json& json) { json.erase("world"), json["World"] = 1; }, "no 'world'");
+  expect_refused([](Json& json) { json["surprise"] = 1; }, "the field 'surprise'");
+  expect_refused([](Json& json) { json.erase("world"); }, "no 'world'");
+  expect_refused(hostile(R"("step":1,"step":1)"), "'step' twice");
   expect_refused([](Json& json) { json["world"] = 0; }, "a world of 0");
   expect_refused([](Json& json) { json["extra"] = {}; }, "'extra'");
+}
+
+/// One whose parsing was quadratic, and took 28 times its size: nothing of it is kept.
+TEST_F(ManifestTest, RefusesMillionsOfEmptyObjectsInOnePassAndLittleMemory) {
+  for (const std::string part : {"{},", "[],", "1,", "\"\",", "null,"}) {
+    for (const char* list : {R"("units":[)", R"("units":[{"parameters":[)", R"("units":[{"components":[)",
+                             R"("units":[{"parameters":[{"shape":[)"}) {
+      std::string text = list;
+      while (text.size() < 4'000'000) text += part;
+      const std::string sealed = hostile(text);
+      write_file(path() / kManifestFile, sealed);
+      const rlimit usual = limit_memory(sealed.size() * 6);
+      EXPECT_THROW((void)read_manifest(path()), CheckpointError) << list << part;
+      ASSERT_EQ(::setrlimit(RLIMIT_AS, &usual), 0);
+    }
+  }
+}
+
+/// What is true of a manifest but for its size stays within ten times its size too.
+TEST_F(ManifestTest, ReadsAHostileOneWhoseFieldsAreAllThereInLittleMemory) {
+  const std::string piece =
+      R"({"begin":0,"bytes":0,"checksums":"","component":"","elements":0,"file":"","offset":0},)";
+  const std::string parameter =
+      R"({"aliases":["a","b","c"],"begin":0,"elements":0,"group":0,"name":"","shape":[],"step":0,"trainable":true},)";
+  const std::string unit =
+      R"({"components":[],"dtype":"","elements":0,"format":"","name":"","optimizer":"","parameters":[],"pieces":[]},)";
+  const auto many = [](const std::string& part, size_t bytes) {
+    std::string text;
+    while (text.size() < bytes) text += part;
+    text.pop_back();
+    return text;
+  };
+  const std::string rest = R"(],"version":3,"world":1)",
+                    first = R"("extra":"{}","skipped_steps":0,"step":0,"units":[)";
+  const std::string before =
+      R"({"components":[],"dtype":"","elements":0,"format":"","name":"a","optimizer":"",)";
+  for (const std::string& units :
+       {many(unit, 4'000'000), before + R"("parameters":[],"pieces":[)" + many(piece, 4'000'000) + "]}",
+        before + R"("pieces":[],"parameters":[)" + many(parameter, 4'000'000) + "]}"}) {
+    const std::string text = hostile(first + units + rest);
+    write_file(path() / kManifestFile, text);
+    const rlimit usual = limit_memory(text.size() * 10);
+    EXPECT_THROW((void)read_manifest(path()), CheckpointError) << units.substr(0, 200);
+    ASSERT_EQ(::setrlimit(RLIMIT_AS, &usual), 0);
+  }
+}
+
+TEST_F(ManifestTest, IsNotWrittenWhereNoReaderWouldTakeIt) {
+  const auto bytes = static_cast<int64_t>(text_.size());
+  write_manifest(path(), manifest_, bytes);
+  EXPECT_EQ(read_manifest(path(), bytes).step, manifest_.step);
+  EXPECT_THROW((void)read_manifest(path(), bytes - 1), CheckpointError);
+  try {
+    write_manifest(path(), manifest_, bytes - 1);
+    ADD_FAILURE() << "written";
+  } catch (const CheckpointError& error) {
+    EXPECT_NE(std::string(error.what()).find(std::to_string(bytes)), std::string::npos) << error.what();
+  }
+  EXPECT_EQ(read_file(path() / kManifestFile), text_);
+}
+
+TEST_F(ManifestTest, ADamagedOneIsNotParsed) {
+  std::string text = text_;
+  text[text.find("\"world\"") + 1] = '{';
+  expect_refused(text, "damaged or edited");
 }
 
 TEST_F(ManifestTest, RefusesNumbersThatAreNone) {
@@ -204,7 +289,7 @@ TEST_F(ManifestTest, RefusesStridesThatDoNotFit) {
     expect_refused(with(strides), "'norm.conv' of shape (4, 2, 3) has the strides (");
   }
   expect_refused(with({6, 3, 1}), "has the strides (6, 3, 1)");  // row-major: the field is absent then
-  expect_refused(with(std::vector<int64_t>(100'000, 7)), "has the strides (7, 7, 7, 7, 7, 7, 7, 7)");
+  expect_refused(with(std::vector<int64_t>(60'000, 7)), "has the strides (7, 7, 7, 7, 7, 7, 7, 7)");
   expect_refused(with(Json::array()), "empty list");
   for (const Json& strides :
        {Json(nullptr), Json(6), Json("6"), Json{6, 1, "2"}, Json{6, 1, -2}, Json{6, 1, 2.0}}) {
@@ -214,7 +299,7 @@ TEST_F(ManifestTest, RefusesStridesThatDoNotFit) {
       [](Json& json) {  // beside it another field is still one too many
         json["units"][1]["parameters"][1]["surprise"] = 1;
       },
-      "10 fields where 9");
+      "the field 'surprise'");
   expect_refused([](Json& json) {  // where no element is, no order is
     Json& parameter = json["units"][1]["parameters"][1];
     parameter["shape"] = {0, 2, 3};
@@ -258,7 +343,7 @@ TEST_F(ManifestTest, ReadsVersion2) {
   expect_refused(testing::sealed(json.dump()), "unknown format 'exact'");
   json["units"][0]["format"] = "bf16_split";
   json["units"][0]["optimizer"] = "adam";
-  expect_refused(testing::sealed(json.dump()), "7 fields where 6");
+  expect_refused(testing::sealed(json.dump()), "where version 2 has 0");
 }
 
 TEST_F(ManifestTest, RefusesComponentsThatDoNotBelong) {
@@ -268,7 +353,7 @@ TEST_F(ManifestTest, RefusesComponentsThatDoNotBelong) {
   expect_refused([](Json& json) { json["units"][2]["optimizer"] = "adam"; }, "unknown format");
   expect_refused([](Json& json) { json["units"][0]["components"].push_back("w"); }, "other components");
   expect_refused([](Json& json) { json["units"][0]["components"] = Json::array(); }, "other components");
-  expect_refused([](Json& json) { json["units"][0].erase("components"); }, "7 fields where 8");
+  expect_refused([](Json& json) { json["units"][0].erase("components"); }, "where version 3 has 3");
 }
 
 TEST(ManifestScales, LieBehindThePiecesCodes) {
