@@ -121,6 +121,11 @@ def _loader(
     )
 
 
+class Life:
+    """Held by an engine, its optimizer and its module's hooks: what they refer to is closed when all three are gone, so
+    that a script may keep whichever of them it uses."""
+
+
 class Engine:
     """A model whose parameters live in the engine. One model belongs to one engine at most; several engines
     live side by side.
@@ -178,23 +183,25 @@ class Engine:
         values = materialise(model, specs, groups.groups, self._place, core)
         self._core, self._residency = core, Residency(core, specs, self._place)
         patches.install()
-        self._finalizer = weakref.finalize(self, _close, self._residency, (group, model_group))
+        self._life = Life()
+        self._finalizer = weakref.finalize(self._life, _close, self._residency, (group, model_group))
         try:
             self._residency.take_weights(source, group, values)
             if source is not None:
                 source.read_buffers(model)
             self._place_rest(model)
-            hooks.attach(model, self._residency, specs)
+            hooks.attach(model, self._residency, specs, self._life)
             self.optimizer = OverspillOptimizer(
                 groups,
                 self._residency,
                 optimizer,
                 next(iter(config.budget.nvme), None),
                 self.world_size * (model_group.world if model_group else 1),
+                self._life,
             )
             self.optimizer.start_states()
             if config.engine.speculate:
-                self._residency.expect_step = self.optimizer.expect_step
+                self._residency.expect_step = _weakly(self.optimizer.expect_step)
         except BaseException:
             self.close()
             raise
@@ -465,7 +472,8 @@ class Engine:
             raise
 
     def close(self) -> None:
-        """Ends the engine; the model's parameters stay NaN. Called by itself when the engine dies."""
+        """Ends the engine; the model's parameters stay NaN. Called by itself when the engine, its optimizer and its
+        module are gone."""
         self._finalizer()
 
     def _segment(self, parameter: nn.Parameter) -> Segment | None:
@@ -552,6 +560,17 @@ def _check_ranks(
         if name != "params"
     }
     group.check_alike({"the optimizer": groups.kind, **config.shared(), **options, **parameters})
+
+
+def _weakly(method: Callable[[], None]) -> Callable[[], None]:
+    """Calls the method while its object lives, and does not keep it."""
+    reference = weakref.WeakMethod(method)
+
+    def call() -> None:
+        if (alive := reference()) is not None:
+            alive()
+
+    return call
 
 
 def _close(owner: Residency, groups: tuple[ranks.Group | None, ...]) -> None:

@@ -19,12 +19,15 @@ from .units import DTYPES, UnitSpec
 
 
 class ModuleHooks:
-    """Hooks of one module. `units`: what its call needs. `segments`: its own parameters, by local name.
+    """Hooks of one module. `units`: what its call needs. `segments`: its own parameters, by local name. `life`: the
+    engine's, kept while the module lives.
     Copies of the module carry
     hooks that do nothing."""
 
-    def __init__(self, owner: Residency | None, units: list[Unit], segments: dict[str, Segment]):
-        self.owner, self.units, self.segments = owner, units, segments
+    def __init__(
+        self, owner: Residency | None, units: list[Unit], segments: dict[str, Segment], life: Any = None
+    ):
+        self.owner, self.units, self.segments, self.life = owner, units, segments, life
 
     def __reduce__(self) -> Any:
         return ModuleHooks, (None, [], {})
@@ -157,7 +160,7 @@ def _units(segments: Iterable[Segment]) -> list[Unit]:
     return list({id(s.unit): s.unit for s in segments}.values())
 
 
-def attach(model: nn.Module, owner: Residency, specs: list[UnitSpec]) -> None:
+def attach(model: nn.Module, owner: Residency, specs: list[UnitSpec], life: Any = None) -> None:
     """Registers all hooks. Those of modules stay when the engine is closed, and then refuse forward."""
     blocks: dict[nn.Module, list[Unit]] = {}
     for spec, unit in zip(specs, owner.units, strict=True):
@@ -167,7 +170,7 @@ def attach(model: nn.Module, owner: Residency, specs: list[UnitSpec]) -> None:
         if not any(id(p) in registry for p in module.parameters()):
             continue
         segments = {name: registry[id(p)] for name, p in module._parameters.items() if id(p) in registry}
-        hooks = ModuleHooks(owner, _needed(module, blocks), segments)
+        hooks = ModuleHooks(owner, _needed(module, blocks), segments, life)
         module.register_forward_pre_hook(hooks.before, prepend=True)
         module.register_forward_hook(hooks.after, always_call=True)
         if segments:

@@ -166,7 +166,7 @@ class OverspillOptimizer(torch.optim.Optimizer):
     """`param_groups` are read at every step. `step` enqueues the engine's update; moments live in the engine, not in
     `state`: `state_dict` and `Engine.optimizer_state` give copies.
 
-    folder: where state_dict keeps large tensors. ranks: that hold parts of the states."""
+    folder: where state_dict keeps large tensors. ranks: that hold parts of the states. life: the engine's, kept."""
 
     def __init__(
         self,
@@ -175,12 +175,15 @@ class OverspillOptimizer(torch.optim.Optimizer):
         user: torch.optim.Optimizer | None = None,
         folder: str | None = None,
         ranks: int = 1,
+        life: Any = None,
     ):
         defaults = {name: value for name, value in groups.groups[0].items() if name not in ("params", "name")}
         super().__init__([dict(group) for group in groups.groups], defaults)
         self.param_groups = groups.groups
         self.groups, self.residency, self.user, self.last_step = groups, residency, user, None
-        self.folder, self.ranks = folder or tempfile.gettempdir(), ranks
+        self.folder, self.ranks, self.life = folder or tempfile.gettempdir(), ranks, life
+        self.before_step: Callable[[], None] | None = None  # raises where the step must not be taken
+        self._told = False  # of a skipped step
         if user is not None:
             user.state.clear()  # Adagrad has sums before its first step: they are the engine's now
 

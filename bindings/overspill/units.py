@@ -71,10 +71,23 @@ def partition(model: nn.Module, place: torch.device | None = None) -> list[UnitS
     Raises ValueError for a parameter that cannot be held: not materialised, or of a trainable dtype that is
     not supported.
     """
-    units: dict[tuple, UnitSpec] = {}
-    specs: dict[int, ParameterSpec] = {}
+    found = _Partition(place)
+    found.walk(model, "", "*", None, None)
+    _check_memory(found.specs.values())
+    return list(found.units.values())
 
-    def own(module: nn.Module, prefix: str, key: str, block: nn.Module | None) -> None:
+
+class _Partition:
+    """The units found so far. No closures: those that call themselves would keep the model until the garbage collector
+    looks."""
+
+    def __init__(self, place: torch.device | None):
+        self.place = place
+        self.units: dict[tuple, UnitSpec] = {}
+        self.specs: dict[int, ParameterSpec] = {}
+
+    def own(self, module: nn.Module, prefix: str, key: str, block: nn.Module | None) -> None:
+        units, specs = self.units, self.specs
         for name, parameter in module._parameters.items():
             if parameter is None:
                 continue
@@ -90,7 +103,7 @@ def partition(model: nn.Module, place: torch.device | None = None) -> list[UnitS
                     specs[id(parameter)].aliases.append(full)
                 continue
             spec = specs[id(parameter)] = ParameterSpec(full, parameter)
-            form = _format(full, parameter, place)
+            form = _format(full, parameter, self.place)
             slot = (key, form, parameter.dtype)
             if slot not in units:
                 units[slot] = UnitSpec(
@@ -98,28 +111,26 @@ def partition(model: nn.Module, place: torch.device | None = None) -> list[UnitS
                 )
             units[slot].parameters.append(spec)
 
-    def walk(module: nn.Module, prefix: str, small: str, key: str | None, block: nn.Module | None) -> None:
+    def walk(
+        self, module: nn.Module, prefix: str, small: str, key: str | None, block: nn.Module | None
+    ) -> None:
         """`small`: key of the enclosing block's small parameters. `key`: the unit everything below belongs
         to, if any."""
         mine = key
         if mine is None:
-            large = _fresh(module._parameters.values(), specs) >= MODULE_ELEMENTS
+            large = _fresh(module._parameters.values(), self.specs) >= MODULE_ELEMENTS
             mine = (prefix.rstrip(".") or "(root)") if large else small
-        own(module, prefix, mine, block if key is not None else None)
+        self.own(module, prefix, mine, block if key is not None else None)
         for name, child in module._modules.items():
             if child is None:
                 continue
             path = f"{prefix}{name}"
             if key is not None or not isinstance(module, (nn.ModuleList, nn.Sequential)):
-                walk(child, path + ".", small, key, block)
-            elif _fresh(child.parameters(), specs) <= BLOCK_ELEMENTS:
-                walk(child, path + ".", small, path, child)
+                self.walk(child, path + ".", small, key, block)
+            elif _fresh(child.parameters(), self.specs) <= BLOCK_ELEMENTS:
+                self.walk(child, path + ".", small, path, child)
             else:
-                walk(child, path + ".", path + ".*", None, None)
-
-    walk(model, "", "*", None, None)
-    _check_memory(specs.values())
-    return list(units.values())
+                self.walk(child, path + ".", path + ".*", None, None)
 
 
 def _fresh(parameters, specs: dict[int, ParameterSpec]) -> int:
