@@ -14,7 +14,20 @@ from torch import nn
 from torch._C import DisableTorchFunction
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from . import _core, divided, hooks, patches, place, pretrained, ranks, residency, state, transport, vertical
+from . import (
+    _core,
+    divided,
+    hooks,
+    newcomers,
+    patches,
+    place,
+    pretrained,
+    ranks,
+    residency,
+    state,
+    transport,
+    vertical,
+)
 from .config import Config
 from .extra import Extra
 from .init import materialise
@@ -200,6 +213,7 @@ class Engine:
                 self._life,
             )
             self.optimizer.start_states()
+            self.optimizer.before_step = functools.partial(newcomers.check, model)
             if config.engine.speculate:
                 self._residency.expect_step = _weakly(self.optimizer.expect_step)
         except BaseException:

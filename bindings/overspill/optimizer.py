@@ -202,6 +202,8 @@ class OverspillOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        if self.before_step is not None:
+            self.before_step()
         self.last_step = self.residency.core.step(self._hyper_parameters())
         self.residency.refresh()
         if self.user is not None:
