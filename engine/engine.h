@@ -76,7 +76,7 @@ struct StepResult {
   double norm = 0;         // global, before clipping; infinite where a gradient is inf or NaN
   double clip = 1;         // what gradients are multiplied with
   bool skipped = false;    // inf or NaN in a gradient: nothing was changed
-  std::string not_finite;  // the first segment that was skipped for; empty: it is of another rank
+  std::string not_finite;  // of a skipped step: its first segment with one; empty: on another rank
 };
 
 struct Stats {

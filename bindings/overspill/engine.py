@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from contextlib import contextmanager
@@ -373,7 +374,9 @@ class Engine:
         return {theirs: self._residency.state(segment, ours) for ours, theirs in names.items()}
 
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
-        """The 2-norm of all gradients; the next update clips to `max_norm` in place of gradient_clipping."""
+        """As torch's: scales the gradients that there are to a 2-norm of `max_norm` at most, in place of
+        gradient_clipping, and returns their norm of before. Further gradients of this step are refused afterwards.
+        With an infinite `max_norm` it looks only."""
         return torch.tensor(self._core.clip_grad_norm(float(max_norm)))
 
     @contextmanager

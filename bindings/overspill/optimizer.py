@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import tempfile
+import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -205,10 +206,24 @@ class OverspillOptimizer(torch.optim.Optimizer):
         if self.before_step is not None:
             self.before_step()
         self.last_step = self.residency.core.step(self._hyper_parameters())
+        if self.last_step.skipped:
+            self._tell_skipped()
         self.residency.refresh()
         if self.user is not None:
             self.user._opt_called = True  # what a scheduler bound to the user's optimizer looks for
         return loss
+
+    def _tell_skipped(self) -> None:
+        if self._told:
+            return
+        self._told = True
+        where = self.last_step.not_finite
+        warnings.warn(
+            f"overspill: a step is skipped, because {f'the gradient of {where}' if where else 'a gradient'} has an inf "
+            "or a NaN: weights and states stay as they are. This is told once; engine.last_step.skipped says it of "
+            'every step, engine.stats()["skipped_steps"] counts them',
+            stacklevel=4,
+        )
 
     def expect_step(self) -> None:
         """Tells the engine what the next step will be given, as far as anybody knows now (speculation)."""
