@@ -253,8 +253,20 @@ class Engine:
 
     def __getattr__(self, name: str) -> Any:
         if name == "module" or name.startswith("_"):
-            raise AttributeError(name)
-        return getattr(self.module, name)
+            raise AttributeError(
+                f"overspill: the engine has no {name}. It is no nn.Module: give engine.module to what expects one"
+            )
+        try:
+            return getattr(self.module, name)
+        except AttributeError:
+            kind = type(self.module).__name__
+            raise AttributeError(f"overspill: neither the engine nor its {kind} has {name!r}") from None
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(
+            "overspill: an engine cannot be copied or pickled: engine.save_checkpoint saves all of a run, "
+            "torch.save(engine.state_dict()) the weights; copy.deepcopy(engine.module) is a model of its own"
+        )
 
     def train(self, mode: bool = True) -> Engine:
         self.module.train(mode)
@@ -436,9 +448,25 @@ class Engine:
     def plan_text(self) -> str:
         return self._core.plan.text
 
-    def save_checkpoint(self, folder: Any, client_state: dict | None = None) -> None:
-        """Weights, moments, buffers, hyper-parameters, scheduler, counters, random states and `client_state`
-        (plain values). All ranks call it, with a folder that all of them see; but for random states rank 0's count."""
+    def save_checkpoint(self, folder: Any, client_state: dict | None = None, **unknown: Any) -> None:
+        """Weights, moments, buffers, hyper-parameters, scheduler, counters, random states and `client_state` (a dict of
+        plain values), between two steps: gradients are not in it. All ranks call it, with a folder that all of them
+        see; but for random states rank 0's count. Raises TypeError for DeepSpeed's arguments that have no meaning
+        here."""
+        state.check_arguments("save_checkpoint", unknown)
+        if client_state is not None and not isinstance(client_state, dict):
+            raise TypeError(
+                f"overspill: client_state = {client_state!r} is a {type(client_state).__name__}, a dict is expected. "
+                f"There are no tags: each checkpoint has a folder of its own, such as {folder}/step-{self.global_steps}"
+            )
+        begun = self.micro_steps % self.config.gradient_accumulation_steps
+        if begun:
+            raise RuntimeError(
+                f"overspill: save_checkpoint in the middle of a step: {begun} of "
+                f"{self.config.gradient_accumulation_steps} micro-batches were ended by engine.step(), and a "
+                "checkpoint has no gradients: save where engine.micro_steps is a multiple of "
+                "gradient_accumulation_steps"
+            )
         scheduler = (
             None
             if self.lr_scheduler is None
@@ -458,9 +486,11 @@ class Engine:
             extra["random_of_ranks"] = self._group.gathered(extra["random"])
         self._core.save(str(folder), state.dumps(extra))
 
-    def load_checkpoint(self, folder: Any) -> dict:
-        """Restores everything that `save_checkpoint` took and returns its client_state. Raises before
-        anything is changed. All ranks call it; random states come back where there are as many ranks as then."""
+    def load_checkpoint(self, folder: Any, **unknown: Any) -> dict:
+        """Restores everything that `save_checkpoint` took and returns its client_state, a dict. It is not DeepSpeed's
+        pair: unpacking it raises TypeError. Raises before anything is changed. All ranks call it; random states come
+        back where there are as many ranks as then."""
+        state.check_arguments("load_checkpoint", unknown)
         read = Extra.read(_core.manifest(str(folder))["extra_json"], folder)
         buffers = state.persistent_buffers(self.module)
         read.check(buffers, self.optimizer.param_groups)
@@ -473,7 +503,7 @@ class Engine:
         self.global_steps, self.micro_steps = read.global_steps, read.micro_steps
         if len(read.random) == self.world_size:
             state.restore_random_states(read.random[self.rank])
-        return read.client_state
+        return state.ClientState(read.client_state)
 
     def _load(self, folder: Any, read: Extra) -> None:
         """The scheduler first: it may refuse what it is given. It is as it was where the weights do not load."""

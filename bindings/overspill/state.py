@@ -19,6 +19,36 @@ from .divided import is_divided
 _KIND = "__kind__"
 
 
+class ClientState(dict):
+    """What load_checkpoint returns. A dict but for one thing: it is gone over by keys(), values() or items(), because
+    `path, client_state = engine.load_checkpoint(folder)`, as with DeepSpeed, would give two of its keys."""
+
+    def __iter__(self) -> Any:
+        raise TypeError(
+            "overspill: load_checkpoint returns the client state, a dict, and no (path, client_state): write "
+            "`client_state = engine.load_checkpoint(folder)`; to go over it use its keys() or items()"
+        )
+
+
+_OF_DEEPSPEED = {
+    "tag": "there are no tags: give each checkpoint a folder of its own",
+    "save_latest": "nothing writes a file `latest`: the script knows its folders",
+    "exclude_frozen_parameters": "a checkpoint has all parameters",
+    "load_module_strict": "names and shapes always have to fit",
+    "load_module_only": "for the weights alone use engine.load_state_dict, or initialize(checkpoint=DIR)",
+    "load_optimizer_states": "a checkpoint is loaded whole; for the weights alone use engine.load_state_dict",
+    "load_lr_scheduler_states": "a checkpoint is loaded whole; for the weights alone use engine.load_state_dict",
+    "custom_load_fn": "a checkpoint is loaded whole; for the weights alone use engine.load_state_dict",
+}
+
+
+def check_arguments(call: str, unknown: dict) -> None:
+    """Raises TypeError for an argument that engine.`call` does not have."""
+    for name in unknown:
+        why = _OF_DEEPSPEED.get(name)
+        raise TypeError(f"overspill: {call}() has no argument {name!r}" + (f": {why}" if why else ""))
+
+
 def encode(value: Any, where: str) -> Any:
     """Plain JSON values; tuples, sets of keys and non-finite numbers are marked. Raises TypeError naming the
     place."""
@@ -30,7 +60,11 @@ def encode(value: Any, where: str) -> Any:
         items = [encode(item, f"{where}[{i}]") for i, item in enumerate(value)]
         return {_KIND: "tuple", "value": items} if isinstance(value, tuple) else items
     if isinstance(value, dict):
-        if type(value) is dict and all(isinstance(key, str) for key in value) and _KIND not in value:
+        if (
+            type(value) in (dict, ClientState)
+            and all(isinstance(key, str) for key, _ in value.items())
+            and _KIND not in value
+        ):
             return {key: encode(item, f"{where}.{key}") for key, item in value.items()}
         pairs = [[encode(key, where), encode(item, f"{where}.{key}")] for key, item in value.items()]
         return {_KIND: "counter" if isinstance(value, Counter) else "dict", "value": pairs}
