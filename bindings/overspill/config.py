@@ -7,6 +7,7 @@ import itertools
 import json
 import os
 import re
+import warnings
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
@@ -79,6 +80,9 @@ class AdamW(_Section):
 
 
 class Adam(AdamW):
+    """torch's: weight decay is an L2 term. In DeepSpeed's form, with "params", Adam is AdamW unless adam_w_mode is
+    false."""
+
     type: Literal["Adam"] = "Adam"
     weight_decay: _Rate = 0.0
 
@@ -135,19 +139,29 @@ def flat_optimizer(data: Any) -> Any:
         raise ValueError("max_grad_norm does not belong here; give gradient_clipping")
     if kind in (AdamW, Adam):
         from_torch = params.pop("torch_adam", False)
+        unsaid = kind is Adam and "adam_w_mode" not in params
         decoupled = params.pop("adam_w_mode", True)  # there Adam is AdamW unless this says otherwise
         kind = AdamW if kind is AdamW or decoupled else Adam
         if params.pop("bias_correction", True) is not True:
             raise ValueError("bias_correction = false is not supported")
         if params.pop("fp32_optimizer_states", True) is not True:
             raise ValueError('fp32_optimizer_states = false: give "format": "compact" for states in bf16')
-        if not from_torch:
-            params.setdefault("weight_decay", 0.0)
+        params.setdefault("weight_decay", kind.model_fields["weight_decay"].default if from_torch else 0.0)
+        if unsaid and params["weight_decay"]:
+            _tell_adam_is_adamw()
     if kind is Lion:
         params.setdefault("lr", 1e-3)
     if kind is not None and params.pop("amsgrad", False):
         raise ValueError("amsgrad is not supported")
     return {**params, "type": kind.__name__ if kind else name}
+
+
+def _tell_adam_is_adamw() -> None:
+    warnings.warn(
+        'overspill: optimizer {"type": "Adam", "params": {...}} is AdamW, as in DeepSpeed: weight decay is decoupled. '
+        '"adam_w_mode": true in its params says that this is meant, false makes weight decay an L2 term',
+        stacklevel=3,
+    )
 
 
 Optimizer = Annotated[

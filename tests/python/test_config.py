@@ -1,6 +1,7 @@
 """A wrong key or value is an error that names it and what would be right."""
 
 import json
+import warnings
 
 import pytest
 
@@ -109,6 +110,58 @@ def test_dict_file_and_object_are_the_same(tmp_path):
 def test_optimizers_mean_what_they_mean_to_deepspeed_in_its_form(given, meant):
     optimizer = Config.read({"budget": {"host": 1}, "optimizer": given}).optimizer
     assert {key: getattr(optimizer, key) for key in meant} == meant
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"type": "Adam", "params": {"weight_decay": 0.1}}, True),
+        ({"type": "Adam", "params": {"torch_adam": True}}, True),  # torch's AdamW decays by default
+        ({"type": "Adam", "params": {"weight_decay": 0.1, "adam_w_mode": True}}, False),
+        ({"type": "Adam", "params": {"weight_decay": 0.1, "adam_w_mode": False}}, False),
+        ({"type": "Adam", "params": {}}, False),  # without decay they are the same
+        ({"type": "AdamW", "params": {"weight_decay": 0.1}}, False),
+        ({"type": "Adam", "weight_decay": 0.1}, False),
+    ],
+)
+def test_which_adam_is_meant_is_told_where_it_matters(given, told):
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        Config.read({"budget": {"host": 1}, "optimizer": given})
+    assert ["is AdamW, as in DeepSpeed" in str(w.message) for w in found] == [True] * told
+
+
+@pytest.mark.parametrize(
+    ("where", "key", "near"),
+    [
+        ((), "gradient_acumulation_steps", "gradient_accumulation_steps"),
+        (("budget",), "nvm", "nvme"),
+        (("engine",), "prefetch_unit", "prefetch_units"),
+        (("zero_optimization",), "stages", "stage"),
+        (("optimizer",), "weight_decai", "weight_decay"),
+        (("optimizer", "params"), "weight_decai", "weight_decay"),
+    ],
+)
+def test_an_unknown_key_in_any_section_is_an_error_with_the_nearest_known_name(where, key, near):
+    config = {"budget": {"host": 1}}
+    section = config
+    for name in where:
+        section = section.setdefault(name, {})
+    section[key] = 1
+    shown = ".".join([*where[:1], key])
+    with pytest.raises(ConfigError, match=rf'^config: {shown} = 1: unknown key; did you mean "{near}"\?$'):
+        Config.read(config)
+
+
+@pytest.mark.parametrize("kind", ["AdamW", "Adam", "Adagrad", "Lion", "SGD"])
+@pytest.mark.parametrize("form", ["flat", "params"])
+def test_an_unknown_option_of_any_optimizer_is_an_error(kind, form):
+    options = {"foreach": True}
+    optimizer = {"type": kind, **options} if form == "flat" else {"type": kind, "params": options}
+    with pytest.raises(
+        ConfigError, match=r"^config: optimizer\.foreach = True: unknown key; valid keys here: .*lr"
+    ):
+        Config.read({"budget": {"host": 1}, "optimizer": optimizer})
 
 
 def test_files_that_cannot_be_read(tmp_path):
