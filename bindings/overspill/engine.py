@@ -88,6 +88,12 @@ def initialize(
     settings = Config.read(config)
     if optimizer is not None and model_parameters is not None:
         raise ValueError("overspill: give optimizer or model_parameters, not both")
+    if optimizer is not None and "optimizer" in settings.model_fields_set:
+        warnings.warn(
+            f"overspill: the configuration's optimizer ({settings.optimizer.type}) is not used: optimizer = "
+            f"{type(optimizer).__name__} is given to initialize. Leave one of the two out",
+            stacklevel=2,
+        )
     if model is None:
         if checkpoint is None:
             raise ValueError("overspill: give model, or checkpoint, or both")
@@ -179,6 +185,11 @@ class Engine:
         )
         self._place = place.find(config.engine.device, config.budget.device)
         specs = partition(model, self._place.device)
+        if not specs:
+            raise ValueError(
+                f"overspill: {type(model).__name__} has no parameters with elements, so there is nothing for an engine "
+                "to hold"
+            )
         chosen = choose_format(config.format, groups, (spec.format for spec in specs))
         units = _core_units(
             specs, group_indices(groups.groups, model), groups.core, chosen, counted_elsewhere

@@ -1,0 +1,277 @@
+"""What a call accepts means what it says, as in torch or DeepSpeed; all else is refused by name, with the way out."""
+
+import copy
+import gc
+import io
+import json
+import warnings
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+import overspill
+from overspill import residency
+from plain import Plain
+
+
+def mlp():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 4))
+
+
+def loss_of(model, i=0):
+    return model(torch.randn(6, 16, generator=torch.Generator().manual_seed(i))).square().mean()
+
+
+@pytest.fixture
+def start(config):
+    engines = []
+
+    def make(model, **settings):
+        engines.append(overspill.initialize(model, config(**settings))[0])
+        return engines[-1]
+
+    yield make
+    for engine in engines:
+        engine.close()
+
+
+# ---- clipping
+
+
+def test_clipping_twice_scales_twice(start):
+    """As torch's: an infinite limit changes nothing, a second call sees what the first one left."""
+    model = mlp()
+    plain = Plain(copy.deepcopy(model))
+    engine = start(model)
+    for i in range(2):
+        engine.backward(loss_of(engine, i))
+        plain.backward(loss_of(plain.model, i))
+        norm = plain.norm()
+        first = nn.utils.clip_grad_norm_(model.parameters(), norm / 4)
+        again = nn.utils.clip_grad_norm_(model.parameters(), float("inf"))
+        third = engine.clip_grad_norm_(norm / 8)
+        assert (first, again, third) == pytest.approx((norm, norm / 4, norm / 4), rel=1e-5)
+        engine.step()
+        assert engine.last_step.clip == pytest.approx(1 / 8, rel=1e-4)
+        plain.step(engine.last_step.clip)
+    assert all(torch.equal(v, plain.model.state_dict()[k]) for k, v in engine.state_dict().items())
+
+
+def test_looking_at_the_norm_leaves_the_configured_clipping_alone(start):
+    engine, other = start(mlp(), clipping=0.01), start(mlp(), clipping=0.01, job="other")
+    for e in (engine, other):
+        e.backward(loss_of(e))
+    nn.utils.clip_grad_norm_(engine.module.parameters(), float("inf"))
+    engine.step()
+    other.step()
+    assert engine.last_step.clip == other.last_step.clip < 1
+
+
+def test_a_backward_after_a_clip_is_refused(start):
+    """Torch would leave its gradients unscaled, beside scaled ones."""
+    engine = start(mlp())
+    engine.backward(loss_of(engine))
+    engine.clip_grad_norm_(1e-3)
+    with pytest.raises(
+        ValueError, match=r"came after clip_grad_norm\(\).*take the step or clear the gradients"
+    ):
+        engine.backward(loss_of(engine))
+    engine.step()
+    assert engine.last_step.clip < 1
+    engine.backward(loss_of(engine))
+    engine.clip_grad_norm_(1e-3)
+    engine.zero_grad()
+    engine.backward(loss_of(engine))
+    engine.step()
+    assert engine.last_step.clip == 1  # what was clipped is gone
+
+
+def test_a_gradient_read_after_a_clip_is_scaled(start):
+    engine = start(mlp())
+    engine.backward(loss_of(engine))
+    weight = engine.module[0].weight
+    before = engine.grad(weight)
+    norm = engine.clip_grad_norm_(1e-3)
+    assert torch.allclose(engine.grad(weight), before * (1e-3 / (norm + 1e-6)), rtol=1e-6)
+
+
+def test_a_skipped_step_is_told_once_and_names_the_parameter(start):
+    engine = start(mlp())
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            engine.backward(loss_of(engine) * float("nan"))
+            engine.step()
+    texts = [str(w.message) for w in told if "skipped" in str(w.message)]
+    assert len(texts) == 1 and "the gradient of 0.weight has an inf or a NaN" in texts[0]
+    assert engine.stats()["skipped_steps"] == 2
+
+
+# ---- parameters that come later
+
+
+def lora(model):
+    model[0].register_parameter("lora_a", nn.Parameter(torch.ones(3)))
+
+
+def new_head(model):
+    model[2] = nn.Linear(32, 4)
+
+
+@pytest.mark.parametrize(
+    ("change", "names"), [(lora, r"0\.lora_a"), (new_head, r"2\.weight, 2\.bias")], ids=["adapter", "head"]
+)
+@pytest.mark.parametrize("by", ["engine", "optimizer"])
+def test_parameters_that_came_after_initialize_stop_the_step(start, change, names, by):
+    engine = start(mlp())
+    engine.backward(loss_of(engine))
+    engine.step()
+    change(engine.module)
+    engine.backward(loss_of(engine))
+    before = engine.weight(engine.module[0].weight)
+    with pytest.raises(RuntimeError, match=f"{names}: trainable, but came into the model after"):
+        (engine if by == "engine" else engine.optimizer).step()
+    assert torch.equal(engine.weight(engine.module[0].weight), before)
+    for parameter in engine.module.parameters():
+        if id(parameter) not in residency.registry:
+            parameter.requires_grad_(False)
+    engine.step()
+    assert not torch.equal(engine.weight(engine.module[0].weight), before)
+
+
+# ---- checkpoints
+
+
+def test_a_tag_is_no_client_state(start, tmp_path):
+    engine = start(mlp())
+    with pytest.raises(
+        TypeError, match=r"client_state = 'my-tag' is a str, a dict is expected\. There are no tags"
+    ):
+        engine.save_checkpoint(tmp_path / "saved", "my-tag")
+    with pytest.raises(
+        TypeError, match="no argument 'tag': there are no tags: give each checkpoint a folder"
+    ):
+        engine.save_checkpoint(tmp_path / "saved", tag="my-tag")
+    with pytest.raises(TypeError, match="no argument 'save_latest'"):
+        engine.save_checkpoint(tmp_path / "saved", save_latest=False)
+    with pytest.raises(TypeError, match="no argument 'load_module_only': for the weights alone"):
+        engine.load_checkpoint(tmp_path / "saved", load_module_only=True)
+    with pytest.raises(TypeError, match=r"no argument 'nonsense'$"):
+        engine.load_checkpoint(tmp_path / "saved", nonsense=True)
+    assert not (tmp_path / "saved").exists()
+
+
+def test_the_client_state_is_a_dict_that_does_not_unpack_into_its_keys(start, tmp_path):
+    engine = start(mlp())
+    engine.save_checkpoint(tmp_path / "saved", {"epoch": 1, "best": 2.5})
+    found = engine.load_checkpoint(tmp_path / "saved")
+    with pytest.raises(TypeError, match=r"returns the client state, a dict, and no \(path, client_state\)"):
+        _path, _state = found
+    assert found == {"epoch": 1, "best": 2.5} and found["epoch"] == 1 and "best" in found and len(found) == 2
+    assert (
+        dict(found)
+        == {**found}
+        == dict(found.items())
+        == copy.deepcopy(found)
+        == json.loads(json.dumps(found))
+    )
+    engine.save_checkpoint(tmp_path / "again", found)
+    assert engine.load_checkpoint(tmp_path / "again") == found
+
+
+def test_a_save_in_the_middle_of_a_step_is_refused(start, tmp_path):
+    """Its gradients would be lost, and half a batch with them."""
+    engine = start(mlp(), accumulation=3)
+    for i in range(3):
+        engine.backward(loss_of(engine, i))
+        engine.step()
+        if i < 2:
+            with pytest.raises(
+                RuntimeError, match=f"in the middle of a step: {i + 1} of 3 micro-batches were ended"
+            ):
+                engine.save_checkpoint(tmp_path / "saved")
+    assert not (tmp_path / "saved").exists()
+    engine.save_checkpoint(tmp_path / "saved")
+
+
+# ---- who keeps what alive
+
+
+@pytest.mark.parametrize("speculate", [False, True])
+@pytest.mark.parametrize("kept", ["engine", "optimizer", "model"])
+def test_a_script_may_keep_any_of_them(config, kept, speculate):
+    """The others may go; all of it ends when the last one goes, without the garbage collector."""
+    model = mlp()
+    plain = Plain(copy.deepcopy(model))
+    settings = config("nvme", speculate=speculate)
+
+    def keep(model):
+        engine, optimizer, *_ = overspill.initialize(model, settings)
+        return {"engine": engine, "optimizer": optimizer, "model": optimizer}[kept], weakref.ref(
+            engine._residency
+        )
+
+    held, alive = keep(model)
+    for i in range(2):
+        loss_of(model, i).backward()
+        plain.backward(loss_of(plain.model, i))
+        held.step()
+        plain.step(1.0)
+    if kept == "model":
+        held = None
+    gc.collect()
+    assert all(torch.equal(v, plain.model.state_dict()[k]) for k, v in model.state_dict().items())
+    gc.disable()
+    try:
+        del model, held
+        assert alive() is None or alive().closed
+    finally:
+        gc.enable()
+    assert not residency.registry
+
+
+def test_an_engine_is_not_copied_or_pickled(start):
+    engine = start(mlp())
+    for act in (copy.deepcopy, copy.copy, lambda e: torch.save(e, io.BytesIO())):
+        with pytest.raises(TypeError, match=r"cannot be copied or pickled: engine\.save_checkpoint saves"):
+            act(engine)
+
+
+# ---- what initialize is given
+
+
+def test_an_engine_is_no_module(start):
+    """What a Trainer says of `model=engine`."""
+    engine = start(mlp())
+    with pytest.raises(AttributeError, match=r"no _modules. It is no nn\.Module: give engine\.module"):
+        engine._modules  # noqa: B018
+    with pytest.raises(AttributeError, match="neither the engine nor its Sequential has 'get_lr'"):
+        engine.get_lr()
+
+
+@pytest.mark.parametrize(
+    "model", [nn.Sequential(nn.GELU()), nn.Linear(3, 0, bias=False)], ids=["none", "empty"]
+)
+def test_a_model_without_parameters_is_refused_by_name(config, model):
+    with pytest.raises(ValueError, match=f"{type(model).__name__} has no parameters with elements"):
+        overspill.initialize(model, config())
+
+
+def test_two_optimizers_are_told_which_one_counts(config):
+    model = mlp()
+    section = {"type": "Lion", "lr": 1e-4}
+    with pytest.warns(UserWarning, match=r"optimizer \(Lion\) is not used: optimizer = SGD is given"):
+        engine, *_ = overspill.initialize(
+            model, config(section=section), torch.optim.SGD(model.parameters(), lr=0.1)
+        )
+    assert engine.optimizer.param_groups[0]["lr"] == 0.1
+    engine.close()
+    settings = config()
+    del settings["optimizer"]
+    model = mlp()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        overspill.initialize(model, settings, torch.optim.SGD(model.parameters(), lr=0.1))[0].close()
