@@ -115,6 +115,7 @@ def ours(pipe, job: argparse.Namespace) -> None:
         "weight-decay": WEIGHT_DECAY,
         "seed": SEED,
         "eval-batches": job.eval_batches,
+        "save-minutes": 0,  # no save inside a turn that is measured
     }
     arguments = [text for name, value in options.items() for text in (f"--{name}", str(value))]
     code, summary = train(parser().parse_args(["train", *arguments]), hook)

@@ -250,7 +250,8 @@ class Config(_Section):
             if name not in ("job", "rank_timeout_seconds", "device", "transport"):
                 setattr(flat, name, getattr(self.engine, name))
         flat.device = place.name if place is not None else self._planned_device()
-        flat.job = self.engine.job or f"{os.getpid()}-{next(_engines)}"
+        # The last part: two containers on one disk may both be process 1.
+        flat.job = self.engine.job or f"{os.getpid()}-{next(_engines)}-{os.urandom(4).hex()}"
         if rank is not None:
             flat.job += f"-rank{rank}"
         if part is not None:

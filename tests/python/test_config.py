@@ -177,6 +177,24 @@ def test_files_that_cannot_be_read(tmp_path):
         Config.read(3)
 
 
+def test_engines_of_two_processes_with_one_id_share_a_disk(config, tmp_path, monkeypatch):
+    """As of two containers, in both of which the script is process 1."""
+    import itertools
+
+    import torch
+
+    import overspill
+    import overspill.config
+
+    engines = []
+    for _ in range(2):
+        monkeypatch.setattr(overspill.config, "_engines", itertools.count(3))
+        engines.append(overspill.initialize(torch.nn.Linear(64, 64), config("nvme"))[0])
+    assert len(list(tmp_path.glob("overspill-*"))) == 2
+    for engine in engines:
+        engine.close()
+
+
 def test_the_core_gets_every_option():
     class Core:
         class Config:
