@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import functools
 import itertools
+import sys
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 from torch import nn
-from torch._C import DisableTorchFunction
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from . import (
     _core,
+    calls,
     divided,
     hooks,
     newcomers,
@@ -206,7 +207,7 @@ class Engine:
         nccl = transport.choose(config.engine.transport, group, self._place)
         core = _core.Engine(units, flat, group, model_group, self._place.given, nccl)
         values = materialise(model, specs, groups.groups, self._place, core)
-        self._core, self._residency = core, Residency(core, specs, self._place)
+        self._residency = Residency(core, specs, self._place)
         patches.install()
         self._life = Life()
         self._finalizer = weakref.finalize(self._life, _close, self._residency, (group, model_group))
@@ -235,12 +236,11 @@ class Engine:
         self.global_steps = self.micro_steps = 0
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        depth = len(patches.guard.frames)
         try:
             return self.module(*self._place.put(args), **self._place.put(kwargs))
-        finally:
-            if len(patches.guard.frames) > depth:
-                hooks.unwind(depth)
+        except BaseException:
+            calls.check(sys._getframe())  # torch's hooks do not see KeyboardInterrupt
+            raise
 
     forward = __call__
 
@@ -402,23 +402,12 @@ class Engine:
         With an infinite `max_norm` it looks only."""
         return torch.tensor(self._core.clip_grad_norm(float(max_norm)))
 
-    @contextmanager
-    def gathered(self, parameters: nn.Parameter | Iterable[nn.Parameter]) -> Iterator[None]:
+    def gathered(self, parameters: nn.Parameter | Iterable[nn.Parameter]) -> AbstractContextManager[None]:
         """Real weights in the parameters while the block runs; what it writes into them becomes the
-        weight."""
+        weight. `step` and `load_checkpoint` are refused meanwhile."""
         chosen = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
         units = list({id(s.unit): s.unit for s in map(self._segment, chosen) if s is not None}.values())
-        pinned: list = []
-        try:
-            with DisableTorchFunction():
-                for unit in units:
-                    residency.pin(unit)
-                    pinned.append(unit)
-            yield
-        finally:
-            with DisableTorchFunction():
-                for unit in pinned:
-                    hooks.release_edited(unit)
+        return hooks.Gathered(units)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict:
         return self.module.state_dict(*args, **kwargs)
@@ -495,6 +484,7 @@ class Engine:
         }
         if self._group is not None:
             extra["random_of_ranks"] = self._group.gathered(extra["random"])
+        calls.check(sys._getframe())
         self._core.save(str(folder), state.dumps(extra))
 
     def load_checkpoint(self, folder: Any, **unknown: Any) -> dict:
@@ -505,6 +495,7 @@ class Engine:
         read = Extra.read(_core.manifest(str(folder))["extra_json"], folder)
         buffers = state.persistent_buffers(self.module)
         read.check(buffers, self.optimizer.param_groups)
+        calls.start_update(self._residency, "engine.load_checkpoint")
         self._load(folder, read)
         self._residency.refresh()
         with torch.no_grad():
@@ -533,6 +524,10 @@ class Engine:
         """Ends the engine; the model's parameters stay NaN. Called by itself when the engine, its optimizer and its
         module are gone."""
         self._finalizer()
+
+    @property
+    def _core(self) -> Any:
+        return self._residency.core
 
     def _segment(self, parameter: nn.Parameter) -> Segment | None:
         """None of a parameter without elements, which no unit holds. Raises ValueError for one of another model."""
@@ -633,6 +628,8 @@ def _weakly(method: Callable[[], None]) -> Callable[[], None]:
 
 def _close(owner: Residency, groups: tuple[ranks.Group | None, ...]) -> None:
     """The model's hooks stay: where it outlives the engine they say that the weights are gone."""
+    if owner.elsewhere is not None:
+        return
     owner.close()
     patches.uninstall()
     for group in groups:

@@ -3,6 +3,7 @@ dictionaries."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
 from typing import Any
 
@@ -10,12 +11,14 @@ import torch
 from torch import nn
 from torch._C import DisableTorchFunction
 
-from . import residency, vertical
+from . import calls, residency, vertical
+from .calls import Call, books, here, in_backward, opaque
 from .divided import memory_of, part_of
-from .patches import Frame, get_grad, guard, set_grad
-from .residency import Residency, Segment, Unit, registry
-from .saved import in_backward
+from .guard import guard
+from .residency import Residency, Segment, Unit, get_grad, registry, set_grad
 from .units import DTYPES, UnitSpec
+
+_CALL_IMPL = nn.Module._call_impl.__code__
 
 
 class ModuleHooks:
@@ -32,31 +35,43 @@ class ModuleHooks:
     def __reduce__(self) -> Any:
         return ModuleHooks, (None, [], {})
 
+    @opaque
     def before(self, module: nn.Module, args: Any) -> None:
         owner = self.owner
         if owner is None:
             return
         if owner.closed:
-            raise RuntimeError("overspill: the engine of this model is closed; its weights are gone")
+            raise RuntimeError(f"overspill: {owner.closed}")
         with DisableTorchFunction():
-            frame = Frame(module, owner, not guard.frames)
-            if frame.guards:
-                guard.enter()
-            guard.frames.append(frame)
-            owner.calls += 1
+            call = Call(sys._getframe(1), owner, module)
+            guard.begin_module(call)
+            if not owner.current:
+                owner.refresh()
             if owner.calls == 1 and not in_backward():
                 owner.core.begin_pass(module.training, torch.is_grad_enabled())
                 if owner.expect_step is not None and module.training and torch.is_grad_enabled():
                     owner.expect_step()
             for unit in self.units:
-                vertical.before(unit)
-                residency.pin(unit)
-                frame.units.append(unit)
+                if here.stack.exempt:  # others change the books while this one waits
+                    books.open = False
+                    vertical.before(unit)
+                    books.open = True
+                calls.hold(call, unit)
+            books.open = False
 
+    @opaque
     def after(self, module: nn.Module, args: Any, output: Any) -> None:
-        if guard.frames and guard.frames[-1].module is module:
-            with DisableTorchFunction():
-                close_frame(guard.frames.pop())
+        """Also called, by _call_impl, when forward raised; then the frame that made the call is gone."""
+        stack, python = here.stack, sys._getframe(1)
+        if self.owner is None or not stack.calls:
+            return
+        with DisableTorchFunction():
+            calls.work(python)
+            if stack.calls and stack.calls[-1].python is not python:
+                guard.unwind(stack, python)
+            if stack.calls and stack.calls[-1].module is module and python.f_code is not _CALL_IMPL:
+                guard.end(stack.calls[-1], stack)
+            books.open = False
 
     def before_load(self, module: nn.Module, state: dict, prefix: str, metadata: dict, *rest: Any) -> None:
         if metadata.get("assign_to_params_buffers", False):
@@ -64,12 +79,14 @@ class ModuleHooks:
                 "overspill: load_state_dict(assign=True) would replace the engine's parameters: use "
                 "assign=False"
             )
-        for unit in _units(self.segments.values()):
-            residency.pin(unit)
+        python = sys._getframe(1)
+        while python.f_code.co_name == "_load_from_state_dict" and python.f_back is not None:
+            python = python.f_back  # to load_state_dict's, which calls after_load too
+        _hold_block(Call(python, module=module), _units(self.segments.values()))
 
     def after_load(self, module: nn.Module, incompatible: Any) -> None:
-        for unit in _units(self.segments.values()):
-            release_edited(unit)
+        for call in [each for each in books.blocks if each.module is module]:
+            _release_block(call)
 
 
 class StateDictHook:
@@ -109,7 +126,10 @@ class GradientHook:
         if s is None or s.unit.residency.closed:
             return
         with DisableTorchFunction():
-            gradient = part_of(get_grad(parameter).detach(), parameter)
+            gradient = get_grad(parameter)
+            if gradient is None:  # requires_grad was switched off since forward: torch drops it, too
+                return
+            gradient = part_of(gradient.detach(), parameter)
             set_grad(parameter, None)
             if gradient.layout is not torch.strided:
                 gradient = gradient.to_dense()
@@ -129,31 +149,48 @@ class GradientHook:
             )
 
 
-def close_frame(frame: Frame) -> None:
-    """Ends a call: what it pinned is let go, in backward (recomputation) kept among the recent units."""
-    frame.residency.calls -= 1
-    keep = in_backward()
-    try:
-        for unit in frame.units:
-            residency.unpin(unit, keep)
-    finally:
-        if frame.guards:
-            guard.exit()
+class Gathered:
+    """Real weights in the parameters of `units` while a `with` runs; what it writes into them becomes the weight."""
+
+    def __init__(self, units: Iterable[Unit]):
+        self.units, self.left = list(units), False
+        self._call: Call | None = None
+
+    def __enter__(self) -> None:
+        self.left, self._call = False, Call(None, block=self)
+        try:
+            _hold_block(self._call, self.units)
+        except BaseException:
+            self.left = True
+            raise
+
+    def __exit__(self, *_: Any) -> None:
+        self.left = True
+        assert self._call is not None
+        _release_block(self._call)
 
 
-def unwind(depth: int) -> None:
-    """Ends calls that an exception left open, such as KeyboardInterrupt, which torch's hooks do not see."""
+def _hold_block(call: Call, units: list[Unit]) -> None:
     with DisableTorchFunction():
-        while len(guard.frames) > depth:
-            close_frame(guard.frames.pop())
+        calls.work(sys._getframe())
+        books.blocks.append(call)
+        for unit in units:
+            calls.hold(call, unit)
+        books.open = False
 
 
-def release_edited(unit: Unit) -> None:
-    """Unpins a unit outside forward; if it was edited, what autograd saved of it before is out of date."""
-    edited = any(s.edited() for s in unit.segments)
-    residency.unpin(unit, False)
-    if edited:
-        unit.generation = unit.core.generation(unit.index)
+def _release_block(call: Call) -> None:
+    """Outside forward: of what was edited, whatever autograd saved before is out of date."""
+    with DisableTorchFunction():
+        if books.open:
+            calls.settle(sys._getframe(), ended=call)
+            return
+        calls.work(sys._getframe())
+        if call in books.blocks:
+            books.blocks.remove(call)
+            for unit in call.units:
+                residency.release_edited(unit)
+        books.open = False
 
 
 def _units(segments: Iterable[Segment]) -> list[Unit]:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from . import _core, moments, optim
+from . import _core, calls, moments, optim
 from .ranks import RankError
 from .residency import Residency
 
@@ -205,7 +205,9 @@ class OverspillOptimizer(torch.optim.Optimizer):
                 loss = closure()
         if self.before_step is not None:
             self.before_step()
-        self.last_step = self.residency.core.step(self._hyper_parameters())
+        hyper_parameters = self._hyper_parameters()
+        calls.start_update(self.residency, "a step of the optimizer")
+        self.last_step = self.residency.core.step(hyper_parameters)
         if self.last_step.skipped:
             self._tell_skipped()
         self.residency.refresh()

@@ -13,173 +13,21 @@ torch.nn.utils.clip_grad_norm_          clips in the engine
 
 from __future__ import annotations
 
-import threading
+import sys
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import nn
-from torch._C import DisableTorchFunction, TensorBase
+from torch._C import DisableTorchFunction
 from torch.autograd import graph
 from torch.nn.utils import clip_grad
-from torch.overrides import TorchFunctionMode
 
-from . import residency, saved, vertical
+from . import residency, saved
 from .divided import is_divided, memory_of, parameter_classes
-from .residency import Residency, Segment, Unit, registry
+from .guard import guard, touch
+from .residency import Residency, Segment, get_grad, registry, set_grad
 
-get_grad, set_grad = TensorBase.grad.__get__, TensorBase.grad.__set__
-
-_METADATA_NAMES = (
-    "shape",
-    "dtype",
-    "device",
-    "requires_grad",
-    "grad",
-    "grad_fn",
-    "is_leaf",
-    "ndim",
-    "layout",
-    "is_cuda",
-    "is_meta",
-    "is_cpu",
-    "names",
-    "is_sparse",
-    "is_nested",
-    "is_quantized",
-    "is_mkldnn",
-    "is_mps",
-    "is_xpu",
-    "_backward_hooks",
-    "retains_grad",
-    "_version",
-    "itemsize",
-    "nbytes",
-    "output_nr",
-    "_base",
-    "_grad",
-)
-_METADATA_FUNCTIONS = {
-    torch.Tensor.size,
-    torch.Tensor.dim,
-    torch.Tensor.numel,
-    torch.Tensor.stride,
-    torch.Tensor.is_floating_point,
-    torch.Tensor.is_complex,
-    torch.is_floating_point,
-    torch.is_complex,
-    torch.numel,
-    torch.Tensor.requires_grad_,
-    torch.Tensor.element_size,
-    torch.Tensor.__hash__,
-    torch.Tensor.__len__,
-    torch.Tensor.get_device,
-    torch.Tensor.is_contiguous,
-    torch.Tensor.nelement,
-    torch.Tensor.ndimension,
-    torch.Tensor.register_hook,
-    torch.Tensor.new_zeros,
-    torch.Tensor.new_empty,
-    torch.zeros_like,
-    torch.empty_like,
-    torch.ones_like,
-} | {
-    attribute.__get__
-    for name in _METADATA_NAMES
-    if hasattr(attribute := getattr(torch.Tensor, name, None), "__get__")
-}  # reading these needs no weights
-
-
-class Frame:
-    """A call of a module under way: what it pinned, and whether it entered the guard."""
-
-    __slots__ = ("guards", "module", "residency", "units")
-
-    def __init__(self, module: nn.Module, owner: Residency, guards: bool):
-        self.module, self.units, self.residency, self.guards = module, [], owner, guards
-
-
-class TouchMode(TorchFunctionMode):
-    """The safety net: a released parameter given to any torch function is acquired first (weights used
-    outside their module)."""
-
-    def __torch_function__(
-        self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None
-    ) -> Any:
-        if func not in _METADATA_FUNCTIONS:
-            needed = None
-            for argument in (*args, *kwargs.values()) if kwargs else args:
-                kind = type(argument)
-                if kind is tuple or kind is list:
-                    for item in argument:
-                        segment = registry.get(id(item))
-                        if segment is not None:
-                            needed = _collect(needed, segment.unit)
-                else:
-                    segment = registry.get(id(argument))
-                    if segment is not None:
-                        needed = _collect(needed, segment.unit)
-            if needed is not None:
-                touch(needed)
-        return func(*args, **kwargs) if kwargs else func(*args)
-
-
-def _collect(needed: list[Unit] | None, unit: Unit) -> list[Unit]:
-    needed = [] if needed is None else needed
-    if unit not in needed:
-        needed.append(unit)
-    return needed
-
-
-def touch(needed: list[Unit]) -> None:
-    """Shows units met outside a call that pins them. They stay among the recent ones: a forward that uses the
-    weights of many modules without calling them must not gather the whole model."""
-    with DisableTorchFunction():
-        for unit in needed:
-            vertical.before(unit)
-            if not unit.pins:
-                residency.remember(unit, needed)
-            if not unit.shown:
-                residency.show(unit)
-            elif unit.lease is not None:
-                residency.use(unit)
-
-
-class Guard(threading.local):
-    """What must be on while modules run or autograd does: the mode and the saved-tensor hooks. Re-entrant, and each
-    thread's own, as torch's modes and hooks are. `frames`: calls under way, of all engines, outermost first.
-
-    Of an accelerator autograd runs backward on a thread of its own, with the modes and hooks of the thread that called
-    it: there they are on already, and stay."""
-
-    def __init__(self) -> None:
-        self.depth, self.mode = 0, TouchMode()
-        self.frames: list[Frame] = []
-
-    def on(self) -> bool:
-        return self.depth > 0 or saved.in_backward()
-
-    def enter(self) -> None:
-        if not self.on():
-            users = torch._C._autograd._top_saved_tensors_default_hooks(True)
-            if users is None:
-                hooks = saved.pack, saved.unpack
-            else:
-                hooks = users if hasattr(users[0], "overspill_composed") else saved.compose(*users)
-            torch._C._autograd._push_saved_tensors_default_hooks(*hooks)
-            self.mode.__enter__()
-        self.depth += 1
-
-    def exit(self) -> None:
-        self.depth -= 1
-        if not self.on():
-            self.mode.__exit__(None, None, None)
-            torch._C._autograd._pop_saved_tensors_default_hooks()
-            with DisableTorchFunction():
-                residency.forget()
-
-
-guard = Guard()
 _run_backward = graph._engine_run_backward
 _enter_saved_tensors_hooks = graph.saved_tensors_hooks.__enter__
 _clip_grad_norm = clip_grad.clip_grad_norm_
@@ -190,11 +38,15 @@ _reduce = nn.Parameter.__reduce_ex__
 
 
 def run_backward(*args: Any, **kwargs: Any) -> Any:
-    guard.enter()
+    with DisableTorchFunction():
+        call = guard.begin_backward(sys._getframe())
     try:
-        return _run_backward(*args, **kwargs)
-    finally:
-        guard.exit()
+        out = _run_backward(*args, **kwargs)
+    except BaseException:
+        guard.abandon_backward(call)
+        raise
+    guard.end_backward(call)
+    return out
 
 
 def enter_saved_tensors_hooks(self: graph.saved_tensors_hooks) -> None:

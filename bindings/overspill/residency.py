@@ -10,14 +10,17 @@ A parameter keeps its identity and its strides for ever; what changes is the mem
 Of a DTensor, all of that is true of its part on this rank.
 
 A lease is a DLPack capsule of the core; it ends when the last tensor over it dies. Nothing here is
-thread-safe: forward and backward
-of all engines of a process run in one Python thread at a time.
+thread-safe: calls.py lets one thread at a time in. An interrupt may strike between any two lines; so each function
+publishes what it made last, can run again from its start, and leaves nothing that `recount` does not put right.
 """
 
 from __future__ import annotations
 
+import ctypes
 import math
-from collections.abc import Callable, MutableMapping, Sequence
+import os
+import weakref
+from collections.abc import Callable, Iterable, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -32,6 +35,7 @@ from .units import DTYPES, UnitSpec, memory_order
 
 # The attributes below Parameter's: patches.py puts properties in front of `data` and `grad`.
 get_data, set_data = TensorBase.data.__get__, TensorBase.data.__set__
+get_grad, set_grad = TensorBase.grad.__get__, TensorBase.grad.__set__
 
 RECENT_UNITS = (
     2  # leases kept in backward beyond those that tensors hold: neighbours in the graph share units
@@ -91,7 +95,7 @@ class Segment:
 
 class Unit:
     """`flat`: the lease, one-dimensional in the unit's dtype, or None; `lease`: on an accelerator, the core's. `pins`:
-    calls under way that need it shown."""
+    calls under way that need it shown. `shown`: some parameters may be views of the lease."""
 
     __slots__ = (
         "core",
@@ -128,6 +132,8 @@ leases: dict[
 _lingering: list[int] = []  # leases let go here while somebody's view lives on
 _recent: list[Unit] = []  # held without a call that needs them, least recently used first
 _nan: dict[torch.device, torch.Tensor] = {}
+_living: weakref.WeakSet[Residency] = weakref.WeakSet()
+accelerators: set[torch.device] = set()  # of which autograd runs on a thread of its own
 
 
 def nan_like(
@@ -153,13 +159,14 @@ def hold(unit: Unit) -> torch.Tensor:
     if unit.flat is None:
         _sweep()
         if torch.is_inference_mode_enabled():
-            with torch.inference_mode(False):
-                unit.flat = _acquire(unit)
+            with torch._C._InferenceMode(False):
+                flat = _acquire(unit)
         else:
-            unit.flat = _acquire(unit)
-        storage = unit.flat.untyped_storage()
+            flat = _acquire(unit)
+        storage = flat.untyped_storage()
         unit.key = storage._cdata
         leases[unit.key] = (StorageWeakRef(storage), unit)
+        unit.flat = flat
     elif unit.lease is not None:
         use(unit)
     return unit.flat
@@ -188,6 +195,13 @@ def drop(unit: Unit) -> None:
         _lingering.append(unit.key)
 
 
+def _relist_leases() -> None:
+    """Lists as lingering each lease that no unit has."""
+    held = {u.key for owner in _living for u in owner.units if u.flat is not None}
+    _lingering[:] = [key for key in leases if key not in held]
+    _sweep()
+
+
 def _sweep() -> None:
     if _lingering:
         dead = [key for key in _lingering if leases[key][0].expired()]
@@ -212,9 +226,9 @@ def show(unit: Unit) -> None:
             f"overspill: {names}: frozen at overspill.initialize, requires_grad now; set it before"
         )
     view = hold(unit).as_strided
+    unit.shown = True
     for s in unit.segments:
         set_data(s.memory, view(s.shape, s.stride, s.offset))
-    unit.shown = True
 
 
 def _refuse_writes(stale: list[Segment]) -> None:
@@ -230,16 +244,20 @@ def _refuse_writes(stale: list[Segment]) -> None:
 
 def hide(unit: Unit) -> None:
     """shown -> held. What was edited in place becomes the new weight."""
-    unit.shown = False
-    edited = [s for s in unit.segments if s.edited()]
-    try:
-        for s in edited:
+    failure: Exception | None = None
+    for s in unit.segments:
+        if s.edited():
             written = unit.flat[s.offset : s.offset + s.bytes // unit.dtype.itemsize].cpu()
-            unit.core.written(unit.index, s.index, written.data_ptr(), s.bytes)
-    finally:
-        for s in unit.segments:
-            s.accept()
-            set_data(s.memory, s.blank)
+            try:
+                unit.core.written(unit.index, s.index, written.data_ptr(), s.bytes)
+            except Exception as error:
+                failure = failure or error
+        s.accept()
+    for s in unit.segments:
+        set_data(s.memory, s.blank)
+    unit.shown = False
+    if failure is not None:
+        raise failure
 
 
 def pin(unit: Unit) -> None:
@@ -255,13 +273,19 @@ def unpin(unit: Unit, keep: bool) -> None:
     """One call less. The last one hides the unit and lets its lease go, or keeps it among the recent ones."""
     unit.pins -= 1
     if unit.pins == 0:
-        try:
+        if not keep:
+            _retire(unit)
+        else:
+            remember(unit)
             hide(unit)
-        finally:
-            if keep:
-                remember(unit)
-            else:
-                drop(unit)
+
+
+def release_edited(unit: Unit) -> None:
+    """Unpins a unit outside forward; if it was edited, what autograd saved of it before is out of date."""
+    edited = any(s.edited() for s in unit.segments)
+    unpin(unit, False)
+    if edited:
+        unit.generation = unit.core.generation(unit.index)
 
 
 def remember(unit: Unit, needed: Sequence[Unit] = ()) -> None:
@@ -291,13 +315,74 @@ def _trim(count: int, needed: Sequence[Unit]) -> None:
             _retire(unit)
 
 
+def recount(calls: Iterable[Any]) -> None:
+    """Pins and `Residency.calls` become those of `calls` (calls.Call), the ones under way; what nobody pins is
+    released. Gradients that an interrupted backward left in parameters are dropped: the engine takes what arrives."""
+    for owner in _living:
+        owner.calls = 0
+        for unit in owner.units:
+            unit.pins = 0
+    for call in calls:
+        if call.owner is not None:
+            call.owner.calls += 1
+        for unit in call.units:
+            unit.pins += 1
+    _recent.clear()
+    failure: Exception | None = None
+    with DisableTorchFunction():
+        for owner in [each for each in _living if not each.closed]:
+            for unit in owner.units:
+                try:
+                    if unit.pins == 0:
+                        _retire(unit)
+                    elif not unit.shown:
+                        show(unit)
+                except Exception as error:
+                    failure = failure or error
+            for s in owner.segments:
+                if get_grad(s.parameter) is not None:
+                    set_grad(s.parameter, None)
+    _relist_leases()
+    if failure is not None:
+        raise failure
+
+
 def _retire(unit: Unit) -> None:
     if unit.pins == 0 and unit.flat is not None:
-        try:
-            if unit.shown:
+        if unit.shown:
+            try:
                 hide(unit)
-        finally:
-            drop(unit)
+            except Exception:
+                drop(unit)
+                raise
+        drop(unit)
+
+
+class _Elsewhere:
+    """The core of an engine, in a child that was forked: it has none of the threads and not all of the memory."""
+
+    def __init__(self, why: str):
+        self._why = why
+
+    def __getattr__(self, name: str) -> Any:
+        raise RuntimeError(f"overspill: {self._why}")
+
+
+def _after_fork() -> None:
+    why = (
+        f"this engine lives in process {os.getppid()}, and {os.getpid()} was forked from it: a child can neither use "
+        "nor end it; start the child before overspill.initialize, or give it engine.state_dict()"
+    )
+    for owner in _living:
+        if not owner.closed:
+            owner.elsewhere, owner.closed = owner.core, why  # kept: its destructor would wait for threads
+            owner.core = _Elsewhere(why)
+            for unit in owner.units:
+                unit.core = owner.core
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(owner.elsewhere))
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 
 def _size(memory: torch.Tensor) -> int:
@@ -309,7 +394,10 @@ class Residency:
     ends it."""
 
     def __init__(self, core: Any, specs: list[UnitSpec], where: place.Place = place.HOST):
-        self.core, self.place, self.calls, self.closed = core, where, 0, False
+        self.core, self.place, self.calls = core, where, 0
+        self.closed: str | None = None  # why its weights are gone
+        self.elsewhere: Any = None  # the core, in a child of the process that has it
+        self.current = True  # units know the generation of their weights
         self.expect_step: Callable[[], None] | None = None  # before each training pass, with speculation
         self.gradient_hooks: list[
             Any
@@ -319,6 +407,8 @@ class Residency:
             self.nan_like(largest.shape, memory_order(largest), largest.dtype)  # the others lie over the same
         self.units = [Unit(self, i, spec) for i, spec in enumerate(specs)]
         self.segments = [s for unit in self.units for s in unit.segments]
+        _living.add(self)
+        accelerators.update(() if where.on_host else (where.device,))
 
     def nan_like(self, shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         return nan_like(shape, stride, dtype, self.place, self.core)
@@ -355,6 +445,7 @@ class Residency:
         """Weights changed outside forward: saved handles of before are out of date."""
         for unit in self.units:
             unit.generation = self.core.generation(unit.index)
+        self.current = True
 
     def weight(self, segment: Segment, dtype: torch.dtype | None = None) -> torch.Tensor:
         """A copy of the weight, after pending updates, in its own dtype, or the exact master
@@ -378,7 +469,7 @@ class Residency:
         """The parameters stay NaN; their hooks refuse. Leases of living tensors stay valid."""
         if self.closed:
             return
-        self.closed = True
+        self.closed = "the engine of this model is closed; its weights are gone"
         for hook in self.gradient_hooks:
             hook.remove()
         for unit in self.units:

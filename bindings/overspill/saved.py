@@ -8,6 +8,7 @@ when no hooks are set, so that an in-place change between forward and backward r
 
 from __future__ import annotations
 
+import sys
 from bisect import bisect_right
 from collections.abc import Callable
 from typing import Any
@@ -16,7 +17,8 @@ import torch
 from torch import nn
 from torch._C import DisableTorchFunction
 
-from . import residency, vertical
+from . import calls, residency, vertical
+from .calls import books, in_backward
 from .divided import form_of, in_form, is_divided, memory_of
 from .residency import Segment, Unit, leases, registry
 
@@ -31,6 +33,10 @@ class Handle:
 
     def tensor(self) -> torch.Tensor:
         unit, segment = self.unit, self.segment
+        if unit.residency.closed:
+            raise RuntimeError(f"overspill: {segment.name}: {unit.residency.closed}")
+        if not unit.residency.current:
+            unit.residency.refresh()
         if self.generation != unit.generation:
             raise RuntimeError(
                 f"overspill: {segment.name} was saved for backward and has been updated since "
@@ -44,6 +50,7 @@ class Handle:
                 "an inplace operation"
             )
         vertical.before(unit)
+        calls.work(sys._getframe())
         keep = in_backward()
         if keep:
             residency.remember(unit)
@@ -54,6 +61,7 @@ class Handle:
         view = flat.as_strided(self.size, self.stride, self.offset)
         if idle and not keep:
             residency.drop(unit)
+        books.open = False
         return in_form(self.form, view)
 
 
@@ -61,10 +69,6 @@ class Activation:
     """A tensor that is no weight, detached: holding it whole would be a cycle through its own graph."""
 
     __slots__ = ("tensor", "version")
-
-
-def in_backward() -> bool:
-    return torch._C._current_graph_task_id() != -1
 
 
 def pack(tensor: torch.Tensor) -> Any:

@@ -28,6 +28,7 @@ from typing import Any
 import torch
 from torch._C import DisableTorchFunction
 
+from . import calls
 from .place import HOST, Place
 from .residency import Unit
 
@@ -184,6 +185,7 @@ def run(
 
     def work(runner: _Runner) -> None:
         _place.turns = turns, runner
+        calls.here.stack.exempt = True
         torch.set_num_threads(threads_of_torch)  # torch keeps it for each thread
         try:
             turns.begin_phase(runner)
@@ -206,6 +208,10 @@ def run(
         threading.Thread(target=work, args=(runner,), name=f"micro-batch {runner.number}")
         for runner in runners
     ]
+    python = sys._getframe()
+    call, stack = calls.Call(python), calls.work(python)
+    calls.begin(call, stack)
+    calls.books.open = False
     try:
         for thread in threads:
             thread.start()
@@ -219,5 +225,9 @@ def run(
     finally:
         afterwards.restore()
     if turns.failure is not None:
+        calls.settle(python, ended=call)
         raise turns.failure
+    calls.work(python)
+    calls.end(call, stack)
+    calls.books.open = False
     return results

@@ -51,7 +51,7 @@ def test_bit_equal_to_one_after_another(name, placement, config):
         engine, batch = make(name, config, together, placement=placement)
         losses = steps(engine, batch)
         found.append((torch.stack(losses), engine.last_step.norm, engine.state_dict()))
-        assert not patches.guard.frames and not patches.guard.depth
+        assert not patches.guard.frames
         assert not [u.name for u in engine._residency.units if u.flat is not None or u.pins or u.shown]
         engine.close()
     (losses, norm, weights), (ours, our_norm, our_weights) = found
@@ -269,7 +269,7 @@ def wrap(model, config, together=True, **options):
 def assert_nothing_left(engine):
     segments = engine._residency.segments
     assert not [s.name for s in segments if engine._core.has_gradient(s.unit.index, s.index)]
-    assert not patches.guard.frames and not patches.guard.depth
+    assert not patches.guard.frames
     gc.collect()
     assert not [u.name for u in engine._residency.units if u.flat is not None or u.pins or u.shown]
     assert residency.lingering_leases() == 0

@@ -1,0 +1,296 @@
+"""What is under way, and what it holds: calls of modules, backward passes, `gathered` blocks.
+
+Ctrl-C may strike between any two lines of Python, so nothing here trusts that a `finally` or a hook of torch has run.
+Three rules take their place:
+
+- A call is known by the Python frame that makes it. It is under way while that frame is on its thread's stack; what is
+  listed and is no longer there was broken off, and whoever comes next ends it.
+- A unit is listed as held before it is pinned. So the lists are the truth and the pins can be counted again from them.
+- `books.open` is set while anything is changed. Who finds it set knows that a change was broken off, and `settle`s
+  everything by the lists: no weights are shown that no call under way holds.
+
+One thread at a time works with the memory of engines, from its first use to the end of its outermost call; another one
+meanwhile gets an error. Micro-batches that pass units together (vertical.py) and autograd's own threads are excepted.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import weakref
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+import torch
+
+from . import residency
+from .residency import Residency, Unit
+
+
+def in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
+
+
+def opaque(function: Callable) -> Callable:
+    """torch.compile runs the function as it is, and everything that it calls: traced, its effects on the engine would
+    happen once, while compiling. Unlike torch.compiler.disable it imports no compiler and adds no frame."""
+    compiler = torch._C._dynamo.eval_frame
+    skip = compiler._FrameAction.SKIP
+    compiler.set_code_exec_strategy(function.__code__, compiler._FrameExecStrategy(skip, skip))
+    function._torchdynamo_disable = True  # type: ignore[attr-defined]
+    function._torchdynamo_disable_msg = "overspill moves weights here"  # type: ignore[attr-defined]
+    return function
+
+
+class Call:
+    """Under way while `python` is on the stack of its thread, or, of a block, while `block` lives. `units`: what it
+    holds. `guards`: the modes of its thread are on for its sake."""
+
+    __slots__ = ("block", "guards", "module", "owner", "python", "stack", "units")
+
+    def __init__(
+        self, python: FrameType | None, owner: Residency | None = None, module: Any = None, block: Any = None
+    ):
+        self.python, self.owner, self.module = python, owner, module
+        self.block = None if block is None else weakref.ref(block)
+        self.units: list[Unit] = []
+        self.guards, self.stack = False, here.stack
+
+    def is_on(self, python: FrameType | None) -> bool:
+        """Whether the call is under way on the stack of this thread, which has `python` on top."""
+        mine = self.python
+        while python is not None and python is not mine:
+            python = python.f_back
+        return python is not None
+
+    def is_under_way(self, python: FrameType | None) -> bool:
+        """`python`: on top of this thread's stack."""
+        if self.block is not None:
+            block = self.block()
+            return block is not None and not block.left
+        if self.stack is here.stack:
+            return self.is_on(python)
+        return self.python in self.stack.frames([self.python])
+
+
+class Stack:
+    """The calls under way in one thread, outermost first. `claimed`: the frame in which the thread began to work.
+    `remove_modes`: takes off what was put on for their sake, all of it or a part; None where nothing was. `exempt`: the
+    thread takes turns with others."""
+
+    __slots__ = ("calls", "claimed", "exempt", "ident", "remove_modes")
+
+    def __init__(self) -> None:
+        self.calls: list[Call] = []
+        self.ident, self.exempt = threading.get_ident(), False
+        self.claimed: FrameType | None = None
+        self.remove_modes: Callable[[], None] | None = None
+
+    def is_left(self) -> bool:
+        """Of another thread: whether it went and left calls that were broken off."""
+        wanted = [call.python for call in self.calls]
+        return bool(wanted) and not self.frames(wanted)
+
+    def without_modes(self) -> None:
+        if self.remove_modes is not None:
+            self.remove_modes()
+            self.remove_modes = None
+
+    def frames(self, wanted: list[FrameType | None]) -> list[FrameType | None]:
+        """Those of `wanted` that are on the stack of this thread, another one than the caller's. It may run meanwhile:
+        what was seen counts where its top has not moved; else all of them."""
+        for _ in range(3):
+            top = python = sys._current_frames().get(self.ident)
+            found = []
+            while python is not None:
+                if python in wanted:
+                    found.append(python)
+                python = python.f_back
+            if len(found) == len(wanted) or sys._current_frames().get(self.ident) is top:
+                return found
+        return wanted
+
+    def works(self) -> bool:
+        """Of another thread: whether it is inside a call that works with engines' memory. `Tensor.backward` alone need
+        not."""
+        calls = list(self.calls)
+        if books.owner.get(0) is not self:
+            calls = [call for call in calls if call.owner is not None]
+        wanted = [call.python for call in calls]
+        if books.owner.get(0) is self and self.claimed is not None:
+            wanted.append(self.claimed)
+        return bool(wanted) and bool(self.frames(wanted))
+
+
+class Books:
+    """Of the process. `open`: a change is being made, or was broken off. `stacks`: those with calls. `blocks`: calls
+    that need not end in the order of a stack. `owner`, at 0: the stack of the thread that works; a dict, because its
+    `setdefault` lets one of two threads win. `succession`: taken to follow an owner that left without a word."""
+
+    __slots__ = ("blocks", "open", "owner", "stacks", "succession")
+
+    def __init__(self) -> None:
+        self.open = False
+        self.stacks: list[Stack] = []
+        self.blocks: list[Call] = []
+        self.owner: dict[int, Stack] = {}
+        self.succession = threading.Lock()
+
+
+class _Here(threading.local):
+    def __init__(self) -> None:
+        self.stack = Stack()
+
+
+books = Books()
+here = _Here()
+
+
+def work(python: FrameType | None) -> Stack:
+    """Opens the books for a change by this thread: the caller sets `books.open = False` when it is done, and only then.
+    RuntimeError where another thread is at work."""
+    stack = here.stack
+    if books.owner.get(0) is not stack:
+        claim(stack, python)
+    if books.open:
+        settle(python)
+    books.open = True
+    return stack
+
+
+def claim(stack: Stack, python: FrameType | None) -> None:
+    if stack.exempt:
+        return
+    if residency.accelerators and in_backward() and not stack.calls:
+        backward = [each for each in tuple(books.stacks) if any(call.owner is None for call in each.calls)]
+        if backward:  # autograd's own thread works for the one that called it
+            books.owner.setdefault(0, backward[0])
+        return
+    for other in tuple(books.stacks):
+        if other is not stack and other.works():
+            _refuse_thread(other)
+    stack.claimed = python
+    if books.owner.setdefault(0, stack) is not stack:
+        with books.succession:
+            winner = books.owner.setdefault(0, stack)
+            if winner is not stack:
+                if winner.works():
+                    _refuse_thread(winner)
+                books.owner[0] = stack
+    if any(other is not stack and other.is_left() for other in tuple(books.stacks)):
+        books.open = True
+
+
+def _refuse_thread(other: Stack) -> None:
+    name = next((t.name for t in threading.enumerate() if t.ident == other.ident), str(other.ident))
+    raise RuntimeError(
+        f"overspill: thread {name!r} is inside a forward or backward of an engine, and "
+        f"{threading.current_thread().name!r} came to another one: engines of a process work in one thread at a time; "
+        "let the threads take turns"
+    )
+
+
+def begin(call: Call, stack: Stack) -> None:
+    """The books are open."""
+    if stack not in books.stacks:
+        books.stacks.append(stack)
+    stack.calls.append(call)
+    if call.owner is not None:
+        call.owner.calls += 1
+
+
+def hold(call: Call, unit: Unit) -> None:
+    """The books are open."""
+    call.units.append(unit)
+    residency.pin(unit)
+
+
+def end(call: Call, stack: Stack) -> None:
+    """The books are open. What the call pinned is let go, in backward (recomputation) kept among the recent units."""
+    if call not in stack.calls:
+        return  # settled meanwhile
+    stack.calls.remove(call)
+    if call.owner is not None:
+        call.owner.calls -= 1
+    keep = bool(call.units) and in_backward()
+    while call.units:
+        residency.unpin(call.units.pop(), keep)
+    if not stack.calls:
+        _leave(stack)
+
+
+def _leave(stack: Stack) -> None:
+    """The thread's outermost call has ended."""
+    if stack in books.stacks:
+        books.stacks.remove(stack)
+    if books.owner.get(0) is stack or stack.exempt:
+        residency.forget()
+        if not stack.exempt:
+            stack.claimed = None
+            books.owner.pop(0, None)
+
+
+def check(python: FrameType | None) -> None:
+    """For what begins anew, `python` being its caller: ends what was broken off before it."""
+    stack = here.stack
+    claim(stack, python)
+    if books.open or not all(call.is_under_way(python) for call in (*stack.calls, *books.blocks)):
+        settle(python)
+    if not stack.calls and not stack.exempt:
+        stack.claimed = None
+        books.owner.pop(0, None)
+
+
+def settle(python: FrameType | None, ended: Call | None = None) -> None:
+    """Makes the books true again: forgets calls that are not under way (and `ended`), counts the pins from those that
+    are, and releases everything else. `python`: a frame of this thread that is on its stack."""
+    books.open = True
+    stack = here.stack
+    for each in (stack, *(s for s in books.stacks if s is not stack)):
+        each.calls[:] = [call for call in each.calls if call is not ended and call.is_under_way(python)]
+    books.stacks[:] = [each for each in books.stacks if each.calls]
+    books.blocks[:] = [call for call in books.blocks if call is not ended and call.is_under_way(python)]
+    owner = books.owner.get(0)
+    if owner is not None and not owner.calls:
+        books.owner.pop(0, None)
+    if not stack.calls:
+        stack.without_modes()
+    residency.recount([call for each in books.stacks for call in each.calls] + books.blocks)
+    books.open = False
+
+
+def refuse_inside(owner: Residency, what: str) -> None:
+    """For what changes weights, `what` by name: RuntimeError where a call under way holds weights of `owner`."""
+    for call in [call for each in (*books.stacks, here.stack) for call in each.calls] + books.blocks:
+        if call.owner is owner or any(unit.residency is owner for unit in call.units):
+            where = "`with engine.gathered(...)`" if call.block is not None else "a call of the model"
+            raise RuntimeError(
+                f"overspill: {what} inside {where}, which goes on with the weights of before: end it first"
+            )
+
+
+def start_update(owner: Residency, what: str) -> None:
+    """Before the weights of `owner` change, by the call named `what`: nothing is shown or held that would be of before,
+    else RuntimeError."""
+    python = sys._getframe()
+    if owner.closed:
+        raise RuntimeError(f"overspill: {owner.closed}")
+    check(python)
+    refuse_inside(owner, what)
+    work(python)
+    residency.forget()
+    owner.current = False
+    books.open = False
+    here.stack.claimed = None
+
+
+def _after_fork() -> None:
+    """In a child: its one thread has no call that counts."""
+    books.open = False
+    for entries in (books.stacks, books.blocks, books.owner, here.stack.calls):
+        entries.clear()
+
+
+os.register_at_fork(after_in_child=_after_fork)

@@ -1,0 +1,235 @@
+"""What must be on in a thread while modules run or autograd does: a mode that finds weights used outside their module,
+and the hooks of saved tensors."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+import torch
+from torch._C import DisableTorchFunction, _autograd
+from torch.overrides import TorchFunctionMode
+
+from . import calls, residency, saved, vertical
+from .calls import Call, Stack, books, here, in_backward, opaque
+from .residency import Unit, registry
+
+_METADATA_NAMES = (
+    "shape",
+    "dtype",
+    "device",
+    "requires_grad",
+    "grad",
+    "grad_fn",
+    "is_leaf",
+    "ndim",
+    "layout",
+    "is_cuda",
+    "is_meta",
+    "is_cpu",
+    "names",
+    "is_sparse",
+    "is_nested",
+    "is_quantized",
+    "is_mkldnn",
+    "is_mps",
+    "is_xpu",
+    "_backward_hooks",
+    "retains_grad",
+    "_version",
+    "itemsize",
+    "nbytes",
+    "output_nr",
+    "_base",
+    "_grad",
+)
+_METADATA_FUNCTIONS = {
+    torch.Tensor.size,
+    torch.Tensor.dim,
+    torch.Tensor.numel,
+    torch.Tensor.stride,
+    torch.Tensor.is_floating_point,
+    torch.Tensor.is_complex,
+    torch.is_floating_point,
+    torch.is_complex,
+    torch.numel,
+    torch.Tensor.requires_grad_,
+    torch.Tensor.element_size,
+    torch.Tensor.__hash__,
+    torch.Tensor.__len__,
+    torch.Tensor.get_device,
+    torch.Tensor.is_contiguous,
+    torch.Tensor.nelement,
+    torch.Tensor.ndimension,
+    torch.Tensor.register_hook,
+    torch.Tensor.new_zeros,
+    torch.Tensor.new_empty,
+    torch.zeros_like,
+    torch.empty_like,
+    torch.ones_like,
+} | {
+    attribute.__get__
+    for name in _METADATA_NAMES
+    if hasattr(attribute := getattr(torch.Tensor, name, None), "__get__")
+}  # reading these needs no weights
+
+
+class TouchMode(TorchFunctionMode):
+    """The safety net: a released parameter given to any torch function is acquired first (weights used
+    outside their module)."""
+
+    @opaque
+    def __torch_function__(
+        self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        if func not in _METADATA_FUNCTIONS:
+            needed = None
+            for argument in (*args, *kwargs.values()) if kwargs else args:
+                kind = type(argument)
+                if kind is tuple or kind is list:
+                    for item in argument:
+                        segment = registry.get(id(item))
+                        if segment is not None:
+                            needed = _collect(needed, segment.unit)
+                else:
+                    segment = registry.get(id(argument))
+                    if segment is not None:
+                        needed = _collect(needed, segment.unit)
+            if needed is not None:
+                touch(needed)
+        return func(*args, **kwargs) if kwargs else func(*args)
+
+
+def _collect(needed: list[Unit] | None, unit: Unit) -> list[Unit]:
+    needed = [] if needed is None else needed
+    if unit not in needed:
+        needed.append(unit)
+    return needed
+
+
+def touch(needed: list[Unit]) -> None:
+    """Shows units met outside a call that pins them. They stay among the recent ones: a forward that uses the
+    weights of many modules without calling them must not gather the whole model."""
+    with DisableTorchFunction():
+        for unit in needed:
+            vertical.before(unit)
+            calls.work(sys._getframe())
+            if not unit.pins:
+                residency.remember(unit, needed)
+            if not unit.shown:
+                residency.show(unit)
+            elif unit.lease is not None:
+                residency.use(unit)
+            books.open = False
+
+
+class Guard:
+    """Begins and ends the calls of a thread. The modes are on for the outermost one; re-entrant, and each thread's own,
+    as torch's modes and hooks are.
+
+    Of an accelerator autograd runs backward on a thread of its own, with the modes and hooks of the thread that called
+    it: there they are on already, and stay."""
+
+    def __init__(self) -> None:
+        self.mode = TouchMode()
+
+    @property
+    def frames(self) -> list[Call]:
+        """Calls under way in this thread, of all engines, outermost first."""
+        return here.stack.calls
+
+    def on(self) -> bool:
+        """Whether this thread is inside a call."""
+        return any(call.is_on(sys._getframe()) for call in here.stack.calls[:1]) or in_backward()
+
+    def begin_module(self, call: Call) -> None:
+        """Leaves the books open."""
+        stack = calls.work(call.python)
+        if stack.calls and not stack.calls[-1].is_on(call.python):
+            self.unwind(stack, call.python)
+        self._begin(call, stack)
+
+    def begin_backward(self, python: FrameType) -> Call:
+        """Touches no engine: most models have none."""
+        stack, call = here.stack, Call(python)
+        if stack.calls and not stack.calls[-1].is_on(python):
+            calls.settle(python)
+        self._begin(call, stack)
+        return call
+
+    def _begin(self, call: Call, stack: Stack) -> None:
+        if not stack.calls:
+            stack.without_modes()
+            call.guards = not in_backward()
+        calls.begin(call, stack)
+        if call.guards:
+            stack.remove_modes = self._remove_modes
+            users = _autograd._top_saved_tensors_default_hooks(True)
+            if users is None:
+                _autograd._push_saved_tensors_default_hooks(saved.pack, saved.unpack)
+            elif not hasattr(users[0], "overspill_composed"):
+                pack, unpack = saved.compose(*users)
+                pack.overspill_guard = True
+                _autograd._push_saved_tensors_default_hooks(pack, unpack)
+            torch._C._push_on_torch_function_stack(self.mode)
+
+    def end_backward(self, call: Call) -> None:
+        stack = here.stack
+        with DisableTorchFunction():
+            if books.owner.get(0) is stack or stack.exempt:
+                calls.work(sys._getframe(1))
+                self.end(call, stack)
+                books.open = False
+            else:
+                self.end(call, stack)
+
+    def abandon_backward(self, call: Call) -> None:
+        """An exception left it, maybe one that left more behind."""
+        stack = here.stack
+        with DisableTorchFunction():
+            if books.owner.get(0) is stack and not stack.exempt:
+                calls.settle(sys._getframe(1), ended=call)
+            else:
+                self.end_backward(call)
+
+    def end(self, call: Call, stack: Stack) -> None:
+        """The books are open."""
+        calls.end(call, stack)
+        if call.guards:
+            stack.without_modes()
+
+    def unwind(self, stack: Stack, python: FrameType) -> None:
+        """Ends the calls that an exception ended, with a frame of this thread on top of the stack. The books are open;
+        a backward among them may have left more than calls."""
+        while stack.calls and not stack.calls[-1].is_on(python):
+            if stack.calls[-1].owner is None:
+                calls.settle(python)
+                books.open = True
+            else:
+                self.end(stack.calls[-1], stack)
+
+    def _remove_modes(self) -> None:
+        """Whatever else is on stays on."""
+        above = []
+        for place in reversed(range(torch._C._len_torch_function_stack())):
+            if torch._C._get_function_stack_at(place) is self.mode:
+                for _ in above:
+                    torch._C._pop_torch_function_stack()
+                torch._C._pop_torch_function_stack()
+                for mode in reversed(above):
+                    torch._C._push_on_torch_function_stack(mode)
+                break
+            above.append(torch._C._get_function_stack_at(place))
+        users = []
+        while (top := _autograd._top_saved_tensors_default_hooks(True)) is not None:
+            _autograd._pop_saved_tensors_default_hooks()
+            if top[0] is saved.pack or hasattr(top[0], "overspill_guard"):
+                break
+            users.append(top)
+        for pair in reversed(users):
+            _autograd._push_saved_tensors_default_hooks(*pair)
+
+
+guard = Guard()

@@ -1,0 +1,315 @@
+"""Calls that end in a way of their own: interrupted, in another thread, inside each other. The engine is right
+afterwards, or the error says what was wrong."""
+
+import copy
+import sys
+import threading
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import overspill
+from plain import Plain
+
+
+def mlp():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 4))
+
+
+def batch(i=0):
+    return torch.randn(6, 16, generator=torch.Generator().manual_seed(i))
+
+
+def loss_of(model, x):
+    return model(x).square().mean()
+
+
+@pytest.fixture
+def start(config):
+    engines = []
+
+    def make(model, **settings):
+        engines.append(overspill.initialize(model, config(**settings))[0])
+        return engines[-1]
+
+    yield make
+    for engine in engines:
+        engine.close()
+
+
+def follows(engine, plain, steps=2):
+    """The engine trains as the plain loop does, from here on."""
+    for i in range(steps):
+        ours, theirs = loss_of(engine.module, batch(i)), loss_of(plain.model, batch(i))
+        assert torch.equal(ours, theirs)
+        ours.backward()
+        plain.backward(theirs)
+        engine.step()
+        plain.step(engine.last_step.clip)
+    assert all(torch.equal(v, plain.model.state_dict()[k]) for k, v in engine.state_dict().items())
+
+
+# ---- interrupts
+
+
+class Strike:
+    """Raises once."""
+
+    def __init__(self, error=KeyboardInterrupt):
+        self.error = error
+
+    def __call__(self, *_):
+        error, self.error = self.error, None
+        if error is not None:
+            raise error("on purpose")
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, ValueError])
+@pytest.mark.parametrize("hook", ["forward_pre", "forward", "full_backward_pre", "full_backward", "tensor"])
+def test_an_interrupt_at_a_hook_of_torch_leaves_no_stale_weights(start, hook, error):
+    """Of this engine and of any other one, called without the engine's own call."""
+    model, other = mlp(), mlp()
+    plain, plain_other = Plain(copy.deepcopy(model)), Plain(copy.deepcopy(other))
+    engine, second = start(model), start(other)
+    follows(engine, plain)
+    strike = Strike(error)
+    if hook == "tensor":
+        handle = model[0].weight.register_hook(strike)
+    else:
+        handle = getattr(model[2], f"register_{hook}_hook")(strike)
+    with pytest.raises(error, match="on purpose"):
+        loss_of(model, batch()).backward()
+    handle.remove()
+    engine.zero_grad()
+    follows(engine, plain)
+    follows(second, plain_other)
+
+
+@pytest.mark.parametrize("where", ["before", "after"])
+def test_an_interrupt_that_the_model_itself_catches(start, where):
+    """Its call goes on, and holds nothing of the call that was broken off."""
+
+    class Stubborn(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = mlp()
+
+        def forward(self, x):
+            try:
+                return self.inner(x)
+            except KeyboardInterrupt:
+                return self.inner(x)
+
+    model = Stubborn()
+    plain = Plain(copy.deepcopy(model))
+    engine = start(model)
+    follows(engine, plain)
+    register = "register_forward_pre_hook" if where == "before" else "register_forward_hook"
+    handle = getattr(model.inner[2], register)(Strike())
+    assert torch.equal(loss_of(model, batch()), loss_of(plain.model, batch()))
+    handle.remove()
+    assert not [u.name for u in engine._residency.units if u.pins or u.shown or u.flat is not None]
+    follows(engine, plain)
+
+
+def test_an_interrupt_in_gathered_or_while_loading(start):
+    model = mlp()
+    plain = Plain(copy.deepcopy(model))
+    engine = start(model)
+    with pytest.raises(KeyboardInterrupt), engine.gathered(model.parameters()):
+        raise KeyboardInterrupt
+    follows(engine, plain)
+    handle = model[2].register_load_state_dict_pre_hook(Strike())
+    with pytest.raises(KeyboardInterrupt):
+        model.load_state_dict(model.state_dict())
+    handle.remove()
+    follows(engine, plain)
+
+
+def test_a_gradient_that_an_interrupt_left_behind_is_not_added_to_the_next(start):
+    """The parameter's own hook strikes before the engine takes the gradient."""
+    model = mlp()
+    plain = Plain(copy.deepcopy(model))
+    handle = model[0].weight.register_post_accumulate_grad_hook(Strike())
+    engine = start(model)
+    with pytest.raises(KeyboardInterrupt):
+        loss_of(model, batch()).backward()
+    handle.remove()
+    engine.zero_grad()
+    follows(engine, plain)
+
+
+# ---- changes of weights inside a call
+
+
+def test_a_step_inside_gathered_or_a_call_is_refused(start):
+    model = mlp()
+    plain = Plain(copy.deepcopy(model))
+    engine = start(model)
+    loss_of(engine, batch()).backward()
+    with (
+        engine.gathered(model[0].weight),
+        pytest.raises(RuntimeError, match=r"a step of the optimizer inside `with engine\.gathered"),
+    ):
+        engine.step()
+    handle = model[0].register_forward_hook(lambda *_: engine.optimizer.step())
+    with pytest.raises(RuntimeError, match="a step of the optimizer inside a call of the model"):
+        engine(batch())
+    handle.remove()
+    engine.zero_grad()
+    follows(engine, plain)
+
+
+def test_loading_a_checkpoint_inside_gathered_is_refused(start, tmp_path):
+    model = mlp()
+    plain = Plain(copy.deepcopy(model))
+    engine = start(model)
+    engine.save_checkpoint(tmp_path / "saved")
+    with (
+        engine.gathered(model[0].weight),
+        pytest.raises(RuntimeError, match=r"load_checkpoint inside `with engine\.gathered"),
+    ):
+        engine.load_checkpoint(tmp_path / "saved")
+    follows(engine, plain)
+
+
+# ---- threads
+
+
+def in_thread(function):
+    """Its exception, or None."""
+    raised = []
+
+    def run():
+        try:
+            function()
+        except BaseException as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=run, name="second")
+    thread.start()
+    thread.join(60)
+    assert not thread.is_alive()
+    return raised[0] if raised else None
+
+
+def test_a_second_thread_inside_the_first_ones_call_is_refused_by_name(start):
+    model, other, bystander = mlp(), mlp(), mlp()
+    plain, plain_other = Plain(copy.deepcopy(model)), Plain(copy.deepcopy(other))
+    engine, second = start(model), start(other)
+    raised = []
+
+    def meanwhile(*_):
+        raised.append(in_thread(lambda: engine(batch())))
+        raised.append(in_thread(lambda: other(batch())))
+        raised.append(in_thread(lambda: engine.optimizer.step()))
+        assert in_thread(lambda: loss_of(bystander, batch()).backward()) is None
+
+    handle = model[1].register_forward_hook(meanwhile)
+    engine(batch())
+    handle.remove()
+    assert len(raised) == 3
+    assert all("MainThread" in str(error) and "one thread at a time" in str(error) for error in raised), (
+        raised
+    )
+    assert bystander[0].weight.grad is not None
+    follows(engine, plain)
+    follows(second, plain_other)
+
+
+def test_threads_may_take_turns(start):
+    model = mlp()
+    plain = Plain(copy.deepcopy(model))
+    engine = start(model)
+    for _ in range(3):
+        assert in_thread(lambda: follows(engine, plain, 1)) is None
+        follows(engine, plain, 1)
+
+
+def test_a_thread_that_dies_in_forward_holds_nothing_up(start):
+    model = mlp()
+    plain = Plain(copy.deepcopy(model))
+    engine = start(model)
+    handle = model[2].register_forward_pre_hook(Strike(SystemExit))
+    assert isinstance(in_thread(lambda: model(batch())), SystemExit)
+    handle.remove()
+    follows(engine, plain)
+
+
+@pytest.fixture
+def eager_switches():
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    yield
+    sys.setswitchinterval(before)
+
+
+def test_many_threads_at_once_are_right_or_refused(start, eager_switches):
+    model = mlp()
+    plain = Plain(copy.deepcopy(model))
+    engine = start(model, placement="nvme")
+    expected = plain.model(batch()).detach()
+    outcomes, begin = [], threading.Barrier(4)
+
+    def work():
+        torch.set_num_threads(1)  # torch keeps it for each thread
+        begin.wait()
+        for _ in range(50):
+            try:
+                with torch.no_grad():
+                    outcomes.append(torch.equal(model(batch()), expected))
+            except RuntimeError as error:
+                outcomes.append(str(error))
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert len(outcomes) == 4 * 50
+    wrong = [o for o in outcomes if o is not True and "one thread at a time" not in str(o)]
+    assert not wrong, wrong[:3]
+    assert True in outcomes
+    follows(engine, plain)
+
+
+# ---- parameters at the edges
+
+
+def test_a_gradient_switched_off_between_forward_and_backward_is_dropped_as_in_torch(start):
+    model = mlp()
+    plain = Plain(copy.deepcopy(model))
+    engine = start(model)
+    for each in (model, plain.model):
+        loss = loss_of(each, batch())
+        each[0].weight.requires_grad_(False)
+        loss.backward()
+        each[0].weight.requires_grad_(True)
+    assert engine.grad(model[0].weight) is None and plain.model[0].weight.grad is None
+    assert torch.equal(engine.grad(model[2].weight), plain.model[2].weight.grad)
+    engine.zero_grad()
+    plain.model.zero_grad()
+    follows(engine, plain)
+
+
+def test_a_parameter_without_elements_is_read_and_gathered_like_any_other(start):
+    class Odd(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net, self.empty = mlp(), nn.Parameter(torch.zeros(0, 3))
+
+        def forward(self, x):
+            return self.net(x)
+
+    model = Odd()
+    engine = start(model)
+    assert engine.weight(model.empty).shape == (0, 3)
+    assert engine.weight(model.empty, torch.float64).dtype is torch.float64
+    with engine.gathered(model.parameters()):
+        assert torch.isfinite(model.net[0].weight).all() and model.empty.shape == (0, 3)
+    with pytest.raises(ValueError, match="no parameter of this engine's model"):
+        engine.weight(nn.Parameter(torch.zeros(0)))
+    assert F.relu(engine(batch())).shape == (6, 4)

@@ -1,0 +1,166 @@
+"""Ctrl-C at any moment leaves an engine that is right: the loop goes on and ends with the bits of one that nothing
+interrupted."""
+
+import gc
+import os
+import random
+
+import pytest
+import torch
+import torch.nn.functional as F
+from interrupts import Interrupter
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import overspill
+from overspill import calls, residency
+
+DRAWS = 100
+LONG_DRAWS = 1000
+STEPS = 3
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 24), nn.Linear(24, 16)
+
+    def forward(self, x):
+        return x + self.down(F.gelu(self.up(x)))
+
+
+class Net(nn.Module):
+    """Calls, checkpointing, a weight used outside its module, a weight edited in forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.head = nn.Linear(16, 16, bias=False)
+        self.scale = nn.Parameter(torch.ones(16))
+
+    def forward(self, x):
+        with torch.no_grad():
+            self.scale.clamp_(0.9, 1.005)
+        for i, block in enumerate(self.blocks):
+            x = checkpoint(block, x, use_reentrant=False) if i == 1 else block(x)
+        return F.linear(self.head(x) * self.scale, self.head.weight.t()).square().mean()
+
+
+def batch(i):
+    return torch.randn(4, 16, generator=torch.Generator().manual_seed(i))
+
+
+def same(ours, theirs):
+    return ours.keys() == theirs.keys() and all(torch.equal(ours[k], v) for k, v in theirs.items())
+
+
+def clean():
+    gc.collect()
+    assert torch._C._len_torch_function_stack() == 0 and torch._C._is_torch_function_enabled()
+    assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+    assert not calls.here.stack.calls and not calls.books.blocks and not calls.books.stacks
+    units = [s.unit for s in residency.registry.values()]
+    assert not [u.name for u in units if u.flat is not None or u.pins or u.shown]
+    assert residency.lingering_leases() == 0
+    assert all(s.parameter.isnan().all() for s in residency.registry.values())
+
+
+class Loop:
+    """Trains one engine beside another one that only evaluates. `run` ends with what must never differ."""
+
+    def __init__(self, config, folder, direct):
+        torch.manual_seed(0)
+        self.model, self.other = Net(), Net()
+        self.engine = overspill.initialize(self.model, config())[0]
+        self.watcher = overspill.initialize(self.other, config())[0]
+        self.call = self.model if direct else self.engine
+        folder.mkdir(parents=True)
+        self.folder, self.saves, self.losses, self.others = folder, 0, {}, {}
+
+    def iteration(self, i):
+        loss = self.call(batch(i))
+        self.engine.backward(loss) if i % 2 else loss.backward()
+        self.losses[i] = loss.item()
+        with torch.no_grad():
+            self.others[i] = self.other(batch(i)).item(), self.call(batch(i)).item()
+        with self.engine.gathered(self.model.head.weight):
+            self.others[i] += (self.model.head.weight.sum().item(),)
+        if i == 1:
+            self.model.load_state_dict(self.model.state_dict())
+            self.saves += 1
+            self.engine.save_checkpoint(self.folder / f"{self.saves}")
+            self.saved = self.folder / f"{self.saves}"
+        self.engine.step()
+
+    def updates(self):
+        return self.engine.stats()["step"] + self.engine.stats()["skipped_steps"]
+
+    def run(self, interrupter=None, at_step=None):
+        for i in range(STEPS):
+            if i == at_step:
+                try:
+                    with interrupter.armed():
+                        self.iteration(i)
+                except KeyboardInterrupt:
+                    self.engine.zero_grad()
+                if self.updates() > i:
+                    continue
+            self.iteration(i)
+        clean()
+        final = self.engine.state_dict()
+        self.engine.load_checkpoint(self.saved)
+        return self.losses, self.others, final, self.engine.state_dict()
+
+    def close(self):
+        self.engine.close()
+        self.watcher.close()
+
+
+def draws(count):
+    seed = int(os.environ.get("OVERSPILL_SEED", random.SystemRandom().randrange(2**32)))
+    print(f"OVERSPILL_SEED={seed}")
+    return random.Random(seed), count
+
+
+def check_draws(config, folder, count):
+    rng, count = draws(count)
+    expected, places = {}, {}
+    for direct in (True, False):
+        loop = Loop(config, folder / f"expected-{direct}", direct)
+        expected[direct] = loop.run()
+        loop.close()
+        for step in range(STEPS):
+            counting = Interrupter()
+            loop = Loop(config, folder / f"counted-{direct}-{step}", direct)
+            loop.run(counting, step)
+            loop.close()
+            places[direct, step] = counting.count
+    assert min(places.values()) > 1000, places
+    struck = set()
+    for number in range(count):
+        direct, step = rng.random() < 0.5, rng.randrange(STEPS)
+        interrupter = Interrupter(rng.randrange(places[direct, step]))
+        loop = Loop(config, folder / str(number), direct)
+        try:
+            losses, others, final, loaded = loop.run(interrupter, step)
+            assert losses == expected[direct][0] and others == expected[direct][1]
+            assert same(final, expected[direct][2]) and same(loaded, expected[direct][3])
+        except BaseException as error:
+            what = (
+                f"draw {number}: direct={direct} step={step} at={interrupter.at} struck {interrupter.place}"
+            )
+            raise AssertionError(what) from error
+        finally:
+            loop.close()
+        assert interrupter.place is not None
+        struck.add(interrupter.place)
+    print(f"{count} interrupts at {len(struck)} places")
+
+
+def test_interrupts_at_random_moments(config, tmp_path):
+    check_draws(config, tmp_path, DRAWS)
+
+
+@pytest.mark.long
+def test_interrupts_at_a_thousand_random_moments(config, tmp_path):
+    check_draws(config, tmp_path, LONG_DRAWS)
