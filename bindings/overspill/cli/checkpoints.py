@@ -12,14 +12,16 @@ import re
 import shutil
 from pathlib import Path
 
+from overspill import durable
 from overspill.cli.common import CliError, copy_small_files
-from overspill.cli.durable import disk_bytes, sync_files, sync_folder
 from overspill.memory import human
 
 STEP = re.compile(r"step-(\d{6,})")
 PARTIAL = re.compile(STEP.pattern + r"\.partial")
 ASIDE = re.compile(STEP.pattern + r"\.(abandoned|damaged)-\d+")
-OURS = re.compile(r"(rank\d+-)?(slab-.+|extents-.+|resident\.bin|manifest\.json(\.tmp)?)|rank\d+|hf(\.part)?")
+OURS = re.compile(
+    r"(rank\d+-)?(slab-.+|extents-.+|shared-.+\.txt|resident\.bin|manifest\.json(\.tmp)?)|rank\d+|hf(\.part)?"
+)
 
 
 class Checkpoints:
@@ -61,7 +63,7 @@ class Checkpoints:
         while (target := path.with_name(f"{path.name}.{why}-{number}")).exists():
             number += 1
         path.rename(target)
-        sync_folder(self.folder)
+        durable.sync_folder(self.folder)
         return target
 
     def remove_leftovers(self) -> None:
@@ -89,10 +91,8 @@ class Checkpoints:
         shutil.rmtree(part, ignore_errors=True)
         part.mkdir()
         copy_small_files(model, part)
-        sync_files(part)
         shutil.rmtree(path / "hf", ignore_errors=True)
-        part.rename(path / "hf")
-        sync_folder(path)
+        durable.rename_folder(part, path / "hf")
 
     def aside_text(self) -> str:
         """What is set aside, and what it holds of the disk; "" where there is none."""
@@ -123,3 +123,13 @@ def _remove(path: Path) -> None:
     """The manifest first: a removal that is cut short leaves nothing that looks like a checkpoint."""
     (path / "manifest.json").unlink(missing_ok=True)
     shutil.rmtree(path)
+
+
+def disk_bytes(folders: list[Path]) -> int:
+    """What the files below these folders take of the disk; a file with several names there counts once."""
+    files = {}
+    for folder in folders:
+        for path in folder.rglob("*"):
+            status = path.lstat()
+            files[status.st_dev, status.st_ino] = status.st_blocks * 512
+    return sum(files.values())

@@ -13,7 +13,7 @@ import shlex
 from pathlib import Path
 from typing import Any
 
-from overspill.cli import durable
+from overspill import durable
 from overspill.cli.checkpoints import Checkpoints, is_complete
 from overspill.cli.common import CliError
 from overspill.cli.run_lock import RunLock
@@ -70,7 +70,7 @@ class RunFolder:
     def lock(self) -> None:
         """Keeps other processes out until `unlock`. Raises CliError naming the process that is in."""
         if self._lock is None:
-            durable.make_folder(self.path)
+            durable.make_folders(self.path)
             self._lock = RunLock(self.path)
 
     def unlock(self) -> None:
@@ -85,8 +85,8 @@ class RunFolder:
 
     def write(self, values: dict[str, Any]) -> None:
         """Replaces run.json, whole or not at all."""
-        durable.make_folder(self.checkpoints.folder)
-        durable.replace(self._run_json, json.dumps(values, indent=2) + "\n")
+        durable.make_folders(self.checkpoints.folder)
+        durable.write_text(self._run_json, json.dumps(values, indent=2) + "\n")
 
     def rewind(self, run: dict[str, Any], base: Path | None, step: int) -> list[Path]:
         """Makes `base`, of `step`, the newest of the branch that goes on, and writes `run`. Later checkpoints are set
@@ -103,7 +103,7 @@ class RunFolder:
         run["heldout"] = {at: loss for at, loss in run["heldout"].items() if int(at) <= step}
         self.write(run)
         kept = [r for r in self.records() if r["step"] <= step]
-        durable.replace(self.log_path, "".join(json.dumps(r) + "\n" for r in kept))
+        durable.write_text(self.log_path, "".join(json.dumps(r) + "\n" for r in kept))
         checkpoints.remove_leftovers()
         return off
 
