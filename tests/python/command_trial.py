@@ -7,6 +7,7 @@ losses of a run that nothing disturbed.
 import hashlib
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -34,11 +35,15 @@ def verifies(path: Path) -> bool:
     return True
 
 
+def identity(checkpoint: Path) -> str:
+    """By what the manifest says: a rename changes nothing."""
+    return hashlib.sha256((checkpoint / "manifest.json").read_bytes()).hexdigest()
+
+
 def complete(folder: Path) -> dict[str, Path]:
-    """Checkpoints with a manifest, by what the manifest says: a rename changes nothing."""
+    """Checkpoints with a manifest, by identity."""
     items = folder.iterdir() if folder.is_dir() else ()
-    manifests = [p / "manifest.json" for p in items if (p / "manifest.json").is_file()]
-    return {hashlib.sha256(p.read_bytes()).hexdigest(): p.parent for p in manifests}
+    return {identity(path): path for path in items if (path / "manifest.json").is_file()}
 
 
 def step_of(checkpoint: Path) -> int:
@@ -72,6 +77,7 @@ class Trial:
         self.gone = False  # it has taken checkpoints away
         self.saved = False
         self.before: dict[str, tuple[Path, int]] = {}
+        self.branch: tuple[str, int] | None = None  # the id of what it was told to go on from, and when
         self.story: list[str] = [
             f"seed {seed}, keep {self.keep}, save every {self.save_every}, out {self.out}"
         ]
@@ -122,6 +128,12 @@ class Trial:
         self, arguments: list, kill: bool = False, full: bool = False, target: Path | None = None
     ) -> None:
         """Runs it, killed at some moment or to its end. It may fail only for what this trial has done."""
+        began = time.time_ns()
+        there = {
+            path: (name, saved_at(path))
+            for folder in (self.checkpoints, self.away)
+            for name, path in complete(folder).items()
+        }
         started = self.server.start(*arguments)
         if kill:
             self.kill(started)
@@ -130,6 +142,9 @@ class Trial:
         code, said = started.wait(), started.output
         self.story[-1] += f" {arguments[-3:]} {'killed' if code == -signal.SIGKILL else code}"
         assert "Traceback" not in said, said
+        self.check_branch(said, there, began, named=target is not None)
+        if code == 0 and arguments[0] == "train":
+            self.check_said(said)
         if code in (0, -signal.SIGKILL):
             return
         excused = (
@@ -139,6 +154,26 @@ class Trial:
         )
         assert code == 1 and excused, f"ended with {code}:\n{said}"
         self.story[-1] += f" ({said.strip().splitlines()[-1][:160]})"
+
+    def check_branch(self, said: str, there: dict[Path, tuple[str, int]], began: int, named: bool) -> None:
+        """A plain --resume goes on from what the run was told to go on from, or from what was saved since."""
+        found = re.search(r"^going on from (.+), step \d+$", said, re.MULTILINE)
+        if found is None or "is reached already" in said:
+            return
+        source = Path(found[1])
+        name, when = there[source]
+        if named:
+            self.branch = name, began
+        elif self.branch is not None:
+            first, since = self.branch
+            assert name == first or when > since, f"went on from {source}, which is of a branch that was left"
+
+    def check_said(self, said: str) -> None:
+        """What a command calls its checkpoint is one, of the step that it reached."""
+        path = Path(re.search(r"^checkpoint (.+)$", said, re.MULTILINE)[1])
+        assert verifies(path), f"{path} is named and does not verify"
+        last = re.findall(r"^step (\d+)(?:/| is reached)", said, re.MULTILINE)[-1]
+        assert step_of(path) == int(last), f"{path} is named after step {last}"
 
     def damaged(self, target: Path | None) -> list[Path]:
         """Checkpoints of which a command may say that they are damaged."""
@@ -225,7 +260,7 @@ class Trial:
         steps = min(STEPS, step_of(source) + self.rng.randint(1, 2))
         if self.rng.random() < 0.5:
             self.gone = True  # it may be asked for again when there is no newer one
-            self.command(["train", "--out", self.out, "--resume", copy, "--steps", steps])
+            self.command(["train", "--out", self.out, "--resume", copy, "--steps", steps], target=copy)
         if self.rng.random() < 0.5:
             shutil.rmtree(copy)
 
@@ -243,6 +278,7 @@ class Trial:
             self.command(self.resume())
         if not source.exists():
             subprocess.run(["mv", moved, source], check=True)
+        self.forget()
 
     def delete(self) -> None:
         victim = self.pick(good=False)
@@ -278,6 +314,7 @@ class Trial:
         latest = self.newest_good()
         chosen = [] if latest is None else ["--resume", latest]
         arguments = ["train", "--out", self.out, *chosen, "--steps", STEPS]
+        self.branch = None
         if latest is None:
             shutil.rmtree(self.out, ignore_errors=True)
             self.before = {}
@@ -309,7 +346,11 @@ class Trial:
         return next((path for path in found if verifies(path)), None)
 
     def forget(self) -> None:
-        """What the trial itself took away is not missed."""
+        """What the trial itself took away is not missed, nor is what it may have put back on any branch."""
+        self.branch = None
+        self.note()
+
+    def note(self) -> None:
         self.before = {name: (path, saved_at(path)) for name, path in complete(self.checkpoints).items()}
 
     def check(self) -> None:
@@ -321,7 +362,7 @@ class Trial:
             if name not in now:
                 assert ".abandoned" not in path.name, f"{path.name} was set aside and is gone"
                 assert when < saved_at(good), f"{path.name} is newer than {good.name}, and is gone"
-        self.forget()
+        self.note()
         steps = {record["step"]: record["loss"] for record in self.parsed()}
         for step, loss in steps.items():
             assert loss == self.losses[step], f"the loss of step {step} is {loss}, not {self.losses[step]}"
