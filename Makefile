@@ -38,6 +38,7 @@ test-long: build  ## Soak and kill runs
 	@OVERSPILL_STEPS=1000 $(BUILD)/tests/engine/engine_allocation_test --gtest_filter='ManySteps*'
 	@OVERSPILL_LONG=1 $(BUILD)/tests/faults/fault_tests --gtest_filter='*Killed*'
 	@$(PYTHON_VENV) -m pytest -m long
+	@OVERSPILL_LONG=1 $(PYTHON_VENV) -m pytest tests/python/test_extra.py tests/python/test_*_faults.py -k damage
 
 fuzz:  ## Fuzz the reader of checkpoints for FUZZ_SECONDS (600) with clang's libFuzzer; coverage at the end
 	@tools/setup --fuzz
