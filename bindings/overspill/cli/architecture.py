@@ -65,12 +65,12 @@ def _classes(folder: Path) -> list[type]:
 
 
 def _empty(kind: type, folder: Path):
-    """The model's shapes."""
-    from overspill.init import Init
+    """The model's shapes, on the meta device, as from_pretrained makes it first."""
+    import torch
 
     config = kind.config_class.from_pretrained(folder)
     try:
-        with Init(empty=True):
+        with torch.device("meta"):
             return kind(config)
     except ImportError as error:
         raise _Unknown(f"{kind.__name__} needs a package that is missing ({error})") from None
