@@ -387,6 +387,9 @@ def test_damaged_folders_are_named(llama, tmp_path):
     for text in (b"", b"[]", b"\xff", b"[" * 100_000):
         (llama / "hf/config.json").write_bytes(text)
         fails(r"hf/config\.json cannot be read")
+    quantised = {**json.loads(config), "quantization_config": {"quant_method": "fp8"}}
+    (llama / "hf/config.json").write_text(json.dumps(quantised))
+    fails("take them for quantised")
     (llama / "hf/config.json").write_bytes(config)
     (llama / "hf").rename(llama / "other")
     fails("--model DIR")

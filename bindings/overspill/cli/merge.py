@@ -153,5 +153,10 @@ def _set_dtype(config: Path, named: Path, dtype: str) -> None:
         raise CliError(
             f"{named}/config.json cannot be read ({error}); give another with --model DIR"
         ) from None
+    if values.get("quantization_config"):
+        raise CliError(
+            f"{named}/config.json has a quantization_config, and merged weights are {dtype}: from_pretrained would "
+            "take them for quantised ones; remove it there, or give another folder with --model DIR"
+        )
     values.pop("torch_dtype", None)
     durable.write_text(config, json.dumps({**values, "dtype": dtype}, indent=2, sort_keys=True) + "\n")
