@@ -153,7 +153,8 @@ class Engine:
 
     Attributes: module, optimizer, lr_scheduler, global_steps (boundaries, skipped ones included),
     micro_steps, last_step, rank, world_size.
-    Other attributes are the module's.
+    Other attributes are the module's. Of a name that both have (config, weight, predict, step and so on) the engine's is
+    given: the module's is engine.module.config.
     """
 
     def __init__(
@@ -170,6 +171,11 @@ class Engine:
         taken = [name for name, p in model.named_parameters() if id(p) in registry]
         if taken:
             raise ValueError(f"overspill: {taken[0]} belongs to another engine")
+        closed = hooks.closed_part(model)
+        if closed is not None:
+            raise ValueError(
+                f"overspill: the engine of {closed} was closed, and its weights are gone: make the model anew"
+            )
         grown = [name for name, p in model.named_parameters() if p.grad is not None]
         if grown:
             raise ValueError(

@@ -220,6 +220,16 @@ def attach(model: nn.Module, owner: Residency, specs: list[UnitSpec], life: Any 
             owner.gradient_hooks.append(hook)
 
 
+def closed_part(model: nn.Module) -> str | None:
+    """The name of a module whose engine was closed: its weights are gone."""
+    for name, module in model.named_modules():
+        for hook in module._forward_pre_hooks.values():
+            hooks = getattr(hook, "__self__", None)
+            if isinstance(hooks, ModuleHooks) and hooks.owner is not None and hooks.owner.closed:
+                return name or type(module).__name__
+    return None
+
+
 def _needed(module: nn.Module, blocks: dict[nn.Module, list[Unit]]) -> list[Unit]:
     """Units of the module's own parameters (lists of parameters count as its own: they are never called),
     and of its block."""

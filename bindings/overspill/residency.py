@@ -390,8 +390,8 @@ def _size(memory: torch.Tensor) -> int:
 
 
 class Residency:
-    """The units of one engine. Hooks and parameters refer to it, never to the engine, whose death therefore
-    ends it."""
+    """The units of one engine. Hooks and parameters refer to it, never to the engine. It refers to nothing that holds
+    the engine's Life (engine.py), whose end closes it."""
 
     def __init__(self, core: Any, specs: list[UnitSpec], where: place.Place = place.HOST):
         self.core, self.place, self.calls = core, where, 0

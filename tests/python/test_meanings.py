@@ -233,6 +233,19 @@ def test_a_script_may_keep_any_of_them(config, kept, speculate):
     assert not residency.registry
 
 
+def test_a_model_whose_engine_was_closed_is_not_taken_again(config):
+    """Its parameters are NaN. A copy that was made before has weights of its own."""
+    model = mlp()
+    engine, *_ = overspill.initialize(model, config())
+    copied = copy.deepcopy(model)
+    engine.close()
+    with pytest.raises(
+        ValueError, match="the engine of Sequential was closed, and its weights are gone: make"
+    ):
+        overspill.initialize(model, config())
+    overspill.initialize(copied, config())[0].close()
+
+
 def test_an_engine_is_not_copied_or_pickled(start):
     engine = start(mlp())
     for act in (copy.deepcopy, copy.copy, lambda e: torch.save(e, io.BytesIO())):
