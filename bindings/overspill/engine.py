@@ -153,8 +153,8 @@ class Engine:
 
     Attributes: module, optimizer, lr_scheduler, global_steps (boundaries, skipped ones included),
     micro_steps, last_step, rank, world_size.
-    Other attributes are the module's. Of a name that both have (config, weight, predict, step and so on) the engine's is
-    given: the module's is engine.module.config.
+    Other attributes are the module's. Of a name that both have (config, weight, predict, step) the engine's is given:
+    the module's is engine.module.config.
     """
 
     def __init__(
