@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import tempfile
 import warnings
+import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -187,6 +188,7 @@ class OverspillOptimizer(torch.optim.Optimizer):
         self._told = False  # of a skipped step
         if user is not None:
             user.state.clear()  # Adagrad has sums before its first step: they are the engine's now
+            _pass_on(user, self, "state_dict", "load_state_dict")
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError(
@@ -312,6 +314,23 @@ class OverspillOptimizer(torch.optim.Optimizer):
                 f"overspill: optimizer.{call}: {self.ranks} ranks hold parts of the states, and scripts call this on "
                 "one rank alone: use engine.save_checkpoint and engine.load_checkpoint, on all of them"
             )
+
+
+def _pass_on(user: torch.optim.Optimizer, to: OverspillOptimizer, *names: str) -> None:
+    """Calls of the user's own object reach the one that has the states, and do not keep it: the former's are empty."""
+    reference = weakref.ref(to)
+
+    def passing(name: str) -> Callable:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            alive = reference()
+            if alive is None:
+                raise RuntimeError(f"overspill: {name}: the engine that took this optimizer over is gone")
+            return getattr(alive, name)(*args, **kwargs)
+
+        return call
+
+    for name in names:
+        setattr(user, name, passing(name))
 
 
 def _check_group(number: int, group: dict, saved: dict) -> None:

@@ -133,6 +133,22 @@ def test_torchs_optimizer_takes_the_state_dict_and_gives_it_back(start, kind):
     assert train(engine, range(6, 9)) == pytest.approx(train(back, range(6, 9)), rel=1e-4)
 
 
+def test_the_users_own_optimizer_gives_and_takes_the_states_too(start):
+    """A script that goes on with the object it made: that one's states are empty."""
+
+    def fresh(job):
+        model = Net()
+        own = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        return start(model, own, job=job), own
+
+    engine, own = fresh("a")
+    train(engine, range(2))
+    other, others = fresh("b")
+    other.load_state_dict(engine.state_dict())
+    others.load_state_dict(through_a_file(own.state_dict()))
+    assert train(other, range(2, 5)) == train(engine, range(2, 5))
+
+
 def test_groups_keep_their_numbers_and_frozen_parameters_have_no_states(start):
     model = Net()
     model.body[0].weight.requires_grad_(False)
