@@ -113,12 +113,18 @@ class InCall {
 
 Lease::~Lease() {
   if (machine_ == nullptr || block_ == nullptr) return;
-  const std::lock_guard guard(machine_->context.mutex);
+  Context& context = machine_->context;
+  const std::lock_guard guard(context.mutex);
   std::vector<kernels::Event> uses;
-  for (const Use& use : uses_) {
-    uses.push_back(machine_->context.queues.of(use.queue).record());
-    machine_->context.journal.note(DeviceSpan::Kind::compute, block_->unit, use.begin, uses.back(),
-                                   use.queue.native);
+  try {
+    for (const Use& use : uses_) {
+      uses.push_back(context.queues.of(use.queue).record());
+      context.journal.note(DeviceSpan::Kind::compute, block_->unit, use.begin, uses.back(), use.queue.native);
+    }
+  } catch (const std::exception& error) {
+    // What uses the weights cannot be waited for. Nobody can be told here, so the next call tells it.
+    context.fail(
+        fmt::format("the end of a lease of {}: {}", context.layout.units[block_->unit].name, error.what()));
   }
   machine_->gatherer.release(block_, uses);
 }
@@ -138,6 +144,10 @@ void Lease::copy_to_host(int64_t begin, std::span<std::byte> to) const {
         fmt::format("a copy of {} bytes from byte {} of a lease of {}", to.size(), begin, bytes_));
   }
   if (to.empty()) return;
+  if (block_ == nullptr || machine_->context.device().shares_host_memory()) {  // the lease keeps the bytes
+    std::memcpy(to.data(), data_ + begin, to.size());
+    return;
+  }
   kernels::Event copied;
   {
     const std::lock_guard guard(machine_->context.mutex);
@@ -389,24 +399,27 @@ Lease Engine::lease(int32_t unit, Arrived arrived) {
   m.context.meter.reached(unit);
   m.context.journal.note(Happening::acquired, unit);
   if (m.context.units[unit].pending_chunks > 0) {
-    m.context.demanded_unit = unit;
+    m.context.demand(unit);
     m.updater.pump();
   }
+  struct Block* block = nullptr;
   if (m.context.used_in_place(unit)) {
-    m.gatherer.prefetch();
+    m.gatherer.prefetch(lock);
     m.updater.wait_for(lock, unit);
-    if (m.device_units.hold(unit)) {
-      struct Block* block = m.device_units.lease(unit);
-      if (arrived == Arrived::when_it_is_leased) m.gatherer.wait_for_copy(lock, block);
-      return {machine_, block, block->device, u.bytes()};
+    if (!m.device_units.hold(unit)) {
+      const UnitState& state = m.context.units[unit];
+      if (state.whole != nullptr) m.gatherer.acquire_whole(lock, unit);
+      return {machine_, nullptr, state.whole != nullptr ? state.whole : state.home, u.bytes()};
     }
-    const UnitState& state = m.context.units[unit];
-    if (state.whole != nullptr) m.gatherer.acquire_whole(lock, unit);
-    return {machine_, nullptr, state.whole != nullptr ? state.whole : state.home, u.bytes()};
+    block = m.device_units.lease(unit);
+  } else {
+    block = m.gatherer.acquire(lock, unit);
   }
-  struct Block* block = m.gatherer.acquire(lock, unit);
-  if (arrived == Arrived::when_it_is_leased) m.gatherer.wait_for_copy(lock, block);
-  return {machine_, block, block->device, u.bytes()};
+  std::byte* const data = block->device;
+  lock.unlock();
+  Lease held(machine_, block, data, u.bytes());  // gives the block back where waiting throws
+  if (arrived == Arrived::when_it_is_leased) m.gatherer.wait_for_copy(*block);
+  return held;
 }
 
 bool Engine::resident_now(int32_t unit) {

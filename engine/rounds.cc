@@ -152,7 +152,7 @@ void Rounds::round() {
   if (agreement_.meet) call_->done = true;
   if (agreement_.out_of_room && gradients_.sums().stuck()) gradients_.sums().refuse();
   if (agreement_.due >= 0 && changing_ == 0) {  // what is read while weights change would be of two versions
-    gatherer_.prepare_to_serve(agreement_.due);
+    gatherer_.prepare_to_serve(lock, agreement_.due);
     updater_.pump();
   }
   gatherer_.unpin();
@@ -185,7 +185,7 @@ Standing Rounds::stand() const {
   }
   own.leaving = leaving_ ? 1 : 0;
   own.stuck = gradients_.sums().stuck() ? 1 : 0;
-  own.demanded = context_.awaited_unit;
+  own.demanded = context_.awaited_units.empty() ? -1 : context_.awaited_units.front();
   own.progress = context_.progress;
   return own;
 }

@@ -108,7 +108,8 @@ class Device {
  public:
   virtual ~Device() = default;
   virtual std::string_view name() const = 0;
-  /// True: device memory is host memory, and a parameter resident on the host is used in place.
+  /// True: device memory is host memory, a parameter resident on the host is used in place, and work is done
+  /// when it is submitted to a stream.
   virtual bool shares_host_memory() const = 0;
   /// Aligned to 4096 bytes. Throws std::bad_alloc with nothing changed. The device outlives it.
   virtual DeviceMemory allocate(int64_t bytes) = 0;

@@ -68,6 +68,7 @@ Context::Context(Layout layout_in, Plan plan_in, Config config_in, Resources res
       queues(*resources.device),
       trace(static_cast<int32_t>(layout.units.size())),
       meter(now_ns, layout.units.size()) {
+  demanded_units.reserve(units.size());
   Carver carver(linked.data());
   Carver states_carver(states.data()), second_carver(second.data());
   for (size_t u = 0; u < units.size(); ++u) {
@@ -124,6 +125,11 @@ void Context::carve_gradients(const Unit& unit, UnitState& state, Carver& carver
       chunks[c].gradient = carver.take(gradient_bytes(c));  // of this rank's shard
     }
   }
+}
+
+void Context::demand(int32_t unit) {
+  end_demand(unit);
+  demanded_units.push_back(unit);
 }
 
 io::Extent Context::allocate(std::unique_lock<std::mutex>& lock, int64_t bytes) {

@@ -195,6 +195,10 @@ struct Context {
   /// As Store::poll, with the lock given up meanwhile.
   bool poll(std::unique_lock<std::mutex>& lock);
 
+  /// The unit's updates come before others, until they are done. Needs the mutex.
+  void demand(int32_t unit);
+  void end_demand(int32_t unit) { std::erase(demanded_units, unit); }
+
   /// As Store::allocate, which may wait for the disk, with the lock given up meanwhile. Throws StoreError.
   io::Extent allocate(std::unique_lock<std::mutex>& lock, int64_t bytes);
   /// Waits for the device, with the lock given up meanwhile. Throws kernels::DeviceError. Has the lock
@@ -229,9 +233,9 @@ struct Context {
   std::string cause;  // of it, alone
   bool told = false;  // a caller has been given it
   std::string last_checkpoint;
-  int32_t demanded_unit = -1;  // somebody waits for its updates
-  int32_t awaited_unit = -1;   // a caller waits for its gathered weights
-  uint64_t progress = 0;       // calls so far
+  std::vector<int32_t> demanded_units;  // somebody waits for their updates; the latest comes first
+  std::vector<int32_t> awaited_units;   // callers wait for their gathered weights; the oldest comes first
+  uint64_t progress = 0;                // calls so far
   Journal journal;
   StepMeter meter;
 

@@ -6,6 +6,8 @@
 #include <cstring>
 #include <utility>
 
+#include "engine/schedule/unlocked.h"
+
 namespace overspill::engine {
 namespace {
 
@@ -14,16 +16,20 @@ constexpr int64_t kArenaAlign = 4096;
 /// While it lives, a caller waits for the unit: other ranks serve it first.
 class Awaiting {
  public:
-  Awaiting(Context& context, int32_t unit) : context_(context) {
-    context_.awaited_unit = unit;
+  Awaiting(Context& context, int32_t unit) : context_(context), unit_(unit) {
+    context_.awaited_units.push_back(unit);
     if (context_.layout.slices > 1) context_.changed.notify_all();
   }
-  ~Awaiting() { context_.awaited_unit = -1; }
+  ~Awaiting() {
+    auto& units = context_.awaited_units;
+    units.erase(std::find(units.begin(), units.end(), unit_));
+  }
   Awaiting(const Awaiting&) = delete;
   Awaiting& operator=(const Awaiting&) = delete;
 
  private:
   Context& context_;
+  const int32_t unit_;
 };
 
 }  // namespace
@@ -44,6 +50,7 @@ Gatherer::Gatherer(Context& context)
   if (context.resources.store != nullptr && host_memory_.bytes() > 0)
     context.store().register_memory(host_memory_.span());
   if (serve_memory_.bytes() > 0) context.store().register_memory(serve_memory_.span());
+  copies_.reserve(context.chunks.size());
   for (auto* fetches : {&fetches_, &serve_fetches_}) {
     for (size_t c = 0; c < fetches->size(); ++c) {
       Fetch& fetch = (*fetches)[c];
@@ -73,6 +80,10 @@ Block* Gatherer::acquire(std::unique_lock<std::mutex>& lock, int32_t unit) {
     context_.check();
     if (state.gathered == Gathered::ready) break;
     if (state.gathered == Gathered::absent && !start_fill(unit, Urgency::demanded)) {
+      if (const auto copied = copy_under_way()) {  // its end makes room
+        Context::wait_for(lock, *copied);
+        continue;
+      }
       if (!filling_anything()) {
         const bool on_device = !context_.device().shares_host_memory();
         throw BudgetError(fmt::format(
@@ -86,8 +97,9 @@ Block* Gatherer::acquire(std::unique_lock<std::mutex>& lock, int32_t unit) {
           lock, [&] { return state.gathered != Gathered::absent || !filling_anything(); }, Cause::room, unit);
       continue;
     }
-    if (!announced) prefetch();
+    if (!announced) start_fills_ahead();
     announced = true;
+    make_copies(lock);
     const Awaiting awaiting(context_, unit);
     context_.wait(
         lock, [&] { return state.gathered == Gathered::ready || state.gathered == Gathered::absent; },
@@ -95,16 +107,19 @@ Block* Gatherer::acquire(std::unique_lock<std::mutex>& lock, int32_t unit) {
   }
   Block* block = state.block;
   ++block->leases;
-  if (!announced) prefetch();
+  try {
+    if (!announced) prefetch(lock);
+  } catch (...) {
+    release(block, {});
+    throw;
+  }
   return block;
 }
 
-void Gatherer::wait_for_copy(std::unique_lock<std::mutex>& lock, Block* block) {
-  const kernels::Event copied = block->copied;
-  lock.unlock();
-  copied.wait();
-  lock.lock();
-  free_bounce(*block);
+void Gatherer::wait_for_copy(Block& block) {
+  std::unique_lock lock(context_.mutex);
+  Context::wait_for(lock, kernels::Event(block.copied));
+  free_bounce(block);
 }
 
 void Gatherer::use(Block* block, kernels::Stream& queue) {
@@ -115,11 +130,19 @@ void Gatherer::use(Block* block, kernels::Stream& queue) {
   free_bounce(*block);
 }
 
-void Gatherer::release(Block* block, std::span<const kernels::Event> uses) {
-  std::erase_if(block->uses, [](const kernels::Event& use) { return use.done(); });
-  block->uses.insert(block->uses.end(), uses.begin(), uses.end());
-  if (--block->leases == 0) block->users.clear();
-  if (block->leases == 0 && block->orphan) drop(*block);
+void Gatherer::release(Block* block, std::span<const kernels::Event> uses) noexcept {
+  const int32_t unit = block->unit;
+  try {
+    if (--block->leases == 0) block->users.clear();
+    std::erase_if(block->uses, [](const kernels::Event& use) { return use.done(); });
+    // Where the device shares the host's memory, work is done when it is submitted: there is no use to wait
+    // for.
+    if (stream_ != nullptr) block->uses.insert(block->uses.end(), uses.begin(), uses.end());
+    if (block->leases == 0 && block->orphan) drop(*block);
+  } catch (const std::exception& error) {
+    context_.fail(
+        fmt::format("the end of a lease of {}: {}", context_.layout.units[unit].name, error.what()));
+  }
   context_.changed.notify_all();
 }
 
@@ -132,23 +155,38 @@ void Gatherer::free_bounce(Block& block) {
   block.shard = nullptr;
 }
 
-/// Of the host arena. What units passed through on their way to the device is given back first; who demands
-/// waits for copies that are on their way.
-std::optional<int64_t> Gatherer::host_room(int64_t bytes, RangeAllocator::End end, Urgency urgency) {
+/// A unit is on the device, or on its way, and has not given back the host memory that it passes through.
+bool Gatherer::keeps_bounce(const Block& block) const {
+  return block.unit >= 0 && block.device_offset >= 0 && block.host_offset >= 0 &&
+         (block.orphan || context_.units[block.unit].gathered == Gathered::ready);
+}
+
+/// Of the host arena. What units passed through on their way to the device is given back first.
+std::optional<int64_t> Gatherer::host_room(int64_t bytes, RangeAllocator::End end) {
   std::optional<int64_t> room = host_arena_.allocate(bytes, end);
   for (const auto& block : blocks_) {
     if (room) break;
-    const bool served = block->unit >= 0 && block->device_offset >= 0 && block->host_offset >= 0 &&
-                        (block->orphan || context_.units[block->unit].gathered == Gathered::ready);
-    if (!served || (urgency == Urgency::ahead && !block->copied.done())) continue;
-    block->copied.wait();
+    if (!keeps_bounce(*block) || !block->copied.done()) continue;
     free_bounce(*block);
     room = host_arena_.allocate(bytes, end);
   }
   return room;
 }
 
-void Gatherer::prefetch() {
+/// To the device, of a unit whose host memory, or the unit itself, is then given up by who needs the room.
+std::optional<kernels::Event> Gatherer::copy_under_way() const {
+  for (const auto& block : blocks_) {
+    if (keeps_bounce(*block) && block->pins == 0 && !block->copied.done()) return block->copied;
+  }
+  return std::nullopt;
+}
+
+void Gatherer::prefetch(std::unique_lock<std::mutex>& lock) {
+  start_fills_ahead();
+  make_copies(lock);
+}
+
+void Gatherer::start_fills_ahead() {
   if (context_.config.prefetch_units == 0) return;
   for (int32_t unit : context_.trace.upcoming(context_.config.prefetch_units)) {
     if (context_.used_in_place(unit) || context_.units[unit].gathered != Gathered::absent) continue;
@@ -156,6 +194,7 @@ void Gatherer::prefetch() {
   }
 }
 
+/// make_copies() follows.
 bool Gatherer::start_fill(int32_t unit, Urgency urgency) {
   Block* block = take_block(unit, urgency);
   if (block == nullptr) return false;
@@ -181,32 +220,54 @@ const std::byte* Gatherer::weights_in_memory(int32_t chunk) const {
   return in_slot ? state.staged_weights : nullptr;
 }
 
-/// A chunk's weights come from memory. A block without host memory is filled from their home in one copy.
-void Gatherer::put(Block& block, int32_t chunk, const std::byte* weights) {
-  if (block.shard != nullptr) {
-    std::memcpy(place_of(block, chunk), weights, context_.component_bytes(chunk, Component::hi));
-  }
-  arrived(block);
+void Gatherer::bring(Block& block, int32_t chunk, Urgency urgency) {
+  const bool in_store = weights_in_memory(chunk) == nullptr && !context_.chunks[chunk].extents[0].empty();
+  if (in_store) return fetch(block, chunk, urgency);
+  if (block.shard == nullptr) return arrived(block);  // it is filled from the weights' home in one copy
+  copies_.push_back({&block, chunk, urgency});
 }
 
-void Gatherer::bring(Block& block, int32_t chunk, Urgency urgency) {
-  const ChunkState& state = context_.chunks[chunk];
-  if (const std::byte* weights = weights_in_memory(chunk)) return put(block, chunk, weights);
-  std::byte* to = place_of(block, chunk);
-  const io::Extent& extent = state.extents[0];
-  if (extent.empty()) {
-    std::memset(to, 0, context_.component_bytes(chunk, Component::hi));
-    arrived(block);
-    return;
-  }
+void Gatherer::fetch(Block& block, int32_t chunk, Urgency urgency) {
   Fetch& fetch = (&block == &serve_ ? serve_fetches_ : fetches_)[chunk];
   fetch.block = &block;
   fetch.transfer.kind = io::Transfer::Kind::read;
   fetch.transfer.priority =
       urgency == Urgency::demanded ? io::Transfer::Priority::demand : io::Transfer::Priority::prefetch;
-  fetch.transfer.extent = extent;
-  fetch.transfer.memory = to;
+  fetch.transfer.extent = context_.chunks[chunk].extents[0];
+  fetch.transfer.memory = place_of(block, chunk);
   context_.submit(fetch.transfer);
+}
+
+/// Makes the copies that are due, on the thread of whoever calls.
+void Gatherer::make_copies(std::unique_lock<std::mutex>& lock) {
+  while (!copies_.empty()) {
+    const Copy next = copies_.front();
+    copies_.erase(copies_.begin());
+    make(lock, next);
+  }
+}
+
+/// The block stays since it is being filled, the weights' home since whoever changes it invalidates the block
+/// first, and a slot since it is lent.
+void Gatherer::make(std::unique_lock<std::mutex>& lock, const Copy& copy) {
+  const ChunkState& state = context_.chunks[copy.chunk];
+  const std::byte* weights = weights_in_memory(copy.chunk);
+  if (weights == nullptr && !state.extents[0].empty())  // its slot was given up since
+    return fetch(*copy.block, copy.chunk, copy.urgency);
+  const bool from_slot = weights != nullptr && weights == state.staged_weights;
+  if (from_slot) slots_->lend(copy.chunk);
+  {
+    std::byte* const to = place_of(*copy.block, copy.chunk);
+    const auto bytes = static_cast<size_t>(context_.component_bytes(copy.chunk, Component::hi));
+    const Unlocked unlocked(lock);
+    if (weights != nullptr) {
+      std::memcpy(to, weights, bytes);
+    } else {
+      std::memset(to, 0, bytes);  // never written
+    }
+  }
+  if (from_slot) slots_->returned(copy.chunk);
+  arrived(*copy.block);
 }
 
 void Gatherer::on_fetched(io::Transfer& transfer) noexcept {
@@ -222,9 +283,16 @@ void Gatherer::on_fetched(io::Transfer& transfer) noexcept {
   fetch.owner->arrived(*fetch.block);
 }
 
-void Gatherer::deliver(int32_t chunk, const std::byte* weights) {
+void Gatherer::deliver(std::unique_lock<std::mutex>& lock, int32_t chunk, const std::byte* weights) {
   const UnitState& state = context_.units[context_.layout.chunks[chunk].unit];
-  if (state.gathered == Gathered::filling) put(*state.block, chunk, weights);
+  if (state.gathered != Gathered::filling) return;
+  Block& block = *state.block;  // stays, since this chunk is yet to come
+  if (block.shard != nullptr) {
+    const Unlocked unlocked(lock);
+    std::memcpy(place_of(block, chunk), weights,
+                static_cast<size_t>(context_.component_bytes(chunk, Component::hi)));
+  }
+  arrived(block);
 }
 
 void Gatherer::arrived(Block& block) {
@@ -285,10 +353,10 @@ void Gatherer::unpin() {
   pinned_.clear();
 }
 
-void Gatherer::prepare_to_serve(int32_t unit) {
+void Gatherer::prepare_to_serve(std::unique_lock<std::mutex>& lock, int32_t unit) {
   const UnitState& state = context_.units[unit];
   if (state.pending_chunks > 0) {
-    if (context_.demanded_unit < 0) context_.demanded_unit = unit;
+    if (context_.demanded_units.empty()) context_.demand(unit);
     return;
   }
   const bool busy = serve_.unit >= 0 && serve_.arriving > 0;
@@ -301,6 +369,7 @@ void Gatherer::prepare_to_serve(int32_t unit) {
   for (int32_t c = layout.first_chunk; c < layout.first_chunk + layout.chunk_count; ++c)
     bring(serve_, c, Urgency::demanded);
   arrived(serve_);
+  make_copies(lock);
 }
 
 std::byte* Gatherer::begin_collecting(int32_t unit) {
@@ -349,10 +418,6 @@ void Gatherer::finish(Block& block) {
 }
 
 kernels::Event Gatherer::copy_to_host(std::span<std::byte> to, const std::byte* from) {
-  if (stream_ == nullptr) {
-    std::memcpy(to.data(), from, to.size());
-    return {};
-  }
   stream_->copy_to_host(to.data(), from, std::ssize(to));
   return stream_->record();
 }
@@ -369,10 +434,12 @@ Block* Gatherer::take_block(int32_t unit, Urgency urgency) {
   std::optional<int64_t> host;
   std::optional<int64_t> device;
   while (true) {
-    if (on_host && !host) host = host_room(bytes_on_host, end, urgency);
+    if (on_host && !host) host = host_room(bytes_on_host, end);
     if (on_device && !device) device = device_arena_.allocate(bytes, end);
     if ((host || !on_host) && (device || !on_device)) break;
-    if (make_room(unit, urgency)) continue;
+    // Who demands host memory waits for copies that will free some, before anything is given up.
+    const bool waits = on_host && !host && urgency == Urgency::demanded && copy_under_way();
+    if (!waits && make_room(unit, urgency)) continue;
     if (host) host_arena_.release(*host);
     if (device) device_arena_.release(*device);
     return nullptr;
@@ -399,26 +466,29 @@ Block* Gatherer::take_block(int32_t unit, Urgency urgency) {
   return block;
 }
 
-/// Gives up the ready, unleased unit that is needed last, unless (ahead) it is needed sooner than `unit`.
+/// Gives up the ready, unleased unit that is needed last, unless (ahead) it is needed sooner than `unit`. Not
+/// where it is still being copied to the device: who demands waits for that and asks again.
 bool Gatherer::make_room(int32_t unit, Urgency urgency) {
   int32_t victim = -1;
   int64_t farthest = urgency == Urgency::demanded ? -1 : context_.trace.next_use(unit);
   for (const auto& block : blocks_) {
     if (block->unit < 0 || block->orphan || block->leases > 0 || block->pins > 0) continue;
     if (context_.units[block->unit].gathered != Gathered::ready) continue;
-    if (urgency == Urgency::ahead && block->host_offset >= 0 && !block->copied.done()) continue;
+    if (urgency == Urgency::ahead && keeps_bounce(*block) && !block->copied.done()) continue;
     const int64_t use = context_.trace.next_use(block->unit);
     if (use <= farthest) continue;
     farthest = use;
     victim = block->unit;
   }
   if (victim < 0) return false;
-  drop(*context_.units[victim].block);
+  Block& block = *context_.units[victim].block;
+  if (keeps_bounce(block) && !block.copied.done()) return false;
+  drop(block);
   return true;
 }
 
+/// Its copy to the device is done. With `poison`, which is for tests, it waits for the device.
 void Gatherer::drop(Block& block) {
-  if (block.host_offset >= 0) block.copied.wait();
   // What is copied here next comes after the uses: nobody has to wait for them.
   for (const kernels::Event& use : block.uses) {
     if (context_.config.poison) use.wait();
@@ -443,6 +513,7 @@ void Gatherer::drop(Block& block) {
 }
 
 void Gatherer::invalidate(std::unique_lock<std::mutex>& lock, std::span<const int32_t> units) {
+  make_copies(lock);
   if (serve_.unit >= 0) {
     context_.wait(
         lock, [&] { return serve_.arriving == 0; }, Cause::reads);
@@ -458,7 +529,8 @@ void Gatherer::invalidate(std::unique_lock<std::mutex>& lock, std::span<const in
     context_.wait(
         lock, [&] { return state.gathered != Gathered::filling && state.gathered != Gathered::collecting; },
         Cause::reads);
-    std::exchange(state.copied, {}).wait();  // what it reads changes now, also where its block was given up
+    // What it reads changes now, also where its block was given up.
+    Context::wait_for(lock, std::exchange(state.copied, {}));
     if (state.gathered == Gathered::absent) continue;
     Block& block = *state.block;
     if (block.leases == 0) {

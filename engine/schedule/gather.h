@@ -2,7 +2,9 @@
 // while there is room and given up farthest-next-use first (Belady 1966, "A study of replacement algorithms
 // for a virtual-storage computer").
 //
-// Every method needs the context's mutex; those that take the lock may release it while they wait.
+// Every method needs the context's mutex; those that take the lock may release it while they wait for a
+// device or copy weights, which may take long. So one thread at a time changes weights (invalidate()), and no
+// other acquires meanwhile.
 #pragma once
 
 #include <memory>
@@ -34,28 +36,44 @@ struct Block {
   std::vector<kernels::Stream*> users;  // callers' queues while there are leases; may be given more work
 };
 
+/// Who has weights in slots of its own: the updater. Its methods need the context's mutex.
+class SlotOwner {
+ public:
+  /// The weights of a chunk are copied from its slot, without the mutex: until returned() the slot keeps
+  /// them.
+  virtual void lend(int32_t chunk) = 0;
+  virtual void returned(int32_t chunk) = 0;
+
+ protected:
+  ~SlotOwner() = default;
+};
+
 class Gatherer {
  public:
   explicit Gatherer(Context& context);
+  /// Before anything is gathered. The owner outlives all calls.
+  void copies_from_slots_of(SlotOwner& owner) { slots_ = &owner; }
   ~Gatherer();  // no lease is left; waits for copies and uses
   Gatherer(const Gatherer&) = delete;
   Gatherer& operator=(const Gatherer&) = delete;
 
   /// Leases the unit's gathered weights: waits until they are read, updated, collected and on their way to
-  /// the device. Throws BudgetError when leased units leave no room.
+  /// the device. Throws BudgetError when leased units leave no room, kernels::DeviceError.
   Block* acquire(std::unique_lock<std::mutex>& lock, int32_t unit);
-  /// Returns when they are there.
-  void wait_for_copy(std::unique_lock<std::mutex>& lock, Block* block);
+  /// Returns when they are there. The block is leased, and the caller does not hold the mutex. Throws
+  /// kernels::DeviceError; the lease goes on.
+  void wait_for_copy(Block& block);
   /// What the queue is given from now on sees them.
   void use(Block* block, kernels::Stream& queue);
-  /// The memory is in use until `uses` are done.
-  void release(Block* block, std::span<const kernels::Event> uses);
+  /// The memory is in use until `uses` are done. What fails fails the engine.
+  void release(Block* block, std::span<const kernels::Event> uses) noexcept;
 
   /// Starts to fill the units that come next, as far as there is room that is not needed sooner.
-  void prefetch();
+  void prefetch(std::unique_lock<std::mutex>& lock);
 
-  /// A chunk's update is done: brings its weights to the unit's block, where it waits for them.
-  void deliver(int32_t chunk, const std::byte* weights);
+  /// A worker has made a chunk's new weights and is the only one to touch them: brings them to the unit's
+  /// block, where it waits for them.
+  void deliver(std::unique_lock<std::mutex>& lock, int32_t chunk, const std::byte* weights);
 
   /// Gives up the gathered form of units whose weights change now. Waits for reads in flight.
   void invalidate(std::unique_lock<std::mutex>& lock, std::span<const int32_t> units);
@@ -75,13 +93,13 @@ class Gatherer {
   const std::byte* pin_shard(int32_t unit);
   void unpin();
   /// Brings the shard into memory, for others who want it.
-  void prepare_to_serve(int32_t unit);
+  void prepare_to_serve(std::unique_lock<std::mutex>& lock, int32_t unit);
   /// Memory for all ranks' shards, this rank's in its place: the device's where they meet there.
   std::byte* begin_collecting(int32_t unit);
   bool collects_on_device() const { return context_.traits.gathers; }
   void collected(int32_t unit);
 
-  /// From leased memory; `to` is filled once the event is done. Needs the lock.
+  /// From leased memory of a device that has its own; `to` is filled once the event is done.
   kernels::Event copy_to_host(std::span<std::byte> to, const std::byte* from);
 
   /// The longest run of the arena that is free now.
@@ -97,18 +115,28 @@ class Gatherer {
     io::Transfer transfer;
   };
   enum class Urgency : uint8_t { demanded, ahead };
+  struct Copy {  // of one chunk into a block, not begun
+    Block* block = nullptr;
+    int32_t chunk = -1;
+    Urgency urgency{};
+  };
   static void on_fetched(io::Transfer& transfer) noexcept;
 
   bool start_fill(int32_t unit, Urgency urgency);
   Block* take_block(int32_t unit, Urgency urgency);
+  void start_fills_ahead();
   bool make_room(int32_t unit, Urgency urgency);
-  void put(Block& block, int32_t chunk, const std::byte* weights);
   void bring(Block& block, int32_t chunk, Urgency urgency);
+  void fetch(Block& block, int32_t chunk, Urgency urgency);
+  void make_copies(std::unique_lock<std::mutex>& lock);
+  void make(std::unique_lock<std::mutex>& lock, const Copy& copy);
   void arrived(Block& block);
   void to_device(Block& block);
   void finish(Block& block);
   void drop(Block& block);
-  std::optional<int64_t> host_room(int64_t bytes, RangeAllocator::End end, Urgency urgency);
+  std::optional<int64_t> host_room(int64_t bytes, RangeAllocator::End end);
+  bool keeps_bounce(const Block& block) const;
+  std::optional<kernels::Event> copy_under_way() const;
   void free_bounce(Block& block);
   int64_t host_bytes(int32_t unit) const {
     return host_block_bytes(context_.layout, context_.layout.units[unit], context_.traits,
@@ -132,6 +160,8 @@ class Gatherer {
   std::vector<std::unique_ptr<Block>> blocks_;
   std::vector<Block*> idle_blocks_;
   std::vector<Fetch> fetches_;  // by chunk
+  std::vector<Copy> copies_;    // to be made, oldest first
+  SlotOwner* slots_ = nullptr;
   LinkedMemory serve_memory_;
   Block serve_;                       // a shard on its way to other ranks; unit -1: none
   std::vector<Fetch> serve_fetches_;  // by chunk

@@ -59,7 +59,24 @@ Updater::Updater(Context& context, Gatherer& gatherer)
   for (auto* queue :
        {&ring_queue_, &resident_queue_, &ahead_, &guesses_, &guessed_, &unread_guesses_, &home_guesses_})
     queue->reserve(context.chunks.size());
+  gatherer.copies_from_slots_of(*this);
+  check_slots();
   resume();
+}
+
+/// Before anything is read into a slot: what a read would write behind its end belongs to another chunk.
+void Updater::check_slots() const {
+  for (int32_t chunk = 0; chunk < std::ssize(context_.chunks); ++chunk) {
+    const Unit& unit = context_.layout.units[context_.layout.chunks[chunk].unit];
+    if (!unit.trainable() || !context_.touches_nvme(chunk)) continue;
+    int64_t bytes = context_.plan.gradients_on_nvme[chunk] ? context_.gradient_bytes(chunk) : 0;
+    for (Component component : kAllComponents)
+      bytes += context_.in_store(chunk, component) ? context_.component_bytes(chunk, component) : 0;
+    if (bytes <= context_.plan.ring_slot_bytes) continue;
+    throw std::logic_error(fmt::format("chunk {} of {} takes {} bytes in a slot of the ring, which has {}",
+                                       chunk - unit.first_chunk, unit.name, bytes,
+                                       context_.plan.ring_slot_bytes));
+  }
 }
 
 void Updater::schedule(std::span<const int32_t> chunks) {
@@ -131,6 +148,18 @@ bool Updater::stage_next() {
   return true;
 }
 
+/// The first chunk that fits, of the units whose updates somebody waits for; -1: there is none.
+template <class Fits>
+int32_t Updater::first_demanded(Fits fits) const {
+  for (size_t i = context_.demanded_units.size(); i-- > 0;) {
+    const Unit& unit = context_.layout.units[context_.demanded_units[i]];
+    for (int32_t c = unit.first_chunk; c < unit.first_chunk + unit.chunk_count; ++c) {
+      if (fits(c)) return c;
+    }
+  }
+  return -1;
+}
+
 /// What somebody waits for first, then the order of the update, then what the next step will need first.
 int32_t Updater::next_to_stage() {
   const auto wanted = [&](int32_t c) {
@@ -138,12 +167,7 @@ int32_t Updater::next_to_stage() {
     return state.pending && state.guess == Guess::none && state.residency == Residency::home &&
            context_.touches_nvme(c);
   };
-  if (context_.demanded_unit >= 0) {
-    const Unit& unit = context_.layout.units[context_.demanded_unit];
-    for (int32_t c = unit.first_chunk; c < unit.first_chunk + unit.chunk_count; ++c) {
-      if (wanted(c)) return c;
-    }
-  }
+  if (const int32_t chunk = first_demanded(wanted); chunk >= 0) return chunk;
   while (next_staged_ < ring_queue_.size() && !wanted(ring_queue_[next_staged_])) {
     // A chunk whose last version is still on its way out, or whose guess was dropped, is not home yet: it is
     // staged when it is, in its turn.
@@ -195,7 +219,9 @@ Updater::Slot* Updater::take_slot(bool may_drop_copies) {
   for (Slot& slot : slots_) {
     if (slot.chunk < 0) return &slot;
     const ChunkState& state = context_.chunks[slot.chunk];
-    if (state.residency == Residency::staged && !state.pending && state.guess == Guess::none) copy = &slot;
+    if (slot.in_flight == 0 && state.residency == Residency::staged && !state.pending &&
+        state.guess == Guess::none)
+      copy = &slot;
   }
   if (copy == nullptr || !may_drop_copies) return nullptr;
   free_slot(*copy);
@@ -232,8 +258,6 @@ void Updater::stage(int32_t chunk, Slot& slot) {
     context_.submit(transfer);
   }
   if (state.pending) stage_gradient(chunk, slot);
-  if (offset > context_.plan.ring_slot_bytes)
-    throw std::logic_error("a chunk is larger than a slot of the ring");
   transferred(slot);
 }
 
@@ -246,8 +270,6 @@ void Updater::stage_gradient(int32_t chunk, Slot& slot) {
   for (Component component : kAllComponents) {
     if (context_.in_store(chunk, component)) offset += context_.component_bytes(chunk, component);
   }
-  if (offset + state.gradient_extent.bytes > context_.plan.ring_slot_bytes)
-    throw std::logic_error("a chunk and its gradient are larger than a slot of the ring");
   slot.gradient.kind = io::Transfer::Kind::read;
   slot.gradient.priority = io::Transfer::Priority::demand;
   slot.gradient.extent = state.gradient_extent;
@@ -268,6 +290,15 @@ void Updater::on_transfer(io::Transfer& transfer) noexcept {
   }
   self.transferred(slot);
   self.pump();
+}
+
+void Updater::lend(int32_t chunk) {
+  ++slots_[context_.chunks[chunk].slot].in_flight;
+}
+
+void Updater::returned(int32_t chunk) {
+  transferred(slots_[context_.chunks[chunk].slot]);
+  pump();
 }
 
 /// One of the slot's transfers is done; the last one moves the chunk on.
@@ -328,21 +359,18 @@ bool Updater::dispatch_next() {
 bool Updater::is_ready(int32_t chunk) const {
   const ChunkState& state = context_.chunks[chunk];
   if (state.guess == Guess::made) return state.pending && state.verdict == Verdict::take;
-  if (state.guess == Guess::wanted)
-    return state.residency == (is_guessed_at_home(chunk) ? Residency::home : Residency::staged);
-  if (!state.pending || state.guess != Guess::none) return false;
-  if (context_.plan.gradients_on_nvme[chunk])  // it may come after the states
+  // A spilled gradient may come after the states, and weights may be copied from the slot.
+  const auto in_slot = [&] {
     return state.residency == Residency::staged && slots_[state.slot].in_flight == 0;
-  return state.residency == (context_.touches_nvme(chunk) ? Residency::staged : Residency::home);
+  };
+  if (state.guess == Guess::wanted)
+    return is_guessed_at_home(chunk) ? state.residency == Residency::home : in_slot();
+  if (!state.pending || state.guess != Guess::none) return false;
+  return context_.touches_nvme(chunk) ? in_slot() : state.residency == Residency::home;
 }
 
 int32_t Updater::next_ready() const {
-  if (context_.demanded_unit >= 0) {
-    const Unit& unit = context_.layout.units[context_.demanded_unit];
-    for (int32_t c = unit.first_chunk; c < unit.first_chunk + unit.chunk_count; ++c) {
-      if (is_ready(c)) return c;
-    }
-  }
+  if (const int32_t chunk = first_demanded([&](int32_t c) { return is_ready(c); }); chunk >= 0) return chunk;
   int32_t best = next_resident_ < resident_queue_.size() ? resident_queue_[next_resident_] : -1;
   for (const Slot& slot : slots_) {
     if (slot.chunk < 0 || !is_ready(slot.chunk)) continue;
@@ -431,6 +459,24 @@ void Updater::update(Work work) {
   }
 }
 
+/// Room in the store for a chunk's new version. The store may have to lengthen its files, so a worker asks it
+/// without the lock, before the update is told of.
+Updater::Extents Updater::allocate(int32_t chunk) {
+  Extents fresh{};
+  for (Component component : kAllComponents) {
+    if (context_.in_store(chunk, component))
+      fresh[static_cast<size_t>(component)] =
+          context_.store().allocate(context_.component_bytes(chunk, component));
+  }
+  return fresh;
+}
+
+void Updater::release(const Extents& extents) {
+  for (const io::Extent& extent : extents) {
+    if (!extent.empty()) context_.store().release(extent);
+  }
+}
+
 void Updater::run(int32_t chunk) noexcept {
   const Chunk& c = context_.layout.chunks[chunk];
   const Unit& unit = context_.layout.units[c.unit];
@@ -441,6 +487,8 @@ void Updater::run(int32_t chunk) noexcept {
   std::byte* home = nullptr;    // of hi
   std::byte* second = nullptr;  // guessed hi
   Guess guess = Guess::none;
+  bool in_slot = false;
+  Extents fresh{};  // for what is written back
   const int64_t weights_bytes = context_.component_bytes(chunk, Component::hi);
   {
     const std::lock_guard guard(context_.mutex);
@@ -448,6 +496,7 @@ void Updater::run(int32_t chunk) noexcept {
     const ChunkState& state = context_.chunks[chunk];
     work.memory.component = state.home;
     guess = state.guess;
+    in_slot = guess != Guess::taking && state.slot >= 0;
     home = state.home[0];
     second = state.second_weights;
     if (guess == Guess::running && is_guessed_at_home(chunk)) {
@@ -480,12 +529,13 @@ void Updater::run(int32_t chunk) noexcept {
       if (context_.config.poison)
         std::memset(work.gradients, 0xFF, static_cast<size_t>(c.elements * optim::bytes(work.element)));
     }
+    if (in_slot) fresh = allocate(chunk);
   } catch (const io::StoreError& error) {
     failure = fmt::format("states of {}: {}", unit.name, error.what());
   } catch (const std::exception& error) {
     failure = fmt::format("updating {}: {}", unit.name, error.what());
   }
-  const std::lock_guard guard(context_.mutex);
+  std::unique_lock lock(context_.mutex);
   --running_;
   context_.meter.end(Activity::update);
   if (guess != Guess::taking) context_.meter.updated(c.elements);
@@ -493,13 +543,14 @@ void Updater::run(int32_t chunk) noexcept {
   try {
     ChunkState& state = context_.chunks[chunk];
     if (guess == Guess::running) {
-      guessed(chunk);
+      guessed(lock, chunk, fresh);
     } else {
+      // Until the weights are delivered nobody else may touch them: the chunk stays as it is.
+      gatherer_.deliver(lock, chunk, work.memory.component[0]);
       if (guess == Guess::taking) take(state);
-      gatherer_.deliver(chunk, work.memory.component[0]);
       updated(chunk);
-      if (guess == Guess::none && state.slot >= 0) {
-        write_back(chunk, slots_[state.slot]);
+      if (in_slot) {
+        write_back(chunk, slots_[state.slot], fresh);
       } else if (guess == Guess::none) {
         state.become(Residency::home);
       }
@@ -518,8 +569,7 @@ void Updater::updated(int32_t chunk) {
   context_.release_gradient(state);  // used up
   ++context_.stats.updates;
   context_.journal.note(Happening::updated, unit, chunk, state.slot);
-  if (--context_.units[unit].pending_chunks == 0 && context_.demanded_unit == unit)
-    context_.demanded_unit = -1;
+  if (--context_.units[unit].pending_chunks == 0) context_.end_demand(unit);
   context_.changed.notify_all();
 }
 
@@ -567,23 +617,25 @@ bool Updater::decide(int32_t chunk, bool right) {
 }
 
 /// A worker has made the guess: it is written behind like any new version.
-void Updater::guessed(int32_t chunk) {
+void Updater::guessed(std::unique_lock<std::mutex>& lock, int32_t chunk, const Extents& fresh) {
   if (is_guessed_at_home(chunk)) return guessed_at_home(chunk);
   ChunkState& state = context_.chunks[chunk];
   Slot& slot = slots_[state.slot];
+  // step() has taken it while it was made, and its weights are in the slot.
+  const bool delivers = state.verdict == Verdict::take && state.second_weights == nullptr;
+  if (delivers) gatherer_.deliver(lock, chunk, state.staged_weights);
   context_.journal.note(Happening::guessed, context_.layout.chunks[chunk].unit, chunk, state.slot);
   if (state.verdict == Verdict::drop) {
+    release(fresh);
     free_slot(slot);
     drop(state);
   } else {
     state.guess = Guess::made;
-    write_back(chunk, slot);
+    write_back(chunk, slot, fresh);
     if (state.verdict == Verdict::take && state.second_weights != nullptr) {
       dispatch(chunk);
-    } else if (state.verdict == Verdict::take) {
-      const std::byte* weights = state.staged_weights;
+    } else if (delivers) {
       take(state);
-      gatherer_.deliver(chunk, weights);
       updated(chunk);
     }
   }
@@ -617,10 +669,8 @@ void Updater::take(ChunkState& state) {
 
 /// The old version stays the chunk's.
 void Updater::drop(ChunkState& state) {
-  for (io::Extent& extent : state.guessed_extents) {
-    if (!extent.empty()) context_.store().release(extent);
-    extent = {};
-  }
+  release(state.guessed_extents);
+  state.guessed_extents = {};
   end_guess(state);
 }
 
@@ -665,17 +715,16 @@ void Updater::take_back_all(std::unique_lock<std::mutex>& lock) {
   for (size_t u = 0; u < context_.units.size(); ++u) take_back(lock, static_cast<int32_t>(u));
 }
 
-void Updater::write_back(int32_t chunk, Slot& slot) {
+void Updater::write_back(int32_t chunk, Slot& slot, const Extents& fresh) {
   context_.chunks[chunk].become(Residency::writing);
   context_.journal.note(Happening::writing, context_.layout.chunks[chunk].unit, chunk, slot.index);
   slot.in_flight = 1;
   for (Component component : kAllComponents) {
     if (!context_.in_store(chunk, component)) continue;
-    const int64_t bytes = context_.component_bytes(chunk, component);
     io::Transfer& transfer = slot.transfers[static_cast<size_t>(component)];
     transfer.kind = io::Transfer::Kind::write;
     transfer.priority = io::Transfer::Priority::write_behind;
-    transfer.extent = context_.store().allocate(bytes);
+    transfer.extent = fresh[static_cast<size_t>(component)];
     if (component != Component::hi) slot.states[static_cast<size_t>(component)].hand_over(transfer);
     ++slot.in_flight;
     context_.submit(transfer);
@@ -687,13 +736,14 @@ void Updater::write_back(int32_t chunk, Slot& slot) {
 
 bool Updater::at_rest() const {
   return pending_ == 0 && running_ == 0 && std::all_of(slots_.begin(), slots_.end(), [&](const Slot& slot) {
-           return slot.chunk < 0 || context_.chunks[slot.chunk].residency == Residency::staged;
+           return slot.chunk < 0 ||
+                  (slot.in_flight == 0 && context_.chunks[slot.chunk].residency == Residency::staged);
          });
 }
 
 void Updater::wait_for(std::unique_lock<std::mutex>& lock, int32_t unit) {
   if (context_.units[unit].pending_chunks == 0) return;
-  context_.demanded_unit = unit;
+  context_.demand(unit);
   pump();
   context_.wait(
       lock, [&] { return context_.units[unit].pending_chunks == 0; }, Cause::updates, unit);

@@ -18,9 +18,11 @@
 
 namespace overspill::engine {
 
-class Updater {
+class Updater final : private SlotOwner {
  public:
   Updater(Context& context, Gatherer& gatherer);
+  Updater(const Updater&) = delete;
+  Updater& operator=(const Updater&) = delete;
 
   /// step() has decided: these chunks (in the order given) are updated from now on. All earlier updates are
   /// done. Guesses whose factors were right are taken, all others dropped.
@@ -57,14 +59,19 @@ class Updater {
     std::byte* memory = nullptr;
     int32_t index = 0;
     int32_t chunk = -1;
-    int32_t in_flight = 0;
+    int32_t in_flight = 0;  // transfers, and copies of weights from the slot; at rest 0
     std::array<io::Transfer, kComponents> transfers;
     std::vector<io::Sealed>
         states;             // by component; weights are checked on arrival, since others use them too
     io::Transfer gradient;  // a spilled one; read once its step is decided, memory null until then
   };
 
+  void lend(int32_t chunk) override;
+  void returned(int32_t chunk) override;
   static void on_transfer(io::Transfer& transfer) noexcept;
+  template <class Fits>
+  int32_t first_demanded(Fits fits) const;
+  void check_slots() const;
   bool stage_next();
   int32_t next_to_stage();
   int32_t next_ahead();
@@ -78,10 +85,13 @@ class Updater {
   void dispatch(int32_t chunk);
   bool is_guessed_at_home(int32_t chunk) const { return context_.plan.held_twice[chunk]; }
   struct Work;
+  using Extents = std::array<io::Extent, kComponents>;  // one of each component in the store
   void update(Work work);
+  Extents allocate(int32_t chunk);
+  void release(const Extents& extents);
   void run(int32_t chunk) noexcept;
   void updated(int32_t chunk);
-  void guessed(int32_t chunk);
+  void guessed(std::unique_lock<std::mutex>& lock, int32_t chunk, const Extents& fresh);
   void guessed_at_home(int32_t chunk);
   bool decide(int32_t chunk, bool right);
   void judge(const ScheduleStats& before);
@@ -89,7 +99,7 @@ class Updater {
   void drop(ChunkState& state);
   void adopt(ChunkState& state);
   void end_guess(ChunkState& state);
-  void write_back(int32_t chunk, Slot& slot);
+  void write_back(int32_t chunk, Slot& slot, const Extents& fresh);
   void transferred(Slot& slot);
   void free_slot(Slot& slot);
   bool at_rest() const;

@@ -1,0 +1,91 @@
+// A device around another, for tests that watch it or let it fail.
+#pragma once
+
+#include <functional>
+#include <memory>
+#include <optional>
+#include <string_view>
+#include <utility>
+
+#include "kernels/device.h"
+
+namespace overspill::testing {
+
+/// Of a device around another. What a hook throws is what the call throws.
+struct DeviceHooks {
+  std::function<void(bool done)> before_wait;  // of a host thread, for an event; done: it will not wait
+  std::function<void()> before_record;         // of an event, in any stream
+};
+
+class AroundDevice final : public kernels::Device {
+ public:
+  AroundDevice(std::unique_ptr<kernels::Device> device, DeviceHooks hooks)
+      : device_(std::move(device)), hooks_(std::make_shared<DeviceHooks>(std::move(hooks))) {}
+
+  std::string_view name() const override { return device_->name(); }
+  bool shares_host_memory() const override { return device_->shares_host_memory(); }
+  kernels::DeviceMemory allocate(int64_t bytes) override { return device_->allocate(bytes); }
+  kernels::DeviceMemory allocate_nan(int64_t bytes) override { return device_->allocate_nan(bytes); }
+  std::unique_ptr<kernels::Stream> make_stream() override { return around(device_->make_stream()); }
+  std::unique_ptr<kernels::Stream> adopt_stream(void* native) override {
+    return around(device_->adopt_stream(native));
+  }
+  kernels::HostPin pin_host(void* data, int64_t bytes) override { return device_->pin_host(data, bytes); }
+  std::optional<int> nearest_numa_node() override { return device_->nearest_numa_node(); }
+  void make_current() override { device_->make_current(); }
+  void time_events(bool on) override { device_->time_events(on); }
+  void poison(void* device, int64_t bytes) override { device_->poison(device, bytes); }
+  kernels::DeviceKernels* kernels() override { return device_->kernels(); }
+
+ private:
+  class Watched final : public kernels::Event::State {
+   public:
+    Watched(kernels::Event event, std::shared_ptr<DeviceHooks> hooks)
+        : event_(std::move(event)), hooks_(std::move(hooks)) {}
+    bool done() override { return event_.done(); }
+    void wait() override {
+      if (hooks_->before_wait) hooks_->before_wait(event_.done());
+      event_.wait();
+    }
+    std::optional<int64_t> reached_ns() override { return event_.reached_ns(); }
+    const kernels::Event& event() const { return event_; }
+
+   private:
+    const kernels::Event event_;
+    const std::shared_ptr<DeviceHooks> hooks_;
+  };
+
+  class AroundStream final : public kernels::Stream {
+   public:
+    AroundStream(std::unique_ptr<kernels::Stream> stream, std::shared_ptr<DeviceHooks> hooks)
+        : stream_(std::move(stream)), hooks_(std::move(hooks)) {}
+    void copy_from_host(void* device, const void* host, int64_t bytes) override {
+      stream_->copy_from_host(device, host, bytes);
+    }
+    void copy_to_host(void* host, const void* device, int64_t bytes) override {
+      stream_->copy_to_host(host, device, bytes);
+    }
+    kernels::Event record() override {
+      if (hooks_->before_record) hooks_->before_record();
+      return kernels::Event(std::make_shared<Watched>(stream_->record(), hooks_));
+    }
+    void wait(const kernels::Event& event) override {
+      const auto* const watched = dynamic_cast<const Watched*>(event.state());
+      stream_->wait(watched != nullptr ? watched->event() : event);  // the stream's wait is no thread's
+    }
+    void* native() override { return stream_->native(); }
+
+   private:
+    const std::unique_ptr<kernels::Stream> stream_;
+    const std::shared_ptr<DeviceHooks> hooks_;
+  };
+
+  std::unique_ptr<kernels::Stream> around(std::unique_ptr<kernels::Stream> stream) {
+    return std::make_unique<AroundStream>(std::move(stream), hooks_);
+  }
+
+  const std::unique_ptr<kernels::Device> device_;
+  const std::shared_ptr<DeviceHooks> hooks_;  // of events too, which may outlive this
+};
+
+}  // namespace overspill::testing

@@ -1,0 +1,272 @@
+// Nothing waits for a disk or a device, and no weights are copied, while the engine's mutex is held
+// (docs/architecture.md). Where that happens another thread has to get the mutex first.
+#include <fmt/format.h>
+#include <gtest/gtest.h>
+#include <signal.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <chrono>
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <utility>
+#include <vector>
+
+#include "engine/collectives/self_communicator.h"
+#include "engine/engine.h"
+#include "engine/resources.h"
+#include "engine/schedule/gather.h"
+#include "engine/schedule/plan.h"
+#include "engine/schedule/updater.h"
+#include "io/memory_store.h"
+#include "kernels/simulated_device.h"
+#include "tests/engine/around_device.h"
+#include "tests/engine/around_store.h"
+#include "tests/engine/mutex_probe.h"
+#include "tests/engine/toy_model.h"
+#include "tests/watched.h"
+
+namespace overspill::testing {
+namespace {
+
+using engine::Config;
+using engine::Engine;
+using engine::Placement;
+
+constexpr int kUnits = 6;
+
+Config config_of(bool speculate = false) {
+  Config config;
+  config.nvme = {"/nowhere"};  // the store is in memory
+  config.threads = 2;
+  config.chunk_elements = 4096;
+  config.prefetch_units = 2;
+  config.placement = Placement::nvme;
+  config.host_budget_bytes = 64 << 20;
+  config.gradient_accumulation = 2;
+  config.max_grad_norm = speculate ? 1e9 : 1.0;
+  config.speculate = speculate;
+  return config;
+}
+
+/// With the smallest host budget that it takes.
+Config smallest(Config config, const engine::DeviceTraits& traits) {
+  const engine::Layout layout = engine::make_layout(toy_units(), config.chunk_elements, 0, 1);
+  for (config.host_budget_bytes = 64 << 10;; config.host_budget_bytes += 4 << 10) {
+    try {
+      (void)make_plan(layout, config, traits);
+      return config;
+    } catch (const engine::BudgetError&) {
+    }
+  }
+}
+
+/// A slow store in memory.
+std::unique_ptr<io::Store> slow_store() {
+  io::Faults slow{.seed = 3};
+  slow.delay_max = std::chrono::microseconds(300);
+  return io::make_memory_store(64 << 20, slow, 65536);
+}
+
+void train(Engine& engine, int steps) {
+  toy_load(engine);
+  for (int step = 0; step < steps; ++step) {
+    engine.expect_step(toy_groups(step));
+    toy_step(engine, step, 2, 0);
+  }
+}
+
+TEST(EngineMutex, IsFreeWhileTheStoreMakesRoom) {
+  for (const bool speculate : {false, true}) {
+    MutexProbe probe;
+    const Config config = config_of(speculate);
+    engine::Resources resources = make_resources(toy_units(), config, {"host", "memory", 1});
+    resources.store = std::make_unique<WatchedAllocations>(slow_store(), [&] { probe.pass(); });
+    Engine engine(toy_units(), config, std::move(resources));
+    probe.watch(engine);
+    train(engine, 4);
+    EXPECT_FALSE(probe.held());
+    EXPECT_GT(probe.passed(), 50);
+    if (speculate) {
+      EXPECT_GT(engine.stats().guesses_taken, 0);
+    }
+    probe.forget();
+  }
+}
+
+// ---- the device
+
+/// Queues run ahead of the device, whose copies are slow: what comes next finds them under way.
+class SlowCopies : public ::testing::TestWithParam<Placement> {};
+
+TEST_P(SlowCopies, AreNotWaitedForWithTheMutex) {
+  MutexProbe probe;
+  kernels::SimulatedDeviceOptions slow;
+  slow.delay_min = std::chrono::microseconds(300);
+  slow.delay_max = std::chrono::microseconds(900);
+  Config config = config_of();
+  config.device_budget_bytes = 92 << 10;  // three of six units
+  config.placement = GetParam();
+  config = smallest(config, {.shares_host_memory = false, .updates = true});
+  engine::Resources resources = make_resources(toy_units(), config, {"simulated", "memory", 1});
+  resources.device =
+      std::make_shared<AroundDevice>(kernels::make_simulated_device(slow), DeviceHooks{.before_wait =
+                                                                                           [&](bool done) {
+                                                                                             if (!done)
+                                                                                               probe.pass();
+                                                                                           },
+                                                                                       .before_record = {}});
+  const std::shared_ptr<kernels::Device> device = resources.device;
+  if (resources.store != nullptr) resources.store = slow_store();
+  Engine engine(toy_units(), config, std::move(resources));
+  toy_load(engine);
+  auto queue = device->make_stream();
+  probe.watch(engine);
+  for (int step = 0; step < 4; ++step) {
+    engine.begin_pass({true, true});
+    for (int u = 0; u < kUnits; ++u) (void)engine.acquire(u, {queue->native()});
+    for (int u = kUnits - 1; u >= 0; --u) {
+      (void)engine.acquire(u, {queue->native()});
+      if (!engine.layout().units[u].trainable()) continue;
+      const std::vector<float> seen(static_cast<size_t>(engine.layout().units[u].segments[0].elements), 0.5F);
+      toy_add_gradient_always(engine, seen, u, 0, step, 0, 0);
+    }
+    engine.step(toy_groups(step));
+  }
+  EXPECT_FALSE(probe.held());
+  EXPECT_GT(probe.passed(), 0);
+  probe.forget();
+}
+
+INSTANTIATE_TEST_SUITE_P(Placements, SlowCopies, ::testing::Values(Placement::host, Placement::nvme),
+                         [](const auto& info) { return placement_name(info.param); });
+
+// ---- long copies
+
+/// Memory whose every page, once, calls the probe on the thread that touches it first.
+class Tripwire {
+ public:
+  Tripwire(std::span<std::byte> memory, MutexProbe& probe) : memory_(memory), probe_(probe) {
+    current_ = this;
+    struct sigaction action {};
+    action.sa_sigaction = &Tripwire::on_touch;
+    action.sa_flags = SA_SIGINFO | SA_NODEFER;
+    ::sigemptyset(&action.sa_mask);
+    ::sigaction(SIGSEGV, &action, &before_);
+  }
+  ~Tripwire() {
+    open(memory_);
+    ::sigaction(SIGSEGV, &before_, nullptr);
+    current_ = nullptr;
+  }
+  Tripwire(const Tripwire&) = delete;
+  Tripwire& operator=(const Tripwire&) = delete;
+
+  void arm() { ::mprotect(memory_.data(), memory_.size(), PROT_NONE); }
+
+ private:
+  static constexpr size_t kPage = 4096;
+
+  static void open(std::span<std::byte> memory) {
+    ::mprotect(memory.data(), memory.size(), PROT_READ | PROT_WRITE);
+  }
+  static void on_touch(int, siginfo_t* info, void*) {
+    auto* const touched = static_cast<std::byte*>(info->si_addr);
+    Tripwire* const self = current_;
+    if (self == nullptr || touched < self->memory_.data() ||
+        touched >= self->memory_.data() + self->memory_.size()) {
+      ::sigaction(SIGSEGV, &self->before_, nullptr);  // a fault like any other
+      return;
+    }
+    self->probe_.pass();
+    const auto page = reinterpret_cast<uintptr_t>(touched) / kPage * kPage;
+    open({reinterpret_cast<std::byte*>(page), kPage});
+  }
+
+  static inline std::atomic<Tripwire*> current_ = nullptr;
+  const std::span<std::byte> memory_;
+  MutexProbe& probe_;
+  struct sigaction before_ {};
+};
+
+/// Remembers what memory the engine registers.
+class RegisteringStore final : public AroundStore {
+ public:
+  RegisteringStore(std::unique_ptr<io::Store> store, std::vector<std::span<std::byte>>& registered)
+      : AroundStore(std::move(store)), registered_(registered) {}
+  void register_memory(std::span<std::byte> memory) override { registered_.push_back(memory); }
+
+ private:
+  std::vector<std::span<std::byte>>& registered_;
+};
+
+/// Weights on NVMe, on a device that shares the host's memory: of a unit that is gathered, chunks come from
+/// the store, from ring slots, and from workers that have just updated them.
+TEST(EngineMutex, IsFreeWhileWeightsAreCopied) {
+  if (kWatched) GTEST_SKIP() << "a sanitizer has the signal that this test needs";
+  MutexProbe probe;
+  std::vector<std::span<std::byte>> registered;
+  const Config config = config_of();
+  engine::Resources resources = make_resources(toy_units(), config, {"host", "memory", 1});
+  resources.store = std::make_unique<RegisteringStore>(slow_store(), registered);
+  Engine engine(toy_units(), config, std::move(resources));
+  std::span<std::byte> arena;
+  for (const auto& memory : registered) {
+    if (std::ssize(memory) == engine.plan().gather_host_bytes) arena = memory;
+  }
+  ASSERT_FALSE(arena.empty()) << "the arena of gathered units is not known by its size";
+  toy_load(engine);
+  probe.watch(engine);
+  {
+    Tripwire wire(arena, probe);
+    for (int step = 0; step < 6; ++step) {
+      wire.arm();
+      toy_step(engine, step, 2, 0);
+    }
+  }
+  EXPECT_FALSE(probe.held());
+  EXPECT_GT(probe.passed(), 50);
+  probe.forget();
+}
+
+TEST(EngineMutex, IsFreeWhileALeaseIsCopied) {
+  if (kWatched) GTEST_SKIP() << "a sanitizer has the signal that this test needs";
+  MutexProbe probe;
+  const Config config = config_of();
+  Engine engine(toy_units(), config, make_resources(toy_units(), config, {"host", "memory", 1}));
+  toy_load(engine);
+  const engine::Lease lease = engine.acquire(1);
+  const auto bytes = static_cast<size_t>(lease.bytes());
+  const size_t mapped = (bytes + 4095) / 4096 * 4096;
+  void* const memory = ::mmap(nullptr, mapped, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  ASSERT_NE(memory, MAP_FAILED);
+  const std::span to(static_cast<std::byte*>(memory), bytes);
+  probe.watch(engine);
+  {
+    Tripwire wire({to.data(), mapped}, probe);
+    wire.arm();
+    lease.copy_to_host(0, to);
+  }
+  EXPECT_FALSE(probe.held());
+  EXPECT_GT(probe.passed(), 0);
+  probe.forget();
+  ::munmap(memory, mapped);
+}
+
+// ---- the ring
+
+TEST(Ring, ThatIsTooSmallForAChunkIsRefusedBeforeAnythingIsRead) {
+  const Config config = config_of();
+  engine::Layout layout = engine::make_layout(toy_units(), config.chunk_elements, 0, 1);
+  engine::Plan plan = make_plan(layout, config, {});
+  plan.ring_slot_bytes -= 4096;
+  engine::Context context(std::move(layout), std::move(plan), config,
+                          make_resources(toy_units(), config, {"host", "memory", 1}));
+  engine::Gatherer gatherer(context);
+  EXPECT_THROW(engine::Updater(context, gatherer), std::logic_error);
+}
+
+}  // namespace
+}  // namespace overspill::testing
