@@ -593,7 +593,7 @@ StepReport Engine::report() {
 MachineFigures Engine::figures() {
   Context& c = machine_->context;
   const std::lock_guard guard(c.mutex);
-  return figures_of(c.meter.recent(), c.meter.forward_left(), c.plan, c.resources.executor->threads());
+  return figures_of(c.meter.recent(), c.meter.forward_left(), c.plan, c.workers);
 }
 
 Prediction Engine::predict() {

@@ -28,7 +28,10 @@ Machine::~Machine() {
 }
 
 void Machine::shut_down() noexcept {
-  if (closed) return;
+  std::call_once(shut_down_, [this] { finish(); });
+}
+
+void Machine::finish() noexcept {
   closed = true;
   intake.close();
   rounds.leave();
@@ -48,7 +51,9 @@ void Machine::shut_down() noexcept {
   // Tasks and transfers point into this object: none may be left.
   context.resources.executor.reset();
   if (context.resources.store != nullptr) context.store().drain();
-  context.resources.store.reset();
+  std::unique_ptr<io::Store> store;  // ends without the mutex, which its threads take
+  const std::lock_guard guard(context.mutex);
+  store.swap(context.resources.store);
 }
 
 const Unit& Machine::unit_at(int32_t unit) const {

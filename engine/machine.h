@@ -1,6 +1,7 @@
 // The parts of an engine, in the order in which they are built. Beyond engine/ nobody sees this.
 #pragma once
 
+#include <atomic>
 #include <exception>
 #include <filesystem>
 #include <mutex>
@@ -31,8 +32,9 @@ class Machine {
   Machine(Layout layout, Plan plan, Config config, Resources resources);
   ~Machine();
 
-  /// Finishes what is in flight, joins the workers, gives up the store. Only leases are of use afterwards. A
-  /// failure that no caller has been told of stays in the context.
+  /// Finishes what is in flight, joins the workers, gives up the store. Only leases and figures are of use
+  /// afterwards. A failure that no caller has been told of stays in the context. A second call returns when
+  /// the first has.
   void shut_down() noexcept;
 
   // The step (step.cc), as the passes it consists of.
@@ -83,20 +85,25 @@ class Machine {
   Access access;
   CheckpointKeeper keeper;
   Rounds rounds;
+  // Written under the context's mutex; whoever calls step() or load() may read them without it.
   int64_t steps = 0;
   int64_t skipped_steps = 0;
+  // Of calls that come one at a time (engine.h):
   int64_t looks = 0;              // at weights or states of several ranks
   std::optional<double> clipped;  // by clip_grad_norm(): the factor of the gradients that are there
-  bool closed = false;
+  std::atomic<bool> closed = false;
 
  private:
   std::vector<std::string> tell(Meeting meeting, const std::exception_ptr& error,
                                 const std::string& words = {});
+  void finish() noexcept;
   void finish_updates();
   GradientSummary reduce_gradients();
+  /// Counts the step, and keeps what its updates need.
   void capture_factors(std::span<const optim::Hyper> groups, double clip);
   void schedule_updates();
 
+  std::once_flag shut_down_;
   std::vector<int32_t> scheduled_chunks_;  // of schedule_updates(), kept for their memory
   std::vector<int32_t> changed_units_;
 };

@@ -537,6 +537,8 @@ class Engine:
 
     def _segment(self, parameter: nn.Parameter) -> Segment | None:
         """None of a parameter without elements, which no unit holds. Raises ValueError for one of another model."""
+        if self._residency.closed:
+            raise ValueError(f"overspill: {self._residency.closed}")
         segment = registry.get(id(parameter))
         if (
             segment is None

@@ -58,6 +58,7 @@ Context::Context(Layout layout_in, Plan plan_in, Config config_in, Resources res
       config(std::move(config_in)),
       resources(std::move(resources_in)),
       traits(traits_of(*resources.device, *resources.communicator)),
+      workers(resources.executor->threads()),
       host_budget("host", config.host_budget_bytes),
       linked(*resources.device, host_budget, plan.weights_host_bytes + plan.gradients_host_bytes,
              "weights and gradients"),

@@ -216,6 +216,7 @@ struct Context {
   const Config config;
   Resources resources;
   const DeviceTraits traits;
+  const int workers;  // of the executor, which close() gives up
   Budget host_budget;
   LinkedMemory linked;  // weights and gradients on the host: they come from a device, or go there
   HostMemory states;    // on the host

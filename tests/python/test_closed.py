@@ -1,0 +1,152 @@
+"""What an engine says after close(): every public method and attribute answers, or raises an error that says why not.
+They are found by introspection, so that none can be forgotten. In a process of its own, since what is asked of memory
+that is gone may end the process."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).resolve().parent
+
+# Answers: looks at what was, and what needs no weights. All else has to say that the engine is closed, or has been.
+ANSWERS = {
+    "close",
+    "config",
+    "device",
+    "eval",
+    "global_steps",
+    "last_step",
+    "lr_scheduler",
+    "micro_steps",
+    "module",
+    "optimizer",
+    "plan_text",
+    "predict",
+    "rank",
+    "report",
+    "stats",
+    "train",
+    "world_size",
+}
+CORE_ANSWERS = {"close", "layout", "nan_capsule", "plan", "predict", "report", "stats", "unit_bytes"}
+
+JOB = """
+import inspect, sys, tempfile
+import torch
+from torch import nn
+import overspill
+
+placement = sys.argv[1]
+folder = tempfile.mkdtemp()
+config = {
+    "budget": {"host": "64MiB", "nvme": [] if placement == "host" else [folder]},
+    "optimizer": {"type": "AdamW"},
+    "engine": {"placement": placement, "chunk_elements": 4096, "threads": 1},
+}
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+x = torch.ones(2, 8)
+engine, *_ = overspill.initialize(model, config)
+for _ in range(4):
+    engine.backward(engine(x).square().mean())
+    engine.step()
+engine.save_checkpoint(folder + "/saved")
+loss = engine(x).square().mean()
+parameter = next(model.parameters())
+core = engine._core
+loaded = {key: torch.zeros_like(value) for key, value in engine.state_dict().items()}
+groups = engine.optimizer._hyper_parameters()
+room = torch.zeros(4096)
+address = room.data_ptr()
+engine.close()
+
+
+def enter(manager):
+    with manager:
+        pass
+
+
+CALLS = {
+    "backward": lambda: engine.backward(loss),
+    "clip_grad_norm_": lambda: engine.clip_grad_norm_(1.0),
+    "forward": lambda: engine.forward(x),
+    "gathered": lambda: enter(engine.gathered(parameter)),
+    "grad": lambda: engine.grad(parameter),
+    "load_checkpoint": lambda: engine.load_checkpoint(folder + "/saved"),
+    "load_state_dict": lambda: engine.load_state_dict(loaded),
+    "optimizer_state": lambda: engine.optimizer_state(parameter),
+    "save_checkpoint": lambda: engine.save_checkpoint(folder + "/again"),
+    "trace": lambda: enter(engine.trace(folder + "/trace.json")),
+    "train_batch": lambda: engine.train_batch(iter([x] * 9), loss=lambda batch: engine(batch).square().mean()),
+    "weight": lambda: engine.weight(parameter),
+}
+CORE_CALLS = {
+    "acquire": lambda: core.acquire(0),
+    "acquire_on": lambda: core.acquire_on(0, 0, 1, 0),
+    "add_device_gradient": lambda: core.add_device_gradient(0, 0, torch.zeros(64).__dlpack__(), 0),
+    "add_gradient": lambda: core.add_gradient(0, 0, address, 256, "F32"),
+    "begin_pass": lambda: core.begin_pass(True, True),
+    "clip_grad_norm": lambda: core.clip_grad_norm(1.0),
+    "expect_step": lambda: core.expect_step(groups),
+    "generation": lambda: core.generation(0),
+    "has_gradient": lambda: core.has_gradient(0, 0),
+    "layout": lambda: core.layout(0),
+    "load": lambda: core.load(folder + "/saved"),
+    "load_weight": lambda: core.load_weight(0, 0, address, 256, "F32"),
+    "nan_capsule": lambda: core.nan_capsule(64, 1, 0),
+    "predict": lambda: core.predict([1 << 26]),
+    "read_state": lambda: core.read_state(0, 0, "m", address, 256),
+    "read_weight": lambda: core.read_weight(0, 0, address, 256, "F32"),
+    "record_journal": lambda: core.record_journal(True),
+    "resident_now": lambda: core.resident_now(0),
+    "save": lambda: core.save(folder + "/core", "{}"),
+    "start_states": lambda: core.start_states(groups),
+    "step": lambda: core.step(groups),
+    "unit_bytes": lambda: core.unit_bytes(0),
+    "write_chrome_trace": lambda: core.write_chrome_trace(folder + "/trace.json"),
+    "written": lambda: core.written(0, 0, address, 256),
+}
+
+
+def tell(owner, what, calls):
+    names = {n for n in dir(type(what)) if not n.startswith("_")}
+    names |= {n for n in getattr(what, "__dict__", {}) if not n.startswith("_")}
+    assert set(calls) <= names, f"{owner} has no {set(calls) - names}"
+    for name in sorted(names):
+        print(owner, name, end=" ", flush=True)
+        try:
+            if name in calls:
+                calls[name]()
+            else:
+                value = getattr(what, name)
+                if inspect.isroutine(value):
+                    value()
+            print("answers", flush=True)
+        except Exception as error:
+            print("raises", type(error).__name__, str(error).replace(chr(10), " "), flush=True)
+
+
+tell("engine", engine, CALLS)
+tell("core", core, CORE_CALLS)
+"""
+
+
+@pytest.mark.parametrize("placement", ["host", "nvme"])
+def test_everything_answers_or_says_that_the_engine_is_closed(placement):
+    run = subprocess.run(
+        [sys.executable, "-c", JOB, placement], capture_output=True, text=True, timeout=120, cwd=HERE, check=False
+    )
+    said = run.stdout.splitlines()
+    last = said[-1] if said else "nothing"
+    assert run.returncode == 0, f"the process ended with {run.returncode} after: {last}\n{run.stderr[-2000:]}"
+    wrong = []
+    for line in said:
+        owner, name, *outcome = line.split(" ", 3)
+        answers = name in (ANSWERS if owner == "engine" else CORE_ANSWERS)
+        right = outcome[0] == "answers" if answers else outcome[0] == "raises" and "closed" in line
+        if not right:
+            wrong.append(line)
+    assert len(said) > 60
+    assert not wrong, "\n".join(wrong)
