@@ -51,10 +51,7 @@ void GradientSums::open(std::unique_lock<std::mutex>& lock, int32_t unit) {
         "all of a step's first, or call step() or clear_gradients()",
         context_.layout.units[unit].name));
   }
-  const auto done = [&] {
-    if (!must_wait(unit)) return context_.units[unit].gradients != nullptr || take_memory(unit);
-    return refused_;
-  };
+  const auto done = [&] { return refused_ || !must_wait(unit); };
   if (!done()) {
     waits_for_ = unit;
     context_.changed.notify_all();
@@ -66,6 +63,7 @@ void GradientSums::open(std::unique_lock<std::mutex>& lock, int32_t unit) {
     }
     waits_for_ = -1;
   }
+  if (!must_wait(unit) && context_.units[unit].gradients == nullptr) take_memory(unit);
   check_refused(unit);
 }
 
@@ -90,13 +88,11 @@ void GradientSums::check_refused(int32_t unit) {
       context_.layout.units[unit].name, context_.plan.gradient_pool_bytes - pool_.free_bytes()));
 }
 
-bool GradientSums::take_memory(int32_t unit) {
-  const auto offset = pool_.allocate(context_.layout.units[unit].elements * context_.gradient_width(unit),
-                                     RangeAllocator::End::low);
-  if (!offset) return false;
-  of_[unit].offset = *offset;
-  context_.units[unit].gradients = pool() + *offset;
-  return true;
+/// There is room: must_wait() says so.
+void GradientSums::take_memory(int32_t unit) {
+  const int64_t bytes = context_.layout.units[unit].elements * context_.gradient_width(unit);
+  of_[unit].offset = pool_.allocate(bytes, RangeAllocator::End::low).value();
+  context_.units[unit].gradients = pool() + of_[unit].offset;
 }
 
 void GradientSums::free_memory(int32_t unit) {

@@ -75,7 +75,7 @@ class GradientSums {
   void check_refused(int32_t unit);
   void zero_absent(int32_t unit);
   bool must_wait(int32_t unit) const;
-  bool take_memory(int32_t unit);
+  void take_memory(int32_t unit);
   void free_memory(int32_t unit);
 
   Context& context_;
