@@ -482,9 +482,11 @@ void Engine::clear_gradients() {
 }
 
 bool Engine::has_gradient(int32_t unit, int32_t segment) {
-  machine().segment_at(unit, segment);
-  machine().intake.finish();
-  return machine().gradients.present(unit, segment);
+  Machine& m = machine();
+  m.segment_at(unit, segment);
+  m.intake.finish();
+  const std::lock_guard guard(m.context.mutex);
+  return m.gradients.present(unit, segment);
 }
 
 int64_t Engine::generation(int32_t unit) {
@@ -558,6 +560,7 @@ std::string Engine::load(const std::filesystem::path& folder) {
   m.gradients.clear();
   m.clipped.reset();
   change(m, "loading " + folder.string() + " was cut off", [&] { m.keeper.load(folder, manifest); });
+  lock.lock();
   m.steps = manifest.step;
   m.skipped_steps = manifest.skipped_steps;
   return manifest.extra_json;

@@ -5,10 +5,21 @@
 //   engine.add_gradient(unit, segment, data, bytes, "BF16");
 //   engine.step(groups);
 //
-// Threads: methods may be called from any thread, one collective call at a time. Collective means: all ranks
-// make it, and it waits for them (docs/ranks.md). Errors: std::invalid_argument for misuse, BudgetError,
-// io::StoreError, CheckpointError, EngineFailed after a failed update or a replacement of weights that failed
-// halfway; nothing has changed when one of the first four is thrown.
+// Threads. These methods may be called from any thread at any time, also at the same time:
+//   acquire() and everything of a Lease, its end included; begin_pass(), begin_backward(), add_gradient(),
+//   has_gradient(), generation(), resident_now(), expect_step();
+//   device(), layout(), plan(), stats(), report(), figures(), predict(), predict_budgets(), record_journal(),
+//   take_journal(), take_device_spans().
+// All others change or read weights, states or gradients as a whole. The caller makes them one at a time,
+// from any thread, and makes none of the first group's first two lines while one of them runs. The third line
+// may be called even then. A gradient is added in the order in which it comes: where several threads bring
+// gradients of one segment, that order, and so the last bit of their sum, is theirs.
+//
+// Collective means: all ranks make the call, and it waits for them (docs/ranks.md). Errors:
+// std::invalid_argument for misuse, BudgetError, io::StoreError, CheckpointError, kernels::DeviceError,
+// EngineFailed after a failed update or a replacement of weights that failed halfway; nothing has changed
+// when one of the first five is thrown. After close() the looks (device() to predict_budgets()) still answer,
+// and all else throws std::invalid_argument that says that the engine was closed.
 #pragma once
 
 #include <cstdint>
@@ -36,7 +47,7 @@ namespace overspill::engine {
 class Machine;  // the parts, alive as long as an engine or a lease is
 
 /// Hold on a unit's gathered weights: while it lives, data() is valid. Move-only; outlives the engine if need
-/// be.
+/// be. Its end does not throw: where the device has failed the engine's next call says so.
 class Lease {
  public:
   Lease() = default;
@@ -183,9 +194,10 @@ class Engine {
   /// What the device did since record_journal(true), by its own events. Waits for it.
   std::vector<DeviceSpan> take_device_spans();
 
-  /// Finishes what is in flight and gives up the store. Leases stay valid; all else throws afterwards. Serves
-  /// the other ranks until all of them have come to it, or the world has ended. Throws EngineFailed, when all
-  /// is given up, where the engine or another rank has failed and no call has said so yet.
+  /// Finishes what is in flight and gives up the store. Leases and looks stay valid; all else throws
+  /// afterwards. Serves the other ranks until all of them have come to it, or the world has ended. Throws
+  /// EngineFailed, when all is given up, where the engine or another rank has failed and no call has said so
+  /// yet. Again: does nothing.
   void close();
 
  private:

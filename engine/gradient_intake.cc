@@ -30,6 +30,7 @@ GradientIntake::GradientIntake(Context& context, Updater& updater, Gradients& gr
 void GradientIntake::add(int32_t unit, int32_t segment, std::span<const std::byte> data,
                          std::string_view dtype) {
   const optim::Element element = gradients_.check(unit, segment, std::ssize(data), dtype);
+  const std::lock_guard turn(arrival_);
   finish();
   make_ready(unit);
   const Gradients::Arrival arrival = gradients_.begin(unit, segment, element);
@@ -50,6 +51,7 @@ void GradientIntake::add(int32_t unit, int32_t segment, DeviceArray gradient, Qu
     item->ready = context_.queues.of(queue).record();
   }
   const int64_t bytes = item->gradient.bytes;
+  const std::lock_guard turn(arrival_);
   std::unique_lock lock(mutex_);
   changed_.wait(lock, [&] { return outstanding_ == 0 || outstanding_bytes_ + bytes <= kOutstandingBytes; });
   ++outstanding_;

@@ -3,7 +3,8 @@
 // in by a thread of their own: straight to their place where nothing has to be added or widened, else through
 // a few pinned slots, one piece being copied while another is added. So the caller goes on with backward.
 //
-// They are taken in in the order in which they came: every bit is as if each had been waited for.
+// They are taken in in the order in which they came, one after the other whatever threads bring them: every
+// bit is as if each had been waited for.
 #pragma once
 
 #include <condition_variable>
@@ -88,6 +89,7 @@ class GradientIntake {
   std::vector<int> idle_slots_;
   std::deque<std::unique_ptr<Item>> items_;  // begun, oldest first
   std::deque<Piece> pieces_;                 // being copied, oldest first
+  std::mutex arrival_;                       // one gradient is given at a time; taken before any other
   // Guarded by mutex_:
   std::mutex mutex_;
   std::condition_variable changed_;

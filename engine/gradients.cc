@@ -98,10 +98,10 @@ optim::Element Gradients::check(int32_t unit, int32_t segment, int64_t bytes, st
 }
 
 Gradients::Arrival Gradients::begin(int32_t unit, int32_t segment, optim::Element element) {
+  std::unique_lock lock(context_.mutex);
   Arrival arrival{unit, segment, element, present_[unit][segment] == 0};
   ++arrivals_[unit][segment];
   if (context_.layout.slices > 1) {
-    std::unique_lock lock(context_.mutex);
     sums_.open(lock, unit);
     arrival.first = !sums_.holds(unit, segment);
   }
@@ -166,10 +166,8 @@ void Gradients::add(const Arrival& arrival, int64_t begin, int64_t elements, con
 }
 
 void Gradients::finish(const Arrival& arrival) {
-  if (context_.layout.slices > 1) {
-    const std::lock_guard guard(context_.mutex);
-    sums_.arrived(arrival.unit, arrival.segment);
-  }
+  const std::lock_guard guard(context_.mutex);
+  if (context_.layout.slices > 1) sums_.arrived(arrival.unit, arrival.segment);
   present_[arrival.unit][arrival.segment] = 1;
 }
 

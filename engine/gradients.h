@@ -31,7 +31,7 @@ class Gradients {
   Gradients(Context& context, DeviceUnits& device_units);
 
   // A gradient is added piece by piece: check, begin, all pieces, finish. The caller has made sure that no
-  // update of the unit is pending.
+  // update of the unit is pending, and begins nothing of a segment that has not finished.
 
   /// A gradient that arrives, of one segment; `first`: in this step.
   using Arrival = DeviceUnits::Arrival;
@@ -54,6 +54,7 @@ class Gradients {
   /// Whether begin() may wait for what is not finished yet.
   bool may_wait(int32_t unit) const;
 
+  /// Needs the context's mutex while gradients may come.
   bool present(int32_t unit, int32_t segment) const { return present_[unit][segment] != 0; }
   bool any() const;  // present
   /// Throws all of them away. Updates that were scheduled keep theirs.

@@ -29,16 +29,15 @@ StepResult Machine::step(std::span<const optim::Hyper> groups) {
   const double clip = clipped.value_or(configured);
   clipped.reset();
   if (!gradient.finite) {
-    ++skipped_steps;
     std::string culprit = gradients.first_not_finite();
     gradients.clear();
     const std::lock_guard guard(context.mutex);
+    ++skipped_steps;
     context.meter.stepped(steps);
     updater.skip();
     return {steps, norm, clip, true, std::move(culprit)};
   }
 
-  ++steps;
   capture_factors(groups, clip);
   // Beyond this point hyper-parameters and presence belong to this step; the caller may change its own.
 
@@ -89,6 +88,7 @@ void Machine::check_groups(std::span<const optim::Hyper> groups) const {
 
 void Machine::capture_factors(std::span<const optim::Hyper> groups, double clip) {
   const std::lock_guard guard(context.mutex);
+  ++steps;
   for (size_t u = 0; u < context.units.size(); ++u) {
     const Unit& unit = context.layout.units[u];
     UnitState& state = context.units[u];
