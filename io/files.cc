@@ -8,6 +8,9 @@
 #include <unistd.h>
 
 #include <cerrno>
+#include <cstdio>
+#include <mutex>
+#include <set>
 #include <utility>
 
 #include "io/unique_fd.h"
@@ -54,6 +57,13 @@ int64_t available_bytes(const std::filesystem::path& path) {
   struct statvfs info {};
   if (::statvfs(path.c_str(), &info) != 0) return 0;
   return static_cast<int64_t>(info.f_bavail) * static_cast<int64_t>(info.f_frsize);
+}
+
+void warn_once(const std::string& text) {
+  static std::mutex mutex;
+  static std::set<std::string> said;
+  const std::lock_guard lock(mutex);
+  if (said.insert(text).second) fmt::print(stderr, "overspill: warning: {}\n", text);
 }
 
 }  // namespace overspill::io

@@ -27,4 +27,7 @@ bool refuses_links(int os_error);
 /// Bytes this user may still take on the file system of `path`; 0 where that cannot be told.
 int64_t available_bytes(const std::filesystem::path& path);
 
+/// A warning on stderr, once a process for the same text.
+void warn_once(const std::string& text);
+
 }  // namespace overspill::io

@@ -23,6 +23,8 @@
 #include <thread>
 #include <utility>
 
+#include "io/lock_holder.h"
+#include "io/owned_folder.h"
 #include "io/store.h"
 
 namespace overspill::io {
@@ -30,7 +32,7 @@ namespace {
 
 constexpr std::string_view kFolderPrefix = "overspill-";
 constexpr std::string_view kSlabPrefix = "slab-";
-constexpr std::string_view kLockName = "lock";
+constexpr const char* kLockName = "lock";
 constexpr std::string_view kRemoving = "removing";  // in a lock that is held to remove a dead run's folder
 constexpr auto kAMoment = std::chrono::seconds(1);  // for whoever takes a lock to say in it what for
 constexpr mode_t kOwnerOnly = 0600;
@@ -49,7 +51,7 @@ void check_job(const std::string& job) {
 }
 
 std::string read_text(int fd) {
-  std::array<char, 64> text{};
+  std::array<char, 512> text{};
   const ssize_t bytes = ::pread(fd, text.data(), text.size(), 0);
   return bytes > 0 ? std::string(text.data(), static_cast<size_t>(bytes)) : "";
 }
@@ -59,83 +61,144 @@ bool say_in(int fd, std::string_view text) {
 }
 
 // What cannot be removed takes space, nothing else: errors are ignored. The caller holds the folder's lock.
-void remove_slabs(const std::filesystem::path& folder) {
-  std::error_code ignored;
-  for (const auto& entry : std::filesystem::directory_iterator(folder, ignored)) {
-    if (entry.path().filename().string().starts_with(kSlabPrefix)) ::unlink(entry.path().c_str());
-  }
+void remove_slabs(int folder) {
+  for (const std::string& name : names_in(folder, kSlabPrefix)) ::unlinkat(folder, name.c_str(), 0);
 }
 
 // On Btrfs every write takes new room, so that reserved space may be full when it is needed; files made in
 // the folder from now on are written in place. Our own checksums stand in for those that Btrfs then does
 // without.
-void write_in_place(const std::filesystem::path& folder) {
-  const UniqueFd fd(::open(folder.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC));
+void write_in_place(int folder) {
   struct statfs info {};
   int flags = 0;
-  if (!fd || ::fstatfs(fd.get(), &info) != 0 || info.f_type != BTRFS_SUPER_MAGIC) return;
-  if (::ioctl(fd.get(), FS_IOC_GETFLAGS, &flags) != 0) return;
+  if (::fstatfs(folder, &info) != 0 || info.f_type != BTRFS_SUPER_MAGIC) return;
+  if (::ioctl(folder, FS_IOC_GETFLAGS, &flags) != 0) return;
   flags |= FS_NOCOW_FL;
-  ::ioctl(fd.get(), FS_IOC_SETFLAGS, &flags);  // refused: as before
+  ::ioctl(folder, FS_IOC_SETFLAGS, &flags);  // refused: as before
 }
 
-void remove_folder(const std::filesystem::path& folder) {
+void remove_folder(int base, int folder, const std::string& name) {
   remove_slabs(folder);
   // The lock last: as long as it is there and held, nobody else works in the folder.
-  ::unlink((folder / kLockName).c_str());
-  ::rmdir(folder.c_str());
+  ::unlinkat(folder, kLockName, 0);
+  ::unlinkat(base, name.c_str(), AT_REMOVEDIR);
+}
+
+UniqueFd open_lock(int folder, int flags) {
+  // O_NONBLOCK: whatever else has the name must not hang who looks.
+  return UniqueFd(::openat(folder, kLockName, flags | O_NONBLOCK | O_CLOEXEC | O_NOFOLLOW, kOwnerOnly));
+}
+
+// Whether a lock that this process was given is free for all: where locks end at a machine's border, the run
+// that wrote its name into it may live on another one.
+bool surely_dead(int lock, const LockHolder& holder) {
+  return holder.process.empty() || holder.on_this_machine() || is_of_one_machine(lock);
+}
+
+// Somebody else's folder is never touched. Its owner's next run here removes it, if one comes.
+void look_at_foreign(int folder, const std::filesystem::path& path, const std::string& why) {
+  const UniqueFd lock = open_lock(folder, O_RDONLY);
+  if (!lock || !same_regular_file(lock.get(), folder, kLockName)) return;
+  if (::flock(lock.get(), LOCK_SH | LOCK_NB) != 0) return;
+  warn_once(fmt::format("{} was left by a run that has ended, and is not removed: {}", path.string(), why));
 }
 
 // A killed run cannot clean up after itself, and its job name may never come again. Its lock is free, though:
 // whoever gets it owns what lies there. A folder without a lock belongs to a run that is just starting.
-void remove_dead_runs(const std::filesystem::path& path) {
-  std::error_code ignored;
-  for (const auto& entry : std::filesystem::directory_iterator(path, ignored)) {
-    if (!entry.path().filename().string().starts_with(kFolderPrefix)) continue;
-    const auto lock_path = entry.path() / kLockName;
-    const UniqueFd lock(::open(lock_path.c_str(), O_RDWR | O_CLOEXEC | O_NOFOLLOW));
-    // Killed before it made its lock, or after it removed it. Who is about to make one makes the folder
-    // again.
-    if (!lock && errno == ENOENT) ::rmdir(entry.path().c_str());
-    if (lock && ::flock(lock.get(), LOCK_EX | LOCK_NB) == 0 && same_file(lock.get(), lock_path)) {
-      say_in(lock.get(), kRemoving);
-      remove_folder(entry.path());
-    }
+void remove_dead_run(int base, const std::filesystem::path& path) {
+  const std::string name = path.filename().string();
+  const UniqueFd folder = open_folder(base, name);
+  if (!folder) {
+    if (errno == ENOTDIR || errno == ELOOP)
+      warn_once(fmt::format("{} is {}, and is left alone", path.string(), kind_of_entry(base, name)));
+    return;
   }
+  if (const std::string why = distrust(base, folder.get()); !why.empty())
+    return look_at_foreign(folder.get(), path, why);
+  const UniqueFd lock = open_lock(folder.get(), O_RDWR);
+  // Killed before it made its lock, or after it removed it. Who is about to make one makes the folder again.
+  if (!lock && errno == ENOENT) ::unlinkat(base, name.c_str(), AT_REMOVEDIR);
+  if (!lock || ::flock(lock.get(), LOCK_EX | LOCK_NB) != 0) return;
+  if (!same_regular_file(lock.get(), folder.get(), kLockName)) return;
+  const LockHolder holder = LockHolder::parse(read_text(lock.get()));
+  if (!surely_dead(lock.get(), holder)) {
+    warn_once(fmt::format(
+        "{} is of {} and its lock is free here; on this file system locks may not reach from one machine to "
+        "another, so it is not removed. If that run has ended, remove it",
+        path.string(), holder.description()));
+    return;
+  }
+  say_in(lock.get(), kRemoving);
+  remove_folder(base, folder.get(), name);
+}
+
+void remove_dead_runs(int base, const std::filesystem::path& path) {
+  for (const std::string& name : names_in(base, kFolderPrefix)) remove_dead_run(base, path / name);
+}
+
+void warn_of_open_base(int base, const std::filesystem::path& path) {
+  struct stat info {};
+  if (::fstat(base, &info) != 0 || (info.st_mode & S_IWOTH) == 0 || (info.st_mode & S_ISVTX) != 0) return;
+  warn_once(
+      fmt::format("every user may rename and remove what lies in {} (mode {:04o}): chmod +t, or a folder "
+                  "of your own, keeps a run's files safe",
+                  path.string(), info.st_mode & 07777));
 }
 
 }  // namespace
 
 JobFolder::JobFolder(const std::filesystem::path& path, const std::string& job, bool direct)
-    : path_(path / (std::string(kFolderPrefix) + job)), owner_(::getpid()), direct_(direct) {
+    : path_(std::filesystem::absolute(path) / (std::string(kFolderPrefix) + job)),
+      base_(open_base(path)),
+      owner_(::getpid()),
+      direct_(direct) {
   check_job(job);
-  std::error_code error;
-  if (!std::filesystem::is_directory(path, error)) {
-    errno = error ? error.value() : ENOENT;
-    throw system_error(Operation::open, path, "the store's path must be an existing folder");
-  }
-  remove_dead_runs(path);
+  warn_of_open_base(base_.get(), path);
+  remove_dead_runs(base_.get(), path_.parent_path());
   take_lock(job);
-  remove_slabs(path_);
-  write_in_place(path_);
+  remove_slabs(folder_.get());
+  write_in_place(folder_.get());
   if (direct_) try_direct();
 }
 
 JobFolder::~JobFolder() {
   if (!lock_ || ::getpid() != owner_) return;  // moved from, or a forked child's copy
-  remove_folder(path_);
+  remove_folder(base_.get(), folder_.get(), path_.filename().string());
+}
+
+void JobFolder::open_or_make() {
+  const std::string name = path_.filename().string();
+  const auto refuse = [&](const std::string& why) {
+    return StoreError(
+        {.kind = ErrorKind::denied, .operation = Operation::open, .path = path_.string(), .detail = why});
+  };
+  while (true) {
+    const bool made = ::mkdirat(base_.get(), name.c_str(), 0700) == 0;
+    if (!made && errno != EEXIST) throw system_error(Operation::open, path_);
+    folder_ = open_folder(base_.get(), name);
+    if (!folder_ && errno == ENOENT) continue;  // a run that ended removed it in between
+    if (!folder_ && (errno == ENOTDIR || errno == ELOOP)) {
+      throw refuse(fmt::format("it is {}, which is not followed: remove it, or choose another job name",
+                               kind_of_entry(base_.get(), name)));
+    }
+    if (!folder_) throw system_error(Operation::open, path_);
+    if (made) return;
+    const std::string why = distrust(base_.get(), folder_.get());
+    if (why.empty()) return;
+    throw refuse(why + "; remove it, or choose another job name");
+  }
 }
 
 void JobFolder::take_lock(const std::string& job) {
   const auto lock_path = path_ / kLockName;
   const auto patience_ends = std::chrono::steady_clock::now() + kAMoment;
   while (true) {
-    if (::mkdir(path_.c_str(), 0700) != 0 && errno != EEXIST) throw system_error(Operation::open, path_);
-    UniqueFd fd(::open(lock_path.c_str(), O_RDWR | O_CREAT | O_CLOEXEC | O_NOFOLLOW, kOwnerOnly));
+    open_or_make();
+    UniqueFd fd = open_lock(folder_.get(), O_RDWR | O_CREAT);
     if (!fd && errno == ENOENT) continue;  // a run that ended removed the folder in between
     if (!fd) {
       const StoreError error = system_error(Operation::open, lock_path);
-      ::rmdir(path_.c_str());  // goes only if it is empty
+      ::unlinkat(base_.get(), path_.filename().c_str(), AT_REMOVEDIR);  // goes only if it is empty
       throw error;
     }
     if (::flock(fd.get(), LOCK_EX | LOCK_NB) != 0) {
@@ -147,16 +210,18 @@ void JobFolder::take_lock(const std::string& job) {
         std::this_thread::sleep_for(std::chrono::milliseconds(1));
         continue;
       }
-      throw StoreError({.kind = ErrorKind::locked,
-                        .operation = Operation::open,
-                        .path = path_.string(),
-                        .detail = fmt::format("job \"{}\" is held by process {}", job,
-                                              holder.empty() ? "(unknown)" : holder)});
+      throw StoreError(
+          {.kind = ErrorKind::locked,
+           .operation = Operation::open,
+           .path = path_.string(),
+           .detail = fmt::format("job \"{}\" is held by {}", job, LockHolder::parse(holder).description())});
     }
-    if (!same_file(fd.get(), lock_path)) continue;  // the lock of a folder removed in between
-    if (!say_in(fd.get(), std::to_string(owner_))) {
+    // The lock of a folder removed in between.
+    if (!same_regular_file(fd.get(), folder_.get(), kLockName)) continue;
+    require_dead(job, fd.get());
+    if (!say_in(fd.get(), LockHolder::self().text())) {
       const StoreError error = system_error(Operation::open, lock_path);
-      remove_folder(path_);
+      remove_folder(base_.get(), folder_.get(), path_.filename().string());
       throw error;
     }
     lock_ = std::move(fd);
@@ -164,16 +229,29 @@ void JobFolder::take_lock(const std::string& job) {
   }
 }
 
+void JobFolder::require_dead(const std::string& job, int lock) const {
+  const std::string text = read_text(lock);
+  const LockHolder holder = LockHolder::parse(text == kRemoving ? "" : text);
+  if (surely_dead(lock, holder)) return;
+  throw StoreError({.kind = ErrorKind::locked,
+                    .operation = Operation::open,
+                    .path = path_.string(),
+                    .detail = fmt::format(
+                        "job \"{}\" was taken by {}; its lock is free here, but on this file system locks "
+                        "may not reach from one machine to another. If that run has ended, remove the folder",
+                        job, holder.description())});
+}
+
 // The kernel's numbers decide where it tells them. Some file systems take the flag and refuse the transfer,
 // so one is tried too.
 void JobFolder::try_direct() {
   direct_ = false;
   direct_refusal_ = "O_DIRECT refused";
-  const auto probe = path_ / (std::string(kSlabPrefix) + "probe");
-  const UniqueFd fd(
-      ::open(probe.c_str(), O_RDWR | O_CREAT | O_TRUNC | O_DIRECT | O_CLOEXEC | O_NOFOLLOW, kOwnerOnly));
+  const std::string probe = std::string(kSlabPrefix) + "probe";
+  const UniqueFd fd(::openat(folder_.get(), probe.c_str(),
+                             O_RDWR | O_CREAT | O_EXCL | O_DIRECT | O_CLOEXEC | O_NOFOLLOW, kOwnerOnly));
   if (!fd) {
-    ::unlink(probe.c_str());  // the file is made before the flag is refused
+    ::unlinkat(folder_.get(), probe.c_str(), 0);  // the file is made before the flag is refused
     return;
   }
   const std::unique_ptr<void, decltype(&std::free)> block(std::aligned_alloc(kBlockBytes, kBlockBytes),
@@ -185,7 +263,7 @@ void JobFolder::try_direct() {
                           ::pread(fd.get(), block.get(), kBlockBytes, 0) != kBlockBytes)) {
     refusal = "O_DIRECT refused";
   }
-  ::unlink(probe.c_str());
+  ::unlinkat(folder_.get(), probe.c_str(), 0);
   direct_ = refusal.empty();
   direct_refusal_ = std::move(refusal);
 }
@@ -199,8 +277,7 @@ SlabFile JobFolder::create_slab(uint32_t number, int64_t bytes, int64_t wanted_b
   const auto fail = [&](int os_error) {
     const std::string detail = fmt::format("wanted {} bytes, {} of them in this file; {} bytes are available",
                                            wanted_bytes, bytes, available_bytes());
-    errno = os_error;
-    return system_error(Operation::reserve, slab.path, detail);
+    return system_error(os_error, Operation::reserve, slab.path, detail);
   };
   rlimit limit{};
   // Beyond this limit the kernel would send SIGXFSZ, which ends the process.
@@ -209,23 +286,21 @@ SlabFile JobFolder::create_slab(uint32_t number, int64_t bytes, int64_t wanted_b
     throw fail(EFBIG);
   }
   // The space is taken without O_DIRECT: where fallocate is missing, the C library writes single bytes.
-  UniqueFd buffered(
-      ::open(slab.path.c_str(), O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC | O_NOFOLLOW, kOwnerOnly));
-  if (!buffered) throw fail(errno);
+  const std::string name = slab.path.filename().string();
+  slab.fd = UniqueFd(
+      ::openat(folder_.get(), name.c_str(), O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC | O_NOFOLLOW, kOwnerOnly));
+  if (!slab.fd) throw fail(errno);
   int result = 0;
   do {
-    result = ::posix_fallocate(buffered.get(), 0, bytes);
+    result = ::posix_fallocate(slab.fd.get(), 0, bytes);
   } while (result == EINTR);
-  if (result == 0 && direct_) {
-    slab.fd = UniqueFd(::open(slab.path.c_str(), O_RDWR | O_DIRECT | O_CLOEXEC | O_NOFOLLOW));
-    if (!slab.fd) result = errno;
-  }
+  // The same file, not one that has its name by now.
+  if (result == 0 && direct_ && ::fcntl(slab.fd.get(), F_SETFL, O_DIRECT) != 0) result = errno;
   if (result != 0) {
     const StoreError error = fail(result);
-    ::unlink(slab.path.c_str());
+    ::unlinkat(folder_.get(), name.c_str(), 0);
     throw error;
   }
-  if (!direct_) slab.fd = std::move(buffered);
   return slab;
 }
 

@@ -26,8 +26,9 @@ struct SlabFile {
 
 class JobFolder {
  public:
-  /// Locks `<path>/overspill-<job>`; removes what dead runs, of this job or another, left on the path. A live
-  /// run's files are never touched. Throws StoreError.
+  /// Locks `<path>/overspill-<job>`; removes what dead runs of this user, of this job or another, left on the
+  /// path. A live run's files are never touched, nor is another user's folder, nor one whose run may live on
+  /// another machine. The path is made absolute first. Throws StoreError.
   JobFolder(const std::filesystem::path& path, const std::string& job, bool direct);
   JobFolder(JobFolder&&) = default;
   /// Removes the slabs, the lock and the folder, in the process that made them.
@@ -47,10 +48,14 @@ class JobFolder {
   const std::filesystem::path& path() const { return path_; }
 
  private:
+  void open_or_make();
   void take_lock(const std::string& job);
+  void require_dead(const std::string& job, int lock) const;
   void try_direct();
 
   std::filesystem::path path_;
+  UniqueFd base_;    // what path_ lies in
+  UniqueFd folder_;  // path_
   UniqueFd lock_;
   pid_t owner_;
   bool direct_;

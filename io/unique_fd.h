@@ -21,6 +21,8 @@ class UniqueFd {
   }
 
   int get() const { return fd_; }
+  /// It has another owner now.
+  int release() { return std::exchange(fd_, -1); }
   explicit operator bool() const { return fd_ >= 0; }
 
  private:

@@ -72,7 +72,6 @@ class UringBackend final : public Backend {
  public:
   explicit UringBackend(PieceQueue& queue)
       : queue_(queue),
-        wake_fd_(::eventfd(0, EFD_CLOEXEC)),
         slots_(static_cast<size_t>(queue.depth())),
         prepared_(PieceQueue::kAheadPerDepth * slots_.size()),
         again_(2 * slots_.size()),
@@ -83,6 +82,8 @@ class UringBackend final : public Backend {
   /// 0, or the errno for which the kernel refused. SINGLE_ISSUER wants the ring created by the thread that
   /// uses it.
   int start() {
+    wake_fd_ = UniqueFd(::eventfd(0, EFD_CLOEXEC));
+    if (!wake_fd_) return errno;
     std::promise<int> started;
     auto result = started.get_future();
     thread_ = std::thread([this, &started] { run(started); });
@@ -90,6 +91,7 @@ class UringBackend final : public Backend {
   }
 
   ~UringBackend() override {
+    if (!thread_.joinable()) return;
     stopping_ = true;
     signal();
     thread_.join();
@@ -143,7 +145,7 @@ class UringBackend final : public Backend {
   }
 
   PieceQueue& queue_;
-  const UniqueFd wake_fd_;
+  UniqueFd wake_fd_;
   std::atomic<bool> asleep_ = false;
   std::atomic<bool> stopping_ = false;
 
@@ -182,7 +184,6 @@ void UringBackend::run(std::promise<int>& started) {
 }
 
 int UringBackend::open_ring() {
-  if (wake_fd_.get() < 0) return EMFILE;
   int result = -EINVAL;
   for (const unsigned flags :
        {IORING_SETUP_SINGLE_ISSUER | IORING_SETUP_DEFER_TASKRUN | IORING_SETUP_TASKRUN_FLAG,

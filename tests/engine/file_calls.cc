@@ -2,10 +2,13 @@
 
 #include <fcntl.h>
 #include <sys/types.h>
+#include <unistd.h>
 
+#include <array>
 #include <atomic>
 #include <cerrno>
 #include <cstdarg>
+#include <string>
 
 namespace overspill::testing {
 namespace {
@@ -37,6 +40,15 @@ auto watched(FileCall seen, const void* data, Call call) -> decltype(call()) {
   return result;
 }
 
+/// The whole path of a name in an open folder.
+std::string in_folder(int folder, const char* name) {
+  if (name[0] == '/') return name;
+  std::array<char, 4096> path{};
+  const std::string link = "/proc/self/fd/" + std::to_string(folder);
+  const ssize_t bytes = ::readlink(link.c_str(), path.data(), path.size());
+  return std::string(path.data(), bytes > 0 ? static_cast<size_t>(bytes) : 0) + "/" + name;
+}
+
 }  // namespace
 
 const char* name_of(FileCall::Kind kind) {
@@ -58,9 +70,13 @@ WatchedFiles::~WatchedFiles() {
 extern "C" {
 
 using overspill::testing::FileCall;
+using overspill::testing::FileWatcher;
+using overspill::testing::in_folder;
 using overspill::testing::watched;
+using overspill::testing::watching;
 
 int __real_open(const char* path, int flags, ...);
+int __real_openat(int folder, const char* name, int flags, ...);
 int __real_close(int fd);
 ssize_t __real_write(int fd, const void* data, size_t bytes);
 ssize_t __real_pwrite(int fd, const void* data, size_t bytes, off_t offset);
@@ -70,9 +86,12 @@ int __real_fsync(int fd);
 int __real_syncfs(int fd);
 int __real_fdatasync(int fd);
 int __real_mkdir(const char* path, mode_t mode);
+int __real_mkdirat(int folder, const char* name, mode_t mode);
 int __real_link(const char* from, const char* to);
 int __real_rename(const char* from, const char* to);
+int __real_rmdir(const char* path);
 int __real_unlink(const char* path);
+int __real_unlinkat(int folder, const char* name, int flags);
 
 int __wrap_open(const char* path, int flags, ...) {
   mode_t mode = 0;
@@ -86,8 +105,22 @@ int __wrap_open(const char* path, int flags, ...) {
                  [&] { return __real_open(path, flags, mode); });
 }
 
+int __wrap_openat(int folder, const char* name, int flags, ...) {
+  mode_t mode = 0;
+  if ((flags & O_CREAT) != 0) {
+    va_list arguments;
+    va_start(arguments, flags);
+    mode = va_arg(arguments, mode_t);
+    va_end(arguments);
+  }
+  return watched({.kind = FileCall::Kind::open, .path = in_folder(folder, name), .flags = flags}, nullptr,
+                 [&] { return __real_openat(folder, name, flags, mode); });
+}
+
+// Told before it happens: another thread may be given the number at once.
 int __wrap_close(int fd) {
-  return watched({.kind = FileCall::Kind::close, .fd = fd}, nullptr, [&] { return __real_close(fd); });
+  if (FileWatcher* const watcher = watching) watcher->done({.kind = FileCall::Kind::close, .fd = fd}, {});
+  return __real_close(fd);
 }
 
 ssize_t __wrap_write(int fd, const void* data, size_t bytes) {
@@ -132,6 +165,11 @@ int __wrap_mkdir(const char* path, mode_t mode) {
                  [&] { return __real_mkdir(path, mode); });
 }
 
+int __wrap_mkdirat(int folder, const char* name, mode_t mode) {
+  return watched({.kind = FileCall::Kind::make_folder, .path = in_folder(folder, name)}, nullptr,
+                 [&] { return __real_mkdirat(folder, name, mode); });
+}
+
 int __wrap_link(const char* from, const char* to) {
   return watched({.kind = FileCall::Kind::link, .path = from, .other = to}, nullptr,
                  [&] { return __real_link(from, to); });
@@ -142,9 +180,18 @@ int __wrap_rename(const char* from, const char* to) {
                  [&] { return __real_rename(from, to); });
 }
 
+int __wrap_rmdir(const char* path) {
+  return watched({.kind = FileCall::Kind::remove, .path = path}, nullptr, [&] { return __real_rmdir(path); });
+}
+
 int __wrap_unlink(const char* path) {
   return watched({.kind = FileCall::Kind::remove, .path = path}, nullptr,
                  [&] { return __real_unlink(path); });
+}
+
+int __wrap_unlinkat(int folder, const char* name, int flags) {
+  return watched({.kind = FileCall::Kind::remove, .path = in_folder(folder, name)}, nullptr,
+                 [&] { return __real_unlinkat(folder, name, flags); });
 }
 }
 // NOLINTEND(bugprone-reserved-identifier)

@@ -4,8 +4,10 @@
 #include <sys/vfs.h>
 
 #include <algorithm>
+#include <fstream>
 #include <thread>
 
+#include "io/lock_holder.h"
 #include "tests/faults/fuse_faults.h"
 #include "tests/faults/life.h"
 #include "tests/faults/mounts.h"
@@ -235,6 +237,37 @@ TEST_F(FuseThatHidesOpenFiles, CheckpointsAreDeletedWhileTheRunLives) {
     if (step == 2) allocated = engine->stats().store.allocated_bytes;
   }
   EXPECT_EQ(engine->stats().store.allocated_bytes, allocated) << "what was deleted is given back";
+}
+
+/// FUSE may be a network file system: a lock that is free here may be held on another machine.
+TEST_F(Fuse, ARunOnAnotherMachineIsLeftAlone) {
+  const auto leave = [&](const std::string& job, const std::string& holder) {
+    const fs::path folder = root() / ("overspill-" + job);
+    fs::create_directory(folder);
+    fs::permissions(folder, fs::perms::owner_all);
+    std::ofstream(folder / "lock") << holder;
+    std::ofstream(folder / "slab-0.bin") << "live";
+    return folder;
+  };
+  io::LockHolder here = io::LockHolder::self(), there = here;
+  here.process = "999999";
+  there.process = "77";
+  there.host = "node7";
+  there.boot = "of another kernel";
+  const fs::path own = leave("own", here.text()), other = leave("other", there.text());
+  const fs::path old = leave("old", "1234");
+  ::testing::internal::CaptureStderr();
+  trained(1);
+  const std::string said = ::testing::internal::GetCapturedStderr();
+  EXPECT_FALSE(fs::exists(own)) << "it died on this machine";
+  EXPECT_TRUE(fs::exists(other / "slab-0.bin"));
+  EXPECT_TRUE(fs::exists(old / "slab-0.bin")) << "where it ran is not known";
+  expect_says(said, {other.string(), "process 77 on node7", "not removed", old.string()});
+
+  leave("faults", there.text());
+  expect_says(refusal_of([&] { make_engine({.nvme = root()}); }),
+              {"overspill-faults", "process 77 on node7", "remove the folder"});
+  EXPECT_TRUE(fs::exists(root() / "overspill-faults" / "slab-0.bin"));
 }
 
 TEST_F(Fuse, FlippedBitsAreFoundWhileTrainingAndWhileLoading) {
