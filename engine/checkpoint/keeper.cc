@@ -6,6 +6,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <cerrno>
 #include <cstdio>
 #include <map>
 #include <utility>
@@ -246,7 +247,8 @@ Manifest CheckpointKeeper::write_part(const fs::path& folder) {
   Manifest part = write_folder(partial / own);
   for (const auto& entry : fs::directory_iterator(partial / own))
     rename_file(entry.path(), partial / (own + "-" + entry.path().filename().string()));
-  fs::remove(partial / own);
+  if (::rmdir((partial / own).c_str()) != 0)
+    fail(partial / own, "cannot be removed", {errno, std::generic_category()});
   sync_folder(partial);
   for (ManifestUnit& unit : part.units) {
     for (ManifestPiece& piece : unit.pieces) piece.range.file = own + "-" + piece.range.file;

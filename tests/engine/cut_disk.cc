@@ -172,11 +172,11 @@ void Disk::apply(Tree& tree, const Event& event, bool half) const {
   }
 }
 
-void Disk::leave(size_t calls, const std::set<size_t>& lost, bool torn, const std::vector<std::string>& names,
-                 const fs::path& target) const {
+void Disk::leave(size_t calls, const std::set<size_t>& lost, const std::set<size_t>& torn,
+                 const std::vector<std::string>& names, const fs::path& target) const {
   Tree tree;
   for (size_t i = 0; i < calls; ++i) {
-    if (!lost.contains(i)) apply(tree, log_[i], torn && i + 1 == calls);
+    if (!lost.contains(i)) apply(tree, log_[i], torn.contains(i));
   }
   // A name whose folder's own making was lost hangs in the air: folders are nodes by the names they have.
   for (const auto& event : log_) {

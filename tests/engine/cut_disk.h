@@ -4,6 +4,7 @@
 // name (made, linked, renamed, removed) once its folder was. Until then each may survive or not, alone.
 #pragma once
 
+#include <cerrno>
 #include <filesystem>
 #include <map>
 #include <mutex>
@@ -22,6 +23,12 @@ class Disk : public FileWatcher {
   explicit Disk(const std::filesystem::path& root);
   Disk(const Disk& other) : root_(other.root_), nodes_(other.nodes_), log_(other.log_) {}
 
+  /// From now on no file gets a second name, as on a file system without hard links.
+  void refuse_links() { refuses_links_ = true; }
+  int failure_of(const FileCall& call) override {
+    return refuses_links_ && call.kind == FileCall::Kind::link ? EPERM : 0;
+  }
+
   void done(const FileCall& call, std::span<const std::byte> data) override;
   bool syncs() const override { return false; }
 
@@ -31,13 +38,16 @@ class Disk : public FileWatcher {
     return log_[call].kind == FileCall::Kind::sync || log_[call].kind == FileCall::Kind::sync_all;
   }
 
+  bool is_sync_of_all(size_t call) const { return log_[call].kind == FileCall::Kind::sync_all; }
+  bool is_write(size_t call) const { return log_[call].kind == FileCall::Kind::write; }
+
   /// Of the first `calls`: those that a cut may undo.
   std::vector<size_t> unsynced(size_t calls) const;
 
-  /// A cut after `calls`: what is left where `lost` did not survive, and of the last write only a half if
-  /// `torn`. Put into `target`, of the root's entries those named.
-  void leave(size_t calls, const std::set<size_t>& lost, bool torn, const std::vector<std::string>& names,
-             const std::filesystem::path& target) const;
+  /// A cut after `calls`: what is left where `lost` did not survive, and of the writes `torn` only a half.
+  /// Put into `target`, of the root's entries those named.
+  void leave(size_t calls, const std::set<size_t>& lost, const std::set<size_t>& torn,
+             const std::vector<std::string>& names, const std::filesystem::path& target) const;
 
   /// As if this call had never been made.
   void forget(size_t call);
@@ -70,6 +80,7 @@ class Disk : public FileWatcher {
   void write_out(const Tree& tree, Node folder, const std::filesystem::path& target) const;
 
   const std::string root_;
+  bool refuses_links_ = false;
   std::mutex mutex_;
   std::map<std::string, Node> nodes_;  // by path, now
   struct Open {
