@@ -518,11 +518,13 @@ class Engine:
         if self.lr_scheduler is None:
             self._core.load(str(folder))
             return
-        before = self.lr_scheduler.state_dict()
+        before, names = self.lr_scheduler.state_dict(), set(vars(self.lr_scheduler))
         try:
             read.restore_scheduler(self.lr_scheduler)
             self._core.load(str(folder))
         except BaseException:
+            for added in vars(self.lr_scheduler).keys() - names:
+                delattr(self.lr_scheduler, added)
             self.lr_scheduler.load_state_dict(before)
             raise
 

@@ -100,6 +100,7 @@ def test_any_damage_is_refused_by_name_with_nothing_changed(engine, tmp_path, mo
         (lambda e: e.update(lr_scheduler=None), "has no scheduler"),
         (lambda e: e["lr_scheduler"].update(step=3), "lr_scheduler cannot be read"),
         (lambda e: e["lr_scheduler"].pop("lr_lambdas"), "lr_scheduler cannot be read"),
+        (lambda e: e["lr_scheduler"].update(x="", lr_lambdas=[[""]]), "lr_scheduler cannot be read"),
         (lambda e: e["random"]["numpy"].__setitem__(2, 10**6), "random cannot be read"),
         (lambda e: e["random"]["torch"].update(data="", shape=[0]), "random cannot be read"),
         (lambda e: e.update(micro_steps=True), "micro_steps cannot be read"),
