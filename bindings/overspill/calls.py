@@ -40,7 +40,7 @@ def opaque(function: Callable) -> Callable:
     skip = compiler._FrameAction.SKIP
     compiler.set_code_exec_strategy(function.__code__, compiler._FrameExecStrategy(skip, skip))
     function._torchdynamo_disable = True  # type: ignore[attr-defined]
-    function._torchdynamo_disable_msg = "overspill moves weights here"  # type: ignore[attr-defined]
+    function._torchdynamo_disable_msg = "overspill moves weights here; export copy.deepcopy(model)"  # type: ignore[attr-defined]
     return function
 
 
@@ -51,12 +51,17 @@ class Call:
     __slots__ = ("block", "guards", "module", "owner", "python", "stack", "units")
 
     def __init__(
-        self, python: FrameType | None, owner: Residency | None = None, module: Any = None, block: Any = None
+        self,
+        stack: Stack,
+        python: FrameType | None,
+        owner: Residency | None = None,
+        module: Any = None,
+        block: Any = None,
     ):
-        self.python, self.owner, self.module = python, owner, module
+        self.stack, self.python, self.owner, self.module = stack, python, owner, module
         self.block = None if block is None else weakref.ref(block)
         self.units: list[Unit] = []
-        self.guards, self.stack = False, here.stack
+        self.guards = False
 
     def is_on(self, python: FrameType | None) -> bool:
         """Whether the call is under way on the stack of this thread, which has `python` on top."""
@@ -152,10 +157,10 @@ def work(python: FrameType | None) -> Stack:
     """Opens the books for a change by this thread: the caller sets `books.open = False` when it is done, and only then.
     RuntimeError where another thread is at work."""
     stack = here.stack
-    if books.owner.get(0) is not stack:
+    if books.open or books.owner.get(0) is not stack:
         claim(stack, python)
-    if books.open:
-        settle(python)
+        if books.open:
+            settle(python)
     books.open = True
     return stack
 
@@ -209,14 +214,15 @@ def hold(call: Call, unit: Unit) -> None:
 
 def end(call: Call, stack: Stack) -> None:
     """The books are open. What the call pinned is let go, in backward (recomputation) kept among the recent units."""
-    if call not in stack.calls:
+    if not stack.calls or stack.calls[-1] is not call:
         return  # settled meanwhile
-    stack.calls.remove(call)
+    stack.calls.pop()
     if call.owner is not None:
         call.owner.calls -= 1
-    keep = bool(call.units) and in_backward()
-    while call.units:
-        residency.unpin(call.units.pop(), keep)
+    if call.units:
+        keep = in_backward()
+        for unit in call.units:
+            residency.unpin(unit, keep)
     if not stack.calls:
         _leave(stack)
 
@@ -259,6 +265,14 @@ def settle(python: FrameType | None, ended: Call | None = None) -> None:
         stack.without_modes()
     residency.recount([call for each in books.stacks for call in each.calls] + books.blocks)
     books.open = False
+
+
+def leave_torch(python: FrameType) -> None:
+    """When no engine is left: takes off what an interrupted call of this thread left on."""
+    stack = here.stack
+    if not any(call.is_on(python) for call in stack.calls):
+        settle(python)
+        stack.without_modes()
 
 
 def refuse_inside(owner: Residency, what: str) -> None:

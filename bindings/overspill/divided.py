@@ -30,6 +30,12 @@ def is_divided(tensor: torch.Tensor) -> bool:
     return hasattr(tensor, "_local_tensor")
 
 
+def is_sharded(module: nn.Module) -> bool:
+    """By fully_shard or FullyShardedDataParallel."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    return fsdp is not None and isinstance(module, (fsdp.FSDPModule, fsdp.FullyShardedDataParallel))
+
+
 def form_of(tensor: Any) -> tuple | None:
     """What `in_form` needs, and holds no memory; None of a tensor that is no DTensor."""
     return (type(tensor), tensor._spec) if is_divided(tensor) else None
@@ -63,6 +69,12 @@ def part_of(gradient: Any, parameter: Any) -> torch.Tensor:
 def check(model: nn.Module, model_group: Any, checkpoint: Any) -> None:
     """Raises ValueError for a DTensor that the engine cannot hold, or whose ranks `model_group` (torch's) does not
     span."""
+    for name, module in model.named_modules():
+        if is_sharded(module):
+            raise ValueError(
+                f"overspill: {name or 'the model'} is sharded by {type(module).__name__}: leave fully_shard and FSDP "
+                "out and give process_group, the engine shards over its ranks"
+            )
     for name, p in model.named_parameters():
         if not is_divided(p):
             continue

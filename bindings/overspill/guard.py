@@ -153,7 +153,8 @@ class Guard:
 
     def begin_backward(self, python: FrameType) -> Call:
         """Touches no engine: most models have none."""
-        stack, call = here.stack, Call(python)
+        stack = here.stack
+        call = Call(stack, python)
         if stack.calls and not stack.calls[-1].is_on(python):
             calls.settle(python)
         self._begin(call, stack)

@@ -13,7 +13,7 @@ from torch._C import DisableTorchFunction
 
 from . import calls, residency, vertical
 from .calls import Call, books, here, in_backward, opaque
-from .divided import memory_of, part_of
+from .divided import is_sharded, memory_of, part_of
 from .guard import guard
 from .residency import Residency, Segment, Unit, get_grad, registry, set_grad
 from .units import DTYPES, UnitSpec
@@ -31,6 +31,7 @@ class ModuleHooks:
         self, owner: Residency | None, units: list[Unit], segments: dict[str, Segment], life: Any = None
     ):
         self.owner, self.units, self.segments, self.life = owner, units, segments, life
+        self.kind: type | None = None  # the module's class, once its call has been looked at
 
     def __reduce__(self) -> Any:
         return ModuleHooks, (None, [], {})
@@ -42,8 +43,13 @@ class ModuleHooks:
             return
         if owner.closed:
             raise RuntimeError(f"overspill: {owner.closed}")
+        if type(module) is not self.kind:
+            self._look_at(module)
+        if not owner.calls and (torch.compiler.is_exporting() or torch._C._get_tracing_state()):
+            _refuse_tracing(owner)
         with DisableTorchFunction():
-            call = Call(sys._getframe(1), owner, module)
+            stack = here.stack
+            call = Call(stack, sys._getframe(1), owner, module)
             guard.begin_module(call)
             if not owner.current:
                 owner.refresh()
@@ -52,12 +58,22 @@ class ModuleHooks:
                 if owner.expect_step is not None and module.training and torch.is_grad_enabled():
                     owner.expect_step()
             for unit in self.units:
-                if here.stack.exempt:  # others change the books while this one waits
+                if stack.exempt:  # others change the books while this one waits
                     books.open = False
                     vertical.before(unit)
                     books.open = True
                 calls.hold(call, unit)
             books.open = False
+
+    def _look_at(self, module: nn.Module) -> None:
+        """What shards or parametrizes a module gives it another class."""
+        if is_sharded(module):
+            raise RuntimeError(
+                f"overspill: {type(module).__name__} was sharded by fully_shard after overspill.initialize, and the "
+                "engine's weights are no longer the module's: leave fully_shard out and give process_group, the engine "
+                "shards over its ranks"
+            )
+        self.kind = type(module)
 
     @opaque
     def after(self, module: nn.Module, args: Any, output: Any) -> None:
@@ -67,10 +83,12 @@ class ModuleHooks:
             return
         with DisableTorchFunction():
             calls.work(python)
-            if stack.calls and stack.calls[-1].python is not python:
+            call = stack.calls[-1] if stack.calls else None
+            if call is not None and call.python is not python:
                 guard.unwind(stack, python)
-            if stack.calls and stack.calls[-1].module is module and python.f_code is not _CALL_IMPL:
-                guard.end(stack.calls[-1], stack)
+                call = stack.calls[-1] if stack.calls and python.f_code is not _CALL_IMPL else None
+            if call is not None and call.module is module:
+                guard.end(call, stack)
             books.open = False
 
     def before_load(self, module: nn.Module, state: dict, prefix: str, metadata: dict, *rest: Any) -> None:
@@ -82,7 +100,7 @@ class ModuleHooks:
         python = sys._getframe(1)
         while python.f_code.co_name == "_load_from_state_dict" and python.f_back is not None:
             python = python.f_back  # to load_state_dict's, which calls after_load too
-        _hold_block(Call(python, module=module), _units(self.segments.values()))
+        _hold_block(Call(here.stack, python, module=module), _units(self.segments.values()))
 
     def after_load(self, module: nn.Module, incompatible: Any) -> None:
         for call in [each for each in books.blocks if each.module is module]:
@@ -157,7 +175,7 @@ class Gathered:
         self._call: Call | None = None
 
     def __enter__(self) -> None:
-        self.left, self._call = False, Call(None, block=self)
+        self.left, self._call = False, Call(here.stack, None, block=self)
         try:
             _hold_block(self._call, self.units)
         except BaseException:
@@ -168,6 +186,17 @@ class Gathered:
         self.left = True
         assert self._call is not None
         _release_block(self._call)
+
+
+def _refuse_tracing(owner: Residency) -> None:
+    """What traces a model keeps its parameters, which are NaN afterwards, and leases."""
+    absent = next((unit for unit in owner.units if not unit.pins), None)
+    if absent is not None:
+        raise RuntimeError(
+            f"overspill: torch.export, torch.onnx and torch.jit.trace would keep {absent.segments[0].name} as the NaN "
+            "that it is after this call: export copy.deepcopy(model), or export and save inside "
+            "`with engine.gathered(model.parameters()):`"
+        )
 
 
 def _hold_block(call: Call, units: list[Unit]) -> None:

@@ -9,12 +9,14 @@ engine holds are loud
 Parameter.__deepcopy__, __reduce_ex__   copies and pickles get real weights; all four of DTensor too, where it is loaded
 Module._apply, Module.zero_grad         .to() and .half() are refused, zero_grad() reaches the engine
 torch.nn.utils.clip_grad_norm_          clips in the engine
+ForkingPickler's reducer of Parameter   refuses to share released memory with another process
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable
+from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 import torch
@@ -23,7 +25,7 @@ from torch._C import DisableTorchFunction
 from torch.autograd import graph
 from torch.nn.utils import clip_grad
 
-from . import residency, saved
+from . import calls, residency, saved
 from .divided import is_divided, memory_of, parameter_classes
 from .guard import guard, touch
 from .residency import Residency, Segment, get_grad, registry, set_grad
@@ -35,6 +37,9 @@ _apply = nn.Module._apply
 _zero_grad = nn.Module.zero_grad
 _deepcopy = nn.Parameter.__deepcopy__
 _reduce = nn.Parameter.__reduce_ex__
+_send = ForkingPickler._extra_reducers[nn.Parameter]
+
+_OTHER_PROCESS = "its memory is the engine's, and no other process has it; send copy.deepcopy(model), or engine.state_dict()"
 
 
 def run_backward(*args: Any, **kwargs: Any) -> Any:
@@ -107,6 +112,8 @@ def apply(self: nn.Module, fn: Callable, recurse: bool = True) -> nn.Module:
     for segment in mine:
         probe = torch.empty(0, dtype=segment.unit.dtype, device=segment.blank.device)
         changed = fn(probe)
+        if changed.is_shared() and changed.device.type == "cpu":
+            raise RuntimeError(f"overspill: {segment.name} cannot be shared: {_OTHER_PROCESS}")
         if changed.dtype != probe.dtype or changed.device != probe.device:
             raise RuntimeError(
                 f"overspill: {segment.name} belongs to an engine: it cannot become {changed.dtype} on "
@@ -214,6 +221,14 @@ def reduce_parameter(self: nn.Parameter, protocol: int) -> Any:
     return (torch.Tensor.__reduce_ex__ if is_divided(self) else _reduce)(parameter, protocol)
 
 
+def send_parameter(parameter: nn.Parameter) -> Any:
+    """To another process, by torch.multiprocessing, which shares memory."""
+    segment = registry.get(id(parameter))
+    if segment is not None:
+        raise RuntimeError(f"overspill: {segment.name} cannot be sent to another process: {_OTHER_PROCESS}")
+    return _send(parameter)
+
+
 _REPLACED = (
     (torch.autograd, "_engine_run_backward", run_backward, _run_backward),
     (graph, "_engine_run_backward", run_backward, _run_backward),
@@ -238,6 +253,7 @@ def install() -> None:
     if _engines == 0:
         for place, name, ours, _ in _REPLACED:
             setattr(place, name, ours)
+        ForkingPickler.register(nn.Parameter, send_parameter)
     for kind in parameter_classes():
         for name, ours in _OF_PARAMETERS.items():
             setattr(kind, name, ours)
@@ -249,8 +265,10 @@ def uninstall() -> None:
     global _engines
     _engines -= 1
     if _engines == 0:
+        calls.leave_torch(sys._getframe())
         for place, name, _, original in _REPLACED:
             setattr(place, name, original)
+        ForkingPickler.register(nn.Parameter, _send)
         for kind in parameter_classes():
             for name in _OF_PARAMETERS:
                 if name in vars(kind):

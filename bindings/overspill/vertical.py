@@ -209,7 +209,8 @@ def run(
         for runner in runners
     ]
     python = sys._getframe()
-    call, stack = calls.Call(python), calls.work(python)
+    stack = calls.work(python)
+    call = calls.Call(stack, python)
     calls.begin(call, stack)
     calls.books.open = False
     try:

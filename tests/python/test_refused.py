@@ -1,0 +1,226 @@
+"""What cannot work beside an engine is refused by name, and nothing is held or changed afterwards: forked and spawned
+processes, exporters, other sharding. And torch is as it was once the last engine has closed."""
+
+import copy
+import io
+import os
+import subprocess
+import sys
+import textwrap
+from multiprocessing.reduction import ForkingPickler
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.autograd import graph
+from torch.nn.utils import clip_grad
+
+import overspill
+from overspill import residency
+
+
+def mlp():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 4))
+
+
+def batch():
+    return torch.randn(6, 16, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.fixture
+def start(config):
+    engines = []
+
+    def make(model, **settings):
+        engines.append(overspill.initialize(model, config(**settings))[0])
+        return engines[-1]
+
+    yield make
+    for engine in engines:
+        engine.close()
+
+
+def usable(engine):
+    assert residency.lingering_leases() == 0
+    assert not [u.name for u in engine._residency.units if u.pins or u.shown or u.flat is not None]
+    engine.backward(engine(batch()).square().mean())
+    engine.step()
+    assert not engine.last_step.skipped
+
+
+# ---- other processes
+
+
+def in_child(tasks):
+    """What each task raises in a forked child, as text."""
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            for task in tasks:
+                try:
+                    text = f"returned {task()!r}"
+                except BaseException as error:
+                    text = f"{type(error).__name__}: {error}"
+                os.write(write, text.replace("\n", " ").encode() + b"\n")
+        finally:
+            os._exit(0)
+    os.close(write)
+    with os.fdopen(read, "rb") as pipe:
+        lines = pipe.read().decode().splitlines()
+    assert os.waitpid(child, 0)[1] == 0
+    return lines
+
+
+def test_a_forked_child_is_told_that_the_engine_is_elsewhere(start, tmp_path):
+    model = mlp()
+    engine = start(model, placement="nvme")
+    usable(engine)
+    told = in_child(
+        [
+            lambda: model(batch()),
+            lambda: engine(batch()),
+            engine.state_dict,
+            engine.synchronize,
+            engine.step,
+            lambda: engine.weight(model[0].weight),
+            lambda: engine.gathered(model[0].weight).__enter__(),
+            lambda: engine.save_checkpoint(tmp_path / "saved"),
+            lambda: copy.deepcopy(model),
+        ]
+    )
+    assert len(told) == 9
+    named = f"RuntimeError: overspill: this engine lives in process {os.getpid()}, and "
+    assert all(line.startswith(named) and "forked" in line for line in told), told
+    usable(engine)
+
+
+def test_a_forked_child_ends(tmp_path):
+    """By sys.exit, with finalizers; and `close` does nothing there."""
+    script = textwrap.dedent(
+        f"""
+        import os, sys, torch, overspill
+        from torch import nn
+        model = nn.Linear(64, 64)
+        budget = {{"host": "256MiB", "nvme": [{str(tmp_path)!r}]}}
+        engine, *_ = overspill.initialize(model, {{"budget": budget, "engine": {{"placement": "nvme"}}}})
+        engine.backward(engine(torch.randn(4, 64)).sum())
+        engine.step()
+        child = os.fork()
+        if child == 0:
+            engine.close()
+            sys.exit(7)
+        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+        engine.backward(engine(torch.randn(4, 64)).sum())
+        engine.step()
+        engine.close()
+        """
+    )
+    bindings = os.path.dirname(os.path.dirname(overspill.__file__))
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, "PYTHONPATH": bindings},
+    )
+    assert done.returncode == 0 and done.stdout.strip() == "7", done
+
+
+def test_weights_are_not_sent_to_another_process(start):
+    """torch.multiprocessing would share the memory of a released parameter, NaN."""
+    model = mlp()
+    engine = start(model)
+    with pytest.raises(RuntimeError, match=r"0\.weight cannot be sent to another process: .*deepcopy"):
+        ForkingPickler(io.BytesIO()).dump(model)
+    ForkingPickler(io.BytesIO()).dump(copy.deepcopy(model))
+    with pytest.raises(RuntimeError, match=r"0\.weight cannot be shared"):
+        model.share_memory()
+    usable(engine)
+
+
+# ---- exporters and other sharding
+
+
+def test_exporters_are_refused_outside_gathered(start):
+    model = mlp()
+    engine = start(model, placement="nvme")
+    for export in (torch.export.export, torch.jit.trace):
+        with pytest.raises(RuntimeError, match=r"would keep 0\.weight as the NaN.*gathered"):
+            export(model, (batch(),))
+        usable(engine)
+    program = torch.export.export(copy.deepcopy(model), (batch(),))
+    assert torch.allclose(program.module()(batch()), model(batch()))
+    with engine.gathered(model.parameters()):
+        traced = torch.jit.trace(model, (batch(),))
+        assert all(torch.isfinite(v).all() for v in traced.state_dict().values())
+    del traced
+
+
+@pytest.fixture
+def one_rank(tmp_path):
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def test_fully_shard_is_refused_before_and_after(config, one_rank):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (1,))
+    model = mlp()
+    fully_shard(model[0], mesh=mesh)
+    with pytest.raises(ValueError, match="0 is sharded by FSDPLinear: leave fully_shard"):
+        overspill.initialize(model, config())
+    model = mlp()
+    engine = overspill.initialize(model, config())[0]
+    try:
+        fully_shard(model, mesh=mesh)
+        with pytest.raises(RuntimeError, match=r"sharded by fully_shard after overspill\.initialize"):
+            engine(batch())
+    finally:
+        engine.close()
+
+
+# ---- afterwards
+
+
+def test_torch_is_as_it_was_when_the_last_engine_has_closed(config):
+    def state():
+        kept = {
+            "backward": (torch.autograd._engine_run_backward, graph._engine_run_backward),
+            "hooks": graph.saved_tensors_hooks.__enter__,
+            "module": (
+                nn.Module._apply,
+                nn.Module.zero_grad,
+                nn.Module.__call__,
+                nn.Module.register_parameter,
+            ),
+            "clip": (clip_grad.clip_grad_norm_, nn.utils.clip_grad_norm_),
+            "sent": ForkingPickler._extra_reducers[nn.Parameter],
+            "modes": (torch._C._len_torch_function_stack(), torch._C._is_torch_function_enabled()),
+            "saved": torch._C._autograd._top_saved_tensors_default_hooks(True),
+            "tensor": dict(vars(torch.Tensor)),
+        }
+        return kept | {f"parameter.{name}": value for name, value in vars(nn.Parameter).items()}
+
+    before = state()
+    models = [mlp(), mlp()]
+    engines = [overspill.initialize(model, config())[0] for model in models]
+    assert state() != before
+
+    def strike(*_):
+        raise KeyboardInterrupt
+
+    models[0][2].register_forward_pre_hook(strike)
+    with pytest.raises(KeyboardInterrupt):
+        models[0](batch())
+    for engine in engines:
+        engine.close()
+    assert {
+        name: value for name, value in state().items() if before.get(name) is not value != before.get(name)
+    } == {}
+    assert state().keys() == before.keys() and not residency.registry
