@@ -39,7 +39,9 @@ _deepcopy = nn.Parameter.__deepcopy__
 _reduce = nn.Parameter.__reduce_ex__
 _send = ForkingPickler._extra_reducers[nn.Parameter]
 
-_OTHER_PROCESS = "its memory is the engine's, and no other process has it; send copy.deepcopy(model), or engine.state_dict()"
+_OTHER_PROCESS = (
+    "its memory is the engine's, which no other process has; send copy.deepcopy(model) or its state_dict()"
+)
 
 
 def run_backward(*args: Any, **kwargs: Any) -> Any:

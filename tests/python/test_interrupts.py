@@ -8,7 +8,7 @@ import random
 import pytest
 import torch
 import torch.nn.functional as F
-from interrupts import Interrupter
+from interrupts import OVERSPILL, Interrupter
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -164,3 +164,84 @@ def test_interrupts_at_random_moments(config, tmp_path):
 @pytest.mark.long
 def test_interrupts_at_a_thousand_random_moments(config, tmp_path):
     check_draws(config, tmp_path, LONG_DRAWS)
+
+
+# ---- a Trainer of Hugging Face, and generate
+
+
+class Trained:
+    """A Trainer whose optimizer is the engine's, started anew from one checkpoint again and again."""
+
+    def __init__(self, config, folder):
+        from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+
+        torch.manual_seed(0)
+        sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+        model = LlamaForCausalLM(LlamaConfig(vocab_size=29, max_position_embeddings=32, **sizes))
+        generator = torch.Generator().manual_seed(1)
+        rows = [torch.randint(0, 29, (8,), generator=generator) for _ in range(8)]
+        arguments = TrainingArguments(
+            output_dir=str(folder / "trainer"),
+            max_steps=2,
+            per_device_train_batch_size=2,
+            lr_scheduler_type="constant",
+            save_strategy="no",
+            logging_strategy="no",
+            report_to=[],
+            use_cpu=True,
+            disable_tqdm=True,
+        )
+        self.trainer = Trainer(model, arguments, train_dataset=[{"input_ids": r, "labels": r} for r in rows])
+        engine, self.trainer.optimizer, *_ = overspill.initialize(
+            model, config(), self.trainer.create_optimizer()
+        )
+        self.trainer._clip_grad_norm = lambda model: engine.clip_grad_norm_(arguments.max_grad_norm)
+        self.trainer._get_grad_norm = lambda model, grad_norm=None: grad_norm
+        self.engine, self.model, self.start, self.prompt = engine, model, folder / "start", rows[0][None, :4]
+        engine.save_checkpoint(self.start)
+
+    def train(self):
+        self.engine.load_checkpoint(self.start)
+        self.engine.zero_grad()
+        self.trainer.train()
+        return {k: v.clone() for k, v in self.engine.state_dict().items()}
+
+    def generate(self):
+        return self.model.generate(self.prompt, max_new_tokens=6, do_sample=False, pad_token_id=0)
+
+
+@pytest.fixture
+def trained(config, tmp_path):
+    made = Trained(config, tmp_path)
+    yield made
+    made.engine.close()
+
+
+def check_trainer(trained, count):
+    rng, count = draws(count)
+    expected, words = trained.train(), trained.generate()
+    places = {}
+    for what in (trained.train, trained.generate):
+        counting = Interrupter(folders=(OVERSPILL,))
+        with counting.armed():
+            what()
+        places[what.__name__] = counting.count
+    for number in range(count):
+        name = rng.choice(list(places))
+        interrupter = Interrupter(rng.randrange(places[name]), (OVERSPILL,))
+        what = f"draw {number}: {name} at={interrupter.at}"
+        with pytest.raises(KeyboardInterrupt), interrupter.armed():
+            getattr(trained, name)()
+        assert interrupter.place is not None, what
+        assert same(trained.train(), expected), f"{what} struck {interrupter.place}"
+        assert torch.equal(trained.generate(), words), f"{what} struck {interrupter.place}"
+        clean()
+
+
+def test_interrupts_of_a_trainer_and_of_generate(trained):
+    check_trainer(trained, 6)
+
+
+@pytest.mark.long
+def test_interrupts_of_a_trainer_and_of_generate_at_many_moments(trained):
+    check_trainer(trained, 100)
