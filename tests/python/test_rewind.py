@@ -93,26 +93,33 @@ def test_a_rewound_run_that_saved_nothing_goes_on_where_it_was_rewound_to(on_dis
     assert "step-000003" in names(out)
 
 
-@pytest.mark.parametrize("cut", range(3))
+@pytest.mark.parametrize("cut", range(1, 5))
 def test_a_rewind_that_is_cut_short_is_finished_by_the_next_resume(cut, on_disk, out, capsys, monkeypatch):
-    """Cut before each of the renames, and after the last."""
+    """Cut before each of its steps but the first: two renames, run.json before and after them, what is left over."""
     from overspill.cli.checkpoints import Checkpoints
+    from overspill.cli.run_folder import RunFolder
 
-    rename, done = Checkpoints.set_aside, []
+    done = []
 
-    def until_the_cut(self, path, why):
-        if len(done) == cut:
-            raise RuntimeError("killed")
-        done.append(path)
-        return rename(self, path, why)
+    def until_the_cut(step):
+        def counted(*arguments):
+            if len(done) == cut:
+                raise RuntimeError("killed")
+            done.append(step)
+            return step(*arguments)
+
+        return counted
 
     older = out / "checkpoints/step-000002"
-    monkeypatch.setattr(Checkpoints, "set_aside", until_the_cut)
-    monkeypatch.setattr(Checkpoints, "remove_leftovers", lambda self: until_the_cut(self, None, ""))
+    for owner, name in ((RunFolder, "write"), (Checkpoints, "set_aside"), (Checkpoints, "remove_leftovers")):
+        monkeypatch.setattr(owner, name, until_the_cut(getattr(owner, name)))
     on_disk.fails(capsys, "train", "--out", out, "--resume", older)
+    assert len(done) == cut
     monkeypatch.undo()
-    said, _ = resume(on_disk, capsys, out, "--resume", "--steps", 3)
+    said, _ = resume(on_disk, capsys, out, "--resume", "--steps", 3, "--keep", 1)
     assert f"going on from {older}, step 2" in said
+    said, _ = resume(on_disk, capsys, out, "--resume", "--steps", 4)
+    assert f"going on from {out}/checkpoints/step-000003, step 3" in said, "the rewind is over"
 
 
 def test_a_checkpoint_from_elsewhere_is_gone_on_from_until_the_first_save(on_disk, straight, out, capsys):

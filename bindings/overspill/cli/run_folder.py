@@ -96,7 +96,8 @@ class RunFolder:
         """
         checkpoints = self.checkpoints
         off = checkpoints.off_branch(base) if base else []
-        if off or (base and base.parent != checkpoints.folder):
+        cut_short = not run.get(WENT_ON_FROM, {"others_set_aside": True})["others_set_aside"]
+        if off or cut_short or (base and base.parent != checkpoints.folder):
             self.write({**run, WENT_ON_FROM: {"checkpoint": str(base), "others_set_aside": False}})
             off = [checkpoints.set_aside(path, "abandoned") for path in off if is_complete(path)]
             run[WENT_ON_FROM] = {"checkpoint": str(base), "others_set_aside": True}
