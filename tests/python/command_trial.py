@@ -192,7 +192,7 @@ class Trial:
         """At a moment of the clock, at a step, or when a file appears that is there for a moment only."""
         kind = self.rng.choice(["clock", "step", "file"])
         pattern = self.rng.choice(
-            ["checkpoints/*.partial", "checkpoints/*/hf.part", "*.part", "checkpoints/*.abandoned*"]
+            ["checkpoints/*.partial", "checkpoints/*/hf.part", "*.part*", "checkpoints/*.abandoned*"]
         )
         moment = time.monotonic() + self.rng.uniform(0, 1.2)
         lines = len(self.log()) + self.rng.randint(0, 2)

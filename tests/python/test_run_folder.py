@@ -42,6 +42,21 @@ def test_of_two_that_start_one_run_the_later_is_refused(on_disk, tmp_path, capsy
     assert len(tiny.log(out)) == 1
 
 
+def test_a_start_that_was_killed_does_not_stand_in_the_next_ones_way(on_disk, tmp_path, capsys, monkeypatch):
+    out = tmp_path / "out"
+
+    def killed(self, path):
+        raise RuntimeError("killed")
+
+    monkeypatch.setattr(type(out), "replace", killed)
+    on_disk.fails(capsys, *on_disk.run(out, steps=1))
+    monkeypatch.undo()
+    (out / "run.json.part-0123abcd").touch()
+    assert {"checkpoints", "lock"} < {p.name for p in out.iterdir()}
+    on_disk.ok(capsys, *on_disk.run(out, steps=1))
+    assert not list(out.glob("*.part*"))
+
+
 def test_where_nothing_can_be_locked_it_is_said(on_disk, tmp_path, capsys, monkeypatch):
     import fcntl
 

@@ -9,6 +9,7 @@ lock                          held by the process that trains (run_lock.py)
 
 import json
 import os
+import re
 import shlex
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from overspill.cli.checkpoints import Checkpoints, is_complete
 from overspill.cli.common import CliError
 from overspill.cli.run_lock import RunLock
 
+PART = re.compile(r"(run\.json|log\.jsonl)\.part(-[0-9a-f]{8})?")  # a write that a kill cut short
 WENT_ON_FROM = "went_on_from"  # in run.json, after a rewind
 
 
@@ -52,8 +54,11 @@ class RunFolder:
         if self.path.exists() and not self.path.is_dir():
             raise CliError(f"--out {self.path} is a file; name a folder")
         run = self._run_json.is_file()
-        found = {p.name for p in self.path.iterdir()} if self.path.exists() else set()
-        others = sorted(found - {RunLock.NAME})
+        others = (
+            sorted(p.name for p in self.path.iterdir() if not self._of_a_start(p))
+            if self.path.exists()
+            else []
+        )
         if others and not run:
             raise CliError(
                 f"--out {self.path} holds something else ({', '.join(others[:3])}); name a new folder"
@@ -66,6 +71,12 @@ class RunFolder:
             raise CliError(
                 f"--resume: {self.path} holds no run (no run.json); leave --resume out to start one"
             )
+
+    def _of_a_start(self, path: Path) -> bool:
+        """What a start that was killed before its run.json leaves: the next one may take it over."""
+        if path == self.checkpoints.folder:
+            return path.is_dir() and not any(path.iterdir())
+        return path.name == RunLock.NAME or PART.fullmatch(path.name) is not None
 
     def lock(self) -> None:
         """Keeps other processes out until `unlock`. Raises CliError naming the process that is in."""
@@ -106,6 +117,9 @@ class RunFolder:
         kept = [r for r in self.records() if r["step"] <= step]
         durable.write_text(self.log_path, "".join(json.dumps(r) + "\n" for r in kept))
         checkpoints.remove_leftovers()
+        for path in self.path.iterdir():
+            if PART.fullmatch(path.name):
+                path.unlink()
         return off
 
     def to_go_on_from(self, stored: dict[str, Any]) -> Path | None:
