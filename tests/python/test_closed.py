@@ -136,7 +136,12 @@ tell("core", core, CORE_CALLS)
 @pytest.mark.parametrize("placement", ["host", "nvme"])
 def test_everything_answers_or_says_that_the_engine_is_closed(placement):
     run = subprocess.run(
-        [sys.executable, "-c", JOB, placement], capture_output=True, text=True, timeout=120, cwd=HERE, check=False
+        [sys.executable, "-c", JOB, placement],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        cwd=HERE,
+        check=False,
     )
     said = run.stdout.splitlines()
     last = said[-1] if said else "nothing"
