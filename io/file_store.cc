@@ -101,6 +101,7 @@ class FileStore final : public StoreBase<Store> {
 
   size_t lane_of(const Extent& extent) const;
   Extent place(int64_t bytes);
+  void explain_no_space(Transfer& transfer) noexcept;
   bool move_elsewhere(Transfer& transfer) noexcept;
   void close(size_t lane, const Error& error);
   void warn(Lane& lane, const std::string& what);
@@ -384,11 +385,25 @@ void FileStore::enqueue(Transfer& transfer) {
 // A path that refuses a write takes no more, and what it refused goes elsewhere: nothing was lost yet.
 void FileStore::completed(Transfer& transfer) noexcept {
   if (transfer.error && transfer.held && transfer.kind == Transfer::Kind::write &&
+      transfer.error->kind == ErrorKind::no_space) {
+    explain_no_space(transfer);
+  }
+  if (transfer.error && transfer.held && transfer.kind == Transfer::Kind::write &&
       (is_full(transfer.error->kind) || is_broken(transfer.error->kind))) {
     close(lane_of(transfer.extent), *transfer.error);
     if (move_elsewhere(transfer)) return;
   }
   StoreBase::completed(transfer);
+}
+
+// The space of a slab was taken before the first step, so something made its bytes another file's too.
+void FileStore::explain_no_space(Transfer& transfer) noexcept {
+  const std::shared_lock lock(slabs_mutex_);
+  const Extent& extent = transfer.extent;
+  if (!has_shared_blocks(slabs_[extent.slab].file.fd.get(), extent.offset, extent.bytes)) return;
+  transfer.error->detail +=
+      "the space was reserved, but another file shares these blocks, so a write takes new room: a copy by "
+      "reflinks (cp makes them on XFS and Btrfs; cp --reflink=never does not) or a snapshot";
 }
 
 bool FileStore::move_elsewhere(Transfer& transfer) noexcept {

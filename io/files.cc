@@ -2,16 +2,21 @@
 
 #include <fcntl.h>
 #include <fmt/format.h>
+#include <linux/fiemap.h>
+#include <linux/fs.h>
+#include <sys/ioctl.h>
 #include <sys/resource.h>
 #include <sys/stat.h>
 #include <sys/statvfs.h>
 #include <unistd.h>
 
 #include <cerrno>
+#include <cstddef>
 #include <cstdio>
 #include <mutex>
 #include <set>
 #include <utility>
+#include <vector>
 
 #include "io/unique_fd.h"
 
@@ -57,6 +62,26 @@ int64_t available_bytes(const std::filesystem::path& path) {
   struct statvfs info {};
   if (::statvfs(path.c_str(), &info) != 0) return 0;
   return static_cast<int64_t>(info.f_bavail) * static_cast<int64_t>(info.f_frsize);
+}
+
+bool has_shared_blocks(int fd, int64_t offset, int64_t bytes) {
+  constexpr unsigned kExtents = 64;
+  const int64_t end = offset + bytes;
+  std::vector<std::byte> memory(sizeof(fiemap) + kExtents * sizeof(fiemap_extent));
+  auto* const map = reinterpret_cast<fiemap*>(memory.data());
+  while (offset < end) {
+    *map = {};
+    map->fm_start = static_cast<uint64_t>(offset);
+    map->fm_length = static_cast<uint64_t>(end - offset);
+    map->fm_extent_count = kExtents;
+    if (::ioctl(fd, FS_IOC_FIEMAP, map) != 0 || map->fm_mapped_extents == 0) return false;
+    for (unsigned i = 0; i < map->fm_mapped_extents; ++i) {
+      const fiemap_extent& extent = map->fm_extents[i];
+      if ((extent.fe_flags & FIEMAP_EXTENT_SHARED) != 0) return true;
+      offset = static_cast<int64_t>(extent.fe_logical + extent.fe_length);
+    }
+  }
+  return false;
 }
 
 void warn_once(const std::string& text) {

@@ -27,6 +27,10 @@ bool refuses_links(int os_error);
 /// Bytes this user may still take on the file system of `path`; 0 where that cannot be told.
 int64_t available_bytes(const std::filesystem::path& path);
 
+/// Whether a part of these bytes of the file is shared with another file (a reflink, a snapshot), so that a
+/// write there takes new room. False where the file system does not tell.
+bool has_shared_blocks(int fd, int64_t offset, int64_t bytes);
+
 /// A warning on stderr, once a process for the same text.
 void warn_once(const std::string& text);
 

@@ -127,16 +127,30 @@ TEST_P(Disk, ThatFillsUpUnderASnapshotIsATypedErrorInTheMiddleOfARun) {
   fill_up(root());
   const std::string message = train_until_failure(*engine, 30);
   expect_says(message, {"write failed", "no space left", root().string(), "offset", "bytes", "free space"});
-  expect_says(message, {(root() / "two").string()});
+  expect_says(message, {(root() / "two").string(), "another file shares these blocks", "snapshot"});
   EXPECT_THROW(engine->save(root() / "never", "{}"), engine::EngineFailed);
   EXPECT_EQ(contents_of(root() / "two"), Shadow().at(2));
+}
+
+/// Not Btrfs: there cp copies the bytes of files that are written in place, as slabs are.
+class DiskWithReflinks : public Disk {};
+
+TEST_P(DiskWithReflinks, ThatFillsUpUnderACopyNamesIt) {
+  const auto engine = trained(2);
+  engine->save(root() / "two", "{}");
+  ASSERT_EQ(run_program({"cp", "-r", (root() / "two").string(), (root() / "copy").string()}), 0);
+  fill_up(root());
+  expect_says(train_until_failure(*engine, 30),
+              {"no space left", "another file shares these blocks", "cp --reflink=never"});
+  EXPECT_EQ(contents_of(root() / "two"), Shadow().at(2));
+  EXPECT_EQ(contents_of(root() / "copy"), Shadow().at(2));
 }
 
 TEST_P(Disk, ThatIsTakenAwayIsATypedError) {
   const auto engine = trained(2);
   const fs::path copy = point_.beside("copy");
   engine->save(root() / "two", "{}");
-  fs::copy(root() / "two", copy, fs::copy_options::recursive);
+  ASSERT_EQ(run_program({"cp", "-r", (root() / "two").string(), copy.string()}), 0);
   const int folder = ::open(root().c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
   const uint32_t no_flush = 2;  // XFS_IOC_GOINGDOWN, which ext4 knows too: from now on every transfer fails
   const int taken = ::ioctl(folder, _IOR('X', 125, uint32_t), &no_flush);
@@ -154,7 +168,7 @@ TEST_P(Disk, ThatLosesItsEndIsATypedError) {
   const auto engine = trained(2);
   const fs::path copy = point_.beside("copy");
   engine->save(root() / "two", "{}");
-  fs::copy(root() / "two", copy, fs::copy_options::recursive);
+  ASSERT_EQ(run_program({"cp", "-r", (root() / "two").string(), copy.string()}), 0);
   const int device = open_device();
   if (device < 0) GTEST_SKIP() << "the loop device cannot be found";
   ASSERT_EQ(::truncate(image_.c_str(), kMiB / 4), 0);
@@ -176,6 +190,10 @@ TEST_P(Disk, ThatIsUnmountedLazilyServesTheRunThatHasItOpen) {
   EXPECT_FALSE(fs::exists(root() / "five"));
   EXPECT_EQ(toy_step(*engine, 5, 1, 0).result.step, 6);
 }
+
+INSTANTIATE_TEST_SUITE_P(FileSystems, DiskWithReflinks,
+                         ::testing::Values(FileSystem{"xfs", {"mkfs.xfs", "-q", "-f"}, 320 * kMiB}),
+                         [](const auto& one) { return std::string(one.param.name); });
 
 INSTANTIATE_TEST_SUITE_P(FileSystems, Disk,
                          ::testing::Values(FileSystem{"ext4", {"mkfs.ext4", "-q", "-F"}, 24 * kMiB},

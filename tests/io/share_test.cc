@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "io/checksum.h"
+#include "tests/io/loop_disk.h"
 #include "tests/io/store_test_util.h"
 
 namespace overspill::io {
@@ -19,7 +20,7 @@ class Share : public ::testing::Test {
  protected:
   void SetUp() override {
     store_ = make_file_store(file_options(folder_.path()));
-    store_->reserve(int64_t{8} << 20);
+    store_->reserve(int64_t{16} << 20);
     AlignedMemory memory(int64_t{1} << 20);
     memory.fill(1);
     extent_ = store_->allocate(int64_t{1} << 20);
@@ -120,6 +121,26 @@ TEST_F(Share, OfACopyThereIsNone) {
   EXPECT_FALSE(exported.extents[0].linked);
   EXPECT_FALSE(exported.share);
   EXPECT_FALSE(fs::exists(at("overspill-test") / "slab-mark-1"));
+}
+
+TEST_F(Share, ACopyThatHasNoRoomIsRefusedBeforeItIsMade) {
+  std::unique_ptr<LoopDisk> disk;
+  try {
+    disk = std::make_unique<LoopDisk>(folder_.path(), "small", int64_t{4} << 20);
+  } catch (const NoLoopDisk& why) {
+    GTEST_SKIP() << why.what();
+  }
+  AlignedMemory memory(int64_t{5} << 20);
+  const Extent large = store_->allocate(int64_t{5} << 20);
+  ASSERT_FALSE(write(*store_, large, memory));
+  const fs::path target = disk->path() / "checkpoint";
+  fs::create_directory(target);
+  const Error error = error_of([&] { store_->export_extents(std::span(&large, 1), target); });
+  EXPECT_EQ(error.kind, ErrorKind::no_space);
+  EXPECT_EQ(error.operation, Operation::reserve) << "not in the middle of the copy";
+  EXPECT_TRUE(contains(error.message(), "5242880 bytes")) << error.message();
+  EXPECT_TRUE(contains(error.message(), "available")) << error.message();
+  EXPECT_TRUE(fs::is_empty(target));
 }
 
 TEST_F(Share, AnExportThatFailsLeavesNone) {
