@@ -23,6 +23,9 @@ struct EngineDeleter {
 };
 using EngineClass = pybind11::class_<engine::Engine, std::unique_ptr<engine::Engine, EngineDeleter>>;
 
+/// For people: bytes that are no UTF-8, as a path may have them, are escaped.
+pybind11::object text(const std::string& bytes);
+
 void register_errors(pybind11::module_& m);
 void register_report(pybind11::module_& m);  // before the engine, which returns it
 void add_predict(EngineClass& cls);

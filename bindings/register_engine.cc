@@ -113,7 +113,7 @@ py::dict retries_dict(const io::RetryStats& stats) {
 
 py::dict path_dict(const io::PathStats& stats) {
   py::dict out;
-  out["path"] = stats.path;
+  out["path"] = text(stats.path);
   out["read_bytes"] = stats.bytes_read;
   out["written_bytes"] = stats.bytes_written;
   out["in_flight"] = stats.in_flight;
@@ -126,7 +126,7 @@ py::dict path_dict(const io::PathStats& stats) {
   out["reserved_bytes"] = stats.reserved_bytes;
   out["numa_node"] = stats.numa_node;
   out["access"] = stats.access;
-  out["closed"] = stats.closed;
+  out["closed"] = text(stats.closed);
   out["retries"] = retries_dict(stats.retries);
   out["demand_reads"] = latency_dict(stats.demand_reads);
   out["prefetch_reads"] = latency_dict(stats.prefetch_reads);

@@ -1,3 +1,6 @@
+#include <exception>
+#include <string>
+
 #include "bindings/bindings.h"
 #include "engine/checkpoint/manifest.h"
 #include "engine/collectives/communicator.h"
@@ -9,13 +12,35 @@ namespace overspill::bindings {
 
 namespace py = pybind11;
 
+namespace {
+
+/// A message may have a path in it, and a path may be any bytes: those that are no UTF-8 are escaped.
+template <class Error>
+void register_error(py::module_& m, const char* name, const py::handle& base) {
+  static py::exception<Error> type(m, name, base);
+  py::register_exception_translator([](std::exception_ptr thrown) {
+    try {
+      if (thrown) std::rethrow_exception(thrown);
+    } catch (const Error& error) {
+      PyErr_SetObject(type.ptr(), text(error.what()).ptr());
+    }
+  });
+}
+
+}  // namespace
+
+py::object text(const std::string& bytes) {
+  return py::reinterpret_steal<py::object>(
+      PyUnicode_DecodeUTF8(bytes.data(), static_cast<Py_ssize_t>(bytes.size()), "backslashreplace"));
+}
+
 void register_errors(py::module_& m) {
   static py::exception<std::runtime_error> base(m, "OverspillError", PyExc_RuntimeError);
-  py::register_exception<engine::BudgetError>(m, "BudgetError", base);
-  py::register_exception<engine::CheckpointError>(m, "CheckpointError", base);
-  py::register_exception<engine::CommunicatorError>(m, "CommunicatorError", base);
-  py::register_exception<engine::EngineFailed>(m, "EngineFailed", base);
-  py::register_exception<io::StoreError>(m, "StoreError", base);
+  register_error<engine::BudgetError>(m, "BudgetError", base);
+  register_error<engine::CheckpointError>(m, "CheckpointError", base);
+  register_error<engine::CommunicatorError>(m, "CommunicatorError", base);
+  register_error<engine::EngineFailed>(m, "EngineFailed", base);
+  register_error<io::StoreError>(m, "StoreError", base);
 }
 
 }  // namespace overspill::bindings

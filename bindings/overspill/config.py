@@ -7,6 +7,7 @@ import itertools
 import json
 import os
 import re
+import secrets
 import warnings
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
@@ -250,8 +251,8 @@ class Config(_Section):
             if name not in ("job", "rank_timeout_seconds", "device", "transport"):
                 setattr(flat, name, getattr(self.engine, name))
         flat.device = place.name if place is not None else self._planned_device()
-        # The last part: two containers on one disk may both be process 1.
-        flat.job = self.engine.job or f"{os.getpid()}-{next(_engines)}-{os.urandom(4).hex()}"
+        # Containers count processes by themselves: two on one disk may both be process 1.
+        flat.job = self.engine.job or f"{os.getpid()}-{next(_engines)}-{secrets.token_hex(4)}"
         if rank is not None:
             flat.job += f"-rank{rank}"
         if part is not None:
