@@ -169,6 +169,15 @@ def test_a_predecessor_goes_only_after_its_successor_was_read_back(on_disk, tmp_
     assert names(out) == ["step-000002", "step-000002.damaged-1"]
 
 
+def test_what_overspill_writes_is_known_to_be_its_own(straight):
+    """A name that is missing there would stop every resume after a kill in the middle of a save."""
+    from overspill.cli.checkpoints import OURS
+
+    items = {item.name for path in (straight / "checkpoints").iterdir() for item in path.iterdir()}
+    assert {"manifest.json", "hf"} < items
+    assert not [name for name in items if not OURS.fullmatch(name)]
+
+
 def test_what_overspill_did_not_write_is_not_removed(on_disk, out, capsys):
     strange = out / "checkpoints/step-000007.partial"
     strange.mkdir()
