@@ -9,11 +9,13 @@ engine holds are loud
 Parameter.__deepcopy__, __reduce_ex__   copies and pickles get real weights; all four of DTensor too, where it is loaded
 Module._apply, Module.zero_grad         .to() and .half() are refused, zero_grad() reaches the engine
 torch.nn.utils.clip_grad_norm_          clips in the engine
+torch.compile                           heeds hooks: it would use code made of modules that have none
 ForkingPickler's reducer of Parameter   refuses to share released memory with another process
 """
 
 from __future__ import annotations
 
+import importlib
 import sys
 from collections.abc import Callable, Iterable
 from multiprocessing.reduction import ForkingPickler
@@ -30,6 +32,7 @@ from .divided import is_divided, memory_of, parameter_classes
 from .guard import guard, touch
 from .residency import Residency, Segment, get_grad, registry, set_grad
 
+_compile = torch.compile
 _run_backward = graph._engine_run_backward
 _enter_saved_tensors_hooks = graph.saved_tensors_hooks.__enter__
 _clip_grad_norm = clip_grad.clip_grad_norm_
@@ -231,7 +234,22 @@ def send_parameter(parameter: nn.Parameter) -> Any:
     return _send(parameter)
 
 
+def compile_model(*args: Any, **kwargs: Any) -> Any:
+    _heed_hooks(importlib.import_module("torch._dynamo"))
+    return _compile(*args, **kwargs)
+
+
+def _heed_hooks(compiler: Any) -> None:
+    """torch.compile takes code that it made of a module without hooks for any module of the class, unless told."""
+    global _skips_hooks
+    if _skips_hooks is None:
+        _skips_hooks = compiler.config.skip_nnmodule_hook_guards
+        compiler.config.skip_nnmodule_hook_guards = False
+        compiler.reset()  # what was made before knows nothing of hooks
+
+
 _REPLACED = (
+    (torch, "compile", compile_model, _compile),
     (torch.autograd, "_engine_run_backward", run_backward, _run_backward),
     (graph, "_engine_run_backward", run_backward, _run_backward),
     (graph.saved_tensors_hooks, "__enter__", enter_saved_tensors_hooks, _enter_saved_tensors_hooks),
@@ -247,6 +265,7 @@ _OF_PARAMETERS = {
     "__reduce_ex__": reduce_parameter,
 }
 _engines = 0
+_skips_hooks: bool | None = None  # the compiler's setting of before, where ours is in its place
 
 
 def install() -> None:
@@ -256,6 +275,8 @@ def install() -> None:
         for place, name, ours, _ in _REPLACED:
             setattr(place, name, ours)
         ForkingPickler.register(nn.Parameter, send_parameter)
+        if "torch._dynamo" in sys.modules:
+            _heed_hooks(sys.modules["torch._dynamo"])
     for kind in parameter_classes():
         for name, ours in _OF_PARAMETERS.items():
             setattr(kind, name, ours)
@@ -264,13 +285,16 @@ def install() -> None:
 
 def uninstall() -> None:
     """Called once for every engine that ends; the last one restores torch."""
-    global _engines
+    global _engines, _skips_hooks
     _engines -= 1
     if _engines == 0:
         calls.leave_torch(sys._getframe())
         for place, name, _, original in _REPLACED:
             setattr(place, name, original)
         ForkingPickler.register(nn.Parameter, _send)
+        if _skips_hooks is not None:
+            sys.modules["torch._dynamo"].config.skip_nnmodule_hook_guards = _skips_hooks
+            _skips_hooks = None
         for kind in parameter_classes():
             for name in _OF_PARAMETERS:
                 if name in vars(kind):

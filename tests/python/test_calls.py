@@ -142,6 +142,29 @@ def test_a_gradient_that_an_interrupt_left_behind_is_not_added_to_the_next(start
     follows(engine, plain)
 
 
+def test_an_interrupt_of_micro_batches_that_pass_units_together(config):
+    expected = {}
+    for strikes in (False, True):
+        model = mlp()
+        settings = config("nvme", accumulation=2) | {"vertical_accumulation": True}
+        engine = overspill.initialize(model, settings)[0]
+
+        def loss(x, model=model):
+            return loss_of(model, x)
+
+        for i in range(3):
+            if strikes and i == 1:
+                handle = model[2].register_forward_pre_hook(Strike())
+                with pytest.raises(KeyboardInterrupt):
+                    engine.train_batch([batch(i), batch(i + 7)], loss)
+                handle.remove()
+            engine.train_batch([batch(i), batch(i + 7)], loss)
+        expected[strikes] = engine.state_dict()
+        assert not [u.name for u in engine._residency.units if u.pins or u.shown or u.flat is not None]
+        engine.close()
+    assert all(torch.equal(v, expected[False][k]) for k, v in expected[True].items())
+
+
 # ---- changes of weights inside a call
 
 
