@@ -168,7 +168,7 @@ def work(python: FrameType | None) -> Stack:
 def claim(stack: Stack, python: FrameType | None) -> None:
     if stack.exempt:
         return
-    if residency.accelerators and in_backward() and not stack.calls:
+    if residency.accelerators and in_backward() and not (stack.calls and stack.calls[0].guards):
         backward = [each for each in tuple(books.stacks) if any(call.owner is None for call in each.calls)]
         if backward:  # autograd's own thread works for the one that called it
             books.owner.setdefault(0, backward[0])
