@@ -36,7 +36,7 @@ test-python: build test-cpp
 
 test-long: build  ## Soak and kill runs
 	@OVERSPILL_STEPS=1000 $(BUILD)/tests/engine/engine_allocation_test --gtest_filter='ManySteps*'
-	@OVERSPILL_LONG=1 $(BUILD)/tests/faults/fault_tests --gtest_filter='*Killed*'
+	@OVERSPILL_LONG=1 $(BUILD)/tests/faults/fault_tests --gtest_filter='*Killed*:*HalfAMinute*'
 	@$(PYTHON_VENV) -m pytest -m long
 	@OVERSPILL_LONG=1 $(PYTHON_VENV) -m pytest tests/python/test_extra.py tests/python/test_*_faults.py -k damage
 

@@ -128,6 +128,9 @@ py::dict path_dict(const io::PathStats& stats) {
   out["access"] = stats.access;
   out["closed"] = text(stats.closed);
   out["retries"] = retries_dict(stats.retries);
+  out["stalls"] = stats.stalls.count;
+  out["longest_stall_seconds"] = static_cast<double>(stats.stalls.longest_ns) * 1e-9;
+  out["stalled_seconds"] = static_cast<double>(stats.stalls.now_ns) * 1e-9;
   out["demand_reads"] = latency_dict(stats.demand_reads);
   out["prefetch_reads"] = latency_dict(stats.prefetch_reads);
   out["writes"] = latency_dict(stats.writes);
@@ -231,6 +234,7 @@ void register_specs(py::module_& m) {
       .def_readwrite("chunk_elements", &PythonConfig::chunk_elements)
       .def_readwrite("stage", &PythonConfig::stage)
       .def_readwrite("rank_timeout_ms", &PythonConfig::rank_timeout_ms)
+      .def_readwrite("io_deadline_ms", &PythonConfig::io_deadline_ms)
       .def_property(
           "placement", [](const PythonConfig& self) { return placement_name(self.placement); },
           [](PythonConfig& self, const std::string& name) { self.placement = placement_from(name); })
@@ -394,6 +398,7 @@ void register_engine(py::module_& m) {
       .def("save", &Engine::save, py::arg("folder"), py::arg("extra_json"), Released())
       .def("load", &Engine::load, py::arg("folder"), Released())
       .def("stats", &stats_dict)
+      .def("stall", &Engine::stall)
       .def("report", &Engine::report, Released())
       .def("begin_backward", &Engine::begin_backward, Released())
       .def_property_readonly("plan", &Engine::plan)

@@ -319,7 +319,13 @@ void Access::transfer(io::Transfer::Kind kind, io::Extent& extent) {
   while (!done && context_.store().poll()) done = done_.try_acquire();
   if (!done) done_.acquire();
   extent = transfer.extent;
-  if (transfer.error) throw io::StoreError(*transfer.error);
+  if (!transfer.error) return;
+  // What a disk may still write into the scratch buffer must not be used again.
+  if (context_.store().kernel_keeps_memory()) {
+    const std::lock_guard guard(context_.mutex);
+    context_.fail(transfer.error->message());
+  }
+  throw io::StoreError(*transfer.error);
 }
 
 }  // namespace overspill::engine

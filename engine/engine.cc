@@ -1,9 +1,11 @@
 #include "engine/engine.h"
 
 #include <fmt/format.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <cmath>
+#include <cstdio>
 #include <cstring>
 #include <exception>
 #include <numeric>
@@ -12,6 +14,7 @@
 #include <utility>
 
 #include "engine/machine.h"
+#include "io/kept.h"
 
 namespace overspill::engine {
 namespace {
@@ -25,6 +28,7 @@ Config checked(Config config) {
   if (config.gradient_accumulation < 1)
     throw std::invalid_argument("gradient_accumulation must be at least 1");
   if (!(config.max_grad_norm >= 0)) throw std::invalid_argument("max_grad_norm must not be negative");
+  if (config.io_deadline_ms < 0) throw std::invalid_argument("io_deadline_ms must not be negative");
   if (config.checkpoints_kept < 0) throw std::invalid_argument("checkpoints_kept must not be negative");
   return config;
 }
@@ -89,6 +93,29 @@ void require_not_clipped(const Machine& m, const Segment& segment) {
       segment.name, *m.clipped));
 }
 
+void check_process(const Machine& m) {
+  if (m.process.here()) return;
+  throw WrongProcess(fmt::format(
+      "the engine belongs to process {}; this is its forked child {}, which has neither its threads nor its "
+      "memory: make an engine here, or start the process by spawn",
+      m.process.pid(), ::getpid()));
+}
+
+/// In a forked child the machine is left alone: locks that its threads held are held for ever. What a disk
+/// may still write into is kept, and said so.
+void dispose(Machine* machine) noexcept {
+  if (!machine->process.here()) return;
+  machine->shut_down();
+  std::shared_ptr<Machine> last(machine);
+  if (!machine->kernel_keeps_memory) return;
+  fmt::print(
+      stderr,
+      "overspill: {} bytes of buffers stay allocated until this process ends: a disk that does not answer "
+      "may still write into them\n",
+      machine->context.host_budget.used_bytes());
+  io::keep_for_ever(std::move(last));
+}
+
 /// For the report: while it lives, the caller's time is the engine's.
 class InCall {
  public:
@@ -112,7 +139,7 @@ class InCall {
 // ---- leases
 
 Lease::~Lease() {
-  if (machine_ == nullptr || block_ == nullptr) return;
+  if (machine_ == nullptr || block_ == nullptr || !machine_->process.here()) return;
   Context& context = machine_->context;
   const std::lock_guard guard(context.mutex);
   std::vector<kernels::Event> uses;
@@ -132,6 +159,7 @@ Lease::~Lease() {
 void Lease::use_on(Queue queue) {
   const auto known = [queue](const Use& use) { return use.queue == queue; };
   if (block_ == nullptr || std::any_of(uses_.begin(), uses_.end(), known)) return;
+  check_process(*machine_);
   const std::lock_guard guard(machine_->context.mutex);
   kernels::Stream& stream = machine_->context.queues.of(queue);
   machine_->gatherer.use(block_, stream);
@@ -144,6 +172,7 @@ void Lease::copy_to_host(int64_t begin, std::span<std::byte> to) const {
         fmt::format("a copy of {} bytes from byte {} of a lease of {}", to.size(), begin, bytes_));
   }
   if (to.empty()) return;
+  check_process(*machine_);
   if (block_ == nullptr || machine_->context.device().shares_host_memory()) {  // the lease keeps the bytes
     std::memcpy(to.data(), data_ + begin, to.size());
     return;
@@ -197,21 +226,29 @@ std::shared_ptr<Machine> Engine::build(const std::vector<UnitSpec>& units, const
   Plan plan = make_plan(layout, own, traits_of(*resources.device, *resources.communicator));
   if (plan.nvme_bytes() > 0 && resources.store == nullptr)
     throw std::invalid_argument("the plan needs a store");
-  return std::make_shared<Machine>(std::move(layout), std::move(plan), std::move(own), std::move(resources));
+  return {new Machine(std::move(layout), std::move(plan), std::move(own), std::move(resources)), &dispose};
 }
 
 Engine::~Engine() {
+  if (!machine_->process.here()) return;
   // Who is thrown out does not come to the meetings that the other ranks wait at: they are told.
   if (std::uncaught_exceptions() > 0) machine_->rounds.abort("its engine was destroyed by an exception");
   machine_->shut_down();
 }
 
+Machine& Engine::machine_to_look_at() const {
+  check_process(*machine_);
+  return *machine_;
+}
+
 Machine& Engine::machine() const {
+  check_process(*machine_);
   if (machine_->closed) throw std::invalid_argument("the engine was closed");
   return *machine_;
 }
 
 void Engine::close() {
+  if (!machine_->process.here()) return;
   machine_->shut_down();
   const std::lock_guard guard(machine_->context.mutex);
   if (!machine_->context.told) machine_->context.check();
@@ -568,8 +605,12 @@ std::string Engine::load(const std::filesystem::path& folder) {
 
 // ---- looking
 
+std::string Engine::stall() const {
+  return machine_->stalls != nullptr && machine_->process.here() ? machine_->stalls->text() : std::string();
+}
+
 Stats Engine::stats() {
-  Machine& m = *machine_;
+  Machine& m = machine_to_look_at();
   Stats stats;
   const std::lock_guard guard(m.context.mutex);
   stats.step = m.steps;
@@ -589,12 +630,13 @@ Stats Engine::stats() {
 }
 
 StepReport Engine::report() {
-  const std::lock_guard guard(machine_->context.mutex);
-  return machine_->context.meter.last();
+  Context& c = machine_to_look_at().context;
+  const std::lock_guard guard(c.mutex);
+  return c.meter.last();
 }
 
 MachineFigures Engine::figures() {
-  Context& c = machine_->context;
+  Context& c = machine_to_look_at().context;
   const std::lock_guard guard(c.mutex);
   return figures_of(c.meter.recent(), c.meter.forward_left(), c.plan, c.workers);
 }

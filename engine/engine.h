@@ -26,6 +26,7 @@
 #include <filesystem>
 #include <memory>
 #include <span>
+#include <stdexcept>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -80,6 +81,12 @@ class Lease {
     kernels::Event begin;  // where the journal is on
   };
   std::vector<Use> uses_;
+};
+
+/// A call in a forked child of the engine's process, which has none of its threads and not its memory.
+class WrongProcess : public std::runtime_error {
+ public:
+  using std::runtime_error::runtime_error;
 };
 
 struct StepResult {
@@ -194,16 +201,23 @@ class Engine {
   /// What the device did since record_journal(true), by its own events. Waits for it.
   std::vector<DeviceSpan> take_device_spans();
 
+  /// What disks hang, and for how long; empty where none does. Waits for nothing, also while another call
+  /// hangs or the engine is being closed.
+  std::string stall() const;
+
   /// Finishes what is in flight and gives up the store. Leases and looks stay valid; all else throws
   /// afterwards. Serves the other ranks until all of them have come to it, or the world has ended. Throws
   /// EngineFailed, when all is given up, where the engine or another rank has failed and no call has said so
-  /// yet. Again: does nothing.
+  /// yet. A disk that hangs is waited for, no longer than Config::io_deadline_ms; the buffers that it may
+  /// still write into are never freed then. In a forked child this does nothing, and every other call throws
+  /// WrongProcess. Again: does nothing.
   void close();
 
  private:
   static std::shared_ptr<Machine> build(const std::vector<UnitSpec>& units, const Config& config,
                                         Resources resources);
   Machine& machine() const;
+  Machine& machine_to_look_at() const;
   enum class Arrived : uint8_t { when_it_is_leased, when_it_is_used };  // on the device
   Lease lease(int32_t unit, Arrived arrived);
   std::shared_ptr<Machine> machine_;

@@ -17,7 +17,8 @@ Machine::Machine(Layout layout, Plan plan, Config config, Resources resources)
       intake(context, updater, gradients),
       access(context, device_units),
       keeper(context, access),
-      rounds(context, gatherer, updater, gradients) {
+      rounds(context, gatherer, updater, gradients),
+      stalls(context.resources.store != nullptr ? context.store().stalls() : nullptr) {
   if (context.resources.store != nullptr) context.store().reserve(context.plan.nvme_reserve_bytes);
   // Beyond this point nothing fails: from the start of its rounds on, the other ranks count on this one.
   rounds.start();
@@ -28,6 +29,7 @@ Machine::~Machine() {
 }
 
 void Machine::shut_down() noexcept {
+  if (!process.here()) return;
   std::call_once(shut_down_, [this] { finish(); });
 }
 
@@ -50,7 +52,10 @@ void Machine::finish() noexcept {
   }
   // Tasks and transfers point into this object: none may be left.
   context.resources.executor.reset();
-  if (context.resources.store != nullptr) context.store().drain();
+  if (context.resources.store != nullptr) {
+    context.store().drain();
+    kernel_keeps_memory = context.store().kernel_keeps_memory();
+  }
   std::unique_ptr<io::Store> store;  // ends without the mutex, which its threads take
   const std::lock_guard guard(context.mutex);
   store.swap(context.resources.store);

@@ -4,6 +4,7 @@
 #include <atomic>
 #include <exception>
 #include <filesystem>
+#include <memory>
 #include <mutex>
 #include <optional>
 #include <span>
@@ -21,6 +22,8 @@
 #include "engine/schedule/context.h"
 #include "engine/schedule/gather.h"
 #include "engine/schedule/updater.h"
+#include "io/own_process.h"
+#include "io/stalls.h"
 
 namespace overspill::engine {
 
@@ -34,7 +37,7 @@ class Machine {
 
   /// Finishes what is in flight, joins the workers, gives up the store. Only leases and figures are of use
   /// afterwards. A failure that no caller has been told of stays in the context. A second call returns when
-  /// the first has.
+  /// the first has. In a forked child it does nothing.
   void shut_down() noexcept;
 
   // The step (step.cc), as the passes it consists of.
@@ -92,6 +95,9 @@ class Machine {
   int64_t looks = 0;              // at weights or states of several ranks
   std::optional<double> clipped;  // by clip_grad_norm(): the factor of the gradients that are there
   std::atomic<bool> closed = false;
+  bool kernel_keeps_memory = false;                    // at the end; then none of it may be freed
+  const io::OwnProcess process;                        // in its forked children nothing works
+  const std::shared_ptr<const io::StallBoard> stalls;  // null without a store
 
  private:
   std::vector<std::string> tell(Meeting meeting, const std::exception_ptr& error,

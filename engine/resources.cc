@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 
 #include <charconv>
+#include <chrono>
 #include <optional>
 #include <stdexcept>
 #include <string_view>
@@ -41,6 +42,9 @@ std::unique_ptr<io::Store> make_store(const Config& config, const ResourceOption
   io::FileStoreOptions files;
   files.paths = config.nvme;
   files.job = config.job;
+  files.patience = options.patience;
+  if (config.io_deadline_ms > 0)
+    files.patience.stall.give_up_after = std::chrono::milliseconds(config.io_deadline_ms);
   if (options.io_backend == "io_uring") {
     files.backend = io::FileStoreOptions::Backend::uring;
   } else if (options.io_backend == "threads") {

@@ -9,6 +9,7 @@
 #include "engine/config.h"
 #include "engine/partition/model.h"
 #include "engine/schedule/context.h"
+#include "io/patience.h"
 
 namespace overspill::engine {
 
@@ -17,6 +18,7 @@ struct ResourceOptions {
   std::string io_backend = "auto";  // "auto", "io_uring", "threads", "memory" (tests: nothing touches a disk)
   uint64_t seed = 0;                // of what is simulated
   std::shared_ptr<kernels::Device> given_device = nullptr;  // in place of `device`
+  io::Patience patience{};  // with disks; Config::io_deadline_ms counts over its own
 };
 
 /// Of a name as in ResourceOptions. Throws std::invalid_argument on another one, kernels::DeviceError where

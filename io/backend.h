@@ -10,10 +10,14 @@
 namespace overspill::io {
 
 /// Works on a queue from construction to destruction, on its own thread or threads. The destructor returns
-/// once every transfer pushed before stop() has completed; the queue must be stopped before.
+/// once every transfer pushed before stop() has completed; the queue must be stopped before. One whose queue
+/// was given up is never destroyed: a thread of it may hang in the kernel.
 class Backend {
  public:
   virtual ~Backend() = default;
+  /// Its threads end once the queue is stopped and nothing is on its way; PieceQueue::wait_for_threads()
+  /// waits.
+  virtual void end() {}
   /// After a push.
   virtual void wake() = 0;
   /// Returns once the kernel has taken or dropped the memory. Not to be called from a completion.

@@ -35,30 +35,14 @@ const char* name_of(ErrorKind kind) {
       return "not supported";
     case ErrorKind::invalid:
       return "invalid request";
+    case ErrorKind::stalled:
+      return "no answer";
+    case ErrorKind::ring:
+      return "io_uring failed";
     case ErrorKind::cancelled:
       return "cancelled";
   }
   return "unknown error";
-}
-
-const char* name_of(Operation operation) {
-  switch (operation) {
-    case Operation::open:
-      return "open";
-    case Operation::reserve:
-      return "reserve";
-    case Operation::read:
-      return "read";
-    case Operation::write:
-      return "write";
-    case Operation::sync:
-      return "sync";
-    case Operation::link:
-      return "link";
-    case Operation::remove:
-      return "remove";
-  }
-  return "unknown operation";
 }
 
 const char* way_out_of(ErrorKind kind) {
@@ -91,6 +75,12 @@ const char* way_out_of(ErrorKind kind) {
       return "choose another file system or backend";
     case ErrorKind::invalid:
       return "this is a caller's mistake";
+    case ErrorKind::stalled:
+      return "check the disk or its server, and the way to it (dmesg); what it may still write into is not "
+             "used again, "
+             "so end this process and resume from the last checkpoint";
+    case ErrorKind::ring:
+      return "set engine.io_backend to \"threads\", and resume from the last checkpoint";
     case ErrorKind::cancelled:
       return "the store was being closed";
   }
@@ -98,6 +88,26 @@ const char* way_out_of(ErrorKind kind) {
 }
 
 }  // namespace
+
+const char* name_of(Operation operation) {
+  switch (operation) {
+    case Operation::open:
+      return "open";
+    case Operation::reserve:
+      return "reserve";
+    case Operation::read:
+      return "read";
+    case Operation::write:
+      return "write";
+    case Operation::sync:
+      return "sync";
+    case Operation::link:
+      return "link";
+    case Operation::remove:
+      return "remove";
+  }
+  return "unknown operation";
+}
 
 std::string Error::cause() const {
   std::string text = fmt::format("store: {} failed: {}", name_of(operation), name_of(kind));

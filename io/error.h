@@ -21,10 +21,13 @@ enum class ErrorKind : uint8_t {
   locked,       // another live run holds the folder
   unsupported,  // the kernel or file system refuses the operation
   invalid,      // a caller's mistake: length, alignment, unknown extent
+  stalled,      // no answer for longer than the caller allows; the kernel may still write into the memory
+  ring,         // io_uring itself failed
   cancelled,    // the store is shutting down
 };
 
 enum class Operation : uint8_t { open, reserve, read, write, sync, link, remove };
+const char* name_of(Operation operation);
 
 /// What went wrong, where, and what to do. `message()` names operation, path, offset, length, cause and way
 /// out.

@@ -20,10 +20,13 @@
 #include "io/balance.h"
 #include "io/block_device.h"
 #include "io/job_folder.h"
+#include "io/kept.h"
+#include "io/own_process.h"
 #include "io/piece_queue.h"
 #include "io/slab_export.h"
 #include "io/slab_share.h"
 #include "io/speed_test.h"
+#include "io/stall_watch.h"
 #include "io/store_base.h"
 
 namespace overspill::io {
@@ -62,6 +65,8 @@ class FileStore final : public StoreBase<Store> {
   void unregister_memory(std::span<std::byte> memory) override;
   std::string file_of(const Extent& extent) const override;
   StoreStats stats() const override;
+  std::shared_ptr<const StallBoard> stalls() const override { return watch_->board(); }
+  bool kernel_keeps_memory() override;
 
  private:
   // What works on one path.
@@ -86,6 +91,11 @@ class FileStore final : public StoreBase<Store> {
     SlabFile file;
     size_t lane;
   };
+  // What the backends' threads work on. It stays where one of them hangs.
+  struct Parts {
+    std::deque<Lane> lanes;
+    std::deque<Slab> slabs;
+  };
   // What a path had to say while space was taken.
   struct Growth {
     std::vector<Slab> made;
@@ -98,6 +108,7 @@ class FileStore final : public StoreBase<Store> {
   Target locate(const Transfer& transfer) override;
   std::string path_of(const Target& target) override;
   void first_retry(const Error& why) noexcept override;
+  void given_up() noexcept override { watch_->wake(); }
 
   size_t lane_of(const Extent& extent) const;
   Extent place(int64_t bytes);
@@ -120,14 +131,17 @@ class FileStore final : public StoreBase<Store> {
   const std::string job_;
   const int64_t slab_bytes_;
 
-  std::deque<Lane> lanes_;
+  const OwnProcess process_;
+  std::shared_ptr<Parts> parts_ = std::make_shared<Parts>();
+  std::deque<Lane>& lanes_ = parts_->lanes;
 
   mutable std::mutex grow_mutex_;          // taken before the others
   mutable std::shared_mutex slabs_mutex_;  // guards the table, which only grows; its entries never move
-  std::deque<Slab> slabs_;
+  std::deque<Slab>& slabs_ = parts_->slabs;
   SlabShares shares_;
   mutable std::mutex balance_mutex_;
   Balance balance_;
+  const std::shared_ptr<StallWatch> watch_;
 };
 
 std::unique_ptr<Backend> make_backend(PieceQueue& queue, const FileStoreOptions& options) {
@@ -143,7 +157,10 @@ std::unique_ptr<Backend> make_backend(PieceQueue& queue, const FileStoreOptions&
 }
 
 FileStore::FileStore(const FileStoreOptions& options)
-    : job_(options.job), slab_bytes_(round_up_to_block(options.slab_bytes)), balance_(options.paths.size()) {
+    : job_(options.job),
+      slab_bytes_(round_up_to_block(options.slab_bytes)),
+      balance_(options.paths.size()),
+      watch_(std::make_shared<StallWatch>(options.patience.stall)) {
   if (options.slab_bytes <= 0)
     throw invalid(Operation::open, fmt::format("slabs of {} bytes", options.slab_bytes));
   if (!options.speeds.empty() && options.speeds.size() != options.paths.size()) {
@@ -155,7 +172,13 @@ FileStore::FileStore(const FileStoreOptions& options)
       Lane& lane = lanes_.emplace_back(*this, path, options);
       const NearNode bound(lane.numa_node);  // the backend's threads inherit it
       lane.backend = make_backend(lane.queue, options);
+      watch_->add({.path = lane.path,
+                   .silent_since = [&lane] { return lane.queue.silent_since(); },
+                   .unanswered = [&lane] { return lane.queue.unanswered(); },
+                   .give_up = [&lane](const Error& why) { lane.queue.give_up(why); },
+                   .tend = [&lane] { lane.queue.fail_all(); }});
     }
+    watch_->start();
     set_first_weights(options);
   } catch (...) {
     stop();
@@ -198,14 +221,35 @@ FileStore::~FileStore() {
   stop();
 }
 
+bool FileStore::kernel_keeps_memory() {
+  return std::ranges::any_of(lanes_, [](Lane& lane) { return lane.queue.kernel_keeps_memory(); });
+}
+
 void FileStore::stop() {
-  for (Lane& lane : lanes_) lane.queue.stop();
-  for (Lane& lane : lanes_) lane.backend.reset();
+  if (!process_.here()) {
+    keep_for_ever(watch_);
+    keep_for_ever(parts_);
+    return;
+  }
+  for (Lane& lane : lanes_) {
+    lane.queue.stop();
+    if (lane.backend != nullptr) lane.backend->end();
+  }
+  // A path that hangs is given up meanwhile, if it may be given up.
+  bool all_end = true;
+  for (Lane& lane : lanes_) {
+    const bool ends = lane.queue.wait_for_threads() && !lane.queue.is_given_up();
+    all_end = all_end && ends;
+    if (ends) lane.backend.reset();
+  }
+  watch_->stop();
+  if (!all_end) keep_for_ever(parts_);
   // A callback may have submitted to a lane that had ended already: these are cancelled here.
   Piece piece;
   for (bool found = true; found;) {
     found = false;
     for (Lane& lane : lanes_) {
+      lane.queue.fail_all();
       if (!lane.queue.has_work()) continue;
       found = true;
       lane.queue.next(piece);
@@ -472,7 +516,7 @@ Export FileStore::export_extents(std::span<const Extent> extents, const std::fil
     const std::shared_lock lock(slabs_mutex_);
     items.push_back({extent, &slabs_[extent.slab].file, space_.sums(extent)});
   }
-  return export_items(items, folder, job_, shares_);
+  return export_items(items, folder, job_, shares_, watch_.get());
 }
 
 void FileStore::register_memory(std::span<std::byte> memory) {
@@ -499,6 +543,7 @@ StoreStats FileStore::stats() const {
     // Paths that do the same are named once.
     if (backend.find(text) == std::string::npos) backend += (backend.empty() ? "" : "; ") + text;
     path.retries = lane.queue.retries();
+    path.stalls = watch_->stats(paths.size());
     paths.push_back(std::move(path));
   }
   {

@@ -47,6 +47,11 @@ struct FileStoreOptions {
 ///
 /// Memory of the kernel's is taken per register_memory(); whoever owns such memory marks it MADV_DONTFORK.
 /// drain(), register_memory(), unregister_memory() and export_extents() must not be called from a completion.
+///
+/// A path that does not answer for Patience::stall.give_up_after is given up, and so is one whose ring fails:
+/// what it was asked for, and whatever it is asked for later, completes with that error, on a thread of the
+/// store's. Its files stay where they are until the next run removes them. In a forked child the destructor
+/// does nothing.
 std::unique_ptr<Store> make_file_store(const FileStoreOptions& options);
 
 }  // namespace overspill::io

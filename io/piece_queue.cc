@@ -46,18 +46,21 @@ PieceQueue::PieceQueue(TransferOwner& owner, int depth, int64_t piece_bytes, Res
   free_.reserve(actives_.size());
   for (Active& active : actives_) free_.push_back(&active);
   waiting_.reserve(actives_.size());
+  at_kernel_.resize(static_cast<size_t>(depth));
 }
 
 void PieceQueue::push(Transfer& transfer) {
   transfer.next = nullptr;
+  bool given_up = false;
   {
     const std::lock_guard lock(mutex_);
     meter_.pushed(transfer);
     Fifo& fifo = fifos_[static_cast<size_t>(transfer.priority)];
     (fifo.last == nullptr ? fifo.first : fifo.last->next) = &transfer;
     fifo.last = &transfer;
+    given_up = given_up_.has_value();
   }
-  work_.notify_one();
+  given_up ? owner_.given_up() : work_.notify_one();
 }
 
 bool PieceQueue::next(Piece& piece) {
@@ -89,7 +92,7 @@ bool PieceQueue::take(Piece& piece, Transfer::Priority from) {
 
 /// Once the queue is stopped nothing waits any more.
 std::vector<PieceQueue::Waiting>::iterator PieceQueue::first_due(Transfer::Priority from) {
-  if (waiting_.empty()) return waiting_.end();
+  if (waiting_.empty() || given_up_) return waiting_.end();
   const auto now = clock_();
   return std::ranges::find_if(waiting_, [&](const Waiting& one) {
     return one.piece.active->transfer->priority >= from && (stopped_ || one.due <= now);
@@ -107,7 +110,7 @@ std::optional<std::chrono::nanoseconds> PieceQueue::next_try_in() {
 }
 
 PieceQueue::Fifo* PieceQueue::first_pending(Transfer::Priority from) {
-  if (std::ssize(waiting_) >= depth_) return nullptr;
+  if (given_up_ || std::ssize(waiting_) >= depth_) return nullptr;
   const auto found =
       std::find_if(fifos_.begin() + static_cast<ptrdiff_t>(from), fifos_.end(),
                    [](const Fifo& fifo) { return fifo.first != nullptr || fifo.current != nullptr; });
@@ -176,6 +179,10 @@ Transfer* PieceQueue::advance(Fifo& fifo, Piece& piece, bool& got_piece) {
   }
   const int64_t total = active.transfer->extent.bytes;
   piece = {.active = &active,
+           .target = active.target,
+           .kind = active.transfer->kind,
+           .start = active.transfer->memory + active.issued_bytes,
+           .file_start = active.transfer->extent.offset + active.issued_bytes,
            .offset = active.issued_bytes,
            .bytes = std::min(piece_bytes_, total - active.issued_bytes),
            .reread = active.transfer->second_reading};
@@ -196,63 +203,202 @@ Transfer* PieceQueue::retire(Active& active) {
   return transfer;
 }
 
-bool PieceQueue::settle(Piece& piece, int64_t result) {
-  if (hook_) result = hook_(piece.writes(), piece.file_offset(), piece.left(), result);
-  if (result < 0) return settle_error(piece, static_cast<int>(-result));
-  if (result > piece.left()) {
-    finish(piece, failure(piece, ErrorKind::device, 0, fmt::format("the kernel reports {} bytes", result)));
-    return true;
+// ---- what has no answer
+
+void PieceQueue::asked(Piece& piece) {
+  const std::lock_guard lock(mutex_);
+  const auto free = std::ranges::find_if(at_kernel_, [](const AtKernel& one) { return !one.used; });
+  piece.ticket = static_cast<int>(free - at_kernel_.begin());
+  *free = {.used = true,
+           .kind = piece.kind,
+           .target = piece.target,
+           .offset_bytes = piece.file_offset(),
+           .length_bytes = piece.left(),
+           .since = clock_()};
+}
+
+void PieceQueue::answered(Piece& piece) {
+  const std::lock_guard lock(mutex_);
+  at_kernel_[static_cast<size_t>(std::exchange(piece.ticket, -1))].used = false;
+  last_answer_ = clock_();
+}
+
+const PieceQueue::AtKernel* PieceQueue::longest_at_kernel() const {
+  const AtKernel* longest = nullptr;
+  for (const AtKernel& one : at_kernel_) {
+    if (one.used && (longest == nullptr || one.since < longest->since)) longest = &one;
   }
+  return longest;
+}
+
+std::optional<std::chrono::nanoseconds> PieceQueue::silent_since() {
+  const std::lock_guard lock(mutex_);
+  const AtKernel* longest = longest_at_kernel();
+  return longest == nullptr ? std::nullopt : std::optional(std::max(last_answer_, longest->since));
+}
+
+std::optional<Unanswered> PieceQueue::unanswered() {
+  AtKernel longest;
+  int64_t requests = 0;
+  {
+    const std::lock_guard lock(mutex_);
+    const AtKernel* found = longest_at_kernel();
+    if (found == nullptr) return std::nullopt;
+    longest = *found;
+    requests = std::ranges::count_if(at_kernel_, [](const AtKernel& one) { return one.used; });
+  }
+  return Unanswered{.operation = longest.kind == Transfer::Kind::write ? Operation::write : Operation::read,
+                    .file = owner_.path_of(longest.target),
+                    .offset_bytes = longest.offset_bytes,
+                    .length_bytes = longest.length_bytes,
+                    .requests = requests};
+}
+
+void PieceQueue::give_up(const Error& why) {
+  {
+    const std::lock_guard lock(mutex_);
+    if (given_up_) return;
+    given_up_ = why;
+  }
+  quiet_.notify_all();
+  owner_.given_up();
+}
+
+bool PieceQueue::is_given_up() {
+  const std::lock_guard lock(mutex_);
+  return given_up_.has_value();
+}
+
+void PieceQueue::fail_all() {
+  while (Transfer* over = next_to_fail()) owner_.completed(*over);
+}
+
+Transfer* PieceQueue::next_to_fail() {
+  std::unique_lock lock(mutex_);
+  if (!given_up_) return nullptr;
+  quiet_.wait(lock, [&] { return looking_ == 0; });
+  for (const Waiting& one : std::exchange(waiting_, {})) --one.piece.active->pieces;
+  for (Fifo& fifo : fifos_) fifo.current = nullptr;
+  const auto begun =
+      std::ranges::find_if(actives_, [](const Active& active) { return active.transfer != nullptr; });
+  Transfer* over = nullptr;
+  if (begun != actives_.end()) {
+    over = std::exchange(begun->transfer, nullptr);
+    let_go(*begun);
+  } else {
+    const auto fifo = std::ranges::find_if(fifos_, [](const Fifo& one) { return one.first != nullptr; });
+    if (fifo == fifos_.end()) return nullptr;
+    over = std::exchange(fifo->first, fifo->first->next);
+    if (fifo->first == nullptr) fifo->last = nullptr;
+    meter_.started(*over);
+  }
+  over->error = given_up_;
+  meter_.completed(*over);
+  return over;
+}
+
+/// Of a queue that was given up: nobody waits for it, and the kernel has nothing of it.
+void PieceQueue::let_go(Active& active) {
+  if (active.transfer == nullptr && active.pieces == 0) free_.push_back(&active);
+}
+
+bool PieceQueue::kernel_keeps_memory() {
+  const std::lock_guard lock(mutex_);
+  return given_up_ && std::ranges::any_of(actives_, [](const Active& active) { return active.pieces > 0; });
+}
+
+PieceQueue::Looking::Looking(PieceQueue& queue) : queue_(queue) {
+  const std::lock_guard lock(queue.mutex_);
+  allowed_ = !queue.given_up_;
+  queue.looking_ += allowed_ ? 1 : 0;
+}
+
+PieceQueue::Looking::~Looking() {
+  const std::lock_guard lock(queue_.mutex_);
+  if (allowed_ && --queue_.looking_ == 0) queue_.quiet_.notify_all();
+}
+
+void PieceQueue::threads_begin(int threads) {
+  const std::lock_guard lock(mutex_);
+  threads_ += threads;
+}
+
+void PieceQueue::thread_ends() {
+  const std::lock_guard lock(mutex_);
+  --threads_;
+  quiet_.notify_all();
+}
+
+bool PieceQueue::wait_for_threads() {
+  std::unique_lock lock(mutex_);
+  quiet_.wait(lock, [&] { return threads_ == 0 || (given_up_ && looking_ == 0); });
+  return threads_ == 0;
+}
+
+// ---- results
+
+bool PieceQueue::settle(Piece& piece, int64_t result) {
+  Verdict verdict;
+  {
+    const Looking look(*this);
+    if (look.allowed() && hook_) result = hook_(piece.writes(), piece.file_offset(), piece.left(), result);
+    if (look.allowed()) verdict = judge(piece, result);
+  }
+  if (verdict.what == Verdict::What::at_once) {
+    count(at_once_);
+    return false;
+  }
+  if (verdict.what == Verdict::What::later) {
+    if (try_later(piece, *verdict.error, *verdict.counter)) return true;
+    if (piece.retries > 0 && verdict.error->kind != ErrorKind::corrupt)
+      verdict.error->detail = fmt::format("it was tried {} times", piece.retries + 1);
+  }
+  finish(piece, std::move(verdict.error));
+  return true;
+}
+
+PieceQueue::Verdict PieceQueue::judge(Piece& piece, int64_t result) {
+  using What = Verdict::What;
+  if (result < 0) return judge_error(piece, static_cast<int>(-result));
+  if (result > piece.left())
+    return {What::over,
+            failure(piece, ErrorKind::device, 0, fmt::format("the kernel reports {} bytes", result))};
   // O_DIRECT goes on at a block boundary only.
   const int64_t progress = result / kBlockBytes * kBlockBytes;
   piece.done += progress;
   if (piece.left() == 0) {
     std::optional<Error> error = piece.writes() ? std::nullopt : verify(piece);
-    if (error && read_again(piece, *error)) return true;
-    finish(piece, std::move(error));
-    return true;
+    // Bits may flip on the way from a disk that has the right ones: what differs from its checksum is read a
+    // second time, and no third.
+    if (!error || std::exchange(piece.reread, true)) return {What::over, std::move(error)};
+    piece.done = 0;
+    return {What::later, std::move(error), &checksums_};
   }
   if (progress == 0 && !piece.writes()) {  // slabs end at a block boundary, so this is the end of the file
-    finish(piece, failure(piece, ErrorKind::truncated, 0,
-                          fmt::format("{} bytes are missing", piece.left() - result)));
-    return true;
+    return {What::over, failure(piece, ErrorKind::truncated, 0,
+                                fmt::format("{} bytes are missing", piece.left() - result))};
   }
   piece.fruitless = progress > 0 ? 0 : piece.fruitless + 1;
   if (piece.fruitless > kFruitlessMax) {
-    finish(piece, failure(piece, ErrorKind::device, 0, "the kernel writes nothing and gives no reason"));
-    return true;
+    return {What::over,
+            failure(piece, ErrorKind::device, 0, "the kernel writes nothing and gives no reason")};
   }
-  count(at_once_);
-  return false;
+  return {What::at_once};
 }
 
-bool PieceQueue::settle_error(Piece& piece, int os_error) {
-  if (os_error == EINTR && ++piece.fruitless <= kFruitlessMax) {
-    count(at_once_);
-    return false;
-  }
+PieceQueue::Verdict PieceQueue::judge_error(Piece& piece, int os_error) {
+  using What = Verdict::What;
+  if (os_error == EINTR && ++piece.fruitless <= kFruitlessMax) return {What::at_once};
   Error error = failure(piece, kind_of_errno(os_error), os_error, "");
-  if (may_pass(os_error, piece.writes()) &&
-      try_later(piece, error, is_shortage(os_error) ? shortages_ : reads_))
-    return true;
-  if (piece.retries > 0) error.detail = fmt::format("it was tried {} times", piece.retries + 1);
-  finish(piece, std::move(error));
-  return true;
-}
-
-/// Bits may flip on the way from a disk that has the right ones: what differs from its checksum is read a
-/// second time, and no third.
-bool PieceQueue::read_again(Piece& piece, const Error& why) {
-  if (std::exchange(piece.reread, true)) return false;
-  piece.done = 0;
-  return try_later(piece, why, checksums_);
+  if (!may_pass(os_error, piece.writes())) return {What::over, std::move(error)};
+  return {What::later, std::move(error), is_shortage(os_error) ? &shortages_ : &reads_};
 }
 
 /// Keeps the piece until its wait is over; false where it was tried often enough, or its transfer has failed.
 bool PieceQueue::try_later(Piece& piece, const Error& why, std::atomic<int64_t>& counter) {
   {
     const std::lock_guard lock(mutex_);
-    if (stopped_ || piece.active->error || piece.retries >= retry_.tries_max) return false;
+    if (stopped_ || given_up_ || piece.active->error || piece.retries >= retry_.tries_max) return false;
     ++piece.retries;
     meter_.returned(piece.active->transfer->kind, 0);
     waiting_.push_back({piece, clock_() + retry_.wait_before(piece.retries)});
@@ -274,7 +420,12 @@ void PieceQueue::finish(Piece& piece, std::optional<Error> error) {
   {
     const std::lock_guard lock(mutex_);
     Active& active = *piece.active;
-    meter_.returned(active.transfer->kind, error ? 0 : piece.bytes);
+    if (given_up_) {
+      --active.pieces;
+      let_go(active);
+      return;
+    }
+    meter_.returned(piece.kind, error ? 0 : piece.bytes);
     if (error && !active.error) active.error = std::move(error);
     --active.pieces;
     // A current transfer is retired by advance(), which also drops what is left of it after an error.
@@ -290,7 +441,7 @@ Error PieceQueue::failure(const Piece& piece, ErrorKind kind, int os_error, std:
   return {.kind = kind,
           .operation = piece.writes() ? Operation::write : Operation::read,
           .os_error = os_error,
-          .path = owner_.path_of(piece.active->target),
+          .path = owner_.path_of(piece.target),
           .offset_bytes = piece.file_offset(),
           .length_bytes = piece.left(),
           .detail = std::move(detail)};
@@ -302,9 +453,14 @@ std::span<uint64_t> PieceQueue::sums_of(const Piece& piece, std::span<uint64_t> 
                              static_cast<size_t>(checksum_blocks(piece.bytes)));
 }
 
-void PieceQueue::checksum(const Piece& piece) const {
+void PieceQueue::checksum(const Piece& piece) {
+  const Looking look(*this);
+  if (look.allowed()) compute_checksums(piece);
+}
+
+void PieceQueue::compute_checksums(const Piece& piece) const {
   const Transfer& transfer = *piece.active->transfer;
-  const auto sums = sums_of(piece, piece.active->target.sums);
+  const auto sums = sums_of(piece, piece.target.sums);
   if (transfer.check == Transfer::Check::by_caller) {
     std::ranges::copy(sums_of(piece, transfer.checksums), sums.begin());
     return;
@@ -317,7 +473,7 @@ void PieceQueue::checksum(const Piece& piece) const {
 
 std::optional<Error> PieceQueue::verify(const Piece& piece) const {
   const Transfer& transfer = *piece.active->transfer;
-  const auto sums = sums_of(piece, piece.active->target.sums);
+  const auto sums = sums_of(piece, piece.target.sums);
   if (transfer.check == Transfer::Check::by_caller) {
     std::ranges::copy(sums, sums_of(piece, transfer.checksums).begin());
     return std::nullopt;
@@ -328,7 +484,7 @@ std::optional<Error> PieceQueue::verify(const Piece& piece) const {
     const uint64_t expected = sums[static_cast<size_t>(i)];
     const uint64_t found = checksum_block(block);
     if (expected == found) continue;
-    return corrupt(owner_.path_of(piece.active->target),
+    return corrupt(owner_.path_of(piece.target),
                    transfer.extent.offset + piece.offset + i * kChecksumBlockBytes,
                    static_cast<int64_t>(block.size()), expected, found);
   }

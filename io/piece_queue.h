@@ -19,6 +19,7 @@
 #include "io/error.h"
 #include "io/lane_meter.h"
 #include "io/patience.h"
+#include "io/stall_watch.h"
 #include "io/store.h"
 
 namespace overspill::io {
@@ -38,7 +39,10 @@ class TransferOwner {
   virtual Target locate(const Transfer& transfer) = 0;
   virtual std::string path_of(const Target& target) = 0;
   /// The queue asks for something again for the first time; called without locks, on the backend's thread.
-  virtual void first_retry(const Error& why) noexcept = 0;
+  virtual void first_retry(const Error&) noexcept {}
+  /// The queue was given up; any thread, under any locks. fail_all() is to be called, by a thread that holds
+  /// none.
+  virtual void given_up() noexcept {}
   /// Called without locks once the transfer's last piece is done; `transfer.error` is set. The queue forgets
   /// it before.
   virtual void completed(Transfer& transfer) noexcept = 0;
@@ -46,7 +50,7 @@ class TransferOwner {
 
 /// A transfer some of whose pieces are issued.
 struct Active {
-  Transfer* transfer = nullptr;
+  Transfer* transfer = nullptr;  // null with pieces: it was given up, and nobody waits for them
   Target target;
   int64_t issued_bytes = 0;
   int pieces = 0;              // issued and not finished
@@ -56,18 +60,24 @@ struct Active {
 /// One request to the kernel: at most `piece_bytes` of a transfer.
 struct Piece {
   Active* active = nullptr;
-  int64_t offset = 0;  // in the extent, multiple of kChecksumBlockBytes
+  Target target{};
+  Transfer::Kind kind = Transfer::Kind::read;
+  std::byte* start = nullptr;  // of its bytes in memory
+  int64_t file_start = 0;      // of its bytes in the file
+  int64_t offset = 0;          // in the extent, multiple of kChecksumBlockBytes
   int64_t bytes = 0;
   int64_t done = 0;     // multiple of kBlockBytes
   int fruitless = 0;    // attempts since `done` grew
   int retries = 0;      // after errors, with a wait before each
   bool reread = false;  // it differs from its checksums a second time if it differs again
 
-  bool writes() const { return active->transfer->kind == Transfer::Kind::write; }
-  int fd() const { return active->target.fd; }
+  int ticket = -1;  // while the kernel has it
+
+  bool writes() const { return kind == Transfer::Kind::write; }
+  int fd() const { return target.fd; }
   // What is left to ask of the kernel.
-  std::byte* memory() const { return active->transfer->memory + offset + done; }
-  int64_t file_offset() const { return active->transfer->extent.offset + offset + done; }
+  std::byte* memory() const { return start + done; }
+  int64_t file_offset() const { return file_start + done; }
   int64_t left() const { return bytes - done; }
 };
 
@@ -96,7 +106,7 @@ class PieceQueue {
   /// next() in two steps, for who has better to do first: a piece of priority `from` or lower, which
   /// checksum() must see before the kernel does.
   bool take(Piece& piece, Transfer::Priority from);
-  void checksum(const Piece& piece) const;
+  void checksum(const Piece& piece);
   /// Whether a transfer waits that overtakes write-behind.
   bool has_urgent_work();
   /// Whether next() has something to do.
@@ -112,8 +122,30 @@ class PieceQueue {
   /// again when its wait before another try is over.
   bool settle(Piece& piece, int64_t result);
 
+  // Around the kernel's work on a piece: what has no answer can be named, and is not forgotten.
+  void asked(Piece& piece);
+  void answered(Piece& piece);
+  /// Of what the kernel has; nothing where it has nothing. As StallWatch::Party.
+  std::optional<std::chrono::nanoseconds> silent_since();
+  std::optional<Unanswered> unanswered();
+
+  /// Nothing more is asked or waited for: all transfers, later ones too, complete with `why`, in fail_all().
+  /// The kernel may still move what it has; nobody looks at it any more. First call wins.
+  void give_up(const Error& why);
+  void fail_all();
+  bool is_given_up();
+  /// The kernel was given up while it had pieces: their memory must stay as long as the process lives.
+  bool kernel_keeps_memory();
+
   /// From now on what is not issued completes with `cancelled`.
   void stop();
+
+  // The backend's threads, so that whoever ends the store need not join one that hangs.
+  void threads_begin(int threads);
+  void thread_ends();
+  /// Once stopped. False: the queue is given up and some thread may never end. None looks at a transfer or at
+  /// the owner any more; the backend, the queue and the files must stay.
+  bool wait_for_threads();
 
   int depth() const { return depth_; }
   LaneMeter& meter() { return meter_; }
@@ -132,6 +164,35 @@ class PieceQueue {
     Piece piece;
     std::chrono::nanoseconds due;
   };
+  /// What the kernel has.
+  struct AtKernel {
+    bool used = false;
+    Transfer::Kind kind{};
+    Target target{};
+    int64_t offset_bytes = 0;
+    int64_t length_bytes = 0;
+    std::chrono::nanoseconds since{};
+  };
+  /// While it lives a thread may look at the piece's transfer and at the owner, unless the queue was given up
+  /// before.
+  class Looking {
+   public:
+    explicit Looking(PieceQueue& queue);
+    ~Looking();
+    Looking(const Looking&) = delete;
+    Looking& operator=(const Looking&) = delete;
+    bool allowed() const { return allowed_; }
+
+   private:
+    PieceQueue& queue_;
+    bool allowed_;
+  };
+  /// Of a result.
+  struct Verdict {
+    enum class What : uint8_t { over, at_once, later } what = What::over;
+    std::optional<Error> error{};             // over: the piece's; later: why
+    std::atomic<int64_t>* counter = nullptr;  // of later
+  };
 
   Active& start(Fifo& fifo);
   Transfer* advance(Fifo& fifo, Piece& piece, bool& got_piece);
@@ -143,9 +204,13 @@ class PieceQueue {
   }
   std::vector<Waiting>::iterator first_due(Transfer::Priority from);
   std::chrono::nanoseconds earliest_due() const;
-  bool settle_error(Piece& piece, int os_error);
-  bool read_again(Piece& piece, const Error& why);
+  Verdict judge(Piece& piece, int64_t result);
+  Verdict judge_error(Piece& piece, int os_error);
   bool try_later(Piece& piece, const Error& why, std::atomic<int64_t>& counter);
+  const AtKernel* longest_at_kernel() const;
+  Transfer* next_to_fail();
+  void let_go(Active& active);
+  void compute_checksums(const Piece& piece) const;
   void finish(Piece& piece, std::optional<Error> error);
   Error failure(const Piece& piece, ErrorKind kind, int os_error, std::string detail) const;
   std::optional<Error> verify(const Piece& piece) const;
@@ -170,6 +235,12 @@ class PieceQueue {
   std::vector<Active> actives_;
   std::vector<Active*> free_;
   std::vector<Waiting> waiting_;  // capacity as for actives_
+  std::vector<AtKernel> at_kernel_;
+  std::chrono::nanoseconds last_answer_{};
+  std::optional<Error> given_up_;
+  int looking_ = 0;
+  int threads_ = 0;
+  std::condition_variable quiet_;
   bool stopped_ = false;
 };
 

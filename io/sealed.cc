@@ -11,6 +11,7 @@
 #include <stdexcept>
 
 #include "io/checksum.h"
+#include "io/kept.h"
 
 namespace overspill::io {
 namespace {
@@ -73,9 +74,9 @@ std::byte* Sealed::open(Store& store, int64_t begin, int64_t end) {
 /// Bits may have flipped on the way from a disk that has the right ones. The blocks before were maybe changed
 /// since they were opened, so the extent is read into memory of its own, and this block alone is taken over.
 void Sealed::read_again(Store& store, int64_t index) {
-  const auto free = [](std::byte* memory) { std::free(memory); };
-  const std::unique_ptr<std::byte, decltype(free)> memory(
-      static_cast<std::byte*>(std::aligned_alloc(kBlockBytes, static_cast<size_t>(extent_.bytes))), free);
+  const std::shared_ptr<std::byte> memory(
+      static_cast<std::byte*>(std::aligned_alloc(kBlockBytes, static_cast<size_t>(extent_.bytes))),
+      &std::free);
   if (memory == nullptr) throw std::bad_alloc();
   std::binary_semaphore done{0};
   Transfer transfer;
@@ -91,6 +92,7 @@ void Sealed::read_again(Store& store, int64_t index) {
   bool over = done.try_acquire();
   while (!over && store.poll()) over = done.try_acquire();
   if (!over) done.acquire();
+  if (transfer.error && store.kernel_keeps_memory()) keep_for_ever(memory);
   if (transfer.error) throw StoreError(*transfer.error);
   const auto bytes = block(index);
   std::memcpy(memory_ + index * kChecksumBlockBytes, memory.get() + index * kChecksumBlockBytes,

@@ -16,6 +16,7 @@
 #include <utility>
 
 #include "io/checksum.h"
+#include "io/stall_watch.h"
 
 namespace overspill::io {
 namespace {
@@ -24,8 +25,8 @@ constexpr int64_t kCopyBytes = int64_t{1} << 20;
 
 class Exporter {
  public:
-  Exporter(const std::filesystem::path& folder, const std::string& job, SlabShares& shares)
-      : folder_(folder), job_(job), shares_(shares) {}
+  Exporter(const std::filesystem::path& folder, const std::string& job, SlabShares& shares, StallWatch* watch)
+      : folder_(folder), job_(job), shares_(shares), watch_(watch) {}
   ~Exporter() {
     for (const auto& path : made_) ::unlink(path.c_str());
     if (share_ && !made_.empty()) shares_.end(*share_);
@@ -63,10 +64,10 @@ class Exporter {
     const auto known = names_.find(&slab);
     if (known != names_.end()) return known->second;
     if (slab.sync_failed) return names_.emplace(&slab, std::nullopt).first->second;
-    if (::fdatasync(slab.fd.get()) != 0) {
-      slab.sync_failed = true;
+    slab.sync_failed = true;  // until it has succeeded
+    if ((errno = sync_data(watch_, slab.fd.get(), slab.path.string())) != 0)
       throw system_error(Operation::sync, slab.path);
-    }
+    slab.sync_failed = false;
     return names_.emplace(&slab, make_link(slab)).first->second;
   }
 
@@ -119,7 +120,7 @@ class Exporter {
       for (int64_t done = 0; done < items[i].extent.bytes; done += kCopyBytes)
         append_part(file, items[i], done);
     }
-    file.finish();
+    file.finish(watch_);
   }
 
   void append_part(ExtentFile& file, const ExportItem& item, int64_t done) {
@@ -156,6 +157,7 @@ class Exporter {
   const std::filesystem::path folder_;
   const std::string job_;
   SlabShares& shares_;
+  StallWatch* const watch_;
   std::optional<uint64_t> share_;
   std::vector<std::filesystem::path> made_;  // removed unless the export succeeds
   std::map<const SlabFile*, std::optional<std::string>> names_;
@@ -199,13 +201,13 @@ void ExtentFile::append(std::span<const std::byte> bytes) {
   }
 }
 
-void ExtentFile::finish() {
-  if (::fdatasync(fd_.get()) != 0) throw system_error(Operation::sync, path_);
+void ExtentFile::finish(StallWatch* watch) {
+  if ((errno = sync_data(watch, fd_.get(), path_.string())) != 0) throw system_error(Operation::sync, path_);
 }
 
 Export export_items(std::span<const ExportItem> items, const std::filesystem::path& folder,
-                    const std::string& job, SlabShares& shares) {
-  return Exporter(folder, job, shares).run(items);
+                    const std::string& job, SlabShares& shares, StallWatch* watch) {
+  return Exporter(folder, job, shares, watch).run(items);
 }
 
 }  // namespace overspill::io

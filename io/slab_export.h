@@ -14,6 +14,8 @@
 
 namespace overspill::io {
 
+class StallWatch;
+
 /// An extent that is written and held, and the slab it lies in.
 struct ExportItem {
   Extent extent;
@@ -21,10 +23,11 @@ struct ExportItem {
   std::span<const uint64_t> sums;
 };
 
-/// Blocks until the bytes and the folder's entries are on the disk. Throws StoreError and removes what it
-/// made. Copies are verified against the checksums. Results in the order asked.
+/// `watch` sees each fdatasync of a slab. Blocks until the bytes and the folder's entries are on the disk.
+/// Throws StoreError and removes what it made. Copies are verified against the checksums. Results in the
+/// order asked.
 Export export_items(std::span<const ExportItem> items, const std::filesystem::path& folder,
-                    const std::string& job, SlabShares& shares);
+                    const std::string& job, SlabShares& shares, StallWatch* watch = nullptr);
 
 /// A file being filled with extents one after the other. Not durable before finish().
 class ExtentFile {
@@ -33,7 +36,7 @@ class ExtentFile {
   /// full is found before anything is copied. Throws StoreError and leaves nothing.
   ExtentFile(const std::filesystem::path& folder, const std::string& job, int64_t bytes_total);
   void append(std::span<const std::byte> bytes);
-  void finish();
+  void finish(StallWatch* watch = nullptr);
   const std::filesystem::path& path() const { return path_; }
   int64_t bytes() const { return bytes_; }
 

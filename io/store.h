@@ -11,12 +11,14 @@
 
 #include <cstdint>
 #include <filesystem>
+#include <memory>
 #include <optional>
 #include <span>
 #include <string>
 #include <vector>
 
 #include "io/error.h"
+#include "io/stalls.h"
 
 namespace overspill::io {
 
@@ -120,6 +122,7 @@ struct PathStats {
   std::string access;            // "O_DIRECT", "buffered (why)"
   std::string closed;            // why it takes no new extents; empty: it takes them
   RetryStats retries;
+  StallStats stalls;
   LatencyStats demand_reads;
   LatencyStats prefetch_reads;
   LatencyStats writes;
@@ -209,6 +212,14 @@ class Store {
   virtual std::string file_of(const Extent& extent) const = 0;
 
   virtual StoreStats stats() const = 0;
+
+  /// What hangs now; null where nothing can.
+  virtual std::shared_ptr<const StallBoard> stalls() const { return nullptr; }
+
+  /// A path was given up (ErrorKind::stalled, ring) while the kernel had transfers: their memory was not
+  /// given back with their completion. It may still be written into, and must neither be used nor freed
+  /// (io/kept.h).
+  virtual bool kernel_keeps_memory() { return false; }
 };
 
 }  // namespace overspill::io

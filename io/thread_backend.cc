@@ -13,7 +13,13 @@ namespace {
 class ThreadBackend final : public Backend {
  public:
   ThreadBackend(PieceQueue& queue, int threads, std::string why) : why_(std::move(why)) {
-    for (int i = 0; i < threads; ++i) threads_.emplace_back([&queue] { work(queue); });
+    queue.threads_begin(threads);
+    for (int i = 0; i < threads; ++i) {
+      threads_.emplace_back([&queue] {
+        work(queue);
+        queue.thread_ends();
+      });
+    }
   }
   ~ThreadBackend() override {
     for (std::thread& thread : threads_) thread.join();
@@ -32,17 +38,20 @@ class ThreadBackend final : public Backend {
     Piece piece;
     while (queue.wait()) {
       while (queue.next(piece)) {
-        while (!queue.settle(piece, transfer(piece))) {
+        while (!queue.settle(piece, transfer(queue, piece))) {
         }
       }
     }
   }
 
-  static int64_t transfer(const Piece& piece) {
+  static int64_t transfer(PieceQueue& queue, Piece& piece) {
     const auto bytes = static_cast<size_t>(piece.left());
+    queue.asked(piece);
     const ssize_t result = piece.writes() ? ::pwrite(piece.fd(), piece.memory(), bytes, piece.file_offset())
                                           : ::pread(piece.fd(), piece.memory(), bytes, piece.file_offset());
-    return result < 0 ? -errno : result;
+    const int64_t outcome = result < 0 ? -errno : result;
+    queue.answered(piece);
+    return outcome;
   }
 
   const std::string why_;

@@ -8,9 +8,8 @@
 #include <cerrno>
 #include <chrono>
 #include <condition_variable>
-#include <cstdio>
-#include <cstdlib>
 #include <future>
+#include <memory>
 #include <mutex>
 #include <system_error>
 #include <thread>
@@ -26,13 +25,18 @@ namespace {
 constexpr uint64_t kWakeTag = ~uint64_t{0};
 constexpr unsigned kFileSlots = 256;  // slabs beyond that go by descriptor
 constexpr unsigned kBufferSlots = 128;
-constexpr size_t kBufferBytesMax = size_t{1} << 30;  // the kernel's limit for one buffer
+constexpr std::chrono::milliseconds kGivenUpPause{100};  // between looks whether the queue was given up
+constexpr size_t kBufferBytesMax = size_t{1} << 30;      // the kernel's limit for one buffer
 
-// The ring itself is broken: nothing in flight could ever be accounted for.
-[[noreturn]] void fatal(const char* what, int os_error) {
-  fmt::print(stderr, "overspill: io_uring: {}: {}\n", what, std::generic_category().message(os_error));
-  std::abort();
-}
+// The ring itself is broken: what is in flight can not be accounted for any more.
+struct RingBroken {
+  const char* what;
+  int os_error;
+
+  Error error() const {
+    return {.kind = ErrorKind::ring, .operation = Operation::open, .os_error = os_error, .detail = what};
+  }
+};
 
 // Pieces in order, in memory taken once.
 class PieceRing {
@@ -47,7 +51,7 @@ class PieceRing {
   bool full() const { return count_ == entries_.size(); }
   size_t size() const { return count_; }
   void push(const Piece& piece, int64_t result = 0) {
-    if (full()) fatal("more pieces are held than were counted on", ENOBUFS);
+    if (full()) throw RingBroken{"more pieces are held than were counted on", ENOBUFS};
     entries_[(first_ + count_++) % entries_.size()] = {piece, result};
   }
   Entry pop() {
@@ -92,9 +96,13 @@ class UringBackend final : public Backend {
 
   ~UringBackend() override {
     if (!thread_.joinable()) return;
+    end();
+    thread_.join();
+  }
+
+  void end() override {
     stopping_ = true;
     signal();
-    thread_.join();
   }
 
   void wake() override {
@@ -121,6 +129,7 @@ class UringBackend final : public Backend {
   };
 
   void run(std::promise<int>& started);
+  void close_ring();
   int open_ring();
   void loop();
   bool next(Piece& piece, bool& prepared);
@@ -141,7 +150,8 @@ class UringBackend final : public Backend {
 
   void signal() {
     const uint64_t one = 1;
-    if (::write(wake_fd_.get(), &one, sizeof(one)) != sizeof(one)) fatal("waking the ring", errno);
+    if (::write(wake_fd_.get(), &one, sizeof(one)) != sizeof(one))
+      queue_.give_up(RingBroken{"waking the ring", errno}.error());
   }
 
   PieceQueue& queue_;
@@ -165,7 +175,8 @@ class UringBackend final : public Backend {
 
   mutable std::mutex mutex_;
   std::condition_variable served_;
-  Request* request_ = nullptr;
+  std::shared_ptr<Request> request_;
+  bool broken_ = false;
   std::string buffer_note_;
 
   std::thread thread_;
@@ -173,9 +184,24 @@ class UringBackend final : public Backend {
 
 void UringBackend::run(std::promise<int>& started) {
   const int refused = open_ring();
+  if (refused == 0) queue_.threads_begin(1);
   started.set_value(refused);
   if (refused != 0) return;
-  loop();
+  try {
+    loop();
+    close_ring();
+  } catch (const RingBroken& broken) {
+    {
+      const std::lock_guard lock(mutex_);
+      broken_ = true;
+    }
+    served_.notify_all();
+    queue_.give_up(broken.error());
+  }
+  queue_.thread_ends();
+}
+
+void UringBackend::close_ring() {
   // The kernel takes a ring apart some time after its end; the slabs' space and the memory shall be free at
   // once.
   if (has_file_table_) io_uring_unregister_files(&ring_);
@@ -236,7 +262,8 @@ void UringBackend::submit(unsigned wait_for) {
   } else {
     result = io_uring_submit_and_wait(&ring_, wait_for);
   }
-  if (result < 0 && result != -EINTR && result != -EAGAIN && result != -EBUSY) fatal("submit", -result);
+  if (result < 0 && result != -EINTR && result != -EAGAIN && result != -EBUSY)
+    throw RingBroken{"submit", -result};
 }
 
 // What was begun first; then by priority, where prepared pieces are the first of those written behind.
@@ -285,7 +312,7 @@ io_uring_sqe* UringBackend::sqe() {
   // Room for every slot and the wake read, each of which has at most one entry, and for the timeout that an
   // old kernel takes as one.
   io_uring_sqe* entry = io_uring_get_sqe(&ring_);
-  if (entry == nullptr) fatal("the submission queue is full", ENOBUFS);
+  if (entry == nullptr) throw RingBroken{"the submission queue is full", ENOBUFS};
   return entry;
 }
 
@@ -296,10 +323,10 @@ void UringBackend::read_wake_fd() {
 }
 
 void UringBackend::issue(uint32_t slot) {
-  const Piece& piece = slots_[slot];
+  Piece& piece = slots_[slot];
   const auto bytes = static_cast<unsigned>(piece.left());
   const auto offset = static_cast<uint64_t>(piece.file_offset());
-  const int file = file_slot(piece.active->target);
+  const int file = file_slot(piece.target);
   const int fd = file >= 0 ? file : piece.fd();
   const int buffer = buffer_slot(piece.memory(), piece.left());
   io_uring_sqe* entry = sqe();
@@ -312,6 +339,7 @@ void UringBackend::issue(uint32_t slot) {
   }
   if (file >= 0) io_uring_sqe_set_flags(entry, IOSQE_FIXED_FILE);
   io_uring_sqe_set_data64(entry, slot);
+  queue_.asked(piece);
 }
 
 void UringBackend::reap() {
@@ -322,11 +350,12 @@ void UringBackend::reap() {
     io_uring_cqe_seen(&ring_, entry);  // copied first: completions may take long
     if (tag == kWakeTag) {
       if (result < 0 && result != -EINTR && result != -EAGAIN)
-        fatal("reading the wake event", static_cast<int>(-result));
+        throw RingBroken{"reading the wake event", static_cast<int>(-result)};
       read_wake_fd();
       continue;
     }
     const auto slot = static_cast<uint32_t>(tag);
+    queue_.answered(slots_[slot]);
     done_.push(slots_[slot], result);
     free_slots_.push_back(slot);
   }
@@ -354,14 +383,22 @@ int UringBackend::buffer_slot(const std::byte* memory, int64_t bytes) const {
   return -1;
 }
 
+// A ring that hangs or is broken serves nobody: what was asked of it is left undone, and its memory must
+// stay.
 void UringBackend::ask(Request request) {
+  const auto shared = std::make_shared<Request>(request);
+  const auto over = [&] { return broken_ || queue_.is_given_up(); };
   std::unique_lock lock(mutex_);
-  served_.wait(lock, [&] { return request_ == nullptr; });  // one at a time
-  request_ = &request;
+  const auto wait_until = [&](auto holds) {
+    while (!holds() && !over()) served_.wait_for(lock, kGivenUpPause);
+  };
+  wait_until([&] { return request_ == nullptr; });  // one at a time
+  if (over()) return;
+  request_ = shared;
   lock.unlock();
   signal();
   lock.lock();
-  served_.wait(lock, [&] { return request.done; });
+  wait_until([&] { return shared->done; });
 }
 
 void UringBackend::serve_requests() {
@@ -412,7 +449,7 @@ void UringBackend::remove_buffers(const std::byte* region) {
     const iovec none{nullptr, 0};
     const __u64 tag = 0;
     const int result = io_uring_register_buffers_update_tag(&ring_, static_cast<unsigned>(i), &none, &tag, 1);
-    if (result < 0) fatal("dropping a registered buffer", -result);
+    if (result < 0) throw RingBroken{"dropping a registered buffer", -result};
     buffers_[i] = {};
   }
 }

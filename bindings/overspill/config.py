@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import itertools
 import json
+import math
 import os
 import re
 import secrets
@@ -195,6 +196,9 @@ class EngineOptions(_Section):
         "auto"  # between ranks; auto: NCCL where each has a GPU of its own
     )
     rank_timeout_seconds: float = Field(1800.0, gt=0)  # that ranks wait for one another in a collective
+    # A disk that answers nothing for so long fails the engine, which names it and the last complete checkpoint; 0: the
+    # engine waits for ever. Either way a line on stderr names it after 10 s, 20 s, 40 s and so on.
+    io_deadline_seconds: float = Field(0.0, ge=0)
 
 
 _engines = itertools.count()  # of this process, for their files' names
@@ -247,8 +251,9 @@ class Config(_Section):
         flat.rounding_seed = self.seed
         flat.stage = self.zero_optimization.stage
         flat.rank_timeout_ms = round(self.engine.rank_timeout_seconds * 1000)
+        flat.io_deadline_ms = math.ceil(self.engine.io_deadline_seconds * 1000)
         for name in EngineOptions.model_fields:
-            if name not in ("job", "rank_timeout_seconds", "device", "transport"):
+            if name not in ("job", "rank_timeout_seconds", "io_deadline_seconds", "device", "transport"):
                 setattr(flat, name, getattr(self.engine, name))
         flat.device = place.name if place is not None else self._planned_device()
         # Containers count processes by themselves: two on one disk may both be process 1.

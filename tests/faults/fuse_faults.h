@@ -26,8 +26,11 @@ struct FuseFaults {
   std::atomic<bool> short_reads{false};  // half of what was asked, at least one block
   std::atomic<int64_t> flip_every{0};    // one bit of each n-th read
   std::atomic<int64_t> delay_us{0};      // up to this, before each read and write
-  std::atomic<bool> hang{false};         // reads and writes wait until it is false
-  std::atomic<bool> hides_open{false};  // set before the mount: a removed file that is open gets another name
+  std::atomic<bool> hang{false};         // what is in `hangs` waits until it is false
+  std::atomic<uint32_t> hangs{static_cast<uint32_t>(FuseOperation::read) |
+                              static_cast<uint32_t>(FuseOperation::write)};
+  // Set before the mount: a deleted file that is open is renamed, as on NFS.
+  std::atomic<bool> keeps_open_names{false};
 
   // How often it happened.
   std::atomic<int64_t> failed{0}, shortened{0}, flipped{0}, delayed{0}, hanging{0}, reads{0}, writes{0};

@@ -44,13 +44,9 @@ int injected(FuseOperation operation) {
   return -faults->os_error;
 }
 
-/// Waits as told; false when the caller was interrupted meanwhile.
-bool dawdle(int64_t offset) {
-  if (const int64_t most = faults->delay_us; most > 0) {
-    ++faults->delayed;
-    std::this_thread::sleep_for(std::chrono::microseconds((offset / 4096 * 2654435761) % most));
-  }
-  if (!faults->hang) return true;
+/// While it is told to; false when the caller was interrupted meanwhile.
+bool hang(FuseOperation operation) {
+  if (!faults->hang || (faults->hangs & static_cast<uint32_t>(operation)) == 0) return true;
   ++faults->hanging;
   bool interrupted = false;
   while (faults->hang && !interrupted) {
@@ -61,10 +57,19 @@ bool dawdle(int64_t offset) {
   return !interrupted;
 }
 
+/// Waits as told; false when the caller was interrupted meanwhile.
+bool dawdle(int64_t offset, FuseOperation operation) {
+  if (const int64_t most = faults->delay_us; most > 0) {
+    ++faults->delayed;
+    std::this_thread::sleep_for(std::chrono::microseconds((offset / 4096 * 2654435761) % most));
+  }
+  return hang(operation);
+}
+
 void* init(fuse_conn_info*, fuse_config* config) {
   config->use_ino = 1;
   config->nullpath_ok = 1;
-  config->hard_remove = faults->hides_open ? 0 : 1;
+  config->hard_remove = faults->keeps_open_names ? 0 : 1;
   config->entry_timeout = config->attr_timeout = config->negative_timeout = 0;
   return nullptr;
 }
@@ -98,7 +103,7 @@ int release(const char*, fuse_file_info* info) {
 
 int read(const char*, char* to, size_t bytes, off_t offset, fuse_file_info* info) {
   const int64_t number = ++faults->reads;
-  if (!dawdle(offset)) return -EINTR;
+  if (!dawdle(offset, FuseOperation::read)) return -EINTR;
   if (const int error = injected(FuseOperation::read)) return error;
   if (faults->short_reads && bytes > 4096) {
     bytes = std::max<size_t>(4096, bytes / 2);
@@ -114,12 +119,18 @@ int read(const char*, char* to, size_t bytes, off_t offset, fuse_file_info* info
 
 int write(const char*, const char* from, size_t bytes, off_t offset, fuse_file_info* info) {
   ++faults->writes;
-  if (!dawdle(offset)) return -EINTR;
+  if (!dawdle(offset, FuseOperation::write)) return -EINTR;
   if (const int error = injected(FuseOperation::write)) return error;
   return result(static_cast<int>(::pwrite(file_of(info), from, bytes, offset)));
 }
 
 int sync(const char*, int only_data, fuse_file_info* info) {
+  if (!hang(FuseOperation::sync)) return -EINTR;
+  if (const int error = injected(FuseOperation::sync)) return error;
+  return result(only_data != 0 ? ::fdatasync(file_of(info)) : ::fsync(file_of(info)));
+}
+
+int sync_folder(const char*, int only_data, fuse_file_info* info) {
   if (const int error = injected(FuseOperation::sync)) return error;
   return result(only_data != 0 ? ::fdatasync(file_of(info)) : ::fsync(file_of(info)));
 }
@@ -210,7 +221,7 @@ int run(const char* program, const char* mountpoint) {
   operations.opendir = open_folder;
   operations.releasedir = release;
   operations.readdir = read_folder;
-  operations.fsyncdir = sync;
+  operations.fsyncdir = sync_folder;
   std::array<std::string, 5> words = {program, "-f", "-o", "default_permissions,fsname=overspill-faults",
                                       mountpoint};
   std::array<char*, words.size()> arguments{};

@@ -1,105 +1,17 @@
 // A file system that fails under the store: errors of every operation, short reads, flipped bits, delays, one
 // that hangs, one that dies.
 #include <signal.h>
-#include <sys/vfs.h>
 
 #include <algorithm>
 #include <fstream>
 #include <thread>
 
 #include "io/lock_holder.h"
-#include "tests/faults/fuse_faults.h"
+#include "tests/faults/fuse_fixture.h"
 #include "tests/faults/life.h"
-#include "tests/faults/mounts.h"
 
 namespace overspill::testing {
 namespace {
-
-constexpr int64_t kAll = int64_t{1} << 60;
-
-class Fuse : public ::testing::Test {
- protected:
-  void SetUp() override {
-#ifndef OVERSPILL_FUSE_LAYER
-    GTEST_SKIP() << "built without libfuse3 (tools/setup --test installs it)";
-#else
-    if (const std::string why = own_mounts(); !why.empty()) GTEST_SKIP() << why;
-    if (::access("/dev/fuse", R_OK | W_OK) != 0) GTEST_SKIP() << "/dev/fuse: " << std::strerror(errno);
-    file_ = ::memfd_create("faults", 0);
-    ASSERT_GE(file_, 0);
-    ASSERT_EQ(::ftruncate(file_, sizeof(FuseFaults)), 0);
-    faults_ = new (map_fuse_faults(file_)) FuseFaults;
-    faults_->hides_open = hides_open();
-    fs::create_directory(point_.beside("backing"));
-    const std::string backing = point_.beside("backing"), number = std::to_string(file_), here = root();
-    layer_ = ::fork();
-    if (layer_ == 0) {
-      ::execl(OVERSPILL_FUSE_LAYER, "fuse_layer", backing.c_str(), number.c_str(), here.c_str(), nullptr);
-      ::_exit(127);
-    }
-    bool ended = false;
-    const bool mounted = eventually([&] {
-      int status = 0;
-      ended = ::waitpid(layer_, &status, WNOHANG) == layer_;
-      return ended || is_mounted();
-    });
-    if (ended) layer_ = -1;
-    if (!mounted || ended) GTEST_SKIP() << "FUSE cannot be mounted here (a container may refuse it)";
-#endif
-  }
-
-  void TearDown() override {
-    if (faults_ != nullptr) faults_->hang = false;
-    kill_layer();
-    if (faults_ != nullptr) ::munmap(faults_, sizeof(FuseFaults));
-    if (file_ >= 0) ::close(file_);
-  }
-
-  virtual bool hides_open() const {
-    return false;
-  }
-
-  bool is_mounted() const {
-    struct statfs status {};
-    return ::statfs(root().c_str(), &status) == 0 && status.f_type == 0x65735546;
-  }
-
-  void kill_layer() {
-    if (layer_ <= 0) return;
-    ::kill(layer_, SIGKILL);
-    int status = 0;
-    ::waitpid(layer_, &status, 0);
-    layer_ = -1;
-  }
-
-  fs::path root() const {
-    return point_.path();
-  }
-
-  std::unique_ptr<engine::Engine> trained(int steps, const std::string& backend = "auto") {
-    auto engine = make_engine({.nvme = root(), .backend = backend});
-    toy_load(*engine);
-    for (int step = 0; step < steps; ++step) toy_step(*engine, step, 1, 0);
-    engine->synchronize();
-    return engine;
-  }
-
-  /// From now on these operations fail, or the next of them only.
-  void fail(FuseOperation operation, int os_error, int64_t let_through = 0, int64_t failures = kAll) {
-    faults_->os_error = os_error;
-    faults_->failures = failures;
-    faults_->let_through = let_through;
-    faults_->operations = static_cast<uint32_t>(operation);
-  }
-  void heal() {
-    faults_->operations = 0;
-  }
-
-  Mountpoint point_;
-  int file_ = -1;
-  pid_t layer_ = -1;
-  FuseFaults* faults_ = nullptr;
-};
 
 TEST_F(Fuse, DelaysAndShortReadsChangeNothing) {
   for (const char* backend : {"auto", "threads"}) {
@@ -216,12 +128,12 @@ TEST_F(Fuse, ASlabThatFailedToSyncIsCopiedAndNotLinked) {
 
 /// As NFS, sshfs and most FUSE file systems do: a file that is removed while it is open gets another name in
 /// its folder, which then cannot be removed.
-class FuseThatHidesOpenFiles : public Fuse {
+class FuseThatKeepsOpenNames : public Fuse {
  protected:
-  bool hides_open() const override { return true; }
+  void prepare(FuseFaults& faults) override { faults.keeps_open_names = true; }
 };
 
-TEST_F(FuseThatHidesOpenFiles, CheckpointsAreDeletedWhileTheRunLives) {
+TEST_F(FuseThatKeepsOpenNames, CheckpointsAreDeletedWhileTheRunLives) {
   const auto engine = trained(1);
   int64_t allocated = 0;
   for (int step = 1; step < 6; ++step) {
@@ -280,7 +192,7 @@ TEST_F(Fuse, FlippedBitsAreFoundWhileTrainingAndWhileLoading) {
   expect_says(refused, {(root() / "two").string()});
   EXPECT_EQ(toy_contents(*engine), before);
 
-  faults_->flip_every = 5;
+  faults_->flip_every = 1;  // the second reading too
   expect_says(train_until_failure(*engine, 3), {"corrupt data", "checksum", root().string(), "offset"});
   faults_->flip_every = 0;
   EXPECT_EQ(contents_of(root() / "two"), Shadow().at(2));
@@ -403,6 +315,18 @@ TEST_F(Fuse, CtrlCEndsARunOnOneThatHangs) {
   // Its lock went with it: the next run starts, and removes what it left.
   const auto next = trained(1);
   EXPECT_FALSE(fs::exists(root() / "overspill-hung"));
+}
+
+TEST_F(FuseThatKeepsOpenNames, HoldsAFolderWhoseDeletedFileIsOpen) {
+  fs::create_directory(root() / "folder");
+  std::ofstream(root() / "folder" / "file") << "open";
+  std::ifstream open(root() / "folder" / "file");
+  fs::remove(root() / "folder" / "file");
+  EXPECT_FALSE(fs::exists(root() / "folder" / "file"));
+  EXPECT_EQ(names_in(root() / "folder").size(), 1U);
+  std::error_code error;
+  EXPECT_FALSE(fs::remove(root() / "folder", error));
+  EXPECT_EQ(error, std::errc::directory_not_empty);
 }
 
 }  // namespace

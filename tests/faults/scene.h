@@ -53,6 +53,8 @@ struct Rig {
   engine::Placement placement = engine::Placement::nvme;
   std::string job = "faults";
   std::string backend = "auto";
+  io::Patience patience{.retry = {.first_wait = std::chrono::microseconds(100)}, .stall = {}};
+  int64_t io_deadline_ms = 0;
 };
 
 /// The toy model, small chunks; a few transfers for each step.
@@ -66,8 +68,10 @@ inline std::unique_ptr<engine::Engine> make_engine(const Rig& rig) {
   config.chunk_elements = 4096;
   config.placement = rig.placement;
   config.checkpoints_kept = 3;
-  return std::make_unique<engine::Engine>(toy_units(), config,
-                                          make_resources(toy_units(), config, {"host", rig.backend, 1}));
+  config.io_deadline_ms = rig.io_deadline_ms;
+  engine::ResourceOptions options{.io_backend = rig.backend, .seed = 1};
+  options.patience = rig.patience;
+  return std::make_unique<engine::Engine>(toy_units(), config, make_resources(toy_units(), config, options));
 }
 
 /// Trains beside the engine under test with everything on the host: what must come out.

@@ -10,6 +10,8 @@ import disks
 import pytest
 import tiny
 
+from overspill.cli import troubles
+
 SPILL = {"engine": {"chunk_elements": 4096, "prefetch_units": 2}}  # a tiny model still has chunks to spill
 
 
@@ -325,23 +327,48 @@ from overspill.cli.loop import Stop
 
 libc = ctypes.CDLL(None)
 lock = ctypes.create_string_buffer(64)
-with Stop().listening():
+with Stop(lambda: HANGS).listening():
     print("listening", flush=True)
     libc.pthread_mutex_lock(lock)
     libc.pthread_mutex_lock(lock)  # without the GIL, for ever, whatever signals come: as a disk that hangs
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_second_signal_ends_a_run_that_hangs(number, bench):
+def _hanging(bench, hangs: str) -> subprocess.Popen:
     process = subprocess.Popen(
-        [sys.executable, "-c", HANGING],
+        [sys.executable, "-c", HANGING.replace("HANGS", repr(hangs))],
         env=bench.env,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
     )
     assert process.stdout.readline() == "listening\n"
+    return process
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_one_signal_ends_a_run_on_a_disk_that_is_known_to_hang(bench, number):
+    process = _hanging(bench, "/mnt/a has not answered for 12 s")
+    process.send_signal(number)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 128 + number
+    assert "/mnt/a has not answered for 12 s" in err and "checkpoints are as they were" in err
+
+
+def test_what_the_disks_did_is_said_at_the_end():
+    retries = {"reads": 3, "checksums": 1, "shortages": 2, "at_once": 9}
+    sick = {"path": "/mnt/a", "retries": retries, "stalls": 1, "longest_stall_seconds": 31.0}
+    well = {"path": "/mnt/b", "retries": dict.fromkeys(retries, 0), "stalls": 0, "longest_stall_seconds": 0.0}
+    said = list(troubles.lines([sick, well]))
+    assert len(said) == 3 and all(line.startswith("/mnt/a: ") for line in said)
+    for line, part in zip(said, ("4 reads", "2 transfers", "31 s"), strict=True):
+        assert part in line
+    assert "smartctl" not in said[1]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_second_signal_ends_a_run_that_hangs(number, bench):
+    process = _hanging(bench, "")
     process.send_signal(number)
     with pytest.raises(subprocess.TimeoutExpired):
         process.wait(timeout=1.5)  # the first asks, and the step in hand is finished

@@ -206,7 +206,7 @@ def test_the_core_gets_every_option():
             "gradient_clipping": 2,
             "gradient_accumulation_steps": 3,
             "seed": 5,
-            "engine": {"threads": 2, "job": "x"},
+            "engine": {"threads": 2, "job": "x", "io_deadline_seconds": 1.5},
         }
     )
     flat = config.to_core(Core)
@@ -216,7 +216,7 @@ def test_the_core_gets_every_option():
         2.0,
         3,
     )
-    assert flat.rounding_seed == 5
+    assert flat.rounding_seed == 5 and flat.io_deadline_ms == 1500
     assert (flat.threads, flat.job, flat.placement, flat.seed, flat.chunk_elements) == (
         2,
         "x",

@@ -1,6 +1,7 @@
 """The training loop of `overspill train`: what a step is, and what must be kept so that going on changes no bit."""
 
 import os
+import select
 import signal
 import threading
 import time
@@ -33,6 +34,7 @@ SPENT = (  # of engine.report(): docs/step.md
     "wait_for_disk_seconds",
 )
 
+LOOK_SECONDS = 0.5  # between looks at the disks, once a stop was asked for
 PATIENCE_SECONDS = 3.0  # for the main thread to see a second signal
 ONE_REQUEST_SECONDS = 1.0  # launchers repeat SIGTERM, to the process and to its group: that is one request
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -40,11 +42,14 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 class Stop:
     """A request to stop, by SIGINT or SIGTERM. A second one stops at once, also where the main thread waits for a disk
-    that hangs: Python's handlers run in that thread only, so another one watches."""
+    that hangs: Python's handlers run in that thread only, so another one watches. Where the store knows that a disk
+    hangs, one signal of either kind is enough."""
 
-    def __init__(self) -> None:
+    def __init__(self, stall: Callable[[], str] = str) -> None:
         self.signal: int | None = None
         self._first_at = 0.0
+        self._stall = stall  # what disk hangs; empty where none does
+        self._first = 0  # the first signal, as the watching thread saw it
         self._seen = threading.Event()  # the main thread has taken a second signal
         self._ended = threading.Event()
 
@@ -71,12 +76,12 @@ class Stop:
 
     def _watch(self, reader: int) -> None:
         requests, first_at = 0, 0.0
-        while number := os.read(reader, 1):
+        while number := self._next(reader, requests > 0):
             if number[0] not in SIGNALS or (requests > 0 and self._repeats(number[0], first_at)):
                 continue
             requests += 1
             if requests == 1:
-                first_at = time.monotonic()
+                self._first, first_at = number[0], time.monotonic()
                 os.write(
                     2, b"overspill: stopping after the micro-step in hand; a second signal stops at once\n"
                 )
@@ -89,6 +94,17 @@ class Stop:
     @staticmethod
     def _repeats(number: int, first_at: float) -> bool:
         return number == signal.SIGTERM and time.monotonic() - first_at < ONE_REQUEST_SECONDS
+
+    def _next(self, reader: int, stopping: bool) -> bytes:
+        """The number of the next signal, empty at the end. Ends the process where a stop was asked for and a disk
+        hangs: no step ends then, and nothing can be saved."""
+        looks = 0
+        while stopping and not select.select([reader], [], [], LOOK_SECONDS)[0]:
+            looks = looks + 1 if (hangs := self._stall()) else 0
+            if looks * LOOK_SECONDS >= PATIENCE_SECONDS:
+                os.write(2, f"overspill: stopped: {hangs}; checkpoints are as they were\n".encode())
+                os._exit(128 + self._first)
+        return os.read(reader, 1)
 
     def _receive(self, number: int, _frame: object) -> None:
         if self.signal is None:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from overspill.cli import room, wear
+from overspill.cli import room, troubles, wear
 from overspill.cli.chosen import Chosen
 from overspill.cli.common import CliError, describe, load_tokenizer, quiet_transformers
 from overspill.cli.device import device_line
@@ -56,7 +56,7 @@ class Session:
                 raise
             raise CliError(f"{error}{room.ways_out(checkpoint)}") from error
         stack.callback(self.engine.close)
-        self.stop = Stop()
+        self.stop = Stop(self.engine._core.stall)
         batches = data.Batches(training, settings.batch, settings.seed)
         self.loop = Loop(self.engine, optimizer, batches, settings, self.stop)
 
@@ -207,7 +207,7 @@ class Session:
                 f"stopped at step {self.loop.step}; {where}; go on with: {self.folder.command}{self._again()}"
             )
             return self.stop.exit_code
-        for line in self._wear():
+        for line in [*self._wear(), *troubles.lines(self.engine.stats()["paths"])]:
             print(line)
         if failure:
             kept = f"the newest checkpoint is {newest}; make room and go on with: {self.folder.command}"

@@ -1,0 +1,250 @@
+#include "io/stall_watch.h"
+
+#include <fcntl.h>
+#include <fmt/format.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstdio>
+#include <utility>
+
+#include "io/unique_fd.h"
+
+namespace overspill::io {
+namespace {
+
+using namespace std::chrono_literals;
+using std::chrono::nanoseconds;
+
+nanoseconds machine_clock() {
+  return std::chrono::steady_clock::now().time_since_epoch();
+}
+
+void say_on_stderr(const std::string& line) {
+  fmt::print(stderr, "{}\n", line);
+}
+
+double seconds(nanoseconds time) {
+  return std::chrono::duration<double>(time).count();
+}
+
+// Often enough to be about a tenth late.
+nanoseconds pause_of(const StallPolicy& policy) {
+  nanoseconds shortest = policy.tell_after;
+  if (policy.give_up_after > 0ns) shortest = std::min(shortest, policy.give_up_after);
+  return std::clamp<nanoseconds>(shortest / 10, 1ms, 1s);
+}
+
+std::string request_of(const Unanswered& what) {
+  std::string text = fmt::format("{} of ", name_of(what.operation));
+  if (what.length_bytes > 0)
+    text += fmt::format("{} bytes at offset {} of ", what.length_bytes, what.offset_bytes);
+  text += what.file;
+  if (what.requests > 1) text += fmt::format(" and {} other requests", what.requests - 1);
+  return text;
+}
+
+}  // namespace
+
+// ---- the board
+
+std::string StallBoard::text() const {
+  const std::lock_guard lock(mutex_);
+  std::string all;
+  for (const auto& [who, text] : texts_) all += (all.empty() ? "" : "; ") + text;
+  return all;
+}
+
+void StallBoard::set(const void* who, std::string text) {
+  const std::lock_guard lock(mutex_);
+  std::erase_if(texts_, [&](const auto& one) { return one.first == who; });
+  if (!text.empty()) texts_.emplace_back(who, std::move(text));
+}
+
+// ---- the watch
+
+StallWatch::StallWatch(const StallPolicy& policy, Say say, Clock clock)
+    : policy_(policy),
+      say_(say != nullptr ? std::move(say) : say_on_stderr),
+      clock_(clock != nullptr ? std::move(clock) : machine_clock),
+      pause_(pause_of(policy)) {}
+
+StallWatch::~StallWatch() {
+  if (thread_.joinable()) stop();
+}
+
+void StallWatch::add(Party party) {
+  const std::lock_guard looking(look_mutex_);
+  parties_.emplace_back().party = std::move(party);
+}
+
+void StallWatch::start() {
+  thread_ = std::thread([this] { work(); });
+}
+
+void StallWatch::stop() {
+  {
+    const std::lock_guard lock(mutex_);
+    stopping_ = true;
+  }
+  changed_.notify_all();
+  if (thread_.joinable()) thread_.join();
+}
+
+void StallWatch::wake() {
+  {
+    const std::lock_guard lock(mutex_);
+    woken_ = true;
+  }
+  changed_.notify_all();
+}
+
+void StallWatch::work() {
+  std::unique_lock lock(mutex_);
+  while (!stopping_) {
+    lock.unlock();
+    look();
+    lock.lock();
+    changed_.wait_for(lock, pause_, [&] { return stopping_ || woken_; });
+    woken_ = false;
+  }
+}
+
+void StallWatch::look() {
+  const std::lock_guard looking(look_mutex_);
+  for (State& state : parties_) {
+    look_at(state);
+    if (state.party.tend != nullptr) state.party.tend();
+  }
+  const std::lock_guard lock(calls_mutex_);
+  for (State& state : calls_) look_at(state);
+}
+
+// ---- one call
+
+namespace {
+
+/// Of a call that another thread makes: its result, or that it was given up.
+struct Outcome {
+  std::mutex mutex;
+  std::condition_variable there;
+  std::optional<int> os_error;
+  std::optional<Error> error;
+
+  void set(auto& field, auto value) {
+    {
+      const std::lock_guard lock(mutex);
+      field = std::move(value);
+    }
+    there.notify_all();
+  }
+};
+
+int sync_now(int file) {
+  return ::fdatasync(file) == 0 ? 0 : errno;
+}
+
+}  // namespace
+
+int StallWatch::sync_data(int file, const std::string& path) {
+  const auto outcome = std::make_shared<Outcome>();
+  Party party{
+      .path = path,
+      .silent_since = [since = clock_()] { return std::optional(since); },
+      .unanswered = [path] { return std::optional(Unanswered{.operation = Operation::sync, .file = path}); },
+      .give_up = [outcome](const Error& why) { outcome->set(outcome->error, why); },
+      .tend = nullptr};
+  const auto state = [&] {
+    const std::lock_guard lock(calls_mutex_);
+    calls_.emplace_back().party = std::move(party);
+    return std::prev(calls_.end());
+  }();
+  UniqueFd own(policy_.give_up_after > 0ns ? ::fcntl(file, F_DUPFD_CLOEXEC, 0) : -1);
+  if (own) {
+    std::thread([outcome, own = std::move(own)] {
+      outcome->set(outcome->os_error, sync_now(own.get()));
+    }).detach();
+    std::unique_lock lock(outcome->mutex);
+    outcome->there.wait(lock, [&] { return outcome->os_error || outcome->error; });
+  } else {
+    outcome->os_error = sync_now(file);
+  }
+  {
+    const std::lock_guard lock(calls_mutex_);
+    told_enough(*state, clock_());
+    board_->set(&*state, "");  // also where it was given up: nobody waits for it any more
+    calls_.erase(state);
+  }
+  if (!outcome->os_error) throw StoreError(*outcome->error);
+  return *outcome->os_error;
+}
+
+int sync_data(StallWatch* watch, int file, const std::string& path) {
+  return watch == nullptr ? sync_now(file) : watch->sync_data(file, path);
+}
+
+// ---- looking
+
+void StallWatch::look_at(State& state) {
+  const nanoseconds now = clock_();
+  const auto since = state.given_up ? std::nullopt : state.party.silent_since();
+  if (!since || *since != state.since) told_enough(state, now);
+  if (!since) return;
+  state.since = *since;
+  if (state.tell_at == 0ns) state.tell_at = policy_.tell_after;
+  const nanoseconds silent = now - *since;
+  if (silent >= state.tell_at) tell(state, silent);
+  if (policy_.give_up_after == 0ns || silent < policy_.give_up_after) return;
+  const Unanswered what = state.party.unanswered().value_or(Unanswered{.file = state.party.path});
+  state.given_up = true;
+  state.party.give_up(
+      {.kind = ErrorKind::stalled,
+       .operation = what.operation,
+       .path = what.file,
+       .offset_bytes = what.offset_bytes,
+       .length_bytes = what.length_bytes,
+       .detail = fmt::format("{} has not answered for {:.3g} s, engine.io_deadline_seconds allows {:.3g}",
+                             state.party.path, seconds(silent), seconds(policy_.give_up_after))});
+}
+
+void StallWatch::tell(State& state, nanoseconds silent) {
+  const std::optional<Unanswered> what = state.party.unanswered();
+  if (!what) return;  // it has just answered
+  while (state.tell_at <= silent) state.tell_at *= 2;
+  const std::string text = fmt::format("{} has not answered for {:.3g} s: {}", state.party.path,
+                                       seconds(silent), request_of(*what));
+  say_(fmt::format("overspill: warning: {}; {}", text,
+                   policy_.give_up_after > 0ns
+                       ? fmt::format("the engine gives up after {:.3g} s", seconds(policy_.give_up_after))
+                       : "the engine waits (engine.io_deadline_seconds ends that)"));
+  {
+    const std::lock_guard lock(stats_mutex_);
+    if (state.stats.now_ns == 0) ++state.stats.count;
+    state.stats.now_ns = silent.count();
+    state.stats.longest_ns = std::max(state.stats.longest_ns, state.stats.now_ns);
+  }
+  board_->set(&state, text);
+}
+
+/// The path answers again, or nobody asks any more.
+void StallWatch::told_enough(State& state, nanoseconds now) {
+  state.tell_at = 0ns;
+  {
+    const std::lock_guard lock(stats_mutex_);
+    if (state.stats.now_ns == 0) return;
+    state.stats.now_ns = 0;
+    if (state.given_up) return;
+    state.stats.longest_ns = std::max(state.stats.longest_ns, (now - state.since).count());
+  }
+  board_->set(&state, "");
+  say_(fmt::format("overspill: {} answers again, after {:.3g} s", state.party.path,
+                   seconds(now - state.since)));
+}
+
+StallStats StallWatch::stats(size_t party) const {
+  const std::lock_guard lock(stats_mutex_);
+  return std::next(parties_.begin(), static_cast<std::ptrdiff_t>(party))->stats;
+}
+
+}  // namespace overspill::io

@@ -1,0 +1,181 @@
+// What the engine bears with: a disk that fails once, ten times, for ever; that answers after a while, after
+// 30 s, never. What is tried, told, and ended, under io_uring and under threads.
+#include <gtest/gtest.h>
+
+#include <chrono>
+#include <memory>
+#include <string>
+#include <thread>
+
+#include "tests/faults/fuse_fixture.h"
+
+namespace overspill::testing {
+namespace {
+
+using std::chrono::milliseconds;
+using std::chrono::seconds;
+
+constexpr const char* kBackends[] = {"auto", "threads"};
+// Long enough for a layer that gets no processor for a while.
+constexpr milliseconds kTellAfter{200};
+constexpr milliseconds kDeadline{1000};
+
+class Patience : public Fuse {
+ protected:
+  /// Two steps taken; `tell_after` as given, ended after `deadline`.
+  std::unique_ptr<engine::Engine> patient(const std::string& backend, milliseconds tell_after,
+                                          milliseconds deadline = milliseconds(0)) {
+    Rig rig{.nvme = root(), .job = fmt::format("patient-{}", ++jobs_), .backend = backend};
+    rig.patience.stall.tell_after = tell_after;
+    rig.io_deadline_ms = deadline.count();
+    auto engine = make_engine(rig);
+    toy_load(*engine);
+    for (int step = 0; step < 2; ++step) toy_step(*engine, step, 1, 0);
+    engine->synchronize();
+    return engine;
+  }
+
+  static io::PathStats path_of(engine::Engine& engine) { return engine.stats().store.paths.at(0); }
+
+  /// A step under a disk that hangs until the stall was told `times` times.
+  void step_while_it_hangs(engine::Engine& engine, const std::string& what_hangs) {
+    faults_->hang = true;
+    std::thread steps([&] {
+      toy_step(engine, 2, 1, 0);
+      engine.synchronize();
+    });
+    EXPECT_TRUE(eventually([&] { return faults_->hanging > 0; }));
+    EXPECT_TRUE(eventually([&] { return !engine.stall().empty(); })) << "nobody was told";
+    expect_says(engine.stall(), {root().string(), "has not answered for", what_hangs});
+    EXPECT_GT(path_of(engine).stalls.now_ns, 0);
+    faults_->hang = false;
+    steps.join();
+    EXPECT_TRUE(eventually([&] { return engine.stall().empty(); }));
+    EXPECT_GE(path_of(engine).stalls.count, 1);
+    EXPECT_GT(path_of(engine).stalls.longest_ns, 0);
+  }
+
+  int jobs_ = 0;
+};
+
+TEST_F(Patience, AReadThatFailsOnceOrTenTimesIsTriedAgainAndNothingIsLost) {
+  for (const char* backend : kBackends) {
+    for (const int times : {1, 10}) {
+      const auto engine = patient(backend, seconds(10));
+      ::testing::internal::CaptureStderr();
+      fail(FuseOperation::read, EIO, 0, times);
+      toy_step(*engine, 2, 1, 0);
+      engine->synchronize();
+      const std::string told = ::testing::internal::GetCapturedStderr();
+      EXPECT_EQ(toy_contents(*engine), Shadow().at(3));
+      EXPECT_GE(path_of(*engine).retries.reads, 1);
+      expect_says(told, {root().string(), "read failed", "tried again"});
+      EXPECT_EQ(told.find("tried again"), told.rfind("tried again")) << "once a path: " << told;
+      heal();
+    }
+  }
+}
+
+TEST_F(Patience, AReadThatFailsForEverEndsTheRunAndTheErrorSaysHowOftenItWasTried) {
+  for (const char* backend : kBackends) {
+    const auto engine = patient(backend, seconds(10));
+    const fs::path checkpoint = root() / fmt::format("of {}", backend);
+    engine->save(checkpoint, "{}");
+    fail(FuseOperation::read, ETIMEDOUT);
+    expect_says(train_until_failure(*engine, 3),
+                {"read failed", "tried 11 times", root().string(), "offset", checkpoint.string()});
+    heal();
+    EXPECT_EQ(contents_of(checkpoint), Shadow().at(2));
+  }
+}
+
+TEST_F(Patience, AShortageOfMemoryPassesOrIsCalledWhatItIs) {
+  for (const FuseOperation operation : {FuseOperation::read, FuseOperation::write}) {
+    const auto engine = patient("auto", seconds(10));
+    fail(operation, ENOMEM, 0, 3);
+    toy_step(*engine, 2, 1, 0);
+    engine->synchronize();
+    EXPECT_EQ(toy_contents(*engine), Shadow().at(3));
+    EXPECT_GE(path_of(*engine).retries.shortages, 1);
+    fail(operation, ENOMEM);
+    const std::string message = train_until_failure(*engine, 3);
+    expect_says(message, {"no memory", "free memory", root().string()});
+    EXPECT_EQ(message.find("smartctl"), std::string::npos) << message;
+    heal();
+  }
+}
+
+TEST_F(Patience, OneThatAnswersLateIsToldAndNothingIsLost) {
+  for (const char* backend : kBackends) {
+    const auto engine = patient(backend, kTellAfter);
+    ::testing::internal::CaptureStderr();
+    step_while_it_hangs(*engine, " of ");
+    const std::string told = ::testing::internal::GetCapturedStderr();
+    expect_says(told, {"has not answered for", root().string(), "answers again"});
+    EXPECT_EQ(toy_contents(*engine), Shadow().at(3));
+  }
+}
+
+TEST_F(Patience, OneThatAnswersAfterHalfAMinuteIsToldTwice) {
+  if (!long_run()) GTEST_SKIP() << "takes 60 s; OVERSPILL_LONG=1 runs it";
+  for (const char* backend : kBackends) {
+    const auto engine = patient(backend, seconds(10));
+    ::testing::internal::CaptureStderr();
+    faults_->hang = true;
+    std::thread answer([&] {
+      std::this_thread::sleep_for(seconds(30));
+      faults_->hang = false;
+    });
+    toy_step(*engine, 2, 1, 0);
+    engine->synchronize();
+    answer.join();
+    EXPECT_EQ(toy_contents(*engine), Shadow().at(3));
+    EXPECT_TRUE(eventually([&] { return engine->stall().empty(); }));
+    const std::string told = ::testing::internal::GetCapturedStderr();
+    expect_says(told, {"for 10 s", "for 20 s", "answers again, after 3"});
+  }
+}
+
+TEST_F(Patience, OneThatNeverAnswersEndsTheRunAfterTheDeadlineAndItsMemoryStays) {
+  for (const char* backend : kBackends) {
+    for (const FuseOperation operation : {FuseOperation::read, FuseOperation::write}) {
+      auto engine = patient(backend, kTellAfter, kDeadline);
+      const fs::path checkpoint = root() / fmt::format("of {} {}", backend, static_cast<int>(operation));
+      engine->save(checkpoint, "{}");
+      faults_->hangs = static_cast<uint32_t>(operation);
+      faults_->hang = true;
+      const std::string message = train_until_failure(*engine, 3);
+      expect_says(message,
+                  {operation == FuseOperation::read ? "read failed" : "write failed", "no answer",
+                   root().string(), "has not answered for 1", "io_deadline_seconds", checkpoint.string()});
+      EXPECT_THROW(engine->save(root() / "never", "{}"), engine::EngineFailed);
+      EXPECT_THROW(engine->acquire(0), engine::EngineFailed);
+      EXPECT_GT(faults_->hanging, 0) << "it had to hang all the while";
+      ::testing::internal::CaptureStderr();
+      engine.reset();  // while it hangs
+      expect_says(::testing::internal::GetCapturedStderr(), {"stay allocated", "may still write"});
+      EXPECT_GT(faults_->hanging, 0);
+      faults_->hang = false;
+      EXPECT_TRUE(eventually([&] { return faults_->hanging == 0; }));
+      EXPECT_EQ(contents_of(checkpoint), Shadow().at(2));
+    }
+  }
+}
+
+TEST_F(Patience, ASaveThatIsNeverSyncedEndsWithAnErrorThatNamesTheSlab) {
+  const auto engine = patient("auto", kTellAfter, kDeadline);
+  engine->save(root() / "before", "{}");
+  toy_step(*engine, 2, 1, 0);
+  engine->synchronize();
+  faults_->hangs = static_cast<uint32_t>(FuseOperation::sync);
+  faults_->hang = true;
+  expect_says(refusal_of([&] { engine->save(root() / "after", "{}"); }),
+              {"sync failed", "no answer", "slab-0.bin", "has not answered for 1"});
+  EXPECT_GT(faults_->hanging, 0);
+  EXPECT_FALSE(fs::exists(root() / "after"));
+  faults_->hang = false;
+  EXPECT_EQ(contents_of(root() / "before"), Shadow().at(2));
+}
+
+}  // namespace
+}  // namespace overspill::testing

@@ -1,0 +1,253 @@
+// What does not answer: it is told with growing gaps, and given up when its time is over, with its memory
+// left to the kernel. The watch with a clock that is played, the queue with a backend that is, and rings that
+// really break.
+#include <gtest/gtest.h>
+#include <linux/filter.h>
+#include <linux/seccomp.h>
+#include <stddef.h>
+#include <sys/prctl.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <chrono>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "io/piece_queue.h"
+#include "io/stall_watch.h"
+#include "tests/io/store_test_util.h"
+
+namespace overspill::io {
+namespace {
+
+using std::chrono::nanoseconds;
+using std::chrono::seconds;
+using Kind = Transfer::Kind;
+
+constexpr int64_t kMiB = int64_t{1} << 20;
+constexpr int64_t kPiece = kChecksumBlockBytes;
+
+class PlayedWatch : public testing::Test {
+ protected:
+  explicit PlayedWatch(seconds give_up_after = seconds(0))
+      : watch_(
+            {.tell_after = seconds(10), .give_up_after = give_up_after},
+            [this](const std::string& line) { said_.push_back(line); }, [this] { return now_; }) {
+    watch_.add({.path = "/mnt/a",
+                .silent_since = [this] { return since_; },
+                .unanswered = [this] { return unanswered_; },
+                .give_up = [this](const Error& why) { given_up_.push_back(why); },
+                .tend = nullptr});
+  }
+  /// Looks every second, as the thread would.
+  void pass(int count) {
+    for (int i = 0; i < count; ++i) {
+      now_ += seconds(1);
+      watch_.look();
+    }
+  }
+  void ask(int64_t bytes) {
+    unanswered_ = {.operation = Operation::write, .file = "/mnt/a/slab-0.bin", .length_bytes = bytes};
+    since_ = now_;
+  }
+
+  nanoseconds now_ = seconds(1000);
+  std::optional<nanoseconds> since_;
+  std::optional<Unanswered> unanswered_;
+  std::vector<std::string> said_;
+  std::vector<Error> given_up_;
+  StallWatch watch_;
+};
+
+TEST_F(PlayedWatch, TellsWithGrowingGapsAndWhenThePathAnswersAgain) {
+  ask(4096);
+  pass(9);
+  EXPECT_TRUE(said_.empty()) << said_.front();
+  EXPECT_EQ(watch_.board()->text(), "");
+  std::vector<int> told_at;
+  for (int second = 10; second <= 100; ++second) {
+    const size_t before = said_.size();
+    pass(1);
+    if (said_.size() > before) told_at.push_back(second);
+  }
+  EXPECT_EQ(told_at, (std::vector<int>{10, 20, 40, 80}));
+  for (const char* part : {"/mnt/a ", "10 s", "write of 4096 bytes", "/mnt/a/slab-0.bin"})
+    EXPECT_TRUE(contains(said_.front(), part)) << part << " is missing in: " << said_.front();
+  EXPECT_TRUE(contains(watch_.board()->text(), "has not answered for 80 s"));
+  EXPECT_EQ(watch_.stats(0).now_ns, nanoseconds(seconds(80)).count());
+
+  said_.clear();
+  since_.reset();
+  unanswered_.reset();
+  pass(30);
+  ASSERT_EQ(said_.size(), 1U);
+  EXPECT_TRUE(contains(said_.front(), "answers again, after 101 s")) << said_.front();
+  EXPECT_EQ(watch_.board()->text(), "");
+  EXPECT_EQ(watch_.stats(0).count, 1);
+  EXPECT_EQ(watch_.stats(0).longest_ns, nanoseconds(seconds(101)).count());
+  EXPECT_EQ(watch_.stats(0).now_ns, 0);
+  EXPECT_TRUE(given_up_.empty()) << "without a deadline nobody gives up";
+}
+
+TEST_F(PlayedWatch, AnAnswerStartsTheCountAnew) {
+  for (int i = 0; i < 20; ++i) {  // a slow disk with a long queue: something is always asked of it
+    ask(4096);
+    pass(9);
+  }
+  EXPECT_TRUE(said_.empty());
+}
+
+class Deadline : public PlayedWatch {
+ protected:
+  Deadline() : PlayedWatch(seconds(15)) {}
+};
+
+TEST_F(Deadline, GivesUpOnceWithATypedErrorThatNamesPathOperationAndSeconds) {
+  ask(4096);
+  pass(14);
+  EXPECT_TRUE(given_up_.empty());
+  pass(10);
+  ASSERT_EQ(given_up_.size(), 1U);
+  EXPECT_EQ(given_up_[0].kind, ErrorKind::stalled);
+  const std::string message = given_up_[0].message();
+  for (const char* part : {"write failed", "/mnt/a/slab-0.bin", "4096 bytes", "15 s", "io_deadline_seconds"})
+    EXPECT_TRUE(contains(message, part)) << part << " is missing in: " << message;
+  EXPECT_NE(watch_.board()->text(), "") << "it hangs still";
+}
+
+// ---- the queue
+
+class GivenUp : public testing::Test, private TransferOwner {
+ protected:
+  Transfer& push(Kind kind, int pieces = 1) {
+    transfers_.push_back(std::make_unique<Transfer>(make_transfer(
+        kind, {.slab = 0, .generation = 1, .offset = 0, .bytes = pieces * kPiece}, memory_.data())));
+    queue_.push(*transfers_.back());
+    return *transfers_.back();
+  }
+  Piece take() {
+    Piece piece;
+    EXPECT_TRUE(queue_.next(piece));
+    queue_.asked(piece);
+    return piece;
+  }
+  bool settle(Piece& piece, int64_t result) {
+    queue_.answered(piece);
+    return queue_.settle(piece, result);
+  }
+
+  PieceQueue queue_{*this, 8, kPiece, nullptr};
+  std::vector<Transfer*> completed_;
+
+ private:
+  Target locate(const Transfer&) override { return {.fd = -1, .slab = 0, .sums = sums_}; }
+  std::string path_of(const Target&) override { return "played"; }
+  void completed(Transfer& transfer) noexcept override { completed_.push_back(&transfer); }
+
+  AlignedMemory memory_{4 * kPiece};
+  std::vector<uint64_t> sums_ = std::vector<uint64_t>(4);
+  std::vector<std::unique_ptr<Transfer>> transfers_;
+};
+
+TEST_F(GivenUp, EveryoneWhoWaitsHearsOfItAndLateAnswersReachNobody) {
+  push(Kind::read, 3);
+  Piece first = take(), second = take();  // the third piece is not issued
+  push(Kind::write);
+  push(Kind::read);
+  Piece failed = take();              // of the first transfer
+  EXPECT_TRUE(settle(failed, -EIO));  // it waits for another try
+  EXPECT_TRUE(queue_.unanswered());
+  EXPECT_EQ(queue_.unanswered()->requests, 2);
+  EXPECT_FALSE(queue_.kernel_keeps_memory());
+
+  queue_.give_up({.kind = ErrorKind::stalled, .path = "played"});
+  queue_.fail_all();
+  ASSERT_EQ(completed_.size(), 3U);
+  for (const Transfer* one : completed_) EXPECT_EQ(one->error->kind, ErrorKind::stalled);
+  EXPECT_TRUE(queue_.kernel_keeps_memory());
+
+  Transfer& later = push(Kind::read);
+  Piece none;
+  EXPECT_FALSE(queue_.next(none));
+  queue_.fail_all();
+  EXPECT_EQ(completed_.back(), &later);
+
+  completed_.clear();
+  EXPECT_TRUE(settle(first, kPiece)) << "the kernel has answered after all";
+  EXPECT_TRUE(queue_.kernel_keeps_memory());
+  EXPECT_TRUE(settle(second, -EIO));
+  EXPECT_FALSE(queue_.kernel_keeps_memory());
+  EXPECT_TRUE(completed_.empty());
+  EXPECT_EQ(queue_.retries().reads, 1);
+}
+
+// ---- rings that break, forked children
+
+/// From here on the ring's system call fails in every thread.
+bool refuse_ring_calls() {
+  sock_filter filter[] = {
+      BPF_STMT(BPF_LD | BPF_W | BPF_ABS, offsetof(seccomp_data, nr)),
+      BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, __NR_io_uring_enter, 0, 1),
+      BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ERRNO | static_cast<unsigned>(EBADF)),
+      BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ALLOW),
+  };
+  const sock_fprog program{static_cast<unsigned short>(std::size(filter)), filter};
+  return ::prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) == 0 &&
+         ::syscall(__NR_seccomp, SECCOMP_SET_MODE_FILTER, SECCOMP_FILTER_FLAG_TSYNC, &program) == 0;
+}
+
+constexpr int kSkipped = 77;
+
+TEST(Ring, OneThatBreaksFailsTheStoreAndNotTheProcess) {
+  const ScratchFolder folder;
+  const int status = exit_status_of([&] {
+    FileStoreOptions options = file_options(folder.path());
+    options.backend = FileStoreOptions::Backend::uring;
+    std::unique_ptr<Store> store;
+    try {
+      store = make_file_store(options);
+    } catch (const StoreError&) {
+      return kSkipped;
+    }
+    store->reserve(4 * kMiB);
+    AlignedMemory memory(kMiB);
+    const Extent extent = store->allocate(kMiB);
+    if (write(*store, extent, memory)) return 1;
+    if (!refuse_ring_calls()) return kSkipped;
+    for (int i = 0; i < 3; ++i) {  // also whoever asks later
+      const auto error = read(*store, extent, memory);
+      if (!error || error->kind != ErrorKind::ring) return 2;
+      if (!contains(error->message(), "io_backend")) return 3;
+    }
+    store->register_memory(memory.all());
+    store.reset();
+    return 0;
+  });
+  if (status == kSkipped) GTEST_SKIP() << "io_uring or seccomp is refused here";
+  EXPECT_EQ(status, 0);
+}
+
+TEST(Fork, AStoreEndsInAForkedChildAndLivesOnInItsParent) {
+  const ScratchFolder folder;
+  for (const auto backend : {FileStoreOptions::Backend::automatic, FileStoreOptions::Backend::threads}) {
+    FileStoreOptions options = file_options(folder.path());
+    options.backend = backend;
+    auto store = make_file_store(options);
+    store->reserve(4 * kMiB);
+    AlignedMemory memory(kMiB);
+    const Extent extent = store->allocate(kMiB);
+    ASSERT_FALSE(write(*store, extent, memory));
+    EXPECT_EQ(exit_status_of([&] {
+                ::alarm(60);
+                store.reset();
+                return 0;
+              }),
+              0);
+    EXPECT_FALSE(read(*store, extent, memory));
+  }
+  EXPECT_TRUE(std::filesystem::is_empty(folder.path()));
+}
+
+}  // namespace
+}  // namespace overspill::io
