@@ -4,6 +4,7 @@
 #include "bindings/bindings.h"
 #include "engine/checkpoint/manifest.h"
 #include "engine/collectives/communicator.h"
+#include "engine/engine.h"
 #include "engine/memory/budget.h"
 #include "engine/schedule/context.h"
 #include "io/error.h"
@@ -40,6 +41,7 @@ void register_errors(py::module_& m) {
   register_error<engine::CheckpointError>(m, "CheckpointError", base);
   register_error<engine::CommunicatorError>(m, "CommunicatorError", base);
   register_error<engine::EngineFailed>(m, "EngineFailed", base);
+  register_error<engine::WrongProcess>(m, "WrongProcess", base);
   register_error<io::StoreError>(m, "StoreError", base);
 }
 

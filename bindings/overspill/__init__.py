@@ -6,7 +6,15 @@ argument of a call is a plain ValueError or TypeError.
 """
 
 from . import optim
-from ._core import BudgetError, CheckpointError, CommunicatorError, EngineFailed, OverspillError, StoreError
+from ._core import (
+    BudgetError,
+    CheckpointError,
+    CommunicatorError,
+    EngineFailed,
+    OverspillError,
+    StoreError,
+    WrongProcess,
+)
 from .config import Config, ConfigError
 from .engine import Engine, initialize
 from .init import Init
@@ -25,6 +33,7 @@ __all__ = [
     "OverspillError",
     "RankError",
     "StoreError",
+    "WrongProcess",
     "initialize",
     "optim",
 ]

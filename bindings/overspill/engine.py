@@ -638,9 +638,9 @@ def _weakly(method: Callable[[], None]) -> Callable[[], None]:
 
 def _close(owner: Residency, groups: tuple[ranks.Group | None, ...]) -> None:
     """The model's hooks stay: where it outlives the engine they say that the weights are gone."""
-    if owner.elsewhere is not None:
-        return
     owner.close()
+    if not owner.closed:
+        return  # a forked child: what else there is belongs to the parent too
     patches.uninstall()
     for group in groups:
         if group is not None:

@@ -16,9 +16,7 @@ publishes what it made last, can run again from its start, and leaves nothing th
 
 from __future__ import annotations
 
-import ctypes
 import math
-import os
 import weakref
 from collections.abc import Callable, Iterable, MutableMapping, Sequence
 from typing import Any
@@ -29,7 +27,7 @@ from torch._C import DisableTorchFunction, TensorBase
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.dlpack import from_dlpack
 
-from . import _core, place, ranks
+from . import _core, forked, place, ranks
 from .divided import as_divided, memory_of
 from .units import DTYPES, UnitSpec, memory_order
 
@@ -358,33 +356,6 @@ def _retire(unit: Unit) -> None:
         drop(unit)
 
 
-class _Elsewhere:
-    """The core of an engine, in a child that was forked: it has none of the threads and not all of the memory."""
-
-    def __init__(self, why: str):
-        self._why = why
-
-    def __getattr__(self, name: str) -> Any:
-        raise RuntimeError(f"overspill: {self._why}")
-
-
-def _after_fork() -> None:
-    why = (
-        f"this engine lives in process {os.getppid()}, and {os.getpid()} was forked from it: a child can neither use "
-        "nor end it; start the child before overspill.initialize, or give it engine.state_dict()"
-    )
-    for owner in _living:
-        if not owner.closed:
-            owner.elsewhere, owner.closed = owner.core, why  # kept: its destructor would wait for threads
-            owner.core = _Elsewhere(why)
-            for unit in owner.units:
-                unit.core = owner.core
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(owner.elsewhere))
-
-
-os.register_at_fork(after_in_child=_after_fork)
-
-
 def _size(memory: torch.Tensor) -> int:
     return memory.numel() * memory.element_size()
 
@@ -396,7 +367,6 @@ class Residency:
     def __init__(self, core: Any, specs: list[UnitSpec], where: place.Place = place.HOST):
         self.core, self.place, self.calls = core, where, 0
         self.closed: str | None = None  # why its weights are gone
-        self.elsewhere: Any = None  # the core, in a child of the process that has it
         self.current = True  # units know the generation of their weights
         self.expect_step: Callable[[], None] | None = None  # before each training pass, with speculation
         self.gradient_hooks: list[
@@ -409,6 +379,7 @@ class Residency:
         self.segments = [s for unit in self.units for s in unit.segments]
         _living.add(self)
         accelerators.update(() if where.on_host else (where.device,))
+        forked.watch(self)
 
     def nan_like(self, shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         return nan_like(shape, stride, dtype, self.place, self.core)
@@ -465,9 +436,22 @@ class Residency:
             self.core.read_state(segment.unit.index, segment.index, name, out.data_ptr(), out.numel() * 4)
             return segment.as_parameter(out)
 
+    def leave(self, elsewhere: forked.Elsewhere) -> None:
+        """In a forked child: leased memory is not there, and the core is not to be called."""
+        self.core = elsewhere
+        _recent.clear()
+        _lingering.clear()
+        for unit in self.units:
+            unit.core = elsewhere
+            leases.pop(unit.key, None)
+            unit.flat, unit.lease, unit.shown, unit.pins = None, None, False, 0
+        for s in self.segments:
+            set_data(s.memory, s.blank)
+
     def close(self) -> None:
-        """The parameters stay NaN; their hooks refuse. Leases of living tensors stay valid."""
-        if self.closed:
+        """The parameters stay NaN; their hooks refuse. Leases of living tensors stay valid. In a forked child nothing
+        ends."""
+        if self.closed or isinstance(self.core, forked.Elsewhere):
             return
         self.closed = "the engine of this model is closed; its weights are gone"
         for hook in self.gradient_hooks:

@@ -1,0 +1,76 @@
+"""An engine in a forked child: the child ends, whatever it does; every call is an error that names the process which
+has the engine; the parent goes on as if nothing had been."""
+
+import subprocess
+import sys
+
+import pytest
+
+SCRIPT = """
+import os, signal, sys, time
+import torch
+from torch import nn
+import overspill
+
+what, config = sys.argv[1], eval(sys.argv[2])
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(16, 1024), nn.GELU(), nn.Linear(1024, 2048), nn.Linear(2048, 4))
+engine, optimizer, _, _ = overspill.initialize(model, config)
+x = torch.randn(6, 16)
+
+def step():
+    engine.backward(engine(x).square().mean())
+    engine.step()
+
+def refused(call):
+    try:
+        call()
+    except overspill.WrongProcess as error:
+        assert str(os.getppid()) in str(error) and str(os.getpid()) in str(error), error
+    else:
+        raise AssertionError(f"{call} was not refused")
+
+step()
+loss = engine(x).square().mean()
+step()  # updates are pending, leases are held
+sys.stdout.flush()
+child = os.fork()
+if child == 0:
+    signal.alarm(60)
+    if what == "close":
+        engine.close()
+    if what == "collect":
+        del engine, optimizer, model, loss
+        import gc
+        gc.collect()
+    if what == "calls":
+        calls = [lambda: engine(x), lambda: model(x), lambda: engine.backward(loss), engine.step, engine.synchronize,
+                 engine.state_dict, engine.stats, engine.zero_grad, lambda: engine.save_checkpoint("never"),
+                 lambda: engine.weight(model[0].weight), lambda: engine.gathered(model[0].weight).__enter__()]
+        for call in calls:
+            refused(call)
+        assert model[0].weight.isnan().all()
+    sys.exit(0)
+end, pid = time.monotonic() + 90, 0
+while pid == 0 and time.monotonic() < end:
+    pid, status = os.waitpid(child, os.WNOHANG)
+    time.sleep(0.01)
+step()
+engine.synchronize()
+print("child", status if pid else "hangs", "parent", engine.last_step.step, flush=True)
+if not pid:
+    os.kill(child, signal.SIGKILL)
+"""
+
+
+@pytest.mark.parametrize("placement", ["host", "nvme"])
+@pytest.mark.parametrize("what", ["exit", "close", "collect", "calls"])
+def test_a_forked_child_ends_and_its_parent_goes_on(config, what, placement):
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, what, repr(config(placement))],
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "child 0 parent 3\n", done.stdout + done.stderr
