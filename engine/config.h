@@ -35,8 +35,8 @@ struct Config {
   // place of an exchange and an fp32 sum in rank order. Needs Communicator::reduces().
   bool library_sums = false;
   int64_t rank_timeout_ms =
-      30 * 60 * 1000;  // a rank that does nothing for so long while others wait has failed
-  int64_t io_deadline_ms = 0;  // a disk that answers nothing for so long fails the engine; 0: it waits for ever
+      30 * 60 * 1000;          // a rank that does nothing for so long while others wait has failed
+  int64_t io_deadline_ms = 0;  // a disk that answers nothing for so long fails the engine; 0: never
   int64_t chunk_elements = 512 * 1024;
   Placement placement = Placement::automatic;
   bool poison = false;           // fill freed memory with NaN, so that stale use is loud

@@ -132,7 +132,7 @@ TEST_F(Patience, OneThatAnswersAfterHalfAMinuteIsToldTwice) {
     EXPECT_EQ(toy_contents(*engine), Shadow().at(3));
     EXPECT_TRUE(eventually([&] { return engine->stall().empty(); }));
     const std::string told = ::testing::internal::GetCapturedStderr();
-    expect_says(told, {"for 10 s", "for 20 s", "answers again, after 3"});
+    expect_says(told, {"has not answered for 1", "has not answered for 2", "answers again, after 3"});
   }
 }
 
