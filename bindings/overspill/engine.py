@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import sys
@@ -80,37 +81,42 @@ def initialize(
     once. Where a copy has another name elsewhere, a mapping to a name that is the same everywhere. Of a model with
     DTensors (parallelize_module), what their mesh holds whole is known without it
     """
-    if model_group is not None and process_group is None:
-        raise ValueError(
-            "overspill: model_group needs process_group too, the ranks that hold the same part of the model"
+    with ranks.Joining(process_group, model_group if process_group is not None else None) as joining:
+        if model_group is not None and process_group is None:
+            raise ValueError(
+                "overspill: model_group needs process_group too, the ranks that hold the same part of the model"
+            )
+        if replicated and model_group is None:
+            raise ValueError(
+                "overspill: replicated says what other ranks of model_group hold: give model_group"
+            )
+        settings = Config.read(config)
+        group, rest = joining.join(settings.engine.rank_timeout_seconds)
+        # Beyond this point a rank that is killed is noticed too: the others wait on its connections.
+        if optimizer is not None and model_parameters is not None:
+            raise ValueError("overspill: give optimizer or model_parameters, not both")
+        if optimizer is not None and "optimizer" in settings.model_fields_set:
+            warnings.warn(
+                f"overspill: the configuration's optimizer ({settings.optimizer.type}) is not used: optimizer = "
+                f"{type(optimizer).__name__} is given to initialize. Leave one of the two out",
+                stacklevel=2,
+            )
+        if model is None:
+            if checkpoint is None:
+                raise ValueError("overspill: give model, or checkpoint, or both")
+            model, checkpoint = pretrained.causal_lm(checkpoint, settings)
+        divided.check(model, model_group, checkpoint)
+        counted_elsewhere = ranks.counted_elsewhere(rest, model, replicated, divided.copies(model))
+        engine = Engine(
+            model, settings, optimizer, model_parameters, checkpoint, group, rest, counted_elsewhere
         )
-    if replicated and model_group is None:
-        raise ValueError("overspill: replicated says what other ranks of model_group hold: give model_group")
-    settings = Config.read(config)
-    if optimizer is not None and model_parameters is not None:
-        raise ValueError("overspill: give optimizer or model_parameters, not both")
-    if optimizer is not None and "optimizer" in settings.model_fields_set:
-        warnings.warn(
-            f"overspill: the configuration's optimizer ({settings.optimizer.type}) is not used: optimizer = "
-            f"{type(optimizer).__name__} is given to initialize. Leave one of the two out",
-            stacklevel=2,
-        )
-    if model is None:
-        if checkpoint is None:
-            raise ValueError("overspill: give model, or checkpoint, or both")
-        model, checkpoint = pretrained.causal_lm(checkpoint, settings)
-    divided.check(model, model_group, checkpoint)
-    group = ranks.join(process_group, settings.engine.rank_timeout_seconds)
-    rest = ranks.join(model_group, settings.engine.rank_timeout_seconds) if model_group is not None else None
-    counted_elsewhere = ranks.counted_elsewhere(rest, model, replicated, divided.copies(model))
-    engine = Engine(model, settings, optimizer, model_parameters, checkpoint, group, rest, counted_elsewhere)
-    try:
-        engine.lr_scheduler = _scheduler(lr_scheduler, engine.optimizer)
-        loader = _loader(training_data, settings, collate_fn, group)
-    except BaseException:
-        engine.close()
-        raise
-    return engine, engine.optimizer, loader, engine.lr_scheduler
+        try:
+            engine.lr_scheduler = _scheduler(lr_scheduler, engine.optimizer)
+            loader = _loader(training_data, settings, collate_fn, group)
+        except BaseException as error:
+            _give_up(error, engine.close, (group, rest))
+            raise
+        return engine, engine.optimizer, loader, engine.lr_scheduler
 
 
 def _scheduler(scheduler: Any, optimizer: OverspillOptimizer) -> Any:
@@ -212,12 +218,15 @@ class Engine:
                 ranks.broadcast_model(model, group)
         nccl = transport.choose(config.engine.transport, group, self._place)
         core = _core.Engine(units, flat, group, model_group, self._place.given, nccl)
-        values = materialise(model, specs, groups.groups, self._place, core)
-        self._residency = Residency(core, specs, self._place)
-        patches.install()
-        self._life = Life()
-        self._finalizer = weakref.finalize(self._life, _close, self._residency, (group, model_group))
+        end = core.close
         try:
+            values = materialise(model, specs, groups.groups, self._place, core)
+            self._residency = Residency(core, specs, self._place)
+            patches.install()
+            self._life = Life()
+            end = self._finalizer = weakref.finalize(
+                self._life, _close, self._residency, (group, model_group)
+            )
             self._residency.take_weights(source, group, values)
             if source is not None:
                 source.read_buffers(model)
@@ -235,8 +244,8 @@ class Engine:
             self.optimizer.before_step = functools.partial(newcomers.check, model)
             if config.engine.speculate:
                 self._residency.expect_step = _weakly(self.optimizer.expect_step)
-        except BaseException:
-            self.close()
+        except BaseException as error:
+            _give_up(error, end, (group, model_group))
             raise
         self.lr_scheduler: Any = None
         self.global_steps = self.micro_steps = 0
@@ -530,8 +539,15 @@ class Engine:
 
     def close(self) -> None:
         """Ends the engine; the model's parameters stay NaN. Called by itself when the engine, its optimizer and its
-        module are gone."""
-        self._finalizer()
+        module are gone. Waits for the other ranks. Raises EngineFailed, once all is given up, where a rank has failed
+        and no call has said so yet; while another exception is on its way, that is a warning."""
+        coming = sys.exception()
+        try:
+            self._finalizer()
+        except _core.EngineFailed as error:
+            if coming is None:
+                raise
+            warnings.warn(f"overspill: {error}", stacklevel=2)
 
     @property
     def _core(self) -> Any:
@@ -638,10 +654,23 @@ def _weakly(method: Callable[[], None]) -> Callable[[], None]:
 
 def _close(owner: Residency, groups: tuple[ranks.Group | None, ...]) -> None:
     """The model's hooks stay: where it outlives the engine they say that the weights are gone."""
-    owner.close()
-    if not owner.closed:
-        return  # a forked child: what else there is belongs to the parent too
-    patches.uninstall()
-    for group in groups:
-        if group is not None:
-            group.close()
+    if owner.is_of_a_parent():
+        return
+    try:
+        owner.close()
+    except BaseException as error:
+        ranks.tell(error, groups)
+        raise
+    finally:
+        patches.uninstall()
+        for group in groups:
+            if group is not None:
+                group.close()
+
+
+def _give_up(error: BaseException, end: Callable[[], None], groups: tuple[ranks.Group | None, ...]) -> None:
+    """Ends an engine that `error` has stopped from being made. The other ranks are told first: else this one would
+    serve them until they have left too, and they would wait for it."""
+    ranks.tell(error, groups)
+    with contextlib.suppress(_core.EngineFailed):  # because of `error`, which is raised
+        end()

@@ -6,15 +6,12 @@ on before there is an engine.
 
 from __future__ import annotations
 
-import atexit
 import datetime
 import hashlib
+import itertools
 import json
 import os
-import sys
-import time
 import types
-import weakref
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -22,31 +19,83 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed import distributed_c10d
 from torch.utils.data import DistributedSampler
 
 from . import _core
+from ._core import EngineFailed
 from .divided import memory_of
+from .fate import LAST_WORDS_SECONDS, Fate, first_line
 
-STORE_PATIENCE = datetime.timedelta(seconds=10)
 CONNECT_PATIENCE = datetime.timedelta(seconds=60)
-LAST_WORDS_SECONDS = 10.0  # that SIGTERM leaves under torchrun to say which rank was lost
-_FAILURE = "overspill/failure"
-_HEARD = "overspill/heard/"  # and a rank
-_CALL, _LEAVING, _END, _GOT = range(4)  # tags
+LONGEST_BYTES = 1 << 30  # of what a rank says as text: as a manifest
+_LEAVING = 3  # a tag; messages have others
 _SMALL_BYTES = 1024  # of a message that arrives whole or not at all
 
 
 class RankError(_core.OverspillError):
-    """Ranks differ where they have to be alike; the message names the rank and what differs."""
+    """Ranks differ where they have to be alike. Every rank raises it; the message names the rank and what differs."""
 
 
 def join(process_group: Any = None, timeout_seconds: float = 1800.0) -> Group | None:
     """The ranks of `process_group`, None for the default group, as a group of their own; None where there is one rank.
+    Collective. Raises EngineFailed where another rank cannot come."""
+    with Joining(process_group) as joining:
+        return joining.join(timeout_seconds)[0]
+
+
+class Joining:
+    """`with` around all that makes an engine: what is raised inside on one rank ends the others, whatever they wait in,
+    with an error that names that rank and its reason (fate.py). But for RankError, which all of them raise.
 
     Where nobody has called init_process_group yet, and the environment is that of torchrun (WORLD_SIZE above 1), it is
-    called here, with gloo. Collective: all ranks of `process_group` call it, as often as the others.
+    called here, with gloo. All ranks of the groups enter it, as often as the others.
     """
+
+    def __init__(self, process_group: Any = None, model_group: Any = None):
+        self._process_group, self._model_group = process_group, model_group
+        self._fates: list[Fate | None] = []
+        self._groups: list[Group] = []
+
+    def __enter__(self) -> Joining:
+        try:
+            self._fates.append(_fate(self._process_group))
+            self._fates.append(None if self._model_group is None else _fate(self._model_group))
+        except BaseException as error:
+            self.__exit__(type(error), error, None)
+            raise
+        return self
+
+    def join(self, timeout_seconds: float) -> tuple[Group | None, Group | None]:
+        """The ranks of the two groups, each as a group of their own; None where there is one rank."""
+        for fate in self._fates:  # nobody connects before all have come: a connection is waited for in vain
+            if fate is not None:
+                fate.wait_for_all(timeout_seconds)
+        joined = []
+        for given, fate in zip((self._process_group, self._model_group), self._fates, strict=True):
+            joined.append(None if fate is None else Group(given, timeout_seconds, fate))
+            self._groups += joined[-1:] if joined[-1] else []
+        return joined[0], joined[1]
+
+    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
+        if error is None:
+            return
+        tell(error, self._groups)
+        for group in self._groups:
+            group.close()
+        for fate in self._fates:
+            if fate is not None and fate not in [group.fate for group in self._groups]:
+                fate.failed(error)
+
+
+def tell(error: BaseException, groups: Iterable[Group | None]) -> None:
+    """The other ranks, that this one fails with `error`. But for RankError: all of them raise it."""
+    for group in groups:
+        if group is not None and not isinstance(error, RankError):
+            group.abort(error)
+
+
+def _fate(process_group: Any) -> Fate | None:
+    """None where there is one rank."""
     if process_group is None and not (dist.is_available() and dist.is_initialized()):
         if int(os.environ.get("WORLD_SIZE", "1")) == 1:
             return None
@@ -57,108 +106,54 @@ def join(process_group: Any = None, timeout_seconds: float = 1800.0) -> Group | 
         raise RankError("overspill: this process is not in the process_group given to overspill.initialize")
     if "TORCHELASTIC_RUN_ID" in os.environ:
         _core.linger_when_terminated(LAST_WORDS_SECONDS)
-    return Group(process_group, timeout_seconds)
+    return Fate(process_group)
 
 
 class Group:
-    """Sends and receives between pairs of ranks, over a torch.distributed group that nobody else uses."""
+    """Sends and receives between pairs of ranks, over a torch.distributed group that nobody else uses. `fate` is what
+    its ranks share; None: they make one here."""
 
-    def __init__(self, process_group: Any = None, timeout_seconds: float = 1800.0):
+    def __init__(self, process_group: Any = None, timeout_seconds: float = 1800.0, fate: Fate | None = None):
         self.rank, self.world = dist.get_rank(process_group), dist.get_world_size(process_group)
-        self.closed = False
-        self._patience = datetime.timedelta(seconds=timeout_seconds)
-        self._sent: dict[int, list[Any]] = {}  # by rank: what it may not have yet
+        self.fate = fate or Fate(process_group)
+        self.patience = datetime.timedelta(seconds=timeout_seconds)
+        self._lost: int | None = None  # the rank that was the first to be gone, as seen from here
+        try:
+            self.torch_group = self._connect(process_group)
+        except RuntimeError as error:
+            raise EngineFailed(f"overspill: {self.fate.failed(error)}") from error
+        self._calls = _Messages(self, 0)
+        self._words = _Messages(self, 4)  # while the core makes calls too
+        self.fate.shared_with(self)
+
+    def _connect(self, process_group: Any) -> Any:
+        """Of torch's own makers of groups, one gives two groups of the same ranks the same name in the store, where the
+        first has ended: the second would connect to where the first was. The other one needs the whole world."""
         backend = dist.get_backend(process_group)
-        self.torch_group = dist.new_group(
+        if backend in ("gloo", "nccl", "undefined"):
+            return dist.ProcessGroupGloo(self.fate.addresses(), self.rank, self.world, CONNECT_PATIENCE)
+        return dist.new_group(
             dist.get_process_group_ranks(process_group),
-            timeout=max(self._patience, CONNECT_PATIENCE),
-            backend="gloo" if backend in ("nccl", "undefined") else backend,
+            timeout=CONNECT_PATIENCE,  # of connecting alone: what is waited for later has `patience`
+            backend=backend,
             use_local_synchronization=process_group is not None,
             group_desc="overspill",
         )
-        # A connection of our own, with patience of our own: failures are told here when the group is broken.
-        self._kept = distributed_c10d._get_process_group_store(self.torch_group)
-        self._store = self._kept.clone()
-        self._store.set_timeout(STORE_PATIENCE)
-        self._keeper = _keeper(process_group)
-        self._lingers = False  # at exit, so that the others hear
-        atexit.register(_tell_why, weakref.ref(self))
 
     # ---- what the core calls
 
     def exchange(self, sends: Sequence[Any], receives: Sequence[Any]) -> str:
-        """Sends and receives buffers, by rank; None for no bytes. Returns when all is done: "", or what went wrong.
-
-        When a connection breaks, gloo (pair.cc, signalException) tells those who wait for a receive that has not begun,
-        and nobody else: who waits for a transfer in progress waits until its timeout. So only empty messages and small
-        ones are waited for here. One follows each large transfer, and one answers it.
-        """
-        peer = self.rank
-        try:
-            arriving, leaving = [], []
-            for peer, buffer in enumerate(receives):
-                if buffer is not None:
-                    works = [self._receive(_tensor(buffer), peer, _CALL)]
-                    if len(buffer) > _SMALL_BYTES:
-                        works.append(self._receive(_nothing(), peer, _END))
-                    arriving.append((peer, works))
-            before, self._sent = self._sent, {}
-            for peer, buffer in enumerate(sends):
-                if buffer is None:
-                    continue
-                if len(buffer) <= _SMALL_BYTES:
-                    self._send(_tensor(bytearray(buffer)), peer, _CALL)
-                else:
-                    got = self._receive(_nothing(), peer, _GOT)
-                    leaving.append((peer, [self._send(_tensor(buffer), peer, _CALL), got]))
-                    self._send(_nothing(), peer, _END)
-            for peer, works in arriving:
-                self._wait(works)
-                before.pop(peer, None)  # who sends has all that was sent to it before this call
-                if len(works) > 1:
-                    self._send(_nothing(), peer, _GOT)
-            for peer, works in leaving:  # noqa: B007 (the error names it)
-                self._wait(works)
-            for peer, works in before.items():
-                self._sent.setdefault(peer, []).extend(works)
-        except RuntimeError as error:
-            return f"rank {peer} {self._why(error)}"
-        return ""
-
-    def _receive(self, tensor: torch.Tensor, peer: int, tag: int) -> Any:
-        return self.torch_group.recv([tensor], peer, tag)
-
-    def _send(self, tensor: torch.Tensor, peer: int, tag: int) -> Any:
-        """Kept until the peer has it: gloo forgets what nobody holds."""
-        work = self.torch_group.send([tensor], peer, tag)
-        self._sent.setdefault(peer, []).append((work, tensor))
-        return work
-
-    def _wait(self, works: list[Any]) -> None:
-        """The last one shows that the others are done."""
-        for work in reversed(works):
-            work.wait(self._patience)
+        """Sends and receives buffers, by rank; None for no bytes. Returns when all is done: "", or what went wrong."""
+        return self._calls.exchange(sends, receives)
 
     def declare(self, why: str) -> str:
-        """Tells all ranks why the world ends; the first reason counts, and is returned. Raises when nobody keeps it.
-
-        A rank that keeps the store ends only when the others have heard (_linger). So where the store is gone, its rank
-        was the first to go, and whoever else is gone left because of it.
-        """
-        try:
-            first = self._store.compare_set(_FAILURE, "", why).decode()
-            self._store.set(f"{_HEARD}{self.rank}", "")
-        except dist.DistNetworkError as error:
-            if self._keeper in (None, self.rank):
-                raise
-            return f"rank {self._keeper} {self._why(error)}"
-        if self._keeper == self.rank and not self._lingers:
-            self._lingers = True
-            atexit.register(_linger, self._kept, self._store, self.world)
-        return first
+        """Tells all ranks why the world ends; the first reason counts, and is returned."""
+        return self.fate.declare(why, self._lost)
 
     def leave(self) -> None:
         """Ends the connections, so that who waits for this rank, or will, notices at once. From any thread."""
+        if self.torch_group is None:
+            return
         for peer in set(range(self.world)) - {self.rank}:
             try:  # gloo closes a connection on which a wait took too long; its abort() does nothing
                 nothing = torch.empty(1, dtype=torch.uint8)
@@ -166,31 +161,79 @@ class Group:
             except RuntimeError:
                 pass
 
-    def abort(self, reason: str) -> None:
-        """Ends the world: collectives of all ranks raise, now and later, with the first reason that was declared."""
-        try:
-            self.declare(f"rank {self.rank} {reason}")
-        except RuntimeError:
-            pass  # the store is gone; that this rank leaves is noticed all the same
-        self.leave()
-
-    def _why(self, error: RuntimeError) -> str:
+    def lost(self, peer: int, error: RuntimeError) -> str:
+        """What there is to say of a rank that was waited for."""
+        if self._lost is None:
+            self._lost = peer
         text = str(error)
         if "imed out" in text or "timeout" in text:
-            return f"did not join within {self._patience.total_seconds():g} s"
-        return f"is gone ({(text.splitlines() or [text])[0].rpartition('] ')[2].partition('. This is')[0]})"
+            return f"rank {peer} did not join within {self.patience.total_seconds():g} s"
+        return f"rank {peer} is gone ({first_line(error)})"
+
+    # ---- of this rank
+
+    def abort(self, error: BaseException) -> None:
+        """Ends the world: this rank fails with `error`. Collectives of all ranks raise, now and later, with the first
+        reason that was declared. From any thread."""
+        self.fate.failed(error)
+        self.leave()
+
+    def close(self) -> None:
+        self.fate.over()
+        group, self.torch_group = self.torch_group, None
+        if isinstance(group, dist.ProcessGroup) and dist.is_initialized():
+            dist.destroy_process_group(group)
+        for messages in (self._calls, self._words):
+            messages.close()
 
     # ---- before there is an engine
 
     def gathered(self, value: Any) -> list[Any]:
         """Every rank's value, by rank, as JSON has it: torch's own way with objects would unpickle what comes."""
-        text = json.dumps(value).encode()
-        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world)]
-        dist.all_gather(sizes, torch.tensor([len(text)]), group=self.torch_group)
-        longest = max(int(size) for size in sizes)
-        texts = [torch.empty(longest, dtype=torch.uint8) for _ in sizes]
-        dist.all_gather(texts, _tensor(bytearray(text.ljust(longest))), group=self.torch_group)
-        return [json.loads(bytes(each[: int(size)].tolist())) for each, size in zip(texts, sizes)]
+        text = bytearray(json.dumps(value).encode())
+        if len(text) > LONGEST_BYTES:
+            raise RankError(
+                f"overspill: {len(text)} bytes are too many to be told to other ranks: {LONGEST_BYTES} at most"
+            )
+        sizes = [bytearray(8) for _ in range(self.world)]
+        sizes[self.rank][:] = len(text).to_bytes(8, "little")
+        self._swap([sizes[self.rank]] * self.world, sizes)
+        texts = [
+            text if rank == self.rank else bytearray(self._bounded(rank, size))
+            for rank, size in enumerate(sizes)
+        ]
+        self._swap([text] * self.world, texts)
+        return [json.loads(each) for each in texts]
+
+    def _bounded(self, rank: int, size: bytes) -> int:
+        """What a rank says that it will send: memory for it is not taken unseen."""
+        declared = int.from_bytes(size, "little")
+        if declared > LONGEST_BYTES:
+            raise EngineFailed(
+                f"overspill: rank {rank} announces {declared} bytes of text; {LONGEST_BYTES} are the most"
+            )
+        return declared
+
+    def spread(self, data: memoryview) -> None:
+        """Rank 0's bytes into `data` of all ranks, which is as long everywhere. Rank 0 sends each a part, and all send
+        theirs to the others, so nobody sends more than twice the bytes."""
+        ends = [len(data) * rank // self.world for rank in range(self.world + 1)]
+        parts = [data[begin:end] for begin, end in itertools.pairwise(ends)]
+        nothing = [data[:0]] * self.world
+        first = self.rank == 0
+        self._swap(parts if first else nothing, nothing if first else [parts[self.rank], *nothing[1:]])
+        mine = [data[:0], *[parts[self.rank]] * (self.world - 1)]  # rank 0 has it all
+        self._swap(mine, nothing if first else parts)
+
+    def _swap(self, sends: Sequence[Any], receives: Sequence[Any]) -> None:
+        """By rank. Raises EngineFailed when a rank is lost."""
+        given = [list(sends), list(receives)]
+        for of in given:
+            of[:] = [each if len(each) > 0 and rank != self.rank else None for rank, each in enumerate(of)]
+        if why := self._words.exchange(*given):
+            first = self.declare(why)
+            self.leave()
+            raise EngineFailed(f"overspill: {first}")
 
     def check_alike(self, what: dict[str, Any]) -> None:
         """Raises RankError, on every rank, where a value differs from rank 0's."""
@@ -207,41 +250,74 @@ class Group:
             "need the same model and configuration"
         )
 
+
+class _Messages:
+    """Between pairs of ranks, of the calls that one thread makes after another. `tag`: the first of four that are its
+    own."""
+
+    def __init__(self, group: Group, tag: int):
+        self._torch_group, self._rank, self._patience = group.torch_group, group.rank, group.patience
+        self._call, self._end, self._got = tag, tag + 1, tag + 2
+        self._lost = group.lost
+        self._sent: dict[int, list[Any]] = {}  # by rank: what it may not have yet
+
+    def exchange(self, sends: Sequence[Any], receives: Sequence[Any]) -> str:
+        """Sends and receives buffers, by rank; None for no bytes. Returns when all is done: "", or what went wrong.
+
+        When a connection breaks, gloo (pair.cc, signalException) tells those who wait for a receive that has not begun,
+        and nobody else: who waits for a transfer in progress waits until its timeout. So only empty messages and small
+        ones are waited for here. One follows each large transfer, and one answers it.
+        """
+        peer = self._rank
+        try:
+            arriving, leaving = [], []
+            for peer, buffer in enumerate(receives):
+                if buffer is not None:
+                    works = [self._receive(_tensor(buffer), peer, self._call)]
+                    if len(buffer) > _SMALL_BYTES:
+                        works.append(self._receive(_nothing(), peer, self._end))
+                    arriving.append((peer, works))
+            before, self._sent = self._sent, {}
+            for peer, buffer in enumerate(sends):
+                if buffer is None:
+                    continue
+                if len(buffer) <= _SMALL_BYTES:
+                    self._send(_tensor(bytearray(buffer)), peer, self._call)
+                else:
+                    got = self._receive(_nothing(), peer, self._got)
+                    leaving.append((peer, [self._send(_tensor(buffer), peer, self._call), got]))
+                    self._send(_nothing(), peer, self._end)
+            for peer, works in arriving:
+                self._wait(works)
+                before.pop(peer, None)  # who sends has all that was sent to it before this call
+                if len(works) > 1:
+                    self._send(_nothing(), peer, self._got)
+            for peer, works in leaving:
+                self._wait(works)
+                before.pop(peer, None)  # and so has who answers
+            for peer, works in before.items():
+                self._sent.setdefault(peer, []).extend(works)
+        except RuntimeError as error:
+            return self._lost(peer, error)
+        return ""
+
     def close(self) -> None:
-        self.closed = True
-        if dist.is_initialized():
-            dist.destroy_process_group(self.torch_group)
+        """gloo ends its connections when nobody holds the group."""
+        self._torch_group, self._sent = None, {}
 
+    def _receive(self, tensor: torch.Tensor, peer: int, tag: int) -> Any:
+        return self._torch_group.recv([tensor], peer, tag)
 
-def _keeper(process_group: Any) -> int | None:
-    """The rank of the group whose process has the store; None where it is torchrun's agent, or nobody of the group."""
-    base = distributed_c10d._get_default_store()
-    while isinstance(base, dist.PrefixStore):
-        base = base.underlying_store
-    if not isinstance(base, dist.TCPStore) or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        return None
-    ranks = dist.get_process_group_ranks(process_group)
-    return ranks.index(0) if 0 in ranks else None
+    def _send(self, tensor: torch.Tensor, peer: int, tag: int) -> Any:
+        """Kept until the peer has it: gloo forgets what nobody holds."""
+        work = self._torch_group.send([tensor], peer, tag)
+        self._sent.setdefault(peer, []).append((work, tensor))
+        return work
 
-
-def _linger(kept: Any, store: Any, world: int) -> None:
-    """At exit, for the rank whose process keeps the store: all others but one, which is lost, have heard why the world
-    ends, or had the time. `kept`, only held, is what other processes reach; `store` is a connection to it."""
-    until = time.monotonic() + LAST_WORDS_SECONDS
-    try:
-        while sum(store.check([f"{_HEARD}{rank}"]) for rank in range(world)) < world - 1:
-            if time.monotonic() > until:
-                break
-            time.sleep(0.02)
-    except RuntimeError:
-        pass  # nobody can be told any more
-
-
-def _tell_why(reference: weakref.ref) -> None:
-    """At exit. The other ranks need not wait for one that ends by an exception."""
-    group, error = reference(), getattr(sys, "last_value", None)
-    if group is not None and not group.closed and error is not None:
-        group.abort(f"failed: {type(error).__name__}: {error}")
+    def _wait(self, works: list[Any]) -> None:
+        """The last one shows that the others are done."""
+        for work in reversed(works):
+            work.wait(self._patience)
 
 
 def counted_elsewhere(
@@ -294,7 +370,7 @@ def broadcast_model(model: nn.Module, group: Group) -> None:
     for tensor in _once(map(memory_of, (*model.parameters(), *model.buffers()))):
         if tensor.numel():
             whole = tensor.detach().cpu().contiguous()
-            dist.broadcast(whole.view(-1).view(torch.uint8), group=group.torch_group, group_src=0)
+            group.spread(memoryview(whole.view(-1).view(torch.uint8).numpy()))
             if whole.data_ptr() != tensor.data_ptr():
                 tensor.detach().copy_(whole)
 

@@ -448,10 +448,14 @@ class Residency:
         for s in self.segments:
             set_data(s.memory, s.blank)
 
+    def is_of_a_parent(self) -> bool:
+        """Whether this is a forked child of the process that has the engine."""
+        return isinstance(self.core, forked.Elsewhere)
+
     def close(self) -> None:
         """The parameters stay NaN; their hooks refuse. Leases of living tensors stay valid. In a forked child nothing
         ends."""
-        if self.closed or isinstance(self.core, forked.Elsewhere):
+        if self.closed or self.is_of_a_parent():
             return
         self.closed = "the engine of this model is closed; its weights are gone"
         for hook in self.gradient_hooks:

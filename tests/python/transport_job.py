@@ -45,7 +45,7 @@ def hear_late() -> None:
     if group.rank == 1:
         os._exit(1)
     time.sleep(group.rank)  # rank 2 is busy for longer
-    print(group.declare(f"rank {1 if group.rank == 0 else 0} is gone"))
+    print(group.fate.declare(f"rank {1 if group.rank == 0 else 0} is gone", lost=1))
 
 
 if __name__ == "__main__":
