@@ -33,6 +33,7 @@ _HEARD = "heard/"  # and a rank
 _ENDED = "overspill/ended"  # a rank of the world ended by an exception before it called initialize
 _ENDED_WHY = "overspill/ended/{}"  # by its number in the world
 _ENDED_HEARD = "overspill/ended_heard"  # by how many
+_process = os.getpid()
 _made: collections.Counter[str] = collections.Counter()  # fates so far, by their ranks
 
 
@@ -55,6 +56,7 @@ class Fate:
         self._declared = False
         self._lost: int | None = None  # will never hear
         self._group: weakref.ref | None = None
+        self._process = os.getpid()
         atexit.register(self._at_exit)
 
     def addresses(self) -> Any:
@@ -127,6 +129,8 @@ class Fate:
 
     def _at_exit(self) -> None:
         """The other ranks need not wait for one that ends by an exception."""
+        if os.getpid() != self._process:  # forked: the connections are its parent's
+            return
         error = getattr(sys, "last_value", None)
         if error is not None and not self._declared:
             group = self._group() if self._group is not None else None
@@ -171,7 +175,7 @@ def _keeper(store: Any, numbers: list[int]) -> int | None:
 def _ended_before() -> None:
     """At exit, of a script that ends by an exception before it has called initialize: those who have, wait for it."""
     error = getattr(sys, "last_value", None)
-    if error is None or not (dist.is_available() and dist.is_initialized()):
+    if os.getpid() != _process or error is None or not (dist.is_available() and dist.is_initialized()):
         return
     try:
         store = distributed_c10d._get_default_store()
