@@ -205,7 +205,7 @@ class OverspillOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if self.before_step is not None:
+        if self.before_step is not None and not self.residency.closed:
             self.before_step()
         hyper_parameters = self._hyper_parameters()
         calls.start_update(self.residency, "a step of the optimizer")

@@ -38,6 +38,9 @@ const std::multimap<std::string, Call>& calls() {
       {"read_weight", {Then::refuses, [](Engine& e) { e.read_weight(0, 0, bytes(), "F32"); }}},
       {"start_states", {Then::refuses, [](Engine& e) { e.start_states(groups); }}},
       {"read_state", {Then::refuses, [](Engine& e) { e.read_state(0, 0, "m", values); }}},
+      {"write_state", {Then::refuses, [](Engine& e) { e.write_state(0, 0, "m", values); }}},
+      {"updates_of", {Then::refuses, [](Engine& e) { e.updates_of(0, 0); }}},
+      {"set_updates_of", {Then::refuses, [](Engine& e) { e.set_updates_of(0, 0, 1); }}},
       {"begin_pass",
        {Then::refuses,
         [](Engine& e) {
@@ -76,6 +79,7 @@ const std::multimap<std::string, Call>& calls() {
       {"record_journal", {Then::refuses, [](Engine& e) { e.record_journal(true); }}},
       {"take_journal", {Then::refuses, [](Engine& e) { e.take_journal(); }}},
       {"take_device_spans", {Then::refuses, [](Engine& e) { e.take_device_spans(); }}},
+      {"stall", {Then::answers, [](Engine& e) { EXPECT_EQ(e.stall(), ""); }}},
       {"close", {Then::answers, [](Engine& e) { e.close(); }}},
   };
   return all;

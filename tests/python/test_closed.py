@@ -30,7 +30,7 @@ ANSWERS = {
     "train",
     "world_size",
 }
-CORE_ANSWERS = {"close", "layout", "nan_capsule", "plan", "predict", "report", "stats", "unit_bytes"}
+CORE_ANSWERS = {"stall", "close", "layout", "nan_capsule", "plan", "predict", "report", "stats", "unit_bytes"}
 
 JOB = """
 import inspect, sys, tempfile
@@ -102,10 +102,13 @@ CORE_CALLS = {
     "record_journal": lambda: core.record_journal(True),
     "resident_now": lambda: core.resident_now(0),
     "save": lambda: core.save(folder + "/core", "{}"),
+    "set_updates_of": lambda: core.set_updates_of(0, 0, 1),
     "start_states": lambda: core.start_states(groups),
     "step": lambda: core.step(groups),
     "unit_bytes": lambda: core.unit_bytes(0),
+    "updates_of": lambda: core.updates_of(0, 0),
     "write_chrome_trace": lambda: core.write_chrome_trace(folder + "/trace.json"),
+    "write_state": lambda: core.write_state(0, 0, "m", address, 256),
     "written": lambda: core.written(0, 0, address, 256),
 }
 
