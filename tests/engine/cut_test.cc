@@ -294,7 +294,8 @@ INSTANTIATE_TEST_SUITE_P(
              .store = "threads",
              .links = false,
              .stride = 5},
-        Case{.name = "two_ranks", .placement = Placement::half, .store = "threads", .world = 2, .stride = 11}),
+        Case{
+            .name = "two_ranks", .placement = Placement::half, .store = "threads", .world = 2, .stride = 11}),
     [](const auto& param) { return std::string(param.param.name); });
 
 /// Of one rank the calls have one order.
