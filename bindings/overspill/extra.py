@@ -156,8 +156,10 @@ def _named(value: Any) -> bool:
 
 def _alike(saved: Any, mine: Any) -> bool:
     """Whether a hyper-parameter has the kind of value that it has here."""
-    if saved is None or mine is None:
+    if mine is None:
         return not isinstance(saved, (dict, list, tuple))
+    if saved is None:
+        return isinstance(mine, bool) or not isinstance(mine, (int, float, list, tuple, torch.Tensor))
     if isinstance(mine, (list, tuple)):
         alike = isinstance(saved, (list, tuple)) and len(saved) == len(mine)
         return alike and all(map(_alike, saved, mine))

@@ -33,7 +33,7 @@ PLACES = {
     "save": (state, "buffers_to_json"),  # before the ranks tell one another of their random states
     "saved": (state, "dumps"),  # after it, before the core's part
     "load": (module.Engine, "_check_extra"),  # before the core's part
-    "loaded": (state, "restore_buffers"),  # after it
+    "loaded": (state, "ClientState"),  # after it
     "close": (Residency, "close"),
 }
 

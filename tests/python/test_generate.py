@@ -32,7 +32,7 @@ def generate(capsys, model, prompt="the bird") -> tuple[int, str]:
 @pytest.mark.parametrize("prompt", ["", os.fsdecode(b"caf\xe9")])
 def test_a_prompt_without_text(prompt, model, capsys):
     code, said = generate(capsys, model, prompt)
-    assert code == 1 and "error: --prompt '" in said and "give" in said
+    assert code == 1 and "prompt" in said and "give" in said
 
 
 def test_a_prompt(model, capsys):

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from disks import small
 from safetensors.torch import load_file
-from test_cli import small_disk
 from torch import nn
 from transformers import (
     AutoModelForCausalLM,
@@ -407,7 +407,7 @@ def test_damaged_folders_are_named(llama, tmp_path):
 
 
 def test_a_full_disk_leaves_nothing(llama, tmp_path):
-    with small_disk(tmp_path / "disk", "64k") as disk:
+    with small(tmp_path / "disk", "64k") as disk:
         with pytest.raises(CheckpointError, match="No space left on device"):
             merge(llama, disk / "out", "fp32")
         assert not list(disk.iterdir())

@@ -145,6 +145,7 @@ FILE_ONLY = {
     "engine.io_backend": "threads",
     "engine.transport": "group",
     "engine.rank_timeout_seconds": 5.0,
+    "engine.io_deadline_seconds": 60.0,
 }
 
 
