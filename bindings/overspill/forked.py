@@ -36,7 +36,8 @@ def watch(owner: Any) -> None:
 def _after_fork() -> None:
     elsewhere = Elsewhere(os.getppid())
     for owner in list(_owners):
-        owner.leave(elsewhere)
+        if not owner.is_of_a_parent():  # else a grandparent's: it keeps the number that it has
+            owner.leave(elsewhere)
 
 
 os.register_at_fork(after_in_child=_after_fork)

@@ -12,13 +12,19 @@ def test_a_path_that_is_not_utf8_is_named(on_disk, tmp_path):
     os.mkdir(folder)
     command = [sys.executable, "-m", "overspill.cli", "doctor", "--nvme", folder]
     done = subprocess.run(command, env=on_disk.env, capture_output=True, text=True)
-    assert done.returncode == 2 and r"caf\udce9' is not UTF-8; rename" in done.stderr, done.stderr
+    assert done.returncode == 2 and r"caf\udce9' is not UTF-8; if it is a path" in done.stderr, done.stderr
 
 
 def test_doctor_fails_for_a_device_that_does_not_work(on_disk, capsys):
     args = ["doctor", "--nvme", on_disk.nvme, "--device"]
     assert "sees no GPU" in on_disk.fails(capsys, *args, "cuda")
     on_disk.ok(capsys, *args, "host")
+
+
+def test_train_refuses_a_device_that_is_not_there_before_it_reads_the_data(on_disk, capsys, tmp_path):
+    """It once tokenised everything first."""
+    args = on_disk.train_args(tmp_path / "out", steps=1, device="cuda", data=tmp_path / "nowhere")
+    assert "sees no GPU" in on_disk.fails(capsys, *args)
 
 
 def test_a_gpu_that_is_not_used_is_said_aloud(on_disk, capsys, tmp_path, monkeypatch):
@@ -36,7 +42,7 @@ def test_a_gpu_that_is_not_used_is_said_aloud(on_disk, capsys, tmp_path, monkeyp
     with pytest.warns(UserWarning, match="Training on the CPU"):
         assert words in on_disk.ok(capsys, *on_disk.train_args(tmp_path / "out", steps=1, eval_batches=0))
     args = on_disk.train_args(tmp_path / "refused", steps=1, device="cuda")
-    assert "engine.device = 'cuda'" in on_disk.fails(capsys, *args)
+    assert "--device 'cuda'" in on_disk.fails(capsys, *args)
     plan = ["plan", "--model", on_disk.model, "--host-budget", "64MiB", "--device"]
     assert "--device 'cuda'" in on_disk.fails(capsys, *plan, "cuda")
     assert words not in on_disk.ok(capsys, *plan, "host")

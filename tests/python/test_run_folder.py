@@ -139,7 +139,10 @@ def test_no_save_on_the_way_where_no_step_can_follow_it(on_disk, tmp_path, capsy
     (tmp_path / "once.json").write_text(json.dumps(values))
     options = {"config": tmp_path / "once.json", "steps": 2}
     message = on_disk.fails(capsys, *on_disk.run(tmp_path / "out", save_every=1, **options))
-    assert "--save-every with engine.train_after_save = false" in message
+    assert "--save-every 1 (typed" in message and "= false" in message and "add --save-every 0" in message
+    options |= {"save_every": 0}
+    message = on_disk.fails(capsys, *on_disk.run(tmp_path / "out", save_minutes=5, **options))
+    assert "--save-minutes 5 (typed" in message and "--save-every" not in message
     said = on_disk.ok(capsys, *on_disk.run(tmp_path / "out", **options))
     assert "saves at the end; keeps 1" in said
 

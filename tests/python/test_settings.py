@@ -169,6 +169,13 @@ def test_optimizers_of_deepspeeds_form_keep_their_rate_and_decay(kind, folder):
     assert (typed.config.optimizer.lr, typed.config.optimizer.weight_decay) == (0.5, 0.125)
 
 
+def test_which_adam_a_file_means_is_a_note_and_no_warning(folder, recwarn):
+    section = {"type": "Adam", "params": {"weight_decay": 0.1}}
+    chosen = chosen_of("train", "--config", written(folder, {"optimizer": section}))
+    assert ["optimizer" in note and "is AdamW, as in DeepSpeed" in note for note in chosen.notes] == [True]
+    assert not recwarn.list
+
+
 def test_a_run_trains_by_its_file_and_goes_on_by_it(on_disk, tmp_path, capsys):
     """lr 0.01 in the file was once trained at 5e-5."""
     values = json.loads(on_disk.config.read_text()) | {"optimizer": {"lr": 0.01}, "seed": 5}

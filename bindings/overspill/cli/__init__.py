@@ -54,7 +54,9 @@ def main(argv: list[str] | None = None) -> int:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     if foreign := [text for text in (sys.argv[1:] if argv is None else argv) if not _is_utf8(text)]:
         print(
-            f"overspill: error: {foreign[0]!a} is not UTF-8; rename the file or folder", file=sys.stderr
+            f"overspill: error: {foreign[0]!a} is not UTF-8; if it is a path, rename the file or folder; "
+            "if it is a prompt, give it in UTF-8",
+            file=sys.stderr,
         )
         return 2
     args = parser().parse_args(argv)

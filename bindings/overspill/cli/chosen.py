@@ -6,6 +6,7 @@ The same for plan, train and a run that goes on. run.json has what was typed and
 import copy
 import dataclasses
 import json
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -91,8 +92,11 @@ def choose(given: dict[str, Any], stored: dict[str, Any] | None = None, required
     file, notes = _file(now.get("config"), stored)
     if file is None:
         typed.pop("config", None)
-    said = _sayings(file)
-    merged = file.as_config() if file else {}
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        said = _sayings(file)
+        merged = file.as_config() if file else {}
+    notes += dict.fromkeys(str(warning.message).removeprefix("overspill: ") for warning in told)
     origins, values = {}, {}
     for name, field in FIELDS.items():
         origins[name] = "typed" if name in typed else "file" if name in said else "default"

@@ -1,7 +1,7 @@
 """Fine-tune a Hugging Face model on text, its states over RAM and NVMe.
 
-Data is a folder or file of text, or JSONL with a key "text". Ctrl-C or SIGTERM finishes the micro-step, saves, and says
-how to go on; a run that went on equals, bit for bit, one that never stopped.
+Data is a folder or file of text in UTF-8; .jsonl, .ndjson and .json have records with a key "text". Ctrl-C or SIGTERM
+finishes the micro-step, saves, and says how to go on; a run that went on equals, bit for bit, one that never stopped.
 
     overspill train --model DIR --data texts/ --out run --host-budget 4GiB --nvme /mnt/disk
     overspill train ... --format 8bit                          5 bytes a parameter in place of 12
@@ -26,6 +26,7 @@ from overspill.cli.common import (
     nonnegative,
     positive,
 )
+from overspill.cli.device import require
 from overspill.cli.run_folder import RunFolder
 from overspill.cli.session import Session
 from overspill.cli.settings import FIELDS, absolute, default_text, option
@@ -35,7 +36,12 @@ def options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     default = {name: default_text(name) for name in FIELDS}
     add("--model", type=absolute, metavar="DIR", help="Hugging Face folder")
-    add("--data", type=absolute, metavar="PATH", help="folder or file of text, or .jsonl with 'text'")
+    add(
+        "--data",
+        type=absolute,
+        metavar="PATH",
+        help="folder or file of text in UTF-8; .jsonl, .ndjson and .json have records with 'text'",
+    )
     add(
         "--heldout",
         type=absolute,
@@ -48,7 +54,8 @@ def options(parser: argparse.ArgumentParser) -> None:
         nargs="?",
         const="latest",
         metavar="CHECKPOINT",
-        help="go on with the run in --out; options are remembered",
+        help="go on with the run in --out from its newest checkpoint, or from CHECKPOINT: later ones are then set "
+        "aside, not deleted. Options are remembered",
     )
     add("--steps", type=positive, metavar="N", help=f"steps in all {default['steps']}")
     add("--batch", type=positive, metavar="N", help=f"sequences in a micro-batch {default['batch']}")
@@ -89,8 +96,8 @@ def options(parser: argparse.ArgumentParser) -> None:
     add(
         "--job",
         metavar="NAME",
-        help="names the run's files in the NVMe folders (default: by process id); containers that share a folder need "
-        "different ones",
+        help="names the run's files in the NVMe folders (default: a name that no other run has); two runs that share a "
+        "folder must not have one name",
     )
     add("--torch-threads", type=positive, metavar="N", help="of forward and backward (default: torch's)")
     add(
@@ -146,6 +153,8 @@ def train(args: argparse.Namespace, hook=None) -> tuple[int, dict[str, Any]]:
         stored = folder.stored()
         chosen = choose(vars(args), stored)
         _check_saves(chosen)
+        if chosen.origins["device"] == "typed":
+            require(chosen.settings.device)
         model_folder(Path(chosen.settings.model))
         checkpoint = _checkpoint(folder, args.resume, stored)
         session = Session(folder, chosen, stored, checkpoint, stack, args.trace)
@@ -168,11 +177,17 @@ def _check_saves(chosen: Chosen) -> None:
         )
     if engine.train_after_save:
         return
-    asked = [name for name in ("save_every", "save_minutes") if chosen.origins[name] == "typed"]
-    if any(getattr(settings, name) for name in asked):
+    asked = [
+        name
+        for name in ("save_every", "save_minutes")
+        if chosen.origins[name] == "typed" and getattr(settings, name)
+    ]
+    if asked:
+        typed = " ".join(f"{option(name)} {getattr(settings, name):g}" for name in asked)
+        zero = " ".join(f"{option(name)} 0" for name in asked)
         raise CliError(
-            f"{option(asked[0])} with engine.train_after_save = false: no step can follow a save there; leave "
-            "one of the two out"
+            f"{typed} (typed now or when the run began) with engine.train_after_save = false, after which no step "
+            f"may follow a save: add {zero}, or leave engine.train_after_save out"
         )
 
 
