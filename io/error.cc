@@ -70,11 +70,11 @@ const char* way_out_of(ErrorKind kind) {
     case ErrorKind::denied:
       return "choose a folder this user may write to";
     case ErrorKind::locked:
-      return "wait for that run, stop it, or give this run another job name";
+      return "wait for that run, stop it, or give this run another job name (engine.job, --job)";
     case ErrorKind::unsupported:
       return "choose another file system or backend";
     case ErrorKind::invalid:
-      return "this is a caller's mistake";
+      return "correct the argument";
     case ErrorKind::stalled:
       return "check the disk or its server, and the way to it (dmesg); what it may still write into is not "
              "used again, "

@@ -41,7 +41,9 @@ StoreError invalid_job(const std::string& job) {
   return StoreError(
       {.kind = ErrorKind::invalid,
        .operation = Operation::open,
-       .detail = fmt::format("job name \"{}\": wanted letters, digits, '-', '_', '.', not first", job)});
+       .detail = fmt::format("engine.job (--job) is \"{}\": a name has letters, digits, '-', '_' and '.', and does not "
+                             "begin with '.'",
+                             job)});
 }
 
 void check_job(const std::string& job) {
@@ -178,14 +180,15 @@ void JobFolder::open_or_make() {
     folder_ = open_folder(base_.get(), name);
     if (!folder_ && errno == ENOENT) continue;  // a run that ended removed it in between
     if (!folder_ && (errno == ENOTDIR || errno == ELOOP)) {
-      throw refuse(fmt::format("it is {}, which is not followed: remove it, or choose another job name",
+      throw refuse(fmt::format("it is {}, which is not followed: remove it, or choose another job name "
+                               "(engine.job, --job)",
                                kind_of_entry(base_.get(), name)));
     }
     if (!folder_) throw system_error(Operation::open, path_);
     if (made) return;
     const std::string why = distrust(base_.get(), folder_.get());
     if (why.empty()) return;
-    throw refuse(why + "; remove it, or choose another job name");
+    throw refuse(why + "; remove it, or choose another job name (engine.job, --job)");
   }
 }
 

@@ -56,7 +56,9 @@ std::string find_missed_change(const Announcements& said) {
   for (int rank = 0; rank < said.ranks(); ++rank) {
     const Standing own = said.standing(rank);
     if (own.changes == first.changes) continue;
-    return fmt::format("rank {} {} after {} changes of weights, rank {} waits for unit {} after {}", rank,
+    return fmt::format("rank {} {} after {} changes of weights, rank {} waits for unit {} after {}: all ranks must "
+                       "load and write weights equally often",
+                       rank,
                        own.leaving != 0   ? "has left the world"
                        : own.meeting != 0 ? "waits at a meeting"
                                           : "waits",
