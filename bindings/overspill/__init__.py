@@ -1,8 +1,9 @@
 """Overspill trains models larger than the device. See `initialize`.
 
-Errors that Overspill names are OverspillError: BudgetError, CheckpointError, CommunicatorError, EngineFailed, RankError
-and StoreError, which are RuntimeErrors, ConfigError and overspill.data.DataError, which are ValueErrors too. A wrong
-argument of a call is a plain ValueError or TypeError.
+Errors that Overspill names are OverspillError: BudgetError, CheckpointError, CommunicatorError, EngineFailed,
+RankError, StoreError and WrongProcess (a call in a forked child of the engine's process). All are RuntimeErrors;
+ConfigError and overspill.data.DataError are ValueErrors too. A wrong argument of a call is a plain ValueError or
+TypeError.
 """
 
 from . import optim

@@ -3,11 +3,11 @@
 Ctrl-C may strike between any two lines of Python, so nothing here trusts that a `finally` or a hook of torch has run.
 Three rules take their place:
 
-- A call is known by the Python frame that makes it. It is under way while that frame is on its thread's stack; what is
-  listed and is no longer there was broken off, and whoever comes next ends it.
+- A call is known by the Python frame that makes it. It is under way while that frame is on its thread's stack; a
+  listed call whose frame has gone was interrupted, and the next call ends it.
 - A unit is listed as held before it is pinned. So the lists are the truth and the pins can be counted again from them.
-- `books.open` is set while anything is changed. Who finds it set knows that a change was broken off, and `settle`s
-  everything by the lists: no weights are shown that no call under way holds.
+- `books.open` is set while anything is changed. A call that finds it set knows that another was interrupted, and
+  calls `settle`, which releases every unit that no call under way holds.
 
 One thread at a time works with the memory of engines, from its first use to the end of its outermost call; another one
 meanwhile gets an error. Micro-batches that pass units together (vertical.py) and autograd's own threads are excepted.
@@ -192,8 +192,8 @@ def _refuse_thread(other: Stack) -> None:
     name = next((t.name for t in threading.enumerate() if t.ident == other.ident), str(other.ident))
     raise RuntimeError(
         f"overspill: thread {name!r} is inside a forward or backward of an engine, and "
-        f"{threading.current_thread().name!r} came to another one: engines of a process work in one thread at a time; "
-        "let the threads take turns"
+        f"{threading.current_thread().name!r} began another such call: the engines of a process work in one thread "
+        "at a time; let the threads take turns"
     )
 
 
@@ -281,7 +281,7 @@ def refuse_inside(owner: Residency, what: str) -> None:
         if call.owner is owner or any(unit.residency is owner for unit in call.units):
             where = "`with engine.gathered(...)`" if call.block is not None else "a call of the model"
             raise RuntimeError(
-                f"overspill: {what} inside {where}, which goes on with the weights of before: end it first"
+                f"overspill: {what} inside {where}, which still uses the present weights: leave it first"
             )
 
 

@@ -142,7 +142,7 @@ def _has_records(path: Path) -> bool:
 
 
 def _is_array(path: Path) -> bool:
-    """Whether the file is one JSON array; only of .json that is not taken for a line of JSONL which is wrong."""
+    """Whether a .json file is one JSON array. In a .jsonl file "[" begins a wrong line, so this is False."""
     if path.suffix.lower() != ".json":
         return False
     with path.open("rb") as file:

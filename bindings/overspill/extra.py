@@ -40,7 +40,9 @@ class Extra:
 
         def get(name: str, parse: Callable[[Any], Any]) -> Any:
             if name not in entries:
-                raise CheckpointError(f"overspill: {folder}: its extra has no {name}; {_WAY_OUT}")
+                raise CheckpointError(
+                    f"overspill: {folder}: its manifest's entry 'extra' has no {name}; {_WAY_OUT}"
+                )
             return _entry(folder, name, parse, entries[name])
 
         ranks = "random_of_ranks" if "random_of_ranks" in entries else "random"
@@ -59,21 +61,22 @@ class Extra:
         """Raises CheckpointError unless this is of a model with these buffers, of an optimizer with these groups."""
         if len(self.groups) != len(groups):
             raise CheckpointError(
-                f"overspill: {len(self.groups)} parameter groups in the checkpoint {self.folder}, {len(groups)} here"
+                f"overspill: {len(self.groups)} parameter groups in the checkpoint {self.folder}, {len(groups)} "
+                "here; give initialize the groups of that run"
             )
         for i, (saved, mine) in enumerate(zip(self.groups, groups, strict=True)):
             for name, value in saved.items():
                 if name in mine and not _alike(value, mine[name]):
                     raise CheckpointError(
                         f"overspill: parameter group {i} has {name} = {value!r:.60} in the checkpoint {self.folder}, "
-                        f"{mine[name]!r:.60} here"
+                        f"{mine[name]!r:.60} here; use the optimizer of that run"
                     )
         here, there = _forms(buffers), _forms(self.buffers)
         wrong = [name for name in sorted(here.keys() | there.keys()) if here.get(name) != there.get(name)]
         if wrong:
             raise CheckpointError(
-                f"overspill: buffer {wrong[0]} is {here.get(wrong[0])} here, {there.get(wrong[0])} in the checkpoint "
-                f"{self.folder}"
+                f"overspill: buffer {wrong[0]} is {here.get(wrong[0], 'absent')} here, "
+                f"{there.get(wrong[0], 'absent')} in the checkpoint {self.folder}"
             )
 
     def restore_scheduler(self, scheduler: Any) -> None:
@@ -87,7 +90,8 @@ class Extra:
 
         if self.lr_scheduler is None:
             raise CheckpointError(
-                f"overspill: the checkpoint {self.folder} has no scheduler, this run has one"
+                f"overspill: the checkpoint {self.folder} has no scheduler, and this run has one: leave lr_scheduler "
+                "out of initialize, load, and make the scheduler then"
             )
         _entry(self.folder, "lr_scheduler", load, self.lr_scheduler)
 
@@ -104,7 +108,9 @@ def tensors(text: str, folder: Any) -> dict[str, torch.Tensor]:
 def _entries(text: str, folder: Any) -> dict[str, Any]:
     entries = _entry(folder, "extra", json.loads, text)
     if not isinstance(entries, dict):
-        raise CheckpointError(f"overspill: {folder}: its extra is no JSON object; {_WAY_OUT}")
+        raise CheckpointError(
+            f"overspill: {folder}: its manifest's entry 'extra' is not a JSON object; {_WAY_OUT}"
+        )
     return entries
 
 

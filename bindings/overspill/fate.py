@@ -173,7 +173,8 @@ def _keeper(store: Any, numbers: list[int]) -> int | None:
 
 
 def _ended_before() -> None:
-    """At exit, of a script that ends by an exception before it has called initialize: those who have, wait for it."""
+    """At exit, of a script that ends by an exception before it has called initialize: the ranks that have called
+    it wait for this one."""
     error = getattr(sys, "last_value", None)
     if os.getpid() != _process or error is None or not (dist.is_available() and dist.is_initialized()):
         return

@@ -189,7 +189,7 @@ class Gathered:
 
 
 def _refuse_tracing(owner: Residency) -> None:
-    """What traces a model keeps its parameters, which are NaN afterwards, and leases."""
+    """While a tracer runs: RuntimeError, since a trace would keep parameters that read as NaN after the call."""
     absent = next((unit for unit in owner.units if not unit.pins), None)
     if absent is not None:
         raise RuntimeError(

@@ -71,8 +71,8 @@ class Loading:
             )
         if self.names and not any(self.entries.values()) and any(map(self._updates, known.values())):
             raise ValueError(
-                "overspill: the state dict has no states, and this optimizer has made updates: loading it would start "
-                "its moments anew. A new engine has none"
+                "overspill: the state dict has no states, and this optimizer has made updates: loading it would set "
+                "its moments to zero. To start without moments, make a new engine"
             )
         for number, segment in known.items():
             entry = self.entries.get(number)
@@ -84,13 +84,19 @@ class Loading:
         if given != expected:
             raise ValueError(
                 f"overspill: the state dict has {_listed(given)} of {segment.name}, this optimizer has "
-                f"{_listed(expected)}: it was made by another optimizer"
+                f"{_listed(expected)}: another optimizer made it; give initialize that one"
             )
         if "step" not in entry and "momentum_buffer" not in entry:
-            raise ValueError(f"overspill: the state dict has no step of {segment.name}")
+            raise ValueError(
+                f'overspill: the state dict has no "step" of {segment.name}, which counts its updates: add it, or load '
+                "what this optimizer's state_dict gave"
+            )
         step = float(entry.get("step", 1))
         if not (math.isfinite(step) and step >= 0 and step == int(step)):
-            raise ValueError(f"overspill: step = {step} of {segment.name} is not a count of updates")
+            raise ValueError(
+                f"overspill: step = {step} of {segment.name} is not a count of updates; a whole number from 0 on is "
+                "expected"
+            )
         for name, value in entry.items():
             if name == "step":
                 continue

@@ -283,7 +283,8 @@ class OverspillOptimizer(torch.optim.Optimizer):
             why = "it was made by an earlier version" if "groups" in state_dict else "no optimizer made it"
             raise ValueError(
                 f"overspill: this state dict has {sorted(map(str, state_dict)) or 'nothing'}, not state and "
-                f"param_groups: {why}, and the states are not in it; they come back with engine.load_checkpoint"
+                f"param_groups: {why}, so it holds no states. Load the checkpoint of that step with "
+                "engine.load_checkpoint"
             )
         merged = self._merged(state_dict["param_groups"])
         states = renumbered(state_dict)
@@ -299,7 +300,8 @@ class OverspillOptimizer(torch.optim.Optimizer):
         """The saved groups' hyper-parameters, checked against the groups here."""
         if len(saved) != len(self.param_groups):
             raise ValueError(
-                f"overspill: {len(saved)} parameter groups were saved, {len(self.param_groups)} are here"
+                f"overspill: {len(saved)} parameter groups were saved, {len(self.param_groups)} are here: "
+                "give initialize the groups that it was saved with"
             )
         merged = []
         for number, (group, values) in enumerate(zip(self.param_groups, saved, strict=True)):
@@ -337,17 +339,22 @@ def _check_group(number: int, group: dict, saved: dict) -> None:
     count = len(saved["params"])
     if count != len(group["params"]):
         raise ValueError(
-            f"overspill: group {number} has {count} parameters in the state dict, {len(group['params'])} here"
+            f"overspill: group {number} has {count} parameters in the state dict, {len(group['params'])} here: "
+            "give initialize the groups that it was saved with"
         )
     for option in _REFUSED:
         if saved.get(option):
-            raise ValueError(f"overspill: group {number} of the state dict has {option}=True: not supported")
+            raise ValueError(
+                f"overspill: group {number} of the state dict has {option}=True, which the engine's optimizers do not "
+                "have: save it from an optimizer without it"
+            )
     if "decoupled" in group:
         theirs = saved.get("decoupled", saved.get("decoupled_weight_decay", group["decoupled"]))
         if bool(theirs) != bool(group["decoupled"]):
             kinds = ("AdamW", "Adam") if theirs else ("Adam", "AdamW")
             raise ValueError(
-                f"overspill: the state dict is that of {kinds[0]}, this optimizer is {kinds[1]}: weight decay differs"
+                f"overspill: the state dict is that of {kinds[0]}, this optimizer is {kinds[1]}: "
+                "their weight decay differs. Give initialize the optimizer that made it"
             )
     names = moments.names_of(group)
     for theirs, ours in zip(saved.get("param_names") or names, names, strict=True):

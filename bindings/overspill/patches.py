@@ -9,7 +9,7 @@ engine holds are loud
 Parameter.__deepcopy__, __reduce_ex__   copies and pickles get real weights; all four of DTensor too, where it is loaded
 Module._apply, Module.zero_grad         .to() and .half() are refused, zero_grad() reaches the engine
 torch.nn.utils.clip_grad_norm_          clips in the engine
-torch.compile                           heeds hooks: it would use code made of modules that have none
+torch.compile                           is told to look at hooks: else it runs code compiled for a module without them
 ForkingPickler's reducer of Parameter   refuses to share released memory with another process
 """
 

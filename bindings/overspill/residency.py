@@ -457,7 +457,10 @@ class Residency:
         ends."""
         if self.closed or self.is_of_a_parent():
             return
-        self.closed = "the engine of this model is closed; its weights are gone"
+        self.closed = (
+            "the engine of this model is closed; its weights are gone: make model and engine anew, and load a "
+            "checkpoint"
+        )
         for hook in self.gradient_hooks:
             hook.remove()
         for unit in self.units:

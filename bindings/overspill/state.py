@@ -20,8 +20,8 @@ _KIND = "__kind__"
 
 
 class ClientState(dict):
-    """What load_checkpoint returns. A dict but for one thing: it is gone over by keys(), values() or items(), because
-    `path, client_state = engine.load_checkpoint(folder)`, as with DeepSpeed, would give two of its keys."""
+    """What load_checkpoint returns. A dict that refuses plain iteration (use keys(), values() or items()): DeepSpeed's
+    `path, client_state = engine.load_checkpoint(folder)` would unpack two of its keys."""
 
     def __iter__(self) -> Any:
         raise TypeError(

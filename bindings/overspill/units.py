@@ -78,8 +78,8 @@ def partition(model: nn.Module, place: torch.device | None = None) -> list[UnitS
 
 
 class _Partition:
-    """The units found so far. No closures: those that call themselves would keep the model until the garbage collector
-    looks."""
+    """The units found so far. A class, because recursive closures would keep the model alive until the garbage
+    collector runs."""
 
     def __init__(self, place: torch.device | None):
         self.place = place

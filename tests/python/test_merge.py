@@ -279,7 +279,7 @@ def test_folders_of_the_user_stay(llama, tmp_path, capsys):
     merge(llama, tmp_path / "out")
     assert (tmp_path / "out.part/precious").read_text() == "mine"
     printed = capsys.readouterr()
-    assert "out.part-0123abcd is of a merge that was killed; delete it" in printed.err
+    assert "out.part-0123abcd was left by a merge that was killed" in printed.err
     assert names(tmp_path) == ["out", "out.part", "out.part-0123abcd", "saved"]
     assert names(tmp_path / "out") == ["config.json", "model.safetensors", "tokenizer.json"]
 
@@ -425,7 +425,7 @@ def test_an_empty_folder_and_a_link_to_one_will_do(llama, tmp_path):
 @pytest.mark.parametrize(
     "text, match",
     [
-        ("[]", "no JSON object"),
+        ("[]", "not a JSON object"),
         ("{", "extra cannot be read"),
         ('{"buffers": {"x": {"dtype": "nn", "shape": [], "data": ""}}}', "buffers cannot be read"),
         (

@@ -137,7 +137,7 @@ def test_a_checkpoint_from_elsewhere_is_gone_on_from_until_the_first_save(on_dis
     shutil.rmtree(out / "checkpoints/step-000006")
     elsewhere.rename(out.parent / "moved")
     message = on_disk.fails(capsys, "train", "--out", out, "--resume")
-    assert f"went on from {elsewhere}, which is there no more" in message and aside[0] in message
+    assert f"went on from {elsewhere}, which is gone" in message and aside[0] in message
 
 
 def test_a_run_that_is_done_names_the_checkpoint_that_it_went_on_from(on_disk, out, capsys):

@@ -219,14 +219,14 @@ WRONG = {
         lambda s: remove(s, "state", 0, "exp_avg_sq"),
         "has exp_avg of table, this optimizer has exp_avg, exp_avg_sq",
     ),
-    "amsgrad": (lambda s: s["param_groups"][0].update(amsgrad=True), "amsgrad=True: not supported"),
+    "amsgrad": (lambda s: s["param_groups"][0].update(amsgrad=True), "amsgrad=True, which"),
     "Adam": (
         lambda s: s["param_groups"][0].update(
             decoupled_weight_decay=s["param_groups"][0].pop("decoupled") is None
         ),
-        "is that of Adam, this optimizer is AdamW: weight decay differs",
+        "is that of Adam, this optimizer is AdamW: their weight decay differs",
     ),
-    "no step": (lambda s: remove(s, "state", 0, "step"), "no step of table"),
+    "no step": (lambda s: remove(s, "state", 0, "step"), 'no "step" of table'),
     "half a step": (lambda s: s["state"][0].update(step=1.5), "step = 1.5 of table"),
 }
 

@@ -125,6 +125,7 @@ def _way_out(shapes: Mapping[str, tuple[int, ...]]) -> str:
             f"{_IN_A_SCRIPT}model.merge_and_unload().save_pretrained(OUT)`"
         )
     return (
-        "Give --model the folder of the model that was trained: `model.config.architectures = [type(model).__name__]; "
-        f"model.config.save_pretrained(DIR)`. Or in a script {_IN_A_SCRIPT}model.save_pretrained(OUT)`"
+        "In the training script write its configuration (`model.config.architectures = [type(model).__name__]; "
+        "model.config.save_pretrained(DIR)`) and give that folder: --model DIR. "
+        f"Or in a script {_IN_A_SCRIPT}model.save_pretrained(OUT)`"
     )

@@ -43,7 +43,7 @@ def describe(error: BaseException) -> Description:
         names = " -> ".join(str(n) for n in (error.filename, error.filename2) if n)
         return Description(f"{names + ': ' if names else ''}{error.strerror}{_way_out(error)}")
     if type(error).__module__.startswith("overspill") or isinstance(error, ValueError):
-        return Description(str(error))
+        return Description(str(error).removeprefix("overspill: "))
     return Description(f"{type(error).__name__}: {error}", " (--debug shows where)")
 
 
@@ -117,7 +117,8 @@ def add_tiers(parser: argparse.ArgumentParser) -> None:
         "--config",
         type=Path,
         metavar="FILE",
-        help="overspill configuration (JSON); what is typed goes before it, it goes before the defaults below",
+        help="overspill configuration (JSON); an option that is typed counts before it, and it counts before the "
+        "defaults that this help names",
     )
     parser.add_argument(
         "--device",

@@ -1,8 +1,8 @@
 """Turn a checkpoint into a Hugging Face folder: safetensors, config, tokenizer.
 
 Weights are streamed, in memory of about one tensor. bf16 reads only the halves that forward uses; fp32 writes the exact
-masters. Buffers are written as they are. Names and shapes have to be those of the class in config.json, which is said
-at the end. The folder appears under its name only when it is whole.
+masters. Buffers are written as they are. Names and shapes have to be those of a class that config.json means; the last
+line names that class, or says why they were not compared. The folder appears under its name only when it is whole.
 """
 
 import argparse
@@ -81,7 +81,11 @@ def merge(
         raise CliError(f"{small} has no config.json; name the folder the model came from with --model DIR")
     out = out.resolve()
     for leftover in _leftovers(out):
-        print(f"merge: {leftover} is of a merge that was killed; delete it, unless one runs", file=sys.stderr)
+        print(
+            f"merge: {leftover} was left by a merge that was killed, or belongs to one that runs now; if none runs, "
+            "delete it",
+            file=sys.stderr,
+        )
     durable.make_folders(out.parent)
     part = durable.part_of(out)
     part.mkdir()
@@ -118,7 +122,7 @@ def _check_out(out: Path) -> None:
 
 
 def _leftovers(out: Path) -> list[Path]:
-    """Folders that were to become `out`. Whose they are nobody can tell, so they are not touched."""
+    """Folders that were to become `out`. A running merge may own one, so merge only names them."""
     name = re.compile(re.escape(out.name) + r"\.part-[0-9a-f]{8}")
     return sorted(path for path in out.parent.glob("*") if name.fullmatch(path.name))
 
@@ -138,7 +142,8 @@ def _given(name: str, tensor, checkpoint: Path) -> tuple[str, str, list[int], by
 
     if tensor.dtype not in NAMES:
         raise CliError(
-            f"{checkpoint}: {name} is {tensor.dtype}, which safetensors cannot hold; drop it and save again"
+            f"{checkpoint}: {name} is {tensor.dtype}, which safetensors cannot hold; give this buffer another dtype in "
+            "the model (or persistent=False) and save again"
         )
     flat = tensor.reshape(-1).view(torch.uint8) if tensor.numel() else torch.empty(0, dtype=torch.uint8)
     return name, NAMES[tensor.dtype], list(tensor.shape), flat.numpy().tobytes()

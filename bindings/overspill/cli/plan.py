@@ -33,12 +33,17 @@ def options(parser: argparse.ArgumentParser) -> None:
         help="with --accumulate: micro-batches pass each layer together",
     )
     add_update(parser)
-    parser.add_argument("--dtype", choices=DTYPES, default="bf16")
+    parser.add_argument(
+        "--dtype", choices=DTYPES, default="bf16", help="what forward computes in (default bf16)"
+    )
     parser.add_argument(
         "--keep", type=positive, metavar="N", help=f"checkpoints that are kept {default_text('keep')}"
     )
     parser.add_argument(
-        "--out", type=Path, metavar="DIR", help="folder of the run (default: on the disk of the first --nvme)"
+        "--out",
+        type=Path,
+        metavar="DIR",
+        help="folder of the run (default: the first --nvme, else the current folder)",
     )
 
 

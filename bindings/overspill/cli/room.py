@@ -107,7 +107,8 @@ def ways_out(checkpoint: Path) -> str:
         "run before "
         "had reserved. Move that checkpoint to another file system and name it with --resume PATH; or, if "
         "nothing is to be "
-        f"trained after the next save, reserve one copy only with --config FILE, which holds {FINISH}"
+        f"trained after the next save, add {FINISH} to the run's configuration file, which makes it reserve one copy "
+        "only (--config FILE; a new FILE takes the place of the one before, so keep its other keys)"
     )
 
 

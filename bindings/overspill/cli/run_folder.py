@@ -135,7 +135,7 @@ class RunFolder:
             return base
         others = [path for _, path in self.checkpoints.complete()] + self.checkpoints.aside()
         raise CliError(
-            f"--resume: the run went on from {base}, which is there no more, and has no newer checkpoint; "
+            f"--resume: the run went on from {base}, which is gone, and it has saved none since; "
             "name what to go "
             f"on from with --resume PATH{': ' if others else ', or start a new run in another --out'}"
             f"{', '.join(map(str, others))}"

@@ -39,8 +39,9 @@ class Saver:
         return bool(minutes) and time.monotonic() - self._last >= 60 * minutes
 
     def save(self, step: int, prune: bool = True) -> bool:
-        """A checkpoint of this step, unless there is one. False when that failed: stderr says why, and all that was
-        there is there still. `prune`: the oldest may go, once every byte of the new one was read back."""
+        """A checkpoint of this step, unless there is one. Returns False if the save failed: stderr then says why,
+        and the older checkpoints are untouched. `prune`: the oldest may go, once every byte of the new one was read
+        back."""
         from overspill import CheckpointError, StoreError
 
         if step == self._step:
