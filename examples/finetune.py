@@ -15,7 +15,9 @@ import overspill
 folder, text, nvme, *rest = sys.argv[1:]
 target = Path("finetuned")
 if target.exists() and (not target.is_dir() or any(target.iterdir())):
-    sys.exit(f"{target.resolve()} is there already, and a checkpoint needs a new folder: move it away, then train")
+    sys.exit(
+        f"{target.resolve()} is there already, and a checkpoint needs a new folder: move it away, then train"
+    )
 length = int(rest[0]) if rest else 256
 tokens = AutoTokenizer.from_pretrained(folder)(Path(text).read_text(), return_tensors="pt").input_ids[0]
 data = tokens[: len(tokens) // length * length].view(-1, length)

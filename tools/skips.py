@@ -60,7 +60,9 @@ def missing(report: Path, tests: list[Test], rules: list[dict]) -> list[str]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("reports", nargs="+", type=Path, metavar="REPORT", help="a JUnit file")
     parser.add_argument("--rules", type=Path, default=ROOT / "tests/expected_skips.toml")
     args = parser.parse_args(arguments)

@@ -102,7 +102,9 @@ class Loop:
                     with interrupter.armed():
                         self.iteration(i)
                 except KeyboardInterrupt:
-                    torch.set_grad_enabled(True)  # torch's own no_grad does not outlive an interrupt in its __exit__
+                    torch.set_grad_enabled(
+                        True
+                    )  # torch's own no_grad does not outlive an interrupt in its __exit__
                     self.engine.zero_grad()
                 if self.updates() > i:
                     continue
