@@ -57,11 +57,11 @@ std::vector<const Kernels*> detect() {
 }
 
 // The names in order of width, known on every machine: a limit this machine does not reach is no mistake.
-constexpr std::string_view kNames[] = {"portable", "neon", "avx2", "avx512"};
+constexpr std::string_view kLevelNames[] = {"portable", "neon", "avx2", "avx512"};
 
 int width_rank(std::string_view name) {
   for (int rank = 0; rank < 4; ++rank) {
-    if (kNames[rank] == name) return rank;
+    if (kLevelNames[rank] == name) return rank;
   }
   throw std::invalid_argument("OVERSPILL_ISA is '" + std::string(name) +
                               "'; it must be portable, neon, avx2 or avx512, or be left unset");

@@ -7,7 +7,7 @@
 namespace overspill::optim {
 namespace {
 
-constexpr std::string_view kNames[kFormatCount] = {"fp32", "exact", "fp16", "compact", "8bit"};
+constexpr std::string_view kFormatNames[kFormatCount] = {"fp32", "exact", "fp16", "compact", "8bit"};
 
 struct ComponentList {
   std::array<ComponentSpec, kComponentsMax> specs{};
@@ -63,12 +63,12 @@ constexpr auto kLists = make_lists();
 }  // namespace
 
 std::string_view name(Format format) {
-  return kNames[static_cast<int>(format)];
+  return kFormatNames[static_cast<int>(format)];
 }
 
 Format format_named(std::string_view name) {
   for (int f = 0; f < kFormatCount; ++f) {
-    if (kNames[f] == name) return Format{static_cast<uint8_t>(f)};
+    if (kFormatNames[f] == name) return Format{static_cast<uint8_t>(f)};
   }
   throw std::invalid_argument("unknown format '" + std::string(name) +
                               "'; known: fp32, exact, fp16, compact, 8bit");

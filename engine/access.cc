@@ -14,7 +14,6 @@
 namespace overspill::engine {
 namespace {
 
-constexpr int64_t kPieceElements = 256 * 1024;  // of weights converted at a time
 constexpr Component kMaster{1};
 
 /// Conversions of weights look at no state, so they go by way of the optimizer that has none.

@@ -12,6 +12,9 @@
 
 namespace overspill::engine {
 
+/// Weights are converted in pieces of this many elements, so that a large unit needs no memory of its size.
+inline constexpr int64_t kPieceElements = 256 * 1024;
+
 class Access {
  public:
   Access(Context& context, DeviceUnits& device_units);

@@ -13,13 +13,12 @@
 #include <thread>
 #include <utility>
 
+#include "engine/access.h"
 #include "engine/machine.h"
 #include "io/kept.h"
 
 namespace overspill::engine {
 namespace {
-
-constexpr int64_t kPieceElements = 256 * 1024;  // of a weight's fp32 values at a time: they may lie unaligned
 
 Config checked(Config config) {
   if (config.host_budget_bytes <= 0) throw std::invalid_argument("host_budget_bytes must be positive");

@@ -18,7 +18,7 @@ namespace {
 
 using optim::span_of;
 
-constexpr int64_t kPieceElements = 512 * 1024;  // of a gradient that several workers take in
+constexpr int64_t kSharedElements = 512 * 1024;  // of a gradient that several workers take in
 
 /// Takes `elements` of a gradient in: the first of a step is copied, later ones are added. `to` is as wide as
 /// `from`, or fp32.
@@ -175,12 +175,12 @@ void Gradients::add_whole(const Piece& piece) {
   const Arrival& arrival = piece.arrival;
   const Segment& s = context_.layout.units[arrival.unit].segments[arrival.segment];
   const auto take = [&](int64_t i) {
-    const int64_t from = piece.begin + i * kPieceElements;
+    const int64_t from = piece.begin + i * kSharedElements;
     take_in(piece.at(from), arrival.element, at(arrival.unit, s.begin + from),
             context_.gradient_type(arrival.unit),
-            std::min(kPieceElements, piece.begin + piece.elements - from), arrival.first);
+            std::min(kSharedElements, piece.begin + piece.elements - from), arrival.first);
   };
-  const int64_t pieces = (piece.elements + kPieceElements - 1) / kPieceElements;
+  const int64_t pieces = (piece.elements + kSharedElements - 1) / kSharedElements;
   if (pieces < 2) {
     if (pieces == 1) take(0);
   } else {

@@ -18,7 +18,6 @@ namespace {
 
 using Json = nlohmann::json;
 
-constexpr size_t kHexDigits = 16;  // of one checksum
 // "checksum" is the first of the sorted keys, so a manifest of ours begins with these bytes and the digits.
 constexpr std::string_view kBeforeOwnSum = R"({"checksum":")";
 constexpr std::string_view kNoOwnSum = "0000000000000000";

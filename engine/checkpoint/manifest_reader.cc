@@ -19,7 +19,6 @@ namespace {
 
 using Json = nlohmann::json;
 
-constexpr size_t kHexDigits = 16;             // of one checksum
 constexpr size_t kListMax = size_t{1} << 16;  // dimensions, aliases: far beyond any model's
 
 struct Objects {};

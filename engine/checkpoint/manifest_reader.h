@@ -2,12 +2,15 @@
 // in its length and memory at most about eight times it, whatever it says.
 #pragma once
 
+#include <cstddef>
 #include <stdexcept>
 #include <string_view>
 
 #include "engine/checkpoint/manifest.h"
 
 namespace overspill::engine {
+
+inline constexpr size_t kHexDigits = 16;  // of one checksum in a manifest
 
 /// What is wrong with the text; who knows the file adds its name and the way out.
 class MalformedManifest : public std::runtime_error {

@@ -17,7 +17,7 @@ namespace {
 using engine::Engine;
 using engine::Placement;
 
-constexpr int kSteps = 4;
+constexpr int kStepsOfARun = 4;
 constexpr uint64_t kSeeds = 50;  // of a test
 constexpr uint64_t kTried = kWatched ? 10 : kSeeds;
 
@@ -84,7 +84,7 @@ void take_part(const Run& run, int rank, std::unique_ptr<engine::Communicator> r
         throw std::runtime_error(fmt::format("rank {} reads a wrong weight of unit {}", rank, unit));
     }
   };
-  for (int step = 0; step < kSteps; ++step) {
+  for (int step = 0; step < kStepsOfARun; ++step) {
     if (random() % 3 == 0) {  // evaluates, and nobody else does
       engine->begin_pass({false, false});
       for (int n = static_cast<int>(random() % 12); n > 0; --n) look(static_cast<int>(random() % units));

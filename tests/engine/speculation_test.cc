@@ -90,13 +90,13 @@ enum class Disturbance {
   weight_overwritten  // load_weight() between backward and step()
 };
 
-struct Outcome {
+struct Trained {
   std::vector<float> contents;
   engine::Stats stats;
 };
 
 /// Five steps, the fourth one disturbed, with or without speculation.
-Outcome run(Placement placement, Disturbance disturbance, bool speculate, bool at_once, double max_norm = 0) {
+Trained run(Placement placement, Disturbance disturbance, bool speculate, bool at_once, double max_norm = 0) {
   Config config = config_of(placement, speculate);
   config.max_grad_norm = max_norm;
   Engine engine(toy_units(), config, resources_of(config));
@@ -142,7 +142,7 @@ Outcome run(Placement placement, Disturbance disturbance, bool speculate, bool a
     }
     EXPECT_EQ(engine.step(groups).skipped, step == 3 && disturbance == Disturbance::not_finite);
   }
-  Outcome out;
+  Trained out;
   out.contents = toy_contents(engine);
   out.stats = engine.stats();
   return out;
@@ -152,8 +152,8 @@ class Disturbed : public ::testing::TestWithParam<std::tuple<Placement, Disturba
 
 TEST_P(Disturbed, EqualsTheSameRunWithoutGuesses) {
   const auto [placement, disturbance, at_once] = GetParam();
-  const Outcome plain = run(placement, disturbance, false, at_once);
-  const Outcome guessed = run(placement, disturbance, true, at_once);
+  const Trained plain = run(placement, disturbance, false, at_once);
+  const Trained guessed = run(placement, disturbance, true, at_once);
   ASSERT_EQ(plain.contents.size(), guessed.contents.size());
   EXPECT_EQ(std::memcmp(plain.contents.data(), guessed.contents.data(), plain.contents.size() * 4), 0);
   EXPECT_EQ(plain.stats.guesses_taken + plain.stats.guesses_dropped, 0);
@@ -175,10 +175,10 @@ INSTANTIATE_TEST_SUITE_P(
                        ::testing::Bool()));
 
 TEST(Speculation, PausesAfterMissesForLongerEachTime) {
-  const Outcome often = run(Placement::nvme, Disturbance::none, true, false, 1e-3);
+  const Trained often = run(Placement::nvme, Disturbance::none, true, false, 1e-3);
   EXPECT_EQ(often.stats.guesses_taken, 0);
   // Steps 1 and 3 are guessed; 2 and 4 are pauses; 0 has nothing to go by.
-  const Outcome never = run(Placement::nvme, Disturbance::none, true, false);
+  const Trained never = run(Placement::nvme, Disturbance::none, true, false);
   EXPECT_EQ(2 * often.stats.guesses_dropped, never.stats.guesses_taken);
 }
 

@@ -13,7 +13,6 @@
 namespace overspill::testing {
 namespace {
 
-constexpr int64_t kMiB = int64_t{1} << 20;
 
 struct FileSystem {
   const char* name;

@@ -23,7 +23,6 @@ namespace overspill::testing {
 namespace {
 
 constexpr uid_t kNobody = 65534;
-constexpr int64_t kMiB = int64_t{1} << 20;
 
 int64_t number_from(const char* name, int64_t otherwise) {
   const char* text = ::getenv(name);

@@ -26,6 +26,8 @@
 
 namespace overspill::testing {
 
+inline constexpr int64_t kMiB = int64_t{1} << 20;
+
 namespace fs = std::filesystem;
 
 /// A folder that is gone afterwards, with a space, quotes and letters that are not ASCII in its name.

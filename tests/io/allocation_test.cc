@@ -9,8 +9,6 @@
 namespace overspill::io {
 namespace {
 
-constexpr int64_t kMiB = int64_t{1} << 20;
-
 // A step: every chunk is read, written to a new extent, and its old one released.
 void step(Store& store, std::deque<Transfer>& chunks, std::vector<Extent>& extents) {
   for (size_t i = 0; i < chunks.size(); ++i) {

@@ -15,8 +15,6 @@
 namespace overspill::io {
 namespace {
 
-constexpr int64_t kMiB = int64_t{1} << 20;
-
 // What each path gets of `count` extents of mixed sizes.
 std::vector<int64_t> deal(Balance& balance, size_t paths, int count, uint64_t refused = 0) {
   std::vector<int64_t> bytes(paths, 0);

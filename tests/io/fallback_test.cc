@@ -19,8 +19,6 @@
 namespace overspill::io {
 namespace {
 
-constexpr int64_t kMiB = int64_t{1} << 20;
-
 constexpr int kSkipped = 77;
 
 // From here on io_uring_setup fails with `os_error`, as in a container.

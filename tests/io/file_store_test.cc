@@ -27,7 +27,6 @@ namespace {
 using Kind = Transfer::Kind;
 using Backend = FileStoreOptions::Backend;
 namespace fs = std::filesystem;
-constexpr int64_t kMiB = int64_t{1} << 20;
 
 // For both backends, since each has its own way to the kernel.
 class FileStoreTest : public testing::TestWithParam<Backend> {
@@ -57,15 +56,6 @@ class FileStoreTest : public testing::TestWithParam<Backend> {
 #define OPEN_OR_SKIP(store, ...)        \
   const auto store = open(__VA_ARGS__); \
   if (store == nullptr) GTEST_SKIP() << "the kernel refuses io_uring"
-
-Extent written(Store& store, int64_t bytes, uint64_t seed) {
-  const Extent extent = store.allocate(bytes);
-  AlignedMemory memory(extent.bytes);
-  memory.fill(seed);
-  const auto error = write(store, extent, memory);
-  EXPECT_FALSE(error) << error->message();
-  return extent;
-}
 
 // Bytes on disk are changed behind the store's back, past any cache of an O_DIRECT reader.
 void change_byte(const fs::path& path, int64_t offset) {

@@ -17,20 +17,8 @@
 namespace overspill::io {
 namespace {
 
-constexpr int64_t kMiB = int64_t{1} << 20;
-constexpr int64_t kPiece = 64 * 1024;
-
 std::shared_ptr<VirtualTime> virtual_time() {
   return std::make_shared<VirtualTime>();
-}
-
-Extent written(Store& store, int64_t bytes, uint64_t seed) {
-  const Extent extent = store.allocate(bytes);
-  AlignedMemory memory(extent.bytes);
-  memory.fill(seed);
-  const auto error = write(store, extent, memory);
-  EXPECT_FALSE(error) << error->message();
-  return extent;
 }
 
 TEST(MemoryStore, ErrorsAreInjectedPerOperation) {

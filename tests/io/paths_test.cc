@@ -21,7 +21,6 @@ namespace {
 
 namespace fs = std::filesystem;
 using Kind = Transfer::Kind;
-constexpr int64_t kMiB = int64_t{1} << 20;
 constexpr PathSpeed kFast{300e6, 300e6};
 constexpr PathSpeed kSlow{100e6, 100e6};
 

@@ -21,9 +21,6 @@ namespace {
 using std::chrono::milliseconds;
 using Kind = Transfer::Kind;
 
-constexpr int64_t kMiB = int64_t{1} << 20;
-constexpr int64_t kPiece = kChecksumBlockBytes;
-
 class PlayedQueue : public testing::Test, private TransferOwner {
  protected:
   Transfer& push(Kind kind) {

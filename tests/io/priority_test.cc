@@ -13,7 +13,6 @@ namespace {
 
 using Kind = Transfer::Kind;
 using Priority = Transfer::Priority;
-constexpr int64_t kPiece = kChecksumBlockBytes;
 
 class Queue : public testing::Test, private TransferOwner {
  protected:

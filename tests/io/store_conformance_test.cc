@@ -15,7 +15,6 @@ namespace overspill::io {
 namespace {
 
 using Kind = Transfer::Kind;
-constexpr int64_t kMiB = int64_t{1} << 20;
 
 enum class Variety {
   uring,

@@ -23,6 +23,9 @@
 
 namespace overspill::io {
 
+inline constexpr int64_t kMiB = int64_t{1} << 20;
+inline constexpr int64_t kPiece = kChecksumBlockBytes;
+
 class AlignedMemory {
  public:
   explicit AlignedMemory(int64_t bytes)
@@ -90,6 +93,16 @@ inline std::optional<Error> write(Store& store, const Extent& extent, AlignedMem
 }
 inline std::optional<Error> read(Store& store, const Extent& extent, AlignedMemory& memory) {
   return run(store, Transfer::Kind::read, extent, memory.data());
+}
+
+/// A new extent that holds what `seed` makes.
+inline Extent written(Store& store, int64_t bytes, uint64_t seed) {
+  const Extent extent = store.allocate(bytes);
+  AlignedMemory memory(extent.bytes);
+  memory.fill(seed);
+  const auto error = write(store, extent, memory);
+  EXPECT_FALSE(error) << error->message();
+  return extent;
 }
 
 /// The error that `call` throws; fails the test where it throws none.
