@@ -520,7 +520,7 @@ class Engine:
         self.global_steps, self.micro_steps = read.global_steps, read.micro_steps
         if len(read.random) == self.world_size:
             state.restore_random_states(read.random[self.rank])
-        return state.ClientState(read.client_state)
+        return read.client_state
 
     def _load(self, folder: Any, read: Extra) -> None:
         """The scheduler first: it may refuse what it is given. It is as it was where the weights do not load."""

@@ -25,7 +25,7 @@ class Extra:
     """Entries of a checkpoint, decoded. `random` has the states of each rank of the run that saved."""
 
     folder: str
-    client_state: Any
+    client_state: state.ClientState
     groups: list[dict[str, Any]]
     lr_scheduler: dict[str, Any] | None
     buffers: dict[str, torch.Tensor]
@@ -48,7 +48,7 @@ class Extra:
         ranks = "random_of_ranks" if "random_of_ranks" in entries else "random"
         return cls(
             folder=str(folder),
-            client_state=get("client_state", state.decode),
+            client_state=get("client_state", _client_state),
             groups=get("optimizer", _groups),
             lr_scheduler=_entry(folder, "lr_scheduler", _scheduler, entries.get("lr_scheduler")),
             buffers=get("buffers", _tensors),
@@ -120,6 +120,13 @@ def _entry(folder: Any, name: str, parse: Callable[[Any], Any], value: Any) -> A
     except _WRONG as error:
         reason = f"{type(error).__name__}: {error}"[:200]
         raise CheckpointError(f"overspill: {folder}: {name} cannot be read ({reason}); {_WAY_OUT}") from None
+
+
+def _client_state(value: Any) -> state.ClientState:
+    decoded = state.decode(value)
+    if not isinstance(decoded, dict):
+        raise ValueError(f"{decoded!r:.40} is no dict, which is what save_checkpoint takes")
+    return state.ClientState(decoded)
 
 
 def _groups(value: Any) -> list[dict[str, Any]]:

@@ -89,6 +89,8 @@ def test_any_damage_is_refused_by_name_with_nothing_changed(engine, tmp_path, mo
     [
         (lambda e: e.pop("buffers"), "has no buffers"),
         (lambda e: e.pop("client_state"), "has no client_state"),
+        (lambda e: e.update(client_state=None), "client_state cannot be read"),
+        (lambda e: e.update(client_state=[["seen", 1]]), "client_state cannot be read"),
         (
             lambda e: e["buffers"]["body.1.running_mean"].update(data="AAAA"),
             "3 bytes are not those of float32",
