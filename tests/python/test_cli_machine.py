@@ -12,7 +12,8 @@ def test_a_path_that_is_not_utf8_is_named(on_disk, tmp_path):
     os.mkdir(folder)
     command = [sys.executable, "-m", "overspill.cli", "doctor", "--nvme", folder]
     done = subprocess.run(command, env=on_disk.env, capture_output=True, text=True)
-    assert done.returncode == 2 and r"caf\udce9' is not UTF-8; if it is a path" in done.stderr, done.stderr
+    assert done.returncode == 1 and r"caf\udce9' is not UTF-8; rename the file" in done.stderr, done.stderr
+    assert "doctor: error: nvme '" in done.stderr
 
 
 def test_doctor_fails_for_a_device_that_does_not_work(on_disk, capsys):

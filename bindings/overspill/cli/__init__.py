@@ -5,6 +5,7 @@ import importlib
 import os
 import sys
 import traceback
+from pathlib import Path
 
 from overspill.cli.common import CliError, describe
 
@@ -52,15 +53,9 @@ def main(argv: list[str] | None = None) -> int:
         "HF_HUB_OFFLINE", "1"
     )  # models are folders here; a wrong name must not become a download
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    if foreign := [text for text in (sys.argv[1:] if argv is None else argv) if not _is_utf8(text)]:
-        print(
-            f"overspill: error: {foreign[0]!a} is not UTF-8; if it is a path, rename the file or folder; "
-            "if it is a prompt, give it in UTF-8",
-            file=sys.stderr,
-        )
-        return 2
     args = parser().parse_args(argv)
     try:
+        _check_paths(args)
         return args.run(args) or 0
     except KeyboardInterrupt:
         print("overspill: stopped", file=sys.stderr)
@@ -77,8 +72,18 @@ def main(argv: list[str] | None = None) -> int:
         return 1
 
 
+def _check_paths(args: argparse.Namespace) -> None:
+    """Raises CliError for one that is not UTF-8: the core and run.json cannot hold it. A prompt is no path, and
+    `generate` checks it."""
+    for name, value in vars(args).items():
+        texts = value if isinstance(value, list) else [value]
+        foreign = [text for text in texts if isinstance(text, (str, Path)) and not _is_utf8(str(text))]
+        if foreign and name != "prompt":
+            raise CliError(f"{name} {str(foreign[0])!a} is not UTF-8; rename the file or folder")
+
+
 def _is_utf8(text: str) -> bool:
-    """Bytes of a name that are not UTF-8 come as lone surrogates, which the core and run.json cannot hold."""
+    """Bytes that are not UTF-8 come as lone surrogates."""
     return not any("\ud800" <= letter <= "\udfff" for letter in text)
 
 

@@ -57,7 +57,7 @@ def _inputs(tokenizer, prompt: str):
     try:
         prompt.encode()
     except UnicodeEncodeError:
-        raise CliError(f"--prompt {prompt!r} is no UTF-8; give text") from None
+        raise CliError(f"--prompt {prompt!r} is not UTF-8; give it in UTF-8") from None
     inputs = tokenizer(prompt, return_tensors="pt", add_special_tokens=False, return_token_type_ids=False)
     if inputs["input_ids"].numel() == 0:
         begin = f", e.g. {tokenizer.bos_token!r}, with which its texts begin" if tokenizer.bos_token else ""
