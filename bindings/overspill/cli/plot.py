@@ -3,11 +3,14 @@
 from pathlib import Path
 from typing import Any
 
+from overspill import durable
+
 GIB = 1 << 30
 
 
 def plot(records: list[dict[str, Any]], heldout: dict[int, float], budget_bytes: int, path: Path) -> None:
-    """Writes a PNG. `records` are the log's lines, `heldout` the held-out loss by step."""
+    """Writes a PNG, in place of what has the name `path`. `records` are the log's lines, `heldout` the held-out loss by
+    step."""
     if not records:
         return
     import matplotlib
@@ -39,5 +42,8 @@ def plot(records: list[dict[str, Any]], heldout: dict[int, float], budget_bytes:
     bottom.set_ylabel("GiB")
     bottom.set_xlabel("seconds of training")
     bottom.legend()
-    figure.savefig(path, dpi=110)
-    pyplot.close(figure)
+    try:
+        with durable.new_file(path) as file:
+            figure.savefig(file, format="png", dpi=110)
+    finally:
+        pyplot.close(figure)
