@@ -6,9 +6,11 @@ import re
 import socket
 
 import disks
+import pytest
 import tiny
 
-from overspill.cli import parser
+from overspill.cli import parser, run_lock
+from overspill.cli.common import CliError
 from overspill.cli.run_folder import RunFolder
 from overspill.cli.run_lock import RunLock
 
@@ -41,6 +43,87 @@ def test_of_two_that_start_one_run_the_later_is_refused(on_disk, tmp_path, capsy
     monkeypatch.setattr(RunFolder, "begin", lambda self: (monkeypatch.undo(), after_the_other(self)))
     assert "holds a run; add --resume" in on_disk.fails(capsys, *on_disk.run(out, steps=1))
     assert len(tiny.log(out)) == 1
+
+
+def lay_link(out):
+    (out.parent / "notes").write_text("mine")
+    (out / "lock").symlink_to(out.parent / "notes")
+
+
+def lay_dangling(out):
+    (out / "lock").symlink_to(out.parent / "nowhere")
+
+
+def lay_second_name(out):
+    (out.parent / "notes").write_text("")
+    os.link(out.parent / "notes", out / "lock")
+
+
+@pytest.mark.parametrize(
+    "lay, said",
+    [
+        (lambda out: (out / "lock").write_text("my thesis"), "holds something that Overspill did not write"),
+        (lambda out: (out / "lock").write_bytes(b"\xff\xfe"), "holds something that Overspill did not write"),
+        (lay_link, "is a symbolic link"),
+        (lay_dangling, "is a symbolic link"),
+        (lay_second_name, "has 2 names"),
+        (lambda out: os.mkfifo(out / "lock"), "is no file"),
+        (lambda out: (out / "lock").mkdir(), "is no file"),
+    ],
+)
+def test_what_has_the_name_of_the_lock_and_is_none_stays_as_it_is(lay, said, tmp_path):
+    (tmp_path / "out").mkdir()
+    lay(tmp_path / "out")
+    before = tree(tmp_path)
+    with pytest.raises(CliError, match=said) as error:
+        RunLock(tmp_path / "out")
+    assert f"{tmp_path}/out/lock" in str(error.value) and "--out" in str(error.value)
+    assert tree(tmp_path) == before
+
+
+def tree(folder) -> dict:
+    """Names below a folder, with what is under them."""
+    found = {}
+    for path in sorted(folder.rglob("*")):
+        status = path.lstat()
+        content = path.read_bytes() if path.is_file() else os.readlink(path) if path.is_symlink() else None
+        found[path] = (status.st_mode, status.st_mtime_ns, content)
+    return found
+
+
+ELSEWHERE = "process 7 on node-b\n00000000-0000-0000-0000-000000000000\n"
+
+
+def test_a_lock_that_a_process_of_another_machine_wrote_is_taken_for_held(tmp_path, monkeypatch):
+    """Where locks end at a machine's border: NFS with local locks, some of FUSE."""
+    lock = tmp_path / "lock"
+    lock.write_text(ELSEWHERE)
+    with monkeypatch.context() as patch:
+        patch.setattr(run_lock, "OF_ONE_MACHINE", frozenset())
+        with pytest.raises(CliError, match=f"taken by process 7 on node-b; .*remove {lock}"):
+            RunLock(tmp_path)
+        assert lock.read_text() == ELSEWHERE
+        lock.unlink()
+        held = RunLock(tmp_path)
+        written = lock.read_text()
+        held.close()
+        assert lock.read_text() == "", "released"
+        RunLock(tmp_path).close()
+        lock.write_text(written)  # killed, on this machine: its lock says enough
+        RunLock(tmp_path).close()
+    lock.write_text(ELSEWHERE)
+    RunLock(tmp_path).close()  # on a disk of this machine a free lock is free
+
+
+def test_a_picture_of_the_run_is_not_written_through_a_link(on_disk, tmp_path, capsys):
+    out, photo = tmp_path / "out", tmp_path / "photo.png"
+    photo.write_text("mine")
+    on_disk.ok(capsys, *on_disk.run(out, steps=1))
+    (out / "plot.png").unlink()
+    (out / "plot.png").symlink_to(photo)
+    on_disk.ok(capsys, "train", "--out", out, "--resume", "--steps", 2)
+    assert photo.read_text() == "mine"
+    assert (out / "plot.png").read_bytes().startswith(b"\x89PNG") and not (out / "plot.png").is_symlink()
 
 
 def test_a_start_that_was_killed_does_not_stand_in_the_next_ones_way(on_disk, tmp_path, capsys, monkeypatch):
@@ -89,7 +172,6 @@ class Filling:
 
 def train(on_disk, capsys, out, hook, **options) -> tuple[int, str]:
     """Exit code and stderr of a command with a hook."""
-    from overspill.cli.common import CliError
     from overspill.cli.train import train
 
     arguments = [str(a) for a in on_disk.run(out, **options)]
