@@ -9,17 +9,24 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import re
 import secrets
 from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
+_PART = re.compile(r"\.part-[0-9a-f]{8}$")
 _CANNOT = (errno.EINVAL, errno.ENOTSUP)  # of a file system on which a folder has no fsync
 
 
 def part_of(target: Path) -> Path:
     """A name beside `target` that nobody else has: `target.part-` and 8 random digits."""
     return target.with_name(f"{target.name}.part-{secrets.token_hex(4)}")
+
+
+def target_of(name: str) -> str:
+    """The name for which `part_of` gave `name`; any other one as it is."""
+    return _PART.sub("", name)
 
 
 def sync_folder(folder: Path) -> None:

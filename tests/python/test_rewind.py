@@ -2,9 +2,13 @@
 
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 import tiny
+
+from overspill.cli.checkpoints import Checkpoints, is_complete
+from overspill.cli.common import CliError
 
 
 @pytest.fixture(scope="module")
@@ -96,7 +100,6 @@ def test_a_rewound_run_that_saved_nothing_goes_on_where_it_was_rewound_to(on_dis
 @pytest.mark.parametrize("cut", range(1, 5))
 def test_a_rewind_that_is_cut_short_is_finished_by_the_next_resume(cut, on_disk, out, capsys, monkeypatch):
     """Cut before each of its steps but the first: two renames, run.json before and after them, what is left over."""
-    from overspill.cli.checkpoints import Checkpoints
     from overspill.cli.run_folder import RunFolder
 
     done = []
@@ -185,6 +188,87 @@ def test_what_overspill_did_not_write_is_not_removed(on_disk, out, capsys):
     message = on_disk.fails(capsys, "train", "--out", out, "--resume", "--steps", 7)
     assert "thesis.tex, which Overspill did not write" in message
     assert (strange / "thesis.tex").read_text() == "mine"
+
+
+def made(folder, step, name="") -> Path:
+    """What looks like a checkpoint of that step."""
+    path = folder / f"step-{step:06d}{name}"
+    (path / "hf").mkdir(parents=True)
+    for file in ("resident.bin", "manifest.json", "hf/config.json"):
+        (path / file).write_text(file)
+    return path
+
+
+@pytest.mark.parametrize(
+    "mine", ["thesis.tex", "hf/thesis.tex", "hf/thesis/a.txt", "slab-mine/a", "rank0/mine"]
+)
+def test_what_overspill_did_not_write_is_not_pruned_either(mine, tmp_path):
+    """Once the whole folder went. All else that may go goes, and the refusal names what stays."""
+    checkpoints = Checkpoints(tmp_path / "checkpoints")
+    first, second, third = (made(checkpoints.folder, step) for step in (1, 2, 3))
+    (first / mine).parent.mkdir(exist_ok=True)
+    (first / mine).write_text("mine")
+    before = tiny.tree(first)
+    with pytest.raises(CliError, match=f"{first} is not removed: .*which Overspill did not write"):
+        checkpoints.prune(keep=1)
+    assert tiny.tree(first) == before and third.is_dir() and not second.exists()
+
+
+def test_nothing_is_removed_through_a_link(tmp_path):
+    checkpoints, elsewhere = Checkpoints(tmp_path / "checkpoints"), tmp_path / "elsewhere"
+    mine = made(elsewhere, 1)
+    cut_short = made(elsewhere, 9)
+    (cut_short / "manifest.json").unlink()
+    before = tiny.tree(elsewhere)
+    made(checkpoints.folder, 2)
+    links = [checkpoints.folder / name for name in ("step-000001", "step-000009", "step-000010.partial")]
+    for link, target in zip(links, (mine, cut_short, cut_short), strict=True):
+        link.symlink_to(target)
+    checkpoints.remove_leftovers()
+    assert all(link.is_symlink() for link in links)
+    checkpoints.prune(keep=1)
+    assert [link.is_symlink() for link in links] == [False, True, True], "the link of an old one goes"
+    assert tiny.tree(elsewhere) == before
+    assert (checkpoints.folder / "step-000002").is_dir(), "step 9 is no checkpoint that could replace it"
+
+
+def test_training_goes_on_where_an_old_checkpoint_stays(on_disk, tmp_path, capsys):
+    out = tmp_path / "out"
+    on_disk.ok(capsys, *on_disk.run(out, steps=1))
+    (out / "checkpoints/step-000001/thesis.tex").write_text("mine")
+    _, err = resume(on_disk, capsys, out, "--resume", "--steps", 3, "--save-every", 1)
+    assert "step-000001 is not removed: it holds thesis.tex" in err
+    assert names(out) == ["step-000001", "step-000003"]
+
+
+def test_what_cannot_be_looked_at_is_not_taken_for_absent(tmp_path):
+    path = made(tmp_path, 1)
+    assert is_complete(path) and not is_complete(tmp_path) and not is_complete(path / "manifest.json")
+    (path / "manifest.json").unlink()
+    (path / "manifest.json").symlink_to(path / "manifest.json")
+    with pytest.raises(OSError, match=f"{path}/manifest.json"):
+        is_complete(path)
+
+
+def test_a_checkpoint_that_was_set_aside_is_gone_on_from_again(on_disk, out, capsys, monkeypatch):
+    """It is in the run's folder, and none of the branch: without a record the next resume began at step 0."""
+    from overspill.cli.loop import Loop
+
+    for step in (2, 4, 6):
+        path = out / f"checkpoints/step-00000{step}"
+        path.rename(path.with_name(f"{path.name}.abandoned-1"))
+    aside = out / "checkpoints/step-000004.abandoned-1"
+
+    def killed(self):
+        raise RuntimeError("killed")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Loop, "train_step", killed)
+        on_disk.fails(capsys, "train", "--out", out, "--resume", aside)
+    said, _ = resume(on_disk, capsys, out, "--resume", "--steps", 5)
+    assert f"going on from {aside}, step 4" in said
+    said, _ = resume(on_disk, capsys, out, "--resume", "--steps", 6)
+    assert f"going on from {out}/checkpoints/step-000005, step 5" in said
 
 
 def test_without_a_checkpoint_a_run_says_that_it_begins_anew(on_disk, out, capsys):

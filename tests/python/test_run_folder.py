@@ -126,6 +126,14 @@ def test_a_picture_of_the_run_is_not_written_through_a_link(on_disk, tmp_path, c
     assert (out / "plot.png").read_bytes().startswith(b"\x89PNG") and not (out / "plot.png").is_symlink()
 
 
+@pytest.mark.parametrize("option", ["cache", "nvme"])
+def test_what_a_run_keeps_in_its_own_folder_is_not_something_else(option, on_disk, tmp_path, capsys):
+    """Once what the start itself had made there was an error."""
+    out = tmp_path / "out"
+    out.mkdir()
+    on_disk.ok(capsys, *on_disk.run(out, steps=1, **{option: out / "cache" if option == "cache" else out}))
+
+
 def test_a_start_that_was_killed_does_not_stand_in_the_next_ones_way(on_disk, tmp_path, capsys, monkeypatch):
     out = tmp_path / "out"
 

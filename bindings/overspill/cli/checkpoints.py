@@ -8,12 +8,14 @@ step-000040.damaged-1       found damaged when it was read back after its save; 
 What is set aside is renamed, so the names alone tell the branches apart.
 """
 
+import os
 import re
 import shutil
+import stat
 from pathlib import Path
 
 from overspill import durable
-from overspill.cli.common import CliError, copy_small_files
+from overspill.cli.common import CliError, copy_small_files, describe, not_of_a_model
 from overspill.memory import human
 
 STEP = re.compile(r"step-(\d{6,})")
@@ -22,6 +24,8 @@ ASIDE = re.compile(STEP.pattern + r"\.(abandoned|damaged)-\d+")
 OURS = re.compile(
     r"(rank\d+-)?(slab-.+|extents-.+|shared-.+\.txt|resident\.bin|manifest\.json(\.tmp)?)|rank\d+|hf(\.part)?"
 )
+FOLDERS = re.compile(r"rank\d+|hf(\.part)?")  # of OURS
+MANIFEST = "manifest.json"
 
 
 class Checkpoints:
@@ -60,30 +64,29 @@ class Checkpoints:
     def set_aside(self, path: Path, why: str) -> Path:
         """Renames a checkpoint so that no resume chooses it and no rule deletes it. `why`: abandoned or damaged."""
         number = 1
-        while (target := path.with_name(f"{path.name}.{why}-{number}")).exists():
+        while os.path.lexists(target := path.with_name(f"{path.name}.{why}-{number}")):
             number += 1
         path.rename(target)
         durable.sync_folder(self.folder)
         return target
 
+    def has(self, path: Path) -> bool:
+        """Whether `path` is one of the branch that goes on."""
+        return any(_same(path, mine) for _, mine in self.saved())
+
     def remove_leftovers(self) -> None:
-        """Removes what a kill in the middle of a save or of a removal left. Raises CliError where a folder without a
-        manifest holds something that Overspill did not write."""
+        """Removes what a kill in the middle of a save or of a removal left; links are none of it. Raises CliError, when
+        all else is done, where one holds something that Overspill did not write."""
         partial = [path for path, _ in self._named(PARTIAL)]
-        for path in [*partial, *(path for _, path in self.saved() if not is_complete(path))]:
-            strange = [item.name for item in path.iterdir() if not OURS.fullmatch(item.name)]
-            if strange:
-                raise CliError(
-                    f"{path} is no complete checkpoint and holds {strange[0]}, which Overspill did not write; "
-                    "move it "
-                    "out of the run's folder"
-                )
-            _remove(path)
+        incomplete = [path for _, path in self.saved() if not is_complete(path)]
+        _remove_all([path for path in (*partial, *incomplete) if not path.is_symlink()])
 
     def prune(self, keep: int) -> None:
-        """Removes all of the branch but the newest `keep`."""
-        for _, old in self.saved()[:-keep]:
-            _remove(old)
+        """Removes what is older than the newest `keep` complete ones of the branch; of a link the link alone. Raises
+        CliError, when all else is done, for those that hold something that Overspill did not write, or cannot be
+        removed."""
+        kept = [step for step, _ in self.complete()[-keep:]]
+        _remove_all([path for step, path in self.saved() if kept and step < kept[0]])
 
     def add_model_files(self, path: Path, model: Path) -> None:
         """Adds what merge needs beside the weights, durably."""
@@ -112,17 +115,58 @@ class Checkpoints:
 
 
 def is_complete(path: Path) -> bool:
-    return (path / "manifest.json").is_file()
+    """Raises OSError where that cannot be found out: what cannot be looked at is not absent."""
+    try:
+        return stat.S_ISREG(os.stat(path / MANIFEST).st_mode)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
 
 
 def _same(a: Path, b: Path) -> bool:
     return a.exists() and b.exists() and a.samefile(b)
 
 
+def _remove_all(paths: list[Path]) -> None:
+    """Raises CliError, when all others are removed, for those that stay."""
+    stay = []
+    for path in paths:
+        try:
+            _remove(path)
+        except OSError as error:
+            stay.append(f"{path} cannot be removed: {describe(error).text}")
+        except CliError as error:
+            stay.append(str(error))
+    if stay:
+        raise CliError("; ".join(stay))
+
+
 def _remove(path: Path) -> None:
-    """The manifest first: a removal that is cut short leaves nothing that looks like a checkpoint."""
-    (path / "manifest.json").unlink(missing_ok=True)
+    """The manifest first: a removal that is cut short leaves nothing that looks like a checkpoint. Never through a
+    link. Raises CliError, with nothing removed, where the folder holds something that Overspill did not write."""
+    if path.is_symlink():
+        path.unlink()
+        return
+    if strange := _strange(path):
+        raise CliError(
+            f"{path} is not removed: {strange}, which Overspill did not write; move it out of the run's folder"
+        )
+    (path / MANIFEST).unlink(missing_ok=True)
     shutil.rmtree(path)
+
+
+def _strange(path: Path) -> str:
+    """What below a checkpoint's folder Overspill did not write, in words; empty where there is none."""
+    if not path.is_dir():
+        return "it is no folder"
+    for item in path.iterdir():
+        folder = item.is_dir() and not item.is_symlink()
+        if not OURS.fullmatch(item.name) or folder != (FOLDERS.fullmatch(item.name) is not None):
+            return f"it holds {item.name}"
+        if folder and item.name.startswith("rank") and (deeper := _strange(item)):
+            return f"{deeper} in {item.name}"
+        if folder and item.name.startswith("hf") and (others := not_of_a_model(item)):
+            return f"it holds {item.name}/{others[0]}"
+    return ""
 
 
 def disk_bytes(folders: list[Path]) -> int:

@@ -258,12 +258,18 @@ def _link(path: Path) -> str:
 
 def _small(names: Iterable[str]) -> list[str]:
     """Those of SMALL_FILES, but for the indexes of weights."""
-    return sorted(
-        name
-        for name in names
-        if any(fnmatch.fnmatchcase(name, pattern) for pattern in SMALL_FILES)
-        and not name.endswith((".index.json", ".safetensors"))
-    )
+    return sorted(n for n in names if _is_small(n) and not n.endswith((".index.json", ".safetensors")))
+
+
+def _is_small(name: str) -> bool:
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in SMALL_FILES)
+
+
+def not_of_a_model(folder: Path) -> list[str]:
+    """Names in a checkpoint's hf/ that neither `copy_small_files` nor that of an earlier version, which copied indexes
+    of weights too, can have made."""
+    names = sorted(os.listdir(folder))
+    return [n for n in names if not _is_small(durable.target_of(n)) or not (folder / n).is_file()]
 
 
 def _copy(file: BinaryIO, target: Path) -> None:

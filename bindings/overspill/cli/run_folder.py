@@ -64,13 +64,14 @@ class RunFolder:
                 f"--out {self.path} holds something else ({', '.join(others[:3])}); name a new folder"
             )
         if run and not resume:
-            raise CliError(
-                f"--out {self.path} holds a run; add --resume to go on with it, or name a new folder"
-            )
+            raise CliError(self._taken())
         if resume and not run:
             raise CliError(
                 f"--resume: {self.path} holds no run (no run.json); leave --resume out to start one"
             )
+
+    def _taken(self) -> str:
+        return f"--out {self.path} holds a run; add --resume to go on with it, or name a new folder"
 
     def _of_a_start(self, path: Path) -> bool:
         """What a start that was killed before its run.json leaves: the next one may take it over."""
@@ -90,9 +91,11 @@ class RunFolder:
             self._lock = None
 
     def begin(self) -> None:
-        """Makes and locks the folder of a new run. Raises CliError where another process was faster."""
+        """Makes and locks the folder of a new run. Raises CliError where another process was faster. What else is there
+        since `check` is the run's own: it may keep the cache or the engine's files there."""
         self.lock()
-        self.check(resume=False)
+        if self._run_json.is_file():
+            raise CliError(self._taken())
 
     def write(self, values: dict[str, Any]) -> None:
         """Replaces run.json, whole or not at all."""
@@ -108,7 +111,7 @@ class RunFolder:
         checkpoints = self.checkpoints
         off = checkpoints.off_branch(base) if base else []
         cut_short = not run.get(WENT_ON_FROM, {"others_set_aside": True})["others_set_aside"]
-        if off or cut_short or (base and base.parent != checkpoints.folder):
+        if off or cut_short or (base and not checkpoints.has(base)):
             self.write({**run, WENT_ON_FROM: {"checkpoint": str(base), "others_set_aside": False}})
             off = [checkpoints.set_aside(path, "abandoned") for path in off if is_complete(path)]
             run[WENT_ON_FROM] = {"checkpoint": str(base), "others_set_aside": True}

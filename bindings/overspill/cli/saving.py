@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from overspill.cli.common import describe
+from overspill.cli.common import CliError, describe
 from overspill.cli.run_folder import RunFolder
 from overspill.cli.settings import Settings
 
@@ -94,7 +94,7 @@ class Saver:
         """The checkpoint is whole whatever becomes of `act`."""
         try:
             act()
-        except OSError as error:
+        except (OSError, CliError) as error:
             _warn(f"checkpoint {self.newest}: {otherwise}: {describe(error).text}")
 
 
