@@ -1,8 +1,10 @@
 """A run's folder: one process at a time, saves that find no room, saves by time."""
 
 import errno
+import json
 import os
 import re
+import shutil
 import socket
 
 import disks
@@ -134,6 +136,32 @@ def test_what_a_run_keeps_in_its_own_folder_is_not_something_else(option, on_dis
     on_disk.ok(capsys, *on_disk.run(out, steps=1, **{option: out / "cache" if option == "cache" else out}))
 
 
+@pytest.mark.parametrize(
+    "name, content, said",
+    [
+        ("a.json", b'[{"text": "the river waits"}]', "texts changed since the run began, or the run is"),
+        ("a.txt", b"caf\xe9", "is no UTF-8: byte 3 is 0xe9"),
+    ],
+)
+def test_a_run_of_a_version_that_read_data_otherwise_is_told_so(
+    name, content, said, on_disk, tmp_path, capsys
+):
+    """Once the reason was said to be that the texts had changed, or that the data had to be converted."""
+    out, texts = tmp_path / "out", tmp_path / "texts"
+    shutil.copytree(on_disk.texts, texts)
+    on_disk.ok(capsys, *on_disk.run(out, steps=1, data=texts))
+    (texts / name).write_bytes(content)
+    resume = ("train", "--out", out, "--resume", "--steps", 2)
+    message = on_disk.fails(capsys, *resume)
+    assert "earlier version" not in message
+    run = json.loads((out / "run.json").read_text())
+    del run["typed"]
+    (out / "run.json").write_text(json.dumps(run))
+    message = on_disk.fails(capsys, *resume)
+    assert said in message and "earlier version, which took .ndjson and .json files for text" in message
+    assert "start a new run" in message
+
+
 def test_a_start_that_was_killed_does_not_stand_in_the_next_ones_way(on_disk, tmp_path, capsys, monkeypatch):
     out = tmp_path / "out"
 
@@ -226,8 +254,6 @@ def test_a_run_saves_by_time_unless_told_otherwise(on_disk, tmp_path, capsys):
 
 
 def test_no_save_on_the_way_where_no_step_can_follow_it(on_disk, tmp_path, capsys):
-    import json
-
     values = json.loads(on_disk.config.read_text())
     values["engine"]["train_after_save"] = False
     (tmp_path / "once.json").write_text(json.dumps(values))

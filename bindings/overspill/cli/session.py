@@ -18,6 +18,16 @@ from overspill.cli.saving import Saver
 PREDICTED_AFTER = 3  # steps of this process: the first is cold, two are a mean
 
 
+OF_OLD = (
+    "of an earlier version, which took .ndjson and .json files for text and replaced bytes that are not UTF-8"
+)
+
+
+def _is_old(stored: dict[str, Any]) -> bool:
+    """Whether run.json is of a version that read data otherwise: it did not keep what was typed either."""
+    return "typed" not in stored
+
+
 class Session:
     def __init__(
         self,
@@ -40,11 +50,12 @@ class Session:
         self.base, self.began_before = checkpoint, stored is not None
         if settings.torch_threads:
             torch.set_num_threads(settings.torch_threads)
-        training, self.heldout, digest = self._data(data)
+        training, self.heldout, digest = self._data(data, stored)
         if stored and stored["data_digest"] != digest:
+            or_else = f", or the run is {OF_OLD}" if _is_old(stored) else ""
             raise CliError(
-                f"--data {settings.data}: the texts changed since the run began; restore them, or start a new run in "
-                "another --out"
+                f"--data {settings.data}: the texts changed since the run began{or_else}; restore them where they "
+                "changed, or start a new run in another --out"
             )
         self.run = {**(stored or {"heldout": {}, "data_digest": digest}), **chosen.stored()}
         model, weights = self._model(torch, chosen.config)
@@ -60,7 +71,18 @@ class Session:
         batches = data.Batches(training, settings.batch, settings.seed)
         self.loop = Loop(self.engine, optimizer, batches, settings, self.stop)
 
-    def _data(self, data) -> tuple[Any, Any, str]:
+    def _data(self, data, stored: dict[str, Any] | None) -> tuple[Any, Any, str]:
+        try:
+            return self._sequences(data)
+        except data.DataError as error:
+            if stored is None or not _is_old(stored):
+                raise
+            raise CliError(
+                f"{error}. The run is {OF_OLD}: if it began with this data, to convert the data changes what is "
+                "trained on, so start a new run in another --out with it"
+            ) from error
+
+    def _sequences(self, data) -> tuple[Any, Any, str]:
         settings = self.settings
         tokenizer = load_tokenizer(Path(settings.model))
         cache = Path(
