@@ -271,6 +271,53 @@ def test_a_checkpoint_that_was_set_aside_is_gone_on_from_again(on_disk, out, cap
     assert f"going on from {out}/checkpoints/step-000005, step 5" in said
 
 
+DAMAGE = {
+    "bytes": (lambda line: b"\xff" + line, "it is no JSON"),
+    "text": (lambda line: line[: len(line) // 2], "it is no JSON"),
+    "deep": (lambda line: b"[" * 100_000, "it is no JSON"),
+    "no object": (lambda line: b"3", "an object is expected, not int"),
+    "no step": (lambda line: line.replace(b'"step"', b'"stop"'), "step = None is no number of a step"),
+    "step": (lambda line: line.replace(b'"step": 2', b'"step": "2"'), "step = '2' is no number of a step"),
+    "seconds": (lambda line: line.replace(b'"seconds": ', b'"seconds": null, "x": '), "seconds = None is no"),
+}
+
+
+@pytest.mark.parametrize("kind", DAMAGE)
+def test_a_damaged_line_of_the_log_is_named_and_nothing_is_changed(kind, on_disk, out, capsys):
+    change, said = DAMAGE[kind]
+    log = out / "log.jsonl"
+    lines = log.read_bytes().splitlines()
+    log.write_bytes(b"\n".join([lines[0], change(lines[1]), *lines[2:], b""]))
+    before = tiny.tree(out)
+    older = out / "checkpoints/step-000002"
+    message = on_disk.fails(capsys, "train", "--out", out, "--resume", older, "--steps", 3)
+    assert f"{log}:2 is damaged: {said}" in message and "delete that line" in message
+    del before["lock"]
+    assert {name: data for name, data in tiny.tree(out).items() if name != "lock"} == before
+    log.write_bytes(b"\n".join([lines[0], *lines[2:], b""]))
+    resume(on_disk, capsys, out, "--resume", older, "--steps", 3)
+
+
+@pytest.mark.parametrize("torn", [b'{"step": 7, "lo', b"\0" * 100, b"\xff\n"])
+def test_a_last_line_that_a_crash_cut_short_is_left_out(torn, on_disk, straight, out, capsys):
+    with (out / "log.jsonl").open("ab") as file:
+        file.write(torn)
+    resume(on_disk, capsys, out, "--resume", "--steps", 7)
+    assert list(tiny.losses(out)) == list(range(1, 8))
+
+
+@pytest.mark.parametrize("state, said", [({}, "no step"), ({"step": "x", "position": 1}, "step = 'x'")])
+def test_a_checkpoint_of_a_script_does_not_say_where_to_go_on(state, said, on_disk, out, capsys, monkeypatch):
+    from overspill.cli.loop import Loop
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Loop, "state", lambda self: state)
+        on_disk.ok(capsys, "train", "--out", out, "--resume", "--steps", 7)
+    message = on_disk.fails(capsys, "train", "--out", out, "--resume", "--steps", 8)
+    assert f"{out}/checkpoints/step-000007 does not say where overspill train goes on" in message
+    assert f"its client_state has {said}" in message and "merge this one" in message
+
+
 def test_without_a_checkpoint_a_run_says_that_it_begins_anew(on_disk, out, capsys):
     shutil.rmtree(out / "checkpoints")
     said, _ = resume(on_disk, capsys, out, "--resume", "--steps", 1)

@@ -7,11 +7,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from overspill import memory
+from overspill.cli.common import CliError
 from overspill.cli.settings import Settings
 from overspill.data import Batches, Sequences, evaluation_batches
 from overspill.state import random_states, restore_random_states
@@ -146,7 +148,16 @@ class Loop:
         """What a checkpoint has to carry beside the engine's own, which has the random states."""
         return {"step": self.step, "position": self.position}
 
-    def restore(self, state: dict[str, int]) -> None:
+    def restore(self, state: dict[str, Any], checkpoint: Path) -> None:
+        """Goes on from what `state()` gave. Raises CliError for what a script saved, which may be anything."""
+        for name in ("step", "position"):
+            if type(state.get(name)) is not int or state[name] < 0:
+                said = f"{name} = {state[name]!r:.40}" if name in state else f"no {name}"
+                raise CliError(
+                    f"{checkpoint} does not say where overspill train goes on: its client_state has {said}, so a "
+                    "script or another program saved it. Go on from a checkpoint of overspill train; or merge this "
+                    "one, and start a new run with --model and the merged folder"
+                )
         self.step, self.position = state["step"], state["position"]
 
     def train_step(self) -> dict[str, Any] | None:

@@ -20,6 +20,13 @@ from overspill.cli.common import CliError
 from overspill.cli.run_lock import RunLock
 
 PART = re.compile(r"(run\.json|log\.jsonl)\.part(-[0-9a-f]{8})?")  # a write that a kill cut short
+NEEDED = (
+    "loss",
+    "seconds",
+    "host_used_bytes",
+    "nvme_allocated_bytes",
+    "rss_bytes",
+)  # of a line: what plot.png shows
 WENT_ON_FROM = "went_on_from"  # in run.json, after a rewind
 
 
@@ -105,10 +112,12 @@ class RunFolder:
     def rewind(self, run: dict[str, Any], base: Path | None, step: int) -> list[Path]:
         """Makes `base`, of `step`, the newest of the branch that goes on, and writes `run`. Later checkpoints are set
         aside, and returned under their new names; the log's later steps are dropped: they are about to be done again.
+        Raises CliError, before anything is changed, for a damaged log.
 
         Killed in the middle, the next `to_go_on_from` is still `base`.
         """
         checkpoints = self.checkpoints
+        kept = [r for r in self.records() if r["step"] <= step]
         off = checkpoints.off_branch(base) if base else []
         cut_short = not run.get(WENT_ON_FROM, {"others_set_aside": True})["others_set_aside"]
         if off or cut_short or (base and not checkpoints.has(base)):
@@ -117,7 +126,6 @@ class RunFolder:
             run[WENT_ON_FROM] = {"checkpoint": str(base), "others_set_aside": True}
         run["heldout"] = {at: loss for at, loss in run["heldout"].items() if int(at) <= step}
         self.write(run)
-        kept = [r for r in self.records() if r["step"] <= step]
         durable.write_text(self.log_path, "".join(json.dumps(r) + "\n" for r in kept))
         checkpoints.remove_leftovers()
         for path in self.path.iterdir():
@@ -167,11 +175,39 @@ class RunFolder:
             durable.sync_folder(self.path)
 
     def records(self) -> list[dict[str, Any]]:
-        """The log's lines; one cut short by a kill is left out."""
+        """The log's lines; a last one that a crash cut short is left out. Raises CliError for another one that is
+        damaged."""
+        lines = self.log_path.read_bytes().split(b"\n") if self.log_path.exists() else []
+        while lines and not lines[-1]:
+            lines.pop()
         found = []
-        for line in self.log_path.read_text().splitlines() if self.log_path.exists() else ():
-            try:
-                found.append(json.loads(line))
-            except ValueError:
-                continue
+        for number, line in enumerate(lines, 1):
+            record = _parsed(line)
+            if record is None and number == len(lines):
+                break
+            wrong = "it is no JSON" if record is None else _wrong(record)
+            if wrong:
+                raise CliError(
+                    f"{self.log_path}:{number} is damaged: {wrong}. The log and plot.png alone need it: delete that "
+                    "line to go on without it, or mend it"
+                )
+            found.append(record)
         return found
+
+
+def _parsed(line: bytes) -> Any:
+    """None for what is no JSON in UTF-8."""
+    try:
+        return json.loads(line.decode())
+    except (ValueError, RecursionError):
+        return None
+
+
+def _wrong(record: Any) -> str:
+    """What makes a line of the log useless; empty where nothing does."""
+    if not isinstance(record, dict):
+        return f"an object is expected, not {type(record).__name__}"
+    if type(record.get("step")) is not int or record["step"] < 0:
+        return f"step = {record.get('step')!r:.40} is no number of a step"
+    bad = [name for name in NEEDED if type(record.get(name)) not in (int, float)]
+    return f"{bad[0]} = {record.get(bad[0])!r:.40} is no number" if bad else ""

@@ -111,7 +111,7 @@ class Session:
     def begin(self) -> None:
         """Loads the checkpoint, if there is one, and makes the run's folder: until here nothing of it was touched."""
         if self.base is not None:
-            self.loop.restore(self.engine.load_checkpoint(str(self.base)))
+            self.loop.restore(self.engine.load_checkpoint(str(self.base)), self.base)
         self._check_room()
         aside = []
         if self.base is None:
@@ -265,7 +265,7 @@ class Session:
         """Training does not depend on these files: where there is no room for one, stderr says so and it goes on."""
         try:
             write()
-        except OSError as error:
+        except (OSError, CliError) as error:
             _warn(f"overspill: {name} was not written: {describe(error).text}")
 
     def summary(self) -> dict[str, Any]:
