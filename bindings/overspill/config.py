@@ -136,7 +136,15 @@ def flat_optimizer(data: Any) -> Any:
     params = data.get("params")
     if not isinstance(params, dict):
         return {**data, "type": kind.__name__ if kind else name}
-    params = {**params, **{key: value for key, value in data.items() if key not in ("params", "type")}}
+    beside = {key: value for key, value in data.items() if key not in ("params", "type")}
+    if "type" in params:
+        raise ValueError("type belongs beside params, not in it")
+    for key in params.keys() & beside.keys():
+        if params[key] != beside[key]:
+            raise ValueError(
+                f"{key} = {beside[key]!r} beside params and {params[key]!r} in it: leave one out"
+            )
+    params = {**params, **beside}
     if "max_grad_norm" in params:
         raise ValueError("max_grad_norm does not belong here; give gradient_clipping")
     if kind in (AdamW, Adam):

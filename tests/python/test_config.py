@@ -69,6 +69,14 @@ def test_sizes_that_are_none(text):
             {"budget": {"host": 1}, "optimizer": {"type": "Adam", "params": {"max_grad_norm": 1}}},
             "max_grad_norm does not belong here; give gradient_clipping",
         ),
+        (
+            {"budget": {"host": 1}, "optimizer": {"type": "AdamW", "lr": 1e-3, "params": {"lr": 1e-5}}},
+            "lr = 0.001 beside params and 1e-05 in it: leave one out",
+        ),
+        (
+            {"budget": {"host": 1}, "optimizer": {"type": "AdamW", "params": {"type": "Lion"}}},
+            "type belongs beside params",
+        ),
         ({"budget": {"host": 1}, "format": "fp8"}, "format = 'fp8': Input should be 'exact'"),
         ({"budget": {"host": 1}, "optimizer": {"betas": [0.9, 1]}}, "optimizer.betas.1 = 1"),
         ({"budget": {"host": 1}, "gradient_accumulation_steps": 0}, "gradient_accumulation_steps = 0"),
@@ -98,6 +106,7 @@ def test_dict_file_and_object_are_the_same(tmp_path):
         ({"type": "adam", "params": {"adam_w_mode": False}}, {"type": "Adam", "weight_decay": 0.0}),
         ({"type": "AdamW", "params": {"torch_adam": True}}, {"type": "AdamW", "weight_decay": 0.01}),
         ({"type": "Lion", "params": {}}, {"type": "Lion", "lr": 1e-3}),
+        ({"type": "Lion", "lr": 0.5, "params": {"lr": 0.5}}, {"type": "Lion", "lr": 0.5}),
         ({"type": "Adagrad", "params": {"amsgrad": False}}, {"type": "Adagrad", "lr": 1e-2}),
         (
             {"type": "SGD", "params": {"momentum": 0.9, "nesterov": True}},
