@@ -379,7 +379,21 @@ class Engine:
         return self.optimizer.last_step
 
     def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clears the gradients. In the middle of a step, such as after an interrupt, the step begins anew: its
+        micro-batches do not count, and a warning says how many they were."""
         self._core.clear_gradients()
+        count = self.config.gradient_accumulation_steps
+        begun = self.micro_steps % count
+        if not begun:
+            return
+        self.micro_steps -= begun
+        warnings.warn(
+            f"overspill: engine.zero_grad() in the middle of a step: {begun} of {count} micro-batches were ended by "
+            "engine.step(), their gradients are gone, and the step begins anew. A script that clears gradients before "
+            "every micro-batch never updates: clear them where engine.micro_steps is a multiple of "
+            "gradient_accumulation_steps",
+            stacklevel=2,
+        )
 
     def grad(self, parameter: nn.Parameter) -> torch.Tensor | None:
         """A copy, in fp32, of the gradient accumulated so far; None where there is none. Of one rank only."""

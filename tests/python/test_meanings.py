@@ -89,6 +89,27 @@ def test_a_backward_after_a_clip_is_refused(start):
     assert engine.last_step.clip == 1  # what was clipped is gone
 
 
+def test_a_step_that_was_left_in_the_middle_begins_anew(start):
+    """Ctrl-C between two micro-batches: once the next update came after fewer of them."""
+    left, whole = start(mlp(), accumulation=3), start(mlp(), accumulation=3, job="whole")
+
+    def train(engine, *batches):
+        for i in batches:
+            engine.backward(loss_of(engine, i))
+            engine.step()
+
+    train(left, 0, 1, 2, 3, 4)
+    with pytest.warns(UserWarning, match="2 of 3 micro-batches were ended by engine.step"):
+        left.zero_grad()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        left.zero_grad()  # between two steps there is nothing to say
+    train(left, 3, 4, 5)
+    train(whole, 0, 1, 2, 3, 4, 5)
+    assert left.micro_steps == 6 and left.global_steps == 2
+    assert all(torch.equal(v, whole.state_dict()[k]) for k, v in left.state_dict().items())
+
+
 def test_a_gradient_read_after_a_clip_is_scaled(start):
     engine = start(mlp())
     engine.backward(loss_of(engine))
