@@ -339,15 +339,14 @@ def test_a_snapshot_of_the_hub_is_followed_and_folders_are_left_out(llama, tmp_p
 
 
 def test_a_folder_among_the_models_files_does_not_end_a_training_run(tmp_path):
-    from overspill.cli.run_folder import RunFolder
+    from overspill.cli.checkpoints import Checkpoints
 
     (tmp_path / "model/vocab_files").mkdir(parents=True)
     (tmp_path / "model/config.json").write_text("{}")
-    run = RunFolder(tmp_path / "run")
-    run.write({})
-    run.checkpoint_path(1).mkdir()
-    run.finish_checkpoint(run.checkpoint_path(1), tmp_path / "model", 1)
-    assert names(run.checkpoint_path(1) / "hf") == ["config.json"]
+    checkpoint = tmp_path / "checkpoints/step-000001"
+    checkpoint.mkdir(parents=True)
+    Checkpoints(checkpoint.parent).add_model_files(checkpoint, tmp_path / "model")
+    assert names(checkpoint / "hf") == ["config.json"]
 
 
 # --- damage and endings -------------------------------------------------------------------------------------------
