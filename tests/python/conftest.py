@@ -24,6 +24,15 @@ def heeds_ctrl_c():
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+@pytest.fixture(autouse=True)
+def leaves_the_grad_mode_on():
+    """Names the test that leaves torch's grad mode off, in place of the next one that trains."""
+    yield
+    on = torch.is_grad_enabled()
+    torch.set_grad_enabled(True)
+    assert on, "this test left torch's grad mode off"
+
+
 @pytest.fixture(scope="session")
 def on_disk(tmp_path_factory):
     """A tiny.Bench whose runs have all of their states on disk; `on_disk.run(out, ...)` are the arguments of one."""

@@ -235,6 +235,7 @@ def check_trainer(trained, count):
         what = f"draw {number}: {name} at={interrupter.at}"
         with pytest.raises(KeyboardInterrupt), interrupter.armed():
             getattr(trained, name)()
+        torch.set_grad_enabled(True)  # as in Loop.run
         assert interrupter.place is not None, what
         assert same(trained.train(), expected), f"{what} struck {interrupter.place}"
         assert torch.equal(trained.generate(), words), f"{what} struck {interrupter.place}"
