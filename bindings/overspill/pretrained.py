@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,10 @@ from .units import DTYPES
 
 SINGLE, INDEX = WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
 _NAMES = {name: dtype for dtype, name in DTYPES.items()}
+_COUNT = re.compile(
+    r"(^|_)(layers?|experts)$"
+)  # num_hidden_layers, n_layer, encoder_layers, num_local_experts, ...
+_COUNT_MAX = 1000
 _ROWS_BYTES = 16 << 20  # compared at a time
 
 
@@ -114,6 +119,10 @@ class Folder:
                     "overspill.Init(empty=True), which keeps buffers real"
                 )
 
+    def check_counts(self) -> None:
+        """Raises CheckpointError where config.json speaks of far more layers than the files can have tensors for."""
+        check_counts(self.path, len(self.tensors), self.path)
+
     def has_names_of(self, model: nn.Module) -> bool:
         """Whether every tensor has the name that the model gives it, so that nothing needs to be converted."""
         complete = all(any(name in self.tensors for name in names) for names, _ in wanted(model))
@@ -196,8 +205,8 @@ def causal_lm(folder: Any, config: Config, dtype: torch.dtype | None = None) -> 
     """
     from transformers import AutoModelForCausalLM
 
-    model = empty_causal_lm(folder, dtype)
     stored = Folder(folder)
+    model = empty_causal_lm(stored, dtype)
     if stored.has_names_of(model) and not _converts(model):
         stored.check(model)
         return model, folder
@@ -214,13 +223,37 @@ def causal_lm(folder: Any, config: Config, dtype: torch.dtype | None = None) -> 
     return model.train(), None
 
 
-def empty_causal_lm(folder: Any, dtype: torch.dtype | None = None) -> nn.Module:
+def empty_causal_lm(stored: Folder, dtype: torch.dtype | None = None) -> nn.Module:
     """Its shapes and buffers, by config.json alone."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    config = AutoConfig.from_pretrained(folder)
+    stored.check_counts()
+    config = AutoConfig.from_pretrained(stored.path)
     with Init(empty=True):
         return AutoModelForCausalLM.from_config(config, dtype=dtype or config.dtype).train()
+
+
+def check_counts(folder: Path, tensors: int, named: Path) -> None:
+    """Raises CheckpointError, which names the file in `named`, where config.json speaks of far more layers or experts
+    than the weights, `tensors` in number, can be of: transformers would make module after module until memory is full.
+    Each has a tensor of its own, but where they share one or are fused: so up to _COUNT_MAX are let through."""
+    try:
+        found = [json.loads((folder / "config.json").read_text(encoding="utf-8"))]
+    except (OSError, ValueError, RecursionError):
+        return  # whoever reads it next says what is wrong
+    while found:
+        value = found.pop()
+        if isinstance(value, list):
+            found += value
+        if not isinstance(value, dict):
+            continue
+        found += value.values()
+        for name, count in value.items():
+            if _COUNT.search(name) and isinstance(count, int) and count > max(_COUNT_MAX, tensors):
+                raise CheckpointError(
+                    f"{named}/config.json: {name} = {count}, and the weights are {tensors} tensors: it is damaged, or "
+                    "of another model; fetch the model again"
+                )
 
 
 def _converts(model: nn.Module) -> bool:

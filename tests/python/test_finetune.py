@@ -184,6 +184,6 @@ def test_two_hosts(tmp_path, two_hosts, capsys):
 
 
 def parameters_of(model: Path) -> int:
-    from overspill.pretrained import empty_causal_lm
+    from overspill.pretrained import Folder, empty_causal_lm
 
-    return sum(p.numel() for p in empty_causal_lm(model).parameters())
+    return sum(p.numel() for p in empty_causal_lm(Folder(model)).parameters())

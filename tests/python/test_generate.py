@@ -8,7 +8,8 @@ import pytest
 import tiny
 from safetensors.torch import load_file, save_file
 
-from overspill.cli import main
+from overspill import CheckpointError
+from overspill.cli import architecture, main
 
 
 @pytest.fixture(scope="module")
@@ -66,3 +67,17 @@ def test_damaged_folders(model, capsys):
     (model / "config.json").write_text("{")
     code, said = generate(capsys, model)
     assert code == 1 and str(model) in said
+
+
+@pytest.mark.parametrize("name", ["num_hidden_layers", "num_local_experts"])
+def test_a_model_of_layers_without_end_is_refused_before_one_is_made(name, model, tmp_path, capsys):
+    """transformers makes as many modules as config.json says, whatever the weights are."""
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, "text_config": {name: 10**9}}))
+    code, said = generate(capsys, model)
+    wrong = f"{model}/config.json: {name} = 1000000000, and the weights are"
+    assert code == 1 and wrong in said
+    assert main(["plan", "--model", str(model), "--host-budget", "64MiB"]) == 1
+    assert wrong in capsys.readouterr().err
+    with pytest.raises(CheckpointError, match="and the weights are 1 tensors"):
+        architecture.check({"weight": (1,)}, tmp_path, model, model)

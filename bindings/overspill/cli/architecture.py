@@ -21,8 +21,11 @@ def check(shapes: Mapping[str, tuple[int, ...]], checkpoint: Path, folder: Path,
     """What may be said of it: which class opens the model, or why that could not be found out.
 
     shapes: of what will be written. folder: has config.json; `named` is what errors call it. Raises CliError for names
-    that no class fits which config.json may mean.
+    that no class fits which config.json may mean, CheckpointError for one that speaks of layers without end.
     """
+    from overspill.pretrained import check_counts
+
+    check_counts(folder, len(shapes), named)
     first = ""
     try:
         for kind in _classes(folder):

@@ -70,7 +70,7 @@ def _model(kind, folder: Path):
     files."""
     from overspill.pretrained import Folder, some
 
-    Folder(folder)
+    Folder(folder).check_counts()
     try:
         model, found = kind.from_pretrained(folder, dtype="auto", output_loading_info=True)
     except Exception as error:  # whatever transformers raises for a folder that is wrong

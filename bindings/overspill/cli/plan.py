@@ -95,13 +95,14 @@ def empty_model(folder: Path, dtype: str):
 
     from overspill.pretrained import Folder, empty_causal_lm
 
+    stored = Folder(folder)
     try:
-        model = empty_causal_lm(folder, getattr(torch, DTYPES[dtype]))
+        model = empty_causal_lm(stored, getattr(torch, DTYPES[dtype]))
     except (ValueError, KeyError, OSError) as error:
         raise CliError(
             f"{folder}/config.json: {str(error).splitlines()[0]}; give a causal language model"
         ) from None
-    _check_shapes(model, Folder(folder))
+    _check_shapes(model, stored)
     return model
 
 
