@@ -13,8 +13,9 @@ namespace overspill::testing {
 
 /// Of a device around another. What a hook throws is what the call throws.
 struct DeviceHooks {
-  std::function<void(bool done)> before_wait;  // of a host thread, for an event; done: it will not wait
-  std::function<void()> before_record;         // of an event, in any stream
+  std::function<void(bool done)> before_wait = {};  // of a host thread, for an event; done: it will not wait
+  std::function<void()> before_record = {};         // of an event, in any stream
+  std::function<kernels::Event()> holds_copy = {};  // what the next copy waits for, in its stream
 };
 
 class AroundDevice final : public kernels::Device {
@@ -60,9 +61,11 @@ class AroundDevice final : public kernels::Device {
     AroundStream(std::unique_ptr<kernels::Stream> stream, std::shared_ptr<DeviceHooks> hooks)
         : stream_(std::move(stream)), hooks_(std::move(hooks)) {}
     void copy_from_host(void* device, const void* host, int64_t bytes) override {
+      if (hooks_->holds_copy) stream_->wait(hooks_->holds_copy());
       stream_->copy_from_host(device, host, bytes);
     }
     void copy_to_host(void* host, const void* device, int64_t bytes) override {
+      if (hooks_->holds_copy) stream_->wait(hooks_->holds_copy());
       stream_->copy_to_host(host, device, bytes);
     }
     kernels::Event record() override {

@@ -10,6 +10,7 @@
 #include <chrono>
 #include <cstdint>
 #include <memory>
+#include <mutex>
 #include <span>
 #include <utility>
 #include <vector>
@@ -26,6 +27,7 @@
 #include "tests/engine/around_store.h"
 #include "tests/engine/mutex_probe.h"
 #include "tests/engine/toy_model.h"
+#include "tests/kernels/gate.h"
 #include "tests/watched.h"
 
 namespace overspill::testing {
@@ -98,33 +100,67 @@ TEST(EngineMutex, IsFreeWhileTheStoreMakesRoom) {
 
 // ---- the device
 
-/// Queues run ahead of the device, whose copies are slow: what comes next finds them under way.
+/// Copies stand still until a thread waits for the device. So that thread finds its copy under way on every
+/// machine, also where the thread itself runs late.
+class HeldCopies {
+ public:
+  /// From here on.
+  void begin() {
+    const std::lock_guard guard(mutex_);
+    holds_ = true;
+  }
+  /// What the next copy waits for.
+  kernels::Event next() {
+    const std::lock_guard guard(mutex_);
+    return holds_ ? kernels::Event(gate_) : kernels::Event();
+  }
+  /// The copies that were asked for until now go on.
+  void let_go() {
+    const std::lock_guard guard(mutex_);
+    gate_->open();
+    gate_ = std::make_shared<kernels::Gate>();
+  }
+  void end() {
+    let_go();
+    const std::lock_guard guard(mutex_);
+    holds_ = false;
+    gate_->open();
+  }
+
+ private:
+  std::mutex mutex_;
+  std::shared_ptr<kernels::Gate> gate_ = std::make_shared<kernels::Gate>();
+  bool holds_ = false;
+};
+
 class SlowCopies : public ::testing::TestWithParam<Placement> {};
 
 TEST_P(SlowCopies, AreNotWaitedForWithTheMutex) {
+  constexpr int kSteps = 4;
   MutexProbe probe;
-  kernels::SimulatedDeviceOptions slow;
-  slow.delay_min = std::chrono::microseconds(300);
-  slow.delay_max = std::chrono::microseconds(900);
+  HeldCopies copies;
+  const auto before_wait = [&](bool done) {
+    if (done) return;
+    probe.pass();
+    copies.let_go();
+  };
   Config config = config_of();
   config.device_budget_bytes = 92 << 10;  // three of six units
   config.placement = GetParam();
   config = smallest(config, {.shares_host_memory = false, .updates = true});
   engine::Resources resources = make_resources(toy_units(), config, {"simulated", "memory", 1});
-  resources.device =
-      std::make_shared<AroundDevice>(kernels::make_simulated_device(slow), DeviceHooks{.before_wait =
-                                                                                           [&](bool done) {
-                                                                                             if (!done)
-                                                                                               probe.pass();
-                                                                                           },
-                                                                                       .before_record = {}});
+  resources.device = std::make_shared<AroundDevice>(
+      kernels::make_simulated_device(),
+      DeviceHooks{
+          .before_wait = before_wait, .before_record = {}, .holds_copy = [&] { return copies.next(); }});
   const std::shared_ptr<kernels::Device> device = resources.device;
   if (resources.store != nullptr) resources.store = slow_store();
   Engine engine(toy_units(), config, std::move(resources));
   toy_load(engine);
   auto queue = device->make_stream();
   probe.watch(engine);
-  for (int step = 0; step < 4; ++step) {
+  copies.begin();
+  for (int step = 0; step < kSteps; ++step) {
     engine.begin_pass({true, true});
     for (int u = 0; u < kUnits; ++u) (void)engine.acquire(u, {queue->native()});
     for (int u = kUnits - 1; u >= 0; --u) {
@@ -135,8 +171,9 @@ TEST_P(SlowCopies, AreNotWaitedForWithTheMutex) {
     }
     engine.step(toy_groups(step));
   }
+  copies.end();
   EXPECT_FALSE(probe.held());
-  EXPECT_GT(probe.passed(), 0);
+  EXPECT_GE(probe.passed(), kSteps) << "each step waits for the device";
   probe.forget();
 }
 
