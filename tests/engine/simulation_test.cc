@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "tests/engine/around_store.h"
+#include "tests/io/store_test_util.h"
 #include "tests/watched.h"
 
 namespace overspill::testing {
@@ -118,6 +119,8 @@ class HastyStore : public AroundStore {
     if (transfer.kind == io::Transfer::Kind::write) return AroundStore::submit(transfer);
     io::Transfer& late = late_.emplace_back(transfer);
     late.on_complete = [](io::Transfer&) noexcept {};
+    // Whoever reads a second time frees its memory as soon as it believes to have the bytes.
+    if (transfer.second_reading) late.memory = memory_.emplace_back(transfer.extent.bytes).data();
     AroundStore::submit(late);
     time_->after(0, [&transfer] { transfer.on_complete(transfer); });
   }
@@ -125,6 +128,7 @@ class HastyStore : public AroundStore {
  private:
   std::shared_ptr<io::VirtualTime> time_;
   std::deque<io::Transfer> late_;
+  std::deque<io::AlignedMemory> memory_;
 };
 
 TEST(Simulation, NoticesAReadThatIsNotWaitedFor) {
