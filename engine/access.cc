@@ -10,6 +10,7 @@
 
 #include "cpu_optim/gradient.h"
 #include "cpu_optim/update.h"
+#include "io/transfer_now.h"
 
 namespace overspill::engine {
 namespace {
@@ -309,14 +310,7 @@ void Access::transfer(io::Transfer::Kind kind, io::Extent& extent) {
   transfer.priority = io::Transfer::Priority::demand;
   transfer.extent = extent;
   transfer.memory = scratch_.data();
-  transfer.context = &done_;
-  transfer.on_complete = [](io::Transfer& t) noexcept {
-    static_cast<std::binary_semaphore*>(t.context)->release();
-  };
-  context_.store().submit(transfer);
-  bool done = done_.try_acquire();
-  while (!done && context_.store().poll()) done = done_.try_acquire();
-  if (!done) done_.acquire();
+  io::transfer_now(context_.store(), transfer);
   extent = transfer.extent;
   if (!transfer.error) return;
   // What a disk may still write into the scratch buffer must not be used again.

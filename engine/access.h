@@ -4,7 +4,6 @@
 #pragma once
 
 #include <cstdint>
-#include <semaphore>
 #include <span>
 
 #include "engine/device_units.h"
@@ -79,7 +78,6 @@ class Access {
   Context& context_;
   DeviceUnits& device_units_;
   LinkedMemory scratch_;
-  std::binary_semaphore done_{0};  // outlives the completion that releases it
 };
 
 }  // namespace overspill::engine

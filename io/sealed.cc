@@ -7,11 +7,11 @@
 #include <cstring>
 #include <memory>
 #include <new>
-#include <semaphore>
 #include <stdexcept>
 
 #include "io/checksum.h"
 #include "io/kept.h"
+#include "io/transfer_now.h"
 
 namespace overspill::io {
 namespace {
@@ -78,20 +78,12 @@ void Sealed::read_again(Store& store, int64_t index) {
       static_cast<std::byte*>(std::aligned_alloc(kBlockBytes, static_cast<size_t>(extent_.bytes))),
       &std::free);
   if (memory == nullptr) throw std::bad_alloc();
-  std::binary_semaphore done{0};
   Transfer transfer;
   transfer.priority = Transfer::Priority::demand;
   transfer.extent = extent_;
   transfer.memory = memory.get();
   transfer.second_reading = true;
-  transfer.context = &done;
-  transfer.on_complete = [](Transfer& t) noexcept {
-    static_cast<std::binary_semaphore*>(t.context)->release();
-  };
-  store.submit(transfer);
-  bool over = done.try_acquire();
-  while (!over && store.poll()) over = done.try_acquire();
-  if (!over) done.acquire();
+  transfer_now(store, transfer);
   if (transfer.error && store.kernel_keeps_memory()) keep_for_ever(memory);
   if (transfer.error) throw StoreError(*transfer.error);
   const auto bytes = block(index);
