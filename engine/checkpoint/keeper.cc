@@ -14,6 +14,7 @@
 #include "engine/checkpoint/checkpoint_file.h"
 #include "engine/checkpoint/manifest_check.h"
 #include "engine/checkpoint/resident_file.h"
+#include "engine/checkpoint/save_folder.h"
 
 namespace overspill::engine {
 namespace {
@@ -41,12 +42,6 @@ void create_durably(const fs::path& folder) {
   sync_folder(parent);
 }
 
-void remove_leftovers(const fs::path& partial) {
-  std::error_code error;
-  fs::remove_all(partial, error);
-  if (error) fail(partial, "what an earlier save left cannot be removed", error);
-}
-
 /// Absolute, and without a trailing separator: "<folder>.partial" has to lie beside the folder, not in it.
 fs::path whole_name(const fs::path& folder) {
   const fs::path absolute = fs::absolute(folder).lexically_normal();
@@ -67,6 +62,14 @@ void require_absent(const fs::path& folder) {
   }
   throw CheckpointError(
       fmt::format("{} exists already and is not empty: a checkpoint needs a new folder", folder.string()));
+}
+
+/// After an error, which says more.
+void remove_quietly(const fs::path& save) noexcept {
+  try {
+    remove_save(save);
+  } catch (const std::exception&) {
+  }
 }
 
 ManifestUnit describe(const Unit& unit, const UnitState& state) {
@@ -220,9 +223,10 @@ void CheckpointKeeper::unpin(const std::vector<io::Extent>& extents) noexcept {
 void CheckpointKeeper::prepare(const fs::path& folder) const {
   if (const std::string why = too_large(); !why.empty())
     throw CheckpointError(fmt::format("{} cannot be saved: {}", whole_name(folder).string(), why));
-  require_absent(whole_name(folder));
   const fs::path partial = partial_name(folder);
-  remove_leftovers(partial);
+  require_only_a_save(partial);  // first: a refusal changes nothing
+  require_absent(whole_name(folder));
+  remove_save(partial);
   try {
     create_durably(partial);
   } catch (...) {
@@ -278,8 +282,7 @@ void CheckpointKeeper::keep(const fs::path& folder) {
 }
 
 void CheckpointKeeper::remove(const fs::path& folder) const noexcept {
-  std::error_code ignored;
-  fs::remove_all(partial_name(folder), ignored);
+  remove_quietly(partial_name(folder));
 }
 
 void CheckpointKeeper::give_up() noexcept {

@@ -163,7 +163,7 @@ void write_manifest(const std::filesystem::path& folder, const Manifest& manifes
         "one checkpoint; train fewer in one engine",
         path.string(), text.size(), bytes_max));
   }
-  const std::filesystem::path temporary = path.string() + ".tmp";
+  const std::filesystem::path temporary = folder / kUnfinishedManifestFile;
   std::error_code ignored;
   std::filesystem::remove(temporary, ignored);  // of a save that was cut off
   try {

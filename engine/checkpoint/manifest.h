@@ -15,7 +15,8 @@ namespace overspill::engine {
 
 inline constexpr int kManifestVersion = 3;  // 2 is read too: Adam in exact and fp32 only
 inline constexpr const char* kManifestFile = "manifest.json";
-inline constexpr int64_t kManifestBytesMax = int64_t{1} << 30;  // a checkpoint of about 3 TB
+inline constexpr const char* kUnfinishedManifestFile = "manifest.json.tmp";  // until it is durable
+inline constexpr int64_t kManifestBytesMax = int64_t{1} << 30;               // a checkpoint of about 3 TB
 
 /// Something in a checkpoint folder is missing, malformed, or does not belong; what() names the file and the
 /// way out.

@@ -12,8 +12,6 @@
 namespace overspill::engine {
 namespace {
 
-constexpr const char* kName = "resident.bin";
-
 [[noreturn]] void fail(io::Operation operation, const std::filesystem::path& path, int64_t offset,
                        int64_t bytes) {
   throw io::StoreError(
@@ -22,7 +20,7 @@ constexpr const char* kName = "resident.bin";
 
 }  // namespace
 
-ResidentFile::ResidentFile(const std::filesystem::path& folder) : path_(folder / kName) {}
+ResidentFile::ResidentFile(const std::filesystem::path& folder) : path_(folder / kResidentFile) {}
 
 ResidentFile::~ResidentFile() {
   if (fd_ >= 0) ::close(fd_);
@@ -34,7 +32,7 @@ FileRange ResidentFile::append(std::span<const std::byte> data) {
     fd_ = ::open(path_.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0600);
     if (fd_ < 0) fail(io::Operation::open, path_, 0, bytes);
   }
-  FileRange range{kName, end_, bytes, io::block_checksums(data)};
+  FileRange range{kResidentFile, end_, bytes, io::block_checksums(data)};
   write(data.data(), bytes);
   return range;
 }

@@ -10,6 +10,8 @@
 
 namespace overspill::engine {
 
+inline constexpr const char* kResidentFile = "resident.bin";
+
 class ResidentFile {
  public:
   /// Creates nothing until the first append. Throws io::StoreError on every failure, naming file, offset and

@@ -8,6 +8,10 @@
 #include <filesystem>
 #include <fstream>
 #include <functional>
+#include <iterator>
+#include <map>
+#include <string>
+#include <utility>
 
 #include "engine/checkpoint/manifest.h"
 #include "engine/resources.h"
@@ -222,6 +226,79 @@ TEST_F(Checkpoints, AFailedSaveLeavesNothingAndTrainingGoesOn) {
   EXPECT_EQ(toy_step(*engine, 1, 1, 0).result.step, 2);
   engine->save(folder_ / "new" / "folders" / "good/", "{}");  // a trailing slash, as a shell completes it
   EXPECT_NO_THROW(engine::read_manifest(folder_ / "new" / "folders" / "good"));
+}
+
+/// The names of everything in a folder, and what the files there hold.
+std::map<std::string, std::string> everything_in(const fs::path& folder) {
+  std::map<std::string, std::string> all;
+  for (const auto& entry : fs::recursive_directory_iterator(folder)) {
+    std::string& content = all[fs::relative(entry.path(), folder).string()];
+    std::ifstream file(entry.path(), std::ios::binary);
+    if (entry.is_regular_file()) content.assign(std::istreambuf_iterator<char>(file), {});
+  }
+  return all;
+}
+
+void make_file(const fs::path& path, const std::string& content = "a file") {
+  fs::create_directories(path.parent_path());
+  std::ofstream(path) << content;
+}
+
+TEST_F(Checkpoints, ASaveRemovesNothingThatNoSaveHasPutThere) {
+  auto engine = make(Placement::nvme, "auto");
+  toy_load(*engine);
+  const fs::path partial = folder_ / "good.partial", elsewhere = folder_ / "elsewhere";
+  make_file(elsewhere / "resident.bin");
+  const std::pair<const char*, std::function<void()>> cases[] = {
+      {"notes.txt", [&] { make_file(partial / "notes.txt"); }},
+      {"slab-measurements", [&] { make_file(partial / "slab-measurements" / "slab-1.bin"); }},
+      {"rank1", [&] { make_file(partial / "rank1" / "photo.jpg"); }},
+      {"rank0", [&] { fs::create_directories(partial / "rank0" / "resident.bin"); }},
+      {"rank2", [&] { make_file(partial / "rank2"); }},
+      {"manifest.json", [&] { fs::create_directories(partial / "manifest.json"); }},
+      {"resident.bin",
+       [&] {
+         fs::create_directories(partial);
+         fs::create_symlink(elsewhere / "resident.bin", partial / "resident.bin");
+       }},
+      {"rank3",
+       [&] {
+         fs::create_directories(partial);
+         fs::create_directory_symlink(elsewhere, partial / "rank3");
+       }},
+      {"a symbolic link", [&] { fs::create_directory_symlink(elsewhere, partial); }},
+      {"a file", [&] { make_file(partial); }},
+  };
+  for (const auto& [name, put] : cases) {
+    SCOPED_TRACE(name);
+    put();
+    if (fs::is_directory(fs::symlink_status(partial))) make_file(partial / "slab-a-0.bin");
+    const auto before = everything_in(folder_);
+    try {
+      engine->save(folder_ / "good", "{}");
+      ADD_FAILURE() << "saved";
+    } catch (const CheckpointError& error) {
+      EXPECT_NE(std::string(error.what()).find(name), std::string::npos) << error.what();
+      EXPECT_NE(std::string(error.what()).find(partial.string()), std::string::npos) << error.what();
+    }
+    EXPECT_EQ(everything_in(folder_), before);
+    fs::remove_all(partial);
+  }
+  engine->save(folder_ / "good", "{}");
+}
+
+TEST_F(Checkpoints, ASaveRemovesWhatAKilledOneLeft) {
+  auto engine = make(Placement::half, "auto");
+  toy_load(*engine);
+  const fs::path partial = folder_ / "good.partial";
+  for (const char* name : {"manifest.json", "manifest.json.tmp", "resident.bin", "slab-job.1-0-1.bin",
+                           "extents-memory-0.bin", "shared-a-2.txt", "rank0-resident.bin",
+                           "rank12-slab-a-0.bin", "rank1/resident.bin", "rank1/shared-b.txt"})
+    make_file(partial / name);
+  engine->save(folder_ / "good", "{}");
+  EXPECT_FALSE(fs::exists(partial));
+  EXPECT_NO_THROW(engine->load(folder_ / "good"));
+  EXPECT_FALSE(fs::exists(folder_ / "good" / "extents-memory-0.bin"));
 }
 
 // ---- a store that fails

@@ -13,9 +13,14 @@
 #include <fstream>
 #include <functional>
 #include <random>
+#include <set>
+#include <span>
+#include <string>
 #include <string_view>
+#include <utility>
 
 #include "engine/checkpoint/manifest.h"
+#include "engine/checkpoint/save_folder.h"
 #include "engine/resources.h"
 #include "tests/engine/cut_disk.h"
 #include "tests/engine/rank_world.h"
@@ -98,6 +103,7 @@ class Cut : public ::testing::TestWithParam<Case> {
       const auto save = [&](const char* name) {
         engine.save(root_ / name, "{}");
         together([&] { saved_.push_back({.name = name, .contents = {}, .after = disk_.calls()}); });
+        together([&] { expect_names_of_a_save(root_ / name); });
         std::vector<float> contents = toy_contents(engine);
         together([&] { saved_.back().contents = std::move(contents); });
       };
@@ -143,6 +149,12 @@ class Cut : public ::testing::TestWithParam<Case> {
     for (const auto& entry : fs::directory_iterator(folder)) files.push_back(entry.path());
     for (const fs::path& file : files) ASSERT_EQ(::unlink(file.c_str()), 0) << file;
     ASSERT_EQ(::unlinkat(AT_FDCWD, folder.c_str(), AT_REMOVEDIR), 0) << folder;
+  }
+
+  /// Else the next save would not remove what a killed one leaves.
+  static void expect_names_of_a_save(const fs::path& folder) {
+    for (const auto& entry : fs::directory_iterator(folder))
+      EXPECT_TRUE(engine::is_file_of_a_save(entry.path().filename().string())) << entry.path();
   }
 
   /// What the log leaves where nothing is lost is what lies there: no call went past it.
