@@ -268,8 +268,8 @@ void CheckpointKeeper::complete(const fs::path& folder, const Manifest& manifest
   try {
     sync_folder(absolute.parent_path());
   } catch (...) {
-    std::error_code ignored;
-    fs::remove_all(absolute, ignored);
+    ::unlink((absolute / kManifestFile).c_str());  // whatever stops the rest, this is no checkpoint
+    remove_quietly(absolute);
     throw;
   }
 }

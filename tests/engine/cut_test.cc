@@ -382,5 +382,49 @@ INSTANTIATE_TEST_SUITE_P(
         Case{.name = "copied_from_slabs", .placement = Placement::nvme, .store = "threads", .links = false}),
     [](const auto& param) { return std::string(param.param.name); });
 
+// ---- a save that fails at its end
+
+/// The folder above a checkpoint cannot be synced once the checkpoint has its name.
+class UnsyncableName final : public FileWatcher {
+ public:
+  explicit UnsyncableName(fs::path checkpoint) : checkpoint_(std::move(checkpoint)) {}
+  int failure_of(const FileCall& call) override {
+    return named_ && call.kind == FileCall::Kind::sync ? EIO : 0;
+  }
+  void done(const FileCall& call, std::span<const std::byte>) override {
+    if (call.kind == FileCall::Kind::rename && call.other == checkpoint_) named_ = true;
+    if (call.kind != FileCall::Kind::remove || !named_ || !left_.empty()) return;
+    for (const auto& entry : fs::directory_iterator(checkpoint_))
+      left_.insert(entry.path().filename().string());
+  }
+  /// When the first of its files was removed.
+  const std::set<std::string>& left() const { return left_; }
+
+ private:
+  const fs::path checkpoint_;
+  bool named_ = false;
+  std::set<std::string> left_;
+};
+
+TEST(FailedSave, TakesTheManifestAwayBeforeTheData) {
+  const fs::path root = empty_folder("unsyncable");
+  Config config;
+  config.host_budget_bytes = 64 << 20;
+  config.threads = 1;
+  config.chunk_elements = 2048;
+  Engine engine(small_units(), config, make_resources(small_units(), config, {}));
+  toy_load(engine);
+  UnsyncableName watcher(root / "one");
+  {
+    const WatchedFiles watched(watcher);
+    EXPECT_THROW(engine.save(root / "one", "{}"), std::runtime_error);
+  }
+  EXPECT_EQ(watcher.left(), std::set<std::string>{"resident.bin"});
+  EXPECT_FALSE(fs::exists(root / "one"));
+  EXPECT_FALSE(fs::exists(root / "one.partial"));
+  engine.save(root / "one", "{}");
+  fs::remove_all(root);
+}
+
 }  // namespace
 }  // namespace overspill::testing
