@@ -33,7 +33,6 @@ namespace {
 constexpr std::string_view kFolderPrefix = "overspill-";
 constexpr std::string_view kSlabPrefix = "slab-";
 constexpr const char* kLockName = "lock";
-constexpr std::string_view kRemoving = "removing";  // in a lock that is held to remove a dead run's folder
 constexpr auto kAMoment = std::chrono::seconds(1);  // for whoever takes a lock to say in it what for
 constexpr mode_t kOwnerOnly = 0600;
 
@@ -41,9 +40,10 @@ StoreError invalid_job(const std::string& job) {
   return StoreError(
       {.kind = ErrorKind::invalid,
        .operation = Operation::open,
-       .detail = fmt::format("engine.job (--job) is \"{}\": a name has letters, digits, '-', '_' and '.', and does not "
-                             "begin with '.'",
-                             job)});
+       .detail = fmt::format(
+           "engine.job (--job) is \"{}\": a name has letters, digits, '-', '_' and '.', and does not "
+           "begin with '.'",
+           job)});
 }
 
 void check_job(const std::string& job) {
@@ -180,9 +180,10 @@ void JobFolder::open_or_make() {
     folder_ = open_folder(base_.get(), name);
     if (!folder_ && errno == ENOENT) continue;  // a run that ended removed it in between
     if (!folder_ && (errno == ENOTDIR || errno == ELOOP)) {
-      throw refuse(fmt::format("it is {}, which is not followed: remove it, or choose another job name "
-                               "(engine.job, --job)",
-                               kind_of_entry(base_.get(), name)));
+      throw refuse(
+          fmt::format("it is {}, which is not followed: remove it, or choose another job name "
+                      "(engine.job, --job)",
+                      kind_of_entry(base_.get(), name)));
     }
     if (!folder_) throw system_error(Operation::open, path_);
     if (made) return;
@@ -233,8 +234,7 @@ void JobFolder::take_lock(const std::string& job) {
 }
 
 void JobFolder::require_dead(const std::string& job, int lock) const {
-  const std::string text = read_text(lock);
-  const LockHolder holder = LockHolder::parse(text == kRemoving ? "" : text);
+  const LockHolder holder = LockHolder::parse(read_text(lock));
   if (surely_dead(lock, holder)) return;
   throw StoreError({.kind = ErrorKind::locked,
                     .operation = Operation::open,

@@ -42,6 +42,7 @@ LockHolder LockHolder::self() {
 
 LockHolder LockHolder::parse(std::string_view text) {
   LockHolder holder;
+  if (text == kRemoving) return holder;
   for (std::string* field : {&holder.process, &holder.host, &holder.boot, &holder.pid_namespace}) {
     const size_t end = std::min(text.find('\n'), text.size());
     *field = text.substr(0, end);

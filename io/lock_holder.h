@@ -6,6 +6,9 @@
 
 namespace overspill::io {
 
+/// What a lock says that is held to remove a dead run's folder. It names nobody.
+inline constexpr std::string_view kRemoving = "removing";
+
 /// Fields that are not known are empty.
 struct LockHolder {
   std::string process;        // its number, in its own namespace
@@ -14,7 +17,7 @@ struct LockHolder {
   std::string pid_namespace;  // of the process
 
   static LockHolder self();
-  /// Also of a lock file that an older version wrote, with the process alone.
+  /// Also of a lock file that an older version wrote, with the process alone. Of kRemoving nothing is known.
   static LockHolder parse(std::string_view text);
   std::string text() const;
 

@@ -176,6 +176,13 @@ TEST_F(Folder, WithoutDescriptorsSaysWhatTheLimitIs) {
   }
 }
 
+/// A run that was killed while it removed a dead run's folder leaves this text. Where locks may end at a
+/// machine's border, a holder of that name would keep the folder for ever.
+TEST(Holder, OfALockThatWasTakenToRemoveAFolderIsNobody) {
+  EXPECT_EQ(LockHolder::parse(kRemoving).process, "");
+  EXPECT_EQ(LockHolder::parse(kRemoving).description(), LockHolder::parse("").description());
+}
+
 TEST(Holder, IsDescribedAsItIsSeenFromHere) {
   LockHolder holder = LockHolder::self();
   EXPECT_EQ(LockHolder::parse(holder.text()).text(), holder.text());
