@@ -60,6 +60,9 @@ class FileStore final : public StoreBase<Store> {
   Extent allocate(int64_t bytes) override;
   Export export_extents(std::span<const Extent> extents, const std::filesystem::path& folder) override;
   bool share_lives(uint64_t share) const override { return shares_.alive(share); }
+  void share_named(uint64_t share, const std::filesystem::path& folder, const std::string& prefix) override {
+    shares_.named(share, folder, prefix);
+  }
   void end_share(uint64_t share) noexcept override { shares_.end(share); }
   void register_memory(std::span<std::byte> memory) override;
   void unregister_memory(std::span<std::byte> memory) override;

@@ -87,14 +87,14 @@ class Exporter {
           made_.pop_back();
           return std::nullopt;
         }
-        shares_.add(*share_, slab);
+        shares_.add(*share_, slab, path);
         return name;
       }
       if (refuses_links(errno)) return std::nullopt;
       if (errno != EEXIST)
         throw system_error(Operation::link, path, fmt::format("hard link to {}", slab.path.string()));
       if (same_file(slab.fd.get(), path)) {  // an earlier export into this folder
-        shares_.add(*share_, slab);
+        shares_.add(*share_, slab, path);
         return name;
       }
     }

@@ -5,7 +5,6 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
-#include <algorithm>
 #include <cerrno>
 #include <utility>
 
@@ -67,10 +66,17 @@ std::optional<uint64_t> SlabShares::begin(const SlabFile& slab, const std::files
   return number;
 }
 
-void SlabShares::add(uint64_t share, const SlabFile& slab) {
+void SlabShares::add(uint64_t share, const SlabFile& slab, const std::filesystem::path& outside) {
   const std::lock_guard lock(mutex_);
-  std::vector<const SlabFile*>& slabs = shares_.at(share).slabs;
-  if (std::ranges::find(slabs, &slab) == slabs.end()) slabs.push_back(&slab);
+  shares_.at(share).slabs.emplace(&slab, outside);
+}
+
+void SlabShares::named(uint64_t number, const std::filesystem::path& folder, const std::string& prefix) {
+  const std::lock_guard lock(mutex_);
+  const auto move = [&](std::filesystem::path& name) { name = folder / (prefix + name.filename().string()); };
+  Share& share = shares_.at(number);
+  move(share.outside);
+  for (auto& [slab, name] : share.slabs) move(name);
 }
 
 std::filesystem::path SlabShares::path(uint64_t share) const {
@@ -78,19 +84,29 @@ std::filesystem::path SlabShares::path(uint64_t share) const {
   return shares_.at(share).outside;
 }
 
-// A folder is gone when its mark is, and when no more names lead to its slabs than the marks of the other
-// exports account for: a tool that moves a folder file by file may take the mark first.
+/// Names of the slab outside the job's folder that this export accounts for: as many as its mark has, but not
+/// the one that it made itself where the mark is still there and the slab is not.
+int64_t SlabShares::Share::names_of(const SlabFile& slab) const {
+  const auto linked = slabs.find(&slab);
+  if (linked == slabs.end()) return 0;
+  const int64_t marks = links_outside(mark.get(), own).value_or(0);
+  const bool lost = same_file(mark.get(), outside) && !same_file(slab.fd.get(), linked->second);
+  return marks - (lost ? 1 : 0);
+}
+
+// A folder is gone when its mark is, and when no more names lead to its slabs than the other exports account
+// for: a tool that moves a folder file by file may take the mark first. The slab's names are counted before
+// those of the others, so that one which goes in between makes the answer "alive".
 bool SlabShares::alive(uint64_t number) const {
   const std::lock_guard lock(mutex_);
   const Share& share = shares_.at(number);
   if (links_outside(share.mark.get(), share.own) != 0) return true;
-  for (const SlabFile* slab : share.slabs) {
+  for (const auto& [slab, name] : share.slabs) {
     const auto found = links_outside(slab->fd.get(), slab->path);
     if (!found) return true;
     int64_t others = 0;
     for (const auto& [other_number, other] : shares_) {
-      if (other_number == number || std::ranges::find(other.slabs, slab) == other.slabs.end()) continue;
-      others += links_outside(other.mark.get(), other.own).value_or(0);
+      if (other_number != number) others += other.names_of(*slab);
     }
     if (*found > others) return true;
   }

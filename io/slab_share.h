@@ -15,7 +15,6 @@
 #include <mutex>
 #include <optional>
 #include <string>
-#include <vector>
 
 #include "io/job_folder.h"
 #include "io/unique_fd.h"
@@ -31,11 +30,14 @@ class SlabShares {
   std::optional<uint64_t> begin(const SlabFile& slab, const std::filesystem::path& folder,
                                 const std::string& job);
 
-  /// Another slab that was linked. It stays where it is until end().
-  void add(uint64_t share, const SlabFile& slab);
+  /// Another slab that was linked, under the name `outside`. It stays where it is until end().
+  void add(uint64_t share, const SlabFile& slab, const std::filesystem::path& outside);
 
   /// The name of the mark in the checkpoint's folder.
   std::filesystem::path path(uint64_t share) const;
+
+  /// As Store::share_named.
+  void named(uint64_t share, const std::filesystem::path& folder, const std::string& prefix);
 
   /// Whether a name outside the job's folder may still lead to the slabs of this export. False only once the
   /// removal of those names is durable.
@@ -47,9 +49,11 @@ class SlabShares {
  private:
   struct Share {
     std::filesystem::path own;      // the mark in the job's folder
-    std::filesystem::path outside;  // its first name in the checkpoint
+    std::filesystem::path outside;  // its name in the checkpoint, unless that was moved
     UniqueFd mark;
-    std::vector<const SlabFile*> slabs;
+    std::map<const SlabFile*, std::filesystem::path> slabs;  // with their names in the checkpoint, likewise
+
+    int64_t names_of(const SlabFile& slab) const;
   };
 
   mutable std::mutex mutex_;

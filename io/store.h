@@ -200,6 +200,10 @@ class Store {
   /// Whether the folder of an export, or a copy of it by hard links, may still have slabs of the store; false
   /// only once their removal is durable. A folder that was moved has them still.
   virtual bool share_lives(uint64_t share) const = 0;
+  /// The export's folder has its name now: its files lie in `folder`, where `prefix` was put before their
+  /// names.
+  virtual void share_named(uint64_t /*share*/, const std::filesystem::path& /*folder*/,
+                           const std::string& /*prefix*/) {}
   /// The caller needs no answer any more: it has given the pins up.
   virtual void end_share(uint64_t share) noexcept = 0;
 

@@ -220,6 +220,11 @@ void CheckpointKeeper::unpin(const std::vector<io::Extent>& extents) noexcept {
   for (const io::Extent& extent : extents) context_.store().unpin(extent);
 }
 
+/// Of this rank's folder while it writes; before the names of its files in the checkpoint.
+std::string CheckpointKeeper::rank_name() const {
+  return fmt::format("rank{}", context_.layout.slice);
+}
+
 void CheckpointKeeper::prepare(const fs::path& folder) const {
   if (const std::string why = too_large(); !why.empty())
     throw CheckpointError(fmt::format("{} cannot be saved: {}", whole_name(folder).string(), why));
@@ -246,7 +251,7 @@ Manifest CheckpointKeeper::write_part(const fs::path& folder) {
   const fs::path partial = partial_name(folder);
   if (context_.layout.slices == 1) return write_folder(partial);
   // Files of several ranks may have one name: each writes into a folder of its own, then moves them.
-  const std::string own = fmt::format("rank{}", context_.layout.slice);
+  const std::string own = rank_name();
   make_folder(partial / own);
   Manifest part = write_folder(partial / own);
   for (const auto& entry : fs::directory_iterator(partial / own))
@@ -275,7 +280,11 @@ void CheckpointKeeper::complete(const fs::path& folder, const Manifest& manifest
 }
 
 void CheckpointKeeper::keep(const fs::path& folder) {
-  if (saving_.share) kept_.push_back(std::move(saving_));
+  if (saving_.share) {
+    context_.store().share_named(*saving_.share, whole_name(folder),
+                                 context_.layout.slices == 1 ? "" : rank_name() + "-");
+    kept_.push_back(std::move(saving_));
+  }
   saving_ = {};
   const std::lock_guard guard(context_.mutex);
   context_.last_checkpoint = whole_name(folder).string();

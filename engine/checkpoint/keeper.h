@@ -68,6 +68,7 @@ class CheckpointKeeper {
   };
 
   std::string too_large() const;
+  std::string rank_name() const;
   void forget_deleted();
   Overlap overlap(const Unit& own, const ManifestPiece& piece) const;
   Manifest own_part(const Manifest& manifest) const;

@@ -28,6 +28,9 @@ class AroundStore : public io::Store {
     return store_->export_extents(extents, folder);
   }
   bool share_lives(uint64_t share) const override { return store_->share_lives(share); }
+  void share_named(uint64_t share, const std::filesystem::path& folder, const std::string& prefix) override {
+    store_->share_named(share, folder, prefix);
+  }
   void end_share(uint64_t share) noexcept override { store_->end_share(share); }
   void register_memory(std::span<std::byte> memory) override { store_->register_memory(memory); }
   void unregister_memory(std::span<std::byte> memory) override { store_->unregister_memory(memory); }

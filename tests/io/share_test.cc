@@ -105,6 +105,16 @@ TEST_F(Share, LivesUntilTheLastFileOfAFolderThatIsMovedFileByFile) {
   EXPECT_TRUE(store_->share_lives(two));
 }
 
+TEST_F(Share, LivesWhileAnotherFolderIsTakenApartInAnotherOrder) {
+  const uint64_t one = saved("one"), two = saved("two");
+  shell("rm two/slab-test-0.bin && rm one/shared-test.txt");
+  EXPECT_TRUE(store_->share_lives(one)) << "its slab is there; the other folder has a mark and no slab";
+  shell("rm one/slab-test-0.bin");
+  EXPECT_FALSE(store_->share_lives(one));
+  shell("rm two/shared-test.txt");
+  EXPECT_FALSE(store_->share_lives(two));
+}
+
 TEST_F(Share, LivesWhereTheStoresOwnNamesWereRemoved) {
   const uint64_t one = saved("one");
   shell("rm overspill-test/slab-0.bin overspill-test/slab-mark-1");
