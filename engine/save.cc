@@ -13,8 +13,6 @@
 namespace overspill::engine {
 namespace {
 
-constexpr int64_t kWordsBytesMax = int64_t{1} << 30;  // of what a rank says: a manifest at most
-
 std::string text_of(const std::exception_ptr& error) {
   try {
     std::rethrow_exception(error);
@@ -33,12 +31,13 @@ std::exception_ptr attempt(Do pass) {
   }
 }
 
-/// Memory for what another rank will say is taken by its own account.
+/// A rank says how many bytes it will send, and memory is taken for so many. Its part of a manifest is the
+/// longest that it sends.
 void check_announced(int rank, int64_t bytes) {
-  if (bytes >= 0 && bytes <= kWordsBytesMax) return;
+  if (bytes >= 0 && bytes <= kManifestBytesMax) return;
   throw CommunicatorError(
       fmt::format("rank {} announces {} bytes about its part of a checkpoint; {} are the most", rank, bytes,
-                  kWordsBytesMax));
+                  kManifestBytesMax));
 }
 
 /// Pieces of all ranks, in the order of the units that all of them have.
