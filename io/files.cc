@@ -43,7 +43,8 @@ StoreError system_error(int os_error, Operation operation, const std::filesystem
 void sync_folder(const std::filesystem::path& folder) {
   const UniqueFd fd(::open(folder.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC));
   if (!fd) throw system_error(Operation::open, folder);
-  if (::fsync(fd.get()) != 0) throw system_error(Operation::sync, folder);
+  if (::fsync(fd.get()) == 0 || errno == EINVAL || errno == EOPNOTSUPP) return;
+  throw system_error(Operation::sync, folder);
 }
 
 bool same_file(int fd, const std::filesystem::path& path) {

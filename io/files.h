@@ -15,7 +15,8 @@ StoreError system_error(Operation operation, const std::filesystem::path& path, 
 StoreError system_error(int os_error, Operation operation, const std::filesystem::path& path,
                         std::string detail = "");
 
-/// Makes the folder's entries durable. Throws StoreError.
+/// Makes the folder's entries durable, where the file system has an fsync of folders: some network and FUSE
+/// file systems have none, and answer EINVAL or EOPNOTSUPP. Throws StoreError for every other answer.
 void sync_folder(const std::filesystem::path& folder);
 
 /// Whether `path` is a name of the open file. A symbolic link is not.

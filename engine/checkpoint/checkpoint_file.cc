@@ -14,6 +14,7 @@
 
 #include "io/checksum.h"
 #include "io/error.h"
+#include "io/files.h"
 
 namespace overspill::engine {
 namespace {
@@ -115,12 +116,13 @@ void make_folder(const std::filesystem::path& folder) {
 }
 
 void sync_folder(const std::filesystem::path& folder) {
-  const int file = ::open(folder.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
-  if (file < 0) fail(folder, "cannot be opened", errno, "check the folder's permissions");
-  const int result = ::fsync(file);
-  const int os_error = errno;
-  ::close(file);
-  if (result != 0) fail(folder, "cannot be made durable", os_error, kMakeRoom);
+  try {
+    io::sync_folder(folder);
+  } catch (const io::StoreError& error) {
+    const bool opens = error.error().operation == io::Operation::open;
+    fail(folder, opens ? "cannot be opened" : "cannot be made durable", error.error().os_error,
+         opens ? "check the folder's permissions" : kMakeRoom);
+  }
 }
 
 void rename_file(const std::filesystem::path& from, const std::filesystem::path& to) {

@@ -406,6 +406,50 @@ class UnsyncableName final : public FileWatcher {
   std::set<std::string> left_;
 };
 
+/// Some network and FUSE file systems have no fsync of folders.
+class UnsyncableFolders final : public FileWatcher {
+ public:
+  explicit UnsyncableFolders(int os_error) : os_error_(os_error) {}
+  int failure_of(const FileCall& call) override {
+    struct stat found {};
+    if (call.kind != FileCall::Kind::sync || ::fstat(call.fd, &found) != 0 || !S_ISDIR(found.st_mode))
+      return 0;
+    ++refused_;
+    return os_error_;
+  }
+  int refused() const { return refused_; }
+
+ private:
+  const int os_error_;
+  int refused_ = 0;
+};
+
+TEST(Folders, ThatCannotBeSyncedStopNoSave) {
+  const fs::path root = empty_folder("folders");
+  for (const char* store : {"threads", "memory"}) {
+    for (const int os_error : {EINVAL, EOPNOTSUPP, EIO}) {
+      Config config;
+      config.host_budget_bytes = 64 << 20;
+      config.nvme = {root};
+      config.threads = 1;
+      config.chunk_elements = 2048;
+      config.placement = Placement::nvme;
+      Engine engine(small_units(), config, make_resources(small_units(), config, {"host", store, 1}));
+      toy_load(engine);
+      UnsyncableFolders watcher(os_error);
+      const WatchedFiles watched(watcher);
+      const fs::path folder = root / fmt::format("{}-{}", store, os_error);
+      if (os_error == EIO) {
+        EXPECT_THROW(engine.save(folder, "{}"), std::runtime_error) << store;
+      } else {
+        EXPECT_NO_THROW(engine.save(folder, "{}")) << store << " " << os_error;
+        EXPECT_GT(watcher.refused(), 3);
+      }
+    }
+  }
+  fs::remove_all(root);
+}
+
 TEST(FailedSave, TakesTheManifestAwayBeforeTheData) {
   const fs::path root = empty_folder("unsyncable");
   Config config;
