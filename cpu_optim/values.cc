@@ -65,8 +65,10 @@ struct Coder {
     while (largest() * scale(static_cast<uint8_t>(exponent)) < absolute) ++exponent;
     return static_cast<uint8_t>(exponent);
   }
-  /// For values that may have been decoded: those of a block whose largest was rounded down may fit the next
-  /// smaller scale, on whose codes they need not lie. The scale on whose codes they do lie is theirs.
+  /// The exponent for values that may come from decoded codes, so that encoding gives the same codes again.
+  /// When the block was encoded, its largest value may have been rounded down. The decoded values then fit a
+  /// scale that is smaller by one step, but are not multiples of it. So where the smallest scale that fits
+  /// does not represent all values exactly, and the next larger one does, that one is taken.
   uint8_t exponent_of_codes(std::span<const float> block) const {
     const uint8_t least = exponent(block);
     const bool theirs = least < 254 && !exact(block, least) && exact(block, static_cast<uint8_t>(least + 1));

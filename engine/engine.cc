@@ -100,8 +100,8 @@ void check_process(const Machine& m) {
       m.process.pid(), ::getpid()));
 }
 
-/// In a forked child the machine is left alone: locks that its threads held are held for ever. What a disk
-/// may still write into is kept, and said so.
+/// A forked child leaves the machine as it is, because nobody there will release the locks that the parent's
+/// threads held. Buffers that a disk may still write into are kept, with a word on stderr.
 void dispose(Machine* machine) noexcept {
   if (!machine->process.here()) return;
   machine->shut_down();
@@ -115,7 +115,7 @@ void dispose(Machine* machine) noexcept {
   io::keep_for_ever(std::move(last));
 }
 
-/// For the report: while it lives, the caller's time is the engine's.
+/// For the report: while this object lives, the report counts the caller's time as spent in the engine.
 class InCall {
  public:
   explicit InCall(Context& context) : context_(context) {
@@ -148,7 +148,8 @@ Lease::~Lease() {
       context.journal.note(DeviceSpan::Kind::compute, block_->unit, use.begin, uses.back(), use.queue.native);
     }
   } catch (const std::exception& error) {
-    // What uses the weights cannot be waited for. Nobody can be told here, so the next call tells it.
+    // The engine cannot learn when the device is done with the weights. A destructor does not throw, so the
+    // engine's next call reports it.
     context.fail(
         fmt::format("the end of a lease of {}: {}", context.layout.units[block_->unit].name, error.what()));
   }
@@ -201,7 +202,7 @@ Engine::Engine(const std::vector<UnitSpec>& units, const Config& config, Resourc
   try {
     machine_ = build(units, config, std::move(resources));
   } catch (const std::exception& error) {
-    ranks.abort_ranks(error.what());  // they would wait for an engine that there is not
+    ranks.abort_ranks(error.what());  // else the other ranks would wait for an engine that was never built
     throw;
   }
 }
@@ -230,7 +231,8 @@ std::shared_ptr<Machine> Engine::build(const std::vector<UnitSpec>& units, const
 
 Engine::~Engine() {
   if (!machine_->process.here()) return;
-  // Who is thrown out does not come to the meetings that the other ranks wait at: they are told.
+  // Where an exception destroys the engine, its rank comes to no further meeting. The other ranks would wait
+  // there, so they are told.
   if (std::uncaught_exceptions() > 0) machine_->rounds.abort("its engine was destroyed by an exception");
   machine_->shut_down();
 }

@@ -10,10 +10,11 @@
 //   has_gradient(), generation(), resident_now(), expect_step();
 //   device(), layout(), plan(), stats(), report(), figures(), predict(), predict_budgets(), record_journal(),
 //   take_journal(), take_device_spans().
-// All others change or read weights, states or gradients as a whole. The caller makes them one at a time,
-// from any thread, and makes none of the first group's first two lines while one of them runs. The third line
-// may be called even then. A gradient is added in the order in which it comes: where several threads bring
-// gradients of one segment, that order, and so the last bit of their sum, is theirs.
+// All others change or read weights, states or gradients as a whole. The caller calls them one at a time,
+// from any thread, and calls none of the methods in the first two lines above while one of them runs; those
+// from device() on may be called even then. Gradients are added in the order in which they come: where
+// several threads bring gradients of one segment, the threads decide that order, and so the last bit of the
+// sum.
 //
 // Collective means: all ranks make the call, and it waits for them (docs/ranks.md). Errors:
 // std::invalid_argument for misuse, BudgetError, io::StoreError, CheckpointError, kernels::DeviceError,
@@ -48,7 +49,7 @@ namespace overspill::engine {
 class Machine;  // the parts, alive as long as an engine or a lease is
 
 /// Hold on a unit's gathered weights: while it lives, data() is valid. Move-only; outlives the engine if need
-/// be. Its end does not throw: where the device has failed the engine's next call says so.
+/// be. Its destructor does not throw: where the device has failed, the engine's next call says so.
 class Lease {
  public:
   Lease() = default;
@@ -116,7 +117,7 @@ struct Stats {
 class Engine {
  public:
   /// Plans, allocates, reserves space on NVMe. Weights and states are zero until load_weight(),
-  /// start_states(), load(). The other ranks are told of what it throws.
+  /// start_states(), load(). Where this throws, the other ranks get the error, too.
   Engine(const std::vector<UnitSpec>& units, const Config& config, Resources resources);
   ~Engine();
   Engine(const Engine&) = delete;
@@ -168,12 +169,14 @@ class Engine {
   void expect_step(std::span<const optim::Hyper> groups);
   /// `groups[i]` are the hyper-parameters of segments with group i. Collective.
   StepResult step(std::span<const optim::Hyper> groups);
-  /// Of the gradients there are, after what clip_grad_norm() did to them. Collective.
+  /// The global norm of the gradients that are there, with the scale that clip_grad_norm() gave them.
+  /// Collective.
   double grad_norm();
-  /// As torch's: gradients that are there now are scaled to a norm of `max_norm` at most, and the norm of
-  /// before is returned. The next step applies that in place of the configured limit. Until then, or until
-  /// clear_gradients(), no further gradient is taken (std::invalid_argument), because it would have to stay
-  /// unscaled. Of an infinite `max_norm` nothing but the norm remains. Collective.
+  /// As torch's function of this name: scales the gradients that are there now to a norm of `max_norm` at
+  /// most, and returns the norm that they had before. The next step applies this scale in place of the
+  /// configured limit. Until then, or until clear_gradients(), the engine takes no further gradient
+  /// (std::invalid_argument), because that one would be unscaled. An infinite `max_norm` scales nothing: the
+  /// call returns the norm only. Collective.
   double clip_grad_norm(double max_norm);
   /// All updates done and written.
   void synchronize();
@@ -201,16 +204,16 @@ class Engine {
   /// What the device did since record_journal(true), by its own events. Waits for it.
   std::vector<DeviceSpan> take_device_spans();
 
-  /// What disks hang, and for how long; empty where none does. Waits for nothing, also while another call
-  /// hangs or the engine is being closed.
+  /// Which disks do not answer, and for how long; empty where all answer. Returns at once, also while another
+  /// call hangs or the engine is being closed.
   std::string stall() const;
 
-  /// Finishes what is in flight and gives up the store. Leases and looks stay valid; all else throws
-  /// afterwards. Serves the other ranks until all of them have come to it, or the world has ended. Throws
-  /// EngineFailed, when all is given up, where the engine or another rank has failed and no call has said so
-  /// yet. A disk that hangs is waited for, no longer than Config::io_deadline_ms; the buffers that it may
-  /// still write into are never freed then. In a forked child this does nothing, and every other call throws
-  /// WrongProcess. Again: does nothing.
+  /// Finishes what is in flight and gives up the store. Afterwards leases stay valid and the looks still
+  /// answer; every other call throws. Until every rank has called close(), or the world has ended, this rank
+  /// goes on serving the others. Where the engine or another rank has failed and no call has said so yet,
+  /// close() throws EngineFailed, once everything is given up. A disk that hangs is waited for, no longer
+  /// than Config::io_deadline_ms; the buffers that it may still write into are never freed then. In a forked
+  /// child this does nothing, and every other call throws WrongProcess. A second call does nothing.
   void close();
 
  private:

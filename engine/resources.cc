@@ -84,7 +84,8 @@ Resources make_resources(const std::vector<UnitSpec>& units, const Config& confi
     const Plan plan = make_plan(layout, config, traits_of(*resources.device, *resources.communicator));
     if (plan.nvme_bytes() > 0) resources.store = make_store(config, options, plan);
   } catch (const std::exception& error) {
-    resources.abort_ranks(error.what());  // they would wait for an engine that there is not
+    resources.abort_ranks(
+        error.what());  // else the other ranks would wait for an engine that was never built
     throw;
   }
   return resources;

@@ -202,7 +202,7 @@ void Rounds::announce() {
   }
 }
 
-/// Whether this rank says so of a unit, standing as it does.
+/// Whether this rank, in the standing `own`, announces `say` for the unit.
 bool Rounds::is_so(Say say, int32_t unit, const Standing& own) const {
   const bool may_move = context_.layout.world > 1 && changing_ == 0;
   const bool gave_all = own.meeting == static_cast<uint64_t>(Meeting::step) ||
@@ -220,12 +220,12 @@ bool Rounds::is_so(Say say, int32_t unit, const Standing& own) const {
   return false;
 }
 
-/// Whether it would say something else now than in the last round.
+/// Whether this rank would announce something else now than in the last round.
 bool Rounds::differs() const {
   const int rank = context_.layout.slice;
   const Standing own = stand();
   Standing said = said_.standing(rank);
-  said.progress = own.progress;  // tells nobody to do anything
+  said.progress = own.progress;  // a change of this number makes no rank do anything
   if (own != said) return true;
   for (int32_t unit = 0; unit < said_.units(); ++unit) {
     for (const Say say : kAllSays) {

@@ -94,7 +94,7 @@ class FileStore final : public StoreBase<Store> {
     SlabFile file;
     size_t lane;
   };
-  // What the backends' threads work on. It stays where one of them hangs.
+  // What the backends' threads work on. Where one of these threads hangs, this is never freed.
   struct Parts {
     std::deque<Lane> lanes;
     std::deque<Slab> slabs;
@@ -238,7 +238,7 @@ void FileStore::stop() {
     lane.queue.stop();
     if (lane.backend != nullptr) lane.backend->end();
   }
-  // A path that hangs is given up meanwhile, if it may be given up.
+  // Where the run has set a deadline, the watch gives up a path that hangs while this waits for it.
   bool all_end = true;
   for (Lane& lane : lanes_) {
     const bool ends = lane.queue.wait_for_threads() && !lane.queue.is_given_up();
@@ -443,7 +443,8 @@ void FileStore::completed(Transfer& transfer) noexcept {
   StoreBase::completed(transfer);
 }
 
-// The space of a slab was taken before the first step, so something made its bytes another file's too.
+// The space of a slab was taken before the first step. A write that finds none means that another file shares
+// the slab's blocks, so that the file system needs new ones.
 void FileStore::explain_no_space(Transfer& transfer) noexcept {
   const std::shared_lock lock(slabs_mutex_);
   const Extent& extent = transfer.extent;
@@ -499,11 +500,11 @@ std::string FileStore::path_of(const Target& target) {
 }
 
 void FileStore::first_retry(const Error& why) noexcept {
-  fmt::print(
-      stderr,
-      "overspill: warning: {}. It is tried again, as whatever fails like this; engine.stats() counts how "
-      "often\n",
-      why.cause());
+  fmt::print(stderr,
+             "overspill: warning: {}. The read or write is tried again, and so are later ones that fail like "
+             "it, which "
+             "is not said again; engine.stats() counts them\n",
+             why.cause());
 }
 
 std::string FileStore::file_of(const Extent& extent) const {

@@ -45,12 +45,12 @@ struct FileStoreOptions {
 /// store's own files. Before destruction the caller drains; what is still queued then completes with
 /// `cancelled`.
 ///
-/// Memory of the kernel's is taken per register_memory(); whoever owns such memory marks it MADV_DONTFORK.
+/// register_memory() pins the memory in the kernel, so its owner marks it MADV_DONTFORK.
 /// drain(), register_memory(), unregister_memory() and export_extents() must not be called from a completion.
 ///
-/// A path that does not answer for Patience::stall.give_up_after is given up, and so is one whose ring fails:
-/// what it was asked for, and whatever it is asked for later, completes with that error, on a thread of the
-/// store's. Its files stay where they are until the next run removes them. In a forked child the destructor
+/// The store gives up a path that does not answer for Patience::stall.give_up_after, or whose ring fails:
+/// every transfer of that path, under way or submitted later, then completes with that error, on one of the
+/// store's threads. The path's files stay until the next run removes them. In a forked child the destructor
 /// does nothing.
 std::unique_ptr<Store> make_file_store(const FileStoreOptions& options);
 

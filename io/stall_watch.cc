@@ -29,7 +29,7 @@ double seconds(nanoseconds time) {
   return std::chrono::duration<double>(time).count();
 }
 
-// Often enough to be about a tenth late.
+// How long the thread sleeps between looks: a stall is noticed late by a tenth of its time at most.
 nanoseconds pause_of(const StallPolicy& policy) {
   nanoseconds shortest = policy.tell_after;
   if (policy.give_up_after > 0ns) shortest = std::min(shortest, policy.give_up_after);
@@ -173,7 +173,7 @@ int StallWatch::sync_data(int file, const std::string& path) {
   {
     const std::lock_guard lock(calls_mutex_);
     told_enough(*state, clock_());
-    board_->set(&*state, "");  // also where it was given up: nobody waits for it any more
+    board_->set(&*state, "");  // also where the watch gave it up: nobody waits for that call any more
     calls_.erase(state);
   }
   if (!outcome->os_error) throw StoreError(*outcome->error);

@@ -1,8 +1,10 @@
-// Watches what disks were asked for and have not answered: says so on stderr after 10 s, after 20 s, 40 s and
-// so on, and when they answer again; gives up after a time that the caller sets.
+// Watches the requests that disks have not answered. It names a disk on stderr after 10 s of silence, then
+// after 20 s, 40 s and so on, and says when the disk answers again. After a time that the caller sets it
+// gives up.
 //
-// A stall is a path that has said nothing for so long while something is asked of it. One slow request among
-// others that are answered is none: whoever waits for it will soon ask for nothing else.
+// A path stalls when it has open requests and answers none of them for so long. A single slow request is no
+// stall while the path answers others. Whoever waits for that request soon sends no others, and then its
+// silence counts.
 #pragma once
 
 #include <chrono>
@@ -42,12 +44,12 @@ class StallWatch {
   /// Who is asked. The functions are called on the watch's thread, one at a time, until stop() returns.
   struct Party {
     std::string path;
-    /// The last answer, or the request where that came later; nothing while nothing is asked. Allocates
-    /// nothing.
+    /// When the path last answered, or when the oldest open request was made, whichever is later. Nothing
+    /// while no request is open. Allocates no memory.
     std::function<std::optional<std::chrono::nanoseconds>()> silent_since;
     std::function<std::optional<Unanswered>()> unanswered;  // the request that has waited longest
-    std::function<void(const Error&)> give_up;              // once
-    std::function<void()> tend;                             // at every look
+    std::function<void(const Error&)> give_up;              // called once, when the time is over
+    std::function<void()> tend;                             // called at every look
   };
 
   explicit StallWatch(const StallPolicy& policy, Say say = nullptr, Clock clock = nullptr);
@@ -56,14 +58,14 @@ class StallWatch {
   /// Before start().
   void add(Party party);
   void start();
-  /// Nobody is looked after any more.
+  /// Ends the thread: the parties' functions are not called any more.
   void stop();
-  /// To look now.
+  /// Makes the thread look now.
   void wake();
-  /// One look; what the thread does every now and then. For tests with a clock of their own.
+  /// Looks at every party once, as the thread does again and again. Public for tests with their own clock.
   void look();
 
-  /// Of the n-th party.
+  /// Of the party that was added as the n-th, from 0.
   StallStats stats(size_t party) const;
   std::shared_ptr<const StallBoard> board() const { return board_; }
 

@@ -23,7 +23,7 @@ constexpr size_t kListMax = size_t{1} << 16;  // dimensions, aliases: far beyond
 
 struct Objects {};
 
-/// A field of an object, and where its value goes.
+/// The name of a field in an object of the manifest, and where its value is stored.
 struct Field {
   std::string_view name;
   std::variant<Objects, int64_t*, bool*, std::string*, std::vector<int64_t>*, std::vector<std::string>*> to;
@@ -50,7 +50,8 @@ std::vector<uint64_t> from_hex(const std::string& hex) {
   return checksums;
 }
 
-/// Of version 2, which named the whole after its format.
+/// Gives what version 2 of the manifest called otherwise its name of today: the format "exact", and the
+/// component "p" of fp32.
 void upgrade(ManifestUnit& unit) {
   if (unit.format == "bf16_split") {
     unit.format = "exact";
@@ -65,8 +66,8 @@ void upgrade(ManifestUnit& unit) {
   for (const std::string_view component : components_of(unit)) unit.components.emplace_back(component);
 }
 
-/// Told by the parser what comes next. An object that is open is a frame; what it holds goes into the structs
-/// below, and from there to the object around it when it ends.
+/// The parser calls these methods as it reads. Each object that has begun and not ended is a frame. Its
+/// values are collected in the structs below; when the object ends, they move into the object around it.
 class Reader final : public nlohmann::json_sax<Json> {
  public:
   Manifest take() {
@@ -166,11 +167,11 @@ class Reader final : public nlohmann::json_sax<Json> {
     const char* what;
     std::vector<Field> fields;
     void (Reader::*close)(const Frame&);
-    Field* field = nullptr;  // whose value is due
+    Field* field = nullptr;  // the parser has read its name, and reads its value next
     bool in_list = false;
   };
 
-  /// The field whose value, or whose list's next value, comes.
+  /// The field that the value which the parser reads next belongs to, alone or as an element of its list.
   Field& place() {
     if (frames_.empty()) throw MalformedManifest("it is no object");
     return *frames_.back().field;
@@ -289,7 +290,7 @@ class Reader final : public nlohmann::json_sax<Json> {
   std::vector<Frame> frames_;
   Manifest manifest_;
   int64_t version_ = 0;
-  std::string checksum_;  // checked over the text, not here
+  std::string checksum_;  // parse_checked() compares it with the text
   ManifestUnit unit_;
   ManifestSegment segment_;
   ManifestPiece piece_;

@@ -34,7 +34,8 @@ std::string find_missed_meeting(const Announcements& said) {
   return {};
 }
 
-/// Whether its caller waits for what the world brings, and can do nothing until then.
+/// Whether the rank's caller waits for other ranks, in a meeting or for a unit, and can do nothing until
+/// then.
 bool waits(const Announcements& said, int rank) {
   const Standing own = said.standing(rank);
   const bool asks = own.demanded >= 0 && own.demanded < said.units();
@@ -42,8 +43,9 @@ bool waits(const Announcements& said, int rank) {
          (asks && said.says(rank, Say::wants, static_cast<int32_t>(own.demanded)));
 }
 
-/// A unit is gathered once all ranks have changed weights as often. Where all of them wait, those who have
-/// changed less often never will.
+/// The ranks gather a unit once each of them has changed weights equally often. If all ranks wait, a rank
+/// that has changed weights less often than another cannot catch up, so the wait would never end. Returns the
+/// error that says so; empty where there is no such rank.
 std::string find_missed_change(const Announcements& said) {
   int asking = -1;
   for (int rank = 0; rank < said.ranks(); ++rank) {
@@ -56,13 +58,14 @@ std::string find_missed_change(const Announcements& said) {
   for (int rank = 0; rank < said.ranks(); ++rank) {
     const Standing own = said.standing(rank);
     if (own.changes == first.changes) continue;
-    return fmt::format("rank {} {} after {} changes of weights, rank {} waits for unit {} after {}: all ranks must "
-                       "load and write weights equally often",
-                       rank,
-                       own.leaving != 0   ? "has left the world"
-                       : own.meeting != 0 ? "waits at a meeting"
-                                          : "waits",
-                       own.changes, asking, first.demanded, first.changes);
+    return fmt::format(
+        "rank {} {} after {} changes of weights, rank {} waits for unit {} after {}: all ranks must "
+        "load and write weights equally often",
+        rank,
+        own.leaving != 0   ? "has left the world"
+        : own.meeting != 0 ? "waits at a meeting"
+                           : "waits",
+        own.changes, asking, first.demanded, first.changes);
   }
   return {};
 }
