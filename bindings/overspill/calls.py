@@ -9,8 +9,9 @@ Three rules take their place:
 - `books.open` is set while anything is changed. A call that finds it set knows that another was interrupted, and
   calls `settle`, which releases every unit that no call under way holds.
 
-One thread at a time works with the memory of engines, from its first use to the end of its outermost call; another one
-meanwhile gets an error. Micro-batches that pass units together (vertical.py) and autograd's own threads are excepted.
+One thread at a time works with the memory of engines, from its first use to the end of its outermost call, and while it
+steps, loads, saves or clears (`Alone`); another one meanwhile gets an error. Micro-batches that pass units together
+(vertical.py) and autograd's own threads are excepted.
 """
 
 from __future__ import annotations
@@ -81,9 +82,10 @@ class Call:
 
 
 class Stack:
-    """The calls under way in one thread, outermost first. `claimed`: the frame in which the thread began to work.
-    `remove_modes`: takes off what was put on for their sake, all of it or a part; None where nothing was. `exempt`: the
-    thread takes turns with others."""
+    """The calls under way in one thread, outermost first. `claimed`: the frame in which the thread began to work; kept
+    no longer than that, since a frame keeps what its function and the callers of that refer to. `remove_modes`: takes
+    off what was put on for their sake, all of it or a part; None where nothing was. `exempt`: the thread takes turns
+    with others."""
 
     __slots__ = ("calls", "claimed", "exempt", "ident", "remove_modes")
 
@@ -118,8 +120,7 @@ class Stack:
         return wanted
 
     def works(self) -> bool:
-        """Of another thread: whether it is inside a call that works with engines' memory. `Tensor.backward` alone need
-        not."""
+        """Whether its thread is inside a call that works with engines' memory. `Tensor.backward` alone need not."""
         calls = list(self.calls)
         if books.owner.get(0) is not self:
             calls = [call for call in calls if call.owner is not None]
@@ -132,7 +133,8 @@ class Stack:
 class Books:
     """Of the process. `open`: a change is being made, or was broken off. `stacks`: those with calls. `blocks`: calls
     that need not end in the order of a stack. `owner`, at 0: the stack of the thread that works; a dict, because its
-    `setdefault` lets one of two threads win. `succession`: taken to follow an owner that left without a word."""
+    `setdefault` lets one of two threads win. `succession`: taken to follow an owner that left without a word, and to
+    leave; re-entrant, because a garbage collection inside may close an engine, which takes it too."""
 
     __slots__ = ("blocks", "open", "owner", "stacks", "succession")
 
@@ -141,7 +143,7 @@ class Books:
         self.stacks: list[Stack] = []
         self.blocks: list[Call] = []
         self.owner: dict[int, Stack] = {}
-        self.succession = threading.Lock()
+        self.succession = threading.RLock()
 
 
 class _Here(threading.local):
@@ -176,22 +178,49 @@ def claim(stack: Stack, python: FrameType | None) -> None:
     for other in tuple(books.stacks):
         if other is not stack and other.works():
             _refuse_thread(other)
-    stack.claimed = python
+    if books.owner.get(0) is not stack or not stack.works():  # else what it works in ends later than `python`
+        stack.claimed = python
     if books.owner.setdefault(0, stack) is not stack:
         with books.succession:
             winner = books.owner.setdefault(0, stack)
             if winner is not stack:
                 if winner.works():
+                    stack.claimed = None
                     _refuse_thread(winner)
                 books.owner[0] = stack
     if any(other is not stack and other.is_left() for other in tuple(books.stacks)):
         books.open = True
 
 
+def unclaim(stack: Stack) -> None:
+    """The thread's work has ended. It stays the owner until no call of its is listed."""
+    with books.succession:  # else it might take away what a successor was given meanwhile
+        if books.owner.get(0) is stack and not stack.calls:
+            books.owner.pop(0, None)
+    stack.claimed = None
+
+
+class Alone:
+    """`with` around what no call of another thread may meet: it is refused until the block ends, as the block is where
+    one is under way: RuntimeError. Inside a call or another such block of this thread there is nothing to do."""
+
+    __slots__ = ("stack",)
+
+    def __enter__(self) -> None:
+        stack, self.stack = here.stack, None
+        if books.owner.get(0) is not stack or not stack.works():
+            self.stack = stack
+            claim(stack, sys._getframe(1))
+
+    def __exit__(self, *_: Any) -> None:
+        if self.stack is not None:
+            unclaim(self.stack)
+
+
 def _refuse_thread(other: Stack) -> None:
     name = next((t.name for t in threading.enumerate() if t.ident == other.ident), str(other.ident))
     raise RuntimeError(
-        f"overspill: thread {name!r} is inside a forward or backward of an engine, and "
+        f"overspill: thread {name!r} is inside a forward, backward, step, load or save of an engine, and "
         f"{threading.current_thread().name!r} began another such call: the engines of a process work in one thread "
         "at a time; let the threads take turns"
     )
@@ -234,19 +263,14 @@ def _leave(stack: Stack) -> None:
     if books.owner.get(0) is stack or stack.exempt:
         residency.forget()
         if not stack.exempt:
-            stack.claimed = None
-            books.owner.pop(0, None)
+            unclaim(stack)
 
 
 def check(python: FrameType | None) -> None:
     """For what begins anew, `python` being its caller: ends what was broken off before it."""
-    stack = here.stack
-    claim(stack, python)
-    if books.open or not all(call.is_under_way(python) for call in (*stack.calls, *books.blocks)):
-        settle(python)
-    if not stack.calls and not stack.exempt:
-        stack.claimed = None
-        books.owner.pop(0, None)
+    with Alone():
+        if books.open or not all(call.is_under_way(python) for call in (*here.stack.calls, *books.blocks)):
+            settle(python)
 
 
 def settle(python: FrameType | None, ended: Call | None = None) -> None:
@@ -286,8 +310,8 @@ def refuse_inside(owner: Residency, what: str) -> None:
 
 
 def start_update(owner: Residency, what: str) -> None:
-    """Before the weights of `owner` change, by the call named `what`: nothing is shown or held that would be of before,
-    else RuntimeError."""
+    """Inside `Alone`, before the weights of `owner` change, by the call named `what`: nothing is shown or held that
+    would be of before, else RuntimeError."""
     python = sys._getframe()
     if owner.closed:
         raise RuntimeError(f"overspill: {owner.closed}")
@@ -297,7 +321,6 @@ def start_update(owner: Residency, what: str) -> None:
     residency.forget()
     owner.current = False
     books.open = False
-    here.stack.claimed = None
 
 
 def _after_fork() -> None:

@@ -381,7 +381,8 @@ class Engine:
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears the gradients. In the middle of a step, such as after an interrupt, the step begins anew: its
         micro-batches do not count, and a warning says how many they were."""
-        self._core.clear_gradients()
+        with calls.Alone():
+            self._core.clear_gradients()
         count = self.config.gradient_accumulation_steps
         begun = self.micro_steps % count
         if not begun:
@@ -429,7 +430,8 @@ class Engine:
         """As torch's: scales the gradients that there are to a 2-norm of `max_norm` at most, in place of
         gradient_clipping, and returns their norm of before. Further gradients of this step are refused afterwards.
         With an infinite `max_norm` it looks only."""
-        return torch.tensor(self._core.clip_grad_norm(float(max_norm)))
+        with calls.Alone():
+            return torch.tensor(self._core.clip_grad_norm(float(max_norm)))
 
     def gathered(self, parameters: nn.Parameter | Iterable[nn.Parameter]) -> AbstractContextManager[None]:
         """Real weights in the parameters while the block runs; what it writes into them becomes the
@@ -496,6 +498,12 @@ class Engine:
                 "checkpoint has no gradients: save where engine.micro_steps is a multiple of "
                 "gradient_accumulation_steps"
             )
+        with calls.Alone():
+            calls.check(sys._getframe())
+            self._core.save(str(folder), state.dumps(self._extra(client_state)))
+
+    def _extra(self, client_state: dict | None) -> dict:
+        """What a checkpoint has beside weights and states."""
         scheduler = (
             None
             if self.lr_scheduler is None
@@ -513,8 +521,7 @@ class Engine:
         }
         if self._group is not None:
             extra["random_of_ranks"] = self._group.gathered(extra["random"])
-        calls.check(sys._getframe())
-        self._core.save(str(folder), state.dumps(extra))
+        return extra
 
     def load_checkpoint(self, folder: Any, **unknown: Any) -> dict:
         """Restores everything that `save_checkpoint` took and returns its client_state, a dict. It is not DeepSpeed's
@@ -524,16 +531,17 @@ class Engine:
         read = Extra.read(_core.manifest(str(folder))["extra_json"], folder)
         buffers = state.persistent_buffers(self.module)
         read.check(buffers, self.optimizer.param_groups)
-        calls.start_update(self._residency, "engine.load_checkpoint")
-        self._load(folder, read)
-        self._residency.refresh()
-        with torch.no_grad():
-            for name, buffer in buffers.items():
-                buffer.copy_(read.buffers[name])
-        self.optimizer.restore_hyper_parameters({"groups": read.groups})
-        self.global_steps, self.micro_steps = read.global_steps, read.micro_steps
-        if len(read.random) == self.world_size:
-            state.restore_random_states(read.random[self.rank])
+        with calls.Alone():
+            calls.start_update(self._residency, "engine.load_checkpoint")
+            self._load(folder, read)
+            self._residency.refresh()
+            with torch.no_grad():
+                for name, buffer in buffers.items():
+                    buffer.copy_(read.buffers[name])
+            self.optimizer.restore_hyper_parameters({"groups": read.groups})
+            self.global_steps, self.micro_steps = read.global_steps, read.micro_steps
+            if len(read.random) == self.world_size:
+                state.restore_random_states(read.random[self.rank])
         return read.client_state
 
     def _load(self, folder: Any, read: Extra) -> None:

@@ -208,11 +208,12 @@ class OverspillOptimizer(torch.optim.Optimizer):
         if self.before_step is not None and not self.residency.closed:
             self.before_step()
         hyper_parameters = self._hyper_parameters()
-        calls.start_update(self.residency, "a step of the optimizer")
-        self.last_step = self.residency.core.step(hyper_parameters)
-        if self.last_step.skipped:
-            self._tell_skipped()
-        self.residency.refresh()
+        with calls.Alone():
+            calls.start_update(self.residency, "a step of the optimizer")
+            self.last_step = self.residency.core.step(hyper_parameters)
+            if self.last_step.skipped:
+                self._tell_skipped()
+            self.residency.refresh()
         if self.user is not None:
             self.user._opt_called = True  # what a scheduler bound to the user's optimizer looks for
         return loss
@@ -238,7 +239,8 @@ class OverspillOptimizer(torch.optim.Optimizer):
         self.residency.core.start_states(self._hyper_parameters())
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        self.residency.core.clear_gradients()
+        with calls.Alone():
+            self.residency.core.clear_gradients()
 
     def add_param_group(self, param_group: dict) -> None:
         if hasattr(self, "residency"):
@@ -266,7 +268,8 @@ class OverspillOptimizer(torch.optim.Optimizer):
             saved = {k: v.item() if isinstance(v, torch.Tensor) else v for k, v in options.items()}
             names = moments.names_of(group)
             groups.append(saved | {"params": [next(number) for _ in names], "param_names": names})
-        states = moments.states_of(self.param_groups, self.groups.states(), self.residency, self.folder)
+        with calls.Alone():
+            states = moments.states_of(self.param_groups, self.groups.states(), self.residency, self.folder)
         found = {"state": states, "param_groups": groups}
         for hook in self._optimizer_state_dict_post_hooks.values():
             found = hook(self, found) or found
@@ -288,11 +291,13 @@ class OverspillOptimizer(torch.optim.Optimizer):
             )
         merged = self._merged(state_dict["param_groups"])
         states = renumbered(state_dict)
-        loading = moments.Loading(self.param_groups, self.groups.states(), self.residency, states)
-        loading.check()
-        loading.apply()
-        for group, values in zip(self.param_groups, merged, strict=True):
-            group.update(values)
+        with calls.Alone():
+            calls.start_update(self.residency, "optimizer.load_state_dict")
+            loading = moments.Loading(self.param_groups, self.groups.states(), self.residency, states)
+            loading.check()
+            loading.apply()
+            for group, values in zip(self.param_groups, merged, strict=True):
+                group.update(values)
         for hook in self._optimizer_load_state_dict_post_hooks.values():
             hook(self)
 

@@ -101,7 +101,8 @@ def clip_grad_norm_(
         raise ValueError(
             f"overspill: clip_grad_norm_ with norm_type={norm_type}: the engine clips by the 2-norm only"
         )
-    norm = torch.tensor(owner.core.clip_grad_norm(float(max_norm)))
+    with calls.Alone():
+        norm = torch.tensor(owner.core.clip_grad_norm(float(max_norm)))
     if error_if_nonfinite and not torch.isfinite(norm):
         raise RuntimeError(
             "The total norm of order 2.0 for gradients from `parameters` is non-finite, so it cannot "
@@ -139,7 +140,8 @@ def zero_grad(self: nn.Module, set_to_none: bool = True) -> None:
     if owner is None:
         _zero_grad(self, set_to_none)
     else:
-        owner.core.clear_gradients()
+        with calls.Alone():
+            owner.core.clear_gradients()
 
 
 def _data(self: nn.Parameter) -> torch.Tensor:

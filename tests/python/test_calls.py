@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import overspill
+from overspill import calls
 from plain import Plain
 
 
@@ -260,6 +261,67 @@ def test_a_thread_that_dies_in_forward_holds_nothing_up(start):
     assert isinstance(in_thread(lambda: model(batch())), SystemExit)
     handle.remove()
     follows(engine, plain)
+
+
+def refused(error):
+    return (
+        isinstance(error, RuntimeError)
+        and "'MainThread'" in str(error)
+        and "one thread at a time" in str(error)
+    )
+
+
+class Meanwhile:
+    """A core that has `action` run inside its call `name`."""
+
+    def __init__(self, core, name, action):
+        self.core, self.name, self.action = core, name, action
+
+    def __getattr__(self, name):
+        value = getattr(self.core, name)
+        if name != self.name:
+            return value
+
+        def call(*arguments):
+            self.action()
+            return value(*arguments)
+
+        return call
+
+
+@pytest.mark.parametrize(
+    "name, call",
+    [
+        ("step", lambda engine, saved, states: engine.optimizer.step()),
+        ("load", lambda engine, saved, states: engine.load_checkpoint(saved)),
+        ("save", lambda engine, saved, states: engine.save_checkpoint(saved / "again")),
+        ("clear_gradients", lambda engine, saved, states: engine.zero_grad()),
+        ("clear_gradients", lambda engine, saved, states: engine.optimizer.zero_grad()),
+        ("clear_gradients", lambda engine, saved, states: engine.module.zero_grad()),
+        ("clip_grad_norm", lambda engine, saved, states: engine.clip_grad_norm_(1.0)),
+        (
+            "clip_grad_norm",
+            lambda engine, saved, states: nn.utils.clip_grad_norm_(engine.module.parameters(), 1.0),
+        ),
+        ("read_state", lambda engine, saved, states: engine.optimizer.state_dict()),
+        ("write_state", lambda engine, saved, states: engine.optimizer.load_state_dict(states)),
+    ],
+)
+def test_another_threads_forward_is_refused_until_the_call_of_the_core_is_over(start, tmp_path, name, call):
+    model = mlp()
+    engine = start(model)
+    loss_of(engine, batch()).backward()
+    engine.step()
+    engine.save_checkpoint(tmp_path / "saved")
+    states = engine.optimizer.state_dict()
+    loss_of(engine, batch()).backward()
+    core, raised = engine._residency.core, []
+    engine._residency.core = Meanwhile(core, name, lambda: raised.append(in_thread(lambda: engine(batch()))))
+    call(engine, tmp_path / "saved", states)
+    engine._residency.core = core
+    assert raised and all(map(refused, raised)), raised
+    assert calls.here.stack.claimed is None and not calls.books.owner, "a frame would keep the engine"
+    assert in_thread(lambda: engine(batch())) is None
 
 
 @pytest.fixture
