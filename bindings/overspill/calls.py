@@ -7,7 +7,7 @@ Three rules take their place:
   listed call whose frame has gone was interrupted, and the next call ends it.
 - A unit is listed as held before it is pinned. So the lists are the truth and the pins can be counted again from them.
 - `books.open` is set while anything is changed. A call that finds it set knows that another was interrupted, and
-  calls `settle`, which releases every unit that no call under way holds.
+  calls `put_right`, which releases every unit that no call under way holds.
 
 One thread at a time works with the memory of engines, from its first use to the end of its outermost call, and while it
 steps, loads, saves or clears (`Alone`); another one meanwhile gets an error. Micro-batches that pass units together
@@ -159,10 +159,10 @@ def work(python: FrameType | None) -> Stack:
     """Opens the books for a change by this thread: the caller sets `books.open = False` when it is done, and only then.
     RuntimeError where another thread is at work."""
     stack = here.stack
-    if books.open or books.owner.get(0) is not stack:
+    if books.open or not stack.calls or books.owner.get(0) is not stack:
         claim(stack, python)
         if books.open:
-            settle(python)
+            put_right(python)
     books.open = True
     return stack
 
@@ -270,21 +270,26 @@ def check(python: FrameType | None) -> None:
     """For what begins anew, `python` being its caller: ends what was broken off before it."""
     with Alone():
         if books.open or not all(call.is_under_way(python) for call in (*here.stack.calls, *books.blocks)):
-            settle(python)
+            put_right(python)
 
 
 def settle(python: FrameType | None, ended: Call | None = None) -> None:
+    """`put_right`, by whom does not go on with a call: without one the thread's work has ended."""
+    put_right(python, ended)
+    if not here.stack.calls:
+        unclaim(here.stack)
+
+
+def put_right(python: FrameType | None, ended: Call | None = None) -> None:
     """Makes the books true again: forgets calls that are not under way (and `ended`), counts the pins from those that
-    are, and releases everything else. `python`: a frame of this thread that is on its stack."""
+    are, and releases everything else. `python`: a frame of this thread that is on its stack. Who owns the memory stays
+    as it is: the thread that asks may have claimed it for the call that it is about to begin."""
     books.open = True
     stack = here.stack
     for each in (stack, *(s for s in books.stacks if s is not stack)):
         each.calls[:] = [call for call in each.calls if call is not ended and call.is_under_way(python)]
     books.stacks[:] = [each for each in books.stacks if each.calls]
     books.blocks[:] = [call for call in books.blocks if call is not ended and call.is_under_way(python)]
-    owner = books.owner.get(0)
-    if owner is not None and not owner.calls:
-        books.owner.pop(0, None)
     if not stack.calls:
         stack.without_modes()
     residency.recount([call for each in books.stacks for call in each.calls] + books.blocks)

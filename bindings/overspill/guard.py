@@ -146,10 +146,10 @@ class Guard:
 
     def begin_module(self, call: Call) -> None:
         """Leaves the books open."""
-        stack = calls.work(call.python)
-        if stack.calls and not stack.calls[-1].is_on(call.python):
-            self.unwind(stack, call.python)
-        self._begin(call, stack)
+        before = here.stack.calls
+        if before and not before[-1].is_on(call.python):  # broken off: `work` claims, then ends it
+            books.open = True
+        self._begin(call, calls.work(call.python))
 
     def begin_backward(self, python: FrameType) -> Call:
         """Touches no engine: most models have none."""

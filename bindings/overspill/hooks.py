@@ -200,7 +200,7 @@ def _refuse_tracing(owner: Residency) -> None:
 
 
 def _hold_block(call: Call, units: list[Unit]) -> None:
-    with DisableTorchFunction():
+    with DisableTorchFunction(), calls.Alone():
         calls.work(sys._getframe())
         books.blocks.append(call)
         for unit in units:
@@ -210,9 +210,9 @@ def _hold_block(call: Call, units: list[Unit]) -> None:
 
 def _release_block(call: Call) -> None:
     """Outside forward: of what was edited, whatever autograd saved before is out of date."""
-    with DisableTorchFunction():
+    with DisableTorchFunction(), calls.Alone():
         if books.open:
-            calls.settle(sys._getframe(), ended=call)
+            calls.put_right(sys._getframe(), ended=call)
             return
         calls.work(sys._getframe())
         if call in books.blocks:

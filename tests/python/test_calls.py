@@ -2,8 +2,10 @@
 afterwards, or the error says what was wrong."""
 
 import copy
+import gc
 import sys
 import threading
+import weakref
 
 import pytest
 import torch
@@ -11,7 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import overspill
-from overspill import calls
+from overspill import calls, guard, residency
 from plain import Plain
 
 
@@ -269,6 +271,75 @@ def refused(error):
         and "'MainThread'" in str(error)
         and "one thread at a time" in str(error)
     )
+
+
+def once(monkeypatch, owner, name, action):
+    """`action` runs before the next call of that function."""
+    original = getattr(owner, name)
+
+    def instead(*arguments, **named):
+        monkeypatch.setattr(owner, name, original)
+        action()
+        return original(*arguments, **named)
+
+    monkeypatch.setattr(owner, name, instead)
+
+
+def test_a_thread_that_puts_right_what_was_broken_off_keeps_others_out_before_its_own_call(
+    start, monkeypatch
+):
+    model = mlp()
+    plain = Plain(copy.deepcopy(model))
+    engine = start(model)
+    follows(engine, plain)
+    raised = []
+    once(monkeypatch, residency, "recount", lambda: raised.append(in_thread(lambda: engine(batch()))))
+    calls.books.open = True
+    engine(batch())
+    assert len(raised) == 1 and refused(raised[0]), raised
+    follows(engine, plain)
+
+
+def test_a_thread_that_ends_an_interrupted_call_keeps_others_out_before_its_next(start, monkeypatch):
+    model = mlp()
+    plain = Plain(copy.deepcopy(model))
+    engine = start(model)
+    follows(engine, plain)
+    handle = model[2].register_forward_pre_hook(Strike())
+    with pytest.raises(KeyboardInterrupt):
+        model(batch())
+    handle.remove()
+    assert calls.here.stack.calls, "the interrupt went past torch's hooks"
+    raised = []
+    once(monkeypatch, guard.Guard, "_begin", lambda: raised.append(in_thread(lambda: engine(batch()))))
+    model(batch())
+    assert len(raised) == 1 and refused(raised[0]), raised
+    follows(engine, plain)
+
+
+def test_a_gathered_block_that_has_ended_keeps_no_engine(config):
+    def use():
+        model = mlp()
+        engine = overspill.initialize(model, config())[0]
+        with engine.gathered(model.parameters()):
+            pass
+        return weakref.ref(engine)
+
+    reference = use()
+    gc.collect()
+    assert reference() is None
+
+
+def test_a_second_gathered_block_keeps_others_out_while_it_fetches(start, monkeypatch):
+    model = mlp()
+    engine = start(model)
+    with engine.gathered(model[0].weight):
+        pass
+    raised = []
+    once(monkeypatch, residency, "show", lambda: raised.append(in_thread(lambda: engine(batch()))))
+    with engine.gathered(model[0].weight):
+        pass
+    assert len(raised) == 1 and refused(raised[0]), raised
 
 
 class Meanwhile:
