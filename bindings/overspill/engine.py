@@ -6,6 +6,7 @@ import contextlib
 import functools
 import itertools
 import sys
+import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
@@ -224,9 +225,7 @@ class Engine:
             self._residency = Residency(core, specs, self._place)
             patches.install()
             self._life = Life()
-            end = self._finalizer = weakref.finalize(
-                self._life, _close, self._residency, (group, model_group)
-            )
+            end = self._finalizer = weakref.finalize(self._life, _end, self._residency, (group, model_group))
             self._residency.take_weights(source, group, values)
             if source is not None:
                 source.read_buffers(model)
@@ -672,6 +671,16 @@ def _weakly(method: Callable[[], None]) -> Callable[[], None]:
             alive()
 
     return call
+
+
+def _end(owner: Residency, groups: tuple[ranks.Group | None, ...]) -> None:
+    """The garbage collector calls it on any thread that runs Python, such as the core's own while it exchanges messages
+    (ranks.Group). Closing waits for the core's threads, so one of those has another thread do it. Python does not end
+    before that."""
+    if isinstance(threading.current_thread(), threading._DummyThread):  # not one that Python started
+        threading.Thread(target=_close, args=(owner, groups), name="overspill close", daemon=False).start()
+    else:
+        _close(owner, groups)
 
 
 def _close(owner: Residency, groups: tuple[ranks.Group | None, ...]) -> None:

@@ -1,10 +1,12 @@
 """One rank of test_ranks.py: trains a small model on its part of fixed batches, and says what came out."""
 
 import copy
+import gc
 import itertools
 import json
 import os
 import sys
+import threading
 import weakref
 
 import torch
@@ -21,7 +23,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 import overspill
-from overspill import residency
+from overspill import ranks, residency
 from overspill.divided import memory_of
 
 RANK = int(os.environ.get("RANK", "0"))
@@ -375,6 +377,34 @@ def opened(folder: str) -> dict:
     return {"weights": weights, "losses": losses}
 
 
+def collected(folder: str) -> None:
+    """The engine is in a cycle, and the garbage collector comes by while a thread of the core's runs Python."""
+    gc.disable()
+    left, closed = threading.Event(), threading.Event()
+    exchange, close = ranks.Group.exchange, residency.Residency.close
+
+    def collecting(*arguments):
+        if threading.current_thread() is not threading.main_thread() and left.is_set():
+            left.clear()
+            print("collected", gc.collect() > 0, flush=True)
+        return exchange(*arguments)
+
+    def noted(owner):
+        close(owner)
+        closed.set()
+
+    ranks.Group.exchange, residency.Residency.close = collecting, noted
+
+    def use() -> None:
+        model = Net(torch.float32)
+        model.engine, *_ = overspill.initialize(model, config(folder))
+        train(model.engine, torch.float32, 1)
+
+    use()
+    left.set()
+    print("closed", closed.wait(60), flush=True)
+
+
 def bug(folder: str) -> None:
     """Rank 1 has a mistake in its script, in the third step."""
     engine, *_ = overspill.initialize(Net(torch.float32), config(folder))
@@ -402,4 +432,5 @@ if __name__ == "__main__":
         "together": printed(together),
     }
     jobs |= {"two_of_three": two_of_three, "differ": differ, "bug": bug, "endless": endless}
+    jobs |= {"collected": collected}
     jobs[sys.argv[1]](*sys.argv[2:])

@@ -206,6 +206,11 @@ def test_a_rank_killed_while_training_is_named(tmp_path, seed):
         assert error and f"rank {victim} is gone" in error[0], f"victim {victim}\n{ended}"
 
 
+def test_a_garbage_collection_on_a_thread_of_the_core_closes_the_engine_on_another(tmp_path):
+    for process in launch.run(2, "ranks_job.py", "collected", tmp_path):
+        assert process.out.split() == ["collected", "True", "closed", "True"], process
+
+
 def test_a_rank_that_announces_more_than_there_can_be_is_refused_by_name():
     with pytest.raises(overspill.EngineFailed, match="rank 3 announces 1099511627776 bytes"):
         ranks.Group._bounded(None, 3, (1 << 40).to_bytes(8, "little"))
