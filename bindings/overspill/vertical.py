@@ -21,6 +21,7 @@ import math
 import random
 import sys
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -31,6 +32,8 @@ from torch._C import DisableTorchFunction
 from . import calls
 from .place import HOST, Place
 from .residency import Unit
+
+_LOOK_SECONDS = 0.001
 
 
 class _Stopped(BaseException):
@@ -68,14 +71,14 @@ class _Draws:
 
 class _Runner:
     """One micro-batch. `unit`: the one it passes. `needs`: the one it waits for; None: it has not begun its phase.
-    `passed`: how often it came to each unit in this phase."""
+    `passed`: how often it came to each unit in this phase. `at_work`: it has begun, and not ended."""
 
     def __init__(self, number: int, draws: _Draws):
         self.number, self.draws = number, draws
         self.unit: Unit | None = None
         self.needs: Unit | None = None
         self.passed: Counter[Unit | None] = Counter()
-        self.waits = self.at_end = False
+        self.waits = self.at_end = self.at_work = False
 
 
 class _Turns:
@@ -155,6 +158,19 @@ class _Turns:
         return runner.passed[unit], -math.inf if unit is None else self.direction * unit.index
 
 
+def _stop(turns: _Turns, error: BaseException) -> None:
+    """Returns when no micro-batch is at work, however often Ctrl-C strikes: one in backward would give its gradient to
+    the next step. Threads are not joined, since Python 3.11 takes one for ended when Ctrl-C breaks off its join."""
+    while True:
+        try:
+            turns.fail(error)
+            while any(runner.at_work for runner in turns.runners):
+                time.sleep(_LOOK_SECONDS)
+            return
+        except KeyboardInterrupt:
+            pass  # `error` is raised
+
+
 _place = threading.local()  # of a micro-batch's thread: its turns and its runner
 
 
@@ -184,6 +200,7 @@ def run(
     turns, results = _Turns(runners), [None] * len(forwards)
 
     def work(runner: _Runner) -> None:
+        runner.at_work = True
         _place.turns = turns, runner
         calls.here.stack.exempt = True
         torch.set_num_threads(threads_of_torch)  # torch keeps it for each thread
@@ -203,6 +220,8 @@ def run(
             pass
         except BaseException as error:
             turns.fail(error)
+        finally:
+            runner.at_work = False
 
     threads = [
         threading.Thread(target=work, args=(runner,), name=f"micro-batch {runner.number}")
@@ -219,10 +238,7 @@ def run(
         for thread in threads:
             thread.join()
     except BaseException as error:  # Ctrl-C
-        turns.fail(error)
-        for thread in threads:
-            if thread.ident is not None:
-                thread.join()
+        _stop(turns, error)
     finally:
         afterwards.restore()
     if turns.failure is not None:

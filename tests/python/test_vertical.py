@@ -5,6 +5,7 @@ import itertools
 import random
 import signal
 import threading
+import time
 
 import pytest
 import torch
@@ -182,6 +183,64 @@ def test_interrupted(config):
 
     with pytest.raises(KeyboardInterrupt):
         engine.train_batch([torch.randn(4, 16) for _ in range(MICRO_BATCHES)], loss)
+    assert_nothing_left(engine)
+
+
+class Slow(torch.autograd.Function):
+    """Its backward calls what it is given."""
+
+    @staticmethod
+    def forward(ctx, x, meanwhile):
+        ctx.meanwhile = meanwhile
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        ctx.meanwhile()
+        return gradient, None
+
+
+@pytest.mark.parametrize("by", ["a signal", "a second one"])
+def test_an_interrupt_waits_for_the_backward_that_it_meets(config, monkeypatch, by):
+    """Else its gradient would come after the others were cleared, and count in the next step."""
+    model = nn.Linear(16, 16)
+    engine = wrap(model, config)
+    begun, cleared, main = threading.Event(), threading.Event(), threading.main_thread().ident
+    zero_grad, strikes, too_early = engine.zero_grad, [], []
+
+    def strike(wait):
+        def struck(*arguments):
+            if threading.get_ident() != main or len(strikes) == 2:
+                return wait(*arguments)
+            assert begun.wait(60)
+            strikes.append(wait)
+            raise KeyboardInterrupt
+
+        return struck
+
+    def meanwhile():
+        begun.set()
+        if by == "a signal":
+            signal.pthread_kill(main, signal.SIGINT)
+        too_early.append(cleared.wait(0.5))  # comes only where nobody waits for this
+
+    def clear():
+        zero_grad()
+        cleared.set()
+
+    monkeypatch.setattr(engine, "zero_grad", clear)
+    if by == "a second one":
+        monkeypatch.setattr(threading.Thread, "join", strike(threading.Thread.join))
+        monkeypatch.setattr(time, "sleep", strike(time.sleep))
+    with pytest.raises(KeyboardInterrupt):
+        engine.train_batch(
+            [torch.randn(4, 16)] * MICRO_BATCHES,
+            lambda x: Slow.apply(model(x), meanwhile).square().mean(),
+        )
+    monkeypatch.undo()
+    assert too_early == [False]
+    assert len(strikes) == (2 if by == "a second one" else 0)
+    assert engine.grad(model.weight) is None
     assert_nothing_left(engine)
 
 
