@@ -454,20 +454,29 @@ class Residency:
 
     def close(self) -> None:
         """The parameters stay NaN; their hooks refuse. Leases of living tensors stay valid. In a forked child nothing
-        ends."""
+        ends. The first error, or Ctrl-C, of what is let go is raised once all of it is gone and the core has ended."""
         if self.closed or self.is_of_a_parent():
             return
         self.closed = (
             "the engine of this model is closed; its weights are gone: make model and engine anew, and load a "
             "checkpoint"
         )
-        for hook in self.gradient_hooks:
-            hook.remove()
-        for unit in self.units:
-            if unit in _recent:
-                _recent.remove(unit)
-            unit.pins = 0
-            _retire(unit)
-        for s in self.segments:
-            registry.pop(id(s.parameter), None)
-        self.core.close()
+        failure: BaseException | None = None
+        try:
+            for hook in self.gradient_hooks:
+                hook.remove()
+            for unit in self.units:
+                if unit in _recent:
+                    _recent.remove(unit)
+                unit.pins = 0
+                while unit.flat is not None:  # what Ctrl-C broke off is taken up again
+                    try:
+                        _retire(unit)
+                    except BaseException as error:
+                        failure = failure or error
+            for s in self.segments:
+                registry.pop(id(s.parameter), None)
+        finally:
+            self.core.close()
+        if failure is not None:
+            raise failure

@@ -70,6 +70,24 @@ class Strike:
             raise error("on purpose")
 
 
+class Meanwhile:
+    """A core that has `action` run inside its call `name`."""
+
+    def __init__(self, core, name, action):
+        self.core, self.name, self.action = core, name, action
+
+    def __getattr__(self, name):
+        value = getattr(self.core, name)
+        if name != self.name:
+            return value
+
+        def call(*arguments):
+            self.action()
+            return value(*arguments)
+
+        return call
+
+
 @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, ValueError])
 @pytest.mark.parametrize("hook", ["forward_pre", "forward", "full_backward_pre", "full_backward", "tensor"])
 def test_an_interrupt_at_a_hook_of_torch_leaves_no_stale_weights(start, hook, error):
@@ -166,6 +184,26 @@ def test_an_interrupt_of_micro_batches_that_pass_units_together(config):
         assert not [u.name for u in engine._residency.units if u.pins or u.shown or u.flat is not None]
         engine.close()
     assert all(torch.equal(v, expected[False][k]) for k, v in expected[True].items())
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, overspill.EngineFailed])
+def test_an_engine_whose_units_cannot_all_be_let_go_is_closed_nevertheless(start, error):
+    """What was edited cannot be handed over, because the engine has failed, or Ctrl-C strikes meanwhile."""
+    model = mlp()
+    engine = start(model)
+    core, units, strike = engine._core, engine._residency.units, Strike(error)
+    with engine.gathered(model.parameters()), torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+        for unit in units:
+            unit.core = Meanwhile(core, "written", strike)
+        with pytest.raises(error, match="on purpose"):
+            engine.close()
+    assert not [u.name for u in units if u.flat is not None or u.shown]
+    assert not [s.name for u in units for s in u.segments if id(s.parameter) in residency.registry]
+    with pytest.raises(ValueError, match="the engine was closed"):
+        core.synchronize()
+    engine.close()
 
 
 # ---- changes of weights inside a call
@@ -340,24 +378,6 @@ def test_a_second_gathered_block_keeps_others_out_while_it_fetches(start, monkey
     with engine.gathered(model[0].weight):
         pass
     assert len(raised) == 1 and refused(raised[0]), raised
-
-
-class Meanwhile:
-    """A core that has `action` run inside its call `name`."""
-
-    def __init__(self, core, name, action):
-        self.core, self.name, self.action = core, name, action
-
-    def __getattr__(self, name):
-        value = getattr(self.core, name)
-        if name != self.name:
-            return value
-
-        def call(*arguments):
-            self.action()
-            return value(*arguments)
-
-        return call
 
 
 @pytest.mark.parametrize(
