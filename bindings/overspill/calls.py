@@ -221,7 +221,7 @@ def _refuse_thread(other: Stack) -> None:
     name = next((t.name for t in threading.enumerate() if t.ident == other.ident), str(other.ident))
     raise RuntimeError(
         f"overspill: thread {name!r} is inside a forward, backward, step, load or save of an engine, and "
-        f"{threading.current_thread().name!r} began another such call: the engines of a process work in one thread "
+        f"{threading.current_thread().name!r} called an engine too: the engines of a process work in one thread "
         "at a time; let the threads take turns"
     )
 

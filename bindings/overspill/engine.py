@@ -115,7 +115,7 @@ def initialize(
             engine.lr_scheduler = _scheduler(lr_scheduler, engine.optimizer)
             loader = _loader(training_data, settings, collate_fn, group)
         except BaseException as error:
-            _give_up(error, engine.close, (group, rest))
+            _give_up(error, engine._finalizer, (group, rest))
             raise
         return engine, engine.optimizer, loader, engine.lr_scheduler
 
@@ -561,10 +561,14 @@ class Engine:
     def close(self) -> None:
         """Ends the engine; the model's parameters stay NaN. Called by itself when the engine, its optimizer and its
         module are gone. Waits for the other ranks. Raises EngineFailed, once all is given up, where a rank has failed
-        and no call has said so yet; while another exception is on its way, that is a warning."""
+        and no call has said so yet; while another exception is on its way, that is a warning. Raises RuntimeError, and
+        the engine lives on, while another thread is inside a call."""
+        if not self._finalizer.alive:
+            return
         coming = sys.exception()
         try:
-            self._finalizer()
+            with calls.Alone():
+                self._finalizer()
         except _core.EngineFailed as error:
             if coming is None:
                 raise

@@ -355,6 +355,30 @@ def test_a_thread_that_ends_an_interrupted_call_keeps_others_out_before_its_next
     follows(engine, plain)
 
 
+def test_another_thread_may_not_close_an_engine_inside_a_call(start):
+    """Its memory is in use, by the core's count as well. A closed engine may be closed again at any time."""
+    model, other = mlp(), mlp()
+    plain = Plain(copy.deepcopy(model))
+    engine, closed = start(model), start(other)
+    closed.close()
+    raised = []
+
+    def meanwhile(*_):
+        raised.append(in_thread(engine.close))
+        raised.append(in_thread(closed.close))
+
+    handle = model[1].register_forward_hook(meanwhile)
+    loss = loss_of(engine, batch())
+    handle.remove()
+    assert refused(raised[0]) and raised[1] is None, raised
+    loss.backward()
+    engine.zero_grad()
+    follows(engine, plain)
+    assert in_thread(engine.close) is None
+    with pytest.raises(RuntimeError, match="closed"):
+        engine(batch())
+
+
 def test_a_gathered_block_that_has_ended_keeps_no_engine(config):
     def use():
         model = mlp()
