@@ -16,7 +16,9 @@ ForkingPickler's reducer of Parameter   refuses to share released memory with an
 from __future__ import annotations
 
 import importlib
+import os
 import sys
+import threading
 from collections.abc import Callable, Iterable
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
@@ -267,29 +269,34 @@ _OF_PARAMETERS = {
     "__reduce_ex__": reduce_parameter,
 }
 _engines = 0
+changing = threading.RLock()  # a garbage collection inside `install` may end another engine
 _skips_hooks: bool | None = None  # the compiler's setting of before, where ours is in its place
 
 
 def install() -> None:
-    """Called once for every engine that starts to live."""
+    """Called once for every engine that starts to live. It counts from the first: another one that ends meanwhile is
+    not the last."""
     global _engines
-    if _engines == 0:
-        for place, name, ours, _ in _REPLACED:
-            setattr(place, name, ours)
-        ForkingPickler.register(nn.Parameter, send_parameter)
-        if "torch._dynamo" in sys.modules:
-            _heed_hooks(sys.modules["torch._dynamo"])
-    for kind in parameter_classes():
-        for name, ours in _OF_PARAMETERS.items():
-            setattr(kind, name, ours)
-    _engines += 1
+    with changing:
+        _engines += 1
+        if _engines == 1:
+            for place, name, ours, _ in _REPLACED:
+                setattr(place, name, ours)
+            ForkingPickler.register(nn.Parameter, send_parameter)
+            if "torch._dynamo" in sys.modules:
+                _heed_hooks(sys.modules["torch._dynamo"])
+        for kind in parameter_classes():
+            for name, ours in _OF_PARAMETERS.items():
+                setattr(kind, name, ours)
 
 
 def uninstall() -> None:
     """Called once for every engine that ends; the last one restores torch."""
     global _engines, _skips_hooks
-    _engines -= 1
-    if _engines == 0:
+    with changing:
+        _engines -= 1
+        if _engines > 0:
+            return
         calls.leave_torch(sys._getframe())
         for place, name, _, original in _REPLACED:
             setattr(place, name, original)
@@ -302,3 +309,12 @@ def uninstall() -> None:
                 if name in vars(kind):
                     delattr(kind, name)
         nn.Parameter.__deepcopy__, nn.Parameter.__reduce_ex__ = _deepcopy, _reduce
+
+
+def _after_fork() -> None:
+    """In a child: the thread that held the lock is not there."""
+    global changing
+    changing = threading.RLock()
+
+
+os.register_at_fork(after_in_child=_after_fork)

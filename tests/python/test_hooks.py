@@ -9,6 +9,7 @@ import weakref
 import pytest
 import torch
 from torch import nn
+from torch.autograd import graph
 
 import overspill
 from overspill import patches, residency
@@ -456,3 +457,32 @@ def test_closing_an_engine_and_dropping_it(config):
     del engine, _
     gc.collect()
     assert alive() is None and not residency.registry and "data" not in vars(nn.Parameter)
+
+
+def test_an_engine_that_starts_while_the_only_other_one_is_collected_finds_torch_changed(config, monkeypatch):
+    def leave_a_cycle():
+        engine = overspill.initialize(mlp(), config())[0]
+        engine.trainer = engine
+        return weakref.ref(engine)
+
+    classes = patches.parameter_classes
+
+    def collecting():
+        gc.collect()
+        return classes()
+
+    gc.disable()
+    try:
+        left = leave_a_cycle()
+        monkeypatch.setattr(patches, "parameter_classes", collecting)
+        model = mlp()
+        engine = overspill.initialize(model, config())[0]
+        assert left() is None
+    finally:
+        gc.enable()
+    monkeypatch.undo()
+    assert graph._engine_run_backward is patches.run_backward and "data" in vars(nn.Parameter)
+    loss_of(model, batch()).backward()
+    engine.step()
+    engine.close()
+    assert graph._engine_run_backward is not patches.run_backward and "data" not in vars(nn.Parameter)
