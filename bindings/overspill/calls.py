@@ -329,8 +329,9 @@ def start_update(owner: Residency, what: str) -> None:
 
 
 def _after_fork() -> None:
-    """In a child: its one thread has no call that counts."""
-    books.open = False
+    """In a child: its one thread has no call that counts, and no other thread is there to give back a lock."""
+    books.open, books.succession = False, threading.RLock()
+    here.stack.claimed = None
     for entries in (books.stacks, books.blocks, books.owner, here.stack.calls):
         entries.clear()
 

@@ -7,10 +7,11 @@ import sys
 import pytest
 
 SCRIPT = """
-import os, signal, sys, time
+import os, signal, sys, threading, time
 import torch
 from torch import nn
 import overspill
+from overspill import calls, patches
 
 what, config = sys.argv[1], eval(sys.argv[2])
 torch.manual_seed(0)
@@ -33,10 +34,23 @@ def refused(call):
 step()
 loss = engine(x).square().mean()
 step()  # updates are pending, leases are held
+held, forked = threading.Event(), threading.Event()
+
+def hold():
+    with calls.books.succession, patches.changing:
+        held.set()
+        forked.wait()
+
+if what == "locks":
+    threading.Thread(target=hold).start()
+    held.wait()
 sys.stdout.flush()
 child = os.fork()
 if child == 0:
     signal.alarm(60)
+    if what == "locks":
+        refused(engine.zero_grad)
+        patches.install()
     if what == "close":
         engine.close()
     if what == "collect":
@@ -59,6 +73,7 @@ if child == 0:
             os._exit(4)
         assert os.waitstatus_to_exitcode(os.waitpid(grandchild, 0)[1]) == 0
     sys.exit(0)
+forked.set()
 end, pid = time.monotonic() + 90, 0
 while pid == 0 and time.monotonic() < end:
     pid, status = os.waitpid(child, os.WNOHANG)
@@ -72,7 +87,7 @@ if not pid:
 
 
 @pytest.mark.parametrize("placement", ["host", "nvme"])
-@pytest.mark.parametrize("what", ["exit", "close", "collect", "calls"])
+@pytest.mark.parametrize("what", ["exit", "close", "collect", "calls", "locks"])
 def test_a_forked_child_ends_and_its_parent_goes_on(config, what, placement):
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT, what, repr(config(placement))],
