@@ -5,7 +5,6 @@
 
 #include <algorithm>
 #include <cmath>
-#include <cstdio>
 #include <cstring>
 #include <exception>
 #include <numeric>
@@ -16,6 +15,7 @@
 #include "engine/access.h"
 #include "engine/machine.h"
 #include "io/kept.h"
+#include "io/say.h"
 
 namespace overspill::engine {
 namespace {
@@ -107,11 +107,10 @@ void dispose(Machine* machine) noexcept {
   machine->shut_down();
   std::shared_ptr<Machine> last(machine);
   if (!machine->kernel_keeps_memory) return;
-  fmt::print(
-      stderr,
-      "overspill: {} bytes of buffers stay allocated until this process ends: a disk that does not answer "
-      "may still write into them\n",
-      machine->context.host_budget.used_bytes());
+  io::say_on_stderr(fmt::format(
+      "overspill: {} bytes of buffers stay allocated until this process ends: a disk that does not "
+      "answer may still write into them",
+      machine->context.host_budget.used_bytes()));
   io::keep_for_ever(std::move(last));
 }
 

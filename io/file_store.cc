@@ -5,7 +5,6 @@
 
 #include <algorithm>
 #include <chrono>
-#include <cstdio>
 #include <deque>
 #include <limits>
 #include <mutex>
@@ -23,6 +22,7 @@
 #include "io/kept.h"
 #include "io/own_process.h"
 #include "io/piece_queue.h"
+#include "io/say.h"
 #include "io/slab_export.h"
 #include "io/slab_share.h"
 #include "io/speed_test.h"
@@ -485,7 +485,7 @@ void FileStore::close(size_t number, const Error& error) {
 // Once a path. Needs the balance's lock.
 void FileStore::warn(Lane& lane, const std::string& what) {
   if (std::exchange(lane.warned, true)) return;
-  fmt::print(stderr, "overspill: warning: {} {}\n", lane.path, what);
+  say_on_stderr(fmt::format("overspill: warning: {} {}", lane.path, what));
 }
 
 Target FileStore::locate(const Transfer& transfer) {
@@ -500,11 +500,10 @@ std::string FileStore::path_of(const Target& target) {
 }
 
 void FileStore::first_retry(const Error& why) noexcept {
-  fmt::print(stderr,
-             "overspill: warning: {}. The read or write is tried again, and so are later ones that fail like "
-             "it, which "
-             "is not said again; engine.stats() counts them\n",
-             why.cause());
+  say_on_stderr(
+      fmt::format("overspill: warning: {}. The read or write is tried again, and so are later ones that fail "
+                  "like it, which is not said again; engine.stats() counts them",
+                  why.cause()));
 }
 
 std::string FileStore::file_of(const Extent& extent) const {

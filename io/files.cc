@@ -12,12 +12,12 @@
 
 #include <cerrno>
 #include <cstddef>
-#include <cstdio>
 #include <mutex>
 #include <set>
 #include <utility>
 #include <vector>
 
+#include "io/say.h"
 #include "io/unique_fd.h"
 
 namespace overspill::io {
@@ -89,7 +89,7 @@ void warn_once(const std::string& text) {
   static std::mutex mutex;
   static std::set<std::string> said;
   const std::lock_guard lock(mutex);
-  if (said.insert(text).second) fmt::print(stderr, "overspill: warning: {}\n", text);
+  if (said.insert(text).second) say_on_stderr("overspill: warning: " + text);
 }
 
 }  // namespace overspill::io

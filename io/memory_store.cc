@@ -4,7 +4,6 @@
 #include <sys/mman.h>
 
 #include <algorithm>
-#include <cstdio>
 #include <cstring>
 #include <mutex>
 #include <random>
@@ -15,6 +14,7 @@
 #include <utility>
 #include <vector>
 
+#include "io/say.h"
 #include "io/slab_export.h"
 #include "io/store_base.h"
 
@@ -449,7 +449,7 @@ StoreStats SimulatedStore::stats() const {
 
 std::unique_ptr<MemoryStore> make_memory_store(int64_t capacity_bytes, const Faults& faults,
                                                int64_t piece_bytes, std::shared_ptr<VirtualTime> time) {
-  if (faults.has_any() && time == nullptr) fmt::print(stderr, "memory store: seed {}\n", faults.seed);
+  if (faults.has_any() && time == nullptr) say_on_stderr(fmt::format("memory store: seed {}", faults.seed));
   return std::make_unique<SimulatedStore>(capacity_bytes, faults, piece_bytes, std::move(time));
 }
 

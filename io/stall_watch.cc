@@ -6,9 +6,9 @@
 
 #include <algorithm>
 #include <cerrno>
-#include <cstdio>
 #include <utility>
 
+#include "io/say.h"
 #include "io/unique_fd.h"
 
 namespace overspill::io {
@@ -19,10 +19,6 @@ using std::chrono::nanoseconds;
 
 nanoseconds machine_clock() {
   return std::chrono::steady_clock::now().time_since_epoch();
-}
-
-void say_on_stderr(const std::string& line) {
-  fmt::print(stderr, "{}\n", line);
 }
 
 double seconds(nanoseconds time) {
@@ -66,7 +62,7 @@ void StallBoard::set(const void* who, std::string text) {
 
 StallWatch::StallWatch(const StallPolicy& policy, Say say, Clock clock)
     : policy_(policy),
-      say_(say != nullptr ? std::move(say) : say_on_stderr),
+      say_(say != nullptr ? std::move(say) : Say(say_on_stderr)),
       clock_(clock != nullptr ? std::move(clock) : machine_clock),
       pause_(pause_of(policy)) {}
 

@@ -7,7 +7,6 @@
 
 #include <algorithm>
 #include <cerrno>
-#include <cstdio>
 #include <map>
 #include <utility>
 
@@ -15,6 +14,7 @@
 #include "engine/checkpoint/manifest_check.h"
 #include "engine/checkpoint/resident_file.h"
 #include "engine/checkpoint/save_folder.h"
+#include "io/say.h"
 
 namespace overspill::engine {
 namespace {
@@ -162,7 +162,7 @@ int64_t least_manifest_bytes(const Layout& layout) {
 CheckpointKeeper::CheckpointKeeper(Context& context, Access& access) : context_(context), access_(access) {
   const std::string why = too_large();
   if (!why.empty() && context_.layout.slice == 0)
-    fmt::print(stderr, "overspill: warning: no checkpoint of this model can be saved: {}\n", why);
+    io::say_on_stderr("overspill: warning: no checkpoint of this model can be saved: " + why);
 }
 
 /// Empty, or the numbers.

@@ -16,6 +16,7 @@
 #include "cpu_optim/elements.h"
 #include "engine/collectives/rank_order_sum.h"
 #include "engine/collectives/same_call.h"
+#include "io/say.h"
 
 namespace overspill::engine {
 namespace {
@@ -316,8 +317,9 @@ class MpiCommunicator final : public Communicator {
   }
 
   [[noreturn]] void give_up(Call call) {
-    fmt::print(stderr, "overspill: rank {}: all ranks began {}, and MPI did not finish it within {} ms\n",
-               rank_, name_of(call), timeout_.count());
+    io::say_on_stderr(
+        fmt::format("overspill: rank {}: all ranks began {}, and MPI did not finish it within {} ms", rank_,
+                    name_of(call), timeout_.count()));
     MPI_Abort(ranks_, 1);
     std::abort();
   }

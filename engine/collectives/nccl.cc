@@ -4,7 +4,6 @@
 
 #include <algorithm>
 #include <array>
-#include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <functional>
@@ -17,6 +16,7 @@
 
 #include "engine/collectives/nccl_library.h"
 #include "engine/collectives/same_call.h"
+#include "io/say.h"
 
 namespace overspill::engine {
 namespace {
@@ -422,8 +422,8 @@ class NcclCommunicator final : public Communicator {
     const auto give_up = Clock::now() + options_.timeout;
     while (!over.done()) {
       if (Clock::now() >= give_up) {
-        fmt::print(stderr, "overspill: rank {}: {}: {}; the GPU's work did not end in {} ms more\n", rank_,
-                   call, failure_, options_.timeout.count());
+        io::say_on_stderr(fmt::format("overspill: rank {}: {}: {}; the GPU's work did not end in {} ms more",
+                                      rank_, call, failure_, options_.timeout.count()));
         std::abort();
       }
       std::this_thread::sleep_for(std::chrono::microseconds(50));

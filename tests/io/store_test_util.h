@@ -19,6 +19,7 @@
 #include <utility>
 
 #include "io/file_store.h"
+#include "io/say.h"
 #include "io/store.h"
 
 namespace overspill::io {
@@ -126,7 +127,7 @@ int exit_status_of(Child&& child) {
     try {
       status = child();
     } catch (const std::exception& error) {
-      fmt::print(stderr, "child: {}\n", error.what());
+      say_on_stderr(fmt::format("child: {}", error.what()));
     }
     ::_exit(status);
   }
