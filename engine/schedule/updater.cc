@@ -540,6 +540,9 @@ void Updater::run(int32_t chunk) noexcept {
   context_.meter.end(Activity::update);
   if (guess != Guess::taking) context_.meter.updated(c.elements);
   if (!failure.empty()) return context_.fail(failure);
+  // Nothing follows an update in an engine that has failed: its end takes the executor and the store away
+  // while the last tasks run, and who waits for this chunk is told of the failure.
+  if (!context_.failure.empty()) return;
   try {
     ChunkState& state = context_.chunks[chunk];
     if (guess == Guess::running) {

@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <atomic>
 #include <chrono>
 #include <cmath>
 #include <cstring>
@@ -16,8 +17,10 @@
 #include <vector>
 
 #include "cpu_optim/executor.h"
+#include "cpu_optim/floating_point.h"
 #include "engine/engine.h"
 #include "engine/resources.h"
+#include "tests/engine/around_store.h"
 #include "tests/engine/toy_model.h"
 
 namespace overspill::testing {
@@ -216,6 +219,10 @@ TEST(Speculation, ReadsAheadWhatIsGuessedFirstBeforeItsGradientComes) {
 class HeldExecutor final : public optim::Executor {
  public:
   explicit HeldExecutor(int threads = 1) : worker_(optim::make_thread_executor(threads)) {}
+  ~HeldExecutor() override {  // as every executor: what was submitted is run
+    const optim::FloatingPointMode mode;
+    for (const auto& task : waiting_) task();
+  }
   int threads() const override { return worker_->threads(); }
   void submit(std::function<void()> task) override {
     const std::lock_guard lock(mutex_);
@@ -237,6 +244,11 @@ class HeldExecutor final : public optim::Executor {
     held_ = false;
     for (auto& task : waiting_) worker_->submit(std::move(task));
     waiting_.clear();
+  }
+  void let_one_go() {
+    const std::lock_guard lock(mutex_);
+    worker_->submit(std::move(waiting_.front()));
+    waiting_.erase(waiting_.begin());
   }
 
  private:
@@ -285,6 +297,40 @@ TEST(Speculation, MayBeUnderWayWhenTheStepDecides) {
           << placement_name(placement) << (right ? ", right" : ", wrong");
     }
   }
+}
+
+/// step() has taken guesses that are still being made, then the store refuses one of them its room. The
+/// others end within close(), which has no workers any more for what would follow.
+TEST(Speculation, EndsGuessesUnderWayInTheCloseOfAFailedEngine) {
+  const Config config = config_of(Placement::half, true);
+  engine::Resources resources = resources_of(config);
+  auto executor = std::make_unique<HeldExecutor>(32);
+  HeldExecutor& worker = *executor;
+  resources.executor = std::move(executor);
+  std::atomic<bool> refuses = false;
+  resources.store = std::make_unique<WatchedAllocations>(std::move(resources.store), [&] {
+    if (refuses.exchange(false)) throw io::StoreError({.kind = io::ErrorKind::device, .path = "played"});
+  });
+  Engine engine(toy_units(), config, std::move(resources));
+  toy_load(engine);
+  for (int step = 0; step < 3; ++step) {
+    engine.begin_pass({true, true});
+    for (int32_t u = 0; u < kUnits; ++u) engine.acquire(u);
+    engine.expect_step(groups_of(step));
+    if (step == 2) worker.hold();
+    give_gradients(engine, step);
+    if (step < 2) let_guesses_end(engine);
+    const int64_t taken = engine.stats().guesses_taken;
+    engine.step(groups_of(step));
+    if (step == 2) {
+      ASSERT_GT(engine.stats().guesses_taken, taken + 1) << "none is under way beside the refused one";
+    }
+  }
+  refuses = true;
+  worker.let_one_go();
+  EXPECT_THROW(engine.synchronize(), engine::EngineFailed);
+  engine.close();
+  EXPECT_THROW(engine.synchronize(), std::invalid_argument);
 }
 
 /// Scales lie behind a whole chunk's codes; rounding is stochastic.
