@@ -59,8 +59,9 @@ void PieceQueue::push(Transfer& transfer) {
     (fifo.last == nullptr ? fifo.first : fifo.last->next) = &transfer;
     fifo.last = &transfer;
     given_up = given_up_.has_value();
+    if (given_up) ++calls_;
   }
-  given_up ? owner_.given_up() : work_.notify_one();
+  given_up ? tell_given_up() : work_.notify_one();
 }
 
 bool PieceQueue::next(Piece& piece) {
@@ -85,7 +86,7 @@ bool PieceQueue::take(Piece& piece, Transfer::Priority from) {
       if (fifo == nullptr) return false;
       over = advance(*fifo, piece, got_piece);
     }
-    if (over != nullptr) owner_.completed(*over);
+    if (over != nullptr) complete(*over);
     if (got_piece) return true;
   }
 }
@@ -194,13 +195,32 @@ Transfer* PieceQueue::advance(Fifo& fifo, Piece& piece, bool& got_piece) {
   return nullptr;
 }
 
+/// Its caller gives up the lock and hands the transfer to complete().
 Transfer* PieceQueue::retire(Active& active) {
   Transfer* transfer = std::exchange(active.transfer, nullptr);
   transfer->error = std::move(active.error);
   active.error.reset();
   meter_.completed(*transfer);
   free_.push_back(&active);
+  ++calls_;
   return transfer;
+}
+
+// ---- calls to the owner, without the lock; each was counted in calls_ under the lock that decided on it
+
+void PieceQueue::complete(Transfer& transfer) {
+  owner_.completed(transfer);
+  call_ends();
+}
+
+void PieceQueue::tell_given_up() {
+  owner_.given_up();
+  call_ends();
+}
+
+void PieceQueue::call_ends() {
+  const std::lock_guard lock(mutex_);
+  if (--calls_ == 0) quiet_.notify_all();
 }
 
 // ---- what has no answer
@@ -259,9 +279,10 @@ void PieceQueue::give_up(const Error& why) {
     const std::lock_guard lock(mutex_);
     if (given_up_) return;
     given_up_ = why;
+    ++calls_;
   }
   quiet_.notify_all();
-  owner_.given_up();
+  tell_given_up();
 }
 
 bool PieceQueue::is_given_up() {
@@ -270,7 +291,7 @@ bool PieceQueue::is_given_up() {
 }
 
 void PieceQueue::fail_all() {
-  while (Transfer* over = next_to_fail()) owner_.completed(*over);
+  while (Transfer* over = next_to_fail()) complete(*over);
 }
 
 Transfer* PieceQueue::next_to_fail() {
@@ -294,6 +315,7 @@ Transfer* PieceQueue::next_to_fail() {
   }
   over->error = given_up_;
   meter_.completed(*over);
+  ++calls_;
   return over;
 }
 
@@ -331,7 +353,7 @@ void PieceQueue::thread_ends() {
 
 bool PieceQueue::wait_for_threads() {
   std::unique_lock lock(mutex_);
-  quiet_.wait(lock, [&] { return threads_ == 0 || (given_up_ && looking_ == 0); });
+  quiet_.wait(lock, [&] { return calls_ == 0 && (threads_ == 0 || (given_up_ && looking_ == 0)); });
   return threads_ == 0;
 }
 
@@ -396,17 +418,23 @@ PieceQueue::Verdict PieceQueue::judge_error(Piece& piece, int os_error) {
 
 /// Keeps the piece until its wait is over; false where it was tried often enough, or its transfer has failed.
 bool PieceQueue::try_later(Piece& piece, const Error& why, std::atomic<int64_t>& counter) {
+  bool first = false;
   {
     const std::lock_guard lock(mutex_);
     if (stopped_ || given_up_ || piece.active->error || piece.retries >= retry_.tries_max) return false;
     ++piece.retries;
     meter_.returned(piece.active->transfer->kind, 0);
     waiting_.push_back({piece, clock_() + retry_.wait_before(piece.retries)});
+    first = !std::exchange(has_retried_, true);
+    if (first) ++calls_;
   }
   piece.active = nullptr;
   count(counter);
   work_.notify_all();  // whoever waits for work waits no longer than until then
-  if (!has_retried_.exchange(true)) owner_.first_retry(why);
+  if (first) {
+    owner_.first_retry(why);
+    call_ends();
+  }
   return true;
 }
 
@@ -434,7 +462,7 @@ void PieceQueue::finish(Piece& piece, std::optional<Error> error) {
     if (active.pieces == 0 && !current) over = retire(active);
   }
   piece.active = nullptr;
-  if (over != nullptr) owner_.completed(*over);
+  if (over != nullptr) complete(*over);
 }
 
 Error PieceQueue::failure(const Piece& piece, ErrorKind kind, int os_error, std::string detail) const {

@@ -143,8 +143,9 @@ class PieceQueue {
   // The backend's threads, so that whoever ends the store need not join one that hangs.
   void threads_begin(int threads);
   void thread_ends();
-  /// Once stopped. False: the queue is given up and some thread may never end. None looks at a transfer or at
-  /// the owner any more; the backend, the queue and the files must stay.
+  /// Once stopped, and not from a call to the owner: those under way have ended, too. False: the queue is
+  /// given up and some thread may never end. None looks at a transfer or at the owner any more; the backend,
+  /// the queue and the files must stay.
   bool wait_for_threads();
 
   int depth() const { return depth_; }
@@ -197,6 +198,9 @@ class PieceQueue {
   Active& start(Fifo& fifo);
   Transfer* advance(Fifo& fifo, Piece& piece, bool& got_piece);
   Transfer* retire(Active& active);
+  void complete(Transfer& transfer);
+  void tell_given_up();
+  void call_ends();
   Fifo* first_pending(Transfer::Priority from);
   bool pending() {
     return first_due(Transfer::Priority::demand) != waiting_.end() ||
@@ -226,7 +230,6 @@ class PieceQueue {
   std::atomic<int64_t> reads_ = 0;
   std::atomic<int64_t> shortages_ = 0;
   std::atomic<int64_t> checksums_ = 0;
-  std::atomic<bool> has_retried_ = false;
 
   std::mutex mutex_;
   LaneMeter meter_;  // counts under the lock
@@ -238,7 +241,9 @@ class PieceQueue {
   std::vector<AtKernel> at_kernel_;
   std::chrono::nanoseconds last_answer_{};
   std::optional<Error> given_up_;
+  bool has_retried_ = false;
   int looking_ = 0;
+  int calls_ = 0;  // to the owner, under way without the lock
   int threads_ = 0;
   std::condition_variable quiet_;
   bool stopped_ = false;

@@ -10,8 +10,12 @@
 #include <unistd.h>
 
 #include <chrono>
+#include <condition_variable>
+#include <mutex>
 #include <optional>
 #include <string>
+#include <thread>
+#include <utility>
 #include <vector>
 
 #include "io/piece_queue.h"
@@ -180,6 +184,83 @@ TEST_F(GivenUp, EveryoneWhoWaitsHearsOfItAndLateAnswersReachNobody) {
   EXPECT_FALSE(queue_.kernel_keeps_memory());
   EXPECT_TRUE(completed_.empty());
   EXPECT_EQ(queue_.retries().reads, 1);
+}
+
+/// An owner that is slow: in the call of a test's choice it waits until wait_for_threads() has returned, or
+/// for a moment where that rightly waits for it.
+class SlowOwner : public testing::Test, private TransferOwner {
+ protected:
+  enum class Call { none, given_up, first_retry, completed };
+
+  /// Runs `caller` on a thread, which makes `call`, and ends the queue meanwhile.
+  template <typename Caller>
+  void end_during(Call call, Caller caller) {
+    slow_ = call;
+    queue_.threads_begin(1);  // one that hangs in the kernel
+    std::thread thread(caller);
+    {
+      std::unique_lock lock(mutex_);
+      changed_.wait(lock, [&] { return entered_; });
+    }
+    queue_.give_up({.kind = ErrorKind::stalled, .path = "played"});
+    queue_.stop();
+    EXPECT_FALSE(queue_.wait_for_threads());
+    {
+      const std::lock_guard lock(mutex_);
+      ended_ = true;
+    }
+    changed_.notify_all();
+    thread.join();
+    EXPECT_FALSE(ended_during_call_) << "whoever ends the store would free the owner now";
+  }
+  Piece read() {
+    queue_.push(transfer_);
+    Piece piece;
+    EXPECT_TRUE(queue_.next(piece));
+    return piece;
+  }
+
+  PieceQueue queue_{*this, 8, kPiece, nullptr};
+
+ private:
+  Target locate(const Transfer&) override { return {.fd = -1, .slab = 0, .sums = sums_}; }
+  std::string path_of(const Target&) override { return "played"; }
+  void given_up() noexcept override { linger(Call::given_up); }
+  void first_retry(const Error&) noexcept override { linger(Call::first_retry); }
+  void completed(Transfer&) noexcept override { linger(Call::completed); }
+
+  void linger(Call call) {
+    std::unique_lock lock(mutex_);
+    if (call != slow_ || std::exchange(entered_, true)) return;
+    changed_.notify_all();
+    changed_.wait_for(lock, std::chrono::milliseconds(100), [&] { return ended_; });
+    ended_during_call_ = ended_;
+  }
+
+  AlignedMemory memory_{kPiece};
+  std::vector<uint64_t> sums_ = std::vector<uint64_t>(1);
+  Transfer transfer_ =
+      make_transfer(Kind::read, {.slab = 0, .generation = 1, .offset = 0, .bytes = kPiece}, memory_.data());
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  Call slow_ = Call::none;
+  bool entered_ = false;
+  bool ended_ = false;
+  bool ended_during_call_ = false;
+};
+
+TEST_F(SlowOwner, IsNotLeftWhileItIsToldThatItsQueueWasGivenUp) {
+  end_during(Call::given_up, [&] { queue_.give_up({.kind = ErrorKind::ring, .path = "played"}); });
+}
+
+TEST_F(SlowOwner, IsNotLeftWhileItIsToldOfTheFirstRetry) {
+  Piece piece = read();
+  end_during(Call::first_retry, [&] { queue_.settle(piece, -EIO); });
+}
+
+TEST_F(SlowOwner, IsNotLeftWhileItIsToldOfACompletion) {
+  Piece piece = read();
+  end_during(Call::completed, [&] { queue_.settle(piece, -EINVAL); });
 }
 
 // ---- rings that break, forked children
