@@ -239,14 +239,12 @@ void FileStore::stop() {
     if (lane.backend != nullptr) lane.backend->end();
   }
   // Where the run has set a deadline, the watch gives up a path that hangs while this waits for it.
-  bool all_end = true;
+  std::vector<Lane*> ended;
   for (Lane& lane : lanes_) {
-    const bool ends = lane.queue.wait_for_threads() && !lane.queue.is_given_up();
-    all_end = all_end && ends;
-    if (ends) lane.backend.reset();
+    if (lane.queue.wait_for_threads() && !lane.queue.is_given_up()) ended.push_back(&lane);
   }
   watch_->stop();
-  if (!all_end) keep_for_ever(parts_);
+  if (ended.size() < lanes_.size()) keep_for_ever(parts_);
   // A callback may have submitted to a lane that had ended already: these are cancelled here.
   Piece piece;
   for (bool found = true; found;) {
@@ -258,6 +256,8 @@ void FileStore::stop() {
       lane.queue.next(piece);
     }
   }
+  // Until here a callback could still submit, which wakes the backend.
+  for (Lane* lane : ended) lane->backend.reset();
 }
 
 void FileStore::reserve(int64_t bytes) {

@@ -6,10 +6,14 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cerrno>
+#include <chrono>
 #include <cmath>
 #include <filesystem>
+#include <iterator>
 #include <memory>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "tests/io/loop_disk.h"
@@ -263,6 +267,36 @@ TEST_F(Paths, ARefusedWriteGoesToAnotherPath) {
     EXPECT_EQ(last.error->os_error, os_error);
     EXPECT_FALSE(write(*store, last.extent, memory)) << "and does not stick";
   }
+}
+
+int64_t threads_of_this_process() {
+  return std::distance(fs::directory_iterator("/proc/self/task"), fs::directory_iterator());
+}
+
+/// The first path has ended within the destructor when the second one refuses a write, which then goes to it.
+TEST_F(Paths, AWriteThatIsRefusedWhileTheStoreEndsIsCancelled) {
+  std::atomic<int64_t> threads = 0;  // before the end; 0: it has not begun
+  FileStoreOptions own = options();
+  own.threads = 1;
+  own.result_hook = [&](bool, int64_t, int64_t, int64_t result) -> int64_t {
+    if (threads == 0) return result;
+    for (int i = 0; i < 20'000 && threads_of_this_process() >= threads; ++i)
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    std::this_thread::sleep_for(std::chrono::milliseconds(50));  // for what follows the end of its thread
+    return -ENOSPC;
+  };
+  auto store = make_file_store(own);
+  store->reserve(16 * kMiB);
+  Extent second;
+  while (second.empty() || !contains(store->file_of(second), second_.path().string()))
+    second = store->allocate(kPiece);
+  AlignedMemory memory(kPiece);
+  Transfer transfer = make_transfer(Kind::write, second, memory.data());
+  threads = threads_of_this_process();
+  store->submit(transfer);
+  store.reset();
+  ASSERT_TRUE(transfer.error);
+  EXPECT_EQ(transfer.error->kind, ErrorKind::cancelled) << transfer.error->message();
 }
 
 TEST_F(Paths, AReadErrorClosesNothing) {
