@@ -4,6 +4,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
 #include <chrono>
 #include <deque>
 #include <limits>
@@ -86,9 +87,9 @@ class FileStore final : public StoreBase<Store> {
     const std::optional<int> numa_node;
     PieceQueue queue;
     std::unique_ptr<Backend> backend;
-    int64_t reserved_bytes = 0;  // guarded by grow_mutex_
-    std::string closed;          // guarded by balance_mutex_
-    bool warned = false;         // guarded by balance_mutex_
+    std::atomic<int64_t> reserved_bytes = 0;  // changed under grow_mutex_
+    std::string closed;                       // guarded by balance_mutex_
+    bool warned = false;                      // guarded by balance_mutex_
   };
   struct Slab {
     SlabFile file;
@@ -138,7 +139,7 @@ class FileStore final : public StoreBase<Store> {
   std::shared_ptr<Parts> parts_ = std::make_shared<Parts>();
   std::deque<Lane>& lanes_ = parts_->lanes;
 
-  mutable std::mutex grow_mutex_;          // taken before the others
+  std::mutex grow_mutex_;                  // held while files grow; taken before the others
   mutable std::shared_mutex slabs_mutex_;  // guards the table, which only grows; its entries never move
   std::deque<Slab>& slabs_ = parts_->slabs;
   SlabShares shares_;
@@ -365,7 +366,7 @@ StoreError FileStore::too_small(int64_t wanted_bytes, const Growth& growth,
     const Lane& lane = lanes_[i];
     error.path += (i > 0 ? ", " : "") + lane.path;
     error.detail += fmt::format("; {}: wanted {}, {} available beside {} reserved{}", lane.path, parts[i],
-                                lane.folder.available_bytes(), lane.reserved_bytes,
+                                lane.folder.available_bytes(), lane.reserved_bytes.load(),
                                 growth.refusals[i] ? fmt::format(" ({})", growth.refusals[i]->what()) : "");
   }
   return StoreError(std::move(error));
@@ -545,13 +546,10 @@ StoreStats FileStore::stats() const {
                              (lane.numa_node ? fmt::format(", NUMA node {}", *lane.numa_node) : "");
     // Paths that do the same are named once.
     if (backend.find(text) == std::string::npos) backend += (backend.empty() ? "" : "; ") + text;
+    path.reserved_bytes = lane.reserved_bytes;
     path.retries = lane.queue.retries();
     path.stalls = watch_->stats(paths.size());
     paths.push_back(std::move(path));
-  }
-  {
-    const std::lock_guard lock(grow_mutex_);
-    for (size_t i = 0; i < lanes_.size(); ++i) paths[i].reserved_bytes = lanes_[i].reserved_bytes;
   }
   {
     const std::lock_guard lock(balance_mutex_);
