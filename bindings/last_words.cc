@@ -12,9 +12,17 @@
 namespace overspill::bindings {
 namespace {
 
-int wake_fd = -1;  // what a signal handler may use: a descriptor, written before the handler is installed
+// What the signal handler uses, written before it is installed.
+int wake_fd = -1;  // read by the thread that ends the process
+pid_t owner = 0;   // the process that has that thread
 
 void wake(int) {
+  // A forked child inherits the handler and the pipe. What it writes there would end its parent.
+  if (getpid() != owner) {
+    std::signal(SIGTERM, SIG_DFL);
+    std::raise(SIGTERM);  // ends the child as this handler returns
+    return;
+  }
   const int before = errno;
   static_cast<void>(!write(wake_fd, "", 1));
   errno = before;
@@ -25,11 +33,14 @@ void wake(int) {
 bool linger_when_terminated(double seconds) {
   struct sigaction now {};
   sigaction(SIGTERM, nullptr, &now);
-  if (now.sa_handler == wake) return true;
-  if (now.sa_handler != SIG_DFL) return false;
+  const bool inherited = now.sa_handler == wake && owner != getpid();
+  if (now.sa_handler == wake && !inherited) return true;
+  if (now.sa_handler != SIG_DFL && !inherited) return false;
   std::array<int, 2> ends{};
   if (pipe2(ends.data(), O_CLOEXEC) != 0) return false;
+  std::signal(SIGTERM, SIG_DFL);  // an inherited handler sees none of this half written
   wake_fd = ends[1];
+  owner = getpid();
   std::thread([reader = ends[0], seconds] {
     char byte = 0;
     while (read(reader, &byte, 1) < 0 && errno == EINTR) {

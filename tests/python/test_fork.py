@@ -1,6 +1,7 @@
 """An engine in a forked child: the child ends, whatever it does; every call is an error that names the process which
 has the engine; the parent goes on as if nothing had been."""
 
+import signal
 import subprocess
 import sys
 
@@ -97,3 +98,39 @@ def test_a_forked_child_ends_and_its_parent_goes_on(config, what, placement):
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout == "child 0 parent 3\n", done.stdout + done.stderr
+
+
+TERMINATED = """
+import os, signal, time
+from overspill import _core
+
+assert _core.linger_when_terminated(0.2)
+
+def ends_by_sigterm(child):
+    os.kill(child, signal.SIGTERM)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM
+
+for lingers in [False, True]:
+    ready, says = os.pipe()
+    child = os.fork()
+    if child == 0:
+        signal.alarm(30)
+        if lingers:
+            assert _core.linger_when_terminated(0.2)
+        os.write(says, b"x")
+        while True:
+            time.sleep(60)
+    os.read(ready, 1)
+    assert ends_by_sigterm(child)
+time.sleep(1)
+print("the parent lives", flush=True)
+os.kill(os.getpid(), signal.SIGTERM)
+print("and has its last words", flush=True)
+time.sleep(60)
+"""
+
+
+def test_sigterm_to_a_forked_child_does_not_end_a_process_that_lingers():
+    done = subprocess.run([sys.executable, "-c", TERMINATED], capture_output=True, text=True, timeout=200)
+    assert done.stdout == "the parent lives\nand has its last words\n", (done.returncode, done.stderr)
+    assert done.returncode == -signal.SIGTERM, done.stderr
