@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <cerrno>
 #include <utility>
+#include <variant>
 
 #include "io/say.h"
 #include "io/unique_fd.h"
@@ -86,6 +87,10 @@ void StallWatch::stop() {
   }
   changed_.notify_all();
   if (thread_.joinable()) thread_.join();
+  const std::lock_guard looking(look_mutex_);
+  for (State& state : parties_) {  // nobody will see that it answers again
+    if (!state.given_up) forget_stall(state);
+  }
 }
 
 void StallWatch::wake() {
@@ -121,20 +126,28 @@ void StallWatch::look() {
 
 namespace {
 
-/// Of a call that another thread makes: its result, or that it was given up.
-struct Outcome {
-  std::mutex mutex;
-  std::condition_variable there;
-  std::optional<int> os_error;
-  std::optional<Error> error;
+/// Of a call that another thread makes: its errno, or that it was given up, whichever is there first.
+class Outcome {
+ public:
+  using Value = std::variant<int, Error>;
 
-  void set(auto& field, auto value) {
+  void set(Value value) {
     {
-      const std::lock_guard lock(mutex);
-      field = std::move(value);
+      const std::lock_guard lock(mutex_);
+      if (!value_) value_ = std::move(value);
     }
-    there.notify_all();
+    there_.notify_all();
   }
+  Value wait() {
+    std::unique_lock lock(mutex_);
+    there_.wait(lock, [&] { return value_.has_value(); });
+    return *value_;
+  }
+
+ private:
+  std::mutex mutex_;
+  std::condition_variable there_;
+  std::optional<Value> value_;
 };
 
 int sync_now(int file) {
@@ -143,37 +156,46 @@ int sync_now(int file) {
 
 }  // namespace
 
+/// Looked after while it lives, also where an exception ends it.
+class StallWatch::WatchedCall {
+ public:
+  WatchedCall(StallWatch& watch, Party party) : watch_(watch) {
+    const std::lock_guard lock(watch.calls_mutex_);
+    watch.calls_.emplace_back().party = std::move(party);
+    state_ = std::prev(watch.calls_.end());
+  }
+  ~WatchedCall() {
+    const std::lock_guard lock(watch_.calls_mutex_);
+    watch_.told_enough(*state_, watch_.clock_());
+    watch_.forget_stall(*state_);  // also where it was given up: nobody waits for it any more
+    watch_.calls_.erase(state_);
+  }
+  WatchedCall(const WatchedCall&) = delete;
+  WatchedCall& operator=(const WatchedCall&) = delete;
+
+ private:
+  StallWatch& watch_;
+  std::list<State>::iterator state_;
+};
+
 int StallWatch::sync_data(int file, const std::string& path) {
   const auto outcome = std::make_shared<Outcome>();
   Party party{
       .path = path,
       .silent_since = [since = clock_()] { return std::optional(since); },
       .unanswered = [path] { return std::optional(Unanswered{.operation = Operation::sync, .file = path}); },
-      .give_up = [outcome](const Error& why) { outcome->set(outcome->error, why); },
+      .give_up = [outcome](const Error& why) { outcome->set(why); },
       .tend = nullptr};
-  const auto state = [&] {
-    const std::lock_guard lock(calls_mutex_);
-    calls_.emplace_back().party = std::move(party);
-    return std::prev(calls_.end());
-  }();
+  const WatchedCall watched(*this, std::move(party));
   UniqueFd own(policy_.give_up_after > 0ns ? ::fcntl(file, F_DUPFD_CLOEXEC, 0) : -1);
   if (own) {
-    std::thread([outcome, own = std::move(own)] {
-      outcome->set(outcome->os_error, sync_now(own.get()));
-    }).detach();
-    std::unique_lock lock(outcome->mutex);
-    outcome->there.wait(lock, [&] { return outcome->os_error || outcome->error; });
+    std::thread([outcome, own = std::move(own)] { outcome->set(sync_now(own.get())); }).detach();
   } else {
-    outcome->os_error = sync_now(file);
+    outcome->set(sync_now(file));
   }
-  {
-    const std::lock_guard lock(calls_mutex_);
-    told_enough(*state, clock_());
-    board_->set(&*state, "");  // also where the watch gave it up: nobody waits for that call any more
-    calls_.erase(state);
-  }
-  if (!outcome->os_error) throw StoreError(*outcome->error);
-  return *outcome->os_error;
+  const Outcome::Value value = outcome->wait();
+  if (const Error* const error = std::get_if<Error>(&value)) throw StoreError(*error);
+  return std::get<int>(value);
 }
 
 int sync_data(StallWatch* watch, int file, const std::string& path) {
@@ -236,6 +258,14 @@ void StallWatch::told_enough(State& state, nanoseconds now) {
   board_->set(&state, "");
   say_(fmt::format("overspill: {} answers again, after {:.3g} s", state.party.path,
                    seconds(now - state.since)));
+}
+
+void StallWatch::forget_stall(State& state) {
+  {
+    const std::lock_guard lock(stats_mutex_);
+    state.stats.now_ns = 0;
+  }
+  board_->set(&state, "");
 }
 
 StallStats StallWatch::stats(size_t party) const {

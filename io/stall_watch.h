@@ -58,7 +58,8 @@ class StallWatch {
   /// Before start().
   void add(Party party);
   void start();
-  /// Ends the thread: the parties' functions are not called any more.
+  /// Ends the thread: the parties' functions are not called any more. The board keeps what was given up, and
+  /// no other stall.
   void stop();
   /// Makes the thread look now.
   void wake();
@@ -70,10 +71,12 @@ class StallWatch {
   std::shared_ptr<const StallBoard> board() const { return board_; }
 
   /// fdatasync, watched as a party of its own. Returns its errno, 0 for none. Throws StoreError{stalled} when
-  /// the time is over: the call goes on in a thread that nobody waits for.
+  /// the time is over: the call goes on in a thread that nobody waits for. Throws std::system_error where
+  /// there is no thread to be had.
   int sync_data(int file, const std::string& path);
 
  private:
+  class WatchedCall;
   struct State {
     Party party;
     std::chrono::nanoseconds since{-1};
@@ -86,6 +89,7 @@ class StallWatch {
   void look_at(State& state);
   void tell(State& state, std::chrono::nanoseconds silent);
   void told_enough(State& state, std::chrono::nanoseconds now);
+  void forget_stall(State& state);
 
   const StallPolicy policy_;
   const Say say_;

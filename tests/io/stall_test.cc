@@ -1,9 +1,11 @@
 // What does not answer: it is told with growing gaps, and given up when its time is over, with its memory
 // left to the kernel. The watch with a clock that is played, the queue with a backend that is, and rings that
 // really break.
+#include <fcntl.h>
 #include <gtest/gtest.h>
 #include <linux/filter.h>
 #include <linux/seccomp.h>
+#include <pthread.h>
 #include <stddef.h>
 #include <sys/prctl.h>
 #include <sys/syscall.h>
@@ -14,12 +16,14 @@
 #include <mutex>
 #include <optional>
 #include <string>
+#include <system_error>
 #include <thread>
 #include <utility>
 #include <vector>
 
 #include "io/piece_queue.h"
 #include "io/stall_watch.h"
+#include "io/unique_fd.h"
 #include "tests/io/store_test_util.h"
 
 namespace overspill::io {
@@ -102,6 +106,15 @@ TEST_F(PlayedWatch, AnAnswerStartsTheCountAnew) {
   EXPECT_TRUE(said_.empty());
 }
 
+TEST_F(PlayedWatch, ItsEndLeavesNoStallOnTheBoard) {
+  ask(4096);
+  pass(11);
+  ASSERT_NE(watch_.board()->text(), "");
+  since_.reset();  // it answers, and the store ends before the next look
+  watch_.stop();
+  EXPECT_EQ(watch_.board()->text(), "");
+}
+
 class Deadline : public PlayedWatch {
  protected:
   Deadline() : PlayedWatch(seconds(15)) {}
@@ -118,6 +131,51 @@ TEST_F(Deadline, GivesUpOnceWithATypedErrorThatNamesPathOperationAndSeconds) {
   for (const char* part : {"write failed", "/mnt/a/slab-0.bin", "4096 bytes", "15 s", "io_deadline_seconds"})
     EXPECT_TRUE(contains(message, part)) << part << " is missing in: " << message;
   EXPECT_NE(watch_.board()->text(), "") << "it hangs still";
+}
+
+TEST_F(Deadline, ItsEndLeavesOnTheBoardWhatWasGivenUp) {
+  ask(4096);
+  pass(20);
+  ASSERT_EQ(given_up_.size(), 1U);
+  watch_.stop();
+  EXPECT_NE(watch_.board()->text(), "") << "a thread of it hangs still";
+}
+
+/// While it lives no thread can be made: none has so much room for its stack.
+class NoThreads {
+ public:
+  NoThreads() {
+    ::pthread_getattr_default_np(&before_);
+    pthread_attr_t huge;
+    ::pthread_attr_init(&huge);
+    ::pthread_attr_setstacksize(&huge, size_t{1} << 47);
+    ::pthread_setattr_default_np(&huge);
+    ::pthread_attr_destroy(&huge);
+  }
+  ~NoThreads() {
+    ::pthread_setattr_default_np(&before_);
+    ::pthread_attr_destroy(&before_);
+  }
+  NoThreads(const NoThreads&) = delete;
+  NoThreads& operator=(const NoThreads&) = delete;
+
+ private:
+  pthread_attr_t before_{};
+};
+
+TEST_F(Deadline, ASyncThatGotNoThreadIsWatchedNoLonger) {
+  const ScratchFolder folder;
+  const std::string path = (folder.path() / "file").string();
+  const UniqueFd file(::open(path.c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0600));
+  ASSERT_TRUE(file);
+  {
+    const NoThreads none;
+    EXPECT_THROW(watch_.sync_data(file.get(), path), std::system_error);
+  }
+  pass(30);
+  EXPECT_EQ(watch_.board()->text(), "");
+  EXPECT_TRUE(said_.empty()) << said_.front();
+  EXPECT_EQ(watch_.sync_data(file.get(), path), 0);
 }
 
 // ---- the queue
