@@ -49,6 +49,7 @@ void Machine::finish() noexcept {
       context.failure = "the engine was closed";  // nothing new is started
       context.told = true;
     }
+    context.changed.notify_all();  // whoever waits still, waits for nothing
   }
   // Tasks and transfers point into this object: none may be left.
   context.resources.executor.reset();
@@ -57,8 +58,8 @@ void Machine::finish() noexcept {
     kernel_keeps_memory = context.store().kernel_keeps_memory();
   }
   std::unique_ptr<io::Store> store;  // ends without the mutex, which its threads take
-  const std::lock_guard guard(context.mutex);
-  store.swap(context.resources.store);
+  std::unique_lock lock(context.mutex);
+  store = context.take_store(lock);
 }
 
 const Unit& Machine::unit_at(int32_t unit) const {

@@ -133,8 +133,27 @@ void Context::demand(int32_t unit) {
   demanded_units.push_back(unit);
 }
 
+/// Gives the lock up for a call to the store, which stays until the call has ended.
+class Context::AtStore {
+ public:
+  AtStore(Context& context, std::unique_lock<std::mutex>& lock) : context_(context), lock_(lock) {
+    ++context_.at_store;
+    lock_.unlock();
+  }
+  ~AtStore() {
+    lock_.lock();
+    if (--context_.at_store == 0 && !context_.failure.empty()) context_.changed.notify_all();
+  }
+  AtStore(const AtStore&) = delete;
+  AtStore& operator=(const AtStore&) = delete;
+
+ private:
+  Context& context_;
+  std::unique_lock<std::mutex>& lock_;
+};
+
 io::Extent Context::allocate(std::unique_lock<std::mutex>& lock, int64_t bytes) {
-  const Unlocked unlocked(lock);
+  const AtStore at_store(*this, lock);
   return store().allocate(bytes);
 }
 
@@ -178,10 +197,14 @@ void Context::check() {
 
 bool Context::poll(std::unique_lock<std::mutex>& lock) {
   if (resources.store == nullptr) return false;
-  lock.unlock();
-  const bool moved_on = store().poll();
-  lock.lock();
-  return moved_on;
+  const AtStore at_store(*this, lock);
+  return store().poll();
+}
+
+std::unique_ptr<io::Store> Context::take_store(std::unique_lock<std::mutex>& lock) {
+  if (failure.empty()) throw std::logic_error("the store of an engine that goes on was to be taken");
+  changed.wait(lock, [&] { return at_store == 0; });
+  return std::move(resources.store);
 }
 
 int64_t now_ns() {

@@ -192,8 +192,10 @@ struct Context {
   /// for.
   template <class Done>
   void wait(std::unique_lock<std::mutex>& lock, Done done, Cause cause, int32_t unit = -1);
-  /// As Store::poll, with the lock given up meanwhile.
+  /// As Store::poll, with the lock given up meanwhile. False without a store.
   bool poll(std::unique_lock<std::mutex>& lock);
+  /// Takes the store, once nobody is in poll() or allocate() any more. Nothing new may be started.
+  std::unique_ptr<io::Store> take_store(std::unique_lock<std::mutex>& lock);
 
   /// The unit's updates come before others, until they are done. Needs the mutex.
   void demand(int32_t unit);
@@ -234,6 +236,7 @@ struct Context {
   std::string cause;  // of it, alone
   bool told = false;  // a caller has been given it
   std::string last_checkpoint;
+  int at_store = 0;                     // callers who are in the store without the mutex
   std::vector<int32_t> demanded_units;  // somebody waits for their updates; the latest comes first
   std::vector<int32_t> awaited_units;   // callers wait for their gathered weights; the oldest comes first
   uint64_t progress = 0;                // calls so far
@@ -241,6 +244,7 @@ struct Context {
   StepMeter meter;
 
  private:
+  class AtStore;
   template <class Carver>
   void carve_gradients(const Unit& unit, UnitState& state, Carver& carver);
 };

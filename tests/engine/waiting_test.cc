@@ -1,0 +1,141 @@
+// A thread that waits in an engine which another thread closes: it is told, and the store stays until it is
+// out.
+#include <gtest/gtest.h>
+
+#include <chrono>
+#include <condition_variable>
+#include <future>
+#include <memory>
+#include <mutex>
+#include <utility>
+
+#include "engine/machine.h"
+#include "engine/partition/layout.h"
+#include "engine/resources.h"
+#include "engine/schedule/plan.h"
+#include "tests/engine/around_store.h"
+#include "tests/engine/toy_model.h"
+
+namespace overspill::testing {
+namespace {
+
+engine::Config config_of() {
+  engine::Config config;
+  config.nvme = {"/nowhere"};  // the store is in memory
+  config.threads = 2;
+  config.chunk_elements = 4096;
+  config.placement = engine::Placement::nvme;
+  config.host_budget_bytes = 64 << 20;
+  return config;
+}
+
+engine::Resources resources_of(const engine::Config& config) {
+  return engine::make_resources(toy_units(), config, {"host", "memory", 1});
+}
+
+std::unique_ptr<engine::Machine> machine_of(engine::Resources resources) {
+  const engine::Config config = config_of();
+  engine::Layout layout = engine::make_layout(toy_units(), config.chunk_elements, 0, 1);
+  engine::Plan plan = make_plan(layout, config, {});
+  return std::make_unique<engine::Machine>(std::move(layout), std::move(plan), config, std::move(resources));
+}
+
+/// A thread that waits for what never comes.
+class Waiter {
+ public:
+  explicit Waiter(engine::Context& context) : context_(context) {
+    told_ = std::async(std::launch::async, [this] {
+      std::unique_lock lock(context_.mutex);
+      try {
+        context_.wait(
+            lock, [this] { return ++looks_, let_go_; }, engine::Cause::rest);
+      } catch (const engine::EngineFailed&) {
+        return true;
+      }
+      return false;
+    });
+  }
+  /// Returns when it has looked twice, and so sleeps, for the mutex is free.
+  void sleeps() {
+    for (bool asleep = false; !asleep;) {
+      const std::lock_guard guard(context_.mutex);
+      asleep = looks_ > 2;
+    }
+  }
+  /// Whether it was told that the engine is no more. Does not hang where it was not.
+  bool told() {
+    const bool ends = told_.wait_for(std::chrono::seconds(20)) == std::future_status::ready;
+    {
+      const std::lock_guard guard(context_.mutex);
+      let_go_ = true;
+      context_.changed.notify_all();
+    }
+    return told_.get() && ends;
+  }
+
+ private:
+  engine::Context& context_;
+  int looks_ = 0;
+  bool let_go_ = false;
+  std::future<bool> told_;
+};
+
+TEST(WhoeverWaits, IsWokenByTheCloseOfTheEngine) {
+  const auto machine = machine_of(resources_of(config_of()));
+  Waiter waiter(machine->context);
+  waiter.sleeps();
+  machine->shut_down();
+  EXPECT_TRUE(waiter.told());
+}
+
+/// What a store and its test know of one another; outlives both.
+struct Visit {
+  std::mutex mutex;
+  std::condition_variable changed;
+  bool begun = false;
+  bool store_is_gone = false;
+  bool gone_meanwhile = false;
+};
+
+/// Its first poll() lasts until the store is gone, or for a moment where the store rightly stays.
+class SlowlyPolled final : public AroundStore {
+ public:
+  SlowlyPolled(std::unique_ptr<io::Store> store, std::shared_ptr<Visit> visit)
+      : AroundStore(std::move(store)), visit_(std::move(visit)) {}
+  ~SlowlyPolled() override {
+    const std::lock_guard lock(visit_->mutex);
+    visit_->store_is_gone = true;
+    visit_->changed.notify_all();
+  }
+  bool poll() override {
+    const std::shared_ptr<Visit> visit = visit_;
+    std::unique_lock lock(visit->mutex);
+    if (std::exchange(visit->begun, true)) return false;
+    visit->changed.notify_all();
+    visit->changed.wait_for(lock, std::chrono::milliseconds(100), [&] { return visit->store_is_gone; });
+    visit->gone_meanwhile = visit->store_is_gone;
+    return false;
+  }
+
+ private:
+  const std::shared_ptr<Visit> visit_;
+};
+
+TEST(WhoeverWaits, KeepsTheStoreThatItPolls) {
+  const auto visit = std::make_shared<Visit>();
+  engine::Resources resources = resources_of(config_of());
+  resources.store = std::make_unique<SlowlyPolled>(std::move(resources.store), visit);
+  const auto machine = machine_of(std::move(resources));
+  Waiter waiter(machine->context);
+  {
+    std::unique_lock lock(visit->mutex);
+    visit->changed.wait(lock, [&] { return visit->begun; });
+  }
+  machine->shut_down();
+  EXPECT_TRUE(waiter.told());
+  const std::lock_guard lock(visit->mutex);
+  EXPECT_FALSE(visit->gone_meanwhile);
+}
+
+}  // namespace
+}  // namespace overspill::testing
