@@ -9,6 +9,7 @@
 #include <exception>
 #include <numeric>
 #include <stdexcept>
+#include <system_error>
 #include <thread>
 #include <utility>
 
@@ -112,6 +113,20 @@ void dispose(Machine* machine) noexcept {
       "answer may still write into them",
       machine->context.host_budget.used_bytes()));
   io::keep_for_ever(std::move(last));
+}
+
+/// For a caller on the thread of the rounds, who cannot wait for that thread's end.
+void shut_down_elsewhere(std::shared_ptr<Machine> machine) noexcept {
+  try {
+    std::thread([machine] { machine->shut_down(); }).detach();
+  } catch (const std::system_error& error) {
+    machine->rounds.abort("its engine was destroyed on the thread of its rounds");
+    io::say_on_stderr(fmt::format(
+        "overspill: an engine stays until this process ends: it was destroyed on the thread of its "
+        "rounds, and there is no other to close it ({})",
+        error.what()));
+    io::keep_for_ever(std::move(machine));
+  }
 }
 
 /// For the report: while this object lives, the report counts the caller's time as spent in the engine.
@@ -233,7 +248,11 @@ Engine::~Engine() {
   // Where an exception destroys the engine, its rank comes to no further meeting. The other ranks would wait
   // there, so they are told.
   if (std::uncaught_exceptions() > 0) machine_->rounds.abort("its engine was destroyed by an exception");
-  machine_->shut_down();
+  if (machine_->rounds.here()) {
+    shut_down_elsewhere(std::move(machine_));
+  } else {
+    machine_->shut_down();
+  }
 }
 
 Machine& Engine::machine_to_look_at() const {
@@ -249,6 +268,11 @@ Machine& Engine::machine() const {
 
 void Engine::close() {
   if (!machine_->process.here()) return;
+  if (machine_->rounds.here()) {
+    throw std::invalid_argument(
+        "close() was called on the thread of this rank's rounds, whose end it waits for (a transport, or a "
+        "finalizer that ran in one): call it on another thread");
+  }
   machine_->shut_down();
   const std::lock_guard guard(machine_->context.mutex);
   if (!machine_->context.told) machine_->context.check();

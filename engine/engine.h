@@ -214,6 +214,8 @@ class Engine {
   /// close() throws EngineFailed, once everything is given up. A disk that hangs is waited for, no longer
   /// than Config::io_deadline_ms; the buffers that it may still write into are never freed then. In a forked
   /// child this does nothing, and every other call throws WrongProcess. A second call does nothing.
+  /// Throws std::invalid_argument on the thread of the rounds, for whose end it waits; the destructor leaves
+  /// the closing to another thread there.
   void close();
 
  private:

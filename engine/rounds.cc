@@ -10,6 +10,8 @@
 namespace overspill::engine {
 namespace {
 
+thread_local const Rounds* of_this_thread = nullptr;
+
 constexpr std::chrono::microseconds kRestLeast{20};
 constexpr std::chrono::microseconds kRestMost{1000};
 
@@ -87,6 +89,10 @@ Rounds::Change::Change(Rounds& rounds, std::unique_lock<std::mutex>& lock) : rou
   rounds.context_.changed.notify_all();
 }
 
+bool Rounds::here() const {
+  return of_this_thread == this;
+}
+
 void Rounds::leave() noexcept {
   if (!thread_.joinable()) return;
   {
@@ -111,6 +117,7 @@ void Rounds::abort(const char* why) noexcept {
 // ---- the thread
 
 void Rounds::run() noexcept {
+  of_this_thread = this;
   std::string why;
   try {
     while (!agreement_.all_left) {

@@ -58,7 +58,12 @@ class Rounds {
   /// On the thread of the rounds: sums what was given and not summed yet.
   void sum_gradients();
 
-  /// Serves the others until all ranks have left, or the world has ended; then the thread is gone.
+  /// Whether the caller is the thread of the rounds: a transport may run other code there, such as a
+  /// finalizer of Python.
+  bool here() const;
+
+  /// Serves the others until all ranks have left, or the world has ended; then the thread is gone. Not to be
+  /// called from that thread.
   void leave() noexcept;
   /// Ends the world now: the others are told why.
   void abort(const char* why) noexcept;

@@ -5,9 +5,18 @@
 
 #include <atomic>
 #include <chrono>
+#include <functional>
+#include <future>
+#include <memory>
+#include <mutex>
 #include <random>
+#include <span>
+#include <stdexcept>
+#include <string>
 #include <thread>
+#include <utility>
 
+#include "tests/engine/around.h"
 #include "tests/engine/rank_world.h"
 
 namespace overspill::testing {
@@ -212,6 +221,59 @@ TEST(Closing, SaysNothingTwice) {
     engine->close();
   });
   EXPECT_EQ(errors[0], "");
+}
+
+/// Runs `visit`, once it is given, in the next call: on the thread of the rounds.
+class Visited final : public Around {
+ public:
+  Visited(std::unique_ptr<engine::Communicator> ranks, std::shared_ptr<std::promise<void>> ended)
+      : Around(std::move(ranks)), ended_(std::move(ended)) {}
+  ~Visited() override { ended_->set_value(); }
+  void all_gather(std::span<std::byte> data) override {
+    if (const auto visit = take()) visit();
+    Around::all_gather(data);
+  }
+  void give(std::function<void()> visit) {
+    const std::lock_guard lock(mutex_);
+    visit_ = std::move(visit);
+  }
+
+ private:
+  std::function<void()> take() {
+    const std::lock_guard lock(mutex_);
+    return std::exchange(visit_, nullptr);
+  }
+
+  std::mutex mutex_;
+  std::function<void()> visit_;
+  const std::shared_ptr<std::promise<void>> ended_;
+};
+
+TEST(Closing, IsRefusedOnTheThreadOfTheRoundsAndLeftToAnotherByTheDestructor) {
+  const auto errors = on_ranks(2, [&](int rank, std::unique_ptr<engine::Communicator> ranks) {
+    if (rank == 1) {
+      const auto engine = toy_rank({}, std::move(ranks));
+      return engine->close();
+    }
+    const auto ended = std::make_shared<std::promise<void>>();
+    std::promise<std::string> refused;
+    std::unique_ptr<Engine> engine;
+    auto transport = std::make_unique<Visited>(std::move(ranks), ended);
+    Visited& visited = *transport;
+    engine = toy_rank({}, std::move(transport));
+    visited.give([&] {
+      try {
+        engine->close();
+        refused.set_value("");
+      } catch (const std::invalid_argument& error) {
+        refused.set_value(error.what());
+      }
+      engine.reset();
+    });
+    EXPECT_NE(refused.get_future().get().find("on another thread"), std::string::npos);
+    ended->get_future().get();  // everything of it has ended
+  });
+  for (const std::string& error : errors) EXPECT_EQ(error, "");
 }
 
 TEST(Leaving, ServesWhoGoesOn) {
