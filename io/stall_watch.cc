@@ -22,7 +22,7 @@ nanoseconds machine_clock() {
   return std::chrono::steady_clock::now().time_since_epoch();
 }
 
-double seconds(nanoseconds time) {
+double in_seconds(nanoseconds time) {
   return std::chrono::duration<double>(time).count();
 }
 
@@ -223,7 +223,7 @@ void StallWatch::look_at(State& state) {
        .offset_bytes = what.offset_bytes,
        .length_bytes = what.length_bytes,
        .detail = fmt::format("{} has not answered for {:.3g} s, engine.io_deadline_seconds allows {:.3g}",
-                             state.party.path, seconds(silent), seconds(policy_.give_up_after))});
+                             state.party.path, in_seconds(silent), in_seconds(policy_.give_up_after))});
 }
 
 void StallWatch::tell(State& state, nanoseconds silent) {
@@ -231,10 +231,10 @@ void StallWatch::tell(State& state, nanoseconds silent) {
   if (!what) return;  // it has just answered
   while (state.tell_at <= silent) state.tell_at *= 2;
   const std::string text = fmt::format("{} has not answered for {:.3g} s: {}", state.party.path,
-                                       seconds(silent), request_of(*what));
+                                       in_seconds(silent), request_of(*what));
   say_(fmt::format("overspill: warning: {}; {}", text,
                    policy_.give_up_after > 0ns
-                       ? fmt::format("the engine gives up after {:.3g} s", seconds(policy_.give_up_after))
+                       ? fmt::format("the engine gives up after {:.3g} s", in_seconds(policy_.give_up_after))
                        : "the engine waits (engine.io_deadline_seconds ends that)"));
   {
     const std::lock_guard lock(stats_mutex_);
@@ -257,7 +257,7 @@ void StallWatch::told_enough(State& state, nanoseconds now) {
   }
   board_->set(&state, "");
   say_(fmt::format("overspill: {} answers again, after {:.3g} s", state.party.path,
-                   seconds(now - state.since)));
+                   in_seconds(now - state.since)));
 }
 
 void StallWatch::forget_stall(State& state) {
