@@ -21,6 +21,7 @@ from . import (
     _core,
     calls,
     divided,
+    fate,
     hooks,
     newcomers,
     patches,
@@ -683,6 +684,11 @@ def _end(owner: Residency, groups: tuple[ranks.Group | None, ...]) -> None:
     before that."""
     if isinstance(threading.current_thread(), threading._DummyThread):  # not one that Python started
         threading.Thread(target=_close, args=(owner, groups), name="overspill close", daemon=False).start()
+    elif fate.process_ends_by_exception():
+        # What ends the process was printed, and an engine that has failed because of it, here or on another rank, is
+        # no news: printed last, it would hide the cause.
+        with contextlib.suppress(_core.EngineFailed):
+            _close(owner, groups)
     else:
         _close(owner, groups)
 

@@ -35,6 +35,7 @@ _ENDED_WHY = "overspill/ended/{}"  # by its number in the world
 _ENDED_HEARD = "overspill/ended_heard"  # by how many
 _process = os.getpid()
 _made: collections.Counter[str] = collections.Counter()  # fates so far, by their ranks
+_at_exit_by_exception = False
 
 
 class Fate:
@@ -172,10 +173,17 @@ def _keeper(store: Any, numbers: list[int]) -> int | None:
     return numbers.index(0) if 0 in numbers else None
 
 
+def process_ends_by_exception() -> bool:
+    """Whether Python has printed the exception that ends this process, and calls what was registered for its end."""
+    return _at_exit_by_exception
+
+
 def _ended_before() -> None:
     """At exit, of a script that ends by an exception before it has called initialize: the ranks that have called
     it wait for this one."""
+    global _at_exit_by_exception
     error = getattr(sys, "last_value", None)
+    _at_exit_by_exception = error is not None
     if os.getpid() != _process or error is None or not (dist.is_available() and dist.is_initialized()):
         return
     try:

@@ -91,7 +91,8 @@ TEST(EngineMutex, IsFreeWhileTheStoreMakesRoom) {
     train(engine, 4);
     EXPECT_FALSE(probe.held());
     EXPECT_GT(probe.passed(), 50);
-    if (speculate) {
+    if (speculate) {  // on a loaded machine the guesses of a step may not be made in time
+      for (int more = 0; more < 200 && engine.stats().guesses_taken == 0; ++more) train(engine, 1);
       EXPECT_GT(engine.stats().guesses_taken, 0);
     }
     probe.forget();
