@@ -19,6 +19,7 @@ namespace {
 template <class Error>
 void register_error(py::module_& m, const char* name, const py::handle& base) {
   static py::exception<Error> type(m, name, base);
+  // NOLINTNEXTLINE(performance-unnecessary-value-param): pybind11 takes such functions by value only
   py::register_exception_translator([](std::exception_ptr thrown) {
     try {
       if (thrown) std::rethrow_exception(thrown);

@@ -31,6 +31,7 @@ namespace overspill::io {
 namespace {
 
 constexpr std::string_view kFolderPrefix = "overspill-";
+constexpr mode_t kFolderMode = 0700;
 constexpr std::string_view kSlabPrefix = "slab-";
 constexpr const char* kLockName = "lock";
 constexpr auto kAMoment = std::chrono::seconds(1);  // for whoever takes a lock to say in it what for
@@ -105,6 +106,11 @@ void look_at_foreign(int folder, const std::filesystem::path& path, const std::s
   warn_once(fmt::format("{} was left by a run that has ended, and is not removed: {}", path.string(), why));
 }
 
+bool has_mode(int file, mode_t mode) {
+  struct stat info {};
+  return ::fstat(file, &info) == 0 && (info.st_mode & 07777) == mode;
+}
+
 // A killed run cannot clean up after itself, and its job name may never come again. Its lock is free, though:
 // whoever gets it owns what lies there. A folder without a lock belongs to a run that is just starting.
 void remove_dead_run(int base, const std::filesystem::path& path) {
@@ -119,7 +125,9 @@ void remove_dead_run(int base, const std::filesystem::path& path) {
     return look_at_foreign(folder.get(), path, why);
   const UniqueFd lock = open_lock(folder.get(), O_RDWR);
   // Killed before it made its lock, or after it removed it. Who is about to make one makes the folder again.
-  if (!lock && errno == ENOENT) ::unlinkat(base, name.c_str(), AT_REMOVEDIR);
+  // A folder of the user's that only begins like ours is as empty, but was hardly made for its owner alone.
+  if (!lock && errno == ENOENT && has_mode(folder.get(), kFolderMode))
+    ::unlinkat(base, name.c_str(), AT_REMOVEDIR);
   if (!lock || ::flock(lock.get(), LOCK_EX | LOCK_NB) != 0) return;
   if (!same_regular_file(lock.get(), folder.get(), kLockName)) return;
   const LockHolder holder = LockHolder::parse(read_text(lock.get()));
@@ -175,7 +183,7 @@ void JobFolder::open_or_make() {
         {.kind = ErrorKind::denied, .operation = Operation::open, .path = path_.string(), .detail = why});
   };
   while (true) {
-    const bool made = ::mkdirat(base_.get(), name.c_str(), 0700) == 0;
+    const bool made = ::mkdirat(base_.get(), name.c_str(), kFolderMode) == 0;
     if (!made && errno != EEXIST) throw system_error(Operation::open, path_);
     folder_ = open_folder(base_.get(), name);
     if (!folder_ && errno == ENOENT) continue;  // a run that ended removed it in between

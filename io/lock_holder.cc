@@ -60,7 +60,7 @@ bool LockHolder::on_this_machine() const {
 }
 
 std::string LockHolder::description() const {
-  const std::string name = fmt::format("process {}", process.empty() ? "(unknown)" : process);
+  std::string name = fmt::format("process {}", process.empty() ? "(unknown)" : process);
   if (boot.empty()) return name;
   if (!on_this_machine()) return fmt::format("{} on {}", name, host.empty() ? "another machine" : host);
   if (pid_namespace == self().pid_namespace) return name;

@@ -23,7 +23,7 @@ namespace overspill::engine::testing {
 class TemporaryFolder {
  public:
   TemporaryFolder() {
-    std::string name = ::testing::TempDir() + "overspill-XXXXXX";
+    std::string name = ::testing::TempDir() + "test-of-overspill-XXXXXX";
     if (::mkdtemp(name.data()) == nullptr) throw std::runtime_error("no temporary folder");
     path_ = name;
   }

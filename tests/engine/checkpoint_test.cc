@@ -30,7 +30,7 @@ using engine::Placement;
 class Checkpoint : public ::testing::TestWithParam<std::tuple<Placement, const char*>> {
  protected:
   void SetUp() override {
-    folder_ = fs::temp_directory_path() / fmt::format("overspill-checkpoint-test-{}", ::getpid());
+    folder_ = fs::temp_directory_path() / fmt::format("test-of-overspill-checkpoint-test-{}", ::getpid());
     fs::remove_all(folder_);
     fs::create_directories(folder_);
   }

@@ -44,7 +44,7 @@ std::vector<engine::UnitSpec> small_units() {
 fs::path empty_folder(const std::string& name) {
   const fs::path memory = "/dev/shm";
   fs::path folder = (fs::is_directory(memory) ? memory : fs::temp_directory_path()) /
-                    fmt::format("overspill-cut-{}-{}", name, ::getpid());
+                    fmt::format("test-of-overspill-cut-{}-{}", name, ::getpid());
   fs::remove_all(folder);
   fs::create_directories(folder);
   return folder;
@@ -189,7 +189,7 @@ class Cut : public ::testing::TestWithParam<Case> {
         if (calls >= saved.after && !deleting) return saved.name + " was taken and is gone";
         continue;
       }
-      const std::string what = opens(saved);
+      std::string what = opens(saved);
       // Of a folder that is being deleted files may be missing. What is there is as it was.
       const bool missing =
           what.find("corrupt") == std::string::npos && what.find("numbers") == std::string::npos;

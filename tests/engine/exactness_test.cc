@@ -48,7 +48,8 @@ std::string name_of(const Case& c) {
 }
 
 std::filesystem::path scratch() {
-  auto folder = std::filesystem::temp_directory_path() / fmt::format("overspill-engine-test-{}", ::getpid());
+  auto folder =
+      std::filesystem::temp_directory_path() / fmt::format("test-of-overspill-engine-test-{}", ::getpid());
   std::filesystem::create_directories(folder);
   return folder;
 }

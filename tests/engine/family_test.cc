@@ -82,7 +82,7 @@ class Family : public ::testing::TestWithParam<std::tuple<int, optim::Format>> {
     return at->second;
   }
 
-  fs::path folder_ = fs::temp_directory_path() / fmt::format("overspill-family-test-{}", ::getpid());
+  fs::path folder_ = fs::temp_directory_path() / fmt::format("test-of-overspill-family-test-{}", ::getpid());
   int made_ = 0;
   std::map<std::pair<int, std::vector<double>>, std::vector<float>> references_;
 };

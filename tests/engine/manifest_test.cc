@@ -200,7 +200,9 @@ TEST_F(ManifestTest, ReadsAHostileOneWhoseFieldsAreAllThereInLittleMemory) {
   for (const std::string& units :
        {many(unit, 4'000'000), before + R"("parameters":[],"pieces":[)" + many(piece, 4'000'000) + "]}",
         before + R"("pieces":[],"parameters":[)" + many(parameter, 4'000'000) + "]}"}) {
-    const std::string text = hostile(first + units + rest);
+    std::string fields = first;
+    fields.append(units).append(rest);
+    const std::string text = hostile(fields);
     write_file(path() / kManifestFile, text);
     const rlimit usual = limit_memory(text.size() * 10);
     EXPECT_THROW((void)read_manifest(path()), CheckpointError) << units.substr(0, 200);

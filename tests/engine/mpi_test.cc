@@ -82,7 +82,7 @@ TEST(Mpi, ReducesAndScatters) {
 
 TEST(Mpi, ABarrierHoldsEverybody) {
   // Each rank leaves a file before the barrier; after it all of them are there.
-  std::string folder = "/tmp/overspill-mpi-XXXXXX";
+  std::string folder = "/tmp/test-of-overspill-mpi-XXXXXX";
   int rank = 0;
   MPI_Comm_rank(MPI_COMM_WORLD, &rank);
   if (rank == 0) {

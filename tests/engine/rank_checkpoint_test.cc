@@ -25,7 +25,7 @@ constexpr int kAfter = 3;
 class RankCheckpoint : public ::testing::TestWithParam<std::tuple<int, int>> {
  protected:
   void SetUp() override {
-    folder_ = fs::temp_directory_path() / fmt::format("overspill-rank-checkpoint-{}", ::getpid());
+    folder_ = fs::temp_directory_path() / fmt::format("test-of-overspill-rank-checkpoint-{}", ::getpid());
     fs::remove_all(folder_);
     fs::create_directories(folder_);
   }

@@ -23,7 +23,7 @@ using engine::Config;
 using engine::Engine;
 
 fs::path own_folder(const fs::path& parent) {
-  fs::path folder = parent / fmt::format("overspill-shared-test-{}", ::getpid());
+  fs::path folder = parent / fmt::format("test-of-overspill-shared-test-{}", ::getpid());
   fs::remove_all(folder);
   fs::create_directories(folder);
   return folder;

@@ -38,7 +38,7 @@ class ScratchFolder {
     const fs::path memory = "/dev/shm";  // nothing here is synced: a disk would only be in the way
     std::error_code error;
     path_ = (fs::is_directory(memory, error) ? memory : fs::temp_directory_path()) /
-            fmt::format("overspill-simulation-{}", ::getpid());
+            fmt::format("test-of-overspill-simulation-{}", ::getpid());
     fs::create_directories(path_);
   }
   ~ScratchFolder() {

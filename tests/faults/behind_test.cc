@@ -1,6 +1,7 @@
 // Another process truncates, overwrites or removes files of the store or of a checkpoint: a typed error that
 // names the file, never a wrong number.
 #include <fcntl.h>
+#include <sys/stat.h>
 #include <sys/wait.h>
 
 #include <algorithm>
@@ -145,11 +146,14 @@ INSTANTIATE_TEST_SUITE_P(
 
 TEST(BehindFolder, OneOfARunThatWasKilledBeforeItHadALockGoesAtTheNextStart) {
   const ScratchFolder scratch;
-  fs::create_directory(scratch.path() / "overspill-killed-at-once");
+  ASSERT_EQ(::mkdir((scratch.path() / "overspill-killed-at-once").c_str(), 0700), 0);  // as a store makes it
+  fs::create_directory(scratch.path() / "overspill-somebody-begins");
+  fs::permissions(scratch.path() / "overspill-somebody-begins", fs::perms(0755));
   fs::create_directory(scratch.path() / "overspill-of-somebody");
   std::ofstream(scratch.path() / "overspill-of-somebody" / "notes") << "not ours";
   const auto engine = make_engine({.nvme = scratch.path()});
   EXPECT_FALSE(fs::exists(scratch.path() / "overspill-killed-at-once"));
+  EXPECT_TRUE(fs::exists(scratch.path() / "overspill-somebody-begins"));
   EXPECT_TRUE(fs::exists(scratch.path() / "overspill-of-somebody" / "notes"));
 }
 

@@ -13,7 +13,6 @@
 namespace overspill::testing {
 namespace {
 
-
 struct FileSystem {
   const char* name;
   std::vector<std::string> make;

@@ -154,7 +154,7 @@ TEST_F(FuseThatKeepsOpenNames, CheckpointsAreDeletedWhileTheRunLives) {
 /// FUSE may be a network file system: a lock that is free here may be held on another machine.
 TEST_F(Fuse, ARunOnAnotherMachineIsLeftAlone) {
   const auto leave = [&](const std::string& job, const std::string& holder) {
-    const fs::path folder = root() / ("overspill-" + job);
+    fs::path folder = root() / ("overspill-" + job);
     fs::create_directory(folder);
     fs::permissions(folder, fs::perms::owner_all);
     std::ofstream(folder / "lock") << holder;

@@ -34,7 +34,8 @@ namespace fs = std::filesystem;
 class ScratchFolder {
  public:
   ScratchFolder() {
-    std::string name = (fs::temp_directory_path() / "overspill-faults it's \"Größe\" 試-XXXXXX").string();
+    std::string name =
+        (fs::temp_directory_path() / "test-of-overspill-faults it's \"Größe\" 試-XXXXXX").string();
     if (::mkdtemp(name.data()) == nullptr) throw std::runtime_error("no scratch folder: " + name);
     path_ = name;
   }

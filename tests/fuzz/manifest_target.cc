@@ -85,7 +85,7 @@ const std::map<std::string, std::string>& ManifestTarget::files() {
 }
 
 ManifestTarget::ManifestTarget(const fs::path& parent) {
-  std::string name = (parent / "overspill-fuzz-XXXXXX").string();
+  std::string name = (parent / "test-of-overspill-fuzz-XXXXXX").string();
   if (::mkdtemp(name.data()) == nullptr) throw std::runtime_error("no scratch folder in " + parent.string());
   folder_ = name;
   merged_ = folder_ / "merged";
