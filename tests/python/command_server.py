@@ -33,8 +33,8 @@ class Command:
 
     @property
     def output(self) -> str:
-        """stdout and stderr."""
-        return self._output.read_text()
+        """stdout and stderr; nothing of a process that was killed before it had opened the file."""
+        return self._output.read_text() if self._output.exists() else ""
 
 
 class Server:
