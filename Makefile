@@ -29,7 +29,7 @@ setup-test:
 test: setup-test build test-cpp test-python  ## C++ and Python tests: 12 minutes on 2 fast cores, 30 on slow ones
 
 test-cpp: build
-	@ctest --test-dir $(BUILD) --output-on-failure --no-tests=error -j $(JOBS) --output-junit ctest.xml
+	@ctest --test-dir $(BUILD) --output-on-failure --no-tests=error --timeout 300 -j $(JOBS) --output-junit ctest.xml
 
 test-python: build test-cpp
 	@$(PYTHON_VENV) -m pytest -n $(PYTEST_JOBS) --dist worksteal --junitxml=$(BUILD)/pytest.xml
