@@ -129,11 +129,62 @@ def test_a_picture_of_the_run_is_not_written_through_a_link(on_disk, tmp_path, c
 
 
 @pytest.mark.parametrize("option", ["cache", "nvme"])
-def test_what_a_run_keeps_in_its_own_folder_is_not_something_else(option, on_disk, tmp_path, capsys):
-    """Once what the start itself had made there was an error."""
+def test_what_a_run_keeps_in_its_own_folder_is_not_something_else(
+    option, on_disk, tmp_path, capsys, monkeypatch
+):
+    """Once what the start itself had made there was an error, then what one had made that was broken off."""
     out = tmp_path / "out"
     out.mkdir()
-    on_disk.ok(capsys, *on_disk.run(out, steps=1, **{option: out / "cache" if option == "cache" else out}))
+    started = on_disk.run(out, steps=1, **{option: out / "cache" if option == "cache" else out})
+    with monkeypatch.context() as patch:
+        patch.setattr(RunFolder, "begin", interrupted)
+        assert on_disk.main(capsys, *started)[0] == 130
+    (out / ("cache/begun" if option == "cache" else "overspill-left-by-a-kill")).mkdir()
+    on_disk.ok(capsys, *started)
+
+
+def interrupted(self):
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize(
+    "change, said",
+    [
+        (lambda run: [], "an object is expected, not a list"),
+        (lambda run: {}, "settings is missing"),
+        (lambda run: run | {"heldout": 3}, "heldout is a number"),
+        (lambda run: run | {"heldout": {"0": "low"}}, "heldout.0 = 'low' is no loss at a step"),
+        (lambda run: run | {"heldout": {"-1": 2.0}}, "heldout.-1 = 2.0 is no loss"),
+        (
+            lambda run: run | {"settings": run["settings"] | {"seq_len": "long"}},
+            "settings.seq_len = 'long' is a text",
+        ),
+        (lambda run: run | {"typed": {"batch": True}}, "typed.batch = True is a truth value"),
+        (
+            lambda run: run | {"config": {"path": "a"}},
+            "config = {'path': 'a'} is not of path, values, folder",
+        ),
+        (lambda run: run | {"went_on_from": {"checkpoint": 1, "others_set_aside": True}}, "went_on_from = "),
+        (lambda run: run | {"data_digest": None}, "data_digest is null"),
+    ],
+)
+def test_a_damaged_record_of_a_run_is_named(change, said, on_disk, tmp_path, capsys):
+    """Once an error that named nothing: a key, or a type."""
+    out = tmp_path / "out"
+    on_disk.ok(capsys, *on_disk.run(out, steps=1))
+    file = out / "run.json"
+    file.write_text(json.dumps(change(json.loads(file.read_text()))))
+    before = tiny.tree(out)
+    message = on_disk.fails(capsys, "train", "--out", out, "--resume", "--steps", 2)
+    assert f"{file} is damaged: {said}" in message and "start a new run in another --out" in message
+    assert tiny.tree(out) == before
+
+
+@pytest.mark.parametrize("text", [b"\xff", b"[" * 100_000, b""])
+def test_a_record_of_a_run_that_is_no_json_is_named(text, tmp_path, capsys, on_disk):
+    (tmp_path / "run.json").write_bytes(text)
+    message = on_disk.fails(capsys, "train", "--out", tmp_path, "--resume")
+    assert "run.json is damaged: it is no JSON" in message
 
 
 @pytest.mark.parametrize(

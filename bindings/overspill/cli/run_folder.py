@@ -11,15 +11,18 @@ import json
 import os
 import re
 import shlex
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from overspill import durable
+from overspill.cli import run_record
 from overspill.cli.checkpoints import Checkpoints, is_complete
 from overspill.cli.common import CliError
 from overspill.cli.run_lock import RunLock
 
 PART = re.compile(r"(run\.json|log\.jsonl)\.part(-[0-9a-f]{8})?")  # a write that a kill cut short
+ENGINES = re.compile(r"overspill-.+")  # what an engine makes in a folder for NVMe
 NEEDED = (
     "loss",
     "seconds",
@@ -52,17 +55,25 @@ class RunFolder:
         if not self._run_json.is_file():
             return None
         try:
-            return dict(json.loads(self._run_json.read_text()))
-        except ValueError:
-            raise CliError(f"{self._run_json} is damaged; start a new run in another --out") from None
+            record = json.loads(self._run_json.read_text(encoding="utf-8"))
+            wrong = run_record.wrong(record)
+        except (ValueError, RecursionError):
+            wrong = "it is no JSON"
+        if wrong:
+            raise CliError(
+                f"{self._run_json} is damaged: {wrong}; mend it, or start a new run in another --out"
+            )
+        return record
 
-    def check(self, resume: bool) -> None:
-        """Refuses a folder that holds something else, and a run that is there already or is not. Raises CliError."""
+    def check(self, resume: bool, own: Iterable[str] = ()) -> None:
+        """Refuses a folder that holds something else, and a run that is there already or is not. Raises CliError.
+
+        `own`: absolute folders that the run is told to use; a start that was killed may have begun to fill them."""
         if self.path.exists() and not self.path.is_dir():
             raise CliError(f"--out {self.path} is a file; name a folder")
         run = self._run_json.is_file()
         others = (
-            sorted(p.name for p in self.path.iterdir() if not self._of_a_start(p))
+            sorted(p.name for p in self.path.iterdir() if not self._of_a_start(p, own))
             if self.path.exists()
             else []
         )
@@ -80,8 +91,12 @@ class RunFolder:
     def _taken(self) -> str:
         return f"--out {self.path} holds a run; add --resume to go on with it, or name a new folder"
 
-    def _of_a_start(self, path: Path) -> bool:
+    def _of_a_start(self, path: Path, own: Iterable[str]) -> bool:
         """What a start that was killed before its run.json leaves: the next one may take it over."""
+        if any(path == Path(folder) or path in Path(folder).parents for folder in own):
+            return True
+        if str(self.path) in own and ENGINES.fullmatch(path.name):
+            return True
         if path == self.checkpoints.folder:
             return path.is_dir() and not any(path.iterdir())
         return path.name == RunLock.NAME or PART.fullmatch(path.name) is not None

@@ -145,7 +145,9 @@ def train(args: argparse.Namespace, hook=None) -> tuple[int, dict[str, Any]]:
             "examples/finetune.py)"
         )
     folder = RunFolder(args.out)
-    folder.check(args.resume is not None)
+    folder.check(
+        args.resume is not None, [absolute(path) for path in (args.cache, *(args.nvme or ())) if path]
+    )
     with contextlib.ExitStack() as stack:
         stack.callback(folder.unlock)
         if args.resume is not None:
