@@ -16,6 +16,7 @@
 #include <utility>
 
 #include "io/checksum.h"
+#include "io/patient_read.h"
 #include "io/stall_watch.h"
 
 namespace overspill::io {
@@ -139,8 +140,7 @@ class Exporter {
 
   static void read(const SlabFile& slab, int64_t offset, std::span<std::byte> part) {
     while (!part.empty()) {
-      const ssize_t result = ::pread(slab.fd.get(), part.data(), part.size(), offset);
-      if (result < 0 && errno == EINTR) continue;
+      const ssize_t result = read_some(slab.fd.get(), part, offset, slab.path);
       if (result < 0) throw system_error(Operation::read, slab.path);
       if (result == 0) {
         throw StoreError({.kind = ErrorKind::truncated,

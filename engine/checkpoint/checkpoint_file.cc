@@ -15,6 +15,7 @@
 #include "io/checksum.h"
 #include "io/error.h"
 #include "io/files.h"
+#include "io/patient_read.h"
 
 namespace overspill::engine {
 namespace {
@@ -85,8 +86,7 @@ int64_t CheckpointFile::bytes() const {
 
 void CheckpointFile::read_at(std::span<std::byte> to, int64_t offset) const {
   while (!to.empty()) {
-    const ssize_t got = ::pread(file_, to.data(), to.size(), offset);
-    if (got < 0 && errno == EINTR) continue;
+    const ssize_t got = io::read_some(file_, to, offset, path_);
     if (got < 0) fail(path_, fmt::format("cannot be read at {}", offset).c_str(), errno, kUseAnother);
     if (got == 0) {
       throw CheckpointError(fmt::format("{}: ends at {}, {} bytes too early; {}", path_.string(), offset,

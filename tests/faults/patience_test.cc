@@ -76,6 +76,26 @@ TEST_F(Patience, AReadThatFailsOnceOrTenTimesIsTriedAgainAndNothingIsLost) {
   }
 }
 
+TEST_F(Patience, AFileOfACheckpointThatFailsToBeReadIsTriedAgain) {
+  const auto engine = patient("auto", seconds(10));
+  engine->save(root() / "linked", "{}");
+  for (const int times : {1, 3}) {
+    fail(FuseOperation::read, EIO, 0, times);
+    EXPECT_EQ(contents_of(root() / "linked"), Shadow().at(2));
+    EXPECT_EQ(faults_->failed.exchange(0), times);
+    const fs::path copied =
+        point_.beside(fmt::format("copied {}", times));  // on another disk: read and written
+    fail(FuseOperation::read, EIO, 0, times);
+    engine->save(copied, "{}");
+    EXPECT_EQ(faults_->failed.exchange(0), times);
+    heal();
+    EXPECT_EQ(contents_of(copied), Shadow().at(2));
+  }
+  fail(FuseOperation::read, EIO);
+  expect_says(refusal_of([&] { contents_of(root() / "linked"); }), {root().string(), "cannot be read"});
+  EXPECT_GE(faults_->failed, 6) << "tried again before it was given up";
+}
+
 TEST_F(Patience, AReadThatFailsForEverEndsTheRunAndTheErrorSaysHowOftenItWasTried) {
   for (const char* backend : kBackends) {
     const auto engine = patient(backend, seconds(10));
