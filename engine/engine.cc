@@ -262,7 +262,7 @@ Machine& Engine::machine_to_look_at() const {
 
 Machine& Engine::machine() const {
   check_process(*machine_);
-  if (machine_->closed) throw std::invalid_argument("the engine was closed");
+  if (machine_->closed) throw std::invalid_argument(std::string(kClosed));
   return *machine_;
 }
 

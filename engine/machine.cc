@@ -46,7 +46,7 @@ void Machine::finish() noexcept {
       context.told = told;  // it has failed: whoever used it was told, or is by Engine::close()
     }
     if (context.failure.empty()) {
-      context.failure = "the engine was closed";  // nothing new is started
+      context.failure = std::string(kClosed);  // nothing new is started
       context.told = true;
     }
     context.changed.notify_all();  // whoever waits still, waits for nothing

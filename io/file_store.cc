@@ -89,7 +89,7 @@ class FileStore final : public StoreBase<Store> {
     std::unique_ptr<Backend> backend;
     std::atomic<int64_t> reserved_bytes = 0;  // changed under grow_mutex_
     std::string closed;                       // guarded by balance_mutex_
-    bool warned = false;                      // guarded by balance_mutex_
+    bool warned_of_room = false;              // guarded by grow_mutex_
   };
   struct Slab {
     SlabFile file;
@@ -119,7 +119,7 @@ class FileStore final : public StoreBase<Store> {
   void explain_no_space(Transfer& transfer) noexcept;
   bool move_elsewhere(Transfer& transfer) noexcept;
   void close(size_t lane, const Error& error);
-  void warn(Lane& lane, const std::string& what);
+  static void warn(const Lane& lane, const std::string& what);
   void set_first_weights(const FileStoreOptions& options);
   void follow_speeds();
 
@@ -298,13 +298,17 @@ void FileStore::grow_to(int64_t bytes) {
     bool all = true;
     for (size_t i = 0; i < lanes_.size() && all; ++i)
       all = grow_lane(i, parts[i] - lanes_[i].reserved_bytes, bytes - space_.slab_bytes(), growth);
-    const std::lock_guard lock(balance_mutex_);
-    for (size_t i = 0; i < lanes_.size(); ++i) weights[i] = balance_.is_open(i) ? weights[i] : 0;
+    std::vector<bool> open(lanes_.size());
+    {
+      const std::lock_guard lock(balance_mutex_);
+      for (size_t i = 0; i < lanes_.size(); ++i) open[i] = balance_.is_open(i);
+    }
+    for (size_t i = 0; i < lanes_.size(); ++i) weights[i] = open[i] ? weights[i] : 0;
     if (!all) continue;
     const std::vector<int64_t> unlimited(lanes_.size(), std::numeric_limits<int64_t>::max() / 2);
     const std::vector<int64_t> fair = apportion(bytes, weights, unlimited);
     for (size_t i = 0; i < lanes_.size(); ++i) {
-      if (parts[i] < fair[i] && balance_.is_open(i)) {
+      if (parts[i] < fair[i] && open[i] && !std::exchange(lanes_[i].warned_of_room, true)) {
         warn(lanes_[i],
              fmt::format("has room for {} of the {} bytes that its speed is worth; the other paths "
                          "take the rest",
@@ -475,17 +479,17 @@ bool FileStore::move_elsewhere(Transfer& transfer) noexcept {
 }
 
 void FileStore::close(size_t number, const Error& error) {
-  const std::lock_guard lock(balance_mutex_);
-  if (!balance_.close(number)) return;
-  Lane& lane = lanes_[number];
-  lane.closed = error.message();
-  lane.warned = false;  // what was said of its size is another matter
-  warn(lane, "takes no new data any more: " + lane.closed);
+  const std::string why = error.message();
+  {
+    const std::lock_guard lock(balance_mutex_);
+    if (!balance_.close(number)) return;
+    lanes_[number].closed = why;
+  }
+  warn(lanes_[number], "takes no new data any more: " + why);
 }
 
-// Once a path. Needs the balance's lock.
-void FileStore::warn(Lane& lane, const std::string& what) {
-  if (std::exchange(lane.warned, true)) return;
+// Without a lock: a terminal that stands still keeps whoever writes to it waiting.
+void FileStore::warn(const Lane& lane, const std::string& what) {
   say_on_stderr(fmt::format("overspill: warning: {} {}", lane.path, what));
 }
 

@@ -192,6 +192,7 @@ void Context::fail(const std::string& cause) {
 void Context::check() {
   if (failure.empty()) return;
   told = true;
+  if (failure == kClosed) throw std::invalid_argument(failure + " by another thread while this call waited");
   throw EngineFailed("the engine has failed and holds no consistent weights: " + failure);
 }
 

@@ -139,6 +139,9 @@ struct ScheduleStats {
 
 int64_t now_ns();
 
+/// Context::failure of an engine that was closed and had not failed.
+inline constexpr std::string_view kClosed = "the engine was closed";
+
 struct Context {
   Context(Layout layout, Plan plan, Config config, Resources resources);
 
@@ -186,7 +189,8 @@ struct Context {
 
   /// First failure wins; wakes everyone. Needs the mutex.
   void fail(const std::string& cause);
-  /// Throws EngineFailed after a failure: its caller is told. Needs the mutex.
+  /// Throws EngineFailed after a failure: its caller is told; std::invalid_argument once the engine is
+  /// closed. Needs the mutex.
   void check();
   /// Waits for `done`, counting the time; throws EngineFailed when the engine fails meanwhile. `unit`: what
   /// for.

@@ -7,6 +7,8 @@
 #include <future>
 #include <memory>
 #include <mutex>
+#include <stdexcept>
+#include <string>
 #include <utility>
 
 #include "engine/machine.h"
@@ -40,6 +42,8 @@ std::unique_ptr<engine::Machine> machine_of(engine::Resources resources) {
   return std::make_unique<engine::Machine>(std::move(layout), std::move(plan), config, std::move(resources));
 }
 
+constexpr const char* kClosedMeanwhile = "the engine was closed by another thread while this call waited";
+
 /// A thread that waits for what never comes.
 class Waiter {
  public:
@@ -49,10 +53,10 @@ class Waiter {
       try {
         context_.wait(
             lock, [this] { return ++looks_, let_go_; }, engine::Cause::rest);
-      } catch (const engine::EngineFailed&) {
-        return true;
+      } catch (const std::invalid_argument& error) {
+        return std::string(error.what());
       }
-      return false;
+      return std::string();
     });
   }
   /// Returns when it has looked twice, and so sleeps, for the mutex is free.
@@ -62,22 +66,23 @@ class Waiter {
       asleep = looks_ > 2;
     }
   }
-  /// Whether it was told that the engine is no more. Does not hang where it was not.
-  bool told() {
+  /// What it was told; nothing where it still waits. Does not hang there.
+  std::string told() {
     const bool ends = told_.wait_for(std::chrono::seconds(20)) == std::future_status::ready;
     {
       const std::lock_guard guard(context_.mutex);
       let_go_ = true;
       context_.changed.notify_all();
     }
-    return told_.get() && ends;
+    const std::string told = told_.get();
+    return ends ? told : "";
   }
 
  private:
   engine::Context& context_;
   int looks_ = 0;
   bool let_go_ = false;
-  std::future<bool> told_;
+  std::future<std::string> told_;
 };
 
 TEST(WhoeverWaits, IsWokenByTheCloseOfTheEngine) {
@@ -85,7 +90,7 @@ TEST(WhoeverWaits, IsWokenByTheCloseOfTheEngine) {
   Waiter waiter(machine->context);
   waiter.sleeps();
   machine->shut_down();
-  EXPECT_TRUE(waiter.told());
+  EXPECT_EQ(waiter.told(), kClosedMeanwhile);
 }
 
 /// What a store and its test know of one another; outlives both.
@@ -132,7 +137,7 @@ TEST(WhoeverWaits, KeepsTheStoreThatItPolls) {
     visit->changed.wait(lock, [&] { return visit->begun; });
   }
   machine->shut_down();
-  EXPECT_TRUE(waiter.told());
+  EXPECT_EQ(waiter.told(), kClosedMeanwhile);
   const std::lock_guard lock(visit->mutex);
   EXPECT_FALSE(visit->gone_meanwhile);
 }
