@@ -40,10 +40,14 @@ def identity(checkpoint: Path) -> str:
     return hashlib.sha256((checkpoint / "manifest.json").read_bytes()).hexdigest()
 
 
-def complete(folder: Path) -> dict[str, Path]:
-    """Checkpoints with a manifest, by identity."""
+def with_manifest(folder: Path) -> list[Path]:
     items = folder.iterdir() if folder.is_dir() else ()
-    return {identity(path): path for path in items if (path / "manifest.json").is_file()}
+    return [path for path in items if (path / "manifest.json").is_file()]
+
+
+def complete(folder: Path) -> dict[str, Path]:
+    """Checkpoints with a manifest, by identity; of copies one."""
+    return {identity(path): path for path in with_manifest(folder)}
 
 
 def step_of(checkpoint: Path) -> int:
@@ -130,9 +134,9 @@ class Trial:
         """Runs it, killed at some moment or to its end. It may fail only for what this trial has done."""
         began = time.time_ns()
         there = {
-            path: (name, saved_at(path))
+            path: (identity(path), saved_at(path))
             for folder in (self.checkpoints, self.away)
-            for name, path in complete(folder).items()
+            for path in with_manifest(folder)
         }
         started = self.server.start(*arguments)
         if kill:
