@@ -79,8 +79,12 @@ Block* Gatherer::acquire(std::unique_lock<std::mutex>& lock, int32_t unit) {
   while (true) {
     context_.check();
     if (state.gathered == Gathered::ready) break;
+    // Asked before the fill: a copy that ends while the fill looks for room leaves room that the fill did not
+    // see.
+    const std::optional<kernels::Event> copied =
+        state.gathered == Gathered::absent ? copy_under_way() : std::nullopt;
     if (state.gathered == Gathered::absent && !start_fill(unit, Urgency::demanded)) {
-      if (const auto copied = copy_under_way()) {  // its end makes room
+      if (copied) {  // its end makes room
         Context::wait_for(lock, *copied);
         continue;
       }

@@ -15,6 +15,8 @@ namespace overspill::testing {
 struct DeviceHooks {
   std::function<void(bool done)> before_wait = {};  // of a host thread, for an event; done: it will not wait
   std::function<void()> before_record = {};         // of an event, in any stream
+  std::function<bool()> after_look =
+      {};  // at an event that is not reached; true: it is before the look returns
   std::function<kernels::Event()> holds_copy = {};  // what the next copy waits for, in its stream
 };
 
@@ -43,7 +45,11 @@ class AroundDevice final : public kernels::Device {
    public:
     Watched(kernels::Event event, std::shared_ptr<DeviceHooks> hooks)
         : event_(std::move(event)), hooks_(std::move(hooks)) {}
-    bool done() override { return event_.done(); }
+    bool done() override {
+      const bool done = event_.done();
+      if (!done && hooks_->after_look && hooks_->after_look()) event_.wait();
+      return done;
+    }
     void wait() override {
       if (hooks_->before_wait) hooks_->before_wait(event_.done());
       event_.wait();

@@ -11,6 +11,7 @@
 #include <cstdint>
 #include <memory>
 #include <mutex>
+#include <random>
 #include <span>
 #include <utility>
 #include <vector>
@@ -136,24 +137,18 @@ class HeldCopies {
 
 class SlowCopies : public ::testing::TestWithParam<Placement> {};
 
-TEST_P(SlowCopies, AreNotWaitedForWithTheMutex) {
-  constexpr int kSteps = 4;
-  MutexProbe probe;
-  HeldCopies copies;
-  const auto before_wait = [&](bool done) {
-    if (done) return;
-    probe.pass();
-    copies.let_go();
-  };
+constexpr int kSteps = 4;
+
+/// Trains with room for three of six units on a device, and no more host memory than has to be.
+void train_on(Placement placement, int prefetch_units, const DeviceHooks& hooks, MutexProbe& probe,
+              HeldCopies& copies) {
   Config config = config_of();
-  config.device_budget_bytes = 92 << 10;  // three of six units
-  config.placement = GetParam();
+  config.prefetch_units = prefetch_units;
+  config.device_budget_bytes = 92 << 10;
+  config.placement = placement;
   config = smallest(config, {.shares_host_memory = false, .updates = true});
   engine::Resources resources = make_resources(toy_units(), config, {"simulated", "memory", 1});
-  resources.device = std::make_shared<AroundDevice>(
-      kernels::make_simulated_device(),
-      DeviceHooks{
-          .before_wait = before_wait, .before_record = {}, .holds_copy = [&] { return copies.next(); }});
+  resources.device = std::make_shared<AroundDevice>(kernels::make_simulated_device(), hooks);
   const std::shared_ptr<kernels::Device> device = resources.device;
   if (resources.store != nullptr) resources.store = slow_store();
   Engine engine(toy_units(), config, std::move(resources));
@@ -174,8 +169,45 @@ TEST_P(SlowCopies, AreNotWaitedForWithTheMutex) {
   }
   copies.end();
   EXPECT_FALSE(probe.held());
-  EXPECT_GE(probe.passed(), kSteps) << "each step waits for the device";
   probe.forget();
+}
+
+TEST_P(SlowCopies, AreNotWaitedForWithTheMutex) {
+  MutexProbe probe;
+  HeldCopies copies;
+  const auto before_wait = [&](bool done) {
+    if (done) return;
+    probe.pass();
+    copies.let_go();
+  };
+  train_on(GetParam(), 2, {.before_wait = before_wait, .holds_copy = [&] { return copies.next(); }}, probe,
+           copies);
+  EXPECT_GE(probe.passed(), kSteps) << "each step waits for the device";
+}
+
+/// The device goes on whoever has the mutex. Once a thread found no room, for a copy was under way, and then
+/// no copy under way to wait for, and said that the budget is too small.
+TEST_P(SlowCopies, MayEndAtAnyMoment) {
+  for (unsigned seed = 0; seed < 16; ++seed) {
+    SCOPED_TRACE(seed);
+    MutexProbe probe;
+    HeldCopies copies;
+    std::mutex mutex;
+    std::minstd_rand dice(seed);
+    const auto after_look = [&] {
+      const std::lock_guard guard(mutex);
+      const bool ends = dice() % 2 == 0;
+      if (ends) copies.let_go();
+      return ends;
+    };
+    const auto before_wait = [&](bool done) {
+      if (!done) copies.let_go();
+    };
+    train_on(
+        GetParam(), 0,  // nothing else is on its way, for which the thread would wait
+        {.before_wait = before_wait, .after_look = after_look, .holds_copy = [&] { return copies.next(); }},
+        probe, copies);
+  }
 }
 
 INSTANTIATE_TEST_SUITE_P(Placements, SlowCopies, ::testing::Values(Placement::host, Placement::nvme),
