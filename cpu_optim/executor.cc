@@ -12,6 +12,7 @@
 #include <stdexcept>
 #include <string>
 #include <string_view>
+#include <system_error>
 #include <thread>
 #include <utility>
 #include <vector>
@@ -106,17 +107,20 @@ class ThreadExecutor final : public Executor {
  public:
   explicit ThreadExecutor(int threads) {
     workers_.reserve(static_cast<size_t>(checked_threads(threads)));
-    for (int i = 0; i < threads; ++i) workers_.emplace_back([this] { work(); });
+    try {
+      for (int i = 0; i < threads; ++i) workers_.emplace_back([this] { work(); });
+    } catch (const std::system_error& error) {
+      end();
+      throw std::system_error(
+          error.code(),
+          "engine.threads = " + std::to_string(threads) + ", and the machine gave " +
+              std::to_string(workers_.size()) +
+              " threads: set it lower, or raise the limit of processes (ulimit -u, a container's "
+              "pids.max)");
+    }
   }
 
-  ~ThreadExecutor() override {
-    {
-      const std::lock_guard lock(mutex_);
-      stopping_ = true;
-    }
-    wake_.notify_all();
-    for (std::thread& worker : workers_) worker.join();
-  }
+  ~ThreadExecutor() override { end(); }
 
   int threads() const override { return static_cast<int>(workers_.size()); }
 
@@ -133,6 +137,15 @@ class ThreadExecutor final : public Executor {
   }
 
  private:
+  void end() {
+    {
+      const std::lock_guard lock(mutex_);
+      stopping_ = true;
+    }
+    wake_.notify_all();
+    for (std::thread& worker : workers_) worker.join();
+  }
+
   void work() {
     std::unique_lock lock(mutex_);
     while (true) {

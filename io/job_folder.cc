@@ -106,9 +106,10 @@ void look_at_foreign(int folder, const std::filesystem::path& path, const std::s
   warn_once(fmt::format("{} was left by a run that has ended, and is not removed: {}", path.string(), why));
 }
 
-bool has_mode(int file, mode_t mode) {
+// A folder in a setgid folder is setgid too.
+bool is_for_its_owner_alone(int folder) {
   struct stat info {};
-  return ::fstat(file, &info) == 0 && (info.st_mode & 07777) == mode;
+  return ::fstat(folder, &info) == 0 && (info.st_mode & 0777) == kFolderMode;
 }
 
 // A killed run cannot clean up after itself, and its job name may never come again. Its lock is free, though:
@@ -126,7 +127,7 @@ void remove_dead_run(int base, const std::filesystem::path& path) {
   const UniqueFd lock = open_lock(folder.get(), O_RDWR);
   // Killed before it made its lock, or after it removed it. Who is about to make one makes the folder again.
   // A folder of the user's that only begins like ours is as empty, but was hardly made for its owner alone.
-  if (!lock && errno == ENOENT && has_mode(folder.get(), kFolderMode))
+  if (!lock && errno == ENOENT && is_for_its_owner_alone(folder.get()))
     ::unlinkat(base, name.c_str(), AT_REMOVEDIR);
   if (!lock || ::flock(lock.get(), LOCK_EX | LOCK_NB) != 0) return;
   if (!same_regular_file(lock.get(), folder.get(), kLockName)) return;

@@ -253,7 +253,7 @@ const PieceQueue::AtKernel* PieceQueue::longest_at_kernel() const {
 
 std::optional<std::chrono::nanoseconds> PieceQueue::silent_since() {
   const std::lock_guard lock(mutex_);
-  const AtKernel* longest = longest_at_kernel();
+  const AtKernel* longest = given_up_ ? nullptr : longest_at_kernel();  // a broken ring never answers
   return longest == nullptr ? std::nullopt : std::optional(std::max(last_answer_, longest->since));
 }
 

@@ -1,12 +1,74 @@
 #include "io/say.h"
 
+#include <signal.h>
+
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
 #include <cstdio>
+#include <exception>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <thread>
 
 namespace overspill::io {
+namespace {
 
-// In one call, so that lines of several threads do not mix, and from no memory that would have to be taken.
-void say_on_stderr(std::string_view line) noexcept {
+constexpr std::chrono::seconds kPatience{1};
+
+// Lines that stderr has not taken for so long. The process has one stderr, so this is the process's too.
+std::atomic<int> hanging = 0;
+
+// In one call, so that lines of several threads do not mix.
+void write_line(std::string_view line) noexcept {
   static_cast<void>(std::fprintf(stderr, "%.*s\n", static_cast<int>(line.size()), line.data()));
+}
+
+class Line {
+ public:
+  explicit Line(std::string_view text) : text_(text) {}
+
+  void write() noexcept {
+    // A pipe that is closed must not end the process where nobody ignores the signal.
+    sigset_t closed_pipe;
+    ::sigemptyset(&closed_pipe);
+    ::sigaddset(&closed_pipe, SIGPIPE);
+    ::pthread_sigmask(SIG_BLOCK, &closed_pipe, nullptr);
+    write_line(text_);
+    const std::lock_guard lock(mutex_);
+    written_ = true;
+    if (given_up_) --hanging;
+    changed_.notify_all();
+  }
+  void wait() {
+    std::unique_lock lock(mutex_);
+    if (changed_.wait_for(lock, kPatience, [&] { return written_; })) return;
+    given_up_ = true;
+    ++hanging;
+  }
+
+ private:
+  const std::string text_;
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  bool written_ = false;
+  bool given_up_ = false;
+};
+
+}  // namespace
+
+// By a thread of its own: stderr may be a pipe whose reader stands still, or a file on the very disk that
+// hangs.
+void say_on_stderr(std::string_view line) noexcept {
+  if (hanging > 0) return;
+  try {
+    const auto shared = std::make_shared<Line>(line);
+    std::thread([shared] { shared->write(); }).detach();
+    shared->wait();
+  } catch (const std::exception&) {  // no memory, or no thread
+    write_line(line);
+  }
 }
 
 }  // namespace overspill::io

@@ -5,9 +5,10 @@
 
 namespace overspill::io {
 
-/// Writes the line to stderr, with a line break behind it. Where stderr takes nothing (a pipe that nobody
-/// reads, a full disk) the line is lost, and nothing else is: whoever warns goes on with its work. Threads:
-/// any.
+/// Writes the line to stderr, with a line break behind it. Where stderr takes nothing (a closed pipe, a full
+/// disk) the line is lost, and nothing else is: the caller goes on with its work. A stderr that stands still
+/// (a pipe whose reader sleeps, a terminal after Ctrl-S, a file on a disk that hangs) holds the caller up for
+/// a second, once; until it takes that line, later ones are lost. Threads: any.
 void say_on_stderr(std::string_view line) noexcept;
 
 }  // namespace overspill::io

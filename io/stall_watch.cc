@@ -6,6 +6,9 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <functional>
+#include <memory>
+#include <system_error>
 #include <utility>
 #include <variant>
 
@@ -154,6 +157,16 @@ int sync_now(int file) {
   return ::fdatasync(file) == 0 ? 0 : errno;
 }
 
+// False where the machine gives no thread.
+bool in_background(std::function<void()> work) {
+  try {
+    std::thread(std::move(work)).detach();
+    return true;
+  } catch (const std::system_error&) {
+    return false;
+  }
+}
+
 }  // namespace
 
 /// Looked after while it lives, also where an exception ends it.
@@ -188,9 +201,9 @@ int StallWatch::sync_data(int file, const std::string& path) {
       .tend = nullptr};
   const WatchedCall watched(*this, std::move(party));
   UniqueFd own(policy_.give_up_after > 0ns ? ::fcntl(file, F_DUPFD_CLOEXEC, 0) : -1);
-  if (own) {
-    std::thread([outcome, own = std::move(own)] { outcome->set(sync_now(own.get())); }).detach();
-  } else {
+  if (!own || !in_background([outcome, file = std::make_shared<UniqueFd>(std::move(own))] {
+        outcome->set(sync_now(file->get()));
+      })) {
     outcome->set(sync_now(file));
   }
   const Outcome::Value value = outcome->wait();
@@ -232,10 +245,6 @@ void StallWatch::tell(State& state, nanoseconds silent) {
   while (state.tell_at <= silent) state.tell_at *= 2;
   const std::string text = fmt::format("{} has not answered for {:.3g} s: {}", state.party.path,
                                        in_seconds(silent), request_of(*what));
-  say_(fmt::format("overspill: warning: {}; {}", text,
-                   policy_.give_up_after > 0ns
-                       ? fmt::format("the engine gives up after {:.3g} s", in_seconds(policy_.give_up_after))
-                       : "the engine waits (engine.io_deadline_seconds ends that)"));
   {
     const std::lock_guard lock(stats_mutex_);
     if (state.stats.now_ns == 0) ++state.stats.count;
@@ -243,6 +252,10 @@ void StallWatch::tell(State& state, nanoseconds silent) {
     state.stats.longest_ns = std::max(state.stats.longest_ns, state.stats.now_ns);
   }
   board_->set(&state, text);
+  say_(fmt::format("overspill: warning: {}; {}", text,
+                   policy_.give_up_after > 0ns
+                       ? fmt::format("the engine gives up after {:.3g} s", in_seconds(policy_.give_up_after))
+                       : "the engine waits (engine.io_deadline_seconds ends that)"));
 }
 
 /// The path answers again, or nobody asks any more.

@@ -1,6 +1,8 @@
+#include <fmt/format.h>
 #include <unistd.h>
 
 #include <cerrno>
+#include <system_error>
 #include <thread>
 #include <utility>
 #include <vector>
@@ -13,17 +15,21 @@ namespace {
 class ThreadBackend final : public Backend {
  public:
   ThreadBackend(PieceQueue& queue, int threads, std::string why) : why_(std::move(why)) {
-    queue.threads_begin(threads);
-    for (int i = 0; i < threads; ++i) {
-      threads_.emplace_back([&queue] {
-        work(queue);
-        queue.thread_ends();
-      });
+    threads_.reserve(static_cast<size_t>(threads));
+    try {
+      while (std::ssize(threads_) < threads) begin_thread(queue);
+    } catch (const std::system_error& error) {
+      queue.stop();
+      join();
+      throw StoreError({.kind = ErrorKind::quota,
+                        .operation = Operation::open,
+                        .os_error = error.code().value(),
+                        .detail = fmt::format("the store needs {} threads and was given {}; raise the limit "
+                                              "of processes (ulimit -u, a container's pids.max)",
+                                              threads, threads_.size())});
     }
   }
-  ~ThreadBackend() override {
-    for (std::thread& thread : threads_) thread.join();
-  }
+  ~ThreadBackend() override { join(); }
 
   void wake() override {}  // push() has notified
   void register_memory(std::span<std::byte>) override {}
@@ -34,6 +40,22 @@ class ThreadBackend final : public Backend {
   }
 
  private:
+  void begin_thread(PieceQueue& queue) {
+    queue.threads_begin(1);
+    try {
+      threads_.emplace_back([&queue] {
+        work(queue);
+        queue.thread_ends();
+      });
+    } catch (const std::system_error&) {
+      queue.thread_ends();
+      throw;
+    }
+  }
+  void join() {
+    for (std::thread& thread : threads_) thread.join();
+  }
+
   static void work(PieceQueue& queue) {
     Piece piece;
     while (queue.wait()) {

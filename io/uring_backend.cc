@@ -90,7 +90,11 @@ class UringBackend final : public Backend {
     if (!wake_fd_) return errno;
     std::promise<int> started;
     auto result = started.get_future();
-    thread_ = std::thread([this, &started] { run(started); });
+    try {
+      thread_ = std::thread([this, &started] { run(started); });
+    } catch (const std::system_error& error) {
+      return error.code().value();
+    }
     return result.get();
   }
 

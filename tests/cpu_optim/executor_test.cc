@@ -3,6 +3,9 @@
 #include "cpu_optim/executor.h"
 
 #include <gtest/gtest.h>
+#include <sys/resource.h>
+#include <sys/wait.h>
+#include <unistd.h>
 
 #include <atomic>
 #include <chrono>
@@ -11,6 +14,8 @@
 #include <mutex>
 #include <numeric>
 #include <stdexcept>
+#include <string>
+#include <system_error>
 #include <thread>
 #include <vector>
 
@@ -202,6 +207,25 @@ TEST(MakeExecutor, AnUnknownNameIsAnError) {
   unsetenv("OVERSPILL_EXECUTOR");
 }
 #endif
+
+/// Once the process ended, since threads that had begun were not joined.
+TEST(ThreadExecutor, ThatGetsTooFewThreadsSaysSo) {
+  if (::geteuid() != 0) GTEST_SKIP() << "only root may become a user who has no other process";
+  const pid_t child = ::fork();
+  if (child == 0) {
+    const rlimit few{3, 3};
+    if (::setrlimit(RLIMIT_NPROC, &few) != 0 || ::setuid(54'322) != 0) ::_exit(1);
+    try {
+      make_thread_executor(8);
+    } catch (const std::system_error& error) {
+      ::_exit(std::string(error.what()).find("engine.threads = 8") != std::string::npos ? 0 : 2);
+    }
+    ::_exit(3);
+  }
+  int status = 0;
+  ASSERT_EQ(::waitpid(child, &status, 0), child);
+  EXPECT_TRUE(WIFEXITED(status) && WEXITSTATUS(status) == 0) << status;
+}
 
 }  // namespace
 }  // namespace overspill::optim

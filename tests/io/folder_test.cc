@@ -57,6 +57,20 @@ TEST_F(Folder, ADeadRunIsNotFollowedThroughALink) {
   EXPECT_TRUE(contains(said, "overspill-evil is a symbolic link")) << said;
 }
 
+/// A run that was killed before it made its lock leaves a folder for its owner alone; in a setgid folder it
+/// is setgid too.
+TEST_F(Folder, OfARunThatNeverBeganGoesAndAUsersOwnStays) {
+  for (const auto& [name, mode] : {std::pair("began", 0700), {"setgid", 02700}, {"mine", 0755}}) {
+    const fs::path path = at(std::string("overspill-") + name);
+    fs::create_directory(path);
+    ASSERT_EQ(::chmod(path.c_str(), static_cast<mode_t>(mode)), 0);
+  }
+  open();
+  EXPECT_FALSE(fs::exists(at("overspill-began")));
+  EXPECT_FALSE(fs::exists(at("overspill-setgid")));
+  EXPECT_TRUE(fs::exists(at("overspill-mine")));
+}
+
 TEST_F(Folder, OfTheJobIsNotFollowedThroughALink) {
   const ScratchFolder victim;
   std::ofstream(victim.path() / "slab-0.bin") << "precious";

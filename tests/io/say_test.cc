@@ -1,4 +1,5 @@
 // A stderr that takes nothing loses what was to be said, and nothing else: no warning ends the process.
+#include <fcntl.h>
 #include <gtest/gtest.h>
 #include <signal.h>
 #include <unistd.h>
@@ -74,6 +75,55 @@ TEST(StderrThatNobodyReads, LetsTheWatchTellAStallAndItsEnd) {
               since.reset();
               watch.look();
               return watch.board()->text().empty() ? 0 : 3;
+            }),
+            0);
+}
+
+/// From here on a write to stderr waits for ever, as in a pipe whose reader sleeps.
+bool stop_stderr() {
+  std::array<int, 2> ends{};
+  if (::pipe2(ends.data(), O_NONBLOCK) != 0) return false;
+  const std::array<char, 4096> page{};
+  while (::write(ends[1], page.data(), page.size()) > 0) {
+  }
+  while (::write(ends[1], page.data(), 1) > 0) {
+  }
+  return errno == EAGAIN && ::fcntl(ends[1], F_SETFL, 0) == 0 &&
+         ::dup2(ends[1], STDERR_FILENO) == STDERR_FILENO;
+}
+
+/// Each would hang without an end.
+TEST(StderrThatStandsStill, HoldsUpNeitherAWarningNorTheDeadlineOfADisk) {
+  EXPECT_EQ(exit_status_of([] {
+              if (!stop_stderr()) return 1;
+              warn_once("nobody reads this");
+              nanoseconds now = seconds(1000);
+              const nanoseconds since = now;
+              bool given_up = false;
+              StallWatch watch({.tell_after = seconds(10), .give_up_after = seconds(30)}, nullptr,
+                               [&] { return now; });
+              watch.add({.path = "/mnt/a",
+                         .silent_since = [&] { return std::optional(since); },
+                         .unanswered = [] { return std::optional(Unanswered{.file = "/mnt/a/slab"}); },
+                         .give_up = [&](const Error&) { given_up = true; },
+                         .tend = nullptr});
+              for (int look = 0; look < 4; ++look) {
+                now += seconds(11);
+                watch.look();
+                if (watch.board()->text().empty()) return 2;
+              }
+              return given_up ? 0 : 3;
+            }),
+            0);
+}
+
+/// The process goes on where a host program leaves the signal of a closed pipe as it is.
+TEST(StderrThatNobodyReads, IsNoSignalThatEndsTheProcess) {
+  EXPECT_EQ(exit_status_of([] {
+              if (!break_stderr()) return 1;
+              ::signal(SIGPIPE, SIG_DFL);
+              warn_once("nobody reads this");
+              return 0;
             }),
             0);
 }

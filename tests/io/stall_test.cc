@@ -8,6 +8,7 @@
 #include <pthread.h>
 #include <stddef.h>
 #include <sys/prctl.h>
+#include <sys/resource.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
@@ -163,14 +164,14 @@ class NoThreads {
   pthread_attr_t before_{};
 };
 
-TEST_F(Deadline, ASyncThatGotNoThreadIsWatchedNoLonger) {
+TEST_F(Deadline, ASyncThatGetsNoThreadIsMadeByItsCallerAndLeavesNoStall) {
   const ScratchFolder folder;
   const std::string path = (folder.path() / "file").string();
   const UniqueFd file(::open(path.c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0600));
   ASSERT_TRUE(file);
   {
     const NoThreads none;
-    EXPECT_THROW(watch_.sync_data(file.get(), path), std::system_error);
+    EXPECT_EQ(watch_.sync_data(file.get(), path), 0);
   }
   pass(30);
   EXPECT_EQ(watch_.board()->text(), "");
@@ -343,6 +344,7 @@ TEST(Ring, OneThatBreaksFailsTheStoreAndNotTheProcess) {
   const int status = exit_status_of([&] {
     FileStoreOptions options = file_options(folder.path());
     options.backend = FileStoreOptions::Backend::uring;
+    options.patience.stall.tell_after = std::chrono::milliseconds(1);
     std::unique_ptr<Store> store;
     try {
       store = make_file_store(options);
@@ -360,11 +362,35 @@ TEST(Ring, OneThatBreaksFailsTheStoreAndNotTheProcess) {
       if (!contains(error->message(), "io_backend")) return 3;
     }
     store->register_memory(memory.all());
+    std::this_thread::sleep_for(std::chrono::milliseconds(30));
+    if (store->stats().paths[0].stalls.now_ns != 0) return 4;  // no disk hangs
     store.reset();
     return 0;
   });
   if (status == kSkipped) GTEST_SKIP() << "io_uring or seccomp is refused here";
   EXPECT_EQ(status, 0);
+}
+
+/// Where a machine gives fewer threads than are asked for, what began ends again.
+TEST(Threads, ThatTheMachineRefusesAreATypedError) {
+  if (::geteuid() != 0) GTEST_SKIP() << "only root may become a user who has no other process";
+  const ScratchFolder folder;
+  std::filesystem::permissions(folder.path(), std::filesystem::perms::all);
+  EXPECT_EQ(exit_status_of([&] {
+              constexpr uid_t kNobodyElse = 54'321;
+              const rlimit few{4, 4};
+              if (::setrlimit(RLIMIT_NPROC, &few) != 0 || ::setuid(kNobodyElse) != 0) return 1;
+              FileStoreOptions options = file_options(folder.path());
+              options.backend = FileStoreOptions::Backend::threads;
+              options.threads = 8;
+              try {
+                make_file_store(options);
+              } catch (const StoreError& error) {
+                return error.error().kind == ErrorKind::quota && contains(error.what(), "8 threads") ? 0 : 2;
+              }
+              return 3;
+            }),
+            0);
 }
 
 TEST(Fork, AStoreEndsInAForkedChildAndLivesOnInItsParent) {
