@@ -36,14 +36,13 @@ def parse_size(value: Any) -> int:
         match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", str(value))
         if not match or match[2].lower() not in _UNITS:
             raise ValueError('a size is a number of bytes or a text such as "600MiB", "20GiB"')
-        size = (
-            int(float(match[1]) * _UNITS[match[2].lower()])
-            if "." in match[1]
-            else (int(match[1]) * _UNITS[match[2].lower()])
-        )
+        unit = _UNITS[match[2].lower()]
+        size = float(match[1]) * unit if "." in match[1] else int(match[1]) * unit
     if size < 0:
         raise ValueError("a size cannot be negative")
-    return size
+    if size >= 2**63:
+        raise ValueError("a size has to be below 8388608TiB (2**63 bytes)")
+    return int(size)
 
 
 Bytes = Annotated[int, BeforeValidator(parse_size)]
@@ -66,7 +65,7 @@ class Budget(_Section):
     endurance_tbw: float | None = Field(None, ge=0)
 
 
-_Rate = Annotated[float, Field(ge=0)]
+_Rate = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 _Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
@@ -111,7 +110,7 @@ class SGD(_Section):
     type: Literal["SGD"] = "SGD"
     lr: _Rate = 1e-3
     momentum: _Rate = 0.0
-    dampening: float = 0.0
+    dampening: float = Field(0.0, allow_inf_nan=False)
     weight_decay: _Rate = 0.0
     nesterov: bool = False
     maximize: bool = False
@@ -185,28 +184,33 @@ class ZeroOptimization(_Section):
     stage: Literal[0, 1, 2, 3] = 3
 
 
-class EngineOptions(_Section):
-    """How the engine works; nothing here changes a result, `seed` of simulated devices included."""
+_LONGEST_SECONDS = 1e9  # 31 years: the core counts nanoseconds in 64 bits
 
-    threads: int = Field(0, ge=0)
-    prefetch_units: int = Field(4, ge=0)
+
+class EngineOptions(_Section):
+    """How the engine works; nothing here changes a result, `seed` of simulated devices included. Upper bounds are far
+    above any use, and below what the core's integers hold."""
+
+    threads: int = Field(0, ge=0, le=2**16)
+    prefetch_units: int = Field(4, ge=0, lt=2**31)
     speculate: bool = False  # update in backward, before the norm is known: for runs that seldom clip
-    chunk_elements: int = Field(524288, gt=0)
+    chunk_elements: int = Field(524288, gt=0, le=2**40)
     placement: Literal["auto", "host", "half", "nvme", "device"] = "auto"
     poison: bool = False
     device: str = "auto"  # a GPU where there is one; or host, cuda, cuda:1 and so on
-    seed: int = 0
-    checkpoints_kept: int = Field(1, ge=0)
+    seed: int = Field(0, ge=0, lt=2**63)
+    checkpoints_kept: int = Field(1, ge=0, le=10**6)
     train_after_save: bool = True  # false: room for one copy of the states, no step after a save
     io_backend: Literal["auto", "io_uring", "threads", "memory"] = "auto"
     job: str | None = None  # names the files on NVMe, with the rank; None: one of its own for every engine
     transport: Literal["auto", "group", "nccl"] = (
         "auto"  # between ranks; auto: NCCL where each has a GPU of its own
     )
-    rank_timeout_seconds: float = Field(1800.0, gt=0)  # that ranks wait for one another in a collective
+    # That ranks wait for one another in a collective.
+    rank_timeout_seconds: float = Field(1800.0, gt=0, le=_LONGEST_SECONDS)
     # A disk that answers nothing for so long fails the engine, which names it and the last complete checkpoint; 0: the
     # engine waits for ever. Either way a line on stderr names it after 10 s, 20 s, 40 s and so on.
-    io_deadline_seconds: float = Field(0.0, ge=0)
+    io_deadline_seconds: float = Field(0.0, ge=0, le=_LONGEST_SECONDS)
 
 
 _engines = itertools.count()  # of this process, for their files' names
@@ -220,7 +224,7 @@ class Config(_Section):
     # How bf16 weights and their states are held (docs/update.md). fp32 weights have fp32 states.
     format: Literal["exact", "compact", "8bit"] | None = None
     seed: int = Field(0, ge=0, lt=2**63)  # of stochastic rounding, in compact and 8bit
-    gradient_accumulation_steps: int = Field(1, ge=1)
+    gradient_accumulation_steps: int = Field(1, ge=1, lt=2**31)
     vertical_accumulation: bool = False  # micro-batches pass each unit together, in engine.train_batch
     gradient_clipping: float = Field(0.0, ge=0)
     train_micro_batch_size_per_gpu: int | None = Field(None, ge=1)
@@ -292,8 +296,8 @@ def _read_json(path: Any) -> dict:
         ) from None
     except OSError as error:
         raise ConfigError(f"config: cannot read {os.fspath(path)}: {error.strerror}") from None
-    except json.JSONDecodeError as error:
-        raise ConfigError(f"config: {os.fspath(path)} is no JSON: {error}") from None
+    except (ValueError, RecursionError) as error:  # no JSON, no UTF-8, or a path that no file can have
+        raise ConfigError(f"config: {os.fspath(path)!r} is no JSON file in UTF-8: {error}") from None
     if not isinstance(data, dict):
         raise ConfigError(f"config: {os.fspath(path)} holds a {type(data).__name__}, not an object")
     return data

@@ -5,8 +5,8 @@ import warnings
 
 import pytest
 
-from overspill import Config, ConfigError
-from overspill.config import parse_size
+from overspill import Config, ConfigError, _core
+from overspill.config import EngineOptions, parse_size
 
 
 @pytest.mark.parametrize(
@@ -25,7 +25,13 @@ def test_sizes(text, size):
     assert parse_size(text) == size
 
 
-@pytest.mark.parametrize("text", ["", "600MB/s", "MiB", -1, True, None, "1e9", [1]])
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("", "600MB/s", "MiB", -1, True, None, "1e9", [1]),
+        *(2**63, "99999999999TiB", "9223372036854775807.5", "9" * 400 + ".5TiB"),
+    ],
+)
 def test_sizes_that_are_none(text):
     with pytest.raises(ConfigError, match=r"budget\.host = "):
         Config.read({"budget": {"host": text}})
@@ -80,6 +86,25 @@ def test_sizes_that_are_none(text):
         ({"budget": {"host": 1}, "format": "fp8"}, "format = 'fp8': Input should be 'exact'"),
         ({"budget": {"host": 1}, "optimizer": {"betas": [0.9, 1]}}, "optimizer.betas.1 = 1"),
         ({"budget": {"host": 1}, "gradient_accumulation_steps": 0}, "gradient_accumulation_steps = 0"),
+        ({"budget": {"host": 1}, "gradient_accumulation_steps": 10**20}, "_steps = 100000000000000000000: "),
+        ({"budget": {"host": 1}, "engine": {"threads": 10**12}}, "engine.threads = 1000000000000: "),
+        (
+            {"budget": {"host": 1}, "engine": {"prefetch_units": 2**31}},
+            "engine.prefetch_units = 2147483648: ",
+        ),
+        ({"budget": {"host": 1}, "engine": {"chunk_elements": 10**30}}, "engine.chunk_elements = 1000"),
+        ({"budget": {"host": 1}, "engine": {"checkpoints_kept": 10**30}}, "engine.checkpoints_kept = 1000"),
+        ({"budget": {"host": 1}, "engine": {"seed": -1}}, "engine.seed = -1: "),
+        ({"budget": {"host": 1}, "engine": {"seed": 2**64}}, "engine.seed = 18446744073709551616: "),
+        (
+            {"budget": {"host": 1}, "engine": {"io_deadline_seconds": float("inf")}},
+            "_deadline_seconds = inf: ",
+        ),
+        (
+            {"budget": {"host": 1}, "engine": {"rank_timeout_seconds": 1e300}},
+            "rank_timeout_seconds = 1e+300: ",
+        ),
+        ({"budget": {"host": 1}, "optimizer": {"lr": float("inf")}}, "optimizer.lr = inf: "),
     ],
 )
 def test_errors_name_key_value_and_remedy(config, message):
@@ -184,6 +209,27 @@ def test_files_that_cannot_be_read(tmp_path):
         Config.read(tmp_path / "list.json")
     with pytest.raises(ConfigError, match="not int"):
         Config.read(3)
+    (tmp_path / "latin.json").write_bytes(b'{"a": "\xe9"}')
+    (tmp_path / "deep.json").write_text("[" * 100_000)
+    for name in ("latin.json", "deep.json", "nul\0.json"):
+        with pytest.raises(ConfigError, match=rf"{tmp_path}/{name[:3]}.*no JSON file in UTF-8"):
+            Config.read(tmp_path / name)
+
+
+def test_the_largest_values_that_are_taken_reach_the_core():
+    """Each bound of the configuration is within what the core's types hold."""
+    engine = {name: field for name, field in EngineOptions.model_fields.items() if field.metadata}
+    largest = {name: _largest(field) for name, field in engine.items()}
+    config = {"budget": {"host": 2**63 - 1, "device": 2**63 - 1}, "seed": 2**63 - 1, "engine": largest}
+    config["gradient_accumulation_steps"] = 2**31 - 1
+    flat = Config.read(config).to_core(_core)
+    assert (flat.threads, flat.chunk_elements, flat.seed) == (2**16, 2**40, 2**63 - 1)
+    assert flat.io_deadline_ms == flat.rank_timeout_ms == 10**12
+
+
+def _largest(field):
+    said = [getattr(bound, "le", getattr(bound, "lt", 1) - 1) for bound in field.metadata]
+    return max(said)
 
 
 def test_engines_of_two_processes_with_one_id_share_a_disk(config, tmp_path, monkeypatch):

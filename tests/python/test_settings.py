@@ -221,10 +221,12 @@ def test_a_run_of_an_earlier_version_goes_on_as_it_trained(folder):
 
 def test_wrong_files_are_named(folder):
     for text, words in {
-        "{": "JSON",
-        "[]": "an object",
-        '{"budget": {"host": 1}, "optimizer": {"params": {"max_grad_norm": 1}}}': "max_grad_norm",
+        b"{": "JSON",
+        b"[]": "an object",
+        b'{"budget": {"host": 1}, "optimizer": {"params": {"max_grad_norm": 1}}}': "max_grad_norm",
+        b"[" * 100_000: "wrong.json: maximum recursion depth",
+        b'{"a": "\xe9"}': "wrong.json: 'utf-8' codec",
     }.items():
-        (folder / "wrong.json").write_text(text)
+        (folder / "wrong.json").write_bytes(text)
         with pytest.raises((CliError, ValueError), match=words):
             chosen_of("train", "--config", folder / "wrong.json")

@@ -27,9 +27,9 @@ class ConfigFile:
     def read(cls, path: str, folder: str | None = None) -> "ConfigFile":
         """Raises CliError. `folder`: where the command was started; None: here."""
         try:
-            values = json.loads(Path(path).read_text())
-        except (OSError, ValueError) as error:
-            raise CliError(f"--config {path}: {error}; give a JSON file") from None
+            values = json.loads(Path(path).read_text(encoding="utf-8"))
+        except (OSError, ValueError, RecursionError) as error:
+            raise CliError(f"--config {path}: {error}; give a JSON file in UTF-8") from None
         if not isinstance(values, dict):
             raise CliError(f"--config {path}: an object {{...}} is expected, not {type(values).__name__}")
         return cls(path, values, folder or str(Path.cwd()))
