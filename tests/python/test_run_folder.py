@@ -12,6 +12,7 @@ import pytest
 import tiny
 
 from overspill.cli import parser, run_lock
+from overspill.cli.chosen import choose
 from overspill.cli.common import CliError
 from overspill.cli.run_folder import RunFolder
 from overspill.cli.run_lock import RunLock
@@ -178,6 +179,48 @@ def test_a_damaged_record_of_a_run_is_named(change, said, on_disk, tmp_path, cap
     message = on_disk.fails(capsys, "train", "--out", out, "--resume", "--steps", 2)
     assert f"{file} is damaged: {said}" in message and "start a new run in another --out" in message
     assert tiny.tree(out) == before
+
+
+def both(**changed):
+    """A damage to a setting where it is typed and where it counts."""
+    return lambda run: run | {part: run[part] | changed for part in ("settings", "typed")}
+
+
+@pytest.mark.parametrize(
+    "change, said",
+    [
+        (lambda run: run | {"typed": None}, "typed is null"),
+        (lambda run: run | {"numbers": None}, "numbers is null"),
+        (lambda run: run | {"went_on_from": None}, "went_on_from is null"),
+        (lambda run: run | {"heldout": {"9" * 5000: 2.0}}, "heldout.99999999999999999999 = 2.0 is no loss"),
+        (both(optimizer="foo"), "settings.optimizer = 'foo' is none of adamw, adam, "),
+        (both(dtype="bf61"), "settings.dtype = 'bf61' is none of bf16, fp32"),
+        (both(seq_len=0), "settings.seq_len = 0 is less than 1"),
+        (both(warmup=-5), "settings.warmup = -5 is less than 0"),
+        (both(save_minutes=float("nan")), "settings.save_minutes = nan is no number"),
+        (both(steps=None), "settings.steps = None is null"),
+        (both(nvme=[1]), "settings.nvme = [1] is a list"),
+        (both(config="a\0b"), "settings.config = 'a\\x00b' is a text that no path and no name can be"),
+        (
+            lambda run: run | {"typed": run["typed"] | {"seq_len": 128}},
+            "typed.seq_len = 128, and settings.seq_len = 32",
+        ),
+        (
+            lambda run: run | {"went_on_from": {"checkpoint": "a\0b", "others_set_aside": True}},
+            "went_on_from = {'checkpoint': 'a\\x00b'",
+        ),
+    ],
+)
+def test_a_damaged_value_of_a_record_is_named(change, said, tmp_path):
+    """Once taken, or an error that named nothing, of what uses the value."""
+    typed = {"model": "/m", "data": "/d", "host_budget": 1 << 30, "seq_len": 32}
+    record = {"heldout": {"0": 2.0}, "data_digest": "x", **choose(typed).stored()}
+    file = tmp_path / "run.json"
+    file.write_text(json.dumps(record))
+    assert RunFolder(tmp_path).stored() == record
+    file.write_text(json.dumps(change(record)))
+    with pytest.raises(CliError, match=f"^{re.escape(f'{file} is damaged: {said}')}"):
+        RunFolder(tmp_path).stored()
 
 
 @pytest.mark.parametrize("text", [b"\xff", b"[" * 100_000, b""])

@@ -219,6 +219,23 @@ def test_a_run_of_an_earlier_version_goes_on_as_it_trained(folder):
     assert any("--lr 5e-05" in note for note in chosen.notes)
 
 
+@pytest.mark.parametrize(
+    ("name", "began", "typed"),
+    [("seq_len", 128, "--seq-len 128"), ("vertical", True, "--vertical"), ("lr", 0.5, "--lr 0.5")],
+)
+def test_a_default_that_is_not_what_the_run_began_with_is_named(name, began, typed, folder):
+    """Of another version, or of a file that says it no more: once "None = 256 in None differs"."""
+    stored = chosen_of("train", "--host-budget", "64MiB").stored()
+    stored["settings"][name] = began
+    now = ["train", "--out", "x", "--resume"]
+    with pytest.raises(
+        CliError, match=rf"^{option(name)} was {began} .* by default: .*; type {typed} to go on"
+    ):
+        choose(vars(parser().parse_args(now)), stored)
+    if name in OWN:
+        assert getattr(choose(vars(parser().parse_args(now + typed.split())), stored).settings, name) == began
+
+
 def test_wrong_files_are_named(folder):
     for text, words in {
         b"{": "JSON",

@@ -218,6 +218,13 @@ def _shown(name: str, value: Any) -> str:
     return human(value) if name.endswith("budget") else str(value)
 
 
+def _typing(name: str, value: Any) -> str:
+    """A setting as it is typed."""
+    if isinstance(value, bool):
+        return option(name) if value else option(name).replace("--", "--no-", 1)
+    return f"{option(name)} {_shown(name, value)}"
+
+
 def _numbers(config: Config) -> dict[str, Any]:
     """What of the configuration decides the numbers, as JSON has it."""
     return json.loads(json.dumps(config.shared()))
@@ -234,6 +241,11 @@ def _check_unchanged(chosen: Chosen, stored: dict[str, Any], now: dict[str, Any]
             raise CliError(
                 f"{option(name)} {_shown(name, now[name])} differs from {began[name]}, with which the run "
                 f"began; {advice}"
+            )
+        if began[name] is not None and chosen.origins[name] == "default":
+            raise CliError(
+                f"{option(name)} was {_shown(name, began[name])} when the run began and is {after[name]} by default: "
+                f"nothing says it now; type {_typing(name, began[name])} to go on, or start a new run in another --out"
             )
         if began[name] is not None:
             raise CliError(

@@ -138,6 +138,9 @@ OPTIMIZERS = {
 }
 
 
+FORMATS = ("exact", "compact", "8bit")
+
+
 def add_update(parser: argparse.ArgumentParser) -> None:
     """Options that say what is kept of a parameter, and so how much."""
     parser.add_argument(
@@ -148,7 +151,7 @@ def add_update(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--format",
-        choices=("exact", "compact", "8bit"),
+        choices=FORMATS,
         help="of bf16 weights with their states, bytes a parameter with adamw: exact 12, compact 8, 8bit 5 (default "
         "exact); compact and 8bit round stochastically, by --seed",
     )

@@ -1,6 +1,8 @@
 """What run.json holds: a run's settings, what was typed, its data's digest, held-out losses, where it went on."""
 
 import dataclasses
+import os
+import re
 from types import UnionType
 from typing import Any, get_args, get_origin
 
@@ -8,12 +10,8 @@ from overspill.cli.chosen import ConfigFile
 from overspill.cli.settings import FIELDS
 
 NEEDED = {"settings": dict, "heldout": dict, "data_digest": str}
-OPTIONAL = {
-    "typed": dict,
-    "config": dict,
-    "numbers": dict,
-    "went_on_from": dict,
-}  # earlier versions lack them
+# Earlier versions lack them; a run without a configuration file has null for it.
+OPTIONAL = {"typed": dict, "config": dict | None, "numbers": dict, "went_on_from": dict}
 WENT_ON_FROM = {"checkpoint": str, "others_set_aside": bool}
 
 
@@ -25,14 +23,16 @@ def wrong(record: Any) -> str:
     if missing:
         return f"{missing[0]} is missing"
     for name, kind in (NEEDED | OPTIONAL).items():
-        if not isinstance(record.get(name), kind) and (name in NEEDED or record.get(name) is not None):
+        if name in record and not isinstance(record[name], kind):
             return f"{name} is {_kind(record[name])}"
     for section in ("settings", "typed"):
-        for name, value in (record.get(section) or {}).items():
-            if name in FIELDS and value is not None and not _fits(value, FIELDS[name].type):
-                return f"{section}.{name} = {value!r:.40} is {_kind(value)}"
+        for name, value in record.get(section, {}).items():
+            if name in FIELDS and (why := _no_setting(value, FIELDS[name])):
+                return f"{section}.{name} = {value!r:.40} is {why}"
+    if differs := _typed_otherwise(record):
+        return differs
     for step, loss in record["heldout"].items():
-        if not (step.isascii() and step.isdigit() and _fits(loss, float)):
+        if not (re.fullmatch(r"[0-9]{1,18}", step) and _fits(loss, float)):
             return f"heldout.{step:.20} = {loss!r:.40} is no loss at a step"
     parts = {"went_on_from": WENT_ON_FROM, "config": {f.name: f.type for f in dataclasses.fields(ConfigFile)}}
     for name, kinds in parts.items():
@@ -44,16 +44,56 @@ def wrong(record: Any) -> str:
     return ""
 
 
+def _no_setting(value: Any, field: dataclasses.Field) -> str:
+    """Why `value` cannot be that of `field`, in words; empty where it can."""
+    least, among = field.metadata["least"], field.metadata["among"]
+    if not _fits(value, field.type):
+        return _kind(value)
+    if value is None:
+        return ""
+    if least is not None and not value >= least:
+        return f"less than {least}" if value < least else "no number"
+    return f"none of {', '.join(among)}" if among is not None and value not in among else ""
+
+
+def _typed_otherwise(record: dict[str, Any]) -> str:
+    """What was typed of a setting that cannot change always counts, so both parts say the same of it."""
+    settings = record["settings"]
+    for name, value in record.get("typed", {}).items():
+        fixed = name in FIELDS and FIELDS[name].metadata["fixed"]
+        if fixed and value != settings.get(name):
+            return f"typed.{name} = {value!r:.40}, and settings.{name} = {settings.get(name)!r:.40}"
+    return ""
+
+
 def _fits(value: Any, kind: Any) -> bool:
-    """Whether JSON's `value` is of the annotation `kind`; what is in a list or an object is not looked at."""
-    ways = get_args(kind) if isinstance(kind, UnionType) else (kind,)
-    kinds = tuple(get_origin(way) or way for way in ways)
-    if isinstance(value, bool):
-        return bool in kinds
-    return isinstance(value, kinds) or (float in kinds and isinstance(value, int))
+    """Whether JSON's `value` is of the annotation `kind`; what is in an object is not looked at. Any text may be a
+    path, so one that the system's calls do not take is refused."""
+    if isinstance(kind, UnionType):
+        return any(_fits(value, way) for way in get_args(kind))
+    if get_origin(kind) is list:
+        return isinstance(value, list) and all(_fits(item, *get_args(kind)) for item in value)
+    if kind is float:
+        return isinstance(value, (int, float)) and not isinstance(value, bool)
+    if kind is str:
+        return isinstance(value, str) and _can_be_passed(value)
+    return isinstance(value, get_origin(kind) or kind) and isinstance(value, bool) == (kind is bool)
+
+
+def _can_be_passed(text: str) -> bool:
+    try:
+        return b"\0" not in os.fsencode(text)
+    except ValueError:  # half of a surrogate pair, which JSON can spell
+        return False
 
 
 def _kind(value: Any) -> str:
-    return {dict: "an object", list: "a list", str: "a text", bool: "a truth value", type(None): "null"}.get(
-        type(value), "a number"
-    )
+    if isinstance(value, str) and not _can_be_passed(value):
+        return "a text that no path and no name can be"
+    return {
+        dict: "an object",
+        list: "a list",
+        str: "a text",
+        bool: "a truth value",
+        type(None): "null",
+    }.get(type(value), "a number")

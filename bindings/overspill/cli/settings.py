@@ -2,13 +2,27 @@
 change when the run goes on. Which value counts is decided in chosen.py."""
 
 import dataclasses
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
+from overspill.cli.common import FORMATS, OPTIMIZERS
 
-def _field(default: Any, fixed: bool, key: str | None, required: bool = False) -> Any:
-    """`key`: where a configuration file says the same, dotted; None: only the command line does."""
-    return dataclasses.field(default=default, metadata={"fixed": fixed, "key": key, "required": required})
+DTYPES = ("bf16", "fp32")
+
+
+def _field(
+    default: Any,
+    fixed: bool,
+    key: str | None,
+    required: bool = False,
+    least: int | None = None,
+    among: Collection[str] | None = None,
+) -> Any:
+    """`key`: where a configuration file says the same, dotted; None: only the command line does. `least` and `among`:
+    which values of its type the field takes."""
+    metadata = {"fixed": fixed, "key": key, "required": required, "least": least, "among": among}
+    return dataclasses.field(default=default, metadata=metadata)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,33 +32,33 @@ class Settings:
     model: str | None = _field(None, fixed=True, key=None, required=True)
     data: str | None = _field(None, fixed=True, key=None, required=True)
     heldout: str | None = _field(None, fixed=True, key=None)
-    batch: int = _field(4, fixed=True, key="train_micro_batch_size_per_gpu")
-    seq_len: int = _field(256, fixed=True, key=None)
-    accumulate: int = _field(1, fixed=True, key="gradient_accumulation_steps")
+    batch: int = _field(4, fixed=True, key="train_micro_batch_size_per_gpu", least=1)
+    seq_len: int = _field(256, fixed=True, key=None, least=1)
+    accumulate: int = _field(1, fixed=True, key="gradient_accumulation_steps", least=1)
     vertical: bool = _field(False, fixed=True, key="vertical_accumulation")
-    optimizer: str | None = _field(None, fixed=True, key="optimizer.type")
-    format: str | None = _field(None, fixed=True, key="format")
-    lr: float = _field(5e-5, fixed=True, key="optimizer.lr")
-    warmup: int = _field(0, fixed=True, key=None)
-    weight_decay: float = _field(0.01, fixed=True, key="optimizer.weight_decay")
-    clip: float = _field(1.0, fixed=True, key="gradient_clipping")
-    seed: int = _field(0, fixed=True, key="seed")
-    dtype: str = _field("bf16", fixed=True, key=None)
+    optimizer: str | None = _field(None, fixed=True, key="optimizer.type", among=OPTIMIZERS)
+    format: str | None = _field(None, fixed=True, key="format", among=FORMATS)
+    lr: float = _field(5e-5, fixed=True, key="optimizer.lr", least=0)
+    warmup: int = _field(0, fixed=True, key=None, least=0)
+    weight_decay: float = _field(0.01, fixed=True, key="optimizer.weight_decay", least=0)
+    clip: float = _field(1.0, fixed=True, key="gradient_clipping", least=0)
+    seed: int = _field(0, fixed=True, key="seed", least=0)
+    dtype: str = _field("bf16", fixed=True, key=None, among=DTYPES)
     checkpointing: bool = _field(False, fixed=True, key=None)
-    torch_threads: int | None = _field(None, fixed=True, key=None)
-    steps: int = _field(100, fixed=False, key=None)
-    host_budget: int | None = _field(None, fixed=False, key="budget.host")
+    torch_threads: int | None = _field(None, fixed=True, key=None, least=1)
+    steps: int = _field(100, fixed=False, key=None, least=1)
+    host_budget: int | None = _field(None, fixed=False, key="budget.host", least=0)
     nvme: list[str] | None = _field(None, fixed=False, key="budget.nvme")
-    device_budget: int | None = _field(None, fixed=False, key="budget.device")
-    endurance_tbw: float | None = _field(None, fixed=False, key="budget.endurance_tbw")
+    device_budget: int | None = _field(None, fixed=False, key="budget.device", least=0)
+    endurance_tbw: float | None = _field(None, fixed=False, key="budget.endurance_tbw", least=0)
     config: str | None = _field(None, fixed=False, key=None)
-    threads: int | None = _field(None, fixed=False, key="engine.threads")
+    threads: int | None = _field(None, fixed=False, key="engine.threads", least=0)
     device: str | None = _field(None, fixed=False, key="engine.device")
     job: str | None = _field(None, fixed=False, key="engine.job")
-    save_every: int = _field(0, fixed=False, key=None)
-    save_minutes: float = _field(30.0, fixed=False, key=None)
-    keep: int = _field(1, fixed=False, key="engine.checkpoints_kept")
-    eval_batches: int = _field(16, fixed=False, key=None)
+    save_every: int = _field(0, fixed=False, key=None, least=0)
+    save_minutes: float = _field(30.0, fixed=False, key=None, least=0)
+    keep: int = _field(1, fixed=False, key="engine.checkpoints_kept", least=0)
+    eval_batches: int = _field(16, fixed=False, key=None, least=0)
     cache: str | None = _field(None, fixed=False, key=None)
 
     def as_dict(self) -> dict[str, Any]:

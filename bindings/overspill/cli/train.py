@@ -29,7 +29,7 @@ from overspill.cli.common import (
 from overspill.cli.device import require
 from overspill.cli.run_folder import RunFolder
 from overspill.cli.session import Session
-from overspill.cli.settings import FIELDS, absolute, default_text, option
+from overspill.cli.settings import DTYPES, FIELDS, absolute, default_text, option
 
 
 def options(parser: argparse.ArgumentParser) -> None:
@@ -85,7 +85,7 @@ def options(parser: argparse.ArgumentParser) -> None:
     add(
         "--seed", type=natural, help=f"of the data's order, dropout and stochastic rounding {default['seed']}"
     )
-    add("--dtype", choices=("bf16", "fp32"), help=f"what forward computes in {default['dtype']}")
+    add("--dtype", choices=DTYPES, help=f"what forward computes in {default['dtype']}")
     add(
         "--checkpointing",
         action=argparse.BooleanOptionalAction,
