@@ -144,6 +144,29 @@ def test_what_a_run_keeps_in_its_own_folder_is_not_something_else(
     on_disk.ok(capsys, *started)
 
 
+@pytest.mark.parametrize("named", ["in place", "through a link", "as a link", "by --config"])
+def test_a_runs_own_folders_are_known_however_they_are_named(named, on_disk, tmp_path, capsys, monkeypatch):
+    real = tmp_path / "real"
+    for name in ("run/nvme", "disk"):
+        (real / name).mkdir(parents=True)
+    (tmp_path / "link").symlink_to(real)
+    out = (tmp_path / "link" if named == "through a link" else real) / "run"
+    if named == "as a link":
+        (real / "run/nvme").rmdir()
+        (real / "run/nvme").symlink_to(real / "disk")
+    options = {"steps": 1, "nvme": out / "nvme"}
+    if named == "by --config":
+        values = json.loads(on_disk.config.read_text())
+        values["budget"] = values.get("budget", {}) | {"nvme": [str(out / "nvme")]}
+        (tmp_path / "own.json").write_text(json.dumps(values))
+        options |= {"nvme": None, "config": tmp_path / "own.json"}
+    monkeypatch.setattr(RunFolder, "begin", interrupted)
+    assert on_disk.main(capsys, *on_disk.run(out, **options))[0] == 130  # so it came as far as that
+    (out / "letters").symlink_to("letters")  # to itself
+    message = on_disk.fails(capsys, *on_disk.run(out, **options))
+    assert f"--out {out} holds something else (letters)" in message
+
+
 def interrupted(self):
     raise KeyboardInterrupt
 

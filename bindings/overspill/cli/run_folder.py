@@ -65,22 +65,11 @@ class RunFolder:
             )
         return record
 
-    def check(self, resume: bool, own: Iterable[str] = ()) -> None:
-        """Refuses a folder that holds something else, and a run that is there already or is not. Raises CliError.
-
-        `own`: absolute folders that the run is told to use; a start that was killed may have begun to fill them."""
+    def check(self, resume: bool) -> None:
+        """Refuses a file, and a run that is there already or is not. Raises CliError."""
         if self.path.exists() and not self.path.is_dir():
             raise CliError(f"--out {self.path} is a file; name a folder")
         run = self._run_json.is_file()
-        others = (
-            sorted(p.name for p in self.path.iterdir() if not self._of_a_start(p, own))
-            if self.path.exists()
-            else []
-        )
-        if others and not run:
-            raise CliError(
-                f"--out {self.path} holds something else ({', '.join(others[:3])}); name a new folder"
-            )
         if run and not resume:
             raise CliError(self._taken())
         if resume and not run:
@@ -88,14 +77,30 @@ class RunFolder:
                 f"--resume: {self.path} holds no run (no run.json); leave --resume out to start one"
             )
 
+    def check_new(self, own: Iterable[str]) -> None:
+        """Refuses the folder of a new run where it holds something else. Raises CliError.
+
+        `own`: folders that the run is told to use; a start that was killed may have begun to fill them."""
+        if not self.path.exists():
+            return
+        resolved = [Path(folder).resolve() for folder in own]
+        others = sorted(p.name for p in self.path.iterdir() if not self._of_a_start(p, resolved))
+        if others:
+            raise CliError(
+                f"--out {self.path} holds something else ({', '.join(others[:3])}); name a new folder"
+            )
+
     def _taken(self) -> str:
         return f"--out {self.path} holds a run; add --resume to go on with it, or name a new folder"
 
-    def _of_a_start(self, path: Path, own: Iterable[str]) -> bool:
-        """What a start that was killed before its run.json leaves: the next one may take it over."""
-        if any(path == Path(folder) or path in Path(folder).parents for folder in own):
+    def _of_a_start(self, path: Path, own: list[Path]) -> bool:
+        """What a start that was killed before its run.json leaves: the next one may take it over. `own` is resolved,
+        so `path`, which may lead through a link or be one, is too."""
+        here = self.path.resolve()
+        target = Path(os.path.realpath(path))  # takes a link that leads to itself, too
+        if target in own or any(here / path.name in folder.parents for folder in own):
             return True
-        if str(self.path) in own and ENGINES.fullmatch(path.name):
+        if here in own and ENGINES.fullmatch(path.name):
             return True
         if path == self.checkpoints.folder:
             return path.is_dir() and not any(path.iterdir())

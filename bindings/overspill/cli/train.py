@@ -145,15 +145,16 @@ def train(args: argparse.Namespace, hook=None) -> tuple[int, dict[str, Any]]:
             "examples/finetune.py)"
         )
     folder = RunFolder(args.out)
-    folder.check(
-        args.resume is not None, [absolute(path) for path in (args.cache, *(args.nvme or ())) if path]
-    )
+    folder.check(args.resume is not None)
     with contextlib.ExitStack() as stack:
         stack.callback(folder.unlock)
         if args.resume is not None:
             folder.lock()
         stored = folder.stored()
         chosen = choose(vars(args), stored)
+        if stored is None:
+            own = (chosen.settings.cache, *chosen.config.budget.nvme)
+            folder.check_new([path for path in own if path])
         _check_saves(chosen)
         if chosen.origins["device"] == "typed":
             require(chosen.settings.device)
