@@ -165,6 +165,19 @@ def flat_optimizer(data: Any) -> Any:
     return {**params, "type": kind.__name__ if kind else name}
 
 
+def wrong_hyper_parameter(name: str, value: Any) -> str:
+    """Why the optimizers that have a number `name` (betas: numbers) do not take this one, in words; empty where they
+    do, or where none has it."""
+    kind = next((kind for kind in _TYPES.values() if name in kind.model_fields), None)
+    if kind is None or value is None or isinstance(value, bool):
+        return ""
+    try:
+        kind.model_validate({name: value})
+    except ValidationError as error:
+        return error.errors()[0]["msg"]
+    return ""
+
+
 def _tell_adam_is_adamw() -> None:
     warnings.warn(
         'overspill: optimizer {"type": "Adam", "params": {...}} is AdamW, as in DeepSpeed: weight decay is decoupled. '

@@ -7,6 +7,7 @@ that names the checkpoint and the entry.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,9 +16,13 @@ import torch
 
 from . import state
 from ._core import CheckpointError
+from .config import wrong_hyper_parameter
 
 _WRONG = (ArithmeticError, AttributeError, LookupError, RecursionError, RuntimeError, TypeError, ValueError)
 _WAY_OUT = "it is damaged, or another program wrote it: use another checkpoint"
+# Of torch's schedulers: numbers that all of them count with, and lists with a number a parameter group.
+_COUNTS = ("last_epoch", "_step_count")
+_A_GROUP = ("base_lrs", "_last_lr", "min_lrs", "max_lrs", "base_momentums", "max_momentums")
 
 
 @dataclass(frozen=True)
@@ -71,6 +76,11 @@ class Extra:
                         f"overspill: parameter group {i} has {name} = {value!r:.60} in the checkpoint {self.folder}, "
                         f"{mine[name]!r:.60} here; use the optimizer of that run"
                     )
+                if name in mine and (why := _wrong_number(name, value)):
+                    raise CheckpointError(
+                        f"overspill: parameter group {i} has {name} = {value!r:.60} in the checkpoint {self.folder}: "
+                        f"{why}; {_WAY_OUT}"
+                    )
         here, there = _forms(buffers), _forms(self.buffers)
         wrong = [name for name in sorted(here.keys() | there.keys()) if here.get(name) != there.get(name)]
         if wrong:
@@ -86,6 +96,7 @@ class Extra:
             for name in values:
                 if name == "optimizer" or callable(getattr(type(scheduler), name, None)):
                     raise ValueError(f"{name!r} is no value of a scheduler")
+            _check_like(values, scheduler.state_dict(), "")
             scheduler.load_state_dict(values)
 
         if self.lr_scheduler is None:
@@ -158,13 +169,52 @@ def _count(value: Any) -> int:
 
 
 def _random(value: Any) -> list[dict[str, Any]]:
+    if not isinstance(value, list) or not value:
+        raise ValueError(f"{value!r:.40} is no list with the states of each rank")
     for states in value:
         state.check_random_states(states)
-    return list(value)
+    return value
 
 
 def _named(value: Any) -> bool:
     return isinstance(value, dict) and all(isinstance(name, str) for name in value)
+
+
+def _wrong_number(name: str, value: Any) -> str:
+    """As of the configuration, but for the sign of a rate: a schedule may end a rounding error below zero."""
+    signless = name in ("lr", "initial_lr") and isinstance(value, (int, float))
+    return wrong_hyper_parameter("lr", abs(value)) if signless else wrong_hyper_parameter(name, value)
+
+
+def _check_like(saved: Any, mine: Any, name: str) -> None:
+    """Raises ValueError where a scheduler's value is of another kind than the one here: the scheduler's next step would
+    fail, when the weights have changed. A value that is None, or absent, on one side is taken: a scheduler of the
+    user's may set it later."""
+    if isinstance(saved, dict) and isinstance(mine, dict):
+        for key in saved.keys() & mine.keys():
+            _check_like(saved[key], mine[key], str(key))
+        return
+    if name in _COUNTS and _is_number(mine) and not _is_number(saved):
+        raise ValueError(f"{name} = {saved!r:.40} is no number")
+    if isinstance(saved, (list, tuple)) and isinstance(mine, (list, tuple)):
+        if name in _A_GROUP and (len(saved) != len(mine) or not all(map(_is_number, saved))):
+            raise ValueError(f"{name} = {saved!r:.40} is no number for each of {len(mine)} parameter groups")
+        for one, other in zip(saved, mine, strict=False):
+            _check_like(one, other, "")
+    elif saved is not None and mine is not None and _kind(saved) is not _kind(mine):
+        raise ValueError(f"{name} = {saved!r:.40} is of another kind than {mine!r:.40}, which it is here")
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float) and math.isfinite(value)
+
+
+def _kind(value: Any) -> type:
+    """One for all numbers, truth values too: versions of torch differ in them."""
+    kinds = ((int, float), str, (list, tuple), dict)
+    return next(
+        (of[0] if isinstance(of, tuple) else of for of in kinds if isinstance(value, of)), type(value)
+    )
 
 
 def _alike(saved: Any, mine: Any) -> bool:

@@ -1,5 +1,6 @@
 """What a checkpoint says beside weights: whatever it is, it is taken whole, or refused by name with nothing changed."""
 
+import contextlib
 import json
 import random
 
@@ -8,7 +9,16 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import LambdaLR
+from torch.optim.lr_scheduler import (
+    ConstantLR,
+    CosineAnnealingWarmRestarts,
+    LambdaLR,
+    MultiStepLR,
+    OneCycleLR,
+    ReduceLROnPlateau,
+    SequentialLR,
+    StepLR,
+)
 
 import overspill
 from overspill import CheckpointError, _core
@@ -84,6 +94,9 @@ def test_any_damage_is_refused_by_name_with_nothing_changed(engine, tmp_path, mo
     assert engine.global_steps == 2 and torch.isfinite(engine(torch.ones(6, 4)))
 
 
+NAN = {"__kind__": "float", "value": "nan"}
+
+
 @pytest.mark.parametrize(
     "change, said",
     [
@@ -98,11 +111,24 @@ def test_any_damage_is_refused_by_name_with_nothing_changed(engine, tmp_path, mo
         (lambda e: e["buffers"].pop("body.1.running_var"), "buffer body.1.running_var is"),
         (lambda e: e["optimizer"]["groups"][0].update(lr="fast"), "parameter group 0 has lr = 'fast'"),
         (lambda e: e["optimizer"]["groups"][0].update(params=[]), "optimizer cannot be read"),
+        (lambda e: e["optimizer"]["groups"][0].update(lr=NAN), "group 0 has lr = nan in the checkpoint"),
+        (lambda e: e["optimizer"]["groups"][0].update(lr=10**400), "group 0 has lr = 1000"),
+        (lambda e: e["optimizer"]["groups"][0].update(initial_lr=NAN), "group 0 has initial_lr = nan"),
+        (lambda e: e["optimizer"]["groups"][0].update(betas=[2.0, 3.0]), "group 0 has betas = [2.0, 3.0]"),
+        (lambda e: e["optimizer"]["groups"][0].update(eps=-1), "greater than or equal to 0"),
         (lambda e: e["optimizer"]["groups"].append({}), "2 parameter groups in the checkpoint"),
         (lambda e: e.update(lr_scheduler=None), "has no scheduler"),
         (lambda e: e["lr_scheduler"].update(step=3), "lr_scheduler cannot be read"),
         (lambda e: e["lr_scheduler"].pop("lr_lambdas"), "lr_scheduler cannot be read"),
         (lambda e: e["lr_scheduler"].update(x="", lr_lambdas=[[""]]), "lr_scheduler cannot be read"),
+        (lambda e: e["lr_scheduler"].update(last_epoch="x"), "last_epoch = 'x' is no number"),
+        (lambda e: e["lr_scheduler"].update(last_epoch=NAN), "last_epoch = nan is no number"),
+        (lambda e: e["lr_scheduler"].update(_step_count=None), "_step_count = None is no number"),
+        (lambda e: e["lr_scheduler"].update(base_lrs=[]), "base_lrs = [] is no number for each of 1"),
+        (lambda e: e["lr_scheduler"].update(_last_lr=[NAN]), "_last_lr = [nan] is no number for each"),
+        (lambda e: e["lr_scheduler"].update(base_lrs="x"), "base_lrs = 'x' is of another kind than [0.0"),
+        (lambda e: e.update(random_of_ranks=[]), "random_of_ranks cannot be read (ValueError: [] is no list"),
+        (lambda e: e.update(random_of_ranks={}), "random_of_ranks cannot be read (ValueError: {} is no list"),
         (lambda e: e["random"]["numpy"].__setitem__(2, 10**6), "random cannot be read"),
         (lambda e: e["random"]["torch"].update(data="", shape=[0]), "random cannot be read"),
         (lambda e: e.update(micro_steps=True), "micro_steps cannot be read"),
@@ -117,6 +143,56 @@ def test_what_is_wrong_is_named(change, said, engine, tmp_path, monkeypatch):
         engine.load_checkpoint(tmp_path / "saved")
     assert said in str(error.value)
     assert all_of(engine) == before
+
+
+class Own(StepLR):
+    """A scheduler of the user's, with values that come and go."""
+
+    best, seen = None, ()
+
+    def step(self, *metrics):
+        super().step()
+        if metrics:
+            self.best, self.seen = float(metrics[0]), [*self.seen, metrics[0]]
+
+
+SCHEDULERS = [
+    lambda o: ReduceLROnPlateau(o, patience=0),
+    lambda o: OneCycleLR(o, 0.1, total_steps=10, cycle_momentum=False),
+    lambda o: SequentialLR(o, [ConstantLR(o), StepLR(o, 2)], [2]),
+    lambda o: MultiStepLR(o, [1, 2, 2]),
+    lambda o: CosineAnnealingWarmRestarts(o, 2),
+    lambda o: LambdaLR(o, lambda step: 1 - 0.7 * step),  # below zero at the end
+    lambda o: Own(o, 2),
+]
+
+
+@pytest.mark.parametrize("make", SCHEDULERS)
+def test_what_was_saved_loads_into_a_scheduler_that_is_new_or_has_gone_on(make, config, tmp_path):
+    def one_step(engine):
+        engine.backward(engine(torch.ones(6, 4)))
+        engine.optimizer.step()
+        metrics = (float("nan"),) if isinstance(engine.lr_scheduler, (ReduceLROnPlateau, Own)) else ()
+        engine.lr_scheduler.step(*metrics)
+
+    def state_of(engine):
+        return repr(engine.lr_scheduler.state_dict()), repr(engine.optimizer.hyper_parameters())
+
+    with contextlib.ExitStack() as stack:
+        first, second = (overspill.initialize(Net(), config("host"))[0] for _ in range(2))
+        for engine in (first, second):
+            stack.callback(engine.close)
+            engine.lr_scheduler = make(engine.optimizer)
+        states = []
+        for step in range(4):
+            first.save_checkpoint(tmp_path / str(step))
+            states.append(state_of(first))
+            one_step(first)
+        for step in (3, 0, 2):  # on, back, on
+            second.load_checkpoint(tmp_path / str(step))
+            assert state_of(second)[1] == states[step][1]
+            one_step(second)
+        first.load_checkpoint(tmp_path / "0")
 
 
 def test_weights_that_do_not_load_leave_the_scheduler_as_it_was(engine, tmp_path):
