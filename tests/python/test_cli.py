@@ -80,6 +80,35 @@ def test_plan(bench, capsys):
     assert not list(bench.nvme.iterdir())
 
 
+def test_a_trace_that_cannot_be_written_ends_no_run(bench, tmp_path, capsys):
+    out = tmp_path / "out"
+    for trace, said in {
+        tmp_path / "none/x.json": f"{tmp_path}/none does not exist; name a file in a folder that is there",
+        tmp_path: "is a folder; name a file",
+    }.items():
+        message = bench.fails(capsys, *bench.train_args(out, steps=1, trace=trace))
+        assert f"--trace {trace}" in message and said in message
+    assert not out.exists()
+    # Where it is not known beforehand, as of a disk that has filled.
+    code, _, err = bench.main(
+        capsys, *bench.train_args(out, steps=5, eval_batches=0, accumulate=1, trace="/dev/full")
+    )
+    assert code == 0 and "--trace /dev/full was not written: " in err
+    assert [line["step"] for line in tiny.log(out)] == [1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize(("steps", "outcome"), [(2, "nothing was written"), (3, "the file holds less")])
+def test_a_run_that_is_too_short_for_its_trace_says_so(steps, outcome, bench, tmp_path, capsys):
+    """Once nothing was written and nothing said."""
+    trace = tmp_path / "trace.json"
+    args = bench.train_args(tmp_path / "out", steps=steps, eval_batches=0, accumulate=1, trace=trace)
+    code, _, err = bench.main(capsys, *args)
+    assert code == 0 and f"this one finished {steps}: {outcome}" in err
+    assert trace.exists() == (steps == 3)
+    if trace.exists():
+        assert json.loads(trace.read_text())["traceEvents"]
+
+
 def test_a_trace_names_each_buffer_by_its_layer(bench, spilling, tmp_path, capsys):
     trace = tmp_path / "trace.json"
     args = bench.train_args(tmp_path / "out", steps=5, eval_batches=0, accumulate=2, trace=trace, **spilling)

@@ -189,7 +189,7 @@ class Session:
             if self.loop.step == 0:
                 self._measure("before", display)
                 hook(self.loop)
-            recorder = Recorder(self.engine, self.trace)
+            recorder = Recorder(self.engine, self.trace, _warn)
             while not self.reached and not self.stop:
                 with recorder:
                     record = self.loop.train_step()
@@ -204,6 +204,7 @@ class Session:
                 if self.saver.due(self.loop.step) and not self.reached:
                     self.saver.save(self.loop.step)
                 hook(self.loop)
+            recorder.finish(self.loop.steps_here)
             if self.loop.step > 0:
                 self.saver.save(self.loop.step, prune=not self.stop)
             if not self.stop:

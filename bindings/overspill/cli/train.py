@@ -27,6 +27,7 @@ from overspill.cli.common import (
     positive,
 )
 from overspill.cli.device import require
+from overspill.cli.recorder import check_trace
 from overspill.cli.run_folder import RunFolder
 from overspill.cli.session import Session
 from overspill.cli.settings import DTYPES, FIELDS, absolute, default_text, option
@@ -144,6 +145,7 @@ def train(args: argparse.Namespace, hook=None) -> tuple[int, dict[str, Any]]:
             "train is one rank; for several start a script of your own with torchrun (docs/torchrun.md, "
             "examples/finetune.py)"
         )
+    check_trace(args.trace)
     folder = RunFolder(args.out)
     folder.check(args.resume is not None)
     with contextlib.ExitStack() as stack:
