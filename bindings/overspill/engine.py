@@ -28,6 +28,7 @@ from . import (
     place,
     pretrained,
     ranks,
+    reading,
     residency,
     state,
     transport,
@@ -415,7 +416,7 @@ class Engine:
         segment = self._segment(parameter)
         if segment is None:
             return torch.empty(parameter.shape, dtype=dtype or parameter.dtype)
-        return self._residency.weight(segment, dtype)
+        return reading.weight(segment, dtype)
 
     def optimizer_state(self, parameter: nn.Parameter) -> dict[str, torch.Tensor]:
         """Copies, in fp32 whatever their format, of the parameter's states, by torch's names for them; empty for a
@@ -500,6 +501,7 @@ class Engine:
             )
         with calls.Alone():
             calls.check(sys._getframe())
+            reading.hand_over(self._residency.units)
             self._core.save(str(folder), state.dumps(self._extra(client_state)))
 
     def _extra(self, client_state: dict | None) -> dict:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch._C import DisableTorchFunction
 
-from . import calls, residency, vertical
+from . import calls, reading, residency, vertical
 from .calls import Call, books, here, in_backward, opaque
 from .divided import is_sharded, memory_of, part_of
 from .guard import guard
@@ -126,7 +126,7 @@ class StateDictHook:
             real = [
                 t for t in tied if t.shape == value.shape and memory_of(t).data_ptr() != s.blank.data_ptr()
             ]
-            state[prefix + local] = real[0] if real else s.unit.residency.weight(s)
+            state[prefix + local] = real[0] if real else reading.weight(s)
 
 
 class GradientHook:

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch._C import DisableTorchFunction
 
+from . import reading
 from .residency import Residency, Segment, registry
 
 _IN_A_FILE = 1 << 20  # bytes; smaller tensors are plain memory
@@ -46,8 +47,8 @@ def states_of(
                 out = entry[theirs] = _room(segment, folder)
                 residency.core.read_state(unit.index, segment.index, ours, out.data_ptr(), out.numel() * 4)
             if unit.dtype is not torch.float32:
-                out = entry["master"] = _room(segment, folder)
-                residency.core.read_weight(unit.index, segment.index, out.data_ptr(), out.numel() * 4, "F32")
+                entry["master"] = _room(segment, folder)
+                reading.read(segment, entry["master"])
     return found
 
 
@@ -110,7 +111,7 @@ class Loading:
 
     def _check_master(self, segment: Segment, master: torch.Tensor) -> None:
         """The weights that the model has now must be the master's, rounded: else it would replace them unasked."""
-        weight = _flat(self.residency.weight(segment), segment.unit.dtype, segment).view(torch.int16)
+        weight = _flat(reading.weight(segment), segment.unit.dtype, segment).view(torch.int16)
         values = _flat(master, torch.float32, segment).view(torch.int32)
         for at in range(0, len(weight), _PIECE):
             bits = values[at : at + _PIECE]

@@ -29,7 +29,7 @@ from torch._C import DisableTorchFunction
 from torch.autograd import graph
 from torch.nn.utils import clip_grad
 
-from . import calls, residency, saved
+from . import calls, reading, residency, saved
 from .divided import is_divided, memory_of, parameter_classes
 from .guard import guard, touch
 from .residency import Residency, Segment, get_grad, registry, set_grad
@@ -212,7 +212,7 @@ def _set_grad(self: nn.Parameter, value: torch.Tensor | None) -> None:
 
 def _real(segment: Segment, parameter: nn.Parameter, device: torch.device | None = None) -> nn.Parameter:
     kind = nn.Parameter if is_divided(parameter) else type(parameter)
-    return kind(segment.unit.residency.weight(segment).to(device), parameter.requires_grad)
+    return kind(reading.weight(segment).to(device), parameter.requires_grad)
 
 
 def deepcopy_parameter(self: nn.Parameter, memo: dict) -> nn.Parameter:

@@ -42,8 +42,8 @@ RECENT_UNITS = (
 
 class Segment:
     """One parameter in one unit. `memory`: the tensor whose memory comes and goes, the parameter itself unless it is a
-    DTensor; `shape` and `stride` are its. `version`: of both when they were last looked at. `alias`: what `p.data`
-    returned since."""
+    DTensor; `shape` and `stride` are its. `version`: of all three when they were last looked at. `alias`: what `p.data`
+    returned since the memory last changed."""
 
     __slots__ = (
         "alias",
@@ -75,16 +75,21 @@ class Segment:
         return self.memory.numel() * self.memory.element_size()
 
     def edited(self) -> bool:
-        """In place, through the parameter or a `.data` of it, since `accept`."""
-        if self.alias is not None and self.alias._version != 0:
-            return True
+        """In place, through the parameter or a `.data` of it, since `accept` or `look`."""
         return self._version() != self.version
 
     def accept(self) -> None:
-        self.version, self.alias = self._version(), None
+        """The memory is about to change, or did: what `p.data` returned is no longer the parameter's."""
+        self.alias = None
+        self.look()
+
+    def look(self) -> None:
+        """The memory stays, and edits that follow are noticed, those through a `.data` of before among them."""
+        self.version = self._version()
 
     def _version(self) -> int:
-        return self.parameter._version + self.memory._version
+        alias = 0 if self.alias is None else self.alias._version
+        return self.parameter._version + self.memory._version + alias
 
     def as_parameter(self, value: torch.Tensor) -> torch.Tensor:
         """A value of the segment's shape in the form that the parameter has."""
@@ -93,11 +98,13 @@ class Segment:
 
 class Unit:
     """`flat`: the lease, one-dimensional in the unit's dtype, or None; `lease`: on an accelerator, the core's. `pins`:
-    calls under way that need it shown. `shown`: some parameters may be views of the lease."""
+    calls under way that need it shown. `shown`: some parameters may be views of the lease. `edited`: the core has edits
+    of since then."""
 
     __slots__ = (
         "core",
         "dtype",
+        "edited",
         "flat",
         "generation",
         "index",
@@ -116,6 +123,7 @@ class Unit:
         self.name, self.dtype, self.trainable = spec.name, spec.dtype, spec.trainable
         self.flat, self.key, self.shown, self.pins, self.generation = None, 0, False, 0, 0
         self.lease: Any = None
+        self.edited = False
         offsets = self.core.layout(index)
         self.segments = [
             Segment(self, i, p.name, p.aliases, p.parameter, offsets[i] // spec.dtype.itemsize)
@@ -242,20 +250,36 @@ def _refuse_writes(stale: list[Segment]) -> None:
 
 def hide(unit: Unit) -> None:
     """shown -> held. What was edited in place becomes the new weight."""
+    failure = _hand_over(unit)
+    for s in unit.segments:
+        s.accept()
+        set_data(s.memory, s.blank)
+    unit.shown = unit.edited = False
+    if failure is not None:
+        raise failure
+
+
+def hand_over(unit: Unit) -> None:
+    """What was edited in place becomes the new weight, and the unit stays shown. An edit that the core does not take
+    is handed over again later."""
+    failure = _hand_over(unit)
+    if failure is not None:
+        raise failure
+
+
+def _hand_over(unit: Unit) -> Exception | None:
+    """The first error; the other segments are handed over nevertheless."""
     failure: Exception | None = None
     for s in unit.segments:
         if s.edited():
+            unit.edited = True
             written = unit.flat[s.offset : s.offset + s.bytes // unit.dtype.itemsize].cpu()
             try:
                 unit.core.written(unit.index, s.index, written.data_ptr(), s.bytes)
+                s.look()
             except Exception as error:
                 failure = failure or error
-        s.accept()
-    for s in unit.segments:
-        set_data(s.memory, s.blank)
-    unit.shown = False
-    if failure is not None:
-        raise failure
+    return failure
 
 
 def pin(unit: Unit) -> None:
@@ -280,7 +304,7 @@ def unpin(unit: Unit, keep: bool) -> None:
 
 def release_edited(unit: Unit) -> None:
     """Unpins a unit outside forward; if it was edited, what autograd saved of it before is out of date."""
-    edited = any(s.edited() for s in unit.segments)
+    edited = unit.edited or any(s.edited() for s in unit.segments)
     unpin(unit, False)
     if edited:
         unit.generation = unit.core.generation(unit.index)
@@ -418,17 +442,6 @@ class Residency:
             unit.generation = self.core.generation(unit.index)
         self.current = True
 
-    def weight(self, segment: Segment, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """A copy of the weight, after pending updates, in its own dtype, or the exact master
-        (torch.float32)."""
-        with torch.inference_mode(False), DisableTorchFunction():
-            out = torch.empty_strided(
-                segment.shape, segment.stride, dtype=dtype or segment.unit.dtype, device="cpu"
-            )
-            size = out.numel() * out.element_size()
-            self.core.read_weight(segment.unit.index, segment.index, out.data_ptr(), size, DTYPES[out.dtype])
-            return segment.as_parameter(out)
-
     def state(self, segment: Segment, name: str) -> torch.Tensor:
         """A copy in fp32 of a state, by the core's name, or of "grad"."""
         with torch.inference_mode(False), DisableTorchFunction():
@@ -444,7 +457,7 @@ class Residency:
         for unit in self.units:
             unit.core = elsewhere
             leases.pop(unit.key, None)
-            unit.flat, unit.lease, unit.shown, unit.pins = None, None, False, 0
+            unit.flat, unit.lease, unit.shown, unit.edited, unit.pins = None, None, False, False, 0
         for s in self.segments:
             set_data(s.memory, s.blank)
 

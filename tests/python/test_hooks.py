@@ -116,6 +116,75 @@ def test_gathered_gives_real_weights_and_keeps_what_is_written(start):
     assert torch.equal(engine.weight(model[2].weight), expected[2].weight)
 
 
+def edit(model):
+    """In each of the ways that a script has, and once more through a `.data` that was taken before."""
+    data = model[2].weight.data
+    with torch.no_grad():
+        model[0].weight.fill_(7)
+    model[2].weight.data += 1
+    yield
+    data.fill_(3)
+    model[0].bias.data = torch.ones(32, dtype=model[0].bias.dtype)
+    yield
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+@pytest.mark.parametrize("placement", ["host", "half", "nvme"])
+def test_whoever_reads_weights_inside_gathered_reads_what_was_written_there(
+    start, placement, dtype, tmp_path
+):
+    """Export and save inside the block is what `overspill merge` advises."""
+    model = mlp(dtype)
+    engine = start(model, settings={"placement": placement})
+    engine.backward(loss_of(engine, batch().to(dtype)))
+    engine.step()
+    with engine.gathered(model.parameters()):
+        for part, _ in enumerate(edit(model)):
+            shown = {name: p.detach().clone() for name, p in model.named_parameters()}
+            copied = copy.deepcopy(model).state_dict()
+            states = engine.optimizer.state_dict()["state"]
+            engine.save_checkpoint(tmp_path / f"saved-{part}")
+            for name, parameter in model.named_parameters():
+                for read in (model.state_dict()[name], copied[name], engine.weight(parameter)):
+                    assert torch.equal(read, shown[name]), name
+            assert (engine.weight(model[0].weight, torch.float32) == 7).all()
+            assert dtype is torch.float32 or (states[0]["master"] == 7).all()
+    assert all(torch.equal(engine.weight(p), shown[name]) for name, p in model.named_parameters())
+    engine.load_checkpoint(tmp_path / "saved-1")
+    assert all(torch.equal(engine.weight(p), shown[name]) for name, p in model.named_parameters())
+    assert (engine.weight(model[2].weight) == 3).all() and (engine.weight(model[0].bias) == 1).all()
+
+
+def test_a_read_inside_gathered_leaves_what_was_saved_for_backward_out_of_date(start):
+    model = mlp()
+    engine = start(model, settings={"placement": "nvme"})
+    loss = loss_of(engine, batch())
+    with engine.gathered(model[2].weight):
+        model[2].weight.data.fill_(2)
+        engine.weight(model[2].weight)
+    with pytest.raises(RuntimeError, match=r"2\.weight was saved for backward and has been updated since"):
+        loss.backward()
+
+
+def test_a_write_that_the_core_refuses_while_it_is_read_is_handed_over_again(start, monkeypatch):
+    model = mlp()
+    engine = start(model, settings={"placement": "nvme"})
+    unit = residency.registry[id(model[0].weight)].unit
+
+    class Refusing:
+        def written(self, *_):
+            raise OSError("no room")
+
+    with engine.gathered(model.parameters()):
+        model[0].weight.data.fill_(2)
+        monkeypatch.setattr(unit, "core", Refusing())
+        with pytest.raises(OSError, match="no room"):
+            engine.weight(model[0].weight)
+        monkeypatch.undo()
+        assert (engine.weight(model[0].weight) == 2).all()
+    assert (engine.weight(model[0].weight) == 2).all()
+
+
 def test_conversions_are_refused_unless_they_change_nothing(start):
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
     engine = start(model)

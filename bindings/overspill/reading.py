@@ -1,0 +1,42 @@
+"""Weights as the core has them, for scripts, exports and checkpoints. An edit inside a `gathered` block, or inside a
+forward, is a weight from the moment that somebody reads it; else it becomes one where the block or the forward ends."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch._C import DisableTorchFunction
+
+from . import calls, residency
+from .residency import Segment, Unit
+from .units import DTYPES
+
+
+def hand_over(units: Iterable[Unit]) -> None:
+    """What was edited in units that are shown becomes the weight. All ranks do it, and have edited alike. Raises
+    RuntimeError where another thread is at work in them, StoreError where the core cannot keep the edit."""
+    with DisableTorchFunction():
+        edited = [unit for unit in units if unit.shown and any(s.edited() for s in unit.segments)]
+        if edited:
+            with calls.Alone():
+                for unit in edited:
+                    residency.hand_over(unit)
+
+
+def weight(segment: Segment, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """A copy of the weight, after pending updates, in its own dtype, or the exact master (torch.float32)."""
+    with torch.inference_mode(False), DisableTorchFunction():
+        out = torch.empty_strided(
+            segment.shape, segment.stride, dtype=dtype or segment.unit.dtype, device="cpu"
+        )
+        read(segment, out)
+        return segment.as_parameter(out)
+
+
+def read(segment: Segment, out: torch.Tensor) -> None:
+    """Into `out`, which is on the CPU and lies as the segment does."""
+    unit, size = segment.unit, out.numel() * out.element_size()
+    hand_over((unit,))
+    core = unit.residency.core
+    core.read_weight(unit.index, segment.index, out.data_ptr(), size, DTYPES[out.dtype])
