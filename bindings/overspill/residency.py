@@ -234,6 +234,7 @@ def show(unit: Unit) -> None:
     view = hold(unit).as_strided
     unit.shown = True
     for s in unit.segments:
+        s.accept()
         set_data(s.memory, view(s.shape, s.stride, s.offset))
 
 

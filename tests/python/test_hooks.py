@@ -116,6 +116,19 @@ def test_gathered_gives_real_weights_and_keeps_what_is_written(start):
     assert torch.equal(engine.weight(model[2].weight), expected[2].weight)
 
 
+def test_data_that_was_read_before_gathered_is_not_what_the_block_reads_and_writes(start):
+    """It is NaN, and what was written into it was lost."""
+    model = mlp()
+    expected = copy.deepcopy(model)
+    engine = start(model, settings={"placement": "nvme"})
+    assert model[0].weight.data.isnan().all()
+    with engine.gathered(model.parameters()):
+        assert torch.equal(model[0].weight.data, expected[0].weight)
+        model[0].weight.data += 1
+    assert torch.equal(engine.weight(model[0].weight), expected[0].weight + 1)
+    assert all(p.isnan().all() for p in model.parameters())
+
+
 def edit(model):
     """In each of the ways that a script has, and once more through a `.data` that was taken before."""
     data = model[2].weight.data
