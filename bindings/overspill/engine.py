@@ -34,6 +34,7 @@ from . import (
     transport,
     vertical,
 )
+from .boundary import Boundary, SchedulerState
 from .config import Config
 from .extra import Extra
 from .init import materialise
@@ -250,6 +251,7 @@ class Engine:
             raise
         self.lr_scheduler: Any = None
         self.global_steps = self.micro_steps = 0
+        self._boundary: Boundary | None = None  # an update whose bookkeeping is not finished
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         try:
@@ -305,6 +307,7 @@ class Engine:
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> torch.Tensor:
         """Gradients of loss / gradient_accumulation_steps; they add until `step`. Returns that scaled
         loss."""
+        self._settle()
         self._core.begin_backward()
         steps = self.config.gradient_accumulation_steps
         scaled = loss / steps if steps > 1 else loss
@@ -313,14 +316,36 @@ class Engine:
 
     def step(self) -> None:
         """Ends a micro-batch; the last of gradient_accumulation_steps updates the weights and steps the
-        scheduler."""
-        self.micro_steps += 1
-        if self.micro_steps % self.config.gradient_accumulation_steps:
+        scheduler. An update that is refused, or interrupted before it is made, ends none."""
+        self._settle()
+        if (self.micro_steps + 1) % self.config.gradient_accumulation_steps:
+            self.micro_steps += 1
+        else:
+            self._update(1)
+
+    def _update(self, micro_batches: int) -> None:
+        """It ends so many micro-batches."""
+        self._boundary = Boundary(self._core, self.micro_steps + micro_batches, self.global_steps + 1)
+        try:
+            self.optimizer.step()
+        finally:
+            self._settle()
+
+    def _settle(self) -> None:
+        """Counts, and steps the scheduler, for the update that has begun, if the core has made it. Calls of the engine
+        begin with this, since Ctrl-C may have broken it off."""
+        begun = self._boundary
+        if begun is None or begun.is_at_work():
             return
-        self.optimizer.step()
-        self.global_steps += 1
-        if self.lr_scheduler is not None and not self.last_step.skipped:
-            self.lr_scheduler.step()
+        if begun.is_made(self._core):
+            self.micro_steps, self.global_steps = begun.micro_steps, begun.global_steps
+            if self.lr_scheduler is not None and not begun.is_skipped(self._core):
+                try:
+                    begun.step_scheduler(self.lr_scheduler, self.optimizer.param_groups)
+                except Exception:
+                    self._boundary = None  # the scheduler's own error, which is told once
+                    raise
+        self._boundary = None
 
     def train_batch(
         self, batches: Iterable[Any], loss: Callable[[Any], torch.Tensor] | None = None
@@ -331,6 +356,7 @@ class Engine:
         loss: of one micro-batch, by calls of this engine or its module; None: the model's own (a mapping is given as
         keywords, a tuple or list as arguments; what has a `loss` gives that). After an exception no gradients are left.
         """
+        self._settle()
         count = self.config.gradient_accumulation_steps
         if self.micro_steps % count:
             raise RuntimeError(
@@ -382,6 +408,7 @@ class Engine:
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears the gradients. In the middle of a step, such as after an interrupt, the step begins anew: its
         micro-batches do not count, and a warning says how many they were."""
+        self._settle()
         with calls.Alone():
             self._core.clear_gradients()
         count = self.config.gradient_accumulation_steps
@@ -451,6 +478,7 @@ class Engine:
         self._core.synchronize()
 
     def stats(self) -> dict:
+        self._settle()
         return self._core.stats()
 
     def report(self) -> dict | None:
@@ -486,6 +514,7 @@ class Engine:
         see; but for random states rank 0's count. Raises TypeError for DeepSpeed's arguments that have no meaning
         here."""
         state.check_arguments("save_checkpoint", unknown)
+        self._settle()
         if client_state is not None and not isinstance(client_state, dict):
             raise TypeError(
                 f"overspill: client_state = {client_state!r} is a {type(client_state).__name__}, a dict is expected. "
@@ -530,6 +559,7 @@ class Engine:
         pair: unpacking it raises TypeError. Raises before anything is changed. All ranks call it; random states come
         back where there are as many ranks as then."""
         state.check_arguments("load_checkpoint", unknown)
+        self._settle()
         read = Extra.read(_core.manifest(str(folder))["extra_json"], folder)
         buffers = state.persistent_buffers(self.module)
         read.check(buffers, self.optimizer.param_groups)
@@ -551,14 +581,12 @@ class Engine:
         if self.lr_scheduler is None:
             self._core.load(str(folder))
             return
-        before, names = self.lr_scheduler.state_dict(), set(vars(self.lr_scheduler))
+        before = SchedulerState(self.lr_scheduler, self.optimizer.param_groups)
         try:
             read.restore_scheduler(self.lr_scheduler)
             self._core.load(str(folder))
         except BaseException:
-            for added in vars(self.lr_scheduler).keys() - names:
-                delattr(self.lr_scheduler, added)
-            self.lr_scheduler.load_state_dict(before)
+            before.restore()
             raise
 
     def close(self) -> None:

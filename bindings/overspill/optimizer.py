@@ -6,13 +6,14 @@ import itertools
 import tempfile
 import warnings
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import nn
 
-from . import _core, calls, moments, optim
+from . import _core, boundary, calls, moments, optim
 from .ranks import RankError
 from .residency import Residency
 
@@ -182,7 +183,8 @@ class OverspillOptimizer(torch.optim.Optimizer):
         defaults = {name: value for name, value in groups.groups[0].items() if name not in ("params", "name")}
         super().__init__([dict(group) for group in groups.groups], defaults)
         self.param_groups = groups.groups
-        self.groups, self.residency, self.user, self.last_step = groups, residency, user, None
+        self.groups, self.residency, self.user = groups, residency, user
+        self._outcomes: deque = deque(maxlen=1)
         self.folder, self.ranks, self.life = folder or tempfile.gettempdir(), ranks, life
         self.before_step: Callable[[], None] | None = None  # raises where the step must not be taken
         self._told = False  # of a skipped step
@@ -210,13 +212,18 @@ class OverspillOptimizer(torch.optim.Optimizer):
         hyper_parameters = self._hyper_parameters()
         with calls.Alone():
             calls.start_update(self.residency, "a step of the optimizer")
-            self.last_step = self.residency.core.step(hyper_parameters)
+            if self.user is not None:
+                self.user._opt_called = True  # what a scheduler bound to the user's optimizer looks for
+            boundary.keep(self._outcomes, self.residency.core.step, hyper_parameters)
             if self.last_step.skipped:
                 self._tell_skipped()
             self.residency.refresh()
-        if self.user is not None:
-            self.user._opt_called = True  # what a scheduler bound to the user's optimizer looks for
         return loss
+
+    @property
+    def last_step(self) -> Any:
+        """The outcome of the last step; None before the first."""
+        return self._outcomes[0] if self._outcomes else None
 
     def _tell_skipped(self) -> None:
         if self._told:

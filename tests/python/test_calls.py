@@ -1,14 +1,20 @@
 """Calls that end in a way of their own: interrupted, in another thread, inside each other. The engine is right
 afterwards, or the error says what was wrong."""
 
+import contextlib
 import copy
 import gc
+import itertools
+import signal
 import sys
 import threading
+import warnings
 import weakref
+from pathlib import Path
 
 import pytest
 import torch
+from interrupts import OVERSPILL, Interrupter
 from torch import nn
 from torch.nn import functional as F
 
@@ -71,10 +77,10 @@ class Strike:
 
 
 class Meanwhile:
-    """A core that has `action` run inside its call `name`."""
+    """A core that has `action` run inside its call `name`, or after it."""
 
-    def __init__(self, core, name, action):
-        self.core, self.name, self.action = core, name, action
+    def __init__(self, core, name, action, after=False):
+        self.core, self.name, self.action, self.after = core, name, action, after
 
     def __getattr__(self, name):
         value = getattr(self.core, name)
@@ -82,6 +88,10 @@ class Meanwhile:
             return value
 
         def call(*arguments):
+            if self.after:
+                result = value(*arguments)
+                self.action()
+                return result
             self.action()
             return value(*arguments)
 
@@ -204,6 +214,106 @@ def test_an_engine_whose_units_cannot_all_be_let_go_is_closed_nevertheless(start
     with pytest.raises(ValueError, match="the engine was closed"):
         core.synchronize()
     engine.close()
+
+
+SCHEDULERS = str(Path(torch.optim.__file__).parent)
+
+
+class TestScheduledSteps:
+    """An update, its counts and its scheduler are one, wherever Ctrl-C strikes."""
+
+    def start(self, config):
+        model = nn.Linear(3, 1)
+        settings = config(optimizer={"lr": 1.0}, accumulation=2)
+        engine = overspill.initialize(model, settings)[0]
+        engine.lr_scheduler = torch.optim.lr_scheduler.StepLR(engine.optimizer, 1, 0.5)
+        return engine
+
+    def update(self, engine, by):
+        if by == "train_batch":
+            engine.train_batch([torch.ones(2, 3)] * 2, lambda x: engine(x).sum())
+            return
+        while True:
+            before = engine.micro_steps
+            engine.backward(engine(torch.ones(2, 3)).sum())
+            engine.step()
+            if before % 2:
+                return
+
+    def check(self, engine, updates):
+        """What the core has made is what was counted and scheduled."""
+        assert engine.stats()["step"] == updates
+        found = engine.global_steps, engine.lr_scheduler.last_epoch, engine.micro_steps
+        assert found == (updates, updates, 2 * updates)
+        assert engine.optimizer.param_groups[0]["lr"] == engine.lr_scheduler.get_last_lr()[0] == 0.5**updates
+        assert (engine.last_step.step if engine.last_step else 0) == updates
+
+    @pytest.mark.parametrize("by", ["step"])
+    def test_an_interrupted_update_is_counted_and_scheduled_once_or_not_at_all(self, config, by):
+        made, first = set(), 300 if by == "step" else 0  # of its two micro-batches, the second one
+        for at in itertools.count(first, 3):
+            engine, interrupter = self.start(config), Interrupter(at, (OVERSPILL, SCHEDULERS))
+            try:
+                with contextlib.suppress(KeyboardInterrupt), interrupter.armed():
+                    self.update(engine, by)
+                if interrupter.place is None:  # it has fewer
+                    break
+                torch.set_grad_enabled(True)
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore")  # of a step that begins anew
+                    engine.zero_grad()
+                updates = engine.stats()["step"]
+                made.add(updates)
+                self.check(engine, updates)
+                self.update(engine, by)
+                self.check(engine, updates + 1)
+            except BaseException as error:
+                raise AssertionError(f"at={at} struck {interrupter.place}") from error
+            finally:
+                engine.close()
+        assert made == {0, 1} and at > first + 300
+
+    def test_ctrl_c_while_the_core_steps_loses_neither_counts_nor_scheduler(self, config):
+        """The signal arrives inside the core, so Python raises where its call returns."""
+        engine = self.start(config)
+        self.update(engine, "step")
+        core = engine._core
+        engine._residency.core = Meanwhile(
+            core, "step", lambda: signal.raise_signal(signal.SIGINT), after=True
+        )
+        with pytest.raises(KeyboardInterrupt):
+            self.update(engine, "step")
+        engine._residency.core = core
+        assert (engine.global_steps, engine.lr_scheduler.last_epoch, engine.micro_steps) == (2, 2, 4)
+        engine.close()
+
+    def test_a_scheduler_may_look_at_its_engine(self, config):
+        engine, seen = self.start(config), []
+
+        class Looking:
+            def step(self):
+                seen.append((engine.stats()["step"], engine.global_steps))
+
+        engine.lr_scheduler = Looking()
+        self.update(engine, "step")
+        self.update(engine, "train_batch")
+        assert seen == [(1, 1), (2, 2)]
+        engine.close()
+
+    def test_a_scheduler_that_refuses_is_told_once_and_its_update_counts(self, config):
+        engine = self.start(config)
+
+        class Ended:
+            def step(self):
+                raise ValueError("no step is left")
+
+        engine.lr_scheduler = Ended()
+        for updates in (1, 2):
+            with pytest.raises(ValueError, match="no step is left"):
+                self.update(engine, "train_batch")
+            engine.zero_grad()
+            assert (engine.global_steps, engine.micro_steps) == (updates, 2 * updates)
+        engine.close()
 
 
 # ---- changes of weights inside a call

@@ -163,6 +163,39 @@ def test_parameters_that_came_after_initialize_stop_the_step(start, change, name
     assert not torch.equal(engine.weight(engine.module[0].weight), before)
 
 
+# ---- steps that are refused
+
+
+def gathered(engine):
+    with engine.gathered(engine.module[0].weight):
+        yield
+
+
+def newcomer(engine):
+    lora(engine.module)
+    yield
+    engine.module[0].lora_a.requires_grad_(False)
+
+
+@pytest.mark.parametrize("way", [gathered, newcomer])
+def test_a_refused_step_is_made_by_the_next_call(start, way):
+    """It ended no micro-batch: once the next call was taken for the first of another step, and did nothing."""
+    refused, plain = start(mlp(), accumulation=2), start(mlp(), accumulation=2, job="plain")
+    for engine in (refused, plain):
+        for i in range(2):
+            engine.backward(loss_of(engine, i))
+            if engine is refused and i == 1:
+                reason = way(refused)
+                next(reason)
+                with pytest.raises(RuntimeError, match="overspill"):
+                    engine.step()
+                next(reason, None)
+                assert engine.micro_steps == 1
+            engine.step()
+    assert refused.stats()["step"] == refused.global_steps == 1 and refused.micro_steps == 2
+    assert all(torch.equal(v, refused.state_dict()[k]) for k, v in plain.state_dict().items())
+
+
 # ---- checkpoints
 
 

@@ -1,0 +1,95 @@
+"""What an update brings with it: the counts of a run and a step of its scheduler. Ctrl-C may strike after the core's
+update and before these, or inside the scheduler; then the engine's next call makes up for them, once."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+
+def keep(results: list | deque, function: Callable, *arguments: Any) -> None:
+    """Calls the function, and appends what it returns. Python delivers Ctrl-C where a call has returned, and the result
+    would be lost; this one is in `results` by then."""
+    results.extend(itertools.starmap(function, (arguments,)))
+
+
+class SchedulerState:
+    """A scheduler as it is now, and the groups that it drives."""
+
+    def __init__(self, scheduler: Any, groups: Sequence[dict]):
+        self.scheduler, self.groups = scheduler, groups
+        self.values, self.names = scheduler.state_dict(), set(vars(scheduler))
+        self.options = [
+            {name: _copied(value) for name, value in group.items() if name != "params"} for group in groups
+        ]
+
+    def restore(self) -> None:
+        for added in vars(self.scheduler).keys() - self.names:
+            delattr(self.scheduler, added)
+        self.scheduler.load_state_dict(dict(self.values))
+        for group, options in zip(self.groups, self.options, strict=True):
+            for name, value in options.items():
+                if isinstance(group.get(name), torch.Tensor):
+                    group[name].copy_(value)
+                else:
+                    group[name] = value
+
+
+class Boundary:
+    """An update that an engine has begun. `micro_steps`, `global_steps`: what the run has once it is made."""
+
+    def __init__(self, core: Any, micro_steps: int, global_steps: int):
+        self.micro_steps, self.global_steps = micro_steps, global_steps
+        self._before = _counts(core)
+        self._stepped: list[Any] = []
+        self._tried = False
+        self._state: SchedulerState | None = None
+
+    def is_made(self, core: Any) -> bool:
+        """Skipped ones included."""
+        return _counts(core) != self._before
+
+    def is_skipped(self, core: Any) -> bool:
+        return _counts(core)[1] != self._before[1]
+
+    def is_at_work(self) -> bool:
+        """Whether the scheduler's step, begun here, is what calls."""
+        frame, code = sys._getframe(), Boundary.step_scheduler.__code__
+        while frame is not None and not (frame.f_code is code and frame.f_locals["self"] is self):
+            frame = frame.f_back
+        return frame is not None
+
+    def step_scheduler(self, scheduler: Any, groups: Sequence[dict]) -> None:
+        """May be called again where Ctrl-C broke it off: a step that ended is not made twice, half a step is undone
+        first. A scheduler that has no state_dict is not called again."""
+        if self._stepped:
+            return
+        if not self._tried:
+            self._state = _state_of(scheduler, groups)
+            self._tried = True
+        elif self._state is None:
+            return
+        else:
+            self._state.restore()
+        keep(self._stepped, scheduler.step)
+
+
+def _state_of(scheduler: Any, groups: Sequence[dict]) -> SchedulerState | None:
+    try:
+        return SchedulerState(scheduler, groups)
+    except Exception:  # of a class that nobody here knows: steps do not depend on its state_dict
+        return None
+
+
+def _counts(core: Any) -> tuple[int, int]:
+    stats = core.stats()
+    return stats["step"], stats["skipped_steps"]
+
+
+def _copied(value: Any) -> Any:
+    return value.clone() if isinstance(value, torch.Tensor) else value
