@@ -354,13 +354,14 @@ class Engine:
         With vertical_accumulation they pass each unit together (vertical.py). Returns the mean loss, detached.
 
         loss: of one micro-batch, by calls of this engine or its module; None: the model's own (a mapping is given as
-        keywords, a tuple or list as arguments; what has a `loss` gives that). After an exception no gradients are left.
+        keywords, a tuple or list as arguments; what has a `loss` gives that). After an exception no gradients are left,
+        and no micro-batch counts, unless the update was made before it, which `micro_steps` tells.
         """
         self._settle()
-        count = self.config.gradient_accumulation_steps
-        if self.micro_steps % count:
+        count, before = self.config.gradient_accumulation_steps, self.micro_steps
+        if before % count:
             raise RuntimeError(
-                f"overspill: train_batch in the middle of a step: {self.micro_steps % count} of {count} micro-batches "
+                f"overspill: train_batch in the middle of a step: {before % count} of {count} micro-batches "
                 "were ended by engine.step()"
             )
         micro_batches = list(itertools.islice(batches, count))
@@ -380,11 +381,12 @@ class Engine:
                     self.backward(found)
                     losses.append(found.detach())
                     del found
+            self._update(count)
         except BaseException:
-            self.zero_grad()
+            self._settle()
+            if self.micro_steps == before:
+                self.zero_grad()
             raise
-        self.micro_steps += count - 1
-        self.step()
         return torch.stack(losses).float().mean()
 
     def _own_loss(self, batch: Any) -> torch.Tensor:

@@ -248,7 +248,7 @@ class TestScheduledSteps:
         assert engine.optimizer.param_groups[0]["lr"] == engine.lr_scheduler.get_last_lr()[0] == 0.5**updates
         assert (engine.last_step.step if engine.last_step else 0) == updates
 
-    @pytest.mark.parametrize("by", ["step"])
+    @pytest.mark.parametrize("by", ["step", "train_batch"])
     def test_an_interrupted_update_is_counted_and_scheduled_once_or_not_at_all(self, config, by):
         made, first = set(), 300 if by == "step" else 0  # of its two micro-batches, the second one
         for at in itertools.count(first, 3):

@@ -178,6 +178,30 @@ def newcomer(engine):
 
 
 @pytest.mark.parametrize("way", [gathered, newcomer])
+def test_a_refused_train_batch_leaves_no_gradient_and_counts_no_micro_batch(start, way):
+    refused, plain = start(mlp(), accumulation=2), start(mlp(), accumulation=2, job="plain")
+    data = [torch.randn(6, 16, generator=torch.Generator().manual_seed(i)) for i in range(6)]
+
+    def train(engine, i):
+        engine.train_batch(data[i : i + 2], lambda x: engine(x).square().mean())
+
+    train(refused, 0)
+    train(plain, 0)
+    reason = way(refused)
+    next(reason)
+    with pytest.raises(RuntimeError, match=r"inside `with engine\.gathered|came into the model after"):
+        train(refused, 2)
+    next(reason, None)
+    assert refused.grad(refused.module[0].weight) is None
+    assert (refused.micro_steps, refused.global_steps) == (2, 1)
+    train(refused, 4)
+    train(plain, 4)
+    assert refused.last_step.norm == plain.last_step.norm
+    assert (refused.micro_steps, refused.global_steps) == (plain.micro_steps, plain.global_steps) == (4, 2)
+    assert all(torch.equal(v, refused.state_dict()[k]) for k, v in plain.state_dict().items())
+
+
+@pytest.mark.parametrize("way", [gathered, newcomer])
 def test_a_refused_step_is_made_by_the_next_call(start, way):
     """It ended no micro-batch: once the next call was taken for the first of another step, and did nothing."""
     refused, plain = start(mlp(), accumulation=2), start(mlp(), accumulation=2, job="plain")
