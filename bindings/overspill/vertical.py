@@ -136,6 +136,13 @@ class _Turns:
             self.failure = self.failure or error
             self.changed.notify_all()
 
+    def take_back(self) -> None:
+        """Gives back the lock of `changed`, which a thread keeps where Ctrl-C strikes between taking it and the body of
+        its `with`: Condition.__enter__ is Python."""
+        with contextlib.suppress(RuntimeError):  # this thread does not have it, or no longer
+            while True:
+                self.changed.release()
+
     def _leave(self, runner: _Runner) -> None:
         if self.running is runner:
             runner.draws, self.running = _Draws(runner.draws.where), None
@@ -159,16 +166,13 @@ class _Turns:
 
 
 def _stop(turns: _Turns, error: BaseException) -> None:
-    """Returns when no micro-batch is at work, however often Ctrl-C strikes: one in backward would give its gradient to
-    the next step. Threads are not joined, since Python 3.11 takes one for ended when Ctrl-C breaks off its join."""
-    while True:
-        try:
-            turns.fail(error)
-            while any(runner.at_work for runner in turns.runners):
-                time.sleep(_LOOK_SECONDS)
-            return
-        except KeyboardInterrupt:
-            pass  # `error` is raised
+    """Returns when no micro-batch is at work: one in backward would give its gradient to the next step. May be called
+    again where Ctrl-C broke it off. Threads are not joined, since Python 3.11 takes one for ended when Ctrl-C breaks
+    off its join."""
+    turns.take_back()
+    turns.fail(error)
+    while any(runner.at_work for runner in turns.runners):
+        time.sleep(_LOOK_SECONDS)
 
 
 _place = threading.local()  # of a micro-batch's thread: its turns and its runner
@@ -238,7 +242,12 @@ def run(
         for thread in threads:
             thread.join()
     except BaseException as error:  # Ctrl-C
-        _stop(turns, error)
+        while True:  # until it has returned, however often Ctrl-C strikes
+            try:
+                _stop(turns, error)
+                break
+            except KeyboardInterrupt:
+                pass  # `error` is raised
     finally:
         afterwards.restore()
     if turns.failure is not None:

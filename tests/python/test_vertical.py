@@ -1,5 +1,6 @@
 """Vertical accumulation: the same bits as one micro-batch after another, with weights moved once a step."""
 
+import contextlib
 import gc
 import itertools
 import random
@@ -9,6 +10,7 @@ import time
 
 import pytest
 import torch
+from interrupts import Interrupter
 from torch import nn
 from zoo import ZOO, build
 
@@ -241,6 +243,66 @@ def test_an_interrupt_waits_for_the_backward_that_it_meets(config, monkeypatch, 
     assert too_early == [False]
     assert len(strikes) == (2 if by == "a second one" else 0)
     assert engine.grad(model.weight) is None
+    assert_nothing_left(engine)
+
+
+@contextlib.contextmanager
+def hang_limit(seconds):
+    """A main thread that waits longer gets TimeoutError."""
+
+    def expired(*_):
+        raise TimeoutError(f"it took longer than {seconds} s")
+
+    before = signal.signal(signal.SIGALRM, expired)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # in a generator that ends
+def test_a_second_interrupt_anywhere_in_stopping_the_micro_batches_keeps_no_lock(config, monkeypatch):
+    """Ctrl-C may strike between the taking of a condition's lock and the body of its `with`."""
+    model = nn.Linear(16, 16)
+    engine = wrap(model, config)
+    main, join, stop = threading.main_thread(), threading.Thread.join, vertical._stop
+    turns = []
+
+    def first_strike(thread, *arguments):
+        if threading.current_thread() is main and thread.name.startswith("micro-batch"):
+            raise KeyboardInterrupt("the first")
+        join(thread, *arguments)
+
+    def places(at=None):
+        """In files of which `_stop` enters functions; the second interrupt strikes at the place `at`."""
+        found = Interrupter(at, (vertical.__file__, threading.__file__))
+
+        def stopping(*arguments):
+            turns.append(arguments[0])
+            if found.count:  # it is called again, after the strike
+                return stop(*arguments)
+            with found.armed():
+                return stop(*arguments)
+
+        monkeypatch.setattr(vertical, "_stop", stopping)
+        with pytest.raises(KeyboardInterrupt, match="the first"), hang_limit(20):
+            engine.train_batch([torch.ones(4, 16)] * MICRO_BATCHES, lambda x: model(x).square().mean())
+        return found
+
+    monkeypatch.setattr(threading.Thread, "join", first_strike)
+    try:
+        count = places().count
+        assert count > 10
+        struck = [places(at).place for at in range(count)]
+    finally:  # else the micro-batches would wait when Python ends
+        for each in turns:
+            with contextlib.suppress(RuntimeError):
+                while True:
+                    each.changed.release()
+    monkeypatch.undo()
+    assert any(place and place.endswith("__enter__") for place in struck), struck
     assert_nothing_left(engine)
 
 
