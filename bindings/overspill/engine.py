@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import itertools
 import sys
-import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
@@ -21,7 +19,6 @@ from . import (
     _core,
     calls,
     divided,
-    fate,
     hooks,
     newcomers,
     patches,
@@ -36,6 +33,7 @@ from . import (
 )
 from .boundary import Boundary, SchedulerState
 from .config import Config
+from .ending import End
 from .extra import Extra
 from .init import materialise
 from .optimizer import (
@@ -118,7 +116,7 @@ def initialize(
             engine.lr_scheduler = _scheduler(lr_scheduler, engine.optimizer)
             loader = _loader(training_data, settings, collate_fn, group)
         except BaseException as error:
-            _give_up(error, engine._finalizer, (group, rest))
+            engine._end.give_up(error)
             raise
         return engine, engine.optimizer, loader, engine.lr_scheduler
 
@@ -221,14 +219,14 @@ class Engine:
             if source is None:
                 ranks.broadcast_model(model, group)
         nccl = transport.choose(config.engine.transport, group, self._place)
-        core = _core.Engine(units, flat, group, model_group, self._place.given, nccl)
-        end = core.close
+        end = self._end = End((group, model_group))
+        core = end.core = _core.Engine(units, flat, group, model_group, self._place.given, nccl)
         try:
             values = materialise(model, specs, groups.groups, self._place, core)
-            self._residency = Residency(core, specs, self._place)
-            patches.install()
+            self._residency = end.owner = Residency(core, specs, self._place)
+            patches.install(self._residency)
             self._life = Life()
-            end = self._finalizer = weakref.finalize(self._life, _end, self._residency, (group, model_group))
+            weakref.finalize(self._life, end)
             self._residency.take_weights(source, group, values)
             if source is not None:
                 source.read_buffers(model)
@@ -247,7 +245,7 @@ class Engine:
             if config.engine.speculate:
                 self._residency.expect_step = _weakly(self.optimizer.expect_step)
         except BaseException as error:
-            _give_up(error, end, (group, model_group))
+            end.give_up(error)
             raise
         self.lr_scheduler: Any = None
         self.global_steps = self.micro_steps = 0
@@ -595,13 +593,14 @@ class Engine:
         """Ends the engine; the model's parameters stay NaN. Called by itself when the engine, its optimizer and its
         module are gone. Waits for the other ranks. Raises EngineFailed, once all is given up, where a rank has failed
         and no call has said so yet; while another exception is on its way, that is a warning. Raises RuntimeError, and
-        the engine lives on, while another thread is inside a call."""
-        if not self._finalizer.alive:
+        the engine lives on, while another thread is inside a call. Where Ctrl-C breaks it off, another call finishes
+        it."""
+        if self._end.over:
             return
         coming = sys.exception()
         try:
             with calls.Alone():
-                self._finalizer()
+                self._end()
         except _core.EngineFailed as error:
             if coming is None:
                 raise
@@ -708,42 +707,3 @@ def _weakly(method: Callable[[], None]) -> Callable[[], None]:
             alive()
 
     return call
-
-
-def _end(owner: Residency, groups: tuple[ranks.Group | None, ...]) -> None:
-    """The garbage collector calls it on any thread that runs Python, such as the core's own while it exchanges messages
-    (ranks.Group). Closing waits for the core's threads, so one of those has another thread do it. Python does not end
-    before that."""
-    if isinstance(threading.current_thread(), threading._DummyThread):  # not one that Python started
-        threading.Thread(target=_close, args=(owner, groups), name="overspill close", daemon=False).start()
-    elif fate.process_ends_by_exception():
-        # What ends the process was printed, and an engine that has failed because of it, here or on another rank, is
-        # no news: printed last, it would hide the cause.
-        with contextlib.suppress(_core.EngineFailed):
-            _close(owner, groups)
-    else:
-        _close(owner, groups)
-
-
-def _close(owner: Residency, groups: tuple[ranks.Group | None, ...]) -> None:
-    """The model's hooks stay: where it outlives the engine they say that the weights are gone."""
-    if owner.is_of_a_parent():
-        return
-    try:
-        owner.close()
-    except BaseException as error:
-        ranks.tell(error, groups)
-        raise
-    finally:
-        patches.uninstall()
-        for group in groups:
-            if group is not None:
-                group.close()
-
-
-def _give_up(error: BaseException, end: Callable[[], None], groups: tuple[ranks.Group | None, ...]) -> None:
-    """Ends an engine that `error` has stopped from being made. The other ranks are told first: else this one would
-    serve them until they have left too, and they would wait for it."""
-    ranks.tell(error, groups)
-    with contextlib.suppress(_core.EngineFailed):  # because of `error`, which is raised
-        end()

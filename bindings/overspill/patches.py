@@ -19,6 +19,7 @@ import importlib
 import os
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterable
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
@@ -268,35 +269,41 @@ _OF_PARAMETERS = {
     "__deepcopy__": deepcopy_parameter,
     "__reduce_ex__": reduce_parameter,
 }
-_engines = 0
+_engines: weakref.WeakSet[Residency] = weakref.WeakSet()  # those for whose sake torch is changed
+_installed = False  # all of what is changed for the first of them
 changing = threading.RLock()  # a garbage collection inside `install` may end another engine
 _skips_hooks: bool | None = None  # the compiler's setting of before, where ours is in its place
 
 
-def install() -> None:
-    """Called once for every engine that starts to live. It counts from the first: another one that ends meanwhile is
-    not the last."""
-    global _engines
+def install(owner: Residency) -> None:
+    """Called for every engine that starts to live. It is listed from the first: another one that ends meanwhile is not
+    the last. What Ctrl-C broke off is done by the next call of this, or undone by `uninstall`."""
+    global _installed
     with changing:
-        _engines += 1
-        if _engines == 1:
+        _engines.add(owner)
+        if not _installed:
             for place, name, ours, _ in _REPLACED:
                 setattr(place, name, ours)
             ForkingPickler.register(nn.Parameter, send_parameter)
             if "torch._dynamo" in sys.modules:
                 _heed_hooks(sys.modules["torch._dynamo"])
+            _installed = True
         for kind in parameter_classes():
             for name, ours in _OF_PARAMETERS.items():
                 setattr(kind, name, ours)
 
 
-def uninstall() -> None:
-    """Called once for every engine that ends; the last one restores torch."""
-    global _engines, _skips_hooks
+def uninstall(owner: Residency) -> None:
+    """Called for every engine that ends; the last one restores torch. May be called again where Ctrl-C broke it off,
+    and for an engine that is not listed."""
+    global _installed, _skips_hooks
     with changing:
-        _engines -= 1
-        if _engines > 0:
+        if owner not in _engines:
             return
+        if len(_engines) > 1:
+            _engines.discard(owner)
+            return
+        _installed = False
         calls.leave_torch(sys._getframe())
         for place, name, _, original in _REPLACED:
             setattr(place, name, original)
@@ -309,6 +316,7 @@ def uninstall() -> None:
                 if name in vars(kind):
                     delattr(kind, name)
         nn.Parameter.__deepcopy__, nn.Parameter.__reduce_ex__ = _deepcopy, _reduce
+        _engines.discard(owner)
 
 
 def _after_fork() -> None:

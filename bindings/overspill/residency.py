@@ -468,8 +468,9 @@ class Residency:
 
     def close(self) -> None:
         """The parameters stay NaN; their hooks refuse. Leases of living tensors stay valid. In a forked child nothing
-        ends. The first error, or Ctrl-C, of what is let go is raised once all of it is gone and the core has ended."""
-        if self.closed or self.is_of_a_parent():
+        ends. The first error, or Ctrl-C, of what is let go is raised once all of it is gone and the core has ended.
+        May be called again: it does what Ctrl-C kept it from."""
+        if self.is_of_a_parent():
             return
         self.closed = (
             "the engine of this model is closed; its weights are gone: make model and engine anew, and load a "

@@ -51,7 +51,7 @@ if child == 0:
     signal.alarm(60)
     if what == "locks":
         refused(engine.zero_grad)
-        patches.install()
+        patches.install(engine._residency)
     if what == "close":
         engine.close()
     if what == "collect":

@@ -1,6 +1,7 @@
 """Ctrl-C at any moment leaves an engine that is right: the loop goes on and ends with the bits of one that nothing
 interrupted."""
 
+import contextlib
 import gc
 import os
 import random
@@ -167,6 +168,118 @@ def test_interrupts_at_random_moments(config, tmp_path):
 @pytest.mark.long
 def test_interrupts_at_a_thousand_random_moments(config, tmp_path):
     check_draws(config, tmp_path, LONG_DRAWS)
+
+
+# ---- the beginning and the end of an engine
+
+
+TORCH = {
+    "_engine_run_backward": (torch.autograd.graph, "_engine_run_backward"),
+    "zero_grad": (nn.Module, "zero_grad"),
+    "_apply": (nn.Module, "_apply"),
+    "clip_grad_norm_": (nn.utils, "clip_grad_norm_"),
+    "compile": (torch, "compile"),
+}
+
+
+def of_torch():
+    """What an engine changes of torch while it lives."""
+    found = {name: getattr(place, attribute) for name, (place, attribute) in TORCH.items()}
+    return found | {name: vars(nn.Parameter).get(name) for name in ("data", "grad", "__deepcopy__")}
+
+
+def two_steps(config):
+    """A small model's losses and weights, by calls that reach the engine through what it changed of torch."""
+    torch.manual_seed(0)
+    model = Block()
+    engine = overspill.initialize(model, config())[0]
+    losses = []
+    for i in range(2):
+        loss = model(batch(i)).square().mean()
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+        engine.optimizer.step()
+        model.zero_grad()
+        losses.append(loss.item())
+    found = losses, [value.sum().item() for value in engine.state_dict().values()]
+    engine.close()
+    return found
+
+
+def test_an_interrupt_while_an_engine_begins_leaves_torch_to_the_next_one(config, monkeypatch):
+    """At each place of what changes torch, and of the class that ends what could not be made."""
+    files = tuple(f"{OVERSPILL}/{name}.py" for name in ("patches", "ending"))
+    monkeypatch.setattr(torch._dynamo, "reset", lambda: None)  # it takes long
+    plain, expected = of_torch(), two_steps(config)
+
+    def strike():
+        raise KeyboardInterrupt("on purpose")
+
+    def begin(at=None):
+        struck = Interrupter(at, files)
+        with contextlib.suppress(KeyboardInterrupt), struck.armed():
+            made = overspill.initialize(Block(), config())  # kept, so that nothing ends inside
+        made = None  # noqa: F841
+        if at is None:
+            gc.collect()
+        return struck
+
+    count = begin().count
+    assert count > 30 and of_torch() == plain
+    for at in range(count):
+        place = begin(at).place
+        assert of_torch() == plain, place
+        if place.startswith("patches.py") and at % 3 == 0:
+            assert two_steps(config) == expected, place
+        assert not residency.registry, place
+    # Torch is changed, and nothing else knows the engine:
+    with pytest.raises(KeyboardInterrupt, match="on purpose"):
+        monkeypatch.setattr(overspill.engine, "Life", strike)
+        overspill.initialize(Block(), config())
+    assert of_torch() == plain
+
+
+def test_an_interrupt_while_an_engine_ends_is_finished_by_the_next_call(config):
+    files = tuple(f"{OVERSPILL}/{name}.py" for name in ("patches", "engine", "ending", "residency"))
+    plain = of_torch()
+
+    def end(at=None):
+        model = Block()
+        engine = overspill.initialize(model, config("nvme", job="one"))[0]
+        loss = model(batch(0)).sum()  # so that there is more to let go
+        struck = Interrupter(at, files)
+        with contextlib.suppress(KeyboardInterrupt), struck.armed():
+            engine.close()
+        engine.close()
+        del loss
+        assert engine._residency.closed and not residency.registry, struck.place
+        assert of_torch() == plain, struck.place
+        assert not [u.name for u in engine._residency.units if u.flat is not None], struck.place
+        with pytest.raises(ValueError, match="closed"):
+            engine._core.synchronize()
+        return struck
+
+    count = end().count
+    assert count > 50
+    for at in range(count):
+        end(at)  # the next engine has the same job's folder: this one has let it go
+
+
+def test_an_interrupt_of_close_is_finished_when_the_engine_is_collected(config, monkeypatch):
+    plain, close = of_torch(), residency.Residency.close
+
+    def struck(owner):
+        monkeypatch.undo()
+        raise KeyboardInterrupt
+
+    engine = overspill.initialize(Block(), config())[0]
+    monkeypatch.setattr(residency.Residency, "close", struck)
+    with pytest.raises(KeyboardInterrupt):
+        engine.close()
+    assert residency.Residency.close is close and residency.registry
+    del engine
+    gc.collect()
+    assert of_torch() == plain and not residency.registry
 
 
 # ---- a Trainer of Hugging Face, and generate
