@@ -557,7 +557,7 @@ class Engine:
     def load_checkpoint(self, folder: Any, **unknown: Any) -> dict:
         """Restores everything that `save_checkpoint` took and returns its client_state, a dict. It is not DeepSpeed's
         pair: unpacking it raises TypeError. Raises before anything is changed. All ranks call it; random states come
-        back where there are as many ranks as then."""
+        back where there are as many ranks as then, those of GPUs for as many as are here."""
         state.check_arguments("load_checkpoint", unknown)
         self._settle()
         read = Extra.read(_core.manifest(str(folder))["extra_json"], folder)

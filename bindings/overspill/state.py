@@ -147,10 +147,12 @@ def random_states() -> dict:
 
 
 def restore_random_states(states: dict) -> None:
+    """Those of GPUs for as many as there are here, in order; a run that saved may have had more."""
     torch.set_rng_state(tensor_from_json(states["torch"]))
     random.setstate(decode(states["python"]))
     if "cuda" in states and torch.cuda.is_available():
-        torch.cuda.set_rng_state_all([tensor_from_json(state) for state in states["cuda"]])
+        here = states["cuda"][: torch.cuda.device_count()]
+        torch.cuda.set_rng_state_all([tensor_from_json(state) for state in here])
     if "numpy" in states:
         import numpy
 
@@ -162,12 +164,22 @@ def check_random_states(states: Any) -> None:
     torch.Generator().set_state(tensor_from_json(states["torch"]))
     random.Random().setstate(decode(states["python"]))
     for state in states.get("cuda", []):
-        if tensor_from_json(state).dtype != torch.uint8:
-            raise ValueError("the state of a GPU's generator is bytes")
+        _check_gpu_state(tensor_from_json(state))
     if "numpy" in states:
         import numpy
 
         numpy.random.RandomState().set_state(_numpy_state(states["numpy"]))
+
+
+def _check_gpu_state(state: torch.Tensor) -> None:
+    """As the generator of a GPU does, which need not be there, and is not to be woken for it: 8 bytes of seed, and 8 of
+    an offset in steps of 4."""
+    if state.dtype != torch.uint8 or state.shape != (16,):
+        raise ValueError(
+            f"the state of a GPU's generator is 16 bytes, not {state.dtype} in the shape {list(state.shape)}"
+        )
+    if state.view(torch.int64)[1].item() % 4:
+        raise ValueError("the offset in the state of a GPU's generator is no multiple of 4")
 
 
 def _numpy_state(saved: Any) -> tuple:

@@ -21,7 +21,7 @@ from torch.optim.lr_scheduler import (
 )
 
 import overspill
-from overspill import CheckpointError, _core
+from overspill import CheckpointError, _core, state
 
 
 class Net(nn.Module):
@@ -210,3 +210,31 @@ def test_a_checkpoint_of_another_program_is_refused(engine, tmp_path):
     with pytest.raises(CheckpointError, match="another program wrote it"):
         engine.load_checkpoint(tmp_path / "other")
     assert all_of(engine) == before
+
+
+def test_states_of_more_gpus_than_there_are_here_are_restored_for_those(monkeypatch):
+    saved = state.random_states()
+    mine, theirs = torch.zeros(16, dtype=torch.uint8), torch.ones(16, dtype=torch.uint8) * 4
+    saved["cuda"] = [state.tensor_to_json(mine), state.tensor_to_json(theirs)]
+    state.check_random_states(saved)
+    given = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "set_rng_state_all", given.append)
+    state.restore_random_states(saved)
+    assert len(given) == 1 and len(given[0]) == 1 and torch.equal(given[0][0], mine)
+
+
+@pytest.mark.parametrize(
+    ("raw", "why"),
+    [
+        (torch.zeros(15, dtype=torch.uint8), "16 bytes"),
+        (torch.zeros(4, 4, dtype=torch.uint8), "16 bytes"),
+        (torch.zeros(2, dtype=torch.int64), "16 bytes"),
+        (torch.tensor([7, 3]).view(torch.uint8), "no multiple of 4"),
+    ],
+)
+def test_a_state_that_no_gpu_takes_is_refused_before_anything_is_changed(raw, why):
+    saved = {**state.random_states(), "cuda": [state.tensor_to_json(raw)]}
+    with pytest.raises(ValueError, match=why):
+        state.check_random_states(saved)
