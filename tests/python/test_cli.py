@@ -1,5 +1,6 @@
 """The commands: what they do, and what they say to bad input: the thing, the way out, folders as they were."""
 
+import contextlib
 import json
 import os
 import signal
@@ -363,12 +364,12 @@ with Stop(lambda: HANGS).listening():
 """
 
 
-def _hanging(bench, hangs: str) -> subprocess.Popen:
+def _hanging(bench, hangs: str, stderr: int = subprocess.PIPE) -> subprocess.Popen:
     process = subprocess.Popen(
         [sys.executable, "-c", HANGING.replace("HANGS", repr(hangs))],
         env=bench.env,
         stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
+        stderr=stderr,
         text=True,
     )
     assert process.stdout.readline() == "listening\n"
@@ -405,6 +406,30 @@ def test_a_second_signal_ends_a_run_that_hangs(number, bench):
     _, err = process.communicate(timeout=60)
     assert process.returncode == 128 + number
     assert "a second signal stops at once" in err and "stopped while waiting" in err
+
+
+@pytest.mark.parametrize("hangs", ["", "/mnt/a has not answered for 12 s"])
+def test_a_stderr_that_takes_nothing_keeps_no_run_that_hangs(hangs, bench):
+    """As a pipe whose reader stands still, or a terminal after Ctrl-S."""
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            os.write(writer, b"." * 4096)
+    os.set_blocking(writer, True)
+    process = _hanging(bench, hangs, writer)
+    try:
+        process.send_signal(signal.SIGINT)
+        if not hangs:
+            with pytest.raises(subprocess.TimeoutExpired):
+                process.wait(timeout=1.5)
+            process.send_signal(signal.SIGINT)
+        assert process.wait(timeout=30) == 128 + signal.SIGINT
+    finally:
+        process.kill()
+        process.communicate()
+        os.close(reader)
+        os.close(writer)
 
 
 def test_sigterm_sent_twice_at_once_is_one_request(bench, spilling, tmp_path):

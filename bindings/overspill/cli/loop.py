@@ -1,5 +1,6 @@
 """The training loop of `overspill train`: what a step is, and what must be kept so that going on changes no bit."""
 
+import contextlib
 import os
 import select
 import signal
@@ -39,7 +40,24 @@ SPENT = (  # of engine.report(): docs/step.md
 LOOK_SECONDS = 0.5  # between looks at the disks, once a stop was asked for
 PATIENCE_SECONDS = 3.0  # for the main thread to see a second signal
 ONE_REQUEST_SECONDS = 1.0  # launchers repeat SIGTERM, to the process and to its group: that is one request
+SAY_SECONDS = 1.0  # for stderr to take what is said
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+def _say(words: str) -> None:
+    """On stderr, past Python's own buffers. It waits for a second at most: a pipe that nobody reads and a terminal that
+    was halted take nothing, and must not keep a signal from ending the process."""
+
+    def write() -> None:
+        with contextlib.suppress(OSError):
+            os.write(2, f"overspill: {words}\n".encode())
+
+    writer = threading.Thread(target=write, daemon=True)
+    try:
+        writer.start()
+    except RuntimeError:  # the machine has no thread left
+        return
+    writer.join(SAY_SECONDS)
 
 
 class Stop:
@@ -84,13 +102,9 @@ class Stop:
             requests += 1
             if requests == 1:
                 self._first, first_at = number[0], time.monotonic()
-                os.write(
-                    2, b"overspill: stopping after the micro-step in hand; a second signal stops at once\n"
-                )
+                _say("stopping after the micro-step in hand; a second signal stops at once")
             elif not (self._seen if requests == 2 else self._ended).wait(PATIENCE_SECONDS):
-                os.write(
-                    2, b"overspill: stopped while waiting (a disk hangs?); checkpoints are as they were\n"
-                )
+                _say("stopped while waiting (a disk hangs?); checkpoints are as they were")
                 os._exit(128 + number[0])
 
     @staticmethod
@@ -104,7 +118,7 @@ class Stop:
         while stopping and not select.select([reader], [], [], LOOK_SECONDS)[0]:
             looks = looks + 1 if (hangs := self._stall()) else 0
             if looks * LOOK_SECONDS >= PATIENCE_SECONDS:
-                os.write(2, f"overspill: stopped: {hangs}; checkpoints are as they were\n".encode())
+                _say(f"stopped: {hangs}; checkpoints are as they were")
                 os._exit(128 + self._first)
         return os.read(reader, 1)
 
