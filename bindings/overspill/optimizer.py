@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import tempfile
 import warnings
 import weakref
@@ -95,8 +96,9 @@ def _common(groups: list[dict], option: str) -> Any:
 
 def make_groups(config: Any, parameters: Iterable[Any]) -> Groups:
     """Groups of the configured optimizer over parameters, or over dicts with "params" and hyper-parameters
-    of their own."""
-    items = list(parameters)
+    of their own. As in torch, parameters may come with their names (model.named_parameters()); the model knows them.
+    Raises TypeError for what is no parameter."""
+    items = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     groups = [dict(item) for item in items] if items and isinstance(items[0], dict) else [{"params": items}]
     defaults = config.model_dump(exclude={"type"})
     if config.type in ("AdamW", "Adam"):
@@ -107,7 +109,7 @@ def make_groups(config: Any, parameters: Iterable[Any]) -> Groups:
             raise ValueError(
                 f"overspill: parameter group has unknown keys {sorted(unknown)}; known: {sorted(defaults)}"
             )
-        group["params"] = [p for p in _list(group["params"]) if p.requires_grad]
+        group["params"] = [p for p in _unnamed(group["params"]) if p.requires_grad]
         for name, value in defaults.items():
             group.setdefault(name, value)
     return Groups(config.type, groups)
@@ -137,8 +139,18 @@ def choose_format(config: str | None, groups: Groups, formats: Iterable[str]) ->
     return chosen
 
 
-def _list(parameters: Any) -> list:
-    return [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+def _unnamed(given: Any) -> list[torch.Tensor]:
+    parameters = [
+        item[1] if isinstance(item, tuple) and len(item) == 2 else item
+        for item in ([given] if isinstance(given, torch.Tensor) else given)
+    ]
+    for number, parameter in enumerate(parameters):
+        if not isinstance(parameter, torch.Tensor):
+            raise TypeError(
+                f"overspill: model_parameters has {parameter!r:.60} at place {number}, a {type(parameter).__name__}: "
+                "give parameters, pairs of a name and a parameter, or groups (dicts with params)"
+            )
+    return parameters
 
 
 def group_indices(groups: list[dict], model: nn.Module) -> dict[int, int]:
@@ -319,6 +331,7 @@ class OverspillOptimizer(torch.optim.Optimizer):
         for number, (group, values) in enumerate(zip(self.param_groups, saved, strict=True)):
             _check_group(number, group, values)
             merged.append({name: value for name, value in values.items() if name not in _STAY})
+            _check_kinds(number, group, merged[-1])
             self.groups.hyper_parameters(group | merged[-1])
         return merged
 
@@ -375,6 +388,25 @@ def _check_group(number: int, group: dict, saved: dict) -> None:
                 f"overspill: the state dict has {theirs} where {ours} is here: the groups are those of another model, "
                 "or in another order; where only the names differ, remove param_names from its groups"
             )
+
+
+def _check_kinds(number: int, group: dict, saved: dict) -> None:
+    """Raises ValueError where a hyper-parameter that the engine takes has no value that a step could use."""
+    for name, value in saved.items():
+        here, there = _numbers(group.get(name)), _numbers(value)
+        if here is not None and (there is None or len(there) != len(here)):
+            raise ValueError(
+                f"overspill: group {number} of the state dict has {name} = {value!r:.60}, which is "
+                f"{group[name]!r:.60} here: the state dict is damaged, or of another optimizer"
+            )
+
+
+def _numbers(value: Any) -> list[float] | None:
+    """The finite numbers that a hyper-parameter is, None where it is anything else."""
+    values = _plain(value)
+    values = values if isinstance(values, list) else [values]
+    numbers = [v for v in values if type(v) in (int, float) and math.isfinite(v)]
+    return numbers if values and len(numbers) == len(values) else None
 
 
 def renumbered(state_dict: dict) -> dict[int, Any]:

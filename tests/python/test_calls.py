@@ -623,3 +623,38 @@ def test_a_parameter_without_elements_is_read_and_gathered_like_any_other(start)
     with pytest.raises(ValueError, match="no parameter of this engine's model"):
         engine.weight(nn.Parameter(torch.zeros(0)))
     assert F.relu(engine(batch())).shape == (6, 4)
+
+
+@pytest.mark.parametrize("grouped", [False, True])
+def test_parameters_with_their_names_are_taken_as_torch_takes_them(config, grouped):
+    found = []
+    for named in (False, True):
+        model = mlp()
+        given = list(model.named_parameters() if named else model.parameters())
+        parameters = [{"params": given[:2], "lr": 0.5}, {"params": given[2:]}] if grouped else given
+        engine = overspill.initialize(model, config(), model_parameters=parameters)[0]
+        engine.backward(loss_of(engine, batch()))
+        engine.step()
+        found.append(engine.state_dict())
+        engine.close()
+    assert all(torch.equal(v, found[1][k]) for k, v in found[0].items())
+
+
+def test_what_is_no_parameter_is_refused_by_its_place(config):
+    model = mlp()
+    with pytest.raises(TypeError, match=r"model_parameters has '0\.bias' at place 1, a str"):
+        overspill.initialize(model, config(), model_parameters=[model[0].weight, "0.bias"])
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("lr", "x"), ("lr", None), ("eps", float("nan")), ("betas", (1,))]
+)
+def test_a_state_dict_whose_hyper_parameter_is_no_number_is_refused_with_nothing_changed(start, name, value):
+    model = mlp()
+    plain = Plain(copy.deepcopy(model))
+    engine = start(model)
+    saved = engine.optimizer.state_dict()
+    saved["param_groups"][0][name] = value
+    with pytest.raises(ValueError, match=f"group 0 of the state dict has {name} = "):
+        engine.optimizer.load_state_dict(saved)
+    follows(engine, plain)
