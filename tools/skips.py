@@ -44,10 +44,12 @@ def _reason(case: ElementTree.Element) -> str | None:
     return (found[1] if found else skipped.get("message", "")).strip()
 
 
-def expected(reason: str, rules: list[dict]) -> bool:
-    """Whether some rule accepts this reason on this machine."""
+def expected(reason: str, report: Path, rules: list[dict]) -> bool:
+    """Whether some rule accepts this reason in this report on this machine."""
     return any(
-        re.search(rule["reason"], reason) and not ("unless" in rule and FACILITIES[rule["unless"]]())
+        re.search(rule["reason"], reason)
+        and re.search(rule.get("report", ""), str(report))
+        and not ("unless" in rule and FACILITIES[rule["unless"]]())
         for rule in rules
     )
 
@@ -77,7 +79,7 @@ def main(arguments: list[str] | None = None) -> int:
         reasons = collections.Counter(test.skipped for test in tests if test.skipped is not None)
         print(f"{report}: {len(tests)} tests, {sum(reasons.values())} skipped")
         for reason, count in reasons.most_common():
-            accepted = expected(reason, rules["skip"])
+            accepted = expected(reason, report, rules["skip"])
             failed = failed or not accepted
             print(f"  {count:4} {'expected' if accepted else 'UNEXPECTED'}: {reason}")
         for pattern in missing(report, tests, rules["must_run"]):

@@ -11,6 +11,10 @@ RULES = """
 reason = "no CUDA device"
 unless = "gpu"
 
+[[skip]]
+reason = "built without"
+report = "asan/"
+
 [[must_run]]
 report = "ctest.xml"
 tests = ["Fuse[.]"]
@@ -42,6 +46,13 @@ def check(skips, folder, report, name="ctest.xml"):
 def test_an_expected_skip_passes(skips, tmp_path, capsys):
     assert check(skips, tmp_path, CTEST.format(reason="no CUDA device: none found")) == 0
     assert "1 expected: no CUDA device: none found" in capsys.readouterr().out
+
+
+def test_what_one_build_leaves_out_is_no_reason_in_another(skips, tmp_path):
+    (tmp_path / "asan").mkdir()
+    report = CTEST.format(reason="built without it")
+    assert check(skips, tmp_path, report, "asan/ctest.xml") == 0
+    assert check(skips, tmp_path, report) == 1
 
 
 def test_another_reason_fails(skips, tmp_path, capsys):
