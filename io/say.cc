@@ -1,16 +1,18 @@
 #include "io/say.h"
 
 #include <signal.h>
+#include <unistd.h>
 
 #include <atomic>
+#include <cerrno>
 #include <chrono>
 #include <condition_variable>
-#include <cstdio>
 #include <exception>
 #include <memory>
 #include <mutex>
 #include <string>
 #include <thread>
+#include <utility>
 
 namespace overspill::io {
 namespace {
@@ -20,14 +22,20 @@ constexpr std::chrono::seconds kPatience{1};
 // Lines that stderr has not taken for so long. The process has one stderr, so this is the process's too.
 std::atomic<int> hanging = 0;
 
-// In one call, so that lines of several threads do not mix.
+// `line` ends with a line break. In one call, so that lines of several threads do not mix. Not through stdio:
+// the end of the process would wait for a lock that a write which stands still holds.
 void write_line(std::string_view line) noexcept {
-  static_cast<void>(std::fprintf(stderr, "%.*s\n", static_cast<int>(line.size()), line.data()));
+  while (!line.empty()) {
+    const ssize_t written = ::write(STDERR_FILENO, line.data(), line.size());
+    if (written < 0 && errno == EINTR) continue;
+    if (written <= 0) return;
+    line.remove_prefix(static_cast<size_t>(written));
+  }
 }
 
 class Line {
  public:
-  explicit Line(std::string_view text) : text_(text) {}
+  explicit Line(std::string text) : text_(std::move(text)) {}
 
   void write() noexcept {
     // A pipe that is closed must not end the process where nobody ignores the signal.
@@ -63,11 +71,12 @@ class Line {
 void say_on_stderr(std::string_view line) noexcept {
   if (hanging > 0) return;
   try {
-    const auto shared = std::make_shared<Line>(line);
+    const auto shared = std::make_shared<Line>(std::string(line) + "\n");
     std::thread([shared] { shared->write(); }).detach();
     shared->wait();
   } catch (const std::exception&) {  // no memory, or no thread
     write_line(line);
+    write_line("\n");
   }
 }
 
