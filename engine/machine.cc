@@ -18,7 +18,7 @@ Machine::Machine(Layout layout, Plan plan, Config config, Resources resources)
       access(context, device_units),
       keeper(context, access),
       rounds(context, gatherer, updater, gradients),
-      stalls(context.resources.store != nullptr ? context.store().stalls() : nullptr) {
+      stalls(context.watch() != nullptr ? context.watch()->board() : nullptr) {
   if (context.resources.store != nullptr) context.store().reserve(context.plan.nvme_reserve_bytes);
   // Beyond this point nothing fails: from the start of its rounds on, the other ranks count on this one.
   rounds.start();

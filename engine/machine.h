@@ -97,7 +97,7 @@ class Machine {
   std::atomic<bool> closed = false;
   bool kernel_keeps_memory = false;                    // at the end; then none of it may be freed
   const io::OwnProcess process;                        // in its forked children nothing works
-  const std::shared_ptr<const io::StallBoard> stalls;  // null without a store
+  const std::shared_ptr<const io::StallBoard> stalls;  // null without a watch
 
  private:
   std::vector<std::string> tell(Meeting meeting, const std::exception_ptr& error,

@@ -15,6 +15,7 @@
 #include "engine/schedule/plan.h"
 #include "io/file_store.h"
 #include "io/memory_store.h"
+#include "io/stall_watch.h"
 #include "kernels/cuda/cuda_device.h"
 #include "kernels/host_device.h"
 #include "kernels/simulated_device.h"
@@ -32,6 +33,13 @@ std::optional<int> cuda_ordinal(std::string_view name) {
   return error == std::errc() && end == name.data() + name.size() ? std::optional(ordinal) : std::nullopt;
 }
 
+io::Patience patience_of(const Config& config, const ResourceOptions& options) {
+  io::Patience patience = options.patience;
+  if (config.io_deadline_ms > 0)
+    patience.stall.give_up_after = std::chrono::milliseconds(config.io_deadline_ms);
+  return patience;
+}
+
 std::unique_ptr<io::Store> make_store(const Config& config, const ResourceOptions& options,
                                       const Plan& plan) {
   if (options.io_backend == "memory") {
@@ -42,9 +50,7 @@ std::unique_ptr<io::Store> make_store(const Config& config, const ResourceOption
   io::FileStoreOptions files;
   files.paths = config.nvme;
   files.job = config.job;
-  files.patience = options.patience;
-  if (config.io_deadline_ms > 0)
-    files.patience.stall.give_up_after = std::chrono::milliseconds(config.io_deadline_ms);
+  files.patience = patience_of(config, options);
   if (options.io_backend == "io_uring") {
     files.backend = io::FileStoreOptions::Backend::uring;
   } else if (options.io_backend == "threads") {
@@ -82,7 +88,14 @@ Resources make_resources(const std::vector<UnitSpec>& units, const Config& confi
     const Layout layout = make_layout(units, config.chunk_elements, resources.communicator->rank(),
                                       resources.communicator->world(), config.stage);
     const Plan plan = make_plan(layout, config, traits_of(*resources.device, *resources.communicator));
-    if (plan.nvme_bytes() > 0) resources.store = make_store(config, options, plan);
+    if (plan.nvme_bytes() > 0) {
+      resources.store = make_store(config, options, plan);
+      resources.watch = resources.store->watch();
+    }
+    if (resources.watch == nullptr) {
+      resources.watch = std::make_shared<io::StallWatch>(patience_of(config, options).stall);
+      resources.watch->start();
+    }
   } catch (const std::exception& error) {
     resources.abort_ranks(
         error.what());  // else the other ranks would wait for an engine that was never built

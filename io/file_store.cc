@@ -69,7 +69,7 @@ class FileStore final : public StoreBase<Store> {
   void unregister_memory(std::span<std::byte> memory) override;
   std::string file_of(const Extent& extent) const override;
   StoreStats stats() const override;
-  std::shared_ptr<const StallBoard> stalls() const override { return watch_->board(); }
+  std::shared_ptr<StallWatch> watch() const override { return watch_; }
   bool kernel_keeps_memory() override;
 
  private:
@@ -142,10 +142,10 @@ class FileStore final : public StoreBase<Store> {
   std::mutex grow_mutex_;                  // held while files grow; taken before the others
   mutable std::shared_mutex slabs_mutex_;  // guards the table, which only grows; its entries never move
   std::deque<Slab>& slabs_ = parts_->slabs;
+  const std::shared_ptr<StallWatch> watch_;
   SlabShares shares_;
   mutable std::mutex balance_mutex_;
   Balance balance_;
-  const std::shared_ptr<StallWatch> watch_;
 };
 
 std::unique_ptr<Backend> make_backend(PieceQueue& queue, const FileStoreOptions& options) {
@@ -163,8 +163,9 @@ std::unique_ptr<Backend> make_backend(PieceQueue& queue, const FileStoreOptions&
 FileStore::FileStore(const FileStoreOptions& options)
     : job_(options.job),
       slab_bytes_(round_up_to_block(options.slab_bytes)),
-      balance_(options.paths.size()),
-      watch_(std::make_shared<StallWatch>(options.patience.stall)) {
+      watch_(std::make_shared<StallWatch>(options.patience.stall)),
+      shares_(watch_.get()),
+      balance_(options.paths.size()) {
   if (options.slab_bytes <= 0)
     throw invalid(Operation::open, fmt::format("slabs of {} bytes", options.slab_bytes));
   if (!options.speeds.empty() && options.speeds.size() != options.paths.size()) {
@@ -335,7 +336,7 @@ bool FileStore::grow_lane(size_t lane, int64_t bytes, int64_t wanted_bytes, Grow
 bool FileStore::make_slab(size_t lane, int64_t bytes, int64_t wanted_bytes, Growth& growth) {
   const auto number = static_cast<uint32_t>(slabs_.size() + growth.made.size());
   try {
-    growth.made.push_back({lanes_[lane].folder.create_slab(number, bytes, wanted_bytes), lane});
+    growth.made.push_back({lanes_[lane].folder.create_slab(number, bytes, wanted_bytes, watch_.get()), lane});
   } catch (const StoreError& error) {
     growth.capacity_bytes[lane] = lanes_[lane].reserved_bytes;
     growth.refusals[lane] = error;
@@ -456,7 +457,7 @@ void FileStore::explain_no_space(Transfer& transfer) noexcept {
   if (!has_shared_blocks(slabs_[extent.slab].file.fd.get(), extent.offset, extent.bytes)) return;
   transfer.error->detail +=
       "the space was reserved, but another file shares these blocks, so a write takes new room: a copy by "
-      "reflinks (cp makes them on XFS and Btrfs; cp --reflink=never does not) or a snapshot";
+      "reflinks (cp makes them on XFS; cp --reflink=never does not) or a snapshot";
 }
 
 bool FileStore::move_elsewhere(Transfer& transfer) noexcept {

@@ -10,6 +10,7 @@
 #include <sys/statvfs.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <cstddef>
 #include <mutex>
@@ -18,6 +19,7 @@
 #include <vector>
 
 #include "io/say.h"
+#include "io/stall_watch.h"
 #include "io/unique_fd.h"
 
 namespace overspill::io {
@@ -40,11 +42,12 @@ StoreError system_error(int os_error, Operation operation, const std::filesystem
                      .detail = std::move(detail)});
 }
 
-void sync_folder(const std::filesystem::path& folder) {
+void sync_folder(const std::filesystem::path& folder, StallWatch* watch) {
   const UniqueFd fd(::open(folder.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC));
   if (!fd) throw system_error(Operation::open, folder);
-  if (::fsync(fd.get()) == 0 || errno == EINVAL || errno == EOPNOTSUPP) return;
-  throw system_error(Operation::sync, folder);
+  const int result = sync_file(watch, fd.get(), folder.string());
+  if (result != 0 && result != EINVAL && result != EOPNOTSUPP)
+    throw system_error(result, Operation::sync, folder);
 }
 
 bool same_file(int fd, const std::filesystem::path& path) {
@@ -63,6 +66,30 @@ int64_t available_bytes(const std::filesystem::path& path) {
   struct statvfs info {};
   if (::statvfs(path.c_str(), &info) != 0) return 0;
   return static_cast<int64_t>(info.f_bavail) * static_cast<int64_t>(info.f_frsize);
+}
+
+// Not posix_fallocate: where the kernel has no call for it, that writes one byte to each block.
+int take_space(int fd, int64_t bytes) {
+  while (::fallocate(fd, 0, 0, bytes) != 0) {
+    if (errno == EINTR) continue;
+    return errno == ENOSYS ? EOPNOTSUPP : errno;
+  }
+  return 0;
+}
+
+int take_space_by_writing(int fd, int64_t bytes, const std::function<void()>& moved) {
+  constexpr int64_t kRunBytes = int64_t{4} << 20;
+  const std::vector<std::byte> zeros(static_cast<size_t>(std::min(bytes, kRunBytes)));
+  for (int64_t at = 0; at < bytes;) {
+    const ssize_t written =
+        ::pwrite(fd, zeros.data(), std::min(zeros.size(), static_cast<size_t>(bytes - at)), at);
+    if (written < 0 && errno == EINTR) continue;
+    if (written <= 0) return written < 0 ? errno : ENOSPC;
+    at += written;
+    moved();
+  }
+  // Some file systems look for room only when the bytes leave memory.
+  return ::fdatasync(fd) == 0 ? 0 : errno;
 }
 
 bool has_shared_blocks(int fd, int64_t offset, int64_t bytes) {

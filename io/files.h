@@ -3,11 +3,14 @@
 
 #include <cstdint>
 #include <filesystem>
+#include <functional>
 #include <string>
 
 #include "io/error.h"
 
 namespace overspill::io {
+
+class StallWatch;
 
 /// The error of a failed system call, with errno taken first thing. Where a limit of the process decided it,
 /// the error has the limit.
@@ -17,7 +20,8 @@ StoreError system_error(int os_error, Operation operation, const std::filesystem
 
 /// Makes the folder's entries durable, where the file system has an fsync of folders: some network and FUSE
 /// file systems have none, and answer EINVAL or EOPNOTSUPP. Throws StoreError for every other answer.
-void sync_folder(const std::filesystem::path& folder);
+/// `watch` sees the call; null: nothing does.
+void sync_folder(const std::filesystem::path& folder, StallWatch* watch = nullptr);
 
 /// Whether `path` is a name of the open file. A symbolic link is not.
 bool same_file(int fd, const std::filesystem::path& path);
@@ -27,6 +31,13 @@ bool refuses_links(int os_error);
 
 /// Bytes this user may still take on the file system of `path`; 0 where that cannot be told.
 int64_t available_bytes(const std::filesystem::path& path);
+
+/// Takes the file system's room for the first `bytes` of an open file: no later write there needs any.
+/// Returns 0 or an errno, EOPNOTSUPP where the file system or the kernel has no call for it.
+int take_space(int fd, int64_t bytes);
+
+/// The same by writing zeros, 4 MiB at a time, until they are durable. `moved` is called after each write.
+int take_space_by_writing(int fd, int64_t bytes, const std::function<void()>& moved);
 
 /// Whether a part of these bytes of the file is shared with another file (a reflink, a snapshot), so that a
 /// write there takes new room. False where the file system does not tell.

@@ -25,6 +25,7 @@
 
 #include "io/lock_holder.h"
 #include "io/owned_folder.h"
+#include "io/stall_watch.h"
 #include "io/store.h"
 
 namespace overspill::io {
@@ -156,6 +157,23 @@ void warn_of_open_base(int base, const std::filesystem::path& path) {
                   path.string(), info.st_mode & 07777));
 }
 
+int reserve_space(StallWatch* watch, const SlabFile& slab, int64_t bytes) {
+  const auto take = [bytes](int file) {
+    errno = take_space(file, bytes);
+    return errno == 0 ? 0 : -1;
+  };
+  const int result = watch == nullptr
+                         ? take_space(slab.fd.get(), bytes)
+                         : watch->call(Operation::reserve, slab.fd.get(), slab.path.string(), take);
+  if (result != EOPNOTSUPP) return result;
+  warn_once(
+      fmt::format("the file system of {} has no fallocate: zeros are written to reserve space there, which "
+                  "takes as long as writing all of it",
+                  slab.path.parent_path().string()));
+  StallWatch::Progress progress(watch, Operation::reserve, slab.path.string());
+  return take_space_by_writing(slab.fd.get(), bytes, [&] { progress.moved(); });
+}
+
 }  // namespace
 
 JobFolder::JobFolder(const std::filesystem::path& path, const std::string& job, bool direct)
@@ -284,7 +302,7 @@ int64_t JobFolder::available_bytes() const {
   return io::available_bytes(path_);
 }
 
-SlabFile JobFolder::create_slab(uint32_t number, int64_t bytes, int64_t wanted_bytes) {
+SlabFile JobFolder::create_slab(uint32_t number, int64_t bytes, int64_t wanted_bytes, StallWatch* watch) {
   SlabFile slab{.path = path_ / fmt::format("{}{}.bin", kSlabPrefix, number), .fd = {}, .bytes = bytes};
   const auto fail = [&](int os_error) {
     const std::string detail = fmt::format("wanted {} bytes, {} of them in this file; {} bytes are available",
@@ -297,15 +315,12 @@ SlabFile JobFolder::create_slab(uint32_t number, int64_t bytes, int64_t wanted_b
       static_cast<uint64_t>(bytes) > limit.rlim_cur) {
     throw fail(EFBIG);
   }
-  // The space is taken without O_DIRECT: where fallocate is missing, the C library writes single bytes.
+  // Without O_DIRECT, which zeros may have to be written without.
   const std::string name = slab.path.filename().string();
   slab.fd = UniqueFd(
       ::openat(folder_.get(), name.c_str(), O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC | O_NOFOLLOW, kOwnerOnly));
   if (!slab.fd) throw fail(errno);
-  int result = 0;
-  do {
-    result = ::posix_fallocate(slab.fd.get(), 0, bytes);
-  } while (result == EINTR);
+  int result = reserve_space(watch, slab, bytes);
   // The same file, not one that has its name by now.
   if (result == 0 && direct_ && ::fcntl(slab.fd.get(), F_SETFL, O_DIRECT) != 0) result = errno;
   if (result != 0) {

@@ -14,6 +14,8 @@
 
 namespace overspill::io {
 
+class StallWatch;
+
 /// A slab file; `fd` is O_DIRECT if the folder's direct() says so.
 struct SlabFile {
   std::filesystem::path path;
@@ -35,8 +37,10 @@ class JobFolder {
   ~JobFolder();
 
   /// A slab file whose space is taken on disk. Throws and leaves nothing behind. `wanted_bytes` is what
-  /// the caller wants in all, for the message.
-  SlabFile create_slab(uint32_t number, int64_t bytes, int64_t wanted_bytes);
+  /// the caller wants in all, for the message. Where the file system has no call that takes space, zeros are
+  /// written, which takes as long as writing does and is said on stderr. `watch` sees the call that takes
+  /// space; null: nothing does.
+  SlabFile create_slab(uint32_t number, int64_t bytes, int64_t wanted_bytes, StallWatch* watch = nullptr);
 
   /// Bytes this user may still take here.
   int64_t available_bytes() const;

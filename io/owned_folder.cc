@@ -47,15 +47,23 @@ UniqueFd open_folder(int base, const std::string& name) {
   return UniqueFd(::openat(base, name.c_str(), O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC));
 }
 
+std::string foreign(int base, int folder) {
+  struct stat found {};
+  if (::fstat(folder, &found) != 0) return "it cannot be examined";
+  if (found.st_uid == ::geteuid()) return "";
+  const auto own = made_here(base);
+  const uid_t user = own ? own->st_uid : ::geteuid();
+  if (found.st_uid == user) return "";
+  return fmt::format("it belongs to user {}, and this is a run of user {}", found.st_uid, user);
+}
+
 std::string distrust(int base, int folder) {
+  if (std::string why = foreign(base, folder); !why.empty()) return why;
   struct stat found {};
   if (::fstat(folder, &found) != 0) return "it cannot be examined";
   const auto others = static_cast<mode_t>(found.st_mode & kOthersWrite);
-  if (found.st_uid == ::geteuid() && others == 0) return "";
+  if (others == 0) return "";
   const auto own = made_here(base);
-  const uid_t user = own ? own->st_uid : ::geteuid();
-  if (found.st_uid != user)
-    return fmt::format("it belongs to user {}, and this is a run of user {}", found.st_uid, user);
   if (own && (others & ~own->st_mode) == 0) return "";
   return fmt::format("others may write to it (mode {:04o}): chmod go-w", found.st_mode & 07777);
 }

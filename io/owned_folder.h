@@ -16,6 +16,10 @@ UniqueFd open_base(const std::filesystem::path& path);
 /// The folder `name` in `base`, links not followed. Empty with errno where it cannot be opened.
 UniqueFd open_folder(int base, const std::string& name);
 
+/// Why a folder of `base` is not this user's: "" where it is. Some file systems give what a user makes to
+/// another one; then it is that one's.
+std::string foreign(int base, int folder);
+
 /// Why a folder of `base` that was found there must not be used: "" where it looks like one that this process
 /// would make there itself.
 std::string distrust(int base, int folder);

@@ -34,6 +34,17 @@ class Exporter {
   }
 
   Export run(std::span<const ExportItem> items) {
+    try {
+      return take(items);
+    } catch (const StoreError& error) {
+      // Whoever removes files of a disk that does not answer waits for it.
+      if (error.error().kind == ErrorKind::stalled) made_.clear();
+      throw;
+    }
+  }
+
+ private:
+  Export take(std::span<const ExportItem> items) {
     Export out;
     std::vector<ExportedExtent>& results = out.extents;
     results.resize(items.size());
@@ -53,13 +64,12 @@ class Exporter {
       }
     }
     if (copied_bytes > 0) copy(items, results, copied_bytes);
-    sync_folder(folder_);
+    sync_folder(folder_, watch_);
     made_.clear();  // they are the folder's now
     out.share = share_;
     return out;
   }
 
- private:
   // The link's name, made at the slab's first extent; nothing where it must be copied.
   std::optional<std::string> link(const SlabFile& slab) {
     const auto known = names_.find(&slab);
@@ -114,12 +124,15 @@ class Exporter {
     made_.push_back(file.path());
     buffer_.reset(static_cast<std::byte*>(std::aligned_alloc(kBlockBytes, kCopyBytes)));
     if (buffer_ == nullptr) throw std::bad_alloc();
+    StallWatch::Progress progress(watch_, Operation::write, file.path().string());
     for (size_t i = 0; i < items.size(); ++i) {
       if (!results[i].file.empty()) continue;
       results[i].file = file.path().filename().string();
       results[i].offset = file.bytes();
-      for (int64_t done = 0; done < items[i].extent.bytes; done += kCopyBytes)
+      for (int64_t done = 0; done < items[i].extent.bytes; done += kCopyBytes) {
         append_part(file, items[i], done);
+        progress.moved();
+      }
     }
     file.finish(watch_);
   }
@@ -185,9 +198,9 @@ ExtentFile::ExtentFile(const std::filesystem::path& folder, const std::string& j
       static_cast<uint64_t>(bytes_total) > limit.rlim_cur) {
     refuse(EFBIG);
   }
-  // Not posix_fallocate: where the kernel cannot take space, it would write a byte to each block.
-  if (::fallocate(fd_.get(), 0, 0, bytes_total) == 0) return;
-  if (errno != EOPNOTSUPP && errno != ENOSYS && errno != EINTR) refuse(errno);
+  const int refused = take_space(fd_.get(), bytes_total);
+  if (refused == 0) return;
+  if (refused != EOPNOTSUPP) refuse(refused);
   if (available_bytes(folder) < bytes_total) refuse(ENOSPC);
 }
 

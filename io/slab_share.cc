@@ -6,7 +6,10 @@
 #include <unistd.h>
 
 #include <cerrno>
+#include <random>
 #include <utility>
+
+#include "io/stall_watch.h"
 
 namespace overspill::io {
 namespace {
@@ -24,12 +27,14 @@ std::optional<int64_t> links_outside(int fd, const std::filesystem::path& own) {
   return static_cast<int64_t>(info.stx_nlink) - (same_file(fd, own) ? 1 : 0);
 }
 
-void explain(int fd, const std::string& job) {
+void explain(int fd, const std::string& job, uint64_t number) {
+  std::random_device random;
   const std::string text = fmt::format(
       "Slab files in this folder are hard links to files of the run \"{}\".\n"
       "While that run lives it leaves their bytes alone until this file and the slabs are deleted.\n"
-      "After the run has ended this file means nothing.\n",
-      job);
+      "After the run has ended this file means nothing.\n"
+      "No other file has this text, so that no tool takes two of them for copies of one: {}-{:08x}{:08x}\n",
+      job, number, random(), random());
   // The text is for people; without it the mark does its work.
   [[maybe_unused]] const ssize_t written = ::pwrite(fd, text.data(), text.size(), 0);
 }
@@ -44,7 +49,7 @@ std::optional<uint64_t> SlabShares::begin(const SlabFile& slab, const std::files
   share.own = slab.path.parent_path() / fmt::format("{}-{}", kOwnName, number);
   share.mark = UniqueFd(::open(share.own.c_str(), O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC | O_NOFOLLOW, 0600));
   if (!share.mark) throw system_error(Operation::open, share.own);
-  explain(share.mark.get(), job);
+  explain(share.mark.get(), job, number);
   for (int attempt = 0;; ++attempt) {
     share.outside = folder / fmt::format("{}-{}{}.txt", kOutsideName, job,
                                          attempt == 0 ? "" : fmt::format("-{}", attempt));
@@ -94,14 +99,16 @@ int64_t SlabShares::Share::names_of(const SlabFile& slab) const {
   return marks - (lost ? 1 : 0);
 }
 
-// A folder is gone when its mark is, and when no more names lead to its slabs than the other exports account
-// for: a tool that moves a folder file by file may take the mark first. The slab's names are counted before
-// those of the others, so that one which goes in between makes the answer "alive".
+// A folder is gone when its mark is, when no slab has the name that the export gave it, and when no more
+// names lead to its slabs than the other exports account for: a tool that moves a folder file by file may
+// take the mark first. The slab's names are counted before those of the others, so that one which goes in
+// between makes the answer "alive".
 bool SlabShares::alive(uint64_t number) const {
   const std::lock_guard lock(mutex_);
   const Share& share = shares_.at(number);
   if (links_outside(share.mark.get(), share.own) != 0) return true;
   for (const auto& [slab, name] : share.slabs) {
+    if (same_file(slab->fd.get(), name)) return true;
     const auto found = links_outside(slab->fd.get(), slab->path);
     if (!found) return true;
     int64_t others = 0;
@@ -112,7 +119,11 @@ bool SlabShares::alive(uint64_t number) const {
   }
   // After a power cut a folder whose removal is not on the disk yet would be there again, with bytes that
   // were given to others.
-  return ::syncfs(share.mark.get()) != 0;
+  try {
+    return sync_file_system(watch_, share.mark.get(), share.own.string()) != 0;
+  } catch (const StoreError&) {  // the disk does not answer: nothing is known of the removal
+    return true;
+  }
 }
 
 void SlabShares::end(uint64_t number) noexcept {

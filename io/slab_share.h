@@ -21,9 +21,14 @@
 
 namespace overspill::io {
 
+class StallWatch;
+
 /// Threads: every method may be called from any thread.
 class SlabShares {
  public:
+  /// `watch` outlives it and sees what waits for the disk; null: nothing does.
+  explicit SlabShares(StallWatch* watch = nullptr) : watch_(watch) {}
+
   /// A mark of a new export into `folder`, in the folder of `slab` too. Nothing where the two folders cannot
   /// share a file, or where the file system does not count links: then slabs must be copied. Throws
   /// StoreError; then nothing is left.
@@ -56,6 +61,7 @@ class SlabShares {
     int64_t names_of(const SlabFile& slab) const;
   };
 
+  StallWatch* const watch_;
   mutable std::mutex mutex_;
   std::map<uint64_t, Share> shares_;
   uint64_t last_ = 0;

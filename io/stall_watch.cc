@@ -5,6 +5,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cerrno>
 #include <functional>
 #include <memory>
@@ -80,7 +81,16 @@ void StallWatch::add(Party party) {
 }
 
 void StallWatch::start() {
-  thread_ = std::thread([this] { work(); });
+  try {
+    thread_ = std::thread([this] { work(); });
+  } catch (const std::system_error& error) {
+    throw StoreError({.kind = ErrorKind::quota,
+                      .operation = Operation::open,
+                      .os_error = error.code().value(),
+                      .detail =
+                          "the watch of the disks needs a thread and was given none; raise the limit of "
+                          "processes (ulimit -u, a container's pids.max)"});
+  }
 }
 
 void StallWatch::stop() {
@@ -153,8 +163,8 @@ class Outcome {
   std::optional<Value> value_;
 };
 
-int sync_now(int file) {
-  return ::fdatasync(file) == 0 ? 0 : errno;
+int errno_of(int result) {
+  return result == 0 ? 0 : errno;
 }
 
 // False where the machine gives no thread.
@@ -191,28 +201,71 @@ class StallWatch::WatchedCall {
   std::list<State>::iterator state_;
 };
 
-int StallWatch::sync_data(int file, const std::string& path) {
+int StallWatch::call(Operation operation, int file, const std::string& path,
+                     std::function<int(int file)> make) {
   const auto outcome = std::make_shared<Outcome>();
-  Party party{
-      .path = path,
-      .silent_since = [since = clock_()] { return std::optional(since); },
-      .unanswered = [path] { return std::optional(Unanswered{.operation = Operation::sync, .file = path}); },
-      .give_up = [outcome](const Error& why) { outcome->set(why); },
-      .tend = nullptr};
+  Party party{.path = path,
+              .silent_since = [since = clock_()] { return std::optional(since); },
+              .unanswered = [=] { return std::optional(Unanswered{.operation = operation, .file = path}); },
+              .give_up = [outcome](const Error& why) { outcome->set(why); },
+              .tend = nullptr};
   const WatchedCall watched(*this, std::move(party));
   UniqueFd own(policy_.give_up_after > 0ns ? ::fcntl(file, F_DUPFD_CLOEXEC, 0) : -1);
-  if (!own || !in_background([outcome, file = std::make_shared<UniqueFd>(std::move(own))] {
-        outcome->set(sync_now(file->get()));
+  if (!own || !in_background([outcome, make, file = std::make_shared<UniqueFd>(std::move(own))] {
+        outcome->set(errno_of(make(file->get())));
       })) {
-    outcome->set(sync_now(file));
+    outcome->set(errno_of(make(file)));
   }
   const Outcome::Value value = outcome->wait();
   if (const Error* const error = std::get_if<Error>(&value)) throw StoreError(*error);
   return std::get<int>(value);
 }
 
+// ---- work of many calls
+
+struct StallWatch::Progress::Since {
+  std::atomic<nanoseconds> last;
+};
+
+StallWatch::Progress::Progress(StallWatch* watch, Operation operation, const std::string& path)
+    : watch_(watch) {
+  if (watch_ == nullptr) return;
+  since_ = std::make_shared<Since>(watch_->clock_());
+  watched_ = std::make_unique<WatchedCall>(
+      *watch_,
+      Party{.path = path,
+            .silent_since = [since = since_] { return std::optional(since->last.load()); },
+            .unanswered = [=] { return std::optional(Unanswered{.operation = operation, .file = path}); },
+            .give_up = nullptr,
+            .tend = nullptr});
+}
+
+StallWatch::Progress::~Progress() = default;
+
+void StallWatch::Progress::moved() {
+  if (watch_ != nullptr) since_->last = watch_->clock_();
+}
+
+// ---- under a watch, or without one
+
+namespace {
+
+int call(StallWatch* watch, int file, const std::string& path, int (*make)(int)) {
+  return watch == nullptr ? errno_of(make(file)) : watch->call(Operation::sync, file, path, make);
+}
+
+}  // namespace
+
 int sync_data(StallWatch* watch, int file, const std::string& path) {
-  return watch == nullptr ? sync_now(file) : watch->sync_data(file, path);
+  return call(watch, file, path, ::fdatasync);
+}
+
+int sync_file(StallWatch* watch, int file, const std::string& path) {
+  return call(watch, file, path, ::fsync);
+}
+
+int sync_file_system(StallWatch* watch, int file, const std::string& path) {
+  return call(watch, file, path, ::syncfs);
 }
 
 // ---- looking
@@ -226,7 +279,8 @@ void StallWatch::look_at(State& state) {
   if (state.tell_at == 0ns) state.tell_at = policy_.tell_after;
   const nanoseconds silent = now - *since;
   if (silent >= state.tell_at) tell(state, silent);
-  if (policy_.give_up_after == 0ns || silent < policy_.give_up_after) return;
+  if (state.party.give_up == nullptr || policy_.give_up_after == 0ns || silent < policy_.give_up_after)
+    return;
   const Unanswered what = state.party.unanswered().value_or(Unanswered{.file = state.party.path});
   state.given_up = true;
   state.party.give_up(
@@ -253,9 +307,11 @@ void StallWatch::tell(State& state, nanoseconds silent) {
   }
   board_->set(&state, text);
   say_(fmt::format("overspill: warning: {}; {}", text,
-                   policy_.give_up_after > 0ns
+                   policy_.give_up_after > 0ns && state.party.give_up != nullptr
                        ? fmt::format("the engine gives up after {:.3g} s", in_seconds(policy_.give_up_after))
-                       : "the engine waits (engine.io_deadline_seconds ends that)"));
+                   : state.party.give_up != nullptr
+                       ? "the engine waits (engine.io_deadline_seconds ends that)"
+                       : "the engine waits"));
 }
 
 /// The path answers again, or nobody asks any more.
@@ -268,9 +324,9 @@ void StallWatch::told_enough(State& state, nanoseconds now) {
     if (state.given_up) return;
     state.stats.longest_ns = std::max(state.stats.longest_ns, (now - state.since).count());
   }
-  board_->set(&state, "");
   say_(fmt::format("overspill: {} answers again, after {:.3g} s", state.party.path,
                    in_seconds(now - state.since)));
+  board_->set(&state, "");  // last: whoever sees it empty has been told
 }
 
 void StallWatch::forget_stall(State& state) {

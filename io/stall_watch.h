@@ -48,7 +48,7 @@ class StallWatch {
     /// while no request is open. Allocates no memory.
     std::function<std::optional<std::chrono::nanoseconds>()> silent_since;
     std::function<std::optional<Unanswered>()> unanswered;  // the request that has waited longest
-    std::function<void(const Error&)> give_up;              // called once, when the time is over
+    std::function<void(const Error&)> give_up;              // called once, when the time is over; or null
     std::function<void()> tend;                             // called at every look
   };
 
@@ -57,6 +57,7 @@ class StallWatch {
 
   /// Before start().
   void add(Party party);
+  /// Throws StoreError where there is no thread to be had.
   void start();
   /// Ends the thread: the parties' functions are not called any more. The board keeps what was given up, and
   /// no other stall.
@@ -70,10 +71,12 @@ class StallWatch {
   StallStats stats(size_t party) const;
   std::shared_ptr<const StallBoard> board() const { return board_; }
 
-  /// fdatasync, watched as a party of its own. Returns its errno, 0 for none. Throws StoreError{stalled} when
-  /// the time is over: the call goes on in a thread that nobody waits for. Throws std::system_error where
-  /// there is no thread to be had.
-  int sync_data(int file, const std::string& path);
+  /// Makes `make(file)`, a system call that returns 0 or sets errno, watched as a party of its own. Returns
+  /// its errno, 0 for none. Throws StoreError{stalled} when the time is over: the call then goes on, with a
+  /// descriptor of its own, in a thread that nobody waits for. So `make` holds no memory of the caller's.
+  int call(Operation operation, int file, const std::string& path, std::function<int(int file)> make);
+
+  class Progress;
 
  private:
   class WatchedCall;
@@ -105,12 +108,36 @@ class StallWatch {
   std::mutex look_mutex_;  // held while somebody looks
   std::list<State> parties_;
   std::mutex calls_mutex_;          // taken after look_mutex_
-  std::list<State> calls_;          // sync_data() under way
+  std::list<State> calls_;          // call() and Progress under way
   mutable std::mutex stats_mutex_;  // guards the stats in parties_
   std::thread thread_;
 };
 
-/// fdatasync, under a watch where there is one. As StallWatch::sync_data.
+/// Work of many calls on one file or folder, which is watched while this lives: it stalls when it has not
+/// moved for so long. It is told and never given up, since its calls use memory of the caller's.
+/// Threads: moved() from any.
+class StallWatch::Progress {
+ public:
+  /// Does nothing where `watch` is null.
+  Progress(StallWatch* watch, Operation operation, const std::string& path);
+  ~Progress();
+  Progress(const Progress&) = delete;
+  Progress& operator=(const Progress&) = delete;
+
+  void moved();
+
+ private:
+  struct Since;
+
+  StallWatch* const watch_;
+  std::shared_ptr<Since> since_;
+  std::unique_ptr<WatchedCall> watched_;
+};
+
+/// Under a watch where there is one, as StallWatch::call: fdatasync, fsync, syncfs (of the file system that
+/// has the file).
 int sync_data(StallWatch* watch, int file, const std::string& path);
+int sync_file(StallWatch* watch, int file, const std::string& path);
+int sync_file_system(StallWatch* watch, int file, const std::string& path);
 
 }  // namespace overspill::io

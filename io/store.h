@@ -22,6 +22,8 @@
 
 namespace overspill::io {
 
+class StallWatch;
+
 /// Lengths, offsets and memory addresses of transfers are multiples of this (covers every O_DIRECT
 /// requirement).
 inline constexpr int64_t kBlockBytes = 4096;
@@ -217,8 +219,8 @@ class Store {
 
   virtual StoreStats stats() const = 0;
 
-  /// What hangs now; null where nothing can.
-  virtual std::shared_ptr<const StallBoard> stalls() const { return nullptr; }
+  /// Of the disks, for whoever makes other calls that wait for one; null where there are none.
+  virtual std::shared_ptr<StallWatch> watch() const { return nullptr; }
 
   /// A path was given up (ErrorKind::stalled, ring) while the kernel had transfers: their memory was not
   /// given back with their completion. It may still be written into, and must neither be used nor freed

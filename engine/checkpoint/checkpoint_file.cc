@@ -84,6 +84,11 @@ int64_t CheckpointFile::bytes() const {
   return status.st_size;
 }
 
+void CheckpointFile::drop_cached() const {
+  // Its answer is no promise, so a refusal changes nothing.
+  static_cast<void>(::posix_fadvise(file_, 0, 0, POSIX_FADV_DONTNEED));
+}
+
 void CheckpointFile::read_at(std::span<std::byte> to, int64_t offset) const {
   while (!to.empty()) {
     const ssize_t got = io::read_some(file_, to, offset, path_);
@@ -106,8 +111,9 @@ void CheckpointFile::write(std::span<const std::byte> from) {
   }
 }
 
-void CheckpointFile::sync() {
-  if (::fsync(file_) != 0) fail(path_, "cannot be made durable", errno, kMakeRoom);
+void CheckpointFile::sync(io::StallWatch* watch) {
+  errno = io::sync_file(watch, file_, path_.string());
+  if (errno != 0) fail(path_, "cannot be made durable", errno, kMakeRoom);
 }
 
 void make_folder(const std::filesystem::path& folder) {
@@ -115,10 +121,11 @@ void make_folder(const std::filesystem::path& folder) {
     fail(folder, "cannot be created", errno, kMakeRoom);
 }
 
-void sync_folder(const std::filesystem::path& folder) {
+void sync_folder(const std::filesystem::path& folder, io::StallWatch* watch) {
   try {
-    io::sync_folder(folder);
+    io::sync_folder(folder, watch);
   } catch (const io::StoreError& error) {
+    if (error.error().kind == io::ErrorKind::stalled) throw;
     const bool opens = error.error().operation == io::Operation::open;
     fail(folder, opens ? "cannot be opened" : "cannot be made durable", error.error().os_error,
          opens ? "check the folder's permissions" : kMakeRoom);

@@ -8,6 +8,7 @@
 #include <span>
 
 #include "engine/checkpoint/manifest.h"
+#include "io/stall_watch.h"
 
 namespace overspill::engine {
 
@@ -23,9 +24,13 @@ class CheckpointFile {
   ~CheckpointFile();
 
   int64_t bytes() const;
+  /// The kernel forgets what it has in memory of the file, as far as that is on the disk: the next read comes
+  /// from there. Only a file system without such memory, or one that keeps it, does otherwise.
+  void drop_cached() const;
   void read_at(std::span<std::byte> to, int64_t offset) const;  // all of it, or an error
   void write(std::span<const std::byte> from);                  // behind what was written
-  void sync();
+  /// `watch` sees it; null: nothing does. Throws io::StoreError{stalled} when the watch gives it up.
+  void sync(io::StallWatch* watch = nullptr);
 
  private:
   CheckpointFile(std::filesystem::path path, int file) : path_(std::move(path)), file_(file) {}
@@ -37,8 +42,8 @@ class CheckpointFile {
 /// One that is there already will do.
 void make_folder(const std::filesystem::path& folder);
 
-/// Makes what was created and renamed in a folder durable.
-void sync_folder(const std::filesystem::path& folder);
+/// Makes what was created and renamed in a folder durable. `watch`: as CheckpointFile::sync.
+void sync_folder(const std::filesystem::path& folder, io::StallWatch* watch = nullptr);
 
 /// Also replaces what has the new name.
 void rename_file(const std::filesystem::path& from, const std::filesystem::path& to);

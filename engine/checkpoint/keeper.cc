@@ -14,7 +14,9 @@
 #include "engine/checkpoint/manifest_check.h"
 #include "engine/checkpoint/resident_file.h"
 #include "engine/checkpoint/save_folder.h"
+#include "io/files.h"
 #include "io/say.h"
+#include "io/stall_watch.h"
 
 namespace overspill::engine {
 namespace {
@@ -34,12 +36,12 @@ bool is_there(const fs::path& path) {
 }
 
 /// Creates `folder` and the folders above it that are missing, and makes their names durable.
-void create_durably(const fs::path& folder) {
+void create_durably(const fs::path& folder, io::StallWatch* watch) {
   if (is_there(folder)) return;
   const fs::path parent = folder.parent_path();
-  create_durably(parent);
+  create_durably(parent, watch);
   make_folder(folder);
-  sync_folder(parent);
+  engine::sync_folder(parent, watch);
 }
 
 /// Absolute, and without a trailing separator: "<folder>.partial" has to lie beside the folder, not in it.
@@ -225,15 +227,20 @@ std::string CheckpointKeeper::rank_name() const {
   return fmt::format("rank{}", context_.layout.slice);
 }
 
-void CheckpointKeeper::prepare(const fs::path& folder) const {
+void CheckpointKeeper::prepare(const fs::path& folder) {
   if (const std::string why = too_large(); !why.empty())
     throw CheckpointError(fmt::format("{} cannot be saved: {}", whole_name(folder).string(), why));
   const fs::path partial = partial_name(folder);
   require_only_a_save(partial);  // first: a refusal changes nothing
   require_absent(whole_name(folder));
-  remove_save(partial);
+  if (const io::UniqueFd left = hold_save(partial)) remove_save(partial);
   try {
-    create_durably(partial);
+    create_durably(partial, context_.watch());
+    saving_folder_ = hold_save(partial);
+    if (!saving_folder_)
+      throw CheckpointError(fmt::format("{} was removed while it was made", partial.string()));
+  } catch (const SaveUnderWay&) {
+    throw;
   } catch (...) {
     remove(folder);  // it may have been made before its own name failed to become durable
     throw;
@@ -258,20 +265,27 @@ Manifest CheckpointKeeper::write_part(const fs::path& folder) {
     rename_file(entry.path(), partial / (own + "-" + entry.path().filename().string()));
   if (::rmdir((partial / own).c_str()) != 0)
     fail(partial / own, "cannot be removed", {errno, std::generic_category()});
-  sync_folder(partial);
+  engine::sync_folder(partial, context_.watch());
   for (ManifestUnit& unit : part.units) {
     for (ManifestPiece& piece : unit.pieces) piece.range.file = own + "-" + piece.range.file;
   }
   return part;
 }
 
-void CheckpointKeeper::complete(const fs::path& folder, const Manifest& manifest) const {
+void CheckpointKeeper::complete(const fs::path& folder, const Manifest& manifest) {
   const fs::path absolute = whole_name(folder);
   const fs::path partial = partial_name(folder);
-  write_manifest(partial, manifest, context_.config.manifest_bytes_max);
+  const io::UniqueFd held = std::move(saving_folder_);
+  if (!io::same_file(held.get(), partial)) {
+    throw CheckpointError(
+        fmt::format("{} is another folder than the one that this save made: it was removed or "
+                    "replaced meanwhile; save again",
+                    partial.string()));
+  }
+  write_manifest(partial, manifest, context_.config.manifest_bytes_max, context_.watch());
   rename_file(partial, absolute);
   try {
-    sync_folder(absolute.parent_path());
+    engine::sync_folder(absolute.parent_path(), context_.watch());
   } catch (...) {
     ::unlink((absolute / kManifestFile).c_str());  // whatever stops the rest, this is no checkpoint
     remove_quietly(absolute);
@@ -295,6 +309,7 @@ void CheckpointKeeper::remove(const fs::path& folder) const noexcept {
 }
 
 void CheckpointKeeper::give_up() noexcept {
+  saving_folder_ = {};
   unpin(saving_.extents);
   if (saving_.share) context_.store().end_share(*saving_.share);
   saving_ = {};
@@ -315,7 +330,7 @@ std::vector<io::ExportedExtent> CheckpointKeeper::export_pinned(const fs::path& 
 
 Manifest CheckpointKeeper::write_folder(const fs::path& folder) {
   std::vector<io::ExportedExtent> exported = export_pinned(folder);
-  ResidentFile resident(folder);
+  ResidentFile resident(folder, context_.watch());
   Manifest manifest;
   manifest.world = context_.layout.slices;
   // At stage 0 every rank holds all: one of them writes it.
@@ -366,7 +381,11 @@ Manifest CheckpointKeeper::verify(const fs::path& folder) const {
     throw CheckpointError(fmt::format("{} is a checkpoint of another model: it has {} units, this one {}",
                                       folder.string(), manifest.units.size(), context_.layout.units.size()));
   }
-  verify_data(folder, own_part(manifest));
+  io::StallWatch::Progress progress(context_.watch(), io::Operation::read, folder.string());
+  verify_data(
+      folder, own_part(manifest),
+      [](void* progress, int64_t, int64_t) { static_cast<io::StallWatch::Progress*>(progress)->moved(); },
+      &progress);
   return manifest;
 }
 
@@ -398,6 +417,7 @@ CheckpointKeeper::Overlap CheckpointKeeper::overlap(const Unit& own, const Manif
 
 void CheckpointKeeper::load(const fs::path& folder, const Manifest& manifest) {
   std::vector<std::byte> buffer;
+  io::StallWatch::Progress progress(context_.watch(), io::Operation::read, folder.string());
   for (const ManifestUnit& found : manifest.units) {
     const int32_t index = index_of(found.name);
     const Unit& unit = context_.layout.units[index];
@@ -407,6 +427,7 @@ void CheckpointKeeper::load(const fs::path& folder, const Manifest& manifest) {
       const Component component{static_cast<uint8_t>(unit.component_named(piece.component))};
       const Overlap own = overlap(unit, piece);
       if (own.elements <= 0) continue;
+      progress.moved();
       if (unit.scaled(component)) {  // the scales lie behind the whole piece
         buffer.resize(static_cast<size_t>(component_bytes(found, piece.component, piece.elements)));
         read_range(folder, piece.range, buffer);  // the range may be longer, by any amount

@@ -16,6 +16,7 @@
 #include "engine/access.h"
 #include "engine/checkpoint/manifest.h"
 #include "engine/schedule/context.h"
+#include "io/unique_fd.h"
 
 namespace overspill::engine {
 
@@ -30,11 +31,12 @@ class CheckpointKeeper {
   // something, io::StoreError when the disk fails or is full.
 
   /// One rank: makes the folder under its temporary name.
-  void prepare(const std::filesystem::path& folder) const;
+  /// Holds it until complete() or give_up(): another process that saves there is refused.
+  void prepare(const std::filesystem::path& folder);
   /// Every rank: pins its extents, writes its data durably, and says what it wrote.
   Manifest write_part(const std::filesystem::path& folder);
   /// One rank, when all have written theirs: the manifest, then the folder's name.
-  void complete(const std::filesystem::path& folder, const Manifest& manifest) const;
+  void complete(const std::filesystem::path& folder, const Manifest& manifest);
   /// Every rank: the pins last as long as the folder has its slabs.
   void keep(const std::filesystem::path& folder);
   /// Instead: one rank removes what was written, then every rank its pins. In this order: until the folder is
@@ -82,7 +84,8 @@ class CheckpointKeeper {
   Context& context_;
   Access& access_;
   std::vector<Kept> kept_;
-  Kept saving_;  // of the save under way
+  Kept saving_;                 // of the save under way
+  io::UniqueFd saving_folder_;  // on the rank that prepared it: locked
 };
 
 }  // namespace overspill::engine

@@ -152,7 +152,8 @@ Manifest read_manifest(const std::filesystem::path& folder, int64_t bytes_max) {
   return manifest;
 }
 
-void write_manifest(const std::filesystem::path& folder, const Manifest& manifest, int64_t bytes_max) {
+void write_manifest(const std::filesystem::path& folder, const Manifest& manifest, int64_t bytes_max,
+                    io::StallWatch* watch) {
   // What could not be read back is not written: the checkpoint before it stays the last good one.
   check_manifest(folder, manifest);
   const std::filesystem::path path = folder / kManifestFile;
@@ -169,13 +170,13 @@ void write_manifest(const std::filesystem::path& folder, const Manifest& manifes
   try {
     CheckpointFile file = CheckpointFile::create(temporary, 0600);
     file.write(std::as_bytes(std::span(text)));
-    file.sync();
+    file.sync(watch);
     rename_file(temporary, path);
   } catch (...) {
     std::filesystem::remove(temporary, ignored);
     throw;
   }
-  sync_folder(folder);
+  sync_folder(folder, watch);
 }
 
 }  // namespace overspill::engine

@@ -11,6 +11,10 @@
 #include <string_view>
 #include <vector>
 
+namespace overspill::io {
+class StallWatch;
+}
+
 namespace overspill::engine {
 
 inline constexpr int kManifestVersion = 3;  // 2 is read too: Adam in exact and fp32 only
@@ -92,8 +96,9 @@ Manifest manifest_from_text(std::string_view text);
 
 /// Temporary name, fsync, rename, fsync of the folder. All data files are durable before the call. Throws
 /// CheckpointError for what read_manifest would refuse; then nothing has changed.
+/// `watch` sees what waits for the disk; null: nothing does.
 void write_manifest(const std::filesystem::path& folder, const Manifest& manifest,
-                    int64_t bytes_max = kManifestBytesMax);
+                    int64_t bytes_max = kManifestBytesMax, io::StallWatch* watch = nullptr);
 
 /// Reads the first to.size() bytes of a range, verifying the checksum of every block they touch. Throws
 /// CheckpointError naming file, offset and both checksums; then `to` holds nothing of use.

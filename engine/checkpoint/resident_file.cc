@@ -20,7 +20,8 @@ namespace {
 
 }  // namespace
 
-ResidentFile::ResidentFile(const std::filesystem::path& folder) : path_(folder / kResidentFile) {}
+ResidentFile::ResidentFile(const std::filesystem::path& folder, io::StallWatch* watch)
+    : path_(folder / kResidentFile), watch_(watch) {}
 
 ResidentFile::~ResidentFile() {
   if (fd_ >= 0) ::close(fd_);
@@ -38,6 +39,7 @@ FileRange ResidentFile::append(std::span<const std::byte> data) {
 }
 
 void ResidentFile::write(const std::byte* data, int64_t bytes) {
+  io::StallWatch::Progress progress(watch_, io::Operation::write, path_.string());
   while (bytes > 0) {
     const ssize_t written = ::pwrite(fd_, data, static_cast<size_t>(bytes), end_);
     if (written < 0 && errno == EINTR) continue;
@@ -45,11 +47,14 @@ void ResidentFile::write(const std::byte* data, int64_t bytes) {
     data += written;
     end_ += written;
     bytes -= written;
+    progress.moved();
   }
 }
 
 void ResidentFile::finish() {
-  if (fd_ >= 0 && ::fdatasync(fd_) != 0) fail(io::Operation::sync, path_, 0, end_);
+  if (fd_ < 0) return;
+  errno = io::sync_data(watch_, fd_, path_.string());
+  if (errno != 0) fail(io::Operation::sync, path_, 0, end_);
 }
 
 }  // namespace overspill::engine

@@ -7,6 +7,7 @@
 #include <span>
 
 #include "engine/checkpoint/manifest.h"
+#include "io/stall_watch.h"
 
 namespace overspill::engine {
 
@@ -16,7 +17,8 @@ class ResidentFile {
  public:
   /// Creates nothing until the first append. Throws io::StoreError on every failure, naming file, offset and
   /// cause.
-  explicit ResidentFile(const std::filesystem::path& folder);
+  /// `watch` sees what waits for the disk, and outlives this; null: nothing does.
+  explicit ResidentFile(const std::filesystem::path& folder, io::StallWatch* watch = nullptr);
   ResidentFile(const ResidentFile&) = delete;
   ResidentFile& operator=(const ResidentFile&) = delete;
   ~ResidentFile();
@@ -30,6 +32,7 @@ class ResidentFile {
   void write(const std::byte* data, int64_t bytes);
 
   std::filesystem::path path_;
+  io::StallWatch* const watch_;
   int fd_ = -1;
   int64_t end_ = 0;
 };

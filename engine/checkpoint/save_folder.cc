@@ -2,6 +2,7 @@
 
 #include <fcntl.h>
 #include <fmt/format.h>
+#include <sys/file.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -105,6 +106,25 @@ void require_only_a_save(const fs::path& folder) {
     if (!rank) refuse(folder, folder / name, io::kind_of_entry(opened.get(), name));
     require_files(folder, rank.get(), folder / name);
   }
+}
+
+io::UniqueFd hold_save(const fs::path& folder) {
+  io::UniqueFd opened = open_save(folder);
+  if (!opened) return opened;
+  const io::UniqueFd base = io::open_base(folder.parent_path());
+  if (const std::string why = io::foreign(base.get(), opened.get()); !why.empty()) {
+    throw CheckpointError(fmt::format(
+        "{} is the name under which a save works, and {}: save under another name", folder.string(), why));
+  }
+  while (::flock(opened.get(), LOCK_EX | LOCK_NB) != 0) {
+    if (errno == EINTR) continue;
+    if (errno != EWOULDBLOCK) return opened;
+    throw SaveUnderWay(
+        fmt::format("{} is being written by another save, of this process or of another one: wait "
+                    "for it, or save under another name",
+                    folder.string()));
+  }
+  return opened;
 }
 
 void remove_save(const fs::path& folder) {

@@ -5,6 +5,9 @@
 #include <filesystem>
 #include <string_view>
 
+#include "engine/checkpoint/manifest.h"
+#include "io/unique_fd.h"
+
 namespace overspill::engine {
 
 /// Whether a save gives this name to a file: the manifest, memory's states, slabs, copied extents, marks;
@@ -14,6 +17,17 @@ bool is_file_of_a_save(std::string_view name);
 /// Throws CheckpointError, which names the entry, where the folder holds anything else than files of a save
 /// and folders of ranks with such files, or is no folder itself. Changes nothing. No folder is fine.
 void require_only_a_save(const std::filesystem::path& folder);
+
+/// Another process saves there.
+class SaveUnderWay : public CheckpointError {
+ public:
+  using CheckpointError::CheckpointError;
+};
+
+/// The folder, locked until the descriptor is closed; empty where there is none. Throws SaveUnderWay while
+/// another save holds it, CheckpointError where it is no folder, or belongs to somebody else. A file system
+/// without locks of folders lets everyone in.
+io::UniqueFd hold_save(const std::filesystem::path& folder);
 
 /// Removes the files of a save, the manifest first: what is left at any instant is no complete checkpoint.
 /// Then removes the folder. Leaves everything else. Throws CheckpointError where the folder is still there.

@@ -3,6 +3,7 @@
 #include <set>
 #include <string_view>
 
+#include "engine/checkpoint/checkpoint_file.h"
 #include "engine/checkpoint/manifest.h"
 #include "io/checksum.h"
 
@@ -40,9 +41,16 @@ VerifyResult verify_data(const std::filesystem::path& folder, const Manifest& ma
   return result;
 }
 
+// Right after a save memory has what the disk may not.
 VerifyResult verify_checkpoint(const std::filesystem::path& folder, void (*progress)(void*, int64_t, int64_t),
                                void* context) {
-  return verify_data(folder, read_manifest(folder), progress, context);
+  const Manifest manifest = read_manifest(folder);
+  std::set<std::string_view> files;
+  for (const ManifestUnit& unit : manifest.units) {
+    for (const ManifestPiece& piece : unit.pieces) files.insert(piece.range.file);
+  }
+  for (const std::string_view file : files) CheckpointFile::open(folder / file).drop_cached();
+  return verify_data(folder, manifest, progress, context);
 }
 
 }  // namespace overspill::engine

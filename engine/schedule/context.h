@@ -24,6 +24,7 @@
 #include "engine/schedule/plan.h"
 #include "engine/schedule/report.h"
 #include "engine/schedule/trace.h"
+#include "io/stall_watch.h"
 #include "io/store.h"
 #include "kernels/device.h"
 
@@ -53,6 +54,8 @@ struct Resources {
   }
   std::unique_ptr<optim::Executor> executor;
   std::unique_ptr<io::Store> store;
+  /// Sees what checkpoints wait for: the store's own, where it has one. Null: nothing does.
+  std::shared_ptr<io::StallWatch> watch = nullptr;
 };
 
 /// Where a chunk's components are, beyond their homes (the resident arena or the store's extents).
@@ -186,6 +189,7 @@ struct Context {
   }
   kernels::Device& device() const { return *resources.device; }
   io::Store& store() const { return *resources.store; }
+  io::StallWatch* watch() const { return resources.watch.get(); }
 
   /// First failure wins; wakes everyone. Needs the mutex.
   void fail(const std::string& cause);

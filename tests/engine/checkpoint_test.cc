@@ -1,7 +1,9 @@
 // Saving, going on and coming back: bit-equal, complete or absent, other models refused; what a failing store
 // does to the engine.
+#include <fcntl.h>
 #include <fmt/format.h>
 #include <gtest/gtest.h>
+#include <sys/file.h>
 #include <unistd.h>
 
 #include <cmath>
@@ -16,6 +18,7 @@
 #include "engine/checkpoint/manifest.h"
 #include "engine/resources.h"
 #include "io/memory_store.h"
+#include "io/unique_fd.h"
 #include "tests/engine/toy_model.h"
 
 namespace overspill::testing {
@@ -285,6 +288,43 @@ TEST_F(Checkpoints, ASaveRemovesNothingThatNoSaveHasPutThere) {
     fs::remove_all(partial);
   }
   engine->save(folder_ / "good", "{}");
+}
+
+TEST_F(Checkpoints, ASaveThatAnotherProcessHasUnderWayIsLeftAlone) {
+  const auto engine = make(Placement::nvme, "auto");
+  toy_load(*engine);
+  const fs::path partial = folder_ / "good.partial";
+  make_file(partial / "resident.bin");
+  {
+    const io::UniqueFd other(::open(partial.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC));
+    ASSERT_EQ(::flock(other.get(), LOCK_EX | LOCK_NB), 0);
+    try {
+      engine->save(folder_ / "good", "{}");
+      FAIL() << "it took the other one's folder";
+    } catch (const CheckpointError& error) {
+      EXPECT_NE(std::string(error.what()).find("another save"), std::string::npos) << error.what();
+      EXPECT_NE(std::string(error.what()).find(partial.string()), std::string::npos) << error.what();
+    }
+    EXPECT_TRUE(fs::exists(partial / "resident.bin"));
+  }
+  engine->save(folder_ / "good", "{}");  // the other process has ended
+  EXPECT_FALSE(fs::exists(partial));
+}
+
+TEST_F(Checkpoints, ASaveWorksInNoFolderOfAnotherUser) {
+  if (::geteuid() != 0) GTEST_SKIP() << "only root can give a folder away";
+  const auto engine = make(Placement::nvme, "auto");
+  toy_load(*engine);
+  const fs::path partial = folder_ / "good.partial";
+  fs::create_directory(partial);
+  ASSERT_EQ(::chown(partial.c_str(), 12345, 12345), 0);
+  try {
+    engine->save(folder_ / "good", "{}");
+    FAIL() << "it worked in another user's folder";
+  } catch (const CheckpointError& error) {
+    EXPECT_NE(std::string(error.what()).find("belongs to user 12345"), std::string::npos) << error.what();
+  }
+  EXPECT_TRUE(fs::exists(partial));
 }
 
 TEST_F(Checkpoints, ASaveRemovesWhatAKilledOneLeft) {

@@ -80,7 +80,6 @@ int __real_openat(int folder, const char* name, int flags, ...);
 int __real_close(int fd);
 ssize_t __real_write(int fd, const void* data, size_t bytes);
 ssize_t __real_pwrite(int fd, const void* data, size_t bytes, off_t offset);
-int __real_posix_fallocate(int fd, off_t offset, off_t bytes);
 int __real_fallocate(int fd, int mode, off_t offset, off_t bytes);
 int __real_fsync(int fd);
 int __real_syncfs(int fd);
@@ -132,15 +131,6 @@ ssize_t __wrap_pwrite(int fd, const void* data, size_t bytes, off_t offset) {
   return watched(
       {.kind = FileCall::Kind::write, .fd = fd, .offset = offset, .bytes = static_cast<int64_t>(bytes)}, data,
       [&] { return __real_pwrite(fd, data, bytes, offset); });
-}
-
-int __wrap_posix_fallocate(int fd, off_t offset, off_t bytes) {
-  const int result =
-      watched({.kind = FileCall::Kind::allocate, .fd = fd, .offset = offset, .bytes = bytes}, nullptr, [&] {
-        errno = __real_posix_fallocate(fd, offset, bytes);
-        return errno == 0 ? 0 : -1;
-      });
-  return result == 0 ? 0 : errno;
 }
 
 int __wrap_fallocate(int fd, int mode, off_t offset, off_t bytes) {

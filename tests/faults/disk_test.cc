@@ -115,6 +115,25 @@ TEST_P(Disk, ThatFillsUpWhileTrainingNeverGivesAWrongNumber) {
   EXPECT_EQ(contents_of(root() / "room again"), Shadow().at(33));
 }
 
+// What a save wrote is in memory still, and may be whole there and not on the disk.
+TEST_P(Disk, ThatKeptOtherBytesThanItWasGivenIsFoundByVerify) {
+  const auto engine = make_engine({.nvme = root(), .placement = engine::Placement::host});
+  toy_load(*engine);
+  toy_step(*engine, 0, 1, 0);
+  engine->save(root() / "saved", "{}");
+  EXPECT_NO_THROW(engine::verify_checkpoint(root() / "saved", nullptr, nullptr));
+  std::string begin(256, 0);
+  std::ifstream(root() / "saved" / "resident.bin").read(begin.data(), std::ssize(begin));
+  std::ifstream image(image_);
+  const std::string all(std::istreambuf_iterator<char>(image), {});
+  const size_t at = all.find(begin);
+  ASSERT_NE(at, std::string::npos);
+  std::fstream(image_, std::ios::in | std::ios::out)
+      .seekp(static_cast<std::streamoff>(at))
+      .put(static_cast<char>(~begin[0]));
+  EXPECT_NE(refusal_of([&] { engine::verify_checkpoint(root() / "saved", nullptr, nullptr); }), "");
+}
+
 TEST_P(Disk, ThatFillsUpUnderASnapshotIsATypedErrorInTheMiddleOfARun) {
   if (std::string(GetParam().name) != "btrfs") GTEST_SKIP() << GetParam().name << " has no snapshots";
   const auto engine = trained(2);

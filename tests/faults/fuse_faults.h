@@ -29,6 +29,7 @@ struct FuseFaults {
   std::atomic<bool> hang{false};         // what is in `hangs` waits until it is false
   std::atomic<uint32_t> hangs{static_cast<uint32_t>(FuseOperation::read) |
                               static_cast<uint32_t>(FuseOperation::write)};
+  std::atomic<int64_t> hang_lets_through{0};  // of what is in `hangs`, before it hangs
   // Set before the mount: a deleted file that is open is renamed, as on NFS.
   std::atomic<bool> keeps_open_names{false};
 

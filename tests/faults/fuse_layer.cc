@@ -47,6 +47,7 @@ int injected(FuseOperation operation) {
 /// While it is told to; false when the caller was interrupted meanwhile.
 bool hang(FuseOperation operation) {
   if (!faults->hang || (faults->hangs & static_cast<uint32_t>(operation)) == 0) return true;
+  if (faults->hang_lets_through-- > 0) return true;
   ++faults->hanging;
   bool interrupted = false;
   while (faults->hang && !interrupted) {

@@ -197,5 +197,63 @@ TEST_F(Patience, ASaveThatIsNeverSyncedEndsWithAnErrorThatNamesTheSlab) {
   EXPECT_EQ(contents_of(root() / "before"), Shadow().at(2));
 }
 
+// Whatever a save makes durable: folders above it, slabs, what was in memory, the manifest, its own name.
+TEST_F(Patience, ASaveIsToldAndGivenUpWhicheverOfItsSyncsHangs) {
+  for (const auto placement : {engine::Placement::nvme, engine::Placement::host}) {
+    Rig rig{.nvme = root(), .placement = placement, .job = fmt::format("patient-{}", ++jobs_)};
+    rig.patience.stall.tell_after = kTellAfter;
+    rig.io_deadline_ms = kDeadline.count();
+    const auto engine = make_engine(rig);
+    toy_load(*engine);
+    toy_step(*engine, 0, 1, 0);
+    engine->save(root() / "before", "{}");
+    faults_->hangs = static_cast<uint32_t>(FuseOperation::sync);
+    int hung = 0;
+    for (;; ++hung) {
+      faults_->hang_lets_through = hung;
+      faults_->hang = true;
+      std::string refused;
+      try {
+        engine->save(root() / "after" / "here", "{}");
+      } catch (const io::StoreError& error) {
+        refused = error.what();
+      }
+      faults_->hang = false;
+      if (refused.empty()) break;
+      expect_says(refused, {"sync failed", "no answer", root().string(), "has not answered for 1"});
+      EXPECT_FALSE(fs::exists(root() / "after" / "here" / "manifest.json"));
+      EXPECT_TRUE(eventually([&] { return faults_->hanging == 0; }));
+    }
+    EXPECT_GE(hung, 4) << "a sync of a folder above, the data, the manifest, its name";
+    EXPECT_EQ(contents_of(root() / "before"), Shadow().at(1));
+    EXPECT_EQ(contents_of(root() / "after" / "here"), Shadow().at(1));
+    fs::remove_all(root() / "before");
+    fs::remove_all(root() / "after");
+  }
+}
+
+TEST_F(Patience, ACheckpointThatIsReadOrCopiedIsToldWhileTheDiskHangs) {
+  Rig rig{.nvme = point_.beside("states"), .job = "patient"};
+  fs::create_directory(rig.nvme);
+  rig.patience.stall.tell_after = kTellAfter;
+  const auto engine = make_engine(rig);
+  toy_load(*engine);
+  toy_step(*engine, 0, 1, 0);
+  const auto while_it_hangs = [&](FuseOperation operation, const char* what,
+                                  const std::function<void()>& call) {
+    faults_->hangs = static_cast<uint32_t>(operation);
+    faults_->hang = true;
+    std::thread calls(call);
+    EXPECT_TRUE(eventually([&] { return !engine->stall().empty(); })) << what << ": nobody was told";
+    expect_says(engine->stall(), {root().string(), "has not answered for", what});
+    faults_->hang = false;
+    calls.join();
+    EXPECT_TRUE(eventually([&] { return engine->stall().empty(); }));
+  };
+  while_it_hangs(FuseOperation::write, "write of ", [&] { engine->save(root() / "copied", "{}"); });
+  while_it_hangs(FuseOperation::read, "read of ", [&] { engine->load(root() / "copied"); });
+  EXPECT_EQ(toy_contents(*engine), Shadow().at(1));
+}
+
 }  // namespace
 }  // namespace overspill::testing

@@ -3,7 +3,9 @@
 #include <gtest/gtest.h>
 #include <stdlib.h>
 
+#include <cstring>
 #include <filesystem>
+#include <fstream>
 #include <string>
 #include <vector>
 
@@ -113,6 +115,37 @@ TEST_F(Share, LivesWhileAnotherFolderIsTakenApartInAnotherOrder) {
   EXPECT_FALSE(store_->share_lives(one));
   shell("rm two/shared-test.txt");
   EXPECT_FALSE(store_->share_lives(two));
+}
+
+TEST_F(Share, LivesWhileItsSlabHasItsNameWhateverIsLeftOfAFolderThatWasMoved) {
+  const uint64_t one = saved("one"), two = saved("two");
+  // The mark of `one` still stands for a name of the slab, which is another one than it had.
+  shell("mv one elsewhere && rm elsewhere/slab-test-0.bin && rm two/shared-test.txt");
+  EXPECT_TRUE(store_->share_lives(two)) << "two/slab-test-0.bin is there";
+  shell("rm two/slab-test-0.bin");
+  EXPECT_FALSE(store_->share_lives(two));
+  shell("rm -r elsewhere");
+  EXPECT_FALSE(store_->share_lives(one));
+}
+
+TEST_F(Share, NoTwoMarksAreCopiesOfOneFile) {
+  saved("one"), saved("two");
+  shell("! cmp -s one/shared-test.txt two/shared-test.txt");
+}
+
+TEST_F(Share, AFileThatHasTheSlabsNameIsNotLinked) {
+  fs::rename(at("overspill-test") / "slab-0.bin", at("slab"));
+  std::ofstream(at("overspill-test") / "slab-0.bin") << std::string(16 << 20, 'x');
+  fs::create_directory(at("one"));
+  const Export exported = store_->export_extents(std::span(&extent_, 1), at("one"));
+  EXPECT_FALSE(exported.extents[0].linked);
+  EXPECT_FALSE(fs::exists(at("one") / "slab-test-0.bin"));
+  std::ifstream copy(at("one") / exported.extents[0].file);
+  std::string found(static_cast<size_t>(extent_.bytes), 0);
+  copy.seekg(exported.extents[0].offset).read(found.data(), std::ssize(found));
+  AlignedMemory wanted(extent_.bytes);
+  ASSERT_FALSE(read(*store_, extent_, wanted));
+  EXPECT_EQ(std::memcmp(found.data(), wanted.data(), found.size()), 0);
 }
 
 TEST_F(Share, LivesWhereTheStoresOwnNamesWereRemoved) {

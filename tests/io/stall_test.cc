@@ -107,6 +107,28 @@ TEST_F(PlayedWatch, AnAnswerStartsTheCountAnew) {
   EXPECT_TRUE(said_.empty());
 }
 
+TEST_F(PlayedWatch, WorkThatMovesIsNoStallAndWorkThatStandsStillIsNamed) {
+  {
+    StallWatch::Progress work(&watch_, Operation::write, "/mnt/a/copy");
+    for (int i = 0; i < 5; ++i) {
+      pass(9);
+      work.moved();
+    }
+    EXPECT_TRUE(said_.empty()) << said_.front();
+    pass(11);
+    ASSERT_EQ(said_.size(), 1U);
+    EXPECT_TRUE(contains(said_.front(), "write of /mnt/a/copy")) << said_.front();
+    work.moved();
+    pass(1);
+    ASSERT_EQ(said_.size(), 2U);
+    EXPECT_TRUE(contains(said_.back(), "answers again")) << said_.back();
+  }
+  pass(100);
+  EXPECT_EQ(said_.size(), 2U) << "it is over";
+  StallWatch::Progress nobody_looks(nullptr, Operation::write, "/mnt/a/copy");
+  nobody_looks.moved();
+}
+
 TEST_F(PlayedWatch, ItsEndLeavesNoStallOnTheBoard) {
   ask(4096);
   pass(11);
@@ -114,32 +136,6 @@ TEST_F(PlayedWatch, ItsEndLeavesNoStallOnTheBoard) {
   since_.reset();  // it answers, and the store ends before the next look
   watch_.stop();
   EXPECT_EQ(watch_.board()->text(), "");
-}
-
-class Deadline : public PlayedWatch {
- protected:
-  Deadline() : PlayedWatch(seconds(15)) {}
-};
-
-TEST_F(Deadline, GivesUpOnceWithATypedErrorThatNamesPathOperationAndSeconds) {
-  ask(4096);
-  pass(14);
-  EXPECT_TRUE(given_up_.empty());
-  pass(10);
-  ASSERT_EQ(given_up_.size(), 1U);
-  EXPECT_EQ(given_up_[0].kind, ErrorKind::stalled);
-  const std::string message = given_up_[0].message();
-  for (const char* part : {"write failed", "/mnt/a/slab-0.bin", "4096 bytes", "15 s", "io_deadline_seconds"})
-    EXPECT_TRUE(contains(message, part)) << part << " is missing in: " << message;
-  EXPECT_NE(watch_.board()->text(), "") << "it hangs still";
-}
-
-TEST_F(Deadline, ItsEndLeavesOnTheBoardWhatWasGivenUp) {
-  ask(4096);
-  pass(20);
-  ASSERT_EQ(given_up_.size(), 1U);
-  watch_.stop();
-  EXPECT_NE(watch_.board()->text(), "") << "a thread of it hangs still";
 }
 
 /// While it lives no thread can be made: none has so much room for its stack.
@@ -164,6 +160,48 @@ class NoThreads {
   pthread_attr_t before_{};
 };
 
+TEST(Watch, ThatGetsNoThreadSaysSo) {
+  StallWatch watch(StallPolicy{});
+  const NoThreads none;
+  const Error error = error_of([&] { watch.start(); });
+  EXPECT_EQ(error.kind, ErrorKind::quota);
+  EXPECT_TRUE(contains(error.message(), "ulimit -u")) << error.message();
+}
+
+class Deadline : public PlayedWatch {
+ protected:
+  Deadline() : PlayedWatch(seconds(15)) {}
+};
+
+TEST_F(Deadline, GivesUpOnceWithATypedErrorThatNamesPathOperationAndSeconds) {
+  ask(4096);
+  pass(14);
+  EXPECT_TRUE(given_up_.empty());
+  pass(10);
+  ASSERT_EQ(given_up_.size(), 1U);
+  EXPECT_EQ(given_up_[0].kind, ErrorKind::stalled);
+  const std::string message = given_up_[0].message();
+  for (const char* part : {"write failed", "/mnt/a/slab-0.bin", "4096 bytes", "15 s", "io_deadline_seconds"})
+    EXPECT_TRUE(contains(message, part)) << part << " is missing in: " << message;
+  EXPECT_NE(watch_.board()->text(), "") << "it hangs still";
+}
+
+TEST_F(Deadline, WorkInMemoryOfTheCallersIsToldAndNotGivenUp) {
+  StallWatch::Progress work(&watch_, Operation::write, "/mnt/a/copy");
+  pass(40);
+  ASSERT_FALSE(said_.empty());
+  EXPECT_FALSE(contains(said_.front(), "gives up")) << said_.front();
+  EXPECT_TRUE(given_up_.empty());
+}
+
+TEST_F(Deadline, ItsEndLeavesOnTheBoardWhatWasGivenUp) {
+  ask(4096);
+  pass(20);
+  ASSERT_EQ(given_up_.size(), 1U);
+  watch_.stop();
+  EXPECT_NE(watch_.board()->text(), "") << "a thread of it hangs still";
+}
+
 TEST_F(Deadline, ASyncThatGetsNoThreadIsMadeByItsCallerAndLeavesNoStall) {
   const ScratchFolder folder;
   const std::string path = (folder.path() / "file").string();
@@ -171,12 +209,12 @@ TEST_F(Deadline, ASyncThatGetsNoThreadIsMadeByItsCallerAndLeavesNoStall) {
   ASSERT_TRUE(file);
   {
     const NoThreads none;
-    EXPECT_EQ(watch_.sync_data(file.get(), path), 0);
+    EXPECT_EQ(sync_data(&watch_, file.get(), path), 0);
   }
   pass(30);
   EXPECT_EQ(watch_.board()->text(), "");
   EXPECT_TRUE(said_.empty()) << said_.front();
-  EXPECT_EQ(watch_.sync_data(file.get(), path), 0);
+  EXPECT_EQ(sync_data(&watch_, file.get(), path), 0);
 }
 
 // ---- the queue
