@@ -46,6 +46,7 @@ Gatherer::Gatherer(Context& context)
   if (!context.device().shares_host_memory()) {
     device_memory_ = context.device().allocate(context.plan.gather_device_bytes);
     stream_ = context.device().make_stream();
+    looks_ = context.device().make_stream();
   }
   if (context.resources.store != nullptr && host_memory_.bytes() > 0)
     context.store().register_memory(host_memory_.span());
@@ -421,9 +422,18 @@ void Gatherer::finish(Block& block) {
   context_.journal.note(Happening::gathered, block.unit);
 }
 
-kernels::Event Gatherer::copy_to_host(std::span<std::byte> to, const std::byte* from) {
-  stream_->copy_to_host(to.data(), from, std::ssize(to));
-  return stream_->record();
+void Gatherer::copy_to_host(const Block& block, std::span<std::byte> to, const std::byte* from) {
+  kernels::Event copied;
+  {
+    const std::lock_guard turn(looking_);
+    {
+      const std::lock_guard guard(context_.mutex);
+      looks_->wait(block.copied);
+    }
+    looks_->copy_to_host(to.data(), from, std::ssize(to));
+    copied = looks_->record();
+  }
+  copied.wait();
 }
 
 Block* Gatherer::take_block(int32_t unit, Urgency urgency) {
