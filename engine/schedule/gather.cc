@@ -220,7 +220,8 @@ bool Gatherer::start_fill(int32_t unit, Urgency urgency) {
 const std::byte* Gatherer::weights_in_memory(int32_t chunk) const {
   const ChunkState& state = context_.chunks[chunk];
   if (state.home[0] != nullptr) return state.home[0];
-  const bool in_slot = state.residency == Residency::staged ||
+  // What was never written is not in a staged slot either: its worker clears it there.
+  const bool in_slot = (state.residency == Residency::staged && !state.extents[0].empty()) ||
                        (state.residency == Residency::writing && !state.writes_a_guess());
   return in_slot ? state.staged_weights : nullptr;
 }
