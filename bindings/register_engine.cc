@@ -105,6 +105,7 @@ py::dict latency_dict(const io::LatencyStats& stats) {
 py::dict retries_dict(const io::RetryStats& stats) {
   py::dict out;
   out["reads"] = stats.reads;
+  out["writes"] = stats.writes;
   out["shortages"] = stats.shortages;
   out["checksums"] = stats.checksums;
   out["at_once"] = stats.at_once;

@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "engine/device_gradients.h"
+#include "engine/schedule/unlocked.h"
 
 namespace overspill::engine {
 namespace {
@@ -104,18 +105,27 @@ kernels::Event DeviceUnits::take_in(const Arrival& arrival, const std::byte* dat
 
 void DeviceUnits::take_in(std::unique_lock<std::mutex>& lock, const Arrival& arrival, int64_t begin,
                           int64_t elements, const std::byte* data) {
-  take_in_from_host(
-      *kernels_, *stream_, {piece_, static_cast<size_t>(piece_elements_ * 4)}, arrival.element, data,
-      context_.gradient_type(arrival.unit),
-      gradient_of(arrival.unit, arrival.segment) + begin * context_.gradient_width(arrival.unit), elements,
-      arrival.first);
+  {
+    // Nobody else submits to the stream meanwhile: gradients come one at a time (GradientIntake), and step()
+    // and looks from outside not beside them.
+    const Unlocked unlocked(lock);
+    take_in_from_host(
+        *kernels_, *stream_, {piece_, static_cast<size_t>(piece_elements_ * 4)}, arrival.element, data,
+        context_.gradient_type(arrival.unit),
+        gradient_of(arrival.unit, arrival.segment) + begin * context_.gradient_width(arrival.unit), elements,
+        arrival.first);
+  }
   sum_squares(arrival.unit, arrival.segment);
   wait(lock, stream_->record());
 }
 
 void DeviceUnits::read_gradient(std::unique_lock<std::mutex>& lock, int32_t unit, int32_t segment,
                                 std::span<std::byte> out) {
-  stream_->copy_to_host(out.data(), gradient_of(unit, segment), std::ssize(out));
+  {
+    // Nobody else submits to the stream meanwhile: the engine's caller makes no other call that would.
+    const Unlocked unlocked(lock);
+    stream_->copy_to_host(out.data(), gradient_of(unit, segment), std::ssize(out));
+  }
   wait(lock, stream_->record());
 }
 

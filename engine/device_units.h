@@ -8,7 +8,8 @@
 // they held a lease. So step() only submits.
 //
 // Every method needs the context's mutex, but for the constructor; those that take the lock give it up while
-// they wait. What fails on the device fails the engine.
+// they wait, and while they submit copies of host memory that nobody pinned, which a device may keep them
+// for. What fails on the device fails the engine.
 #pragma once
 
 #include <cstdint>

@@ -191,12 +191,7 @@ void Lease::copy_to_host(int64_t begin, std::span<std::byte> to) const {
     std::memcpy(to.data(), data_ + begin, to.size());
     return;
   }
-  kernels::Event copied;
-  {
-    const std::lock_guard guard(machine_->context.mutex);
-    copied = machine_->gatherer.copy_to_host(to, data_ + begin);
-  }
-  copied.wait();
+  machine_->gatherer.copy_to_host(*block_, to, data_ + begin);
 }
 
 void Lease::swap(Lease& other) noexcept {

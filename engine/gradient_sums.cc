@@ -51,7 +51,7 @@ void GradientSums::open(std::unique_lock<std::mutex>& lock, int32_t unit) {
         "all of a step's first, or call step() or clear_gradients()",
         context_.layout.units[unit].name));
   }
-  const auto done = [&] { return refused_ || !must_wait(unit); };
+  const auto done = [&] { return may_open(unit); };
   if (!done()) {
     waits_for_ = unit;
     context_.changed.notify_all();
@@ -65,6 +65,10 @@ void GradientSums::open(std::unique_lock<std::mutex>& lock, int32_t unit) {
   }
   if (!must_wait(unit) && context_.units[unit].gradients == nullptr) take_memory(unit);
   check_refused(unit);
+}
+
+bool GradientSums::may_open(int32_t unit) const {
+  return refused_ || !must_wait(unit);
 }
 
 bool GradientSums::stuck() const {

@@ -75,6 +75,7 @@ class GradientSums {
   void check_refused(int32_t unit);
   void zero_absent(int32_t unit);
   bool must_wait(int32_t unit) const;
+  bool may_open(int32_t unit) const;  // asked again and again by whoever waits: it changes nothing
   void take_memory(int32_t unit);
   void free_memory(int32_t unit);
 

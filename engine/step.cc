@@ -123,7 +123,15 @@ void Machine::schedule_updates() {
     }
   }
   context.journal.note(Happening::stepped, -1);
-  gatherer.invalidate(lock, changed_units_);
+  try {
+    gatherer.invalidate(lock, changed_units_);
+  } catch (const kernels::DeviceError& error) {
+    // The step is counted and some units are updated already: that is no refusal after which the engine goes
+    // on.
+    context.fail(
+        fmt::format("step {}: the device may still read the weights before it: {}", steps, error.what()));
+    context.check();
+  }
   updater.schedule(scheduled_chunks_);
   gatherer.want_whole(changed_units_);
   gradients.handed_over();

@@ -118,6 +118,7 @@ class FileStore final : public StoreBase<Store> {
   Extent place(int64_t bytes);
   void explain_no_space(Transfer& transfer) noexcept;
   bool move_elsewhere(Transfer& transfer) noexcept;
+  bool write_later(Transfer& transfer) noexcept;
   void close(size_t lane, const Error& error);
   static void warn(const Lane& lane, const std::string& what);
   void set_first_weights(const FileStoreOptions& options);
@@ -446,6 +447,10 @@ void FileStore::completed(Transfer& transfer) noexcept {
     close(lane_of(transfer.extent), *transfer.error);
     if (move_elsewhere(transfer)) return;
   }
+  if (transfer.error && transfer.held && transfer.kind == Transfer::Kind::write &&
+      may_pass_elsewhere(transfer.error->os_error) && write_later(transfer)) {
+    return;
+  }
   StoreBase::completed(transfer);
 }
 
@@ -477,6 +482,33 @@ bool FileStore::move_elsewhere(Transfer& transfer) noexcept {
   }
   enqueue(transfer);
   return true;
+}
+
+/// There is no other path, so it is written to another place of this one, where it has room: the place that
+/// failed may be bad. That is released last, and so is not taken for the same bytes at once.
+bool FileStore::write_later(Transfer& transfer) noexcept {
+  Error why = std::move(*transfer.error);
+  try {
+    const Extent fresh = place(transfer.extent.bytes);
+    if (!fresh.empty()) {
+      space_.begin(transfer.kind, fresh);
+      space_.end(transfer.kind, transfer.extent, false);
+      space_.release(std::exchange(transfer.extent, fresh));
+    }
+  } catch (const std::exception&) {  // no memory: the same place
+  }
+  Lane& lane = lanes_[lane_of(transfer.extent)];
+  transfer.error.reset();
+  if (lane.queue.push_later(transfer, why)) {
+    lane.backend->wake();
+    return true;
+  }
+  if (transfer.retries > 0) {
+    why.detail +=
+        fmt::format("{}it was tried {} times", why.detail.empty() ? "" : "; ", transfer.retries + 1);
+  }
+  transfer.error = std::move(why);
+  return false;
 }
 
 void FileStore::close(size_t number, const Error& error) {

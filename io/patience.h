@@ -32,10 +32,14 @@ struct Patience {
   StallPolicy stall;
 };
 
-/// Whether what failed with this errno may succeed if it is asked again: for reads what a disk or the way to
-/// it may say once (EIO, ETIMEDOUT and their kin), for reads and writes what the machine is short of for a
-/// moment (ENOMEM, EAGAIN, EBUSY). A write that meets EIO goes to another path instead, or fails.
+/// Whether what failed with this errno may succeed if it is asked again of the same bytes of the disk: for
+/// reads what a disk or the way to it may say once (EIO, ETIMEDOUT and their kin), for reads and writes what
+/// the machine is short of for a moment (ENOMEM, EAGAIN, EBUSY).
 bool may_pass(int os_error, bool writes);
+
+/// Whether a write that failed with this errno may succeed in another place of the same path: what a disk may
+/// say once, or of one place, and want of room, which others may give back.
+bool may_pass_elsewhere(int os_error);
 
 /// The machine's memory or the kernel's queues, not the disk.
 bool is_shortage(int os_error);

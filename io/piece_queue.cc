@@ -50,18 +50,58 @@ PieceQueue::PieceQueue(TransferOwner& owner, int depth, int64_t piece_bytes, Res
 }
 
 void PieceQueue::push(Transfer& transfer) {
-  transfer.next = nullptr;
   bool given_up = false;
   {
     const std::lock_guard lock(mutex_);
-    meter_.pushed(transfer);
-    Fifo& fifo = fifos_[static_cast<size_t>(transfer.priority)];
-    (fifo.last == nullptr ? fifo.first : fifo.last->next) = &transfer;
-    fifo.last = &transfer;
+    append(transfer);
     given_up = given_up_.has_value();
     if (given_up) ++calls_;
   }
   given_up ? tell_given_up() : work_.notify_one();
+}
+
+void PieceQueue::append(Transfer& transfer) {
+  meter_.pushed(transfer);
+  transfer.next = nullptr;
+  Fifo& fifo = fifos_[static_cast<size_t>(transfer.priority)];
+  (fifo.last == nullptr ? fifo.first : fifo.last->next) = &transfer;
+  fifo.last = &transfer;
+}
+
+bool PieceQueue::push_later(Transfer& transfer, const Error& why) {
+  bool first = false;
+  {
+    const std::lock_guard lock(mutex_);
+    if (stopped_ || given_up_ || transfer.retries >= retry_.tries_max) return false;
+    ++transfer.retries;
+    transfer.due_ns = (clock_() + retry_.wait_before(transfer.retries)).count();
+    transfer.next = std::exchange(later_, &transfer);
+    first = !std::exchange(has_retried_, true);
+    if (first) ++calls_;
+  }
+  count(writes_);
+  work_.notify_all();
+  if (first) {
+    owner_.first_retry(why);
+    call_ends();
+  }
+  return true;
+}
+
+/// Once the queue is stopped or given up nothing waits any more.
+void PieceQueue::append_due() {
+  if (later_ == nullptr) return;
+  const bool all = stopped_ || given_up_;
+  const int64_t now_ns = clock_().count();
+  for (Transfer** link = &later_; *link != nullptr;) {
+    Transfer& transfer = **link;
+    if (all || transfer.due_ns <= now_ns) {
+      *link = transfer.next;
+      append(transfer);
+    } else {
+      link = &transfer.next;
+    }
+  }
 }
 
 bool PieceQueue::next(Piece& piece) {
@@ -76,6 +116,7 @@ bool PieceQueue::take(Piece& piece, Transfer::Priority from) {
     Transfer* over = nullptr;
     {
       const std::lock_guard lock(mutex_);
+      append_due();
       if (const auto due = first_due(from); due != waiting_.end()) {
         piece = due->piece;
         waiting_.erase(due);
@@ -100,14 +141,23 @@ std::vector<PieceQueue::Waiting>::iterator PieceQueue::first_due(Transfer::Prior
   });
 }
 
-std::chrono::nanoseconds PieceQueue::earliest_due() const {
-  return std::ranges::min(waiting_, {}, &Waiting::due).due;
+/// Nothing where nothing waits for another try.
+std::optional<std::chrono::nanoseconds> PieceQueue::earliest_due() const {
+  std::optional<std::chrono::nanoseconds> earliest;
+  const auto consider = [&](std::chrono::nanoseconds due) {
+    earliest = std::min(due, earliest.value_or(due));
+  };
+  for (const Waiting& one : waiting_) consider(one.due);
+  for (const Transfer* one = later_; one != nullptr; one = one->next)
+    consider(std::chrono::nanoseconds(one->due_ns));
+  return earliest;
 }
 
 std::optional<std::chrono::nanoseconds> PieceQueue::next_try_in() {
   const std::lock_guard lock(mutex_);
-  if (waiting_.empty()) return std::nullopt;
-  return std::max(std::chrono::nanoseconds(0), earliest_due() - clock_());
+  const auto due = earliest_due();
+  if (!due) return std::nullopt;
+  return std::max(std::chrono::nanoseconds(0), *due - clock_());
 }
 
 PieceQueue::Fifo* PieceQueue::first_pending(Transfer::Priority from) {
@@ -120,6 +170,7 @@ PieceQueue::Fifo* PieceQueue::first_pending(Transfer::Priority from) {
 
 bool PieceQueue::has_urgent_work() {
   const std::lock_guard lock(mutex_);
+  append_due();
   if (first_due(Transfer::Priority::demand) != waiting_.end()) return true;
   const Fifo* fifo = first_pending(Transfer::Priority::demand);
   return fifo != nullptr && fifo != &fifos_[static_cast<size_t>(Transfer::Priority::write_behind)];
@@ -133,10 +184,10 @@ bool PieceQueue::has_work() {
 bool PieceQueue::wait() {
   std::unique_lock lock(mutex_);
   while (!stopped_ && !pending()) {
-    if (waiting_.empty()) {
-      work_.wait(lock);
+    if (const auto due = earliest_due()) {
+      work_.wait_for(lock, *due - clock_());
     } else {
-      work_.wait_for(lock, earliest_due() - clock_());
+      work_.wait(lock);
     }
   }
   return pending();
@@ -298,6 +349,7 @@ Transfer* PieceQueue::next_to_fail() {
   std::unique_lock lock(mutex_);
   if (!given_up_) return nullptr;
   quiet_.wait(lock, [&] { return looking_ == 0; });
+  append_due();
   for (const Waiting& one : std::exchange(waiting_, {})) --one.piece.active->pieces;
   for (Fifo& fifo : fifos_) fifo.current = nullptr;
   const auto begun =
@@ -440,7 +492,11 @@ bool PieceQueue::try_later(Piece& piece, const Error& why, std::atomic<int64_t>&
 
 RetryStats PieceQueue::retries() const {
   const auto now = [](const std::atomic<int64_t>& of) { return of.load(std::memory_order_relaxed); };
-  return {now(at_once_), now(reads_), now(shortages_), now(checksums_)};
+  return {.at_once = now(at_once_),
+          .reads = now(reads_),
+          .writes = now(writes_),
+          .shortages = now(shortages_),
+          .checksums = now(checksums_)};
 }
 
 void PieceQueue::finish(Piece& piece, std::optional<Error> error) {

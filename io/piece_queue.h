@@ -38,7 +38,8 @@ class TransferOwner {
   /// Called under the queue's lock: must be short, must not call the queue.
   virtual Target locate(const Transfer& transfer) = 0;
   virtual std::string path_of(const Target& target) = 0;
-  /// The queue asks for something again for the first time; called without locks, on the backend's thread.
+  /// The queue asks for something again for the first time; called without the queue's locks, on the
+  /// backend's thread.
   virtual void first_retry(const Error&) noexcept {}
   /// The queue was given up; any thread, under any locks. fail_all() is to be called, by a thread that holds
   /// none.
@@ -100,6 +101,10 @@ class PieceQueue {
   /// A transfer whose `error` is set is completed with it, on the backend's thread.
   void push(Transfer& transfer);
 
+  /// A write that failed with `why`, has another extent now and was completed(): pushes it again when its
+  /// wait before another try is over. False where it was tried often enough, or nothing waits any more.
+  bool push_later(Transfer& transfer, const Error& why);
+
   /// The next piece by priority, checksummed if it is to be written; false if there is none. Completes what
   /// has failed or was cancelled on the way.
   bool next(Piece& piece);
@@ -114,7 +119,7 @@ class PieceQueue {
   /// Blocks until it has; false once the queue is stopped and empty.
   bool wait();
 
-  /// Until the first of the pieces that wait for another try is due; nothing where none waits.
+  /// Until the first of what waits for another try is due; nothing where none waits.
   std::optional<std::chrono::nanoseconds> next_try_in();
 
   /// Looks at a result of the kernel (bytes, or a negative errno): false if the piece must be issued again,
@@ -202,12 +207,15 @@ class PieceQueue {
   void tell_given_up();
   void call_ends();
   Fifo* first_pending(Transfer::Priority from);
+  void append(Transfer& transfer);
+  void append_due();
   bool pending() {
+    append_due();
     return first_due(Transfer::Priority::demand) != waiting_.end() ||
            first_pending(Transfer::Priority::demand) != nullptr;
   }
   std::vector<Waiting>::iterator first_due(Transfer::Priority from);
-  std::chrono::nanoseconds earliest_due() const;
+  std::optional<std::chrono::nanoseconds> earliest_due() const;
   Verdict judge(Piece& piece, int64_t result);
   Verdict judge_error(Piece& piece, int os_error);
   bool try_later(Piece& piece, const Error& why, std::atomic<int64_t>& counter);
@@ -228,6 +236,7 @@ class PieceQueue {
   const Clock clock_;
   std::atomic<int64_t> at_once_ = 0;
   std::atomic<int64_t> reads_ = 0;
+  std::atomic<int64_t> writes_ = 0;
   std::atomic<int64_t> shortages_ = 0;
   std::atomic<int64_t> checksums_ = 0;
 
@@ -238,6 +247,7 @@ class PieceQueue {
   std::vector<Active> actives_;
   std::vector<Active*> free_;
   std::vector<Waiting> waiting_;  // capacity as for actives_
+  Transfer* later_ = nullptr;     // pushed when they are due; a list, in no order
   std::vector<AtKernel> at_kernel_;
   std::chrono::nanoseconds last_answer_{};
   std::optional<Error> given_up_;

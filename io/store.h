@@ -49,7 +49,7 @@ struct Extent {
 /// One read or write of one whole extent. Owned by the caller, who keeps it and `memory` alive and unmoved
 /// until `on_complete` was called; nothing is allocated for it on the way.
 ///
-/// With several paths, a write that one of them refuses is moved to another: the store then releases
+/// A write that fails is moved to another path, or to another place of the only one: the store then releases
 /// `extent` and puts the new one in its place. So whoever submitted a write reads `extent` in `on_complete`.
 struct Transfer {
   enum class Kind : uint8_t { read, write };
@@ -82,6 +82,8 @@ struct Transfer {
 
   Transfer* next = nullptr;  // the store's queue link
   int64_t pushed_ns = 0;     // the store's clock
+  int64_t due_ns = 0;        // the store's queue's clock: not before
+  int retries = 0;           // the store's: of a write, in other places
   uint8_t epoch = 0;         // the store's: which drain() waits for it
   bool held = false;         // the store's: the extent is held for it
 };
@@ -100,11 +102,12 @@ struct LatencyStats {
 struct RetryStats {
   int64_t at_once = 0;    // short transfers continued, EINTR
   int64_t reads = 0;      // failed with EIO or its kin
+  int64_t writes = 0;     // the same, or no room: made in another place of the path
   int64_t shortages = 0;  // ENOMEM, EAGAIN, EBUSY: of the machine, not of the disk
   int64_t checksums = 0;  // what was read differed from its checksum
 
   /// Of what a healthy machine does not do.
-  int64_t troubles() const { return reads + shortages + checksums; }
+  int64_t troubles() const { return reads + writes + shortages + checksums; }
 };
 
 /// One path's part of StoreStats.

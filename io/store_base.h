@@ -26,6 +26,7 @@ class StoreBase : public Interface, protected TransferOwner {
   }
 
   void submit(Transfer& transfer) override {
+    transfer.retries = 0;
     transfer.error = check_transfer(transfer);
     if (!transfer.error) transfer.error = space_.begin(transfer.kind, transfer.extent);
     transfer.held = !transfer.error;

@@ -7,13 +7,16 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <limits>
 #include <map>
 #include <utility>
 
 #include "engine/checkpoint/checkpoint_file.h"
 #include "engine/checkpoint/manifest_check.h"
+#include "engine/checkpoint/manifest_reader.h"
 #include "engine/checkpoint/resident_file.h"
 #include "engine/checkpoint/save_folder.h"
+#include "io/checksum.h"
 #include "io/files.h"
 #include "io/say.h"
 #include "io/stall_watch.h"
@@ -144,32 +147,81 @@ void match(const fs::path& folder, const ManifestUnit& found, const Unit& own) {
   }
 }
 
-/// The least that the manifest of all ranks has: its checksums, and what names a piece.
-int64_t least_manifest_bytes(const Layout& layout) {
-  constexpr int64_t kDigits = 16, kPieceBytes = 110;
+/// What a piece adds to a manifest's text, without its checksums.
+int64_t text_bytes(const ManifestPiece& piece) {
+  Manifest manifest;
+  manifest.units.resize(1);
+  const auto bytes = [&](size_t pieces) {
+    manifest.units[0].pieces.assign(pieces, piece);
+    return std::ssize(manifest_text(manifest));
+  };
+  return bytes(2) - bytes(1);
+}
+
+enum class Bound : uint8_t { least, most };
+
+/// What the manifest of all ranks has at least, or at most, beside the caller's own text. Offsets and counts
+/// of steps are known when it is written; until then they have one digit, or as many as they can have.
+int64_t manifest_bytes(const Context& context, Bound bound) {
+  const Layout& layout = context.layout;
+  const bool most = bound == Bound::most;
+  const auto at_most = [most](int64_t value) { return most ? value : 0; };
+  const int64_t steps = at_most(std::numeric_limits<int64_t>::max());
+  const int64_t offset = at_most(context.plan.nvme_reserve_bytes + context.plan.host_bytes());
+  const std::string rank = layout.slices > 1 ? fmt::format("rank{}-", at_most(layout.slices)) : "";
+  const std::string file =
+      rank + (most ? fmt::format("extents-{}-9999.bin", context.config.job) : kResidentFile);
+  Manifest manifest;
+  manifest.step = manifest.skipped_steps = steps;
+  manifest.world = layout.slices;
   int64_t bytes = 0;
-  for (const Unit& unit : layout.units) {
+  for (size_t u = 0; u < layout.units.size(); ++u) {
+    const Unit& unit = layout.units[u];
+    ManifestUnit described = describe(unit, context.units[u]);
+    for (ManifestSegment& segment : described.segments) segment.step = steps;
     for (const Component component : kAllComponents) {
       if (!unit.has(component)) continue;
-      const int64_t blocks = unit.component_bytes(component, unit.elements) / io::kChecksumBlockBytes;
-      const int64_t pieces = int64_t{unit.chunk_count} * layout.world;
-      bytes += std::max(blocks, pieces) * kDigits + pieces * kPieceBytes;
+      const ManifestPiece piece{std::string(unit.component_name(component)),
+                                at_most(unit.elements),
+                                at_most(unit.elements),
+                                {file, offset, at_most(unit.component_bytes(component, unit.elements)), {}}};
+      int64_t blocks = 0;
+      for (int32_t c = unit.first_chunk; c < unit.first_chunk + unit.chunk_count; ++c)
+        blocks += io::checksum_blocks(context.component_bytes(c, component));
+      const int64_t of_a_rank =
+          unit.chunk_count * text_bytes(piece) + blocks * static_cast<int64_t>(kHexDigits);
+      bytes += layout.world * of_a_rank;
     }
+    manifest.units.push_back(std::move(described));
   }
-  return bytes;
+  return bytes + std::ssize(manifest_text(manifest));
 }
 
 }  // namespace
 
 CheckpointKeeper::CheckpointKeeper(Context& context, Access& access) : context_(context), access_(access) {
-  const std::string why = too_large();
-  if (!why.empty() && context_.layout.slice == 0)
-    io::say_on_stderr("overspill: warning: no checkpoint of this model can be saved: " + why);
+  if (context.layout.slice != 0) return;
+  try {
+    const int64_t readable = context.config.manifest_bytes_max;
+    const int64_t most = manifest_bytes(context, Bound::most);
+    if (const std::string why = too_large(); !why.empty()) {
+      io::say_on_stderr("overspill: warning: no checkpoint of this model can be saved: " + why);
+    } else if (most > readable) {
+      io::say_on_stderr(
+          fmt::format("overspill: warning: it may be that no checkpoint of this model can be saved: its "
+                      "manifest may have "
+                      "{} bytes, and no reader takes more than {}; save once before a long run, or train "
+                      "fewer parameters "
+                      "in one engine",
+                      most, readable));
+    }
+  } catch (const CheckpointError&) {  // of a name that no manifest takes: a save says so
+  }
 }
 
 /// Empty, or the numbers.
 std::string CheckpointKeeper::too_large() const {
-  const int64_t bytes = least_manifest_bytes(context_.layout);
+  const int64_t bytes = manifest_bytes(context_, Bound::least);
   if (bytes <= context_.config.manifest_bytes_max) return "";
   return fmt::format(
       "its manifest would have {} bytes or more, and no reader takes more than {}; train fewer "

@@ -22,7 +22,7 @@ namespace overspill::engine {
 
 class CheckpointKeeper {
  public:
-  /// Warns on stderr, on one rank, where this model's checkpoints would be too large to be taken.
+  /// Warns on stderr, on one rank, where this model's checkpoints would, or may, be too large to be taken.
   CheckpointKeeper(Context& context, Access& access);
   CheckpointKeeper(const CheckpointKeeper&) = delete;
   CheckpointKeeper& operator=(const CheckpointKeeper&) = delete;

@@ -46,6 +46,7 @@ Gatherer::Gatherer(Context& context)
   if (!context.device().shares_host_memory()) {
     device_memory_ = context.device().allocate(context.plan.gather_device_bytes);
     stream_ = context.device().make_stream();
+    looks_ = context.device().make_stream();
   }
   if (context.resources.store != nullptr && host_memory_.bytes() > 0)
     context.store().register_memory(host_memory_.span());
@@ -219,7 +220,8 @@ bool Gatherer::start_fill(int32_t unit, Urgency urgency) {
 const std::byte* Gatherer::weights_in_memory(int32_t chunk) const {
   const ChunkState& state = context_.chunks[chunk];
   if (state.home[0] != nullptr) return state.home[0];
-  const bool in_slot = state.residency == Residency::staged ||
+  // What was never written is not in a staged slot either: its worker clears it there.
+  const bool in_slot = (state.residency == Residency::staged && !state.extents[0].empty()) ||
                        (state.residency == Residency::writing && !state.writes_a_guess());
   return in_slot ? state.staged_weights : nullptr;
 }
@@ -421,9 +423,18 @@ void Gatherer::finish(Block& block) {
   context_.journal.note(Happening::gathered, block.unit);
 }
 
-kernels::Event Gatherer::copy_to_host(std::span<std::byte> to, const std::byte* from) {
-  stream_->copy_to_host(to.data(), from, std::ssize(to));
-  return stream_->record();
+void Gatherer::copy_to_host(const Block& block, std::span<std::byte> to, const std::byte* from) {
+  kernels::Event copied;
+  {
+    const std::lock_guard turn(looking_);
+    {
+      const std::lock_guard guard(context_.mutex);
+      looks_->wait(block.copied);
+    }
+    looks_->copy_to_host(to.data(), from, std::ssize(to));
+    copied = looks_->record();
+  }
+  copied.wait();
 }
 
 Block* Gatherer::take_block(int32_t unit, Urgency urgency) {

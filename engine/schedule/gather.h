@@ -99,8 +99,10 @@ class Gatherer {
   bool collects_on_device() const { return context_.traits.gathers; }
   void collected(int32_t unit);
 
-  /// From leased memory of a device that has its own; `to` is filled once the event is done.
-  kernels::Event copy_to_host(std::span<std::byte> to, const std::byte* from);
+  /// From leased memory of a device that has its own; returns when `to` is filled. Takes the mutex itself,
+  /// and does not hold it meanwhile: nobody pinned `to`, so the device may keep whoever submits the copy.
+  /// Throws kernels::DeviceError.
+  void copy_to_host(const Block& block, std::span<std::byte> to, const std::byte* from);
 
   /// The longest run of the arena that is free now.
   int64_t largest_free_run() const { return host_arena_.largest_free_run(); }
@@ -157,6 +159,8 @@ class Gatherer {
   RangeAllocator host_arena_;
   RangeAllocator device_arena_;
   std::unique_ptr<kernels::Stream> stream_;
+  std::mutex looking_;  // of looks_; taken before the context's
+  std::unique_ptr<kernels::Stream> looks_;
   std::vector<std::unique_ptr<Block>> blocks_;
   std::vector<Block*> idle_blocks_;
   std::vector<Fetch> fetches_;  // by chunk

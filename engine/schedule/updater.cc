@@ -245,8 +245,7 @@ void Updater::stage(int32_t chunk, Slot& slot) {
     transfer.memory = slot.memory + offset;
     if (component == Component::hi) state.staged_weights = transfer.memory;
     offset += bytes;
-    if (state.extents[i].empty()) {  // never written
-      std::memset(transfer.memory, 0, static_cast<size_t>(bytes));
+    if (state.extents[i].empty()) {  // never written: the worker clears it, without the mutex
       slot.states[i].start(transfer.memory, bytes);
       continue;
     }
@@ -407,6 +406,7 @@ struct Updater::Work {
   std::span<io::Sealed> states{};  // by component; empty: they live on the host
   /// By component: copied to `memory` first; null: it is there.
   std::array<const std::byte*, kComponents> old{};
+  std::array<std::span<std::byte>, kComponents> never_written{};  // in the slot; they are zero
 
   bool copies() const {
     return std::ranges::any_of(old, [](const std::byte* data) { return data != nullptr; });
@@ -428,6 +428,7 @@ struct Updater::Work {
 /// checksummed for its way back while it is in the cache. So does what is copied first, for a guess. With
 /// scales, which lie behind a whole chunk's codes, the chunk is one block.
 void Updater::update(Work work) {
+  for (const std::span<std::byte> memory : work.never_written) std::ranges::fill(memory, std::byte{0});
   const auto for_each_state = [&](auto visit) {
     if (work.states.empty()) return;
     for (const Component state : kAllComponents) {
@@ -505,6 +506,12 @@ void Updater::run(int32_t chunk) noexcept {
     } else if (guess != Guess::taking) {
       if (context_.in_store(chunk, Component::hi)) work.memory.component[0] = state.staged_weights;
       if (context_.plan.states_on_nvme[chunk]) work.states = slots_[state.slot].states;
+      for (Component component : kAllComponents) {
+        const auto i = static_cast<size_t>(component);
+        if (context_.in_store(chunk, component) && state.extents[i].empty())
+          work.never_written[i] = {slots_[state.slot].transfers[i].memory,
+                                   static_cast<size_t>(context_.component_bytes(chunk, component))};
+      }
     }
     work.element = state.gradient_element;
     work.gradients =

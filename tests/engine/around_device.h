@@ -1,8 +1,12 @@
 // A device around another, for tests that watch it or let it fail.
 #pragma once
 
+#include <cstddef>
+#include <cstdint>
 #include <functional>
+#include <map>
 #include <memory>
+#include <mutex>
 #include <optional>
 #include <string_view>
 #include <utility>
@@ -11,10 +15,45 @@
 
 namespace overspill::testing {
 
+/// Host memory that is pinned now. Thread-safe; the device outlives the pins.
+class HostPins {
+ public:
+  kernels::HostPin keep(kernels::HostPin pin) {
+    if (pin.data() == nullptr) return pin;
+    void* const data = pin.data();
+    const int64_t bytes = pin.bytes();
+    const std::lock_guard lock(mutex_);
+    pins_[pin.data()] = std::move(pin);
+    const auto release = [](void* pins, void* pinned, int64_t) noexcept {
+      static_cast<HostPins*>(pins)->forget(static_cast<std::byte*>(pinned));
+    };
+    return {data, bytes, release, this};
+  }
+  bool pinned(const void* data, int64_t bytes) const {
+    const std::lock_guard lock(mutex_);
+    const auto* const begin = static_cast<const std::byte*>(data);
+    const auto after = pins_.upper_bound(begin);
+    if (after == pins_.begin()) return false;
+    const kernels::HostPin& pin = std::prev(after)->second;
+    return begin + bytes <= pin.data() + pin.bytes();
+  }
+
+ private:
+  void forget(const std::byte* data) {
+    const std::lock_guard lock(mutex_);
+    pins_.erase(data);
+  }
+
+  mutable std::mutex mutex_;
+  std::map<const std::byte*, kernels::HostPin> pins_;  // by begin
+};
+
 /// Of a device around another. What a hook throws is what the call throws.
 struct DeviceHooks {
-  std::function<void(bool done)> before_wait = {};  // of a host thread, for an event; done: it will not wait
-  std::function<void()> before_record = {};         // of an event, in any stream
+  /// Of a host thread, for an event; done: it will not wait. Also of the thread that submits a copy of host
+  /// memory that nobody pinned, for such a copy may keep it until it is done.
+  std::function<void(bool done)> before_wait = {};
+  std::function<void()> before_record = {};  // of an event, in any stream
   std::function<bool()> after_look =
       {};  // at an event that is not reached; true: it is before the look returns
   std::function<kernels::Event()> holds_copy = {};  // what the next copy waits for, in its stream
@@ -33,7 +72,9 @@ class AroundDevice final : public kernels::Device {
   std::unique_ptr<kernels::Stream> adopt_stream(void* native) override {
     return around(device_->adopt_stream(native));
   }
-  kernels::HostPin pin_host(void* data, int64_t bytes) override { return device_->pin_host(data, bytes); }
+  kernels::HostPin pin_host(void* data, int64_t bytes) override {
+    return pins_->keep(device_->pin_host(data, bytes));
+  }
   std::optional<int> nearest_numa_node() override { return device_->nearest_numa_node(); }
   void make_current() override { device_->make_current(); }
   void time_events(bool on) override { device_->time_events(on); }
@@ -64,14 +105,15 @@ class AroundDevice final : public kernels::Device {
 
   class AroundStream final : public kernels::Stream {
    public:
-    AroundStream(std::unique_ptr<kernels::Stream> stream, std::shared_ptr<DeviceHooks> hooks)
-        : stream_(std::move(stream)), hooks_(std::move(hooks)) {}
+    AroundStream(std::unique_ptr<kernels::Stream> stream, std::shared_ptr<DeviceHooks> hooks,
+                 std::shared_ptr<const HostPins> pins)
+        : stream_(std::move(stream)), hooks_(std::move(hooks)), pins_(std::move(pins)) {}
     void copy_from_host(void* device, const void* host, int64_t bytes) override {
-      if (hooks_->holds_copy) stream_->wait(hooks_->holds_copy());
+      before_copy(host, bytes);
       stream_->copy_from_host(device, host, bytes);
     }
     void copy_to_host(void* host, const void* device, int64_t bytes) override {
-      if (hooks_->holds_copy) stream_->wait(hooks_->holds_copy());
+      before_copy(host, bytes);
       stream_->copy_to_host(host, device, bytes);
     }
     kernels::Event record() override {
@@ -85,15 +127,22 @@ class AroundDevice final : public kernels::Device {
     void* native() override { return stream_->native(); }
 
    private:
+    void before_copy(const void* host, int64_t bytes) {
+      if (hooks_->holds_copy) stream_->wait(hooks_->holds_copy());
+      if (hooks_->before_wait && !pins_->pinned(host, bytes)) hooks_->before_wait(false);
+    }
+
     const std::unique_ptr<kernels::Stream> stream_;
     const std::shared_ptr<DeviceHooks> hooks_;
+    const std::shared_ptr<const HostPins> pins_;
   };
 
   std::unique_ptr<kernels::Stream> around(std::unique_ptr<kernels::Stream> stream) {
-    return std::make_unique<AroundStream>(std::move(stream), hooks_);
+    return std::make_unique<AroundStream>(std::move(stream), hooks_, pins_);
   }
 
   const std::unique_ptr<kernels::Device> device_;
+  const std::shared_ptr<HostPins> pins_ = std::make_shared<HostPins>();
   const std::shared_ptr<DeviceHooks> hooks_;  // of events too, which may outlive this
 };
 

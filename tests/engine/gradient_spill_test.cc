@@ -264,6 +264,23 @@ TEST_F(FullForAMoment, GradientsOfARefusedStepCanBeThrownAway) {
   EXPECT_EQ(engine.stats().store.allocated_bytes, engine.plan().kept_nvme_bytes()) << "extents leaked";
 }
 
+TEST_F(FullForAMoment, ACheckpointCanBeLoadedAfterARefusedStep) {
+  Engine& engine = *full_engine_;
+  const std::filesystem::path folder =
+      std::filesystem::temp_directory_path() / fmt::format("overspill-refused-{}", ::getpid());
+  engine.save(folder, "{}");
+  add(engine, 1);
+  full_ = true;
+  EXPECT_THROW(engine.step(toy_groups(1)), io::StoreError);
+  full_ = false;
+  engine.load(folder);
+  EXPECT_FALSE(engine.has_gradient(1, 1));
+  EXPECT_EQ(toy_contents(engine), toy_contents(*plain_engine_));
+  for (Engine* each : {&engine, &*plain_engine_}) toy_step(*each, 1, 2, 0);
+  EXPECT_EQ(toy_contents(engine), toy_contents(*plain_engine_));
+  std::filesystem::remove_all(folder);
+}
+
 TEST_F(FullForAMoment, ALookThatWasRefusedCanBeTakenAgain) {
   Engine& engine = *full_engine_;
   for (int unit : {0, 1, 4}) add(engine, unit);  // of three chunks, two in memory

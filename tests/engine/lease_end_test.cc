@@ -80,6 +80,10 @@ class OnAFailingDevice : public ::testing::Test {
     if (fails) throw kernels::DeviceError(why);
   }
 
+  int64_t elements_of(int unit, int segment) const {
+    return engine_->layout().units[unit].segments[segment].elements;
+  }
+
   std::atomic<bool> waits_fail_ = false;
   std::atomic<bool> records_fail_ = false;
   std::shared_ptr<kernels::Device> device_;
@@ -111,6 +115,25 @@ TEST_F(OnAFailingDevice, AnAcquireThatThrowsLeasesNothing) {
     waits_fail_ = false;
   }
   for (int u = 0; u < kUnits; ++u) EXPECT_NO_THROW((void)engine_->acquire(u)) << u;
+}
+
+/// By then it has counted the step, so no caller may take it for one that changed nothing.
+TEST_F(OnAFailingDevice, AStepThatCannotTakeOldWeightsBackFailsTheEngine) {
+  toy_step(*engine_, 0, 1, 0);
+  for (int u = 0; u < kUnits; ++u) (void)engine_->acquire(u);  // the device has copies of these weights
+  toy_add_gradient_always(*engine_, std::vector<float>(static_cast<size_t>(elements_of(0, 0)), 0.5F), 0, 0, 1,
+                          0, 0);
+  std::string message;
+  waits_fail_ = true;
+  try {
+    engine_->step(toy_groups(1));
+  } catch (const engine::EngineFailed& error) {
+    message = error.what();
+  }
+  waits_fail_ = false;
+  for (const char* part : {"step 2", "a wait failed"})
+    EXPECT_NE(message.find(part), std::string::npos) << part << " is missing in: " << message;
+  EXPECT_THROW((void)engine_->acquire(0), engine::EngineFailed);
 }
 
 }  // namespace

@@ -9,6 +9,7 @@
 #include <atomic>
 #include <chrono>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <random>
@@ -213,6 +214,78 @@ TEST_P(SlowCopies, MayEndAtAnyMoment) {
 INSTANTIATE_TEST_SUITE_P(Placements, SlowCopies, ::testing::Values(Placement::host, Placement::nvme),
                          [](const auto& info) { return placement_name(info.param); });
 
+/// CUDA may keep the thread that submits a copy until it is done, where nobody pinned the host's memory.
+class UnpinnedCopies : public ::testing::Test {
+ protected:
+  /// With so much memory on the device.
+  void start(int64_t device_bytes, Placement placement) {
+    Config config = config_of();
+    config.placement = placement;
+    config.device_budget_bytes = device_bytes;
+    engine::Resources resources = make_resources(toy_units(), config, {"simulated", "memory", 1});
+    const auto before_wait = [this](bool done) {
+      if (!done) probe_.pass();
+    };
+    resources.device = std::make_shared<AroundDevice>(kernels::make_simulated_device(),
+                                                      DeviceHooks{.before_wait = before_wait});
+    engine_ = std::make_unique<Engine>(toy_units(), config, std::move(resources));
+    toy_load(*engine_);
+  }
+  void start_with_units_on_the_device() {
+    start(64 << 20, Placement::automatic);
+    ASSERT_TRUE(engine_->plan().on_device[1]);
+  }
+  /// Some thread of the engine's came to wait, and none had the mutex.
+  void expect_free() {
+    EXPECT_FALSE(probe_.held());
+    EXPECT_GT(probe_.passed(), 0);
+    probe_.forget();
+  }
+  std::vector<float> some() const {
+    return std::vector<float>(static_cast<size_t>(engine_->layout().units[1].segments[0].elements), 0.5F);
+  }
+  void add_gradient() { toy_add_gradient_always(*engine_, some(), 1, 0, 0, 0, 0); }
+  void copy_lease() {
+    const engine::Lease lease = engine_->acquire(1);
+    std::vector<std::byte> copy(static_cast<size_t>(lease.bytes()));
+    probe_.watch(*engine_);
+    lease.copy_to_host(0, copy);
+    expect_free();
+    EXPECT_EQ(toy_widened("BF16", copy.data(), some().size()), toy_leased(*engine_, lease, 1, 0));
+  }
+
+  MutexProbe probe_;
+  std::unique_ptr<Engine> engine_;
+};
+
+TEST_F(UnpinnedCopies, OfAGatheredUnitsWeightsAreMadeWithoutTheMutex) {
+  start(92 << 10, Placement::host);
+  ASSERT_FALSE(engine_->plan().on_device[1]);
+  copy_lease();
+}
+
+TEST_F(UnpinnedCopies, OfWeightsThatLiveOnTheDeviceAreMadeWithoutTheMutex) {
+  start_with_units_on_the_device();
+  copy_lease();
+}
+
+TEST_F(UnpinnedCopies, OfAGradientFromTheHostAreMadeWithoutTheMutex) {
+  start_with_units_on_the_device();
+  probe_.watch(*engine_);
+  add_gradient();
+  expect_free();
+}
+
+TEST_F(UnpinnedCopies, OfAGradientToTheHostAreMadeWithoutTheMutex) {
+  start_with_units_on_the_device();
+  add_gradient();
+  std::vector<float> gradient = some();
+  probe_.watch(*engine_);
+  engine_->read_state(1, 0, "grad", gradient);
+  expect_free();
+  EXPECT_NE(gradient, some());
+}
+
 // ---- long copies
 
 /// Memory whose every page, once, calls the probe on the thread that touches it first.
@@ -272,9 +345,9 @@ class RegisteringStore final : public AroundStore {
   std::vector<std::span<std::byte>>& registered_;
 };
 
-/// Weights on NVMe, on a device that shares the host's memory: of a unit that is gathered, chunks come from
-/// the store, from ring slots, and from workers that have just updated them.
-TEST(EngineMutex, IsFreeWhileWeightsAreCopied) {
+/// Trains with weights on NVMe, on a device that shares the host's memory. Nobody who touches the memory of
+/// this length, which the engine registers with its store, has the mutex; `least` pages are touched.
+void expect_free_where_touched(const std::function<int64_t(const engine::Plan&)>& bytes_of, int64_t least) {
   if (kWatched) GTEST_SKIP() << "a sanitizer has the signal that this test needs";
   MutexProbe probe;
   std::vector<std::span<std::byte>> registered;
@@ -282,23 +355,36 @@ TEST(EngineMutex, IsFreeWhileWeightsAreCopied) {
   engine::Resources resources = make_resources(toy_units(), config, {"host", "memory", 1});
   resources.store = std::make_unique<RegisteringStore>(slow_store(), registered);
   Engine engine(toy_units(), config, std::move(resources));
-  std::span<std::byte> arena;
+  std::vector<std::span<std::byte>> found;
   for (const auto& memory : registered) {
-    if (std::ssize(memory) == engine.plan().gather_host_bytes) arena = memory;
+    if (std::ssize(memory) == bytes_of(engine.plan())) found.push_back(memory);
   }
-  ASSERT_FALSE(arena.empty()) << "the arena of gathered units is not known by its size";
+  ASSERT_EQ(found.size(), 1U) << "the memory is not known by its size";
   toy_load(engine);
   probe.watch(engine);
   {
-    Tripwire wire(arena, probe);
+    Tripwire wire(found[0], probe);
     for (int step = 0; step < 6; ++step) {
       wire.arm();
       toy_step(engine, step, 2, 0);
     }
   }
   EXPECT_FALSE(probe.held());
-  EXPECT_GT(probe.passed(), 50);
+  EXPECT_GT(probe.passed(), least);
   probe.forget();
+}
+
+/// Of a unit that is gathered, chunks come from the store, from ring slots, and from workers that have just
+/// updated them.
+TEST(EngineMutex, IsFreeWhileWeightsAreCopied) {
+  expect_free_where_touched([](const engine::Plan& plan) { return plan.gather_host_bytes; }, 50);
+}
+
+/// States that were never written are zero, and whole chunks of the ring are cleared for them in the first
+/// step.
+TEST(EngineMutex, IsFreeWhileTheRingIsFilled) {
+  expect_free_where_touched([](const engine::Plan& plan) { return plan.ring_slots * plan.ring_slot_bytes; },
+                            10);
 }
 
 TEST(EngineMutex, IsFreeWhileALeaseIsCopied) {

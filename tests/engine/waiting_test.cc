@@ -1,15 +1,20 @@
-// A thread that waits in an engine which another thread closes: it is told, and the store stays until it is
-// out.
+// Threads that wait in an engine: which updates come first for them, and that they are told, and the store
+// stays until they are out, where another thread closes the engine.
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <chrono>
 #include <condition_variable>
+#include <functional>
 #include <future>
 #include <memory>
 #include <mutex>
+#include <set>
 #include <stdexcept>
 #include <string>
+#include <thread>
 #include <utility>
+#include <vector>
 
 #include "engine/machine.h"
 #include "engine/partition/layout.h"
@@ -140,6 +145,109 @@ TEST(WhoeverWaits, KeepsTheStoreThatItPolls) {
   EXPECT_EQ(waiter.told(), kClosedMeanwhile);
   const std::lock_guard lock(visit->mutex);
   EXPECT_FALSE(visit->gone_meanwhile);
+}
+
+// ---- who waits for updates
+
+/// Keeps reads back from when it is told to until it lets them go.
+class HeldReads final : public AroundStore {
+ public:
+  using AroundStore::AroundStore;
+  void submit(io::Transfer& transfer) override {
+    {
+      const std::lock_guard lock(mutex_);
+      if (holds_ && transfer.kind == io::Transfer::Kind::read) return held_.push_back(&transfer);
+    }
+    AroundStore::submit(transfer);
+  }
+  void hold() {
+    const std::lock_guard lock(mutex_);
+    holds_ = true;
+  }
+  void let_go() {
+    std::vector<io::Transfer*> held;
+    {
+      const std::lock_guard lock(mutex_);
+      holds_ = false;
+      held.swap(held_);
+    }
+    for (io::Transfer* transfer : held) AroundStore::submit(*transfer);
+  }
+
+ private:
+  std::mutex mutex_;
+  bool holds_ = false;
+  std::vector<io::Transfer*> held_;
+};
+
+/// With a ring of two slots.
+engine::Config smallest(engine::Config config) {
+  const engine::Layout layout = engine::make_layout(toy_units(), config.chunk_elements, 0, 1);
+  for (config.host_budget_bytes = 64 << 10;; config.host_budget_bytes += 4 << 10) {
+    try {
+      (void)make_plan(layout, config, {});
+      return config;
+    } catch (const engine::BudgetError&) {
+    }
+  }
+}
+
+/// Two callers wait for the last two units, and all of these units' chunks are updated before the rest.
+TEST(WhoeverWaits, ForUpdatesGetsThemFirstAlsoWhereOthersWaitForTheirs) {
+  engine::Config config = config_of();
+  config.threads = 1;
+  config.prefetch_units = 0;
+  config.chunk_elements = 2048;
+  config = smallest(config);
+  engine::Resources resources = resources_of(config);
+  auto around = std::make_unique<HeldReads>(std::move(resources.store));
+  HeldReads& store = *around;
+  resources.store = std::move(around);
+  engine::Engine engine(toy_units(), config, std::move(resources));
+  toy_load(engine);
+  toy_step(engine, 0, 1, 0);
+  engine.synchronize();
+  for (int u = 0; u < 6; ++u) {
+    const engine::Unit& unit = engine.layout().units[u];
+    for (int s = 0; unit.trainable() && s < static_cast<int>(unit.segments.size()); ++s) {
+      const std::vector<float> seen(static_cast<size_t>(unit.segments[s].elements), 0.5F);
+      toy_add_gradient_always(engine, seen, u, s, 1, 0, 0);
+    }
+  }
+  engine.record_journal(true);
+  store.hold();
+  engine.step(toy_groups(1));
+  std::vector<std::future<void>> callers;
+  for (const int u : {4, 5})
+    callers.push_back(std::async(std::launch::async, [&, u] { (void)engine.acquire(u); }));
+  std::vector<engine::JournalEntry> journal;
+  const auto read_journal = [&] {
+    const auto more = engine.take_journal();
+    journal.insert(journal.end(), more.begin(), more.end());
+    return std::ranges::count(journal, engine::Happening::waiting, &engine::JournalEntry::happening);
+  };
+  while (read_journal() < 2) std::this_thread::yield();
+  store.let_go();
+  for (auto& caller : callers) caller.get();
+  engine.synchronize();
+  read_journal();
+
+  std::set<int32_t> demanded, rest, in_slots;  // chunks; in_slots: before the two came
+  std::vector<bool> updated_demanded;          // one after the other, beyond in_slots
+  int waiting = 0;
+  for (const engine::JournalEntry& entry : journal) {
+    const bool of_them = entry.unit >= 4;
+    if (entry.happening == engine::Happening::waiting) ++waiting;
+    if (entry.happening == engine::Happening::scheduled) (of_them ? demanded : rest).insert(entry.chunk);
+    if (entry.happening == engine::Happening::reading && waiting < 2) in_slots.insert(entry.chunk);
+    if (entry.happening == engine::Happening::updated && !in_slots.contains(entry.chunk))
+      updated_demanded.push_back(of_them);
+  }
+  ASSERT_EQ(in_slots.size(), 2U);
+  for (const int32_t chunk : in_slots) EXPECT_TRUE(rest.contains(chunk)) << chunk;
+  ASSERT_GT(demanded.size(), 2U);
+  ASSERT_EQ(updated_demanded.size(), demanded.size() + rest.size() - in_slots.size());
+  EXPECT_TRUE(std::ranges::is_sorted(updated_demanded, std::greater<>())) << "the rest came between";
 }
 
 }  // namespace

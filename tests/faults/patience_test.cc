@@ -76,6 +76,43 @@ TEST_F(Patience, AReadThatFailsOnceOrTenTimesIsTriedAgainAndNothingIsLost) {
   }
 }
 
+TEST_F(Patience, AWriteThatFailsOnceOrTenTimesIsMadeInAnotherPlaceAndNothingIsLost) {
+  for (const char* backend : kBackends) {
+    for (const int os_error : {EIO, ENOSPC}) {
+      for (const int times : {1, 10}) {
+        const auto engine = patient(backend, seconds(10));
+        ::testing::internal::CaptureStderr();
+        fail(FuseOperation::write, os_error, 0, times);
+        toy_step(*engine, 2, 1, 0);
+        engine->synchronize();
+        const std::string told = ::testing::internal::GetCapturedStderr();
+        EXPECT_EQ(toy_contents(*engine), Shadow().at(3));
+        EXPECT_GE(path_of(*engine).retries.writes, 1);
+        EXPECT_EQ(engine->stats().store.allocated_bytes, engine->plan().kept_nvme_bytes())
+            << "extents leaked";
+        expect_says(told, {root().string(), "write failed", "tried again"});
+        EXPECT_EQ(told.find("tried again"), told.rfind("tried again")) << "once a path: " << told;
+        heal();
+      }
+    }
+  }
+}
+
+TEST_F(Patience, AWriteThatFailsForEverEndsTheRunAndTheErrorSaysHowOftenItWasTried) {
+  for (const char* backend : kBackends) {
+    for (const int os_error : {ETIMEDOUT, ENOSPC}) {
+      const auto engine = patient(backend, seconds(10));
+      const fs::path checkpoint = root() / fmt::format("of {} {}", backend, os_error);
+      engine->save(checkpoint, "{}");
+      fail(FuseOperation::write, os_error);
+      expect_says(train_until_failure(*engine, 3),
+                  {"write failed", "tried 11 times", root().string(), "offset", checkpoint.string()});
+      heal();
+      EXPECT_EQ(contents_of(checkpoint), Shadow().at(2));
+    }
+  }
+}
+
 TEST_F(Patience, AFileOfACheckpointThatFailsToBeReadIsTriedAgain) {
   const auto engine = patient("auto", seconds(10));
   engine->save(root() / "linked", "{}");

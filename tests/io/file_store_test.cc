@@ -277,6 +277,7 @@ TEST_P(FileStoreTest, ShortAndInterruptedTransfersContinue) {
 TEST_P(FileStoreTest, EveryErrnoBecomesATypedError) {
   std::atomic<int> os_error = 0;
   FileStoreOptions faulty = options();
+  faulty.patience.retry.first_wait = std::chrono::microseconds(100);
   faulty.result_hook = [&](bool, int64_t, int64_t, int64_t result) -> int64_t {
     return os_error ? -os_error : result;
   };
@@ -294,11 +295,17 @@ TEST_P(FileStoreTest, EveryErrnoBecomesATypedError) {
     EXPECT_EQ(error->kind, kind) << number;
     EXPECT_EQ(error->os_error, number);
     EXPECT_EQ(error->path, slab(0));
-    const Extent fresh = store->allocate(kMiB);
-    EXPECT_EQ(write(*store, fresh, memory)->kind, kind);
-    os_error = 0;
-    EXPECT_FALSE(write(*store, fresh, memory)) << "a failed write may be tried again";
-    store->release(fresh);
+    Transfer fresh = make_transfer(Transfer::Kind::write, store->allocate(kMiB), memory.data());
+    for (const bool fails : {true, false}) {
+      store->submit(fresh);
+      store->drain();
+      EXPECT_EQ(fresh.error.has_value(), fails) << "a failed write may be tried again";
+      if (fails) {
+        EXPECT_EQ(fresh.error->kind, kind);
+      }
+      os_error = 0;
+    }
+    store->release(fresh.extent);
   }
   EXPECT_FALSE(read(*store, extent, memory)) << "errors do not stick";
 }

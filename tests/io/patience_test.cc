@@ -8,8 +8,10 @@
 #include <cerrno>
 #include <chrono>
 #include <memory>
+#include <optional>
 #include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "io/piece_queue.h"
@@ -75,7 +77,50 @@ TEST_F(PlayedQueue, WaitsLongerBeforeEachTryAndEndsWithAnErrorThatSaysHowOften) 
   EXPECT_FALSE(queue_.has_work());
 }
 
-TEST_F(PlayedQueue, AWriteIsTriedAgainWhereTheMachineIsShortOfSomethingOnly) {
+TEST_F(PlayedQueue, AWriteThatIsToBeMadeElsewhereWaitsAsLongAndIsRefusedInTheEnd) {
+  Transfer& transfer = push(Kind::write);
+  for (const milliseconds wait : {milliseconds(10), milliseconds(30), milliseconds(90)}) {
+    ASSERT_TRUE(answer(-EIO));
+    ASSERT_TRUE(transfer.error);
+    const Error why = *std::exchange(transfer.error, std::nullopt);
+    ASSERT_TRUE(queue_.push_later(transfer, why));
+    EXPECT_EQ(queue_.next_try_in(), wait);
+    now_ += wait - milliseconds(1);
+    EXPECT_FALSE(queue_.has_work());
+    EXPECT_FALSE(answer(-EIO)) << "too early";
+    now_ += milliseconds(1);
+    EXPECT_TRUE(queue_.has_work());
+  }
+  ASSERT_TRUE(answer(-EIO));
+  EXPECT_FALSE(queue_.push_later(transfer, *transfer.error));
+  EXPECT_EQ(queue_.retries().writes, 3);
+  EXPECT_EQ(told_.size(), 1U) << "once";
+  EXPECT_FALSE(queue_.next_try_in());
+}
+
+TEST_F(PlayedQueue, AWriteThatWaitsEndsWithTheQueue) {
+  Transfer& transfer = push(Kind::write);
+  ASSERT_TRUE(answer(-EIO));
+  ASSERT_TRUE(queue_.push_later(transfer, *std::exchange(transfer.error, std::nullopt)));
+  queue_.stop();
+  EXPECT_TRUE(queue_.has_work());
+  EXPECT_FALSE(answer(kPiece)) << "it is cancelled";
+  ASSERT_EQ(completed_.size(), 2U);
+  EXPECT_EQ(transfer.error->kind, ErrorKind::cancelled);
+  EXPECT_FALSE(queue_.push_later(transfer, *transfer.error)) << "nothing waits any more";
+}
+
+TEST_F(PlayedQueue, AWriteThatWaitsEndsWhereTheQueueIsGivenUp) {
+  Transfer& transfer = push(Kind::write);
+  ASSERT_TRUE(answer(-EIO));
+  ASSERT_TRUE(queue_.push_later(transfer, *std::exchange(transfer.error, std::nullopt)));
+  queue_.give_up({.kind = ErrorKind::device, .detail = "given up"});
+  queue_.fail_all();
+  ASSERT_EQ(completed_.size(), 2U);
+  EXPECT_EQ(transfer.error->detail, "given up");
+}
+
+TEST_F(PlayedQueue, AWriteIsTriedAgainInItsPlaceWhereTheMachineIsShortOfSomethingOnly) {
   const Transfer& transfer = push(Kind::write);
   for (const int os_error : {ENOMEM, EAGAIN}) {
     ASSERT_TRUE(answer(-os_error));
@@ -120,20 +165,96 @@ TEST(Patience, TheMachinesMemoryIsNotBlamedOnTheDisk) {
 
 class PatientStore : public testing::TestWithParam<FileStoreOptions::Backend> {
  protected:
-  /// The next `failures_` reads end with `os_error_`; then none.
+  /// The next `failures_` reads, or writes, end with `os_error_`; then none.
   FileStoreOptions options() {
     FileStoreOptions faulty = file_options(folder_.path());
     faulty.backend = GetParam();
     faulty.result_hook = [this](bool writes, int64_t, int64_t, int64_t result) -> int64_t {
-      return !writes && failures_ > 0 && failures_-- > 0 ? -os_error_ : result;
+      return writes == writes_fail_ && failures_ > 0 && failures_-- > 0 ? -os_error_ : result;
     };
     return faulty;
   }
 
   ScratchFolder folder_;
+  /// Returns when it is over.
+  static void run(Store& store, Transfer& transfer) {
+    store.submit(transfer);
+    store.drain();
+  }
+
+  std::atomic<bool> writes_fail_ = false;
   std::atomic<int> failures_ = 0;
   std::atomic<int> os_error_ = EIO;
 };
+
+TEST_P(PatientStore, AWriteThatFailsOnceOrTenTimesIsMadeInAnotherPlaceAndOneThatFailsForEverIsTyped) {
+  FileStoreOptions patient = options();
+  patient.patience.retry.first_wait = std::chrono::microseconds(100);
+  std::unique_ptr<Store> store;
+  try {
+    store = make_file_store(patient);
+  } catch (const StoreError& error) {
+    GTEST_SKIP() << error.what();
+  }
+  writes_fail_ = true;
+  store->reserve(4 * kMiB);
+  AlignedMemory memory(kPiece), found(kPiece);
+  testing::internal::CaptureStderr();
+  int64_t tried = 0;
+  for (const int os_error : {EIO, ETIMEDOUT, ENOSPC, EDQUOT}) {
+    os_error_ = os_error;
+    for (const int failures : {1, 10, 11}) {
+      memory.fill(static_cast<uint64_t>(os_error + failures));
+      const Extent first = store->allocate(kPiece);
+      Transfer transfer = make_transfer(Kind::write, first, memory.data());
+      failures_ = failures;
+      run(*store, transfer);
+      EXPECT_EQ(store->stats().allocated_bytes, kPiece) << "the places that failed were given back";
+      EXPECT_EQ(store->stats().paths[0].retries.writes - tried, std::min(failures, 10));
+      tried = store->stats().paths[0].retries.writes;
+      if (failures == 1) {
+        EXPECT_NE(transfer.extent, first) << "it may be bad there";
+      }
+      if (failures == 11) {
+        ASSERT_TRUE(transfer.error);
+        EXPECT_EQ(transfer.error->os_error, os_error);
+        EXPECT_TRUE(contains(transfer.error->message(), "tried 11 times")) << transfer.error->message();
+        run(*store, transfer);
+      }
+      ASSERT_FALSE(transfer.error) << transfer.error->message();
+      ASSERT_FALSE(read(*store, transfer.extent, found));
+      EXPECT_TRUE(found == memory);
+      store->release(transfer.extent);
+    }
+  }
+  os_error_ = EROFS;
+  failures_ = 1;
+  EXPECT_TRUE(write(*store, store->allocate(kPiece), memory)) << "that does not pass";
+  const std::string told = testing::internal::GetCapturedStderr();
+  EXPECT_EQ(std::count(told.begin(), told.end(), '\n'), 1) << told;
+  EXPECT_TRUE(contains(told, folder_.path().string())) << told;
+}
+
+TEST_P(PatientStore, AWriteThatFailsWhereNothingElseIsFreeIsMadeInTheSamePlace) {
+  std::unique_ptr<Store> store;
+  try {
+    store = make_file_store(options());
+  } catch (const StoreError& error) {
+    GTEST_SKIP() << error.what();
+  }
+  writes_fail_ = true;
+  store->reserve(kPiece);
+  AlignedMemory memory(kPiece), found(kPiece);
+  memory.fill(5);
+  const Extent only = store->allocate(kPiece);
+  failures_ = 2;
+  Transfer transfer = make_transfer(Kind::write, only, memory.data());
+  run(*store, transfer);
+  ASSERT_FALSE(transfer.error) << transfer.error->message();
+  EXPECT_EQ(transfer.extent, only);
+  ASSERT_FALSE(read(*store, only, found));
+  EXPECT_TRUE(found == memory);
+}
 
 TEST_P(PatientStore, AReadThatFailsOnceOrTenTimesSucceedsAndOneThatFailsForEverIsTyped) {
   std::unique_ptr<Store> store;

@@ -386,14 +386,14 @@ def test_one_signal_ends_a_run_on_a_disk_that_is_known_to_hang(bench, number):
 
 
 def test_what_the_disks_did_is_said_at_the_end():
-    retries = {"reads": 3, "checksums": 1, "shortages": 2, "at_once": 9}
+    retries = {"reads": 3, "checksums": 1, "writes": 5, "shortages": 2, "at_once": 9}
     sick = {"path": "/mnt/a", "retries": retries, "stalls": 1, "longest_stall_seconds": 31.0}
     well = {"path": "/mnt/b", "retries": dict.fromkeys(retries, 0), "stalls": 0, "longest_stall_seconds": 0.0}
     said = list(troubles.lines([sick, well]))
-    assert len(said) == 3 and all(line.startswith("/mnt/a: ") for line in said)
-    for line, part in zip(said, ("4 reads", "2 transfers", "31 s"), strict=True):
+    assert len(said) == 4 and all(line.startswith("/mnt/a: ") for line in said)
+    for line, part in zip(said, ("4 reads", "5 writes", "2 transfers", "31 s"), strict=True):
         assert part in line
-    assert "smartctl" not in said[1]
+    assert "smartctl" not in said[2]
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

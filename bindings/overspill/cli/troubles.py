@@ -13,6 +13,11 @@ def lines(paths: Iterable[dict[str, Any]]) -> Iterator[str]:
                 f"{name}: {failed} reads had to be repeated, {retries['checksums']} of them for a wrong checksum; "
                 "check the disk (dmesg, smartctl)"
             )
+        if retries["writes"]:
+            yield (
+                f"{name}: {retries['writes']} writes failed and were made again in another place; check the disk "
+                "(dmesg, smartctl) and its free space"
+            )
         if retries["shortages"]:
             yield (
                 f"{name}: the kernel refused {retries['shortages']} transfers for want of memory, and took them later; "
