@@ -181,13 +181,14 @@ def test_what_overspill_writes_is_known_to_be_its_own(straight):
     assert not [name for name in items if not OURS.fullmatch(name)]
 
 
-def test_what_overspill_did_not_write_is_not_removed(on_disk, out, capsys):
+@pytest.mark.parametrize("mine", ["thesis.tex", "slab-notes.txt", "extents-notes.txt"])
+def test_what_overspill_did_not_write_is_not_removed(mine, on_disk, out, capsys):
     strange = out / "checkpoints/step-000007.partial"
     strange.mkdir()
-    (strange / "thesis.tex").write_text("mine")
+    (strange / mine).write_text("mine")
     message = on_disk.fails(capsys, "train", "--out", out, "--resume", "--steps", 7)
-    assert "thesis.tex, which Overspill did not write" in message
-    assert (strange / "thesis.tex").read_text() == "mine"
+    assert f"{mine}, which Overspill did not write" in message
+    assert (strange / mine).read_text() == "mine"
 
 
 def made(folder, step, name="") -> Path:
@@ -200,7 +201,17 @@ def made(folder, step, name="") -> Path:
 
 
 @pytest.mark.parametrize(
-    "mine", ["thesis.tex", "hf/thesis.tex", "hf/thesis/a.txt", "slab-mine/a", "rank0/mine"]
+    "mine",
+    [
+        "thesis.tex",
+        "slab-notes.txt",
+        "rank0-extents-notes.txt",
+        "slab-mine.bin/a",
+        "hf/thesis.tex",
+        "hf/thesis/a.txt",
+        "rank0/mine",
+        "rank0/slab-notes.txt",
+    ],
 )
 def test_what_overspill_did_not_write_is_not_pruned_either(mine, tmp_path):
     """Once the whole folder went. All else that may go goes, and the refusal names what stays."""
