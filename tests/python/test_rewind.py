@@ -1,6 +1,8 @@
 """Going on from an older checkpoint: later ones are set aside, what is saved then stays, and a kill loses nothing."""
 
+import errno
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -250,6 +252,22 @@ def test_training_goes_on_where_an_old_checkpoint_stays(on_disk, tmp_path, capsy
     _, err = resume(on_disk, capsys, out, "--resume", "--steps", 3, "--save-every", 1)
     assert "step-000001 is not removed: it holds thesis.tex" in err
     assert names(out) == ["step-000001", "step-000003"]
+
+
+def test_training_goes_on_where_an_old_checkpoint_cannot_be_removed(on_disk, out, capsys, monkeypatch):
+    """As where another machine has one of its files open on NFS. The other old ones go nevertheless."""
+    oldest, remove = out / "checkpoints/step-000002", shutil.rmtree
+
+    def refused(path, *arguments, **named):
+        if Path(path) == oldest:
+            raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY), str(path))
+        remove(path, *arguments, **named)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", refused)
+        _, err = resume(on_disk, capsys, out, "--resume", "--steps", 7, "--keep", 1)
+    assert f"older checkpoints stay: {oldest} cannot be removed: " in err and "Directory not empty" in err
+    assert names(out) == ["step-000002", "step-000007"]
 
 
 def test_what_cannot_be_looked_at_is_not_taken_for_absent(tmp_path):
