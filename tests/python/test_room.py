@@ -130,6 +130,19 @@ def test_of_two_disks_the_one_with_the_checkpoints_links_and_the_other_ones_stat
 
 
 @pytest.mark.parametrize("command", ["plan", "train"])
+def test_a_link_to_nowhere_in_the_models_folder_is_no_file_of_the_model(command, on_disk, tmp_path, capsys):
+    """Once: 'vocab.txt: No such file or directory', of a file that nobody needs. A cache that was cleared has them."""
+    model = tmp_path / "model"
+    shutil.copytree(on_disk.model, model)
+    (model / "vocab.txt").symlink_to("nowhere")
+    (model / "vocab").mkdir()
+    arguments = ["plan", "--model", model, "--host-budget", "64MiB"]
+    if command == "train":
+        arguments = on_disk.run(tmp_path / "out", steps=1, model=model)
+    assert "a checkpoint writes" in on_disk.ok(capsys, *arguments)
+
+
+@pytest.mark.parametrize("command", ["plan", "train"])
 def test_states_in_memory_need_room_for_checkpoints_too(command, on_disk, tmp_path, capsys):
     with disks.small(tmp_path / "disk", "3m") as disk:
         arguments = on_disk.run(disk / "out", steps=1, nvme=None, config=None)
