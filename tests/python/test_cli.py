@@ -385,6 +385,36 @@ def test_one_signal_ends_a_run_on_a_disk_that_is_known_to_hang(bench, number):
     assert "/mnt/a has not answered for 12 s" in err and "checkpoints are as they were" in err
 
 
+COMMAND_THAT_HANGS = """
+import ctypes, sys
+from overspill import _core
+from overspill.cli import parser, train
+
+def hang(loop):
+    print("hanging", flush=True)
+    lock = ctypes.create_string_buffer(64)
+    for _ in range(2):
+        ctypes.CDLL(None).pthread_mutex_lock(lock)
+
+_core.Engine.stall = lambda engine: "/mnt/a has not answered for 12 s"
+train.train(parser().parse_args(sys.argv[1:]), hang)
+"""
+
+
+def test_one_signal_ends_the_command_where_its_store_says_that_a_disk_hangs(bench, spilling, tmp_path):
+    """The tests above have a Stop of their own: whether the command gives its own one the store's word is here."""
+    arguments = bench.train_args(tmp_path / "out", eval_batches=0, **spilling)
+    process = bench.start(arguments, ["-c", COMMAND_THAT_HANGS])
+    try:
+        assert "hanging\n" in process.stdout
+        process.send_signal(signal.SIGTERM)
+        _, err = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == 128 + signal.SIGTERM, err
+    assert "/mnt/a has not answered for 12 s; checkpoints are as they were" in err
+
+
 def test_what_the_disks_did_is_said_at_the_end():
     retries = {"reads": 3, "checksums": 1, "shortages": 2, "at_once": 9}
     sick = {"path": "/mnt/a", "retries": retries, "stalls": 1, "longest_stall_seconds": 31.0}
