@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from overspill import engine as module
-from overspill import hooks, ranks, state
+from overspill import extra, hooks, ranks, state
 from overspill.config import Config
 from overspill.optimizer import OverspillOptimizer
 from overspill.residency import Residency
@@ -32,8 +32,8 @@ PLACES = {
     "step": (OverspillOptimizer, "step"),
     "save": (state, "buffers_to_json"),  # before the ranks tell one another of their random states
     "saved": (state, "dumps"),  # after it, before the core's part
-    "load": (module.Engine, "_check_extra"),  # before the core's part
-    "loaded": (state, "ClientState"),  # after it
+    "load": (extra.Extra, "check"),  # before the core's part
+    "loaded": (OverspillOptimizer, "restore_hyper_parameters"),  # after it
     "close": (Residency, "close"),
 }
 

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -226,7 +227,8 @@ def test_a_signal_saves_and_says_how_to_go_on(number, bench, spilling, finished,
     process.send_signal(number)
     _, err = process.communicate(timeout=240)
     assert process.returncode == 128 + number, err
-    assert f"overspill train --out {out} --resume" in err and "Traceback" not in err
+    assert f"go on with: overspill train --out {out} --resume (" in err and "Traceback" not in err
+    assert re.search(r"--resume \((WARNING: )?going on with --resume reserves [\d.]+ MiB again, ", err), err
     assert 2 <= len(tiny.log(out)) < 8, "the signal came too late to show anything"
     bench.ok(capsys, "train", "--out", out, "--resume")
     assert tiny.losses(out) == tiny.losses(finished)
@@ -383,6 +385,36 @@ def test_one_signal_ends_a_run_on_a_disk_that_is_known_to_hang(bench, number):
     _, err = process.communicate(timeout=60)
     assert process.returncode == 128 + number
     assert "/mnt/a has not answered for 12 s" in err and "checkpoints are as they were" in err
+
+
+COMMAND_THAT_HANGS = """
+import ctypes, sys
+from overspill import _core
+from overspill.cli import parser, train
+
+def hang(loop):
+    print("hanging", flush=True)
+    lock = ctypes.create_string_buffer(64)
+    for _ in range(2):
+        ctypes.CDLL(None).pthread_mutex_lock(lock)
+
+_core.Engine.stall = lambda engine: "/mnt/a has not answered for 12 s"
+train.train(parser().parse_args(sys.argv[1:]), hang)
+"""
+
+
+def test_one_signal_ends_the_command_where_its_store_says_that_a_disk_hangs(bench, spilling, tmp_path):
+    """The tests above have a Stop of their own: whether the command gives its own one the store's word is here."""
+    arguments = bench.train_args(tmp_path / "out", eval_batches=0, **spilling)
+    process = bench.start(arguments, ["-c", COMMAND_THAT_HANGS])
+    try:
+        assert "hanging\n" in process.stdout
+        process.send_signal(signal.SIGTERM)
+        _, err = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == 128 + signal.SIGTERM, err
+    assert "/mnt/a has not answered for 12 s; checkpoints are as they were" in err
 
 
 def test_what_the_disks_did_is_said_at_the_end():

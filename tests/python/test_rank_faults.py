@@ -9,7 +9,7 @@ import subprocess
 
 import launch
 import pytest
-from rank_fault_job import REASON
+from rank_fault_job import PLACES, REASON
 
 HANGS = 30.0 * max(
     1.0, os.getloadavg()[0] / os.cpu_count()
@@ -61,6 +61,7 @@ QUICK = [
     ("weights", "exception", 4, 2),
     ("broadcast", "kill", 2, 0),
     ("save", "disk", 2, 1),
+    ("load", "exception", 2, 1),
     ("loaded", "exception", 2, 0),
     ("close", "kill", 2, 1),
 ]
@@ -76,6 +77,13 @@ SAYS = {
 def test_every_combination_is_run_or_left_out_for_a_reason(point, way):
     ways = [(place, way) for place in (point, *POINTS[point])]
     assert any(row in ROWS for row in ways) != ((point, way) in LEFT_OUT)
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_what_fails_in_a_place_is_a_function_there(place):
+    """Its row may be a long one, which few run: it would fail for its own sake and nobody would see it."""
+    owner, name = PLACES[place]
+    assert name in vars(owner)
 
 
 @contextlib.contextmanager

@@ -1,6 +1,8 @@
 """Going on from an older checkpoint: later ones are set aside, what is saved then stays, and a kill loses nothing."""
 
+import errno
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -181,13 +183,14 @@ def test_what_overspill_writes_is_known_to_be_its_own(straight):
     assert not [name for name in items if not OURS.fullmatch(name)]
 
 
-def test_what_overspill_did_not_write_is_not_removed(on_disk, out, capsys):
+@pytest.mark.parametrize("mine", ["thesis.tex", "slab-notes.txt", "extents-notes.txt"])
+def test_what_overspill_did_not_write_is_not_removed(mine, on_disk, out, capsys):
     strange = out / "checkpoints/step-000007.partial"
     strange.mkdir()
-    (strange / "thesis.tex").write_text("mine")
+    (strange / mine).write_text("mine")
     message = on_disk.fails(capsys, "train", "--out", out, "--resume", "--steps", 7)
-    assert "thesis.tex, which Overspill did not write" in message
-    assert (strange / "thesis.tex").read_text() == "mine"
+    assert f"{mine}, which Overspill did not write" in message
+    assert (strange / mine).read_text() == "mine"
 
 
 def made(folder, step, name="") -> Path:
@@ -200,7 +203,17 @@ def made(folder, step, name="") -> Path:
 
 
 @pytest.mark.parametrize(
-    "mine", ["thesis.tex", "hf/thesis.tex", "hf/thesis/a.txt", "slab-mine/a", "rank0/mine"]
+    "mine",
+    [
+        "thesis.tex",
+        "slab-notes.txt",
+        "rank0-extents-notes.txt",
+        "slab-mine.bin/a",
+        "hf/thesis.tex",
+        "hf/thesis/a.txt",
+        "rank0/mine",
+        "rank0/slab-notes.txt",
+    ],
 )
 def test_what_overspill_did_not_write_is_not_pruned_either(mine, tmp_path):
     """Once the whole folder went. All else that may go goes, and the refusal names what stays."""
@@ -239,6 +252,22 @@ def test_training_goes_on_where_an_old_checkpoint_stays(on_disk, tmp_path, capsy
     _, err = resume(on_disk, capsys, out, "--resume", "--steps", 3, "--save-every", 1)
     assert "step-000001 is not removed: it holds thesis.tex" in err
     assert names(out) == ["step-000001", "step-000003"]
+
+
+def test_training_goes_on_where_an_old_checkpoint_cannot_be_removed(on_disk, out, capsys, monkeypatch):
+    """As where another machine has one of its files open on NFS. The other old ones go nevertheless."""
+    oldest, remove = out / "checkpoints/step-000002", shutil.rmtree
+
+    def refused(path, *arguments, **named):
+        if Path(path) == oldest:
+            raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY), str(path))
+        remove(path, *arguments, **named)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", refused)
+        _, err = resume(on_disk, capsys, out, "--resume", "--steps", 7, "--keep", 1)
+    assert f"older checkpoints stay: {oldest} cannot be removed: " in err and "Directory not empty" in err
+    assert names(out) == ["step-000002", "step-000007"]
 
 
 def test_what_cannot_be_looked_at_is_not_taken_for_absent(tmp_path):

@@ -1,11 +1,15 @@
 """What a run takes of the disks beside its states is said, with numbers, before anything is trained."""
 
 import json
+import re
 import shutil
 
 import disks
 import pytest
 import tiny
+
+from overspill.cli import parser
+from overspill.cli.train import train
 
 MIB = 1 << 20
 
@@ -79,6 +83,63 @@ def test_states_of_other_disks_are_copied_and_counted(on_disk, tmp_path, capsys)
         assert f"--out {small}/out: no space for a checkpoint: it writes 2." in message
         message = on_disk.fails(capsys, *on_disk.run(small / "out", steps=2, nvme=large))
         assert "no space for a checkpoint" in message and not (small / "out").exists()
+
+
+def told(said: str) -> tuple[float, ...]:
+    """MiB: what a checkpoint writes and what it links, and what going on reserves."""
+    mib = r"([\d.]+) MiB"
+    writes = re.search(
+        f"a checkpoint writes {mib} to [^,\n]+(?:, and links slabs, which hold up to {mib})?", said
+    )
+    reserves = re.search(f"going on with --resume reserves {mib} again", said)
+    return tuple(float(found or 0) for found in (*writes.groups(), reserves[1]))
+
+
+@pytest.mark.parametrize("command", ["plan", "train"])
+def test_of_two_disks_the_one_with_the_checkpoints_links_and_the_other_ones_states_are_written(
+    command, on_disk, tmp_path, capsys
+):
+    """A plan takes each for a half, a run knows what share each has: as they carry, which is about a half."""
+    shares = {}
+
+    def note(loop) -> None:
+        paths = {path["path"]: path["reserved_bytes"] for path in loop.engine.stats()["paths"]}
+        shares.update({path: count / sum(paths.values()) for path, count in paths.items()})
+
+    def start(out, *nvme) -> tuple[float, ...]:
+        if command == "plan":
+            shares.update({str(path): 1 / len(nvme) for path in nvme})
+            return told(on_disk.ok(capsys, *plan(on_disk, nvme, "--out", out)))
+        first, *others = nvme
+        more = [argument for path in others for argument in ("--nvme", str(path))]
+        arguments = [*on_disk.run(out, steps=1, nvme=first), *more]
+        capsys.readouterr()
+        train(parser().parse_args(arguments), note)
+        return told(capsys.readouterr().out.split("step 1/1")[0])
+
+    with disks.small(tmp_path / "a", "40m") as a, disks.small(tmp_path / "b", "40m") as b:
+        written, linked, reserved = start(a / "linked", a)
+        assert linked == reserved > 4
+        all_written, none_linked, _ = start(tmp_path / "written", a)
+        assert none_linked == 0 and all_written - written > 1
+        some_written, some_linked, reserved = start(a / "both", a, b)
+        share = shares[str(a)]
+        assert 0.1 < share < 0.9
+        assert some_linked == pytest.approx(reserved * share, abs=0.15)
+        assert some_written == pytest.approx(written + (1 - share) * (all_written - written), abs=0.15)
+
+
+@pytest.mark.parametrize("command", ["plan", "train"])
+def test_a_link_to_nowhere_in_the_models_folder_is_no_file_of_the_model(command, on_disk, tmp_path, capsys):
+    """Once: 'vocab.txt: No such file or directory', of a file that nobody needs. A cache that was cleared has them."""
+    model = tmp_path / "model"
+    shutil.copytree(on_disk.model, model)
+    (model / "vocab.txt").symlink_to("nowhere")
+    (model / "vocab").mkdir()
+    arguments = ["plan", "--model", model, "--host-budget", "64MiB"]
+    if command == "train":
+        arguments = on_disk.run(tmp_path / "out", steps=1, model=model)
+    assert "a checkpoint writes" in on_disk.ok(capsys, *arguments)
 
 
 @pytest.mark.parametrize("command", ["plan", "train"])

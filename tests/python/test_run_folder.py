@@ -353,11 +353,25 @@ def test_a_run_whose_last_save_failed_says_so_with_its_exit_code(on_disk, tmp_pa
     with disks.small(tmp_path / "disk", "8m") as disk:
         code, err = train(on_disk, capsys, disk / "out", Filling(disk, 2, 99), steps=4, save_every=2)
         assert code == 1
-        assert "the last save failed: " in err and "overspill train --out" in err
+        assert "the last save failed: " in err
+        assert f"make room and go on with: overspill train --out {disk}/out --resume (" in err
+        assert "going on with --resume reserves " in err.rpartition("--resume (")[2]
         assert [p.name for p in (disk / "out/checkpoints").iterdir()] == ["step-000002"]
         (disk / "ballast").unlink()
         on_disk.ok(capsys, "train", "--out", disk / "out", "--resume")
         assert [p.name for p in (disk / "out/checkpoints").iterdir()] == ["step-000004"]
+
+
+def test_a_run_that_an_error_ends_says_what_going_on_needs(on_disk, tmp_path, capsys):
+    def fails(loop):
+        if loop.step == 2:
+            raise RuntimeError("a GPU fell off the bus")
+
+    out = tmp_path / "out"
+    code, err = train(on_disk, capsys, out, fails, steps=3, save_every=1)
+    assert code == 1 and "a GPU fell off the bus" in err
+    assert f"the last good checkpoint is {out}/checkpoints/step-000002, go on with: overspill train" in err
+    assert "going on with --resume reserves " in err.rpartition("--resume (")[2]
 
 
 def test_a_run_saves_by_time_unless_told_otherwise(on_disk, tmp_path, capsys):

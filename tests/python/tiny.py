@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 BINDINGS = Path(__file__).resolve().parents[2] / "bindings"
@@ -95,8 +96,10 @@ class Bench:
                 arguments += [f"--{name}"] if value is True else [f"--{name}", str(value)]
         return arguments
 
-    def start(self, arguments: list[str], **kwargs) -> subprocess.Popen:
-        command = [sys.executable, "-m", "overspill.cli", *map(str, arguments)]
+    def start(
+        self, arguments: list[str], program: Sequence[str] = ("-m", "overspill.cli"), **kwargs
+    ) -> subprocess.Popen:
+        command = [sys.executable, *program, *map(str, arguments)]
         return subprocess.Popen(
             command,
             env=self.env,

@@ -22,8 +22,9 @@ STEP = re.compile(r"step-(\d{6,})")
 PARTIAL = re.compile(STEP.pattern + r"\.partial")
 ASIDE = re.compile(STEP.pattern + r"\.(abandoned|damaged)-\d+")
 OURS = re.compile(
-    r"(rank\d+-)?(slab-.+|extents-.+|shared-.+\.txt|resident\.bin|manifest\.json(\.tmp)?)|rank\d+|hf(\.part)?"
-)
+    r"(rank\d+-)?(slab-.+\.bin|extents-.+\.bin|shared-.+\.txt|resident\.bin|manifest\.json(\.tmp)?)"
+    r"|rank\d+|hf(\.part)?"
+)  # files as in engine/checkpoint/save_folder.cc
 FOLDERS = re.compile(r"rank\d+|hf(\.part)?")  # of OURS
 MANIFEST = "manifest.json"
 

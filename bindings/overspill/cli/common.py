@@ -196,20 +196,19 @@ def model_folder(folder: Path) -> Path:
 
 
 def small_files(folder: Path) -> list[Path]:
-    """Config, generation config and tokenizer files of a Hugging Face folder."""
-    found = {file for pattern in SMALL_FILES for file in folder.glob(pattern)}
-    return sorted(file for file in found if not file.name.endswith(".safetensors.index.json"))
+    """Config, generation config and tokenizer files of a Hugging Face folder.
+
+    Links are followed: a folder of the hub's cache consists of them, and the user named it. Folders, and links that
+    lead nowhere, are left out.
+    """
+    return [folder / name for name in _small(os.listdir(folder)) if (folder / name).is_file()]
 
 
 def copy_small_files(source: Path, target: Path) -> None:
-    """Config, generation config and tokenizer files of a Hugging Face folder, durably, into a folder that is there.
-
-    Links are followed: a folder of the hub's cache consists of them, and the user named it. Folders are left out.
-    """
-    for name in _small(os.listdir(source)):
-        if (source / name).is_file():
-            with (source / name).open("rb") as file:
-                _copy(file, target / name)
+    """The `small_files` of a Hugging Face folder, durably, into a folder that is there."""
+    for path in small_files(source):
+        with path.open("rb") as file:
+            _copy(file, target / path.name)
 
 
 def copy_saved_small_files(source: Path, target: Path) -> None:

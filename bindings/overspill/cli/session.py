@@ -226,23 +226,21 @@ class Session:
             where = f"saved {newest}" if newest else "no step was finished, so there is nothing to save"
             if failure:
                 where = f"the last save failed ({failure}), and the newest checkpoint is {newest or 'none'}"
-            _warn(
-                f"stopped at step {self.loop.step}; {where}; go on with: {self.folder.command}{self._again()}"
-            )
+            _warn(f"stopped at step {self.loop.step}; {where}; {self.go_on}")
             return self.stop.exit_code
         for line in [*self._wear(), *troubles.lines(self.engine.stats()["paths"])]:
             print(line)
         if failure:
-            kept = f"the newest checkpoint is {newest}; make room and go on with: {self.folder.command}"
+            kept = f"the newest checkpoint is {newest}; make room and {self.go_on}"
             raise CliError(f"the last save failed: {failure}; {kept if newest else 'there is no checkpoint'}")
         print(f"checkpoint {newest}\nplot {self.folder.plot_path}", flush=True)
         return 0
 
-    def _again(self) -> str:
-        """What going on needs, where it reserves anything."""
-        if not self.room.reserve_bytes:
-            return ""
-        return f" ({self.room.lines()[-1]})"
+    @property
+    def go_on(self) -> str:
+        """How, and what it needs, where it reserves anything."""
+        needs = f" ({self.room.lines()[-1]})" if self.room.reserve_bytes else ""
+        return f"go on with: {self.folder.command}{needs}"
 
     def _wear(self) -> list[str]:
         """What training does to the disks, at the rate of this process's steps."""
