@@ -31,17 +31,6 @@ std::exception_ptr attempt(Do pass) {
   }
 }
 
-/// A disk does not answer: whoever removes files there waits for it.
-bool is_stalled(const std::exception_ptr& error) {
-  try {
-    std::rethrow_exception(error);
-  } catch (const io::StoreError& known) {
-    return known.error().kind == io::ErrorKind::stalled;
-  } catch (...) {
-    return false;
-  }
-}
-
 /// A rank says how many bytes it will send, and memory is taken for so many. Its part of a manifest is the
 /// longest that it sends.
 void check_announced(int rank, int64_t bytes) {
@@ -136,9 +125,10 @@ void Machine::save(const std::filesystem::path& folder, std::string_view extra_j
     keeper.give_up();
     throw;
   } catch (...) {
-    if (prepared && !is_stalled(std::current_exception())) keeper.remove(folder);
+    const bool stalled = io::is_stalled(std::current_exception());
+    if (prepared && !stalled) keeper.remove(folder);
     if (context.layout.slices > 1) rounds.meet(Meeting::save, ++looks, [] {});
-    keeper.give_up();
+    stalled ? keeper.leave() : keeper.give_up();
     throw;
   }
   keeper.keep(folder);

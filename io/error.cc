@@ -89,6 +89,16 @@ const char* way_out_of(ErrorKind kind) {
 
 }  // namespace
 
+bool is_stalled(const std::exception_ptr& error) {
+  try {
+    std::rethrow_exception(error);
+  } catch (const StoreError& known) {
+    return known.error().kind == ErrorKind::stalled;
+  } catch (...) {
+    return false;
+  }
+}
+
 const char* name_of(Operation operation) {
   switch (operation) {
     case Operation::open:

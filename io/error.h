@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <exception>
 #include <stdexcept>
 #include <string>
 
@@ -60,5 +61,9 @@ class StoreError : public std::runtime_error {
  private:
   Error error_;
 };
+
+/// Whether the exception is a StoreError of a disk that does not answer. Whoever removes files there then
+/// waits for that disk.
+bool is_stalled(const std::exception_ptr& error);
 
 }  // namespace overspill::io

@@ -294,6 +294,7 @@ void CheckpointKeeper::prepare(const fs::path& folder) {
   } catch (const SaveUnderWay&) {
     throw;
   } catch (...) {
+    if (io::is_stalled(std::current_exception())) throw;
     remove(folder);  // it may have been made before its own name failed to become durable
     throw;
   }
@@ -339,6 +340,7 @@ void CheckpointKeeper::complete(const fs::path& folder, const Manifest& manifest
   try {
     engine::sync_folder(absolute.parent_path(), context_.watch());
   } catch (...) {
+    if (io::is_stalled(std::current_exception())) throw;
     ::unlink((absolute / kManifestFile).c_str());  // whatever stops the rest, this is no checkpoint
     remove_quietly(absolute);
     throw;
@@ -364,6 +366,12 @@ void CheckpointKeeper::give_up() noexcept {
   saving_folder_ = {};
   unpin(saving_.extents);
   if (saving_.share) context_.store().end_share(*saving_.share);
+  saving_ = {};
+}
+
+void CheckpointKeeper::leave() {
+  saving_folder_ = {};
+  if (saving_.share) kept_.push_back(std::move(saving_));
   saving_ = {};
 }
 

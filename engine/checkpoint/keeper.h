@@ -43,6 +43,9 @@ class CheckpointKeeper {
   /// gone its slabs are its own.
   void remove(const std::filesystem::path& folder) const noexcept;
   void give_up() noexcept;
+  /// Instead of both, where the disk does not answer: the folder stays as it is, and so do its pins until
+  /// somebody removes it.
+  void leave();
 
   /// Throws CheckpointError where new versions of the states have no room beside a checkpoint of this run
   /// (Config::train_after_save).

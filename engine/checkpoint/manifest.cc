@@ -4,6 +4,7 @@
 #include <fmt/format.h>
 #include <xxhash.h>
 
+#include <exception>
 #include <nlohmann/json.hpp>
 #include <system_error>
 #include <utility>
@@ -173,7 +174,7 @@ void write_manifest(const std::filesystem::path& folder, const Manifest& manifes
     file.sync(watch);
     rename_file(temporary, path);
   } catch (...) {
-    std::filesystem::remove(temporary, ignored);
+    if (!io::is_stalled(std::current_exception())) std::filesystem::remove(temporary, ignored);
     throw;
   }
   sync_folder(folder, watch);
