@@ -6,10 +6,10 @@ import fcntl
 import os
 import socket
 import stat
-import sys
 from pathlib import Path
 
 from overspill.cli.common import CliError
+from overspill.cli.output import warn
 
 UNSUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 NO_FILE = (
@@ -81,11 +81,10 @@ class RunLock:
         except OSError as error:
             if error.errno not in UNSUPPORTED:
                 raise
-            print(
+            warn(
                 f"overspill: {path} cannot be locked ({error.strerror}), so nothing stops a second process "
                 "from training "
-                "into this folder at the same time: start only one",
-                file=sys.stderr,
+                "into this folder at the same time: start only one"
             )
         holder = Holder.parse(_text(self._handle))
         if holder.name and not holder.on_this_machine() and not _is_of_one_machine(self._handle):

@@ -1,12 +1,12 @@
 """When a run saves, and what a save that fails means: training goes on, the checkpoint before stays, the next save
 tries again."""
 
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 from overspill.cli.common import CliError, describe
+from overspill.cli.output import warn
 from overspill.cli.run_folder import RunFolder
 from overspill.cli.settings import Settings
 
@@ -99,4 +99,4 @@ class Saver:
 
 
 def _warn(text: str) -> None:
-    print(f"overspill: {text}", file=sys.stderr, flush=True)
+    warn(f"overspill: {text}")

@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from overspill.cli import room, troubles, wear
 from overspill.cli.chosen import Chosen
 from overspill.cli.common import CliError, describe, load_tokenizer, quiet_transformers
 from overspill.cli.device import device_line
+from overspill.cli.output import say, warn
 from overspill.cli.recorder import Recorder, tensorboard
 from overspill.cli.run_folder import RunFolder
 from overspill.cli.saving import Saver
@@ -141,22 +141,21 @@ class Session:
     def _say_how(self, aside: list[Path]) -> None:
         """What counts, before the first step."""
         for note in self.chosen.notes:
-            print(note)
-        print(self.chosen.text())
-        print(device_line(self.chosen.config.engine.device, self.engine.device))
-        print(self.engine.plan_text, end="")
+            say(note)
+        say(self.chosen.text())
+        say(device_line(self.chosen.config.engine.device, self.engine.device))
+        say(self.engine.plan_text.removesuffix("\n"))
         for line in self.room.lines():
-            print(f"  {line}")
-        print(f"  {self._save_text()}")
+            say(f"  {line}")
+        say(f"  {self._save_text()}")
         if self.base is not None:
-            print(f"going on from {self.base}, step {self.loop.step}", flush=True)
+            say(f"going on from {self.base}, step {self.loop.step}")
         elif self.began_before:
-            print("no checkpoint is there: beginning at step 0", flush=True)
+            say("no checkpoint is there: beginning at step 0")
         for path in aside:
-            _warn(f"{path.name.partition('.')[0]} is of the branch that was left; it is now {path}")
+            warn(f"{path.name.partition('.')[0]} is of the branch that was left; it is now {path}")
         if text := self.folder.checkpoints.aside_text():
-            _warn(text)
-        sys.stdout.flush()
+            warn(text)
 
     def _save_text(self) -> str:
         every, minutes = self.settings.save_every, self.settings.save_minutes
@@ -180,7 +179,7 @@ class Session:
         hook = hook or (lambda loop: None)
         board = tensorboard(self.folder.path)
         if self.reached:
-            print(
+            say(
                 f"step {self.loop.step} is reached already, --steps is {self.settings.steps}: nothing is "
                 "trained; give a "
                 "larger --steps to go on"
@@ -189,7 +188,7 @@ class Session:
             if self.loop.step == 0:
                 self._measure("before", display)
                 hook(self.loop)
-            recorder = Recorder(self.engine, self.trace, _warn)
+            recorder = Recorder(self.engine, self.trace, warn)
             while not self.reached and not self.stop:
                 with recorder:
                     record = self.loop.train_step()
@@ -226,16 +225,16 @@ class Session:
             where = f"saved {newest}" if newest else "no step was finished, so there is nothing to save"
             if failure:
                 where = f"the last save failed ({failure}), and the newest checkpoint is {newest or 'none'}"
-            _warn(
+            warn(
                 f"stopped at step {self.loop.step}; {where}; go on with: {self.folder.command}{self._again()}"
             )
             return self.stop.exit_code
         for line in [*self._wear(), *troubles.lines(self.engine.stats()["paths"])]:
-            print(line)
+            say(line)
         if failure:
             kept = f"the newest checkpoint is {newest}; make room and go on with: {self.folder.command}"
             raise CliError(f"the last save failed: {failure}; {kept if newest else 'there is no checkpoint'}")
-        print(f"checkpoint {newest}\nplot {self.folder.plot_path}", flush=True)
+        say(f"checkpoint {newest}\nplot {self.folder.plot_path}")
         return 0
 
     def _again(self) -> str:
@@ -267,7 +266,7 @@ class Session:
         try:
             write()
         except (OSError, CliError) as error:
-            _warn(f"overspill: {name} was not written: {describe(error).text}")
+            warn(f"overspill: {name} was not written: {describe(error).text}")
 
     def summary(self) -> dict[str, Any]:
         """What the run came to, for those who call the command from Python."""
@@ -281,7 +280,3 @@ class Session:
             "nvme_peak_bytes": max((r["nvme_allocated_bytes"] for r in self.folder.records()), default=0),
             "stats": stats,
         }
-
-
-def _warn(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
