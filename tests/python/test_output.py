@@ -4,6 +4,7 @@ import contextlib
 import os
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -88,3 +89,33 @@ def abandon(file) -> None:
     """Closes it; what it holds goes nowhere."""
     with contextlib.suppress(OSError):
         file.close()
+
+
+class Writer:
+    """As tensorboard's: its thread meets an error, and whoever calls it next gets that."""
+
+    def __init__(self, folder: str, fails: str):
+        self.fails, self.steps = fails, 0
+        if fails == "at once":
+            raise OSError(28, os.strerror(28), folder)
+
+    def add_scalar(self, key: str, value: float, step: int) -> None:
+        if self.fails == "later" and step >= 2:
+            raise OSError(28, os.strerror(28), "events.out")
+
+    def flush(self) -> None:
+        if self.fails == "otherwise":
+            raise RuntimeError("a thread of its own")
+
+
+@pytest.mark.parametrize("fails", ["at once", "later", "otherwise"])
+def test_a_run_goes_on_where_tensorboard_fails(fails, on_disk, tmp_path, capsys, monkeypatch):
+    """Once it ended without a save, while a log.jsonl without room on the same disk was borne."""
+    made = types.ModuleType("torch.utils.tensorboard")
+    made.SummaryWriter = lambda folder: Writer(folder, fails)
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", made)
+    out = tmp_path / "out"
+    code, _, err = on_disk.main(capsys, *on_disk.run(out, steps=3))
+    assert code == 0, err
+    assert list(tiny.losses(out)) == [1, 2, 3]
+    assert err.count(f"TensorBoard's files in {out}/tensorboard are not written from here on") == 1

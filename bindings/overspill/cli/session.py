@@ -11,7 +11,7 @@ from overspill.cli.chosen import Chosen
 from overspill.cli.common import CliError, describe, load_tokenizer, quiet_transformers
 from overspill.cli.device import device_line
 from overspill.cli.output import say, warn
-from overspill.cli.recorder import Recorder, tensorboard
+from overspill.cli.recorder import Board, Recorder
 from overspill.cli.run_folder import RunFolder
 from overspill.cli.saving import Saver
 
@@ -177,7 +177,7 @@ class Session:
         from overspill.cli.display import Display
 
         hook = hook or (lambda loop: None)
-        board = tensorboard(self.folder.path)
+        board = Board(self.folder.path, warn)
         if self.reached:
             say(
                 f"step {self.loop.step} is reached already, --steps is {self.settings.steps}: nothing is "
@@ -198,8 +198,7 @@ class Session:
                 display.step(record)
                 if self.loop.steps_here == PREDICTED_AFTER:
                     display.say(self.engine.predict()["text"].rstrip())
-                if board is not None:
-                    board(record)
+                board(record)
                 if self.saver.due(self.loop.step) and not self.reached:
                     self.saver.save(self.loop.step)
                 hook(self.loop)
