@@ -190,6 +190,8 @@ def interrupted(self):
         ),
         (lambda run: run | {"went_on_from": {"checkpoint": 1, "others_set_aside": True}}, "went_on_from = "),
         (lambda run: run | {"data_digest": None}, "data_digest is null"),
+        (lambda run: run | {"saved": True}, "saved = True is no step that was saved"),
+        (lambda run: run | {"saved": "2"}, "saved is a text"),
     ],
 )
 def test_a_damaged_record_of_a_run_is_named(change, said, on_disk, tmp_path, capsys):

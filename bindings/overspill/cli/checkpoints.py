@@ -63,12 +63,7 @@ class Checkpoints:
 
     def set_aside(self, path: Path, why: str) -> Path:
         """Renames a checkpoint so that no resume chooses it and no rule deletes it. `why`: abandoned or damaged."""
-        number = 1
-        while os.path.lexists(target := path.with_name(f"{path.name}.{why}-{number}")):
-            number += 1
-        path.rename(target)
-        durable.sync_folder(self.folder)
-        return target
+        return rename_aside(path, why)
 
     def has(self, path: Path) -> bool:
         """Whether `path` is one of the branch that goes on."""
@@ -110,8 +105,22 @@ class Checkpoints:
         )
 
     def _named(self, pattern: re.Pattern[str]) -> list[tuple[Path, re.Match[str]]]:
-        items = self.folder.iterdir() if self.folder.is_dir() else ()
-        return [(path, match) for path in items if (match := pattern.fullmatch(path.name))]
+        """Raises OSError where the folder is there and cannot be looked at: what is in it is not absent."""
+        try:
+            names = os.listdir(self.folder)
+        except FileNotFoundError:
+            return []
+        return [(self.folder / name, match) for name in names if (match := pattern.fullmatch(name))]
+
+
+def rename_aside(path: Path, why: str) -> Path:
+    """Gives `path` a free name that begins with its own and says why, durably, and returns it."""
+    number = 1
+    while os.path.lexists(target := path.with_name(f"{path.name}.{why}-{number}")):
+        number += 1
+    path.rename(target)
+    durable.sync_folder(path.parent)
+    return target
 
 
 def is_complete(path: Path) -> bool:

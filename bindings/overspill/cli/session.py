@@ -12,7 +12,7 @@ from overspill.cli.common import CliError, describe, load_tokenizer, quiet_trans
 from overspill.cli.device import device_line
 from overspill.cli.output import say, warn
 from overspill.cli.recorder import Board, Recorder
-from overspill.cli.run_folder import RunFolder
+from overspill.cli.run_folder import SAVED, RunFolder
 from overspill.cli.saving import Saver
 
 PREDICTED_AFTER = 3  # steps of this process: the first is cold, two are a mean
@@ -57,7 +57,7 @@ class Session:
                 f"--data {settings.data}: the texts changed since the run began{or_else}; restore them where they "
                 "changed, or start a new run in another --out"
             )
-        self.run = {**(stored or {"heldout": {}, "data_digest": digest}), **chosen.stored()}
+        self.run = {**(stored or {"heldout": {}, "data_digest": digest, SAVED: None}), **chosen.stored()}
         model, weights = self._model(torch, chosen.config)
         torch.manual_seed(settings.seed)  # of dropout, whatever making the model drew
         try:
@@ -129,7 +129,7 @@ class Session:
     def _begin_anew(self) -> None:
         if not self.began_before:
             self.folder.begin()
-        self.folder.rewind(self.run, None, 0)
+        self.old_log = self.folder.begin_anew(self.run)
 
     def _check_room(self) -> None:
         saved = min(len(self.folder.checkpoints.complete()), self.settings.keep)
@@ -151,7 +151,9 @@ class Session:
         if self.base is not None:
             say(f"going on from {self.base}, step {self.loop.step}")
         elif self.began_before:
-            say("no checkpoint is there: beginning at step 0")
+            say("no checkpoint was saved: beginning at step 0")
+            if self.old_log is not None:
+                warn(f"the log of the steps that were made before, and not saved, is now {self.old_log}")
         for path in aside:
             warn(f"{path.name.partition('.')[0]} is of the branch that was left; it is now {path}")
         if text := self.folder.checkpoints.aside_text():
@@ -212,6 +214,8 @@ class Session:
 
     def _take(self, path: Path) -> None:
         self.engine.save_checkpoint(str(path), client_state=self.loop.state())
+        self.run[SAVED] = self.loop.step
+        self._attempt("run.json", lambda: self.folder.write(self.run))
 
     def _close(self) -> int:
         from overspill.cli.plot import plot
