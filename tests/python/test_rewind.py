@@ -186,6 +186,51 @@ def test_a_predecessor_goes_only_after_its_successor_was_read_back(on_disk, tmp_
     assert names(out) == ["step-000002", "step-000002.damaged-1"]
 
 
+def refused(self, *arguments):
+    raise OSError(errno.EIO, os.strerror(errno.EIO), str(self.folder))
+
+
+def test_a_damaged_save_that_cannot_be_set_aside_ends_no_run(on_disk, tmp_path, capsys, monkeypatch):
+    from overspill.cli.session import Session
+
+    take, out = Session._take, tmp_path / "out"
+
+    def badly(self, path):
+        take(self, path)
+        if path.name == "step-000002":
+            damage(path)
+
+    monkeypatch.setattr(Session, "_take", badly)
+    monkeypatch.setattr(Checkpoints, "set_aside", refused)
+    code, _, err = on_disk.main(capsys, *on_disk.run(out, steps=2, save_every=1, keep=1))
+    assert code == 1 and "overspill train: error: the last save failed: read back, it was damaged" in err
+    assert "could not be set aside" in err and "move it away before --resume takes it" in err
+    assert f"the newest checkpoint is {out}/checkpoints/step-000001" in err
+    assert names(out) == ["step-000001", "step-000002"] and (out / "plot.png").exists()
+
+
+def test_a_folder_of_checkpoints_that_cannot_be_listed_after_a_save_ends_no_run(
+    on_disk, tmp_path, capsys, monkeypatch
+):
+    """Once the next error of a failing disk, after a whole save, ended what its own failure would not have."""
+    from overspill.cli.session import Session
+
+    take, out = Session._take, tmp_path / "out"
+
+    def then_fails(self, path):
+        take(self, path)
+        if self.loop.step == 1:
+            monkeypatch.setattr(Checkpoints, "saved", refused)
+        if self.loop.step == 2:
+            monkeypatch.undo()
+
+    monkeypatch.setattr(Session, "_take", then_fails)
+    code, _, err = on_disk.main(capsys, *on_disk.run(out, steps=2, save_every=1, keep=1))
+    assert code == 0, err
+    assert "older checkpoints stay: " in err and "Input/output error" in err
+    assert names(out) == ["step-000002"]
+
+
 def test_what_overspill_writes_is_known_to_be_its_own(straight):
     """A name that is missing there would stop every resume after a kill in the middle of a save."""
     from overspill.cli.checkpoints import OURS
