@@ -402,3 +402,27 @@ def test_what_must_be_durable_is_synced(on_disk, tmp_path, capsys, monkeypatch):
     checkpoint = out / "checkpoints/step-000001"
     assert {str(checkpoint), str(checkpoint / "hf.part")} <= synced
     assert {str(checkpoint / "hf.part" / p.name) for p in (checkpoint / "hf").iterdir()} <= synced
+
+
+def test_what_ended_a_run_is_not_hidden_by_the_disk_of_its_folder(on_disk, tmp_path, capsys, monkeypatch):
+    """One disk has failed, and with it the engine. Once the folder's error came in place of the engine's."""
+    from overspill.cli.loop import Loop
+
+    out, step = tmp_path / "out", Loop.train_step
+
+    def refused(*_):
+        raise OSError(errno.EIO, os.strerror(errno.EIO), str(out))
+
+    def fails(self):
+        if self.step == 1:
+            monkeypatch.setattr(os, "ftruncate", refused)
+            monkeypatch.setattr(os, "listdir", refused)
+            monkeypatch.setattr(type(out), "iterdir", refused)
+            raise RuntimeError("the engine has failed")
+        return step(self)
+
+    monkeypatch.setattr(Loop, "train_step", fails)
+    message = on_disk.fails(capsys, *on_disk.run(out, steps=2, save_every=1))
+    monkeypatch.undo()
+    assert "the engine has failed" in message and "Input/output error" not in message
+    assert f"the last good checkpoint is {out}/checkpoints/step-000001, go on with: " in message

@@ -1,5 +1,6 @@
 """One process a run folder: two that train into one would delete each other's checkpoints."""
 
+import contextlib
 import dataclasses
 import errno
 import fcntl
@@ -97,8 +98,12 @@ class RunLock:
         os.pwrite(self._handle, Holder.here().text.encode(), 0)
 
     def close(self) -> None:
-        os.ftruncate(self._handle, 0)
-        os.close(self._handle)
+        with contextlib.suppress(
+            OSError
+        ):  # of a disk that failed: what ended the run is not to be hidden by it
+            os.ftruncate(self._handle, 0)
+        with contextlib.suppress(OSError):
+            os.close(self._handle)
 
 
 def _open(path: Path) -> int:

@@ -169,7 +169,7 @@ def train(args: argparse.Namespace, hook=None) -> tuple[int, dict[str, Any]]:
         except CliError:
             raise
         except Exception as error:
-            raise CliError(f"{describe(error).text}{_last_good(folder)}") from error
+            raise CliError(f"{describe(error).text}{_last_good(folder, session.saver.newest)}") from error
         return code, session.summary()
 
 
@@ -210,6 +210,6 @@ def _checkpoint(folder: RunFolder, resume: str | None, stored: dict[str, Any] | 
     return path
 
 
-def _last_good(folder: RunFolder) -> str:
-    path = folder.checkpoints.latest()
-    return f"; the last good checkpoint is {path}, go on with: {folder.command}" if path else ""
+def _last_good(folder: RunFolder, newest: Path | None) -> str:
+    """Of what the run knows: to look at a disk that failed would hide why the run ended, or hang."""
+    return f"; the last good checkpoint is {newest}, go on with: {folder.command}" if newest else ""
