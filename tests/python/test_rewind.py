@@ -338,6 +338,10 @@ DAMAGE = {
     "no step": (lambda line: line.replace(b'"step"', b'"stop"'), "step = None is no number of a step"),
     "step": (lambda line: line.replace(b'"step": 2', b'"step": "2"'), "step = '2' is no number of a step"),
     "seconds": (lambda line: line.replace(b'"seconds": ', b'"seconds": null, "x": '), "seconds = None is no"),
+    "number": (
+        lambda line: line.replace(b'"seconds": ', b'"seconds": 1' + b"0" * 400 + b', "x": '),
+        "seconds = 10000000000000000000000",
+    ),
 }
 
 

@@ -426,3 +426,21 @@ def test_what_ended_a_run_is_not_hidden_by_the_disk_of_its_folder(on_disk, tmp_p
     monkeypatch.undo()
     assert "the engine has failed" in message and "Input/output error" not in message
     assert f"the last good checkpoint is {out}/checkpoints/step-000001, go on with: " in message
+
+
+def test_a_run_that_went_well_ends_well_whatever_became_of_its_log(on_disk, tmp_path, capsys, monkeypatch):
+    """Once its end read the log for a summary that the command does not print."""
+    from overspill.cli.session import Session
+
+    out, take = tmp_path / "out", Session._take
+
+    def and_harm(self, path):
+        take(self, path)
+        log = out / "log.jsonl"
+        log.write_bytes(b"\xff\n" + log.read_bytes())
+
+    monkeypatch.setattr(Session, "_take", and_harm)
+    code, said, err = on_disk.main(capsys, *on_disk.run(out, steps=2))
+    assert code == 0, err
+    assert f"checkpoint {out}/checkpoints/step-000002" in said
+    assert "plot.png was not written" in err and "log.jsonl:1 is damaged" in err

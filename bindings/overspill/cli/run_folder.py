@@ -12,6 +12,7 @@ import json
 import os
 import re
 import shlex
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -254,5 +255,10 @@ def _wrong(record: Any) -> str:
         return f"an object is expected, not {type(record).__name__}"
     if type(record.get("step")) is not int or record["step"] < 0:
         return f"step = {record.get('step')!r:.40} is no number of a step"
-    bad = [name for name in NEEDED if type(record.get(name)) not in (int, float)]
+    bad = [name for name in NEEDED if not _is_number(record.get(name))]
     return f"{bad[0]} = {record.get(bad[0])!r:.40} is no number" if bad else ""
+
+
+def _is_number(value: Any) -> bool:
+    """Whether a float can be it. A loss that is not finite is one."""
+    return type(value) is float or (type(value) is int and abs(value) <= sys.float_info.max)
