@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import tiny
 
-from overspill.cli.checkpoints import Checkpoints, is_complete
+from overspill.cli.checkpoints import Checkpoints, disk_bytes, is_complete
 from overspill.cli.common import CliError
 
 
@@ -430,3 +430,21 @@ def test_a_folder_that_cannot_be_looked_at_is_not_taken_for_absent(tmp_path, mon
     monkeypatch.setattr(Path, "is_dir", lambda self: False)  # what Python answers for EIO from 3.14 on
     with pytest.raises(OSError, match=f"{checkpoints.folder}"):
         checkpoints.latest()
+
+
+def test_what_is_set_aside_may_be_deleted_while_a_run_starts(tmp_path, monkeypatch):
+    """Once the start ended with an error about the file that was gone."""
+    checkpoints = Checkpoints(tmp_path / "checkpoints")
+    made(checkpoints.folder, 1, ".abandoned-1")
+    lstat = os.lstat
+
+    def and_gone(path, **options):
+        if str(path).endswith("resident.bin"):
+            Path(path).unlink()
+        return lstat(path, **options)
+
+    monkeypatch.setattr(os, "lstat", and_gone)
+    monkeypatch.setattr(Path, "lstat", and_gone)
+    assert "step-000001.abandoned-1; they hold" in checkpoints.aside_text()
+    shutil.rmtree(checkpoints.folder)
+    assert disk_bytes([checkpoints.folder]) == 0

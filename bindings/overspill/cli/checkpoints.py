@@ -8,6 +8,7 @@ step-000040.damaged-1       found damaged when it was read back after its save; 
 What is set aside is renamed, so the names alone tell the branches apart.
 """
 
+import contextlib
 import os
 import re
 import shutil
@@ -179,10 +180,13 @@ def _strange(path: Path) -> str:
 
 
 def disk_bytes(folders: list[Path]) -> int:
-    """What the files below these folders take of the disk; a file with several names there counts once."""
+    """What the files below these folders take of the disk; a file with several names there counts once. What cannot be
+    looked at, or is deleted meanwhile, counts as nothing."""
     files = {}
     for folder in folders:
-        for path in folder.rglob("*"):
-            status = path.lstat()
-            files[status.st_dev, status.st_ino] = status.st_blocks * 512
+        for parent, _, names in os.walk(folder):  # leaves out a folder that it cannot list
+            for name in names:
+                with contextlib.suppress(OSError):
+                    status = os.lstat(os.path.join(parent, name))
+                    files[status.st_dev, status.st_ino] = status.st_blocks * 512
     return sum(files.values())
