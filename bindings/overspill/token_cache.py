@@ -9,6 +9,7 @@ finds damage, not intent: who may write to the folder may change it.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import struct
 import zlib
 from collections.abc import Iterator
@@ -45,10 +46,12 @@ class Writer:
 
 @contextlib.contextmanager
 def new(path: Path) -> Iterator[Writer]:
-    """Writes the file `path`, which appears, whole and durable, when the block ends without an exception. Raises
-    OSError (a full disk)."""
+    """Writes the file `path`, which appears, whole and durable, when the block ends without an exception. Until then it
+    is locked: what a kill leaves is not, so the next start can tell (cli/leftovers.py). Raises OSError."""
     durable.make_folders(path.parent)
     with durable.new_file(path) as file:
+        with contextlib.suppress(OSError):  # of a file system without locks
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         writer = Writer(file)
         yield writer
         writer.seal()

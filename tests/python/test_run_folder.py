@@ -295,6 +295,7 @@ def test_a_start_that_was_killed_does_not_stand_in_the_next_ones_way(on_disk, tm
     on_disk.fails(capsys, *on_disk.run(out, steps=1))
     monkeypatch.undo()
     (out / "run.json.part-0123abcd").touch()
+    (out / "plot.png.part-0123abcd").touch()
     assert {"checkpoints", "lock"} < {p.name for p in out.iterdir()}
     on_disk.ok(capsys, *on_disk.run(out, steps=1))
     assert not list(out.glob("*.part*"))

@@ -23,7 +23,7 @@ from overspill.cli.checkpoints import Checkpoints, is_complete, rename_aside
 from overspill.cli.common import CliError
 from overspill.cli.run_lock import RunLock
 
-PART = re.compile(r"(run\.json|log\.jsonl)\.part(-[0-9a-f]{8})?")  # a write that a kill cut short
+PART = re.compile(r"(run\.json|log\.jsonl|plot\.png)\.part(-[0-9a-f]{8})?")  # a write that a kill cut short
 ENGINES = re.compile(r"overspill-.+")  # what an engine makes in a folder for NVMe
 NEEDED = (
     "loss",

@@ -88,7 +88,7 @@ class RunLock:
                 "into this folder at the same time: start only one"
             )
         holder = Holder.parse(_text(self._handle))
-        if holder.name and not holder.on_this_machine() and not _is_of_one_machine(self._handle):
+        if holder.name and not holder.on_this_machine() and not is_of_one_machine(self._handle):
             raise CliError(
                 f"--out {folder} was taken by {holder.name}; its lock is free here, but on this file system locks may "
                 f"not reach from one machine to another. If that run has ended, remove {path}; else wait until it "
@@ -149,7 +149,7 @@ def _boot_id() -> str:
         return ""
 
 
-def _is_of_one_machine(handle: int) -> bool:
+def is_of_one_machine(handle: int) -> bool:
     """Whether no other machine can work on the open file's file system; False where that is not known."""
     try:
         facts = Path(f"/proc/self/fdinfo/{handle}").read_text().splitlines()

@@ -10,6 +10,7 @@ from overspill.cli import room, troubles, wear
 from overspill.cli.chosen import Chosen
 from overspill.cli.common import CliError, describe, load_tokenizer, quiet_transformers
 from overspill.cli.device import device_line
+from overspill.cli.leftovers import remove_unfinished
 from overspill.cli.output import say, warn
 from overspill.cli.recorder import Board, Recorder
 from overspill.cli.run_folder import SAVED, RunFolder
@@ -88,6 +89,7 @@ class Session:
         cache = Path(
             settings.cache or Path(os.environ.get("XDG_CACHE_HOME", "~/.cache"), "overspill")
         ).expanduser()
+        remove_unfinished(cache)
         tokens = data.tokenize(Path(settings.data), tokenizer, cache)
         if settings.heldout is None:
             return *data.split(tokens, settings.seq_len), tokens.digest
