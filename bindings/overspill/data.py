@@ -16,15 +16,12 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from . import durable
+from . import token_cache
 from ._core import OverspillError
+from .token_cache import TOKEN
 
 PIECE_BYTES = 64 << 10  # text tokenised at once: what bounds memory, whatever the size of a file
-TOKEN = np.dtype("<u4")
 FORMAT = b"overspill tokens 1\n"  # part of every cache key: change it when tokenising changes
-CHECKED = "-utf8"  # in the names of caches since text that is no UTF-8 is refused: older ones may hold it
-
-
 RECORDS = (".jsonl", ".ndjson", ".json")  # suffixes, in lower case, of files of records; all others are text
 ARRAY_BYTES = 64 << 20  # of a JSON array, which is read whole
 BYTE_ORDER_MARKS = {
@@ -51,7 +48,7 @@ class Tokens:
         """`count` tokens from `first`, as int64. Raises DataError when the file is shorter than it was."""
         with self.path.open("rb") as file:
             raw = os.pread(file.fileno(), count * TOKEN.itemsize, first * TOKEN.itemsize)
-        if len(raw) != count * TOKEN.itemsize:
+        if len(raw) != count * TOKEN.itemsize or first + count > self.count:
             raise DataError(
                 f"{self.path}: token cache is cut short at token {first}; delete it to make it again"
             )
@@ -235,45 +232,62 @@ def tokenize(path: Path, tokenizer, cache: Path) -> Tokens:
     """Tokens of all text under `path`, from `cache` when these very texts were tokenised before.
 
     Each document is followed by the end token. Files with NUL bytes are taken for binary and left out, with a warning.
-    The cache file appears under its name only when it is whole and durable. Raises DataError for what is no text in
-    UTF-8, OSError (a full disk).
+    The cache file appears under its name only when it is whole, durable and of these very texts; one that is damaged is
+    made again. Raises DataError for what is no text in UTF-8, or changes meanwhile, OSError (a full disk).
     """
     path = Path(path)
     found = text_files(path)
     files = [file for file in found if _is_text(file)]
     binary = sorted(set(found) - set(files))
-    digest = content_digest(files, path if path.is_dir() else path.parent, tokenizer)
-    target = Path(cache) / f"{digest}{CHECKED}.u32"
-    if not target.exists():
-        durable.make_folders(target.parent)
-        with durable.new_file(target) as out:
+    root = path if path.is_dir() else path.parent
+    digest = content_digest(files, root, tokenizer)
+    target = Path(cache) / f"{digest}{token_cache.SUFFIX}"
+    count = token_cache.count(target)
+    if count is None:
+        _warn_of(target, digest)
+        with token_cache.new(target) as out:
             for file in files:
                 for document in _documents(file):
                     _write_document(document, tokenizer, out)
-    size = target.stat().st_size
-    if size == 0:
-        target.unlink()
-        raise DataError(
-            f"data {path} has no text in it ({len(files)} text files, {len(binary)} with NUL bytes, which are taken "
-            "for binary); give a folder or file of text in UTF-8"
-        )
+            # The texts were read a second time: a download that goes on would be trained on under a name not its own.
+            if content_digest(files, root, tokenizer) != digest:
+                raise DataError(f"data {path} changed while it was read; start again when it is complete")
+            if out.count == 0:
+                raise DataError(
+                    f"data {path} has no text in it ({len(files)} text files, {len(binary)} with NUL bytes, which are "
+                    "taken for binary); give a folder or file of text in UTF-8"
+                )
+        count = out.count
     if binary:
         warnings.warn(
             f"data {path}: {len(binary)} files with NUL bytes are taken for binary and left out: "
             f"{', '.join(str(file) for file in binary[:3])}{', …' if len(binary) > 3 else ''}",
             stacklevel=2,
         )
-    return Tokens(target, size // TOKEN.itemsize, digest)
+    return Tokens(target, count, digest)
 
 
-def _write_document(pieces: Iterator[str], tokenizer, out) -> None:
+def _warn_of(target: Path, digest: str) -> None:
+    """Names what is in the way, or in vain, where a cache is about to be made."""
+    if target.exists():
+        warnings.warn(f"token cache {target} is damaged: it is made again from the texts", stacklevel=3)
+    for old in (target.with_name(digest + suffix) for suffix in token_cache.EARLIER):
+        if old.exists():
+            warnings.warn(
+                f"token cache {old} is of an earlier version, which did not keep what tells damage, and is not used: "
+                "it is made again; delete it if that version is used no more",
+                stacklevel=3,
+            )
+
+
+def _write_document(pieces: Iterator[str], tokenizer, out: token_cache.Writer) -> None:
     empty = True
     for piece in pieces:
         ids = tokenizer(piece, add_special_tokens=False, verbose=False)["input_ids"]
-        out.write(np.asarray(ids, dtype=TOKEN).tobytes())
+        out.write(np.asarray(ids, dtype=TOKEN))
         empty = empty and not ids
     if not empty and tokenizer.eos_token_id is not None:
-        out.write(np.asarray([tokenizer.eos_token_id], dtype=TOKEN).tobytes())
+        out.write(np.asarray([tokenizer.eos_token_id], dtype=TOKEN))
 
 
 class Sequences:

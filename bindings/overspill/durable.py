@@ -82,7 +82,23 @@ def sync_file(file: BinaryIO) -> None:
 
 
 def rename_folder(part: Path, target: Path) -> None:
-    """Gives a folder, whose files are durable, its name: `target` is absent or an empty folder."""
+    """Gives a folder, whose files are durable, its name: `target` is absent or an empty folder. A name that cannot be
+    made durable is taken back, and `target` is as it was; where that fails too, the error says that it is there."""
     sync_folder(part)
+    was_there = target.is_dir()
     part.rename(target)
-    sync_folder(target.parent)
+    try:
+        sync_folder(target.parent)
+    except BaseException as error:
+        try:
+            target.rename(part)
+            if was_there:
+                target.mkdir()
+        except OSError:
+            reason = error.strerror if isinstance(error, OSError) else type(error).__name__
+            raise OSError(
+                getattr(error, "errno", None) or errno.EIO,
+                f"{reason}; {target} is there and whole, but its name may not outlive a power cut",
+                str(target.parent),
+            ) from error
+        raise

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import os
 import sys
 import warnings
 import weakref
@@ -560,12 +561,16 @@ class Engine:
         back where there are as many ranks as then, those of GPUs for as many as are here."""
         state.check_arguments("load_checkpoint", unknown)
         self._settle()
-        read = Extra.read(_core.manifest(str(folder))["extra_json"], folder)
+        folder = os.path.realpath(
+            str(folder)
+        )  # read twice: a link to the latest may lead elsewhere meanwhile
+        text = _core.manifest(folder)["extra_json"]
+        read = Extra.read(text, folder)
         buffers = state.persistent_buffers(self.module)
         read.check(buffers, self.optimizer.param_groups)
         with calls.Alone():
             calls.start_update(self._residency, "engine.load_checkpoint")
-            self._load(folder, read)
+            self._load(folder, text, read)
             self._residency.refresh()
             with torch.no_grad():
                 for name, buffer in buffers.items():
@@ -576,18 +581,26 @@ class Engine:
                 state.restore_random_states(read.random[self.rank])
         return read.client_state
 
-    def _load(self, folder: Any, read: Extra) -> None:
+    def _load(self, folder: str, text: str, read: Extra) -> None:
         """The scheduler first: it may refuse what it is given. It is as it was where the weights do not load."""
         if self.lr_scheduler is None:
-            self._core.load(str(folder))
+            self._load_weights(folder, text)
             return
         before = SchedulerState(self.lr_scheduler, self.optimizer.param_groups)
         try:
             read.restore_scheduler(self.lr_scheduler)
-            self._core.load(str(folder))
+            self._load_weights(folder, text)
         except BaseException:
             before.restore()
             raise
+
+    def _load_weights(self, folder: str, text: str) -> None:
+        """Raises CheckpointError where they are of another checkpoint than `text`."""
+        if self._core.load(folder) != text:
+            raise _core.CheckpointError(
+                f"overspill: {folder} was replaced while it was read: the weights are those that are there now, the "
+                "counts, rates, buffers and scheduler are as they were; load a checkpoint again before training"
+            )
 
     def close(self) -> None:
         """Ends the engine; the model's parameters stay NaN. Called by itself when the engine, its optimizer and its

@@ -4,9 +4,10 @@ before a byte is used, names stay in the folder, and no pickle is ever loaded.""
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,8 @@ _COUNT = re.compile(
     r"(^|_)(layers?|experts)$"
 )  # num_hidden_layers, n_layer, encoder_layers, num_local_experts, ...
 _COUNT_MAX = 1000
+_MODULES_MAX = 100_000  # some seconds to make and about half a GB, on the meta device
+_MODULES_A_TENSOR = 50
 _ROWS_BYTES = 16 << 20  # compared at a time
 
 
@@ -122,6 +125,10 @@ class Folder:
     def check_counts(self) -> None:
         """Raises CheckpointError where config.json speaks of far more layers than the files can have tensors for."""
         check_counts(self.path, len(self.tensors), self.path)
+
+    def bounded_modules(self) -> contextlib.AbstractContextManager[None]:
+        """As the function below, for a model that is made of config.json."""
+        return bounded_modules(len(self.tensors), self.path)
 
     def has_names_of(self, model: nn.Module) -> bool:
         """Whether every tensor has the name that the model gives it, so that nothing needs to be converted."""
@@ -229,7 +236,7 @@ def empty_causal_lm(stored: Folder, dtype: torch.dtype | None = None) -> nn.Modu
 
     stored.check_counts()
     config = AutoConfig.from_pretrained(stored.path)
-    with Init(empty=True):
+    with stored.bounded_modules(), Init(empty=True):
         return AutoModelForCausalLM.from_config(config, dtype=dtype or config.dtype).train()
 
 
@@ -254,6 +261,32 @@ def check_counts(folder: Path, tensors: int, named: Path) -> None:
                     f"{named}/config.json: {name} = {count}, and the weights are {tensors} tensors: it is damaged, or "
                     "of another model; fetch the model again"
                 )
+
+
+@contextlib.contextmanager
+def bounded_modules(tensors: int, named: Path) -> Iterator[None]:
+    """Raises CheckpointError, which names the file in `named`, where more modules are made inside than weights of
+    `tensors` tensors can be of: config.json has names for its counts that `check_counts` does not know. Changes
+    nn.Module.__init__ for the whole process while it is entered."""
+    most, made, init = max(_MODULES_MAX, _MODULES_A_TENSOR * tensors), 0, nn.Module.__init__
+
+    @functools.wraps(init)
+    def counted(module: nn.Module, *args: Any, **kwargs: Any) -> None:
+        nonlocal made
+        made += 1
+        if made > most:
+            raise CheckpointError(
+                f"{named}/config.json: its model has more than {most} modules, and the weights are {tensors} tensors: "
+                "it is damaged, or of another model; fetch the model again"
+            )
+        init(module, *args, **kwargs)
+
+    nn.Module.__init__ = counted  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        if nn.Module.__init__ is counted:  # else somebody replaced it meanwhile, and puts it back
+            nn.Module.__init__ = init  # type: ignore[method-assign]
 
 
 def _converts(model: nn.Module) -> bool:

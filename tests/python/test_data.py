@@ -90,9 +90,57 @@ def test_binary_files_are_left_out(texts, tokenizer, tmp_path):
 
 def test_cut_cache_is_an_error(texts, tokenizer, tmp_path):
     tokens = data.tokenize(texts, tokenizer, tmp_path / "cache")
+    with pytest.raises(data.DataError, match="cut short"):
+        tokens.read(1, tokens.count)  # what follows the tokens is none
     os.truncate(tokens.path, tokens.count * 2)
     with pytest.raises(data.DataError, match="cut short"):
         tokens.read(0, tokens.count)
+
+
+DAMAGES = {
+    "cut short": lambda raw: raw[: len(raw) // 8 * 4],
+    "a bit": lambda raw: raw[:4] + bytes([raw[4] ^ 1]) + raw[5:],
+    "its end": lambda raw: raw[:-12] + bytes(12),
+    "longer": lambda raw: raw + raw[:4],
+    "empty": lambda raw: b"",
+    "zeros": lambda raw: bytes(len(raw)),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_cache_is_made_again(damage, texts, tokenizer, tmp_path):
+    """Once whatever had the name was trained on: other tokens, in another order, under the same digest."""
+    tokens = data.tokenize(texts, tokenizer, tmp_path / "cache")
+    whole = all_tokens(tokens)
+    tokens.path.write_bytes(DAMAGES[damage](tokens.path.read_bytes()))
+    with pytest.warns(UserWarning, match=f"token cache {tokens.path} is damaged: it is made again"):
+        assert data.tokenize(texts, tokenizer, tmp_path / "cache") == tokens
+    assert all_tokens(tokens) == whole
+
+
+def test_a_cache_that_nothing_can_be_told_of_is_not_used(texts, tokenizer, tmp_path):
+    tokens = data.tokenize(texts, tokenizer, tmp_path / "cache")
+    earlier = tokens.path.with_name(f"{tokens.digest}-utf8.u32")
+    tokens.path.rename(earlier)
+    earlier.write_bytes(bytes(400))
+    with pytest.warns(UserWarning, match=f"token cache {earlier} is of an earlier version"):
+        assert data.tokenize(texts, tokenizer, tmp_path / "cache") == tokens
+    assert earlier.exists()
+
+
+def test_texts_that_change_while_they_are_read_are_refused(texts, tokenizer, tmp_path, monkeypatch):
+    """As a download that goes on. Once its tokens were kept under the digest of the texts as they had been."""
+    write = data._write_document
+
+    def and_more_comes(*arguments):
+        write(*arguments)
+        with (texts / "5.txt").open("a") as file:
+            file.write("the bird sings\n")
+
+    monkeypatch.setattr(data, "_write_document", and_more_comes)
+    with pytest.raises(data.DataError, match=f"data {texts} changed while it was read; start again"):
+        data.tokenize(texts, tokenizer, tmp_path / "cache")
+    assert not list((tmp_path / "cache").iterdir())
 
 
 def test_order_is_a_pure_function_of_seed_and_position(texts, tokenizer, tmp_path):

@@ -1,5 +1,6 @@
 """Files that a power cut leaves whole: what is asked of the kernel, in which order, and what an error leaves."""
 
+import errno
 import os
 from pathlib import Path
 
@@ -76,3 +77,35 @@ def test_a_full_disk_names_the_file(tmp_path, monkeypatch):
     with pytest.raises(OSError, match=r"No space left on device: '.*run\.json'"):
         durable.write_text(path, "x")
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("was_there", [False, True])
+def test_a_folder_whose_name_cannot_be_made_durable_loses_it_again(was_there, tmp_path, monkeypatch):
+    """Once the error said failure, and the folder was there: the next attempt refused it as not empty."""
+    part, target = tmp_path / "out.part", tmp_path / "out"
+    part.mkdir()
+    (part / "file").write_text("whole")
+    if was_there:
+        target.mkdir()
+    sync, rename = os.fsync, os.rename
+
+    def fails(file):
+        if os.readlink(f"/proc/self/fd/{file}") == str(tmp_path):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        sync(file)
+
+    monkeypatch.setattr(os, "fsync", fails)
+    with pytest.raises(OSError, match=f"Input/output error: '{tmp_path}'"):
+        durable.rename_folder(part, target)
+    assert (part / "file").read_text() == "whole"
+    assert list(target.iterdir()) == [] if was_there else not target.exists()
+
+    def once(source, to):
+        if Path(source) == target:
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(source))
+        rename(source, to)
+
+    monkeypatch.setattr(os, "rename", once)
+    with pytest.raises(OSError, match=f"Input/output error; {target} is there and whole") as error:
+        durable.rename_folder(part, target)
+    assert error.value.errno == errno.EIO and (target / "file").exists()

@@ -68,6 +68,8 @@ def pretend(monkeypatch, folder, text):
     """The checkpoint says `text`, as if it had been written so."""
     manifest = {**_core.manifest(str(folder)), "extra_json": text}
     monkeypatch.setattr(_core, "manifest", lambda _: manifest)
+    load = _core.Engine.load
+    monkeypatch.setattr(_core.Engine, "load", lambda self, folder: load(self, folder) and text)
 
 
 def test_any_damage_is_refused_by_name_with_nothing_changed(engine, tmp_path, monkeypatch):
@@ -202,6 +204,48 @@ def test_weights_that_do_not_load_leave_the_scheduler_as_it_was(engine, tmp_path
     with pytest.raises(CheckpointError):
         engine.load_checkpoint(tmp_path / "saved")
     assert all_of(engine) == before
+
+
+def after(read, act):
+    """`read`, and then something happens on the disk."""
+
+    def patched(folder):
+        found = read(folder)
+        act()
+        return found
+
+    return patched
+
+
+def test_a_link_that_moves_meanwhile_gives_the_whole_of_one_checkpoint(engine, tmp_path, monkeypatch):
+    """As a running job's `latest`. Once counts and scheduler were of the one, and the weights of the other."""
+    latest, next_one = tmp_path / "latest", tmp_path / "next"
+    engine.save_checkpoint(tmp_path / "newer")
+    latest.symlink_to("saved")
+    next_one.symlink_to("newer")
+    monkeypatch.setattr(_core, "manifest", after(_core.manifest, lambda: next_one.rename(latest)))
+    engine.load_checkpoint(latest)
+    monkeypatch.undo()
+    loaded = all_of(engine)
+    engine.load_checkpoint(tmp_path / "saved")
+    assert latest.resolve() == tmp_path / "newer" and all_of(engine) == loaded and engine.global_steps == 2
+
+
+def test_a_folder_that_is_replaced_meanwhile_is_refused_by_name(engine, tmp_path, monkeypatch):
+    folder = tmp_path / "saved"
+    engine.save_checkpoint(tmp_path / "newer")
+    _, _, scheduler, *counts = all_of(engine)[:5]
+
+    def replace():
+        folder.rename(tmp_path / "older")
+        (tmp_path / "newer").rename(folder)
+
+    monkeypatch.setattr(_core, "manifest", after(_core.manifest, replace))
+    with pytest.raises(CheckpointError, match=f"{folder} was replaced while it was read"):
+        engine.load_checkpoint(folder)
+    monkeypatch.undo()
+    assert all_of(engine)[2:5] == [scheduler, *counts]
+    engine.load_checkpoint(folder)
 
 
 def test_a_checkpoint_of_another_program_is_refused(engine, tmp_path):

@@ -1,5 +1,6 @@
 """A merged folder opens as the model that was trained, or there is none: buffers, names, experts, ties, no elements."""
 
+import errno
 import json
 import os
 from pathlib import Path
@@ -412,6 +413,22 @@ def test_a_full_disk_leaves_nothing(llama, tmp_path):
         assert not list(disk.iterdir())
         with pytest.raises(CliError, match="where a file system is mounted"):
             merge(llama, disk)
+
+
+def test_a_merge_whose_name_cannot_be_made_durable_leaves_nothing(llama, tmp_path, monkeypatch):
+    sync, out = os.fsync, tmp_path / "new/out"
+
+    def fails(file):
+        if os.readlink(f"/proc/self/fd/{file}") == str(out.parent) and out.exists():
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        sync(file)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", fails)
+        with pytest.raises(OSError, match="Input/output error"):
+            merge(llama, out)
+    assert names(out.parent) == []
+    merge(llama, out)
 
 
 def test_an_empty_folder_and_a_link_to_one_will_do(llama, tmp_path):

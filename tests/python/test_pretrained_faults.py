@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from overspill import CheckpointError
+from overspill import CheckpointError, OverspillError
 from overspill.pretrained import Folder
 
 TENSORS = {"weight": torch.arange(12.0).view(3, 4), "bias": torch.ones(3)}
@@ -83,3 +83,33 @@ def test_an_index_of_nothing(folder):
     (folder / "model.safetensors.index.json").write_text('{"weight_map": {}}')
     with pytest.raises(CheckpointError, match="names no file"):
         read(folder)
+
+
+@pytest.mark.parametrize("command", ["train", "generate", "merge"])
+def test_a_configuration_of_modules_without_end_is_refused(command, tmp_path, monkeypatch):
+    """By names that nobody listed. Once they were made until memory was full."""
+    from transformers import AutoModelForCausalLM, xLSTMConfig, xLSTMForCausalLM
+
+    from overspill import pretrained
+    from overspill.cli import architecture, generate
+
+    small = xLSTMConfig(hidden_size=32, embedding_dim=32, num_hidden_layers=1, num_heads=2, vocab_size=16)
+    xLSTMForCausalLM(small).save_pretrained(tmp_path)
+    stored = Folder(tmp_path)
+    pretrained.empty_causal_lm(stored)
+    values = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(values | {"num_blocks": 100}))
+    monkeypatch.setattr(pretrained, "_MODULES_MAX", 500)
+    monkeypatch.setattr(pretrained, "_MODULES_A_TENSOR", 10)
+    shapes = {name: tensor.shape for name, tensor in stored.tensors.items()}
+    calls = {
+        "train": lambda: pretrained.empty_causal_lm(stored),
+        "generate": lambda: generate._model(AutoModelForCausalLM, tmp_path),
+        "merge": lambda: architecture.check(shapes, tmp_path, tmp_path, tmp_path),
+    }
+    init = nn.Module.__init__
+    with pytest.raises(
+        OverspillError, match=f"{tmp_path}/config.json.*more than 500 modules, and the weights are"
+    ):
+        calls[command]()
+    assert nn.Module.__init__ is init

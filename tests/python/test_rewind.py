@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import tiny
 
-from overspill.cli.checkpoints import Checkpoints, is_complete
+from overspill.cli.checkpoints import Checkpoints, disk_bytes, is_complete
 from overspill.cli.common import CliError
 
 
@@ -127,8 +127,16 @@ def test_a_rewind_that_is_cut_short_is_finished_by_the_next_resume(cut, on_disk,
     assert f"going on from {out}/checkpoints/step-000003, step 3" in said, "the rewind is over"
 
 
-def test_a_checkpoint_from_elsewhere_is_gone_on_from_until_the_first_save(on_disk, straight, out, capsys):
+def killed(self):
+    raise RuntimeError("killed")
+
+
+def test_a_checkpoint_from_elsewhere_is_gone_on_from_until_the_first_save(
+    on_disk, straight, out, capsys, monkeypatch
+):
     """None of the folder's own is its ancestor for sure: all are set aside, none is deleted."""
+    from overspill.cli.loop import Loop
+
     elsewhere = out.parent / "copied"
     shutil.copytree(out / "checkpoints/step-000004", elsewhere)
     said, _ = resume(on_disk, capsys, out, "--resume", elsewhere, "--steps", 5, "--keep", 1)
@@ -136,10 +144,14 @@ def test_a_checkpoint_from_elsewhere_is_gone_on_from_until_the_first_save(on_dis
     aside = [f"step-00000{step}.abandoned-1" for step in (2, 4, 6)]
     assert sorted([*aside, "step-000005"]) == names(out)
     shutil.rmtree(out / "checkpoints/step-000005")
-    said, _ = resume(on_disk, capsys, out, "--resume", "--steps", 6)
+    message = on_disk.fails(capsys, "train", "--out", out, "--resume", "--steps", 6)
+    assert "the run saved step 5, and" in message and str(elsewhere) in message
+    said, _ = resume(on_disk, capsys, out, "--resume", elsewhere, "--steps", 6)
     assert f"going on from {elsewhere}, step 4" in said
     assert tiny.losses(out) == tiny.losses(straight)
-    shutil.rmtree(out / "checkpoints/step-000006")
+    with monkeypatch.context() as patch:
+        patch.setattr(Loop, "train_step", killed)
+        on_disk.fails(capsys, "train", "--out", out, "--resume", elsewhere)
     elsewhere.rename(out.parent / "moved")
     message = on_disk.fails(capsys, "train", "--out", out, "--resume")
     assert f"went on from {elsewhere}, which is gone" in message and aside[0] in message
@@ -172,6 +184,51 @@ def test_a_predecessor_goes_only_after_its_successor_was_read_back(on_disk, tmp_
     monkeypatch.undo()
     resume(on_disk, capsys, out, "--resume")
     assert names(out) == ["step-000002", "step-000002.damaged-1"]
+
+
+def refused(self, *arguments):
+    raise OSError(errno.EIO, os.strerror(errno.EIO), str(self.folder))
+
+
+def test_a_damaged_save_that_cannot_be_set_aside_ends_no_run(on_disk, tmp_path, capsys, monkeypatch):
+    from overspill.cli.session import Session
+
+    take, out = Session._take, tmp_path / "out"
+
+    def badly(self, path):
+        take(self, path)
+        if path.name == "step-000002":
+            damage(path)
+
+    monkeypatch.setattr(Session, "_take", badly)
+    monkeypatch.setattr(Checkpoints, "set_aside", refused)
+    code, _, err = on_disk.main(capsys, *on_disk.run(out, steps=2, save_every=1, keep=1))
+    assert code == 1 and "overspill train: error: the last save failed: read back, it was damaged" in err
+    assert "could not be set aside" in err and "move it away before --resume takes it" in err
+    assert f"the newest checkpoint is {out}/checkpoints/step-000001" in err
+    assert names(out) == ["step-000001", "step-000002"] and (out / "plot.png").exists()
+
+
+def test_a_folder_of_checkpoints_that_cannot_be_listed_after_a_save_ends_no_run(
+    on_disk, tmp_path, capsys, monkeypatch
+):
+    """Once the next error of a failing disk, after a whole save, ended what its own failure would not have."""
+    from overspill.cli.session import Session
+
+    take, out = Session._take, tmp_path / "out"
+
+    def then_fails(self, path):
+        take(self, path)
+        if self.loop.step == 1:
+            monkeypatch.setattr(Checkpoints, "saved", refused)
+        if self.loop.step == 2:
+            monkeypatch.undo()
+
+    monkeypatch.setattr(Session, "_take", then_fails)
+    code, _, err = on_disk.main(capsys, *on_disk.run(out, steps=2, save_every=1, keep=1))
+    assert code == 0, err
+    assert "older checkpoints stay: " in err and "Input/output error" in err
+    assert names(out) == ["step-000002"]
 
 
 def test_what_overspill_writes_is_known_to_be_its_own(straight):
@@ -308,6 +365,10 @@ DAMAGE = {
     "no step": (lambda line: line.replace(b'"step"', b'"stop"'), "step = None is no number of a step"),
     "step": (lambda line: line.replace(b'"step": 2', b'"step": "2"'), "step = '2' is no number of a step"),
     "seconds": (lambda line: line.replace(b'"seconds": ', b'"seconds": null, "x": '), "seconds = None is no"),
+    "number": (
+        lambda line: line.replace(b'"seconds": ', b'"seconds": 1' + b"0" * 400 + b', "x": '),
+        "seconds = 10000000000000000000000",
+    ),
 }
 
 
@@ -347,7 +408,70 @@ def test_a_checkpoint_of_a_script_does_not_say_where_to_go_on(state, said, on_di
     assert f"its client_state has {said}" in message and "merge this one" in message
 
 
-def test_without_a_checkpoint_a_run_says_that_it_begins_anew(on_disk, out, capsys):
-    shutil.rmtree(out / "checkpoints")
-    said, _ = resume(on_disk, capsys, out, "--resume", "--steps", 1)
-    assert "no checkpoint is there: beginning at step 0" in said
+def test_a_run_that_was_never_saved_begins_anew_and_keeps_its_log(on_disk, tmp_path, capsys, monkeypatch):
+    from overspill.cli.session import Session
+
+    out = tmp_path / "out"
+    with monkeypatch.context() as patch:
+        patch.setattr(Session, "_take", killed)
+        on_disk.fails(capsys, *on_disk.run(out, steps=2))
+    log = (out / "log.jsonl").read_bytes()
+    said, err = resume(on_disk, capsys, out, "--resume", "--steps", 1)
+    assert "no checkpoint was saved: beginning at step 0" in said
+    assert f"not saved, is now {out}/log.jsonl.abandoned-1" in err
+    assert (out / "log.jsonl.abandoned-1").read_bytes() == log and len(tiny.log(out)) == 1
+
+
+@pytest.mark.parametrize("version", ["this", "earlier"])
+def test_a_run_whose_checkpoints_cannot_be_seen_does_not_begin_anew(version, on_disk, out, capsys):
+    """As where the disk of OUT/checkpoints is not mounted. Once it began at step 0 and emptied the log; with the disk
+    back its old checkpoints were the newest, so each new one was deleted after its save."""
+    if version == "earlier":
+        run = json.loads((out / "run.json").read_text())
+        assert run.pop("saved") == 6
+        (out / "run.json").write_text(json.dumps(run))
+    (out / "checkpoints").rename(out.parent / "unmounted")
+    (out / "checkpoints").mkdir()
+    before = tiny.tree(out)
+    message = on_disk.fails(capsys, "train", "--out", out, "--resume", "--steps", 7)
+    said = {
+        "this": "the run saved step 6",
+        "earlier": "is of an earlier version, which did not note its saves",
+    }
+    assert said[version] in message and f"{out}/checkpoints holds no checkpoint; mount the disk" in message
+    assert "--resume PATH, or start a new run in another --out" in message
+    assert tiny.tree(out) == before
+    elsewhere = out.parent / "unmounted/step-000006"
+    resume(on_disk, capsys, out, "--resume", elsewhere, "--steps", 7)
+    assert names(out) == ["step-000007"] and list(tiny.losses(out)) == list(range(1, 8))
+
+
+def test_a_folder_that_cannot_be_looked_at_is_not_taken_for_absent(tmp_path, monkeypatch):
+    def refused(path):
+        raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+
+    checkpoints = Checkpoints(tmp_path / "checkpoints")
+    assert checkpoints.latest() is None
+    made(checkpoints.folder, 1)
+    monkeypatch.setattr(os, "listdir", refused)
+    monkeypatch.setattr(Path, "is_dir", lambda self: False)  # what Python answers for EIO from 3.14 on
+    with pytest.raises(OSError, match=f"{checkpoints.folder}"):
+        checkpoints.latest()
+
+
+def test_what_is_set_aside_may_be_deleted_while_a_run_starts(tmp_path, monkeypatch):
+    """Once the start ended with an error about the file that was gone."""
+    checkpoints = Checkpoints(tmp_path / "checkpoints")
+    made(checkpoints.folder, 1, ".abandoned-1")
+    lstat = os.lstat
+
+    def and_gone(path, **options):
+        if str(path).endswith("resident.bin"):
+            Path(path).unlink()
+        return lstat(path, **options)
+
+    monkeypatch.setattr(os, "lstat", and_gone)
+    monkeypatch.setattr(Path, "lstat", and_gone)
+    assert "step-000001.abandoned-1; they hold" in checkpoints.aside_text()
+    shutil.rmtree(checkpoints.folder)
+    assert disk_bytes([checkpoints.folder]) == 0

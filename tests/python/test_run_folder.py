@@ -190,6 +190,8 @@ def interrupted(self):
         ),
         (lambda run: run | {"went_on_from": {"checkpoint": 1, "others_set_aside": True}}, "went_on_from = "),
         (lambda run: run | {"data_digest": None}, "data_digest is null"),
+        (lambda run: run | {"saved": True}, "saved = True is no step that was saved"),
+        (lambda run: run | {"saved": "2"}, "saved is a text"),
     ],
 )
 def test_a_damaged_record_of_a_run_is_named(change, said, on_disk, tmp_path, capsys):
@@ -293,6 +295,7 @@ def test_a_start_that_was_killed_does_not_stand_in_the_next_ones_way(on_disk, tm
     on_disk.fails(capsys, *on_disk.run(out, steps=1))
     monkeypatch.undo()
     (out / "run.json.part-0123abcd").touch()
+    (out / "plot.png.part-0123abcd").touch()
     assert {"checkpoints", "lock"} < {p.name for p in out.iterdir()}
     on_disk.ok(capsys, *on_disk.run(out, steps=1))
     assert not list(out.glob("*.part*"))
@@ -414,3 +417,45 @@ def test_what_must_be_durable_is_synced(on_disk, tmp_path, capsys, monkeypatch):
     checkpoint = out / "checkpoints/step-000001"
     assert {str(checkpoint), str(checkpoint / "hf.part")} <= synced
     assert {str(checkpoint / "hf.part" / p.name) for p in (checkpoint / "hf").iterdir()} <= synced
+
+
+def test_what_ended_a_run_is_not_hidden_by_the_disk_of_its_folder(on_disk, tmp_path, capsys, monkeypatch):
+    """One disk has failed, and with it the engine. Once the folder's error came in place of the engine's."""
+    from overspill.cli.loop import Loop
+
+    out, step = tmp_path / "out", Loop.train_step
+
+    def refused(*_):
+        raise OSError(errno.EIO, os.strerror(errno.EIO), str(out))
+
+    def fails(self):
+        if self.step == 1:
+            monkeypatch.setattr(os, "ftruncate", refused)
+            monkeypatch.setattr(os, "listdir", refused)
+            monkeypatch.setattr(type(out), "iterdir", refused)
+            raise RuntimeError("the engine has failed")
+        return step(self)
+
+    monkeypatch.setattr(Loop, "train_step", fails)
+    message = on_disk.fails(capsys, *on_disk.run(out, steps=2, save_every=1))
+    monkeypatch.undo()
+    assert "the engine has failed" in message and "Input/output error" not in message
+    assert f"the last good checkpoint is {out}/checkpoints/step-000001, go on with: " in message
+
+
+def test_a_run_that_went_well_ends_well_whatever_became_of_its_log(on_disk, tmp_path, capsys, monkeypatch):
+    """Once its end read the log for a summary that the command does not print."""
+    from overspill.cli.session import Session
+
+    out, take = tmp_path / "out", Session._take
+
+    def and_harm(self, path):
+        take(self, path)
+        log = out / "log.jsonl"
+        log.write_bytes(b"\xff\n" + log.read_bytes())
+
+    monkeypatch.setattr(Session, "_take", and_harm)
+    code, said, err = on_disk.main(capsys, *on_disk.run(out, steps=2))
+    assert code == 0, err
+    assert f"checkpoint {out}/checkpoints/step-000002" in said
+    assert "plot.png was not written" in err and "log.jsonl:1 is damaged" in err

@@ -8,6 +8,7 @@ import traceback
 from pathlib import Path
 
 from overspill.cli.common import CliError, describe
+from overspill.cli.output import warn
 
 COMMANDS = ("doctor", "plan", "train", "verify", "merge", "generate")
 
@@ -58,7 +59,7 @@ def main(argv: list[str] | None = None) -> int:
         _check_paths(args)
         return args.run(args) or 0
     except KeyboardInterrupt:
-        print("overspill: stopped", file=sys.stderr)
+        warn("overspill: stopped")
         return 130
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -68,7 +69,7 @@ def main(argv: list[str] | None = None) -> int:
             traceback.print_exc()
         known = isinstance(error, CliError)
         hint = "" if known or args.debug else describe(error).hint
-        print(f"overspill {args.command}: error: {describe(error).text}{hint}", file=sys.stderr)
+        warn(f"overspill {args.command}: error: {describe(error).text}{hint}")
         return 1
 
 

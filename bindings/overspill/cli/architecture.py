@@ -29,7 +29,7 @@ def check(shapes: Mapping[str, tuple[int, ...]], checkpoint: Path, folder: Path,
     first = ""
     try:
         for kind in _classes(folder):
-            wrong = _mismatch(_empty(kind, folder), shapes)
+            wrong = _mismatch(_empty(kind, folder, len(shapes), named), shapes)
             if not wrong:
                 return f"it opens as {kind.__name__}"
             first = first or f"{kind.__name__} of {named}/config.json: {wrong}"
@@ -67,13 +67,15 @@ def _classes(folder: Path) -> list[type]:
     return kinds
 
 
-def _empty(kind: type, folder: Path):
+def _empty(kind: type, folder: Path, tensors: int, named: Path):
     """The model's shapes, on the meta device, as from_pretrained makes it first."""
     import torch
 
+    from overspill.pretrained import bounded_modules
+
     config = kind.config_class.from_pretrained(folder)
     try:
-        with torch.device("meta"):
+        with torch.device("meta"), bounded_modules(tensors, named):
             return kind(config)
     except ImportError as error:
         raise _Unknown(f"{kind.__name__} needs a package that is missing ({error})") from None

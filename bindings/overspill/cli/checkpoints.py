@@ -8,6 +8,7 @@ step-000040.damaged-1       found damaged when it was read back after its save; 
 What is set aside is renamed, so the names alone tell the branches apart.
 """
 
+import contextlib
 import os
 import re
 import shutil
@@ -64,12 +65,7 @@ class Checkpoints:
 
     def set_aside(self, path: Path, why: str) -> Path:
         """Renames a checkpoint so that no resume chooses it and no rule deletes it. `why`: abandoned or damaged."""
-        number = 1
-        while os.path.lexists(target := path.with_name(f"{path.name}.{why}-{number}")):
-            number += 1
-        path.rename(target)
-        durable.sync_folder(self.folder)
-        return target
+        return rename_aside(path, why)
 
     def has(self, path: Path) -> bool:
         """Whether `path` is one of the branch that goes on."""
@@ -111,8 +107,22 @@ class Checkpoints:
         )
 
     def _named(self, pattern: re.Pattern[str]) -> list[tuple[Path, re.Match[str]]]:
-        items = self.folder.iterdir() if self.folder.is_dir() else ()
-        return [(path, match) for path in items if (match := pattern.fullmatch(path.name))]
+        """Raises OSError where the folder is there and cannot be looked at: what is in it is not absent."""
+        try:
+            names = os.listdir(self.folder)
+        except FileNotFoundError:
+            return []
+        return [(self.folder / name, match) for name in names if (match := pattern.fullmatch(name))]
+
+
+def rename_aside(path: Path, why: str) -> Path:
+    """Gives `path` a free name that begins with its own and says why, durably, and returns it."""
+    number = 1
+    while os.path.lexists(target := path.with_name(f"{path.name}.{why}-{number}")):
+        number += 1
+    path.rename(target)
+    durable.sync_folder(path.parent)
+    return target
 
 
 def is_complete(path: Path) -> bool:
@@ -171,10 +181,13 @@ def _strange(path: Path) -> str:
 
 
 def disk_bytes(folders: list[Path]) -> int:
-    """What the files below these folders take of the disk; a file with several names there counts once."""
+    """What the files below these folders take of the disk; a file with several names there counts once. What cannot be
+    looked at, or is deleted meanwhile, counts as nothing."""
     files = {}
     for folder in folders:
-        for path in folder.rglob("*"):
-            status = path.lstat()
-            files[status.st_dev, status.st_ino] = status.st_blocks * 512
+        for parent, _, names in os.walk(folder):  # leaves out a folder that it cannot list
+            for name in names:
+                with contextlib.suppress(OSError):
+                    status = os.lstat(os.path.join(parent, name))
+                    files[status.st_dev, status.st_ino] = status.st_blocks * 512
     return sum(files.values())

@@ -1,8 +1,10 @@
 """Progress of a run: a live bar on a terminal, a line a step elsewhere."""
 
 import sys
+from collections.abc import Callable
 from typing import Any
 
+from overspill.cli import output
 from overspill.memory import human
 
 
@@ -25,27 +27,36 @@ class Display:
         self._task: Any = None
 
     def __enter__(self) -> "Display":
-        if sys.stdout.isatty():
+        if sys.stdout is not None and sys.stdout.isatty():
             from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
             columns = ("{task.completed}/{task.total}", BarColumn(20), TextColumn("{task.description}"))
             self._bar = Progress(*columns, TimeRemainingColumn())
             self._task = self._bar.add_task("", total=self.steps, completed=self.first)
-            self._bar.start()
+            self._draw(self._bar.start)
         return self
 
     def __exit__(self, *_: object) -> None:
         if self._bar is not None:
-            self._bar.stop()
+            self._draw(self._bar.stop)
 
     def step(self, record: dict[str, Any]) -> None:
         if self._bar is not None:
-            self._bar.update(self._task, completed=record["step"], description=_figures(record))
+            at = {"completed": record["step"], "description": _figures(record)}
+            self._draw(lambda: self._bar.update(self._task, **at))
         else:
-            print(f"step {record['step']}/{self.steps}  {_figures(record)}", flush=True)
+            output.say(f"step {record['step']}/{self.steps}  {_figures(record)}")
 
     def say(self, text: str) -> None:
         if self._bar is not None:
-            self._bar.console.print(text, highlight=False, markup=False)
+            self._draw(lambda: self._bar.console.print(text, highlight=False, markup=False))
         else:
-            print(text, flush=True)
+            output.say(text)
+
+    @staticmethod
+    def _draw(act: Callable[[], None]) -> None:
+        """A terminal that is gone ends no run either."""
+        try:
+            act()
+        except (OSError, ValueError) as error:
+            output.refused("stdout", error)

@@ -70,9 +70,11 @@ def _model(kind, folder: Path):
     files."""
     from overspill.pretrained import Folder, some
 
-    Folder(folder).check_counts()
+    stored = Folder(folder)
+    stored.check_counts()
     try:
-        model, found = kind.from_pretrained(folder, dtype="auto", output_loading_info=True)
+        with stored.bounded_modules():
+            model, found = kind.from_pretrained(folder, dtype="auto", output_loading_info=True)
     except Exception as error:  # whatever transformers raises for a folder that is wrong
         raise CliError(f"--model {folder} cannot be opened: {' '.join(str(error).split())[:300]}") from error
     if found["missing_keys"]:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from overspill.cli.common import CliError
+from overspill.cli.common import CliError, describe
 
 
 class Recorder:
@@ -59,18 +59,39 @@ def check_trace(path: str | None) -> None:
         raise CliError(f"--trace {path} cannot be written; name a file in a folder that you may write to")
 
 
-def tensorboard(folder: Path):
-    """A function that takes a step's record, or None where TensorBoard is not installed."""
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError:
-        return None
-    writer = SummaryWriter(str(folder / "tensorboard"))
+class Board:
+    """TensorBoard's files, where it is installed: called with each step's record. Training does not depend on them. A
+    thread of TensorBoard's writes, and ends for good at its first error, so `warn` is told of one and none is written
+    from then on."""
 
-    def write(record: dict[str, Any]) -> None:
+    def __init__(self, folder: Path, warn: Callable[[str], None]):
+        self.folder, self.warn = folder / "tensorboard", warn
+        self._writer: Any = None
+        self._attempt(self._open)
+
+    def __call__(self, record: dict[str, Any]) -> None:
+        if self._writer is not None:
+            self._attempt(lambda: self._write(record))
+
+    def _open(self) -> None:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError:
+            return
+        self._writer = SummaryWriter(str(self.folder))
+
+    def _write(self, record: dict[str, Any]) -> None:
         for key, value in record.items():
             if key not in ("step", "nvme_paths"):
-                writer.add_scalar(key, float(value), record["step"])
-        writer.flush()
+                self._writer.add_scalar(key, float(value), record["step"])
+        self._writer.flush()
 
-    return write
+    def _attempt(self, act: Callable[[], None]) -> None:
+        try:
+            act()
+        except Exception as error:  # whatever its thread met, or a broken installation raises
+            self._writer = None
+            self.warn(
+                f"overspill: TensorBoard's files in {self.folder} are not written from here on "
+                f"({describe(error).text}); log.jsonl has all of it"
+            )

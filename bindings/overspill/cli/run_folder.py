@@ -1,7 +1,8 @@
 """The folder of a training run: settings, log, checkpoints, plot. Nobody else's files are ever touched.
 
-run.json                      settings, digest of the data, held-out loss, what the run went on from
+run.json                      settings, digest of the data, held-out loss, what the run went on from and saved
 log.jsonl                     one line a step
+log.jsonl.abandoned-1         the log of a run that began anew, since nothing of it was saved
 checkpoints/step-000040/      what core.save wrote, and hf/: config and tokenizer files for merge (checkpoints.py)
 plot.png
 lock                          held by the process that trains (run_lock.py)
@@ -11,17 +12,18 @@ import json
 import os
 import re
 import shlex
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from overspill import durable
 from overspill.cli import run_record
-from overspill.cli.checkpoints import Checkpoints, is_complete
+from overspill.cli.checkpoints import Checkpoints, is_complete, rename_aside
 from overspill.cli.common import CliError
 from overspill.cli.run_lock import RunLock
 
-PART = re.compile(r"(run\.json|log\.jsonl)\.part(-[0-9a-f]{8})?")  # a write that a kill cut short
+PART = re.compile(r"(run\.json|log\.jsonl|plot\.png)\.part(-[0-9a-f]{8})?")  # a write that a kill cut short
 ENGINES = re.compile(r"overspill-.+")  # what an engine makes in a folder for NVMe
 NEEDED = (
     "loss",
@@ -31,6 +33,7 @@ NEEDED = (
     "rss_bytes",
 )  # of a line: what plot.png shows
 WENT_ON_FROM = "went_on_from"  # in run.json, after a rewind
+SAVED = "saved"  # in run.json: the step of the branch's last save, null before the first; earlier versions lack it
 
 
 class RunFolder:
@@ -145,6 +148,7 @@ class RunFolder:
             off = [checkpoints.set_aside(path, "abandoned") for path in off if is_complete(path)]
             run[WENT_ON_FROM] = {"checkpoint": str(base), "others_set_aside": True}
         run["heldout"] = {at: loss for at, loss in run["heldout"].items() if int(at) <= step}
+        run[SAVED] = step if base and checkpoints.has(base) else None
         self.write(run)
         durable.write_text(self.log_path, "".join(json.dumps(r) + "\n" for r in kept))
         checkpoints.remove_leftovers()
@@ -153,24 +157,46 @@ class RunFolder:
                 path.unlink()
         return off
 
+    def begin_anew(self, run: dict[str, Any]) -> Path | None:
+        """As `rewind`, to step 0, of a run that saved nothing. Its log is kept: returned under its new name, None where
+        it has no step."""
+        old = rename_aside(self.log_path, "abandoned") if self.records() else None
+        self.rewind(run, None, 0)
+        return old
+
     def to_go_on_from(self, stored: dict[str, Any]) -> Path | None:
-        """The newest checkpoint of the branch that goes on; None where nothing was saved. Raises CliError where the
-        branch has none of its own and the one that it went on from is gone."""
+        """The newest checkpoint of the branch that goes on; None where nothing was saved. Raises CliError where
+        something was, and is not to be seen: to begin without it would do the run's steps again, over its log."""
         rewound = stored.get(WENT_ON_FROM)
-        if rewound is None:
-            return self.checkpoints.latest()
-        base = Path(rewound["checkpoint"])
-        if rewound["others_set_aside"] and (own := self.checkpoints.latest()):
+        cut_short = rewound is not None and not rewound["others_set_aside"]
+        if not cut_short and (own := self.checkpoints.latest()):
             return own
-        if is_complete(base):
+        base = Path(rewound["checkpoint"]) if rewound else None
+        saved = None if cut_short else stored.get(SAVED)
+        if base is not None and saved is None and is_complete(base):
             return base
+        unknown = base is None and SAVED not in stored
+        steps = len(self.records()) if unknown else 0
+        if base is None and saved is None and not steps:
+            return None
         others = [path for _, path in self.checkpoints.complete()] + self.checkpoints.aside()
+        if base is not None and is_complete(base):
+            others.append(base)
+        listed = f" (there are {', '.join(map(str, others))})" if others else ""
         raise CliError(
-            f"--resume: the run went on from {base}, which is gone, and it has saved none since; "
-            "name what to go "
-            f"on from with --resume PATH{': ' if others else ', or start a new run in another --out'}"
-            f"{', '.join(map(str, others))}"
+            f"--resume: {self._unseen(base, saved, steps)}name what to go on from with --resume PATH{listed}, or "
+            "start a new run in another --out"
         )
+
+    def _unseen(self, base: Path | None, saved: int | None, steps: int) -> str:
+        """What the run went on from, or saved, and is not there; the first way out."""
+        if saved is None and base is not None:
+            return f"the run went on from {base}, which is gone, and it has saved none since; "
+        did = f"saved step {saved}"
+        if saved is None:
+            did = f"is of an earlier version, which did not note its saves, and made {steps} steps"
+        folder = self.checkpoints.folder
+        return f"the run {did}, and {folder} holds no checkpoint; mount the disk that {folder} is on, or "
 
     def log(self, record: dict[str, Any]) -> None:
         """Appends one line, at once on its way to the disk. Raises OSError when there is no room: what could not be
@@ -229,5 +255,10 @@ def _wrong(record: Any) -> str:
         return f"an object is expected, not {type(record).__name__}"
     if type(record.get("step")) is not int or record["step"] < 0:
         return f"step = {record.get('step')!r:.40} is no number of a step"
-    bad = [name for name in NEEDED if type(record.get(name)) not in (int, float)]
+    bad = [name for name in NEEDED if not _is_number(record.get(name))]
     return f"{bad[0]} = {record.get(bad[0])!r:.40} is no number" if bad else ""
+
+
+def _is_number(value: Any) -> bool:
+    """Whether a float can be it. A loss that is not finite is one."""
+    return type(value) is float or (type(value) is int and abs(value) <= sys.float_info.max)

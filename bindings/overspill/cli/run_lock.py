@@ -1,15 +1,16 @@
 """One process a run folder: two that train into one would delete each other's checkpoints."""
 
+import contextlib
 import dataclasses
 import errno
 import fcntl
 import os
 import socket
 import stat
-import sys
 from pathlib import Path
 
 from overspill.cli.common import CliError
+from overspill.cli.output import warn
 
 UNSUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 NO_FILE = (
@@ -81,14 +82,13 @@ class RunLock:
         except OSError as error:
             if error.errno not in UNSUPPORTED:
                 raise
-            print(
+            warn(
                 f"overspill: {path} cannot be locked ({error.strerror}), so nothing stops a second process "
                 "from training "
-                "into this folder at the same time: start only one",
-                file=sys.stderr,
+                "into this folder at the same time: start only one"
             )
         holder = Holder.parse(_text(self._handle))
-        if holder.name and not holder.on_this_machine() and not _is_of_one_machine(self._handle):
+        if holder.name and not holder.on_this_machine() and not is_of_one_machine(self._handle):
             raise CliError(
                 f"--out {folder} was taken by {holder.name}; its lock is free here, but on this file system locks may "
                 f"not reach from one machine to another. If that run has ended, remove {path}; else wait until it "
@@ -98,8 +98,12 @@ class RunLock:
         os.pwrite(self._handle, Holder.here().text.encode(), 0)
 
     def close(self) -> None:
-        os.ftruncate(self._handle, 0)
-        os.close(self._handle)
+        with contextlib.suppress(
+            OSError
+        ):  # of a disk that failed: what ended the run is not to be hidden by it
+            os.ftruncate(self._handle, 0)
+        with contextlib.suppress(OSError):
+            os.close(self._handle)
 
 
 def _open(path: Path) -> int:
@@ -145,7 +149,7 @@ def _boot_id() -> str:
         return ""
 
 
-def _is_of_one_machine(handle: int) -> bool:
+def is_of_one_machine(handle: int) -> bool:
     """Whether no other machine can work on the open file's file system; False where that is not known."""
     try:
         facts = Path(f"/proc/self/fdinfo/{handle}").read_text().splitlines()

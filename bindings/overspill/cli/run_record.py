@@ -1,4 +1,5 @@
-"""What run.json holds: a run's settings, what was typed, its data's digest, held-out losses, where it went on."""
+"""What run.json holds: a run's settings, what was typed, its data's digest, held-out losses, where it went on, what
+it saved."""
 
 import dataclasses
 import os
@@ -11,7 +12,7 @@ from overspill.cli.settings import FIELDS
 
 NEEDED = {"settings": dict, "heldout": dict, "data_digest": str}
 # Earlier versions lack them; a run without a configuration file has null for it.
-OPTIONAL = {"typed": dict, "config": dict | None, "numbers": dict, "went_on_from": dict}
+OPTIONAL = {"typed": dict, "config": dict | None, "numbers": dict, "went_on_from": dict, "saved": int | None}
 WENT_ON_FROM = {"checkpoint": str, "others_set_aside": bool}
 
 
@@ -34,6 +35,9 @@ def wrong(record: Any) -> str:
     for step, loss in record["heldout"].items():
         if not (re.fullmatch(r"[0-9]{1,18}", step) and _fits(loss, float)):
             return f"heldout.{step:.20} = {loss!r:.40} is no loss at a step"
+    saved = record.get("saved")
+    if saved is not None and not (_fits(saved, int) and saved >= 1):
+        return f"saved = {saved!r:.40} is no step that was saved"
     parts = {"went_on_from": WENT_ON_FROM, "config": {f.name: f.type for f in dataclasses.fields(ConfigFile)}}
     for name, kinds in parts.items():
         part = record.get(name)

@@ -1,12 +1,12 @@
 """When a run saves, and what a save that fails means: training goes on, the checkpoint before stays, the next save
 tries again."""
 
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 from overspill.cli.common import CliError, describe
+from overspill.cli.output import warn
 from overspill.cli.run_folder import RunFolder
 from overspill.cli.settings import Settings
 
@@ -53,11 +53,9 @@ class Saver:
             self._take(path)
         except (OSError, StoreError, CheckpointError) as error:
             return self._failed(step, describe(error).text)
-        self.newest, self._step, self.failure = path, step, None
+        before, self.newest, self._step, self.failure = self.newest, path, step, None
         self._tidy("config and tokenizer were not added to it, so merge will need --model", self._add_files)
-        if prune and len(self.folder.checkpoints.saved()) > self.settings.keep:
-            return self._prune(step)
-        return True
+        return not (prune and self._too_many()) or self._prune(step, before)
 
     def add_missing_files(self) -> None:
         """For a checkpoint of this run whose save was cut short after its manifest was written."""
@@ -69,20 +67,34 @@ class Saver:
     def _add_files(self) -> None:
         self.folder.checkpoints.add_model_files(self.newest, Path(self.settings.model))
 
-    def _prune(self, step: int) -> bool:
-        """Nothing is deleted on the word of a write: what replaces it is read back first."""
+    def _too_many(self) -> bool:
+        """False where nobody can tell: the next save looks again."""
+        found: list[tuple[int, Path]] = []
+        self._tidy("older checkpoints stay", lambda: found.extend(self.folder.checkpoints.saved()))
+        return len(found) > self.settings.keep
+
+    def _prune(self, step: int, before: Path | None) -> bool:
+        """Nothing is deleted on the word of a write: what replaces it is read back first. `before` is the checkpoint
+        before this one."""
         from overspill import CheckpointError, StoreError, _core
 
         try:
             _core.verify(str(self.newest), None)
         except (OSError, StoreError, CheckpointError) as error:
-            aside = self.folder.checkpoints.set_aside(self.newest, "damaged")
-            self.newest, self._step = self.folder.checkpoints.latest(), None
-            return self._failed(
-                step, f"read back, it was damaged, and is now {aside}: {describe(error).text}"
-            )
+            fate = self._set_aside(self.newest)
+            self.newest, self._step = before, None
+            return self._failed(step, f"read back, it was damaged, and {fate}: {describe(error).text}")
         self._tidy("older checkpoints stay", lambda: self.folder.checkpoints.prune(self.settings.keep))
         return True
+
+    def _set_aside(self, damaged: Path) -> str:
+        """What became of it, in words."""
+        try:
+            return f"is now {self.folder.checkpoints.set_aside(damaged, 'damaged')}"
+        except OSError as error:
+            return (
+                f"could not be set aside ({describe(error).text}), so move it away before --resume takes it"
+            )
 
     def _failed(self, step: int, reason: str) -> bool:
         self.failure = reason
@@ -99,4 +111,4 @@ class Saver:
 
 
 def _warn(text: str) -> None:
-    print(f"overspill: {text}", file=sys.stderr, flush=True)
+    warn(f"overspill: {text}")

@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,8 +10,10 @@ from overspill.cli import room, troubles, wear
 from overspill.cli.chosen import Chosen
 from overspill.cli.common import CliError, describe, load_tokenizer, quiet_transformers
 from overspill.cli.device import device_line
-from overspill.cli.recorder import Recorder, tensorboard
-from overspill.cli.run_folder import RunFolder
+from overspill.cli.leftovers import remove_unfinished
+from overspill.cli.output import say, warn
+from overspill.cli.recorder import Board, Recorder
+from overspill.cli.run_folder import SAVED, RunFolder
 from overspill.cli.saving import Saver
 
 PREDICTED_AFTER = 3  # steps of this process: the first is cold, two are a mean
@@ -57,7 +58,7 @@ class Session:
                 f"--data {settings.data}: the texts changed since the run began{or_else}; restore them where they "
                 "changed, or start a new run in another --out"
             )
-        self.run = {**(stored or {"heldout": {}, "data_digest": digest}), **chosen.stored()}
+        self.run = {**(stored or {"heldout": {}, "data_digest": digest, SAVED: None}), **chosen.stored()}
         model, weights = self._model(torch, chosen.config)
         torch.manual_seed(settings.seed)  # of dropout, whatever making the model drew
         try:
@@ -88,6 +89,7 @@ class Session:
         cache = Path(
             settings.cache or Path(os.environ.get("XDG_CACHE_HOME", "~/.cache"), "overspill")
         ).expanduser()
+        remove_unfinished(cache)
         tokens = data.tokenize(Path(settings.data), tokenizer, cache)
         if settings.heldout is None:
             return *data.split(tokens, settings.seq_len), tokens.digest
@@ -129,7 +131,7 @@ class Session:
     def _begin_anew(self) -> None:
         if not self.began_before:
             self.folder.begin()
-        self.folder.rewind(self.run, None, 0)
+        self.old_log = self.folder.begin_anew(self.run)
 
     def _check_room(self) -> None:
         saved = min(len(self.folder.checkpoints.complete()), self.settings.keep)
@@ -141,22 +143,23 @@ class Session:
     def _say_how(self, aside: list[Path]) -> None:
         """What counts, before the first step."""
         for note in self.chosen.notes:
-            print(note)
-        print(self.chosen.text())
-        print(device_line(self.chosen.config.engine.device, self.engine.device))
-        print(self.engine.plan_text, end="")
+            say(note)
+        say(self.chosen.text())
+        say(device_line(self.chosen.config.engine.device, self.engine.device))
+        say(self.engine.plan_text.removesuffix("\n"))
         for line in self.room.lines():
-            print(f"  {line}")
-        print(f"  {self._save_text()}")
+            say(f"  {line}")
+        say(f"  {self._save_text()}")
         if self.base is not None:
-            print(f"going on from {self.base}, step {self.loop.step}", flush=True)
+            say(f"going on from {self.base}, step {self.loop.step}")
         elif self.began_before:
-            print("no checkpoint is there: beginning at step 0", flush=True)
+            say("no checkpoint was saved: beginning at step 0")
+            if self.old_log is not None:
+                warn(f"the log of the steps that were made before, and not saved, is now {self.old_log}")
         for path in aside:
-            _warn(f"{path.name.partition('.')[0]} is of the branch that was left; it is now {path}")
+            warn(f"{path.name.partition('.')[0]} is of the branch that was left; it is now {path}")
         if text := self.folder.checkpoints.aside_text():
-            _warn(text)
-        sys.stdout.flush()
+            warn(text)
 
     def _save_text(self) -> str:
         every, minutes = self.settings.save_every, self.settings.save_minutes
@@ -178,9 +181,9 @@ class Session:
         from overspill.cli.display import Display
 
         hook = hook or (lambda loop: None)
-        board = tensorboard(self.folder.path)
+        board = Board(self.folder.path, warn)
         if self.reached:
-            print(
+            say(
                 f"step {self.loop.step} is reached already, --steps is {self.settings.steps}: nothing is "
                 "trained; give a "
                 "larger --steps to go on"
@@ -189,7 +192,7 @@ class Session:
             if self.loop.step == 0:
                 self._measure("before", display)
                 hook(self.loop)
-            recorder = Recorder(self.engine, self.trace, _warn)
+            recorder = Recorder(self.engine, self.trace, warn)
             while not self.reached and not self.stop:
                 with recorder:
                     record = self.loop.train_step()
@@ -199,8 +202,7 @@ class Session:
                 display.step(record)
                 if self.loop.steps_here == PREDICTED_AFTER:
                     display.say(self.engine.predict()["text"].rstrip())
-                if board is not None:
-                    board(record)
+                board(record)
                 if self.saver.due(self.loop.step) and not self.reached:
                     self.saver.save(self.loop.step)
                 hook(self.loop)
@@ -214,6 +216,8 @@ class Session:
 
     def _take(self, path: Path) -> None:
         self.engine.save_checkpoint(str(path), client_state=self.loop.state())
+        self.run[SAVED] = self.loop.step
+        self._attempt("run.json", lambda: self.folder.write(self.run))
 
     def _close(self) -> int:
         from overspill.cli.plot import plot
@@ -226,14 +230,14 @@ class Session:
             where = f"saved {newest}" if newest else "no step was finished, so there is nothing to save"
             if failure:
                 where = f"the last save failed ({failure}), and the newest checkpoint is {newest or 'none'}"
-            _warn(f"stopped at step {self.loop.step}; {where}; {self.go_on}")
+            warn(f"stopped at step {self.loop.step}; {where}; {self.go_on}")
             return self.stop.exit_code
         for line in [*self._wear(), *troubles.lines(self.engine.stats()["paths"])]:
-            print(line)
+            say(line)
         if failure:
             kept = f"the newest checkpoint is {newest}; make room and {self.go_on}"
             raise CliError(f"the last save failed: {failure}; {kept if newest else 'there is no checkpoint'}")
-        print(f"checkpoint {newest}\nplot {self.folder.plot_path}", flush=True)
+        say(f"checkpoint {newest}\nplot {self.folder.plot_path}")
         return 0
 
     @property
@@ -265,7 +269,7 @@ class Session:
         try:
             write()
         except (OSError, CliError) as error:
-            _warn(f"overspill: {name} was not written: {describe(error).text}")
+            warn(f"overspill: {name} was not written: {describe(error).text}")
 
     def summary(self) -> dict[str, Any]:
         """What the run came to, for those who call the command from Python."""
@@ -279,7 +283,3 @@ class Session:
             "nvme_peak_bytes": max((r["nvme_allocated_bytes"] for r in self.folder.records()), default=0),
             "stats": stats,
         }
-
-
-def _warn(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)

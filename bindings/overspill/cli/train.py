@@ -11,6 +11,7 @@ finishes the micro-step, saves, and says how to go on; a run that went on equals
 import argparse
 import contextlib
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -135,11 +136,17 @@ def options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    return train(args)[0]
+    return _train(args, None, lambda session: None)[0]
 
 
 def train(args: argparse.Namespace, hook=None) -> tuple[int, dict[str, Any]]:
-    """The command. Returns the exit code and a summary; `hook(loop)` is called after each step (tools/train_job.py)."""
+    """The command, for who calls it from Python. Returns the exit code and a summary; `hook(loop)` is called after each
+    step (tools/train_job.py)."""
+    return _train(args, hook, Session.summary)
+
+
+def _train(args: argparse.Namespace, hook, summarise: Callable[[Session], Any]) -> tuple[int, Any]:
+    """`summarise` reads the log, which a run that went well may have lost: the command's exit code is not of it."""
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise CliError(
             "train is one rank; for several start a script of your own with torchrun (docs/torchrun.md, "
@@ -170,7 +177,7 @@ def train(args: argparse.Namespace, hook=None) -> tuple[int, dict[str, Any]]:
             raise
         except Exception as error:
             raise CliError(f"{describe(error).text}{_last_good(session)}") from error
-        return code, session.summary()
+        return code, summarise(session)
 
 
 def _check_saves(chosen: Chosen) -> None:
@@ -211,5 +218,6 @@ def _checkpoint(folder: RunFolder, resume: str | None, stored: dict[str, Any] | 
 
 
 def _last_good(session: Session) -> str:
-    path = session.folder.checkpoints.latest()
-    return f"; the last good checkpoint is {path}, {session.go_on}" if path else ""
+    """Of what the run knows: to look at a disk that failed would hide why the run ended, or hang."""
+    newest = session.saver.newest
+    return f"; the last good checkpoint is {newest}, {session.go_on}" if newest else ""
