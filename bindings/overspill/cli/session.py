@@ -10,7 +10,6 @@ from typing import Any
 from overspill.cli import room, troubles, wear
 from overspill.cli.chosen import Chosen
 from overspill.cli.common import CliError, describe, load_tokenizer, quiet_transformers
-from overspill.cli.device import device_line
 from overspill.cli.recorder import Recorder, tensorboard
 from overspill.cli.run_folder import RunFolder
 from overspill.cli.saving import Saver
@@ -143,7 +142,7 @@ class Session:
         for note in self.chosen.notes:
             print(note)
         print(self.chosen.text())
-        print(device_line(self.chosen.config.engine.device, self.engine.device))
+        print(f"device: {self.engine.device}")
         print(self.engine.plan_text, end="")
         for line in self.room.lines():
             print(f"  {line}")
