@@ -164,7 +164,7 @@ def test_torch_is_as_it_was_when_the_last_engine_has_closed(config):
                 nn.Module.__call__,
                 nn.Module.register_parameter,
             ),
-            "compile": torch.compile,
+            "compile": (torch.compile, torch._dynamo.config.skip_nnmodule_hook_guards),
             "clip": (clip_grad.clip_grad_norm_, nn.utils.clip_grad_norm_),
             "sent": ForkingPickler._extra_reducers[nn.Parameter],
             "modes": (torch._C._len_torch_function_stack(), torch._C._is_torch_function_enabled()),
