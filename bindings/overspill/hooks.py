@@ -34,6 +34,7 @@ class ModuleHooks:
         self.kind: type | None = None  # the module's class, once its call has been looked at
 
     def __reduce__(self) -> Any:
+        _refuse_copy(self.owner)
         return ModuleHooks, (None, [], {})
 
     @opaque
@@ -115,6 +116,7 @@ class StateDictHook:
         self.segments = segments
 
     def __reduce__(self) -> Any:
+        _refuse_copy(next((s.unit.residency for s in self.segments.values()), None))
         return StateDictHook, ({},)
 
     def __call__(self, module: nn.Module, state: dict, prefix: str, metadata: dict) -> None:
@@ -186,6 +188,12 @@ class Gathered:
         self.left = True
         assert self._call is not None
         _release_block(self._call)
+
+
+def _refuse_copy(owner: Residency | None) -> None:
+    """A copy or a pickle of a module would keep the NaN that a closed engine has left of its weights."""
+    if owner is not None and owner.closed:
+        raise RuntimeError(f"overspill: {owner.closed}")
 
 
 def _refuse_tracing(owner: Residency) -> None:

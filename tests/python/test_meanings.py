@@ -324,6 +324,20 @@ def test_a_model_whose_engine_was_closed_is_not_taken_again(config):
     overspill.initialize(copied, config())[0].close()
 
 
+def test_a_model_whose_engine_was_closed_is_not_copied_or_saved(config):
+    """The copy and the file once held NaN. The model as a whole, a module of it, and each kind of hook."""
+    model = mlp()
+    engine, *_ = overspill.initialize(model, config())
+    copied = copy.deepcopy(model)
+    engine.close()
+    hooks = model[0]._state_dict_hooks, model._forward_pre_hooks
+    for what in (model, model[0], *hooks):
+        for act in (copy.deepcopy, lambda m: torch.save(m, io.BytesIO())):
+            with pytest.raises(RuntimeError, match=r"overspill: the engine .*closed"):
+                act(what)
+    torch.save(copy.deepcopy(copied), io.BytesIO())
+
+
 def test_an_engine_is_not_copied_or_pickled(start):
     engine = start(mlp())
     for act in (copy.deepcopy, copy.copy, lambda e: torch.save(e, io.BytesIO())):
