@@ -1,6 +1,8 @@
 """torch.compile and an engine: compiled before or after overspill.initialize, as a whole or a module of it, the model
 trains as without it, and so do the other engines of the process."""
 
+import copy
+import io
 import subprocess
 import sys
 from pathlib import Path
@@ -151,6 +153,21 @@ def test_nothing_of_an_earlier_compilation_of_the_class_is_used(run):
     torch.compile(make("sequential"), backend="eager")(batch("sequential", 0)).sum().backward()
     for how in ("after", "before", "after", None):
         same(run("sequential", how), expected, True)
+
+
+def test_a_copy_is_compiled_into_one_graph(config):
+    """Its hooks do nothing; they once broke the graph at each module, and torch.export(strict=True) refused them."""
+    model = make("sequential")
+    engine = overspill.initialize(model, config())[0]
+    try:
+        stream = io.BytesIO()
+        torch.save(model, stream)
+        stream.seek(0)
+        for copied in (copy.deepcopy(model), torch.load(stream, weights_only=False)):
+            whole = torch.compile(copied, backend="eager", fullgraph=True)
+            assert torch.equal(whole(batch("sequential", 0)), model(batch("sequential", 0)))
+    finally:
+        engine.close()
 
 
 BOUND = """
