@@ -242,7 +242,7 @@ class Engine:
                 self._life,
             )
             self.optimizer.start_states()
-            self.optimizer.before_step = functools.partial(newcomers.check, model)
+            self.optimizer.before_step = functools.partial(newcomers.check, model, self._residency.units)
             if config.engine.speculate:
                 self._residency.expect_step = _weakly(self.optimizer.expect_step)
         except BaseException as error:

@@ -22,10 +22,9 @@ _CALL_IMPL = nn.Module._call_impl.__code__
 
 
 class ModuleHooks:
-    """Hooks of one module. `units`: what its call needs. `segments`: its own parameters, by local name. `life`: the
-    engine's, kept while the module lives.
-    Copies of the module carry
-    hooks that do nothing."""
+    """Of one module: called before its forward, and around its load_state_dict. `units`: what its call needs.
+    `segments`: its own parameters, by local name. `life`: the engine's, kept while the module lives. Torch has the
+    object itself, no bound method: a copy of that would keep the opaque function."""
 
     def __init__(
         self, owner: Residency | None, units: list[Unit], segments: dict[str, Segment], life: Any = None
@@ -34,10 +33,11 @@ class ModuleHooks:
         self.kind: type | None = None  # the module's class, once its call has been looked at
 
     def __reduce__(self) -> Any:
-        return ModuleHooks, (None, [], {})
+        _refuse_copy(self.owner)
+        return CopiedHooks, (None, [], {})
 
     @opaque
-    def before(self, module: nn.Module, args: Any) -> None:
+    def __call__(self, module: nn.Module, args: Any) -> None:
         owner = self.owner
         if owner is None:
             return
@@ -75,22 +75,6 @@ class ModuleHooks:
             )
         self.kind = type(module)
 
-    @opaque
-    def after(self, module: nn.Module, args: Any, output: Any) -> None:
-        """Also called, by _call_impl, when forward raised; then the frame that made the call is gone."""
-        stack, python = here.stack, sys._getframe(1)
-        if self.owner is None or not stack.calls:
-            return
-        with DisableTorchFunction():
-            calls.work(python)
-            call = stack.calls[-1] if stack.calls else None
-            if call is not None and call.python is not python:
-                guard.unwind(stack, python)
-                call = stack.calls[-1] if stack.calls and python.f_code is not _CALL_IMPL else None
-            if call is not None and call.module is module:
-                guard.end(call, stack)
-            books.open = False
-
     def before_load(self, module: nn.Module, state: dict, prefix: str, metadata: dict, *rest: Any) -> None:
         if metadata.get("assign_to_params_buffers", False):
             raise RuntimeError(
@@ -107,6 +91,40 @@ class ModuleHooks:
             _release_block(call)
 
 
+class AfterHook:
+    """Called after a module's forward."""
+
+    def __init__(self, owner: Residency):
+        self.owner = owner
+
+    def __reduce__(self) -> Any:
+        _refuse_copy(self.owner)
+        return CopiedHooks, (None, [], {})
+
+    @opaque
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+        """Also called, by _call_impl, when forward raised; then the frame that made the call is gone."""
+        stack, python = here.stack, sys._getframe(1)
+        if not stack.calls:
+            return
+        with DisableTorchFunction():
+            calls.work(python)
+            call = stack.calls[-1] if stack.calls else None
+            if call is not None and call.python is not python:
+                guard.unwind(stack, python)
+                call = stack.calls[-1] if stack.calls and python.f_code is not _CALL_IMPL else None
+            if call is not None and call.module is module:
+                guard.end(call, stack)
+            books.open = False
+
+
+class CopiedHooks(ModuleHooks):
+    """What copies of a module carry. They do nothing, and torch.compile and torch.export may look inside."""
+
+    def __call__(self, module: nn.Module, args: Any, output: Any = None) -> None:
+        return None
+
+
 class StateDictHook:
     """Puts real weights in place of released ones; tied weights stay one tensor. `keep_vars` keeps the
     parameters as they are."""
@@ -115,6 +133,7 @@ class StateDictHook:
         self.segments = segments
 
     def __reduce__(self) -> Any:
+        _refuse_copy(next((s.unit.residency for s in self.segments.values()), None))
         return StateDictHook, ({},)
 
     def __call__(self, module: nn.Module, state: dict, prefix: str, metadata: dict) -> None:
@@ -188,6 +207,12 @@ class Gathered:
         _release_block(self._call)
 
 
+def _refuse_copy(owner: Residency | None) -> None:
+    """A copy or a pickle of a module would keep the NaN that a closed engine has left of its weights."""
+    if owner is not None and owner.closed:
+        raise RuntimeError(f"overspill: {owner.closed}")
+
+
 def _refuse_tracing(owner: Residency) -> None:
     """While a tracer runs: RuntimeError, since a trace would keep parameters that read as NaN after the call."""
     absent = next((unit for unit in owner.units if not unit.pins), None)
@@ -237,8 +262,8 @@ def attach(model: nn.Module, owner: Residency, specs: list[UnitSpec], life: Any 
             continue
         segments = {name: registry[id(p)] for name, p in module._parameters.items() if id(p) in registry}
         hooks = ModuleHooks(owner, _needed(module, blocks), segments, life)
-        module.register_forward_pre_hook(hooks.before, prepend=True)
-        module.register_forward_hook(hooks.after, always_call=True)
+        module.register_forward_pre_hook(hooks, prepend=True)
+        module.register_forward_hook(AfterHook(owner), always_call=True)
         if segments:
             module.register_state_dict_post_hook(StateDictHook(segments))
             module.register_load_state_dict_pre_hook(hooks.before_load)
@@ -253,8 +278,7 @@ def closed_part(model: nn.Module) -> str | None:
     """The name of a module whose engine was closed: its weights are gone."""
     for name, module in model.named_modules():
         for hook in module._forward_pre_hooks.values():
-            hooks = getattr(hook, "__self__", None)
-            if isinstance(hooks, ModuleHooks) and hooks.owner is not None and hooks.owner.closed:
+            if isinstance(hook, ModuleHooks) and hook.owner is not None and hook.owner.closed:
                 return name or type(module).__name__
     return None
 

@@ -1,20 +1,39 @@
-"""Parameters that join a model after its engine was made: nobody would train them, and nobody would notice."""
+"""Parameters that join a model, or a wrapper around it, after its engine was made: nobody would train them, and nobody
+would notice."""
 
 from __future__ import annotations
+
+from collections.abc import Iterable
 
 from torch import nn
 
 from .divided import memory_of
-from .residency import registry
+from .residency import Segment, Unit, registry
 
 
-def check(model: nn.Module) -> None:
-    """Raises RuntimeError that names trainable parameters of the model which no engine holds. It looks at every
-    module, because a model may change at any time and in many ways; that takes less than the hooks of one forward."""
+def check(model: nn.Module, units: Iterable[Unit]) -> None:
+    """Before a step. Raises RuntimeError that names trainable parameters of the model which no engine holds. It looks
+    at every module, because a model may change at any time and in many ways; that takes less than the hooks of one
+    forward. `units`: the engine's; raises RuntimeError too where the step would train none of them."""
     for module in model.modules():
         for parameter in module._parameters.values():
             if parameter is not None and parameter.requires_grad and _is_new(parameter):
                 raise RuntimeError(_text(model))
+    _check_frozen([s for unit in units if unit.trainable for s in unit.segments])
+
+
+def _check_frozen(segments: list[Segment]) -> None:
+    """What a wrapper trains lies outside the engine's module, but the wrapper freezes the module. Torch would make such
+    a step without a word; a gradient that came before the freezing is stepped here too."""
+    if any(s.parameter.requires_grad for s in segments):
+        return
+    if segments and not any(s.unit.core.has_gradient(s.unit.index, s.index) for s in segments):
+        raise RuntimeError(
+            f"overspill: none of the {len(segments)} parameters that the engine trains requires a gradient any more or "
+            "has one, so no step would train anything. If a wrapper froze them (adapters, prompts) and trains what it "
+            "has itself, build the wrapper first, then call overspill.initialize with it; if they are frozen for a "
+            "while, leave step() out meanwhile"
+        )
 
 
 def _is_new(parameter: nn.Parameter) -> bool:

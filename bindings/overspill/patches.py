@@ -9,7 +9,8 @@ engine holds are loud
 Parameter.__deepcopy__, __reduce_ex__   copies and pickles get real weights; all four of DTensor too, where it is loaded
 Module._apply, Module.zero_grad         .to() and .half() are refused, zero_grad() reaches the engine
 torch.nn.utils.clip_grad_norm_          clips in the engine
-torch.compile                           is told to look at hooks: else it runs code compiled for a module without them
+torch._dynamo.config                    is told to look at hooks: else torch.compile, by whatever name a script has it,
+runs code that it made of a module without them
 ForkingPickler's reducer of Parameter   refuses to share released memory with another process
 """
 
@@ -35,7 +36,6 @@ from .divided import is_divided, memory_of, parameter_classes
 from .guard import guard, touch
 from .residency import Residency, Segment, get_grad, registry, set_grad
 
-_compile = torch.compile
 _run_backward = graph._engine_run_backward
 _enter_saved_tensors_hooks = graph.saved_tensors_hooks.__enter__
 _clip_grad_norm = clip_grad.clip_grad_norm_
@@ -239,22 +239,18 @@ def send_parameter(parameter: nn.Parameter) -> Any:
     return _send(parameter)
 
 
-def compile_model(*args: Any, **kwargs: Any) -> Any:
-    _heed_hooks(importlib.import_module("torch._dynamo"))
-    return _compile(*args, **kwargs)
-
-
-def _heed_hooks(compiler: Any) -> None:
-    """torch.compile takes code that it made of a module without hooks for any module of the class, unless told."""
+def _heed_hooks() -> None:
+    """torch.compile takes code that it made of a module without hooks for any module of the class, unless told. The
+    import costs an engine nothing: torch.optim.Optimizer makes it for the engine's optimizer a moment later."""
     global _skips_hooks
+    compiler = importlib.import_module("torch._dynamo")
     if _skips_hooks is None:
         _skips_hooks = compiler.config.skip_nnmodule_hook_guards
-        compiler.config.skip_nnmodule_hook_guards = False
-        compiler.reset()  # what was made before knows nothing of hooks
+    compiler.config.skip_nnmodule_hook_guards = False
+    compiler.reset()  # what was made before knows nothing of hooks
 
 
 _REPLACED = (
-    (torch, "compile", compile_model, _compile),
     (torch.autograd, "_engine_run_backward", run_backward, _run_backward),
     (graph, "_engine_run_backward", run_backward, _run_backward),
     (graph.saved_tensors_hooks, "__enter__", enter_saved_tensors_hooks, _enter_saved_tensors_hooks),
@@ -285,8 +281,7 @@ def install(owner: Residency) -> None:
             for place, name, ours, _ in _REPLACED:
                 setattr(place, name, ours)
             ForkingPickler.register(nn.Parameter, send_parameter)
-            if "torch._dynamo" in sys.modules:
-                _heed_hooks(sys.modules["torch._dynamo"])
+            _heed_hooks()
             _installed = True
         for kind in parameter_classes():
             for name, ours in _OF_PARAMETERS.items():

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -113,8 +112,8 @@ HOST = Place()
 
 
 def find(name: str, budget: int | None) -> Place:
-    """The place that `engine.device` names. "auto": a GPU where there is one, else the CPU; with a device budget, a GPU
-    or an error. Raises ValueError saying what is missing."""
+    """The place that `engine.device` names. "auto": a GPU where torch sees one, else the CPU; with a device budget, a
+    GPU or an error. Raises ValueError saying what is missing, or why the engine cannot use the GPU that torch sees."""
     if name == "host" or (name == "auto" and budget is None and not torch.cuda.is_available()):
         return HOST
     if name in ("auto", "cuda") or name.startswith("cuda:"):
@@ -132,22 +131,19 @@ def _cuda(name: str, budget: int | None) -> Place:
     number = name.partition(":")[2]
     if number and not number.isdigit():
         raise ValueError(f"overspill: engine.device = {name!r}: a GPU is cuda, cuda:0, cuda:1 and so on")
-    asked = f"budget.device = {budget}" if name == "auto" else f"engine.device = {name!r}"
+    by_budget = name == "auto" and budget is not None
+    asked = f"budget.device = {budget}" if by_budget else f"engine.device = {name!r}"
     if not torch.cuda.is_available():
         raise ValueError(
             f"overspill: {asked}: this torch ({torch.__version__}) sees no GPU; leave it out to train on the CPU"
         )
     ordinal = int(number) if number else _own_ordinal()
     why = _core.why_no_cuda(ordinal)
-    if why and name == "auto" and budget is None:
-        warnings.warn(
-            f"overspill: torch sees a GPU, and the engine does not: {why}. Training on the CPU; "
-            'engine.device = "host" says that this is meant',
-            stacklevel=2,
-        )
-        return HOST
     if why:
-        raise ValueError(f"overspill: {asked}: {why}")
+        raise ValueError(
+            f"overspill: {asked}: torch sees a GPU, and the engine cannot use it: {why}; "
+            f'engine.device = "host"{" without budget.device" if by_budget else ""} trains on the CPU'
+        )
     return Cuda(ordinal)
 
 

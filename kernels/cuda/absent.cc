@@ -5,7 +5,8 @@
 namespace overspill::kernels {
 
 std::string why_no_cuda(int) {
-  return "this build has no CUDA: CMake found no toolkit (or OVERSPILL_CUDA is OFF)";
+  return "this build has no CUDA, since CMake found no toolkit (or OVERSPILL_CUDA is OFF): "
+         "install the CUDA toolkit, 12 or newer, and build again";
 }
 
 std::unique_ptr<Device> make_cuda_device(int ordinal) {

@@ -4,8 +4,6 @@ import os
 import subprocess
 import sys
 
-import pytest
-
 
 def test_a_path_that_is_not_utf8_is_named(on_disk, tmp_path):
     folder = os.fsencode(tmp_path) + b"/caf\xe9"
@@ -28,20 +26,28 @@ def test_train_refuses_a_device_that_is_not_there_before_it_reads_the_data(on_di
     assert "sees no GPU" in on_disk.fails(capsys, *args)
 
 
-def test_a_gpu_that_is_not_used_is_said_aloud(on_disk, capsys, tmp_path, monkeypatch):
-    """Where torch sees a GPU and the core was built without CUDA, a run once took the CPU with one warning."""
+def test_a_gpu_that_the_engine_cannot_use_is_refused_unless_the_cpu_is_meant(
+    on_disk, capsys, tmp_path, monkeypatch
+):
+    """Where torch sees a GPU and the core was built without CUDA, a run once took the CPU with one warning. It is
+    refused before it reads the data."""
     import torch
 
+    from overspill import _core
+
+    monkeypatch.setattr(_core, "why_no_cuda", lambda number: "why not")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda number: "a GPU")
-    words = "WARNING: device: cpu, although torch sees a GPU, which the engine cannot use: "
+    words = "WARNING: torch sees a GPU, and the engine cannot use it: why not. train refuses to begin"
     out = on_disk.ok(capsys, "plan", "--model", on_disk.model, "--host-budget", "64MiB")
     assert words in out
     assert words in on_disk.ok(capsys, "doctor", "--nvme", on_disk.nvme)
-    with pytest.warns(UserWarning, match="Training on the CPU"):
-        assert words in on_disk.ok(capsys, *on_disk.train_args(tmp_path / "out", steps=1, eval_batches=0))
+    args = on_disk.train_args(tmp_path / "out", steps=1, eval_batches=0)
+    refused = on_disk.fails(capsys, *args, "--data", tmp_path / "nowhere")
+    assert "--device 'auto': " in refused and "why not; --device host trains on the CPU" in refused
+    assert "device: cpu" in on_disk.ok(capsys, *args, "--device", "host")
     args = on_disk.train_args(tmp_path / "refused", steps=1, device="cuda")
     assert "--device 'cuda'" in on_disk.fails(capsys, *args)
     plan = ["plan", "--model", on_disk.model, "--host-budget", "64MiB", "--device"]

@@ -1,6 +1,12 @@
 """torch.compile and an engine: compiled before or after overspill.initialize, as a whole or a module of it, the model
 trains as without it, and so do the other engines of the process."""
 
+import copy
+import io
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -147,6 +153,48 @@ def test_nothing_of_an_earlier_compilation_of_the_class_is_used(run):
     torch.compile(make("sequential"), backend="eager")(batch("sequential", 0)).sum().backward()
     for how in ("after", "before", "after", None):
         same(run("sequential", how), expected, True)
+
+
+def test_a_copy_is_compiled_into_one_graph(config):
+    """Its hooks do nothing; they once broke the graph at each module, and torch.export(strict=True) refused them."""
+    model = make("sequential")
+    engine = overspill.initialize(model, config())[0]
+    try:
+        stream = io.BytesIO()
+        torch.save(model, stream)
+        stream.seek(0)
+        for copied in (copy.deepcopy(model), torch.load(stream, weights_only=False)):
+            whole = torch.compile(copied, backend="eager", fullgraph=True)
+            assert torch.equal(whole(batch("sequential", 0)), model(batch("sequential", 0)))
+    finally:
+        engine.close()
+
+
+BOUND = """
+import sys
+import torch
+from torch import compile, nn
+import overspill
+
+assert "torch._dynamo" not in sys.modules
+model, plain = nn.Linear(4, 4), nn.Linear(4, 4)
+engine, *_ = overspill.initialize(model, {"budget": {"host": "64MiB"}})
+make = compile if sys.argv[1] == "compile" else lambda m, backend: torch._dynamo.optimize(backend)(m)
+x = torch.ones(2, 4)
+make(plain, backend="eager")(x)
+assert torch.equal(make(model, backend="eager")(x), model(x)), make(model, backend="eager")(x)
+engine.close()
+assert torch._dynamo.config.skip_nnmodule_hook_guards
+"""
+
+
+@pytest.mark.parametrize("name", ["compile", "optimize"])
+def test_a_compiler_that_nobody_had_loaded_looks_at_hooks(name):
+    """In a process of its own. The script's torch.compile is not the one that an engine put in its place; by either
+    name, code of a plain model ran for the engine's, and gave NaN."""
+    command = [sys.executable, "-c", BOUND, name]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parent)
+    assert done.returncode == 0, done.stderr[-2000:]
 
 
 def test_a_compiled_model_beside_another_engine(config):

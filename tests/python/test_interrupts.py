@@ -178,7 +178,7 @@ TORCH = {
     "zero_grad": (nn.Module, "zero_grad"),
     "_apply": (nn.Module, "_apply"),
     "clip_grad_norm_": (nn.utils, "clip_grad_norm_"),
-    "compile": (torch, "compile"),
+    "hooks of compiled modules": (torch._dynamo.config, "skip_nnmodule_hook_guards"),
 }
 
 

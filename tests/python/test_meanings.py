@@ -163,6 +163,51 @@ def test_parameters_that_came_after_initialize_stop_the_step(start, change, name
     assert not torch.equal(engine.weight(engine.module[0].weight), before)
 
 
+class Prompted(nn.Module):
+    """As PEFT's prompt tuning: what it trains lies around the model, which it freezes."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner, self.prompt = inner.requires_grad_(False), nn.Parameter(torch.ones(16))
+
+    def forward(self, x):
+        return self.inner(x + self.prompt)
+
+
+@pytest.mark.parametrize("by", ["engine", "optimizer", "train_batch"])
+def test_a_wrapper_that_came_after_initialize_stops_the_step(start, by):
+    """Its parameters are not in the engine's module; the step was made, and trained nothing."""
+    engine = start(mlp())
+    wrapped = Prompted(engine.module)
+    with pytest.raises(RuntimeError, match=r"none of .* requires a gradient any more.*wrapper first, then"):
+        if by == "train_batch":
+            engine.train_batch([0], lambda i: loss_of(wrapped, i))
+        engine.backward(loss_of(wrapped))
+        (engine if by == "engine" else engine.optimizer).step()
+    assert wrapped.prompt.grad is not None and engine.stats()["step"] == engine.global_steps == 0
+
+
+def test_what_is_frozen_for_a_while_is_trained_before_and_after(start):
+    """A GAN: the critic is frozen while the generator learns, here before its own step too."""
+    plain = [Plain(nn.Sequential(nn.Linear(16, 16), nn.Tanh())), Plain(mlp())]
+    engines = [start(copy.deepcopy(each.model), job=f"gan{i}") for i, each in enumerate(plain)]
+
+    def play(generator, critic, backward, step):
+        for i in range(3):
+            backward[1](loss_of(critic, i))
+            critic.requires_grad_(False)
+            step[1]()  # it has gradients
+            backward[0](loss_of(nn.Sequential(generator, critic), i + 10))
+            step[0]()
+            critic.requires_grad_(True)
+
+    play(*(e.model for e in plain), [e.backward for e in plain], [lambda e=e: e.step(1.0) for e in plain])
+    play(*(e.module for e in engines), [e.backward for e in engines], [e.step for e in engines])
+    for expected, engine in zip(plain, engines, strict=True):
+        assert engine.stats()["step"] == 3
+        assert all(torch.equal(v, expected.model.state_dict()[k]) for k, v in engine.state_dict().items())
+
+
 # ---- steps that are refused
 
 
@@ -322,6 +367,20 @@ def test_a_model_whose_engine_was_closed_is_not_taken_again(config):
     ):
         overspill.initialize(model, config())
     overspill.initialize(copied, config())[0].close()
+
+
+def test_a_model_whose_engine_was_closed_is_not_copied_or_saved(config):
+    """The copy and the file once held NaN. The model as a whole, a module of it, and each kind of hook."""
+    model = mlp()
+    engine, *_ = overspill.initialize(model, config())
+    copied = copy.deepcopy(model)
+    engine.close()
+    hooks = model[0]._state_dict_hooks, model._forward_pre_hooks
+    for what in (model, model[0], *hooks):
+        for act in (copy.deepcopy, lambda m: torch.save(m, io.BytesIO())):
+            with pytest.raises(RuntimeError, match=r"overspill: the engine .*closed"):
+                act(what)
+    torch.save(copy.deepcopy(copied), io.BytesIO())
 
 
 def test_an_engine_is_not_copied_or_pickled(start):

@@ -44,15 +44,28 @@ def test_the_cpu_where_there_is_none(gpus):
         place.find("cuda:0", None)
 
 
-def test_one_that_the_engine_cannot_use_is_said(gpus):
+@pytest.mark.parametrize("name", ["auto", "cuda"])
+def test_one_that_the_engine_cannot_use_is_refused(gpus, name):
+    """The engine once trained on the CPU beside it, after one warning."""
     gpus(1, why="compute capability 7.0")
-    with pytest.warns(UserWarning, match=r"compute capability 7\.0"):
-        assert place.find("auto", None) is place.HOST
-    with pytest.raises(ValueError, match=r"compute capability 7\.0"):
-        place.find("cuda", None)
+    wanted = (
+        rf"engine\.device = '{name}': .*compute capability 7\.0.*engine\.device = \"host\" trains on the CPU"
+    )
+    with pytest.raises(ValueError, match=wanted):
+        place.find(name, None)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert place.find("host", None) is place.HOST
+
+
+def test_initialize_refuses_to_take_the_cpu_in_place_of_a_gpu(gpus):
+    """In a build without CUDA it says how to have one."""
+    why = _core.why_no_cuda(0)
+    without = "this build has no CUDA" in why
+    gpus(1, why=why if without else "compute capability 7.0")
+    way_out = "install the CUDA toolkit, 12 or newer, and build again" if without else r"capability 7\.0"
+    with pytest.raises(ValueError, match=f'{way_out}; engine.device = "host"'):
+        overspill.initialize(torch.nn.Linear(2, 2), {"budget": {"host": "64MiB"}})
 
 
 def test_each_rank_of_torchrun_takes_its_own(gpus, monkeypatch):

@@ -2,6 +2,8 @@
 processes, exporters, other sharding. And torch is as it was once the last engine has closed."""
 
 import copy
+import functools
+import importlib.util
 import io
 import os
 from multiprocessing.reduction import ForkingPickler
@@ -112,12 +114,22 @@ def test_weights_are_not_sent_to_another_process(start):
 def test_exporters_are_refused_outside_gathered(start):
     model = mlp()
     engine = start(model, placement="nvme")
-    for export in (torch.export.export, torch.jit.trace):
-        with pytest.raises(RuntimeError, match=r"would keep 0\.weight as the NaN.*gathered"):
+    strictly = functools.partial(torch.export.export, strict=True)
+    said = r"would keep 0\.weight as the NaN.*gathered"
+    exporters = {
+        torch.export.export: said,
+        torch.jit.trace: said,
+        strictly: r"export copy\.deepcopy\(model\)",
+    }
+    if importlib.util.find_spec("onnxscript"):  # which torch.onnx needs
+        exporters |= {torch.onnx.export: said, functools.partial(torch.onnx.export, dynamo=False): said}
+    for export, words in exporters.items():
+        with pytest.raises(RuntimeError, match=words):
             export(model, (batch(),))
         usable(engine)
-    program = torch.export.export(copy.deepcopy(model), (batch(),))
-    assert torch.allclose(program.module()(batch()), model(batch()))
+    for export in (torch.export.export, strictly):
+        program = export(copy.deepcopy(model), (batch(),))
+        assert torch.allclose(program.module()(batch()), model(batch()))
     with engine.gathered(model.parameters()):
         traced = torch.jit.trace(model, (batch(),))
         assert all(torch.isfinite(v).all() for v in traced.state_dict().values())
@@ -164,7 +176,7 @@ def test_torch_is_as_it_was_when_the_last_engine_has_closed(config):
                 nn.Module.__call__,
                 nn.Module.register_parameter,
             ),
-            "compile": torch.compile,
+            "compile": (torch.compile, torch._dynamo.config.skip_nnmodule_hook_guards),
             "clip": (clip_grad.clip_grad_norm_, nn.utils.clip_grad_norm_),
             "sent": ForkingPickler._extra_reducers[nn.Parameter],
             "modes": (torch._C._len_torch_function_stack(), torch._C._is_torch_function_enabled()),

@@ -15,16 +15,28 @@ _IN_A_SCRIPT = (
     "make the same model and engine, `engine.load_checkpoint(CHECKPOINT)`, then "
     "`with engine.gathered(list(model.parameters())): "
 )
+_WAY_OUT = (
+    "In the training script write its configuration (`model.config.architectures = [type(model).__name__]; "
+    "model.config.save_pretrained(DIR)`) and give that folder: --model DIR. "
+    f"Or in a script {_IN_A_SCRIPT}model.save_pretrained(OUT)`"
+)
 
 
 def check(shapes: Mapping[str, tuple[int, ...]], checkpoint: Path, folder: Path, named: Path) -> str:
     """What may be said of it: which class opens the model, or why that could not be found out.
 
     shapes: of what will be written. folder: has config.json; `named` is what errors call it. Raises CliError for names
-    that no class fits which config.json may mean, CheckpointError for one that speaks of layers without end.
+    of PEFT and those that no class fits which config.json may mean, CheckpointError for one that speaks of layers
+    without end.
     """
-    from overspill.pretrained import check_counts
+    from overspill.pretrained import check_counts, some
 
+    adapted = [name for name in sorted(shapes) if name.startswith(_PEFT)]
+    if adapted:  # whatever config.json means: also where there is no class to compare with
+        raise CliError(
+            f"{checkpoint} has names of PEFT, whose adapters merge does not join: {some(adapted)}. In a script "
+            f"{_IN_A_SCRIPT}model.merge_and_unload().save_pretrained(OUT)`"
+        )
     check_counts(folder, len(shapes), named)
     first = ""
     try:
@@ -37,7 +49,7 @@ def check(shapes: Mapping[str, tuple[int, ...]], checkpoint: Path, folder: Path,
         return f"its names were not compared with a model: {reason}"
     except Exception as error:  # whatever transformers raises for a configuration that is wrong
         first = first or f"{named}/config.json, of which no model can be made ({str(error)[:200]})"
-    raise CliError(f"{checkpoint} does not fit {first}. {_way_out(shapes)}")
+    raise CliError(f"{checkpoint} does not fit {first}. {_WAY_OUT}")
 
 
 class _Unknown(Exception):
@@ -121,16 +133,3 @@ def _changed(
         if renamed in expected and (renamed != name or pattern is not None):
             found.append(name)
     return found
-
-
-def _way_out(shapes: Mapping[str, tuple[int, ...]]) -> str:
-    if any(name.startswith(_PEFT) for name in shapes):
-        return (
-            "These are names of PEFT, whose adapters merge does not join. In a script "
-            f"{_IN_A_SCRIPT}model.merge_and_unload().save_pretrained(OUT)`"
-        )
-    return (
-        "In the training script write its configuration (`model.config.architectures = [type(model).__name__]; "
-        "model.config.save_pretrained(DIR)`) and give that folder: --model DIR. "
-        f"Or in a script {_IN_A_SCRIPT}model.save_pretrained(OUT)`"
-    )

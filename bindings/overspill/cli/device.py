@@ -1,22 +1,13 @@
-"""Where the model computes, in words: a GPU that is not used is said aloud, one that was asked for is there or
-refused."""
-
-from typing import Any
+"""Where the model computes, in words: a GPU that torch sees and the engine cannot use is refused, unless the CPU is
+asked for."""
 
 from overspill.cli.common import CliError
 
 
-def device_line(asked: str, device: Any) -> str:
-    """For a run whose engine computes on the torch device `device`."""
-    why = unused_gpu() if asked == "auto" and device.type == "cpu" else ""
-    return unused_text(why) if why else f"device: {device}"
-
-
 def unused_text(why: str) -> str:
     return (
-        f"WARNING: device: cpu, although torch sees a GPU, which the engine cannot use: {why}. --device cuda "
-        "refuses to "
-        "train without it, --device host says that the CPU is meant"
+        f"WARNING: torch sees a GPU, and the engine cannot use it: {why}. train refuses to begin, unless --device host "
+        "says that the CPU is meant"
     )
 
 
@@ -35,14 +26,16 @@ def planned_line(asked: str, device_budget: int | None) -> str:
     return "device: cpu" if device_budget is None else "device: cuda"
 
 
-def require(asked: str) -> None:
+def require(asked: str, device_budget: int | None = None) -> None:
     """Raises CliError where the engine cannot compute on the device that was asked for."""
     from overspill import place
 
     try:
-        place.find(asked, None)
+        place.find(asked, device_budget)
     except ValueError as error:
-        raise CliError(str(error).replace("overspill: engine.device = ", "--device ")) from None
+        words = str(error).removeprefix("overspill: ").replace('engine.device = "host"', "--device host")
+        words = words.replace("engine.device = ", "--device ").replace("budget.device = ", "--device-budget ")
+        raise CliError(words.replace("budget.device", "--device-budget")) from None
 
 
 def unused_gpu() -> str:

@@ -2,7 +2,8 @@
 
 Weights are streamed, in memory of about one tensor. bf16 reads only the halves that forward uses; fp32 writes the exact
 masters. Buffers are written as they are. Names and shapes have to be those of a class that config.json means; the last
-line names that class, or says why they were not compared. The folder appears under its name only when it is whole.
+line names that class, or says why they were not compared. Experts of a mixture have the fused names of transformers 5
+(experts.gate_up_proj), which older versions do not know. The folder appears under its name only when it is whole.
 """
 
 import argparse

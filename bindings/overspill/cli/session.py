@@ -9,7 +9,6 @@ from typing import Any
 from overspill.cli import room, troubles, wear
 from overspill.cli.chosen import Chosen
 from overspill.cli.common import CliError, describe, load_tokenizer, quiet_transformers
-from overspill.cli.device import device_line
 from overspill.cli.leftovers import remove_unfinished
 from overspill.cli.output import say, warn
 from overspill.cli.recorder import Board, Recorder
@@ -145,7 +144,7 @@ class Session:
         for note in self.chosen.notes:
             say(note)
         say(self.chosen.text())
-        say(device_line(self.chosen.config.engine.device, self.engine.device))
+        say(f"device: {self.engine.device}")
         say(self.engine.plan_text.removesuffix("\n"))
         for line in self.room.lines():
             say(f"  {line}")

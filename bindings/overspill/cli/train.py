@@ -165,10 +165,9 @@ def _train(args: argparse.Namespace, hook, summarise: Callable[[Session], Any]) 
             own = (chosen.settings.cache, *chosen.config.budget.nvme)
             folder.check_new([path for path in own if path])
         _check_saves(chosen)
-        if chosen.origins["device"] == "typed":
-            require(chosen.settings.device)
         model_folder(Path(chosen.settings.model))
         checkpoint = _checkpoint(folder, args.resume, stored)
+        require(chosen.config.engine.device, chosen.config.budget.device)
         session = Session(folder, chosen, stored, checkpoint, stack, args.trace)
         session.begin()
         try:

@@ -1,0 +1,147 @@
+"""The scripts of README.md and docs run as they stand, but for names of folders and data."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import overspill
+from overspill.cli.checkpoints import is_complete
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def script(document, heading, **instead):
+    """The first Python block below the heading; `instead`: what stands there once -> what a test has."""
+    text = (ROOT / document).read_text().split(f"\n## {heading}\n")[1]
+    block = text.split("```python\n")[1].split("```")[0]
+    for was, now in instead.items():
+        assert block.count(was) == 1, f"{document}: {was!r} is there {block.count(was)} times"
+        block = block.replace(was, now)
+    return compile(block, document, "exec")
+
+
+def test_the_script_of_the_readme_trains_and_says_at_once_that_its_folder_is_there(
+    on_disk, tmp_path, monkeypatch
+):
+    """Run twice, it once trained to the end and then failed to save."""
+    monkeypatch.chdir(tmp_path)
+    names = {"path/to/model": str(on_disk.model), "/mnt/disk": str(tmp_path), "8GiB": "256MiB"}
+    rows = {"...  #": "torch.arange(8 * 16).view(8, 16)  #"}
+    block = script("README.md", "A script of your own", **names, **rows)
+    made = {}
+    exec(block, made)
+    made["engine"].close()
+    assert is_complete(tmp_path / "finetuned")
+    monkeypatch.setattr(overspill, "initialize", None)
+    with pytest.raises(SystemExit, match="finetuned is there already"):
+        exec(block, {})
+
+
+# ---- Hugging Face's Trainer and Accelerate
+
+
+LENGTH, STEPS = 8, 4
+
+
+def model_and_rows():
+    """In bf16, whose masters no state dict of the model has; with dropout, so that random states count."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+    made = LlamaForCausalLM(
+        LlamaConfig(vocab_size=29, max_position_embeddings=32, attention_dropout=0.2, **sizes)
+    )
+    generator = torch.Generator().manual_seed(1)
+    rows = [torch.randint(0, 29, (LENGTH,), generator=generator) for _ in range(16)]
+    return made.bfloat16(), rows
+
+
+def bits(engine):
+    """Masters and states of all parameters."""
+    return [
+        (engine.weight(p, torch.float32), *engine.optimizer_state(p).values())
+        for p in engine.module.parameters()
+    ]
+
+
+def same(ours, theirs):
+    return all(
+        torch.equal(a, b) for x, y in zip(ours, theirs, strict=True) for a, b in zip(x, y, strict=True)
+    )
+
+
+def trained(config, folder, resume=None):
+    """By a Trainer and an engine that are new."""
+    from transformers import Trainer, TrainingArguments
+
+    model, rows = model_and_rows()
+    arguments = TrainingArguments(
+        output_dir=str(folder),
+        max_steps=STEPS,
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=2,
+        learning_rate=1e-2,
+        warmup_steps=1,
+        save_steps=1,
+        max_grad_norm=0.5,
+        report_to=[],
+        use_cpu=True,
+        disable_tqdm=True,
+    )
+    trainer = Trainer(model, arguments, train_dataset=[{"input_ids": r, "labels": r} for r in rows])
+    names = {"overspill": overspill}
+    exec(script("docs/trainer.md", "Trainer"), names)
+    engine = names["hand_over"](trainer, config("nvme", checkpoints_kept=STEPS))
+    try:
+        trainer.train(resume_from_checkpoint=resume)
+        assert trainer.state.global_step == STEPS == engine.stats()["step"]
+        return bits(engine)
+    finally:
+        engine.close()
+
+
+def test_a_trainer_goes_on_where_another_one_saved(config, tmp_path):
+    straight = trained(config, tmp_path / "straight")
+    for step in range(1, STEPS):
+        resumed = trained(config, tmp_path / f"from-{step}", str(tmp_path / f"straight/checkpoint-{step}"))
+        assert same(resumed, straight), step
+
+
+def accelerated(config, saved, begin=0):
+    """Steps from `begin` on, with a state of the accelerator saved after each."""
+    from accelerate import Accelerator
+
+    model, rows = model_and_rows()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    engine, optimizer, *_ = overspill.initialize(model, config("nvme"), optimizer=optimizer)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (step + 1))
+    names = {"accelerator": Accelerator(cpu=True)}
+    names |= {"engine": engine, "optimizer": optimizer, "scheduler": scheduler}
+    exec(script("docs/trainer.md", "Accelerate"), names)
+    accelerator, model, optimizer, scheduler = (
+        names[name] for name in ("accelerator", "model", "optimizer", "scheduler")
+    )
+    try:
+        if begin:
+            accelerator.load_state(str(saved / f"{begin}"))
+        for i in range(begin, STEPS):
+            batch = torch.stack(rows[2 * i : 2 * i + 2])
+            accelerator.backward(model(input_ids=batch, labels=batch).loss)
+            engine.clip_grad_norm_(0.5)
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+            if not begin:
+                accelerator.save_state(str(saved / f"{i + 1}"))
+        return bits(engine), optimizer.param_groups[0]["lr"]
+    finally:
+        engine.close()
+
+
+def test_an_accelerator_goes_on_where_another_one_saved(config, tmp_path):
+    straight, rate = accelerated(config, tmp_path / "saved")
+    for step in (1, 2, 3):
+        resumed = accelerated(config, tmp_path / "saved", step)
+        assert same(resumed[0], straight) and resumed[1] == rate, step
