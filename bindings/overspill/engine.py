@@ -19,6 +19,7 @@ from . import (
     _core,
     calls,
     divided,
+    given,
     hooks,
     newcomers,
     patches,
@@ -351,6 +352,8 @@ class Engine:
         """One whole step: the next gradient_accumulation_steps micro-batches of `batches`, forward, backward, update.
         With vertical_accumulation they pass each unit together (vertical.py). Returns the mean loss, detached.
 
+        batches: an iterator, of which every call takes the next ones, such as iter(loader); or as many micro-batches as
+        one step takes, in a list.
         loss: of one micro-batch, by calls of this engine or its module; None: the model's own (a mapping is given as
         keywords, a tuple or list as arguments; what has a `loss` gives that). After an exception no gradients are left,
         and no micro-batch counts, unless the update was made before it, which `micro_steps` tells.
@@ -362,7 +365,7 @@ class Engine:
                 f"overspill: train_batch in the middle of a step: {before % count} of {count} micro-batches "
                 "were ended by engine.step()"
             )
-        micro_batches = list(itertools.islice(batches, count))
+        micro_batches = list(itertools.islice(given.micro_batches(batches, count), count))
         if len(micro_batches) < count:
             raise ValueError(
                 f"overspill: train_batch needs gradient_accumulation_steps = {count} micro-batches, there are "

@@ -1,0 +1,42 @@
+"""What scripts give to the calls of the engine, looked at before it is used: all that is wrong is refused by name, with
+what to give instead."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+
+def micro_batches(batches: Any, count: int) -> Iterator[Any]:
+    """Of the `count` micro-batches of a step and those that follow. What begins anew at each call would give every step
+    the same ones, so it is refused, as is a list of which a part would be dropped."""
+    kind = type(batches).__name__
+    if isinstance(batches, (torch.Tensor, Mapping, str, bytes)):
+        raise TypeError(
+            f"overspill: train_batch: batches is one micro-batch, a {kind}: give a list of them, or an iterator"
+        )
+    try:
+        found = iter(batches)
+    except TypeError:
+        raise TypeError(
+            f"overspill: train_batch: batches is an {kind}: give an iterator of micro-batches, or a list of them"
+        ) from None
+    if found is batches:
+        return found
+    try:
+        held = None if isinstance(batches, torch.utils.data.DataLoader) else len(batches)
+    except TypeError:
+        held = None
+    if held is None:
+        raise ValueError(
+            f"overspill: train_batch: a {kind} begins anew at each call, and every step would train on the same "
+            "micro-batches: make batches = iter(batches) once an epoch, and give that"
+        )
+    if held > count:
+        raise ValueError(
+            f"overspill: train_batch needs gradient_accumulation_steps = {count} micro-batches, there are {held}: to "
+            "take the next ones at each call, make batches = iter(batches) once, and give that"
+        )
+    return found

@@ -1,0 +1,113 @@
+"""Scripts as people write them who come from torch: what a call takes means what it says there, and what it does not
+take is refused by name, with the way out, before anything is changed."""
+
+import pytest
+import torch
+from torch import nn
+
+import overspill
+
+
+def mlp():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 4))
+
+
+def batch(i=0):
+    return torch.randn(6, 16, generator=torch.Generator().manual_seed(i))
+
+
+def loss_of(model, i=0):
+    return model(batch(i)).square().mean()
+
+
+@pytest.fixture
+def start(config):
+    """A number of engines, each with a name of its own on the disk."""
+    engines = []
+
+    def make(model, optimizer=None, lr_scheduler=None, model_parameters=None, **settings):
+        settings = config(job=f"job{len(engines)}", **settings)
+        if optimizer is not None:
+            del settings["optimizer"]
+        given = overspill.initialize(
+            model, settings, optimizer, lr_scheduler, model_parameters=model_parameters
+        )
+        engines.append(given[0])
+        return given[0]
+
+    yield make
+    for engine in engines:
+        engine.close()
+
+
+def train(engine, steps=1):
+    for i in range(steps):
+        engine.backward(loss_of(engine, i))
+        engine.step()
+
+
+def weights(engine):
+    return {name: value.clone() for name, value in engine.state_dict().items()}
+
+
+def same(one, other):
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+# ---- train_batch
+
+
+def seen_by(engine, batches, calls=1):
+    seen = []
+
+    def loss(x):
+        seen.append(x)
+        return engine(x).square().mean()
+
+    for _ in range(calls):
+        engine.train_batch(batches, loss)
+    return seen
+
+
+def test_train_batch_takes_the_next_micro_batches(start):
+    engine = start(mlp(), accumulation=2)
+    data = [batch(i) for i in range(4)]
+    for batches in (iter(data), (x for x in data), iter(torch.utils.data.DataLoader(data, batch_size=None))):
+        seen = seen_by(engine, batches, calls=2)
+        assert len(seen) == 4 and all(map(torch.equal, seen, data))
+    assert len(seen_by(engine, data[:2])) == len(seen_by(engine, tuple(data[:2]))) == 2
+    with pytest.raises(ValueError, match=r"= 2 micro-batches, there are 1$"):
+        engine.train_batch(iter(data[:1]))
+
+
+class Stream(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        return iter([batch()] * 4)
+
+
+WRONG_BATCHES = {
+    "one batch": (batch(), TypeError, r"is one micro-batch, a Tensor: give a list of them, or an iterator"),
+    "one mapping": ({"input": batch()}, TypeError, r"is one micro-batch, a dict"),
+    "a text": ("ab", TypeError, r"is one micro-batch, a str"),
+    "a number": (5, TypeError, r"batches is an int: give"),
+    "too many": ([batch()] * 3, ValueError, r"= 2 micro-batches, there are 3: .* batches = iter\(batches\)"),
+    "too few": ([batch()], ValueError, r"= 2 micro-batches, there are 1$"),
+    "a loader": (
+        torch.utils.data.DataLoader([batch()] * 2),
+        ValueError,
+        r"a DataLoader begins anew at each call.*iter\(batches\)",
+    ),
+    "a stream": (Stream(), ValueError, r"a Stream begins anew at each call"),
+}
+
+
+@pytest.mark.parametrize("which", WRONG_BATCHES)
+def test_train_batch_refuses_what_would_begin_anew_or_be_cut_off(which, start):
+    """A loader gave every step the same first micro-batches, and what a list had too many was dropped."""
+    batches, error, message = WRONG_BATCHES[which]
+    engine = start(mlp(), accumulation=2)
+    before = weights(engine)
+    with pytest.raises(error, match=message):
+        engine.train_batch(batches, lambda x: engine(x).square().mean())
+    assert same(weights(engine), before) and engine.micro_steps == 0
