@@ -279,6 +279,8 @@ class OverspillOptimizer(torch.optim.Optimizer):
         """States and hyper-parameters in torch's layout (moments.py); for torch.save, beside the model's state_dict.
         Of one rank only."""
         self._require_one_rank("state_dict")
+        if self.residency.closed:  # or it would look like one before the first step
+            raise RuntimeError(f"overspill: {self.residency.closed}")
         for hook in self._optimizer_state_dict_pre_hooks.values():
             hook(self)
         groups, number = [], itertools.count()
