@@ -196,13 +196,14 @@ class OverspillOptimizer(torch.optim.Optimizer):
         super().__init__([dict(group) for group in groups.groups], defaults)
         self.param_groups = groups.groups
         self.groups, self.residency, self.user = groups, residency, user
+        self._taken = _parameters_of(groups.groups)
         self._outcomes: deque = deque(maxlen=1)
         self.folder, self.ranks, self.life = folder or tempfile.gettempdir(), ranks, life
         self.before_step: Callable[[], None] | None = None  # raises where the step must not be taken
         self._told = False  # of a skipped step
         if user is not None:
             user.state.clear()  # Adagrad has sums before its first step: they are the engine's now
-            _pass_on(user, self, "state_dict", "load_state_dict")
+            _pass_on(user, self, "state_dict", "load_state_dict", "add_param_group")
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError(
@@ -210,7 +211,26 @@ class OverspillOptimizer(torch.optim.Optimizer):
             "optimizer.state_dict(), or use engine.save_checkpoint"
         )
 
+    def _check_groups(self) -> None:
+        """Raises RuntimeError where groups came, went or changed since initialize. The list is the user's own, and
+        nobody would train what the engine did not take."""
+        now = _parameters_of(self.param_groups)
+        if now == self._taken:
+            return
+        number = next((i for i, (a, b) in enumerate(zip(now, self._taken)) if a != b), None)
+        if number is not None:
+            what = f"parameter group {number} has other parameters than at overspill.initialize"
+        elif len(now) > len(self._taken):
+            what = f"parameter group {len(self._taken)} was not there at overspill.initialize"
+        else:
+            what = f"parameter group {len(now)} of overspill.initialize is no longer there"
+        raise RuntimeError(
+            f"overspill: {what}, and the engine trains those that it took: put param_groups back as "
+            "they were, and give it to initialize instead"
+        )
+
     def _hyper_parameters(self) -> list[dict]:
+        self._check_groups()
         return [self.groups.hyper_parameters(group) for group in self.param_groups]
 
     def step(self, closure: Callable | None = None) -> Any:
@@ -263,11 +283,14 @@ class OverspillOptimizer(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict) -> None:
         if hasattr(self, "residency"):
-            raise RuntimeError("overspill: groups are fixed at overspill.initialize")
+            raise RuntimeError(
+                "overspill: add_param_group: groups are fixed at overspill.initialize: give it all of them"
+            )
         super().add_param_group(param_group)
 
     def hyper_parameters(self) -> dict:
         """What the engine's checkpoint keeps of the optimizer beside its states: plain numbers."""
+        self._check_groups()
         groups = [{k: _plain(v) for k, v in group.items() if k != "params"} for group in self.param_groups]
         return {"groups": groups}
 
@@ -281,6 +304,7 @@ class OverspillOptimizer(torch.optim.Optimizer):
         self._require_one_rank("state_dict")
         if self.residency.closed:  # or it would look like one before the first step
             raise RuntimeError(f"overspill: {self.residency.closed}")
+        self._check_groups()
         for hook in self._optimizer_state_dict_pre_hooks.values():
             hook(self)
         groups, number = [], itertools.count()
@@ -343,6 +367,10 @@ class OverspillOptimizer(torch.optim.Optimizer):
                 f"overspill: optimizer.{call}: {self.ranks} ranks hold parts of the states, and scripts call this on "
                 "one rank alone: use engine.save_checkpoint and engine.load_checkpoint, on all of them"
             )
+
+
+def _parameters_of(groups: Iterable[dict]) -> list[list[int]]:
+    return [list(map(id, group["params"])) for group in groups]
 
 
 def _pass_on(user: torch.optim.Optimizer, to: OverspillOptimizer, *names: str) -> None:

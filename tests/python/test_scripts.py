@@ -111,3 +111,43 @@ def test_train_batch_refuses_what_would_begin_anew_or_be_cut_off(which, start):
     with pytest.raises(error, match=message):
         engine.train_batch(batches, lambda x: engine(x).square().mean())
     assert same(weights(engine), before) and engine.micro_steps == 0
+
+
+# ---- groups after initialize
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
+def test_groups_are_those_of_initialize(start, tmp_path, kind):
+    """A group that came later was trained by nobody, and the checkpoints after it opened nowhere."""
+    model = mlp()
+    optimizer = kind(model.parameters(), lr=0.1)
+    engine = start(model, optimizer)
+    train(engine)
+    new = {"params": [nn.Parameter(torch.ones(3))], "lr": 5.0}
+    with pytest.raises(RuntimeError, match="groups are fixed at overspill"):
+        optimizer.add_param_group(dict(new))
+    assert len(optimizer.param_groups) == 1
+
+    def refused(message):
+        for act in (
+            engine.step,
+            engine.optimizer.state_dict,
+            lambda: engine.save_checkpoint(tmp_path / "saved"),
+        ):
+            with pytest.raises(RuntimeError, match=message):
+                act()
+        assert not (tmp_path / "saved").exists()
+
+    engine.backward(loss_of(engine))
+    optimizer.param_groups.append(new)
+    refused("parameter group 1 was not there at overspill.initialize.*give it to initialize")
+    optimizer.param_groups.remove(new)
+    group = optimizer.param_groups[0]
+    group["params"].append(new["params"][0])
+    refused("parameter group 0 has other parameters than at overspill.initialize")
+    group["params"].pop()
+    optimizer.param_groups.clear()
+    refused("parameter group 0 of overspill.initialize is no longer there")
+    optimizer.param_groups.append(group)
+    engine.step()
+    assert engine.global_steps == 2
