@@ -27,6 +27,7 @@ from . import (
     pretrained,
     ranks,
     reading,
+    replaced,
     residency,
     state,
     transport,
@@ -533,6 +534,7 @@ class Engine:
             )
         with calls.Alone():
             calls.check(sys._getframe())
+            replaced.check(self.module, self._residency)
             reading.hand_over(self._residency.units)
             self._core.save(str(folder), state.dumps(self._extra(client_state)))
 

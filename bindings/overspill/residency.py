@@ -43,11 +43,12 @@ RECENT_UNITS = (
 class Segment:
     """One parameter in one unit. `memory`: the tensor whose memory comes and goes, the parameter itself unless it is a
     DTensor; `shape` and `stride` are its. `version`: of all three when they were last looked at. `alias`: what `p.data`
-    returned since the memory last changed."""
+    returned since the memory last changed. `given`: a weak reference to the last state_dict's copy."""
 
     __slots__ = (
         "alias",
         "blank",
+        "given",
         "index",
         "memory",
         "name",
@@ -67,6 +68,7 @@ class Segment:
         self.parameter, self.offset = parameter, offset  # in elements
         self.memory = memory_of(parameter)
         self.shape, self.stride = self.memory.shape, memory_order(self.memory)
+        self.given: weakref.ref[torch.Tensor] | None = None
         self.accept()
         self.blank = unit.residency.nan_like(self.shape, self.stride, parameter.dtype)
 

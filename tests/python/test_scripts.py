@@ -151,3 +151,90 @@ def test_groups_are_those_of_initialize(start, tmp_path, kind):
     optimizer.param_groups.append(group)
     engine.step()
     assert engine.global_steps == 2
+
+
+# ---- parameters that are replaced
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.head = nn.Linear(16, 8, bias=False)
+        self.table = nn.Embedding(8, 16)
+        self.table.weight = self.head.weight
+
+    def forward(self, x):
+        return self.head(x)
+
+
+def replace_weight(model):
+    model[0].weight = nn.Parameter(torch.zeros(32, 16), requires_grad=False)
+
+
+def replace_module(model):
+    model[0] = nn.Linear(16, 32).requires_grad_(False)
+
+
+def append(model):
+    model.append(nn.Linear(4, 4).requires_grad_(False))
+
+
+def append_trainable(model):
+    model.append(nn.Linear(4, 4))
+
+
+def remove_module(model):
+    del model[2]
+
+
+CHANGES = {
+    replace_weight: r"0\.weight.* came into the model after overspill.initialize, and a checkpoint would not have",
+    replace_module: r"0\.weight, 0\.bias.* came into the model after",
+    append: r"3\.weight, 3\.bias.* came into the model after",
+    append_trainable: r"3\.weight, 3\.bias.* came into the model after",
+    remove_module: r"2\.weight, 2\.bias.* left the model after overspill.initialize, and a checkpoint would keep",
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_checkpoint_is_of_the_parameters_that_the_model_has(start, tmp_path, change):
+    """A replaced weight was saved as it was before, and what was new was not saved at all."""
+    engine = start(mlp())
+    train(engine)
+    change(engine.module)
+    with pytest.raises(RuntimeError, match=CHANGES[change]):
+        engine.save_checkpoint(tmp_path / "saved")
+    assert not (tmp_path / "saved").exists()
+
+
+def test_a_state_dict_has_the_weight_that_a_module_has(start):
+    engine = start(mlp())
+    train(engine)
+    replace_weight(engine.module)
+    found = engine.state_dict()
+    assert torch.equal(found["0.weight"], torch.zeros(32, 16))
+    assert torch.equal(found["2.weight"], engine.weight(engine.module[2].weight))
+    engine.step()
+    engine.load_state_dict({**found, "0.weight": torch.ones(32, 16)})
+    assert torch.equal(engine.state_dict()["0.weight"], torch.ones(32, 16))
+    tied = start(Tied())
+    train(tied)
+    trained = tied.state_dict()
+    assert trained["head.weight"] is trained["table.weight"]
+    tied.module.head.weight = nn.Parameter(torch.zeros(8, 16), requires_grad=False)
+    found = tied.state_dict()
+    assert torch.equal(found["head.weight"], torch.zeros(8, 16))
+    assert torch.equal(found["table.weight"], trained["table.weight"])
+
+
+def test_one_who_replaced_a_parameter_is_not_told_to_freeze_it(start):
+    engine = start(mlp())
+    engine.module[0].weight = nn.Parameter(torch.zeros(32, 16))
+    with pytest.raises(RuntimeError, match=r"0\.weight: trainable, but came into the model after") as error:
+        engine.step()
+    assert "freeze" not in str(error.value)
+    append_trainable(engine.module)
+    engine.module[0].weight.requires_grad_(False)
+    with pytest.raises(RuntimeError, match="or freeze what is new"):
+        engine.step()
