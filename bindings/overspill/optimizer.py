@@ -203,7 +203,7 @@ class OverspillOptimizer(torch.optim.Optimizer):
         self._told = False  # of a skipped step
         if user is not None:
             user.state.clear()  # Adagrad has sums before its first step: they are the engine's now
-            _pass_on(user, self, "state_dict", "load_state_dict", "add_param_group")
+            _pass_on(user, self, "step", "zero_grad", "state_dict", "load_state_dict", "add_param_group")
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError(
@@ -374,7 +374,8 @@ def _parameters_of(groups: Iterable[dict]) -> list[list[int]]:
 
 
 def _pass_on(user: torch.optim.Optimizer, to: OverspillOptimizer, *names: str) -> None:
-    """Calls of the user's own object reach the one that has the states, and do not keep it: the former's are empty."""
+    """Calls of the user's own object reach the one that has gradients and states, and do not keep it: the former has
+    none."""
     reference = weakref.ref(to)
 
     def passing(name: str) -> Callable:
@@ -384,6 +385,9 @@ def _pass_on(user: torch.optim.Optimizer, to: OverspillOptimizer, *names: str) -
                 raise RuntimeError(f"overspill: {name}: the engine that took this optimizer over is gone")
             return getattr(alive, name)(*args, **kwargs)
 
+        # A scheduler of the user's object wraps its step to see that it is called, or warns where something else stands
+        # in its place; ours tells it (OverspillOptimizer.step).
+        call._wrapped_by_lr_sched = True
         return call
 
     for name in names:

@@ -1,9 +1,12 @@
 """Scripts as people write them who come from torch: what a call takes means what it says there, and what it does not
 take is refused by name, with the way out, before anything is changed."""
 
+import warnings
+
 import pytest
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
 
 import overspill
 
@@ -238,3 +241,32 @@ def test_one_who_replaced_a_parameter_is_not_told_to_freeze_it(start):
     engine.module[0].weight.requires_grad_(False)
     with pytest.raises(RuntimeError, match="or freeze what is new"):
         engine.step()
+
+
+# ---- an optimizer of one's own
+
+
+def test_the_users_own_optimizer_means_the_engines(start):
+    """Its step() ended in an error about gradients, or did nothing."""
+    model, other = mlp(), mlp()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    scheduler = LambdaLR(optimizer, lambda n: 1 / (n + 1))
+    start(model, optimizer)
+    engine = start(other, torch.optim.AdamW(other.parameters(), lr=1e-2))
+    theirs = LambdaLR(engine.optimizer.user, lambda n: 1 / (n + 1))  # made after, too
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for i in range(3):
+            optimizer.zero_grad()
+            loss_of(model, i).backward()
+            optimizer.step()
+            scheduler.step()
+            engine.backward(loss_of(engine, i))
+            engine.step()
+            theirs.step()
+    assert same(model.state_dict(), other.state_dict())
+    assert optimizer.step(lambda: loss_of(model)).item() > 0
+    engine.close()
+    for call in (engine.optimizer.user.step, engine.optimizer.user.zero_grad):
+        with pytest.raises((RuntimeError, ValueError), match="closed"):
+            call()
