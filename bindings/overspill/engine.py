@@ -244,6 +244,7 @@ class Engine:
             )
             self.optimizer.start_states()
             self.optimizer.before_step = functools.partial(newcomers.check, model)
+            self._residency.clearing = weakref.WeakMethod(self._clear_gradients)
             if config.engine.speculate:
                 self._residency.expect_step = _weakly(self.optimizer.expect_step)
         except BaseException as error:
@@ -412,6 +413,10 @@ class Engine:
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears the gradients. In the middle of a step, such as after an interrupt, the step begins anew: its
         micro-batches do not count, and a warning says how many they were."""
+        self._clear_gradients("engine.zero_grad()")
+
+    def _clear_gradients(self, call: str) -> None:
+        """`call`: the script's, by name; optimizer.zero_grad and model.zero_grad mean the same."""
         self._settle()
         with calls.Alone():
             self._core.clear_gradients()
@@ -421,11 +426,11 @@ class Engine:
             return
         self.micro_steps -= begun
         warnings.warn(
-            f"overspill: engine.zero_grad() in the middle of a step: {begun} of {count} micro-batches were ended by "
+            f"overspill: {call} in the middle of a step: {begun} of {count} micro-batches were ended by "
             "engine.step(), their gradients are gone, and the step begins anew. A script that clears gradients before "
             "every micro-batch never updates: clear them where engine.micro_steps is a multiple of "
             "gradient_accumulation_steps",
-            stacklevel=2,
+            stacklevel=given.script_level(),
         )
 
     def grad(self, parameter: nn.Parameter) -> torch.Tensor | None:

@@ -3,10 +3,22 @@ what to give instead."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
+
+_HERE = str(Path(__file__).parent)
+
+
+def script_level() -> int:
+    """The stacklevel with which a warning of the caller names the script's line, by whatever way it came here."""
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_HERE):
+        level, frame = level + 1, frame.f_back
+    return level
 
 
 def micro_batches(batches: Any, count: int) -> Iterator[Any]:

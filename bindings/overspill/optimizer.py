@@ -279,7 +279,7 @@ class OverspillOptimizer(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         with calls.Alone():
-            self.residency.core.clear_gradients()
+            self.residency.clear_gradients("optimizer.zero_grad()")
 
     def add_param_group(self, param_group: dict) -> None:
         if hasattr(self, "residency"):

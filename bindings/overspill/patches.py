@@ -144,7 +144,7 @@ def zero_grad(self: nn.Module, set_to_none: bool = True) -> None:
         _zero_grad(self, set_to_none)
     else:
         with calls.Alone():
-            owner.core.clear_gradients()
+            owner.clear_gradients("model.zero_grad()")
 
 
 def _data(self: nn.Parameter) -> torch.Tensor:

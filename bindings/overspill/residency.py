@@ -396,6 +396,7 @@ class Residency:
         self.closed: str | None = None  # why its weights are gone
         self.current = True  # units know the generation of their weights
         self.expect_step: Callable[[], None] | None = None  # before each training pass, with speculation
+        self.clearing: weakref.WeakMethod | None = None  # Engine._clear_gradients
         self.gradient_hooks: list[
             Any
         ] = []  # torch keeps them where the garbage collector does not see the cycle
@@ -410,6 +411,14 @@ class Residency:
 
     def nan_like(self, shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         return nan_like(shape, stride, dtype, self.place, self.core)
+
+    def clear_gradients(self, call: str) -> None:
+        """For a call of the script, by name. Where the engine lives its step begins anew, with a warning."""
+        clear = None if self.clearing is None else self.clearing()
+        if clear is None:
+            self.core.clear_gradients()
+        else:
+            clear(call)
 
     def take_weights(
         self,

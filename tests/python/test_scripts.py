@@ -2,6 +2,7 @@
 take is refused by name, with the way out, before anything is changed."""
 
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -270,3 +271,46 @@ def test_the_users_own_optimizer_means_the_engines(start):
     for call in (engine.optimizer.user.step, engine.optimizer.user.zero_grad):
         with pytest.raises((RuntimeError, ValueError), match="closed"):
             call()
+
+
+# ---- clearing gradients
+
+
+@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize("by", ["optimizer", "model", "engine", "the user's optimizer"])
+def test_gradients_cleared_between_micro_batches_are_told(start, by, own):
+    """The loop of torch's tutorials: all but the last micro-batch went without a word."""
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine = start(model, optimizer if own else None, accumulation=4)
+    if by == "the user's optimizer" and not own:
+        return
+    clear = {"optimizer": engine.optimizer, "model": model, "engine": engine}.get(by, optimizer).zero_grad
+    clear()  # nothing has begun
+    for i in range(2):
+        engine.backward(loss_of(engine, i))
+        engine.step()
+    with pytest.warns(
+        UserWarning, match=r"zero_grad\(\) in the middle of a step: 2 of 4 micro-batches"
+    ) as told:
+        clear()
+    assert Path(told[0].filename) == Path(__file__)
+    assert engine.micro_steps == 0 and engine.grad(model[0].weight) is None
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        clear()
+        for i in range(4):
+            engine.backward(loss_of(engine, i))
+            engine.step()
+        clear()
+    assert engine.global_steps == 1
+
+
+def test_an_optimizer_that_outlives_its_engine_clears_gradients(config):
+    model = mlp()
+    optimizer = overspill.initialize(model, config())[1]
+    loss_of(model).backward()
+    optimizer.zero_grad()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    optimizer.step()
+    assert same(model.state_dict(), before)
