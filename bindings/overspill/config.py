@@ -6,6 +6,7 @@ import difflib
 import itertools
 import json
 import math
+import numbers
 import os
 import re
 import secrets
@@ -176,6 +177,26 @@ def wrong_hyper_parameter(name: str, value: Any) -> str:
     except ValidationError as error:
         return error.errors()[0]["msg"]
     return ""
+
+
+def unusable_number(optimizer: str, name: str, value: Any, scheduled: bool = True) -> str:
+    """Why an update cannot use a parameter group's number, in words; empty where it can, or where the optimizer has no
+    such number. As a configuration, but that it takes no number in words. `scheduled`: a rate may be below zero, where
+    a schedule's last steps lead it in torch too."""
+    field = _TYPES[optimizer.lower()].model_fields.get(name)
+    if field is None or field.annotation is bool or name == "type":
+        return ""
+    single = field.annotation is float
+    values = [value] if single or not isinstance(value, (tuple, list)) else value
+    if any(isinstance(each, bool) or not isinstance(each, numbers.Real) for each in values):
+        return "a number is expected" if single else "two numbers are expected"
+    if single:
+        try:
+            value = float(value)
+        except OverflowError:
+            return "the number is too large"
+        value = abs(value) if scheduled and name == "lr" else value
+    return wrong_hyper_parameter(name, value)
 
 
 def _tell_adam_is_adamw() -> None:

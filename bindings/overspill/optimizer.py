@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from . import _core, boundary, calls, moments, optim
+from .config import unusable_number
 from .ranks import RankError
 from .residency import Residency
 
@@ -37,9 +38,11 @@ class Groups:
         else:
             self.core = _CORE[kind]
 
-    def hyper_parameters(self, group: dict) -> dict:
-        """A group as the core takes it, plain numbers; it looks for what its optimizer has."""
+    def hyper_parameters(self, group: dict, number: int) -> dict:
+        """A group as the core takes it, plain numbers; it looks for what its optimizer has. Raises ValueError where an
+        update could not use them."""
         hyper = {name: _plain(value) for name, value in group.items() if name != "params"}
+        _check_numbers(self.kind, group, number)
         hyper["optimizer"] = self.core
         if "betas" in hyper:
             hyper["beta1"], hyper["beta2"] = hyper["betas"]
@@ -99,11 +102,25 @@ def make_groups(config: Any, parameters: Iterable[Any]) -> Groups:
     of their own. As in torch, parameters may come with their names (model.named_parameters()); the model knows them.
     Raises TypeError for what is no parameter."""
     items = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-    groups = [dict(item) for item in items] if items and isinstance(items[0], dict) else [{"params": items}]
+    if items and isinstance(items[0], dict):
+        for number, item in enumerate(items):
+            if not isinstance(item, dict):
+                raise TypeError(
+                    f"overspill: model_parameters has {item!r:.60} at place {number}, a {type(item).__name__}, among "
+                    "groups: put it into the params of one"
+                )
+        groups = [dict(item) for item in items]
+    else:
+        groups = [{"params": items}]
     defaults = config.model_dump(exclude={"type"})
     if config.type in ("AdamW", "Adam"):
         defaults["decoupled"] = config.type == "AdamW"
-    for group in groups:
+    for number, group in enumerate(groups):
+        if "params" not in group:
+            raise ValueError(
+                f"overspill: parameter group {number} of model_parameters has no params: it has {sorted(group)}; add "
+                "params, a list of parameters"
+            )
         unknown = set(group) - set(defaults) - {"params", "name"}
         if unknown:
             raise ValueError(
@@ -112,7 +129,15 @@ def make_groups(config: Any, parameters: Iterable[Any]) -> Groups:
         group["params"] = [p for p in _unnamed(group["params"]) if p.requires_grad]
         for name, value in defaults.items():
             group.setdefault(name, value)
+        _check_numbers(config.type, group, number, scheduled=False)
     return Groups(config.type, groups)
+
+
+def _check_numbers(kind: str, group: dict, number: int, scheduled: bool = True) -> None:
+    """Raises ValueError that names a number of the group, of an optimizer of that name, which no update can use."""
+    for name, value in group.items():
+        if name != "params" and (why := unusable_number(kind, name, _plain(value), scheduled)):
+            raise ValueError(f"overspill: parameter group {number} has {name} = {value!r:.60}: {why}")
 
 
 def unit_format(own: str, chosen: str | None) -> str:
@@ -231,7 +256,7 @@ class OverspillOptimizer(torch.optim.Optimizer):
 
     def _hyper_parameters(self) -> list[dict]:
         self._check_groups()
-        return [self.groups.hyper_parameters(group) for group in self.param_groups]
+        return [self.groups.hyper_parameters(group, i) for i, group in enumerate(self.param_groups)]
 
     def step(self, closure: Callable | None = None) -> Any:
         """Returns the closure's loss, if any; the outcome is in `last_step` (step, norm, clip, skipped)."""
@@ -271,7 +296,11 @@ class OverspillOptimizer(torch.optim.Optimizer):
 
     def expect_step(self) -> None:
         """Tells the engine what the next step will be given, as far as anybody knows now (speculation)."""
-        self.residency.core.expect_step(self._hyper_parameters())
+        try:
+            hyper_parameters = self._hyper_parameters()
+        except (RuntimeError, ValueError):
+            return  # the step says it, unless it is put right before
+        self.residency.core.expect_step(hyper_parameters)
 
     def start_states(self) -> None:
         """Once, before the first step: states of an optimizer that does not start with zero."""
@@ -358,7 +387,7 @@ class OverspillOptimizer(torch.optim.Optimizer):
             _check_group(number, group, values)
             merged.append({name: value for name, value in values.items() if name not in _STAY})
             _check_kinds(number, group, merged[-1])
-            self.groups.hyper_parameters(group | merged[-1])
+            self.groups.hyper_parameters(group | merged[-1], number)
         return merged
 
     def _require_one_rank(self, call: str) -> None:

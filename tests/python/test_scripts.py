@@ -1,6 +1,7 @@
 """Scripts as people write them who come from torch: what a call takes means what it says there, and what it does not
 take is refused by name, with the way out, before anything is changed."""
 
+import copy
 import warnings
 from pathlib import Path
 
@@ -314,3 +315,94 @@ def test_an_optimizer_that_outlives_its_engine_clears_gradients(config):
     before = {name: value.clone() for name, value in model.state_dict().items()}
     optimizer.step()
     assert same(model.state_dict(), before)
+
+
+# ---- hyper-parameters of groups
+
+
+def group_with(**options):
+    return lambda parameters: [{"params": parameters, **options}]
+
+
+NUMBERS = {
+    "nan": (group_with(lr=float("nan")), ValueError, "parameter group 0 has lr = nan: "),
+    "negative": (group_with(lr=-1.0), ValueError, "group 0 has lr = -1.0: .* greater than or equal to 0"),
+    "a truth value": (group_with(lr=True), ValueError, "group 0 has lr = True: .* number"),
+    "huge": (group_with(lr=10**400), ValueError, "group 0 has lr = 1000.*: the number is too large"),
+    "a text": (group_with(lr="1e-3"), ValueError, "group 0 has lr = '1e-3': .* number"),
+    "none": (group_with(lr=None), ValueError, "group 0 has lr = None: .* number"),
+    "betas": (
+        group_with(betas=(1.5, 0.9)),
+        ValueError,
+        r"group 0 has betas = \(1\.5, 0\.9\): .* less than 1",
+    ),
+    "one beta": (group_with(betas=0.9), ValueError, r"group 0 has betas = 0\.9: "),
+    "eps": (group_with(eps=-1), ValueError, "group 0 has eps = -1: "),
+    "decay": (group_with(weight_decay=float("inf")), ValueError, "group 0 has weight_decay = inf: "),
+    "no params": (
+        lambda parameters: [{"lr": 1}],
+        ValueError,
+        r"group 0 of model_parameters has no params: .*lr",
+    ),
+    "both": (
+        lambda parameters: [{"params": parameters[:1]}, *parameters[1:]],
+        TypeError,
+        r"(?s)model_parameters has .* at place 1, a Parameter, among groups",
+    ),
+}
+
+
+@pytest.mark.parametrize("which", NUMBERS)
+def test_a_group_takes_the_numbers_that_a_configuration_takes(which, start):
+    """A rate that was NaN made all weights NaN, without a skipped step."""
+    make, error, message = NUMBERS[which]
+    model = mlp()
+    with pytest.raises(error, match=message):
+        start(model, model_parameters=make(list(model.parameters())))
+    start(model, model_parameters=group_with(lr=1, eps=0)(list(model.parameters())))
+
+
+@pytest.mark.parametrize("speculate", [False, True])
+def test_a_number_that_no_update_can_use_changes_nothing(start, speculate):
+    engine = start(mlp(), speculate=speculate)
+    train(engine)
+    group = engine.optimizer.param_groups[0]
+    good, before = dict(group), weights(engine)
+    for name, value in {
+        "lr": float("nan"),
+        "eps": "x",
+        "betas": (2.0, 2.0),
+        "weight_decay": torch.tensor(-1.0),
+    }.items():
+        engine.backward(loss_of(engine))
+        group[name] = value
+        with pytest.raises(ValueError, match=f"parameter group 0 has {name} = "):
+            engine.step()
+        group[name] = good[name]
+        engine.zero_grad()
+        assert same(weights(engine), before) and engine.global_steps == 1
+    group["lr"] = -1e-3  # where a schedule may end
+    train(engine)
+    group["lr"] = torch.tensor(0.5)
+    train(engine)
+    assert engine.global_steps == 3
+
+
+def test_a_schedule_that_gives_nan_is_stopped_by_the_next_step(start):
+    engine = start(mlp(), lr_scheduler=lambda o: LambdaLR(o, lambda n: float("nan") if n else 1.0))
+    train(engine)
+    before = weights(engine)
+    with pytest.raises(ValueError, match="parameter group 0 has lr = nan"):
+        train(engine)
+    assert same(weights(engine), before)
+
+
+def test_a_state_dict_with_numbers_that_no_update_can_use_is_refused(start):
+    engine = start(mlp())
+    train(engine)
+    for name, value in {"betas": (2.0, 2.0), "eps": -1.0}.items():
+        saved = copy.deepcopy(engine.optimizer.state_dict())
+        saved["param_groups"][0][name] = value
+        with pytest.raises(ValueError, match=f"parameter group 0 has {name} = "):
+            engine.optimizer.load_state_dict(saved)
+    train(engine)
