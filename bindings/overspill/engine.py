@@ -468,7 +468,7 @@ class Engine:
         gradient_clipping, and returns their norm of before. Further gradients of this step are refused afterwards.
         With an infinite `max_norm` it looks only."""
         with calls.Alone():
-            return torch.tensor(self._core.clip_grad_norm(float(max_norm)))
+            return torch.tensor(self._core.clip_grad_norm(given.max_norm(max_norm)))
 
     def gathered(self, parameters: nn.Parameter | Iterable[nn.Parameter]) -> AbstractContextManager[None]:
         """Real weights in the parameters while the block runs; what it writes into them becomes the

@@ -3,6 +3,7 @@ what to give instead."""
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -52,3 +53,15 @@ def micro_batches(batches: Any, count: int) -> Iterator[Any]:
             "take the next ones at each call, make batches = iter(batches) once, and give that"
         )
     return found
+
+
+def max_norm(value: Any) -> float:
+    """A limit of a norm, as the core takes it: of 0, which torch takes too, the least number, by which a gradient is
+    scaled to 0."""
+    try:
+        limit = float(value)
+    except (TypeError, ValueError):
+        limit = math.nan
+    if not limit >= 0:
+        raise ValueError(f"overspill: max_norm = {value!r}: give a number from 0 on; inf limits nothing")
+    return max(limit, sys.float_info.min)

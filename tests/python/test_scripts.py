@@ -406,3 +406,28 @@ def test_a_state_dict_with_numbers_that_no_update_can_use_is_refused(start):
         with pytest.raises(ValueError, match=f"parameter group 0 has {name} = "):
             engine.optimizer.load_state_dict(saved)
     train(engine)
+
+
+# ---- clipping
+
+
+@pytest.mark.parametrize("by", ["engine", "torch"])
+def test_clipping_to_nothing_and_to_what_is_no_limit(start, by):
+    engine = start(mlp())
+
+    def clip(limit):
+        if by == "engine":
+            return engine.clip_grad_norm_(limit)
+        return nn.utils.clip_grad_norm_(engine.module.parameters(), limit)
+
+    engine.backward(loss_of(engine))
+    for wrong in (-1, float("nan"), "x"):
+        with pytest.raises(ValueError, match=rf"overspill: max_norm = {wrong!r}: .* from 0 on"):
+            clip(wrong)
+    norm = clip(0)
+    assert norm > 0 and engine.last_step is None
+    assert all((engine.grad(p) == 0).all() for p in engine.module.parameters())
+    assert clip(float("inf")) == 0
+    engine.step()
+    assert not engine.last_step.skipped and engine.last_step.clip < 1e-300
+    assert all((engine.optimizer_state(p)["exp_avg"] == 0).all() for p in engine.module.parameters())
