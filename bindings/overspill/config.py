@@ -6,6 +6,7 @@ import difflib
 import itertools
 import json
 import math
+import numbers
 import os
 import re
 import secrets
@@ -13,7 +14,15 @@ import warnings
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
 from ._core import OverspillError
 
@@ -178,6 +187,26 @@ def wrong_hyper_parameter(name: str, value: Any) -> str:
     return ""
 
 
+def unusable_number(optimizer: str, name: str, value: Any, scheduled: bool = True) -> str:
+    """Why an update cannot use a parameter group's number, in words; empty where it can, or where the optimizer has no
+    such number. As a configuration, but that it takes no number in words. `scheduled`: a rate may be below zero, where
+    a schedule's last steps lead it in torch too."""
+    field = _TYPES[optimizer.lower()].model_fields.get(name)
+    if field is None or field.annotation is bool or name == "type":
+        return ""
+    single = field.annotation is float
+    values = [value] if single or not isinstance(value, (tuple, list)) else value
+    if any(isinstance(each, bool) or not isinstance(each, numbers.Real) for each in values):
+        return "a number is expected" if single else "two numbers are expected"
+    if single:
+        try:
+            value = float(value)
+        except OverflowError:
+            return "the number is too large"
+        value = abs(value) if scheduled and name == "lr" else value
+    return wrong_hyper_parameter(name, value)
+
+
 def _tell_adam_is_adamw() -> None:
     warnings.warn(
         'overspill: optimizer {"type": "Adam", "params": {...}} is AdamW, as in DeepSpeed: weight decay is decoupled. '
@@ -210,7 +239,8 @@ class EngineOptions(_Section):
     chunk_elements: int = Field(524288, gt=0, le=2**40)
     placement: Literal["auto", "host", "half", "nvme", "device"] = "auto"
     poison: bool = False
-    device: str = "auto"  # a GPU where there is one; or host, cuda, cuda:1 and so on
+    # A GPU where there is one; or host, which torch calls cpu, cuda, cuda:1 and so on.
+    device: str = "auto"
     seed: int = Field(0, ge=0, lt=2**63)
     checkpoints_kept: int = Field(1, ge=0, le=10**6)
     train_after_save: bool = True  # false: room for one copy of the states, no step after a save
@@ -224,6 +254,11 @@ class EngineOptions(_Section):
     # A disk that answers nothing for so long fails the engine, which names it and the last complete checkpoint; 0: the
     # engine waits for ever. Either way a line on stderr names it after 10 s, 20 s, 40 s and so on.
     io_deadline_seconds: float = Field(0.0, ge=0, le=_LONGEST_SECONDS)
+
+    @field_validator("device")
+    @classmethod
+    def _host(cls, name: str) -> str:
+        return "host" if name == "cpu" else name
 
 
 _engines = itertools.count()  # of this process, for their files' names

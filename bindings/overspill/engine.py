@@ -20,6 +20,7 @@ from . import (
     _core,
     calls,
     divided,
+    given,
     hooks,
     newcomers,
     patches,
@@ -27,6 +28,7 @@ from . import (
     pretrained,
     ranks,
     reading,
+    replaced,
     residency,
     state,
     transport,
@@ -104,6 +106,9 @@ def initialize(
                 f"{type(optimizer).__name__} is given to initialize. Leave one of the two out",
                 stacklevel=2,
             )
+        given.model(model)
+        given.training_data(training_data, collate_fn)
+        given.lr_scheduler(lr_scheduler)
         if model is None:
             if checkpoint is None:
                 raise ValueError("overspill: give model, or checkpoint, or both")
@@ -125,6 +130,11 @@ def initialize(
 def _scheduler(scheduler: Any, optimizer: OverspillOptimizer) -> Any:
     if isinstance(scheduler, type) or (scheduler is not None and not hasattr(scheduler, "step")):
         scheduler = scheduler(optimizer)
+        if not hasattr(scheduler, "step"):
+            raise TypeError(
+                f"overspill: lr_scheduler returned {given.kind_of(scheduler)}, no scheduler: return the one that it "
+                "makes"
+            )
     if isinstance(scheduler, ReduceLROnPlateau):
         raise ValueError(
             "overspill: ReduceLROnPlateau needs a metric: make it on the optimizer that initialize "
@@ -243,6 +253,7 @@ class Engine:
             )
             self.optimizer.start_states()
             self.optimizer.before_step = functools.partial(newcomers.check, model, self._residency.units)
+            self._residency.clearing = weakref.WeakMethod(self._clear_gradients)
             if config.engine.speculate:
                 self._residency.expect_step = _weakly(self.optimizer.expect_step)
         except BaseException as error:
@@ -307,6 +318,7 @@ class Engine:
         """Gradients of loss / gradient_accumulation_steps; they add until `step`. Returns that scaled
         loss."""
         self._settle()
+        given.loss(loss)
         self._core.begin_backward()
         steps = self.config.gradient_accumulation_steps
         scaled = loss / steps if steps > 1 else loss
@@ -352,6 +364,8 @@ class Engine:
         """One whole step: the next gradient_accumulation_steps micro-batches of `batches`, forward, backward, update.
         With vertical_accumulation they pass each unit together (vertical.py). Returns the mean loss, detached.
 
+        batches: an iterator, of which every call takes the next ones, such as iter(loader); or as many micro-batches as
+        one step takes, in a list.
         loss: of one micro-batch, by calls of this engine or its module; None: the model's own (a mapping is given as
         keywords, a tuple or list as arguments; what has a `loss` gives that). After an exception no gradients are left,
         and no micro-batch counts, unless the update was made before it, which `micro_steps` tells.
@@ -363,7 +377,7 @@ class Engine:
                 f"overspill: train_batch in the middle of a step: {before % count} of {count} micro-batches "
                 "were ended by engine.step()"
             )
-        micro_batches = list(itertools.islice(batches, count))
+        micro_batches = list(itertools.islice(given.micro_batches(batches, count), count))
         if len(micro_batches) < count:
             raise ValueError(
                 f"overspill: train_batch needs gradient_accumulation_steps = {count} micro-batches, there are "
@@ -409,6 +423,10 @@ class Engine:
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears the gradients. In the middle of a step, such as after an interrupt, the step begins anew: its
         micro-batches do not count, and a warning says how many they were."""
+        self._clear_gradients("engine.zero_grad()")
+
+    def _clear_gradients(self, call: str) -> None:
+        """`call`: the script's, by name; optimizer.zero_grad and model.zero_grad mean the same."""
         self._settle()
         with calls.Alone():
             self._core.clear_gradients()
@@ -418,11 +436,11 @@ class Engine:
             return
         self.micro_steps -= begun
         warnings.warn(
-            f"overspill: engine.zero_grad() in the middle of a step: {begun} of {count} micro-batches were ended by "
+            f"overspill: {call} in the middle of a step: {begun} of {count} micro-batches were ended by "
             "engine.step(), their gradients are gone, and the step begins anew. A script that clears gradients before "
             "every micro-batch never updates: clear them where engine.micro_steps is a multiple of "
             "gradient_accumulation_steps",
-            stacklevel=2,
+            stacklevel=given.script_level(),
         )
 
     def grad(self, parameter: nn.Parameter) -> torch.Tensor | None:
@@ -460,13 +478,13 @@ class Engine:
         gradient_clipping, and returns their norm of before. Further gradients of this step are refused afterwards.
         With an infinite `max_norm` it looks only."""
         with calls.Alone():
-            return torch.tensor(self._core.clip_grad_norm(float(max_norm)))
+            return torch.tensor(self._core.clip_grad_norm(given.max_norm(max_norm)))
 
-    def gathered(self, parameters: nn.Parameter | Iterable[nn.Parameter]) -> AbstractContextManager[None]:
+    def gathered(self, parameters: nn.Parameter | Iterable[Any]) -> AbstractContextManager[None]:
         """Real weights in the parameters while the block runs; what it writes into them becomes the
         weight. `step` and `load_checkpoint` are refused meanwhile."""
-        chosen = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-        units = list({id(s.unit): s.unit for s in map(self._segment, chosen) if s is not None}.values())
+        segments = map(self._segment, given.parameters(parameters))
+        units = list({id(s.unit): s.unit for s in segments if s is not None}.values())
         return hooks.Gathered(units)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict:
@@ -493,17 +511,18 @@ class Engine:
         if budgets is None:
             now = self.config.budget.host
             budgets = [now * eighths // 8 for eighths in (9, 10, 12, 16, 24, 32, 64)]
-        return self._core.predict(list(budgets))
+        return self._core.predict(given.budgets(budgets))
 
     @contextmanager
     def trace(self, path: Any) -> Iterator[None]:
         """Records what happens to which buffer inside the `with`, into a JSON file for ui.perfetto.dev."""
+        file = given.file("trace", path)
         self._core.record_journal(True)
         try:
             yield
         finally:
             self._core.record_journal(False)
-            self._core.write_chrome_trace(str(path))
+            self._core.write_chrome_trace(file)
 
     @property
     def plan_text(self) -> str:
@@ -515,6 +534,7 @@ class Engine:
         see; but for random states rank 0's count. Raises TypeError for DeepSpeed's arguments that have no meaning
         here."""
         state.check_arguments("save_checkpoint", unknown)
+        folder = given.path("save_checkpoint", folder)
         self._settle()
         if client_state is not None and not isinstance(client_state, dict):
             raise TypeError(
@@ -531,8 +551,9 @@ class Engine:
             )
         with calls.Alone():
             calls.check(sys._getframe())
+            replaced.check(self.module, self._residency)
             reading.hand_over(self._residency.units)
-            self._core.save(str(folder), state.dumps(self._extra(client_state)))
+            self._core.save(folder, state.dumps(self._extra(client_state)))
 
     def _extra(self, client_state: dict | None) -> dict:
         """What a checkpoint has beside weights and states."""
@@ -560,6 +581,7 @@ class Engine:
         pair: unpacking it raises TypeError. Raises before anything is changed. All ranks call it; random states come
         back where there are as many ranks as then, those of GPUs for as many as are here."""
         state.check_arguments("load_checkpoint", unknown)
+        folder = given.path("load_checkpoint", folder)
         self._settle()
         folder = os.path.realpath(
             str(folder)
@@ -624,10 +646,11 @@ class Engine:
         return self._residency.core
 
     def _segment(self, parameter: nn.Parameter) -> Segment | None:
-        """None of a parameter without elements, which no unit holds. Raises ValueError for one of another model."""
+        """None of a parameter without elements, which no unit holds. Raises ValueError for one of another model,
+        TypeError for what is none."""
         if self._residency.closed:
             raise ValueError(f"overspill: {self._residency.closed}")
-        segment = registry.get(id(parameter))
+        segment = registry.get(id(given.parameter(parameter)))
         if (
             segment is None
             and parameter.numel() == 0

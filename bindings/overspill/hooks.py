@@ -4,6 +4,7 @@ dictionaries."""
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Iterable
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch._C import DisableTorchFunction
 
 from . import calls, reading, residency, vertical
 from .calls import Call, books, here, in_backward, opaque
-from .divided import is_sharded, memory_of, part_of
+from .divided import is_sharded, part_of
 from .guard import guard
 from .residency import Residency, Segment, Unit, get_grad, registry, set_grad
 from .units import DTYPES, UnitSpec
@@ -127,7 +128,7 @@ class CopiedHooks(ModuleHooks):
 
 class StateDictHook:
     """Puts real weights in place of released ones; tied weights stay one tensor. `keep_vars` keeps the
-    parameters as they are."""
+    parameters as they are. A parameter that replaced the engine's is the module's, and stays too."""
 
     def __init__(self, segments: dict[str, Segment]):
         self.segments = segments
@@ -139,13 +140,17 @@ class StateDictHook:
     def __call__(self, module: nn.Module, state: dict, prefix: str, metadata: dict) -> None:
         for local, s in self.segments.items():
             value = state.get(prefix + local)
-            if value is None or isinstance(value, nn.Parameter):
+            if (
+                value is None
+                or isinstance(value, nn.Parameter)
+                or module._parameters.get(local) is not s.parameter
+            ):
                 continue
-            tied = [state[n] for n in s.names if n in state and n != prefix + local]
-            real = [
-                t for t in tied if t.shape == value.shape and memory_of(t).data_ptr() != s.blank.data_ptr()
-            ]
-            state[prefix + local] = real[0] if real else reading.weight(s)
+            given = None if s.given is None else s.given()  # by the last name of it, in this dict or another
+            if given is None or not any(state.get(name) is given for name in s.names):
+                given = reading.weight(s)
+                s.given = weakref.ref(given)
+            state[prefix + local] = given
 
 
 class GradientHook:

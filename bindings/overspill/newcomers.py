@@ -47,8 +47,16 @@ def _is_new(parameter: nn.Parameter) -> bool:
 def _text(model: nn.Module) -> str:
     names = [name for name, p in model.named_parameters() if p.requires_grad and _is_new(p)]
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    owners = {registry[id(p)].unit.residency for p in model.parameters() if id(p) in registry}
+    taken = {name for owner in owners for segment in owner.segments for name in segment.names}
+    # Frozen, one that replaced the engine's would be in forward, and the engine's in the checkpoint.
+    freeze = (
+        "write new values into the parameter that was there, inside `with engine.gathered(...)`"
+        if taken.intersection(names)
+        else "freeze what is new with requires_grad_(False)"
+    )
     return (
         f"overspill: {', '.join(names[:3])}{more}: trainable, but came into the model after overspill.initialize, so "
-        "no step would train it. Change the model (adapters, a new head) before initialize; or freeze what is new with "
-        "requires_grad_(False); or keep what another optimizer trains in a module of its own"
+        f"no step would train it. Change the model (adapters, a new head) before initialize; or {freeze}; or keep what "
+        "another optimizer trains in a module of its own"
     )

@@ -8,13 +8,14 @@ import tempfile
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
 from . import _core, boundary, calls, moments, optim
+from .config import unusable_number
 from .ranks import RankError
 from .residency import Residency
 
@@ -37,9 +38,11 @@ class Groups:
         else:
             self.core = _CORE[kind]
 
-    def hyper_parameters(self, group: dict) -> dict:
-        """A group as the core takes it, plain numbers; it looks for what its optimizer has."""
+    def hyper_parameters(self, group: dict, number: int) -> dict:
+        """A group as the core takes it, plain numbers; it looks for what its optimizer has. Raises ValueError where an
+        update could not use them."""
         hyper = {name: _plain(value) for name, value in group.items() if name != "params"}
+        _check_numbers(self.kind, group, number)
         hyper["optimizer"] = self.core
         if "betas" in hyper:
             hyper["beta1"], hyper["beta2"] = hyper["betas"]
@@ -99,11 +102,25 @@ def make_groups(config: Any, parameters: Iterable[Any]) -> Groups:
     of their own. As in torch, parameters may come with their names (model.named_parameters()); the model knows them.
     Raises TypeError for what is no parameter."""
     items = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-    groups = [dict(item) for item in items] if items and isinstance(items[0], dict) else [{"params": items}]
+    if items and isinstance(items[0], dict):
+        for number, item in enumerate(items):
+            if not isinstance(item, dict):
+                raise TypeError(
+                    f"overspill: model_parameters has {item!r:.60} at place {number}, a {type(item).__name__}, among "
+                    "groups: put it into the params of one"
+                )
+        groups = [dict(item) for item in items]
+    else:
+        groups = [{"params": items}]
     defaults = config.model_dump(exclude={"type"})
     if config.type in ("AdamW", "Adam"):
         defaults["decoupled"] = config.type == "AdamW"
-    for group in groups:
+    for number, group in enumerate(groups):
+        if "params" not in group:
+            raise ValueError(
+                f"overspill: parameter group {number} of model_parameters has no params: it has {sorted(group)}; add "
+                "params, a list of parameters"
+            )
         unknown = set(group) - set(defaults) - {"params", "name"}
         if unknown:
             raise ValueError(
@@ -112,7 +129,15 @@ def make_groups(config: Any, parameters: Iterable[Any]) -> Groups:
         group["params"] = [p for p in _unnamed(group["params"]) if p.requires_grad]
         for name, value in defaults.items():
             group.setdefault(name, value)
+        _check_numbers(config.type, group, number, scheduled=False)
     return Groups(config.type, groups)
+
+
+def _check_numbers(kind: str, group: dict, number: int, scheduled: bool = True) -> None:
+    """Raises ValueError that names a number of the group, of an optimizer of that name, which no update can use."""
+    for name, value in group.items():
+        if name != "params" and (why := unusable_number(kind, name, _plain(value), scheduled)):
+            raise ValueError(f"overspill: parameter group {number} has {name} = {value!r:.60}: {why}")
 
 
 def unit_format(own: str, chosen: str | None) -> str:
@@ -196,13 +221,14 @@ class OverspillOptimizer(torch.optim.Optimizer):
         super().__init__([dict(group) for group in groups.groups], defaults)
         self.param_groups = groups.groups
         self.groups, self.residency, self.user = groups, residency, user
+        self._taken = _parameters_of(groups.groups)
         self._outcomes: deque = deque(maxlen=1)
         self.folder, self.ranks, self.life = folder or tempfile.gettempdir(), ranks, life
         self.before_step: Callable[[], None] | None = None  # raises where the step must not be taken
         self._told = False  # of a skipped step
         if user is not None:
             user.state.clear()  # Adagrad has sums before its first step: they are the engine's now
-            _pass_on(user, self, "state_dict", "load_state_dict")
+            _pass_on(user, self, "step", "zero_grad", "state_dict", "load_state_dict", "add_param_group")
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError(
@@ -210,8 +236,27 @@ class OverspillOptimizer(torch.optim.Optimizer):
             "optimizer.state_dict(), or use engine.save_checkpoint"
         )
 
+    def _check_groups(self) -> None:
+        """Raises RuntimeError where groups came, went or changed since initialize. The list is the user's own, and
+        nobody would train what the engine did not take."""
+        now = _parameters_of(self.param_groups)
+        if now == self._taken:
+            return
+        number = next((i for i, (a, b) in enumerate(zip(now, self._taken)) if a != b), None)
+        if number is not None:
+            what = f"parameter group {number} has other parameters than at overspill.initialize"
+        elif len(now) > len(self._taken):
+            what = f"parameter group {len(self._taken)} was not there at overspill.initialize"
+        else:
+            what = f"parameter group {len(now)} of overspill.initialize is no longer there"
+        raise RuntimeError(
+            f"overspill: {what}, and the engine trains those that it took: put param_groups back as "
+            "they were, and give it to initialize instead"
+        )
+
     def _hyper_parameters(self) -> list[dict]:
-        return [self.groups.hyper_parameters(group) for group in self.param_groups]
+        self._check_groups()
+        return [self.groups.hyper_parameters(group, i) for i, group in enumerate(self.param_groups)]
 
     def step(self, closure: Callable | None = None) -> Any:
         """Returns the closure's loss, if any; the outcome is in `last_step` (step, norm, clip, skipped)."""
@@ -251,7 +296,11 @@ class OverspillOptimizer(torch.optim.Optimizer):
 
     def expect_step(self) -> None:
         """Tells the engine what the next step will be given, as far as anybody knows now (speculation)."""
-        self.residency.core.expect_step(self._hyper_parameters())
+        try:
+            hyper_parameters = self._hyper_parameters()
+        except (RuntimeError, ValueError):
+            return  # the step says it, unless it is put right before
+        self.residency.core.expect_step(hyper_parameters)
 
     def start_states(self) -> None:
         """Once, before the first step: states of an optimizer that does not start with zero."""
@@ -259,15 +308,18 @@ class OverspillOptimizer(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         with calls.Alone():
-            self.residency.core.clear_gradients()
+            self.residency.clear_gradients("optimizer.zero_grad()")
 
     def add_param_group(self, param_group: dict) -> None:
         if hasattr(self, "residency"):
-            raise RuntimeError("overspill: groups are fixed at overspill.initialize")
+            raise RuntimeError(
+                "overspill: add_param_group: groups are fixed at overspill.initialize: give it all of them"
+            )
         super().add_param_group(param_group)
 
     def hyper_parameters(self) -> dict:
         """What the engine's checkpoint keeps of the optimizer beside its states: plain numbers."""
+        self._check_groups()
         groups = [{k: _plain(v) for k, v in group.items() if k != "params"} for group in self.param_groups]
         return {"groups": groups}
 
@@ -279,6 +331,9 @@ class OverspillOptimizer(torch.optim.Optimizer):
         """States and hyper-parameters in torch's layout (moments.py); for torch.save, beside the model's state_dict.
         Of one rank only."""
         self._require_one_rank("state_dict")
+        if self.residency.closed:  # or it would look like one before the first step
+            raise RuntimeError(f"overspill: {self.residency.closed}")
+        self._check_groups()
         for hook in self._optimizer_state_dict_pre_hooks.values():
             hook(self)
         groups, number = [], itertools.count()
@@ -298,6 +353,11 @@ class OverspillOptimizer(torch.optim.Optimizer):
         """Takes what `state_dict` gave, and that of a torch optimizer of the same class over the same parameters; load
         the model's state_dict first. Raises ValueError before anything is changed. Of one rank only."""
         self._require_one_rank("load_state_dict")
+        if not isinstance(state_dict, Mapping):
+            raise ValueError(
+                f"overspill: load_state_dict was given a {type(state_dict).__name__}: give the dict that "
+                "state_dict gave (of a file: torch.load)"
+            )
         state_dict = dict(state_dict)
         for hook in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = hook(self, state_dict) or state_dict
@@ -308,6 +368,7 @@ class OverspillOptimizer(torch.optim.Optimizer):
                 f"param_groups: {why}, so it holds no states. Load the checkpoint of that step with "
                 "engine.load_checkpoint"
             )
+        _check_form(state_dict)
         merged = self._merged(state_dict["param_groups"])
         states = renumbered(state_dict)
         with calls.Alone():
@@ -332,7 +393,7 @@ class OverspillOptimizer(torch.optim.Optimizer):
             _check_group(number, group, values)
             merged.append({name: value for name, value in values.items() if name not in _STAY})
             _check_kinds(number, group, merged[-1])
-            self.groups.hyper_parameters(group | merged[-1])
+            self.groups.hyper_parameters(group | merged[-1], number)
         return merged
 
     def _require_one_rank(self, call: str) -> None:
@@ -343,8 +404,13 @@ class OverspillOptimizer(torch.optim.Optimizer):
             )
 
 
+def _parameters_of(groups: Iterable[dict]) -> list[list[int]]:
+    return [list(map(id, group["params"])) for group in groups]
+
+
 def _pass_on(user: torch.optim.Optimizer, to: OverspillOptimizer, *names: str) -> None:
-    """Calls of the user's own object reach the one that has the states, and do not keep it: the former's are empty."""
+    """Calls of the user's own object reach the one that has gradients and states, and do not keep it: the former has
+    none."""
     reference = weakref.ref(to)
 
     def passing(name: str) -> Callable:
@@ -354,10 +420,28 @@ def _pass_on(user: torch.optim.Optimizer, to: OverspillOptimizer, *names: str) -
                 raise RuntimeError(f"overspill: {name}: the engine that took this optimizer over is gone")
             return getattr(alive, name)(*args, **kwargs)
 
+        # A scheduler of the user's object wraps its step to see that it is called, or warns where something else stands
+        # in its place; ours tells it (OverspillOptimizer.step).
+        call._wrapped_by_lr_sched = True
         return call
 
     for name in names:
         setattr(user, name, passing(name))
+
+
+def _check_form(state_dict: dict) -> None:
+    groups, states = state_dict["param_groups"], state_dict["state"]
+    if not isinstance(groups, (list, tuple)) or not all(
+        isinstance(group, Mapping) and isinstance(group.get("params"), (list, tuple)) for group in groups
+    ):
+        raise ValueError(
+            f"overspill: param_groups of this state dict: {groups!r:.60}; a list of dicts with params is expected: "
+            "load what state_dict gave"
+        )
+    if not isinstance(states, Mapping):
+        raise ValueError(
+            f"overspill: state of this state dict is a {type(states).__name__}, not a dict: load what state_dict gave"
+        )
 
 
 def _check_group(number: int, group: dict, saved: dict) -> None:

@@ -31,7 +31,7 @@ from torch._C import DisableTorchFunction
 from torch.autograd import graph
 from torch.nn.utils import clip_grad
 
-from . import calls, reading, residency, saved
+from . import calls, given, reading, residency, saved
 from .divided import is_divided, memory_of, parameter_classes
 from .guard import guard, touch
 from .residency import Residency, Segment, get_grad, registry, set_grad
@@ -105,7 +105,7 @@ def clip_grad_norm_(
             f"overspill: clip_grad_norm_ with norm_type={norm_type}: the engine clips by the 2-norm only"
         )
     with calls.Alone():
-        norm = torch.tensor(owner.core.clip_grad_norm(float(max_norm)))
+        norm = torch.tensor(owner.core.clip_grad_norm(given.max_norm(max_norm)))
     if error_if_nonfinite and not torch.isfinite(norm):
         raise RuntimeError(
             "The total norm of order 2.0 for gradients from `parameters` is non-finite, so it cannot "
@@ -144,7 +144,7 @@ def zero_grad(self: nn.Module, set_to_none: bool = True) -> None:
         _zero_grad(self, set_to_none)
     else:
         with calls.Alone():
-            owner.core.clear_gradients()
+            owner.clear_gradients("model.zero_grad()")
 
 
 def _data(self: nn.Parameter) -> torch.Tensor:

@@ -114,7 +114,7 @@ HOST = Place()
 def find(name: str, budget: int | None) -> Place:
     """The place that `engine.device` names. "auto": a GPU where torch sees one, else the CPU; with a device budget, a
     GPU or an error. Raises ValueError saying what is missing, or why the engine cannot use the GPU that torch sees."""
-    if name == "host" or (name == "auto" and budget is None and not torch.cuda.is_available()):
+    if name in ("host", "cpu") or (name == "auto" and budget is None and not torch.cuda.is_available()):
         return HOST
     if name in ("auto", "cuda") or name.startswith("cuda:"):
         return _cuda(name, budget)

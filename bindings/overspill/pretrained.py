@@ -7,7 +7,7 @@ import contextlib
 import functools
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -135,6 +135,27 @@ class Folder:
         complete = all(any(name in self.tensors for name in names) for names, _ in wanted(model))
         return complete and not self._unexpected(model)
 
+    def check_names(self, model: Any) -> None:
+        """`causal_lm`'s check of a model of transformers, by names as transformers changes them and without reading a
+        weight. Raises CheckpointError. Where transformers joins or splits tensors it leaves to `causal_lm` what is
+        missing, and all of it where a quantiser does."""
+        if self.has_names_of(model) or getattr(model.config, "quantization_config", None):
+            return
+        from transformers.utils.loading_report import LoadStateDictInfo
+
+        found, converted = _renamed(self.tensors, model)
+        missing = {names[0] for names, _ in wanted(model) if found.isdisjoint(names)}
+        info = LoadStateDictInfo(
+            missing_keys=set() if converted else missing,
+            unexpected_keys=found - {name for name, _ in model.named_buffers()} - model.state_dict().keys(),
+            mismatched_keys=set(),
+            error_msgs=[],
+            conversion_errors={},
+            skipped_pp_keys=set(),
+        )
+        model._adjust_missing_and_unexpected_keys(info)
+        refuse_strangers(self.path, model, sorted(info.unexpected_keys), sorted(info.missing_keys))
+
     def _unexpected(self, model: nn.Module) -> list[str]:
         parameters = (name for name, _ in model.named_parameters(remove_duplicate=False))
         buffers = (name for name, _ in model.named_buffers(remove_duplicate=False))
@@ -222,12 +243,25 @@ def causal_lm(folder: Any, config: Config, dtype: torch.dtype | None = None) -> 
         model, found = AutoModelForCausalLM.from_pretrained(
             folder, dtype=dtype or "auto", output_loading_info=True
         )
-    missing = sorted(found["missing_keys"])
+    refuse_strangers(folder, model, sorted(found["unexpected_keys"]), sorted(found["missing_keys"]))
+    return model.train(), None
+
+
+def refuse_strangers(folder: Any, model: nn.Module, unwanted: Sequence[str], missing: Sequence[str]) -> None:
+    """Raises CheckpointError where there are any: transformers would go on without what it does not want, and with
+    random values for what is missing. `unwanted`: but for what the class says may be there."""
+    kind = type(model).__name__
+    if unwanted:
+        raise CheckpointError(
+            f"{folder}: {some(unwanted)} {'is' if len(unwanted) == 1 else 'are'} not wanted by {kind}, and would be "
+            "left out: does config.json belong to these weights? If it does, save a model without them: "
+            "AutoModelForCausalLM.from_pretrained(DIR).save_pretrained(NEW)"
+        )
     if missing:
         raise CheckpointError(
-            f"{folder}: {some(missing)} missing, wanted by {type(model).__name__}; fetch it again"
+            f"{folder}: {some(missing)} missing, wanted by {kind}: does config.json belong to these weights? If it "
+            "does, fetch them again"
         )
-    return model.train(), None
 
 
 def empty_causal_lm(stored: Folder, dtype: torch.dtype | None = None) -> nn.Module:
@@ -296,6 +330,29 @@ def _converts(model: nn.Module) -> bool:
 
     kept = getattr(model, "_keep_in_fp32_modules_strict", None)
     return bool(kept) or any(isinstance(c, WeightConverter) for c in get_model_conversion_mapping(model))
+
+
+def _renamed(names: Iterable[str], model: Any) -> tuple[set[str], bool]:
+    """The names as transformers changes them on the way in, and whether it joins or splits any tensor."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import (
+        WeightConverter,
+        WeightRenaming,
+        dot_natural_key,
+        rename_source_key,
+    )
+
+    mapping = get_model_conversion_mapping(model)
+    renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
+    converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
+    prefix, known, found, converted = model.base_model_prefix, model.state_dict(), set(), False
+    for name in sorted(names, key=dot_natural_key):
+        renamed, pattern = rename_source_key(name, renamings, converters, prefix, known)
+        if renamed not in known and name in known:
+            renamed, pattern = name, None
+        found.add(renamed)
+        converted = converted or pattern is not None
+    return found, converted
 
 
 _elsewhere = (

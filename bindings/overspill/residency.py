@@ -43,11 +43,12 @@ RECENT_UNITS = (
 class Segment:
     """One parameter in one unit. `memory`: the tensor whose memory comes and goes, the parameter itself unless it is a
     DTensor; `shape` and `stride` are its. `version`: of all three when they were last looked at. `alias`: what `p.data`
-    returned since the memory last changed."""
+    returned since the memory last changed. `given`: a weak reference to the last state_dict's copy."""
 
     __slots__ = (
         "alias",
         "blank",
+        "given",
         "index",
         "memory",
         "name",
@@ -67,6 +68,7 @@ class Segment:
         self.parameter, self.offset = parameter, offset  # in elements
         self.memory = memory_of(parameter)
         self.shape, self.stride = self.memory.shape, memory_order(self.memory)
+        self.given: weakref.ref[torch.Tensor] | None = None
         self.accept()
         self.blank = unit.residency.nan_like(self.shape, self.stride, parameter.dtype)
 
@@ -394,6 +396,7 @@ class Residency:
         self.closed: str | None = None  # why its weights are gone
         self.current = True  # units know the generation of their weights
         self.expect_step: Callable[[], None] | None = None  # before each training pass, with speculation
+        self.clearing: weakref.WeakMethod | None = None  # Engine._clear_gradients
         self.gradient_hooks: list[
             Any
         ] = []  # torch keeps them where the garbage collector does not see the cycle
@@ -408,6 +411,14 @@ class Residency:
 
     def nan_like(self, shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         return nan_like(shape, stride, dtype, self.place, self.core)
+
+    def clear_gradients(self, call: str) -> None:
+        """For a call of the script, by name. Where the engine lives its step begins anew, with a warning."""
+        clear = None if self.clearing is None else self.clearing()
+        if clear is None:
+            self.core.clear_gradients()
+        else:
+            clear(call)
 
     def take_weights(
         self,

@@ -30,6 +30,27 @@ ANSWERS = {
     "train",
     "world_size",
 }
+OPTIMIZER_ANSWERS = {
+    "before_step",
+    "defaults",
+    "folder",
+    "groups",
+    "hyper_parameters",
+    "last_step",
+    "life",
+    "param_groups",
+    "ranks",
+    "register_load_state_dict_post_hook",
+    "register_load_state_dict_pre_hook",
+    "register_state_dict_post_hook",
+    "register_state_dict_pre_hook",
+    "register_step_post_hook",
+    "register_step_pre_hook",
+    "residency",
+    "restore_hyper_parameters",
+    "state",
+    "user",
+}
 CORE_ANSWERS = {"stall", "close", "layout", "nan_capsule", "plan", "predict", "report", "stats", "unit_bytes"}
 
 JOB = """
@@ -54,6 +75,8 @@ for _ in range(4):
     engine.step()
 engine.save_checkpoint(folder + "/saved")
 loss = engine(x).square().mean()
+states = engine.optimizer.state_dict()
+optimizer = engine.optimizer
 parameter = next(model.parameters())
 core = engine._core
 loaded = {key: torch.zeros_like(value) for key, value in engine.state_dict().items()}
@@ -81,6 +104,15 @@ CALLS = {
     "trace": lambda: enter(engine.trace(folder + "/trace.json")),
     "train_batch": lambda: engine.train_batch(iter([x] * 9), loss=lambda batch: engine(batch).square().mean()),
     "weight": lambda: engine.weight(parameter),
+}
+OPTIMIZER_CALLS = {
+    "load_state_dict": lambda: optimizer.load_state_dict(states),
+    "restore_hyper_parameters": lambda: optimizer.restore_hyper_parameters(optimizer.hyper_parameters()),
+    **{
+        name: lambda name=name: getattr(optimizer, name)(lambda *given: None).remove()
+        for name in dir(optimizer)
+        if name.startswith("register_")
+    },
 }
 CORE_CALLS = {
     "acquire": lambda: core.acquire(0),
@@ -113,9 +145,14 @@ CORE_CALLS = {
 }
 
 
+# Torch's own, which the engine has no part in; and what is refused from the first.
+OTHERS = {"OptimizerPostHook", "OptimizerPreHook", "profile_hook_step", "add_param_group"}
+
+
 def tell(owner, what, calls):
     names = {n for n in dir(type(what)) if not n.startswith("_")}
     names |= {n for n in getattr(what, "__dict__", {}) if not n.startswith("_")}
+    names -= OTHERS
     assert set(calls) <= names, f"{owner} has no {set(calls) - names}"
     for name in sorted(names):
         print(owner, name, end=" ", flush=True)
@@ -132,6 +169,7 @@ def tell(owner, what, calls):
 
 
 tell("engine", engine, CALLS)
+tell("optimizer", optimizer, OPTIMIZER_CALLS)
 tell("core", core, CORE_CALLS)
 """
 
@@ -152,7 +190,7 @@ def test_everything_answers_or_says_that_the_engine_is_closed(placement):
     wrong = []
     for line in said:
         owner, name, *outcome = line.split(" ", 3)
-        answers = name in (ANSWERS if owner == "engine" else CORE_ANSWERS)
+        answers = name in {"engine": ANSWERS, "optimizer": OPTIMIZER_ANSWERS, "core": CORE_ANSWERS}[owner]
         right = outcome[0] == "answers" if answers else outcome[0] == "raises" and "closed" in line
         if not right:
             wrong.append(line)

@@ -81,3 +81,43 @@ def test_a_model_of_layers_without_end_is_refused_before_one_is_made(name, model
     assert wrong in capsys.readouterr().err
     with pytest.raises(CheckpointError, match="and the weights are 1 tensors"):
         architecture.check({"weight": (1,)}, tmp_path, model, model)
+
+
+@pytest.mark.parametrize(("layers", "wrong"), [(1, "not wanted by LlamaForCausalLM"), (3, "missing")])
+def test_a_config_of_other_layers_than_the_files_is_refused_by_every_command(
+    layers, wrong, model, tmp_path, capsys
+):
+    """transformers leaves a layer out, or makes one up."""
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, "num_hidden_layers": layers}))
+    code, said = generate(capsys, model)
+    assert (
+        code == 1
+        and f"model.layers.{min(layers, 2)}." in said
+        and ("lacks" if layers == 3 else wrong) in said
+    )
+    assert main(["plan", "--model", str(model), "--host-budget", "64MiB"]) == 1
+    said = capsys.readouterr().err
+    assert f"model.layers.{min(layers, 2)}." in said and wrong in said
+    texts = tiny.make_texts(tmp_path / "texts", files=2)
+    options = {
+        "model": model,
+        "data": texts,
+        "out": tmp_path / "out",
+        "host-budget": "64MiB",
+        "cache": tmp_path,
+    }
+    assert main(["train", *(word for k, v in options.items() for word in (f"--{k}", str(v)))]) == 1
+    said = capsys.readouterr().err
+    assert f"model.layers.{min(layers, 2)}." in said and wrong in said
+    assert not (tmp_path / "out").exists()
+
+
+def test_plan_takes_names_that_transformers_renames(model, capsys):
+    """Those of the base model, and names that the class says may be left out."""
+    tensors = {n.removeprefix("model."): t for n, t in load_file(model / "model.safetensors").items()}
+    tensors["layers.0.self_attn.rotary_emb.inv_freq"] = tensors["norm.weight"].clone()
+    save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
+    assert main(["plan", "--model", str(model), "--host-budget", "64MiB"]) == 0, capsys.readouterr().err
+    code, said = generate(capsys, model)
+    assert code == 0, said

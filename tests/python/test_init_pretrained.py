@@ -208,6 +208,29 @@ def test_a_layer_that_transformers_would_make_up(untied, config):
         causal_lm(untied, overspill.Config.read(config("nvme")))
 
 
+def fewer_layers(folder):
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    path.write_text(json.dumps({**config, "num_hidden_layers": config["num_hidden_layers"] - 1}))
+
+
+@pytest.mark.parametrize("name", ["untied", "mixtral"])
+@pytest.mark.parametrize("by", ["config", "files"])
+def test_a_tensor_that_transformers_would_leave_out(name, by, folders, config, tmp_path):
+    """Once it was dropped without a word, and a model without it trained and saved."""
+    folder = tmp_path / "spoiled"
+    shutil.copytree(folders / name, folder)
+    if by == "files":
+        spoil(folder, add)
+    else:
+        fewer_layers(folder)
+    named = r"score\.weight is" if by == "files" else r"model\.layers\.\d\S+ and \d+ more are"
+    with pytest.raises(
+        overspill.CheckpointError, match=named + r" not wanted by .*ForCausalLM.*config\.json"
+    ):
+        overspill.initialize(config=config("nvme"), checkpoint=folder)
+
+
 def test_another_prefix_is_left_to_transformers(folders, untied, config):
     """The base model's names, as GPT-2's own files have them."""
     gpt2 = load_file(folders / "gpt2/model.safetensors")

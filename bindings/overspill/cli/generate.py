@@ -66,9 +66,9 @@ def _inputs(tokenizer, prompt: str):
 
 
 def _model(kind, folder: Path):
-    """Raises CliError for weights that are missing: transformers would draw them at random; CheckpointError for damaged
-    files."""
-    from overspill.pretrained import Folder, some
+    """Raises CliError for weights that are missing: transformers would draw them at random; CheckpointError for those
+    that it would leave out, and for damaged files."""
+    from overspill.pretrained import Folder, refuse_strangers, some
 
     stored = Folder(folder)
     stored.check_counts()
@@ -82,4 +82,5 @@ def _model(kind, folder: Path):
             f"--model {folder} lacks {some(sorted(found['missing_keys']))}, wanted by {type(model).__name__}, and "
             "random values would stand in for them; merge or fetch it again"
         )
+    refuse_strangers(f"--model {folder}", model, sorted(found["unexpected_keys"]), [])
     return model.eval()

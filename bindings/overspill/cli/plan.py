@@ -87,9 +87,10 @@ def plan(model, config):
 
 
 def empty_model(folder: Path, dtype: str):
-    """The module tree of a model folder without memory for its parameters, its shapes checked against the weights.
+    """The module tree of a model folder without memory for its parameters, its names and shapes checked against the
+    weights.
 
-    Raises CliError when config and weights are not of one model.
+    Raises CliError or CheckpointError when config and weights are not of one model.
     """
     import torch
 
@@ -107,7 +108,7 @@ def empty_model(folder: Path, dtype: str):
 
 
 def _check_shapes(model, folder) -> None:
-    """Every tensor whose name the model knows has the shape it expects, and most of the model is there."""
+    """Every tensor whose name the model knows has the shape it expects, and no tensor is left out or made up."""
     expected = {name: tuple(p.shape) for name, p in model.named_parameters()}
     for name in expected.keys() & folder.tensors.keys():
         if expected[name] != folder.tensors[name].shape:
@@ -115,7 +116,4 @@ def _check_shapes(model, folder) -> None:
                 f"{folder.path}: {name} has shape {list(folder.tensors[name].shape)} in the weights and "
                 f"{list(expected[name])} by config.json; they are of two models: fetch both again"
             )
-    if not expected.keys() & folder.tensors.keys():
-        raise CliError(
-            f"{folder.path}: no tensor of the weights has a name that {type(model).__name__} knows; wrong weights?"
-        )
+    folder.check_names(model)

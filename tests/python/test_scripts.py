@@ -1,0 +1,563 @@
+"""Scripts as people write them who come from torch: what a call takes means what it says there, and what it does not
+take is refused by name, with the way out, before anything is changed."""
+
+import copy
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
+
+import overspill
+from overspill import place
+
+
+def mlp():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 4))
+
+
+def batch(i=0):
+    return torch.randn(6, 16, generator=torch.Generator().manual_seed(i))
+
+
+def loss_of(model, i=0):
+    return model(batch(i)).square().mean()
+
+
+@pytest.fixture
+def start(config):
+    """A number of engines, each with a name of its own on the disk."""
+    engines = []
+
+    def make(model, optimizer=None, lr_scheduler=None, model_parameters=None, **settings):
+        settings = config(job=f"job{len(engines)}", **settings)
+        if optimizer is not None:
+            del settings["optimizer"]
+        given = overspill.initialize(
+            model, settings, optimizer, lr_scheduler, model_parameters=model_parameters
+        )
+        engines.append(given[0])
+        return given[0]
+
+    yield make
+    for engine in engines:
+        engine.close()
+
+
+def train(engine, steps=1):
+    for i in range(steps):
+        engine.backward(loss_of(engine, i))
+        engine.step()
+
+
+def weights(engine):
+    return {name: value.clone() for name, value in engine.state_dict().items()}
+
+
+def same(one, other):
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+# ---- train_batch
+
+
+def seen_by(engine, batches, calls=1):
+    seen = []
+
+    def loss(x):
+        seen.append(x)
+        return engine(x).square().mean()
+
+    for _ in range(calls):
+        engine.train_batch(batches, loss)
+    return seen
+
+
+def test_train_batch_takes_the_next_micro_batches(start):
+    engine = start(mlp(), accumulation=2)
+    data = [batch(i) for i in range(4)]
+    for batches in (iter(data), (x for x in data), iter(torch.utils.data.DataLoader(data, batch_size=None))):
+        seen = seen_by(engine, batches, calls=2)
+        assert len(seen) == 4 and all(map(torch.equal, seen, data))
+    assert len(seen_by(engine, data[:2])) == len(seen_by(engine, tuple(data[:2]))) == 2
+    with pytest.raises(ValueError, match=r"= 2 micro-batches, there are 1$"):
+        engine.train_batch(iter(data[:1]))
+
+
+class Stream(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        return iter([batch()] * 4)
+
+
+WRONG_BATCHES = {
+    "one batch": (batch(), TypeError, r"is one micro-batch, a Tensor: give a list of them, or an iterator"),
+    "one mapping": ({"input": batch()}, TypeError, r"is one micro-batch, a dict"),
+    "a text": ("ab", TypeError, r"is one micro-batch, a str"),
+    "a number": (5, TypeError, r"batches is an int: give"),
+    "too many": ([batch()] * 3, ValueError, r"= 2 micro-batches, there are 3: .* batches = iter\(batches\)"),
+    "too few": ([batch()], ValueError, r"= 2 micro-batches, there are 1$"),
+    "a loader": (
+        torch.utils.data.DataLoader([batch()] * 2),
+        ValueError,
+        r"a DataLoader begins anew at each call.*iter\(batches\)",
+    ),
+    "a stream": (Stream(), ValueError, r"a Stream begins anew at each call"),
+}
+
+
+@pytest.mark.parametrize("which", WRONG_BATCHES)
+def test_train_batch_refuses_what_would_begin_anew_or_be_cut_off(which, start):
+    """A loader gave every step the same first micro-batches, and what a list had too many was dropped."""
+    batches, error, message = WRONG_BATCHES[which]
+    engine = start(mlp(), accumulation=2)
+    before = weights(engine)
+    with pytest.raises(error, match=message):
+        engine.train_batch(batches, lambda x: engine(x).square().mean())
+    assert same(weights(engine), before) and engine.micro_steps == 0
+
+
+# ---- groups after initialize
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
+def test_groups_are_those_of_initialize(start, tmp_path, kind):
+    """A group that came later was trained by nobody, and the checkpoints after it opened nowhere."""
+    model = mlp()
+    optimizer = kind(model.parameters(), lr=0.1)
+    engine = start(model, optimizer)
+    train(engine)
+    new = {"params": [nn.Parameter(torch.ones(3))], "lr": 5.0}
+    with pytest.raises(RuntimeError, match="groups are fixed at overspill"):
+        optimizer.add_param_group(dict(new))
+    assert len(optimizer.param_groups) == 1
+
+    def refused(message):
+        for act in (
+            engine.step,
+            engine.optimizer.state_dict,
+            lambda: engine.save_checkpoint(tmp_path / "saved"),
+        ):
+            with pytest.raises(RuntimeError, match=message):
+                act()
+        assert not (tmp_path / "saved").exists()
+
+    engine.backward(loss_of(engine))
+    optimizer.param_groups.append(new)
+    refused("parameter group 1 was not there at overspill.initialize.*give it to initialize")
+    optimizer.param_groups.remove(new)
+    group = optimizer.param_groups[0]
+    group["params"].append(new["params"][0])
+    refused("parameter group 0 has other parameters than at overspill.initialize")
+    group["params"].pop()
+    optimizer.param_groups.clear()
+    refused("parameter group 0 of overspill.initialize is no longer there")
+    optimizer.param_groups.append(group)
+    engine.step()
+    assert engine.global_steps == 2
+
+
+# ---- parameters that are replaced
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.head = nn.Linear(16, 8, bias=False)
+        self.table = nn.Embedding(8, 16)
+        self.table.weight = self.head.weight
+
+    def forward(self, x):
+        return self.head(x)
+
+
+def replace_weight(model):
+    model[0].weight = nn.Parameter(torch.zeros(32, 16), requires_grad=False)
+
+
+def replace_module(model):
+    model[0] = nn.Linear(16, 32).requires_grad_(False)
+
+
+def append(model):
+    model.append(nn.Linear(4, 4).requires_grad_(False))
+
+
+def append_trainable(model):
+    model.append(nn.Linear(4, 4))
+
+
+def remove_module(model):
+    del model[2]
+
+
+CHANGES = {
+    replace_weight: r"0\.weight.* came into the model after overspill.initialize, and a checkpoint would not have",
+    replace_module: r"0\.weight, 0\.bias.* came into the model after",
+    append: r"3\.weight, 3\.bias.* came into the model after",
+    append_trainable: r"3\.weight, 3\.bias.* came into the model after",
+    remove_module: r"2\.weight, 2\.bias.* left the model after overspill.initialize, and a checkpoint would keep",
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_checkpoint_is_of_the_parameters_that_the_model_has(start, tmp_path, change):
+    """A replaced weight was saved as it was before, and what was new was not saved at all."""
+    engine = start(mlp())
+    train(engine)
+    change(engine.module)
+    with pytest.raises(RuntimeError, match=CHANGES[change]):
+        engine.save_checkpoint(tmp_path / "saved")
+    assert not (tmp_path / "saved").exists()
+
+
+def test_a_state_dict_has_the_weight_that_a_module_has(start):
+    engine = start(mlp())
+    train(engine)
+    replace_weight(engine.module)
+    found = engine.state_dict()
+    assert torch.equal(found["0.weight"], torch.zeros(32, 16))
+    assert torch.equal(found["2.weight"], engine.weight(engine.module[2].weight))
+    engine.step()
+    engine.load_state_dict({**found, "0.weight": torch.ones(32, 16)})
+    assert torch.equal(engine.state_dict()["0.weight"], torch.ones(32, 16))
+    tied = start(Tied())
+    train(tied)
+    trained = tied.state_dict()
+    assert trained["head.weight"] is trained["table.weight"]
+    tied.module.head.weight = nn.Parameter(torch.zeros(8, 16), requires_grad=False)
+    found = tied.state_dict()
+    assert torch.equal(found["head.weight"], torch.zeros(8, 16))
+    assert torch.equal(found["table.weight"], trained["table.weight"])
+
+
+def test_one_who_replaced_a_parameter_is_not_told_to_freeze_it(start):
+    engine = start(mlp())
+    engine.module[0].weight = nn.Parameter(torch.zeros(32, 16))
+    with pytest.raises(RuntimeError, match=r"0\.weight: trainable, but came into the model after") as error:
+        engine.step()
+    assert "freeze" not in str(error.value)
+    append_trainable(engine.module)
+    engine.module[0].weight.requires_grad_(False)
+    with pytest.raises(RuntimeError, match="or freeze what is new"):
+        engine.step()
+
+
+# ---- an optimizer of one's own
+
+
+def test_the_users_own_optimizer_means_the_engines(start):
+    """Its step() ended in an error about gradients, or did nothing."""
+    model, other = mlp(), mlp()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    scheduler = LambdaLR(optimizer, lambda n: 1 / (n + 1))
+    start(model, optimizer)
+    engine = start(other, torch.optim.AdamW(other.parameters(), lr=1e-2))
+    theirs = LambdaLR(engine.optimizer.user, lambda n: 1 / (n + 1))  # made after, too
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for i in range(3):
+            optimizer.zero_grad()
+            loss_of(model, i).backward()
+            optimizer.step()
+            scheduler.step()
+            engine.backward(loss_of(engine, i))
+            engine.step()
+            theirs.step()
+    assert same(model.state_dict(), other.state_dict())
+    assert optimizer.step(lambda: loss_of(model)).item() > 0
+    engine.close()
+    for call in (engine.optimizer.user.step, engine.optimizer.user.zero_grad):
+        with pytest.raises((RuntimeError, ValueError), match="closed"):
+            call()
+
+
+# ---- clearing gradients
+
+
+@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize("by", ["optimizer", "model", "engine", "the user's optimizer"])
+def test_gradients_cleared_between_micro_batches_are_told(start, by, own):
+    """The loop of torch's tutorials: all but the last micro-batch went without a word."""
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine = start(model, optimizer if own else None, accumulation=4)
+    if by == "the user's optimizer" and not own:
+        return
+    clear = {"optimizer": engine.optimizer, "model": model, "engine": engine}.get(by, optimizer).zero_grad
+    clear()  # nothing has begun
+    for i in range(2):
+        engine.backward(loss_of(engine, i))
+        engine.step()
+    with pytest.warns(
+        UserWarning, match=r"zero_grad\(\) in the middle of a step: 2 of 4 micro-batches"
+    ) as told:
+        clear()
+    assert Path(told[0].filename) == Path(__file__)
+    assert engine.micro_steps == 0 and engine.grad(model[0].weight) is None
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        clear()
+        for i in range(4):
+            engine.backward(loss_of(engine, i))
+            engine.step()
+        clear()
+    assert engine.global_steps == 1
+
+
+def test_an_optimizer_that_outlives_its_engine_clears_gradients(config):
+    model = mlp()
+    optimizer = overspill.initialize(model, config())[1]
+    loss_of(model).backward()
+    optimizer.zero_grad()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    optimizer.step()
+    assert same(model.state_dict(), before)
+
+
+# ---- hyper-parameters of groups
+
+
+def group_with(**options):
+    return lambda parameters: [{"params": parameters, **options}]
+
+
+NUMBERS = {
+    "nan": (group_with(lr=float("nan")), ValueError, "parameter group 0 has lr = nan: "),
+    "negative": (group_with(lr=-1.0), ValueError, "group 0 has lr = -1.0: .* greater than or equal to 0"),
+    "a truth value": (group_with(lr=True), ValueError, "group 0 has lr = True: .* number"),
+    "huge": (group_with(lr=10**400), ValueError, "group 0 has lr = 1000.*: the number is too large"),
+    "a text": (group_with(lr="1e-3"), ValueError, "group 0 has lr = '1e-3': .* number"),
+    "none": (group_with(lr=None), ValueError, "group 0 has lr = None: .* number"),
+    "betas": (
+        group_with(betas=(1.5, 0.9)),
+        ValueError,
+        r"group 0 has betas = \(1\.5, 0\.9\): .* less than 1",
+    ),
+    "one beta": (group_with(betas=0.9), ValueError, r"group 0 has betas = 0\.9: "),
+    "eps": (group_with(eps=-1), ValueError, "group 0 has eps = -1: "),
+    "decay": (group_with(weight_decay=float("inf")), ValueError, "group 0 has weight_decay = inf: "),
+    "no params": (
+        lambda parameters: [{"lr": 1}],
+        ValueError,
+        r"group 0 of model_parameters has no params: .*lr",
+    ),
+    "both": (
+        lambda parameters: [{"params": parameters[:1]}, *parameters[1:]],
+        TypeError,
+        r"(?s)model_parameters has .* at place 1, a Parameter, among groups",
+    ),
+}
+
+
+@pytest.mark.parametrize("which", NUMBERS)
+def test_a_group_takes_the_numbers_that_a_configuration_takes(which, start):
+    """A rate that was NaN made all weights NaN, without a skipped step."""
+    make, error, message = NUMBERS[which]
+    model = mlp()
+    with pytest.raises(error, match=message):
+        start(model, model_parameters=make(list(model.parameters())))
+    start(model, model_parameters=group_with(lr=1, eps=0)(list(model.parameters())))
+
+
+@pytest.mark.parametrize("speculate", [False, True])
+def test_a_number_that_no_update_can_use_changes_nothing(start, speculate):
+    engine = start(mlp(), speculate=speculate)
+    train(engine)
+    group = engine.optimizer.param_groups[0]
+    good, before = dict(group), weights(engine)
+    for name, value in {
+        "lr": float("nan"),
+        "eps": "x",
+        "betas": (2.0, 2.0),
+        "weight_decay": torch.tensor(-1.0),
+    }.items():
+        engine.backward(loss_of(engine))
+        group[name] = value
+        with pytest.raises(ValueError, match=f"parameter group 0 has {name} = "):
+            engine.step()
+        group[name] = good[name]
+        engine.zero_grad()
+        assert same(weights(engine), before) and engine.global_steps == 1
+    group["lr"] = -1e-3  # where a schedule may end
+    train(engine)
+    group["lr"] = torch.tensor(0.5)
+    train(engine)
+    assert engine.global_steps == 3
+
+
+def test_a_schedule_that_gives_nan_is_stopped_by_the_next_step(start):
+    engine = start(mlp(), lr_scheduler=lambda o: LambdaLR(o, lambda n: float("nan") if n else 1.0))
+    train(engine)
+    before = weights(engine)
+    with pytest.raises(ValueError, match="parameter group 0 has lr = nan"):
+        train(engine)
+    assert same(weights(engine), before)
+
+
+def test_a_state_dict_with_numbers_that_no_update_can_use_is_refused(start):
+    engine = start(mlp())
+    train(engine)
+    for name, value in {"betas": (2.0, 2.0), "eps": -1.0}.items():
+        saved = copy.deepcopy(engine.optimizer.state_dict())
+        saved["param_groups"][0][name] = value
+        with pytest.raises(ValueError, match=f"parameter group 0 has {name} = "):
+            engine.optimizer.load_state_dict(saved)
+    train(engine)
+
+
+# ---- clipping
+
+
+@pytest.mark.parametrize("by", ["engine", "torch"])
+def test_clipping_to_nothing_and_to_what_is_no_limit(start, by):
+    engine = start(mlp())
+
+    def clip(limit):
+        if by == "engine":
+            return engine.clip_grad_norm_(limit)
+        return nn.utils.clip_grad_norm_(engine.module.parameters(), limit)
+
+    engine.backward(loss_of(engine))
+    for wrong in (-1, float("nan"), "x"):
+        with pytest.raises(ValueError, match=rf"overspill: max_norm = {wrong!r}: .* from 0 on"):
+            clip(wrong)
+    norm = clip(0)
+    assert norm > 0 and engine.last_step is None
+    assert all((engine.grad(p) == 0).all() for p in engine.module.parameters())
+    assert clip(float("inf")) == 0
+    engine.step()
+    assert not engine.last_step.skipped and engine.last_step.clip < 1e-300
+    assert all((engine.optimizer_state(p)["exp_avg"] == 0).all() for p in engine.module.parameters())
+
+
+# ---- the device
+
+
+def test_cpu_is_the_host(start):
+    engine = start(mlp(), device="cpu")
+    assert engine.device == torch.device("cpu") and engine.config.engine.device == "host"
+    train(engine)
+    assert place.find("cpu", None) is place.HOST
+
+
+# ---- what is no parameter
+
+
+def test_what_is_no_parameter_is_told_what_to_give(start, config):
+    engine = start(mlp())
+    train(engine)
+    for call in (engine.weight, engine.grad, engine.optimizer_state, engine.gathered):
+        with pytest.raises(
+            TypeError, match=r"'0\.weight' is a str: give .*engine\.module\.get_parameter\('0\.weight'\)"
+        ):
+            call("0.weight")
+        with pytest.raises(TypeError, match=r"is a Sequential: give .*parameters\(\)"):
+            call(engine.module)
+        with pytest.raises(TypeError, match=r"None is a NoneType: give a parameter"):
+            call(None)
+    with pytest.raises(TypeError, match=r"'0\.weight' is a str"):
+        engine.gathered(["0.weight"])
+    with engine.gathered(engine.module.named_parameters()):
+        assert engine.module[0].weight.isfinite().all()
+    for wrong in (1.0, None, [torch.ones(1)]):
+        with pytest.raises(
+            TypeError, match=rf"backward: the loss is a {type(wrong).__name__}: give a tensor"
+        ):
+            engine.backward(wrong)
+    for wrong in ("1 pound", -1, None):
+        with pytest.raises(ValueError, match=rf"predict: budgets has {wrong!r}: "):
+            engine.predict([wrong])
+    with pytest.raises(TypeError, match="predict: budgets is an int: give a list"):
+        engine.predict(5)
+    assert engine.predict(["1GiB"]) == engine.predict([1 << 30])
+    with pytest.raises(TypeError, match=r"model is a str: give an nn\.Module; a folder .* checkpoint="):
+        overspill.initialize("folder", config())
+    train(engine)
+
+
+# ---- paths
+
+WRONG_PATHS = {
+    "None": (None, TypeError, "None is a NoneType"),
+    "a number": (5, TypeError, "5 is an int"),
+    "bytes": (b"by", TypeError, "b'by' is a bytes"),
+    "empty": ("", ValueError, "the path is empty"),
+    "null": ("x\0y", ValueError, r"'x\\x00y' has characters that no file can have"),
+    "surrogate": ("x\ud800", ValueError, r"'x\\ud800' has characters that no file can have"),
+    "home": ("~/saved", ValueError, r"'~/saved': ~ is a folder of that name here.*expanduser"),
+}
+
+
+@pytest.mark.parametrize("which", WRONG_PATHS)
+def test_what_is_no_path_is_refused_by_name(which, start, tmp_path, monkeypatch):
+    """save_checkpoint(None) wrote a folder "None"."""
+    monkeypatch.chdir(tmp_path)
+    value, error, message = WRONG_PATHS[which]
+    engine = start(mlp())
+    for name in ("save_checkpoint", "load_checkpoint", "trace"):
+        with pytest.raises(error, match=rf"overspill: {name}: .*{message}"):
+            called = getattr(engine, name)(value)
+            if name == "trace":
+                called.__enter__()
+    assert not list(tmp_path.iterdir())
+    engine.save_checkpoint("saved")
+    engine.load_checkpoint(tmp_path / "saved")
+
+
+def test_a_trace_is_refused_before_its_steps(start, tmp_path):
+    engine = start(mlp())
+    for path, message in {tmp_path / "none/x.json": "none does not exist", tmp_path: "is a folder"}.items():
+        with pytest.raises(OSError, match=f"trace: .*{message}"), engine.trace(path):
+            pytest.fail("the block ran")
+    with engine.trace(tmp_path / "x.json"):
+        train(engine)
+    assert (tmp_path / "x.json").stat().st_size
+
+
+# ---- data and schedulers
+
+WRONG_DATA = {
+    "a path": ("/data/x.txt", TypeError, "training_data = '/data/x.txt' is a str, no data set"),
+    "a loader": (
+        torch.utils.data.DataLoader([1]),
+        TypeError,
+        r"is a DataLoader.*give its dataset, or .*train_batch\(iter\(loader\)\)",
+    ),
+    "a number": (5, TypeError, "is an int, no data set"),
+    "a generator": ((x for x in [1]), TypeError, "is a generator, no data set"),
+    "splits": ({"train": [1]}, TypeError, "is a dict, no data set"),
+    "nothing": ([], ValueError, "training_data is empty"),
+}
+
+
+@pytest.mark.parametrize("which", WRONG_DATA)
+def test_what_is_no_data_set_is_refused_before_the_model_is_taken(which, config):
+    data, error, message = WRONG_DATA[which]
+    model, settings = mlp(), {**config(), "train_micro_batch_size_per_gpu": 2}
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(error, match=message):
+        overspill.initialize(model, settings, training_data=data)
+    with pytest.raises(ValueError, match=r"collate_fn .* training_data"):
+        overspill.initialize(model, settings, collate_fn=list)
+    assert same(model.state_dict(), before)
+    engine, _, loader, _ = overspill.initialize(model, settings, training_data=[torch.ones(2)] * 3)
+    assert len(loader) == 2
+    engine.close()
+
+
+@pytest.mark.parametrize("scheduler", ["cosine", {"type": "WarmupLR"}, 5])
+def test_what_is_no_scheduler_is_refused_before_the_model_is_taken(scheduler, config):
+    model = mlp()
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(TypeError, match=rf"lr_scheduler is an? {type(scheduler).__name__}: give "):
+        overspill.initialize(model, config(), lr_scheduler=scheduler)
+    assert same(model.state_dict(), before)
+
+
+def test_a_factory_that_gives_no_scheduler_is_refused(config):
+    with pytest.raises(TypeError, match="lr_scheduler returned a NoneType, no scheduler"):
+        overspill.initialize(mlp(), config(), lr_scheduler=lambda optimizer: None)
