@@ -132,6 +132,7 @@ int sync(const char*, int only_data, fuse_file_info* info) {
 }
 
 int sync_folder(const char*, int only_data, fuse_file_info* info) {
+  if (!hang(FuseOperation::sync)) return -EINTR;
   if (const int error = injected(FuseOperation::sync)) return error;
   return result(only_data != 0 ? ::fdatasync(file_of(info)) : ::fsync(file_of(info)));
 }

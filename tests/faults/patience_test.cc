@@ -7,6 +7,7 @@
 #include <string>
 #include <thread>
 
+#include "engine/checkpoint/checkpoint_file.h"
 #include "tests/faults/fuse_fixture.h"
 
 namespace overspill::testing {
@@ -35,6 +36,13 @@ class Patience : public Fuse {
     return engine;
   }
 
+  /// What is on the captured stderr once the engine has ended: a thread of the store may still be saying a
+  /// line when what it says is over.
+  static std::string told_by(std::unique_ptr<engine::Engine> engine) {
+    engine.reset();
+    return ::testing::internal::GetCapturedStderr();
+  }
+
   static io::PathStats path_of(engine::Engine& engine) { return engine.stats().store.paths.at(0); }
 
   /// A step under a disk that hangs until the stall was told `times` times.
@@ -61,14 +69,14 @@ class Patience : public Fuse {
 TEST_F(Patience, AReadThatFailsOnceOrTenTimesIsTriedAgainAndNothingIsLost) {
   for (const char* backend : kBackends) {
     for (const int times : {1, 10}) {
-      const auto engine = patient(backend, seconds(10));
+      auto engine = patient(backend, seconds(10));
       ::testing::internal::CaptureStderr();
       fail(FuseOperation::read, EIO, 0, times);
       toy_step(*engine, 2, 1, 0);
       engine->synchronize();
-      const std::string told = ::testing::internal::GetCapturedStderr();
       EXPECT_EQ(toy_contents(*engine), Shadow().at(3));
       EXPECT_GE(path_of(*engine).retries.reads, 1);
+      const std::string told = told_by(std::move(engine));
       expect_says(told, {root().string(), "read failed", "tried again"});
       EXPECT_EQ(told.find("tried again"), told.rfind("tried again")) << "once a path: " << told;
       heal();
@@ -80,16 +88,16 @@ TEST_F(Patience, AWriteThatFailsOnceOrTenTimesIsMadeInAnotherPlaceAndNothingIsLo
   for (const char* backend : kBackends) {
     for (const int os_error : {EIO, ENOSPC}) {
       for (const int times : {1, 10}) {
-        const auto engine = patient(backend, seconds(10));
+        auto engine = patient(backend, seconds(10));
         ::testing::internal::CaptureStderr();
         fail(FuseOperation::write, os_error, 0, times);
         toy_step(*engine, 2, 1, 0);
         engine->synchronize();
-        const std::string told = ::testing::internal::GetCapturedStderr();
         EXPECT_EQ(toy_contents(*engine), Shadow().at(3));
         EXPECT_GE(path_of(*engine).retries.writes, 1);
         EXPECT_EQ(engine->stats().store.allocated_bytes, engine->plan().kept_nvme_bytes())
             << "extents leaked";
+        const std::string told = told_by(std::move(engine));
         expect_says(told, {root().string(), "write failed", "tried again"});
         EXPECT_EQ(told.find("tried again"), told.rfind("tried again")) << "once a path: " << told;
         heal();
@@ -288,6 +296,8 @@ TEST_F(Patience, ACheckpointThatIsReadOrCopiedIsToldWhileTheDiskHangs) {
     EXPECT_TRUE(eventually([&] { return engine->stall().empty(); }));
   };
   while_it_hangs(FuseOperation::write, "write of ", [&] { engine->save(root() / "copied", "{}"); });
+  for (const auto& entry : fs::directory_iterator(root() / "copied"))
+    engine::CheckpointFile::open(entry.path()).drop_cached();  // the disk is asked
   while_it_hangs(FuseOperation::read, "read of ", [&] { engine->load(root() / "copied"); });
   EXPECT_EQ(toy_contents(*engine), Shadow().at(1));
 }
