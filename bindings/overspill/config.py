@@ -14,7 +14,15 @@ import warnings
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
 from ._core import OverspillError
 
@@ -231,7 +239,8 @@ class EngineOptions(_Section):
     chunk_elements: int = Field(524288, gt=0, le=2**40)
     placement: Literal["auto", "host", "half", "nvme", "device"] = "auto"
     poison: bool = False
-    device: str = "auto"  # a GPU where there is one; or host, cuda, cuda:1 and so on
+    # A GPU where there is one; or host, which torch calls cpu, cuda, cuda:1 and so on.
+    device: str = "auto"
     seed: int = Field(0, ge=0, lt=2**63)
     checkpoints_kept: int = Field(1, ge=0, le=10**6)
     train_after_save: bool = True  # false: room for one copy of the states, no step after a save
@@ -245,6 +254,11 @@ class EngineOptions(_Section):
     # A disk that answers nothing for so long fails the engine, which names it and the last complete checkpoint; 0: the
     # engine waits for ever. Either way a line on stderr names it after 10 s, 20 s, 40 s and so on.
     io_deadline_seconds: float = Field(0.0, ge=0, le=_LONGEST_SECONDS)
+
+    @field_validator("device")
+    @classmethod
+    def _host(cls, name: str) -> str:
+        return "host" if name == "cpu" else name
 
 
 _engines = itertools.count()  # of this process, for their files' names

@@ -115,7 +115,7 @@ HOST = Place()
 def find(name: str, budget: int | None) -> Place:
     """The place that `engine.device` names. "auto": a GPU where there is one, else the CPU; with a device budget, a GPU
     or an error. Raises ValueError saying what is missing."""
-    if name == "host" or (name == "auto" and budget is None and not torch.cuda.is_available()):
+    if name in ("host", "cpu") or (name == "auto" and budget is None and not torch.cuda.is_available()):
         return HOST
     if name in ("auto", "cuda") or name.startswith("cuda:"):
         return _cuda(name, budget)

@@ -11,6 +11,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 import overspill
+from overspill import place
 
 
 def mlp():
@@ -431,3 +432,13 @@ def test_clipping_to_nothing_and_to_what_is_no_limit(start, by):
     engine.step()
     assert not engine.last_step.skipped and engine.last_step.clip < 1e-300
     assert all((engine.optimizer_state(p)["exp_avg"] == 0).all() for p in engine.module.parameters())
+
+
+# ---- the device
+
+
+def test_cpu_is_the_host(start):
+    engine = start(mlp(), device="cpu")
+    assert engine.device == torch.device("cpu") and engine.config.engine.device == "host"
+    train(engine)
+    assert place.find("cpu", None) is place.HOST
