@@ -24,6 +24,7 @@ from .residency import Residency, Segment, registry
 
 _IN_A_FILE = 1 << 20  # bytes; smaller tensors are plain memory
 _PIECE = 1 << 20  # elements of a master that are compared at a time
+_STEPS = 2**53  # below it a step, which torch keeps as a float, is exact
 _NO_STATES = ("step", "master")
 
 
@@ -92,11 +93,11 @@ class Loading:
                 f'overspill: the state dict has no "step" of {segment.name}, which counts its updates: add it, or load '
                 "what this optimizer's state_dict gave"
             )
-        step = float(entry.get("step", 1))
-        if not (math.isfinite(step) and step >= 0 and step == int(step)):
+        step = _step_of(entry)
+        if not (math.isfinite(step) and 0 <= step < _STEPS and step == int(step)):
             raise ValueError(
-                f"overspill: step = {step} of {segment.name} is not a count of updates; a whole number from 0 on is "
-                "expected"
+                f"overspill: step = {entry['step']!r:.60} of {segment.name} is not a count of updates; a whole number "
+                "from 0 on, below 2**53, is expected"
             )
         for name, value in entry.items():
             if name == "step":
@@ -138,7 +139,7 @@ class Loading:
         unit, core = segment.unit, self.residency.core
         for ours, theirs in self.names.items():
             self._write(segment, ours, entry[theirs])
-        core.set_updates_of(unit.index, segment.index, int(entry.get("step", 1)))
+        core.set_updates_of(unit.index, segment.index, int(_step_of(entry)))
         if "master" in entry and unit.dtype is not torch.float32:
             flat = _flat(entry["master"], torch.float32, segment)
             core.load_weight(unit.index, segment.index, flat.data_ptr(), flat.numel() * 4, "F32")
@@ -183,6 +184,19 @@ def _present(entry: Any) -> dict:
             f"overspill: a state dict has a dict of states for each parameter, this one a {type(entry).__name__}"
         )
     return {name: value for name, value in entry.items() if value is not None}
+
+
+def _step_of(entry: dict) -> float:
+    """NaN where it is no number. SGD's states have none; its updates do not depend on it."""
+    try:
+        return float(entry.get("step", 1))
+    except (
+        TypeError,
+        ValueError,
+        OverflowError,
+        RuntimeError,
+    ):  # of a tensor with several elements, RuntimeError
+        return math.nan
 
 
 def _listed(names: set) -> str:

@@ -8,7 +8,7 @@ import tempfile
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -353,6 +353,11 @@ class OverspillOptimizer(torch.optim.Optimizer):
         """Takes what `state_dict` gave, and that of a torch optimizer of the same class over the same parameters; load
         the model's state_dict first. Raises ValueError before anything is changed. Of one rank only."""
         self._require_one_rank("load_state_dict")
+        if not isinstance(state_dict, Mapping):
+            raise ValueError(
+                f"overspill: load_state_dict was given a {type(state_dict).__name__}: give the dict that "
+                "state_dict gave (of a file: torch.load)"
+            )
         state_dict = dict(state_dict)
         for hook in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = hook(self, state_dict) or state_dict
@@ -363,6 +368,7 @@ class OverspillOptimizer(torch.optim.Optimizer):
                 f"param_groups: {why}, so it holds no states. Load the checkpoint of that step with "
                 "engine.load_checkpoint"
             )
+        _check_form(state_dict)
         merged = self._merged(state_dict["param_groups"])
         states = renumbered(state_dict)
         with calls.Alone():
@@ -421,6 +427,21 @@ def _pass_on(user: torch.optim.Optimizer, to: OverspillOptimizer, *names: str) -
 
     for name in names:
         setattr(user, name, passing(name))
+
+
+def _check_form(state_dict: dict) -> None:
+    groups, states = state_dict["param_groups"], state_dict["state"]
+    if not isinstance(groups, (list, tuple)) or not all(
+        isinstance(group, Mapping) and isinstance(group.get("params"), (list, tuple)) for group in groups
+    ):
+        raise ValueError(
+            f"overspill: param_groups of this state dict: {groups!r:.60}; a list of dicts with params is expected: "
+            "load what state_dict gave"
+        )
+    if not isinstance(states, Mapping):
+        raise ValueError(
+            f"overspill: state of this state dict is a {type(states).__name__}, not a dict: load what state_dict gave"
+        )
 
 
 def _check_group(number: int, group: dict, saved: dict) -> None:

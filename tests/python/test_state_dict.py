@@ -204,7 +204,10 @@ WRONG = {
     "nothing": (lambda s: s.clear(), "nothing, not state and param_groups: no optimizer made it"),
     "old": (lambda s: (s.clear(), s.update(groups=[])), "made by an earlier version.*engine.load_checkpoint"),
     "no states": (lambda s: s["state"].clear(), "no states, and this optimizer has made updates"),
-    "a group more": (lambda s: s["param_groups"].append({}), "2 parameter groups were saved, 1 are here"),
+    "a group more": (
+        lambda s: s["param_groups"].append({"params": []}),
+        "2 parameter groups were saved, 1 are here",
+    ),
     "fewer": (lambda s: s["param_groups"][0]["params"].pop(), "5 parameters in the state dict, 6 here"),
     "another model": (lambda s: s["state"].update({77: {"step": 1}}), "states of parameter 77"),
     "another order": (
@@ -228,6 +231,21 @@ WRONG = {
     ),
     "no step": (lambda s: remove(s, "state", 0, "step"), 'no "step" of table'),
     "half a step": (lambda s: s["state"][0].update(step=1.5), "step = 1.5 of table"),
+    "too many steps": (lambda s: s["state"][0].update(step=1e30), r"step = 1e\+30 of table.* below 2\*\*53"),
+    "a step in words": (lambda s: s["state"][0].update(step="many"), "step = 'many' of table"),
+    "a group of nothing": (
+        lambda s: s.update(param_groups=[7]),
+        "param_groups of this state dict: .* dicts with params",
+    ),
+    "no params": (
+        lambda s: s["param_groups"][0].pop("params"),
+        "param_groups of this state dict: .* dicts with params",
+    ),
+    "no groups": (
+        lambda s: s.update(param_groups=None),
+        "param_groups of this state dict: .* dicts with params",
+    ),
+    "no dict of states": (lambda s: s.update(state=[1]), "state of this state dict is a list"),
 }
 
 
@@ -238,9 +256,10 @@ def test_what_does_not_fit_is_refused_before_anything_changes(start, which):
     train(engine, range(2))
     before = engine.optimizer.state_dict()
     wrong = spoiled(before, change)
-    for group in wrong.get("param_groups", []):
+    groups, states = wrong.get("param_groups"), wrong.get("state")
+    for group in groups if isinstance(groups, list) and groups != [7] else []:
         group["lr"] = 7.0
-    for entry in wrong.get("state", {}).values():
+    for entry in states.values() if isinstance(states, dict) else []:
         entry |= {name: value + 1 for name, value in entry.items() if name == "exp_avg_sq"}
     with pytest.raises(ValueError, match=message):
         engine.optimizer.load_state_dict(wrong)
@@ -249,6 +268,14 @@ def test_what_does_not_fit_is_refused_before_anything_changes(start, which):
     for number, entry in before["state"].items():
         for name, value in entry.items():
             assert torch.equal(value, after["state"][number][name]), (number, name)
+
+
+@pytest.mark.parametrize("nothing", [None, [], "saved.pt"])
+def test_what_is_no_state_dict_is_refused_by_name(start, nothing):
+    with pytest.raises(
+        ValueError, match=rf"load_state_dict was given a {type(nothing).__name__}: give the dict"
+    ):
+        start(Net()).optimizer.load_state_dict(nothing)
 
 
 def test_masters_of_other_weights_are_refused(start):
