@@ -105,6 +105,7 @@ def initialize(
                 f"{type(optimizer).__name__} is given to initialize. Leave one of the two out",
                 stacklevel=2,
             )
+        given.model(model)
         if model is None:
             if checkpoint is None:
                 raise ValueError("overspill: give model, or checkpoint, or both")
@@ -309,6 +310,7 @@ class Engine:
         """Gradients of loss / gradient_accumulation_steps; they add until `step`. Returns that scaled
         loss."""
         self._settle()
+        given.loss(loss)
         self._core.begin_backward()
         steps = self.config.gradient_accumulation_steps
         scaled = loss / steps if steps > 1 else loss
@@ -470,11 +472,11 @@ class Engine:
         with calls.Alone():
             return torch.tensor(self._core.clip_grad_norm(given.max_norm(max_norm)))
 
-    def gathered(self, parameters: nn.Parameter | Iterable[nn.Parameter]) -> AbstractContextManager[None]:
+    def gathered(self, parameters: nn.Parameter | Iterable[Any]) -> AbstractContextManager[None]:
         """Real weights in the parameters while the block runs; what it writes into them becomes the
         weight. `step` and `load_checkpoint` are refused meanwhile."""
-        chosen = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-        units = list({id(s.unit): s.unit for s in map(self._segment, chosen) if s is not None}.values())
+        segments = map(self._segment, given.parameters(parameters))
+        units = list({id(s.unit): s.unit for s in segments if s is not None}.values())
         return hooks.Gathered(units)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict:
@@ -501,7 +503,7 @@ class Engine:
         if budgets is None:
             now = self.config.budget.host
             budgets = [now * eighths // 8 for eighths in (9, 10, 12, 16, 24, 32, 64)]
-        return self._core.predict(list(budgets))
+        return self._core.predict(given.budgets(budgets))
 
     @contextmanager
     def trace(self, path: Any) -> Iterator[None]:
@@ -621,10 +623,11 @@ class Engine:
         return self._residency.core
 
     def _segment(self, parameter: nn.Parameter) -> Segment | None:
-        """None of a parameter without elements, which no unit holds. Raises ValueError for one of another model."""
+        """None of a parameter without elements, which no unit holds. Raises ValueError for one of another model,
+        TypeError for what is none."""
         if self._residency.closed:
             raise ValueError(f"overspill: {self._residency.closed}")
-        segment = registry.get(id(parameter))
+        segment = registry.get(id(given.parameter(parameter)))
         if (
             segment is None
             and parameter.numel() == 0

@@ -5,11 +5,14 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
+
+from .config import parse_size
 
 _HERE = str(Path(__file__).parent)
 
@@ -22,19 +25,70 @@ def script_level() -> int:
     return level
 
 
+def kind_of(value: Any) -> str:
+    name = type(value).__name__
+    return f"{'an' if name[0] in 'aeiou' else 'a'} {name}"
+
+
+def parameter(value: Any) -> torch.Tensor:
+    if isinstance(value, torch.Tensor):
+        return value
+    such = "engine.module.get_parameter(NAME)"
+    if isinstance(value, str):
+        such = f"engine.module.get_parameter({value!r})"
+    elif isinstance(value, nn.Module):
+        such = "one of module.parameters()"
+    raise TypeError(f"overspill: {value!r:.40} is {kind_of(value)}: give a parameter, such as {such}")
+
+
+def parameters(values: Any) -> list[torch.Tensor]:
+    """One, or several, also as pairs of a name and a parameter."""
+    if isinstance(values, (torch.Tensor, nn.Module, str)) or not isinstance(values, Iterable):
+        return [parameter(values)]
+    pairs = (each[1] if isinstance(each, tuple) and len(each) == 2 else each for each in values)
+    return [parameter(each) for each in pairs]
+
+
+def loss(value: Any) -> torch.Tensor:
+    if not isinstance(value, torch.Tensor):
+        raise TypeError(
+            f"overspill: backward: the loss is {kind_of(value)}: give a tensor that the model's output led to"
+        )
+    return value
+
+
+def budgets(values: Any) -> list[int]:
+    if isinstance(values, str) or not isinstance(values, Iterable):
+        raise TypeError(f"overspill: predict: budgets is {kind_of(values)}: give a list of bytes")
+    found = []
+    for value in values:
+        try:
+            found.append(parse_size(value))
+        except ValueError as error:
+            raise ValueError(f"overspill: predict: budgets has {value!r:.60}: {error}") from None
+    return found
+
+
+def model(value: Any) -> None:
+    if value is not None and not isinstance(value, nn.Module):
+        raise TypeError(
+            f"overspill: model is {kind_of(value)}: give an nn.Module; a folder with weights is given as checkpoint="
+        )
+
+
 def micro_batches(batches: Any, count: int) -> Iterator[Any]:
     """Of the `count` micro-batches of a step and those that follow. What begins anew at each call would give every step
     the same ones, so it is refused, as is a list of which a part would be dropped."""
-    kind = type(batches).__name__
+    kind = kind_of(batches)
     if isinstance(batches, (torch.Tensor, Mapping, str, bytes)):
         raise TypeError(
-            f"overspill: train_batch: batches is one micro-batch, a {kind}: give a list of them, or an iterator"
+            f"overspill: train_batch: batches is one micro-batch, {kind}: give a list of them, or an iterator"
         )
     try:
         found = iter(batches)
     except TypeError:
         raise TypeError(
-            f"overspill: train_batch: batches is an {kind}: give an iterator of micro-batches, or a list of them"
+            f"overspill: train_batch: batches is {kind}: give an iterator of micro-batches, or a list of them"
         ) from None
     if found is batches:
         return found
@@ -44,7 +98,7 @@ def micro_batches(batches: Any, count: int) -> Iterator[Any]:
         held = None
     if held is None:
         raise ValueError(
-            f"overspill: train_batch: a {kind} begins anew at each call, and every step would train on the same "
+            f"overspill: train_batch: {kind} begins anew at each call, and every step would train on the same "
             "micro-batches: make batches = iter(batches) once an epoch, and give that"
         )
     if held > count:

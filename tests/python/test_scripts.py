@@ -442,3 +442,38 @@ def test_cpu_is_the_host(start):
     assert engine.device == torch.device("cpu") and engine.config.engine.device == "host"
     train(engine)
     assert place.find("cpu", None) is place.HOST
+
+
+# ---- what is no parameter
+
+
+def test_what_is_no_parameter_is_told_what_to_give(start, config):
+    engine = start(mlp())
+    train(engine)
+    for call in (engine.weight, engine.grad, engine.optimizer_state, engine.gathered):
+        with pytest.raises(
+            TypeError, match=r"'0\.weight' is a str: give .*engine\.module\.get_parameter\('0\.weight'\)"
+        ):
+            call("0.weight")
+        with pytest.raises(TypeError, match=r"is a Sequential: give .*parameters\(\)"):
+            call(engine.module)
+        with pytest.raises(TypeError, match=r"None is a NoneType: give a parameter"):
+            call(None)
+    with pytest.raises(TypeError, match=r"'0\.weight' is a str"):
+        engine.gathered(["0.weight"])
+    with engine.gathered(engine.module.named_parameters()):
+        assert engine.module[0].weight.isfinite().all()
+    for wrong in (1.0, None, [torch.ones(1)]):
+        with pytest.raises(
+            TypeError, match=rf"backward: the loss is a {type(wrong).__name__}: give a tensor"
+        ):
+            engine.backward(wrong)
+    for wrong in ("1 pound", -1, None):
+        with pytest.raises(ValueError, match=rf"predict: budgets has {wrong!r}: "):
+            engine.predict([wrong])
+    with pytest.raises(TypeError, match="predict: budgets is an int: give a list"):
+        engine.predict(5)
+    assert engine.predict(["1GiB"]) == engine.predict([1 << 30])
+    with pytest.raises(TypeError, match=r"model is a str: give an nn\.Module; a folder .* checkpoint="):
+        overspill.initialize("folder", config())
+    train(engine)
