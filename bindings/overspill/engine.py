@@ -508,12 +508,13 @@ class Engine:
     @contextmanager
     def trace(self, path: Any) -> Iterator[None]:
         """Records what happens to which buffer inside the `with`, into a JSON file for ui.perfetto.dev."""
+        file = given.file("trace", path)
         self._core.record_journal(True)
         try:
             yield
         finally:
             self._core.record_journal(False)
-            self._core.write_chrome_trace(str(path))
+            self._core.write_chrome_trace(file)
 
     @property
     def plan_text(self) -> str:
@@ -525,6 +526,7 @@ class Engine:
         see; but for random states rank 0's count. Raises TypeError for DeepSpeed's arguments that have no meaning
         here."""
         state.check_arguments("save_checkpoint", unknown)
+        folder = given.path("save_checkpoint", folder)
         self._settle()
         if client_state is not None and not isinstance(client_state, dict):
             raise TypeError(
@@ -543,7 +545,7 @@ class Engine:
             calls.check(sys._getframe())
             replaced.check(self.module, self._residency)
             reading.hand_over(self._residency.units)
-            self._core.save(str(folder), state.dumps(self._extra(client_state)))
+            self._core.save(folder, state.dumps(self._extra(client_state)))
 
     def _extra(self, client_state: dict | None) -> dict:
         """What a checkpoint has beside weights and states."""
@@ -571,6 +573,7 @@ class Engine:
         pair: unpacking it raises TypeError. Raises before anything is changed. All ranks call it; random states come
         back where there are as many ranks as then, those of GPUs for as many as are here."""
         state.check_arguments("load_checkpoint", unknown)
+        folder = given.path("load_checkpoint", folder)
         self._settle()
         read = Extra.read(_core.manifest(str(folder))["extra_json"], folder)
         buffers = state.persistent_buffers(self.module)

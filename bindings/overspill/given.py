@@ -4,6 +4,7 @@ what to give instead."""
 from __future__ import annotations
 
 import math
+import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -74,6 +75,50 @@ def model(value: Any) -> None:
         raise TypeError(
             f"overspill: model is {kind_of(value)}: give an nn.Module; a folder with weights is given as checkpoint="
         )
+
+
+def path(call: str, value: Any) -> str:
+    """As the core takes it. `~` is refused: who gives it means the home, which no call of Python's takes it for."""
+    try:
+        text = os.fspath(value)
+    except TypeError:
+        text = None
+    if not isinstance(text, str):
+        raise TypeError(
+            f"overspill: {call}: {value!r:.60} is {kind_of(value)}: give a path, as a str or a Path"
+        )
+    wrong = ""
+    if not text:
+        wrong = "the path is empty: name one"
+    elif "\0" in text or not _has_bytes(text):
+        wrong = f"{text!r:.60} has characters that no file can have: name another path"
+    elif text.startswith("~") and not os.path.lexists(text.split("/")[0]):
+        wrong = f"{text!r:.60}: ~ is a folder of that name here, not your home: give os.path.expanduser(...) of it"
+    if wrong:
+        raise ValueError(f"overspill: {call}: {wrong}")
+    return text
+
+
+def file(call: str, value: Any) -> str:
+    """The path of a file that is to be written, in a folder that is there."""
+    text = path(call, value)
+    folder = os.path.dirname(text) or "."
+    if os.path.isdir(text):
+        raise IsADirectoryError(f"overspill: {call}: {text} is a folder: name a file")
+    if not os.path.isdir(folder):
+        state = "is no folder" if os.path.lexists(folder) else "does not exist"
+        raise FileNotFoundError(
+            f"overspill: {call}: {text}: {folder} {state}: name a file in a folder that is there"
+        )
+    return text
+
+
+def _has_bytes(text: str) -> bool:
+    try:
+        os.fsencode(text)
+    except UnicodeEncodeError:  # half of a surrogate pair
+        return False
+    return True
 
 
 def micro_batches(batches: Any, count: int) -> Iterator[Any]:

@@ -98,6 +98,15 @@ def test_a_trace_that_cannot_be_written_ends_no_run(bench, tmp_path, capsys):
     assert [line["step"] for line in tiny.log(out)] == [1, 2, 3, 4, 5]
 
 
+def test_a_trace_whose_folder_went_ends_no_run(bench, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("overspill.cli.train.check_trace", lambda path: None)
+    trace = tmp_path / "gone/x.json"
+    args = bench.train_args(tmp_path / "out", steps=5, eval_batches=0, accumulate=1, trace=trace)
+    code, _, err = bench.main(capsys, *args)
+    assert code == 0 and f"--trace {trace} was not written: " in err
+    assert [line["step"] for line in tiny.log(tmp_path / "out")] == [1, 2, 3, 4, 5]
+
+
 @pytest.mark.parametrize(("steps", "outcome"), [(2, "nothing was written"), (3, "the file holds less")])
 def test_a_run_that_is_too_short_for_its_trace_says_so(steps, outcome, bench, tmp_path, capsys):
     """Once nothing was written and nothing said."""

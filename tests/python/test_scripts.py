@@ -477,3 +477,42 @@ def test_what_is_no_parameter_is_told_what_to_give(start, config):
     with pytest.raises(TypeError, match=r"model is a str: give an nn\.Module; a folder .* checkpoint="):
         overspill.initialize("folder", config())
     train(engine)
+
+
+# ---- paths
+
+WRONG_PATHS = {
+    "None": (None, TypeError, "None is a NoneType"),
+    "a number": (5, TypeError, "5 is an int"),
+    "bytes": (b"by", TypeError, "b'by' is a bytes"),
+    "empty": ("", ValueError, "the path is empty"),
+    "null": ("x\0y", ValueError, r"'x\\x00y' has characters that no file can have"),
+    "surrogate": ("x\ud800", ValueError, r"'x\\ud800' has characters that no file can have"),
+    "home": ("~/saved", ValueError, r"'~/saved': ~ is a folder of that name here.*expanduser"),
+}
+
+
+@pytest.mark.parametrize("which", WRONG_PATHS)
+def test_what_is_no_path_is_refused_by_name(which, start, tmp_path, monkeypatch):
+    """save_checkpoint(None) wrote a folder "None"."""
+    monkeypatch.chdir(tmp_path)
+    value, error, message = WRONG_PATHS[which]
+    engine = start(mlp())
+    for name in ("save_checkpoint", "load_checkpoint", "trace"):
+        with pytest.raises(error, match=rf"overspill: {name}: .*{message}"):
+            called = getattr(engine, name)(value)
+            if name == "trace":
+                called.__enter__()
+    assert not list(tmp_path.iterdir())
+    engine.save_checkpoint("saved")
+    engine.load_checkpoint(tmp_path / "saved")
+
+
+def test_a_trace_is_refused_before_its_steps(start, tmp_path):
+    engine = start(mlp())
+    for path, message in {tmp_path / "none/x.json": "none does not exist", tmp_path: "is a folder"}.items():
+        with pytest.raises(OSError, match=f"trace: .*{message}"), engine.trace(path):
+            pytest.fail("the block ran")
+    with engine.trace(tmp_path / "x.json"):
+        train(engine)
+    assert (tmp_path / "x.json").stat().st_size

@@ -22,7 +22,11 @@ class Recorder:
     def __enter__(self) -> None:
         self.step += 1
         if self.path and self.step == self.FIRST:
-            self.recording.enter_context(self.engine.trace(self.path))
+            try:
+                self.recording.enter_context(self.engine.trace(self.path))
+            except OSError as error:  # its folder went since the start
+                self.warn(f"overspill: --trace {self.path} was not written: {error}")
+                self.path = None
 
     def __exit__(self, error: Any, *_: Any) -> None:
         if error or self.step == self.FIRST + self.STEPS - 1:
