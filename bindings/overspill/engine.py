@@ -106,6 +106,8 @@ def initialize(
                 stacklevel=2,
             )
         given.model(model)
+        given.training_data(training_data, collate_fn)
+        given.lr_scheduler(lr_scheduler)
         if model is None:
             if checkpoint is None:
                 raise ValueError("overspill: give model, or checkpoint, or both")
@@ -127,6 +129,11 @@ def initialize(
 def _scheduler(scheduler: Any, optimizer: OverspillOptimizer) -> Any:
     if isinstance(scheduler, type) or (scheduler is not None and not hasattr(scheduler, "step")):
         scheduler = scheduler(optimizer)
+        if not hasattr(scheduler, "step"):
+            raise TypeError(
+                f"overspill: lr_scheduler returned {given.kind_of(scheduler)}, no scheduler: return the one that it "
+                "makes"
+            )
     if isinstance(scheduler, ReduceLROnPlateau):
         raise ValueError(
             "overspill: ReduceLROnPlateau needs a metric: make it on the optimizer that initialize "

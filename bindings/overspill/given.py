@@ -121,6 +121,40 @@ def _has_bytes(text: str) -> bool:
     return True
 
 
+def training_data(data: Any, collate_fn: Any) -> None:
+    if data is None:
+        if collate_fn is not None:
+            raise ValueError(
+                "overspill: collate_fn is of the loader of training_data: give training_data, or neither"
+            )
+        return
+    if isinstance(data, torch.utils.data.DataLoader):
+        raise TypeError(
+            "overspill: training_data is a DataLoader: give its dataset, or leave it out and take the loader yourself, "
+            "with engine.train_batch(iter(loader))"
+        )
+    indexed = hasattr(data, "__getitem__") and not isinstance(data, (str, bytes, Mapping))
+    if not indexed and not isinstance(data, torch.utils.data.IterableDataset):
+        raise TypeError(
+            f"overspill: training_data = {data!r:.60} is {kind_of(data)}, no data set: give one of torch.utils.data, "
+            "or a list of samples"
+        )
+    try:
+        empty = len(data) == 0
+    except (TypeError, NotImplementedError):
+        empty = False
+    if empty:
+        raise ValueError("overspill: training_data is empty: give at least one sample")
+
+
+def lr_scheduler(scheduler: Any) -> None:
+    if scheduler is not None and not callable(scheduler) and not hasattr(scheduler, "step"):
+        raise TypeError(
+            f"overspill: lr_scheduler is {kind_of(scheduler)}: give a scheduler of torch.optim.lr_scheduler that was "
+            "made on the optimizer, or a callable optimizer -> scheduler"
+        )
+
+
 def micro_batches(batches: Any, count: int) -> Iterator[Any]:
     """Of the `count` micro-batches of a step and those that follow. What begins anew at each call would give every step
     the same ones, so it is refused, as is a list of which a part would be dropped."""

@@ -516,3 +516,48 @@ def test_a_trace_is_refused_before_its_steps(start, tmp_path):
     with engine.trace(tmp_path / "x.json"):
         train(engine)
     assert (tmp_path / "x.json").stat().st_size
+
+
+# ---- data and schedulers
+
+WRONG_DATA = {
+    "a path": ("/data/x.txt", TypeError, "training_data = '/data/x.txt' is a str, no data set"),
+    "a loader": (
+        torch.utils.data.DataLoader([1]),
+        TypeError,
+        r"is a DataLoader.*give its dataset, or .*train_batch\(iter\(loader\)\)",
+    ),
+    "a number": (5, TypeError, "is an int, no data set"),
+    "a generator": ((x for x in [1]), TypeError, "is a generator, no data set"),
+    "splits": ({"train": [1]}, TypeError, "is a dict, no data set"),
+    "nothing": ([], ValueError, "training_data is empty"),
+}
+
+
+@pytest.mark.parametrize("which", WRONG_DATA)
+def test_what_is_no_data_set_is_refused_before_the_model_is_taken(which, config):
+    data, error, message = WRONG_DATA[which]
+    model, settings = mlp(), {**config(), "train_micro_batch_size_per_gpu": 2}
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(error, match=message):
+        overspill.initialize(model, settings, training_data=data)
+    with pytest.raises(ValueError, match=r"collate_fn .* training_data"):
+        overspill.initialize(model, settings, collate_fn=list)
+    assert same(model.state_dict(), before)
+    engine, _, loader, _ = overspill.initialize(model, settings, training_data=[torch.ones(2)] * 3)
+    assert len(loader) == 2
+    engine.close()
+
+
+@pytest.mark.parametrize("scheduler", ["cosine", {"type": "WarmupLR"}, 5])
+def test_what_is_no_scheduler_is_refused_before_the_model_is_taken(scheduler, config):
+    model = mlp()
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(TypeError, match=rf"lr_scheduler is an? {type(scheduler).__name__}: give "):
+        overspill.initialize(model, config(), lr_scheduler=scheduler)
+    assert same(model.state_dict(), before)
+
+
+def test_a_factory_that_gives_no_scheduler_is_refused(config):
+    with pytest.raises(TypeError, match="lr_scheduler returned a NoneType, no scheduler"):
+        overspill.initialize(mlp(), config(), lr_scheduler=lambda optimizer: None)
