@@ -57,8 +57,27 @@ def parse_size(value: Any) -> int:
 Bytes = Annotated[int, BeforeValidator(parse_size)]
 
 
-class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=False)
+class _Named(type(BaseModel)):
+    """Of sections: what is wrong in one that is made in Python is a ConfigError too, in the same words."""
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return super().__call__(*args, **kwargs)
+        except ValidationError as error:
+            raise ConfigError(_explained(error, cls)) from None
+
+
+class _Section(BaseModel, metaclass=_Named):
+    model_config = ConfigDict(extra="forbid", strict=False, validate_assignment=True)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        kind = type(self)
+        if name not in kind.model_fields:
+            raise ConfigError(_unknown(name, name, value, kind))
+        try:
+            super().__setattr__(name, value)
+        except ValidationError as error:
+            raise ConfigError(_explained(error, kind)) from None
 
 
 class Budget(_Section):
@@ -289,7 +308,7 @@ class Config(_Section):
         try:
             return cls.model_validate(source)
         except ValidationError as error:
-            raise ConfigError("\n".join(_explain(item) for item in error.errors())) from None
+            raise ConfigError(_explained(error, cls)) from None
 
     def shared(self) -> dict[str, Any]:
         """What has to be the same on all ranks: all but budgets, disks and how the engine works."""
@@ -351,7 +370,12 @@ def _read_json(path: Any) -> dict:
     return data
 
 
-def _explain(item: dict) -> str:
+def _explained(error: ValidationError, root: type[BaseModel]) -> str:
+    """`root`: the section that was made or changed, from which keys are counted."""
+    return "\n".join(_explain(item, root) for item in error.errors())
+
+
+def _explain(item: dict, root: type[BaseModel]) -> str:
     """One line for one pydantic error."""
     path = [part for part in item["loc"] if isinstance(part, (str, int))]
     if item["type"] == "union_tag_invalid":
@@ -365,17 +389,21 @@ def _explain(item: dict) -> str:
     if item["type"] != "extra_forbidden":
         reason = item["msg"].removeprefix("Value error, ")
         return f"config: {where} = {item['input']!r}: {reason}"
-    known = sorted(_section(path[:-1], tag).model_fields)
-    near = difflib.get_close_matches(str(path[-1]), known, n=1, cutoff=0.5)
+    return _unknown(where, str(path[-1]), item["input"], _section(path[:-1], tag, root))
+
+
+def _unknown(where: str, name: str, value: Any, section: type[BaseModel]) -> str:
+    known = sorted(section.model_fields)
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
     advice = f'did you mean "{near[0]}"?' if near else f"valid keys here: {', '.join(known)}"
-    return f"config: {where} = {item['input']!r}: unknown key; {advice}"
+    return f"config: {where} = {value!r}: unknown key; {advice}"
 
 
-def _section(path: list, tag: str | None) -> type[BaseModel]:
+def _section(path: list, tag: str | None, root: type[BaseModel]) -> type[BaseModel]:
     """`tag` is the optimizer's type, where the path leads into it."""
     if tag is not None:
         return _TYPES[tag.lower()]
-    model: type[BaseModel] = Config
+    model = root
     for name in path:
         annotation = model.model_fields[name].annotation
         options = [annotation, *get_args(annotation)]

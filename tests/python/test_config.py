@@ -1,12 +1,14 @@
 """A wrong key or value is an error that names it and what would be right."""
 
+import copy
 import json
+import pickle
 import warnings
 
 import pytest
 
 from overspill import Config, ConfigError, _core
-from overspill.config import EngineOptions, parse_size
+from overspill.config import SGD, AdamW, Budget, EngineOptions, parse_size
 
 
 @pytest.mark.parametrize(
@@ -279,3 +281,32 @@ def test_the_core_gets_every_option():
         0,
         524288,
     )
+
+
+def test_a_config_made_in_python_names_what_is_wrong_too():
+    with pytest.raises(ConfigError, match=r"^config: budget\.host = 'x': a size is"):
+        Config(budget={"host": "x"})
+    with pytest.raises(ConfigError, match=r"^config: host = -1: a size cannot be negative"):
+        Budget(host=-1)
+    with pytest.raises(ConfigError, match=r"^config: gradient_cliping = 1: unknown key; did you mean"):
+        Config(budget={"host": 1}, gradient_cliping=1)
+    with pytest.raises(ConfigError, match=r"^config: learning_rate = 1: unknown key"):
+        AdamW(learning_rate=1)
+    kept = Config(budget=Budget(host="1KiB"), optimizer=SGD(lr=1))
+    assert Config.read(kept) is kept and type(kept.optimizer) is SGD and kept.budget.host == 1024
+
+
+def test_a_config_that_is_changed_is_checked_again():
+    """A text in place of a number was a TypeError of the core."""
+    config = Config(budget={"host": 1})
+    config.budget.host, config.gradient_clipping, config.engine.device = "8GiB", "1.0", "cpu"
+    assert (config.budget.host, config.gradient_clipping, config.engine.device) == (8 << 30, 1.0, "host")
+    with pytest.raises(ConfigError, match=r"^config: host = 'x': a size is"):
+        config.budget.host = "x"
+    with pytest.raises(ConfigError, match=r"^config: gradient_clipping = -1: "):
+        config.gradient_clipping = -1
+    with pytest.raises(ConfigError, match=r"^config: gradient_cliping = 1: unknown key; did you mean"):
+        config.gradient_cliping = 1
+    config.optimizer = {"type": "sgd", "lr": 0.5}
+    assert type(config.optimizer) is SGD and config.budget.host == 8 << 30
+    assert pickle.loads(pickle.dumps(config)) == config == copy.deepcopy(config)

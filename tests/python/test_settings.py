@@ -28,7 +28,7 @@ SAMPLES = {
     "device_budget": ("3MiB", "7MiB", 3 << 20, 7 << 20),
     "endurance_tbw": (3.0, "7", 3.0, 7.0),
     "threads": (3, "7", 3, 7),
-    "device": ("host", "cpu", "host", "cpu"),
+    "device": ("host", "cuda", "host", "cuda"),
     "job": ("ours", "theirs", "ours", "theirs"),
     "keep": (3, "7", 3, 7),
 }
