@@ -13,7 +13,15 @@ import warnings
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    model_validator,
+)
 
 from ._core import OverspillError
 
@@ -48,6 +56,12 @@ def parse_size(value: Any) -> int:
 Bytes = Annotated[int, BeforeValidator(parse_size)]
 
 
+def _path(text: str) -> str:
+    if not text:
+        raise ValueError("the path is empty; name a folder (. is the current one)")
+    return text
+
+
 class _Section(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=False)
 
@@ -61,7 +75,7 @@ class Budget(_Section):
 
     host: Bytes
     device: Bytes | None = None
-    nvme: list[str] = []
+    nvme: list[Annotated[str, AfterValidator(_path)]] = []
     endurance_tbw: float | None = Field(None, ge=0)
 
 

@@ -41,8 +41,12 @@ class ConfigFile:
             config["optimizer"] = flat_optimizer(config["optimizer"])
         budget = config.get("budget")
         if isinstance(budget, dict) and isinstance(budget.get("nvme"), list):
-            budget["nvme"] = [str(Path(self.folder, str(folder)).resolve()) for folder in budget["nvme"]]
+            budget["nvme"] = [self._absolute(folder) for folder in budget["nvme"]]
         return config
+
+    def _absolute(self, folder: Any) -> Any:
+        """What can be no path stays as it is: Config says what is wrong with it."""
+        return str(Path(self.folder, folder).resolve()) if folder and isinstance(folder, str) else folder
 
 
 @dataclasses.dataclass(frozen=True)

@@ -98,13 +98,30 @@ def nonnegative(text: str) -> float:
     return value
 
 
+def named(path: str | Path) -> str:
+    """argparse type of a path that stays a text. An unset shell variable gives "", which to pathlib is the current
+    folder: a run would read, and fill, a folder that nobody named."""
+    if not str(path):
+        raise argparse.ArgumentTypeError("the path is empty; name a file or folder (. is the current one)")
+    return str(path)
+
+
+def path_of(text: str) -> Path:
+    """argparse type of a path."""
+    return Path(named(text))
+
+
 def add_tiers(parser: argparse.ArgumentParser) -> None:
     """Options that say where states may live."""
     parser.add_argument(
         "--host-budget", type=size, metavar="SIZE", help="host memory the engine may use, e.g. 600MiB"
     )
     parser.add_argument(
-        "--nvme", action="append", metavar="DIR", help="folder on a fast disk; may be given several times"
+        "--nvme",
+        type=named,
+        action="append",
+        metavar="DIR",
+        help="folder on a fast disk; may be given several times",
     )
     parser.add_argument(
         "--device-budget",
@@ -115,7 +132,7 @@ def add_tiers(parser: argparse.ArgumentParser) -> None:
     add_endurance(parser)
     parser.add_argument(
         "--config",
-        type=Path,
+        type=path_of,
         metavar="FILE",
         help="overspill configuration (JSON); an option that is typed counts before it, and it counts before the "
         "defaults that this help names",

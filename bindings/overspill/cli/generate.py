@@ -13,6 +13,7 @@ from overspill.cli.common import (
     model_folder,
     natural,
     nonnegative,
+    path_of,
     positive,
     quiet_transformers,
 )
@@ -20,7 +21,7 @@ from overspill.cli.common import (
 
 def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--model", type=Path, required=True, metavar="DIR", help="Hugging Face folder, e.g. of merge"
+        "--model", type=path_of, required=True, metavar="DIR", help="Hugging Face folder, e.g. of merge"
     )
     parser.add_argument("--prompt", required=True, metavar="TEXT")
     parser.add_argument("--max-new-tokens", type=positive, default=64, metavar="N")

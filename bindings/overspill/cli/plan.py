@@ -14,6 +14,7 @@ from overspill.cli.common import (
     add_tiers,
     add_update,
     model_folder,
+    path_of,
     positive,
     quiet_transformers,
 )
@@ -24,7 +25,7 @@ DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
 
 
 def options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", type=Path, required=True, metavar="DIR", help="Hugging Face folder")
+    parser.add_argument("--model", type=path_of, required=True, metavar="DIR", help="Hugging Face folder")
     add_tiers(parser)
     parser.add_argument("--accumulate", type=positive, metavar="N", help="micro-batches a step (default 1)")
     parser.add_argument(
@@ -41,7 +42,7 @@ def options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--out",
-        type=Path,
+        type=path_of,
         metavar="DIR",
         help="folder of the run (default: the first --nvme, else the current folder)",
     )

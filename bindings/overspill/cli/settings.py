@@ -6,7 +6,7 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
-from overspill.cli.common import FORMATS, OPTIMIZERS
+from overspill.cli.common import FORMATS, OPTIMIZERS, named
 
 DTYPES = ("bf16", "fp32")
 
@@ -88,5 +88,5 @@ def default_text(name: str) -> str:
 
 
 def absolute(path: str | Path | None) -> str | None:
-    """A path that still means the same when the run goes on from another folder."""
-    return None if path is None else str(Path(path).resolve())
+    """A path that still means the same when the run goes on from another folder. Also an argparse type."""
+    return None if path is None else str(Path(named(path)).resolve())

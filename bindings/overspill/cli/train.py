@@ -22,8 +22,10 @@ from overspill.cli.common import (
     add_update,
     describe,
     model_folder,
+    named,
     natural,
     nonnegative,
+    path_of,
     positive,
 )
 from overspill.cli.device import require
@@ -49,11 +51,12 @@ def options(parser: argparse.ArgumentParser) -> None:
         metavar="PATH",
         help="text to measure on (default: the last 5%% of the data)",
     )
-    add("--out", type=Path, required=True, metavar="DIR", help="folder of the run: log, checkpoints, plot")
+    add("--out", type=path_of, required=True, metavar="DIR", help="folder of the run: log, checkpoints, plot")
     add(
         "--resume",
         nargs="?",
         const="latest",
+        type=named,
         metavar="CHECKPOINT",
         help="go on with the run in --out from its newest checkpoint, or from CHECKPOINT: later ones are then set "
         "aside, not deleted. Options are remembered",
