@@ -179,6 +179,13 @@ def flat_optimizer(data: Any) -> Any:
     return {**params, "type": kind.__name__ if kind else name}
 
 
+def optimizer_keys(kind: Any) -> set[str]:
+    """What the section of this type of optimizer may have; nothing where there is no such type."""
+    return (
+        set(_TYPES[kind.lower()].model_fields) if isinstance(kind, str) and kind.lower() in _TYPES else set()
+    )
+
+
 def wrong_hyper_parameter(name: str, value: Any) -> str:
     """Why the optimizers that have a number `name` (betas: numbers) do not take this one, in words; empty where they
     do, or where none has it."""

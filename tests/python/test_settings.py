@@ -117,6 +117,34 @@ def test_what_is_typed_goes_before_a_file_and_says_so(command, name, folder):
     )
 
 
+@pytest.mark.parametrize(
+    ("section", "typed", "momentum", "nesterov", "noted"),
+    [
+        ({"type": "SGD", "momentum": 0.9}, "sgd", 0.0, False, ["momentum = 0.9"]),
+        ({"type": "SGD", "momentum": 0.9, "nesterov": True}, "momentum", 0.9, False, ["nesterov = True"]),
+        ({"type": "SGD", "momentum": 0.5}, "nesterov", 0.9, True, ["momentum = 0.5"]),
+        ({"type": "sgd", "params": {"momentum": 0.5}}, "sgd", 0.0, False, ["momentum = 0.5"]),
+        ({"type": "SGD"}, "momentum", 0.9, False, []),
+        ({"type": "AdamW"}, "nesterov", 0.9, True, ["type = 'AdamW'"]),
+    ],
+)
+def test_a_typed_optimizer_decides_its_momentum_too(section, typed, momentum, nesterov, noted, folder):
+    """--optimizer sgd once trained with the momentum of the file."""
+    file = written(folder, {"optimizer": section})
+    chosen = chosen_of("train", "--config", file, "--optimizer", typed)
+    found = chosen.config.optimizer
+    assert (found.type, found.momentum, found.nesterov) == ("SGD", momentum, nesterov)
+    expected = [f"--optimizer {typed} (typed) goes before optimizer.{note} of {file}" for note in noted]
+    assert chosen.notes == expected
+
+
+def test_what_a_file_says_of_another_class_is_named_with_the_typed_one(folder):
+    file = written(folder, {"optimizer": {"lr": 0.1, "eps": 1e-6}})
+    said = rf"^--optimizer lion \(typed\): {file} has optimizer.eps = 1e-06, which is AdamW's and not Lion's; take"
+    with pytest.raises(CliError, match=said):
+        chosen_of("train", "--config", file, "--optimizer", "lion")
+
+
 @pytest.mark.parametrize("name", SAMPLES)
 def test_without_both_the_default_counts(name, folder):
     chosen = chosen_of("train", "--host-budget", "64MiB")

@@ -12,7 +12,7 @@ from typing import Any
 
 from overspill.cli.common import OPTIMIZERS, CliError, nvme_folders
 from overspill.cli.settings import FIELDS, Settings, absolute, key_of, option
-from overspill.config import Config, ConfigError, flat_optimizer
+from overspill.config import Config, ConfigError, flat_optimizer, optimizer_keys
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,14 +105,13 @@ def choose(given: dict[str, Any], stored: dict[str, Any] | None = None, required
     for name, field in FIELDS.items():
         origins[name] = "typed" if name in typed else "file" if name in said else "default"
         values[name] = typed.get(name, said.get(name, field.default))
+        when = "typed" if name in now else "typed when the run began"
+        if name == "optimizer" and name in typed and file:
+            notes += _over_optimizer(merged, typed[name], when, file)
         if key_of(name) and origins[name] != "file" and values[name] is not None:
             _put(merged, key_of(name), values[name])
         if name in typed and name in said and not _alike(name, typed[name], said[name]):
-            when = "typed" if name in now else "typed when the run began"
-            notes.append(
-                f"{option(name)} {_shown(name, typed[name])} ({when}) goes before {key_of(name)} = "
-                f"{said[name]!r} of {file.path}"
-            )
+            notes.append(_before(name, typed[name], when, key_of(name), said[name], file))
         if required and field.metadata["required"] and values[name] is None:
             raise CliError(f"{option(name)} is missing (it may be left out with --resume only)")
     if isinstance(merged.get("budget", {}), dict) and merged.get("budget", {}).get("host") is None:
@@ -126,6 +125,32 @@ def choose(given: dict[str, Any], stored: dict[str, Any] | None = None, required
     if stored is not None:
         _check_unchanged(chosen, stored, now)
     return chosen
+
+
+def _before(name: str, typed: Any, when: str, key: str, said: Any, file: ConfigFile) -> str:
+    """The note that what was typed counts and not what the file says."""
+    return f"{option(name)} {_shown(name, typed)} ({when}) goes before {key} = {said!r} of {file.path}"
+
+
+def _over_optimizer(merged: dict[str, Any], typed: str, when: str, file: ConfigFile) -> list[str]:
+    """Notes of what else --optimizer decides, and the file says otherwise. Raises CliError for what the file says of
+    another class and the typed one does not have."""
+    section = merged.get("optimizer")
+    if not isinstance(section, dict):
+        return []
+    told = OPTIMIZERS[typed]
+    known, own = optimizer_keys(told["type"]), optimizer_keys(section.get("type", "AdamW"))
+    foreign = [key for key in section if key in own and key not in known]
+    if foreign:
+        raise CliError(
+            f"--optimizer {typed} ({when}): {file.path} has optimizer.{foreign[0]} = {section[foreign[0]]!r}, which is "
+            f"{section.get('type', 'AdamW')}'s and not {told['type']}'s; take it out there, or leave --optimizer out"
+        )
+    return [
+        _before("optimizer", typed, when, f"optimizer.{key}", section[key], file)
+        for key in told
+        if key != "type" and section.get(key, told[key]) != told[key]
+    ]
 
 
 def _typed_before(stored: dict[str, Any] | None) -> dict[str, Any]:
@@ -210,7 +235,7 @@ def _alike(name: str, typed: Any, said: Any) -> bool:
         except ValueError:
             return False
     if name == "optimizer":
-        return str(typed).lower() == str(said).lower()
+        return OPTIMIZERS[typed]["type"].lower() == str(said).lower()
     return typed == said
 
 

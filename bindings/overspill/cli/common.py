@@ -149,8 +149,8 @@ OPTIMIZERS = {
     "adam": {"type": "Adam"},
     "adagrad": {"type": "Adagrad"},
     "lion": {"type": "Lion"},
-    "sgd": {"type": "SGD"},
-    "momentum": {"type": "SGD", "momentum": 0.9},
+    "sgd": {"type": "SGD", "momentum": 0.0, "nesterov": False},  # whatever a file says of both
+    "momentum": {"type": "SGD", "momentum": 0.9, "nesterov": False},
     "nesterov": {"type": "SGD", "momentum": 0.9, "nesterov": True},
 }
 
@@ -163,8 +163,8 @@ def add_update(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--optimizer",
         choices=OPTIMIZERS,
-        help="momentum and nesterov are SGD's, with 0.9 (default adamw, or --config's); lion takes about a tenth of "
-        "adamw's --lr, sgd far more",
+        help="sgd is without momentum, momentum and nesterov are SGD's with 0.9 (default adamw, or --config's); lion "
+        "takes about a tenth of adamw's --lr, sgd far more",
     )
     parser.add_argument(
         "--format",
