@@ -62,6 +62,26 @@ def _path(text: str) -> str:
     return text
 
 
+def named_twice(folders: list[str]) -> str:
+    """Which folder is there twice, in words; empty where none is. The second store in one folder would wait for the
+    first one's lock."""
+    seen: dict[str, str] = {}
+    for folder in folders:
+        real = os.path.realpath(folder)
+        if real in seen:
+            before = seen[real]
+            names = f", as {before} and as {folder}" if before != folder else ""
+            return f"{real} is named twice{names}; leave one out"
+        seen[real] = folder
+    return ""
+
+
+def _each_once(folders: list[str]) -> list[str]:
+    if twice := named_twice(folders):
+        raise ValueError(twice)
+    return folders
+
+
 class _Section(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=False)
 
@@ -75,7 +95,7 @@ class Budget(_Section):
 
     host: Bytes
     device: Bytes | None = None
-    nvme: list[Annotated[str, AfterValidator(_path)]] = []
+    nvme: Annotated[list[Annotated[str, AfterValidator(_path)]], AfterValidator(_each_once)] = []
     endurance_tbw: float | None = Field(None, ge=0)
 
 

@@ -43,3 +43,19 @@ def test_a_file_names_no_empty_folder(on_disk, tmp_path, capsys):
     file.write_text(json.dumps({"budget": {"host": "64MiB", "nvme": [""]}}))
     message = on_disk.fails(capsys, "plan", "--model", on_disk.model, "--config", file)
     assert "budget.nvme.0 = '': the path is empty" in message
+
+
+@pytest.mark.parametrize("command", ["train", "plan", "doctor"])
+def test_a_folder_that_is_named_twice_is_not_held_by_another_run(command, on_disk, tmp_path, capsys):
+    """The second store of the run once waited for the first: "held by process <this one>; wait for that run"."""
+    link = tmp_path / "link"
+    link.symlink_to(on_disk.nvme)
+    arguments = {
+        "train": on_disk.run(tmp_path / "out", nvme=None),
+        "plan": ["plan", "--model", on_disk.model],
+    }
+    message = on_disk.fails(
+        capsys, *arguments.get(command, [command]), "--nvme", on_disk.nvme, "--nvme", link
+    )
+    real = on_disk.nvme.resolve()
+    assert f"--nvme: {real} is named twice, as {on_disk.nvme} and as {link}; leave one out" in message

@@ -113,6 +113,16 @@ def test_errors_name_key_value_and_remedy(config, message):
     assert message in str(error.value)
 
 
+def test_a_folder_is_named_once(tmp_path):
+    (tmp_path / "link").symlink_to(tmp_path)
+    for names, words in (([tmp_path] * 2, ""), ([tmp_path, tmp_path / "link"], ", as .* and as .*/link")):
+        config = {"budget": {"host": 1, "nvme": [str(name) for name in names]}}
+        with pytest.raises(
+            ConfigError, match=rf"budget\.nvme = .*{tmp_path} is named twice{words}; leave one"
+        ):
+            Config.read(config)
+
+
 def test_dict_file_and_object_are_the_same(tmp_path):
     data = {"budget": {"host": "1GiB", "nvme": ["/a"]}, "optimizer": {"type": "Adam", "params": {"lr": 0.1}}}
     file = tmp_path / "config.json"

@@ -10,7 +10,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from overspill.cli.common import OPTIMIZERS, CliError, nvme_folders
+from overspill.cli.common import OPTIMIZERS, CliError, each_once, nvme_folders
 from overspill.cli.settings import FIELDS, Settings, absolute, key_of, option
 from overspill.config import Config, ConfigError, flat_optimizer, optimizer_keys
 
@@ -89,6 +89,7 @@ def choose(given: dict[str, Any], stored: dict[str, Any] | None = None, required
     ConfigError."""
     now = {name: given[name] for name in FIELDS if given.get(name) is not None}
     if "nvme" in now:
+        each_once(now["nvme"])
         now["nvme"] = [absolute(path) for path in now["nvme"]]
     if "config" in now:
         now["config"] = absolute(now["config"])

@@ -183,6 +183,14 @@ def add_endurance(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def each_once(folders: list[str]) -> None:
+    """Raises CliError for a folder that --nvme names twice."""
+    from overspill.config import named_twice
+
+    if twice := named_twice(folders):
+        raise CliError(f"--nvme: {twice}")
+
+
 def nvme_folders(folders: list[str] | None) -> list[str]:
     """Checked absolute paths. Raises CliError for one that is missing: a typo would fill the wrong disk."""
     checked = []

@@ -9,7 +9,7 @@ import os
 from pathlib import Path
 
 from overspill.cli import wear
-from overspill.cli.common import add_endurance, named, nvme_folders
+from overspill.cli.common import add_endurance, each_once, named, nvme_folders
 from overspill.cli.device import require, unused_gpu, unused_text
 from overspill.memory import human
 
@@ -33,6 +33,7 @@ def options(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from overspill import _core
 
+    each_once(args.nvme or [])
     folders = nvme_folders(args.nvme) if args.nvme else [str(Path.cwd())]
     report = _core.doctor(folders)
     for disk in report["disks"]:
