@@ -23,7 +23,7 @@ from pydantic import (
     model_validator,
 )
 
-from ._core import OverspillError
+from ._core import OverspillError, StoreError
 
 _UNITS = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
 _UNITS |= {"kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
@@ -59,7 +59,27 @@ Bytes = Annotated[int, BeforeValidator(parse_size)]
 def _path(text: str) -> str:
     if not text:
         raise ValueError("the path is empty; name a folder (. is the current one)")
+    try:
+        fits = b"\0" not in os.fsencode(text)
+    except UnicodeEncodeError:  # half of a surrogate pair, which JSON can spell
+        fits = False
+    if not fits:
+        raise ValueError("no path can have these characters; name another folder")
     return text
+
+
+def check_folders(folders: list[str]) -> None:
+    """Raises StoreError for one that is no folder which can be written to. The core looks at them only once something
+    has to lie there, and a typo would show in the middle of a run."""
+    for folder in folders:
+        is_folder = os.path.isdir(folder)
+        if is_folder and os.access(folder, os.W_OK | os.X_OK):
+            continue
+        shown = os.fsencode(folder).decode("utf-8", "backslashreplace")
+        if is_folder:
+            raise StoreError(f"budget.nvme: {shown} is not writable for this user; name another folder")
+        wrong = "is a file, not a folder" if os.path.exists(folder) else "does not exist"
+        raise StoreError(f"budget.nvme: {shown} {wrong}; name a folder that is on the disk you mean")
 
 
 def named_twice(folders: list[str]) -> str:
@@ -241,6 +261,15 @@ class ZeroOptimization(_Section):
 _LONGEST_SECONDS = 1e9  # 31 years: the core counts nanoseconds in 64 bits
 
 
+def _job(name: str) -> str:
+    if not re.fullmatch(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,199}", name):
+        raise ValueError(
+            "a name has up to 200 letters, digits, '-', '_' and '.', and does not begin with '.' (--job); leave it out "
+            "for one that no other run has"
+        )
+    return name
+
+
 class EngineOptions(_Section):
     """How the engine works; nothing here changes a result, `seed` of simulated devices included. Upper bounds are far
     above any use, and below what the core's integers hold."""
@@ -256,7 +285,8 @@ class EngineOptions(_Section):
     checkpoints_kept: int = Field(1, ge=0, le=10**6)
     train_after_save: bool = True  # false: room for one copy of the states, no step after a save
     io_backend: Literal["auto", "io_uring", "threads", "memory"] = "auto"
-    job: str | None = None  # names the files on NVMe, with the rank; None: one of its own for every engine
+    # Names the files on NVMe, with the rank; None: one of its own for every engine.
+    job: Annotated[str, AfterValidator(_job)] | None = None
     transport: Literal["auto", "group", "nccl"] = (
         "auto"  # between ranks; auto: NCCL where each has a GPU of its own
     )
