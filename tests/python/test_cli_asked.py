@@ -1,6 +1,7 @@
 """What is asked of a command and cannot be meant is refused by name, before anything is read, trained or written."""
 
 import json
+import shutil
 
 import pytest
 
@@ -59,3 +60,71 @@ def test_a_folder_that_is_named_twice_is_not_held_by_another_run(command, on_dis
     )
     real = on_disk.nvme.resolve()
     assert f"--nvme: {real} is named twice, as {on_disk.nvme} and as {link}; leave one out" in message
+
+
+# ---- sequences and tokens
+
+
+@pytest.fixture(scope="module")
+def gpt2(on_disk):
+    """A model with a table of 64 positions."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    folder = on_disk.root / "gpt2"
+    shutil.copytree(on_disk.model, folder)
+    config = GPT2Config(vocab_size=320, n_positions=64, n_embd=32, n_layer=1, n_head=2, eos_token_id=0)
+    GPT2LMHeadModel(config).bfloat16().save_pretrained(folder)
+    return folder
+
+
+def test_sequences_longer_than_a_table_of_positions_are_refused(gpt2, on_disk, tmp_path, capsys):
+    """Once "IndexError: index out of range in self", with a run's folder that was in the next try's way."""
+    out = tmp_path / "out"
+    message = on_disk.fails(capsys, *on_disk.run(out, model=gpt2, seq_len=65))
+    assert f"--seq-len 65 is more than the 64 positions of {gpt2}" in message
+    assert "give at most --seq-len 64" in message and not out.exists()
+    on_disk.ok(capsys, *on_disk.run(out, model=gpt2, seq_len=64, steps=1))
+    prompt = ["generate", "--model", gpt2, "--prompt", "tree tree"]
+    message = on_disk.fails(capsys, *prompt, "--max-new-tokens", 100)
+    most = message.split("give at most --max-new-tokens ")[1].strip()
+    on_disk.ok(capsys, *prompt, "--max-new-tokens", most)
+    message = on_disk.fails(capsys, "generate", "--model", gpt2, "--prompt", "tree " * 65)
+    assert "give a shorter --prompt" in message
+
+
+def test_sequences_longer_than_a_model_was_made_for_are_noted(on_disk, tmp_path, capsys):
+    said = on_disk.ok(capsys, *on_disk.run(tmp_path / "out", seq_len=257, steps=1))
+    assert f"WARNING: --seq-len 257 is more than the 256 positions of {on_disk.model}" in said
+
+
+def test_tokens_beyond_the_vocabulary_are_refused(on_disk, tmp_path, capsys):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    small = tmp_path / "small"
+    shutil.copytree(on_disk.model, small)
+    config = LlamaConfig.from_pretrained(small)
+    config.vocab_size = 100
+    LlamaForCausalLM(config).bfloat16().save_pretrained(small)
+    message = on_disk.fails(capsys, *on_disk.run(tmp_path / "out", model=small))
+    assert f"--model {small}: the tokenizer makes token 3" in message and "the model has 100" in message
+    assert not (tmp_path / "out").exists()
+    message = on_disk.fails(capsys, "generate", "--model", small, "--prompt", "tree")
+    assert "the tokenizer makes token " in message
+
+
+def test_a_token_that_no_text_has_does_no_harm(on_disk, tmp_path, capsys):
+    padded = tmp_path / "padded"
+    shutil.copytree(on_disk.model, padded)
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(padded)
+    tokenizer.add_special_tokens({"pad_token": "<pad>"})
+    tokenizer.save_pretrained(padded)
+    assert len(tokenizer) > json.loads((padded / "config.json").read_text())["vocab_size"]
+    on_disk.ok(capsys, *on_disk.run(tmp_path / "out", model=padded, steps=1))
+
+
+def test_one_token_makes_no_sequence(on_disk, tmp_path, capsys):
+    """It predicts nothing: every loss was NaN, and the exit code 0."""
+    message = on_disk.fails(capsys, *on_disk.run(tmp_path / "out", seq_len=1))
+    assert "argument --seq-len: '1': an integer of at least 2 is expected" in message

@@ -72,6 +72,11 @@ def positive(text: str) -> int:
     return _at_least(text, 1)
 
 
+def two_or_more(text: str) -> int:
+    """argparse type of an integer that is at least 2."""
+    return _at_least(text, 2)
+
+
 def natural(text: str) -> int:
     """argparse type of an integer that is at least 0."""
     return _at_least(text, 0)

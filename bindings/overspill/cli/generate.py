@@ -7,6 +7,7 @@ import argparse
 import sys
 from pathlib import Path
 
+from overspill.cli import fits
 from overspill.cli.common import (
     CliError,
     load_tokenizer,
@@ -38,6 +39,7 @@ def run(args: argparse.Namespace) -> int:
     tokenizer = load_tokenizer(folder)
     inputs = _inputs(tokenizer, args.prompt)
     model = _model(AutoModelForCausalLM, folder)
+    fits.check_prompt(model, tokenizer, inputs["input_ids"], args.max_new_tokens, str(folder))
     torch.manual_seed(args.seed)
     sampling = (
         {"do_sample": True, "temperature": args.temperature} if args.temperature else {"do_sample": False}

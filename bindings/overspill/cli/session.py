@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from overspill.cli import room, troubles, wear
+from overspill.cli import fits, room, troubles, wear
 from overspill.cli.chosen import Chosen
 from overspill.cli.common import CliError, describe, load_tokenizer, quiet_transformers
 from overspill.cli.device import device_line
@@ -59,6 +59,9 @@ class Session:
             )
         self.run = {**(stored or {"heldout": {}, "data_digest": digest}), **chosen.stored()}
         model, weights = self._model(torch, chosen.config)
+        if note := fits.check_length(model, settings.seq_len, settings.model):
+            chosen.notes.append(note)
+        fits.check_tokens(model, self.tokenizer, (training.tokens, self.heldout.tokens), settings.model)
         torch.manual_seed(settings.seed)  # of dropout, whatever making the model drew
         try:
             self.engine, optimizer, _, _ = overspill.initialize(model, chosen.config, checkpoint=weights)
@@ -84,7 +87,7 @@ class Session:
 
     def _sequences(self, data) -> tuple[Any, Any, str]:
         settings = self.settings
-        tokenizer = load_tokenizer(Path(settings.model))
+        tokenizer = self.tokenizer = load_tokenizer(Path(settings.model))
         cache = Path(
             settings.cache or Path(os.environ.get("XDG_CACHE_HOME", "~/.cache"), "overspill")
         ).expanduser()

@@ -33,7 +33,7 @@ class Settings:
     data: str | None = _field(None, fixed=True, key=None, required=True)
     heldout: str | None = _field(None, fixed=True, key=None)
     batch: int = _field(4, fixed=True, key="train_micro_batch_size_per_gpu", least=1)
-    seq_len: int = _field(256, fixed=True, key=None, least=1)
+    seq_len: int = _field(256, fixed=True, key=None, least=2)  # one token predicts nothing
     accumulate: int = _field(1, fixed=True, key="gradient_accumulation_steps", least=1)
     vertical: bool = _field(False, fixed=True, key="vertical_accumulation")
     optimizer: str | None = _field(None, fixed=True, key="optimizer.type", among=OPTIMIZERS)

@@ -27,6 +27,7 @@ from overspill.cli.common import (
     nonnegative,
     path_of,
     positive,
+    two_or_more,
 )
 from overspill.cli.device import require
 from overspill.cli.recorder import check_trace
@@ -63,7 +64,7 @@ def options(parser: argparse.ArgumentParser) -> None:
     )
     add("--steps", type=positive, metavar="N", help=f"steps in all {default['steps']}")
     add("--batch", type=positive, metavar="N", help=f"sequences in a micro-batch {default['batch']}")
-    add("--seq-len", type=positive, metavar="N", help=f"tokens in a sequence {default['seq_len']}")
+    add("--seq-len", type=two_or_more, metavar="N", help=f"tokens in a sequence {default['seq_len']}")
     add("--accumulate", type=positive, metavar="N", help=f"micro-batches in a step {default['accumulate']}")
     add(
         "--vertical",
@@ -172,7 +173,9 @@ def train(args: argparse.Namespace, hook=None) -> tuple[int, dict[str, Any]]:
         except CliError:
             raise
         except Exception as error:
-            raise CliError(f"{describe(error).text}{_last_good(folder)}") from error
+            told = describe(error)
+            hint = "" if args.debug else told.hint
+            raise CliError(f"{told.text}{hint}{_last_good(folder)}") from error
         return code, session.summary()
 
 
