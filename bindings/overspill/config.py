@@ -102,6 +102,18 @@ def _each_once(folders: list[str]) -> list[str]:
     return folders
 
 
+def _no_truth_value(value: Any) -> Any:
+    """Python's True is 1: a key that was taken for a switch would be a number."""
+    if isinstance(value, bool):
+        raise ValueError("a number is expected, not true or false")
+    return value
+
+
+# Numbers of the sections below.
+Int = Annotated[int, BeforeValidator(_no_truth_value)]
+Float = Annotated[float, BeforeValidator(_no_truth_value)]
+
+
 class _Section(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=False)
 
@@ -116,11 +128,11 @@ class Budget(_Section):
     host: Bytes
     device: Bytes | None = None
     nvme: Annotated[list[Annotated[str, AfterValidator(_path)]], AfterValidator(_each_once)] = []
-    endurance_tbw: float | None = Field(None, ge=0)
+    endurance_tbw: Float | None = Field(None, ge=0)
 
 
-_Rate = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-_Beta = Annotated[float, Field(ge=0, lt=1)]
+_Rate = Annotated[Float, Field(ge=0, allow_inf_nan=False)]
+_Beta = Annotated[Float, Field(ge=0, lt=1)]
 
 
 class AdamW(_Section):
@@ -164,7 +176,7 @@ class SGD(_Section):
     type: Literal["SGD"] = "SGD"
     lr: _Rate = 1e-3
     momentum: _Rate = 0.0
-    dampening: float = Field(0.0, allow_inf_nan=False)
+    dampening: Float = Field(0.0, allow_inf_nan=False)
     weight_decay: _Rate = 0.0
     nesterov: bool = False
     maximize: bool = False
@@ -255,7 +267,7 @@ Optimizer = Annotated[
 class ZeroOptimization(_Section):
     """DeepSpeed's section: what is partitioned over ranks."""
 
-    stage: Literal[0, 1, 2, 3] = 3
+    stage: Annotated[Literal[0, 1, 2, 3], BeforeValidator(_no_truth_value)] = 3
 
 
 _LONGEST_SECONDS = 1e9  # 31 years: the core counts nanoseconds in 64 bits
@@ -274,15 +286,15 @@ class EngineOptions(_Section):
     """How the engine works; nothing here changes a result, `seed` of simulated devices included. Upper bounds are far
     above any use, and below what the core's integers hold."""
 
-    threads: int = Field(0, ge=0, le=2**16)
-    prefetch_units: int = Field(4, ge=0, lt=2**31)
+    threads: Int = Field(0, ge=0, le=2**16)
+    prefetch_units: Int = Field(4, ge=0, lt=2**31)
     speculate: bool = False  # update in backward, before the norm is known: for runs that seldom clip
-    chunk_elements: int = Field(524288, gt=0, le=2**40)
+    chunk_elements: Int = Field(524288, gt=0, le=2**40)
     placement: Literal["auto", "host", "half", "nvme", "device"] = "auto"
     poison: bool = False
     device: str = "auto"  # a GPU where there is one; or host, cuda, cuda:1 and so on
-    seed: int = Field(0, ge=0, lt=2**63)
-    checkpoints_kept: int = Field(1, ge=0, le=10**6)
+    seed: Int = Field(0, ge=0, lt=2**63)
+    checkpoints_kept: Int = Field(1, ge=0, le=10**6)
     train_after_save: bool = True  # false: room for one copy of the states, no step after a save
     io_backend: Literal["auto", "io_uring", "threads", "memory"] = "auto"
     # Names the files on NVMe, with the rank; None: one of its own for every engine.
@@ -291,10 +303,10 @@ class EngineOptions(_Section):
         "auto"  # between ranks; auto: NCCL where each has a GPU of its own
     )
     # That ranks wait for one another in a collective.
-    rank_timeout_seconds: float = Field(1800.0, gt=0, le=_LONGEST_SECONDS)
+    rank_timeout_seconds: Float = Field(1800.0, gt=0, le=_LONGEST_SECONDS)
     # A disk that answers nothing for so long fails the engine, which names it and the last complete checkpoint; 0: the
     # engine waits for ever. Either way a line on stderr names it after 10 s, 20 s, 40 s and so on.
-    io_deadline_seconds: float = Field(0.0, ge=0, le=_LONGEST_SECONDS)
+    io_deadline_seconds: Float = Field(0.0, ge=0, le=_LONGEST_SECONDS)
 
 
 _engines = itertools.count()  # of this process, for their files' names
@@ -307,11 +319,11 @@ class Config(_Section):
     optimizer: Optimizer = AdamW()
     # How bf16 weights and their states are held (docs/update.md). fp32 weights have fp32 states.
     format: Literal["exact", "compact", "8bit"] | None = None
-    seed: int = Field(0, ge=0, lt=2**63)  # of stochastic rounding, in compact and 8bit
-    gradient_accumulation_steps: int = Field(1, ge=1, lt=2**31)
+    seed: Int = Field(0, ge=0, lt=2**63)  # of stochastic rounding, in compact and 8bit
+    gradient_accumulation_steps: Int = Field(1, ge=1, lt=2**31)
     vertical_accumulation: bool = False  # micro-batches pass each unit together, in engine.train_batch
-    gradient_clipping: float = Field(0.0, ge=0)
-    train_micro_batch_size_per_gpu: int | None = Field(None, ge=1)
+    gradient_clipping: Float = Field(0.0, ge=0)
+    train_micro_batch_size_per_gpu: Int | None = Field(None, ge=1)
     zero_optimization: ZeroOptimization = ZeroOptimization()
     engine: EngineOptions = EngineOptions()
 

@@ -1,6 +1,7 @@
 """A wrong key or value is an error that names it and what would be right."""
 
 import json
+import re
 import warnings
 
 import pytest
@@ -111,6 +112,33 @@ def test_errors_name_key_value_and_remedy(config, message):
     with pytest.raises(ConfigError) as error:
         Config.read(config)
     assert message in str(error.value)
+
+
+def numbers(section=Config, at=()):
+    """Paths of the keys that take one number."""
+    for name, field in section.model_fields.items():
+        if hasattr(field.annotation, "model_fields"):
+            yield from numbers(field.annotation, (*at, name))
+        elif name == "stage" or re.search(r"\b(int|float)\b", str(field.annotation)):
+            yield (*at, name)
+
+
+@pytest.mark.parametrize("path", [*numbers(), ("optimizer", "lr"), ("optimizer", "eps")], ids=".".join)
+@pytest.mark.parametrize("value", [True, False])
+def test_a_truth_value_is_no_number(path, value):
+    """{"gradient_clipping": true} once clipped at 1.0."""
+    config = {"budget": {"host": 1}}
+    section = config
+    for name in path[:-1]:
+        section = section.setdefault(name, {})
+    section[path[-1]] = value
+    with pytest.raises(ConfigError, match=rf"^config: {'[.]'.join(path)} = {value}: a (number|size) is"):
+        Config.read(config)
+
+
+def test_a_truth_value_is_no_beta():
+    with pytest.raises(ConfigError, match=r"optimizer\.betas\.0 = True: a number is expected"):
+        Config.read({"budget": {"host": 1}, "optimizer": {"betas": [True, 0.9]}})
 
 
 def test_a_folder_is_named_once(tmp_path):
