@@ -382,10 +382,24 @@ class Config(_Section):
         return self.budget.device or (free or 0) // 2
 
 
+def parse_json(text: str) -> Any:
+    """JSON in which no object has a key twice: the last one would count without a word. Raises ValueError."""
+
+    def each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        made = dict(pairs)
+        if len(made) < len(pairs):
+            keys = [key for key, _ in pairs]
+            twice = next(key for key in keys if keys.count(key) > 1)
+            raise ValueError(f"{json.dumps(twice)} is there twice in one object; leave one out")
+        return made
+
+    return json.loads(text, object_pairs_hook=each_once)
+
+
 def _read_json(path: Any) -> dict:
     try:
         with Path(path).open(encoding="utf-8") as file:
-            data = json.load(file)
+            data = parse_json(file.read())
     except TypeError:
         raise ConfigError(
             f"config: a dict, a path or a Config is expected, not {type(path).__name__}"

@@ -6,7 +6,7 @@ import json
 import pytest
 import tiny
 
-from overspill import Config
+from overspill import Config, ConfigError
 from overspill.cli import parser
 from overspill.cli.chosen import choose
 from overspill.cli.common import CliError
@@ -275,3 +275,39 @@ def test_wrong_files_are_named(folder):
         (folder / "wrong.json").write_bytes(text)
         with pytest.raises((CliError, ValueError), match=words):
             chosen_of("train", "--config", folder / "wrong.json")
+
+
+@pytest.mark.parametrize(
+    ("values", "typed", "words"),
+    [
+        ({"gradient_clipping": None}, [], "gradient_clipping = None: "),
+        ({"optimizer": None}, [], "optimizer = None: "),
+        ({"engine": None}, [], "engine = None: "),
+        ({"seed": None}, [], "seed = None: "),
+        ({"gradient_clipping": "no"}, ["--clip", 1], "gradient_clipping = 'no': "),
+        ({"optimizer": {"type": "Nadam"}}, ["--optimizer", "sgd"], "optimizer.type = 'Nadam': one of"),
+        ({"budget": {"host": None}}, ["--host-budget", "1GiB"], "budget.host = None: a size is"),
+        ({"engine": {"threads": -1}, "seed": -1}, ["--threads", 1, "--seed", 1], "seed = -1: "),
+    ],
+)
+def test_a_file_is_checked_by_itself(values, typed, words, folder):
+    """null once meant the default, and what was typed hid a wrong value; initialize refuses each."""
+    file = written(folder, {"budget": {"host": "64MiB"}} | values)
+    if values.get("budget"):
+        file.write_text(json.dumps(values))
+    with pytest.raises(CliError, match=rf"(?m)^--config {file}: {words}"):
+        chosen_of("train", "--config", file, *typed)
+
+
+@pytest.mark.parametrize("read", ["command", "initialize"])
+def test_a_key_that_is_there_twice_is_named(read, folder):
+    file = folder / "twice.json"
+    file.write_text('{"budget": {"host": 1, "host": 2}}')
+    with pytest.raises((CliError, ConfigError), match=rf'{file}.*: "host" is there twice in one object'):
+        Config.read(file) if read == "initialize" else chosen_of("train", "--config", file)
+
+
+def test_a_file_may_leave_the_host_budget_to_what_is_typed(folder):
+    file = folder / "none.json"
+    file.write_text('{"seed": 3}')
+    assert chosen_of("train", "--config", file, "--host-budget", "1MiB").config.budget.host == 1 << 20

@@ -12,7 +12,7 @@ from typing import Any
 
 from overspill.cli.common import OPTIMIZERS, CliError, each_once, nvme_folders
 from overspill.cli.settings import FIELDS, Settings, absolute, key_of, option
-from overspill.config import Config, ConfigError, flat_optimizer, optimizer_keys
+from overspill.config import Config, ConfigError, flat_optimizer, optimizer_keys, parse_json
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,7 +27,7 @@ class ConfigFile:
     def read(cls, path: str, folder: str | None = None) -> "ConfigFile":
         """Raises CliError. `folder`: where the command was started; None: here."""
         try:
-            values = json.loads(Path(path).read_text(encoding="utf-8"))
+            values = parse_json(Path(path).read_text(encoding="utf-8"))
         except (OSError, ValueError, RecursionError) as error:
             raise CliError(f"--config {path}: {error}; give a JSON file in UTF-8") from None
         if not isinstance(values, dict):
@@ -43,6 +43,23 @@ class ConfigFile:
         if isinstance(budget, dict) and isinstance(budget.get("nvme"), list):
             budget["nvme"] = [self._absolute(folder) for folder in budget["nvme"]]
         return config
+
+    def check(self) -> None:
+        """Raises CliError for what `initialize` would refuse of it, also where something typed takes its place: else
+        null would mean the default here, and a mistake would show when the option is left out."""
+        try:
+            config = self.as_config()
+            budget = config.setdefault("budget", {})
+            if isinstance(budget, dict):
+                budget.setdefault("host", 0)  # may be typed
+            Config.read(config)
+        except ConfigError as error:
+            lines = (line.removeprefix("config: ") for line in str(error).splitlines())
+            raise CliError("\n".join(f"--config {self.path}: {line}" for line in lines)) from None
+        except ValueError as error:
+            raise CliError(
+                f"--config {self.path}: optimizer = {self.values['optimizer']!r}: {error}"
+            ) from None
 
     def _absolute(self, folder: Any) -> Any:
         """What can be no path stays as it is: Config says what is wrong with it."""
@@ -184,10 +201,8 @@ def _sayings(file: ConfigFile | None) -> dict[str, Any]:
     """What the file says, by field."""
     if file is None:
         return {}
-    try:
-        config = file.as_config()
-    except ValueError as error:
-        raise ConfigError(f"config: optimizer = {file.values['optimizer']!r}: {error}") from None
+    file.check()
+    config = file.as_config()
     found = {name: _get(config, key_of(name)) for name in FIELDS if key_of(name)}
     return {name: value for name, value in found.items() if value is not None}
 
