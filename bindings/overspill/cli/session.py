@@ -72,7 +72,7 @@ class Session:
         stack.callback(self.engine.close)
         self.stop = Stop(self.engine._core.stall)
         batches = data.Batches(training, settings.batch, settings.seed)
-        self.loop = Loop(self.engine, optimizer, batches, settings, self.stop)
+        self.loop = Loop(self.engine, optimizer, batches, settings, self.stop, digest)
 
     def _data(self, data, stored: dict[str, Any] | None) -> tuple[Any, Any, str]:
         try:
