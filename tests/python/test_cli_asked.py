@@ -128,3 +128,35 @@ def test_one_token_makes_no_sequence(on_disk, tmp_path, capsys):
     """It predicts nothing: every loss was NaN, and the exit code 0."""
     message = on_disk.fails(capsys, *on_disk.run(tmp_path / "out", seq_len=1))
     assert "argument --seq-len: '1': an integer of at least 2 is expected" in message
+
+
+# ---- what is damaged
+
+
+DAMAGED_CONFIGS = {
+    "no JSON": lambda config: "{",
+    "a list": lambda config: [],
+    "a number as text": lambda config: {**config, "hidden_size": "64"},
+    "heads that do not divide it": lambda config: {**config, "num_attention_heads": 5, "head_dim": None},
+    "no heads": lambda config: {**config, "num_attention_heads": 0, "head_dim": None},
+    "a model that is none": lambda config: {**config, "model_type": "xyzzy"},
+}
+
+
+@pytest.mark.parametrize("command", ["train", "plan", "generate"])
+@pytest.mark.parametrize("kind", DAMAGED_CONFIGS)
+def test_a_damaged_config_of_a_model_is_named(kind, command, on_disk, tmp_path, capsys):
+    """The tokenizer was blamed, or nothing: "ZeroDivisionError: integer modulo by zero"."""
+    folder = tmp_path / "model"
+    shutil.copytree(on_disk.model, folder)
+    file = folder / "config.json"
+    wrong = DAMAGED_CONFIGS[kind](json.loads(file.read_text()))
+    file.write_text(wrong if isinstance(wrong, str) else json.dumps(wrong))
+    arguments = {
+        "train": on_disk.run(tmp_path / "out", model=folder),
+        "plan": ["plan", "--model", folder, "--host-budget", "64MiB"],
+        "generate": ["generate", "--model", folder, "--prompt", "tree"],
+    }
+    message = on_disk.fails(capsys, *arguments[command])
+    assert message.startswith(f"overspill {command}: error: --model {file}: "), message
+    assert "fetch the model again" in message and "tokenizer" not in message

@@ -7,9 +7,9 @@ import fnmatch
 import os
 import shutil
 import stat
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from overspill import durable
 from overspill._core import OverspillError
@@ -318,10 +318,43 @@ def quiet_transformers() -> None:
     transformers.utils.logging.disable_progress_bar()
 
 
+def check_config(folder: Path) -> None:
+    """Raises CliError where config.json is damaged, CheckpointError for far too many layers. What needs it next would
+    blame something else: the tokenizer, for one."""
+    from transformers import AutoConfig
+
+    from overspill.pretrained import Folder
+
+    Folder(folder).check_counts()
+    try:
+        AutoConfig.from_pretrained(folder)
+    except Exception as error:
+        raise _wrong_config(folder, error, "mend it, or fetch the model again") from None
+
+
+def _wrong_config(folder: Path, error: Exception, way_out: str) -> CliError:
+    """What transformers raised for a config.json, which may be of any class, in one line."""
+    reason = " ".join(str(error).split())[:300]
+    kind = "" if isinstance(error, (OSError, ValueError)) else f"{type(error).__name__}: "
+    return CliError(f"--model {folder}/config.json: {kind}{reason}; {way_out}")
+
+
+def model_of_config(folder: Path, make: Callable[[], Any]) -> Any:
+    """What `make` makes of config.json. Raises CliError where transformers cannot, and what is Overspill's."""
+    check_config(folder)
+    try:
+        return make()
+    except (OverspillError, MemoryError):
+        raise
+    except Exception as error:
+        raise _wrong_config(folder, error, "give a causal language model") from error
+
+
 def load_tokenizer(folder: Path):
     """The tokenizer of a model folder. Raises CliError."""
     from transformers import AutoTokenizer
 
+    check_config(folder)
     try:
         return AutoTokenizer.from_pretrained(folder)
     except Exception as error:  # whatever transformers raises for a folder that is wrong

@@ -14,6 +14,7 @@ from overspill.cli.common import (
     add_tiers,
     add_update,
     model_folder,
+    model_of_config,
     path_of,
     positive,
     quiet_transformers,
@@ -97,12 +98,7 @@ def empty_model(folder: Path, dtype: str):
     from overspill.pretrained import Folder, empty_causal_lm
 
     stored = Folder(folder)
-    try:
-        model = empty_causal_lm(stored, getattr(torch, DTYPES[dtype]))
-    except (ValueError, KeyError, OSError) as error:
-        raise CliError(
-            f"{folder}/config.json: {str(error).splitlines()[0]}; give a causal language model"
-        ) from None
+    model = model_of_config(folder, lambda: empty_causal_lm(stored, getattr(torch, DTYPES[dtype])))
     _check_shapes(model, stored)
     return model
 
