@@ -62,6 +62,30 @@ def test_a_folder_that_is_named_twice_is_not_held_by_another_run(command, on_dis
     assert f"--nvme: {real} is named twice, as {on_disk.nvme} and as {link}; leave one out" in message
 
 
+@pytest.mark.parametrize("by", ["typed", "file"])
+def test_a_folder_that_is_none_is_named_with_what_says_it(by, on_disk, tmp_path, capsys):
+    """--nvme was blamed for the file's, and mkdir advised where a file is."""
+    (tmp_path / "file").touch()
+    for name, words in {
+        "file": " is a file, not a folder; name a folder",
+        "not there": f" does not exist; make it on the disk you mean (mkdir -p '{tmp_path}/not there') and run again",
+    }.items():
+        folder, config = str(tmp_path / name), tmp_path / "config.json"
+        config.write_text(json.dumps({"budget": {"host": "64MiB", "nvme": [folder]}}))
+        said = f"budget.nvme of {config}: the folder" if by == "file" else "--nvme"
+        option = ["--config", config] if by == "file" else ["--host-budget", "64MiB", "--nvme", folder]
+        message = on_disk.fails(capsys, "plan", "--model", on_disk.model, *option)
+        assert f"error: {said} {folder}{words}" in message
+    assert "is a file, not a folder; name" in on_disk.fails(capsys, "doctor", "--nvme", tmp_path / "file")
+
+
+def test_a_number_in_a_file_is_no_folder(on_disk, tmp_path, capsys):
+    config = tmp_path / "config.json"
+    config.write_text('{"budget": {"host": "64MiB", "nvme": [5]}}')
+    message = on_disk.fails(capsys, "plan", "--model", on_disk.model, "--config", config)
+    assert f"--config {config}: budget.nvme.0 = 5: Input should be a valid string" in message
+
+
 # ---- sequences and tokens
 
 

@@ -137,7 +137,8 @@ def choose(given: dict[str, Any], stored: dict[str, Any] | None = None, required
             "--host-budget is missing; give what the engine may use of host memory, e.g. --host-budget 4GiB"
         )
     config = Config.read(merged)
-    nvme_folders(config.budget.nvme)
+    of_file = file is not None and origins["nvme"] == "file"
+    nvme_folders(config.budget.nvme, f"budget.nvme of {file.path}: the folder" if of_file else "--nvme")
     settings = Settings(**{name: _effective(name, values[name], config) for name in FIELDS})
     chosen = Chosen(settings, config, file, typed, origins, notes)
     if stored is not None:

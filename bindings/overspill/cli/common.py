@@ -5,6 +5,7 @@ import dataclasses
 import errno
 import fnmatch
 import os
+import shlex
 import shutil
 import stat
 from collections.abc import Callable, Iterable
@@ -196,15 +197,18 @@ def each_once(folders: list[str]) -> None:
         raise CliError(f"--nvme: {twice}")
 
 
-def nvme_folders(folders: list[str] | None) -> list[str]:
-    """Checked absolute paths. Raises CliError for one that is missing: a typo would fill the wrong disk."""
+def nvme_folders(folders: list[str] | None, said: str = "--nvme") -> list[str]:
+    """Checked absolute paths. Raises CliError for one that is missing: a typo would fill the wrong disk. `said`: what
+    names them."""
     checked = []
     for folder in folders or []:
         path = Path(folder)
+        if path.exists() and not path.is_dir():
+            raise CliError(f"{said} {folder} is a file, not a folder; name a folder on the disk you mean")
         if not path.is_dir():
-            state = "is a file, not a folder" if path.exists() else "does not exist"
             raise CliError(
-                f"--nvme {folder} {state}; make it on the disk you mean (mkdir -p {folder}) and run again"
+                f"{said} {folder} does not exist; make it on the disk you mean (mkdir -p {shlex.quote(folder)}) and "
+                "run again"
             )
         checked.append(str(path.resolve()))
     return checked
