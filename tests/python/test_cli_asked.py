@@ -86,6 +86,28 @@ def test_a_number_in_a_file_is_no_folder(on_disk, tmp_path, capsys):
     assert f"--config {config}: budget.nvme.0 = 5: Input should be a valid string" in message
 
 
+# ---- numbers
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["generate", "--seed", 10**20], f"argument --seed: '{10**20}': an integer of at most"),
+        (["train", "--seed", 2**63], f"argument --seed: '{2**63}': an integer of at most"),
+        (["train", "--threads", "100000"], "argument --threads: '100000': an integer of at most 65536"),
+        (["train", "--torch-threads", "9999999999"], "argument --torch-threads: '9999999999': an integer of at most"),
+        (["train", "--keep", "10000000"], "error: --keep 10000000: Input should be less than"),
+        (["train", "--accumulate", 2**31], f"error: --accumulate {2**31}: Input should be less than"),
+        (["train", "--job", "a/b"], "error: --job 'a/b': a name has up to 200 letters"),
+    ],
+)  # fmt: skip
+def test_a_number_that_is_too_large_is_named_with_its_option(arguments, said, on_disk, tmp_path, capsys):
+    """Once "Overflow when unpacking long long", or a key of the configuration that nobody typed."""
+    command, *options = arguments
+    begin = {"train": on_disk.run(tmp_path / "out"), "generate": ["generate", "--prompt", "a"]}[command]
+    assert said in on_disk.fails(capsys, *begin, *options, "--model", on_disk.model)
+
+
 # ---- sequences and tokens
 
 

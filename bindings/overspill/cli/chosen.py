@@ -136,7 +136,10 @@ def choose(given: dict[str, Any], stored: dict[str, Any] | None = None, required
         raise CliError(
             "--host-budget is missing; give what the engine may use of host memory, e.g. --host-budget 4GiB"
         )
-    config = Config.read(merged)
+    try:
+        config = Config.read(merged)
+    except ConfigError as error:
+        raise CliError("\n".join(_as_typed(line, typed) for line in str(error).splitlines())) from None
     of_file = file is not None and origins["nvme"] == "file"
     nvme_folders(config.budget.nvme, f"budget.nvme of {file.path}: the folder" if of_file else "--nvme")
     settings = Settings(**{name: _effective(name, values[name], config) for name in FIELDS})
@@ -144,6 +147,14 @@ def choose(given: dict[str, Any], stored: dict[str, Any] | None = None, required
     if stored is not None:
         _check_unchanged(chosen, stored, now)
     return chosen
+
+
+def _as_typed(line: str, typed: dict[str, Any]) -> str:
+    """One line of a ConfigError, with the option that was typed in place of the key. The file is right by itself."""
+    for name in typed:
+        if key_of(name) and line.startswith(begin := f"config: {key_of(name)} = "):
+            return f"{option(name)} {line.removeprefix(begin)}"
+    return line
 
 
 def _before(name: str, typed: Any, when: str, key: str, said: Any, file: ConfigFile) -> str:

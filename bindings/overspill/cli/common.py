@@ -68,6 +68,26 @@ def size(text: str) -> int:
         raise argparse.ArgumentTypeError(f"{text!r}: {error}") from None
 
 
+MOST_THREADS = 2**16  # as of engine.threads
+
+
+def seed(text: str) -> int:
+    """argparse type of what a generator takes."""
+    return _within(text, 0, 2**63 - 1)
+
+
+def threads(text: str) -> int:
+    """argparse type of a number of threads: torch's is a C int."""
+    return _within(text, 1, MOST_THREADS)
+
+
+def _within(text: str, least: int, most: int) -> int:
+    value = _at_least(text, least)
+    if value > most:
+        raise argparse.ArgumentTypeError(f"{text!r}: an integer of at most {most} is expected")
+    return value
+
+
 def positive(text: str) -> int:
     """argparse type of an integer that is at least 1."""
     return _at_least(text, 1)

@@ -12,11 +12,11 @@ from overspill.cli.common import (
     CliError,
     load_tokenizer,
     model_folder,
-    natural,
     nonnegative,
     path_of,
     positive,
     quiet_transformers,
+    seed,
 )
 
 
@@ -27,7 +27,7 @@ def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prompt", required=True, metavar="TEXT")
     parser.add_argument("--max-new-tokens", type=positive, default=64, metavar="N")
     parser.add_argument("--temperature", type=nonnegative, default=0.0, metavar="T")
-    parser.add_argument("--seed", type=natural, default=0)
+    parser.add_argument("--seed", type=seed, default=0)
 
 
 def run(args: argparse.Namespace) -> int:

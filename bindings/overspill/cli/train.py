@@ -27,6 +27,8 @@ from overspill.cli.common import (
     nonnegative,
     path_of,
     positive,
+    seed,
+    threads,
     two_or_more,
 )
 from overspill.cli.device import require
@@ -87,9 +89,7 @@ def options(parser: argparse.ArgumentParser) -> None:
         metavar="NORM",
         help=f"largest gradient norm, 0 for none {default['clip']}",
     )
-    add(
-        "--seed", type=natural, help=f"of the data's order, dropout and stochastic rounding {default['seed']}"
-    )
+    add("--seed", type=seed, help=f"of the data's order, dropout and stochastic rounding {default['seed']}")
     add("--dtype", choices=DTYPES, help=f"what forward computes in {default['dtype']}")
     add(
         "--checkpointing",
@@ -97,14 +97,14 @@ def options(parser: argparse.ArgumentParser) -> None:
         help="recompute activations in backward: slower, smaller",
     )
     add_tiers(parser)
-    add("--threads", type=positive, metavar="N", help="of the engine (default: all cores)")
+    add("--threads", type=threads, metavar="N", help="of the engine (default: all cores)")
     add(
         "--job",
         metavar="NAME",
         help="names the run's files in the NVMe folders (default: a name that no other run has); two runs that share a "
         "folder must not have one name",
     )
-    add("--torch-threads", type=positive, metavar="N", help="of forward and backward (default: torch's)")
+    add("--torch-threads", type=threads, metavar="N", help="of forward and backward (default: torch's)")
     add(
         "--save-every",
         type=natural,
