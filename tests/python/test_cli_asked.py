@@ -176,6 +176,15 @@ def test_one_token_makes_no_sequence(on_disk, tmp_path, capsys):
     assert "argument --seq-len: '1': an integer of at least 2 is expected" in message
 
 
+def test_a_batch_is_no_larger_than_the_data(on_disk, tmp_path, capsys):
+    """It had sequences twice; a billion of them filled the memory, deaf to signals."""
+    out = tmp_path / "out"
+    message = on_disk.fails(capsys, *on_disk.run(out, batch=400, steps=1))
+    assert "--batch 400 is more than the " in message and not out.exists()
+    most = message.split("give at most --batch ")[1].split(",")[0]
+    on_disk.ok(capsys, *on_disk.run(out, batch=most, steps=1))
+
+
 # ---- what is damaged
 
 

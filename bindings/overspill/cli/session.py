@@ -57,6 +57,12 @@ class Session:
                 f"--data {settings.data}: the texts changed since the run began{or_else}; restore them where they "
                 "changed, or start a new run in another --out"
             )
+        if stored is None and settings.batch > len(training):  # a run that began so may go on
+            raise CliError(
+                f"--batch {settings.batch} is more than the {len(training)} sequences that --data {settings.data} has "
+                f"for training, so a micro-batch would have some twice; give at most --batch {len(training)}, more "
+                f"data, or a smaller --seq-len than {settings.seq_len}"
+            )
         self.run = {**(stored or {"heldout": {}, "data_digest": digest}), **chosen.stored()}
         model, weights = self._model(torch, chosen.config)
         if note := fits.check_length(model, settings.seq_len, settings.model):
