@@ -296,7 +296,8 @@ class EngineOptions(_Section):
     seed: Int = Field(0, ge=0, lt=2**63)
     checkpoints_kept: Int = Field(1, ge=0, le=10**6)
     train_after_save: bool = True  # false: room for one copy of the states, no step after a save
-    io_backend: Literal["auto", "io_uring", "threads", "memory"] = "auto"
+    # The core's "memory" is for its tests: states that no budget counts, lost with the process.
+    io_backend: Literal["auto", "io_uring", "threads"] = "auto"
     # Names the files on NVMe, with the rank; None: one of its own for every engine.
     job: Annotated[str, AfterValidator(_job)] | None = None
     transport: Literal["auto", "group", "nccl"] = (
@@ -364,6 +365,11 @@ class Config(_Section):
             if name not in ("job", "rank_timeout_seconds", "io_deadline_seconds", "device", "transport"):
                 setattr(flat, name, getattr(self.engine, name))
         flat.device = place.name if place is not None else self._planned_device()
+        if flat.device == "host" and self.engine.placement == "device":
+            raise ConfigError(
+                "config: engine.placement = 'device' and the model computes on the host, where there is no device's "
+                "memory: name a GPU (engine.device, --device), or another placement"
+            )
         # Containers count processes by themselves: two on one disk may both be process 1.
         flat.job = self.engine.job or f"{os.getpid()}-{next(_engines)}-{secrets.token_hex(4)}"
         if rank is not None:

@@ -57,6 +57,10 @@ def test_sizes_that_are_none(text):
             "engine.placement = 'disk': Input should be 'auto'",
         ),
         (
+            {"budget": {"host": 1}, "engine": {"io_backend": "memory"}},
+            "io_backend = 'memory': Input should be",
+        ),
+        (
             {"budget": {"host": 1}, "optimizer": {"type": "Nadam"}},
             "optimizer.type = 'Nadam': one of AdamW, Adam, Adagrad, Lion, SGD is expected",
         ),
@@ -268,6 +272,22 @@ def test_the_largest_values_that_are_taken_reach_the_core():
 def _largest(field):
     said = [getattr(bound, "le", getattr(bound, "lt", 1) - 1) for bound in field.metadata]
     return max(said)
+
+
+def test_units_on_a_device_need_one(monkeypatch):
+    """Once the engine left the option alone."""
+    import torch
+
+    import overspill
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    config = {"budget": {"host": "64MiB"}, "engine": {"placement": "device"}}
+    with pytest.raises(ConfigError, match=r"engine\.placement = 'device' and the model computes on the host"):
+        overspill.initialize(torch.nn.Linear(4, 4), config)
+    with pytest.raises(ConfigError, match=r"name a GPU \(engine\.device, --device\), or another placement"):
+        Config.read(config).to_core(_core)
+    config["engine"]["device"] = "cuda"
+    assert Config.read(config).to_core(_core).placement == "device"
 
 
 def test_engines_of_two_processes_with_one_id_share_a_disk(config, tmp_path, monkeypatch):
