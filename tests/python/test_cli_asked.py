@@ -215,3 +215,14 @@ def test_a_damaged_config_of_a_model_is_named(kind, command, on_disk, tmp_path, 
     message = on_disk.fails(capsys, *arguments[command])
     assert message.startswith(f"overspill {command}: error: --model {file}: "), message
     assert "fetch the model again" in message and "tokenizer" not in message
+
+
+def test_an_error_that_nobody_expected_says_how_to_see_where(on_disk, tmp_path, capsys, monkeypatch):
+    from overspill.cli.loop import Loop
+
+    def wrong(self):
+        raise IndexError("index out of range in self")
+
+    monkeypatch.setattr(Loop, "train_step", wrong)
+    message = on_disk.fails(capsys, *on_disk.run(tmp_path / "out"))
+    assert "IndexError: index out of range in self (--debug shows where)" in message
