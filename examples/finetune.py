@@ -12,6 +12,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import overspill
 
+if len(sys.argv) not in (4, 5):
+    sys.exit(__doc__)
 folder, text, nvme, *rest = sys.argv[1:]
 target = Path("finetuned")
 if target.exists() and (not target.is_dir() or any(target.iterdir())):
@@ -21,6 +23,10 @@ if target.exists() and (not target.is_dir() or any(target.iterdir())):
 length = int(rest[0]) if rest else 256
 tokens = AutoTokenizer.from_pretrained(folder)(Path(text).read_text(), return_tensors="pt").input_ids[0]
 data = tokens[: len(tokens) // length * length].view(-1, length)
+if len(data) == 0:
+    sys.exit(
+        f"{text} has {len(tokens)} tokens, and a sequence {length}: give more text, or shorter sequences"
+    )
 model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
 
 config = {

@@ -7,6 +7,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import overspill
 
+if len(sys.argv) != 2:
+    sys.exit(__doc__)
 config = {"budget": {"host": "1500MiB", "nvme": [sys.argv[1]]}, "optimizer": {"lr": 1e-5}}
 torch.manual_seed(0)
 with overspill.Init(config):  # one parameter at a time: the rest is on disk

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -24,7 +25,7 @@ from pydantic import (
     model_validator,
 )
 
-from ._core import OverspillError
+from ._core import OverspillError, StoreError
 
 _UNITS = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
 _UNITS |= {"kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
@@ -55,6 +56,64 @@ def parse_size(value: Any) -> int:
 
 
 Bytes = Annotated[int, BeforeValidator(parse_size)]
+
+
+def _path(text: str) -> str:
+    if not text:
+        raise ValueError("the path is empty; name a folder (. is the current one)")
+    try:
+        fits = b"\0" not in os.fsencode(text)
+    except UnicodeEncodeError:  # half of a surrogate pair, which JSON can spell
+        fits = False
+    if not fits:
+        raise ValueError("no path can have these characters; name another folder")
+    return text
+
+
+def check_folders(folders: list[str]) -> None:
+    """Raises StoreError for one that is no folder which can be written to. The core looks at them only once something
+    has to lie there, and a typo would show in the middle of a run."""
+    for folder in folders:
+        is_folder = os.path.isdir(folder)
+        if is_folder and os.access(folder, os.W_OK | os.X_OK):
+            continue
+        shown = os.fsencode(folder).decode("utf-8", "backslashreplace")
+        if is_folder:
+            raise StoreError(f"budget.nvme: {shown} is not writable for this user; name another folder")
+        wrong = "is a file, not a folder" if os.path.exists(folder) else "does not exist"
+        raise StoreError(f"budget.nvme: {shown} {wrong}; name a folder that is on the disk you mean")
+
+
+def named_twice(folders: list[str]) -> str:
+    """Which folder is there twice, in words; empty where none is. The second store in one folder would wait for the
+    first one's lock."""
+    seen: dict[str, str] = {}
+    for folder in folders:
+        real = os.path.realpath(folder)
+        if real in seen:
+            before = seen[real]
+            names = f", as {before} and as {folder}" if before != folder else ""
+            return f"{real} is named twice{names}; leave one out"
+        seen[real] = folder
+    return ""
+
+
+def _each_once(folders: list[str]) -> list[str]:
+    if twice := named_twice(folders):
+        raise ValueError(twice)
+    return folders
+
+
+def _no_truth_value(value: Any) -> Any:
+    """Python's True is 1: a key that was taken for a switch would be a number."""
+    if isinstance(value, bool):
+        raise ValueError("a number is expected, not true or false")
+    return value
+
+
+# Numbers of the sections below.
+Int = Annotated[int, BeforeValidator(_no_truth_value)]
+Float = Annotated[float, BeforeValidator(_no_truth_value)]
 
 
 class _Named(type(BaseModel)):
@@ -89,12 +148,12 @@ class Budget(_Section):
 
     host: Bytes
     device: Bytes | None = None
-    nvme: list[str] = []
-    endurance_tbw: float | None = Field(None, ge=0)
+    nvme: Annotated[list[Annotated[str, AfterValidator(_path)]], AfterValidator(_each_once)] = []
+    endurance_tbw: Float | None = Field(None, ge=0)
 
 
-_Rate = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-_Beta = Annotated[float, Field(ge=0, lt=1)]
+_Rate = Annotated[Float, Field(ge=0, allow_inf_nan=False)]
+_Beta = Annotated[Float, Field(ge=0, lt=1)]
 
 
 class AdamW(_Section):
@@ -138,7 +197,7 @@ class SGD(_Section):
     type: Literal["SGD"] = "SGD"
     lr: _Rate = 1e-3
     momentum: _Rate = 0.0
-    dampening: float = Field(0.0, allow_inf_nan=False)
+    dampening: Float = Field(0.0, allow_inf_nan=False)
     weight_decay: _Rate = 0.0
     nesterov: bool = False
     maximize: bool = False
@@ -193,6 +252,13 @@ def flat_optimizer(data: Any) -> Any:
     return {**params, "type": kind.__name__ if kind else name}
 
 
+def optimizer_keys(kind: Any) -> set[str]:
+    """What the section of this type of optimizer may have; nothing where there is no such type."""
+    return (
+        set(_TYPES[kind.lower()].model_fields) if isinstance(kind, str) and kind.lower() in _TYPES else set()
+    )
+
+
 def wrong_hyper_parameter(name: str, value: Any) -> str:
     """Why the optimizers that have a number `name` (betas: numbers) do not take this one, in words; empty where they
     do, or where none has it."""
@@ -242,37 +308,48 @@ Optimizer = Annotated[
 class ZeroOptimization(_Section):
     """DeepSpeed's section: what is partitioned over ranks."""
 
-    stage: Literal[0, 1, 2, 3] = 3
+    stage: Annotated[Literal[0, 1, 2, 3], BeforeValidator(_no_truth_value)] = 3
 
 
 _LONGEST_SECONDS = 1e9  # 31 years: the core counts nanoseconds in 64 bits
+
+
+def _job(name: str) -> str:
+    if not re.fullmatch(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,199}", name):
+        raise ValueError(
+            "a name has up to 200 letters, digits, '-', '_' and '.', and does not begin with '.' (--job); leave it out "
+            "for one that no other run has"
+        )
+    return name
 
 
 class EngineOptions(_Section):
     """How the engine works; nothing here changes a result, `seed` of simulated devices included. Upper bounds are far
     above any use, and below what the core's integers hold."""
 
-    threads: int = Field(0, ge=0, le=2**16)
-    prefetch_units: int = Field(4, ge=0, lt=2**31)
+    threads: Int = Field(0, ge=0, le=2**16)
+    prefetch_units: Int = Field(4, ge=0, lt=2**31)
     speculate: bool = False  # update in backward, before the norm is known: for runs that seldom clip
-    chunk_elements: int = Field(524288, gt=0, le=2**40)
+    chunk_elements: Int = Field(524288, gt=0, le=2**40)
     placement: Literal["auto", "host", "half", "nvme", "device"] = "auto"
     poison: bool = False
     # A GPU where there is one; or host, which torch calls cpu, cuda, cuda:1 and so on.
     device: str = "auto"
-    seed: int = Field(0, ge=0, lt=2**63)
-    checkpoints_kept: int = Field(1, ge=0, le=10**6)
+    seed: Int = Field(0, ge=0, lt=2**63)
+    checkpoints_kept: Int = Field(1, ge=0, le=10**6)
     train_after_save: bool = True  # false: room for one copy of the states, no step after a save
-    io_backend: Literal["auto", "io_uring", "threads", "memory"] = "auto"
-    job: str | None = None  # names the files on NVMe, with the rank; None: one of its own for every engine
+    # The core's "memory" is for its tests: states that no budget counts, lost with the process.
+    io_backend: Literal["auto", "io_uring", "threads"] = "auto"
+    # Names the files on NVMe, with the rank; None: one of its own for every engine.
+    job: Annotated[str, AfterValidator(_job)] | None = None
     transport: Literal["auto", "group", "nccl"] = (
         "auto"  # between ranks; auto: NCCL where each has a GPU of its own
     )
     # That ranks wait for one another in a collective.
-    rank_timeout_seconds: float = Field(1800.0, gt=0, le=_LONGEST_SECONDS)
+    rank_timeout_seconds: Float = Field(1800.0, gt=0, le=_LONGEST_SECONDS)
     # A disk that answers nothing for so long fails the engine, which names it and the last complete checkpoint; 0: the
     # engine waits for ever. Either way a line on stderr names it after 10 s, 20 s, 40 s and so on.
-    io_deadline_seconds: float = Field(0.0, ge=0, le=_LONGEST_SECONDS)
+    io_deadline_seconds: Float = Field(0.0, ge=0, le=_LONGEST_SECONDS)
 
     @field_validator("device")
     @classmethod
@@ -290,11 +367,11 @@ class Config(_Section):
     optimizer: Optimizer = AdamW()
     # How bf16 weights and their states are held (docs/update.md). fp32 weights have fp32 states.
     format: Literal["exact", "compact", "8bit"] | None = None
-    seed: int = Field(0, ge=0, lt=2**63)  # of stochastic rounding, in compact and 8bit
-    gradient_accumulation_steps: int = Field(1, ge=1, lt=2**31)
+    seed: Int = Field(0, ge=0, lt=2**63)  # of stochastic rounding, in compact and 8bit
+    gradient_accumulation_steps: Int = Field(1, ge=1, lt=2**31)
     vertical_accumulation: bool = False  # micro-batches pass each unit together, in engine.train_batch
-    gradient_clipping: float = Field(0.0, ge=0)
-    train_micro_batch_size_per_gpu: int | None = Field(None, ge=1)
+    gradient_clipping: Float = Field(0.0, ge=0)
+    train_micro_batch_size_per_gpu: Int | None = Field(None, ge=1)
     zero_optimization: ZeroOptimization = ZeroOptimization()
     engine: EngineOptions = EngineOptions()
 
@@ -335,6 +412,11 @@ class Config(_Section):
             if name not in ("job", "rank_timeout_seconds", "io_deadline_seconds", "device", "transport"):
                 setattr(flat, name, getattr(self.engine, name))
         flat.device = place.name if place is not None else self._planned_device()
+        if flat.device == "host" and self.engine.placement == "device":
+            raise ConfigError(
+                "config: engine.placement = 'device' and the model computes on the host, where there is no device's "
+                "memory: name a GPU (engine.device, --device), or another placement"
+            )
         # Containers count processes by themselves: two on one disk may both be process 1.
         flat.job = self.engine.job or f"{os.getpid()}-{next(_engines)}-{secrets.token_hex(4)}"
         if rank is not None:
@@ -353,10 +435,24 @@ class Config(_Section):
         return self.budget.device or (free or 0) // 2
 
 
+def parse_json(text: str) -> Any:
+    """JSON in which no object has a key twice: the last one would count without a word. Raises ValueError."""
+
+    def each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        made = dict(pairs)
+        if len(made) < len(pairs):
+            keys = [key for key, _ in pairs]
+            twice = next(key for key in keys if keys.count(key) > 1)
+            raise ValueError(f"{json.dumps(twice)} is there twice in one object; leave one out")
+        return made
+
+    return json.loads(text, object_pairs_hook=each_once)
+
+
 def _read_json(path: Any) -> dict:
     try:
         with Path(path).open(encoding="utf-8") as file:
-            data = json.load(file)
+            data = parse_json(file.read())
     except TypeError:
         raise ConfigError(
             f"config: a dict, a path or a Config is expected, not {type(path).__name__}"

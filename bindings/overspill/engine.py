@@ -35,7 +35,7 @@ from . import (
     vertical,
 )
 from .boundary import Boundary, SchedulerState
-from .config import Config
+from .config import Config, check_folders
 from .ending import End
 from .extra import Extra
 from .init import materialise
@@ -201,6 +201,7 @@ class Engine:
                 f"overspill: {grown[0]} has a gradient already: call model.zero_grad() before "
                 "overspill.initialize"
             )
+        check_folders(config.budget.nvme)
         source = _source(model, checkpoint)
         self.module, self.config, self._group = model, config, group
         self.rank, self.world_size = (group.rank, group.world) if group else (0, 1)

@@ -20,7 +20,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
-from .config import Config, ConfigError
+from .config import Config, ConfigError, check_folders
 from .divided import memory_of
 from .memory import human
 from .place import HOST, Place
@@ -51,7 +51,7 @@ class Init:
 
     Changes torch for the whole process while it is entered: nn.Module.register_parameter, and without `empty`
     nn.Module._apply, nn.Parameter.__deepcopy__ and what torch.empty returns. Raises ConfigError without a folder,
-    OSError (inside) where the disks are full.
+    StoreError for one that is none, OSError (inside) where the disks are full.
     """
 
     def __init__(self, config: Any = None, *, empty: bool = False):
@@ -65,6 +65,7 @@ class Init:
                 "config: budget.nvme names no folder, and overspill.Init keeps parameters there: name one, "
                 "or build the model without overspill.Init"
             )
+        check_folders(folders)
         self._mode = _Files(folders)
 
     def __enter__(self) -> Init:

@@ -1,8 +1,14 @@
 """What the commands say about the machine: devices that do not work, names that cannot be written down."""
 
 import os
+import signal
 import subprocess
 import sys
+import tomllib
+
+import tiny
+
+from overspill import cli
 
 
 def test_a_path_that_is_not_utf8_is_named(on_disk, tmp_path):
@@ -53,3 +59,41 @@ def test_a_gpu_that_the_engine_cannot_use_is_refused_unless_the_cpu_is_meant(
     plan = ["plan", "--model", on_disk.model, "--host-budget", "64MiB", "--device"]
     assert "--device 'cuda'" in on_disk.fails(capsys, *plan, "cuda")
     assert words not in on_disk.ok(capsys, *plan, "host")
+
+
+def test_ctrl_c_before_a_command_has_begun_is_no_traceback(tmp_path):
+    """To import torch takes seconds; here it does not end."""
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch/__init__.py").write_text("import time\nprint('now', flush=True)\ntime.sleep(60)\n")
+    env = {**os.environ, "PYTHONPATH": f"{tmp_path}:{tiny.BINDINGS}"}
+    starts = (
+        "import sys; from overspill_command import main; sys.exit(main())"  # as tools/setup and a wheel do
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", starts, "doctor"],
+        env=env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout.readline() == "now\n", process.communicate()
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate(timeout=60)
+    assert (process.returncode, said) == (130, "overspill: stopped\n")
+
+
+def test_ctrl_c_while_commands_are_imported_is_no_traceback(monkeypatch, capsys):
+    def interrupted(name):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli.importlib, "import_module", interrupted)
+    assert cli.main(["doctor"]) == 130
+    assert capsys.readouterr().err == "overspill: stopped\n"
+
+
+def test_what_installs_the_command_starts_it_so():
+    root = tiny.BINDINGS.parent
+    assert tomllib.loads((root / "pyproject.toml").read_text())["project"]["scripts"] == {
+        "overspill": "overspill_command:main"
+    }
+    assert "from overspill_command import main" in (root / "tools/setup").read_text()

@@ -3,6 +3,7 @@
 import copy
 import json
 import pickle
+import re
 import warnings
 
 import pytest
@@ -56,6 +57,10 @@ def test_sizes_that_are_none(text):
         (
             {"budget": {"host": 1}, "engine": {"placement": "disk"}},
             "engine.placement = 'disk': Input should be 'auto'",
+        ),
+        (
+            {"budget": {"host": 1}, "engine": {"io_backend": "memory"}},
+            "io_backend = 'memory': Input should be",
         ),
         (
             {"budget": {"host": 1}, "optimizer": {"type": "Nadam"}},
@@ -113,6 +118,43 @@ def test_errors_name_key_value_and_remedy(config, message):
     with pytest.raises(ConfigError) as error:
         Config.read(config)
     assert message in str(error.value)
+
+
+def numbers(section=Config, at=()):
+    """Paths of the keys that take one number."""
+    for name, field in section.model_fields.items():
+        if hasattr(field.annotation, "model_fields"):
+            yield from numbers(field.annotation, (*at, name))
+        elif name == "stage" or re.search(r"\b(int|float)\b", str(field.annotation)):
+            yield (*at, name)
+
+
+@pytest.mark.parametrize("path", [*numbers(), ("optimizer", "lr"), ("optimizer", "eps")], ids=".".join)
+@pytest.mark.parametrize("value", [True, False])
+def test_a_truth_value_is_no_number(path, value):
+    """{"gradient_clipping": true} once clipped at 1.0."""
+    config = {"budget": {"host": 1}}
+    section = config
+    for name in path[:-1]:
+        section = section.setdefault(name, {})
+    section[path[-1]] = value
+    with pytest.raises(ConfigError, match=rf"^config: {'[.]'.join(path)} = {value}: a (number|size) is"):
+        Config.read(config)
+
+
+def test_a_truth_value_is_no_beta():
+    with pytest.raises(ConfigError, match=r"optimizer\.betas\.0 = True: a number is expected"):
+        Config.read({"budget": {"host": 1}, "optimizer": {"betas": [True, 0.9]}})
+
+
+def test_a_folder_is_named_once(tmp_path):
+    (tmp_path / "link").symlink_to(tmp_path)
+    for names, words in (([tmp_path] * 2, ""), ([tmp_path, tmp_path / "link"], ", as .* and as .*/link")):
+        config = {"budget": {"host": 1, "nvme": [str(name) for name in names]}}
+        with pytest.raises(
+            ConfigError, match=rf"budget\.nvme = .*{tmp_path} is named twice{words}; leave one"
+        ):
+            Config.read(config)
 
 
 def test_dict_file_and_object_are_the_same(tmp_path):
@@ -232,6 +274,22 @@ def test_the_largest_values_that_are_taken_reach_the_core():
 def _largest(field):
     said = [getattr(bound, "le", getattr(bound, "lt", 1) - 1) for bound in field.metadata]
     return max(said)
+
+
+def test_units_on_a_device_need_one(monkeypatch):
+    """Once the engine left the option alone."""
+    import torch
+
+    import overspill
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    config = {"budget": {"host": "64MiB"}, "engine": {"placement": "device"}}
+    with pytest.raises(ConfigError, match=r"engine\.placement = 'device' and the model computes on the host"):
+        overspill.initialize(torch.nn.Linear(4, 4), config)
+    with pytest.raises(ConfigError, match=r"name a GPU \(engine\.device, --device\), or another placement"):
+        Config.read(config).to_core(_core)
+    config["engine"]["device"] = "cuda"
+    assert Config.read(config).to_core(_core).placement == "device"
 
 
 def test_engines_of_two_processes_with_one_id_share_a_disk(config, tmp_path, monkeypatch):

@@ -187,3 +187,24 @@ def parameters_of(model: Path) -> int:
     from overspill.pretrained import Folder, empty_causal_lm
 
     return sum(p.numel() for p in empty_causal_lm(Folder(model)).parameters())
+
+
+def run_alone(folder: Path, script: Path, *arguments) -> subprocess.CompletedProcess:
+    env = {**os.environ, "PYTHONPATH": str(tiny.BINDINGS)}
+    command = [sys.executable, script, *map(str, arguments)]
+    return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True)
+
+
+@pytest.mark.parametrize("name", ["finetune.py", "larger_than_memory.py"])
+def test_an_example_without_its_arguments_says_what_it_takes(name, tmp_path):
+    ended = run_alone(tmp_path, SCRIPT.with_name(name))
+    assert ended.returncode == 1 and f"python examples/{name} " in ended.stderr
+    assert "Traceback" not in ended.stderr
+
+
+def test_a_text_without_a_whole_sequence_is_named(tmp_path):
+    model = tiny.make_model(tmp_path / "model", tiny.make_texts(tmp_path / "texts"))
+    (tmp_path / "short.txt").write_text("a tree over the river")
+    ended = run_alone(tmp_path, SCRIPT, model, "short.txt", tmp_path)
+    assert ended.returncode == 1 and "Traceback" not in ended.stderr
+    assert "short.txt has " in ended.stderr and "and a sequence 256: give more text" in ended.stderr

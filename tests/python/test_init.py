@@ -176,9 +176,14 @@ def test_without_a_folder(config):
 
 
 def test_a_folder_that_is_missing(config, tmp_path):
+    """One that goes after `Init` has looked; one that was never there: test_paths.py."""
     settings = config("nvme")
-    settings["budget"]["nvme"] = [str(tmp_path / "nowhere")]
-    with pytest.raises(FileNotFoundError, match="nowhere"), overspill.Init(settings):
+    folder = tmp_path / "nowhere"
+    folder.mkdir()
+    settings["budget"]["nvme"] = [str(folder)]
+    init = overspill.Init(settings)
+    folder.rmdir()
+    with pytest.raises(FileNotFoundError, match="nowhere"), init:
         nn.Linear(64, 64)
 
 

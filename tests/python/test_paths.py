@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from overspill import Config, _core, config, initialize
+from overspill import Config, ConfigError, Init, _core, config, initialize
 
 
 def settings(nvme, **engine):
@@ -49,6 +49,33 @@ def test_a_path_that_is_no_utf8_works_and_is_named_in_errors(tmp_path):
         engine.save_checkpoint(odd / "checkpoint")
     engine.load_checkpoint(odd / "checkpoint")
     engine.close()
+
+
+@pytest.mark.parametrize("where", ["initialize", "Init"])
+@pytest.mark.parametrize("kind", ["missing", "file", "closed"])
+def test_a_folder_that_is_none_is_named_while_everything_fits(where, kind, tmp_path, monkeypatch):
+    """Else it would show when the first state is spilled, in the middle of a run."""
+    (tmp_path / "file").touch()
+    (tmp_path / "closed").mkdir()
+    monkeypatch.setattr(os, "access", lambda *_: False)  # root may write everywhere
+    words = {"missing": "does not exist", "file": "is a file, not a folder", "closed": "is not writable"}[
+        kind
+    ]
+    budget = {"budget": {"host": "64MiB", "nvme": [str(tmp_path / kind)]}}
+    with pytest.raises(_core.StoreError, match=rf"^budget\.nvme: {tmp_path}/{kind} {words}"):
+        Init(budget) if where == "Init" else initialize(model=nn.Linear(4, 4), config=budget)
+
+
+@pytest.mark.parametrize("job", ["a/b", "", "..", "x\n", "x" * 201])
+def test_a_job_that_can_be_no_file_is_refused_while_everything_fits(job, tmp_path):
+    with pytest.raises(ConfigError, match=r"engine\.job = .*: a name has up to 200 letters.*--job"):
+        Config.read({"budget": {"host": 1}, "engine": {"job": job}})
+
+
+@pytest.mark.parametrize("path", ["a\0b", "\ud800"])
+def test_a_text_that_can_be_no_path_is_named(path):
+    with pytest.raises(ConfigError, match=r"budget\.nvme\.0 = .*: no path can have"):
+        Config.read({"budget": {"host": 1, "nvme": [path]}})
 
 
 def test_two_containers_with_one_process_number_have_two_jobs(tmp_path, monkeypatch):

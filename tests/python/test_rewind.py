@@ -475,3 +475,46 @@ def test_what_is_set_aside_may_be_deleted_while_a_run_starts(tmp_path, monkeypat
     assert "step-000001.abandoned-1; they hold" in checkpoints.aside_text()
     shutil.rmtree(checkpoints.folder)
     assert disk_bytes([checkpoints.folder]) == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "other", "said"),
+    [
+        ("batch", 4, "--batch 4, and this run has --batch 2"),
+        ("seed", 5, "--seed 5, and this run has --seed 0"),
+        ("seq_len", 16, "--seq-len 16, and this run has --seq-len 32"),
+        ("data", None, "other texts"),
+    ],
+)
+def test_a_checkpoint_of_another_run_is_refused(name, other, said, on_disk, out, capsys):
+    """Its position is one in other data: some sequences would come twice. Once the run's own were set aside for it."""
+    if name == "data":
+        other = on_disk.root / "other-texts"
+        tiny.make_texts(other, files=2)
+    elsewhere = out.parent / "elsewhere"
+    on_disk.ok(capsys, *on_disk.run(elsewhere, steps=1, **{name: other}))
+    before = names(out)
+    message = on_disk.fails(
+        capsys, "train", "--out", out, "--resume", elsewhere / "checkpoints/step-000001", "--steps", 8
+    )
+    assert f"{elsewhere}/checkpoints/step-000001 is of another run: it was saved with {said}" in message
+    assert "Go on from one of this run's own" in message and "merge that one" in message
+    assert names(out) == before
+
+
+def test_a_checkpoint_of_an_earlier_version_is_known_by_its_position(on_disk, out, capsys, monkeypatch):
+    """It does not say how its data is ordered."""
+    from overspill.cli.loop import Loop
+
+    for position, end in ((14, 7), (99, 8)):
+        with monkeypatch.context() as patch:
+            patch.setattr(Loop, "state", lambda self, at=position: {"step": self.step, "position": at})
+            on_disk.ok(capsys, "train", "--out", out, "--resume", "--steps", end)
+    message = on_disk.fails(capsys, "train", "--out", out, "--resume", "--steps", 9)
+    assert "it has seen 99 sequences in 8 steps, and this run takes 2 a step" in message
+
+
+def test_without_a_checkpoint_a_run_says_that_it_begins_anew(on_disk, out, capsys):
+    shutil.rmtree(out / "checkpoints")
+    said, _ = resume(on_disk, capsys, out, "--resume", "--steps", 1)
+    assert "no checkpoint is there: beginning at step 0" in said

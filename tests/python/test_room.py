@@ -65,6 +65,17 @@ def test_a_run_that_could_not_be_resumed_is_told_so_before_it_trains(on_disk, tm
         assert sorted(tiny.losses(out)) == [1, 2, 3, 4]
 
 
+@pytest.mark.parametrize("out", ["elsewhere", "there"])
+def test_a_run_whose_states_have_no_room_is_refused_by_plan(out, on_disk, tmp_path, capsys):
+    """It could not start. Once plan's exit code was 0, or --out was blamed."""
+    with disks.small(tmp_path / "disk", "4m") as disk:
+        where = disk / "out" if out == "there" else tmp_path / "out"
+        code, said, message = on_disk.main(capsys, *plan(on_disk, [disk], "--out", where))
+    assert code == 1 and "--nvme: the run reserves 6.0 MiB in its folders" in message
+    assert "4.0 MiB are free there; free space there, add a folder" in message
+    assert "-" not in [word[0] for word in said.split() if word[1:2].isdigit()]  # of a negative size
+
+
 def test_checkpoints_on_another_disk_cost_no_second_reserve(on_disk, tmp_path, capsys):
     with disks.small(tmp_path / "disk", "8m") as disk:
         said = on_disk.ok(capsys, *plan(on_disk, [disk], "--out", tmp_path / "out"))

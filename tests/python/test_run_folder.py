@@ -220,7 +220,7 @@ def both(**changed):
         (lambda run: run | {"heldout": {"9" * 5000: 2.0}}, "heldout.99999999999999999999 = 2.0 is no loss"),
         (both(optimizer="foo"), "settings.optimizer = 'foo' is none of adamw, adam, "),
         (both(dtype="bf61"), "settings.dtype = 'bf61' is none of bf16, fp32"),
-        (both(seq_len=0), "settings.seq_len = 0 is less than 1"),
+        (both(seq_len=0), "settings.seq_len = 0 is less than 2"),
         (both(warmup=-5), "settings.warmup = -5 is less than 0"),
         (both(save_minutes=float("nan")), "settings.save_minutes = nan is no number"),
         (both(steps=None), "settings.steps = None is null"),

@@ -6,7 +6,7 @@ import json
 import pytest
 import tiny
 
-from overspill import Config
+from overspill import Config, ConfigError
 from overspill.cli import parser
 from overspill.cli.chosen import choose
 from overspill.cli.common import CliError
@@ -115,6 +115,34 @@ def test_what_is_typed_goes_before_a_file_and_says_so(command, name, folder):
     assert (
         note.startswith(f"{option(name)} ") and f"goes before {key_of(name)} = " in note and str(file) in note
     )
+
+
+@pytest.mark.parametrize(
+    ("section", "typed", "momentum", "nesterov", "noted"),
+    [
+        ({"type": "SGD", "momentum": 0.9}, "sgd", 0.0, False, ["momentum = 0.9"]),
+        ({"type": "SGD", "momentum": 0.9, "nesterov": True}, "momentum", 0.9, False, ["nesterov = True"]),
+        ({"type": "SGD", "momentum": 0.5}, "nesterov", 0.9, True, ["momentum = 0.5"]),
+        ({"type": "sgd", "params": {"momentum": 0.5}}, "sgd", 0.0, False, ["momentum = 0.5"]),
+        ({"type": "SGD"}, "momentum", 0.9, False, []),
+        ({"type": "AdamW"}, "nesterov", 0.9, True, ["type = 'AdamW'"]),
+    ],
+)
+def test_a_typed_optimizer_decides_its_momentum_too(section, typed, momentum, nesterov, noted, folder):
+    """--optimizer sgd once trained with the momentum of the file."""
+    file = written(folder, {"optimizer": section})
+    chosen = chosen_of("train", "--config", file, "--optimizer", typed)
+    found = chosen.config.optimizer
+    assert (found.type, found.momentum, found.nesterov) == ("SGD", momentum, nesterov)
+    expected = [f"--optimizer {typed} (typed) goes before optimizer.{note} of {file}" for note in noted]
+    assert chosen.notes == expected
+
+
+def test_what_a_file_says_of_another_class_is_named_with_the_typed_one(folder):
+    file = written(folder, {"optimizer": {"lr": 0.1, "eps": 1e-6}})
+    said = rf"^--optimizer lion \(typed\): {file} has optimizer.eps = 1e-06, which is AdamW's and not Lion's; take"
+    with pytest.raises(CliError, match=said):
+        chosen_of("train", "--config", file, "--optimizer", "lion")
 
 
 @pytest.mark.parametrize("name", SAMPLES)
@@ -247,3 +275,39 @@ def test_wrong_files_are_named(folder):
         (folder / "wrong.json").write_bytes(text)
         with pytest.raises((CliError, ValueError), match=words):
             chosen_of("train", "--config", folder / "wrong.json")
+
+
+@pytest.mark.parametrize(
+    ("values", "typed", "words"),
+    [
+        ({"gradient_clipping": None}, [], "gradient_clipping = None: "),
+        ({"optimizer": None}, [], "optimizer = None: "),
+        ({"engine": None}, [], "engine = None: "),
+        ({"seed": None}, [], "seed = None: "),
+        ({"gradient_clipping": "no"}, ["--clip", 1], "gradient_clipping = 'no': "),
+        ({"optimizer": {"type": "Nadam"}}, ["--optimizer", "sgd"], "optimizer.type = 'Nadam': one of"),
+        ({"budget": {"host": None}}, ["--host-budget", "1GiB"], "budget.host = None: a size is"),
+        ({"engine": {"threads": -1}, "seed": -1}, ["--threads", 1, "--seed", 1], "seed = -1: "),
+    ],
+)
+def test_a_file_is_checked_by_itself(values, typed, words, folder):
+    """null once meant the default, and what was typed hid a wrong value; initialize refuses each."""
+    file = written(folder, {"budget": {"host": "64MiB"}} | values)
+    if values.get("budget"):
+        file.write_text(json.dumps(values))
+    with pytest.raises(CliError, match=rf"(?m)^--config {file}: {words}"):
+        chosen_of("train", "--config", file, *typed)
+
+
+@pytest.mark.parametrize("read", ["command", "initialize"])
+def test_a_key_that_is_there_twice_is_named(read, folder):
+    file = folder / "twice.json"
+    file.write_text('{"budget": {"host": 1, "host": 2}}')
+    with pytest.raises((CliError, ConfigError), match=rf'{file}.*: "host" is there twice in one object'):
+        Config.read(file) if read == "initialize" else chosen_of("train", "--config", file)
+
+
+def test_a_file_may_leave_the_host_budget_to_what_is_typed(folder):
+    file = folder / "none.json"
+    file.write_text('{"seed": 3}')
+    assert chosen_of("train", "--config", file, "--host-budget", "1MiB").config.budget.host == 1 << 20

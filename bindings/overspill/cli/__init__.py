@@ -54,13 +54,17 @@ def main(argv: list[str] | None = None) -> int:
         "HF_HUB_OFFLINE", "1"
     )  # models are folders here; a wrong name must not become a download
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    args = parser().parse_args(argv)
     try:
-        _check_paths(args)
-        return args.run(args) or 0
+        return _run(parser().parse_args(argv))
     except KeyboardInterrupt:
         warn("overspill: stopped")
         return 130
+
+
+def _run(args: argparse.Namespace) -> int:
+    try:
+        _check_paths(args)
+        return args.run(args) or 0
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141

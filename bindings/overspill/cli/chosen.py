@@ -10,9 +10,9 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from overspill.cli.common import OPTIMIZERS, CliError, nvme_folders
+from overspill.cli.common import OPTIMIZERS, CliError, each_once, nvme_folders
 from overspill.cli.settings import FIELDS, Settings, absolute, key_of, option
-from overspill.config import Config, ConfigError, flat_optimizer
+from overspill.config import Config, ConfigError, flat_optimizer, optimizer_keys, parse_json
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,7 +27,7 @@ class ConfigFile:
     def read(cls, path: str, folder: str | None = None) -> "ConfigFile":
         """Raises CliError. `folder`: where the command was started; None: here."""
         try:
-            values = json.loads(Path(path).read_text(encoding="utf-8"))
+            values = parse_json(Path(path).read_text(encoding="utf-8"))
         except (OSError, ValueError, RecursionError) as error:
             raise CliError(f"--config {path}: {error}; give a JSON file in UTF-8") from None
         if not isinstance(values, dict):
@@ -41,8 +41,29 @@ class ConfigFile:
             config["optimizer"] = flat_optimizer(config["optimizer"])
         budget = config.get("budget")
         if isinstance(budget, dict) and isinstance(budget.get("nvme"), list):
-            budget["nvme"] = [str(Path(self.folder, str(folder)).resolve()) for folder in budget["nvme"]]
+            budget["nvme"] = [self._absolute(folder) for folder in budget["nvme"]]
         return config
+
+    def check(self) -> None:
+        """Raises CliError for what `initialize` would refuse of it, also where something typed takes its place: else
+        null would mean the default here, and a mistake would show when the option is left out."""
+        try:
+            config = self.as_config()
+            budget = config.setdefault("budget", {})
+            if isinstance(budget, dict):
+                budget.setdefault("host", 0)  # may be typed
+            Config.read(config)
+        except ConfigError as error:
+            lines = (line.removeprefix("config: ") for line in str(error).splitlines())
+            raise CliError("\n".join(f"--config {self.path}: {line}" for line in lines)) from None
+        except ValueError as error:
+            raise CliError(
+                f"--config {self.path}: optimizer = {self.values['optimizer']!r}: {error}"
+            ) from None
+
+    def _absolute(self, folder: Any) -> Any:
+        """What can be no path stays as it is: Config says what is wrong with it."""
+        return str(Path(self.folder, folder).resolve()) if folder and isinstance(folder, str) else folder
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,6 +106,7 @@ def choose(given: dict[str, Any], stored: dict[str, Any] | None = None, required
     ConfigError."""
     now = {name: given[name] for name in FIELDS if given.get(name) is not None}
     if "nvme" in now:
+        each_once(now["nvme"])
         now["nvme"] = [absolute(path) for path in now["nvme"]]
     if "config" in now:
         now["config"] = absolute(now["config"])
@@ -101,27 +123,64 @@ def choose(given: dict[str, Any], stored: dict[str, Any] | None = None, required
     for name, field in FIELDS.items():
         origins[name] = "typed" if name in typed else "file" if name in said else "default"
         values[name] = typed.get(name, said.get(name, field.default))
+        when = "typed" if name in now else "typed when the run began"
+        if name == "optimizer" and name in typed and file:
+            notes += _over_optimizer(merged, typed[name], when, file)
         if key_of(name) and origins[name] != "file" and values[name] is not None:
             _put(merged, key_of(name), values[name])
         if name in typed and name in said and not _alike(name, typed[name], said[name]):
-            when = "typed" if name in now else "typed when the run began"
-            notes.append(
-                f"{option(name)} {_shown(name, typed[name])} ({when}) goes before {key_of(name)} = "
-                f"{said[name]!r} of {file.path}"
-            )
+            notes.append(_before(name, typed[name], when, key_of(name), said[name], file))
         if required and field.metadata["required"] and values[name] is None:
             raise CliError(f"{option(name)} is missing (it may be left out with --resume only)")
     if isinstance(merged.get("budget", {}), dict) and merged.get("budget", {}).get("host") is None:
         raise CliError(
             "--host-budget is missing; give what the engine may use of host memory, e.g. --host-budget 4GiB"
         )
-    config = Config.read(merged)
-    nvme_folders(config.budget.nvme)
+    try:
+        config = Config.read(merged)
+    except ConfigError as error:
+        raise CliError("\n".join(_as_typed(line, typed) for line in str(error).splitlines())) from None
+    of_file = file is not None and origins["nvme"] == "file"
+    nvme_folders(config.budget.nvme, f"budget.nvme of {file.path}: the folder" if of_file else "--nvme")
     settings = Settings(**{name: _effective(name, values[name], config) for name in FIELDS})
     chosen = Chosen(settings, config, file, typed, origins, notes)
     if stored is not None:
         _check_unchanged(chosen, stored, now)
     return chosen
+
+
+def _as_typed(line: str, typed: dict[str, Any]) -> str:
+    """One line of a ConfigError, with the option that was typed in place of the key. The file is right by itself."""
+    for name in typed:
+        if key_of(name) and line.startswith(begin := f"config: {key_of(name)} = "):
+            return f"{option(name)} {line.removeprefix(begin)}"
+    return line
+
+
+def _before(name: str, typed: Any, when: str, key: str, said: Any, file: ConfigFile) -> str:
+    """The note that what was typed counts and not what the file says."""
+    return f"{option(name)} {_shown(name, typed)} ({when}) goes before {key} = {said!r} of {file.path}"
+
+
+def _over_optimizer(merged: dict[str, Any], typed: str, when: str, file: ConfigFile) -> list[str]:
+    """Notes of what else --optimizer decides, and the file says otherwise. Raises CliError for what the file says of
+    another class and the typed one does not have."""
+    section = merged.get("optimizer")
+    if not isinstance(section, dict):
+        return []
+    told = OPTIMIZERS[typed]
+    known, own = optimizer_keys(told["type"]), optimizer_keys(section.get("type", "AdamW"))
+    foreign = [key for key in section if key in own and key not in known]
+    if foreign:
+        raise CliError(
+            f"--optimizer {typed} ({when}): {file.path} has optimizer.{foreign[0]} = {section[foreign[0]]!r}, which is "
+            f"{section.get('type', 'AdamW')}'s and not {told['type']}'s; take it out there, or leave --optimizer out"
+        )
+    return [
+        _before("optimizer", typed, when, f"optimizer.{key}", section[key], file)
+        for key in told
+        if key != "type" and section.get(key, told[key]) != told[key]
+    ]
 
 
 def _typed_before(stored: dict[str, Any] | None) -> dict[str, Any]:
@@ -154,10 +213,8 @@ def _sayings(file: ConfigFile | None) -> dict[str, Any]:
     """What the file says, by field."""
     if file is None:
         return {}
-    try:
-        config = file.as_config()
-    except ValueError as error:
-        raise ConfigError(f"config: optimizer = {file.values['optimizer']!r}: {error}") from None
+    file.check()
+    config = file.as_config()
     found = {name: _get(config, key_of(name)) for name in FIELDS if key_of(name)}
     return {name: value for name, value in found.items() if value is not None}
 
@@ -206,7 +263,7 @@ def _alike(name: str, typed: Any, said: Any) -> bool:
         except ValueError:
             return False
     if name == "optimizer":
-        return str(typed).lower() == str(said).lower()
+        return OPTIMIZERS[typed]["type"].lower() == str(said).lower()
     return typed == said
 
 

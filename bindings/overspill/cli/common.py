@@ -5,11 +5,12 @@ import dataclasses
 import errno
 import fnmatch
 import os
+import shlex
 import shutil
 import stat
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from overspill import durable
 from overspill._core import OverspillError
@@ -67,9 +68,34 @@ def size(text: str) -> int:
         raise argparse.ArgumentTypeError(f"{text!r}: {error}") from None
 
 
+MOST_THREADS = 2**16  # as of engine.threads
+
+
+def seed(text: str) -> int:
+    """argparse type of what a generator takes."""
+    return _within(text, 0, 2**63 - 1)
+
+
+def threads(text: str) -> int:
+    """argparse type of a number of threads: torch's is a C int."""
+    return _within(text, 1, MOST_THREADS)
+
+
+def _within(text: str, least: int, most: int) -> int:
+    value = _at_least(text, least)
+    if value > most:
+        raise argparse.ArgumentTypeError(f"{text!r}: an integer of at most {most} is expected")
+    return value
+
+
 def positive(text: str) -> int:
     """argparse type of an integer that is at least 1."""
     return _at_least(text, 1)
+
+
+def two_or_more(text: str) -> int:
+    """argparse type of an integer that is at least 2."""
+    return _at_least(text, 2)
 
 
 def natural(text: str) -> int:
@@ -98,13 +124,30 @@ def nonnegative(text: str) -> float:
     return value
 
 
+def named(path: str | Path) -> str:
+    """argparse type of a path that stays a text. An unset shell variable gives "", which to pathlib is the current
+    folder: a run would read, and fill, a folder that nobody named."""
+    if not str(path):
+        raise argparse.ArgumentTypeError("the path is empty; name a file or folder (. is the current one)")
+    return str(path)
+
+
+def path_of(text: str) -> Path:
+    """argparse type of a path."""
+    return Path(named(text))
+
+
 def add_tiers(parser: argparse.ArgumentParser) -> None:
     """Options that say where states may live."""
     parser.add_argument(
         "--host-budget", type=size, metavar="SIZE", help="host memory the engine may use, e.g. 600MiB"
     )
     parser.add_argument(
-        "--nvme", action="append", metavar="DIR", help="folder on a fast disk; may be given several times"
+        "--nvme",
+        type=named,
+        action="append",
+        metavar="DIR",
+        help="folder on a fast disk; may be given several times",
     )
     parser.add_argument(
         "--device-budget",
@@ -115,7 +158,7 @@ def add_tiers(parser: argparse.ArgumentParser) -> None:
     add_endurance(parser)
     parser.add_argument(
         "--config",
-        type=Path,
+        type=path_of,
         metavar="FILE",
         help="overspill configuration (JSON); an option that is typed counts before it, and it counts before the "
         "defaults that this help names",
@@ -132,8 +175,8 @@ OPTIMIZERS = {
     "adam": {"type": "Adam"},
     "adagrad": {"type": "Adagrad"},
     "lion": {"type": "Lion"},
-    "sgd": {"type": "SGD"},
-    "momentum": {"type": "SGD", "momentum": 0.9},
+    "sgd": {"type": "SGD", "momentum": 0.0, "nesterov": False},  # whatever a file says of both
+    "momentum": {"type": "SGD", "momentum": 0.9, "nesterov": False},
     "nesterov": {"type": "SGD", "momentum": 0.9, "nesterov": True},
 }
 
@@ -146,8 +189,8 @@ def add_update(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--optimizer",
         choices=OPTIMIZERS,
-        help="momentum and nesterov are SGD's, with 0.9 (default adamw, or --config's); lion takes about a tenth of "
-        "adamw's --lr, sgd far more",
+        help="sgd is without momentum, momentum and nesterov are SGD's with 0.9 (default adamw, or --config's); lion "
+        "takes about a tenth of adamw's --lr, sgd far more",
     )
     parser.add_argument(
         "--format",
@@ -166,15 +209,26 @@ def add_endurance(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def nvme_folders(folders: list[str] | None) -> list[str]:
-    """Checked absolute paths. Raises CliError for one that is missing: a typo would fill the wrong disk."""
+def each_once(folders: list[str]) -> None:
+    """Raises CliError for a folder that --nvme names twice."""
+    from overspill.config import named_twice
+
+    if twice := named_twice(folders):
+        raise CliError(f"--nvme: {twice}")
+
+
+def nvme_folders(folders: list[str] | None, said: str = "--nvme") -> list[str]:
+    """Checked absolute paths. Raises CliError for one that is missing: a typo would fill the wrong disk. `said`: what
+    names them."""
     checked = []
     for folder in folders or []:
         path = Path(folder)
+        if path.exists() and not path.is_dir():
+            raise CliError(f"{said} {folder} is a file, not a folder; name a folder on the disk you mean")
         if not path.is_dir():
-            state = "is a file, not a folder" if path.exists() else "does not exist"
             raise CliError(
-                f"--nvme {folder} {state}; make it on the disk you mean (mkdir -p {folder}) and run again"
+                f"{said} {folder} does not exist; make it on the disk you mean (mkdir -p {shlex.quote(folder)}) and "
+                "run again"
             )
         checked.append(str(path.resolve()))
     return checked
@@ -287,10 +341,43 @@ def quiet_transformers() -> None:
     transformers.utils.logging.disable_progress_bar()
 
 
+def check_config(folder: Path) -> None:
+    """Raises CliError where config.json is damaged, CheckpointError for far too many layers. What needs it next would
+    blame something else: the tokenizer, for one."""
+    from transformers import AutoConfig
+
+    from overspill.pretrained import Folder
+
+    Folder(folder).check_counts()
+    try:
+        AutoConfig.from_pretrained(folder)
+    except Exception as error:
+        raise _wrong_config(folder, error, "mend it, or fetch the model again") from None
+
+
+def _wrong_config(folder: Path, error: Exception, way_out: str) -> CliError:
+    """What transformers raised for a config.json, which may be of any class, in one line."""
+    reason = " ".join(str(error).split())[:300]
+    kind = "" if isinstance(error, (OSError, ValueError)) else f"{type(error).__name__}: "
+    return CliError(f"--model {folder}/config.json: {kind}{reason}; {way_out}")
+
+
+def model_of_config(folder: Path, make: Callable[[], Any]) -> Any:
+    """What `make` makes of config.json. Raises CliError where transformers cannot, and what is Overspill's."""
+    check_config(folder)
+    try:
+        return make()
+    except (OverspillError, MemoryError):
+        raise
+    except Exception as error:
+        raise _wrong_config(folder, error, "give a causal language model") from error
+
+
 def load_tokenizer(folder: Path):
     """The tokenizer of a model folder. Raises CliError."""
     from transformers import AutoTokenizer
 
+    check_config(folder)
     try:
         return AutoTokenizer.from_pretrained(folder)
     except Exception as error:  # whatever transformers raises for a folder that is wrong

@@ -9,7 +9,7 @@ import os
 from pathlib import Path
 
 from overspill.cli import wear
-from overspill.cli.common import add_endurance, nvme_folders
+from overspill.cli.common import add_endurance, each_once, named, nvme_folders
 from overspill.cli.device import require, unused_gpu, unused_text
 from overspill.memory import human
 
@@ -18,7 +18,11 @@ SLOW_DISK_BYTES_PER_S = 500e6
 
 def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--nvme", action="append", metavar="DIR", help="folder on a disk to measure (default: here)"
+        "--nvme",
+        type=named,
+        action="append",
+        metavar="DIR",
+        help="folder on a disk to measure (default: here)",
     )
     parser.add_argument(
         "--device", metavar="NAME", help="fail unless models can compute there: host, cuda, cuda:1 and so on"
@@ -29,6 +33,7 @@ def options(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from overspill import _core
 
+    each_once(args.nvme or [])
     folders = nvme_folders(args.nvme) if args.nvme else [str(Path.cwd())]
     report = _core.doctor(folders)
     for disk in report["disks"]:

@@ -7,25 +7,27 @@ import argparse
 import sys
 from pathlib import Path
 
+from overspill.cli import fits
 from overspill.cli.common import (
     CliError,
     load_tokenizer,
     model_folder,
-    natural,
     nonnegative,
+    path_of,
     positive,
     quiet_transformers,
+    seed,
 )
 
 
 def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--model", type=Path, required=True, metavar="DIR", help="Hugging Face folder, e.g. of merge"
+        "--model", type=path_of, required=True, metavar="DIR", help="Hugging Face folder, e.g. of merge"
     )
     parser.add_argument("--prompt", required=True, metavar="TEXT")
     parser.add_argument("--max-new-tokens", type=positive, default=64, metavar="N")
     parser.add_argument("--temperature", type=nonnegative, default=0.0, metavar="T")
-    parser.add_argument("--seed", type=natural, default=0)
+    parser.add_argument("--seed", type=seed, default=0)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -37,6 +39,7 @@ def run(args: argparse.Namespace) -> int:
     tokenizer = load_tokenizer(folder)
     inputs = _inputs(tokenizer, args.prompt)
     model = _model(AutoModelForCausalLM, folder)
+    fits.check_prompt(model, tokenizer, inputs["input_ids"], args.max_new_tokens, str(folder))
     torch.manual_seed(args.seed)
     sampling = (
         {"do_sample": True, "temperature": args.temperature} if args.temperature else {"do_sample": False}

@@ -37,6 +37,13 @@ SPENT = (  # of engine.report(): docs/step.md
     "wait_for_disk_seconds",
 )
 
+ORDER = (
+    "seq_len",
+    "batch",
+    "accumulate",
+    "seed",
+)  # settings that, with the texts, say which sequences a step takes
+
 LOOK_SECONDS = 0.5  # between looks at the disks, once a stop was asked for
 PATIENCE_SECONDS = 3.0  # for the main thread to see a second signal
 ONE_REQUEST_SECONDS = 1.0  # launchers repeat SIGTERM, to the process and to its group: that is one request
@@ -144,7 +151,10 @@ class _StepLeft(Exception):
 class Loop:
     """Steps over batches. `step` and `position` (sequences seen) say where it is; both are in `state()`."""
 
-    def __init__(self, engine: Any, optimizer: Any, batches: Batches, settings: Settings, stop: Stop):
+    def __init__(
+        self, engine: Any, optimizer: Any, batches: Batches, settings: Settings, stop: Stop, digest: str
+    ):
+        self._order = {"data": digest} | {name: getattr(settings, name) for name in ORDER}
         self.engine, self.optimizer, self.batches, self.settings, self.stop = (
             engine,
             optimizer,
@@ -158,9 +168,9 @@ class Loop:
         self.written: dict[str, int] = {}  # bytes by path, in them
         self._paths = self._path_bytes(engine.stats())
 
-    def state(self) -> dict[str, int]:
+    def state(self) -> dict[str, Any]:
         """What a checkpoint has to carry beside the engine's own, which has the random states."""
-        return {"step": self.step, "position": self.position}
+        return {"step": self.step, "position": self.position, "order": self._order}
 
     def restore(self, state: dict[str, Any], checkpoint: Path) -> None:
         """Goes on from what `state()` gave. Raises CliError for what a script saved, which may be anything."""
@@ -172,7 +182,34 @@ class Loop:
                     "script or another program saved it. Go on from a checkpoint of overspill train; or merge this "
                     "one, and start a new run with --model and the merged folder"
                 )
+        self._check_order(state, checkpoint)
         self.step, self.position = state["step"], state["position"]
+
+    def _check_order(self, state: dict[str, Any], checkpoint: Path) -> None:
+        """Raises CliError for a checkpoint of a run that takes other sequences: from its position on, this run would
+        train on some twice and on others never."""
+        step, batch, accumulate = state["step"], self.settings.batch, self.settings.accumulate
+        order = state.get("order")  # earlier versions did not save it
+        saved = order if isinstance(order, dict) else self._order
+        differs = [name for name, value in self._order.items() if saved.get(name) != value]
+        if differs:
+            name = differs[0]
+            typed = f"--{name.replace('_', '-')}"
+            what = f"was saved with {typed} {saved.get(name)}, and this run has {typed} {self._order[name]}"
+            if name == "data":
+                what = "was saved with other texts (--data, --heldout) or another tokenizer"
+        elif state["position"] != step * batch * accumulate:
+            what = (
+                f"has seen {state['position']} sequences in {step} steps, and this run takes {batch * accumulate} a "
+                "step (--batch, --accumulate)"
+            )
+        else:
+            return
+        raise CliError(
+            f"{checkpoint} is of another run: it {what}, so its place in the data means nothing here. Go on from one "
+            "of this run's own (--resume alone: the newest); or merge that one, and start a new run with --model and "
+            "the merged folder"
+        )
 
     def train_step(self) -> dict[str, Any] | None:
         """One optimizer step; its record for the log. None when a stop came first: the step is undone."""

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from overspill import durable
 from overspill.cli import architecture
-from overspill.cli.common import CliError, copy_saved_small_files, copy_small_files, size
+from overspill.cli.common import CliError, copy_saved_small_files, copy_small_files, path_of, size
 from overspill.memory import human
 
 DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
@@ -24,16 +24,18 @@ DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
 
 def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "checkpoint", type=Path, metavar="CHECKPOINT", help="e.g. runs/first/checkpoints/step-000040"
+        "checkpoint", type=path_of, metavar="CHECKPOINT", help="e.g. runs/first/checkpoints/step-000040"
     )
-    parser.add_argument("out", type=Path, metavar="OUT", help="folder to write; must not exist or be empty")
+    parser.add_argument(
+        "out", type=path_of, metavar="OUT", help="folder to write; must not exist or be empty"
+    )
     parser.add_argument("--dtype", choices=DTYPES, default="bf16")
     parser.add_argument(
         "--shard-size", type=size, default=4 << 30, metavar="SIZE", help="largest file (default 4GiB)"
     )
     parser.add_argument(
         "--model",
-        type=Path,
+        type=path_of,
         metavar="DIR",
         help="where config and tokenizer come from, if not from the checkpoint",
     )

@@ -14,6 +14,8 @@ from overspill.cli.common import (
     add_tiers,
     add_update,
     model_folder,
+    model_of_config,
+    path_of,
     positive,
     quiet_transformers,
 )
@@ -24,7 +26,7 @@ DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
 
 
 def options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", type=Path, required=True, metavar="DIR", help="Hugging Face folder")
+    parser.add_argument("--model", type=path_of, required=True, metavar="DIR", help="Hugging Face folder")
     add_tiers(parser)
     parser.add_argument("--accumulate", type=positive, metavar="N", help="micro-batches a step (default 1)")
     parser.add_argument(
@@ -41,7 +43,7 @@ def options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--out",
-        type=Path,
+        type=path_of,
         metavar="DIR",
         help="folder of the run (default: the first --nvme, else the current folder)",
     )
@@ -97,12 +99,7 @@ def empty_model(folder: Path, dtype: str):
     from overspill.pretrained import Folder, empty_causal_lm
 
     stored = Folder(folder)
-    try:
-        model = empty_causal_lm(stored, getattr(torch, DTYPES[dtype]))
-    except (ValueError, KeyError, OSError) as error:
-        raise CliError(
-            f"{folder}/config.json: {str(error).splitlines()[0]}; give a causal language model"
-        ) from None
+    model = model_of_config(folder, lambda: empty_causal_lm(stored, getattr(torch, DTYPES[dtype])))
     _check_shapes(model, stored)
     return model
 

@@ -55,7 +55,13 @@ class Room:
         return self.free_bytes - self.linked_bytes - (self.copied_bytes if self.linked_bytes else 0)
 
     def check(self) -> None:
-        """Raises CliError where not one checkpoint has room."""
+        """Raises CliError where the states have no room, or not one checkpoint has any."""
+        if self.reserve_bytes > self.free_bytes:
+            raise CliError(
+                f"--nvme: the run reserves {human(self.reserve_bytes)} in its folders (budget.nvme), and "
+                f"{human(self.free_bytes)} are free there; free space there, add a folder on another disk with another "
+                "--nvme, or give a larger --host-budget"
+            )
         if self.copied_bytes > self.out_free_bytes:
             raise CliError(
                 f"--out {self.out}: no space for a checkpoint: it writes {human(self.copied_bytes)} there, and "
@@ -78,7 +84,7 @@ class Room:
             lines.append(
                 f"WARNING: with --keep {self.keep} checkpoints need {human(self.out_need_bytes)} on the disk "
                 f"of {self.out} "
-                f"and {human(self.out_free_bytes)} are free: saves will fail; free space, keep fewer, or name "
+                f"and {human(max(0, self.out_free_bytes))} are free: saves will fail; free space, keep fewer, or name "
                 "an --out on "
                 "another disk"
             )

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from overspill.cli import room, troubles, wear
+from overspill.cli import fits, room, troubles, wear
 from overspill.cli.chosen import Chosen
 from overspill.cli.common import CliError, describe, load_tokenizer, quiet_transformers
 from overspill.cli.leftovers import remove_unfinished
@@ -57,8 +57,17 @@ class Session:
                 f"--data {settings.data}: the texts changed since the run began{or_else}; restore them where they "
                 "changed, or start a new run in another --out"
             )
+        if stored is None and settings.batch > len(training):  # a run that began so may go on
+            raise CliError(
+                f"--batch {settings.batch} is more than the {len(training)} sequences that --data {settings.data} has "
+                f"for training, so a micro-batch would have some twice; give at most --batch {len(training)}, more "
+                f"data, or a smaller --seq-len than {settings.seq_len}"
+            )
         self.run = {**(stored or {"heldout": {}, "data_digest": digest, SAVED: None}), **chosen.stored()}
         model, weights = self._model(torch, chosen.config)
+        if note := fits.check_length(model, settings.seq_len, settings.model):
+            chosen.notes.append(note)
+        fits.check_tokens(model, self.tokenizer, (training.tokens, self.heldout.tokens), settings.model)
         torch.manual_seed(settings.seed)  # of dropout, whatever making the model drew
         try:
             self.engine, optimizer, _, _ = overspill.initialize(model, chosen.config, checkpoint=weights)
@@ -69,7 +78,7 @@ class Session:
         stack.callback(self.engine.close)
         self.stop = Stop(self.engine._core.stall)
         batches = data.Batches(training, settings.batch, settings.seed)
-        self.loop = Loop(self.engine, optimizer, batches, settings, self.stop)
+        self.loop = Loop(self.engine, optimizer, batches, settings, self.stop, digest)
 
     def _data(self, data, stored: dict[str, Any] | None) -> tuple[Any, Any, str]:
         try:
@@ -84,7 +93,7 @@ class Session:
 
     def _sequences(self, data) -> tuple[Any, Any, str]:
         settings = self.settings
-        tokenizer = load_tokenizer(Path(settings.model))
+        tokenizer = self.tokenizer = load_tokenizer(Path(settings.model))
         cache = Path(
             settings.cache or Path(os.environ.get("XDG_CACHE_HOME", "~/.cache"), "overspill")
         ).expanduser()

@@ -6,7 +6,7 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
-from overspill.cli.common import FORMATS, OPTIMIZERS
+from overspill.cli.common import FORMATS, OPTIMIZERS, named
 
 DTYPES = ("bf16", "fp32")
 
@@ -33,7 +33,7 @@ class Settings:
     data: str | None = _field(None, fixed=True, key=None, required=True)
     heldout: str | None = _field(None, fixed=True, key=None)
     batch: int = _field(4, fixed=True, key="train_micro_batch_size_per_gpu", least=1)
-    seq_len: int = _field(256, fixed=True, key=None, least=1)
+    seq_len: int = _field(256, fixed=True, key=None, least=2)  # one token predicts nothing
     accumulate: int = _field(1, fixed=True, key="gradient_accumulation_steps", least=1)
     vertical: bool = _field(False, fixed=True, key="vertical_accumulation")
     optimizer: str | None = _field(None, fixed=True, key="optimizer.type", among=OPTIMIZERS)
@@ -88,5 +88,5 @@ def default_text(name: str) -> str:
 
 
 def absolute(path: str | Path | None) -> str | None:
-    """A path that still means the same when the run goes on from another folder."""
-    return None if path is None else str(Path(path).resolve())
+    """A path that still means the same when the run goes on from another folder. Also an argparse type."""
+    return None if path is None else str(Path(named(path)).resolve())

@@ -23,9 +23,14 @@ from overspill.cli.common import (
     add_update,
     describe,
     model_folder,
+    named,
     natural,
     nonnegative,
+    path_of,
     positive,
+    seed,
+    threads,
+    two_or_more,
 )
 from overspill.cli.device import require
 from overspill.cli.recorder import check_trace
@@ -50,18 +55,19 @@ def options(parser: argparse.ArgumentParser) -> None:
         metavar="PATH",
         help="text to measure on (default: the last 5%% of the data)",
     )
-    add("--out", type=Path, required=True, metavar="DIR", help="folder of the run: log, checkpoints, plot")
+    add("--out", type=path_of, required=True, metavar="DIR", help="folder of the run: log, checkpoints, plot")
     add(
         "--resume",
         nargs="?",
         const="latest",
+        type=named,
         metavar="CHECKPOINT",
         help="go on with the run in --out from its newest checkpoint, or from CHECKPOINT: later ones are then set "
         "aside, not deleted. Options are remembered",
     )
     add("--steps", type=positive, metavar="N", help=f"steps in all {default['steps']}")
     add("--batch", type=positive, metavar="N", help=f"sequences in a micro-batch {default['batch']}")
-    add("--seq-len", type=positive, metavar="N", help=f"tokens in a sequence {default['seq_len']}")
+    add("--seq-len", type=two_or_more, metavar="N", help=f"tokens in a sequence {default['seq_len']}")
     add("--accumulate", type=positive, metavar="N", help=f"micro-batches in a step {default['accumulate']}")
     add(
         "--vertical",
@@ -84,9 +90,7 @@ def options(parser: argparse.ArgumentParser) -> None:
         metavar="NORM",
         help=f"largest gradient norm, 0 for none {default['clip']}",
     )
-    add(
-        "--seed", type=natural, help=f"of the data's order, dropout and stochastic rounding {default['seed']}"
-    )
+    add("--seed", type=seed, help=f"of the data's order, dropout and stochastic rounding {default['seed']}")
     add("--dtype", choices=DTYPES, help=f"what forward computes in {default['dtype']}")
     add(
         "--checkpointing",
@@ -94,14 +98,14 @@ def options(parser: argparse.ArgumentParser) -> None:
         help="recompute activations in backward: slower, smaller",
     )
     add_tiers(parser)
-    add("--threads", type=positive, metavar="N", help="of the engine (default: all cores)")
+    add("--threads", type=threads, metavar="N", help="of the engine (default: all cores)")
     add(
         "--job",
         metavar="NAME",
         help="names the run's files in the NVMe folders (default: a name that no other run has); two runs that share a "
         "folder must not have one name",
     )
-    add("--torch-threads", type=positive, metavar="N", help="of forward and backward (default: torch's)")
+    add("--torch-threads", type=threads, metavar="N", help="of forward and backward (default: torch's)")
     add(
         "--save-every",
         type=natural,
@@ -175,7 +179,9 @@ def _train(args: argparse.Namespace, hook, summarise: Callable[[Session], Any]) 
         except CliError:
             raise
         except Exception as error:
-            raise CliError(f"{describe(error).text}{_last_good(session)}") from error
+            told = describe(error)
+            hint = "" if args.debug else told.hint
+            raise CliError(f"{told.text}{hint}{_last_good(session)}") from error
         return code, summarise(session)
 
 

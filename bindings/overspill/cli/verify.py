@@ -6,15 +6,14 @@ is changed. Memory: a few MiB.
 
 import argparse
 import sys
-from pathlib import Path
 
-from overspill.cli.common import CliError
+from overspill.cli.common import CliError, path_of
 from overspill.memory import human
 
 
 def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "checkpoint", type=Path, metavar="CHECKPOINT", help="e.g. runs/first/checkpoints/step-000040"
+        "checkpoint", type=path_of, metavar="CHECKPOINT", help="e.g. runs/first/checkpoints/step-000040"
     )
 
 
