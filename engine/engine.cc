@@ -88,16 +88,16 @@ Component state_named(const Unit& unit, const Segment& segment, std::string_view
 void require_not_clipped(const Machine& m, const Segment& segment) {
   if (!m.clipped) return;
   throw std::invalid_argument(fmt::format(
-      "a gradient of {} came after clip_grad_norm(), which scaled those of before it by {}: take the "
-      "step or clear the gradients first, and clip when all of a step's gradients are there",
+      "a gradient of {} came after clip_grad_norm(), which scaled the earlier gradients by {}: take the "
+      "step or clear the gradients first, and clip only after the last backward of a step",
       segment.name, *m.clipped));
 }
 
 void check_process(const Machine& m) {
   if (m.process.here()) return;
   throw WrongProcess(fmt::format(
-      "the engine belongs to process {}; this is its forked child {}, which has neither its threads nor its "
-      "memory: make an engine here, or start the process by spawn",
+      "the engine belongs to process {}; this is its forked child {}, which has neither the engine's threads "
+      "nor its memory: make a new engine in this child, or start the child by spawn instead of fork",
       m.process.pid(), ::getpid()));
 }
 
@@ -265,8 +265,8 @@ void Engine::close() {
   if (!machine_->process.here()) return;
   if (machine_->rounds.here()) {
     throw std::invalid_argument(
-        "close() was called on the thread of this rank's rounds, whose end it waits for (a transport, or a "
-        "finalizer that ran in one): call it on another thread");
+        "close() was called on the thread that makes this engine's collective calls (by a transport, or by a "
+        "finalizer that ran in one). close() waits for that thread to end: call it on another thread");
   }
   machine_->shut_down();
   const std::lock_guard guard(machine_->context.mutex);

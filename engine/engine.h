@@ -19,8 +19,8 @@
 // Collective means: all ranks make the call, and it waits for them (docs/ranks.md). Errors:
 // std::invalid_argument for misuse, BudgetError, io::StoreError, CheckpointError, kernels::DeviceError,
 // EngineFailed after a failed update or a replacement of weights that failed halfway; nothing has changed
-// when one of the first five is thrown. After close() the looks (device() to predict_budgets()) still answer,
-// and all else throws std::invalid_argument that says that the engine was closed.
+// when one of the first five is thrown. After close() the queries (device() to predict_budgets()) still
+// answer; every other call throws std::invalid_argument, which says that the engine was closed.
 #pragma once
 
 #include <cstdint>

@@ -76,9 +76,8 @@ const char* way_out_of(ErrorKind kind) {
     case ErrorKind::invalid:
       return "correct the argument";
     case ErrorKind::stalled:
-      return "check the disk or its server, and the way to it (dmesg); what it may still write into is not "
-             "used again, "
-             "so end this process and resume from the last checkpoint";
+      return "check the disk, or its server and the connection to it (dmesg); end this process, since it "
+             "keeps the memory that the disk may still write into, and resume from the last checkpoint";
     case ErrorKind::ring:
       return "set engine.io_backend to \"threads\", and resume from the last checkpoint";
     case ErrorKind::cancelled:

@@ -539,8 +539,8 @@ std::string FileStore::path_of(const Target& target) {
 
 void FileStore::first_retry(const Error& why) noexcept {
   say_on_stderr(
-      fmt::format("overspill: warning: {}. The read or write is tried again, and so are later ones that fail "
-                  "like it, which is not said again; engine.stats() counts them",
+      fmt::format("overspill: warning: {}. The read or write is tried again. This warning comes once for "
+                  "each path; engine.stats() counts all retries",
                   why.cause()));
 }
 

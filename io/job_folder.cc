@@ -120,7 +120,8 @@ void remove_dead_run(int base, const std::filesystem::path& path) {
   const UniqueFd folder = open_folder(base, name);
   if (!folder) {
     if (errno == ENOTDIR || errno == ELOOP)
-      warn_once(fmt::format("{} is {}, and is left alone", path.string(), kind_of_entry(base, name)));
+      warn_once(fmt::format("{} has the name of a run's folder, but it is {}: Overspill leaves it alone",
+                            path.string(), kind_of_entry(base, name)));
     return;
   }
   if (const std::string why = distrust(base, folder.get()); !why.empty())
@@ -135,8 +136,8 @@ void remove_dead_run(int base, const std::filesystem::path& path) {
   const LockHolder holder = LockHolder::parse(read_text(lock.get()));
   if (!surely_dead(lock.get(), holder)) {
     warn_once(fmt::format(
-        "{} is of {} and its lock is free here; on this file system locks may not reach from one machine to "
-        "another, so it is not removed. If that run has ended, remove it",
+        "{} belongs to {}. Its lock is free here, but another machine may hold a lock on this file system "
+        "that this one does not see, so the folder is not removed. If that run has ended, remove the folder",
         path.string(), holder.description()));
     return;
   }
@@ -208,8 +209,8 @@ void JobFolder::open_or_make() {
     if (!folder_ && errno == ENOENT) continue;  // a run that ended removed it in between
     if (!folder_ && (errno == ENOTDIR || errno == ELOOP)) {
       throw refuse(
-          fmt::format("it is {}, which is not followed: remove it, or choose another job name "
-                      "(engine.job, --job)",
+          fmt::format("it is {}, where a run's folder has to be a folder itself: remove it, or choose "
+                      "another job name (engine.job, --job)",
                       kind_of_entry(base_.get(), name)));
     }
     if (!folder_) throw system_error(Operation::open, path_);
@@ -267,8 +268,9 @@ void JobFolder::require_dead(const std::string& job, int lock) const {
                     .operation = Operation::open,
                     .path = path_.string(),
                     .detail = fmt::format(
-                        "job \"{}\" was taken by {}; its lock is free here, but on this file system locks "
-                        "may not reach from one machine to another. If that run has ended, remove the folder",
+                        "job \"{}\" was taken by {}; its lock is free here, but another machine may hold a "
+                        "lock on this file system that this one does not see. If that run has ended, remove "
+                        "the folder",
                         job, holder.description())});
 }
 

@@ -10,9 +10,9 @@
 namespace overspill::io {
 
 struct StallStats {
-  int64_t count = 0;       // that were told
-  int64_t longest_ns = 0;  // of those that are over, or told so far
-  int64_t now_ns = 0;      // that one has lasted; 0 where none is told
+  int64_t count = 0;       // stalls that stderr has named
+  int64_t longest_ns = 0;  // the longest of them; of one that goes on, the time when it was last named
+  int64_t now_ns = 0;      // how long the stall that goes on had lasted when it was last named; 0: none does
 };
 
 /// What hangs now, for who must not touch an engine that may hang too (a signal's handler). Outlives the

@@ -310,7 +310,8 @@ def refuse_inside(owner: Residency, what: str) -> None:
         if call.owner is owner or any(unit.residency is owner for unit in call.units):
             where = "`with engine.gathered(...)`" if call.block is not None else "a call of the model"
             raise RuntimeError(
-                f"overspill: {what} inside {where}, which still uses the present weights: leave it first"
+                f"overspill: {what} inside {where} is refused, because it would change weights that are in use "
+                f"there: leave {where} first"
             )
 
 

@@ -532,8 +532,8 @@ class Engine:
     def save_checkpoint(self, folder: Any, client_state: dict | None = None, **unknown: Any) -> None:
         """Weights, moments, buffers, hyper-parameters, scheduler, counters, random states and `client_state` (a dict of
         plain values), between two steps: gradients are not in it. All ranks call it, with a folder that all of them
-        see; but for random states rank 0's count. Raises TypeError for DeepSpeed's arguments that have no meaning
-        here."""
+        see; beside weights and moments it holds rank 0's values, and every rank's random states. Raises TypeError for
+        DeepSpeed's arguments that have no meaning here."""
         state.check_arguments("save_checkpoint", unknown)
         folder = given.path("save_checkpoint", folder)
         self._settle()

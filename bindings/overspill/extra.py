@@ -86,7 +86,8 @@ class Extra:
         if wrong:
             raise CheckpointError(
                 f"overspill: buffer {wrong[0]} is {here.get(wrong[0], 'absent')} here, "
-                f"{there.get(wrong[0], 'absent')} in the checkpoint {self.folder}"
+                f"{there.get(wrong[0], 'absent')} in the checkpoint {self.folder}; load it into the model that it "
+                "was saved from"
             )
 
     def restore_scheduler(self, scheduler: Any) -> None:

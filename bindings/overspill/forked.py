@@ -21,7 +21,8 @@ class Elsewhere:
     def __getattr__(self, name: str) -> Any:
         raise _core.WrongProcess(
             f"overspill: the engine belongs to process {self._pid}; this is its forked child {os.getpid()}, which has "
-            "neither its threads nor its memory: make an engine here, or start the process by spawn"
+            "neither the engine's threads nor its memory: make a new engine in this child, or start the child by "
+            "spawn instead of fork"
         )
 
     def close(self) -> None:

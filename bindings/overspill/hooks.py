@@ -223,9 +223,9 @@ def _refuse_tracing(owner: Residency) -> None:
     absent = next((unit for unit in owner.units if not unit.pins), None)
     if absent is not None:
         raise RuntimeError(
-            f"overspill: torch.export, torch.onnx and torch.jit.trace would keep {absent.segments[0].name} as the NaN "
-            "that it is after this call: export copy.deepcopy(model), or export and save inside "
-            "`with engine.gathered(model.parameters()):`"
+            f"overspill: torch.export, torch.onnx and torch.jit.trace would keep {absent.segments[0].name} as NaN, "
+            "because the engine releases its memory after this call: export copy.deepcopy(model), or export and save "
+            "inside `with engine.gathered(model.parameters()):`"
         )
 
 

@@ -105,7 +105,8 @@ class Loading:
             if not isinstance(value, torch.Tensor) or value.shape != segment.shape:
                 what = tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
                 raise ValueError(
-                    f"overspill: {name} of {segment.name} is {what} in the state dict, {tuple(segment.shape)} here"
+                    f"overspill: {name} of {segment.name} is {what} in the state dict, {tuple(segment.shape)} here: "
+                    "the state dict belongs to another model, or is damaged"
                 )
         if "master" in entry and segment.unit.dtype is not torch.float32:
             self._check_master(segment, entry["master"])

@@ -73,7 +73,11 @@ def take_over(optimizer: Any) -> Groups:
             f"{', '.join(f'torch.optim.{known.__name__}' for known in _TORCH)} and overspill.optim's are"
         )
     if any(float(state.get("step", 1)) > 0 for state in optimizer.state.values() if state):
-        raise ValueError("overspill: this optimizer has made steps already; its state cannot be taken over")
+        raise ValueError(
+            "overspill: this optimizer has made steps already, and initialize does not take its state over: give "
+            "a new optimizer of the same class, then load the old one's state_dict() with optimizer.load_state_dict "
+            "(one rank only)"
+        )
     groups = optimizer.param_groups
     for group in groups:
         for option in _REFUSED:
@@ -289,8 +293,8 @@ class OverspillOptimizer(torch.optim.Optimizer):
         where = self.last_step.not_finite
         warnings.warn(
             f"overspill: a step is skipped, because {f'the gradient of {where}' if where else 'a gradient'} has an inf "
-            "or a NaN: weights and states stay as they are. This is told once; engine.last_step.skipped says it of "
-            'every step, engine.stats()["skipped_steps"] counts them',
+            "or a NaN: weights and states stay as they are. This warning comes once; engine.last_step.skipped tells "
+            'it for every step, engine.stats()["skipped_steps"] counts such steps',
             stacklevel=4,
         )
 
@@ -417,7 +421,10 @@ def _pass_on(user: torch.optim.Optimizer, to: OverspillOptimizer, *names: str) -
         def call(*args: Any, **kwargs: Any) -> Any:
             alive = reference()
             if alive is None:
-                raise RuntimeError(f"overspill: {name}: the engine that took this optimizer over is gone")
+                raise RuntimeError(
+                    f"overspill: {name}: the engine that took over this optimizer has ended, and the states with "
+                    "it: keep the engine as long as you need them"
+                )
             return getattr(alive, name)(*args, **kwargs)
 
         # A scheduler of the user's object wraps its step to see that it is called, or warns where something else stands

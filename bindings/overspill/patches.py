@@ -46,7 +46,8 @@ _reduce = nn.Parameter.__reduce_ex__
 _send = ForkingPickler._extra_reducers[nn.Parameter]
 
 _OTHER_PROCESS = (
-    "its memory is the engine's, which no other process has; send copy.deepcopy(model) or its state_dict()"
+    "the engine holds its memory, which no other process can use; send copy.deepcopy(model) or "
+    "model.state_dict()"
 )
 
 

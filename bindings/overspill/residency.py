@@ -231,7 +231,8 @@ def show(unit: Unit) -> None:
     if not unit.trainable and any(s.parameter.requires_grad for s in unit.segments):
         names = ", ".join(s.name for s in unit.segments if s.parameter.requires_grad)
         raise RuntimeError(
-            f"overspill: {names}: frozen at overspill.initialize, requires_grad now; set it before"
+            f"overspill: {names}: frozen at overspill.initialize, but requires_grad is True now: set requires_grad "
+            "before initialize"
         )
     view = hold(unit).as_strided
     unit.shown = True

@@ -25,14 +25,14 @@ class ClientState(dict):
 
     def __iter__(self) -> Any:
         raise TypeError(
-            "overspill: load_checkpoint returns the client state, a dict, and no (path, client_state): write "
-            "`client_state = engine.load_checkpoint(folder)`; to go over it use its keys() or items()"
+            "overspill: load_checkpoint returns the client state, a dict, not the pair (path, client_state): write "
+            "`client_state = engine.load_checkpoint(folder)`; to iterate over the dict use its keys() or items()"
         )
 
 
 _OF_DEEPSPEED = {
     "tag": "there are no tags: give each checkpoint a folder of its own",
-    "save_latest": "nothing writes a file `latest`: the script knows its folders",
+    "save_latest": "Overspill writes no file `latest`: keep the name of the last folder in the script",
     "exclude_frozen_parameters": "a checkpoint has all parameters",
     "load_module_strict": "names and shapes always have to fit",
     "load_module_only": "for the weights alone use engine.load_state_dict, or initialize(checkpoint=DIR)",

@@ -54,7 +54,7 @@ bool is_regular(int folder, const std::string& name) {
 
 [[noreturn]] void refuse(const fs::path& folder, const fs::path& entry, const std::string& what) {
   throw CheckpointError(fmt::format(
-      "{} is the name under which a save works, and {} is {}, which no save has put there. Nothing "
+      "a save writes into {} before it is complete, but {} is {} that no save has put there. Nothing "
       "was removed: move it away, or save under another name",
       folder.string(), entry.string(), what));
 }

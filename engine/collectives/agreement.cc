@@ -63,7 +63,7 @@ std::string find_missed_change(const Announcements& said) {
         "load and write weights equally often",
         rank,
         own.leaving != 0   ? "has left the world"
-        : own.meeting != 0 ? "waits at a meeting"
+        : own.meeting != 0 ? "waits in a collective call"
                            : "waits",
         own.changes, asking, first.demanded, first.changes);
   }

@@ -146,7 +146,7 @@ void Gatherer::release(Block* block, std::span<const kernels::Event> uses) noexc
     if (block->leases == 0 && block->orphan) drop(*block);
   } catch (const std::exception& error) {
     context_.fail(
-        fmt::format("the end of a lease of {}: {}", context_.layout.units[unit].name, error.what()));
+        fmt::format("ending a lease of {} failed: {}", context_.layout.units[unit].name, error.what()));
   }
   context_.changed.notify_all();
 }

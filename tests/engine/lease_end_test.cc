@@ -103,7 +103,7 @@ TEST_F(OnAFailingDevice, TheEndOfALeaseIsToldAtTheNextCall) {
   } catch (const engine::EngineFailed& error) {
     message = error.what();
   }
-  for (const char* part : {"the end of a lease of embed", "no event"})
+  for (const char* part : {"ending a lease of embed failed", "no event"})
     EXPECT_NE(message.find(part), std::string::npos) << part << " is missing in: " << message;
 }
 

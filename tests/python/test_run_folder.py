@@ -186,7 +186,7 @@ def interrupted(self):
         (lambda run: run | {"typed": {"batch": True}}, "typed.batch = True is a truth value"),
         (
             lambda run: run | {"config": {"path": "a"}},
-            "config = {'path': 'a'} is not of path, values, folder",
+            "config = {'path': 'a'} is no object with just these values: path, values, folder",
         ),
         (lambda run: run | {"went_on_from": {"checkpoint": 1, "others_set_aside": True}}, "went_on_from = "),
         (lambda run: run | {"data_digest": None}, "data_digest is null"),

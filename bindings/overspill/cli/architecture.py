@@ -16,8 +16,8 @@ _IN_A_SCRIPT = (
     "`with engine.gathered(list(model.parameters())): "
 )
 _WAY_OUT = (
-    "In the training script write its configuration (`model.config.architectures = [type(model).__name__]; "
-    "model.config.save_pretrained(DIR)`) and give that folder: --model DIR. "
+    "In the training script save the model's configuration (`model.config.architectures = "
+    "[type(model).__name__]; model.config.save_pretrained(DIR)`) and give merge that folder: --model DIR. "
     f"Or in a script {_IN_A_SCRIPT}model.save_pretrained(OUT)`"
 )
 

@@ -168,7 +168,7 @@ def _remove(path: Path) -> None:
 def _strange(path: Path) -> str:
     """What below a checkpoint's folder Overspill did not write, in words; empty where there is none."""
     if not path.is_dir():
-        return "it is no folder"
+        return "it is a file"
     for item in path.iterdir():
         folder = item.is_dir() and not item.is_symlink()
         if not OURS.fullmatch(item.name) or folder != (FOLDERS.fullmatch(item.name) is not None):

@@ -160,8 +160,8 @@ def add_tiers(parser: argparse.ArgumentParser) -> None:
         "--config",
         type=path_of,
         metavar="FILE",
-        help="overspill configuration (JSON); an option that is typed counts before it, and it counts before the "
-        "defaults that this help names",
+        help="overspill configuration (JSON); it overrides the defaults that this help names, and a typed option "
+        "overrides it",
     )
     parser.add_argument(
         "--device",
@@ -307,8 +307,8 @@ def _copy_saved(folder: int, name: str, source: Path, target: Path) -> None:
 
 def _link(path: Path) -> str:
     return (
-        f"{str(path)!r} is a symbolic link, and a checkpoint's hf/ has files of its own: what it points to would be "
-        "copied into the merged model; remove it, or give the model's folder with --model DIR"
+        f"{str(path)!r} is a symbolic link, and merge follows none in a checkpoint's hf/, because it would copy what "
+        "the link points to into the merged model; remove the link, or give the model's folder with --model DIR"
     )
 
 

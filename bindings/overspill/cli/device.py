@@ -21,7 +21,8 @@ def planned_line(asked: str, device_budget: int | None) -> str:
         return unused_text(why)
     if device_budget is None and _sees_gpu():
         return (
-            "device: planned for the CPU; training would take the GPU: add --device cuda or --device-budget"
+            "device: this plan is for the CPU, but training would use the GPU: add --device cuda or "
+            "--device-budget to plan for it"
         )
     return "device: cpu" if device_budget is None else "device: cuda"
 

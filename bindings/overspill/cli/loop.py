@@ -109,7 +109,7 @@ class Stop:
             requests += 1
             if requests == 1:
                 self._first, first_at = number[0], time.monotonic()
-                _say("stopping after the micro-step in hand; a second signal stops at once")
+                _say("stopping after the current micro-batch; a second signal stops at once")
             elif not (self._seen if requests == 2 else self._ended).wait(PATIENCE_SECONDS):
                 _say("stopped while waiting (a disk hangs?); checkpoints are as they were")
                 os._exit(128 + number[0])

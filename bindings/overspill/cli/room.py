@@ -75,7 +75,8 @@ class Room:
         lines = []
         if self.copied_bytes or self.linked_bytes:
             linked = (
-                f", and links slabs, which hold up to {human(self.linked_bytes)} there until it is deleted"
+                f", and links slabs (files with the run's states), which keep up to {human(self.linked_bytes)} of "
+                "that disk until the checkpoint is deleted"
                 if self.linked_bytes
                 else ""
             )

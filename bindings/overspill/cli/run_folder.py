@@ -234,7 +234,7 @@ class RunFolder:
             wrong = "it is no JSON" if record is None else _wrong(record)
             if wrong:
                 raise CliError(
-                    f"{self.log_path}:{number} is damaged: {wrong}. The log and plot.png alone need it: delete that "
+                    f"{self.log_path}:{number} is damaged: {wrong}. Only the log and plot.png need it: delete that "
                     "line to go on without it, or mend it"
                 )
             found.append(record)

@@ -90,9 +90,9 @@ class RunLock:
         holder = Holder.parse(_text(self._handle))
         if holder.name and not holder.on_this_machine() and not is_of_one_machine(self._handle):
             raise CliError(
-                f"--out {folder} was taken by {holder.name}; its lock is free here, but on this file system locks may "
-                f"not reach from one machine to another. If that run has ended, remove {path}; else wait until it "
-                "ends, or name another folder"
+                f"--out {folder} was taken by {holder.name}; its lock is free here, but another machine may hold a "
+                f"lock on this file system that this one does not see. If that run has ended, remove {path}; else "
+                "wait until it ends, or name another folder"
             )
         os.ftruncate(self._handle, 0)
         os.pwrite(self._handle, Holder.here().text.encode(), 0)
@@ -132,7 +132,7 @@ def _require_own(handle: int, path: Path) -> None:
 
 def _refusal(path: Path, what: str) -> str:
     return (
-        f"{path} {what}, and has the name of the run's lock, so it would be written over: move it out of the "
+        f"{path} {what}, but this is the name of the run's lock, which would overwrite it: move it out of the "
         "folder, or name another folder with --out"
     )
 

@@ -44,7 +44,7 @@ def wrong(record: Any) -> str:
         if part is not None and (
             part.keys() != kinds.keys() or not all(_fits(part[k], kinds[k]) for k in kinds)
         ):
-            return f"{name} = {part!r:.80} is not of {', '.join(kinds)}"
+            return f"{name} = {part!r:.80} is no object with just these values: {', '.join(kinds)}"
     return ""
 
 

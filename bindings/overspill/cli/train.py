@@ -1,7 +1,8 @@
 """Fine-tune a Hugging Face model on text, its states over RAM and NVMe.
 
-Data is a folder or file of text in UTF-8; .jsonl, .ndjson and .json have records with a key "text". Ctrl-C or SIGTERM
-finishes the micro-step, saves, and says how to go on; a run that went on equals, bit for bit, one that never stopped.
+Data is a folder or file of text in UTF-8; .jsonl, .ndjson and .json have records with a key "text". After Ctrl-C or
+SIGTERM the command finishes the current micro-batch, saves the last whole step, and says how to resume. A resumed run
+gives the same bits as one that never stopped.
 
     overspill train --model DIR --data texts/ --out run --host-budget 4GiB --nvme /mnt/disk
     overspill train ... --format 8bit                          5 bytes a parameter in place of 12
@@ -116,7 +117,8 @@ def options(parser: argparse.ArgumentParser) -> None:
         "--save-minutes",
         type=nonnegative,
         metavar="MINUTES",
-        help=f"and whenever so long has passed since the last, 0 for never {default['save_minutes']}",
+        help="a checkpoint also when so many minutes have passed since the last, 0 for never "
+        f"{default['save_minutes']}",
     )
     add("--keep", type=positive, metavar="N", help=f"newest checkpoints that are kept {default['keep']}")
     add(
