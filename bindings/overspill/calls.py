@@ -83,16 +83,17 @@ class Call:
 
 class Stack:
     """The calls under way in one thread, outermost first. `claimed`: the frame in which the thread began to work; kept
-    no longer than that, since a frame keeps what its function and the callers of that refer to. `remove_modes`: takes
-    off what was put on for their sake, all of it or a part; None where nothing was. `exempt`: the thread takes turns
-    with others."""
+    no longer than that, since a frame keeps what its function and the callers of that refer to. `alone`: that of its
+    outermost `Alone`, which outlasts the calls inside. `remove_modes`: takes off what was put on for their sake, all of
+    it or a part; None where nothing was. `exempt`: the thread takes turns with others."""
 
-    __slots__ = ("calls", "claimed", "exempt", "ident", "remove_modes")
+    __slots__ = ("alone", "calls", "claimed", "exempt", "ident", "remove_modes")
 
     def __init__(self) -> None:
         self.calls: list[Call] = []
         self.ident, self.exempt = threading.get_ident(), False
         self.claimed: FrameType | None = None
+        self.alone: FrameType | None = None
         self.remove_modes: Callable[[], None] | None = None
 
     def is_left(self) -> bool:
@@ -193,7 +194,15 @@ def claim(stack: Stack, python: FrameType | None) -> None:
 
 
 def unclaim(stack: Stack) -> None:
-    """The thread's work has ended. It stays the owner until no call of its is listed."""
+    """This thread's work has ended, unless it goes on in an `Alone`. It stays the owner until no call of its is
+    listed."""
+    if stack.alone is not None:
+        python: FrameType | None = sys._getframe()
+        while python is not None and python is not stack.alone:
+            python = python.f_back
+        if python is not None:
+            return
+        stack.alone = None  # Ctrl-C kept `Alone` from it
     with books.succession:  # else it might take away what a successor was given meanwhile
         if books.owner.get(0) is stack and not stack.calls:
             books.owner.pop(0, None)
@@ -209,11 +218,13 @@ class Alone:
     def __enter__(self) -> None:
         stack, self.stack = here.stack, None
         if books.owner.get(0) is not stack or not stack.works():
-            self.stack = stack
-            claim(stack, sys._getframe(1))
+            python = sys._getframe(1)
+            claim(stack, python)
+            self.stack, stack.alone = stack, python
 
     def __exit__(self, *_: Any) -> None:
         if self.stack is not None:
+            self.stack.alone = None
             unclaim(self.stack)
 
 
@@ -331,7 +342,7 @@ def start_update(owner: Residency, what: str) -> None:
 def _after_fork() -> None:
     """In a child: its one thread has no call that counts, and no other thread is there to give back a lock."""
     books.open, books.succession = False, threading.RLock()
-    here.stack.claimed = None
+    here.stack.claimed = here.stack.alone = None
     for entries in (books.stacks, books.blocks, books.owner, here.stack.calls):
         entries.clear()
 

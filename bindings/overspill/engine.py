@@ -315,35 +315,48 @@ class Engine:
     def step(self) -> None:
         """Ends a micro-batch; the last of gradient_accumulation_steps updates the weights and steps the
         scheduler. An update that is refused, or interrupted before it is made, ends none."""
-        self._settle()
-        if (self.micro_steps + 1) % self.config.gradient_accumulation_steps:
-            self.micro_steps += 1
-        else:
-            self._update(1)
+        with calls.Alone():
+            self._settle()
+            if (self.micro_steps + 1) % self.config.gradient_accumulation_steps:
+                self.micro_steps += 1
+            else:
+                self._update(1)
 
     def _update(self, micro_batches: int) -> None:
-        """It ends so many micro-batches."""
-        self._boundary = Boundary(self._core, self.micro_steps + micro_batches, self.global_steps + 1)
+        """It ends so many micro-batches. Inside `Alone`, which keeps every other thread from the boundary until it is
+        settled."""
+        if self._boundary is not None:
+            raise RuntimeError(
+                "overspill: engine.step or train_batch inside an update of the same engine (a hook of its optimizer, "
+                "its scheduler, a handler of a signal): call it when that update is over"
+            )
+        begun = self._boundary = Boundary(self._core, self.micro_steps + micro_batches, self.global_steps + 1)
         try:
-            self.optimizer.step()
+            begun.make(self.optimizer.step)
         finally:
             self._settle()
 
     def _settle(self) -> None:
         """Counts, and steps the scheduler, for the update that has begun, if the core has made it. Calls of the engine
-        begin with this, since Ctrl-C may have broken it off."""
-        begun = self._boundary
-        if begun is None or begun.is_at_work():
+        that depend on the counts begin with this, since Ctrl-C may have broken the update off. RuntimeError where
+        another thread is inside it."""
+        if self._boundary is None:
             return
-        if begun.is_made(self._core):
-            self.micro_steps, self.global_steps = begun.micro_steps, begun.global_steps
-            if self.lr_scheduler is not None and not begun.is_skipped(self._core):
-                try:
-                    begun.step_scheduler(self.lr_scheduler, self.optimizer.param_groups)
-                except Exception:
-                    self._boundary = None  # the scheduler's own error, which is told once
-                    raise
-        self._boundary = None
+        with calls.Alone():
+            begun = self._boundary
+            if begun is None or begun.is_scheduling():
+                return
+            if begun.is_made(self._core):
+                self.micro_steps, self.global_steps = begun.micro_steps, begun.global_steps
+                if self.lr_scheduler is not None and not begun.is_skipped(self._core):
+                    try:
+                        begun.step_scheduler(self.lr_scheduler, self.optimizer.param_groups)
+                    except Exception:
+                        self._boundary = None  # the scheduler's own error, which is told once
+                        raise
+            elif begun.is_under_way():
+                return
+            self._boundary = None
 
     def train_batch(
         self, batches: Iterable[Any], loss: Callable[[Any], torch.Tensor] | None = None
@@ -369,23 +382,28 @@ class Engine:
                 f"{len(micro_batches)}"
             )
         forwards = [functools.partial(loss or self._own_loss, batch) for batch in micro_batches]
-        try:
-            if self.config.vertical_accumulation and count > 1:
-                losses = [found.detach() for found in vertical.run(forwards, self.backward, self._place)]
-            else:
-                losses = []
-                for forward in forwards:
-                    found = forward()
-                    self.backward(found)
-                    losses.append(found.detach())
-                    del found
-            self._update(count)
-        except BaseException:
-            self._settle()
-            if self.micro_steps == before:
-                self.zero_grad()
-            raise
+        with calls.Alone():
+            try:
+                losses = self._losses(forwards)
+                self._update(count)
+            except BaseException:
+                self._settle()
+                if self.micro_steps == before:
+                    self.zero_grad()
+                raise
         return torch.stack(losses).float().mean()
+
+    def _losses(self, forwards: list[Callable[[], torch.Tensor]]) -> list[torch.Tensor]:
+        """Forward and backward of each micro-batch."""
+        if self.config.vertical_accumulation and len(forwards) > 1:
+            return [found.detach() for found in vertical.run(forwards, self.backward, self._place)]
+        losses = []
+        for forward in forwards:
+            found = forward()
+            self.backward(found)
+            losses.append(found.detach())
+            del found
+        return losses
 
     def _own_loss(self, batch: Any) -> torch.Tensor:
         if isinstance(batch, Mapping):
@@ -408,14 +426,14 @@ class Engine:
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears the gradients. In the middle of a step, such as after an interrupt, the step begins anew: its
         micro-batches do not count, and a warning says how many they were."""
-        self._settle()
-        with calls.Alone():
-            self._core.clear_gradients()
         count = self.config.gradient_accumulation_steps
-        begun = self.micro_steps % count
+        with calls.Alone():
+            self._settle()
+            self._core.clear_gradients()
+            begun = self.micro_steps % count
+            self.micro_steps -= begun
         if not begun:
             return
-        self.micro_steps -= begun
         warnings.warn(
             f"overspill: engine.zero_grad() in the middle of a step: {begun} of {count} micro-batches were ended by "
             "engine.step(), their gradients are gone, and the step begins anew. A script that clears gradients before "
@@ -478,7 +496,7 @@ class Engine:
         self._core.synchronize()
 
     def stats(self) -> dict:
-        self._settle()
+        """The core's figures, at any time and in any thread."""
         return self._core.stats()
 
     def report(self) -> dict | None:

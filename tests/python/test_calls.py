@@ -219,6 +219,17 @@ def test_an_engine_whose_units_cannot_all_be_let_go_is_closed_nevertheless(start
 SCHEDULERS = str(Path(torch.optim.__file__).parent)
 
 
+OTHER_CALLS = {
+    "backward": lambda engine, folder: engine.backward(torch.ones((), requires_grad=True)),
+    "step": lambda engine, folder: engine.step(),
+    "train_batch": lambda engine, folder: engine.train_batch([0, 0], lambda _: engine.module.bias.sum()),
+    "zero_grad": lambda engine, folder: engine.zero_grad(),
+    "save_checkpoint": lambda engine, folder: engine.save_checkpoint(folder / "other"),
+    "load_checkpoint": lambda engine, folder: engine.load_checkpoint(folder / "saved"),
+    "close": lambda engine, folder: engine.close(),
+}
+
+
 class TestScheduledSteps:
     """An update, its counts and its scheduler are one, wherever Ctrl-C strikes."""
 
@@ -298,6 +309,91 @@ class TestScheduledSteps:
         self.update(engine, "step")
         self.update(engine, "train_batch")
         assert seen == [(1, 1), (2, 2)]
+        engine.close()
+
+    @pytest.mark.parametrize("by", ["step", "train_batch"])
+    @pytest.mark.parametrize("thread", ["the same", "another"])
+    @pytest.mark.parametrize("when", ["before", "after"])
+    def test_who_looks_at_the_engine_during_an_update_does_not_end_it(self, config, by, thread, when):
+        engine, seen = self.start(config), []
+
+        def look():
+            seen.append((engine.stats()["step"], engine.report(), engine._core.stall()))
+
+        def meanwhile(*_):
+            assert thread == "the same" or in_thread(look) is None
+            if thread == "the same":
+                look()
+                if engine.micro_steps % 2 and engine.stats()["step"] == engine.global_steps:
+                    with pytest.raises(RuntimeError, match="save_checkpoint in the middle of a step"):
+                        engine.save_checkpoint("never")
+
+        engine.optimizer.register_step_pre_hook(meanwhile)
+        engine._residency.core = Meanwhile(engine._core, "step", meanwhile, after=when == "after")
+        for updates in (1, 2):
+            self.update(engine, by)
+            self.check(engine, updates)
+        assert [step for step, *_ in seen] == ([0, 0, 1, 1] if when == "before" else [0, 1, 1, 2])
+        engine.close()
+
+    @pytest.mark.parametrize("name", OTHER_CALLS)
+    @pytest.mark.parametrize("when", ["at its beginning", "before the core", "after the core", "scheduling"])
+    def test_a_thread_that_is_refused_during_an_update_does_not_end_it(self, config, tmp_path, name, when):
+        engine, raised = self.start(config), []
+        engine.save_checkpoint(tmp_path / "saved")
+
+        def meanwhile(*_):
+            raised.append(in_thread(lambda: OTHER_CALLS[name](engine, tmp_path)))
+
+        if when == "at its beginning":
+            engine.optimizer.register_step_pre_hook(meanwhile)
+        elif when == "scheduling":
+            step = engine.lr_scheduler.step
+            engine.lr_scheduler.step = lambda: (meanwhile(), step())
+        else:
+            core = Meanwhile(engine._core, "step", meanwhile, after=when == "after the core")
+            engine._residency.core = core
+        for updates in (1, 2):
+            self.update(engine, "step")
+            self.check(engine, updates)
+        assert len(raised) == 2 and all(map(refused, raised)), raised
+        engine.close()
+
+    def test_a_save_by_a_handler_of_a_signal_has_the_counts_of_what_the_core_has_made(self, config, tmp_path):
+        engine, counts = self.start(config), []
+        self.update(engine, "step")
+
+        def save(*_):
+            engine.save_checkpoint(tmp_path / f"{len(counts)}")
+            counts.append((engine.stats()["step"], engine.global_steps))
+
+        before = signal.signal(signal.SIGUSR1, save)
+        try:
+            core = engine._core
+            engine._residency.core = Meanwhile(
+                core, "step", lambda: signal.raise_signal(signal.SIGUSR1), after=True
+            )
+            self.update(engine, "step")
+            engine._residency.core = core
+        finally:
+            signal.signal(signal.SIGUSR1, before)
+        assert counts == [(2, 2)]
+        self.check(engine, 2)
+        self.update(engine, "step")
+        engine.load_checkpoint(tmp_path / "0")
+        assert (engine.global_steps, engine.lr_scheduler.last_epoch, engine.micro_steps) == (2, 2, 4)
+        engine.close()
+
+    def test_a_step_inside_a_step_is_refused_by_name(self, config):
+        engine = self.start(config)
+        handle = engine.optimizer.register_step_pre_hook(lambda *_: engine.step())
+        with pytest.raises(RuntimeError, match=r"engine\.step or train_batch inside an update"):
+            self.update(engine, "step")
+        handle.remove()
+        with pytest.warns(UserWarning, match="in the middle of a step"):
+            engine.zero_grad()
+        self.update(engine, "step")
+        self.check(engine, 1)
         engine.close()
 
     def test_a_scheduler_that_refuses_is_told_once_and_its_update_counts(self, config):
@@ -547,6 +643,29 @@ def test_another_threads_forward_is_refused_until_the_call_of_the_core_is_over(s
     assert raised and all(map(refused, raised)), raised
     assert calls.here.stack.claimed is None and not calls.books.owner, "a frame would keep the engine"
     assert in_thread(lambda: engine(batch())) is None
+
+
+@pytest.mark.parametrize("vertical", [False, True])
+def test_another_thread_is_refused_between_the_micro_batches_of_one_step(config, vertical):
+    model = mlp()
+    settings = config(accumulation=2) | {"vertical_accumulation": vertical}
+    engine, raised = overspill.initialize(model, settings)[0], []
+
+    def plain(x):
+        return loss_of(model, x)
+
+    def loss(x):
+        raised.append(in_thread(lambda: engine(batch())))
+        found = plain(x)
+        raised.append(in_thread(lambda: engine.train_batch([batch()] * 2, plain)))
+        return found
+
+    engine.train_batch([batch(0), batch(1)], loss)
+    assert len(raised) == 4 and all(map(refused, raised)), raised
+    assert engine.micro_steps == 2
+    assert calls.here.stack.alone is None and not calls.books.owner, "a frame would keep the engine"
+    assert in_thread(lambda: engine.train_batch([batch()] * 2, plain)) is None
+    engine.close()
 
 
 @pytest.fixture
