@@ -10,8 +10,8 @@ Three rules take their place:
   calls `put_right`, which releases every unit that no call under way holds.
 
 One thread at a time works with the memory of engines, from its first use to the end of its outermost call, and while it
-steps, loads, saves or clears (`Alone`); another one meanwhile gets an error. Micro-batches that pass units together
-(vertical.py) and autograd's own threads are excepted.
+steps, loads, saves, reads or clears (`Alone`); another one meanwhile gets an error. Micro-batches that pass units
+together (vertical.py) and autograd's own threads are excepted.
 """
 
 from __future__ import annotations
@@ -231,9 +231,9 @@ class Alone:
 def _refuse_thread(other: Stack) -> None:
     name = next((t.name for t in threading.enumerate() if t.ident == other.ident), str(other.ident))
     raise RuntimeError(
-        f"overspill: thread {name!r} is inside a forward, backward, step, load or save of an engine, and "
-        f"{threading.current_thread().name!r} called an engine too: the engines of a process work in one thread "
-        "at a time; let the threads take turns"
+        f"overspill: thread {name!r} is inside a forward, backward, step, load, save or read of an engine's weights, "
+        f"and {threading.current_thread().name!r} called an engine too: the engines of a process work in one thread "
+        "at a time; let the threads take turns (a lock around each use; engine.stats() needs none)"
     )
 
 

@@ -452,9 +452,9 @@ class Engine:
         segment = self._segment(parameter)
         if segment is None or not segment.unit.trainable:
             return None
-        if not self._core.has_gradient(segment.unit.index, segment.index):
-            return None
-        return self._residency.state(segment, "grad")
+        with calls.Alone():
+            there = self._core.has_gradient(segment.unit.index, segment.index)
+            return reading.state(segment, "grad") if there else None
 
     def weight(self, parameter: nn.Parameter, dtype: torch.dtype | None = None) -> torch.Tensor:
         """A copy of the weight; dtype=torch.float32 gives the exact master. All ranks call it."""
@@ -470,7 +470,8 @@ class Engine:
         if segment is None or not segment.unit.trainable:
             return {}
         names = self.optimizer.groups.states()
-        return {theirs: self._residency.state(segment, ours) for ours, theirs in names.items()}
+        with calls.Alone():  # all of one update
+            return {theirs: reading.state(segment, ours) for ours, theirs in names.items()}
 
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
         """As torch's: scales the gradients that there are to a 2-norm of `max_norm` at most, in place of
@@ -487,13 +488,16 @@ class Engine:
         return hooks.Gathered(units)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict:
-        return self.module.state_dict(*args, **kwargs)
+        """The module's, with no other thread's step between its weights."""
+        with calls.Alone():
+            return self.module.state_dict(*args, **kwargs)
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         return self.module.load_state_dict(*args, **kwargs)
 
     def synchronize(self) -> None:
-        self._core.synchronize()
+        with calls.Alone():
+            self._core.synchronize()
 
     def stats(self) -> dict:
         """The core's figures, at any time and in any thread."""

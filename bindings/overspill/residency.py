@@ -443,13 +443,6 @@ class Residency:
             unit.generation = self.core.generation(unit.index)
         self.current = True
 
-    def state(self, segment: Segment, name: str) -> torch.Tensor:
-        """A copy in fp32 of a state, by the core's name, or of "grad"."""
-        with torch.inference_mode(False), DisableTorchFunction():
-            out = torch.empty_strided(segment.shape, segment.stride, dtype=torch.float32, device="cpu")
-            self.core.read_state(segment.unit.index, segment.index, name, out.data_ptr(), out.numel() * 4)
-            return segment.as_parameter(out)
-
     def leave(self, elsewhere: forked.Elsewhere) -> None:
         """In a forked child: leased memory is not there, and the core is not to be called."""
         self.core = elsewhere

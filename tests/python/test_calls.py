@@ -5,9 +5,11 @@ import contextlib
 import copy
 import gc
 import itertools
+import pickle
 import signal
 import sys
 import threading
+import time
 import warnings
 import weakref
 from pathlib import Path
@@ -610,6 +612,25 @@ def test_a_second_gathered_block_keeps_others_out_while_it_fetches(start, monkey
     assert len(raised) == 1 and refused(raised[0]), raised
 
 
+@pytest.fixture
+def eager_switches():
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    yield
+    sys.setswitchinterval(before)
+
+
+READS = [
+    ("read_weight", lambda engine, saved, states: engine.weight(engine.module[0].weight)),
+    ("read_weight", lambda engine, saved, states: engine.state_dict()),
+    ("read_weight", lambda engine, saved, states: engine.module.state_dict()),
+    ("read_weight", lambda engine, saved, states: copy.deepcopy(engine.module)),
+    ("read_weight", lambda engine, saved, states: pickle.dumps(engine.module[2].weight)),
+    ("read_state", lambda engine, saved, states: engine.optimizer_state(engine.module[0].weight)),
+    ("read_state", lambda engine, saved, states: engine.grad(engine.module[0].weight)),
+]
+
+
 @pytest.mark.parametrize(
     "name, call",
     [
@@ -626,6 +647,10 @@ def test_a_second_gathered_block_keeps_others_out_while_it_fetches(start, monkey
         ),
         ("read_state", lambda engine, saved, states: engine.optimizer.state_dict()),
         ("write_state", lambda engine, saved, states: engine.optimizer.load_state_dict(states)),
+        ("synchronize", lambda engine, saved, states: engine.synchronize()),
+        ("has_gradient", lambda engine, saved, states: engine.grad(engine.module[0].weight)),
+        ("has_gradient", lambda engine, saved, states: engine.module[0].weight.requires_grad_().grad),
+        *READS,
     ],
 )
 def test_another_threads_forward_is_refused_until_the_call_of_the_core_is_over(start, tmp_path, name, call):
@@ -637,12 +662,102 @@ def test_another_threads_forward_is_refused_until_the_call_of_the_core_is_over(s
     states = engine.optimizer.state_dict()
     loss_of(engine, batch()).backward()
     core, raised = engine._residency.core, []
-    engine._residency.core = Meanwhile(core, name, lambda: raised.append(in_thread(lambda: engine(batch()))))
-    call(engine, tmp_path / "saved", states)
-    engine._residency.core = core
+    instead = Meanwhile(core, name, lambda: raised.append(in_thread(lambda: engine(batch()))))
+    for each in (engine._residency, *engine._residency.units):
+        each.core = instead
+    with contextlib.suppress(RuntimeError):  # `.grad` says that the gradient is the engine's
+        call(engine, tmp_path / "saved", states)
+    for each in (engine._residency, *engine._residency.units):
+        each.core = core
     assert raised and all(map(refused, raised)), raised
     assert calls.here.stack.claimed is None and not calls.books.owner, "a frame would keep the engine"
     assert in_thread(lambda: engine(batch())) is None
+
+
+@pytest.mark.parametrize(("name", "call"), READS)
+def test_another_threads_read_is_refused_inside_a_call_and_the_threads_own_is_not(start, name, call):
+    model = mlp()
+    engine = start(model, placement="nvme")
+    loss_of(engine, batch()).backward()
+    engine.step()
+    loss_of(engine, batch()).backward()
+    raised = []
+
+    def meanwhile(*_):
+        raised.append(in_thread(lambda: call(engine, None, None)))
+        raised.append(engine.stats() and in_thread(engine.stats))
+        call(engine, None, None)
+
+    handle = model[1].register_forward_hook(meanwhile)
+    engine(batch())
+    handle.remove()
+    assert refused(raised[0]) and raised[1:] == [None], raised
+    with engine.gathered(model.parameters()):
+        call(engine, None, None)
+    assert in_thread(lambda: call(engine, None, None)) is None
+    assert calls.here.stack.claimed is None and not calls.books.owner, "a frame would keep the engine"
+
+
+def test_a_state_dict_of_the_engine_is_of_one_moment(start):
+    model = mlp()
+    engine = start(model, placement="nvme")
+    loss_of(engine, batch()).backward()
+    before, raised = engine.state_dict(), []
+    handle = model[0].register_state_dict_post_hook(lambda *_: raised.append(in_thread(engine.step)))
+    found = engine.state_dict()
+    handle.remove()
+    assert len(raised) == 1 and refused(raised[0]), raised
+    assert all(torch.equal(value, before[name]) for name, value in found.items())
+
+
+def test_threads_that_read_while_one_edits_get_right_weights_or_an_error(start, eager_switches):
+    """All of them go through one buffer of the core."""
+    model = mlp()
+    engine = start(model, placement="nvme")
+    expected = {name: value.clone() for name, value in engine.state_dict().items()}
+    wrong, reads, over = [], [], threading.Event()
+
+    def read():
+        while not over.is_set():
+            try:
+                found = engine.state_dict()
+                reads.append(torch.equal(found["2.weight"], expected["2.weight"]))
+            except RuntimeError as error:
+                if "one thread at a time" not in str(error):
+                    wrong.append(error)
+
+    threads = [threading.Thread(target=read) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    edits, end = 0, time.monotonic() + 3
+    while time.monotonic() < end:
+        with contextlib.suppress(RuntimeError), engine.gathered(model[0].bias):
+            model[0].bias.data[3] += 1.0
+            edits += 1
+    over.set()
+    for thread in threads:
+        thread.join(60)
+    assert not wrong, wrong[:3]
+    assert edits and reads and all(reads)
+    expected["0.bias"][3] += edits
+    assert all(torch.equal(value, expected[name]) for name, value in engine.state_dict().items())
+
+
+def test_close_is_refused_while_another_thread_reads(start):
+    model = mlp()
+    engine = start(model, placement="nvme")
+    core, raised = engine._core, []
+
+    def close():
+        with pytest.raises(RuntimeError, match="one thread at a time"):
+            engine.close()
+        raised.append("refused")
+
+    engine._residency.core = Meanwhile(core, "read_weight", lambda: in_thread(close))
+    engine.weight(model[0].weight)
+    engine._residency.core = core
+    assert raised == ["refused"]
+    engine.weight(model[0].weight)
 
 
 @pytest.mark.parametrize("vertical", [False, True])
@@ -666,14 +781,6 @@ def test_another_thread_is_refused_between_the_micro_batches_of_one_step(config,
     assert calls.here.stack.alone is None and not calls.books.owner, "a frame would keep the engine"
     assert in_thread(lambda: engine.train_batch([batch()] * 2, plain)) is None
     engine.close()
-
-
-@pytest.fixture
-def eager_switches():
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(1e-5)
-    yield
-    sys.setswitchinterval(before)
 
 
 def test_many_threads_at_once_are_right_or_refused(start, eager_switches):
