@@ -198,7 +198,20 @@ struct Context {
   void wait(std::unique_lock<std::mutex>& lock, Done done, Cause cause, int32_t unit = -1);
   /// As Store::poll, with the lock given up meanwhile. False without a store.
   bool poll(std::unique_lock<std::mutex>& lock);
-  /// Takes the store, once nobody is in poll() or allocate() any more. Nothing new may be started.
+  /// Keeps the store where a caller goes to it by itself, without the mutex: take_store() waits for the end
+  /// of it. Throws as check() does, so nobody goes to a store that is given up.
+  class StoreKept {
+   public:
+    explicit StoreKept(Context& context);
+    ~StoreKept();
+    StoreKept(const StoreKept&) = delete;
+    StoreKept& operator=(const StoreKept&) = delete;
+
+   private:
+    Context& context_;
+  };
+  /// Takes the store, once nobody is in poll() or allocate() any more, and no StoreKept is left. Nothing new
+  /// may be started.
   std::unique_ptr<io::Store> take_store(std::unique_lock<std::mutex>& lock);
 
   /// The unit's updates come before others, until they are done. Needs the mutex.
@@ -249,6 +262,7 @@ struct Context {
 
  private:
   class AtStore;
+  void leave_store();
   template <class Carver>
   void carve_gradients(const Unit& unit, UnitState& state, Carver& carver);
 };
