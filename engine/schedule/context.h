@@ -40,7 +40,7 @@ class EngineFailed : public std::runtime_error {
 /// NVMe. The transports are shared with whoever builds the engine, who tells the other ranks where it fails.
 struct Resources {
   std::shared_ptr<kernels::Device> device;
-  std::shared_ptr<Communicator> communicator;
+  std::shared_ptr<Communicator> communicator;  // null once the engine has left its rounds
   /// The ranks that hold the other parts of a model that is divided beside us (tensor, pipeline parallelism),
   /// this one among them; null: we hold all of it. Norms and finiteness of gradients span them; nothing else
   /// does.
@@ -50,6 +50,11 @@ struct Resources {
   void abort_ranks(const char* why) const noexcept {
     if (model_ranks != nullptr) model_ranks->abort(why);
     if (communicator != nullptr) communicator->abort(why);
+  }
+  /// A transport may end together with those of the other ranks, and wait for them.
+  void leave_ranks() noexcept {
+    model_ranks.reset();
+    communicator.reset();
   }
   std::unique_ptr<optim::Executor> executor;
   std::unique_ptr<io::Store> store;
