@@ -171,10 +171,11 @@ Lease::~Lease() {
 }
 
 void Lease::use_on(Queue queue) {
-  const auto known = [queue](const Use& use) { return use.queue == queue; };
-  if (block_ == nullptr || std::any_of(uses_.begin(), uses_.end(), known)) return;
+  if (block_ == nullptr) return;
   check_process(*machine_);
+  const auto known = [queue](const Use& use) { return use.queue == queue; };
   const std::lock_guard guard(machine_->context.mutex);
+  if (std::any_of(uses_.begin(), uses_.end(), known)) return;
   kernels::Stream& stream = machine_->context.queues.of(queue);
   machine_->gatherer.use(block_, stream);
   uses_.push_back({queue, machine_->context.journal.begin(stream)});
