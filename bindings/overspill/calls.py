@@ -325,6 +325,16 @@ def refuse_inside(owner: Residency, what: str) -> None:
             )
 
 
+def clear_spoiled(owner: Residency) -> None:
+    """Gradients that a train_batch left which was broken off, and its clearing with it (Ctrl-C, again; another thread
+    at work), are cleared before others come to them: by the next pass, update or look at them. A micro-batch that is
+    still being stopped clears nothing."""
+    if owner.spoiled and not here.stack.exempt:
+        with Alone():
+            owner.core.clear_gradients()
+            owner.spoiled = False
+
+
 def start_update(owner: Residency, what: str) -> None:
     """Inside `Alone`, before the weights of `owner` change, by the call named `what`: nothing is shown or held that
     would be of before, else RuntimeError."""
@@ -333,6 +343,7 @@ def start_update(owner: Residency, what: str) -> None:
         raise RuntimeError(f"overspill: {owner.closed}")
     check(python)
     refuse_inside(owner, what)
+    clear_spoiled(owner)
     work(python)
     residency.forget()
     owner.current = False

@@ -337,16 +337,20 @@ class Engine:
             self._settle()
 
     def _settle(self) -> None:
-        """Counts, and steps the scheduler, for the update that has begun, if the core has made it. Calls of the engine
-        that depend on the counts begin with this, since Ctrl-C may have broken the update off. RuntimeError where
-        another thread is inside it."""
-        if self._boundary is None:
-            return
+        """Makes up for what Ctrl-C broke off: counts, and steps the scheduler, for the update that has begun, if the
+        core has made it; clears the gradients that a train_batch left. Calls of the engine that depend on these begin
+        with this. RuntimeError where another thread is inside the update."""
+        if self._boundary is not None:
+            self._count()
+        calls.clear_spoiled(self._residency)
+
+    def _count(self) -> None:
         with calls.Alone():
             begun = self._boundary
             if begun is None or begun.is_scheduling():
                 return
             if begun.is_made(self._core):
+                self._residency.spoiled = False  # the update has used what there was
                 self.micro_steps, self.global_steps = begun.micro_steps, begun.global_steps
                 if self.lr_scheduler is not None and not begun.is_skipped(self._core):
                     try:
@@ -387,9 +391,9 @@ class Engine:
                 losses = self._losses(forwards)
                 self._update(count)
             except BaseException:
+                # Before any call: there a second Ctrl-C may strike, and the next pass or update clears them.
+                self._residency.spoiled = self.micro_steps == before
                 self._settle()
-                if self.micro_steps == before:
-                    self.zero_grad()
                 raise
         return torch.stack(losses).float().mean()
 
@@ -453,6 +457,7 @@ class Engine:
         if segment is None or not segment.unit.trainable:
             return None
         with calls.Alone():
+            self._settle()
             there = self._core.has_gradient(segment.unit.index, segment.index)
             return reading.state(segment, "grad") if there else None
 
@@ -478,6 +483,7 @@ class Engine:
         gradient_clipping, and returns their norm of before. Further gradients of this step are refused afterwards.
         With an infinite `max_norm` it looks only."""
         with calls.Alone():
+            self._settle()
             return torch.tensor(self._core.clip_grad_norm(float(max_norm)))
 
     def gathered(self, parameters: nn.Parameter | Iterable[nn.Parameter]) -> AbstractContextManager[None]:

@@ -393,6 +393,7 @@ class Residency:
         self.core, self.place, self.calls = core, where, 0
         self.closed: str | None = None  # why its weights are gone
         self.current = True  # units know the generation of their weights
+        self.spoiled = False  # a train_batch that was broken off has left gradients
         self.expect_step: Callable[[], None] | None = None  # before each training pass, with speculation
         self.gradient_hooks: list[
             Any

@@ -414,6 +414,54 @@ class TestScheduledSteps:
         engine.close()
 
 
+@pytest.mark.parametrize("then", ["train_batch", "the module's own call", "step of the optimizer"])
+def test_a_second_interrupt_anywhere_in_leaving_train_batch_leaves_no_gradient_for_the_next(config, then):
+    """The first one strikes in the second micro-batch, when the first one's gradients are there."""
+    batches, files = (
+        [batch(0), batch(1)],
+        tuple(f"{OVERSPILL}/{n}.py" for n in ("engine", "boundary", "calls")),
+    )
+
+    def goes_on(engine):
+        model = engine.module
+        if then == "train_batch":
+            engine.train_batch(batches, lambda x: loss_of(model, x))
+        elif then == "the module's own call":
+            for x in batches:
+                (loss_of(model, x) / 2).backward()
+            engine.optimizer.step()
+        else:
+            engine.optimizer.step()
+        return engine.state_dict(), engine.last_step.norm
+
+    def broken(at):
+        engine = overspill.initialize(mlp(), config(accumulation=2))[0]
+        second, begun = Interrupter(at, files), []
+
+        def loss(x):
+            begun.append(second.count)
+            if len(begun) == 2:
+                raise KeyboardInterrupt("the first")
+            return loss_of(engine.module, x)
+
+        if at is not None:
+            with pytest.raises(KeyboardInterrupt), second.armed():
+                engine.train_batch(batches, loss)
+            torch.set_grad_enabled(True)
+            assert at <= 0 or engine.micro_steps == 0
+        found = goes_on(engine)
+        engine.close()
+        return found, begun, second
+
+    expected, *_ = broken(None)
+    _, begun, whole = broken(-1)
+    assert whole.count - begun[1] > 10
+    for at in range(begun[1], whole.count):
+        (weights, norm), _, second = broken(at)
+        assert norm == expected[1], second.place
+        assert all(torch.equal(value, expected[0][name]) for name, value in weights.items()), second.place
+
+
 # ---- changes of weights inside a call
 
 
