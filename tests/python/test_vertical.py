@@ -309,6 +309,58 @@ def test_a_second_interrupt_anywhere_in_stopping_the_micro_batches_keeps_no_lock
     assert_nothing_left(engine)
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # in a generator that ends
+def test_a_third_interrupt_anywhere_after_the_second_waits_for_the_micro_batches_too(config, monkeypatch):
+    """Also where the loop that stops them jumps back."""
+    model = nn.Linear(16, 16)
+    engine = wrap(model, config)
+    main, join, stop = threading.main_thread(), threading.Thread.join, vertical._stop
+
+    def places(at):
+        third, turns, from_here = Interrupter(at, (vertical.__file__,)), [], []
+        begun = threading.Event()
+
+        def first_strike(thread, *arguments):
+            if threading.current_thread() is main and thread.name.startswith("micro-batch"):
+                assert begun.wait(60)
+                raise KeyboardInterrupt("the first")
+            join(thread, *arguments)
+
+        def second_strike(*arguments):
+            turns.append(arguments[0])
+            if len(turns) == 1:
+                from_here.append(third.count)
+                raise KeyboardInterrupt("the second")
+            stop(*arguments)
+
+        def loss(x):
+            begun.set()
+            time.sleep(0.05)
+            return model(x).square().mean()
+
+        monkeypatch.setattr(threading.Thread, "join", first_strike)
+        monkeypatch.setattr(vertical, "_stop", second_strike)
+        monkeypatch.setattr(vertical, "_LOOK_SECONDS", 0.02)  # fewer places
+        with pytest.raises(KeyboardInterrupt), hang_limit(20), third.armed():
+            engine.train_batch([torch.ones(4, 16)] * MICRO_BATCHES, loss)
+        left = [runner.number for runner in turns[0].runners if runner.at_work]
+        monkeypatch.undo()
+        stop(turns[0], KeyboardInterrupt())
+        assert not left, f"struck {third.place}: micro-batches {left} were at work"
+        return from_here[0], third
+
+    first, _ = places(None)
+    struck = []
+    for at in itertools.count(first):
+        place = places(at)[1].place
+        if place is None or not place.endswith((" run", "_stop", "take_back", "fail", "<genexpr>")):
+            break  # they are stopped
+        struck.append(place)
+    assert any(place.endswith(" run") for place in struck), struck
+    engine.train_batch([torch.ones(4, 16)] * MICRO_BATCHES, lambda x: model(x).square().mean())
+    assert_nothing_left(engine)
+
+
 def test_micro_batches_that_are_missing_or_too_late(config):
     engine = wrap(Fails(), config)
     with pytest.raises(
