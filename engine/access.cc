@@ -283,6 +283,7 @@ void Access::load(int32_t chunk, Component component) {
     std::memset(scratch_.data(), 0, static_cast<size_t>(context_.component_bytes(chunk, component)));
     return;
   }
+  const Context::StoreKept kept(context_);
   transfer(io::Transfer::Kind::read, extent);
 }
 
@@ -291,6 +292,7 @@ void Access::store(int32_t chunk, Component component) {
     std::unique_lock lock(context_.mutex);
     return device_units_.write(lock, chunk, component, scratch_of(chunk, component));
   }
+  const Context::StoreKept kept(context_);
   io::Extent& extent = context_.chunks[chunk].extents[static_cast<size_t>(component)];
   io::Extent fresh = context_.store().allocate(context_.component_bytes(chunk, component));
   try {

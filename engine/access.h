@@ -69,7 +69,7 @@ class Access {
   void store_states(int32_t unit, Component component, int64_t begin, int64_t elements, Values values_of);
   void load(int32_t chunk, Component component);
   void store(int32_t chunk, Component component);
-  /// A write may be moved: `extent` is then the new one.
+  /// With the store kept. A write may be moved: `extent` is then the new one.
   void transfer(io::Transfer::Kind kind, io::Extent& extent);
 
   bool on_device(int32_t chunk) const { return device_units_.hold(context_.layout.chunks[chunk].unit); }

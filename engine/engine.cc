@@ -164,17 +164,18 @@ Lease::~Lease() {
   } catch (const std::exception& error) {
     // The engine cannot learn when the device is done with the weights. A destructor does not throw, so the
     // engine's next call reports it.
-    context.fail(
-        fmt::format("the end of a lease of {}: {}", context.layout.units[block_->unit].name, error.what()));
+    context.fail(fmt::format("ending a lease of {} failed: {}", context.layout.units[block_->unit].name,
+                             error.what()));
   }
   machine_->gatherer.release(block_, uses);
 }
 
 void Lease::use_on(Queue queue) {
-  const auto known = [queue](const Use& use) { return use.queue == queue; };
-  if (block_ == nullptr || std::any_of(uses_.begin(), uses_.end(), known)) return;
+  if (block_ == nullptr) return;
   check_process(*machine_);
+  const auto known = [queue](const Use& use) { return use.queue == queue; };
   const std::lock_guard guard(machine_->context.mutex);
+  if (std::any_of(uses_.begin(), uses_.end(), known)) return;
   kernels::Stream& stream = machine_->context.queues.of(queue);
   machine_->gatherer.use(block_, stream);
   uses_.push_back({queue, machine_->context.journal.begin(stream)});

@@ -37,6 +37,9 @@ void Machine::finish() noexcept {
   closed = true;
   intake.close();
   rounds.leave();
+  // All ranks are here, and nobody makes a collective call any more. A lease may live on, and its holder must
+  // not be the one who waits for other ranks.
+  context.resources.leave_ranks();
   {
     std::unique_lock lock(context.mutex);
     const bool told = context.told;

@@ -1,5 +1,7 @@
 """What an update brings with it: the counts of a run and a step of its scheduler. Ctrl-C may strike after the core's
-update and before these, or inside the scheduler; then the engine's next call makes up for them, once."""
+update and before these, or inside the scheduler; then the engine's next call makes up for them, once. The thread that
+updates is alone (calls.Alone) until they are made, so no other thread meets a boundary that is under way. What looks
+from inside the update (hooks of its optimizer, handlers of signals) leaves it open until the core has made it."""
 
 from __future__ import annotations
 
@@ -7,6 +9,7 @@ import itertools
 import sys
 from collections import deque
 from collections.abc import Callable, Sequence
+from types import FrameType
 from typing import Any
 
 import torch
@@ -57,10 +60,22 @@ class Boundary:
     def is_skipped(self, core: Any) -> bool:
         return _counts(core)[1] != self._before[1]
 
-    def is_at_work(self) -> bool:
+    def make(self, update: Callable[[], Any]) -> None:
+        update()
+
+    def is_under_way(self) -> bool:
+        """Whether `make` is what calls, by way of a hook or of a signal's handler."""
+        return self._calls(Boundary.make)
+
+    def is_scheduling(self) -> bool:
         """Whether the scheduler's step, begun here, is what calls."""
-        frame, code = sys._getframe(), Boundary.step_scheduler.__code__
-        while frame is not None and not (frame.f_code is code and frame.f_locals["self"] is self):
+        return self._calls(Boundary.step_scheduler)
+
+    def _calls(self, method: Callable) -> bool:
+        """Whether that method of this object is on the stack of this thread. No flag says so, since Ctrl-C may keep
+        whoever set one from taking it back."""
+        frame: FrameType | None = sys._getframe()
+        while frame is not None and not (frame.f_code is method.__code__ and frame.f_locals["self"] is self):
             frame = frame.f_back
         return frame is not None
 

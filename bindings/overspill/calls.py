@@ -10,8 +10,8 @@ Three rules take their place:
   calls `put_right`, which releases every unit that no call under way holds.
 
 One thread at a time works with the memory of engines, from its first use to the end of its outermost call, and while it
-steps, loads, saves or clears (`Alone`); another one meanwhile gets an error. Micro-batches that pass units together
-(vertical.py) and autograd's own threads are excepted.
+steps, loads, saves, reads or clears (`Alone`); another one meanwhile gets an error. Micro-batches that pass units
+together (vertical.py) and autograd's own threads are excepted.
 """
 
 from __future__ import annotations
@@ -83,16 +83,17 @@ class Call:
 
 class Stack:
     """The calls under way in one thread, outermost first. `claimed`: the frame in which the thread began to work; kept
-    no longer than that, since a frame keeps what its function and the callers of that refer to. `remove_modes`: takes
-    off what was put on for their sake, all of it or a part; None where nothing was. `exempt`: the thread takes turns
-    with others."""
+    no longer than that, since a frame keeps what its function and the callers of that refer to. `alone`: that of its
+    outermost `Alone`, which outlasts the calls inside. `remove_modes`: takes off what was put on for their sake, all of
+    it or a part; None where nothing was. `exempt`: the thread takes turns with others."""
 
-    __slots__ = ("calls", "claimed", "exempt", "ident", "remove_modes")
+    __slots__ = ("alone", "calls", "claimed", "exempt", "ident", "remove_modes")
 
     def __init__(self) -> None:
         self.calls: list[Call] = []
         self.ident, self.exempt = threading.get_ident(), False
         self.claimed: FrameType | None = None
+        self.alone: FrameType | None = None
         self.remove_modes: Callable[[], None] | None = None
 
     def is_left(self) -> bool:
@@ -193,7 +194,15 @@ def claim(stack: Stack, python: FrameType | None) -> None:
 
 
 def unclaim(stack: Stack) -> None:
-    """The thread's work has ended. It stays the owner until no call of its is listed."""
+    """This thread's work has ended, unless it goes on in an `Alone`. It stays the owner until no call of its is
+    listed."""
+    if stack.alone is not None:
+        python: FrameType | None = sys._getframe()
+        while python is not None and python is not stack.alone:
+            python = python.f_back
+        if python is not None:
+            return
+        stack.alone = None  # Ctrl-C kept `Alone` from it
     with books.succession:  # else it might take away what a successor was given meanwhile
         if books.owner.get(0) is stack and not stack.calls:
             books.owner.pop(0, None)
@@ -209,20 +218,22 @@ class Alone:
     def __enter__(self) -> None:
         stack, self.stack = here.stack, None
         if books.owner.get(0) is not stack or not stack.works():
-            self.stack = stack
-            claim(stack, sys._getframe(1))
+            python = sys._getframe(1)
+            claim(stack, python)
+            self.stack, stack.alone = stack, python
 
     def __exit__(self, *_: Any) -> None:
         if self.stack is not None:
+            self.stack.alone = None
             unclaim(self.stack)
 
 
 def _refuse_thread(other: Stack) -> None:
     name = next((t.name for t in threading.enumerate() if t.ident == other.ident), str(other.ident))
     raise RuntimeError(
-        f"overspill: thread {name!r} is inside a forward, backward, step, load or save of an engine, and "
-        f"{threading.current_thread().name!r} called an engine too: the engines of a process work in one thread "
-        "at a time; let the threads take turns"
+        f"overspill: thread {name!r} is inside a forward, backward, step, load, save or read of an engine's weights, "
+        f"and {threading.current_thread().name!r} called an engine too: the engines of a process work in one thread "
+        "at a time; let the threads take turns (a lock around each use; engine.stats() needs none)"
     )
 
 
@@ -315,6 +326,16 @@ def refuse_inside(owner: Residency, what: str) -> None:
             )
 
 
+def clear_spoiled(owner: Residency) -> None:
+    """Gradients that a train_batch left which was broken off, and its clearing with it (Ctrl-C, again; another thread
+    at work), are cleared before others come to them: by the next pass, update or look at them. A micro-batch that is
+    still being stopped clears nothing."""
+    if owner.spoiled and not here.stack.exempt:
+        with Alone():
+            owner.core.clear_gradients()
+            owner.spoiled = False
+
+
 def start_update(owner: Residency, what: str) -> None:
     """Inside `Alone`, before the weights of `owner` change, by the call named `what`: nothing is shown or held that
     would be of before, else RuntimeError."""
@@ -323,6 +344,7 @@ def start_update(owner: Residency, what: str) -> None:
         raise RuntimeError(f"overspill: {owner.closed}")
     check(python)
     refuse_inside(owner, what)
+    clear_spoiled(owner)
     work(python)
     residency.forget()
     owner.current = False
@@ -332,7 +354,7 @@ def start_update(owner: Residency, what: str) -> None:
 def _after_fork() -> None:
     """In a child: its one thread has no call that counts, and no other thread is there to give back a lock."""
     books.open, books.succession = False, threading.RLock()
-    here.stack.claimed = None
+    here.stack.claimed = here.stack.alone = None
     for entries in (books.stacks, books.blocks, books.owner, here.stack.calls):
         entries.clear()
 

@@ -329,35 +329,52 @@ class Engine:
     def step(self) -> None:
         """Ends a micro-batch; the last of gradient_accumulation_steps updates the weights and steps the
         scheduler. An update that is refused, or interrupted before it is made, ends none."""
-        self._settle()
-        if (self.micro_steps + 1) % self.config.gradient_accumulation_steps:
-            self.micro_steps += 1
-        else:
-            self._update(1)
+        with calls.Alone():
+            self._settle()
+            if (self.micro_steps + 1) % self.config.gradient_accumulation_steps:
+                self.micro_steps += 1
+            else:
+                self._update(1)
 
     def _update(self, micro_batches: int) -> None:
-        """It ends so many micro-batches."""
-        self._boundary = Boundary(self._core, self.micro_steps + micro_batches, self.global_steps + 1)
+        """It ends so many micro-batches. Inside `Alone`, which keeps every other thread from the boundary until it is
+        settled."""
+        if self._boundary is not None:
+            raise RuntimeError(
+                "overspill: engine.step or train_batch inside an update of the same engine (a hook of its optimizer, "
+                "its scheduler, a handler of a signal): call it when that update is over"
+            )
+        begun = self._boundary = Boundary(self._core, self.micro_steps + micro_batches, self.global_steps + 1)
         try:
-            self.optimizer.step()
+            begun.make(self.optimizer.step)
         finally:
             self._settle()
 
     def _settle(self) -> None:
-        """Counts, and steps the scheduler, for the update that has begun, if the core has made it. Calls of the engine
-        begin with this, since Ctrl-C may have broken it off."""
-        begun = self._boundary
-        if begun is None or begun.is_at_work():
-            return
-        if begun.is_made(self._core):
-            self.micro_steps, self.global_steps = begun.micro_steps, begun.global_steps
-            if self.lr_scheduler is not None and not begun.is_skipped(self._core):
-                try:
-                    begun.step_scheduler(self.lr_scheduler, self.optimizer.param_groups)
-                except Exception:
-                    self._boundary = None  # the scheduler's own error, which is told once
-                    raise
-        self._boundary = None
+        """Makes up for what Ctrl-C broke off: counts, and steps the scheduler, for the update that has begun, if the
+        core has made it; clears the gradients that a train_batch left. Calls of the engine that depend on these begin
+        with this. RuntimeError where another thread is inside the update."""
+        if self._boundary is not None:
+            self._count()
+        calls.clear_spoiled(self._residency)
+
+    def _count(self) -> None:
+        with calls.Alone():
+            begun = self._boundary
+            if begun is None or begun.is_scheduling():
+                return
+            if begun.is_made(self._core):
+                self._residency.spoiled = False  # the update has used what there was
+                self.micro_steps, self.global_steps = begun.micro_steps, begun.global_steps
+                if self.lr_scheduler is not None and not begun.is_skipped(self._core):
+                    try:
+                        begun.step_scheduler(self.lr_scheduler, self.optimizer.param_groups)
+                    except Exception:
+                        self._boundary = None  # the scheduler's own error, which is told once
+                        raise
+            elif begun.is_under_way():
+                return
+            self._boundary = None
 
     def train_batch(
         self, batches: Iterable[Any], loss: Callable[[Any], torch.Tensor] | None = None
@@ -385,23 +402,28 @@ class Engine:
                 f"{len(micro_batches)}"
             )
         forwards = [functools.partial(loss or self._own_loss, batch) for batch in micro_batches]
-        try:
-            if self.config.vertical_accumulation and count > 1:
-                losses = [found.detach() for found in vertical.run(forwards, self.backward, self._place)]
-            else:
-                losses = []
-                for forward in forwards:
-                    found = forward()
-                    self.backward(found)
-                    losses.append(found.detach())
-                    del found
-            self._update(count)
-        except BaseException:
-            self._settle()
-            if self.micro_steps == before:
-                self.zero_grad()
-            raise
+        with calls.Alone():
+            try:
+                losses = self._losses(forwards)
+                self._update(count)
+            except BaseException:
+                # Before any call: there a second Ctrl-C may strike, and the next pass or update clears them.
+                self._residency.spoiled = self.micro_steps == before
+                self._settle()
+                raise
         return torch.stack(losses).float().mean()
+
+    def _losses(self, forwards: list[Callable[[], torch.Tensor]]) -> list[torch.Tensor]:
+        """Forward and backward of each micro-batch."""
+        if self.config.vertical_accumulation and len(forwards) > 1:
+            return [found.detach() for found in vertical.run(forwards, self.backward, self._place)]
+        losses = []
+        for forward in forwards:
+            found = forward()
+            self.backward(found)
+            losses.append(found.detach())
+            del found
+        return losses
 
     def _own_loss(self, batch: Any) -> torch.Tensor:
         if isinstance(batch, Mapping):
@@ -428,14 +450,14 @@ class Engine:
 
     def _clear_gradients(self, call: str) -> None:
         """`call`: the script's, by name; optimizer.zero_grad and model.zero_grad mean the same."""
-        self._settle()
-        with calls.Alone():
-            self._core.clear_gradients()
         count = self.config.gradient_accumulation_steps
-        begun = self.micro_steps % count
+        with calls.Alone():
+            self._settle()
+            self._core.clear_gradients()
+            begun = self.micro_steps % count
+            self.micro_steps -= begun
         if not begun:
             return
-        self.micro_steps -= begun
         warnings.warn(
             f"overspill: {call} in the middle of a step: {begun} of {count} micro-batches were ended by "
             "engine.step(), their gradients are gone, and the step begins anew. A script that clears gradients before "
@@ -454,9 +476,10 @@ class Engine:
         segment = self._segment(parameter)
         if segment is None or not segment.unit.trainable:
             return None
-        if not self._core.has_gradient(segment.unit.index, segment.index):
-            return None
-        return self._residency.state(segment, "grad")
+        with calls.Alone():
+            self._settle()
+            there = self._core.has_gradient(segment.unit.index, segment.index)
+            return reading.state(segment, "grad") if there else None
 
     def weight(self, parameter: nn.Parameter, dtype: torch.dtype | None = None) -> torch.Tensor:
         """A copy of the weight; dtype=torch.float32 gives the exact master. All ranks call it."""
@@ -472,13 +495,15 @@ class Engine:
         if segment is None or not segment.unit.trainable:
             return {}
         names = self.optimizer.groups.states()
-        return {theirs: self._residency.state(segment, ours) for ours, theirs in names.items()}
+        with calls.Alone():  # all of one update
+            return {theirs: reading.state(segment, ours) for ours, theirs in names.items()}
 
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
         """As torch's: scales the gradients that there are to a 2-norm of `max_norm` at most, in place of
         gradient_clipping, and returns their norm of before. Further gradients of this step are refused afterwards.
         With an infinite `max_norm` it looks only."""
         with calls.Alone():
+            self._settle()
             return torch.tensor(self._core.clip_grad_norm(given.max_norm(max_norm)))
 
     def gathered(self, parameters: nn.Parameter | Iterable[Any]) -> AbstractContextManager[None]:
@@ -489,16 +514,19 @@ class Engine:
         return hooks.Gathered(units)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict:
-        return self.module.state_dict(*args, **kwargs)
+        """The module's, with no other thread's step between its weights."""
+        with calls.Alone():
+            return self.module.state_dict(*args, **kwargs)
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         return self.module.load_state_dict(*args, **kwargs)
 
     def synchronize(self) -> None:
-        self._core.synchronize()
+        with calls.Alone():
+            self._core.synchronize()
 
     def stats(self) -> dict:
-        self._settle()
+        """The core's figures, at any time and in any thread."""
         return self._core.stats()
 
     def report(self) -> dict | None:

@@ -55,6 +55,7 @@ class ModuleHooks:
             if not owner.current:
                 owner.refresh()
             if owner.calls == 1 and not in_backward():
+                calls.clear_spoiled(owner)
                 owner.core.begin_pass(module.training, torch.is_grad_enabled())
                 if owner.expect_step is not None and module.training and torch.is_grad_enabled():
                     owner.expect_step()

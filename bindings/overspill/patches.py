@@ -77,11 +77,12 @@ def owner_of(parameters: Iterable[Any], what: str) -> Residency | None:
         return None
     owner = segments[0].unit.residency
     given = {id(s) for s in segments if s.unit.residency is owner}
-    absent = [
-        s
-        for s in owner.segments
-        if s.unit.trainable and id(s) not in given and owner.core.has_gradient(s.unit.index, s.index)
-    ]
+    with calls.Alone():
+        absent = [
+            s
+            for s in owner.segments
+            if s.unit.trainable and id(s) not in given and owner.core.has_gradient(s.unit.index, s.index)
+        ]
     if absent or len(given) != len({id(p) for p in parameters}):
         which = f"{absent[0].name} is missing" if absent else "other parameters are among them"
         raise ValueError(
@@ -182,13 +183,10 @@ def _set_data(self: nn.Parameter, value: torch.Tensor) -> None:
 
 def _held_gradient(parameter: nn.Parameter) -> Segment | None:
     segment = registry.get(id(parameter))
-    if (
-        segment is None
-        or not segment.unit.trainable
-        or not segment.unit.core.has_gradient(segment.unit.index, segment.index)
-    ):
+    if segment is None or not segment.unit.trainable:
         return None
-    return segment
+    with calls.Alone():
+        return segment if segment.unit.core.has_gradient(segment.unit.index, segment.index) else None
 
 
 def _grad(self: nn.Parameter) -> torch.Tensor | None:

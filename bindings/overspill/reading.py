@@ -1,5 +1,7 @@
-"""Weights as the core has them, for scripts, exports and checkpoints. An edit inside a `gathered` block, or inside a
-forward, is a weight from the moment that somebody reads it; else it becomes one where the block or the forward ends."""
+"""Weights and states as the core has them, for scripts, exports and checkpoints. Every read goes through one buffer of
+the core, and what it reads may change under a step; so a thread reads alone (calls.Alone), or as a part of what it has
+under way itself. An edit inside a `gathered` block, or inside a forward, is a weight from the moment that somebody
+reads it; else it becomes one where the block or the forward ends."""
 
 from __future__ import annotations
 
@@ -35,8 +37,18 @@ def weight(segment: Segment, dtype: torch.dtype | None = None) -> torch.Tensor:
 
 
 def read(segment: Segment, out: torch.Tensor) -> None:
-    """Into `out`, which is on the CPU and lies as the segment does."""
+    """Into `out`, which is on the CPU and lies as the segment does. RuntimeError where another thread is at work."""
     unit, size = segment.unit, out.numel() * out.element_size()
-    hand_over((unit,))
-    core = unit.residency.core
-    core.read_weight(unit.index, segment.index, out.data_ptr(), size, DTYPES[out.dtype])
+    with calls.Alone():
+        hand_over((unit,))
+        core = unit.residency.core
+        core.read_weight(unit.index, segment.index, out.data_ptr(), size, DTYPES[out.dtype])
+
+
+def state(segment: Segment, name: str) -> torch.Tensor:
+    """A copy in fp32 of a state, by the core's name, or of "grad". RuntimeError where another thread is at work."""
+    unit = segment.unit
+    with torch.inference_mode(False), DisableTorchFunction(), calls.Alone():
+        out = torch.empty_strided(segment.shape, segment.stride, dtype=torch.float32, device="cpu")
+        unit.residency.core.read_state(unit.index, segment.index, name, out.data_ptr(), out.numel() * 4)
+        return segment.as_parameter(out)

@@ -396,6 +396,7 @@ class Residency:
         self.core, self.place, self.calls = core, where, 0
         self.closed: str | None = None  # why its weights are gone
         self.current = True  # units know the generation of their weights
+        self.spoiled = False  # a train_batch that was broken off has left gradients
         self.expect_step: Callable[[], None] | None = None  # before each training pass, with speculation
         self.clearing: weakref.WeakMethod | None = None  # Engine._clear_gradients
         self.gradient_hooks: list[
@@ -454,13 +455,6 @@ class Residency:
         for unit in self.units:
             unit.generation = self.core.generation(unit.index)
         self.current = True
-
-    def state(self, segment: Segment, name: str) -> torch.Tensor:
-        """A copy in fp32 of a state, by the core's name, or of "grad"."""
-        with torch.inference_mode(False), DisableTorchFunction():
-            out = torch.empty_strided(segment.shape, segment.stride, dtype=torch.float32, device="cpu")
-            self.core.read_state(segment.unit.index, segment.index, name, out.data_ptr(), out.numel() * 4)
-            return segment.as_parameter(out)
 
     def leave(self, elsewhere: forked.Elsewhere) -> None:
         """In a forked child: leased memory is not there, and the core is not to be called."""

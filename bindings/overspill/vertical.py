@@ -242,12 +242,20 @@ def run(
         for thread in threads:
             thread.join()
     except BaseException as error:  # Ctrl-C
-        while True:  # until it has returned, however often Ctrl-C strikes
+        # Until it has returned, however often Ctrl-C strikes, of which `error` is raised. Python looks for signals at a
+        # loop's jump back too, which is outside the `try` inside the loop: that of the inner loop is inside the outer
+        # one's, and the outer one's follows it at once. No function does this: one looks for signals as it is entered.
+        while True:
             try:
-                _stop(turns, error)
+                while True:
+                    try:
+                        _stop(turns, error)
+                        break
+                    except KeyboardInterrupt:
+                        pass
                 break
             except KeyboardInterrupt:
-                pass  # `error` is raised
+                pass
     finally:
         afterwards.restore()
     if turns.failure is not None:

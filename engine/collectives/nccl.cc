@@ -65,6 +65,10 @@ class NcclCommunicator final : public Communicator {
 
   ~NcclCommunicator() override {
     if (comm_ == nullptr) return;
+    if (!NcclCommunicator::failure().empty()) {  // the others may not come to an end of all
+      nccl_.comm_abort(comm_);
+      return;
+    }
     // Finished together with the others where all went well: their GPUs may still read from this one's.
     nccl::Result state = nccl_.comm_finalize(comm_);
     const auto give_up = Clock::now() + options_.timeout;

@@ -142,7 +142,7 @@ class Context::AtStore {
   }
   ~AtStore() {
     lock_.lock();
-    if (--context_.at_store == 0 && !context_.failure.empty()) context_.changed.notify_all();
+    context_.leave_store();
   }
   AtStore(const AtStore&) = delete;
   AtStore& operator=(const AtStore&) = delete;
@@ -151,6 +151,21 @@ class Context::AtStore {
   Context& context_;
   std::unique_lock<std::mutex>& lock_;
 };
+
+Context::StoreKept::StoreKept(Context& context) : context_(context) {
+  const std::lock_guard guard(context_.mutex);
+  context_.check();
+  ++context_.at_store;
+}
+
+Context::StoreKept::~StoreKept() {
+  const std::lock_guard guard(context_.mutex);
+  context_.leave_store();
+}
+
+void Context::leave_store() {
+  if (--at_store == 0 && !failure.empty()) changed.notify_all();
+}
 
 io::Extent Context::allocate(std::unique_lock<std::mutex>& lock, int64_t bytes) {
   const AtStore at_store(*this, lock);

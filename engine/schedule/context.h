@@ -41,7 +41,7 @@ class EngineFailed : public std::runtime_error {
 /// NVMe. The transports are shared with whoever builds the engine, who tells the other ranks where it fails.
 struct Resources {
   std::shared_ptr<kernels::Device> device;
-  std::shared_ptr<Communicator> communicator;
+  std::shared_ptr<Communicator> communicator;  // null once the engine has left its rounds
   /// The ranks that hold the other parts of a model that is divided beside us (tensor, pipeline parallelism),
   /// this one among them; null: we hold all of it. Norms and finiteness of gradients span them; nothing else
   /// does.
@@ -51,6 +51,11 @@ struct Resources {
   void abort_ranks(const char* why) const noexcept {
     if (model_ranks != nullptr) model_ranks->abort(why);
     if (communicator != nullptr) communicator->abort(why);
+  }
+  /// A transport may end together with those of the other ranks, and wait for them.
+  void leave_ranks() noexcept {
+    model_ranks.reset();
+    communicator.reset();
   }
   std::unique_ptr<optim::Executor> executor;
   std::unique_ptr<io::Store> store;
@@ -202,7 +207,20 @@ struct Context {
   void wait(std::unique_lock<std::mutex>& lock, Done done, Cause cause, int32_t unit = -1);
   /// As Store::poll, with the lock given up meanwhile. False without a store.
   bool poll(std::unique_lock<std::mutex>& lock);
-  /// Takes the store, once nobody is in poll() or allocate() any more. Nothing new may be started.
+  /// Keeps the store where a caller goes to it by itself, without the mutex: take_store() waits for the end
+  /// of it. Throws as check() does, so nobody goes to a store that is given up.
+  class StoreKept {
+   public:
+    explicit StoreKept(Context& context);
+    ~StoreKept();
+    StoreKept(const StoreKept&) = delete;
+    StoreKept& operator=(const StoreKept&) = delete;
+
+   private:
+    Context& context_;
+  };
+  /// Takes the store, once nobody is in poll() or allocate() any more, and no StoreKept is left. Nothing new
+  /// may be started.
   std::unique_ptr<io::Store> take_store(std::unique_lock<std::mutex>& lock);
 
   /// The unit's updates come before others, until they are done. Needs the mutex.
@@ -253,6 +271,7 @@ struct Context {
 
  private:
   class AtStore;
+  void leave_store();
   template <class Carver>
   void carve_gradients(const Unit& unit, UnitState& state, Carver& carver);
 };

@@ -33,6 +33,7 @@ struct World {
   std::mutex mutex;
   std::condition_variable changed;
   int joined = 0;
+  int finalized = 0;
   struct Post {
     const void* data = nullptr;
     size_t bytes = 0;
@@ -289,7 +290,12 @@ FAKE_NCCL_API Result ncclCommGetAsyncError(Comm comm, Result* state) {
     return Result::success;
   }
   if (comm->polls_to_go != 0 && --comm->polls_to_go == 0 && comm->launch) std::exchange(comm->launch, {})();
-  *state = comm->polls_to_go != 0 ? Result::in_progress : comm->error;
+  bool waits = comm->polls_to_go != 0;
+  if (comm->finalized) {  // together with the others
+    const std::lock_guard lock(comm->world->mutex);
+    waits = waits || comm->world->finalized < comm->ranks;
+  }
+  *state = waits ? Result::in_progress : comm->error;
   return Result::success;
 }
 
@@ -297,6 +303,8 @@ FAKE_NCCL_API Result ncclCommFinalize(Comm comm) {
   if (!alive(comm)) return Result::invalid_argument;
   comm->finalized = true;
   comm->polls_to_go = kPolls;
+  const std::lock_guard lock(comm->world->mutex);
+  ++comm->world->finalized;
   return Result::in_progress;
 }
 

@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <barrier>
 #include <chrono>
 #include <cstdlib>
 #include <functional>
@@ -366,6 +367,44 @@ TEST_F(Nccl, TrainsToTheSameBits) {
   EXPECT_EQ(over_nccl, without);
   EXPECT_EQ(train(true, 0), without) << "shards meet on the devices";
   EXPECT_EQ(train(true, 1), without) << "on rank 1's alone";
+}
+
+/// A lease keeps an engine's parts, and may end where a thread must not wait, such as with Python's lock.
+TEST_F(Nccl, IsGivenUpByCloseAndNotByTheLastLease) {
+  const int64_t live = fake().live();
+  std::barrier closed(2);
+  const auto errors = testing::on_ranks(2, [&](int rank, std::unique_ptr<Communicator> control) {
+    const auto device = fast_device(rank);
+    const auto engine = testing::toy_rank({.given_device = device},
+                                          make_nccl_communicator(std::move(control), device, small_pieces()));
+    testing::toy_load(*engine);
+    Lease kept = engine->acquire(1);
+    EXPECT_EQ(fake().live(), live + 2);
+    engine->close();
+    closed.arrive_and_wait();
+    EXPECT_EQ(fake().live(), live);
+    (void)engine->stats();
+    kept = {};
+  });
+  expect_nothing_said(errors);
+}
+
+/// Its peers may not come to the end that NCCL waits for.
+TEST_F(Nccl, EndsAtOnceWhereItsWorldHasFailed) {
+  const int64_t live = fake().live();
+  std::barrier failed(2);
+  const auto errors = testing::on_ranks(2, [&](int rank, std::unique_ptr<Communicator> control) {
+    auto nccl = join(std::move(control), small_pieces(kForEver));
+    if (rank == 1) nccl->abort("on purpose");
+    failed.arrive_and_wait();
+    if (rank == 0) {
+      nccl.reset();
+      EXPECT_EQ(fake().live(), live + 1);
+    }
+    failed.arrive_and_wait();
+  });
+  expect_nothing_said(errors);
+  EXPECT_EQ(fake().live(), live);
 }
 
 }  // namespace

@@ -118,6 +118,33 @@ INSTANTIATE_TEST_SUITE_P(Places, Threads,
                            return std::string(placement_name(info.param.placement)) + "_" + info.param.device;
                          });
 
+/// One lease, and a queue of each thread's own.
+TEST(ThreadsOfALease, EachUseItOnTheirQueues) {
+  Config config;
+  config.host_budget_bytes = 64 << 20;
+  config.device_budget_bytes = 400 << 10;
+  config.nvme = {"/nowhere"};  // the store is in memory
+  config.chunk_elements = 4096;
+  config.placement = Placement::host;
+  Engine engine(toy_units(), config, make_resources(toy_units(), config, {"simulated", "memory", 1}));
+  toy_load(engine);
+  constexpr int kThreads = 8;
+  std::vector<std::unique_ptr<kernels::Stream>> queues;
+  for (int t = 0; t < kThreads; ++t) queues.push_back(engine.device()->make_stream());
+  for (int round = 0; round < (kWatched ? 3 : 20); ++round) {
+    engine::Lease lease = engine.acquire(1);
+    std::vector<std::thread> threads;
+    std::barrier begin(kThreads);
+    for (const auto& queue : queues) {
+      threads.emplace_back([&] {
+        begin.arrive_and_wait();
+        for (int use = 0; use < 3; ++use) lease.use_on({queue->native()});
+      });
+    }
+    for (std::thread& thread : threads) thread.join();
+  }
+}
+
 /// Two callers of one rank wait for two units that others have to send: neither is forgotten when the other
 /// has got what it waited for.
 TEST(ThreadsOfARank, AreEachServedWhatTheyWaitFor) {

@@ -103,6 +103,7 @@ struct Visit {
   std::mutex mutex;
   std::condition_variable changed;
   bool begun = false;
+  bool closing = false;  // of SlowlyRead
   bool store_is_gone = false;
   bool gone_meanwhile = false;
 };
@@ -248,6 +249,75 @@ TEST(WhoeverWaits, ForUpdatesGetsThemFirstAlsoWhereOthersWaitForTheirs) {
   ASSERT_GT(demanded.size(), 2U);
   ASSERT_EQ(updated_demanded.size(), demanded.size() + rest.size() - in_slots.size());
   EXPECT_TRUE(std::ranges::is_sorted(updated_demanded, std::greater<>())) << "the rest came between";
+}
+
+/// Its first read begins when the engine is being closed, and waits as SlowlyPolled does.
+class SlowlyRead final : public AroundStore {
+ public:
+  SlowlyRead(std::unique_ptr<io::Store> store, std::shared_ptr<Visit> visit)
+      : AroundStore(std::move(store)), visit_(std::move(visit)) {}
+  ~SlowlyRead() override {
+    const std::lock_guard lock(visit_->mutex);
+    visit_->store_is_gone = true;
+    visit_->changed.notify_all();
+  }
+  void submit(io::Transfer& transfer) override {
+    if (transfer.kind == io::Transfer::Kind::read) visit();
+    AroundStore::submit(transfer);
+  }
+
+ private:
+  void visit() {
+    const std::shared_ptr<Visit> visit = visit_;
+    std::unique_lock lock(visit->mutex);
+    if (std::exchange(visit->begun, true)) return;
+    visit->changed.notify_all();
+    visit->changed.wait(lock, [&] { return visit->closing; });
+    visit->changed.wait_for(lock, std::chrono::milliseconds(100), [&] { return visit->store_is_gone; });
+    visit->gone_meanwhile = visit->store_is_gone;
+    if (visit->gone_meanwhile) throw std::logic_error("the store went while somebody read from it");
+  }
+
+  const std::shared_ptr<Visit> visit_;
+};
+
+/// Callers make one such call at a time, and no close() beside it (engine.h). Where one does, it gets an
+/// error.
+TEST(WhoeverReads, KeepsTheStoreThatItReadsFrom) {
+  const auto visit = std::make_shared<Visit>();
+  engine::Resources resources = resources_of(config_of());
+  resources.store = std::make_unique<SlowlyRead>(std::move(resources.store), visit);
+  const auto machine = machine_of(std::move(resources));
+  constexpr int64_t kElements = 6208;  // of unit 0: two chunks
+  std::vector<std::byte> weights(kElements * 2);
+  machine->access.write(0, engine::Component::hi, 0, weights);
+  visit->begun = visit->closing = false;
+  auto told = std::async(std::launch::async, [&] {
+    try {
+      machine->access.read(0, engine::Component::hi, 0, weights);
+    } catch (const std::exception& error) {
+      return std::string(error.what());
+    }
+    return std::string();
+  });
+  {
+    std::unique_lock lock(visit->mutex);
+    visit->changed.wait(lock, [&] { return visit->begun; });
+  }
+  auto closed = std::async(std::launch::async, [&] { machine->shut_down(); });
+  for (bool closing = false; !closing;) {
+    const std::lock_guard guard(machine->context.mutex);
+    closing = !machine->context.failure.empty();
+  }
+  {
+    const std::lock_guard lock(visit->mutex);
+    visit->closing = true;
+    visit->changed.notify_all();
+  }
+  EXPECT_EQ(told.get(), kClosedMeanwhile);
+  closed.get();
+  EXPECT_FALSE(visit->gone_meanwhile);
+  EXPECT_THROW(machine->access.read(0, engine::Component::hi, 0, weights), std::invalid_argument);
 }
 
 }  // namespace

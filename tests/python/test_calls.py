@@ -5,9 +5,11 @@ import contextlib
 import copy
 import gc
 import itertools
+import pickle
 import signal
 import sys
 import threading
+import time
 import warnings
 import weakref
 from pathlib import Path
@@ -219,6 +221,17 @@ def test_an_engine_whose_units_cannot_all_be_let_go_is_closed_nevertheless(start
 SCHEDULERS = str(Path(torch.optim.__file__).parent)
 
 
+OTHER_CALLS = {
+    "backward": lambda engine, folder: engine.backward(torch.ones((), requires_grad=True)),
+    "step": lambda engine, folder: engine.step(),
+    "train_batch": lambda engine, folder: engine.train_batch([0, 0], lambda _: engine.module.bias.sum()),
+    "zero_grad": lambda engine, folder: engine.zero_grad(),
+    "save_checkpoint": lambda engine, folder: engine.save_checkpoint(folder / "other"),
+    "load_checkpoint": lambda engine, folder: engine.load_checkpoint(folder / "saved"),
+    "close": lambda engine, folder: engine.close(),
+}
+
+
 class TestScheduledSteps:
     """An update, its counts and its scheduler are one, wherever Ctrl-C strikes."""
 
@@ -300,6 +313,91 @@ class TestScheduledSteps:
         assert seen == [(1, 1), (2, 2)]
         engine.close()
 
+    @pytest.mark.parametrize("by", ["step", "train_batch"])
+    @pytest.mark.parametrize("thread", ["the same", "another"])
+    @pytest.mark.parametrize("when", ["before", "after"])
+    def test_who_looks_at_the_engine_during_an_update_does_not_end_it(self, config, by, thread, when):
+        engine, seen = self.start(config), []
+
+        def look():
+            seen.append((engine.stats()["step"], engine.report(), engine._core.stall()))
+
+        def meanwhile(*_):
+            assert thread == "the same" or in_thread(look) is None
+            if thread == "the same":
+                look()
+                if engine.micro_steps % 2 and engine.stats()["step"] == engine.global_steps:
+                    with pytest.raises(RuntimeError, match="save_checkpoint in the middle of a step"):
+                        engine.save_checkpoint("never")
+
+        engine.optimizer.register_step_pre_hook(meanwhile)
+        engine._residency.core = Meanwhile(engine._core, "step", meanwhile, after=when == "after")
+        for updates in (1, 2):
+            self.update(engine, by)
+            self.check(engine, updates)
+        assert [step for step, *_ in seen] == ([0, 0, 1, 1] if when == "before" else [0, 1, 1, 2])
+        engine.close()
+
+    @pytest.mark.parametrize("name", OTHER_CALLS)
+    @pytest.mark.parametrize("when", ["at its beginning", "before the core", "after the core", "scheduling"])
+    def test_a_thread_that_is_refused_during_an_update_does_not_end_it(self, config, tmp_path, name, when):
+        engine, raised = self.start(config), []
+        engine.save_checkpoint(tmp_path / "saved")
+
+        def meanwhile(*_):
+            raised.append(in_thread(lambda: OTHER_CALLS[name](engine, tmp_path)))
+
+        if when == "at its beginning":
+            engine.optimizer.register_step_pre_hook(meanwhile)
+        elif when == "scheduling":
+            step = engine.lr_scheduler.step
+            engine.lr_scheduler.step = lambda: (meanwhile(), step())
+        else:
+            core = Meanwhile(engine._core, "step", meanwhile, after=when == "after the core")
+            engine._residency.core = core
+        for updates in (1, 2):
+            self.update(engine, "step")
+            self.check(engine, updates)
+        assert len(raised) == 2 and all(map(refused, raised)), raised
+        engine.close()
+
+    def test_a_save_by_a_handler_of_a_signal_has_the_counts_of_what_the_core_has_made(self, config, tmp_path):
+        engine, counts = self.start(config), []
+        self.update(engine, "step")
+
+        def save(*_):
+            engine.save_checkpoint(tmp_path / f"{len(counts)}")
+            counts.append((engine.stats()["step"], engine.global_steps))
+
+        before = signal.signal(signal.SIGUSR1, save)
+        try:
+            core = engine._core
+            engine._residency.core = Meanwhile(
+                core, "step", lambda: signal.raise_signal(signal.SIGUSR1), after=True
+            )
+            self.update(engine, "step")
+            engine._residency.core = core
+        finally:
+            signal.signal(signal.SIGUSR1, before)
+        assert counts == [(2, 2)]
+        self.check(engine, 2)
+        self.update(engine, "step")
+        engine.load_checkpoint(tmp_path / "0")
+        assert (engine.global_steps, engine.lr_scheduler.last_epoch, engine.micro_steps) == (2, 2, 4)
+        engine.close()
+
+    def test_a_step_inside_a_step_is_refused_by_name(self, config):
+        engine = self.start(config)
+        handle = engine.optimizer.register_step_pre_hook(lambda *_: engine.step())
+        with pytest.raises(RuntimeError, match=r"engine\.step or train_batch inside an update"):
+            self.update(engine, "step")
+        handle.remove()
+        with pytest.warns(UserWarning, match="in the middle of a step"):
+            engine.zero_grad()
+        self.update(engine, "step")
+        self.check(engine, 1)
+        engine.close()
+
     def test_a_scheduler_that_refuses_is_told_once_and_its_update_counts(self, config):
         engine = self.start(config)
 
@@ -314,6 +412,54 @@ class TestScheduledSteps:
             engine.zero_grad()
             assert (engine.global_steps, engine.micro_steps) == (updates, 2 * updates)
         engine.close()
+
+
+@pytest.mark.parametrize("then", ["train_batch", "the module's own call", "step of the optimizer"])
+def test_a_second_interrupt_anywhere_in_leaving_train_batch_leaves_no_gradient_for_the_next(config, then):
+    """The first one strikes in the second micro-batch, when the first one's gradients are there."""
+    batches, files = (
+        [batch(0), batch(1)],
+        tuple(f"{OVERSPILL}/{n}.py" for n in ("engine", "boundary", "calls")),
+    )
+
+    def goes_on(engine):
+        model = engine.module
+        if then == "train_batch":
+            engine.train_batch(batches, lambda x: loss_of(model, x))
+        elif then == "the module's own call":
+            for x in batches:
+                (loss_of(model, x) / 2).backward()
+            engine.optimizer.step()
+        else:
+            engine.optimizer.step()
+        return engine.state_dict(), engine.last_step.norm
+
+    def broken(at):
+        engine = overspill.initialize(mlp(), config(accumulation=2))[0]
+        second, begun = Interrupter(at, files), []
+
+        def loss(x):
+            begun.append(second.count)
+            if len(begun) == 2:
+                raise KeyboardInterrupt("the first")
+            return loss_of(engine.module, x)
+
+        if at is not None:
+            with pytest.raises(KeyboardInterrupt), second.armed():
+                engine.train_batch(batches, loss)
+            torch.set_grad_enabled(True)
+            assert at <= 0 or engine.micro_steps == 0
+        found = goes_on(engine)
+        engine.close()
+        return found, begun, second
+
+    expected, *_ = broken(None)
+    _, begun, whole = broken(-1)
+    assert whole.count - begun[1] > 10
+    for at in range(begun[1], whole.count):
+        (weights, norm), _, second = broken(at)
+        assert norm == expected[1], second.place
+        assert all(torch.equal(value, expected[0][name]) for name, value in weights.items()), second.place
 
 
 # ---- changes of weights inside a call
@@ -514,6 +660,25 @@ def test_a_second_gathered_block_keeps_others_out_while_it_fetches(start, monkey
     assert len(raised) == 1 and refused(raised[0]), raised
 
 
+@pytest.fixture
+def eager_switches():
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    yield
+    sys.setswitchinterval(before)
+
+
+READS = [
+    ("read_weight", lambda engine, saved, states: engine.weight(engine.module[0].weight)),
+    ("read_weight", lambda engine, saved, states: engine.state_dict()),
+    ("read_weight", lambda engine, saved, states: engine.module.state_dict()),
+    ("read_weight", lambda engine, saved, states: copy.deepcopy(engine.module)),
+    ("read_weight", lambda engine, saved, states: pickle.dumps(engine.module[2].weight)),
+    ("read_state", lambda engine, saved, states: engine.optimizer_state(engine.module[0].weight)),
+    ("read_state", lambda engine, saved, states: engine.grad(engine.module[0].weight)),
+]
+
+
 @pytest.mark.parametrize(
     "name, call",
     [
@@ -530,6 +695,10 @@ def test_a_second_gathered_block_keeps_others_out_while_it_fetches(start, monkey
         ),
         ("read_state", lambda engine, saved, states: engine.optimizer.state_dict()),
         ("write_state", lambda engine, saved, states: engine.optimizer.load_state_dict(states)),
+        ("synchronize", lambda engine, saved, states: engine.synchronize()),
+        ("has_gradient", lambda engine, saved, states: engine.grad(engine.module[0].weight)),
+        ("has_gradient", lambda engine, saved, states: engine.module[0].weight.requires_grad_().grad),
+        *READS,
     ],
 )
 def test_another_threads_forward_is_refused_until_the_call_of_the_core_is_over(start, tmp_path, name, call):
@@ -541,20 +710,125 @@ def test_another_threads_forward_is_refused_until_the_call_of_the_core_is_over(s
     states = engine.optimizer.state_dict()
     loss_of(engine, batch()).backward()
     core, raised = engine._residency.core, []
-    engine._residency.core = Meanwhile(core, name, lambda: raised.append(in_thread(lambda: engine(batch()))))
-    call(engine, tmp_path / "saved", states)
-    engine._residency.core = core
+    instead = Meanwhile(core, name, lambda: raised.append(in_thread(lambda: engine(batch()))))
+    for each in (engine._residency, *engine._residency.units):
+        each.core = instead
+    with contextlib.suppress(RuntimeError):  # `.grad` says that the gradient is the engine's
+        call(engine, tmp_path / "saved", states)
+    for each in (engine._residency, *engine._residency.units):
+        each.core = core
     assert raised and all(map(refused, raised)), raised
     assert calls.here.stack.claimed is None and not calls.books.owner, "a frame would keep the engine"
     assert in_thread(lambda: engine(batch())) is None
 
 
-@pytest.fixture
-def eager_switches():
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(1e-5)
-    yield
-    sys.setswitchinterval(before)
+@pytest.mark.parametrize(("name", "call"), READS)
+def test_another_threads_read_is_refused_inside_a_call_and_the_threads_own_is_not(start, name, call):
+    model = mlp()
+    engine = start(model, placement="nvme")
+    loss_of(engine, batch()).backward()
+    engine.step()
+    loss_of(engine, batch()).backward()
+    raised = []
+
+    def meanwhile(*_):
+        raised.append(in_thread(lambda: call(engine, None, None)))
+        raised.append(engine.stats() and in_thread(engine.stats))
+        call(engine, None, None)
+
+    handle = model[1].register_forward_hook(meanwhile)
+    engine(batch())
+    handle.remove()
+    assert refused(raised[0]) and raised[1:] == [None], raised
+    with engine.gathered(model.parameters()):
+        call(engine, None, None)
+    assert in_thread(lambda: call(engine, None, None)) is None
+    assert calls.here.stack.claimed is None and not calls.books.owner, "a frame would keep the engine"
+
+
+def test_a_state_dict_of_the_engine_is_of_one_moment(start):
+    model = mlp()
+    engine = start(model, placement="nvme")
+    loss_of(engine, batch()).backward()
+    before, raised = engine.state_dict(), []
+    handle = model[0].register_state_dict_post_hook(lambda *_: raised.append(in_thread(engine.step)))
+    found = engine.state_dict()
+    handle.remove()
+    assert len(raised) == 1 and refused(raised[0]), raised
+    assert all(torch.equal(value, before[name]) for name, value in found.items())
+
+
+def test_threads_that_read_while_one_edits_get_right_weights_or_an_error(start, eager_switches):
+    """All of them go through one buffer of the core."""
+    model = mlp()
+    engine = start(model, placement="nvme")
+    expected = {name: value.clone() for name, value in engine.state_dict().items()}
+    wrong, reads, over = [], [], threading.Event()
+
+    def read():
+        while not over.is_set():
+            try:
+                found = engine.state_dict()
+                reads.append(torch.equal(found["2.weight"], expected["2.weight"]))
+            except RuntimeError as error:
+                if "one thread at a time" not in str(error):
+                    wrong.append(error)
+
+    threads = [threading.Thread(target=read) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    edits, end = 0, time.monotonic() + 3
+    while time.monotonic() < end:
+        with contextlib.suppress(RuntimeError), engine.gathered(model[0].bias):
+            model[0].bias.data[3] += 1.0
+            edits += 1
+    over.set()
+    for thread in threads:
+        thread.join(60)
+    assert not wrong, wrong[:3]
+    assert edits and reads and all(reads)
+    expected["0.bias"][3] += edits
+    assert all(torch.equal(value, expected[name]) for name, value in engine.state_dict().items())
+
+
+def test_close_is_refused_while_another_thread_reads(start):
+    model = mlp()
+    engine = start(model, placement="nvme")
+    core, raised = engine._core, []
+
+    def close():
+        with pytest.raises(RuntimeError, match="one thread at a time"):
+            engine.close()
+        raised.append("refused")
+
+    engine._residency.core = Meanwhile(core, "read_weight", lambda: in_thread(close))
+    engine.weight(model[0].weight)
+    engine._residency.core = core
+    assert raised == ["refused"]
+    engine.weight(model[0].weight)
+
+
+@pytest.mark.parametrize("vertical", [False, True])
+def test_another_thread_is_refused_between_the_micro_batches_of_one_step(config, vertical):
+    model = mlp()
+    settings = config(accumulation=2) | {"vertical_accumulation": vertical}
+    engine, raised = overspill.initialize(model, settings)[0], []
+
+    def plain(x):
+        return loss_of(model, x)
+
+    def loss(x):
+        raised.append(in_thread(lambda: engine(batch())))
+        found = plain(x)
+        raised.append(in_thread(lambda: engine.train_batch([batch()] * 2, plain)))
+        return found
+
+    engine.train_batch([batch(0), batch(1)], loss)
+    assert len(raised) == 4 and all(map(refused, raised)), raised
+    assert engine.micro_steps == 2
+    assert calls.here.stack.alone is None and not calls.books.owner, "a frame would keep the engine"
+    assert in_thread(lambda: engine.train_batch([batch()] * 2, plain)) is None
+    engine.close()
 
 
 def test_many_threads_at_once_are_right_or_refused(start, eager_switches):

@@ -291,7 +291,9 @@ def test_the_client_state_is_a_dict_that_does_not_unpack_into_its_keys(start, tm
     engine = start(mlp())
     engine.save_checkpoint(tmp_path / "saved", {"epoch": 1, "best": 2.5})
     found = engine.load_checkpoint(tmp_path / "saved")
-    with pytest.raises(TypeError, match=r"returns the client state, a dict, not the pair \(path, client_state\)"):
+    with pytest.raises(
+        TypeError, match=r"returns the client state, a dict, not the pair \(path, client_state\)"
+    ):
         _path, _state = found
     assert found == {"epoch": 1, "best": 2.5} and found["epoch"] == 1 and "best" in found and len(found) == 2
     assert (

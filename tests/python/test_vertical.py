@@ -15,7 +15,7 @@ from torch import nn
 from zoo import ZOO, build
 
 import overspill
-from overspill import patches, residency, vertical
+from overspill import calls, patches, residency, vertical
 
 MICRO_BATCHES = 3
 STEPS = 3
@@ -208,7 +208,7 @@ def test_an_interrupt_waits_for_the_backward_that_it_meets(config, monkeypatch, 
     model = nn.Linear(16, 16)
     engine = wrap(model, config)
     begun, cleared, main = threading.Event(), threading.Event(), threading.main_thread().ident
-    zero_grad, strikes, too_early = engine.zero_grad, [], []
+    strikes, too_early = [], []
 
     def strike(wait):
         def struck(*arguments):
@@ -226,11 +226,14 @@ def test_an_interrupt_waits_for_the_backward_that_it_meets(config, monkeypatch, 
             signal.pthread_kill(main, signal.SIGINT)
         too_early.append(cleared.wait(0.5))  # comes only where nobody waits for this
 
-    def clear():
-        zero_grad()
-        cleared.set()
+    def clear(owner):
+        spoiled = owner.spoiled
+        clear_spoiled(owner)
+        if spoiled and not owner.spoiled:
+            cleared.set()
 
-    monkeypatch.setattr(engine, "zero_grad", clear)
+    clear_spoiled = calls.clear_spoiled
+    monkeypatch.setattr(calls, "clear_spoiled", clear)
     if by == "a second one":
         monkeypatch.setattr(threading.Thread, "join", strike(threading.Thread.join))
         monkeypatch.setattr(time, "sleep", strike(time.sleep))
@@ -303,6 +306,58 @@ def test_a_second_interrupt_anywhere_in_stopping_the_micro_batches_keeps_no_lock
                     each.changed.release()
     monkeypatch.undo()
     assert any(place and place.endswith("__enter__") for place in struck), struck
+    assert_nothing_left(engine)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # in a generator that ends
+def test_a_third_interrupt_anywhere_after_the_second_waits_for_the_micro_batches_too(config, monkeypatch):
+    """Also where the loop that stops them jumps back."""
+    model = nn.Linear(16, 16)
+    engine = wrap(model, config)
+    main, join, stop = threading.main_thread(), threading.Thread.join, vertical._stop
+
+    def places(at):
+        third, turns, from_here = Interrupter(at, (vertical.__file__,)), [], []
+        begun = threading.Event()
+
+        def first_strike(thread, *arguments):
+            if threading.current_thread() is main and thread.name.startswith("micro-batch"):
+                assert begun.wait(60)
+                raise KeyboardInterrupt("the first")
+            join(thread, *arguments)
+
+        def second_strike(*arguments):
+            turns.append(arguments[0])
+            if len(turns) == 1:
+                from_here.append(third.count)
+                raise KeyboardInterrupt("the second")
+            stop(*arguments)
+
+        def loss(x):
+            begun.set()
+            time.sleep(0.05)
+            return model(x).square().mean()
+
+        monkeypatch.setattr(threading.Thread, "join", first_strike)
+        monkeypatch.setattr(vertical, "_stop", second_strike)
+        monkeypatch.setattr(vertical, "_LOOK_SECONDS", 0.02)  # fewer places
+        with pytest.raises(KeyboardInterrupt), hang_limit(20), third.armed():
+            engine.train_batch([torch.ones(4, 16)] * MICRO_BATCHES, loss)
+        left = [runner.number for runner in turns[0].runners if runner.at_work]
+        monkeypatch.undo()
+        stop(turns[0], KeyboardInterrupt())
+        assert not left, f"struck {third.place}: micro-batches {left} were at work"
+        return from_here[0], third
+
+    first, _ = places(None)
+    struck = []
+    for at in itertools.count(first):
+        place = places(at)[1].place
+        if place is None or not place.endswith((" run", "_stop", "take_back", "fail", "<genexpr>")):
+            break  # they are stopped
+        struck.append(place)
+    assert any(place.endswith(" run") for place in struck), struck
+    engine.train_batch([torch.ones(4, 16)] * MICRO_BATCHES, lambda x: model(x).square().mean())
     assert_nothing_left(engine)
 
 
