@@ -226,7 +226,7 @@ class Engine:
             self._residency = end.owner = Residency(core, specs, self._place)
             patches.install(self._residency)
             self._life = Life()
-            weakref.finalize(self._life, end)
+            weakref.finalize(self._life, end.collected)
             self._residency.take_weights(source, group, values)
             if source is not None:
                 source.read_buffers(model)
