@@ -38,6 +38,25 @@ class End:
         else:
             self._close()
 
+    def collected(self) -> None:
+        """For the finalizer, which calls once, and after which nobody has the engine to call again: what Ctrl-C breaks
+        off is taken up until it is done, and the first Ctrl-C raised then. Two loops, as in vertical.run: the jump back
+        of the inner one is inside the `try` of the outer one."""
+        struck: KeyboardInterrupt | None = None
+        while True:
+            try:
+                while True:
+                    try:
+                        self()
+                        break
+                    except KeyboardInterrupt as error:
+                        struck = struck or error
+                break
+            except KeyboardInterrupt as error:
+                struck = struck or error
+        if struck is not None:
+            raise struck
+
     def give_up(self, error: BaseException) -> None:
         """Ends an engine that `error` has stopped from being made. The other ranks are told first: else this one would
         serve them until they have left too, and they would wait for it."""

@@ -238,7 +238,7 @@ class Engine:
             self._residency = end.owner = Residency(core, specs, self._place)
             patches.install(self._residency)
             self._life = Life()
-            weakref.finalize(self._life, end)
+            weakref.finalize(self._life, end.collected)
             self._residency.take_weights(source, group, values)
             if source is not None:
                 source.read_buffers(model)
@@ -482,7 +482,8 @@ class Engine:
             return reading.state(segment, "grad") if there else None
 
     def weight(self, parameter: nn.Parameter, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """A copy of the weight; dtype=torch.float32 gives the exact master. All ranks call it."""
+        """A copy of the weight; dtype=torch.float32 gives the exact master. All ranks call it. RuntimeError while
+        another thread is at work, as for all that reads weights, states or gradients."""
         segment = self._segment(parameter)
         if segment is None:
             return torch.empty(parameter.shape, dtype=dtype or parameter.dtype)

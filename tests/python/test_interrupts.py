@@ -282,6 +282,34 @@ def test_an_interrupt_of_close_is_finished_when_the_engine_is_collected(config, 
     assert of_torch() == plain and not residency.registry
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # Ctrl-C, in a finalizer
+def test_an_interrupt_while_a_collected_engine_ends_keeps_nothing_from_ending(config):
+    """Nobody has it to close it again."""
+    files = tuple(f"{OVERSPILL}/{name}.py" for name in ("patches", "ending", "residency"))
+    plain = of_torch()
+
+    def collected(at=None):
+        model = Block()
+        engine = overspill.initialize(model, config("nvme", job="one"))[0]
+        end, core = engine._end, engine._core
+        loss = model(batch(0)).sum()  # so that there is more to let go
+        struck = Interrupter(at, files)
+        with contextlib.suppress(KeyboardInterrupt), struck.armed():
+            del engine, model
+            gc.collect()
+        del loss
+        assert end.over and not residency.registry, struck.place
+        assert of_torch() == plain, struck.place
+        with pytest.raises(ValueError, match="closed"):
+            core.synchronize()
+        return struck
+
+    count = collected().count
+    assert count > 50
+    for at in range(1, count):  # not where `collected` is entered: Python has not called it yet
+        collected(at)
+
+
 # ---- a Trainer of Hugging Face, and generate
 
 
