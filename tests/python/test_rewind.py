@@ -512,9 +512,3 @@ def test_a_checkpoint_of_an_earlier_version_is_known_by_its_position(on_disk, ou
             on_disk.ok(capsys, "train", "--out", out, "--resume", "--steps", end)
     message = on_disk.fails(capsys, "train", "--out", out, "--resume", "--steps", 9)
     assert "it has seen 99 sequences in 8 steps, and this run takes 2 a step" in message
-
-
-def test_without_a_checkpoint_a_run_says_that_it_begins_anew(on_disk, out, capsys):
-    shutil.rmtree(out / "checkpoints")
-    said, _ = resume(on_disk, capsys, out, "--resume", "--steps", 1)
-    assert "no checkpoint is there: beginning at step 0" in said

@@ -100,7 +100,7 @@ def told(said: str) -> tuple[float, ...]:
     """MiB: what a checkpoint writes and what it links, and what going on reserves."""
     mib = r"([\d.]+) MiB"
     writes = re.search(
-        f"a checkpoint writes {mib} to [^,\n]+(?:, and links slabs, which hold up to {mib})?", said
+        f"a checkpoint writes {mib} to [^,\n]+(?:, and links slabs .*?, which keep up to {mib})?", said
     )
     reserves = re.search(f"going on with --resume reserves {mib} again", said)
     return tuple(float(found or 0) for found in (*writes.groups(), reserves[1]))
