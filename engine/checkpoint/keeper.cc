@@ -69,6 +69,16 @@ void require_absent(const fs::path& folder) {
       fmt::format("{} exists already and is not empty: a checkpoint needs a new folder", folder.string()));
 }
 
+/// Of a folder whose disk does not answer, so that no reader takes it for a checkpoint. Waits as long as the
+/// watch allows.
+void remove_manifest(io::StallWatch* watch, int folder, const fs::path& path) {
+  const auto remove = [](int file) { return ::unlinkat(file, kManifestFile, 0); };
+  try {
+    if (watch != nullptr) watch->call(io::Operation::remove, folder, (path / kManifestFile).string(), remove);
+  } catch (const io::StoreError&) {
+  }
+}
+
 /// After an error, which says more.
 void remove_quietly(const fs::path& save) noexcept {
   try {
@@ -340,7 +350,10 @@ void CheckpointKeeper::complete(const fs::path& folder, const Manifest& manifest
   try {
     engine::sync_folder(absolute.parent_path(), context_.watch());
   } catch (...) {
-    if (io::is_stalled(std::current_exception())) throw;
+    if (io::is_stalled(std::current_exception())) {
+      remove_manifest(context_.watch(), held.get(), absolute);
+      throw;
+    }
     ::unlink((absolute / kManifestFile).c_str());  // whatever stops the rest, this is no checkpoint
     remove_quietly(absolute);
     throw;
@@ -426,7 +439,9 @@ Manifest CheckpointKeeper::write_folder(const fs::path& folder) {
 }
 
 Manifest CheckpointKeeper::verify(const fs::path& folder) const {
+  io::StallWatch::Progress progress(context_.watch(), io::Operation::read, folder.string());
   Manifest manifest = read_manifest(folder);
+  progress.moved();
   std::map<std::string, const ManifestUnit*> by_name;
   for (const ManifestUnit& unit : manifest.units) by_name.emplace(unit.name, &unit);
   for (const Unit& own : context_.layout.units) {
@@ -441,7 +456,6 @@ Manifest CheckpointKeeper::verify(const fs::path& folder) const {
     throw CheckpointError(fmt::format("{} is a checkpoint of another model: it has {} units, this one {}",
                                       folder.string(), manifest.units.size(), context_.layout.units.size()));
   }
-  io::StallWatch::Progress progress(context_.watch(), io::Operation::read, folder.string());
   verify_data(
       folder, own_part(manifest),
       [](void* progress, int64_t, int64_t) { static_cast<io::StallWatch::Progress*>(progress)->moved(); },

@@ -255,24 +255,25 @@ TEST_F(Patience, ASaveIsToldAndGivenUpWhicheverOfItsSyncsHangs) {
     engine->save(root() / "before", "{}");
     faults_->hangs = static_cast<uint32_t>(FuseOperation::sync);
     int hung = 0;
+    const auto after = [&] { return root() / "after" / fmt::format("{}", hung); };
     for (;; ++hung) {
       faults_->hang_lets_through = hung;
       faults_->hang = true;
       std::string refused;
       try {
-        engine->save(root() / "after" / "here", "{}");
+        engine->save(after(), "{}");
       } catch (const io::StoreError& error) {
         refused = error.what();
       }
       faults_->hang = false;
       if (refused.empty()) break;
       expect_says(refused, {"sync failed", "no answer", root().string(), "has not answered for 1"});
-      EXPECT_FALSE(fs::exists(root() / "after" / "here" / "manifest.json"));
+      EXPECT_FALSE(fs::exists(after() / "manifest.json"));
       EXPECT_TRUE(eventually([&] { return faults_->hanging == 0; }));
     }
     EXPECT_GE(hung, 4) << "a sync of a folder above, the data, the manifest, its name";
     EXPECT_EQ(contents_of(root() / "before"), Shadow().at(1));
-    EXPECT_EQ(contents_of(root() / "after" / "here"), Shadow().at(1));
+    EXPECT_EQ(contents_of(after()), Shadow().at(1));
     fs::remove_all(root() / "before");
     fs::remove_all(root() / "after");
   }
