@@ -54,7 +54,8 @@ TEST_F(Folder, ADeadRunIsNotFollowedThroughALink) {
   const std::string said = said_by_open();
   EXPECT_TRUE(fs::exists(victim.path() / "slab-0-0.bin"));
   EXPECT_TRUE(fs::exists(victim.path() / "lock"));
-  EXPECT_TRUE(contains(said, "overspill-evil is a symbolic link")) << said;
+  EXPECT_TRUE(contains(said, "overspill-evil has the name of a run's folder, but it is a symbolic link"))
+      << said;
 }
 
 /// A run that was killed before it made its lock leaves a folder for its owner alone; in a setgid folder it
