@@ -202,7 +202,7 @@ class StallWatch::WatchedCall {
 };
 
 int StallWatch::call(Operation operation, int file, const std::string& path,
-                     std::function<int(int file)> make) {
+                     const std::function<int(int file)>& make) {
   const auto outcome = std::make_shared<Outcome>();
   Party party{.path = path,
               .silent_since = [since = clock_()] { return std::optional(since); },
@@ -224,6 +224,7 @@ int StallWatch::call(Operation operation, int file, const std::string& path,
 // ---- work of many calls
 
 struct StallWatch::Progress::Since {
+  explicit Since(nanoseconds now) : last(now) {}
   std::atomic<nanoseconds> last;
 };
 

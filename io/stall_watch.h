@@ -74,7 +74,7 @@ class StallWatch {
   /// Makes `make(file)`, a system call that returns 0 or sets errno, watched as a party of its own. Returns
   /// its errno, 0 for none. Throws StoreError{stalled} when the time is over: the call then goes on, with a
   /// descriptor of its own, in a thread that nobody waits for. So `make` holds no memory of the caller's.
-  int call(Operation operation, int file, const std::string& path, std::function<int(int file)> make);
+  int call(Operation operation, int file, const std::string& path, const std::function<int(int file)>& make);
 
   class Progress;
 

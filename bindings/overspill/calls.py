@@ -110,13 +110,13 @@ class Stack:
         """Those of `wanted` that are on the stack of this thread, another one than the caller's. It may run meanwhile:
         what was seen counts where its top has not moved; else all of them."""
         for _ in range(3):
-            top = python = sys._current_frames().get(self.ident)
+            top = python = _current_frame(self.ident)
             found = []
             while python is not None:
                 if python in wanted:
                     found.append(python)
                 python = python.f_back
-            if len(found) == len(wanted) or sys._current_frames().get(self.ident) is top:
+            if len(found) == len(wanted) or _current_frame(self.ident) is top:
                 return found
         return wanted
 
@@ -131,13 +131,26 @@ class Stack:
         return bool(wanted) and bool(self.frames(wanted))
 
 
+def _current_frame(ident: int) -> FrameType | None:
+    """One thread at a time: sys._current_frames takes a lock of the interpreter, and what it frees meanwhile (a frame,
+    with tensors in it) may give up the GIL. A second thread that came to that lock then would wait for it with the
+    GIL, for ever. Whoever cannot have our lock goes on without: Ctrl-C may have kept its holder from letting it go."""
+    mine = books.looks.acquire(timeout=1)
+    try:
+        return sys._current_frames().get(ident)
+    finally:
+        if mine:
+            books.looks.release()
+
+
 class Books:
     """Of the process. `open`: a change is being made, or was broken off. `stacks`: those with calls. `blocks`: calls
     that need not end in the order of a stack. `owner`, at 0: the stack of the thread that works; a dict, because its
     `setdefault` lets one of two threads win. `succession`: taken to follow an owner that left without a word, and to
-    leave; re-entrant, because a garbage collection inside may close an engine, which takes it too."""
+    leave; re-entrant, because a garbage collection inside may close an engine, which takes it too. `looks`: as
+    _current_frame says; re-entrant for the same reason."""
 
-    __slots__ = ("blocks", "open", "owner", "stacks", "succession")
+    __slots__ = ("blocks", "looks", "open", "owner", "stacks", "succession")
 
     def __init__(self) -> None:
         self.open = False
@@ -145,6 +158,7 @@ class Books:
         self.blocks: list[Call] = []
         self.owner: dict[int, Stack] = {}
         self.succession = threading.RLock()
+        self.looks = threading.RLock()
 
 
 class _Here(threading.local):
@@ -353,7 +367,7 @@ def start_update(owner: Residency, what: str) -> None:
 
 def _after_fork() -> None:
     """In a child: its one thread has no call that counts, and no other thread is there to give back a lock."""
-    books.open, books.succession = False, threading.RLock()
+    books.open, books.succession, books.looks = False, threading.RLock(), threading.RLock()
     here.stack.claimed = here.stack.alone = None
     for entries in (books.stacks, books.blocks, books.owner, here.stack.calls):
         entries.clear()

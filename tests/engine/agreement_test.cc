@@ -115,9 +115,10 @@ TEST(Agreement, EndsTheWorldWhereAllWaitForAChangeThatARankHasNotMade) {
   said.start(1, {.changes = 4});  // it works, and may yet make the change
   EXPECT_EQ(of(said).failure, "");
   said.start(1, {.changes = 4, .meeting = static_cast<uint64_t>(Meeting::step), .number = 1});
-  EXPECT_NE(of(said).failure.find("rank 1 waits in a collective call after 4 changes of weights, rank 0 waits for "
-                                  "unit 7 after 5"),
-            std::string::npos);
+  EXPECT_NE(
+      of(said).failure.find("rank 1 waits in a collective call after 4 changes of weights, rank 0 waits for "
+                            "unit 7 after 5"),
+      std::string::npos);
   said.start(1, {.changes = 4, .demanded = 7});
   said.say(1, Say::wants, 7);
   EXPECT_NE(of(said).failure.find("rank 1 waits after 4 changes of weights"), std::string::npos);
