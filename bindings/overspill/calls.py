@@ -135,6 +135,8 @@ def _current_frame(ident: int) -> FrameType | None:
     """One thread at a time: sys._current_frames takes a lock of the interpreter, and what it frees meanwhile (a frame,
     with tensors in it) may give up the GIL. A second thread that came to that lock then would wait for it with the
     GIL, for ever. Whoever cannot have our lock goes on without: Ctrl-C may have kept its holder from letting it go."""
+    if ident == threading.get_ident():
+        return sys._getframe(1)  # this one is gone when it is looked at
     mine = books.looks.acquire(timeout=1)
     try:
         return sys._current_frames().get(ident)
