@@ -204,7 +204,7 @@ TEST_P(PatientStore, AWriteThatFailsOnceOrTenTimesIsMadeInAnotherPlaceAndOneThat
   for (const int os_error : {EIO, ETIMEDOUT, ENOSPC, EDQUOT}) {
     os_error_ = os_error;
     for (const int failures : {1, 10, 11}) {
-      memory.fill(static_cast<uint64_t>(os_error + failures));
+      memory.fill(static_cast<uint64_t>(os_error) + static_cast<uint64_t>(failures));
       const Extent first = store->allocate(kPiece);
       Transfer transfer = make_transfer(Kind::write, first, memory.data());
       failures_ = failures;
