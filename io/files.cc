@@ -42,6 +42,13 @@ StoreError system_error(int os_error, Operation operation, const std::filesystem
                      .detail = std::move(detail)});
 }
 
+StoreError no_threads(const std::system_error& error, const std::string& what) {
+  return StoreError({.kind = ErrorKind::quota,
+                     .operation = Operation::open,
+                     .os_error = error.code().value(),
+                     .detail = what + "; raise the limit of processes (ulimit -u, a container's pids.max)"});
+}
+
 void sync_folder(const std::filesystem::path& folder, StallWatch* watch) {
   const UniqueFd fd(::open(folder.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC));
   if (!fd) throw system_error(Operation::open, folder);

@@ -5,6 +5,7 @@
 #include <filesystem>
 #include <functional>
 #include <string>
+#include <system_error>
 
 #include "io/error.h"
 
@@ -17,6 +18,9 @@ class StallWatch;
 StoreError system_error(Operation operation, const std::filesystem::path& path, std::string detail = "");
 StoreError system_error(int os_error, Operation operation, const std::filesystem::path& path,
                         std::string detail = "");
+
+/// The error of threads that the machine refuses. `what`: who needs how many.
+StoreError no_threads(const std::system_error& error, const std::string& what);
 
 /// Makes the folder's entries durable, where the file system has an fsync of folders: some network and FUSE
 /// file systems have none, and answer EINVAL or EOPNOTSUPP. Throws StoreError for every other answer.

@@ -159,13 +159,8 @@ void warn_of_open_base(int base, const std::filesystem::path& path) {
 }
 
 int reserve_space(StallWatch* watch, const SlabFile& slab, int64_t bytes) {
-  const auto take = [bytes](int file) {
-    errno = take_space(file, bytes);
-    return errno == 0 ? 0 : -1;
-  };
-  const int result = watch == nullptr
-                         ? take_space(slab.fd.get(), bytes)
-                         : watch->call(Operation::reserve, slab.fd.get(), slab.path.string(), take);
+  const int result = watched(watch, Operation::reserve, slab.fd.get(), slab.path.string(),
+                             [bytes](int file) { return take_space(file, bytes); });
   if (result != EOPNOTSUPP) return result;
   warn_once(
       fmt::format("the file system of {} has no fallocate: zeros are written to reserve space there, which "

@@ -13,6 +13,7 @@
 #include <utility>
 #include <variant>
 
+#include "io/files.h"
 #include "io/say.h"
 #include "io/unique_fd.h"
 
@@ -84,12 +85,7 @@ void StallWatch::start() {
   try {
     thread_ = std::thread([this] { work(); });
   } catch (const std::system_error& error) {
-    throw StoreError({.kind = ErrorKind::quota,
-                      .operation = Operation::open,
-                      .os_error = error.code().value(),
-                      .detail =
-                          "the watch of the disks needs a thread and was given none; raise the limit of "
-                          "processes (ulimit -u, a container's pids.max)"});
+    throw no_threads(error, "the watch of the disks needs a thread and was given none");
   }
 }
 
@@ -163,10 +159,6 @@ class Outcome {
   std::optional<Value> value_;
 };
 
-int errno_of(int result) {
-  return result == 0 ? 0 : errno;
-}
-
 // False where the machine gives no thread.
 bool in_background(std::function<void()> work) {
   try {
@@ -201,20 +193,26 @@ class StallWatch::WatchedCall {
   std::list<State>::iterator state_;
 };
 
-int StallWatch::call(Operation operation, int file, const std::string& path,
-                     const std::function<int(int file)>& make) {
+StallWatch::Party StallWatch::party_of(Operation operation, const std::string& path,
+                                       std::function<std::optional<nanoseconds>()> silent_since,
+                                       std::function<void(const Error&)> give_up) {
+  return {.path = path,
+          .silent_since = std::move(silent_since),
+          .unanswered = [=] { return std::optional(Unanswered{.operation = operation, .file = path}); },
+          .give_up = std::move(give_up),
+          .tend = nullptr};
+}
+
+int StallWatch::call(Operation operation, int file, const std::string& path, const Call& make) {
   const auto outcome = std::make_shared<Outcome>();
-  Party party{.path = path,
-              .silent_since = [since = clock_()] { return std::optional(since); },
-              .unanswered = [=] { return std::optional(Unanswered{.operation = operation, .file = path}); },
-              .give_up = [outcome](const Error& why) { outcome->set(why); },
-              .tend = nullptr};
-  const WatchedCall watched(*this, std::move(party));
+  const WatchedCall watched(*this, party_of(
+                                       operation, path, [since = clock_()] { return std::optional(since); },
+                                       [outcome](const Error& why) { outcome->set(why); }));
   UniqueFd own(policy_.give_up_after > 0ns ? ::fcntl(file, F_DUPFD_CLOEXEC, 0) : -1);
   if (!own || !in_background([outcome, make, file = std::make_shared<UniqueFd>(std::move(own))] {
-        outcome->set(errno_of(make(file->get())));
+        outcome->set(make(file->get()));
       })) {
-    outcome->set(errno_of(make(file)));
+    outcome->set(make(file));
   }
   const Outcome::Value value = outcome->wait();
   if (const Error* const error = std::get_if<Error>(&value)) throw StoreError(*error);
@@ -233,12 +231,8 @@ StallWatch::Progress::Progress(StallWatch* watch, Operation operation, const std
   if (watch_ == nullptr) return;
   since_ = std::make_shared<Since>(watch_->clock_());
   watched_ = std::make_unique<WatchedCall>(
-      *watch_,
-      Party{.path = path,
-            .silent_since = [since = since_] { return std::optional(since->last.load()); },
-            .unanswered = [=] { return std::optional(Unanswered{.operation = operation, .file = path}); },
-            .give_up = nullptr,
-            .tend = nullptr});
+      *watch_, party_of(
+                   operation, path, [since = since_] { return std::optional(since->last.load()); }, nullptr));
 }
 
 StallWatch::Progress::~Progress() = default;
@@ -249,24 +243,29 @@ void StallWatch::Progress::moved() {
 
 // ---- under a watch, or without one
 
+int watched(StallWatch* watch, Operation operation, int file, const std::string& path,
+            const StallWatch::Call& make) {
+  return watch == nullptr ? make(file) : watch->call(operation, file, path, make);
+}
+
 namespace {
 
-int call(StallWatch* watch, int file, const std::string& path, int (*make)(int)) {
-  return watch == nullptr ? errno_of(make(file)) : watch->call(Operation::sync, file, path, make);
+int sync(StallWatch* watch, int file, const std::string& path, int (*sync)(int)) {
+  return watched(watch, Operation::sync, file, path, [sync](int own) { return sync(own) == 0 ? 0 : errno; });
 }
 
 }  // namespace
 
 int sync_data(StallWatch* watch, int file, const std::string& path) {
-  return call(watch, file, path, ::fdatasync);
+  return sync(watch, file, path, ::fdatasync);
 }
 
 int sync_file(StallWatch* watch, int file, const std::string& path) {
-  return call(watch, file, path, ::fsync);
+  return sync(watch, file, path, ::fsync);
 }
 
 int sync_file_system(StallWatch* watch, int file, const std::string& path) {
-  return call(watch, file, path, ::syncfs);
+  return sync(watch, file, path, ::syncfs);
 }
 
 // ---- looking
@@ -280,8 +279,7 @@ void StallWatch::look_at(State& state) {
   if (state.tell_at == 0ns) state.tell_at = policy_.tell_after;
   const nanoseconds silent = now - *since;
   if (silent >= state.tell_at) tell(state, silent);
-  if (state.party.give_up == nullptr || policy_.give_up_after == 0ns || silent < policy_.give_up_after)
-    return;
+  if (!gives_up(state) || silent < policy_.give_up_after) return;
   const Unanswered what = state.party.unanswered().value_or(Unanswered{.file = state.party.path});
   state.given_up = true;
   state.party.give_up(
@@ -307,12 +305,16 @@ void StallWatch::tell(State& state, nanoseconds silent) {
     state.stats.longest_ns = std::max(state.stats.longest_ns, state.stats.now_ns);
   }
   board_->set(&state, text);
-  say_(fmt::format("overspill: warning: {}; {}", text,
-                   policy_.give_up_after > 0ns && state.party.give_up != nullptr
-                       ? fmt::format("the engine gives up after {:.3g} s", in_seconds(policy_.give_up_after))
-                   : state.party.give_up != nullptr
-                       ? "the engine waits (engine.io_deadline_seconds ends that)"
-                       : "the engine waits"));
+  std::string then = "the engine waits";
+  if (gives_up(state))
+    then = fmt::format("the engine gives up after {:.3g} s", in_seconds(policy_.give_up_after));
+  else if (state.party.give_up != nullptr)
+    then += " (engine.io_deadline_seconds ends that)";
+  say_(fmt::format("overspill: warning: {}; {}", text, then));
+}
+
+bool StallWatch::gives_up(const State& state) const {
+  return state.party.give_up != nullptr && policy_.give_up_after > 0ns;
 }
 
 /// The path answers again, or nobody asks any more.

@@ -71,10 +71,12 @@ class StallWatch {
   StallStats stats(size_t party) const;
   std::shared_ptr<const StallBoard> board() const { return board_; }
 
-  /// Makes `make(file)`, a system call that returns 0 or sets errno, watched as a party of its own. Returns
-  /// its errno, 0 for none. Throws StoreError{stalled} when the time is over: the call then goes on, with a
-  /// descriptor of its own, in a thread that nobody waits for. So `make` holds no memory of the caller's.
-  int call(Operation operation, int file, const std::string& path, const std::function<int(int file)>& make);
+  /// A system call on a file: its errno, 0 for none. It holds no memory of the caller's.
+  using Call = std::function<int(int file)>;
+  /// Makes `make(file)`, watched as a party of its own, and returns what it returns. Throws
+  /// StoreError{stalled} when the time is over: the call then goes on, with a descriptor of its own, in a
+  /// thread that nobody waits for.
+  int call(Operation operation, int file, const std::string& path, const Call& make);
 
   class Progress;
 
@@ -87,6 +89,12 @@ class StallWatch {
     bool given_up = false;
     StallStats stats{};
   };
+
+  /// Of one call or one piece of work: `path` is what is asked and what it is asked of.
+  static Party party_of(Operation operation, const std::string& path,
+                        std::function<std::optional<std::chrono::nanoseconds>()> silent_since,
+                        std::function<void(const Error&)> give_up);
+  bool gives_up(const State& state) const;
 
   void work();
   void look_at(State& state);
@@ -134,8 +142,11 @@ class StallWatch::Progress {
   std::unique_ptr<WatchedCall> watched_;
 };
 
-/// Under a watch where there is one, as StallWatch::call: fdatasync, fsync, syncfs (of the file system that
-/// has the file).
+/// As StallWatch::call, under a watch where there is one; null: nothing sees it.
+int watched(StallWatch* watch, Operation operation, int file, const std::string& path,
+            const StallWatch::Call& make);
+
+/// The same: fdatasync, fsync, syncfs (of the file system that has the file).
 int sync_data(StallWatch* watch, int file, const std::string& path);
 int sync_file(StallWatch* watch, int file, const std::string& path);
 int sync_file_system(StallWatch* watch, int file, const std::string& path);

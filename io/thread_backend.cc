@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "io/backend.h"
+#include "io/files.h"
 
 namespace overspill::io {
 namespace {
@@ -21,12 +22,8 @@ class ThreadBackend final : public Backend {
     } catch (const std::system_error& error) {
       queue.stop();
       join();
-      throw StoreError({.kind = ErrorKind::quota,
-                        .operation = Operation::open,
-                        .os_error = error.code().value(),
-                        .detail = fmt::format("the store needs {} threads and was given {}; raise the limit "
-                                              "of processes (ulimit -u, a container's pids.max)",
-                                              threads, threads_.size())});
+      throw no_threads(error,
+                       fmt::format("the store needs {} threads and was given {}", threads, threads_.size()));
     }
   }
   ~ThreadBackend() override { join(); }

@@ -72,9 +72,9 @@ void require_absent(const fs::path& folder) {
 /// Of a folder whose disk does not answer, so that no reader takes it for a checkpoint. Waits as long as the
 /// watch allows.
 void remove_manifest(io::StallWatch* watch, int folder, const fs::path& path) {
-  const auto remove = [](int file) { return ::unlinkat(file, kManifestFile, 0); };
+  const auto remove = [](int file) { return ::unlinkat(file, kManifestFile, 0) == 0 ? 0 : errno; };
   try {
-    if (watch != nullptr) watch->call(io::Operation::remove, folder, (path / kManifestFile).string(), remove);
+    io::watched(watch, io::Operation::remove, folder, (path / kManifestFile).string(), remove);
   } catch (const io::StoreError&) {
   }
 }
@@ -219,10 +219,8 @@ CheckpointKeeper::CheckpointKeeper(Context& context, Access& access) : context_(
     } else if (most > readable) {
       io::say_on_stderr(
           fmt::format("overspill: warning: it may be that no checkpoint of this model can be saved: its "
-                      "manifest may have "
-                      "{} bytes, and no reader takes more than {}; save once before a long run, or train "
-                      "fewer parameters "
-                      "in one engine",
+                      "manifest may have {} bytes, and no reader takes more than {}; save once before a long "
+                      "run, or train fewer parameters in one engine",
                       most, readable));
     }
   } catch (const CheckpointError&) {  // of a name that no manifest takes: a save says so
@@ -341,8 +339,8 @@ void CheckpointKeeper::complete(const fs::path& folder, const Manifest& manifest
   const io::UniqueFd held = std::move(saving_folder_);
   if (!io::same_file(held.get(), partial)) {
     throw CheckpointError(
-        fmt::format("{} is another folder than the one that this save made: it was removed or "
-                    "replaced meanwhile; save again",
+        fmt::format("{} is another folder than the one that this save made: it was removed or replaced "
+                    "meanwhile; save again",
                     partial.string()));
   }
   write_manifest(partial, manifest, context_.config.manifest_bytes_max, context_.watch());

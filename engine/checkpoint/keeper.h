@@ -30,8 +30,8 @@ class CheckpointKeeper {
   // A save, in order (engine/save.cc, docs/store.md). Each throws CheckpointError when the folder holds
   // something, io::StoreError when the disk fails or is full.
 
-  /// One rank: makes the folder under its temporary name.
-  /// Holds it until complete() or give_up(): another process that saves there is refused.
+  /// One rank: makes the folder under its temporary name, and holds it until complete() or give_up(): another
+  /// process that saves there is refused.
   void prepare(const std::filesystem::path& folder);
   /// Every rank: pins its extents, writes its data durably, and says what it wrote.
   Manifest write_part(const std::filesystem::path& folder);

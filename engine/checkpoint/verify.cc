@@ -12,21 +12,24 @@ namespace {
 
 constexpr int64_t kRunBytes = 64 * io::kChecksumBlockBytes;  // whole blocks: none is read twice
 
+std::set<std::string_view> files_of(const Manifest& manifest) {
+  std::set<std::string_view> files;
+  for (const ManifestUnit& unit : manifest.units) {
+    for (const ManifestPiece& piece : unit.pieces) files.insert(piece.range.file);
+  }
+  return files;
+}
+
 }  // namespace
 
 VerifyResult verify_data(const std::filesystem::path& folder, const Manifest& manifest,
                          void (*progress)(void*, int64_t, int64_t), void* context) {
-  VerifyResult result{.step = manifest.step};
-  std::set<std::string_view> files;
+  VerifyResult result{.step = manifest.step, .files = std::ssize(files_of(manifest))};
   int64_t total = 0;
   for (const ManifestUnit& unit : manifest.units) {
     result.parameters += static_cast<int64_t>(unit.segments.size());
-    for (const ManifestPiece& piece : unit.pieces) {
-      files.insert(piece.range.file);
-      total += piece.range.bytes;
-    }
+    for (const ManifestPiece& piece : unit.pieces) total += piece.range.bytes;
   }
-  result.files = static_cast<int64_t>(files.size());
   std::vector<std::byte> buffer;
   for (const ManifestUnit& unit : manifest.units) {
     for (const ManifestPiece& piece : unit.pieces) {
@@ -45,11 +48,7 @@ VerifyResult verify_data(const std::filesystem::path& folder, const Manifest& ma
 VerifyResult verify_checkpoint(const std::filesystem::path& folder, void (*progress)(void*, int64_t, int64_t),
                                void* context) {
   const Manifest manifest = read_manifest(folder);
-  std::set<std::string_view> files;
-  for (const ManifestUnit& unit : manifest.units) {
-    for (const ManifestPiece& piece : unit.pieces) files.insert(piece.range.file);
-  }
-  for (const std::string_view file : files) CheckpointFile::open(folder / file).drop_cached();
+  for (const std::string_view file : files_of(manifest)) CheckpointFile::open(folder / file).drop_cached();
   return verify_data(folder, manifest, progress, context);
 }
 
