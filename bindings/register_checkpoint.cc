@@ -12,6 +12,7 @@
 
 #include "bindings/bindings.h"
 #include "engine/checkpoint/manifest.h"
+#include "engine/checkpoint/save_folder.h"
 
 namespace overspill::bindings {
 namespace {
@@ -108,6 +109,8 @@ void register_checkpoint(py::module_& m) {
         "Reads every byte of a checkpoint and compares it with its checksum, in memory of a few MiB.");
   m.def("manifest", &manifest, py::arg("folder"),
         "What a checkpoint folder holds; checked, but for the data itself.");
+  m.def("is_file_of_a_save", &engine::is_file_of_a_save, py::arg("name"),
+        "Whether a save gives this name to a file in a checkpoint's folder.");
 }
 
 }  // namespace overspill::bindings

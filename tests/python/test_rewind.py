@@ -166,17 +166,22 @@ def test_a_run_that_is_done_names_the_checkpoint_that_it_went_on_from(on_disk, o
     assert names(out) == before and len(tiny.log(out)) == 6, "nothing was begun, so nothing is set aside"
 
 
-def test_a_predecessor_goes_only_after_its_successor_was_read_back(on_disk, tmp_path, capsys, monkeypatch):
+def damage_when_saved(monkeypatch, name):
     from overspill.cli.session import Session
 
-    take, out = Session._take, tmp_path / "out"
+    take = Session._take
 
     def badly(self, path):
         take(self, path)
-        if path.name == "step-000002":
+        if path.name == name:
             damage(path)
 
     monkeypatch.setattr(Session, "_take", badly)
+
+
+def test_a_predecessor_goes_only_after_its_successor_was_read_back(on_disk, tmp_path, capsys, monkeypatch):
+    out = tmp_path / "out"
+    damage_when_saved(monkeypatch, "step-000002")
     code, _, err = on_disk.main(capsys, *on_disk.run(out, steps=2, save_every=1, keep=1))
     assert code == 1 and "the last save failed: read back, it was damaged" in err
     assert names(out) == ["step-000001", "step-000002.damaged-1"]
@@ -191,16 +196,8 @@ def refused(self, *arguments):
 
 
 def test_a_damaged_save_that_cannot_be_set_aside_ends_no_run(on_disk, tmp_path, capsys, monkeypatch):
-    from overspill.cli.session import Session
-
-    take, out = Session._take, tmp_path / "out"
-
-    def badly(self, path):
-        take(self, path)
-        if path.name == "step-000002":
-            damage(path)
-
-    monkeypatch.setattr(Session, "_take", badly)
+    out = tmp_path / "out"
+    damage_when_saved(monkeypatch, "step-000002")
     monkeypatch.setattr(Checkpoints, "set_aside", refused)
     code, _, err = on_disk.main(capsys, *on_disk.run(out, steps=2, save_every=1, keep=1))
     assert code == 1 and "overspill train: error: the last save failed: read back, it was damaged" in err
@@ -233,11 +230,12 @@ def test_a_folder_of_checkpoints_that_cannot_be_listed_after_a_save_ends_no_run(
 
 def test_what_overspill_writes_is_known_to_be_its_own(straight):
     """A name that is missing there would stop every resume after a kill in the middle of a save."""
-    from overspill.cli.checkpoints import OURS
+    from overspill import _core
+    from overspill.cli.checkpoints import FOLDERS
 
     items = {item.name for path in (straight / "checkpoints").iterdir() for item in path.iterdir()}
     assert {"manifest.json", "hf"} < items
-    assert not [name for name in items if not OURS.fullmatch(name)]
+    assert not [name for name in items if not FOLDERS.fullmatch(name) and not _core.is_file_of_a_save(name)]
 
 
 @pytest.mark.parametrize("mine", ["thesis.tex", "slab-notes.txt", "extents-notes.txt"])

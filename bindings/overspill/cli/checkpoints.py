@@ -15,18 +15,14 @@ import shutil
 import stat
 from pathlib import Path
 
-from overspill import durable
+from overspill import _core, durable
 from overspill.cli.common import CliError, copy_small_files, describe, not_of_a_model
 from overspill.memory import human
 
 STEP = re.compile(r"step-(\d{6,})")
 PARTIAL = re.compile(STEP.pattern + r"\.partial")
 ASIDE = re.compile(STEP.pattern + r"\.(abandoned|damaged)-\d+")
-OURS = re.compile(
-    r"(rank\d+-)?(slab-.+\.bin|extents-.+\.bin|shared-.+\.txt|resident\.bin|manifest\.json(\.tmp)?)"
-    r"|rank\d+|hf(\.part)?"
-)  # files as in engine/checkpoint/save_folder.cc
-FOLDERS = re.compile(r"rank\d+|hf(\.part)?")  # of OURS
+FOLDERS = re.compile(r"rank\d+|hf(\.part)?")  # in one that a save writes
 MANIFEST = "manifest.json"
 
 
@@ -171,7 +167,8 @@ def _strange(path: Path) -> str:
         return "it is a file"
     for item in path.iterdir():
         folder = item.is_dir() and not item.is_symlink()
-        if not OURS.fullmatch(item.name) or folder != (FOLDERS.fullmatch(item.name) is not None):
+        ours = FOLDERS.fullmatch(item.name) if folder else _core.is_file_of_a_save(item.name)
+        if not ours:
             return f"it holds {item.name}"
         if folder and item.name.startswith("rank") and (deeper := _strange(item)):
             return f"{deeper} in {item.name}"
