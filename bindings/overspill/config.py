@@ -58,14 +58,17 @@ def parse_size(value: Any) -> int:
 Bytes = Annotated[int, BeforeValidator(parse_size)]
 
 
+def can_name_a_file(text: str) -> bool:
+    try:
+        return b"\0" not in os.fsencode(text)
+    except UnicodeEncodeError:  # half of a surrogate pair, which JSON can spell
+        return False
+
+
 def _path(text: str) -> str:
     if not text:
         raise ValueError("the path is empty; name a folder (. is the current one)")
-    try:
-        fits = b"\0" not in os.fsencode(text)
-    except UnicodeEncodeError:  # half of a surrogate pair, which JSON can spell
-        fits = False
-    if not fits:
+    if not can_name_a_file(text):
         raise ValueError("no path can have these characters; name another folder")
     return text
 
@@ -254,9 +257,8 @@ def flat_optimizer(data: Any) -> Any:
 
 def optimizer_keys(kind: Any) -> set[str]:
     """What the section of this type of optimizer may have; nothing where there is no such type."""
-    return (
-        set(_TYPES[kind.lower()].model_fields) if isinstance(kind, str) and kind.lower() in _TYPES else set()
-    )
+    section = _TYPES.get(kind.lower()) if isinstance(kind, str) else None
+    return set(section.model_fields) if section else set()
 
 
 def wrong_hyper_parameter(name: str, value: Any) -> str:

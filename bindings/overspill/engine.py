@@ -613,9 +613,7 @@ class Engine:
         state.check_arguments("load_checkpoint", unknown)
         folder = given.path("load_checkpoint", folder)
         self._settle()
-        folder = os.path.realpath(
-            str(folder)
-        )  # read twice: a link to the latest may lead elsewhere meanwhile
+        folder = os.path.realpath(folder)  # it is read twice: a link may lead elsewhere meanwhile
         text = _core.manifest(folder)["extra_json"]
         read = Extra.read(text, folder)
         buffers = state.persistent_buffers(self.module)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .config import parse_size
+from .config import can_name_a_file, parse_size
 
 _HERE = str(Path(__file__).parent)
 
@@ -90,7 +90,7 @@ def path(call: str, value: Any) -> str:
     wrong = ""
     if not text:
         wrong = "the path is empty: name one"
-    elif "\0" in text or not _has_bytes(text):
+    elif not can_name_a_file(text):
         wrong = f"{text!r:.60} has characters that no file can have: name another path"
     elif text.startswith("~") and not os.path.lexists(text.split("/")[0]):
         wrong = f"{text!r:.60}: ~ is a folder of that name here, not your home: give os.path.expanduser(...) of it"
@@ -111,14 +111,6 @@ def file(call: str, value: Any) -> str:
             f"overspill: {call}: {text}: {folder} {state}: name a file in a folder that is there"
         )
     return text
-
-
-def _has_bytes(text: str) -> bool:
-    try:
-        os.fsencode(text)
-    except UnicodeEncodeError:  # half of a surrogate pair
-        return False
-    return True
 
 
 def training_data(data: Any, collate_fn: Any) -> None:

@@ -58,5 +58,5 @@ def _text(model: nn.Module) -> str:
     return (
         f"overspill: {', '.join(names[:3])}{more}: trainable, but came into the model after overspill.initialize, so "
         f"no step would train it. Change the model (adapters, a new head) before initialize; or {freeze}; or keep what "
-        "another optimizer trains in a module of its own"
+        "another optimizer trains outside this model"
     )

@@ -27,7 +27,7 @@ def options(parser: argparse.ArgumentParser) -> None:
         "checkpoint", type=path_of, metavar="CHECKPOINT", help="e.g. runs/first/checkpoints/step-000040"
     )
     parser.add_argument(
-        "out", type=path_of, metavar="OUT", help="folder to write; must not exist or be empty"
+        "out", type=path_of, metavar="OUT", help="folder to write: a new name, or an empty folder"
     )
     parser.add_argument("--dtype", choices=DTYPES, default="bf16")
     parser.add_argument(
