@@ -76,3 +76,25 @@ def config(tmp_path):
         }
 
     return make
+
+
+@pytest.fixture
+def start(config):
+    """Makes engines, each with a name of its own on the disk, and closes them at the end."""
+    import overspill
+
+    engines = []
+
+    def make(model, optimizer=None, lr_scheduler=None, model_parameters=None, **settings):
+        settings = config(job=f"job{len(engines)}", **settings)
+        if optimizer is not None:
+            del settings["optimizer"]
+        given = overspill.initialize(
+            model, settings, optimizer, lr_scheduler, model_parameters=model_parameters
+        )
+        engines.append(given[0])
+        return given[0]
+
+    yield make
+    for engine in engines:
+        engine.close()

@@ -5,37 +5,15 @@ import copy
 
 import pytest
 import torch
+from scene import batch, mlp
 from torch import nn
 
 import overspill
 from overspill import place
 
 
-def mlp():
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 4))
-
-
-def batch(i=0):
-    return torch.randn(6, 16, generator=torch.Generator().manual_seed(i))
-
-
 def loss_of(model, i=0):
     return model(batch(i)).square().mean()
-
-
-@pytest.fixture
-def start(config):
-    """A number of engines, each with a name of its own on the disk."""
-    engines = []
-
-    def make(model, **settings):
-        engines.append(overspill.initialize(model, config(job=f"job{len(engines)}", **settings))[0])
-        return engines[-1]
-
-    yield make
-    for engine in engines:
-        engine.close()
 
 
 def train(engine, steps=1):

@@ -7,43 +7,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from scene import batch, mlp
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 import overspill
 
 
-def mlp():
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 4))
-
-
-def batch(i=0):
-    return torch.randn(6, 16, generator=torch.Generator().manual_seed(i))
-
-
 def loss_of(model, i=0):
     return model(batch(i)).square().mean()
-
-
-@pytest.fixture
-def start(config):
-    """A number of engines, each with a name of its own on the disk."""
-    engines = []
-
-    def make(model, optimizer=None, lr_scheduler=None, model_parameters=None, **settings):
-        settings = config(job=f"job{len(engines)}", **settings)
-        if optimizer is not None:
-            del settings["optimizer"]
-        given = overspill.initialize(
-            model, settings, optimizer, lr_scheduler, model_parameters=model_parameters
-        )
-        engines.append(given[0])
-        return given[0]
-
-    yield make
-    for engine in engines:
-        engine.close()
 
 
 def train(engine, steps=1):
