@@ -67,7 +67,8 @@ void BatchModel::load(engine::Engine& engine) const {
   }
 }
 
-double BatchModel::train(engine::Engine& engine, int step, int rank, int world) const {
+double BatchModel::train(engine::Engine& engine, int step, int rank, int world,
+                         const std::function<void()>& after_forward) const {
   const int own = batch / world;  // samples
   const auto w = static_cast<size_t>(width);
   std::vector<std::vector<float>> x(static_cast<size_t>(layers) + 1);  // by layer: own x width
@@ -90,6 +91,7 @@ double BatchModel::train(engine::Engine& engine, int step, int rank, int world) 
       }
     }
   }
+  after_forward();
   double loss = 0;
   std::vector<float> slope(wanted.size());  // d (this rank's mean loss) / d x
   for (size_t i = 0; i < slope.size(); ++i) {

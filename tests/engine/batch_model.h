@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <vector>
 
 #include "engine/engine.h"
@@ -21,8 +22,11 @@ struct BatchModel {
 
   void load(engine::Engine& engine) const;
   /// Forward and backward of this rank's samples, gradients handed over, and step(). Returns this rank's
-  /// share of the mean loss: the sum over the ranks is the loss of the batch.
-  double train(engine::Engine& engine, int step, int rank, int world) const;
+  /// share of the mean loss: the sum over the ranks is the loss of the batch. `after_forward` is called
+  /// between forward and backward.
+  double train(
+      engine::Engine& engine, int step, int rank, int world,
+      const std::function<void()>& after_forward = [] {}) const;
 };
 
 }  // namespace overspill::testing

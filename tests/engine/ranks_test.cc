@@ -208,14 +208,16 @@ TEST(Volume, IsWhatTheFormulasSay) {
         const auto traffic = std::make_shared<engine::Traffic>();
         const auto engine = model_rank(model.units(), options, std::move(ranks), traffic);
         model.load(*engine);
-        model.train(*engine, 0, rank, world);
-        model.train(*engine, 1, rank, world);
-        const auto data = [&] {
-          return traffic->exchanged.sent_bytes.load() + traffic->scattered.sent_bytes.load();
-        };
-        const int64_t before = data();
-        for (int step = 2; step < 2 + kVolumeSteps; ++step) model.train(*engine, step, rank, world);
-        sent[rank] = (data() - before) / kVolumeSteps;
+        // From forward's end to forward's end: a step returns while its updates still send weights, and the
+        // next forward needs all of them.
+        int64_t before = 0, after = 0;
+        for (int step = 0; step <= 2 + kVolumeSteps; ++step) {
+          model.train(*engine, step, rank, world, [&] {
+            after = traffic->exchanged.sent_bytes.load() + traffic->scattered.sent_bytes.load();
+            if (step == 2) before = after;
+          });
+        }
+        sent[rank] = (after - before) / kVolumeSteps;
         EXPECT_EQ(traffic->scattered.sent_bytes > 0, options.library_sums);
         int64_t elements = 0;
         for (const engine::Unit& unit : engine->layout().units) elements += unit.elements;
