@@ -178,7 +178,7 @@ def work(python: FrameType | None) -> Stack:
     stack = here.stack
     if books.open or not stack.calls or books.owner.get(0) is not stack:
         claim(stack, python)
-        if books.open:
+        if books.open or not all(call.is_under_way(python) for call in books.blocks):
             put_right(python)
     books.open = True
     return stack
@@ -244,9 +244,13 @@ class Alone:
             unclaim(self.stack)
 
 
+class OtherThreadWorks(RuntimeError):
+    """It is refused what another thread is in the middle of."""
+
+
 def _refuse_thread(other: Stack) -> None:
     name = next((t.name for t in threading.enumerate() if t.ident == other.ident), str(other.ident))
-    raise RuntimeError(
+    raise OtherThreadWorks(
         f"overspill: thread {name!r} is inside a forward, backward, step, load, save or read of an engine's weights, "
         f"and {threading.current_thread().name!r} called an engine too: the engines of a process work in one thread "
         "at a time; let the threads take turns (a lock around each use; engine.stats() needs none)"
@@ -309,17 +313,23 @@ def settle(python: FrameType | None, ended: Call | None = None) -> None:
 
 def put_right(python: FrameType | None, ended: Call | None = None) -> None:
     """Makes the books true again: forgets calls that are not under way (and `ended`), counts the pins from those that
-    are, and releases everything else. `python`: a frame of this thread that is on its stack. Who owns the memory stays
-    as it is: the thread that asks may have claimed it for the call that it is about to begin."""
+    are, and releases everything else; what was edited in a block becomes the weight. `python`: a frame of this thread
+    that is on its stack. Who owns the memory stays as it is: the thread that asks may have claimed it for the call that
+    it is about to begin."""
     books.open = True
     stack = here.stack
     for each in (stack, *(s for s in books.stacks if s is not stack)):
         each.calls[:] = [call for call in each.calls if call is not ended and call.is_under_way(python)]
     books.stacks[:] = [each for each in books.stacks if each.calls]
-    books.blocks[:] = [call for call in books.blocks if call is not ended and call.is_under_way(python)]
+    blocks = [call for call in books.blocks if call is not ended and call.is_under_way(python)]
+    left = [unit for call in books.blocks if call not in blocks for unit in call.units]
+    edited = [unit for unit in left if residency.edited(unit)]
+    books.blocks[:] = blocks
     if not stack.calls:
         stack.without_modes()
-    residency.recount([call for each in books.stacks for call in each.calls] + books.blocks)
+    residency.recount([call for each in books.stacks for call in each.calls] + blocks)
+    for unit in edited:
+        residency.outdate(unit)
     books.open = False
 
 

@@ -3,6 +3,7 @@ dictionaries."""
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import weakref
 from collections.abc import Iterable
@@ -240,8 +241,9 @@ def _hold_block(call: Call, units: list[Unit]) -> None:
 
 
 def _release_block(call: Call) -> None:
-    """Outside forward: of what was edited, whatever autograd saved before is out of date."""
-    with DisableTorchFunction(), calls.Alone():
+    """Outside forward: of what was edited, whatever autograd saved before is out of date. While another thread works,
+    the block stays listed, and is released by whatever works next: a block that has begun ends without an error."""
+    with contextlib.suppress(calls.OtherThreadWorks), DisableTorchFunction(), calls.Alone():
         if books.open:
             calls.put_right(sys._getframe(), ended=call)
             return

@@ -306,12 +306,22 @@ def unpin(unit: Unit, keep: bool) -> None:
             hide(unit)
 
 
+def edited(unit: Unit) -> bool:
+    """Whether it was edited since it was shown."""
+    return unit.shown and (unit.edited or any(s.edited() for s in unit.segments))
+
+
+def outdate(unit: Unit) -> None:
+    """An edit outside forward has become the weight: what autograd saved of it before is out of date."""
+    unit.generation = unit.core.generation(unit.index)
+
+
 def release_edited(unit: Unit) -> None:
-    """Unpins a unit outside forward; if it was edited, what autograd saved of it before is out of date."""
-    edited = unit.edited or any(s.edited() for s in unit.segments)
+    """Unpins a unit that a block held."""
+    changed = edited(unit)
     unpin(unit, False)
-    if edited:
-        unit.generation = unit.core.generation(unit.index)
+    if changed:
+        outdate(unit)
 
 
 def remember(unit: Unit, needed: Sequence[Unit] = ()) -> None:

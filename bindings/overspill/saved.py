@@ -37,20 +37,11 @@ class Handle:
             raise RuntimeError(f"overspill: {segment.name}: {unit.residency.closed}")
         if not unit.residency.current:
             unit.residency.refresh()
-        if self.generation != unit.generation:
-            raise RuntimeError(
-                f"overspill: {segment.name} was saved for backward and has been updated since "
-                "(engine.step, a loaded "
-                "checkpoint or `gathered`): run backward before, or forward again"
-            )
-        if self.version is not None and segment.parameter._version != self.version:
-            raise RuntimeError(
-                f"overspill: one of the variables needed for gradient computation, {segment.name}, "
-                "has been modified by "
-                "an inplace operation"
-            )
         vertical.before(unit)
-        calls.work(sys._getframe())
+        calls.work(sys._getframe())  # it may release a block whose edits become weights
+        if (why := self._outdated()) is not None:
+            books.open = False
+            raise RuntimeError(f"overspill: {why}")
         keep = in_backward()
         if keep:
             residency.remember(unit)
@@ -63,6 +54,20 @@ class Handle:
             residency.drop(unit)
         books.open = False
         return in_form(self.form, view)
+
+    def _outdated(self) -> str | None:
+        name = self.segment.name
+        if self.generation != self.unit.generation:
+            return (
+                f"{name} was saved for backward and has been updated since (engine.step, a loaded checkpoint or "
+                "`gathered`): run backward before, or forward again"
+            )
+        if self.version is not None and self.segment.parameter._version != self.version:
+            return (
+                f"one of the variables needed for gradient computation, {name}, has been modified by an inplace "
+                "operation"
+            )
+        return None
 
 
 class Activation:

@@ -272,14 +272,17 @@ def test_threads_that_read_while_one_edits_get_right_weights_or_an_error(start, 
     threads = [threading.Thread(target=read) for _ in range(2)]
     for thread in threads:
         thread.start()
-    begun, edits, first = 0, 0, time.monotonic()
+    edits, first = 0, time.monotonic()
     while time.monotonic() < first + (3 if edits and reads else 60):  # one of each comes when it comes
-        # The end of a block may be refused too: that edit may be kept or not, and its thread was told.
-        with contextlib.suppress(RuntimeError):
-            with engine.gathered(model[0].bias):
-                begun += 1
-                model[0].bias.data[3] += 1.0
-            edits += 1
+        block = engine.gathered(model[0].bias)
+        try:
+            block.__enter__()
+        except RuntimeError as error:
+            assert "one thread at a time" in str(error)
+            continue
+        model[0].bias.data[3] += 1.0
+        edits += 1
+        block.__exit__()  # it has begun: it is never refused
     over.set()
     for thread in threads:
         thread.join(60)
@@ -288,10 +291,31 @@ def test_threads_that_read_while_one_edits_get_right_weights_or_an_error(start, 
     found = engine.state_dict()
     for _ in range(edits):  # each is rounded
         expected["0.bias"][3] += 1.0
-    while edits < begun and not torch.equal(found["0.bias"], expected["0.bias"]):
-        expected["0.bias"][3] += 1.0
-        edits += 1
     assert all(torch.equal(value, expected[name]) for name, value in found.items())
+
+
+def test_a_block_that_ends_while_another_thread_works_is_released_by_what_works_next(start):
+    """What it wrote is kept, and what autograd saved before is out of date, as if its thread had released it."""
+    model = mlp()
+    plain = Plain(copy.deepcopy(model))
+    engine, weight = start(model), model[2].weight
+    unit = residency.registry[id(weight)].unit
+    loss = loss_of(model, batch())
+    with torch.no_grad():
+        plain.model[2].weight.mul_(2)
+    block, raised = engine.gathered([weight]), []
+    block.__enter__()
+    weight.data.mul_(2)
+    core = engine._core
+    engine._residency.core = Meanwhile(core, "read_weight", lambda: raised.append(in_thread(block.__exit__)))
+    engine.weight(model[0].weight)
+    engine._residency.core = core
+    assert raised == [None] and unit.pins == 1, raised
+    with pytest.raises(RuntimeError, match=r"2\.weight was saved for backward and has been updated"):
+        loss.backward()
+    engine.zero_grad()
+    assert not unit.pins and not calls.books.blocks
+    follows(engine, plain)
 
 
 def test_close_is_refused_while_another_thread_reads(start):
