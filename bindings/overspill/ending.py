@@ -69,16 +69,15 @@ class End:
         if self.owner is not None and self.owner.is_of_a_parent():
             return
         failure: Exception | None = None
-        try:
-            if self.owner is not None:
-                self.owner.close()
-            elif self.core is not None:
-                self.core.close()
-        except BaseException as error:
-            ranks.tell(error, self.groups)
-            if not isinstance(error, Exception):
-                raise  # Ctrl-C: what is left is ended by the next call
-            failure = error  # all of it is gone all the same
+        for part in (self.owner, self.core):  # the core in any case: its threads must not outlive Python
+            try:
+                if part is not None:
+                    part.close()
+            except BaseException as error:
+                ranks.tell(error, self.groups)
+                if not isinstance(error, Exception):
+                    raise  # Ctrl-C: what is left is ended by the next call
+                failure = failure or error  # all of it is gone all the same
         if self.owner is not None:
             patches.uninstall(self.owner)
         for group in self.groups:

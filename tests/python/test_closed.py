@@ -7,6 +7,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from scene import mlp
+
+from overspill import residency
 
 HERE = Path(__file__).resolve().parent
 
@@ -196,3 +199,18 @@ def test_everything_answers_or_says_that_the_engine_is_closed(placement):
             wrong.append(line)
     assert len(said) > 60
     assert not wrong, "\n".join(wrong)
+
+
+def test_the_core_ends_whatever_keeps_the_model_from_letting_go(start, monkeypatch):
+    """Its threads would outlive Python, which then ends the process by a signal."""
+    engine = start(mlp())
+
+    def fail(owner):
+        raise ValueError("not this time")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(residency.Residency, "close", fail)
+        with pytest.raises(ValueError, match="not this time"):
+            engine.close()
+    with pytest.raises(ValueError, match="closed"):
+        engine._core.synchronize()
