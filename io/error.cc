@@ -15,6 +15,8 @@ const char* name_of(ErrorKind kind) {
       return "no space left";
     case ErrorKind::quota:
       return "limit reached";
+    case ErrorKind::threads:
+      return "this process may have no more threads";
     case ErrorKind::device:
       return "device failure";
     case ErrorKind::no_memory:
@@ -52,6 +54,8 @@ const char* way_out_of(ErrorKind kind) {
     case ErrorKind::quota:
       return "raise the quota or the limit (ulimit -f of a file's size, ulimit -n of open files), or choose "
              "another path";
+    case ErrorKind::threads:
+      return "raise the limit of processes (ulimit -u, a container's pids.max)";
     case ErrorKind::device:
       return "check the disk (dmesg, smartctl); the last checkpoint is unaffected";
     case ErrorKind::no_memory:
@@ -100,6 +104,8 @@ bool is_stalled(const std::exception_ptr& error) {
 
 const char* name_of(Operation operation) {
   switch (operation) {
+    case Operation::start_thread:
+      return "starting a thread";
     case Operation::open:
       return "open";
     case Operation::reserve:

@@ -12,6 +12,7 @@ namespace overspill::io {
 enum class ErrorKind : uint8_t {
   no_space,     // ENOSPC: the file system is full
   quota,        // EDQUOT, EFBIG, EMFILE: a limit below what the machine has
+  threads,      // the machine gives this process no further thread
   device,       // EIO and kin: the device failed the transfer
   no_memory,    // ENOMEM, ENOBUFS: the machine's memory, not the disk's
   busy,         // EAGAIN, EBUSY, however often it was asked
@@ -27,7 +28,7 @@ enum class ErrorKind : uint8_t {
   cancelled,    // the store is shutting down
 };
 
-enum class Operation : uint8_t { open, reserve, read, write, sync, link, remove };
+enum class Operation : uint8_t { start_thread, open, reserve, read, write, sync, link, remove };
 const char* name_of(Operation operation);
 
 /// What went wrong, where, and what to do. `message()` names operation, path, offset, length, cause and way

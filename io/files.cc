@@ -43,10 +43,10 @@ StoreError system_error(int os_error, Operation operation, const std::filesystem
 }
 
 StoreError no_threads(const std::system_error& error, const std::string& what) {
-  return StoreError({.kind = ErrorKind::quota,
-                     .operation = Operation::open,
+  return StoreError({.kind = ErrorKind::threads,
+                     .operation = Operation::start_thread,
                      .os_error = error.code().value(),
-                     .detail = what + "; raise the limit of processes (ulimit -u, a container's pids.max)"});
+                     .detail = what});
 }
 
 void sync_folder(const std::filesystem::path& folder, StallWatch* watch) {

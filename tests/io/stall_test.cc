@@ -164,8 +164,9 @@ TEST(Watch, ThatGetsNoThreadSaysSo) {
   StallWatch watch(StallPolicy{});
   const NoThreads none;
   const Error error = error_of([&] { watch.start(); });
-  EXPECT_EQ(error.kind, ErrorKind::quota);
+  EXPECT_EQ(error.kind, ErrorKind::threads);
   EXPECT_TRUE(contains(error.message(), "ulimit -u")) << error.message();
+  EXPECT_FALSE(contains(error.message(), "ulimit -n")) << error.message();
 }
 
 class Deadline : public PlayedWatch {
@@ -424,7 +425,8 @@ TEST(Threads, ThatTheMachineRefusesAreATypedError) {
               try {
                 make_file_store(options);
               } catch (const StoreError& error) {
-                return error.error().kind == ErrorKind::quota && contains(error.what(), "8 threads") ? 0 : 2;
+                return error.error().kind == ErrorKind::threads && contains(error.what(), "8 threads") ? 0
+                                                                                                       : 2;
               }
               return 3;
             }),
