@@ -109,8 +109,10 @@ void register_checkpoint(py::module_& m) {
         "Reads every byte of a checkpoint and compares it with its checksum, in memory of a few MiB.");
   m.def("manifest", &manifest, py::arg("folder"),
         "What a checkpoint folder holds; checked, but for the data itself.");
-  m.def("is_file_of_a_save", &engine::is_file_of_a_save, py::arg("name"),
-        "Whether a save gives this name to a file in a checkpoint's folder.");
+  m.def(
+      "is_file_of_a_save",
+      [](const std::filesystem::path& name) { return engine::is_file_of_a_save(name.native()); },
+      py::arg("name"), "Whether a save gives this name to a file in a checkpoint's folder.");
 }
 
 }  // namespace overspill::bindings

@@ -69,7 +69,7 @@ def _path(text: str) -> str:
     if not text:
         raise ValueError("the path is empty; name a folder (. is the current one)")
     if not can_name_a_file(text):
-        raise ValueError("no path can have these characters; name another folder")
+        raise ValueError(f"{text!r:.60} has characters that no path can have; name another folder")
     return text
 
 

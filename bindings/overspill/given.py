@@ -93,7 +93,7 @@ def path(call: str, value: Any) -> str:
     elif not can_name_a_file(text):
         wrong = f"{text!r:.60} has characters that no file can have: name another path"
     elif text.startswith("~") and not os.path.lexists(text.split("/")[0]):
-        wrong = f"{text!r:.60}: ~ is a folder of that name here, not your home: give os.path.expanduser(...) of it"
+        wrong = f"{text!r:.60}: Python does not take ~ for your home: give os.path.expanduser(...) of it"
     if wrong:
         raise ValueError(f"overspill: {call}: {wrong}")
     return text

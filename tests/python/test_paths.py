@@ -74,7 +74,7 @@ def test_a_job_that_can_be_no_file_is_refused_while_everything_fits(job, tmp_pat
 
 @pytest.mark.parametrize("path", ["a\0b", "\ud800"])
 def test_a_text_that_can_be_no_path_is_named(path):
-    with pytest.raises(ConfigError, match=r"budget\.nvme\.0 = .*: no path can have"):
+    with pytest.raises(ConfigError, match=r"budget\.nvme\.0 = .*has characters that no path can have"):
         Config.read({"budget": {"host": 1, "nvme": [path]}})
 
 

@@ -261,6 +261,7 @@ def made(folder, step, name="") -> Path:
     "mine",
     [
         "thesis.tex",
+        os.fsdecode(b"caf\xe9.txt"),  # no UTF-8
         "slab-notes.txt",
         "rank0-extents-notes.txt",
         "slab-mine.bin/a",

@@ -225,7 +225,10 @@ def both(**changed):
         (both(save_minutes=float("nan")), "settings.save_minutes = nan is no number"),
         (both(steps=None), "settings.steps = None is null"),
         (both(nvme=[1]), "settings.nvme = [1] is a list"),
-        (both(config="a\0b"), "settings.config = 'a\\x00b' is a text that no path and no name can be"),
+        (
+            both(config="a\0b"),
+            "settings.config = 'a\\x00b' is a text with characters that no file name can have",
+        ),
         (
             lambda run: run | {"typed": run["typed"] | {"seq_len": 128}},
             "typed.seq_len = 128, and settings.seq_len = 32",

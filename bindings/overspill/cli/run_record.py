@@ -2,13 +2,13 @@
 it saved."""
 
 import dataclasses
-import os
 import re
 from types import UnionType
 from typing import Any, get_args, get_origin
 
 from overspill.cli.chosen import ConfigFile
 from overspill.cli.settings import FIELDS
+from overspill.config import can_name_a_file
 
 NEEDED = {"settings": dict, "heldout": dict, "data_digest": str}
 # Earlier versions lack them; a run without a configuration file has null for it.
@@ -80,20 +80,13 @@ def _fits(value: Any, kind: Any) -> bool:
     if kind is float:
         return isinstance(value, (int, float)) and not isinstance(value, bool)
     if kind is str:
-        return isinstance(value, str) and _can_be_passed(value)
+        return isinstance(value, str) and can_name_a_file(value)
     return isinstance(value, get_origin(kind) or kind) and isinstance(value, bool) == (kind is bool)
 
 
-def _can_be_passed(text: str) -> bool:
-    try:
-        return b"\0" not in os.fsencode(text)
-    except ValueError:  # half of a surrogate pair, which JSON can spell
-        return False
-
-
 def _kind(value: Any) -> str:
-    if isinstance(value, str) and not _can_be_passed(value):
-        return "a text that no path and no name can be"
+    if isinstance(value, str) and not can_name_a_file(value):
+        return "a text with characters that no file name can have"
     return {
         dict: "an object",
         list: "a list",
