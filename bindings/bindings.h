@@ -34,6 +34,7 @@ void register_engine(pybind11::module_& m);
 void register_checkpoint(pybind11::module_& m);
 void register_doctor(pybind11::module_& m);
 void register_optim(pybind11::module_& m);
+void register_frames(pybind11::module_& m);
 void register_ranks(pybind11::module_& m);
 
 /// A group's hyper-parameters: `group` has the optimizer's fields by name, and may have more.

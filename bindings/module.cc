@@ -8,5 +8,6 @@ PYBIND11_MODULE(_core, m) {
   overspill::bindings::register_checkpoint(m);
   overspill::bindings::register_doctor(m);
   overspill::bindings::register_optim(m);
+  overspill::bindings::register_frames(m);
   overspill::bindings::register_ranks(m);
 }

@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-from . import residency
+from . import _core, residency
 from .residency import Residency, Unit
 
 
@@ -101,24 +101,18 @@ class Stack:
         wanted = [call.python for call in self.calls]
         return bool(wanted) and not self.frames(wanted)
 
+    def thread(self) -> str:
+        """Its name, or its number where it has none."""
+        return next((t.name for t in threading.enumerate() if t.ident == self.ident), str(self.ident))
+
     def without_modes(self) -> None:
         if self.remove_modes is not None:
             self.remove_modes()
             self.remove_modes = None
 
     def frames(self, wanted: list[FrameType | None]) -> list[FrameType | None]:
-        """Those of `wanted` that are on the stack of this thread, another one than the caller's. It may run meanwhile:
-        what was seen counts where its top has not moved; else all of them."""
-        for _ in range(3):
-            top = python = _current_frame(self.ident)
-            found = []
-            while python is not None:
-                if python in wanted:
-                    found.append(python)
-                python = python.f_back
-            if len(found) == len(wanted) or _current_frame(self.ident) is top:
-                return found
-        return wanted
+        """Those of `wanted` that are on the stack of this thread."""
+        return _core.frames_on_stack(self.ident, wanted)
 
     def works(self) -> bool:
         """Whether its thread is inside a call that works with engines' memory. `Tensor.backward` alone need not."""
@@ -131,28 +125,14 @@ class Stack:
         return bool(wanted) and bool(self.frames(wanted))
 
 
-def _current_frame(ident: int) -> FrameType | None:
-    """One thread at a time: sys._current_frames takes a lock of the interpreter, and what it frees meanwhile (a frame,
-    with tensors in it) may give up the GIL. A second thread that came to that lock then would wait for it with the
-    GIL, for ever. Whoever cannot have our lock goes on without: Ctrl-C may have kept its holder from letting it go."""
-    if ident == threading.get_ident():
-        return sys._getframe(1)  # this one is gone when it is looked at
-    mine = books.looks.acquire(timeout=1)
-    try:
-        return sys._current_frames().get(ident)
-    finally:
-        if mine:
-            books.looks.release()
-
-
 class Books:
     """Of the process. `open`: a change is being made, or was broken off. `stacks`: those with calls. `blocks`: calls
     that need not end in the order of a stack. `owner`, at 0: the stack of the thread that works; a dict, because its
     `setdefault` lets one of two threads win. `succession`: taken to follow an owner that left without a word, and to
-    leave; re-entrant, because a garbage collection inside may close an engine, which takes it too. `looks`: as
-    _current_frame says; re-entrant for the same reason."""
+    leave; re-entrant, because a garbage collection inside may close an engine, which takes it too. `edited`: units that
+    ended blocks have edited, until what autograd saved of them before is out of date."""
 
-    __slots__ = ("blocks", "looks", "open", "owner", "stacks", "succession")
+    __slots__ = ("blocks", "edited", "open", "owner", "stacks", "succession")
 
     def __init__(self) -> None:
         self.open = False
@@ -160,7 +140,7 @@ class Books:
         self.blocks: list[Call] = []
         self.owner: dict[int, Stack] = {}
         self.succession = threading.RLock()
-        self.looks = threading.RLock()
+        self.edited: list[Unit] = []
 
 
 class _Here(threading.local):
@@ -172,13 +152,13 @@ books = Books()
 here = _Here()
 
 
-def work(python: FrameType | None) -> Stack:
+def work(python: FrameType | None, ending: Call | None = None) -> Stack:
     """Opens the books for a change by this thread: the caller sets `books.open = False` when it is done, and only then.
-    RuntimeError where another thread is at work."""
+    `ending`: a block that the caller is about to end. RuntimeError where another thread is at work."""
     stack = here.stack
     if books.open or not stack.calls or books.owner.get(0) is not stack:
         claim(stack, python)
-        if books.open or not all(call.is_under_way(python) for call in books.blocks):
+        if books.open or not all(call is ending or call.is_under_way(python) for call in books.blocks):
             put_right(python)
     books.open = True
     return stack
@@ -249,11 +229,10 @@ class OtherThreadWorks(RuntimeError):
 
 
 def _refuse_thread(other: Stack) -> None:
-    name = next((t.name for t in threading.enumerate() if t.ident == other.ident), str(other.ident))
     raise OtherThreadWorks(
-        f"overspill: thread {name!r} is inside a forward, backward, step, load, save or read of an engine's weights, "
-        f"and {threading.current_thread().name!r} called an engine too: the engines of a process work in one thread "
-        "at a time; let the threads take turns (a lock around each use; engine.stats() needs none)"
+        f"overspill: thread {other.thread()!r} is inside a forward, backward, step, load, save or read of an engine's "
+        f"weights, and {threading.current_thread().name!r} called an engine too: the engines of a process work in one "
+        "thread at a time; let the threads take turns (a lock around each use; engine.stats() needs none)"
     )
 
 
@@ -285,6 +264,21 @@ def end(call: Call, stack: Stack) -> None:
             residency.unpin(unit, keep)
     if not stack.calls:
         _leave(stack)
+
+
+def end_block(call: Call) -> None:
+    """The books are open. What was edited in the block becomes the weight."""
+    books.edited += filter(residency.edited, call.units)
+    books.blocks.remove(call)
+    for unit in call.units:
+        residency.unpin(unit, False)
+    _outdate_edited()
+
+
+def _outdate_edited() -> None:
+    for unit in books.edited:
+        residency.outdate(unit)
+    books.edited.clear()
 
 
 def _leave(stack: Stack) -> None:
@@ -323,13 +317,20 @@ def put_right(python: FrameType | None, ended: Call | None = None) -> None:
     books.stacks[:] = [each for each in books.stacks if each.calls]
     blocks = [call for call in books.blocks if call is not ended and call.is_under_way(python)]
     left = [unit for call in books.blocks if call not in blocks for unit in call.units]
-    edited = [unit for unit in left if residency.edited(unit)]
+    books.edited += filter(residency.edited, left)
     books.blocks[:] = blocks
     if not stack.calls:
         stack.without_modes()
-    residency.recount([call for each in books.stacks for call in each.calls] + blocks)
-    for unit in edited:
-        residency.outdate(unit)
+    try:
+        residency.recount([call for each in books.stacks for call in each.calls] + blocks)
+    except Exception as error:
+        if left:
+            names = ", ".join(s.name for unit in left for s in unit.segments)
+            error.add_note(
+                f"overspill: a `gathered` block that has ended since had edited some of these: {names}"
+            )
+        raise
+    _outdate_edited()
     books.open = False
 
 
@@ -346,9 +347,16 @@ def refuse_inside(owner: Residency, what: str) -> None:
     for call in [call for each in (*books.stacks, here.stack) for call in each.calls] + books.blocks:
         if call.owner is owner or any(unit.residency is owner for unit in call.units):
             where = "`with engine.gathered(...)`" if call.block is not None else "a call of the model"
+            if call.stack is here.stack:
+                place, way_out = f"inside {where}", f"leave {where} first"
+            else:
+                place, way_out = (
+                    f"while thread {call.stack.thread()!r} is inside {where}",
+                    "let that end first",
+                )
             raise RuntimeError(
-                f"overspill: {what} inside {where} is refused, because it would change weights that are in use "
-                f"there: leave {where} first"
+                f"overspill: {what} {place} is refused, because it would change weights that are in use there: "
+                f"{way_out}"
             )
 
 
@@ -379,9 +387,9 @@ def start_update(owner: Residency, what: str) -> None:
 
 def _after_fork() -> None:
     """In a child: its one thread has no call that counts, and no other thread is there to give back a lock."""
-    books.open, books.succession, books.looks = False, threading.RLock(), threading.RLock()
+    books.open, books.succession = False, threading.RLock()
     here.stack.claimed = here.stack.alone = None
-    for entries in (books.stacks, books.blocks, books.owner, here.stack.calls):
+    for entries in (books.stacks, books.blocks, books.edited, books.owner, here.stack.calls):
         entries.clear()
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch._C import DisableTorchFunction
 
-from . import calls, reading, residency, vertical
+from . import _core, calls, reading, vertical
 from .calls import Call, books, here, in_backward, opaque
 from .divided import is_sharded, part_of
 from .guard import guard
@@ -201,6 +201,10 @@ class Gathered:
         self._call: Call | None = None
 
     def __enter__(self) -> None:
+        if self._call is not None and not self.left:
+            raise RuntimeError(
+                "overspill: this `gathered` block is entered already: call engine.gathered(...) for each `with`"
+            )
         self.left, self._call = False, Call(here.stack, None, block=self)
         try:
             _hold_block(self._call, self.units)
@@ -208,10 +212,11 @@ class Gathered:
             self.left = True
             raise
 
-    def __exit__(self, *_: Any) -> None:
-        self.left = True
-        assert self._call is not None
-        _release_block(self._call)
+    __exit__ = _core.leave_block  # sets `left`, whatever strikes, and calls release()
+
+    def release(self) -> None:
+        if self._call is not None:
+            _release_block(self._call)
 
 
 def _refuse_copy(owner: Residency | None) -> None:
@@ -247,11 +252,9 @@ def _release_block(call: Call) -> None:
         if books.open:
             calls.put_right(sys._getframe(), ended=call)
             return
-        calls.work(sys._getframe())
+        calls.work(sys._getframe(), ending=call)
         if call in books.blocks:
-            books.blocks.remove(call)
-            for unit in call.units:
-                residency.release_edited(unit)
+            calls.end_block(call)
         books.open = False
 
 

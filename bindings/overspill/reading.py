@@ -1,7 +1,8 @@
 """Weights and states as the core has them, for scripts, exports and checkpoints. Every read goes through one buffer of
 the core, and what it reads may change under a step; so a thread reads alone (calls.Alone), or as a part of what it has
 under way itself. An edit inside a `gathered` block, or inside a forward, is a weight from the moment that somebody
-reads it; else it becomes one where the block or the forward ends."""
+reads it; else it becomes one where the block or the forward ends, or, where another thread works then, at the next
+call."""
 
 from __future__ import annotations
 

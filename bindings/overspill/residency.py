@@ -313,15 +313,8 @@ def edited(unit: Unit) -> bool:
 
 def outdate(unit: Unit) -> None:
     """An edit outside forward has become the weight: what autograd saved of it before is out of date."""
-    unit.generation = unit.core.generation(unit.index)
-
-
-def release_edited(unit: Unit) -> None:
-    """Unpins a unit that a block held."""
-    changed = edited(unit)
-    unpin(unit, False)
-    if changed:
-        outdate(unit)
+    if not unit.residency.closed:
+        unit.generation = unit.core.generation(unit.index)
 
 
 def remember(unit: Unit, needed: Sequence[Unit] = ()) -> None:

@@ -3,6 +3,7 @@ afterwards, or the error says what was wrong."""
 
 import contextlib
 import copy
+import ctypes
 import itertools
 import signal
 import warnings
@@ -82,6 +83,68 @@ def test_an_interrupt_in_gathered_or_while_loading(start):
         model.load_state_dict(model.state_dict())
     handle.remove()
     follows(engine, plain)
+
+
+class _Interrupts:
+    """Ctrl-C comes while `statement` is assigned, in no function of Python: it is raised where the next one begins."""
+
+    _set = ctypes.pythonapi.PyErr_SetInterrupt
+    _set.restype, _set.argtypes = None, [ctypes.py_object, ctypes.py_object]
+    statement = property(None, _set)
+
+
+def test_an_interrupt_in_the_last_statement_of_gathered_leaves_the_block(start):
+    """Its error is raised at the beginning of what ends the block, and a handler still has it, and so the block."""
+    model = mlp()
+    plain = Plain(copy.deepcopy(model))
+    engine, last = start(model), _Interrupts()
+    try:
+        with engine.gathered(model[0].weight):
+            last.statement = "ends in Ctrl-C"
+    except KeyboardInterrupt:
+        follows(engine, plain)
+    else:
+        pytest.fail("nothing was interrupted")
+
+
+def test_an_interrupt_at_the_end_of_gathered_hides_no_edit_from_backward(start, monkeypatch):
+    """What autograd saved before is out of date, though the block's end was broken off."""
+    model = mlp()
+    engine = start(model)
+    loss = loss_of(model, batch())
+    block = engine.gathered(model[2].weight)
+    block.__enter__()
+    model[2].weight.data.mul_(2)
+    with monkeypatch.context() as patch:
+        patch.setattr(residency, "outdate", Strike())
+        with pytest.raises(KeyboardInterrupt):
+            block.__exit__()
+    with pytest.raises(RuntimeError, match=r"2\.weight was saved for backward and has been updated"):
+        loss.backward()
+
+
+def test_the_end_of_gathered_looks_at_its_own_units_only(start, monkeypatch):
+    """Many small blocks would look at the whole model each."""
+    model = mlp()
+    engine = start(model)
+    looks = []
+    monkeypatch.setattr(residency, "recount", lambda calls: looks.append(calls))
+    for parameter in model.parameters():
+        with engine.gathered(parameter):
+            pass
+    assert not looks
+
+
+def test_a_gathered_block_is_entered_once_at_a_time(start):
+    model = mlp()
+    engine = start(model)
+    block = engine.gathered(model[0].weight)
+    with block:
+        with pytest.raises(RuntimeError, match=r"entered already: call engine\.gathered"), block:
+            pass
+        assert not model[0].weight.isnan().any()
+    with block:
+        assert not model[0].weight.isnan().any()
 
 
 def test_a_gradient_that_an_interrupt_left_behind_is_not_added_to_the_next(start):
@@ -401,6 +464,11 @@ def test_a_step_inside_gathered_or_a_call_is_refused(start):
     with pytest.raises(RuntimeError, match="a step of the optimizer inside a call of the model"):
         engine(batch())
     handle.remove()
+    engine.zero_grad()
+    loss_of(engine, batch()).backward()
+    with engine.gathered(model[0].weight):
+        said = str(in_thread(engine.step))
+    assert "a step of the optimizer while thread 'MainThread' is inside `with engine.gathered" in said, said
     engine.zero_grad()
     follows(engine, plain)
 

@@ -214,3 +214,4 @@ def test_the_core_ends_whatever_keeps_the_model_from_letting_go(start, monkeypat
             engine.close()
     with pytest.raises(ValueError, match="closed"):
         engine._core.synchronize()
+    engine._residency.close()  # what was kept goes now, for the tests that follow

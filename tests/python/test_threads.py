@@ -318,6 +318,22 @@ def test_a_block_that_ends_while_another_thread_works_is_released_by_what_works_
     follows(engine, plain)
 
 
+def test_the_frames_of_a_thread_are_found_while_it_starts_others(eager_switches):
+    """A thread that has not begun bears the number of the one that starts it."""
+    mine, frame, over, wrong = calls.here.stack, sys._getframe(), threading.Event(), []
+
+    def look():
+        for _ in range(3000):
+            found = mine.frames([None, frame])
+            wrong.extend([found] if found != [frame] else [])
+        over.set()
+
+    threading.Thread(target=look, daemon=True).start()
+    while not over.is_set():
+        threading.Thread(target=lambda: None).start()
+    assert not wrong
+
+
 def test_close_is_refused_while_another_thread_reads(start):
     model = mlp()
     engine = start(model, placement="nvme")
