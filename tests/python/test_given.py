@@ -105,7 +105,7 @@ WRONG_PATHS = {
     "empty": ("", ValueError, "the path is empty"),
     "null": ("x\0y", ValueError, r"'x\\x00y' has characters that no file can have"),
     "surrogate": ("x\ud800", ValueError, r"'x\\ud800' has characters that no file can have"),
-    "home": ("~/saved", ValueError, r"'~/saved': ~ is a folder of that name here.*expanduser"),
+    "home": ("~/saved", ValueError, r"'~/saved': Python does not take ~ for your home.*expanduser"),
 }
 
 
