@@ -347,13 +347,9 @@ def refuse_inside(owner: Residency, what: str) -> None:
     for call in [call for each in (*books.stacks, here.stack) for call in each.calls] + books.blocks:
         if call.owner is owner or any(unit.residency is owner for unit in call.units):
             where = "`with engine.gathered(...)`" if call.block is not None else "a call of the model"
-            if call.stack is here.stack:
-                place, way_out = f"inside {where}", f"leave {where} first"
-            else:
-                place, way_out = (
-                    f"while thread {call.stack.thread()!r} is inside {where}",
-                    "let that end first",
-                )
+            mine = call.stack is here.stack
+            place = f"inside {where}" if mine else f"while thread {call.stack.thread()!r} is inside {where}"
+            way_out = f"leave {where} first" if mine else "let that end first"
             raise RuntimeError(
                 f"overspill: {what} {place} is refused, because it would change weights that are in use there: "
                 f"{way_out}"

@@ -215,8 +215,8 @@ class Gathered:
     __exit__ = _core.leave_block  # sets `left`, whatever strikes, and calls release()
 
     def release(self) -> None:
-        if self._call is not None:
-            _release_block(self._call)
+        assert self._call is not None
+        _release_block(self._call)
 
 
 def _refuse_copy(owner: Residency | None) -> None:
@@ -249,11 +249,8 @@ def _release_block(call: Call) -> None:
     """Outside forward: of what was edited, whatever autograd saved before is out of date. While another thread works,
     the block stays listed, and is released by whatever works next: a block that has begun ends without an error."""
     with contextlib.suppress(calls.OtherThreadWorks), DisableTorchFunction(), calls.Alone():
-        if books.open:
-            calls.put_right(sys._getframe(), ended=call)
-            return
         calls.work(sys._getframe(), ending=call)
-        if call in books.blocks:
+        if call in books.blocks:  # else `work` has put right what was broken off, this block with it
             calls.end_block(call)
         books.open = False
 
