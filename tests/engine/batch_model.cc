@@ -68,7 +68,7 @@ void BatchModel::load(engine::Engine& engine) const {
 }
 
 double BatchModel::train(engine::Engine& engine, int step, int rank, int world,
-                         const std::function<void()>& after_forward) const {
+                         const Moments& moments) const {
   const int own = batch / world;  // samples
   const auto w = static_cast<size_t>(width);
   std::vector<std::vector<float>> x(static_cast<size_t>(layers) + 1);  // by layer: own x width
@@ -80,6 +80,7 @@ double BatchModel::train(engine::Engine& engine, int step, int rank, int world,
 
   engine.begin_pass({.training = true, .grad_enabled = true});
   for (int l = 0; l < layers; ++l) {
+    moments.before_layer();
     const engine::Lease lease = engine.acquire(l);
     const auto weight = values_of(engine, lease, l, 0), bias = values_of(engine, lease, l, 1);
     x[l + 1].resize(x[l].size());
@@ -91,7 +92,7 @@ double BatchModel::train(engine::Engine& engine, int step, int rank, int world,
       }
     }
   }
-  after_forward();
+  moments.after_forward();
   double loss = 0;
   std::vector<float> slope(wanted.size());  // d (this rank's mean loss) / d x
   for (size_t i = 0; i < slope.size(); ++i) {
@@ -100,6 +101,7 @@ double BatchModel::train(engine::Engine& engine, int step, int rank, int world,
     slope[i] = 2 * error / static_cast<float>(own * width);
   }
   for (int l = layers - 1; l >= 0; --l) {
+    moments.before_layer();
     const engine::Lease lease = engine.acquire(l);
     const auto weight = values_of(engine, lease, l, 0);
     std::vector<float> weight_gradient(w * w), bias_gradient(w), before(slope.size());

@@ -10,6 +10,12 @@
 
 namespace overspill::testing {
 
+/// What a caller does in the middle of a step.
+struct Moments {
+  std::function<void()> before_layer = [] {};  // of forward and of backward, before its weights are asked for
+  std::function<void()> after_forward = [] {};  // and before backward
+};
+
 struct BatchModel {
   int layers = 6;
   int width = 48;
@@ -22,11 +28,8 @@ struct BatchModel {
 
   void load(engine::Engine& engine) const;
   /// Forward and backward of this rank's samples, gradients handed over, and step(). Returns this rank's
-  /// share of the mean loss: the sum over the ranks is the loss of the batch. `after_forward` is called
-  /// between forward and backward.
-  double train(
-      engine::Engine& engine, int step, int rank, int world,
-      const std::function<void()>& after_forward = [] {}) const;
+  /// share of the mean loss: the sum over the ranks is the loss of the batch.
+  double train(engine::Engine& engine, int step, int rank, int world, const Moments& moments = {}) const;
 };
 
 }  // namespace overspill::testing
