@@ -6,6 +6,7 @@
 #include "bindings/dlpack.h"
 #include "engine/engine.h"
 #include "engine/memory/host_memory.h"
+#include "io/checksum.h"
 
 namespace overspill::bindings {
 namespace {
@@ -75,6 +76,11 @@ py::capsule nan_capsule(int64_t bytes) {
 void add_memory(py::module_& m, EngineClass& cls) {
   m.def("nan_capsule", &nan_capsule, py::arg("bytes"),
         "What released parameters' memory reads as, as a DLPack capsule.");
+  m.def(
+      "digest",
+      [](uintptr_t address, int64_t bytes) { return io::checksum_block(memory_at(address, bytes)); },
+      py::arg("address"), py::arg("bytes"), py::call_guard<py::gil_scoped_release>(),
+      "XXH3-64 of host memory.");
   py::class_<SharedLease>(m, "Lease")
       .def(
           "use_on", [](SharedLease& self, uintptr_t queue) { self.lease->use_on(queue_at(queue)); },

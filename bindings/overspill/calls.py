@@ -27,7 +27,7 @@ from typing import Any
 import torch
 
 from . import _core, residency
-from .residency import Residency, Unit
+from .residency import Residency, Segment, Unit
 
 
 def in_backward() -> bool:
@@ -46,8 +46,8 @@ def opaque(function: Callable) -> Callable:
 
 
 class Call:
-    """Under way while `python` is on the stack of its thread, or, of a block, while `block` lives. `units`: what it
-    holds. `guards`: the modes of its thread are on for its sake."""
+    """Under way while `python` is on the stack of its thread, or, of a `gathered` block, while `block` lives. `units`:
+    what it holds. `guards`: the modes of its thread are on for its sake."""
 
     __slots__ = ("block", "guards", "module", "owner", "python", "stack", "units")
 
@@ -266,12 +266,34 @@ def end(call: Call, stack: Stack) -> None:
         _leave(stack)
 
 
+def hold_block(call: Call, units: list[Unit]) -> None:
+    """Begins a block, or a function outside forward, in which `units` are shown."""
+    work(sys._getframe())
+    books.blocks.append(call)
+    for owner in {unit.residency for unit in units}:
+        if not owner.current:
+            owner.refresh()
+    for unit in units:
+        hold(call, unit)
+    books.open = False
+
+
 def end_block(call: Call) -> None:
     """The books are open. What was edited in the block becomes the weight."""
     books.edited += filter(residency.edited, call.units)
     books.blocks.remove(call)
     for unit in call.units:
         residency.unpin(unit, False)
+    _outdate_edited()
+
+
+def end_function(call: Call, touched: list[Segment]) -> None:
+    """As `end_block`, of a function outside forward that `touched` these parameters, and may have returned views."""
+    books.edited += filter(residency.edited, call.units)
+    books.blocks.remove(call)
+    for unit in call.units:
+        unit.pins -= 1
+    residency.put_back(call.units, touched)
     _outdate_edited()
 
 
@@ -377,6 +399,7 @@ def start_update(owner: Residency, what: str) -> None:
     clear_spoiled(owner)
     work(python)
     residency.forget()
+    residency.go_on(owner)
     owner.current = False
     books.open = False
 

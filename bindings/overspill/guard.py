@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 
 from . import calls, residency, saved, vertical
 from .calls import Call, Stack, books, here, in_backward, opaque
-from .residency import Unit, registry
+from .residency import Segment, Unit, registry
 
 _METADATA_NAMES = (
     "shape",
@@ -44,36 +44,62 @@ _METADATA_NAMES = (
     "output_nr",
     "_base",
     "_grad",
+    "_post_accumulate_grad_hooks",
+    "is_sparse_csr",
+    "is_mtia",
+    "is_ipu",
+    "is_maia",
+    "is_vulkan",
+    "is_xla",
+    "name",
 )
-_METADATA_FUNCTIONS = {
-    torch.Tensor.size,
-    torch.Tensor.dim,
-    torch.Tensor.numel,
-    torch.Tensor.stride,
-    torch.Tensor.is_floating_point,
-    torch.Tensor.is_complex,
-    torch.is_floating_point,
-    torch.is_complex,
-    torch.numel,
-    torch.Tensor.requires_grad_,
-    torch.Tensor.element_size,
-    torch.Tensor.__hash__,
-    torch.Tensor.__len__,
-    torch.Tensor.get_device,
-    torch.Tensor.is_contiguous,
-    torch.Tensor.nelement,
-    torch.Tensor.ndimension,
-    torch.Tensor.register_hook,
-    torch.Tensor.new_zeros,
-    torch.Tensor.new_empty,
-    torch.zeros_like,
-    torch.empty_like,
-    torch.ones_like,
-} | {
-    attribute.__get__
-    for name in _METADATA_NAMES
-    if hasattr(attribute := getattr(torch.Tensor, name, None), "__get__")
-}  # reading these needs no weights
+METADATA_FUNCTIONS = (
+    {
+        torch.Tensor.size,
+        torch.Tensor.dim,
+        torch.Tensor.numel,
+        torch.Tensor.stride,
+        torch.Tensor.is_floating_point,
+        torch.Tensor.is_complex,
+        torch.is_floating_point,
+        torch.is_complex,
+        torch.numel,
+        torch.Tensor.requires_grad_,
+        torch.Tensor.element_size,
+        torch.Tensor.__hash__,
+        torch.Tensor.__len__,
+        torch.Tensor.get_device,
+        torch.Tensor.is_contiguous,
+        torch.Tensor.nelement,
+        torch.Tensor.ndimension,
+        torch.Tensor.register_hook,
+        torch.Tensor.new_zeros,
+        torch.Tensor.new_empty,
+        torch.zeros_like,
+        torch.empty_like,
+        torch.ones_like,
+        torch.rand_like,
+        torch.randn_like,
+        torch.Tensor.new_ones,
+        torch.Tensor.storage_offset,
+        torch.Tensor.retain_grad,
+        torch.Tensor.is_pinned,
+        torch.Tensor.is_shared,
+        torch.Tensor.is_inference,
+        torch.Tensor.register_post_accumulate_grad_hook,
+        torch.is_inference,
+        torch.is_same_size,
+        torch.result_type,
+        torch.autograd.grad,  # patches.run_backward looks after gradients that are parameters
+        torch.autograd.backward,
+    }
+    | {
+        attribute.__get__
+        for name in _METADATA_NAMES
+        if hasattr(attribute := getattr(torch.Tensor, name, None), "__get__")
+    }
+    | {getattr(torch.Tensor, name).__set__ for name in ("grad", "_grad", "requires_grad", "_backward_hooks")}
+)  # these need no weights
 
 
 class TouchMode(TorchFunctionMode):
@@ -84,29 +110,32 @@ class TouchMode(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
-        if func not in _METADATA_FUNCTIONS:
-            needed = None
-            for argument in (*args, *kwargs.values()) if kwargs else args:
-                kind = type(argument)
-                if kind is tuple or kind is list:
-                    for item in argument:
-                        segment = registry.get(id(item))
-                        if segment is not None:
-                            needed = _collect(needed, segment.unit)
-                else:
-                    segment = registry.get(id(argument))
-                    if segment is not None:
-                        needed = _collect(needed, segment.unit)
-            if needed is not None:
-                touch(needed)
+        if func not in METADATA_FUNCTIONS:
+            needed = collect(args, kwargs)
+            if needed:
+                touch(units_of(needed))
         return func(*args, **kwargs) if kwargs else func(*args)
 
 
-def _collect(needed: list[Unit] | None, unit: Unit) -> list[Unit]:
-    needed = [] if needed is None else needed
-    if unit not in needed:
-        needed.append(unit)
+def collect(args: tuple, kwargs: dict | None) -> list[Segment]:
+    """The parameters of engines among the arguments of a torch function."""
+    needed = []
+    for argument in (*args, *kwargs.values()) if kwargs else args:
+        kind = type(argument)
+        if kind is tuple or kind is list:
+            for item in argument:
+                segment = registry.get(id(item))
+                if segment is not None:
+                    needed.append(segment)
+        else:
+            segment = registry.get(id(argument))
+            if segment is not None:
+                needed.append(segment)
     return needed
+
+
+def units_of(segments: list[Segment]) -> list[Unit]:
+    return list({id(s.unit): s.unit for s in segments}.values())
 
 
 def touch(needed: list[Unit]) -> None:
@@ -166,14 +195,8 @@ class Guard:
             call.guards = not in_backward()
         calls.begin(call, stack)
         if call.guards:
-            stack.remove_modes = self._remove_modes
-            users = _autograd._top_saved_tensors_default_hooks(True)
-            if users is None:
-                _autograd._push_saved_tensors_default_hooks(saved.pack, saved.unpack)
-            elif not hasattr(users[0], "overspill_composed"):
-                pack, unpack = saved.compose(*users)
-                pack.overspill_guard = True
-                _autograd._push_saved_tensors_default_hooks(pack, unpack)
+            stack.remove_modes = self.remove_modes
+            saved.push_hooks()
             torch._C._push_on_torch_function_stack(self.mode)
 
     def end_backward(self, call: Call) -> None:
@@ -211,7 +234,7 @@ class Guard:
             else:
                 self.end(stack.calls[-1], stack)
 
-    def _remove_modes(self) -> None:
+    def remove_modes(self) -> None:
         """Whatever else is on stays on."""
         above = []
         for place in reversed(range(torch._C._len_torch_function_stack())):

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import sys
-import weakref
 from collections.abc import Iterable
 from typing import Any
 
@@ -13,7 +12,7 @@ import torch
 from torch import nn
 from torch._C import DisableTorchFunction
 
-from . import _core, calls, reading, vertical
+from . import _core, calls, reading, residency, vertical
 from .calls import Call, books, here, in_backward, opaque
 from .divided import is_sharded, part_of
 from .guard import guard
@@ -57,6 +56,7 @@ class ModuleHooks:
                 owner.refresh()
             if owner.calls == 1 and not in_backward():
                 calls.clear_spoiled(owner)
+                residency.go_on(owner)
                 owner.core.begin_pass(module.training, torch.is_grad_enabled())
                 if owner.expect_step is not None and module.training and torch.is_grad_enabled():
                     owner.expect_step()
@@ -151,7 +151,7 @@ class StateDictHook:
             given = None if s.given is None else s.given()  # by the last name of it, in this dict or another
             if given is None or not any(state.get(name) is given for name in s.names):
                 given = reading.weight(s)
-                s.given = weakref.ref(given)
+                residency.give(s, given)
             state[prefix + local] = given
 
 
@@ -238,11 +238,7 @@ def _refuse_tracing(owner: Residency) -> None:
 
 def _hold_block(call: Call, units: list[Unit]) -> None:
     with DisableTorchFunction(), calls.Alone():
-        calls.work(sys._getframe())
-        books.blocks.append(call)
-        for unit in units:
-            calls.hold(call, unit)
-        books.open = False
+        calls.hold_block(call, units)
 
 
 def _release_block(call: Call) -> None:

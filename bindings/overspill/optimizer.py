@@ -376,9 +376,9 @@ class OverspillOptimizer(torch.optim.Optimizer):
         merged = self._merged(state_dict["param_groups"])
         states = renumbered(state_dict)
         with calls.Alone():
-            calls.start_update(self.residency, "optimizer.load_state_dict")
             loading = moments.Loading(self.param_groups, self.groups.states(), self.residency, states)
             loading.check()
+            calls.start_update(self.residency, "optimizer.load_state_dict")
             loading.apply()
             for group, values in zip(self.param_groups, merged, strict=True):
                 group.update(values)

@@ -4,8 +4,8 @@ leave other models alone.
 torch.autograd._engine_run_backward     enters the guard, so that a plain loss.backward() finds the weights
 saved_tensors_hooks.__enter__           keeps our handles in front of a user's hooks: torch runs the
 innermost pair only
-Parameter.data, Parameter.grad          properties: writes to released memory and reads of gradients the
-engine holds are loud
+Parameter.data, Parameter.grad          properties: `data` is the weight, also of a released parameter; reads of
+gradients that the engine holds are loud
 Parameter.__deepcopy__, __reduce_ex__   copies and pickles get real weights; all four of DTensor too, where it is loaded
 Module._apply, Module.zero_grad         .to() and .half() are refused, zero_grad() reaches the engine
 torch.nn.utils.clip_grad_norm_          clips in the engine
@@ -31,7 +31,7 @@ from torch._C import DisableTorchFunction
 from torch.autograd import graph
 from torch.nn.utils import clip_grad
 
-from . import calls, given, reading, residency, saved
+from . import calls, given, reading, released, residency, saved
 from .divided import is_divided, memory_of, parameter_classes
 from .guard import guard, touch
 from .residency import Residency, Segment, get_grad, registry, set_grad
@@ -51,16 +51,29 @@ _OTHER_PROCESS = (
 )
 
 
-def run_backward(*args: Any, **kwargs: Any) -> Any:
+def run_backward(outputs: Any, gradients: Any, *args: Any, **kwargs: Any) -> Any:
+    if any(id(each) in registry for each in gradients):
+        gradients = tuple(map(_weight_of, gradients))
     with DisableTorchFunction():
         call = guard.begin_backward(sys._getframe())
     try:
-        out = _run_backward(*args, **kwargs)
+        with (
+            torch._C._EnableTorchFunction()
+        ):  # released.run calls torch.autograd.grad without; hooks may read parameters
+            out = _run_backward(outputs, gradients, *args, **kwargs)
     except BaseException:
         guard.abandon_backward(call)
         raise
     guard.end_backward(call)
     return out
+
+
+def _weight_of(tensor: Any) -> Any:
+    """Of a parameter, which may be released, a copy of its weight."""
+    segment = registry.get(id(tensor))
+    if segment is None:
+        return tensor
+    return reading.weight(segment).to(segment.unit.residency.place.device)
 
 
 def enter_saved_tensors_hooks(self: graph.saved_tensors_hooks) -> None:
@@ -150,12 +163,13 @@ def zero_grad(self: nn.Module, set_to_none: bool = True) -> None:
 
 
 def _data(self: nn.Parameter) -> torch.Tensor:
-    """A view whose writes are noticed: as an edit while the weight is shown, as an error while it is
-    released."""
+    """A view of the weight, whose writes are noticed."""
     segment = registry.get(id(self))
     if segment is None:
         return residency.get_data(self)
-    if guard.on() and not segment.unit.shown:
+    if not segment.is_shown():
+        if not guard.on():
+            return released.on_weights([segment], residency.get_data, self)
         touch([segment.unit])
     with DisableTorchFunction():
         if segment.alias is None:
@@ -167,16 +181,13 @@ def _set_data(self: nn.Parameter, value: torch.Tensor) -> None:
     segment = registry.get(id(self))
     if segment is None:
         residency.set_data(self, value)
-    elif not segment.unit.shown:
-        raise RuntimeError(
-            f"overspill: {segment.name}.data cannot be replaced while its memory is released: "
-            "write inside `with engine.gathered([parameter]):`"
-        )
     elif memory_of(value).shape != segment.shape or value.dtype != segment.unit.dtype:
         raise RuntimeError(
             f"overspill: {segment.name}.data stays {segment.unit.dtype} {list(segment.shape)}, "
             f"not {value.dtype} {list(value.shape)}"
         )
+    elif not segment.is_shown() and not guard.on():
+        released.on_weights([segment], _set_data, self, value)
     else:
         _data(self).copy_(value)
 
@@ -211,7 +222,7 @@ def _set_grad(self: nn.Parameter, value: torch.Tensor | None) -> None:
 
 
 def _real(segment: Segment, parameter: nn.Parameter, device: torch.device | None = None) -> nn.Parameter:
-    kind = nn.Parameter if is_divided(parameter) else type(parameter)
+    kind = nn.Parameter if is_divided(parameter) else segment.kind
     return kind(reading.weight(segment).to(device), parameter.requires_grad)
 
 
@@ -279,7 +290,8 @@ def install(owner: Residency) -> None:
         if not _installed:
             for place, name, ours, _ in _REPLACED:
                 setattr(place, name, ours)
-            ForkingPickler.register(nn.Parameter, send_parameter)
+            for kind in (nn.Parameter, residency.released_class(nn.Parameter)):
+                ForkingPickler.register(kind, send_parameter)
             _heed_hooks()
             _installed = True
         for kind in parameter_classes():
@@ -302,6 +314,7 @@ def uninstall(owner: Residency) -> None:
         for place, name, _, original in _REPLACED:
             setattr(place, name, original)
         ForkingPickler.register(nn.Parameter, _send)
+        ForkingPickler._extra_reducers.pop(residency.released_class(nn.Parameter), None)
         if _skips_hooks is not None:
             sys.modules["torch._dynamo"].config.skip_nnmodule_hook_guards = _skips_hooks
             _skips_hooks = None

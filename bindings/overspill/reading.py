@@ -19,12 +19,16 @@ from .units import DTYPES
 def hand_over(units: Iterable[Unit]) -> None:
     """What was edited in units that are shown becomes the weight. All ranks do it, and have edited alike. Raises
     RuntimeError where another thread is at work in them, StoreError where the core cannot keep the edit."""
+    units = list(units)
+    owners = {unit.residency for unit in units}
     with DisableTorchFunction():
         edited = [unit for unit in units if unit.shown and any(s.edited() for s in unit.segments)]
-        if edited:
+        if edited or any(owner.lent or owner.given for owner in owners):
             with calls.Alone():
                 for unit in edited:
                     residency.hand_over(unit)
+                for owner in owners:
+                    residency.settle_all(owner)
 
 
 def weight(segment: Segment, dtype: torch.dtype | None = None) -> torch.Tensor:

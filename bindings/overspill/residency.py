@@ -7,7 +7,11 @@ A parameter keeps its identity and its strides for ever; what changes is the mem
     views of the lease)
     shown      the lease is kept and p.data is a view of it (forward, `gathered`)
 
-Of a DTensor, all of that is true of its part on this rank.
+Of a DTensor, all of that is true of its part on this rank. A parameter that is not shown has a class of its own
+(`released_class`), so that torch asks before it reads it (released.py).
+
+A unit is lent while the script may have a tensor or an array over its memory: what it writes there becomes the weight,
+and what changes the weight is written there. Digests tell, since numpy counts no versions.
 
 A lease is a DLPack capsule of the core; it ends when the last tensor over it dies. Nothing here is
 thread-safe: calls.py lets one thread at a time in. An interrupt may strike between any two lines; so each function
@@ -16,6 +20,7 @@ publishes what it made last, can run again from its start, and leaves nothing th
 
 from __future__ import annotations
 
+import itertools
 import math
 import weakref
 from collections.abc import Callable, Iterable, MutableMapping, Sequence
@@ -25,7 +30,7 @@ import torch
 from torch import nn
 from torch._C import DisableTorchFunction, TensorBase
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils.dlpack import from_dlpack
+from torch.utils.dlpack import from_dlpack, to_dlpack
 
 from . import _core, forked, place, ranks
 from .divided import as_divided, memory_of
@@ -40,16 +45,54 @@ RECENT_UNITS = (
 )
 
 
+def _ask(func: Callable, args: tuple, kwargs: dict) -> Any:
+    raise NotImplementedError
+
+
+ask = _ask  # released.py's: what torch is about to do to parameters that are released
+
+
+def _torch_function(
+    cls: type, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None
+) -> Any:
+    return ask(func, args, kwargs or {})
+
+
+_released_classes: dict[type, type] = {}
+
+
+def released_class(kind: type) -> type:
+    """The class of a released parameter whose own class is `kind`: a child of it; `kind` itself where that is no child
+    of nn.Parameter, such as DTensor, or looks at functions itself."""
+    if not issubclass(kind, nn.Parameter) or kind.__torch_function__ is not nn.Parameter.__torch_function__:
+        return kind
+    if kind not in _released_classes:
+        namespace = {
+            "__torch_function__": classmethod(_torch_function),
+            "__module__": kind.__module__,
+            "__qualname__": kind.__qualname__,
+        }
+        _released_classes[kind] = type(kind)(kind.__name__, (kind,), namespace)
+    return _released_classes[kind]
+
+
+def is_released_class(kind: type) -> bool:
+    return kind in _released_classes.values()
+
+
 class Segment:
-    """One parameter in one unit. `memory`: the tensor whose memory comes and goes, the parameter itself unless it is a
-    DTensor; `shape` and `stride` are its. `version`: of all three when they were last looked at. `alias`: what `p.data`
-    returned since the memory last changed. `given`: a weak reference to the last state_dict's copy."""
+    """One parameter in one unit. `kind`: its class while it is shown. `memory`: the tensor whose memory comes and goes,
+    the parameter itself unless it is a DTensor; `shape` and `stride` are its. `version`: of all three when they were
+    last looked at. `alias`: what `p.data` returned since the memory last changed. `given`: a weak reference to the last
+    state_dict's copy, and its `given_version`."""
 
     __slots__ = (
         "alias",
         "blank",
         "given",
+        "given_version",
         "index",
+        "kind",
         "memory",
         "name",
         "names",
@@ -66,15 +109,21 @@ class Segment:
     ):
         self.unit, self.index, self.name, self.names = unit, index, name, (name, *aliases)
         self.parameter, self.offset = parameter, offset  # in elements
+        self.kind = type(parameter)
         self.memory = memory_of(parameter)
         self.shape, self.stride = self.memory.shape, memory_order(self.memory)
         self.given: weakref.ref[torch.Tensor] | None = None
+        self.given_version = 0
         self.accept()
         self.blank = unit.residency.nan_like(self.shape, self.stride, parameter.dtype)
 
     @property
     def bytes(self) -> int:
         return self.memory.numel() * self.memory.element_size()
+
+    def is_shown(self) -> bool:
+        """Unlike the unit's `shown`, also true where Ctrl-C broke off what shows or hides it."""
+        return self.unit.shown and type(self.parameter) is self.kind
 
     def edited(self) -> bool:
         """In place, through the parameter or a `.data` of it, since `accept` or `look`."""
@@ -93,15 +142,31 @@ class Segment:
         alias = 0 if self.alias is None else self.alias._version
         return self.parameter._version + self.memory._version + alias
 
+    def release(self) -> None:
+        """Torch asks before it reads the parameter, and its memory reads as NaN. Torch functions must be off."""
+        self.parameter.__class__ = released_class(self.kind)
+        self.accept()
+        set_data(self.memory, self.blank)
+
+    def leased(self) -> torch.Tensor:
+        """Its elements in the unit's lease, one-dimensional."""
+        return self.unit.flat[self.offset : self.offset + self.memory.numel()]
+
+    def digest(self) -> int:
+        """Of the leased memory."""
+        elements = self.leased().cpu()
+        return _core.digest(elements.data_ptr(), self.bytes)
+
     def as_parameter(self, value: torch.Tensor) -> torch.Tensor:
         """A value of the segment's shape in the form that the parameter has."""
         return value if self.memory is self.parameter else as_divided(self.parameter, value)
 
 
 class Unit:
-    """`flat`: the lease, one-dimensional in the unit's dtype, or None; `lease`: on an accelerator, the core's. `pins`:
-    calls under way that need it shown. `shown`: some parameters may be views of the lease. `edited`: the core has edits
-    of since then."""
+    """`flat`: the lease, one-dimensional in the unit's dtype, or None; `holders`: how many references its storage has
+    when nobody else has any; `lease`: on an accelerator, the core's. `pins`: calls under way that need it shown.
+    `shown`: some parameters may be views of the lease. `edited`: the core has edits of since then. `lent`: the segments
+    that the script may have memory of, with the digest of what is the weight there."""
 
     __slots__ = (
         "core",
@@ -109,9 +174,11 @@ class Unit:
         "edited",
         "flat",
         "generation",
+        "holders",
         "index",
         "key",
         "lease",
+        "lent",
         "name",
         "pins",
         "residency",
@@ -125,7 +192,9 @@ class Unit:
         self.name, self.dtype, self.trainable = spec.name, spec.dtype, spec.trainable
         self.flat, self.key, self.shown, self.pins, self.generation = None, 0, False, 0, 0
         self.lease: Any = None
+        self.holders = 0
         self.edited = False
+        self.lent: dict[Segment, int] = {}
         offsets = self.core.layout(index)
         self.segments = [
             Segment(self, i, p.name, p.aliases, p.parameter, offsets[i] // spec.dtype.itemsize)
@@ -140,6 +209,8 @@ leases: dict[
 _lingering: list[int] = []  # leases let go here while somebody's view lives on
 _recent: list[Unit] = []  # held without a call that needs them, least recently used first
 _nan: dict[torch.device, torch.Tensor] = {}
+_PLACES = 1 << 14  # of 64 bytes, in the mapping
+_places = itertools.count(1)
 _living: weakref.WeakSet[Residency] = weakref.WeakSet()
 accelerators: set[torch.device] = set()  # of which autograd runs on a thread of its own
 
@@ -152,13 +223,19 @@ def nan_like(
     core: Any = None,
 ) -> torch.Tensor:
     """A tensor over the NaN mapping, as released parameters are; dense, so its elements bound its memory. `core`: an
-    engine's, which has the memory of an accelerator."""
+    engine's, which has the memory of an accelerator. On the host each of some thousand has an address of its own: by
+    that scripts tell which parameters share memory."""
     size = max(64, (math.prod(shape) * dtype.itemsize + 63) // 64 * 64)
+    begin = 64 * (next(_places) % _PLACES) if where.on_host else 0
+    size += 64 * _PLACES if where.on_host else 0
     mapping = _nan.get(where.device)
     if mapping is None or mapping.numel() < size:
         made = _core.nan_capsule(size) if where.on_host else core.nan_capsule(size, *where.dlpack)
         mapping = _nan[where.device] = from_dlpack(made)
-    return mapping[:size].view(dtype).as_strided(shape, stride, 0)
+    own = mapping[begin:]
+    if begin:
+        own = from_dlpack(to_dlpack(own))  # with a storage of its own
+    return own.view(dtype).as_strided(shape, stride, 0)
 
 
 def hold(unit: Unit) -> torch.Tensor:
@@ -174,6 +251,7 @@ def hold(unit: Unit) -> torch.Tensor:
         storage = flat.untyped_storage()
         unit.key = storage._cdata
         leases[unit.key] = (StorageWeakRef(storage), unit)
+        unit.holders = torch._C._storage_Use_Count(unit.key)
         unit.flat = flat
     elif unit.lease is not None:
         use(unit)
@@ -195,7 +273,7 @@ def use(unit: Unit) -> None:
 
 
 def drop(unit: Unit) -> None:
-    """Lets the lease go; the memory is free when the last view of it dies."""
+    """Lets the lease go; the memory is free when the last view of it dies. It is not lent."""
     unit.flat = unit.lease = None
     if leases[unit.key][0].expired():
         del leases[unit.key]
@@ -225,6 +303,7 @@ def lingering_leases() -> int:
 
 def show(unit: Unit) -> None:
     """released or held -> shown. Raises RuntimeError naming parameters that were written while released."""
+    settle(unit)
     stale = [s for s in unit.segments if s.edited()]
     if stale:
         _refuse_writes(stale)
@@ -239,6 +318,7 @@ def show(unit: Unit) -> None:
     for s in unit.segments:
         s.accept()
         set_data(s.memory, view(s.shape, s.stride, s.offset))
+        s.parameter.__class__ = s.kind
 
 
 def _refuse_writes(stale: list[Segment]) -> None:
@@ -247,8 +327,9 @@ def _refuse_writes(stale: list[Segment]) -> None:
         torch.as_strided(s.blank, (s.bytes // s.blank.element_size(),), (1,)).view(torch.uint8).fill_(255)
     names = ", ".join(s.name for s in stale)
     raise RuntimeError(
-        f"overspill: {names} was written while its memory was released; the write is lost. "
-        "Write inside `with engine.gathered([parameter]):`"
+        f"overspill: {names} was written while its memory was released, by an address or through a view that was taken "
+        "inside a forward or a `gathered` block which has ended; the write is lost. Write through the parameter, or "
+        "inside `with engine.gathered([parameter]):`"
     )
 
 
@@ -256,8 +337,7 @@ def hide(unit: Unit) -> None:
     """shown -> held. What was edited in place becomes the new weight."""
     failure = _hand_over(unit)
     for s in unit.segments:
-        s.accept()
-        set_data(s.memory, s.blank)
+        s.release()
     unit.shown = unit.edited = False
     if failure is not None:
         raise failure
@@ -277,13 +357,129 @@ def _hand_over(unit: Unit) -> Exception | None:
     for s in unit.segments:
         if s.edited():
             unit.edited = True
-            written = unit.flat[s.offset : s.offset + s.bytes // unit.dtype.itemsize].cpu()
             try:
-                unit.core.written(unit.index, s.index, written.data_ptr(), s.bytes)
+                _write_back(s)
                 s.look()
             except Exception as error:
                 failure = failure or error
     return failure
+
+
+def _write_back(s: Segment) -> None:
+    """What the lease has becomes the weight."""
+    written, unit = s.leased().cpu(), s.unit
+    unit.core.written(unit.index, s.index, written.data_ptr(), s.bytes)
+    if s in unit.lent:
+        unit.lent[s] = s.digest()
+
+
+def put_back(units: Iterable[Unit], touched: Iterable[Segment]) -> None:
+    """After a function of torch outside forward: units that it needed, and that nobody pins now, are hidden, and stay
+    among the recent ones. Those are lent where somebody else has memory of them, which may be that of `touched`."""
+    idle = [unit for unit in units if unit.pins == 0]
+    for unit in idle:
+        if unit.shown:
+            hide(unit)
+    for s in touched:
+        unit = s.unit
+        if unit in idle and s not in unit.lent and _is_used(unit):
+            unit.lent[s] = s.digest()
+            unit.residency.lent.add(unit)
+    for unit in idle:
+        remember(unit)
+
+
+def settle(unit: Unit) -> None:
+    """What the script wrote into memory that it was lent, or into a state_dict's copies, becomes the weight, and what
+    autograd saved before is out of date. Nothing is lent any more where nobody has the memory. The unit is not shown.
+    """
+    owner = unit.residency
+    if unit.lent:
+        if not owner.current:  # Ctrl-C has kept an update from telling
+            _renew(unit)
+        written = [s for s, before in unit.lent.items() if s.digest() != before]
+        for s in written:
+            _write_back(s)
+        for s in unit.lent:
+            s.accept()  # of a view that shares the parameter's count of versions
+        if written:
+            outdate(unit)
+        if not _is_used(unit):
+            unit.lent.clear()
+    if not unit.lent:
+        owner.lent.discard(unit)
+    if owner.given:
+        for s in unit.segments:
+            _take_back(s)
+
+
+def settle_all(owner: Residency) -> None:
+    """What the script wrote outside forward, into lent memory or into what a state_dict gave it, becomes the weight."""
+    if not (owner.lent or owner.given):
+        return
+    with DisableTorchFunction():
+        for unit in list(owner.lent):
+            if unit.shown:
+                continue  # it is settled when it is hidden
+            if unit in _recent or unit.flat is None:
+                settle(unit)
+            else:
+                _retire(unit)
+        for s in list(owner.given):
+            _take_back(s)
+
+
+def go_on(owner: Residency) -> None:
+    """`settle_all`, where a forward or an update begins: from now on what a state_dict gave is the script's alone."""
+    settle_all(owner)
+    owner.given.clear()
+
+
+def give(s: Segment, value: torch.Tensor) -> None:
+    """A state_dict has `value`, a copy of the weight. What is written into it until `go_on` becomes the weight."""
+    s.given, s.given_version = weakref.ref(value), value._version
+    s.unit.residency.given.add(s)
+
+
+def _take_back(s: Segment) -> None:
+    unit = s.unit
+    if s not in unit.residency.given:
+        return
+    value = None if s.given is None else s.given()
+    if value is None:
+        unit.residency.given.discard(s)
+    elif value._version != s.given_version:
+        edited = memory_of(value).detach()
+        unit.core.load_weight(unit.index, s.index, edited.data_ptr(), s.bytes, DTYPES[unit.dtype])
+        s.given_version = value._version
+        outdate(unit)
+        if unit.flat is not None:  # of before
+            s.leased().copy_(edited.as_strided((edited.numel(),), (1,)))
+            if s in unit.lent:
+                unit.lent[s] = s.digest()
+
+
+def _is_used(unit: Unit) -> bool:
+    """Whether a tensor or an array beside `flat` is over the lease."""
+    return torch._C._storage_Use_Count(unit.key) > unit.holders
+
+
+def _renew(unit: Unit) -> None:
+    """The weight has changed: it is what the script has now in the memory that it was lent, and views of it that
+    autograd saved are out of date."""
+    lease = unit.lease
+    try:
+        new = _acquire(unit)
+    finally:
+        unit.lease = lease
+    if new.data_ptr() != unit.flat.data_ptr():  # else the weights are used where they live
+        unit.flat.copy_(new)
+    for s in unit.lent:
+        now = s.digest()
+        if now != unit.lent[s]:
+            torch.autograd.graph.increment_version(s.parameter)
+            s.accept()
+            unit.lent[s] = now
 
 
 def pin(unit: Unit) -> None:
@@ -378,13 +574,17 @@ def recount(calls: Iterable[Any]) -> None:
 
 def _retire(unit: Unit) -> None:
     if unit.pins == 0 and unit.flat is not None:
-        if unit.shown:
-            try:
+        try:
+            if unit.shown:
                 hide(unit)
-            except Exception:
-                drop(unit)
-                raise
-        drop(unit)
+            settle(unit)
+        except Exception:
+            unit.lent.clear()
+            unit.residency.lent.discard(unit)
+            drop(unit)
+            raise
+        if not unit.lent:
+            drop(unit)
 
 
 def _size(memory: torch.Tensor) -> int:
@@ -402,6 +602,8 @@ class Residency:
         self.spoiled = False  # a train_batch that was broken off has left gradients
         self.expect_step: Callable[[], None] | None = None  # before each training pass, with speculation
         self.clearing: weakref.WeakMethod | None = None  # Engine._clear_gradients
+        self.lent: set[Unit] = set()
+        self.given: set[Segment] = set()  # what state_dicts have (`give`)
         self.gradient_hooks: list[
             Any
         ] = []  # torch keeps them where the garbage collector does not see the cycle
@@ -446,9 +648,9 @@ class Residency:
                 read.add(s.name, taken)
             self.core.load_weight(s.unit.index, s.index, taken.data_ptr(), s.bytes, DTYPES[taken.dtype])
             del taken
-            set_data(s.memory, s.blank)
             registry[id(s.parameter)] = s
-            s.accept()
+            with DisableTorchFunction():
+                s.release()
         if group is not None:
             read.compare(group)
         self.refresh()
@@ -457,6 +659,10 @@ class Residency:
         """Weights changed outside forward: saved handles of before are out of date."""
         for unit in self.units:
             unit.generation = self.core.generation(unit.index)
+        for unit in list(self.lent):
+            if unit.flat is not None:
+                with DisableTorchFunction():
+                    _renew(unit)
         self.current = True
 
     def leave(self, elsewhere: forked.Elsewhere) -> None:
@@ -468,8 +674,12 @@ class Residency:
             unit.core = elsewhere
             leases.pop(unit.key, None)
             unit.flat, unit.lease, unit.shown, unit.edited, unit.pins = None, None, False, False, 0
-        for s in self.segments:
-            set_data(s.memory, s.blank)
+            unit.lent.clear()
+        self.lent.clear()
+        self.given.clear()
+        with DisableTorchFunction():
+            for s in self.segments:
+                s.release()
 
     def is_of_a_parent(self) -> bool:
         """Whether this is a forked child of the process that has the engine."""
@@ -492,10 +702,12 @@ class Residency:
             for unit in self.units:
                 if unit in _recent:
                     _recent.remove(unit)
+                unit.lent.clear()
                 unit.pins = 0
                 while unit.flat is not None:  # what Ctrl-C broke off is taken up again
                     try:
-                        _retire(unit)
+                        with DisableTorchFunction():
+                            _retire(unit)
                     except BaseException as error:
                         failure = failure or error
             for s in self.segments:

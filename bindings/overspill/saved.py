@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._C import DisableTorchFunction
+from torch._C import DisableTorchFunction, _autograd
 
 from . import calls, residency, vertical
 from .calls import books, in_backward
@@ -59,8 +59,8 @@ class Handle:
         name = self.segment.name
         if self.generation != self.unit.generation:
             return (
-                f"{name} was saved for backward and has been updated since (engine.step, a loaded checkpoint or "
-                "`gathered`): run backward before, or forward again"
+                f"{name} was saved for backward and has been updated since (engine.step, a loaded checkpoint, "
+                "a write outside forward): run backward before, or forward again"
             )
         if self.version is not None and self.segment.parameter._version != self.version:
             return (
@@ -123,6 +123,17 @@ def compose(user_pack: Callable, user_unpack: Callable) -> tuple[Callable, Calla
 
     composed_pack.overspill_composed = True
     return composed_pack, composed_unpack
+
+
+def push_hooks() -> None:
+    """Weights are saved as handles from now on in this thread, until guard.remove_modes."""
+    users = _autograd._top_saved_tensors_default_hooks(True)
+    if users is None:
+        _autograd._push_saved_tensors_default_hooks(pack, unpack)
+    elif not hasattr(users[0], "overspill_composed"):
+        ours, theirs = compose(*users)
+        ours.overspill_guard = True  # type: ignore[attr-defined]
+        _autograd._push_saved_tensors_default_hooks(ours, theirs)
 
 
 def _has_memory(tensor: torch.Tensor) -> bool:

@@ -4,6 +4,7 @@ import threading
 
 import torch
 from torch import nn
+from torch._C import DisableTorchFunction
 
 
 def mlp():
@@ -17,6 +18,12 @@ def batch(i=0):
 
 def loss_of(model, x):
     return model(x).square().mean()
+
+
+def is_released(*parameters):
+    """No memory is held for any of them."""
+    with DisableTorchFunction():
+        return all(p.isnan().all() for p in parameters)
 
 
 def follows(engine, plain, steps=2):

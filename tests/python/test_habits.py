@@ -1,0 +1,72 @@
+"""Each habit of habits.py, plain and under an engine, with everything in memory and with everything on disk: the same
+to the bit, or an error that says the way out."""
+
+import numpy as np
+import pytest
+import torch
+from habits import HABITS
+from torch import nn
+
+import overspill
+
+
+def network(seed):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 4))
+
+
+class Maker:
+    """Gives models and their optimizers to a habit; with a configuration, under an engine each."""
+
+    def __init__(self, config=None):
+        self.config, self.models, self.engines = config, [], []
+
+    def __call__(self, model=None, seed=0, kind=torch.optim.SGD, **options):
+        torch.manual_seed(seed)
+        model = network(seed) if model is None else model
+        options = options or {"lr": 0.1, "momentum": 0.9}
+        optimizer = kind(model.parameters(), **options)
+        if self.config is not None:
+            engine, optimizer, *_ = overspill.initialize(model, self.config, optimizer)
+            self.engines.append(engine)
+        self.models.append(model)
+        return model, optimizer
+
+    def state(self):
+        return [dict(model.state_dict()) for model in self.models]
+
+
+def same(a, b):
+    if isinstance(a, torch.Tensor):
+        return isinstance(b, torch.Tensor) and a.dtype == b.dtype and torch.equal(a, b)
+    if isinstance(a, np.ndarray):
+        return np.array_equal(a, b)
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(a[k], b[k]) for k in a)
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(map(same, a, b))
+    return a == b
+
+
+@pytest.mark.parametrize("placement", ["host", "nvme"])
+@pytest.mark.parametrize("habit", HABITS, ids=lambda habit: habit.name)
+def test_a_habit(habit, placement, config):
+    settings = {k: v for k, v in config(placement).items() if k != "optimizer"}
+    torch.manual_seed(0)
+    plain = Maker()
+    expected = None if habit.refused else habit.run(plain)
+    torch.manual_seed(0)
+    under = Maker(settings)
+    try:
+        if habit.refused is not None:
+            with pytest.raises(Exception, match=habit.refused) as error:
+                habit.run(under)
+            assert "overspill" in str(error.value)
+            return
+        got = habit.run(under)
+        assert same(got, expected), (got, expected)
+        assert same(under.state(), plain.state())
+        assert all(engine.stats()["skipped_steps"] == 0 for engine in under.engines)
+    finally:
+        for engine in under.engines:
+            engine.close()
