@@ -332,6 +332,30 @@ def look(folder: str) -> dict:
     return {name: plain(value) for name, value in seen.items()}
 
 
+def outside(folder: str, stage: str) -> dict:
+    """A penalty over all parameters, and a clamp after each step; rank 0 alone keeps a view, and the last rank alone
+    reads a norm. The weights at the end, by name, and whether the view was right after each step."""
+    torch.manual_seed(0)
+    model = Net(torch.float32)
+    engine, *_ = overspill.initialize(model, config(folder, "nvme", zero_optimization={"stage": int(stage)}))
+    trained = [p for p in model.parameters() if p.requires_grad]
+    kept = trained[0].data if engine.rank == 0 else None
+    right = []
+    for x, y in batches(torch.float32):
+        x, y = (rows.chunk(engine.world_size)[engine.rank] for rows in (x, y))
+        if engine.rank == engine.world_size - 1:
+            assert torch.isfinite(model.norm.weight.norm())
+        engine.backward(engine(x, y) + 0.01 * sum(p.pow(2).sum() for p in trained))
+        engine.step()
+        for p in trained:
+            p.data.clamp_(-0.2, 0.2)
+        now = engine.weight(trained[0])
+        right.append(kept is None or torch.equal(kept, now))
+    found = {name: plain(value) for name, value in engine.state_dict().items()}
+    engine.close()
+    return {"right": right, **found}
+
+
 def plain(value):
     if isinstance(value, list):
         return [number for tensor in value for number in plain(tensor)]
@@ -425,6 +449,7 @@ if __name__ == "__main__":
     jobs = {
         "learn": printed(learn),
         "look": printed(look),
+        "outside": printed(outside),
         "divided": printed(divided),
         "parallelized": printed(parallelized),
         "resume": printed(resume),

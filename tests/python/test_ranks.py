@@ -153,6 +153,16 @@ def test_looking_from_outside(tmp_path):
     assert set(first["written"]) == {0.0}
 
 
+@pytest.mark.parametrize("stage", [1, 3])
+def test_parameters_outside_forward(tmp_path, stage):
+    said = [json.loads(process.out) for process in launch.run(2, "ranks_job.py", "outside", tmp_path, stage)]
+    alone = ranks_job.outside(str(tmp_path), str(stage))
+    for found in said:
+        assert all(found["right"]) and found.keys() == alone.keys()
+        for name, value in alone.items():
+            assert found[name] == pytest.approx(value, rel=1e-3, abs=1e-4), name
+
+
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_stages_are_one_to_the_bit(tmp_path, stage, stage_3):
     ended = launch.run(2, "ranks_job.py", "learn", tmp_path, "half", "bf16", 2, stage)
