@@ -388,16 +388,20 @@ def clear_spoiled(owner: Residency) -> None:
             owner.spoiled = False
 
 
+def refuse_update(owner: Residency, what: str) -> None:
+    """Inside `Alone`: RuntimeError where the weights of `owner` cannot change now, by the call named `what`."""
+    if owner.closed:
+        raise RuntimeError(f"overspill: {owner.closed}")
+    check(sys._getframe())
+    refuse_inside(owner, what)
+
+
 def start_update(owner: Residency, what: str) -> None:
     """Inside `Alone`, before the weights of `owner` change, by the call named `what`: nothing is shown or held that
     would be of before, else RuntimeError."""
-    python = sys._getframe()
-    if owner.closed:
-        raise RuntimeError(f"overspill: {owner.closed}")
-    check(python)
-    refuse_inside(owner, what)
+    refuse_update(owner, what)
     clear_spoiled(owner)
-    work(python)
+    work(sys._getframe())
     residency.forget()
     residency.go_on(owner)
     owner.current = False

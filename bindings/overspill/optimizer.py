@@ -376,6 +376,7 @@ class OverspillOptimizer(torch.optim.Optimizer):
         merged = self._merged(state_dict["param_groups"])
         states = renumbered(state_dict)
         with calls.Alone():
+            calls.refuse_update(self.residency, "optimizer.load_state_dict")
             loading = moments.Loading(self.param_groups, self.groups.states(), self.residency, states)
             loading.check()
             calls.start_update(self.residency, "optimizer.load_state_dict")
