@@ -110,10 +110,8 @@ class TouchMode(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
-        if func not in METADATA_FUNCTIONS:
-            needed = collect(args, kwargs)
-            if needed:
-                touch(units_of(needed))
+        if func not in METADATA_FUNCTIONS and (needed := collect(args, kwargs)):
+            touch(units_of(needed))
         return func(*args, **kwargs) if kwargs else func(*args)
 
 

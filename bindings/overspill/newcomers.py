@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from torch import nn
+from torch._C import DisableTorchFunctionSubclass
 
 from .divided import memory_of
 from .residency import Segment, Unit, registry
@@ -15,11 +16,12 @@ def check(model: nn.Module, units: Iterable[Unit]) -> None:
     """Before a step. Raises RuntimeError that names trainable parameters of the model which no engine holds. It looks
     at every module, because a model may change at any time and in many ways; that takes less than the hooks of one
     forward. `units`: the engine's; raises RuntimeError too where the step would train none of them."""
-    for module in model.modules():
-        for parameter in module._parameters.values():
-            if parameter is not None and parameter.requires_grad and _is_new(parameter):
-                raise RuntimeError(_text(model))
-    _check_frozen([s for unit in units if unit.trainable for s in unit.segments])
+    with DisableTorchFunctionSubclass():  # it would ask for each parameter
+        for module in model.modules():
+            for parameter in module._parameters.values():
+                if parameter is not None and parameter.requires_grad and _is_new(parameter):
+                    raise RuntimeError(_text(model))
+        _check_frozen([s for unit in units if unit.trainable for s in unit.segments])
 
 
 def _check_frozen(segments: list[Segment]) -> None:

@@ -81,10 +81,10 @@ def is_released_class(kind: type) -> bool:
 
 
 class Segment:
-    """One parameter in one unit. `kind`: its class while it is shown. `memory`: the tensor whose memory comes and goes,
-    the parameter itself unless it is a DTensor; `shape` and `stride` are its. `version`: of all three when they were
-    last looked at. `alias`: what `p.data` returned since the memory last changed. `given`: a weak reference to the last
-    state_dict's copy, and its `given_version`."""
+    """One parameter in one unit. `kind`: its class while it is shown; `released_kind`: else. `memory`: the tensor whose
+    memory comes and goes, the parameter itself unless it is a DTensor; `shape` and `stride` are its. `version`: of all
+    three when they were last looked at. `alias`: what `p.data` returned since the memory last changed. `given`: a weak
+    reference to the last state_dict's copy, and its `given_version`."""
 
     __slots__ = (
         "alias",
@@ -98,6 +98,7 @@ class Segment:
         "names",
         "offset",
         "parameter",
+        "released_kind",
         "shape",
         "stride",
         "unit",
@@ -110,6 +111,7 @@ class Segment:
         self.unit, self.index, self.name, self.names = unit, index, name, (name, *aliases)
         self.parameter, self.offset = parameter, offset  # in elements
         self.kind = type(parameter)
+        self.released_kind = released_class(self.kind)
         self.memory = memory_of(parameter)
         self.shape, self.stride = self.memory.shape, memory_order(self.memory)
         self.given: weakref.ref[torch.Tensor] | None = None
@@ -144,7 +146,7 @@ class Segment:
 
     def release(self) -> None:
         """Torch asks before it reads the parameter, and its memory reads as NaN. Torch functions must be off."""
-        self.parameter.__class__ = released_class(self.kind)
+        self.parameter.__class__ = self.released_kind
         self.accept()
         set_data(self.memory, self.blank)
 
@@ -303,7 +305,8 @@ def lingering_leases() -> int:
 
 def show(unit: Unit) -> None:
     """released or held -> shown. Raises RuntimeError naming parameters that were written while released."""
-    settle(unit)
+    if unit.lent or unit.residency.given:
+        settle(unit)
     stale = [s for s in unit.segments if s.edited()]
     if stale:
         _refuse_writes(stale)
