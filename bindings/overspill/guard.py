@@ -4,7 +4,7 @@ and the hooks of saved tensors."""
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import FrameType
 from typing import Any
 
@@ -132,7 +132,7 @@ def collect(args: tuple, kwargs: dict | None) -> list[Segment]:
     return needed
 
 
-def units_of(segments: list[Segment]) -> list[Unit]:
+def units_of(segments: Iterable[Segment]) -> list[Unit]:
     return list({id(s.unit): s.unit for s in segments}.values())
 
 

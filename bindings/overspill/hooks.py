@@ -15,7 +15,7 @@ from torch._C import DisableTorchFunction
 from . import _core, calls, reading, residency, vertical
 from .calls import Call, books, here, in_backward, opaque
 from .divided import is_sharded, part_of
-from .guard import guard
+from .guard import guard, units_of
 from .residency import Residency, Segment, Unit, get_grad, registry, set_grad
 from .units import DTYPES, UnitSpec
 
@@ -87,7 +87,7 @@ class ModuleHooks:
         python = sys._getframe(1)
         while python.f_code.co_name == "_load_from_state_dict" and python.f_back is not None:
             python = python.f_back  # to load_state_dict's, which calls after_load too
-        _hold_block(Call(here.stack, python, module=module), _units(self.segments.values()))
+        _hold_block(Call(here.stack, python, module=module), units_of(self.segments.values()))
 
     def after_load(self, module: nn.Module, incompatible: Any) -> None:
         for call in [each for each in books.blocks if each.module is module]:
@@ -249,10 +249,6 @@ def _release_block(call: Call) -> None:
         if call in books.blocks:  # else `work` has put right what was broken off, this block with it
             calls.end_block(call)
         books.open = False
-
-
-def _units(segments: Iterable[Segment]) -> list[Unit]:
-    return list({id(s.unit): s.unit for s in segments}.values())
 
 
 def attach(model: nn.Module, owner: Residency, specs: list[UnitSpec], life: Any = None) -> None:

@@ -1,6 +1,9 @@
-"""Each habit of habits.py, plain and under an engine, with everything in memory and with everything on disk: the same
-to the bit, or an error that says the way out."""
+"""Each habit of habits_of_*.py, plain and under an engine, with everything in memory and with everything on disk: the
+same to the bit, or an error that says the way out."""
 
+import habits_of_losses  # noqa: F401
+import habits_of_reading  # noqa: F401
+import habits_of_writing  # noqa: F401
 import numpy as np
 import pytest
 import torch
