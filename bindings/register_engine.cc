@@ -291,7 +291,24 @@ void register_weights(EngineClass& cls) {
             self.add_gradient(unit, segment, memory_at(address, bytes), dtype);
           },
           Released())
+      .def(
+          "replace_gradient",
+          [](Engine& self, int32_t unit, int32_t segment, uintptr_t address, int64_t bytes,
+             const std::string& dtype) {
+            self.replace_gradient(unit, segment, memory_at(address, bytes), dtype);
+          },
+          Released())
+      .def(
+          "read_gradient",
+          [](Engine& self, int32_t unit, int32_t segment, uintptr_t address, int64_t bytes,
+             const std::string& dtype) {
+            self.read_gradient(unit, segment, memory_at(address, bytes), dtype);
+          },
+          Released())
       .def("clear_gradients", &Engine::clear_gradients, Released())
+      .def("zero_gradients", &Engine::zero_gradients, Released())
+      .def("reuse_gradients", &Engine::reuse_gradients, Released())
+      .def("use_gradients", &Engine::use_gradients, Released())
       .def("has_gradient", &Engine::has_gradient, Released())
       .def("grad_norm", &Engine::grad_norm, Released())
       .def("clip_grad_norm", &Engine::clip_grad_norm, Released())

@@ -120,11 +120,12 @@ void DeviceUnits::take_in(std::unique_lock<std::mutex>& lock, const Arrival& arr
 }
 
 void DeviceUnits::read_gradient(std::unique_lock<std::mutex>& lock, int32_t unit, int32_t segment,
-                                std::span<std::byte> out) {
+                                int64_t begin, std::span<std::byte> out) {
   {
     // Nobody else submits to the stream meanwhile: the engine's caller makes no other call that would.
     const Unlocked unlocked(lock);
-    stream_->copy_to_host(out.data(), gradient_of(unit, segment), std::ssize(out));
+    stream_->copy_to_host(out.data(), gradient_of(unit, segment) + begin * context_.gradient_width(unit),
+                          std::ssize(out));
   }
   wait(lock, stream_->record());
 }
@@ -199,10 +200,6 @@ void DeviceUnits::update(int32_t unit) {
     }
     resident.block.copied = stream_->record();
     context_.journal.note(DeviceSpan::Kind::update, unit, begin, resident.block.copied);
-    if (context_.config.poison) {
-      resident.block.copied.wait();
-      context_.device().poison(resident.gradients, u.elements * context_.gradient_width(unit));
-    }
   } catch (const kernels::DeviceError& error) {
     context_.fail(fmt::format("updating {} on the device: {}", u.name, error.what()));
   }

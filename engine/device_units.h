@@ -49,8 +49,8 @@ class DeviceUnits {
   /// Elements from `begin` on, of host memory; returns when they are there.
   void take_in(std::unique_lock<std::mutex>& lock, const Arrival& arrival, int64_t begin, int64_t elements,
                const std::byte* data);
-  /// Copies the segment's gradient out as it is kept.
-  void read_gradient(std::unique_lock<std::mutex>& lock, int32_t unit, int32_t segment,
+  /// Copies elements of the segment's gradient out as they are kept, from `begin` on.
+  void read_gradient(std::unique_lock<std::mutex>& lock, int32_t unit, int32_t segment, int64_t begin,
                      std::span<std::byte> out);
 
   /// Brings sums of squares of what is there to the host, for squares(): by run of each chunk.

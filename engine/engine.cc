@@ -13,6 +13,7 @@
 #include <thread>
 #include <utility>
 
+#include "cpu_optim/elements.h"
 #include "engine/access.h"
 #include "engine/machine.h"
 #include "io/kept.h"
@@ -85,12 +86,21 @@ Component state_named(const Unit& unit, const Segment& segment, std::string_view
   return Component{static_cast<uint8_t>(component)};
 }
 
-void require_not_clipped(const Machine& m, const Segment& segment) {
+/// A gradient of the segment is about to change or to be seen: the scale of clip_grad_norm(), which the step
+/// would apply, belongs to those that were there then.
+void settle_clip(Machine& m, const Segment& segment) {
   if (!m.clipped) return;
-  throw std::invalid_argument(fmt::format(
-      "a gradient of {} came after clip_grad_norm(), which scaled the earlier gradients by {}: take the "
-      "step or clear the gradients first, and clip only after the last backward of a step",
-      segment.name, *m.clipped));
+  if (m.context.layout.world > 1) {
+    throw std::invalid_argument(
+        fmt::format("a gradient of {} came after clip_grad_norm(), which scaled the earlier gradients by {}, "
+                    "and those of "
+                    "several ranks are summed by then: take the step or clear the gradients first, and clip "
+                    "only after the last "
+                    "backward of a step",
+                    segment.name, *m.clipped));
+  }
+  m.intake.scale(static_cast<float>(*m.clipped));
+  m.clipped.reset();
 }
 
 void check_process(const Machine& m) {
@@ -365,7 +375,7 @@ void Engine::read_state(int32_t unit, int32_t segment, std::string_view name, st
   if (name == "grad") {
     require_world_one(m.context.layout, "reading a gradient");
     m.intake.finish();
-    m.gradients.read(unit, segment, out);
+    m.gradients.read(unit, segment, 0, out);
     if (m.clipped) {
       for (float& value : out) value *= static_cast<float>(*m.clipped);
     }
@@ -514,28 +524,71 @@ void Engine::written(int32_t unit, int32_t segment, std::span<const std::byte> d
 void Engine::add_gradient(int32_t unit, int32_t segment, std::span<const std::byte> data,
                           std::string_view dtype) {
   Machine& m = machine();
-  require_not_clipped(m, m.segment_at(unit, segment));
+  settle_clip(m, m.segment_at(unit, segment));
   const InCall call(m.context);
   m.intake.add(unit, segment, data, dtype);
 }
 
 void Engine::add_gradient(int32_t unit, int32_t segment, DeviceArray gradient, Queue queue) {
   Machine& m = machine();
-  require_not_clipped(m, m.segment_at(unit, segment));
+  settle_clip(m, m.segment_at(unit, segment));
   const InCall call(m.context);
   m.intake.add(unit, segment, std::move(gradient), queue);
 }
 
 void Engine::clear_gradients() {
   Machine& m = machine();
-  m.intake.finish();
-  {
-    std::unique_lock lock(m.context.mutex);
-    m.updater.take_back_all(lock);
-    m.updater.speculation().restart();
+  m.forget_guesses();
+  if (m.gradients.any()) {
+    m.rounds.meet(Meeting::clear, m.looks, [&] { m.gradients.clear(); });
+  } else {
+    m.gradients.forget_used();
   }
-  if (m.gradients.any()) m.rounds.meet(Meeting::clear, m.looks, [&] { m.gradients.clear(); });
   m.clipped.reset();
+}
+
+void Engine::zero_gradients() {
+  Machine& m = machine();
+  m.forget_guesses();
+  if (m.gradients.any()) {
+    m.rounds.meet(Meeting::clear, m.looks, [&] { m.gradients.become_zero(); });
+  } else {
+    m.gradients.become_zero();
+  }
+  m.clipped.reset();
+}
+
+void Engine::replace_gradient(int32_t unit, int32_t segment, std::span<const std::byte> data,
+                              std::string_view dtype) {
+  Machine& m = machine();
+  const Segment& s = m.segment_at(unit, segment);
+  require_world_one(m.context.layout, "replacing a gradient");
+  if (!data.empty()) m.gradients.check(unit, segment, std::ssize(data), dtype);
+  settle_clip(m, s);
+  m.intake.replace(unit, segment, data, dtype);
+}
+
+void Engine::read_gradient(int32_t unit, int32_t segment, std::span<std::byte> out, std::string_view dtype) {
+  Machine& m = machine();
+  const Segment& s = m.segment_at(unit, segment);
+  require_world_one(m.context.layout, "reading a gradient");
+  const optim::Element element = m.gradients.check(unit, segment, std::ssize(out), dtype);
+  settle_clip(m, s);
+  m.intake.finish();
+  std::vector<float> values(static_cast<size_t>(std::min(kPieceElements, s.elements)));
+  for (int64_t begin = 0; begin < s.elements;) {
+    const int64_t count = std::min(kPieceElements, s.elements - begin);
+    const auto piece = std::span(values).first(static_cast<size_t>(count));
+    m.gradients.read(unit, segment, begin, piece);
+    optim::narrow(element, piece, out.data() + begin * optim::bytes(element));
+    begin += count;
+  }
+}
+
+void Engine::reuse_gradients() {
+  Machine& m = machine();
+  require_world_one(m.context.layout, "using a step's gradients again");
+  m.intake.reuse(static_cast<float>(std::exchange(m.used_clip, 1.0)));
 }
 
 bool Engine::has_gradient(int32_t unit, int32_t segment) {
@@ -551,6 +604,16 @@ int64_t Engine::generation(int32_t unit) {
   m.unit_at(unit);
   const std::lock_guard guard(m.context.mutex);
   return m.context.units[unit].generation;
+}
+
+void Engine::use_gradients() {
+  Machine& m = machine();
+  require_world_one(m.context.layout, "an update of one's own");
+  m.intake.write_zeros();
+  m.used_clip = m.clipped.value_or(1.0);
+  m.clipped.reset();
+  const std::lock_guard guard(m.context.mutex);
+  m.gradients.handed_over();
 }
 
 // ---- the step
@@ -570,7 +633,7 @@ StepResult Engine::step(std::span<const optim::Hyper> groups) {
 
 double Engine::grad_norm() {
   Machine& m = machine();
-  m.intake.finish();
+  m.intake.write_zeros();
   GradientSummary summary;
   m.rounds.meet(Meeting::norm, m.looks, [&] {
     m.rounds.sum_gradients();

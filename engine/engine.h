@@ -158,8 +158,23 @@ class Engine {
   /// Of the device's memory, as what was submitted to `queue` until now leaves it. Returns before it is taken
   /// in; what fails then fails the engine.
   void add_gradient(int32_t unit, int32_t segment, DeviceArray gradient, Queue queue);
-  /// Collective where there are gradients.
+  /// Those that the last step used are forgotten, too. Collective where there are gradients.
   void clear_gradients();
+  /// As optimizer.zero_grad(set_to_none=False) of torch: the gradients that are there, and those that the
+  /// last step used, become zeros, with which the next step updates. Collective where there are gradients.
+  void zero_gradients();
+  // As a script does with p.grad, of torch; in a world of one rank only. What clip_grad_norm() has scaled
+  // stays scaled.
+  /// `data`, in place of the segment's gradient; empty: it has none. Throws as add_gradient().
+  void replace_gradient(int32_t unit, int32_t segment, std::span<const std::byte> data,
+                        std::string_view dtype);
+  /// Into `out`, in the dtypes of add_gradient(). Throws std::invalid_argument where there is none.
+  void read_gradient(int32_t unit, int32_t segment, std::span<std::byte> out, std::string_view dtype);
+  /// The gradients that the last step used are there again, clipped as they were used, unless they were
+  /// cleared or others came.
+  void reuse_gradients();
+  /// The gradients that are there were used by an update that the caller made itself.
+  void use_gradients();
   bool has_gradient(int32_t unit, int32_t segment);
   int64_t generation(int32_t unit);
 
@@ -174,8 +189,8 @@ class Engine {
   double grad_norm();
   /// As torch's function of this name: scales the gradients that are there now to a norm of `max_norm` at
   /// most, and returns the norm that they had before. The next step applies this scale in place of the
-  /// configured limit. Until then, or until clear_gradients(), the engine takes no further gradient
-  /// (std::invalid_argument), because that one would be unscaled. An infinite `max_norm` scales nothing: the
+  /// configured limit, or, where further gradients come before it (in a world of one rank only, else
+  /// std::invalid_argument), they are added to the scaled ones. An infinite `max_norm` scales nothing: the
   /// call returns the norm only. Collective.
   double clip_grad_norm(double max_norm);
   /// All updates done and written.

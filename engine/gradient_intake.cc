@@ -11,6 +11,7 @@ namespace {
 
 constexpr int64_t kOutstandingBytes = int64_t{256} << 20;  // of device memory kept for gradients under way
 constexpr size_t kPiecesMost = 64;                         // being copied
+constexpr int64_t kZerosMost = 256 * 1024;                 // elements written at a time
 
 }  // namespace
 
@@ -33,10 +34,68 @@ void GradientIntake::add(int32_t unit, int32_t segment, std::span<const std::byt
   const std::lock_guard turn(arrival_);
   finish();
   make_ready(unit);
+  take_in(unit, segment, element, data);
+}
+
+void GradientIntake::take_in(int32_t unit, int32_t segment, optim::Element element,
+                             std::span<const std::byte> data) {
   const Gradients::Arrival arrival = gradients_.begin(unit, segment, element);
   gradients_.add(arrival, 0, context_.layout.units[unit].segments[segment].elements, data.data());
   gradients_.finish(arrival);
   taken_in(unit, segment);
+}
+
+void GradientIntake::replace(int32_t unit, int32_t segment, std::span<const std::byte> data,
+                             std::string_view dtype) {
+  optim::Element element{};
+  if (!data.empty()) element = gradients_.check(unit, segment, std::ssize(data), dtype);
+  const std::lock_guard turn(arrival_);
+  finish();
+  make_ready(unit);
+  {
+    const std::lock_guard guard(context_.mutex);
+    gradients_.drop(unit, segment);
+  }
+  if (!data.empty()) take_in(unit, segment, element, data);
+}
+
+void GradientIntake::write_zeros() {
+  const std::lock_guard turn(arrival_);
+  finish();
+  std::vector<std::byte> zeros;
+  for (int32_t u = 0; u < std::ssize(context_.layout.units); ++u) {
+    const Unit& unit = context_.layout.units[u];
+    for (int32_t s = 0; s < std::ssize(unit.segments); ++s) {
+      if (gradients_.presence(u, s) != Presence::zero) continue;
+      make_ready(u);
+      const Gradients::Arrival arrival = gradients_.begin(u, s, context_.gradient_type(u));
+      for (int64_t begin = 0; begin < unit.segments[s].elements;) {
+        const int64_t count = std::min(gradients_.piece_end(arrival, begin) - begin, kZerosMost);
+        zeros.resize(std::max(zeros.size(), static_cast<size_t>(count * context_.gradient_width(u))));
+        gradients_.add(arrival, begin, count, zeros.data());
+        begin += count;
+      }
+      gradients_.finish(arrival);
+    }
+  }
+}
+
+void GradientIntake::scale(float factor) {
+  const std::lock_guard turn(arrival_);
+  finish();
+  make_all_ready();
+  gradients_.scale(factor);
+}
+
+void GradientIntake::reuse(float factor) {
+  const std::lock_guard turn(arrival_);
+  finish();
+  if (factor != 1.0F) make_all_ready();
+  gradients_.reuse(factor);
+}
+
+void GradientIntake::make_all_ready() {
+  for (int32_t u = 0; u < std::ssize(context_.layout.units); ++u) make_ready(u);
 }
 
 void GradientIntake::add(int32_t unit, int32_t segment, DeviceArray gradient, Queue queue) {

@@ -45,6 +45,13 @@ class GradientIntake {
   /// Of what was submitted to `queue` until now. Returns at once, unless much is under way already. Throws
   /// std::invalid_argument for what does not fit; what fails later fails the engine.
   void add(int32_t unit, int32_t segment, DeviceArray gradient, Queue queue);
+  /// In place of what there was of the segment; empty: nothing.
+  void replace(int32_t unit, int32_t segment, std::span<const std::byte> data, std::string_view dtype);
+  /// Writes the zeros of what Gradients::become_zero() has left.
+  void write_zeros();
+  /// Gradients::scale() and reuse(), once nothing else is at the gradients.
+  void scale(float factor);
+  void reuse(float factor);
   /// Returns when all that was given is taken in, or the engine has failed.
   void finish();
   /// What has not been taken in is dropped. Nothing may be added afterwards.
@@ -67,6 +74,8 @@ class GradientIntake {
   };
 
   bool make_ready(int32_t unit);
+  void make_all_ready();
+  void take_in(int32_t unit, int32_t segment, optim::Element element, std::span<const std::byte> data);
   void taken_in(int32_t unit, int32_t segment);
   bool on_device() const { return stream_ != nullptr; }
   void run() noexcept;

@@ -67,7 +67,7 @@ Gradients::Gradients(Context& context, DeviceUnits& device_units)
       sums_(context),
       spilled_squares_(context.chunks.size()) {
   for (const Unit& unit : context.layout.units) {
-    present_.emplace_back(unit.segments.size());
+    presence_.emplace_back(unit.segments.size(), Presence::absent);
     arrivals_.emplace_back(unit.segments.size());
   }
   for (size_t c = 0; c < spilled_squares_.size(); ++c) {
@@ -99,7 +99,7 @@ optim::Element Gradients::check(int32_t unit, int32_t segment, int64_t bytes, st
 
 Gradients::Arrival Gradients::begin(int32_t unit, int32_t segment, optim::Element element) {
   std::unique_lock lock(context_.mutex);
-  Arrival arrival{unit, segment, element, present_[unit][segment] == 0};
+  Arrival arrival{unit, segment, element, !is_there(unit, segment)};
   ++arrivals_[unit][segment];
   if (context_.layout.slices > 1) {
     sums_.open(lock, unit);
@@ -168,7 +168,7 @@ void Gradients::add(const Arrival& arrival, int64_t begin, int64_t elements, con
 void Gradients::finish(const Arrival& arrival) {
   const std::lock_guard guard(context_.mutex);
   if (context_.layout.slices > 1) sums_.arrived(arrival.unit, arrival.segment);
-  present_[arrival.unit][arrival.segment] = 1;
+  presence_[arrival.unit][arrival.segment] = Presence::there;
 }
 
 void Gradients::add_whole(const Piece& piece) {
@@ -226,8 +226,10 @@ void Gradients::add_batch(const Piece& piece, std::span<Part> parts) {
   std::unique_lock lock(context_.mutex);
   try {
     for (Part& part : parts) {
-      std::byte* home = context_.chunks[part.chunk].gradient;
-      part.memory = home != nullptr ? home : staging_.open(lock, part.chunk);
+      ChunkState& state = context_.chunks[part.chunk];
+      // What the last step used would be read for nothing.
+      if (is_empty(context_.layout.chunks[part.chunk])) context_.release_gradient(state);
+      part.memory = state.gradient != nullptr ? state.gradient : staging_.open(lock, part.chunk);
     }
     for (Part& part : parts) {
       if (!spilled_squares_[part.chunk].empty()) staging_.wait(lock, part.chunk);
@@ -268,11 +270,9 @@ void Gradients::add_batch(const Piece& piece, std::span<Part> parts) {
 /// it.
 void Gradients::choose_element(const Arrival& arrival, Part& part) {
   ChunkState& state = context_.chunks[part.chunk];
-  const auto& runs = context_.layout.chunks[part.chunk].runs;
   part.was = state.gradient_element;
   if (state.gradient == nullptr) {
-    const bool empty = std::none_of(runs.begin(), runs.end(),
-                                    [&](const Run& run) { return present(arrival.unit, run.segment); });
+    const bool empty = is_empty(context_.layout.chunks[part.chunk]);
     const bool as_it_came = arrival.first && (empty || part.was == arrival.element);
     state.gradient_element = as_it_came ? arrival.element : context_.gradient_type(arrival.unit);
     part.widen = !empty && state.gradient_element != part.was;
@@ -288,9 +288,15 @@ bool Gradients::complete(const Chunk& chunk) const {
   });
 }
 
+bool Gradients::is_empty(const Chunk& chunk) const {
+  return std::none_of(chunk.runs.begin(), chunk.runs.end(),
+                      [&](const Run& run) { return is_there(chunk.unit, run.segment); });
+}
+
 bool Gradients::any() const {
-  return std::any_of(present_.begin(), present_.end(),
-                     [](const auto& unit) { return std::find(unit.begin(), unit.end(), 1) != unit.end(); });
+  const auto is_present = [](Presence presence) { return presence >= Presence::zero; };
+  return std::any_of(presence_.begin(), presence_.end(),
+                     [&](const auto& unit) { return std::any_of(unit.begin(), unit.end(), is_present); });
 }
 
 void Gradients::put_away() {
@@ -303,23 +309,78 @@ void Gradients::clear() {
   const std::lock_guard turn(turn_);
   std::unique_lock lock(context_.mutex);
   handed_over();
+  forget(lock);
+}
+
+void Gradients::forget_used() {
+  const std::lock_guard turn(turn_);
+  std::unique_lock lock(context_.mutex);
+  forget(lock);
+}
+
+void Gradients::forget(std::unique_lock<std::mutex>& lock) {
+  for (auto& unit : presence_) std::fill(unit.begin(), unit.end(), Presence::absent);
+  for (size_t c = 0; c < context_.chunks.size(); ++c) {
+    ChunkState& state = context_.chunks[c];
+    state.gradient_kept = false;
+    if (context_.config.poison && context_.layout.slices == 1 && state.gradient != nullptr &&
+        !state.pending && state.guess == Guess::none)
+      std::memset(state.gradient, 0xFF,
+                  static_cast<size_t>(context_.gradient_bytes(static_cast<int32_t>(c))));
+  }
   staging_.discard(lock);
 }
 
+void Gradients::drop(int32_t unit, int32_t segment) {
+  presence_[unit][segment] = Presence::absent;
+}
+
+void Gradients::become_zero() {
+  auto becoming = presence_;
+  any() ? clear() : forget_used();
+  for (auto& unit : becoming) {
+    std::replace_if(
+        unit.begin(), unit.end(), [](Presence presence) { return presence != Presence::absent; },
+        Presence::zero);
+  }
+  const std::lock_guard guard(context_.mutex);
+  presence_ = std::move(becoming);
+}
+
+void Gradients::reuse(float factor) {
+  for (int32_t u = 0; u < std::ssize(presence_); ++u) {
+    for (int32_t s = 0; s < std::ssize(presence_[u]); ++s) {
+      if (presence(u, s) != Presence::used) continue;
+      {
+        const std::lock_guard guard(context_.mutex);
+        presence_[u][s] = Presence::there;
+      }
+      if (factor != 1.0F) scale(u, s, factor);
+    }
+  }
+}
+
 void Gradients::handed_over() {
-  for (auto& unit : present_) std::fill(unit.begin(), unit.end(), uint8_t{0});
-  for (auto& unit : arrivals_) std::fill(unit.begin(), unit.end(), 0);
+  for (size_t u = 0; u < presence_.size(); ++u) {
+    std::replace(presence_[u].begin(), presence_[u].end(), Presence::there, Presence::used);
+    std::fill(arrivals_[u].begin(), arrivals_[u].end(), 0);
+  }
+  for (ChunkState& state : context_.chunks) state.gradient_kept = true;
   if (context_.layout.slices > 1) sums_.restart();
 }
 
 void Gradients::reduce_presence() {
   if (context_.layout.slices == 1) return;
   std::vector<double> counts;
-  for (const auto& unit : present_) counts.insert(counts.end(), unit.begin(), unit.end());
+  for (const auto& unit : presence_) {
+    for (Presence presence : unit) counts.push_back(presence == Presence::there ? 1 : 0);
+  }
   context_.resources.communicator->all_reduce_sum(counts);
   size_t next = 0;
-  for (auto& unit : present_) {
-    for (uint8_t& present : unit) present = counts[next++] > 0 ? 1 : 0;
+  for (auto& unit : presence_) {
+    for (Presence& presence : unit) {
+      if (counts[next++] > 0) presence = Presence::there;
+    }
   }
 }
 
@@ -337,7 +398,7 @@ optim::Squares Gradients::squares_of_chunk(int32_t chunk) const {
   optim::Squares total;
   for (size_t r = 0; r < c.runs.size(); ++r) {
     const int32_t segment = c.runs[r].segment;
-    if (!present(c.unit, segment)) continue;
+    if (!is_there(c.unit, segment)) continue;
     const optim::Squares part = squares_of_run(chunk, r);
     if (context_.layout.units[c.unit].segments[segment].in_norm) total.sum += part.sum;
     total.finite = total.finite && part.finite;
@@ -380,43 +441,74 @@ std::string Gradients::first_not_finite() const {
   const Chunk& c = context_.layout.chunks[chunk];
   for (size_t r = 0; r < c.runs.size(); ++r) {
     const int32_t segment = c.runs[r].segment;
-    if (present(c.unit, segment) && !squares_of_run(chunk, r).finite)
+    if (is_there(c.unit, segment) && !squares_of_run(chunk, r).finite)
       return context_.layout.units[c.unit].segments[segment].name;
   }
   return {};
 }
 
-void Gradients::read(int32_t unit, int32_t segment, std::span<float> out) {
+void Gradients::read(int32_t unit, int32_t segment, int64_t begin, std::span<float> out) {
   const Segment& s = context_.layout.units[unit].segments[segment];
-  if (static_cast<int64_t>(out.size()) != s.elements) {
+  const int64_t end = begin + std::ssize(out);
+  if (begin < 0 || end > s.elements) {
     throw std::invalid_argument(
-        fmt::format("{} has {} elements, room for {} was given", s.name, s.elements, out.size()));
+        fmt::format("{} has {} elements: there are none from {} to {}", s.name, s.elements, begin, end));
   }
   if (!present(unit, segment)) throw std::invalid_argument(fmt::format("{} has no gradient now", s.name));
-  const auto copy = [&](const std::byte* data, optim::Element element, int64_t begin, int64_t elements) {
-    widen(element, data, out.subspan(static_cast<size_t>(begin), static_cast<size_t>(elements)), true);
-  };
+  if (presence(unit, segment) == Presence::zero) {
+    std::ranges::fill(out, 0.0F);
+    return;
+  }
+  const int64_t width = context_.gradient_width(unit);
   if (device_units_.hold(unit)) {
-    std::vector<std::byte> there(static_cast<size_t>(s.elements * context_.gradient_width(unit)));
+    std::vector<std::byte> there(out.size() * static_cast<size_t>(width));
     std::unique_lock lock(context_.mutex);
-    device_units_.read_gradient(lock, unit, segment, there);
-    return copy(there.data(), context_.gradient_type(unit), 0, s.elements);
+    device_units_.read_gradient(lock, unit, segment, begin, there);
+    return widen(context_.gradient_type(unit), there.data(), out, true);
   }
   if (context_.units[unit].gradients != nullptr)
-    return copy(at(unit, s.begin), context_.gradient_type(unit), 0, s.elements);
+    return widen(context_.gradient_type(unit), at(unit, s.begin + begin), out, true);
   const std::lock_guard turn(turn_);
   std::unique_lock lock(context_.mutex);
   for_each_part(unit, segment, [&](const Part& part) {
+    const int64_t from = std::max(begin, part.in_segment);
+    const int64_t to = std::min(end, part.in_segment + part.elements);
+    if (from >= to) return;
     const ChunkState& state = context_.chunks[part.chunk];
     const std::byte* data = state.gradient;
     if (state.gradient == nullptr) {
       data = staging_.open(lock, part.chunk);
       staging_.wait(lock, part.chunk);
     }
-    copy(data + part.in_chunk * optim::bytes(state.gradient_element), state.gradient_element, part.in_segment,
-         part.elements);
+    const int64_t in_chunk = part.in_chunk + from - part.in_segment;
+    widen(state.gradient_element, data + in_chunk * optim::bytes(state.gradient_element),
+          out.subspan(static_cast<size_t>(from - begin), static_cast<size_t>(to - from)), true);
     if (state.gradient == nullptr) staging_.close(lock, part.chunk, GradientStaging::Closing::unchanged);
   });
+}
+
+void Gradients::scale(float factor) {
+  for (int32_t u = 0; u < std::ssize(presence_); ++u) {
+    for (int32_t s = 0; s < std::ssize(presence_[u]); ++s) {
+      if (is_there(u, s)) scale(u, s, factor);
+    }
+  }
+}
+
+void Gradients::scale(int32_t unit, int32_t segment, float factor) {
+  const Arrival whole{unit, segment, context_.gradient_type(unit), /*first=*/true};
+  const int64_t elements = context_.layout.units[unit].segments[segment].elements;
+  std::vector<float> values(static_cast<size_t>(std::min(kSharedElements, elements)));
+  std::vector<std::byte> scaled(values.size() * sizeof(float));
+  for (int64_t begin = 0; begin < elements;) {
+    const int64_t count = std::min(piece_end(whole, begin) - begin, kSharedElements);
+    const auto piece = std::span(values).first(static_cast<size_t>(count));
+    read(unit, segment, begin, piece);
+    optim::scale(piece, factor);
+    narrow(whole.element, piece, scaled.data());
+    add(whole, begin, count, scaled.data());
+    begin += count;
+  }
 }
 
 }  // namespace overspill::engine

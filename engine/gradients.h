@@ -26,6 +26,14 @@ struct GradientSummary {
   bool finite = true;
 };
 
+/// Of a segment, between two steps.
+enum class Presence : uint8_t {
+  absent,
+  used,   // by the last step; it still lies where it was
+  zero,   // all zeros, which were not written yet
+  there,  // what arrived since the last step, or since clear()
+};
+
 class Gradients {
  public:
   Gradients(Context& context, DeviceUnits& device_units);
@@ -54,16 +62,29 @@ class Gradients {
   /// Whether begin() may wait for what is not finished yet.
   bool may_wait(int32_t unit) const;
 
-  /// Needs the context's mutex while gradients may come.
-  bool present(int32_t unit, int32_t segment) const { return present_[unit][segment] != 0; }
+  // These need the context's mutex while gradients may come.
+
+  Presence presence(int32_t unit, int32_t segment) const { return presence_[unit][segment]; }
+  /// Whether the next step updates it.
+  bool present(int32_t unit, int32_t segment) const { return presence(unit, segment) >= Presence::zero; }
   bool any() const;  // present
   /// Throws all of them away. Updates that were scheduled keep theirs.
   void clear();
+  /// Where there is none but those that the last step used.
+  void forget_used();
+  /// Throws the segment's away. No update of the unit is pending.
+  void drop(int32_t unit, int32_t segment);
+  /// Those that were there, or used by the last step, are zeros now.
+  void become_zero();
+  /// Those that the last step used are there again, unless others came meanwhile, multiplied by `factor`. No
+  /// update is pending where that is not 1. World 1.
+  void reuse(float factor);
 
   /// Spilled ones leave memory: the ring may read them. Returns when they are written. Throws StoreError
   /// where the disk has no room for them: nothing is lost, and it may be called again.
   void put_away();
-  /// Those there are belong to the updates that were scheduled; the next add() is the first of its segment.
+  /// Those there are belong to the updates that were scheduled, and stay until clear(), or until the next
+  /// add(), which is the first of its segment.
   void handed_over();
 
   /// Of several ranks.
@@ -78,8 +99,10 @@ class Gradients {
   /// or a NaN; empty: none has.
   std::string first_not_finite() const;
 
-  /// Copies a segment's gradient, as fp32, to `out` (segment's elements of it). World 1.
-  void read(int32_t unit, int32_t segment, std::span<float> out);
+  /// Copies the segment's elements from `begin` on, as fp32. World 1.
+  void read(int32_t unit, int32_t segment, int64_t begin, std::span<float> out);
+  /// Multiplies all that are present; in their own width, as torch does. No update is pending. World 1.
+  void scale(float factor);
 
  private:
   /// Of an arrival: `elements` from `begin` on, in the segment.
@@ -115,6 +138,10 @@ class Gradients {
   void choose_element(const Arrival& arrival, Part& part);
   void add_batch(const Piece& piece, std::span<Part> parts);
   bool complete(const Chunk& chunk) const;
+  bool is_there(int32_t unit, int32_t segment) const { return presence(unit, segment) == Presence::there; }
+  bool is_empty(const Chunk& chunk) const;
+  void scale(int32_t unit, int32_t segment, float factor);
+  void forget(std::unique_lock<std::mutex>& lock);
   optim::Squares squares_of_chunk(int32_t chunk) const;
   optim::Squares squares_of_run(int32_t chunk, size_t run) const;
   template <class Visit>
@@ -122,7 +149,7 @@ class Gradients {
 
   Context& context_;
   DeviceUnits& device_units_;
-  std::vector<std::vector<uint8_t>> present_;  // by unit and segment
+  std::vector<std::vector<Presence>> presence_;  // by unit and segment
   std::vector<optim::Squares> by_chunk_;
   std::vector<std::array<double, 2>> by_slice_;  // of this rank's shard
   GradientStaging staging_;

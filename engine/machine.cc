@@ -110,6 +110,13 @@ Machine::Part Machine::part_of(int rank, int32_t unit, int32_t segment) const {
   return begin < end ? Part{begin - s.begin, end - begin, begin - shard} : Part{};
 }
 
+void Machine::forget_guesses() {
+  intake.finish();
+  std::unique_lock lock(context.mutex);
+  updater.take_back_all(lock);
+  updater.speculation().restart();
+}
+
 void Machine::prepare_to_change(std::unique_lock<std::mutex>& lock, std::span<const int32_t> units) {
   updater.quiesce(lock);
   for (int32_t unit : units) ++context.units[unit].generation;

@@ -71,6 +71,9 @@ class Machine {
   Part part_of(int rank, int32_t unit, int32_t segment) const;
   Part own_part(int32_t unit, int32_t segment) const { return part_of(context.layout.rank, unit, segment); }
 
+  /// Gradients are about to be thrown away: all that was given is taken in, and no guess reads it.
+  void forget_guesses();
+
   /// The weights of these units are about to be replaced, under a Rounds::Change: pending updates are done,
   /// and nobody is given the old ones any more.
   void prepare_to_change(std::unique_lock<std::mutex>& lock, std::span<const int32_t> units);
@@ -94,6 +97,7 @@ class Machine {
   // Of calls that come one at a time (engine.h):
   int64_t looks = 0;              // at weights or states of several ranks
   std::optional<double> clipped;  // by clip_grad_norm(): the factor of the gradients that are there
+  double used_clip = 1;           // the factor with which the last step used its gradients
   std::atomic<bool> closed = false;
   bool kernel_keeps_memory = false;                    // at the end; then none of it may be freed
   const io::OwnProcess process;                        // in its forked children nothing works

@@ -38,6 +38,7 @@ StepResult Machine::step(std::span<const optim::Hyper> groups) {
     return {steps, norm, clip, true, std::move(culprit)};
   }
 
+  used_clip = clip;
   capture_factors(groups, clip);
   // Beyond this point hyper-parameters and presence belong to this step; the caller may change its own.
 
@@ -55,6 +56,7 @@ void Machine::finish_updates() {
 
 GradientSummary Machine::reduce_gradients() {
   GradientSummary summary;
+  intake.write_zeros();
   gradients.put_away();
   rounds.meet(Meeting::step, steps + skipped_steps, [&] {
     rounds.sum_gradients();

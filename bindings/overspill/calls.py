@@ -384,7 +384,7 @@ def clear_spoiled(owner: Residency) -> None:
     still being stopped clears nothing."""
     if owner.spoiled and not here.stack.exempt:
         with Alone():
-            owner.core.clear_gradients()
+            owner.gradients.clear()
             owner.spoiled = False
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._C import DisableTorchFunction
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from . import (
@@ -38,8 +39,11 @@ from .boundary import Boundary, SchedulerState
 from .config import Config, check_folders
 from .ending import End
 from .extra import Extra
+from .foreign import ForeignOptimizer
+from .gradients import Gradients
 from .init import materialise
 from .optimizer import (
+    Groups,
     OverspillOptimizer,
     choose_format,
     group_indices,
@@ -210,6 +214,11 @@ class Engine:
             if optimizer is not None
             else make_groups(config.optimizer, model.parameters() if parameters is None else parameters)
         )
+        if groups.foreign and (group or model_group):
+            raise ranks.RankError(
+                f"overspill: the engine has no update of {groups.kind}, and its own code cannot step what several "
+                "ranks hold in parts: give torch.optim.AdamW, Adam, Adagrad or SGD, or train on one rank"
+            )
         self._place = place.find(config.engine.device, config.budget.device)
         specs = partition(model, self._place.device)
         if not specs:
@@ -235,7 +244,9 @@ class Engine:
         core = end.core = _core.Engine(units, flat, group, model_group, self._place.given, nccl)
         try:
             values = materialise(model, specs, groups.groups, self._place, core)
-            self._residency = end.owner = Residency(core, specs, self._place)
+            self._residency = end.owner = Residency(
+                core, specs, self._place, Gradients(core, self._place, self.world_size)
+            )
             patches.install(self._residency)
             self._life = Life()
             weakref.finalize(self._life, end.collected)
@@ -244,16 +255,12 @@ class Engine:
                 source.read_buffers(model)
             self._place_rest(model)
             hooks.attach(model, self._residency, specs, self._life)
-            self.optimizer = OverspillOptimizer(
-                groups,
-                self._residency,
-                optimizer,
-                next(iter(config.budget.nvme), None),
-                self.world_size * (model_group.world if model_group else 1),
-                self._life,
+            self.optimizer = self._make_optimizer(
+                groups, optimizer, self.world_size * (model_group.world if model_group else 1)
             )
             self.optimizer.start_states()
             self.optimizer.before_step = functools.partial(newcomers.check, model, self._residency.units)
+            self.optimizer.keeps_gradients = _weakly(self._leaves_gradients, True)
             self._residency.clearing = weakref.WeakMethod(self._clear_gradients)
             if config.engine.speculate:
                 self._residency.expect_step = _weakly(self.optimizer.expect_step)
@@ -263,6 +270,14 @@ class Engine:
         self.lr_scheduler: Any = None
         self.global_steps = self.micro_steps = 0
         self._boundary: Boundary | None = None  # an update whose bookkeeping is not finished
+
+    def _make_optimizer(self, groups: Groups, user: Any, ranks: int) -> OverspillOptimizer:
+        folder, config = next(iter(self.config.budget.nvme), None), self.config
+        if not groups.foreign:
+            return OverspillOptimizer(groups, self._residency, user, folder, ranks, self._life)
+        return ForeignOptimizer(
+            groups, self._residency, user, folder, ranks, self._life, config.gradient_clipping
+        )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         try:
@@ -444,16 +459,20 @@ class Engine:
         return self.optimizer.last_step
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clears the gradients. In the middle of a step, such as after an interrupt, the step begins anew: its
-        micro-batches do not count, and a warning says how many they were."""
-        self._clear_gradients("engine.zero_grad()")
+        """Clears the gradients, or makes them zero, as torch does. In the middle of a step, such as after an interrupt,
+        the step begins anew: its micro-batches do not count, and a warning says how many they were."""
+        self._clear_gradients("engine.zero_grad()", set_to_none)
 
-    def _clear_gradients(self, call: str) -> None:
+    def _leaves_gradients(self) -> bool:
+        """Whether the update that is under way is the script's own `optimizer.step()`."""
+        return self._boundary is None
+
+    def _clear_gradients(self, call: str, set_to_none: bool) -> None:
         """`call`: the script's, by name; optimizer.zero_grad and model.zero_grad mean the same."""
         count = self.config.gradient_accumulation_steps
         with calls.Alone():
             self._settle()
-            self._core.clear_gradients()
+            self._residency.gradients.clear(set_to_none)
             begun = self.micro_steps % count
             self.micro_steps -= begun
         if not begun:
@@ -478,6 +497,7 @@ class Engine:
             return None
         with calls.Alone():
             self._settle()
+            self._residency.gradients.settle()
             there = self._core.has_gradient(segment.unit.index, segment.index)
             return reading.state(segment, "grad") if there else None
 
@@ -495,17 +515,16 @@ class Engine:
         segment = self._segment(parameter)
         if segment is None or not segment.unit.trainable:
             return {}
-        names = self.optimizer.groups.states()
         with calls.Alone():  # all of one update
-            return {theirs: reading.state(segment, ours) for ours, theirs in names.items()}
+            return self.optimizer.states_of(segment)
 
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
         """As torch's: scales the gradients that there are to a 2-norm of `max_norm` at most, in place of
-        gradient_clipping, and returns their norm of before. Further gradients of this step are refused afterwards.
-        With an infinite `max_norm` it looks only."""
-        with calls.Alone():
+        gradient_clipping, and returns their norm of before. Of several ranks further gradients of this step are refused
+        afterwards. With an infinite `max_norm` it looks only."""
+        with calls.Alone(), DisableTorchFunction():
             self._settle()
-            return torch.tensor(self._core.clip_grad_norm(given.max_norm(max_norm)))
+            return torch.tensor(self._residency.gradients.clip_norm(given.max_norm(max_norm)))
 
     def gathered(self, parameters: nn.Parameter | Iterable[Any]) -> AbstractContextManager[None]:
         """Real weights in the parameters while the block runs; what it writes into them becomes the
@@ -564,6 +583,7 @@ class Engine:
         see; beside weights and moments it holds rank 0's values, and every rank's random states. Raises TypeError for
         DeepSpeed's arguments that have no meaning here."""
         state.check_arguments("save_checkpoint", unknown)
+        self.optimizer.check_checkpoint("save_checkpoint")
         folder = given.path("save_checkpoint", folder)
         self._settle()
         if client_state is not None and not isinstance(client_state, dict):
@@ -611,6 +631,7 @@ class Engine:
         pair: unpacking it raises TypeError. Raises before anything is changed. All ranks call it; random states come
         back where there are as many ranks as then, those of GPUs for as many as are here."""
         state.check_arguments("load_checkpoint", unknown)
+        self.optimizer.check_checkpoint("load_checkpoint")
         folder = given.path("load_checkpoint", folder)
         self._settle()
         folder = os.path.realpath(folder)  # it is read twice: a link may lead elsewhere meanwhile
@@ -621,6 +642,7 @@ class Engine:
         with calls.Alone():
             calls.start_update(self._residency, "engine.load_checkpoint")
             self._load(folder, text, read)
+            self._residency.gradients.forget()
             self._residency.refresh()
             with torch.no_grad():
                 for name, buffer in buffers.items():
@@ -762,12 +784,11 @@ def _check_ranks(
     group.check_alike({"the optimizer": groups.kind, **config.shared(), **options, **parameters})
 
 
-def _weakly(method: Callable[[], None]) -> Callable[[], None]:
+def _weakly(method: Callable[[], Any], otherwise: Any = None) -> Callable[[], Any]:
     """Calls the method while its object lives, and does not keep it."""
     reference = weakref.WeakMethod(method)
 
-    def call() -> None:
-        if (alive := reference()) is not None:
-            alive()
+    def call() -> Any:
+        return otherwise if (alive := reference()) is None else alive()
 
     return call

@@ -12,12 +12,12 @@ import torch
 from torch import nn
 from torch._C import DisableTorchFunction
 
-from . import _core, calls, reading, residency, vertical
+from . import _core, calls, gradients, reading, residency, vertical
 from .calls import Call, books, here, in_backward, opaque
-from .divided import is_sharded, part_of
+from .divided import is_sharded
 from .guard import guard, units_of
-from .residency import Residency, Segment, Unit, get_grad, registry, set_grad
-from .units import DTYPES, UnitSpec
+from .residency import Residency, Segment, Unit, registry
+from .units import UnitSpec
 
 _CALL_IMPL = nn.Module._call_impl.__code__
 
@@ -170,27 +170,7 @@ class GradientHook:
         if s is None or s.unit.residency.closed:
             return
         with DisableTorchFunction():
-            gradient = get_grad(parameter)
-            if gradient is None:  # requires_grad was switched off since forward: torch drops it, too
-                return
-            gradient = part_of(gradient.detach(), parameter)
-            set_grad(parameter, None)
-            if gradient.layout is not torch.strided:
-                gradient = gradient.to_dense()
-            if gradient.stride() != s.stride:
-                like = torch.empty_strided(s.shape, s.stride, dtype=gradient.dtype, device=gradient.device)
-                gradient = like.copy_(gradient)
-            where = s.unit.residency.place
-            if not where.on_host:
-                s.unit.core.add_device_gradient(s.unit.index, s.index, where.take(gradient), where.queue())
-                return
-            s.unit.core.add_gradient(
-                s.unit.index,
-                s.index,
-                gradient.data_ptr(),
-                gradient.numel() * gradient.element_size(),
-                DTYPES[gradient.dtype],
-            )
+            gradients.take_in(s)
 
 
 class Gathered:

@@ -11,18 +11,15 @@ bit for bit; values of another origin are rounded to the nearest that the engine
 from __future__ import annotations
 
 import math
-import os
-import tempfile
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch._C import DisableTorchFunction
 
-from . import reading
+from . import files, reading
 from .residency import Residency, Segment, registry
 
-_IN_A_FILE = 1 << 20  # bytes; smaller tensors are plain memory
 _PIECE = 1 << 20  # elements of a master that are compared at a time
 _STEPS = 2**53  # below it a step, which torch keeps as a float, is exact
 _NO_STATES = ("step", "master")
@@ -214,18 +211,11 @@ def _flat(value: torch.Tensor, dtype: torch.dtype, segment: Segment) -> torch.Te
 
 def _room(segment: Segment, folder: str) -> torch.Tensor:
     """An fp32 tensor of the segment's shape and memory order."""
-    size = segment.memory.numel() * 4
-    if size < _IN_A_FILE:
-        return torch.empty_strided(segment.shape, segment.stride, dtype=torch.float32)
-    try:
-        with tempfile.TemporaryFile(dir=folder) as file:
-            os.posix_fallocate(file.fileno(), 0, size)  # a full disk is an error here, not SIGBUS later
-            storage = torch.UntypedStorage.from_file(f"/proc/self/fd/{file.fileno()}", True, size)
-    except OSError as error:
-        raise OSError(
-            error.errno,
-            f"overspill: optimizer.state_dict() keeps {size} bytes of {segment.name} in a file: {error.strerror}; "
-            "free space there, or use engine.save_checkpoint, which needs none of it",
-            folder,
-        ) from None
-    return torch.empty(0, dtype=torch.float32).set_(storage, 0, segment.shape, segment.stride)
+    return files.tensor(
+        segment.shape,
+        segment.stride,
+        torch.float32,
+        folder,
+        f"optimizer.state_dict() keeps states of {segment.name}",
+        "free space there, or use engine.save_checkpoint, which needs none of it",
+    )

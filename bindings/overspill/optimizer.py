@@ -13,15 +13,17 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._C import DisableTorchFunction
 
-from . import _core, boundary, calls, moments, optim
+from . import _core, boundary, calls, moments, optim, reading
 from .config import unusable_number
 from .ranks import RankError
-from .residency import Residency
+from .residency import Residency, Segment
 
 _TORCH = (torch.optim.AdamW, torch.optim.Adam, torch.optim.Adagrad, torch.optim.SGD)
 _OWN = (optim.AdamW, optim.Adam, optim.Adagrad, optim.Lion, optim.SGD)
-_REFUSED = ("amsgrad", "differentiable")
+_FOREIGN = ("amsgrad",)  # options that the engine's update does not have
+_REFUSED = ("differentiable",)
 # Of a group that is loaded: these are as they are here.
 _STAY = ("params", "param_names", "name", "decoupled", "decoupled_weight_decay", "format", "seed")
 _CORE = {"AdamW": "adam", "Adam": "adam", "Adagrad": "adagrad", "Lion": "lion"}
@@ -29,11 +31,23 @@ _CORE = {"AdamW": "adam", "Adam": "adam", "Adagrad": "adagrad", "Lion": "lion"}
 
 class Groups:
     """Parameter groups and what they belong to. `kind` is torch's name of the optimizer, `core` the core's; `format`
-    and `seed` are those of an optimizer of overspill.optim."""
+    and `seed` are those of an optimizer of overspill.optim. `foreign`: its own code makes the steps (foreign.py).
+    `taken`: the state_dict of one that has stepped."""
 
-    def __init__(self, kind: str, groups: list[dict], format: str | None = None, seed: int | None = None):
+    def __init__(
+        self,
+        kind: str,
+        groups: list[dict],
+        format: str | None = None,
+        seed: int | None = None,
+        foreign: bool = False,
+    ):
         self.kind, self.groups, self.format, self.seed = kind, groups, format, seed
-        if kind == "SGD":  # groups share a layout: one with momentum gives all of them a buffer
+        self.foreign = foreign
+        self.taken: dict | None = None
+        if foreign:
+            self.core = "sgd"
+        elif kind == "SGD":  # groups share a layout: one with momentum gives all of them a buffer
             self.core = "momentum" if any(float(group["momentum"]) for group in groups) else "sgd"
         else:
             self.core = _CORE[kind]
@@ -64,25 +78,29 @@ def take_over(optimizer: Any) -> Groups:
     """The groups of a user's optimizer, of torch.optim or overspill.optim: the same dict objects, so that a scheduler
     bound to it drives the engine.
 
-    Raises TypeError for another class, ValueError for options that the engine does not have.
+    Raises TypeError for what is no optimizer of torch, ValueError for options that nobody here has.
     """
     kind = type(optimizer)
-    if kind not in (*_TORCH, *_OWN):
+    if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(
-            f"overspill: optimizer {kind.__module__}.{kind.__qualname__} is not supported; "
-            f"{', '.join(f'torch.optim.{known.__name__}' for known in _TORCH)} and overspill.optim's are"
-        )
-    if any(float(state.get("step", 1)) > 0 for state in optimizer.state.values() if state):
-        raise ValueError(
-            "overspill: this optimizer has made steps already, and initialize does not take its state over: give "
-            "a new optimizer of the same class, then load the old one's state_dict() with optimizer.load_state_dict "
-            "(one rank only)"
+            f"overspill: optimizer {kind.__module__}.{kind.__qualname__} is not supported: give an optimizer of "
+            "torch.optim or overspill.optim, or a child of torch.optim.Optimizer"
         )
     groups = optimizer.param_groups
     for group in groups:
         for option in _REFUSED:
             if group.get(option):
                 raise ValueError(f"overspill: {_name(kind)}({option}=True) is not supported")
+    if kind not in (*_TORCH, *_OWN) or any(group.get(option) for group in groups for option in _FOREIGN):
+        return Groups(kind.__name__, groups, foreign=True)
+    found = _known(optimizer, kind, groups)
+    if any(float(state.get("step", 1)) > 0 for state in optimizer.state.values() if state):
+        found.taken = optimizer.state_dict()
+    return found
+
+
+def _known(optimizer: torch.optim.Optimizer, kind: type, groups: list[dict]) -> Groups:
+    for group in groups:
         if kind in (torch.optim.AdamW, torch.optim.Adam, optim.AdamW, optim.Adam):
             group["decoupled"] = kind.__name__ == "AdamW" or bool(group.get("decoupled_weight_decay"))
     if kind in _TORCH:
@@ -202,7 +220,10 @@ def group_indices(groups: list[dict], model: nn.Module) -> dict[int, int]:
         )
     known = {id(p) for p in model.parameters()}
     if any(id(p) not in known for group in groups for p in group["params"]):
-        raise ValueError("overspill: the optimizer has parameters that are not the model's")
+        raise ValueError(
+            "overspill: the optimizer has parameters that are not the model's: of several models make one, "
+            "nn.ModuleList([a, b]), and give that to initialize"
+        )
     return index
 
 
@@ -229,10 +250,15 @@ class OverspillOptimizer(torch.optim.Optimizer):
         self._outcomes: deque = deque(maxlen=1)
         self.folder, self.ranks, self.life = folder or tempfile.gettempdir(), ranks, life
         self.before_step: Callable[[], None] | None = None  # raises where the step must not be taken
+        self.keeps_gradients: Callable[[], bool] = lambda: True  # by torch's rule: until zero_grad
         self._told = False  # of a skipped step
         if user is not None:
-            user.state.clear()  # Adagrad has sums before its first step: they are the engine's now
+            self._take_states(user)
             _pass_on(user, self, "step", "zero_grad", "state_dict", "load_state_dict", "add_param_group")
+
+    def _take_states(self, user: torch.optim.Optimizer) -> None:
+        """They are the engine's now."""
+        user.state.clear()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError(
@@ -275,9 +301,15 @@ class OverspillOptimizer(torch.optim.Optimizer):
             calls.start_update(self.residency, "a step of the optimizer")
             if self.user is not None:
                 self.user._opt_called = True  # what a scheduler bound to the user's optimizer looks for
+            gradients, keeps = self.residency.gradients, self.keeps_gradients()
+            with DisableTorchFunction():
+                gradients.settle()
+            gradients.used = keeps  # before: Ctrl-C may strike after the step
             boundary.keep(self._outcomes, self.residency.core.step, hyper_parameters)
             if self.last_step.skipped:
                 self._tell_skipped()
+            if not keeps:
+                gradients.clear()
             self.residency.refresh()
         return loss
 
@@ -307,12 +339,23 @@ class OverspillOptimizer(torch.optim.Optimizer):
         self.residency.core.expect_step(hyper_parameters)
 
     def start_states(self) -> None:
-        """Once, before the first step: states of an optimizer that does not start with zero."""
+        """Once, before the first step: states of an optimizer that does not start with zero, or has stepped."""
         self.residency.core.start_states(self._hyper_parameters())
+        if self.groups.taken is not None:
+            taken, self.groups.taken = self.groups.taken, None
+            self.load_state_dict(taken)
+
+    def states_of(self, segment: Segment) -> dict[str, torch.Tensor]:
+        """Copies, in fp32, by torch's names."""
+        return {theirs: reading.state(segment, ours) for ours, theirs in self.groups.states().items()}
+
+    def check_checkpoint(self, call: str) -> None:
+        """Raises RuntimeError where a checkpoint would not have the states."""
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        with calls.Alone():
-            self.residency.clear_gradients("optimizer.zero_grad()")
+        """Of the whole model, whatever parameters the groups have: all that require a gradient are in one."""
+        with calls.Alone(), DisableTorchFunction():
+            self.residency.clear_gradients("optimizer.zero_grad()", set_to_none)
 
     def add_param_group(self, param_group: dict) -> None:
         if hasattr(self, "residency"):
@@ -459,7 +502,7 @@ def _check_group(number: int, group: dict, saved: dict) -> None:
             f"overspill: group {number} has {count} parameters in the state dict, {len(group['params'])} here: "
             "give initialize the groups that it was saved with"
         )
-    for option in _REFUSED:
+    for option in (*_REFUSED, *_FOREIGN):
         if saved.get(option):
             raise ValueError(
                 f"overspill: group {number} of the state dict has {option}=True, which the engine's optimizers do not "

@@ -4,11 +4,11 @@ leave other models alone.
 torch.autograd._engine_run_backward     enters the guard, so that a plain loss.backward() finds the weights
 saved_tensors_hooks.__enter__           keeps our handles in front of a user's hooks: torch runs the
 innermost pair only
-Parameter.data, Parameter.grad          properties: `data` is the weight, also of a released parameter; reads of
-gradients that the engine holds are loud
+Parameter.data, Parameter.grad          properties: `data` is the weight, also of a released parameter; `grad` the
+gradient that the engine holds
 Parameter.__deepcopy__, __reduce_ex__   copies and pickles get real weights; all four of DTensor too, where it is loaded
 Module._apply, Module.zero_grad         .to() and .half() are refused, zero_grad() reaches the engine
-torch.nn.utils.clip_grad_norm_          clips in the engine
+torch.nn.utils.clip_grad_norm_, clip_grad_value_   clip in the engine, or one gradient after the other
 torch._dynamo.config                    is told to look at hooks: else torch.compile, by whatever name a script has it,
 runs code that it made of a module without them
 ForkingPickler's reducer of Parameter   refuses to share released memory with another process
@@ -31,14 +31,16 @@ from torch._C import DisableTorchFunction
 from torch.autograd import graph
 from torch.nn.utils import clip_grad
 
-from . import calls, given, reading, released, residency, saved
+from . import calls, given, gradients, reading, released, residency, saved
 from .divided import is_divided, memory_of, parameter_classes
 from .guard import guard, touch
 from .residency import Residency, Segment, get_grad, registry, set_grad
 
 _run_backward = graph._engine_run_backward
 _enter_saved_tensors_hooks = graph.saved_tensors_hooks.__enter__
-_clip_grad_norm = clip_grad.clip_grad_norm_
+# A script that imported these before has torch's wrappers, which call what is in the cell.
+_norm_cell, _value_cell = (f.__closure__[0] for f in (clip_grad.clip_grad_norm_, clip_grad.clip_grad_value_))
+_clip_grad_norm, _clip_grad_value = _norm_cell.cell_contents, _value_cell.cell_contents
 _apply = nn.Module._apply
 _zero_grad = nn.Module.zero_grad
 _deepcopy = nn.Parameter.__deepcopy__
@@ -81,27 +83,29 @@ def enter_saved_tensors_hooks(self: graph.saved_tensors_hooks) -> None:
     torch._C._autograd._push_saved_tensors_default_hooks(*hooks)
 
 
-def owner_of(parameters: Iterable[Any], what: str) -> Residency | None:
-    """The engine whose trainable parameters these are, None if no engine has any of them; all or nothing,
-    else ValueError."""
-    parameters = [p for p in parameters if p.requires_grad]
+def owners_of(parameters: Iterable[Any]) -> set[Residency]:
+    """The engines that train some of these."""
     segments = [registry[id(p)] for p in parameters if id(p) in registry]
-    if not segments:
+    return {s.unit.residency for s in segments if s.unit.trainable}
+
+
+def owner_of_all(parameters: Iterable[Any]) -> Residency | None:
+    """The engine whose gradients are those of these parameters, all of them and no others."""
+    parameters = [p for p in parameters if p.requires_grad]
+    owners = owners_of(parameters)
+    if len(owners) != 1:
         return None
-    owner = segments[0].unit.residency
-    given = {id(s) for s in segments if s.unit.residency is owner}
-    with calls.Alone():
-        absent = [
-            s
+    (owner,) = owners
+    mine = {id(p) for p in parameters if id(p) in registry}
+    with calls.Alone(), DisableTorchFunction():
+        owner.gradients.settle()
+        others = any(
+            id(s.parameter) not in mine and owner.core.has_gradient(s.unit.index, s.index)
             for s in owner.segments
-            if s.unit.trainable and id(s) not in given and owner.core.has_gradient(s.unit.index, s.index)
-        ]
-    if absent or len(given) != len({id(p) for p in parameters}):
-        which = f"{absent[0].name} is missing" if absent else "other parameters are among them"
-        raise ValueError(
-            f"overspill: {what} works on all trainable parameters of one engine, and on nothing else: {which}"
+            if s.unit.trainable
         )
-    return owner
+        others = others or any(p.grad is not None for p in parameters if id(p) not in mine)
+    return None if others else owner
 
 
 def clip_grad_norm_(
@@ -112,21 +116,26 @@ def clip_grad_norm_(
     foreach: bool | None = None,
 ) -> torch.Tensor:
     parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-    owner = owner_of(parameters, "clip_grad_norm_")
-    if owner is None:
+    if not owners_of(parameters):
         return _clip_grad_norm(parameters, max_norm, norm_type, error_if_nonfinite, foreach)
-    if float(norm_type) != 2.0:
-        raise ValueError(
-            f"overspill: clip_grad_norm_ with norm_type={norm_type}: the engine clips by the 2-norm only"
-        )
-    with calls.Alone():
-        norm = torch.tensor(owner.core.clip_grad_norm(given.max_norm(max_norm)))
+    owner = owner_of_all(parameters) if float(norm_type) == 2.0 else None
+    if owner is None:
+        return gradients.clip_norm(parameters, float(max_norm), float(norm_type), error_if_nonfinite)
+    with calls.Alone(), DisableTorchFunction():
+        norm = torch.tensor(owner.gradients.clip_norm(given.max_norm(max_norm)))
     if error_if_nonfinite and not torch.isfinite(norm):
         raise RuntimeError(
             "The total norm of order 2.0 for gradients from `parameters` is non-finite, so it cannot "
             "be clipped."
         )
     return norm
+
+
+def clip_grad_value_(parameters: Any, clip_value: float, foreach: bool | None = None) -> None:
+    parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+    if not owners_of(parameters):
+        return _clip_grad_value(parameters, clip_value, foreach)
+    gradients.clip_value(parameters, float(clip_value))
 
 
 def apply(self: nn.Module, fn: Callable, recurse: bool = True) -> nn.Module:
@@ -154,12 +163,12 @@ def apply(self: nn.Module, fn: Callable, recurse: bool = True) -> nn.Module:
 
 
 def zero_grad(self: nn.Module, set_to_none: bool = True) -> None:
-    owner = owner_of(self.parameters(), "zero_grad")
+    owner = owner_of_all(self.parameters())
     if owner is None:
-        _zero_grad(self, set_to_none)
+        _zero_grad(self, set_to_none)  # one parameter after the other
     else:
         with calls.Alone():
-            owner.clear_gradients("model.zero_grad()")
+            owner.clear_gradients("model.zero_grad()", set_to_none)
 
 
 def _data(self: nn.Parameter) -> torch.Tensor:
@@ -192,33 +201,31 @@ def _set_data(self: nn.Parameter, value: torch.Tensor) -> None:
         _data(self).copy_(value)
 
 
-def _held_gradient(parameter: nn.Parameter) -> Segment | None:
+def _with_gradient(parameter: nn.Parameter) -> Segment | None:
     segment = registry.get(id(parameter))
-    if segment is None or not segment.unit.trainable:
-        return None
-    with calls.Alone():
-        return segment if segment.unit.core.has_gradient(segment.unit.index, segment.index) else None
+    return segment if segment is not None and segment.unit.trainable else None
 
 
 def _grad(self: nn.Parameter) -> torch.Tensor | None:
-    segment = _held_gradient(self)
-    if segment is not None:
-        raise RuntimeError(
-            f"overspill: the gradient of {segment.name} belongs to the engine: read "
-            "engine.grad(parameter), clip with "
-            "engine.clip_grad_norm_(max_norm), clear with engine.zero_grad()"
-        )
-    return get_grad(self)
+    segment = _with_gradient(self)
+    if segment is None:
+        return get_grad(self)
+    owner = segment.unit.residency
+    with calls.Alone(), DisableTorchFunction():
+        calls.clear_spoiled(owner)
+        gradients.take_in(segment)  # a hook of the script may come before ours
+        return owner.gradients.read(segment)
 
 
 def _set_grad(self: nn.Parameter, value: torch.Tensor | None) -> None:
-    segment = _held_gradient(self) if value is None else registry.get(id(self))
-    if segment is not None:
-        raise RuntimeError(
-            f"overspill: the gradient of {segment.name} belongs to the engine and cannot be set: "
-            "clear all of them with engine.zero_grad()"
-        )
-    set_grad(self, value)
+    segment = _with_gradient(self)
+    if segment is None:
+        set_grad(self, value)
+        return
+    owner = segment.unit.residency
+    with calls.Alone(), DisableTorchFunction():
+        calls.clear_spoiled(owner)
+        owner.gradients.write(segment, value)
 
 
 def _real(segment: Segment, parameter: nn.Parameter, device: torch.device | None = None) -> nn.Parameter:
@@ -266,8 +273,8 @@ _REPLACED = (
     (graph.saved_tensors_hooks, "__enter__", enter_saved_tensors_hooks, _enter_saved_tensors_hooks),
     (nn.Module, "_apply", apply, _apply),
     (nn.Module, "zero_grad", zero_grad, _zero_grad),
-    (clip_grad, "clip_grad_norm_", clip_grad_norm_, _clip_grad_norm),
-    (nn.utils, "clip_grad_norm_", clip_grad_norm_, _clip_grad_norm),
+    (_norm_cell, "cell_contents", clip_grad_norm_, _clip_grad_norm),
+    (_value_cell, "cell_contents", clip_grad_value_, _clip_grad_value),
 )
 _OF_PARAMETERS = {
     "data": property(_data, _set_data),

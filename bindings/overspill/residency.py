@@ -595,11 +595,12 @@ def _size(memory: torch.Tensor) -> int:
 
 
 class Residency:
-    """The units of one engine. Hooks and parameters refer to it, never to the engine. It refers to nothing that holds
-    the engine's Life (engine.py), whose end closes it."""
+    """The units of one engine, and its gradients (gradients.py). Hooks and parameters refer to it, never to the engine.
+    It refers to nothing that holds the engine's Life (engine.py), whose end closes it."""
 
-    def __init__(self, core: Any, specs: list[UnitSpec], where: place.Place = place.HOST):
+    def __init__(self, core: Any, specs: list[UnitSpec], where: place.Place, held: Any):
         self.core, self.place, self.calls = core, where, 0
+        self.gradients = held
         self.closed: str | None = None  # why its weights are gone
         self.current = True  # units know the generation of their weights
         self.spoiled = False  # a train_batch that was broken off has left gradients
@@ -622,13 +623,13 @@ class Residency:
     def nan_like(self, shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         return nan_like(shape, stride, dtype, self.place, self.core)
 
-    def clear_gradients(self, call: str) -> None:
+    def clear_gradients(self, call: str, set_to_none: bool = True) -> None:
         """For a call of the script, by name. Where the engine lives its step begins anew, with a warning."""
         clear = None if self.clearing is None else self.clearing()
         if clear is None:
-            self.core.clear_gradients()
+            self.gradients.clear(set_to_none)
         else:
-            clear(call)
+            clear(call, set_to_none)
 
     def take_weights(
         self,
@@ -670,7 +671,8 @@ class Residency:
 
     def leave(self, elsewhere: forked.Elsewhere) -> None:
         """In a forked child: leased memory is not there, and the core is not to be called."""
-        self.core = elsewhere
+        self.core = self.gradients.core = elsewhere
+        self.gradients.forget()
         _recent.clear()
         _lingering.clear()
         for unit in self.units:
@@ -699,6 +701,7 @@ class Residency:
             "checkpoint"
         )
         failure: BaseException | None = None
+        self.gradients.forget()
         try:
             for hook in self.gradient_hooks:
                 hook.remove()

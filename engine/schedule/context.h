@@ -93,7 +93,8 @@ struct ChunkState {
   std::byte* staged_weights = nullptr;            // hi in the slot, where hi lives on NVMe
   std::byte* gradient = nullptr;                  // on the host; null: spilled, or there is none
   optim::Element gradient_element{};              // as it is now; constant, but for spilled ones
-  io::Extent gradient_extent;                     // of a spilled one that was written; until its update
+  io::Extent gradient_extent;                     // of a spilled one that was written
+  bool gradient_kept = false;                     // beyond its update, until another comes or it is cleared
 
   Guess guess = Guess::none;
   Verdict verdict = Verdict::open;                        // of step(), on a guess

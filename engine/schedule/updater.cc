@@ -533,8 +533,6 @@ void Updater::run(int32_t chunk) noexcept {
       work.factors = unit_state.factors;
       work.present = unit_state.updated;
       update(work);
-      if (context_.config.poison)
-        std::memset(work.gradients, 0xFF, static_cast<size_t>(c.elements * optim::bytes(work.element)));
     }
     if (in_slot) fresh = allocate(chunk);
   } catch (const io::StoreError& error) {
@@ -576,7 +574,7 @@ void Updater::updated(int32_t chunk) {
   const int32_t unit = context_.layout.chunks[chunk].unit;
   state.pending = false;
   --pending_;
-  context_.release_gradient(state);  // used up
+  if (!state.gradient_kept) context_.release_gradient(state);
   ++context_.stats.updates;
   context_.journal.note(Happening::updated, unit, chunk, state.slot);
   if (--context_.units[unit].pending_chunks == 0) context_.end_demand(unit);

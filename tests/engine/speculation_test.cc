@@ -147,6 +147,7 @@ Trained run(Placement placement, Disturbance disturbance, bool speculate, bool a
   }
   Trained out;
   out.contents = toy_contents(engine);
+  engine.clear_gradients();  // else those of the last step keep their extents
   out.stats = engine.stats();
   return out;
 }

@@ -2,7 +2,7 @@
 
 A habit is a function of `make`, which gives a model and its optimizer, plain or under an engine. It returns what it
 saw; the model's state_dict at the end is compared too. `refused`: what the error says where the engine does not let
-it."""
+it. `close`: the last bits may differ."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,15 +17,16 @@ class Habit:
     name: str
     run: Callable[[Callable], Any]
     refused: str | None
+    close: bool
 
 
 HABITS: list[Habit] = []
 
 
-def habit(run=None, *, refused=None):
+def habit(run=None, *, refused=None, close=False):
     if run is None:
-        return lambda run: habit(run, refused=refused)
-    HABITS.append(Habit(run.__name__, run, refused))
+        return lambda run: habit(run, refused=refused, close=close)
+    HABITS.append(Habit(run.__name__, run, refused, close))
     return run
 
 

@@ -8,6 +8,7 @@ import os
 import sys
 import threading
 import weakref
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -271,10 +272,9 @@ def parallelized(folder: str) -> dict:
     engine.load_checkpoint(f"{folder}/of{RANK}")
     found["twice"].append(learn())
     engine.backward(engine(*next(batches(torch.float32))))
-    try:
-        up.grad  # noqa: B018
-    except RuntimeError as error:
-        found["grad"] = str(error)
+    before = up.grad.full_tensor()
+    up.grad.mul_(2)
+    found["grad"] = [up.grad.full_tensor().tolist(), (2 * before).tolist()]
     engine.zero_grad()
     with engine.gathered(up), torch.no_grad():
         up.zero_()
@@ -330,6 +330,40 @@ def look(folder: str) -> dict:
         seen["written"] = model.norm.weight.clone()
     engine.close()
     return {name: plain(value) for name, value in seen.items()}
+
+
+def uncleared(folder: str, stage: str) -> dict:
+    """What `p.grad` says, and what comes of gradients that are not cleared, or cleared to zeros; the weights at the
+    end, by name."""
+    torch.manual_seed(0)
+    model = Net(torch.float32)
+    engine, optimizer, *_ = overspill.initialize(
+        model, config(folder, "nvme", zero_optimization={"stage": int(stage)})
+    )
+    x, y = (rows.chunk(engine.world_size)[engine.rank] for rows in next(batches(torch.float32)))
+    parameter = model.norm.weight
+    engine(x, y).backward()
+    said = [refusal(lambda: parameter.grad), refusal(lambda: setattr(parameter, "grad", None))]
+    optimizer.step()
+    said.append(refusal(lambda: engine(x, y).backward()))
+    said.append(refusal(optimizer.step) if engine.world_size > 1 else "")
+    optimizer.zero_grad(set_to_none=False)
+    optimizer.step()  # decays
+    optimizer.zero_grad(set_to_none=False)
+    engine(x, y).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    weights = {name: value.tolist() for name, value in engine.state_dict().items()}
+    engine.close()
+    return {"said": said, "weights": weights}
+
+
+def refusal(call: Callable) -> str:
+    try:
+        call()
+    except overspill.RankError as error:
+        return str(error)
+    return ""
 
 
 def outside(folder: str, stage: str) -> dict:
@@ -450,6 +484,7 @@ if __name__ == "__main__":
         "learn": printed(learn),
         "look": printed(look),
         "outside": printed(outside),
+        "uncleared": printed(uncleared),
         "divided": printed(divided),
         "parallelized": printed(parallelized),
         "resume": printed(resume),

@@ -1,7 +1,11 @@
 """Each habit of habits_of_*.py, plain and under an engine, with everything in memory and with everything on disk: the
 same to the bit, or an error that says the way out."""
 
+from functools import partial
+
+import habits_of_gradients  # noqa: F401
 import habits_of_losses  # noqa: F401
+import habits_of_optimizers  # noqa: F401
 import habits_of_reading  # noqa: F401
 import habits_of_writing  # noqa: F401
 import numpy as np
@@ -27,8 +31,11 @@ class Maker:
     def __call__(self, model=None, seed=0, kind=torch.optim.SGD, **options):
         torch.manual_seed(seed)
         model = network(seed) if model is None else model
-        options = options or {"lr": 0.1, "momentum": 0.9}
-        optimizer = kind(model.parameters(), **options)
+        if kind is torch.optim.SGD and not options:
+            options = {"lr": 0.1, "momentum": 0.9}
+        return self.hand_over(model, kind(model.parameters(), **options))
+
+    def hand_over(self, model, optimizer):
         if self.config is not None:
             engine, optimizer, *_ = overspill.initialize(model, self.config, optimizer)
             self.engines.append(engine)
@@ -39,16 +46,17 @@ class Maker:
         return [dict(model.state_dict()) for model in self.models]
 
 
-def same(a, b):
+def same(a, b, close=False):
     if isinstance(a, torch.Tensor):
-        return isinstance(b, torch.Tensor) and a.dtype == b.dtype and torch.equal(a, b)
+        equal = partial(torch.allclose, rtol=1e-5, atol=1e-7) if close else torch.equal
+        return isinstance(b, torch.Tensor) and a.dtype == b.dtype and equal(a, b)
     if isinstance(a, np.ndarray):
         return np.array_equal(a, b)
     if isinstance(a, dict):
-        return a.keys() == b.keys() and all(same(a[k], b[k]) for k in a)
+        return a.keys() == b.keys() and all(same(a[k], b[k], close) for k in a)
     if isinstance(a, (list, tuple)):
-        return len(a) == len(b) and all(map(same, a, b))
-    return a == b
+        return len(a) == len(b) and all(same(x, y, close) for x, y in zip(a, b))
+    return a == (pytest.approx(b, rel=1e-5) if close and isinstance(b, float) else b)
 
 
 @pytest.mark.parametrize("placement", ["host", "nvme"])
@@ -67,8 +75,8 @@ def test_a_habit(habit, placement, config):
             assert "overspill" in str(error.value)
             return
         got = habit.run(under)
-        assert same(got, expected), (got, expected)
-        assert same(under.state(), plain.state())
+        assert same(got, expected, habit.close), (got, expected)
+        assert same(under.state(), plain.state(), habit.close)
         assert all(engine.stats()["skipped_steps"] == 0 for engine in under.engines)
     finally:
         for engine in under.engines:

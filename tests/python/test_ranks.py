@@ -90,7 +90,7 @@ def test_what_can_be_done_with_a_model_of_dtensors(tmp_path):
         assert rank["weight"] == rank["copied"] == rank["state_dict"] == rank["gathered"]
         assert rank["moments"] == [[48, 24], True], "of this rank's half"
         assert rank["twice"][0] == rank["twice"][1], "a checkpoint has all of this rank's part"
-        assert "up.weight belongs to the engine: read engine.grad" in rank["grad"]
+        assert rank["grad"][0] == rank["grad"][1], "what is written into a gradient stays there"
         assert rank["zeroed"] == 0.0
         no_group, too_small, checkpoint = rank["errors"]
         assert "norm.weight is a DTensor on ranks [0, 1]: give model_group=mesh.get_group()" in no_group
@@ -136,6 +136,21 @@ def test_what_has_to_be_alike(tmp_path):
     assert "layers.0.weight" in dtype and "bfloat16" in dtype and "on rank 1" in dtype
     assert 'zero_optimization is {"stage": 2} on rank 1' in stage
     assert steps == "6"
+
+
+@pytest.mark.parametrize("stage", ["1", "2", "3"])
+def test_gradients_of_several_ranks_are_refused_or_zero(tmp_path, stage):
+    """Once what was not cleared was dropped without a word."""
+    alone = ranks_job.uncleared(str(tmp_path), stage)
+    assert not any(alone["said"])
+    for process in launch.run(2, "ranks_job.py", "uncleared", tmp_path, stage):
+        rank = json.loads(process.out)
+        read, written, added, again = rank["said"]
+        assert "reading the gradient of norm.weight" in read and "norm is engine.last_step.norm" in read
+        assert "setting the gradient of norm.weight" in written
+        assert "call optimizer.zero_grad() after each step" in added and added == again
+        for name, value in alone["weights"].items():
+            assert torch.allclose(torch.tensor(rank["weights"][name]), torch.tensor(value), atol=2e-4), name
 
 
 def test_looking_from_outside(tmp_path):

@@ -1,6 +1,5 @@
 """Calls of an engine in several threads: one works at a time, and another one meanwhile is refused by name."""
 
-import contextlib
 import copy
 import gc
 import pickle
@@ -192,7 +191,10 @@ READS = [
         ("write_state", lambda engine, saved, states: engine.optimizer.load_state_dict(states)),
         ("synchronize", lambda engine, saved, states: engine.synchronize()),
         ("has_gradient", lambda engine, saved, states: engine.grad(engine.module[0].weight)),
-        ("has_gradient", lambda engine, saved, states: engine.module[0].weight.requires_grad_().grad),
+        ("has_gradient", lambda engine, saved, states: engine.module[0].weight.grad),
+        ("read_gradient", lambda engine, saved, states: engine.module[0].weight.grad),
+        ("replace_gradient", lambda engine, saved, states: setattr(engine.module[0].weight, "grad", None)),
+        ("zero_gradients", lambda engine, saved, states: engine.zero_grad(set_to_none=False)),
         *READS,
     ],
 )
@@ -206,11 +208,11 @@ def test_another_threads_forward_is_refused_until_the_call_of_the_core_is_over(s
     loss_of(engine, batch()).backward()
     core, raised = engine._residency.core, []
     instead = Meanwhile(core, name, lambda: raised.append(in_thread(lambda: engine(batch()))))
-    for each in (engine._residency, *engine._residency.units):
+    users = (engine._residency, engine._residency.gradients, *engine._residency.units)
+    for each in users:
         each.core = instead
-    with contextlib.suppress(RuntimeError):  # `.grad` says that the gradient is the engine's
-        call(engine, tmp_path / "saved", states)
-    for each in (engine._residency, *engine._residency.units):
+    call(engine, tmp_path / "saved", states)
+    for each in users:
         each.core = core
     assert raised and all(map(refused, raised)), raised
     assert calls.here.stack.claimed is None and not calls.books.owner, "a frame would keep the engine"

@@ -1,0 +1,31 @@
+"""Tensors in files that have no name and end with the process: the kernel writes them out where memory is short."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Sequence
+
+import torch
+
+FROM = 1 << 20  # bytes; smaller tensors are plain memory
+
+
+def tensor(
+    shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype, folder: str, what: str, way_out: str
+) -> torch.Tensor:
+    """Dense in the given memory order, with any content. Raises OSError where the disk has no room for it: `what` says
+    who keeps what there, `way_out` what to do."""
+    like = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+    size = like.numel() * dtype.itemsize
+    if size < FROM:
+        return torch.empty_strided(shape, stride, dtype=dtype)
+    try:
+        with tempfile.TemporaryFile(dir=folder) as file:
+            os.posix_fallocate(file.fileno(), 0, size)  # a full disk is an error here, not SIGBUS later
+            storage = torch.UntypedStorage.from_file(f"/proc/self/fd/{file.fileno()}", True, size)
+    except OSError as error:
+        raise OSError(
+            error.errno, f"overspill: {what} ({size} bytes) in a file: {error.strerror}; {way_out}", folder
+        ) from None
+    return torch.empty(0, dtype=dtype).set_(storage, 0, shape, stride)

@@ -1,0 +1,200 @@
+"""Optimizers that the engine's update does not have: their own torch code makes the step.
+
+The engine holds weights and gradients, and no states. Of an optimizer of torch.optim that treats each parameter by
+itself, the step runs unit by unit: the unit's weights are gathered, the optimizer sees its parameters alone, and what
+it wrote becomes the weight. Any other one (LBFGS, a class of the script's own) runs once over all of them: each weight
+that it touches is gathered for that (released.py), and the gradients that it asks for stay in memory meanwhile.
+
+States are the optimizer's own tensors. Where the engine has a disk, those of the former lie in files there.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch._C import DisableTorchFunction
+
+from . import boundary, calls, files, hooks, residency
+from .optimizer import Groups, OverspillOptimizer
+from .residency import Residency, Segment, Unit, registry
+
+_BY_PARAMETER = (
+    torch.optim.ASGD,
+    torch.optim.Adadelta,
+    torch.optim.Adafactor,
+    torch.optim.Adagrad,
+    torch.optim.Adam,
+    torch.optim.AdamW,
+    torch.optim.Adamax,
+    torch.optim.Muon,
+    torch.optim.NAdam,
+    torch.optim.RAdam,
+    torch.optim.RMSprop,
+    torch.optim.Rprop,
+    torch.optim.SGD,
+)
+_NO_UPDATE = {
+    "optimizer": "sgd",
+    "lr": 0.0,
+    "momentum": 0.0,
+    "dampening": 0.0,
+    "weight_decay": 0.0,
+    "nesterov": False,
+    "maximize": False,
+}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """As the core's StepResult."""
+
+    step: int
+    norm: float
+    clip: float
+    skipped: bool
+    not_finite: str
+
+
+class ForeignOptimizer(OverspillOptimizer):
+    """`user`: the script's own, whose groups and states these are. `clipping`: the configuration's limit of the norm,
+    0: none."""
+
+    def __init__(
+        self,
+        groups: Groups,
+        owner: Residency,
+        user: torch.optim.Optimizer,
+        folder: str | None,
+        ranks: int,
+        life: Any,
+        clipping: float,
+    ):
+        super().__init__(groups, owner, user, folder, ranks, life)
+        self.state, self.clipping, self._files = user.state, clipping, folder
+        self._one_by_one = type(user) in _BY_PARAMETER
+        where = "one unit after the other" if self._one_by_one else "over the whole model"
+        warnings.warn(
+            f"overspill: the engine has no update of {type(user).__module__}.{type(user).__qualname__}: its own code "
+            f"makes the steps, {where}; exact, slower, and its states are beside the engine's budget (docs/scripts.md)",
+            stacklevel=5,
+        )
+
+    def _take_states(self, user: torch.optim.Optimizer) -> None:
+        """They stay its own."""
+
+    def _hyper_parameters(self) -> list[dict]:
+        self._check_groups()
+        return [_NO_UPDATE] * len(self.param_groups)
+
+    def start_states(self) -> None:
+        """They are the optimizer's own."""
+
+    def expect_step(self) -> None:
+        """Nothing can be guessed."""
+
+    def step(self, closure: Callable | None = None) -> Any:
+        loss = None
+        if closure is not None and self._one_by_one:
+            with torch.enable_grad():
+                loss = closure()
+        if self.before_step is not None and not self.residency.closed:
+            self.before_step()
+        self._check_groups()
+        with calls.Alone():
+            calls.refuse_update(self.residency, "a step of the optimizer")
+            calls.clear_spoiled(self.residency)
+            gradients, keeps = self.residency.gradients, self.keeps_gradients()
+            with DisableTorchFunction():
+                gradients.settle()
+                norm = gradients.clip_norm(self.clipping or float("inf"))
+            clip = min(1.0, self.clipping / (norm + 1e-6)) if self.clipping else 1.0
+            if norm != float("inf"):
+                if self._one_by_one:
+                    self._step_by_unit()
+                else:
+                    loss = self._own_step(closure)
+                residency.settle_all(self.residency)  # what it wrote through views
+                with DisableTorchFunction():
+                    gradients.settle()
+                self.residency.core.use_gradients()
+            gradients.used = keeps
+            self.user._opt_called = True
+            results: list = []
+            boundary.keep(results, self.residency.core.step, self._hyper_parameters())
+            made = results[0]
+            self._outcomes.append(Outcome(made.step, norm, clip, made.skipped, made.not_finite))
+            if made.skipped:
+                self._tell_skipped()
+            if not keeps:
+                gradients.clear()
+            self.residency.refresh()
+        return loss
+
+    def _own_step(self, closure: Callable | None) -> Any:
+        step = type(self.user).step
+        return step(self.user) if closure is None else step(self.user, closure)
+
+    def _step_by_unit(self) -> None:
+        """The optimizer's own step, with groups of one parameter at a time. It changes nothing in a group, and each
+        update depends on that parameter alone."""
+        step, groups = type(self.user).step, self.user.param_groups
+        own = getattr(step, "__wrapped__", step)  # without its hooks
+        try:
+            for unit, members in self._by_unit():
+                with hooks.Gathered([unit]):
+                    for segment, group in members:
+                        self.user.param_groups = [group | {"params": [segment.parameter]}]
+                        own(self.user)
+                        self._into_files(segment)
+        finally:
+            self.user.param_groups = groups
+
+    def _by_unit(self) -> Iterator[tuple[Unit, list[tuple[Segment, dict]]]]:
+        """Units with gradients, with their parameters and the groups of those."""
+        found: dict[Unit, list] = {}
+        for group in self.param_groups:
+            for segment in (registry.get(id(p)) for p in group["params"]):
+                if segment is not None and self.residency.core.has_gradient(
+                    segment.unit.index, segment.index
+                ):
+                    found.setdefault(segment.unit, []).append((segment, group))
+        return iter(sorted(found.items(), key=lambda item: item[0].index))
+
+    def _into_files(self, segment: Segment) -> None:
+        """New states of a large parameter: they stay where they are put, since the optimizer updates them in place."""
+        if self._files is None:
+            return
+        states = self.state.get(segment.parameter, {})
+        for name, value in states.items():
+            if (
+                isinstance(value, torch.Tensor)
+                and value.device.type == "cpu"
+                and value.numel() * value.element_size() >= files.FROM
+                and value.untyped_storage().filename is None
+            ):
+                what = f"{type(self.user).__name__} keeps {name} of {segment.name}"
+                kept = files.tensor(
+                    value.shape, value.stride(), value.dtype, self._files, what, "free space there"
+                )
+                states[name] = kept.copy_(value)
+
+    def states_of(self, segment: Segment) -> dict[str, torch.Tensor]:
+        states = self.state.get(segment.parameter, {})
+        return {name: value.clone() for name, value in states.items() if isinstance(value, torch.Tensor)}
+
+    def state_dict(self) -> dict:
+        return type(self.user).state_dict(self.user)
+
+    def load_state_dict(self, state_dict: dict) -> None:
+        type(self.user).load_state_dict(self.user, state_dict)
+        self.state, self.param_groups = self.user.state, self.user.param_groups
+
+    def check_checkpoint(self, call: str) -> None:
+        raise RuntimeError(
+            f"overspill: {call}: the states of {type(self.user).__name__} are its own, and a checkpoint would not have "
+            "them: torch.save model.state_dict() and optimizer.state_dict(), and load both"
+        )

@@ -1,0 +1,274 @@
+"""Gradients as scripts have them: `p.grad` of a parameter whose gradient the engine holds.
+
+The engine has one gradient of each parameter, in memory or on NVMe. `p.grad` is a copy of it; what the script writes
+there, or assigns, becomes the gradient before anything else uses it. Digests tell, since numpy counts no versions. A
+copy is kept while the script may have it too; of the others the latest few.
+
+By torch's rule gradients stay until they are cleared: after `optimizer.step()` they can be read, what comes is added to
+them, and a further step applies them again. `engine.step()` and `train_batch` clear them, as DeepSpeed does.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import deque
+from typing import Any
+
+import torch
+
+from . import _core, place
+from .divided import part_of
+from .ranks import RankError
+from .residency import Segment, get_grad, set_grad
+from .units import DTYPES
+
+RECENT = 2  # copies kept that nobody else has
+_SWEEP_FROM = 16
+
+
+class Copy:
+    """What `p.grad` gave, or was given, and the digest of what the engine has."""
+
+    def __init__(self, tensor: torch.Tensor, memory: torch.Tensor, digest: int):
+        self.tensor, self.digest = tensor, digest
+        self._storage = memory.untyped_storage()._cdata
+
+    def references(self) -> int:
+        return sys.getrefcount(self.tensor) + torch._C._storage_Use_Count(self._storage)
+
+    def is_used(self) -> bool:
+        """Whether somebody else may have the tensor, or one over its memory."""
+        return self.references() > _UNUSED
+
+
+_UNUSED = (lambda tensor: Copy(tensor, tensor, 0))(torch.empty(1)).references()
+
+
+class Gradients:
+    """Of one engine. `used`: by the optimizer's last step, and not cleared since. Torch functions must be off
+    in all calls, which are made inside calls.Alone, or by backward."""
+
+    def __init__(self, core: Any, where: place.Place, ranks: int):
+        self.core, self.place, self.ranks = core, where, ranks
+        self.used = False
+        self.copies: dict[Segment, Copy] = {}
+        self._recent: deque[Segment] = deque()
+        self._sweep_from = _SWEEP_FROM
+
+    def are_touched(self) -> bool:
+        """Whether a gradient that arrives meets anything here."""
+        return self.used or bool(self.copies)
+
+    # ---- p.grad
+
+    def read(self, s: Segment) -> torch.Tensor | None:
+        copy = self.copies.get(s)
+        if copy is not None:
+            return copy.tensor
+        self._require_one_rank(f"reading the gradient of {s.name}")
+        self._take_up()
+        if not self.core.has_gradient(s.unit.index, s.index):
+            return None
+        gradient = self._fetch(s)
+        return self._keep(s, s.as_parameter(gradient.to(self.place.device)), gradient)
+
+    def write(self, s: Segment, value: torch.Tensor | None) -> None:
+        """Raises as torch does for what is no gradient of the parameter."""
+        self._require_one_rank(f"setting the gradient of {s.name}")
+        try:
+            set_grad(s.parameter, value)
+        finally:
+            set_grad(s.parameter, None)
+        self._take_up()
+        self.copies.pop(s, None)
+        if value is None:
+            self.core.replace_gradient(s.unit.index, s.index, 0, 0, "")
+        else:
+            gradient = _as_held(s, value)
+            self._replace(s, gradient)
+            self._keep(s, value, gradient)
+
+    def _require_one_rank(self, what: str) -> None:
+        if self.ranks > 1:
+            raise RankError(
+                f"overspill: {what}: gradients of {self.ranks} ranks are summed in pieces, and no rank has a whole "
+                "one; their norm is engine.last_step.norm, this rank's own passes parameter.register_hook"
+            )
+
+    # ---- what the engine does with gradients
+
+    def arriving(self, s: Segment) -> None:
+        self._take_up()
+        if (copy := self.copies.get(s)) is not None:
+            self._settle(s, copy)
+
+    def arrived(self, s: Segment) -> None:
+        """As in torch, who has `p.grad` sees the sum."""
+        if (copy := self.copies.get(s)) is not None:
+            self._renew(s, copy)
+
+    def settle(self) -> None:
+        """Before gradients are used as a whole: the engine has what the script wrote."""
+        self._take_up()
+        for s, copy in list(self.copies.items()):
+            self._settle(s, copy)
+            self._forget_unused(s, copy)
+
+    def clip_norm(self, limit: float) -> float:
+        self.settle()
+        norm = self.core.clip_grad_norm(limit)
+        for s, copy in list(self.copies.items()):
+            self._renew(s, copy)
+        return norm
+
+    def clear(self, set_to_none: bool = True) -> None:
+        """What the script has is its own from now on; or zero, as what the engine has."""
+        if set_to_none:
+            self.core.clear_gradients()
+            self.forget()
+            return
+        self.core.zero_gradients()
+        self.used = False
+        for s, copy in list(self.copies.items()):
+            self._renew(s, copy)
+
+    def forget(self) -> None:
+        """The engine has none any more."""
+        self.used = False
+        self.copies.clear()
+        self._recent.clear()
+
+    # ----
+
+    def _take_up(self) -> None:
+        """Torch's rule, after a step."""
+        if not self.used:
+            return
+        if self.ranks > 1:
+            raise RankError(
+                f"overspill: the gradients of {self.ranks} ranks were not cleared after optimizer.step(), and torch "
+                "would add to them, or apply them again; the engine has used them up: call optimizer.zero_grad() after "
+                "each step"
+            )
+        self.core.reuse_gradients()
+        self.used = False
+
+    def _keep(self, s: Segment, tensor: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+        self.copies[s] = Copy(tensor, part_of(tensor, s.parameter), _digest(gradient))
+        self._recent.append(s)
+        while len(self._recent) > RECENT:
+            self._let_go(self._recent.popleft())
+        if len(self.copies) > self._sweep_from:
+            for each in [each for each in self.copies if each not in self._recent]:
+                self._let_go(each)
+            self._sweep_from = max(_SWEEP_FROM, 2 * len(self.copies))
+        return tensor
+
+    def _let_go(self, s: Segment) -> None:
+        copy = self.copies.get(s)
+        if copy is not None and not copy.is_used():
+            self._settle(s, copy)
+            del self.copies[s]
+
+    def _forget_unused(self, s: Segment, copy: Copy) -> None:
+        if not copy.is_used():
+            del self.copies[s]
+
+    def _settle(self, s: Segment, copy: Copy) -> None:
+        gradient = _as_held(s, copy.tensor)
+        digest = _digest(gradient)
+        if digest != copy.digest:
+            self._replace(s, gradient)
+            copy.digest = digest
+
+    def _renew(self, s: Segment, copy: Copy) -> None:
+        if not copy.is_used():
+            del self.copies[s]
+        else:
+            gradient = self._fetch(s)
+            part_of(copy.tensor, s.parameter).detach().copy_(gradient)
+            copy.digest = _digest(_as_held(s, copy.tensor))
+
+    def _fetch(self, s: Segment) -> torch.Tensor:
+        with torch.inference_mode(False):
+            gradient = torch.empty_strided(s.shape, s.stride, dtype=s.unit.dtype)
+        self.core.read_gradient(s.unit.index, s.index, gradient.data_ptr(), s.bytes, DTYPES[s.unit.dtype])
+        return gradient
+
+    def _replace(self, s: Segment, gradient: torch.Tensor) -> None:
+        self.core.replace_gradient(s.unit.index, s.index, gradient.data_ptr(), s.bytes, DTYPES[s.unit.dtype])
+
+
+def _digest(gradient: torch.Tensor) -> int:
+    return _core.digest(gradient.data_ptr(), gradient.numel() * gradient.element_size())
+
+
+def _as_held(s: Segment, value: torch.Tensor) -> torch.Tensor:
+    """In the memory order and the place in which the engine takes it; a copy only where it is not so already."""
+    value = part_of(value.detach(), s.parameter)
+    if value.layout is not torch.strided:
+        value = value.to_dense()
+    if value.device.type != "cpu" or value.stride() != s.stride:
+        value = torch.empty_strided(s.shape, s.stride, dtype=value.dtype).copy_(value)
+    return value
+
+
+def take_in(s: Segment) -> None:
+    """What autograd has left in the parameter becomes the engine's, added to what it has."""
+    gradient = get_grad(s.parameter)
+    if gradient is None:  # requires_grad was switched off since forward: torch drops it, too
+        return
+    gradients, where = s.unit.residency.gradients, s.unit.residency.place
+    gradient = part_of(gradient.detach(), s.parameter)
+    set_grad(s.parameter, None)
+    if gradient.layout is not torch.strided:
+        gradient = gradient.to_dense()
+    if gradient.stride() != s.stride:
+        like = torch.empty_strided(s.shape, s.stride, dtype=gradient.dtype, device=gradient.device)
+        gradient = like.copy_(gradient)
+    touched = gradients.are_touched()
+    if touched:
+        gradients.arriving(s)
+    if where.on_host:
+        s.unit.core.add_gradient(
+            s.unit.index,
+            s.index,
+            gradient.data_ptr(),
+            gradient.numel() * gradient.element_size(),
+            DTYPES[gradient.dtype],
+        )
+    else:
+        s.unit.core.add_device_gradient(s.unit.index, s.index, where.take(gradient), where.queue())
+    if touched:
+        gradients.arrived(s)
+
+
+def clip_value(parameters: list[Any], limit: float) -> None:
+    """As torch.nn.utils.clip_grad_value_, one gradient at a time."""
+    for parameter in parameters:
+        if (gradient := parameter.grad) is not None:
+            gradient.clamp_(-limit, limit)
+
+
+def clip_norm(
+    parameters: list[Any], max_norm: float, norm_type: float, error_if_nonfinite: bool
+) -> torch.Tensor:
+    """As torch.nn.utils.clip_grad_norm_, one gradient at a time."""
+    norms = [
+        torch.linalg.vector_norm(gradient, norm_type)
+        for parameter in parameters
+        if (gradient := parameter.grad) is not None
+    ]
+    if not norms:
+        return torch.tensor(0.0)
+    total = torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]), norm_type)
+    if error_if_nonfinite and not torch.isfinite(total):
+        raise RuntimeError(
+            f"The total norm of order {norm_type} for gradients from `parameters` is non-finite, so it cannot be "
+            "clipped."
+        )
+    factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
+    for parameter in parameters:
+        if (gradient := parameter.grad) is not None:
+            gradient.mul_(factor.to(gradient.device))
+    return total

@@ -1,0 +1,905 @@
+"""Habits: gradients that a script reads, writes, assigns, clips, keeps and clears."""
+
+import numpy as np
+import torch
+from habits import batch, habit, loss_of, train
+from torch import nn
+from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
+from torch.nn.utils import clip_grad_norm_ as imported_before
+from torch.nn.utils import parameters_to_vector
+
+
+def before_step(function):
+    """Between backward and step, three times."""
+
+    def run(make):
+        model, optimizer = make()
+        seen = []
+        for i in range(3):
+            optimizer.zero_grad()
+            loss = loss_of(model, i)
+            loss.backward()
+            seen += [function(model), loss.item()]
+            optimizer.step()
+        return seen
+
+    return run
+
+
+def looking(function):
+    run = before_step(function)
+    run.__name__ = function.__name__
+    return habit(run)
+
+
+def clipping(function):
+    """The limit is scaled in another precision there: the last bit may differ."""
+    run = before_step(function)
+    run.__name__ = function.__name__
+    return habit(run, close=True)
+
+
+# ---- reading
+
+
+@looking
+def norms_of_gradients(model):
+    return [p.grad.norm().item() for p in model.parameters()]
+
+
+@looking
+def gradients_by_name(model):
+    return {name: p.grad.abs().max().item() for name, p in model.named_parameters() if p.grad is not None}
+
+
+@looking
+def gradients_as_arrays(model):
+    return [p.grad.numpy().copy() for p in model.parameters()]
+
+
+@looking
+def gradients_on_the_cpu(model):
+    return [p.grad.detach().cpu().numpy() for p in model.parameters()]
+
+
+@looking
+def a_flat_gradient(model):
+    return torch.cat([p.grad.view(-1) for p in model.parameters()])
+
+
+@looking
+def a_flat_gradient_by_torch(model):
+    return parameters_to_vector([p.grad for p in model.parameters()])
+
+
+@looking
+def histograms_of_gradients(model):
+    return [torch.histc(p.grad, bins=10) for p in model.parameters()]
+
+
+@looking
+def the_same_gradient_twice(model):
+    return [p.grad is p.grad for p in model.parameters()]
+
+
+@looking
+def what_a_gradient_is(model):
+    return [
+        (
+            p.grad.shape,
+            p.grad.dtype,
+            p.grad.device,
+            p.grad.requires_grad,
+            p.grad.is_contiguous(),
+            p.grad.grad_fn,
+        )
+        for p in model.parameters()
+    ]
+
+
+@looking
+def gradients_that_are_not_finite(model):
+    return any(not torch.isfinite(p.grad).all() for p in model.parameters())
+
+
+@looking
+def a_ratio_of_norms(model):
+    return [(p.grad.norm() / p.data.norm()).item() for p in model.parameters()]
+
+
+@looking
+def copies_of_gradients(model):
+    return [p.grad.clone() for p in model.parameters()] + [
+        p.grad.detach().clone() for p in model.parameters()
+    ]
+
+
+@looking
+def noise_scale(model):
+    return sum(p.grad.pow(2).sum() for p in model.parameters()).item()
+
+
+@habit
+def gradients_before_backward(make):
+    model, optimizer = make()
+    seen = [p.grad for p in model.parameters()]
+    losses = train(model, optimizer, 1)
+    optimizer.zero_grad()
+    return seen, losses, [p.grad for p in model.parameters()]
+
+
+@habit
+def gradients_after_the_step(make):
+    model, optimizer = make()
+    seen = []
+
+    def look():
+        seen.append([p.grad.clone() for p in model.parameters()])
+
+    return train(model, optimizer, 3, after=look), seen
+
+
+@habit
+def a_gradient_outlives_zero_grad(make):
+    model, optimizer = make()
+    kept = []
+    for i in range(3):
+        optimizer.zero_grad()
+        loss_of(model, i).backward()
+        kept.append([p.grad for p in model.parameters()])
+        optimizer.step()
+    return kept
+
+
+@habit
+def a_gradient_that_is_held_grows(make):
+    model, optimizer = make()
+    loss_of(model, 0).backward()
+    held = [p.grad for p in model.parameters()]
+    before = [g.clone() for g in held]
+    loss_of(model, 1).backward()
+    after = [g.clone() for g in held]
+    same = [g is p.grad for g, p in zip(held, model.parameters())]
+    optimizer.step()
+    return before, after, same
+
+
+@habit
+def a_cosine_between_steps(make):
+    model, optimizer = make()
+    last, seen = None, []
+    for i in range(3):
+        optimizer.zero_grad()
+        loss_of(model, i).backward()
+        now = torch.cat([p.grad.flatten() for p in model.parameters()])
+        if last is not None:
+            seen.append(torch.cosine_similarity(now, last, dim=0))
+        last = now
+        optimizer.step()
+    return seen
+
+
+@habit
+def some_parameters_have_no_gradient(make):
+    model, optimizer = make()
+    model[0](batch()).sum().backward()
+    seen = [p.grad is None for p in model.parameters()]
+    optimizer.step()
+    return seen
+
+
+@habit
+def gradients_by_autograd_leave_none(make):
+    model, optimizer = make()
+    found = torch.autograd.grad(loss_of(model), list(model.parameters()))
+    return found, [p.grad for p in model.parameters()], train(model, optimizer, 1)
+
+
+@habit
+def a_hook_that_was_there_before(make):
+    seen = []
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 4))
+    for p in model.parameters():
+        p.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.clone()))
+    model, optimizer = make(model)
+    for i in range(2):
+        for k in range(2):
+            loss_of(model, 2 * i + k).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return seen
+
+
+@habit
+def a_hook_that_came_later_halves(make):
+    model, optimizer = make()
+
+    def halve(p):
+        p.grad.mul_(0.5)
+
+    for p in model.parameters():
+        p.register_post_accumulate_grad_hook(halve)
+    for i in range(2):
+        loss_of(model, i).backward()
+        loss_of(model, i + 5).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@habit
+def hooks_of_tensors(make):
+    model, optimizer = make()
+    handles = [p.register_hook(lambda g: g.clamp(-1e-3, 1e-3)) for p in model.parameters()]
+    losses = train(model, optimizer, 2)
+    for handle in handles:
+        handle.remove()
+    return losses, train(model, optimizer, 1)
+
+
+# ---- writing
+
+
+@looking
+def halved(model):
+    for p in model.parameters():
+        p.grad.mul_(0.5)
+
+
+@looking
+def halved_by_an_operator(model):
+    for p in model.parameters():
+        p.grad *= 0.5
+
+
+@looking
+def halved_through_data(model):
+    for p in model.parameters():
+        p.grad.data.mul_(0.5)
+
+
+@looking
+def divided_by_world_size(model):
+    for p in model.parameters():
+        if p.requires_grad and p.grad is not None:
+            p.grad.data.div_(2)
+
+
+@looking
+def noise_is_added(model):
+    torch.manual_seed(5)
+    for p in model.parameters():
+        p.grad.add_(torch.randn_like(p.grad), alpha=0.01)
+
+
+@looking
+def noise_like_the_parameter(model):
+    torch.manual_seed(5)
+    for p in model.parameters():
+        p.grad += 0.01 * torch.randn(p.shape)
+
+
+@looking
+def clamped(model):
+    for p in model.parameters():
+        p.grad.data.clamp_(-1e-3, 1e-3)
+
+
+@looking
+def signs(model):
+    for p in model.parameters():
+        p.grad.sign_().mul_(1e-2)
+
+
+@looking
+def rows_are_zeroed(model):
+    model[0].weight.grad[3] = 0
+    model[0].weight.grad.data[:, 5] = 0
+    model[2].bias.grad[1:] *= 2
+
+
+@looking
+def masked(model):
+    for p in model.parameters():
+        p.grad.mul_((torch.arange(p.numel()).view(p.shape) % 2).to(p.dtype))
+
+
+@looking
+def centralised(model):
+    for p in model.parameters():
+        if p.dim() > 1:
+            p.grad.sub_(p.grad.mean(dim=1, keepdim=True))
+
+
+@looking
+def not_finite_ones_become_zero(model):
+    for p in model.parameters():
+        torch.nan_to_num(p.grad, nan=0.0, posinf=1.0, neginf=-1.0, out=p.grad)
+
+
+@looking
+def written_by_numpy(model):
+    array = model[0].weight.grad.numpy()
+    array[:, 1] = 0.25
+    np.multiply(array, 0.5, out=array)
+
+
+@looking
+def all_at_once(model):
+    gradients = [p.grad for p in model.parameters()]
+    torch._foreach_mul_(gradients, 0.5)
+    torch._foreach_add_(gradients, 1e-3)
+
+
+@looking
+def flattened_and_back(model):
+    gradients = [p.grad for p in model.parameters()]
+    flat = _flatten_dense_tensors(gradients)
+    flat /= 4
+    for gradient, new in zip(gradients, _unflatten_dense_tensors(flat, gradients)):
+        gradient.copy_(new)
+
+
+@looking
+def weight_decay_by_hand(model):
+    for p in model.parameters():
+        p.grad.add_(p.data, alpha=0.01)
+
+
+@looking
+def weight_decay_without_data(model):
+    with torch.no_grad():
+        for p in model.parameters():
+            p.grad.add_(p, alpha=0.01)
+
+
+@looking
+def a_view_of_a_gradient(model):
+    flat = model[0].weight.grad.view(-1)
+    model[2].weight.grad.mul_(3)
+    model[2].bias.grad.mul_(3)
+    model[0].bias.grad.mul_(3)
+    flat[:7] = 0
+
+
+# ---- assigning
+
+
+@looking
+def dropped(model):
+    model[0].weight.grad = None
+    return [p.grad is None for p in model.parameters()]
+
+
+@looking
+def replaced(model):
+    for p in model.parameters():
+        p.grad = p.grad * 0.25
+    return [p.grad for p in model.parameters()]
+
+
+@looking
+def replaced_by_clones(model):
+    for p in model.parameters():
+        p.grad = p.grad.clone()
+        p.grad.mul_(2)
+
+
+@looking
+def replaced_and_then_written(model):
+    new = torch.full_like(model[2].weight, 0.01)
+    model[2].weight.grad = new
+    new.mul_(3)
+    return model[2].weight.grad is new
+
+
+@looking
+def zeros_and_a_sum(model):
+    for p in model.parameters():
+        gradient = p.grad
+        p.grad = torch.zeros_like(p)
+        p.grad.add_(gradient, alpha=0.1)
+
+
+@habit
+def gradients_from_autograd(make):
+    model, optimizer = make()
+    for i in range(3):
+        found = torch.autograd.grad(loss_of(model, i), list(model.parameters()))
+        for p, g in zip(model.parameters(), found):
+            p.grad = g
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@habit
+def gradients_without_backward(make):
+    model, optimizer = make()
+    torch.manual_seed(7)
+    for _ in range(3):
+        for p in model.parameters():
+            p.grad = torch.randn(p.shape)
+        optimizer.step()
+
+
+@habit
+def of_another_layout(make):
+    model, optimizer = make()
+    torch.manual_seed(8)
+    model[0].weight.grad = torch.randn(16, 32).t()
+    model[2].weight.grad = torch.ones(1, 1).expand(4, 32)
+    optimizer.step()
+    return model[0].weight.grad.stride()
+
+
+@habit
+def wrong_ones(make):
+    model, _ = make()
+    errors = []
+    for wrong in (torch.zeros(3), torch.zeros(32, 16).double(), 3.0):
+        try:
+            model[0].weight.grad = wrong
+        except (RuntimeError, TypeError) as error:
+            errors.append(type(error).__name__)
+    return errors, model[0].weight.grad
+
+
+@habit
+def two_tasks_by_hand(make):
+    """Gradient surgery: conflicting ones are projected."""
+    model, optimizer = make()
+    for i in range(2):
+        tasks = []
+        for k in range(2):
+            optimizer.zero_grad()
+            (loss_of(model, 2 * i + k) * (-1) ** k).backward()
+            tasks.append([p.grad.clone() for p in model.parameters()])
+        optimizer.zero_grad()
+        for p, a, b in zip(model.parameters(), *tasks):
+            dot = (a * b).sum()
+            p.grad = a + b if dot >= 0 else a - dot / b.pow(2).sum() * b + b
+        optimizer.step()
+
+
+@habit
+def sharpness_aware(make):
+    model, optimizer = make()
+    losses = []
+    for i in range(2):
+        optimizer.zero_grad()
+        loss_of(model, i).backward()
+        norm = torch.norm(torch.stack([p.grad.norm() for p in model.parameters()]))
+        moved = []
+        with torch.no_grad():
+            for p in model.parameters():
+                step = p.grad * (0.05 / norm)
+                p.add_(step)
+                moved.append(step)
+        optimizer.zero_grad()
+        second = loss_of(model, i)
+        second.backward()
+        with torch.no_grad():
+            for p, step in zip(model.parameters(), moved):
+                p.sub_(step)
+        optimizer.step()
+        losses.append(second.item())
+    return losses
+
+
+@habit
+def lookahead(make):
+    model, optimizer = make()
+    slow = [p.detach().clone() for p in model.parameters()]
+
+    def pull():
+        with torch.no_grad():
+            for p, s in zip(model.parameters(), slow):
+                s.add_(p - s, alpha=0.5)
+                p.copy_(s)
+
+    return train(model, optimizer, 3, after=pull)
+
+
+# ---- no optimizer
+
+
+def by_hand(update):
+    def run(make):
+        model, _ = make()
+        losses = []
+        for i in range(3):
+            model.zero_grad()
+            loss = loss_of(model, i)
+            loss.backward()
+            update(model)
+            losses.append(loss.item())
+        return losses
+
+    run.__name__ = update.__name__
+    return habit(run)
+
+
+@by_hand
+def word_language_model(model):
+    for p in model.parameters():
+        p.data.add_(p.grad, alpha=-0.1)
+
+
+@by_hand
+def without_grad(model):
+    with torch.no_grad():
+        for p in model.parameters():
+            p -= 0.1 * p.grad
+
+
+@by_hand
+def data_minus_gradient(model):
+    for p in model.parameters():
+        p.data -= 0.1 * p.grad.data
+
+
+@by_hand
+def sub_with_a_zeroed_gradient(model):
+    with torch.no_grad():
+        for p in model.parameters():
+            p.sub_(p.grad * 0.1)
+            p.grad.zero_()
+
+
+@by_hand
+def an_assigned_weight(model):
+    for p in model.parameters():
+        p.data = p.data - 0.1 * p.grad
+
+
+# ---- clipping
+
+
+@clipping
+def all_by_norm(model):
+    return nn.utils.clip_grad_norm_(model.parameters(), 0.05).item()
+
+
+@clipping
+def all_by_an_import_of_before(model):
+    return imported_before(model.parameters(), 0.05).item()
+
+
+@clipping
+def all_by_norm_and_seen(model):
+    held = model[0].weight.grad
+    nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+    return held.clone(), [p.grad.clone() for p in model.parameters()]
+
+
+@clipping
+def all_as_generators_and_lists(model):
+    a = nn.utils.clip_grad_norm_(list(model.parameters()), max_norm=0.5, norm_type=2)
+    return a, nn.utils.clip_grad_norm_((p for p in model.parameters() if p.requires_grad), 0.05)
+
+
+@clipping
+def a_part_by_norm(model):
+    return nn.utils.clip_grad_norm_(model[0].parameters(), 0.01).item()
+
+
+@clipping
+def each_by_norm(model):
+    return [nn.utils.clip_grad_norm_(p, 0.01).item() for p in model.parameters()]
+
+
+@clipping
+def each_layer_by_norm(model):
+    return [nn.utils.clip_grad_norm_(layer.parameters(), 0.01) for layer in (model[0], model[2])]
+
+
+@clipping
+def by_the_largest(model):
+    return nn.utils.clip_grad_norm_(model.parameters(), 1e-3, norm_type=float("inf"))
+
+
+@clipping
+def by_the_sum(model):
+    return nn.utils.clip_grad_norm_(model.parameters(), 0.5, norm_type=1)
+
+
+@looking
+def by_value(model):
+    nn.utils.clip_grad_value_(model.parameters(), 1e-3)
+
+
+@looking
+def a_part_by_value(model):
+    nn.utils.clip_grad_value_(model[2].weight, 1e-3)
+
+
+@clipping
+def the_norm_alone(model):
+    return nn.utils.clip_grad_norm_(model.parameters(), float("inf"))
+
+
+@clipping
+def a_total_norm_and_its_use(model):
+    norm = nn.utils.get_total_norm([p.grad for p in model.parameters()])
+    nn.utils.clip_grads_with_norm_(model.parameters(), 0.05, norm)
+    return norm
+
+
+@clipping
+def twice(model):
+    a = nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+    return a, nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+
+
+@clipping
+def by_norm_and_then_scaled(model):
+    nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+    for p in model.parameters():
+        p.grad.mul_(2)
+
+
+@clipping
+def adaptive(model):
+    for p in model.parameters():
+        limit = p.detach().norm().clamp_(min=1e-3) * 0.01
+        if (norm := p.grad.norm()) > limit:
+            p.grad.mul_(limit / norm)
+
+
+@habit(close=True)
+def clipped_between_two_backwards(make):
+    model, optimizer = make()
+    loss_of(model, 0).backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+    loss_of(model, 1).backward()
+    seen = [p.grad.clone() for p in model.parameters()]
+    optimizer.step()
+    return seen
+
+
+@habit(close=True)
+def clipped_and_not_cleared(make):
+    model, optimizer = make()
+    norms = []
+    for i in range(3):
+        loss_of(model, i).backward()
+        norms.append(nn.utils.clip_grad_norm_(model.parameters(), 0.05).item())
+        optimizer.step()
+    return norms, [p.grad.clone() for p in model.parameters()]
+
+
+@habit
+def a_norm_that_is_not_finite(make):
+    model, optimizer = make()
+    (loss_of(model) * float("inf")).backward()
+    try:
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0, error_if_nonfinite=True)
+    except RuntimeError as error:
+        told = "non-finite" in str(error)
+    optimizer.zero_grad()
+    return told, train(model, optimizer, 1)
+
+
+# ---- the life of gradients
+
+
+@habit
+def never_cleared(make):
+    model, optimizer = make()
+    losses = []
+    for i in range(4):
+        loss = loss_of(model, i)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+@habit
+def never_cleared_by_adam(make):
+    model, optimizer = make(kind=torch.optim.SGD, lr=0.05, momentum=0.9, weight_decay=0.1, nesterov=True)
+    for i in range(4):
+        loss_of(model, i).backward()
+        optimizer.step()
+
+
+@habit
+def cleared_every_second_step(make):
+    model, optimizer = make()
+    for i in range(6):
+        if i % 2 == 0:
+            optimizer.zero_grad()
+        loss_of(model, i).backward()
+        optimizer.step()
+
+
+@habit
+def stepped_twice(make):
+    model, optimizer = make()
+    for i in range(3):
+        optimizer.zero_grad()
+        loss_of(model, i).backward()
+        optimizer.step()
+        optimizer.step()
+
+
+@habit
+def stepped_without_gradients(make):
+    model, optimizer = make()
+    optimizer.step()
+    losses = train(model, optimizer, 1)
+    optimizer.zero_grad()
+    optimizer.step()
+    return losses
+
+
+@habit
+def cleared_to_zeros(make):
+    model, optimizer = make(lr=0.1, momentum=0.9, weight_decay=0.1)
+    seen = []
+    for i in range(3):
+        optimizer.zero_grad(set_to_none=False)
+        loss_of(model, i).backward()
+        optimizer.step()
+    optimizer.zero_grad(set_to_none=False)
+    seen += [p.grad.clone() for p in model.parameters()]
+    optimizer.step()  # decays
+    return seen
+
+
+@habit
+def zeros_where_nothing_comes(make):
+    model, optimizer = make(lr=0.1, momentum=0.9, weight_decay=0.1)
+    loss_of(model).backward()
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=False)
+    model[0](batch(1)).square().mean().backward()  # nothing comes to the last layer
+    optimizer.step()
+    optimizer.zero_grad()
+    model[0](batch(2)).square().mean().backward()
+    optimizer.step()
+
+
+@habit
+def cleared_by_hand(make):
+    model, optimizer = make(lr=0.1, momentum=0.9, weight_decay=0.1)
+    for i in range(3):
+        for p in model.parameters():
+            if p.grad is not None:
+                p.grad.detach_()
+                p.grad.zero_()
+        loss_of(model, i).backward()
+        optimizer.step()
+
+
+@habit
+def cleared_by_none(make):
+    model, optimizer = make()
+    for i in range(3):
+        for p in model.parameters():
+            p.grad = None
+        loss_of(model, i).backward()
+        optimizer.step()
+
+
+@habit
+def cleared_by_the_model(make):
+    model, optimizer = make()
+    for i in range(3):
+        model.zero_grad(set_to_none=i % 2 == 0)
+        loss_of(model, i).backward()
+        optimizer.step()
+
+
+@habit
+def a_part_is_cleared(make):
+    model, optimizer = make()
+    for i in range(3):
+        loss_of(model, i).backward()
+        optimizer.step()
+        model[0].zero_grad()
+    return [p.grad is None for p in model.parameters()]
+
+
+@habit
+def accumulated(make):
+    model, optimizer = make()
+    for i in range(6):
+        (loss_of(model, i) / 3).backward()
+        if i % 3 == 2:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@habit
+def averaged_at_the_end(make):
+    model, optimizer = make()
+    for i in range(6):
+        loss_of(model, i).backward()
+        if i % 3 == 2:
+            for p in model.parameters():
+                p.grad /= 3
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@habit
+def backward_twice(make):
+    model, optimizer = make()
+    loss = loss_of(model)
+    loss.backward(retain_graph=True)
+    first = [p.grad.clone() for p in model.parameters()]
+    loss.backward()
+    second = [p.grad.clone() for p in model.parameters()]
+    optimizer.step()
+    return first, second
+
+
+@habit
+def a_closure(make):
+    model, optimizer = make()
+
+    def closure():
+        optimizer.zero_grad()
+        loss = loss_of(model)
+        loss.backward()
+        return loss
+
+    return [optimizer.step(closure).item() for _ in range(3)]
+
+
+@habit
+def two_losses_one_step(make):
+    model, optimizer = make()
+    loss_of(model, 0).backward()
+    norms = [p.grad.norm() for p in model.parameters()]
+    loss_of(model, 1).backward()
+    optimizer.step()
+    return norms
+
+
+@habit
+def generator_and_critic(make):
+    """What the critic's weights are given by the generator's loss is thrown away."""
+    torch.manual_seed(0)
+    g, go = make(nn.Sequential(nn.Linear(16, 16), nn.Tanh()))
+    c, co = make(nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 1)), seed=1)
+    seen = []
+    for i in range(3):
+        co.zero_grad()
+        loss = c(batch(i)).mean() - c(g(batch(i)).detach()).mean()
+        loss.backward()
+        co.step()
+        go.zero_grad()
+        (-c(g(batch(i))).mean()).backward()
+        seen.append([p.grad.norm().item() for p in g.parameters()])
+        seen.append([p.grad.norm().item() for p in c.parameters()])
+        go.step()
+    return seen
+
+
+@habit
+def a_penalty_of_the_gradient(make):
+    """Of the gradients of a first backward, held until the second."""
+    model, optimizer = make()
+    for i in range(2):
+        optimizer.zero_grad()
+        found = torch.autograd.grad(loss_of(model, i), list(model.parameters()), create_graph=True)
+        penalty = sum(g.square().sum() for g in found)
+        (loss_of(model, i) + penalty).backward()
+        optimizer.step()
+
+
+@habit
+def scaled_by_a_scaler(make):
+    model, optimizer = make()
+    scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
+    seen = []
+    for i in range(3):
+        optimizer.zero_grad()
+        scaler.scale(loss_of(model, i)).backward()
+        scaler.unscale_(optimizer)
+        seen.append([p.grad.norm().item() for p in model.parameters()])
+        scaler.step(optimizer)
+        scaler.update()
+    return seen, scaler.get_scale()
