@@ -232,6 +232,7 @@ void register_specs(py::module_& m) {
       .def_readwrite("gradient_accumulation", &PythonConfig::gradient_accumulation)
       .def_readwrite("micro_batches_together", &PythonConfig::micro_batches_together)
       .def_readwrite("max_grad_norm", &PythonConfig::max_grad_norm)
+      .def_readwrite("skip_nonfinite", &PythonConfig::skip_nonfinite)
       .def_readwrite("chunk_elements", &PythonConfig::chunk_elements)
       .def_readwrite("stage", &PythonConfig::stage)
       .def_readwrite("rank_timeout_ms", &PythonConfig::rank_timeout_ms)

@@ -29,8 +29,10 @@ struct Config {
   // and 3 it is summed over ranks at once, and never held whole with the others. Another order costs sums.
   bool micro_batches_together = false;
   double max_grad_norm = 0;  // 0: no clipping
-  bool speculate = false;    // update in backward, before the norm is known; world 1
-  int stage = 3;             // several ranks: what they divide (StagePolicy); never changes a bit
+  // false: a step with an inf or a NaN in a gradient is taken, as torch's optimizers do.
+  bool skip_nonfinite = true;
+  bool speculate = false;  // update in backward, before the norm is known; world 1
+  int stage = 3;           // several ranks: what they divide (StagePolicy); never changes a bit
   // Several ranks: gradients are summed by the transport's own reduce-scatter, in its order and precision, in
   // place of an exchange and an fp32 sum in rank order. Needs Communicator::reduces().
   bool library_sums = false;

@@ -640,7 +640,7 @@ double Engine::grad_norm() {
     m.gradients.reduce_presence();
     summary = m.gradients.summarize();
   });
-  return std::sqrt(summary.squares) * m.clipped.value_or(1.0);
+  return m.norm_of(summary) * m.clipped.value_or(1.0);
 }
 
 double Engine::clip_grad_norm(double max_norm) {

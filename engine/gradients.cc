@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <array>
+#include <cmath>
 #include <cstring>
 #include <functional>
 #include <limits>
@@ -445,6 +446,24 @@ std::string Gradients::first_not_finite() const {
       return context_.layout.units[c.unit].segments[segment].name;
   }
   return {};
+}
+
+bool Gradients::any_nan() {
+  std::vector<float> values(static_cast<size_t>(kSharedElements));
+  for (int32_t u = 0; u < std::ssize(presence_); ++u) {
+    for (int32_t s = 0; s < std::ssize(presence_[u]); ++s) {
+      if (!is_there(u, s)) continue;
+      const int64_t elements = context_.layout.units[u].segments[s].elements;
+      for (int64_t begin = 0; begin < elements; begin += kSharedElements) {
+        const auto piece =
+            std::span(values).first(static_cast<size_t>(std::min(kSharedElements, elements - begin)));
+        read(u, s, begin, piece);
+        if (std::any_of(piece.begin(), piece.end(), [](float value) { return std::isnan(value); }))
+          return true;
+      }
+    }
+  }
+  return false;
 }
 
 void Gradients::read(int32_t unit, int32_t segment, int64_t begin, std::span<float> out) {

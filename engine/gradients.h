@@ -98,6 +98,8 @@ class Gradients {
   /// After a summary that was not finite: the name of the first segment of this rank's shard that has an inf
   /// or a NaN; empty: none has.
   std::string first_not_finite() const;
+  /// Reads all of them. World 1.
+  bool any_nan();
 
   /// Copies the segment's elements from `begin` on, as fp32. World 1.
   void read(int32_t unit, int32_t segment, int64_t begin, std::span<float> out);

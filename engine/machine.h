@@ -44,6 +44,10 @@ class Machine {
   StepResult step(std::span<const optim::Hyper> groups);
   void check_groups(std::span<const optim::Hyper> groups) const;
 
+  /// The global norm: infinite where a gradient is inf or NaN; NaN where one is a NaN and such steps are
+  /// taken.
+  double norm_of(const GradientSummary& gradient);
+
   /// Sets this rank's states to what their optimizer starts with, where that is not zero. The updater is
   /// quiescent.
   void start_states(std::span<const optim::Hyper> groups);

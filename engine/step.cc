@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <limits>
 #include <stdexcept>
 #include <string>
 #include <utility>
@@ -23,12 +24,12 @@ StepResult Machine::step(std::span<const optim::Hyper> groups) {
   const GradientSummary gradient = reduce_gradients();
   // Beyond this point gradients are final: accumulated, reduced, the same sum of squares on every rank.
 
-  const double norm = std::sqrt(gradient.squares);
+  const double norm = norm_of(gradient);
   const double configured =
       context.config.max_grad_norm > 0 ? clip_factor(norm, context.config.max_grad_norm) : 1.0;
   const double clip = clipped.value_or(configured);
   clipped.reset();
-  if (!gradient.finite) {
+  if (!gradient.finite && context.config.skip_nonfinite) {
     std::string culprit = gradients.first_not_finite();
     gradients.clear();
     const std::lock_guard guard(context.mutex);
@@ -66,8 +67,15 @@ GradientSummary Machine::reduce_gradients() {
   return summary;
 }
 
+double Machine::norm_of(const GradientSummary& gradient) {
+  const bool as_torch = !context.config.skip_nonfinite && context.layout.world == 1;
+  if (gradient.finite || !as_torch || !gradients.any_nan()) return std::sqrt(gradient.squares);
+  return std::numeric_limits<double>::quiet_NaN();
+}
+
 double clip_factor(double norm, double limit) {
-  return std::min(1.0, limit / (norm + 1e-6));
+  const double factor = limit / (norm + 1e-6);
+  return factor > 1.0 ? 1.0 : factor;  // NaN stays
 }
 
 void Machine::check_groups(std::span<const optim::Hyper> groups) const {

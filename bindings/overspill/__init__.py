@@ -1,9 +1,9 @@
 """Overspill trains models larger than the device. See `initialize`.
 
 Errors that Overspill names are OverspillError: BudgetError, CheckpointError, CommunicatorError, EngineFailed,
-RankError, StoreError and WrongProcess (a call in a forked child of the engine's process). All are RuntimeErrors;
-ConfigError and overspill.data.DataError are ValueErrors too. A wrong argument of a call is a plain ValueError or
-TypeError.
+NonFiniteError, RankError, StoreError and WrongProcess (a call in a forked child of the engine's process). All are
+RuntimeErrors; ConfigError and overspill.data.DataError are ValueErrors too. A wrong argument of a call is a plain
+ValueError or TypeError.
 """
 
 from . import optim
@@ -19,6 +19,7 @@ from ._core import (
 from .config import Config, ConfigError
 from .engine import Engine, initialize
 from .init import Init
+from .optimizer import NonFiniteError
 from .ranks import RankError
 
 __version__ = "0.1.0"
@@ -31,6 +32,7 @@ __all__ = [
     "Engine",
     "EngineFailed",
     "Init",
+    "NonFiniteError",
     "OverspillError",
     "RankError",
     "StoreError",

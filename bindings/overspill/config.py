@@ -373,6 +373,8 @@ class Config(_Section):
     gradient_accumulation_steps: Int = Field(1, ge=1, lt=2**31)
     vertical_accumulation: bool = False  # micro-batches pass each unit together, in engine.train_batch
     gradient_clipping: Float = Field(0.0, ge=0)
+    # A step whose gradients have an inf or a NaN: left out; left out, and an error; taken, as torch does.
+    on_nonfinite: Literal["skip", "raise", "propagate"] = "skip"
     train_micro_batch_size_per_gpu: Int | None = Field(None, ge=1)
     zero_optimization: ZeroOptimization = ZeroOptimization()
     engine: EngineOptions = EngineOptions()
@@ -406,6 +408,7 @@ class Config(_Section):
         flat.gradient_accumulation = self.gradient_accumulation_steps
         flat.micro_batches_together = self.vertical_accumulation
         flat.max_grad_norm = self.gradient_clipping
+        flat.skip_nonfinite = self.on_nonfinite != "propagate"
         flat.rounding_seed = self.seed
         flat.stage = self.zero_optimization.stage
         flat.rank_timeout_ms = round(self.engine.rank_timeout_seconds * 1000)

@@ -258,6 +258,7 @@ class Engine:
             self.optimizer = self._make_optimizer(
                 groups, optimizer, self.world_size * (model_group.world if model_group else 1)
             )
+            self.optimizer.on_nonfinite = config.on_nonfinite
             self.optimizer.start_states()
             self.optimizer.before_step = functools.partial(newcomers.check, model, self._residency.units)
             self.optimizer.keeps_gradients = _weakly(self._leaves_gradients, True)

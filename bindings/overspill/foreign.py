@@ -10,6 +10,7 @@ States are the optimizer's own tensors. Where the engine has a disk, those of th
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -111,8 +112,8 @@ class ForeignOptimizer(OverspillOptimizer):
             with DisableTorchFunction():
                 gradients.settle()
                 norm = gradients.clip_norm(self.clipping or float("inf"))
-            clip = min(1.0, self.clipping / (norm + 1e-6)) if self.clipping else 1.0
-            if norm != float("inf"):
+            clip = min(self.clipping / (norm + 1e-6), 1.0) if self.clipping else 1.0
+            if math.isfinite(norm) or self.on_nonfinite == "propagate":
                 if self._one_by_one:
                     self._step_by_unit()
                 else:
@@ -132,6 +133,7 @@ class ForeignOptimizer(OverspillOptimizer):
             if not keeps:
                 gradients.clear()
             self.residency.refresh()
+        self._raise_skipped()
         return loss
 
     def _own_step(self, closure: Callable | None) -> Any:

@@ -29,6 +29,10 @@ _STAY = ("params", "param_names", "name", "decoupled", "decoupled_weight_decay",
 _CORE = {"AdamW": "adam", "Adam": "adam", "Adagrad": "adagrad", "Lion": "lion"}
 
 
+class NonFiniteError(_core.OverspillError, FloatingPointError):
+    """A gradient has an inf or a NaN, and on_nonfinite is "raise". The step was left out, its gradients are gone."""
+
+
 class Groups:
     """Parameter groups and what they belong to. `kind` is torch's name of the optimizer, `core` the core's; `format`
     and `seed` are those of an optimizer of overspill.optim. `foreign`: its own code makes the steps (foreign.py).
@@ -251,6 +255,7 @@ class OverspillOptimizer(torch.optim.Optimizer):
         self.folder, self.ranks, self.life = folder or tempfile.gettempdir(), ranks, life
         self.before_step: Callable[[], None] | None = None  # raises where the step must not be taken
         self.keeps_gradients: Callable[[], bool] = lambda: True  # by torch's rule: until zero_grad
+        self.on_nonfinite = "skip"
         self._told = False  # of a skipped step
         if user is not None:
             self._take_states(user)
@@ -311,6 +316,7 @@ class OverspillOptimizer(torch.optim.Optimizer):
             if not keeps:
                 gradients.clear()
             self.residency.refresh()
+        self._raise_skipped()
         return loss
 
     @property
@@ -319,16 +325,26 @@ class OverspillOptimizer(torch.optim.Optimizer):
         return self._outcomes[0] if self._outcomes else None
 
     def _tell_skipped(self) -> None:
-        if self._told:
+        if self._told or self.on_nonfinite == "raise":
             return
         self._told = True
-        where = self.last_step.not_finite
         warnings.warn(
-            f"overspill: a step is skipped, because {f'the gradient of {where}' if where else 'a gradient'} has an inf "
-            "or a NaN: weights and states stay as they are. This warning comes once; engine.last_step.skipped tells "
-            'it for every step, engine.stats()["skipped_steps"] counts such steps',
+            f"overspill: a step is skipped, because {self._culprit()} has an inf or a NaN: weights and states stay as "
+            "they are. This warning comes once; engine.last_step.skipped tells it for every step, "
+            'engine.stats()["skipped_steps"] counts such steps',
             stacklevel=4,
         )
+
+    def _raise_skipped(self) -> None:
+        if self.on_nonfinite == "raise" and self.last_step.skipped:
+            raise NonFiniteError(
+                f"overspill: {self._culprit()} has an inf or a NaN: the step is left out, weights and states are as "
+                'they were, and its gradients are gone (on_nonfinite = "raise"; "skip" goes on with a warning)'
+            )
+
+    def _culprit(self) -> str:
+        where = self.last_step.not_finite
+        return f"the gradient of {where}" if where else "a gradient of another rank"
 
     def expect_step(self) -> None:
         """Tells the engine what the next step will be given, as far as anybody knows now (speculation)."""

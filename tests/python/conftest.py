@@ -60,6 +60,7 @@ def config(tmp_path):
         format=None,
         seed=0,
         section=None,
+        on_nonfinite="skip",
         **engine,
     ):
         options = {"placement": placement, "chunk_elements": 4096, "poison": True, "threads": 1} | engine
@@ -72,6 +73,7 @@ def config(tmp_path):
             "seed": seed,
             "gradient_clipping": clipping,
             "gradient_accumulation_steps": accumulation,
+            "on_nonfinite": on_nonfinite,
             "engine": options,
         }
 
