@@ -309,6 +309,7 @@ void register_weights(EngineClass& cls) {
       .def("clear_gradients", &Engine::clear_gradients, Released())
       .def("zero_gradients", &Engine::zero_gradients, Released())
       .def("reuse_gradients", &Engine::reuse_gradients, Released())
+      .def("clipped_by_caller", &Engine::clipped_by_caller, Released())
       .def("use_gradients", &Engine::use_gradients, Released())
       .def("has_gradient", &Engine::has_gradient, Released())
       .def("grad_norm", &Engine::grad_norm, Released())

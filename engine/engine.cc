@@ -91,15 +91,15 @@ Component state_named(const Unit& unit, const Segment& segment, std::string_view
 void settle_clip(Machine& m, const Segment& segment) {
   if (!m.clipped) return;
   if (m.context.layout.world > 1) {
-    throw std::invalid_argument(
-        fmt::format("a gradient of {} came after clip_grad_norm(), which scaled the earlier gradients by {}, "
-                    "and those of "
-                    "several ranks are summed by then: take the step or clear the gradients first, and clip "
-                    "only after the last "
-                    "backward of a step",
-                    segment.name, *m.clipped));
+    throw std::invalid_argument(fmt::format(
+        "a gradient of {} came after clip_grad_norm(), which scaled the earlier gradients by {}, and those "
+        "of "
+        "several ranks are summed by then: take the step or clear the gradients first, and clip only after "
+        "the last backward of a step",
+        segment.name, *m.clipped));
   }
-  m.intake.scale(static_cast<float>(*m.clipped));
+  m.intake.finish();
+  m.gradients.scale(m.clipped.value());
   m.clipped.reset();
 }
 
@@ -545,6 +545,7 @@ void Engine::clear_gradients() {
     m.gradients.forget_used();
   }
   m.clipped.reset();
+  m.caller_clipped = false;
 }
 
 void Engine::zero_gradients() {
@@ -556,6 +557,11 @@ void Engine::zero_gradients() {
     m.gradients.become_zero();
   }
   m.clipped.reset();
+  m.caller_clipped = false;
+}
+
+void Engine::clipped_by_caller() {
+  machine().caller_clipped = true;
 }
 
 void Engine::replace_gradient(int32_t unit, int32_t segment, std::span<const std::byte> data,
@@ -564,6 +570,7 @@ void Engine::replace_gradient(int32_t unit, int32_t segment, std::span<const std
   const Segment& s = m.segment_at(unit, segment);
   require_world_one(m.context.layout, "replacing a gradient");
   if (!data.empty()) m.gradients.check(unit, segment, std::ssize(data), dtype);
+  const InCall call(m.context);
   settle_clip(m, s);
   m.intake.replace(unit, segment, data, dtype);
 }
@@ -573,6 +580,7 @@ void Engine::read_gradient(int32_t unit, int32_t segment, std::span<std::byte> o
   const Segment& s = m.segment_at(unit, segment);
   require_world_one(m.context.layout, "reading a gradient");
   const optim::Element element = m.gradients.check(unit, segment, std::ssize(out), dtype);
+  const InCall call(m.context);
   settle_clip(m, s);
   m.intake.finish();
   std::vector<float> values(static_cast<size_t>(std::min(kPieceElements, s.elements)));
@@ -588,7 +596,8 @@ void Engine::read_gradient(int32_t unit, int32_t segment, std::span<std::byte> o
 void Engine::reuse_gradients() {
   Machine& m = machine();
   require_world_one(m.context.layout, "using a step's gradients again");
-  m.intake.reuse(static_cast<float>(std::exchange(m.used_clip, 1.0)));
+  m.intake.finish();
+  m.gradients.reuse();
 }
 
 bool Engine::has_gradient(int32_t unit, int32_t segment) {
@@ -610,8 +619,9 @@ void Engine::use_gradients() {
   Machine& m = machine();
   require_world_one(m.context.layout, "an update of one's own");
   m.intake.write_zeros();
-  m.used_clip = m.clipped.value_or(1.0);
+  m.gradients.scale(m.clipped.value_or(1.0));
   m.clipped.reset();
+  m.caller_clipped = false;
   const std::lock_guard guard(m.context.mutex);
   m.gradients.handed_over();
 }
@@ -647,8 +657,10 @@ double Engine::clip_grad_norm(double max_norm) {
   if (!(max_norm > 0)) throw std::invalid_argument("max_norm must be positive");
   Machine& m = machine();
   const double norm = grad_norm();
-  if (!std::isinf(max_norm) && m.gradients.any())
+  if (!std::isinf(max_norm) && m.gradients.any()) {
     m.clipped = m.clipped.value_or(1.0) * clip_factor(norm, max_norm);
+    m.caller_clipped = true;
+  }
   return norm;
 }
 
@@ -679,6 +691,7 @@ std::string Engine::load(const std::filesystem::path& folder) {
   lock.unlock();
   m.gradients.clear();
   m.clipped.reset();
+  m.caller_clipped = false;
   change(m, "loading " + folder.string() + " was cut off", [&] { m.keeper.load(folder, manifest); });
   lock.lock();
   m.steps = manifest.step;

@@ -168,10 +168,12 @@ class Engine {
   /// `data`, in place of the segment's gradient; empty: it has none. Throws as add_gradient().
   void replace_gradient(int32_t unit, int32_t segment, std::span<const std::byte> data,
                         std::string_view dtype);
+  /// The caller has clipped gradients itself: the next step leaves the configured limit out, as after
+  /// clip_grad_norm().
+  void clipped_by_caller();
   /// Into `out`, in the dtypes of add_gradient(). Throws std::invalid_argument where there is none.
   void read_gradient(int32_t unit, int32_t segment, std::span<std::byte> out, std::string_view dtype);
-  /// The gradients that the last step used are there again, clipped as they were used, unless they were
-  /// cleared or others came.
+  /// The gradients that the last step used are there again, unless they were cleared or others came.
   void reuse_gradients();
   /// The gradients that are there were used by an update that the caller made itself.
   void use_gradients();

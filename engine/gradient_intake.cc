@@ -11,7 +11,6 @@ namespace {
 
 constexpr int64_t kOutstandingBytes = int64_t{256} << 20;  // of device memory kept for gradients under way
 constexpr size_t kPiecesMost = 64;                         // being copied
-constexpr int64_t kZerosMost = 256 * 1024;                 // elements written at a time
 
 }  // namespace
 
@@ -33,7 +32,7 @@ void GradientIntake::add(int32_t unit, int32_t segment, std::span<const std::byt
   const optim::Element element = gradients_.check(unit, segment, std::ssize(data), dtype);
   const std::lock_guard turn(arrival_);
   finish();
-  make_ready(unit);
+  make_ready(unit, segment);
   take_in(unit, segment, element, data);
 }
 
@@ -51,7 +50,7 @@ void GradientIntake::replace(int32_t unit, int32_t segment, std::span<const std:
   if (!data.empty()) element = gradients_.check(unit, segment, std::ssize(data), dtype);
   const std::lock_guard turn(arrival_);
   finish();
-  make_ready(unit);
+  if (!data.empty()) let_go(unit);
   {
     const std::lock_guard guard(context_.mutex);
     gradients_.drop(unit, segment);
@@ -67,35 +66,18 @@ void GradientIntake::write_zeros() {
     const Unit& unit = context_.layout.units[u];
     for (int32_t s = 0; s < std::ssize(unit.segments); ++s) {
       if (gradients_.presence(u, s) != Presence::zero) continue;
-      make_ready(u);
+      let_go(u);
       const Gradients::Arrival arrival = gradients_.begin(u, s, context_.gradient_type(u));
       for (int64_t begin = 0; begin < unit.segments[s].elements;) {
-        const int64_t count = std::min(gradients_.piece_end(arrival, begin) - begin, kZerosMost);
-        zeros.resize(std::max(zeros.size(), static_cast<size_t>(count * context_.gradient_width(u))));
-        gradients_.add(arrival, begin, count, zeros.data());
-        begin += count;
+        const int64_t end = gradients_.piece_end(arrival, begin);
+        const int64_t bytes = (end - begin) * context_.gradient_width(u);
+        zeros.resize(std::max(zeros.size(), static_cast<size_t>(bytes)));
+        gradients_.add(arrival, begin, end - begin, zeros.data());
+        begin = end;
       }
       gradients_.finish(arrival);
     }
   }
-}
-
-void GradientIntake::scale(float factor) {
-  const std::lock_guard turn(arrival_);
-  finish();
-  make_all_ready();
-  gradients_.scale(factor);
-}
-
-void GradientIntake::reuse(float factor) {
-  const std::lock_guard turn(arrival_);
-  finish();
-  if (factor != 1.0F) make_all_ready();
-  gradients_.reuse(factor);
-}
-
-void GradientIntake::make_all_ready() {
-  for (int32_t u = 0; u < std::ssize(context_.layout.units); ++u) make_ready(u);
 }
 
 void GradientIntake::add(int32_t unit, int32_t segment, DeviceArray gradient, Queue queue) {
@@ -136,14 +118,20 @@ void GradientIntake::close() noexcept {
 
 /// The last step's gradients are in use until their update, and a guess reads this step's. Returns whether
 /// the journal is on.
-bool GradientIntake::make_ready(int32_t unit) {
-  std::unique_lock lock(context_.mutex);
+bool GradientIntake::make_ready(int32_t unit, int32_t segment) {
+  let_go(unit);
+  gradients_.apply_factor(unit, segment);
+  const std::lock_guard guard(context_.mutex);
   if (context_.meter.phase() == Phase::forward) context_.meter.enter(Phase::backward);
-  updater_.wait_for(lock, unit);
-  updater_.take_back(lock, unit);
   context_.journal.note(Happening::gradient, unit);
   ++context_.progress;
   return context_.journal.on();
+}
+
+void GradientIntake::let_go(int32_t unit) {
+  std::unique_lock lock(context_.mutex);
+  updater_.wait_for(lock, unit);
+  updater_.take_back(lock, unit);
 }
 
 void GradientIntake::taken_in(int32_t unit, int32_t segment) {
@@ -193,7 +181,7 @@ void GradientIntake::submit(std::unique_ptr<Item> given) {
   if (gradients_.may_wait(unit) || arriving(item)) {
     while (!pieces_.empty()) complete_oldest();
   }
-  item.timed = make_ready(unit);
+  item.timed = make_ready(unit, item.arrival.segment);
   item.arrival = gradients_.begin(unit, item.arrival.segment, item.arrival.element);
   const int64_t elements = item.gradient.bytes / optim::bytes(item.arrival.element);
   if (const auto taken = gradients_.take_in_there(item.arrival, item.gradient.data, item.ready)) {

@@ -49,9 +49,6 @@ class GradientIntake {
   void replace(int32_t unit, int32_t segment, std::span<const std::byte> data, std::string_view dtype);
   /// Writes the zeros of what Gradients::become_zero() has left.
   void write_zeros();
-  /// Gradients::scale() and reuse(), once nothing else is at the gradients.
-  void scale(float factor);
-  void reuse(float factor);
   /// Returns when all that was given is taken in, or the engine has failed.
   void finish();
   /// What has not been taken in is dropped. Nothing may be added afterwards.
@@ -73,8 +70,8 @@ class GradientIntake {
     kernels::Event copied;
   };
 
-  bool make_ready(int32_t unit);
-  void make_all_ready();
+  bool make_ready(int32_t unit, int32_t segment);
+  void let_go(int32_t unit);
   void take_in(int32_t unit, int32_t segment, optim::Element element, std::span<const std::byte> data);
   void taken_in(int32_t unit, int32_t segment);
   bool on_device() const { return stream_ != nullptr; }

@@ -69,6 +69,7 @@ Gradients::Gradients(Context& context, DeviceUnits& device_units)
       spilled_squares_(context.chunks.size()) {
   for (const Unit& unit : context.layout.units) {
     presence_.emplace_back(unit.segments.size(), Presence::absent);
+    factors_.emplace_back(unit.segments.size(), 1.0);
     arrivals_.emplace_back(unit.segments.size());
   }
   for (size_t c = 0; c < spilled_squares_.size(); ++c) {
@@ -101,6 +102,7 @@ optim::Element Gradients::check(int32_t unit, int32_t segment, int64_t bytes, st
 Gradients::Arrival Gradients::begin(int32_t unit, int32_t segment, optim::Element element) {
   std::unique_lock lock(context_.mutex);
   Arrival arrival{unit, segment, element, !is_there(unit, segment)};
+  if (arrival.first) factors_[unit][segment] = 1.0;
   ++arrivals_[unit][segment];
   if (context_.layout.slices > 1) {
     sums_.open(lock, unit);
@@ -216,6 +218,8 @@ void Gradients::add_by_chunk(const Piece& piece) {
   };
   for_each_part(arrival.unit, arrival.segment, [&](const Part& part) {
     if (part.in_segment < piece.begin || part.in_segment >= piece.begin + piece.elements) return;
+    if (part.in_segment + part.elements > piece.begin + piece.elements)
+      throw std::logic_error("a piece of a gradient ends inside a chunk");
     batch[parts++] = part;
     if (parts == batch_most) take_batch();
   });
@@ -336,6 +340,15 @@ void Gradients::drop(int32_t unit, int32_t segment) {
   presence_[unit][segment] = Presence::absent;
 }
 
+void Gradients::scale(double factor) {
+  const std::lock_guard guard(context_.mutex);
+  for (size_t u = 0; u < presence_.size(); ++u) {
+    for (size_t s = 0; s < presence_[u].size(); ++s) {
+      if (presence_[u][s] == Presence::there) factors_[u][s] *= factor;
+    }
+  }
+}
+
 void Gradients::become_zero() {
   auto becoming = presence_;
   any() ? clear() : forget_used();
@@ -348,22 +361,18 @@ void Gradients::become_zero() {
   presence_ = std::move(becoming);
 }
 
-void Gradients::reuse(float factor) {
-  for (int32_t u = 0; u < std::ssize(presence_); ++u) {
-    for (int32_t s = 0; s < std::ssize(presence_[u]); ++s) {
-      if (presence(u, s) != Presence::used) continue;
-      {
-        const std::lock_guard guard(context_.mutex);
-        presence_[u][s] = Presence::there;
-      }
-      if (factor != 1.0F) scale(u, s, factor);
-    }
-  }
+void Gradients::reuse() {
+  const std::lock_guard guard(context_.mutex);
+  for (auto& unit : presence_) std::replace(unit.begin(), unit.end(), Presence::used, Presence::there);
 }
 
 void Gradients::handed_over() {
+  const bool some = any();  // a step without gradients leaves those of the one before
   for (size_t u = 0; u < presence_.size(); ++u) {
-    std::replace(presence_[u].begin(), presence_[u].end(), Presence::there, Presence::used);
+    if (some) {
+      std::replace(presence_[u].begin(), presence_[u].end(), Presence::used, Presence::absent);
+      std::replace(presence_[u].begin(), presence_[u].end(), Presence::there, Presence::used);
+    }
     std::fill(arrivals_[u].begin(), arrivals_[u].end(), 0);
   }
   for (ChunkState& state : context_.chunks) state.gradient_kept = true;
@@ -401,7 +410,9 @@ optim::Squares Gradients::squares_of_chunk(int32_t chunk) const {
     const int32_t segment = c.runs[r].segment;
     if (!is_there(c.unit, segment)) continue;
     const optim::Squares part = squares_of_run(chunk, r);
-    if (context_.layout.units[c.unit].segments[segment].in_norm) total.sum += part.sum;
+    const double scale = factor(c.unit, segment);
+    if (context_.layout.units[c.unit].segments[segment].in_norm)
+      total.sum += scale == 1.0 ? part.sum : part.sum * scale * scale;
     total.finite = total.finite && part.finite;
   }
   return total;
@@ -478,6 +489,13 @@ void Gradients::read(int32_t unit, int32_t segment, int64_t begin, std::span<flo
     std::ranges::fill(out, 0.0F);
     return;
   }
+  read_unscaled(unit, segment, begin, out);
+  if (const double scale = factor(unit, segment); scale != 1.0) optim::scale(out, static_cast<float>(scale));
+}
+
+void Gradients::read_unscaled(int32_t unit, int32_t segment, int64_t begin, std::span<float> out) {
+  const Segment& s = context_.layout.units[unit].segments[segment];
+  const int64_t end = begin + std::ssize(out);
   const int64_t width = context_.gradient_width(unit);
   if (device_units_.hold(unit)) {
     std::vector<std::byte> there(out.size() * static_cast<size_t>(width));
@@ -506,28 +524,32 @@ void Gradients::read(int32_t unit, int32_t segment, int64_t begin, std::span<flo
   });
 }
 
-void Gradients::scale(float factor) {
-  for (int32_t u = 0; u < std::ssize(presence_); ++u) {
-    for (int32_t s = 0; s < std::ssize(presence_[u]); ++s) {
-      if (is_there(u, s)) scale(u, s, factor);
-    }
-  }
-}
-
-void Gradients::scale(int32_t unit, int32_t segment, float factor) {
+void Gradients::apply_factor(int32_t unit, int32_t segment) {
+  const auto scale = static_cast<float>(factor(unit, segment));
+  if (scale == 1.0F || !is_there(unit, segment)) return;
   const Arrival whole{unit, segment, context_.gradient_type(unit), /*first=*/true};
   const int64_t elements = context_.layout.units[unit].segments[segment].elements;
-  std::vector<float> values(static_cast<size_t>(std::min(kSharedElements, elements)));
-  std::vector<std::byte> scaled(values.size() * sizeof(float));
-  for (int64_t begin = 0; begin < elements;) {
-    const int64_t count = std::min(piece_end(whole, begin) - begin, kSharedElements);
-    const auto piece = std::span(values).first(static_cast<size_t>(count));
-    read(unit, segment, begin, piece);
-    optim::scale(piece, factor);
-    narrow(whole.element, piece, scaled.data());
-    add(whole, begin, count, scaled.data());
-    begin += count;
+  std::vector<float> values;
+  std::vector<std::byte> scaled;
+  try {
+    for (int64_t begin = 0; begin < elements;) {
+      const int64_t end = piece_end(whole, begin);
+      values.resize(static_cast<size_t>(end - begin));
+      scaled.resize(values.size() * sizeof(float));
+      read_unscaled(unit, segment, begin, values);
+      optim::scale(std::span(values), scale);
+      narrow(whole.element, values, scaled.data());
+      add(whole, begin, end - begin, scaled.data());
+      begin = end;
+    }
+  } catch (const std::exception& error) {  // a part of it is scaled
+    const std::lock_guard guard(context_.mutex);
+    context_.fail(
+        fmt::format("clipping gradients of {}: {}", context_.layout.units[unit].name, error.what()));
+    context_.check();
   }
+  const std::lock_guard guard(context_.mutex);
+  factors_[unit][segment] = 1.0;
 }
 
 }  // namespace overspill::engine

@@ -1,6 +1,6 @@
-// Gradients in flight, from their arrival in backward to the update that uses them up: one array a trainable
+// Gradients, from their arrival in backward until they are cleared or others come: one array a trainable
 // unit, in the unit's flat space; or chunk by chunk, where some of them are spilled to NVMe
-// (gradient_staging.h).
+// (gradient_staging.h). A segment's gradient is what lies there times its factor.
 #pragma once
 
 #include <array>
@@ -76,15 +76,20 @@ class Gradients {
   void drop(int32_t unit, int32_t segment);
   /// Those that were there, or used by the last step, are zeros now.
   void become_zero();
-  /// Those that the last step used are there again, unless others came meanwhile, multiplied by `factor`. No
-  /// update is pending where that is not 1. World 1.
-  void reuse(float factor);
+  /// Those that the last step used are there again, unless others came meanwhile. World 1.
+  void reuse();
+
+  /// Multiplies all that are there.
+  void scale(double factor);
+  double factor(int32_t unit, int32_t segment) const { return factors_[unit][segment]; }
+  /// Makes the segment's factor 1: before something is added to it. No update of the unit is pending.
+  void apply_factor(int32_t unit, int32_t segment);
 
   /// Spilled ones leave memory: the ring may read them. Returns when they are written. Throws StoreError
   /// where the disk has no room for them: nothing is lost, and it may be called again.
   void put_away();
   /// Those there are belong to the updates that were scheduled, and stay until clear(), or until the next
-  /// add(), which is the first of its segment.
+  /// add(), which is the first of its segment. Those of an earlier step are gone.
   void handed_over();
 
   /// Of several ranks.
@@ -103,8 +108,6 @@ class Gradients {
 
   /// Copies the segment's elements from `begin` on, as fp32. World 1.
   void read(int32_t unit, int32_t segment, int64_t begin, std::span<float> out);
-  /// Multiplies all that are present; in their own width, as torch does. No update is pending. World 1.
-  void scale(float factor);
 
  private:
   /// Of an arrival: `elements` from `begin` on, in the segment.
@@ -142,7 +145,7 @@ class Gradients {
   bool complete(const Chunk& chunk) const;
   bool is_there(int32_t unit, int32_t segment) const { return presence(unit, segment) == Presence::there; }
   bool is_empty(const Chunk& chunk) const;
-  void scale(int32_t unit, int32_t segment, float factor);
+  void read_unscaled(int32_t unit, int32_t segment, int64_t begin, std::span<float> out);
   void forget(std::unique_lock<std::mutex>& lock);
   optim::Squares squares_of_chunk(int32_t chunk) const;
   optim::Squares squares_of_run(int32_t chunk, size_t run) const;
@@ -152,6 +155,7 @@ class Gradients {
   Context& context_;
   DeviceUnits& device_units_;
   std::vector<std::vector<Presence>> presence_;  // by unit and segment
+  std::vector<std::vector<double>> factors_;
   std::vector<optim::Squares> by_chunk_;
   std::vector<std::array<double, 2>> by_slice_;  // of this rank's shard
   GradientStaging staging_;

@@ -44,8 +44,8 @@ class Machine {
   StepResult step(std::span<const optim::Hyper> groups);
   void check_groups(std::span<const optim::Hyper> groups) const;
 
-  /// The global norm: infinite where a gradient is inf or NaN; NaN where one is a NaN and such steps are
-  /// taken.
+  /// The global norm: infinite where a gradient is inf. In a world of one rank it is NaN where one is a NaN,
+  /// which takes a look at all of them; of several ranks infinite there too.
   double norm_of(const GradientSummary& gradient);
 
   /// Sets this rank's states to what their optimizer starts with, where that is not zero. The updater is
@@ -101,7 +101,7 @@ class Machine {
   // Of calls that come one at a time (engine.h):
   int64_t looks = 0;              // at weights or states of several ranks
   std::optional<double> clipped;  // by clip_grad_norm(): the factor of the gradients that are there
-  double used_clip = 1;           // the factor with which the last step used its gradients
+  bool caller_clipped = false;    // what is there now: the configured limit does not count
   std::atomic<bool> closed = false;
   bool kernel_keeps_memory = false;                    // at the end; then none of it may be freed
   const io::OwnProcess process;                        // in its forked children nothing works

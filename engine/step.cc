@@ -24,11 +24,14 @@ StepResult Machine::step(std::span<const optim::Hyper> groups) {
   const GradientSummary gradient = reduce_gradients();
   // Beyond this point gradients are final: accumulated, reduced, the same sum of squares on every rank.
 
-  const double norm = norm_of(gradient);
-  const double configured =
-      context.config.max_grad_norm > 0 ? clip_factor(norm, context.config.max_grad_norm) : 1.0;
+  const double norm = context.config.skip_nonfinite ? std::sqrt(gradient.squares) : norm_of(gradient);
+  const double configured = context.config.max_grad_norm > 0 && !caller_clipped
+                                ? clip_factor(norm, context.config.max_grad_norm)
+                                : 1.0;
   const double clip = clipped.value_or(configured);
+  const double kept = clipped.value_or(1.0);
   clipped.reset();
+  caller_clipped = false;
   if (!gradient.finite && context.config.skip_nonfinite) {
     std::string culprit = gradients.first_not_finite();
     gradients.clear();
@@ -39,10 +42,10 @@ StepResult Machine::step(std::span<const optim::Hyper> groups) {
     return {steps, norm, clip, true, std::move(culprit)};
   }
 
-  used_clip = clip;
   capture_factors(groups, clip);
   // Beyond this point hyper-parameters and presence belong to this step; the caller may change its own.
 
+  gradients.scale(kept);  // as the caller left them
   schedule_updates();
   // Beyond this point updates run, in forward order, but for those that were guessed right while backward
   // ran; whoever acquires a unit waits for its own.
@@ -68,8 +71,7 @@ GradientSummary Machine::reduce_gradients() {
 }
 
 double Machine::norm_of(const GradientSummary& gradient) {
-  const bool as_torch = !context.config.skip_nonfinite && context.layout.world == 1;
-  if (gradient.finite || !as_torch || !gradients.any_nan()) return std::sqrt(gradient.squares);
+  if (gradient.finite || context.layout.world > 1 || !gradients.any_nan()) return std::sqrt(gradient.squares);
   return std::numeric_limits<double>::quiet_NaN();
 }
 
@@ -107,7 +109,9 @@ void Machine::capture_factors(std::span<const optim::Hyper> groups, double clip)
       state.updated[s] = gradients.present(static_cast<int32_t>(u), static_cast<int32_t>(s)) ? 1 : 0;
       if (state.updated[s] == 0) continue;
       ++state.steps[s];
-      state.factors[s] = optim::make_factors(groups[unit.segments[s].group], state.steps[s], clip);
+      state.factors[s] =
+          optim::make_factors(groups[unit.segments[s].group], state.steps[s],
+                              clip * gradients.factor(static_cast<int32_t>(u), static_cast<int32_t>(s)));
     }
   }
 }

@@ -273,6 +273,8 @@ def hold_block(call: Call, units: list[Unit]) -> None:
     for owner in {unit.residency for unit in units}:
         if not owner.current:
             owner.refresh()
+        if owner.gradients.ranks > 1:  # a rank may read alone: what was written is written on all ranks before that
+            residency.settle_all(owner)
     for unit in units:
         hold(call, unit)
     books.open = False
@@ -384,7 +386,8 @@ def clear_spoiled(owner: Residency) -> None:
     still being stopped clears nothing."""
     if owner.spoiled and not here.stack.exempt:
         with Alone():
-            owner.gradients.clear()
+            with torch._C.DisableTorchFunction():
+                owner.gradients.clear()
             owner.spoiled = False
 
 

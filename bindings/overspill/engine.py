@@ -471,7 +471,7 @@ class Engine:
     def _clear_gradients(self, call: str, set_to_none: bool) -> None:
         """`call`: the script's, by name; optimizer.zero_grad and model.zero_grad mean the same."""
         count = self.config.gradient_accumulation_steps
-        with calls.Alone():
+        with calls.Alone(), DisableTorchFunction():
             self._settle()
             self._residency.gradients.clear(set_to_none)
             begun = self.micro_steps % count
@@ -496,7 +496,7 @@ class Engine:
         segment = self._segment(parameter)
         if segment is None or not segment.unit.trainable:
             return None
-        with calls.Alone():
+        with calls.Alone(), DisableTorchFunction():
             self._settle()
             self._residency.gradients.settle()
             there = self._core.has_gradient(segment.unit.index, segment.index)

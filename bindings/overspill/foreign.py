@@ -10,6 +10,7 @@ States are the optimizer's own tensors. Where the engine has a disk, those of th
 
 from __future__ import annotations
 
+import functools
 import math
 import warnings
 from collections.abc import Callable, Iterator
@@ -108,7 +109,7 @@ class ForeignOptimizer(OverspillOptimizer):
         with calls.Alone():
             calls.refuse_update(self.residency, "a step of the optimizer")
             calls.clear_spoiled(self.residency)
-            gradients, keeps = self.residency.gradients, self.keeps_gradients()
+            gradients = self.residency.gradients
             with DisableTorchFunction():
                 gradients.settle()
                 norm = gradients.clip_norm(self.clipping or float("inf"))
@@ -122,16 +123,18 @@ class ForeignOptimizer(OverspillOptimizer):
                 with DisableTorchFunction():
                     gradients.settle()
                 self.residency.core.use_gradients()
-            gradients.used = keeps
             self.user._opt_called = True
             results: list = []
-            boundary.keep(results, self.residency.core.step, self._hyper_parameters())
-            made = results[0]
-            self._outcomes.append(Outcome(made.step, norm, clip, made.skipped, made.not_finite))
+            count = functools.partial(
+                boundary.keep, results, self.residency.core.step, self._hyper_parameters()
+            )
+            with DisableTorchFunction():
+                gradients.update(count, self.keeps_gradients())
+                made = results[0]
+                self._outcomes.append(Outcome(made.step, norm, clip, made.skipped, made.not_finite))
+                gradients.updated(made.skipped)
             if made.skipped:
                 self._tell_skipped()
-            if not keeps:
-                gradients.clear()
             self.residency.refresh()
         self._raise_skipped()
         return loss

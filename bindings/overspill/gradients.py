@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import sys
 from collections import deque
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ import torch
 from . import _core, place
 from .divided import part_of
 from .ranks import RankError
-from .residency import Segment, get_grad, set_grad
+from .residency import Residency, Segment, get_grad, set_grad
 from .units import DTYPES
 
 RECENT = 2  # copies kept that nobody else has
@@ -45,42 +46,54 @@ _UNUSED = (lambda tensor: Copy(tensor, tensor, 0))(torch.empty(1)).references()
 
 
 class Gradients:
-    """Of one engine. `used`: by the optimizer's last step, and not cleared since. Torch functions must be off
-    in all calls, which are made inside calls.Alone, or by backward."""
+    """Of one engine. `used`: by the optimizer's last step, and not cleared since. `clears`: the core's counts before an
+    update that clears, until it has. `graphs`: gradients with a graph of their own, which the engine has not. Torch
+    functions must be off in all calls, which are made inside calls.Alone, or by backward."""
 
     def __init__(self, core: Any, where: place.Place, ranks: int):
         self.core, self.place, self.ranks = core, where, ranks
         self.used = False
+        self.clears: tuple[int, int] | None = None
+        self.graphs: set[Segment] = set()
         self.copies: dict[Segment, Copy] = {}
         self._recent: deque[Segment] = deque()
         self._sweep_from = _SWEEP_FROM
 
     def are_touched(self) -> bool:
         """Whether a gradient that arrives meets anything here."""
-        return self.used or bool(self.copies)
+        return self.used or self.clears is not None or bool(self.copies)
 
     # ---- p.grad
 
     def read(self, s: Segment) -> torch.Tensor | None:
+        self._finish_clearing()
         copy = self.copies.get(s)
         if copy is not None:
             return copy.tensor
+        if not (self.used or self.core.has_gradient(s.unit.index, s.index)):
+            return None
         self._require_one_rank(f"reading the gradient of {s.name}")
         self._take_up()
         if not self.core.has_gradient(s.unit.index, s.index):
             return None
+        if s in self.graphs:
+            raise RuntimeError(
+                f"overspill: backward(create_graph=True) made a gradient of {s.name} with a graph, and the engine has "
+                "the values alone: take torch.autograd.grad(loss, parameters, create_graph=True), which keeps it"
+            )
         gradient = self._fetch(s)
         return self._keep(s, s.as_parameter(gradient.to(self.place.device)), gradient)
 
     def write(self, s: Segment, value: torch.Tensor | None) -> None:
         """Raises as torch does for what is no gradient of the parameter."""
+        if value is None and not (self.used or self.core.has_gradient(s.unit.index, s.index)):
+            self.copies.pop(s, None)
+            return
         self._require_one_rank(f"setting the gradient of {s.name}")
-        try:
-            set_grad(s.parameter, value)
-        finally:
-            set_grad(s.parameter, None)
+        _check(s, value)
         self._take_up()
         self.copies.pop(s, None)
+        self.graphs.discard(s)
         if value is None:
             self.core.replace_gradient(s.unit.index, s.index, 0, 0, "")
         else:
@@ -107,6 +120,25 @@ class Gradients:
         if (copy := self.copies.get(s)) is not None:
             self._renew(s, copy)
 
+    def update(self, call: Callable[[], Any], keeps: bool) -> Any:
+        """`call` uses them; afterwards they are there by torch's rule, or cleared, whatever strikes."""
+        self.settle()
+        if keeps:
+            self.used = True
+        else:
+            self.clears = _counts(self.core)
+        try:
+            return call()
+        except Exception:
+            self.used, self.clears = False, None  # nothing was used
+            raise
+
+    def updated(self, skipped: bool) -> None:
+        """After `update`."""
+        self._finish_clearing()
+        if skipped:
+            self.forget()  # the core has cleared them
+
     def settle(self) -> None:
         """Before gradients are used as a whole: the engine has what the script wrote."""
         self._take_up()
@@ -124,8 +156,8 @@ class Gradients:
     def clear(self, set_to_none: bool = True) -> None:
         """What the script has is its own from now on; or zero, as what the engine has."""
         if set_to_none:
-            self.core.clear_gradients()
             self.forget()
+            self.core.clear_gradients()
             return
         self.core.zero_gradients()
         self.used = False
@@ -134,14 +166,16 @@ class Gradients:
 
     def forget(self) -> None:
         """The engine has none any more."""
-        self.used = False
+        self.used, self.clears = False, None
         self.copies.clear()
+        self.graphs.clear()
         self._recent.clear()
 
     # ----
 
     def _take_up(self) -> None:
         """Torch's rule, after a step."""
+        self._finish_clearing()
         if not self.used:
             return
         if self.ranks > 1:
@@ -152,6 +186,13 @@ class Gradients:
             )
         self.core.reuse_gradients()
         self.used = False
+
+    def _finish_clearing(self) -> None:
+        """What Ctrl-C kept an update from, if the core has made it."""
+        if self.clears is not None:
+            before, self.clears = self.clears, None
+            if _counts(self.core) != before:
+                self.clear()
 
     def _keep(self, s: Segment, tensor: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
         self.copies[s] = Copy(tensor, part_of(tensor, s.parameter), _digest(gradient))
@@ -182,7 +223,7 @@ class Gradients:
             copy.digest = digest
 
     def _renew(self, s: Segment, copy: Copy) -> None:
-        if not copy.is_used():
+        if not copy.is_used() or not self.core.has_gradient(s.unit.index, s.index):
             del self.copies[s]
         else:
             gradient = self._fetch(s)
@@ -191,7 +232,7 @@ class Gradients:
 
     def _fetch(self, s: Segment) -> torch.Tensor:
         with torch.inference_mode(False):
-            gradient = torch.empty_strided(s.shape, s.stride, dtype=s.unit.dtype)
+            gradient = torch.empty_strided(s.shape, s.stride, dtype=s.unit.dtype, device="cpu")
         self.core.read_gradient(s.unit.index, s.index, gradient.data_ptr(), s.bytes, DTYPES[s.unit.dtype])
         return gradient
 
@@ -209,8 +250,24 @@ def _as_held(s: Segment, value: torch.Tensor) -> torch.Tensor:
     if value.layout is not torch.strided:
         value = value.to_dense()
     if value.device.type != "cpu" or value.stride() != s.stride:
-        value = torch.empty_strided(s.shape, s.stride, dtype=value.dtype).copy_(value)
+        value = torch.empty_strided(s.shape, s.stride, dtype=value.dtype, device="cpu").copy_(value)
     return value
+
+
+def _check(s: Segment, value: Any) -> None:
+    """Raises as torch does where the value can be no gradient of the parameter."""
+    if s.memory is not s.parameter:
+        try:
+            set_grad(s.parameter, value)
+        finally:
+            set_grad(s.parameter, None)
+    else:
+        set_grad(s.blank.detach(), value)  # the parameter's own would be taken for what autograd left there
+
+
+def _counts(core: Any) -> tuple[int, int]:
+    stats = core.stats()
+    return stats["step"], stats["skipped_steps"]
 
 
 def take_in(s: Segment) -> None:
@@ -219,6 +276,8 @@ def take_in(s: Segment) -> None:
     if gradient is None:  # requires_grad was switched off since forward: torch drops it, too
         return
     gradients, where = s.unit.residency.gradients, s.unit.residency.place
+    if gradient.requires_grad:
+        gradients.graphs.add(s)
     gradient = part_of(gradient.detach(), s.parameter)
     set_grad(s.parameter, None)
     if gradient.layout is not torch.strided:
@@ -243,15 +302,21 @@ def take_in(s: Segment) -> None:
         gradients.arrived(s)
 
 
-def clip_value(parameters: list[Any], limit: float) -> None:
+def clip_value(parameters: list[Any], limit: float, owners: Iterable[Residency]) -> None:
     """As torch.nn.utils.clip_grad_value_, one gradient at a time."""
+    for owner in owners:
+        owner.core.clipped_by_caller()
     for parameter in parameters:
         if (gradient := parameter.grad) is not None:
             gradient.clamp_(-limit, limit)
 
 
 def clip_norm(
-    parameters: list[Any], max_norm: float, norm_type: float, error_if_nonfinite: bool
+    parameters: list[Any],
+    max_norm: float,
+    norm_type: float,
+    error_if_nonfinite: bool,
+    owners: Iterable[Residency],
 ) -> torch.Tensor:
     """As torch.nn.utils.clip_grad_norm_, one gradient at a time."""
     norms = [
@@ -267,6 +332,8 @@ def clip_norm(
             f"The total norm of order {norm_type} for gradients from `parameters` is non-finite, so it cannot be "
             "clipped."
         )
+    for owner in owners:
+        owner.core.clipped_by_caller()
     factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
     for parameter in parameters:
         if (gradient := parameter.grad) is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import tempfile
@@ -306,15 +307,14 @@ class OverspillOptimizer(torch.optim.Optimizer):
             calls.start_update(self.residency, "a step of the optimizer")
             if self.user is not None:
                 self.user._opt_called = True  # what a scheduler bound to the user's optimizer looks for
-            gradients, keeps = self.residency.gradients, self.keeps_gradients()
+            step = functools.partial(
+                boundary.keep, self._outcomes, self.residency.core.step, hyper_parameters
+            )
             with DisableTorchFunction():
-                gradients.settle()
-            gradients.used = keeps  # before: Ctrl-C may strike after the step
-            boundary.keep(self._outcomes, self.residency.core.step, hyper_parameters)
+                self.residency.gradients.update(step, self.keeps_gradients())
+                self.residency.gradients.updated(self.last_step.skipped)
             if self.last_step.skipped:
                 self._tell_skipped()
-            if not keeps:
-                gradients.clear()
             self.residency.refresh()
         self._raise_skipped()
         return loss

@@ -17,6 +17,7 @@ ForkingPickler's reducer of Parameter   refuses to share released memory with an
 from __future__ import annotations
 
 import importlib
+import math
 import os
 import sys
 import threading
@@ -99,13 +100,13 @@ def owner_of_all(parameters: Iterable[Any]) -> Residency | None:
     mine = {id(p) for p in parameters if id(p) in registry}
     with calls.Alone(), DisableTorchFunction():
         owner.gradients.settle()
-        others = any(
-            id(s.parameter) not in mine and owner.core.has_gradient(s.unit.index, s.index)
-            for s in owner.segments
-            if s.unit.trainable
-        )
+        others = any(_has_gradient(s) for s in owner.segments if id(s.parameter) not in mine)
         others = others or any(p.grad is not None for p in parameters if id(p) not in mine)
     return None if others else owner
+
+
+def _has_gradient(s: Segment) -> bool:
+    return s.unit.trainable and s.unit.core.has_gradient(s.unit.index, s.index)
 
 
 def clip_grad_norm_(
@@ -116,26 +117,26 @@ def clip_grad_norm_(
     foreach: bool | None = None,
 ) -> torch.Tensor:
     parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-    if not owners_of(parameters):
+    owners = owners_of(parameters)
+    if not owners:
         return _clip_grad_norm(parameters, max_norm, norm_type, error_if_nonfinite, foreach)
     owner = owner_of_all(parameters) if float(norm_type) == 2.0 else None
     if owner is None:
-        return gradients.clip_norm(parameters, float(max_norm), float(norm_type), error_if_nonfinite)
+        return gradients.clip_norm(parameters, float(max_norm), float(norm_type), error_if_nonfinite, owners)
     with calls.Alone(), DisableTorchFunction():
-        norm = torch.tensor(owner.gradients.clip_norm(given.max_norm(max_norm)))
-    if error_if_nonfinite and not torch.isfinite(norm):
-        raise RuntimeError(
-            "The total norm of order 2.0 for gradients from `parameters` is non-finite, so it cannot "
-            "be clipped."
-        )
-    return norm
+        if error_if_nonfinite and not math.isfinite(owner.gradients.clip_norm(math.inf)):
+            raise RuntimeError(
+                "The total norm of order 2.0 for gradients from `parameters` is non-finite, so it cannot be clipped."
+            )
+        return torch.tensor(owner.gradients.clip_norm(given.max_norm(max_norm)))
 
 
 def clip_grad_value_(parameters: Any, clip_value: float, foreach: bool | None = None) -> None:
     parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-    if not owners_of(parameters):
+    owners = owners_of(parameters)
+    if not owners:
         return _clip_grad_value(parameters, clip_value, foreach)
-    gradients.clip_value(parameters, float(clip_value))
+    gradients.clip_value(parameters, float(clip_value), owners)
 
 
 def apply(self: nn.Module, fn: Callable, recurse: bool = True) -> nn.Module:
@@ -163,12 +164,28 @@ def apply(self: nn.Module, fn: Callable, recurse: bool = True) -> nn.Module:
 
 
 def zero_grad(self: nn.Module, set_to_none: bool = True) -> None:
-    owner = owner_of_all(self.parameters())
-    if owner is None:
-        _zero_grad(self, set_to_none)  # one parameter after the other
-    else:
-        with calls.Alone():
-            owner.clear_gradients("model.zero_grad()", set_to_none)
+    parameters = list(self.parameters())
+    mine = {id(p) for p in parameters}
+    whole = set()
+    for owner in owners_of(parameters):
+        absent = [s for s in owner.segments if s.unit.trainable and id(s.parameter) not in mine]
+        with calls.Alone(), DisableTorchFunction():
+            if not absent or not (owner.gradients.used or any(map(_has_gradient, absent))):
+                owner.clear_gradients("model.zero_grad()", set_to_none)
+                whole.add(owner)
+    for p in parameters:
+        segment = _with_gradient(p)
+        if segment is None or segment.unit.residency not in whole:
+            _clear(p, set_to_none)
+
+
+def _clear(p: nn.Parameter, set_to_none: bool) -> None:
+    """As torch's, of one parameter."""
+    if set_to_none:
+        p.grad = None
+    elif (gradient := p.grad) is not None:
+        gradient.detach_() if gradient.grad_fn is not None else gradient.requires_grad_(False)
+        gradient.zero_()
 
 
 def _data(self: nn.Parameter) -> torch.Tensor:

@@ -421,14 +421,14 @@ def settle_all(owner: Residency) -> None:
     if not (owner.lent or owner.given):
         return
     with DisableTorchFunction():
-        for unit in list(owner.lent):
+        for unit in sorted(owner.lent, key=lambda unit: unit.index):  # all ranks in one order
             if unit.shown:
                 continue  # it is settled when it is hidden
             if unit in _recent or unit.flat is None:
                 settle(unit)
             else:
                 _retire(unit)
-        for s in list(owner.given):
+        for s in sorted(owner.given, key=lambda s: (s.unit.index, s.index)):
             _take_back(s)
 
 
@@ -663,7 +663,7 @@ class Residency:
         """Weights changed outside forward: saved handles of before are out of date."""
         for unit in self.units:
             unit.generation = self.core.generation(unit.index)
-        for unit in list(self.lent):
+        for unit in sorted(self.lent, key=lambda unit: unit.index):
             if unit.flat is not None:
                 with DisableTorchFunction():
                     _renew(unit)

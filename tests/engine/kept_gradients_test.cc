@@ -261,6 +261,62 @@ TEST_P(Kept, WrongSizesChangeNothing) {
   expect_alike(*engine, *expected, "refused");
 }
 
+/// Segments of several chunks of the default size, and of one that is larger: pieces of a gradient keep to
+/// chunks.
+class KeptOfLargeChunks : public ::testing::TestWithParam<int64_t> {
+ protected:
+  static std::vector<engine::UnitSpec> units() {
+    return {
+        {"large", optim::Format::fp32, "F32", {{"weight", {1200, 1000}, 0, {}}, {"bias", {1000}, 0, {}}}}};
+  }
+  static std::unique_ptr<Engine> make(Placement placement) {
+    Config config;
+    config.host_budget_bytes = 256 << 20;
+    config.nvme = {"memory"};
+    config.chunk_elements = GetParam();
+    config.placement = placement;
+    return std::make_unique<Engine>(units(), config, make_resources(units(), config, {"host", "memory", 3}));
+  }
+  static void give(Engine& engine) {
+    engine.begin_pass({true, true});
+    for (int s = 0; s < 2; ++s) {
+      std::vector<float> gradient(static_cast<size_t>(engine.layout().units[0].segments[s].elements));
+      for (size_t i = 0; i < gradient.size(); ++i) gradient[i] = static_cast<float>(i % 97) - 48;
+      engine.add_gradient(0, s, std::as_bytes(std::span(gradient)), "F32");
+    }
+  }
+  static std::vector<float> read(Engine& engine) {
+    std::vector<float> gradient(static_cast<size_t>(engine.layout().units[0].segments[0].elements));
+    engine.read_gradient(0, 0, std::as_writable_bytes(std::span(gradient)), "F32");
+    return gradient;
+  }
+};
+
+TEST_P(KeptOfLargeChunks, ZerosAreZeros) {
+  auto engine = make(Placement::nvme);
+  give(*engine);
+  engine->step(toy_groups(0));
+  engine->zero_gradients();
+  EXPECT_EQ(engine->grad_norm(), 0);
+  EXPECT_EQ(read(*engine), std::vector<float>(1'200'000));
+  EXPECT_EQ(engine->step(toy_groups(0)).norm, 0);
+}
+
+TEST_P(KeptOfLargeChunks, ClippedOnesAreReadAndAddedTo) {
+  auto engine = make(Placement::nvme);
+  auto host = make(Placement::host);
+  for (Engine* each : {engine.get(), host.get()}) {
+    give(*each);
+    each->clip_grad_norm(0.25);
+  }
+  EXPECT_EQ(read(*engine), read(*host));
+  for (Engine* each : {engine.get(), host.get()}) give(*each);
+  EXPECT_EQ(read(*engine), read(*host));
+  EXPECT_EQ(engine->step(toy_groups(0)).norm, host->step(toy_groups(0)).norm);
+}
+
+INSTANTIATE_TEST_SUITE_P(Elements, KeptOfLargeChunks, ::testing::Values(4096, 512 * 1024, 1 << 20, 1 << 21));
+
 INSTANTIATE_TEST_SUITE_P(
     Cases, Kept,
     ::testing::Values(KeptCase{"host", Placement::host}, KeptCase{"host", Placement::half},

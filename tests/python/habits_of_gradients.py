@@ -696,7 +696,7 @@ def never_cleared(make):
 
 
 @habit
-def never_cleared_by_adam(make):
+def never_cleared_with_nesterov(make):
     model, optimizer = make(kind=torch.optim.SGD, lr=0.05, momentum=0.9, weight_decay=0.1, nesterov=True)
     for i in range(4):
         loss_of(model, i).backward()

@@ -343,10 +343,16 @@ def uncleared(folder: str, stage: str) -> dict:
     x, y = (rows.chunk(engine.world_size)[engine.rank] for rows in next(batches(torch.float32)))
     parameter = model.norm.weight
     engine(x, y).backward()
-    said = [refusal(lambda: parameter.grad), refusal(lambda: setattr(parameter, "grad", None))]
+    several = engine.world_size > 1
+    said = [refusal(lambda: parameter.grad)]
+    said.append(refusal(lambda: setattr(parameter, "grad", None)) if several else "")
+    optimizer.step()
+    model.zero_grad()
+    said.append(str(parameter.grad))
+    engine(x, y).backward()
     optimizer.step()
     said.append(refusal(lambda: engine(x, y).backward()))
-    said.append(refusal(optimizer.step) if engine.world_size > 1 else "")
+    said.append(refusal(optimizer.step) if several else "")
     optimizer.zero_grad(set_to_none=False)
     optimizer.step()  # decays
     optimizer.zero_grad(set_to_none=False)

@@ -35,12 +35,15 @@ ANSWERS = {
 }
 OPTIMIZER_ANSWERS = {
     "before_step",
+    "check_checkpoint",
     "defaults",
     "folder",
     "groups",
     "hyper_parameters",
+    "keeps_gradients",
     "last_step",
     "life",
+    "on_nonfinite",
     "param_groups",
     "ranks",
     "register_load_state_dict_post_hook",
@@ -84,6 +87,7 @@ parameter = next(model.parameters())
 core = engine._core
 loaded = {key: torch.zeros_like(value) for key, value in engine.state_dict().items()}
 groups = engine.optimizer._hyper_parameters()
+segment = engine._segment(parameter)
 room = torch.zeros(4096)
 address = room.data_ptr()
 engine.close()
@@ -109,7 +113,9 @@ CALLS = {
     "weight": lambda: engine.weight(parameter),
 }
 OPTIMIZER_CALLS = {
+    "check_checkpoint": lambda: optimizer.check_checkpoint("save_checkpoint"),
     "load_state_dict": lambda: optimizer.load_state_dict(states),
+    "states_of": lambda: optimizer.states_of(segment),
     "restore_hyper_parameters": lambda: optimizer.restore_hyper_parameters(optimizer.hyper_parameters()),
     **{
         name: lambda name=name: getattr(optimizer, name)(lambda *given: None).remove()
@@ -132,6 +138,8 @@ CORE_CALLS = {
     "load_weight": lambda: core.load_weight(0, 0, address, 256, "F32"),
     "nan_capsule": lambda: core.nan_capsule(64, 1, 0),
     "predict": lambda: core.predict([1 << 26]),
+    "read_gradient": lambda: core.read_gradient(0, 0, address, 256, "F32"),
+    "replace_gradient": lambda: core.replace_gradient(0, 0, address, 256, "F32"),
     "read_state": lambda: core.read_state(0, 0, "m", address, 256),
     "read_weight": lambda: core.read_weight(0, 0, address, 256, "F32"),
     "record_journal": lambda: core.record_journal(True),

@@ -342,8 +342,6 @@ class Trained:
         engine, self.trainer.optimizer, *_ = overspill.initialize(
             model, config(), self.trainer.create_optimizer()
         )
-        self.trainer._clip_grad_norm = lambda model: engine.clip_grad_norm_(arguments.max_grad_norm)
-        self.trainer._get_grad_norm = lambda model, grad_norm=None: grad_norm
         self.engine, self.model, self.start, self.prompt = engine, model, folder / "start", rows[0][None, :4]
         engine.save_checkpoint(self.start)
 
