@@ -205,6 +205,40 @@ def _refuse_copy(owner: Residency | None) -> None:
         raise RuntimeError(f"overspill: {owner.closed}")
 
 
+_HOOKS = (
+    "_forward_pre_hooks",
+    "_forward_hooks",
+    "_state_dict_hooks",
+    "_load_state_dict_pre_hooks",
+    "_load_state_dict_post_hooks",
+)
+_OPTIONS = ("_forward_pre_hooks_with_kwargs", "_forward_hooks_with_kwargs", "_forward_hooks_always_called")
+
+
+def state_of(module: nn.Module) -> dict:
+    """What a copy or a pickle of the module has of it: all but the engine's hooks, so that whoever opens it needs no
+    overspill. RuntimeError where the engine is closed."""
+    state = dict(module.__dict__)
+    mine = set()
+    for name in _HOOKS:
+        if name in state:
+            found = {key for key, hook in state[name].items() if _is_engines(hook)}
+            mine |= found
+            state[name] = type(state[name])((k, v) for k, v in state[name].items() if k not in found)
+    for name in _OPTIONS:
+        if name in state:
+            state[name] = type(state[name])((k, v) for k, v in state[name].items() if k not in mine)
+    return state
+
+
+def _is_engines(hook: Any) -> bool:
+    hook = getattr(hook, "hook", hook)  # torch wraps some
+    hook = getattr(hook, "__self__", hook)
+    if isinstance(hook, (ModuleHooks, AfterHook)):
+        _refuse_copy(hook.owner)
+    return isinstance(hook, (ModuleHooks, AfterHook, StateDictHook))
+
+
 def _refuse_tracing(owner: Residency) -> None:
     """While a tracer runs: RuntimeError, since a trace would keep parameters that read as NaN after the call."""
     absent = next((unit for unit in owner.units if not unit.pins), None)

@@ -7,6 +7,7 @@ innermost pair only
 Parameter.data, Parameter.grad          properties: `data` is the weight, also of a released parameter; `grad` the
 gradient that the engine holds
 Parameter.__deepcopy__, __reduce_ex__   copies and pickles get real weights; all four of DTensor too, where it is loaded
+Module.__getstate__                     copies and pickles of modules have no hooks of the engine
 Module._apply, Module.zero_grad         .to() and .half() are refused, zero_grad() reaches the engine
 torch.nn.utils.clip_grad_norm_, clip_grad_value_   clip in the engine, or one gradient after the other
 torch._dynamo.config                    is told to look at hooks: else torch.compile, by whatever name a script has it,
@@ -32,7 +33,7 @@ from torch._C import DisableTorchFunction
 from torch.autograd import graph
 from torch.nn.utils import clip_grad
 
-from . import calls, given, gradients, reading, released, residency, saved
+from . import calls, given, gradients, hooks, reading, released, residency, saved
 from .divided import is_divided, memory_of, parameter_classes
 from .guard import guard, touch
 from .residency import Residency, Segment, get_grad, registry, set_grad
@@ -80,8 +81,8 @@ def _weight_of(tensor: Any) -> Any:
 
 
 def enter_saved_tensors_hooks(self: graph.saved_tensors_hooks) -> None:
-    hooks = saved.compose(self.pack_hook, self.unpack_hook)
-    torch._C._autograd._push_saved_tensors_default_hooks(*hooks)
+    pair = saved.compose(self.pack_hook, self.unpack_hook)
+    torch._C._autograd._push_saved_tensors_default_hooks(*pair)
 
 
 def owners_of(parameters: Iterable[Any]) -> set[Residency]:
@@ -314,6 +315,7 @@ def install(owner: Residency) -> None:
         if not _installed:
             for place, name, ours, _ in _REPLACED:
                 setattr(place, name, ours)
+            nn.Module.__getstate__ = hooks.state_of  # type: ignore[attr-defined]
             for kind in (nn.Parameter, residency.released_class(nn.Parameter)):
                 ForkingPickler.register(kind, send_parameter)
             _heed_hooks()
@@ -337,6 +339,8 @@ def uninstall(owner: Residency) -> None:
         calls.leave_torch(sys._getframe())
         for place, name, _, original in _REPLACED:
             setattr(place, name, original)
+        if "__getstate__" in vars(nn.Module):
+            del nn.Module.__getstate__
         ForkingPickler.register(nn.Parameter, _send)
         ForkingPickler._extra_reducers.pop(residency.released_class(nn.Parameter), None)
         if _skips_hooks is not None:

@@ -58,6 +58,17 @@ const std::multimap<std::string, Call>& calls() {
           e.add_gradient(0, 0, engine::DeviceArray{bytes().data(), 6208 * 4, "F32", nullptr}, {});
         }}},
       {"clear_gradients", {Then::refuses, [](Engine& e) { e.clear_gradients(); }}},
+      {"zero_gradients", {Then::refuses, [](Engine& e) { e.zero_gradients(); }}},
+      {"replace_gradient", {Then::refuses, [](Engine& e) { e.replace_gradient(0, 0, bytes(), "F32"); }}},
+      {"read_gradient",
+       {Then::refuses,
+        [](Engine& e) {
+          std::vector<std::byte> room(bytes().size());
+          e.read_gradient(0, 0, room, "F32");
+        }}},
+      {"clipped_by_caller", {Then::refuses, [](Engine& e) { e.clipped_by_caller(); }}},
+      {"reuse_gradients", {Then::refuses, [](Engine& e) { e.reuse_gradients(); }}},
+      {"use_gradients", {Then::refuses, [](Engine& e) { e.use_gradients(); }}},
       {"has_gradient", {Then::refuses, [](Engine& e) { e.has_gradient(0, 0); }}},
       {"generation", {Then::refuses, [](Engine& e) { e.generation(0); }}},
       {"expect_step", {Then::refuses, [](Engine& e) { e.expect_step(groups); }}},

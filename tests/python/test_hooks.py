@@ -210,6 +210,37 @@ def test_unfreezing_later_is_an_error(start):
 # ---- copies
 
 
+def test_a_pickled_model_opens_without_overspill(start, tmp_path):
+    """As word_language_model saves its best model and loads it: with weights_only."""
+    model = mlp()
+    model.register_forward_hook(own_hook)
+    start(model)
+    torch.save(model, tmp_path / "model.pt")
+    saved = {k: v.clone() for k, v in model.state_dict().items()}
+    unsafe = torch.serialization.get_unsafe_globals_in_checkpoint(tmp_path / "model.pt")
+    assert not [name for name in unsafe if "overspill" in name], unsafe
+    opened = torch.load(tmp_path / "model.pt", weights_only=False)
+    for each in (opened, copy.deepcopy(model)):
+        assert all(torch.equal(v, saved[k]) for k, v in each.state_dict().items())
+        hooks = [
+            hook
+            for m in each.modules()
+            for hook in (*m._forward_hooks.values(), *m._forward_pre_hooks.values())
+        ]
+        assert hooks == [own_hook] and not each._forward_hooks_always_called
+    assert len(model._forward_hooks) == 2, "the engine's model keeps them"
+
+
+def own_hook(module, args, output):
+    return None
+
+
+def test_a_model_in_shared_memory_is_refused(start):
+    model = mlp().share_memory()
+    with pytest.raises(ValueError, match=r"0\.weight is in shared memory.*send model\.state_dict\(\)"):
+        start(model)
+
+
 def test_deepcopy_and_pickle_give_a_plain_model_with_real_weights(start):
     model = mlp()
     expected = model.state_dict()
