@@ -215,10 +215,10 @@ _HOOKS = (
 _OPTIONS = ("_forward_pre_hooks_with_kwargs", "_forward_hooks_with_kwargs", "_forward_hooks_always_called")
 
 
-def state_of(module: nn.Module) -> dict:
-    """What a copy or a pickle of the module has of it: all but the engine's hooks, so that whoever opens it needs no
+def without_hooks(state: dict) -> dict:
+    """Of a module's state, for a copy or a pickle: all but the engine's hooks, so that whoever opens it needs no
     overspill. RuntimeError where the engine is closed."""
-    state = dict(module.__dict__)
+    state = dict(state)
     mine = set()
     for name in _HOOKS:
         if name in state:

@@ -7,7 +7,7 @@ innermost pair only
 Parameter.data, Parameter.grad          properties: `data` is the weight, also of a released parameter; `grad` the
 gradient that the engine holds
 Parameter.__deepcopy__, __reduce_ex__   copies and pickles get real weights; all four of DTensor too, where it is loaded
-Module.__getstate__                     copies and pickles of modules have no hooks of the engine
+Module.__reduce_ex__                    copies and pickles of modules have no hooks of the engine
 Module._apply, Module.zero_grad         .to() and .half() are refused, zero_grad() reaches the engine
 torch.nn.utils.clip_grad_norm_, clip_grad_value_   clip in the engine, or one gradient after the other
 torch._dynamo.config                    is told to look at hooks: else torch.compile, by whatever name a script has it,
@@ -266,6 +266,13 @@ def reduce_parameter(self: nn.Parameter, protocol: int) -> Any:
     return (torch.Tensor.__reduce_ex__ if is_divided(self) else _reduce)(parameter, protocol)
 
 
+def reduce_module(self: nn.Module, protocol: Any) -> Any:
+    found = object.__reduce_ex__(self, protocol)
+    if isinstance(found, tuple) and len(found) > 2 and isinstance(found[2], dict):
+        found = (*found[:2], hooks.without_hooks(found[2]), *found[3:])
+    return found
+
+
 def send_parameter(parameter: nn.Parameter) -> Any:
     """To another process, by torch.multiprocessing, which shares memory."""
     segment = registry.get(id(parameter))
@@ -315,7 +322,7 @@ def install(owner: Residency) -> None:
         if not _installed:
             for place, name, ours, _ in _REPLACED:
                 setattr(place, name, ours)
-            nn.Module.__getstate__ = hooks.state_of  # type: ignore[attr-defined]
+            nn.Module.__reduce_ex__ = reduce_module  # type: ignore[method-assign]
             for kind in (nn.Parameter, residency.released_class(nn.Parameter)):
                 ForkingPickler.register(kind, send_parameter)
             _heed_hooks()
@@ -339,8 +346,8 @@ def uninstall(owner: Residency) -> None:
         calls.leave_torch(sys._getframe())
         for place, name, _, original in _REPLACED:
             setattr(place, name, original)
-        if "__getstate__" in vars(nn.Module):
-            del nn.Module.__getstate__
+        if "__reduce_ex__" in vars(nn.Module):
+            del nn.Module.__reduce_ex__
         ForkingPickler.register(nn.Parameter, _send)
         ForkingPickler._extra_reducers.pop(residency.released_class(nn.Parameter), None)
         if _skips_hooks is not None:
