@@ -205,10 +205,10 @@ class Engine:
                 f"overspill: {grown[0]} has a gradient already: call model.zero_grad() before "
                 "overspill.initialize"
             )
-        shared = [name for name, p in model.named_parameters() if p.device.type == "cpu" and p.is_shared()]
-        if shared:
+        shared = given.in_shared_memory(model)
+        if shared is not None:
             raise ValueError(
-                f"overspill: {shared[0]} is in shared memory (share_memory()), and other processes would not see "
+                f"overspill: {shared} is in shared memory (share_memory()), and other processes would not see "
                 "what the engine trains: leave share_memory out, and send model.state_dict() to them"
             )
         check_folders(config.budget.nvme)

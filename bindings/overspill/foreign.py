@@ -112,8 +112,9 @@ class ForeignOptimizer(OverspillOptimizer):
             gradients = self.residency.gradients
             with DisableTorchFunction():
                 gradients.settle()
-                norm = gradients.clip_norm(self.clipping or float("inf"))
-            clip = min(self.clipping / (norm + 1e-6), 1.0) if self.clipping else 1.0
+                limit = self.clipping if self.clipping and not gradients.clipped else math.inf
+                norm = gradients.scale(limit)
+            clip = min(limit / (norm + 1e-6), 1.0)
             if math.isfinite(norm) or self.on_nonfinite == "propagate":
                 if self._one_by_one:
                     self._step_by_unit()
@@ -182,9 +183,14 @@ class ForeignOptimizer(OverspillOptimizer):
                 and value.untyped_storage().filename is None
             ):
                 what = f"{type(self.user).__name__} keeps {name} of {segment.name}"
-                kept = files.tensor(
-                    value.shape, value.stride(), value.dtype, self._files, what, "free space there"
-                )
+                try:  # a step that failed here would be half made
+                    kept = files.tensor(
+                        value.shape, value.stride(), value.dtype, self._files, what, "it stays in memory"
+                    )
+                except OSError as error:
+                    self._files = None
+                    warnings.warn(f"{error.strerror}: {error.filename}", stacklevel=6)
+                    return
                 states[name] = kept.copy_(value)
 
     def states_of(self, segment: Segment) -> dict[str, torch.Tensor]:

@@ -77,6 +77,26 @@ def model(value: Any) -> None:
         )
 
 
+def in_shared_memory(model: nn.Module) -> str | None:
+    """The first parameter that other processes may have, by name. Torch's is_shared() is true of memory-mapped files
+    too: of those that are this process's alone (torch.load(mmap=True)), and of Init's own."""
+    candidates = {
+        p.data_ptr(): name
+        for name, p in model.named_parameters()
+        if p.device.type == "cpu" and p.is_shared() and p.untyped_storage().filename is None
+    }
+    if not candidates:
+        return None
+    shared = []
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        place, rights, *_ = line.split(maxsplit=2)
+        if rights.endswith("s"):
+            shared.append([int(address, 16) for address in place.split("-")])
+    return next(
+        (name for at, name in candidates.items() if any(begin <= at < end for begin, end in shared)), None
+    )
+
+
 def path(call: str, value: Any) -> str:
     """As the core takes it. `~` is refused: who gives it means the home, which no call of Python's takes it for."""
     try:

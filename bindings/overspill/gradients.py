@@ -10,6 +10,7 @@ them, and a further step applies them again. `engine.step()` and `train_batch` c
 
 from __future__ import annotations
 
+import math
 import sys
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -47,13 +48,15 @@ _UNUSED = (lambda tensor: Copy(tensor, tensor, 0))(torch.empty(1)).references()
 
 class Gradients:
     """Of one engine. `used`: by the optimizer's last step, and not cleared since. `clears`: the core's counts before an
-    update that clears, until it has. `graphs`: gradients with a graph of their own, which the engine has not. Torch
-    functions must be off in all calls, which are made inside calls.Alone, or by backward."""
+    update that clears, until it has. `clipped`: by the script, in place of the configured limit. `graphs`: gradients
+    with a graph of their own, which the engine has not. Torch functions must be off in all calls, which are made inside
+    calls.Alone, or by backward."""
 
     def __init__(self, core: Any, where: place.Place, ranks: int):
         self.core, self.place, self.ranks = core, where, ranks
         self.used = False
         self.clears: tuple[int, int] | None = None
+        self.clipped = False
         self.graphs: set[Segment] = set()
         self.copies: dict[Segment, Copy] = {}
         self._recent: deque[Segment] = deque()
@@ -135,6 +138,7 @@ class Gradients:
 
     def updated(self, skipped: bool) -> None:
         """After `update`."""
+        self.clipped = False
         self._finish_clearing()
         if skipped:
             self.forget()  # the core has cleared them
@@ -147,6 +151,16 @@ class Gradients:
             self._forget_unused(s, copy)
 
     def clip_norm(self, limit: float) -> float:
+        """For the script; infinite: it looks only."""
+        self.clipped = self.clipped or limit != math.inf
+        return self.scale(limit)
+
+    def clip_by_hand(self) -> None:
+        """The script scales gradients itself."""
+        self.clipped = True
+        self.core.clipped_by_caller()
+
+    def scale(self, limit: float) -> float:
         self.settle()
         norm = self.core.clip_grad_norm(limit)
         for s, copy in list(self.copies.items()):
@@ -160,13 +174,13 @@ class Gradients:
             self.core.clear_gradients()
             return
         self.core.zero_gradients()
-        self.used = False
+        self.used = self.clipped = False
         for s, copy in list(self.copies.items()):
             self._renew(s, copy)
 
     def forget(self) -> None:
         """The engine has none any more."""
-        self.used, self.clears = False, None
+        self.used, self.clears, self.clipped = False, None, False
         self.copies.clear()
         self.graphs.clear()
         self._recent.clear()
@@ -305,7 +319,7 @@ def take_in(s: Segment) -> None:
 def clip_value(parameters: list[Any], limit: float, owners: Iterable[Residency]) -> None:
     """As torch.nn.utils.clip_grad_value_, one gradient at a time."""
     for owner in owners:
-        owner.core.clipped_by_caller()
+        owner.gradients.clip_by_hand()
     for parameter in parameters:
         if (gradient := parameter.grad) is not None:
             gradient.clamp_(-limit, limit)
@@ -333,7 +347,7 @@ def clip_norm(
             "clipped."
         )
     for owner in owners:
-        owner.core.clipped_by_caller()
+        owner.gradients.clip_by_hand()
     factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
     for parameter in parameters:
         if (gradient := parameter.grad) is not None:

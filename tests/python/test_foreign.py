@@ -1,7 +1,9 @@
 """Optimizers whose own torch code makes the steps (foreign.py); what they compute is compared in test_habits.py."""
 
 import copy
+import errno
 import io
+import os
 
 import pytest
 import torch
@@ -123,6 +125,38 @@ def test_the_engines_own_step_clips_and_schedules(start):
             assert engine.last_step.norm == pytest.approx(norm.item(), rel=1e-5) and engine.last_step.clip < 1
     assert model[0].weight.grad is None and engine.global_steps == 2
     assert all(torch.allclose(v, plain.state_dict()[k], atol=1e-6) for k, v in model.state_dict().items())
+
+
+def test_a_scripts_own_clipping_is_in_place_of_the_configured_one(start):
+    model = net()
+    plain = copy.deepcopy(model)
+    engine = start(model, torch.optim.RMSprop(model.parameters(), lr=1e-2), clipping=1e-4)
+    theirs = torch.optim.RMSprop(plain.parameters(), lr=1e-2)
+    for each, its in ((model, engine.optimizer), (plain, theirs)):
+        for i in range(2):
+            its.zero_grad()
+            each(batch(i=i)).square().mean().backward()
+            nn.utils.clip_grad_norm_(each.parameters() if i else each[0].parameters(), 0.05)
+            its.step()
+    assert engine.last_step.clip == 1 and engine.last_step.norm == pytest.approx(0.05, rel=1e-3)
+    assert all(torch.allclose(v, plain.state_dict()[k], atol=1e-6) for k, v in model.state_dict().items())
+
+
+def test_states_stay_in_memory_where_the_disk_is_full(start, monkeypatch):
+    model = net(512)
+    plain = copy.deepcopy(model)
+    engine = start(model, torch.optim.RMSprop(model.parameters(), lr=1e-3), placement="nvme")
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.warns(
+        UserWarning, match=r"RMSprop keeps square_avg of 0\.weight.*No space left.*it stays in memory"
+    ):
+        train(model, engine.optimizer, width=512)
+    train(plain, torch.optim.RMSprop(plain.parameters(), lr=1e-3), width=512)
+    assert all(torch.equal(v, plain.state_dict()[k]) for k, v in model.state_dict().items())
 
 
 def test_an_error_in_its_code_leaves_the_engine_usable(start):

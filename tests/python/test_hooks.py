@@ -242,6 +242,17 @@ def test_a_model_in_shared_memory_is_refused(start):
         start(model)
 
 
+def test_a_model_that_is_mapped_from_a_file_is_none(start, tmp_path):
+    """Though torch calls its memory shared."""
+    torch.save(mlp().state_dict(), tmp_path / "weights.pt")
+    model = mlp()
+    model.load_state_dict(torch.load(tmp_path / "weights.pt", mmap=True), assign=True)
+    model.requires_grad_()
+    engine = start(model)
+    engine.backward(loss_of(engine, batch()))
+    engine.step()
+
+
 def test_deepcopy_and_pickle_give_a_plain_model_with_real_weights(start):
     model = mlp()
     expected = model.state_dict()
