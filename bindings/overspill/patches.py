@@ -10,6 +10,7 @@ Parameter.__deepcopy__, __reduce_ex__   copies and pickles get real weights; all
 Module.__reduce_ex__                    copies and pickles of modules have no hooks of the engine
 Module._apply, Module.zero_grad         .to() and .half() are refused, zero_grad() reaches the engine
 torch.nn.utils.clip_grad_norm_, clip_grad_value_   clip in the engine, or one gradient after the other
+AveragedModel.update_parameters         takes one parameter after the other
 torch._dynamo.config                    is told to look at hooks: else torch.compile, by whatever name a script has it,
 runs code that it made of a module without them
 ForkingPickler's reducer of Parameter   refuses to share released memory with another process
@@ -32,8 +33,9 @@ from torch import nn
 from torch._C import DisableTorchFunction
 from torch.autograd import graph
 from torch.nn.utils import clip_grad
+from torch.optim import swa_utils
 
-from . import calls, given, gradients, hooks, reading, released, residency, saved
+from . import averages, calls, given, gradients, hooks, reading, released, residency, saved
 from .divided import is_divided, memory_of, parameter_classes
 from .guard import guard, touch
 from .residency import Residency, Segment, get_grad, registry, set_grad
@@ -300,6 +302,7 @@ _REPLACED = (
     (nn.Module, "zero_grad", zero_grad, _zero_grad),
     (_norm_cell, "cell_contents", clip_grad_norm_, _clip_grad_norm),
     (_value_cell, "cell_contents", clip_grad_value_, _clip_grad_value),
+    (swa_utils.AveragedModel, "update_parameters", averages.update, averages.update_all),
 )
 _OF_PARAMETERS = {
     "data": property(_data, _set_data),

@@ -277,6 +277,23 @@ def averaged_model(make):
 
 
 @habit
+def averaged_model_with_buffers(make):
+    torch.manual_seed(0)
+    model, optimizer = make(nn.Sequential(nn.Linear(16, 8), nn.BatchNorm1d(8), nn.Linear(8, 4)))
+    average = AveragedModel(model, use_buffers=True)
+    train(model, optimizer, 3, after=lambda: average.update_parameters(model))
+    return average.state_dict()
+
+
+@habit
+def averaged_model_by_a_function(make):
+    model, optimizer = make()
+    average = AveragedModel(model, avg_fn=lambda a, p, n: 0.9 * a + 0.1 * p)
+    train(model, optimizer, 3, after=lambda: average.update_parameters(model))
+    return average.state_dict()
+
+
+@habit
 def averaged_model_by_decay(make):
     model, optimizer = make()
     average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))

@@ -236,6 +236,30 @@ def own_hook(module, args, output):
     return None
 
 
+@pytest.mark.parametrize("averaged_by_engine", [False, True])
+def test_an_average_of_the_weights_gathers_a_few_units_at_a_time(start, averaged_by_engine):
+    model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(12)))
+    average = torch.optim.swa_utils.AveragedModel(model)
+    engine = start(model)
+    owners = [engine._residency]
+    if averaged_by_engine:
+        average.module.requires_grad_(True)
+        owners.append(start(average, settings={"job": "average"})._residency)
+    held = []
+
+    def mean(a, p, n):
+        held.append(sum(unit.flat is not None for owner in owners for unit in owner.units))
+        return a + (p - a) / (n + 1)
+
+    average.avg_fn = mean
+    expected = {k: v.clone() for k, v in average.state_dict().items() if k != "n_averaged"}
+    for _ in range(2):
+        average.update_parameters(model)
+    assert len(held) == 24 and max(held) <= 2 * residency.RECENT_UNITS
+    now = average.state_dict()
+    assert all(torch.allclose(now[k], v) for k, v in expected.items()) and now["n_averaged"] == 2
+
+
 def test_a_model_in_shared_memory_is_refused(start):
     model = mlp().share_memory()
     with pytest.raises(ValueError, match=r"0\.weight is in shared memory.*send model\.state_dict\(\)"):
