@@ -162,6 +162,7 @@ def leaves(model, at=""):
 
 
 FILE_ONLY = {
+    "on_nonfinite": "raise",
     "zero_optimization.stage": 2,
     "engine.prefetch_units": 2,
     "engine.speculate": True,
