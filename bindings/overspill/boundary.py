@@ -48,17 +48,17 @@ class Boundary:
 
     def __init__(self, core: Any, micro_steps: int, global_steps: int):
         self.micro_steps, self.global_steps = micro_steps, global_steps
-        self._before = _counts(core)
+        self._before = counts(core)
         self._stepped: list[Any] = []
         self._tried = False
         self._state: SchedulerState | None = None
 
     def is_made(self, core: Any) -> bool:
         """Skipped ones included."""
-        return _counts(core) != self._before
+        return counts(core) != self._before
 
     def is_skipped(self, core: Any) -> bool:
-        return _counts(core)[1] != self._before[1]
+        return counts(core)[1] != self._before[1]
 
     def make(self, update: Callable[[], Any]) -> None:
         update()
@@ -101,7 +101,8 @@ def _state_of(scheduler: Any, groups: Sequence[dict]) -> SchedulerState | None:
         return None
 
 
-def _counts(core: Any) -> tuple[int, int]:
+def counts(core: Any) -> tuple[int, int]:
+    """Of the updates that the core has made, and of those that it has skipped."""
     stats = core.stats()
     return stats["step"], stats["skipped_steps"]
 

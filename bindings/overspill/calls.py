@@ -273,9 +273,7 @@ def hold_block(call: Call, units: list[Unit]) -> None:
     for owner in {unit.residency for unit in units}:
         if not owner.current:
             owner.refresh()
-        if (
-            owner.gradients.ranks > 1
-        ):  # a rank may read alone: what was written is written on all ranks before that
+        if owner.gradients.ranks > 1:  # one may read alone: what all have written is settled before
             residency.settle_all(owner)
     for unit in units:
         hold(call, unit)

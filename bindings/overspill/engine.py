@@ -505,8 +505,7 @@ class Engine:
         with calls.Alone(), DisableTorchFunction():
             self._settle()
             self._residency.gradients.settle()
-            there = self._core.has_gradient(segment.unit.index, segment.index)
-            return reading.state(segment, "grad") if there else None
+            return reading.state(segment, "grad") if segment.has_gradient() else None
 
     def weight(self, parameter: nn.Parameter, dtype: torch.dtype | None = None) -> torch.Tensor:
         """A copy of the weight; dtype=torch.float32 gives the exact master. All ranks call it. RuntimeError while

@@ -10,7 +10,6 @@ States are the optimizer's own tensors. Where the engine has a disk, those of th
 
 from __future__ import annotations
 
-import functools
 import math
 import warnings
 from collections.abc import Callable, Iterator
@@ -20,8 +19,8 @@ from typing import Any
 import torch
 from torch._C import DisableTorchFunction
 
-from . import boundary, calls, files, hooks, residency
-from .optimizer import Groups, OverspillOptimizer
+from . import calls, files, hooks, residency
+from .optimizer import Groups, OverspillOptimizer, evaluated
 from .residency import Residency, Segment, Unit, registry
 
 _BY_PARAMETER = (
@@ -99,22 +98,17 @@ class ForeignOptimizer(OverspillOptimizer):
         """Nothing can be guessed."""
 
     def step(self, closure: Callable | None = None) -> Any:
-        loss = None
-        if closure is not None and self._one_by_one:
-            with torch.enable_grad():
-                loss = closure()
+        loss = evaluated(closure) if self._one_by_one else None
         if self.before_step is not None and not self.residency.closed:
             self.before_step()
-        self._check_groups()
+        hyper_parameters = self._hyper_parameters()
         with calls.Alone():
             calls.refuse_update(self.residency, "a step of the optimizer")
             calls.clear_spoiled(self.residency)
             gradients = self.residency.gradients
+            limit = self.clipping if self.clipping and not gradients.clipped else math.inf
             with DisableTorchFunction():
-                gradients.settle()
-                limit = self.clipping if self.clipping and not gradients.clipped else math.inf
                 norm = gradients.scale(limit)
-            clip = min(limit / (norm + 1e-6), 1.0)
             if math.isfinite(norm) or self.on_nonfinite == "propagate":
                 if self._one_by_one:
                     self._step_by_unit()
@@ -124,19 +118,14 @@ class ForeignOptimizer(OverspillOptimizer):
                 with DisableTorchFunction():
                     gradients.settle()
                 self.residency.core.use_gradients()
-            self.user._opt_called = True
-            results: list = []
-            count = functools.partial(
-                boundary.keep, results, self.residency.core.step, self._hyper_parameters()
-            )
-            with DisableTorchFunction():
-                gradients.update(count, self.keeps_gradients())
-                made = results[0]
-                self._outcomes.append(Outcome(made.step, norm, clip, made.skipped, made.not_finite))
-                gradients.updated(made.skipped)
-            if made.skipped:
-                self._tell_skipped()
-            self.residency.refresh()
+
+            def count() -> Outcome:
+                made = self.residency.core.step(hyper_parameters)
+                return Outcome(
+                    made.step, norm, min(limit / (norm + 1e-6), 1.0), made.skipped, made.not_finite
+                )
+
+            self._make(count)
         self._raise_skipped()
         return loss
 
@@ -164,9 +153,7 @@ class ForeignOptimizer(OverspillOptimizer):
         found: dict[Unit, list] = {}
         for group in self.param_groups:
             for segment in (registry.get(id(p)) for p in group["params"]):
-                if segment is not None and self.residency.core.has_gradient(
-                    segment.unit.index, segment.index
-                ):
+                if segment is not None and segment.has_gradient():
                     found.setdefault(segment.unit, []).append((segment, group))
         return iter(sorted(found.items(), key=lambda item: item[0].index))
 

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from . import _core, place
+from .boundary import counts
 from .divided import part_of
 from .ranks import RankError
 from .residency import Residency, Segment, get_grad, set_grad
@@ -73,11 +74,11 @@ class Gradients:
         copy = self.copies.get(s)
         if copy is not None:
             return copy.tensor
-        if not (self.used or self.core.has_gradient(s.unit.index, s.index)):
+        if not (self.used or s.has_gradient()):
             return None
         self._require_one_rank(f"reading the gradient of {s.name}")
         self._take_up()
-        if not self.core.has_gradient(s.unit.index, s.index):
+        if not s.has_gradient():
             return None
         if s in self.graphs:
             raise RuntimeError(
@@ -89,7 +90,7 @@ class Gradients:
 
     def write(self, s: Segment, value: torch.Tensor | None) -> None:
         """Raises as torch does for what is no gradient of the parameter."""
-        if value is None and not (self.used or self.core.has_gradient(s.unit.index, s.index)):
+        if value is None and not (self.used or s.has_gradient()):
             self.copies.pop(s, None)
             return
         self._require_one_rank(f"setting the gradient of {s.name}")
@@ -129,7 +130,7 @@ class Gradients:
         if keeps:
             self.used = True
         else:
-            self.clears = _counts(self.core)
+            self.clears = counts(self.core)
         try:
             return call()
         except Exception:
@@ -148,7 +149,8 @@ class Gradients:
         self._take_up()
         for s, copy in list(self.copies.items()):
             self._settle(s, copy)
-            self._forget_unused(s, copy)
+            if not copy.is_used():
+                del self.copies[s]
 
     def clip_norm(self, limit: float) -> float:
         """For the script; infinite: it looks only."""
@@ -163,8 +165,7 @@ class Gradients:
     def scale(self, limit: float) -> float:
         self.settle()
         norm = self.core.clip_grad_norm(limit)
-        for s, copy in list(self.copies.items()):
-            self._renew(s, copy)
+        self._renew_all()
         return norm
 
     def clear(self, set_to_none: bool = True) -> None:
@@ -175,8 +176,7 @@ class Gradients:
             return
         self.core.zero_gradients()
         self.used = self.clipped = False
-        for s, copy in list(self.copies.items()):
-            self._renew(s, copy)
+        self._renew_all()
 
     def forget(self) -> None:
         """The engine has none any more."""
@@ -205,7 +205,7 @@ class Gradients:
         """What Ctrl-C kept an update from, if the core has made it."""
         if self.clears is not None:
             before, self.clears = self.clears, None
-            if _counts(self.core) != before:
+            if counts(self.core) != before:
                 self.clear()
 
     def _keep(self, s: Segment, tensor: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
@@ -225,10 +225,6 @@ class Gradients:
             self._settle(s, copy)
             del self.copies[s]
 
-    def _forget_unused(self, s: Segment, copy: Copy) -> None:
-        if not copy.is_used():
-            del self.copies[s]
-
     def _settle(self, s: Segment, copy: Copy) -> None:
         gradient = _as_held(s, copy.tensor)
         digest = _digest(gradient)
@@ -236,8 +232,12 @@ class Gradients:
             self._replace(s, gradient)
             copy.digest = digest
 
+    def _renew_all(self) -> None:
+        for s, copy in list(self.copies.items()):
+            self._renew(s, copy)
+
     def _renew(self, s: Segment, copy: Copy) -> None:
-        if not copy.is_used() or not self.core.has_gradient(s.unit.index, s.index):
+        if not copy.is_used() or not s.has_gradient():
             del self.copies[s]
         else:
             gradient = self._fetch(s)
@@ -259,12 +259,17 @@ def _digest(gradient: torch.Tensor) -> int:
 
 
 def _as_held(s: Segment, value: torch.Tensor) -> torch.Tensor:
-    """In the memory order and the place in which the engine takes it; a copy only where it is not so already."""
-    value = part_of(value.detach(), s.parameter)
+    """As the engine takes it from the CPU; a copy only where it is not so already."""
+    return _in_order(s, part_of(value.detach(), s.parameter).cpu())
+
+
+def _in_order(s: Segment, value: torch.Tensor) -> torch.Tensor:
+    """Dense, in the memory order in which the engine has it."""
     if value.layout is not torch.strided:
         value = value.to_dense()
-    if value.device.type != "cpu" or value.stride() != s.stride:
-        value = torch.empty_strided(s.shape, s.stride, dtype=value.dtype, device="cpu").copy_(value)
+    if value.stride() != s.stride:
+        like = torch.empty_strided(s.shape, s.stride, dtype=value.dtype, device=value.device)
+        value = like.copy_(value)
     return value
 
 
@@ -279,11 +284,6 @@ def _check(s: Segment, value: Any) -> None:
         set_grad(s.blank.detach(), value)  # the parameter's own would be taken for what autograd left there
 
 
-def _counts(core: Any) -> tuple[int, int]:
-    stats = core.stats()
-    return stats["step"], stats["skipped_steps"]
-
-
 def take_in(s: Segment) -> None:
     """What autograd has left in the parameter becomes the engine's, added to what it has."""
     gradient = get_grad(s.parameter)
@@ -294,11 +294,7 @@ def take_in(s: Segment) -> None:
         gradients.graphs.add(s)
     gradient = part_of(gradient.detach(), s.parameter)
     set_grad(s.parameter, None)
-    if gradient.layout is not torch.strided:
-        gradient = gradient.to_dense()
-    if gradient.stride() != s.stride:
-        like = torch.empty_strided(s.shape, s.stride, dtype=gradient.dtype, device=gradient.device)
-        gradient = like.copy_(gradient)
+    gradient = _in_order(s, gradient)
     touched = gradients.are_touched()
     if touched:
         gradients.arriving(s)

@@ -29,7 +29,7 @@ def _check_frozen(segments: list[Segment]) -> None:
     a step without a word; a gradient that came before the freezing is stepped here too."""
     if any(s.parameter.requires_grad for s in segments):
         return
-    if segments and not any(s.unit.core.has_gradient(s.unit.index, s.index) for s in segments):
+    if segments and not any(s.has_gradient() for s in segments):
         raise RuntimeError(
             f"overspill: none of the {len(segments)} parameters that the engine trains requires a gradient any more or "
             "has one, so no step would train anything. If a wrapper froze them (adapters, prompts) and trains what it "

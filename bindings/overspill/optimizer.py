@@ -296,28 +296,27 @@ class OverspillOptimizer(torch.optim.Optimizer):
 
     def step(self, closure: Callable | None = None) -> Any:
         """Returns the closure's loss, if any; the outcome is in `last_step` (step, norm, clip, skipped)."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = evaluated(closure)
         if self.before_step is not None and not self.residency.closed:
             self.before_step()
         hyper_parameters = self._hyper_parameters()
         with calls.Alone():
             calls.start_update(self.residency, "a step of the optimizer")
-            if self.user is not None:
-                self.user._opt_called = True  # what a scheduler bound to the user's optimizer looks for
-            step = functools.partial(
-                boundary.keep, self._outcomes, self.residency.core.step, hyper_parameters
-            )
-            with DisableTorchFunction():
-                self.residency.gradients.update(step, self.keeps_gradients())
-                self.residency.gradients.updated(self.last_step.skipped)
-            if self.last_step.skipped:
-                self._tell_skipped()
-            self.residency.refresh()
+            self._make(functools.partial(self.residency.core.step, hyper_parameters))
         self._raise_skipped()
         return loss
+
+    def _make(self, step: Callable[[], Any]) -> None:
+        """`step` makes the core's, and returns the outcome. Inside calls.Alone."""
+        if self.user is not None:
+            self.user._opt_called = True  # what a scheduler bound to the user's optimizer looks for
+        gradients = self.residency.gradients
+        with DisableTorchFunction():
+            gradients.update(functools.partial(boundary.keep, self._outcomes, step), self.keeps_gradients())
+            gradients.updated(self.last_step.skipped)
+        if self.last_step.skipped:
+            self._tell_skipped()
+        self.residency.refresh()
 
     @property
     def last_step(self) -> Any:
@@ -332,7 +331,7 @@ class OverspillOptimizer(torch.optim.Optimizer):
             f"overspill: a step is skipped, because {self._culprit()} has an inf or a NaN: weights and states stay as "
             "they are. This warning comes once; engine.last_step.skipped tells it for every step, "
             'engine.stats()["skipped_steps"] counts such steps',
-            stacklevel=4,
+            stacklevel=5,
         )
 
     def _raise_skipped(self) -> None:
@@ -466,6 +465,13 @@ class OverspillOptimizer(torch.optim.Optimizer):
                 f"overspill: optimizer.{call}: {self.ranks} ranks hold parts of the states, and scripts call this on "
                 "one rank alone: use engine.save_checkpoint and engine.load_checkpoint, on all of them"
             )
+
+
+def evaluated(closure: Callable | None) -> Any:
+    if closure is None:
+        return None
+    with torch.enable_grad():
+        return closure()
 
 
 def _parameters_of(groups: Iterable[dict]) -> list[list[int]]:

@@ -103,13 +103,9 @@ def owner_of_all(parameters: Iterable[Any]) -> Residency | None:
     mine = {id(p) for p in parameters if id(p) in registry}
     with calls.Alone(), DisableTorchFunction():
         owner.gradients.settle()
-        others = any(_has_gradient(s) for s in owner.segments if id(s.parameter) not in mine)
+        others = any(s.has_gradient() for s in owner.segments if id(s.parameter) not in mine)
         others = others or any(p.grad is not None for p in parameters if id(p) not in mine)
     return None if others else owner
-
-
-def _has_gradient(s: Segment) -> bool:
-    return s.unit.trainable and s.unit.core.has_gradient(s.unit.index, s.index)
 
 
 def clip_grad_norm_(
@@ -169,11 +165,14 @@ def apply(self: nn.Module, fn: Callable, recurse: bool = True) -> nn.Module:
 def zero_grad(self: nn.Module, set_to_none: bool = True) -> None:
     parameters = list(self.parameters())
     mine = {id(p) for p in parameters}
+    owners = owners_of(parameters)
+    if not owners:
+        return _zero_grad(self, set_to_none)
     whole = set()
-    for owner in owners_of(parameters):
+    for owner in owners:
         absent = [s for s in owner.segments if s.unit.trainable and id(s.parameter) not in mine]
         with calls.Alone(), DisableTorchFunction():
-            if not absent or not (owner.gradients.used or any(map(_has_gradient, absent))):
+            if not absent or not (owner.gradients.used or any(s.has_gradient() for s in absent)):
                 owner.clear_gradients("model.zero_grad()", set_to_none)
                 whole.add(owner)
     for p in parameters:
@@ -302,6 +301,7 @@ _REPLACED = (
     (nn.Module, "zero_grad", zero_grad, _zero_grad),
     (_norm_cell, "cell_contents", clip_grad_norm_, _clip_grad_norm),
     (_value_cell, "cell_contents", clip_grad_value_, _clip_grad_value),
+    (nn.Module, "__reduce_ex__", reduce_module, nn.Module.__reduce_ex__),
     (swa_utils.AveragedModel, "update_parameters", averages.update, averages.update_all),
 )
 _OF_PARAMETERS = {
@@ -325,7 +325,6 @@ def install(owner: Residency) -> None:
         if not _installed:
             for place, name, ours, _ in _REPLACED:
                 setattr(place, name, ours)
-            nn.Module.__reduce_ex__ = reduce_module  # type: ignore[method-assign]
             for kind in (nn.Parameter, residency.released_class(nn.Parameter)):
                 ForkingPickler.register(kind, send_parameter)
             _heed_hooks()
@@ -349,8 +348,6 @@ def uninstall(owner: Residency) -> None:
         calls.leave_torch(sys._getframe())
         for place, name, _, original in _REPLACED:
             setattr(place, name, original)
-        if "__reduce_ex__" in vars(nn.Module):
-            del nn.Module.__reduce_ex__
         ForkingPickler.register(nn.Parameter, _send)
         ForkingPickler._extra_reducers.pop(residency.released_class(nn.Parameter), None)
         if _skips_hooks is not None:

@@ -127,6 +127,10 @@ class Segment:
         """Unlike the unit's `shown`, also true where Ctrl-C broke off what shows or hides it."""
         return self.unit.shown and type(self.parameter) is self.kind
 
+    def has_gradient(self) -> bool:
+        """Whether the engine has one that no step has used."""
+        return self.unit.trainable and self.unit.core.has_gradient(self.unit.index, self.index)
+
     def edited(self) -> bool:
         """In place, through the parameter or a `.data` of it, since `accept` or `look`."""
         return self._version() != self.version
