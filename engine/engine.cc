@@ -92,10 +92,9 @@ void settle_clip(Machine& m, const Segment& segment) {
   if (!m.clipped) return;
   if (m.context.layout.world > 1) {
     throw std::invalid_argument(fmt::format(
-        "a gradient of {} came after clip_grad_norm(), which scaled the earlier gradients by {}, and those "
-        "of "
-        "several ranks are summed by then: take the step or clear the gradients first, and clip only after "
-        "the last backward of a step",
+        "a gradient of {} came after clip_grad_norm(), which scaled the earlier gradients by {}, and "
+        "those of several ranks are summed by then: take the step or clear the gradients first, and "
+        "clip only after the last backward of a step",
         segment.name, *m.clipped));
   }
   m.intake.finish();
@@ -109,6 +108,17 @@ void check_process(const Machine& m) {
       "the engine belongs to process {}; this is its forked child {}, which has neither the engine's threads "
       "nor its memory: make a new engine in this child, or start the child by spawn instead of fork",
       m.process.pid(), ::getpid()));
+}
+
+/// Throws gradients away, or makes them zeros, and with them what clip_grad_norm() meant for them.
+void change_all_gradients(Machine& m, void (Gradients::*change)()) {
+  m.forget_guesses();
+  if (m.gradients.any()) {
+    m.rounds.meet(Meeting::clear, m.looks, [&] { (m.gradients.*change)(); });
+  } else {
+    (m.gradients.*change)();
+  }
+  m.forget_clip();
 }
 
 /// A forked child leaves the machine as it is, because nobody there will release the locks that the parent's
@@ -537,27 +547,11 @@ void Engine::add_gradient(int32_t unit, int32_t segment, DeviceArray gradient, Q
 }
 
 void Engine::clear_gradients() {
-  Machine& m = machine();
-  m.forget_guesses();
-  if (m.gradients.any()) {
-    m.rounds.meet(Meeting::clear, m.looks, [&] { m.gradients.clear(); });
-  } else {
-    m.gradients.forget_used();
-  }
-  m.clipped.reset();
-  m.caller_clipped = false;
+  change_all_gradients(machine(), &Gradients::throw_away);
 }
 
 void Engine::zero_gradients() {
-  Machine& m = machine();
-  m.forget_guesses();
-  if (m.gradients.any()) {
-    m.rounds.meet(Meeting::clear, m.looks, [&] { m.gradients.become_zero(); });
-  } else {
-    m.gradients.become_zero();
-  }
-  m.clipped.reset();
-  m.caller_clipped = false;
+  change_all_gradients(machine(), &Gradients::become_zero);
 }
 
 void Engine::clipped_by_caller() {
@@ -620,8 +614,7 @@ void Engine::use_gradients() {
   require_world_one(m.context.layout, "an update of one's own");
   m.intake.write_zeros();
   m.gradients.scale(m.clipped.value_or(1.0));
-  m.clipped.reset();
-  m.caller_clipped = false;
+  m.forget_clip();
   const std::lock_guard guard(m.context.mutex);
   m.gradients.handed_over();
 }
@@ -690,8 +683,7 @@ std::string Engine::load(const std::filesystem::path& folder) {
   m.prepare_to_change(lock, all);
   lock.unlock();
   m.gradients.clear();
-  m.clipped.reset();
-  m.caller_clipped = false;
+  m.forget_clip();
   change(m, "loading " + folder.string() + " was cut off", [&] { m.keeper.load(folder, manifest); });
   lock.lock();
   m.steps = manifest.step;

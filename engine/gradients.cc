@@ -317,7 +317,8 @@ void Gradients::clear() {
   forget(lock);
 }
 
-void Gradients::forget_used() {
+void Gradients::throw_away() {
+  if (any()) return clear();
   const std::lock_guard turn(turn_);
   std::unique_lock lock(context_.mutex);
   forget(lock);
@@ -351,7 +352,7 @@ void Gradients::scale(double factor) {
 
 void Gradients::become_zero() {
   auto becoming = presence_;
-  any() ? clear() : forget_used();
+  throw_away();
   for (auto& unit : becoming) {
     std::replace_if(
         unit.begin(), unit.end(), [](Presence presence) { return presence != Presence::absent; },

@@ -70,8 +70,9 @@ class Gradients {
   bool any() const;  // present
   /// Throws all of them away. Updates that were scheduled keep theirs.
   void clear();
-  /// Where there is none but those that the last step used.
-  void forget_used();
+  /// clear(), where one is present; else those alone that the last step used, and the sums of several ranks
+  /// stay as they are.
+  void throw_away();
   /// Throws the segment's away. No update of the unit is pending.
   void drop(int32_t unit, int32_t segment);
   /// Those that were there, or used by the last step, are zeros now.

@@ -75,6 +75,12 @@ class Machine {
   Part part_of(int rank, int32_t unit, int32_t segment) const;
   Part own_part(int32_t unit, int32_t segment) const { return part_of(context.layout.rank, unit, segment); }
 
+  /// The next step clips by the configured limit.
+  void forget_clip() {
+    clipped.reset();
+    caller_clipped = false;
+  }
+
   /// Gradients are about to be thrown away: all that was given is taken in, and no guess reads it.
   void forget_guesses();
 

@@ -30,8 +30,7 @@ StepResult Machine::step(std::span<const optim::Hyper> groups) {
                                 : 1.0;
   const double clip = clipped.value_or(configured);
   const double kept = clipped.value_or(1.0);
-  clipped.reset();
-  caller_clipped = false;
+  forget_clip();
   if (!gradient.finite && context.config.skip_nonfinite) {
     std::string culprit = gradients.first_not_finite();
     gradients.clear();
