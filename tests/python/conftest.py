@@ -100,3 +100,28 @@ def start(config):
     yield make
     for engine in engines:
         engine.close()
+
+
+@pytest.fixture
+def start_and_restore(config):
+    """start(model, optimizer, lr_scheduler, settings={...}) -> engine; every engine is closed, and nothing of torch
+    stays patched, at the end of the test."""
+    import torch
+    from torch import nn
+
+    import overspill
+    from overspill import patches, residency
+
+    engines = []
+
+    def make(model, optimizer=None, lr_scheduler=None, settings=None):
+        engine, *_ = overspill.initialize(model, config(**(settings or {})), optimizer, lr_scheduler)
+        engines.append(engine)
+        return engine
+
+    yield make
+    for engine in engines:
+        engine.close()
+    engines.clear()
+    assert "data" not in vars(nn.Parameter) and torch.autograd._engine_run_backward is patches._run_backward
+    assert not patches.guard.frames and not residency.registry

@@ -51,6 +51,38 @@ def train(model, optimizer, steps=2, loss=loss_of, after=lambda: None):
     return losses
 
 
+def closure_of(model, optimizer, losses=None):
+    """What optimizers evaluate; the losses go to the list."""
+
+    def closure():
+        optimizer.zero_grad()
+        loss = loss_of(model)
+        loss.backward()
+        if losses is not None:
+            losses.append(loss.item())
+        return loss
+
+    return closure
+
+
+def before_step(function, close=False):
+    """A habit between backward and step, three times."""
+
+    def run(make):
+        model, optimizer = make()
+        seen = []
+        for i in range(3):
+            optimizer.zero_grad()
+            loss = loss_of(model, i)
+            loss.backward()
+            seen += [function(model), loss.item()]
+            optimizer.step()
+        return seen
+
+    run.__name__ = function.__name__
+    return habit(run, close=close)
+
+
 class Scaled(nn.Module):
     """Has weights that a script uses outside forward."""
 

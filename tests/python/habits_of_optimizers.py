@@ -4,7 +4,7 @@ import io
 import math
 
 import torch
-from habits import batch, habit, loss_of, train
+from habits import batch, closure_of, habit, loss_of, train
 from torch import nn
 
 
@@ -133,43 +133,21 @@ of_class("one_of_old", OldStyle)
 def lbfgs(make):
     model, optimizer = make(kind=torch.optim.LBFGS, lr=0.5, max_iter=4)
     losses = []
-
-    def closure():
-        optimizer.zero_grad()
-        loss = loss_of(model)
-        loss.backward()
-        losses.append(loss.item())
-        return loss
-
     for _ in range(2):
-        optimizer.step(closure)
+        optimizer.step(closure_of(model, optimizer, losses))
     return losses
 
 
 @habit
 def lbfgs_with_a_line_search(make):
     model, optimizer = make(kind=torch.optim.LBFGS, lr=1.0, max_iter=3, line_search_fn="strong_wolfe")
-
-    def closure():
-        optimizer.zero_grad()
-        loss = loss_of(model)
-        loss.backward()
-        return loss
-
-    return [optimizer.step(closure).item() for _ in range(2)]
+    return [optimizer.step(closure_of(model, optimizer)).item() for _ in range(2)]
 
 
 @habit
 def a_closure_of_another_class(make):
     model, optimizer = make(kind=torch.optim.RMSprop, lr=1e-3)
-
-    def closure():
-        optimizer.zero_grad()
-        loss = loss_of(model)
-        loss.backward()
-        return loss
-
-    return [optimizer.step(closure).item() for _ in range(3)]
+    return [optimizer.step(closure_of(model, optimizer)).item() for _ in range(3)]
 
 
 @habit

@@ -7,9 +7,9 @@ from torch import nn
 from torch._C import DisableTorchFunction
 
 
-def mlp():
+def mlp(dtype=torch.float32):
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 4))
+    return nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 4)).to(dtype)
 
 
 def batch(i=0):

@@ -3,6 +3,7 @@ same to the bit, or an error that says the way out."""
 
 from functools import partial
 
+import habits_of_clipping  # noqa: F401
 import habits_of_gradients  # noqa: F401
 import habits_of_losses  # noqa: F401
 import habits_of_optimizers  # noqa: F401
