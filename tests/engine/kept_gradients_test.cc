@@ -247,6 +247,23 @@ TEST_P(Kept, WhatComesAfterAClipIsAddedToWhatItLeft) {
   EXPECT_EQ(engine->step(toy_groups(0)).clip, 1) << "what the clip scaled is scaled";
 }
 
+TEST_P(Kept, ALookAtClippedOnesChangesNoBitOfTheStep) {
+  auto engine = make();
+  auto expected = make();
+  for (int i = 0; i < 3; ++i) {
+    for (Engine* each : {engine.get(), expected.get()}) {
+      give(*each, i);
+      each->clip_grad_norm(0.25);
+    }
+    const Unit& unit = engine->layout().units[0];
+    std::vector<std::byte> seen(gradient(unit, unit.segments[0], 0, 0, i).size());
+    engine->read_gradient(0, 0, seen, unit.dtype);
+    step(*engine, i);
+    step(*expected, i);
+  }
+  expect_alike(*engine, *expected, "looked at");
+}
+
 TEST_P(Kept, WrongSizesChangeNothing) {
   auto engine = make();
   auto expected = make();
