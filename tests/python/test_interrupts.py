@@ -364,9 +364,9 @@ def trained(config, tmp_path):
 
 def check_trainer(trained, count):
     rng, count = draws(count)
-    expected, words = trained.train(), trained.generate()
     places = {}
     for what in (trained.train, trained.generate):
+        expected, words = trained.train(), trained.generate()  # as before each draw: what follows depends on it
         counting = Interrupter(folders=(OVERSPILL,))
         with counting.armed():
             what()
