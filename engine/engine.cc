@@ -522,6 +522,10 @@ void Engine::written(int32_t unit, int32_t segment, std::span<const std::byte> d
     const Rounds::Change changing(m.rounds, lock);
     m.updater.quiesce(lock);
     ++m.context.units[unit].generation;
+    const Block* block = m.context.units[unit].block;
+    const bool is_leased_now =
+        block != nullptr && data.data() == block->device + s.begin * u.element_bytes;
+    if (!is_leased_now) m.gatherer.invalidate(lock, std::span(&unit, 1));
   }
   const bool in_place = m.context.units[unit].home != nullptr &&
                         data.data() == m.context.units[unit].home + s.begin * u.element_bytes;

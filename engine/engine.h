@@ -151,7 +151,8 @@ class Engine {
   Lease acquire(int32_t unit, Queue queue);
   bool resident_now(int32_t unit);
   /// The leased memory of a segment was changed in place: it becomes the weight (lo = 0). `data` is the
-  /// segment's new content. All ranks do it alike.
+  /// segment's new content, the leased memory itself or a copy; the lease may be older than the weight. All
+  /// ranks do it alike.
   void written(int32_t unit, int32_t segment, std::span<const std::byte> data);
   /// `data` is host memory. Adds to what arrived since the last step.
   void add_gradient(int32_t unit, int32_t segment, std::span<const std::byte> data, std::string_view dtype);

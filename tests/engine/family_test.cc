@@ -295,6 +295,26 @@ TEST_P(Family, AWeightWrittenInPlaceIsTheMaster) {
   }
 }
 
+TEST_P(Family, WhatIsWrittenIntoAnOlderLeaseIsWhatTheNextOneHas) {
+  for (const Placement placement : {Placement::host, Placement::nvme}) {
+    auto engine = make({placement, 1});
+    toy_load(*engine);
+    const engine::Unit& unit = engine->layout().units[0];
+    std::vector<std::byte> bytes(static_cast<size_t>(unit.segments[0].elements * unit.element_bytes));
+    const engine::Lease older = engine->acquire(0);
+    engine->read_weight(0, 0, bytes, unit.dtype);
+    engine->load_weight(0, 0, bytes, unit.dtype);
+    engine->acquire(0);  // of the weight that was loaded
+    std::byte* leased = older.data() + unit.segments[0].begin * unit.element_bytes;
+    std::swap_ranges(leased, leased + unit.element_bytes, leased + unit.element_bytes);
+    engine->written(0, 0, {leased, bytes.size()});
+    std::vector<std::byte> again(bytes.size());
+    engine->read_weight(0, 0, again, unit.dtype);
+    EXPECT_EQ(again, std::vector<std::byte>(leased, leased + bytes.size()));
+    EXPECT_EQ(toy_leased(*engine, engine->acquire(0), 0, 0), toy_leased(*engine, older, 0, 0));
+  }
+}
+
 TEST_P(Family, WhatBelongsToAnotherOptimizerIsRefused) {
   auto engine = make({});
   toy_load(*engine);
