@@ -311,6 +311,7 @@ void register_weights(EngineClass& cls) {
       .def("reuse_gradients", &Engine::reuse_gradients, Released())
       .def("clipped_by_caller", &Engine::clipped_by_caller, Released())
       .def("use_gradients", &Engine::use_gradients, Released())
+      .def("skip_step", &Engine::skip_step, Released())
       .def("has_gradient", &Engine::has_gradient, Released())
       .def("grad_norm", &Engine::grad_norm, Released())
       .def("clip_grad_norm", &Engine::clip_grad_norm, Released())

@@ -523,8 +523,7 @@ void Engine::written(int32_t unit, int32_t segment, std::span<const std::byte> d
     m.updater.quiesce(lock);
     ++m.context.units[unit].generation;
     const Block* block = m.context.units[unit].block;
-    const bool is_leased_now =
-        block != nullptr && data.data() == block->device + s.begin * u.element_bytes;
+    const bool is_leased_now = block != nullptr && data.data() == block->device + s.begin * u.element_bytes;
     if (!is_leased_now) m.gatherer.invalidate(lock, std::span(&unit, 1));
   }
   const bool in_place = m.context.units[unit].home != nullptr &&
@@ -636,6 +635,13 @@ StepResult Engine::step(std::span<const optim::Hyper> groups) {
   Machine& m = machine();
   const InCall call(m.context);
   return m.step(groups);
+}
+
+StepResult Engine::skip_step() {
+  Machine& m = machine();
+  require_world_one(m.context.layout, "leaving a step out");
+  const InCall call(m.context);
+  return m.skip_step();
 }
 
 double Engine::grad_norm() {

@@ -187,6 +187,9 @@ class Engine {
   void expect_step(std::span<const optim::Hyper> groups);
   /// `groups[i]` are the hyper-parameters of segments with group i. Collective.
   StepResult step(std::span<const optim::Hyper> groups);
+  /// Counts a step that the caller leaves out, for a gradient that is not the engine's: what is here is
+  /// thrown away. World 1. Returns a norm of 0 and no name.
+  StepResult skip_step();
   /// The global norm of the gradients that are there, with the scale that clip_grad_norm() gave them.
   /// Collective.
   double grad_norm();

@@ -42,6 +42,7 @@ class Machine {
 
   // The step (step.cc), as the passes it consists of.
   StepResult step(std::span<const optim::Hyper> groups);
+  StepResult skip_step();
   void check_groups(std::span<const optim::Hyper> groups) const;
 
   /// The global norm: infinite where a gradient is inf. In a world of one rank it is NaN where one is a NaN,
@@ -118,6 +119,8 @@ class Machine {
                                 const std::string& words = {});
   void finish() noexcept;
   void finish_updates();
+  /// What is left of a step that changes nothing.
+  void leave_out();
   GradientSummary reduce_gradients();
   /// Counts the step, and keeps what its updates need.
   void capture_factors(std::span<const optim::Hyper> groups, double clip);

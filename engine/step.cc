@@ -33,11 +33,7 @@ StepResult Machine::step(std::span<const optim::Hyper> groups) {
   forget_clip();
   if (!gradient.finite && context.config.skip_nonfinite) {
     std::string culprit = gradients.first_not_finite();
-    gradients.clear();
-    const std::lock_guard guard(context.mutex);
-    ++skipped_steps;
-    context.meter.stepped(steps);
-    updater.skip();
+    leave_out();
     return {steps, norm, clip, true, std::move(culprit)};
   }
 
@@ -50,6 +46,22 @@ StepResult Machine::step(std::span<const optim::Hyper> groups) {
   // ran; whoever acquires a unit waits for its own.
 
   return {steps, norm, clip, false, {}};
+}
+
+StepResult Machine::skip_step() {
+  intake.finish();
+  finish_updates();
+  forget_clip();
+  leave_out();
+  return {steps, 0, 1, true, {}};
+}
+
+void Machine::leave_out() {
+  gradients.clear();
+  const std::lock_guard guard(context.mutex);
+  ++skipped_steps;
+  context.meter.stepped(steps);
+  updater.skip();
 }
 
 void Machine::finish_updates() {

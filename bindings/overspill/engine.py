@@ -39,7 +39,7 @@ from .boundary import Boundary, SchedulerState
 from .config import Config, check_folders
 from .ending import End
 from .extra import Extra
-from .foreign import ForeignOptimizer
+from .foreign import ForeignOptimizer, of_torch
 from .gradients import Gradients
 from .init import materialise
 from .optimizer import (
@@ -47,6 +47,7 @@ from .optimizer import (
     OverspillOptimizer,
     choose_format,
     group_indices,
+    has_float64,
     make_groups,
     take_over,
     unit_format,
@@ -215,15 +216,17 @@ class Engine:
         source = _source(model, checkpoint)
         self.module, self.config, self._group = model, config, group
         self.rank, self.world_size = (group.rank, group.world) if group else (0, 1)
-        groups = (
-            take_over(optimizer)
-            if optimizer is not None
-            else make_groups(config.optimizer, model.parameters() if parameters is None else parameters)
-        )
+        if optimizer is None:
+            groups = make_groups(config.optimizer, model.parameters() if parameters is None else parameters)
+            if has_float64(groups.groups):
+                optimizer = of_torch(groups)
+        if optimizer is not None:
+            groups = take_over(optimizer)
         if groups.foreign and (group or model_group):
             raise ranks.RankError(
-                f"overspill: the engine has no update of {groups.kind}, and its own code cannot step what several "
-                "ranks hold in parts: give torch.optim.AdamW, Adam, Adagrad or SGD, or train on one rank"
+                f"overspill: the engine has no update of {groups.foreign}, and {groups.kind}'s own code cannot step "
+                "what several ranks hold in parts: give torch.optim.AdamW, Adam, Adagrad or SGD, over bf16 or float32, "
+                "or train on one rank"
             )
         self._place = place.find(config.engine.device, config.budget.device)
         specs = partition(model, self._place.device)
@@ -500,6 +503,9 @@ class Engine:
                 "whole one; their norm is engine.last_step.norm, this rank's own passes parameter.register_hook"
             )
         segment = self._segment(parameter)
+        if segment is not None and segment.unit.trained_by_torch:
+            gradient = residency.get_grad(parameter)
+            return None if gradient is None else gradient.float()
         if segment is None or not segment.unit.trainable:
             return None
         with calls.Alone(), DisableTorchFunction():
@@ -519,7 +525,7 @@ class Engine:
         """Copies, in fp32 whatever their format, of the parameter's states, by torch's names for them; empty for a
         frozen one. All ranks call it."""
         segment = self._segment(parameter)
-        if segment is None or not segment.unit.trainable:
+        if segment is None or not (segment.unit.trainable or segment.unit.trained_by_torch):
             return {}
         with calls.Alone():  # all of one update
             return self.optimizer.states_of(segment)

@@ -1,4 +1,4 @@
-"""Optimizers that the engine's update does not have: their own torch code makes the step.
+"""Optimizers that the engine's update does not have, and float64 weights: torch's own code makes the step.
 
 The engine holds weights and gradients, and no states. Of an optimizer of torch.optim that treats each parameter by
 itself, the step runs unit by unit: the unit's weights are gathered, the optimizer sees its parameters alone, and what
@@ -10,6 +10,7 @@ States are the optimizer's own tensors. Where the engine has a disk, those of th
 
 from __future__ import annotations
 
+import inspect
 import math
 import warnings
 from collections.abc import Callable, Iterator
@@ -18,6 +19,7 @@ from typing import Any
 
 import torch
 from torch._C import DisableTorchFunction
+from torch.autograd.graph import increment_version
 
 from . import calls, files, hooks, residency
 from .optimizer import Groups, OverspillOptimizer, evaluated
@@ -47,6 +49,18 @@ _NO_UPDATE = {
     "nesterov": False,
     "maximize": False,
 }
+
+
+def of_torch(groups: Groups) -> torch.optim.Optimizer:
+    """The configured optimizer as torch has it, for weights that the engine has no update of."""
+    kind = getattr(torch.optim, groups.kind, None)
+    if kind is None:
+        raise ValueError(
+            f"overspill: the model has float64 weights, and torch.optim, which would have to train them, has no "
+            f"{groups.kind}: configure AdamW, Adam, Adagrad or SGD, or use model.float()"
+        )
+    known = {"params", *inspect.signature(kind).parameters}
+    return kind([{name: value for name, value in group.items() if name in known} for group in groups.groups])
 
 
 @dataclass(frozen=True)
@@ -79,8 +93,8 @@ class ForeignOptimizer(OverspillOptimizer):
         self._one_by_one = type(user) in _BY_PARAMETER
         where = "one unit after the other" if self._one_by_one else "over the whole model"
         warnings.warn(
-            f"overspill: the engine has no update of {type(user).__module__}.{type(user).__qualname__}: its own code "
-            f"makes the steps, {where}; exact, slower, and its states are beside the engine's budget (docs/scripts.md)",
+            f"overspill: the engine has no update of {groups.foreign}: {type(user).__qualname__}'s own code makes the "
+            f"steps, {where}; exact, slower, and its states are beside the engine's budget (docs/scripts.md)",
             stacklevel=5,
         )
 
@@ -119,10 +133,18 @@ class ForeignOptimizer(OverspillOptimizer):
                     gradients.settle()
                 self.residency.core.use_gradients()
 
+            left_out = not math.isfinite(norm) and self.on_nonfinite != "propagate"
+            culprit = gradients.first_not_finite() if left_out else ""
+
             def count() -> Outcome:
-                made = self.residency.core.step(hyper_parameters)
+                core = self.residency.core
+                made = core.skip_step() if culprit else core.step(hyper_parameters)
                 return Outcome(
-                    made.step, norm, min(limit / (norm + 1e-6), 1.0), made.skipped, made.not_finite
+                    made.step,
+                    norm,
+                    min(limit / (norm + 1e-6), 1.0),
+                    made.skipped,
+                    culprit or made.not_finite,
                 )
 
             self._make(count)
@@ -144,6 +166,7 @@ class ForeignOptimizer(OverspillOptimizer):
                     for segment, group in members:
                         self.user.param_groups = [group | {"params": [segment.parameter]}]
                         own(self.user)
+                        increment_version(segment.parameter)  # fused ones do not
                         self._into_files(segment)
         finally:
             self.user.param_groups = groups

@@ -4,6 +4,8 @@ The engine has one gradient of each parameter, in memory or on NVMe. `p.grad` is
 there, or assigns, becomes the gradient before anything else uses it. Digests tell, since numpy counts no versions. A
 copy is kept while the script may have it too; of the others the latest few.
 
+Where torch trains a parameter (units.py), its gradient is what autograd has put there, and none of the engine's.
+
 By torch's rule gradients stay until they are cleared: after `optimizer.step()` they can be read, what comes is added to
 them, and a further step applies them again. `engine.step()` and `train_batch` clear them, as DeepSpeed does.
 """
@@ -50,8 +52,8 @@ _UNUSED = (lambda tensor: Copy(tensor, tensor, 0))(torch.empty(1)).references()
 class Gradients:
     """Of one engine. `used`: by the optimizer's last step, and not cleared since. `clears`: the core's counts before an
     update that clears, until it has. `clipped`: by the script, in place of the configured limit. `graphs`: gradients
-    with a graph of their own, which the engine has not. Torch functions must be off in all calls, which are made inside
-    calls.Alone, or by backward."""
+    with a graph of their own, which the engine has not. `by_torch`: the segments whose gradients are torch's. Torch
+    functions must be off in all calls, which are made inside calls.Alone, or by backward."""
 
     def __init__(self, core: Any, where: place.Place, ranks: int):
         self.core, self.place, self.ranks = core, where, ranks
@@ -59,6 +61,7 @@ class Gradients:
         self.clears: tuple[int, int] | None = None
         self.clipped = False
         self.graphs: set[Segment] = set()
+        self.by_torch: list[Segment] = []
         self.copies: dict[Segment, Copy] = {}
         self._recent: deque[Segment] = deque()
         self._sweep_from = _SWEEP_FROM
@@ -164,9 +167,33 @@ class Gradients:
 
     def scale(self, limit: float) -> float:
         self.settle()
-        norm = self.core.clip_grad_norm(limit)
+        norm = self._scale(limit)
         self._renew_all()
         return norm
+
+    def _scale(self, limit: float) -> float:
+        torchs = self._torchs()
+        if not torchs:
+            return self.core.clip_grad_norm(limit)
+        cores = self.core.clip_grad_norm(math.inf)
+        norm = math.hypot(cores, *(torch.linalg.vector_norm(gradient).item() for gradient in torchs))
+        factor = limit / (norm + 1e-6)
+        if factor < 1:
+            self.core.clip_grad_norm(factor * (cores + 1e-6))
+            for gradient in torchs:
+                gradient.mul_(factor)
+        return norm
+
+    def _torchs(self) -> list[torch.Tensor]:
+        return [gradient for s in self.by_torch if (gradient := get_grad(s.parameter)) is not None]
+
+    def first_not_finite(self) -> str:
+        """Of the gradients that are torch's: the parameter's name; empty: they have a norm, all of them."""
+        for s in self.by_torch:
+            gradient = get_grad(s.parameter)
+            if gradient is not None and not torch.linalg.vector_norm(gradient).isfinite():
+                return s.name
+        return ""
 
     def clear(self, set_to_none: bool = True) -> None:
         """What the script has is its own from now on; or zero, as what the engine has."""
@@ -175,6 +202,8 @@ class Gradients:
             self.core.clear_gradients()
             return
         self.core.zero_gradients()
+        for gradient in self._torchs():
+            gradient.zero_()
         self.used = self.clipped = False
         self._renew_all()
 
@@ -184,6 +213,8 @@ class Gradients:
         self.copies.clear()
         self.graphs.clear()
         self._recent.clear()
+        for s in self.by_torch:
+            set_grad(s.parameter, None)
 
     # ----
 

@@ -36,8 +36,8 @@ class NonFiniteError(_core.OverspillError, FloatingPointError):
 
 class Groups:
     """Parameter groups and what they belong to. `kind` is torch's name of the optimizer, `core` the core's; `format`
-    and `seed` are those of an optimizer of overspill.optim. `foreign`: its own code makes the steps (foreign.py).
-    `taken`: the state_dict of one that has stepped."""
+    and `seed` are those of an optimizer of overspill.optim. `foreign`: what the engine has no update of, so that the
+    optimizer's own code makes the steps (foreign.py). `taken`: the state_dict of one that has stepped."""
 
     def __init__(
         self,
@@ -45,7 +45,7 @@ class Groups:
         groups: list[dict],
         format: str | None = None,
         seed: int | None = None,
-        foreign: bool = False,
+        foreign: str | None = None,
     ):
         self.kind, self.groups, self.format, self.seed = kind, groups, format, seed
         self.foreign = foreign
@@ -96,12 +96,25 @@ def take_over(optimizer: Any) -> Groups:
         for option in _REFUSED:
             if group.get(option):
                 raise ValueError(f"overspill: {_name(kind)}({option}=True) is not supported")
-    if kind not in (*_TORCH, *_OWN) or any(group.get(option) for group in groups for option in _FOREIGN):
-        return Groups(kind.__name__, groups, foreign=True)
+    if (foreign := _foreign(kind, groups)) is not None:
+        return Groups(kind.__name__, groups, foreign=foreign)
     found = _known(optimizer, kind, groups)
     if any(float(state.get("step", 1)) > 0 for state in optimizer.state.values() if state):
         found.taken = optimizer.state_dict()
     return found
+
+
+def _foreign(kind: type, groups: list[dict]) -> str | None:
+    if kind not in (*_TORCH, *_OWN):
+        return f"{kind.__module__}.{kind.__qualname__}"
+    used = [option for option in _FOREIGN if any(group.get(option) for group in groups)]
+    if used:
+        return f"{_name(kind)} with {used[0]}"
+    return "float64 weights" if has_float64(groups) else None
+
+
+def has_float64(groups: list[dict]) -> bool:
+    return any(p.dtype is torch.float64 for group in groups for p in group["params"])
 
 
 def _known(optimizer: torch.optim.Optimizer, kind: type, groups: list[dict]) -> Groups:
@@ -169,6 +182,8 @@ def _check_numbers(kind: str, group: dict, number: int, scheduled: bool = True) 
 
 def unit_format(own: str, chosen: str | None) -> str:
     """The core's format of a unit: `own` is what units.py found, `chosen` the format of bf16 weights."""
+    if own == "float64":
+        return "frozen"
     return (chosen or "exact") if own == "bf16_split" else own
 
 

@@ -103,7 +103,9 @@ def owner_of_all(parameters: Iterable[Any]) -> Residency | None:
     mine = {id(p) for p in parameters if id(p) in registry}
     with calls.Alone(), DisableTorchFunction():
         owner.gradients.settle()
-        others = any(s.has_gradient() for s in owner.segments if id(s.parameter) not in mine)
+        others = any(
+            s.has_gradient() for s in owner.segments if id(s.parameter) not in mine or s.unit.trained_by_torch
+        )
         others = others or any(p.grad is not None for p in parameters if id(p) not in mine)
     return None if others else owner
 

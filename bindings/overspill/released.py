@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch._C import DisableTorchFunction, DisableTorchFunctionSubclass
+from torch.autograd.graph import increment_version
 
 from . import calls, residency, saved
 from .calls import Call, books, here, opaque
@@ -37,6 +38,10 @@ _REFUSED = {
     torch.Tensor.squeeze_: "take a view, p.squeeze()",
     torch.Tensor.unsqueeze_: "take a view, p.unsqueeze(...)",
     torch.Tensor.as_strided_: "take a view, p.as_strided(...)",
+}
+# They write into what they are given, and count no versions of it.
+_UNCOUNTED = {
+    getattr(torch, name) for name in dir(torch) if name.startswith("_fused_") and name.endswith("_")
 }
 # Scripts tell by these which tensors share memory. A released parameter has an address of its own, of memory that reads
 # as NaN; but safetensors reads by the address.
@@ -98,7 +103,11 @@ def on_weights(segments: list[Segment], func: Callable, *args: Any, **kwargs: An
             if saves:
                 stack.remove_modes = guard.remove_modes
                 saved.push_hooks()
-            return func(*args, **kwargs)
+            result = func(*args, **kwargs)
+            if func in _UNCOUNTED:
+                for segment in segments:
+                    increment_version(segment.parameter)
+            return result
         finally:
             with DisableTorchFunction():
                 calls.work(sys._getframe(), ending=call)

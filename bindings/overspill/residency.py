@@ -128,7 +128,9 @@ class Segment:
         return self.unit.shown and type(self.parameter) is self.kind
 
     def has_gradient(self) -> bool:
-        """Whether the engine has one that no step has used."""
+        """Whether the engine has one that no step has used; where torch trains, whether there is one."""
+        if self.unit.trained_by_torch:
+            return get_grad(self.parameter) is not None
         return self.unit.trainable and self.unit.core.has_gradient(self.unit.index, self.index)
 
     def edited(self) -> bool:
@@ -191,11 +193,13 @@ class Unit:
         "segments",
         "shown",
         "trainable",
+        "trained_by_torch",
     )
 
     def __init__(self, residency: Residency, index: int, spec: UnitSpec):
         self.residency, self.core, self.index = residency, residency.core, index
         self.name, self.dtype, self.trainable = spec.name, spec.dtype, spec.trainable
+        self.trained_by_torch = spec.trained_by_torch
         self.flat, self.key, self.shown, self.pins, self.generation = None, 0, False, 0, 0
         self.lease: Any = None
         self.holders = 0
@@ -314,7 +318,8 @@ def show(unit: Unit) -> None:
     stale = [s for s in unit.segments if s.edited()]
     if stale:
         _refuse_writes(stale)
-    if not unit.trainable and any(s.parameter.requires_grad for s in unit.segments):
+    is_frozen = not (unit.trainable or unit.trained_by_torch)
+    if is_frozen and any(s.parameter.requires_grad for s in unit.segments):
         names = ", ".join(s.name for s in unit.segments if s.parameter.requires_grad)
         raise RuntimeError(
             f"overspill: {names}: frozen at overspill.initialize, but requires_grad is True now: set requires_grad "
@@ -572,7 +577,7 @@ def recount(calls: Iterable[Any]) -> None:
                 except Exception as error:
                     failure = failure or error
             for s in owner.segments:
-                if get_grad(s.parameter) is not None:
+                if get_grad(s.parameter) is not None and not s.unit.trained_by_torch:
                     set_grad(s.parameter, None)
     _relist_leases()
     if failure is not None:
@@ -620,6 +625,7 @@ class Residency:
             self.nan_like(largest.shape, memory_order(largest), largest.dtype)  # the others lie over the same
         self.units = [Unit(self, i, spec) for i, spec in enumerate(specs)]
         self.segments = [s for unit in self.units for s in unit.segments]
+        held.by_torch = [s for s in self.segments if s.unit.trained_by_torch]
         _living.add(self)
         accelerators.update(() if where.on_host else (where.device,))
         forked.watch(self)

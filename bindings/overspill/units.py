@@ -32,7 +32,8 @@ DTYPES = {
     torch.float8_e5m2: "F8_E5M2",
     torch.complex64: "C64",
 }  # safetensors' names
-FORMATS = {torch.bfloat16: "bf16_split", torch.float32: "fp32"}  # of trainable parameters
+# Of trainable parameters.
+FORMATS = {torch.bfloat16: "bf16_split", torch.float32: "fp32", torch.float64: "float64"}
 
 
 @dataclass
@@ -61,7 +62,14 @@ class UnitSpec:
 
     @property
     def trainable(self) -> bool:
-        return self.format != "frozen"
+        """By the engine's update, from gradients that the engine holds."""
+        return self.format not in ("frozen", "float64")
+
+    @property
+    def trained_by_torch(self) -> bool:
+        """The engine holds the weights alone, as those of a frozen unit: gradients stay where autograd puts them, and
+        the optimizer's own code makes the steps (foreign.py)."""
+        return self.format == "float64"
 
 
 def partition(model: nn.Module, place: torch.device | None = None) -> list[UnitSpec]:
@@ -155,6 +163,11 @@ def _format(name: str, parameter: nn.Parameter, place: torch.device | None) -> s
         raise ValueError(
             f"parameter {name} is trainable in {parameter.dtype}, which is not supported yet: "
             "use model.bfloat16() or model.float(), or freeze it with requires_grad_(False)"
+        )
+    if parameter.dtype is torch.float64 and place is not None and place.type != "cpu":
+        raise ValueError(
+            f"parameter {name} is trainable in {parameter.dtype}, which is not supported on {place}: "
+            "use model.float(), freeze it with requires_grad_(False), or train on the CPU"
         )
     return FORMATS[parameter.dtype]
 

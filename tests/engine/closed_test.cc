@@ -69,6 +69,7 @@ const std::multimap<std::string, Call>& calls() {
       {"clipped_by_caller", {Then::refuses, [](Engine& e) { e.clipped_by_caller(); }}},
       {"reuse_gradients", {Then::refuses, [](Engine& e) { e.reuse_gradients(); }}},
       {"use_gradients", {Then::refuses, [](Engine& e) { e.use_gradients(); }}},
+      {"skip_step", {Then::refuses, [](Engine& e) { e.skip_step(); }}},
       {"has_gradient", {Then::refuses, [](Engine& e) { e.has_gradient(0, 0); }}},
       {"generation", {Then::refuses, [](Engine& e) { e.generation(0); }}},
       {"expect_step", {Then::refuses, [](Engine& e) { e.expect_step(groups); }}},

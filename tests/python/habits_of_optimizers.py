@@ -42,6 +42,7 @@ of_class("adagrad", torch.optim.Adagrad, close=True, lr=1e-3)
 of_class("adamw", torch.optim.AdamW, close=True, lr=1e-3)
 of_class("adam", torch.optim.Adam, close=True, lr=1e-3, weight_decay=0.1)
 of_class("adamw_fused", torch.optim.AdamW, close=True, lr=1e-3, fused=True)
+of_class("adam_amsgrad_fused", torch.optim.Adam, lr=1e-2, amsgrad=True, fused=True)
 
 
 class Decayed(torch.optim.SGD):
@@ -57,6 +58,7 @@ class Decayed(torch.optim.SGD):
 
 
 of_class("a_subclass_with_its_own_step", Decayed, lr=0.1, momentum=0.9)
+of_class("a_fused_one_with_its_own_step", Decayed, lr=0.1, momentum=0.9, fused=True)
 
 
 class Lion(torch.optim.Optimizer):

@@ -162,8 +162,8 @@ def load_state(model):
 
 
 @habit
-def through_the_state_dict(make):
-    model, optimizer = make()
+def through_the_state_dict(make, **options):
+    model, optimizer = make(**options)
     view = model[2].weight.data
     seen = []
 
@@ -177,6 +177,11 @@ def through_the_state_dict(make):
 
     edit()
     return train(model, optimizer, 3, after=edit), seen
+
+
+@habit
+def through_the_state_dict_beside_own_steps(make):
+    return through_the_state_dict(make, kind=torch.optim.RMSprop, lr=1e-3)
 
 
 @writing

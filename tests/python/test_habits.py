@@ -63,6 +63,19 @@ def same(a, b, close=False):
 @pytest.mark.parametrize("placement", ["host", "nvme"])
 @pytest.mark.parametrize("habit", HABITS, ids=lambda habit: habit.name)
 def test_a_habit(habit, placement, config):
+    check(habit, placement, config)
+
+
+@pytest.mark.parametrize("habit", HABITS, ids=lambda habit: habit.name)
+def test_a_habit_in_float64(habit, config):
+    torch.set_default_dtype(torch.float64)
+    try:
+        check(habit, "nvme", config)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def check(habit, placement, config):
     settings = {k: v for k, v in config(placement).items() if k != "optimizer"}
     torch.manual_seed(0)
     plain = Maker()

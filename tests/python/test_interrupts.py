@@ -366,7 +366,8 @@ def check_trainer(trained, count):
     rng, count = draws(count)
     places = {}
     for what in (trained.train, trained.generate):
-        expected, words = trained.train(), trained.generate()  # as before each draw: what follows depends on it
+        expected = trained.train()
+        words = trained.generate()  # both as before each draw: what follows depends on it
         counting = Interrupter(folders=(OVERSPILL,))
         with counting.armed():
             what()
