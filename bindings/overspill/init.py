@@ -20,6 +20,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
+from . import heap
 from .config import Config, ConfigError, check_folders
 from .divided import memory_of
 from .memory import human
@@ -269,6 +270,7 @@ class _Pages:
                 self.give_back()
 
     def give_back(self) -> None:
+        heap.give_back()  # where the tensors lay that were moved into files
         touched, self._touched, self._bytes = self._touched, {}, 0
         for address, size in touched.items():
             if self._is_ours(address):  # of any other mapping this could lose what was written

@@ -32,7 +32,7 @@ from torch._C import DisableTorchFunction, TensorBase
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.dlpack import from_dlpack, to_dlpack
 
-from . import _core, forked, place, ranks
+from . import _core, forked, heap, place, ranks
 from .divided import as_divided, memory_of
 from .units import DTYPES, UnitSpec, memory_order
 
@@ -652,6 +652,7 @@ class Residency:
         which is used up, has those of parameters that are new, by id."""
         values = {} if values is None else values
         read = ranks.Checksums()
+        freed = heap.Freed()
         for s in self.segments:
             own = values.pop(id(s.parameter), s.memory)
             taken = own.detach().cpu() if source is None else source.read(s.names, s.unit.dtype)
@@ -665,6 +666,8 @@ class Residency:
             registry[id(s.parameter)] = s
             with DisableTorchFunction():
                 s.release()
+            freed.add(s.bytes)
+        heap.give_back()
         if group is not None:
             read.compare(group)
         self.refresh()

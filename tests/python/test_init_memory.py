@@ -69,3 +69,14 @@ def test_in_less_memory_than_the_model_has(tmp_path):
         code, again = run("stream", "fp32", tmp_path, preexec_fn=join)
         assert code == 0, again
     assert again["losses"][0] < found["losses"][-1] < found["losses"][0], "it goes on from what was merged"
+
+
+@pytest.mark.parametrize("how", ["init", "plain"])
+def test_what_is_handed_over_does_not_stay_in_the_heap(tmp_path, how):
+    """A model of 192 MiB, 384 in fp32, beside a budget of 64."""
+    env = {**os.environ, "PYTHONPATH": str(BINDINGS)}
+    job = subprocess.run(
+        [sys.executable, JOB.with_name("heap_job.py"), how, tmp_path], env=env, capture_output=True, text=True
+    )
+    assert job.returncode == 0, job.stderr
+    assert all(int(left) < 150 for left in job.stdout.split()), job.stdout
