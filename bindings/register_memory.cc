@@ -71,11 +71,19 @@ py::capsule nan_capsule(int64_t bytes) {
   return make_capsule(std::move(pages), data, bytes);
 }
 
+py::capsule file_capsule(int file, int64_t bytes) {
+  auto pages = std::make_unique<engine::FilePages>(file, bytes);
+  std::byte* data = pages->data();
+  return make_capsule(std::move(pages), data, bytes);
+}
+
 }  // namespace
 
 void add_memory(py::module_& m, EngineClass& cls) {
   m.def("nan_capsule", &nan_capsule, py::arg("bytes"),
         "What released parameters' memory reads as, as a DLPack capsule.");
+  m.def("file_capsule", &file_capsule, py::arg("file"), py::arg("bytes"),
+        "The first bytes of an open file, mapped shared, as a DLPack capsule.");
   m.def(
       "digest",
       [](uintptr_t address, int64_t bytes) { return io::checksum_block(memory_at(address, bytes)); },

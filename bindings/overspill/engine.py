@@ -254,7 +254,11 @@ class Engine:
         try:
             values = materialise(model, specs, groups.groups, self._place, core)
             self._residency = end.owner = Residency(
-                core, specs, self._place, Gradients(core, self._place, self.world_size)
+                core,
+                specs,
+                self._place,
+                Gradients(core, self._place, self.world_size),
+                next(iter(config.budget.nvme), None),
             )
             patches.install(self._residency)
             self._life = Life()
@@ -282,7 +286,7 @@ class Engine:
         self._boundary: Boundary | None = None  # an update whose bookkeeping is not finished
 
     def _make_optimizer(self, groups: Groups, user: Any, ranks: int) -> OverspillOptimizer:
-        folder, config = next(iter(self.config.budget.nvme), None), self.config
+        folder, config = self._residency.folder, self.config
         if not groups.foreign:
             return OverspillOptimizer(groups, self._residency, user, folder, ranks, self._life)
         return ForeignOptimizer(

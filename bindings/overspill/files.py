@@ -7,6 +7,9 @@ import tempfile
 from collections.abc import Sequence
 
 import torch
+from torch.utils.dlpack import from_dlpack
+
+from . import _core
 
 FROM = 1 << 20  # bytes; smaller tensors are plain memory
 
@@ -14,8 +17,8 @@ FROM = 1 << 20  # bytes; smaller tensors are plain memory
 def tensor(
     shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype, folder: str, what: str, way_out: str
 ) -> torch.Tensor:
-    """Dense in the given memory order, with any content. Raises OSError where the disk has no room for it: `what` says
-    who keeps what there, `way_out` what to do."""
+    """Dense in the given memory order, with any content; to torch it is memory as any other. Raises OSError where the
+    disk has no room for it: `what` says who keeps what there, `way_out` what to do."""
     like = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
     size = like.numel() * dtype.itemsize
     if size < FROM:
@@ -23,9 +26,9 @@ def tensor(
     try:
         with tempfile.TemporaryFile(dir=folder) as file:
             os.posix_fallocate(file.fileno(), 0, size)  # a full disk is an error here, not SIGBUS later
-            storage = torch.UntypedStorage.from_file(f"/proc/self/fd/{file.fileno()}", True, size)
+            memory = from_dlpack(_core.file_capsule(file.fileno(), size))
     except OSError as error:
         raise OSError(
             error.errno, f"overspill: {what} ({size} bytes) in a file: {error.strerror}; {way_out}", folder
         ) from None
-    return torch.empty(0, dtype=dtype).set_(storage, 0, shape, stride)
+    return torch.empty(0, dtype=dtype).set_(memory.untyped_storage(), 0, shape, stride)

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch._C import DisableTorchFunction
 from torch.autograd.graph import increment_version
+from torch.utils.weak import WeakIdKeyDictionary
 
 from . import calls, files, hooks, residency
 from .optimizer import Groups, OverspillOptimizer, evaluated
@@ -90,6 +91,7 @@ class ForeignOptimizer(OverspillOptimizer):
     ):
         super().__init__(groups, owner, user, folder, ranks, life)
         self.state, self.clipping, self._files = user.state, clipping, folder
+        self._in_files = WeakIdKeyDictionary()  # states
         self._one_by_one = type(user) in _BY_PARAMETER
         where = "one unit after the other" if self._one_by_one else "over the whole model"
         warnings.warn(
@@ -190,7 +192,7 @@ class ForeignOptimizer(OverspillOptimizer):
                 isinstance(value, torch.Tensor)
                 and value.device.type == "cpu"
                 and value.numel() * value.element_size() >= files.FROM
-                and value.untyped_storage().filename is None
+                and value not in self._in_files
             ):
                 what = f"{type(self.user).__name__} keeps {name} of {segment.name}"
                 try:  # a step that failed here would be half made
@@ -201,6 +203,7 @@ class ForeignOptimizer(OverspillOptimizer):
                     self._files = None
                     warnings.warn(f"{error.strerror}: {error.filename}", stacklevel=6)
                     return
+                self._in_files[kept] = None
                 states[name] = kept.copy_(value)
 
     def states_of(self, segment: Segment) -> dict[str, torch.Tensor]:

@@ -150,7 +150,7 @@ class StateDictHook:
                 continue
             given = None if s.given is None else s.given()  # by the last name of it, in this dict or another
             if given is None or not any(state.get(name) is given for name in s.names):
-                given = reading.weight(s)
+                given = reading.copy(s)
                 residency.give(s, given)
             state[prefix + local] = given
 

@@ -251,7 +251,7 @@ def _set_grad(self: nn.Parameter, value: torch.Tensor | None) -> None:
 
 def _real(segment: Segment, parameter: nn.Parameter, device: torch.device | None = None) -> nn.Parameter:
     kind = nn.Parameter if is_divided(parameter) else segment.kind
-    return kind(reading.weight(segment).to(device), parameter.requires_grad)
+    return kind(reading.copy(segment).to(device), parameter.requires_grad)
 
 
 def deepcopy_parameter(self: nn.Parameter, memo: dict) -> nn.Parameter:

@@ -6,12 +6,13 @@ call."""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable
 
 import torch
 from torch._C import DisableTorchFunction
 
-from . import calls, residency
+from . import calls, files, residency
 from .residency import Segment, Unit
 from .units import DTYPES
 
@@ -37,6 +38,26 @@ def weight(segment: Segment, dtype: torch.dtype | None = None) -> torch.Tensor:
         out = torch.empty_strided(
             segment.shape, segment.stride, dtype=dtype or segment.unit.dtype, device="cpu"
         )
+        read(segment, out)
+        return segment.as_parameter(out)
+
+
+def copy(segment: Segment) -> torch.Tensor:
+    """As `weight`, for a script to keep: where the engine has a disk, a large one lies in a file there (files.py), so
+    that copies of a model larger than memory have room."""
+    owner = segment.unit.residency
+    if owner.folder is None or segment.bytes < files.FROM:
+        return weight(segment)
+    what = f"a copy of {segment.name}"
+    try:
+        with torch.inference_mode(False), DisableTorchFunction():
+            out = files.tensor(
+                segment.shape, segment.stride, segment.unit.dtype, owner.folder, what, "it is in memory"
+            )
+    except OSError as error:
+        warnings.warn(f"{error.strerror}: {error.filename}", stacklevel=2)
+        return weight(segment)
+    with torch.inference_mode(False), DisableTorchFunction():
         read(segment, out)
         return segment.as_parameter(out)
 

@@ -20,7 +20,7 @@ import torch
 from torch._C import DisableTorchFunction, DisableTorchFunctionSubclass
 from torch.autograd.graph import increment_version
 
-from . import calls, residency, saved
+from . import calls, kept, residency, saved
 from .calls import Call, books, here, opaque
 from .guard import METADATA_FUNCTIONS, collect, guard, touch, units_of
 from .residency import Segment
@@ -107,6 +107,8 @@ def on_weights(segments: list[Segment], func: Callable, *args: Any, **kwargs: An
             if func in _UNCOUNTED:
                 for segment in segments:
                     increment_version(segment.parameter)
+            if saves:
+                kept.put_into_files(result, segments)
             return result
         finally:
             with DisableTorchFunction():

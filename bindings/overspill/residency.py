@@ -604,12 +604,16 @@ def _size(memory: torch.Tensor) -> int:
 
 
 class Residency:
-    """The units of one engine, and its gradients (gradients.py). Hooks and parameters refer to it, never to the engine.
+    """The units of one engine, and its gradients (gradients.py). `folder`: for files of tensors that are the script's
+    (files.py), None: they stay in memory. Hooks and parameters refer to it, never to the engine.
     It refers to nothing that holds the engine's Life (engine.py), whose end closes it."""
 
-    def __init__(self, core: Any, specs: list[UnitSpec], where: place.Place, held: Any):
+    def __init__(
+        self, core: Any, specs: list[UnitSpec], where: place.Place, held: Any, folder: str | None = None
+    ):
         self.core, self.place, self.calls = core, where, 0
-        self.gradients = held
+        self.gradients, self.folder = held, folder
+        self.freed = heap.Freed()
         self.closed: str | None = None  # why its weights are gone
         self.current = True  # units know the generation of their weights
         self.spoiled = False  # a train_batch that was broken off has left gradients
@@ -652,7 +656,6 @@ class Residency:
         which is used up, has those of parameters that are new, by id."""
         values = {} if values is None else values
         read = ranks.Checksums()
-        freed = heap.Freed()
         for s in self.segments:
             own = values.pop(id(s.parameter), s.memory)
             taken = own.detach().cpu() if source is None else source.read(s.names, s.unit.dtype)
@@ -666,7 +669,7 @@ class Residency:
             registry[id(s.parameter)] = s
             with DisableTorchFunction():
                 s.release()
-            freed.add(s.bytes)
+            self.freed.add(s.bytes)
         heap.give_back()
         if group is not None:
             read.compare(group)

@@ -130,4 +130,11 @@ NanPages::~NanPages() {
   unmap(data_, bytes_);
 }
 
+FilePages::FilePages(int file, int64_t bytes)
+    : data_(map(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, file)), bytes_(bytes) {}
+
+FilePages::~FilePages() {
+  unmap(data_, bytes_);
+}
+
 }  // namespace overspill::engine

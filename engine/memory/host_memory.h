@@ -47,4 +47,19 @@ class NanPages {
   int64_t bytes_ = 0;
 };
 
+/// The first bytes of a file, mapped shared: the kernel writes them out where memory is short. The file may
+/// be closed afterwards; it is as long, with blocks of its own. A forked child writes into the same pages.
+class FilePages {
+ public:
+  FilePages(int file, int64_t bytes);  // throws std::bad_alloc
+  FilePages(const FilePages&) = delete;
+  FilePages& operator=(const FilePages&) = delete;
+  ~FilePages();
+  std::byte* data() const { return data_; }
+
+ private:
+  std::byte* data_ = nullptr;
+  int64_t bytes_ = 0;
+};
+
 }  // namespace overspill::engine

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 
 @contextlib.contextmanager
@@ -32,3 +33,13 @@ def fill(ballast: Path) -> None:
         with contextlib.suppress(OSError):
             while file.write(bytes(64)):
                 pass
+
+
+def lies_in_a_file(tensor: torch.Tensor) -> bool:
+    """Whether its memory is the page cache of a file on a disk."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        place, rights, _, device, *_ = line.split(maxsplit=5)
+        begin, end = (int(address, 16) for address in place.split("-"))
+        if begin <= tensor.data_ptr() < end:
+            return rights.endswith("s") and not device.startswith("00:")
+    return False

@@ -1,0 +1,90 @@
+"""What autograd keeps of gradients until they are whole, in files.
+
+A term of the loss over all parameters (an L2 penalty) is behind the model's last layer, so backward begins with it:
+autograd has the term's part of each parameter's gradient, and keeps it until the layers have given theirs. Of a model
+larger than memory that is as large as the model. Where the engine has a disk, a large part waits in a file there, as a
+tensor like any other, which the kernel writes out.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch._C import DisableTorchFunction
+
+from . import files
+from .residency import Segment, registry
+
+_NODES = (
+    16  # of a function that torch makes of several; behind them lies what its other arguments are made of
+)
+
+
+def put_into_files(result: Any, segments: Iterable[Segment]) -> None:
+    """`result`: of a function of torch over these parameters, outside forward."""
+    large = [s for s in segments if s.bytes >= files.FROM and s.unit.residency.folder and s.unit.trainable]
+    if not large:
+        return
+    for s in large:  # what the function has made will be freed
+        s.unit.residency.freed.add(s.bytes)
+    for node, place, segment in _edges(result):
+        if segment in large:
+            node.register_hook(_IntoFile(place, segment))
+
+
+def _edges(result: Any) -> Iterator[tuple[Any, int, Segment]]:
+    """The nodes of autograd's graph whose gradients go straight into a parameter of an engine: each with its input's
+    number, and the parameter's segment."""
+    results = result if isinstance(result, (tuple, list)) else (result,)
+    nodes = [each.grad_fn for each in results if isinstance(each, torch.Tensor) and each.grad_fn is not None]
+    seen = set(nodes)
+    while nodes and len(seen) <= _NODES:
+        node = nodes.pop(0)
+        for place, (before, _) in enumerate(node.next_functions):
+            segment = registry.get(id(getattr(before, "variable", None)))
+            if segment is not None:
+                yield node, place, segment
+            elif before is not None and before not in seen:
+                seen.add(before)
+                nodes.append(before)
+
+
+class _IntoFile:
+    """A hook of a node: puts the gradient of its input `place` into a file."""
+
+    def __init__(self, place: int, segment: Segment):
+        self.place, self.segment = place, segment
+
+    def __call__(self, inputs: tuple, outputs: tuple) -> tuple | None:
+        gradient, folder = inputs[self.place], self.segment.unit.residency.folder
+        if folder is None or not _is_plain(gradient):
+            return None
+        what = f"a part of the gradient of {self.segment.name} waits for the rest"
+        with DisableTorchFunction():
+            try:
+                kept = files.tensor(
+                    gradient.shape, gradient.stride(), gradient.dtype, folder, what, "it stays in memory"
+                )
+            except OSError as error:
+                self.segment.unit.residency.folder = None
+                warnings.warn(f"{error.strerror}: {error.filename}", stacklevel=2)
+                return None
+            kept.copy_(gradient)
+        self.segment.unit.residency.freed.add(self.segment.bytes)
+        return (*inputs[: self.place], kept, *inputs[self.place + 1 :])
+
+
+def _is_plain(gradient: torch.Tensor | None) -> bool:
+    """In memory, and dense; without a graph of its own."""
+    return (
+        type(gradient) is torch.Tensor
+        and gradient.device.type == "cpu"
+        and gradient.layout is torch.strided
+        and not gradient.requires_grad
+        and gradient.numel() * gradient.element_size() >= files.FROM
+        and torch._debug_has_internal_overlap(gradient) == 0
+        and gradient.untyped_storage().nbytes() == gradient.numel() * gradient.element_size()
+    )
