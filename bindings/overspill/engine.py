@@ -619,6 +619,7 @@ class Engine:
             calls.check(sys._getframe())
             replaced.check(self.module, self._residency)
             reading.hand_over(self._residency.units)
+            self.optimizer.settle()
             self._core.save(folder, state.dumps(self._extra(client_state)))
 
     def _extra(self, client_state: dict | None) -> dict:
@@ -660,6 +661,7 @@ class Engine:
             self._load(folder, text, read)
             self._residency.gradients.forget()
             self._residency.refresh()
+            self.optimizer.loaded()
             with torch.no_grad():
                 for name, buffer in buffers.items():
                     buffer.copy_(read.buffers[name])

@@ -90,7 +90,7 @@ class ForeignOptimizer(OverspillOptimizer):
         clipping: float,
     ):
         super().__init__(groups, owner, user, folder, ranks, life)
-        self.state, self.clipping, self._files = user.state, clipping, folder
+        self.clipping, self._files = clipping, folder
         self._in_files = WeakIdKeyDictionary()  # states
         self._one_by_one = type(user) in _BY_PARAMETER
         where = "one unit after the other" if self._one_by_one else "over the whole model"
@@ -102,6 +102,15 @@ class ForeignOptimizer(OverspillOptimizer):
 
     def _take_states(self, user: torch.optim.Optimizer) -> None:
         """They stay its own."""
+
+    @property
+    def state(self) -> Any:
+        return self.user.state
+
+    @state.setter
+    def state(self, states: Any) -> None:
+        if "user" in self.__dict__:  # else torch's, at the beginning
+            self.user.state = states
 
     def _hyper_parameters(self) -> list[dict]:
         self._check_groups()
@@ -215,7 +224,7 @@ class ForeignOptimizer(OverspillOptimizer):
 
     def load_state_dict(self, state_dict: dict) -> None:
         type(self.user).load_state_dict(self.user, state_dict)
-        self.state, self.param_groups = self.user.state, self.user.param_groups
+        self.param_groups = self.user.param_groups
 
     def check_checkpoint(self, call: str) -> None:
         raise RuntimeError(

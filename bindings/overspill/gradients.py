@@ -1,8 +1,7 @@
 """Gradients as scripts have them: `p.grad` of a parameter whose gradient the engine holds.
 
-The engine has one gradient of each parameter, in memory or on NVMe. `p.grad` is a copy of it; what the script writes
-there, or assigns, becomes the gradient before anything else uses it. Digests tell, since numpy counts no versions. A
-copy is kept while the script may have it too; of the others the latest few.
+The engine has one gradient of each parameter, in memory or on NVMe. `p.grad` is a copy of it (copies.py); what the
+script writes there, or assigns, becomes the gradient before anything else uses it.
 
 Where torch trains a parameter (units.py), its gradient is what autograd has put there, and none of the engine's.
 
@@ -13,40 +12,18 @@ them, and a further step applies them again. `engine.step()` and `train_batch` c
 from __future__ import annotations
 
 import math
-import sys
-from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 
-from . import _core, place
+from . import place
 from .boundary import counts
+from .copies import Copies
 from .divided import part_of
 from .ranks import RankError
 from .residency import Residency, Segment, get_grad, set_grad
 from .units import DTYPES
-
-RECENT = 2  # copies kept that nobody else has
-_SWEEP_FROM = 16
-
-
-class Copy:
-    """What `p.grad` gave, or was given, and the digest of what the engine has."""
-
-    def __init__(self, tensor: torch.Tensor, memory: torch.Tensor, digest: int):
-        self.tensor, self.digest = tensor, digest
-        self._storage = memory.untyped_storage()._cdata
-
-    def references(self) -> int:
-        return sys.getrefcount(self.tensor) + torch._C._storage_Use_Count(self._storage)
-
-    def is_used(self) -> bool:
-        """Whether somebody else may have the tensor, or one over its memory."""
-        return self.references() > _UNUSED
-
-
-_UNUSED = (lambda tensor: Copy(tensor, tensor, 0))(torch.empty(1)).references()
 
 
 class Gradients:
@@ -62,9 +39,7 @@ class Gradients:
         self.clipped = False
         self.graphs: set[Segment] = set()
         self.by_torch: list[Segment] = []
-        self.copies: dict[Segment, Copy] = {}
-        self._recent: deque[Segment] = deque()
-        self._sweep_from = _SWEEP_FROM
+        self.copies = Copies(_as_held, self._replace, self._give)
 
     def are_touched(self) -> bool:
         """Whether a gradient that arrives meets anything here."""
@@ -76,7 +51,7 @@ class Gradients:
         self._finish_clearing()
         copy = self.copies.get(s)
         if copy is not None:
-            return copy.tensor
+            return copy
         if not (self.used or s.has_gradient()):
             return None
         self._require_one_rank(f"reading the gradient of {s.name}")
@@ -88,25 +63,24 @@ class Gradients:
                 f"overspill: backward(create_graph=True) made a gradient of {s.name} with a graph, and the engine has "
                 "the values alone: take torch.autograd.grad(loss, parameters, create_graph=True), which keeps it"
             )
-        gradient = self._fetch(s)
-        return self._keep(s, s.as_parameter(gradient.to(self.place.device)), gradient)
+        gradient = s.as_parameter(self._fetch(s).to(self.place.device))
+        return self.copies.keep(s, gradient, part_of(gradient, s.parameter))
 
     def write(self, s: Segment, value: torch.Tensor | None) -> None:
         """Raises as torch does for what is no gradient of the parameter."""
         if value is None and not (self.used or s.has_gradient()):
-            self.copies.pop(s, None)
+            self.copies.drop(s)
             return
         self._require_one_rank(f"setting the gradient of {s.name}")
         _check(s, value)
         self._take_up()
-        self.copies.pop(s, None)
+        self.copies.drop(s)
         self.graphs.discard(s)
         if value is None:
             self.core.replace_gradient(s.unit.index, s.index, 0, 0, "")
         else:
-            gradient = _as_held(s, value)
-            self._replace(s, gradient)
-            self._keep(s, value, gradient)
+            self._replace(s, _as_held(s, value))
+            self.copies.keep(s, value, part_of(value, s.parameter))
 
     def _require_one_rank(self, what: str) -> None:
         if self.ranks > 1:
@@ -119,13 +93,11 @@ class Gradients:
 
     def arriving(self, s: Segment) -> None:
         self._take_up()
-        if (copy := self.copies.get(s)) is not None:
-            self._settle(s, copy)
+        self.copies.settle(s)
 
     def arrived(self, s: Segment) -> None:
         """As in torch, who has `p.grad` sees the sum."""
-        if (copy := self.copies.get(s)) is not None:
-            self._renew(s, copy)
+        self.copies.renew(s)
 
     def update(self, call: Callable[[], Any], keeps: bool) -> Any:
         """`call` uses them; afterwards they are there by torch's rule, or cleared, whatever strikes."""
@@ -150,10 +122,7 @@ class Gradients:
     def settle(self) -> None:
         """Before gradients are used as a whole: the engine has what the script wrote."""
         self._take_up()
-        for s, copy in list(self.copies.items()):
-            self._settle(s, copy)
-            if not copy.is_used():
-                del self.copies[s]
+        self.copies.settle_all()
 
     def clip_norm(self, limit: float) -> float:
         """For the script; infinite: it looks only."""
@@ -168,7 +137,7 @@ class Gradients:
     def scale(self, limit: float) -> float:
         self.settle()
         norm = self._scale(limit)
-        self._renew_all()
+        self.copies.renew_all()
         return norm
 
     def _scale(self, limit: float) -> float:
@@ -205,14 +174,13 @@ class Gradients:
         for gradient in self._torchs():
             gradient.zero_()
         self.used = self.clipped = False
-        self._renew_all()
+        self.copies.renew_all()
 
     def forget(self) -> None:
         """The engine has none any more."""
         self.used, self.clears, self.clipped = False, None, False
         self.copies.clear()
         self.graphs.clear()
-        self._recent.clear()
         for s in self.by_torch:
             set_grad(s.parameter, None)
 
@@ -239,41 +207,11 @@ class Gradients:
             if counts(self.core) != before:
                 self.clear()
 
-    def _keep(self, s: Segment, tensor: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
-        self.copies[s] = Copy(tensor, part_of(tensor, s.parameter), _digest(gradient))
-        self._recent.append(s)
-        while len(self._recent) > RECENT:
-            self._let_go(self._recent.popleft())
-        if len(self.copies) > self._sweep_from:
-            for each in [each for each in self.copies if each not in self._recent]:
-                self._let_go(each)
-            self._sweep_from = max(_SWEEP_FROM, 2 * len(self.copies))
-        return tensor
-
-    def _let_go(self, s: Segment) -> None:
-        copy = self.copies.get(s)
-        if copy is not None and not copy.is_used():
-            self._settle(s, copy)
-            del self.copies[s]
-
-    def _settle(self, s: Segment, copy: Copy) -> None:
-        gradient = _as_held(s, copy.tensor)
-        digest = _digest(gradient)
-        if digest != copy.digest:
-            self._replace(s, gradient)
-            copy.digest = digest
-
-    def _renew_all(self) -> None:
-        for s, copy in list(self.copies.items()):
-            self._renew(s, copy)
-
-    def _renew(self, s: Segment, copy: Copy) -> None:
-        if not copy.is_used() or not s.has_gradient():
-            del self.copies[s]
-        else:
-            gradient = self._fetch(s)
-            part_of(copy.tensor, s.parameter).detach().copy_(gradient)
-            copy.digest = _digest(_as_held(s, copy.tensor))
+    def _give(self, s: Segment, tensor: torch.Tensor) -> bool:
+        if not s.has_gradient():
+            return False
+        part_of(tensor, s.parameter).detach().copy_(self._fetch(s))
+        return True
 
     def _fetch(self, s: Segment) -> torch.Tensor:
         with torch.inference_mode(False):
@@ -283,10 +221,6 @@ class Gradients:
 
     def _replace(self, s: Segment, gradient: torch.Tensor) -> None:
         self.core.replace_gradient(s.unit.index, s.index, gradient.data_ptr(), s.bytes, DTYPES[s.unit.dtype])
-
-
-def _digest(gradient: torch.Tensor) -> int:
-    return _core.digest(gradient.data_ptr(), gradient.numel() * gradient.element_size())
 
 
 def _as_held(s: Segment, value: torch.Tensor) -> torch.Tensor:

@@ -11,7 +11,7 @@ bit for bit; values of another origin are rounded to the nearest that the engine
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -90,12 +90,7 @@ class Loading:
                 f'overspill: the state dict has no "step" of {segment.name}, which counts its updates: add it, or load '
                 "what this optimizer's state_dict gave"
             )
-        step = _step_of(entry)
-        if not (math.isfinite(step) and 0 <= step < _STEPS and step == int(step)):
-            raise ValueError(
-                f"overspill: step = {entry['step']!r:.60} of {segment.name} is not a count of updates; a whole number "
-                "from 0 on, below 2**53, is expected"
-            )
+        count_of(_step_of(entry), segment, entry.get("step"))
         for name, value in entry.items():
             if name == "step":
                 continue
@@ -110,8 +105,8 @@ class Loading:
 
     def _check_master(self, segment: Segment, master: torch.Tensor) -> None:
         """The weights that the model has now must be the master's, rounded: else it would replace them unasked."""
-        weight = _flat(reading.weight(segment), segment.unit.dtype, segment).view(torch.int16)
-        values = _flat(master, torch.float32, segment).view(torch.int32)
+        weight = as_held(reading.weight(segment), segment.unit.dtype, segment).view(torch.int16)
+        values = as_held(master, torch.float32, segment).view(torch.int32)
         for at in range(0, len(weight), _PIECE):
             bits = values[at : at + _PIECE]
             if not torch.equal(((bits + 0x8000) >> 16).to(torch.int16), weight[at : at + _PIECE]):
@@ -130,29 +125,17 @@ class Loading:
                 if entry:
                     self._take(segment, entry)
                 elif self._updates(segment):
-                    self._restart(segment, self._group_of(number))
+                    restart(segment, self.names, self._group_of(number))
         self.residency.refresh()
 
     def _take(self, segment: Segment, entry: dict) -> None:
         unit, core = segment.unit, self.residency.core
         for ours, theirs in self.names.items():
-            self._write(segment, ours, entry[theirs])
+            write(segment, ours, entry[theirs])
         core.set_updates_of(unit.index, segment.index, int(_step_of(entry)))
         if "master" in entry and unit.dtype is not torch.float32:
-            flat = _flat(entry["master"], torch.float32, segment)
+            flat = as_held(entry["master"], torch.float32, segment)
             core.load_weight(unit.index, segment.index, flat.data_ptr(), flat.numel() * 4, "F32")
-
-    def _restart(self, segment: Segment, group: dict) -> None:
-        start = float(group.get("initial_accumulator_value", 0.0))
-        for ours in self.names:
-            self._write(segment, ours, torch.full(tuple(segment.shape), start))
-        self.residency.core.set_updates_of(segment.unit.index, segment.index, 0)
-
-    def _write(self, segment: Segment, name: str, value: torch.Tensor) -> None:
-        flat = _flat(value, torch.float32, segment)
-        self.residency.core.write_state(
-            segment.unit.index, segment.index, name, flat.data_ptr(), flat.numel() * 4
-        )
 
     def _updates(self, segment: Segment) -> int:
         return self.residency.core.updates_of(segment.unit.index, segment.index)
@@ -163,6 +146,30 @@ class Loading:
                 return group
             number -= len(group["params"])
         raise IndexError(number)
+
+
+def write(segment: Segment, name: str, value: torch.Tensor) -> None:
+    """The value becomes a state, by the core's name."""
+    flat, unit = as_held(value, torch.float32, segment), segment.unit
+    unit.core.write_state(unit.index, segment.index, name, flat.data_ptr(), flat.numel() * 4)
+
+
+def restart(segment: Segment, names: Iterable[str], group: dict) -> None:
+    """States, by the core's names, as before the first update."""
+    start = float(group.get("initial_accumulator_value", 0.0))
+    for name in names:
+        write(segment, name, torch.full(tuple(segment.shape), start))
+    segment.unit.core.set_updates_of(segment.unit.index, segment.index, 0)
+
+
+def count_of(step: float, segment: Segment, given: Any = None) -> int:
+    """Raises ValueError that names what was `given` where `step`, which it was read as, is no count of updates."""
+    if not (math.isfinite(step) and 0 <= step < _STEPS and step == int(step)):
+        raise ValueError(
+            f"overspill: step = {step if given is None else given!r:.60} of {segment.name} is not a count of updates; "
+            "a whole number from 0 on, below 2**53, is expected"
+        )
+    return int(step)
 
 
 def names_of(group: dict) -> list[str | None]:
@@ -201,7 +208,7 @@ def _listed(names: set) -> str:
     return ", ".join(sorted(map(str, names))) or "no states"
 
 
-def _flat(value: torch.Tensor, dtype: torch.dtype, segment: Segment) -> torch.Tensor:
+def as_held(value: torch.Tensor, dtype: torch.dtype, segment: Segment) -> torch.Tensor:
     """The elements in the order in which the engine holds them; a copy only where they are not so already."""
     with DisableTorchFunction():
         if value.dtype is not dtype or value.device.type != "cpu" or value.stride() != segment.stride:

@@ -20,6 +20,7 @@ from . import _core, boundary, calls, moments, optim, reading
 from .config import unusable_number
 from .ranks import RankError
 from .residency import Residency, Segment
+from .states import States
 
 _TORCH = (torch.optim.AdamW, torch.optim.Adam, torch.optim.Adagrad, torch.optim.SGD)
 _OWN = (optim.AdamW, optim.Adam, optim.Adagrad, optim.Lion, optim.SGD)
@@ -248,8 +249,8 @@ def group_indices(groups: list[dict], model: nn.Module) -> dict[int, int]:
 
 
 class OverspillOptimizer(torch.optim.Optimizer):
-    """`param_groups` are read at every step. `step` enqueues the engine's update; moments live in the engine, not in
-    `state`: `state_dict` and `Engine.optimizer_state` give copies.
+    """`param_groups` are read at every step. `step` enqueues the engine's update; moments live in the engine: `state`
+    (states.py), `state_dict` and `Engine.optimizer_state` give copies.
 
     folder: where state_dict keeps large tensors. ranks: that hold parts of the states. life: the engine's, kept."""
 
@@ -263,6 +264,7 @@ class OverspillOptimizer(torch.optim.Optimizer):
         life: Any = None,
     ):
         defaults = {name: value for name, value in groups.groups[0].items() if name not in ("params", "name")}
+        self._states: States | None = None
         super().__init__([dict(group) for group in groups.groups], defaults)
         self.param_groups = groups.groups
         self.groups, self.residency, self.user = groups, residency, user
@@ -273,13 +275,34 @@ class OverspillOptimizer(torch.optim.Optimizer):
         self.keeps_gradients: Callable[[], bool] = lambda: True  # by torch's rule: until zero_grad
         self.on_nonfinite = "skip"
         self._told = False  # of a skipped step
+        if not groups.foreign:
+            self._states = States(self.param_groups, groups.states(), residency, ranks)
         if user is not None:
             self._take_states(user)
             _pass_on(user, self, "step", "zero_grad", "state_dict", "load_state_dict", "add_param_group")
 
     def _take_states(self, user: torch.optim.Optimizer) -> None:
         """They are the engine's now."""
-        user.state.clear()
+        user.state = self.state
+
+    @property
+    def state(self) -> Any:
+        return self._states
+
+    @state.setter
+    def state(self, states: Any) -> None:
+        if self._states is not None and states is not self._states:  # None: torch's, at the beginning
+            self._states.replace(states)
+
+    def loaded(self) -> None:
+        """States are others now: what scripts have of those of before is their own."""
+        if self._states is not None:
+            self._states.copies.clear()
+
+    def settle(self) -> None:
+        """What scripts wrote into states is the engine's. Inside calls.Alone."""
+        if self._states is not None:
+            self._states.settle()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError(
@@ -317,6 +340,7 @@ class OverspillOptimizer(torch.optim.Optimizer):
         hyper_parameters = self._hyper_parameters()
         with calls.Alone():
             calls.start_update(self.residency, "a step of the optimizer")
+            self.settle()
             self._make(functools.partial(self.residency.core.step, hyper_parameters))
         self._raise_skipped()
         return loss
@@ -332,6 +356,8 @@ class OverspillOptimizer(torch.optim.Optimizer):
         if self.last_step.skipped:
             self._tell_skipped()
         self.residency.refresh()
+        if self._states is not None:
+            self._states.updated()
 
     @property
     def last_step(self) -> Any:
@@ -377,6 +403,7 @@ class OverspillOptimizer(torch.optim.Optimizer):
 
     def states_of(self, segment: Segment) -> dict[str, torch.Tensor]:
         """Copies, in fp32, by torch's names."""
+        self.settle()
         return {theirs: reading.state(segment, ours) for ours, theirs in self.groups.states().items()}
 
     def check_checkpoint(self, call: str) -> None:
@@ -420,6 +447,7 @@ class OverspillOptimizer(torch.optim.Optimizer):
             names = moments.names_of(group)
             groups.append(saved | {"params": [next(number) for _ in names], "param_names": names})
         with calls.Alone():
+            self.settle()
             states = moments.states_of(self.param_groups, self.groups.states(), self.residency, self.folder)
         found = {"state": states, "param_groups": groups}
         for hook in self._optimizer_state_dict_post_hooks.values():
@@ -454,6 +482,7 @@ class OverspillOptimizer(torch.optim.Optimizer):
             loading.check()
             calls.start_update(self.residency, "optimizer.load_state_dict")
             loading.apply()
+            self.loaded()
             for group, values in zip(self.param_groups, merged, strict=True):
                 group.update(values)
         for hook in self._optimizer_load_state_dict_post_hooks.values():

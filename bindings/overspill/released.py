@@ -103,13 +103,8 @@ def on_weights(segments: list[Segment], func: Callable, *args: Any, **kwargs: An
             if saves:
                 stack.remove_modes = guard.remove_modes
                 saved.push_hooks()
-            result = func(*args, **kwargs)
-            if func in _UNCOUNTED:
-                for segment in segments:
-                    increment_version(segment.parameter)
-            if saves:
-                kept.put_into_files(result, segments)
-            return result
+            # Not in a name here: the frame of a call that is interrupted lives until a garbage collection.
+            return _made(func, segments, saves, func(*args, **kwargs))
         finally:
             with DisableTorchFunction():
                 calls.work(sys._getframe(), ending=call)
@@ -119,6 +114,15 @@ def on_weights(segments: list[Segment], func: Callable, *args: Any, **kwargs: An
                 call.python = None  # the frame has the call among its locals
                 if saves:
                     stack.without_modes()
+
+
+def _made(func: Callable, segments: list[Segment], saves: bool, result: Any) -> Any:
+    if func in _UNCOUNTED:
+        for segment in segments:
+            increment_version(segment.parameter)
+    if saves:
+        kept.put_into_files(result, segments)
+    return result
 
 
 def _name(func: Callable) -> str:

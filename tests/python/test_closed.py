@@ -43,6 +43,8 @@ OPTIMIZER_ANSWERS = {
     "keeps_gradients",
     "last_step",
     "life",
+    "loaded",
+    "settle",
     "on_nonfinite",
     "param_groups",
     "ranks",

@@ -7,7 +7,7 @@ import torch
 from scene import batch, loss_of, mlp
 from torch import nn
 
-from overspill import gradients, residency
+from overspill import copies, gradients, residency
 from plain import Plain
 
 
@@ -37,19 +37,19 @@ def test_copies_of_gradients_do_not_pile_up(start, placement):
     model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(40)))
     engine = start(model, settings={"placement": placement})
     engine.backward(loss_of(engine, batch()))
-    copies = engine._residency.gradients.copies
+    held_copies = engine._residency.gradients.copies
     for p in model.parameters():
         p.grad.mul_(0.5)
-        assert len(copies) <= gradients.RECENT
+        assert len(held_copies) <= copies.RECENT
     held = [p.grad for p in model.parameters()]
-    assert len(copies) == len(held)
+    assert len(held_copies) == len(held)
     held.clear()
     engine.optimizer.step()
-    assert not copies
+    assert not held_copies
     model[0].weight.grad.zero_()
-    assert len(copies) == 1 and torch.equal(engine.grad(model[0].weight), torch.zeros(16, 16))
+    assert len(held_copies) == 1 and torch.equal(engine.grad(model[0].weight), torch.zeros(16, 16))
     engine.zero_grad()
-    assert not copies and model[0].weight.grad is None
+    assert not held_copies and model[0].weight.grad is None
 
 
 def test_the_configured_clipping_is_the_steps_alone(start):

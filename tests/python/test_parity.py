@@ -76,7 +76,7 @@ def test_a_users_optimizer_and_its_scheduler_beside_torch(name, placement, confi
     if name == "adagrad":
         started = engine.optimizer_state(model[0].weight)["sum"]
         assert torch.equal(started, torch.full_like(started, 0.3))
-        assert not taken.state
+        assert torch.equal(taken.state[model[0].weight]["sum"], started)
     for i in range(20):
         x = torch.randn(32, 16, generator=torch.Generator().manual_seed(i))
         y = x.square().sum(1, keepdim=True).sin()

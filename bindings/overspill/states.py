@@ -1,0 +1,235 @@
+"""`optimizer.state` of an optimizer that the engine updates, as torch has it: by parameter, then by name.
+
+The states live in the engine. What a script looks at is a copy (copies.py): what it writes there, or assigns, is the
+state before anything else uses it, and after a step it shows what the step made of it. Tensors are fp32, whatever
+format holds the states.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, MutableMapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch._C import DisableTorchFunction
+
+from . import calls, moments, reading
+from .boundary import counts
+from .copies import Copies
+from .ranks import RankError
+from .residency import Residency, Segment, registry
+
+
+class States(MutableMapping):
+    """`groups`: the optimizer's, as they are at any time. `names`: the core's names of the states -> torch's. `ranks`:
+    that hold parts of them; of several, all but the optimizer's own calls raise RankError."""
+
+    def __init__(self, groups: list[dict], names: Mapping[str, str], residency: Residency, ranks: int):
+        self.groups, self.residency, self.ranks = groups, residency, ranks
+        self.names = {theirs: ours for ours, theirs in names.items()}
+        # As in torch, whose SGD counts no steps.
+        self.counted = () if set(self.names) <= {"momentum_buffer"} else ("step",)
+        self.copies = Copies(_as_held, self._take, self._give)
+        self._seen = counts(residency.core)  # the updates that copies show
+        self._others: dict[Any, dict] = {}  # of parameters without elements
+
+    # ---- as a dict
+
+    def __getitem__(self, parameter: nn.Parameter) -> MutableMapping:
+        segment = self._segment(parameter)
+        if segment is None:
+            return self._others.setdefault(parameter, {})
+        return StateOf(self, segment)
+
+    def __setitem__(self, parameter: nn.Parameter, state: Mapping) -> None:
+        segment = self._segment(parameter)
+        if segment is None:
+            self._others[parameter] = dict(state)
+            return
+        own, values = StateOf(self, segment), dict(state)
+        for name, value in values.items():
+            own.check(name, value)
+        own.clear()
+        own.update(values)
+
+    def __delitem__(self, parameter: nn.Parameter) -> None:
+        if parameter not in self:
+            raise KeyError(parameter)
+        self[parameter].clear()
+
+    def __iter__(self) -> Iterator[nn.Parameter]:
+        return iter([s.parameter for s in self._segments() if self.has(s)])
+
+    def __len__(self) -> int:
+        return sum(map(self.has, self._segments()))
+
+    def __contains__(self, parameter: object) -> bool:
+        segment = self._segment(parameter)
+        return segment is not None and self.has(segment)
+
+    def clear(self) -> None:
+        for segment in self._segments():
+            StateOf(self, segment).clear()
+
+    def __repr__(self) -> str:
+        return repr({parameter: dict(self[parameter]) for parameter in self})
+
+    def replace(self, states: Mapping) -> None:
+        """`optimizer.state = states`."""
+        given = {parameter: dict(state) for parameter, state in states.items()}
+        self.clear()
+        self.update(given)
+
+    # ---- what the optimizer does with them; inside calls.Alone
+
+    def settle(self) -> None:
+        """The engine has what the script wrote."""
+        if self.copies:
+            with DisableTorchFunction():
+                if self._seen == counts(self.residency.core):
+                    self.copies.settle_all()
+                else:  # Ctrl-C has kept an update from telling
+                    self.updated()
+
+    def updated(self) -> None:
+        """Scripts see what an update has made of them."""
+        if self.copies:
+            with DisableTorchFunction():
+                self.copies.renew_all()
+        self._seen = counts(self.residency.core)
+
+    # ---- for StateOf
+
+    def has(self, segment: Segment) -> bool:
+        """As torch has them: from the first update on; Adagrad's from the beginning."""
+        self.require()
+        return "sum" in self.names or self.residency.core.updates_of(segment.unit.index, segment.index) > 0
+
+    def require(self) -> None:
+        if self.residency.closed:
+            raise RuntimeError(f"overspill: {self.residency.closed}")
+        if self.ranks > 1:
+            raise RankError(
+                f"overspill: optimizer.state: {self.ranks} ranks hold parts of the states: call "
+                "engine.optimizer_state(parameter) on all of them"
+            )
+
+    def group_of(self, segment: Segment) -> dict:
+        return next(g for g in self.groups if any(p is segment.parameter for p in g["params"]))
+
+    def fetch(self, segment: Segment, name: str) -> torch.Tensor:
+        if name == "step":
+            return torch.tensor(float(self.residency.core.updates_of(segment.unit.index, segment.index)))
+        return reading.state(segment, self.names[name])
+
+    def _segment(self, parameter: Any) -> Segment | None:
+        segment = registry.get(id(parameter))
+        if segment is None or segment.unit.residency is not self.residency or not segment.unit.trainable:
+            self.require()
+            return None
+        return segment
+
+    def _segments(self) -> list[Segment]:
+        found = [registry.get(id(p)) for group in self.groups for p in group["params"]]
+        return [s for s in found if s is not None and s.unit.trainable]
+
+    def _take(self, key: tuple[Segment, str], held: torch.Tensor) -> None:
+        segment, name = key
+        if name != "step":
+            moments.write(segment, self.names[name], held.as_strided(segment.shape, segment.stride))
+            return
+        step = moments.count_of(held.item(), segment)
+        self.residency.core.set_updates_of(segment.unit.index, segment.index, step)
+
+    def _give(self, key: tuple[Segment, str], tensor: torch.Tensor) -> bool:
+        segment, name = key
+        if not self.has(segment):
+            return False
+        tensor.detach().copy_(self.fetch(segment, name))
+        return True
+
+
+class StateOf(MutableMapping):
+    """Of one parameter. It has the names that torch's optimizer of the class gives states, and no others."""
+
+    def __init__(self, states: States, segment: Segment):
+        self._states, self._segment = states, segment
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        states, segment = self._states, self._segment
+        if name not in self._names() or not states.has(segment):
+            raise KeyError(name)
+        key = segment, name
+        with calls.Alone(), DisableTorchFunction():
+            states.settle()
+            found = states.copies.get(key)
+            if found is None:
+                found = states.fetch(segment, name)
+                states.copies.keep(key, found, found)
+            return found
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        self.check(name, value)
+        states, key = self._states, (self._segment, name)
+        with calls.Alone(), torch.inference_mode(False), DisableTorchFunction():
+            calls.refuse_update(states.residency, "a write into optimizer.state")
+            states.settle()
+            states.copies.drop(key)
+            tensor = value if isinstance(value, torch.Tensor) else torch.tensor(float(value))
+            states._take(key, _as_held(key, tensor))
+            states.copies.keep(key, tensor, tensor)
+
+    def __delitem__(self, name: str) -> None:
+        raise ValueError(
+            f"overspill: del optimizer.state[p][{name!r}] of {self._segment.name}: the engine has all states of a "
+            "parameter, or none: optimizer.state[p].clear() starts them anew"
+        )
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names() if self._states.has(self._segment) else ())
+
+    def __len__(self) -> int:
+        return len(self._names()) if self._states.has(self._segment) else 0
+
+    def clear(self) -> None:
+        """As before the first update."""
+        states, segment = self._states, self._segment
+        states.require()
+        with calls.Alone(), torch.inference_mode(False), DisableTorchFunction():
+            calls.refuse_update(states.residency, "a write into optimizer.state")
+            states.settle()
+            for name in self._names():
+                states.copies.drop((segment, name))
+            if states.has(segment):
+                moments.restart(segment, states.names.values(), states.group_of(segment))
+
+    def check(self, name: str, value: Any) -> None:
+        """Raises ValueError for what is no state of the parameter."""
+        self._states.require()
+        names, segment = self._names(), self._segment
+        if name not in names:
+            raise ValueError(
+                f"overspill: optimizer.state[p][{name!r}] of {segment.name}: the engine's update has "
+                f"{', '.join(names) or 'no states'}; keep what is yours in a dict of your own"
+            )
+        if name == "step":
+            moments.count_of(float(value), segment)
+        elif not isinstance(value, torch.Tensor) or value.shape != segment.shape:
+            what = tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
+            raise ValueError(
+                f"overspill: optimizer.state[p][{name!r}] of {segment.name} is {tuple(segment.shape)}, not {what}"
+            )
+
+    def __repr__(self) -> str:
+        return repr(dict(self))
+
+    def _names(self) -> tuple[str, ...]:
+        return (*self._states.counted, *self._states.names) if self._states.names else ()
+
+
+def _as_held(key: tuple[Segment, str], tensor: torch.Tensor) -> torch.Tensor:
+    segment, name = key
+    if name == "step":
+        return tensor.detach().to("cpu", torch.float32).reshape(1)
+    return moments.as_held(tensor, torch.float32, segment)
