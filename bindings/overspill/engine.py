@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import itertools
 import os
@@ -53,6 +54,7 @@ from .optimizer import (
     unit_format,
 )
 from .residency import Residency, Segment, registry
+from .stand_in import class_for, stands_in
 from .units import DTYPES, UnitSpec, memory_order, partition
 
 
@@ -171,15 +173,40 @@ class Life:
     that a script may keep whichever of them it uses."""
 
 
-class Engine:
+_OWN = frozenset(
+    (
+        "module",
+        "config",
+        "optimizer",
+        "lr_scheduler",
+        "global_steps",
+        "micro_steps",
+        "rank",
+        "world_size",
+        "_group",
+        "_place",
+        "_end",
+        "_residency",
+        "_life",
+        "_boundary",
+    )
+)  # an engine's attributes; all others are its module's
+
+
+@stands_in
+class Engine(nn.Module):
     """A model whose parameters live in the engine. One model belongs to one engine at most; several engines
     live side by side.
 
     Attributes: module, optimizer, lr_scheduler, global_steps (boundaries, skipped ones included),
     micro_steps, last_step, rank, world_size.
-    Other attributes are the module's. Of a name that both have (config, weight, predict, step) the engine's is given:
-    the module's is engine.module.config.
+    It is an nn.Module as its module is (stand_in.py): all other attributes, methods and parts are the module's, also
+    where they are set. Of a name that both have (config, weight, predict, step) the engine's is given: the module's is
+    engine.module.config.
     """
+
+    def __new__(cls, model: nn.Module, *args: Any, **kwargs: Any) -> Engine:
+        return object.__new__(class_for(cls, type(model)))
 
     def __init__(
         self,
@@ -321,21 +348,38 @@ class Engine:
                     residency.set_data(parameter, self._place.put(residency.get_data(parameter)))
 
     def __getattr__(self, name: str) -> Any:
-        if name == "module" or name.startswith("_"):
-            raise AttributeError(
-                f"overspill: the engine has no {name}. It is no nn.Module: give engine.module to what expects one"
-            )
+        if name in _OWN:  # not yet there
+            raise AttributeError(f"overspill: the engine has no {name}")
         try:
             return getattr(self.module, name)
         except AttributeError:
             kind = type(self.module).__name__
             raise AttributeError(f"overspill: neither the engine nor its {kind} has {name!r}") from None
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in _OWN:
+            object.__setattr__(self, name, value)
+        else:
+            setattr(self.module, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        delattr(self.module, name)
+
+    def __dir__(self) -> list[str]:
+        return sorted({*object.__dir__(self), *dir(self.module)})
+
+    def __deepcopy__(self, memo: dict) -> nn.Module:
+        """A model of its own, without an engine."""
+        return copy.deepcopy(self.module, memo)
+
+    def __copy__(self) -> Any:
         raise TypeError(
-            "overspill: an engine cannot be copied or pickled: engine.save_checkpoint saves all of a run, "
-            "torch.save(engine.state_dict()) the weights; copy.deepcopy(engine.module) is a model of its own"
+            "overspill: two engines cannot hold the same weights: copy.deepcopy(engine) is a model of its own"
         )
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """A pickle has the model alone, as one of its class; a run's states are in its checkpoints."""
+        return self.module.__reduce_ex__(1)  # later protocols name the class of what is pickled
 
     def train(self, mode: bool = True) -> Engine:
         self.module.train(mode)

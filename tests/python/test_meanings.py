@@ -386,23 +386,7 @@ def test_a_model_whose_engine_was_closed_is_not_copied_or_saved(config):
     torch.save(copy.deepcopy(copied), io.BytesIO())
 
 
-def test_an_engine_is_not_copied_or_pickled(start):
-    engine = start(mlp())
-    for act in (copy.deepcopy, copy.copy, lambda e: torch.save(e, io.BytesIO())):
-        with pytest.raises(TypeError, match=r"cannot be copied or pickled: engine\.save_checkpoint saves"):
-            act(engine)
-
-
 # ---- what initialize is given
-
-
-def test_an_engine_is_no_module(start):
-    """What a Trainer says of `model=engine`."""
-    engine = start(mlp())
-    with pytest.raises(AttributeError, match=r"no _modules. It is no nn\.Module: give engine\.module"):
-        engine._modules  # noqa: B018
-    with pytest.raises(AttributeError, match="neither the engine nor its Sequential has 'get_lr'"):
-        engine.get_lr()
 
 
 @pytest.mark.parametrize(
