@@ -72,6 +72,9 @@ class Copies:
             self._sweep_from = max(_SWEEP_FROM, 2 * len(self._copies))
         return tensor
 
+    def has(self, tensor: torch.Tensor) -> bool:
+        return any(copy.tensor is tensor for copy in self._copies.values())
+
     def drop(self, key: Hashable) -> None:
         """The script's tensor is its own from now on."""
         self._copies.pop(key, None)

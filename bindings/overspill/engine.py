@@ -570,10 +570,10 @@ class Engine(nn.Module):
         return reading.weight(segment, dtype)
 
     def optimizer_state(self, parameter: nn.Parameter) -> dict[str, torch.Tensor]:
-        """Copies, in fp32 whatever their format, of the parameter's states, by torch's names for them; empty for a
-        frozen one. All ranks call it."""
+        """Copies of the parameter's states, by torch's names for them: in fp32 where the engine holds them, whatever
+        their format; empty for a frozen one. All ranks call it."""
         segment = self._segment(parameter)
-        if segment is None or not (segment.unit.trainable or segment.unit.trained_by_torch):
+        if segment is None or not segment.unit.is_trained:
             return {}
         with calls.Alone():  # all of one update
             return self.optimizer.states_of(segment)

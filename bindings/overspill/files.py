@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import tempfile
 from collections.abc import Sequence
@@ -11,6 +12,7 @@ from torch.utils.dlpack import from_dlpack
 
 from . import _core
 
+IN_MEMORY = "it stays in memory, as all that follow"  # a way out
 FROM = 1 << 20  # bytes; smaller tensors are plain memory
 
 
@@ -27,8 +29,8 @@ def tensor(
         with tempfile.TemporaryFile(dir=folder) as file:
             os.posix_fallocate(file.fileno(), 0, size)  # a full disk is an error here, not SIGBUS later
             memory = from_dlpack(_core.file_capsule(file.fileno(), size))
-    except OSError as error:
-        raise OSError(
-            error.errno, f"overspill: {what} ({size} bytes) in a file: {error.strerror}; {way_out}", folder
-        ) from None
+    except (OSError, MemoryError) as error:
+        number = getattr(error, "errno", None) or errno.ENOMEM
+        why = f"overspill: {what} ({size} bytes) in a file in {folder}: {os.strerror(number)}; {way_out}"
+        raise OSError(number, why, folder) from None
     return torch.empty(0, dtype=dtype).set_(memory.untyped_storage(), 0, shape, stride)

@@ -145,11 +145,11 @@ class ForeignOptimizer(OverspillOptimizer):
                 self.residency.core.use_gradients()
 
             left_out = not math.isfinite(norm) and self.on_nonfinite != "propagate"
-            culprit = gradients.first_not_finite() if left_out else ""
+            culprit = gradients.first_not_finite() if left_out else None
 
             def count() -> Outcome:
                 core = self.residency.core
-                made = core.skip_step() if culprit else core.step(hyper_parameters)
+                made = core.skip_step() if culprit is not None else core.step(hyper_parameters)
                 return Outcome(
                     made.step,
                     norm,
@@ -210,7 +210,7 @@ class ForeignOptimizer(OverspillOptimizer):
                     )
                 except OSError as error:
                     self._files = None
-                    warnings.warn(f"{error.strerror}: {error.filename}", stacklevel=6)
+                    warnings.warn(error.strerror, stacklevel=6)
                     return
                 self._in_files[kept] = None
                 states[name] = kept.copy_(value)

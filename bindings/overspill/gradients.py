@@ -17,12 +17,12 @@ from typing import Any
 
 import torch
 
-from . import place
+from . import given, place, reading
 from .boundary import counts
 from .copies import Copies
 from .divided import part_of
 from .ranks import RankError
-from .residency import Residency, Segment, get_grad, set_grad
+from .residency import Residency, Segment, get_grad, registry, set_grad
 from .units import DTYPES
 
 
@@ -73,6 +73,8 @@ class Gradients:
             return
         self._require_one_rank(f"setting the gradient of {s.name}")
         _check(s, value)
+        if id(value) in registry:  # a parameter, which may be released
+            value = reading.weight(registry[id(value)])
         self._take_up()
         self.copies.drop(s)
         self.graphs.discard(s)
@@ -147,8 +149,9 @@ class Gradients:
         cores = self.core.clip_grad_norm(math.inf)
         norm = math.hypot(cores, *(torch.linalg.vector_norm(gradient).item() for gradient in torchs))
         factor = limit / (norm + 1e-6)
-        if factor < 1:
-            self.core.clip_grad_norm(factor * (cores + 1e-6))
+        if math.isfinite(norm) and factor < 1:  # else the step is left out
+            if cores > 0:
+                self.core.clip_grad_norm(given.max_norm(factor * (cores + 1e-6)))
             for gradient in torchs:
                 gradient.mul_(factor)
         return norm
@@ -156,13 +159,15 @@ class Gradients:
     def _torchs(self) -> list[torch.Tensor]:
         return [gradient for s in self.by_torch if (gradient := get_grad(s.parameter)) is not None]
 
-    def first_not_finite(self) -> str:
-        """Of the gradients that are torch's: the parameter's name; empty: they have a norm, all of them."""
+    def first_not_finite(self) -> str | None:
+        """Where the norm is not finite: the name of the first parameter of torch's to blame; None: the engine's are."""
+        if not math.isfinite(self.core.grad_norm()):
+            return None
         for s in self.by_torch:
             gradient = get_grad(s.parameter)
             if gradient is not None and not torch.linalg.vector_norm(gradient).isfinite():
                 return s.name
-        return ""
+        return None
 
     def clear(self, set_to_none: bool = True) -> None:
         """What the script has is its own from now on; or zero, as what the engine has."""

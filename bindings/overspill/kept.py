@@ -18,9 +18,9 @@ from torch._C import DisableTorchFunction
 from . import files
 from .residency import Segment, registry
 
-_NODES = (
-    16  # of a function that torch makes of several; behind them lies what its other arguments are made of
-)
+# Nodes that are looked at behind a result: few functions have more, and behind them are the large graphs of what their
+# other arguments come from.
+_NODES = 16
 
 
 def put_into_files(result: Any, segments: Iterable[Segment]) -> None:
@@ -40,8 +40,8 @@ def _edges(result: Any) -> Iterator[tuple[Any, int, Segment]]:
     number, and the parameter's segment."""
     results = result if isinstance(result, (tuple, list)) else (result,)
     nodes = [each.grad_fn for each in results if isinstance(each, torch.Tensor) and each.grad_fn is not None]
-    seen = set(nodes)
-    while nodes and len(seen) <= _NODES:
+    seen, most = set(nodes), len(nodes) + _NODES
+    while nodes and len(seen) <= most:
         node = nodes.pop(0)
         for place, (before, _) in enumerate(node.next_functions):
             segment = registry.get(id(getattr(before, "variable", None)))
@@ -66,11 +66,16 @@ class _IntoFile:
         with DisableTorchFunction():
             try:
                 kept = files.tensor(
-                    gradient.shape, gradient.stride(), gradient.dtype, folder, what, "it stays in memory"
+                    gradient.shape,
+                    gradient.stride(),
+                    gradient.dtype,
+                    folder,
+                    what,
+                    files.IN_MEMORY,
                 )
             except OSError as error:
                 self.segment.unit.residency.folder = None
-                warnings.warn(f"{error.strerror}: {error.filename}", stacklevel=2)
+                warnings.warn(error.strerror, stacklevel=2)
                 return None
             kept.copy_(gradient)
         self.segment.unit.residency.freed.add(self.segment.bytes)

@@ -21,8 +21,7 @@ def check(model: nn.Module, units: Iterable[Unit]) -> None:
             for parameter in module._parameters.values():
                 if parameter is not None and parameter.requires_grad and _is_new(parameter):
                     raise RuntimeError(_text(model))
-        trained = [unit for unit in units if unit.trainable or unit.trained_by_torch]
-        _check_frozen([s for unit in trained for s in unit.segments])
+        _check_frozen([s for unit in units if unit.is_trained for s in unit.segments])
 
 
 def _check_frozen(segments: list[Segment]) -> None:

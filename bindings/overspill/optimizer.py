@@ -291,13 +291,16 @@ class OverspillOptimizer(torch.optim.Optimizer):
 
     @state.setter
     def state(self, states: Any) -> None:
-        if self._states is not None and states is not self._states:  # None: torch's, at the beginning
-            self._states.replace(states)
+        if self._states is None or states is self._states:  # None: torch's, at the beginning
+            return
+        self._states = self._states.replaced(states)
+        if self.user is not None:
+            self.user.state = self._states
 
     def loaded(self) -> None:
         """States are others now: what scripts have of those of before is their own."""
         if self._states is not None:
-            self._states.copies.clear()
+            self._states.forget()
 
     def settle(self) -> None:
         """What scripts wrote into states is the engine's. Inside calls.Alone."""

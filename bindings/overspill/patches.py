@@ -88,9 +88,9 @@ def enter_saved_tensors_hooks(self: graph.saved_tensors_hooks) -> None:
 
 
 def owners_of(parameters: Iterable[Any]) -> set[Residency]:
-    """The engines that train some of these."""
+    """The engines of those of these that are trained."""
     segments = [registry[id(p)] for p in parameters if id(p) in registry]
-    return {s.unit.residency for s in segments if s.unit.trainable}
+    return {s.unit.residency for s in segments if s.unit.is_trained}
 
 
 def owner_of_all(parameters: Iterable[Any]) -> Residency | None:
@@ -120,6 +120,10 @@ def clip_grad_norm_(
     parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     owners = owners_of(parameters)
     if not owners:
+        return _clip_grad_norm(parameters, max_norm, norm_type, error_if_nonfinite, foreach)
+    if not any(map(_with_gradient, parameters)):
+        for owner in owners:
+            owner.gradients.clip_by_hand()
         return _clip_grad_norm(parameters, max_norm, norm_type, error_if_nonfinite, foreach)
     owner = owner_of_all(parameters) if float(norm_type) == 2.0 else None
     if owner is None:
@@ -172,7 +176,7 @@ def zero_grad(self: nn.Module, set_to_none: bool = True) -> None:
         return _zero_grad(self, set_to_none)
     whole = set()
     for owner in owners:
-        absent = [s for s in owner.segments if s.unit.trainable and id(s.parameter) not in mine]
+        absent = [s for s in owner.segments if s.unit.is_trained and id(s.parameter) not in mine]
         with calls.Alone(), DisableTorchFunction():
             if not absent or not (owner.gradients.used or any(s.has_gradient() for s in absent)):
                 owner.clear_gradients("model.zero_grad()", set_to_none)

@@ -52,10 +52,16 @@ def copy(segment: Segment) -> torch.Tensor:
     try:
         with torch.inference_mode(False), DisableTorchFunction():
             out = files.tensor(
-                segment.shape, segment.stride, segment.unit.dtype, owner.folder, what, "it is in memory"
+                segment.shape,
+                segment.stride,
+                segment.unit.dtype,
+                owner.folder,
+                what,
+                files.IN_MEMORY,
             )
     except OSError as error:
-        warnings.warn(f"{error.strerror}: {error.filename}", stacklevel=2)
+        owner.folder = None
+        warnings.warn(error.strerror, stacklevel=2)
         return weight(segment)
     with torch.inference_mode(False), DisableTorchFunction():
         read(segment, out)

@@ -184,6 +184,7 @@ class Unit:
         "generation",
         "holders",
         "index",
+        "is_trained",
         "key",
         "lease",
         "lent",
@@ -200,6 +201,7 @@ class Unit:
         self.residency, self.core, self.index = residency, residency.core, index
         self.name, self.dtype, self.trainable = spec.name, spec.dtype, spec.trainable
         self.trained_by_torch = spec.trained_by_torch
+        self.is_trained = self.trainable or self.trained_by_torch
         self.flat, self.key, self.shown, self.pins, self.generation = None, 0, False, 0, 0
         self.lease: Any = None
         self.holders = 0
@@ -318,8 +320,7 @@ def show(unit: Unit) -> None:
     stale = [s for s in unit.segments if s.edited()]
     if stale:
         _refuse_writes(stale)
-    is_frozen = not (unit.trainable or unit.trained_by_torch)
-    if is_frozen and any(s.parameter.requires_grad for s in unit.segments):
+    if not unit.is_trained and any(s.parameter.requires_grad for s in unit.segments):
         names = ", ".join(s.name for s in unit.segments if s.parameter.requires_grad)
         raise RuntimeError(
             f"overspill: {names}: frozen at overspill.initialize, but requires_grad is True now: set requires_grad "

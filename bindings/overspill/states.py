@@ -7,6 +7,9 @@ format holds the states.
 
 from __future__ import annotations
 
+import copy
+import weakref
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping, MutableMapping
 from typing import Any
 
@@ -33,6 +36,8 @@ class States(MutableMapping):
         self.copies = Copies(_as_held, self._take, self._give)
         self._seen = counts(residency.core)  # the updates that copies show
         self._others: dict[Any, dict] = {}  # of parameters without elements
+        self._given: weakref.WeakValueDictionary[Segment, StateOf] = weakref.WeakValueDictionary()
+        self._is_replaced = False
 
     # ---- as a dict
 
@@ -40,23 +45,26 @@ class States(MutableMapping):
         segment = self._segment(parameter)
         if segment is None:
             return self._others.setdefault(parameter, {})
-        return StateOf(self, segment)
+        given = self._given.get(segment)
+        if given is None:
+            given = self._given[segment] = StateOf(self, segment)
+        return given
 
     def __setitem__(self, parameter: nn.Parameter, state: Mapping) -> None:
         segment = self._segment(parameter)
         if segment is None:
             self._others[parameter] = dict(state)
             return
-        own, values = StateOf(self, segment), dict(state)
+        values = dict(state)
         for name, value in values.items():
-            own.check(name, value)
-        own.clear()
-        own.update(values)
+            StateOf(self, segment).check(name, value)
+        self._throw_away(segment)
+        self[parameter].update(values)
 
     def __delitem__(self, parameter: nn.Parameter) -> None:
         if parameter not in self:
             raise KeyError(parameter)
-        self[parameter].clear()
+        self._throw_away(self._segment(parameter))
 
     def __iter__(self) -> Iterator[nn.Parameter]:
         return iter([s.parameter for s in self._segments() if self.has(s)])
@@ -70,27 +78,46 @@ class States(MutableMapping):
 
     def clear(self) -> None:
         for segment in self._segments():
-            StateOf(self, segment).clear()
+            self._throw_away(segment)
 
     def __repr__(self) -> str:
         return repr({parameter: dict(self[parameter]) for parameter in self})
 
-    def replace(self, states: Mapping) -> None:
-        """`optimizer.state = states`."""
+    def __deepcopy__(self, memo: dict) -> dict:
+        return copy.deepcopy({parameter: dict(self[parameter]) for parameter in self}, memo)
+
+    def __reduce__(self) -> Any:
+        return _pickled({parameter: dict(self[parameter]) for parameter in self})
+
+    def replaced(self, states: Mapping) -> States:
+        """`optimizer.state = states`: the ones that take the place of these."""
         given = {parameter: dict(state) for parameter, state in states.items()}
         self.clear()
-        self.update(given)
+        names = {ours: theirs for theirs, ours in self.names.items()}
+        new = States(self.groups, names, self.residency, self.ranks)
+        new.update(given)
+        self._is_replaced = True
+        return new
+
+    def _throw_away(self, segment: Segment) -> None:
+        """What the script has of the parameter's dict is its own, with the tensors that are there."""
+        given = self._given.pop(segment, None)
+        if given is not None:
+            given.leave()
+        StateOf(self, segment).clear()
 
     # ---- what the optimizer does with them; inside calls.Alone
 
     def settle(self) -> None:
         """The engine has what the script wrote."""
+        now = counts(self.residency.core)
         if self.copies:
             with DisableTorchFunction():
-                if self._seen == counts(self.residency.core):
+                if self._seen == now:
                     self.copies.settle_all()
                 else:  # Ctrl-C has kept an update from telling
-                    self.updated()
+                    self.copies.renew_all()
+        self._seen = now
 
     def updated(self) -> None:
         """Scripts see what an update has made of them."""
@@ -99,14 +126,26 @@ class States(MutableMapping):
                 self.copies.renew_all()
         self._seen = counts(self.residency.core)
 
+    def forget(self) -> None:
+        """States are others now: what scripts have of those of before is their own."""
+        self.copies.clear()
+        self._seen = counts(self.residency.core)
+
     # ---- for StateOf
 
     def has(self, segment: Segment) -> bool:
         """As torch has them: from the first update on; Adagrad's from the beginning."""
         self.require()
+        if not self.names:
+            return False
         return "sum" in self.names or self.residency.core.updates_of(segment.unit.index, segment.index) > 0
 
     def require(self) -> None:
+        if self._is_replaced:
+            raise RuntimeError(
+                "overspill: this optimizer.state was replaced by another, and the engine holds one set of states: take "
+                "copy.deepcopy(optimizer.state) before you assign optimizer.state"
+            )
         if self.residency.closed:
             raise RuntimeError(f"overspill: {self.residency.closed}")
         if self.ranks > 1:
@@ -139,12 +178,14 @@ class States(MutableMapping):
         if name != "step":
             moments.write(segment, self.names[name], held.as_strided(segment.shape, segment.stride))
             return
-        step = moments.count_of(held.item(), segment)
-        self.residency.core.set_updates_of(segment.unit.index, segment.index, step)
+        self.set_updates(segment, moments.count_of(held.item(), segment))
+
+    def set_updates(self, segment: Segment, count: int) -> None:
+        self.residency.core.set_updates_of(segment.unit.index, segment.index, count)
 
     def _give(self, key: tuple[Segment, str], tensor: torch.Tensor) -> bool:
         segment, name = key
-        if not self.has(segment):
+        if not self.has(segment) or torch._debug_has_internal_overlap(tensor) == 1:
             return False
         tensor.detach().copy_(self.fetch(segment, name))
         return True
@@ -155,8 +196,14 @@ class StateOf(MutableMapping):
 
     def __init__(self, states: States, segment: Segment):
         self._states, self._segment = states, segment
+        self._own: dict[str, torch.Tensor] | None = None  # since the parameter's states were thrown away
+
+    def leave(self) -> None:
+        self._own = dict(self)
 
     def __getitem__(self, name: str) -> torch.Tensor:
+        if self._own is not None:
+            return self._own[name]
         states, segment = self._states, self._segment
         if name not in self._names() or not states.has(segment):
             raise KeyError(name)
@@ -170,30 +217,50 @@ class StateOf(MutableMapping):
             return found
 
     def __setitem__(self, name: str, value: Any) -> None:
+        if self._own is not None:
+            self._own[name] = value
+            return
         self.check(name, value)
-        states, key = self._states, (self._segment, name)
+        if value is None:
+            return self.clear()
+        states, segment, key = self._states, self._segment, (self._segment, name)
+        if id(value) in registry:  # a parameter, which may be released
+            value = reading.weight(registry[id(value)])
+        elif states.copies.has(value):  # the engine has one state for each
+            value = value.clone()
         with calls.Alone(), torch.inference_mode(False), DisableTorchFunction():
             calls.refuse_update(states.residency, "a write into optimizer.state")
             states.settle()
             states.copies.drop(key)
             tensor = value if isinstance(value, torch.Tensor) else torch.tensor(float(value))
             states._take(key, _as_held(key, tensor))
+            if not states.counted and not states.has(segment):  # SGD: as after a step
+                states.set_updates(segment, 1)
             states.copies.keep(key, tensor, tensor)
 
     def __delitem__(self, name: str) -> None:
+        if self._own is not None:
+            del self._own[name]
+            return
         raise ValueError(
             f"overspill: del optimizer.state[p][{name!r}] of {self._segment.name}: the engine has all states of a "
             "parameter, or none: optimizer.state[p].clear() starts them anew"
         )
 
     def __iter__(self) -> Iterator[str]:
+        if self._own is not None:
+            return iter(self._own)
         return iter(self._names() if self._states.has(self._segment) else ())
 
     def __len__(self) -> int:
+        if self._own is not None:
+            return len(self._own)
         return len(self._names()) if self._states.has(self._segment) else 0
 
     def clear(self) -> None:
         """As before the first update."""
+        if self._own is not None:
+            return self._own.clear()
         states, segment = self._states, self._segment
         states.require()
         with calls.Alone(), torch.inference_mode(False), DisableTorchFunction():
@@ -215,17 +282,44 @@ class StateOf(MutableMapping):
             )
         if name == "step":
             moments.count_of(float(value), segment)
+        elif value is None and names == ("momentum_buffer",):
+            return  # torch's SGD starts it anew
         elif not isinstance(value, torch.Tensor) or value.shape != segment.shape:
             what = tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
             raise ValueError(
                 f"overspill: optimizer.state[p][{name!r}] of {segment.name} is {tuple(segment.shape)}, not {what}"
             )
+        elif torch._debug_has_internal_overlap(value) == 1:
+            raise ValueError(
+                f"overspill: optimizer.state[p][{name!r}] of {segment.name}: elements of this tensor share memory "
+                "(expand), and a step writes into each: give value.clone()"
+            )
+
+    def copy(self) -> dict:
+        return dict(self)
+
+    __copy__ = copy
+
+    def __deepcopy__(self, memo: dict) -> dict:
+        return copy.deepcopy(dict(self), memo)
+
+    def __reduce__(self) -> Any:
+        return _pickled(dict(self))
+
+    def __ior__(self, other: Mapping) -> StateOf:
+        self.update(other)
+        return self
 
     def __repr__(self) -> str:
         return repr(dict(self))
 
     def _names(self) -> tuple[str, ...]:
         return (*self._states.counted, *self._states.names) if self._states.names else ()
+
+
+def _pickled(entries: dict) -> Any:
+    """As a dict that torch.load opens without a permission of its own."""
+    return OrderedDict, (), None, None, iter(entries.items())
 
 
 def _as_held(key: tuple[Segment, str], tensor: torch.Tensor) -> torch.Tensor:

@@ -1,5 +1,6 @@
 """Habits: the optimizer's states, by parameter and by name."""
 
+import copy
 from collections import defaultdict
 
 import torch
@@ -91,6 +92,40 @@ def states_are_counted(model, optimizer):
         [p in optimizer.state for p in model.parameters()],
         [optimizer.state.get(p, {}).get("max_exp_avg_sq") for p in model.parameters()],
     )
+
+
+@each
+def states_are_taken_out_and_put_back(model, optimizer):
+    for p in model.parameters():
+        optimizer.state[p] = optimizer.state.pop(p)
+    aside = optimizer.state[model[0].weight]
+    optimizer.state[model[0].weight] = {}
+    optimizer.state[model[0].weight] = aside
+    return len(optimizer.state)
+
+
+def states_are_kept_aside_over_a_step(model, optimizer):
+    aside = optimizer.state[model[0].weight]
+    copied = copy.deepcopy(optimizer.state[model[2].weight]), copy.copy(optimizer.state[model[2].bias])
+    del optimizer.state[model[0].weight]
+    losses = train(model, optimizer, 1)
+    optimizer.state[model[0].weight] = aside
+    optimizer.state[model[2].weight] = copied[0]
+    optimizer.state[model[2].bias].update(copied[1])
+    return losses
+
+
+with_states(states_are_kept_aside_over_a_step, "states_are_kept_aside_of_adamw", **ADAM)
+with_states(states_are_kept_aside_over_a_step, "states_are_kept_aside_of_sgd", **SGD)
+
+
+@each
+def a_weight_becomes_a_state(model, optimizer):
+    for state, p in ((optimizer.state[p], p) for p in model.parameters()):
+        name = [name for name in state if name != "step"][-1]
+        state[name] = p.data.clone().abs_()
+        state |= {name: state[name] * 0.5}
+    return [{name: value.clone() for name, value in optimizer.state[p].items()} for p in model.parameters()]
 
 
 @each
@@ -191,3 +226,45 @@ def a_state_that_is_deleted(make):
     model, optimizer = make(**ADAM)
     train(model, optimizer, 1)
     del optimizer.state[model[0].weight]["exp_avg"]
+
+
+@habit
+def momentum_before_the_first_step(make):
+    model, optimizer = make(kind=torch.optim.SGD, lr=0.1, momentum=0.9, dampening=0.5)
+    for p in model.parameters():
+        optimizer.state[p]["momentum_buffer"] = torch.ones_like(p)
+    seen = [len(optimizer.state), [sorted(state) for state in optimizer.state.values()]]
+    return seen, train(model, optimizer, 3)
+
+
+@habit
+def momentum_that_is_dropped(make):
+    model, optimizer = make(**SGD)
+    train(model, optimizer, 2)
+    for p in model.parameters():
+        optimizer.state[p]["momentum_buffer"] = None
+    return train(model, optimizer, 3)
+
+
+@habit
+def states_of_plain_sgd(make):
+    model, optimizer = make(kind=torch.optim.SGD, lr=0.1)
+    train(model, optimizer, 2)
+    return len(optimizer.state), [p in optimizer.state for p in model.parameters()]
+
+
+@habit
+def a_released_parameter_becomes_a_state(make):
+    model, optimizer = make(**SGD)
+    train(model, optimizer, 1)
+    optimizer.state[model[2].bias]["momentum_buffer"] = model[2].bias
+    return optimizer.state[model[2].bias]["momentum_buffer"].clone()
+
+
+@habit
+def a_released_parameter_becomes_a_gradient(make):
+    model, optimizer = make(**SGD)
+    loss_of(model).backward()
+    model[2].bias.grad = model[2].bias.detach().clone()
+    model[0].bias.grad = torch.nn.Parameter(model[0].bias.detach().clone(), requires_grad=False)
+    optimizer.step()

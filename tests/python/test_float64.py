@@ -57,7 +57,10 @@ def expected(model, optimizer, clipping, accumulation, spoilt):
 @pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize("make", [Mixed, double])
 @pytest.mark.parametrize("kind", [adamw, sgd, None])
-def test_the_loop_of_an_engine_is_torchs(start, kind, make, accumulation, clipping, placement):
+@pytest.mark.parametrize(
+    ("bad", "where"), [(torch.nan, "second"), (torch.inf, "second"), (torch.inf, "first")]
+)
+def test_the_loop_of_an_engine_is_torchs(start, kind, make, accumulation, clipping, placement, bad, where):
     model = make()
     plain = copy.deepcopy(model)
     engine = start(
@@ -71,7 +74,7 @@ def test_the_loop_of_an_engine_is_torchs(start, kind, make, accumulation, clippi
         for j in range(accumulation):
             engine.backward(loss_of(model, i * accumulation + j))
             if i == 2:
-                model.second.bias.grad[0] = torch.nan
+                getattr(model, where).bias.grad[0] = bad
             engine.step()
         assert engine.last_step.skipped == (i == 2)
         assert model.second.weight.grad is None
@@ -131,6 +134,44 @@ def test_what_the_engine_tells_of_it(start):
     assert set(engine.optimizer_state(weight)) == {"step", "exp_avg", "exp_avg_sq"}
     assert engine.optimizer_state(weight)["exp_avg"].dtype is torch.float64
     assert torch.equal(engine.weight(weight), weight)
+
+
+def test_clearing_one_half_leaves_the_other(start):
+    model = Mixed()
+    engine = start(model)
+    loss_of(model, 0).backward()
+    model.first.zero_grad()
+    assert model.first.weight.grad is None and model.second.weight.grad.any()
+    loss_of(model, 0).backward()
+    model.second.zero_grad()
+    assert model.second.weight.grad is None and model.first.weight.grad.any()
+    engine.zero_grad()
+
+
+@pytest.mark.parametrize("make", [Mixed, double])
+@pytest.mark.parametrize("clip", [nn.utils.clip_grad_norm_, nn.utils.clip_grad_value_])
+def test_a_clip_of_the_script_takes_the_place_of_the_configured_one(start, make, clip):
+    model = make()
+    plain = copy.deepcopy(model)
+    optimizer = start(model, sgd(model), clipping=1e-3).optimizer
+    for each, stepped in ((model, optimizer), (plain, sgd(plain))):
+        (100 * loss_of(each, 0)).backward()
+        clip(each.second.parameters(), 10.0)
+        stepped.step()
+    for name, value in model.state_dict().items():
+        assert torch.allclose(value, plain.state_dict()[name], rtol=1e-5), name
+
+
+def test_a_norm_that_overflows_leaves_the_step_out(start):
+    model = double()
+    engine = start(model)
+    loss_of(model, 0).backward()
+    for p in model.parameters():
+        p.grad.fill_(1e154)
+    before = model.second.weight.detach().clone()
+    with pytest.warns(UserWarning, match="has an inf or a NaN"):
+        engine.step()
+    assert engine.last_step.skipped and torch.equal(model.second.weight, before)
 
 
 def test_clearing_reaches_it(start):

@@ -1,5 +1,8 @@
 """optimizer.state of an optimizer that the engine updates. What scripts do with it is compared in test_habits.py."""
 
+import copy
+import io
+
 import pytest
 import torch
 from torch import nn
@@ -37,8 +40,6 @@ def test_what_is_written_between_backward_and_a_guessed_step_counts(start):
                 optimizer.state[model[2].weight]["step"].fill_(1)
             optimizer.step()
         ends.append(dict(model.state_dict()))
-        if speculate:
-            assert engine.stats()["guesses_taken"] > 0
     assert all(torch.equal(ends[0][name], value) for name, value in ends[1].items())
 
 
@@ -89,6 +90,8 @@ def test_a_checkpoint_and_a_state_dict_have_what_was_written(start, tmp_path):
     assert torch.equal(engine.optimizer_state(weight)["exp_avg"], torch.full((16, 16), 0.25))
     assert (held == 0.5).all(), "the script's own since the load"
     held.fill_(2.0)
+    engine.optimizer.state[weight]["exp_avg"].fill_(0.125)
+    assert (engine.optimizer_state(weight)["exp_avg"] == 0.125).all()
     step(model, engine.optimizer)
     assert engine.optimizer_state(weight)["exp_avg"].abs().max() < 1
 
@@ -118,6 +121,34 @@ def test_the_users_optimizer_has_them_too(start):
     assert own.state is engine.optimizer.state and len(own.state) == 8
 
 
+def test_states_that_were_replaced_say_so(start):
+    model = net()
+    engine = start(model)
+    step(model, engine.optimizer)
+    old = engine.optimizer.state
+    engine.optimizer.state = {}
+    assert len(engine.optimizer.state) == 0
+    with pytest.raises(RuntimeError, match=r"was replaced by another.*copy\.deepcopy\(optimizer\.state\)"):
+        engine.optimizer.state = old
+
+
+def test_copies_of_the_dicts_are_plain(start):
+    model = net()
+    engine = start(model)
+    step(model, engine.optimizer)
+    state = engine.optimizer.state
+    expected = state[model[0].weight]["exp_avg"].clone()
+    file = io.BytesIO()
+    torch.save(state[model[0].weight], file)
+    file.seek(0)
+    for made in (
+        next(iter(copy.deepcopy(state).values())),
+        copy.copy(state[model[0].weight]),
+        torch.load(file),
+    ):
+        assert isinstance(made, dict) and torch.equal(made["exp_avg"], expected)
+
+
 def test_where_they_are_refused(start):
     model = net()
     engine = start(model)
@@ -131,6 +162,8 @@ def test_where_they_are_refused(start):
     state.ranks = 1
     with pytest.raises(ValueError, match=r"step = -1\.0 of 0\.weight is not a count of updates"):
         state[model[0].weight]["step"] = torch.tensor(-1.0)
+    with pytest.raises(ValueError, match=r"elements of this tensor share memory \(expand\).*clone"):
+        state[model[0].weight]["exp_avg"] = torch.zeros(1).expand(16, 16)
     engine.close()
     with pytest.raises(RuntimeError, match="closed"):
         state[model[0].weight]["exp_avg"]
