@@ -459,8 +459,14 @@ def _read_json(path: Any) -> dict:
         with Path(path).open(encoding="utf-8") as file:
             data = parse_json(file.read())
     except TypeError:
+        swapped = hasattr(path, "param_groups")  # as in DeepSpeed's initialize
         raise ConfigError(
             f"config: a dict, a path or a Config is expected, not {type(path).__name__}"
+            + (
+                "; the optimizer is the third argument: initialize(model, config, optimizer)"
+                if swapped
+                else ""
+            )
         ) from None
     except OSError as error:
         raise ConfigError(f"config: cannot read {os.fspath(path)}: {error.strerror}") from None

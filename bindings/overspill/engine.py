@@ -23,6 +23,7 @@ from . import (
     calls,
     divided,
     given,
+    giving,
     hooks,
     newcomers,
     patches,
@@ -221,17 +222,20 @@ class Engine(nn.Module):
     ):
         taken = [name for name, p in model.named_parameters() if id(p) in registry]
         if taken:
-            raise ValueError(f"overspill: {taken[0]} belongs to another engine")
+            raise ValueError(
+                f"overspill: {taken[0]} belongs to another engine: go on with that one, or make the model anew "
+                "(copy.deepcopy(model) is a model of its own)"
+            )
         closed = hooks.closed_part(model)
         if closed is not None:
             raise ValueError(
                 f"overspill: the engine of {closed} was closed, and its weights are gone: make the model anew"
             )
-        grown = [name for name, p in model.named_parameters() if p.grad is not None]
-        if grown:
+        grown = {name: p for name, p in model.named_parameters() if p.grad is not None}
+        if grown and (group or model_group):
             raise ValueError(
-                f"overspill: {grown[0]} has a gradient already: call model.zero_grad() before "
-                "overspill.initialize"
+                f"overspill: {next(iter(grown))} has a gradient already, and no rank of several has whole ones: call "
+                "model.zero_grad() before overspill.initialize"
             )
         shared = given.in_shared_memory(model)
         if shared is not None:
@@ -279,6 +283,9 @@ class Engine(nn.Module):
         end = self._end = End((group, model_group))
         core = end.core = _core.Engine(units, flat, group, model_group, self._place.given, nccl)
         try:
+            gradients = {name: p.grad for name, p in grown.items()}
+            for parameter in grown.values():
+                parameter.grad = None
             values = materialise(model, specs, groups.groups, self._place, core)
             self._residency = end.owner = Residency(
                 core,
@@ -303,6 +310,8 @@ class Engine(nn.Module):
             self.optimizer.before_step = functools.partial(newcomers.check, model, self._residency.units)
             self.optimizer.keeps_gradients = _weakly(self._leaves_gradients, True)
             self._residency.clearing = weakref.WeakMethod(self._clear_gradients)
+            for name, gradient in gradients.items():
+                model.get_parameter(name).grad = gradient
             if config.engine.speculate:
                 self._residency.expect_step = _weakly(self.optimizer.expect_step)
         except BaseException as error:
@@ -735,6 +744,27 @@ class Engine(nn.Module):
                 f"overspill: {folder} was replaced while it was read: the weights are those that are there now, the "
                 "counts, rates, buffers and scheduler are as they were; load a checkpoint again before training"
             )
+
+    def give_back(self) -> nn.Module:
+        """Ends the engine as `close` does, and leaves the weights in its module, which is a plain model from then on.
+        Gradients and the optimizer's states are gone. Returns it. Large weights
+        lie in files without a name where the engine has a disk (docs/scripts.md), else in memory. Views of the weights
+        that were taken before stay as they are. One rank, on the CPU. Raises RuntimeError inside a forward, a
+        `gathered` block or a step, MemoryError where there is no room; then the engine lives on. Where Ctrl-C breaks it
+        off, another call finishes it."""
+        if self._group is not None or self.world_size > 1 or not self._place.on_host:
+            raise RuntimeError(
+                "overspill: give_back is for an engine of one rank on the CPU: save engine.state_dict(), and load it "
+                "into a new model"
+            )
+        with calls.Alone():
+            if self._residency.why_closed is not giving.GIVEN:
+                giving.check_room(self._residency)
+                calls.start_update(self._residency, "engine.give_back")
+                giving.give(self.module, self._residency)
+            if not self._end.over:
+                self._end()
+        return self.module
 
     def close(self) -> None:
         """Ends the engine; the model's parameters stay NaN. Called by itself when the engine, its optimizer and its

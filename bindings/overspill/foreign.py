@@ -93,10 +93,11 @@ class ForeignOptimizer(OverspillOptimizer):
         self.clipping, self._files = clipping, folder
         self._in_files = WeakIdKeyDictionary()  # states
         self._one_by_one = type(user) in _BY_PARAMETER
-        where = "one unit after the other" if self._one_by_one else "over the whole model"
+        where = "one part of the model after the other" if self._one_by_one else "over the whole model"
         warnings.warn(
             f"overspill: the engine has no update of {groups.foreign}: {type(user).__qualname__}'s own code makes the "
-            f"steps, {where}; exact, slower, and its states are beside the engine's budget (docs/scripts.md)",
+            f"steps, {where}. They are exact, and slower; its states are not counted in the budget. Nothing needs to "
+            "be done (docs/scripts.md, Optimizers)",
             stacklevel=5,
         )
 

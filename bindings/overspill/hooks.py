@@ -288,6 +288,17 @@ def attach(model: nn.Module, owner: Residency, specs: list[UnitSpec], life: Any 
             owner.gradient_hooks.append(hook)
 
 
+def detach(model: nn.Module) -> None:
+    """What `attach` put on the modules is gone; hooks of others stay."""
+    for module in model.modules():
+        mine = {
+            key for name in _HOOKS for key, hook in getattr(module, name, {}).items() if _is_engines(hook)
+        }
+        for name in (*_HOOKS, *_OPTIONS):
+            for key in mine & getattr(module, name, {}).keys():
+                del getattr(module, name)[key]
+
+
 def closed_part(model: nn.Module) -> str | None:
     """The name of a module whose engine was closed: its weights are gone."""
     for name, module in model.named_modules():

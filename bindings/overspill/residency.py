@@ -615,7 +615,11 @@ class Residency:
         self.core, self.place, self.calls = core, where, 0
         self.gradients, self.folder = held, folder
         self.freed = heap.Freed()
-        self.closed: str | None = None  # why its weights are gone
+        self.closed: str | None = None  # why it cannot be used any more
+        self.why_closed = (
+            "the engine of this model is closed; its weights are gone: make model and engine anew, and load a "
+            "checkpoint (engine.give_back() in place of close() leaves the weights in the model)"
+        )
         self.current = True  # units know the generation of their weights
         self.spoiled = False  # a train_batch that was broken off has left gradients
         self.expect_step: Callable[[], None] | None = None  # before each training pass, with speculation
@@ -713,10 +717,7 @@ class Residency:
         May be called again: it does what Ctrl-C kept it from."""
         if self.is_of_a_parent():
             return
-        self.closed = (
-            "the engine of this model is closed; its weights are gone: make model and engine anew, and load a "
-            "checkpoint"
-        )
+        self.closed = self.why_closed
         failure: BaseException | None = None
         self.gradients.forget()
         try:

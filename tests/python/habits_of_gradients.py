@@ -521,3 +521,18 @@ def sub_with_a_zeroed_gradient(model):
 def an_assigned_weight(model):
     for p in model.parameters():
         p.data = p.data - 0.1 * p.grad
+
+
+@habit
+def gradients_of_before(make):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    loss_of(model, 7).backward()
+    model[0].bias.grad = None
+    model, optimizer = make.hand_over(model, optimizer)
+    seen = [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+    optimizer.step()
+    loss_of(model, 1).backward()
+    optimizer.step()
+    return seen, train(model, optimizer, 2)

@@ -45,7 +45,7 @@ def test_weights_in_half_precision_are_those_of_torch(start, placement, kind):
 def test_it_is_said_once(start):
     model = net()
     with pytest.warns(
-        UserWarning, match=r"no update of torch\.optim\.\w+\.RMSprop.*one unit after the other"
+        UserWarning, match=r"no update of torch\.optim\.\w+\.RMSprop.*one part of the model after the other"
     ) as told:
         engine = start(model, torch.optim.RMSprop(model.parameters()))
     train(model, engine.optimizer)
