@@ -522,8 +522,13 @@ void Engine::written(int32_t unit, int32_t segment, std::span<const std::byte> d
     const Rounds::Change changing(m.rounds, lock);
     m.updater.quiesce(lock);
     ++m.context.units[unit].generation;
+    // A lease that is older than the weight has memory of its own. Of a device's memory `data` is a copy: who
+    // writes there holds the block of now, if anybody does.
     const Block* block = m.context.units[unit].block;
-    const bool is_leased_now = block != nullptr && data.data() == block->device + s.begin * u.element_bytes;
+    const bool on_host = m.context.device().shares_host_memory();
+    const bool is_leased_now =
+        block != nullptr &&
+        (on_host ? data.data() == block->device + s.begin * u.element_bytes : block->leases > 0);
     if (!is_leased_now) m.gatherer.invalidate(lock, std::span(&unit, 1));
   }
   const bool in_place = m.context.units[unit].home != nullptr &&
