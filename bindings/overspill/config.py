@@ -135,7 +135,8 @@ class _Section(BaseModel, metaclass=_Named):
     def __setattr__(self, name: str, value: Any) -> None:
         kind = type(self)
         if name not in kind.model_fields:
-            raise ConfigError(_unknown(name, name, value, kind))
+            whose = "; the model's own configuration is engine.module.config" if kind is Config else ""
+            raise ConfigError(_unknown(name, name, value, kind) + whose)
         try:
             super().__setattr__(name, value)
         except ValidationError as error:

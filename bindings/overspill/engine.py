@@ -232,6 +232,12 @@ class Engine(nn.Module):
                 f"overspill: the engine of {closed} was closed, and its weights are gone: make the model anew"
             )
         grown = {name: p for name, p in model.named_parameters() if p.grad is not None}
+        frozen = next((name for name, p in grown.items() if not p.requires_grad), None)
+        if frozen is not None:
+            raise ValueError(
+                f"overspill: {frozen} is frozen, and has a gradient already, with which torch would train it: call "
+                "model.zero_grad() before overspill.initialize"
+            )
         if grown and (group or model_group):
             raise ValueError(
                 f"overspill: {next(iter(grown))} has a gradient already, and no rank of several has whole ones: call "
@@ -283,7 +289,10 @@ class Engine(nn.Module):
         end = self._end = End((group, model_group))
         core = end.core = _core.Engine(units, flat, group, model_group, self._place.given, nccl)
         try:
-            gradients = {name: p.grad for name, p in grown.items()}
+            gradients = {
+                name: p.grad if p.grad.layout is torch.strided else p.grad.to_dense()
+                for name, p in grown.items()
+            }
             for parameter in grown.values():
                 parameter.grad = None
             values = materialise(model, specs, groups.groups, self._place, core)
@@ -330,13 +339,14 @@ class Engine(nn.Module):
         )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.forward(*args, **kwargs)  # which a script may have replaced
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
         try:
             return self.module(*self._place.put(args), **self._place.put(kwargs))
         except BaseException:
             calls.check(sys._getframe())  # torch's hooks do not see KeyboardInterrupt
             raise
-
-    forward = __call__
 
     @property
     def device(self) -> torch.device:
@@ -366,13 +376,22 @@ class Engine(nn.Module):
             raise AttributeError(f"overspill: neither the engine nor its {kind} has {name!r}") from None
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in _OWN:
+        if value is self:
+            raise ValueError(f"overspill: engine.{name} = engine: a model cannot be a part of itself")
+        is_part = isinstance(value, (nn.Parameter, nn.Module))
+        if name in _OWN or (name in self._own_names and not is_part):
             object.__setattr__(self, name, value)
         else:
             setattr(self.module, name, value)
 
     def __delattr__(self, name: str) -> None:
-        delattr(self.module, name)
+        if name in self.__dict__:
+            object.__delattr__(self, name)
+        else:
+            delattr(self.module, name)
+
+    def __repr__(self) -> str:
+        return repr(self.module)
 
     def __dir__(self) -> list[str]:
         return sorted({*object.__dir__(self), *dir(self.module)})
@@ -436,6 +455,8 @@ class Engine(nn.Module):
         """Makes up for what Ctrl-C broke off: counts, and steps the scheduler, for the update that has begun, if the
         core has made it; clears the gradients that a train_batch left. Calls of the engine that depend on these begin
         with this. RuntimeError where another thread is inside the update."""
+        if self._residency.closed:
+            raise RuntimeError(f"overspill: {self._residency.closed}")
         if self._boundary is not None:
             self._count()
         calls.clear_spoiled(self._residency)
@@ -711,6 +732,7 @@ class Engine(nn.Module):
         read.check(buffers, self.optimizer.param_groups)
         with calls.Alone():
             calls.start_update(self._residency, "engine.load_checkpoint")
+            self.optimizer.leave_states()
             self._load(folder, text, read)
             self._residency.gradients.forget()
             self._residency.refresh()
@@ -747,11 +769,11 @@ class Engine(nn.Module):
 
     def give_back(self) -> nn.Module:
         """Ends the engine as `close` does, and leaves the weights in its module, which is a plain model from then on.
-        Gradients and the optimizer's states are gone. Returns it. Large weights
-        lie in files without a name where the engine has a disk (docs/scripts.md), else in memory. Views of the weights
-        that were taken before stay as they are. One rank, on the CPU. Raises RuntimeError inside a forward, a
-        `gathered` block or a step, MemoryError where there is no room; then the engine lives on. Where Ctrl-C breaks it
-        off, another call finishes it."""
+        Returns the module. Gradients and the optimizer's states are gone. Large weights lie in files without a name
+        where the engine has a disk (docs/scripts.md), else in memory. Views of the weights that were taken before stay
+        as they are. One rank, on the CPU. Raises RuntimeError inside a forward, a `gathered` block or a step,
+        MemoryError where there is no room; then the engine lives on. Where Ctrl-C breaks it off, another call finishes
+        it."""
         if self._group is not None or self.world_size > 1 or not self._place.on_host:
             raise RuntimeError(
                 "overspill: give_back is for an engine of one rank on the CPU: save engine.state_dict(), and load it "
@@ -761,7 +783,7 @@ class Engine(nn.Module):
             if self._residency.why_closed is not giving.GIVEN:
                 giving.check_room(self._residency)
                 calls.start_update(self._residency, "engine.give_back")
-                giving.give(self.module, self._residency)
+                giving.give(self._residency)
             if not self._end.over:
                 self._end()
         return self.module

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from torch import nn
 from torch._C import DisableTorchFunction
 
 from . import files, hooks, reading
@@ -30,7 +29,7 @@ def check_room(owner: Residency) -> None:
         )
 
 
-def give(model: nn.Module, owner: Residency) -> None:
+def give(owner: Residency) -> None:
     """Between two passes, inside calls.Alone. May be called again where Ctrl-C broke it off."""
     for s in owner.segments:
         if registry.get(id(s.parameter)) is not s:
@@ -40,7 +39,7 @@ def give(model: nn.Module, owner: Residency) -> None:
             set_data(s.memory, value)
             s.parameter.__class__ = s.kind
             del registry[id(s.parameter)]
-    hooks.detach(model)
+    hooks.detach(owner)
     owner.why_closed = GIVEN
 
 

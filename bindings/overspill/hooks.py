@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import weakref
 from collections.abc import Iterable
 from typing import Any
 
@@ -275,6 +276,7 @@ def attach(model: nn.Module, owner: Residency, specs: list[UnitSpec], life: Any 
         if not any(id(p) in registry for p in module.parameters()):
             continue
         segments = {name: registry[id(p)] for name, p in module._parameters.items() if id(p) in registry}
+        owner.hooked.append(weakref.ref(module))
         hooks = ModuleHooks(owner, _needed(module, blocks), segments, life)
         module.register_forward_pre_hook(hooks, prepend=True)
         module.register_forward_hook(AfterHook(owner), always_call=True)
@@ -288,9 +290,9 @@ def attach(model: nn.Module, owner: Residency, specs: list[UnitSpec], life: Any 
             owner.gradient_hooks.append(hook)
 
 
-def detach(model: nn.Module) -> None:
-    """What `attach` put on the modules is gone; hooks of others stay."""
-    for module in model.modules():
+def detach(owner: Residency) -> None:
+    """What `attach` put on the modules is gone, also on those that have left the model; hooks of others stay."""
+    for module in [module for each in owner.hooked if (module := each()) is not None]:
         mine = {
             key for name in _HOOKS for key, hook in getattr(module, name, {}).items() if _is_engines(hook)
         }

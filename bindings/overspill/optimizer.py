@@ -283,11 +283,18 @@ class OverspillOptimizer(torch.optim.Optimizer):
 
     def _take_states(self, user: torch.optim.Optimizer) -> None:
         """They are the engine's now."""
-        user.state = self.state
+        user.state = self._states
 
     @property
     def state(self) -> Any:
+        self._follow_user()
         return self._states
+
+    def _follow_user(self) -> None:
+        """The user's own optimizer may have been given other states."""
+        user = self.user
+        if user is not None and self._states is not None and user.state is not self._states:
+            self.state = user.state
 
     @state.setter
     def state(self, states: Any) -> None:
@@ -304,8 +311,14 @@ class OverspillOptimizer(torch.optim.Optimizer):
 
     def settle(self) -> None:
         """What scripts wrote into states is the engine's. Inside calls.Alone."""
+        self._follow_user()
         if self._states is not None:
             self._states.settle()
+
+    def leave_states(self) -> None:
+        """States will be others: the dicts that scripts have of them are their own from now on."""
+        if self._states is not None:
+            self._states.leave()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError(
@@ -484,6 +497,7 @@ class OverspillOptimizer(torch.optim.Optimizer):
             loading = moments.Loading(self.param_groups, self.groups.states(), self.residency, states)
             loading.check()
             calls.start_update(self.residency, "optimizer.load_state_dict")
+            self.leave_states()
             loading.apply()
             self.loaded()
             for group, values in zip(self.param_groups, merged, strict=True):

@@ -626,6 +626,7 @@ class Residency:
         self.clearing: weakref.WeakMethod | None = None  # Engine._clear_gradients
         self.lent: set[Unit] = set()
         self.given: set[Segment] = set()  # what state_dicts have (`give`)
+        self.hooked: list[weakref.ref[nn.Module]] = []  # modules that have hooks of the engine
         self.gradient_hooks: list[
             Any
         ] = []  # torch keeps them where the garbage collector does not see the cycle
@@ -644,6 +645,8 @@ class Residency:
 
     def clear_gradients(self, call: str, set_to_none: bool = True) -> None:
         """For a call of the script, by name. Where the engine lives its step begins anew, with a warning."""
+        if self.closed:
+            raise RuntimeError(f"overspill: {self.closed}")
         clear = None if self.clearing is None else self.clearing()
         if clear is None:
             self.gradients.clear(set_to_none)

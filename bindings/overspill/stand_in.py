@@ -3,17 +3,42 @@ answers."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
+from types import MethodType
 from typing import Any
 
 from torch import nn
 
 # Of a call: the engine has its own.
 _CALLS = {"_call_impl", "_wrapped_call_impl", "_slow_forward", "forward"}
-_NOT_ASKED = {"__init__", "__new__", "__init_subclass__", "__class_getitem__", "__del__"}
+# What Python asks of an object about itself.
+_NOT_ASKED = {"__init__", "__new__", "__init_subclass__", "__class_getitem__", "__del__", "__getattribute__"}
+_NOT_ASKED |= {"__eq__", "__ne__", "__hash__", "__torch_function__"}
 
 
-def _asks_module(name: str) -> Callable:
+class _OfModule:
+    """A method of the module's, as it is when a script takes it: a wrapper that the script puts in its place may call
+    what it took. What gives the module gives the engine."""
+
+    def __init__(self, name: str):
+        self.name = name
+
+    def __get__(self, engine: Any, kind: type) -> Callable:
+        if engine is None:
+            return getattr(nn.Module, self.name)
+        module = engine.module
+        method = getattr(module, self.name)
+
+        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+            found = method(*args, **kwargs)
+            return self if found is module else found
+
+        functools.update_wrapper(call, getattr(method, "__func__", method))
+        return MethodType(call, engine)
+
+
+def _special(name: str) -> Callable:
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
         found = getattr(self.module, name)(*args, **kwargs)
         return self if found is self.module else found
@@ -23,11 +48,13 @@ def _asks_module(name: str) -> Callable:
 
 
 def stands_in(cls: type) -> type:
-    """A class decorator: methods of nn.Module that the class does not have itself are those of `module`."""
+    """A class decorator: methods of nn.Module that the class does not have itself are those of `module`. `_own_names`
+    has the names that the class has itself."""
+    cls._own_names = frozenset(vars(cls))
     for name in dir(nn.Module):
         is_method = callable(getattr(nn.Module, name)) and not name.startswith("__")
-        if is_method and name not in vars(cls) and name not in _CALLS:
-            setattr(cls, name, _asks_module(name))
+        if is_method and name not in cls._own_names and name not in _CALLS:
+            setattr(cls, name, _OfModule(name))
     return cls
 
 
@@ -45,4 +72,4 @@ def class_for(cls: type, kind: type) -> type:
     if not names:
         return cls
     namespace = {"__module__": cls.__module__, "__doc__": cls.__doc__}
-    return type(cls.__name__, (cls,), {name: _asks_module(name) for name in names} | namespace)
+    return type(cls.__name__, (cls,), {name: _special(name) for name in names} | namespace)

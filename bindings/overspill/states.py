@@ -37,6 +37,7 @@ class States(MutableMapping):
         self._seen = counts(residency.core)  # the updates that copies show
         self._others: dict[Any, dict] = {}  # of parameters without elements
         self._given: weakref.WeakValueDictionary[Segment, StateOf] = weakref.WeakValueDictionary()
+        self._begun: set[Segment] = set()  # given by the script, and not updated since
         self._is_replaced = False
 
     # ---- as a dict
@@ -50,16 +51,37 @@ class States(MutableMapping):
             given = self._given[segment] = StateOf(self, segment)
         return given
 
+    def get(self, parameter: nn.Parameter, default: Any = None) -> Any:
+        if parameter not in self:
+            return default
+        return self[parameter]
+
+    def pop(self, parameter: nn.Parameter, *default: Any) -> Any:
+        if parameter not in self and default:
+            return default[0]
+        found = self[parameter]
+        del self[parameter]
+        return found
+
+    def setdefault(self, parameter: nn.Parameter, default: Any = None) -> Any:
+        if parameter not in self:
+            self[parameter] = {} if default is None else default
+        return self[parameter]
+
     def __setitem__(self, parameter: nn.Parameter, state: Mapping) -> None:
         segment = self._segment(parameter)
         if segment is None:
             self._others[parameter] = dict(state)
             return
-        values = dict(state)
-        for name, value in values.items():
-            StateOf(self, segment).check(name, value)
+        values = self._checked(parameter, state)
         self._throw_away(segment)
         self[parameter].update(values)
+
+    def _checked(self, parameter: nn.Parameter, state: Mapping) -> dict:
+        segment, values = self._segment(parameter), dict(state)
+        for name, value in values.items() if segment is not None else ():
+            StateOf(self, segment).check(name, value)
+        return values
 
     def __delitem__(self, parameter: nn.Parameter) -> None:
         if parameter not in self:
@@ -74,7 +96,7 @@ class States(MutableMapping):
 
     def __contains__(self, parameter: object) -> bool:
         segment = self._segment(parameter)
-        return segment is not None and self.has(segment)
+        return parameter in self._others if segment is None else self.has(segment)
 
     def clear(self) -> None:
         for segment in self._segments():
@@ -91,7 +113,7 @@ class States(MutableMapping):
 
     def replaced(self, states: Mapping) -> States:
         """`optimizer.state = states`: the ones that take the place of these."""
-        given = {parameter: dict(state) for parameter, state in states.items()}
+        given = {parameter: self._checked(parameter, state) for parameter, state in states.items()}
         self.clear()
         names = {ours: theirs for theirs, ours in self.names.items()}
         new = States(self.groups, names, self.residency, self.ranks)
@@ -126,9 +148,15 @@ class States(MutableMapping):
                 self.copies.renew_all()
         self._seen = counts(self.residency.core)
 
+    def leave(self) -> None:
+        for given in list(self._given.values()):
+            given.leave()
+        self._given.clear()
+
     def forget(self) -> None:
         """States are others now: what scripts have of those of before is their own."""
         self.copies.clear()
+        self._begun.clear()
         self._seen = counts(self.residency.core)
 
     # ---- for StateOf
@@ -138,7 +166,11 @@ class States(MutableMapping):
         self.require()
         if not self.names:
             return False
-        return "sum" in self.names or self.residency.core.updates_of(segment.unit.index, segment.index) > 0
+        return (
+            "sum" in self.names
+            or segment in self._begun
+            or self.residency.core.updates_of(segment.unit.index, segment.index) > 0
+        )
 
     def require(self) -> None:
         if self._is_replaced:
@@ -153,6 +185,9 @@ class States(MutableMapping):
                 f"overspill: optimizer.state: {self.ranks} ranks hold parts of the states: call "
                 "engine.optimizer_state(parameter) on all of them"
             )
+
+    def restarted(self, segment: Segment) -> None:
+        self._begun.discard(segment)
 
     def group_of(self, segment: Segment) -> dict:
         return next(g for g in self.groups if any(p is segment.parameter for p in g["params"]))
@@ -170,6 +205,7 @@ class States(MutableMapping):
         return segment
 
     def _segments(self) -> list[Segment]:
+        self.require()
         found = [registry.get(id(p)) for group in self.groups for p in group["params"]]
         return [s for s in found if s is not None and s.unit.trainable]
 
@@ -179,6 +215,12 @@ class States(MutableMapping):
             moments.write(segment, self.names[name], held.as_strided(segment.shape, segment.stride))
             return
         self.set_updates(segment, moments.count_of(held.item(), segment))
+
+    def begun(self, segment: Segment) -> None:
+        """The script has given a state."""
+        if not self.counted and not self.has(segment):  # SGD: as after a step
+            self.set_updates(segment, 1)
+        self._begun.add(segment)
 
     def set_updates(self, segment: Segment, count: int) -> None:
         self.residency.core.set_updates_of(segment.unit.index, segment.index, count)
@@ -226,7 +268,7 @@ class StateOf(MutableMapping):
         states, segment, key = self._states, self._segment, (self._segment, name)
         if id(value) in registry:  # a parameter, which may be released
             value = reading.weight(registry[id(value)])
-        elif states.copies.has(value):  # the engine has one state for each
+        elif states.copies.get(key) is not value and states.copies.has(value):  # the engine has one for each
             value = value.clone()
         with calls.Alone(), torch.inference_mode(False), DisableTorchFunction():
             calls.refuse_update(states.residency, "a write into optimizer.state")
@@ -234,8 +276,7 @@ class StateOf(MutableMapping):
             states.copies.drop(key)
             tensor = value if isinstance(value, torch.Tensor) else torch.tensor(float(value))
             states._take(key, _as_held(key, tensor))
-            if not states.counted and not states.has(segment):  # SGD: as after a step
-                states.set_updates(segment, 1)
+            states.begun(segment)
             states.copies.keep(key, tensor, tensor)
 
     def __delitem__(self, name: str) -> None:
@@ -270,6 +311,7 @@ class StateOf(MutableMapping):
                 states.copies.drop((segment, name))
             if states.has(segment):
                 moments.restart(segment, states.names.values(), states.group_of(segment))
+            states.restarted(segment)
 
     def check(self, name: str, value: Any) -> None:
         """Raises ValueError for what is no state of the parameter."""

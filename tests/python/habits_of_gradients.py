@@ -536,3 +536,15 @@ def gradients_of_before(make):
     loss_of(model, 1).backward()
     optimizer.step()
     return seen, train(model, optimizer, 2)
+
+
+@habit(close=True)  # torch adds its entries one after the other
+def a_sparse_gradient_of_before(make):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(8, 16, sparse=True), nn.Linear(16, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    ids = torch.tensor([1, 2, 2])
+    model(ids).square().sum().backward()
+    model, optimizer = make.hand_over(model, optimizer)
+    optimizer.step()
+    return model(ids).detach()

@@ -268,3 +268,43 @@ def a_released_parameter_becomes_a_gradient(make):
     model[2].bias.grad = model[2].bias.detach().clone()
     model[0].bias.grad = torch.nn.Parameter(model[0].bias.detach().clone(), requires_grad=False)
     optimizer.step()
+
+
+@habit(close=True)
+def states_that_are_not_there_yet(make):
+    model, optimizer = make(**ADAM)
+    p, q = model[0].weight, model[2].weight
+    seen = [optimizer.state.get(p), optimizer.state.pop(p, None), p in optimizer.state]
+    ready = {
+        "step": torch.tensor(3.0),
+        "exp_avg": torch.full_like(p, 0.1),
+        "exp_avg_sq": torch.full_like(p, 0.2),
+    }
+    optimizer.state.setdefault(p, ready)
+    optimizer.state[q] = {
+        "step": torch.tensor(0.0),
+        "exp_avg": torch.zeros_like(q),
+        "exp_avg_sq": torch.zeros_like(q),
+    }
+    seen += [p in optimizer.state, q in optimizer.state, sorted(optimizer.state[q])]
+    return seen, train(model, optimizer, 3), optimizer.state[p]["step"].item()
+
+
+@habit
+def states_of_the_first_object(make):
+    model = torch.nn.Sequential(torch.nn.Linear(16, 8), torch.nn.Linear(8, 4))
+    own = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    model, optimizer = make.hand_over(model, own)
+    losses = train(model, optimizer, 2)
+    own.state = defaultdict(dict)
+    losses += train(model, optimizer, 2)
+    return losses, len(own.state)
+
+
+@each
+def a_state_is_changed_in_place_by_an_operator(model, optimizer):
+    name = next(name for name in optimizer.state[model[0].weight] if name != "step")
+    held = optimizer.state[model[0].weight][name]
+    optimizer.state[model[0].weight][name] *= 0.5
+    held += 0.25
+    return optimizer.state[model[0].weight][name].clone()

@@ -45,6 +45,7 @@ OPTIMIZER_ANSWERS = {
     "life",
     "loaded",
     "settle",
+    "leave_states",
     "on_nonfinite",
     "param_groups",
     "ranks",
@@ -164,9 +165,7 @@ OTHERS = {"OptimizerPostHook", "OptimizerPreHook", "profile_hook_step", "add_par
 
 def of_its_module(what, name):
     # An engine is its module (stand_in.py), which a closed one still has.
-    found = getattr(type(what), name, None)
-    passed_on = getattr(found, "__module__", "") == "overspill.stand_in"
-    return isinstance(what, nn.Module) and (passed_on or name not in vars(overspill.Engine) and name in dir(nn.Module))
+    return isinstance(what, nn.Module) and name not in what._own_names and name in dir(nn.Module)
 
 
 def tell(owner, what, calls):

@@ -153,6 +153,11 @@ def test_what_an_optimizer_may_not_be(start):
         start(model, model_parameters=[{"params": parameters, "learning_rate": 1}])
     with pytest.raises(ValueError, match="ReduceLROnPlateau"):
         start(model, lr_scheduler=ReduceLROnPlateau)
+    model = Net(torch.float32)
+    model(batch(0)).backward()
+    model.head.weight.requires_grad_(False)
+    with pytest.raises(ValueError, match=r"head\.weight is frozen, and has a gradient already"):
+        start(model)
     model = Net(torch.bfloat16)
     own = overspill.optim.AdamW(model.parameters(), format="8bit")
     with pytest.raises(ValueError, match="format is 'compact' in the configuration, '8bit' in the optimizer"):

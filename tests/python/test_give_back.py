@@ -131,3 +131,18 @@ def test_interrupts_at_every_moment(config):
         if struck.place is None:
             break
     assert at > 100
+
+
+def test_a_part_that_has_left_the_model_is_plain_too(config):
+    model = nn.Sequential(nn.Linear(16, 4), nn.Linear(4, 2))
+    engine, optimizer, *_ = overspill.initialize(model, config())
+    head = model.pop(1)
+    engine.give_back()
+    assert not hooks_of(head) and head(torch.ones(1, 4)).isfinite().all()
+    for call in (
+        optimizer.zero_grad,
+        engine.zero_grad,
+        lambda: engine.backward(model(torch.ones(1, 16)).sum()),
+    ):
+        with pytest.raises(RuntimeError, match="overspill: the engine of this model was ended by give_back"):
+            call()

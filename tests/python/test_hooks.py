@@ -594,7 +594,7 @@ def test_closing_an_engine_and_dropping_it(config):
 def test_an_engine_that_starts_while_the_only_other_one_is_collected_finds_torch_changed(config, monkeypatch):
     def leave_a_cycle():
         engine = overspill.initialize(mlp(), config())[0]
-        engine.trainer = engine
+        engine.trainer = [engine]
         return weakref.ref(engine)
 
     classes = patches.parameter_classes

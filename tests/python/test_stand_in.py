@@ -1,6 +1,7 @@
 """An engine is the nn.Module that it stands for."""
 
 import copy
+import inspect
 import io
 
 import pytest
@@ -124,3 +125,62 @@ def test_an_engine_is_no_model_for_another(start, config):
     engine = start(net())
     with pytest.raises(ValueError, match=r"0\.weight belongs to another engine"):
         overspill.initialize(engine, config())
+
+
+def test_what_a_script_puts_in_the_place_of_a_method_is_called(start):
+    model = net()
+    engine = start(model)
+    called = []
+
+    def wrap(name):
+        old = getattr(engine, name)
+
+        def new(*args, **kwargs):
+            called.append(name)
+            return old(*args, **kwargs)
+
+        setattr(engine, name, new)
+
+    names = ["forward", "state_dict", "train", "step", "backward", "parameters", "children", "zero_grad"]
+    for name in names:
+        wrap(name)
+    engine.train()
+    engine.backward(engine(batch()).sum())
+    engine.step()
+    assert len(list(engine.parameters())) == 4 and len(list(engine.children())) == 3
+    engine.state_dict()
+    engine.zero_grad()
+    assert set(called) == set(names) and engine.global_steps == 1
+    del engine.step
+    engine.backward(engine(batch()).sum())
+    called.clear()
+    engine.step()
+    assert "step" not in called and engine.global_steps == 2
+    with pytest.raises(ValueError, match="a model cannot be a part of itself"):
+        engine.me = engine
+
+
+def test_modules_that_look_at_themselves(start):
+    class Looking(nn.Linear):
+        def __getattribute__(self, name):
+            return super().__getattribute__(name)
+
+        def __eq__(self, other):
+            return False
+
+        __hash__ = nn.Linear.__hash__
+
+        def __repr__(self):
+            return "looking"
+
+    engine = start(Looking(4, 4))
+    assert engine in [engine] and repr(engine) == "looking" and hash(engine) == hash(engine)
+    assert inspect.signature(engine.requires_grad_).parameters.keys() == {"requires_grad"}
+
+
+def test_the_configuration_says_whose_it_is(start):
+    engine = start(net())
+    with pytest.raises(
+        overspill.ConfigError, match=r"use_cache = False: unknown key.*engine\.module\.config"
+    ):
+        engine.config.use_cache = False

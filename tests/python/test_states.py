@@ -167,3 +167,35 @@ def test_where_they_are_refused(start):
     engine.close()
     with pytest.raises(RuntimeError, match="closed"):
         state[model[0].weight]["exp_avg"]
+
+
+def test_an_assignment_that_is_refused_changes_nothing(start):
+    model = net()
+    engine = start(model)
+    step(model, engine.optimizer)
+    with pytest.raises(ValueError, match="keep what is yours"):
+        engine.optimizer.state = {model[0].weight: {"mine": 1}}
+    assert len(engine.optimizer.state) == 8
+
+
+def test_dicts_of_before_a_load_are_the_scripts_own(start):
+    model = net()
+    engine = start(model)
+    step(model, engine.optimizer)
+    of_before = engine.optimizer.state[model[0].weight]
+    expected = of_before["exp_avg"].clone()
+    engine.optimizer.load_state_dict(copy.deepcopy(engine.optimizer.state_dict()))
+    of_before["exp_avg"].zero_()
+    of_before["mine"] = 1
+    assert torch.equal(engine.optimizer.state[model[0].weight]["exp_avg"], expected)
+
+
+def test_after_the_end_states_are_an_error_not_nothing(start):
+    model = net()
+    engine = start(model)
+    step(model, engine.optimizer)
+    state = engine.optimizer.state
+    engine.close()
+    for call in (lambda: len(state), lambda: copy.deepcopy(state), lambda: state.get(model[0].weight)):
+        with pytest.raises(RuntimeError, match="closed"):
+            call()
