@@ -22,6 +22,7 @@ from . import (
     _core,
     calls,
     divided,
+    files,
     given,
     giving,
     hooks,
@@ -301,7 +302,7 @@ class Engine(nn.Module):
                 specs,
                 self._place,
                 Gradients(core, self._place, self.world_size),
-                next(iter(config.budget.nvme), None),
+                files.Folder(next(iter(config.budget.nvme), None)),
             )
             patches.install(self._residency)
             self._life = Life()
@@ -331,7 +332,7 @@ class Engine(nn.Module):
         self._boundary: Boundary | None = None  # an update whose bookkeeping is not finished
 
     def _make_optimizer(self, groups: Groups, user: Any, ranks: int) -> OverspillOptimizer:
-        folder, config = self._residency.folder, self.config
+        folder, config = self._residency.folder.path, self.config
         if not groups.foreign:
             return OverspillOptimizer(groups, self._residency, user, folder, ranks, self._life)
         return ForeignOptimizer(

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import errno
+import math
 import os
 import tempfile
+import warnings
 from collections.abc import Sequence
 
 import torch
@@ -12,7 +14,6 @@ from torch.utils.dlpack import from_dlpack
 
 from . import _core
 
-IN_MEMORY = "it stays in memory, as all that follow"  # a way out
 FROM = 1 << 20  # bytes; smaller tensors are plain memory
 
 
@@ -34,3 +35,24 @@ def tensor(
         why = f"overspill: {what} ({size} bytes) in a file in {folder}: {os.strerror(number)}; {way_out}"
         raise OSError(number, why, folder) from None
     return torch.empty(0, dtype=dtype).set_(memory.untyped_storage(), 0, shape, stride)
+
+
+class Folder:
+    """Where large tensors that are the script's lie in files. `path`: None where they lie in memory, from the beginning
+    or since the disk had no room for one."""
+
+    def __init__(self, path: str | None):
+        self.path = path
+
+    def tensor(
+        self, shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype, what: str
+    ) -> torch.Tensor | None:
+        """As `tensor`; None where it is to lie in memory. A warning tells of a disk without room, once."""
+        if self.path is None or math.prod(shape) * dtype.itemsize < FROM:
+            return None
+        try:
+            return tensor(shape, stride, dtype, self.path, what, "it stays in memory, as all that follow")
+        except OSError as error:
+            self.path = None
+            warnings.warn(error.strerror, stacklevel=3)
+            return None

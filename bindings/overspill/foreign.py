@@ -22,7 +22,7 @@ from torch._C import DisableTorchFunction
 from torch.autograd.graph import increment_version
 from torch.utils.weak import WeakIdKeyDictionary
 
-from . import calls, files, hooks, residency
+from . import calls, hooks, residency
 from .optimizer import Groups, OverspillOptimizer, evaluated
 from .residency import Residency, Segment, Unit, registry
 
@@ -90,7 +90,7 @@ class ForeignOptimizer(OverspillOptimizer):
         clipping: float,
     ):
         super().__init__(groups, owner, user, folder, ranks, life)
-        self.clipping, self._files = clipping, folder
+        self.clipping = clipping
         self._in_files = WeakIdKeyDictionary()  # states
         self._one_by_one = type(user) in _BY_PARAMETER
         where = "one part of the model after the other" if self._one_by_one else "over the whole model"
@@ -194,27 +194,14 @@ class ForeignOptimizer(OverspillOptimizer):
 
     def _into_files(self, segment: Segment) -> None:
         """New states of a large parameter: they stay where they are put, since the optimizer updates them in place."""
-        if self._files is None:
-            return
-        states = self.state.get(segment.parameter, {})
+        folder, states = self.residency.folder, self.state.get(segment.parameter, {})
         for name, value in states.items():
-            if (
-                isinstance(value, torch.Tensor)
-                and value.device.type == "cpu"
-                and value.numel() * value.element_size() >= files.FROM
-                and value not in self._in_files
-            ):
+            if isinstance(value, torch.Tensor) and value.device.type == "cpu" and value not in self._in_files:
                 what = f"{type(self.user).__name__} keeps {name} of {segment.name}"
-                try:  # a step that failed here would be half made
-                    kept = files.tensor(
-                        value.shape, value.stride(), value.dtype, self._files, what, "it stays in memory"
-                    )
-                except OSError as error:
-                    self._files = None
-                    warnings.warn(error.strerror, stacklevel=6)
-                    return
-                self._in_files[kept] = None
-                states[name] = kept.copy_(value)
+                kept = folder.tensor(value.shape, value.stride(), value.dtype, what)
+                if kept is not None:
+                    self._in_files[kept] = None
+                    states[name] = kept.copy_(value)
 
     def states_of(self, segment: Segment) -> dict[str, torch.Tensor]:
         states = self.state.get(segment.parameter, {})

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from torch._C import DisableTorchFunction
 
 from . import files, hooks, reading
-from .memory import human
+from .memory import available_bytes, human
 from .residency import Residency, registry, set_data
 
 GIVEN = (
@@ -18,10 +16,9 @@ GIVEN = (
 
 def check_room(owner: Residency) -> None:
     """Raises MemoryError where the weights that do not lie in files have no room beside the engine's."""
-    in_files = files.FROM if owner.folder is not None else None
-    needed = sum(s.bytes for s in owner.segments if in_files is None or s.bytes < in_files)
-    available = _available_bytes()
-    if available is not None and needed > available:
+    needed = sum(s.bytes for s in owner.segments if owner.folder.path is None or s.bytes < files.FROM)
+    available = available_bytes()
+    if needed > available:
         raise MemoryError(
             f"overspill: give_back needs {human(needed)} of memory beside the engine's, and {human(available)} are "
             "available: with a folder in budget.nvme the weights lie in files there, or save them "
@@ -41,11 +38,3 @@ def give(owner: Residency) -> None:
             del registry[id(s.parameter)]
     hooks.detach(owner)
     owner.why_closed = GIVEN
-
-
-def _available_bytes() -> int | None:
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:
-        return None
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), None)

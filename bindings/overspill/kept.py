@@ -8,7 +8,6 @@ tensor like any other, which the kernel writes out.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -25,7 +24,9 @@ _NODES = 16
 
 def put_into_files(result: Any, segments: Iterable[Segment]) -> None:
     """`result`: of a function of torch over these parameters, outside forward."""
-    large = [s for s in segments if s.bytes >= files.FROM and s.unit.residency.folder and s.unit.trainable]
+    large = [
+        s for s in segments if s.bytes >= files.FROM and s.unit.residency.folder.path and s.unit.trainable
+    ]
     if not large:
         return
     for s in large:  # what the function has made will be freed
@@ -59,26 +60,16 @@ class _IntoFile:
         self.place, self.segment = place, segment
 
     def __call__(self, inputs: tuple, outputs: tuple) -> tuple | None:
-        gradient, folder = inputs[self.place], self.segment.unit.residency.folder
-        if folder is None or not _is_plain(gradient):
+        gradient, owner = inputs[self.place], self.segment.unit.residency
+        if not _is_plain(gradient):
             return None
         what = f"a part of the gradient of {self.segment.name} waits for the rest"
         with DisableTorchFunction():
-            try:
-                kept = files.tensor(
-                    gradient.shape,
-                    gradient.stride(),
-                    gradient.dtype,
-                    folder,
-                    what,
-                    files.IN_MEMORY,
-                )
-            except OSError as error:
-                self.segment.unit.residency.folder = None
-                warnings.warn(error.strerror, stacklevel=2)
+            kept = owner.folder.tensor(gradient.shape, gradient.stride(), gradient.dtype, what)
+            if kept is None:
                 return None
             kept.copy_(gradient)
-        self.segment.unit.residency.freed.add(self.segment.bytes)
+        owner.freed.add(self.segment.bytes)
         return (*inputs[: self.place], kept, *inputs[self.place + 1 :])
 
 
@@ -89,7 +80,6 @@ def _is_plain(gradient: torch.Tensor | None) -> bool:
         and gradient.device.type == "cpu"
         and gradient.layout is torch.strided
         and not gradient.requires_grad
-        and gradient.numel() * gradient.element_size() >= files.FROM
         and torch._debug_has_internal_overlap(gradient) == 0
         and gradient.untyped_storage().nbytes() == gradient.numel() * gradient.element_size()
     )

@@ -1,4 +1,4 @@
-"""Memory of this process as the kernel counts it."""
+"""Memory of this process, and of the machine, as the kernel counts it."""
 
 from pathlib import Path
 
@@ -8,6 +8,14 @@ def _status_bytes(key: str) -> int:
         if line.startswith(f"{key}:"):
             return int(line.split()[1]) * 1024
     raise RuntimeError(f"/proc/self/status has no {key}; this kernel does not count it")
+
+
+def available_bytes() -> int:
+    """Of the machine's memory, what processes can have without swapping."""
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    raise RuntimeError("/proc/meminfo has no MemAvailable; this kernel does not count it")
 
 
 def rss_bytes() -> int:

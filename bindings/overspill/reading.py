@@ -6,13 +6,12 @@ call."""
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable
 
 import torch
 from torch._C import DisableTorchFunction
 
-from . import calls, files, residency
+from . import calls, residency
 from .residency import Segment, Unit
 from .units import DTYPES
 
@@ -35,37 +34,25 @@ def hand_over(units: Iterable[Unit]) -> None:
 def weight(segment: Segment, dtype: torch.dtype | None = None) -> torch.Tensor:
     """A copy of the weight, after pending updates, in its own dtype, or the exact master (torch.float32)."""
     with torch.inference_mode(False), DisableTorchFunction():
-        out = torch.empty_strided(
-            segment.shape, segment.stride, dtype=dtype or segment.unit.dtype, device="cpu"
-        )
-        read(segment, out)
-        return segment.as_parameter(out)
+        return _read_into(segment, _room(segment, dtype or segment.unit.dtype))
 
 
 def copy(segment: Segment) -> torch.Tensor:
     """As `weight`, for a script to keep: where the engine has a disk, a large one lies in a file there (files.py), so
     that copies of a model larger than memory have room."""
-    owner = segment.unit.residency
-    if owner.folder is None or segment.bytes < files.FROM:
-        return weight(segment)
-    what = f"a copy of {segment.name}"
-    try:
-        with torch.inference_mode(False), DisableTorchFunction():
-            out = files.tensor(
-                segment.shape,
-                segment.stride,
-                segment.unit.dtype,
-                owner.folder,
-                what,
-                files.IN_MEMORY,
-            )
-    except OSError as error:
-        owner.folder = None
-        warnings.warn(error.strerror, stacklevel=2)
-        return weight(segment)
+    dtype, folder = segment.unit.dtype, segment.unit.residency.folder
     with torch.inference_mode(False), DisableTorchFunction():
-        read(segment, out)
-        return segment.as_parameter(out)
+        out = folder.tensor(segment.shape, segment.stride, dtype, f"a copy of {segment.name}")
+        return _read_into(segment, _room(segment, dtype) if out is None else out)
+
+
+def _room(segment: Segment, dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty_strided(segment.shape, segment.stride, dtype=dtype, device="cpu")
+
+
+def _read_into(segment: Segment, out: torch.Tensor) -> torch.Tensor:
+    read(segment, out)
+    return segment.as_parameter(out)
 
 
 def read(segment: Segment, out: torch.Tensor) -> None:
@@ -81,6 +68,6 @@ def state(segment: Segment, name: str) -> torch.Tensor:
     """A copy in fp32 of a state, by the core's name, or of "grad". RuntimeError where another thread is at work."""
     unit = segment.unit
     with torch.inference_mode(False), DisableTorchFunction(), calls.Alone():
-        out = torch.empty_strided(segment.shape, segment.stride, dtype=torch.float32, device="cpu")
+        out = _room(segment, torch.float32)
         unit.residency.core.read_state(unit.index, segment.index, name, out.data_ptr(), out.numel() * 4)
         return segment.as_parameter(out)

@@ -32,7 +32,7 @@ from torch._C import DisableTorchFunction, TensorBase
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.dlpack import from_dlpack, to_dlpack
 
-from . import _core, forked, heap, place, ranks
+from . import _core, files, forked, heap, place, ranks
 from .divided import as_divided, memory_of
 from .units import DTYPES, UnitSpec, memory_order
 
@@ -605,13 +605,11 @@ def _size(memory: torch.Tensor) -> int:
 
 
 class Residency:
-    """The units of one engine, and its gradients (gradients.py). `folder`: for files of tensors that are the script's
-    (files.py), None: they stay in memory. Hooks and parameters refer to it, never to the engine.
+    """The units of one engine, and its gradients (gradients.py). `folder`: for files of tensors that are the script's.
+    Hooks and parameters refer to it, never to the engine.
     It refers to nothing that holds the engine's Life (engine.py), whose end closes it."""
 
-    def __init__(
-        self, core: Any, specs: list[UnitSpec], where: place.Place, held: Any, folder: str | None = None
-    ):
+    def __init__(self, core: Any, specs: list[UnitSpec], where: place.Place, held: Any, folder: files.Folder):
         self.core, self.place, self.calls = core, where, 0
         self.gradients, self.folder = held, folder
         self.freed = heap.Freed()

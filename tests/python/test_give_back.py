@@ -99,7 +99,7 @@ def test_where_it_is_refused(config, monkeypatch):
     with engine.gathered(model.weight), pytest.raises(RuntimeError, match=r"engine\.give_back.*gathered"):
         engine.give_back()
     with monkeypatch.context() as patch:
-        patch.setattr(giving, "_available_bytes", lambda: 100)
+        patch.setattr(giving, "available_bytes", lambda: 100)
         with pytest.raises(
             MemoryError, match="needs 272 B of memory beside the engine's, and 100 B are available"
         ):

@@ -11,7 +11,7 @@ from pathlib import Path
 from overspill.cli import wear
 from overspill.cli.common import add_endurance, each_once, named, nvme_folders
 from overspill.cli.device import require, unused_gpu, unused_text
-from overspill.memory import human
+from overspill.memory import available_bytes, human
 
 SLOW_DISK_BYTES_PER_S = 500e6
 
@@ -90,12 +90,9 @@ def advise(report: dict) -> list[str]:
 
 def _memory() -> str:
     pages, page = os.sysconf("SC_PHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
-    free = next(
-        int(line.split()[1]) * 1024
-        for line in Path("/proc/meminfo").read_text().splitlines()
-        if line.startswith("MemAvailable")
+    return (
+        f"{human(pages * page)}, {human(available_bytes())} available; {len(os.sched_getaffinity(0))} cores"
     )
-    return f"{human(pages * page)}, {human(free)} available; {len(os.sched_getaffinity(0))} cores"
 
 
 def _gpus() -> str:
