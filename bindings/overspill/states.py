@@ -80,19 +80,23 @@ class States(MutableMapping):
     def _checked(self, parameter: nn.Parameter, state: Mapping) -> dict:
         segment, values = self._segment(parameter), dict(state)
         for name, value in values.items() if segment is not None else ():
-            StateOf(self, segment).check(name, value)
+            self.check(segment, name, value)
         return values
 
     def __delitem__(self, parameter: nn.Parameter) -> None:
-        if parameter not in self:
+        segment = self._segment(parameter)
+        if segment is None:
+            del self._others[parameter]
+        elif self.has(segment):
+            self._throw_away(segment)
+        else:
             raise KeyError(parameter)
-        self._throw_away(self._segment(parameter))
 
     def __iter__(self) -> Iterator[nn.Parameter]:
-        return iter([s.parameter for s in self._segments() if self.has(s)])
+        return iter([*(s.parameter for s in self._segments() if self.has(s)), *self._others])
 
     def __len__(self) -> int:
-        return sum(map(self.has, self._segments()))
+        return sum(map(self.has, self._segments())) + len(self._others)
 
     def __contains__(self, parameter: object) -> bool:
         segment = self._segment(parameter)
@@ -101,6 +105,7 @@ class States(MutableMapping):
     def clear(self) -> None:
         for segment in self._segments():
             self._throw_away(segment)
+        self._others.clear()
 
     def __repr__(self) -> str:
         return repr({parameter: dict(self[parameter]) for parameter in self})
@@ -126,7 +131,7 @@ class States(MutableMapping):
         given = self._given.pop(segment, None)
         if given is not None:
             given.leave()
-        StateOf(self, segment).clear()
+        self.restart(segment)
 
     # ---- what the optimizer does with them; inside calls.Alone
 
@@ -186,11 +191,75 @@ class States(MutableMapping):
                 "engine.optimizer_state(parameter) on all of them"
             )
 
-    def restarted(self, segment: Segment) -> None:
-        self._begun.discard(segment)
+    def names_of(self, segment: Segment) -> tuple[str, ...]:
+        """The states that there are; none before the first update."""
+        return (*self.counted, *self.names) if self.has(segment) else ()
 
-    def group_of(self, segment: Segment) -> dict:
-        return next(g for g in self.groups if any(p is segment.parameter for p in g["params"]))
+    def read(self, segment: Segment, name: str) -> torch.Tensor:
+        key = segment, name
+        with calls.Alone(), DisableTorchFunction():
+            self.settle()
+            found = self.copies.get(key)
+            if found is None:
+                found = self.fetch(segment, name)
+                self.copies.keep(key, found, found)
+            return found
+
+    def write(self, segment: Segment, name: str, value: Any) -> None:
+        self.check(segment, name, value)
+        if value is None:
+            return self.restart(segment)
+        key = segment, name
+        if id(value) in registry:  # a parameter, which may be released
+            value = reading.weight(registry[id(value)])
+        elif self.copies.get(key) is not value and self.copies.has(value):  # the engine has one for each
+            value = value.clone()
+        with calls.Alone(), torch.inference_mode(False), DisableTorchFunction():
+            calls.refuse_update(self.residency, "a write into optimizer.state")
+            self.settle()
+            self.copies.drop(key)
+            tensor = value if isinstance(value, torch.Tensor) else torch.tensor(float(value))
+            self._take(key, _as_held(key, tensor))
+            if not self.counted and not self.has(segment):  # SGD: as after a step
+                self._set_updates(segment, 1)
+            self._begun.add(segment)
+            self.copies.keep(key, tensor, tensor)
+
+    def restart(self, segment: Segment) -> None:
+        """As before the first update."""
+        self.require()
+        with calls.Alone(), torch.inference_mode(False), DisableTorchFunction():
+            calls.refuse_update(self.residency, "a write into optimizer.state")
+            self.settle()
+            for name in (*self.counted, *self.names):
+                self.copies.drop((segment, name))
+            if self.has(segment):
+                group = next(g for g in self.groups if any(p is segment.parameter for p in g["params"]))
+                moments.restart(segment, self.names.values(), group)
+            self._begun.discard(segment)
+
+    def check(self, segment: Segment, name: str, value: Any) -> None:
+        """Raises ValueError for what is no state of the parameter."""
+        self.require()
+        names = (*self.counted, *self.names) if self.names else ()
+        said = f"overspill: optimizer.state[p][{name!r}] of {segment.name}"
+        if name not in names:
+            raise ValueError(
+                f"{said}: the engine's update has {', '.join(names) or 'no states'}; keep what is yours in a dict of "
+                "your own"
+            )
+        if name == "step":
+            moments.count_of(float(value), segment)
+        elif value is None and names == ("momentum_buffer",):
+            return  # torch's SGD starts it anew
+        elif not isinstance(value, torch.Tensor) or value.shape != segment.shape:
+            what = tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
+            raise ValueError(f"{said} is {tuple(segment.shape)}, not {what}")
+        elif torch._debug_has_internal_overlap(value) == 1:
+            raise ValueError(
+                f"{said}: elements of this tensor share memory (expand), and a step writes into each: give "
+                "value.clone()"
+            )
 
     def fetch(self, segment: Segment, name: str) -> torch.Tensor:
         if name == "step":
@@ -214,15 +283,9 @@ class States(MutableMapping):
         if name != "step":
             moments.write(segment, self.names[name], held.as_strided(segment.shape, segment.stride))
             return
-        self.set_updates(segment, moments.count_of(held.item(), segment))
+        self._set_updates(segment, moments.count_of(held.item(), segment))
 
-    def begun(self, segment: Segment) -> None:
-        """The script has given a state."""
-        if not self.counted and not self.has(segment):  # SGD: as after a step
-            self.set_updates(segment, 1)
-        self._begun.add(segment)
-
-    def set_updates(self, segment: Segment, count: int) -> None:
+    def _set_updates(self, segment: Segment, count: int) -> None:
         self.residency.core.set_updates_of(segment.unit.index, segment.index, count)
 
     def _give(self, key: tuple[Segment, str], tensor: torch.Tensor) -> bool:
@@ -233,109 +296,64 @@ class States(MutableMapping):
         return True
 
 
-class StateOf(MutableMapping):
-    """Of one parameter. It has the names that torch's optimizer of the class gives states, and no others."""
+class _There(MutableMapping):
+    """The states of one parameter that the engine has. It has the names that torch's optimizer of the class gives
+    states, and no others."""
 
     def __init__(self, states: States, segment: Segment):
         self._states, self._segment = states, segment
-        self._own: dict[str, torch.Tensor] | None = None  # since the parameter's states were thrown away
-
-    def leave(self) -> None:
-        self._own = dict(self)
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        if self._own is not None:
-            return self._own[name]
-        states, segment = self._states, self._segment
-        if name not in self._names() or not states.has(segment):
+        if name not in self._states.names_of(self._segment):
             raise KeyError(name)
-        key = segment, name
-        with calls.Alone(), DisableTorchFunction():
-            states.settle()
-            found = states.copies.get(key)
-            if found is None:
-                found = states.fetch(segment, name)
-                states.copies.keep(key, found, found)
-            return found
+        return self._states.read(self._segment, name)
 
     def __setitem__(self, name: str, value: Any) -> None:
-        if self._own is not None:
-            self._own[name] = value
-            return
-        self.check(name, value)
-        if value is None:
-            return self.clear()
-        states, segment, key = self._states, self._segment, (self._segment, name)
-        if id(value) in registry:  # a parameter, which may be released
-            value = reading.weight(registry[id(value)])
-        elif states.copies.get(key) is not value and states.copies.has(value):  # the engine has one for each
-            value = value.clone()
-        with calls.Alone(), torch.inference_mode(False), DisableTorchFunction():
-            calls.refuse_update(states.residency, "a write into optimizer.state")
-            states.settle()
-            states.copies.drop(key)
-            tensor = value if isinstance(value, torch.Tensor) else torch.tensor(float(value))
-            states._take(key, _as_held(key, tensor))
-            states.begun(segment)
-            states.copies.keep(key, tensor, tensor)
+        self._states.write(self._segment, name, value)
 
     def __delitem__(self, name: str) -> None:
-        if self._own is not None:
-            del self._own[name]
-            return
         raise ValueError(
             f"overspill: del optimizer.state[p][{name!r}] of {self._segment.name}: the engine has all states of a "
             "parameter, or none: optimizer.state[p].clear() starts them anew"
         )
 
     def __iter__(self) -> Iterator[str]:
-        if self._own is not None:
-            return iter(self._own)
-        return iter(self._names() if self._states.has(self._segment) else ())
+        return iter(self._states.names_of(self._segment))
 
     def __len__(self) -> int:
-        if self._own is not None:
-            return len(self._own)
-        return len(self._names()) if self._states.has(self._segment) else 0
+        return len(self._states.names_of(self._segment))
 
     def clear(self) -> None:
-        """As before the first update."""
-        if self._own is not None:
-            return self._own.clear()
-        states, segment = self._states, self._segment
-        states.require()
-        with calls.Alone(), torch.inference_mode(False), DisableTorchFunction():
-            calls.refuse_update(states.residency, "a write into optimizer.state")
-            states.settle()
-            for name in self._names():
-                states.copies.drop((segment, name))
-            if states.has(segment):
-                moments.restart(segment, states.names.values(), states.group_of(segment))
-            states.restarted(segment)
+        self._states.restart(self._segment)
 
-    def check(self, name: str, value: Any) -> None:
-        """Raises ValueError for what is no state of the parameter."""
-        self._states.require()
-        names, segment = self._names(), self._segment
-        if name not in names:
-            raise ValueError(
-                f"overspill: optimizer.state[p][{name!r}] of {segment.name}: the engine's update has "
-                f"{', '.join(names) or 'no states'}; keep what is yours in a dict of your own"
-            )
-        if name == "step":
-            moments.count_of(float(value), segment)
-        elif value is None and names == ("momentum_buffer",):
-            return  # torch's SGD starts it anew
-        elif not isinstance(value, torch.Tensor) or value.shape != segment.shape:
-            what = tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
-            raise ValueError(
-                f"overspill: optimizer.state[p][{name!r}] of {segment.name} is {tuple(segment.shape)}, not {what}"
-            )
-        elif torch._debug_has_internal_overlap(value) == 1:
-            raise ValueError(
-                f"overspill: optimizer.state[p][{name!r}] of {segment.name}: elements of this tensor share memory "
-                "(expand), and a step writes into each: give value.clone()"
-            )
+
+class StateOf(MutableMapping):
+    """What a script has as `optimizer.state[p]`: the states that the engine has, and a dict of the script's own once
+    those were thrown away."""
+
+    def __init__(self, states: States, segment: Segment):
+        self._entries: MutableMapping = _There(states, segment)
+
+    def leave(self) -> None:
+        self._entries = dict(self._entries)
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return self._entries[name]
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        self._entries[name] = value
+
+    def __delitem__(self, name: str) -> None:
+        del self._entries[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._entries)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def clear(self) -> None:
+        self._entries.clear()
 
     def copy(self) -> dict:
         return dict(self)
@@ -354,9 +372,6 @@ class StateOf(MutableMapping):
 
     def __repr__(self) -> str:
         return repr(dict(self))
-
-    def _names(self) -> tuple[str, ...]:
-        return (*self._states.counted, *self._states.names) if self._states.names else ()
 
 
 def _pickled(entries: dict) -> Any:

@@ -199,3 +199,18 @@ def test_after_the_end_states_are_an_error_not_nothing(start):
     for call in (lambda: len(state), lambda: copy.deepcopy(state), lambda: state.get(model[0].weight)):
         with pytest.raises(RuntimeError, match="closed"):
             call()
+
+
+def test_a_parameter_without_elements_has_a_dict_of_the_scripts(start):
+    model = net()
+    model.nothing = nn.Identity()
+    model.nothing.register_parameter("empty", nn.Parameter(torch.zeros(0)))
+    engine = start(model)
+    step(model, engine.optimizer)
+    state, empty = engine.optimizer.state, model.nothing.empty
+    assert empty not in state and len(state) == 8
+    state[empty]["mine"] = 1
+    assert empty in state and len(state) == len(list(state)) == 9
+    assert state.pop(empty) == {"mine": 1} and empty not in state
+    with pytest.raises(KeyError):
+        del state[empty]
