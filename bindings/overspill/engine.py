@@ -25,6 +25,7 @@ from . import (
     files,
     given,
     giving,
+    handover,
     hooks,
     newcomers,
     patches,
@@ -42,7 +43,7 @@ from .boundary import Boundary, SchedulerState
 from .config import Config, check_folders
 from .ending import End
 from .extra import Extra
-from .foreign import ForeignOptimizer, of_torch
+from .foreign import ForeignOptimizer
 from .gradients import Gradients
 from .init import materialise
 from .optimizer import (
@@ -50,14 +51,10 @@ from .optimizer import (
     OverspillOptimizer,
     choose_format,
     group_indices,
-    has_float64,
-    make_groups,
-    take_over,
-    unit_format,
 )
 from .residency import Residency, Segment, registry
 from .stand_in import class_for, stands_in
-from .units import DTYPES, UnitSpec, memory_order, partition
+from .units import partition
 
 
 def initialize(
@@ -175,6 +172,7 @@ class Life:
     that a script may keep whichever of them it uses."""
 
 
+# An engine's attributes; all others are its module's.
 _OWN = frozenset(
     (
         "module",
@@ -192,7 +190,7 @@ _OWN = frozenset(
         "_life",
         "_boundary",
     )
-)  # an engine's attributes; all others are its module's
+)
 
 
 @stands_in
@@ -221,51 +219,13 @@ class Engine(nn.Module):
         model_group: ranks.Group | None = None,
         counted_elsewhere: Set[int] = frozenset(),
     ):
-        taken = [name for name, p in model.named_parameters() if id(p) in registry]
-        if taken:
-            raise ValueError(
-                f"overspill: {taken[0]} belongs to another engine: go on with that one, or make the model anew "
-                "(copy.deepcopy(model) is a model of its own)"
-            )
-        closed = hooks.closed_part(model)
-        if closed is not None:
-            raise ValueError(
-                f"overspill: the engine of {closed} was closed, and its weights are gone: make the model anew"
-            )
-        grown = {name: p for name, p in model.named_parameters() if p.grad is not None}
-        frozen = next((name for name, p in grown.items() if not p.requires_grad), None)
-        if frozen is not None:
-            raise ValueError(
-                f"overspill: {frozen} is frozen, and has a gradient already, with which torch would train it: call "
-                "model.zero_grad() before overspill.initialize"
-            )
-        if grown and (group or model_group):
-            raise ValueError(
-                f"overspill: {next(iter(grown))} has a gradient already, and no rank of several has whole ones: call "
-                "model.zero_grad() before overspill.initialize"
-            )
-        shared = given.in_shared_memory(model)
-        if shared is not None:
-            raise ValueError(
-                f"overspill: {shared} is in shared memory (share_memory()), and other processes would not see "
-                "what the engine trains: leave share_memory out, and send model.state_dict() to them"
-            )
+        alone = group is None and model_group is None
+        handover.check(model, alone)
         check_folders(config.budget.nvme)
-        source = _source(model, checkpoint)
+        source = handover.source(model, checkpoint)
         self.module, self.config, self._group = model, config, group
         self.rank, self.world_size = (group.rank, group.world) if group else (0, 1)
-        if optimizer is None:
-            groups = make_groups(config.optimizer, model.parameters() if parameters is None else parameters)
-            if has_float64(groups.groups):
-                optimizer = of_torch(groups)
-        if optimizer is not None:
-            groups = take_over(optimizer)
-        if groups.foreign and (group or model_group):
-            raise ranks.RankError(
-                f"overspill: the engine has no update of {groups.foreign}, and {groups.kind}'s own code cannot step "
-                "what several ranks hold in parts: give torch.optim.AdamW, Adam, Adagrad or SGD, over bf16 or float32, "
-                "or train on one rank"
-            )
+        groups, optimizer = handover.groups(model, config, optimizer, parameters, alone)
         self._place = place.find(config.engine.device, config.budget.device)
         specs = partition(model, self._place.device)
         if not specs:
@@ -274,7 +234,7 @@ class Engine(nn.Module):
                 "to hold"
             )
         chosen = choose_format(config.format, groups, (spec.format for spec in specs))
-        units = _core_units(
+        units = handover.core_units(
             specs, group_indices(groups.groups, model), groups.core, chosen, counted_elsewhere
         )
         flat = config.to_core(
@@ -283,19 +243,14 @@ class Engine(nn.Module):
         if groups.seed:
             flat.rounding_seed = groups.seed
         if group is not None:
-            _check_ranks(group, config, specs, groups, counted_elsewhere)
+            handover.check_ranks(group, config, specs, groups, counted_elsewhere)
             if source is None:
                 ranks.broadcast_model(model, group)
         nccl = transport.choose(config.engine.transport, group, self._place)
         end = self._end = End((group, model_group))
         core = end.core = _core.Engine(units, flat, group, model_group, self._place.given, nccl)
         try:
-            gradients = {
-                name: p.grad if p.grad.layout is torch.strided else p.grad.to_dense()
-                for name, p in grown.items()
-            }
-            for parameter in grown.values():
-                parameter.grad = None
+            gradients = handover.take_gradients(model)
             values = materialise(model, specs, groups.groups, self._place, core)
             self._residency = end.owner = Residency(
                 core,
@@ -827,76 +782,6 @@ class Engine(nn.Module):
                 f"overspill: this {type(parameter).__name__} is no parameter of this engine's model"
             )
         return segment
-
-
-def _source(model: nn.Module, checkpoint: Any) -> pretrained.Folder | None:
-    """The checkpoint, checked against the model. Without one every parameter must have a value."""
-    if checkpoint is not None:
-        source = pretrained.Folder(checkpoint)
-        source.check(model)
-        return source
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        if tensor.is_meta:
-            raise ValueError(
-                f"overspill: {name} is on the meta device and has no value: give initialize(checkpoint=DIR), or "
-                "build the model inside `with overspill.Init(config):`"
-            )
-    return None
-
-
-def _core_units(
-    specs: list[UnitSpec],
-    groups: dict[int, int],
-    optimizer: str = "adam",
-    chosen: str | None = None,
-    counted_elsewhere: Set[int] = frozenset(),
-) -> list[Any]:
-    """`optimizer` is the core's name; `chosen` the format of bf16 weights; `counted_elsewhere` the ids of parameters
-    that another rank's norm counts."""
-    return [
-        _core.Unit(
-            spec.name,
-            unit_format(spec.format, chosen),
-            DTYPES[spec.dtype],
-            [
-                _core.Segment(
-                    p.name,
-                    list(p.memory.shape),
-                    groups.get(id(p.parameter), 0),
-                    p.aliases,
-                    list(memory_order(p.memory)),
-                    id(p.parameter) not in counted_elsewhere,
-                )
-                for p in spec.parameters
-            ],
-            optimizer,
-        )
-        for spec in specs
-    ]
-
-
-def _check_ranks(
-    group: ranks.Group, config: Config, specs: list[UnitSpec], groups: Any, counted_elsewhere: Set[int]
-) -> None:
-    """Raises RankError on every rank where models, optimizers or configurations differ."""
-    parameters = {
-        f"parameter {p.name}": (
-            spec.name,
-            str(spec.dtype),
-            list(p.memory.shape),
-            p.parameter.requires_grad,
-            id(p.parameter) in counted_elsewhere,
-        )
-        for spec in specs
-        for p in spec.parameters
-    }
-    options = {
-        f"param_groups[{i}].{name}": value
-        for i, given in enumerate(groups.groups)
-        for name, value in given.items()
-        if name != "params"
-    }
-    group.check_alike({"the optimizer": groups.kind, **config.shared(), **options, **parameters})
 
 
 def _weakly(method: Callable[[], Any], otherwise: Any = None) -> Callable[[], Any]:

@@ -78,14 +78,14 @@ def plan(model, config):
     """core.Plan of a model (its weights are not looked at). Raises ConfigError, BudgetError."""
     from overspill import _core
     from overspill.config import Config
-    from overspill.engine import _core_units
+    from overspill.handover import core_units
     from overspill.optimizer import choose_format, make_groups
     from overspill.units import partition
 
     settings, specs = Config.read(config), partition(model)
     groups = make_groups(settings.optimizer, model.parameters())
     chosen = choose_format(settings.format, groups, (spec.format for spec in specs))
-    return _core.plan(_core_units(specs, {}, groups.core, chosen), settings.to_core(_core))
+    return _core.plan(core_units(specs, {}, groups.core, chosen), settings.to_core(_core))
 
 
 def empty_model(folder: Path, dtype: str):

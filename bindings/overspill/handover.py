@@ -1,0 +1,149 @@
+"""From a script's model and optimizer to what the core is given, and what is refused on the way."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Set
+from typing import Any
+
+import torch
+from torch import nn
+
+from . import _core, given, hooks, pretrained, ranks
+from .config import Config
+from .foreign import of_torch
+from .optimizer import Groups, has_float64, make_groups, take_over, unit_format
+from .residency import registry
+from .units import DTYPES, UnitSpec, memory_order
+
+
+def check(model: nn.Module, alone: bool) -> None:
+    """Raises ValueError for a model that no engine can take. `alone`: it is of one rank."""
+    taken = [name for name, p in model.named_parameters() if id(p) in registry]
+    if taken:
+        raise ValueError(
+            f"overspill: {taken[0]} belongs to another engine: go on with that one, or make the model anew "
+            "(copy.deepcopy(model) is a model of its own)"
+        )
+    closed = hooks.closed_part(model)
+    if closed is not None:
+        raise ValueError(
+            f"overspill: the engine of {closed} was closed, and its weights are gone: make the model anew"
+        )
+    grown = {name: p for name, p in model.named_parameters() if p.grad is not None}
+    frozen = next((name for name, p in grown.items() if not p.requires_grad), None)
+    if frozen is not None:
+        raise ValueError(
+            f"overspill: {frozen} is frozen, and has a gradient already, with which torch would train it: call "
+            "model.zero_grad() before overspill.initialize"
+        )
+    if grown and not alone:
+        raise ValueError(
+            f"overspill: {next(iter(grown))} has a gradient already, and no rank of several has whole ones: call "
+            "model.zero_grad() before overspill.initialize"
+        )
+    shared = given.in_shared_memory(model)
+    if shared is not None:
+        raise ValueError(
+            f"overspill: {shared} is in shared memory (share_memory()), and other processes would not see "
+            "what the engine trains: leave share_memory out, and send model.state_dict() to them"
+        )
+
+
+def source(model: nn.Module, checkpoint: Any) -> pretrained.Folder | None:
+    """The checkpoint, checked against the model. Without one every parameter must have a value."""
+    if checkpoint is not None:
+        found = pretrained.Folder(checkpoint)
+        found.check(model)
+        return found
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.is_meta:
+            raise ValueError(
+                f"overspill: {name} is on the meta device and has no value: give initialize(checkpoint=DIR), or "
+                "build the model inside `with overspill.Init(config):`"
+            )
+    return None
+
+
+def groups(
+    model: nn.Module, config: Config, optimizer: Any, parameters: Iterable[Any] | None, alone: bool
+) -> tuple[Groups, Any]:
+    """The parameter groups, and the optimizer that they are of: the script's own, torch's where that has to make the
+    steps, or None."""
+    if optimizer is None:
+        found = make_groups(config.optimizer, model.parameters() if parameters is None else parameters)
+        if has_float64(found.groups):
+            optimizer = of_torch(found)
+    if optimizer is not None:
+        found = take_over(optimizer)
+    if found.foreign and not alone:
+        raise ranks.RankError(
+            f"overspill: the engine has no update of {found.foreign}, and {found.kind}'s own code cannot step "
+            "what several ranks hold in parts: give torch.optim.AdamW, Adam, Adagrad or SGD, over bf16 or float32, "
+            "or train on one rank"
+        )
+    return found, optimizer
+
+
+def take_gradients(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Gradients of before, dense, by the names of their parameters, which have none any more."""
+    gradients = {}
+    for name, p in model.named_parameters():
+        if p.grad is not None:
+            gradients[name] = p.grad if p.grad.layout is torch.strided else p.grad.to_dense()
+            p.grad = None
+    return gradients
+
+
+def core_units(
+    specs: list[UnitSpec],
+    groups: dict[int, int],
+    optimizer: str = "adam",
+    chosen: str | None = None,
+    counted_elsewhere: Set[int] = frozenset(),
+) -> list[Any]:
+    """`optimizer` is the core's name; `chosen` the format of bf16 weights; `counted_elsewhere` the ids of parameters
+    that another rank's norm counts."""
+    return [
+        _core.Unit(
+            spec.name,
+            unit_format(spec.format, chosen),
+            DTYPES[spec.dtype],
+            [
+                _core.Segment(
+                    p.name,
+                    list(p.memory.shape),
+                    groups.get(id(p.parameter), 0),
+                    p.aliases,
+                    list(memory_order(p.memory)),
+                    id(p.parameter) not in counted_elsewhere,
+                )
+                for p in spec.parameters
+            ],
+            optimizer,
+        )
+        for spec in specs
+    ]
+
+
+def check_ranks(
+    group: ranks.Group, config: Config, specs: list[UnitSpec], groups: Any, counted_elsewhere: Set[int]
+) -> None:
+    """Raises RankError on every rank where models, optimizers or configurations differ."""
+    parameters = {
+        f"parameter {p.name}": (
+            spec.name,
+            str(spec.dtype),
+            list(p.memory.shape),
+            p.parameter.requires_grad,
+            id(p.parameter) in counted_elsewhere,
+        )
+        for spec in specs
+        for p in spec.parameters
+    }
+    options = {
+        f"param_groups[{i}].{name}": value
+        for i, given in enumerate(groups.groups)
+        for name, value in given.items()
+        if name != "params"
+    }
+    group.check_alike({"the optimizer": groups.kind, **config.shared(), **options, **parameters})
