@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import ctypes
 
-EVERY = 64 << 20  # bytes freed between two calls of `give_back`, which takes milliseconds
+EVERY = 64 << 20  # bytes freed between two calls of `give_back`
 
 _trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
 

@@ -89,3 +89,16 @@ def test_a_full_disk_leaves_them_in_memory(config, full):
             assert torch.equal(found[name], value), name
     finally:
         engine.close()
+
+
+def test_a_full_disk_is_told_once(config, full):
+    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 4))
+    engine, *_ = overspill.initialize(model, config("nvme"))
+    try:
+        with pytest.warns(UserWarning, match="No space left") as told:
+            state = model.state_dict()
+            copied = copy.deepcopy(model)
+        assert len(told) == 1 and len(state) == 4
+        assert all(torch.equal(value, state[name]) for name, value in copied.state_dict().items())
+    finally:
+        engine.close()
