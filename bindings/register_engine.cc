@@ -7,6 +7,7 @@
 #include <optional>
 #include <stdexcept>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "bindings/bindings.h"
@@ -59,6 +60,19 @@ std::string placement_name(Placement placement) {
 }
 
 /// Groups as OverspillOptimizer gives them: "optimizer" beside its fields.
+/// The first group of a range, and the one behind its last; None: all.
+using GivenRange = std::optional<std::pair<int64_t, int64_t>>;
+
+engine::GroupRange range_of(const GivenRange& given) {
+  return given ? engine::GroupRange{given->first, given->second} : engine::GroupRange{};
+}
+
+/// A method of a range as Python calls it.
+template <class Result>
+auto about(Result (Engine::*method)(engine::GroupRange)) {
+  return [method](Engine& self, const GivenRange& groups) { return (self.*method)(range_of(groups)); };
+}
+
 std::vector<optim::Hyper> hypers(const std::vector<py::dict>& groups) {
   std::vector<optim::Hyper> all;
   for (const py::dict& group : groups)
@@ -306,14 +320,14 @@ void register_weights(EngineClass& cls) {
             self.read_gradient(unit, segment, memory_at(address, bytes), dtype);
           },
           Released())
-      .def("clear_gradients", &Engine::clear_gradients, Released())
-      .def("zero_gradients", &Engine::zero_gradients, Released())
+      .def("clear_gradients", about(&Engine::clear_gradients), py::arg("groups") = py::none(), Released())
+      .def("zero_gradients", about(&Engine::zero_gradients), py::arg("groups") = py::none(), Released())
       .def("reuse_gradients", &Engine::reuse_gradients, Released())
       .def("clipped_by_caller", &Engine::clipped_by_caller, Released())
-      .def("use_gradients", &Engine::use_gradients, Released())
-      .def("skip_step", &Engine::skip_step, Released())
+      .def("use_gradients", about(&Engine::use_gradients), py::arg("groups") = py::none(), Released())
+      .def("skip_step", about(&Engine::skip_step), py::arg("groups") = py::none(), Released())
       .def("has_gradient", &Engine::has_gradient, Released())
-      .def("grad_norm", &Engine::grad_norm, Released())
+      .def("grad_norm", about(&Engine::grad_norm), py::arg("groups") = py::none(), Released())
       .def("clip_grad_norm", &Engine::clip_grad_norm, Released())
       .def("updates_of", &Engine::updates_of, Released())
       .def("set_updates_of", &Engine::set_updates_of, Released());
@@ -403,12 +417,14 @@ void register_engine(py::module_& m) {
              const py::gil_scoped_release release;
              self.expect_step(configs);
            })
-      .def("step",
-           [](Engine& self, const std::vector<py::dict>& groups) {
-             const auto configs = hypers(groups);
-             const py::gil_scoped_release release;
-             return self.step(configs);
-           })
+      .def(
+          "step",
+          [](Engine& self, const std::vector<py::dict>& groups, const GivenRange& range) {
+            const auto configs = hypers(groups);
+            const py::gil_scoped_release release;
+            return self.step(configs, range_of(range));
+          },
+          py::arg("groups"), py::arg("range") = py::none())
       .def("start_states",
            [](Engine& self, const std::vector<py::dict>& groups) {
              const auto configs = hypers(groups);

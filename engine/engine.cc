@@ -98,8 +98,7 @@ void settle_clip(Machine& m, const Segment& segment) {
         segment.name, *m.clipped));
   }
   m.intake.finish();
-  m.gradients.scale(m.clipped.value());
-  m.clipped.reset();
+  m.settle_clip();
 }
 
 void check_process(const Machine& m) {
@@ -110,9 +109,16 @@ void check_process(const Machine& m) {
       m.process.pid(), ::getpid()));
 }
 
+void require_whole_or_one(const Machine& m, GroupRange range) {
+  if (!range.all()) require_world_one(m.context.layout, "several optimizers over one model");
+}
+
 /// Throws gradients away, or makes them zeros, and with them what clip_grad_norm() meant for them.
-void change_all_gradients(Machine& m, void (Gradients::*change)()) {
+void change_gradients(Machine& m, GroupRange range, void (Gradients::*change)()) {
+  require_whole_or_one(m, range);
   m.forget_guesses();
+  if (!range.all()) m.settle_clip();
+  const Gradients::Only only(m.gradients, range);
   if (m.gradients.any()) {
     m.rounds.meet(Meeting::clear, m.looks, [&] { (m.gradients.*change)(); });
   } else {
@@ -554,12 +560,12 @@ void Engine::add_gradient(int32_t unit, int32_t segment, DeviceArray gradient, Q
   m.intake.add(unit, segment, std::move(gradient), queue);
 }
 
-void Engine::clear_gradients() {
-  change_all_gradients(machine(), &Gradients::throw_away);
+void Engine::clear_gradients(GroupRange range) {
+  change_gradients(machine(), range, &Gradients::throw_away);
 }
 
-void Engine::zero_gradients() {
-  change_all_gradients(machine(), &Gradients::become_zero);
+void Engine::zero_gradients(GroupRange range) {
+  change_gradients(machine(), range, &Gradients::become_zero);
 }
 
 void Engine::clipped_by_caller() {
@@ -617,12 +623,14 @@ int64_t Engine::generation(int32_t unit) {
   return m.context.units[unit].generation;
 }
 
-void Engine::use_gradients() {
+void Engine::use_gradients(GroupRange range) {
   Machine& m = machine();
   require_world_one(m.context.layout, "an update of one's own");
-  m.intake.write_zeros();
-  m.gradients.scale(m.clipped.value_or(1.0));
+  m.intake.finish();
+  m.settle_clip();
   m.forget_clip();
+  const Gradients::Only only(m.gradients, range);
+  m.intake.write_zeros();
   const std::lock_guard guard(m.context.mutex);
   m.gradients.handed_over();
 }
@@ -636,21 +644,30 @@ void Engine::expect_step(std::span<const optim::Hyper> groups) {
   m.updater.speculation().expect(groups);
 }
 
-StepResult Engine::step(std::span<const optim::Hyper> groups) {
+StepResult Engine::step(std::span<const optim::Hyper> groups, GroupRange range) {
   Machine& m = machine();
+  require_whole_or_one(m, range);
+  if (!range.all() && m.context.config.max_grad_norm > 0) {
+    throw std::invalid_argument(fmt::format(
+        "max_grad_norm = {} is a limit for the norm of all gradients, and this step has those of some groups",
+        m.context.config.max_grad_norm));
+  }
   const InCall call(m.context);
-  return m.step(groups);
+  return m.step(groups, range);
 }
 
-StepResult Engine::skip_step() {
+StepResult Engine::skip_step(GroupRange range) {
   Machine& m = machine();
   require_world_one(m.context.layout, "leaving a step out");
   const InCall call(m.context);
-  return m.skip_step();
+  return m.skip_step(range);
 }
 
-double Engine::grad_norm() {
+double Engine::grad_norm(GroupRange range) {
   Machine& m = machine();
+  require_whole_or_one(m, range);
+  m.intake.finish();
+  const Gradients::Only only(m.gradients, range);
   m.intake.write_zeros();
   GradientSummary summary;
   m.rounds.meet(Meeting::norm, m.looks, [&] {

@@ -35,6 +35,7 @@
 #include "cpu_optim/optimizer.h"
 #include "engine/config.h"
 #include "engine/gradient_intake.h"
+#include "engine/group_range.h"
 #include "engine/partition/model.h"
 #include "engine/queues.h"
 #include "engine/schedule/context.h"
@@ -159,11 +160,13 @@ class Engine {
   /// Of the device's memory, as what was submitted to `queue` until now leaves it. Returns before it is taken
   /// in; what fails then fails the engine.
   void add_gradient(int32_t unit, int32_t segment, DeviceArray gradient, Queue queue);
+  // Calls with a `range` are about the gradients and segments of those groups alone, as if there were no
+  // others; in a world of one rank only, unless it is all.
   /// Those that the last step used are forgotten, too. Collective where there are gradients.
-  void clear_gradients();
+  void clear_gradients(GroupRange range = {});
   /// As optimizer.zero_grad(set_to_none=False) of torch: the gradients that are there, and those that the
   /// last step used, become zeros, with which the next step updates. Collective where there are gradients.
-  void zero_gradients();
+  void zero_gradients(GroupRange range = {});
   // As a script does with p.grad, of torch; in a world of one rank only. What clip_grad_norm() has scaled
   // stays scaled.
   /// `data`, in place of the segment's gradient; empty: it has none. Throws as add_gradient().
@@ -177,7 +180,7 @@ class Engine {
   /// The gradients that the last step used are there again, unless they were cleared or others came.
   void reuse_gradients();
   /// The gradients that are there were used by an update that the caller made itself.
-  void use_gradients();
+  void use_gradients(GroupRange range = {});
   bool has_gradient(int32_t unit, int32_t segment);
   int64_t generation(int32_t unit);
 
@@ -185,14 +188,16 @@ class Engine {
   /// With Config::speculate: what the next step() will be given. Before the backward pass; a guess that turns
   /// out wrong costs time, never a bit.
   void expect_step(std::span<const optim::Hyper> groups);
-  /// `groups[i]` are the hyper-parameters of segments with group i. Collective.
-  StepResult step(std::span<const optim::Hyper> groups);
+  /// `groups[i]` are the hyper-parameters of segments with group i; of a range, with group range.first + i. A
+  /// step of a range drops guesses, and throws std::invalid_argument where Config::max_grad_norm is set,
+  /// which means all gradients. Collective.
+  StepResult step(std::span<const optim::Hyper> groups, GroupRange range = {});
   /// Counts a step that the caller leaves out, for a gradient that is not the engine's: what is here is
   /// thrown away. World 1. Returns a norm of 0 and no name.
-  StepResult skip_step();
+  StepResult skip_step(GroupRange range = {});
   /// The global norm of the gradients that are there, with the scale that clip_grad_norm() gave them.
   /// Collective.
-  double grad_norm();
+  double grad_norm(GroupRange range = {});
   /// As torch's function of this name: scales the gradients that are there now to a norm of `max_norm` at
   /// most, and returns the norm that they had before. The next step applies this scale in place of the
   /// configured limit, or, where further gradients come before it (in a world of one rank only, else

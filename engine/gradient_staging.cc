@@ -169,12 +169,15 @@ void GradientStaging::flush(std::unique_lock<std::mutex>& lock) {
       Cause::staging);
 }
 
-void GradientStaging::discard(std::unique_lock<std::mutex>& lock) {
+void GradientStaging::discard(std::unique_lock<std::mutex>& lock,
+                              const std::function<bool(int32_t)>& is_gone) {
   if (buffers_.empty()) return;
-  for (Buffer& buffer : buffers_) buffer.changed = false;
+  for (Buffer& buffer : buffers_)
+    buffer.changed = buffer.changed && buffer.chunk >= 0 && !is_gone(buffer.chunk);
   flush(lock);
-  for (ChunkState& state : context_.chunks) {
-    if (!state.pending) context_.release_gradient(state);
+  for (int32_t c = 0; c < std::ssize(context_.chunks); ++c) {
+    ChunkState& state = context_.chunks[c];
+    if (!state.pending && is_gone(c)) context_.release_gradient(state);
   }
 }
 

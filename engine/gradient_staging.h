@@ -13,6 +13,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <mutex>
 #include <vector>
 
@@ -45,8 +46,9 @@ class GradientStaging {
   /// Returns once every gradient is on NVMe and no buffer is in use.
   void flush(std::unique_lock<std::mutex>& lock);
 
-  /// Forgets all gradients, but for those that a scheduled update still needs.
-  void discard(std::unique_lock<std::mutex>& lock);
+  /// Forgets the gradients of the chunks that are gone, but for those that a scheduled update still needs.
+  /// Waits for the others to be written.
+  void discard(std::unique_lock<std::mutex>& lock, const std::function<bool(int32_t chunk)>& is_gone);
 
  private:
   enum class State : uint8_t { free, reading, open, writing };

@@ -44,6 +44,17 @@ optim::Squares squares_of(const std::byte* data, int64_t elements, optim::Elemen
   return with_type(element, [&]<class T>(T) { return optim::squares(span_of<T>(data, elements)); });
 }
 
+void check_whole(const Unit& unit, GroupRange range) {
+  const bool first = range.has(unit.segments.front().group);
+  for (const Segment& segment : unit.segments) {
+    if (range.has(segment.group) == first) continue;
+    throw std::invalid_argument(
+        fmt::format("groups {} to {} have a part of unit {} only: {} is in group {}, {} in group {}",
+                    range.first, range.end - 1, unit.name, unit.segments.front().name,
+                    unit.segments.front().group, segment.name, segment.group));
+  }
+}
+
 /// To fp32, of an array of `from` that has room for it: from its end, block by block.
 void widen_in_place(optim::Element from, std::byte* data, int64_t elements) {
   constexpr int64_t kBlock = 2048;
@@ -75,6 +86,38 @@ Gradients::Gradients(Context& context, DeviceUnits& device_units)
   for (size_t c = 0; c < spilled_squares_.size(); ++c) {
     if (context.plan.gradients_on_nvme[c]) spilled_squares_[c].resize(context.layout.chunks[c].runs.size());
   }
+}
+
+Gradients::Only::Only(Gradients& gradients, GroupRange range) : gradients_(gradients), all_(range.all()) {
+  if (all_) return;
+  const std::lock_guard guard(gradients_.context_.mutex);
+  for (const Unit& unit : gradients_.context_.layout.units) {
+    if (unit.trainable()) check_whole(unit, range);
+  }
+  gradients_.aside_ = gradients_.presence_;
+  for (size_t u = 0; u < gradients_.aside_.size(); ++u) {
+    const auto& segments = gradients_.context_.layout.units[u].segments;
+    for (size_t s = 0; s < segments.size(); ++s) {
+      auto& counts = range.has(segments[s].group) ? gradients_.aside_ : gradients_.presence_;
+      counts[u][s] = Presence::absent;
+    }
+  }
+}
+
+Gradients::Only::~Only() {
+  if (all_) return;
+  const std::lock_guard guard(gradients_.context_.mutex);
+  for (size_t u = 0; u < gradients_.aside_.size(); ++u) {
+    for (size_t s = 0; s < gradients_.aside_[u].size(); ++s) {
+      if (gradients_.aside_[u][s] != Presence::absent) gradients_.presence_[u][s] = gradients_.aside_[u][s];
+    }
+  }
+  gradients_.aside_.clear();
+}
+
+bool Gradients::is_aside(int32_t unit) const {
+  return !aside_.empty() &&
+         std::ranges::any_of(aside_[unit], [](Presence presence) { return presence != Presence::absent; });
 }
 
 std::byte* Gradients::at(int32_t unit, int64_t element) const {
@@ -327,6 +370,7 @@ void Gradients::throw_away() {
 void Gradients::forget(std::unique_lock<std::mutex>& lock) {
   for (auto& unit : presence_) std::fill(unit.begin(), unit.end(), Presence::absent);
   for (size_t c = 0; c < context_.chunks.size(); ++c) {
+    if (is_aside(context_.layout.chunks[c].unit)) continue;
     ChunkState& state = context_.chunks[c];
     state.gradient_kept = false;
     if (context_.config.poison && context_.layout.slices == 1 && state.gradient != nullptr &&
@@ -334,7 +378,7 @@ void Gradients::forget(std::unique_lock<std::mutex>& lock) {
       std::memset(state.gradient, 0xFF,
                   static_cast<size_t>(context_.gradient_bytes(static_cast<int32_t>(c))));
   }
-  staging_.discard(lock);
+  staging_.discard(lock, [&](int32_t chunk) { return !is_aside(context_.layout.chunks[chunk].unit); });
 }
 
 void Gradients::drop(int32_t unit, int32_t segment) {

@@ -16,6 +16,7 @@
 #include "engine/device_units.h"
 #include "engine/gradient_staging.h"
 #include "engine/gradient_sums.h"
+#include "engine/group_range.h"
 #include "engine/schedule/context.h"
 
 namespace overspill::engine {
@@ -61,6 +62,20 @@ class Gradients {
                                               const kernels::Event& ready);
   /// Whether begin() may wait for what is not finished yet.
   bool may_wait(int32_t unit) const;
+
+  /// While it lives, gradients of groups out of its range lie where they are, and are none to all others.
+  /// Gradients do not come meanwhile. World 1, unless the range is all.
+  class Only {
+   public:
+    Only(Gradients& gradients, GroupRange range);
+    ~Only();
+    Only(const Only&) = delete;
+    Only& operator=(const Only&) = delete;
+
+   private:
+    Gradients& gradients_;
+    const bool all_;
+  };
 
   // These need the context's mutex while gradients may come.
 
@@ -148,6 +163,7 @@ class Gradients {
   bool is_empty(const Chunk& chunk) const;
   void read_unscaled(int32_t unit, int32_t segment, int64_t begin, std::span<float> out);
   void forget(std::unique_lock<std::mutex>& lock);
+  bool is_aside(int32_t unit) const;
   optim::Squares squares_of_chunk(int32_t chunk) const;
   optim::Squares squares_of_run(int32_t chunk, size_t run) const;
   template <class Visit>
@@ -156,6 +172,7 @@ class Gradients {
   Context& context_;
   DeviceUnits& device_units_;
   std::vector<std::vector<Presence>> presence_;  // by unit and segment
+  std::vector<std::vector<Presence>> aside_;     // the same, of what Only keeps from all others; else empty
   std::vector<std::vector<double>> factors_;
   std::vector<optim::Squares> by_chunk_;
   std::vector<std::array<double, 2>> by_slice_;  // of this rank's shard

@@ -110,6 +110,12 @@ Machine::Part Machine::part_of(int rank, int32_t unit, int32_t segment) const {
   return begin < end ? Part{begin - s.begin, end - begin, begin - shard} : Part{};
 }
 
+void Machine::settle_clip() {
+  if (!clipped) return;
+  gradients.scale(*clipped);
+  clipped.reset();
+}
+
 void Machine::forget_guesses() {
   intake.finish();
   std::unique_lock lock(context.mutex);

@@ -18,6 +18,7 @@
 #include "engine/engine.h"
 #include "engine/gradient_intake.h"
 #include "engine/gradients.h"
+#include "engine/group_range.h"
 #include "engine/rounds.h"
 #include "engine/schedule/context.h"
 #include "engine/schedule/gather.h"
@@ -41,9 +42,9 @@ class Machine {
   void shut_down() noexcept;
 
   // The step (step.cc), as the passes it consists of.
-  StepResult step(std::span<const optim::Hyper> groups);
-  StepResult skip_step();
-  void check_groups(std::span<const optim::Hyper> groups) const;
+  StepResult step(std::span<const optim::Hyper> groups, GroupRange range);
+  StepResult skip_step(GroupRange range);
+  void check_groups(std::span<const optim::Hyper> groups, GroupRange range = {}) const;
 
   /// The global norm: infinite where a gradient is inf. In a world of one rank it is NaN where one is a NaN,
   /// which takes a look at all of them; of several ranks infinite there too.
@@ -81,6 +82,9 @@ class Machine {
     clipped.reset();
     caller_clipped = false;
   }
+
+  /// The scale of clip_grad_norm(), which the next step would apply, belongs to the gradients that are there.
+  void settle_clip();
 
   /// Gradients are about to be thrown away: all that was given is taken in, and no guess reads it.
   void forget_guesses();
@@ -123,7 +127,7 @@ class Machine {
   void leave_out();
   GradientSummary reduce_gradients();
   /// Counts the step, and keeps what its updates need.
-  void capture_factors(std::span<const optim::Hyper> groups, double clip);
+  void capture_factors(std::span<const optim::Hyper> groups, GroupRange range, double clip);
   void schedule_updates();
 
   std::once_flag shut_down_;

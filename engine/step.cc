@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <iterator>
 #include <limits>
 #include <stdexcept>
 #include <string>
@@ -13,13 +14,17 @@
 
 namespace overspill::engine {
 
-StepResult Machine::step(std::span<const optim::Hyper> groups) {
-  check_groups(groups);
+StepResult Machine::step(std::span<const optim::Hyper> groups, GroupRange range) {
+  check_groups(groups, range);
   keeper.require_room_to_change();
+  if (!range.all()) forget_guesses();  // which are of whole steps
 
   intake.finish();
   finish_updates();
   // Beyond this point every weight is that of the last step.
+
+  if (!range.all()) settle_clip();  // it is of all gradients
+  const Gradients::Only only(gradients, range);
 
   const GradientSummary gradient = reduce_gradients();
   // Beyond this point gradients are final: accumulated, reduced, the same sum of squares on every rank.
@@ -37,7 +42,7 @@ StepResult Machine::step(std::span<const optim::Hyper> groups) {
     return {steps, norm, clip, true, std::move(culprit)};
   }
 
-  capture_factors(groups, clip);
+  capture_factors(groups, range, clip);
   // Beyond this point hyper-parameters and presence belong to this step; the caller may change its own.
 
   gradients.scale(kept);  // as the caller left them
@@ -48,10 +53,12 @@ StepResult Machine::step(std::span<const optim::Hyper> groups) {
   return {steps, norm, clip, false, {}};
 }
 
-StepResult Machine::skip_step() {
+StepResult Machine::skip_step(GroupRange range) {
   intake.finish();
   finish_updates();
+  if (!range.all()) settle_clip();
   forget_clip();
+  const Gradients::Only only(gradients, range);
   leave_out();
   return {steps, 0, 1, true, {}};
 }
@@ -91,15 +98,17 @@ double clip_factor(double norm, double limit) {
   return factor > 1.0 ? 1.0 : factor;  // NaN stays
 }
 
-void Machine::check_groups(std::span<const optim::Hyper> groups) const {
+void Machine::check_groups(std::span<const optim::Hyper> groups, GroupRange range) const {
   for (const Unit& unit : context.layout.units) {
     if (!unit.trainable()) continue;
     for (const Segment& segment : unit.segments) {
-      if (segment.group < 0 || segment.group >= static_cast<int64_t>(groups.size())) {
+      if (!range.has(segment.group)) continue;
+      const int64_t number = segment.group - range.first;
+      if (number >= std::ssize(groups)) {
         throw std::invalid_argument(fmt::format("{} belongs to group {}, step() was given {}", segment.name,
                                                 segment.group, groups.size()));
       }
-      const optim::Optimizer given = optim::optimizer_of(groups[segment.group]);
+      const optim::Optimizer given = optim::optimizer_of(groups[number]);
       if (given != unit.optimizer) {
         throw std::invalid_argument(fmt::format("{} has the states of {}, group {} has the options of {}",
                                                 segment.name, optim::name(unit.optimizer), segment.group,
@@ -109,7 +118,7 @@ void Machine::check_groups(std::span<const optim::Hyper> groups) const {
   }
 }
 
-void Machine::capture_factors(std::span<const optim::Hyper> groups, double clip) {
+void Machine::capture_factors(std::span<const optim::Hyper> groups, GroupRange range, double clip) {
   const std::lock_guard guard(context.mutex);
   ++steps;
   for (size_t u = 0; u < context.units.size(); ++u) {
@@ -121,7 +130,7 @@ void Machine::capture_factors(std::span<const optim::Hyper> groups, double clip)
       if (state.updated[s] == 0) continue;
       ++state.steps[s];
       state.factors[s] =
-          optim::make_factors(groups[unit.segments[s].group], state.steps[s],
+          optim::make_factors(groups[unit.segments[s].group - range.first], state.steps[s],
                               clip * gradients.factor(static_cast<int32_t>(u), static_cast<int32_t>(s)));
     }
   }
