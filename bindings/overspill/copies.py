@@ -79,9 +79,11 @@ class Copies:
         """The script's tensor is its own from now on."""
         self._copies.pop(key, None)
 
-    def clear(self) -> None:
-        self._copies.clear()
-        self._recent.clear()
+    def clear(self, of: Callable[[Any], bool] | None = None) -> None:
+        """Drops those whose keys `of` takes; None: all."""
+        for key in [key for key in self._copies if of is None or of(key)]:
+            del self._copies[key]
+        self._recent = deque(key for key in self._recent if key in self._copies)
 
     def settle(self, key: Hashable) -> None:
         """The engine has what the script wrote."""

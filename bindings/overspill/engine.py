@@ -28,6 +28,7 @@ from . import (
     handover,
     hooks,
     newcomers,
+    parts,
     patches,
     place,
     pretrained,
@@ -74,8 +75,8 @@ def initialize(
 
     model:        None: the causal language model of `checkpoint`, in the dtype of its config.json
     config:       a dict, the path of a JSON file, or a Config
-    optimizer:    a torch.optim.AdamW, Adam, Adagrad or SGD, or one of overspill.optim, over the model, not yet stepped;
-    None: the configuration's
+    optimizer:    one of torch.optim or overspill.optim, or of a class of the script's own, over the model
+    (docs/scripts.md); a list of them, each over a part of it; None: the configuration's
     lr_scheduler: stepped at every update that is not skipped; one made on `optimizer`, or a callable
     optimizer -> scheduler
     model_parameters: parameters or groups for the configuration's optimizer; None: all trainable ones
@@ -115,6 +116,8 @@ def initialize(
         given.model(model)
         given.training_data(training_data, collate_fn)
         given.lr_scheduler(lr_scheduler)
+        if isinstance(optimizer, (list, tuple)):
+            parts.check(settings, lr_scheduler)
         if model is None:
             if checkpoint is None:
                 raise ValueError("overspill: give model, or checkpoint, or both")
@@ -225,25 +228,25 @@ class Engine(nn.Module):
         source = handover.source(model, checkpoint)
         self.module, self.config, self._group = model, config, group
         self.rank, self.world_size = (group.rank, group.world) if group else (0, 1)
-        groups, optimizer = handover.groups(model, config, optimizer, parameters, alone)
+        taken = handover.groups(model, config, optimizer, parameters, alone)
+        groups = [group for each, _ in taken for group in each.groups]
         self._place = place.find(config.engine.device, config.budget.device)
-        specs = partition(model, self._place.device)
+        specs = partition(model, self._place.device, parts.by_parameter(each for each, _ in taken))
         if not specs:
             raise ValueError(
                 f"overspill: {type(model).__name__} has no parameters with elements, so there is nothing for an engine "
                 "to hold"
             )
-        chosen = choose_format(config.format, groups, (spec.format for spec in specs))
-        units = handover.core_units(
-            specs, group_indices(groups.groups, model), groups.core, chosen, counted_elsewhere
-        )
+        formats = [spec.format for spec in specs]
+        updates = [(each.core, choose_format(config.format, each, formats)) for each, _ in taken]
+        units = handover.core_units(specs, group_indices(groups, model), updates, counted_elsewhere)
         flat = config.to_core(
             _core, group.rank if group else None, model_group.rank if model_group else None, self._place
         )
-        if groups.seed:
-            flat.rounding_seed = groups.seed
+        if seed := next((each.seed for each, _ in taken if each.seed), None):
+            flat.rounding_seed = seed
         if group is not None:
-            handover.check_ranks(group, config, specs, groups, counted_elsewhere)
+            handover.check_ranks(group, config, specs, taken[0][0], counted_elsewhere)
             if source is None:
                 ranks.broadcast_model(model, group)
         nccl = transport.choose(config.engine.transport, group, self._place)
@@ -251,7 +254,7 @@ class Engine(nn.Module):
         core = end.core = _core.Engine(units, flat, group, model_group, self._place.given, nccl)
         try:
             gradients = handover.take_gradients(model)
-            values = materialise(model, specs, groups.groups, self._place, core)
+            values = materialise(model, specs, groups, self._place, core)
             self._residency = end.owner = Residency(
                 core,
                 specs,
@@ -267,17 +270,18 @@ class Engine(nn.Module):
                 source.read_buffers(model)
             self._place_rest(model)
             hooks.attach(model, self._residency, specs, self._life)
-            self.optimizer = self._make_optimizer(
-                groups, optimizer, self.world_size * (model_group.world if model_group else 1)
-            )
-            self.optimizer.on_nonfinite = config.on_nonfinite
+            holders = self.world_size * (model_group.world if model_group else 1)
+            made = [self._make_optimizer(each, user, holders) for each, user in taken]
+            for each in made:
+                each.on_nonfinite = config.on_nonfinite
+                each.before_step = functools.partial(newcomers.check, model, self._residency.units)
+                each.keeps_gradients = _weakly(self._leaves_gradients, True)
+            self.optimizer = parts.Several(made) if isinstance(optimizer, (list, tuple)) else made[0]
             self.optimizer.start_states()
-            self.optimizer.before_step = functools.partial(newcomers.check, model, self._residency.units)
-            self.optimizer.keeps_gradients = _weakly(self._leaves_gradients, True)
             self._residency.clearing = weakref.WeakMethod(self._clear_gradients)
             for name, gradient in gradients.items():
                 model.get_parameter(name).grad = gradient
-            if config.engine.speculate:
+            if config.engine.speculate and len(made) == 1:
                 self._residency.expect_step = _weakly(self.optimizer.expect_step)
         except BaseException as error:
             end.give_up(error)
@@ -386,6 +390,7 @@ class Engine(nn.Module):
     def step(self) -> None:
         """Ends a micro-batch; the last of gradient_accumulation_steps updates the weights and steps the
         scheduler. An update that is refused, or interrupted before it is made, ends none."""
+        parts.require_one(self.optimizer, "engine.step")
         with calls.Alone():
             self._settle()
             if (self.micro_steps + 1) % self.config.gradient_accumulation_steps:
@@ -447,6 +452,7 @@ class Engine(nn.Module):
         keywords, a tuple or list as arguments; what has a `loss` gives that). After an exception no gradients are left,
         and no micro-batch counts, unless the update was made before it, which `micro_steps` tells.
         """
+        parts.require_one(self.optimizer, "engine.train_batch")
         self._settle()
         count, before = self.config.gradient_accumulation_steps, self.micro_steps
         if before % count:
@@ -725,11 +731,12 @@ class Engine(nn.Module):
 
     def give_back(self) -> nn.Module:
         """Ends the engine as `close` does, and leaves the weights in its module, which is a plain model from then on.
-        Returns the module. Gradients and the optimizer's states are gone. Large weights lie in files without a name
-        where the engine has a disk (docs/scripts.md), else in memory. Views of the weights that were taken before stay
-        as they are. One rank, on the CPU. Raises RuntimeError inside a forward, a `gathered` block or a step,
-        MemoryError where there is no room; then the engine lives on. Where Ctrl-C breaks it off, another call finishes
-        it."""
+        Returns the module. An optimizer that the script gave `initialize` is as before, with the states of now: it may
+        get further groups, and go to `initialize` again, which goes on to the bit. Gradients, and the states of a
+        configured optimizer, are gone. Large weights and states lie in files without a name, in the engine's folder on
+        disk (docs/scripts.md). Views of the weights that were taken before stay as they are. One rank, on the CPU.
+        Raises RuntimeError inside a forward, a `gathered` block or a step, MemoryError or OSError where there is no
+        room; then the engine lives on. Where Ctrl-C breaks it off, another call finishes it."""
         if self._group is not None or self.world_size > 1 or not self._place.on_host:
             raise RuntimeError(
                 "overspill: give_back is for an engine of one rank on the CPU: save engine.state_dict(), and load it "
@@ -739,7 +746,7 @@ class Engine(nn.Module):
             if self._residency.why_closed is not giving.GIVEN:
                 giving.check_room(self._residency)
                 calls.start_update(self._residency, "engine.give_back")
-                giving.give(self._residency)
+                giving.give(self._residency, self.optimizer)
             if not self._end.over:
                 self._end()
         return self.module

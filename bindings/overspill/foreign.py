@@ -24,6 +24,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from . import calls, hooks, residency
 from .optimizer import Groups, OverspillOptimizer, evaluated
+from .parts import groups_of
 from .residency import Residency, Segment, Unit, registry
 
 _BY_PARAMETER = (
@@ -113,12 +114,18 @@ class ForeignOptimizer(OverspillOptimizer):
         if "user" in self.__dict__:  # else torch's, at the beginning
             self.user.state = states
 
-    def _hyper_parameters(self) -> list[dict]:
+    def numbers(self) -> list[dict]:
         self._check_groups()
         return [_NO_UPDATE] * len(self.param_groups)
 
     def start_states(self) -> None:
         """They are the optimizer's own."""
+
+    def prepare_to_leave(self) -> None:
+        """They are there already."""
+
+    def leave(self) -> None:
+        self._take_back()
 
     def expect_step(self) -> None:
         """Nothing can be guessed."""
@@ -127,14 +134,14 @@ class ForeignOptimizer(OverspillOptimizer):
         loss = evaluated(closure) if self._one_by_one else None
         if self.before_step is not None and not self.residency.closed:
             self.before_step()
-        hyper_parameters = self._hyper_parameters()
+        hyper_parameters, part = self.numbers(), self.groups.part
         with calls.Alone():
             calls.refuse_update(self.residency, "a step of the optimizer")
             calls.clear_spoiled(self.residency)
             gradients = self.residency.gradients
             limit = self.clipping if self.clipping and not gradients.clipped else math.inf
             with DisableTorchFunction():
-                norm = gradients.scale(limit)
+                norm = gradients.scale(limit) if part is None else gradients.norm(part)
             if math.isfinite(norm) or self.on_nonfinite == "propagate":
                 if self._one_by_one:
                     self._step_by_unit()
@@ -143,14 +150,14 @@ class ForeignOptimizer(OverspillOptimizer):
                 residency.settle_all(self.residency)  # what it wrote through views
                 with DisableTorchFunction():
                     gradients.settle()
-                self.residency.core.use_gradients()
+                self.residency.core.use_gradients(groups_of(part))
 
             left_out = not math.isfinite(norm) and self.on_nonfinite != "propagate"
-            culprit = gradients.first_not_finite() if left_out else None
+            culprit = gradients.first_not_finite(part) if left_out else None
 
             def count() -> Outcome:
-                core = self.residency.core
-                made = core.skip_step() if culprit is not None else core.step(hyper_parameters)
+                core, range_ = self.residency.core, groups_of(part)
+                made = core.step(hyper_parameters, range_) if culprit is None else core.skip_step(range_)
                 return Outcome(
                     made.step,
                     norm,
@@ -164,14 +171,13 @@ class ForeignOptimizer(OverspillOptimizer):
         return loss
 
     def _own_step(self, closure: Callable | None) -> Any:
-        step = type(self.user).step
+        step = _without_hooks(type(self.user).step)
         return step(self.user) if closure is None else step(self.user, closure)
 
     def _step_by_unit(self) -> None:
         """The optimizer's own step, with groups of one parameter at a time. It changes nothing in a group, and each
         update depends on that parameter alone."""
-        step, groups = type(self.user).step, self.user.param_groups
-        own = getattr(step, "__wrapped__", step)  # without its hooks
+        own, groups = _without_hooks(type(self.user).step), self.user.param_groups
         try:
             for unit, members in self._by_unit():
                 with hooks.Gathered([unit]):
@@ -219,3 +225,8 @@ class ForeignOptimizer(OverspillOptimizer):
             f"overspill: {call}: the states of {type(self.user).__name__} are its own, and a checkpoint would not have "
             "them: torch.save model.state_dict() and optimizer.state_dict(), and load both"
         )
+
+
+def _without_hooks(step: Callable) -> Callable:
+    """Of the user's own optimizer, which has the same hooks as this one."""
+    return getattr(step, "__wrapped__", step)

@@ -21,6 +21,7 @@ from . import given, place, reading
 from .boundary import counts
 from .copies import Copies
 from .divided import part_of
+from .parts import Part, groups_of
 from .ranks import RankError
 from .residency import Residency, Segment, get_grad, registry, set_grad
 from .units import DTYPES
@@ -114,12 +115,12 @@ class Gradients:
             self.used, self.clears = False, None  # nothing was used
             raise
 
-    def updated(self, skipped: bool) -> None:
+    def updated(self, skipped: bool, part: Part | None = None) -> None:
         """After `update`."""
         self.clipped = False
         self._finish_clearing()
         if skipped:
-            self.forget()  # the core has cleared them
+            self.forget(part)  # the core has cleared them
 
     def settle(self) -> None:
         """Before gradients are used as a whole: the engine has what the script wrote."""
@@ -156,37 +157,49 @@ class Gradients:
                 gradient.mul_(factor)
         return norm
 
-    def _torchs(self) -> list[torch.Tensor]:
-        return [gradient for s in self.by_torch if (gradient := get_grad(s.parameter)) is not None]
+    def norm(self, part: Part) -> float:
+        self.settle()
+        norms = [torch.linalg.vector_norm(gradient).item() for gradient in self._torchs(part)]
+        return math.hypot(self.core.grad_norm(part.groups), *norms)
 
-    def first_not_finite(self) -> str | None:
+    def _torchs(self, part: Part | None = None) -> list[torch.Tensor]:
+        segments = self._torch_segments(part)
+        return [gradient for s in segments if (gradient := get_grad(s.parameter)) is not None]
+
+    def _torch_segments(self, part: Part | None) -> list[Segment]:
+        return self.by_torch if part is None else [s for s in self.by_torch if part.has(s)]
+
+    def first_not_finite(self, part: Part | None = None) -> str | None:
         """Where the norm is not finite: the name of the first parameter of torch's to blame; None: the engine's are."""
-        if not math.isfinite(self.core.grad_norm()):
+        if not math.isfinite(self.core.grad_norm(groups_of(part))):
             return None
-        for s in self.by_torch:
+        for s in self._torch_segments(part):
             gradient = get_grad(s.parameter)
             if gradient is not None and not torch.linalg.vector_norm(gradient).isfinite():
                 return s.name
         return None
 
-    def clear(self, set_to_none: bool = True) -> None:
-        """What the script has is its own from now on; or zero, as what the engine has."""
+    def clear(self, set_to_none: bool = True, part: Part | None = None) -> None:
+        """What the script has is its own from now on; or zero, as what the engine has. `part`: of one optimizer of
+        several alone."""
+        if part is not None:
+            self.settle()  # what the others' steps have used is there again, and what the script wrote
         if set_to_none:
-            self.forget()
-            self.core.clear_gradients()
+            self.forget(part)
+            self.core.clear_gradients(groups_of(part))
             return
-        self.core.zero_gradients()
-        for gradient in self._torchs():
+        self.core.zero_gradients(groups_of(part))
+        for gradient in self._torchs(part):
             gradient.zero_()
         self.used = self.clipped = False
         self.copies.renew_all()
 
-    def forget(self) -> None:
+    def forget(self, part: Part | None = None) -> None:
         """The engine has none any more."""
         self.used, self.clears, self.clipped = False, None, False
-        self.copies.clear()
-        self.graphs.clear()
-        for s in self.by_torch:
+        self.copies.clear(None if part is None else part.has)
+        self.graphs = set() if part is None else {s for s in self.graphs if not part.has(s)}
+        for s in self._torch_segments(part):
             set_grad(s.parameter, None)
 
     # ----

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Set
+from collections.abc import Iterable, Sequence, Set
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from . import _core, given, hooks, pretrained, ranks
 from .config import Config
 from .foreign import of_torch
 from .optimizer import Groups, has_float64, make_groups, take_over, unit_format
+from .parts import number
 from .residency import registry
 from .units import DTYPES, UnitSpec, memory_order
 
@@ -66,22 +67,48 @@ def source(model: nn.Module, checkpoint: Any) -> pretrained.Folder | None:
 
 def groups(
     model: nn.Module, config: Config, optimizer: Any, parameters: Iterable[Any] | None, alone: bool
-) -> tuple[Groups, Any]:
+) -> list[tuple[Groups, Any]]:
     """The parameter groups, and the optimizer that they are of: the script's own, torch's where that has to make the
-    steps, or None."""
+    steps, or None. Of a list of optimizers, those of each."""
+    if isinstance(optimizer, (list, tuple)):
+        return _of_several(optimizer, alone)
     if optimizer is None:
         found = make_groups(config.optimizer, model.parameters() if parameters is None else parameters)
         if has_float64(found.groups):
             optimizer = of_torch(found)
     if optimizer is not None:
         found = take_over(optimizer)
+    _check_foreign(found, alone)
+    return [(found, optimizer)]
+
+
+def _of_several(optimizers: Sequence[Any], alone: bool) -> list[tuple[Groups, Any]]:
+    if not optimizers:
+        raise ValueError(
+            "overspill: optimizer is an empty list: give the optimizers, or leave it out for the configuration's"
+        )
+    if not alone:
+        raise ranks.RankError(
+            "overspill: several optimizers over one model train on one rank: give one optimizer with a group for each, "
+            "or make an engine for each part of the model"
+        )
+    if len({id(each) for each in optimizers}) < len(optimizers):
+        raise ValueError("overspill: optimizer has the same optimizer twice: give each once")
+    found = [take_over(each) for each in optimizers]
+    seeds = {each.seed for each in found if each.seed is not None}
+    if len(seeds) > 1:
+        raise ValueError(f"overspill: the optimizers differ in seed: {sorted(seeds)}; an engine has one")
+    number(found)
+    return list(zip(found, optimizers, strict=True))
+
+
+def _check_foreign(found: Groups, alone: bool) -> None:
     if found.foreign and not alone:
         raise ranks.RankError(
             f"overspill: the engine has no update of {found.foreign}, and {found.kind}'s own code cannot step "
             "what several ranks hold in parts: give torch.optim.AdamW, Adam, Adagrad or SGD, over bf16 or float32, "
             "or train on one rank"
         )
-    return found, optimizer
 
 
 def take_gradients(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -97,16 +124,15 @@ def take_gradients(model: nn.Module) -> dict[str, torch.Tensor]:
 def core_units(
     specs: list[UnitSpec],
     groups: dict[int, int],
-    optimizer: str = "adam",
-    chosen: str | None = None,
+    updates: Sequence[tuple[str, str | None]],
     counted_elsewhere: Set[int] = frozenset(),
 ) -> list[Any]:
-    """`optimizer` is the core's name; `chosen` the format of bf16 weights; `counted_elsewhere` the ids of parameters
-    that another rank's norm counts."""
+    """`updates`: of each optimizer, its name in the core and its format of bf16 weights; `counted_elsewhere`: the ids
+    of parameters that another rank's norm counts."""
     return [
         _core.Unit(
             spec.name,
-            unit_format(spec.format, chosen),
+            unit_format(spec.format, updates[spec.part][1]),
             DTYPES[spec.dtype],
             [
                 _core.Segment(
@@ -119,14 +145,14 @@ def core_units(
                 )
                 for p in spec.parameters
             ],
-            optimizer,
+            updates[spec.part][0],
         )
         for spec in specs
     ]
 
 
 def check_ranks(
-    group: ranks.Group, config: Config, specs: list[UnitSpec], groups: Any, counted_elsewhere: Set[int]
+    group: ranks.Group, config: Config, specs: list[UnitSpec], groups: Groups, counted_elsewhere: Set[int]
 ) -> None:
     """Raises RankError on every rank where models, optimizers or configurations differ."""
     parameters = {

@@ -16,8 +16,9 @@ import torch
 from torch import nn
 from torch._C import DisableTorchFunction
 
-from . import _core, boundary, calls, moments, optim, reading
+from . import _core, boundary, calls, giving, moments, optim, reading
 from .config import unusable_number
+from .parts import Part, groups_of
 from .ranks import RankError
 from .residency import Residency, Segment
 from .states import States
@@ -28,6 +29,12 @@ _FOREIGN = ("amsgrad",)  # options that the engine's update does not have
 _REFUSED = ("differentiable",)
 # Of a group that is loaded: these are as they are here.
 _STAY = ("params", "param_names", "name", "decoupled", "decoupled_weight_decay", "format", "seed")
+_HOOKS = tuple(
+    f"_optimizer_{call}_{when}_hooks"
+    for call in ("step", "state_dict", "load_state_dict")
+    for when in ("pre", "post")
+)
+_PASSED = ("step", "zero_grad", "state_dict", "load_state_dict", "add_param_group")
 _CORE = {"AdamW": "adam", "Adam": "adam", "Adagrad": "adagrad", "Lion": "lion"}
 
 
@@ -50,6 +57,7 @@ class Groups:
     ):
         self.kind, self.groups, self.format, self.seed = kind, groups, format, seed
         self.foreign = foreign
+        self.part: Part | None = None  # of one of several optimizers
         self.taken: dict | None = None
         if foreign:
             self.core = "sgd"
@@ -91,6 +99,14 @@ def take_over(optimizer: Any) -> Groups:
         raise TypeError(
             f"overspill: optimizer {kind.__module__}.{kind.__qualname__} is not supported: give an optimizer of "
             "torch.optim or overspill.optim, or a child of torch.optim.Optimizer"
+        )
+    replaced = vars(optimizer).get("step")
+    if replaced is not None and not hasattr(
+        replaced, "_wrapped_by_lr_sched"
+    ):  # by a scheduler, which counts calls
+        raise ValueError(
+            f"overspill: the step of this {kind.__name__} object was replaced, and the engine would not call what took "
+            "its place: write a child of the class with a step of its own, or use hooks (register_step_pre_hook)"
         )
     groups = optimizer.param_groups
     for group in groups:
@@ -237,7 +253,7 @@ def group_indices(groups: list[dict], model: nn.Module) -> dict[int, int]:
         more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
         raise ValueError(
             f"overspill: {', '.join(missing[:3])}{more}: trainable, but in no parameter group; "
-            "add it, or freeze it with requires_grad_(False)"
+            "add it, freeze it with requires_grad_(False), or give initialize a list of all optimizers"
         )
     known = {id(p) for p in model.parameters()}
     if any(id(p) not in known for group in groups for p in group["params"]):
@@ -269,17 +285,20 @@ class OverspillOptimizer(torch.optim.Optimizer):
         self.param_groups = groups.groups
         self.groups, self.residency, self.user = groups, residency, user
         self._taken = _parameters_of(groups.groups)
-        self._outcomes: deque = deque(maxlen=1)
+        self.outcomes: deque = deque(maxlen=1)  # several optimizers share one
         self.folder, self.ranks, self.life = folder or tempfile.gettempdir(), ranks, life
         self.before_step: Callable[[], None] | None = None  # raises where the step must not be taken
         self.keeps_gradients: Callable[[], bool] = lambda: True  # by torch's rule: until zero_grad
         self.on_nonfinite = "skip"
         self._told = False  # of a skipped step
+        self._given: Any = None  # the states that the user's own optimizer gets at the end
         if not groups.foreign:
-            self._states = States(self.param_groups, groups.states(), residency, ranks)
+            self._states = States(self.param_groups, groups.states(), residency, ranks, groups.part)
         if user is not None:
+            for name in _HOOKS:  # one set of them, whichever of the two a script registers them on
+                setattr(self, name, getattr(user, name))
             self._take_states(user)
-            _pass_on(user, self, "step", "zero_grad", "state_dict", "load_state_dict", "add_param_group")
+            _pass_on(user, self)
 
     def _take_states(self, user: torch.optim.Optimizer) -> None:
         """They are the engine's now."""
@@ -303,6 +322,28 @@ class OverspillOptimizer(torch.optim.Optimizer):
         self._states = self._states.replaced(states)
         if self.user is not None:
             self.user.state = self._states
+
+    def prepare_to_leave(self) -> None:
+        """Takes out the states that the user's own optimizer will have, once. Inside calls.Alone, settled."""
+        if self.user is not None and self._given is None:
+            self._given = giving.states(self)
+
+    def stay(self) -> None:
+        """After prepare_to_leave, where the engine does not end."""
+        self._given = None
+
+    def leave(self) -> None:
+        """After prepare_to_leave: states are the user's own optimizer's, which is as it was before `initialize`. May be
+        called again where Ctrl-C broke it off."""
+        if self.user is not None:
+            self._take_back()
+            giving.leave(self.user, self._given)
+            self.user = None
+
+    def _take_back(self) -> None:
+        """Calls of the user's own optimizer are its own."""
+        for name in _PASSED:
+            self.user.__dict__.pop(name, None)
 
     def loaded(self) -> None:
         """States are others now: what scripts have of those of before is their own."""
@@ -344,7 +385,8 @@ class OverspillOptimizer(torch.optim.Optimizer):
             "they were, and give it to initialize instead"
         )
 
-    def _hyper_parameters(self) -> list[dict]:
+    def numbers(self) -> list[dict]:
+        """The groups as the core takes them."""
         self._check_groups()
         return [self.groups.hyper_parameters(group, i) for i, group in enumerate(self.param_groups)]
 
@@ -353,11 +395,12 @@ class OverspillOptimizer(torch.optim.Optimizer):
         loss = evaluated(closure)
         if self.before_step is not None and not self.residency.closed:
             self.before_step()
-        hyper_parameters = self._hyper_parameters()
+        hyper_parameters = self.numbers()
         with calls.Alone():
             calls.start_update(self.residency, "a step of the optimizer")
             self.settle()
-            self._make(functools.partial(self.residency.core.step, hyper_parameters))
+            range_ = groups_of(self.groups.part)
+            self._make(functools.partial(self.residency.core.step, hyper_parameters, range_))
         self._raise_skipped()
         return loss
 
@@ -367,8 +410,8 @@ class OverspillOptimizer(torch.optim.Optimizer):
             self.user._opt_called = True  # what a scheduler bound to the user's optimizer looks for
         gradients = self.residency.gradients
         with DisableTorchFunction():
-            gradients.update(functools.partial(boundary.keep, self._outcomes, step), self.keeps_gradients())
-            gradients.updated(self.last_step.skipped)
+            gradients.update(functools.partial(boundary.keep, self.outcomes, step), self.keeps_gradients())
+            gradients.updated(self.last_step.skipped, self.groups.part)
         if self.last_step.skipped:
             self._tell_skipped()
         self.residency.refresh()
@@ -378,7 +421,7 @@ class OverspillOptimizer(torch.optim.Optimizer):
     @property
     def last_step(self) -> Any:
         """The outcome of the last step; None before the first."""
-        return self._outcomes[0] if self._outcomes else None
+        return self.outcomes[0] if self.outcomes else None
 
     def _tell_skipped(self) -> None:
         if self._told or self.on_nonfinite == "raise":
@@ -405,14 +448,18 @@ class OverspillOptimizer(torch.optim.Optimizer):
     def expect_step(self) -> None:
         """Tells the engine what the next step will be given, as far as anybody knows now (speculation)."""
         try:
-            hyper_parameters = self._hyper_parameters()
+            hyper_parameters = self.numbers()
         except (RuntimeError, ValueError):
             return  # the step says it, unless it is put right before
         self.residency.core.expect_step(hyper_parameters)
 
     def start_states(self) -> None:
         """Once, before the first step: states of an optimizer that does not start with zero, or has stepped."""
-        self.residency.core.start_states(self._hyper_parameters())
+        self.residency.core.start_states(self.numbers())
+        self.take_over_states()
+
+    def take_over_states(self) -> None:
+        """Those of an optimizer that has stepped."""
         if self.groups.taken is not None:
             taken, self.groups.taken = self.groups.taken, None
             self.load_state_dict(taken)
@@ -426,14 +473,16 @@ class OverspillOptimizer(torch.optim.Optimizer):
         """Raises RuntimeError where a checkpoint would not have the states."""
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Of the whole model, whatever parameters the groups have: all that require a gradient are in one."""
+        """Of the whole model, whatever parameters the groups have: all that require a gradient are in one. Of one
+        optimizer of several, those of its own groups."""
         with calls.Alone(), DisableTorchFunction():
-            self.residency.clear_gradients("optimizer.zero_grad()", set_to_none)
+            self.residency.clear_gradients("optimizer.zero_grad()", set_to_none, self.groups.part)
 
     def add_param_group(self, param_group: dict) -> None:
         if hasattr(self, "residency"):
             raise RuntimeError(
-                "overspill: add_param_group: groups are fixed at overspill.initialize: give it all of them"
+                "overspill: add_param_group: groups are fixed at overspill.initialize: give it all of them, or call "
+                "engine.give_back(), which leaves weights and states as they are, add the group, and initialize again"
             )
         super().add_param_group(param_group)
 
@@ -539,7 +588,7 @@ def _parameters_of(groups: Iterable[dict]) -> list[list[int]]:
     return [list(map(id, group["params"])) for group in groups]
 
 
-def _pass_on(user: torch.optim.Optimizer, to: OverspillOptimizer, *names: str) -> None:
+def _pass_on(user: torch.optim.Optimizer, to: OverspillOptimizer) -> None:
     """Calls of the user's own object reach the one that has gradients and states, and do not keep it: the former has
     none."""
     reference = weakref.ref(to)
@@ -559,7 +608,7 @@ def _pass_on(user: torch.optim.Optimizer, to: OverspillOptimizer, *names: str) -
         call._wrapped_by_lr_sched = True
         return call
 
-    for name in names:
+    for name in _PASSED:
         setattr(user, name, passing(name))
 
 

@@ -34,6 +34,7 @@ from torch.utils.dlpack import from_dlpack, to_dlpack
 
 from . import _core, files, forked, heap, place, ranks
 from .divided import as_divided, memory_of
+from .parts import Part
 from .units import DTYPES, UnitSpec, memory_order
 
 # The attributes below Parameter's: patches.py puts properties in front of `data` and `grad`.
@@ -189,6 +190,7 @@ class Unit:
         "lease",
         "lent",
         "name",
+        "part",
         "pins",
         "residency",
         "segments",
@@ -200,7 +202,7 @@ class Unit:
     def __init__(self, residency: Residency, index: int, spec: UnitSpec):
         self.residency, self.core, self.index = residency, residency.core, index
         self.name, self.dtype, self.trainable = spec.name, spec.dtype, spec.trainable
-        self.trained_by_torch = spec.trained_by_torch
+        self.trained_by_torch, self.part = spec.trained_by_torch, spec.part
         self.is_trained = self.trainable or self.trained_by_torch
         self.flat, self.key, self.shown, self.pins, self.generation = None, 0, False, 0, 0
         self.lease: Any = None
@@ -324,7 +326,8 @@ def show(unit: Unit) -> None:
         names = ", ".join(s.name for s in unit.segments if s.parameter.requires_grad)
         raise RuntimeError(
             f"overspill: {names}: frozen at overspill.initialize, but requires_grad is True now: set requires_grad "
-            "before initialize"
+            "before initialize; or call engine.give_back(), which leaves weights and states as they are, set it, give "
+            "the optimizer a group with the parameters, and initialize again"
         )
     view = hold(unit).as_strided
     unit.shown = True
@@ -641,13 +644,14 @@ class Residency:
     def nan_like(self, shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         return nan_like(shape, stride, dtype, self.place, self.core)
 
-    def clear_gradients(self, call: str, set_to_none: bool = True) -> None:
-        """For a call of the script, by name. Where the engine lives its step begins anew, with a warning."""
+    def clear_gradients(self, call: str, set_to_none: bool = True, part: Part | None = None) -> None:
+        """For a call of the script, by name. Where the engine lives its step begins anew, with a warning; not so where
+        the call is about the part of one optimizer of several."""
         if self.closed:
             raise RuntimeError(f"overspill: {self.closed}")
         clear = None if self.clearing is None else self.clearing()
-        if clear is None:
-            self.gradients.clear(set_to_none)
+        if clear is None or part is not None:
+            self.gradients.clear(set_to_none, part)
         else:
             clear(call, set_to_none)
 

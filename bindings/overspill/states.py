@@ -20,16 +20,25 @@ from torch._C import DisableTorchFunction
 from . import calls, moments, reading
 from .boundary import counts
 from .copies import Copies
+from .parts import Part
 from .ranks import RankError
 from .residency import Residency, Segment, registry
 
 
 class States(MutableMapping):
     """`groups`: the optimizer's, as they are at any time. `names`: the core's names of the states -> torch's. `ranks`:
-    that hold parts of them; of several, all but the optimizer's own calls raise RankError."""
+    that hold parts of them; of several, all but the optimizer's own calls raise RankError. `part`: what the optimizer
+    trains, one of several."""
 
-    def __init__(self, groups: list[dict], names: Mapping[str, str], residency: Residency, ranks: int):
-        self.groups, self.residency, self.ranks = groups, residency, ranks
+    def __init__(
+        self,
+        groups: list[dict],
+        names: Mapping[str, str],
+        residency: Residency,
+        ranks: int,
+        part: Part | None = None,
+    ):
+        self.groups, self.residency, self.ranks, self.part = groups, residency, ranks, part
         self.names = {theirs: ours for ours, theirs in names.items()}
         # As in torch, whose SGD counts no steps.
         self.counted = () if set(self.names) <= {"momentum_buffer"} else ("step",)
@@ -121,7 +130,7 @@ class States(MutableMapping):
         given = {parameter: self._checked(parameter, state) for parameter, state in states.items()}
         self.clear()
         names = {ours: theirs for theirs, ours in self.names.items()}
-        new = States(self.groups, names, self.residency, self.ranks)
+        new = States(self.groups, names, self.residency, self.ranks, self.part)
         new.update(given)
         self._is_replaced = True
         return new
@@ -271,7 +280,7 @@ class States(MutableMapping):
         if segment is None or segment.unit.residency is not self.residency or not segment.unit.trainable:
             self.require()
             return None
-        return segment
+        return segment if self.part is None or self.part.has(segment) else None
 
     def _segments(self) -> list[Segment]:
         self.require()

@@ -1,12 +1,12 @@
 """Which parameters are gathered and dropped together: a partition of a module tree into units.
 
-Units depend on the model alone, never on budgets, so that every placement computes the same thing. One unit
-has one format, one
-dtype, and is all trainable or all frozen.
+Units depend on the model alone, never on budgets, so that every placement computes the same thing. One unit has
+one format, one dtype and one optimizer, and is all trainable or all frozen.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -32,6 +32,7 @@ DTYPES = {
     torch.float8_e5m2: "F8_E5M2",
     torch.complex64: "C64",
 }  # safetensors' names
+_ALL: Mapping[int, int] = {}
 # Of trainable parameters.
 FORMATS = {torch.bfloat16: "bf16_split", torch.float32: "fp32", torch.float64: "float64"}
 
@@ -52,13 +53,15 @@ class ParameterSpec:
 
 @dataclass
 class UnitSpec:
-    """`block` is the module whose call needs the whole unit, None where each parameter's own module does."""
+    """`block` is the module whose call needs the whole unit, None where each parameter's own module does. `part`: the
+    number of the optimizer that trains it, where there are several."""
 
     name: str
     format: str
     dtype: torch.dtype
     parameters: list[ParameterSpec]
     block: nn.Module | None = None
+    part: int = 0
 
     @property
     def trainable(self) -> bool:
@@ -72,14 +75,17 @@ class UnitSpec:
         return self.format == "float64"
 
 
-def partition(model: nn.Module, place: torch.device | None = None) -> list[UnitSpec]:
-    """The units of `model`, in order of registration. Parameters without elements belong to none.
+def partition(
+    model: nn.Module, place: torch.device | None = None, parts: Mapping[int, int] = _ALL
+) -> list[UnitSpec]:
+    """The units of `model`, in order of registration. Parameters without elements belong to none. `parts`: the number
+    of each parameter's optimizer, by the parameter's id, where there are several.
 
     Parameters may be on the meta device: their shapes are enough; or on `place`, where the model will compute.
     Raises ValueError for a parameter that cannot be held: not materialised, or of a trainable dtype that is
     not supported.
     """
-    found = _Partition(place)
+    found = _Partition(place, parts)
     found.walk(model, "", "*", None, None)
     _check_memory(found.specs.values())
     return list(found.units.values())
@@ -89,8 +95,8 @@ class _Partition:
     """The units found so far. A class, because recursive closures would keep the model alive until the garbage
     collector runs."""
 
-    def __init__(self, place: torch.device | None):
-        self.place = place
+    def __init__(self, place: torch.device | None, parts: Mapping[int, int]):
+        self.place, self.parts = place, parts
         self.units: dict[tuple, UnitSpec] = {}
         self.specs: dict[int, ParameterSpec] = {}
 
@@ -112,11 +118,11 @@ class _Partition:
                 continue
             spec = specs[id(parameter)] = ParameterSpec(full, parameter)
             form = _format(full, parameter, self.place)
-            slot = (key, form, parameter.dtype)
+            part = self.parts.get(id(parameter), 0)
+            slot = (key, form, parameter.dtype, part)
             if slot not in units:
-                units[slot] = UnitSpec(
-                    f"{key}:{form}:{DTYPES[parameter.dtype]}", form, parameter.dtype, [], block
-                )
+                unit = f"{key}:{form}:{DTYPES[parameter.dtype]}" + (f":{part}" if part else "")
+                units[slot] = UnitSpec(unit, form, parameter.dtype, [], block, part)
             units[slot].parameters.append(spec)
 
     def walk(

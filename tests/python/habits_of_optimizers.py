@@ -311,6 +311,44 @@ def hooks_of_steps(make):
     return seen
 
 
+def hooks_of_before(name, kind):
+    def run(make):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 4))
+        user, seen = kind(model.parameters(), lr=1e-2), []
+        user.register_step_pre_hook(lambda o, args, kwargs: seen.append("pre"))
+        user.register_step_post_hook(lambda o, args, kwargs: seen.append("post"))
+        user.register_state_dict_pre_hook(lambda o: seen.append("save"))
+        user.register_state_dict_post_hook(lambda o, state: seen.append("saved"))
+        user.register_load_state_dict_pre_hook(lambda o, state: seen.append("load"))
+        user.register_load_state_dict_post_hook(lambda o: seen.append("loaded"))
+        model, optimizer = make.hand_over(model, user)
+        user.register_step_pre_hook(lambda o, args, kwargs: seen.append("later"))
+        for each in (optimizer, user):  # a script may use either
+            loss_of(model).backward()
+            each.step()
+            each.load_state_dict(each.state_dict())
+        return seen
+
+    run.__name__ = name
+    habit(run)
+
+
+@habit(refused="step of this SGD object was replaced.*child of the class")
+def a_step_that_is_replaced_on_the_object(make):
+    torch.manual_seed(0)
+    model = nn.Linear(16, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    plain = optimizer.step
+    optimizer.step = lambda: [plain(), plain()]
+    return train(*make.hand_over(model, optimizer))
+
+
+hooks_of_before("hooks_that_were_there_before", torch.optim.SGD)
+hooks_of_before("hooks_of_one_that_makes_its_own_steps", torch.optim.RMSprop)
+hooks_of_before("hooks_of_one_with_its_own_step", Decayed)
+
+
 @habit
 def groups_with_options_of_their_own(make):
     torch.manual_seed(0)
@@ -340,7 +378,7 @@ def a_group_is_added(make):
 
 
 @habit(refused="trainable, but in no parameter group")
-def two_optimizers_of_one_model(make):
+def an_optimizer_of_a_part(make):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 4))
     make.hand_over(model, torch.optim.SGD(model[0].parameters(), lr=0.1))

@@ -42,12 +42,15 @@ OPTIMIZER_ANSWERS = {
     "hyper_parameters",
     "keeps_gradients",
     "last_step",
+    "leave",
+    "leave_states",
     "life",
     "loaded",
-    "settle",
-    "leave_states",
+    "numbers",
     "on_nonfinite",
+    "outcomes",
     "param_groups",
+    "prepare_to_leave",
     "ranks",
     "register_load_state_dict_post_hook",
     "register_load_state_dict_pre_hook",
@@ -57,7 +60,10 @@ OPTIMIZER_ANSWERS = {
     "register_step_pre_hook",
     "residency",
     "restore_hyper_parameters",
+    "settle",
     "state",
+    "stay",
+    "take_over_states",
     "user",
 }
 CORE_ANSWERS = {"stall", "close", "layout", "nan_capsule", "plan", "predict", "report", "stats", "unit_bytes"}
@@ -89,7 +95,7 @@ optimizer = engine.optimizer
 parameter = next(model.parameters())
 core = engine._core
 loaded = {key: torch.zeros_like(value) for key, value in engine.state_dict().items()}
-groups = engine.optimizer._hyper_parameters()
+groups = engine.optimizer.numbers()
 segment = engine._segment(parameter)
 room = torch.zeros(4096)
 address = room.data_ptr()

@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+from collections import defaultdict
 
 import pytest
 import torch
@@ -37,8 +38,12 @@ def train(model, optimizer, steps=range(2)):
         optimizer.step()
 
 
-def sgd(model):
-    return torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+def trainable(model):
+    return [p for p in model.parameters() if p.requires_grad]
+
+
+def sgd(model, **options):
+    return torch.optim.SGD(trainable(model), lr=0.1, **options)
 
 
 def hooks_of(model):
@@ -113,14 +118,20 @@ def test_where_it_is_refused(config, monkeypatch):
 
 def test_interrupts_at_every_moment(config):
     for at in range(0, 100000, 7):
-        model = Tied().float()
-        engine, optimizer, *_ = overspill.initialize(model, config("half"), sgd(model))
+        model = Tied().bfloat16()
+        user = sgd(model, momentum=0.9)
+        engine, optimizer, *_ = overspill.initialize(model, config("half"), user)
         train(model, optimizer)
         expected = copy.deepcopy(model).state_dict()
+        moments = {p: optimizer.state[p]["momentum_buffer"].clone() for p in optimizer.state}
         struck = Interrupter(at, (OVERSPILL,))
         with contextlib.suppress(KeyboardInterrupt), struck.armed():
             engine.give_back()
         engine.give_back()
+        assert type(user.state) is defaultdict and user.state.keys() == moments.keys(), struck.place
+        assert all(torch.equal(user.state[p]["momentum_buffer"], m) for p, m in moments.items()), struck.place
+        train(model, user)
+        model.load_state_dict(expected)
         assert all(torch.equal(value, expected[name]) for name, value in model.state_dict().items()), (
             struck.place
         )
@@ -146,3 +157,189 @@ def test_a_part_that_has_left_the_model_is_plain_too(config):
     ):
         with pytest.raises(RuntimeError, match="overspill: the engine of this model was ended by give_back"):
             call()
+
+
+# ---- the optimizer's states
+
+
+def network(dtype=torch.float32):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 8), nn.GELU(), nn.Linear(8, 4)).to(dtype)
+
+
+def run(model, optimizers, steps):
+    for i in steps:
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        x = torch.randn(6, 16, generator=torch.Generator().manual_seed(i)).to(next(model.parameters()).dtype)
+        model(x).float().square().mean().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+
+
+def plain_settings(config, placement, job):
+    return {k: v for k, v in config(placement, job=job).items() if k != "optimizer"}
+
+
+def assert_same(model, other, near=0.0):
+    for name, value in model.state_dict().items():
+        assert torch.allclose(value, other.state_dict()[name], rtol=near, atol=near), name
+
+
+KINDS = {
+    "sgd": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}, 0.0),
+    "adamw": (torch.optim.AdamW, {"lr": 1e-2}, 1e-6),
+    "adagrad": (torch.optim.Adagrad, {"lr": 1e-2, "initial_accumulator_value": 0.1}, 1e-6),
+    "rmsprop": (torch.optim.RMSprop, {"lr": 1e-3}, 0.0),  # makes its own steps
+}
+
+
+@pytest.mark.filterwarnings("ignore:overspill. the engine has no update of torch.optim.RMSprop")
+@pytest.mark.parametrize("placement", ["host", "nvme"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_layers_are_unfrozen_one_after_the_other(config, placement, kind):
+    """As plain PyTorch does it, whose optimizer gets a group for each."""
+    make, options, near = KINDS[kind]
+
+    def unfreeze(model, optimizer, place):
+        model[place].requires_grad_(True)
+        optimizer.add_param_group({"params": model[place].parameters(), "lr": options["lr"] / 2})
+
+    model, plain = network(), network()
+    for each in (model, plain):
+        each[:4].requires_grad_(False)
+    user, theirs = (make(each[4].parameters(), **options) for each in (model, plain))
+    engine, optimizer, *_ = overspill.initialize(model, plain_settings(config, placement, "0"), user)
+    run(model, [optimizer], range(2))
+    run(plain, [theirs], range(2))
+    for stage, place in enumerate((2, 0), 1):
+        engine.give_back()
+        unfreeze(model, user, place)
+        unfreeze(plain, theirs, place)
+        engine, optimizer, *_ = overspill.initialize(
+            model, plain_settings(config, placement, str(stage)), user
+        )
+        run(model, [optimizer], range(2 * stage, 2 * stage + 2))
+        run(plain, [theirs], range(2 * stage, 2 * stage + 2))
+    engine.give_back()
+    assert_same(model, plain, near)
+    run(model, [user], range(6, 8))  # in plain PyTorch
+    run(plain, [theirs], range(6, 8))
+    assert_same(model, plain, near)
+
+
+@pytest.mark.parametrize("placement", ["host", "nvme"])
+@pytest.mark.parametrize("make", [torch.optim.AdamW, overspill.optim.AdamW, torch.optim.SGD])
+def test_another_engine_goes_on_to_the_bit_with_bf16_weights(config, placement, make):
+    model, other = network(torch.bfloat16), network(torch.bfloat16)
+    user, theirs = (make(each.parameters(), lr=1e-2) for each in (model, other))
+    engine, optimizer, *_ = overspill.initialize(model, plain_settings(config, placement, "0"), user)
+    run(model, [optimizer], range(3))
+    engine.give_back()
+    engine, optimizer, *_ = overspill.initialize(model, plain_settings(config, placement, "1"), user)
+    run(model, [optimizer], range(3, 6))
+    one, optimizer, *_ = overspill.initialize(other, plain_settings(config, placement, "2"), theirs)
+    run(other, [optimizer], range(6))
+    engine.give_back()
+    one.give_back()
+    assert_same(model, other)
+    masters = [[entry.get("master") for entry in each.state.values()] for each in (user, theirs)]
+    assert all(torch.equal(a, b) for a, b in zip(*masters, strict=True))
+
+
+def test_plain_steps_with_bf16_weights(config):
+    model = network(torch.bfloat16)
+    user = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    engine, optimizer, *_ = overspill.initialize(model, plain_settings(config, "host", "0"), user)
+    run(model, [optimizer], range(3))
+    engine.give_back()
+    average = user.state[model[0].weight]["exp_avg"]
+    assert average.dtype is torch.float32 and "master" in user.state[model[0].weight]
+    run(model, [user], range(3, 4))
+    entry = user.state[model[0].weight]
+    assert entry.keys() == {"step", "exp_avg", "exp_avg_sq"} and entry["step"] == 4
+    assert entry["exp_avg"].dtype is torch.bfloat16
+    run(model, [user], range(4, 6))
+
+
+def test_plain_steps_of_our_own_with_bf16_weights_are_refused(config):
+    model = network(torch.bfloat16)
+    user = overspill.optim.AdamW(model.parameters(), lr=1e-2)
+    engine, optimizer, *_ = overspill.initialize(model, plain_settings(config, "host", "0"), user)
+    run(model, [optimizer], range(2))
+    engine.give_back()
+    before = copy.deepcopy(model)
+    with pytest.raises(RuntimeError, match=r"those that engine\.give_back\(\) left.*optimizer\.state\.clear"):
+        run(model, [user], range(2, 3))
+    assert_same(model, before)
+    user.state.clear()
+    run(model, [user], range(2, 4))
+    assert user.state[model[0].weight]["step"] == 2
+
+
+def test_several_optimizers_have_theirs(config):
+    model, plain = network(), network()
+
+    def pair(each):
+        body = [*each[0].parameters(), *each[2].parameters()]
+        return [torch.optim.SGD(body, lr=0.1, momentum=0.9), torch.optim.SGD(each[4].parameters(), lr=0.05)]
+
+    users, theirs = pair(model), pair(plain)
+    engine, optimizers, *_ = overspill.initialize(model, plain_settings(config, "host", "0"), users)
+    run(model, optimizers, range(3))
+    engine.give_back()
+    run(model, users, range(3, 6))
+    run(plain, theirs, range(6))
+    assert_same(model, plain)
+
+
+def test_a_full_disk_leaves_the_engine_as_it_is(config, monkeypatch):
+    model, plain = network(), network()
+    user, theirs = sgd(model, momentum=0.9), sgd(plain, momentum=0.9)
+    engine, optimizer, *_ = overspill.initialize(model, plain_settings(config, "nvme", "0"), user)
+    run(model, [optimizer], range(2))
+    with monkeypatch.context() as patch:
+        patch.setattr(giving.reading, "copy", lambda s: (_ for _ in ()).throw(OSError(28, "No space left")))
+        with pytest.raises(OSError, match="No space left"):
+            engine.give_back()
+    run(model, [user], range(2, 4))
+    engine.give_back()
+    run(model, [user], range(4, 6))
+    run(plain, [theirs], range(6))
+    assert_same(model, plain)
+
+
+@pytest.mark.parametrize("when", ["before", "under the engine"])
+def test_a_scheduler_of_the_scripts_own_goes_on(config, when, recwarn):
+    model = network(torch.bfloat16)
+    user = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    scheduler = torch.optim.lr_scheduler.StepLR(user, 1, 0.5) if when == "before" else None
+    for job in range(2):
+        engine, _, *_ = overspill.initialize(model, plain_settings(config, "host", str(job)), user)
+        scheduler = scheduler or torch.optim.lr_scheduler.StepLR(user, 1, 0.5)
+        run(model, [user], range(1))
+        scheduler.step()
+        engine.give_back()
+        run(model, [user], range(1))
+        scheduler.step()
+        assert user.state[model[0].weight]["exp_avg"].dtype is torch.bfloat16
+    assert user.param_groups[0]["lr"] == 1e-2 / 16
+    assert not [w for w in recwarn if "step" in str(w.message)], [str(w.message) for w in recwarn]
+
+
+def test_an_interrupt_where_the_states_have_left(config, monkeypatch):
+    model = network(torch.bfloat16)
+    user = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    engine, *_ = overspill.initialize(model, plain_settings(config, "host", "0"), user)
+    run(model, [user], range(2))
+    expected = engine.optimizer_state(model[0].weight)["exp_avg"]
+
+    def interrupted(optimizer):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(giving, "_fitting", interrupted)
+        engine.give_back()
+    engine.give_back()
+    assert torch.equal(user.state[model[0].weight]["exp_avg"], expected)
+    run(model, [user], range(2, 3))

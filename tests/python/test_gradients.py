@@ -185,7 +185,7 @@ def test_a_step_that_fails_uses_nothing(start, monkeypatch):
         def __getattr__(self, name):
             return getattr(core, name)
 
-        def step(self, groups):
+        def step(self, groups, part):
             raise RuntimeError("no room")
 
     engine._residency.core = Failing()

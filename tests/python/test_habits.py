@@ -8,6 +8,7 @@ import habits_of_gradients  # noqa: F401
 import habits_of_losses  # noqa: F401
 import habits_of_optimizers  # noqa: F401
 import habits_of_reading  # noqa: F401
+import habits_of_several  # noqa: F401
 import habits_of_states  # noqa: F401
 import habits_of_writing  # noqa: F401
 import numpy as np

@@ -85,7 +85,7 @@ def plan(model, config):
     settings, specs = Config.read(config), partition(model)
     groups = make_groups(settings.optimizer, model.parameters())
     chosen = choose_format(settings.format, groups, (spec.format for spec in specs))
-    return _core.plan(core_units(specs, {}, groups.core, chosen), settings.to_core(_core))
+    return _core.plan(core_units(specs, {}, [(groups.core, chosen)]), settings.to_core(_core))
 
 
 def empty_model(folder: Path, dtype: str):

@@ -1,0 +1,170 @@
+"""Several optimizers of one engine, each over a part of its model.
+
+Each steps, clears and is saved alone, as in plain PyTorch: what the others' parameters have, gradients, states and
+weights, stays as it is. One rank. What means all gradients or all optimizers at once (engine.step(), train_batch,
+gradient_clipping, an lr_scheduler given to initialize) is refused.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from .config import Config
+
+if TYPE_CHECKING:
+    from .optimizer import Groups, OverspillOptimizer
+    from .residency import Segment
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one of several optimizers trains: units of that `number`; `groups`: its first one among those of all
+    optimizers, and the one behind its last."""
+
+    number: int
+    groups: tuple[int, int]
+
+    def has(self, segment: Segment) -> bool:
+        return segment.unit.part == self.number
+
+
+def groups_of(part: Part | None) -> tuple[int, int] | None:
+    """As the core takes it; None: all."""
+    return None if part is None else part.groups
+
+
+class Several:
+    """The optimizers of one engine, in the order in which `initialize` was given them: to be unpacked, or asked by
+    number. `step` and `zero_grad` call each one's. `last_step`: the outcome of the last step of any."""
+
+    def __init__(self, optimizers: Sequence[OverspillOptimizer]):
+        self._each = tuple(optimizers)
+        self.outcomes: deque = deque(maxlen=1)
+        for optimizer in self._each:
+            optimizer.outcomes = self.outcomes
+
+    def __len__(self) -> int:
+        return len(self._each)
+
+    def __getitem__(self, number: int) -> OverspillOptimizer:
+        return self._each[number]
+
+    def __iter__(self) -> Iterator[OverspillOptimizer]:
+        return iter(self._each)
+
+    def __repr__(self) -> str:
+        return repr(list(self._each))
+
+    @property
+    def param_groups(self) -> list[dict]:
+        return list(itertools.chain.from_iterable(each.param_groups for each in self._each))
+
+    @property
+    def last_step(self) -> Any:
+        return self.outcomes[0] if self.outcomes else None
+
+    def step(self) -> None:
+        for each in self._each:
+            each.step()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        for each in self._each:
+            each.zero_grad(set_to_none)
+
+    # ---- what the engine asks of its optimizer
+
+    def start_states(self) -> None:
+        hyper_parameters = [group for each in self._each for group in each.numbers()]
+        self._each[0].residency.core.start_states(hyper_parameters)
+        for each in self._each:
+            each.take_over_states()
+
+    def settle(self) -> None:
+        for each in self._each:
+            each.settle()
+
+    def prepare_to_leave(self) -> None:
+        for each in self._each:
+            each.prepare_to_leave()
+
+    def stay(self) -> None:
+        for each in self._each:
+            each.stay()
+
+    def leave(self) -> None:
+        for each in self._each:
+            each.leave()
+
+    def leave_states(self) -> None:
+        for each in self._each:
+            each.leave_states()
+
+    def loaded(self) -> None:
+        for each in self._each:
+            each.loaded()
+
+    def states_of(self, segment: Segment) -> dict[str, torch.Tensor]:
+        return self._each[segment.unit.part].states_of(segment)
+
+    def check_checkpoint(self, call: str) -> None:
+        for each in self._each:
+            each.check_checkpoint(call)
+
+    def hyper_parameters(self) -> dict:
+        return {"groups": [group for each in self._each for group in each.hyper_parameters()["groups"]]}
+
+    def restore_hyper_parameters(self, saved: dict) -> None:
+        groups = iter(saved["groups"])
+        for each in self._each:
+            each.restore_hyper_parameters({"groups": list(itertools.islice(groups, len(each.param_groups)))})
+
+
+def number(found: Sequence[Groups]) -> None:
+    """Gives the groups of each of several optimizers their range among all."""
+    first = 0
+    for place, groups in enumerate(found):
+        end = first + len(groups.groups)
+        groups.part = Part(place, (first, end))
+        first = end
+
+
+def by_parameter(found: Iterable[Groups]) -> dict[int, int]:
+    """The number of each parameter's optimizer, by the parameter's id."""
+    return {
+        id(p): place for place, each in enumerate(found) for group in each.groups for p in group["params"]
+    }
+
+
+def check(config: Config, lr_scheduler: Any) -> None:
+    """Raises ValueError for what means one optimizer."""
+    given = {
+        "gradient_clipping": (
+            config.gradient_clipping,
+            "call torch.nn.utils.clip_grad_norm_ before the steps that it is for",
+        ),
+        "gradient_accumulation_steps": (
+            config.gradient_accumulation_steps if config.gradient_accumulation_steps > 1 else None,
+            "step each optimizer when its gradients are complete, and divide the loss by the number of micro-batches",
+        ),
+        "lr_scheduler": (lr_scheduler, "make one on each optimizer, and step them"),
+    }
+    for name, (value, instead) in given.items():
+        if value:
+            raise ValueError(
+                f"overspill: {name} = {value!r:.60} is of one optimizer, and initialize was given several: leave it "
+                f"out; {instead}"
+            )
+
+
+def require_one(optimizer: Any, call: str) -> None:
+    if isinstance(optimizer, Several):
+        raise RuntimeError(
+            f"overspill: {call} steps one optimizer, and this engine has {len(optimizer)}: call the step and zero_grad "
+            "of each, as in plain PyTorch"
+        )
