@@ -172,9 +172,12 @@ void GradientStaging::flush(std::unique_lock<std::mutex>& lock) {
 void GradientStaging::discard(std::unique_lock<std::mutex>& lock,
                               const std::function<bool(int32_t)>& is_gone) {
   if (buffers_.empty()) return;
-  for (Buffer& buffer : buffers_)
-    buffer.changed = buffer.changed && buffer.chunk >= 0 && !is_gone(buffer.chunk);
-  flush(lock);
+  const auto goes = [&](const Buffer& buffer) { return buffer.chunk >= 0 && is_gone(buffer.chunk); };
+  for (Buffer& buffer : buffers_) {
+    if (buffer.state == State::open && goes(buffer)) free(buffer);
+  }
+  context_.wait(
+      lock, [&] { return std::none_of(buffers_.begin(), buffers_.end(), goes); }, Cause::staging);
   for (int32_t c = 0; c < std::ssize(context_.chunks); ++c) {
     ChunkState& state = context_.chunks[c];
     if (!state.pending && is_gone(c)) context_.release_gradient(state);

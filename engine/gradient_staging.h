@@ -47,7 +47,6 @@ class GradientStaging {
   void flush(std::unique_lock<std::mutex>& lock);
 
   /// Forgets the gradients of the chunks that are gone, but for those that a scheduled update still needs.
-  /// Waits for the others to be written.
   void discard(std::unique_lock<std::mutex>& lock, const std::function<bool(int32_t chunk)>& is_gone);
 
  private:

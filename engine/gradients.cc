@@ -418,7 +418,7 @@ void Gradients::handed_over() {
       std::replace(presence_[u].begin(), presence_[u].end(), Presence::used, Presence::absent);
       std::replace(presence_[u].begin(), presence_[u].end(), Presence::there, Presence::used);
     }
-    std::fill(arrivals_[u].begin(), arrivals_[u].end(), 0);
+    if (!is_aside(static_cast<int32_t>(u))) std::fill(arrivals_[u].begin(), arrivals_[u].end(), 0);
   }
   for (ChunkState& state : context_.chunks) state.gradient_kept = true;
   if (context_.layout.slices > 1) sums_.restart();

@@ -395,6 +395,10 @@ def refuse_update(owner: Residency, what: str) -> None:
     """Inside `Alone`: RuntimeError where the weights of `owner` cannot change now, by the call named `what`."""
     if owner.closed:
         raise RuntimeError(f"overspill: {owner.closed}")
+    if owner.leaving and what != "engine.give_back":
+        raise RuntimeError(
+            "overspill: engine.give_back() was broken off: call it again, it goes on where it was"
+        )
     check(sys._getframe())
     refuse_inside(owner, what)
 

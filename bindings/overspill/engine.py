@@ -75,10 +75,11 @@ def initialize(
 
     model:        None: the causal language model of `checkpoint`, in the dtype of its config.json
     config:       a dict, the path of a JSON file, or a Config
-    optimizer:    one of torch.optim or overspill.optim, or of a class of the script's own, over the model
-    (docs/scripts.md); a list of them, each over a part of it; None: the configuration's
-    lr_scheduler: stepped at every update that is not skipped; one made on `optimizer`, or a callable
-    optimizer -> scheduler
+    optimizer:    an optimizer of torch.optim, overspill.optim or the script's own, over all trainable parameters
+    (docs/scripts.md); or a list of optimizers, each over other parameters, which comes back as a sequence in the same
+    order; None: the configuration's
+    lr_scheduler: stepped by `engine.step` at every update that is not skipped; one made on `optimizer`, or a callable
+    optimizer -> scheduler; not with a list of optimizers
     model_parameters: parameters or groups for the configuration's optimizer; None: all trainable ones
     checkpoint:   a Hugging Face folder of safetensors with the weights, read one by one straight into the engine;
     the model may be made inside `Init(empty=True)`. Raises CheckpointError, before anything is changed, unless names
@@ -115,9 +116,9 @@ def initialize(
             )
         given.model(model)
         given.training_data(training_data, collate_fn)
-        given.lr_scheduler(lr_scheduler)
         if isinstance(optimizer, (list, tuple)):
             parts.check(settings, lr_scheduler)
+        given.lr_scheduler(lr_scheduler)
         if model is None:
             if checkpoint is None:
                 raise ValueError("overspill: give model, or checkpoint, or both")
@@ -250,6 +251,7 @@ class Engine(nn.Module):
             if source is None:
                 ranks.broadcast_model(model, group)
         nccl = transport.choose(config.engine.transport, group, self._place)
+        made: list[OverspillOptimizer] = []
         end = self._end = End((group, model_group))
         core = end.core = _core.Engine(units, flat, group, model_group, self._place.given, nccl)
         try:
@@ -271,7 +273,8 @@ class Engine(nn.Module):
             self._place_rest(model)
             hooks.attach(model, self._residency, specs, self._life)
             holders = self.world_size * (model_group.world if model_group else 1)
-            made = [self._make_optimizer(each, user, holders) for each, user in taken]
+            for each, user in taken:
+                made.append(self._make_optimizer(each, user, holders))
             for each in made:
                 each.on_nonfinite = config.on_nonfinite
                 each.before_step = functools.partial(newcomers.check, model, self._residency.units)
@@ -284,6 +287,8 @@ class Engine(nn.Module):
             if config.engine.speculate and len(made) == 1:
                 self._residency.expect_step = _weakly(self.optimizer.expect_step)
         except BaseException as error:
+            for each in made:
+                each.undo()
             end.give_up(error)
             raise
         self.lr_scheduler: Any = None
@@ -723,24 +728,33 @@ class Engine(nn.Module):
 
     def _load_weights(self, folder: str, text: str) -> None:
         """Raises CheckpointError where they are of another checkpoint than `text`."""
-        if self._core.load(folder) != text:
+        try:
+            found = self._core.load(folder)
+        except _core.CheckpointError as error:
+            if isinstance(self.optimizer, parts.Several):
+                error.add_note(
+                    "overspill: of several optimizers give initialize the same ones, in the same order"
+                )
+            raise
+        if found != text:
             raise _core.CheckpointError(
                 f"overspill: {folder} was replaced while it was read: the weights are those that are there now, the "
                 "counts, rates, buffers and scheduler are as they were; load a checkpoint again before training"
             )
 
     def give_back(self) -> nn.Module:
-        """Ends the engine as `close` does, and leaves the weights in its module, which is a plain model from then on.
-        Returns the module. An optimizer that the script gave `initialize` is as before, with the states of now: it may
-        get further groups, and go to `initialize` again, which goes on to the bit. Gradients, and the states of a
-        configured optimizer, are gone. Large weights and states lie in files without a name, in the engine's folder on
-        disk (docs/scripts.md). Views of the weights that were taken before stay as they are. One rank, on the CPU.
-        Raises RuntimeError inside a forward, a `gathered` block or a step, MemoryError or OSError where there is no
-        room; then the engine lives on. Where Ctrl-C breaks it off, another call finishes it."""
+        """Ends the engine, and leaves weights and gradients in its module, which is a plain model from then on. Returns
+        the module. The optimizer object that was given to `initialize` has the current states: add groups to it, give
+        it to `initialize` again, with which training goes on to the bit, or step it in plain PyTorch. The object that
+        `initialize` returned ends with the engine, and with it the states of a configured optimizer. With a folder in
+        budget.nvme, tensors of 1 MiB and more lie in unnamed files there, which end with the process. Views of weights
+        that were taken before keep their values, and are the weights' no more. One rank, on the CPU. Raises
+        RuntimeError inside a forward, a `gathered` block or a step, MemoryError or OSError where there is no room; then
+        the engine lives on. If Ctrl-C interrupts it, call it again."""
         if self._group is not None or self.world_size > 1 or not self._place.on_host:
             raise RuntimeError(
                 "overspill: give_back is for an engine of one rank on the CPU: save engine.state_dict(), and load it "
-                "into a new model"
+                "into a new model; the optimizer's states are in engine.save_checkpoint alone"
             )
         with calls.Alone():
             if self._residency.why_closed is not giving.GIVEN:
@@ -749,6 +763,7 @@ class Engine(nn.Module):
                 giving.give(self._residency, self.optimizer)
             if not self._end.over:
                 self._end()
+            self._residency.forget_model()
         return self.module
 
     def close(self) -> None:

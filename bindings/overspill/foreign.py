@@ -13,6 +13,7 @@ from __future__ import annotations
 import inspect
 import math
 import warnings
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -22,7 +23,7 @@ from torch._C import DisableTorchFunction
 from torch.autograd.graph import increment_version
 from torch.utils.weak import WeakIdKeyDictionary
 
-from . import calls, hooks, residency
+from . import calls, hooks, residency, script_optimizer
 from .optimizer import Groups, OverspillOptimizer, evaluated
 from .parts import groups_of
 from .residency import Residency, Segment, Unit, registry
@@ -91,14 +92,18 @@ class ForeignOptimizer(OverspillOptimizer):
         clipping: float,
     ):
         super().__init__(groups, owner, user, folder, ranks, life)
+        if not _is_by_parameter(type(user)):  # its own step calls its hooks
+            for name in script_optimizer.HOOKS["step"]:
+                setattr(self, name, OrderedDict())
         self.clipping = clipping
         self._in_files = WeakIdKeyDictionary()  # states
-        self._one_by_one = type(user) in _BY_PARAMETER
-        where = "one part of the model after the other" if self._one_by_one else "over the whole model"
+        self._one_by_one = _is_by_parameter(type(user))
+        where = "one unit after the other" if self._one_by_one else "over all its parameters at once"
         warnings.warn(
             f"overspill: the engine has no update of {groups.foreign}: {type(user).__qualname__}'s own code makes the "
-            f"steps, {where}. They are exact, and slower; its states are not counted in the budget. Nothing needs to "
-            "be done (docs/scripts.md, Optimizers)",
+            f"steps, {where}. They are exact, and slower; its states are not counted in the budget, and "
+            "engine.save_checkpoint, which would not have them, is refused: save its state_dict and the model's "
+            "(docs/scripts.md, Optimizers)",
             stacklevel=5,
         )
 
@@ -124,15 +129,21 @@ class ForeignOptimizer(OverspillOptimizer):
     def prepare_to_leave(self) -> None:
         """They are there already."""
 
+    def stay(self) -> None:
+        """Nothing was taken out."""
+
     def leave(self) -> None:
-        self._take_back()
+        script_optimizer.let_go(self.user)
+
+    def undo(self) -> None:
+        script_optimizer.let_go(self.user)
 
     def expect_step(self) -> None:
         """Nothing can be guessed."""
 
     def step(self, closure: Callable | None = None) -> Any:
         loss = evaluated(closure) if self._one_by_one else None
-        if self.before_step is not None and not self.residency.closed:
+        if self.before_step is not None and not (self.residency.closed or self.residency.leaving):
             self.before_step()
         hyper_parameters, part = self.numbers(), self.groups.part
         with calls.Alone():
@@ -171,13 +182,13 @@ class ForeignOptimizer(OverspillOptimizer):
         return loss
 
     def _own_step(self, closure: Callable | None) -> Any:
-        step = _without_hooks(type(self.user).step)
+        step = type(self.user).step
         return step(self.user) if closure is None else step(self.user, closure)
 
     def _step_by_unit(self) -> None:
         """The optimizer's own step, with groups of one parameter at a time. It changes nothing in a group, and each
         update depends on that parameter alone."""
-        own, groups = _without_hooks(type(self.user).step), self.user.param_groups
+        own, groups = script_optimizer.without_hooks(type(self.user).step), self.user.param_groups
         try:
             for unit, members in self._by_unit():
                 with hooks.Gathered([unit]):
@@ -227,6 +238,5 @@ class ForeignOptimizer(OverspillOptimizer):
         )
 
 
-def _without_hooks(step: Callable) -> Callable:
-    """Of the user's own optimizer, which has the same hooks as this one."""
-    return getattr(step, "__wrapped__", step)
+def _is_by_parameter(kind: type) -> bool:
+    return kind in _BY_PARAMETER and script_optimizer.has_torchs_step(kind)

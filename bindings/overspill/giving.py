@@ -1,26 +1,29 @@
 """What an engine leaves behind that gives its model back: a model as plain PyTorch has one, and the states of its
-optimizers in the script's own objects."""
+optimizers in the script's own objects.
+
+Those of fp32 weights are what the engine has. Of bf16 weights torch keeps states in bf16, and no fp32 master, so the
+script's optimizer gets such; what is exact lies beside, for the next engine, as long as the script has not changed
+state or weight.
+"""
 
 from __future__ import annotations
 
-import weakref
 from collections import defaultdict
-from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch._C import DisableTorchFunction
 
-from . import files, hooks, moments, optim, reading
+from . import _core, files, hooks, moments, optim, reading, script_optimizer
 from .memory import available_bytes, human
-from .residency import Residency, registry, set_data
+from .residency import Residency, get_grad, registry, set_data, set_grad
 
 GIVEN = (
-    "the engine of this model was ended by give_back(), and the weights are the model's: make a new engine, or an "
-    "optimizer of torch, for it"
+    "the engine of this model was ended by give_back(): the weights are in the model, and the states in the optimizer "
+    "that was given to overspill.initialize. Use those, run forward again, or make a new engine"
 )
-_MASTER = "master"  # moments.py
-_UNFIT = "_has_states_of_an_engine"  # an attribute of the user's own optimizer
+_EXACT = "_exact_states_of_an_engine"  # an attribute of the script's own optimizer
 
 
 def check_room(owner: Residency) -> None:
@@ -37,14 +40,16 @@ def check_room(owner: Residency) -> None:
 
 def give(owner: Residency, optimizer: Any) -> None:
     """Between two passes, inside calls.Alone. May be called again where Ctrl-C broke it off."""
-    optimizer.settle()
-    optimizer.prepare_to_leave()
     try:
+        optimizer.settle()
+        optimizer.prepare_to_leave()
         _give_weights(owner)
-    except Exception:
-        optimizer.stay()
+    except BaseException:
+        if not owner.leaving:
+            optimizer.stay()
         raise
     optimizer.leave()
+    owner.gradients.by_torch = []  # they are the model's
     hooks.detach(owner)
     owner.why_closed = GIVEN
 
@@ -55,60 +60,100 @@ def _give_weights(owner: Residency) -> None:
             continue  # given already
         value = reading.copy(s)
         with DisableTorchFunction():
+            gradient = get_grad(s.parameter) if s.unit.trained_by_torch else owner.gradients.take_out(s)
+            owner.leaving = True  # from here on only another call goes on
             set_data(s.memory, value)
             s.parameter.__class__ = s.kind
+            set_grad(s.parameter, gradient)
             del registry[id(s.parameter)]
 
 
-def states(optimizer: Any) -> defaultdict[Any, dict]:
-    """Those that the engine holds, as torch's optimizer of the class has them; in fp32, with the master of bf16
-    weights, so that an engine which takes the optimizer over goes on to the bit. Raises OSError where large ones, which
-    lie in files, have no room. The optimizer is settled."""
-    names = optimizer.groups.states()
-    found: defaultdict[Any, dict] = defaultdict(dict)
-    entries = moments.states_of(optimizer.param_groups, names, optimizer.residency, optimizer.folder)
-    every = [p for group in optimizer.param_groups for p in group["params"]]
-    for number, entry in entries.items():
-        # Torch's SGD counts no steps; a master alone has to tell that there were some.
-        if not optimizer.state.counted and ("momentum_buffer" in entry or _MASTER not in entry):
-            entry.pop("step")
-        if entry:
-            found[every[number]] = entry
+@dataclass(frozen=True)
+class _Kept:
+    """What an engine had of one parameter, and digests of what the script's optimizer has got of it: fused steps count
+    no versions."""
+
+    exact: dict[str, torch.Tensor]
+    given: dict[str, int]
+
+    def is_unchanged(self, state: dict) -> bool:
+        return digests(state) == self.given
+
+
+def digests(state: dict[str, torch.Tensor]) -> dict[str, int]:
+    with DisableTorchFunction():
+        return {name: _core.digest(value.data_ptr(), value.nbytes) for name, value in state.items()}
+
+
+@dataclass(frozen=True)
+class Left:
+    """What the script's optimizer gets: states, and what is exact of them. `unfit`: for steps without an engine."""
+
+    state: defaultdict[Any, dict]
+    kept: dict[Any, _Kept]
+    unfit: bool
+
+
+def states(optimizer: Any, held: Any) -> Left:
+    """Those that the engine holds. Raises OSError where large ones, which lie in files, have no room. The optimizer is
+    settled. `held`: its States."""
+    groups, names, folder = optimizer.param_groups, optimizer.groups.states(), optimizer.folder
+    every = [p for group in groups for p in group["params"]]
+    found = Left(defaultdict(dict, held.others()), {}, isinstance(optimizer.user, optim.Optimizer))
+    for number, entry in moments.states_of(groups, names, optimizer.residency, folder, held.has).items():
+        parameter = every[number]
+        if found.unfit:  # it keeps states of bf16 weights in another form
+            found.state[parameter] = entry
+            continue
+        theirs = {
+            name: value if name == "step" else _as_torchs(value, parameter.dtype, folder)
+            for name, value in entry.items()
+            if name != moments.MASTER and (held.counted or name != "step")
+        }
+        if theirs:
+            found.state[parameter] = theirs
+        if parameter.dtype is not torch.float32:
+            found.kept[parameter] = _Kept(entry, digests(theirs))
     return found
 
 
-def leave(user: torch.optim.Optimizer, given: defaultdict[Any, dict]) -> None:
-    """The states are the user's own optimizer's. May be called again."""
-    user.state = given
-    user.__dict__[_UNFIT] = any(p.dtype is not torch.float32 for p in given)
-    user.step = _fitting(user)
+def _as_torchs(value: torch.Tensor, dtype: torch.dtype, folder: str) -> torch.Tensor:
+    if value.dtype is dtype:
+        return value
+    with torch.inference_mode(False), DisableTorchFunction():
+        what, way_out = "engine.give_back() keeps the optimizer's states", "free space there"
+        return files.tensor(value.shape, value.stride(), dtype, folder, what, way_out).copy_(value)
 
 
-def _fitting(user: torch.optim.Optimizer) -> Callable:
-    """The optimizer's step, before which states get the form that it wants."""
-    reference = weakref.ref(user)
-
-    def step(*args: Any, **kwargs: Any) -> Any:
-        optimizer = reference()
-        _fit(optimizer)
-        return type(optimizer).step(optimizer, *args, **kwargs)
-
-    step._wrapped_by_lr_sched = True  # as a scheduler expects it
-    return step
+def leave(user: torch.optim.Optimizer, left: Left) -> None:
+    """The states are the user's own optimizer's, whose calls are its own again. May be called again."""
+    user.state = left.state
+    user.__dict__[_EXACT] = left.kept
+    script_optimizer.let_go(user, _refuse if left.unfit else None)
 
 
-def _fit(optimizer: torch.optim.Optimizer) -> None:
-    if not optimizer.__dict__.get(_UNFIT):
-        return
-    if isinstance(optimizer, optim.Optimizer) and optimizer.state:
-        raise RuntimeError(
-            f"overspill: the states of this {type(optimizer).__name__} are those that engine.give_back() left, and a "
-            "step without an engine keeps states of bf16 weights in another form: give the optimizer to "
-            "overspill.initialize, or call optimizer.state.clear() to start without states"
-        )
-    for parameter, entry in optimizer.state.items():
-        entry.pop(_MASTER, None)
-        for name, value in entry.items():
-            if name != "step" and isinstance(value, torch.Tensor):
-                entry[name] = value.to(parameter.dtype)
-    optimizer.__dict__[_UNFIT] = False
+def exact(user: torch.optim.Optimizer, parameter: torch.Tensor) -> dict:
+    """The parameter's state for an engine that takes the optimizer over: as the last engine had it, where the script
+    has not changed it since; a weight that was changed has no master any more."""
+    state = user.state.get(parameter, {})
+    kept = user.__dict__.get(_EXACT, {}).get(parameter)
+    if kept is not None and all(map(_is_dense, state.values())) and kept.is_unchanged(state):
+        state = kept.exact
+    master = state.get(moments.MASTER)
+    if master is None or moments.is_rounded(parameter, master):
+        return state
+    return {name: value for name, value in state.items() if name != moments.MASTER}
+
+
+def _is_dense(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.device.type == "cpu" and value.layout is torch.strided
+
+
+def _refuse(user: torch.optim.Optimizer) -> None:
+    if not any(moments.MASTER in entry for entry in user.state.values()):
+        return  # others by now
+    raise RuntimeError(
+        f"overspill: the states of this {type(user).__name__} are those that engine.give_back() left, and a step "
+        "without an engine keeps states of bf16 weights in another form: give the optimizer to overspill.initialize, "
+        "or call optimizer.state.clear() to start without states"
+    )

@@ -67,6 +67,18 @@ class Gradients:
         gradient = s.as_parameter(self._fetch(s).to(self.place.device))
         return self.copies.keep(s, gradient, part_of(gradient, s.parameter))
 
+    def take_out(self, s: Segment) -> torch.Tensor | None:
+        """The gradient, for a script that goes on without the engine: in a file where that is for large tensors."""
+        found = self.read(s) if s.unit.trainable else None
+        if found is None:
+            return None
+        self.copies.settle(s)
+        kept = s.unit.residency.folder.tensor(
+            found.shape, found.stride(), found.dtype, f"the gradient of {s.name}"
+        )
+        self.copies.drop(s)
+        return found if kept is None else kept.copy_(found)
+
     def write(self, s: Segment, value: torch.Tensor | None) -> None:
         """Raises as torch does for what is no gradient of the parameter."""
         if value is None and not (self.used or s.has_gradient()):

@@ -22,8 +22,8 @@ def check(model: nn.Module, alone: bool) -> None:
     taken = [name for name, p in model.named_parameters() if id(p) in registry]
     if taken:
         raise ValueError(
-            f"overspill: {taken[0]} belongs to another engine: go on with that one, or make the model anew "
-            "(copy.deepcopy(model) is a model of its own)"
+            f"overspill: {taken[0]} belongs to another engine: go on with that one, call its give_back() first, or "
+            "make the model anew (copy.deepcopy(model) is a model of its own)"
         )
     closed = hooks.closed_part(model)
     if closed is not None:

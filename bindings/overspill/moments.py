@@ -11,7 +11,7 @@ bit for bit; values of another origin are rounded to the nearest that the engine
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,13 +22,19 @@ from .residency import Residency, Segment, registry
 
 _PIECE = 1 << 20  # elements of a master that are compared at a time
 _STEPS = 2**53  # below it a step, which torch keeps as a float, is exact
-_NO_STATES = ("step", "master")
+MASTER = "master"
+_NO_STATES = ("step", MASTER)
 
 
 def states_of(
-    groups: Sequence[dict], names: Mapping[str, str], residency: Residency, folder: str
+    groups: Sequence[dict],
+    names: Mapping[str, str],
+    residency: Residency,
+    folder: str,
+    has: Callable[[Segment], bool],
 ) -> dict[int, dict]:
-    """The "state" of a state_dict. `names`: the core's names of the states -> torch's. Large tensors lie in files
+    """The "state" of a state_dict, of the parameters that `has` states. `names`: the core's names of the states ->
+    torch's. Large tensors lie in files
     without a name in `folder`, so that the kernel may write them out: host memory grows with the largest one alone.
     Raises OSError where the folder has no room."""
     found: dict[int, dict] = {}
@@ -38,7 +44,7 @@ def states_of(
                 continue
             unit = segment.unit
             updates = residency.core.updates_of(unit.index, segment.index)
-            if not updates and "sum" not in names:
+            if not (updates or has(segment)):
                 continue
             entry = found[number] = {"step": torch.tensor(float(updates))}
             for ours, theirs in names.items():
@@ -57,7 +63,7 @@ class Loading:
     def __init__(self, groups: Sequence[dict], names: Mapping[str, str], residency: Residency, state: dict):
         self.groups, self.names, self.residency = groups, names, residency
         self.segments = list(_segments(groups))
-        self.entries = {number: _present(entry) for number, entry in state.items()}
+        self.entries = {number: present(entry) for number, entry in state.items()}
 
     def check(self) -> None:
         """Raises ValueError that names the parameter and what is wrong."""
@@ -76,44 +82,17 @@ class Loading:
         for number, segment in known.items():
             entry = self.entries.get(number)
             if entry:
-                self._check_entry(segment, entry)
-
-    def _check_entry(self, segment: Segment, entry: dict) -> None:
-        given, expected = set(entry) - set(_NO_STATES), set(self.names.values())
-        if given != expected:
-            raise ValueError(
-                f"overspill: the state dict has {_listed(given)} of {segment.name}, this optimizer has "
-                f"{_listed(expected)}: another optimizer made it; give initialize that one"
-            )
-        if "step" not in entry and "momentum_buffer" not in entry:
-            raise ValueError(
-                f'overspill: the state dict has no "step" of {segment.name}, which counts its updates: add it, or load '
-                "what this optimizer's state_dict gave"
-            )
-        count_of(_step_of(entry), segment, entry.get("step"))
-        for name, value in entry.items():
-            if name == "step":
-                continue
-            if not isinstance(value, torch.Tensor) or value.shape != segment.shape:
-                what = tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
-                raise ValueError(
-                    f"overspill: {name} of {segment.name} is {what} in the state dict, {tuple(segment.shape)} here: "
-                    "the state dict belongs to another model, or is damaged"
-                )
-        if "master" in entry and segment.unit.dtype is not torch.float32:
-            self._check_master(segment, entry["master"])
+                check_entry(segment.name, segment.shape, entry, self.names)
+                if MASTER in entry and segment.unit.dtype is not torch.float32:
+                    self._check_master(segment, entry[MASTER])
 
     def _check_master(self, segment: Segment, master: torch.Tensor) -> None:
         """The weights that the model has now must be the master's, rounded: else it would replace them unasked."""
-        weight = as_held(reading.weight(segment), segment.unit.dtype, segment).view(torch.int16)
-        values = as_held(master, torch.float32, segment).view(torch.int32)
-        for at in range(0, len(weight), _PIECE):
-            bits = values[at : at + _PIECE]
-            if not torch.equal(((bits + 0x8000) >> 16).to(torch.int16), weight[at : at + _PIECE]):
-                raise ValueError(
-                    f"overspill: the state dict has the fp32 master of other weights than {segment.name} has now: load "
-                    "the model's state_dict of the same moment first, then the optimizer's"
-                )
+        if not is_rounded(reading.weight(segment), master):
+            raise ValueError(
+                f"overspill: the state dict has the fp32 master of other weights than {segment.name} has now: load "
+                "the model's state_dict of the same moment first, then the optimizer's"
+            )
 
     def apply(self) -> None:
         """Tensor by tensor. A parameter without an entry starts anew, as in torch."""
@@ -148,6 +127,43 @@ class Loading:
         raise IndexError(number)
 
 
+def check_entry(name: str, shape: Sequence[int], entry: dict, names: Mapping[str, str]) -> None:
+    """Raises ValueError where this is no state of that parameter. `names`: the core's names of the states ->
+    torch's."""
+    given, expected = set(entry) - set(_NO_STATES), set(names.values())
+    if given != expected:
+        raise ValueError(
+            f"overspill: the state dict has {_listed(given)} of {name}, this optimizer has {_listed(expected)}: "
+            "another optimizer made it; give initialize that one"
+        )
+    if "step" not in entry and "momentum_buffer" not in entry:
+        raise ValueError(
+            f'overspill: the state dict has no "step" of {name}, which counts its updates: add it, or load what this '
+            "optimizer's state_dict gave"
+        )
+    count_of(_step_of(entry), name, entry.get("step"))
+    for state, value in entry.items():
+        if state != "step" and (not isinstance(value, torch.Tensor) or tuple(value.shape) != tuple(shape)):
+            what = tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
+            raise ValueError(
+                f"overspill: {state} of {name} is {what} in the state dict, {tuple(shape)} here: the state dict "
+                "belongs to another model, or is damaged"
+            )
+
+
+def is_rounded(weight: torch.Tensor, master: torch.Tensor) -> bool:
+    """Whether the bf16 weight is the fp32 master as the engine rounds it: to the nearest, ties away from zero."""
+    with DisableTorchFunction():
+        if master.dtype is not torch.float32 or master.shape != weight.shape:
+            return False
+        bits = weight.detach().cpu().contiguous().view(-1).view(torch.int16)
+        values = master.detach().cpu().contiguous().view(-1).view(torch.int32)
+        return all(
+            torch.equal(((values[at : at + _PIECE] + 0x8000) >> 16).to(torch.int16), bits[at : at + _PIECE])
+            for at in range(0, len(bits), _PIECE)
+        )
+
+
 def write(segment: Segment, name: str, value: torch.Tensor) -> None:
     """The value becomes a state, by the core's name."""
     flat, unit = as_held(value, torch.float32, segment), segment.unit
@@ -162,11 +178,11 @@ def restart(segment: Segment, names: Iterable[str], group: dict) -> None:
     segment.unit.core.set_updates_of(segment.unit.index, segment.index, 0)
 
 
-def count_of(step: float, segment: Segment, given: Any = None) -> int:
+def count_of(step: float, name: str, given: Any = None) -> int:
     """Raises ValueError that names what was `given` where `step`, which it was read as, is no count of updates."""
     if not (math.isfinite(step) and 0 <= step < _STEPS and step == int(step)):
         raise ValueError(
-            f"overspill: step = {step if given is None else given!r:.60} of {segment.name} is not a count of updates; "
+            f"overspill: step = {step if given is None else given!r:.60} of {name} is not a count of updates; "
             "a whole number from 0 on, below 2**53, is expected"
         )
     return int(step)
@@ -183,7 +199,7 @@ def _segments(groups: Sequence[dict]) -> list[Segment | None]:
     return [s if s is not None and s.unit.trainable else None for s in found]
 
 
-def _present(entry: Any) -> dict:
+def present(entry: Any) -> dict:
     if not isinstance(entry, Mapping):
         raise ValueError(
             f"overspill: a state dict has a dict of states for each parameter, this one a {type(entry).__name__}"

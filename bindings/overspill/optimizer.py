@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch._C import DisableTorchFunction
 
-from . import _core, boundary, calls, giving, moments, optim, reading
+from . import _core, boundary, calls, giving, moments, optim, reading, script_optimizer
 from .config import unusable_number
 from .parts import Part, groups_of
 from .ranks import RankError
@@ -29,12 +29,6 @@ _FOREIGN = ("amsgrad",)  # options that the engine's update does not have
 _REFUSED = ("differentiable",)
 # Of a group that is loaded: these are as they are here.
 _STAY = ("params", "param_names", "name", "decoupled", "decoupled_weight_decay", "format", "seed")
-_HOOKS = tuple(
-    f"_optimizer_{call}_{when}_hooks"
-    for call in ("step", "state_dict", "load_state_dict")
-    for when in ("pre", "post")
-)
-_PASSED = ("step", "zero_grad", "state_dict", "load_state_dict", "add_param_group")
 _CORE = {"AdamW": "adam", "Adam": "adam", "Adagrad": "adagrad", "Lion": "lion"}
 
 
@@ -98,16 +92,14 @@ def take_over(optimizer: Any) -> Groups:
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(
             f"overspill: optimizer {kind.__module__}.{kind.__qualname__} is not supported: give an optimizer of "
-            "torch.optim or overspill.optim, or a child of torch.optim.Optimizer"
+            "torch.optim or overspill.optim, a child of torch.optim.Optimizer, or a list of such"
         )
-    replaced = vars(optimizer).get("step")
-    if replaced is not None and not hasattr(
-        replaced, "_wrapped_by_lr_sched"
-    ):  # by a scheduler, which counts calls
-        raise ValueError(
-            f"overspill: the step of this {kind.__name__} object was replaced, and the engine would not call what took "
-            "its place: write a child of the class with a step of its own, or use hooks (register_step_pre_hook)"
+    if isinstance(optimizer, OverspillOptimizer):
+        raise TypeError(
+            "overspill: this optimizer is the one that overspill.initialize returned, and belongs to its engine: give "
+            "the optimizer that was given to it, which has the states after engine.give_back(), or a new one of torch"
         )
+    script_optimizer.check(optimizer)
     groups = optimizer.param_groups
     for group in groups:
         for option in _REFUSED:
@@ -116,13 +108,24 @@ def take_over(optimizer: Any) -> Groups:
     if (foreign := _foreign(kind, groups)) is not None:
         return Groups(kind.__name__, groups, foreign=foreign)
     found = _known(optimizer, kind, groups)
-    if any(float(state.get("step", 1)) > 0 for state in optimizer.state.values() if state):
-        found.taken = optimizer.state_dict()
+    parameters = [p for group in groups for p in group["params"]]
+    states = {number: giving.exact(optimizer, p) for number, p in enumerate(parameters)}
+    if any(states.values()) and not (kind.__name__ == "Adagrad" and not any(map(_steps, states.values()))):
+        found.taken = {number: moments.present(state) for number, state in states.items() if state}
+        for number, state in found.taken.items():
+            p = parameters[number]
+            if state and p.requires_grad and p.numel():
+                name = f"parameter {number} of the {kind.__name__}"
+                moments.check_entry(name, p.shape, state, found.states())
     return found
 
 
+def _steps(state: dict) -> float:
+    return float(state.get("step", 0.0))
+
+
 def _foreign(kind: type, groups: list[dict]) -> str | None:
-    if kind not in (*_TORCH, *_OWN):
+    if kind not in (*_TORCH, *_OWN) or (kind in _TORCH and not script_optimizer.has_torchs_step(kind)):
         return f"{kind.__module__}.{kind.__qualname__}"
     used = [option for option in _FOREIGN if any(group.get(option) for group in groups)]
     if used:
@@ -241,25 +244,29 @@ def group_indices(groups: list[dict], model: nn.Module) -> dict[int, int]:
     """id of each trainable parameter of the model -> its group. Raises ValueError unless each is in exactly
     one."""
     index: dict[int, int] = {}
+    known = {id(p): name for name, p in model.named_parameters()}
     for number, group in enumerate(groups):
         for parameter in group["params"]:
             if index.setdefault(id(parameter), number) != number:
                 raise ValueError(
-                    f"overspill: a parameter is in the groups {index[id(parameter)]} and {number}"
+                    f"overspill: {known.get(id(parameter), 'a parameter')} is in two parameter groups, "
+                    f"{index[id(parameter)]} and {number} (of several optimizers, counted through): leave it in one; "
+                    "tied weights are one parameter"
                 )
     trainable = {id(p): name for name, p in model.named_parameters() if p.requires_grad}
     missing = [name for key, name in trainable.items() if key not in index]
     if missing:
         more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
         raise ValueError(
-            f"overspill: {', '.join(missing[:3])}{more}: trainable, but in no parameter group; "
-            "add it, freeze it with requires_grad_(False), or give initialize a list of all optimizers"
+            f"overspill: {', '.join(missing[:3])}{more}: trainable, but in no parameter group; add a group with it, "
+            "freeze it with requires_grad_(False), or give initialize a list of optimizers where another one has it"
         )
-    known = {id(p) for p in model.parameters()}
-    if any(id(p) not in known for group in groups for p in group["params"]):
+    strange = [p for group in groups for p in group["params"] if id(p) not in known]
+    if strange:
         raise ValueError(
-            "overspill: the optimizer has parameters that are not the model's: of several models make one, "
-            "nn.ModuleList([a, b]), and give that to initialize"
+            "overspill: the optimizer has parameters that are not the model's (one of shape "
+            f"{tuple(strange[0].shape)}): of several models make one, nn.ModuleList([a, b]), "
+            "and give that to initialize; make a parameter the model's own, model.name = nn.Parameter(...)"
         )
     return index
 
@@ -284,25 +291,29 @@ class OverspillOptimizer(torch.optim.Optimizer):
         super().__init__([dict(group) for group in groups.groups], defaults)
         self.param_groups = groups.groups
         self.groups, self.residency, self.user = groups, residency, user
+        self._list = self.param_groups
         self._taken = _parameters_of(groups.groups)
         self.outcomes: deque = deque(maxlen=1)  # several optimizers share one
         self.folder, self.ranks, self.life = folder or tempfile.gettempdir(), ranks, life
         self.before_step: Callable[[], None] | None = None  # raises where the step must not be taken
         self.keeps_gradients: Callable[[], bool] = lambda: True  # by torch's rule: until zero_grad
         self.on_nonfinite = "skip"
+        self.beside: weakref.WeakSet[OverspillOptimizer] = weakref.WeakSet()  # others of several
         self._told = False  # of a skipped step
         self._given: Any = None  # the states that the user's own optimizer gets at the end
         if not groups.foreign:
             self._states = States(self.param_groups, groups.states(), residency, ranks, groups.part)
         if user is not None:
-            for name in _HOOKS:  # one set of them, whichever of the two a script registers them on
-                setattr(self, name, getattr(user, name))
+            self._share_hooks(user)
             self._take_states(user)
-            _pass_on(user, self)
+            script_optimizer.pass_on(user, self)
+
+    def _share_hooks(self, user: torch.optim.Optimizer) -> None:
+        script_optimizer.share_hooks(user, self, script_optimizer.HOOKS)
 
     def _take_states(self, user: torch.optim.Optimizer) -> None:
         """They are the engine's now."""
-        user.state = self._states
+        self._before, user.state = user.state, self._states
 
     @property
     def state(self) -> Any:
@@ -310,9 +321,18 @@ class OverspillOptimizer(torch.optim.Optimizer):
         return self._states
 
     def _follow_user(self) -> None:
-        """The user's own optimizer may have been given other states."""
+        """The user's own optimizer may have been given other states, or another list of groups."""
         user = self.user
-        if user is not None and self._states is not None and user.state is not self._states:
+        if user is None:
+            return
+        if user.param_groups is not self._list:  # the user's, or this one's, was set to another list
+            self.param_groups = user.param_groups
+        elif self.param_groups is not self._list:
+            user.param_groups = self.param_groups
+        self._list = self.param_groups
+        if self._states is not None:
+            self._states.groups = self._list
+        if self._states is not None and user.state is not self._states:
             self.state = user.state
 
     @state.setter
@@ -326,7 +346,7 @@ class OverspillOptimizer(torch.optim.Optimizer):
     def prepare_to_leave(self) -> None:
         """Takes out the states that the user's own optimizer will have, once. Inside calls.Alone, settled."""
         if self.user is not None and self._given is None:
-            self._given = giving.states(self)
+            self._given = giving.states(self, self._states)
 
     def stay(self) -> None:
         """After prepare_to_leave, where the engine does not end."""
@@ -336,14 +356,16 @@ class OverspillOptimizer(torch.optim.Optimizer):
         """After prepare_to_leave: states are the user's own optimizer's, which is as it was before `initialize`. May be
         called again where Ctrl-C broke it off."""
         if self.user is not None:
-            self._take_back()
             giving.leave(self.user, self._given)
             self.user = None
+        if self._states is not None:
+            self._states.groups = []  # it keeps no parameters
 
-    def _take_back(self) -> None:
-        """Calls of the user's own optimizer are its own."""
-        for name in _PASSED:
-            self.user.__dict__.pop(name, None)
+    def undo(self) -> None:
+        """The engine is not made after all: the user's own optimizer is as it was."""
+        if self.user is not None:
+            script_optimizer.let_go(self.user)
+            self.user.state = self._before
 
     def loaded(self) -> None:
         """States are others now: what scripts have of those of before is their own."""
@@ -370,6 +392,7 @@ class OverspillOptimizer(torch.optim.Optimizer):
     def _check_groups(self) -> None:
         """Raises RuntimeError where groups came, went or changed since initialize. The list is the user's own, and
         nobody would train what the engine did not take."""
+        self._follow_user()
         now = _parameters_of(self.param_groups)
         if now == self._taken:
             return
@@ -393,7 +416,7 @@ class OverspillOptimizer(torch.optim.Optimizer):
     def step(self, closure: Callable | None = None) -> Any:
         """Returns the closure's loss, if any; the outcome is in `last_step` (step, norm, clip, skipped)."""
         loss = evaluated(closure)
-        if self.before_step is not None and not self.residency.closed:
+        if self.before_step is not None and not (self.residency.closed or self.residency.leaving):
             self.before_step()
         hyper_parameters = self.numbers()
         with calls.Alone():
@@ -409,14 +432,17 @@ class OverspillOptimizer(torch.optim.Optimizer):
         if self.user is not None:
             self.user._opt_called = True  # what a scheduler bound to the user's optimizer looks for
         gradients = self.residency.gradients
+        for other in self.beside:
+            other.settle()
         with DisableTorchFunction():
             gradients.update(functools.partial(boundary.keep, self.outcomes, step), self.keeps_gradients())
             gradients.updated(self.last_step.skipped, self.groups.part)
         if self.last_step.skipped:
             self._tell_skipped()
         self.residency.refresh()
-        if self._states is not None:
-            self._states.updated()
+        for each in (self, *self.beside):
+            if each._states is not None:
+                each._states.updated()
 
     @property
     def last_step(self) -> Any:
@@ -459,10 +485,21 @@ class OverspillOptimizer(torch.optim.Optimizer):
         self.take_over_states()
 
     def take_over_states(self) -> None:
-        """Those of an optimizer that has stepped."""
-        if self.groups.taken is not None:
-            taken, self.groups.taken = self.groups.taken, None
-            self.load_state_dict(taken)
+        """Those of an optimizer that has stepped. What the engine does not train keeps its own."""
+        if self.groups.taken is None:
+            return
+        taken, self.groups.taken = self.groups.taken, None
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        with calls.Alone():
+            loading = moments.Loading(self.param_groups, self.groups.states(), self.residency, {})
+            for number, entry in taken.items():
+                if loading.segments[number] is None:
+                    self._states.keep(parameters[number], entry)
+                else:
+                    loading.entries[number] = entry
+            loading.check()
+            loading.apply()
+            self._states.begin(loading.segments[number] for number in loading.entries)
 
     def states_of(self, segment: Segment) -> dict[str, torch.Tensor]:
         """Copies, in fp32, by torch's names."""
@@ -480,9 +517,15 @@ class OverspillOptimizer(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict) -> None:
         if hasattr(self, "residency"):
+            if self.residency.closed:
+                raise RuntimeError(
+                    "overspill: add_param_group: the engine of this optimizer has ended: add the group to the "
+                    "optimizer that was given to overspill.initialize, which has the states after engine.give_back()"
+                )
             raise RuntimeError(
                 "overspill: add_param_group: groups are fixed at overspill.initialize: give it all of them, or call "
-                "engine.give_back(), which leaves weights and states as they are, add the group, and initialize again"
+                "engine.give_back(), add the group to the optimizer that was given to initialize, and initialize again "
+                "(docs/scripts.md, Optimizers)"
             )
         super().add_param_group(param_group)
 
@@ -513,7 +556,8 @@ class OverspillOptimizer(torch.optim.Optimizer):
             groups.append(saved | {"params": [next(number) for _ in names], "param_names": names})
         with calls.Alone():
             self.settle()
-            states = moments.states_of(self.param_groups, self.groups.states(), self.residency, self.folder)
+            names, has = self.groups.states(), self._states.has
+            states = moments.states_of(self.param_groups, names, self.residency, self.folder, has)
         found = {"state": states, "param_groups": groups}
         for hook in self._optimizer_state_dict_post_hooks.values():
             found = hook(self, found) or found
@@ -586,30 +630,6 @@ def evaluated(closure: Callable | None) -> Any:
 
 def _parameters_of(groups: Iterable[dict]) -> list[list[int]]:
     return [list(map(id, group["params"])) for group in groups]
-
-
-def _pass_on(user: torch.optim.Optimizer, to: OverspillOptimizer) -> None:
-    """Calls of the user's own object reach the one that has gradients and states, and do not keep it: the former has
-    none."""
-    reference = weakref.ref(to)
-
-    def passing(name: str) -> Callable:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            alive = reference()
-            if alive is None:
-                raise RuntimeError(
-                    f"overspill: {name}: the engine that took over this optimizer has ended, and the states with "
-                    "it: keep the engine as long as you need them"
-                )
-            return getattr(alive, name)(*args, **kwargs)
-
-        # A scheduler of the user's object wraps its step to see that it is called, or warns where something else stands
-        # in its place; ours tells it (OverspillOptimizer.step).
-        call._wrapped_by_lr_sched = True
-        return call
-
-    for name in _PASSED:
-        setattr(user, name, passing(name))
 
 
 def _check_form(state_dict: dict) -> None:

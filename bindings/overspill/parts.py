@@ -41,13 +41,15 @@ def groups_of(part: Part | None) -> tuple[int, int] | None:
 
 class Several:
     """The optimizers of one engine, in the order in which `initialize` was given them: to be unpacked, or asked by
-    number. `step` and `zero_grad` call each one's. `last_step`: the outcome of the last step of any."""
+    number. `step`, `zero_grad`, `state_dict` and `load_state_dict` call each one's. `last_step`: the outcome of the
+    last step of any."""
 
     def __init__(self, optimizers: Sequence[OverspillOptimizer]):
         self._each = tuple(optimizers)
         self.outcomes: deque = deque(maxlen=1)
         for optimizer in self._each:
             optimizer.outcomes = self.outcomes
+            optimizer.beside.update(other for other in self._each if other is not optimizer)
 
     def __len__(self) -> int:
         return len(self._each)
@@ -76,6 +78,20 @@ class Several:
     def zero_grad(self, set_to_none: bool = True) -> None:
         for each in self._each:
             each.zero_grad(set_to_none)
+
+    def state_dict(self) -> list[dict]:
+        """Of each, in order."""
+        return [each.state_dict() for each in self._each]
+
+    def load_state_dict(self, state_dicts: Sequence[dict]) -> None:
+        """What `state_dict` gave; load the model's state_dict first."""
+        if not isinstance(state_dicts, (list, tuple)) or len(state_dicts) != len(self._each):
+            raise ValueError(
+                f"overspill: load_state_dict of {len(self._each)} optimizers takes as many state dicts, in a list: "
+                "what their state_dict gave"
+            )
+        for each, saved in zip(self._each, state_dicts, strict=True):
+            each.load_state_dict(saved)
 
     # ---- what the engine asks of its optimizer
 
@@ -153,12 +169,16 @@ def check(config: Config, lr_scheduler: Any) -> None:
             "step each optimizer when its gradients are complete, and divide the loss by the number of micro-batches",
         ),
         "lr_scheduler": (lr_scheduler, "make one on each optimizer, and step them"),
+        "vertical_accumulation": (
+            config.vertical_accumulation,
+            "it is train_batch's, which steps one optimizer",
+        ),
     }
     for name, (value, instead) in given.items():
         if value:
             raise ValueError(
-                f"overspill: {name} = {value!r:.60} is of one optimizer, and initialize was given several: leave it "
-                f"out; {instead}"
+                f"overspill: {name} = {value!r:.60} works with one optimizer, and initialize was given a list: leave "
+                f"it out; {instead}"
             )
 
 

@@ -326,8 +326,8 @@ def show(unit: Unit) -> None:
         names = ", ".join(s.name for s in unit.segments if s.parameter.requires_grad)
         raise RuntimeError(
             f"overspill: {names}: frozen at overspill.initialize, but requires_grad is True now: set requires_grad "
-            "before initialize; or call engine.give_back(), which leaves weights and states as they are, set it, give "
-            "the optimizer a group with the parameters, and initialize again"
+            "before initialize; or call engine.give_back(), set it, give the optimizer that was given to initialize a "
+            "group with the parameters unless it has one, and initialize again (docs/scripts.md, Optimizers)"
         )
     view = hold(unit).as_strided
     unit.shown = True
@@ -621,6 +621,7 @@ class Residency:
             "the engine of this model is closed; its weights are gone: make model and engine anew, and load a "
             "checkpoint (engine.give_back() in place of close() leaves the weights in the model)"
         )
+        self.leaving = False  # give_back has given some weights
         self.current = True  # units know the generation of their weights
         self.spoiled = False  # a train_batch that was broken off has left gradients
         self.expect_step: Callable[[], None] | None = None  # before each training pass, with speculation
@@ -694,6 +695,12 @@ class Residency:
                 with DisableTorchFunction():
                     _renew(unit)
         self.current = True
+
+    def forget_model(self) -> None:
+        """Nothing here keeps the model's memory any more."""
+        for unit in self.units:
+            unit.segments = []
+        self.segments = []
 
     def leave(self, elsewhere: forked.Elsewhere) -> None:
         """In a forked child: leased memory is not there, and the core is not to be called."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import weakref
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from typing import Any
 
 import torch
@@ -44,7 +44,7 @@ class States(MutableMapping):
         self.counted = () if set(self.names) <= {"momentum_buffer"} else ("step",)
         self.copies = Copies(_as_held, self._take, self._give)
         self._seen = counts(residency.core)  # the updates that copies show
-        self._others: dict[Any, dict] = {}  # of parameters without elements
+        self._others: dict[Any, dict] = {}  # of parameters that the engine does not train
         self._given: weakref.WeakValueDictionary[Segment, StateOf] = weakref.WeakValueDictionary()
         self._begun: set[Segment] = set()  # given by the script, and not updated since
         self._is_replaced = False
@@ -155,6 +155,17 @@ class States(MutableMapping):
                     self.copies.renew_all()
         self._seen = now
 
+    def keep(self, parameter: nn.Parameter, state: dict) -> None:
+        """The state of a parameter that the engine does not train."""
+        self._others[parameter] = state
+
+    def begin(self, segments: Iterable[Segment]) -> None:
+        """They have states, though they may never have been updated."""
+        self._begun.update(segments)
+
+    def others(self) -> dict[Any, dict]:
+        return self._others
+
     def updated(self) -> None:
         """Scripts see what an update has made of them."""
         if self.copies:
@@ -258,7 +269,7 @@ class States(MutableMapping):
                 "your own"
             )
         if name == "step":
-            moments.count_of(float(value), segment)
+            moments.count_of(float(value), segment.name)
         elif value is None and names == ("momentum_buffer",):
             return  # torch's SGD starts it anew
         elif not isinstance(value, torch.Tensor) or value.shape != segment.shape:
@@ -292,7 +303,7 @@ class States(MutableMapping):
         if name != "step":
             moments.write(segment, self.names[name], held.as_strided(segment.shape, segment.stride))
             return
-        self._set_updates(segment, moments.count_of(held.item(), segment))
+        self._set_updates(segment, moments.count_of(held.item(), segment.name))
 
     def _set_updates(self, segment: Segment, count: int) -> None:
         self.residency.core.set_updates_of(segment.unit.index, segment.index, count)

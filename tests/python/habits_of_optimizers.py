@@ -1,7 +1,9 @@
 """Habits: optimizers of every class, their options, states and schedules."""
 
+import functools
 import io
 import math
+import types
 
 import torch
 from habits import batch, closure_of, habit, loss_of, train
@@ -334,14 +336,109 @@ def hooks_of_before(name, kind):
     habit(run)
 
 
-@habit(refused="step of this SGD object was replaced.*child of the class")
-def a_step_that_is_replaced_on_the_object(make):
+def replaced(name, call, replace, before=None):
+    def run(make):
+        torch.manual_seed(0)
+        model = nn.Linear(16, 4)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        if before is not None:
+            before(optimizer)
+        own = getattr(optimizer, call)
+        setattr(optimizer, call, replace(own))
+        if hasattr(optimizer.step, "__func__"):  # else the scheduler refuses it itself
+            torch.optim.lr_scheduler.StepLR(optimizer, 1)
+        return train(*make.hand_over(model, optimizer))
+
+    run.__name__ = name
+    habit(run, refused=f"{call} of this SGD object was replaced.*child of the class")
+
+
+def twice(own):
+    return lambda *args: [own(*args), own(*args)]
+
+
+def bound(own):
+    return types.MethodType(lambda self, *args: [own(*args), own(*args)], own.__self__)
+
+
+replaced("a_step_that_is_replaced_on_the_object", "step", twice)
+replaced("a_step_that_a_scheduler_has_wrapped", "step", bound)
+replaced("a_zero_grad_that_is_replaced_on_the_object", "zero_grad", twice)
+replaced(
+    "a_step_that_is_replaced_by_a_wrapper_of_a_schedulers",
+    "step",
+    lambda own: functools.wraps(own)(twice(own)),
+    lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1),
+)
+
+
+def halved(step):
+    @functools.wraps(step)
+    def wrapper(self, closure=None):
+        for p in self.param_groups[0]["params"]:
+            if p.grad is not None:
+                p.grad.mul_(0.5)
+        return step(self, closure)
+
+    return wrapper
+
+
+class Halved(torch.optim.SGD):
+    step = halved(torch.optim.SGD.step)
+
+
+of_class("a_subclass_with_a_decorated_step", Halved, lr=0.1, momentum=0.9)
+
+
+@habit
+def a_class_of_torchs_whose_step_is_replaced(make):
+    own = torch.optim.SGD.step
+    torch.optim.SGD.step = halved(own)
+    try:
+        model, optimizer = make(lr=0.1)
+        return train(model, optimizer)
+    finally:
+        torch.optim.SGD.step = own
+
+
+def hooks_of_an_attribute(name, kind):
+    """As a script's own class counts its steps."""
+
+    def run(make):
+        torch.manual_seed(0)
+        model = nn.Linear(16, 4)
+        user = kind(model.parameters(), lr=1e-2)
+        user.count = 0
+
+        def count(optimizer, args, kwargs):
+            optimizer.count += 1
+
+        user.register_step_post_hook(count)
+        model, optimizer = make.hand_over(model, user)
+        train(model, optimizer)
+        train(model, user)
+        return user.count
+
+    run.__name__ = name
+    habit(run)
+
+
+hooks_of_an_attribute("hooks_are_given_the_scripts_object", torch.optim.SGD)
+hooks_of_an_attribute("hooks_are_given_an_object_that_makes_its_own_steps", torch.optim.RMSprop)
+hooks_of_an_attribute("hooks_are_given_an_object_with_its_own_step", Decayed)
+
+
+@habit
+def another_list_of_groups(make):
     torch.manual_seed(0)
     model = nn.Linear(16, 4)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    plain = optimizer.step
-    optimizer.step = lambda: [plain(), plain()]
-    return train(*make.hand_over(model, optimizer))
+    user = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = make.hand_over(model, user)
+    losses = train(model, user)
+    user.param_groups = [{**group, "lr": 0.01} for group in user.param_groups]
+    losses += train(model, user)
+    optimizer.param_groups = [{**group, "lr": 0.3} for group in optimizer.param_groups]
+    return losses + train(model, user), user.param_groups[0]["lr"]
 
 
 hooks_of_before("hooks_that_were_there_before", torch.optim.SGD)

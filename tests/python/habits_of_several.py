@@ -266,6 +266,23 @@ def the_states_of_each(make):
 
 
 @habit
+def states_are_written_before_the_other_steps(make):
+    model, (body, head) = body_and_head(make)
+    train(model, [body, head], 2)
+    buffer = body.state[model[0].weight]["momentum_buffer"]
+    loss_of(model, 3).backward()
+    buffer.mul_(0)
+    head.step()
+    seen = buffer.clone()
+    body.step()
+    buffer.add_(1)
+    head.zero_grad()
+    loss_of(model, 4).backward()
+    head.step()
+    return seen, buffer.clone(), body.state_dict()["state"][0]["momentum_buffer"].clone()
+
+
+@habit
 def none_has_states_of_the_other(make):
     model = network()
     body = torch.optim.SGD([*model[0].parameters(), *model[2].parameters()], lr=0.1, momentum=0.9)
@@ -356,7 +373,7 @@ def a_list_of_one(make):
     return train(model, [optimizer])
 
 
-@habit(refused="a parameter is in the groups 0 and 1")
+@habit(refused=r"0\.weight is in two parameter groups, 0 and 1.*leave it in one")
 def two_over_the_same_parameters(make):
     model = network()
     make.hand_over(model, [torch.optim.SGD(model.parameters(), lr=0.1) for _ in range(2)])

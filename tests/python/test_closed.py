@@ -35,6 +35,7 @@ ANSWERS = {
 }
 OPTIMIZER_ANSWERS = {
     "before_step",
+    "beside",
     "check_checkpoint",
     "defaults",
     "folder",
@@ -64,6 +65,7 @@ OPTIMIZER_ANSWERS = {
     "state",
     "stay",
     "take_over_states",
+    "undo",
     "user",
 }
 CORE_ANSWERS = {"stall", "close", "layout", "nan_capsule", "plan", "predict", "report", "stats", "unit_bytes"}

@@ -45,13 +45,13 @@ def test_weights_in_half_precision_are_those_of_torch(start, placement, kind):
 def test_it_is_said_once(start):
     model = net()
     with pytest.warns(
-        UserWarning, match=r"no update of torch\.optim\.\w+\.RMSprop.*one part of the model after the other"
+        UserWarning, match=r"no update of torch\.optim\.\w+\.RMSprop.*one unit after the other"
     ) as told:
         engine = start(model, torch.optim.RMSprop(model.parameters()))
     train(model, engine.optimizer)
     assert len(told) == 1
     model = net()
-    with pytest.warns(UserWarning, match=r"LBFGS.*over the whole model"):
+    with pytest.warns(UserWarning, match=r"LBFGS.*over all its parameters at once"):
         start(model, torch.optim.LBFGS(model.parameters()))
 
 

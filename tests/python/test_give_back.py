@@ -2,6 +2,9 @@
 
 import contextlib
 import copy
+import gc
+import pickle
+import weakref
 from collections import defaultdict
 
 import pytest
@@ -69,7 +72,9 @@ def test_training_goes_on_in_plain_torch_and_under_a_new_engine(config, placemen
     handle.remove()
     assert mine and not hooks_of(model) and not residency.registry
     assert "data" not in vars(nn.Parameter) and torch.autograd._engine_run_backward is patches._run_backward
-    assert all(type(p) is nn.Parameter and p.grad is None for p in model.parameters())
+    assert all(
+        type(p) is nn.Parameter and (p.grad is not None) == p.requires_grad for p in model.parameters()
+    )
     assert model.head.weight is model.emb.weight and model.scale is not None
     state = copied.state_dict()
     assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
@@ -129,7 +134,8 @@ def test_interrupts_at_every_moment(config):
             engine.give_back()
         engine.give_back()
         assert type(user.state) is defaultdict and user.state.keys() == moments.keys(), struck.place
-        assert all(torch.equal(user.state[p]["momentum_buffer"], m) for p, m in moments.items()), struck.place
+        for p, m in moments.items():
+            assert torch.equal(user.state[p]["momentum_buffer"], m.to(p.dtype)), struck.place
         train(model, user)
         model.load_state_dict(expected)
         assert all(torch.equal(value, expected[name]) for name, value in model.state_dict().items()), (
@@ -240,26 +246,87 @@ def test_another_engine_goes_on_to_the_bit_with_bf16_weights(config, placement, 
     run(model, [optimizer], range(3, 6))
     one, optimizer, *_ = overspill.initialize(other, plain_settings(config, placement, "2"), theirs)
     run(other, [optimizer], range(6))
+    masters = [[e.weight(p, torch.float32) for p in e.module.parameters()] for e in (engine, one)]
+    assert all(torch.equal(a, b) for a, b in zip(*masters, strict=True))
     engine.give_back()
     one.give_back()
     assert_same(model, other)
-    masters = [[entry.get("master") for entry in each.state.values()] for each in (user, theirs)]
-    assert all(torch.equal(a, b) for a, b in zip(*masters, strict=True))
 
 
-def test_plain_steps_with_bf16_weights(config):
+@pytest.mark.parametrize("how", ["itself", "a copy", "a pickle", "a state dict"])
+def test_plain_steps_with_bf16_weights(config, how):
+    """Torch keeps states in bf16 there, and no master."""
     model = network(torch.bfloat16)
     user = torch.optim.AdamW(model.parameters(), lr=1e-2)
     engine, optimizer, *_ = overspill.initialize(model, plain_settings(config, "host", "0"), user)
     run(model, [optimizer], range(3))
+    exact = engine.optimizer_state(model[0].weight)["exp_avg"]
     engine.give_back()
-    average = user.state[model[0].weight]["exp_avg"]
-    assert average.dtype is torch.float32 and "master" in user.state[model[0].weight]
+    if how == "a copy":
+        model, user = copy.deepcopy((model, user))
+    elif how == "a pickle":
+        model, user = pickle.loads(pickle.dumps((model, user)))
+    elif how == "a state dict":
+        saved = model.state_dict(), user.state_dict()
+        model = network(torch.bfloat16)
+        user = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        model.load_state_dict(saved[0])
+        user.load_state_dict(saved[1])
+    assert torch.equal(user.state[model[0].weight]["exp_avg"], exact.bfloat16())
     run(model, [user], range(3, 4))
     entry = user.state[model[0].weight]
     assert entry.keys() == {"step", "exp_avg", "exp_avg_sq"} and entry["step"] == 4
     assert entry["exp_avg"].dtype is torch.bfloat16
-    run(model, [user], range(4, 6))
+    engine, optimizer, *_ = overspill.initialize(model, plain_settings(config, "host", "1"), user)
+    state = engine.optimizer_state(model[0].weight)
+    assert torch.equal(state["exp_avg"], entry["exp_avg"].float()), (
+        "what plain steps made of them, not what was before"
+    )
+    run(model, [optimizer], range(4, 6))
+    engine.give_back()
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_what_the_script_changes_counts(config, fused):
+    """Weights and states, between an engine and the next, in bf16."""
+    model = network(torch.bfloat16)
+    user = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=fused)
+    engine, optimizer, *_ = overspill.initialize(model, plain_settings(config, "host", "0"), user)
+    run(model, [optimizer], range(3))
+    exact = engine.optimizer_state(model[2].weight)["exp_avg"]
+    engine.give_back()
+    with torch.no_grad():
+        model[0].weight.mul_(0.5)
+        user.state[model[4].weight]["exp_avg"].zero_()
+    expected = model[0].weight.detach().clone()
+    engine, optimizer, *_ = overspill.initialize(model, plain_settings(config, "host", "1"), user)
+    assert torch.equal(engine.weight(model[0].weight, torch.float32), expected.float())
+    assert not engine.optimizer_state(model[4].weight)["exp_avg"].any()
+    assert torch.equal(engine.optimizer_state(model[2].weight)["exp_avg"], exact), "untouched ones are exact"
+    engine.give_back()
+    run(model, [user], range(3, 4))  # fused steps count no versions
+    moment = user.state[model[2].weight]["exp_avg"].float()
+    engine, optimizer, *_ = overspill.initialize(model, plain_settings(config, "host", "2"), user)
+    assert torch.equal(engine.optimizer_state(model[2].weight)["exp_avg"], moment)
+    engine.give_back()
+
+
+@pytest.mark.parametrize("format", ["compact", "8bit"])
+def test_the_count_of_updates_goes_on_where_torch_has_none(config, format):
+    """Rounding at random depends on it."""
+    models = network(torch.bfloat16), network(torch.bfloat16)
+    settings = {**plain_settings(config, "host", "0"), "format": format}
+    users = [torch.optim.SGD(each.parameters(), lr=0.1, momentum=0.9) for each in models]
+    engines = [overspill.initialize(m, settings, u)[0] for m, u in zip(models, users)]
+    for i in range(4):
+        if i == 2:
+            engines[0].give_back()
+            engines[0] = overspill.initialize(models[0], settings, users[0])[0]
+        for model, user in zip(models, users):
+            run(model, [user], range(i, i + 1))
+    for engine in engines:
+        engine.give_back()
+    assert_same(*models)
 
 
 def test_plain_steps_of_our_own_with_bf16_weights_are_refused(config):
@@ -334,12 +401,189 @@ def test_an_interrupt_where_the_states_have_left(config, monkeypatch):
     run(model, [user], range(2))
     expected = engine.optimizer_state(model[0].weight)["exp_avg"]
 
-    def interrupted(optimizer):
+    def interrupted(*given):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(giving, "_fitting", interrupted)
+        patch.setattr(giving.script_optimizer, "let_go", interrupted)
         engine.give_back()
     engine.give_back()
-    assert torch.equal(user.state[model[0].weight]["exp_avg"], expected)
+    assert torch.equal(user.state[model[0].weight]["exp_avg"], expected.bfloat16())
     run(model, [user], range(2, 3))
+
+
+# ---- found by readers
+
+
+def sgd_pair(model):
+    body = [*model[0].parameters(), *model[2].parameters()]
+    return [
+        torch.optim.SGD(body, lr=0.1, momentum=0.9),
+        torch.optim.SGD(model[4].parameters(), lr=0.05, momentum=0.5),
+    ]
+
+
+@pytest.mark.parametrize(
+    "error", [OSError(28, "No space left"), KeyboardInterrupt()], ids=["full", "interrupt"]
+)
+@pytest.mark.parametrize("several", [False, True])
+def test_what_was_taken_out_in_vain_is_not_given_later(config, monkeypatch, error, several):
+    model, plain = network(), network()
+    make = sgd_pair if several else lambda each: [sgd(each, momentum=0.9)]
+    users, theirs = make(model), make(plain)
+    engine, *_ = overspill.initialize(model, plain_settings(config, "host", "0"), users)
+    run(model, users, range(2))
+
+    def fails(*given):
+        raise error
+
+    with monkeypatch.context() as patch, pytest.raises(type(error)):
+        patch.setattr(giving, "_give_weights", fails)
+        engine.give_back()
+    run(model, users, range(2, 4))
+    engine.give_back()
+    run(model, users, range(4, 6))
+    run(plain, theirs, range(6))
+    assert_same(model, plain)
+
+
+def test_once_it_gives_only_another_call_goes_on(config, monkeypatch):
+    model = network()
+    user = sgd(model, momentum=0.9)
+    engine, *_ = overspill.initialize(model, plain_settings(config, "host", "0"), user)
+    run(model, [user], range(2))
+    copied, calls = giving.reading.copy, []
+
+    def interrupted(s):
+        calls.append(s)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return copied(s)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(giving.reading, "copy", interrupted)
+        engine.give_back()
+    with pytest.raises(RuntimeError, match=r"give_back\(\) was broken off: call it again"):
+        user.step()
+    engine.give_back()
+    run(model, [user], range(2, 3))
+
+
+def test_gradients_are_given_too(config):
+    model, plain = network(), network()
+    user, theirs = sgd(model, momentum=0.9), sgd(plain, momentum=0.9)
+    engine, *_ = overspill.initialize(model, plain_settings(config, "nvme", "0"), user)
+    for each in (model, plain):
+        each(torch.ones(2, 16)).square().mean().backward()
+    model[0].weight.grad.mul_(0.5)
+    plain[0].weight.grad.mul_(0.5)
+    engine.give_back()
+    for p, q in zip(model.parameters(), plain.parameters()):
+        assert torch.equal(p.grad, q.grad)
+    user.step()
+    theirs.step()
+    assert_same(model, plain)
+
+
+@pytest.mark.parametrize("make", [torch.optim.AdamW, torch.optim.RMSprop])
+@pytest.mark.filterwarnings("ignore:overspill. the engine has no update")
+def test_a_layer_is_frozen_before_the_next_engine(config, make):
+    """Its states stay where they are, as in plain PyTorch."""
+    model, plain = network(), network()
+    for each in (model, plain):
+        each[0].register_parameter("empty", nn.Parameter(torch.empty(0)))
+    user, theirs = make(model.parameters(), lr=1e-3), make(plain.parameters(), lr=1e-3)
+    for stage, frozen in enumerate((False, True, False)):
+        for each, optimizer in ((model, user), (plain, theirs)):
+            optimizer.zero_grad()
+            each[0].requires_grad_(not frozen)
+        engine, optimizer, *_ = overspill.initialize(model, plain_settings(config, "host", str(stage)), user)
+        steps = range(2 * stage, 2 * stage + 2)
+        run(model, [optimizer], steps)
+        run(plain, [theirs], steps)
+        engine.give_back()
+        assert user.state.keys() == {
+            p for p, q in zip(model.parameters(), plain.parameters()) if q in theirs.state
+        }
+    assert_same(model, plain, near=1e-6)
+
+
+def test_states_that_were_written_before_any_step_are_given(config):
+    model, plain = network(), network()
+    user, theirs = (torch.optim.AdamW(each.parameters(), lr=1e-2) for each in (model, plain))
+    engine, *_ = overspill.initialize(model, plain_settings(config, "host", "0"), user)
+    for each, optimizer in ((model, user), (plain, theirs)):
+        for p in each.parameters():
+            ones = torch.ones_like(p)
+            optimizer.state[p] = {"step": torch.tensor(0.0), "exp_avg": ones, "exp_avg_sq": ones.clone()}
+    engine.give_back()
+    assert len(user.state) == 6
+    engine, *_ = overspill.initialize(model, plain_settings(config, "host", "1"), user)
+    run(model, [user], range(1))
+    engine.give_back()
+    run(model, [user], range(1, 2))
+    run(plain, [theirs], range(2))
+    assert_same(model, plain, near=1e-6)
+
+
+def test_the_engines_own_optimizer_is_not_given_again(config):
+    model = network()
+    user = sgd(model)
+    engine, optimizer, *_ = overspill.initialize(model, plain_settings(config, "host", "0"), user)
+    engine.give_back()
+    with pytest.raises(
+        RuntimeError, match="engine of this optimizer has ended: add the group to the optimizer"
+    ):
+        optimizer.add_param_group({"params": []})
+    with pytest.raises(TypeError, match=r"the one that overspill\.initialize returned.*give the optimizer"):
+        overspill.initialize(model, plain_settings(config, "host", "1"), optimizer)
+
+
+def test_a_scheduler_that_is_made_afterwards_warns_of_nothing(config, recwarn):
+    model = network()
+    user = sgd(model)
+    overspill.initialize(model, plain_settings(config, "host", "0"), user)[0].give_back()
+    scheduler = torch.optim.lr_scheduler.StepLR(user, 1, 0.5)
+    run(model, [user], range(1))
+    scheduler.step()
+    assert not [w for w in recwarn if "step" in str(w.message)]
+
+
+def test_an_engine_that_is_not_made_leaves_the_optimizers_as_they_were(config, monkeypatch):
+    model = network()
+    users = sgd_pair(model)
+    run(model, users, range(2))
+    before = [{p: dict(state) for p, state in user.state.items()} for user in users]
+    weights = copy.deepcopy(model.state_dict())
+    users[1].state[model[4].weight]["momentum_buffer"] = torch.zeros(3)
+    with pytest.raises(ValueError, match=r"parameter 0 of the SGD is \(3,\)"):
+        overspill.initialize(model, plain_settings(config, "host", "0"), users)
+    assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
+    users[1].state[model[4].weight] = before[1][model[4].weight]
+
+    def fails(*given):
+        raise RuntimeError("no")
+
+    monkeypatch.setattr(overspill.optimizer.OverspillOptimizer, "take_over_states", fails)
+    with pytest.raises(RuntimeError, match="no"):
+        overspill.initialize(model, plain_settings(config, "host", "0"), users)
+    for user, states in zip(users, before):
+        assert user.state.keys() == states.keys() and "state_dict" not in vars(user)
+        assert all(user.state[p]["momentum_buffer"] is states[p]["momentum_buffer"] for p in states)
+
+
+def test_memory_is_free_once_the_model_is_gone(config):
+    """Without the garbage collector, as in plain PyTorch."""
+    model = network()
+    user = sgd(model, momentum=0.9)
+    engine, optimizer, *_ = overspill.initialize(model, plain_settings(config, "host", "0"), user)
+    run(model, [optimizer], range(2))
+    engine.give_back()
+    memory = weakref.ref(model[0].weight)
+    gc.collect()
+    gc.disable()
+    try:
+        del engine, optimizer, model, user
+        assert memory() is None
+    finally:
+        gc.enable()
