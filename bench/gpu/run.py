@@ -12,8 +12,9 @@ Modes of the engine, all with fp32 masters and clipping:
     default       what the engine does when no device budget is given: half of the GPU is its own
     deepspeed     ZeRO-3 with everything in host memory, clipping; where --deepspeed-python has it
 
-Ends with RESULT {json}: for every row the median seconds of both, their ratio, and what bounds a step: the link
-(weights up, gradients down), the update (measured: what is left of it when nothing hides it), the compute. With
+Ends with RESULT {json}, and prints it after every row already: for every row the median seconds of both, their ratio,
+and what bounds a step: the link (weights up, gradients down), the update (measured: what is left of it when nothing
+hides it), the compute. With
 --trace, from the device's own events, how much of the copies lies under compute.
 Exit status 3 where there is no GPU. `--device host --models tiny --tokens 64` tries it out without one.
 """
@@ -107,6 +108,8 @@ def link_bytes_per_second(device: torch.device, size: int = 1 << 30) -> dict[str
             torch.cuda.synchronize(device)
             seconds.append(time.perf_counter() - started)
         found[way] = size / min(seconds)
+    del host, there, to, source
+    torch.cuda.empty_cache()
     return found
 
 
@@ -125,6 +128,8 @@ class Run:
         self.parameters: dict[str, int] = {}
         self.left_out: dict[str, str] = {}
         self.until = time.monotonic() + args.minutes * 60 if args.minutes else math.inf
+        self.device = torch.device("cpu" if args.device == "host" else args.device)
+        self.link = link_bytes_per_second(self.device)
 
     def too_late(self, row: str) -> bool:
         """Whether the minutes are over: then nothing begins any more, and the row is told of."""
@@ -132,6 +137,20 @@ class Run:
             return False
         self.left_out[row] = f"the {self.args.minutes:g} minutes were over"
         return True
+
+    def told(self) -> dict[str, Any]:
+        return {
+            "machine": machine(),
+            "gpu": torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "none",
+            "torch": torch.__version__,
+            "link_bytes_per_second": {way: round(speed) for way, speed in self.link.items()},
+            "parameters": self.parameters,
+            "rows": [row.told(self.parameters[row.model], self.link) for row in self.rows],
+            "memory": self.memory,
+            "overlap": self.overlap,
+            "failures": self.failures,
+            "left_out": self.left_out,
+        }
 
     def start(self, who: str, model: str, name: str, options: list[str]) -> Child:
         print(f"{model} {name}: starting", flush=True)
@@ -184,21 +203,13 @@ class Run:
                 if self.too_late(f"{model} {name} {tokens}"):
                     continue
                 row = Row(model, name, tokens)
-                for child in (plain, ours):
-                    child.ask(do="step", tokens=tokens)  # warms up
-                for turn in range(self.args.rounds):
-                    if turn > 0 and time.monotonic() >= self.until:
-                        break
-                    for who in in_turn(["plain", "ours"], turn):
-                        child = plain if who == "plain" else ours
-                        found = child.ask(do="step", tokens=tokens, steps=self.args.steps)
-                        # An update shows in the step after its own: the first one of a turn has none before it.
-                        seconds = found["step_seconds"][1:] or found["step_seconds"]
-                        (row.plain if who == "plain" else row.ours).extend(seconds)
-                        if who == "ours":
-                            row.update.append(found["finish_seconds"])
-                self.rows.append(row)
-                print(json.dumps(row.told(self.parameters[model], {})), flush=True)
+                try:
+                    self._measure(row, plain, ours)
+                finally:
+                    if row.plain and row.update:
+                        self.rows.append(row)
+                        # Whatever comes, so much is there.
+                        print("RESULT " + json.dumps(self.told()), flush=True)
             if self.args.trace and mode.who == "ours" and name == self.args.modes[0]:
                 path = str(self.args.trace.resolve() / f"{model}-{name}-{sizes[-1]}.json")
                 ours.ask(do="trace", tokens=sizes[-1], path=path)
@@ -206,6 +217,21 @@ class Run:
             self.memory[f"{model} {name} {micro_batches}"] = ours.ask(do="memory")
         finally:
             ours.close()
+
+    def _measure(self, row: Row, plain: Child, ours: Child) -> None:
+        for child in (plain, ours):
+            child.ask(do="step", tokens=row.tokens)  # warms up
+        for turn in range(self.args.rounds):
+            if turn > 0 and time.monotonic() >= self.until:
+                break
+            for who in in_turn(["plain", "ours"], turn):
+                child = plain if who == "plain" else ours
+                found = child.ask(do="step", tokens=row.tokens, steps=self.args.steps)
+                # An update shows in the step after its own: the first one of a turn has none before it.
+                seconds = found["step_seconds"][1:] or found["step_seconds"]
+                (row.plain if who == "plain" else row.ours).extend(seconds)
+                if who == "ours":
+                    row.update.append(found["finish_seconds"])
 
 
 def main() -> int:
@@ -220,7 +246,11 @@ def main() -> int:
     parser.add_argument(
         "--steps", type=int, default=3, help="of a turn; its first is not counted (default 3)"
     )
-    parser.add_argument("--host-budget", default="120GiB")
+    parser.add_argument(
+        "--host-budget",
+        default="100GiB",
+        help="of 128 GiB: the model that is loaded and two contexts need the rest",
+    )
     parser.add_argument("--device", default="cuda")
     parser.add_argument(
         "--deepspeed-python", default=sys.executable, metavar="PROGRAM", help="a Python that has DeepSpeed"
@@ -237,26 +267,12 @@ def main() -> int:
         print(f"deepspeed is left out: {run.left_out['deepspeed']}", flush=True)
     for model in args.models:
         run.of_model(model)
-    device = torch.device("cpu" if args.device == "host" else args.device)
-    link = link_bytes_per_second(device)
-    rows = [row.told(run.parameters[row.model], link) for row in run.rows]
-    for row in rows:
+    result = run.told()
+    for row in result["rows"]:
         print(
             f"{row['model']:>5} {row['mode']:<12} {row['tokens']:>6} tokens: {row['seconds']:8.3f} s, ceiling "
             f"{row['plain_seconds']:8.3f} s: {row['of_the_ceiling']:.3f}; largest bound: {row['largest_bound']}"
         )
-    result = {
-        "machine": machine(),
-        "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else "none",
-        "torch": torch.__version__,
-        "link_bytes_per_second": {way: round(speed) for way, speed in link.items()},
-        "parameters": run.parameters,
-        "rows": rows,
-        "memory": run.memory,
-        "overlap": run.overlap,
-        "failures": run.failures,
-        "left_out": run.left_out,
-    }
     print("RESULT " + json.dumps(result))
     return 1 if run.failures else 0
 

@@ -197,7 +197,8 @@ TEST_P(DeviceConformance, TimedEventsAreReachedInOrder) {
     const auto now = std::chrono::steady_clock::now().time_since_epoch();
     return std::chrono::duration_cast<std::chrono::nanoseconds>(now).count();
   };
-  constexpr int64_t kSlackNs = 1'000'000;  // of a device's clock against the host's
+  constexpr int64_t kSlackNs =
+      50'000'000;  // of a device's clock against the host's: another epoch is far off
   EXPECT_FALSE(Event().reached_ns());
   device_->time_events(true);
   auto in = device_->make_stream(), out = device_->make_stream();

@@ -1,0 +1,477 @@
+"""Everything that needs a GPU, row by row: ok, failed, or not run with the reason. For machines that are there for
+some minutes at a time, bare and without a network: what a row has shown is written at once, and nothing outlasts its
+minutes.
+
+    tools/gpu-bundle                                   elsewhere, once: what such a machine lacks, and the tests built
+    tools/gpu-check --calls                            the calls in order: what each needs there and brings back
+    tools/gpu-check --call 1 --minutes 9               on the machine; results/gpu.json keeps the rows of other calls
+    tools/gpu-check                                    all of it, where time does not count
+    tools/gpu-check --only kernels --only copies       rows with one of these in their name
+
+What is missing on the machine is taken from the bundle; it is used from there, nothing is installed. Needs Python 3.10
+alone; the rows with PyTorch need one that has torch and numpy. Exit status 0 where no row failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from rows import Row, judge_bench, judge_gtest, judge_overlap, judge_pytest, judge_sanitizer, last_lines
+
+ROOT = Path(__file__).resolve().parents[2]
+KERNELS, ENGINE = "tests/kernels/kernels_cuda_test", "tests/engine/engine_tests"
+RANKS, NCCL, COPIES = (
+    "tests/engine/engine_ranks_test",
+    "tests/engine/engine_nccl_test",
+    "bench/bench_cuda_copy",
+)
+PROGRAMS = (KERNELS, ENGINE, RANKS, NCCL, COPIES)
+REFERENCE = "tests/reference"  # a library, for the tests in Python
+TARGETS = [Path(program).name for program in PROGRAMS]
+SOURCES = ("CMakeLists.txt", "bindings", "cpu_optim", "engine", "io", "kernels")  # of _core
+# Of Python, by the rows with PyTorch.
+NEEDED = ("torch", "pybind11", "pytest", "pydantic", "safetensors", "numpy")
+RESERVE_S = 15.0  # of the minutes: for the end
+
+
+@dataclass(frozen=True)
+class Task:
+    """A row, and how it comes about. `call`: of those that fit into some minutes each. `limit_s`: of its program."""
+
+    name: str
+    call: int
+    run: Callable[[Check, Task], Row]
+    limit_s: float = 300
+
+
+def bundle_environment(bundle: Path) -> dict[str, str]:
+    """The bundle beside what the machine has; the machine's own programs come first."""
+    libraries = [bundle / f"usr/lib/{platform.machine()}-linux-gnu", bundle / "usr/lib"]
+    packages = [str(folder / "pkgconfig") for folder in [*libraries, bundle / "usr/share"]]
+    return {
+        "PATH": os.environ["PATH"] + f":{bundle}/usr/bin",
+        "PKG_CONFIG_LIBDIR": ":".join(packages),
+        "PKG_CONFIG_SYSROOT_DIR": str(bundle),
+        "CMAKE_PREFIX_PATH": f"{bundle}/usr",
+        "LD_LIBRARY_PATH": ":".join([*map(str, libraries), os.environ.get("LD_LIBRARY_PATH", "")]),
+        "PYTHONPATH": os.pathsep.join([os.environ.get("PYTHONPATH", ""), str(bundle / "python")]),
+    }
+
+
+def nccl_of(python: str, environment: dict[str, str]) -> dict[str, str]:
+    """Where PyTorch's own NCCL lies, for the engine, which opens it by itself."""
+    if "OVERSPILL_NCCL" in environment:
+        return {}
+    look = "import nvidia.nccl; print(list(nvidia.nccl.__path__)[0])"
+    found = subprocess.run([python, "-c", look], env=environment, capture_output=True, text=True)
+    library = Path(found.stdout.strip()) / "lib/libnccl.so.2"
+    return {"OVERSPILL_NCCL": str(library)} if found.returncode == 0 and library.is_file() else {}
+
+
+def digest_of_sources() -> str:
+    """Of all that _core is built from, and of the Python that it is built for."""
+    found = hashlib.sha256(str(sysconfig.get_config_var("EXT_SUFFIX")).encode())
+    for name in SOURCES:
+        top = ROOT / name
+        for path in sorted(p for p in ([top] if top.is_file() else top.rglob("*")) if p.is_file()):
+            if path.suffix in (".cc", ".cu", ".h", ".txt", ".cmake"):
+                found.update(str(path.relative_to(ROOT)).encode() + b"\0" + path.read_bytes())
+    return found.hexdigest()
+
+
+class Check:
+    def __init__(self, args: argparse.Namespace):
+        self.args = args
+        self.until = time.monotonic() + args.minutes * 60 - RESERVE_S if args.minutes else None
+        self.rows: dict[str, Row] = {}
+        self.before = json.loads(args.out.read_text())["rows"] if args.out.is_file() else []
+        self.only = [text.lower() for text in args.only]
+        self.environment = dict(os.environ)
+        if args.bundle.is_dir():
+            self.environment |= bundle_environment(args.bundle.resolve())
+        self.environment |= nccl_of(sys.executable, self.environment)
+        self.machine = machine(self)
+        self._python: str | None = None
+
+    def run(self, command: list[str], timeout_s: float) -> tuple[int, str]:
+        timeout_s = min(timeout_s, self.seconds_left())
+        try:
+            done = subprocess.run(
+                command, cwd=ROOT, env=self.environment, text=True, timeout=timeout_s, errors="replace",
+                stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            )  # fmt: skip
+        except subprocess.TimeoutExpired as error:
+            text = error.stdout or b""
+            text = text.decode(errors="replace") if isinstance(text, bytes) else text
+            return 124, f"{text}\nended after {timeout_s:.0f} s"
+        except OSError as error:
+            return 127, str(error)
+        return done.returncode, done.stdout
+
+    def seconds_left(self) -> float:
+        return float("inf") if self.until is None else max(1.0, self.until - time.monotonic())
+
+    def wanted(self, task: Task) -> bool:
+        if task.run is build:
+            return not self.args.no_build
+        if self.args.call and task.call != self.args.call:
+            return False
+        return not self.only or any(text in task.name.lower() for text in self.only)
+
+    def all(self) -> None:
+        for task in TASKS:
+            if not self.wanted(task):
+                continue
+            start = time.monotonic()
+            if self.seconds_left() <= 1:
+                row = Row(task.name, "not run", f"the {self.args.minutes:g} minutes were over")
+            else:
+                row = task.run(self, task)
+            row.seconds = round(time.monotonic() - start, 1)
+            self.rows[row.name] = row
+            reason = f": {row.reason}" if row.reason else ""
+            print(f"{row.status:8} {row.name} ({row.seconds} s){reason}", flush=True)
+            self.write()
+
+    def write(self) -> None:
+        """What there is; a row that was not reached now stays as another call has left it."""
+        rows = {row["name"]: row for row in self.before}
+        for name, row in self.rows.items():
+            if not (row.status == "not run" and "minutes were over" in row.reason and name in rows):
+                rows[name] = asdict(row) | {"gpus": self.machine["gpus"]}
+        out = self.args.out
+        out.parent.mkdir(parents=True, exist_ok=True)
+        part = out.with_suffix(".part")
+        part.write_text(json.dumps({"machine": self.machine, "rows": list(rows.values())}, indent=1) + "\n")
+        part.replace(out)
+
+    def program(self, program: str) -> Path:
+        """One that was built here, or came with the bundle."""
+        built = self.args.build / program
+        return built if built.is_file() else self.args.bundle.resolve() / "bin" / Path(program).name
+
+    def why_no_python(self) -> str:
+        """What the rows with PyTorch lack; empty where nothing."""
+        if self._python is None:
+            look = f"import importlib.util as u; print(*[m for m in {NEEDED} if u.find_spec(m) is None])"
+            code, text = self.run([sys.executable, "-c", look], 120)
+            lacks = code != 0 or text.split()
+            self._python = (
+                f"{sys.executable} lacks {text.strip()} (tools/gpu-bundle carries all but torch and numpy)"
+                if lacks
+                else self._link_core()
+            )
+        return self._python
+
+    def _link_core(self) -> str:
+        found = [*(self.args.build / "bindings").glob("_core*.so")]
+        if not found:
+            return "overspill._core was not built"
+        for library in found:
+            link = ROOT / "bindings/overspill" / library.name
+            link.unlink(missing_ok=True)
+            link.symlink_to(library)
+        paths = [str(ROOT / "bindings"), str(ROOT / "tests/python"), self.environment.get("PYTHONPATH", "")]
+        self.environment["PYTHONPATH"] = os.pathsep.join(paths)
+        built = self.args.build / REFERENCE
+        reference = built if [*built.glob("*.so")] else self.args.bundle.resolve() / "bin"
+        self.environment["OVERSPILL_REFERENCE"] = str(reference)
+        return ""
+
+    def why_no_gpu(self) -> str:
+        return "" if self.machine["gpus"] else f"no GPU: {self.machine['why_no_gpu']}"
+
+    def why_no_torch_gpu(self) -> str:
+        if why := self.why_no_python():
+            return why
+        _, text = self.run([sys.executable, "-c", "import torch; print(torch.cuda.is_available())"], 300)
+        return "" if text.strip().endswith("True") else f"{sys.executable}'s torch sees no GPU"
+
+
+# ---- rows
+
+
+def build(check: Check, task: Task) -> Row:
+    """_core for the Python here, and the tests where the bundle has none."""
+    args, kept = check.args, check.args.bundle.resolve() / "core"
+    digest = digest_of_sources()
+    if (kept / "digest").is_file() and (kept / "digest").read_text().strip() == digest:
+        (args.build / "bindings").mkdir(parents=True, exist_ok=True)
+        for library in kept.glob("_core*.so"):
+            shutil.copy(library, args.build / "bindings")
+        return Row(task.name, "ok", "of an earlier call, from the same sources")
+    carried = all((args.bundle / "bin" / target).is_file() for target in TARGETS)
+    configure = [
+        "cmake", "-S", ".", "-B", str(args.build), "-G", "Ninja", "-DCMAKE_BUILD_TYPE=Release",
+        "-DOVERSPILL_CUDA=ON", "-DOVERSPILL_WERROR=OFF", "-DCMAKE_DISABLE_FIND_PACKAGE_MPI=ON",
+        f"-DOVERSPILL_TESTS={'OFF' if carried else 'ON'}", f"-DOVERSPILL_BENCH={'OFF' if carried else 'ON'}",
+    ]  # fmt: skip
+    targets = [] if carried else [*TARGETS]
+    code, pybind11 = check.run([sys.executable, "-m", "pybind11", "--cmakedir"], 60)
+    configure.append(f"-DOVERSPILL_PYTHON={'ON' if code == 0 else 'OFF'}")
+    if code == 0:
+        configure += [f"-DPython_EXECUTABLE={sys.executable}", f"-Dpybind11_DIR={pybind11.strip()}"]
+        targets += ["_core"] if carried else ["_core", "overspill_reference_c"]
+    elif carried:
+        return Row(task.name, "not run", f"{sys.executable} has no pybind11")
+    compile = ["cmake", "--build", str(args.build), "-j", str(args.jobs), "--target", *targets]
+    for command in (configure, compile):
+        code, text = check.run(command, task.limit_s)
+        if code != 0:
+            return Row(task.name, "failed", last_lines(text))
+    keep_core(check, digest)
+    return Row(task.name, "ok", f"{', '.join(targets)}")
+
+
+def keep_core(check: Check, digest: str) -> None:
+    """Beside the results, to be carried by the next call: `--take` puts it into the bundle."""
+    folder = check.args.out.parent / "core"
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    for library in (check.args.build / "bindings").glob("_core*.so"):
+        shutil.copy(library, folder)
+        check.run(["strip", str(folder / library.name)], 60)
+    (folder / "digest").write_text(digest + "\n")
+
+
+def programs(check: Check, task: Task) -> Row:
+    """They find their libraries here."""
+    failed, count = [], 0
+    for program in PROGRAMS:
+        path = check.program(program)
+        if not path.is_file():
+            failed.append(f"{program} was not built")
+            continue
+        listing = ["--help"] if program == COPIES else ["--gtest_list_tests"]
+        code, text = check.run([str(path), *listing], 60)
+        count += 1
+        if code not in (0, 3):
+            failed.append(f"{program}: {last_lines(text, 3)}")
+    return (
+        Row(task.name, "failed", "\n".join(failed)) if failed else Row(task.name, "ok", f"{count} programs")
+    )
+
+
+def tests(program: str, chosen: str, hidden: bool = False) -> Callable[[Check, Task], Row]:
+    """`hidden`: they take CUDA in where it is, without a word where it is not."""
+
+    def run(check: Check, task: Task) -> Row:
+        if hidden and (why := check.why_no_gpu()):
+            return Row(task.name, "not run", why)
+        path = check.program(program)
+        if not path.is_file():
+            return Row(task.name, "not run", f"{program} was not built")
+        return judge_gtest(task.name, *check.run([str(path), f"--gtest_filter={chosen}"], task.limit_s))
+
+    return run
+
+
+def sanitizer(tool: str) -> Callable[[Check, Task], Row]:
+    def run(check: Check, task: Task) -> Row:
+        found, path = shutil.which("compute-sanitizer"), check.program(KERNELS)
+        if found is None or not path.is_file():
+            return Row(
+                task.name, "not run", f"{'compute-sanitizer' if found is None else KERNELS} is not here"
+            )
+        if why := check.why_no_gpu():
+            return Row(task.name, "not run", why)
+        # One test hands CUDA a wrong address on purpose, another compares clocks, which the tool slows down.
+        command = [found, "--tool", tool, "--error-exitcode", "1"]
+        command += ["--report-api-errors", "no"] if tool == "memcheck" else []
+        command += [str(path), "--gtest_filter=Cuda*-CudaAbsence*:*ACopyOutside*:*TimedEvents*"]
+        return judge_sanitizer(task.name, *check.run(command, task.limit_s))
+
+    return run
+
+
+def copies(check: Check, task: Task) -> Row:
+    path = check.program(COPIES)
+    if not path.is_file():
+        return Row(task.name, "not run", f"{COPIES} was not built")
+    return judge_bench(task.name, *check.run([str(path)], task.limit_s))
+
+
+def python_tests(file: str, *chosen: str, device: str = "cuda") -> Callable[[Check, Task], Row]:
+    def run(check: Check, task: Task) -> Row:
+        why = check.why_no_torch_gpu() if device == "cuda" else check.why_no_python()
+        if why:
+            return Row(task.name, "not run", why)
+        check.environment |= {
+            "OVERSPILL_DEVICE": device,
+            "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+        }  # deterministic
+        command = [sys.executable, "-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider", file, *chosen]
+        return judge_pytest(task.name, *check.run(command, task.limit_s))
+
+    return run
+
+
+def training(*arguments: str) -> Callable[[Check, Task], Row]:
+    def run(check: Check, task: Task) -> Row:
+        if why := check.why_no_torch_gpu():
+            return Row(task.name, "not run", why)
+        minutes = min(task.limit_s, check.seconds_left()) / 60
+        given = [
+            *arguments,
+            "--trace",
+            str(check.args.out.resolve().parent),
+            "--minutes",
+            f"{minutes * 0.7:.1f}",
+        ]
+        command = [sys.executable, "bench/gpu/run.py", *given, *check.args.bench.split()]
+        return judge_bench(task.name, *check.run(command, task.limit_s))
+
+    return run
+
+
+def overlap(check: Check, task: Task) -> Row:
+    bench = check.rows.get(BENCH_1B)
+    if bench is None:
+        return Row(task.name, "not run", f"{BENCH_1B} has to run before")
+    return judge_overlap(task.name, bench)
+
+
+BENCH_1B, BENCH_7B = "training benchmark, 1 B", "training benchmark, 7 B"
+ON_ACCELERATOR, SMOKE = "tests/python/on_accelerator.py", "tests/python/smoke.py"
+# In order: what the others need first, then what is short. A call of 0 is part of every one.
+TASKS = (
+    Task("build", 0, build, 420),
+    Task("programs find their libraries", 1, programs),
+    Task("smoke on the CPU", 1, python_tests(SMOKE, device="host"), 120),
+    Task("smoke on CUDA", 1, python_tests(SMOKE), 120),
+    Task("device conformance", 1, tests(KERNELS, "Cuda.*:Cuda/Device*"), 120),
+    Task("kernels have the CPU's bits", 1, tests(KERNELS, "CudaKernels*:Cuda/Kernel*"), 120),
+    Task("copies beside cudaMemcpyAsync", 1, copies, 60),
+    Task("training has the reference's bits", 1, tests(ENGINE, "*_cuda_*"), 180),
+    Task("two ranks on one GPU", 1, tests(ENGINE, "TwoRanks*", hidden=True), 120),
+    Task("stages over ranks on one GPU", 1, tests(RANKS, "*Stages*EveryDevice*", hidden=True), 120),
+    Task("NCCL on one GPU", 1, tests(NCCL, "Gpus/*of_1:RealNcclOnOneGpu*"), 120),
+    Task("NCCL between two GPUs", 1, tests(NCCL, "Gpus/*of_2"), 120),
+    Task("streams, inputs, checkpoints, autocast on CUDA", 2, python_tests(ON_ACCELERATOR, "-k", "not bit_equal"), 240),
+    Task("zoo on CUDA", 2, python_tests(ON_ACCELERATOR, "-k", "bit_equal"), 400),
+    Task("compute-sanitizer memcheck", 2, sanitizer("memcheck"), 180),
+    Task("compute-sanitizer racecheck", 2, sanitizer("racecheck"), 180),
+    Task(BENCH_1B, 3, training("--models", "1b", "--modes", "clipped", "default"), 520),
+    Task("overlap in a trace from CUDA events", 3, overlap),
+    Task(BENCH_7B, 4, training("--models", "7b", "--modes", "clipped", "default", "--tokens", "32768", "65536"), 520),
+)  # fmt: skip
+
+
+def machine(check: Check) -> dict:
+    query = [
+        "nvidia-smi",
+        "--query-gpu=name,driver_version,memory.total,pcie.link.gen.max,pcie.link.width.max",
+    ]
+    code, gpus = check.run([*query, "--format=csv,noheader"], 60)
+    _, nvcc = check.run(["nvcc", "--version"], 60)
+    _, commit = check.run(["git", "rev-parse", "HEAD"], 60)
+    return {
+        "gpus": gpus.strip().splitlines() if code == 0 else [],
+        "why_no_gpu": "" if code == 0 else last_lines(gpus, 1),
+        "nvcc": last_lines(nvcc, 1),
+        "cores": os.cpu_count(),
+        "system": platform.platform(),
+        "commit": commit.strip() if re.fullmatch(r"[0-9a-f]{40}", commit.strip()) else "unknown",
+    }
+
+
+# ---- the calls
+
+
+def size_mib(path: Path) -> float:
+    files = [path] if path.is_file() else [p for p in path.rglob("*") if p.is_file()]
+    return sum(p.stat().st_size for p in files) / 2**20
+
+
+def print_calls(args: argparse.Namespace) -> None:
+    bundle = "gpu-bundle, which tools/gpu-bundle makes"
+    if args.bundle.is_dir():
+        bundle = f"{args.bundle.name} ({size_mib(args.bundle):.1f} MiB)"
+    for call in sorted({task.call for task in TASKS} - {0}):
+        rows = [task.name for task in TASKS if task.call in (0, call)]
+        brings = ["gpu.json"] + (["core/ (_core, about 5 MiB)"] if call == 1 else [])
+        brings += ["a trace of some MiB a model (*.json)"] if call > 2 else []
+        print(f"call {call}, 9 minutes at most")
+        print(f"  there:   tools/gpu-check --call {call} --minutes 9 --out $OUT/gpu.json")
+        print(f"  carries: the sources, {bundle}")
+        print(f"  brings:  {', '.join(brings)}; then here: tools/gpu-check --take FOLDER")
+        print(f"  rows:    {'; '.join(rows)}")
+
+
+def take(folder: Path, args: argparse.Namespace) -> None:
+    """What a call has brought back: rows into --out, _core into the bundle for the calls to come."""
+    found = folder / "gpu.json"
+    if not found.is_file():
+        raise SystemExit(f"gpu-check: {folder} has no gpu.json: give the folder that the call brought back")
+    new = json.loads(found.read_text())
+    old = json.loads(args.out.read_text())["rows"] if args.out.is_file() else []
+    rows = {row["name"]: row for row in old} | {row["name"]: row for row in new["rows"]}
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    args.out.write_text(json.dumps(new | {"rows": list(rows.values())}, indent=1) + "\n")
+    core = folder / "core"
+    if core.is_dir():
+        shutil.copytree(core, args.bundle / "core", dirs_exist_ok=True)
+    for trace in folder.glob("*-*.json"):
+        shutil.copy(trace, args.out.parent)
+    kept = ", _core is in the bundle" if core.is_dir() else ""
+    print(f"gpu-check: {len(new['rows'])} rows of {folder} are in {args.out}{kept}")
+
+
+def parsed(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--calls", action="store_true", help="print the calls in order, and do nothing")
+    parser.add_argument(
+        "--call", type=int, choices=sorted({task.call for task in TASKS} - {0}), help="its rows alone"
+    )
+    parser.add_argument(
+        "--minutes", type=float, default=0, help="begin nothing and run nothing beyond; 0: no limit"
+    )
+    parser.add_argument("--take", type=Path, metavar="FOLDER", help="keep what a call has brought back")
+    parser.add_argument("--bundle", type=Path, default=ROOT / "gpu-bundle")
+    parser.add_argument("--build", type=Path, default=ROOT / "build/gpu")
+    parser.add_argument("--no-build", action="store_true", help="--build has been built")
+    parser.add_argument(
+        "--only", action="append", default=[], metavar="TEXT", help="rows with it in their name"
+    )
+    parser.add_argument("--bench", default="", metavar="ARGS", help="more of bench/gpu/run.py, in one text")
+    parser.add_argument("--out", type=Path, default=ROOT / "results/gpu.json")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count())
+    args = parser.parse_args(argv)
+    args.build = args.build.resolve()
+    return args
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parsed(argv)
+    if args.calls:
+        print_calls(args)
+        return 0
+    if args.take is not None:
+        take(args.take, args)
+        return 0
+    check = Check(args)
+    check.all()
+    rows = check.rows.values()
+    count = {status: sum(row.status == status for row in rows) for status in ("ok", "failed", "not run")}
+    print(f"gpu-check: {count['ok']} ok, {count['failed']} failed, {count['not run']} not run: {args.out}")
+    return 1 if count["failed"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
