@@ -180,18 +180,23 @@ class InCall {
 Lease::~Lease() {
   if (machine_ == nullptr || block_ == nullptr || !machine_->process.here()) return;
   Context& context = machine_->context;
-  const std::lock_guard guard(context.mutex);
   std::vector<kernels::Event> uses;
+  std::string failure;
   try {
-    for (const Use& use : uses_) {
-      uses.push_back(context.queues.of(use.queue).record());
-      context.journal.note(DeviceSpan::Kind::compute, block_->unit, use.begin, uses.back(), use.queue.native);
-    }
+    for (const Use& use : uses_) uses.push_back(context.queues.record(use.queue));
   } catch (const std::exception& error) {
     // The engine cannot learn when the device is done with the weights. A destructor does not throw, so the
     // engine's next call reports it.
-    context.fail(fmt::format("ending a lease of {} failed: {}", context.layout.units[block_->unit].name,
-                             error.what()));
+    failure = error.what();
+  }
+  const std::lock_guard guard(context.mutex);
+  for (size_t i = 0; i < uses.size(); ++i) {
+    context.journal.note(DeviceSpan::Kind::compute, block_->unit, uses_[i].begin, uses[i],
+                         uses_[i].queue.native);
+  }
+  if (!failure.empty()) {
+    context.fail(
+        fmt::format("ending a lease of {} failed: {}", context.layout.units[block_->unit].name, failure));
   }
   machine_->gatherer.release(block_, uses);
 }
@@ -200,11 +205,20 @@ void Lease::use_on(Queue queue) {
   if (block_ == nullptr) return;
   check_process(*machine_);
   const auto known = [queue](const Use& use) { return use.queue == queue; };
-  const std::lock_guard guard(machine_->context.mutex);
-  if (std::any_of(uses_.begin(), uses_.end(), known)) return;
-  kernels::Stream& stream = machine_->context.queues.of(queue);
-  machine_->gatherer.use(block_, stream);
-  uses_.push_back({queue, machine_->context.journal.begin(stream)});
+  Context& context = machine_->context;
+  kernels::Event copied;
+  bool noted = false;
+  {
+    const std::lock_guard guard(context.mutex);
+    if (std::any_of(uses_.begin(), uses_.end(), known)) return;
+    copied = machine_->gatherer.use(block_, context.queues.of(queue));
+    noted = context.journal.on();
+  }
+  // Another thread on the same queue may be here too: each goes on when the queue has been told to wait.
+  context.queues.wait(queue, copied);
+  Use use{queue, noted ? context.queues.record(queue) : kernels::Event()};
+  const std::lock_guard guard(context.mutex);
+  if (std::none_of(uses_.begin(), uses_.end(), known)) uses_.push_back(std::move(use));
 }
 
 void Lease::copy_to_host(int64_t begin, std::span<std::byte> to) const {

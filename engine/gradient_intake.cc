@@ -9,8 +9,7 @@
 namespace overspill::engine {
 namespace {
 
-constexpr int64_t kOutstandingBytes = int64_t{256} << 20;  // of device memory kept for gradients under way
-constexpr size_t kPiecesMost = 64;                         // being copied
+constexpr size_t kPiecesMost = 64;  // being copied
 
 }  // namespace
 
@@ -89,12 +88,13 @@ void GradientIntake::add(int32_t unit, int32_t segment, DeviceArray gradient, Qu
   {
     const std::lock_guard guard(context_.mutex);
     context_.check();
-    item->ready = context_.queues.of(queue).record();
   }
+  item->ready = context_.queues.record(queue);
   const int64_t bytes = item->gradient.bytes;
+  const int64_t most = outstanding_bytes_most(context_.config.device_budget_bytes);
   const std::lock_guard turn(arrival_);
   std::unique_lock lock(mutex_);
-  changed_.wait(lock, [&] { return outstanding_ == 0 || outstanding_bytes_ + bytes <= kOutstandingBytes; });
+  changed_.wait(lock, [&] { return outstanding_ == 0 || outstanding_bytes_ + bytes <= most; });
   ++outstanding_;
   outstanding_bytes_ += bytes;
   waiting_.push_back(std::move(item));

@@ -7,6 +7,7 @@
 // bit is as if each had been waited for.
 #pragma once
 
+#include <algorithm>
 #include <condition_variable>
 #include <cstdint>
 #include <deque>
@@ -32,6 +33,12 @@ struct DeviceArray {
   std::string dtype;  // "BF16", "F16", "F32"
   std::shared_ptr<const void> owner;
 };
+
+/// Of device memory, which is the framework's, that gradients under way may keep: more on a larger card, so
+/// that those of a large head do not wait until nothing else is under way.
+constexpr int64_t outstanding_bytes_most(int64_t device_budget_bytes) {
+  return std::max(int64_t{256} << 20, device_budget_bytes / 64);
+}
 
 class GradientIntake {
  public:

@@ -4,6 +4,7 @@
 
 #include <map>
 #include <memory>
+#include <mutex>
 
 #include "kernels/device.h"
 
@@ -15,19 +16,36 @@ struct Queue {
   friend bool operator==(const Queue&, const Queue&) = default;
 };
 
-/// Streams over such queues. One thread at a time.
+/// Streams over such queues. Thread-safe. A call may take until the queue has room (a full launch queue of
+/// the device), so none is made with the engine's mutex, which all workers need.
 class Queues {
  public:
   explicit Queues(kernels::Device& device) : device_(device) {}
-  /// Lives as long as this. Throws kernels::DeviceError.
+  /// Lives as long as this; for one thread at a time. Throws kernels::DeviceError.
   kernels::Stream& of(Queue queue) {
+    const std::lock_guard guard(mutex_);
+    return stream(queue);
+  }
+  /// What the queue has been given until now. Throws kernels::DeviceError.
+  kernels::Event record(Queue queue) {
+    const std::lock_guard guard(mutex_);
+    return stream(queue).record();
+  }
+  /// What the queue is given from now on waits for the event. Throws kernels::DeviceError.
+  void wait(Queue queue, const kernels::Event& event) {
+    const std::lock_guard guard(mutex_);
+    stream(queue).wait(event);
+  }
+
+ private:
+  kernels::Stream& stream(Queue queue) {
     std::unique_ptr<kernels::Stream>& stream = streams_[queue.native];
     if (stream == nullptr) stream = device_.adopt_stream(queue.native);
     return *stream;
   }
 
- private:
   kernels::Device& device_;
+  std::mutex mutex_;  // taken after the engine's, where both are
   std::map<void*, std::unique_ptr<kernels::Stream>> streams_;
 };
 

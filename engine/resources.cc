@@ -62,6 +62,13 @@ std::unique_ptr<io::Store> make_store(const Config& config, const ResourceOption
   return io::make_file_store(files);
 }
 
+/// Beside a device with work of its own two cores are left to those who give it work: the caller, who must
+/// not fall behind it, and the thread that takes gradients in.
+int workers_beside(const kernels::Device& device) {
+  const int cores = static_cast<int>(std::thread::hardware_concurrency());
+  return std::max(1, device.shares_host_memory() ? cores : cores - 2);
+}
+
 }  // namespace
 
 std::unique_ptr<kernels::Device> make_device(const std::string& name, uint64_t seed) {
@@ -83,8 +90,8 @@ Resources make_resources(const std::vector<UnitSpec>& units, const Config& confi
   try {
     resources.device =
         options.given_device != nullptr ? options.given_device : make_device(options.device, options.seed);
-    const int cores = static_cast<int>(std::thread::hardware_concurrency());
-    resources.executor = optim::make_executor(config.threads > 0 ? config.threads : std::max(1, cores));
+    resources.executor =
+        optim::make_executor(config.threads > 0 ? config.threads : workers_beside(*resources.device));
     const Layout layout = make_layout(units, config.chunk_elements, resources.communicator->rank(),
                                       resources.communicator->world(), config.stage);
     const Plan plan = make_plan(layout, config, traits_of(*resources.device, *resources.communicator));

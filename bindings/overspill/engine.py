@@ -232,6 +232,7 @@ class Engine(nn.Module):
         taken = handover.groups(model, config, optimizer, parameters, alone)
         groups = [group for each, _ in taken for group in each.groups]
         self._place = place.find(config.engine.device, config.budget.device)
+        self._place.make_room()
         specs = partition(model, self._place.device, parts.by_parameter(each for each, _ in taken))
         if not specs:
             raise ValueError(

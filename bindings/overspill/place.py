@@ -46,6 +46,9 @@ class Place:
         """Of its own memory, None where that is not known."""
         return None
 
+    def make_room(self) -> None:
+        """Torch gives back the device's memory that it keeps for later: before the engine takes its own."""
+
 
 class Accelerator(Place):
     """`dlpack`: how tensors over the core's memory are made."""
@@ -62,7 +65,8 @@ class Accelerator(Place):
 
     def put(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
-            return value if value.device == self.device else value.to(self.device, non_blocking=True)
+            # Of pinned memory a copy goes on after the call, and the script may write there at once.
+            return value if value.device == self.device else value.to(self.device, non_blocking=not _is_pinned(value))
         if type(value) is dict:
             return {key: self.put(item) for key, item in value.items()}
         if type(value) in (list, tuple):
@@ -85,7 +89,10 @@ class Cuda(Accelerator):
         super().__init__(f"cuda:{ordinal}", torch.device("cuda", ordinal), (_CUDA, ordinal))
 
     def queue(self) -> int:
-        return torch.cuda.current_stream(self.device).cuda_stream
+        return _raw_stream(self.device.index)
+
+    def make_room(self) -> None:
+        torch.cuda.empty_cache()
 
     def entered(self) -> Any:
         return torch.cuda.stream(torch.cuda.current_stream(self.device))
@@ -109,6 +116,16 @@ class Extension(Accelerator):
 
 
 HOST = Place()
+
+
+def _is_pinned(tensor: torch.Tensor) -> bool:
+    return tensor.device.type == "cpu" and tensor.layout is torch.strided and tensor.is_pinned()
+
+
+def _raw_stream(ordinal: int) -> int:
+    """Torch's current stream there in this thread; without an object of it for each use, where torch can."""
+    raw = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+    return torch.cuda.current_stream(ordinal).cuda_stream if raw is None else raw(ordinal)
 
 
 def find(name: str, budget: int | None) -> Place:

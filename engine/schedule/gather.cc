@@ -127,12 +127,13 @@ void Gatherer::wait_for_copy(Block& block) {
   free_bounce(block);
 }
 
-void Gatherer::use(Block* block, kernels::Stream& queue) {
+kernels::Event Gatherer::use(Block* block, kernels::Stream& queue) {
   if (std::find(block->users.begin(), block->users.end(), &queue) == block->users.end())
     block->users.push_back(&queue);
-  if (!block->copied.done()) return queue.wait(block->copied);
+  if (!block->copied.done()) return block->copied;
   block->copied.wait();  // throws what went wrong
   free_bounce(*block);
+  return {};
 }
 
 void Gatherer::release(Block* block, std::span<const kernels::Event> uses) noexcept {

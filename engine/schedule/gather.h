@@ -63,8 +63,8 @@ class Gatherer {
   /// Returns when they are there. The block is leased, and the caller does not hold the mutex. Throws
   /// kernels::DeviceError; the lease goes on.
   void wait_for_copy(Block& block);
-  /// What the queue is given from now on sees them.
-  void use(Block* block, kernels::Stream& queue);
+  /// The queue is given work that reads them: the caller makes it wait for this event first.
+  kernels::Event use(Block* block, kernels::Stream& queue);
   /// The memory is in use until `uses` are done. What fails fails the engine.
   void release(Block* block, std::span<const kernels::Event> uses) noexcept;
 

@@ -2,6 +2,7 @@
 
 #include <memory>
 #include <string>
+#include <tuple>
 
 #include "kernels/cuda/cuda_kernels.h"
 #include "kernels/cuda/current.h"
@@ -83,8 +84,14 @@ void check(const char* name, cudaError_t error) {
 template <class... Parameters, class... Arguments>
 void launch(const char* name, void (*kernel)(Parameters...), unsigned grid, unsigned threads, Stream& stream,
             Arguments... arguments) {
-  kernel<<<grid, threads, 0, native(name, stream)>>>(arguments...);
-  check(name, cudaGetLastError());
+  std::tuple<Parameters...> values(arguments...);
+  std::apply(
+      [&](auto&... each) {
+        void* pointers[] = {&each...};
+        // Its own answer: cudaGetLastError() would give that of any earlier call.
+        check(name, cudaLaunchKernel(kernel, dim3(grid), dim3(threads), pointers, 0, native(name, stream)));
+      },
+      values);
 }
 
 /// Calls `use` with the memory as what its elements are.

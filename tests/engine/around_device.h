@@ -53,7 +53,8 @@ struct DeviceHooks {
   /// Of a host thread, for an event; done: it will not wait. Also of the thread that submits a copy of host
   /// memory that nobody pinned, for such a copy may keep it until it is done.
   std::function<void(bool done)> before_wait = {};
-  std::function<void()> before_record = {};  // of an event, in any stream
+  std::function<void()> before_record = {};   // of an event, in any stream
+  std::function<void()> before_adopted = {};  // a call of a stream that is somebody else's queue
   std::function<bool()> after_look =
       {};  // at an event that is not reached; true: it is before the look returns
   std::function<kernels::Event()> holds_copy = {};  // what the next copy waits for, in its stream
@@ -68,9 +69,9 @@ class AroundDevice final : public kernels::Device {
   bool shares_host_memory() const override { return device_->shares_host_memory(); }
   kernels::DeviceMemory allocate(int64_t bytes) override { return device_->allocate(bytes); }
   kernels::DeviceMemory allocate_nan(int64_t bytes) override { return device_->allocate_nan(bytes); }
-  std::unique_ptr<kernels::Stream> make_stream() override { return around(device_->make_stream()); }
+  std::unique_ptr<kernels::Stream> make_stream() override { return around(device_->make_stream(), false); }
   std::unique_ptr<kernels::Stream> adopt_stream(void* native) override {
-    return around(device_->adopt_stream(native));
+    return around(device_->adopt_stream(native), true);
   }
   kernels::HostPin pin_host(void* data, int64_t bytes) override {
     return pins_->keep(device_->pin_host(data, bytes));
@@ -105,9 +106,9 @@ class AroundDevice final : public kernels::Device {
 
   class AroundStream final : public kernels::Stream {
    public:
-    AroundStream(std::unique_ptr<kernels::Stream> stream, std::shared_ptr<DeviceHooks> hooks,
+    AroundStream(std::unique_ptr<kernels::Stream> stream, bool adopted, std::shared_ptr<DeviceHooks> hooks,
                  std::shared_ptr<const HostPins> pins)
-        : stream_(std::move(stream)), hooks_(std::move(hooks)), pins_(std::move(pins)) {}
+        : stream_(std::move(stream)), adopted_(adopted), hooks_(std::move(hooks)), pins_(std::move(pins)) {}
     void copy_from_host(void* device, const void* host, int64_t bytes) override {
       before_copy(host, bytes);
       stream_->copy_from_host(device, host, bytes);
@@ -118,27 +119,33 @@ class AroundDevice final : public kernels::Device {
     }
     kernels::Event record() override {
       if (hooks_->before_record) hooks_->before_record();
+      before_call();
       return kernels::Event(std::make_shared<Watched>(stream_->record(), hooks_));
     }
     void wait(const kernels::Event& event) override {
+      before_call();
       const auto* const watched = dynamic_cast<const Watched*>(event.state());
       stream_->wait(watched != nullptr ? watched->event() : event);  // the stream's wait is no thread's
     }
     void* native() override { return stream_->native(); }
 
    private:
+    void before_call() {
+      if (adopted_ && hooks_->before_adopted) hooks_->before_adopted();
+    }
     void before_copy(const void* host, int64_t bytes) {
       if (hooks_->holds_copy) stream_->wait(hooks_->holds_copy());
       if (hooks_->before_wait && !pins_->pinned(host, bytes)) hooks_->before_wait(false);
     }
 
     const std::unique_ptr<kernels::Stream> stream_;
+    const bool adopted_;
     const std::shared_ptr<DeviceHooks> hooks_;
     const std::shared_ptr<const HostPins> pins_;
   };
 
-  std::unique_ptr<kernels::Stream> around(std::unique_ptr<kernels::Stream> stream) {
-    return std::make_unique<AroundStream>(std::move(stream), hooks_, pins_);
+  std::unique_ptr<kernels::Stream> around(std::unique_ptr<kernels::Stream> stream, bool adopted) {
+    return std::make_unique<AroundStream>(std::move(stream), adopted, hooks_, pins_);
   }
 
   const std::unique_ptr<kernels::Device> device_;

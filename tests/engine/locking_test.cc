@@ -186,6 +186,16 @@ TEST_P(SlowCopies, AreNotWaitedForWithTheMutex) {
   EXPECT_GE(probe.passed(), kSteps) << "each step waits for the device";
 }
 
+/// A call on the caller's own queue waits while the queue is full, and workers need the mutex meanwhile.
+TEST_P(SlowCopies, CallsOnTheCallersQueueAreMadeWithoutTheMutex) {
+  MutexProbe probe;
+  HeldCopies copies;
+  DeviceHooks hooks{.before_wait = [&](bool /*done*/) { copies.let_go(); }};
+  hooks.before_adopted = [&] { probe.pass(); };
+  train_on(GetParam(), 2, hooks, probe, copies);
+  EXPECT_GE(probe.passed(), 3 * kUnits * kSteps) << "leases begin and end, and gradients come";
+}
+
 /// The device goes on whoever has the mutex. Once a thread found no room, for a copy was under way, and then
 /// no copy under way to wait for, and said that the budget is too small.
 TEST_P(SlowCopies, MayEndAtAnyMoment) {

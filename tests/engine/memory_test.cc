@@ -1,13 +1,16 @@
 #include <gtest/gtest.h>
+#include <sys/mman.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <fstream>
 #include <limits>
 #include <new>
+#include <span>
 #include <sstream>
 #include <string>
 #include <thread>
@@ -64,6 +67,26 @@ TEST(LinkedMemory, IsPinnedAndNextToItsDevice) {
   if (policy.empty()) GTEST_SKIP() << "this kernel does not say where memory lies (/proc/self/numa_maps)";
   EXPECT_TRUE(policy.starts_with("prefer")) << policy;
   EXPECT_EQ(numa_policy(LinkedMemory(*near, budget, 4 * kMiB, "another").data()), policy);
+}
+
+/// Pages of it that are in memory.
+int64_t resident_pages(std::span<std::byte> memory) {
+  std::vector<unsigned char> pages((memory.size() + 4095) / 4096);
+  EXPECT_EQ(::mincore(memory.data(), memory.size(), pages.data()), 0);
+  return std::count_if(pages.begin(), pages.end(), [](unsigned char page) { return (page & 1) != 0; });
+}
+
+TEST(LinkedMemory, IsThereBeforeItIsPinned) {
+  Budget budget("host", 512 * kMiB);
+  const auto device = kernels::make_simulated_device();
+  for (const int64_t bytes : {int64_t{5000}, 4 * kMiB, 200 * kMiB + 4096}) {
+    const LinkedMemory memory(*device, budget, bytes, "linked");
+    EXPECT_EQ(resident_pages(memory.span()), (bytes + 4095) / 4096);
+    EXPECT_EQ(std::count(memory.span().begin(), memory.span().end(), std::byte{0}), bytes);
+  }
+  const auto host = kernels::make_host_device();
+  const LinkedMemory untouched(*host, budget, 4 * kMiB, "ordinary");
+  EXPECT_EQ(resident_pages(untouched.span()), 0);
 }
 
 TEST(LinkedMemory, IsOrdinaryWhereNobodyKnowsBetter) {

@@ -109,3 +109,42 @@ def test_a_plan_for_a_gpu_needs_none():
     made = plan(model, {"budget": {"host": "1GiB", "device": "4MiB"}}).as_dict()
     assert made["gather_device_bytes"] == 4 << 20
     assert made["gather_host_bytes"] == 0, "weights go straight from their place"
+
+
+class Input(torch.Tensor):
+    """Says how it was copied, and whether it is pinned."""
+
+    pinned, copies = False, ()
+
+    def is_pinned(self):
+        return self.pinned
+
+    def to(self, device, non_blocking=False):
+        self.copies = (*self.copies, non_blocking)
+        return self
+
+
+def test_pinned_inputs_are_copied_before_the_call_returns():
+    """A script may write the next batch there at once."""
+    cuda = place.Cuda(0)
+    ordinary, pinned = torch.ones(2).as_subclass(Input), torch.ones(2).as_subclass(Input)
+    pinned.pinned = True
+    cuda.put([ordinary, {"x": pinned}])
+    assert (ordinary.copies, pinned.copies) == ((True,), (False,))
+
+
+def test_the_current_stream_costs_no_object(monkeypatch):
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda ordinal: 40 + ordinal, raising=False)
+    assert place.Cuda(2).queue() == 42
+    monkeypatch.delattr(torch._C, "_cuda_getCurrentRawStream")
+    current = types.SimpleNamespace(cuda_stream=7)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda ordinal: current)
+    assert place.Cuda(2).queue() == 7
+
+
+def test_torch_gives_memory_back_before_the_engine_takes_its_own(monkeypatch, config):
+    calls, core = [], _core.Engine
+    monkeypatch.setattr(place.Place, "make_room", lambda self: calls.append("room"))
+    monkeypatch.setattr(_core, "Engine", lambda *given: (calls.append("core"), core(*given))[1])
+    overspill.initialize(torch.nn.Linear(4, 4), config())[0].close()
+    assert calls == ["room", "core"]
