@@ -91,3 +91,14 @@ def test_overlap_is_what_lies_under_compute(tmp_path):
         "up_under_compute": 0.5,
         "down_under_compute": 1.0,
     }
+
+
+def test_the_table_of_what_may_be_reached_is_what_the_planner_says():
+    ended = subprocess.run(
+        [sys.executable, str(ROOT / "bench/gpu/ceiling.py")], env=environment(), capture_output=True, text=True
+    )
+    assert ended.returncode == 0, ended.stderr
+    table = [line for line in ended.stdout.splitlines() if line.startswith("|")]
+    assert len(table) == 10 and "\n".join(table) in (ROOT / "docs/gpus.md").read_text()
+    rows = json.loads(ended.stdout.splitlines()[-1].removeprefix("RESULT "))["rows"]
+    assert all(0 < row["of_the_ceiling"] < 1 for row in rows)

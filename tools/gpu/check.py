@@ -67,6 +67,8 @@ def bundle_environment(bundle: Path) -> dict[str, str]:
         "PKG_CONFIG_LIBDIR": ":".join(packages),
         "PKG_CONFIG_SYSROOT_DIR": str(bundle),
         "CMAKE_PREFIX_PATH": f"{bundle}/usr",
+        # Where Debian's compilers look by themselves: hwloc has a part of its headers there.
+        "CPLUS_INCLUDE_PATH": f"{bundle}/usr/include/{platform.machine()}-linux-gnu",
         "LD_LIBRARY_PATH": ":".join([*map(str, libraries), os.environ.get("LD_LIBRARY_PATH", "")]),
         "PYTHONPATH": os.pathsep.join([os.environ.get("PYTHONPATH", ""), str(bundle / "python")]),
     }
