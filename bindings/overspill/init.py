@@ -24,8 +24,9 @@ from . import heap
 from .config import Config, ConfigError, check_folders
 from .divided import memory_of
 from .memory import human
+from .nan_memory import nan_like
 from .place import HOST, Place
-from .residency import get_data, nan_like, set_data
+from .residency import get_data, set_data
 from .units import UnitSpec, memory_order
 
 SMALL_BYTES = (

@@ -20,8 +20,6 @@ publishes what it made last, can run again from its start, and leaves nothing th
 
 from __future__ import annotations
 
-import itertools
-import math
 import weakref
 from collections.abc import Callable, Iterable, MutableMapping, Sequence
 from typing import Any
@@ -30,10 +28,11 @@ import torch
 from torch import nn
 from torch._C import DisableTorchFunction, TensorBase
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils.dlpack import from_dlpack, to_dlpack
+from torch.utils.dlpack import from_dlpack
 
 from . import _core, files, forked, heap, place, ranks
 from .divided import as_divided, memory_of
+from .nan_memory import nan_like
 from .parts import Part
 from .units import DTYPES, UnitSpec, memory_order
 
@@ -222,34 +221,8 @@ leases: dict[
 ] = {}  # storage of a lease that some tensor still holds -> its unit
 _lingering: list[int] = []  # leases let go here while somebody's view lives on
 _recent: list[Unit] = []  # held without a call that needs them, least recently used first
-_nan: dict[torch.device, torch.Tensor] = {}
-_PLACES = 1 << 14  # of 64 bytes, in the mapping
-_places = itertools.count(1)
 _living: weakref.WeakSet[Residency] = weakref.WeakSet()
 accelerators: set[torch.device] = set()  # of which autograd runs on a thread of its own
-
-
-def nan_like(
-    shape: Sequence[int],
-    stride: Sequence[int],
-    dtype: torch.dtype,
-    where: place.Place = place.HOST,
-    core: Any = None,
-) -> torch.Tensor:
-    """A tensor over the NaN mapping, as released parameters are; dense, so its elements bound its memory. `core`: an
-    engine's, which has the memory of an accelerator. On the host each of some thousand has an address of its own: by
-    that scripts tell which parameters share memory."""
-    size = max(64, (math.prod(shape) * dtype.itemsize + 63) // 64 * 64)
-    begin = 64 * (next(_places) % _PLACES) if where.on_host else 0
-    size += 64 * _PLACES if where.on_host else 0
-    mapping = _nan.get(where.device)
-    if mapping is None or mapping.numel() < size:
-        made = _core.nan_capsule(size) if where.on_host else core.nan_capsule(size, *where.dlpack)
-        mapping = _nan[where.device] = from_dlpack(made)
-    own = mapping[begin:]
-    if begin:
-        own = from_dlpack(to_dlpack(own))  # with a storage of its own
-    return own.view(dtype).as_strided(shape, stride, 0)
 
 
 def hold(unit: Unit) -> torch.Tensor:
@@ -632,9 +605,6 @@ class Residency:
         self.gradient_hooks: list[
             Any
         ] = []  # torch keeps them where the garbage collector does not see the cycle
-        largest = max((p.memory for spec in specs for p in spec.parameters), key=_size, default=None)
-        if largest is not None:
-            self.nan_like(largest.shape, memory_order(largest), largest.dtype)  # the others lie over the same
         self.units = [Unit(self, i, spec) for i, spec in enumerate(specs)]
         self.segments = [s for unit in self.units for s in unit.segments]
         held.by_torch = [s for s in self.segments if s.unit.trained_by_torch]
