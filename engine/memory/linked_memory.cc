@@ -10,19 +10,19 @@
 namespace overspill::engine {
 namespace {
 
-constexpr int64_t kPageBytes = 4096;
-constexpr int64_t kPartBytes = int64_t{64} << 20;  // what is worth a thread
+constexpr int64_t kTouchBytes = 4096;                   // a page
+constexpr int64_t kTouchPartBytes = int64_t{64} << 20;  // what is worth a thread
 
 void touch_part(std::byte* data, int64_t bytes) {
-  for (int64_t i = 0; i < bytes; i += kPageBytes) *const_cast<volatile std::byte*>(data + i) = std::byte{0};
+  for (int64_t i = 0; i < bytes; i += kTouchBytes) *const_cast<volatile std::byte*>(data + i) = std::byte{0};
 }
 
 /// Brings the pages of new memory in, by as many threads as there are cores. Pinning would do it too, by one:
 /// a minute for 100 GiB.
 void touch(std::byte* data, int64_t bytes) {
   const int64_t cores = std::max(1U, std::thread::hardware_concurrency());
-  const int64_t parts = std::clamp<int64_t>(bytes / kPartBytes, 1, cores);
-  const int64_t part = (bytes / parts + kPageBytes - 1) / kPageBytes * kPageBytes;
+  const int64_t parts = std::clamp<int64_t>(bytes / kTouchPartBytes, 1, cores);
+  const int64_t part = (bytes / parts + kTouchBytes - 1) / kTouchBytes * kTouchBytes;
   std::vector<std::jthread> others;
   for (int64_t begin = part; begin < bytes; begin += part) {
     const int64_t length = std::min(part, bytes - begin);
