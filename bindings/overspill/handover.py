@@ -79,6 +79,12 @@ def groups(
     if optimizer is not None:
         found = take_over(optimizer)
     _check_foreign(found, alone)
+    if found.taken is not None and not alone:
+        raise ranks.RankError(
+            f"overspill: the {found.kind} has made steps already, and several ranks would each hold a part of its own "
+            "states: give a new optimizer and call engine.load_checkpoint, on all ranks, or call "
+            "optimizer.state.clear() to start without states"
+        )
     return [(found, optimizer)]
 
 

@@ -39,7 +39,8 @@ class NonFiniteError(_core.OverspillError, FloatingPointError):
 class Groups:
     """Parameter groups and what they belong to. `kind` is torch's name of the optimizer, `core` the core's; `format`
     and `seed` are those of an optimizer of overspill.optim. `foreign`: what the engine has no update of, so that the
-    optimizer's own code makes the steps (foreign.py). `taken`: the state_dict of one that has stepped."""
+    optimizer's own code makes the steps (foreign.py). `taken`: the states of one that has
+    stepped, by the place of their parameter."""
 
     def __init__(
         self,

@@ -220,3 +220,16 @@ def test_of_several_ranks_they_are_refused(config):
         handover.groups(
             model, overspill.Config.read(settings(config)), optimizers_of(model), None, alone=False
         )
+
+
+def test_of_several_ranks_one_that_has_stepped_is_refused(config):
+    """Each rank would take its part of its own states, and those may differ."""
+    from overspill import handover
+
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    settled = overspill.Config.read(settings(config))
+    assert len(handover.groups(model, settled, optimizer, None, alone=False)) == 1
+    train(model, [optimizer], range(1))
+    with pytest.raises(overspill.RankError, match=r"the SGD has made steps already.*load_checkpoint"):
+        handover.groups(model, settled, optimizer, None, alone=False)
