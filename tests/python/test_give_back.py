@@ -11,6 +11,8 @@ import pytest
 import torch
 from disks import lies_in_a_file
 from interrupts import OVERSPILL, Interrupter
+from test_several import network
+from test_several import train as run
 from torch import nn
 
 import overspill
@@ -166,21 +168,6 @@ def test_a_part_that_has_left_the_model_is_plain_too(config):
 
 
 # ---- the optimizer's states
-
-
-def network(dtype=torch.float32):
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 8), nn.GELU(), nn.Linear(8, 4)).to(dtype)
-
-
-def run(model, optimizers, steps):
-    for i in steps:
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-        x = torch.randn(6, 16, generator=torch.Generator().manual_seed(i)).to(next(model.parameters()).dtype)
-        model(x).float().square().mean().backward()
-        for optimizer in optimizers:
-            optimizer.step()
 
 
 def plain_settings(config, placement, job):
