@@ -396,9 +396,7 @@ def refuse_update(owner: Residency, what: str) -> None:
     if owner.closed:
         raise RuntimeError(f"overspill: {owner.closed}")
     if owner.leaving and what != "engine.give_back":
-        raise RuntimeError(
-            "overspill: engine.give_back() was broken off: call it again, it goes on where it was"
-        )
+        raise RuntimeError(f"overspill: {residency.BROKEN_OFF}")
     check(sys._getframe())
     refuse_inside(owner, what)
 

@@ -107,6 +107,12 @@ class ForeignOptimizer(OverspillOptimizer):
             stacklevel=5,
         )
 
+    def _share_hooks(self, user: torch.optim.Optimizer) -> None:
+        script_optimizer.share_hooks(user, self, ("step",))
+        for call in ("state_dict", "load_state_dict"):  # its own calls run them
+            for name in script_optimizer.HOOKS[call]:
+                setattr(self, name, getattr(user, name))
+
     def _take_states(self, user: torch.optim.Optimizer) -> None:
         """They stay its own."""
 

@@ -9,6 +9,7 @@ state or weight.
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +18,8 @@ from torch._C import DisableTorchFunction
 
 from . import _core, files, hooks, moments, optim, reading, script_optimizer
 from .memory import available_bytes, human
-from .residency import Residency, get_grad, registry, set_data, set_grad
+from .residency import Residency, Segment, get_grad, registry, set_data, set_grad
+from .units import memory_order
 
 GIVEN = (
     "the engine of this model was ended by give_back(): the weights are in the model, and the states in the optimizer "
@@ -46,6 +48,7 @@ def give(owner: Residency, optimizer: Any) -> None:
         _give_weights(owner)
     except BaseException:
         if not owner.leaving:
+            owner.given_out = None
             optimizer.stay()
         raise
     optimizer.leave()
@@ -55,17 +58,23 @@ def give(owner: Residency, optimizer: Any) -> None:
 
 
 def _give_weights(owner: Residency) -> None:
-    for s in owner.segments:
-        if registry.get(id(s.parameter)) is not s:
-            continue  # given already
-        value = reading.copy(s)
-        with DisableTorchFunction():
-            gradient = get_grad(s.parameter) if s.unit.trained_by_torch else owner.gradients.take_out(s)
-            owner.leaving = True  # from here on only another call goes on
+    """All that may fail comes before the first weight is given."""
+    if owner.given_out is None:
+        owner.given_out = [(s, reading.copy(s), _gradient(s)) for s in owner.segments]
+    owner.leaving = True  # from here on only another call of give_back goes on
+    with DisableTorchFunction():
+        for s, value, gradient in owner.given_out:
+            if registry.get(id(s.parameter)) is not s:
+                continue  # given already
             set_data(s.memory, value)
             s.parameter.__class__ = s.kind
             set_grad(s.parameter, gradient)
             del registry[id(s.parameter)]
+
+
+def _gradient(s: Segment) -> torch.Tensor | None:
+    with DisableTorchFunction():
+        return get_grad(s.parameter) if s.unit.trained_by_torch else s.unit.residency.gradients.take_out(s)
 
 
 @dataclass(frozen=True)
@@ -128,7 +137,8 @@ def _as_torchs(value: torch.Tensor, dtype: torch.dtype, folder: str) -> torch.Te
 def leave(user: torch.optim.Optimizer, left: Left) -> None:
     """The states are the user's own optimizer's, whose calls are its own again. May be called again."""
     user.state = left.state
-    user.__dict__[_EXACT] = left.kept
+    others = user.__dict__.get(_EXACT, {})  # of parameters that this engine did not train
+    user.__dict__[_EXACT] = {p: kept for p, kept in others.items() if p not in left.kept} | left.kept
     script_optimizer.let_go(user, _refuse if left.unfit else None)
 
 
@@ -145,8 +155,15 @@ def exact(user: torch.optim.Optimizer, parameter: torch.Tensor) -> dict:
     return {name: value for name, value in state.items() if name != moments.MASTER}
 
 
+def forget_exact(user: torch.optim.Optimizer, parameters: Iterable[torch.Tensor]) -> None:
+    """An engine has them again."""
+    for parameter in parameters:
+        user.__dict__.get(_EXACT, {}).pop(parameter, None)
+
+
 def _is_dense(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.device.type == "cpu" and value.layout is torch.strided
+    is_here = isinstance(value, torch.Tensor) and value.device.type == "cpu" and value.layout is torch.strided
+    return is_here and memory_order(value) == value.stride()
 
 
 def _refuse(user: torch.optim.Optimizer) -> None:

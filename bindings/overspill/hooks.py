@@ -43,8 +43,8 @@ class ModuleHooks:
         owner = self.owner
         if owner is None:
             return
-        if owner.closed:
-            raise RuntimeError(f"overspill: {owner.closed}")
+        if owner.closed or owner.leaving:
+            raise RuntimeError(f"overspill: {owner.closed or residency.BROKEN_OFF}")
         if type(module) is not self.kind:
             self._look_at(module)
         if not owner.calls and (torch.compiler.is_exporting() or torch._C._get_tracing_state()):

@@ -69,6 +69,9 @@ class Optimizer(torch.optim.Optimizer):
         self.threads = threads
         super().__init__(params, defaults)
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "threads": self.threads}
+
     def add_param_group(self, param_group: dict) -> None:
         super().add_param_group(param_group)
         try:

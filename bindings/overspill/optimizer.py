@@ -110,15 +110,38 @@ def take_over(optimizer: Any) -> Groups:
         return Groups(kind.__name__, groups, foreign=foreign)
     found = _known(optimizer, kind, groups)
     parameters = [p for group in groups for p in group["params"]]
-    states = {number: giving.exact(optimizer, p) for number, p in enumerate(parameters)}
-    if any(states.values()) and not (kind.__name__ == "Adagrad" and not any(map(_steps, states.values()))):
-        found.taken = {number: moments.present(state) for number, state in states.items() if state}
-        for number, state in found.taken.items():
-            p = parameters[number]
-            if state and p.requires_grad and p.numel():
-                name = f"parameter {number} of the {kind.__name__}"
-                moments.check_entry(name, p.shape, state, found.states())
+    for number, group in enumerate(groups):
+        found.hyper_parameters(group, number)
+    names = set(found.states().values())
+    states = {}
+    for number, p in enumerate(parameters):
+        if not (p.requires_grad and p.numel()):
+            state = optimizer.state.get(p, {})  # stays as it is
+        else:
+            state = _usable(moments.present(giving.exact(optimizer, p)), names)
+            if state:
+                moments.check_entry(
+                    f"parameter {number} of the {kind.__name__}", p.shape, state, found.states()
+                )
+        if state and not (kind.__name__ == "Adagrad" and _is_adagrads_start(groups, p, state)):
+            states[number] = state
+    found.taken = states or None
     return found
+
+
+def _usable(state: dict, names: set[str]) -> dict:
+    """SGD's momentum may have come or gone since: torch makes the buffer anew, or leaves it alone."""
+    if names == {"momentum_buffer"} and "momentum_buffer" not in state:
+        return {}
+    return state if names else {name: value for name, value in state.items() if name != "momentum_buffer"}
+
+
+def _is_adagrads_start(groups: list[dict], parameter: torch.Tensor, state: dict) -> bool:
+    """Torch's Adagrad has states before its first step."""
+    if "sum" not in state or _steps(state):
+        return False
+    group = next(group for group in groups if any(p is parameter for p in group["params"]))
+    return bool((state["sum"] == group.get("initial_accumulator_value", 0.0)).all())
 
 
 def _steps(state: dict) -> float:
@@ -501,6 +524,7 @@ class OverspillOptimizer(torch.optim.Optimizer):
             loading.check()
             loading.apply()
             self._states.begin(loading.segments[number] for number in loading.entries)
+        giving.forget_exact(self.user, (parameters[number] for number in loading.entries))
 
     def states_of(self, segment: Segment) -> dict[str, torch.Tensor]:
         """Copies, in fp32, by torch's names."""

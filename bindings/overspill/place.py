@@ -66,7 +66,11 @@ class Accelerator(Place):
     def put(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
             # Of pinned memory a copy goes on after the call, and the script may write there at once.
-            return value if value.device == self.device else value.to(self.device, non_blocking=not _is_pinned(value))
+            return (
+                value
+                if value.device == self.device
+                else value.to(self.device, non_blocking=not _is_pinned(value))
+            )
         if type(value) is dict:
             return {key: self.put(item) for key, item in value.items()}
         if type(value) in (list, tuple):

@@ -215,6 +215,7 @@ class Unit:
         ]
 
 
+BROKEN_OFF = "engine.give_back() was broken off: call it again, it goes on where it was"
 registry: dict[int, Segment] = {}  # id of a parameter -> its segment, which keeps the parameter alive
 leases: dict[
     int, tuple[StorageWeakRef, Unit]
@@ -594,7 +595,8 @@ class Residency:
             "the engine of this model is closed; its weights are gone: make model and engine anew, and load a "
             "checkpoint (engine.give_back() in place of close() leaves the weights in the model)"
         )
-        self.leaving = False  # give_back has given some weights
+        self.leaving = False  # give_back gives weights: some may be the model's
+        self.given_out: list[Any] | None = None  # what it gives
         self.current = True  # units know the generation of their weights
         self.spoiled = False  # a train_batch that was broken off has left gradients
         self.expect_step: Callable[[], None] | None = None  # before each training pass, with speculation
@@ -670,7 +672,7 @@ class Residency:
         """Nothing here keeps the model's memory any more."""
         for unit in self.units:
             unit.segments = []
-        self.segments = []
+        self.segments, self.given_out = [], None
 
     def leave(self, elsewhere: forked.Elsewhere) -> None:
         """In a forked child: leased memory is not there, and the core is not to be called."""

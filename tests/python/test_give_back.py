@@ -439,20 +439,23 @@ def test_once_it_gives_only_another_call_goes_on(config, monkeypatch):
     user = sgd(model, momentum=0.9)
     engine, *_ = overspill.initialize(model, plain_settings(config, "host", "0"), user)
     run(model, [user], range(2))
-    copied, calls = giving.reading.copy, []
+    expected = copy.deepcopy(model)
+    given, calls = giving.set_grad, []
 
-    def interrupted(s):
-        calls.append(s)
-        if len(calls) == 3:
+    def interrupted(*what):
+        calls.append(what)
+        if len(calls) == 2:
             raise KeyboardInterrupt
-        return copied(s)
+        given(*what)
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(giving.reading, "copy", interrupted)
+        patch.setattr(giving, "set_grad", interrupted)
         engine.give_back()
-    with pytest.raises(RuntimeError, match=r"give_back\(\) was broken off: call it again"):
-        user.step()
+    for call in (lambda: model(torch.ones(1, 16)), user.step):
+        with pytest.raises(RuntimeError, match=r"give_back\(\) was broken off: call it again"):
+            call()
     engine.give_back()
+    assert_same(model, expected)
     run(model, [user], range(2, 3))
 
 
@@ -574,3 +577,126 @@ def test_memory_is_free_once_the_model_is_gone(config):
         assert memory() is None
     finally:
         gc.enable()
+
+
+# ---- found by the second reader
+
+
+def test_it_fails_before_anything_is_given_or_not_at_all(config, monkeypatch):
+    model, plain = network(), network()
+    user, theirs = sgd(model, momentum=0.9), sgd(plain, momentum=0.9)
+    engine, *_ = overspill.initialize(model, plain_settings(config, "host", "0"), user)
+    run(model, [user], range(2))
+    copied, calls = giving.reading.copy, []
+
+    def fails(s):
+        calls.append(s)
+        if len(calls) == 2:
+            raise OSError(28, "No space left")
+        return copied(s)
+
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="No space left"):
+        patch.setattr(giving.reading, "copy", fails)
+        engine.give_back()
+    run(model, [user], range(2, 4))
+    engine.give_back()
+    run(plain, [theirs], range(4))
+    assert_same(model, plain)
+
+
+def test_numbers_that_no_update_can_use_are_refused_before_anything_is_changed(config):
+    model = network()
+    user = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    user.param_groups[0]["lr"] = float("nan")
+    with pytest.raises(ValueError, match=r"parameter group 0 has lr = nan"):
+        overspill.initialize(model, plain_settings(config, "host", "0"), user)
+    assert torch.isfinite(model(torch.ones(1, 16))).all() and "step" not in vars(user)
+
+
+@pytest.mark.parametrize("how", [lambda t: t[:1, :1].expand(t.shape), lambda t: t.repeat(1, 2)[:, ::2]])
+def test_states_in_any_memory_are_taken(config, how):
+    model = network(torch.bfloat16)
+    user = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    engine, *_ = overspill.initialize(model, plain_settings(config, "host", "0"), user)
+    run(model, [user], range(2))
+    engine.give_back()
+    state = user.state[model[0].weight]
+    state["exp_avg"] = how(state["exp_avg"])
+    expected = state["exp_avg"].float()
+    engine, *_ = overspill.initialize(model, plain_settings(config, "host", "1"), user)
+    assert torch.equal(engine.optimizer_state(model[0].weight)["exp_avg"], expected)
+    engine.give_back()
+
+
+def test_states_of_a_layer_that_was_frozen_for_an_engine_are_exact_and_fit(config):
+    model = network(torch.bfloat16)
+    user = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    engine, *_ = overspill.initialize(model, plain_settings(config, "host", "0"), user)
+    run(model, [user], range(2))
+    exact = engine.optimizer_state(model[0].weight)["exp_avg"]
+    engine.give_back()
+    user.zero_grad()
+    model[0].requires_grad_(False)
+    engine, *_ = overspill.initialize(model, plain_settings(config, "host", "1"), user)
+    run(model, [user], range(2, 4))
+    engine.give_back()
+    model[0].requires_grad_(True)
+    assert user.state[model[0].weight]["exp_avg"].dtype is torch.bfloat16
+    engine, *_ = overspill.initialize(model, plain_settings(config, "host", "2"), user)
+    assert torch.equal(engine.optimizer_state(model[0].weight)["exp_avg"], exact)
+    assert not user.__dict__["_exact_states_of_an_engine"], "the engine has them"
+    engine.give_back()
+    run(model, [user], range(4, 5))
+
+
+def test_sums_that_were_written_before_any_step_count(config):
+    model, plain = network(), network()
+    user, theirs = (torch.optim.Adagrad(each.parameters(), lr=1e-2) for each in (model, plain))
+    for each, optimizer in ((model, user), (plain, theirs)):
+        for p in each.parameters():
+            optimizer.state[p]["sum"].fill_(4.0)
+    engine, *_ = overspill.initialize(model, plain_settings(config, "host", "0"), user)
+    run(model, [user], range(2))
+    engine.give_back()
+    run(plain, [theirs], range(2))
+    assert_same(model, plain, near=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("first", "then"), [(0.0, 0.9), (0.9, 0.0)])
+def test_momentum_comes_and_goes_between_two_engines(config, dtype, first, then):
+    model, plain = network(dtype), network()
+    user, theirs = sgd(model, momentum=first), sgd(plain, momentum=first)
+    for stage, momentum in enumerate((first, then)):
+        for optimizer in (user, theirs):
+            optimizer.param_groups[0]["momentum"] = momentum
+        engine, *_ = overspill.initialize(model, plain_settings(config, "host", str(stage)), user)
+        run(model, [user], range(2 * stage, 2 * stage + 2))
+        run(plain, [theirs], range(2 * stage, 2 * stage + 2))
+        engine.give_back()
+    if dtype is torch.float32:
+        assert_same(model, plain)
+
+
+def test_hooks_of_the_returned_object_that_makes_its_own_steps(config, recwarn):
+    model = network()
+    user = torch.optim.RMSprop(model.parameters(), lr=1e-3)
+    engine, optimizer, *_ = overspill.initialize(model, plain_settings(config, "host", "0"), user)
+    seen = []
+    optimizer.register_state_dict_post_hook(lambda o, state: seen.append("saved"))
+    optimizer.register_load_state_dict_post_hook(lambda o: seen.append("loaded"))
+    run(model, [optimizer], range(1))
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert seen == ["saved", "loaded"]
+    engine.give_back()
+
+
+def test_a_copy_of_our_own_optimizer_steps():
+    model = network(torch.bfloat16)
+    optimizer = overspill.optim.AdamW(model.parameters(), lr=1e-2, threads=1)
+    run(model, [optimizer], range(1))
+    copies = [copy.deepcopy((model, optimizer)), pickle.loads(pickle.dumps((model, optimizer)))]
+    run(model, [optimizer], range(1, 2))
+    for other, theirs in copies:
+        run(other, [theirs], range(1, 2))
+        assert_same(model, other)
