@@ -13,7 +13,6 @@ from __future__ import annotations
 import inspect
 import math
 import warnings
-from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -92,9 +91,6 @@ class ForeignOptimizer(OverspillOptimizer):
         clipping: float,
     ):
         super().__init__(groups, owner, user, folder, ranks, life)
-        if not _is_by_parameter(type(user)):  # its own step calls its hooks
-            for name in script_optimizer.HOOKS["step"]:
-                setattr(self, name, OrderedDict())
         self.clipping = clipping
         self._in_files = WeakIdKeyDictionary()  # states
         self._one_by_one = _is_by_parameter(type(user))
@@ -108,7 +104,8 @@ class ForeignOptimizer(OverspillOptimizer):
         )
 
     def _share_hooks(self, user: torch.optim.Optimizer) -> None:
-        script_optimizer.share_hooks(user, self, ("step",))
+        if _is_by_parameter(type(user)):  # else its own step runs them
+            script_optimizer.share_hooks(user, self, ("step",))
         for call in ("state_dict", "load_state_dict"):  # its own calls run them
             for name in script_optimizer.HOOKS[call]:
                 setattr(self, name, getattr(user, name))

@@ -96,11 +96,11 @@ def digests(state: dict[str, torch.Tensor]) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class Left:
-    """What the script's optimizer gets: states, and what is exact of them. `unfit`: for steps without an engine."""
+    """What the script's optimizer gets: states, and what is exact of them. `is_ours`: it is of overspill.optim."""
 
     state: defaultdict[Any, dict]
     kept: dict[Any, _Kept]
-    unfit: bool
+    is_ours: bool
 
 
 def states(optimizer: Any, held: Any) -> Left:
@@ -111,7 +111,7 @@ def states(optimizer: Any, held: Any) -> Left:
     found = Left(defaultdict(dict, held.others()), {}, isinstance(optimizer.user, optim.Optimizer))
     for number, entry in moments.states_of(groups, names, optimizer.residency, folder, held.has).items():
         parameter = every[number]
-        if found.unfit:  # it keeps states of bf16 weights in another form
+        if found.is_ours:  # it keeps states of bf16 weights in another form
             found.state[parameter] = entry
             continue
         theirs = {
@@ -139,7 +139,7 @@ def leave(user: torch.optim.Optimizer, left: Left) -> None:
     user.state = left.state
     others = user.__dict__.get(_EXACT, {})  # of parameters that this engine did not train
     user.__dict__[_EXACT] = {p: kept for p, kept in others.items() if p not in left.kept} | left.kept
-    script_optimizer.let_go(user, _refuse if left.unfit else None)
+    script_optimizer.let_go(user, _refuse if left.is_ours else None)
 
 
 def exact(user: torch.optim.Optimizer, parameter: torch.Tensor) -> dict:

@@ -34,9 +34,8 @@ def states_of(
     has: Callable[[Segment], bool],
 ) -> dict[int, dict]:
     """The "state" of a state_dict, of the parameters that `has` states. `names`: the core's names of the states ->
-    torch's. Large tensors lie in files
-    without a name in `folder`, so that the kernel may write them out: host memory grows with the largest one alone.
-    Raises OSError where the folder has no room."""
+    torch's. Large tensors lie in files without a name in `folder`, so that the kernel may write them out: host memory
+    grows with the largest one alone. Raises OSError where the folder has no room."""
     found: dict[int, dict] = {}
     with torch.inference_mode(False), DisableTorchFunction():
         for number, segment in enumerate(_segments(groups)):

@@ -39,8 +39,8 @@ class NonFiniteError(_core.OverspillError, FloatingPointError):
 class Groups:
     """Parameter groups and what they belong to. `kind` is torch's name of the optimizer, `core` the core's; `format`
     and `seed` are those of an optimizer of overspill.optim. `foreign`: what the engine has no update of, so that the
-    optimizer's own code makes the steps (foreign.py). `taken`: the states of one that has
-    stepped, by the place of their parameter."""
+    optimizer's own code makes the steps (foreign.py). `taken`: the states of one that has stepped, by the
+    place of their parameter."""
 
     def __init__(
         self,
@@ -109,24 +109,25 @@ def take_over(optimizer: Any) -> Groups:
     if (foreign := _foreign(kind, groups)) is not None:
         return Groups(kind.__name__, groups, foreign=foreign)
     found = _known(optimizer, kind, groups)
-    parameters = [p for group in groups for p in group["params"]]
     for number, group in enumerate(groups):
         found.hyper_parameters(group, number)
-    names = set(found.states().values())
-    states = {}
-    for number, p in enumerate(parameters):
+    found.taken = _states_to_take(optimizer, found) or None
+    return found
+
+
+def _states_to_take(optimizer: torch.optim.Optimizer, found: Groups) -> dict[int, dict]:
+    """By the place of the parameter. Raises ValueError for what is no state of it."""
+    names, states = found.states(), {}
+    for number, p in enumerate(p for group in found.groups for p in group["params"]):
         if not (p.requires_grad and p.numel()):
             state = optimizer.state.get(p, {})  # stays as it is
         else:
-            state = _usable(moments.present(giving.exact(optimizer, p)), names)
+            state = _usable(moments.present(giving.exact(optimizer, p)), set(names.values()))
             if state:
-                moments.check_entry(
-                    f"parameter {number} of the {kind.__name__}", p.shape, state, found.states()
-                )
-        if state and not (kind.__name__ == "Adagrad" and _is_adagrads_start(groups, p, state)):
+                moments.check_entry(f"parameter {number} of the {found.kind}", p.shape, state, names)
+        if state and not (found.kind == "Adagrad" and _is_adagrads_start(found.groups, p, state)):
             states[number] = state
-    found.taken = states or None
-    return found
+    return states
 
 
 def _usable(state: dict, names: set[str]) -> dict:
@@ -521,7 +522,7 @@ class OverspillOptimizer(torch.optim.Optimizer):
                     self._states.keep(parameters[number], entry)
                 else:
                     loading.entries[number] = entry
-            loading.check()
+            loading.check()  # again: the weights may be a checkpoint's, of which a master is none
             loading.apply()
             self._states.begin(loading.segments[number] for number in loading.entries)
         giving.forget_exact(self.user, (parameters[number] for number in loading.entries))
