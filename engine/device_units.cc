@@ -27,11 +27,7 @@ kernels::AdamFactors factors_of(const optim::Factors& factors) {
 
 }  // namespace
 
-DeviceUnits::DeviceUnits(Context& context)
-    : context_(context),
-      squares_here_(context.device(), context.host_budget, context.plan.device_squares_bytes,
-                    "squares of gradients on the device"),
-      first_block_(context.chunks.size()) {
+DeviceUnits::DeviceUnits(Context& context, GradientSquares& squares) : context_(context), squares_(squares) {
   if (context.plan.units_on_device() == 0) return;
   kernels::Device& device = context.device();
   kernels_ = device.kernels();
@@ -40,14 +36,8 @@ DeviceUnits::DeviceUnits(Context& context)
   std::byte* next = memory_.data();
   const auto take = [&](int64_t bytes) { return std::exchange(next, next + bytes); };
   residents_.resize(context.layout.units.size());
-  int64_t blocks = 0;
-  for (size_t c = 0; c < context.layout.chunks.size(); ++c) {
-    const Chunk& chunk = context.layout.chunks[c];
+  for (const Chunk& chunk : context.layout.chunks)
     piece_elements_ = std::max(piece_elements_, chunk.elements);
-    if (!hold(chunk.unit)) continue;
-    for (const Run& run : chunk.runs)
-      first_block_[c].push_back(std::exchange(blocks, blocks + kernels::squares_blocks(run.elements)));
-  }
   for (size_t u = 0; u < residents_.size(); ++u) {
     if (!hold(static_cast<int32_t>(u))) continue;
     const Unit& unit = context.layout.units[u];
@@ -60,7 +50,6 @@ DeviceUnits::DeviceUnits(Context& context)
     resident.block.device = resident.components[0];
   }
   piece_ = take(piece_elements_ * 4);
-  squares_ = reinterpret_cast<kernels::Squares*>(take(context.plan.device_squares_bytes));
   if (next > memory_.data() + memory_.bytes())
     throw std::logic_error("units on the device take more than was planned");
   kernels_->clear(*stream_, memory_.data(), memory_.bytes());
@@ -99,7 +88,7 @@ kernels::Event DeviceUnits::take_in(const Arrival& arrival, const std::byte* dat
   kernels_->take_in(*stream_, float_of(arrival.element), data, gradient_type(arrival.unit),
                     gradient_of(arrival.unit, arrival.segment),
                     context_.layout.units[arrival.unit].segments[arrival.segment].elements, arrival.first);
-  sum_squares(arrival.unit, arrival.segment);
+  take_squares(arrival.unit, arrival.segment);
   return stream_->record();
 }
 
@@ -115,7 +104,7 @@ void DeviceUnits::take_in(std::unique_lock<std::mutex>& lock, const Arrival& arr
         gradient_of(arrival.unit, arrival.segment) + begin * context_.gradient_width(arrival.unit), elements,
         arrival.first);
   }
-  sum_squares(arrival.unit, arrival.segment);
+  take_squares(arrival.unit, arrival.segment);
   wait(lock, stream_->record());
 }
 
@@ -130,37 +119,8 @@ void DeviceUnits::read_gradient(std::unique_lock<std::mutex>& lock, int32_t unit
   wait(lock, stream_->record());
 }
 
-void DeviceUnits::sum_squares(int32_t unit, int32_t segment) {
-  const Unit& u = context_.layout.units[unit];
-  const int64_t width = context_.gradient_width(unit);
-  for (int32_t c = u.first_chunk; c < u.first_chunk + u.chunk_count; ++c) {
-    const Chunk& chunk = context_.layout.chunks[c];
-    for (size_t r = 0; r < chunk.runs.size(); ++r) {
-      const Run& run = chunk.runs[r];
-      if (run.segment != segment) continue;
-      kernels_->squares(*stream_, gradient_type(unit),
-                        residents_[unit].gradients + (chunk.begin + run.begin) * width, run.elements,
-                        squares_ + first_block_[c][r]);
-    }
-  }
-}
-
-void DeviceUnits::fetch_squares(std::unique_lock<std::mutex>& lock) {
-  if (stream_ == nullptr) return;
-  stream_->copy_to_host(squares_here_.data(), squares_, squares_here_.bytes());
-  wait(lock, stream_->record());
-}
-
-optim::Squares DeviceUnits::squares(int32_t chunk, size_t run) const {
-  const auto* block =
-      reinterpret_cast<const kernels::Squares*>(squares_here_.data()) + first_block_[chunk][run];
-  const int64_t count = kernels::squares_blocks(context_.layout.chunks[chunk].runs[run].elements);
-  optim::Squares total;
-  for (const kernels::Squares* end = block + count; block < end; ++block) {
-    total.sum += block->sum;
-    total.finite = total.finite && block->not_finite == 0;
-  }
-  return total;
+void DeviceUnits::take_squares(int32_t unit, int32_t segment) {
+  squares_.take_there(*stream_, unit, segment, gradient_type(unit), gradient_of(unit, segment));
 }
 
 // ---- the update

@@ -3,9 +3,9 @@
 // to hide under. No byte of theirs crosses the link in a step, but for the sums of squares.
 //
 // One stream does what is asked, in that order: a gradient comes in after the update that used the one
-// before, and its squares are summed then, under backward; states are read after their update. Callers'
-// queues wait for the update as they wait for a copy, and the update waits for what they were given while
-// they held a lease. So step() only submits.
+// before, and is squared then (gradient_squares.h), under backward; states are read after their update.
+// Callers' queues wait for the update as they wait for a copy, and the update waits for what they were given
+// while they held a lease. So step() only submits.
 //
 // Every method needs the context's mutex, but for the constructor; those that take the lock give it up while
 // they wait, and while they submit copies of host memory that nobody pinned, which a device may keep them
@@ -17,7 +17,7 @@
 #include <span>
 #include <vector>
 
-#include "cpu_optim/gradient.h"
+#include "engine/gradient_squares.h"
 #include "engine/schedule/context.h"
 #include "engine/schedule/gather.h"
 #include "kernels/device_kernels.h"
@@ -27,7 +27,7 @@ namespace overspill::engine {
 class DeviceUnits {
  public:
   /// All weights, states and gradients are zero.
-  explicit DeviceUnits(Context& context);
+  DeviceUnits(Context& context, GradientSquares& squares);
   ~DeviceUnits();  // no lease is left; waits for what is under way
   DeviceUnits(const DeviceUnits&) = delete;
   DeviceUnits& operator=(const DeviceUnits&) = delete;
@@ -53,10 +53,6 @@ class DeviceUnits {
   void read_gradient(std::unique_lock<std::mutex>& lock, int32_t unit, int32_t segment, int64_t begin,
                      std::span<std::byte> out);
 
-  /// Brings sums of squares of what is there to the host, for squares(): by run of each chunk.
-  void fetch_squares(std::unique_lock<std::mutex>& lock);
-  optim::Squares squares(int32_t chunk, size_t run) const;
-
   // ---- the update
 
   /// Submits it: segments, factors and step counts are those that step() has captured.
@@ -80,19 +76,17 @@ class DeviceUnits {
   std::byte* place_of(int32_t chunk, Component component);
   std::byte* gradient_of(int32_t unit, int32_t segment);
   kernels::Float gradient_type(int32_t unit) const;
-  void sum_squares(int32_t unit, int32_t segment);
+  void take_squares(int32_t unit, int32_t segment);
   void wait_for_uses(Block& block);
   void wait(std::unique_lock<std::mutex>& lock, const kernels::Event& event);
 
   Context& context_;
+  GradientSquares& squares_;
   kernels::DeviceKernels* kernels_ = nullptr;
   kernels::DeviceMemory memory_;
-  int64_t piece_elements_ = 0;                     // of the largest chunk
-  std::byte* piece_ = nullptr;                     // of a gradient, from the host
-  kernels::Squares* squares_ = nullptr;            // of gradients, block by block of each run
-  LinkedMemory squares_here_;                      // the same, on the host
-  std::vector<std::vector<int64_t>> first_block_;  // of squares, by chunk and run
-  std::vector<Resident> residents_;                // by unit; empty: none lives there
+  int64_t piece_elements_ = 0;       // of the largest chunk
+  std::byte* piece_ = nullptr;       // of a gradient, from the host
+  std::vector<Resident> residents_;  // by unit; empty: none lives there
   std::unique_ptr<kernels::Stream> stream_;
 };
 

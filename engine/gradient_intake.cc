@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <array>
 #include <numeric>
 #include <utility>
 
@@ -38,7 +39,8 @@ void GradientIntake::add(int32_t unit, int32_t segment, std::span<const std::byt
 void GradientIntake::take_in(int32_t unit, int32_t segment, optim::Element element,
                              std::span<const std::byte> data) {
   const Gradients::Arrival arrival = gradients_.begin(unit, segment, element);
-  gradients_.add(arrival, 0, context_.layout.units[unit].segments[segment].elements, data.data());
+  const int64_t elements = context_.layout.units[unit].segments[segment].elements;
+  gradients_.add(std::array{Gradients::Piece{&arrival, 0, elements, data.data()}});
   gradients_.finish(arrival);
   taken_in(unit, segment);
 }
@@ -71,7 +73,7 @@ void GradientIntake::write_zeros() {
         const int64_t end = gradients_.piece_end(arrival, begin);
         const int64_t bytes = (end - begin) * context_.gradient_width(u);
         zeros.resize(std::max(zeros.size(), static_cast<size_t>(bytes)));
-        gradients_.add(arrival, begin, end - begin, zeros.data());
+        gradients_.add(std::array{Gradients::Piece{&arrival, begin, end - begin, zeros.data()}});
         begin = end;
       }
       gradients_.finish(arrival);
@@ -102,8 +104,11 @@ void GradientIntake::add(int32_t unit, int32_t segment, DeviceArray gradient, Qu
 }
 
 void GradientIntake::finish() {
-  std::unique_lock lock(mutex_);
-  changed_.wait(lock, [&] { return outstanding_ == 0; });
+  {
+    std::unique_lock lock(mutex_);
+    changed_.wait(lock, [&] { return outstanding_ == 0; });
+  }
+  gradients_.bring_down();
 }
 
 void GradientIntake::close() noexcept {
@@ -136,7 +141,8 @@ void GradientIntake::let_go(int32_t unit) {
 
 void GradientIntake::taken_in(int32_t unit, int32_t segment) {
   const std::lock_guard guard(context_.mutex);
-  if (updater_.speculation().arrived(unit, segment)) updater_.guess(unit);
+  const bool all = updater_.speculation().arrived(unit, segment);
+  if (all && !gradients_.ahead_there(unit)) updater_.guess(unit);
 }
 
 // ---- the thread
@@ -148,7 +154,7 @@ void GradientIntake::run() noexcept {
       if (item != nullptr) {
         submit(std::move(item));
       } else {
-        complete_oldest();
+        complete_some();
       }
     } catch (const std::exception& error) {
       {
@@ -176,50 +182,73 @@ bool GradientIntake::next(std::unique_ptr<Item>& item) {
 void GradientIntake::submit(std::unique_ptr<Item> given) {
   items_.push_back(std::move(given));
   Item& item = *items_.back();
+  item.elements = context_.layout.units[item.arrival.unit].segments[item.arrival.segment].elements;
   // What it may have to wait for, and what is added to, has been taken in before.
   const int32_t unit = item.arrival.unit;
   if (gradients_.may_wait(unit) || arriving(item)) {
-    while (!pieces_.empty()) complete_oldest();
+    while (!pieces_.empty()) complete_some();
   }
   item.timed = make_ready(unit, item.arrival.segment);
   item.arrival = gradients_.begin(unit, item.arrival.segment, item.arrival.element);
-  const int64_t elements = item.gradient.bytes / optim::bytes(item.arrival.element);
-  if (const auto taken = gradients_.take_in_there(item.arrival, item.gradient.data, item.ready)) {
-    pieces_.push_back({&item, 0, elements, -1, true, *taken});
+  const Source gradient{item.gradient.data, optim::bytes(item.arrival.element)};
+  if (const auto there = gradients_.take_in_there(item.arrival, gradient.data, item.ready)) {
+    if (there->sum == nullptr) {
+      pieces_.push_back({&item, 0, item.elements, -1, true, there->taken, there->squared});
+      return;
+    }
+    stream_->wait(there->taken);
+    copy(item, {there->sum, sizeof(float)}, 0, item.elements, there->home, -1);
+    pieces_.back().squared = there->squared;
     return;
   }
   stream_->wait(item.ready);
-  if (std::byte* place = gradients_.place_of(item.arrival)) return copy(item, 0, elements, place, -1);
-  for (int64_t begin = 0; begin < elements;) {
+  if (std::byte* place = gradients_.place_of(item.arrival)) {
+    copy(item, gradient, 0, item.elements, place, -1);
+    pieces_.back().squared = gradients_.square_there(item.arrival, gradient.data, item.ready);
+    return;
+  }
+  int64_t begin = 0;
+  do {  // once for a segment without elements
     const int64_t end = gradients_.piece_end(item.arrival, begin);
     const int slot = take_slot();
-    copy(item, begin, end - begin, slots_.data() + slot * context_.plan.intake_slot_bytes, slot);
+    copy(item, gradient, begin, end - begin, slots_.data() + slot * context_.plan.intake_slot_bytes, slot);
     begin = end;
-  }
+  } while (begin < item.elements);
 }
 
-void GradientIntake::copy(Item& item, int64_t begin, int64_t elements, std::byte* to, int slot) {
-  const int64_t width = optim::bytes(item.arrival.element);
+void GradientIntake::copy(Item& item, Source from, int64_t begin, int64_t elements, std::byte* to, int slot) {
   const kernels::Event began = item.timed ? stream_->record() : kernels::Event();
-  stream_->copy_to_host(to, item.gradient.data + begin * width, elements * width);
-  const bool last = (begin + elements) * width == item.gradient.bytes;
-  pieces_.push_back({&item, begin, elements, slot, last, stream_->record()});
+  stream_->copy_to_host(to, from.data + begin * from.width, elements * from.width);
+  const bool last = begin + elements == item.elements;
+  pieces_.push_back({&item, begin, elements, slot, last, stream_->record(), {}});
   if (!item.timed) return;
   const std::lock_guard guard(context_.mutex);
   context_.journal.note(DeviceSpan::Kind::copy_down, item.arrival.unit, began, pieces_.back().copied);
 }
 
-void GradientIntake::complete_oldest() {
-  const Piece piece = pieces_.front();
-  piece.copied.wait();
-  Item& item = *piece.item;
-  if (piece.slot >= 0) {
-    gradients_.add(item.arrival, piece.begin, piece.elements,
-                   slots_.data() + piece.slot * context_.plan.intake_slot_bytes);
-    idle_slots_.push_back(piece.slot);
+/// Waits for the oldest piece. Those that have come by then are taken in together.
+void GradientIntake::complete_some() {
+  pieces_.front().wait();
+  size_t count = 1;
+  while (count < pieces_.size() && pieces_[count].done()) ++count;
+  arrived_.clear();
+  for (size_t i = 0; i < count; ++i) {
+    const Piece& piece = pieces_[i];
+    if (piece.slot < 0) continue;
+    arrived_.push_back({&piece.item->arrival, piece.begin, piece.elements,
+                        slots_.data() + piece.slot * context_.plan.intake_slot_bytes});
   }
-  pieces_.pop_front();
-  if (!piece.last) return;
+  gradients_.add(arrived_);
+  for (; count > 0; --count) {
+    const Piece piece = pieces_.front();
+    pieces_.pop_front();
+    if (piece.slot >= 0) idle_slots_.push_back(piece.slot);
+    if (piece.last) complete(*piece.item);
+  }
+}
+
+/// The oldest.
+void GradientIntake::complete(Item& item) {
   gradients_.finish(item.arrival);
   taken_in(item.arrival.unit, item.arrival.segment);
   const int64_t bytes = item.gradient.bytes;
@@ -228,7 +257,7 @@ void GradientIntake::complete_oldest() {
 }
 
 int GradientIntake::take_slot() {
-  while (idle_slots_.empty()) complete_oldest();
+  while (idle_slots_.empty()) complete_some();
   const int slot = idle_slots_.back();
   idle_slots_.pop_back();
   return slot;
@@ -254,7 +283,10 @@ void GradientIntake::abandon() noexcept {
     } catch (const std::exception&) {  // the engine has failed, or is closed: who uses it is told
     }
   };
-  for (const Piece& piece : pieces_) settle(piece.copied);
+  for (const Piece& piece : pieces_) {
+    settle(piece.copied);
+    settle(piece.squared);
+  }
   try {
     settle(stream_->record());
   } catch (const std::exception&) {  // as above

@@ -1,7 +1,9 @@
 // Gradients on their way into the engine. Those in host memory are taken in by whoever brings them. Those in
 // device memory are copied by a stream of their own, as soon as the caller's queue has made them, and taken
-// in by a thread of their own: straight to their place where nothing has to be added or widened, else through
-// a few pinned slots, one piece being copied while another is added. So the caller goes on with backward.
+// in by a thread of their own: straight to their place where nothing has to be added or widened, or where the
+// device has added them up (device_accumulators.h), else through a few pinned slots, some pieces being copied
+// while the workers add others. The device squares what goes straight to its place. So the caller goes on
+// with backward, and step() finds the sum of squares ready but for the last gradient's.
 //
 // They are taken in in the order in which they came, one after the other whatever threads bring them: every
 // bit is as if each had been waited for.
@@ -57,6 +59,7 @@ class GradientIntake {
   /// Writes the zeros of what Gradients::become_zero() has left.
   void write_zeros();
   /// Returns when all that was given is taken in, or the engine has failed.
+  /// What the device has added up is on the host then.
   void finish();
   /// What has not been taken in is dropped. Nothing may be added afterwards.
   void close() noexcept;
@@ -65,6 +68,7 @@ class GradientIntake {
   struct Item {
     Gradients::Arrival arrival;  // whether it is the first is known once it has begun
     DeviceArray gradient;
+    int64_t elements = 0;
     kernels::Event ready;  // on the caller's queue
     bool timed = false;    // the journal is on
   };
@@ -75,6 +79,18 @@ class GradientIntake {
     int slot = -1;  // -1: at its place already
     bool last = false;
     kernels::Event copied;
+    kernels::Event squared;
+
+    bool done() const { return copied.done() && squared.done(); }
+    void wait() const {
+      copied.wait();
+      squared.wait();
+    }
+  };
+  /// In device memory.
+  struct Source {
+    const std::byte* data = nullptr;
+    int64_t width = 0;  // of an element
   };
 
   bool make_ready(int32_t unit, int32_t segment);
@@ -85,8 +101,9 @@ class GradientIntake {
   void run() noexcept;
   bool next(std::unique_ptr<Item>& item);
   void submit(std::unique_ptr<Item> item);
-  void copy(Item& item, int64_t begin, int64_t elements, std::byte* to, int slot);
-  void complete_oldest();
+  void copy(Item& item, Source from, int64_t begin, int64_t elements, std::byte* to, int slot);
+  void complete_some();
+  void complete(Item& item);
   int take_slot();
   void free_all_slots();
   bool arriving(const Item& item) const;
@@ -102,6 +119,7 @@ class GradientIntake {
   std::vector<int> idle_slots_;
   std::deque<std::unique_ptr<Item>> items_;  // begun, oldest first
   std::deque<Piece> pieces_;                 // being copied, oldest first
+  std::vector<Gradients::Piece> arrived_;    // of complete_some(), kept for its memory
   std::mutex arrival_;                       // one gradient is given at a time; taken before any other
   // Guarded by mutex_:
   std::mutex mutex_;

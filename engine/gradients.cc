@@ -13,6 +13,7 @@
 
 #include "cpu_optim/elements.h"
 #include "cpu_optim/gradient.h"
+#include "engine/device_gradients.h"
 
 namespace overspill::engine {
 namespace {
@@ -70,21 +71,19 @@ void widen_in_place(optim::Element from, std::byte* data, int64_t elements) {
 
 }  // namespace
 
-Gradients::Gradients(Context& context, DeviceUnits& device_units)
+Gradients::Gradients(Context& context, DeviceUnits& device_units, GradientSquares& squares)
     : context_(context),
       device_units_(device_units),
+      squares_(squares),
+      accumulators_(context),
       by_chunk_(context.chunks.size()),
       by_slice_(static_cast<size_t>(context.layout.world == 1 ? context.layout.slices : 1)),
       staging_(context),
-      sums_(context),
-      spilled_squares_(context.chunks.size()) {
+      sums_(context) {
   for (const Unit& unit : context.layout.units) {
     presence_.emplace_back(unit.segments.size(), Presence::absent);
     factors_.emplace_back(unit.segments.size(), 1.0);
     arrivals_.emplace_back(unit.segments.size());
-  }
-  for (size_t c = 0; c < spilled_squares_.size(); ++c) {
-    if (context.plan.gradients_on_nvme[c]) spilled_squares_[c].resize(context.layout.chunks[c].runs.size());
   }
 }
 
@@ -122,6 +121,20 @@ bool Gradients::is_aside(int32_t unit) const {
 
 std::byte* Gradients::at(int32_t unit, int64_t element) const {
   return context_.units[unit].gradients + element * context_.gradient_width(unit);
+}
+
+template <class Visit>
+void Gradients::for_each_part(int32_t unit, int32_t segment, Visit visit) const {
+  const Unit& u = context_.layout.units[unit];
+  for (int32_t c = u.first_chunk; c < u.first_chunk + u.chunk_count; ++c) {
+    const Chunk& chunk = context_.layout.chunks[c];
+    for (size_t r = 0; r < chunk.runs.size(); ++r) {
+      const Run& run = chunk.runs[r];
+      if (run.segment != segment) continue;
+      const int64_t in_segment = context_.layout.global_begin(chunk) + run.begin - u.segments[segment].begin;
+      visit(Part{c, static_cast<int32_t>(r), run.begin, in_segment, run.elements});
+    }
+  }
 }
 
 optim::Element Gradients::check(int32_t unit, int32_t segment, int64_t bytes, std::string_view dtype) const {
@@ -172,42 +185,161 @@ std::byte* Gradients::place_of(const Arrival& arrival) const {
   return at(arrival.unit, context_.layout.units[arrival.unit].segments[arrival.segment].begin);
 }
 
-std::optional<kernels::Event> Gradients::take_in_there(const Arrival& arrival, const std::byte* data,
-                                                       const kernels::Event& ready) {
+kernels::Event Gradients::square_there(const Arrival& arrival, const std::byte* data,
+                                       const kernels::Event& ready) {
+  if (squares_.taken_there(arrival.unit))
+    return squares_.take_there(ready, arrival.unit, arrival.segment, float_of(arrival.element), data);
+  forget_squares(arrival);
+  return {};
+}
+
+std::optional<Gradients::TakenInThere> Gradients::take_in_there(const Arrival& arrival, const std::byte* data,
+                                                                const kernels::Event& ready) {
   if (arrival.element == optim::Element::fp16) return std::nullopt;  // add() widens it
+  const Segment& s = context_.layout.units[arrival.unit].segments[arrival.segment];
   if (device_units_.hold(arrival.unit)) {
     const std::lock_guard guard(context_.mutex);
-    return device_units_.take_in(arrival, data, ready);
+    return TakenInThere{.taken = device_units_.take_in(arrival, data, ready)};
   }
-  if (!sums_.on_device().used()) return std::nullopt;
-  const Segment& s = context_.layout.units[arrival.unit].segments[arrival.segment];
-  return sums_.on_device().take_in(arrival.element, data, context_.gradient_type(arrival.unit),
-                                   at(arrival.unit, s.begin), s.elements, arrival.first, ready);
+  if (sums_.on_device().used()) {
+    return TakenInThere{
+        .taken = sums_.on_device().take_in(arrival.element, data, context_.gradient_type(arrival.unit),
+                                           at(arrival.unit, s.begin), s.elements, arrival.first, ready)};
+  }
+  {
+    const std::lock_guard guard(context_.mutex);
+    if (!accumulators_.takes(arrival)) return std::nullopt;
+    if (is_last(arrival)) accumulators_.brought_down(arrival.unit, arrival.segment);
+  }
+  TakenInThere there{.taken = accumulators_.take_in(arrival, data, ready)};
+  if (!is_last(arrival)) {
+    forget_squares(arrival);
+    return there;
+  }
+  there.sum = accumulators_.sum(arrival.unit, arrival.segment);
+  there.home = at(arrival.unit, s.begin);
+  there.squared = square_there({arrival.unit, arrival.segment, optim::Element::fp32}, there.sum, there.taken);
+  return there;
+}
+
+void Gradients::forget_squares(const Arrival& arrival) {
+  for_each_part(arrival.unit, arrival.segment,
+                [&](const Part& part) { squares_.forget(part.chunk, part.run); });
+}
+
+/// As far as anybody knows: more may come, and are as right.
+bool Gradients::is_last(const Arrival& arrival) const {
+  return arrivals_[arrival.unit][arrival.segment] >= context_.config.gradient_accumulation;
+}
+
+void Gradients::bring_down() {
+  std::vector<std::pair<int32_t, int32_t>> behind;
+  {
+    const std::lock_guard guard(context_.mutex);
+    if (!context_.failure.empty()) return;
+    for (int32_t u = 0; u < std::ssize(presence_); ++u) {
+      for (int32_t segment = 0; segment < std::ssize(presence_[u]); ++segment) {
+        if (!accumulators_.ahead(u, segment)) continue;
+        behind.emplace_back(u, segment);
+        accumulators_.brought_down(u, segment);
+      }
+    }
+  }
+  if (behind.empty()) return;
+  try {
+    for (const auto& [u, segment] : behind) {
+      const Segment& s = context_.layout.units[u].segments[segment];
+      accumulators_.stream().copy_to_host(at(u, s.begin), accumulators_.sum(u, segment), s.elements * 4);
+    }
+    accumulators_.stream().record().wait();
+  } catch (const kernels::DeviceError& error) {
+    const std::lock_guard guard(context_.mutex);
+    context_.fail(fmt::format("sums of gradients on the device: {}", error.what()));
+    context_.check();
+  }
 }
 
 void Gradients::add(const Arrival& arrival, int64_t begin, int64_t elements, const std::byte* data) {
-  const bool to_device = device_units_.hold(arrival.unit) || sums_.on_device().used();
-  if (to_device && arrival.element == optim::Element::fp16) {  // no device's kernels know it
-    std::vector<float> wide(static_cast<size_t>(elements));
-    optim::widen(arrival.element, data, std::span(wide), true);
+  add(std::array{Piece{&arrival, begin, elements, data}});
+}
+
+void Gradients::add(std::span<const Piece> pieces) {
+  whole_parts_.clear();
+  chunk_parts_.clear();
+  for (const Piece& piece : pieces) {
+    if (device_units_.hold(piece.arrival->unit) || sums_.on_device().used()) {
+      add_there(piece);
+    } else {
+      forget_sum_there(*piece.arrival);
+      cut(piece, lies_whole(piece.arrival->unit) ? whole_parts_ : chunk_parts_);
+    }
+  }
+  work_on(whole_parts_, [&](int64_t i) { add_whole(whole_parts_[i]); });
+  if (!chunk_parts_.empty()) add_by_chunk(chunk_parts_);
+}
+
+void Gradients::forget_sum_there(const Arrival& arrival) {
+  if (context_.plan.accumulators_device_bytes == 0) return;
+  const std::lock_guard guard(context_.mutex);
+  accumulators_.forget(arrival.unit, arrival.segment);
+}
+
+void Gradients::add_there(const Piece& piece) {
+  const Arrival& arrival = *piece.arrival;
+  if (arrival.element == optim::Element::fp16) {  // no device's kernels know it
+    std::vector<float> wide(static_cast<size_t>(piece.elements));
+    optim::widen(arrival.element, piece.data, std::span(wide), true);
     Arrival as_fp32 = arrival;
     as_fp32.element = optim::Element::fp32;
-    return add(as_fp32, begin, elements, reinterpret_cast<const std::byte*>(wide.data()));
+    return add_there(
+        {&as_fp32, piece.begin, piece.elements, reinterpret_cast<const std::byte*>(wide.data())});
   }
   if (device_units_.hold(arrival.unit)) {
     std::unique_lock lock(context_.mutex);
-    return device_units_.take_in(lock, arrival, begin, elements, data);
+    return device_units_.take_in(lock, arrival, piece.begin, piece.elements, piece.data);
   }
-  if (sums_.on_device().used()) {
-    const int64_t from = context_.layout.units[arrival.unit].segments[arrival.segment].begin + begin;
-    return sums_.on_device().take_in(arrival.element, data, context_.gradient_type(arrival.unit),
-                                     at(arrival.unit, from), elements, arrival.first);
+  const int64_t from = context_.layout.units[arrival.unit].segments[arrival.segment].begin + piece.begin;
+  sums_.on_device().take_in(arrival.element, piece.data, context_.gradient_type(arrival.unit),
+                            at(arrival.unit, from), piece.elements, arrival.first);
+}
+
+/// Into what a worker takes in at a time: what lies in one chunk; of several ranks' gradients as much.
+void Gradients::cut(const Piece& piece, std::vector<Part>& parts) const {
+  const int64_t end = piece.begin + piece.elements;
+  if (context_.layout.slices > 1) {
+    for (int64_t from = piece.begin; from < end; from += kSharedElements)
+      parts.push_back({-1, -1, 0, from, std::min(kSharedElements, end - from), &piece});
+    return;
   }
-  const Piece piece{arrival, begin, elements, data};
-  if (context_.layout.slices > 1 || context_.units[arrival.unit].gradients != nullptr) {
-    add_whole(piece);
+  for_each_part(piece.arrival->unit, piece.arrival->segment, [&](Part part) {
+    if (part.in_segment < piece.begin || part.in_segment >= end) return;
+    if (part.in_segment + part.elements > end)
+      throw std::logic_error("a piece of a gradient ends inside a chunk");
+    part.piece = &piece;
+    parts.push_back(part);
+  });
+}
+
+void Gradients::work_on(std::span<const Part> parts, const std::function<void(int64_t)>& work) {
+  if (parts.size() == 1) {
+    work(0);
+  } else if (!parts.empty()) {
+    context_.resources.executor->parallel_for(std::ssize(parts), work);
+  }
+}
+
+void Gradients::add_whole(const Part& part) {
+  const Arrival& arrival = *part.piece->arrival;
+  const Segment& s = context_.layout.units[arrival.unit].segments[arrival.segment];
+  const optim::Element type = context_.gradient_type(arrival.unit);
+  std::byte* const to = at(arrival.unit, s.begin + part.in_segment);
+  take_in(part.piece->at(part.in_segment), arrival.element, to, type, part.elements, arrival.first);
+  if (part.chunk < 0) return;
+  // The CPU that computes beside us would take as long for it now as in step(); a device is waited for then.
+  if (!context_.device().shares_host_memory() && is_last(arrival)) {
+    squares_.put(part.chunk, part.run, squares_of(to, part.elements, type));
   } else {
-    add_by_chunk(piece);
+    squares_.forget(part.chunk, part.run);
   }
 }
 
@@ -217,61 +349,17 @@ void Gradients::finish(const Arrival& arrival) {
   presence_[arrival.unit][arrival.segment] = Presence::there;
 }
 
-void Gradients::add_whole(const Piece& piece) {
-  const Arrival& arrival = piece.arrival;
-  const Segment& s = context_.layout.units[arrival.unit].segments[arrival.segment];
-  const auto take = [&](int64_t i) {
-    const int64_t from = piece.begin + i * kSharedElements;
-    take_in(piece.at(from), arrival.element, at(arrival.unit, s.begin + from),
-            context_.gradient_type(arrival.unit),
-            std::min(kSharedElements, piece.begin + piece.elements - from), arrival.first);
-  };
-  const int64_t pieces = (piece.elements + kSharedElements - 1) / kSharedElements;
-  if (pieces < 2) {
-    if (pieces == 1) take(0);
-  } else {
-    context_.resources.executor->parallel_for(pieces, std::ref(take));
-  }
-}
-
-template <class Visit>
-void Gradients::for_each_part(int32_t unit, int32_t segment, Visit visit) const {
-  const Unit& u = context_.layout.units[unit];
-  for (int32_t c = u.first_chunk; c < u.first_chunk + u.chunk_count; ++c) {
-    const Chunk& chunk = context_.layout.chunks[c];
-    for (size_t r = 0; r < chunk.runs.size(); ++r) {
-      const Run& run = chunk.runs[r];
-      if (run.segment != segment) continue;
-      const int64_t in_segment = context_.layout.global_begin(chunk) + run.begin - u.segments[segment].begin;
-      visit(Part{c, static_cast<int32_t>(r), run.begin, in_segment, run.elements});
-    }
-  }
-}
-
-/// Some of the unit's chunks are spilled: a few at a time are brought into memory, added to, and go.
-void Gradients::add_by_chunk(const Piece& piece) {
-  const Arrival& arrival = piece.arrival;
+/// Some of their units' chunks are spilled: a few at a time are brought into memory, added to, and go.
+void Gradients::add_by_chunk(std::span<Part> parts) {
   const std::lock_guard turn(turn_);
-  const int64_t batch_most = std::min(kBatchMost, staging_.held_most());
-  std::array<Part, kBatchMost> batch;
-  int64_t parts = 0;
-  const auto take_batch = [&] {
-    add_batch(piece, std::span(batch).first(static_cast<size_t>(parts)));
-    parts = 0;
-  };
-  for_each_part(arrival.unit, arrival.segment, [&](const Part& part) {
-    if (part.in_segment < piece.begin || part.in_segment >= piece.begin + piece.elements) return;
-    if (part.in_segment + part.elements > piece.begin + piece.elements)
-      throw std::logic_error("a piece of a gradient ends inside a chunk");
-    batch[parts++] = part;
-    if (parts == batch_most) take_batch();
-  });
-  if (parts > 0) take_batch();
+  const auto most = static_cast<size_t>(std::min(kBatchMost, staging_.held_most()));
+  for (size_t begin = 0; begin < parts.size(); begin += most)
+    add_batch(parts.subspan(begin, std::min(most, parts.size() - begin)));
 }
 
-void Gradients::add_batch(const Piece& piece, std::span<Part> parts) {
-  const Arrival& arrival = piece.arrival;
+void Gradients::add_batch(std::span<Part> parts) {
   std::unique_lock lock(context_.mutex);
+  const auto spilled = [&](const Part& part) { return context_.plan.gradients_on_nvme[part.chunk]; };
   try {
     for (Part& part : parts) {
       ChunkState& state = context_.chunks[part.chunk];
@@ -280,27 +368,28 @@ void Gradients::add_batch(const Piece& piece, std::span<Part> parts) {
       part.memory = state.gradient != nullptr ? state.gradient : staging_.open(lock, part.chunk);
     }
     for (Part& part : parts) {
-      if (!spilled_squares_[part.chunk].empty()) staging_.wait(lock, part.chunk);
-      choose_element(arrival, part);
+      if (spilled(part)) staging_.wait(lock, part.chunk);
+      choose_element(part);
     }
     lock.unlock();
     const auto work = [&](int64_t i) {
       const Part& part = parts[i];
       if (part.widen) widen_in_place(part.was, part.memory, context_.layout.chunks[part.chunk].elements);
       std::byte* to = part.memory + part.in_chunk * optim::bytes(part.element);
-      take_in(piece.at(part.in_segment), arrival.element, to, part.element, part.elements, arrival.first);
+      const Arrival& arrival = *part.piece->arrival;
+      take_in(part.piece->at(part.in_segment), arrival.element, to, part.element, part.elements,
+              arrival.first);
       // While it is in the cache. Where more is added later, that is done again.
-      auto& squares = spilled_squares_[part.chunk];
-      if (!squares.empty()) squares[part.run] = squares_of(to, part.elements, part.element);
+      if (spilled(part)) {
+        squares_.put(part.chunk, part.run, squares_of(to, part.elements, part.element));
+      } else {
+        squares_.forget(part.chunk, part.run);
+      }
     };
-    if (parts.size() == 1) {
-      work(0);
-    } else {
-      context_.resources.executor->parallel_for(static_cast<int64_t>(parts.size()), std::ref(work));
-    }
+    work_on(parts, std::ref(work));
     lock.lock();
     for (const Part& part : parts) {
-      if (spilled_squares_[part.chunk].empty()) continue;
+      if (!spilled(part)) continue;
       const bool whole = complete(context_.layout.chunks[part.chunk]);
       staging_.close(lock, part.chunk,
                      whole ? GradientStaging::Closing::complete : GradientStaging::Closing::changed);
@@ -309,14 +398,16 @@ void Gradients::add_batch(const Piece& piece, std::span<Part> parts) {
     throw;
   } catch (const std::exception& error) {  // part of the gradient was added: no later step would be right
     if (!lock.owns_lock()) lock.lock();
-    context_.fail(fmt::format("gradients of {}: {}", context_.layout.units[arrival.unit].name, error.what()));
+    const Unit& unit = context_.layout.units[parts.front().piece->arrival->unit];
+    context_.fail(fmt::format("gradients of {}: {}", unit.name, error.what()));
     context_.check();
   }
 }
 
 /// A spilled gradient of 2 bytes an element stays that, half the bytes to move, until something is added to
 /// it.
-void Gradients::choose_element(const Arrival& arrival, Part& part) {
+void Gradients::choose_element(Part& part) {
+  const Arrival& arrival = *part.piece->arrival;
   ChunkState& state = context_.chunks[part.chunk];
   part.was = state.gradient_element;
   if (state.gradient == nullptr) {
@@ -441,9 +532,9 @@ void Gradients::reduce_presence() {
 
 optim::Squares Gradients::squares_of_run(int32_t chunk, size_t run) const {
   const Chunk& c = context_.layout.chunks[chunk];
-  if (device_units_.hold(c.unit)) return device_units_.squares(chunk, run);
-  if (context_.plan.gradients_on_nvme[chunk]) return spilled_squares_[chunk][run];
+  if (const auto known = squares_.of(chunk, run)) return *known;
   const std::byte* data = context_.chunks[chunk].gradient;
+  if (data == nullptr) throw std::logic_error("nobody has squared a gradient that is not in memory");
   return squares_of(data + c.runs[run].begin * context_.gradient_width(c.unit), c.runs[run].elements,
                     context_.gradient_type(c.unit));
 }
@@ -468,7 +559,7 @@ GradientSummary Gradients::summarize() {
   const auto chunks = static_cast<int64_t>(layout.chunks.size());
   {
     std::unique_lock lock(context_.mutex);
-    device_units_.fetch_squares(lock);
+    squares_.fetch(lock);
   }
   context_.resources.executor->parallel_for(
       chunks, [&](int64_t c) { by_chunk_[c] = squares_of_chunk(static_cast<int32_t>(c)); });

@@ -5,6 +5,7 @@
 
 #include <array>
 #include <cstdint>
+#include <functional>
 #include <mutex>
 #include <optional>
 #include <span>
@@ -13,7 +14,9 @@
 #include <vector>
 
 #include "cpu_optim/gradient.h"
+#include "engine/device_accumulators.h"
 #include "engine/device_units.h"
+#include "engine/gradient_squares.h"
 #include "engine/gradient_staging.h"
 #include "engine/gradient_sums.h"
 #include "engine/group_range.h"
@@ -37,7 +40,7 @@ enum class Presence : uint8_t {
 
 class Gradients {
  public:
-  Gradients(Context& context, DeviceUnits& device_units);
+  Gradients(Context& context, DeviceUnits& device_units, GradientSquares& squares);
 
   // A gradient is added piece by piece: check, begin, all pieces, finish. The caller has made sure that no
   // update of the unit is pending, and begins nothing of a segment that has not finished.
@@ -51,15 +54,40 @@ class Gradients {
   Arrival begin(int32_t unit, int32_t segment, optim::Element element);
   /// Where the piece that begins at an element of the segment ends, at most: pieces keep to chunks.
   int64_t piece_end(const Arrival& arrival, int64_t begin) const;
-  /// Elements of it, contiguous, in host memory. Waits for the disk where staging is full.
-  void add(const Arrival& arrival, int64_t begin, int64_t elements, const std::byte* data);
+  /// Of an arrival: `elements` from `begin` on, in the segment; contiguous, in host memory.
+  struct Piece {
+    const Arrival* arrival;
+    int64_t begin;
+    int64_t elements;
+    const std::byte* data;
+
+    const std::byte* at(int64_t in_segment) const {
+      return data + (in_segment - begin) * optim::bytes(arrival->element);
+    }
+  };
+  /// Takes pieces in, side by side: no two are of the same elements. Waits for the disk where staging is
+  /// full. One call at a time.
+  void add(std::span<const Piece> pieces);
   void finish(const Arrival& arrival);
   /// Pinned host memory that the arrival may be copied to as it is, in place of add(); null: there is none.
   std::byte* place_of(const Arrival& arrival) const;
-  /// In place of add(), of all of it in the device's memory, once `ready` is reached: taken in there when the
-  /// event is done. Nothing where it passes through the host.
-  std::optional<kernels::Event> take_in_there(const Arrival& arrival, const std::byte* data,
-                                              const kernels::Event& ready);
+  /// Of an arrival that is copied to its place: squares it on the device, which has it once `ready` is
+  /// reached, where that is possible; the event is done when it has.
+  kernels::Event square_there(const Arrival& arrival, const std::byte* data, const kernels::Event& ready);
+  struct TakenInThere {
+    kernels::Event taken;            // the gradient's memory is free
+    kernels::Event squared = {};     // and what is there was squared
+    const std::byte* sum = nullptr;  // fp32, in device memory: has to be copied to `home`, once `taken`
+    std::byte* home = nullptr;       // pinned host memory
+  };
+  /// In place of add(), of all of it in the device's memory, once `ready` is reached. Nothing where it passes
+  /// through the host.
+  std::optional<TakenInThere> take_in_there(const Arrival& arrival, const std::byte* data,
+                                            const kernels::Event& ready);
+  /// Sums on the device that the host lacks come to it. Nothing is being taken in.
+  void bring_down();
+  /// Whether bring_down() has something to do for the unit.
+  bool ahead_there(int32_t unit) const { return accumulators_.ahead(unit); }
   /// Whether begin() may wait for what is not finished yet.
   bool may_wait(int32_t unit) const;
 
@@ -126,25 +154,15 @@ class Gradients {
   void read(int32_t unit, int32_t segment, int64_t begin, std::span<float> out);
 
  private:
-  /// Of an arrival: `elements` from `begin` on, in the segment.
-  struct Piece {
-    const Arrival& arrival;
-    int64_t begin;
-    int64_t elements;
-    const std::byte* data;
-
-    const std::byte* at(int64_t in_segment) const {
-      return data + (in_segment - begin) * optim::bytes(arrival.element);
-    }
-  };
   /// The part of a segment that lies in one chunk, in elements.
   struct Part {
-    int32_t chunk;
-    int32_t run;  // in the chunk
+    int32_t chunk;  // -1: of several ranks' gradients, which lie in no chunk until they are summed
+    int32_t run;    // in the chunk
     int64_t in_chunk;
     int64_t in_segment;
     int64_t elements;
     // While the part is worked on:
+    const Piece* piece = nullptr;
     std::byte* memory = nullptr;  // of the chunk's first element
     optim::Element element{};     // there
     optim::Element was{};         // before
@@ -154,10 +172,20 @@ class Gradients {
 
   optim::Element element(int32_t unit) const;  // of a trainable one
   std::byte* at(int32_t unit, int64_t element) const;
-  void add_whole(const Piece& piece);
-  void add_by_chunk(const Piece& piece);
-  void choose_element(const Arrival& arrival, Part& part);
-  void add_batch(const Piece& piece, std::span<Part> parts);
+  void add(const Arrival& arrival, int64_t begin, int64_t elements, const std::byte* data);
+  void add_there(const Piece& piece);
+  void forget_sum_there(const Arrival& arrival);
+  void cut(const Piece& piece, std::vector<Part>& parts) const;
+  void add_whole(const Part& part);
+  void add_by_chunk(std::span<Part> parts);
+  void choose_element(Part& part);
+  void add_batch(std::span<Part> parts);
+  void work_on(std::span<const Part> parts, const std::function<void(int64_t)>& work);
+  bool lies_whole(int32_t unit) const {
+    return context_.layout.slices > 1 || context_.units[unit].gradients != nullptr;
+  }
+  bool is_last(const Arrival& arrival) const;
+  void forget_squares(const Arrival& arrival);
   bool complete(const Chunk& chunk) const;
   bool is_there(int32_t unit, int32_t segment) const { return presence(unit, segment) == Presence::there; }
   bool is_empty(const Chunk& chunk) const;
@@ -171,6 +199,8 @@ class Gradients {
 
   Context& context_;
   DeviceUnits& device_units_;
+  GradientSquares& squares_;
+  DeviceAccumulators accumulators_;
   std::vector<std::vector<Presence>> presence_;  // by unit and segment
   std::vector<std::vector<Presence>> aside_;     // the same, of what Only keeps from all others; else empty
   std::vector<std::vector<double>> factors_;
@@ -178,10 +208,9 @@ class Gradients {
   std::vector<std::array<double, 2>> by_slice_;  // of this rank's shard
   GradientStaging staging_;
   GradientSums sums_;
-  std::mutex turn_;                             // who uses staging; taken before the context's
-  std::vector<std::vector<int32_t>> arrivals_;  // by unit and segment, since the last step
-  // Squares of spilled gradients as they are now, taken while they were in memory: by chunk and run.
-  std::vector<std::vector<optim::Squares>> spilled_squares_;
+  std::mutex turn_;                              // who uses staging; taken before the context's
+  std::vector<std::vector<int32_t>> arrivals_;   // by unit and segment, since the last step
+  std::vector<Part> whole_parts_, chunk_parts_;  // of add(), kept for their memory
 };
 
 }  // namespace overspill::engine

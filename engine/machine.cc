@@ -10,10 +10,11 @@ namespace overspill::engine {
 
 Machine::Machine(Layout layout, Plan plan, Config config, Resources resources)
     : context(std::move(layout), std::move(plan), std::move(config), std::move(resources)),
-      device_units(context),
+      squares(context),
+      device_units(context, squares),
       gatherer(context),
       updater(context, gatherer),
-      gradients(context, device_units),
+      gradients(context, device_units, squares),
       intake(context, updater, gradients),
       access(context, device_units),
       keeper(context, access),

@@ -98,6 +98,7 @@ class Machine {
   const Segment& segment_at(int32_t unit, int32_t segment) const;
 
   Context context;
+  GradientSquares squares;
   DeviceUnits device_units;
   Gatherer gatherer;
   Updater updater;

@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <functional>
 #include <limits>
 #include <numeric>
 
@@ -18,7 +19,10 @@ constexpr int64_t kRingSlotsBest = 8;   // reads, an update a thread, and writes
 constexpr int64_t kRingSlotsMost = 64;  // and enough read ahead to outlast the disk's pauses (docs/step.md),
 constexpr int64_t kChunksPerSlot = 8;   // but of so many chunks one: the others' states are better at home
 constexpr size_t kLeasedMost = 3;       // units that are held at once
-constexpr int64_t kIntakeSlots = 4;     // pieces of gradients being copied from the device, or added
+// Pieces of gradients being copied from the device, or added: some of each, and enough to keep the link and
+// all workers busy where the budget has room.
+constexpr int64_t kIntakeSlotsLeast = 4;
+constexpr int64_t kIntakeSlotsBest = 16;
 constexpr int64_t kArenaAlign = 4096;
 constexpr int64_t kMiB = 1 << 20;
 
@@ -41,6 +45,7 @@ class Planner {
     plan_.states_on_nvme.assign(layout.chunks.size(), false);
     plan_.gradients_on_nvme.assign(layout.chunks.size(), false);
     plan_.on_device.assign(layout.units.size(), false);
+    plan_.summed_on_device.assign(layout.units.size(), false);
     plan_.held_twice.assign(layout.chunks.size(), false);
     // Of micro-batches one after another they are complete only in the last one: they are held whole.
     plan_.gradients_pooled = layout.slices > 1 && layout.policy.sum_early &&
@@ -70,6 +75,7 @@ class Planner {
     shrink_buffers();
     hold_twice();
     check();
+    for (size_t u = 0; u < layout_.units.size(); ++u) plan_.summed_on_device[u] = summed_there(u);
     return plan_;
   }
 
@@ -78,28 +84,53 @@ class Planner {
   void place_on_device() {
     const bool forced_there = config_.placement == Placement::device;
     if (device_.shares_host_memory || !device_.updates || layout_.slices > 1) return;
+    square_there();
     if (forced() ? !forced_there : config_.device_budget_bytes == 0) return;
-    const int64_t most =
-        config_.device_budget_bytes > 0 ? config_.device_budget_bytes : std::numeric_limits<int64_t>::max();
-    int64_t gathered = 0;
-    for (const Unit& unit : layout_.units) gathered += gathered_bytes(unit);
+    int64_t left = config_.device_budget_bytes > 0 ? config_.device_budget_bytes - plan_.squares_device_bytes
+                                                   : std::numeric_limits<int64_t>::max();
+    int64_t others = 0;  // what those need that do not live there
+    for (const Unit& unit : layout_.units) others += gathered_bytes(unit) + accumulator_bytes(unit);
     int64_t living = 0;
     for (size_t u = 0; u < layout_.units.size(); ++u) {
       const Unit& unit = layout_.units[u];
       if (!may_live_on_device(unit)) continue;
-      const int64_t squares = squares_bytes(unit);
-      const int64_t more = unit_device_bytes(unit, config_.gradient_accumulation) + squares;
-      const int64_t others = gathered - gathered_bytes(unit);
-      if (living + more + device_scratch_bytes() > most - others) continue;
+      const int64_t more = unit_device_bytes(unit, config_.gradient_accumulation);
+      const int64_t without = others - gathered_bytes(unit) - accumulator_bytes(unit);
+      if (living + more + device_scratch_bytes() > left - without) continue;
       plan_.on_device[u] = true;
       living += more;
-      gathered = others;
-      plan_.device_squares_bytes += squares;
+      others = without;
     }
     if (living > 0) plan_.units_device_bytes = living + device_scratch_bytes();
+    left -= plan_.units_device_bytes;
+    for (const Unit& unit : layout_.units) left -= on_device(unit) ? 0 : gathered_bytes(unit);
+    sum_on_device(left);
+  }
+
+  /// Where that leaves room for the weights that are used together.
+  void square_there() {
+    int64_t squares = 0;
+    for (const Unit& unit : layout_.units) squares += squares_bytes(unit);
+    auto gathered = gathered_sizes();
+    const int64_t most = config_.device_budget_bytes;
+    if (most == 0 || largest(gathered, kLeasedMost) + squares <= most) plan_.squares_device_bytes = squares;
+  }
+
+  /// Of the first units, as many as `left` takes.
+  void sum_on_device(int64_t left) {
+    for (size_t u = 0; u < layout_.units.size(); ++u) {
+      const int64_t bytes = accumulator_bytes(layout_.units[u]);
+      if (bytes == 0 || plan_.on_device[u]) continue;
+      if (bytes > left) return;
+      left -= bytes;
+      plan_.summed_on_device[u] = true;
+    }
   }
 
   static int64_t gathered_bytes(const Unit& unit) { return unit.bytes() + kArenaAlign; }
+  int64_t accumulator_bytes(const Unit& unit) const {
+    return engine::accumulator_bytes(unit, config_.gradient_accumulation);
+  }
 
   /// For a piece of a gradient from the host: of one chunk.
   int64_t device_scratch_bytes() const {
@@ -110,6 +141,7 @@ class Planner {
 
   /// Of a unit's gradients, block by block of each run.
   int64_t squares_bytes(const Unit& unit) const {
+    if (!squared_there(unit, config_.gradient_accumulation)) return 0;
     int64_t blocks = 0;
     for (int32_t c = unit.first_chunk; c < unit.first_chunk + unit.chunk_count; ++c) {
       for (const Run& run : layout_.chunks[c].runs) blocks += kernels::squares_blocks(run.elements);
@@ -119,6 +151,9 @@ class Planner {
   }
 
   bool on_device(size_t chunk) const { return plan_.on_device[layout_.chunks[chunk].unit]; }
+  bool on_device(const Unit& unit) const {
+    return plan_.on_device[static_cast<size_t>(&unit - layout_.units.data())];
+  }
 
   void spill_every(size_t stride) {
     for (size_t u = 0; u < layout_.units.size(); ++u)
@@ -301,7 +336,8 @@ class Planner {
     size_up_second_weights();
     p.access_bytes = component_most;
     p.intake_slot_bytes = component_most;
-    p.intake_slots = device_.shares_host_memory ? 0 : kIntakeSlots;
+    p.intake_slots = device_.shares_host_memory ? 0 : intake_slots(slots_ > kRingSlotsLeast);
+    size_up_accumulators();
     p.exchange_bytes = layout_.slices > 1 ? (layout_.slices + 2) * component_most : 0;
     size_up_gradient_pool(slots_ > kRingSlotsLeast);
     p.serve_bytes = 0;
@@ -315,6 +351,29 @@ class Planner {
     p.nvme_reserve_bytes = p.kept_nvme_bytes() * (1 + checkpoints + (config_.speculate ? 1 : 0)) +
                            2 * p.ring_slots * p.ring_slot_bytes + p.gradients_nvme_bytes +
                            p.staging_buffers * p.staging_buffer_bytes;
+  }
+
+  /// No more than there are chunks whose gradients may pass.
+  int64_t intake_slots(bool roomy) const {
+    if (!roomy) return kIntakeSlotsLeast;
+    int64_t passing = 0;
+    for (size_t c = 0; c < layout_.chunks.size(); ++c)
+      passing += gradient_bytes(c) > 0 && !on_device(c) ? 1 : 0;
+    return std::clamp(passing, kIntakeSlotsLeast, kIntakeSlotsBest);
+  }
+
+  /// What is summed on the device goes to the host whole.
+  void size_up_accumulators() {
+    plan_.accumulators_device_bytes = 0;
+    for (size_t u = 0; u < layout_.units.size(); ++u) {
+      if (summed_there(u)) plan_.accumulators_device_bytes += accumulator_bytes(layout_.units[u]);
+    }
+  }
+  bool summed_there(size_t unit) const {
+    if (!plan_.summed_on_device[unit]) return false;
+    const Unit& u = layout_.units[unit];
+    const auto first = plan_.gradients_on_nvme.begin() + u.first_chunk;
+    return std::none_of(first, first + u.chunk_count, std::identity());
   }
 
   /// The longest prefix of the chunks wholly on the host that the budget takes once more.
@@ -414,12 +473,13 @@ class Planner {
     const int64_t least = largest(gathered, kept ? all : kLeasedMost);
     plan_.gather_device_bytes = largest(gathered, kept ? all : usual);
     if (config_.device_budget_bytes == 0) return;
-    const int64_t left = config_.device_budget_bytes - plan_.units_device_bytes - plan_.sums_device_bytes;
+    const int64_t left = config_.device_budget_bytes - plan_.kept_device_bytes();
     if (least > left) {
       throw BudgetError(
           fmt::format("device budget too small: {} ({} bytes) are needed for the {} largest units "
-                      "together, {} are allowed",
-                      mib(least), least, kept ? all : kLeasedMost, mib(config_.device_budget_bytes)));
+                      "together and for sums of gradients, {} are allowed",
+                      mib(least + plan_.kept_device_bytes()), least + plan_.kept_device_bytes(),
+                      kept ? all : kLeasedMost, mib(config_.device_budget_bytes)));
     }
     plan_.gather_device_bytes = std::min(largest(gathered, all), left);
   }
@@ -534,6 +594,16 @@ int64_t gradient_element_bytes(UnitFormat format, int64_t gradient_accumulation)
   return format ? optim::bytes(gradient_element(*format, gradient_accumulation)) : 0;
 }
 
+bool squared_there(const Unit& unit, int64_t gradient_accumulation) {
+  return unit.trainable() && gradient_element(*unit.format, gradient_accumulation) != optim::Element::fp16;
+}
+
+int64_t accumulator_bytes(const Unit& unit, int64_t gradient_accumulation) {
+  if (gradient_accumulation == 1 || !unit.trainable() || unit.format == optim::Format::fp16) return 0;
+  const int64_t bytes = unit.elements * gradient_element_bytes(unit.format, gradient_accumulation);
+  return (bytes + kArenaAlign - 1) / kArenaAlign * kArenaAlign;
+}
+
 bool may_live_on_device(const Unit& unit) {
   const bool known = unit.format == optim::Format::exact || unit.format == optim::Format::fp32;
   return known && unit.optimizer == optim::optimizer_of(optim::AdamConfig{});
@@ -575,7 +645,7 @@ std::string Plan::text() const {
   if (second_weights > 0) row("second weights of guessed updates", second_weights * second_weights_bytes, 0);
   if (held_twice_bytes > 0) row("second versions of guessed updates", held_twice_bytes, 0);
   if (pool_host_bytes() > 0) row("gradients until they are summed", pool_host_bytes(), 0);
-  row("scratch", access_bytes + exchange_bytes + serve_bytes + device_squares_bytes, 0);
+  row("scratch", access_bytes + exchange_bytes + serve_bytes + squares_device_bytes, 0);
   row("sum", host_bytes(), nvme_bytes());
   out += fmt::format("  {:<34} {:>14}\n", "budget", mib(host_budget_bytes));
   for (const Holding& holding : holdings) {
@@ -586,6 +656,8 @@ std::string Plan::text() const {
     out += fmt::format("  {:<34} {:>14}\n", "gather arena on the device", mib(gather_device_bytes));
   if (sums_device_bytes > 0)
     out += fmt::format("  {:<34} {:>14}\n", "gradients and their sums there", mib(sums_device_bytes));
+  if (accumulators_device_bytes > 0)
+    out += fmt::format("  {:<34} {:>14}\n", "sums of micro-batches there", mib(accumulators_device_bytes));
   if (units_device_bytes > 0) {
     out += fmt::format("  {:<34} {:>14}\n",
                        fmt::format("{} of {} units live there", units_on_device(), on_device.size()),

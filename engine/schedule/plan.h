@@ -14,7 +14,8 @@
 // backward is not copied again (2 bytes of traffic saved for each byte held). What is left when all of them
 // fit goes to units that live there, with states and gradients, and are updated there: the first units of
 // forward, for their updates have nothing to hide under (4 bytes of copies and the update's 26 of host memory
-// traffic saved for each 14 held).
+// traffic saved for each 14 held). Where gradients of several micro-batches are added up, their sums on the
+// device come before such units (10 bytes of host memory traffic saved a micro-batch for each 4 held).
 #pragma once
 
 #include <algorithm>
@@ -42,6 +43,7 @@ struct Plan {
   std::vector<bool> states_on_nvme;     // by chunk: all components but hi
   std::vector<bool> gradients_on_nvme;  // by chunk: spilled between backward and update; world 1
   std::vector<bool> on_device;          // by unit: weights, states and gradients live there; world 1
+  std::vector<bool> summed_on_device;   // by unit: micro-batches' gradients are added up there; world 1
   std::vector<bool> held_twice;         // by chunk, on the host: room for a guessed version of all of it
 
   /// Parameters that are held alike.
@@ -64,9 +66,10 @@ struct Plan {
   int64_t staging_buffers = 0;       // so many times
   int64_t gather_host_bytes =
       0;  // arena of gathered units (where the device shares host memory), or of bounce buffers
-  int64_t gather_device_bytes = 0;   // 0 where the device shares host memory
-  int64_t units_device_bytes = 0;    // of units that live on the device: weights, states, gradients, scratch
-  int64_t device_squares_bytes = 0;  // and, on the host, sums of squares of their gradients
+  int64_t gather_device_bytes = 0;  // 0 where the device shares host memory
+  int64_t units_device_bytes = 0;   // of units that live on the device: weights, states, gradients, scratch
+  int64_t accumulators_device_bytes = 0;  // of units that are summed there
+  int64_t squares_device_bytes = 0;       // sums of squares of gradients; as much on the host
   int64_t intake_slot_bytes = 0;  // gradients on their way from a device with memory of its own: a chunk's,
   int64_t intake_slots = 0;       // so many times
   int64_t second_weights = 0;     // chunks whose guessed weights have room, of
@@ -89,13 +92,17 @@ struct Plan {
     return weights_host_bytes + states_host_bytes + gradients_host_bytes + ring_slots * ring_slot_bytes +
            staging_buffers * staging_buffer_bytes + gather_host_bytes + intake_slots * intake_slot_bytes +
            second_weights * second_weights_bytes + access_bytes + pool_host_bytes() + exchange_bytes +
-           serve_bytes + device_squares_bytes + held_twice_bytes;
+           serve_bytes + squares_device_bytes + held_twice_bytes;
   }
   int64_t pool_host_bytes() const { return sums_device_bytes > 0 ? 0 : gradient_pool_bytes; }
   /// What a checkpoint has there.
   int64_t kept_nvme_bytes() const { return weights_nvme_bytes + states_nvme_bytes; }
   int64_t nvme_bytes() const { return kept_nvme_bytes() + gradients_nvme_bytes; }
-  int64_t device_bytes() const { return gather_device_bytes + units_device_bytes + sums_device_bytes; }
+  int64_t device_bytes() const { return gather_device_bytes + kept_device_bytes(); }
+  /// All but gathered weights.
+  int64_t kept_device_bytes() const {
+    return units_device_bytes + accumulators_device_bytes + squares_device_bytes + sums_device_bytes;
+  }
   int64_t units_on_device() const { return std::count(on_device.begin(), on_device.end(), true); }
   /// A table for people.
   std::string text() const;
@@ -118,6 +125,13 @@ bool held_whole(const Layout& layout, const DeviceTraits& device, bool weights_o
 /// What gradients in flight are kept in, and its bytes: 0 for a frozen unit.
 optim::Element gradient_element(optim::Format format, int64_t gradient_accumulation);
 int64_t gradient_element_bytes(UnitFormat format, int64_t gradient_accumulation);
+
+/// Whether a device's kernels square such a unit's gradients: all types but fp16.
+bool squared_there(const Unit& unit, int64_t gradient_accumulation);
+
+/// On a device, of the sum of several micro-batches' gradients of a unit; 0 where it has to be made on the
+/// host.
+int64_t accumulator_bytes(const Unit& unit, int64_t gradient_accumulation);
 
 /// Whether a device's kernels update such a unit: Adam's, in bf16 with a split master, or in fp32.
 bool may_live_on_device(const Unit& unit);

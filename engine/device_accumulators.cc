@@ -1,0 +1,61 @@
+#include "engine/device_accumulators.h"
+
+#include <algorithm>
+#include <exception>
+
+#include "engine/device_gradients.h"
+
+namespace overspill::engine {
+
+DeviceAccumulators::DeviceAccumulators(Context& context)
+    : context_(context), sums_(context.layout.units.size()), of_(context.layout.units.size()) {
+  if (context.plan.accumulators_device_bytes == 0) return;
+  memory_ = context.device().allocate(context.plan.accumulators_device_bytes);
+  stream_ = context.device().make_stream();
+  std::byte* next = memory_.data();
+  for (size_t u = 0; u < sums_.size(); ++u) {
+    if (!context.plan.summed_on_device[u]) continue;
+    const Unit& unit = context.layout.units[u];
+    sums_[u] = next;
+    of_[u].assign(unit.segments.size(), Sum::none);
+    next += accumulator_bytes(unit, context.config.gradient_accumulation);
+  }
+  if (next > memory_.data() + memory_.bytes())
+    throw std::logic_error("sums of gradients on the device take more than was planned");
+}
+
+DeviceAccumulators::~DeviceAccumulators() {
+  if (stream_ == nullptr) return;
+  try {
+    stream_->record().wait();
+  } catch (const std::exception&) {  // the device has failed: nothing uses its memory any more
+  }
+}
+
+bool DeviceAccumulators::takes(const DeviceUnits::Arrival& arrival) {
+  auto& of = of_[arrival.unit];
+  if (of.empty() || arrival.element == optim::Element::fp16) return false;
+  if (!arrival.first && of[arrival.segment] == Sum::none) return false;
+  of[arrival.segment] = Sum::ahead;
+  return true;
+}
+
+kernels::Event DeviceAccumulators::take_in(const DeviceUnits::Arrival& arrival, const std::byte* data,
+                                           const kernels::Event& ready) {
+  const Segment& segment = context_.layout.units[arrival.unit].segments[arrival.segment];
+  stream_->wait(ready);
+  context_.device().kernels()->take_in(*stream_, float_of(arrival.element), data, kernels::Float::fp32,
+                                       sums_[arrival.unit] + segment.begin * 4, segment.elements,
+                                       arrival.first);
+  return stream_->record();
+}
+
+const std::byte* DeviceAccumulators::sum(int32_t unit, int32_t segment) const {
+  return sums_[unit] + context_.layout.units[unit].segments[segment].begin * 4;
+}
+
+bool DeviceAccumulators::ahead(int32_t unit) const {
+  return std::ranges::any_of(of_[unit], [](Sum sum) { return sum == Sum::ahead; });
+}
+
+}  // namespace overspill::engine

@@ -1,0 +1,106 @@
+#include "engine/gradient_squares.h"
+
+#include <fmt/format.h>
+
+#include <exception>
+#include <stdexcept>
+#include <utility>
+
+namespace overspill::engine {
+
+GradientSquares::GradientSquares(Context& context)
+    : context_(context),
+      of_(context.chunks.size()),
+      copy_(context.device(), context.host_budget, context.plan.squares_device_bytes,
+            "squares of gradients on the device"),
+      first_block_(context.chunks.size()) {
+  for (size_t c = 0; c < of_.size(); ++c) of_[c].resize(context.layout.chunks[c].runs.size());
+  if (context.plan.squares_device_bytes == 0) return;
+  int64_t blocks = 0;
+  for (size_t c = 0; c < context.layout.chunks.size(); ++c) {
+    const Chunk& chunk = context.layout.chunks[c];
+    if (!squared_there(context.layout.units[chunk.unit], context.config.gradient_accumulation)) continue;
+    for (const Run& run : chunk.runs)
+      first_block_[c].push_back(std::exchange(blocks, blocks + kernels::squares_blocks(run.elements)));
+  }
+  if (blocks * static_cast<int64_t>(sizeof(kernels::Squares)) > context.plan.squares_device_bytes)
+    throw std::logic_error("squares on the device take more than was planned");
+  memory_ = context.device().allocate(context.plan.squares_device_bytes);
+  stream_ = context.device().make_stream();
+  context.device().kernels()->clear(*stream_, memory_.data(), memory_.bytes());
+}
+
+GradientSquares::~GradientSquares() {
+  if (stream_ == nullptr) return;
+  try {
+    stream_->record().wait();
+  } catch (const std::exception&) {  // the device has failed: nothing uses its memory any more
+  }
+}
+
+bool GradientSquares::taken_there(int32_t unit) const {
+  const Unit& u = context_.layout.units[unit];
+  return stream_ != nullptr && squared_there(u, context_.config.gradient_accumulation);
+}
+
+void GradientSquares::take_there(kernels::Stream& stream, int32_t unit, int32_t segment, kernels::Float type,
+                                 const std::byte* gradient) {
+  const Unit& u = context_.layout.units[unit];
+  const int64_t width = type == kernels::Float::bf16 ? 2 : 4;
+  auto* const blocks = reinterpret_cast<kernels::Squares*>(memory_.data());
+  for (int32_t c = u.first_chunk; c < u.first_chunk + u.chunk_count; ++c) {
+    const Chunk& chunk = context_.layout.chunks[c];
+    for (size_t r = 0; r < chunk.runs.size(); ++r) {
+      const Run& run = chunk.runs[r];
+      if (run.segment != segment) continue;
+      const int64_t in_segment = context_.layout.global_begin(chunk) + run.begin - u.segments[segment].begin;
+      context_.device().kernels()->squares(stream, type, gradient + in_segment * width, run.elements,
+                                           blocks + first_block_[c][r]);
+      of_[c][r].taken = Taken::there;
+    }
+  }
+}
+
+kernels::Event GradientSquares::take_there(const kernels::Event& ready, int32_t unit, int32_t segment,
+                                           kernels::Float type, const std::byte* gradient) {
+  stream_->wait(ready);
+  take_there(*stream_, unit, segment, type, gradient);
+  return stream_->record();
+}
+
+void GradientSquares::fetch(std::unique_lock<std::mutex>& lock) {
+  if (stream_ == nullptr) return;
+  try {
+    stream_->copy_to_host(copy_.data(), memory_.data(), copy_.bytes());
+    Context::wait_for(lock, stream_->record());
+  } catch (const kernels::DeviceError& error) {
+    context_.fail(fmt::format("squares of gradients on the device: {}", error.what()));
+    context_.check();
+  }
+}
+
+std::optional<optim::Squares> GradientSquares::of(int32_t chunk, size_t run) const {
+  const OfRun& own = of_[chunk][run];
+  switch (own.taken) {
+    case Taken::no:
+      break;
+    case Taken::here:
+      return own.squares;
+    case Taken::there:
+      return from_device(chunk, run);
+  }
+  return std::nullopt;
+}
+
+optim::Squares GradientSquares::from_device(int32_t chunk, size_t run) const {
+  const auto* block = reinterpret_cast<const kernels::Squares*>(copy_.data()) + first_block_[chunk][run];
+  const int64_t count = kernels::squares_blocks(context_.layout.chunks[chunk].runs[run].elements);
+  optim::Squares total;
+  for (const kernels::Squares* end = block + count; block < end; ++block) {
+    total.sum += block->sum;
+    total.finite = total.finite && block->not_finite == 0;
+  }
+  return total;
+}
+
+}  // namespace overspill::engine
