@@ -8,7 +8,7 @@ BUILD := build/release
 export VENV JOBS
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-test build train test test-cpp test-python test-long fuzz bench-adam bench-formats bench-gpu bench-gradient bench-io bench-ranks bench-ranks-deepspeed bench-sizes bench-step large readme lint format sanitize neon wheel clean
+.PHONY: help setup setup-test build train test test-cpp test-python test-long fuzz bench-adam bench-formats bench-gpu bench-gradient bench-intake bench-io bench-ranks bench-ranks-deepspeed bench-sizes bench-step large readme lint format sanitize neon wheel clean
 
 help:  ## This list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -83,6 +83,9 @@ bench-formats: build  ## What compact and 8-bit states keep of exact's learning 
 
 bench-gradient: build  ## Gradient passes: squares, accumulation (Google Benchmark)
 	@$(BUILD)/bench/bench_gradient
+
+bench-intake: build  ## Gradients on their way in: sums beside the memory's limit, and what is left after backward; 4 minutes
+	@tools/keep_result intake $(BUILD)/bench/bench_intake $(BENCH_INTAKE_ARGS)
 
 lint: build  ## clang-format, clang-tidy, ruff
 	@tools/setup --lint

@@ -89,6 +89,7 @@ class SimulatedStream final : public Stream, public SimulatedQueue {
         pins_(pins),
         random_(seed),
         delay_us_(options.delay_min.count(), options.delay_max.count()),
+        link_bytes_per_s_(options.link_bytes_per_s),
         thread_([this] { run(); }) {}
 
   ~SimulatedStream() override {
@@ -129,10 +130,18 @@ class SimulatedStream final : public Stream, public SimulatedQueue {
     pins_.count_copy(host, bytes);
     submit([=, this] {
       do_unless_failed([&] {
+        const auto begin = std::chrono::steady_clock::now();
         std::this_thread::sleep_for(std::chrono::microseconds(delay_us_(random_)));
         memory_.with(device, bytes, what, transfer);
+        std::this_thread::sleep_until(begin + time_on_link(bytes));
       });
     });
+  }
+
+  std::chrono::nanoseconds time_on_link(int64_t bytes) const {
+    if (link_bytes_per_s_ == 0) return {};
+    return std::chrono::nanoseconds(
+        static_cast<int64_t>(static_cast<double>(bytes) / static_cast<double>(link_bytes_per_s_) * 1e9));
   }
 
   /// As on a real device, the first error ends a stream: what comes after it is not done, and every later
@@ -168,7 +177,8 @@ class SimulatedStream final : public Stream, public SimulatedQueue {
   Pins& pins_;
   std::mt19937_64 random_;                           // of the stream's thread
   std::uniform_int_distribution<int64_t> delay_us_;  // of the stream's thread
-  std::exception_ptr error_;                         // of the stream's thread
+  const int64_t link_bytes_per_s_;
+  std::exception_ptr error_;  // of the stream's thread
   std::mutex mutex_;
   std::condition_variable submitted_;
   std::deque<Task> tasks_;

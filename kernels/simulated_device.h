@@ -22,6 +22,7 @@ struct SimulatedDeviceOptions {
   uint64_t seed = 1;
   std::chrono::microseconds delay_min{0};  // of each copy
   std::chrono::microseconds delay_max{200};
+  int64_t link_bytes_per_s = 0;  // of each stream, both ways; a copy takes so long at least. 0: no limit
   int64_t memory_bytes = int64_t{1} << 40;       // beyond it allocate() throws std::bad_alloc
   int64_t quarantine_bytes = int64_t{64} << 20;  // freed memory kept to find writes after free
   bool poison = true;                            // whether Device::poison fills
