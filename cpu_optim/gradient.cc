@@ -1,5 +1,10 @@
 #include "cpu_optim/gradient.h"
 
+#include <cstring>
+#if defined(__x86_64__)
+#include <emmintrin.h>
+#endif
+
 #include "cpu_optim/dispatch.h"
 #include "cpu_optim/floating_point.h"
 #include "cpu_optim/sizes.h"
@@ -16,7 +21,41 @@ void checked(const char* function, std::span<const From> from, std::span<To> to,
   kernel(from.data(), to.data(), std::ssize(from));
 }
 
+#if defined(__x86_64__)
+constexpr int64_t kLine = 64;
+constexpr int64_t kPastCaches = 256 << 10;  // bytes; what is smaller may be read while it is in a cache
+
+/// Whole lines, to an address that is a multiple of a line's.
+void copy_lines_past_caches(const std::byte* from, std::byte* to, int64_t bytes) {
+  constexpr int64_t kAhead = 2048;
+  for (int64_t line = 0; line < bytes; line += kLine) {
+    __builtin_prefetch(reinterpret_cast<const void*>(reinterpret_cast<uintptr_t>(from) +
+                                                     static_cast<uintptr_t>(line + kAhead)));
+    for (int64_t i = line; i < line + kLine; i += 16)
+      _mm_stream_si128(reinterpret_cast<__m128i*>(to + i),
+                       _mm_loadu_si128(reinterpret_cast<const __m128i*>(from + i)));
+  }
+  _mm_sfence();
+}
+#endif
+
 }  // namespace
+
+void copy_for_later(std::span<const std::byte> from, std::span<std::byte> to) {
+  check_size("copy_for_later", "to", to.size(), from.size());
+  const auto bytes = std::ssize(from);
+  int64_t done = 0;
+#if defined(__x86_64__)
+  if (bytes >= kPastCaches) {
+    const int64_t head = -static_cast<int64_t>(reinterpret_cast<uintptr_t>(to.data())) & (kLine - 1);
+    const int64_t lines = (bytes - head) / kLine * kLine;
+    std::memcpy(to.data(), from.data(), static_cast<size_t>(head));
+    copy_lines_past_caches(from.data() + head, to.data() + head, lines);
+    done = head + lines;
+  }
+#endif
+  std::memcpy(to.data() + done, from.data() + done, static_cast<size_t>(bytes - done));
+}
 
 Squares squares(std::span<const uint16_t> bf16) {
   const FloatingPointMode mode;

@@ -2,6 +2,7 @@
 // on every instruction set.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <span>
 
@@ -35,6 +36,9 @@ void accumulate(std::span<const uint16_t> from, std::span<float> to);
 void accumulate(std::span<const Fp16> from, std::span<Fp16> to);
 void accumulate(std::span<const Fp16> from, std::span<float> to);
 void accumulate(std::span<const float> from, std::span<float> to);
+/// to = from, bytes that nobody reads soon: where the processor can, a large array is written past the
+/// caches, whose lines are then not read first. Sizes must match; the arrays do not overlap.
+void copy_for_later(std::span<const std::byte> from, std::span<std::byte> to);
 /// to *= factor
 void scale(std::span<float> to, float factor);
 

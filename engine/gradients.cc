@@ -28,8 +28,8 @@ void take_in(const std::byte* from, optim::Element from_element, std::byte* to, 
              int64_t elements, bool first) {
   if (from_element != to_element) return widen(from_element, from, span_of<float>(to, elements), first);
   if (first) {
-    std::memcpy(to, from, static_cast<size_t>(elements * optim::bytes(to_element)));
-    return;
+    const auto bytes = static_cast<size_t>(elements * optim::bytes(to_element));
+    return optim::copy_for_later({from, bytes}, {to, bytes});
   }
   optim::accumulate(to_element, from, to, elements);
 }

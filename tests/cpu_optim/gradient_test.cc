@@ -129,6 +129,24 @@ TEST(Convert, NarrowsToNearestEven) {
   }
 }
 
+/// Small ones and large ones, which pass the caches: nothing before or behind is touched.
+TEST(CopyForLater, EveryCountAndMisalignment) {
+  std::mt19937 random(7);
+  for (const size_t count : {size_t{0}, size_t{1}, size_t{63}, size_t{4096}, size_t{256 << 10},
+                             size_t{(256 << 10) + 1}, size_t{(256 << 10) + 127}, size_t{1'000'003}}) {
+    for (const size_t offset : {size_t{0}, size_t{1}, size_t{2}, size_t{31}, size_t{63}}) {
+      std::vector<std::byte> from(count + 64), to(count + 192, std::byte{0xEE});
+      for (std::byte& byte : from) byte = static_cast<std::byte>(random());
+      std::vector<std::byte> expected = to;
+      std::copy_n(from.begin() + 3, count, expected.begin() + static_cast<std::ptrdiff_t>(offset));
+      copy_for_later(std::span(from).subspan(3, count), std::span(to).subspan(offset, count));
+      EXPECT_EQ(to, expected) << count << " bytes at " << offset;
+    }
+  }
+  std::vector<std::byte> three(3), four(4);
+  EXPECT_THROW(copy_for_later(three, four), std::invalid_argument);
+}
+
 TEST(Accumulate, EveryCountMisalignmentAndForm) {
   int64_t cases = 0;
   for (size_t n = 0; n <= 33; ++n) {
