@@ -296,6 +296,13 @@ TEST(SumsOnTheDevice, StayWhereTheirGradientsAreUsedAgain) {
   both.pass(2, 0);  // added to what is there
   both.step(2);
   both.expect_alike("used again");
+  both.each([](const Made& made) {
+    made.engine->reuse_gradients();
+    made.engine->clip_grad_norm(0.25);
+  });
+  both.pass(3, 0);  // added to what is scaled, on the host
+  both.step(3);
+  both.expect_alike("clipped and used again");
 }
 
 TEST(SumsOnTheDevice, TellOfWhatIsNotFinite) {
@@ -310,6 +317,7 @@ TEST(SumsOnTheDevice, TellOfWhatIsNotFinite) {
       const auto bytes = toy_gradient_bytes(unit.dtype, seen, 0, 0, 0, 0, 0);
       auto data = std::make_shared<kernels::DeviceMemory>(made.device->allocate(std::ssize(bytes)));
       made.queue->copy_from_host(data->data(), bytes.data(), std::ssize(bytes));
+      made.queue->record().wait();
       made.engine->add_gradient(0, 0, DeviceArray{data->data(), std::ssize(bytes), unit.dtype, data},
                                 Queue{made.queue->native()});
     });
