@@ -80,6 +80,28 @@ std::vector<optim::Hyper> hypers(const std::vector<py::dict>& groups) {
   return all;
 }
 
+py::dict tiers_dict(const Plan::Tiers& tiers) {
+  py::dict out;
+  out["device"] = tiers.device;
+  out["host"] = tiers.host;
+  out["nvme"] = tiers.nvme;
+  return out;
+}
+
+py::list homes_list(const Plan& plan) {
+  py::list out;
+  for (const Plan::UnitHome& home : plan.homes) {
+    py::dict unit;
+    unit["name"] = home.name;
+    unit["parameters"] = home.parameters;
+    unit["trainable"] = home.trainable;
+    unit["weights_bytes"] = tiers_dict(home.weights);
+    unit["states_bytes"] = tiers_dict(home.states);
+    out.append(unit);
+  }
+  return out;
+}
+
 py::dict plan_dict(const Plan& plan) {
   py::dict out;
   out["host_budget_bytes"] = plan.host_budget_bytes;
@@ -103,6 +125,7 @@ py::dict plan_dict(const Plan& plan) {
   out["nvme_reserve_bytes"] = plan.nvme_reserve_bytes;
   out["nvme_read_bytes_per_step"] = plan.nvme_read_bytes_per_step;
   out["nvme_written_bytes_per_step"] = plan.nvme_written_bytes_per_step;
+  out["units"] = homes_list(plan);
   return out;
 }
 

@@ -17,10 +17,12 @@ from ._core import (
     WrongProcess,
 )
 from .config import Config, ConfigError
-from .engine import Engine, initialize
+from .engine import Engine
 from .init import Init
 from .optimizer import NonFiniteError
+from .plan import Plan
 from .ranks import RankError
+from .start import Initialized, initialize
 
 __version__ = "0.1.0"
 __all__ = [
@@ -32,8 +34,10 @@ __all__ = [
     "Engine",
     "EngineFailed",
     "Init",
+    "Initialized",
     "NonFiniteError",
     "OverspillError",
+    "Plan",
     "RankError",
     "StoreError",
     "WrongProcess",

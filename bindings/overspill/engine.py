@@ -16,12 +16,10 @@ from typing import Any
 import torch
 from torch import nn
 from torch._C import DisableTorchFunction
-from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from . import (
     _core,
     calls,
-    divided,
     files,
     given,
     giving,
@@ -31,7 +29,6 @@ from . import (
     parts,
     patches,
     place,
-    pretrained,
     ranks,
     reading,
     replaced,
@@ -53,122 +50,10 @@ from .optimizer import (
     choose_format,
     group_indices,
 )
+from .plan import Plan
 from .residency import Residency, Segment, registry
 from .stand_in import class_for, stands_in
 from .units import partition
-
-
-def initialize(
-    model: nn.Module | None = None,
-    config: Any = None,
-    optimizer: Any = None,
-    lr_scheduler: Any = None,
-    training_data: Any = None,
-    collate_fn: Callable | None = None,
-    model_parameters: Iterable[Any] | None = None,
-    checkpoint: Any = None,
-    process_group: Any = None,
-    model_group: Any = None,
-    replicated: Iterable[Any] | Mapping[Any, str] = (),
-) -> tuple:
-    """Hands `model` over to an engine. Returns (engine, optimizer, loader or None, scheduler or None).
-
-    model:        None: the causal language model of `checkpoint`, in the dtype of its config.json
-    config:       a dict, the path of a JSON file, or a Config
-    optimizer:    an optimizer of torch.optim, overspill.optim or the script's own, over all trainable parameters
-    (docs/scripts.md); or a list of optimizers, each over other parameters, which comes back as a sequence in the same
-    order; None: the configuration's
-    lr_scheduler: stepped by `engine.step` at every update that is not skipped; one made on `optimizer`, or a callable
-    optimizer -> scheduler; not with a list of optimizers
-    model_parameters: parameters or groups for the configuration's optimizer; None: all trainable ones
-    checkpoint:   a Hugging Face folder of safetensors with the weights, read one by one straight into the engine;
-    the model may be made inside `Init(empty=True)`. Raises CheckpointError, before anything is changed, unless names
-    and shapes fit
-    process_group: a torch.distributed group, the ranks that share the model and each bring data of their own; None: the
-    default group, made here under torchrun (docs/torchrun.md). All of its ranks call `initialize`; rank 0's weights
-    and buffers count
-    model_group:  a torch.distributed group, the ranks that hold the parts of a model divided by tensor or pipeline
-    parallelism, this one among them, for the same data: gradient norms span it. Give `process_group` too, the ranks
-    that hold the same part as this one
-    replicated:   parameters, or their names, of which other ranks of `model_group` hold copies: the norm counts each
-    once. Where a copy has another name elsewhere, a mapping to a name that is the same everywhere. Of a model with
-    DTensors (parallelize_module), what their mesh holds whole is known without it
-    """
-    with ranks.Joining(process_group, model_group if process_group is not None else None) as joining:
-        if model_group is not None and process_group is None:
-            raise ValueError(
-                "overspill: model_group needs process_group too, the ranks that hold the same part of the model"
-            )
-        if replicated and model_group is None:
-            raise ValueError(
-                "overspill: replicated says what other ranks of model_group hold: give model_group"
-            )
-        settings = Config.read(config)
-        group, rest = joining.join(settings.engine.rank_timeout_seconds)
-        # Beyond this point a rank that is killed is noticed too: the others wait on its connections.
-        if optimizer is not None and model_parameters is not None:
-            raise ValueError("overspill: give optimizer or model_parameters, not both")
-        if optimizer is not None and "optimizer" in settings.model_fields_set:
-            warnings.warn(
-                f"overspill: the configuration's optimizer ({settings.optimizer.type}) is not used: optimizer = "
-                f"{type(optimizer).__name__} is given to initialize. Leave one of the two out",
-                stacklevel=2,
-            )
-        given.model(model)
-        given.training_data(training_data, collate_fn)
-        if isinstance(optimizer, (list, tuple)):
-            parts.check(settings, lr_scheduler)
-        given.lr_scheduler(lr_scheduler)
-        if model is None:
-            if checkpoint is None:
-                raise ValueError("overspill: give model, or checkpoint, or both")
-            model, checkpoint = pretrained.causal_lm(checkpoint, settings)
-        divided.check(model, model_group, checkpoint)
-        counted_elsewhere = ranks.counted_elsewhere(rest, model, replicated, divided.copies(model))
-        engine = Engine(
-            model, settings, optimizer, model_parameters, checkpoint, group, rest, counted_elsewhere
-        )
-        try:
-            engine.lr_scheduler = _scheduler(lr_scheduler, engine.optimizer)
-            loader = _loader(training_data, settings, collate_fn, group)
-        except BaseException as error:
-            engine._end.give_up(error)
-            raise
-        return engine, engine.optimizer, loader, engine.lr_scheduler
-
-
-def _scheduler(scheduler: Any, optimizer: OverspillOptimizer) -> Any:
-    if isinstance(scheduler, type) or (scheduler is not None and not hasattr(scheduler, "step")):
-        scheduler = scheduler(optimizer)
-        if not hasattr(scheduler, "step"):
-            raise TypeError(
-                f"overspill: lr_scheduler returned {given.kind_of(scheduler)}, no scheduler: return the one that it "
-                "makes"
-            )
-    if isinstance(scheduler, ReduceLROnPlateau):
-        raise ValueError(
-            "overspill: ReduceLROnPlateau needs a metric: make it on the optimizer that initialize "
-            "returns, and step it"
-        )
-    bound = getattr(scheduler, "optimizer", optimizer)
-    if bound is not optimizer and bound is not optimizer.user:
-        raise ValueError("overspill: lr_scheduler was made on another optimizer than the one given")
-    return scheduler
-
-
-def _loader(
-    data: Any, settings: Config, collate_fn: Callable | None, group: ranks.Group | None = None
-) -> Any:
-    if data is None:
-        return None
-    size = settings.train_micro_batch_size_per_gpu
-    if size is None:
-        raise ValueError("overspill: training_data needs train_micro_batch_size_per_gpu in the configuration")
-    mapped = not isinstance(data, torch.utils.data.IterableDataset)
-    part = ranks.sampler(data, group, settings.seed) if group and mapped else None
-    return torch.utils.data.DataLoader(
-        data, size, shuffle=mapped and part is None, sampler=part, collate_fn=collate_fn
-    )
 
 
 class Life:
@@ -632,8 +517,14 @@ class Engine(nn.Module):
             self._core.write_chrome_trace(file)
 
     @property
+    def plan(self) -> Plan:
+        """Where weights and states live: `engine.plan.units[0].home`, `print(engine.plan)`. At any time."""
+        return Plan.of(self._core.plan)
+
+    @property
     def plan_text(self) -> str:
-        return self._core.plan.text
+        """`str(engine.plan)`: the table that the commands print."""
+        return str(self.plan)
 
     def save_checkpoint(self, folder: Any, client_state: dict | None = None, **unknown: Any) -> None:
         """Weights, moments, buffers, hyper-parameters, scheduler, counters, random states and `client_state` (a dict of

@@ -8,6 +8,7 @@
 #include <numeric>
 
 #include "engine/memory/budget.h"
+#include "engine/schedule/plan_homes.h"
 #include "kernels/device_kernels.h"
 
 namespace overspill::engine {
@@ -621,6 +622,7 @@ bool may_guess(const Plan& plan, int32_t chunk) {
 Plan make_plan(const Layout& layout, const Config& config, const DeviceTraits& device) {
   Plan plan = Planner(layout, config, device).make();
   plan.holdings = holdings_of(layout);
+  plan.homes = homes_of(layout, plan, device);
   return plan;
 }
 

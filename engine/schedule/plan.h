@@ -55,6 +55,21 @@ struct Plan {
   };
   std::vector<Holding> holdings;  // for text()
 
+  /// Bytes of one kind of a unit, by the tier that holds them.
+  struct Tiers {
+    int64_t device = 0;
+    int64_t host = 0;
+    int64_t nvme = 0;
+  };
+  /// A unit, for people. Weights are `hi`; states are all its other components.
+  struct UnitHome {
+    std::string name;
+    int64_t parameters = 0;  // without padding, of all ranks
+    bool trainable = true;
+    Tiers weights, states;  // of this rank
+  };
+  std::vector<UnitHome> homes;  // by unit; make_plan fills it in
+
   // Bytes of this rank.
   int64_t host_budget_bytes = 0;
   int64_t weights_host_bytes = 0;

@@ -35,7 +35,9 @@ def nothing_is_written_after_it_was_freed():
     if not ON_TESTS_OWN and not torch.cuda.is_available():
         pytest.skip(f"torch {torch.__version__} sees no GPU")
     torch.use_deterministic_algorithms(not ON_TESTS_OWN, warn_only=True)
-    if not ON_TESTS_OWN:  # cuBLASLt may choose by alignment, which differs between the engine's weights and torch's
+    if (
+        not ON_TESTS_OWN
+    ):  # cuBLASLt may choose by alignment, which differs between the engine's weights and torch's
         torch.backends.cuda.preferred_blas_library("cublas")
     yield
     gc.collect()

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from overspill import engine as module
-from overspill import extra, hooks, ranks, state
+from overspill import extra, hooks, ranks, start, state
 from overspill.config import Config
 from overspill.optimizer import OverspillOptimizer
 from overspill.residency import Residency
@@ -18,17 +18,17 @@ from overspill.residency import Residency
 REASON = "this rank fails here"
 # Where it is raised, or the rank killed: a function that is called at that point, on every rank.
 PLACES = {
-    "script": (module, "initialize"),  # the script itself, before it calls it
+    "script": (start, "initialize"),  # the script itself, before it calls it
     "config": (Config, "read"),
-    "model": (module.divided, "check"),
+    "model": (start.divided, "check"),
     "partition": (module, "partition"),
     "broadcast": (ranks, "broadcast_model"),
     "materialise": (module, "materialise"),
     "weights": (Residency, "take_weights"),
     "hooks": (hooks, "attach"),
     "states": (OverspillOptimizer, "start_states"),
-    "scheduler": (module, "_scheduler"),
-    "loader": (module, "_loader"),
+    "scheduler": (start, "_scheduler"),
+    "loader": (start, "_loader"),
     "step": (OverspillOptimizer, "step"),
     "save": (state, "buffers_to_json"),  # before the ranks tell one another of their random states
     "saved": (state, "dumps"),  # after it, before the core's part
@@ -94,7 +94,7 @@ def main(point: str, by: str, victim: str, folder: str) -> None:
     if fails and (point, by) in (("construction", "disk"), ("construction", "budget")):
         now()
     data = torch.utils.data.TensorDataset(torch.zeros(64, 256))
-    engine, *_ = module.initialize(model, options, training_data=data)
+    engine, *_ = start.initialize(model, options, training_data=data)
     learn(engine, model, fails and (point, by) == ("step", "budget"))
     if fails and by == "disk":
         now()

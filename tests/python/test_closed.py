@@ -25,6 +25,7 @@ ANSWERS = {
     "micro_steps",
     "module",
     "optimizer",
+    "plan",
     "plan_text",
     "predict",
     "rank",

@@ -95,7 +95,10 @@ def test_overlap_is_what_lies_under_compute(tmp_path):
 
 def test_the_table_of_what_may_be_reached_is_what_the_planner_says():
     ended = subprocess.run(
-        [sys.executable, str(ROOT / "bench/gpu/ceiling.py")], env=environment(), capture_output=True, text=True
+        [sys.executable, str(ROOT / "bench/gpu/ceiling.py")],
+        env=environment(),
+        capture_output=True,
+        text=True,
     )
     assert ended.returncode == 0, ended.stderr
     table = [line for line in ended.stdout.splitlines() if line.startswith("|")]
