@@ -15,11 +15,7 @@ import overspill
 if len(sys.argv) not in (4, 5):
     sys.exit(__doc__)
 folder, text, nvme, *rest = sys.argv[1:]
-target = Path("finetuned")
-if target.exists() and (not target.is_dir() or any(target.iterdir())):
-    sys.exit(
-        f"{target.resolve()} is there already, and a checkpoint needs a new folder: move it away, then train"
-    )
+target = overspill.output_folder("finetuned")  # an error, where it cannot be written, comes before training
 length = int(rest[0]) if rest else 256
 tokens = AutoTokenizer.from_pretrained(folder)(Path(text).read_text(), return_tensors="pt").input_ids[0]
 data = tokens[: len(tokens) // length * length].view(-1, length)
@@ -45,4 +41,4 @@ for step, batch in enumerate(loader):
         torch.distributed.all_reduce(mean)
     if engine.rank == 0:
         print(f"step {step}  loss {mean.item():.5f}", flush=True)
-engine.save_checkpoint(target)
+engine.save_pretrained(target)  # opens with AutoModelForCausalLM.from_pretrained("finetuned")

@@ -17,8 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "bindings"))
 import torch
 
 import overspill
-from overspill import memory
-from overspill.cli.merge import merge
+from overspill import memory, merge
 
 PROGRESS_S = 15
 COMPARED = ("model.layers.0.self_attn.q_proj.weight", "model.norm.weight", "lm_head.weight")

@@ -1,9 +1,10 @@
 """Overspill trains models larger than the device. See `initialize`.
 
 Errors that Overspill names are OverspillError: BudgetError, CheckpointError, CommunicatorError, EngineFailed,
-NonFiniteError, RankError, StoreError and WrongProcess (a call in a forked child of the engine's process). All are
-RuntimeErrors; ConfigError and overspill.data.DataError are ValueErrors too. A wrong argument of a call is a plain
-ValueError or TypeError.
+FolderError, NonFiniteError, RankError, StoreError, ThreadError (another thread is at work in an engine) and
+WrongProcess (a call in a forked child of the engine's process). All are RuntimeErrors; ConfigError and
+overspill.data.DataError are ValueErrors too, NonFiniteError is a FloatingPointError. A wrong argument of a call is a
+plain ValueError or TypeError.
 """
 
 from . import optim
@@ -16,9 +17,12 @@ from ._core import (
     StoreError,
     WrongProcess,
 )
+from .calls import ThreadError
 from .config import Config, ConfigError
 from .engine import Engine
+from .folders import FolderError, output_folder
 from .init import Init
+from .merging import Merged, merge
 from .optimizer import NonFiniteError
 from .plan import Plan
 from .ranks import RankError
@@ -33,14 +37,19 @@ __all__ = [
     "ConfigError",
     "Engine",
     "EngineFailed",
+    "FolderError",
     "Init",
     "Initialized",
+    "Merged",
     "NonFiniteError",
     "OverspillError",
     "Plan",
     "RankError",
     "StoreError",
+    "ThreadError",
     "WrongProcess",
     "initialize",
+    "merge",
     "optim",
+    "output_folder",
 ]

@@ -27,6 +27,7 @@ from typing import Any
 import torch
 
 from . import _core, residency
+from ._core import OverspillError
 from .residency import Residency, Segment, Unit
 
 
@@ -224,12 +225,12 @@ class Alone:
             unclaim(self.stack)
 
 
-class OtherThreadWorks(RuntimeError):
+class ThreadError(OverspillError):
     """It is refused what another thread is in the middle of."""
 
 
 def _refuse_thread(other: Stack) -> None:
-    raise OtherThreadWorks(
+    raise ThreadError(
         f"overspill: thread {other.thread()!r} is inside a forward, backward, step, load, save or read of an engine's "
         f"weights, and {threading.current_thread().name!r} called an engine too: the engines of a process work in one "
         "thread at a time; let the threads take turns (a lock around each use; engine.stats() needs none)"

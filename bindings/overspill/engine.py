@@ -11,6 +11,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from torch._C import DisableTorchFunction
 from . import (
     _core,
     calls,
+    exporting,
     files,
     given,
     giving,
@@ -38,7 +40,7 @@ from . import (
     vertical,
 )
 from .boundary import Boundary, SchedulerState
-from .config import Config, check_folders
+from .config import Config, check_folders, parse_size
 from .ending import End
 from .extra import Extra
 from .foreign import ForeignOptimizer
@@ -554,6 +556,41 @@ class Engine(nn.Module):
             reading.hand_over(self._residency.units)
             self.optimizer.settle()
             self._core.save(folder, state.dumps(self._extra(client_state)))
+
+    def save_pretrained(
+        self,
+        folder: str | os.PathLike[str],
+        *,
+        dtype: torch.dtype | None = None,
+        tokenizer: Any = None,
+        shard_size: int | str = "4GiB",
+    ) -> None:
+        """Writes the model as a Hugging Face folder that `from_pretrained` opens: weights, config, tokenizer. Host
+        memory: one weight at a time. All ranks call it with one folder, and rank 0 writes. A model that is there is
+        replaced, once the new one is whole; `overspill.output_folder` looks at the folder before training.
+
+        Args:
+            folder: a new name, an empty folder, or a model's folder
+            dtype: torch.float32 for the exact masters, torch.bfloat16, or None for each weight's own dtype
+            tokenizer: what has a save_pretrained of its own. None: the files of the folder that the model was made
+                from, where that is known
+            shard_size: bytes of the largest file, a number or a text such as "4GiB"
+
+        Raises:
+            FolderError: something else than a model is in the folder
+            CheckpointError: no class of transformers would open these names and shapes
+            TypeError: the module is no model of transformers
+            OSError: there is no room
+        """
+        self._settle()
+        exporting.check_module(self.module)
+        target = Path(given.path("save_pretrained", folder))
+        most, wide = parse_size(shard_size), exporting.check_dtype(dtype)
+        with calls.Alone():
+            calls.check(sys._getframe())
+            replaced.check(self.module, self._residency)
+            reading.hand_over(self._residency.units)
+            exporting.save(self.module, self._group, target, wide, tokenizer, most)
 
     def _extra(self, client_state: dict | None) -> dict:
         """What a checkpoint has beside weights and states."""

@@ -259,7 +259,7 @@ def _hold_block(call: Call, units: list[Unit]) -> None:
 def _release_block(call: Call) -> None:
     """Outside forward: of what was edited, whatever autograd saved before is out of date. While another thread works,
     the block stays listed, and is released by whatever works next: a block that has begun ends without an error."""
-    with contextlib.suppress(calls.OtherThreadWorks), DisableTorchFunction(), calls.Alone():
+    with contextlib.suppress(calls.ThreadError), DisableTorchFunction(), calls.Alone():
         calls.work(sys._getframe(), ending=call)
         if call in books.blocks:  # else `work` has put right what was broken off, this block with it
             calls.end_block(call)

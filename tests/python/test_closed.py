@@ -120,6 +120,7 @@ CALLS = {
     "load_state_dict": lambda: engine.load_state_dict(loaded),
     "optimizer_state": lambda: engine.optimizer_state(parameter),
     "save_checkpoint": lambda: engine.save_checkpoint(folder + "/again"),
+    "save_pretrained": lambda: engine.save_pretrained(folder + "/model"),
     "trace": lambda: enter(engine.trace(folder + "/trace.json")),
     "train_batch": lambda: engine.train_batch(iter([x] * 9), loss=lambda batch: engine(batch).square().mean()),
     "weight": lambda: engine.weight(parameter),

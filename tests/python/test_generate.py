@@ -8,8 +8,8 @@ import pytest
 import tiny
 from safetensors.torch import load_file, save_file
 
-from overspill import CheckpointError
-from overspill.cli import architecture, main
+from overspill import CheckpointError, architecture
+from overspill.cli import main
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +80,7 @@ def test_a_model_of_layers_without_end_is_refused_before_one_is_made(name, model
     assert main(["plan", "--model", str(model), "--host-budget", "64MiB"]) == 1
     assert wrong in capsys.readouterr().err
     with pytest.raises(CheckpointError, match="and the weights are 1 tensors"):
-        architecture.check({"weight": (1,)}, tmp_path, model, model)
+        architecture.fit({"weight": (1,)}, model, model)
 
 
 @pytest.mark.parametrize(("layers", "wrong"), [(1, "not wanted by LlamaForCausalLM"), (3, "missing")])

@@ -19,9 +19,7 @@ from transformers import (
 )
 
 import overspill
-from overspill import CheckpointError, _core
-from overspill.cli.common import CliError
-from overspill.cli.merge import merge
+from overspill import CheckpointError, FolderError, _core, merge
 
 SMALL = {
     "vocab_size": 64,
@@ -96,7 +94,7 @@ class Normed(nn.Module):
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_buffers_and_parameters_without_elements(dtype, train, tmp_path, capsys):
+def test_buffers_and_parameters_without_elements(dtype, train, tmp_path):
     (tmp_path / "hf").mkdir()
     (tmp_path / "hf/config.json").write_text("{}")
     x = torch.randn(6, 8, generator=torch.Generator().manual_seed(1))
@@ -108,8 +106,8 @@ def test_buffers_and_parameters_without_elements(dtype, train, tmp_path, capsys)
 
     made = Normed()
     outputs, held = train(made, lambda engine: engine.train()(x).square().mean(), look)
-    merge(tmp_path / "saved", tmp_path / "out", dtype, shard_bytes=500, model=tmp_path / "hf")
-    assert "not compared with a model: config.json is not of a model" in capsys.readouterr().out
+    merged = merge(tmp_path / "saved", tmp_path / "out", dtype=dtype, shard_size=500, model=tmp_path / "hf")
+    assert "not compared with a model: config.json is not of a model" in merged.said
     index = json.loads((tmp_path / "out/model.safetensors.index.json").read_text())["weight_map"]
     merged = {}
     for name in sorted(set(index.values())):
@@ -146,7 +144,7 @@ def test_deepseek_keeps_the_bias_of_its_router(train, tmp_path):
     name, bias = next((n, b) for n, b in model.named_buffers() if n.endswith("e_score_correction_bias"))
     bias.copy_(torch.tensor([0.1, -0.3, 0.2, 0.5]))
     wanted = train(model, language_loss, lambda engine: logits(engine))
-    merge(tmp_path / "saved", tmp_path / "out", "fp32", model=saved_config(model, tmp_path / "hf"))
+    merge(tmp_path / "saved", tmp_path / "out", dtype="fp32", model=saved_config(model, tmp_path / "hf"))
     opened, found = AutoModelForCausalLM.from_pretrained(
         tmp_path / "out", dtype="auto", output_loading_info=True
     )
@@ -155,14 +153,16 @@ def test_deepseek_keeps_the_bias_of_its_router(train, tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["llama", "mixtral"])
-def test_it_opens_with_the_same_logits(kind, train, tmp_path, capsys):
+def test_it_opens_with_the_same_logits(kind, train, tmp_path):
     config = LlamaConfig(**SMALL, tie_word_embeddings=True)
     if kind == "mixtral":  # its experts are one tensor in memory, and many in a folder of the hub
         config = MixtralConfig(**SMALL, num_local_experts=4, num_experts_per_tok=2)
     model = causal(config)
     wanted = train(model, language_loss, lambda engine: (logits(engine), engine.state_dict()))
-    merge(tmp_path / "saved", tmp_path / "out", "fp32", model=saved_config(model, tmp_path / "hf"))
-    assert f"it opens as {type(model).__name__}" in capsys.readouterr().out
+    merged = merge(
+        tmp_path / "saved", tmp_path / "out", dtype="fp32", model=saved_config(model, tmp_path / "hf")
+    )
+    assert f"it opens as {type(model).__name__}" in merged.said
     opened, found = AutoModelForCausalLM.from_pretrained(
         tmp_path / "out", dtype="auto", output_loading_info=True
     )
@@ -178,7 +178,7 @@ def test_it_opens_with_the_same_logits(kind, train, tmp_path, capsys):
 
 def refused(tmp_path, **changes) -> str:
     before = sorted(p.name for p in tmp_path.iterdir())
-    with pytest.raises(CliError) as error:
+    with pytest.raises(CheckpointError) as error:
         merge(tmp_path / "saved", tmp_path / "out", model=tmp_path / "hf")
     assert sorted(p.name for p in tmp_path.iterdir()) == before
     return str(error.value)
@@ -216,7 +216,7 @@ def test_a_configuration_of_another_model_is_refused(changes, said, train, tmp_p
     assert said in refused(tmp_path)
 
 
-def test_another_class_needs_a_configuration_that_names_it(train, tmp_path, capsys):
+def test_another_class_needs_a_configuration_that_names_it(train, tmp_path):
     torch.manual_seed(0)
     model = LlamaForSequenceClassification(LlamaConfig(**SMALL, num_labels=3, pad_token_id=0))
     train(model, lambda engine: engine(input_ids=IDS, labels=torch.tensor([0, 2])).loss)
@@ -224,8 +224,8 @@ def test_another_class_needs_a_configuration_that_names_it(train, tmp_path, caps
     message = refused(tmp_path)
     assert "missing lm_head.weight; unexpected score.weight" in message and "architectures" in message
     saved_config(model, tmp_path / "hf")
-    merge(tmp_path / "saved", tmp_path / "out", "fp32", model=tmp_path / "hf")
-    assert "it opens as LlamaForSequenceClassification" in capsys.readouterr().out
+    merged = merge(tmp_path / "saved", tmp_path / "out", dtype="fp32", model=tmp_path / "hf")
+    assert "it opens as LlamaForSequenceClassification" in merged.said
 
 
 def test_values_that_transformers_would_convert_again_are_refused(train, tmp_path, monkeypatch):
@@ -296,7 +296,7 @@ def test_a_link_in_a_checkpoint_is_not_followed(llama, tmp_path):
         whole = victim.read_bytes() if victim.exists() else None
         victim.unlink(missing_ok=True)
         victim.symlink_to(tmp_path / ("nowhere" if "dangling" in name else "secret"))
-        with pytest.raises(CliError, match=r"is a symbolic link|cannot be read") as error:
+        with pytest.raises(CheckpointError, match=r"is a symbolic link|cannot be read") as error:
             merge(llama, tmp_path / "out")
         assert "\x1b" not in str(error.value) and "--model" in str(error.value)
         assert names(tmp_path) == before
@@ -305,19 +305,19 @@ def test_a_link_in_a_checkpoint_is_not_followed(llama, tmp_path):
             victim.write_bytes(whole)
     (llama / "hf").rename(tmp_path / "elsewhere")
     (llama / "hf").symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(CliError, match="is a symbolic link"):
+    with pytest.raises(CheckpointError, match="is a symbolic link"):
         merge(llama, tmp_path / "out")
 
 
 def test_other_things_in_a_checkpoint(llama, tmp_path):
     (llama / "hf/vocabulary").mkdir()
     os.mkfifo(llama / "hf/vocab.pipe")
-    with pytest.raises(CliError, match=r"vocab\.pipe' is no file"):
+    with pytest.raises(CheckpointError, match=r"vocab\.pipe' is no file"):
         merge(llama, tmp_path / "out")
     (llama / "hf/vocab.pipe").unlink()
     with (llama / "hf/vocab.large").open("wb") as file:
         file.truncate((256 << 20) + 1)
-    with pytest.raises(CliError, match=r"vocab\.large' is no file of up to"):
+    with pytest.raises(CheckpointError, match=r"vocab\.large' is no file of up to"):
         merge(llama, tmp_path / "out")
     (llama / "hf/vocab.large").unlink()
     (llama / "hf/model.safetensors.index.json").write_text("{}")
@@ -382,7 +382,7 @@ def test_damaged_folders_are_named(llama, tmp_path):
     before = names(tmp_path)
 
     def fails(match, **options):
-        with pytest.raises((CliError, CheckpointError), match=match):
+        with pytest.raises(CheckpointError, match=match):
             merge(llama, tmp_path / "out", **options)
         assert names(tmp_path) == before
 
@@ -405,16 +405,16 @@ def test_damaged_folders_are_named(llama, tmp_path):
     (llama / "away").rename(data)
     (llama / "manifest.json").rename(llama / "away")
     fails("no complete checkpoint")
-    with pytest.raises(CliError, match="no folder"):
+    with pytest.raises(CheckpointError, match="no folder"):
         merge(tmp_path / "nowhere", tmp_path / "out")
 
 
 def test_a_full_disk_leaves_nothing(llama, tmp_path):
     with small(tmp_path / "disk", "64k") as disk:
         with pytest.raises(CheckpointError, match="No space left on device"):
-            merge(llama, disk / "out", "fp32")
+            merge(llama, disk / "out", dtype="fp32")
         assert not list(disk.iterdir())
-        with pytest.raises(CliError, match="where a file system is mounted"):
+        with pytest.raises(FolderError, match="where a file system is mounted"):
             merge(llama, disk)
 
 

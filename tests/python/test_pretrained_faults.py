@@ -90,8 +90,8 @@ def test_a_configuration_of_modules_without_end_is_refused(command, tmp_path, mo
     """By names that nobody listed. Once they were made until memory was full."""
     from transformers import AutoModelForCausalLM, xLSTMConfig, xLSTMForCausalLM
 
-    from overspill import pretrained
-    from overspill.cli import architecture, generate
+    from overspill import architecture, pretrained
+    from overspill.cli import generate
 
     small = xLSTMConfig(hidden_size=32, embedding_dim=32, num_hidden_layers=1, num_heads=2, vocab_size=16)
     xLSTMForCausalLM(small).save_pretrained(tmp_path)
@@ -105,7 +105,7 @@ def test_a_configuration_of_modules_without_end_is_refused(command, tmp_path, mo
     calls = {
         "train": lambda: pretrained.empty_causal_lm(stored),
         "generate": lambda: generate._model(AutoModelForCausalLM, tmp_path),
-        "merge": lambda: architecture.check(shapes, tmp_path, tmp_path, tmp_path),
+        "merge": lambda: architecture.fit(shapes, tmp_path, tmp_path),
     }
     init = nn.Module.__init__
     with pytest.raises(

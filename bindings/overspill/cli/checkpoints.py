@@ -16,8 +16,9 @@ import stat
 from pathlib import Path
 
 from overspill import _core, durable
-from overspill.cli.common import CliError, copy_small_files, describe, not_of_a_model
+from overspill.cli.common import CliError, describe
 from overspill.memory import human
+from overspill.model_files import copy_small_files, not_of_a_model
 
 STEP = re.compile(r"step-(\d{6,})")
 PARTIAL = re.compile(STEP.pattern + r"\.partial")

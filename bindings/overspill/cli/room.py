@@ -9,8 +9,9 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from overspill.cli.common import CliError, small_files
+from overspill.cli.common import CliError
 from overspill.memory import human
+from overspill.model_files import small_files
 
 BESIDE_BYTES = 1 << 20  # of a checkpoint beside its data: the manifest, and of the run: log, plot
 FINISH = '{"engine": {"train_after_save": false}}'

@@ -1,55 +1,52 @@
-"""Whether a checkpoint's names and shapes are those of the model that its config.json describes.
+"""Whether names and shapes are those of the model that a config.json describes.
 
 `from_pretrained` draws at random what it does not find, and ignores what it does not know. So names that do not fit are
-an error of the merge, before a byte is written.
+an error of who writes a model's folder, before a byte is written.
 """
+
+from __future__ import annotations
 
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from typing import NamedTuple
 
-from overspill.cli.common import CliError
+from ._core import CheckpointError
+from .pretrained import bounded_modules, check_counts, some, wanted
 
 _PEFT = "base_model.model."
-_IN_A_SCRIPT = (
-    "make the same model and engine, `engine.load_checkpoint(CHECKPOINT)`, then "
-    "`with engine.gathered(list(model.parameters())): "
-)
-_WAY_OUT = (
-    "In the training script save the model's configuration (`model.config.architectures = "
-    "[type(model).__name__]; model.config.save_pretrained(DIR)`) and give merge that folder: --model DIR. "
-    f"Or in a script {_IN_A_SCRIPT}model.save_pretrained(OUT)`"
-)
 
 
-def check(shapes: Mapping[str, tuple[int, ...]], checkpoint: Path, folder: Path, named: Path) -> str:
-    """What may be said of it: which class opens the model, or why that could not be found out.
+class Fit(NamedTuple):
+    """`wrong`: what does not fit, in words; empty where all does. `said`: which class opens the model then, or why that
+    could not be found out."""
 
-    shapes: of what will be written. folder: has config.json; `named` is what errors call it. Raises CliError for names
-    of PEFT and those that no class fits which config.json may mean, CheckpointError for one that speaks of layers
-    without end.
-    """
-    from overspill.pretrained import check_counts, some
+    wrong: str
+    said: str
 
-    adapted = [name for name in sorted(shapes) if name.startswith(_PEFT)]
-    if adapted:  # whatever config.json means: also where there is no class to compare with
-        raise CliError(
-            f"{checkpoint} has names of PEFT, whose adapters merge does not join: {some(adapted)}. In a script "
-            f"{_IN_A_SCRIPT}model.merge_and_unload().save_pretrained(OUT)`"
-        )
+
+def names_of_peft(shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
+    return [name for name in sorted(shapes) if name.startswith(_PEFT)]
+
+
+def fit(shapes: Mapping[str, tuple[int, ...]], folder: Path, named: Path) -> Fit:
+    """shapes: of what will be written. folder: has config.json; `named` is what errors call it. Raises CheckpointError
+    for a configuration that speaks of layers without end."""
     check_counts(folder, len(shapes), named)
     first = ""
     try:
         for kind in _classes(folder):
             wrong = _mismatch(_empty(kind, folder, len(shapes), named), shapes)
             if not wrong:
-                return f"it opens as {kind.__name__}"
+                return Fit("", f"it opens as {kind.__name__}")
             first = first or f"{kind.__name__} of {named}/config.json: {wrong}"
     except _Unknown as reason:
-        return f"its names were not compared with a model: {reason}"
+        return Fit("", f"its names were not compared with a model: {reason}")
+    except CheckpointError:  # of modules without end
+        raise
     except Exception as error:  # whatever transformers raises for a configuration that is wrong
         first = first or f"{named}/config.json, of which no model can be made ({str(error)[:200]})"
-    raise CliError(f"{checkpoint} does not fit {first}. {_WAY_OUT}")
+    return Fit(first, "")
 
 
 class _Unknown(Exception):
@@ -83,8 +80,6 @@ def _empty(kind: type, folder: Path, tensors: int, named: Path):
     """The model's shapes, on the meta device, as from_pretrained makes it first."""
     import torch
 
-    from overspill.pretrained import bounded_modules
-
     config = kind.config_class.from_pretrained(folder)
     try:
         with torch.device("meta"), bounded_modules(tensors, named):
@@ -95,8 +90,6 @@ def _empty(kind: type, folder: Path, tensors: int, named: Path):
 
 def _mismatch(model, shapes: Mapping[str, tuple[int, ...]]) -> str:
     """What is wrong, empty if nothing is."""
-    from overspill.pretrained import some, wanted
-
     groups = wanted(model)
     expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     missing = [names[0] for names, _ in groups if not any(name in shapes for name in names)]

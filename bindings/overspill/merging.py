@@ -1,0 +1,172 @@
+"""A checkpoint becomes a Hugging Face folder: safetensors, config, tokenizer."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from . import _core, architecture, durable, extra, folders
+from ._core import CheckpointError
+from .config import parse_size
+from .model_files import OTHER_FOLDER, copy_saved_small_files, copy_small_files
+from .pretrained import some
+from .units import DTYPES
+
+NAMES = {"bf16": "bfloat16", "fp32": "float32"}
+_IN_A_SCRIPT = (
+    "make the same model and engine, `engine.load_checkpoint(CHECKPOINT)`, then "
+    "`with engine.gathered(list(model.parameters())): "
+)
+_WAY_OUT = (
+    "In the training script save the model's configuration (`model.config.architectures = "
+    "[type(model).__name__]; model.config.save_pretrained(DIR)`) and give merge that folder: --model DIR (in a script "
+    f"model=DIR). Or in a script {_IN_A_SCRIPT}model.save_pretrained(OUT)`"
+)
+
+
+class Merged(NamedTuple):
+    """What `merge` wrote: tensors, bytes of weights, files of weights, and which class of transformers opens it (or why
+    nobody could tell)."""
+
+    tensors: int
+    bytes: int
+    files: int
+    said: str
+
+
+def merge(
+    checkpoint: str | os.PathLike[str],
+    folder: str | os.PathLike[str],
+    *,
+    dtype: str = "bf16",
+    shard_size: int | str = "4GiB",
+    model: str | os.PathLike[str] | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> Merged:
+    """Turns a checkpoint into a Hugging Face folder that `from_pretrained` opens. Needs no engine and no GPU.
+
+    Weights are streamed, in host memory of a few MiB, at most one tensor that is not row-major. Names and shapes have
+    to be those of a class that config.json means. The folder appears under its name only when it is whole.
+
+    Args:
+        checkpoint: what `engine.save_checkpoint` or `overspill train` saved, of any number of ranks
+        folder: to write: a new name, or an empty folder
+        dtype: "bf16" reads only the halves that forward uses; "fp32" writes the exact masters
+        shard_size: bytes of the largest file, a number or a text such as "4GiB"
+        model: the folder with config.json and the tokenizer's files. None: the checkpoint's own copies, which
+            `overspill train` adds
+        progress: called with (bytes done, bytes in all)
+
+    Raises:
+        CheckpointError: the checkpoint or config.json is damaged, or they are of two models
+        FolderError: `folder` is there and not empty
+        OSError: there is no room; `folder` is as it was
+    """
+    if dtype not in NAMES:
+        raise ValueError(f"overspill: merge: dtype = {dtype!r}: one of {', '.join(NAMES)}")
+    source, out = Path(checkpoint), Path(folder)
+    if not source.is_dir():
+        raise CheckpointError(
+            f"checkpoint {source} is no folder; give a folder that training saved, e.g. OUT/checkpoints/step-…"
+        )
+    folders.check_empty(out)
+    manifest = _core.manifest(source)
+    beside = extra.tensors(manifest["extra_json"], source)
+    small = Path(model) if model else source / "hf"
+    if not (small / "config.json").is_file():
+        raise CheckpointError(f"{small} has no config.json; {OTHER_FOLDER}")
+    out = out.resolve()
+    for leftover in _leftovers(out):
+        print(
+            f"merge: {leftover} was left by a merge that was killed, or belongs to one that runs now; if none runs, "
+            "delete it",
+            file=sys.stderr,
+        )
+    durable.make_folders(out.parent)
+    part = durable.part_of(out)
+    part.mkdir()
+    try:
+        (part / "small").mkdir()
+        copy = copy_small_files if model else copy_saved_small_files
+        copy(small, part / "small")
+        _set_dtype(part / "small/config.json", small, NAMES[dtype])
+        said = _check_names(_shapes(manifest, beside), source, part / "small", small)
+        counted = _core.merge(
+            source,
+            part / "model",
+            dtype,
+            parse_size(shard_size),
+            progress or _look_at_signals,
+            [_given(name, tensor, source) for name, tensor in beside.items()],
+        )
+        for file in (part / "small").iterdir():
+            file.rename(part / "model" / file.name)
+        durable.rename_folder(part / "model", out)
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+    return Merged(counted["tensors"], counted["bytes"], counted["files"], said)
+
+
+def _look_at_signals(done: int, total: int) -> None:
+    """A signal is looked at when Python runs, which while the core merges is here."""
+
+
+def _leftovers(out: Path) -> list[Path]:
+    """Folders that were to become `out`. A running merge may own one, so merge only names them."""
+    name = re.compile(re.escape(out.name) + r"\.part-[0-9a-f]{8}")
+    return sorted(path for path in out.parent.glob("*") if name.fullmatch(path.name))
+
+
+def _shapes(manifest: Mapping[str, Any], beside: Mapping[str, torch.Tensor]) -> dict[str, tuple[int, ...]]:
+    shapes = {name: tuple(tensor.shape) for name, tensor in beside.items()}
+    for unit in manifest["units"]:
+        shapes.update({segment["name"]: tuple(segment["shape"]) for segment in unit["segments"]})
+    return shapes
+
+
+def _check_names(shapes: Mapping[str, tuple[int, ...]], checkpoint: Path, folder: Path, named: Path) -> str:
+    """Which class opens the model. Raises CheckpointError where none does."""
+    if adapted := architecture.names_of_peft(shapes):  # also where there is no class to compare with
+        raise CheckpointError(
+            f"{checkpoint} has names of PEFT, whose adapters merge does not join: {some(adapted)}. In a script "
+            f"{_IN_A_SCRIPT}model.merge_and_unload().save_pretrained(OUT)`"
+        )
+    found = architecture.fit(shapes, folder, named)
+    if found.wrong:
+        raise CheckpointError(f"{checkpoint} does not fit {found.wrong}. {_WAY_OUT}")
+    return found.said
+
+
+def _given(name: str, tensor: torch.Tensor, checkpoint: Path) -> tuple[str, str, list[int], bytes]:
+    """As core.merge takes it."""
+    if tensor.dtype not in DTYPES:
+        raise CheckpointError(
+            f"{checkpoint}: {name} is {tensor.dtype}, which safetensors cannot hold; give this buffer another dtype in "
+            "the model (or persistent=False) and save again"
+        )
+    flat = tensor.reshape(-1).view(torch.uint8) if tensor.numel() else torch.empty(0, dtype=torch.uint8)
+    return name, DTYPES[tensor.dtype], list(tensor.shape), flat.numpy().tobytes()
+
+
+def _set_dtype(config: Path, named: Path, dtype: str) -> None:
+    try:
+        values = json.loads(config.read_bytes())
+        if not isinstance(values, dict):
+            raise ValueError("it is no JSON object")
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{named}/config.json cannot be read ({error}); {OTHER_FOLDER}") from None
+    if values.get("quantization_config"):
+        raise CheckpointError(
+            f"{named}/config.json has a quantization_config, and merged weights are {dtype}: from_pretrained would "
+            f"take them for quantised ones; remove it there, or {OTHER_FOLDER}"
+        )
+    values.pop("torch_dtype", None)
+    durable.write_text(config, json.dumps({**values, "dtype": dtype}, indent=2, sort_keys=True) + "\n")
