@@ -3,7 +3,7 @@
 import sys
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig
 
 import overspill
 
@@ -12,11 +12,12 @@ if len(sys.argv) != 2:
 config = {"budget": {"host": "1500MiB", "nvme": [sys.argv[1]]}, "optimizer": {"lr": 1e-5}}
 torch.manual_seed(0)
 with overspill.Init(config):  # one parameter at a time: the rest is on disk
-    model = LlamaForCausalLM._from_config(LlamaConfig(num_hidden_layers=4), dtype=torch.bfloat16)
+    config_of_model = LlamaConfig(num_hidden_layers=4)
+    model = AutoModelForCausalLM.from_config(config_of_model, dtype=torch.bfloat16)  # type: ignore[no-untyped-call]
 model.requires_grad_(False)
 model.model.layers[-1].requires_grad_(True)
-engine, optimizer, _, _ = overspill.initialize(model, config)
-print(engine.plan_text)
+engine = overspill.initialize(model, config).engine
+print(engine.plan)
 ids = torch.randint(0, model.config.vocab_size, (1, 64))
 for step in range(3):
     loss = engine(input_ids=ids, labels=ids, use_cache=False).loss

@@ -12,7 +12,7 @@ import re
 import secrets
 import warnings
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 from pydantic import (
     AfterValidator,
@@ -40,6 +40,7 @@ def parse_size(value: Any) -> int:
     ValueError."""
     if isinstance(value, bool):
         raise ValueError('a size is a number of bytes or a text such as "600MiB"')
+    size: float
     if isinstance(value, int):
         size = value
     else:
@@ -119,14 +120,21 @@ Int = Annotated[int, BeforeValidator(_no_truth_value)]
 Float = Annotated[float, BeforeValidator(_no_truth_value)]
 
 
-class _Named(type(BaseModel)):
+if TYPE_CHECKING:
+    from pydantic._internal._model_construction import ModelMetaclass
+    from pydantic_core import ErrorDetails
+else:
+    ModelMetaclass = type(BaseModel)
+
+
+class _Named(ModelMetaclass):
     """Of sections: what is wrong in one that is made in Python is a ConfigError too, in the same words."""
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         try:
             return super().__call__(*args, **kwargs)
         except ValidationError as error:
-            raise ConfigError(_explained(error, cls)) from None
+            raise ConfigError(_explained(error, cls)) from None  # type: ignore[arg-type]
 
 
 class _Section(BaseModel, metaclass=_Named):
@@ -175,7 +183,7 @@ class Adam(AdamW):
     """torch's: weight decay is an L2 term. In DeepSpeed's form, with "params", Adam is AdamW unless adam_w_mode is
     false."""
 
-    type: Literal["Adam"] = "Adam"
+    type: Literal["Adam"] = "Adam"  # type: ignore[assignment]
     weight_decay: _Rate = 0.0
 
 
@@ -381,7 +389,7 @@ class Config(_Section):
     engine: EngineOptions = EngineOptions()
 
     @classmethod
-    def read(cls, source: Config | dict | str | os.PathLike) -> Config:
+    def read(cls, source: Config | dict[str, Any] | str | os.PathLike[str]) -> Config:
         """Raises ConfigError that names the key, its value and the nearest valid key."""
         if isinstance(source, cls):
             return source
@@ -455,7 +463,7 @@ def parse_json(text: str) -> Any:
     return json.loads(text, object_pairs_hook=each_once)
 
 
-def _read_json(path: Any) -> dict:
+def _read_json(path: Any) -> dict[str, Any]:
     try:
         with Path(path).open(encoding="utf-8") as file:
             data = parse_json(file.read())
@@ -483,9 +491,9 @@ def _explained(error: ValidationError, root: type[BaseModel]) -> str:
     return "\n".join(_explain(item, root) for item in error.errors())
 
 
-def _explain(item: dict, root: type[BaseModel]) -> str:
+def _explain(item: ErrorDetails, root: type[BaseModel]) -> str:
     """One line for one pydantic error."""
-    path = [part for part in item["loc"] if isinstance(part, (str, int))]
+    path: list[Any] = list(item["loc"])
     if item["type"] == "union_tag_invalid":
         known = ", ".join(kind.__name__ for kind in _TYPES.values())
         where = ".".join(map(str, [*path, "type"]))
@@ -507,7 +515,7 @@ def _unknown(where: str, name: str, value: Any, section: type[BaseModel]) -> str
     return f"config: {where} = {value!r}: unknown key; {advice}"
 
 
-def _section(path: list, tag: str | None, root: type[BaseModel]) -> type[BaseModel]:
+def _section(path: list[Any], tag: str | None, root: type[BaseModel]) -> type[BaseModel]:
     """`tag` is the optimizer's type, where the path leads into it."""
     if tag is not None:
         return _TYPES[tag.lower()]

@@ -163,20 +163,20 @@ class Engine(nn.Module):
             holders = self.world_size * (model_group.world if model_group else 1)
             for each, user in taken:
                 made.append(self._make_optimizer(each, user, holders))
-            for each in made:
-                each.on_nonfinite = config.on_nonfinite
-                each.before_step = functools.partial(newcomers.check, model, self._residency.units)
-                each.keeps_gradients = _weakly(self._leaves_gradients, True)
-            self.optimizer = parts.Several(made) if isinstance(optimizer, (list, tuple)) else made[0]
+            for one in made:
+                one.on_nonfinite = config.on_nonfinite
+                one.before_step = functools.partial(newcomers.check, model, self._residency.units)
+                one.keeps_gradients = _weakly(self._leaves_gradients, True)
+            self.optimizer: Any = parts.Several(made) if isinstance(optimizer, (list, tuple)) else made[0]
             self.optimizer.start_states()
             self._residency.clearing = weakref.WeakMethod(self._clear_gradients)
             for name, gradient in gradients.items():
                 model.get_parameter(name).grad = gradient
             if config.engine.speculate and len(made) == 1:
-                self._residency.expect_step = _weakly(self.optimizer.expect_step)
+                self._residency.expect_step = _weakly(made[0].expect_step)
         except BaseException as error:
-            for each in made:
-                each.undo()
+            for one in made:
+                one.undo()
             end.give_up(error)
             raise
         self.lr_scheduler: Any = None
@@ -249,7 +249,7 @@ class Engine(nn.Module):
     def __dir__(self) -> list[str]:
         return sorted({*object.__dir__(self), *dir(self.module)})
 
-    def __deepcopy__(self, memo: dict) -> nn.Module:
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
         """A model of its own, without an engine."""
         return copy.deepcopy(self.module, memo)
 
@@ -277,7 +277,7 @@ class Engine(nn.Module):
         self._core.begin_backward()
         steps = self.config.gradient_accumulation_steps
         scaled = loss / steps if steps > 1 else loss
-        scaled.backward(**kwargs)
+        scaled.backward(**kwargs)  # type: ignore[no-untyped-call]
         return scaled
 
     def step(self) -> None:
@@ -359,7 +359,10 @@ class Engine(nn.Module):
                 f"overspill: train_batch needs gradient_accumulation_steps = {count} micro-batches, there are "
                 f"{len(micro_batches)}"
             )
-        forwards = [functools.partial(loss or self._own_loss, batch) for batch in micro_batches]
+        own = loss or self._own_loss
+        forwards: list[Callable[[], torch.Tensor]] = [
+            functools.partial(own, batch) for batch in micro_batches
+        ]
         with calls.Alone():
             try:
                 losses = self._losses(forwards)
@@ -461,7 +464,8 @@ class Engine(nn.Module):
         if segment is None or not segment.unit.is_trained:
             return {}
         with calls.Alone():  # all of one update
-            return self.optimizer.states_of(segment)
+            states: dict[str, torch.Tensor] = self.optimizer.states_of(segment)
+            return states
 
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
         """As torch's: scales the gradients that there are to a 2-norm of `max_norm` at most, in place of
@@ -478,7 +482,7 @@ class Engine(nn.Module):
         units = list({id(s.unit): s.unit for s in segments if s is not None}.values())
         return hooks.Gathered(units)
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> dict:
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """The module's, with no other thread's step between its weights."""
         with calls.Alone():
             return self.module.state_dict(*args, **kwargs)
@@ -490,22 +494,24 @@ class Engine(nn.Module):
         with calls.Alone():
             self._core.synchronize()
 
-    def stats(self) -> dict:
+    def stats(self) -> dict[str, Any]:
         """The core's figures, at any time and in any thread."""
-        return self._core.stats()
+        stats: dict[str, Any] = self._core.stats()
+        return stats
 
-    def report(self) -> dict | None:
+    def report(self) -> dict[str, Any] | None:
         """What the last step spent its time on (docs/step.md); None before the first."""
         report = self._core.report()
         return report.as_dict() if report.total_ns else None
 
-    def predict(self, budgets: Iterable[int] | None = None) -> dict:
+    def predict(self, budgets: Iterable[int] | None = None) -> dict[str, Any]:
         """What a step takes under this plan by the figures measured so far, its bound, and the same for other host
         budgets (docs/step.md). `limit` is "unknown" before the second step."""
         if budgets is None:
             now = self.config.budget.host
             budgets = [now * eighths // 8 for eighths in (9, 10, 12, 16, 24, 32, 64)]
-        return self._core.predict(given.budgets(budgets))
+        found: dict[str, Any] = self._core.predict(given.budgets(budgets))
+        return found
 
     @contextmanager
     def trace(self, path: Any) -> Iterator[None]:
@@ -528,7 +534,9 @@ class Engine(nn.Module):
         """`str(engine.plan)`: the table that the commands print."""
         return str(self.plan)
 
-    def save_checkpoint(self, folder: Any, client_state: dict | None = None, **unknown: Any) -> None:
+    def save_checkpoint(
+        self, folder: Any, client_state: dict[str, Any] | None = None, **unknown: Any
+    ) -> None:
         """Weights, moments, buffers, hyper-parameters, scheduler, counters, random states and `client_state` (a dict of
         plain values), between two steps: gradients are not in it. All ranks call it, with a folder that all of them
         see; beside weights and moments it holds rank 0's values, and every rank's random states. Raises TypeError for
@@ -592,7 +600,7 @@ class Engine(nn.Module):
             reading.hand_over(self._residency.units)
             exporting.save(self.module, self._group, target, wide, tokenizer, most)
 
-    def _extra(self, client_state: dict | None) -> dict:
+    def _extra(self, client_state: dict[str, Any] | None) -> dict[str, Any]:
         """What a checkpoint has beside weights and states."""
         scheduler = (
             None
@@ -613,7 +621,7 @@ class Engine(nn.Module):
             extra["random_of_ranks"] = self._group.gathered(extra["random"])
         return extra
 
-    def load_checkpoint(self, folder: Any, **unknown: Any) -> dict:
+    def load_checkpoint(self, folder: Any, **unknown: Any) -> dict[str, Any]:
         """Restores everything that `save_checkpoint` took and returns its client_state, a dict. It is not DeepSpeed's
         pair: unpacking it raises TypeError. Raises before anything is changed. All ranks call it; random states come
         back where there are as many ranks as then, those of GPUs for as many as are here."""
@@ -716,7 +724,7 @@ class Engine(nn.Module):
     def _core(self) -> Any:
         return self._residency.core
 
-    def _segment(self, parameter: nn.Parameter) -> Segment | None:
+    def _segment(self, parameter: torch.Tensor) -> Segment | None:
         """None of a parameter without elements, which no unit holds. Raises ValueError for one of another model,
         TypeError for what is none."""
         if self._residency.closed:

@@ -90,7 +90,8 @@ class _told:
     """`with` around what one rank does for all: what it raises, or has put into the list, all raise at the end."""
 
     def __init__(self, group: Group | None):
-        self.group, self.failures = group, []
+        self.group = group
+        self.failures: list[Exception] = []
 
     def __enter__(self) -> list[Exception]:
         return self.failures
@@ -188,7 +189,7 @@ def _write(path: Path | None, tensors: Sequence[Tensor], failures: list[Exceptio
 def _write_value(file: Any, value: torch.Tensor) -> None:
     with DisableTorchFunction():
         if value.numel():
-            file.write(memoryview(value.view(-1).view(torch.uint8).numpy()))
+            file.write(value.view(-1).view(torch.uint8).numpy().data)
 
 
 def _header(tensors: Sequence[Tensor]) -> bytes:
@@ -269,7 +270,8 @@ def check_dtype(dtype: Any) -> torch.dtype | None:
             f"overspill: save_pretrained: dtype = {dtype!r:.60}: give torch.float32 (the exact masters), "
             "torch.bfloat16, or None for each weight's own"
         )
-    return dtype
+    chosen: torch.dtype | None = dtype
+    return chosen
 
 
 def check_module(module: Any) -> None:

@@ -104,7 +104,7 @@ class _Shapes:
         self._replaced, self._shapes = _Replaced(), WeakIdKeyDictionary()
 
     def enter(self) -> None:
-        def make(register: Callable) -> Callable:
+        def make(register: Callable[..., Any]) -> Callable[..., Any]:
             def register_parameter(module: nn.Module, name: str, parameter: Any) -> None:
                 register(module, name, parameter)
                 if _is_memory(parameter):
@@ -130,8 +130,8 @@ class _Files(TorchFunctionMode):
     def __init__(self, folders: list[str]):
         super().__init__()
         self._folders, self._replaced = folders, _Replaced()
-        self._seen: list[weakref.ref] = []
-        self._waiting: list[weakref.ref] = []  # seen, large, and still in memory
+        self._seen: list[weakref.ref[Any]] = []
+        self._waiting: list[weakref.ref[Any]] = []  # seen, large, and still in memory
         self._pages = _Pages()
 
     def enter(self) -> None:
@@ -149,7 +149,11 @@ class _Files(TorchFunctionMode):
         self._pages.give_back()
 
     def __torch_function__(
-        self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         out = func(*args, **(kwargs or {}))
         if func is torch.empty and type(out) is torch.Tensor and self._belongs(out):
@@ -158,7 +162,7 @@ class _Files(TorchFunctionMode):
             self._pages.touched(out)
         return out
 
-    def _register(self, register: Callable) -> Callable:
+    def _register(self, register: Callable[..., Any]) -> Callable[..., Any]:
         def register_parameter(module: nn.Module, name: str, parameter: Any) -> None:
             register(module, name, parameter)
             if parameter is not None:
@@ -169,16 +173,16 @@ class _Files(TorchFunctionMode):
 
         return register_parameter
 
-    def _apply(self, apply: Callable) -> Callable:
+    def _apply(self, apply: Callable[..., Any]) -> Callable[..., Any]:
         """nn.Module._apply: .to(), .bfloat16() and their like."""
 
-        def of_module(module: nn.Module, fn: Callable, recurse: bool = True) -> nn.Module:
+        def of_module(module: nn.Module, fn: Callable[..., Any], recurse: bool = True) -> nn.Module:
             return apply(module, fn if isinstance(fn, _Filed) else _Filed(self, fn), recurse)
 
         return of_module
 
-    def _deepcopy(self, deepcopy: Callable) -> Callable:
-        def of_parameter(parameter: nn.Parameter, memo: dict) -> nn.Parameter:
+    def _deepcopy(self, deepcopy: Callable[..., Any]) -> Callable[..., Any]:
+        def of_parameter(parameter: nn.Parameter, memo: dict[str, Any]) -> nn.Parameter:
             copied = deepcopy(parameter, memo)
             if copied is not parameter:
                 self._move(copied)
@@ -288,7 +292,7 @@ class _Pages:
 class _Filed:
     """A function of nn.Module._apply whose results lie in files."""
 
-    def __init__(self, mode: _Files, function: Callable):
+    def __init__(self, mode: _Files, function: Callable[..., Any]):
         self.mode, self.function = mode, function
 
     def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -296,7 +300,11 @@ class _Filed:
 
 
 def materialise(
-    model: nn.Module, specs: list[UnitSpec], groups: list[dict], where: Place = HOST, core: Any = None
+    model: nn.Module,
+    specs: list[UnitSpec],
+    groups: list[dict[str, Any]],
+    where: Place = HOST,
+    core: Any = None,
 ) -> dict[int, torch.Tensor]:
     """Puts released parameters in place of those whose memory torch cannot exchange for the engine's: on the meta
     device, and on the CPU where an accelerator is no device of torch's own. The same shapes and strides, ties kept, in
@@ -354,7 +362,7 @@ def _is_shared(tensor: torch.Tensor) -> bool:
     return _users(tensor) > _ALONE
 
 
-def _alive(references: list[weakref.ref]) -> Iterator[nn.Parameter]:
+def _alive(references: list[weakref.ref[Any]]) -> Iterator[nn.Parameter]:
     for reference in references:
         parameter = reference()
         if parameter is not None:

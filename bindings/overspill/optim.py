@@ -64,7 +64,7 @@ class Optimizer(torch.optim.Optimizer):
     _kind = ""  # the core's name
     _names: ClassVar[dict[str, str]] = {}  # the core's name of a state -> torch's
 
-    def __init__(self, params: Any, defaults: dict, format: str | None, threads: int, seed: int):
+    def __init__(self, params: Any, defaults: dict[str, Any], format: str | None, threads: int, seed: int):
         defaults = {**defaults, "format": format, "seed": int(seed)}
         self.threads = threads
         super().__init__(params, defaults)
@@ -72,7 +72,7 @@ class Optimizer(torch.optim.Optimizer):
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "threads": self.threads}
 
-    def add_param_group(self, param_group: dict) -> None:
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)
         try:
             self._check(self.param_groups[-1])
@@ -80,7 +80,7 @@ class Optimizer(torch.optim.Optimizer):
             self.param_groups.pop()
             raise
 
-    def _check(self, group: dict) -> None:
+    def _check(self, group: dict[str, Any]) -> None:
         """Raises ValueError that names what is wrong with the group."""
         for name, least in (
             ("lr", 0.0),
@@ -107,7 +107,7 @@ class Optimizer(torch.optim.Optimizer):
                 )
             self._format(group, parameter)
 
-    def _format(self, group: dict, parameter: torch.Tensor) -> str:
+    def _format(self, group: dict[str, Any], parameter: torch.Tensor) -> str:
         known = _FORMATS[parameter.dtype]
         chosen = group.get("format") or known[0]
         if chosen not in known:
@@ -116,10 +116,10 @@ class Optimizer(torch.optim.Optimizer):
             )
         return chosen
 
-    def _core_kind(self, group: dict) -> str:
+    def _core_kind(self, group: dict[str, Any]) -> str:
         return self._kind
 
-    def _hyper(self, group: dict) -> dict[str, Any]:
+    def _hyper(self, group: dict[str, Any]) -> dict[str, Any]:
         """The group's options under the core's names; the core takes those that it knows."""
         hyper = {name: value for name, value in group.items() if name != "params"}
         hyper["lr"] = float(group["lr"])  # may be a tensor
@@ -127,7 +127,7 @@ class Optimizer(torch.optim.Optimizer):
             hyper["beta1"], hyper["beta2"] = map(float, group["betas"])
         return hyper
 
-    def _start(self, group: dict, parameter: torch.Tensor, state: dict) -> None:
+    def _start(self, group: dict[str, Any], parameter: torch.Tensor, state: dict[str, Any]) -> None:
         """Fills the state of a parameter that was never updated."""
         kind, form = self._core_kind(group), self._format(group, parameter)
         specs = _core.components(kind, form, parameter.numel())[1:]
@@ -147,7 +147,7 @@ class Optimizer(torch.optim.Optimizer):
         state["step"] = torch.zeros((), dtype=torch.float64)
 
     def _components(
-        self, kind: str, form: str, parameter: torch.Tensor, state: dict
+        self, kind: str, form: str, parameter: torch.Tensor, state: dict[str, Any]
     ) -> list[tuple[int, int]]:
         tensors = [parameter]
         for name, *_ in _core.components(kind, form, parameter.numel())[1:]:
@@ -159,7 +159,7 @@ class Optimizer(torch.optim.Optimizer):
         return [_memory(tensor) for tensor in tensors]
 
     @torch.no_grad()
-    def step(self, closure: Callable | None = None, grad_scale: float = 1.0) -> Any:
+    def step(self, closure: Callable[..., Any] | None = None, grad_scale: float = 1.0) -> Any:
         """One update of every parameter that has a gradient. Returns the closure's loss, if any."""
         loss = None
         if closure is not None:
@@ -175,9 +175,16 @@ class Optimizer(torch.optim.Optimizer):
         return loss
 
     def _update(
-        self, group: dict, kind: str, hyper: dict, parameter: torch.Tensor, number: int, grad_scale: float
+        self,
+        group: dict[str, Any],
+        kind: str,
+        hyper: dict[str, Any],
+        parameter: torch.Tensor,
+        number: int,
+        grad_scale: float,
     ) -> None:
         gradient = parameter.grad
+        assert gradient is not None
         if gradient.is_sparse:
             raise RuntimeError(
                 "overspill: sparse gradients are not supported; use nn.Embedding(sparse=False), or torch.optim for it"
@@ -218,7 +225,7 @@ class Optimizer(torch.optim.Optimizer):
                 total = total + squares if finite else float("inf")
         return torch.tensor(total, dtype=torch.float64).sqrt()
 
-    def load_state_dict(self, state_dict: dict) -> None:
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Takes torch's as well as its own, for fp32 parameters. States keep their own dtypes."""
         own = [self._options(group) for group in self.param_groups]
         for number, group in enumerate(state_dict["param_groups"]):
@@ -240,7 +247,7 @@ class Optimizer(torch.optim.Optimizer):
             self._check_state(parameter)
 
     @staticmethod
-    def _options(group: dict) -> dict:
+    def _options(group: dict[str, Any]) -> dict[str, Any]:
         return {name: value for name, value in group.items() if name != "params"}
 
     def _check_state(self, parameter: torch.Tensor) -> None:
@@ -266,7 +273,7 @@ class AdamW(Optimizer):
 
     _kind, _names, _decoupled = "adam", {"m": "exp_avg", "v": "exp_avg_sq"}, True
 
-    def _hyper(self, group: dict) -> dict[str, Any]:
+    def _hyper(self, group: dict[str, Any]) -> dict[str, Any]:
         return super()._hyper(group) | {"decoupled": self._decoupled}
 
     def __init__(
@@ -373,5 +380,5 @@ class SGD(Optimizer):
         }
         super().__init__(params, defaults, format, threads, seed)
 
-    def _core_kind(self, group: dict) -> str:
+    def _core_kind(self, group: dict[str, Any]) -> str:
         return "momentum" if group["momentum"] else "sgd"

@@ -45,7 +45,7 @@ class Groups:
     def __init__(
         self,
         kind: str,
-        groups: list[dict],
+        groups: list[dict[str, Any]],
         format: str | None = None,
         seed: int | None = None,
         foreign: str | None = None,
@@ -53,7 +53,7 @@ class Groups:
         self.kind, self.groups, self.format, self.seed = kind, groups, format, seed
         self.foreign = foreign
         self.part: Part | None = None  # of one of several optimizers
-        self.taken: dict | None = None
+        self.taken: dict[str, Any] | None = None
         if foreign:
             self.core = "sgd"
         elif kind == "SGD":  # groups share a layout: one with momentum gives all of them a buffer
@@ -61,7 +61,7 @@ class Groups:
         else:
             self.core = _CORE[kind]
 
-    def hyper_parameters(self, group: dict, number: int) -> dict:
+    def hyper_parameters(self, group: dict[str, Any], number: int) -> dict[str, Any]:
         """A group as the core takes it, plain numbers; it looks for what its optimizer has. Raises ValueError where an
         update could not use them."""
         hyper = {name: _plain(value) for name, value in group.items() if name != "params"}
@@ -115,7 +115,7 @@ def take_over(optimizer: Any) -> Groups:
     return found
 
 
-def _states_to_take(optimizer: torch.optim.Optimizer, found: Groups) -> dict[int, dict]:
+def _states_to_take(optimizer: torch.optim.Optimizer, found: Groups) -> dict[int, dict[str, Any]]:
     """By the place of the parameter. Raises ValueError for what is no state of it."""
     names, states = found.states(), {}
     for number, p in enumerate(p for group in found.groups for p in group["params"]):
@@ -130,14 +130,14 @@ def _states_to_take(optimizer: torch.optim.Optimizer, found: Groups) -> dict[int
     return states
 
 
-def _usable(state: dict, names: set[str]) -> dict:
+def _usable(state: dict[str, Any], names: set[str]) -> dict[str, Any]:
     """SGD's momentum may have come or gone since: torch makes the buffer anew, or leaves it alone."""
     if names == {"momentum_buffer"} and "momentum_buffer" not in state:
         return {}
     return state if names else {name: value for name, value in state.items() if name != "momentum_buffer"}
 
 
-def _is_adagrads_start(groups: list[dict], parameter: torch.Tensor, state: dict) -> bool:
+def _is_adagrads_start(groups: list[dict[str, Any]], parameter: torch.Tensor, state: dict[str, Any]) -> bool:
     """Torch's Adagrad has states before its first step."""
     if "sum" not in state or _steps(state):
         return False
@@ -145,11 +145,11 @@ def _is_adagrads_start(groups: list[dict], parameter: torch.Tensor, state: dict)
     return bool((state["sum"] == group.get("initial_accumulator_value", 0.0)).all())
 
 
-def _steps(state: dict) -> float:
+def _steps(state: dict[str, Any]) -> float:
     return float(state.get("step", 0.0))
 
 
-def _foreign(kind: type, groups: list[dict]) -> str | None:
+def _foreign(kind: type, groups: list[dict[str, Any]]) -> str | None:
     if kind not in (*_TORCH, *_OWN) or (kind in _TORCH and not script_optimizer.has_torchs_step(kind)):
         return f"{kind.__module__}.{kind.__qualname__}"
     used = [option for option in _FOREIGN if any(group.get(option) for group in groups)]
@@ -158,11 +158,11 @@ def _foreign(kind: type, groups: list[dict]) -> str | None:
     return "float64 weights" if has_float64(groups) else None
 
 
-def has_float64(groups: list[dict]) -> bool:
+def has_float64(groups: list[dict[str, Any]]) -> bool:
     return any(p.dtype is torch.float64 for group in groups for p in group["params"])
 
 
-def _known(optimizer: torch.optim.Optimizer, kind: type, groups: list[dict]) -> Groups:
+def _known(optimizer: torch.optim.Optimizer, kind: type, groups: list[dict[str, Any]]) -> Groups:
     for group in groups:
         if kind in (torch.optim.AdamW, torch.optim.Adam, optim.AdamW, optim.Adam):
             group["decoupled"] = kind.__name__ == "AdamW" or bool(group.get("decoupled_weight_decay"))
@@ -175,7 +175,7 @@ def _name(kind: type) -> str:
     return f"{'torch' if kind in _TORCH else 'overspill'}.optim.{kind.__name__}"
 
 
-def _common(groups: list[dict], option: str) -> Any:
+def _common(groups: list[dict[str, Any]], option: str) -> Any:
     values = {group[option] for group in groups}
     if len(values) > 1:
         raise ValueError(f"overspill: parameter groups differ in {option}: {values}; an engine has one")
@@ -218,7 +218,7 @@ def make_groups(config: Any, parameters: Iterable[Any]) -> Groups:
     return Groups(config.type, groups)
 
 
-def _check_numbers(kind: str, group: dict, number: int, scheduled: bool = True) -> None:
+def _check_numbers(kind: str, group: dict[str, Any], number: int, scheduled: bool = True) -> None:
     """Raises ValueError that names a number of the group, of an optimizer of that name, which no update can use."""
     for name, value in group.items():
         if name != "params" and (why := unusable_number(kind, name, _plain(value), scheduled)):
@@ -265,7 +265,7 @@ def _unnamed(given: Any) -> list[torch.Tensor]:
     return parameters
 
 
-def group_indices(groups: list[dict], model: nn.Module) -> dict[int, int]:
+def group_indices(groups: list[dict[str, Any]], model: nn.Module) -> dict[int, int]:
     """id of each trainable parameter of the model -> its group. Raises ValueError unless each is in exactly
     one."""
     index: dict[int, int] = {}
@@ -318,7 +318,7 @@ class OverspillOptimizer(torch.optim.Optimizer):
         self.groups, self.residency, self.user = groups, residency, user
         self._list = self.param_groups
         self._taken = _parameters_of(groups.groups)
-        self.outcomes: deque = deque(maxlen=1)  # several optimizers share one
+        self.outcomes: deque[Any] = deque(maxlen=1)  # several optimizers share one
         self.folder, self.ranks, self.life = folder or tempfile.gettempdir(), ranks, life
         self.before_step: Callable[[], None] | None = None  # raises where the step must not be taken
         self.keeps_gradients: Callable[[], bool] = lambda: True  # by torch's rule: until zero_grad
@@ -433,12 +433,12 @@ class OverspillOptimizer(torch.optim.Optimizer):
             "they were, and give it to initialize instead"
         )
 
-    def numbers(self) -> list[dict]:
+    def numbers(self) -> list[dict[str, Any]]:
         """The groups as the core takes them."""
         self._check_groups()
         return [self.groups.hyper_parameters(group, i) for i, group in enumerate(self.param_groups)]
 
-    def step(self, closure: Callable | None = None) -> Any:
+    def step(self, closure: Callable[..., Any] | None = None) -> Any:
         """Returns the closure's loss, if any; the outcome is in `last_step` (step, norm, clip, skipped)."""
         loss = evaluated(closure)
         if self.before_step is not None and not (self.residency.closed or self.residency.leaving):
@@ -541,7 +541,7 @@ class OverspillOptimizer(torch.optim.Optimizer):
         with calls.Alone(), DisableTorchFunction():
             self.residency.clear_gradients("optimizer.zero_grad()", set_to_none, self.groups.part)
 
-    def add_param_group(self, param_group: dict) -> None:
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
         if hasattr(self, "residency"):
             if self.residency.closed:
                 raise RuntimeError(
@@ -555,17 +555,17 @@ class OverspillOptimizer(torch.optim.Optimizer):
             )
         super().add_param_group(param_group)
 
-    def hyper_parameters(self) -> dict:
+    def hyper_parameters(self) -> dict[str, Any]:
         """What the engine's checkpoint keeps of the optimizer beside its states: plain numbers."""
         self._check_groups()
         groups = [{k: _plain(v) for k, v in group.items() if k != "params"} for group in self.param_groups]
         return {"groups": groups}
 
-    def restore_hyper_parameters(self, saved: dict) -> None:
+    def restore_hyper_parameters(self, saved: dict[str, Any]) -> None:
         for group, values in zip(self.param_groups, saved["groups"], strict=True):
             group.update({name: tuple(value) if name == "betas" else value for name, value in values.items()})
 
-    def state_dict(self) -> dict:
+    def state_dict(self) -> dict[str, Any]:
         """States and hyper-parameters in torch's layout (moments.py); for torch.save, beside the model's state_dict.
         Of one rank only."""
         self._require_one_rank("state_dict")
@@ -589,7 +589,7 @@ class OverspillOptimizer(torch.optim.Optimizer):
             found = hook(self, found) or found
         return found
 
-    def load_state_dict(self, state_dict: dict) -> None:
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Takes what `state_dict` gave, and that of a torch optimizer of the same class over the same parameters; load
         the model's state_dict first. Raises ValueError before anything is changed. Of one rank only."""
         self._require_one_rank("load_state_dict")
@@ -624,7 +624,7 @@ class OverspillOptimizer(torch.optim.Optimizer):
         for hook in self._optimizer_load_state_dict_post_hooks.values():
             hook(self)
 
-    def _merged(self, saved: list[dict]) -> list[dict]:
+    def _merged(self, saved: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """The saved groups' hyper-parameters, checked against the groups here."""
         if len(saved) != len(self.param_groups):
             raise ValueError(
@@ -647,18 +647,18 @@ class OverspillOptimizer(torch.optim.Optimizer):
             )
 
 
-def evaluated(closure: Callable | None) -> Any:
+def evaluated(closure: Callable[..., Any] | None) -> Any:
     if closure is None:
         return None
     with torch.enable_grad():
         return closure()
 
 
-def _parameters_of(groups: Iterable[dict]) -> list[list[int]]:
+def _parameters_of(groups: Iterable[dict[str, Any]]) -> list[list[int]]:
     return [list(map(id, group["params"])) for group in groups]
 
 
-def _check_form(state_dict: dict) -> None:
+def _check_form(state_dict: dict[str, Any]) -> None:
     groups, states = state_dict["param_groups"], state_dict["state"]
     if not isinstance(groups, (list, tuple)) or not all(
         isinstance(group, Mapping) and isinstance(group.get("params"), (list, tuple)) for group in groups
@@ -673,7 +673,7 @@ def _check_form(state_dict: dict) -> None:
         )
 
 
-def _check_group(number: int, group: dict, saved: dict) -> None:
+def _check_group(number: int, group: dict[str, Any], saved: dict[str, Any]) -> None:
     count = len(saved["params"])
     if count != len(group["params"]):
         raise ValueError(
@@ -703,7 +703,7 @@ def _check_group(number: int, group: dict, saved: dict) -> None:
             )
 
 
-def _check_kinds(number: int, group: dict, saved: dict) -> None:
+def _check_kinds(number: int, group: dict[str, Any], saved: dict[str, Any]) -> None:
     """Raises ValueError where a hyper-parameter that the engine takes has no value that a step could use."""
     for name, value in saved.items():
         here, there = _numbers(group.get(name)), _numbers(value)
@@ -722,7 +722,7 @@ def _numbers(value: Any) -> list[float] | None:
     return numbers if values and len(numbers) == len(values) else None
 
 
-def renumbered(state_dict: dict) -> dict[int, Any]:
+def renumbered(state_dict: dict[str, Any]) -> dict[int, Any]:
     """The states by the place of their parameter in the groups, whatever numbers the state dict gives them."""
     numbers = [key for group in state_dict["param_groups"] for key in group["params"]]
     places = {key: place for place, key in enumerate(numbers)}

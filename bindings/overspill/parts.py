@@ -46,7 +46,7 @@ class Several:
 
     def __init__(self, optimizers: Sequence[OverspillOptimizer]):
         self._each = tuple(optimizers)
-        self.outcomes: deque = deque(maxlen=1)
+        self.outcomes: deque[Any] = deque(maxlen=1)
         for optimizer in self._each:
             optimizer.outcomes = self.outcomes
             optimizer.beside.update(other for other in self._each if other is not optimizer)
@@ -64,7 +64,7 @@ class Several:
         return repr(list(self._each))
 
     @property
-    def param_groups(self) -> list[dict]:
+    def param_groups(self) -> list[dict[str, Any]]:
         return list(itertools.chain.from_iterable(each.param_groups for each in self._each))
 
     @property
@@ -79,11 +79,11 @@ class Several:
         for each in self._each:
             each.zero_grad(set_to_none)
 
-    def state_dict(self) -> list[dict]:
+    def state_dict(self) -> list[dict[str, Any]]:
         """Of each, in order."""
         return [each.state_dict() for each in self._each]
 
-    def load_state_dict(self, state_dicts: Sequence[dict]) -> None:
+    def load_state_dict(self, state_dicts: Sequence[dict[str, Any]]) -> None:
         """What `state_dict` gave; load the model's state_dict first."""
         if not isinstance(state_dicts, (list, tuple)) or len(state_dicts) != len(self._each):
             raise ValueError(
@@ -132,10 +132,10 @@ class Several:
         for each in self._each:
             each.check_checkpoint(call)
 
-    def hyper_parameters(self) -> dict:
+    def hyper_parameters(self) -> dict[str, Any]:
         return {"groups": [group for each in self._each for group in each.hyper_parameters()["groups"]]}
 
-    def restore_hyper_parameters(self, saved: dict) -> None:
+    def restore_hyper_parameters(self, saved: dict[str, Any]) -> None:
         groups = iter(saved["groups"])
         for each in self._each:
             each.restore_hyper_parameters({"groups": list(itertools.islice(groups, len(each.param_groups)))})

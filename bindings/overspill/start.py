@@ -33,7 +33,7 @@ class Initialized(NamedTuple, Generic[OptimizerT]):
 
     engine: Engine
     optimizer: OptimizerT
-    dataloader: DataLoader[Any] | None
+    dataloader: Any  # DataLoader | None: a script knows which
     lr_scheduler: Any
 
 
@@ -61,7 +61,7 @@ def initialize(
     lr_scheduler: None = ...,
     training_data: Data | None = ...,
     collate_fn: Callable[[list[Any]], Any] | None = ...,
-    model_parameters: None = ...,
+    model_parameters: Iterable[Any] | None = ...,
     checkpoint: str | os.PathLike[str] | None = ...,
     process_group: Any = ...,
     model_group: Any = ...,
@@ -128,7 +128,7 @@ def initialize(
             raise ValueError(
                 "overspill: replicated says what other ranks of model_group hold: give model_group"
             )
-        settings = Config.read(config)
+        settings = Config.read(config)  # type: ignore[arg-type]  # None is an error that it names
         group, rest = joining.join(settings.engine.rank_timeout_seconds)
         # Beyond this point a rank that is killed is noticed too: the others wait on its connections.
         if optimizer is not None and model_parameters is not None:

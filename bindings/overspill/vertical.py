@@ -187,7 +187,7 @@ def before(unit: Unit) -> None:
 
 
 def run(
-    forwards: Sequence[Callable[[], Any]], backward: Callable[[Any], None], where: Place = HOST
+    forwards: Sequence[Callable[[], Any]], backward: Callable[[Any], Any], where: Place = HOST
 ) -> list[Any]:
     """Calls each of `forwards`, then `backward` with what it returned, as one micro-batch each. Returns what the
     forwards returned. The first exception of any of them is raised again when all have ended.

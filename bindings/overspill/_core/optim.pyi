@@ -1,0 +1,46 @@
+# Made by tools/stubs.py from the module. Do not edit.
+"""
+Updates and squares over plain memory.
+"""
+
+from __future__ import annotations
+
+import collections.abc
+import typing
+
+__all__: list[str] = ["Executor", "components", "initialize", "squares", "update"]
+
+class Executor:
+    def __init__(self, threads: typing.SupportsInt | typing.SupportsIndex) -> None: ...
+    @property
+    def threads(self) -> int: ...
+
+def components(arg0: str, arg1: str, arg2: typing.SupportsInt | typing.SupportsIndex) -> list[typing.Any]: ...
+def initialize(
+    arg0: str,
+    arg1: dict[str, typing.Any],
+    arg2: str,
+    arg3: collections.abc.Sequence[
+        tuple[typing.SupportsInt | typing.SupportsIndex, typing.SupportsInt | typing.SupportsIndex]
+    ],
+    arg4: typing.SupportsInt | typing.SupportsIndex,
+) -> None: ...
+def squares(
+    arg0: tuple[typing.SupportsInt | typing.SupportsIndex, typing.SupportsInt | typing.SupportsIndex],
+    arg1: str,
+) -> tuple[float, bool]: ...
+def update(
+    arg0: Executor,
+    arg1: str,
+    arg2: dict[str, typing.Any],
+    arg3: str,
+    arg4: collections.abc.Sequence[
+        tuple[typing.SupportsInt | typing.SupportsIndex, typing.SupportsInt | typing.SupportsIndex]
+    ],
+    arg5: typing.SupportsInt | typing.SupportsIndex,
+    arg6: typing.SupportsInt | typing.SupportsIndex,
+    arg7: tuple[typing.SupportsInt | typing.SupportsIndex, typing.SupportsInt | typing.SupportsIndex],
+    arg8: str,
+    arg9: typing.SupportsInt | typing.SupportsIndex,
+    arg10: typing.SupportsFloat | typing.SupportsIndex,
+) -> None: ...
