@@ -390,7 +390,13 @@ class Config(_Section):
 
     @classmethod
     def read(cls, source: Config | dict[str, Any] | str | os.PathLike[str]) -> Config:
-        """Raises ConfigError that names the key, its value and the nearest valid key."""
+        """The configuration, checked; nothing is allocated.
+
+        Args:
+            source: a dict, the path of a JSON file, or a Config, which is returned as it is
+
+        Raises: ConfigError that names the key, its value and the nearest valid key.
+        """
         if isinstance(source, cls):
             return source
         if not isinstance(source, dict):

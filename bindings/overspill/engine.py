@@ -21,6 +21,7 @@ from torch._C import DisableTorchFunction
 from . import (
     _core,
     calls,
+    checkpointing,
     exporting,
     files,
     given,
@@ -35,14 +36,12 @@ from . import (
     reading,
     replaced,
     residency,
-    state,
     transport,
     vertical,
 )
-from .boundary import Boundary, SchedulerState
+from .boundary import Boundary
 from .config import Config, check_folders, parse_size
 from .ending import End
-from .extra import Extra
 from .foreign import ForeignOptimizer
 from .gradients import Gradients
 from .init import materialise
@@ -195,6 +194,7 @@ class Engine(nn.Module):
         return self.forward(*args, **kwargs)  # which a script may have replaced
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's, with its arguments moved to `device`; what the module returns stays there."""
         try:
             return self.module(*self._place.put(args), **self._place.put(kwargs))
         except BaseException:
@@ -244,7 +244,9 @@ class Engine(nn.Module):
             delattr(self.module, name)
 
     def __repr__(self) -> str:
-        return repr(self.module)
+        steps = f"{self.global_steps} steps, rank {self.rank} of {self.world_size}"
+        ended = ", closed" if self._residency.closed else ""
+        return f"Engine ({steps}, {self._place.device}{ended}) of {self.module!r}"
 
     def __dir__(self) -> list[str]:
         return sorted({*object.__dir__(self), *dir(self.module)})
@@ -263,15 +265,33 @@ class Engine(nn.Module):
         return self.module.__reduce_ex__(1)  # later protocols name the class of what is pickled
 
     def train(self, mode: bool = True) -> Engine:
+        """As nn.Module's.
+
+        Args:
+            mode: False is `eval`
+
+        Raises: nothing of its own.
+        """
         self.module.train(mode)
         return self
 
     def eval(self) -> Engine:
+        """As nn.Module's: dropout and the like stand still."""
         return self.train(False)
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> torch.Tensor:
-        """Gradients of loss / gradient_accumulation_steps; they add until `step`. Returns that scaled
-        loss."""
+        """Gradients of loss / gradient_accumulation_steps; they add until `step`. They stay in the engine: bf16 of one
+        micro-batch, fp32 of several. `loss.backward()` means the same without the division.
+
+        Args:
+            loss: one element, on `device`, that the model's output led to; keywords are Tensor.backward's
+
+        Returns: the scaled loss.
+
+        Raises:
+            TypeError: the loss is no tensor
+            EngineFailed, StoreError: the engine, a disk or another rank failed
+        """
         self._settle()
         given.loss(loss)
         self._core.begin_backward()
@@ -336,14 +356,22 @@ class Engine(nn.Module):
     def train_batch(
         self, batches: Iterable[Any], loss: Callable[[Any], torch.Tensor] | None = None
     ) -> torch.Tensor:
-        """One whole step: the next gradient_accumulation_steps micro-batches of `batches`, forward, backward, update.
-        With vertical_accumulation they pass each unit together (vertical.py). Returns the mean loss, detached.
+        """One whole step: the next gradient_accumulation_steps micro-batches, forward, backward, update. With
+        vertical_accumulation they pass each unit together (vertical.py). After an exception no gradients are left, and
+        no micro-batch counts, unless the update was made before it, which `micro_steps` tells.
 
-        batches: an iterator, of which every call takes the next ones, such as iter(loader); or as many micro-batches as
-        one step takes, in a list.
-        loss: of one micro-batch, by calls of this engine or its module; None: the model's own (a mapping is given as
-        keywords, a tuple or list as arguments; what has a `loss` gives that). After an exception no gradients are left,
-        and no micro-batch counts, unless the update was made before it, which `micro_steps` tells.
+        Args:
+            batches: an iterator, of which every call takes the next ones, such as iter(loader); or as many
+                micro-batches as one step takes, in a list
+            loss: of one micro-batch, by calls of this engine or its module; None: the model's own (a mapping is given
+                as keywords, a tuple or list as arguments; what has a `loss` gives that)
+
+        Returns: the mean loss, detached, of no dimension, in fp32.
+
+        Raises:
+            ValueError: there are too few micro-batches, or what begins anew at each call
+            TypeError: the model gives no loss of one element
+            RuntimeError: in the middle of a step, or with several optimizers
         """
         parts.require_one(self.optimizer, "engine.train_batch")
         self._settle()
@@ -406,7 +434,13 @@ class Engine(nn.Module):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears the gradients, or makes them zero, as torch does. In the middle of a step, such as after an interrupt,
-        the step begins anew: its micro-batches do not count, and a warning says how many they were."""
+        the step begins anew: its micro-batches do not count, and a warning says how many they were.
+
+        Args:
+            set_to_none: False keeps zeros where there were gradients
+
+        Raises: RuntimeError where another thread is at work.
+        """
         self._clear_gradients("engine.zero_grad()", set_to_none)
 
     def _leaves_gradients(self) -> bool:
@@ -432,7 +466,17 @@ class Engine(nn.Module):
         )
 
     def grad(self, parameter: nn.Parameter) -> torch.Tensor | None:
-        """A copy, in fp32, of the gradient accumulated so far; None where there is none. Of one rank only."""
+        """A copy of the gradient accumulated so far. Of one rank only.
+
+        Args:
+            parameter: of this engine's model
+
+        Returns: the parameter's shape, fp32, on the CPU; None where there is none.
+
+        Raises:
+            RankError: there are several ranks, and no rank has a whole gradient
+            ValueError, TypeError: it is no parameter of this model
+        """
         if self.world_size > 1:
             raise ranks.RankError(
                 f"overspill: engine.grad: gradients of {self.world_size} ranks are summed in pieces, and no rank has a "
@@ -450,16 +494,34 @@ class Engine(nn.Module):
             return reading.state(segment, "grad") if segment.has_gradient() else None
 
     def weight(self, parameter: nn.Parameter, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """A copy of the weight; dtype=torch.float32 gives the exact master. All ranks call it. RuntimeError while
-        another thread is at work, as for all that reads weights, states or gradients."""
+        """A copy of the weight, after pending updates. All ranks call it.
+
+        Args:
+            parameter: of this engine's model
+            dtype: torch.float32 gives the exact master; None: as forward uses it
+
+        Returns: the parameter's shape and strides, on the CPU.
+
+        Raises:
+            ValueError: it is no parameter of this model, or has no such dtype
+            ThreadError: another thread is at work, as for all that reads weights, states or gradients
+        """
         segment = self._segment(parameter)
         if segment is None:
             return torch.empty(parameter.shape, dtype=dtype or parameter.dtype)
         return reading.weight(segment, dtype)
 
     def optimizer_state(self, parameter: nn.Parameter) -> dict[str, torch.Tensor]:
-        """Copies of the parameter's states, by torch's names for them: in fp32 where the engine holds them, whatever
-        their format; empty for a frozen one. All ranks call it."""
+        """Copies of the parameter's states, by torch's names for them. All ranks call it.
+
+        Args:
+            parameter: of this engine's model
+
+        Returns: tensors of its shape on the CPU, in fp32 where the engine holds them, whatever their format; empty for
+        a frozen one.
+
+        Raises: ValueError, TypeError where it is no parameter of this model.
+        """
         segment = self._segment(parameter)
         if segment is None or not segment.unit.is_trained:
             return {}
@@ -469,15 +531,30 @@ class Engine(nn.Module):
 
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
         """As torch's: scales the gradients that there are to a 2-norm of `max_norm` at most, in place of
-        gradient_clipping, and returns their norm of before. Of several ranks further gradients of this step are refused
-        afterwards. With an infinite `max_norm` it looks only."""
+        gradient_clipping. Of several ranks further gradients of this step are refused afterwards.
+
+        Args:
+            max_norm: from 0 on; an infinite one looks only
+
+        Returns: their norm of before, over all ranks, of no dimension.
+
+        Raises: ValueError where `max_norm` is no such number.
+        """
         with calls.Alone(), DisableTorchFunction():
             self._settle()
             return torch.tensor(self._residency.gradients.clip_norm(given.max_norm(max_norm)))
 
     def gathered(self, parameters: nn.Parameter | Iterable[Any]) -> AbstractContextManager[None]:
-        """Real weights in the parameters while the block runs; what it writes into them becomes the
-        weight. `step` and `load_checkpoint` are refused meanwhile."""
+        """Real weights in the parameters while the block runs; what it writes into them becomes the weight. `step` and
+        `load_checkpoint` are refused meanwhile.
+
+        Args:
+            parameters: one, or several, also as pairs of a name and a parameter; all are in memory at once
+
+        Raises:
+            ValueError, TypeError: one is no parameter of this model
+            BudgetError: they do not fit into the budget together
+        """
         segments = map(self._segment, given.parameters(parameters))
         units = list({id(s.unit): s.unit for s in segments if s is not None}.values())
         return hooks.Gathered(units)
@@ -488,14 +565,17 @@ class Engine(nn.Module):
             return self.module.state_dict(*args, **kwargs)
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's: each weight goes into the engine, with its master."""
         return self.module.load_state_dict(*args, **kwargs)
 
     def synchronize(self) -> None:
+        """Waits until every update that is under way has been made. Raises EngineFailed where one failed."""
         with calls.Alone():
             self._core.synchronize()
 
     def stats(self) -> dict[str, Any]:
-        """The core's figures, at any time and in any thread."""
+        """The core's figures, at any time and in any thread: steps, bytes by tier, each disk's bytes and latencies
+        (docs/step.md)."""
         stats: dict[str, Any] = self._core.stats()
         return stats
 
@@ -506,7 +586,15 @@ class Engine(nn.Module):
 
     def predict(self, budgets: Iterable[int] | None = None) -> dict[str, Any]:
         """What a step takes under this plan by the figures measured so far, its bound, and the same for other host
-        budgets (docs/step.md). `limit` is "unknown" before the second step."""
+        budgets (docs/step.md).
+
+        Args:
+            budgets: host budgets, in bytes or as texts such as "8GiB"; None: from 9/8 to 8 times today's
+
+        Returns: seconds, bytes and `text`; `limit` is "unknown" before the second step.
+
+        Raises: ValueError, TypeError for what is no budget.
+        """
         if budgets is None:
             now = self.config.budget.host
             budgets = [now * eighths // 8 for eighths in (9, 10, 12, 16, 24, 32, 64)]
@@ -515,7 +603,13 @@ class Engine(nn.Module):
 
     @contextmanager
     def trace(self, path: Any) -> Iterator[None]:
-        """Records what happens to which buffer inside the `with`, into a JSON file for ui.perfetto.dev."""
+        """Records what happens to which buffer inside the `with`, for ui.perfetto.dev.
+
+        Args:
+            path: a JSON file in a folder that is there; it is replaced
+
+        Raises: OSError where it cannot be written.
+        """
         file = given.file("trace", path)
         self._core.record_journal(True)
         try:
@@ -535,35 +629,40 @@ class Engine(nn.Module):
         return str(self.plan)
 
     def save_checkpoint(
-        self, folder: Any, client_state: dict[str, Any] | None = None, **unknown: Any
+        self,
+        folder: str | os.PathLike[str],
+        client_state: dict[str, Any] | None = None,
+        **unknown: Any,
     ) -> None:
-        """Weights, moments, buffers, hyper-parameters, scheduler, counters, random states and `client_state` (a dict of
-        plain values), between two steps: gradients are not in it. All ranks call it, with a folder that all of them
-        see; beside weights and moments it holds rank 0's values, and every rank's random states. Raises TypeError for
-        DeepSpeed's arguments that have no meaning here."""
-        state.check_arguments("save_checkpoint", unknown)
-        self.optimizer.check_checkpoint("save_checkpoint")
-        folder = given.path("save_checkpoint", folder)
-        self._settle()
-        if client_state is not None and not isinstance(client_state, dict):
-            raise TypeError(
-                f"overspill: client_state = {client_state!r} is a {type(client_state).__name__}, a dict is expected. "
-                f"There are no tags: each checkpoint has a folder of its own, such as {folder}/step-{self.global_steps}"
-            )
-        begun = self.micro_steps % self.config.gradient_accumulation_steps
-        if begun:
-            raise RuntimeError(
-                f"overspill: save_checkpoint in the middle of a step: {begun} of "
-                f"{self.config.gradient_accumulation_steps} micro-batches were ended by engine.step(), and a "
-                "checkpoint has no gradients: save where engine.micro_steps is a multiple of "
-                "gradient_accumulation_steps"
-            )
-        with calls.Alone():
-            calls.check(sys._getframe())
-            replaced.check(self.module, self._residency)
-            reading.hand_over(self._residency.units)
-            self.optimizer.settle()
-            self._core.save(folder, state.dumps(self._extra(client_state)))
+        """Weights, moments, buffers, hyper-parameters, scheduler, counters, random states and `client_state`, between
+        two steps: gradients are not in it. All ranks call it; beside weights and moments it holds rank 0's values, and
+        every rank's random states.
+
+        Args:
+            folder: a new name, or an empty folder, which all ranks see. There are no tags: name one a checkpoint
+            client_state: a dict of plain values (numbers, texts, lists, dicts), which `load_checkpoint` returns
+
+        Raises:
+            CheckpointError: the folder is not empty
+            RuntimeError: in the middle of an accumulation
+            TypeError: a value of `client_state` is not plain, or an argument of DeepSpeed has no meaning here
+            StoreError: the disk fails, or has no room; the checkpoints of before stay
+        """
+        checkpointing.save(self, folder, client_state, unknown)
+
+    def load_checkpoint(self, folder: str | os.PathLike[str], **unknown: Any) -> dict[str, Any]:
+        """Restores everything that `save_checkpoint` took and returns its client_state, a dict. It is not DeepSpeed's
+        pair: unpacking it raises TypeError. All ranks call it; random states come back where there are as many ranks as
+        then, those of GPUs for as many as are here.
+
+        Args:
+            folder: what `save_checkpoint` or `overspill train` wrote, with any number of ranks, stage and placement
+
+        Raises:
+            CheckpointError: it is damaged, or of another model, optimizer or format; nothing is changed
+            TypeError: an argument of DeepSpeed has no meaning here
+        """
+        return checkpointing.load(self, folder, unknown)
 
     def save_pretrained(
         self,
@@ -599,85 +698,6 @@ class Engine(nn.Module):
             replaced.check(self.module, self._residency)
             reading.hand_over(self._residency.units)
             exporting.save(self.module, self._group, target, wide, tokenizer, most)
-
-    def _extra(self, client_state: dict[str, Any] | None) -> dict[str, Any]:
-        """What a checkpoint has beside weights and states."""
-        scheduler = (
-            None
-            if self.lr_scheduler is None
-            else state.encode(self.lr_scheduler.state_dict(), "lr_scheduler")
-        )
-        extra = {
-            "client_state": state.encode(client_state or {}, "client_state"),
-            "optimizer": state.encode(self.optimizer.hyper_parameters(), "optimizer"),
-            "lr_scheduler": scheduler,
-            "buffers": state.buffers_to_json(self.module),
-            "empty_parameters": state.empty_parameters_to_json(self.module),
-            "global_steps": self.global_steps,
-            "micro_steps": self.micro_steps,
-            "random": state.random_states(),
-        }
-        if self._group is not None:
-            extra["random_of_ranks"] = self._group.gathered(extra["random"])
-        return extra
-
-    def load_checkpoint(self, folder: Any, **unknown: Any) -> dict[str, Any]:
-        """Restores everything that `save_checkpoint` took and returns its client_state, a dict. It is not DeepSpeed's
-        pair: unpacking it raises TypeError. Raises before anything is changed. All ranks call it; random states come
-        back where there are as many ranks as then, those of GPUs for as many as are here."""
-        state.check_arguments("load_checkpoint", unknown)
-        self.optimizer.check_checkpoint("load_checkpoint")
-        folder = given.path("load_checkpoint", folder)
-        self._settle()
-        folder = os.path.realpath(folder)  # it is read twice: a link may lead elsewhere meanwhile
-        text = _core.manifest(folder)["extra_json"]
-        read = Extra.read(text, folder)
-        buffers = state.persistent_buffers(self.module)
-        read.check(buffers, self.optimizer.param_groups)
-        with calls.Alone():
-            calls.start_update(self._residency, "engine.load_checkpoint")
-            self.optimizer.leave_states()
-            self._load(folder, text, read)
-            self._residency.gradients.forget()
-            self._residency.refresh()
-            self.optimizer.loaded()
-            with torch.no_grad():
-                for name, buffer in buffers.items():
-                    buffer.copy_(read.buffers[name])
-            self.optimizer.restore_hyper_parameters({"groups": read.groups})
-            self.global_steps, self.micro_steps = read.global_steps, read.micro_steps
-            if len(read.random) == self.world_size:
-                state.restore_random_states(read.random[self.rank])
-        return read.client_state
-
-    def _load(self, folder: str, text: str, read: Extra) -> None:
-        """The scheduler first: it may refuse what it is given. It is as it was where the weights do not load."""
-        if self.lr_scheduler is None:
-            self._load_weights(folder, text)
-            return
-        before = SchedulerState(self.lr_scheduler, self.optimizer.param_groups)
-        try:
-            read.restore_scheduler(self.lr_scheduler)
-            self._load_weights(folder, text)
-        except BaseException:
-            before.restore()
-            raise
-
-    def _load_weights(self, folder: str, text: str) -> None:
-        """Raises CheckpointError where they are of another checkpoint than `text`."""
-        try:
-            found = self._core.load(folder)
-        except _core.CheckpointError as error:
-            if isinstance(self.optimizer, parts.Several):
-                error.add_note(
-                    "overspill: of several optimizers give initialize the same ones, in the same order"
-                )
-            raise
-        if found != text:
-            raise _core.CheckpointError(
-                f"overspill: {folder} was replaced while it was read: the weights are those that are there now, the "
-                "counts, rates, buffers and scheduler are as they were; load a checkpoint again before training"
-            )
 
     def give_back(self) -> nn.Module:
         """Ends the engine, and leaves weights and gradients in its module, which is a plain model from then on. Returns

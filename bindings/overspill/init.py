@@ -49,11 +49,18 @@ class Init:
     and the room on the disk is free again when the last tensor over it dies. What may make parameters or change their
     dtype has to be done inside.
 
-    empty: parameters are shapes on the meta device, buffers are real; `initialize(..., checkpoint=DIR)` has the values.
+    Args:
+        config: as of `initialize`; its `budget.nvme` says where the files lie. Not needed with `empty`
+        empty: parameters are shapes on the meta device, buffers are real; `initialize(..., checkpoint=DIR)` has the
+            values
 
     Changes torch for the whole process while it is entered: nn.Module.register_parameter, and without `empty`
-    nn.Module._apply, nn.Parameter.__deepcopy__ and what torch.empty returns. Raises ConfigError without a folder,
-    StoreError for one that is none, OSError (inside) where the disks are full.
+    nn.Module._apply, nn.Parameter.__deepcopy__ and what torch.empty returns.
+
+    Raises:
+        ConfigError: no folder is named
+        StoreError: a folder cannot be used
+        OSError: (inside) the disks are full
     """
 
     def __init__(self, config: Any = None, *, empty: bool = False):

@@ -73,6 +73,13 @@ class Optimizer(torch.optim.Optimizer):
         return {**super().__getstate__(), "threads": self.threads}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As torch's.
+
+        Args:
+            param_group: a dict with "params", and options of its own
+
+        Raises: ValueError, as when the optimizer is made; the groups are as they were.
+        """
         super().add_param_group(param_group)
         try:
             self._check(self.param_groups[-1])
@@ -160,7 +167,16 @@ class Optimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[..., Any] | None = None, grad_scale: float = 1.0) -> Any:
-        """One update of every parameter that has a gradient. Returns the closure's loss, if any."""
+        """One update of every parameter that has a gradient.
+
+        Args:
+            closure: computes the loss and the gradients, with gradients on; called once
+            grad_scale: multiplies every gradient, for clipping and loss scaling
+
+        Returns: the closure's loss; None without one.
+
+        Raises: RuntimeError for a sparse gradient.
+        """
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -226,7 +242,13 @@ class Optimizer(torch.optim.Optimizer):
         return torch.tensor(total, dtype=torch.float64).sqrt()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes torch's as well as its own, for fp32 parameters. States keep their own dtypes."""
+        """Takes torch's as well as its own, for fp32 parameters. States keep their own dtypes.
+
+        Args:
+            state_dict: what `state_dict` of an optimizer over the same parameters gave
+
+        Raises: ValueError where a state is missing, or of another format.
+        """
         own = [self._options(group) for group in self.param_groups]
         for number, group in enumerate(state_dict["param_groups"]):
             if group.get("amsgrad") or group.get("centered"):
@@ -269,7 +291,21 @@ class Optimizer(torch.optim.Optimizer):
 
 
 class AdamW(Optimizer):
-    """Decoupled weight decay (Loshchilov and Hutter 2017). Arguments as torch.optim.AdamW's."""
+    """Decoupled weight decay (Loshchilov and Hutter 2017), as torch.optim.AdamW.
+
+    Args:
+        params: parameters on the CPU in fp32, bf16 or fp16, dense; or groups (dicts with "params"), as in torch
+        lr: learning rate; it may be a tensor of one element
+        betas: decay of the two averages, each from 0 up to 1
+        eps: is added to the root of the second average
+        weight_decay: a fraction of the weight a step, times lr; None: 0.01
+        maximize: steps up the gradient
+        format: how weights and states are held (docs/update.md); None: the first that the dtype has
+        threads: 0: all cores; results do not depend on it
+        seed: of stochastic rounding, in compact and 8bit
+
+    Raises: ValueError for a number that no update can use, and for a parameter of another device or dtype.
+    """
 
     _kind, _names, _decoupled = "adam", {"m": "exp_avg", "v": "exp_avg_sq"}, True
 
@@ -295,13 +331,42 @@ class AdamW(Optimizer):
 
 
 class Adam(AdamW):
-    """Weight decay as an L2 term (Kingma and Ba 2014). Arguments as torch.optim.Adam's."""
+    """Weight decay as an L2 term (Kingma and Ba 2014), as torch.optim.Adam.
+
+    Args:
+        params: parameters on the CPU in fp32, bf16 or fp16, dense; or groups (dicts with "params"), as in torch
+        lr: learning rate; it may be a tensor of one element
+        betas: decay of the two averages, each from 0 up to 1
+        eps: is added to the root of the second average
+        weight_decay: is added to the gradient, times the weight; None: 0
+        maximize: steps up the gradient
+        format: how weights and states are held (docs/update.md); None: the first that the dtype has
+        threads: 0: all cores; results do not depend on it
+        seed: of stochastic rounding, in compact and 8bit
+
+    Raises: ValueError for a number that no update can use, and for a parameter of another device or dtype.
+    """
 
     _decoupled = False
 
 
 class Adagrad(Optimizer):
-    """Duchi, Hazan and Singer 2011. Arguments as torch.optim.Adagrad's."""
+    """Duchi, Hazan and Singer 2011, as torch.optim.Adagrad.
+
+    Args:
+        params: parameters on the CPU in fp32, bf16 or fp16, dense; or groups (dicts with "params"), as in torch
+        lr: learning rate; it may be a tensor of one element
+        lr_decay: the rate is lr / (1 + (step - 1) lr_decay)
+        weight_decay: is added to the gradient, times the weight
+        initial_accumulator_value: what the sums of squares begin with
+        eps: is added to the root of the sum of squares
+        maximize: steps up the gradient
+        format: how weights and states are held (docs/update.md); None: the first that the dtype has
+        threads: 0: all cores; results do not depend on it
+        seed: of stochastic rounding, in compact and 8bit
+
+    Raises: ValueError for a number that no update can use, and for a parameter of another device or dtype.
+    """
 
     _kind = "adagrad"
 
@@ -331,7 +396,20 @@ class Adagrad(Optimizer):
 
 
 class Lion(Optimizer):
-    """Chen et al. 2023 (arXiv 2302.06675), algorithm 2."""
+    """Chen et al. 2023 (arXiv 2302.06675), algorithm 2: steps by the sign of an average.
+
+    Args:
+        params: parameters on the CPU in fp32, bf16 or fp16, dense; or groups (dicts with "params"), as in torch
+        lr: learning rate, about a tenth of AdamW's
+        betas: decay of what gives the sign, and of the average, each from 0 up to 1
+        weight_decay: a fraction of the weight a step, times lr
+        maximize: steps up the gradient
+        format: how weights and states are held (docs/update.md); None: the first that the dtype has
+        threads: 0: all cores; results do not depend on it
+        seed: of stochastic rounding, in compact and 8bit
+
+    Raises: ValueError for a number that no update can use, and for a parameter of another device or dtype.
+    """
 
     _kind, _names = "lion", {"m": "exp_avg"}
 
@@ -352,7 +430,22 @@ class Lion(Optimizer):
 
 
 class SGD(Optimizer):
-    """With momentum and Nesterov's form of it. Arguments as torch.optim.SGD's."""
+    """With momentum and Nesterov's form of it, as torch.optim.SGD.
+
+    Args:
+        params: parameters on the CPU in fp32, bf16 or fp16, dense; or groups (dicts with "params"), as in torch
+        lr: learning rate; it may be a tensor of one element
+        momentum: of the buffer of past gradients; 0 has none
+        dampening: of the gradient that enters the buffer
+        weight_decay: is added to the gradient, times the weight
+        nesterov: Nesterov's form; needs a momentum and no dampening
+        maximize: steps up the gradient
+        format: how weights and states are held (docs/update.md); None: the first that the dtype has
+        threads: 0: all cores; results do not depend on it
+        seed: of stochastic rounding, in compact and 8bit
+
+    Raises: ValueError for a number that no update can use, and for a parameter of another device or dtype.
+    """
 
     def __init__(
         self,

@@ -342,6 +342,8 @@ class OverspillOptimizer(torch.optim.Optimizer):
 
     @property
     def state(self) -> Any:
+        """States by parameter, as torch has them: a mapping of dicts of tensors on the CPU, read from the engine when
+        they are asked for (docs/scripts.md)."""
         self._follow_user()
         return self._states
 
@@ -439,7 +441,20 @@ class OverspillOptimizer(torch.optim.Optimizer):
         return [self.groups.hyper_parameters(group, i) for i, group in enumerate(self.param_groups)]
 
     def step(self, closure: Callable[..., Any] | None = None) -> Any:
-        """Returns the closure's loss, if any; the outcome is in `last_step` (step, norm, clip, skipped)."""
+        """One update by the engine, with the gradients that it holds; `param_groups` are read now. It returns once the
+        norm is known; the states are updated under the next forward.
+
+        Args:
+            closure: computes the loss and the gradients; called once
+
+        Returns: the closure's loss; None without one. The outcome is in `last_step`.
+
+        Raises:
+            NonFiniteError: a gradient has an inf or a NaN, and on_nonfinite is "raise"
+            ValueError: a group has a number that no update can use
+            RuntimeError: groups came, went or changed since `initialize`
+            EngineFailed, StoreError: the engine, a disk or another rank failed
+        """
         loss = evaluated(closure)
         if self.before_step is not None and not (self.residency.closed or self.residency.leaving):
             self.before_step()
@@ -471,7 +486,8 @@ class OverspillOptimizer(torch.optim.Optimizer):
 
     @property
     def last_step(self) -> Any:
-        """The outcome of the last step; None before the first."""
+        """The outcome of the last step: `step` (updates so far), `norm` of the gradients over all ranks, `clip` (what
+        they were multiplied by), `skipped`. None before the first."""
         return self.outcomes[0] if self.outcomes else None
 
     def _tell_skipped(self) -> None:
@@ -537,9 +553,21 @@ class OverspillOptimizer(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Of the whole model, whatever parameters the groups have: all that require a gradient are in one. Of one
-        optimizer of several, those of its own groups."""
+        optimizer of several, those of its own groups.
+
+        Args:
+            set_to_none: False keeps zeros where there were gradients
+
+        Raises: RuntimeError where another thread is at work.
+        """
         with calls.Alone(), DisableTorchFunction():
             self.residency.clear_gradients("optimizer.zero_grad()", set_to_none, self.groups.part)
+
+    def __repr__(self) -> str:
+        last = self.last_step
+        steps = f"step {last.step}" if last is not None else "no step yet"
+        own = super().__repr__().removeprefix(type(self).__name__)
+        return f"{type(self).__name__} of {self.groups.kind}, {steps}{own}"
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         if hasattr(self, "residency"):
@@ -566,8 +594,8 @@ class OverspillOptimizer(torch.optim.Optimizer):
             group.update({name: tuple(value) if name == "betas" else value for name, value in values.items()})
 
     def state_dict(self) -> dict[str, Any]:
-        """States and hyper-parameters in torch's layout (moments.py); for torch.save, beside the model's state_dict.
-        Of one rank only."""
+        """States and hyper-parameters in torch's layout, fp32 on the CPU; for torch.save, beside the model's
+        state_dict. Large tensors lie in files where the engine has a disk. Of one rank only: RankError."""
         self._require_one_rank("state_dict")
         if self.residency.closed:  # or it would look like one before the first step
             raise RuntimeError(f"overspill: {self.residency.closed}")
@@ -591,7 +619,15 @@ class OverspillOptimizer(torch.optim.Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Takes what `state_dict` gave, and that of a torch optimizer of the same class over the same parameters; load
-        the model's state_dict first. Raises ValueError before anything is changed. Of one rank only."""
+        the model's state_dict first.
+
+        Args:
+            state_dict: such a dict
+
+        Raises:
+            ValueError: it is of another optimizer or model; nothing is changed
+            RankError: there are several ranks
+        """
         self._require_one_rank("load_state_dict")
         if not isinstance(state_dict, Mapping):
             raise ValueError(

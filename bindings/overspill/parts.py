@@ -65,17 +65,27 @@ class Several:
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
+        """Of all, in order."""
         return list(itertools.chain.from_iterable(each.param_groups for each in self._each))
 
     @property
     def last_step(self) -> Any:
+        """The outcome of the last step of any; None before the first."""
         return self.outcomes[0] if self.outcomes else None
 
     def step(self) -> None:
+        """Of each, one after the other."""
         for each in self._each:
             each.step()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
+        """Of each.
+
+        Args:
+            set_to_none: False keeps zeros where there were gradients
+
+        Raises: RuntimeError where another thread is at work.
+        """
         for each in self._each:
             each.zero_grad(set_to_none)
 
@@ -84,7 +94,13 @@ class Several:
         return [each.state_dict() for each in self._each]
 
     def load_state_dict(self, state_dicts: Sequence[dict[str, Any]]) -> None:
-        """What `state_dict` gave; load the model's state_dict first."""
+        """Of each; load the model's state_dict first.
+
+        Args:
+            state_dicts: the list that `state_dict` gave
+
+        Raises: ValueError where they are of other optimizers.
+        """
         if not isinstance(state_dicts, (list, tuple)) or len(state_dicts) != len(self._each):
             raise ValueError(
                 f"overspill: load_state_dict of {len(self._each)} optimizers takes as many state dicts, in a list: "

@@ -92,7 +92,13 @@ class Plan:
 
     @classmethod
     def of(cls, core: Any) -> Plan:
-        """Of the core's plan."""
+        """The plan that the core has made.
+
+        Args:
+            core: its plan (`overspill._core.Plan`)
+
+        Raises: nothing.
+        """
         figures = core.as_dict()
         units = tuple(
             Unit(

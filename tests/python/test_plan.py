@@ -41,6 +41,10 @@ def test_a_plan_reads_well(start):
     assert repr(engine.plan.units[0]).startswith(
         "<Unit '0': 524,288 parameters, weights on nvme, states on nvme, "
     )
+    assert repr(engine.optimizer).startswith("OverspillOptimizer of AdamW, no step yet (\nParameter Group 0")
+    engine.optimizer.step()
+    assert repr(engine.optimizer).startswith("OverspillOptimizer of AdamW, step 1 (")
+    assert repr(engine).startswith("Engine (0 steps, rank 0 of 1, cpu) of Sequential(")
     assert repr(engine.plan).startswith(f"<Plan: {len(engine.plan.units)} units, ")
 
 

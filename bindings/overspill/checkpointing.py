@@ -1,0 +1,123 @@
+"""A checkpoint of an engine: the core's weights and states, and beside them what the script's objects have."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from . import _core, calls, given, parts, reading, replaced, state
+from .boundary import SchedulerState
+from .extra import Extra
+
+if TYPE_CHECKING:
+    from .engine import Engine
+
+
+def save(engine: Engine, folder: Any, client_state: dict[str, Any] | None, unknown: dict[str, Any]) -> None:
+    """`unknown`: other arguments that the call was given."""
+    state.check_arguments("save_checkpoint", unknown)
+    engine.optimizer.check_checkpoint("save_checkpoint")
+    folder = given.path("save_checkpoint", folder)
+    engine._settle()
+    if client_state is not None and not isinstance(client_state, dict):
+        raise TypeError(
+            f"overspill: client_state = {client_state!r} is a {type(client_state).__name__}, a dict is expected. "
+            f"There are no tags: each checkpoint has a folder of its own, such as {folder}/step-{engine.global_steps}"
+        )
+    begun = engine.micro_steps % engine.config.gradient_accumulation_steps
+    if begun:
+        raise RuntimeError(
+            f"overspill: save_checkpoint in the middle of a step: {begun} of "
+            f"{engine.config.gradient_accumulation_steps} micro-batches were ended by engine.step(), and a "
+            "checkpoint has no gradients: save where engine.micro_steps is a multiple of "
+            "gradient_accumulation_steps"
+        )
+    with calls.Alone():
+        calls.check(sys._getframe())
+        replaced.check(engine.module, engine._residency)
+        reading.hand_over(engine._residency.units)
+        engine.optimizer.settle()
+        engine._core.save(folder, state.dumps(_extra(engine, client_state)))
+
+
+def _extra(engine: Engine, client_state: dict[str, Any] | None) -> dict[str, Any]:
+    """What a checkpoint has beside weights and states."""
+    scheduler = (
+        None
+        if engine.lr_scheduler is None
+        else state.encode(engine.lr_scheduler.state_dict(), "lr_scheduler")
+    )
+    extra = {
+        "client_state": state.encode(client_state or {}, "client_state"),
+        "optimizer": state.encode(engine.optimizer.hyper_parameters(), "optimizer"),
+        "lr_scheduler": scheduler,
+        "buffers": state.buffers_to_json(engine.module),
+        "empty_parameters": state.empty_parameters_to_json(engine.module),
+        "global_steps": engine.global_steps,
+        "micro_steps": engine.micro_steps,
+        "random": state.random_states(),
+    }
+    if engine._group is not None:
+        extra["random_of_ranks"] = engine._group.gathered(extra["random"])
+    return extra
+
+
+def load(engine: Engine, folder: Any, unknown: dict[str, Any]) -> dict[str, Any]:
+    state.check_arguments("load_checkpoint", unknown)
+    engine.optimizer.check_checkpoint("load_checkpoint")
+    folder = given.path("load_checkpoint", folder)
+    engine._settle()
+    folder = os.path.realpath(folder)  # it is read twice: a link may lead elsewhere meanwhile
+    text = _core.manifest(folder)["extra_json"]
+    read = Extra.read(text, folder)
+    buffers = state.persistent_buffers(engine.module)
+    read.check(buffers, engine.optimizer.param_groups)
+    with calls.Alone():
+        calls.start_update(engine._residency, "engine.load_checkpoint")
+        engine.optimizer.leave_states()
+        _load(engine, folder, text, read)
+        engine._residency.gradients.forget()
+        engine._residency.refresh()
+        engine.optimizer.loaded()
+        with torch.no_grad():
+            for name, buffer in buffers.items():
+                buffer.copy_(read.buffers[name])
+        engine.optimizer.restore_hyper_parameters({"groups": read.groups})
+        engine.global_steps, engine.micro_steps = read.global_steps, read.micro_steps
+        if len(read.random) == engine.world_size:
+            state.restore_random_states(read.random[engine.rank])
+    return read.client_state
+
+
+def _load(engine: Engine, folder: str, text: str, read: Extra) -> None:
+    """The scheduler first: it may refuse what it is given. It is as it was where the weights do not load."""
+    if engine.lr_scheduler is None:
+        _load_weights(engine, folder, text)
+        return
+    before = SchedulerState(engine.lr_scheduler, engine.optimizer.param_groups)
+    try:
+        read.restore_scheduler(engine.lr_scheduler)
+        _load_weights(engine, folder, text)
+    except BaseException:
+        before.restore()
+        raise
+
+
+def _load_weights(engine: Engine, folder: str, text: str) -> None:
+    """Raises CheckpointError where they are of another checkpoint than `text`."""
+    try:
+        found = engine._core.load(folder)
+    except _core.CheckpointError as error:
+        if isinstance(engine.optimizer, parts.Several):
+            error.add_note(
+                "overspill: of several optimizers give initialize the same ones, in the same order"
+            )
+        raise
+    if found != text:
+        raise _core.CheckpointError(
+            f"overspill: {folder} was replaced while it was read: the weights are those that are there now, the "
+            "counts, rates, buffers and scheduler are as they were; load a checkpoint again before training"
+        )
