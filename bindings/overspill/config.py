@@ -56,7 +56,8 @@ def parse_size(value: Any) -> int:
     return int(size)
 
 
-Bytes = Annotated[int, BeforeValidator(parse_size)]
+# A number of bytes, or a text such as "600MiB".
+Bytes = Annotated[int, BeforeValidator(parse_size, json_schema_input_type=int | str)]
 
 
 def can_name_a_file(text: str) -> bool:
@@ -138,7 +139,10 @@ class _Named(ModelMetaclass):
 
 
 class _Section(BaseModel, metaclass=_Named):
-    model_config = ConfigDict(extra="forbid", strict=False, validate_assignment=True)
+    # The text below a field is its description (schema.py, docs/configuration.md).
+    model_config = ConfigDict(
+        extra="forbid", strict=False, validate_assignment=True, use_attribute_docstrings=True
+    )
 
     def __setattr__(self, name: str, value: Any) -> None:
         kind = type(self)
@@ -152,16 +156,18 @@ class _Section(BaseModel, metaclass=_Named):
 
 
 class Budget(_Section):
-    """Bytes each tier may use. `nvme` lists folders; an empty list keeps everything in host memory. `device` is what
-    the engine takes of a GPU's memory: for gathered weights, then for units that live there. The rest is the model's,
-    for activations; None: half of what is free when the engine starts.
-
-    `endurance_tbw` is the terabytes that each of their drives is rated to be written; only reports use it."""
+    """Bytes that each tier may use."""
 
     host: Bytes
+    """Host memory of this rank: what the engine holds there. Activations and torch's own memory come on top."""
     device: Bytes | None = None
+    """Memory of a GPU: for gathered weights, then for units that live there. The rest is the model's, for activations.
+    null: half of what is free when the engine starts."""
     nvme: Annotated[list[Annotated[str, AfterValidator(_path)]], AfterValidator(_each_once)] = []
+    """Folders on fast disks, one a disk. An empty list keeps everything in host memory."""
     endurance_tbw: Float | None = Field(None, ge=0)
+    """Terabytes that each of their drives is rated to be written, from its data sheet. Only reports use it. null: what
+    the drive tells."""
 
 
 _Rate = Annotated[Float, Field(ge=0, allow_inf_nan=False)]
@@ -169,50 +175,83 @@ _Beta = Annotated[Float, Field(ge=0, lt=1)]
 
 
 class AdamW(_Section):
-    """Hyper-parameters as torch.optim names them, in this class and those below."""
+    """Decoupled weight decay. Hyper-parameters have torch.optim's names, in this section and those below."""
 
     type: Literal["AdamW"] = "AdamW"
+    """Which optimizer: upper and lower case are alike."""
     lr: _Rate = 1e-3
+    """Learning rate."""
     betas: tuple[_Beta, _Beta] = (0.9, 0.999)
+    """Decay of the average of gradients, and of that of their squares."""
     eps: _Rate = 1e-8
+    """Is added to the root of the second average."""
     weight_decay: _Rate = 0.01
+    """A fraction of the weight a step, times lr."""
     maximize: bool = False
+    """Steps up the gradient."""
 
 
 class Adam(AdamW):
-    """torch's: weight decay is an L2 term. In DeepSpeed's form, with "params", Adam is AdamW unless adam_w_mode is
-    false."""
+    """Weight decay as an L2 term, as torch's Adam. In DeepSpeed's form, with "params", Adam is AdamW unless adam_w_mode
+    is false."""
 
     type: Literal["Adam"] = "Adam"  # type: ignore[assignment]
+    """Which optimizer."""
     weight_decay: _Rate = 0.0
+    """Is added to the gradient, times the weight."""
 
 
 class Adagrad(_Section):
+    """Duchi, Hazan and Singer 2011."""
+
     type: Literal["Adagrad"] = "Adagrad"
+    """Which optimizer."""
     lr: _Rate = 1e-2
+    """Learning rate."""
     lr_decay: _Rate = 0.0
+    """The rate of a step is lr / (1 + (step - 1) lr_decay)."""
     weight_decay: _Rate = 0.0
+    """Is added to the gradient, times the weight."""
     initial_accumulator_value: _Rate = 0.0
+    """What the sums of squares begin with."""
     eps: _Rate = 1e-10
+    """Is added to the root of the sum of squares."""
     maximize: bool = False
+    """Steps up the gradient."""
 
 
 class Lion(_Section):
+    """Chen et al. 2023 (arXiv 2302.06675): steps by the sign of an average."""
+
     type: Literal["Lion"] = "Lion"
+    """Which optimizer."""
     lr: _Rate = 1e-4
+    """Learning rate, about a tenth of AdamW's."""
     betas: tuple[_Beta, _Beta] = (0.9, 0.99)
+    """Decay of what gives the sign, and of the average."""
     weight_decay: _Rate = 0.0
+    """A fraction of the weight a step, times lr."""
     maximize: bool = False
+    """Steps up the gradient."""
 
 
 class SGD(_Section):
+    """With momentum and Nesterov's form of it."""
+
     type: Literal["SGD"] = "SGD"
+    """Which optimizer."""
     lr: _Rate = 1e-3
+    """Learning rate."""
     momentum: _Rate = 0.0
+    """Of the buffer of past gradients; 0 has none."""
     dampening: Float = Field(0.0, allow_inf_nan=False)
+    """Of the gradient that enters the buffer."""
     weight_decay: _Rate = 0.0
+    """Is added to the gradient, times the weight."""
     nesterov: bool = False
+    """Nesterov's form; needs a momentum and no dampening."""
     maximize: bool = False
+    """Steps up the gradient."""
 
     @model_validator(mode="after")
     def _check(self) -> SGD:
@@ -320,6 +359,7 @@ class ZeroOptimization(_Section):
     """DeepSpeed's section: what is partitioned over ranks."""
 
     stage: Annotated[Literal[0, 1, 2, 3], BeforeValidator(_no_truth_value)] = 3
+    """0: nothing; 1: states; 2: gradients too; 3: weights too. The same bits at every stage (docs/ranks.md)."""
 
 
 _LONGEST_SECONDS = 1e9  # 31 years: the core counts nanoseconds in 64 bits
@@ -335,32 +375,38 @@ def _job(name: str) -> str:
 
 
 class EngineOptions(_Section):
-    """How the engine works; nothing here changes a result, `seed` of simulated devices included. Upper bounds are far
-    above any use, and below what the core's integers hold."""
+    """How the engine works; nothing here changes a result. Upper bounds are far above any use, and below what the
+    core's integers hold."""
 
     threads: Int = Field(0, ge=0, le=2**16)
+    """Of updates, beside torch's own. 0: all cores."""
     prefetch_units: Int = Field(4, ge=0, lt=2**31)
-    speculate: bool = False  # update in backward, before the norm is known: for runs that seldom clip
+    """How many units are read ahead of the one that computes."""
+    speculate: bool = False
+    """Updates run in backward, before the norm is known: for runs that seldom clip. A wrong guess costs time and wear,
+    never a bit."""
     chunk_elements: Int = Field(524288, gt=0, le=2**40)
+    """Numbers in the piece in which states are moved and updated. The same on all ranks."""
     placement: Literal["auto", "host", "half", "nvme", "device"] = "auto"
-    poison: bool = False
-    # A GPU where there is one; or host, which torch calls cpu, cuda, cuda:1 and so on.
+    """Where weights and states live. "auto": as budgets allow; the others force one tier, and "half" two in turn."""
     device: str = "auto"
-    seed: Int = Field(0, ge=0, lt=2**63)
+    """Where the model computes. "auto": a GPU where there is one; "host" (or "cpu"); "cuda", "cuda:1" and so on."""
     checkpoints_kept: Int = Field(1, ge=0, le=10**6)
-    train_after_save: bool = True  # false: room for one copy of the states, no step after a save
-    # The core's "memory" is for its tests: states that no budget counts, lost with the process.
+    """For so many checkpoints the engine reserves room on the disks at its start."""
+    train_after_save: bool = True
+    """false: the engine reserves room for one copy of the states only, and makes no step after a save."""
     io_backend: Literal["auto", "io_uring", "threads"] = "auto"
-    # Names the files on NVMe, with the rank; None: one of its own for every engine.
+    """How disks are read and written. "auto": io_uring where the kernel allows it, else threads."""
     job: Annotated[str, AfterValidator(_job)] | None = None
-    transport: Literal["auto", "group", "nccl"] = (
-        "auto"  # between ranks; auto: NCCL where each has a GPU of its own
-    )
-    # That ranks wait for one another in a collective.
+    """Names the files on NVMe, with the rank. null: a name of its own for every engine."""
+    transport: Literal["auto", "group", "nccl"] = "auto"
+    """What carries bytes between ranks. "auto": NCCL where each has a GPU of its own, else the group of
+    torch.distributed."""
     rank_timeout_seconds: Float = Field(1800.0, gt=0, le=_LONGEST_SECONDS)
-    # A disk that answers nothing for so long fails the engine, which names it and the last complete checkpoint; 0: the
-    # engine waits for ever. Either way a line on stderr names it after 10 s, 20 s, 40 s and so on.
+    """So long ranks wait for one another in a collective."""
     io_deadline_seconds: Float = Field(0.0, ge=0, le=_LONGEST_SECONDS)
+    """A disk that answers nothing for so long fails the engine, which names it and the last complete checkpoint. 0: the
+    engine waits for ever. Either way a line on stderr names the disk after 10 s, 20 s, 40 s and so on."""
 
     @field_validator("device")
     @classmethod
@@ -372,21 +418,32 @@ _engines = itertools.count()  # of this process, for their files' names
 
 
 class Config(_Section):
-    """The whole configuration. `Config.read` accepts a dict, the path of a JSON file, or a Config."""
+    """The whole configuration. `Config.read` accepts a dict, the path of a JSON file, or a Config; every key is in
+    docs/configuration.md."""
 
     budget: Budget
+    """What the engine may use of each tier."""
     optimizer: Optimizer = AdamW()
-    # How bf16 weights and their states are held (docs/update.md). fp32 weights have fp32 states.
+    """Not used where `initialize` is given an optimizer. DeepSpeed's form {"type": ..., "params": {...}} is taken too,
+    with what it means there."""
     format: Literal["exact", "compact", "8bit"] | None = None
-    seed: Int = Field(0, ge=0, lt=2**63)  # of stochastic rounding, in compact and 8bit
+    """How bf16 weights and their states are held (docs/update.md); fp32 weights have fp32 states. null: "exact"."""
+    seed: Int = Field(0, ge=0, lt=2**63)
+    """Of stochastic rounding, in "compact" and "8bit", and of the order of `training_data` over several ranks."""
     gradient_accumulation_steps: Int = Field(1, ge=1, lt=2**31)
-    vertical_accumulation: bool = False  # micro-batches pass each unit together, in engine.train_batch
+    """Micro-batches of a step; `engine.backward` divides the loss by it."""
+    vertical_accumulation: bool = False
+    """In `engine.train_batch` the micro-batches of a step pass each layer together, so weights move once a pass."""
     gradient_clipping: Float = Field(0.0, ge=0)
-    # A step whose gradients have an inf or a NaN: left out; left out, and an error; taken, as torch does.
+    """Largest 2-norm of all gradients together. 0: no clipping (DeepSpeed's default is 1.0)."""
     on_nonfinite: Literal["skip", "raise", "propagate"] = "skip"
+    """A step whose gradients have an inf or a NaN is left out; left out, and an error; or taken, as torch does."""
     train_micro_batch_size_per_gpu: Int | None = Field(None, ge=1)
+    """Samples that the loader of `training_data` puts together, of one rank."""
     zero_optimization: ZeroOptimization = ZeroOptimization()
+    """What ranks divide among themselves."""
     engine: EngineOptions = EngineOptions()
+    """How the engine works."""
 
     @classmethod
     def read(cls, source: Config | dict[str, Any] | str | os.PathLike[str]) -> Config:
@@ -428,7 +485,7 @@ class Config(_Section):
         flat.stage = self.zero_optimization.stage
         flat.rank_timeout_ms = round(self.engine.rank_timeout_seconds * 1000)
         flat.io_deadline_ms = math.ceil(self.engine.io_deadline_seconds * 1000)
-        for name in EngineOptions.model_fields:
+        for name in type(self.engine).model_fields:
             if name not in ("job", "rank_timeout_seconds", "io_deadline_seconds", "device", "transport"):
                 setattr(flat, name, getattr(self.engine, name))
         flat.device = place.name if place is not None else self._planned_device()

@@ -10,6 +10,7 @@ import ranks_job
 import torch
 
 import overspill
+from overspill._testing import Options
 
 
 def main(folder: str, stage: str, accumulation: str) -> None:
@@ -21,13 +22,7 @@ def main(folder: str, stage: str, accumulation: str) -> None:
         "gradient_clipping": 0.5,
         "gradient_accumulation_steps": int(accumulation),
         "zero_optimization": {"stage": int(stage)},
-        "engine": {
-            "device": "simulated",
-            "placement": "half",
-            "chunk_elements": 4096,
-            "poison": True,
-            "threads": 1,
-        },
+        "engine": Options(device="simulated", placement="half", chunk_elements=4096, poison=True, threads=1),
     }
     engine, *_ = overspill.initialize(ranks_job.Net(torch.float32), copy.deepcopy(config))
     batches = torch.Generator().manual_seed(100)

@@ -7,6 +7,8 @@ import signal
 import pytest
 import torch
 
+from overspill._testing import Options
+
 # on_accelerator.py alone is for a GPU; all else, and what it starts, computes on the CPU whatever the machine has.
 if os.environ.get("OVERSPILL_DEVICE") != "cuda":
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
@@ -74,7 +76,7 @@ def config(tmp_path):
             "gradient_clipping": clipping,
             "gradient_accumulation_steps": accumulation,
             "on_nonfinite": on_nonfinite,
-            "engine": options,
+            "engine": Options(**options),
         }
 
     return make

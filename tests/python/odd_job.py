@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 import overspill
+from overspill._testing import Options
 
 RANK, WORLD = int(os.environ.get("RANK", "0")), 3
 STEPS, MICRO, WIDTH = 8, 2, 16
@@ -52,7 +53,7 @@ def config(folder: str, placement: str) -> dict:
         "optimizer": {"type": "AdamW", "lr": 1e-2},
         "gradient_clipping": 0.3,
         "gradient_accumulation_steps": MICRO,
-        "engine": {"placement": placement, "chunk_elements": 256, "threads": 1, "poison": True},
+        "engine": Options(placement=placement, chunk_elements=256, threads=1, poison=True),
     }
 
 

@@ -51,7 +51,7 @@ def on_device(config):
 
     def make(placement="host", device=None, **options):
         made = config(placement, **options)
-        made["engine"]["device"] = DEVICE
+        made["engine"].device = DEVICE
         made["budget"]["device"] = device
         return made
 
@@ -348,7 +348,7 @@ def test_checkpoints_open_on_either_side(on_device, config, tmp_path, first, the
     again.load_checkpoint(tmp_path / "saved")
     assert train(again, 2, 2) == losses
     host = config("half")
-    host["engine"]["device"] = "host"
+    host["engine"].device = "host"
     on_host = overspill.initialize(small_net(), host)[0]
     on_host.load_checkpoint(tmp_path / "saved")
     assert train(on_host, 2, 2) == pytest.approx(losses, rel=1e-4)
@@ -551,7 +551,7 @@ def test_weights_straight_from_a_checkpoint(folder_of_a_model, on_device):
 def test_two_engines_beside_each_other(on_device, config):
     """One here, one on the CPU: a teacher and its pupil."""
     host = config("half")
-    host["engine"]["device"] = "host"
+    host["engine"].device = "host"
     teacher = overspill.initialize(small_net().requires_grad_(False), host)[0].eval()
     pupil = overspill.initialize(small_net(), on_device("half"))[0]
     before = None

@@ -11,6 +11,7 @@ from torch import nn
 
 from overspill import engine as module
 from overspill import extra, hooks, ranks, start, state
+from overspill._testing import Options
 from overspill.config import Config
 from overspill.optimizer import OverspillOptimizer
 from overspill.residency import Residency
@@ -78,7 +79,7 @@ def main(point: str, by: str, victim: str, folder: str) -> None:
         "budget": {"host": "64MiB", "nvme": [own]},
         "optimizer": {"type": "AdamW", "lr": 1e-2},
         "train_micro_batch_size_per_gpu": 2,
-        "engine": {"placement": "nvme", "chunk_elements": 4096, "threads": 1, "poison": True},
+        "engine": Options(placement="nvme", chunk_elements=4096, threads=1, poison=True),
     }
     model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(6)))
     dist.init_process_group("gloo")
@@ -90,7 +91,7 @@ def main(point: str, by: str, victim: str, folder: str) -> None:
     if fails and (point, by) == ("step", "budget"):
         options["budget"]["host"] = "2560KiB"
     if fails and (point, by) == ("save", "disk"):
-        options["engine"]["placement"] = "host"  # what lies in memory is written when it is saved
+        options["engine"].placement = "host"  # what lies in memory is written when it is saved
     if fails and (point, by) in (("construction", "disk"), ("construction", "budget")):
         now()
     data = torch.utils.data.TensorDataset(torch.zeros(64, 256))

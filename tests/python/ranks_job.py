@@ -25,6 +25,7 @@ from torch.distributed.tensor.parallel import (
 
 import overspill
 from overspill import ranks, residency
+from overspill._testing import Options
 from overspill.divided import memory_of
 
 RANK = int(os.environ.get("RANK", "0"))
@@ -114,7 +115,7 @@ def config(folder: str, placement: str = "half", accumulation: int = 1, **more) 
         "optimizer": {"type": "AdamW", "lr": 1e-2, "weight_decay": 0.1},
         "gradient_clipping": 0.5,
         "gradient_accumulation_steps": accumulation,
-        "engine": {"placement": placement, "chunk_elements": 512, "threads": 1, "poison": True},
+        "engine": Options(placement=placement, chunk_elements=512, threads=1, poison=True),
         **more,
     }
 
@@ -405,7 +406,7 @@ def plain(value):
 def endless(folder: str) -> None:
     """Trains until a rank is lost."""
     options = config(folder, "nvme")
-    options["engine"]["rank_timeout_seconds"] = 20
+    options["engine"].rank_timeout_seconds = 20
     engine, *_ = overspill.initialize(Net(torch.float32), options)
     while True:
         train(engine, torch.float32, 1)

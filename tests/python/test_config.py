@@ -8,7 +8,7 @@ import warnings
 
 import pytest
 
-from overspill import Config, ConfigError, _core
+from overspill import Config, ConfigError, _core, _testing
 from overspill.config import SGD, AdamW, Budget, EngineOptions, parse_size
 
 
@@ -101,8 +101,10 @@ def test_sizes_that_are_none(text):
         ),
         ({"budget": {"host": 1}, "engine": {"chunk_elements": 10**30}}, "engine.chunk_elements = 1000"),
         ({"budget": {"host": 1}, "engine": {"checkpoints_kept": 10**30}}, "engine.checkpoints_kept = 1000"),
-        ({"budget": {"host": 1}, "engine": {"seed": -1}}, "engine.seed = -1: "),
-        ({"budget": {"host": 1}, "engine": {"seed": 2**64}}, "engine.seed = 18446744073709551616: "),
+        ({"budget": {"host": 1}, "seed": -1}, "seed = -1: "),
+        ({"budget": {"host": 1}, "seed": 2**64}, "seed = 18446744073709551616: "),
+        ({"budget": {"host": 1}, "engine": {"poison": True}}, "engine.poison = True: unknown key"),
+        ({"budget": {"host": 1}, "engine": {"seed": 1}}, "engine.seed = 1: unknown key"),
         (
             {"budget": {"host": 1}, "engine": {"io_deadline_seconds": float("inf")}},
             "_deadline_seconds = inf: ",
@@ -260,6 +262,13 @@ def test_files_that_cannot_be_read(tmp_path):
             Config.read(tmp_path / name)
 
 
+def test_what_only_tests_ask_for_reaches_the_core():
+    options = _testing.Options(poison=True, seed=3, threads=2)
+    flat = Config.read({"budget": {"host": "1MiB"}, "engine": options}).to_core(_core)
+    assert flat.poison and (flat.seed, flat.threads) == (3, 2)
+    assert not Config.read({"budget": {"host": "1MiB"}}).to_core(_core).poison
+
+
 def test_the_largest_values_that_are_taken_reach_the_core():
     """Each bound of the configuration is within what the core's types hold."""
     engine = {name: field for name, field in EngineOptions.model_fields.items() if field.metadata}
@@ -267,7 +276,7 @@ def test_the_largest_values_that_are_taken_reach_the_core():
     config = {"budget": {"host": 2**63 - 1, "device": 2**63 - 1}, "seed": 2**63 - 1, "engine": largest}
     config["gradient_accumulation_steps"] = 2**31 - 1
     flat = Config.read(config).to_core(_core)
-    assert (flat.threads, flat.chunk_elements, flat.seed) == (2**16, 2**40, 2**63 - 1)
+    assert (flat.threads, flat.chunk_elements, flat.rounding_seed) == (2**16, 2**40, 2**63 - 1)
     assert flat.io_deadline_ms == flat.rank_timeout_ms == 10**12
 
 
@@ -332,13 +341,7 @@ def test_the_core_gets_every_option():
         3,
     )
     assert flat.rounding_seed == 5 and flat.io_deadline_ms == 1500
-    assert (flat.threads, flat.job, flat.placement, flat.seed, flat.chunk_elements) == (
-        2,
-        "x",
-        "auto",
-        0,
-        524288,
-    )
+    assert (flat.threads, flat.job, flat.placement, flat.chunk_elements) == (2, "x", "auto", 524288)
 
 
 def test_a_config_made_in_python_names_what_is_wrong_too():

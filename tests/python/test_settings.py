@@ -168,8 +168,6 @@ FILE_ONLY = {
     "engine.speculate": True,
     "engine.chunk_elements": 4096,
     "engine.placement": "half",
-    "engine.poison": True,
-    "engine.seed": 3,
     "engine.train_after_save": False,
     "engine.io_backend": "threads",
     "engine.transport": "group",

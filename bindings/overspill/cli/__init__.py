@@ -1,4 +1,4 @@
-"""The command `overspill`: doctor, plan, train, verify, merge, generate. Each command is a file of this folder."""
+"""The command `overspill`. Each of its commands is a file of this folder."""
 
 import argparse
 import importlib
@@ -10,7 +10,7 @@ from pathlib import Path
 from overspill.cli.common import CliError, describe
 from overspill.cli.output import warn
 
-COMMANDS = ("doctor", "plan", "train", "verify", "merge", "generate")
+COMMANDS = ("doctor", "plan", "train", "verify", "merge", "generate", "config")
 
 EXAMPLES = """examples:
   overspill doctor --nvme /mnt/disk
