@@ -16,6 +16,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
+from . import hub
 from ._core import CheckpointError
 from .config import Config
 from .init import Init
@@ -94,7 +95,9 @@ class Folder:
     def __init__(self, folder: Any):
         self.path = Path(folder)
         if not self.path.is_dir():
-            raise CheckpointError(f"{folder} is no folder; give a Hugging Face folder with safetensors")
+            raise CheckpointError(
+                f"{folder} is no folder; give a Hugging Face folder with safetensors{hub.way_out(folder)}"
+            )
         self.tensors: dict[str, Stored] = {}
         for file in weight_files(self.path):
             for name, found in _header(file).items():

@@ -49,7 +49,8 @@ def test_a_gpu_that_the_engine_cannot_use_is_refused_unless_the_cpu_is_meant(
     words = "WARNING: torch sees a GPU, and the engine cannot use it: why not. train refuses to begin"
     out = on_disk.ok(capsys, "plan", "--model", on_disk.model, "--host-budget", "64MiB")
     assert words in out
-    assert words in on_disk.ok(capsys, "doctor", "--nvme", on_disk.nvme)
+    code, said, _ = on_disk.main(capsys, "doctor", "--nvme", on_disk.nvme)
+    assert code == 1 and words in said
     args = on_disk.train_args(tmp_path / "out", steps=1, eval_batches=0)
     refused = on_disk.fails(capsys, *args, "--data", tmp_path / "nowhere")
     assert "--device 'auto': " in refused and "why not; --device host trains on the CPU" in refused

@@ -7,12 +7,15 @@ import sys
 import traceback
 from pathlib import Path
 
+from overspill import __version__
 from overspill.cli.common import CliError, describe
+from overspill.cli.completion import add_completion
 from overspill.cli.output import warn
 
-COMMANDS = ("doctor", "plan", "train", "verify", "merge", "generate", "config")
+COMMANDS = ("init", "doctor", "plan", "train", "verify", "merge", "generate", "config")
 
 EXAMPLES = """examples:
+  overspill init --nvme /mnt/disk
   overspill doctor --nvme /mnt/disk
   overspill plan --model ./smollm2 --host-budget 600MiB --nvme /mnt/disk
   overspill train --model ./smollm2 --data ./texts --host-budget 600MiB --nvme /mnt/disk --out runs/first --steps 40
@@ -31,7 +34,9 @@ def parser() -> argparse.ArgumentParser:
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    top.add_argument("--version", action="version", version=f"overspill {__version__}")
     top.add_argument("--debug", action="store_true", help="show where an error comes from")
+    add_completion(top)
     commands = top.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name in COMMANDS:
         module = importlib.import_module(f"overspill.cli.{name}")
@@ -40,6 +45,7 @@ def parser() -> argparse.ArgumentParser:
             name,
             help=summary,
             description=module.__doc__,
+            usage=getattr(module, "USAGE", None),  # where argparse cannot know what is required
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         sub.add_argument("--debug", action="store_true", default=argparse.SUPPRESS, help=argparse.SUPPRESS)

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from overspill import hub
 from overspill._core import OverspillError
 
 
@@ -192,6 +193,13 @@ def add_endurance(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_json(parser: argparse.ArgumentParser) -> None:
+    """The option of commands whose result a program may read."""
+    parser.add_argument(
+        "--json", action="store_true", help="print the result as one JSON object, sizes in bytes"
+    )
+
+
 def each_once(folders: list[str]) -> None:
     """Raises CliError for a folder that --nvme names twice."""
     from overspill.config import named_twice
@@ -223,6 +231,7 @@ def model_folder(folder: Path) -> Path:
     if not folder.is_dir():
         raise CliError(
             f"--model {folder} is no folder; give a Hugging Face folder (config.json, model.safetensors)"
+            f"{hub.way_out(folder)}"
         )
     if not (folder / "config.json").is_file():
         raise CliError(f"--model {folder} has no config.json; give a Hugging Face folder")

@@ -1,15 +1,17 @@
 """What this machine offers to Overspill, and what to change.
 
 io_uring, O_DIRECT, the memory lock limit, huge pages, disks, their measured speed and their wear, NUMA, instruction
-sets, GPUs. The exit code is not 0 where a folder or a device that was asked for does not work.
+sets, GPUs. The exit status is 1 where something is wrong: a folder or a device that was asked for does not work, or the
+engine cannot use a GPU that torch sees. What would only make training faster is advice, and no error.
 """
 
 import argparse
+import json
 import os
 from pathlib import Path
 
 from overspill.cli import wear
-from overspill.cli.common import add_endurance, each_once, named, nvme_folders
+from overspill.cli.common import add_endurance, add_json, each_once, named, nvme_folders
 from overspill.cli.device import require, unused_gpu, unused_text
 from overspill.memory import available_bytes, human
 
@@ -28,6 +30,7 @@ def options(parser: argparse.ArgumentParser) -> None:
         "--device", metavar="NAME", help="fail unless models can compute there: host, cuda, cuda:1 and so on"
     )
     add_endurance(parser)
+    add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -41,16 +44,19 @@ def run(args: argparse.Namespace) -> int:
         disk["wear"] = [wear.describe(drive, args.endurance_tbw) for drive in drives] or ["unknown drive"]
     report["memory"] = _memory()
     report["gpu"] = _gpus()
-    for line in _lines(report):
-        print(line)
+    lines = _lines(report)
     report["unused_gpu"] = unused_gpu()
-    advice = advise(report)
-    print("\nwhat to change" + (":" if advice else ": nothing"))
-    for line in advice:
-        print(f"  - {line}")
+    report["advice"] = advise(report)
+    if args.json:
+        print(json.dumps(report))
+    else:
+        print("\n".join(lines))
+        print("\nwhat to change" + (":" if report["advice"] else ": nothing"))
+        for line in report["advice"]:
+            print(f"  - {line}")
     if args.device is not None:
         require(args.device)
-    return 0
+    return 1 if report["unused_gpu"] and args.device is None else 0
 
 
 def advise(report: dict) -> list[str]:

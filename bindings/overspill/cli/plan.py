@@ -5,12 +5,14 @@ cannot work is refused with the sum and the smallest budget that would do.
 """
 
 import argparse
+import json
 from pathlib import Path
 
 from overspill.cli import room, wear
 from overspill.cli.chosen import choose
 from overspill.cli.common import (
     CliError,
+    add_json,
     add_tiers,
     add_update,
     model_folder,
@@ -21,8 +23,14 @@ from overspill.cli.common import (
 )
 from overspill.cli.device import planned_line
 from overspill.cli.settings import default_text
+from overspill.config import Budget
+from overspill.plan import Plan
 
 DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
+
+
+USAGE = """overspill plan --model DIR --host-budget SIZE [--nvme DIR ...] [OPTIONS]
+       overspill plan --model DIR --config FILE [OPTIONS]"""
 
 
 def options(parser: argparse.ArgumentParser) -> None:
@@ -47,35 +55,39 @@ def options(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="folder of the run (default: the first --nvme, else the current folder)",
     )
+    add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     folder = model_folder(args.model)
     chosen = choose(vars(args), required=False)
     config = chosen.config
-    for note in chosen.notes:
-        print(note)
-    print(planned_line(config.engine.device, config.budget.device))
+    device = planned_line(config.engine.device, config.budget.device)
     quiet_transformers()
     made = plan(empty_model(folder, args.dtype), config)
-    print(made.text, end="")
     planned = room.planned(made.as_dict(), config.budget.nvme, args.model, args.out, chosen.settings.keep)
-    for line in planned.lines() + _wear(made, config.budget):
-        print(f"  {line}")
+    disks = planned.lines() + _wear(made, config.budget)
+    if args.json:
+        print(json.dumps({"device": device, "notes": chosen.notes, "disks": disks, **made.as_dict()}))
+    else:
+        print("\n".join([*chosen.notes, device]))
+        print(made, end="")
+        for line in disks:
+            print(f"  {line}")
     planned.check()
     return 0
 
 
-def _wear(made, budget) -> list[str]:
+def _wear(made: Plan, budget: Budget) -> list[str]:
     """What the planned steps do to the disks."""
     from overspill import _core
 
     drives = {folder: _core.drives(folder) for folder in budget.nvme}
-    return wear.planned(made.as_dict()["nvme_written_bytes_per_step"], drives, budget.endurance_tbw)
+    return wear.planned(made.nvme_written_bytes_per_step, drives, budget.endurance_tbw)
 
 
-def plan(model, config):
-    """core.Plan of a model (its weights are not looked at). Raises ConfigError, BudgetError."""
+def plan(model, config) -> Plan:
+    """Of a model, whose weights are not looked at. Raises ConfigError, BudgetError."""
     from overspill import _core
     from overspill.config import Config
     from overspill.handover import core_units
@@ -85,7 +97,7 @@ def plan(model, config):
     settings, specs = Config.read(config), partition(model)
     groups = make_groups(settings.optimizer, model.parameters())
     chosen = choose_format(settings.format, groups, (spec.format for spec in specs))
-    return _core.plan(core_units(specs, {}, [(groups.core, chosen)]), settings.to_core(_core))
+    return Plan.of(_core.plan(core_units(specs, {}, [(groups.core, chosen)]), settings.to_core(_core)))
 
 
 def empty_model(folder: Path, dtype: str):

@@ -39,6 +39,10 @@ from overspill.cli.run_folder import RunFolder
 from overspill.cli.session import Session
 from overspill.cli.settings import DTYPES, FIELDS, absolute, default_text, option
 
+USAGE = """overspill train --model DIR --data PATH --out DIR --host-budget SIZE [--nvme DIR ...] [OPTIONS]
+       overspill train --model DIR --data PATH --out DIR --config FILE [OPTIONS]
+       overspill train --out DIR --resume [CHECKPOINT] [OPTIONS]"""
+
 
 def options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument

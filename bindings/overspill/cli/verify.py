@@ -5,9 +5,10 @@ is changed. Memory: a few MiB.
 """
 
 import argparse
+import json
 import sys
 
-from overspill.cli.common import CliError, path_of
+from overspill.cli.common import CliError, add_json, path_of
 from overspill.memory import human
 
 
@@ -15,6 +16,7 @@ def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "checkpoint", type=path_of, metavar="CHECKPOINT", help="e.g. runs/first/checkpoints/step-000040"
     )
+    add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -25,6 +27,9 @@ def run(args: argparse.Namespace) -> int:
             f"checkpoint {args.checkpoint} is no folder; give a folder that training saved, e.g. OUT/checkpoints/step-…"
         )
     counted = _core.verify(str(args.checkpoint), _progress if sys.stderr.isatty() else None)
+    if args.json:
+        print(json.dumps({"checkpoint": str(args.checkpoint), "whole": True, **counted}))
+        return 0
     print(
         f"{args.checkpoint}: whole: step {counted['step']}, {counted['parameters']} parameters, "
         f"{human(counted['bytes'])} in {counted['files']} files"
