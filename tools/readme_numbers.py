@@ -1,4 +1,4 @@
-"""Writes the numbers of README.md and docs/ranks.md.   tools/readme_numbers.py [--check] [results/*.json]
+"""Writes the numbers of docs/performance.md and docs/ranks.md.   tools/readme_numbers.py [--check] [results/*.json]
 
 Each RESULT file named is copied to docs/results/; the text between a document's markers is made from what lies there.
 With --check nothing is written, and a document that differs is an error.
@@ -15,7 +15,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 KEPT = ROOT / "docs" / "results"
-README = ROOT / "README.md"
+PERFORMANCE = ROOT / "docs" / "performance.md"
 BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
 EMPTY = "No run has been kept yet: `make train`, then `make readme`."
 
@@ -225,12 +225,12 @@ SECTIONS = {
     "ranks-deepspeed": ranks_deepspeed,
 }  # in this order
 RANKS = ROOT / "docs" / "ranks.md"
-ELSEWHERE = {"ranks": RANKS, "ranks-deepspeed": RANKS}  # whose numbers are not in the README
+ELSEWHERE = {"ranks": RANKS, "ranks-deepspeed": RANKS}  # whose numbers are elsewhere
 
 
 def section(document: Path) -> str:
     """What stands between the markers of a document."""
-    found = {p.stem: p for p in sorted(KEPT.glob("*.json")) if ELSEWHERE.get(p.stem, README) == document}
+    found = {p.stem: p for p in sorted(KEPT.glob("*.json")) if ELSEWHERE.get(p.stem, PERFORMANCE) == document}
     order = [name for name in SECTIONS if name in found] + [name for name in found if name not in SECTIONS]
     blocks = []
     for name in order:
@@ -253,7 +253,7 @@ def main() -> int:
         for one in (path, path.with_suffix(".svg")):  # its plot, if there is one
             if one.exists():
                 shutil.copyfile(one, KEPT / one.name)
-    return max([update(document, args.check) for document in (README, RANKS)])
+    return max([update(document, args.check) for document in (PERFORMANCE, RANKS)])
 
 
 def update(document: Path, check: bool) -> int:

@@ -283,7 +283,7 @@ def broken_promises(result: dict[str, Any]) -> list[str]:
 
 
 def keep(result: dict[str, Any]) -> None:
-    """results/train.json: what tools/readme_numbers.py makes the README's table of."""
+    """results/train.json: what tools/readme_numbers.py makes a table of."""
     path = ROOT / "results" / "train.json"
     path.parent.mkdir(exist_ok=True)
     path.write_text(json.dumps(result, indent=1) + "\n")

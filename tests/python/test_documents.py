@@ -1,14 +1,19 @@
 """The scripts of README.md and docs run as they stand, but for names of folders and data."""
 
 import re
+import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 import overspill
+from overspill.cli import main
 
 ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "tools"))
 
 
 def blocks(document: str, language: str) -> list[str]:
@@ -45,6 +50,59 @@ def test_the_script_of_the_readme_works_twice_and_looks_at_its_folder_before_tra
     monkeypatch.setattr(overspill, "initialize", None)
     with pytest.raises(overspill.FolderError, match="finetuned has something else than a model"):
         exec(block, {})
+
+
+def test_the_commands_of_the_readme_run(on_disk, tmp_path, monkeypatch, capsys):
+    """As they stand, but for names, sizes and the number of steps."""
+    monkeypatch.chdir(tmp_path)
+    (block,) = [each for each in blocks("README.md", "bash") if "overspill train" in each]
+    names = {
+        "./smollm2": on_disk.model,
+        "./texts": on_disk.texts,
+        "/mnt/disk": on_disk.nvme,
+        "600MiB": "64MiB",
+    }
+    names |= {"--steps 40": "--steps 2 --seq-len 32", "--steps 60": "--steps 3", "000060": "000003"}
+    for was, now in names.items():
+        assert was in block
+        block = block.replace(was, str(now))
+    lines = [shlex.split(line, comments=True) for line in block.splitlines()]
+    assert [line[1] for line in lines] == ["init", "plan", "train", "train", "merge", "generate"]
+    for line in lines:
+        assert line[0] == "overspill" and main(line[1:]) == 0, (line, capsys.readouterr().err)
+    assert (tmp_path / "train.py").exists() and (tmp_path / "tuned/config.json").exists()
+
+
+def test_the_commands_that_install_are_there():
+    """They are run where CI begins; here it is looked at that each of them exists."""
+    (block,) = [each for each in blocks("README.md", "bash") if "overspill train" not in each]
+    lines = [shlex.split(line, comments=True) for line in block.splitlines()]
+    assert lines == [["make", "build"], ["source", ".venv/bin/activate", "&&", "overspill", "doctor"]]
+    assert subprocess.run(["make", "-n", "build"], cwd=ROOT, capture_output=True).returncode == 0
+    assert (Path(sys.prefix) / "bin/hf").exists()  # of `hf download`, which needs a network
+    languages = re.findall(r"^```(\w*)$", (ROOT / "README.md").read_text(), re.M)
+    assert [each for each in languages if each] == ["bash", "python", "bash"]  # no other block
+
+
+def test_the_readme_is_short_and_its_tables_are_those_of_plan_and_results(monkeypatch):
+    import readme_tables
+
+    text = (ROOT / "README.md").read_text()
+    assert len(text.splitlines()) <= 130
+    monkeypatch.setattr(sys, "argv", ["readme_tables.py", "--check"])
+    assert readme_tables.main() == 0
+    monkeypatch.setitem(readme_tables.SHAPES, "1 B", readme_tables.SHAPES["3 B"])  # so that the table drifts
+    assert readme_tables.main() == 1
+
+
+@pytest.mark.parametrize(
+    "document", sorted(path.name for path in (ROOT / "docs").glob("*.md")) + ["../README.md"]
+)
+def test_links_lead_somewhere(document):
+    path = ROOT / "docs" / document
+    found = re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", path.read_text())
+    wrong = [link for link in found if "://" not in link and not (path.parent / link).exists()]
+    assert not wrong
 
 
 # ---- Hugging Face's Trainer and Accelerate
