@@ -62,3 +62,15 @@ def test_initialize_returns_a_named_tuple(config):
     assert made.dataloader is dataloader and len(dataloader) == 2
     assert made.lr_scheduler is lr_scheduler is engine.lr_scheduler
     engine.close()
+    assert made.lr_scheduler is lr_scheduler is engine.lr_scheduler
+    engine.close()
+
+
+def test_units_that_would_live_on_a_gpu():
+    from overspill.cli.plan import plan
+
+    config = {"budget": {"host": "1GiB", "device": "64MiB"}, "engine": {"device": "cuda"}}
+    made = plan(model(), config)
+    assert {unit.home for unit in made.units} == {"device"}
+    assert made.device_bytes > sum(unit.weights.device + unit.states.device for unit in made.units) > 0
+    assert not sum(unit.weights.host + unit.states.host for unit in made.units)
