@@ -15,7 +15,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, MixtralConfig
 
 import overspill
-from overspill import FolderError
+from overspill import FolderError, exporting
 
 SMALL = {
     "vocab_size": 64,
@@ -101,6 +101,30 @@ def test_frozen_weights_buffers_and_other_memory_orders(config, tmp_path):
     overspill.merge(tmp_path / "saved", tmp_path / "merged", dtype="fp32", model=tmp_path / "None")
     assert same(tmp_path / "torch.float32", tmp_path / "merged")
     assert {tensor.dtype for tensor in tensors(tmp_path / "None").values()} == {torch.bfloat16}
+
+
+def test_tensors_of_a_file_are_aligned_and_files_are_as_large_as_asked():
+    """Wide elements first, whatever the model's order is."""
+    shapes = [
+        (torch.bfloat16, 3),
+        (torch.float32, 2),
+        (torch.bfloat16, 100),
+        (torch.uint8, 1),
+        (torch.float32, 8),
+    ]
+    given = [
+        exporting.Tensor(f"t{number}", dtype, (count,), lambda: None)
+        for number, (dtype, count) in enumerate(shapes)
+    ]
+    (whole,) = exporting._shards(given, 1 << 20)
+    header = json.loads(exporting._header(whole.tensors)[8:])
+    assert len(exporting._header(whole.tensors)) % 8 == 0
+    for tensor in given:
+        begin, end = header[tensor.name]["data_offsets"]
+        assert begin % tensor.dtype.itemsize == 0 and end - begin == tensor.bytes
+    cut = exporting._shards(given, 20)
+    assert [[t.name for t in shard.tensors] for shard in cut] == [["t1", "t0"], ["t2"], ["t3"], ["t4"]]
+    assert cut[1].file == "model-00002-of-00004.safetensors"
 
 
 def test_the_tokenizer_comes_with_it(on_disk, config, tmp_path):
