@@ -207,8 +207,9 @@ py::dict stats_dict(Engine& self) {
 
 Plan plan_for(const std::vector<UnitSpec>& units, const PythonConfig& config) {
   const engine::Layout layout = engine::make_layout(units, config.chunk_elements, 0, 1);
-  return engine::make_plan(
-      layout, config, {.shares_host_memory = config.device == "host", .updates = config.device != "host"});
+  engine::DeviceTraits device{.shares_host_memory = config.device == "host"};
+  if (!device.shares_host_memory) device.updates = kernels::known_formats();
+  return engine::make_plan(layout, config, device);
 }
 
 /// The std::shared_ptr<kernels::Device> of a capsule "overspill.device"; null of None.

@@ -55,6 +55,10 @@ struct Factors {
   friend bool operator==(const Factors&, const Factors&) = default;
 };
 
+constexpr Optimizer optimizer_of(const Factors& factors) {
+  return Optimizer{static_cast<uint8_t>(factors.of.index())};
+}
+
 /// `step` counts the updates of these elements from 1; anything less throws std::invalid_argument.
 Factors make_factors(const Hyper& hyper, int64_t step, double grad_scale);
 

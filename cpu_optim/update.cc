@@ -1,12 +1,8 @@
 #include "cpu_optim/update.h"
 
-#include <algorithm>
-#include <stdexcept>
-#include <string>
-
 #include "cpu_optim/dispatch.h"
 #include "cpu_optim/floating_point.h"
-#include "cpu_optim/piece_check.h"
+#include "cpu_optim/passes.h"
 
 namespace overspill::optim {
 namespace {
@@ -30,32 +26,12 @@ Noise make_noise(uint64_t seed, int64_t index, int64_t step) {
 }
 
 void update(Format format, const Piece& piece, Gradient gradient, Range range, const Factors& factors) {
-  const Optimizer optimizer{static_cast<uint8_t>(factors.of.index())};
-  check_piece("update", optimizer, format, piece, range);
-  if (gradient.data == nullptr && range.begin < range.end) {
-    throw std::invalid_argument("update: there is no gradient");
-  }
-  const UpdateKernel kernel = kernels().update_of(optimizer, format, gradient.element);
+  const UpdateKernel kernel = kernels().update_of(optimizer_of(factors), format, gradient.element);
   const FloatingPointMode mode;
-  Pass pass{.components = piece.components.data(),
-            .gradient = gradient.data,
-            .elements = piece.elements,
-            .begin = range.begin,
-            .end = range.end,
-            .factors = std::visit([](const auto& f) -> const void* { return &f; }, factors.of),
-            .grad_scale = factors.grad_scale,
-            .noise = {},
-            .prefetch = prefetch_cache()};
-  // One call for each value of the index's upper half; a piece hardly ever has two.
-  while (pass.begin < range.end) {
-    const int64_t first = piece.index + pass.begin;
-    const int64_t next_upper = ((first >> 32) + 1) << 32;
-    pass.end = std::min(range.end, next_upper - piece.index);
-    pass.noise = make_noise(piece.seed, first, factors.step);
-    pass.noise.index = static_cast<uint32_t>(piece.index);
+  for_each_pass("update", format, piece, gradient, range, factors, [&](Pass& pass) {
+    pass.prefetch = prefetch_cache();
     kernel(pass);
-    pass.begin = pass.end;
-  }
+  });
 }
 
 }  // namespace overspill::optim

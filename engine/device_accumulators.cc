@@ -3,8 +3,6 @@
 #include <algorithm>
 #include <exception>
 
-#include "engine/device_gradients.h"
-
 namespace overspill::engine {
 
 DeviceAccumulators::DeviceAccumulators(Context& context)
@@ -34,7 +32,7 @@ DeviceAccumulators::~DeviceAccumulators() {
 
 bool DeviceAccumulators::takes(const DeviceUnits::Arrival& arrival) {
   auto& of = of_[arrival.unit];
-  if (of.empty() || arrival.element == optim::Element::fp16) return false;
+  if (of.empty()) return false;
   if (!arrival.first && of[arrival.segment] == Sum::none) return false;
   of[arrival.segment] = Sum::ahead;
   return true;
@@ -44,7 +42,7 @@ kernels::Event DeviceAccumulators::take_in(const DeviceUnits::Arrival& arrival, 
                                            const kernels::Event& ready) {
   const Segment& segment = context_.layout.units[arrival.unit].segments[arrival.segment];
   stream_->wait(ready);
-  context_.device().kernels()->take_in(*stream_, float_of(arrival.element), data, kernels::Float::fp32,
+  context_.device().kernels()->take_in(*stream_, arrival.element, data, optim::Element::fp32,
                                        sums_[arrival.unit] + segment.begin * 4, segment.elements,
                                        arrival.first);
   return stream_->record();

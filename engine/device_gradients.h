@@ -9,9 +9,6 @@
 
 namespace overspill::engine {
 
-/// Throws std::logic_error for fp16, which the kernels do not know.
-kernels::Float float_of(optim::Element element);
-
 /// Elements of host memory come in at `to` on the device, as DeviceKernels::take_in does, by way of `piece`
 /// there. Once an event recorded later is done, `from` and `piece` are free.
 void take_in_from_host(kernels::DeviceKernels& kernels, kernels::Stream& stream, std::span<std::byte> piece,

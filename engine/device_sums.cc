@@ -33,7 +33,7 @@ std::span<std::byte> DeviceSums::exchange() const {
 kernels::Event DeviceSums::take_in(optim::Element from_type, const std::byte* from, optim::Element to_type,
                                    std::byte* to, int64_t elements, bool first, const kernels::Event& ready) {
   arrivals_->wait(ready);
-  kernels_->take_in(*arrivals_, float_of(from_type), from, float_of(to_type), to, elements, first);
+  kernels_->take_in(*arrivals_, from_type, from, to_type, to, elements, first);
   return arrivals_->record();
 }
 
@@ -50,7 +50,7 @@ void DeviceSums::clear(std::byte* data, int64_t bytes) {
 }
 
 void DeviceSums::add(optim::Element type, const std::byte* part, int64_t elements, bool first) {
-  kernels_->take_in(*sums_, float_of(type), part, kernels::Float::fp32, sum(), elements, first);
+  kernels_->take_in(*sums_, type, part, optim::Element::fp32, sum(), elements, first);
 }
 
 void DeviceSums::fetch(std::span<float> to) {

@@ -26,7 +26,7 @@ class DeviceSums {
   std::byte* pool() const { return memory_.data(); }
   std::span<std::byte> exchange() const;
 
-  /// Elements, not in fp16, come in at `to`, in the pool: in place of what is there, or (not `first`) added.
+  /// Elements come in at `to`, in the pool: in place of what is there, or (not `first`) added.
   /// From device memory, once `ready` is reached: it is there when the event is done.
   kernels::Event take_in(optim::Element from_type, const std::byte* from, optim::Element to_type,
                          std::byte* to, int64_t elements, bool first, const kernels::Event& ready);

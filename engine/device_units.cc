@@ -10,23 +10,6 @@
 #include "engine/schedule/unlocked.h"
 
 namespace overspill::engine {
-namespace {
-
-kernels::AdamFactors factors_of(const optim::Factors& factors) {
-  const auto& f = std::get<optim::Adam::Factors>(factors.of);
-  return {.l2 = f.l2,
-          .decay = f.decay,
-          .one_minus_beta1 = f.one_minus_beta1,
-          .beta2 = f.beta2,
-          .one_minus_beta2 = f.one_minus_beta2,
-          .minus_step_size = f.minus_step_size,
-          .inverse_sqrt_bias2 = f.inverse_sqrt_bias2,
-          .eps = f.eps,
-          .grad_scale = factors.grad_scale};
-}
-
-}  // namespace
-
 DeviceUnits::DeviceUnits(Context& context, GradientSquares& squares) : context_(context), squares_(squares) {
   if (context.plan.units_on_device() == 0) return;
   kernels::Device& device = context.device();
@@ -78,14 +61,10 @@ std::byte* DeviceUnits::gradient_of(int32_t unit, int32_t segment) {
   return residents_[unit].gradients + begin * context_.gradient_width(unit);
 }
 
-kernels::Float DeviceUnits::gradient_type(int32_t unit) const {
-  return float_of(context_.gradient_type(unit));
-}
-
 kernels::Event DeviceUnits::take_in(const Arrival& arrival, const std::byte* data,
                                     const kernels::Event& ready) {
   stream_->wait(ready);
-  kernels_->take_in(*stream_, float_of(arrival.element), data, gradient_type(arrival.unit),
+  kernels_->take_in(*stream_, arrival.element, data, context_.gradient_type(arrival.unit),
                     gradient_of(arrival.unit, arrival.segment),
                     context_.layout.units[arrival.unit].segments[arrival.segment].elements, arrival.first);
   take_squares(arrival.unit, arrival.segment);
@@ -120,7 +99,7 @@ void DeviceUnits::read_gradient(std::unique_lock<std::mutex>& lock, int32_t unit
 }
 
 void DeviceUnits::take_squares(int32_t unit, int32_t segment) {
-  squares_.take_there(*stream_, unit, segment, gradient_type(unit), gradient_of(unit, segment));
+  squares_.take_there(*stream_, unit, segment, context_.gradient_type(unit), gradient_of(unit, segment));
 }
 
 // ---- the update
@@ -142,21 +121,14 @@ void DeviceUnits::update(int32_t unit) {
   try {
     wait_for_uses(resident.block);
     const kernels::Event begin = context_.journal.begin(*stream_);
+    const optim::Piece piece{.components = std::span(resident.components).first(u.components().size()),
+                             .elements = u.elements,
+                             .seed = context_.rounding_seed(unit)};
     for (size_t s = 0; s < u.segments.size(); ++s) {
-      if (state.updated[s] == 0) continue;
       const Segment& segment = u.segments[s];
-      const auto at = [&](size_t component) {
-        return resident.components[component] +
-               segment.begin * u.component_element_bytes(kAllComponents[component]);
-      };
-      const bool split = u.components()[1].role == optim::Role::master;
-      const size_t m = split ? 2 : 1;
-      const kernels::AdamArrays arrays{.weight = at(0),
-                                       .lo = split ? reinterpret_cast<int16_t*>(at(1)) : nullptr,
-                                       .m = reinterpret_cast<float*>(at(m)),
-                                       .v = reinterpret_cast<float*>(at(m + 1))};
-      kernels_->update_adam(*stream_, arrays, gradient_type(unit), gradient_of(unit, static_cast<int32_t>(s)),
-                            segment.elements, factors_of(state.factors[s]));
+      if (state.updated[s] == 0 || segment.elements == 0) continue;
+      kernels_->update(*stream_, *u.format, piece, {resident.gradients, context_.gradient_type(unit)},
+                       {segment.begin, segment.begin + segment.elements}, state.factors[s]);
     }
     resident.block.copied = stream_->record();
     context_.journal.note(DeviceSpan::Kind::update, unit, begin, resident.block.copied);

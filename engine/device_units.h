@@ -75,7 +75,6 @@ class DeviceUnits {
 
   std::byte* place_of(int32_t chunk, Component component);
   std::byte* gradient_of(int32_t unit, int32_t segment);
-  kernels::Float gradient_type(int32_t unit) const;
   void take_squares(int32_t unit, int32_t segment);
   void wait_for_uses(Block& block);
   void wait(std::unique_lock<std::mutex>& lock, const kernels::Event& event);

@@ -19,7 +19,7 @@ GradientSquares::GradientSquares(Context& context)
   int64_t blocks = 0;
   for (size_t c = 0; c < context.layout.chunks.size(); ++c) {
     const Chunk& chunk = context.layout.chunks[c];
-    if (!squared_there(context.layout.units[chunk.unit], context.config.gradient_accumulation)) continue;
+    if (!context.layout.units[chunk.unit].trainable()) continue;
     for (const Run& run : chunk.runs)
       first_block_[c].push_back(std::exchange(blocks, blocks + kernels::squares_blocks(run.elements)));
   }
@@ -39,14 +39,13 @@ GradientSquares::~GradientSquares() {
 }
 
 bool GradientSquares::taken_there(int32_t unit) const {
-  const Unit& u = context_.layout.units[unit];
-  return stream_ != nullptr && squared_there(u, context_.config.gradient_accumulation);
+  return stream_ != nullptr && context_.layout.units[unit].trainable();
 }
 
-void GradientSquares::take_there(kernels::Stream& stream, int32_t unit, int32_t segment, kernels::Float type,
+void GradientSquares::take_there(kernels::Stream& stream, int32_t unit, int32_t segment, optim::Element type,
                                  const std::byte* gradient) {
   const Unit& u = context_.layout.units[unit];
-  const int64_t width = type == kernels::Float::bf16 ? 2 : 4;
+  const int64_t width = optim::bytes(type);
   auto* const blocks = reinterpret_cast<kernels::Squares*>(memory_.data());
   for (int32_t c = u.first_chunk; c < u.first_chunk + u.chunk_count; ++c) {
     const Chunk& chunk = context_.layout.chunks[c];
@@ -62,7 +61,7 @@ void GradientSquares::take_there(kernels::Stream& stream, int32_t unit, int32_t 
 }
 
 kernels::Event GradientSquares::take_there(const kernels::Event& ready, int32_t unit, int32_t segment,
-                                           kernels::Float type, const std::byte* gradient) {
+                                           optim::Element type, const std::byte* gradient) {
   stream_->wait(ready);
   take_there(*stream_, unit, segment, type, gradient);
   return stream_->record();

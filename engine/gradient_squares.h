@@ -31,10 +31,10 @@ class GradientSquares {
   bool taken_there(int32_t unit) const;
   /// Puts on `stream` that the device squares a segment's gradient, which lies whole at `gradient` there.
   /// The caller waits for the stream before fetch().
-  void take_there(kernels::Stream& stream, int32_t unit, int32_t segment, kernels::Float type,
+  void take_there(kernels::Stream& stream, int32_t unit, int32_t segment, optim::Element type,
                   const std::byte* gradient);
   /// The same, beside all other streams, once `ready` is reached; the event is done when they are taken.
-  kernels::Event take_there(const kernels::Event& ready, int32_t unit, int32_t segment, kernels::Float type,
+  kernels::Event take_there(const kernels::Event& ready, int32_t unit, int32_t segment, optim::Element type,
                             const std::byte* gradient);
   /// Of one run, as it is now.
   void put(int32_t chunk, int32_t run, const optim::Squares& squares) {

@@ -188,14 +188,13 @@ std::byte* Gradients::place_of(const Arrival& arrival) const {
 kernels::Event Gradients::square_there(const Arrival& arrival, const std::byte* data,
                                        const kernels::Event& ready) {
   if (squares_.taken_there(arrival.unit))
-    return squares_.take_there(ready, arrival.unit, arrival.segment, float_of(arrival.element), data);
+    return squares_.take_there(ready, arrival.unit, arrival.segment, arrival.element, data);
   forget_squares(arrival);
   return {};
 }
 
 std::optional<Gradients::TakenInThere> Gradients::take_in_there(const Arrival& arrival, const std::byte* data,
                                                                 const kernels::Event& ready) {
-  if (arrival.element == optim::Element::fp16) return std::nullopt;  // add() widens it
   const Segment& s = context_.layout.units[arrival.unit].segments[arrival.segment];
   if (device_units_.hold(arrival.unit)) {
     const std::lock_guard guard(context_.mutex);
@@ -286,14 +285,6 @@ void Gradients::forget_sum_there(const Arrival& arrival) {
 
 void Gradients::add_there(const Piece& piece) {
   const Arrival& arrival = *piece.arrival;
-  if (arrival.element == optim::Element::fp16) {  // no device's kernels know it
-    std::vector<float> wide(static_cast<size_t>(piece.elements));
-    optim::widen(arrival.element, piece.data, std::span(wide), true);
-    Arrival as_fp32 = arrival;
-    as_fp32.element = optim::Element::fp32;
-    return add_there(
-        {&as_fp32, piece.begin, piece.elements, reinterpret_cast<const std::byte*>(wide.data())});
-  }
   if (device_units_.hold(arrival.unit)) {
     std::unique_lock lock(context_.mutex);
     return device_units_.take_in(lock, arrival, piece.begin, piece.elements, piece.data);

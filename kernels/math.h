@@ -1,5 +1,5 @@
 // What a device's kernels compute for one element: one source for GPUs and for the host, where the simulated
-// device runs it and tests compare it with the CPU's update. Nothing is contracted (-fmad=false,
+// device runs it and tests compare it with the CPU's. Nothing is contracted (-fmad=false,
 // -ffp-contract=off); division and square root are correctly rounded; denormals are kept.
 #pragma once
 
@@ -7,13 +7,8 @@
 #include <cstdint>
 #include <cstring>
 
-#include "kernels/device_kernels.h"
-
-#ifdef __CUDACC__
-#define OVERSPILL_HERE_AND_THERE __host__ __device__
-#else
-#define OVERSPILL_HERE_AND_THERE
-#endif
+#include "cpu_optim/half.h"
+#include "cpu_optim/optimizers/state.h"
 
 namespace overspill::kernels {
 
@@ -29,18 +24,60 @@ OVERSPILL_HERE_AND_THERE inline float float_of(uint32_t bits) {
   return x;
 }
 
-/// fp32 to bf16, nearest even; a NaN becomes 0x7FC0.
-OVERSPILL_HERE_AND_THERE inline uint16_t narrow(float x) {
-  const uint32_t bits = bits_of(x);
-  if ((bits & 0x7FFFFFFFu) > 0x7F800000u) return 0x7FC0;
-  return static_cast<uint16_t>((bits + 0x7FFFu + ((bits >> 16) & 1u)) >> 16);
+/// One number, as cpu_optim/optimizers/ computes with it.
+struct Number {
+  float x;
+
+  Number() = default;
+  OVERSPILL_HERE_AND_THERE Number(float value) : x(value) {}
+  OVERSPILL_HERE_AND_THERE friend Number operator+(Number a, Number b) { return a.x + b.x; }
+  OVERSPILL_HERE_AND_THERE friend Number operator-(Number a, Number b) { return a.x - b.x; }
+  OVERSPILL_HERE_AND_THERE friend Number operator*(Number a, Number b) { return a.x * b.x; }
+  OVERSPILL_HERE_AND_THERE friend Number operator/(Number a, Number b) { return a.x / b.x; }
+};
+OVERSPILL_HERE_AND_THERE inline Number fma(Number a, Number b, Number c) {
+  return fmaf(a.x, b.x, c.x);
 }
+OVERSPILL_HERE_AND_THERE inline Number sqrt(Number x) {
+  return sqrtf(x.x);
+}
+/// -1, 0 or 1; 0 for NaN.
+OVERSPILL_HERE_AND_THERE inline Number sign(Number x) {
+  return x.x > 0.0f ? 1.0f : x.x < 0.0f ? -1.0f : 0.0f;
+}
+
+// ---- elements of gradients, whatever they are stored as
 
 OVERSPILL_HERE_AND_THERE inline float widen(float x) {
   return x;
 }
 OVERSPILL_HERE_AND_THERE inline float widen(uint16_t bf16) {
   return float_of(static_cast<uint32_t>(bf16) << 16);
+}
+OVERSPILL_HERE_AND_THERE inline float widen(optim::Fp16 half) {
+  const uint32_t magnitude = (half.bits & 0x7FFFu) << 13;
+  const uint32_t sign = (half.bits & 0x8000u) << 16;
+  if (magnitude < 0x0F800000u) return float_of(bits_of(float_of(magnitude) * 0x1p112f) | sign);  // exact
+  return float_of(magnitude | 0x7F800000u | (magnitude > 0x0F800000u ? 0x400000u : 0u) | sign);
+}
+
+/// To what is stored, nearest even; of a NaN comes a NaN.
+OVERSPILL_HERE_AND_THERE inline void narrow(float x, float& to) {
+  to = x;
+}
+OVERSPILL_HERE_AND_THERE inline void narrow(float x, uint16_t& bf16) {
+  const uint32_t bits = bits_of(x);
+  const bool nan = (bits & 0x7FFFFFFFu) > 0x7F800000u;
+  bf16 = nan ? 0x7FC0 : static_cast<uint16_t>((bits + 0x7FFFu + ((bits >> 16) & 1u)) >> 16);
+}
+OVERSPILL_HERE_AND_THERE inline void narrow(float x, optim::Fp16& to) {
+  const uint32_t magnitude = bits_of(x) & 0x7FFFFFFFu;
+  const uint32_t sign = (bits_of(x) ^ magnitude) >> 16;
+  uint32_t half = (magnitude - 0x38000000u + 0xFFFu + ((magnitude >> 13) & 1u)) >> 13;
+  if (magnitude < 0x38800000u) half = bits_of(float_of(magnitude) + 0.5f) - 0x3F000000u;  // denormal
+  if (magnitude >= 0x47800000u) half = 0x7C00u;
+  if (magnitude > 0x7F800000u) half = ((magnitude >> 13) & 0x3FFu) | 0x7E00u;
+  to.bits = static_cast<uint16_t>(half | sign);
 }
 
 /// One lane of the tree of squares (cpu_optim/gradient.h): it adds its elements in order.
@@ -56,36 +93,19 @@ struct SquaresLane {
   }
 };
 
-/// One gradient's element after another: to += from, or to = from where it is the first.
-OVERSPILL_HERE_AND_THERE inline void take_in(float from, bool first, float& to) {
-  to = first ? from : to + from;
+/// One gradient's element after another: to = from where it is the first, else to += from.
+template <class From, class To>
+OVERSPILL_HERE_AND_THERE inline void take_in(From from, bool first, To& to) {
+  narrow(first ? widen(from) : widen(to) + widen(from), to);
 }
-OVERSPILL_HERE_AND_THERE inline void take_in(uint16_t from, bool first, float& to) {
-  take_in(widen(from), first, to);
-}
-OVERSPILL_HERE_AND_THERE inline void take_in(uint16_t from, bool first, uint16_t& to) {
-  to = first ? from : narrow(widen(to) + widen(from));
-}
-
-/// AdamW and Adam (cpu_optim/optimizers/adam.h).
-OVERSPILL_HERE_AND_THERE inline void update_adam(const AdamFactors& f, float gradient, float& p, float& m,
-                                                 float& v) {
-  float g = gradient * f.grad_scale;
-  if (f.l2 != 0.0f) g = fmaf(f.l2, p, g);
-  p = p * f.decay;
-  m = fmaf(f.one_minus_beta1, g - m, m);
-  v = fmaf(f.one_minus_beta2, g * g, v * f.beta2);
-  p = fmaf(f.minus_step_size, m / fmaf(sqrtf(v), f.inverse_sqrt_bias2, f.eps), p);
-}
-
-/// The same on the split master: bits = (hi << 16) + lo (DESIGN 3).
-OVERSPILL_HERE_AND_THERE inline void update_adam(const AdamFactors& f, float gradient, uint16_t& hi,
-                                                 int16_t& lo, float& m, float& v) {
-  float p = float_of((static_cast<uint32_t>(hi) << 16) + static_cast<uint32_t>(static_cast<int32_t>(lo)));
-  update_adam(f, gradient, p, m, v);
-  const uint32_t bits = bits_of(p);
-  hi = static_cast<uint16_t>((bits + 0x8000u) >> 16);
-  lo = static_cast<int16_t>(static_cast<int32_t>(bits - (static_cast<uint32_t>(hi) << 16)));
+/// As it came: a NaN too.
+template <class T>
+OVERSPILL_HERE_AND_THERE inline void take_in(T from, bool first, T& to) {
+  if (first) {
+    to = from;
+  } else {
+    narrow(widen(to) + widen(from), to);
+  }
 }
 
 }  // namespace overspill::kernels

@@ -49,7 +49,7 @@ struct Adagrad {
   static float initial(const Config& c, int) { return static_cast<float>(c.initial_accumulator_value); }
 
   template <class V>
-  static void update(const Factors& f, V& p, V g, V* state) {
+  OVERSPILL_HERE_AND_THERE static void update(const Factors& f, V& p, V g, V* state) {
     V& sum = state[0];
     if (nonzero(f.l2)) g = fma(V(f.l2), p, g);
     sum = fma(g, g, sum);

@@ -65,7 +65,7 @@ struct Adam {
   static float initial(const Config&, int) { return 0; }
 
   template <class V>
-  static void update(const Factors& f, V& p, V g, V* state) {
+  OVERSPILL_HERE_AND_THERE static void update(const Factors& f, V& p, V g, V* state) {
     V &m = state[0], &v = state[1];
     if (nonzero(f.l2)) g = fma(V(f.l2), p, g);
     p = p * f.decay;

@@ -48,7 +48,7 @@ struct Lion {
   static float initial(const Config&, int) { return 0; }
 
   template <class V>
-  static void update(const Factors& f, V& p, V g, V* state) {
+  OVERSPILL_HERE_AND_THERE static void update(const Factors& f, V& p, V g, V* state) {
     V& m = state[0];
     const V direction = sign(fma(V(f.one_minus_beta1), g - m, m));
     p = fma(V(f.minus_lr), direction, p * f.decay);

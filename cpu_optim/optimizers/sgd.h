@@ -40,7 +40,7 @@ struct Sgd {
   static float initial(const Config&, int) { return 0; }
 
   template <class V>
-  static void update(const Factors& f, V& p, V g, V*) {
+  OVERSPILL_HERE_AND_THERE static void update(const Factors& f, V& p, V g, V*) {
     if (nonzero(f.l2)) g = fma(V(f.l2), p, g);
     p = fma(V(f.minus_lr), g, p);
   }
@@ -94,7 +94,7 @@ struct Momentum {
   static float initial(const Config&, int) { return 0; }
 
   template <class V>
-  static void update(const Factors& f, V& p, V g, V* state) {
+  OVERSPILL_HERE_AND_THERE static void update(const Factors& f, V& p, V g, V* state) {
     V& buffer = state[0];
     if (nonzero(f.l2)) g = fma(V(f.l2), p, g);
     buffer = fma(V(f.gradient), g, buffer * f.momentum);

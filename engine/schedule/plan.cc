@@ -9,7 +9,6 @@
 
 #include "engine/memory/budget.h"
 #include "engine/schedule/plan_homes.h"
-#include "kernels/device_kernels.h"
 
 namespace overspill::engine {
 namespace {
@@ -84,7 +83,7 @@ class Planner {
   /// Those of the first units that the device's budget takes beside the weights of all others.
   void place_on_device() {
     const bool forced_there = config_.placement == Placement::device;
-    if (device_.shares_host_memory || !device_.updates || layout_.slices > 1) return;
+    if (device_.shares_host_memory || device_.updates.none() || layout_.slices > 1) return;
     square_there();
     if (forced() ? !forced_there : config_.device_budget_bytes == 0) return;
     int64_t left = config_.device_budget_bytes > 0 ? config_.device_budget_bytes - plan_.squares_device_bytes
@@ -94,7 +93,7 @@ class Planner {
     int64_t living = 0;
     for (size_t u = 0; u < layout_.units.size(); ++u) {
       const Unit& unit = layout_.units[u];
-      if (!may_live_on_device(unit)) continue;
+      if (!may_live_on_device(unit, device_)) continue;
       const int64_t more = unit_device_bytes(unit, config_.gradient_accumulation);
       const int64_t without = others - gathered_bytes(unit) - accumulator_bytes(unit);
       if (living + more + device_scratch_bytes() > left - without) continue;
@@ -142,7 +141,7 @@ class Planner {
 
   /// Of a unit's gradients, block by block of each run.
   int64_t squares_bytes(const Unit& unit) const {
-    if (!squared_there(unit, config_.gradient_accumulation)) return 0;
+    if (!unit.trainable()) return 0;
     int64_t blocks = 0;
     for (int32_t c = unit.first_chunk; c < unit.first_chunk + unit.chunk_count; ++c) {
       for (const Run& run : layout_.chunks[c].runs) blocks += kernels::squares_blocks(run.elements);
@@ -429,12 +428,7 @@ class Planner {
   /// On the device, where what carries bytes between ranks reaches it and its budget has room.
   void place_sums(int64_t part_bytes) {
     plan_.sums_device_bytes = 0;
-    if (!plan_.gradients_pooled || !device_.gathers || !device_.updates || config_.library_sums) return;
-    for (const Unit& unit : layout_.units) {
-      if (unit.trainable() &&
-          gradient_element(*unit.format, config_.gradient_accumulation) == optim::Element::fp16)
-        return;
-    }
+    if (!plan_.gradients_pooled || !device_.gathers || device_.updates.none() || config_.library_sums) return;
     const int64_t pool = (plan_.gradient_pool_bytes + kArenaAlign - 1) / kArenaAlign * kArenaAlign;
     const int64_t bytes = pool + (layout_.slices + 2) * part_bytes;
     auto gathered = gathered_sizes();
@@ -563,7 +557,9 @@ std::vector<Plan::Holding> holdings_of(const Layout& layout) {
 
 DeviceTraits traits_of(kernels::Device& device, const Communicator& ranks) {
   const bool own_memory = !device.shares_host_memory();
-  return {!own_memory, device.kernels() != nullptr, own_memory && ranks.device() == &device};
+  const kernels::DeviceKernels* kernels = device.kernels();
+  return {!own_memory, kernels != nullptr ? kernels->formats() : kernels::Formats(),
+          own_memory && ranks.device() == &device};
 }
 
 bool needs_gather(const Layout& layout, const DeviceTraits& device, bool weights_on_nvme) {
@@ -595,19 +591,14 @@ int64_t gradient_element_bytes(UnitFormat format, int64_t gradient_accumulation)
   return format ? optim::bytes(gradient_element(*format, gradient_accumulation)) : 0;
 }
 
-bool squared_there(const Unit& unit, int64_t gradient_accumulation) {
-  return unit.trainable() && gradient_element(*unit.format, gradient_accumulation) != optim::Element::fp16;
-}
-
 int64_t accumulator_bytes(const Unit& unit, int64_t gradient_accumulation) {
-  if (gradient_accumulation == 1 || !unit.trainable() || unit.format == optim::Format::fp16) return 0;
+  if (gradient_accumulation == 1 || !unit.trainable()) return 0;
   const int64_t bytes = unit.elements * gradient_element_bytes(unit.format, gradient_accumulation);
   return (bytes + kArenaAlign - 1) / kArenaAlign * kArenaAlign;
 }
 
-bool may_live_on_device(const Unit& unit) {
-  const bool known = unit.format == optim::Format::exact || unit.format == optim::Format::fp32;
-  return known && unit.optimizer == optim::optimizer_of(optim::AdamConfig{});
+bool may_live_on_device(const Unit& unit, const DeviceTraits& device) {
+  return unit.trainable() && device.updates[static_cast<size_t>(*unit.format)];
 }
 
 int64_t unit_device_bytes(const Unit& unit, int64_t gradient_accumulation) {

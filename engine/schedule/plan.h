@@ -26,15 +26,15 @@
 #include "engine/collectives/communicator.h"
 #include "engine/config.h"
 #include "engine/partition/layout.h"
-#include "kernels/device.h"
+#include "kernels/device_kernels.h"
 
 namespace overspill::engine {
 
 /// What a device needs of the plan.
 struct DeviceTraits {
   bool shares_host_memory = true;
-  bool updates = false;  // it has kernels: units may live on it
-  bool gathers = false;  // what carries bytes between ranks reaches its memory: shards meet there
+  kernels::Formats updates{};  // what its kernels update: such units may live on it; none: it has no kernels
+  bool gathers = false;        // what carries bytes between ranks reaches its memory: shards meet there
 };
 DeviceTraits traits_of(kernels::Device& device, const Communicator& ranks);
 
@@ -141,15 +141,12 @@ bool held_whole(const Layout& layout, const DeviceTraits& device, bool weights_o
 optim::Element gradient_element(optim::Format format, int64_t gradient_accumulation);
 int64_t gradient_element_bytes(UnitFormat format, int64_t gradient_accumulation);
 
-/// Whether a device's kernels square such a unit's gradients: all types but fp16.
-bool squared_there(const Unit& unit, int64_t gradient_accumulation);
-
-/// On a device, of the sum of several micro-batches' gradients of a unit; 0 where it has to be made on the
-/// host.
+/// On a device, of the sum of several micro-batches' gradients of a unit; 0 where there
+/// is none.
 int64_t accumulator_bytes(const Unit& unit, int64_t gradient_accumulation);
 
-/// Whether a device's kernels update such a unit: Adam's, in bf16 with a split master, or in fp32.
-bool may_live_on_device(const Unit& unit);
+/// Whether the device's kernels update such a unit.
+bool may_live_on_device(const Unit& unit, const DeviceTraits& device);
 /// Its bytes there: all components, and its gradient in flight.
 int64_t unit_device_bytes(const Unit& unit, int64_t gradient_accumulation);
 

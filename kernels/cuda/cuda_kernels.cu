@@ -4,9 +4,12 @@
 #include <string>
 #include <tuple>
 
+#include "cpu_optim/passes.h"
 #include "kernels/cuda/cuda_kernels.h"
 #include "kernels/cuda/current.h"
+#include "kernels/launch.h"
 #include "kernels/math.h"
+#include "kernels/update_element.h"
 
 namespace overspill::kernels::cuda {
 namespace {
@@ -24,7 +27,7 @@ __device__ int64_t stride() {
 }
 
 __global__ void narrow_kernel(const float* from, uint16_t* to, int64_t count) {
-  for (int64_t i = first_element(); i < count; i += stride()) to[i] = overspill::kernels::narrow(from[i]);
+  for (int64_t i = first_element(); i < count; i += stride()) overspill::kernels::narrow(from[i], to[i]);
 }
 
 __global__ void scale_kernel(float* to, float factor, int64_t count) {
@@ -52,18 +55,14 @@ __global__ void take_in_kernel(const From* from, To* to, int64_t count, bool fir
   for (int64_t i = first_element(); i < count; i += stride()) take_in(from[i], first, to[i]);
 }
 
-template <class T>
-__global__ void adam_kernel(AdamArrays arrays, const T* gradient, int64_t count, AdamFactors factors) {
-  auto* const weight = static_cast<float*>(arrays.weight);
-  for (int64_t i = first_element(); i < count; i += stride())
-    update_adam(factors, widen(gradient[i]), weight[i], arrays.m[i], arrays.v[i]);
+template <class To>
+__global__ void take_mean_kernel(const float* sum, float factor, To* to, int64_t count, bool first) {
+  for (int64_t i = first_element(); i < count; i += stride()) take_in(sum[i] * factor, first, to[i]);
 }
 
-template <class T>
-__global__ void split_adam_kernel(AdamArrays arrays, const T* gradient, int64_t count, AdamFactors factors) {
-  auto* const hi = static_cast<uint16_t*>(arrays.weight);
-  for (int64_t i = first_element(); i < count; i += stride())
-    update_adam(factors, widen(gradient[i]), hi[i], arrays.lo[i], arrays.m[i], arrays.v[i]);
+template <class Update>
+__global__ void update_kernel(Update update, int64_t begin, int64_t end) {
+  for (int64_t i = begin + first_element(); i < end; i += stride()) update(i);
 }
 
 unsigned grid_of(int64_t threads) {
@@ -94,16 +93,11 @@ void launch(const char* name, void (*kernel)(Parameters...), unsigned grid, unsi
       values);
 }
 
-/// Calls `use` with the memory as what its elements are.
-template <class Use>
-void with_type(Float type, const void* data, Use use) {
-  if (type == Float::bf16) return use(static_cast<const uint16_t*>(data));
-  use(static_cast<const float*>(data));
-}
-
 class CudaKernels final : public DeviceKernels {
  public:
   explicit CudaKernels(int ordinal) : ordinal_(ordinal) {}
+
+  Formats formats() const override { return known_formats(); }
 
   void clear(Stream& stream, void* to, int64_t bytes) override {
     const Current device(ordinal_);
@@ -111,39 +105,56 @@ class CudaKernels final : public DeviceKernels {
       check("clear", cudaMemsetAsync(to, 0, static_cast<size_t>(bytes), native("clear", stream)));
   }
 
-  void take_in(Stream& stream, Float from_type, const void* from, Float to_type, void* to, int64_t count,
-               bool first) override {
-    if (from_type == Float::fp32 && to_type == Float::bf16)
-      throw DeviceError("take_in: an fp32 gradient does not go into a bf16 one");
+  void copy(Stream& stream, void* to, const void* from, int64_t bytes) override {
+    const Current device(ordinal_);
+    if (bytes > 0) {
+      check("copy", cudaMemcpyAsync(to, from, static_cast<size_t>(bytes), cudaMemcpyDeviceToDevice,
+                                    native("copy", stream)));
+    }
+  }
+
+  void take_in(Stream& stream, optim::Element from_type, const void* from, optim::Element to_type, void* to,
+               int64_t count, bool first) override {
+    check_taken_in(from_type, to_type);
     if (count == 0) return;
     const Current device(ordinal_);
-    with_type(from_type, from, [&]<class From>(const From* source) {
-      if (to_type == Float::fp32) {
-        launch("take_in", take_in_kernel<From, float>, grid_of(count), kThreads, stream, source,
-               static_cast<float*>(to), count, first);
-      } else if constexpr (sizeof(From) == 2) {
-        launch("take_in", take_in_kernel<From, uint16_t>, grid_of(count), kThreads, stream, source,
-               static_cast<uint16_t*>(to), count, first);
-      }
+    with_taken_in(from_type, from, to_type, to, [&]<class From, class To>(const From* source, To* target) {
+      launch("take_in", take_in_kernel<From, To>, grid_of(count), kThreads, stream, source, target, count,
+             first);
     });
   }
 
-  void squares(Stream& stream, Float type, const void* from, int64_t count, Squares* blocks) override {
+  void take_mean(Stream& stream, const float* sum, float factor, optim::Element to_type, void* to,
+                 int64_t count, bool first) override {
+    if (count == 0) return;
+    const Current device(ordinal_);
+    optim::with_type(to_type, [&]<class To>(To) {
+      launch("take_mean", take_mean_kernel<To>, grid_of(count), kThreads, stream, sum, factor,
+             static_cast<To*>(to), count, first);
+    });
+  }
+
+  void squares(Stream& stream, optim::Element type, const void* from, int64_t count,
+               Squares* blocks) override {
     if (count == 0) return;
     const Current device(ordinal_);
     const unsigned grid = grid_of(squares_blocks(count) * kWarp);
-    with_type(type, from, [&]<class T>(const T* source) {
-      launch("squares", squares_kernel<T>, grid, kThreads, stream, source, count, blocks);
+    optim::with_type(type, [&]<class T>(T) {
+      launch("squares", squares_kernel<T>, grid, kThreads, stream, static_cast<const T*>(from), count,
+             blocks);
     });
   }
 
-  void update_adam(Stream& stream, const AdamArrays& arrays, Float gradient_type, const void* gradient,
-                   int64_t count, const AdamFactors& factors) override {
-    if (count == 0) return;
+  void update(Stream& stream, optim::Format format, const optim::Piece& piece, optim::Gradient gradient,
+              optim::Range range, const optim::Factors& factors) override {
+    check_known(*this, format);
     const Current device(ordinal_);
-    with_type(gradient_type, gradient, [&]<class T>(const T* given) {
-      const auto kernel = arrays.lo != nullptr ? split_adam_kernel<T> : adam_kernel<T>;
-      launch("update_adam", kernel, grid_of(count), kThreads, stream, arrays, given, count, factors);
+    const optim::Optimizer optimizer = optim::optimizer_of(factors);
+    optim::for_each_pass("update", format, piece, gradient, range, factors, [&](const optim::Pass& pass) {
+      with_update(optimizer, format, gradient.element, pass, [&]<class Update>(const Update& each) {
+        launch("update", update_kernel<Update>, grid_of(pass.end - pass.begin), kThreads, stream, each,
+               pass.begin, pass.end);
+      });
     });
   }
 

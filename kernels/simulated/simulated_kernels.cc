@@ -7,12 +7,15 @@
 #include <cstring>
 #include <functional>
 #include <thread>
-#include <type_traits>
 #include <utility>
 #include <vector>
 
+#include "cpu_optim/floating_point.h"
+#include "cpu_optim/passes.h"
+#include "kernels/launch.h"
 #include "kernels/math.h"
 #include "kernels/simulated_device.h"
+#include "kernels/update_element.h"
 
 namespace overspill::kernels {
 namespace {
@@ -21,56 +24,67 @@ class SimulatedKernels final : public DeviceKernels {
  public:
   SimulatedKernels(AddressSpace& memory, std::chrono::microseconds delay) : memory_(memory), delay_(delay) {}
 
+  Formats formats() const override { return known_formats(); }
+
   void clear(Stream& stream, void* to, int64_t bytes) override {
     run(stream, "clear", {{to, bytes}}, [=] { std::memset(to, 0, static_cast<size_t>(bytes)); });
   }
 
-  void take_in(Stream& stream, Float from_type, const void* from, Float to_type, void* to, int64_t count,
-               bool first) override {
-    if (from_type == Float::fp32 && to_type == Float::bf16)
-      throw DeviceError("take_in: an fp32 gradient does not go into a bf16 one");
-    run(stream, "take_in", {{from, count * width(from_type)}, {to, count * width(to_type)}}, [=] {
-      with_type(from_type, from, [&]<class From>(const From* source) {
-        if (to_type == Float::fp32) {
-          for (int64_t i = 0; i < count; ++i) kernels::take_in(source[i], first, static_cast<float*>(to)[i]);
-        } else if constexpr (std::is_same_v<From, uint16_t>) {
-          for (int64_t i = 0; i < count; ++i)
-            kernels::take_in(source[i], first, static_cast<uint16_t*>(to)[i]);
-        }
+  void copy(Stream& stream, void* to, const void* from, int64_t bytes) override {
+    run(stream, "copy", {{from, bytes}, {to, bytes}},
+        [=] { std::memcpy(to, from, static_cast<size_t>(bytes)); });
+  }
+
+  void take_in(Stream& stream, optim::Element from_type, const void* from, optim::Element to_type, void* to,
+               int64_t count, bool first) override {
+    check_taken_in(from_type, to_type);
+    run(stream, "take_in", {{from, count * optim::bytes(from_type)}, {to, count * optim::bytes(to_type)}},
+        [=] {
+          with_taken_in(from_type, from, to_type, to, [&](const auto* source, auto* target) {
+            for (int64_t i = 0; i < count; ++i) kernels::take_in(source[i], first, target[i]);
+          });
+        });
+  }
+
+  void take_mean(Stream& stream, const float* sum, float factor, optim::Element to_type, void* to,
+                 int64_t count, bool first) override {
+    run(stream, "take_mean", {{sum, count * 4}, {to, count * optim::bytes(to_type)}}, [=] {
+      optim::with_type(to_type, [&]<class T>(T) {
+        for (int64_t i = 0; i < count; ++i) kernels::take_in(sum[i] * factor, first, static_cast<T*>(to)[i]);
       });
     });
   }
 
-  void squares(Stream& stream, Float type, const void* from, int64_t count, Squares* blocks) override {
+  void squares(Stream& stream, optim::Element type, const void* from, int64_t count,
+               Squares* blocks) override {
     const int64_t n = squares_blocks(count);
     const auto size = static_cast<int64_t>(sizeof(Squares));
-    run(stream, "squares", {{from, count * width(type)}, {blocks, n * size}}, [=] {
-      with_type(type, from, [&](const auto* source) {
+    run(stream, "squares", {{from, count * optim::bytes(type)}, {blocks, n * size}}, [=] {
+      optim::with_type(type, [&]<class T>(T) {
         for (int64_t b = 0; b < n; ++b)
-          blocks[b] = squares_of_block(source + b * kSquaresBlock,
+          blocks[b] = squares_of_block(static_cast<const T*>(from) + b * kSquaresBlock,
                                        std::min(kSquaresBlock, count - b * kSquaresBlock));
       });
     });
   }
 
-  void update_adam(Stream& stream, const AdamArrays& arrays, Float gradient_type, const void* gradient,
-                   int64_t count, const AdamFactors& factors) override {
-    std::vector<Range> ranges = {{gradient, count * width(gradient_type)},
-                                 {arrays.weight, count * (arrays.lo != nullptr ? 2 : 4)},
-                                 {arrays.m, count * 4},
-                                 {arrays.v, count * 4}};
-    if (arrays.lo != nullptr) ranges.push_back({arrays.lo, count * 2});
-    run(stream, "update_adam", std::move(ranges), [=] {
-      with_type(gradient_type, gradient, [&](const auto* g) {
-        for (int64_t i = 0; i < count; ++i) {
-          if (arrays.lo != nullptr) {
-            kernels::update_adam(factors, widen(g[i]), static_cast<uint16_t*>(arrays.weight)[i], arrays.lo[i],
-                                 arrays.m[i], arrays.v[i]);
-          } else {
-            kernels::update_adam(factors, widen(g[i]), static_cast<float*>(arrays.weight)[i], arrays.m[i],
-                                 arrays.v[i]);
-          }
-        }
+  void update(Stream& stream, optim::Format format, const optim::Piece& piece, optim::Gradient gradient,
+              optim::Range range, const optim::Factors& factors) override {
+    check_known(*this, format);
+    const optim::Optimizer optimizer = optim::optimizer_of(factors);
+    const auto part = [&](const void* data, int64_t width) {
+      return Range{static_cast<const std::byte*>(data) + range.begin * width,
+                   (range.end - range.begin) * width};
+    };
+    optim::for_each_pass("update", format, piece, gradient, range, factors, [&](const optim::Pass& pass) {
+      std::vector<Range> ranges = {part(gradient.data, optim::bytes(gradient.element))};
+      const auto specs = optim::components(optimizer, format);
+      for (size_t i = 0; i < specs.size(); ++i)
+        ranges.push_back(part(piece.components[i], specs[i].element_bytes));
+      with_update(optimizer, format, gradient.element, pass, [&](const auto& update_element) {
+        run(stream, "update", ranges, [=, begin = pass.begin, end = pass.end] {
+          for (int64_t i = begin; i < end; ++i) update_element(i);
+        });
       });
     });
   }
@@ -80,14 +94,6 @@ class SimulatedKernels final : public DeviceKernels {
     const void* data;
     int64_t bytes;
   };
-
-  static int64_t width(Float type) { return type == Float::bf16 ? 2 : 4; }
-
-  template <class Use>
-  static void with_type(Float type, const void* data, Use use) {
-    if (type == Float::bf16) return use(static_cast<const uint16_t*>(data));
-    use(static_cast<const float*>(data));
-  }
 
   template <class T>
   static Squares squares_of_block(const T* from, int64_t count) {
@@ -100,13 +106,15 @@ class SimulatedKernels final : public DeviceKernels {
     return {lanes[0].sum, finite ? 0 : 1};
   }
 
-  /// On the stream's thread, late, with all memory that it touches held.
+  /// On the stream's thread, late, with all memory that it touches held, in the mode that results are defined
+  /// in.
   void run(Stream& stream, const char* name, std::vector<Range> ranges, std::function<void()> work) {
     if (stream.native() == nullptr)
       throw DeviceError(fmt::format("{}: not a stream of a simulated device", name));
     static_cast<SimulatedQueue*>(stream.native())
         ->enqueue([this, name, ranges = std::move(ranges), work = std::move(work)] {
           std::this_thread::sleep_for(delay_ / 2);
+          const optim::FloatingPointMode mode;
           hold(name, ranges, 0, work);
         });
   }

@@ -34,7 +34,7 @@ using engine::Plan;
 using engine::Queue;
 
 constexpr int64_t kMiB = 1 << 20;
-constexpr engine::DeviceTraits kUpdates{.shares_host_memory = false, .updates = true};
+const engine::DeviceTraits kUpdates{.shares_host_memory = false, .updates = kernels::known_formats()};
 
 // ---- the plan
 
@@ -112,11 +112,17 @@ TEST(UnitsOnTheDevice, TakeMoreWhereGradientsAreAddedUp) {
 }
 
 TEST(UnitsOnTheDevice, AreWhatItsKernelsUpdateAndOfOneRank) {
-  for (const engine::UnitFormat format : {engine::UnitFormat(optim::Format::compact), engine::UnitFormat()})
+  for (const engine::UnitFormat format : {optim::Format::exact, optim::Format::compact}) {
+    for (int i = 0; i < optim::kOptimizerCount; ++i) {
+      auto units = layers(4, format);
+      for (engine::UnitSpec& unit : units) unit.optimizer = optim::Optimizer{static_cast<uint8_t>(i)};
+      EXPECT_EQ(plan_of(units, 200).units_on_device(), 4) << optim::name(units[0].optimizer);
+    }
+  }
+  for (const engine::UnitFormat format : {engine::UnitFormat(optim::Format::eight_bit), engine::UnitFormat()})
     EXPECT_EQ(plan_of(layers(4, format), 200).units_on_device(), 0);
-  auto lion = layers(4);
-  for (engine::UnitSpec& unit : lion) unit.optimizer = optim::optimizer_named("lion");
-  EXPECT_EQ(plan_of(lion, 200, Placement::device).units_on_device(), 0);
+  EXPECT_EQ(plan_of(layers(4, optim::Format::compact), 43).units_on_device(), 4) << "10 bytes, not 14";
+  EXPECT_EQ(plan_of(layers(4), 43).units_on_device(), 2);
   EXPECT_EQ(plan_of(layers(4), 200, Placement::automatic, 2).units_on_device(), 0);
   EXPECT_EQ(plan_of(layers(4), 200, Placement::host).units_on_device(), 0) << "forced elsewhere";
   EXPECT_EQ(plan_of(layers(4), 0, Placement::device).units_on_device(), 4) << "forced there";
@@ -205,7 +211,7 @@ TEST(UnitsOnTheDevice, GoTogetherWithEveryOtherTier) {
   expect_same_bits(toy_contents(*made.engine), toy_contents(*host.engine), "three tiers");
 }
 
-/// An fp32 unit takes gradients in fp16, as those of host memory do, though the kernels know none.
+/// An fp32 unit takes gradients in fp16, as those of host memory do.
 TEST(UnitsOnTheDevice, TakeGradientsInHalfPrecision) {
   const ToyKind kind{{}, optim::Format::fp32};
   const Made made = make(config_of(Placement::device), "simulated", kind);
@@ -229,8 +235,8 @@ TEST(UnitsOnTheDevice, TakeGradientsInHalfPrecision) {
   EXPECT_EQ(seen, expected);
 }
 
-TEST(UnitsOnTheDevice, AreNoneOfAnotherOptimizersAndItTrains) {
-  const ToyKind kind{optim::optimizer_named("lion"), {}};
+TEST(UnitsOnTheDevice, AreNoneInAFormatThatItsKernelsDoNotKnowAndItTrains) {
+  const ToyKind kind{{}, optim::Format::eight_bit};
   const Made made = make(config_of(Placement::device), "simulated", kind);
   const Made host = make(config_of(Placement::host), "host", kind);
   EXPECT_EQ(made.engine->plan().units_on_device(), 0);

@@ -34,7 +34,17 @@ struct Way {
   int micro_batches = 1;
   const char* speculation = "";  // "hits": nothing is clipped; "misses": every step is
   int64_t chunk_elements = 4096;
+  const char* device = "host";
 };
+
+/// What a simulated device's kernels know lives there and is updated there.
+Way on_the_device(int micro_batches = 1, int64_t chunk_elements = 4096) {
+  return {Placement::device, 2, micro_batches, "", chunk_elements, "simulated"};
+}
+
+Way way_to(Placement placement) {
+  return placement == Placement::device ? on_the_device() : Way{placement, 2};
+}
 
 std::string text_of(const Way& way) {
   return fmt::format("{}, {} threads, {} micro-batches, speculation {}, chunks of {}",
@@ -70,7 +80,7 @@ class Family : public ::testing::TestWithParam<std::tuple<int, optim::Format>> {
     config.poison = true;
     config.rounding_seed = kSeed;
     return std::make_unique<Engine>(toy_units(kind), config,
-                                    make_resources(toy_units(kind), config, {"host", backend, 3}));
+                                    make_resources(toy_units(kind), config, {way.device, backend, 3}));
   }
 
   /// After kSteps of these results; ways that clipped alike share it.
@@ -96,8 +106,15 @@ TEST_P(Family, EqualsTheScalarReferenceEverywhere) {
     if (placement == Placement::host) continue;
     for (const char* speculation : {"hits", "misses"}) ways.push_back({placement, 2, 1, speculation});
   }
+  ways.push_back(on_the_device());
+  ways.push_back(on_the_device(3));
+  ways.push_back(on_the_device(1, 1 << 20));
   for (const Way& way : ways) {
     auto engine = make(way);
+    if (way.placement == Placement::device) {
+      const bool known = kernels::known_formats()[static_cast<size_t>(*kind().format)];
+      EXPECT_EQ(engine->plan().units_on_device(), known ? 5 : 0);
+    }
     toy_load(*engine);
     std::vector<engine::StepResult> results;
     for (int step = 0; step < kSteps; ++step) {
@@ -118,8 +135,9 @@ TEST_P(Family, EqualsTheScalarReferenceEverywhere) {
 }
 
 TEST_P(Family, GoingOnFromACheckpointIsGoingOn) {
-  for (const Placement placement : {Placement::host, Placement::half, Placement::nvme}) {
-    auto first = make({placement, 2}, "auto");
+  constexpr Placement kAll[] = {Placement::host, Placement::half, Placement::nvme, Placement::device};
+  for (const Placement placement : kAll) {
+    auto first = make(way_to(placement), "auto");
     toy_load(*first);
     for (int step = 0; step < 3; ++step) toy_step(*first, step, 1, 0);
     const fs::path saved = folder_ / fmt::format("saved-{}", static_cast<int>(placement));
@@ -127,10 +145,10 @@ TEST_P(Family, GoingOnFromACheckpointIsGoingOn) {
     const auto at_three = toy_contents(*first);
     for (int step = 3; step < kSteps; ++step) toy_step(*first, step, 1, 0);
     const auto at_end = toy_contents(*first);
-    for (const Placement other : {Placement::host, Placement::half, Placement::nvme}) {
+    for (const Placement other : kAll) {
       // Other chunks too: a component's scales lie behind its codes, wherever it is cut.
       for (const int64_t chunk : {int64_t{4096}, int64_t{8192}, int64_t{1} << 20}) {
-        Way way{other, 2};
+        Way way = way_to(other);
         way.chunk_elements = chunk;
         auto second = make(way, "auto");
         second->load(saved);

@@ -362,7 +362,7 @@ TEST(Speculation, TakesWhatIsHeldTwiceInEveryFormat) {
 TEST(Speculation, HoldsTheFirstUnitsOfTheHostTwiceAsFarAsTheBudgetGoes) {
   Config config = config_of(Placement::host, true);
   const engine::Layout layout = engine::make_layout(toy_units(), config.chunk_elements, 0, 1);
-  const engine::DeviceTraits device{.shares_host_memory = false, .updates = false};
+  const engine::DeviceTraits device{.shares_host_memory = false};
   const engine::Plan all = engine::make_plan(layout, config, device);
   EXPECT_EQ(all.held_twice_bytes,
             all.states_host_bytes + all.weights_host_bytes - layout.units[3].shard_bytes())

@@ -1,20 +1,25 @@
-// A device's kernels against the CPU's update, bit for bit. Part of the conformance suite
-// (device_conformance.h): a device without kernels is skipped.
+// A device's kernels against the CPU's, and their update against the scalar reference that the CPU's is
+// tested with, bit for bit. Part of the conformance suite (device_conformance.h): a device without kernels is
+// skipped.
 #include <gtest/gtest.h>
 
 #include <algorithm>
 #include <bit>
-#include <cmath>
 #include <cstdint>
 #include <span>
+#include <stdexcept>
+#include <utility>
 #include <vector>
 
+#include "cpu_optim/elements.h"
 #include "cpu_optim/gradient.h"
 #include "cpu_optim/optimizer.h"
 #include "cpu_optim/update.h"
 #include "device_conformance.h"
 #include "kernel_values.h"
 #include "kernels/device_kernels.h"
+#include "tests/cpu_optim/update_cases.h"
+#include "tests/reference/update.h"
 
 namespace overspill::kernels {
 namespace {
@@ -25,16 +30,27 @@ std::vector<uint16_t> upper_halves(const std::vector<float>& values) {
   return out;
 }
 
+std::vector<optim::Fp16> halves(const std::vector<float>& values) {
+  std::vector<optim::Fp16> out;
+  for (const float x : values) out.push_back({reference_narrow_half(x)});
+  return out;
+}
+
 template <class T>
-constexpr Float kTypeOf = sizeof(T) == 2 ? Float::bf16 : Float::fp32;
-template <class T>
-constexpr optim::Element kElementOf = sizeof(T) == 2 ? optim::Element::bf16 : optim::Element::fp32;
+constexpr optim::Element kElementOf = optim::Element::fp32;
+template <>
+constexpr optim::Element kElementOf<uint16_t> = optim::Element::bf16;
+template <>
+constexpr optim::Element kElementOf<optim::Fp16> = optim::Element::fp16;
 
 float value_of(float x) {
   return x;
 }
 float value_of(uint16_t bf16) {
   return std::bit_cast<float>(uint32_t{bf16} << 16);
+}
+float value_of(optim::Fp16 half) {
+  return reference_widen_half(half.bits);
 }
 
 template <class T>
@@ -45,79 +61,41 @@ void expect_same(const std::vector<T>& got, const std::vector<T>& expected) {
         << i << ": " << value_of(got[i]) << ", " << value_of(expected[i]);
 }
 
-/// A weight with its moments, as the CPU keeps them: split (`lo` is not empty) or in fp32.
-struct Model {
-  Model(int64_t count, uint32_t seed, bool split) {
-    p = values(count, seed);
-    if (split) {
-      for (const float x : p) {
-        const auto bits = std::bit_cast<uint32_t>(x);
-        hi.push_back(static_cast<uint16_t>((bits + 0x8000U) >> 16));
-        lo.push_back(static_cast<int16_t>(static_cast<int32_t>(bits - (uint32_t{hi.back()} << 16))));
-      }
-    }
-    m = values(count, seed + 1);
-    v = values(count, seed + 2);
-    for (float& x : v) x = std::fabs(x);
+/// The arrays of an update in one run of device memory, each `offset` elements after a multiple of 64 bytes,
+/// and bytes between them that nobody may touch.
+class Laid {
+ public:
+  Laid(const optim::Bytes& bytes, int offset) {
+    const auto specs = optim::components(bytes.optimizer, bytes.format);
+    for (size_t c = 0; c < specs.size(); ++c)
+      lay(bytes.components[c], (static_cast<size_t>(offset) + 5 * c) % 16, specs[c].element_bytes);
+    lay(bytes.gradient, static_cast<size_t>(offset) + 3, optim::bytes(bytes.element));
+    content.resize(content.size() + 64, kBetween);
   }
-  std::vector<float> p;
-  std::vector<uint16_t> hi;
-  std::vector<int16_t> lo;
-  std::vector<float> m, v;
+  std::vector<std::byte> content;
+  std::vector<size_t> begins;  // the gradient's is the last
 
-  bool split() const { return !lo.empty(); }
-  std::vector<float> master() const {
-    if (!split()) return p;
-    std::vector<float> out;
-    for (size_t i = 0; i < hi.size(); ++i)
-      out.push_back(
-          std::bit_cast<float>((uint32_t{hi[i]} << 16) + static_cast<uint32_t>(static_cast<int32_t>(lo[i]))));
-    return out;
+  /// What the content has become, and that nothing else was touched.
+  optim::Bytes taken_from(const std::vector<std::byte>& after, const optim::Bytes& start) const {
+    optim::Bytes end = start;
+    std::vector<std::byte> expected = content;
+    for (size_t c = 0; c < start.components.size(); ++c) {
+      const auto from = after.begin() + static_cast<std::ptrdiff_t>(begins[c]);
+      std::copy_n(from, start.components[c].size(), end.components[c].begin());
+      std::ranges::copy(end.components[c], expected.begin() + static_cast<std::ptrdiff_t>(begins[c]));
+    }
+    EXPECT_TRUE(after == expected) << "something beside the components was touched";
+    return end;
   }
 
-  void update_on_the_cpu(optim::Gradient gradient, const optim::Factors& factors) {
-    std::vector<std::byte*> components;
-    if (split()) {
-      components = {reinterpret_cast<std::byte*>(hi.data()), reinterpret_cast<std::byte*>(lo.data())};
-    } else {
-      components = {reinterpret_cast<std::byte*>(p.data())};
-    }
-    components.push_back(reinterpret_cast<std::byte*>(m.data()));
-    components.push_back(reinterpret_cast<std::byte*>(v.data()));
-    const auto count = std::ssize(m);
-    optim::update(split() ? optim::Format::exact : optim::Format::fp32,
-                  {.components = components, .elements = count}, gradient, {0, count}, factors);
+ private:
+  static constexpr std::byte kBetween{0xA5};
+  void lay(const std::vector<std::byte>& bytes, size_t offset, int64_t width) {
+    content.resize((content.size() / 64 + 2) * 64 + offset * static_cast<size_t>(width), kBetween);
+    begins.push_back(content.size());
+    content.insert(content.end(), bytes.begin(), bytes.end());
   }
 };
-
-void expect_same(const Model& got, const Model& expected) {
-  expect_same(got.master(), expected.master());
-  expect_same(got.hi, expected.hi);
-  expect_same(got.m, expected.m);
-  expect_same(got.v, expected.v);
-}
-
-/// AdamW at its first and at a late step, and Adam with decay, to be maximized.
-std::vector<optim::Factors> cases() {
-  return {
-      optim::make_factors(optim::AdamConfig{.lr = 3e-4, .weight_decay = 0.1}, 1, 0.37),
-      optim::make_factors(optim::AdamConfig{.lr = 1e-2, .beta2 = 0.95}, 1234, 1.0),
-      optim::make_factors(
-          optim::AdamConfig{.lr = 1e-3, .weight_decay = 0.3, .decoupled = false, .maximize = true}, 7, 0.5)};
-}
-
-AdamFactors of(const optim::Factors& factors) {
-  const auto& f = std::get<optim::Adam::Factors>(factors.of);
-  return {f.l2,
-          f.decay,
-          f.one_minus_beta1,
-          f.beta2,
-          f.one_minus_beta2,
-          f.minus_step_size,
-          f.inverse_sqrt_bias2,
-          f.eps,
-          factors.grad_scale};
-}
 
 /// What is compared, on the device and on the CPU.
 class Comparison {
@@ -145,7 +123,7 @@ class Comparison {
     const DeviceMemory x = on_device(from);
     std::vector<Squares> got(static_cast<size_t>(squares_blocks(count)));
     const DeviceMemory blocks = on_device(got);
-    kernels_.squares(stream_, kTypeOf<T>, x.data(), count, reinterpret_cast<Squares*>(blocks.data()));
+    kernels_.squares(stream_, kElementOf<T>, x.data(), count, reinterpret_cast<Squares*>(blocks.data()));
     to_host(blocks, got);
     Squares total;
     for (const Squares& block : got) {
@@ -165,8 +143,8 @@ class Comparison {
     bool first = true;
     for (const std::vector<From>& gradient : gradients) {
       const DeviceMemory from = on_device(gradient);
-      kernels_.take_in(stream_, kTypeOf<From>, from.data(), kTypeOf<To>, sum.data(), std::ssize(gradient),
-                       first);
+      kernels_.take_in(stream_, kElementOf<From>, from.data(), kElementOf<To>, sum.data(),
+                       std::ssize(gradient), first);
       to_host(sum, got);
       if constexpr (sizeof(From) == sizeof(To)) {
         if (first) expected = gradient;
@@ -181,20 +159,36 @@ class Comparison {
   }
 
   template <class T>
-  void expect_updated(const Model& start, const std::vector<T>& gradient, const optim::Factors& factors) {
-    const DeviceMemory p = on_device(start.p), hi = on_device(start.hi), lo = on_device(start.lo),
-                       m = on_device(start.m), v = on_device(start.v), g = on_device(gradient);
-    const AdamArrays arrays{start.split() ? hi.data() : p.data(), reinterpret_cast<int16_t*>(lo.data()),
-                            reinterpret_cast<float*>(m.data()), reinterpret_cast<float*>(v.data())};
-    kernels_.update_adam(stream_, arrays, kTypeOf<T>, g.data(), std::ssize(gradient), of(factors));
-    Model got = start, expected = start;
-    if (!start.split()) to_host(p, got.p);
-    to_host(hi, got.hi);
-    to_host(lo, got.lo);
-    to_host(m, got.m);
-    to_host(v, got.v);
-    expected.update_on_the_cpu({gradient.data(), kElementOf<T>}, factors);
+  void expect_mean(const std::vector<float>& sum, const std::vector<T>& before, bool first) {
+    const auto count = std::ssize(sum);
+    const DeviceMemory from = on_device(sum), to = on_device(before);
+    kernels_.take_mean(stream_, reinterpret_cast<const float*>(from.data()), 1.0F / 3.0F, kElementOf<T>,
+                       to.data(), count, first);
+    std::vector<T> got(before.size()), expected(before.size());
+    to_host(to, got);
+    std::vector<float> mean = sum;
+    optim::scale(std::span(mean), 1.0F / 3.0F);
+    if (!first)
+      optim::widen(kElementOf<T>, reinterpret_cast<const std::byte*>(before.data()), std::span(mean), false);
+    optim::narrow(kElementOf<T>, std::span<const float>(mean), reinterpret_cast<std::byte*>(expected.data()));
     expect_same(got, expected);
+  }
+
+  void expect_updated(const optim::Bytes& start, const optim::Step& step, optim::Range range, int offset) {
+    const Laid laid(start, offset);
+    const DeviceMemory memory = on_device(laid.content);
+    std::vector<std::byte*> components;
+    for (size_t c = 0; c < start.components.size(); ++c) components.push_back(memory.data() + laid.begins[c]);
+    const optim::Piece piece{
+        .components = components, .elements = start.elements, .index = step.index, .seed = step.seed};
+    kernels_.update(stream_, start.format, piece, {memory.data() + laid.begins.back(), start.element}, range,
+                    optim::make_factors(step.hyper, step.step, step.grad_scale));
+    std::vector<std::byte> after(laid.content.size());
+    to_host(memory, after);
+    ASSERT_EQ(difference(laid.taken_from(after, start), expected(start, step, range)), "")
+        << optim::name(start.optimizer) << " in " << optim::name(start.format) << ", gradient "
+        << static_cast<int>(start.element) << ", elements " << range.begin << " to " << range.end << " of "
+        << start.elements << ", offset " << offset;
   }
 
  private:
@@ -223,23 +217,54 @@ TEST_P(KernelConformance, ClearsWhatItIsGivenAndNoMore) {
   for (size_t i = 0; i < got.size(); ++i) ASSERT_EQ(got[i], i >= 1000 && i < 6000 ? 0 : 7) << i;
 }
 
+TEST_P(KernelConformance, CopiesWhatItIsGivenAndNoMore) {
+  Comparison compare(*device_, *stream_, *kernels_);
+  std::vector<uint8_t> content(10'000), got(10'000);
+  for (size_t i = 0; i < content.size(); ++i) content[i] = static_cast<uint8_t>(i * 7);
+  const DeviceMemory memory = compare.on_device(content);
+  kernels_->copy(*stream_, memory.data() + 5000, memory.data() + 1001, 3999);
+  kernels_->copy(*stream_, memory.data(), memory.data() + 9000, 0);
+  compare.to_host(memory, got);
+  std::copy_n(content.begin() + 1001, 3999, content.begin() + 5000);
+  EXPECT_EQ(got, content);
+}
+
 TEST_P(KernelConformance, AddsGradientsAsTheCpuDoes) {
   Comparison compare(*device_, *stream_, *kernels_);
   for (const int64_t count : kCounts) {
     const std::vector wide = {values(count, 1, false), values(count, 2, false), values(count, 3, false)};
     const std::vector narrow = {upper_halves(wide[0]), upper_halves(wide[1]), upper_halves(wide[2])};
+    const std::vector half = {halves(wide[0]), halves(wide[1]), halves(wide[2])};
     compare.expect_taken_in<float, float>(wide);
     compare.expect_taken_in<uint16_t, float>(narrow);
     compare.expect_taken_in<uint16_t, uint16_t>(narrow);
+    compare.expect_taken_in<optim::Fp16, float>(half);
+    compare.expect_taken_in<optim::Fp16, optim::Fp16>(half);
   }
 }
 
 TEST_P(KernelConformance, RefusesToNarrowAGradient) {
+  using optim::Element;
   Comparison compare(*device_, *stream_, *kernels_);
   const DeviceMemory memory = compare.on_device(values(16, 1));
-  EXPECT_THROW(
-      kernels_->take_in(*stream_, Float::fp32, memory.data(), Float::bf16, memory.data() + 32, 4, true),
-      DeviceError);
+  for (const auto& [from, to] : {std::pair{Element::fp32, Element::bf16},
+                                 {Element::fp32, Element::fp16},
+                                 {Element::bf16, Element::fp16},
+                                 {Element::fp16, Element::bf16}})
+    EXPECT_THROW(kernels_->take_in(*stream_, from, memory.data(), to, memory.data() + 32, 4, true),
+                 DeviceError);
+}
+
+TEST_P(KernelConformance, TakesMeansAsTheCpuDoes) {
+  Comparison compare(*device_, *stream_, *kernels_);
+  for (const int64_t count : kCounts) {
+    const auto sum = values(count, 11, false), before = values(count, 12, false);
+    for (const bool first : {true, false}) {
+      compare.expect_mean(sum, before, first);
+      compare.expect_mean(sum, upper_halves(before), first);
+      compare.expect_mean(sum, halves(before), first);
+    }
+  }
 }
 
 TEST_P(KernelConformance, SumsSquaresAsTheCpuDoes) {
@@ -248,23 +273,72 @@ TEST_P(KernelConformance, SumsSquaresAsTheCpuDoes) {
     for (const bool finite : {true, false}) {
       compare.expect_squares(values(count, 5, finite));
       compare.expect_squares(upper_halves(values(count, 6, finite)));
+      compare.expect_squares(halves(values(count, 7, finite)));
     }
   }
   compare.expect_squares(std::vector<float>());
 }
 
-TEST_P(KernelConformance, UpdatesAsTheCpuDoes) {
-  Comparison compare(*device_, *stream_, *kernels_);
-  for (const optim::Factors& factors : cases()) {
-    for (const int64_t count : kCounts) {
-      const auto gradient = values(count, 8, false);
-      for (const bool split : {true, false}) {
-        const Model start(count, 7, split);
-        compare.expect_updated(start, gradient, factors);
-        compare.expect_updated(start, upper_halves(gradient), factors);
+/// Values as in training, and some that are not finite.
+optim::Bytes start_of(const optim::Hyper& hyper, optim::Format format, optim::Element element, int64_t count,
+                      uint32_t seed) {
+  optim::Bytes bytes = random_bytes(optimizer_of(hyper), format, element, count, seed);
+  const auto any = values(count, seed, false);
+  for (int64_t i = seed % 5; i < count; i += 5)
+    i % 2 == 0 ? bytes.set_gradient(i, any[static_cast<size_t>(i)])
+               : bytes.set_weight(i, any[static_cast<size_t>(i)]);
+  return bytes;
+}
+
+template <class Visit>
+void for_each_known(const DeviceKernels& kernels, Visit visit) {
+  for (const optim::Format format : optim::kFormats) {
+    if (!kernels.formats()[static_cast<size_t>(format)]) continue;
+    for (const optim::Hyper& hyper : optim::all_hypers()) {
+      for (const optim::Element element : optim::kElements) {
+        visit(hyper, format, element);
+        if (testing::Test::HasFailure()) return;
       }
     }
   }
+}
+
+TEST_P(KernelConformance, UpdatesEveryOptimizerAndFormatAsTheCpuDoes) {
+  Comparison compare(*device_, *stream_, *kernels_);
+  for_each_known(*kernels_, [&](const optim::Hyper& hyper, optim::Format format, optim::Element element) {
+    for (const int64_t count : kUpdatedCounts)
+      compare.expect_updated(start_of(hyper, format, element, count, 7), {.hyper = hyper}, {0, count}, 0);
+    for (int offset = 0; offset < 16; ++offset)
+      compare.expect_updated(start_of(hyper, format, element, 35, 8), {.hyper = hyper}, {0, 35}, offset);
+  });
+}
+
+/// A range of a piece, whose elements' indexes pass 2^32: they draw with two keys.
+TEST_P(KernelConformance, UpdatesARangeAndNoMore) {
+  Comparison compare(*device_, *stream_, *kernels_);
+  for_each_known(*kernels_, [&](const optim::Hyper& hyper, optim::Format format, optim::Element element) {
+    const auto start = start_of(hyper, format, element, 300, 9);
+    for (const int64_t index : {int64_t{0}, (int64_t{1} << 32) - 128})
+      for (const optim::Range range : {optim::Range{0, 0}, {1, 2}, {77, 240}})
+        compare.expect_updated(start, {.hyper = hyper, .step = 1234, .index = index}, range, 1);
+  });
+}
+
+TEST_P(KernelConformance, RefusesAnUpdateThatItDoesNotKnow) {
+  const optim::Factors factors = optim::make_factors(optim::SgdConfig{}, 1, 1.0);
+  const DeviceMemory memory = device_->allocate(4096);
+  std::byte* const components[] = {memory.data(), memory.data() + 1024};
+  const optim::Gradient gradient{memory.data() + 2048, optim::Element::fp32};
+  for (const optim::Format format : optim::kFormats) {
+    if (kernels_->formats()[static_cast<size_t>(format)]) continue;
+    const optim::Piece piece{.components = components, .elements = 64};
+    EXPECT_THROW(kernels_->update(*stream_, format, piece, gradient, {0, 64}, factors), DeviceError);
+  }
+  const optim::Piece piece{.components = std::span(components).first(1), .elements = 64};
+  EXPECT_THROW(kernels_->update(*stream_, optim::Format::fp32, piece, gradient, {0, 65}, factors),
+               std::invalid_argument);
+  EXPECT_THROW(kernels_->update(*stream_, optim::Format::exact, piece, gradient, {0, 64}, factors),
+               std::invalid_argument);
 }
 
 TEST_P(KernelConformance, RefusesStreamsOfOtherDevices) {
