@@ -58,4 +58,11 @@ void DeviceSums::fetch(std::span<float> to) {
   sums_->record().wait();
 }
 
+void DeviceSums::take_mean(float factor, optim::Element type, std::byte* to, int64_t elements, bool first,
+                           const kernels::Event& ready) {
+  sums_->wait(ready);
+  kernels_->take_mean(*sums_, reinterpret_cast<const float*>(sum()), factor, type, to, elements, first);
+  sums_->record().wait();
+}
+
 }  // namespace overspill::engine

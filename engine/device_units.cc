@@ -27,11 +27,21 @@ DeviceUnits::DeviceUnits(Context& context, GradientSquares& squares) : context_(
     Resident& resident = residents_[u];
     for (Component component : kAllComponents)
       resident.components[static_cast<size_t>(component)] =
-          take(unit.component_bytes(component, unit.elements));
-    resident.gradients = take(unit.elements * context.gradient_width(static_cast<int32_t>(u)));
+          take(unit.component_bytes(component, unit.shard_elements));
+    const int64_t width = context.gradient_width(static_cast<int32_t>(u));
+    if (context.plan.gradients_pooled) {
+      resident.gradients = take(unit.shard_elements * width);
+    } else {  // of all ranks' elements, among them those of the shard
+      std::byte* const all = take(unit.elements * width);
+      resident.gradients = all + context.layout.rank * unit.shard_elements * width;
+      if (context.layout.slices > 1) context.units[u].gradients = all;
+    }
     resident.block.unit = static_cast<int32_t>(u);
     resident.block.device = resident.components[0];
+    context.units[u].resident = &resident.block;
   }
+  if (context.layout.slices > 1)
+    piece_elements_ = 0;  // gradients from the host come in where they are summed
   piece_ = take(piece_elements_ * 4);
   if (next > memory_.data() + memory_.bytes())
     throw std::logic_error("units on the device take more than was planned");
@@ -57,7 +67,8 @@ Block* DeviceUnits::lease(int32_t unit) {
 // ---- gradients
 
 std::byte* DeviceUnits::gradient_of(int32_t unit, int32_t segment) {
-  const int64_t begin = context_.layout.units[unit].segments[segment].begin;
+  const Unit& u = context_.layout.units[unit];
+  const int64_t begin = u.segments[segment].begin - context_.layout.rank * u.shard_elements;
   return residents_[unit].gradients + begin * context_.gradient_width(unit);
 }
 
@@ -98,6 +109,19 @@ void DeviceUnits::read_gradient(std::unique_lock<std::mutex>& lock, int32_t unit
   wait(lock, stream_->record());
 }
 
+std::byte* DeviceUnits::place_of_gradient(int32_t chunk) const {
+  const Chunk& c = context_.layout.chunks[chunk];
+  return residents_[c.unit].gradients + c.begin * context_.gradient_width(c.unit);
+}
+
+kernels::Event DeviceUnits::square_sums(int32_t unit) {
+  kernels::Event squared;
+  if (!squares_.taken_there(unit)) return squared;  // a rank may have nothing but padding
+  for (int32_t s = 0; s < std::ssize(context_.layout.units[unit].segments); ++s)
+    squared = squares_.take_there({}, unit, s, context_.gradient_type(unit), gradient_of(unit, s));
+  return squared;
+}
+
 void DeviceUnits::take_squares(int32_t unit, int32_t segment) {
   squares_.take_there(*stream_, unit, segment, context_.gradient_type(unit), gradient_of(unit, segment));
 }
@@ -122,13 +146,16 @@ void DeviceUnits::update(int32_t unit) {
     wait_for_uses(resident.block);
     const kernels::Event begin = context_.journal.begin(*stream_);
     const optim::Piece piece{.components = std::span(resident.components).first(u.components().size()),
-                             .elements = u.elements,
+                             .elements = u.shard_elements,
+                             .index = context_.layout.rank * u.shard_elements,
                              .seed = context_.rounding_seed(unit)};
     for (size_t s = 0; s < u.segments.size(); ++s) {
-      const Segment& segment = u.segments[s];
-      if (state.updated[s] == 0 || segment.elements == 0) continue;
-      kernels_->update(*stream_, *u.format, piece, {resident.gradients, context_.gradient_type(unit)},
-                       {segment.begin, segment.begin + segment.elements}, state.factors[s]);
+      const int64_t first = u.segments[s].begin - piece.index;
+      const optim::Range own{std::max<int64_t>(first, 0),
+                             std::min(first + u.segments[s].elements, piece.elements)};
+      if (state.updated[s] == 0 || own.begin >= own.end) continue;
+      kernels_->update(*stream_, *u.format, piece, {resident.gradients, context_.gradient_type(unit)}, own,
+                       state.factors[s]);
     }
     resident.block.copied = stream_->record();
     context_.journal.note(DeviceSpan::Kind::update, unit, begin, resident.block.copied);
@@ -158,10 +185,14 @@ void DeviceUnits::read(std::unique_lock<std::mutex>& lock, int32_t chunk, Compon
 void DeviceUnits::write(std::unique_lock<std::mutex>& lock, int32_t chunk, Component component,
                         std::span<const std::byte> from) {
   Block& block = residents_[context_.layout.chunks[chunk].unit].block;
-  wait_for_uses(block);
+  // Weights are leased and sent to other ranks, which wait for `copied`; states are this stream's alone, and
+  // whoever writes one may do so while the weights beside it are being sent.
+  const bool weights = component == Component::hi;
+  if (weights) wait_for_uses(block);
   stream_->copy_from_host(place_of(chunk, component), from.data(), std::ssize(from));
-  block.copied = stream_->record();
-  wait(lock, block.copied);
+  const kernels::Event written = stream_->record();
+  if (weights) block.copied = written;
+  wait(lock, written);
 }
 
 void DeviceUnits::wait(std::unique_lock<std::mutex>& lock, const kernels::Event& event) {

@@ -2,6 +2,10 @@
 // memory, and are updated there (DESIGN 5). They are the first units of forward, whose updates have nothing
 // to hide under. No byte of theirs crosses the link in a step, but for the sums of squares.
 //
+// Of several ranks each holds its shard there. Gradients are summed on the device (device_sums.h) and the sum
+// stays; weights are gathered beside the shard (Gatherer), which copies it there as it is on the host for
+// other units.
+//
 // One stream does what is asked, in that order: a gradient comes in after the update that used the one
 // before, and is squared then (gradient_squares.h), under backward; states are read after their update.
 // Callers' queues wait for the update as they wait for a copy, and the update waits for what they were given
@@ -33,10 +37,13 @@ class DeviceUnits {
   DeviceUnits& operator=(const DeviceUnits&) = delete;
 
   bool hold(int32_t unit) const { return context_.plan.on_device[unit]; }
-  /// Leases the unit's weights; Gatherer::release ends it.
+  /// Leases the unit's weights, of a world of one rank; Gatherer::release ends it.
   Block* lease(int32_t unit);
 
-  // ---- gradients, of a segment: the first of a step replaces what is there, later ones are added
+  // ---- gradients of one rank, of a segment: the first of a step replaces what is there, later ones are
+  // added
+
+  bool take_gradients(int32_t unit) const { return hold(unit) && context_.layout.slices == 1; }
 
   struct Arrival {
     int32_t unit = -1;
@@ -53,6 +60,14 @@ class DeviceUnits {
   void read_gradient(std::unique_lock<std::mutex>& lock, int32_t unit, int32_t segment, int64_t begin,
                      std::span<std::byte> out);
 
+  // ---- gradients of several ranks
+
+  /// This rank's elements of a chunk, where their sum belongs, once the event is reached.
+  std::byte* place_of_gradient(int32_t chunk) const;
+  kernels::Event used(int32_t unit) const { return residents_[unit].block.copied; }
+  /// The sum is there. It has been squared when the event is done.
+  kernels::Event square_sums(int32_t unit);
+
   // ---- the update
 
   /// Submits it: segments, factors and step counts are those that step() has captured.
@@ -68,12 +83,13 @@ class DeviceUnits {
 
  private:
   struct Resident {
-    std::array<std::byte*, kComponents> components{};  // each of all the unit's elements
-    std::byte* gradients = nullptr;
+    std::array<std::byte*, kComponents> components{};  // each of all elements of this rank's shard
+    std::byte* gradients = nullptr;                    // the same
     Block block;  // of its weights, for leases; `copied`: their update, or what replaced them
   };
 
   std::byte* place_of(int32_t chunk, Component component);
+  /// Of its first element, which may be another rank's and lie elsewhere.
   std::byte* gradient_of(int32_t unit, int32_t segment);
   void take_squares(int32_t unit, int32_t segment);
   void wait_for_uses(Block& block);

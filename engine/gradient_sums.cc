@@ -18,8 +18,9 @@ constexpr int64_t kSumBytes = sizeof(float);
 
 }  // namespace
 
-GradientSums::GradientSums(Context& context)
+GradientSums::GradientSums(Context& context, DeviceUnits& device_units)
     : context_(context),
+      device_units_(device_units),
       device_(context),
       pool_memory_(context.device(), context.host_budget, context.plan.pool_host_bytes(),
                    "gradients until they are summed"),
@@ -29,6 +30,9 @@ GradientSums::GradientSums(Context& context)
       of_(context.layout.units.size()),
       send_(static_cast<size_t>(context.layout.slices)),
       receive_(static_cast<size_t>(context.layout.slices)) {
+  if (context.layout.slices > 1 && context.plan.units_on_device() > 0 && !device_.used())
+    throw std::logic_error(
+        "units of several ranks live on the device, and their gradients are not summed there");
   for (size_t u = 0; u < of_.size(); ++u) {
     const size_t segments = context.layout.units[u].segments.size();
     of_[u].held.resize(segments);
@@ -65,6 +69,9 @@ void GradientSums::open(std::unique_lock<std::mutex>& lock, int32_t unit) {
   }
   if (!must_wait(unit) && context_.units[unit].gradients == nullptr) take_memory(unit);
   check_refused(unit);
+  // In the unit's own memory the last step's sum lies among the gradients, and its update may be reading it.
+  if (device_units_.hold(unit) && !context_.plan.gradients_pooled)
+    device_.arrive_after(device_units_.used(unit));
 }
 
 bool GradientSums::may_open(int32_t unit) const {
@@ -104,7 +111,7 @@ void GradientSums::free_memory(int32_t unit) {
   if (own.offset < 0) return;
   if (context_.config.poison) {
     const int64_t bytes = context_.layout.units[unit].elements * context_.gradient_width(unit);
-    if (device_.used()) {
+    if (are_on_device(unit)) {
       context_.device().poison(pool() + own.offset, bytes);
     } else {
       std::memset(pool() + own.offset, 0xFF, static_cast<size_t>(bytes));
@@ -156,7 +163,7 @@ void GradientSums::zero_absent(int32_t unit) {
     const int64_t width = context_.gradient_width(unit);
     std::byte* const absent = context_.units[unit].gradients + u.segments[s].begin * width;
     const int64_t bytes = u.segments[s].elements * width;
-    if (device_.used()) {
+    if (are_on_device(unit)) {
       device_.clear(absent, bytes);
     } else {
       std::memset(absent, 0, static_cast<size_t>(bytes));
@@ -169,11 +176,9 @@ void GradientSums::sum(int32_t unit, std::span<const uint8_t> gives) {
   const Unit& u = layout.units[unit];
   if (gives[layout.slice] != 0) zero_absent(unit);
   for (int32_t c = u.first_chunk; c < u.first_chunk + u.chunk_count; ++c) {
-    const Chunk& chunk = layout.chunks[c];
-    if (chunk.slice != layout.slice) continue;
-    sum_chunk(unit, layout.global_begin(chunk) - layout.slice * u.slice_elements, chunk.elements,
-              context_.chunks[c].gradient, gives);
+    if (layout.chunks[c].slice == layout.slice) sum_chunk(c, gives);
   }
+  if (device_units_.hold(unit)) square_there(unit);
   if (layout.policy.divide_states) return;
   // Every rank updates everything: the sums go to all.
   const auto bytes = static_cast<size_t>(u.slice_elements * context_.gradient_width(unit));
@@ -184,26 +189,48 @@ void GradientSums::sum(int32_t unit, std::span<const uint8_t> gives) {
   context_.resources.communicator->exchange(send_, receive_);
 }
 
-void GradientSums::sum_chunk(int32_t unit, int64_t in_slice, int64_t elements, std::byte* to,
-                             std::span<const uint8_t> gives) {
+void GradientSums::square_there(int32_t unit) {
+  std::unique_lock lock(context_.mutex);
+  Context::wait_for(lock, device_units_.square_sums(unit));
+}
+
+void GradientSums::sum_chunk(int32_t c, std::span<const uint8_t> gives) {
   const Layout& layout = context_.layout;
-  const int64_t parts = device_.used() ? 0 : layout.slices + 1;  // before the sum
-  const auto sum = span_of<float>(exchange_.data() + parts * elements * kSumBytes, elements);
-  if (context_.config.library_sums) {
+  const Chunk& chunk = layout.chunks[c];
+  const int32_t unit = chunk.unit;
+  const optim::Element type = context_.gradient_type(unit);
+  const int64_t in_slice = layout.global_begin(chunk) - layout.slice * layout.units[unit].slice_elements;
+  const float mean = 1.0F / static_cast<float>(layout.slices);
+  const bool there = are_on_device(unit), first = !of_[unit].summed;
+  if (there) add_on_device(unit, in_slice, chunk.elements, gives);
+  if (device_units_.hold(unit)) {
+    kernels::Event used;
+    {
+      const std::lock_guard guard(context_.mutex);
+      used = device_units_.used(unit);
+    }
+    return device_.take_mean(mean, type, device_units_.place_of_gradient(c), chunk.elements, first, used);
+  }
+  const int64_t parts = there ? 0 : layout.slices + 1;  // before the sum
+  const auto sum = span_of<float>(exchange_.data() + parts * chunk.elements * kSumBytes, chunk.elements);
+  if (there) {
+    device_.fetch(sum);
+  } else if (context_.config.library_sums) {
     add_by_the_transport(unit, in_slice, sum, gives[layout.slice] != 0);
   } else {
     add_in_rank_order(unit, in_slice, sum, gives);
   }
-  optim::scale(sum, 1.0F / static_cast<float>(layout.slices));
-  if (of_[unit].summed) widen(context_.gradient_type(unit), to, sum, false);
-  narrow(context_.gradient_type(unit), sum, to);
+  optim::scale(sum, mean);
+  std::byte* const to = context_.chunks[c].gradient;
+  if (!first) widen(type, to, sum, false);
+  narrow(type, sum, to);
 }
 
-void GradientSums::add_in_rank_order(int32_t unit, int64_t in_slice, std::span<float> sum,
-                                     std::span<const uint8_t> gives) {
+/// What goes to whom of this slice's elements, and where it comes to: rank by rank in `room`.
+void GradientSums::choose_slices(int32_t unit, int64_t in_slice, int64_t elements, std::span<std::byte> room,
+                                 std::span<const uint8_t> gives) {
   const Layout& layout = context_.layout;
-  const size_t bytes = sum.size() * static_cast<size_t>(context_.gradient_width(unit));
-  const std::span<std::byte> room = device_.used() ? device_.exchange() : exchange_.span();
+  const auto bytes = static_cast<size_t>(elements * context_.gradient_width(unit));
   for (int rank = 0; rank < layout.slices; ++rank) {
     const bool other = rank != layout.slice;
     send_[rank] = other && gives[layout.slice] != 0 ? std::span(slice_of(unit, rank, in_slice), bytes)
@@ -211,24 +238,34 @@ void GradientSums::add_in_rank_order(int32_t unit, int64_t in_slice, std::span<f
     receive_[rank] = other && gives[rank] != 0 ? room.subspan(static_cast<size_t>(rank) * bytes, bytes)
                                                : std::span<std::byte>();
   }
-  Communicator& ranks = *context_.resources.communicator;
-  if (device_.used()) {
-    ranks.exchange_on_device(send_, receive_);
-  } else {
-    ranks.exchange(send_, receive_);
-  }
+}
+
+void GradientSums::add_on_device(int32_t unit, int64_t in_slice, int64_t elements,
+                                 std::span<const uint8_t> gives) {
+  choose_slices(unit, in_slice, elements, device_.exchange(), gives);
+  context_.resources.communicator->exchange_on_device(send_, receive_);
   bool first = true;
-  for (int rank = 0; rank < layout.slices; ++rank) {
+  for (int rank = 0; rank < context_.layout.slices; ++rank) {
     if (gives[rank] == 0) continue;
-    const std::byte* part = rank == layout.slice ? slice_of(unit, rank, in_slice) : receive_[rank].data();
-    if (device_.used()) {
-      device_.add(context_.gradient_type(unit), part, std::ssize(sum), first);
-    } else {
-      widen(context_.gradient_type(unit), part, sum, first);
-    }
+    const bool own = rank == context_.layout.slice;
+    device_.add(context_.gradient_type(unit), own ? slice_of(unit, rank, in_slice) : receive_[rank].data(),
+                elements, first);
     first = false;
   }
-  if (device_.used()) device_.fetch(sum);
+}
+
+void GradientSums::add_in_rank_order(int32_t unit, int64_t in_slice, std::span<float> sum,
+                                     std::span<const uint8_t> gives) {
+  choose_slices(unit, in_slice, std::ssize(sum), exchange_.span(), gives);
+  context_.resources.communicator->exchange(send_, receive_);
+  bool first = true;
+  for (int rank = 0; rank < context_.layout.slices; ++rank) {
+    if (gives[rank] == 0) continue;
+    const bool own = rank == context_.layout.slice;
+    widen(context_.gradient_type(unit), own ? slice_of(unit, rank, in_slice) : receive_[rank].data(), sum,
+          first);
+    first = false;
+  }
 }
 
 /// Its slices have to lie side by side, and a rank that has nothing sends zeros.

@@ -7,7 +7,7 @@
 // At stages 2 and 3 a unit's gradients lie whole in a pool only until it is summed, which is when every rank
 // has given all it will give; then only the shard's are kept. With several micro-batches a step, unless they
 // pass each unit together, that would be at the end: there, and at stages 0 and 1, they lie whole in the
-// unit's memory and are summed by step().
+// unit's memory and are summed by step(). The sum of a unit that lives on the device stays there.
 //
 // All but sum() need the context's mutex.
 #pragma once
@@ -18,6 +18,7 @@
 #include <vector>
 
 #include "engine/device_sums.h"
+#include "engine/device_units.h"
 #include "engine/memory/range_allocator.h"
 #include "engine/schedule/context.h"
 
@@ -25,7 +26,7 @@ namespace overspill::engine {
 
 class GradientSums {
  public:
-  explicit GradientSums(Context& context);
+  GradientSums(Context& context, DeviceUnits& device_units);
 
   /// Memory for a unit's gradients, in UnitState::gradients, for what was not summed yet. Waits for room, and
   /// for a sum that is due. Throws BudgetError where neither will ever come, std::invalid_argument for a
@@ -35,7 +36,10 @@ class GradientSums {
   bool holds(int32_t unit, int32_t segment) const { return of_[unit].held[segment] != 0; }
   void arrived(int32_t unit, int32_t segment);
 
-  /// Memory for gradients is the device's; what is given goes there by it.
+  /// Memory for the unit's gradients is the device's; what is given goes there by on_device().
+  bool are_on_device(int32_t unit) const {
+    return device_.used() && (context_.plan.gradients_pooled || device_units_.hold(unit));
+  }
   DeviceSums& on_device() { return device_; }
 
   bool gives(int32_t unit) const { return of_[unit].gives; }
@@ -65,10 +69,13 @@ class GradientSums {
     bool complete = false;
     bool summed = false;  // in this step: a further sum is added to it
   };
-  void sum_chunk(int32_t unit, int64_t in_slice, int64_t elements, std::byte* to,
-                 std::span<const uint8_t> gives);
+  void sum_chunk(int32_t chunk, std::span<const uint8_t> gives);
+  void square_there(int32_t unit);
+  void add_on_device(int32_t unit, int64_t in_slice, int64_t elements, std::span<const uint8_t> gives);
   void add_in_rank_order(int32_t unit, int64_t in_slice, std::span<float> sum,
                          std::span<const uint8_t> gives);
+  void choose_slices(int32_t unit, int64_t in_slice, int64_t elements, std::span<std::byte> room,
+                     std::span<const uint8_t> gives);
   void add_by_the_transport(int32_t unit, int64_t in_slice, std::span<float> sum, bool gives);
   std::byte* pool() const { return device_.used() ? device_.pool() : pool_memory_.data(); }
   const std::byte* slice_of(int32_t unit, int rank, int64_t in_slice) const;
@@ -80,6 +87,7 @@ class GradientSums {
   void free_memory(int32_t unit);
 
   Context& context_;
+  DeviceUnits& device_units_;
   DeviceSums device_;
   LinkedMemory pool_memory_;
   RangeAllocator pool_;

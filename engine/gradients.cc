@@ -79,7 +79,7 @@ Gradients::Gradients(Context& context, DeviceUnits& device_units, GradientSquare
       by_chunk_(context.chunks.size()),
       by_slice_(static_cast<size_t>(context.layout.world == 1 ? context.layout.slices : 1)),
       staging_(context),
-      sums_(context) {
+      sums_(context, device_units) {
   for (const Unit& unit : context.layout.units) {
     presence_.emplace_back(unit.segments.size(), Presence::absent);
     factors_.emplace_back(unit.segments.size(), 1.0);
@@ -168,7 +168,7 @@ Gradients::Arrival Gradients::begin(int32_t unit, int32_t segment, optim::Elemen
 }
 
 bool Gradients::may_wait(int32_t unit) const {
-  if (device_units_.hold(unit)) return false;
+  if (device_units_.take_gradients(unit)) return false;
   return context_.layout.slices > 1 || context_.units[unit].gradients == nullptr;
 }
 
@@ -181,7 +181,7 @@ int64_t Gradients::piece_end(const Arrival& arrival, int64_t begin) const {
 
 std::byte* Gradients::place_of(const Arrival& arrival) const {
   const bool as_it_comes = arrival.first && arrival.element == context_.gradient_type(arrival.unit);
-  if (!as_it_comes || may_wait(arrival.unit) || device_units_.hold(arrival.unit)) return nullptr;
+  if (!as_it_comes || may_wait(arrival.unit) || device_units_.take_gradients(arrival.unit)) return nullptr;
   return at(arrival.unit, context_.layout.units[arrival.unit].segments[arrival.segment].begin);
 }
 
@@ -196,11 +196,11 @@ kernels::Event Gradients::square_there(const Arrival& arrival, const std::byte* 
 std::optional<Gradients::TakenInThere> Gradients::take_in_there(const Arrival& arrival, const std::byte* data,
                                                                 const kernels::Event& ready) {
   const Segment& s = context_.layout.units[arrival.unit].segments[arrival.segment];
-  if (device_units_.hold(arrival.unit)) {
+  if (device_units_.take_gradients(arrival.unit)) {
     const std::lock_guard guard(context_.mutex);
     return TakenInThere{.taken = device_units_.take_in(arrival, data, ready)};
   }
-  if (sums_.on_device().used()) {
+  if (sums_.are_on_device(arrival.unit)) {
     return TakenInThere{
         .taken = sums_.on_device().take_in(arrival.element, data, context_.gradient_type(arrival.unit),
                                            at(arrival.unit, s.begin), s.elements, arrival.first, ready)};
@@ -266,7 +266,7 @@ void Gradients::add(std::span<const Piece> pieces) {
   whole_parts_.clear();
   chunk_parts_.clear();
   for (const Piece& piece : pieces) {
-    if (device_units_.hold(piece.arrival->unit) || sums_.on_device().used()) {
+    if (device_units_.take_gradients(piece.arrival->unit) || sums_.are_on_device(piece.arrival->unit)) {
       add_there(piece);
     } else {
       forget_sum_there(*piece.arrival);
@@ -285,7 +285,7 @@ void Gradients::forget_sum_there(const Arrival& arrival) {
 
 void Gradients::add_there(const Piece& piece) {
   const Arrival& arrival = *piece.arrival;
-  if (device_units_.hold(arrival.unit)) {
+  if (device_units_.take_gradients(arrival.unit)) {
     std::unique_lock lock(context_.mutex);
     return device_units_.take_in(lock, arrival, piece.begin, piece.elements, piece.data);
   }

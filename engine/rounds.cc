@@ -270,8 +270,9 @@ void Rounds::gather(int32_t unit) {
     shard = gatherer_.shard_in_memory(unit);
     if (wants) room = gatherer_.begin_collecting(unit);
   }
-  const bool on_device = wants && gatherer_.collects_on_device();
-  if (on_device) shard = room + own * bytes;
+  // Who does not want it sends it from where it is.
+  const bool on_device = wants ? gatherer_.collects_on_device() : gatherer_.lives_on_device(unit);
+  if (wants && on_device) shard = room + own * bytes;
   for (int rank = 0; rank < said_.ranks(); ++rank) {
     const bool to = rank != own && said_.says(rank, Say::wants, unit);
     send_[rank] = to ? std::span(shard, bytes) : std::span<const std::byte>();

@@ -146,11 +146,9 @@ void Machine::schedule_updates() {
     UnitState& state = context.units[u];
     if (std::find(state.updated.begin(), state.updated.end(), 1) == state.updated.end()) continue;
     ++state.generation;
-    if (device_units.hold(u)) {
-      device_units.update(u);
-      continue;
-    }
-    changed_units_.push_back(u);
+    if (device_units.hold(u)) device_units.update(u);
+    if (!device_units.hold(u) || context.layout.slices > 1) changed_units_.push_back(u);
+    if (device_units.hold(u)) continue;
     const Unit& unit = context.layout.units[u];
     for (int32_t c = unit.first_chunk; c < unit.first_chunk + unit.chunk_count; ++c) {
       if (context.layout.chunks[c].has_any(state.updated)) scheduled_chunks_.push_back(c);

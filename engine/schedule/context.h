@@ -125,9 +125,10 @@ struct UnitState {
   Block* block = nullptr;
   std::byte* home = nullptr;   // hi of this rank's shard, on the host
   std::byte* whole = nullptr;  // hi of all shards, where the unit lies whole on every rank; home lies in it
+  Block* resident = nullptr;   // hi of this rank's shard, where it lives on the device; copied: as it is now
   bool wanted = false;         // there: gathered as soon as this rank's shard is up to date
   kernels::Event copied;       // the last copy of its weights to the device; it may read `home`
-  std::byte* gradients = nullptr;  // all ranks' elements, in flight; null: by chunk, some of them spilled
+  std::byte* gradients = nullptr;  // all ranks' elements, in flight; null: by chunk, or with one rank there
   int32_t pending_chunks = 0;
   int64_t generation = 0;  // of the weights
   // Captured by step(), by segment:
@@ -188,7 +189,8 @@ struct Context {
     return config.rounding_seed * 1'000'003 + static_cast<uint64_t>(unit);
   }
   bool used_in_place(int32_t unit) const {
-    return plan.on_device[unit] || !needs_gather(layout, traits, plan.weights_on_nvme[unit]);
+    const bool there = plan.on_device[unit] && layout.slices == 1;
+    return there || !needs_gather(layout, traits, plan.weights_on_nvme[unit]);
   }
   bool held_whole(int32_t unit) const {
     return engine::held_whole(layout, traits, plan.weights_on_nvme[unit]);

@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "engine/schedule/unlocked.h"
+#include "kernels/device_kernels.h"
 
 namespace overspill::engine {
 namespace {
@@ -339,6 +340,11 @@ bool Gatherer::wants(int32_t unit) const {
 const std::byte* Gatherer::shard_in_memory(int32_t unit) const {
   const UnitState& state = context_.units[unit];
   if (state.pending_chunks > 0) return nullptr;
+  if (state.resident != nullptr) {
+    if (!state.resident->copied.done()) return nullptr;
+    state.resident->copied.wait();  // throws what went wrong
+    return state.resident->device;
+  }
   if (state.home != nullptr) return state.home;
   if (state.block != nullptr && state.gathered != Gathered::filling && state.block->shard != nullptr)
     return state.block->shard;
@@ -366,6 +372,7 @@ void Gatherer::prepare_to_serve(std::unique_lock<std::mutex>& lock, int32_t unit
     if (context_.demanded_units.empty()) context_.demand(unit);
     return;
   }
+  if (state.resident != nullptr) return;  // it is being updated where it is
   const bool busy = serve_.unit >= 0 && serve_.arriving > 0;
   if (busy || state.gathered == Gathered::filling || shard_in_memory(unit) != nullptr) return;
   const Unit& layout = context_.layout.units[unit];
@@ -401,7 +408,8 @@ void Gatherer::collected(int32_t unit) {
   context_.changed.notify_all();
 }
 
-/// What of the unit is on the host: this rank's shard, or all of them where they meet there.
+/// From the shard that lives there, or of what is on the host: this rank's shard, or all of them where they
+/// meet there.
 void Gatherer::to_device(Block& block) {
   if (block.device_offset < 0) {
     block.device = block.host;
@@ -409,6 +417,15 @@ void Gatherer::to_device(Block& block) {
   }
   UnitState& state = context_.units[block.unit];
   const Unit& unit = context_.layout.units[block.unit];
+  if (Block* const resident = state.resident) {
+    stream_->wait(resident->copied);
+    context_.device().kernels()->copy(*stream_, block.device + context_.layout.rank * unit.shard_bytes(),
+                                      resident->device, unit.shard_bytes());
+    block.copied = state.copied = stream_->record();
+    std::erase_if(resident->uses, [](const kernels::Event& use) { return use.done(); });
+    resident->uses.push_back(block.copied);  // its update waits for this
+    return;
+  }
   const bool whole = meets_on_host(context_.layout, context_.traits);
   const int64_t bytes = whole ? unit.bytes() : unit.shard_bytes();
   const std::byte* from = block.host != nullptr ? block.host : state.home;

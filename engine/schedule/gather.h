@@ -87,7 +87,7 @@ class Gatherer {
 
   /// There is room for the unit, and this rank's shard is in it. On a device: nothing there uses the room.
   bool wants(int32_t unit) const;
-  /// This rank's shard, up to date, where it is in memory; null: it is not.
+  /// This rank's shard, up to date, where it is in memory, the device's if it lives there; null: it is not.
   const std::byte* shard_in_memory(int32_t unit) const;
   /// The same; the memory stays until unpin().
   const std::byte* pin_shard(int32_t unit);
@@ -97,6 +97,7 @@ class Gatherer {
   /// Memory for all ranks' shards, this rank's in its place: the device's where they meet there.
   std::byte* begin_collecting(int32_t unit);
   bool collects_on_device() const { return context_.traits.gathers; }
+  bool lives_on_device(int32_t unit) const { return context_.units[unit].resident != nullptr; }
   void collected(int32_t unit);
 
   /// From leased memory of a device that has its own; returns when `to` is filled. Takes the mutex itself,

@@ -83,25 +83,35 @@ class Planner {
   /// Those of the first units that the device's budget takes beside the weights of all others.
   void place_on_device() {
     const bool forced_there = config_.placement == Placement::device;
-    if (device_.shares_host_memory || device_.updates.none() || layout_.slices > 1) return;
-    square_there();
+    const bool ranks = layout_.slices > 1;
+    if (device_.shares_host_memory || device_.updates.none() || (ranks && !may_sum_on_device())) return;
+    if (!ranks) square_there();
     if (forced() ? !forced_there : config_.device_budget_bytes == 0) return;
-    int64_t left = config_.device_budget_bytes > 0 ? config_.device_budget_bytes - plan_.squares_device_bytes
-                                                   : std::numeric_limits<int64_t>::max();
-    int64_t others = 0;  // what those need that do not live there
+    if (ranks) {  // only of what lives there; and its gradients are summed there, in as much as that may take
+      square_there();
+      size_up_gradient_pool(true);
+    }
+    int64_t left = std::numeric_limits<int64_t>::max();
+    if (config_.device_budget_bytes > 0)
+      left = config_.device_budget_bytes - plan_.squares_device_bytes - (ranks ? sums_bytes() : 0);
+    int64_t others = 0;  // what those need that do not live there; of several ranks, what all need
     for (const Unit& unit : layout_.units) others += gathered_bytes(unit) + accumulator_bytes(unit);
     int64_t living = 0;
     for (size_t u = 0; u < layout_.units.size(); ++u) {
       const Unit& unit = layout_.units[u];
       if (!may_live_on_device(unit, device_)) continue;
-      const int64_t more = unit_device_bytes(unit, config_.gradient_accumulation);
-      const int64_t without = others - gathered_bytes(unit) - accumulator_bytes(unit);
+      const int64_t more = living_bytes(unit);
+      const int64_t without = others - (ranks ? 0 : gathered_bytes(unit) + accumulator_bytes(unit));
       if (living + more + device_scratch_bytes() > left - without) continue;
       plan_.on_device[u] = true;
       living += more;
       others = without;
     }
     if (living > 0) plan_.units_device_bytes = living + device_scratch_bytes();
+    if (ranks) {
+      if (living == 0) plan_.squares_device_bytes = 0;
+      return;
+    }
     left -= plan_.units_device_bytes;
     for (const Unit& unit : layout_.units) left -= on_device(unit) ? 0 : gathered_bytes(unit);
     sum_on_device(left);
@@ -129,11 +139,19 @@ class Planner {
 
   static int64_t gathered_bytes(const Unit& unit) { return unit.bytes() + kArenaAlign; }
   int64_t accumulator_bytes(const Unit& unit) const {
-    return engine::accumulator_bytes(unit, config_.gradient_accumulation);
+    return layout_.slices > 1 ? 0 : engine::accumulator_bytes(unit, config_.gradient_accumulation);
   }
 
-  /// For a piece of a gradient from the host: of one chunk.
+  /// Of one that lives on the device: this rank's components, and its gradient in flight.
+  int64_t living_bytes(const Unit& unit) const {
+    const int64_t gradients = plan_.gradients_pooled ? unit.shard_elements : unit.elements;
+    return unit.shard_bytes() + unit.state_bytes(unit.shard_elements) +
+           gradients * gradient_element_bytes(unit.format, config_.gradient_accumulation);
+  }
+
+  /// For a piece of a gradient from the host: of one chunk. Sums of several ranks have their own.
   int64_t device_scratch_bytes() const {
+    if (layout_.slices > 1) return 0;
     int64_t most = 0;
     for (const Chunk& chunk : layout_.chunks) most = std::max(most, chunk.elements);
     return most * 4;
@@ -290,13 +308,23 @@ class Planner {
            (plan_.gradients_on_nvme[c] ? gradient_bytes(c) : 0);
   }
 
+  /// One component, or a sum, of the largest chunk.
+  int64_t part_bytes() const {
+    int64_t most = 0;
+    for (const Chunk& chunk : layout_.chunks) {
+      const int64_t width = std::max<int64_t>(4, layout_.units[chunk.unit].element_bytes);
+      most = std::max(most, chunk.elements * width);
+    }
+    return most;
+  }
+
   void size_up() {
     Plan& p = plan_;
     p.weights_host_bytes = p.states_host_bytes = p.gradients_host_bytes = p.ring_slot_bytes = 0;
     p.weights_nvme_bytes = p.states_nvme_bytes = p.gradients_nvme_bytes = 0;
     p.nvme_read_bytes_per_step = p.nvme_written_bytes_per_step = 0;
     p.staging_buffer_bytes = 0;
-    int64_t component_most = 0;
+    const int64_t component_most = part_bytes();
     int64_t spilled_gradients = 0;
     int64_t gradients_moved = 0;  // each way
     for (size_t u = 0; u < layout_.units.size(); ++u) {
@@ -310,9 +338,6 @@ class Planner {
       }
     }
     for (size_t c = 0; c < layout_.chunks.size(); ++c) {
-      component_most = std::max(
-          component_most, layout_.chunks[c].elements *
-                              std::max<int64_t>(4, layout_.units[layout_.chunks[c].unit].element_bytes));
       if (on_device(c)) continue;
       const int64_t bytes = states_bytes(layout_, c);
       (p.states_on_nvme[c] ? p.states_nvme_bytes : p.states_host_bytes) += bytes;
@@ -345,7 +370,7 @@ class Planner {
       if (layout_.world > 1 && p.weights_on_nvme[u])
         p.serve_bytes = std::max(p.serve_bytes, layout_.units[u].shard_bytes());
     }
-    place_sums(component_most);
+    place_sums();
     size_up_gather(slots_ > kRingSlotsLeast);
     const int64_t checkpoints = config_.train_after_save ? config_.checkpoints_kept + 1 : 0;
     p.nvme_reserve_bytes = p.kept_nvme_bytes() * (1 + checkpoints + (config_.speculate ? 1 : 0)) +
@@ -425,23 +450,38 @@ class Planner {
         std::accumulate(sizes.begin(), sizes.begin() + static_cast<std::ptrdiff_t>(count), int64_t{0});
   }
 
-  /// On the device, where what carries bytes between ranks reaches it and its budget has room.
-  void place_sums(int64_t part_bytes) {
-    plan_.sums_device_bytes = 0;
-    if (!plan_.gradients_pooled || !device_.gathers || device_.updates.none() || config_.library_sums) return;
+  /// Where what carries bytes between ranks reaches the device, and its order of additions is ours; at stage
+  /// 0 the sums go to all ranks, by way of the host.
+  bool may_sum_on_device() const {
+    return layout_.slices > 1 && layout_.world > 1 && device_.gathers && device_.updates.any() &&
+           !config_.library_sums;
+  }
+
+  /// The pool, and of one chunk a part from each rank, their sum, and a piece from the host.
+  int64_t sums_bytes() const {
     const int64_t pool = (plan_.gradient_pool_bytes + kArenaAlign - 1) / kArenaAlign * kArenaAlign;
-    const int64_t bytes = pool + (layout_.slices + 2) * part_bytes;
+    return pool + (layout_.slices + 2) * part_bytes();
+  }
+
+  /// On the device, where its budget has room: what lives there has seen to that.
+  void place_sums() {
+    plan_.sums_device_bytes = plan_.sums_part_bytes = 0;
+    if (!may_sum_on_device() || (!plan_.gradients_pooled && plan_.units_on_device() == 0)) return;
     auto gathered = gathered_sizes();
     const int64_t most = config_.device_budget_bytes;
-    if (most > 0 && largest(gathered, all_stay() ? gathered.size() : kLeasedMost) + bytes > most) return;
-    plan_.sums_device_bytes = bytes;
-    plan_.exchange_bytes = part_bytes;
+    const int64_t others = largest(gathered, all_stay() ? gathered.size() : kLeasedMost) +
+                           plan_.units_device_bytes + plan_.squares_device_bytes;
+    if (most > 0 && others + sums_bytes() > most) return;
+    plan_.sums_device_bytes = sums_bytes();
+    plan_.sums_part_bytes = part_bytes();
+    if (plan_.gradients_pooled) plan_.exchange_bytes = plan_.sums_part_bytes;
   }
 
   std::vector<int64_t> gathered_sizes() const {
     std::vector<int64_t> sizes;
     for (size_t u = 0; u < layout_.units.size(); ++u) {
-      if (!plan_.on_device[u] && needs_gather(layout_, device_, plan_.weights_on_nvme[u]))
+      const bool used_there = plan_.on_device[u] && layout_.slices == 1;
+      if (!used_there && needs_gather(layout_, device_, plan_.weights_on_nvme[u]))
         sizes.push_back(gathered_bytes(layout_.units[u]));
     }
     return sizes;
@@ -599,11 +639,6 @@ int64_t accumulator_bytes(const Unit& unit, int64_t gradient_accumulation) {
 
 bool may_live_on_device(const Unit& unit, const DeviceTraits& device) {
   return unit.trainable() && device.updates[static_cast<size_t>(*unit.format)];
-}
-
-int64_t unit_device_bytes(const Unit& unit, int64_t gradient_accumulation) {
-  return unit.bytes() + unit.state_bytes(unit.elements) +
-         unit.elements * gradient_element_bytes(unit.format, gradient_accumulation);
 }
 
 bool may_guess(const Plan& plan, int32_t chunk) {

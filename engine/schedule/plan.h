@@ -16,6 +16,8 @@
 // forward, for their updates have nothing to hide under (4 bytes of copies and the update's 26 of host memory
 // traffic saved for each 14 held). Where gradients of several micro-batches are added up, their sums on the
 // device come before such units (10 bytes of host memory traffic saved a micro-batch for each 4 held).
+// Of several ranks, where what carries bytes between them reaches the device, each has its shard there,
+// beside all gathered weights and the memory in which gradients are summed.
 #pragma once
 
 #include <algorithm>
@@ -42,7 +44,7 @@ struct Plan {
   std::vector<bool> weights_on_nvme;    // by unit: hi
   std::vector<bool> states_on_nvme;     // by chunk: all components but hi
   std::vector<bool> gradients_on_nvme;  // by chunk: spilled between backward and update; world 1
-  std::vector<bool> on_device;          // by unit: weights, states and gradients live there; world 1
+  std::vector<bool> on_device;          // by unit: this rank's weights, states and gradients live there
   std::vector<bool> summed_on_device;   // by unit: micro-batches' gradients are added up there; world 1
   std::vector<bool> held_twice;         // by chunk, on the host: room for a guessed version of all of it
 
@@ -94,7 +96,8 @@ struct Plan {
   bool gradients_pooled = false;     // several ranks: summed as they come, only this rank's shard is kept
   int64_t gradient_pool_bytes = 0;   // whole gradients of units until then
   int64_t exchange_bytes = 0;        // several ranks: gradients of one chunk as they come from all
-  int64_t sums_device_bytes = 0;     // the device has the pool and what comes; the host one chunk's sum
+  int64_t sums_device_bytes = 0;     // of sums on the device: the pool, where there is one, and what comes,
+  int64_t sums_part_bytes = 0;       // of which a part is one rank's, of one chunk
   int64_t serve_bytes = 0;           // several ranks: a shard on its way from NVMe to another rank
   int64_t weights_nvme_bytes = 0;
   int64_t states_nvme_bytes = 0;
@@ -147,8 +150,6 @@ int64_t accumulator_bytes(const Unit& unit, int64_t gradient_accumulation);
 
 /// Whether the device's kernels update such a unit.
 bool may_live_on_device(const Unit& unit, const DeviceTraits& device);
-/// Its bytes there: all components, and its gradient in flight.
-int64_t unit_device_bytes(const Unit& unit, int64_t gradient_accumulation);
 
 /// Whether a chunk's update may be guessed while backward runs: its states are on NVMe, or held twice, and
 /// its gradient is in memory.

@@ -12,6 +12,7 @@
 #include <utility>
 
 #include "kernels/device.h"
+#include "kernels/device_kernels.h"
 
 namespace overspill::testing {
 
@@ -57,13 +58,50 @@ struct DeviceHooks {
   std::function<void()> before_adopted = {};  // a call of a stream that is somebody else's queue
   std::function<bool()> after_look =
       {};  // at an event that is not reached; true: it is before the look returns
-  std::function<kernels::Event()> holds_copy = {};  // what the next copy waits for, in its stream
+  std::function<kernels::Event()> holds_copy = {};      // what the next copy waits for, in its stream
+  std::function<void(int64_t bytes)> before_copy = {};  // from the host or to it
+  std::function<kernels::Event()> holds_update = {};    // what the next update waits for, in its stream
+};
+
+class AroundKernels final : public kernels::DeviceKernels {
+ public:
+  AroundKernels(kernels::DeviceKernels& kernels, std::shared_ptr<const DeviceHooks> hooks)
+      : kernels_(kernels), hooks_(std::move(hooks)) {}
+
+  kernels::Formats formats() const override { return kernels_.formats(); }
+  void clear(kernels::Stream& stream, void* to, int64_t bytes) override { kernels_.clear(stream, to, bytes); }
+  void copy(kernels::Stream& stream, void* to, const void* from, int64_t bytes) override {
+    kernels_.copy(stream, to, from, bytes);
+  }
+  void take_in(kernels::Stream& stream, optim::Element from_type, const void* from, optim::Element to_type,
+               void* to, int64_t count, bool first) override {
+    kernels_.take_in(stream, from_type, from, to_type, to, count, first);
+  }
+  void take_mean(kernels::Stream& stream, const float* sum, float factor, optim::Element to_type, void* to,
+                 int64_t count, bool first) override {
+    kernels_.take_mean(stream, sum, factor, to_type, to, count, first);
+  }
+  void squares(kernels::Stream& stream, optim::Element type, const void* from, int64_t count,
+               kernels::Squares* blocks) override {
+    kernels_.squares(stream, type, from, count, blocks);
+  }
+  void update(kernels::Stream& stream, optim::Format format, const optim::Piece& piece,
+              optim::Gradient gradient, optim::Range range, const optim::Factors& factors) override {
+    if (hooks_->holds_update) stream.wait(hooks_->holds_update());
+    kernels_.update(stream, format, piece, gradient, range, factors);
+  }
+
+ private:
+  kernels::DeviceKernels& kernels_;
+  const std::shared_ptr<const DeviceHooks> hooks_;
 };
 
 class AroundDevice final : public kernels::Device {
  public:
   AroundDevice(std::unique_ptr<kernels::Device> device, DeviceHooks hooks)
-      : device_(std::move(device)), hooks_(std::make_shared<DeviceHooks>(std::move(hooks))) {}
+      : device_(std::move(device)), hooks_(std::make_shared<DeviceHooks>(std::move(hooks))) {
+    if (device_->kernels() != nullptr) kernels_.emplace(*device_->kernels(), hooks_);
+  }
 
   std::string_view name() const override { return device_->name(); }
   bool shares_host_memory() const override { return device_->shares_host_memory(); }
@@ -80,7 +118,7 @@ class AroundDevice final : public kernels::Device {
   void make_current() override { device_->make_current(); }
   void time_events(bool on) override { device_->time_events(on); }
   void poison(void* device, int64_t bytes) override { device_->poison(device, bytes); }
-  kernels::DeviceKernels* kernels() override { return device_->kernels(); }
+  kernels::DeviceKernels* kernels() override { return kernels_ ? &*kernels_ : nullptr; }
 
  private:
   class Watched final : public kernels::Event::State {
@@ -110,11 +148,11 @@ class AroundDevice final : public kernels::Device {
                  std::shared_ptr<const HostPins> pins)
         : stream_(std::move(stream)), adopted_(adopted), hooks_(std::move(hooks)), pins_(std::move(pins)) {}
     void copy_from_host(void* device, const void* host, int64_t bytes) override {
-      before_copy(host, bytes);
+      begin_copy(host, bytes);
       stream_->copy_from_host(device, host, bytes);
     }
     void copy_to_host(void* host, const void* device, int64_t bytes) override {
-      before_copy(host, bytes);
+      begin_copy(host, bytes);
       stream_->copy_to_host(host, device, bytes);
     }
     kernels::Event record() override {
@@ -133,7 +171,8 @@ class AroundDevice final : public kernels::Device {
     void before_call() {
       if (adopted_ && hooks_->before_adopted) hooks_->before_adopted();
     }
-    void before_copy(const void* host, int64_t bytes) {
+    void begin_copy(const void* host, int64_t bytes) {
+      if (hooks_->before_copy) hooks_->before_copy(bytes);
       if (hooks_->holds_copy) stream_->wait(hooks_->holds_copy());
       if (hooks_->before_wait && !pins_->pinned(host, bytes)) hooks_->before_wait(false);
     }
@@ -151,6 +190,7 @@ class AroundDevice final : public kernels::Device {
   const std::unique_ptr<kernels::Device> device_;
   const std::shared_ptr<HostPins> pins_ = std::make_shared<HostPins>();
   const std::shared_ptr<DeviceHooks> hooks_;  // of events too, which may outlive this
+  std::optional<AroundKernels> kernels_;
 };
 
 }  // namespace overspill::testing

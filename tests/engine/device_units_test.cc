@@ -111,7 +111,7 @@ TEST(UnitsOnTheDevice, TakeMoreWhereGradientsAreAddedUp) {
   EXPECT_EQ(plan_of(layers(4), 60, Placement::automatic, 1, 2).units_on_device(), 3) << "16 bytes, not 14";
 }
 
-TEST(UnitsOnTheDevice, AreWhatItsKernelsUpdateAndOfOneRank) {
+TEST(UnitsOnTheDevice, AreWhatItsKernelsUpdate) {
   for (const engine::UnitFormat format : {optim::Format::exact, optim::Format::compact}) {
     for (int i = 0; i < optim::kOptimizerCount; ++i) {
       auto units = layers(4, format);
@@ -123,7 +123,6 @@ TEST(UnitsOnTheDevice, AreWhatItsKernelsUpdateAndOfOneRank) {
     EXPECT_EQ(plan_of(layers(4, format), 200).units_on_device(), 0);
   EXPECT_EQ(plan_of(layers(4, optim::Format::compact), 43).units_on_device(), 4) << "10 bytes, not 14";
   EXPECT_EQ(plan_of(layers(4), 43).units_on_device(), 2);
-  EXPECT_EQ(plan_of(layers(4), 200, Placement::automatic, 2).units_on_device(), 0);
   EXPECT_EQ(plan_of(layers(4), 200, Placement::host).units_on_device(), 0) << "forced elsewhere";
   EXPECT_EQ(plan_of(layers(4), 0, Placement::device).units_on_device(), 4) << "forced there";
   Config config;
@@ -132,6 +131,39 @@ TEST(UnitsOnTheDevice, AreWhatItsKernelsUpdateAndOfOneRank) {
   const auto layout = engine::make_layout(layers(4), config.chunk_elements, 0, 1);
   EXPECT_EQ(make_plan(layout, config, {.shares_host_memory = false}).units_on_device(), 0) << "no kernels";
   EXPECT_EQ(make_plan(layout, config, {}).units_on_device(), 0) << "the CPU";
+}
+
+/// Where their transport reaches the device, and the order of additions is the engine's; not at stage 0.
+TEST(UnitsOnTheDevice, AreShardsOfSeveralRanks) {
+  engine::DeviceTraits reached = kUpdates;
+  reached.gathers = true;
+  Config config;
+  config.host_budget_bytes = int64_t{1} << 30;
+  const auto plan_at = [&](int stage, int64_t mib, const engine::DeviceTraits& traits) {
+    config.device_budget_bytes = mib * kMiB;
+    return make_plan(engine::make_layout(layers(8), config.chunk_elements, 0, 2, stage), config, traits);
+  };
+  for (const int stage : {1, 2, 3}) {
+    EXPECT_EQ(plan_at(stage, 400, kUpdates).units_on_device(), 0) << "shards meet on the host";
+    const Plan all = plan_at(stage, 400, reached);
+    EXPECT_EQ(all.units_on_device(), 8);
+    EXPECT_EQ(all.states_host_bytes + all.weights_host_bytes + all.gradients_host_bytes, 0);
+    const int64_t gradients = stage == 1 ? 2 * kMiB : kMiB;  // a unit's, or its shard's
+    EXPECT_GE(all.units_device_bytes, 8 * (6 * kMiB + gradients)) << "of 12 bytes a half";
+    EXPECT_LT(all.units_device_bytes, 8 * (6 * kMiB + gradients) + kMiB);
+    EXPECT_GE(all.gather_device_bytes, 8 * 2 * kMiB) << "and all weights";
+    int64_t before = 0;
+    for (int64_t mib = 16; mib < 120; mib += 3) {
+      const Plan plan = plan_at(stage, mib, reached);
+      EXPECT_LE(plan.device_bytes(), mib * kMiB);
+      EXPECT_GE(plan.units_on_device(), before) << mib;
+      before = plan.units_on_device();
+    }
+    EXPECT_EQ(before, 8);
+  }
+  EXPECT_EQ(plan_at(0, 400, reached).units_on_device(), 0) << "sums go to all ranks, by way of the host";
+  config.library_sums = true;
+  EXPECT_EQ(plan_at(3, 400, reached).units_on_device(), 0) << "the transport sums host memory";
 }
 
 // ---- the engine

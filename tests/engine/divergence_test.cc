@@ -42,9 +42,9 @@ struct Run {
   RankOptions options(int rank) const {
     std::mt19937_64 random = of_rank(rank);
     RankOptions out{.stage = stage, .micro_batches = micro_batches};
-    const Placement placements[] = {Placement::host, Placement::half, Placement::nvme};
+    const Placement placements[] = {Placement::host, Placement::half, Placement::nvme, Placement::device};
     const int64_t prefetch[] = {4, 6, 100};
-    out.placement = placements[random() % 3];
+    out.placement = placements[random() % 4];
     out.prefetch_units = prefetch[random() % 3];
     out.host_budget_bytes = (6 + static_cast<int64_t>(random() % 60)) << 20;
     if (random() % 2 == 0) out.device = "simulated";

@@ -336,9 +336,9 @@ TEST_F(Nccl, IsFoundByTheEnvironment) {
 }
 
 /// The engine over it: the bits of the same world without NCCL, whether shards meet on its device, on the
-/// host, or on each rank elsewhere.
+/// host, or on each rank elsewhere, and whether they live on the device.
 TEST_F(Nccl, TrainsToTheSameBits) {
-  const auto train = [&](bool over_nccl, int reached_from_rank = 2) {
+  const auto train = [&](bool over_nccl, int reached_from_rank = 2, Placement placement = Placement::host) {
     std::vector<uint64_t> digests(2);
     const auto errors = testing::on_ranks(2, [&](int rank, std::unique_ptr<Communicator> control) {
       NcclOptions options = small_pieces();
@@ -348,8 +348,11 @@ TEST_F(Nccl, TrainsToTheSameBits) {
       const auto nccls = rank >= reached_from_rank ? device : fast_device(rank);
       auto ranks =
           over_nccl ? make_nccl_communicator(std::move(control), nccls, options) : std::move(control);
-      const auto engine = testing::toy_rank({.given_device = device}, std::move(ranks));
-      EXPECT_EQ(engine->plan().gather_host_bytes == 0, rank >= reached_from_rank);
+      const auto engine =
+          testing::toy_rank({.placement = placement, .given_device = device}, std::move(ranks));
+      const bool reached = rank >= reached_from_rank;
+      EXPECT_EQ(engine->plan().gather_host_bytes == 0, reached);
+      EXPECT_EQ(engine->plan().units_on_device(), reached && placement == Placement::device ? 5 : 0);
       testing::toy_load(*engine);
       std::vector<StepResult> results;
       for (int step = 0; step < 5; ++step)
@@ -367,6 +370,8 @@ TEST_F(Nccl, TrainsToTheSameBits) {
   EXPECT_EQ(over_nccl, without);
   EXPECT_EQ(train(true, 0), without) << "shards meet on the devices";
   EXPECT_EQ(train(true, 1), without) << "on rank 1's alone";
+  EXPECT_EQ(train(true, 0, Placement::device), without) << "shards live on the devices";
+  EXPECT_EQ(train(true, 1, Placement::device), without) << "on rank 1's alone";
 }
 
 /// A lease keeps an engine's parts, and may end where a thread must not wait, such as with Python's lock.

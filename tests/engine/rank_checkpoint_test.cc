@@ -59,8 +59,12 @@ void advance(ToyReference& reference, int step, double clip, int world) {
 TEST_P(RankCheckpoint, OpensAtAnyOther) {
   const auto [stage, format] = GetParam();
   ToyKind kind;
+  RankOptions options{.stage = stage, .placement = Placement::half};
   if (format == 1) kind.format = optim::Format::eight_bit;
-  const auto before = save_at(4, {.stage = stage, .placement = Placement::half, .kind = kind});
+  if (format == 2) options = {.stage = stage, .placement = Placement::device, .device = "simulated"};
+  options.reaches = format == 2;
+  options.kind = kind;
+  const auto before = save_at(4, options);
   ToyReference saved(toy_units(kind));
   for (int step = 0; step < kBefore; ++step) advance(saved, step, before[step].clip, 4);
 
@@ -69,13 +73,19 @@ TEST_P(RankCheckpoint, OpensAtAnyOther) {
 
   for (const int world : {1, 2, 3, 8}) {
     const int other_stage = (stage + world) % 4;
-    const Placement placement = world % 2 == 0 ? Placement::nvme : Placement::host;
+    RankOptions opened{.stage = other_stage, .placement = world % 2 == 0 ? Placement::nvme : Placement::host};
+    if (world == 3) {
+      opened.placement = Placement::device;
+      opened.device = "simulated";
+      opened.reaches = true;
+    }
+    opened.job = "opened";
+    opened.kind = kind;
     SCOPED_TRACE(fmt::format("world {} stage {}", world, other_stage));
     std::vector<std::vector<float>> contents(static_cast<size_t>(world)), later(static_cast<size_t>(world));
     std::vector<engine::StepResult> results;
     const auto errors = on_ranks(world, [&](int rank, std::unique_ptr<engine::Communicator> ranks) {
-      const auto engine = toy_rank(
-          {.stage = other_stage, .placement = placement, .job = "opened", .kind = kind}, std::move(ranks));
+      const auto engine = toy_rank(opened, std::move(ranks));
       EXPECT_EQ(engine->load(folder_ / "saved"), R"({"by": "ranks"})");
       EXPECT_EQ(engine->stats().step, kBefore);
       contents[rank] = toy_contents(*engine);
@@ -95,12 +105,13 @@ TEST_P(RankCheckpoint, OpensAtAnyOther) {
   }
 }
 
+std::string name_of(const ::testing::TestParamInfo<std::tuple<int, int>>& info) {
+  const char* const names[] = {"exact", "8bit", "on_the_device"};
+  return fmt::format("stage{}_{}", std::get<0>(info.param), names[std::get<1>(info.param)]);
+}
+
 INSTANTIATE_TEST_SUITE_P(Stages, RankCheckpoint,
-                         ::testing::Combine(::testing::Range(0, 4), ::testing::Range(0, 2)),
-                         [](const auto& info) {
-                           return fmt::format("stage{}_{}", std::get<0>(info.param),
-                                              std::get<1>(info.param) == 0 ? "exact" : "8bit");
-                         });
+                         ::testing::Combine(::testing::Range(0, 4), ::testing::Range(0, 3)), name_of);
 
 using RankCheckpoints = RankCheckpoint;
 

@@ -23,14 +23,20 @@ constexpr int kSteps = kWatched ? 4 : 8;
 struct Outcome {
   std::vector<std::vector<float>> contents;              // by rank
   std::vector<std::vector<engine::StepResult>> results;  // by rank
+  std::vector<int64_t> units_on_device;                  // by rank
 };
 
-Outcome train(int world, const RankOptions& options, int steps = kSteps) {
+/// Of which options differ from rank to rank, what has to be the same aside.
+Outcome train(const std::vector<RankOptions>& by_rank, int steps = kSteps) {
+  const auto world = static_cast<int>(by_rank.size());
   Outcome out;
   out.contents.resize(static_cast<size_t>(world));
   out.results.resize(static_cast<size_t>(world));
+  out.units_on_device.resize(static_cast<size_t>(world));
   const auto errors = on_ranks(world, [&](int rank, std::unique_ptr<engine::Communicator> ranks) {
+    const RankOptions& options = by_rank[rank];
     const auto engine = toy_rank(options, std::move(ranks));
+    out.units_on_device[rank] = engine->plan().units_on_device();
     toy_load(*engine);
     const auto take = options.together ? toy_step_together : toy_step;
     for (int step = 0; step < steps; ++step)
@@ -41,8 +47,12 @@ Outcome train(int world, const RankOptions& options, int steps = kSteps) {
   return out;
 }
 
-void expect_reference(int world, const RankOptions& options) {
-  const Outcome got = train(world, options);
+Outcome train(int world, const RankOptions& options, int steps = kSteps) {
+  return train(std::vector(static_cast<size_t>(world), options), steps);
+}
+
+void expect_reference(const Outcome& got, const RankOptions& options) {
+  const auto world = static_cast<int>(got.results.size());
   const auto& results = got.results[0];
   ASSERT_EQ(results.size(), static_cast<size_t>(kSteps));
   EXPECT_LT(results.back().clip, 1.0);
@@ -51,6 +61,10 @@ void expect_reference(int world, const RankOptions& options) {
   for (int rank = 0; rank < world; ++rank) {
     ASSERT_EQ(digest(got.contents[rank], got.results[rank]), digest(expected, results)) << "rank " << rank;
   }
+}
+
+void expect_reference(int world, const RankOptions& options) {
+  expect_reference(train(world, options), options);
 }
 
 class Stages : public ::testing::TestWithParam<std::tuple<int, int>> {};
@@ -67,6 +81,71 @@ TEST_P(Stages, EqualTheScalarReferenceInEveryPlacementAndOnEveryDevice) {
                          {.stage = stage, .placement = placement, .device = device, .reaches = reaches});
       }
     }
+  }
+}
+
+/// Each rank's shard lives on its device, is updated there, and its gradients are summed there; at stage 0,
+/// where sums go to all ranks, none does.
+TEST_P(Stages, EqualTheScalarReferenceWithUnitsOnTheDevice) {
+  const auto [stage, world] = GetParam();
+  RankOptions options{.stage = stage, .placement = Placement::device, .device = "simulated", .reaches = true};
+  const auto expect_there = [&, stage = stage, world = world] {
+    const Outcome got = train(world, options);
+    for (const int64_t units : got.units_on_device) EXPECT_EQ(units, stage == 0 && world > 1 ? 0 : 5);
+    expect_reference(got, options);
+  };
+  for (const bool poison : {true, false}) {
+    options.poison = poison;
+    expect_there();
+  }
+  options.prefetch_units = 0;
+  expect_there();
+  options.prefetch_units = 4;
+  options.micro_batches = 3;
+  for (const bool together : {false, true}) {
+    SCOPED_TRACE(fmt::format("3 micro-batches, together {}", together));
+    options.together = together;
+    expect_there();
+  }
+}
+
+/// Where each rank has a part of the states.
+class Shards : public Stages {};
+
+/// Every optimizer and format, of which random bits go by the element's place in the unit over all ranks.
+TEST_P(Shards, OnTheDeviceEqualTheScalarReferenceInEveryKind) {
+  const auto [stage, world] = GetParam();
+  for (int o = 0; o < optim::kOptimizerCount; ++o) {
+    for (const optim::Format format :
+         {optim::Format::fp32, optim::Format::exact, optim::Format::fp16, optim::Format::compact}) {
+      if ((o + stage + world) % 3 != 0) continue;  // each of them in some worlds
+      RankOptions options{
+          .stage = stage, .placement = Placement::device, .device = "simulated", .reaches = true};
+      options.kind = {optim::Optimizer{static_cast<uint8_t>(o)}, format};
+      SCOPED_TRACE(fmt::format("{} {}", optim::name(options.kind.optimizer), optim::name(format)));
+      const Outcome got = train(world, options);
+      for (const int64_t units : got.units_on_device) EXPECT_EQ(units, 5);
+      expect_reference(got, options);
+    }
+  }
+}
+
+/// What lives on one rank's device may be on another's host or NVMe, or on a device that no transport
+/// reaches.
+TEST_P(Stages, EqualTheScalarReferenceWithUnitsOnTheDeviceOfSomeRanks) {
+  const auto [stage, world] = GetParam();
+  for (const int micro_batches : {1, 3}) {
+    std::vector<RankOptions> by_rank;
+    for (int rank = 0; rank < world; ++rank) {
+      RankOptions options{.stage = stage, .micro_batches = micro_batches};
+      if (rank % 4 != 2) options.device = "simulated";
+      options.reaches = rank % 4 < 2;
+      options.placement = rank % 4 == 0   ? Placement::device
+                          : rank % 4 == 1 ? Placement::half
+                                          : Placement::nvme;
+      by_rank.push_back(options);
+    }
+    expect_reference(train(by_rank), by_rank[0]);
   }
 }
 
@@ -174,6 +253,12 @@ TEST_P(Stages, LearnWhatOneProcessLearnsOnTheWholeBatch) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Worlds, Stages, ::testing::Combine(::testing::Range(0, 4), ::testing::Range(1, 5)),
+                         [](const auto& info) {
+                           return fmt::format("stage{}_world{}", std::get<0>(info.param),
+                                              std::get<1>(info.param));
+                         });
+
+INSTANTIATE_TEST_SUITE_P(Worlds, Shards, ::testing::Combine(::testing::Range(1, 4), ::testing::Range(2, 5)),
                          [](const auto& info) {
                            return fmt::format("stage{}_world{}", std::get<0>(info.param),
                                               std::get<1>(info.param));

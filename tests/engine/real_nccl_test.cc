@@ -92,22 +92,32 @@ TEST_P(RealNccl, ReducesAndScatters) {
   EXPECT_EQ(run([](Communicator& ranks) { conformance::reduce_and_scatter(ranks); }), nothing_);
 }
 
-/// The bits of ranks that share memory, whatever carries them, and wherever shards meet.
+/// The bits of ranks that share memory, whatever carries them, and wherever shards meet and live.
 TEST_P(RealNccl, TrainsToTheBitsOfTheReference) {
   constexpr int kSteps = 10;
-  for (const auto& where : {std::pair(1, true), {2, true}, {3, true}, {3, false}}) {
-    const int stage = where.first;
-    const bool on_device = where.second;
+  struct Case {
+    int stage;
+    bool on_device;
+    Placement placement;
+  };
+  for (const Case& c : {Case{1, true, Placement::host},
+                        {2, true, Placement::host},
+                        {3, true, Placement::host},
+                        {3, false, Placement::host},
+                        {1, true, Placement::device},
+                        {2, true, Placement::device},
+                        {3, true, Placement::device}}) {
     std::vector<StepResult> results;
     std::vector<float> contents;
     const auto errors = on_ranks(
         GetParam(),
         [&](int rank, std::unique_ptr<Communicator> control) {
           testing::RankOptions options;
-          options.stage = stage;
+          options.stage = c.stage;
+          options.placement = c.placement;
           options.given_device = kernels::make_cuda_device(rank);
           auto ranks =
-              on_device ? join(std::move(control), options.given_device) : join(std::move(control), rank);
+              c.on_device ? join(std::move(control), options.given_device) : join(std::move(control), rank);
           const auto engine = testing::toy_rank(options, std::move(ranks));
           testing::toy_load(*engine);
           std::vector<StepResult> own;
@@ -120,9 +130,10 @@ TEST_P(RealNccl, TrainsToTheBitsOfTheReference) {
         },
         kPatience);
     EXPECT_EQ(errors, nothing_);
-    testing::expect_same_bits(contents, testing::toy_reference(kSteps, 1, results, GetParam()),
-                              fmt::format("stage {} over {} GPUs, shards meet on {}", stage, GetParam(),
-                                          on_device ? "them" : "the host"));
+    testing::expect_same_bits(
+        contents, testing::toy_reference(kSteps, 1, results, GetParam()),
+        fmt::format("stage {} over {} GPUs, shards meet on {}, placement {}", c.stage, GetParam(),
+                    c.on_device ? "them" : "the host", testing::placement_name(c.placement)));
   }
 }
 
