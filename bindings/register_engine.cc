@@ -208,7 +208,7 @@ py::dict stats_dict(Engine& self) {
 Plan plan_for(const std::vector<UnitSpec>& units, const PythonConfig& config) {
   const engine::Layout layout = engine::make_layout(units, config.chunk_elements, 0, 1);
   engine::DeviceTraits device{.shares_host_memory = config.device == "host"};
-  if (!device.shares_host_memory) device.updates = kernels::known_formats();
+  if (!device.shares_host_memory) device.updates = kernels::all_formats();
   return engine::make_plan(layout, config, device);
 }
 

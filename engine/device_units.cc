@@ -25,9 +25,12 @@ DeviceUnits::DeviceUnits(Context& context, GradientSquares& squares) : context_(
     if (!hold(static_cast<int32_t>(u))) continue;
     const Unit& unit = context.layout.units[u];
     Resident& resident = residents_[u];
-    for (Component component : kAllComponents)
-      resident.components[static_cast<size_t>(component)] =
-          take(unit.component_bytes(component, unit.shard_elements));
+    for (Component component : kAllComponents) {
+      int64_t bytes = 0;
+      for (int32_t c = unit.first_chunk; c < unit.first_chunk + unit.chunk_count; ++c)
+        bytes += context.component_bytes(c, component);
+      resident.components[static_cast<size_t>(component)] = take(bytes);
+    }
     const int64_t width = context.gradient_width(static_cast<int32_t>(u));
     if (context.plan.gradients_pooled) {
       resident.gradients = take(unit.shard_elements * width);
@@ -137,7 +140,6 @@ void DeviceUnits::wait_for_uses(Block& block) {
 
 void DeviceUnits::update(int32_t unit) {
   const Unit& u = context_.layout.units[unit];
-  const UnitState& state = context_.units[unit];
   Resident& resident = residents_[unit];
   // For the host they are done: what comes next is in the device's hands.
   context_.journal.note(Happening::scheduled, unit);
@@ -145,22 +147,37 @@ void DeviceUnits::update(int32_t unit) {
   try {
     wait_for_uses(resident.block);
     const kernels::Event begin = context_.journal.begin(*stream_);
-    const optim::Piece piece{.components = std::span(resident.components).first(u.components().size()),
-                             .elements = u.shard_elements,
-                             .index = context_.layout.rank * u.shard_elements,
-                             .seed = context_.rounding_seed(unit)};
-    for (size_t s = 0; s < u.segments.size(); ++s) {
-      const int64_t first = u.segments[s].begin - piece.index;
-      const optim::Range own{std::max<int64_t>(first, 0),
-                             std::min(first + u.segments[s].elements, piece.elements)};
-      if (state.updated[s] == 0 || own.begin >= own.end) continue;
-      kernels_->update(*stream_, *u.format, piece, {resident.gradients, context_.gradient_type(unit)}, own,
-                       state.factors[s]);
-    }
+    // Scales lie behind a chunk's codes; without any the chunks of a shard are one array.
+    const bool scaled =
+        std::ranges::any_of(u.components(), [](const optim::ComponentSpec& spec) { return spec.scaled; });
+    if (!scaled) update_piece(u.first_chunk, u.shard_elements);
+    for (int32_t c = u.first_chunk; scaled && c < u.first_chunk + u.chunk_count; ++c)
+      update_piece(c, context_.layout.chunks[c].elements);
     resident.block.copied = stream_->record();
     context_.journal.note(DeviceSpan::Kind::update, unit, begin, resident.block.copied);
   } catch (const kernels::DeviceError& error) {
     context_.fail(fmt::format("updating {} on the device: {}", u.name, error.what()));
+  }
+}
+
+/// So many elements of the shard, from the chunk's first on.
+void DeviceUnits::update_piece(int32_t chunk, int64_t elements) {
+  const Chunk& c = context_.layout.chunks[chunk];
+  const Unit& u = context_.layout.units[c.unit];
+  const UnitState& state = context_.units[c.unit];
+  std::array<std::byte*, kComponents> components{};
+  for (Component component : kAllComponents)
+    components[static_cast<size_t>(component)] = place_of(chunk, component);
+  const optim::Piece piece{.components = std::span(components).first(u.components().size()),
+                           .elements = elements,
+                           .index = context_.layout.global_begin(c),
+                           .seed = context_.rounding_seed(c.unit)};
+  const optim::Gradient gradient{place_of_gradient(chunk), context_.gradient_type(c.unit)};
+  for (size_t s = 0; s < u.segments.size(); ++s) {
+    const int64_t first = u.segments[s].begin - piece.index;
+    const optim::Range own{std::max<int64_t>(first, 0), std::min(first + u.segments[s].elements, elements)};
+    if (state.updated[s] == 0 || own.begin >= own.end) continue;
+    kernels_->update(*stream_, *u.format, piece, gradient, own, state.factors[s]);
   }
 }
 
@@ -170,10 +187,11 @@ void DeviceUnits::finish(std::unique_lock<std::mutex>& lock) {
 
 // ---- access from outside
 
-std::byte* DeviceUnits::place_of(int32_t chunk, Component component) {
-  const Chunk& c = context_.layout.chunks[chunk];
-  return residents_[c.unit].components[static_cast<size_t>(component)] +
-         c.begin * context_.layout.units[c.unit].component_element_bytes(component);
+std::byte* DeviceUnits::place_of(int32_t chunk, Component component) const {
+  const int32_t unit = context_.layout.chunks[chunk].unit;
+  const int32_t first = context_.layout.units[unit].first_chunk;  // all but the last are as long
+  return residents_[unit].components[static_cast<size_t>(component)] +
+         (chunk - first) * context_.component_bytes(first, component);
 }
 
 void DeviceUnits::read(std::unique_lock<std::mutex>& lock, int32_t chunk, Component component,

@@ -83,12 +83,13 @@ class DeviceUnits {
 
  private:
   struct Resident {
-    std::array<std::byte*, kComponents> components{};  // each of all elements of this rank's shard
-    std::byte* gradients = nullptr;                    // the same
+    std::array<std::byte*, kComponents> components{};  // of this rank's shard, chunk by chunk
+    std::byte* gradients = nullptr;                    // of its elements
     Block block;  // of its weights, for leases; `copied`: their update, or what replaced them
   };
 
-  std::byte* place_of(int32_t chunk, Component component);
+  std::byte* place_of(int32_t chunk, Component component) const;
+  void update_piece(int32_t chunk, int64_t elements);
   /// Of its first element, which may be another rank's and lie elsewhere.
   std::byte* gradient_of(int32_t unit, int32_t segment);
   void take_squares(int32_t unit, int32_t segment);

@@ -1,7 +1,7 @@
 // What a device computes by itself for units that live on it (DESIGN 5): their gradients are added up, their
 // squares are summed and their states are updated there. Bit-equal to cpu_optim/, a NaN's payload aside: what
 // an optimizer does to one element is written once, in cpu_optim/optimizers/, and how formats hold it for a
-// device in kernels/update_element.h.
+// device in kernels/update_element.h and update_block.h.
 //
 // Each call is put on a stream of the device and returns at once. Memory is the device's, aligned to its
 // elements; it stays, and what is read stays unchanged, until an event recorded later is done. Counts are
@@ -20,8 +20,9 @@ namespace overspill::kernels {
 
 /// A set of formats, by their numbers.
 using Formats = std::bitset<optim::kFormatCount>;
-/// Those that kernels/update_element.h knows, for every optimizer: what CUDA and the simulated device update.
-Formats known_formats();
+inline Formats all_formats() {
+  return Formats().set();
+}
 
 /// A block of the tree of squares (optim::Squares); whoever wants the total adds them in order.
 struct Squares {
@@ -36,7 +37,7 @@ constexpr int64_t squares_blocks(int64_t count) {
 class DeviceKernels {
  public:
   virtual ~DeviceKernels() = default;
-  /// What update() takes, of every optimizer. Units in these formats may live on the device.
+  /// What update() takes, of every optimizer: units in these formats may live on the device.
   virtual Formats formats() const = 0;
 
   /// To zero.
@@ -55,7 +56,7 @@ class DeviceKernels {
   virtual void squares(Stream& stream, optim::Element type, const void* from, int64_t count,
                        Squares* blocks) = 0;
   /// As optim::update(), of memory of the device: the list of components is read before the call returns.
-  /// Throws std::invalid_argument as that does, DeviceError for a format that is not one of formats().
+  /// Throws std::invalid_argument as that does.
   virtual void update(Stream& stream, optim::Format format, const optim::Piece& piece,
                       optim::Gradient gradient, optim::Range range, const optim::Factors& factors) = 0;
 };

@@ -1,11 +1,17 @@
-// What backends have in common when they start a kernel: what is refused, and arrays by their types.
+// What backends have in common when they start a kernel: what is refused, arrays by their types, and which
+// update it is.
 #pragma once
 
-#include <string>
+#include <cstdint>
+#include <stdexcept>
 #include <type_traits>
+#include <utility>
 
 #include "cpu_optim/elements.h"
+#include "cpu_optim/optimizer.h"
 #include "kernels/device_kernels.h"
+#include "kernels/update_block.h"
+#include "kernels/update_element.h"
 
 namespace overspill::kernels {
 
@@ -26,9 +32,50 @@ void with_taken_in(optim::Element from_type, const void* from, optim::Element to
   });
 }
 
-inline void check_known(const DeviceKernels& kernels, optim::Format format) {
-  if (!kernels.formats()[static_cast<size_t>(format)])
-    throw DeviceError("update: these kernels do not know the format " + std::string(optim::name(format)));
+/// A format of which one element is updated by itself, as types.
+template <class W, class S>
+struct Held {
+  using Weights = W;
+  using States = S;
+};
+
+/// Calls use(Held()) for the format of an optimizer of so many states.
+template <int kStates, class Use>
+void with_held(optim::Format format, Use use) {
+  switch (format) {
+    case optim::Format::fp32:
+      return use(Held<Fp32Weights, Fp32States<kStates>>());
+    case optim::Format::exact:
+      return use(Held<SplitWeights, Fp32States<kStates>>());
+    case optim::Format::fp16:
+      return use(Held<Fp16Weights, Fp32States<kStates>>());
+    case optim::Format::compact:
+      return use(Held<SplitWeights, Bf16States<kStates>>());
+    case optim::Format::eight_bit:
+      break;
+  }
+  throw std::logic_error("in 8 bits no element is updated by itself");
+}
+
+/// The kernel of an optimizer in a format: calls by_element(UpdateElement()), or by_block(UpdateBlock()) in 8
+/// bits.
+template <class ByElement, class ByBlock>
+void with_update(optim::Optimizer optimizer, optim::Format format, optim::Element gradient,
+                 const optim::Pass& pass, ByElement by_element, ByBlock by_block) {
+  optim::Optimizers::for_each([&]<class T>(int i) {
+    if (i != static_cast<int>(optimizer)) return;
+    optim::with_type(gradient, [&]<class G>(G) {
+      if (format == optim::Format::eight_bit) return by_block(UpdateBlock<T, G>(pass));
+      with_held<T::kStateCount>(format, [&]<class H>(H) {
+        by_element(UpdateElement<T, typename H::Weights, typename H::States, G>(pass));
+      });
+    });
+  });
+}
+
+/// Blocks of kScaleBlock elements that a pass touches: first, and behind the last.
+inline std::pair<int64_t, int64_t> blocks_of(const optim::Pass& pass) {
+  return {pass.begin / optim::kScaleBlock, (pass.end + optim::kScaleBlock - 1) / optim::kScaleBlock};
 }
 
 }  // namespace overspill::kernels

@@ -1,12 +1,11 @@
-// The update of one element on a device: how each format holds weights and states (docs/update.md), and which
-// of them there are. cpu_optim/formats.inl is the same for vectors of the CPU; what happens to an element in
-// between is one source for both, cpu_optim/optimizers/.
+// The update of one element on a device: how formats hold weights and states (docs/update.md), but for
+// Format::eight_bit, whose elements share scales (update_block.h). cpu_optim/formats.inl is the same for
+// vectors of the CPU; what happens to an element in between is one source for both, cpu_optim/optimizers/.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
 
-#include "cpu_optim/elements.h"
 #include "cpu_optim/optimizer.h"
 #include "cpu_optim/pass.h"
 #include "kernels/math.h"
@@ -144,49 +143,5 @@ struct UpdateElement {
     states.store(i, state);
   }
 };
-
-/// A format, as types.
-template <class W, class S>
-struct Held {
-  using Weights = W;
-  using States = S;
-};
-
-/// Calls use(Held()) for the format of an optimizer of so many states. False: it has none here. 8 bits: their
-/// scales need the largest of a block of elements, so one element cannot be updated by itself.
-template <int kStates, class Use>
-bool with_held(optim::Format format, Use use) {
-  switch (format) {
-    case optim::Format::fp32:
-      use(Held<Fp32Weights, Fp32States<kStates>>());
-      return true;
-    case optim::Format::exact:
-      use(Held<SplitWeights, Fp32States<kStates>>());
-      return true;
-    case optim::Format::fp16:
-      use(Held<Fp16Weights, Fp32States<kStates>>());
-      return true;
-    case optim::Format::compact:
-      use(Held<SplitWeights, Bf16States<kStates>>());
-      return true;
-    case optim::Format::eight_bit:
-      return false;
-  }
-  return false;
-}
-
-/// Calls use(UpdateElement()) for a pass of an optimizer and a format that is known.
-template <class Use>
-void with_update(optim::Optimizer optimizer, optim::Format format, optim::Element gradient,
-                 const optim::Pass& pass, Use use) {
-  optim::Optimizers::for_each([&]<class T>(int i) {
-    if (i != static_cast<int>(optimizer)) return;
-    with_held<T::kStateCount>(format, [&]<class H>(H) {
-      optim::with_type(gradient, [&]<class G>(G) {
-        use(UpdateElement<T, typename H::Weights, typename H::States, G>(pass));
-      });
-    });
-  });
-}
 
 }  // namespace overspill::kernels

@@ -144,9 +144,13 @@ class Planner {
 
   /// Of one that lives on the device: this rank's components, and its gradient in flight.
   int64_t living_bytes(const Unit& unit) const {
-    const int64_t gradients = plan_.gradients_pooled ? unit.shard_elements : unit.elements;
-    return unit.shard_bytes() + unit.state_bytes(unit.shard_elements) +
-           gradients * gradient_element_bytes(unit.format, config_.gradient_accumulation);
+    const int64_t elements = plan_.gradients_pooled ? unit.shard_elements : unit.elements;
+    int64_t bytes = elements * gradient_element_bytes(unit.format, config_.gradient_accumulation);
+    for (int32_t c = unit.first_chunk; c < unit.first_chunk + unit.chunk_count; ++c) {
+      bytes += unit.component_bytes(Component::hi, layout_.chunks[c].elements) +
+               states_bytes(layout_, static_cast<size_t>(c));
+    }
+    return bytes;
   }
 
   /// For a piece of a gradient from the host: of one chunk. Sums of several ranks have their own.

@@ -9,7 +9,6 @@
 #include "kernels/cuda/current.h"
 #include "kernels/launch.h"
 #include "kernels/math.h"
-#include "kernels/update_element.h"
 
 namespace overspill::kernels::cuda {
 namespace {
@@ -65,6 +64,31 @@ __global__ void update_kernel(Update update, int64_t begin, int64_t end) {
   for (int64_t i = begin + first_element(); i < end; i += stride()) update(i);
 }
 
+/// A warp for each block that shares scales; each of its lanes has two elements.
+template <class Update>
+__global__ void update_blocks_kernel(Update update, int64_t begin, int64_t end) {
+  static_assert(optim::kScaleBlock == 2 * kWarp);
+  const int lane = threadIdx.x % kWarp;
+  for (int64_t block = begin + first_element() / kWarp; block < end; block += stride() / kWarp) {
+    const int64_t i = block * optim::kScaleBlock + lane;
+    const typename Update::Element one = update.update(i), other = update.update(i + kWarp);
+    typename Update::Scales largest;
+    Update::raise(largest, one);
+    Update::raise(largest, other);
+    // Beyond this point every lane has read the scales that it decoded by.
+    for (int k = 0; k < Update::kStates; ++k) {
+      for (int width = kWarp / 2; width > 0; width /= 2) {
+        const uint32_t theirs = __shfl_xor_sync(~0u, largest.of[k], width);
+        if (theirs > largest.of[k]) largest.of[k] = theirs;
+      }
+    }
+    const typename Update::Scales scales = Update::scales_of(largest);
+    update.store(i, one, scales);
+    update.store(i + kWarp, other, scales);
+    if (lane == 0) update.store_scales(block, scales);
+  }
+}
+
 unsigned grid_of(int64_t threads) {
   const int64_t blocks = (threads + kThreads - 1) / kThreads;
   return static_cast<unsigned>(blocks < kBlocksMost ? blocks : kBlocksMost);
@@ -97,7 +121,7 @@ class CudaKernels final : public DeviceKernels {
  public:
   explicit CudaKernels(int ordinal) : ordinal_(ordinal) {}
 
-  Formats formats() const override { return known_formats(); }
+  Formats formats() const override { return all_formats(); }
 
   void clear(Stream& stream, void* to, int64_t bytes) override {
     const Current device(ordinal_);
@@ -147,14 +171,20 @@ class CudaKernels final : public DeviceKernels {
 
   void update(Stream& stream, optim::Format format, const optim::Piece& piece, optim::Gradient gradient,
               optim::Range range, const optim::Factors& factors) override {
-    check_known(*this, format);
     const Current device(ordinal_);
     const optim::Optimizer optimizer = optim::optimizer_of(factors);
     optim::for_each_pass("update", format, piece, gradient, range, factors, [&](const optim::Pass& pass) {
-      with_update(optimizer, format, gradient.element, pass, [&]<class Update>(const Update& each) {
-        launch("update", update_kernel<Update>, grid_of(pass.end - pass.begin), kThreads, stream, each,
-               pass.begin, pass.end);
-      });
+      with_update(
+          optimizer, format, gradient.element, pass,
+          [&]<class Update>(const Update& each) {
+            launch("update", update_kernel<Update>, grid_of(pass.end - pass.begin), kThreads, stream, each,
+                   pass.begin, pass.end);
+          },
+          [&]<class Update>(const Update& each) {
+            const auto [begin, end] = blocks_of(pass);
+            launch("update", update_blocks_kernel<Update>, grid_of((end - begin) * kWarp), kThreads, stream,
+                   each, begin, end);
+          });
     });
   }
 

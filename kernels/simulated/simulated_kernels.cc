@@ -15,7 +15,6 @@
 #include "kernels/launch.h"
 #include "kernels/math.h"
 #include "kernels/simulated_device.h"
-#include "kernels/update_element.h"
 
 namespace overspill::kernels {
 namespace {
@@ -24,7 +23,7 @@ class SimulatedKernels final : public DeviceKernels {
  public:
   SimulatedKernels(AddressSpace& memory, std::chrono::microseconds delay) : memory_(memory), delay_(delay) {}
 
-  Formats formats() const override { return known_formats(); }
+  Formats formats() const override { return all_formats(); }
 
   void clear(Stream& stream, void* to, int64_t bytes) override {
     run(stream, "clear", {{to, bytes}}, [=] { std::memset(to, 0, static_cast<size_t>(bytes)); });
@@ -70,22 +69,23 @@ class SimulatedKernels final : public DeviceKernels {
 
   void update(Stream& stream, optim::Format format, const optim::Piece& piece, optim::Gradient gradient,
               optim::Range range, const optim::Factors& factors) override {
-    check_known(*this, format);
     const optim::Optimizer optimizer = optim::optimizer_of(factors);
-    const auto part = [&](const void* data, int64_t width) {
-      return Range{static_cast<const std::byte*>(data) + range.begin * width,
-                   (range.end - range.begin) * width};
-    };
+    const auto specs = optim::components(optimizer, format);
     optim::for_each_pass("update", format, piece, gradient, range, factors, [&](const optim::Pass& pass) {
-      std::vector<Range> ranges = {part(gradient.data, optim::bytes(gradient.element))};
-      const auto specs = optim::components(optimizer, format);
-      for (size_t i = 0; i < specs.size(); ++i)
-        ranges.push_back(part(piece.components[i], specs[i].element_bytes));
-      with_update(optimizer, format, gradient.element, pass, [&](const auto& update_element) {
-        run(stream, "update", ranges, [=, begin = pass.begin, end = pass.end] {
-          for (int64_t i = begin; i < end; ++i) update_element(i);
-        });
-      });
+      std::vector<Range> ranges = {part(gradient.data, optim::bytes(gradient.element), pass.begin, pass.end)};
+      for (size_t i = 0; i < specs.size(); ++i) add_touched(specs[i], piece.components[i], pass, ranges);
+      with_update(
+          optimizer, format, gradient.element, pass,
+          [&](const auto& update_element) {
+            run(stream, "update", ranges, [=, begin = pass.begin, end = pass.end] {
+              for (int64_t i = begin; i < end; ++i) update_element(i);
+            });
+          },
+          [&](const auto& update) {
+            run(stream, "update", ranges, [=, blocks = blocks_of(pass)] {
+              for (int64_t block = blocks.first; block < blocks.second; ++block) update_block(update, block);
+            });
+          });
     });
   }
 
@@ -94,6 +94,36 @@ class SimulatedKernels final : public DeviceKernels {
     const void* data;
     int64_t bytes;
   };
+
+  /// Of an array of elements.
+  static Range part(const void* data, int64_t width, int64_t begin, int64_t end) {
+    return {static_cast<const std::byte*>(data) + begin * width, (end - begin) * width};
+  }
+
+  /// What a pass touches of a component: of one with scales whole blocks.
+  static void add_touched(const optim::ComponentSpec& spec, const std::byte* data, const optim::Pass& pass,
+                          std::vector<Range>& ranges) {
+    if (!spec.scaled) return ranges.push_back(part(data, spec.element_bytes, pass.begin, pass.end));
+    const auto [first, end] = blocks_of(pass);
+    ranges.push_back(
+        part(data, 1, first * optim::kScaleBlock, std::min(end * optim::kScaleBlock, pass.elements)));
+    ranges.push_back(part(data + pass.elements, 1, first, end));
+  }
+
+  template <class Update>
+  static void update_block(const Update& update, int64_t block) {
+    std::array<typename Update::Element, optim::kScaleBlock> elements;
+    typename Update::Scales largest;
+    const int64_t begin = block * optim::kScaleBlock;
+    for (size_t i = 0; i < elements.size(); ++i) {
+      elements[i] = update.update(begin + static_cast<int64_t>(i));
+      Update::raise(largest, elements[i]);
+    }
+    const auto scales = Update::scales_of(largest);
+    for (size_t i = 0; i < elements.size(); ++i)
+      update.store(begin + static_cast<int64_t>(i), elements[i], scales);
+    update.store_scales(block, scales);
+  }
 
   template <class T>
   static Squares squares_of_block(const T* from, int64_t count) {

@@ -49,7 +49,7 @@ Plan plan_of(int64_t device_kib, int64_t micro_batches, int64_t host_mib = 1024,
   config.nvme = {"/nowhere"};
   config.gradient_accumulation = micro_batches;
   const auto layout = engine::make_layout(layers(8), config.chunk_elements, 0, world);
-  return make_plan(layout, config, {.shares_host_memory = false, .updates = kernels::known_formats()});
+  return make_plan(layout, config, {.shares_host_memory = false, .updates = kernels::all_formats()});
 }
 
 int64_t summed(const Plan& plan) {
@@ -112,7 +112,7 @@ Config config_of(bool speculate = false) {
 /// What all sums take beside the weights, and not what a unit would that lives there.
 int64_t budget_for_all_sums(Config config) {
   const engine::Layout layout = engine::make_layout(toy_units(), config.chunk_elements, 0, 1);
-  const engine::DeviceTraits device{.shares_host_memory = false, .updates = kernels::known_formats()};
+  const engine::DeviceTraits device{.shares_host_memory = false, .updates = kernels::all_formats()};
   for (config.device_budget_bytes = 128 << 10;; config.device_budget_bytes += 1024) {
     const Plan plan = make_plan(layout, config, device);
     if (summed(plan) == 5) return config.device_budget_bytes;  // all but the frozen one

@@ -169,7 +169,7 @@ TEST_P(DrawnBudgets, EqualTheScalarReference) {
   if (wrong) config.max_grad_norm = 1;
   config.device_budget_bytes = draw(kThreeUnits, 700 << 10);
   const engine::Layout layout = engine::make_layout(toy_units(), config.chunk_elements, 0, 1);
-  const engine::DeviceTraits device{.shares_host_memory = false, .updates = kernels::known_formats()};
+  const engine::DeviceTraits device{.shares_host_memory = false, .updates = kernels::all_formats()};
   Config all_on_nvme = config;
   all_on_nvme.placement = Placement::nvme;
   Config all_at_home = config;

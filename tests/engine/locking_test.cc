@@ -147,7 +147,7 @@ void train_on(Placement placement, int prefetch_units, const DeviceHooks& hooks,
   config.prefetch_units = prefetch_units;
   config.device_budget_bytes = 92 << 10;
   config.placement = placement;
-  config = smallest(config, {.shares_host_memory = false, .updates = kernels::known_formats()});
+  config = smallest(config, {.shares_host_memory = false, .updates = kernels::all_formats()});
   engine::Resources resources = make_resources(toy_units(), config, {"simulated", "memory", 1});
   resources.device = std::make_shared<AroundDevice>(kernels::make_simulated_device(), hooks);
   const std::shared_ptr<kernels::Device> device = resources.device;

@@ -116,8 +116,8 @@ class Shards : public Stages {};
 TEST_P(Shards, OnTheDeviceEqualTheScalarReferenceInEveryKind) {
   const auto [stage, world] = GetParam();
   for (int o = 0; o < optim::kOptimizerCount; ++o) {
-    for (const optim::Format format :
-         {optim::Format::fp32, optim::Format::exact, optim::Format::fp16, optim::Format::compact}) {
+    for (const optim::Format format : {optim::Format::fp32, optim::Format::exact, optim::Format::fp16,
+                                       optim::Format::compact, optim::Format::eight_bit}) {
       if ((o + stage + world) % 3 != 0) continue;  // each of them in some worlds
       RankOptions options{
           .stage = stage, .placement = Placement::device, .device = "simulated", .reaches = true};

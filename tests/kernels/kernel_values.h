@@ -31,6 +31,6 @@ inline bool same(float a, float b) {
 /// Around the sizes at which kernels cut their work.
 constexpr int64_t kCounts[] = {1, 31, 32, 33, 4095, 4096, 4097, 100'003};
 /// Of updates, of which there are many kinds.
-constexpr int64_t kUpdatedCounts[] = {0, 1, 31, 32, 33, 255, 256, 257, 5'003};
+constexpr int64_t kUpdatedCounts[] = {0, 1, 31, 32, 33, 63, 64, 65, 255, 256, 257, 5'003};
 
 }  // namespace overspill::kernels

@@ -502,6 +502,35 @@ def test_what_lives_on_the_device_never_crosses_the_link(on_device, tmp_path):
     engine.close()
 
 
+@pytest.mark.parametrize("kept", ["exact", "compact", "8bit"])
+@pytest.mark.parametrize(
+    "section",
+    [
+        {"type": "Lion", "lr": 1e-3, "weight_decay": 0.1},
+        {"type": "SGD", "lr": 1e-2, "momentum": 0.9, "nesterov": True},
+        {"type": "Adagrad", "lr": 1e-2, "initial_accumulator_value": 0.1},
+        {"type": "AdamW", "lr": 1e-2},
+    ],
+    ids=lambda section: section["type"],
+)
+def test_every_optimizer_updates_there_what_the_cpu_would(section, kept, on_device):
+    def trained(placement):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 1)).bfloat16()
+        engine = overspill.initialize(model, on_device(placement, section=section, format=kept, seed=5))[0]
+        assert engine._core.plan.as_dict()["units_on_device"] == (2 if placement == "device" else 0)
+        for i in range(4):
+            engine.backward(square_loss(engine, inputs(i, 64).bfloat16()))
+            engine.step()
+        masters = [engine.weight(p, torch.float32) for p in engine.module.parameters()]
+        states = [s for p in engine.module.parameters() for s in engine.optimizer_state(p).values()]
+        engine.close()
+        return masters + states
+
+    for i, (there, here) in enumerate(zip(trained("device"), trained("host"), strict=True)):
+        assert_same(f"number {i}", there, here)
+
+
 def test_the_budget_decides_how_much_lives_there(on_device):
     def living(budget):
         torch.manual_seed(0)
