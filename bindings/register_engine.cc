@@ -461,6 +461,7 @@ void register_engine(py::module_& m) {
       .def("stats", &stats_dict)
       .def("stall", &Engine::stall)
       .def("report", &Engine::report, Released())
+      .def("report_inside", &Engine::report_inside, Released())
       .def("begin_backward", &Engine::begin_backward, Released())
       .def_property_readonly("plan", &Engine::plan)
       .def("record_journal", &Engine::record_journal, Released())

@@ -769,6 +769,12 @@ StepReport Engine::report() {
   return c.meter.last();
 }
 
+StepReport Engine::report_inside() {
+  Context& c = machine_to_look_at().context;
+  const std::lock_guard guard(c.mutex);
+  return c.meter.last_inside();
+}
+
 MachineFigures Engine::figures() {
   Context& c = machine_to_look_at().context;
   const std::lock_guard guard(c.mutex);

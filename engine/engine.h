@@ -8,8 +8,8 @@
 // Threads. These methods may be called from any thread at any time, also at the same time:
 //   acquire() and everything of a Lease, its end included; begin_pass(), begin_backward(), add_gradient(),
 //   has_gradient(), generation(), resident_now(), expect_step();
-//   device(), layout(), plan(), stats(), report(), figures(), predict(), predict_budgets(), record_journal(),
-//   take_journal(), take_device_spans().
+//   device(), layout(), plan(), stats(), report(), report_inside(), figures(), predict(), predict_budgets(),
+//   record_journal(), take_journal(), take_device_spans().
 // All others change or read weights, states or gradients as a whole. The caller calls them one at a time,
 // from any thread, and calls none of the methods in the first two lines above while one of them runs; those
 // from device() on may be called even then. Gradients are added in the order in which they come: where
@@ -219,6 +219,8 @@ class Engine {
   Stats stats();
   /// Of the last step(), skipped ones included.
   StepReport report();
+  /// The same without what passed between the step() before and this one's forward.
+  StepReport report_inside();
   /// The median of the latest steps (schedule/report.h).
   MachineFigures figures();
   /// What steps take under this plan, and would under other host budgets (schedule/predict.h), by those

@@ -72,35 +72,48 @@ std::vector<double> StepMeter::forward_left() const {
   return left;
 }
 
-void StepMeter::stepped(int64_t step) {
-  enter(Phase::outside);
-  StepReport& r = now_;
-  r.step = step;
-  for (size_t phase = 0; phase < kPhases; ++phase) {
-    for (size_t set = 0; set < kSets; ++set) {
-      const int64_t ns = time_ns_[phase][set];
-      const auto has = [set](size_t any) { return (set & any) != 0; };
-      const bool waits = has(bit(Activity::wait));
-      r.total_ns += ns;
-      (waits ? r.wait_ns : has(bit(Activity::call)) ? r.call_ns : r.compute_ns[phase]) += ns;
-      if (waits && has(kDisk) && !has(bit(Activity::update))) r.wait_for_disk_ns += ns;
-      if (has(bit(Activity::update))) {
-        r.update_ns += ns;
-        if (!waits) r.update_hidden_ns += ns;
-      }
-      if (has(bit(Activity::read))) r.read_ns += ns;
-      if (has(bit(Activity::write))) r.write_ns += ns;
-      if (has(kDisk)) {
-        r.disk_ns[phase] += ns;
-        if (!waits) r.disk_hidden_ns += ns;
-      }
+/// Adds the times of a phase, each under all that went on in it.
+void StepMeter::count(StepReport& r, size_t phase) const {
+  for (size_t set = 0; set < kSets; ++set) {
+    const int64_t ns = time_ns_[phase][set];
+    const auto has = [set](size_t any) { return (set & any) != 0; };
+    const bool waits = has(bit(Activity::wait));
+    r.total_ns += ns;
+    (waits ? r.wait_ns : has(bit(Activity::call)) ? r.call_ns : r.compute_ns[phase]) += ns;
+    if (waits && has(kDisk) && !has(bit(Activity::update))) r.wait_for_disk_ns += ns;
+    if (has(bit(Activity::update))) {
+      r.update_ns += ns;
+      if (!waits) r.update_hidden_ns += ns;
+    }
+    if (has(bit(Activity::read))) r.read_ns += ns;
+    if (has(bit(Activity::write))) r.write_ns += ns;
+    if (has(kDisk)) {
+      r.disk_ns[phase] += ns;
+      if (!waits) r.disk_hidden_ns += ns;
     }
   }
-  if (reports_ >= kUnlikeOthers) recent_[static_cast<size_t>(reports_ - kUnlikeOthers) % kRemembered] = r;
+}
+
+void StepMeter::stepped(int64_t step) {
+  enter(Phase::outside);
+  const auto outside = static_cast<size_t>(Phase::outside);
+  now_.step = step;
+  last_inside_ = now_;
+  for (auto* by_phase :
+       {&last_inside_.update_worker_ns, &last_inside_.read_bytes, &last_inside_.written_bytes})
+    (*by_phase)[outside] = 0;
+  for (size_t cause = 0; cause < kCauses; ++cause)
+    last_inside_.wait_by_cause_ns[cause] -= waited_outside_ns_[cause];
+  waited_outside_ns_ = {};
+  for (size_t phase = 0; phase < kPhases; ++phase) {
+    count(now_, phase);
+    if (phase != outside) count(last_inside_, phase);
+  }
+  if (reports_ >= kUnlikeOthers) recent_[static_cast<size_t>(reports_ - kUnlikeOthers) % kRemembered] = now_;
   ++reports_;
   last_reached_ns_.swap(reached_ns_);
   std::fill(reached_ns_.begin(), reached_ns_.end(), kNotReached);
-  last_ = r;
+  last_ = now_;
   now_ = {};
   time_ns_ = {};
 }

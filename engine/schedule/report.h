@@ -85,11 +85,16 @@ class StepMeter {
   void updated(int64_t elements) { now_.updated_elements += elements; }
   /// The unit is wanted: what of the forward's compute was over is noted, once a step.
   void reached(int32_t unit);
-  void waited(Cause cause, int64_t ns) { now_.wait_by_cause_ns[static_cast<size_t>(cause)] += ns; }
+  void waited(Cause cause, int64_t ns) {
+    now_.wait_by_cause_ns[static_cast<size_t>(cause)] += ns;
+    if (phase_ == Phase::outside) waited_outside_ns_[static_cast<size_t>(cause)] += ns;
+  }
 
   /// step() has decided: what was gathered since the last call becomes `last()`.
   void stepped(int64_t step);
   const StepReport& last() const { return last_; }
+  /// The same without Phase::outside: a save, an evaluation and a process that was stopped are no part of it.
+  const StepReport& last_inside() const { return last_inside_; }
   /// The latest, in no order, without the first two steps: in the first nothing is traced, and the updates
   /// under the second have no states to read.
   std::span<const StepReport> recent() const;
@@ -103,6 +108,7 @@ class StepMeter {
   static constexpr int64_t kUnlikeOthers = 2;  // first steps
   static constexpr int64_t kNotReached = -1;
   void pass_time();
+  void count(StepReport& report, size_t phase) const;
 
   Clock clock_;
   int64_t then_ns_;
@@ -110,8 +116,10 @@ class StepMeter {
   std::array<int32_t, kActivities> going_on_{};
   size_t set_ = 0;                                             // bit i: activity i goes on
   std::array<std::array<int64_t, kSets>, kPhases> time_ns_{};  // by phase and set
+  std::array<int64_t, kCauses> waited_outside_ns_{};           // of now_.wait_by_cause_ns
   StepReport now_;
   StepReport last_;
+  StepReport last_inside_;
   std::array<StepReport, kRemembered> recent_{};
   int64_t reports_ = 0;
   std::vector<int64_t> reached_ns_;  // by unit: of the forward's compute

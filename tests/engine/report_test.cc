@@ -86,6 +86,42 @@ TEST(StepMeter, CountsEveryInstantUnderAllThatWentOn) {
   EXPECT_EQ(r.written_sum_bytes(), 0);
 }
 
+// Between two steps a run saves, measures, or stands still while another process has its turn.
+TEST(StepMeter, WhatPassesBetweenTwoStepsIsNoPartOfTheSecondAlone) {
+  time_ns = 0;
+  StepMeter meter(clock_ns);
+  const auto at = [](int64_t ns) { time_ns = ns; };
+  at(1), meter.enter(Phase::forward), meter.begin(Activity::write), meter.begin(Activity::update);
+  at(10), meter.stepped(1);
+  at(12), meter.begin(Activity::wait);
+  at(15), meter.end(Activity::wait), meter.waited(Cause::rest, 3), meter.moved(Activity::write, 512);
+  at(1000), meter.enter(Phase::forward);
+  at(1004), meter.end(Activity::update), meter.enter(Phase::backward);
+  at(1010), meter.begin(Activity::wait);
+  at(1013), meter.end(Activity::wait), meter.waited(Cause::reads, 3);
+  at(1014), meter.end(Activity::write), meter.moved(Activity::write, 4096);
+  at(1020), meter.stepped(2);
+
+  const StepReport& alone = meter.last_inside();
+  EXPECT_EQ(alone.step, 2);
+  EXPECT_EQ(alone.total_ns, 20);
+  EXPECT_EQ(alone.compute_sum_ns(), 17);
+  EXPECT_EQ(of(alone.compute_ns, Phase::outside), 0);
+  EXPECT_EQ(alone.wait_ns, 3);
+  EXPECT_EQ(alone.wait_by_cause_ns[static_cast<size_t>(Cause::rest)], 0);
+  EXPECT_EQ(alone.wait_by_cause_ns[static_cast<size_t>(Cause::reads)], 3);
+  EXPECT_EQ(alone.update_ns, 4);
+  EXPECT_EQ(alone.update_worker_sum_ns(), 4);
+  EXPECT_EQ(alone.write_ns, 14);
+  EXPECT_EQ(alone.disk_sum_ns(), 14);
+  EXPECT_EQ(alone.written_sum_bytes(), 4096);
+  EXPECT_EQ(meter.last().total_ns, 1010) << "the whole report has all of it";
+  EXPECT_EQ(meter.last().wait_by_cause_ns[static_cast<size_t>(Cause::rest)], 3);
+  at(1030), meter.stepped(3);
+  EXPECT_EQ(meter.last_inside().total_ns, 0);
+  EXPECT_EQ(meter.last_inside().wait_by_cause_ns[static_cast<size_t>(Cause::reads)], 0);
+}
+
 TEST(StepMeter, WhatGoesOnOverAStepCountsInBoth) {
   time_ns = 0;
   StepMeter meter(clock_ns);

@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 
 import disks
 import pytest
@@ -50,6 +51,22 @@ def finished(bench, spilling):
     assert all(0 < r["clip"] < 1 for r in tiny.log(out))
     assert tiny.log(out)[-1]["nvme_written_bytes"] > 0
     return out
+
+
+def test_a_step_has_no_part_of_what_passes_before_it(bench, spilling):
+    """`make train` gives another process its turn there; its minutes once counted as the next step's compute."""
+    from overspill.cli import parser
+    from overspill.cli.train import train
+
+    out = bench.root / "with-pauses"
+    arguments = bench.train_args(out, steps=4, eval_batches=0, **spilling)
+    code, _ = train(parser().parse_args(list(map(str, arguments))), lambda loop: time.sleep(1))
+    assert code == 0
+    for record in tiny.log(out):
+        inside = record["compute_seconds"] + record["wait_seconds"]
+        assert inside <= record["seconds"], record
+        for name in ("update_seconds", "read_seconds", "write_seconds", "disk_hidden_seconds"):
+            assert record[name] <= record["seconds"], (name, record)
 
 
 # --- what they do -----------------------------------------------------------------------------------------------

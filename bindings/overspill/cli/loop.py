@@ -28,7 +28,7 @@ LOGGED = (
     "wait_seconds",
 )
 
-SPENT = (  # of engine.report(): docs/step.md
+SPENT = (  # of a step's report, without the time between two steps: docs/step.md
     "compute_seconds",
     "update_seconds",
     "read_seconds",
@@ -252,7 +252,7 @@ class Loop:
         }
         record.update({key: stats[key] for key in LOGGED})
         record["wait_seconds"] = stats["wait_seconds"] - waited
-        record.update(_spent(self.engine.report()))
+        record.update(_spent(self.engine._core.report_inside().as_dict()))
         record["nvme_paths"] = self._traffic(stats)
         self.seconds += seconds
         self.steps_here += 1
@@ -290,7 +290,8 @@ class Loop:
 
 
 def _spent(report: dict[str, Any]) -> dict[str, float]:
-    """What of an engine's report goes into the log."""
+    """What of a step's report goes into the log: a save, an evaluation and a process that was stopped between two steps
+    are no part of either."""
     return {name: report[name] for name in SPENT}
 
 
