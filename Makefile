@@ -8,33 +8,43 @@ BUILD := build/release
 export VENV JOBS
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-test build train test test-cpp test-python test-long fuzz bench-adam bench-formats bench-gpu bench-gradient bench-intake bench-io bench-ranks bench-ranks-deepspeed bench-sizes bench-step large readme lint format sanitize neon wheel clean
+.PHONY: help setup setup-all setup-test build build-all train train-compare test test-cpp test-python test-long fuzz bench-adam bench-formats bench-gpu bench-gradient bench-intake bench-io bench-ranks bench-ranks-deepspeed bench-sizes bench-step large readme lint format sanitize neon wheels clean
 
 help:  ## This list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup:  ## Install what is missing: Debian packages, .venv with pinned requirements
 	@tools/setup
 
-build: setup  ## Build the libraries, the tests and the Python extension (build/release)
+build: setup  ## Build the Python extension (build/release), which is all that training needs
 	@tools/build
 
-train: build  ## Fine-tune SmolLM2-135M with a 600 MiB host budget, states on NVMe; ends with RESULT {json}
+build-all: setup-all  ## Build the extension, the C++ tests, the benches and the examples
+	@tools/build --all
+
+train: build  ## Fine-tune SmolLM2-135M with a 600 MiB host budget, states on NVMe, beside plain PyTorch for a while
 	@tools/setup --train
 	@$(PYTHON_VENV) tools/train_job.py $(TRAIN_ARGS)
 
-setup-test:
+train-compare: build  ## The same with a comparison long enough for figures to quote; 8 minutes
+	@tools/setup --train
+	@tools/keep_result train $(PYTHON_VENV) tools/train_job.py --steps 40 --turns 8 --eval-batches 16 $(TRAIN_ARGS)
+
+setup-all: setup
+	@tools/setup --all
+
+setup-test: setup-all
 	@tools/setup --test || echo "setup: going on; tests that need what is missing are skipped"
 
-test: setup-test build test-cpp test-python  ## C++ and Python tests: 12 minutes on 2 fast cores, 30 on slow ones
+test: setup-test build-all test-cpp test-python  ## C++ and Python tests: 12 minutes on 2 fast cores, 30 on slow ones
 
-test-cpp: build
+test-cpp: build-all
 	@ctest --test-dir $(BUILD) --output-on-failure --no-tests=error --timeout 300 -j $(JOBS) --output-junit ctest.xml
 
-test-python: build test-cpp
+test-python: build-all test-cpp
 	@$(PYTHON_VENV) -m pytest -n $(PYTEST_JOBS) --dist worksteal --junitxml=$(BUILD)/pytest.xml
 
-test-long: build  ## Soak and kill runs
+test-long: build-all  ## Soak and kill runs
 	@OVERSPILL_STEPS=1000 $(BUILD)/tests/engine/engine_allocation_test --gtest_filter='ManySteps*'
 	@OVERSPILL_LONG=1 $(BUILD)/tests/faults/fault_tests --gtest_filter='*Killed*:*HalfAMinute*'
 	@$(PYTHON_VENV) -m pytest -m long
@@ -44,29 +54,29 @@ fuzz:  ## Fuzz the reader of checkpoints for FUZZ_SECONDS (600) with clang's lib
 	@tools/setup --fuzz
 	@tools/fuzz
 
-bench-adam: build  ## The update beside torch's, DeepSpeed's and the memory's limit, in turn; 8 minutes
+bench-adam: build-all  ## The update beside torch's, DeepSpeed's and the memory's limit, in turn; 8 minutes
 	@tools/peers
 	@tools/keep_result adam $(PYTHON_VENV) bench/adam/run.py $(BENCH_ADAM_ARGS)
 
-bench-io: build  ## The store beside fio and DeepSpeed, in turn on one file system; 13 minutes
+bench-io: build-all  ## The store beside fio and DeepSpeed, in turn on one file system; 13 minutes
 	@tools/peers
 	@tools/keep_result io $(PYTHON_VENV) bench/io/run.py $(BENCH_IO_ARGS)
 
-bench-ranks-deepspeed: build  ## Two ranks over gloo beside DeepSpeed ZeRO-3: step time, bytes a rank; 4 minutes
+bench-ranks-deepspeed: build-all  ## Two ranks over gloo beside DeepSpeed ZeRO-3: step time, bytes a rank; 4 minutes
 	@tools/peers
 	@tools/keep_result ranks-deepspeed $(PYTHON_VENV) bench/ranks/beside_deepspeed.py $(BENCH_RANKS_DEEPSPEED_ARGS)
 
-bench-step: build  ## A training step beside DeepSpeed and its own floor: 160 M and 690 M, RAM and NVMe; 15 minutes
+bench-step: build-all  ## A training step beside DeepSpeed and its own floor: 160 M and 690 M, RAM and NVMe; 15 minutes
 	@tools/peers
 	@tools/keep_result step $(PYTHON_VENV) bench/step/run.py $(BENCH_STEP_ARGS)
 
-bench-sizes: build  ## Step time and memory from 50 M to 3 B parameters, fitted slopes, a plot; 15 minutes, can be resumed
+bench-sizes: build-all  ## Step time and memory from 50 M to 3 B parameters, fitted slopes, a plot; 15 minutes, can be resumed
 	@tools/keep_result sizes $(PYTHON_VENV) bench/sizes/run.py $(BENCH_SIZES_ARGS)
 
-bench-ranks: build  ## Stages 0 to 3 over 1 to 4 ranks: bytes held, bytes sent, losses against one process; 5 minutes
+bench-ranks: build-all  ## Stages 0 to 3 over 1 to 4 ranks: bytes held, bytes sent, losses against one process; 5 minutes
 	@tools/keep_result ranks $(PYTHON_VENV) bench/ranks/run.py $(BENCH_RANKS_ARGS)
 
-bench-gpu: build  ## A step of 1 B and 7 B parameters on a GPU beside plain PyTorch without an optimizer; 20 minutes
+bench-gpu: build-all  ## A step of 1 B and 7 B parameters on a GPU beside plain PyTorch without an optimizer; 20 minutes
 	@mkdir -p results
 	@tools/keep_result gpu-step $(PYTHON_VENV) bench/gpu/run.py --trace results $(BENCH_GPU_ARGS)
 
@@ -77,33 +87,34 @@ large: build  ## A 3 B model, constructed to merged, inside 6 GiB of memory (roo
 readme:  ## The README's numbers, from the results/*.json that are there
 	@$(PYTHON_VENV) tools/readme_numbers.py $(wildcard results/*.json)
 
-bench-formats: build  ## What compact and 8-bit states keep of exact's learning on the job of `make train`; 80 minutes, can be resumed
+bench-formats: build-all  ## What compact and 8-bit states keep of exact's learning on the job of `make train`; 80 minutes, can be resumed
 	@tools/setup --train
 	@tools/keep_result formats $(PYTHON_VENV) bench/formats/run.py $(BENCH_FORMATS_ARGS)
 
-bench-gradient: build  ## Gradient passes: squares, accumulation (Google Benchmark)
+bench-gradient: build-all  ## Gradient passes: squares, accumulation (Google Benchmark)
 	@$(BUILD)/bench/bench_gradient
 
-bench-intake: build  ## Gradients on their way in: sums beside the memory's limit, and what is left after backward; 4 minutes
+bench-intake: build-all  ## Gradients on their way in: sums beside the memory's limit, and what is left after backward; 4 minutes
 	@tools/keep_result intake $(BUILD)/bench/bench_intake $(BENCH_INTAKE_ARGS)
 
-lint: build  ## clang-format, clang-tidy, ruff
+lint: build-all  ## clang-format, clang-tidy, ruff
 	@tools/setup --lint
 	@tools/lint
 
-format: setup  ## Rewrite sources with clang-format and ruff
+format: setup-all  ## Rewrite sources with clang-format and ruff
 	@tools/setup --lint
 	@tools/lint --fix
 
-sanitize: setup  ## C++ tests under ASan+UBSan and under TSan
+sanitize: setup-all  ## C++ tests under ASan+UBSan and under TSan
 	@tools/sanitize asan tsan
 
 neon:  ## The update's kernels for aarch64, cross-compiled and tested under qemu
 	@tools/setup --neon
 	@tools/neon
 
-wheel: setup  ## Build the wheel into dist/
-	@$(PYTHON_VENV) -m pip wheel --no-deps --no-build-isolation -w dist .
+wheels: setup-all  ## manylinux wheels of each CPython that is here, into dist/cpu and dist/cuda (where nvcc is)
+	@tools/setup --wheels
+	@tools/wheels
 
 clean:  ## Remove build products (.venv and runs/ stay)
 	rm -rf build dist .pytest_cache .ruff_cache

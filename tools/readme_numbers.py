@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parent.parent
 KEPT = ROOT / "docs" / "results"
 PERFORMANCE = ROOT / "docs" / "performance.md"
 BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
-EMPTY = "No run has been kept yet: `make train`, then `make readme`."
+EMPTY = "No run has been kept yet: `make train-compare`, then `make readme`."
 
 
 def mib(count: float) -> str:
@@ -25,7 +25,7 @@ def mib(count: float) -> str:
 
 
 def train(r: dict[str, Any]) -> list[str]:
-    """Rows of `make train`."""
+    """Rows of `make train-compare`."""
     promise = r["host_budget_bytes"] + r["plain_fwd_bwd_rss_bytes"]
     rows = [
         (
@@ -55,7 +55,7 @@ def train(r: dict[str, Any]) -> list[str]:
         ("the whole command, after installation", "{seconds:.0f} s"),
     ]
     table = [
-        "| `make train` | |",
+        "| `make train-compare` | |",
         "| --- | --- |",
         *(f"| {what} | {value.format(**r)} |" for what, value in rows),
     ]

@@ -3,6 +3,7 @@
 import argparse
 import json
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -13,11 +14,25 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def database(build: Path) -> Path:
-    """A folder with the build's compile commands, without what clang refuses of g++'s: flags, precompiled headers."""
+def entries_of(build: Path) -> list[dict[str, str]]:
+    """The build's compile commands, one for each source: of files that are compiled together, each by itself."""
+    entries = []
+    for entry in json.loads((build / "compile_commands.json").read_text()):
+        together = Path(entry["file"])
+        if not together.name.startswith("unity_"):
+            entries.append(entry)
+            continue
+        for source in re.findall(r'^#include "(.*)"$', together.read_text(), re.MULTILINE):
+            entries.append(
+                entry | {"file": source, "command": entry["command"].replace(entry["file"], source)}
+            )
+    return entries
+
+
+def database(build: Path, entries: list[dict[str, str]]) -> Path:
+    """A folder with the compile commands, without what clang refuses of g++'s: flags, precompiled headers."""
     folder = build / "tidy"
     folder.mkdir(exist_ok=True)
-    entries = json.loads((build / "compile_commands.json").read_text())
     for entry in entries:
         flags = shlex.split(entry["command"])
         if "-include" in flags:  # CMake's, of the precompiled header
@@ -28,9 +43,8 @@ def database(build: Path) -> Path:
     return folder
 
 
-def sources(build: Path) -> list[str]:
+def sources(commands: list[dict[str, str]]) -> list[str]:
     """Compiled files that git knows, newest commit first."""
-    commands = json.loads((build / "compile_commands.json").read_text())
     compiled = {os.path.relpath(Path(c["directory"], c["file"]).resolve(), ROOT) for c in commands}
     log = subprocess.run(
         ["git", "log", "--name-only", "--format="], cwd=ROOT, capture_output=True, text=True, check=True
@@ -44,7 +58,8 @@ def main() -> int:
     parser.add_argument("--build", type=Path, default=ROOT / "build/release")
     parser.add_argument("--budget", type=float, default=600, help="seconds")
     args = parser.parse_args()
-    names, commands = sources(args.build), database(args.build)
+    entries = entries_of(args.build)
+    names, commands = sources(entries), database(args.build, entries)
     deadline = time.monotonic() + args.budget
 
     def tidy(name: str) -> tuple[str, bool | None, str]:
