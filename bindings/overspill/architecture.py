@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ._core import CheckpointError
+from .extras import MissingExtra, need
 from .pretrained import bounded_modules, check_counts, some, wanted
 
 _PEFT = "base_model.model."
@@ -56,6 +57,10 @@ class _Unknown(Exception):
 def _classes(folder: Path) -> list[type]:
     """The classes that open the folder: what config.json says, and what train and generate make of it."""
     values = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    try:
+        need("transformers")
+    except MissingExtra as error:
+        raise _Unknown(str(error).removeprefix("overspill: ")) from None
     from transformers import AutoModelForCausalLM, PreTrainedModel
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 

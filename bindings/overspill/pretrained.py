@@ -19,6 +19,7 @@ from torch import nn
 from . import hub
 from ._core import CheckpointError
 from .config import Config
+from .extras import need
 from .init import Init
 from .units import DTYPES
 
@@ -234,6 +235,7 @@ def causal_lm(folder: Any, config: Config, dtype: torch.dtype | None = None) -> 
 
     dtype: None for that of config.json. Raises CheckpointError, and what transformers raises for a bad config.json.
     """
+    need("transformers")
     from transformers import AutoModelForCausalLM
 
     stored = Folder(folder)
@@ -269,6 +271,7 @@ def refuse_strangers(folder: Any, model: nn.Module, unwanted: Sequence[str], mis
 
 def empty_causal_lm(stored: Folder, dtype: torch.dtype | None = None) -> nn.Module:
     """Its shapes and buffers, by config.json alone."""
+    need("transformers")
     from transformers import AutoConfig, AutoModelForCausalLM
 
     stored.check_counts()

@@ -10,6 +10,7 @@ from typing import Any
 
 from overspill import hub
 from overspill._core import OverspillError
+from overspill.extras import need
 
 
 class CliError(OverspillError):
@@ -243,8 +244,7 @@ def model_folder(folder: Path) -> Path:
 
 def quiet_transformers() -> None:
     """No progress bars and no advice from transformers: the commands have their own."""
-    import transformers
-
+    transformers = need("transformers")
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
 
@@ -252,6 +252,7 @@ def quiet_transformers() -> None:
 def check_config(folder: Path) -> None:
     """Raises CliError where config.json is damaged, CheckpointError for far too many layers. What needs it next would
     blame something else: the tokenizer, for one."""
+    need("transformers")
     from transformers import AutoConfig
 
     from overspill.pretrained import Folder

@@ -1,10 +1,11 @@
-"""Progress of a run: a live bar on a terminal, a line a step elsewhere."""
+"""Progress of a run: a live bar on a terminal that rich can draw it on, a line a step elsewhere."""
 
 import sys
 from collections.abc import Callable
 from typing import Any
 
 from overspill.cli import output
+from overspill.extras import MissingExtra, need
 from overspill.memory import human
 
 
@@ -27,7 +28,7 @@ class Display:
         self._task: Any = None
 
     def __enter__(self) -> "Display":
-        if sys.stdout is not None and sys.stdout.isatty():
+        if sys.stdout is not None and sys.stdout.isatty() and self._has_rich():
             from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
             columns = ("{task.completed}/{task.total}", BarColumn(20), TextColumn("{task.description}"))
@@ -39,6 +40,15 @@ class Display:
     def __exit__(self, *_: object) -> None:
         if self._bar is not None:
             self._draw(self._bar.stop)
+
+    @staticmethod
+    def _has_rich() -> bool:
+        try:
+            need("rich")
+        except MissingExtra as error:
+            output.say(f"a line a step and no bar: {str(error).removeprefix('overspill: ')}")
+            return False
+        return True
 
     def step(self, record: dict[str, Any]) -> None:
         if self._bar is not None:

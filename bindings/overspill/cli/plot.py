@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from overspill import durable
+from overspill.extras import need
 
 GIB = 1 << 30
 
@@ -13,9 +14,7 @@ def plot(records: list[dict[str, Any]], heldout: dict[int, float], budget_bytes:
     step."""
     if not records:
         return
-    import matplotlib
-
-    matplotlib.use("Agg")
+    need("matplotlib").use("Agg")
     from matplotlib import pyplot
 
     elapsed, seconds = [], 0.0

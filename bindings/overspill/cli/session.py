@@ -14,6 +14,7 @@ from overspill.cli.output import say, warn
 from overspill.cli.recorder import Board, Recorder
 from overspill.cli.run_folder import SAVED, RunFolder
 from overspill.cli.saving import Saver
+from overspill.extras import MissingExtra
 
 PREDICTED_AFTER = 3  # steps of this process: the first is cold, two are a mean
 
@@ -232,7 +233,8 @@ class Session:
 
         heldout = {int(step): loss for step, loss in self.run["heldout"].items()}
         budget = self.engine.stats()["host_budget_bytes"]
-        self._attempt("plot.png", lambda: plot(self.folder.records(), heldout, budget, self.folder.plot_path))
+        path = self.folder.plot_path
+        plotted = self._attempt("plot.png", lambda: plot(self.folder.records(), heldout, budget, path))
         failure, newest = self.saver.failure, self.saver.newest
         if self.stop:
             where = f"saved {newest}" if newest else "no step was finished, so there is nothing to save"
@@ -245,7 +247,9 @@ class Session:
         if failure:
             kept = f"the newest checkpoint is {newest}; make room and {self.go_on}"
             raise CliError(f"the last save failed: {failure}; {kept if newest else 'there is no checkpoint'}")
-        say(f"checkpoint {newest}\nplot {self.folder.plot_path}")
+        say(f"checkpoint {newest}")
+        if plotted:
+            say(f"plot {path}")
         return 0
 
     @property
@@ -272,12 +276,15 @@ class Session:
             self.run["heldout"][str(self.loop.step)] = loss
             self._attempt("run.json", lambda: self.folder.write(self.run))
 
-    def _attempt(self, name: str, write: Callable[[], None]) -> None:
-        """Training does not depend on these files: where there is no room for one, stderr says so and it goes on."""
+    def _attempt(self, name: str, write: Callable[[], None]) -> bool:
+        """Training does not depend on these files: where there is no room for one, or no matplotlib for the picture,
+        stderr says so and it goes on."""
         try:
             write()
-        except (OSError, CliError) as error:
+        except (OSError, CliError, MissingExtra) as error:
             warn(f"overspill: {name} was not written: {describe(error).text}")
+            return False
+        return True
 
     def summary(self) -> dict[str, Any]:
         """What the run came to, for those who call the command from Python."""
