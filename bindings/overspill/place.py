@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+import warnings
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,6 +21,7 @@ from torch.utils.dlpack import to_dlpack
 from . import _core
 
 _CPU, _CUDA, _EXTENSION = 1, 2, 12  # DLPack's device types
+_GPUS = Path("/proc/driver/nvidia/gpus")  # a folder for each, where NVIDIA's driver is loaded
 
 
 class Place:
@@ -133,9 +136,14 @@ def _raw_stream(ordinal: int) -> int:
 
 
 def find(name: str, budget: int | None) -> Place:
-    """The place that `engine.device` names. "auto": a GPU where torch sees one, else the CPU; with a device budget, a
-    GPU or an error. Raises ValueError saying what is missing, or why the engine cannot use the GPU that torch sees."""
-    if name in ("host", "cpu") or (name == "auto" and budget is None and not torch.cuda.is_available()):
+    """The place that `engine.device` names. "auto": a GPU where torch sees one, else the CPU, with a warning where the
+    machine has a GPU; with a device budget, a GPU or an error. Raises ValueError saying what is missing, or why the
+    engine cannot use the GPU that torch sees."""
+    if name in ("host", "cpu"):
+        return HOST
+    if name == "auto" and budget is None and not torch.cuda.is_available():
+        if unseen := unseen_gpu():
+            warnings.warn(f"overspill: {unseen}", stacklevel=2)
         return HOST
     if name in ("auto", "cuda") or name.startswith("cuda:"):
         return _cuda(name, budget)
@@ -146,6 +154,19 @@ def find(name: str, budget: int | None) -> Place:
             f"overspill: engine.device = {name!r}: one of auto, host, cuda, cuda:0 and so on, or an accelerator that "
             "torch knows by that name"
         ) from None
+
+
+def unseen_gpu() -> str:
+    """What is missing where the machine has an NVIDIA GPU and torch sees none; "" where it has none, or where
+    CUDA_VISIBLE_DEVICES says that none is meant. For a machine where torch sees none."""
+    if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1") or not (_GPUS.is_dir() and any(_GPUS.iterdir())):
+        return ""
+    lacks = "was built without CUDA" if torch.version.cuda is None else f"has CUDA {torch.version.cuda}"
+    return (
+        f"this machine has an NVIDIA GPU, and torch {torch.__version__}, which {lacks}, sees none: the model computes "
+        "on the CPU. For the GPU install a torch with CUDA that the driver is new enough for (nvidia-smi shows its "
+        'version), and an overspill built where nvcc is. engine.device = "host" says that the CPU is meant'
+    )
 
 
 def _cuda(name: str, budget: int | None) -> Place:

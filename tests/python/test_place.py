@@ -44,6 +44,29 @@ def test_the_cpu_where_there_is_none(gpus):
         place.find("cuda:0", None)
 
 
+def test_a_gpu_that_torch_does_not_see_is_told_of(gpus, monkeypatch, tmp_path):
+    """A machine with a GPU and a torch without CUDA: the run on the CPU says so before its first hour."""
+    gpus(0)
+    monkeypatch.setattr(place, "_GPUS", tmp_path)
+    monkeypatch.setattr(torch.version, "cuda", None)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert place.find("auto", None) is place.HOST  # the driver is there, a GPU is not
+        (tmp_path / "0000:01:00.0").mkdir()
+        assert place.find("host", None) is place.HOST  # the CPU is meant
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+        assert place.find("auto", None) is place.HOST  # no GPU is meant
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    with pytest.warns(
+        UserWarning, match=r"has an NVIDIA GPU, and torch .* without CUDA, sees none.* install a torch"
+    ):
+        assert place.find("auto", None) is place.HOST
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    with pytest.warns(UserWarning, match=r"has CUDA 13\.0, sees none.*driver"):
+        place.find("auto", None)
+
+
 @pytest.mark.parametrize("name", ["auto", "cuda"])
 def test_one_that_the_engine_cannot_use_is_refused(gpus, name):
     """The engine once trained on the CPU beside it, after one warning."""
