@@ -5,7 +5,6 @@
 
 #include <algorithm>
 #include <bit>
-#include <limits>
 #include <mutex>
 #include <new>
 #include <utility>
@@ -13,14 +12,6 @@
 
 namespace overspill::engine {
 namespace {
-
-constexpr int64_t kPageBytes = 4096;
-constexpr int64_t kHugePageBytes = 2 << 20;
-
-int64_t round_up_to_page(int64_t bytes) {
-  if (bytes < 0 || bytes > std::numeric_limits<int64_t>::max() - 2 * kHugePageBytes) throw std::bad_alloc();
-  return (bytes + kPageBytes - 1) / kPageBytes * kPageBytes;
-}
 
 std::byte* map(void* at, int64_t bytes, int protection, int flags, int file) {
   void* data = ::mmap(at, static_cast<size_t>(bytes), protection, flags, file, 0);
@@ -30,19 +21,6 @@ std::byte* map(void* at, int64_t bytes, int protection, int flags, int file) {
 
 void unmap(std::byte* data, int64_t bytes) noexcept {
   if (data != nullptr && bytes > 0) ::munmap(data, static_cast<size_t>(bytes));
-}
-
-/// Anonymous memory that begins where a huge page does, if it is as long as one.
-std::byte* map_anonymous(int64_t bytes) {
-  const int64_t slack = bytes < kHugePageBytes ? 0 : kHugePageBytes - kPageBytes;
-  std::byte* const all =
-      map(nullptr, bytes + slack, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1);
-  if (slack == 0) return all;
-  const auto past = static_cast<int64_t>(reinterpret_cast<uintptr_t>(all) % kHugePageBytes);
-  const int64_t before = past == 0 ? 0 : kHugePageBytes - past;
-  unmap(all, before);
-  unmap(all + before + bytes, slack - before);
-  return all + before;
 }
 
 /// The process's one file of 0xFF. It grows with the largest window asked for and is never closed.
@@ -78,36 +56,10 @@ int64_t nan_window_bytes(int64_t bytes) {
 }  // namespace
 
 HostMemory::HostMemory(Budget& budget, int64_t bytes, const char* what)
-    : reservation_(budget.reserve(bytes > 0 ? round_up_to_page(bytes) : bytes, what)), bytes_(bytes) {
-  if (bytes == 0) return;
-  const int64_t mapped_bytes = reservation_.bytes();
-  data_ = map_anonymous(mapped_bytes);
-  // Huge pages are a wish (some kernels have none); not being copied by fork is a promise.
-  ::madvise(data_, static_cast<size_t>(mapped_bytes), MADV_HUGEPAGE);
-  if (::madvise(data_, static_cast<size_t>(mapped_bytes), MADV_DONTFORK) != 0) {
-    unmap(data_, mapped_bytes);
-    throw std::bad_alloc();
-  }
-}
+    : reservation_(budget.reserve(bytes > 0 ? kernels::HostPages::mapped_bytes(bytes) : bytes, what)),
+      pages_(bytes) {}
 
-HostMemory::HostMemory(HostMemory&& other) noexcept
-    : reservation_(std::move(other.reservation_)),
-      data_(std::exchange(other.data_, nullptr)),
-      bytes_(std::exchange(other.bytes_, 0)) {}
-
-HostMemory& HostMemory::operator=(HostMemory&& other) noexcept {
-  HostMemory taken(std::move(other));
-  std::swap(data_, taken.data_);
-  std::swap(bytes_, taken.bytes_);
-  std::swap(reservation_, taken.reservation_);
-  return *this;
-}
-
-HostMemory::~HostMemory() {
-  unmap(data_, reservation_.bytes());
-}
-
-NanPages::NanPages(int64_t bytes) : bytes_(round_up_to_page(bytes)) {
+NanPages::NanPages(int64_t bytes) : bytes_(kernels::HostPages::mapped_bytes(bytes)) {
   if (bytes_ == 0) return;
   const int64_t window_bytes = nan_window_bytes(bytes_);
   static NanFile shared;

@@ -7,27 +7,23 @@
 #include <span>
 
 #include "engine/memory/budget.h"
+#include "kernels/host_pages.h"
 
 namespace overspill::engine {
 
-/// Anonymous memory, charged to a budget while it lives. Zero-filled, aligned to 4096 bytes; to 2 MiB
-/// if it is as long, so that all of it can lie in huge pages. Move-only.
+/// Anonymous memory in huge pages (kernels/host_pages.h), charged to a budget while it lives. Move-only.
 class HostMemory {
  public:
   HostMemory() = default;
   /// Throws BudgetError or std::bad_alloc.
   HostMemory(Budget& budget, int64_t bytes, const char* what);
-  HostMemory(HostMemory&& other) noexcept;
-  HostMemory& operator=(HostMemory&& other) noexcept;
-  ~HostMemory();
-  std::byte* data() const { return data_; }
-  int64_t bytes() const { return bytes_; }
-  std::span<std::byte> span() const { return {data_, static_cast<size_t>(bytes_)}; }
+  std::byte* data() const { return pages_.data(); }
+  int64_t bytes() const { return pages_.bytes(); }
+  std::span<std::byte> span() const { return pages_.span(); }
 
  private:
   Reservation reservation_;
-  std::byte* data_ = nullptr;
-  int64_t bytes_ = 0;
+  kernels::HostPages pages_;
 };
 
 /// What a released parameter's memory reads as: NaN in every float format, over its full length, for the
