@@ -1,0 +1,160 @@
+// The arithmetic, written once. Included once per instruction set, inside its namespace, after the vector type
+// (cpu_optim/vector.inl), kTileVectors, and the form's own fma, extend, lower_halves and Pairs (what a
+// register of bf16 pairs is, and its product with a pair).
+
+#include "inference/kernels/functions.inl"
+
+// Products of a panel. A tile is kVectors vectors by kWidth registers of rows; all sums of a tile stay in
+// registers. kWidth is chosen so that they fit.
+
+template <int kVectors, int kWidth, class Weights>
+inline void multiply_tile(const typename Weights::Element* panel, const typename Weights::Element* x,
+                          int64_t x_stride, int64_t columns, float* out, int64_t out_stride) {
+  constexpr int64_t kStep = Weights::kColumns;
+  F32 sums[kVectors][kWidth];
+  for (int v = 0; v < kVectors; ++v) {
+    for (int i = 0; i < kWidth; ++i) sums[v][i] = F32{};
+  }
+  for (int64_t c = 0; c < columns; c += kStep) {
+    const auto* const at = panel + c * kPanelRows;
+    if constexpr (kVectors == 1) __builtin_prefetch(at + kPrefetchBytes / static_cast<int64_t>(sizeof(*at)));
+    Weights weights[kWidth];
+    for (int i = 0; i < kWidth; ++i) weights[i] = Weights::load_from(at + i * kLanes * kStep);
+    for (int v = 0; v < kVectors; ++v) {
+      const auto factor = Weights::broadcast_from(x + v * x_stride + c);
+      for (int i = 0; i < kWidth; ++i) sums[v][i] = Weights::multiply_add(weights[i], factor, sums[v][i]);
+    }
+  }
+  for (int v = 0; v < kVectors; ++v) {
+    for (int i = 0; i < kWidth; ++i) store(out + v * out_stride + i * kLanes, sums[v][i], All{});
+  }
+}
+
+template <int kVectors, int kWidth, class Weights>
+inline void multiply_rows(const typename Weights::Element* panel, const typename Weights::Element* x,
+                          int64_t x_stride, int64_t columns, float* out, int64_t out_stride) {
+  for (int64_t row = 0; row < kPanelRows; row += kWidth * kLanes) {
+    multiply_tile<kVectors, kWidth, Weights>(panel + row * Weights::kColumns, x, x_stride, columns, out + row,
+                                             out_stride);
+  }
+}
+
+/// The last vectors, fewer than a tile has.
+template <int kVectors, class Weights, class... Arguments>
+inline void multiply_rest(int64_t vectors, const Arguments&... arguments) {
+  if constexpr (kVectors > 0) {
+    if (vectors == kVectors) return multiply_rows<kVectors, kTileWidth, Weights>(arguments...);
+    multiply_rest<kVectors - 1, Weights>(vectors, arguments...);
+  }
+}
+
+template <class Weights>
+void multiply(const typename Weights::Element* panel, const typename Weights::Element* x, int64_t x_stride,
+              int64_t columns, float* out, int64_t out_stride, int64_t vectors) {
+  if (vectors == 1) {
+    return multiply_rows<1, kPanelRows / kLanes, Weights>(panel, x, x_stride, columns, out, out_stride);
+  }
+  for (; vectors >= kTileVectors; vectors -= kTileVectors) {
+    multiply_rows<kTileVectors, kTileWidth, Weights>(panel, x, x_stride, columns, out, out_stride);
+    x += kTileVectors * x_stride;
+    out += kTileVectors * out_stride;
+  }
+  multiply_rest<kTileVectors - 1, Weights>(vectors, panel, x, x_stride, columns, out, out_stride);
+}
+
+struct Singles {
+  using Element = float;
+  static constexpr int64_t kColumns = 1;
+  F32 values;
+
+  static Singles load_from(const float* from) { return {load(from, All{})}; }
+  static F32 broadcast_from(const float* from) { return broadcast(*from); }
+  static F32 multiply_add(Singles weights, F32 factor, F32 sum) { return fma(weights.values, factor, sum); }
+};
+
+// Attention over one key and value head: as many rows at once as registers allow share each key and value that
+// is read.
+
+constexpr int kBlockRegisters = static_cast<int>(kKeyBlock) / kLanes;
+
+template <int kRows, class Stored>
+inline void score_rows(const AttentionRows& at, const float* q, const Stored* keys, float* scores,
+                       int64_t score_stride) {
+  for (int64_t p = at.begin; p < at.end; p += kKeyBlock) {
+    const Stored* const block = keys + p * at.head_size;
+    F32 sums[kRows][kBlockRegisters];
+    for (int r = 0; r < kRows; ++r) {
+      for (int i = 0; i < kBlockRegisters; ++i) sums[r][i] = F32{};
+    }
+    for (int64_t d = 0; d < at.head_size; ++d) {
+      for (int i = 0; i < kBlockRegisters; ++i) {
+        const F32 key = load_values(block + d * kKeyBlock + i * kLanes);
+        for (int r = 0; r < kRows; ++r)
+          sums[r][i] = fma(key, broadcast(q[r * at.head_size + d]), sums[r][i]);
+      }
+    }
+    for (int r = 0; r < kRows; ++r) {
+      for (int i = 0; i < kBlockRegisters; ++i)
+        store(scores + r * score_stride + p + i * kLanes, sums[r][i], All{});
+    }
+  }
+}
+
+template <class Stored>
+void score(const AttentionRows& at, const float* q, const Stored* keys, float* scores, int64_t score_stride) {
+  int64_t r = 0;
+  for (; r + kAttentionRows <= at.rows; r += kAttentionRows)
+    score_rows<kAttentionRows>(at, q + r * at.head_size, keys, scores + r * score_stride, score_stride);
+  for (; r < at.rows; ++r)
+    score_rows<1>(at, q + r * at.head_size, keys, scores + r * score_stride, score_stride);
+}
+
+template <int kRows, class Stored>
+inline void mix_rows(const AttentionRows& at, const float* weights, int64_t weight_stride, const Stored* values,
+                     float* out, int64_t out_stride) {
+  for (int64_t d = 0; d < at.value_stride; d += kKeyBlock) {
+    F32 sums[kRows][kBlockRegisters];
+    for (int r = 0; r < kRows; ++r) {
+      for (int i = 0; i < kBlockRegisters; ++i) sums[r][i] = F32{};
+    }
+    for (int64_t p = at.begin; p < at.end; ++p) {
+      for (int i = 0; i < kBlockRegisters; ++i) {
+        const F32 value = load_values(values + p * at.value_stride + d + i * kLanes);
+        for (int r = 0; r < kRows; ++r)
+          sums[r][i] = fma(value, broadcast(weights[r * weight_stride + p]), sums[r][i]);
+      }
+    }
+    for (int r = 0; r < kRows; ++r) {
+      for (int i = 0; i < kBlockRegisters; ++i) store(out + r * out_stride + d + i * kLanes, sums[r][i], All{});
+    }
+  }
+}
+
+template <class Stored>
+void mix(const AttentionRows& at, const float* weights, int64_t weight_stride, const Stored* values, float* out,
+         int64_t out_stride) {
+  int64_t r = 0;
+  for (; r + kAttentionRows <= at.rows; r += kAttentionRows)
+    mix_rows<kAttentionRows>(at, weights + r * weight_stride, weight_stride, values, out + r * out_stride,
+                             out_stride);
+  for (; r < at.rows; ++r)
+    mix_rows<1>(at, weights + r * weight_stride, weight_stride, values, out + r * out_stride, out_stride);
+}
+
+constexpr Kernels kTable = {.name = kName,
+                            .multiply_bf16 = multiply<Pairs>,
+                            .multiply_fp32 = multiply<Singles>,
+                            .score_bf16 = score<uint16_t>,
+                            .score_fp32 = score<float>,
+                            .mix_bf16 = mix<uint16_t>,
+                            .mix_fp32 = mix<float>,
+                            .softmax = softmax,
+                            .sum_of_squares = sum_of_squares,
+                            .sum = sum,
+                            .log_sum_exp = log_sum_exp,
+                            .normalise = normalise,
+                            .silu = silu,
+                            .gelu_tanh = gelu_tanh,
+                            .add = add,
+                            .narrow = narrow,
+                            .widen = widen};

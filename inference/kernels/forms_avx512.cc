@@ -1,0 +1,41 @@
+// AVX-512 F, BW, DQ, VL.
+#include <immintrin.h>
+
+#include <cstddef>
+#include <cstdint>
+
+#include "cpu_optim/half.h"
+#include "inference/kernels/forms.h"
+
+namespace overspill::inference::avx512 {
+namespace {
+
+using optim::Fp16;
+constexpr const char* kName = "avx512";
+constexpr int kLanes = 16;
+#include "cpu_optim/vector.inl"
+
+inline F32 fma(F32 a, F32 b, F32 c) {
+  return _mm512_fmadd_ps(a, b, c);
+}
+inline U32 extend(U16 x) {
+  return reinterpret_cast<U32>(_mm512_cvtepu16_epi32(reinterpret_cast<__m256i>(x)));
+}
+inline U16 lower_halves(U32 x) {
+  return reinterpret_cast<U16>(_mm512_cvtepi32_epi16(reinterpret_cast<__m512i>(x)));
+}
+
+#include "inference/kernels/pairs.inl"
+
+constexpr int kTileVectors = 6;  // vectors that are multiplied together
+constexpr int kTileWidth = 4;    // registers of rows beside them
+constexpr int kAttentionRows = 8;
+constexpr int64_t kPrefetchBytes = 4096;  // ahead of a product that waits for memory
+#include "inference/kernels/forms.inl"
+
+}  // namespace
+
+extern const Kernels table;
+const Kernels table = kTable;
+
+}  // namespace overspill::inference::avx512

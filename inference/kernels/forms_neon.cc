@@ -1,0 +1,41 @@
+// NEON, part of every aarch64.
+#include <arm_neon.h>
+
+#include <cstddef>
+#include <cstdint>
+
+#include "cpu_optim/half.h"
+#include "inference/kernels/forms.h"
+
+namespace overspill::inference::neon {
+namespace {
+
+using optim::Fp16;
+constexpr const char* kName = "neon";
+constexpr int kLanes = 4;
+#include "cpu_optim/vector.inl"
+
+inline F32 fma(F32 a, F32 b, F32 c) {
+  return vfmaq_f32(c, a, b);
+}
+inline U32 extend(U16 x) {
+  return __builtin_convertvector(x, U32);
+}
+inline U16 lower_halves(U32 x) {
+  return __builtin_convertvector(x, U16);
+}
+
+#include "inference/kernels/pairs.inl"
+
+constexpr int kTileVectors = 4;  // vectors that are multiplied together
+constexpr int kTileWidth = 4;    // registers of rows beside them
+constexpr int kAttentionRows = 4;
+constexpr int64_t kPrefetchBytes = 4096;  // ahead of a product that waits for memory
+#include "inference/kernels/forms.inl"
+
+}  // namespace
+
+extern const Kernels table;
+const Kernels table = kTable;
+
+}  // namespace overspill::inference::neon

@@ -1,0 +1,19 @@
+// From stored rows to panels.
+#pragma once
+
+#include "inference/format/model_folder.h"
+#include "inference/run/weights.h"
+
+namespace overspill::inference {
+
+/// What a stored dtype is in memory. Throws ModelError for one that is no float of two or four bytes.
+Element element_of(const StoredTensor& tensor);
+
+/// Fills the panels in `range` of `to`, whose size and element are set, from the folder. The tensors were
+/// checked against the spec. Threads: any, with different ranges.
+void pack_panels(const ModelFolder& folder, const MatrixSpec& spec, const Matrix& to, PanelRange range);
+
+/// As fp32, one part behind the other.
+std::vector<float> read_vector(const ModelFolder& folder, const VectorSpec& spec);
+
+}  // namespace overspill::inference
