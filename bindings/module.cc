@@ -10,4 +10,5 @@ PYBIND11_MODULE(_core, m) {
   overspill::bindings::register_optim(m);
   overspill::bindings::register_frames(m);
   overspill::bindings::register_ranks(m);
+  overspill::bindings::register_inference(m);
 }

@@ -7,6 +7,7 @@
 #include "engine/engine.h"
 #include "engine/memory/budget.h"
 #include "engine/schedule/context.h"
+#include "inference/error.h"
 #include "io/error.h"
 
 namespace overspill::bindings {
@@ -43,6 +44,8 @@ void register_errors(py::module_& m) {
   register_error<engine::CommunicatorError>(m, "CommunicatorError", base);
   register_error<engine::EngineFailed>(m, "EngineFailed", base);
   register_error<engine::WrongProcess>(m, "WrongProcess", base);
+  register_error<inference::ModelError>(m, "ModelError", base);
+  register_error<inference::UnknownModel>(m, "UnknownModel", m.attr("ModelError"));  // asked before its base
   register_error<io::StoreError>(m, "StoreError", base);
 }
 

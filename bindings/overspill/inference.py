@@ -1,0 +1,250 @@
+"""Models that are run on the CPU, not trained: `load` a Hugging Face folder, then `generate`, `logits`, `perplexity`.
+
+    model = overspill.inference.load("tuned")
+    for piece in model.generate("def ", max_new_tokens=64, temperature=0.6):
+        print(piece, end="", flush=True)
+
+Weights stay as the files have them: bf16, or fp32 (fp16 becomes fp32). Everything else is computed in fp32, but for the
+inputs of bf16 matrices and what is kept of earlier tokens, which are bf16 too. What a token's logits are does not
+depend on how many tokens are read at once.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from . import _core
+from ._core import ModelError, UnknownModel
+
+__all__ = ["Model", "ModelError", "Text", "UnknownModel", "families", "load"]
+
+_WINDOW = 2048  # tokens of a text whose perplexity is measured together
+
+Prompt = str | Sequence[int] | Sequence[dict[str, str]]
+
+
+def families() -> list[str]:
+    """The values of config.json's `model_type` that are known here."""
+    return _core.inference_families()
+
+
+def load(folder: str | os.PathLike, *, threads: int | None = None) -> Model:
+    """Reads a Hugging Face folder (config.json, safetensors) into memory.
+
+    threads: as many as this process has cores, by default. Raises UnknownModel where the model is of a family that is
+    not among `families()`, or has a configuration key that may change what it computes and is not known here;
+    ModelError, its base, where the folder is damaged; StoreError for a disk that fails; MemoryError.
+    """
+    return Model(folder, threads=threads)
+
+
+class Model:
+    """A model in memory. Threads: any; their calls take turns."""
+
+    def __init__(self, folder: str | os.PathLike, *, threads: int | None = None):
+        """See `load`."""
+        self.path = Path(folder)
+        threads = len(os.sched_getaffinity(0)) if threads is None else threads
+        if not 1 <= threads <= 1024:
+            raise ValueError(f"threads is {threads}, and is to be from 1 to 1024")
+        self._core = _core.InferenceModel(os.fspath(folder), threads)
+
+    @property
+    def family(self) -> str:
+        """config.json's `model_type`."""
+        return self._core.family
+
+    @property
+    def vocabulary(self) -> int:
+        """How many tokens there are."""
+        return self._core.vocabulary
+
+    @property
+    def context(self) -> int:
+        """Positions that the model was trained for."""
+        return self._core.context
+
+    @property
+    def has_position_table(self) -> bool:
+        """Whether positions are looked up in a table, so that none from `context` on can be computed."""
+        return self._core.has_position_table
+
+    @property
+    def weight_bytes(self) -> int:
+        """What the weights take in memory."""
+        return self._core.weight_bytes
+
+    @functools.cached_property
+    def tokenizer(self) -> Any:
+        """The folder's tokenizer, as transformers loads it at the first use."""
+        from transformers import AutoTokenizer
+
+        return AutoTokenizer.from_pretrained(self.path)
+
+    @property
+    def end_tokens(self) -> frozenset[int]:
+        """Every token that ends a text: those of generation_config.json and config.json, and the tokenizer's."""
+        of_tokenizer = self.tokenizer.eos_token_id
+        return frozenset(self._core.end_tokens) | (
+            {of_tokenizer} if of_tokenizer is not None else frozenset()
+        )
+
+    def encode(self, prompt: Prompt) -> list[int]:
+        """The tokens of a text, of a chat, or of tokens: a chat is a list of {"role": …, "content": …}, which the
+        folder's chat template makes a text of, up to where the answer begins. A text gets what the tokenizer puts
+        before one (a begin token, in some families).
+
+        Raises ValueError for a chat where the folder has no template, and for tokens that are none of the vocabulary.
+        """
+        if isinstance(prompt, str):
+            return self.tokenizer(prompt)["input_ids"]
+        prompt = list(prompt)
+        if prompt and isinstance(prompt[0], dict):
+            if not getattr(self.tokenizer, "chat_template", None):
+                raise ValueError(
+                    f"{self.path} has no chat template; give the prompt as a text, or another model"
+                )
+            text = self.tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
+            return self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        wrong = [token for token in prompt if not 0 <= token < self.vocabulary]
+        if wrong:
+            raise ValueError(f"token {wrong[0]} is not one of the vocabulary's {self.vocabulary}")
+        return prompt
+
+    def tokens(
+        self,
+        prompt: Prompt,
+        *,
+        max_new_tokens: int = 256,
+        temperature: float = 0.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        min_p: float = 0.0,
+        repetition: float = 1.0,
+        seed: int = 0,
+        bias: dict[int, float] | None = None,
+        end_tokens: Iterable[int] | None = None,
+    ) -> Iterator[int]:
+        """Token after token of what follows the prompt, up to an end token, which is left out.
+
+        temperature: 0 takes the likeliest token. top_k: the likeliest so many, 0 for all. top_p (Holtzman et al. 2020):
+        the fewest whose probability is at least this. min_p (Nguyen et al. 2024): those of at least this part of the
+        largest probability. repetition (Keskar et al. 2019): above 1, tokens of the prompt and the answer become less
+        likely. bias: added to tokens' logits. end_tokens: instead of the folder's.
+        Raises ValueError, at once, for a prompt without tokens, more tokens than a model with a table of positions
+        takes, or a value that is out of range.
+        """
+        ids = self.encode(prompt)
+        if not ids:
+            raise ValueError("the prompt has no tokens to go on from")
+        if max_new_tokens < 1:
+            raise ValueError(f"max_new_tokens is {max_new_tokens}, and is to be at least 1")
+        sampler = _core.InferenceSampler(
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            min_p=min_p,
+            repetition=repetition,
+            seed=seed,
+            bias=sorted((bias or {}).items()),
+        )
+        ends = self.end_tokens if end_tokens is None else frozenset(end_tokens)
+        # The last token is drawn and never read.
+        session = _core.InferenceSession(self._core, len(ids) + max_new_tokens - 1)
+        return _draw(session, sampler, ids, max_new_tokens, ends)
+
+    def generate(self, prompt: Prompt, **options: Any) -> Iterator[str]:
+        """Piece after piece of the text that follows the prompt; `options` are those of `tokens`. A piece is whole
+        characters, and is there as soon as its last token is."""
+        ids = self.encode(prompt)
+        found = self.tokens(ids, **options)
+        return Text(self.tokenizer, ids).pieces(found)
+
+    def logits(self, prompt: Prompt) -> torch.Tensor:
+        """[tokens, vocabulary] fp32: row i has the logits of the token after token i."""
+        ids = self.encode(prompt)
+        found = torch.empty(len(ids), self.vocabulary)
+        if ids:
+            session = _core.InferenceSession(self._core, len(ids))
+            session.extend_all(ids, found.data_ptr(), found.numel())
+        return found
+
+    def log_probabilities(self, prompt: Prompt) -> torch.Tensor:
+        """[tokens - 1] fp32: of each token but the first, the natural logarithm of its probability after those before
+        it. Raises ValueError for fewer than two tokens."""
+        ids = self.encode(prompt)
+        if len(ids) < 2:
+            raise ValueError(
+                f"{len(ids)} tokens: at least two are needed, of which the first predicts the second"
+            )
+        return torch.tensor(_core.InferenceSession(self._core, len(ids)).score(ids))
+
+    def perplexity(self, prompt: Prompt, *, window: int | None = None) -> float:
+        """exp of the mean of -log p over the tokens of a text. A long text is cut into windows of so many tokens (by
+        default 2048, or the model's context where that is less); each is read by itself, and its first token is
+        predicted by nothing and not counted. Raises ValueError for fewer than two tokens."""
+        ids = self.encode(prompt)
+        window = min(self.context, _WINDOW) if window is None else window
+        if window < 2:
+            raise ValueError(f"window is {window}, and is to be at least 2")
+        parts = [ids[i : i + window] for i in range(0, len(ids), window)]
+        if len(parts) > 1 and len(parts[-1]) < 2:
+            parts.pop()
+        found = torch.cat([self.log_probabilities(part) for part in parts] or [self.log_probabilities(ids)])
+        return math.exp(-found.double().mean().item())
+
+
+def _draw(session: Any, sampler: Any, ids: list[int], count: int, ends: frozenset[int]) -> Iterator[int]:
+    unread = ids
+    for _ in range(count):
+        token = session.next(unread, sampler)
+        if token in ends:
+            return
+        yield token
+        unread = [token]
+
+
+class Text:
+    """Tokens as the text that they are, as they come: what one token writes may depend on the ones before it, and a
+    character may be several tokens."""
+
+    def __init__(self, tokenizer: Any, before: Sequence[int] = ()):
+        """before: tokens whose text is known already."""
+        self._tokenizer = tokenizer
+        self._ids = list(before)
+        self._begin, self._shown = 0, len(self._ids)  # text is made of tokens from `_begin`; `_shown` are out
+
+    def add(self, token: int) -> str:
+        """What can be shown with one more token; maybe nothing."""
+        self._ids.append(token)
+        piece = self._rest()
+        if not piece or piece.endswith("�"):
+            return ""
+        self._begin, self._shown = self._shown, len(self._ids)
+        return piece
+
+    def end(self) -> str:
+        """What is left, be it half a character."""
+        return self._rest()
+
+    def pieces(self, tokens: Iterable[int]) -> Iterator[str]:
+        """The text of the tokens, piece by piece."""
+        for token in tokens:
+            if piece := self.add(token):
+                yield piece
+        if piece := self.end():
+            yield piece
+
+    def _rest(self) -> str:
+        shown = self._decode(self._ids[self._begin : self._shown])
+        return self._decode(self._ids[self._begin :])[len(shown) :]
+
+    def _decode(self, ids: list[int]) -> str:
+        return self._tokenizer.decode(ids, skip_special_tokens=True)

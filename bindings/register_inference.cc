@@ -1,0 +1,83 @@
+// Models that are run, not trained (inference/run/model.h). Every call that computes releases the GIL.
+#include <pybind11/stl.h>
+
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "bindings/bindings.h"
+#include "inference/run/model.h"
+#include "inference/run/sampler.h"
+
+namespace overspill::bindings {
+namespace {
+
+namespace py = pybind11;
+using inference::Model;
+using inference::Sampler;
+using inference::Session;
+using Tokens = std::vector<int32_t>;
+
+std::span<float> floats_at(uintptr_t address, int64_t count) {
+  const std::span<std::byte> bytes = memory_at(address, count * static_cast<int64_t>(sizeof(float)));
+  return {reinterpret_cast<float*>(bytes.data()), bytes.size() / sizeof(float)};
+}
+
+std::shared_ptr<Model> load(const std::string& folder, int threads) {
+  const inference::ModelOptions options{.threads = threads};
+  return std::make_shared<Model>(folder, options, inference::kernels());
+}
+
+/// Reads the tokens and draws the one after them. The text's tokens are the sampler's history.
+int32_t next(Session& session, const Tokens& tokens, Sampler& sampler) {
+  std::vector<float> logits(static_cast<size_t>(session.model().spec().vocabulary));
+  session.extend(tokens, logits);
+  return sampler.draw(logits, session.tokens());
+}
+
+std::unique_ptr<Sampler> make_sampler(float temperature, int64_t top_k, float top_p, float min_p,
+                                      float repetition, uint64_t seed,
+                                      std::vector<std::pair<int32_t, float>> bias) {
+  return std::make_unique<Sampler>(
+      inference::Sampling{temperature, top_k, top_p, min_p, repetition, seed, std::move(bias)});
+}
+
+}  // namespace
+
+void register_inference(py::module_& m) {
+  using Released = py::call_guard<py::gil_scoped_release>;
+  m.def("inference_families", &inference::family_names, "The values of model_type that are known.");
+  py::class_<Model, std::shared_ptr<Model>>(m, "InferenceModel")
+      .def(py::init(&load), py::arg("folder"), py::arg("threads"), Released())
+      .def_property_readonly("family", [](const Model& self) { return self.spec().family; })
+      .def_property_readonly("vocabulary", [](const Model& self) { return self.spec().vocabulary; })
+      .def_property_readonly("context", [](const Model& self) { return self.spec().context; })
+      .def_property_readonly("has_position_table",
+                             [](const Model& self) { return self.spec().positions.has_value(); })
+      .def_property_readonly("end_tokens", &Model::end_tokens)
+      .def_property_readonly("threads", &Model::threads)
+      .def_property_readonly("weight_bytes", &Model::weight_bytes)
+      .def_property_readonly("kernels", [](const Model& self) { return std::string(self.kernels().name); });
+  py::class_<Sampler>(m, "InferenceSampler")
+      .def(py::init(&make_sampler), py::kw_only(), py::arg("temperature"), py::arg("top_k"), py::arg("top_p"),
+           py::arg("min_p"), py::arg("repetition"), py::arg("seed"), py::arg("bias"));
+  py::class_<Session>(m, "InferenceSession")
+      .def(py::init<std::shared_ptr<Model>, int64_t>(), py::arg("model"), py::arg("capacity"))
+      .def_property_readonly("length", &Session::length)
+      .def_property_readonly("capacity", &Session::capacity)
+      .def("rewind", &Session::rewind, py::arg("length"))
+      .def(
+          "extend_all",
+          [](Session& self, const Tokens& tokens, uintptr_t address, int64_t count) {
+            self.extend_all(tokens, floats_at(address, count));
+          },
+          py::arg("tokens"), py::arg("address"), py::arg("count"), Released(),
+          "Reads tokens; their logits, [tokens][vocabulary] fp32, go to contiguous memory at the address.")
+      .def(
+          "score", [](Session& self, const Tokens& tokens) { return self.score(tokens); }, py::arg("tokens"),
+          Released())
+      .def("next", &next, py::arg("tokens"), py::arg("sampler"), Released());
+}
+
+}  // namespace overspill::bindings

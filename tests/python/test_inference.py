@@ -1,0 +1,353 @@
+"""inference: every family against transformers, what is read at once against what is read token by token, and folders
+that are not what they say."""
+
+import json
+import shutil
+
+import pytest
+import tiny
+import torch
+import transformers as hf
+from safetensors.torch import load_file, save_file
+
+from overspill import inference
+
+SIZES = {
+    "vocab_size": 131,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500.0,
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+# Windows are shorter than the texts; heads have sizes that are no multiple of a register.
+CONFIGS = {
+    "llama": (hf.LlamaConfig, {"attention_bias": True}),
+    "llama-scaled": (hf.LlamaConfig, {"rope_parameters": LLAMA3, "tie_word_embeddings": True}),
+    "mistral": (hf.MistralConfig, {"sliding_window": 8}),
+    "smollm3": (hf.SmolLM3Config, {"no_rope_layers": [1, 0, 1]}),
+    "qwen2": (hf.Qwen2Config, {"use_sliding_window": True, "sliding_window": 18, "max_window_layers": 1}),
+    "qwen3": (hf.Qwen3Config, {"head_dim": 16}),
+    "gemma2": (hf.Gemma2Config, {"head_dim": 16, "sliding_window": 8, "query_pre_attn_scalar": 20}),
+    "gemma3": (
+        hf.Gemma3TextConfig,
+        {"head_dim": 16, "sliding_window": 8, "query_pre_attn_scalar": 20, "num_hidden_layers": 7},
+    ),
+    "phi3": (
+        hf.Phi3Config,
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}},
+    ),
+    "gpt2": (hf.GPT2Config, {"n_embd": 48, "n_layer": 3, "n_head": 4, "n_positions": 128}),
+    "qwen3_moe": (
+        hf.Qwen3MoeConfig,
+        {
+            "head_dim": 16,
+            "num_experts": 5,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 24,
+            "mlp_only_layers": [1],
+            "norm_topk_prob": True,
+        },
+    ),
+    "mixtral": (hf.MixtralConfig, {"num_local_experts": 4, "num_experts_per_tok": 2}),
+}
+LENGTH = 75  # more than a window, and no multiple of what is read together
+
+
+def make(folder, name, dtype=torch.float32):
+    """A folder of a tiny model with random weights, large enough that each layer matters; the model in that dtype."""
+    kind, options = CONFIGS[name]
+    sizes = {"vocab_size": 131, "bos_token_id": 1, "eos_token_id": 2} if name == "gpt2" else SIZES
+    torch.manual_seed(3)
+    model = hf.AutoModelForCausalLM.from_config(
+        kind(**{**sizes, **options}), attn_implementation="eager"
+    ).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            matrix = parameter.dim() > 1
+            parameter.copy_(torch.randn_like(parameter) * (0.15 if matrix else 0.3) + (0 if matrix else 0.5))
+    model.to(dtype).save_pretrained(folder)
+    return model
+
+
+def ids_of(length=LENGTH):
+    return torch.randint(3, 131, (length,), generator=torch.Generator().manual_seed(7)).tolist()
+
+
+def reference(model, ids):
+    with torch.no_grad():
+        return model(torch.tensor([ids])).logits[0].float()
+
+
+@pytest.fixture(scope="module", params=CONFIGS)
+def family(request, tmp_path_factory):
+    folder = tmp_path_factory.mktemp(request.param)
+    return folder, make(folder, request.param)
+
+
+def test_a_family_in_fp32(family):
+    folder, model = family
+    found, wanted = inference.load(folder, threads=2).logits(ids_of()), reference(model, ids_of())
+    assert wanted.abs().max() > 1  # else the bound says little
+    torch.testing.assert_close(found, wanted, atol=1e-4, rtol=0)
+
+
+def test_reading_by_token_and_by_several_threads_changes_no_bit(family):
+    folder, _ = family
+    ids = ids_of()
+    whole = inference.load(folder, threads=1).logits(ids)
+    for threads in (1, 3):
+        model = inference.load(folder, threads=threads)
+        session = inference._core.InferenceSession(model._core, len(ids))
+        found, at = torch.empty_like(whole), 0
+        for count in (1, 1, 2, 3, 17, 5, 46):
+            part = found[at : at + count]
+            session.extend_all(ids[at : at + count], part.data_ptr(), part.numel())
+            at += count
+        assert at == len(ids) and torch.equal(found, whole)
+        session.rewind(30)  # and again, over what was forgotten
+        part = found[30:]
+        session.extend_all(ids[30:], part.data_ptr(), part.numel())
+        assert torch.equal(found, whole)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_family_in_bf16(name, tmp_path):
+    """No further from the model in fp32 than transformers' bf16 is: Kullback and Leibler's divergence, its mean over
+    the tokens. Its median where there are experts: two that score alike may change places, and that token decides the
+    mean."""
+    narrow = make(tmp_path, name, torch.bfloat16)
+    wide = hf.AutoModelForCausalLM.from_pretrained(
+        tmp_path, dtype=torch.float32, attn_implementation="eager"
+    ).eval()
+    ids = ids_of()
+    exact = reference(wide, ids).log_softmax(-1)
+
+    def divergence(logits):
+        each = torch.nn.functional.kl_div(
+            exact, logits.log_softmax(-1), log_target=True, reduction="none"
+        ).sum(-1)
+        return each.median() if name in ("mixtral", "qwen3_moe") else each.mean()
+
+    ours, theirs = divergence(inference.load(tmp_path).logits(ids)), divergence(reference(narrow, ids))
+    assert 0 < ours <= 1.1 * theirs
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory):
+    return tiny.make_texts(tmp_path_factory.mktemp("texts"), files=2)
+
+
+@pytest.fixture
+def folder(texts, tmp_path):
+    return tiny.make_model(tmp_path / "model", texts, layers=2)
+
+
+def test_probabilities_are_those_of_the_logits(folder):
+    model = inference.load(folder)
+    ids = model.encode("the bird sings under a tree")
+    wanted = model.logits(ids).log_softmax(-1)[:-1].gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
+    found = model.log_probabilities(ids)
+    torch.testing.assert_close(found, wanted, atol=1e-5, rtol=0)
+    assert model.perplexity(ids) == pytest.approx(torch.exp(-wanted.mean()).item(), rel=1e-5)
+    halves = [model.log_probabilities(ids[i : i + 4]) for i in range(0, len(ids) - 1, 4)]
+    assert model.perplexity(ids, window=4) == pytest.approx(
+        torch.exp(-torch.cat(halves).mean()).item(), rel=1e-5
+    )
+
+
+def test_greedy_is_that_of_transformers(folder):
+    model = inference.load(folder)
+    ids = model.encode("the bird")
+    theirs = hf.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    wanted = theirs.generate(torch.tensor([ids]), do_sample=False, max_new_tokens=20, pad_token_id=0)[
+        0, len(ids) :
+    ].tolist()
+    found = list(model.tokens(ids, max_new_tokens=20))
+    for step, (mine, other) in enumerate(zip(found, wanted)):
+        if mine != other:  # bf16 against fp32: then each is nearly as likely as the other
+            top = reference(theirs, ids + wanted[:step])[-1].topk(5).indices.tolist()
+            assert mine in top
+            break
+    assert len(found) == 20 or model.end_tokens
+
+
+def test_a_seed_decides(folder):
+    model = inference.load(folder)
+    drawn = [list(model.tokens("the", max_new_tokens=30, temperature=1.0, seed=seed)) for seed in (1, 1, 2)]
+    assert drawn[0] == drawn[1] != drawn[2]
+
+
+def test_a_text_ends_at_every_end_token_of_the_folder(folder):
+    model = inference.load(folder)
+    prompt = model.encode("the bird")
+    drawn = {"max_new_tokens": 12, "temperature": 1.0, "seed": 4}
+    free = list(model.tokens(prompt, **drawn, end_tokens=()))
+    assert len(free) == 12
+    stop = next(token for token in free[2:] if token != free[0])
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [130, stop]}))
+    again = inference.load(folder)
+    assert again.end_tokens == {130, stop, model.tokenizer.eos_token_id, *model._core.end_tokens}
+    assert list(again.tokens(prompt, **drawn)) == free[: free.index(stop)]
+
+
+def test_pieces_are_the_text_and_no_half_characters(folder):
+    tokenizer = inference.load(folder).tokenizer
+    wanted = "a 🐦 sings über the river — 歌う"
+    text = inference.Text(tokenizer)
+    pieces = list(text.pieces(tokenizer(wanted)["input_ids"]))
+    assert "".join(pieces) == wanted and len(pieces) > 5
+    assert not any("�" in piece for piece in pieces)
+    half = inference.Text(tokenizer)
+    assert "".join(half.pieces(tokenizer("🐦")["input_ids"][:-1])) == "�"
+
+
+def test_a_chat_is_what_its_template_makes_of_it(folder):
+    model = inference.load(folder)
+    chat = [{"role": "user", "content": "the bird"}]
+    with pytest.raises(ValueError, match="no chat template"):
+        model.encode(chat)
+    model.tokenizer.chat_template = (
+        "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+        "{% if add_generation_prompt %}<answer>{% endif %}"
+    )
+    assert model.tokenizer.decode(model.encode(chat)) == "<user>the bird<answer>"
+    assert "".join(model.generate(chat, max_new_tokens=3)) is not None
+
+
+def test_what_cannot_be_asked_for(folder):
+    model = inference.load(folder)
+    for wrong in (
+        {"temperature": -1.0},
+        {"top_p": 0.0},
+        {"max_new_tokens": 0},
+        {"repetition": 0.0},
+        {"bias": {9999: 1.0}},
+    ):
+        with pytest.raises(ValueError):
+            list(model.tokens("the", **{"max_new_tokens": 2, **wrong}))
+    with pytest.raises(ValueError, match="no tokens"):
+        model.tokens("")
+    with pytest.raises(ValueError, match="token 9999 is not one"):
+        model.logits([9999])
+    with pytest.raises(ValueError, match="at least two"):
+        model.perplexity([5])
+    with pytest.raises(ValueError, match="threads is 0"):
+        inference.load(folder, threads=0)
+    assert model.logits([]).shape == (0, model.vocabulary)
+
+
+def test_a_table_of_positions_is_not_overrun(tmp_path):
+    make(tmp_path, "gpt2")
+    model = inference.load(tmp_path)
+    assert model.logits(ids_of(128)).isfinite().all()
+    with pytest.raises(ValueError, match="129 tokens is asked for, and this gpt2 takes from 1 to 128"):
+        model.logits(ids_of(129))
+    # The last token is drawn and not read.
+    assert len(list(model.tokens(ids_of(120), max_new_tokens=9, end_tokens=()))) == 9
+    with pytest.raises(ValueError, match="takes from 1 to 128"):
+        model.tokens(ids_of(120), max_new_tokens=10, end_tokens=())
+
+
+def test_names_of_the_first_gpt2_and_buffers_that_are_no_weights(tmp_path):
+    make(tmp_path, "gpt2")
+    wanted = inference.load(tmp_path).logits(ids_of(9))
+    tensors = {
+        n.removeprefix("transformer."): t for n, t in load_file(tmp_path / "model.safetensors").items()
+    }
+    tensors["h.0.attn.bias"] = torch.ones(1, 1, 128, 128)
+    save_file(tensors, tmp_path / "model.safetensors")
+    assert torch.equal(inference.load(tmp_path).logits(ids_of(9)), wanted)
+
+
+def test_halves_become_fp32(tmp_path):
+    make(tmp_path, "llama", torch.float16)
+    model = hf.AutoModelForCausalLM.from_pretrained(
+        tmp_path, dtype=torch.float32, attn_implementation="eager"
+    ).eval()
+    torch.testing.assert_close(
+        inference.load(tmp_path).logits(ids_of()), reference(model, ids_of()), atol=1e-4, rtol=0
+    )
+
+
+def test_shards_are_one_model(tmp_path):
+    model = make(tmp_path / "whole", "qwen3")
+    model.save_pretrained(tmp_path / "shards", max_shard_size="40KB")
+    assert (tmp_path / "shards" / "model.safetensors.index.json").exists()
+    whole, shards = (inference.load(tmp_path / name).logits(ids_of()) for name in ("whole", "shards"))
+    assert torch.equal(whole, shards)
+
+
+def change(folder, **tensors):
+    """The folder's tensors, with some of them replaced, or, for None, left out."""
+    found = {**load_file(folder / "model.safetensors"), **tensors}
+    save_file(
+        {n: t for n, t in found.items() if t is not None},
+        folder / "model.safetensors",
+        metadata={"format": "pt"},
+    )
+
+
+@pytest.mark.parametrize(
+    ("tensors", "error", "said"),
+    [
+        ({"model.norm.weight": None}, inference.ModelError, "lacks 'model.norm.weight', which a llama"),
+        (
+            {"model.norm.weight": torch.ones(7)},
+            inference.ModelError,
+            r"'model.norm.weight' has the shape \[7\]",
+        ),
+        (
+            {"model.layers.1.mlp.up_proj.weight": torch.ones(128, 63)},
+            inference.ModelError,
+            r"shape \[128, 63\]",
+        ),
+        (
+            {"model.norm.weight": torch.ones(64, dtype=torch.int32)},
+            inference.ModelError,
+            "is I32, and weights are",
+        ),
+        (
+            {"model.layers.0.mlp.extra": torch.ones(1)},
+            inference.UnknownModel,
+            "model.layers.0.mlp.extra is not what",
+        ),
+    ],
+)
+def test_tensors_that_are_not_the_models(tensors, error, said, folder):
+    change(folder, **tensors)
+    with pytest.raises(error, match=said):
+        inference.load(folder)
+
+
+def test_a_key_that_changes_the_model_is_named(folder):
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "logit_scale": 0.5}))
+    with pytest.raises(inference.UnknownModel, match=r"config.json: not known here.*logit_scale = 0.5"):
+        inference.load(folder)
+
+
+def test_a_folder_that_was_cut_off(folder):
+    weights = folder / "model.safetensors"
+    data = weights.read_bytes()
+    for length in (0, 4, 8, 100, len(data) - 1):
+        weights.write_bytes(data[:length])
+        with pytest.raises(inference.ModelError, match=r"model\.safetensors"):
+            inference.load(folder)
+    weights.unlink()
+    outside = shutil.move(folder / "config.json", folder.parent / "config.json")
+    (folder / "config.json").symlink_to(outside)
+    with pytest.raises(inference.ModelError, match="not in the folder"):
+        inference.load(folder)
