@@ -1,7 +1,7 @@
 """Whether a model can take what it is given: sequences no longer than its positions, tokens no larger than its
 vocabulary. Else forward fails with torch's IndexError, which names neither."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from overspill.cli.common import CliError
@@ -58,12 +58,19 @@ def check_tokens(model: Any, tokenizer: Any, found: Iterable[Any], folder: str) 
 
 def check_prompt(model: Any, tokenizer: Any, ids: Any, new_tokens: int, folder: str) -> None:
     """Raises CliError for a prompt that the model cannot take, alone or with what it is to write after it."""
-    rows, largest = model.get_input_embeddings().num_embeddings, int(ids.max())
-    if largest >= rows:
-        raise CliError(_no_row(tokenizer, largest, rows, folder))
     count, is_table = positions(model)
-    length = ids.shape[-1]
-    if count is not None and is_table and length + new_tokens - 1 > count:
+    rows = model.get_input_embeddings().num_embeddings
+    check_ids(tokenizer, ids.flatten().tolist(), rows, count if is_table else None, new_tokens, folder)
+
+
+def check_ids(
+    tokenizer: Any, ids: Sequence[int], rows: int, count: int | None, new_tokens: int, folder: str
+) -> None:
+    """The same for a model with `rows` tokens and, where there is a table of positions, `count` of them."""
+    if max(ids) >= rows:
+        raise CliError(_no_row(tokenizer, max(ids), rows, folder))
+    length = len(ids)
+    if count is not None and length + new_tokens - 1 > count:
         ways = (
             f"give at most --max-new-tokens {count - length + 1}"
             if length <= count

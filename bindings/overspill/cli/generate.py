@@ -1,11 +1,14 @@
 """Write text with a Hugging Face model on the CPU.
 
-The text is printed as it is made. Temperature 0 takes the likeliest token each time.
+The text is printed as it is made. Temperature 0 takes the likeliest token each time. A model of a family that
+overspill.inference does not know is run by transformers, which a line on stderr says.
 """
 
 import argparse
+import itertools
 import sys
 from pathlib import Path
+from typing import Any
 
 from overspill.cli import fits
 from overspill.cli.common import (
@@ -18,6 +21,7 @@ from overspill.cli.common import (
     quiet_transformers,
     seed,
 )
+from overspill.cli.output import warn
 
 
 def options(parser: argparse.ArgumentParser) -> None:
@@ -33,19 +37,40 @@ def options(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     folder = model_folder(args.model)
     quiet_transformers()
+    from overspill import inference
+
+    tokenizer = load_tokenizer(folder)
+    ids = _ids(tokenizer, args.prompt)
+    try:
+        model = inference.load(folder)
+    except inference.UnknownModel as reason:
+        warn(f"overspill: --model {folder} is run by transformers, because {reason}")
+        return _by_transformers(folder, tokenizer, ids, args)
+    count = model.context if model.has_position_table else None
+    fits.check_ids(tokenizer, ids, model.vocabulary, count, args.max_new_tokens, str(folder))
+    written = model.tokens(
+        ids, max_new_tokens=args.max_new_tokens, temperature=args.temperature, seed=args.seed
+    )
+    for piece in inference.Text(tokenizer).pieces(itertools.chain(ids, written)):
+        print(piece, end="", flush=True)
+    print(flush=True)
+    return 0
+
+
+def _by_transformers(folder: Path, tokenizer: Any, ids: list[int], args: argparse.Namespace) -> int:
     import torch
     from transformers import AutoModelForCausalLM, TextStreamer
 
-    tokenizer = load_tokenizer(folder)
-    inputs = _inputs(tokenizer, args.prompt)
+    inputs = torch.tensor([ids])
     model = _model(AutoModelForCausalLM, folder)
-    fits.check_prompt(model, tokenizer, inputs["input_ids"], args.max_new_tokens, str(folder))
+    fits.check_prompt(model, tokenizer, inputs, args.max_new_tokens, str(folder))
     torch.manual_seed(args.seed)
     sampling = (
         {"do_sample": True, "temperature": args.temperature} if args.temperature else {"do_sample": False}
     )
     model.generate(
-        **inputs,
+        input_ids=inputs,
+        attention_mask=torch.ones_like(inputs),
         **sampling,
         max_new_tokens=args.max_new_tokens,
         pad_token_id=tokenizer.eos_token_id,
@@ -55,17 +80,17 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _inputs(tokenizer, prompt: str):
+def _ids(tokenizer: Any, prompt: str) -> list[int]:
     """The prompt's tokens. Raises CliError where it has none."""
     try:
         prompt.encode()
     except UnicodeEncodeError:
         raise CliError(f"--prompt {prompt!r} is not UTF-8; give it in UTF-8") from None
-    inputs = tokenizer(prompt, return_tensors="pt", add_special_tokens=False, return_token_type_ids=False)
-    if inputs["input_ids"].numel() == 0:
+    ids = tokenizer(prompt, add_special_tokens=False)["input_ids"]
+    if not ids:
         begin = f", e.g. {tokenizer.bos_token!r}, with which its texts begin" if tokenizer.bos_token else ""
         raise CliError(f"--prompt {prompt!r} has no tokens to go on from; give a text that has some{begin}")
-    return inputs
+    return ids
 
 
 def _model(kind, folder: Path):
