@@ -72,73 +72,109 @@ struct Singles {
   static F32 multiply_add(Singles weights, F32 factor, F32 sum) { return fma(weights.values, factor, sum); }
 };
 
-// Attention over one key and value head: as many rows at once as registers allow share each key and value that
-// is read.
+// Attention over one key and value head. As many rows at once as kAttentionRows share each key and value that is
+// read; few rows take several blocks at once, since a sum waits for itself from one addition to the next.
+
+template <int kValue>
+struct Count {
+  static constexpr int value = kValue;
+};
 
 constexpr int kBlockRegisters = static_cast<int>(kKeyBlock) / kLanes;
+
+constexpr int blocks_together(int rows) {
+  const int fit = kTileVectors * kTileWidth / (rows * kBlockRegisters);
+  return fit >= 4 ? 4 : fit >= 2 ? 2 : 1;
+}
+
+template <int kRows, int kBlocks, class Stored>
+inline void score_blocks(const AttentionRows& at, int64_t p, const float* q, const Stored* keys, float* scores,
+                         int64_t score_stride) {
+  F32 sums[kRows][kBlocks * kBlockRegisters];
+  for (auto& row : sums) {
+    for (F32& sum : row) sum = F32{};
+  }
+  for (int64_t d = 0; d < at.head_size; ++d) {
+    for (int b = 0; b < kBlocks; ++b) {
+      for (int i = 0; i < kBlockRegisters; ++i) {
+        const F32 key = load_values(keys + (p + b * kKeyBlock) * at.head_size + d * kKeyBlock + i * kLanes);
+        for (int r = 0; r < kRows; ++r) {
+          F32& sum = sums[r][b * kBlockRegisters + i];
+          sum = fma(key, broadcast(q[r * at.head_size + d]), sum);
+        }
+      }
+    }
+  }
+  for (int r = 0; r < kRows; ++r) {
+    for (int i = 0; i < kBlocks * kBlockRegisters; ++i)
+      store(scores + r * score_stride + p + i * kLanes, sums[r][i], All{});
+  }
+}
 
 template <int kRows, class Stored>
 inline void score_rows(const AttentionRows& at, const float* q, const Stored* keys, float* scores,
                        int64_t score_stride) {
-  for (int64_t p = at.begin; p < at.end; p += kKeyBlock) {
-    const Stored* const block = keys + p * at.head_size;
-    F32 sums[kRows][kBlockRegisters];
-    for (int r = 0; r < kRows; ++r) {
-      for (int i = 0; i < kBlockRegisters; ++i) sums[r][i] = F32{};
-    }
-    for (int64_t d = 0; d < at.head_size; ++d) {
-      for (int i = 0; i < kBlockRegisters; ++i) {
-        const F32 key = load_values(block + d * kKeyBlock + i * kLanes);
-        for (int r = 0; r < kRows; ++r)
-          sums[r][i] = fma(key, broadcast(q[r * at.head_size + d]), sums[r][i]);
-      }
-    }
-    for (int r = 0; r < kRows; ++r) {
-      for (int i = 0; i < kBlockRegisters; ++i)
-        store(scores + r * score_stride + p + i * kLanes, sums[r][i], All{});
-    }
-  }
+  constexpr int kBlocks = blocks_together(kRows);
+  int64_t p = at.begin;
+  for (; p + (kBlocks - 1) * kKeyBlock < at.end; p += kBlocks * kKeyBlock)
+    score_blocks<kRows, kBlocks>(at, p, q, keys, scores, score_stride);
+  for (; p < at.end; p += kKeyBlock) score_blocks<kRows, 1>(at, p, q, keys, scores, score_stride);
 }
 
-template <class Stored>
-void score(const AttentionRows& at, const float* q, const Stored* keys, float* scores, int64_t score_stride) {
-  int64_t r = 0;
-  for (; r + kAttentionRows <= at.rows; r += kAttentionRows)
-    score_rows<kAttentionRows>(at, q + r * at.head_size, keys, scores + r * score_stride, score_stride);
-  for (; r < at.rows; ++r)
-    score_rows<1>(at, q + r * at.head_size, keys, scores + r * score_stride, score_stride);
+template <int kRows, int kBlocks, class Stored>
+inline void mix_blocks(const AttentionRows& at, int64_t d, const float* weights, int64_t weight_stride,
+                       const Stored* values, float* out, int64_t out_stride) {
+  F32 sums[kRows][kBlocks * kBlockRegisters];
+  for (auto& row : sums) {
+    for (F32& sum : row) sum = F32{};
+  }
+  for (int64_t p = at.begin; p < at.end; ++p) {
+    for (int i = 0; i < kBlocks * kBlockRegisters; ++i) {
+      const F32 value = load_values(values + p * at.value_stride + d + i * kLanes);
+      for (int r = 0; r < kRows; ++r)
+        sums[r][i] = fma(value, broadcast(weights[r * weight_stride + p]), sums[r][i]);
+    }
+  }
+  for (int r = 0; r < kRows; ++r) {
+    for (int i = 0; i < kBlocks * kBlockRegisters; ++i)
+      store(out + r * out_stride + d + i * kLanes, sums[r][i], All{});
+  }
 }
 
 template <int kRows, class Stored>
 inline void mix_rows(const AttentionRows& at, const float* weights, int64_t weight_stride, const Stored* values,
                      float* out, int64_t out_stride) {
-  for (int64_t d = 0; d < at.value_stride; d += kKeyBlock) {
-    F32 sums[kRows][kBlockRegisters];
-    for (int r = 0; r < kRows; ++r) {
-      for (int i = 0; i < kBlockRegisters; ++i) sums[r][i] = F32{};
-    }
-    for (int64_t p = at.begin; p < at.end; ++p) {
-      for (int i = 0; i < kBlockRegisters; ++i) {
-        const F32 value = load_values(values + p * at.value_stride + d + i * kLanes);
-        for (int r = 0; r < kRows; ++r)
-          sums[r][i] = fma(value, broadcast(weights[r * weight_stride + p]), sums[r][i]);
-      }
-    }
-    for (int r = 0; r < kRows; ++r) {
-      for (int i = 0; i < kBlockRegisters; ++i) store(out + r * out_stride + d + i * kLanes, sums[r][i], All{});
-    }
+  constexpr int kBlocks = blocks_together(kRows);
+  int64_t d = 0;
+  for (; d + kBlocks * kKeyBlock <= at.value_stride; d += kBlocks * kKeyBlock)
+    mix_blocks<kRows, kBlocks>(at, d, weights, weight_stride, values, out, out_stride);
+  for (; d < at.value_stride; d += kKeyBlock)
+    mix_blocks<kRows, 1>(at, d, weights, weight_stride, values, out, out_stride);
+}
+
+/// Calls body(row, how many rows) with a constant for the count, kAttentionRows until fewer are left.
+template <int kRows = kAttentionRows, class Body>
+inline void for_each_group(int64_t rows, Body body, int64_t row = 0) {
+  if constexpr (kRows > 0) {
+    for (; rows - row >= kRows; row += kRows) body(row, Count<kRows>{});
+    for_each_group<kRows - 1>(rows, body, row);
   }
+}
+
+template <class Stored>
+void score(const AttentionRows& at, const float* q, const Stored* keys, float* scores, int64_t score_stride) {
+  for_each_group(at.rows, [&](int64_t r, auto count) {
+    score_rows<count.value>(at, q + r * at.head_size, keys, scores + r * score_stride, score_stride);
+  });
 }
 
 template <class Stored>
 void mix(const AttentionRows& at, const float* weights, int64_t weight_stride, const Stored* values, float* out,
          int64_t out_stride) {
-  int64_t r = 0;
-  for (; r + kAttentionRows <= at.rows; r += kAttentionRows)
-    mix_rows<kAttentionRows>(at, weights + r * weight_stride, weight_stride, values, out + r * out_stride,
-                             out_stride);
-  for (; r < at.rows; ++r)
-    mix_rows<1>(at, weights + r * weight_stride, weight_stride, values, out + r * out_stride, out_stride);
+  for_each_group(at.rows, [&](int64_t r, auto count) {
+    mix_rows<count.value>(at, weights + r * weight_stride, weight_stride, values, out + r * out_stride,
+                          out_stride);
+  });
 }
 
 constexpr Kernels kTable = {.name = kName,

@@ -1,0 +1,132 @@
+// Decoding beside a loop that only reads: the same bytes, in the same pages, by the same threads, in turn.
+// The loop is the limit that memory sets.   bench_inference_decode FOLDER [THREADS] [TURNS]
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cstdint>
+#include <cstdlib>
+#include <nlohmann/json.hpp>
+#include <numeric>
+#include <thread>
+#include <vector>
+
+#include "inference/format/model_folder.h"
+#include "inference/model/families.h"
+#include "inference/run/forward.h"
+
+namespace {
+
+using namespace overspill::inference;
+using Clock = std::chrono::steady_clock;
+
+constexpr int64_t kPrompt = 512, kPassesATurn = 8;
+
+typedef uint64_t Wide __attribute__((vector_size(64)));
+
+/// Eight streams' worth of registers, so that no addition waits for the one before.
+__attribute__((target_clones("avx512f", "avx2", "default"))) uint64_t read(const std::byte* data,
+                                                                           int64_t bytes) {
+  const auto* const at = reinterpret_cast<const Wide*>(data);
+  Wide sums[8] = {};
+  for (int64_t i = 0; i + 8 <= bytes / 64; i += 8) {
+    __builtin_prefetch(reinterpret_cast<const char*>(at + i) + 4096);
+    for (int64_t s = 0; s < 8; ++s) sums[s] += at[i + s];
+  }
+  Wide total = {};
+  for (const Wide& sum : sums) total += sum;
+  uint64_t all = 0;
+  for (int i = 0; i < 8; ++i) all += total[i];
+  return all;
+}
+
+double seconds_since(Clock::time_point begin) {
+  return std::chrono::duration<double>(Clock::now() - begin).count();
+}
+
+double median(std::vector<double> values) {
+  std::ranges::sort(values);
+  return values[values.size() / 2];
+}
+
+int32_t likeliest(const float* logits, int64_t vocabulary) {
+  return static_cast<int32_t>(std::max_element(logits, logits + vocabulary) - logits);
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  if (argc < 2) {
+    fmt::print(stderr, "usage: bench_inference_decode FOLDER [THREADS] [TURNS]\n");
+    return 2;
+  }
+  const int threads = argc > 2 ? std::atoi(argv[2]) : static_cast<int>(std::thread::hardware_concurrency());
+  const int turns = argc > 3 ? std::atoi(argv[3]) : 40;
+  const ModelFolder folder(argv[1]);
+  const ModelSpec spec = describe(folder);
+  Team team(std::max(1, threads));
+  const Weights weights = load_weights(folder, spec, team);
+  Forward forward(spec, weights, team, kernels(), 128);
+  Cache cache(spec, kPrompt + int64_t{turns} * kPassesATurn + 1,
+              weights.has_fp32 ? Element::fp32 : Element::bf16);
+
+  std::vector<Row> rows;
+  int32_t token = 0;
+  const auto pass = [&](std::vector<int32_t> tokens, int64_t first) {
+    rows.clear();
+    for (const int32_t id : tokens) rows.push_back({id, first++, &cache});
+    const int32_t last[] = {static_cast<int32_t>(rows.size() - 1)};
+    token = likeliest(forward.run(rows, last), spec.vocabulary);
+  };
+  std::vector<double> prefills;
+  for (int turn = 0; turn < 3; ++turn) {
+    const auto begin = Clock::now();
+    for (int64_t first = 0; first < kPrompt; first += 128) {
+      std::vector<int32_t> tokens(128);
+      std::iota(tokens.begin(), tokens.end(), static_cast<int32_t>(first) % 256);
+      pass(tokens, first);
+    }
+    prefills.push_back(seconds_since(begin));
+  }
+
+  // A tied embedding is read once, as the head; one row of another is next to nothing.
+  const int64_t idle = spec.head ? weights.embedding.bytes() : 0;
+  const std::byte* const data = weights.memory.data() + idle;
+  const int64_t bytes = weights.memory.bytes() - idle;
+  std::vector<double> decode, reading, ratio;
+  std::vector<uint64_t> sums(static_cast<size_t>(team.size()));
+  int64_t position = kPrompt;
+  for (int turn = 0; turn < turns; ++turn) {
+    auto begin = Clock::now();
+    for (int64_t i = 0; i < kPassesATurn; ++i) pass({token}, position++);
+    decode.push_back(seconds_since(begin) / kPassesATurn);
+    begin = Clock::now();
+    for (int64_t i = 0; i < kPassesATurn; ++i) {
+      team.run([&](int thread) {
+        const int64_t first = bytes * thread / team.size() / 4096 * 4096;
+        const int64_t last = bytes * (thread + 1) / team.size() / 4096 * 4096;
+        sums[static_cast<size_t>(thread)] += read(data + first, last - first);
+      });
+    }
+    reading.push_back(seconds_since(begin) / kPassesATurn);
+    ratio.push_back(reading.back() / decode.back());
+  }
+  const nlohmann::json result = {
+      {"kernels", kernels().name},
+      {"threads", team.size()},
+      {"bytes", bytes},
+      {"checksum", std::accumulate(sums.begin(), sums.end(), uint64_t{0}) % 1000},
+      {"decode_seconds", median(decode)},
+      {"decode_seconds_least", *std::ranges::min_element(decode)},
+      {"read_seconds", median(reading)},
+      {"read_seconds_least", *std::ranges::min_element(reading)},
+      {"decode_vs_read_loop", median(ratio)},
+      {"decode_vs_read_loop_of_least",
+       *std::ranges::min_element(reading) / *std::ranges::min_element(decode)},
+      {"read_gb_per_s", static_cast<double>(bytes) / median(reading) / 1e9},
+      {"tokens_per_s", 1 / median(decode)},
+      {"prefill_tokens_per_s", static_cast<double>(kPrompt) / *std::ranges::min_element(prefills)},
+  };
+  fmt::print("RESULT {}\n", result.dump());
+  return 0;
+}
