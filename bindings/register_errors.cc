@@ -40,6 +40,7 @@ py::object text(const std::string& bytes) {
 void register_errors(py::module_& m) {
   static py::exception<std::runtime_error> base(m, "OverspillError", PyExc_RuntimeError);
   register_error<engine::BudgetError>(m, "BudgetError", base);
+  register_error<inference::NoRoom>(m, "NoRoom", m.attr("BudgetError"));
   register_error<engine::CheckpointError>(m, "CheckpointError", base);
   register_error<engine::CommunicatorError>(m, "CommunicatorError", base);
   register_error<engine::EngineFailed>(m, "EngineFailed", base);

@@ -2,6 +2,7 @@
 #include <pybind11/stl.h>
 
 #include <memory>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -24,8 +25,10 @@ std::span<float> floats_at(uintptr_t address, int64_t count) {
   return {reinterpret_cast<float*>(bytes.data()), bytes.size() / sizeof(float)};
 }
 
-std::shared_ptr<Model> load(const std::string& folder, int threads) {
-  const inference::ModelOptions options{.threads = threads};
+std::shared_ptr<Model> load(const std::string& folder, int threads, std::optional<int64_t> budget_bytes,
+                            int64_t positions) {
+  const inference::ModelOptions options{
+      .threads = threads, .budget_bytes = budget_bytes, .positions = positions};
   return std::make_shared<Model>(folder, options, inference::kernels());
 }
 
@@ -49,7 +52,8 @@ void register_inference(py::module_& m) {
   using Released = py::call_guard<py::gil_scoped_release>;
   m.def("inference_families", &inference::family_names, "The values of model_type that are known.");
   py::class_<Model, std::shared_ptr<Model>>(m, "InferenceModel")
-      .def(py::init(&load), py::arg("folder"), py::arg("threads"), Released())
+      .def(py::init(&load), py::arg("folder"), py::arg("threads"), py::arg("budget_bytes"),
+           py::arg("positions"), Released())
       .def_property_readonly("family", [](const Model& self) { return self.spec().family; })
       .def_property_readonly("vocabulary", [](const Model& self) { return self.spec().vocabulary; })
       .def_property_readonly("context", [](const Model& self) { return self.spec().context; })
@@ -58,6 +62,7 @@ void register_inference(py::module_& m) {
       .def_property_readonly("end_tokens", &Model::end_tokens)
       .def_property_readonly("threads", &Model::threads)
       .def_property_readonly("weight_bytes", &Model::weight_bytes)
+      .def_property_readonly("streamed_bytes", &Model::streamed_bytes)
       .def_property_readonly("kernels", [](const Model& self) { return std::string(self.kernels().name); });
   py::class_<Sampler>(m, "InferenceSampler")
       .def(py::init(&make_sampler), py::kw_only(), py::arg("temperature"), py::arg("top_k"), py::arg("top_p"),

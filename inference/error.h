@@ -19,4 +19,10 @@ class UnknownModel : public ModelError {
   using ModelError::ModelError;
 };
 
+/// A budget of memory that is too small. The message names what is needed.
+class NoRoom : public std::runtime_error {
+ public:
+  using std::runtime_error::runtime_error;
+};
+
 }  // namespace overspill::inference

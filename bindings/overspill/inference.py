@@ -22,6 +22,7 @@ import torch
 
 from . import _core
 from ._core import ModelError, UnknownModel
+from .config import parse_size
 
 __all__ = ["Model", "ModelError", "Text", "UnknownModel", "families", "load"]
 
@@ -35,26 +36,47 @@ def families() -> list[str]:
     return _core.inference_families()
 
 
-def load(folder: str | os.PathLike, *, threads: int | None = None) -> Model:
-    """Reads a Hugging Face folder (config.json, safetensors) into memory.
+def load(
+    folder: str | os.PathLike,
+    *,
+    threads: int | None = None,
+    budget: int | str | None = None,
+    positions: int = 2048,
+) -> Model:
+    """Opens a Hugging Face folder (config.json, safetensors).
 
-    threads: as many as this process has cores, by default. Raises UnknownModel where the model is of a family that is
-    not among `families()`, or has a configuration key that may change what it computes and is not known here;
-    ModelError, its base, where the folder is damaged; StoreError for a disk that fails; MemoryError.
+    threads: as many as this process has cores, by default. budget: bytes of memory, as a number or a text like
+    "1200MiB", for weights, caches and buffers; what it does not hold of the weights is read from the folder for each
+    pass, ahead of use, and the tokens are the same. None holds all. positions: of all texts that are read at a time,
+    for which a budget keeps room.
+
+    Raises UnknownModel where the model is of a family that is not among `families()`, or has a configuration key that
+    may change what it computes and is not known here; ModelError, its base, where the folder is damaged; BudgetError
+    for a budget that does not hold the least; StoreError for a disk that fails; MemoryError.
     """
-    return Model(folder, threads=threads)
+    return Model(folder, threads=threads, budget=budget, positions=positions)
 
 
 class Model:
-    """A model in memory. Threads: any; their calls take turns."""
+    """A model that is ready to run. Threads: any; their calls take turns."""
 
-    def __init__(self, folder: str | os.PathLike, *, threads: int | None = None):
+    def __init__(
+        self,
+        folder: str | os.PathLike,
+        *,
+        threads: int | None = None,
+        budget: int | str | None = None,
+        positions: int = 2048,
+    ):
         """See `load`."""
         self.path = Path(folder)
         threads = len(os.sched_getaffinity(0)) if threads is None else threads
         if not 1 <= threads <= 1024:
             raise ValueError(f"threads is {threads}, and is to be from 1 to 1024")
-        self._core = _core.InferenceModel(os.fspath(folder), threads)
+        if not 1 <= positions <= 2**24:
+            raise ValueError(f"positions is {positions}, and is to be from 1 to {2**24}")
+        bytes_ = parse_size(budget) if budget is not None else None
+        self._core = _core.InferenceModel(os.fspath(folder), threads, bytes_, positions)
 
     @property
     def family(self) -> str:
@@ -78,8 +100,13 @@ class Model:
 
     @property
     def weight_bytes(self) -> int:
-        """What the weights take in memory."""
+        """What the weights that stay in memory take."""
         return self._core.weight_bytes
+
+    @property
+    def streamed_bytes(self) -> int:
+        """What a pass reads of the others: 0 where all stay."""
+        return self._core.streamed_bytes
 
     @functools.cached_property
     def tokenizer(self) -> Any:

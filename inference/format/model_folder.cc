@@ -104,6 +104,12 @@ void ModelFolder::read(const StoredTensor& tensor, int64_t offset, std::span<std
   read_bytes(files_.at(static_cast<size_t>(tensor.file)), tensor.offset + offset, to);
 }
 
+void ModelFolder::forget(const StoredTensor& tensor) const {
+  // A wish: some file systems keep what they like.
+  ::posix_fadvise(files_.at(static_cast<size_t>(tensor.file)).fd.get(), tensor.offset, tensor.bytes,
+                  POSIX_FADV_DONTNEED);
+}
+
 ModelFolder::File ModelFolder::open(const std::string& name) const {
   File file;
   file.path = path_ / name;

@@ -34,6 +34,8 @@ class ModelFolder {
   /// Fills `to` from the tensor's bytes, beginning at its byte `offset`. Threads: any. Throws ModelError for
   /// a file that became shorter, io::StoreError for a disk that fails.
   void read(const StoredTensor& tensor, int64_t offset, std::span<std::byte> to) const;
+  /// Asks the kernel to keep nothing of the tensor's bytes in memory.
+  void forget(const StoredTensor& tensor) const;
 
  private:
   struct File {

@@ -16,4 +16,13 @@ Cache::Cache(const ModelSpec& spec, int64_t capacity, Element element)
   memory_ = kernels::HostPages(bytes, kernels::PageSize::small);
 }
 
+int64_t Cache::bytes(const ModelSpec& spec, int64_t capacity, Element element) {
+  int64_t elements = 0;
+  for (const Layer& layer : spec.layers) {
+    const Attention& attention = layer.attention;
+    elements += attention.kv_heads * (attention.head_size + value_stride(attention));
+  }
+  return elements * round_up(capacity, kKeyBlock) * bytes_of(element);
+}
+
 }  // namespace overspill::inference

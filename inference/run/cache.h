@@ -17,6 +17,9 @@ class Cache {
   /// Room for `capacity` positions. Throws std::bad_alloc.
   Cache(const ModelSpec& spec, int64_t capacity, Element element);
 
+  /// What one of so many positions takes, once all were written.
+  static int64_t bytes(const ModelSpec& spec, int64_t capacity, Element element);
+
   int64_t capacity() const { return capacity_; }
   Element element() const { return element_; }
   /// Positions that hold something. Set by who has written them.

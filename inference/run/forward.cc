@@ -69,6 +69,20 @@ Forward::Forward(const ModelSpec& spec, const Weights& weights, Team& team, cons
   }
 }
 
+int64_t Forward::bytes(const ModelSpec& spec, int threads, int64_t rows_max) {
+  const Widest widest(spec);
+  const auto block = [&](int64_t vectors, int64_t size) { return 4 * vectors * round_up(size, kPanelRows); };
+  const auto operand = [&](int64_t vectors, int64_t size) { return block(vectors, size) * 3 / 2; };
+  const int64_t slots = rows_max * widest.inner_slots;
+  const int64_t shared = 2 * block(rows_max, spec.hidden) + block(rows_max, widest.qkv) +
+                         operand(rows_max, widest.mixed) + block(slots, widest.inner) +
+                         operand(slots, widest.inner) + block(rows_max, spec.vocabulary);
+  const int64_t gathered = widest.experts > 0 ? operand(rows_max, std::max(spec.hidden, widest.inner)) : 0;
+  const int64_t own = operand(rows_max, spec.hidden) + block(rows_max, kPanelRows) +
+                      block(rows_max, widest.experts) + gathered;
+  return shared + threads * own;
+}
+
 const float* Forward::run(std::span<const Row> rows, std::span<const int32_t> wanted) {
   const auto is_row = [&](int32_t i) { return i >= 0 && i < static_cast<int32_t>(rows.size()); };
   if (rows.empty() || static_cast<int64_t>(rows.size()) > rows_max_ || !std::ranges::all_of(wanted, is_row))
@@ -84,7 +98,9 @@ const float* Forward::run(std::span<const Row> rows, std::span<const int32_t> wa
   rows_ = rows;
   wanted_ = wanted;
   prepare();
+  error_ = nullptr;
   team_.run([this](int thread) { compute(thread); });
+  if (error_) std::rethrow_exception(error_);
   return logits_.at(0);
 }
 
@@ -132,10 +148,31 @@ void Forward::compute(int thread) {
   embed(thread);
   team_.barrier();
   for (size_t layer = 0; layer < spec_.layers.size(); ++layer) {
+    if (!begin_layer(thread, layer)) return;
     attention(thread, layer);
     feed_forward(thread, layer);
+    end_layer(thread, layer);
   }
   head(thread);
+}
+
+/// Waits for a streamed layer. False, for every thread, where it cannot be had.
+bool Forward::begin_layer(int thread, size_t layer) {
+  if (!weights_.stream || !weights_.stream->has(layer)) return true;
+  if (thread == 0) {
+    try {
+      weights_.stream->acquire(layer);
+    } catch (...) {
+      error_ = std::current_exception();
+    }
+  }
+  team_.barrier();
+  return error_ == nullptr;
+}
+
+/// Every thread has passed the layer's last barrier.
+void Forward::end_layer(int thread, size_t layer) {
+  if (thread == 0 && weights_.stream && weights_.stream->has(layer)) weights_.stream->release();
 }
 
 void Forward::embed(int thread) {

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <exception>
 #include <span>
 #include <vector>
 
@@ -64,6 +65,9 @@ class Forward {
   Forward(const ModelSpec& spec, const Weights& weights, Team& team, const Kernels& kernels,
           int64_t rows_max);
 
+  /// What one takes in memory, at most, but for the scores of attention, which grow with the text.
+  static int64_t bytes(const ModelSpec& spec, int threads, int64_t rows_max);
+
   int64_t rows_max() const { return rows_max_; }
   /// Computes the rows and adds them to their caches, whose lengths the caller sets. Returns the logits of
   /// the rows in `wanted`, one behind the other, `logits_stride` apart; valid until the next call.
@@ -99,6 +103,8 @@ class Forward {
   };
 
   void prepare();
+  bool begin_layer(int thread, size_t layer);
+  void end_layer(int thread, size_t layer);
   void compute(int thread);
   void embed(int thread);
   void attention(int thread, size_t layer);
@@ -150,6 +156,7 @@ class Forward {
   Block logits_;
   int64_t logits_rows_ = 0;
   std::vector<Own> owns_;
+  std::exception_ptr error_;  // of the stream: every thread leaves the forward at the same layer
 };
 
 }  // namespace overspill::inference

@@ -3,8 +3,11 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <limits>
 #include <numeric>
 #include <stdexcept>
+
+#include "inference/error.h"
 
 namespace overspill::inference {
 namespace {
@@ -23,20 +26,52 @@ int64_t checked_capacity(const ModelSpec& spec, int64_t capacity) {
 
 }  // namespace
 
-Model::Model(const std::filesystem::path& folder_path, const ModelOptions& options, const Kernels& kernels)
-    : kernels_(kernels),
+Model::Model(const std::filesystem::path& folder, const ModelOptions& options, const Kernels& kernels)
+    : folder_(folder),
+      spec_(describe(folder_)),
+      kernels_(kernels),
       team_(options.threads),
-      weights_([&] {
-        const ModelFolder folder(folder_path);
-        spec_ = describe(folder);
-        end_tokens_ = folder.end_tokens();
-        return load_weights(folder, spec_, team_);
-      }()),
+      weights_(load_weights(folder_, spec_, team_, weight_bytes_max(options))),
       forward_(spec_, weights_, team_, kernels, options.rows_max) {}
+
+/// What the budget leaves for weights beside caches and buffers.
+int64_t Model::weight_bytes_max(const ModelOptions& options) {
+  if (!options.budget_bytes) return std::numeric_limits<int64_t>::max();
+  const bool narrow = std::ranges::all_of(folder_.tensors(), [](const StoredTensor& tensor) {
+    return tensor.shape.size() < 2 || tensor.dtype == "BF16";
+  });
+  const int64_t caches = Cache::bytes(spec_, options.positions, narrow ? Element::bf16 : Element::fp32);
+  const int64_t buffers = Forward::bytes(spec_, options.threads, options.rows_max);
+  cache_bytes_left_.emplace(caches);
+  const int64_t left = *options.budget_bytes - caches - buffers;
+  if (left >= 0) return left;
+  throw NoRoom(
+      fmt::format("{}: a budget of {} bytes does not hold {} for the cache of {} positions and {} for "
+                  "buffers; give a larger "
+                  "one, or fewer positions",
+                  folder_.path().string(), *options.budget_bytes, caches, options.positions, buffers));
+}
+
+Session::Charge::Charge(Model& model, int64_t bytes) : model_(model), bytes_(bytes) {
+  if (!model_.cache_bytes_left_) return;
+  if (const int64_t left = model_.cache_bytes_left_->fetch_sub(bytes_); left < bytes_) {
+    *model_.cache_bytes_left_ += bytes_;
+    throw NoRoom(
+        fmt::format("a text's cache takes {} bytes, and the budget has {} left for caches; load the model "
+                    "with more positions",
+                    bytes_, left));
+  }
+}
+
+Session::Charge::~Charge() {
+  if (model_.cache_bytes_left_) *model_.cache_bytes_left_ += bytes_;
+}
 
 Session::Session(std::shared_ptr<Model> model, int64_t capacity)
     : model_(std::move(model)),
-      cache_(model_->spec(), checked_capacity(model_->spec(), capacity), model_->cache_element()) {}
+      charge_(*model_, Cache::bytes(model_->spec(), checked_capacity(model_->spec(), capacity),
+                                    model_->cache_element())),
+      cache_(model_->spec(), capacity, model_->cache_element()) {}
 
 void Session::rewind(int64_t length) {
   if (length < 0 || length > cache_.length())

@@ -1,10 +1,12 @@
 // A model in memory, and texts that it reads and goes on with.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <filesystem>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <span>
 #include <string>
 #include <vector>
@@ -24,30 +26,41 @@ struct ModelOptions {
   /// Positions computed together, at most: a long prompt goes in so many at a time. More cost memory, about
   /// forty bytes a position and hidden element.
   int64_t rows_max = 128;
+  /// Of memory, for weights, caches and buffers; none: as much as they take. Layers that it does not hold are
+  /// read for each pass.
+  std::optional<int64_t> budget_bytes{};
+  /// With a budget: positions of all texts at a time for which room is kept.
+  int64_t positions = 2048;
 };
 
 /// Threads: any; the calls of all sessions take turns.
 class Model {
  public:
-  /// Reads the folder whole. Throws ModelError, io::StoreError, std::bad_alloc.
+  /// Reads the folder whole. Throws ModelError, io::StoreError, std::bad_alloc; NoRoom where the budget does
+  /// not hold the least.
   Model(const std::filesystem::path& folder, const ModelOptions& options, const Kernels& kernels);
 
   const ModelSpec& spec() const { return spec_; }
-  const std::vector<int32_t>& end_tokens() const { return end_tokens_; }
+  const std::vector<int32_t>& end_tokens() const { return folder_.end_tokens(); }
   const Kernels& kernels() const { return kernels_; }
   int threads() const { return team_.size(); }
-  /// Of the matrices, as they lie in memory.
+  /// Of the matrices that stay in memory.
   int64_t weight_bytes() const { return weights_.memory.bytes(); }
+  /// Of those that do not: what one pass reads.
+  int64_t streamed_bytes() const { return weights_.stream ? weights_.stream->bytes() : 0; }
   /// What the cache holds: bf16, unless a matrix is fp32.
   Element cache_element() const { return weights_.has_fp32 ? Element::fp32 : Element::bf16; }
 
  private:
   friend class Session;
 
+  int64_t weight_bytes_max(const ModelOptions& options);
+
+  ModelFolder folder_;
   ModelSpec spec_;
-  std::vector<int32_t> end_tokens_;
   const Kernels& kernels_;
   Team team_;
+  std::optional<std::atomic<int64_t>> cache_bytes_left_;  // with a budget
   Weights weights_;
   std::mutex mutex_;  // of forward_
   Forward forward_;
@@ -57,6 +70,7 @@ class Model {
 class Session {
  public:
   /// Room for `capacity` positions. Throws std::invalid_argument for more than the model can compute.
+  /// NoRoom where the model's budget has too little left for its cache.
   Session(std::shared_ptr<Model> model, int64_t capacity);
 
   int64_t length() const { return cache_.length(); }
@@ -81,7 +95,21 @@ class Session {
   template <class Take>
   void read(std::span<const int32_t> tokens, bool all, Take take);
 
+  /// Room in the model's budget, given back at the end.
+  class Charge {
+   public:
+    Charge(Model& model, int64_t bytes);
+    Charge(const Charge&) = delete;
+    Charge& operator=(const Charge&) = delete;
+    ~Charge();
+
+   private:
+    Model& model_;
+    int64_t bytes_;
+  };
+
   std::shared_ptr<Model> model_;
+  Charge charge_;
   Cache cache_;
   std::vector<int32_t> tokens_;
 };

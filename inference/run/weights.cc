@@ -17,40 +17,42 @@
 namespace overspill::inference {
 namespace {
 
-// Matrices begin at a page, so that each has the alignment of a cache line and threads share few pages.
-constexpr int64_t kMatrixAlignment = 4096;
+constexpr int kSlots = 2;  // one is read into while the other is multiplied by
 
 /// Collects what the spec wants, checks it against the folder, and reads it.
 class Loader {
  public:
   Loader(const ModelFolder& folder, const ModelSpec& spec) : folder_(folder), spec_(spec) {}
 
-  Weights load(Team& team) {
+  Weights load(Team& team, int64_t bytes_max) {
     Weights weights;
     plan(weights);
     check_rest();
-    allocate(weights);
+    const std::vector<WantedMatrix> resident = place(weights, bytes_max);
     team.run([&](int thread) {
-      for (const Wanted& wanted : wanted_)
+      for (const WantedMatrix& wanted : resident)
         pack_panels(folder_, *wanted.spec, *wanted.to, own_panels(wanted.to->panels(), thread, team.size()));
     });
+    if (weights.stream) {
+      for (const StoredTensor& tensor : folder_.tensors()) folder_.forget(tensor);
+    }
     if (!spec_.head) weights.head = weights.embedding;
     return weights;
   }
 
  private:
-  struct Wanted {
-    const MatrixSpec* spec;
-    Matrix* to;
-  };
-
   void plan(Weights& weights) {
     matrix(spec_.embedding, weights.embedding);
     if (spec_.head) matrix(*spec_.head, weights.head);
     if (spec_.positions) matrix(*spec_.positions, weights.positions.emplace());
     norm(spec_.final_norm, weights.final_norm);
     weights.layers.resize(spec_.layers.size());
-    for (size_t i = 0; i < spec_.layers.size(); ++i) layer(spec_.layers[i], weights.layers[i]);
+    top_ = take_wanted();
+    for (size_t i = 0; i < spec_.layers.size(); ++i) {
+      layer(spec_.layers[i], weights.layers[i]);
+      const StreamedLayer& made = layers_.emplace_back(StreamedLayer{i, take_wanted(), 0});
+      layers_.back().bytes = bytes_of(made.matrices);
+    }
   }
 
   void layer(const Layer& spec, LayerWeights& to) {
@@ -157,18 +159,66 @@ class Loader {
            name.ends_with(".attn.masked_bias") || (name == "lm_head.weight" && !spec_.head);
   }
 
-  void allocate(Weights& weights) {
+  std::vector<WantedMatrix> take_wanted() { return std::exchange(wanted_, {}); }
+
+  static int64_t bytes_of(const std::vector<WantedMatrix>& matrices) {
     int64_t bytes = 0;
-    std::vector<int64_t> offsets;
-    for (const Wanted& wanted : wanted_) {
-      // Stored tensors fill a file each, so their sum is far from overflow; the rounding is below 64 times.
-      offsets.push_back(bytes);
-      if (__builtin_add_overflow(bytes, round_up(wanted.to->bytes(), kMatrixAlignment), &bytes))
-        throw std::bad_alloc();
-      weights.has_fp32 = weights.has_fp32 || wanted.to->element == Element::fp32;
+    for (const WantedMatrix& matrix : matrices) {
+      // Each element is stored in a file that is there, so the sum overflows nothing.
+      bytes += aligned_bytes(*matrix.to);
     }
-    weights.memory = kernels::HostPages(bytes);
-    for (size_t i = 0; i < wanted_.size(); ++i) wanted_[i].to->data = weights.memory.data() + offsets[i];
+    return bytes;
+  }
+
+  /// Gives every matrix that stays its memory, and returns those; the others become the stream's.
+  std::vector<WantedMatrix> place(Weights& weights, int64_t bytes_max) {
+    std::vector<WantedMatrix> resident = top_;
+    std::vector<StreamedLayer> streamed;
+    const std::vector<bool> stays = layers_that_stay(bytes_max);
+    for (size_t i = 0; i < layers_.size(); ++i) {
+      for (const WantedMatrix& matrix : layers_[i].matrices)
+        weights.has_fp32 = weights.has_fp32 || matrix.to->element == Element::fp32;
+      if (stays[i]) {
+        resident.insert(resident.end(), layers_[i].matrices.begin(), layers_[i].matrices.end());
+      } else {
+        streamed.push_back(layers_[i]);
+      }
+    }
+    for (const WantedMatrix& matrix : top_)
+      weights.has_fp32 = weights.has_fp32 || matrix.to->element == Element::fp32;
+    weights.memory = kernels::HostPages(bytes_of(resident));
+    std::byte* data = weights.memory.data();
+    for (const WantedMatrix& matrix : resident) {
+      matrix.to->data = data;
+      data += aligned_bytes(*matrix.to);
+    }
+    if (!streamed.empty())
+      weights.stream = std::make_unique<LayerStream>(folder_, std::move(streamed), kSlots);
+    return resident;
+  }
+
+  /// All, or as many as fit beside the slots, evenly apart: while one is computed the next is read.
+  std::vector<bool> layers_that_stay(int64_t bytes_max) const {
+    int64_t all = 0, largest = 0;
+    for (const StreamedLayer& layer : layers_) {
+      all += layer.bytes;
+      largest = std::max(largest, layer.bytes);
+    }
+    const int64_t top = bytes_of(top_);
+    const auto count = static_cast<int64_t>(layers_.size());
+    if (top + all <= bytes_max) return std::vector<bool>(layers_.size(), true);
+    const int64_t room = bytes_max - top - kSlots * largest;
+    if (room < 0) {
+      throw NoRoom(
+          fmt::format("{}: {} bytes are left for its weights, and they need at least {}: {} for the "
+                      "embedding and the head, "
+                      "and two layers of {}; give a larger budget",
+                      folder_.path().string(), bytes_max, top + kSlots * largest, top, largest));
+    }
+    const int64_t stay = room / largest;
+    std::vector<bool> stays;
+    for (int64_t i = 0; i < count; ++i) stays.push_back((i + 1) * stay / count > i * stay / count);
+    return stays;
   }
 
   struct Use {
@@ -178,7 +228,9 @@ class Loader {
 
   const ModelFolder& folder_;
   const ModelSpec& spec_;
-  std::vector<Wanted> wanted_;
+  std::vector<WantedMatrix> wanted_;  // since the last take
+  std::vector<WantedMatrix> top_;     // embedding, positions, head
+  std::vector<StreamedLayer> layers_;
   std::unordered_map<std::string, Use> used_;
 };
 
@@ -199,8 +251,8 @@ void Matrix::copy_row(int64_t row, float* to) const {
   }
 }
 
-Weights load_weights(const ModelFolder& folder, const ModelSpec& spec, Team& team) {
-  return Loader(folder, spec).load(team);
+Weights load_weights(const ModelFolder& folder, const ModelSpec& spec, Team& team, int64_t bytes_max) {
+  return Loader(folder, spec).load(team, bytes_max);
 }
 
 }  // namespace overspill::inference

@@ -3,31 +3,20 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <limits>
+#include <memory>
 #include <optional>
 #include <variant>
 #include <vector>
 
 #include "inference/format/model_folder.h"
-#include "inference/kernels/panel.h"
 #include "inference/model/spec.h"
+#include "inference/run/matrix.h"
+#include "inference/run/stream.h"
 #include "inference/run/team.h"
 #include "kernels/host_pages.h"
 
 namespace overspill::inference {
-
-/// A view; `panels_of(rows)` panels lie one behind the other.
-struct Matrix {
-  Element element = Element::bf16;
-  int64_t rows = 0;
-  int64_t columns = 0;
-  std::byte* data = nullptr;
-
-  int64_t panels() const { return panels_of(rows); }
-  int64_t bytes() const { return panels() * panel_bytes(element, columns); }
-  const std::byte* panel(int64_t i) const { return data + i * panel_bytes(element, columns); }
-  /// Row `row`, as fp32. `to` has `columns` elements.
-  void copy_row(int64_t row, float* to) const;
-};
 
 struct NormWeights {
   std::vector<float> weight;
@@ -67,22 +56,19 @@ struct Weights {
   std::vector<LayerWeights> layers;
   NormWeights final_norm;
 
-  kernels::HostPages memory;  // of the matrices
-  bool has_fp32 = false;      // a matrix that is not bf16
+  kernels::HostPages memory;            // of the matrices that stay
+  std::unique_ptr<LayerStream> stream;  // of those that do not; null where all stay
+  bool has_fp32 = false;                // a matrix that is not bf16
 };
 
 /// Reads a model's weights. A bf16 tensor stays bf16; fp16 and fp32 become fp32, as does a matrix whose parts
 /// differ. Each thread packs, and so touches first, the panels that it multiplies by later (own_panels).
+/// At most `bytes_max` of memory hold matrices. Where they take more, as many layers stay as fit beside two
+/// slots for the others, which are read for each pass.
 /// Throws ModelError for a tensor that is missing, of another shape or of a dtype that is no float of two or
-/// four bytes, and for one that the spec does not use; std::bad_alloc.
-Weights load_weights(const ModelFolder& folder, const ModelSpec& spec, Team& team);
-
-/// The panels that are one thread's: [first, last).
-struct PanelRange {
-  int64_t first, last;
-};
-inline PanelRange own_panels(int64_t panels, int thread, int threads) {
-  return {panels * thread / threads, panels * (thread + 1) / threads};
-}
+/// four bytes, and for one that the spec does not use; NoRoom where bytes_max does not hold the least;
+/// std::bad_alloc. The folder outlives the weights.
+Weights load_weights(const ModelFolder& folder, const ModelSpec& spec, Team& team,
+                     int64_t bytes_max = std::numeric_limits<int64_t>::max());
 
 }  // namespace overspill::inference

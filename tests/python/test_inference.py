@@ -2,6 +2,7 @@
 that are not what they say."""
 
 import json
+import os
 import shutil
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 import transformers as hf
 from safetensors.torch import load_file, save_file
 
-from overspill import inference
+from overspill import BudgetError, inference
 
 SIZES = {
     "vocab_size": 131,
@@ -351,3 +352,71 @@ def test_a_folder_that_was_cut_off(folder):
     (folder / "config.json").symlink_to(outside)
     with pytest.raises(inference.ModelError, match="not in the folder"):
         inference.load(folder)
+
+
+# ---- budgets
+
+
+def least_budget(folder, **options):
+    """The smallest budget that the model runs in, by trial."""
+    low, high = 0, 64 << 20
+    while high - low > 64:
+        middle = (low + high) // 2
+        try:
+            inference.load(folder, budget=middle, **options)
+            high = middle
+        except BudgetError:
+            low = middle
+    return high
+
+
+def test_a_budget_changes_no_bit(family):
+    """Layers that it does not hold are read for each pass."""
+    folder, _ = family
+    options = {"threads": 2, "positions": 96}
+    whole = inference.load(folder, **options)
+    wanted = whole.logits(ids_of())
+    least = least_budget(folder, **options)
+    streamed = []
+    for budget in (least, least + whole.weight_bytes // 6, least + whole.weight_bytes // 3, 64 << 20):
+        model = inference.load(folder, budget=budget, **options)
+        streamed.append(model.streamed_bytes)
+        for _ in range(3):
+            assert torch.equal(model.logits(ids_of()), wanted)
+    assert streamed[0] > streamed[-1] == 0 and streamed == sorted(streamed, reverse=True)
+    if whole.family == "gemma3_text":  # of seven layers some stay; of three either none or all
+        assert streamed[0] > streamed[1] > streamed[2] > 0
+
+
+def test_a_budget_names_what_it_lacks(folder):
+    options = {"threads": 1, "positions": 64}
+    with pytest.raises(
+        BudgetError, match=r"a budget of 1000 bytes does not hold .* for the cache of 64 positions"
+    ):
+        inference.load(folder, budget=1000, **options)
+    least = least_budget(folder, **options)
+    with pytest.raises(BudgetError, match="for its weights, and they need at least"):
+        inference.load(folder, budget=least - 1000, **options)
+    model = inference.load(folder, budget=least, **options)
+    with pytest.raises(BudgetError, match="load the model with more positions"):
+        model.logits(ids_of(65))
+    first = model.tokens("the", max_new_tokens=60)
+    with pytest.raises(BudgetError, match="left for caches"):  # both at a time
+        model.tokens("the", max_new_tokens=60)
+    assert len(list(first)) <= 60
+    del first
+    model.tokens("the", max_new_tokens=60)
+
+
+def test_a_file_that_fails_while_layers_are_read(texts, tmp_path):
+    folder = tiny.make_model(tmp_path / "model", texts, layers=5)
+    options = {"threads": 2, "positions": 64}
+    model = inference.load(folder, budget=least_budget(folder, **options), **options)
+    assert model.streamed_bytes > 0
+    wanted = model.logits(ids_of(9))
+    os.truncate(folder / "model.safetensors", 4096)
+    with pytest.raises(inference.ModelError, match="was longer when it was opened"):
+        for _ in range(5):  # what was read ahead is good
+            assert torch.equal(model.logits(ids_of(9)), wanted)
+    with pytest.raises(inference.ModelError, match="was longer"):  # and so it stays
+        model.logits(ids_of(9))
