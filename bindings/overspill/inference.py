@@ -26,6 +26,7 @@ from .config import parse_size
 
 __all__ = ["Model", "ModelError", "Text", "UnknownModel", "families", "load"]
 
+MOST_POSITIONS = 2**24  # of a text: above it a position is no exact float
 _WINDOW = 2048  # tokens of a text whose perplexity is measured together
 
 Prompt = str | Sequence[int] | Sequence[dict[str, str]]
@@ -73,8 +74,8 @@ class Model:
         threads = len(os.sched_getaffinity(0)) if threads is None else threads
         if not 1 <= threads <= 1024:
             raise ValueError(f"threads is {threads}, and is to be from 1 to 1024")
-        if not 1 <= positions <= 2**24:
-            raise ValueError(f"positions is {positions}, and is to be from 1 to {2**24}")
+        if not 1 <= positions <= MOST_POSITIONS:
+            raise ValueError(f"positions is {positions}, and is to be from 1 to {MOST_POSITIONS}")
         bytes_ = parse_size(budget) if budget is not None else None
         self._core = _core.InferenceModel(os.fspath(folder), threads, bytes_, positions)
 

@@ -45,6 +45,39 @@ def test_a_prompt(model, capsys):
     assert code == 0 and said.startswith("the bird")
 
 
+def test_a_family_that_is_not_known_is_run_by_transformers_which_is_said(whole, tmp_path, capsys):
+    from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
+
+    folder = shutil.copytree(whole, tmp_path / "model")
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+    GPTNeoXForCausalLM(GPTNeoXConfig(vocab_size=320, **sizes)).save_pretrained(folder)
+    assert main(["generate", "--model", str(folder), "--prompt", "the bird", "--max-new-tokens", "3"]) == 0
+    printed = capsys.readouterr()
+    assert printed.out.startswith("the bird")
+    assert "is run by transformers, because" in printed.err and "model_type is 'gpt_neox'" in printed.err
+    assert len(printed.err.splitlines()) == 1
+    assert main(["generate", "--model", str(folder), "--prompt", "a", "--budget", "64MiB"]) == 1
+    assert "--budget is for the models of overspill.inference" in capsys.readouterr().err
+
+
+def test_a_budget(whole, tmp_path, capsys):
+    folder = tiny.make_model(tmp_path / "model", tiny.make_texts(tmp_path / "texts", files=2), layers=5)
+    arguments = ["generate", "--model", str(folder), "--prompt", "the bird", "--max-new-tokens", "9"]
+    assert main(arguments) == 0
+    wanted = capsys.readouterr()
+    assert wanted.err == ""
+    low, high = 0, 64 << 20
+    while high - low > 4096:
+        middle = (low + high) // 2
+        low, high = (low, middle) if main([*arguments, "--budget", str(middle)]) == 0 else (middle, high)
+    capsys.readouterr()
+    assert main([*arguments, "--budget", str(high)]) == 0
+    printed = capsys.readouterr()
+    assert printed.out == wanted.out and "are read for each token" in printed.err
+    assert main([*arguments, "--budget", "1000"]) == 1
+    assert "give a larger one, or fewer positions" in capsys.readouterr().err
+
+
 def test_weights_that_are_missing_are_not_made_up(model, capsys):
     tensors = load_file(model / "model.safetensors")
     del tensors["model.layers.1.mlp.up_proj.weight"]

@@ -4,6 +4,8 @@ that are not what they say."""
 import json
 import os
 import shutil
+import sys
+from pathlib import Path
 
 import pytest
 import tiny
@@ -420,3 +422,47 @@ def test_a_file_that_fails_while_layers_are_read(texts, tmp_path):
             assert torch.equal(model.logits(ids_of(9)), wanted)
     with pytest.raises(inference.ModelError, match="was longer"):  # and so it stays
         model.logits(ids_of(9))
+
+
+# ---- a model of the world outside
+
+
+@pytest.fixture(scope="module")
+def smollm2():
+    """SmolLM2-135M, the model of `make train`."""
+    sys.path.append(str(Path(__file__).resolve().parents[2] / "tools"))
+    import smollm2
+
+    try:
+        return smollm2.prepare()
+    except SystemExit as missing:
+        pytest.skip(str(missing))
+
+
+def test_smollm2_writes_what_transformers_does(smollm2):
+    """Until the two write another token, and there each one's is among the other's first five."""
+    model = inference.load(smollm2)
+    theirs = hf.AutoModelForCausalLM.from_pretrained(smollm2, dtype=torch.float32).eval()
+    for prompt in ("The capital of France is", [{"role": "user", "content": "Name three rivers."}]):
+        ids = model.encode(prompt)
+        options = {"do_sample": False, "max_new_tokens": 24, "pad_token_id": 2}
+        wanted = theirs.generate(torch.tensor([ids]), **options)[0, len(ids) :].tolist()
+        found = list(model.tokens(ids, max_new_tokens=24))
+        wanted = wanted[:-1] if wanted[-1] in model.end_tokens else wanted
+        same = next(
+            (i for i, (a, b) in enumerate(zip(found, wanted)) if a != b), min(len(found), len(wanted))
+        )
+        if same < len(wanted):
+            at = ids + wanted[:same]
+            assert wanted[same] in model.logits(at)[-1].topk(5).indices
+            assert same == len(found) or found[same] in reference(theirs, at)[-1].topk(5).indices
+        assert same >= 3
+
+
+def test_a_chat_with_smollm2_ends(smollm2):
+    model = inference.load(smollm2)
+    chat = [{"role": "user", "content": "Say hello."}]
+    assert model.tokenizer.decode(model.encode(chat)).endswith("<|im_start|>assistant\n")
+    answer = "".join(model.generate(chat, max_new_tokens=200))
+    assert answer and "<|im_end|>" not in answer
+    assert len(list(model.tokens(chat, max_new_tokens=200))) < 200

@@ -20,6 +20,7 @@ from overspill.cli.common import (
     positive,
     quiet_transformers,
     seed,
+    size,
 )
 from overspill.cli.output import warn
 
@@ -32,20 +33,37 @@ def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-new-tokens", type=positive, default=64, metavar="N")
     parser.add_argument("--temperature", type=nonnegative, default=0.0, metavar="T")
     parser.add_argument("--seed", type=seed, default=0)
+    parser.add_argument(
+        "--budget",
+        type=size,
+        metavar="SIZE",
+        help="memory for weights, cache and buffers, e.g. 1200MiB; the layers it does not hold are read for each token "
+        "(default: all stay in memory)",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
     folder = model_folder(args.model)
     quiet_transformers()
     from overspill import inference
+    from overspill.memory import human
 
     tokenizer = load_tokenizer(folder)
     ids = _ids(tokenizer, args.prompt)
     try:
-        model = inference.load(folder)
+        # The last token is drawn and never read.
+        positions = len(ids) + args.max_new_tokens - 1
+        model = inference.load(folder, budget=args.budget, positions=min(positions, inference.MOST_POSITIONS))
     except inference.UnknownModel as reason:
+        if args.budget is not None:
+            raise CliError(f"--budget is for the models of overspill.inference, and {reason}") from None
         warn(f"overspill: --model {folder} is run by transformers, because {reason}")
         return _by_transformers(folder, tokenizer, ids, args)
+    if model.streamed_bytes:
+        warn(
+            f"overspill: {human(model.weight_bytes)} of the weights stay in memory, {human(model.streamed_bytes)} are "
+            "read for each token"
+        )
     count = model.context if model.has_position_table else None
     fits.check_ids(tokenizer, ids, model.vocabulary, count, args.max_new_tokens, str(folder))
     written = model.tokens(
