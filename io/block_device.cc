@@ -17,7 +17,7 @@ namespace {
 namespace fs = std::filesystem;
 constexpr int kDepthMax = 8;  // dm on md on loop …; a circle ends here
 
-std::vector<std::string> names_in(const fs::path& folder) {
+std::vector<std::string> entries_of(const fs::path& folder) {
   std::vector<std::string> names;
   std::error_code ignored;
   for (const auto& entry : fs::directory_iterator(folder, ignored)) names.push_back(entry.path().filename());
@@ -43,7 +43,7 @@ void collect(const fs::path& device, const fs::path& sys, int depth, std::set<st
     std::getline(backing, file);
     return collect_of_path(file, sys, depth - 1, disks);
   }
-  const auto slaves = names_in(device / "slaves");
+  const auto slaves = entries_of(device / "slaves");
   for (const std::string& slave : slaves)
     collect(fs::canonical(device / "slaves" / slave, error), sys, depth - 1, disks);
   if (slaves.empty()) disks.insert(device.filename());
@@ -147,7 +147,7 @@ std::vector<std::string> nvme_controllers(const std::string& disk, const fs::pat
   if (error || !disk.starts_with("nvme")) return {};
   const auto above = device.parent_path();
   if (is_controller(above.filename())) return {above.filename()};
-  auto names = names_in(above);
+  auto names = entries_of(above);
   std::erase_if(names, [&](const std::string& name) { return !is_controller(name); });
   return names;
 }

@@ -23,7 +23,7 @@ namespace {
 using namespace std::chrono_literals;
 using std::chrono::nanoseconds;
 
-nanoseconds machine_clock() {
+nanoseconds watch_clock() {
   return std::chrono::steady_clock::now().time_since_epoch();
 }
 
@@ -69,7 +69,7 @@ void StallBoard::set(const void* who, std::string text) {
 StallWatch::StallWatch(const StallPolicy& policy, Say say, Clock clock)
     : policy_(policy),
       say_(say != nullptr ? std::move(say) : Say(say_on_stderr)),
-      clock_(clock != nullptr ? std::move(clock) : machine_clock),
+      clock_(clock != nullptr ? std::move(clock) : watch_clock),
       pause_(pause_of(policy)) {}
 
 StallWatch::~StallWatch() {

@@ -177,7 +177,7 @@ void write_manifest(const std::filesystem::path& folder, const Manifest& manifes
     if (!io::is_stalled(std::current_exception())) std::filesystem::remove(temporary, ignored);
     throw;
   }
-  sync_folder(folder, watch);
+  engine::sync_folder(folder, watch);
 }
 
 }  // namespace overspill::engine

@@ -14,8 +14,8 @@
 namespace overspill::engine {
 namespace {
 
-constexpr int64_t kBlockBytes = int64_t{64} * 1024;  // of a checksum
-constexpr int64_t kElementsMax = int64_t{1} << 56;   // times 8 bytes stays far from overflow
+constexpr int64_t kBytesPerChecksum = int64_t{64} * 1024;  // of a checksum
+constexpr int64_t kElementsOfUnitMax = int64_t{1} << 56;   // times 8 bytes stays far from overflow
 constexpr size_t kNameBytesMax = 4096;
 
 /// Empty for names that mean nothing.
@@ -74,7 +74,7 @@ class Check {
             unit.format, unit.dtype);
     require(std::ranges::equal(unit.components, components_of(unit)),
             "unit '{}' has other components than {} {} has", unit.name, unit.optimizer, unit.format);
-    require(unit.elements >= 0 && unit.elements <= kElementsMax, "unit '{}' has {} elements", unit.name,
+    require(unit.elements >= 0 && unit.elements <= kElementsOfUnitMax, "unit '{}' has {} elements", unit.name,
             unit.elements);
     check_segments(unit);
     check_pieces(unit);
@@ -154,7 +154,7 @@ class Check {
     require(range.bytes >= component_bytes(unit, piece.component, piece.elements),
             "unit '{}': {} bytes of {} for {} elements of {}", unit.name, range.bytes, range.file,
             piece.elements, piece.component);
-    const int64_t blocks = (range.bytes - 1) / kBlockBytes + 1;
+    const int64_t blocks = (range.bytes - 1) / kBytesPerChecksum + 1;
     require(std::cmp_equal(range.block_checksums.size(), blocks),
             "unit '{}': {} checksums for {} bytes of {}", unit.name, range.block_checksums.size(),
             range.bytes, range.file);

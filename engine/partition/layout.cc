@@ -17,7 +17,7 @@ namespace overspill::engine {
 namespace {
 
 constexpr int64_t kSegmentAlignBytes = 64;
-constexpr int64_t kBlockBytes = 4096;  // transfers to the store are whole blocks
+constexpr int64_t kTransferBlockBytes = 4096;  // transfers to the store are whole blocks
 constexpr int64_t kElementsMax = int64_t{1} << 48;
 constexpr std::string_view kFrozenName = "frozen";
 
@@ -64,7 +64,7 @@ int64_t granule_of(const Unit& unit) {
   int64_t narrowest = unit.element_bytes;
   for (const optim::ComponentSpec& spec : unit.components())
     narrowest = std::min<int64_t>(narrowest, spec.element_bytes);
-  return kBlockBytes / narrowest;
+  return kTransferBlockBytes / narrowest;
 }
 
 /// Where segments may start: vectorised kernels of the framework give other bits at 4 bytes off, and elements
@@ -197,7 +197,7 @@ int64_t Unit::component_bytes(Component component, int64_t elements) const {
   if (!has(component)) return 0;
   if (component == Component::hi) return elements * element_bytes;
   const optim::ComponentSpec& spec = components()[static_cast<size_t>(component)];
-  return spec.scaled ? round_up(spec.bytes(elements), kBlockBytes) : spec.bytes(elements);
+  return spec.scaled ? round_up(spec.bytes(elements), kTransferBlockBytes) : spec.bytes(elements);
 }
 
 int64_t Unit::state_bytes(int64_t elements) const {

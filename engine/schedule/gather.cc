@@ -12,7 +12,7 @@
 namespace overspill::engine {
 namespace {
 
-constexpr int64_t kArenaAlign = 4096;
+constexpr int64_t kBlockAlign = 4096;
 
 /// While it lives, a caller waits for the unit: other ranks serve it first.
 class Awaiting {
@@ -38,8 +38,8 @@ class Awaiting {
 Gatherer::Gatherer(Context& context)
     : context_(context),
       host_memory_(context.device(), context.host_budget, context.plan.gather_host_bytes, "gathered units"),
-      host_arena_(context.plan.gather_host_bytes, kArenaAlign),
-      device_arena_(context.plan.gather_device_bytes, kArenaAlign),
+      host_arena_(context.plan.gather_host_bytes, kBlockAlign),
+      device_arena_(context.plan.gather_device_bytes, kBlockAlign),
       fetches_(context.chunks.size()),
       serve_memory_(context.device(), context.host_budget, context.plan.serve_bytes,
                     "shards on their way to other ranks"),
