@@ -47,7 +47,7 @@ std::unique_ptr<engine::Engine> make_engine(int64_t micro_batches) {
 }
 
 /// As stores that pass the caches want it.
-struct alignas(64) Line {
+struct alignas(64) CacheLine {
   std::byte bytes[64];
 };
 
@@ -57,7 +57,7 @@ class Limit {
   explicit Limit(int64_t micro_batches)
       : micro_batches_(micro_batches),
         executor_(optim::make_executor(kThreads)),
-        to_(static_cast<size_t>(kUnits * kElements * (micro_batches > 1 ? 4 : 2)) / sizeof(Line)) {}
+        to_(static_cast<size_t>(kUnits * kElements * (micro_batches > 1 ? 4 : 2)) / sizeof(CacheLine)) {}
 
   void run(const IntakeLimit& limit, const std::byte* from) {
     for (int64_t micro = 0; micro < micro_batches_; ++micro) {
@@ -71,7 +71,7 @@ class Limit {
  private:
   int64_t micro_batches_;
   std::unique_ptr<optim::Executor> executor_;
-  std::vector<Line> to_;
+  std::vector<CacheLine> to_;
 };
 
 void give_all(engine::Engine& engine, std::span<const std::byte> gradients, int64_t micro_batches) {

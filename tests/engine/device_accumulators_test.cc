@@ -18,7 +18,7 @@
 #include "tests/engine/toy_model.h"
 #include "tests/watched.h"
 
-namespace overspill::testing {
+namespace overspill::testing::sums_there {
 namespace {
 
 using engine::Config;
@@ -330,4 +330,4 @@ TEST(SumsOnTheDevice, TellOfWhatIsNotFinite) {
 }
 
 }  // namespace
-}  // namespace overspill::testing
+}  // namespace overspill::testing::sums_there
