@@ -21,7 +21,9 @@ IN_TREE = {"overspill", "overspill_command", "bindings"}
 def without(packages, program, *arguments, cwd):
     """Runs a program in a process that has none of the packages."""
     bindings = str(ROOT / "bindings")
-    blocked = f"import sys; sys.modules.update(dict.fromkeys({packages!r})); sys.path.insert(0, {bindings!r})\n"
+    blocked = (
+        f"import sys; sys.modules.update(dict.fromkeys({packages!r})); sys.path.insert(0, {bindings!r})\n"
+    )
     command = [sys.executable, "-c", blocked + program, *map(str, arguments)]
     return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=300)
 
