@@ -285,6 +285,12 @@ def check_module(module: Any) -> None:
             f"overspill: save_pretrained: {type(module).__name__} is no model of transformers, so no config.json "
             f"describes it: save engine.state_dict(){own}"
         )
+    if getattr(module.config, "quantization_config", None):
+        raise CheckpointError(
+            "overspill: save_pretrained: the model's config has a quantization_config, and its weights are written as "
+            "they are: from_pretrained would take them for quantised ones; set it to None, or "
+            "let transformers save it: engine.module.save_pretrained(FOLDER)"
+        )
 
 
 __all__ = ["check_dtype", "check_module", "save"]

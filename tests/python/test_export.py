@@ -244,6 +244,15 @@ def test_names_that_no_class_opens_are_refused_before_a_byte(config, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+def test_a_config_that_speaks_of_quantised_weights_is_refused(start, tmp_path):
+    made = LlamaForCausalLM(LlamaConfig(**SMALL))
+    engine = start(made)
+    made.config.quantization_config = {"quant_method": "fp8"}
+    with pytest.raises(overspill.CheckpointError, match="would take them for quantised ones"):
+        engine.save_pretrained(tmp_path / "out")
+    assert not list(tmp_path.glob("out*"))
+
+
 def test_other_modules_are_refused(start, tmp_path):
     engine = start(nn.Linear(4, 4))
     with pytest.raises(TypeError, match=r"Linear is no model of transformers.*engine\.state_dict"):
