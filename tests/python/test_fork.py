@@ -13,6 +13,7 @@ import torch
 from torch import nn
 import overspill
 from overspill import calls, patches
+from overspill._testing import Options
 
 what, config = sys.argv[1], eval(sys.argv[2])
 torch.manual_seed(0)

@@ -16,8 +16,9 @@ from overspill import _core
 
 STOPPED = """
 import os, sys
-from overspill.cli import main, merge
-merge._look_at_signals = lambda done, total: os.kill(os.getpid(), int(sys.argv[1]))
+from overspill import merging
+from overspill.cli import main
+merging._look_at_signals = lambda done, total: os.kill(os.getpid(), int(sys.argv[1]))
 sys.exit(main(sys.argv[2:]))
 """
 KILLED = """
