@@ -127,6 +127,10 @@ class SimulatedStream final : public Stream, public SimulatedQueue {
   void copy(const void* device, const void* host, int64_t bytes, const char* what, Task transfer) {
     if (bytes < 0) throw DeviceError(fmt::format("simulated device: {} of {} bytes", what, bytes));
     if (bytes == 0) return;
+    if (memory_.holds(host)) {
+      throw DeviceError(
+          fmt::format("simulated device: {}: {} is an address of the device", what, fmt::ptr(host)));
+    }
     pins_.count_copy(host, bytes);
     submit([=, this] {
       do_unless_failed([&] {

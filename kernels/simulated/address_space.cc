@@ -89,6 +89,13 @@ void AddressSpace::verify() {
   throw_violation();
 }
 
+bool AddressSpace::holds(const void* data) const {
+  const auto* const at = static_cast<const std::byte*>(data);
+  const std::lock_guard lock(mutex_);
+  const auto after = live_.upper_bound(at);
+  return after != live_.begin() && at - std::prev(after)->first < std::prev(after)->second.bytes;
+}
+
 AddressSpace::Block& AddressSpace::find(const std::byte* data, int64_t bytes, const char* what) {
   auto after = live_.upper_bound(data);
   if (after != live_.begin()) {

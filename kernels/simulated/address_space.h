@@ -28,6 +28,8 @@ class AddressSpace {
   /// live block.
   void with(const void* data, int64_t bytes, const char* what, const std::function<void()>& use);
   void verify();
+  /// Whether an address lies in a live block.
+  bool holds(const void* data) const;
   int64_t used_bytes() const {
     const std::lock_guard lock(mutex_);
     return used_bytes_;

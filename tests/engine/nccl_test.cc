@@ -374,6 +374,34 @@ TEST_F(Nccl, TrainsToTheSameBits) {
   EXPECT_EQ(train(true, 1, Placement::device), without) << "on rank 1's alone";
 }
 
+/// A rank that looks at weights alone gets the others' shards from where they live, though they look at none.
+TEST_F(Nccl, SendsShardsFromWhereTheyLive) {
+  std::vector<std::vector<std::byte>> seen(2);
+  std::barrier looked(2);
+  const auto errors = testing::on_ranks(2, [&](int rank, std::unique_ptr<Communicator> control) {
+    NcclOptions options = small_pieces();
+    options.small_bytes = 0;
+    const auto device = fast_device(rank);
+    auto ranks = make_nccl_communicator(std::move(control), device, options);
+    const auto engine =
+        testing::toy_rank({.placement = Placement::device, .given_device = device}, std::move(ranks));
+    testing::toy_load(*engine);
+    testing::toy_step(*engine, 0, 1, rank);
+    for (const int turn : {0, 1}) {
+      looked.arrive_and_wait();
+      if (turn == rank) {
+        engine->begin_pass({false, false});
+        seen[rank].resize(static_cast<size_t>(engine->layout().units[0].bytes()));
+        engine->acquire(0).copy_to_host(0, seen[rank]);
+      }
+      looked.arrive_and_wait();
+    }
+    engine->close();
+  });
+  expect_nothing_said(errors);
+  EXPECT_EQ(seen[0], seen[1]);
+}
+
 /// A lease keeps an engine's parts, and may end where a thread must not wait, such as with Python's lock.
 TEST_F(Nccl, IsGivenUpByCloseAndNotByTheLastLease) {
   const int64_t live = fake().live();

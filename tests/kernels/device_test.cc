@@ -123,6 +123,14 @@ TEST(SimulatedDevice, CopiesStayInsideTheirAllocation) {
   EXPECT_THROW(device->poison(memory.data() + 60, 5), DeviceError);
 }
 
+TEST(SimulatedDevice, CopiesHaveTheHostAtOneEnd) {
+  const auto device = make_simulated_device();
+  const auto stream = device->make_stream();
+  const DeviceMemory memory = device->allocate(128);
+  EXPECT_THROW(stream->copy_from_host(memory.data(), memory.data() + 64, 64), DeviceError);
+  EXPECT_THROW(stream->copy_to_host(memory.data() + 127, memory.data(), 1), DeviceError);
+}
+
 TEST(SimulatedDevice, FreedMemoryIsPoisonAndWritesToItAreFound) {
   auto device = make_simulated_device();
   DeviceMemory memory = device->allocate(1000);
