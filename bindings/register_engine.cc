@@ -118,6 +118,8 @@ py::dict plan_dict(const Plan& plan) {
   out["gather_host_bytes"] = plan.gather_host_bytes;
   out["gather_device_bytes"] = plan.gather_device_bytes;
   out["units_device_bytes"] = plan.units_device_bytes;
+  out["accumulators_device_bytes"] = plan.accumulators_device_bytes;
+  out["squares_device_bytes"] = plan.squares_device_bytes;
   out["units_on_device"] = plan.units_on_device();
   out["scratch_bytes"] = plan.access_bytes + plan.exchange_bytes;
   out["weights_nvme_bytes"] = plan.weights_nvme_bytes;
