@@ -16,18 +16,26 @@ namespace py = pybind11;
 
 namespace {
 
-/// A message may have a path in it, and a path may be any bytes: those that are no UTF-8 are escaped.
+/// Thrown, the error becomes one of `type`, which lives as long as the module. A message may have a path in
+/// it, and a path may be any bytes: those that are no UTF-8 are escaped.
 template <class Error>
-void register_error(py::module_& m, const char* name, const py::handle& base) {
-  static py::exception<Error> type(m, name, base);
+void translate(const py::handle& type) {
+  static py::handle to;
+  to = type;
   // NOLINTNEXTLINE(performance-unnecessary-value-param): pybind11 takes such functions by value only
   py::register_exception_translator([](std::exception_ptr thrown) {
     try {
       if (thrown) std::rethrow_exception(thrown);
     } catch (const Error& error) {
-      PyErr_SetObject(type.ptr(), text(error.what()).ptr());
+      PyErr_SetObject(to.ptr(), text(error.what()).ptr());
     }
   });
+}
+
+template <class Error>
+void register_error(py::module_& m, const char* name, const py::handle& base) {
+  static py::exception<Error> type(m, name, base);
+  translate<Error>(type);
 }
 
 }  // namespace
@@ -45,6 +53,7 @@ void register_errors(py::module_& m) {
   register_error<engine::CommunicatorError>(m, "CommunicatorError", base);
   register_error<engine::EngineFailed>(m, "EngineFailed", base);
   register_error<engine::WrongProcess>(m, "WrongProcess", base);
+  translate<inference::WrongProcess>(m.attr("WrongProcess"));
   register_error<inference::ModelError>(m, "ModelError", base);
   register_error<inference::UnknownModel>(m, "UnknownModel", m.attr("ModelError"));  // asked before its base
   register_error<io::StoreError>(m, "StoreError", base);

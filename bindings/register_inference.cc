@@ -10,6 +10,7 @@
 #include "bindings/bindings.h"
 #include "inference/run/model.h"
 #include "inference/run/sampler.h"
+#include "io/own_process.h"
 
 namespace overspill::bindings {
 namespace {
@@ -29,7 +30,11 @@ std::shared_ptr<Model> load(const std::string& folder, int threads, std::optiona
                             int64_t positions) {
   const inference::ModelOptions options{
       .threads = threads, .budget_bytes = budget_bytes, .positions = positions};
-  return std::make_shared<Model>(folder, options, inference::kernels());
+  auto made = std::make_unique<Model>(folder, options, inference::kernels());
+  // In a forked child its threads are not there, and to end them would wait for ever: the child leaves it.
+  return {made.release(), [process = io::OwnProcess()](Model* model) {
+            if (process.here()) const std::unique_ptr<Model> ended(model);
+          }};
 }
 
 /// Reads the tokens and draws the one after them. The text's tokens are the sampler's history.

@@ -19,6 +19,12 @@ class UnknownModel : public ModelError {
   using ModelError::ModelError;
 };
 
+/// A call in a forked child of the process that opened the model: its threads and its weights are not there.
+class WrongProcess : public std::runtime_error {
+ public:
+  using std::runtime_error::runtime_error;
+};
+
 /// A budget of memory that is too small. The message names what is needed.
 class NoRoom : public std::runtime_error {
  public:

@@ -53,7 +53,8 @@ def load(
 
     Raises UnknownModel where the model is of a family that is not among `families()`, or has a configuration key that
     may change what it computes and is not known here; ModelError, its base, where the folder is damaged; BudgetError
-    for a budget that does not hold the least; StoreError for a disk that fails; MemoryError.
+    for a budget that does not hold the least; StoreError for a disk that fails; MemoryError. In a forked child the
+    model cannot be used, and its calls raise WrongProcess.
     """
     return Model(folder, threads=threads, budget=budget, positions=positions)
 

@@ -16,7 +16,8 @@ constexpr int kLanes = 4;
 #include "cpu_optim/vector.inl"
 
 inline F32 fma(F32 a, F32 b, F32 c) {
-  return vfmaq_f32(c, a, b);
+  return reinterpret_cast<F32>(vfmaq_f32(reinterpret_cast<float32x4_t>(c), reinterpret_cast<float32x4_t>(a),
+                                         reinterpret_cast<float32x4_t>(b)));
 }
 inline U32 extend(U16 x) {
   return __builtin_convertvector(x, U32);

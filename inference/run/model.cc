@@ -69,9 +69,9 @@ Session::Charge::~Charge() {
 
 Session::Session(std::shared_ptr<Model> model, int64_t capacity)
     : model_(std::move(model)),
-      charge_(*model_, Cache::bytes(model_->spec(), checked_capacity(model_->spec(), capacity),
-                                    model_->cache_element())),
-      cache_(model_->spec(), capacity, model_->cache_element()) {}
+      capacity_(checked_capacity(model_->spec(), capacity)),
+      charge_(*model_, Cache::bytes(model_->spec(), capacity_, model_->cache_element())),
+      cache_(model_->spec(), capacity_, model_->cache_element()) {}
 
 void Session::rewind(int64_t length) {
   if (length < 0 || length > cache_.length())

@@ -76,7 +76,7 @@ class Session {
   int64_t length() const { return cache_.length(); }
   /// What was read: `length` tokens.
   const std::vector<int32_t>& tokens() const { return tokens_; }
-  int64_t capacity() const { return cache_.capacity(); }
+  int64_t capacity() const { return capacity_; }
   const Model& model() const { return *model_; }
   /// Forgets what lies behind the first `length` positions.
   void rewind(int64_t length);
@@ -109,6 +109,7 @@ class Session {
   };
 
   std::shared_ptr<Model> model_;
+  int64_t capacity_;
   Charge charge_;
   Cache cache_;
   std::vector<int32_t> tokens_;

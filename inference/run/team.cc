@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "cpu_optim/floating_point.h"
+#include "inference/error.h"
 #include "io/files.h"
 
 #if defined(__x86_64__)
@@ -61,6 +62,12 @@ Team::~Team() {
 }
 
 void Team::run(const std::function<void(int)>& work) {
+  if (!process_.here()) {
+    throw WrongProcess(
+        fmt::format("the model was opened by process {}, of which this one was forked, and its threads "
+                    "and weights are there; open it here",
+                    process_.pid()));
+  }
   const optim::FloatingPointMode mode;
   work_ = &work;
   failed_ = false;

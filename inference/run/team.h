@@ -7,6 +7,8 @@
 #include <thread>
 #include <vector>
 
+#include "io/own_process.h"
+
 namespace overspill::inference {
 
 /// A fixed number of threads, of which the caller of `run` is the first. They meet at barriers several times
@@ -21,7 +23,8 @@ class Team {
 
   int size() const { return size_; }
   /// Calls work(0) to work(size - 1), one on each thread, and returns when all have returned. One caller at a
-  /// time. Rethrows the first exception; work that meets at barriers must not throw.
+  /// time. Rethrows the first exception; work that meets at barriers must not throw. Throws WrongProcess in a
+  /// forked child, where there is only the caller; there the destructor must not be called either.
   void run(const std::function<void(int)>& work);
   /// Called by every thread inside `run`: returns once all have called it.
   void barrier();
@@ -31,6 +34,7 @@ class Team {
   void call(int thread) noexcept;
 
   const int size_;
+  io::OwnProcess process_;
   const std::function<void(int)>* work_ = nullptr;  // null: the threads are to end
   std::atomic<int> started_ = 0;                    // runs begun
   std::atomic<int> arrived_ = 0;                    // at the barrier at hand

@@ -1,6 +1,7 @@
 """inference: every family against transformers, what is read at once against what is read token by token, and folders
 that are not what they say."""
 
+import gc
 import json
 import os
 import shutil
@@ -13,7 +14,7 @@ import torch
 import transformers as hf
 from safetensors.torch import load_file, save_file
 
-from overspill import BudgetError, inference
+from overspill import BudgetError, WrongProcess, inference
 
 SIZES = {
     "vocab_size": 131,
@@ -422,6 +423,26 @@ def test_a_file_that_fails_while_layers_are_read(texts, tmp_path):
             assert torch.equal(model.logits(ids_of(9)), wanted)
     with pytest.raises(inference.ModelError, match="was longer"):  # and so it stays
         model.logits(ids_of(9))
+
+
+# ---- processes
+
+
+def test_a_forked_child_is_told(folder):
+    """Its threads are not there, and the kernel does not copy the weights."""
+    model = inference.load(folder, threads=2)
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            model.logits([1, 2, 3])
+        except WrongProcess as error:
+            code = 0 if "of which this one was forked" in str(error) else 2
+        del model
+        gc.collect()
+        os._exit(code)
+    assert os.waitpid(child, 0)[1] == 0
+    assert model.logits([1, 2, 3]).isfinite().all()
 
 
 # ---- a model of the world outside
