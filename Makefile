@@ -50,7 +50,7 @@ test-long: build-all  ## Soak and kill runs
 	@$(PYTHON_VENV) -m pytest -m long
 	@OVERSPILL_LONG=1 $(PYTHON_VENV) -m pytest tests/python/test_extra.py tests/python/test_*_faults.py -k damage
 
-fuzz:  ## Fuzz the reader of checkpoints for FUZZ_SECONDS (600) with clang's libFuzzer; coverage at the end
+fuzz:  ## Fuzz the readers of checkpoints and of model folders, FUZZ_SECONDS (600) each, with clang's libFuzzer; coverage at the end
 	@tools/setup --fuzz
 	@tools/fuzz
 
