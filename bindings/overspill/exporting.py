@@ -18,6 +18,7 @@ from torch._C import DisableTorchFunction
 from . import architecture, durable, folders, reading
 from ._core import CheckpointError, OverspillError
 from .divided import is_divided
+from .extras import need
 from .model_files import SMALL_FILE_BYTES, small_files
 from .pretrained import wanted
 from .residency import registry
@@ -275,6 +276,7 @@ def check_dtype(dtype: Any) -> torch.dtype | None:
 
 
 def check_module(module: Any) -> None:
+    need("transformers")
     from transformers import PreTrainedModel
 
     if not isinstance(module, PreTrainedModel):

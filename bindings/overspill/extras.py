@@ -5,7 +5,8 @@ from __future__ import annotations
 import importlib
 from types import ModuleType
 
-EXTRAS = {"transformers": "hf", "rich": "cli", "matplotlib": "plot"}  # package: the extra that brings it
+# package: the extra that brings it
+EXTRAS = {"transformers": "hf", "rich": "cli", "shtab": "cli", "matplotlib": "plot"}
 
 
 class MissingExtra(ImportError):

@@ -23,6 +23,7 @@ import torch
 from . import _core
 from ._core import ModelError, UnknownModel
 from .config import parse_size
+from .extras import need
 
 __all__ = ["Model", "ModelError", "Text", "UnknownModel", "families", "load"]
 
@@ -113,6 +114,7 @@ class Model:
     @functools.cached_property
     def tokenizer(self) -> Any:
         """The folder's tokenizer, as transformers loads it at the first use."""
+        need("transformers")
         from transformers import AutoTokenizer
 
         return AutoTokenizer.from_pretrained(self.path)

@@ -34,7 +34,7 @@ def configure(folder, *definitions):
 
 def test_by_default_a_build_is_the_extension_and_what_it_links(tmp_path):
     _, targets = configure(tmp_path, "CMAKE_DISABLE_FIND_PACKAGE_CUDAToolkit=ON")
-    libraries = {f"overspill_{name}" for name in ("engine", "io", "optim", "kernels", "cuda")}
+    libraries = {f"overspill_{name}" for name in ("engine", "inference", "io", "optim", "kernels", "cuda")}
     assert targets.keys() == {"_core", *libraries}
     flags = [
         f["fragment"]

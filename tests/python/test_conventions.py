@@ -145,4 +145,4 @@ def test_completion_without_shtab(capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "shtab", None)
     with pytest.raises(SystemExit) as ended:
         main(["--print-completion", "bash"])
-    assert ended.value.code == 1 and "pip install shtab" in capsys.readouterr().err
+    assert ended.value.code == 1 and "pip install 'overspill[cli]'" in capsys.readouterr().err

@@ -14,7 +14,7 @@ from overspill.cli import display
 
 ROOT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-OPTIONAL = ("transformers", "tokenizers", "rich", "matplotlib")
+OPTIONAL = ("transformers", "tokenizers", "rich", "shtab", "matplotlib")
 IN_TREE = {"overspill", "overspill_command", "bindings"}
 
 

@@ -4,6 +4,7 @@ import argparse
 from typing import Any
 
 from overspill.cli.output import warn
+from overspill.extras import MissingExtra, need
 
 SHELLS = ("bash", "zsh", "tcsh")
 
@@ -13,7 +14,7 @@ def add_completion(parser: argparse.ArgumentParser) -> None:
         "--print-completion",
         action=_Print,
         choices=SHELLS,
-        help="print what completes this command in a shell (pip install shtab), e.g. for bash: "
+        help="print what completes this command in a shell (pip install 'overspill[cli]'), e.g. for bash: "
         "overspill --print-completion bash > ~/.local/share/bash-completion/completions/overspill",
     )
 
@@ -23,9 +24,9 @@ class _Print(argparse.Action):
         self, parser: argparse.ArgumentParser, namespace: Any, shell: Any, option: str | None = None
     ) -> None:
         try:
-            import shtab
-        except ImportError:
-            warn("overspill: --print-completion needs shtab: pip install shtab")
+            shtab = need("shtab")
+        except MissingExtra as error:
+            warn(str(error))
             parser.exit(1)
         _complete_paths(parser, shtab.FILE, shtab.DIRECTORY)
         print(shtab.complete(parser, shell=shell))
