@@ -84,6 +84,7 @@ const std::multimap<std::string, Call>& calls() {
       {"plan", {Then::answers, [](Engine& e) { EXPECT_FALSE(e.plan().text().empty()); }}},
       {"stats", {Then::answers, [](Engine& e) { EXPECT_EQ(e.stats().step, 4); }}},
       {"report", {Then::answers, [](Engine& e) { EXPECT_EQ(e.report().step, 4); }}},
+      {"report_inside", {Then::answers, [](Engine& e) { EXPECT_EQ(e.report_inside().step, 4); }}},
       {"figures", {Then::answers, [](Engine& e) { EXPECT_GT(e.figures().steps, 0); }}},
       {"predict", {Then::answers, [](Engine& e) { EXPECT_GT(e.predict().step_s, 0); }}},
       {"predict_budgets",

@@ -69,7 +69,18 @@ OPTIMIZER_ANSWERS = {
     "undo",
     "user",
 }
-CORE_ANSWERS = {"stall", "close", "layout", "nan_capsule", "plan", "predict", "report", "stats", "unit_bytes"}
+CORE_ANSWERS = {
+    "stall",
+    "close",
+    "layout",
+    "nan_capsule",
+    "plan",
+    "predict",
+    "report",
+    "report_inside",
+    "stats",
+    "unit_bytes",
+}
 
 JOB = """
 import inspect, sys, tempfile
