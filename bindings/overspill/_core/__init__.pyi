@@ -21,7 +21,12 @@ __all__: list[str] = [
     "Config",
     "Engine",
     "EngineFailed",
+    "InferenceModel",
+    "InferenceSampler",
+    "InferenceSession",
     "Lease",
+    "ModelError",
+    "NoRoom",
     "OverspillError",
     "Plan",
     "Segment",
@@ -29,12 +34,14 @@ __all__: list[str] = [
     "StepResult",
     "StoreError",
     "Unit",
+    "UnknownModel",
     "WrongProcess",
     "digest",
     "doctor",
     "drives",
     "file_capsule",
     "frames_on_stack",
+    "inference_families",
     "is_file_of_a_save",
     "linger_when_terminated",
     "manifest",
@@ -53,6 +60,9 @@ class OverspillError(RuntimeError):
 class BudgetError(OverspillError):
     pass
 
+class NoRoom(BudgetError):
+    pass
+
 class CheckpointError(OverspillError):
     pass
 
@@ -63,6 +73,12 @@ class EngineFailed(OverspillError):
     pass
 
 class WrongProcess(OverspillError):
+    pass
+
+class ModelError(OverspillError):
+    pass
+
+class UnknownModel(ModelError):
     pass
 
 class StoreError(OverspillError):
@@ -310,6 +326,7 @@ class Engine:
         arg4: str,
     ) -> None: ...
     def report(self) -> StepReport: ...
+    def report_inside(self) -> StepReport: ...
     def resident_now(self, arg0: typing.SupportsInt | typing.SupportsIndex) -> bool: ...
     def reuse_gradients(self) -> None: ...
     def save(self, folder: os.PathLike[str] | str | bytes, extra_json: str) -> None: ...
@@ -374,6 +391,75 @@ class Lease:
         What the queue is given from now on sees the weights too.
         """
 
+class InferenceModel:
+    def __init__(
+        self,
+        folder: str,
+        threads: typing.SupportsInt | typing.SupportsIndex,
+        budget_bytes: typing.SupportsInt | typing.SupportsIndex | None,
+        positions: typing.SupportsInt | typing.SupportsIndex,
+    ) -> None: ...
+    @property
+    def context(self) -> int: ...
+    @property
+    def end_tokens(self) -> list[int]: ...
+    @property
+    def family(self) -> str: ...
+    @property
+    def has_position_table(self) -> bool: ...
+    @property
+    def kernels(self) -> str: ...
+    @property
+    def streamed_bytes(self) -> int: ...
+    @property
+    def threads(self) -> int: ...
+    @property
+    def vocabulary(self) -> int: ...
+    @property
+    def weight_bytes(self) -> int: ...
+
+class InferenceSampler:
+    def __init__(
+        self,
+        *,
+        temperature: typing.SupportsFloat | typing.SupportsIndex,
+        top_k: typing.SupportsInt | typing.SupportsIndex,
+        top_p: typing.SupportsFloat | typing.SupportsIndex,
+        min_p: typing.SupportsFloat | typing.SupportsIndex,
+        repetition: typing.SupportsFloat | typing.SupportsIndex,
+        seed: typing.SupportsInt | typing.SupportsIndex,
+        bias: collections.abc.Sequence[
+            tuple[typing.SupportsInt | typing.SupportsIndex, typing.SupportsFloat | typing.SupportsIndex]
+        ],
+    ) -> None: ...
+
+class InferenceSession:
+    def __init__(
+        self, model: InferenceModel, capacity: typing.SupportsInt | typing.SupportsIndex
+    ) -> None: ...
+    def extend_all(
+        self,
+        tokens: collections.abc.Sequence[typing.SupportsInt | typing.SupportsIndex],
+        address: typing.SupportsInt | typing.SupportsIndex,
+        count: typing.SupportsInt | typing.SupportsIndex,
+    ) -> None:
+        """
+        Reads tokens; their logits, [tokens][vocabulary] fp32, go to contiguous memory at the address.
+        """
+    def next(
+        self,
+        tokens: collections.abc.Sequence[typing.SupportsInt | typing.SupportsIndex],
+        sampler: InferenceSampler,
+    ) -> int: ...
+    def rewind(self, length: typing.SupportsInt | typing.SupportsIndex) -> None: ...
+    def score(
+        self, tokens: collections.abc.Sequence[typing.SupportsInt | typing.SupportsIndex]
+    ) -> list[float]: ...
+    @property
+    def capacity(self) -> int: ...
+    @property
+    def length(self) -> int: ...
+
 def digest(
     address: typing.SupportsInt | typing.SupportsIndex, bytes: typing.SupportsInt | typing.SupportsIndex
 ) -> int:
@@ -403,6 +489,11 @@ def frames_on_stack(
 ) -> list[typing.Any]:
     """
     Those of the frames `wanted` that are on the stack of the thread with this threading.get_ident().
+    """
+
+def inference_families() -> list[str]:
+    """
+    The values of model_type that are known.
     """
 
 def is_file_of_a_save(name: os.PathLike[str] | str | bytes) -> bool:
