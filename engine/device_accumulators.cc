@@ -23,6 +23,10 @@ DeviceAccumulators::DeviceAccumulators(Context& context)
 }
 
 DeviceAccumulators::~DeviceAccumulators() {
+  settle();
+}
+
+void DeviceAccumulators::settle() noexcept {
   if (stream_ == nullptr) return;
   try {
     stream_->record().wait();

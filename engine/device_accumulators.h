@@ -27,6 +27,8 @@ class DeviceAccumulators {
   ~DeviceAccumulators();  // waits for what is under way
   DeviceAccumulators(const DeviceAccumulators&) = delete;
   DeviceAccumulators& operator=(const DeviceAccumulators&) = delete;
+  /// Waits for what was started.
+  void settle() noexcept;
 
   /// Whether the gradient is added up here: the first of a step, or one whose sum is here. The sum is ahead
   /// of the host's from now on. Needs the context's mutex.

@@ -16,6 +16,10 @@ DeviceSums::DeviceSums(Context& context) : context_(context) {
 }
 
 DeviceSums::~DeviceSums() {
+  settle();
+}
+
+void DeviceSums::settle() noexcept {
   if (!used()) return;
   try {
     arrivals_->record().wait();

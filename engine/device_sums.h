@@ -21,6 +21,8 @@ class DeviceSums {
   ~DeviceSums();  // waits for what is under way
   DeviceSums(const DeviceSums&) = delete;
   DeviceSums& operator=(const DeviceSums&) = delete;
+  /// Waits for what was started.
+  void settle() noexcept;
 
   bool used() const { return kernels_ != nullptr; }
   /// Device memory: of units' gradients until they are summed, where they are pooled; of one chunk's slices

@@ -56,6 +56,14 @@ DeviceUnits::~DeviceUnits() {
   if (stream_ == nullptr) return;
   try {
     for (Resident& resident : residents_) wait_for_uses(resident.block);
+  } catch (const std::exception&) {  // as in settle()
+  }
+  settle();
+}
+
+void DeviceUnits::settle() noexcept {
+  if (stream_ == nullptr) return;
+  try {
     stream_->record().wait();
   } catch (const std::exception&) {  // the device has failed: nothing uses its memory any more
   }

@@ -35,6 +35,8 @@ class DeviceUnits {
   ~DeviceUnits();  // no lease is left; waits for what is under way
   DeviceUnits(const DeviceUnits&) = delete;
   DeviceUnits& operator=(const DeviceUnits&) = delete;
+  /// Waits for what was started.
+  void settle() noexcept;
 
   bool hold(int32_t unit) const { return context_.plan.on_device[unit]; }
   /// Leases the unit's weights, of a world of one rank; Gatherer::release ends it.

@@ -89,6 +89,7 @@ Component state_named(const Unit& unit, const Segment& segment, std::string_view
 /// A gradient of the segment is about to change or to be seen: the scale of clip_grad_norm(), which the step
 /// would apply, belongs to those that were there then.
 void settle_clip(Machine& m, const Segment& segment) {
+  const std::lock_guard turn(m.settling);  // gradients come from several threads
   if (!m.clipped) return;
   if (m.context.layout.world > 1) {
     throw std::invalid_argument(fmt::format(

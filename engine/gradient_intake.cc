@@ -31,7 +31,7 @@ void GradientIntake::add(int32_t unit, int32_t segment, std::span<const std::byt
                          std::string_view dtype) {
   const optim::Element element = gradients_.check(unit, segment, std::ssize(data), dtype);
   const std::lock_guard turn(arrival_);
-  finish();
+  take_all_in();
   make_ready(unit, segment);
   take_in(unit, segment, element, data);
 }
@@ -50,7 +50,7 @@ void GradientIntake::replace(int32_t unit, int32_t segment, std::span<const std:
   optim::Element element{};
   if (!data.empty()) element = gradients_.check(unit, segment, std::ssize(data), dtype);
   const std::lock_guard turn(arrival_);
-  finish();
+  take_all_in();
   if (!data.empty()) let_go(unit);
   {
     const std::lock_guard guard(context_.mutex);
@@ -61,7 +61,7 @@ void GradientIntake::replace(int32_t unit, int32_t segment, std::span<const std:
 
 void GradientIntake::write_zeros() {
   const std::lock_guard turn(arrival_);
-  finish();
+  take_all_in();
   std::vector<std::byte> zeros;
   for (int32_t u = 0; u < std::ssize(context_.layout.units); ++u) {
     const Unit& unit = context_.layout.units[u];
@@ -104,11 +104,20 @@ void GradientIntake::add(int32_t unit, int32_t segment, DeviceArray gradient, Qu
 }
 
 void GradientIntake::finish() {
+  const std::lock_guard turn(arrival_);
+  take_all_in();
+}
+
+/// For whoever has the turn.
+void GradientIntake::take_all_in() {
   {
     std::unique_lock lock(mutex_);
     changed_.wait(lock, [&] { return outstanding_ == 0; });
   }
   gradients_.bring_down();
+  if (!on_device()) return;
+  const std::lock_guard guard(context_.mutex);
+  context_.check();  // where the thread has failed, not all was taken in
 }
 
 void GradientIntake::close() noexcept {
@@ -142,7 +151,10 @@ void GradientIntake::let_go(int32_t unit) {
 void GradientIntake::taken_in(int32_t unit, int32_t segment) {
   const std::lock_guard guard(context_.mutex);
   const bool all = updater_.speculation().arrived(unit, segment);
-  if (all && !gradients_.ahead_there(unit)) updater_.guess(unit);
+  // Of one that is under way nobody would take the guess back: it has begun.
+  const bool others =
+      std::ranges::any_of(items_, [&](const auto& item) { return item->arrival.unit == unit; });
+  if (all && !others && !gradients_.ahead_there(unit)) updater_.guess(unit);
 }
 
 // ---- the thread
@@ -243,17 +255,17 @@ void GradientIntake::complete_some() {
     const Piece piece = pieces_.front();
     pieces_.pop_front();
     if (piece.slot >= 0) idle_slots_.push_back(piece.slot);
-    if (piece.last) complete(*piece.item);
+    if (piece.last) complete_item();
   }
 }
 
-/// The oldest.
-void GradientIntake::complete(Item& item) {
-  gradients_.finish(item.arrival);
-  taken_in(item.arrival.unit, item.arrival.segment);
-  const int64_t bytes = item.gradient.bytes;
+/// All of the oldest item has come.
+void GradientIntake::complete_item() {
+  const std::unique_ptr<Item> done = std::move(items_.front());
   items_.pop_front();
-  forget(bytes);
+  gradients_.finish(done->arrival);
+  taken_in(done->arrival.unit, done->arrival.segment);
+  forget(done->gradient.bytes);
 }
 
 int GradientIntake::take_slot() {
@@ -291,6 +303,7 @@ void GradientIntake::abandon() noexcept {
     settle(stream_->record());
   } catch (const std::exception&) {  // as above
   }
+  gradients_.settle_there();  // what was started, and has no piece yet
   pieces_.clear();
   items_.clear();
   free_all_slots();

@@ -93,6 +93,7 @@ class GradientIntake {
     int64_t width = 0;  // of an element
   };
 
+  void take_all_in();
   bool make_ready(int32_t unit, int32_t segment);
   void let_go(int32_t unit);
   void take_in(int32_t unit, int32_t segment, optim::Element element, std::span<const std::byte> data);
@@ -103,7 +104,7 @@ class GradientIntake {
   void submit(std::unique_ptr<Item> item);
   void copy(Item& item, Source from, int64_t begin, int64_t elements, std::byte* to, int slot);
   void complete_some();
-  void complete(Item& item);
+  void complete_item();
   int take_slot();
   void free_all_slots();
   bool arriving(const Item& item) const;

@@ -28,9 +28,14 @@ GradientSquares::GradientSquares(Context& context)
   memory_ = context.device().allocate(context.plan.squares_device_bytes);
   stream_ = context.device().make_stream();
   context.device().kernels()->clear(*stream_, memory_.data(), memory_.bytes());
+  stream_->record().wait();  // other streams write there
 }
 
 GradientSquares::~GradientSquares() {
+  settle();
+}
+
+void GradientSquares::settle() noexcept {
   if (stream_ == nullptr) return;
   try {
     stream_->record().wait();

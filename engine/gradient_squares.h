@@ -26,6 +26,8 @@ class GradientSquares {
   ~GradientSquares();  // waits for what fetch() has begun
   GradientSquares(const GradientSquares&) = delete;
   GradientSquares& operator=(const GradientSquares&) = delete;
+  /// Waits for what was started.
+  void settle() noexcept;
 
   /// Whether the device takes those of the unit's gradients.
   bool taken_there(int32_t unit) const;

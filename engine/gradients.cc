@@ -231,7 +231,15 @@ bool Gradients::is_last(const Arrival& arrival) const {
   return arrivals_[arrival.unit][arrival.segment] >= context_.config.gradient_accumulation;
 }
 
+void Gradients::settle_there() noexcept {
+  squares_.settle();
+  accumulators_.settle();
+  device_units_.settle();
+  sums_.on_device().settle();
+}
+
 void Gradients::bring_down() {
+  if (context_.plan.accumulators_device_bytes == 0) return;
   std::vector<std::pair<int32_t, int32_t>> behind;
   {
     const std::lock_guard guard(context_.mutex);

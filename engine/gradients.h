@@ -86,6 +86,8 @@ class Gradients {
                                             const kernels::Event& ready);
   /// Sums on the device that the host lacks come to it. Nothing is being taken in.
   void bring_down();
+  /// Waits for all that was started on the device; whether it failed is told elsewhere.
+  void settle_there() noexcept;
   /// Whether bring_down() has something to do for the unit.
   bool ahead_there(int32_t unit) const { return accumulators_.ahead(unit); }
   /// Whether begin() may wait for what is not finished yet.

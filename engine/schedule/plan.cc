@@ -91,6 +91,7 @@ class Planner {
       square_there();
       size_up_gradient_pool(true);
     }
+    if (plan_.squares_device_bytes == 0) return;  // what lives there is squared there
     int64_t left = std::numeric_limits<int64_t>::max();
     if (config_.device_budget_bytes > 0)
       left = config_.device_budget_bytes - plan_.squares_device_bytes - (ranks ? sums_bytes() : 0);

@@ -14,8 +14,7 @@ std::vector<Plan::UnitHome> homes_of(const Layout& layout, const Plan& plan, con
     for (const Segment& segment : unit.segments) home.parameters += segment.elements;
     const bool away = plan.weights_on_nvme[u];
     if (plan.on_device[u]) {
-      home.weights.device = unit.bytes();
-      home.states.device = unit.state_bytes(unit.elements);
+      home.weights.device = unit.shard_bytes();
     } else {
       (away ? home.weights.nvme : home.weights.host) =
           held_whole(layout, device, away) ? unit.bytes() : unit.shard_bytes();
@@ -24,10 +23,11 @@ std::vector<Plan::UnitHome> homes_of(const Layout& layout, const Plan& plan, con
   }
   for (size_t c = 0; c < layout.chunks.size(); ++c) {
     const Chunk& chunk = layout.chunks[c];
-    if (plan.on_device[chunk.unit]) continue;
     Plan::Tiers& states = homes[chunk.unit].states;
-    (plan.states_on_nvme[c] ? states.nvme : states.host) +=
-        layout.units[chunk.unit].state_bytes(chunk.elements);
+    int64_t& home = plan.on_device[chunk.unit] ? states.device
+                    : plan.states_on_nvme[c]   ? states.nvme
+                                               : states.host;
+    home += layout.units[chunk.unit].state_bytes(chunk.elements);
   }
   return homes;
 }

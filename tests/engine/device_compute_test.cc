@@ -308,6 +308,64 @@ TEST(DeviceQueue, OutlivesTheEngine) {
   EXPECT_EQ(seen, expected);
 }
 
+/// A later gradient of the unit is on its way when the last one that is expected has been taken in: a guess
+/// made then would lack it, and nobody would take the guess back.
+TEST(DeviceGradient, ThatIsOnItsWayIsInNoGuess) {
+  const Case guessing{.placement = Placement::host, .speculate = true};
+  std::shared_ptr<kernels::Device> device, host_device;
+  const auto engine = engine_of(guessing, device);
+  Case plain = guessing;
+  plain.device = "host";
+  plain.device_budget_bytes = 0;
+  const auto host = engine_of(plain, host_device);
+  const auto gradient = [](const Engine& of, int segment, int step) {
+    const engine::Unit& u = of.layout().units[0];
+    const std::vector<float> seen(static_cast<size_t>(u.segments[segment].elements), 0.5F);
+    return toy_gradient_bytes(u.dtype, seen, 0, segment, step, 0, 0);
+  };
+  struct Late {
+    std::shared_ptr<kernels::Gate> gate = std::make_shared<kernels::Gate>();
+    std::unique_ptr<kernels::Stream> queue;
+  };
+  std::vector<Late> lates;
+  const auto give = [&](int segment, int step, bool late) {
+    const auto bytes = gradient(*engine, segment, step);
+    auto there = std::make_shared<kernels::DeviceMemory>(device->allocate(std::ssize(bytes)));
+    Late own{.queue = device->make_stream()};
+    own.queue->copy_from_host(there->data(), bytes.data(), std::ssize(bytes));
+    own.queue->record().wait();
+    if (late) own.queue->wait(kernels::Event(own.gate));
+    const std::byte* const data = there->data();
+    engine->add_gradient(0, segment,
+                         DeviceArray{data, std::ssize(bytes), engine->layout().units[0].dtype, there},
+                         Queue{own.queue->native()});
+    lates.push_back(std::move(own));
+    host->add_gradient(0, segment, gradient(*host, segment, step), host->layout().units[0].dtype);
+  };
+  const auto step = [&](int number) {
+    engine->step(toy_groups(number));
+    host->step(toy_groups(number));
+    engine->expect_step(toy_groups(number + 1));
+  };
+  engine->expect_step(toy_groups(0));
+  for (int number : {0, 1}) {  // what the next step is expected to be like
+    for (int segment : {0, 1}) give(segment, number, false);
+    step(number);
+  }
+  lates.clear();
+  give(0, 2, true);
+  give(1, 2, true);
+  give(0, 3, true);
+  const auto a_while = std::chrono::milliseconds(20);
+  lates[0].gate->open();
+  std::this_thread::sleep_for(a_while);  // the third has begun
+  lates[1].gate->open();
+  std::this_thread::sleep_for(a_while);  // a guess would be made
+  lates[2].gate->open();
+  step(2);
+  expect_same_bits(toy_contents(*engine), toy_contents(*host), "a gradient on its way");
+}
+
 // ---- what the device's own events tell
 
 /// Every copy and every lease's work, each unit's work after the copy that it needs, gradients after that.
