@@ -72,7 +72,7 @@ int main(int argc, char** argv) {
 
   std::vector<Row> rows;
   int32_t token = 0;
-  const auto pass = [&](std::vector<int32_t> tokens, int64_t first) {
+  const auto pass = [&](const std::vector<int32_t>& tokens, int64_t first) {
     rows.clear();
     for (const int32_t id : tokens) rows.push_back({id, first++, &cache});
     const int32_t last[] = {static_cast<int32_t>(rows.size() - 1)};
