@@ -85,13 +85,11 @@ class Planner {
     const bool forced_there = config_.placement == Placement::device;
     const bool ranks = layout_.slices > 1;
     if (device_.shares_host_memory || device_.updates.none() || (ranks && !may_sum_on_device())) return;
-    if (!ranks) square_there();
+    const bool squared = square_there();
     if (forced() ? !forced_there : config_.device_budget_bytes == 0) return;
-    if (ranks) {  // only of what lives there; and its gradients are summed there, in as much as that may take
-      square_there();
-      size_up_gradient_pool(true);
-    }
-    if (plan_.squares_device_bytes == 0) return;  // what lives there is squared there
+    if (!squared) return;  // what lives there is squared there
+    // Of several ranks what lives there is summed there too, in as much as that may take.
+    if (ranks) size_up_gradient_pool(true);
     int64_t left = std::numeric_limits<int64_t>::max();
     if (config_.device_budget_bytes > 0)
       left = config_.device_budget_bytes - plan_.squares_device_bytes - (ranks ? sums_bytes() : 0);
@@ -119,12 +117,14 @@ class Planner {
   }
 
   /// Where that leaves room for the weights that are used together.
-  void square_there() {
+  bool square_there() {
     int64_t squares = 0;
     for (const Unit& unit : layout_.units) squares += squares_bytes(unit);
     auto gathered = gathered_sizes();
     const int64_t most = config_.device_budget_bytes;
-    if (most == 0 || largest(gathered, kLeasedMost) + squares <= most) plan_.squares_device_bytes = squares;
+    const bool fits = most == 0 || largest(gathered, kLeasedMost) + squares <= most;
+    if (fits) plan_.squares_device_bytes = squares;
+    return fits;
   }
 
   /// Of the first units, as many as `left` takes.
