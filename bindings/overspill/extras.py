@@ -5,11 +5,13 @@ from __future__ import annotations
 import importlib
 from types import ModuleType
 
+from ._core import OverspillError
+
 # package: the extra that brings it
 EXTRAS = {"transformers": "hf", "rich": "cli", "shtab": "cli", "matplotlib": "plot"}
 
 
-class MissingExtra(ImportError):
+class MissingExtra(ImportError, OverspillError):
     """A package of an extra is not installed. The message has the command that installs it."""
 
 
