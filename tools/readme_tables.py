@@ -90,9 +90,9 @@ def fits() -> str:
     times = sorted(step["total_seconds"] for step in large["steps"][1:])
     waited = max(step["wait_seconds"] for step in large["steps"])
     measured = (
-        f"We measured the second row once, with [`make large`](docs/results/large.log): "
-        f"{large['parameters'] / GB:.1f} billion parameters, a budget of {large['host_budget_bytes'] / GB:.1f} GB and 256 "
-        f"tokens a step on 2 cores. The process held {large['peak_rss_bytes'] / GB:.1f} GB, in a memory limit of 6.4 GB, "
+        "We measured the second row once, with [`make large`](docs/results/large.log): "
+        f"{large['parameters'] / GB:.1f} billion parameters, a budget of {large['host_budget_bytes'] / GB:.1f} GB and "
+        f"256 tokens a step on 2 cores. The process held {large['peak_rss_bytes'] / GB:.1f} GB, in a limit of 6.4 GB, "
         f"and wrote {written / GB:.0f} GB a step; its steps took from {times[0]:.0f} to {times[-1]:.0f} s, of which "
         f"{waited:.0f} s were waits for the disk. Larger models are calculated only."
     )
