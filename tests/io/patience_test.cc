@@ -287,6 +287,7 @@ TEST_P(PatientStore, AReadThatFailsOnceOrTenTimesSucceedsAndOneThatFailsForEverI
   EXPECT_TRUE(contains(error->message(), "tried 11 times")) << error->message();
   failures_ = 0;
   EXPECT_FALSE(read(*store, extent, found)) << "errors do not stick";
+  store.reset();  // its threads have said what they had to say
   const std::string told = testing::internal::GetCapturedStderr();
   EXPECT_EQ(std::count(told.begin(), told.end(), '\n'), 1) << told;
   EXPECT_TRUE(contains(told, folder_.path().string())) << told;
