@@ -1,7 +1,6 @@
 #include "engine/engine.h"
 
 #include <fmt/format.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <cmath>
@@ -102,14 +101,6 @@ void settle_clip(Machine& m, const Segment& segment) {
   m.settle_clip();
 }
 
-void check_process(const Machine& m) {
-  if (m.process.here()) return;
-  throw WrongProcess(fmt::format(
-      "the engine belongs to process {}; this is its forked child {}, which has neither the engine's threads "
-      "nor its memory: make a new engine in this child, or start the child by spawn instead of fork",
-      m.process.pid(), ::getpid()));
-}
-
 void require_whole_or_one(const Machine& m, GroupRange range) {
   if (!range.all()) require_world_one(m.context.layout, "several optimizers over one model");
 }
@@ -176,74 +167,6 @@ class InCall {
 
 }  // namespace
 
-// ---- leases
-
-Lease::~Lease() {
-  if (machine_ == nullptr || block_ == nullptr || !machine_->process.here()) return;
-  Context& context = machine_->context;
-  std::vector<kernels::Event> uses;
-  std::string failure;
-  try {
-    for (const Use& use : uses_) uses.push_back(context.queues.record(use.queue));
-  } catch (const std::exception& error) {
-    // The engine cannot learn when the device is done with the weights. A destructor does not throw, so the
-    // engine's next call reports it.
-    failure = error.what();
-  }
-  const std::lock_guard guard(context.mutex);
-  for (size_t i = 0; i < uses.size(); ++i) {
-    context.journal.note(DeviceSpan::Kind::compute, block_->unit, uses_[i].begin, uses[i],
-                         uses_[i].queue.native);
-  }
-  if (!failure.empty()) {
-    context.fail(
-        fmt::format("ending a lease of {} failed: {}", context.layout.units[block_->unit].name, failure));
-  }
-  machine_->gatherer.release(block_, uses);
-}
-
-void Lease::use_on(Queue queue) {
-  if (block_ == nullptr) return;
-  check_process(*machine_);
-  const auto known = [queue](const Use& use) { return use.queue == queue; };
-  Context& context = machine_->context;
-  kernels::Event copied;
-  bool noted = false;
-  {
-    const std::lock_guard guard(context.mutex);
-    if (std::any_of(uses_.begin(), uses_.end(), known)) return;
-    copied = machine_->gatherer.use(block_, context.queues.of(queue));
-    noted = context.journal.on();
-  }
-  // Another thread on the same queue may be here too: each goes on when the queue has been told to wait.
-  context.queues.wait(queue, copied);
-  Use use{queue, noted ? context.queues.record(queue) : kernels::Event()};
-  const std::lock_guard guard(context.mutex);
-  if (std::none_of(uses_.begin(), uses_.end(), known)) uses_.push_back(std::move(use));
-}
-
-void Lease::copy_to_host(int64_t begin, std::span<std::byte> to) const {
-  if (begin < 0 || begin > bytes_ || std::ssize(to) > bytes_ - begin) {
-    throw std::invalid_argument(
-        fmt::format("a copy of {} bytes from byte {} of a lease of {}", to.size(), begin, bytes_));
-  }
-  if (to.empty()) return;
-  check_process(*machine_);
-  if (block_ == nullptr || machine_->context.device().shares_host_memory()) {  // the lease keeps the bytes
-    std::memcpy(to.data(), data_ + begin, to.size());
-    return;
-  }
-  machine_->gatherer.copy_to_host(*block_, to, data_ + begin);
-}
-
-void Lease::swap(Lease& other) noexcept {
-  std::swap(machine_, other.machine_);
-  std::swap(block_, other.block_);
-  std::swap(data_, other.data_);
-  std::swap(bytes_, other.bytes_);
-  std::swap(uses_, other.uses_);
-}
-
 // ---- the engine
 
 Engine::Engine(const std::vector<UnitSpec>& units, const Config& config, Resources resources) {
@@ -293,12 +216,12 @@ Engine::~Engine() {
 }
 
 Machine& Engine::machine_to_look_at() const {
-  check_process(*machine_);
+  machine_->check_process();
   return *machine_;
 }
 
 Machine& Engine::machine() const {
-  check_process(*machine_);
+  machine_->check_process();
   if (machine_->closed) throw std::invalid_argument(std::string(kClosed));
   return *machine_;
 }
@@ -736,82 +659,6 @@ std::string Engine::load(const std::filesystem::path& folder) {
   m.steps = manifest.step;
   m.skipped_steps = manifest.skipped_steps;
   return manifest.extra_json;
-}
-
-// ---- looking
-
-std::string Engine::stall() const {
-  return machine_->stalls != nullptr && machine_->process.here() ? machine_->stalls->text() : std::string();
-}
-
-Stats Engine::stats() {
-  Machine& m = machine_to_look_at();
-  Stats stats;
-  const std::lock_guard guard(m.context.mutex);
-  stats.step = m.steps;
-  stats.skipped_steps = m.skipped_steps;
-  stats.host_budget_bytes = m.context.host_budget.limit_bytes();
-  stats.host_used_bytes = m.context.host_budget.used_bytes();
-  stats.host_peak_bytes = m.context.host_budget.peak_bytes();
-  stats.updates = m.context.stats.updates;
-  stats.wait_ns = m.context.stats.wait_ns;
-  stats.guesses_taken = m.context.stats.guesses_taken;
-  stats.guesses_dropped = m.context.stats.guesses_dropped;
-  stats.guesses_unfinished = m.updater.guesses_unfinished();
-  stats.trace_departures = m.context.trace.departures();
-  stats.gather_free_run_bytes = m.gatherer.largest_free_run();
-  if (m.context.resources.store != nullptr) stats.store = m.context.store().stats();
-  return stats;
-}
-
-StepReport Engine::report() {
-  Context& c = machine_to_look_at().context;
-  const std::lock_guard guard(c.mutex);
-  return c.meter.last();
-}
-
-StepReport Engine::report_inside() {
-  Context& c = machine_to_look_at().context;
-  const std::lock_guard guard(c.mutex);
-  return c.meter.last_inside();
-}
-
-MachineFigures Engine::figures() {
-  Context& c = machine_to_look_at().context;
-  const std::lock_guard guard(c.mutex);
-  return figures_of(c.meter.recent(), c.meter.forward_left(), c.plan, c.workers);
-}
-
-Prediction Engine::predict() {
-  const Context& c = machine_->context;
-  const MachineFigures f = figures();
-  const double guessed = guessed_share(c.layout, c.plan, c.config.speculate);
-  return engine::predict(c.plan, demands(c.layout, c.config, c.plan, f), f, guessed);
-}
-
-std::vector<BudgetRow> Engine::predict_budgets(std::span<const int64_t> budgets) {
-  const Context& c = machine_->context;
-  return engine::predict_budgets(c.layout, c.config, c.traits, figures(), budgets);
-}
-
-void Engine::record_journal(bool on) {
-  const std::lock_guard guard(machine().context.mutex);
-  machine().context.journal.enable(on);
-  machine().context.device().time_events(on);
-}
-
-std::vector<JournalEntry> Engine::take_journal() {
-  const std::lock_guard guard(machine().context.mutex);
-  return machine().context.journal.take();
-}
-
-std::vector<DeviceSpan> Engine::take_device_spans() {
-  std::vector<DeviceWork> work;
-  {
-    const std::lock_guard guard(machine().context.mutex);
-    work = machine().context.journal.take_work();
-  }
-  return resolve(work);
 }
 
 }  // namespace overspill::engine

@@ -1,6 +1,7 @@
 #include "engine/machine.h"
 
 #include <fmt/format.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <stdexcept>
@@ -23,6 +24,14 @@ Machine::Machine(Layout layout, Plan plan, Config config, Resources resources)
   if (context.resources.store != nullptr) context.store().reserve(context.plan.nvme_reserve_bytes);
   // Beyond this point nothing fails: from the start of its rounds on, the other ranks count on this one.
   rounds.start();
+}
+
+void Machine::check_process() const {
+  if (process.here()) return;
+  throw WrongProcess(fmt::format(
+      "the engine belongs to process {}; this is its forked child {}, which has neither the engine's threads "
+      "nor its memory: make a new engine in this child, or start the child by spawn instead of fork",
+      process.pid(), ::getpid()));
 }
 
 Machine::~Machine() {

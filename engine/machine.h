@@ -77,6 +77,9 @@ class Machine {
   Part part_of(int rank, int32_t unit, int32_t segment) const;
   Part own_part(int32_t unit, int32_t segment) const { return part_of(context.layout.rank, unit, segment); }
 
+  /// Throws WrongProcess in a forked child.
+  void check_process() const;
+
   /// The next step clips by the configured limit.
   void forget_clip() {
     clipped.reset();
