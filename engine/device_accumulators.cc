@@ -1,7 +1,9 @@
 #include "engine/device_accumulators.h"
 
 #include <algorithm>
-#include <exception>
+#include <stdexcept>
+
+#include "engine/device_gradients.h"
 
 namespace overspill::engine {
 
@@ -27,11 +29,7 @@ DeviceAccumulators::~DeviceAccumulators() {
 }
 
 void DeviceAccumulators::settle() noexcept {
-  if (stream_ == nullptr) return;
-  try {
-    stream_->record().wait();
-  } catch (const std::exception&) {  // the device has failed: nothing uses its memory any more
-  }
+  engine::settle(stream_.get());
 }
 
 bool DeviceAccumulators::takes(const DeviceUnits::Arrival& arrival) {

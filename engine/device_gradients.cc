@@ -1,6 +1,7 @@
 #include "engine/device_gradients.h"
 
 #include <algorithm>
+#include <exception>
 
 namespace overspill::engine {
 
@@ -14,6 +15,14 @@ void take_in_from_host(kernels::DeviceKernels& kernels, kernels::Stream& stream,
     stream.copy_from_host(piece.data(), from + done * width, count * width);
     kernels.take_in(stream, from_type, piece.data(), to_type, to + done * optim::bytes(to_type), count,
                     first);
+  }
+}
+
+void settle(kernels::Stream* stream) noexcept {
+  if (stream == nullptr) return;
+  try {
+    stream->record().wait();
+  } catch (const std::exception&) {  // as the header says
   }
 }
 

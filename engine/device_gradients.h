@@ -1,5 +1,5 @@
-// What gradients in a device's memory have in common, whether their units live there (device_units.h) or
-// several ranks' sums are made there (device_sums.h).
+// What gradients in a device's memory have in common, whether their units live there (device_units.h),
+// several ranks' sums are made there (device_sums.h) or several micro-batches' (device_accumulators.h).
 #pragma once
 
 #include <span>
@@ -14,5 +14,9 @@ namespace overspill::engine {
 void take_in_from_host(kernels::DeviceKernels& kernels, kernels::Stream& stream, std::span<std::byte> piece,
                        optim::Element from_type, const std::byte* from, optim::Element to_type, std::byte* to,
                        int64_t elements, bool first);
+
+/// Waits for all that was put on the stream (null: nothing). Where the device has failed, nothing uses its
+/// memory any more, and who asks for the work is told.
+void settle(kernels::Stream* stream) noexcept;
 
 }  // namespace overspill::engine

@@ -1,7 +1,5 @@
 #include "engine/device_sums.h"
 
-#include <exception>
-
 #include "engine/device_gradients.h"
 
 namespace overspill::engine {
@@ -20,12 +18,8 @@ DeviceSums::~DeviceSums() {
 }
 
 void DeviceSums::settle() noexcept {
-  if (!used()) return;
-  try {
-    arrivals_->record().wait();
-    sums_->record().wait();
-  } catch (const std::exception&) {  // the device has failed: nothing uses its memory any more
-  }
+  engine::settle(arrivals_.get());
+  engine::settle(sums_.get());
 }
 
 std::span<std::byte> DeviceSums::exchange() const {

@@ -62,11 +62,7 @@ DeviceUnits::~DeviceUnits() {
 }
 
 void DeviceUnits::settle() noexcept {
-  if (stream_ == nullptr) return;
-  try {
-    stream_->record().wait();
-  } catch (const std::exception&) {  // the device has failed: nothing uses its memory any more
-  }
+  engine::settle(stream_.get());
 }
 
 Block* DeviceUnits::lease(int32_t unit) {

@@ -7,6 +7,8 @@
 #include <numeric>
 #include <utility>
 
+#include "engine/device_gradients.h"
+
 namespace overspill::engine {
 namespace {
 
@@ -299,10 +301,7 @@ void GradientIntake::abandon() noexcept {
     settle(piece.copied);
     settle(piece.squared);
   }
-  try {
-    settle(stream_->record());
-  } catch (const std::exception&) {  // as above
-  }
+  engine::settle(stream_.get());
   gradients_.settle_there();  // what was started, and has no piece yet
   pieces_.clear();
   items_.clear();

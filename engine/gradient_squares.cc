@@ -2,9 +2,10 @@
 
 #include <fmt/format.h>
 
-#include <exception>
 #include <stdexcept>
 #include <utility>
+
+#include "engine/device_gradients.h"
 
 namespace overspill::engine {
 
@@ -36,11 +37,7 @@ GradientSquares::~GradientSquares() {
 }
 
 void GradientSquares::settle() noexcept {
-  if (stream_ == nullptr) return;
-  try {
-    stream_->record().wait();
-  } catch (const std::exception&) {  // the device has failed: nothing uses its memory any more
-  }
+  engine::settle(stream_.get());
 }
 
 bool GradientSquares::taken_there(int32_t unit) const {
@@ -49,20 +46,14 @@ bool GradientSquares::taken_there(int32_t unit) const {
 
 void GradientSquares::take_there(kernels::Stream& stream, int32_t unit, int32_t segment, optim::Element type,
                                  const std::byte* gradient) {
-  const Unit& u = context_.layout.units[unit];
   const int64_t width = optim::bytes(type);
   auto* const blocks = reinterpret_cast<kernels::Squares*>(memory_.data());
-  for (int32_t c = u.first_chunk; c < u.first_chunk + u.chunk_count; ++c) {
-    const Chunk& chunk = context_.layout.chunks[c];
-    for (size_t r = 0; r < chunk.runs.size(); ++r) {
-      const Run& run = chunk.runs[r];
-      if (run.segment != segment) continue;
-      const int64_t in_segment = context_.layout.global_begin(chunk) + run.begin - u.segments[segment].begin;
-      context_.device().kernels()->squares(stream, type, gradient + in_segment * width, run.elements,
-                                           blocks + first_block_[c][r]);
-      of_[c][r].taken = Taken::there;
-    }
-  }
+  for_each_run(context_.layout, unit, segment, [&](int32_t chunk, int32_t run, int64_t in_segment) {
+    context_.device().kernels()->squares(stream, type, gradient + in_segment * width,
+                                         context_.layout.chunks[chunk].runs[run].elements,
+                                         blocks + first_block_[chunk][run]);
+    of_[chunk][run].taken = Taken::there;
+  });
 }
 
 kernels::Event GradientSquares::take_there(const kernels::Event& ready, int32_t unit, int32_t segment,

@@ -125,16 +125,10 @@ std::byte* Gradients::at(int32_t unit, int64_t element) const {
 
 template <class Visit>
 void Gradients::for_each_part(int32_t unit, int32_t segment, Visit visit) const {
-  const Unit& u = context_.layout.units[unit];
-  for (int32_t c = u.first_chunk; c < u.first_chunk + u.chunk_count; ++c) {
-    const Chunk& chunk = context_.layout.chunks[c];
-    for (size_t r = 0; r < chunk.runs.size(); ++r) {
-      const Run& run = chunk.runs[r];
-      if (run.segment != segment) continue;
-      const int64_t in_segment = context_.layout.global_begin(chunk) + run.begin - u.segments[segment].begin;
-      visit(Part{c, static_cast<int32_t>(r), run.begin, in_segment, run.elements});
-    }
-  }
+  for_each_run(context_.layout, unit, segment, [&](int32_t c, int32_t r, int64_t in_segment) {
+    const Run& run = context_.layout.chunks[c].runs[r];
+    visit(Part{c, r, run.begin, in_segment, run.elements});
+  });
 }
 
 optim::Element Gradients::check(int32_t unit, int32_t segment, int64_t bytes, std::string_view dtype) const {
@@ -222,8 +216,8 @@ std::optional<Gradients::TakenInThere> Gradients::take_in_there(const Arrival& a
 }
 
 void Gradients::forget_squares(const Arrival& arrival) {
-  for_each_part(arrival.unit, arrival.segment,
-                [&](const Part& part) { squares_.forget(part.chunk, part.run); });
+  for_each_run(context_.layout, arrival.unit, arrival.segment,
+               [&](int32_t chunk, int32_t run, int64_t) { squares_.forget(chunk, run); });
 }
 
 /// As far as anybody knows: more may come, and are as right.

@@ -2,14 +2,9 @@
 
 #include <cstring>
 
-// Compiled for the widest vectors too; each loop works on lines of 64 bytes.
-#if defined(__x86_64__)
-#define WIDEST __attribute__((target_clones("avx512f", "avx2", "default")))
-#else
-#define WIDEST
-#endif
-#define INLINE inline __attribute__((always_inline))
+#include "bench/shared/widest.h"
 
+// Each loop works on lines of 64 bytes.
 namespace overspill::bench {
 namespace {
 

@@ -2,12 +2,7 @@
 
 #include <cstring>
 
-#if defined(__x86_64__)
-#define WIDEST __attribute__((target_clones("avx512f", "avx2", "default")))
-#else
-#define WIDEST
-#endif
-#define INLINE inline __attribute__((always_inline))
+#include "bench/shared/widest.h"
 
 namespace overspill::bench {
 namespace {

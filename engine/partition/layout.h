@@ -118,6 +118,21 @@ struct Layout {
   }
 };
 
+/// Visits, in order, the runs of this rank's chunks that hold elements of a unit's segment: the chunk, the
+/// run's number in it, and where in the segment the run begins.
+template <class Visit>
+void for_each_run(const Layout& layout, int32_t unit, int32_t segment, Visit visit) {
+  const Unit& u = layout.units[unit];
+  for (int32_t c = u.first_chunk; c < u.first_chunk + u.chunk_count; ++c) {
+    const Chunk& chunk = layout.chunks[c];
+    for (size_t r = 0; r < chunk.runs.size(); ++r) {
+      if (chunk.runs[r].segment != segment) continue;
+      visit(c, static_cast<int32_t>(r),
+            layout.global_begin(chunk) + chunk.runs[r].begin - u.segments[segment].begin);
+    }
+  }
+}
+
 /// Throws std::invalid_argument naming what is wrong: a unit without segments, a name used twice, a shape
 /// that overflows, strides that are no permutation of their shape, a format that does not fit its dtype.
 Layout make_layout(const std::vector<UnitSpec>& units, int64_t chunk_elements, int rank, int world,

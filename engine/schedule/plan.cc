@@ -26,6 +26,10 @@ constexpr int64_t kIntakeSlotsBest = 16;
 constexpr int64_t kArenaAlign = 4096;
 constexpr int64_t kMiB = 1 << 20;
 
+int64_t aligned(int64_t bytes) {
+  return (bytes + kArenaAlign - 1) / kArenaAlign * kArenaAlign;
+}
+
 std::string mib(int64_t bytes) {
   return fmt::format("{:.1f} MiB", static_cast<double>(bytes) / kMiB);
 }
@@ -112,7 +116,8 @@ class Planner {
       return;
     }
     left -= plan_.units_device_bytes;
-    for (const Unit& unit : layout_.units) left -= on_device(unit) ? 0 : gathered_bytes(unit);
+    for (size_t u = 0; u < layout_.units.size(); ++u)
+      left -= plan_.on_device[u] ? 0 : gathered_bytes(layout_.units[u]);
     sum_on_device(left);
   }
 
@@ -170,13 +175,10 @@ class Planner {
       for (const Run& run : layout_.chunks[c].runs) blocks += kernels::squares_blocks(run.elements);
     }
     const int64_t bytes = blocks * static_cast<int64_t>(sizeof(kernels::Squares));
-    return (bytes + kArenaAlign - 1) / kArenaAlign * kArenaAlign;
+    return aligned(bytes);
   }
 
   bool on_device(size_t chunk) const { return plan_.on_device[layout_.chunks[chunk].unit]; }
-  bool on_device(const Unit& unit) const {
-    return plan_.on_device[static_cast<size_t>(&unit - layout_.units.data())];
-  }
 
   void spill_every(size_t stride) {
     for (size_t u = 0; u < layout_.units.size(); ++u)
@@ -464,8 +466,7 @@ class Planner {
 
   /// The pool, and of one chunk a part from each rank, their sum, and a piece from the host.
   int64_t sums_bytes() const {
-    const int64_t pool = (plan_.gradient_pool_bytes + kArenaAlign - 1) / kArenaAlign * kArenaAlign;
-    return pool + (layout_.slices + 2) * part_bytes();
+    return aligned(plan_.gradient_pool_bytes) + (layout_.slices + 2) * part_bytes();
   }
 
   /// On the device, where its budget has room: what lives there has seen to that.
@@ -638,8 +639,7 @@ int64_t gradient_element_bytes(UnitFormat format, int64_t gradient_accumulation)
 
 int64_t accumulator_bytes(const Unit& unit, int64_t gradient_accumulation) {
   if (gradient_accumulation == 1 || !unit.trainable()) return 0;
-  const int64_t bytes = unit.elements * gradient_element_bytes(unit.format, gradient_accumulation);
-  return (bytes + kArenaAlign - 1) / kArenaAlign * kArenaAlign;
+  return aligned(unit.elements * gradient_element_bytes(unit.format, gradient_accumulation));
 }
 
 bool may_live_on_device(const Unit& unit, const DeviceTraits& device) {

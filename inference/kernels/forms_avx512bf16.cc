@@ -14,16 +14,7 @@ using optim::Fp16;
 constexpr const char* kName = "avx512bf16";
 constexpr int kLanes = 16;
 #include "cpu_optim/vector.inl"
-
-inline F32 fma(F32 a, F32 b, F32 c) {
-  return _mm512_fmadd_ps(a, b, c);
-}
-inline U32 extend(U16 x) {
-  return reinterpret_cast<U32>(_mm512_cvtepu16_epi32(reinterpret_cast<__m256i>(x)));
-}
-inline U16 lower_halves(U32 x) {
-  return reinterpret_cast<U16>(_mm512_cvtepi32_epi16(reinterpret_cast<__m512i>(x)));
-}
+#include "inference/kernels/avx512.inl"
 
 // VDPBF16PS multiplies a pair of columns at once.
 struct Pairs {

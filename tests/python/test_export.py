@@ -11,21 +11,13 @@ import torch
 from disks import small
 from launch import run
 from safetensors import safe_open
+from tiny import SMALL
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, MixtralConfig
 
 import overspill
 from overspill import FolderError, exporting
 
-SMALL = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-}
 IDS = torch.arange(24).view(2, 12) % 64
 
 

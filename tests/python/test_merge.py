@@ -9,6 +9,7 @@ import pytest
 import torch
 from disks import small
 from safetensors.torch import load_file
+from tiny import SMALL
 from torch import nn
 from transformers import (
     AutoModelForCausalLM,
@@ -21,15 +22,6 @@ from transformers import (
 import overspill
 from overspill import CheckpointError, FolderError, _core, merge
 
-SMALL = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-}
 IDS = torch.arange(24).view(2, 12) % 64
 
 

@@ -9,6 +9,15 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+SMALL = {  # of a configuration of Llama's kind, for models that no command reads
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+}
 BINDINGS = Path(__file__).resolve().parents[2] / "bindings"
 WORDS = """the a of on under over tree river stone bird sings falls runs waits slowly never always then but""".split()
 
