@@ -135,7 +135,12 @@ std::string Error::cause() const {
 }
 
 std::string Error::message() const {
-  return fmt::format("{}; {}", cause(), way_out_of(kind));
+  const char* const way_out =
+      os_error == EROFS
+          ? "if it was mounted for writing, an error of its disk has stopped all writes (dmesg): check the "
+            "disk and mount it again, or choose another folder"
+          : way_out_of(kind);
+  return fmt::format("{}; {}", cause(), way_out);
 }
 
 Error corrupt(std::string path, int64_t offset_bytes, int64_t length_bytes, uint64_t expected,

@@ -36,7 +36,7 @@ constexpr std::chrono::microseconds kForward{467'000 / kLayers}, kBackward{2 * k
 
 std::vector<engine::UnitSpec> llama() {
   std::vector<engine::UnitSpec> units;
-  const auto add = [&](const std::string& name, std::vector<std::pair<const char*, int64_t>> parts) {
+  const auto add = [&](const std::string& name, const std::vector<std::pair<const char*, int64_t>>& parts) {
     engine::UnitSpec unit{name, optim::Format::exact, "BF16", {}};
     for (const auto& [part, elements] : parts)
       unit.segments.push_back({name + "." + part, {elements}, 0, {}});

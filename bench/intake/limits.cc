@@ -17,7 +17,12 @@ INLINE void load(const std::byte* at, Line& line) {
 
 template <bool kPastCache>
 INLINE void store(std::byte* to, const Line& line) {
-#if defined(__x86_64__)
+#if defined(__clang__)
+  if constexpr (kPastCache) {
+    __builtin_nontemporal_store(line, reinterpret_cast<Line*>(to));
+    return;
+  }
+#elif defined(__x86_64__)
   if constexpr (kPastCache) {
     asm volatile("vmovntdq %1, %0" : "=m"(*reinterpret_cast<Line*>(to)) : "v"(line));
     return;
@@ -44,6 +49,7 @@ INLINE void loop(const std::byte* from, std::byte* to, int64_t begin, int64_t en
   }
 }
 
+// NOLINTBEGIN(bugprone-macro-parentheses): TARGET is an attribute
 #define LIMIT(NAME, TARGET, PAST_CACHE)                                                \
   TARGET void write2_##NAME(const std::byte* f, std::byte* t, int64_t b, int64_t e) {  \
     loop<PAST_CACHE, 2, false>(f, t, b, e);                                            \
@@ -54,6 +60,7 @@ INLINE void loop(const std::byte* from, std::byte* to, int64_t begin, int64_t en
   TARGET void change4_##NAME(const std::byte* f, std::byte* t, int64_t b, int64_t e) { \
     loop<PAST_CACHE, 4, true>(f, t, b, e);                                             \
   }
+// NOLINTEND(bugprone-macro-parentheses)
 LIMIT(plain, WIDEST, false)
 constexpr IntakeLimit kPlain{write2_plain, write4_plain, change4_plain};
 #if defined(__x86_64__)

@@ -294,6 +294,7 @@ TEST_P(FileStoreTest, EveryErrnoBecomesATypedError) {
     ASSERT_TRUE(error);
     EXPECT_EQ(error->kind, kind) << number;
     EXPECT_EQ(error->os_error, number);
+    EXPECT_EQ(error->message().find("has stopped all writes") != std::string::npos, number == EROFS);
     EXPECT_EQ(error->path, slab(0));
     Transfer fresh = make_transfer(Transfer::Kind::write, store->allocate(kMiB), memory.data());
     for (const bool fails : {true, false}) {
