@@ -25,7 +25,9 @@ from pydantic import (
     model_validator,
 )
 
+from . import memory
 from ._core import OverspillError, StoreError
+from .deepspeed import settings as deepspeed_json
 
 _UNITS = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
 _UNITS |= {"kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
@@ -155,11 +157,25 @@ class _Section(BaseModel, metaclass=_Named):
             raise ConfigError(_explained(error, kind)) from None
 
 
+def _measured() -> int:
+    """budget.host where nobody gives it, said in one line."""
+    free = memory.free_bytes()
+    ranks = max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    share = free // (2 * ranks)
+    warnings.warn(
+        f"overspill: budget.host is not given: the engine may use {memory.human(share)} of host memory, half of the "
+        f"{memory.human(free)} that are free" + (f", divided by {ranks} ranks" if ranks > 1 else ""),
+        stacklevel=2,
+    )
+    return share
+
+
 class Budget(_Section):
     """Bytes that each tier may use."""
 
-    host: Bytes
-    """Host memory of this rank: what the engine holds there. Activations and torch's own memory come on top."""
+    host: Bytes = Field(default_factory=_measured)
+    """Host memory of this rank: what the engine holds there. Activations and torch's own memory come on top. Where it
+    is missing: half of what is free when the configuration is read, divided by the ranks on this machine."""
     device: Bytes | None = None
     """Memory of a GPU: for gathered weights, then for units that live there. The rest is the model's, for activations.
     null: half of what is free when the engine starts."""
@@ -350,9 +366,26 @@ def _tell_adam_is_adamw() -> None:
     )
 
 
+def _schedule(name: str) -> str:
+    from .deepspeed.lr_schedules import find
+
+    find(name)
+    return name
+
+
 Optimizer = Annotated[
     AdamW | Adam | Adagrad | Lion | SGD, Field(discriminator="type"), BeforeValidator(flat_optimizer)
 ]
+
+
+class Scheduler(_Section):
+    """Stepped by `engine.step` at every update that is not skipped."""
+
+    type: Annotated[str, AfterValidator(_schedule)]
+    """WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle or LRRangeTest, which are DeepSpeed's; or a class of
+    torch.optim.lr_scheduler."""
+    params: dict[str, Any] = {}
+    """Its arguments, without the optimizer."""
 
 
 class ZeroOptimization(_Section):
@@ -421,13 +454,18 @@ class Config(_Section):
     """The whole configuration. `Config.read` accepts a dict, the path of a JSON file, or a Config; every key is in
     docs/configuration.md."""
 
-    budget: Budget
+    budget: Budget = Field(default_factory=Budget)
     """What the engine may use of each tier."""
     optimizer: Optimizer = AdamW()
     """Not used where `initialize` is given an optimizer. DeepSpeed's form {"type": ..., "params": {...}} is taken too,
     with what it means there."""
     format: Literal["exact", "compact", "8bit"] | None = None
     """How bf16 weights and their states are held (docs/update.md); fp32 weights have fp32 states. null: "exact"."""
+    dtype: Literal["bf16", "fp32"] | None = None
+    """To which `initialize` converts the weights before it takes them; buffers stay as they are. null: none is
+    converted."""
+    scheduler: Scheduler | None = None
+    """Of the learning rate. Not used where `initialize` is given one."""
     seed: Int = Field(0, ge=0, lt=2**63)
     """Of stochastic rounding, in "compact" and "8bit", and of the order of `training_data` over several ranks."""
     gradient_accumulation_steps: Int = Field(1, ge=1, lt=2**31)
@@ -440,6 +478,8 @@ class Config(_Section):
     """A step whose gradients have an inf or a NaN is left out; left out, and an error; or taken, as torch does."""
     train_micro_batch_size_per_gpu: Int | None = Field(None, ge=1)
     """Samples that the loader of `training_data` puts together, of one rank."""
+    dataloader_drop_last: bool = False
+    """The loader of `training_data` leaves out a last micro-batch that is smaller."""
     zero_optimization: ZeroOptimization = ZeroOptimization()
     """What ranks divide among themselves."""
     engine: EngineOptions = EngineOptions()
@@ -450,7 +490,8 @@ class Config(_Section):
         """The configuration, checked; nothing is allocated.
 
         Args:
-            source: a dict, the path of a JSON file, or a Config, which is returned as it is
+            source: a dict, the path of a JSON file, or a Config, which is returned as it is. A dict or file with keys
+                of DeepSpeed's JSON is read as that (docs/coming-from-deepspeed.md)
 
         Raises: ConfigError that names the key, its value and the nearest valid key.
         """
@@ -459,7 +500,7 @@ class Config(_Section):
         if not isinstance(source, dict):
             source = _read_json(source)
         try:
-            return cls.model_validate(source)
+            return cls.model_validate(meant(source))
         except ValidationError as error:
             raise ConfigError(_explained(error, cls)) from None
 
@@ -510,6 +551,21 @@ class Config(_Section):
     def _device_bytes(self, place: Any) -> int:
         free = place.free_bytes() if place is not None and self.budget.device is None else None
         return self.budget.device or (free or 0) // 2
+
+
+def meant(data: dict[str, Any]) -> dict[str, Any]:
+    """DeepSpeed's JSON as the configuration that it means, and a warning that names what has no meaning here; another
+    one as it is. Raises ConfigError."""
+    own = set(Config.model_fields)
+    if not deepspeed_json.is_deepspeeds(data, own):
+        return data
+    try:
+        translated = deepspeed_json.translate(data, own)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    if message := translated.message():
+        warnings.warn(message, stacklevel=4)
+    return translated.config
 
 
 def parse_json(text: str) -> Any:

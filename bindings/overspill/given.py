@@ -77,6 +77,25 @@ def model(value: Any) -> None:
         )
 
 
+def dtype(model: nn.Module, wanted: str | None) -> None:
+    """Converts the model's weights to the configuration's dtype; its buffers stay. Raises ValueError for weights that
+    lie in files, whose copies may not fit in memory."""
+    if wanted is None:
+        return
+    to = {"bf16": torch.bfloat16, "fp32": torch.float32}[wanted]
+    for name, parameter in model.named_parameters():
+        if parameter.dtype == to or not parameter.is_floating_point():
+            continue
+        if parameter.device.type == "cpu" and parameter.untyped_storage().filename is not None:
+            raise ValueError(
+                f"overspill: the configuration's dtype is {wanted}, and {name} is {parameter.dtype} in a file: make "
+                f"the model in {to} (torch.set_default_dtype inside Init), or leave dtype (bf16.enabled) out"
+            )
+        parameter.data = parameter.data.to(to)
+        if parameter.grad is not None:
+            parameter.grad = parameter.grad.to(to)
+
+
 def in_shared_memory(model: nn.Module) -> str | None:
     """The first parameter that other processes may have, by name. Torch's is_shared() is true of memory-mapped files
     too: of those that are this process's alone (torch.load(mmap=True)), and of Init's own."""

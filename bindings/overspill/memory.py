@@ -18,6 +18,38 @@ def available_bytes() -> int:
     raise RuntimeError("/proc/meminfo has no MemAvailable; this kernel does not count it")
 
 
+def free_bytes(cgroups: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> int:
+    """What this process can have: of the machine's memory, and of each memory cgroup that limits it (v2: memory.max,
+    v1: memory.limit_in_bytes). File pages that the kernel can drop count as free."""
+    free = available_bytes()
+    for line in own.read_text().splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        version = _V1 if controllers else _V2
+        folder = (cgroups / "memory" if controllers else cgroups) / path.lstrip("/")
+        while folder != cgroups.parent:
+            left = _left_of(folder, *version)
+            free = free if left is None else min(free, left)
+            folder = folder.parent
+    return max(free, 0)
+
+
+# The limit's file, the usage's, and the line of memory.stat that counts file pages that the kernel can drop.
+_V2 = "memory.max", "memory.current", "inactive_file"
+_V1 = "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"
+
+
+def _left_of(folder: Path, limit: str, usage: str, droppable: str) -> int | None:
+    try:
+        most = (folder / limit).read_text().strip()
+        used = int((folder / usage).read_text())
+        stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+    except (OSError, ValueError):
+        return None  # no limit is told here
+    return None if most == "max" else int(most) - used + int(stat.get(droppable, 0))
+
+
 def rss_bytes() -> int:
     """Resident bytes now."""
     return _status_bytes("VmRSS")

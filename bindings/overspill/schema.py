@@ -17,7 +17,8 @@ _HEAD = """# The configuration
 
 A dict, or a JSON file, for `overspill.initialize(model, config)` and `overspill train --config FILE`. An unknown key is
 an error that names the nearest one. `overspill config FILE` checks a file, and `overspill config --schema` prints the
-JSON schema, for editors. Sizes are numbers of bytes or texts such as `"600MiB"` and `"1.5GB"`.
+JSON schema, for editors. A file with DeepSpeed's keys is read as DeepSpeed's JSON ([coming from
+DeepSpeed](coming-from-deepspeed.md)). Sizes are numbers of bytes or texts such as `"600MiB"` and `"1.5GB"`.
 
 ```json
 {
@@ -87,7 +88,9 @@ def _section(title: str, section: dict[str, Any], definitions: dict[str, Any]) -
 
 
 def _default(value: dict[str, Any]) -> str:
-    default = value.get("default")
+    if "default" not in value:
+        return "see below" if "$ref" in value else "measured"
+    default = value["default"]
     return "see below" if isinstance(default, dict) else f"`{json.dumps(default)}`"
 
 

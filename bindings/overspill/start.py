@@ -13,7 +13,8 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from . import divided, given, parts, pretrained, ranks
-from .config import Config
+from .config import Config, ConfigError
+from .deepspeed import lr_schedules
 from .engine import Engine
 from .optimizer import OverspillOptimizer
 
@@ -88,8 +89,8 @@ def initialize(
     Args:
         model: on the CPU or on the GPU that computes, weights in bf16, fp32 or float64. The engine owns its weights
             from here on. None: the causal language model of `checkpoint`, in the dtype of its config.json
-        config: a dict, the path of a JSON file, or a Config (docs/configuration.md). It is required: `budget.host` has
-            no default
+        config: a dict, the path of a JSON file, or a Config (docs/configuration.md); DeepSpeed's JSON too
+            (docs/coming-from-deepspeed.md)
         optimizer: an optimizer of torch.optim, overspill.optim or the script's own, over all trainable parameters
             (docs/scripts.md); or a list of optimizers, each over other parameters, which comes back as a sequence in
             the same order; None: the configuration's
@@ -139,27 +140,49 @@ def initialize(
                 f"{type(optimizer).__name__} is given to initialize. Leave one of the two out",
                 stacklevel=2,
             )
+        if lr_scheduler is not None and settings.scheduler is not None:
+            warnings.warn(
+                f"overspill: the configuration's scheduler ({settings.scheduler.type}) is not used: lr_scheduler is "
+                "given to initialize. Leave one of the two out",
+                stacklevel=2,
+            )
         given.model(model)
         given.training_data(training_data, collate_fn)
         if isinstance(optimizer, (list, tuple)):
-            parts.check(settings, lr_scheduler)
+            parts.check(settings, lr_scheduler or settings.scheduler)
         given.lr_scheduler(lr_scheduler)
         if model is None:
             if checkpoint is None:
                 raise ValueError("overspill: give model, or checkpoint, or both")
             model, checkpoint = pretrained.causal_lm(checkpoint, settings)
+        given.dtype(model, settings.dtype)
         divided.check(model, model_group, checkpoint)
         counted_elsewhere = ranks.counted_elsewhere(rest, model, replicated, divided.copies(model))
         engine = Engine(
             model, settings, optimizer, model_parameters, checkpoint, group, rest, counted_elsewhere
         )
         try:
-            engine.lr_scheduler = _scheduler(lr_scheduler, engine.optimizer)
+            engine.lr_scheduler = _scheduler(lr_scheduler or _configured(settings), engine.optimizer)
             loader = _loader(training_data, settings, collate_fn, group)
         except BaseException as error:
             engine._end.give_up(error)
             raise
         return Initialized(engine, engine.optimizer, loader, engine.lr_scheduler)
+
+
+def _configured(settings: Config) -> Callable[[Any], Any] | None:
+    """The configuration's scheduler, to be made on an optimizer."""
+    chosen = settings.scheduler
+    if chosen is None:
+        return None
+
+    def make(optimizer: Any) -> Any:
+        try:
+            return lr_schedules.find(chosen.type)(optimizer, **chosen.params)
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"config: scheduler = {chosen.type}: {error}") from None
+
+    return make
 
 
 def _scheduler(scheduler: Any, optimizer: OverspillOptimizer) -> Any:
@@ -194,4 +217,11 @@ def _loader(
         raise ValueError("overspill: training_data needs train_micro_batch_size_per_gpu in the configuration")
     mapped = not isinstance(data, IterableDataset)
     part = ranks.sampler(data, group, settings.seed) if group and mapped else None
-    return DataLoader(data, size, shuffle=mapped and part is None, sampler=part, collate_fn=collate_fn)
+    return DataLoader(
+        data,
+        size,
+        shuffle=mapped and part is None,
+        sampler=part,
+        collate_fn=collate_fn,
+        drop_last=settings.dataloader_drop_last,
+    )

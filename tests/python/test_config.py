@@ -43,8 +43,6 @@ def test_sizes_that_are_none(text):
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({}, "config: budget is missing"),
-        ({"budget": {}}, "config: budget.host is missing"),
         ({"budget": {"hots": 1, "host": 1}}, 'config: budget.hots = 1: unknown key; did you mean "host"?'),
         (
             {"budget": {"host": 1}, "gradient_cliping": 1},

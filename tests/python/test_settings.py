@@ -23,6 +23,7 @@ SAMPLES = {
     "weight_decay": (0.25, "0.5", 0.25, 0.5),
     "clip": (0.25, "0.5", 0.25, 0.5),
     "seed": (3, "7", 3, 7),
+    "dtype": ("fp32", "bf16", "fp32", "bf16"),
     "host_budget": ("3MiB", "7MiB", 3 << 20, 7 << 20),
     "nvme": (["a"], "b", "a", "b"),
     "device_budget": ("3MiB", "7MiB", 3 << 20, 7 << 20),
@@ -33,7 +34,7 @@ SAMPLES = {
     "keep": (3, "7", 3, 7),
 }
 OWN = {  # options that no configuration file has
-    "model", "data", "heldout", "seq_len", "warmup", "dtype", "checkpointing", "torch_threads", "steps", "config",
+    "model", "data", "heldout", "seq_len", "warmup", "checkpointing", "torch_threads", "steps", "config",
     "save_every", "save_minutes", "eval_batches", "cache",
 }  # fmt: skip
 
@@ -163,6 +164,7 @@ def leaves(model, at=""):
 
 FILE_ONLY = {
     "on_nonfinite": "raise",
+    "dataloader_drop_last": True,  # every micro-batch of the command's is whole
     "zero_optimization.stage": 2,
     "engine.prefetch_units": 2,
     "engine.speculate": True,
@@ -177,7 +179,10 @@ FILE_ONLY = {
 
 
 def test_every_other_key_of_a_file_reaches_the_engine(folder):
-    known = {key_of(name) for name in SAMPLES} | {"optimizer"}
+    known = {key_of(name) for name in SAMPLES} | {
+        "optimizer",
+        "scheduler",
+    }  # test_deepspeed_json.py trains by one
     assert set(leaves(Config)) - known == FILE_ONLY.keys()
     for key, value in FILE_ONLY.items():
         config = chosen_of("train", "--config", written(folder, nested(key, value))).config

@@ -12,7 +12,7 @@ from typing import Any
 
 from overspill.cli.common import OPTIMIZERS, CliError, each_once, nvme_folders
 from overspill.cli.settings import FIELDS, Settings, absolute, key_of, option
-from overspill.config import Config, ConfigError, flat_optimizer, optimizer_keys, parse_json
+from overspill.config import Config, ConfigError, flat_optimizer, meant, optimizer_keys, parse_json
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,8 +35,9 @@ class ConfigFile:
         return cls(path, values, folder or str(Path.cwd()))
 
     def as_config(self) -> dict[str, Any]:
-        """What it holds, with absolute paths and the optimizer in its flat form. Raises ConfigError."""
-        config = copy.deepcopy(self.values)
+        """What it holds, DeepSpeed's JSON as what it means, with absolute paths and the optimizer in its flat form.
+        Raises ConfigError, and ValueError for a wrong optimizer."""
+        config = meant(copy.deepcopy(self.values))
         if isinstance(config.get("optimizer"), dict):
             config["optimizer"] = flat_optimizer(config["optimizer"])
         budget = config.get("budget")
@@ -140,6 +141,11 @@ def choose(given: dict[str, Any], stored: dict[str, Any] | None = None, required
         config = Config.read(merged)
     except ConfigError as error:
         raise CliError("\n".join(_as_typed(line, typed) for line in str(error).splitlines())) from None
+    if config.scheduler is not None and values["warmup"]:
+        raise CliError(
+            f"--warmup {values['warmup']} and the scheduler {config.scheduler.type} of {file and file.path}: leave one "
+            "out"
+        )
     of_file = file is not None and origins["nvme"] == "file"
     nvme_folders(config.budget.nvme, f"budget.nvme of {file.path}: the folder" if of_file else "--nvme")
     settings = Settings(**{name: _effective(name, values[name], config) for name in FIELDS})

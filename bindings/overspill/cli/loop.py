@@ -216,9 +216,10 @@ class Loop:
         started = time.perf_counter()
         waited = self.engine.stats()["wait_seconds"]
         settings, before = self.settings, random_states()
-        rate = settings.learning_rate(self.step)
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
+        if self.engine.lr_scheduler is None:
+            for group in self.optimizer.param_groups:
+                group["lr"] = settings.learning_rate(self.step)
+        rate = self.optimizer.param_groups[0]["lr"]
         starts = range(self.position, self.position + settings.accumulate * settings.batch, settings.batch)
         try:
             loss = self.engine.train_batch(map(self.batches.at, starts), self._loss).item()

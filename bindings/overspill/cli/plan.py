@@ -43,9 +43,7 @@ def options(parser: argparse.ArgumentParser) -> None:
         help="with --accumulate: micro-batches pass each layer together",
     )
     add_update(parser)
-    parser.add_argument(
-        "--dtype", choices=DTYPES, default="bf16", help="what forward computes in (default bf16)"
-    )
+    parser.add_argument("--dtype", choices=DTYPES, help=f"what forward computes in {default_text('dtype')}")
     parser.add_argument(
         "--keep", type=positive, metavar="N", help=f"checkpoints that are kept {default_text('keep')}"
     )
@@ -64,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
     config = chosen.config
     device = planned_line(config.engine.device, config.budget.device)
     quiet_transformers()
-    made = plan(empty_model(folder, args.dtype), config)
+    made = plan(empty_model(folder, chosen.settings.dtype), config)
     planned = room.planned(made.as_dict(), config.budget.nvme, args.model, args.out, chosen.settings.keep)
     disks = planned.lines() + _wear(made, config.budget)
     if args.json:

@@ -43,7 +43,7 @@ class Settings:
     weight_decay: float = _field(0.01, fixed=True, key="optimizer.weight_decay", least=0)
     clip: float = _field(1.0, fixed=True, key="gradient_clipping", least=0)
     seed: int = _field(0, fixed=True, key="seed", least=0)
-    dtype: str = _field("bf16", fixed=True, key=None, among=DTYPES)
+    dtype: str = _field("bf16", fixed=True, key="dtype", among=DTYPES)
     checkpointing: bool = _field(False, fixed=True, key=None)
     torch_threads: int | None = _field(None, fixed=True, key=None, least=1)
     steps: int = _field(100, fixed=False, key=None, least=1)
