@@ -27,11 +27,10 @@ def save(engine: Engine, folder: Any, client_state: dict[str, Any] | None, unkno
             f"overspill: client_state = {client_state!r} is a {type(client_state).__name__}, a dict is expected. "
             f"There are no tags: each checkpoint has a folder of its own, such as {folder}/step-{engine.global_steps}"
         )
-    begun = engine.micro_steps % engine.config.gradient_accumulation_steps
-    if begun:
+    if begun := engine._begun():
         raise RuntimeError(
             f"overspill: save_checkpoint in the middle of a step: {begun} of "
-            f"{engine.config.gradient_accumulation_steps} micro-batches were ended by engine.step(), and a "
+            f"{engine._settings.gradient_accumulation_steps} micro-batches were ended by engine.step(), and a "
             "checkpoint has no gradients: save where engine.micro_steps is a multiple of "
             "gradient_accumulation_steps"
         )

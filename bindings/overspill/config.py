@@ -556,9 +556,17 @@ class Config(_Section):
 def meant(data: dict[str, Any]) -> dict[str, Any]:
     """DeepSpeed's JSON as the configuration that it means, and a warning that names what has no meaning here; another
     one as it is. Raises ConfigError."""
+    return _of_deepspeeds(data) if deepspeed_json.is_deepspeeds(data, set(Config.model_fields)) else data
+
+
+def read_deepspeeds(source: dict[str, Any] | str | os.PathLike[str]) -> tuple[Config, dict[str, Any]]:
+    """What DeepSpeed's JSON means, also where no key of it is DeepSpeed's alone, and the JSON. Raises ConfigError."""
+    data = source if isinstance(source, dict) else _read_json(source)
+    return Config.read(_of_deepspeeds(data)), data
+
+
+def _of_deepspeeds(data: dict[str, Any]) -> dict[str, Any]:
     own = set(Config.model_fields)
-    if not deepspeed_json.is_deepspeeds(data, own):
-        return data
     try:
         translated = deepspeed_json.translate(data, own)
     except ValueError as error:

@@ -66,7 +66,7 @@ class Life:
 _OWN = frozenset(
     (
         "module",
-        "config",
+        "_settings",
         "optimizer",
         "lr_scheduler",
         "global_steps",
@@ -113,7 +113,7 @@ class Engine(nn.Module):
         handover.check(model, alone)
         check_folders(config.budget.nvme)
         source = handover.source(model, checkpoint)
-        self.module, self.config, self._group = model, config, group
+        self.module, self._settings, self._group = model, config, group
         self.rank, self.world_size = (group.rank, group.world) if group else (0, 1)
         taken = handover.groups(model, config, optimizer, parameters, alone)
         groups = [group for each, _ in taken for group in each.groups]
@@ -183,7 +183,7 @@ class Engine(nn.Module):
         self._boundary: Boundary | None = None  # an update whose bookkeeping is not finished
 
     def _make_optimizer(self, groups: Groups, user: Any, ranks: int) -> OverspillOptimizer:
-        folder, config = self._residency.folder.path, self.config
+        folder, config = self._residency.folder.path, self._settings
         if not groups.foreign:
             return OverspillOptimizer(groups, self._residency, user, folder, ranks, self._life)
         return ForeignOptimizer(
@@ -200,6 +200,11 @@ class Engine(nn.Module):
         except BaseException:
             calls.check(sys._getframe())  # torch's hooks do not see KeyboardInterrupt
             raise
+
+    @property
+    def config(self) -> Any:
+        """The configuration, as `initialize` checked it: a Config."""
+        return self._settings
 
     @property
     def device(self) -> torch.device:
@@ -292,11 +297,13 @@ class Engine(nn.Module):
             TypeError: the loss is no tensor
             EngineFailed, StoreError: the engine, a disk or another rank failed
         """
+        return self._backward(loss, self._settings.gradient_accumulation_steps, kwargs)
+
+    def _backward(self, loss: torch.Tensor, divisor: int, kwargs: dict[str, Any]) -> torch.Tensor:
         self._settle()
         given.loss(loss)
         self._core.begin_backward()
-        steps = self.config.gradient_accumulation_steps
-        scaled = loss / steps if steps > 1 else loss
+        scaled = loss / divisor if divisor > 1 else loss
         scaled.backward(**kwargs)  # type: ignore[no-untyped-call]
         return scaled
 
@@ -306,10 +313,18 @@ class Engine(nn.Module):
         parts.require_one(self.optimizer, "engine.step")
         with calls.Alone():
             self._settle()
-            if (self.micro_steps + 1) % self.config.gradient_accumulation_steps:
-                self.micro_steps += 1
-            else:
+            if self._ends_step():
                 self._update(1)
+            else:
+                self.micro_steps += 1
+
+    def _ends_step(self) -> bool:
+        """Whether the micro-batch that is under way is the last of its step."""
+        return (self.micro_steps + 1) % self._settings.gradient_accumulation_steps == 0
+
+    def _begun(self) -> int:
+        """The micro-batches of the step that is under way which `step` has ended."""
+        return self.micro_steps % self._settings.gradient_accumulation_steps
 
     def _update(self, micro_batches: int) -> None:
         """It ends so many micro-batches. Inside `Alone`, which keeps every other thread from the boundary until it is
@@ -375,10 +390,10 @@ class Engine(nn.Module):
         """
         parts.require_one(self.optimizer, "engine.train_batch")
         self._settle()
-        count, before = self.config.gradient_accumulation_steps, self.micro_steps
-        if before % count:
+        count, before = self._settings.gradient_accumulation_steps, self.micro_steps
+        if begun := self._begun():
             raise RuntimeError(
-                f"overspill: train_batch in the middle of a step: {before % count} of {count} micro-batches "
+                f"overspill: train_batch in the middle of a step: {begun} of {count} micro-batches "
                 "were ended by engine.step()"
             )
         micro_batches = list(itertools.islice(given.micro_batches(batches, count), count))
@@ -404,7 +419,7 @@ class Engine(nn.Module):
 
     def _losses(self, forwards: list[Callable[[], torch.Tensor]]) -> list[torch.Tensor]:
         """Forward and backward of each micro-batch."""
-        if self.config.vertical_accumulation and len(forwards) > 1:
+        if self._settings.vertical_accumulation and len(forwards) > 1:
             return [found.detach() for found in vertical.run(forwards, self.backward, self._place)]
         losses = []
         for forward in forwards:
@@ -449,11 +464,11 @@ class Engine(nn.Module):
 
     def _clear_gradients(self, call: str, set_to_none: bool) -> None:
         """`call`: the script's, by name; optimizer.zero_grad and model.zero_grad mean the same."""
-        count = self.config.gradient_accumulation_steps
+        count = self._settings.gradient_accumulation_steps
         with calls.Alone(), DisableTorchFunction():
             self._settle()
             self._residency.gradients.clear(set_to_none)
-            begun = self.micro_steps % count
+            begun = self._begun()
             self.micro_steps -= begun
         if not begun:
             return
@@ -596,7 +611,7 @@ class Engine(nn.Module):
         Raises: ValueError, TypeError for what is no budget.
         """
         if budgets is None:
-            now = self.config.budget.host
+            now = self._settings.budget.host
             budgets = [now * eighths // 8 for eighths in (9, 10, 12, 16, 24, 32, 64)]
         found: dict[str, Any] = self._core.predict(given.budgets(budgets))
         return found

@@ -120,6 +120,37 @@ def initialize(
         RankError, EngineFailed: ranks differ, or one of them is lost
         ValueError, TypeError: a wrong argument
     """
+    return begin(
+        Engine,
+        model,
+        config,
+        optimizer,
+        lr_scheduler,
+        training_data,
+        collate_fn,
+        model_parameters,
+        checkpoint,
+        process_group,
+        model_group,
+        replicated,
+    )
+
+
+def begin(
+    kind: type[Engine],
+    model: nn.Module | None,
+    config: ConfigSource | None,
+    optimizer: Any,
+    lr_scheduler: Any,
+    training_data: Any,
+    collate_fn: Any,
+    model_parameters: Iterable[Any] | None,
+    checkpoint: Any = None,
+    process_group: Any = None,
+    model_group: Any = None,
+    replicated: Iterable[Any] | Mapping[Any, str] = (),
+) -> Initialized[Any]:
+    """`initialize`, for an engine of that class."""
     with ranks.Joining(process_group, model_group if process_group is not None else None) as joining:
         if model_group is not None and process_group is None:
             raise ValueError(
@@ -138,13 +169,13 @@ def initialize(
             warnings.warn(
                 f"overspill: the configuration's optimizer ({settings.optimizer.type}) is not used: optimizer = "
                 f"{type(optimizer).__name__} is given to initialize. Leave one of the two out",
-                stacklevel=2,
+                stacklevel=3,
             )
         if lr_scheduler is not None and settings.scheduler is not None:
             warnings.warn(
                 f"overspill: the configuration's scheduler ({settings.scheduler.type}) is not used: lr_scheduler is "
                 "given to initialize. Leave one of the two out",
-                stacklevel=2,
+                stacklevel=3,
             )
         given.model(model)
         given.training_data(training_data, collate_fn)
@@ -158,7 +189,7 @@ def initialize(
         given.dtype(model, settings.dtype)
         divided.check(model, model_group, checkpoint)
         counted_elsewhere = ranks.counted_elsewhere(rest, model, replicated, divided.copies(model))
-        engine = Engine(
+        engine = kind(
             model, settings, optimizer, model_parameters, checkpoint, group, rest, counted_elsewhere
         )
         try:

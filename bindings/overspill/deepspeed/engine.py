@@ -1,0 +1,318 @@
+"""An engine with DeepSpeed's calls: their names, arguments, defaults and what they return (DeepSpeed 0.19,
+runtime/engine.py)."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import warnings
+import weakref
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from .. import durable, given
+from ..config import read_deepspeeds
+from ..engine import Engine
+from ..start import Initialized, begin
+from . import comm
+
+LATEST = "latest"
+engines: weakref.WeakSet[DeepSpeedEngine] = weakref.WeakSet()  # that live, closed ones too
+
+
+class DeepSpeedEngine(Engine):
+    """What `deepspeed.initialize` returns. Everything else of Engine is there too.
+
+    Attributes beside Engine's: global_samples, skipped_steps.
+    """
+
+    _json: dict[str, Any] | None = None  # as the script gave it
+    _is_boundary: bool | None = None  # as set_gradient_accumulation_boundary said
+    _ended = 0  # micro-batches since the last update, where that decides
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The JSON, as the script gave it."""
+        return self._json or {}
+
+    # Steps.
+
+    def backward(
+        self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True, **kwargs: Any
+    ) -> torch.Tensor:
+        """Gradients of loss / gradient_accumulation_steps; of the loss as it is where `scale_wrt_gas` is False."""
+        if retain_graph:
+            kwargs["retain_graph"] = True
+        return self._backward(
+            loss, self._settings.gradient_accumulation_steps if scale_wrt_gas else 1, kwargs
+        )
+
+    def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
+        """As Engine's. After set_gradient_accumulation_boundary that alone decides whether it updates."""
+        if lr_kwargs:
+            raise TypeError(
+                f"overspill: step(lr_kwargs={lr_kwargs!r}): give the schedule its arguments when it is made"
+            )
+        super().step()
+        self._ended = 0 if self._ends_step() else self._ended + 1
+
+    def _begun(self) -> int:
+        return super()._begun() if self._is_boundary is None else self._ended
+
+    def _ends_step(self) -> bool:
+        return super()._ends_step() if self._is_boundary is None else self._is_boundary
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
+        """From here on `step` updates where this is True, whatever gradient_accumulation_steps says."""
+        self._is_boundary = bool(is_boundary)
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """Whether the next `step` updates."""
+        return self._ends_step()
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Gradients inside it are added up only; `step` is refused, as there."""
+        before, self._is_boundary = self._is_boundary, False
+        try:
+            yield
+        finally:
+            self._is_boundary = before
+
+    def was_step_applied(self) -> bool:
+        """Whether the last update was made, and not skipped."""
+        last = self.last_step
+        return last is not None and not last.skipped
+
+    @property
+    def skipped_steps(self) -> int:
+        """Updates that were left out because gradients were not finite."""
+        return int(self._core.stats()["skipped_steps"])
+
+    @property
+    def global_samples(self) -> int:
+        """Samples of all ranks so far, by the batch size of the configuration; 0 where it has none."""
+        return self.global_steps * (self.train_batch_size() or 0)
+
+    def get_global_grad_norm(self) -> float | None:
+        """The 2-norm of all gradients of the last update, before clipping; None before the first."""
+        return None if self.last_step is None else self.last_step.norm
+
+    def get_lr(self) -> list[float]:
+        """Of each parameter group."""
+        return [group["lr"] for group in self.optimizer.param_groups]
+
+    def set_lr(self, lr: float) -> None:
+        """Of all parameter groups."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+
+    # What the configuration says.
+
+    def train_batch_size(self) -> int | None:
+        micro = self._settings.train_micro_batch_size_per_gpu
+        return None if micro is None else micro * self._settings.gradient_accumulation_steps * self.world_size
+
+    def train_micro_batch_size_per_gpu(self) -> int | None:
+        return self._settings.train_micro_batch_size_per_gpu
+
+    def gradient_accumulation_steps(self) -> int:
+        return self._settings.gradient_accumulation_steps
+
+    def gradient_clipping(self) -> float:
+        return self._settings.gradient_clipping
+
+    def zero_optimization(self) -> bool:
+        return self.zero_optimization_stage() > 0
+
+    def zero_optimization_stage(self) -> int:
+        return self._settings.zero_optimization.stage
+
+    def zero_optimization_partition_weights(self) -> bool:
+        return self.zero_optimization_stage() == 3
+
+    def zero_gather_16bit_weights_on_model_save(self) -> bool:
+        """Always, since no rank has to hold the whole model for it."""
+        return True
+
+    def bfloat16_enabled(self) -> bool:
+        return any(parameter.dtype == torch.bfloat16 for parameter in self.module.parameters())
+
+    def fp16_enabled(self) -> bool:
+        return False
+
+    # Checkpoints: folders by tag, and the name of the last one in a file.
+
+    def save_checkpoint(  # type: ignore[override]
+        self,
+        save_dir: str | os.PathLike[str],
+        tag: Any = None,
+        client_state: dict[str, Any] | None = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """Writes save_dir/TAG, global_stepN where no tag is given, and TAG into save_dir/latest. One of that name is
+        replaced, once the new one is whole. Frozen parameters are always in it. All ranks call it. Returns True."""
+        if exclude_frozen_parameters:
+            warnings.warn(
+                "overspill: save_checkpoint: frozen parameters are in the checkpoint too", stacklevel=2
+            )
+        base = Path(given.path("save_checkpoint", save_dir))
+        name = _tag(f"global_step{self.global_steps}" if tag is None else tag)
+        durable.make_folders(base)
+        there = (base / name).exists()
+        target = base / (f"{name}.new" if there else name)
+        super().save_checkpoint(target, client_state or {})
+        if self.rank == 0:
+            if there:
+                _replace(base / name, target)
+            if save_latest:
+                durable.write_text(base / LATEST, f"{name}\n")
+        return True
+
+    def load_checkpoint(  # type: ignore[override]
+        self,
+        load_dir: str | os.PathLike[str],
+        tag: Any = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        custom_load_fn: Any = None,
+    ) -> tuple[str | None, dict[str, Any] | None]:
+        """Restores load_dir/TAG, without a tag the one that load_dir/latest names. Returns the path and the client
+        state; (None, None), and a warning, where there is no `latest`."""
+        for name, value in {
+            "load_module_strict": load_module_strict,
+            "load_optimizer_states": load_optimizer_states,
+            "load_lr_scheduler_states": load_lr_scheduler_states,
+            "load_module_only": not load_module_only,
+            "custom_load_fn": custom_load_fn is None,
+        }.items():
+            if not value:
+                raise TypeError(
+                    f"overspill: load_checkpoint: {name} differs from its default, and a checkpoint is loaded whole: "
+                    "overspill.merge makes a model folder of it, for its weights alone"
+                )
+        base = Path(given.path("load_checkpoint", load_dir))
+        if tag is None:
+            try:
+                tag = (base / LATEST).read_text(encoding="utf-8").strip()
+            except FileNotFoundError:
+                warnings.warn(
+                    f"overspill: {base} has no file {LATEST!r}: no checkpoint is loaded", stacklevel=2
+                )
+                return None, None
+        path = base / _tag(tag)
+        state = super().load_checkpoint(path)
+        return str(path), state
+
+    def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any]:
+        """What Trainer and Accelerate save: the module's."""
+        state: dict[str, Any] = self.module.state_dict()
+        if not exclude_frozen_parameters:
+            return state
+        frozen = {name for name, each in self.module.named_parameters() if not each.requires_grad}
+        return {name: value for name, value in state.items() if name not in frozen}
+
+    def save_16bit_model(
+        self,
+        save_dir: str | os.PathLike[str],
+        save_filename: str = "",
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """A folder as `save_pretrained` writes it: safetensors, not the pickle that DeepSpeed writes, whose name
+        `save_filename` is. Returns True."""
+        if save_filename or exclude_frozen_parameters:
+            raise TypeError(
+                "overspill: save_16bit_model writes a whole model in safetensors: leave save_filename and "
+                "exclude_frozen_parameters out"
+            )
+        self.save_pretrained(save_dir)
+        return True
+
+    # The rest.
+
+    def destroy(self) -> None:
+        """`close`."""
+        self.close()
+
+    def compile(self, *_: Any, **__: Any) -> None:
+        """Says that it does nothing."""
+        warnings.warn(
+            "overspill: engine.compile does nothing: torch.compile gains nothing here", stacklevel=2
+        )
+
+
+DeepSpeedEngine._own_names = Engine._own_names | frozenset(vars(DeepSpeedEngine))
+
+
+def _replace(old: Path, new: Path) -> None:
+    """The folder `new` gets the name `old`. Where that is broken off, both are there, one of them as `old`.old."""
+    aside = old.with_name(f"{old.name}.old")
+    old.rename(aside)
+    durable.rename_folder(new, old)
+    shutil.rmtree(aside)
+
+
+def _tag(tag: Any) -> str:
+    name = str(tag)
+    if name in ("", ".", "..") or "/" in name or "\0" in name:
+        raise ValueError(f"overspill: the tag {name!r:.60} is no name of a folder: give one without '/'")
+    return name
+
+
+def initialize(
+    args: Any = None,
+    model: nn.Module | None = None,
+    optimizer: Any = None,
+    model_parameters: Iterable[Any] | None = None,
+    training_data: Any = None,
+    lr_scheduler: Any = None,
+    distributed_port: int | None = None,
+    mpu: Any = None,
+    dist_init_required: bool | None = None,
+    collate_fn: Any = None,
+    config: Any = None,
+    mesh_param: Any = None,
+    config_params: Any = None,
+) -> Initialized[Any]:
+    """As DeepSpeed's: returns (engine, optimizer, dataloader, lr_scheduler).
+
+    Args:
+        args: may have deepspeed_config, the path of the JSON
+        config, config_params: the JSON, a dict or a path
+        distributed_port, dist_init_required: without a meaning here: torchrun says where ranks meet
+        mpu, mesh_param: refused; docs/ranks.md has tensor parallelism
+
+    Raises: what overspill.initialize raises.
+    """
+    if mpu is not None or mesh_param is not None:
+        raise TypeError(
+            "overspill: mpu and mesh_param: divide the model with torch's parallelize_module (docs/ranks.md)"
+        )
+    comm.init_distributed()  # as there: what calls it asks torch.distributed for its rank
+    source = next(
+        (
+            each
+            for each in (config, config_params, getattr(args, "deepspeed_config", None))
+            if each is not None
+        ),
+        None,
+    )
+    settings, data = read_deepspeeds(source)  # type: ignore[arg-type]  # None is an error that it names
+    if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer) and callable(optimizer):
+        optimizer = optimizer(model_parameters if model_parameters is not None else model.parameters())  # type: ignore[union-attr]
+    if optimizer is not None:
+        model_parameters = None  # as there: the optimizer has them
+    made = begin(
+        DeepSpeedEngine, model, settings, optimizer, lr_scheduler, training_data, collate_fn, model_parameters
+    )
+    made.engine._json = data
+    engines.add(made.engine)
+    return made

@@ -1,0 +1,100 @@
+"""deepspeed.zero: Init, GatheredParameters, register_external_parameter."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import nn
+
+from .. import hooks, init
+from ..config import read_deepspeeds
+from ..residency import registry
+from . import comm
+
+
+class Init(AbstractContextManager[None]):
+    """A model that is made inside does not have to fit in memory: its parameters lie in files, as inside
+    overspill.Init, where the JSON names an NVMe folder; without one they are made as ever. Makes a process group of one
+    rank where there is none, which transformers asks for its rank.
+
+    Args:
+        config_dict_or_path, config: DeepSpeed's JSON
+        enabled: False: the block does nothing
+        module, data_parallel_group, mem_efficient_linear, remote_device, pin_memory, dtype, mpu, …: without a meaning
+            here; the dtype is the one that the model is made in
+    """
+
+    def __init__(
+        self,
+        module: nn.Module | None = None,
+        data_parallel_group: Any = None,
+        mem_efficient_linear: bool = True,
+        remote_device: Any = None,
+        pin_memory: bool = False,
+        config_dict_or_path: Any = None,
+        config: Any = None,
+        enabled: bool = True,
+        **_: Any,
+    ):
+        source = config_dict_or_path if config_dict_or_path is not None else config
+        self._block: Any = contextlib.nullcontext()
+        if enabled:
+            comm.init_distributed()
+            if source is not None:
+                settings, _data = read_deepspeeds(source)
+                if settings.budget.nvme:
+                    self._block = init.Init(settings)
+
+    def __enter__(self) -> None:
+        self._block.__enter__()
+
+    def __exit__(self, *error: Any) -> Any:
+        return self._block.__exit__(*error)
+
+
+class GatheredParameters(AbstractContextManager[None]):
+    """Whole weights in the parameters while the block runs; what it writes into them becomes the weight. Parameters
+    that no engine has taken yet are whole anyway.
+
+    Args:
+        params: one parameter, or several
+        modifier_rank: the rank whose writes count; None: nobody writes. Overspill takes what is written on each rank,
+            so every rank has to write the same, and rank 0 alone may not: of several ranks a modifier is refused
+        fwd_module: without a meaning here
+        enabled: False: the block does nothing
+    """
+
+    def __init__(
+        self,
+        params: nn.Parameter | Iterable[nn.Parameter],
+        modifier_rank: int | None = None,
+        fwd_module: nn.Module | None = None,
+        enabled: bool = True,
+    ):
+        given = [params] if isinstance(params, torch.Tensor) else list(params)
+        segments = [registry[id(each)] for each in given if id(each) in registry] if enabled else []
+        if segments and modifier_rank is not None and comm.get_world_size() > 1:
+            raise RuntimeError(
+                "overspill: GatheredParameters(modifier_rank=...) of several ranks: write on every rank inside "
+                "engine.gathered, or before initialize"
+            )
+        units = list({id(segment.unit): segment.unit for segment in segments}.values())
+        self._block: Any = hooks.Gathered(units) if units else contextlib.nullcontext()
+
+    def __enter__(self) -> None:
+        self._block.__enter__()
+
+    def __exit__(self, *error: Any) -> Any:
+        return self._block.__exit__(*error)
+
+
+def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
+    """Nothing has to be done: a parameter that another module's forward uses is gathered when it is used."""
+
+
+def unregister_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
+    """Nothing has to be done."""
