@@ -415,11 +415,15 @@ TEST(Threads, ThatTheMachineRefusesAreATypedError) {
   if (::geteuid() != 0) GTEST_SKIP() << "only root may become a user who has no other process";
   const ScratchFolder folder;
   std::filesystem::permissions(folder.path(), std::filesystem::perms::all);
+  // The folder above may be closed to others (a clone in root's home), hence the descriptor.
+  const int at = ::open(folder.path().c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+  ASSERT_GE(at, 0);
   EXPECT_EQ(exit_status_of([&] {
               constexpr uid_t kNobodyElse = 54'321;
               const rlimit few{4, 4};
-              if (::setrlimit(RLIMIT_NPROC, &few) != 0 || ::setuid(kNobodyElse) != 0) return 1;
-              FileStoreOptions options = file_options(folder.path());
+              if (::setrlimit(RLIMIT_NPROC, &few) != 0 || ::fchdir(at) != 0 || ::setuid(kNobodyElse) != 0)
+                return 1;
+              FileStoreOptions options = file_options(".");
               options.backend = FileStoreOptions::Backend::threads;
               options.threads = 8;
               try {
@@ -431,6 +435,7 @@ TEST(Threads, ThatTheMachineRefusesAreATypedError) {
               return 3;
             }),
             0);
+  ::close(at);
 }
 
 TEST(Fork, AStoreEndsInAForkedChildAndLivesOnInItsParent) {
