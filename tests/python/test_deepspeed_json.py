@@ -218,6 +218,20 @@ def test_what_is_wrong_is_named(data, said):
     assert said in str(error.value)
 
 
+def test_keys_of_overspills_may_stand_beside_deepspeeds(tmp_path):
+    data = {
+        "bf16": {"enabled": True},
+        "on_nonfinite": "raise",
+        "seed": 3,
+        "budget": {"host": "1GiB"},
+        "dtype": "fp32",
+    }
+    data["zero_optimization"] = {"offload_optimizer": {"device": "nvme", "nvme_path": str(tmp_path)}}
+    config, said = read(data)
+    assert (config.on_nonfinite, config.seed, config.dtype) == ("raise", 3, "fp32") and not said
+    assert (config.budget.host, config.budget.nvme) == (1 << 30, [str(tmp_path)])
+
+
 def test_a_configuration_of_overspills_is_none_of_deepspeeds():
     config, said = read(
         {"budget": {"host": "1GiB"}, "zero_optimization": {"stage": 2}, "gradient_clipping": 0}

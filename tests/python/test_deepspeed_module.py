@@ -94,7 +94,12 @@ def test_a_script_runs_unchanged_and_goes_on_where_it_stopped(tmp_path):
 def made(**more):
     torch.manual_seed(0)
     model = nn.Linear(8, 8)
-    config = {"train_batch_size": 2, "overspill": {"budget": {"host": "32MiB"}}, **more}
+    config = {
+        "train_batch_size": 2,
+        "optimizer": {"type": "AdamW"},
+        "overspill": {"budget": {"host": "32MiB"}},
+        **more,
+    }
     return deepspeed.initialize(model=model, config=config)[0]
 
 
@@ -159,10 +164,32 @@ def test_a_checkpoint_of_the_same_tag_is_replaced(tmp_path):
     engine.destroy()
 
 
+def test_an_engine_without_an_optimizer_runs_the_model_and_does_not_step():
+    torch.manual_seed(0)
+    model = nn.Linear(8, 8)
+    config = {"zero_optimization": {"stage": 3}, "overspill": {"budget": {"host": "32MiB"}}}
+    engine = deepspeed.initialize(model=model, config=config)[0]
+    pass_of(engine, 0)
+    with pytest.raises(RuntimeError, match="had an optimizer: give one"):
+        engine.step()
+    weight = engine.weight(model.weight)
+    config["optimizer"] = {"type": "AdamW", "params": {"lr": 0.1}}
+    after = deepspeed.initialize(model=model, config=config)[0]  # as Trainer does after an evaluate()
+    assert torch.equal(after.weight(model.weight), weight)
+    pass_of(after, 0)
+    after.step()
+    assert not torch.equal(after.weight(model.weight), weight)
+    after.destroy()
+
+
 def test_clipping_is_deepspeeds_default_where_nothing_is_said():
     engine = made()
     assert engine.gradient_clipping() == 1.0 and engine.zero_optimization_stage() == 0
-    assert engine.config == {"train_batch_size": 2, "overspill": {"budget": {"host": "32MiB"}}}
+    assert engine.config == {
+        "train_batch_size": 2,
+        "optimizer": {"type": "AdamW"},
+        "overspill": {"budget": {"host": "32MiB"}},
+    }
     engine.destroy()
     with pytest.raises(TypeError, match="mpu and mesh_param"):
         deepspeed.initialize(model=nn.Linear(2, 2), config={}, mpu=object())
@@ -320,3 +347,38 @@ def test_accelerates_loop_with_its_plugin(tmp_path):
             optimizer.step()
             schedule.step()
             optimizer.zero_grad()
+
+
+RANKS = """
+import json, sys
+import deepspeed, torch
+from torch import nn
+
+torch.manual_seed(0)
+config = {
+    "train_batch_size": 8, "gradient_accumulation_steps": 2, "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
+    "zero_optimization": {"stage": 3}, "overspill": {"budget": {"host": "32MiB"}},
+}
+engine = deepspeed.initialize(model=nn.Linear(8, 8), config=config)[0]
+assert engine.train_micro_batch_size_per_gpu() == 2 and deepspeed.comm.get_world_size() == 2
+for number in range(2):
+    for part in range(2):
+        x = torch.full((2, 8), float(number + part + deepspeed.comm.get_rank()))
+        engine.backward(engine(x).square().mean())
+        engine.step()
+    engine.save_checkpoint(sys.argv[1], tag="last", client_state={"number": number})
+path, state = engine.load_checkpoint(sys.argv[1])
+total = engine.weight(engine.module.weight).double().sum().item()
+if deepspeed.comm.get_rank() == 0:
+    print(json.dumps({"steps": engine.global_steps, "state": state, "path": path, "sum": total}))
+engine.destroy()
+"""
+
+
+def test_several_ranks_by_torchrun(tmp_path):
+    script = tmp_path / "run.py"
+    script.write_text(RANKS)
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m")
+    found, _ = ran("overspill.deepspeed", script, tmp_path / "saved", program=torchrun)
+    assert found["steps"] == 2 and found["state"] == {"number": 1}
+    assert sorted(path.name for path in (tmp_path / "saved").iterdir()) == ["last", "latest"]

@@ -34,6 +34,7 @@ class DeepSpeedEngine(Engine):
     _json: dict[str, Any] | None = None  # as the script gave it
     _is_boundary: bool | None = None  # as set_gradient_accumulation_boundary said
     _ended = 0  # micro-batches since the last update, where that decides
+    _for_inference = False  # nobody gave an optimizer
 
     @property
     def config(self) -> dict[str, Any]:
@@ -58,6 +59,10 @@ class DeepSpeedEngine(Engine):
             raise TypeError(
                 f"overspill: step(lr_kwargs={lr_kwargs!r}): give the schedule its arguments when it is made"
             )
+        if self._for_inference:
+            raise RuntimeError(
+                "overspill: engine.step: neither the JSON nor deepspeed.initialize had an optimizer: give one of them"
+            )
         super().step()
         self._ended = 0 if self._ends_step() else self._ended + 1
 
@@ -77,7 +82,7 @@ class DeepSpeedEngine(Engine):
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Gradients inside it are added up only; `step` is refused, as there."""
+        """Gradients inside it are only added up: `step` does not update."""
         before, self._is_boundary = self._is_boundary, False
         try:
             yield
@@ -165,7 +170,7 @@ class DeepSpeedEngine(Engine):
         base = Path(given.path("save_checkpoint", save_dir))
         name = _tag(f"global_step{self.global_steps}" if tag is None else tag)
         durable.make_folders(base)
-        there = (base / name).exists()
+        there = self._rank_0s((base / name).exists())
         target = base / (f"{name}.new" if there else name)
         super().save_checkpoint(target, client_state or {})
         if self.rank == 0:
@@ -173,7 +178,12 @@ class DeepSpeedEngine(Engine):
                 _replace(base / name, target)
             if save_latest:
                 durable.write_text(base / LATEST, f"{name}\n")
+        self._rank_0s(None)  # the names are there for every rank
         return True
+
+    def _rank_0s(self, value: Any) -> Any:
+        """What rank 0 has, on all ranks."""
+        return value if self._group is None else self._group.gathered(value)[0]
 
     def load_checkpoint(  # type: ignore[override]
         self,
@@ -310,9 +320,13 @@ def initialize(
         optimizer = optimizer(model_parameters if model_parameters is not None else model.parameters())  # type: ignore[union-attr]
     if optimizer is not None:
         model_parameters = None  # as there: the optimizer has them
+    for known in engines:  # Trainer's evaluate() before train() makes an engine that never steps
+        if known.module is model and known._for_inference and not known._end.over:
+            known.give_back()
     made = begin(
         DeepSpeedEngine, model, settings, optimizer, lr_scheduler, training_data, collate_fn, model_parameters
     )
     made.engine._json = data
+    made.engine._for_inference = optimizer is None and "optimizer" not in settings.model_fields_set
     engines.add(made.engine)
     return made

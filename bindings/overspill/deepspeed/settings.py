@@ -86,8 +86,8 @@ def translate(data: dict[str, Any], own: set[str], world: int | None = None) -> 
             wrong.append(f"config: {path} = {value!r}: not supported: {key.here}")
     if wrong:
         raise ValueError("\n".join(wrong))
-    made = {key: value for key, value in data.items() if key in own and key not in _TOP}
-    made |= _mapped(_without_auto(data), world or world_size())
+    made = _mapped(_without_auto(data), world or world_size())
+    made = _laid_over(made, {key: value for key, value in data.items() if key in own and key not in _TOP})
     overrides = data.get(_OVERRIDES, {})
     if not isinstance(overrides, dict):
         raise ValueError(
@@ -159,7 +159,7 @@ def _mapped(data: dict[str, Any], world: int) -> dict[str, Any]:
     zero = data.get("zero_optimization") or {}
     made["zero_optimization"] = {"stage": zero.get("stage", 0)}
     if folders := _folders(zero):
-        made["budget"] = _laid_over({"nvme": folders}, data.get("budget", {}))
+        made["budget"] = {"nvme": folders}
     return made
 
 
