@@ -26,10 +26,10 @@ std::span<float> floats_at(uintptr_t address, int64_t count) {
   return {reinterpret_cast<float*>(bytes.data()), bytes.size() / sizeof(float)};
 }
 
-std::shared_ptr<Model> load(const std::string& folder, int threads, std::optional<int64_t> budget_bytes,
-                            int64_t positions) {
+std::shared_ptr<Model> load(const std::string& folder, int threads, inference::WeightFormat weights,
+                            std::optional<int64_t> budget_bytes, int64_t positions) {
   const inference::ModelOptions options{
-      .threads = threads, .budget_bytes = budget_bytes, .positions = positions};
+      .threads = threads, .weights = weights, .budget_bytes = budget_bytes, .positions = positions};
   auto made = std::make_unique<Model>(folder, options, inference::kernels());
   // In a forked child its threads are not there, and to end them would wait for ever: the child leaves it.
   return {made.release(), [process = io::OwnProcess()](Model* model) {
@@ -56,9 +56,13 @@ std::unique_ptr<Sampler> make_sampler(float temperature, int64_t top_k, float to
 void register_inference(py::module_& m) {
   using Released = py::call_guard<py::gil_scoped_release>;
   m.def("inference_families", &inference::family_names, "The values of model_type that are known.");
+  py::enum_<inference::WeightFormat>(m, "WeightFormat")
+      .value("as_stored", inference::WeightFormat::as_stored)
+      .value("coded", inference::WeightFormat::coded)
+      .value("int8", inference::WeightFormat::int8);
   py::class_<Model, std::shared_ptr<Model>>(m, "InferenceModel")
-      .def(py::init(&load), py::arg("folder"), py::arg("threads"), py::arg("budget_bytes"),
-           py::arg("positions"), Released())
+      .def(py::init(&load), py::arg("folder"), py::arg("threads"), py::arg("weights"),
+           py::arg("budget_bytes"), py::arg("positions"), Released())
       .def_property_readonly("family", [](const Model& self) { return self.spec().family; })
       .def_property_readonly("vocabulary", [](const Model& self) { return self.spec().vocabulary; })
       .def_property_readonly("context", [](const Model& self) { return self.spec().context; })

@@ -6,6 +6,7 @@
 // avx512bf16 takes products of bf16 by VDPBF16PS, which reads denormals as zero.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <span>
 #include <string_view>
@@ -37,6 +38,13 @@ struct Kernels {
                         float* out, int64_t out_stride, int64_t vectors);
   void (*multiply_fp32)(const float* panel, const float* x, int64_t x_stride, int64_t columns, float* out,
                         int64_t out_stride, int64_t vectors);
+
+  /// The same, bit for bit as multiply_bf16 of the panel that was coded (kernels/coded.h).
+  void (*multiply_coded)(const std::byte* panel, const uint16_t* x, int64_t x_stride, int64_t columns,
+                         float* out, int64_t out_stride, int64_t vectors);
+  /// The same with the weights that quantise_panel rounds to (kernels/int8.h).
+  void (*multiply_int8)(const std::byte* panel, const uint16_t* x, int64_t x_stride, int64_t columns,
+                        float* out, int64_t out_stride, int64_t vectors);
 
   /// scores[r][p] = q[r] . key[p] for p in [begin, end rounded up to a block); q is [rows][head_size].
   void (*score_bf16)(const AttentionRows& at, const float* q, const uint16_t* keys, float* scores,

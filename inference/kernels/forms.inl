@@ -1,23 +1,33 @@
 // The arithmetic, written once. Included once per instruction set, inside its namespace, after the vector type
-// (cpu_optim/vector.inl), kTileVectors, and the form's own fma, extend, lower_halves and Pairs (what a
-// register of bf16 pairs is, and its product with a pair).
+// (cpu_optim/vector.inl), kTileVectors, and the form's own fma, extend, lower_halves, Pairs (what a
+// register of bf16 pairs is, and its product with a pair), and functions of bytes: Bytes is a register of them,
+// repeat_16 fills it with 16, lookup takes those of a table of 16 in each 16 lanes, zip_lower and zip_upper
+// interleave the lower and upper eight of each 16.
 
 #include "inference/kernels/functions.inl"
 
 // Products of a panel. A tile is kVectors vectors by kWidth registers of rows; all sums of a tile stay in
 // registers. kWidth is chosen so that they fit.
 
-template <int kVectors, int kWidth, class Weights>
-inline void multiply_tile(const typename Weights::Element* panel, const typename Weights::Element* x,
-                          int64_t x_stride, int64_t columns, float* out, int64_t out_stride) {
+// Where the sums begin, and how far ahead the panel is fetched.
+struct FromZero {
+  static constexpr int64_t kPrefetch = kPrefetchBytes;
+  static F32 start(const float*) { return F32{}; }
+};
+/// Goes on with what is in `out`, over a part of a panel that the cache holds.
+struct Continued {
+  static constexpr int64_t kPrefetch = 0;
+  static F32 start(const float* out) { return load(out, All{}); }
+};
+
+/// kPrefetch: bytes ahead of what is read.
+template <int kVectors, int kWidth, class Weights, int64_t kPrefetch>
+inline void accumulate(const typename Weights::Element* panel, const typename Weights::Element* x,
+                       int64_t x_stride, int64_t columns, F32 (&sums)[kVectors][kWidth]) {
   constexpr int64_t kStep = Weights::kColumns;
-  F32 sums[kVectors][kWidth];
-  for (int v = 0; v < kVectors; ++v) {
-    for (int i = 0; i < kWidth; ++i) sums[v][i] = F32{};
-  }
   for (int64_t c = 0; c < columns; c += kStep) {
     const auto* const at = panel + c * kPanelRows;
-    if constexpr (kVectors == 1) __builtin_prefetch(at + kPrefetchBytes / static_cast<int64_t>(sizeof(*at)));
+    if constexpr (kPrefetch > 0) __builtin_prefetch(at + kPrefetch / static_cast<int64_t>(sizeof(*at)));
     Weights weights[kWidth];
     for (int i = 0; i < kWidth; ++i) weights[i] = Weights::load_from(at + i * kLanes * kStep);
     for (int v = 0; v < kVectors; ++v) {
@@ -25,41 +35,57 @@ inline void multiply_tile(const typename Weights::Element* panel, const typename
       for (int i = 0; i < kWidth; ++i) sums[v][i] = Weights::multiply_add(weights[i], factor, sums[v][i]);
     }
   }
+}
+
+template <int kVectors, int kWidth, class Weights, class Sums>
+inline void multiply_tile(const typename Weights::Element* panel, const typename Weights::Element* x,
+                          int64_t x_stride, int64_t columns, float* out, int64_t out_stride) {
+  F32 sums[kVectors][kWidth];
+  for (int v = 0; v < kVectors; ++v) {
+    for (int i = 0; i < kWidth; ++i) sums[v][i] = Sums::start(out + v * out_stride + i * kLanes);
+  }
+  accumulate<kVectors, kWidth, Weights, kVectors == 1 ? Sums::kPrefetch : 0>(panel, x, x_stride, columns, sums);
   for (int v = 0; v < kVectors; ++v) {
     for (int i = 0; i < kWidth; ++i) store(out + v * out_stride + i * kLanes, sums[v][i], All{});
   }
 }
 
-template <int kVectors, int kWidth, class Weights>
+template <int kVectors, int kWidth, class Weights, class Sums>
 inline void multiply_rows(const typename Weights::Element* panel, const typename Weights::Element* x,
                           int64_t x_stride, int64_t columns, float* out, int64_t out_stride) {
   for (int64_t row = 0; row < kPanelRows; row += kWidth * kLanes) {
-    multiply_tile<kVectors, kWidth, Weights>(panel + row * Weights::kColumns, x, x_stride, columns, out + row,
-                                             out_stride);
+    multiply_tile<kVectors, kWidth, Weights, Sums>(panel + row * Weights::kColumns, x, x_stride, columns,
+                                                   out + row, out_stride);
   }
 }
 
 /// The last vectors, fewer than a tile has.
-template <int kVectors, class Weights, class... Arguments>
+template <int kVectors, class Weights, class Sums, class... Arguments>
 inline void multiply_rest(int64_t vectors, const Arguments&... arguments) {
   if constexpr (kVectors > 0) {
-    if (vectors == kVectors) return multiply_rows<kVectors, kTileWidth, Weights>(arguments...);
-    multiply_rest<kVectors - 1, Weights>(vectors, arguments...);
+    if (vectors == kVectors) return multiply_rows<kVectors, kTileWidth, Weights, Sums>(arguments...);
+    multiply_rest<kVectors - 1, Weights, Sums>(vectors, arguments...);
   }
 }
 
-template <class Weights>
+template <class Weights, class Sums = FromZero>
 void multiply(const typename Weights::Element* panel, const typename Weights::Element* x, int64_t x_stride,
               int64_t columns, float* out, int64_t out_stride, int64_t vectors) {
   if (vectors == 1) {
-    return multiply_rows<1, kPanelRows / kLanes, Weights>(panel, x, x_stride, columns, out, out_stride);
+    return multiply_rows<1, kPanelRows / kLanes, Weights, Sums>(panel, x, x_stride, columns, out, out_stride);
   }
   for (; vectors >= kTileVectors; vectors -= kTileVectors) {
-    multiply_rows<kTileVectors, kTileWidth, Weights>(panel, x, x_stride, columns, out, out_stride);
+    multiply_rows<kTileVectors, kTileWidth, Weights, Sums>(panel, x, x_stride, columns, out, out_stride);
     x += kTileVectors * x_stride;
     out += kTileVectors * out_stride;
   }
-  multiply_rest<kTileVectors - 1, Weights>(vectors, panel, x, x_stride, columns, out, out_stride);
+  multiply_rest<kTileVectors - 1, Weights, Sums>(vectors, panel, x, x_stride, columns, out, out_stride);
+}
+
+inline void set_to_zero(float* out, int64_t out_stride, int64_t vectors) {
+  for (int64_t v = 0; v < vectors; ++v) {
+    for (int64_t r = 0; r < kPanelRows; r += kLanes) store(out + v * out_stride + r, F32{}, All{});
+  }
 }
 
 struct Singles {
@@ -71,6 +97,9 @@ struct Singles {
   static F32 broadcast_from(const float* from) { return broadcast(*from); }
   static F32 multiply_add(Singles weights, F32 factor, F32 sum) { return fma(weights.values, factor, sum); }
 };
+
+#include "inference/kernels/coded.inl"
+#include "inference/kernels/int8.inl"
 
 // Attention over one key and value head. As many rows at once as kAttentionRows share each key and value that is
 // read; few rows take several blocks at once, since a sum waits for itself from one addition to the next.
@@ -180,6 +209,8 @@ void mix(const AttentionRows& at, const float* weights, int64_t weight_stride, c
 constexpr Kernels kTable = {.name = kName,
                             .multiply_bf16 = multiply<Pairs>,
                             .multiply_fp32 = multiply<Singles>,
+                            .multiply_coded = multiply_coded,
+                            .multiply_int8 = multiply_int8,
                             .score_bf16 = score<uint16_t>,
                             .score_fp32 = score<float>,
                             .mix_bf16 = mix<uint16_t>,

@@ -5,7 +5,9 @@
 #include <cstdint>
 
 #include "cpu_optim/half.h"
+#include "inference/kernels/coded.h"
 #include "inference/kernels/forms.h"
+#include "inference/kernels/int8.h"
 
 namespace overspill::inference::avx2 {
 namespace {
@@ -24,6 +26,28 @@ inline U32 extend(U16 x) {
 inline U16 lower_halves(U32 x) {
   const __m256i packed = _mm256_packus_epi32(reinterpret_cast<__m256i>(x), _mm256_setzero_si256());
   return reinterpret_cast<U16>(_mm256_castsi256_si128(_mm256_permute4x64_epi64(packed, 0x08)));
+}
+
+#include "inference/kernels/bytes.inl"
+
+inline I32 load_integers(const int8_t* from) {
+  return reinterpret_cast<I32>(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from))));
+}
+inline Bytes repeat_16(const uint8_t* from) {
+  return reinterpret_cast<Bytes>(
+      _mm256_broadcastsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from))));
+}
+inline Bytes lookup(Bytes table, Bytes codes) {
+  return reinterpret_cast<Bytes>(
+      _mm256_shuffle_epi8(reinterpret_cast<__m256i>(table), reinterpret_cast<__m256i>(codes)));
+}
+inline Bytes zip_lower(Bytes a, Bytes b) {
+  return reinterpret_cast<Bytes>(
+      _mm256_unpacklo_epi8(reinterpret_cast<__m256i>(a), reinterpret_cast<__m256i>(b)));
+}
+inline Bytes zip_upper(Bytes a, Bytes b) {
+  return reinterpret_cast<Bytes>(
+      _mm256_unpackhi_epi8(reinterpret_cast<__m256i>(a), reinterpret_cast<__m256i>(b)));
 }
 
 #include "inference/kernels/pairs.inl"

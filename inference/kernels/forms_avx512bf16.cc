@@ -5,7 +5,9 @@
 #include <cstdint>
 
 #include "cpu_optim/half.h"
+#include "inference/kernels/coded.h"
 #include "inference/kernels/forms.h"
+#include "inference/kernels/int8.h"
 
 namespace overspill::inference::avx512bf16 {
 namespace {

@@ -5,7 +5,9 @@
 #include <cstdint>
 
 #include "cpu_optim/half.h"
+#include "inference/kernels/coded.h"
 #include "inference/kernels/forms.h"
+#include "inference/kernels/int8.h"
 
 namespace overspill::inference::neon {
 namespace {
@@ -24,6 +26,28 @@ inline U32 extend(U16 x) {
 }
 inline U16 lower_halves(U32 x) {
   return __builtin_convertvector(x, U16);
+}
+
+#include "inference/kernels/bytes.inl"
+
+inline I32 load_integers(const int8_t* from) {
+  typedef int8_t Integers __attribute__((vector_size(kLanes)));
+  Integers integers;
+  __builtin_memcpy(&integers, from, sizeof(integers));
+  return __builtin_convertvector(integers, I32);
+}
+inline Bytes repeat_16(const uint8_t* from) {
+  return load_bytes(from);
+}
+inline Bytes lookup(Bytes table, Bytes codes) {
+  return reinterpret_cast<Bytes>(
+      vqtbl1q_u8(reinterpret_cast<uint8x16_t>(table), reinterpret_cast<uint8x16_t>(codes)));
+}
+inline Bytes zip_lower(Bytes a, Bytes b) {
+  return reinterpret_cast<Bytes>(vzip1q_u8(reinterpret_cast<uint8x16_t>(a), reinterpret_cast<uint8x16_t>(b)));
+}
+inline Bytes zip_upper(Bytes a, Bytes b) {
+  return reinterpret_cast<Bytes>(vzip2q_u8(reinterpret_cast<uint8x16_t>(a), reinterpret_cast<uint8x16_t>(b)));
 }
 
 #include "inference/kernels/pairs.inl"

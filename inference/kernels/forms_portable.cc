@@ -4,7 +4,9 @@
 #include <cstdint>
 
 #include "cpu_optim/half.h"
+#include "inference/kernels/coded.h"
 #include "inference/kernels/forms.h"
+#include "inference/kernels/int8.h"
 
 namespace overspill::inference::portable {
 namespace {
@@ -23,6 +25,29 @@ inline U32 extend(U16 x) {
 }
 inline U16 lower_halves(U32 x) {
   return __builtin_convertvector(x, U16);
+}
+
+#include "inference/kernels/bytes.inl"
+
+inline I32 load_integers(const int8_t* from) {
+  typedef int8_t Integers __attribute__((vector_size(kLanes)));
+  Integers integers;
+  __builtin_memcpy(&integers, from, sizeof(integers));
+  return __builtin_convertvector(integers, I32);
+}
+inline Bytes repeat_16(const uint8_t* from) {
+  return load_bytes(from);
+}
+inline Bytes lookup(Bytes table, Bytes codes) {
+  Bytes found;
+  for (size_t i = 0; i < sizeof(Bytes); ++i) found[i] = table[codes[i]];
+  return found;
+}
+inline Bytes zip_lower(Bytes a, Bytes b) {
+  return __builtin_shufflevector(a, b, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+}
+inline Bytes zip_upper(Bytes a, Bytes b) {
+  return __builtin_shufflevector(a, b, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
 }
 
 #include "inference/kernels/pairs.inl"

@@ -5,6 +5,8 @@
 // bf16: two columns of a row lie side by side (four bytes), as the instruction VDPBF16PS wants them:
 //   [column / 2][row][column % 2]. An odd last column is followed by zeros.
 // fp32: [column][row].
+// coded: bf16 in twelve bits, see kernels/coded.h.
+// int8: bytes and scales, see kernels/int8.h.
 // Rows that the matrix does not have are zeros.
 #pragma once
 
@@ -14,10 +16,11 @@ namespace overspill::inference {
 
 inline constexpr int64_t kPanelRows = 64;
 
-enum class Element : uint8_t { bf16, fp32 };
+enum class Element : uint8_t { bf16, fp32, coded, int8 };
 
+/// Bytes of an element that lies by itself, which a coded one does not.
 constexpr int64_t bytes_of(Element element) {
-  return element == Element::bf16 ? 2 : 4;
+  return element == Element::fp32 ? 4 : element == Element::int8 ? 1 : 2;
 }
 
 constexpr int64_t round_up(int64_t n, int64_t unit) {
@@ -26,11 +29,6 @@ constexpr int64_t round_up(int64_t n, int64_t unit) {
 
 constexpr int64_t panels_of(int64_t rows) {
   return (rows + kPanelRows - 1) / kPanelRows;
-}
-
-/// Bytes of one panel of a matrix with so many columns.
-constexpr int64_t panel_bytes(Element element, int64_t columns) {
-  return kPanelRows * bytes_of(element) * (element == Element::bf16 ? round_up(columns, 2) : columns);
 }
 
 }  // namespace overspill::inference

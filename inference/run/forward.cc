@@ -505,12 +505,18 @@ void Forward::add_normed(int thread, const Norm& norm, const NormWeights& weight
 void Forward::multiply(const Matrix& matrix, int64_t panel, Operand& x, int64_t first, int64_t vectors,
                        float* out, int64_t out_stride) const {
   const std::byte* const weights = matrix.panel(panel);
-  if (matrix.element == Element::bf16) {
-    kernels_.multiply_bf16(reinterpret_cast<const uint16_t*>(weights), x.narrow(first), x.stride(),
-                           round_up(matrix.columns, 2), out, out_stride, vectors);
-  } else {
-    kernels_.multiply_fp32(reinterpret_cast<const float*>(weights), x.values(first), x.stride(),
-                           matrix.columns, out, out_stride, vectors);
+  const int64_t even = round_up(matrix.columns, 2);
+  switch (matrix.element) {
+    case Element::fp32:
+      return kernels_.multiply_fp32(reinterpret_cast<const float*>(weights), x.values(first), x.stride(),
+                                    matrix.columns, out, out_stride, vectors);
+    case Element::bf16:
+      return kernels_.multiply_bf16(reinterpret_cast<const uint16_t*>(weights), x.narrow(first), x.stride(),
+                                    even, out, out_stride, vectors);
+    case Element::coded:
+      return kernels_.multiply_coded(weights, x.narrow(first), x.stride(), even, out, out_stride, vectors);
+    case Element::int8:
+      return kernels_.multiply_int8(weights, x.narrow(first), x.stride(), even, out, out_stride, vectors);
   }
 }
 

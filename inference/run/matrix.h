@@ -4,9 +4,26 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "inference/kernels/coded.h"
+#include "inference/kernels/int8.h"
 #include "inference/kernels/panel.h"
 
 namespace overspill::inference {
+
+/// Bytes of one panel of a matrix with so many columns.
+constexpr int64_t panel_bytes(Element element, int64_t columns) {
+  switch (element) {
+    case Element::bf16:
+      return 2 * kPanelRows * round_up(columns, 2);
+    case Element::fp32:
+      return 4 * kPanelRows * columns;
+    case Element::coded:
+      return coded_panel_bytes(columns);
+    case Element::int8:
+      return int8_panel_bytes(columns);
+  }
+  return 0;
+}
 
 /// A view; `panels_of(rows)` panels lie one behind the other.
 struct Matrix {

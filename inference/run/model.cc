@@ -31,7 +31,7 @@ Model::Model(const std::filesystem::path& folder, const ModelOptions& options, c
       spec_(describe(folder_)),
       kernels_(kernels),
       team_(options.threads),
-      weights_(load_weights(folder_, spec_, team_, weight_bytes_max(options))),
+      weights_(load_weights(folder_, spec_, team_, options.weights, weight_bytes_max(options))),
       forward_(spec_, weights_, team_, kernels, options.rows_max) {}
 
 /// What the budget leaves for weights beside caches and buffers.

@@ -26,6 +26,7 @@ struct ModelOptions {
   /// Positions computed together, at most: a long prompt goes in so many at a time. More cost memory, about
   /// forty bytes a position and hidden element.
   int64_t rows_max = 128;
+  WeightFormat weights = WeightFormat::as_stored;
   /// Of memory, for weights, caches and buffers; none: as much as they take. Layers that it does not hold are
   /// read for each pass.
   std::optional<int64_t> budget_bytes{};

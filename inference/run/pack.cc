@@ -120,24 +120,75 @@ Element element_of(const StoredTensor& tensor) {
                                tensor.name, tensor.dtype));
 }
 
-void pack_panels(const ModelFolder& folder, const MatrixSpec& spec, const Matrix& to, PanelRange range) {
-  const int64_t begin = range.first * kPanelRows, end = std::min(to.rows, range.last * kPanelRows);
-  std::vector<std::byte> staging;
+namespace {
+
+/// The panels in `range`, in the element in which they are stored; `to` is a view of these alone.
+void pack_as_stored(const ModelFolder& folder, const MatrixSpec& spec, const Matrix& to, PanelRange range,
+                    std::vector<std::byte>& staging) {
+  const int64_t begin = range.first * kPanelRows, end = std::min(spec.rows(), range.last * kPanelRows);
   int64_t part_begin = 0;
   for (const Rows& part : spec.parts) {
     const StoredTensor& tensor = *folder.find(part.tensor);
     const int64_t first = std::max(begin, part_begin), last = std::min(end, part_begin + part.count);
     if (spec.stored_transposed && first < last) {
-      pack_columns(folder, tensor, part.first + first - part_begin, to, first, last, staging);
+      pack_columns(folder, tensor, part.first + first - part_begin, to, first - begin, last - begin, staging);
     } else {
       for (int64_t row = first; row < last;) {
         const int64_t next = std::min(last, round_up(row + 1, kPanelRows));
-        pack_rows(folder, tensor, part.first + row - part_begin, to, row, next, staging);
+        pack_rows(folder, tensor, part.first + row - part_begin, to, row - begin, next - begin, staging);
         row = next;
       }
     }
     part_begin += part.count;
   }
+}
+
+/// A panel as it is stored, at `from`, into one of `to`.
+bool convert_panel(const MatrixSpec& spec, Element stored, const std::byte* from, const Matrix& to,
+                   std::byte* panel) {
+  const auto* const narrow = reinterpret_cast<const uint16_t*>(from);
+  if (to.element == Element::coded) return code_panel(narrow, to.columns, panel);
+  const bool finite = stored == Element::bf16
+                          ? quantise_panel(narrow, to.columns, panel)
+                          : quantise_panel(reinterpret_cast<const float*>(from), to.columns, panel);
+  if (finite) return true;
+  throw ModelError(
+      fmt::format("'{:.80}' has weights that are not finite, which eight bits do not hold; load "
+                  "the model with weights as they are stored",
+                  spec.parts.front().tensor));
+}
+
+}  // namespace
+
+Element element_of(const ModelFolder& folder, const MatrixSpec& spec) {
+  const bool narrow = std::ranges::all_of(
+      spec.parts, [&](const Rows& part) { return element_of(*folder.find(part.tensor)) == Element::bf16; });
+  return narrow ? Element::bf16 : Element::fp32;
+}
+
+bool pack_panels(const ModelFolder& folder, const MatrixSpec& spec, const Matrix& to, PanelRange range) {
+  std::vector<std::byte> staging;
+  const Element stored = element_of(folder, spec);
+  const int64_t bytes = panel_bytes(stored, to.columns), rows = (range.last - range.first) * kPanelRows;
+  if (to.element == stored) {
+    pack_as_stored(folder, spec, {stored, rows, to.columns, to.data + range.first * bytes}, range, staging);
+    return true;
+  }
+  // A panel after another; all at once where a tensor is stored transposed, and each would read it whole.
+  const int64_t some = spec.stored_transposed ? std::max<int64_t>(1, range.last - range.first) : 1;
+  std::vector<std::byte> panels;
+  for (int64_t first = range.first; first < range.last; first += some) {
+    const int64_t last = std::min(range.last, first + some);
+    panels.assign(static_cast<size_t>((last - first) * bytes), std::byte{0});
+    const Matrix view{stored, (last - first) * kPanelRows, to.columns, panels.data()};
+    pack_as_stored(folder, spec, view, {first, last}, staging);
+    for (int64_t i = first; i < last; ++i) {
+      if (!convert_panel(spec, stored, view.panel(i - first), to,
+                         to.data + i * panel_bytes(to.element, to.columns)))
+        return false;
+    }
+  }
+  return true;
 }
 
 std::vector<float> read_vector(const ModelFolder& folder, const VectorSpec& spec) {

@@ -14,7 +14,7 @@ LayerStream::LayerStream(const ModelFolder& folder, std::vector<StreamedLayer> l
     : folder_(folder), layers_(std::move(layers)) {
   int64_t largest = 0;
   for (const StreamedLayer& layer : layers_) {
-    bytes_ += layer.bytes;
+    bytes_ += layer.read_bytes;
     largest = std::max(largest, layer.bytes);
   }
   for (int i = 0; i < slots; ++i) slots_.emplace_back(largest);
@@ -83,7 +83,8 @@ void LayerStream::serve() {
 void LayerStream::fill(const StreamedLayer& layer, std::byte* slot) {
   for (const WantedMatrix& matrix : layer.matrices) {
     matrix.to->data = slot;
-    pack_panels(folder_, *matrix.spec, *matrix.to, {0, matrix.to->panels()});
+    if (!pack_panels(folder_, *matrix.spec, *matrix.to, {0, matrix.to->panels()}))
+      throw std::logic_error("a matrix that may not fit is streamed");
     for (const Rows& part : matrix.spec->parts) folder_.forget(*folder_.find(part.tensor));
     slot += aligned_bytes(*matrix.to);
   }

@@ -26,7 +26,8 @@ struct WantedMatrix {
 struct StreamedLayer {
   size_t layer = 0;
   std::vector<WantedMatrix> matrices;
-  int64_t bytes = 0;
+  int64_t bytes = 0;       // in a slot
+  int64_t read_bytes = 0;  // of the folder
 };
 
 /// Reads layers in the order of a pass, and again from the first, into a few slots of memory: as many layers
@@ -46,7 +47,7 @@ class LayerStream {
   /// Returns when the layer's matrices are there, until its release. Throws what reading threw, from then on.
   void acquire(size_t layer);
   void release();  // of the layer acquired last
-  /// Of one pass.
+  /// What one pass reads.
   int64_t bytes() const { return bytes_; }
 
  private:

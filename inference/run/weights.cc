@@ -4,6 +4,8 @@
 #include <fmt/ranges.h>
 
 #include <algorithm>
+#include <atomic>
+#include <bit>
 #include <cstring>
 #include <limits>
 #include <new>
@@ -22,20 +24,19 @@ constexpr int kSlots = 2;  // one is read into while the other is multiplied by
 /// Collects what the spec wants, checks it against the folder, and reads it.
 class Loader {
  public:
-  Loader(const ModelFolder& folder, const ModelSpec& spec) : folder_(folder), spec_(spec) {}
+  Loader(const ModelFolder& folder, const ModelSpec& spec, WeightFormat format)
+      : folder_(folder), spec_(spec), format_(format) {}
 
   Weights load(Team& team, int64_t bytes_max) {
     Weights weights;
     plan(weights);
     check_rest();
-    const std::vector<WantedMatrix> resident = place(weights, bytes_max);
-    team.run([&](int thread) {
-      for (const WantedMatrix& wanted : resident)
-        pack_panels(folder_, *wanted.spec, *wanted.to, own_panels(wanted.to->panels(), thread, team.size()));
-    });
-    if (weights.stream) {
-      for (const StoredTensor& tensor : folder_.tensors()) folder_.forget(tensor);
+    for (;;) {
+      const std::vector<WantedMatrix> resident = place(weights, bytes_max);
+      if (read(team, resident)) break;  // else some are now known not to fit, and take more room
     }
+    weights.has_fp32 = has_fp32();
+    start_stream(weights);
     if (!spec_.head) weights.head = weights.embedding;
     return weights;
   }
@@ -44,14 +45,13 @@ class Loader {
   void plan(Weights& weights) {
     matrix(spec_.embedding, weights.embedding);
     if (spec_.head) matrix(*spec_.head, weights.head);
-    if (spec_.positions) matrix(*spec_.positions, weights.positions.emplace());
+    if (spec_.positions) exact_matrix(*spec_.positions, weights.positions.emplace());
     norm(spec_.final_norm, weights.final_norm);
     weights.layers.resize(spec_.layers.size());
     top_ = take_wanted();
     for (size_t i = 0; i < spec_.layers.size(); ++i) {
       layer(spec_.layers[i], weights.layers[i]);
-      const StreamedLayer& made = layers_.emplace_back(StreamedLayer{i, take_wanted(), 0});
-      layers_.back().bytes = bytes_of(made.matrices);
+      layers_.push_back({i, take_wanted()});
     }
   }
 
@@ -67,7 +67,7 @@ class Loader {
     norm(spec.feed_forward_norm, to.feed_forward_norm);
     if (const auto* mixture = std::get_if<Mixture>(&spec.feed_forward)) {
       auto& made = to.feed_forward.emplace<MixtureWeights>();
-      matrix(mixture->router, made.router);
+      exact_matrix(mixture->router, made.router);
       made.experts.resize(mixture->experts.size());
       for (size_t i = 0; i < made.experts.size(); ++i) dense(mixture->experts[i], made.experts[i]);
     } else {
@@ -103,9 +103,22 @@ class Loader {
                                 : fmt::format("[{}, {}]", part.first + part.count, spec.columns));
       }
       used_[part.tensor].of = shape[outputs];
-      if (element_of(tensor) == Element::fp32) to.element = Element::fp32;
     }
+    to.element = wanted_element(element_of(folder_, spec), spec.columns);
     wanted_.push_back({&spec, &to});
+  }
+
+  /// `stored`, or what the format makes of it.
+  Element wanted_element(Element stored, int64_t columns) const {
+    if (format_ == WeightFormat::int8) return Element::int8;
+    const bool codes = format_ == WeightFormat::coded && stored == Element::bf16;
+    return codes && columns <= kCodedColumnsMax ? Element::coded : stored;
+  }
+
+  /// A small matrix whose exactness is worth more than its bytes.
+  void exact_matrix(const MatrixSpec& spec, Matrix& to) {
+    matrix(spec, to);
+    if (to.element == Element::int8) to.element = element_of(folder_, spec);
   }
 
   std::vector<float> vector(const VectorSpec& spec) {
@@ -170,52 +183,107 @@ class Loader {
     return bytes;
   }
 
-  /// Gives every matrix that stays its memory, and returns those; the others become the stream's.
-  std::vector<WantedMatrix> place(Weights& weights, int64_t bytes_max) {
-    std::vector<WantedMatrix> resident = top_;
-    std::vector<StreamedLayer> streamed;
-    const std::vector<bool> stays = layers_that_stay(bytes_max);
-    for (size_t i = 0; i < layers_.size(); ++i) {
-      for (const WantedMatrix& matrix : layers_[i].matrices)
-        weights.has_fp32 = weights.has_fp32 || matrix.to->element == Element::fp32;
-      if (stays[i]) {
-        resident.insert(resident.end(), layers_[i].matrices.begin(), layers_[i].matrices.end());
-      } else {
-        streamed.push_back(layers_[i]);
+  /// What the folder has of them.
+  int64_t stored_bytes_of(const std::vector<WantedMatrix>& matrices) const {
+    int64_t bytes = 0;
+    for (const WantedMatrix& matrix : matrices) {
+      for (const Rows& part : matrix.spec->parts) {
+        const int64_t element = folder_.find(part.tensor)->dtype == "F32" ? 4 : 2;
+        bytes += part.count * matrix.spec->columns * element;
       }
     }
-    for (const WantedMatrix& matrix : top_)
-      weights.has_fp32 = weights.has_fp32 || matrix.to->element == Element::fp32;
+    return bytes;
+  }
+
+  /// The same matrix where it is read for each pass: nobody codes it each time.
+  static Matrix when_streamed(Matrix matrix) {
+    if (matrix.element == Element::coded) matrix.element = Element::bf16;
+    return matrix;
+  }
+  static int64_t streamed_bytes_of(const StreamedLayer& layer) {
+    int64_t bytes = 0;
+    for (const WantedMatrix& matrix : layer.matrices) bytes += aligned_bytes(when_streamed(*matrix.to));
+    return bytes;
+  }
+
+  /// Gives every matrix that stays its memory, and returns those.
+  std::vector<WantedMatrix> place(Weights& weights, int64_t bytes_max) {
+    std::vector<WantedMatrix> resident = top_;
+    stays_ = layers_that_stay(bytes_max);
+    for (size_t i = 0; i < layers_.size(); ++i) {
+      if (stays_[i]) resident.insert(resident.end(), layers_[i].matrices.begin(), layers_[i].matrices.end());
+    }
+    weights.memory = kernels::HostPages();  // the one of another try
     weights.memory = kernels::HostPages(bytes_of(resident));
     std::byte* data = weights.memory.data();
     for (const WantedMatrix& matrix : resident) {
       matrix.to->data = data;
       data += aligned_bytes(*matrix.to);
     }
-    if (!streamed.empty())
-      weights.stream = std::make_unique<LayerStream>(folder_, std::move(streamed), kSlots);
     return resident;
+  }
+
+  /// Reads the matrices. False where some do not fit, which are bf16 from then on.
+  bool read(Team& team, const std::vector<WantedMatrix>& matrices) const {
+    std::vector<std::atomic<bool>> misfits(matrices.size());
+    team.run([&](int thread) {
+      for (size_t i = 0; i < matrices.size(); ++i) {
+        const Matrix& to = *matrices[i].to;
+        if (!pack_panels(folder_, *matrices[i].spec, to, own_panels(to.panels(), thread, team.size())))
+          misfits[i] = true;
+      }
+    });
+    bool all_fit = true;
+    for (size_t i = 0; i < matrices.size(); ++i) {
+      if (!misfits[i]) continue;
+      all_fit = false;
+      matrices[i].to->element = Element::bf16;
+    }
+    return all_fit;
+  }
+
+  bool has_fp32() const {
+    const auto wide = [](const WantedMatrix& matrix) { return matrix.to->element == Element::fp32; };
+    return std::ranges::any_of(top_, wide) || std::ranges::any_of(layers_, [&](const StreamedLayer& layer) {
+             return std::ranges::any_of(layer.matrices, wide);
+           });
+  }
+
+  void start_stream(Weights& weights) {
+    std::vector<StreamedLayer> streamed;
+    for (size_t i = 0; i < layers_.size(); ++i) {
+      if (stays_[i]) continue;
+      StreamedLayer& layer = streamed.emplace_back(layers_[i]);
+      for (const WantedMatrix& matrix : layer.matrices) *matrix.to = when_streamed(*matrix.to);
+      layer.bytes = bytes_of(layer.matrices);
+      layer.read_bytes = stored_bytes_of(layer.matrices);
+    }
+    if (streamed.empty()) return;
+    for (const StoredTensor& tensor : folder_.tensors()) folder_.forget(tensor);
+    weights.stream = std::make_unique<LayerStream>(folder_, std::move(streamed), kSlots);
   }
 
   /// All, or as many as fit beside the slots, evenly apart: while one is computed the next is read.
   std::vector<bool> layers_that_stay(int64_t bytes_max) const {
-    int64_t all = 0, largest = 0;
+    int64_t all = 0, largest = 0, slot = 0;
     for (const StreamedLayer& layer : layers_) {
-      all += layer.bytes;
-      largest = std::max(largest, layer.bytes);
+      const int64_t bytes = bytes_of(layer.matrices);
+      all += bytes;
+      largest = std::max(largest, bytes);
+      slot = std::max(slot, streamed_bytes_of(layer));
     }
     const int64_t top = bytes_of(top_);
     const auto count = static_cast<int64_t>(layers_.size());
     if (top + all <= bytes_max) return std::vector<bool>(layers_.size(), true);
-    const int64_t room = bytes_max - top - kSlots * largest;
+    const int64_t room = bytes_max - top - kSlots * slot;
     if (room < 0) {
       throw NoRoom(
           fmt::format("{}: {} bytes are left for its weights, and they need at least {}: {} for the "
                       "embedding and the head, "
                       "and two layers of {}; give a larger budget",
-                      folder_.path().string(), bytes_max, top + kSlots * largest, top, largest));
+                      folder_.path().string(), bytes_max, top + kSlots * slot, top, slot));
     }
-    const int64_t stay = room / largest;
+    const int64_t stay = std::min(count, room / largest);
     std::vector<bool> stays;
     for (int64_t i = 0; i < count; ++i) stays.push_back((i + 1) * stay / count > i * stay / count);
     return stays;
@@ -228,9 +296,11 @@ class Loader {
 
   const ModelFolder& folder_;
   const ModelSpec& spec_;
+  const WeightFormat format_;
   std::vector<WantedMatrix> wanted_;  // since the last take
   std::vector<WantedMatrix> top_;     // embedding, positions, head
   std::vector<StreamedLayer> layers_;
+  std::vector<bool> stays_;  // by layer
   std::unordered_map<std::string, Use> used_;
 };
 
@@ -239,20 +309,29 @@ class Loader {
 void Matrix::copy_row(int64_t row, float* to) const {
   const std::byte* const at = panel(row / kPanelRows);
   const int64_t lane = row % kPanelRows;
-  for (int64_t c = 0; c < columns; ++c) {
-    if (element == Element::fp32) {
-      std::memcpy(to + c, at + 4 * (c * kPanelRows + lane), sizeof(float));
-    } else {
-      uint16_t bits;
-      std::memcpy(&bits, at + 2 * (c / 2 * 2 * kPanelRows + 2 * lane + c % 2), sizeof bits);
-      const uint32_t wide = static_cast<uint32_t>(bits) << 16;
-      std::memcpy(to + c, &wide, sizeof wide);
-    }
+  const auto widen = [](uint16_t bits) { return std::bit_cast<float>(static_cast<uint32_t>(bits) << 16); };
+  switch (element) {
+    case Element::fp32:
+      for (int64_t c = 0; c < columns; ++c)
+        std::memcpy(to + c, at + 4 * (c * kPanelRows + lane), sizeof(float));
+      return;
+    case Element::bf16:
+      for (int64_t c = 0; c < columns; ++c) {
+        uint16_t bits;
+        std::memcpy(&bits, at + 2 * (c / 2 * 2 * kPanelRows + 2 * lane + c % 2), sizeof bits);
+        to[c] = widen(bits);
+      }
+      return;
+    case Element::coded:
+      return decode_row(at, columns, lane, to);
+    case Element::int8:
+      return dequantise_row(at, columns, lane, to);
   }
 }
 
-Weights load_weights(const ModelFolder& folder, const ModelSpec& spec, Team& team, int64_t bytes_max) {
-  return Loader(folder, spec).load(team, bytes_max);
+Weights load_weights(const ModelFolder& folder, const ModelSpec& spec, Team& team, WeightFormat format,
+                     int64_t bytes_max) {
+  return Loader(folder, spec, format).load(team, bytes_max);
 }
 
 }  // namespace overspill::inference

@@ -61,14 +61,24 @@ struct Weights {
   bool has_fp32 = false;                // a matrix that is not bf16
 };
 
+/// What matrices become in memory.
+enum class WeightFormat : uint8_t {
+  as_stored,
+  coded,  // bf16 in twelve bits, without loss (kernels/coded.h)
+  int8,   // with a scale for each 32 columns of a row, which loses bits (kernels/int8.h)
+};
+
 /// Reads a model's weights. A bf16 tensor stays bf16; fp16 and fp32 become fp32, as does a matrix whose parts
 /// differ. Each thread packs, and so touches first, the panels that it multiplies by later (own_panels).
+/// coded: matrices stored as bf16, where they fit and stay; those that a stream reads are bf16. int8: all but
+/// the routers of experts and the table of positions.
 /// At most `bytes_max` of memory hold matrices. Where they take more, as many layers stay as fit beside two
 /// slots for the others, which are read for each pass.
 /// Throws ModelError for a tensor that is missing, of another shape or of a dtype that is no float of two or
-/// four bytes, and for one that the spec does not use; NoRoom where bytes_max does not hold the least;
-/// std::bad_alloc. The folder outlives the weights.
+/// four bytes, for one that the spec does not use, and for one that int8 cannot hold; NoRoom where bytes_max
+/// does not hold the least; std::bad_alloc. The folder outlives the weights.
 Weights load_weights(const ModelFolder& folder, const ModelSpec& spec, Team& team,
+                     WeightFormat format = WeightFormat::as_stored,
                      int64_t bytes_max = std::numeric_limits<int64_t>::max());
 
 }  // namespace overspill::inference

@@ -9,18 +9,12 @@
 
 #include "inference/kernels/forms.h"
 #include "tests/cpu_optim/guarded.h"
+#include "tests/inference/bf16.h"
 
 namespace overspill::inference {
 namespace {
 
 using optim::Guarded;
-
-float bf16(uint16_t bits) {
-  return std::bit_cast<float>(static_cast<uint32_t>(bits) << 16);
-}
-uint16_t to_bf16(float x) {
-  return static_cast<uint16_t>(std::bit_cast<uint32_t>(x) >> 16);
-}
 
 class Form : public testing::TestWithParam<const Kernels*> {
  protected:
