@@ -51,12 +51,18 @@ struct Kernels {
                      int64_t score_stride);
   void (*score_fp32)(const AttentionRows& at, const float* q, const float* keys, float* scores,
                      int64_t score_stride);
+  /// The same with keys that are integers times scales[p]; of scales, too, the last block is read whole.
+  void (*score_int8)(const AttentionRows& at, const float* q, const int8_t* keys, const float* scales,
+                     float* scores, int64_t score_stride);
   /// out[r][d] = sum over p in [begin, end) of weights[r][p] * value[p][d]; `out_stride` is at least
   /// value_stride, whose elements are written.
   void (*mix_bf16)(const AttentionRows& at, const float* weights, int64_t weight_stride,
                    const uint16_t* values, float* out, int64_t out_stride);
   void (*mix_fp32)(const AttentionRows& at, const float* weights, int64_t weight_stride, const float* values,
                    float* out, int64_t out_stride);
+  /// The same with values that are integers times scales[p].
+  void (*mix_int8)(const AttentionRows& at, const float* weights, int64_t weight_stride, const int8_t* values,
+                   const float* scales, float* out, int64_t out_stride);
   /// x[i] = exp(x[i] * scale - m) / sum of these, m the largest x * scale, for i in [first, last); with
   /// softcap > 0, x * scale becomes softcap * tanh(x * scale / softcap) first. The rest of [begin, end)
   /// becomes 0. `begin` and `end` are multiples of kKeyBlock, and first < last.
@@ -75,6 +81,10 @@ struct Kernels {
   void (*add)(const float* x, float* to, int64_t n);
   void (*narrow)(const float* x, uint16_t* to, int64_t n);  // to nearest even; a NaN becomes 0x7FC0
   void (*widen)(const uint16_t* x, float* to, int64_t n);
+  /// x as integers from -127 to 127 times a scale, which is returned: a 127th of the largest magnitude. 0
+  /// where that is no normal number, and infinite or a NaN where x has one; then what is computed with it is
+  /// a NaN.
+  float (*quantise)(const float* x, int8_t* to, int64_t n);
 };
 
 /// What this machine can run, narrowest first: "portable", then "neon", or "avx2", "avx512", "avx512bf16".

@@ -1,8 +1,8 @@
 // The arithmetic, written once. Included once per instruction set, inside its namespace, after the vector type
-// (cpu_optim/vector.inl), kTileVectors, and the form's own fma, extend, lower_halves, Pairs (what a
-// register of bf16 pairs is, and its product with a pair), and functions of bytes: Bytes is a register of them,
-// repeat_16 fills it with 16, lookup takes those of a table of 16 in each 16 lanes, zip_lower and zip_upper
-// interleave the lower and upper eight of each 16.
+// (cpu_optim/vector.inl), kTileVectors, and the form's own fma, extend, lower_halves, load_integers (kLanes of
+// int8_t, widened), Pairs (what a register of bf16 pairs is, and its product with a pair), and functions of bytes:
+// Bytes is a register of them, repeat_16 fills it with 16, lookup takes those of a table of 16 in each 16 lanes,
+// zip_lower and zip_upper interleave the lower and the upper eight of each 16.
 
 #include "inference/kernels/functions.inl"
 
@@ -116,9 +116,20 @@ constexpr int blocks_together(int rows) {
   return fit >= 4 ? 4 : fit >= 2 ? 2 : 1;
 }
 
-template <int kRows, int kBlocks, class Stored>
-inline void score_blocks(const AttentionRows& at, int64_t p, const float* q, const Stored* keys, float* scores,
-                         int64_t score_stride) {
+// What stored numbers are multiplied by, by position.
+struct Unscaled {
+  F32 of_scores(F32 scores, int64_t) const { return scores; }
+  float of_weight(float weight, int64_t) const { return weight; }
+};
+struct Scaled {
+  const float* scales;
+  F32 of_scores(F32 scores, int64_t p) const { return scores * load(scales + p, All{}); }
+  float of_weight(float weight, int64_t p) const { return weight * scales[p]; }
+};
+
+template <int kRows, int kBlocks, class Stored, class Scale>
+inline void score_blocks(const AttentionRows& at, int64_t p, const float* q, const Stored* keys, Scale scale,
+                         float* scores, int64_t score_stride) {
   F32 sums[kRows][kBlocks * kBlockRegisters];
   for (auto& row : sums) {
     for (F32& sum : row) sum = F32{};
@@ -136,23 +147,23 @@ inline void score_blocks(const AttentionRows& at, int64_t p, const float* q, con
   }
   for (int r = 0; r < kRows; ++r) {
     for (int i = 0; i < kBlocks * kBlockRegisters; ++i)
-      store(scores + r * score_stride + p + i * kLanes, sums[r][i], All{});
+      store(scores + r * score_stride + p + i * kLanes, scale.of_scores(sums[r][i], p + i * kLanes), All{});
   }
 }
 
-template <int kRows, class Stored>
-inline void score_rows(const AttentionRows& at, const float* q, const Stored* keys, float* scores,
+template <int kRows, class Stored, class Scale>
+inline void score_rows(const AttentionRows& at, const float* q, const Stored* keys, Scale scale, float* scores,
                        int64_t score_stride) {
   constexpr int kBlocks = blocks_together(kRows);
   int64_t p = at.begin;
   for (; p + (kBlocks - 1) * kKeyBlock < at.end; p += kBlocks * kKeyBlock)
-    score_blocks<kRows, kBlocks>(at, p, q, keys, scores, score_stride);
-  for (; p < at.end; p += kKeyBlock) score_blocks<kRows, 1>(at, p, q, keys, scores, score_stride);
+    score_blocks<kRows, kBlocks>(at, p, q, keys, scale, scores, score_stride);
+  for (; p < at.end; p += kKeyBlock) score_blocks<kRows, 1>(at, p, q, keys, scale, scores, score_stride);
 }
 
-template <int kRows, int kBlocks, class Stored>
+template <int kRows, int kBlocks, class Stored, class Scale>
 inline void mix_blocks(const AttentionRows& at, int64_t d, const float* weights, int64_t weight_stride,
-                       const Stored* values, float* out, int64_t out_stride) {
+                       const Stored* values, Scale scale, float* out, int64_t out_stride) {
   F32 sums[kRows][kBlocks * kBlockRegisters];
   for (auto& row : sums) {
     for (F32& sum : row) sum = F32{};
@@ -161,7 +172,7 @@ inline void mix_blocks(const AttentionRows& at, int64_t d, const float* weights,
     for (int i = 0; i < kBlocks * kBlockRegisters; ++i) {
       const F32 value = load_values(values + p * at.value_stride + d + i * kLanes);
       for (int r = 0; r < kRows; ++r)
-        sums[r][i] = fma(value, broadcast(weights[r * weight_stride + p]), sums[r][i]);
+        sums[r][i] = fma(value, broadcast(scale.of_weight(weights[r * weight_stride + p], p)), sums[r][i]);
     }
   }
   for (int r = 0; r < kRows; ++r) {
@@ -170,15 +181,15 @@ inline void mix_blocks(const AttentionRows& at, int64_t d, const float* weights,
   }
 }
 
-template <int kRows, class Stored>
+template <int kRows, class Stored, class Scale>
 inline void mix_rows(const AttentionRows& at, const float* weights, int64_t weight_stride, const Stored* values,
-                     float* out, int64_t out_stride) {
+                     Scale scale, float* out, int64_t out_stride) {
   constexpr int kBlocks = blocks_together(kRows);
   int64_t d = 0;
   for (; d + kBlocks * kKeyBlock <= at.value_stride; d += kBlocks * kKeyBlock)
-    mix_blocks<kRows, kBlocks>(at, d, weights, weight_stride, values, out, out_stride);
+    mix_blocks<kRows, kBlocks>(at, d, weights, weight_stride, values, scale, out, out_stride);
   for (; d < at.value_stride; d += kKeyBlock)
-    mix_blocks<kRows, 1>(at, d, weights, weight_stride, values, out, out_stride);
+    mix_blocks<kRows, 1>(at, d, weights, weight_stride, values, scale, out, out_stride);
 }
 
 /// Calls body(row, how many rows) with a constant for the count, kAttentionRows until fewer are left.
@@ -190,20 +201,40 @@ inline void for_each_group(int64_t rows, Body body, int64_t row = 0) {
   }
 }
 
-template <class Stored>
-void score(const AttentionRows& at, const float* q, const Stored* keys, float* scores, int64_t score_stride) {
+template <class Stored, class Scale>
+inline void score(const AttentionRows& at, const float* q, const Stored* keys, Scale scale, float* scores,
+                  int64_t score_stride) {
   for_each_group(at.rows, [&](int64_t r, auto count) {
-    score_rows<count.value>(at, q + r * at.head_size, keys, scores + r * score_stride, score_stride);
+    score_rows<count.value>(at, q + r * at.head_size, keys, scale, scores + r * score_stride, score_stride);
+  });
+}
+
+template <class Stored, class Scale>
+inline void mix(const AttentionRows& at, const float* weights, int64_t weight_stride, const Stored* values,
+                Scale scale, float* out, int64_t out_stride) {
+  for_each_group(at.rows, [&](int64_t r, auto count) {
+    mix_rows<count.value>(at, weights + r * weight_stride, weight_stride, values, scale, out + r * out_stride,
+                          out_stride);
   });
 }
 
 template <class Stored>
-void mix(const AttentionRows& at, const float* weights, int64_t weight_stride, const Stored* values, float* out,
-         int64_t out_stride) {
-  for_each_group(at.rows, [&](int64_t r, auto count) {
-    mix_rows<count.value>(at, weights + r * weight_stride, weight_stride, values, out + r * out_stride,
-                          out_stride);
-  });
+void score_unscaled(const AttentionRows& at, const float* q, const Stored* keys, float* scores,
+                    int64_t score_stride) {
+  score(at, q, keys, Unscaled{}, scores, score_stride);
+}
+template <class Stored>
+void mix_unscaled(const AttentionRows& at, const float* weights, int64_t weight_stride, const Stored* values,
+                  float* out, int64_t out_stride) {
+  mix(at, weights, weight_stride, values, Unscaled{}, out, out_stride);
+}
+void score_int8(const AttentionRows& at, const float* q, const int8_t* keys, const float* scales, float* scores,
+                int64_t score_stride) {
+  score(at, q, keys, Scaled{scales}, scores, score_stride);
+}
+void mix_int8(const AttentionRows& at, const float* weights, int64_t weight_stride, const int8_t* values,
+              const float* scales, float* out, int64_t out_stride) {
+  mix(at, weights, weight_stride, values, Scaled{scales}, out, out_stride);
 }
 
 constexpr Kernels kTable = {.name = kName,
@@ -211,10 +242,12 @@ constexpr Kernels kTable = {.name = kName,
                             .multiply_fp32 = multiply<Singles>,
                             .multiply_coded = multiply_coded,
                             .multiply_int8 = multiply_int8,
-                            .score_bf16 = score<uint16_t>,
-                            .score_fp32 = score<float>,
-                            .mix_bf16 = mix<uint16_t>,
-                            .mix_fp32 = mix<float>,
+                            .score_bf16 = score_unscaled<uint16_t>,
+                            .score_fp32 = score_unscaled<float>,
+                            .score_int8 = score_int8,
+                            .mix_bf16 = mix_unscaled<uint16_t>,
+                            .mix_fp32 = mix_unscaled<float>,
+                            .mix_int8 = mix_int8,
                             .softmax = softmax,
                             .sum_of_squares = sum_of_squares,
                             .sum = sum,
@@ -224,4 +257,5 @@ constexpr Kernels kTable = {.name = kName,
                             .gelu_tanh = gelu_tanh,
                             .add = add,
                             .narrow = narrow,
-                            .widen = widen};
+                            .widen = widen,
+                            .quantise = quantise};

@@ -39,6 +39,9 @@ inline F32 load_values(const float* from) {
 inline F32 load_values(const uint16_t* from) {
   return widen_lanes(load(from, All{}));
 }
+inline F32 load_values(const int8_t* from) {
+  return __builtin_convertvector(load_integers(from), F32);
+}
 
 inline F32 select(U32 mask, F32 yes, F32 no) {
   return from_bits((mask & bits_of(yes)) | (~mask & bits_of(no)));
@@ -170,6 +173,30 @@ void narrow(const float* x, uint16_t* to, int64_t n) {
 void widen(const uint16_t* x, float* to, int64_t n) {
   for_each_register(
       n, [&](int64_t i, int count) { store_some(to + i, widen_lanes(load_some(x + i, count)), count); });
+}
+
+/// The same in every form: no sum, and each product is rounded before 1.5 * 2^23 is added, which rounds it to an
+/// integer in the low bits.
+float quantise(const float* x, int8_t* to, int64_t n) {
+  uint32_t largest = 0;  // of the magnitudes' bits, among which a NaN's are the largest
+  for (int64_t i = 0; i < n; ++i) {
+    uint32_t bits;
+    __builtin_memcpy(&bits, x + i, sizeof(bits));
+    bits &= 0x7FFFFFFFu;
+    largest = bits > largest ? bits : largest;
+  }
+  float scale;
+  __builtin_memcpy(&scale, &largest, sizeof(scale));
+  scale /= 127;
+  if (scale < __FLT_MIN__) scale = 0;
+  const float factor = scale == 0 ? 0 : 1 / scale;
+  for (int64_t i = 0; i < n; ++i) {
+    const float shifted = x[i] * factor + 12582912.0f;
+    uint32_t bits;
+    __builtin_memcpy(&bits, &shifted, sizeof(bits));
+    to[i] = static_cast<int8_t>(bits & 0xFFu);
+  }
+  return scale;
 }
 
 /// A lane's place is its position modulo kKeyBlock, so that the sum's order does not depend on where the rows

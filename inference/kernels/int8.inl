@@ -1,15 +1,10 @@
 // Products of int8 panels (kernels/int8.h). An integer of seven bits is exact in bf16, so 32 columns become bf16 in
 // a buffer and are multiplied as such; their sums are then scaled and added to what the columns before gave.
 
-/// Integers as fp32's bits.
-inline U32 bits_of_integers(const int8_t* from) {
-  return bits_of(__builtin_convertvector(load_integers(from), F32));
-}
-
 /// Two columns as pairs of bf16.
 inline void widen_integers(const int8_t* columns, uint16_t* to) {
   for (int64_t r = 0; r < kPanelRows; r += kLanes) {
-    const U32 pairs = bits_of_integers(columns + r) >> 16 | bits_of_integers(columns + kPanelRows + r);
+    const U32 pairs = bits_of(load_values(columns + r)) >> 16 | bits_of(load_values(columns + kPanelRows + r));
     __builtin_memcpy(to + 2 * r, &pairs, sizeof(pairs));
   }
 }

@@ -259,6 +259,112 @@ TEST(Int8, SaysWhereAWeightIsNotFinite) {
   }
 }
 
+TEST_P(Format, AttentionOverEightBits) {
+  std::normal_distribution<float> draw;
+  const auto numbers = [&](int64_t n) {
+    std::vector<float> made(static_cast<size_t>(n));
+    for (float& x : made) x = draw(random_);
+    return made;
+  };
+  for (const int64_t head_size : {1, 12, 16, 20, 64}) {
+    for (const int64_t rows : {1, 2, 3, 8, 9, 17}) {
+      for (const int64_t end : {1, 15, 16, 17, 50}) {
+        const int64_t begin = end > 40 ? 32 : 0, room = round_up(end, kKeyBlock);
+        const int64_t stride = room + 7, value_stride = round_up(head_size, kKeyBlock);
+        const AttentionRows at{rows, begin, end, head_size, value_stride};
+        std::vector<int8_t> keys(static_cast<size_t>(room * head_size));
+        std::vector<int8_t> values(static_cast<size_t>(end * value_stride));
+        std::vector<float> wide_keys, wide_values;
+        std::vector<float> key_scales(static_cast<size_t>(room)), value_scales(key_scales);
+        for (float& scale : key_scales) scale = std::abs(draw(random_));
+        for (float& scale : value_scales) scale = std::abs(draw(random_));
+        for (int8_t& key : keys) key = static_cast<int8_t>(random_());
+        for (int8_t& value : values) value = static_cast<int8_t>(random_());
+        for (size_t i = 0; i < keys.size(); ++i) {
+          const auto position = static_cast<int64_t>(i) / (kKeyBlock * head_size) * kKeyBlock +
+                                static_cast<int64_t>(i) % kKeyBlock;
+          wide_keys.push_back(static_cast<float>(keys[i]) * key_scales[static_cast<size_t>(position)]);
+        }
+        for (size_t i = 0; i < values.size(); ++i)
+          wide_values.push_back(static_cast<float>(values[i]) *
+                                value_scales[i / static_cast<size_t>(value_stride)]);
+        const auto q = numbers(rows * head_size), weights = numbers(rows * stride);
+        const int offset = static_cast<int>((rows + end) % 16);
+        Guarded<float> scores(std::vector<float>(static_cast<size_t>(rows * stride)), offset);
+        Guarded<float> out(std::vector<float>(static_cast<size_t>(rows * value_stride)), offset);
+        kernels().score_int8(at, q.data(), keys.data(), key_scales.data(), scores.data(), stride);
+        kernels().mix_int8(at, weights.data(), stride, values.data(), value_scales.data(), out.data(),
+                           value_stride);
+        ASSERT_TRUE(scores.intact() && out.intact());
+        // Against the numbers that the integers stand for; each row also alone.
+        AttentionRows one = at;
+        one.rows = 1;
+        std::vector<float> alone(static_cast<size_t>(std::max(room, value_stride)));
+        for (int64_t r = 0; r < rows; ++r) {
+          kernels().score_int8(one, q.data() + r * head_size, keys.data(), key_scales.data(), alone.data(),
+                               0);
+          for (int64_t p = begin; p < end; ++p) {
+            double sum = 0, size = 0;
+            for (int64_t d = 0; d < head_size; ++d) {
+              const double product = static_cast<double>(q[static_cast<size_t>(r * head_size + d)]) *
+                                     wide_keys[static_cast<size_t>(p / kKeyBlock * kKeyBlock * head_size +
+                                                                   d * kKeyBlock + p % kKeyBlock)];
+              sum += product;
+              size += std::abs(product);
+            }
+            ASSERT_NEAR(scores.data()[r * stride + p], sum, 1e-6 * size);
+            ASSERT_EQ(scores.data()[r * stride + p], alone[static_cast<size_t>(p)]);
+          }
+          kernels().mix_int8(one, weights.data() + r * stride, stride, values.data(), value_scales.data(),
+                             alone.data(), value_stride);
+          for (int64_t d = 0; d < value_stride; ++d) {
+            double sum = 0, size = 0;
+            for (int64_t p = begin; p < end; ++p) {
+              const double product = static_cast<double>(weights[static_cast<size_t>(r * stride + p)]) *
+                                     wide_values[static_cast<size_t>(p * value_stride + d)];
+              sum += product;
+              size += std::abs(product);
+            }
+            ASSERT_NEAR(out.data()[r * value_stride + d], sum, 1e-6 * size);
+            ASSERT_EQ(out.data()[r * value_stride + d], alone[static_cast<size_t>(d)]);
+          }
+        }
+      }
+    }
+  }
+}
+
+TEST_P(Format, QuantisingRoundsToTheNearest) {
+  std::normal_distribution<float> draw(0, 3);
+  for (int64_t n = 1; n <= 80; ++n) {
+    std::vector<float> x(static_cast<size_t>(n));
+    for (float& v : x) v = draw(random_);
+    GuardedBytes to(std::vector<std::byte>(x.size()), static_cast<size_t>(n % 16));
+    auto* const integers = reinterpret_cast<int8_t*>(to.data());
+    const float scale = kernels().quantise(x.data(), integers, n);
+    ASSERT_TRUE(to.intact());
+    float largest = 0;
+    for (const float v : x) largest = std::max(largest, std::abs(v));
+    EXPECT_EQ(scale, largest / 127);
+    for (int64_t i = 0; i < n; ++i) {
+      EXPECT_NE(integers[i], -128);
+      EXPECT_NEAR(static_cast<float>(integers[i]) * scale, x[static_cast<size_t>(i)], 0.50001f * scale);
+    }
+  }
+  int8_t integers[3];
+  for (const float tiny : {0.0f, -0.0f, 1e-45f, 1e-37f}) {
+    const float x[] = {tiny, -tiny, 0};
+    EXPECT_EQ(kernels().quantise(x, integers, 3), 0);
+    EXPECT_TRUE(integers[0] == 0 && integers[1] == 0);
+  }
+  for (const float wrong : {NAN, -NAN, INFINITY, -INFINITY}) {
+    const float x[] = {1, wrong, 2};
+    const float scale = kernels().quantise(x, integers, 3);
+    EXPECT_FALSE(std::isfinite(scale));
+    EXPECT_TRUE(std::isnan(scale * static_cast<float>(integers[0])));
+  }
+}
+
 INSTANTIATE_TEST_SUITE_P(Kernels, Format,
                          testing::ValuesIn(available_kernels().begin(), available_kernels().end()),
                          [](const auto& info) { return std::string(info.param->name); });
