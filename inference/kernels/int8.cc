@@ -20,6 +20,12 @@ uint16_t narrowed_up(float x) {
   return static_cast<uint16_t>((bits + 0xFFFFu) >> 16);
 }
 
+/// To nearest even, for magnitudes up to 127: adding 1.5 * 2^23 leaves the integer in the low bits, without
+/// the call of the C library that took half of the time.
+int8_t rounded(float x) {
+  return static_cast<int8_t>(std::bit_cast<uint32_t>(x + 12582912.0f) & 0xFFu);
+}
+
 /// weight(column, row), for columns [0, columns).
 template <class Weight>
 bool quantise(int64_t columns, std::byte* to, Weight weight) {
@@ -39,8 +45,7 @@ bool quantise(int64_t columns, std::byte* to, Weight weight) {
       std::memcpy(group + 2 * r, &scale, sizeof scale);
       const float step = scale == 0 ? 1 : widened(scale);
       for (int64_t c = first; c < end; ++c)
-        integers[(c - first) * kPanelRows + r] =
-            static_cast<int8_t>(std::clamp(std::nearbyint(weight(c, r) / step), -kLargest, kLargest));
+        integers[(c - first) * kPanelRows + r] = rounded(weight(c, r) / step);
     }
     if (end < std::min(even, first + kScaledColumns))
       std::memset(integers + (end - first) * kPanelRows, 0, kPanelRows);
