@@ -67,8 +67,11 @@ int main(int argc, char** argv) {
   Team team(std::max(1, threads));
   const Weights weights = load_weights(folder, spec, team);
   Forward forward(spec, weights, team, kernels(), 128);
-  Cache cache(spec, kPrompt + int64_t{turns} * kPassesATurn + 1,
-              weights.has_fp32 ? Element::fp32 : Element::bf16);
+  Pool pool(spec, weights.has_fp32 ? Element::fp32 : Element::bf16, Pool::kUnlimited);
+  const int64_t positions = kPrompt + int64_t{turns} * kPassesATurn + 1;
+  Share share(pool, Pool::pages(spec, positions));
+  Cache cache(spec, share);
+  cache.make_room(positions);
 
   std::vector<Row> rows;
   int32_t token = 0;

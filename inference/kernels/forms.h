@@ -54,8 +54,9 @@ struct Kernels {
   /// The same with keys that are integers times scales[p]; of scales, too, the last block is read whole.
   void (*score_int8)(const AttentionRows& at, const float* q, const int8_t* keys, const float* scales,
                      float* scores, int64_t score_stride);
-  /// out[r][d] = sum over p in [begin, end) of weights[r][p] * value[p][d]; `out_stride` is at least
-  /// value_stride, whose elements are written.
+  /// out[r][d] += weights[r][p] * value[p][d] for p in [begin, end), one after the other, so that a sum over
+  /// several runs of positions is that over one; `out_stride` is at least value_stride, whose elements are
+  /// written.
   void (*mix_bf16)(const AttentionRows& at, const float* weights, int64_t weight_stride,
                    const uint16_t* values, float* out, int64_t out_stride);
   void (*mix_fp32)(const AttentionRows& at, const float* weights, int64_t weight_stride, const float* values,

@@ -165,8 +165,9 @@ template <int kRows, int kBlocks, class Stored, class Scale>
 inline void mix_blocks(const AttentionRows& at, int64_t d, const float* weights, int64_t weight_stride,
                        const Stored* values, Scale scale, float* out, int64_t out_stride) {
   F32 sums[kRows][kBlocks * kBlockRegisters];
-  for (auto& row : sums) {
-    for (F32& sum : row) sum = F32{};
+  for (int r = 0; r < kRows; ++r) {
+    for (int i = 0; i < kBlocks * kBlockRegisters; ++i)
+      sums[r][i] = load(out + r * out_stride + d + i * kLanes, All{});
   }
   for (int64_t p = at.begin; p < at.end; ++p) {
     for (int i = 0; i < kBlocks * kBlockRegisters; ++i) {

@@ -1,7 +1,11 @@
-// Keys and values of one text's positions, for every layer.
+// Keys and values of texts' positions: pages of one pool, which all texts of a model share.
 #pragma once
 
 #include <cstdint>
+#include <memory>
+#include <mutex>
+#include <span>
+#include <vector>
 
 #include "inference/kernels/forms.h"
 #include "inference/kernels/panel.h"
@@ -10,40 +14,130 @@
 
 namespace overspill::inference {
 
-/// Each key and value head of a layer has its own run of memory: keys in blocks (kKeyBlock), values a row a
-/// position. What was never written takes no memory.
+/// Positions that lie together. A text of n positions has n / kBlockPositions blocks, rounded up.
+inline constexpr int64_t kBlockPositions = 64;
+static_assert(kBlockPositions % kKeyBlock == 0);
+
+/// What one layer keeps of a block's positions: each key and value head has its keys (kKeyBlock), then its
+/// values, a row a position. The last of several holders gives it back to the pool. A page that several hold
+/// is only read.
+using Page = std::shared_ptr<std::byte>;
+
+/// The memory of pages. Threads: any.
+class Pool {
+ public:
+  static constexpr int64_t kUnlimited = int64_t{1} << 40;
+
+  Pool(const ModelSpec& spec, Element element, int64_t pages_max);
+  Pool(const Pool&) = delete;
+  Pool& operator=(const Pool&) = delete;
+
+  /// Pages that so many positions of one text take, where no block is given back.
+  static int64_t pages(const ModelSpec& spec, int64_t positions);
+  /// All pages are as large as that of the layer that keeps the most.
+  static int64_t page_bytes(const ModelSpec& spec, Element element);
+
+  Element element() const { return element_; }
+  int64_t page_bytes() const { return page_bytes_; }
+
+ private:
+  friend class Share;
+
+  /// Pages whose memory is mapped together, while one of them is held.
+  struct Slab {
+    kernels::HostPages memory;
+    int64_t held = 0;
+  };
+  struct Taken {
+    int64_t index;
+    std::byte* data;
+  };
+  Taken take();  // throws std::bad_alloc
+  void give_back(int64_t index);
+
+  const Element element_;
+  const int64_t page_bytes_, pages_a_slab_;
+  std::mutex mutex_;
+  int64_t unpromised_;  // pages that no share has
+  std::vector<Slab> slabs_;
+  std::vector<int64_t> free_;  // a heap, the lowest index first, so that slabs become free
+};
+
+/// The right to so many of a pool's pages, given back at its end, which its pages do not outlive. Threads:
+/// one at a time.
+class Share {
+ public:
+  /// Throws NoRoom where other shares have the pool's pages.
+  Share(Pool& pool, int64_t pages);
+  Share(const Share&) = delete;
+  Share& operator=(const Share&) = delete;
+  ~Share();
+
+  const Pool& pool() const { return pool_; }
+  int64_t pages() const { return pages_; }
+  int64_t left() const { return pages_ - held_; }
+  /// Null where none is left. Throws std::bad_alloc.
+  Page take();
+
+ private:
+  Pool& pool_;
+  const int64_t pages_;
+  int64_t held_ = 0;
+};
+
+/// One text's pages. Threads: one at a time.
 class Cache {
  public:
-  /// Room for `capacity` positions. Throws std::bad_alloc.
-  Cache(const ModelSpec& spec, int64_t capacity, Element element);
+  /// Both outlive this.
+  Cache(const ModelSpec& spec, Share& share);
 
-  /// What one of so many positions takes, once all were written.
-  static int64_t bytes(const ModelSpec& spec, int64_t capacity, Element element);
+  /// The most pages that a text of so many positions holds, where at most `rows` are computed together.
+  static int64_t pages(const ModelSpec& spec, int64_t positions, int64_t rows);
 
-  int64_t capacity() const { return capacity_; }
-  Element element() const { return element_; }
+  Element element() const { return share_->pool().element(); }
   /// Positions that hold something. Set by who has written them.
   int64_t length() const { return length_; }
   void set_length(int64_t length) { length_ = length; }
 
+  /// Gives back the blocks that no window sees from `length` on; then takes what positions up to `end` lack.
+  /// False where the share has too few pages left; what was taken stays.
+  bool make_room(int64_t end);
+  /// Whether the position can be written.
+  bool holds(int64_t position) const;
+  /// Whether all that a position at `length` sees is here.
+  bool can_go_on_at(int64_t length) const;
+  int64_t held_pages() const;
+
+  /// A block's pages, one a layer; none where a layer has given its own back.
+  std::vector<Page> block(int64_t block) const;
+  void set_block(int64_t block, std::span<const Page> pages);
+  /// Writes a copy of the pages into pages of its own. False where the share has too few left.
+  bool copy_block(int64_t block, std::span<const Page> pages);
+
   /// Elements from one position's value to the next.
   static int64_t value_stride(const Attention& attention) { return round_up(attention.head_size, kKeyBlock); }
-  std::byte* keys(size_t layer, int64_t head) const { return at(layer, head); }
-  std::byte* values(size_t layer, int64_t head) const { return at(layer, head) + layers_[layer].key_bytes; }
-
- private:
-  struct Place {
-    int64_t offset, head_bytes, key_bytes;
-  };
-  std::byte* at(size_t layer, int64_t head) const {
-    return memory_.data() + layers_[layer].offset + head * layers_[layer].head_bytes;
+  std::byte* keys(size_t layer, int64_t head, int64_t block) const {
+    return layers_[layer].pages[static_cast<size_t>(block)].get() + head * layers_[layer].head_bytes;
+  }
+  std::byte* values(size_t layer, int64_t head, int64_t block) const {
+    return keys(layer, head, block) + layers_[layer].key_bytes;
   }
 
-  int64_t capacity_;
-  Element element_;
+ private:
+  struct LayerPages {
+    int64_t head_bytes, key_bytes;
+    int64_t window;  // positions that one sees
+    std::vector<Page> pages;
+
+    /// The first block that a position sees.
+    int64_t first_seen(int64_t position) const {
+      return position < window ? 0 : (position - window + 1) / kBlockPositions;
+    }
+  };
+
+  Share* share_;
   int64_t length_ = 0;
-  std::vector<Place> layers_;
-  kernels::HostPages memory_;
+  std::vector<LayerPages> layers_;
 };
 
 }  // namespace overspill::inference

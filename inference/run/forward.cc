@@ -92,7 +92,7 @@ const float* Forward::run(std::span<const Row> rows, std::span<const int32_t> wa
     throw std::invalid_argument("more logits are wanted of a forward than it has rows");
   for (const Row& row : rows) {
     if (row.token < 0 || row.token >= spec_.vocabulary || row.position < 0 ||
-        row.position >= row.cache->capacity() || (spec_.positions && row.position >= spec_.context))
+        !row.cache->holds(row.position) || (spec_.positions && row.position >= spec_.context))
       throw std::invalid_argument("a forward's token or position is outside of the model or its cache");
   }
   rows_ = rows;
@@ -245,18 +245,21 @@ void Forward::append(Own& own, size_t layer, int64_t head) {
 void Forward::write_to_cache(Own& own, size_t layer, int64_t head, const Row& row, const float* key,
                              const float* value) {
   const Attention& spec = spec_.layers[layer].attention;
-  const int64_t size = spec.head_size;
-  const int64_t key_at = row.position / kKeyBlock * kKeyBlock * size + row.position % kKeyBlock;
-  const int64_t value_at = row.position * Cache::value_stride(spec);
+  const int64_t size = spec.head_size, block = row.position / kBlockPositions;
+  const int64_t position = row.position % kBlockPositions;
+  const int64_t key_at = position / kKeyBlock * kKeyBlock * size + position % kKeyBlock;
+  const int64_t value_at = position * Cache::value_stride(spec);
+  std::byte* const keys_at = row.cache->keys(layer, head, block);
+  std::byte* const values_at = row.cache->values(layer, head, block);
   if (row.cache->element() == Element::bf16) {
-    auto* const keys = reinterpret_cast<uint16_t*>(row.cache->keys(layer, head)) + key_at;
+    auto* const keys = reinterpret_cast<uint16_t*>(keys_at) + key_at;
     kernels_.narrow(key, own.key.data(), size);
     for (int64_t d = 0; d < size; ++d) keys[d * kKeyBlock] = own.key[static_cast<size_t>(d)];
-    kernels_.narrow(value, reinterpret_cast<uint16_t*>(row.cache->values(layer, head)) + value_at, size);
+    kernels_.narrow(value, reinterpret_cast<uint16_t*>(values_at) + value_at, size);
   } else {
-    auto* const keys = reinterpret_cast<float*>(row.cache->keys(layer, head)) + key_at;
+    auto* const keys = reinterpret_cast<float*>(keys_at) + key_at;
     for (int64_t d = 0; d < size; ++d) keys[d * kKeyBlock] = key[d];
-    std::copy_n(value, size, reinterpret_cast<float*>(row.cache->values(layer, head)) + value_at);
+    std::copy_n(value, size, reinterpret_cast<float*>(values_at) + value_at);
   }
 }
 
@@ -268,43 +271,58 @@ void Forward::attend(Own& own, size_t layer, int64_t head, const Run& run) {
     return spec.window ? std::max<int64_t>(0, position - *spec.window + 1) : 0;
   };
   const Row& row = rows_[static_cast<size_t>(run.first)];
-  AttentionRows at{.rows = run.count * group,
-                   .begin = first_of(row.position) / kKeyBlock * kKeyBlock,
-                   .end = row.position + run.count,
-                   .head_size = size,
-                   .value_stride = Cache::value_stride(spec)};
+  const int64_t rows = run.count * group, stride = Cache::value_stride(spec);
+  const int64_t begin = first_of(row.position) / kKeyBlock * kKeyBlock, end = row.position + run.count;
   for (int64_t r = 0; r < run.count; ++r)
     std::copy_n(qkv_.at(run.first + r) + head * group * size, group * size,
                 own.queries.data() + r * group * size);
 
   const bool is_bf16 = row.cache->element() == Element::bf16;
-  const std::byte* const keys = row.cache->keys(layer, head);
-  const std::byte* const values = row.cache->values(layer, head);
-  float* const weights = own.weights.data();
-  if (is_bf16) {
-    kernels_.score_bf16(at, own.queries.data(), reinterpret_cast<const uint16_t*>(keys), weights,
-                        own.weight_stride);
-  } else {
-    kernels_.score_fp32(at, own.queries.data(), reinterpret_cast<const float*>(keys), weights,
-                        own.weight_stride);
-  }
-  for (int64_t i = 0; i < at.rows; ++i) {
+  // Calls body(positions of the block, counted from its first; the block; its first position).
+  const auto for_each_block = [&](auto body) {
+    for (int64_t block = begin / kBlockPositions; block * kBlockPositions < end; ++block) {
+      const int64_t first = block * kBlockPositions;
+      body(AttentionRows{.rows = rows,
+                         .begin = std::max(begin, first) - first,
+                         .end = std::min(end, first + kBlockPositions) - first,
+                         .head_size = size,
+                         .value_stride = stride},
+           block, first);
+    }
+  };
+  for_each_block([&](const AttentionRows& at, int64_t block, int64_t first) {
+    const std::byte* const keys = row.cache->keys(layer, head, block);
+    float* const scores = own.weights.data() + first;
+    if (is_bf16) {
+      kernels_.score_bf16(at, own.queries.data(), reinterpret_cast<const uint16_t*>(keys), scores,
+                          own.weight_stride);
+    } else {
+      kernels_.score_fp32(at, own.queries.data(), reinterpret_cast<const float*>(keys), scores,
+                          own.weight_stride);
+    }
+  });
+  for (int64_t i = 0; i < rows; ++i) {
     const int64_t position = row.position + i / group;
     // Every row's sums begin at a block of its own window, so that they do not depend on the run's other
     // rows.
-    kernels_.softmax(weights + i * own.weight_stride, at.begin, first_of(position), position + 1,
-                     round_up(at.end, kKeyBlock), spec.scale, spec.softcap.value_or(0));
+    kernels_.softmax(own.weights.data() + i * own.weight_stride, begin, first_of(position), position + 1,
+                     round_up(end, kKeyBlock), spec.scale, spec.softcap.value_or(0));
   }
-  if (is_bf16) {
-    kernels_.mix_bf16(at, weights, own.weight_stride, reinterpret_cast<const uint16_t*>(values),
-                      own.mixed.data(), at.value_stride);
-  } else {
-    kernels_.mix_fp32(at, weights, own.weight_stride, reinterpret_cast<const float*>(values),
-                      own.mixed.data(), at.value_stride);
-  }
-  for (int64_t i = 0; i < at.rows; ++i) {
+  std::fill_n(own.mixed.data(), rows * stride, 0.0f);
+  for_each_block([&](const AttentionRows& at, int64_t block, int64_t first) {
+    const std::byte* const values = row.cache->values(layer, head, block);
+    const float* const weights = own.weights.data() + first;
+    if (is_bf16) {
+      kernels_.mix_bf16(at, weights, own.weight_stride, reinterpret_cast<const uint16_t*>(values),
+                        own.mixed.data(), stride);
+    } else {
+      kernels_.mix_fp32(at, weights, own.weight_stride, reinterpret_cast<const float*>(values),
+                        own.mixed.data(), stride);
+    }
+  });
+  for (int64_t i = 0; i < rows; ++i) {
     const int64_t r = run.first + i / group, offset = (head * group + i % group) * size;
-    std::copy_n(own.mixed.data() + i * at.value_stride, size, mixed_.values(r) + offset);
+    std::copy_n(own.mixed.data() + i * stride, size, mixed_.values(r) + offset);
     kernels_.narrow(mixed_.values(r) + offset, mixed_.narrow(r) + offset, size);
   }
 }

@@ -4,7 +4,6 @@
 
 #include <algorithm>
 #include <limits>
-#include <numeric>
 #include <stdexcept>
 
 #include "inference/error.h"
@@ -12,15 +11,8 @@
 namespace overspill::inference {
 namespace {
 
-// Far beyond what any model was trained for; above it a position is no exact float.
-constexpr int64_t kCapacityMax = int64_t{1} << 24;
-
-int64_t checked_capacity(const ModelSpec& spec, int64_t capacity) {
-  const int64_t most = spec.positions ? spec.context : kCapacityMax;
-  if (capacity < 1 || capacity > most) {
-    throw std::invalid_argument(fmt::format(
-        "a text of {} tokens is asked for, and this {} takes from 1 to {}", capacity, spec.family, most));
-  }
+int64_t checked_capacity(const Model& model, int64_t capacity) {
+  model.check_length(capacity);
   return capacity;
 }
 
@@ -32,6 +24,7 @@ Model::Model(const std::filesystem::path& folder, const ModelOptions& options, c
       kernels_(kernels),
       team_(options.threads),
       weights_(load_weights(folder_, spec_, team_, options.weights, weight_bytes_max(options))),
+      pool_(spec_, cache_element(), cache_pages_),
       forward_(spec_, weights_, team_, kernels, options.rows_max) {}
 
 /// What the budget leaves for weights beside caches and buffers.
@@ -40,9 +33,9 @@ int64_t Model::weight_bytes_max(const ModelOptions& options) {
   const bool narrow = std::ranges::all_of(folder_.tensors(), [](const StoredTensor& tensor) {
     return tensor.shape.size() < 2 || tensor.dtype == "BF16";
   });
-  const int64_t caches = Cache::bytes(spec_, options.positions, narrow ? Element::bf16 : Element::fp32);
+  cache_pages_ = Pool::pages(spec_, options.positions);
+  const int64_t caches = cache_pages_ * Pool::page_bytes(spec_, narrow ? Element::bf16 : Element::fp32);
   const int64_t buffers = Forward::bytes(spec_, options.threads, options.rows_max);
-  cache_bytes_left_.emplace(caches);
   const int64_t left = *options.budget_bytes - caches - buffers;
   if (left >= 0) return left;
   throw NoRoom(
@@ -52,63 +45,76 @@ int64_t Model::weight_bytes_max(const ModelOptions& options) {
                   folder_.path().string(), *options.budget_bytes, caches, options.positions, buffers));
 }
 
-Session::Charge::Charge(Model& model, int64_t bytes) : model_(model), bytes_(bytes) {
-  if (!model_.cache_bytes_left_) return;
-  if (const int64_t left = model_.cache_bytes_left_->fetch_sub(bytes_); left < bytes_) {
-    *model_.cache_bytes_left_ += bytes_;
-    throw NoRoom(
-        fmt::format("a text's cache takes {} bytes, and the budget has {} left for caches; load the model "
-                    "with more positions",
-                    bytes_, left));
+void Model::check_tokens(std::span<const int32_t> tokens) const {
+  if (tokens.empty()) throw std::invalid_argument("no tokens to read");
+  for (const int32_t token : tokens) {
+    if (token < 0 || token >= spec_.vocabulary)
+      throw std::invalid_argument(
+          fmt::format("token {} is not one of the vocabulary's {}", token, spec_.vocabulary));
   }
 }
 
-Session::Charge::~Charge() {
-  if (model_.cache_bytes_left_) *model_.cache_bytes_left_ += bytes_;
+void Model::check_length(int64_t tokens) const {
+  const int64_t most = spec_.positions ? spec_.context : kPositionsMax;
+  if (tokens < 1 || tokens > most) {
+    throw std::invalid_argument(fmt::format(
+        "a text of {} tokens is asked for, and this {} takes from 1 to {}", tokens, spec_.family, most));
+  }
+}
+
+void Model::compute(std::span<const Row> rows, std::span<const int32_t> wanted,
+                    const std::function<void(size_t, const float*)>& take) {
+  const std::lock_guard lock(mutex_);
+  const float* const logits = forward_.run(rows, wanted);
+  for (size_t i = 0; i < wanted.size(); ++i)
+    take(i, logits + static_cast<int64_t>(i) * forward_.logits_stride());
 }
 
 Session::Session(std::shared_ptr<Model> model, int64_t capacity)
     : model_(std::move(model)),
-      capacity_(checked_capacity(model_->spec(), capacity)),
-      charge_(*model_, Cache::bytes(model_->spec(), capacity_, model_->cache_element())),
-      cache_(model_->spec(), capacity_, model_->cache_element()) {}
+      capacity_(checked_capacity(*model_, capacity)),
+      share_(model_->pool(), Cache::pages(model_->spec(), capacity_, model_->rows_max())),
+      cache_(model_->spec(), share_) {}
 
 void Session::rewind(int64_t length) {
   if (length < 0 || length > cache_.length())
     throw std::invalid_argument(fmt::format("rewind to {} of a text of {} tokens", length, cache_.length()));
-  cache_.set_length(length);
-  tokens_.resize(static_cast<size_t>(length));
+  if (cache_.can_go_on_at(length)) {
+    cache_.set_length(length);
+    tokens_.resize(static_cast<size_t>(length));
+    return;
+  }
+  std::vector<int32_t> again(tokens_.begin(), tokens_.begin() + length);
+  cache_ = Cache(model_->spec(), share_);
+  tokens_.clear();
+  read(again, Logits::none, [](int64_t, const float*) {});
 }
 
 template <class Take>
-void Session::read(std::span<const int32_t> tokens, bool all, Take take) {
-  const int64_t vocabulary = model_->spec().vocabulary, count = static_cast<int64_t>(tokens.size());
-  if (count == 0) throw std::invalid_argument("no tokens to read");
+void Session::read(std::span<const int32_t> tokens, Logits logits, Take take) {
+  model_->check_tokens(tokens);
+  const auto count = static_cast<int64_t>(tokens.size());
   if (count > capacity() - length()) {
     throw std::invalid_argument(
         fmt::format("{} tokens after {}, and there is room for {}", count, length(), capacity()));
   }
-  for (const int32_t token : tokens) {
-    if (token < 0 || token >= vocabulary)
-      throw std::invalid_argument(
-          fmt::format("token {} is not one of the vocabulary's {}", token, vocabulary));
-  }
-  Forward& forward = model_->forward_;
   std::vector<Row> rows;
   std::vector<int32_t> wanted;
-  for (int64_t first = 0; first < count; first += forward.rows_max()) {
-    const int64_t n = std::min(forward.rows_max(), count - first);
+  for (int64_t first = 0; first < count; first += model_->rows_max()) {
+    const int64_t n = std::min(model_->rows_max(), count - first);
+    // The share has as many pages as a text of this capacity needs.
+    if (!cache_.make_room(length() + n)) throw std::logic_error("a session's cache is too small");
     rows.clear();
     for (int64_t i = 0; i < n; ++i)
       rows.push_back({tokens[static_cast<size_t>(first + i)], length() + i, &cache_});
-    wanted.assign(all ? static_cast<size_t>(n) : first + n == count ? 1 : 0, static_cast<int32_t>(n - 1));
-    if (all) std::iota(wanted.begin(), wanted.end(), 0);
-    const std::lock_guard lock(model_->mutex_);
-    const float* const logits = forward.run(rows, wanted);
+    wanted.clear();
+    for (int64_t i = 0; i < n; ++i) {
+      if (logits == Logits::all || (logits == Logits::last && first + i + 1 == count))
+        wanted.push_back(static_cast<int32_t>(i));
+    }
+    model_->compute(rows, wanted, [&](size_t i, const float* found) { take(first + wanted[i], found); });
     cache_.set_length(length() + n);
     tokens_.insert(tokens_.end(), tokens.begin() + first, tokens.begin() + first + n);
-    for (size_t i = 0; i < wanted.size(); ++i)
-      take(first + wanted[i], logits + static_cast<int64_t>(i) * forward.logits_stride());
   }
 }
 
@@ -116,7 +122,8 @@ void Session::extend(std::span<const int32_t> tokens, std::span<float> logits) {
   const int64_t vocabulary = model_->spec().vocabulary;
   if (static_cast<int64_t>(logits.size()) != vocabulary)
     throw std::invalid_argument(fmt::format("{} logits of a vocabulary of {}", logits.size(), vocabulary));
-  read(tokens, false, [&](int64_t, const float* found) { std::copy_n(found, vocabulary, logits.data()); });
+  read(tokens, Logits::last,
+       [&](int64_t, const float* found) { std::copy_n(found, vocabulary, logits.data()); });
 }
 
 void Session::extend_all(std::span<const int32_t> tokens, std::span<float> logits) {
@@ -124,7 +131,7 @@ void Session::extend_all(std::span<const int32_t> tokens, std::span<float> logit
   if (logits.size() / static_cast<size_t>(vocabulary) != tokens.size() ||
       logits.size() % static_cast<size_t>(vocabulary) != 0)
     throw std::invalid_argument(fmt::format("{} logits for {} tokens", logits.size(), tokens.size()));
-  read(tokens, true, [&](int64_t i, const float* found) {
+  read(tokens, Logits::all, [&](int64_t i, const float* found) {
     std::copy_n(found, vocabulary, logits.data() + i * vocabulary);
   });
 }
@@ -132,7 +139,7 @@ void Session::extend_all(std::span<const int32_t> tokens, std::span<float> logit
 std::vector<float> Session::score(std::span<const int32_t> tokens) {
   std::vector<float> scores;
   const int64_t vocabulary = model_->spec().vocabulary, count = static_cast<int64_t>(tokens.size());
-  read(tokens, true, [&](int64_t i, const float* logits) {
+  read(tokens, Logits::all, [&](int64_t i, const float* logits) {
     if (i + 1 == count) return;
     scores.push_back(logits[tokens[static_cast<size_t>(i + 1)]] -
                      model_->kernels().log_sum_exp(logits, vocabulary));

@@ -1,9 +1,9 @@
 // A model in memory, and texts that it reads and goes on with.
 #pragma once
 
-#include <atomic>
 #include <cstdint>
 #include <filesystem>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -21,6 +21,9 @@
 
 namespace overspill::inference {
 
+/// Of a text: far beyond what any model was trained for; above it a position is no exact float.
+inline constexpr int64_t kPositionsMax = int64_t{1} << 24;
+
 struct ModelOptions {
   int threads = 1;
   /// Positions computed together, at most: a long prompt goes in so many at a time. More cost memory, about
@@ -34,7 +37,7 @@ struct ModelOptions {
   int64_t positions = 2048;
 };
 
-/// Threads: any; the calls of all sessions take turns.
+/// Threads: any; those that compute take turns.
 class Model {
  public:
   /// Reads the folder whole. Throws ModelError, io::StoreError, std::bad_alloc; NoRoom where the budget does
@@ -51,18 +54,30 @@ class Model {
   int64_t streamed_bytes() const { return weights_.stream ? weights_.stream->bytes() : 0; }
   /// What the cache holds: bf16, unless a matrix is fp32.
   Element cache_element() const { return weights_.has_fp32 ? Element::fp32 : Element::bf16; }
+  /// Of the caches of all texts.
+  Pool& pool() { return pool_; }
+  /// Of one call of `compute`, at most.
+  int64_t rows_max() const { return forward_.rows_max(); }
+
+  /// Throws std::invalid_argument unless there is a token and all are of the vocabulary.
+  void check_tokens(std::span<const int32_t> tokens) const;
+  /// Throws std::invalid_argument for a text of more tokens than the model can compute, or of none.
+  void check_length(int64_t tokens) const;
+  /// See Forward::run. Calls take(i, the logits of row wanted[i]) for each i in order, while no other thread
+  /// computes.
+  void compute(std::span<const Row> rows, std::span<const int32_t> wanted,
+               const std::function<void(size_t, const float*)>& take);
 
  private:
-  friend class Session;
-
   int64_t weight_bytes_max(const ModelOptions& options);
 
   ModelFolder folder_;
   ModelSpec spec_;
   const Kernels& kernels_;
   Team team_;
-  std::optional<std::atomic<int64_t>> cache_bytes_left_;  // with a budget
+  int64_t cache_pages_ = Pool::kUnlimited;
   Weights weights_;
+  Pool pool_;
   std::mutex mutex_;  // of forward_
   Forward forward_;
 };
@@ -79,7 +94,8 @@ class Session {
   const std::vector<int32_t>& tokens() const { return tokens_; }
   int64_t capacity() const { return capacity_; }
   const Model& model() const { return *model_; }
-  /// Forgets what lies behind the first `length` positions.
+  /// Forgets what lies behind the first `length` positions. With windowed attention, positions that no window
+  /// saw any more may be needed again: then the session reads the first `length` tokens anew.
   void rewind(int64_t length);
 
   /// Reads the tokens, at least one, behind what was read. `logits`, with vocabulary elements, becomes those
@@ -93,25 +109,13 @@ class Session {
   std::vector<float> score(std::span<const int32_t> tokens);
 
  private:
+  enum class Logits : uint8_t { none, last, all };
   template <class Take>
-  void read(std::span<const int32_t> tokens, bool all, Take take);
-
-  /// Room in the model's budget, given back at the end.
-  class Charge {
-   public:
-    Charge(Model& model, int64_t bytes);
-    Charge(const Charge&) = delete;
-    Charge& operator=(const Charge&) = delete;
-    ~Charge();
-
-   private:
-    Model& model_;
-    int64_t bytes_;
-  };
+  void read(std::span<const int32_t> tokens, Logits logits, Take take);
 
   std::shared_ptr<Model> model_;
   int64_t capacity_;
-  Charge charge_;
+  Share share_;
   Cache cache_;
   std::vector<int32_t> tokens_;
 };
