@@ -37,6 +37,7 @@ void register_optim(pybind11::module_& m);
 void register_frames(pybind11::module_& m);
 void register_ranks(pybind11::module_& m);
 void register_inference(pybind11::module_& m);
+void register_batch(pybind11::module_& m);
 
 /// A group's hyper-parameters: `group` has the optimizer's fields by name, and may have more.
 optim::Hyper hyper_from(const std::string& optimizer, const pybind11::dict& group);

@@ -11,4 +11,5 @@ PYBIND11_MODULE(_core, m) {
   overspill::bindings::register_frames(m);
   overspill::bindings::register_ranks(m);
   overspill::bindings::register_inference(m);
+  overspill::bindings::register_batch(m);  // after the model, which a batch takes
 }

@@ -56,6 +56,7 @@ void register_errors(py::module_& m) {
   translate<inference::WrongProcess>(m.attr("WrongProcess"));
   register_error<inference::ModelError>(m, "ModelError", base);
   register_error<inference::UnknownModel>(m, "UnknownModel", m.attr("ModelError"));  // asked before its base
+  register_error<inference::QueueFull>(m, "QueueFull", base);
   register_error<io::StoreError>(m, "StoreError", base);
 }
 

@@ -37,13 +37,6 @@ std::shared_ptr<Model> load(const std::string& folder, int threads, inference::W
           }};
 }
 
-/// Reads the tokens and draws the one after them. The text's tokens are the sampler's history.
-int32_t next(Session& session, const Tokens& tokens, Sampler& sampler) {
-  std::vector<float> logits(static_cast<size_t>(session.model().spec().vocabulary));
-  session.extend(tokens, logits);
-  return sampler.draw(logits, session.tokens());
-}
-
 std::unique_ptr<Sampler> make_sampler(float temperature, int64_t top_k, float top_p, float min_p,
                                       float repetition, uint64_t seed,
                                       std::vector<std::pair<int32_t, float>> bias) {
@@ -91,7 +84,13 @@ void register_inference(py::module_& m) {
       .def(
           "score", [](Session& self, const Tokens& tokens) { return self.score(tokens); }, py::arg("tokens"),
           Released())
-      .def("next", &next, py::arg("tokens"), py::arg("sampler"), Released());
+      .def(
+          "draw",
+          [](Session& self, const Tokens& tokens, Sampler& sampler, int64_t lookup) {
+            return self.draw(tokens, sampler, lookup);
+          },
+          py::arg("tokens"), py::arg("sampler"), py::arg("lookup"), Released(),
+          "Reads the tokens and draws the one after them; more than one where guesses were right.");
 }
 
 }  // namespace overspill::bindings

@@ -31,4 +31,10 @@ class NoRoom : public std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
+/// A request beyond those that may wait. The same request may be taken later.
+class QueueFull : public std::runtime_error {
+ public:
+  using std::runtime_error::runtime_error;
+};
+
 }  // namespace overspill::inference

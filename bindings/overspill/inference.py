@@ -24,8 +24,9 @@ from . import _core
 from ._core import ModelError, UnknownModel
 from .config import parse_size
 from .extras import need
+from .inference_batch import Answer, Batch, QueueFull
 
-__all__ = ["Model", "ModelError", "Text", "UnknownModel", "families", "load"]
+__all__ = ["Answer", "Batch", "Model", "ModelError", "QueueFull", "Text", "UnknownModel", "families", "load"]
 
 MOST_POSITIONS = 2**24  # of a text: above it a position is no exact float
 _FORMATS = {
@@ -90,6 +91,8 @@ class Model:
         if weights not in _FORMATS:
             raise ValueError(f"weights is {weights!r}, and is to be one of {', '.join(map(repr, _FORMATS))}")
         bytes_ = parse_size(budget) if budget is not None else None
+        self.budget_positions = positions if budget is not None else None
+        """Tokens for whose caches the budget keeps room; None without a budget."""
         self._core = _core.InferenceModel(os.fspath(folder), threads, _FORMATS[weights], bytes_, positions)
 
     @property
@@ -173,13 +176,16 @@ class Model:
         seed: int = 0,
         bias: dict[int, float] | None = None,
         end_tokens: Iterable[int] | None = None,
+        lookup: int = 0,
     ) -> Iterator[int]:
         """Token after token of what follows the prompt, up to an end token, which is left out.
 
         temperature: 0 takes the likeliest token. top_k: the likeliest so many, 0 for all. top_p (Holtzman et al. 2020):
         the fewest whose probability is at least this. min_p (Nguyen et al. 2024): those of at least this part of the
         largest probability. repetition (Keskar et al. 2019): above 1, tokens of the prompt and the answer become less
-        likely. bias: added to tokens' logits. end_tokens: instead of the folder's.
+        likely. bias: added to tokens' logits. end_tokens: instead of the folder's. lookup (Saxena 2023): up to so many
+        tokens that followed the last ones where they stood before are computed in the same pass, and kept where they
+        are what is drawn. The tokens are the same as without; a text that repeats its prompt comes faster.
         Raises ValueError, at once, for a prompt without tokens, more tokens than a model with a table of positions
         takes, or a value that is out of range.
         """
@@ -188,6 +194,8 @@ class Model:
             raise ValueError("the prompt has no tokens to go on from")
         if max_new_tokens < 1:
             raise ValueError(f"max_new_tokens is {max_new_tokens}, and is to be at least 1")
+        if lookup < 0:
+            raise ValueError(f"lookup is {lookup}, and is to be at least 0")
         sampler = _core.InferenceSampler(
             temperature=temperature,
             top_k=top_k,
@@ -200,7 +208,7 @@ class Model:
         ends = self.end_tokens if end_tokens is None else frozenset(end_tokens)
         # The last token is drawn and never read.
         session = _core.InferenceSession(self._core, len(ids) + max_new_tokens - 1)
-        return _draw(session, sampler, ids, max_new_tokens, ends)
+        return _draw(session, sampler, ids, max_new_tokens, ends, lookup)
 
     def generate(self, prompt: Prompt, **options: Any) -> Iterator[str]:
         """Piece after piece of the text that follows the prompt; `options` are those of `tokens`. A piece is whole
@@ -243,14 +251,19 @@ class Model:
         return math.exp(-found.double().mean().item())
 
 
-def _draw(session: Any, sampler: Any, ids: list[int], count: int, ends: frozenset[int]) -> Iterator[int]:
+def _draw(
+    session: Any, sampler: Any, ids: list[int], count: int, ends: frozenset[int], lookup: int
+) -> Iterator[int]:
     unread = ids
-    for _ in range(count):
-        token = session.next(unread, sampler)
-        if token in ends:
-            return
-        yield token
-        unread = [token]
+    while count > 0:
+        # Of what is drawn, the last is not read: it needs no room, and no guess would be right for one more.
+        drawn = session.draw(unread, sampler, min(lookup, count - 1))
+        for token in drawn:
+            if token in ends:
+                return
+            yield token
+        count -= len(drawn)
+        unread = drawn[-1:]
 
 
 class Text:

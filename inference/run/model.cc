@@ -7,6 +7,7 @@
 #include <stdexcept>
 
 #include "inference/error.h"
+#include "inference/run/lookup.h"
 
 namespace overspill::inference {
 namespace {
@@ -87,11 +88,11 @@ void Session::rewind(int64_t length) {
   std::vector<int32_t> again(tokens_.begin(), tokens_.begin() + length);
   cache_ = Cache(model_->spec(), share_);
   tokens_.clear();
-  read(again, Logits::none, [](int64_t, const float*) {});
+  read(again, 0, [](int64_t, const float*) {});
 }
 
 template <class Take>
-void Session::read(std::span<const int32_t> tokens, Logits logits, Take take) {
+void Session::read(std::span<const int32_t> tokens, int64_t wanted_of_last, Take take) {
   model_->check_tokens(tokens);
   const auto count = static_cast<int64_t>(tokens.size());
   if (count > capacity() - length()) {
@@ -109,8 +110,7 @@ void Session::read(std::span<const int32_t> tokens, Logits logits, Take take) {
       rows.push_back({tokens[static_cast<size_t>(first + i)], length() + i, &cache_});
     wanted.clear();
     for (int64_t i = 0; i < n; ++i) {
-      if (logits == Logits::all || (logits == Logits::last && first + i + 1 == count))
-        wanted.push_back(static_cast<int32_t>(i));
+      if (first + i >= count - wanted_of_last) wanted.push_back(static_cast<int32_t>(i));
     }
     model_->compute(rows, wanted, [&](size_t i, const float* found) { take(first + wanted[i], found); });
     cache_.set_length(length() + n);
@@ -122,8 +122,7 @@ void Session::extend(std::span<const int32_t> tokens, std::span<float> logits) {
   const int64_t vocabulary = model_->spec().vocabulary;
   if (static_cast<int64_t>(logits.size()) != vocabulary)
     throw std::invalid_argument(fmt::format("{} logits of a vocabulary of {}", logits.size(), vocabulary));
-  read(tokens, Logits::last,
-       [&](int64_t, const float* found) { std::copy_n(found, vocabulary, logits.data()); });
+  read(tokens, 1, [&](int64_t, const float* found) { std::copy_n(found, vocabulary, logits.data()); });
 }
 
 void Session::extend_all(std::span<const int32_t> tokens, std::span<float> logits) {
@@ -131,15 +130,37 @@ void Session::extend_all(std::span<const int32_t> tokens, std::span<float> logit
   if (logits.size() / static_cast<size_t>(vocabulary) != tokens.size() ||
       logits.size() % static_cast<size_t>(vocabulary) != 0)
     throw std::invalid_argument(fmt::format("{} logits for {} tokens", logits.size(), tokens.size()));
-  read(tokens, Logits::all, [&](int64_t i, const float* found) {
+  read(tokens, static_cast<int64_t>(tokens.size()), [&](int64_t i, const float* found) {
     std::copy_n(found, vocabulary, logits.data() + i * vocabulary);
   });
+}
+
+std::vector<int32_t> Session::draw(std::span<const int32_t> tokens, Sampler& sampler, int64_t lookup) {
+  model_->check_tokens(tokens);
+  std::vector<int32_t> history = tokens_;
+  history.insert(history.end(), tokens.begin(), tokens.end());
+  const auto count = static_cast<int64_t>(tokens.size());
+  const int64_t room = std::min(capacity() - length() - count, model_->rows_max() - 1);
+  const std::vector<int32_t> guesses = look_up(history, std::min(lookup, room));
+  std::vector<int32_t> rows(tokens.begin(), tokens.end());
+  rows.insert(rows.end(), guesses.begin(), guesses.end());
+  const int64_t before = length();
+  std::vector<int32_t> drawn;
+  read(rows, 1 + static_cast<int64_t>(guesses.size()), [&](int64_t i, const float* logits) {
+    const auto guess = static_cast<size_t>(i - count);  // whose logits these are, if it is one
+    // What follows a wrong guess is of another text.
+    if (i >= count && (drawn.size() != guess + 1 || drawn[guess] != guesses[guess])) return;
+    drawn.push_back(sampler.draw({logits, static_cast<size_t>(model_->spec().vocabulary)}, history));
+    history.push_back(drawn.back());
+  });
+  rewind(before + count + static_cast<int64_t>(drawn.size()) - 1);
+  return drawn;
 }
 
 std::vector<float> Session::score(std::span<const int32_t> tokens) {
   std::vector<float> scores;
   const int64_t vocabulary = model_->spec().vocabulary, count = static_cast<int64_t>(tokens.size());
-  read(tokens, Logits::all, [&](int64_t i, const float* logits) {
+  read(tokens, static_cast<int64_t>(tokens.size()), [&](int64_t i, const float* logits) {
     if (i + 1 == count) return;
     scores.push_back(logits[tokens[static_cast<size_t>(i + 1)]] -
                      model_->kernels().log_sum_exp(logits, vocabulary));

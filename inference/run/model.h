@@ -16,6 +16,7 @@
 #include "inference/model/families.h"
 #include "inference/run/cache.h"
 #include "inference/run/forward.h"
+#include "inference/run/sampler.h"
 #include "inference/run/team.h"
 #include "inference/run/weights.h"
 
@@ -104,14 +105,19 @@ class Session {
   void extend(std::span<const int32_t> tokens, std::span<float> logits);
   /// The same with logits [tokens][vocabulary].
   void extend_all(std::span<const int32_t> tokens, std::span<float> logits);
-  /// The same; returns for each token but the first the logarithm of its probability after the ones before
-  /// it.
+  /// Reads the tokens, at least one, and draws those behind them: one, or, where look_up (lookup.h) guessed
+  /// up to `lookup` of them right, several. All that were drawn but the last were read too. They are what
+  /// `extend` and a draw would give one by one. Needs room for the tokens only; guesses take what room there
+  /// is.
+  std::vector<int32_t> draw(std::span<const int32_t> tokens, Sampler& sampler, int64_t lookup);
+  /// The same as extend_all; returns for each token but the first the logarithm of its probability after the
+  /// ones before it.
   std::vector<float> score(std::span<const int32_t> tokens);
 
  private:
-  enum class Logits : uint8_t { none, last, all };
+  /// Calls take(i, logits) for the last so many of the tokens.
   template <class Take>
-  void read(std::span<const int32_t> tokens, Logits logits, Take take);
+  void read(std::span<const int32_t> tokens, int64_t wanted_of_last, Take take);
 
   std::shared_ptr<Model> model_;
   int64_t capacity_;

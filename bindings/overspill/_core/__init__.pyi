@@ -21,6 +21,9 @@ __all__: list[str] = [
     "Config",
     "Engine",
     "EngineFailed",
+    "InferenceAnswer",
+    "InferenceBatch",
+    "InferenceDrawn",
     "InferenceModel",
     "InferenceSampler",
     "InferenceSession",
@@ -29,6 +32,7 @@ __all__: list[str] = [
     "NoRoom",
     "OverspillError",
     "Plan",
+    "QueueFull",
     "Segment",
     "StepReport",
     "StepResult",
@@ -79,6 +83,9 @@ class ModelError(OverspillError):
     pass
 
 class UnknownModel(ModelError):
+    pass
+
+class QueueFull(OverspillError):
     pass
 
 class StoreError(OverspillError):
@@ -437,6 +444,15 @@ class InferenceSession:
     def __init__(
         self, model: InferenceModel, capacity: typing.SupportsInt | typing.SupportsIndex
     ) -> None: ...
+    def draw(
+        self,
+        tokens: collections.abc.Sequence[typing.SupportsInt | typing.SupportsIndex],
+        sampler: InferenceSampler,
+        lookup: typing.SupportsInt | typing.SupportsIndex,
+    ) -> list[int]:
+        """
+        Reads the tokens and draws the one after them; more than one where guesses were right.
+        """
     def extend_all(
         self,
         tokens: collections.abc.Sequence[typing.SupportsInt | typing.SupportsIndex],
@@ -446,11 +462,6 @@ class InferenceSession:
         """
         Reads tokens; their logits, [tokens][vocabulary] fp32, go to contiguous memory at the address.
         """
-    def next(
-        self,
-        tokens: collections.abc.Sequence[typing.SupportsInt | typing.SupportsIndex],
-        sampler: InferenceSampler,
-    ) -> int: ...
     def rewind(self, length: typing.SupportsInt | typing.SupportsIndex) -> None: ...
     def score(
         self, tokens: collections.abc.Sequence[typing.SupportsInt | typing.SupportsIndex]
@@ -459,6 +470,51 @@ class InferenceSession:
     def capacity(self) -> int: ...
     @property
     def length(self) -> int: ...
+
+class InferenceDrawn:
+    @property
+    def likeliest(self) -> list[tuple[int, float]]: ...
+    @property
+    def log_probability(self) -> float: ...
+    @property
+    def token(self) -> int: ...
+
+class InferenceAnswer:
+    def cancel(self) -> None: ...
+    def take(self) -> InferenceDrawn | None: ...
+    def wait(self, seconds: typing.SupportsFloat | typing.SupportsIndex) -> bool: ...
+    @property
+    def finish_reason(self) -> str | None: ...
+
+class InferenceBatch:
+    def __init__(
+        self,
+        model: InferenceModel,
+        texts: typing.SupportsInt | typing.SupportsIndex,
+        positions: typing.SupportsInt | typing.SupportsIndex,
+        waiting: typing.SupportsInt | typing.SupportsIndex,
+    ) -> None: ...
+    def close(self) -> None: ...
+    def submit(
+        self,
+        *,
+        tokens: collections.abc.Sequence[typing.SupportsInt | typing.SupportsIndex],
+        max_new_tokens: typing.SupportsInt | typing.SupportsIndex,
+        temperature: typing.SupportsFloat | typing.SupportsIndex,
+        top_k: typing.SupportsInt | typing.SupportsIndex,
+        top_p: typing.SupportsFloat | typing.SupportsIndex,
+        min_p: typing.SupportsFloat | typing.SupportsIndex,
+        repetition: typing.SupportsFloat | typing.SupportsIndex,
+        seed: typing.SupportsInt | typing.SupportsIndex,
+        bias: collections.abc.Sequence[
+            tuple[typing.SupportsInt | typing.SupportsIndex, typing.SupportsFloat | typing.SupportsIndex]
+        ],
+        end_tokens: collections.abc.Sequence[typing.SupportsInt | typing.SupportsIndex],
+        log_probabilities: typing.SupportsInt | typing.SupportsIndex,
+        lookup: typing.SupportsInt | typing.SupportsIndex,
+    ) -> InferenceAnswer: ...
+    @property
+    def counts(self) -> dict[str, int]: ...
 
 def digest(
     address: typing.SupportsInt | typing.SupportsIndex, bytes: typing.SupportsInt | typing.SupportsIndex

@@ -1,0 +1,115 @@
+#include "inference/run/batch.h"
+
+#include <fmt/format.h>
+
+#include <stdexcept>
+#include <system_error>
+
+#include "inference/error.h"
+#include "io/files.h"
+
+namespace overspill::inference {
+namespace {
+
+int64_t unanswered(const BatchOptions& options) {
+  if (options.waiting < 1 || options.waiting > 1 << 20) {
+    throw std::invalid_argument(
+        fmt::format("waiting is {}, and is to be from 1 to {}", options.waiting, 1 << 20));
+  }
+  return options.texts + options.waiting;
+}
+
+}  // namespace
+
+Batch::Batch(std::shared_ptr<Model> model, const BatchOptions& options)
+    : unanswered_max_(unanswered(options)), scheduler_(std::move(model), options.texts, options.positions) {
+  try {
+    thread_ = std::thread([this] { serve(); });
+  } catch (const std::system_error& error) {
+    throw io::no_threads(error, "a batch needs one");
+  }
+}
+
+Batch::~Batch() {
+  close();
+}
+
+std::shared_ptr<Answer> Batch::submit(Request request) {
+  check_process();
+  scheduler_.check(request);
+  auto answer = std::make_shared<Answer>();
+  {
+    const std::lock_guard lock(mutex_);
+    if (error_) std::rethrow_exception(error_);
+    if (closed_) throw std::logic_error("the batch is closed; open another one");
+    if (const auto have = scheduled_ + static_cast<int64_t>(submitted_.size()); have >= unanswered_max_) {
+      throw QueueFull(
+          fmt::format("{} requests are computed or wait already; try again later, or open the batch "
+                      "with a larger `waiting`",
+                      have));
+    }
+    submitted_.push_back({std::move(request), answer});
+  }
+  changed_.notify_all();
+  return answer;
+}
+
+void Batch::close() {
+  check_process();
+  {
+    const std::lock_guard lock(mutex_);
+    closed_ = true;
+  }
+  changed_.notify_all();
+  const std::lock_guard lock(joining_);
+  if (thread_.joinable()) thread_.join();
+}
+
+Scheduler::Counts Batch::counts() const {
+  check_process();
+  const std::lock_guard lock(mutex_);
+  return counts_;
+}
+
+void Batch::check_process() const {
+  if (process_.here()) return;
+  throw WrongProcess(
+      fmt::format("the batch was opened by process {}, of which this one was forked, and its thread is "
+                  "there; open one here",
+                  process_.pid()));
+}
+
+void Batch::serve() {
+  std::vector<Submitted> taken;
+  try {
+    while (wait(taken)) {
+      for (Submitted& each : taken) scheduler_.add(std::move(each.request), each.answer);
+      taken.clear();
+      scheduler_.pass();
+    }
+  } catch (...) {
+    const std::lock_guard lock(mutex_);
+    error_ = std::current_exception();
+  }
+  // From here on nothing is submitted: the batch is closed, or has failed.
+  const std::lock_guard lock(mutex_);
+  const End end = error_ ? End::failed : End::cancelled;
+  scheduler_.end_all(end, error_);
+  for (const auto* all : {&taken, &submitted_}) {
+    for (const Submitted& each : *all) each.answer->end(end, error_);
+  }
+  submitted_.clear();
+}
+
+/// Takes what was submitted. False where the batch is closed.
+bool Batch::wait(std::vector<Submitted>& taken) {
+  std::unique_lock lock(mutex_);
+  scheduled_ = scheduler_.texts();
+  counts_ = scheduler_.counts();
+  changed_.wait(lock, [&] { return closed_ || scheduled_ > 0 || !submitted_.empty(); });
+  taken.swap(submitted_);
+  scheduled_ += static_cast<int64_t>(taken.size());
+  return !closed_;
+}
+
+}  // namespace overspill::inference

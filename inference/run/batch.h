@@ -1,0 +1,68 @@
+// Answers to many requests at once, by a thread of its own.
+#pragma once
+
+#include <condition_variable>
+#include <cstdint>
+#include <exception>
+#include <memory>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+#include "inference/run/answer.h"
+#include "inference/run/model.h"
+#include "inference/run/scheduler.h"
+#include "io/own_process.h"
+
+namespace overspill::inference {
+
+struct BatchOptions {
+  int64_t texts = 8;         // computed at a time, at most
+  int64_t positions = 2048;  // of the cache of all texts, and of beginnings that are kept for others
+  int64_t waiting = 64;      // requests beside those that are computed
+};
+
+/// Threads: any. In a forked child every call throws WrongProcess, and the destructor must not be called.
+class Batch {
+ public:
+  /// Throws std::invalid_argument for options out of range, NoRoom where the model's budget has too little
+  /// left for caches, io::StoreError where the machine refuses a thread.
+  Batch(std::shared_ptr<Model> model, const BatchOptions& options);
+  Batch(const Batch&) = delete;
+  Batch& operator=(const Batch&) = delete;
+  ~Batch();
+
+  /// An answer whose tokens come as they are drawn. The text is dropped when nobody holds the answer.
+  /// Throws QueueFull where as many requests wait as may; std::invalid_argument for one that cannot be
+  /// computed; what ended the batch, if an error did; std::logic_error after close.
+  std::shared_ptr<Answer> submit(Request request);
+  /// Answers that have not ended are cancelled. Returns when the thread has ended. Called again, does
+  /// nothing.
+  void close();
+  Scheduler::Counts counts() const;
+
+ private:
+  struct Submitted {
+    Request request;
+    std::shared_ptr<Answer> answer;
+  };
+
+  void check_process() const;
+  void serve();
+  bool wait(std::vector<Submitted>& taken);
+
+  const int64_t unanswered_max_;
+  io::OwnProcess process_;
+  Scheduler scheduler_;  // its thread's
+  mutable std::mutex mutex_;
+  std::condition_variable changed_;
+  std::vector<Submitted> submitted_;
+  int64_t scheduled_ = 0;  // texts that the scheduler has
+  Scheduler::Counts counts_;
+  bool closed_ = false;
+  std::exception_ptr error_;
+  std::mutex joining_;
+  std::thread thread_;
+};
+
+}  // namespace overspill::inference
