@@ -163,6 +163,12 @@ bool Cache::can_go_on_at(int64_t length) const {
   });
 }
 
+void Cache::rewind(int64_t length) {
+  for (LayerPages& layer : layers_)
+    layer.pages.resize(std::min(layer.pages.size(), static_cast<size_t>(blocks_of(length))));
+  length_ = length;
+}
+
 int64_t Cache::held_pages() const {
   int64_t held = 0;
   for (const LayerPages& layer : layers_)

@@ -106,6 +106,8 @@ class Cache {
   bool holds(int64_t position) const;
   /// Whether all that a position at `length` sees is here.
   bool can_go_on_at(int64_t length) const;
+  /// Forgets what lies behind `length` positions, and gives back the blocks behind them.
+  void rewind(int64_t length);
   int64_t held_pages() const;
 
   /// A block's pages, one a layer; none where a layer has given its own back.

@@ -81,7 +81,7 @@ void Session::rewind(int64_t length) {
   if (length < 0 || length > cache_.length())
     throw std::invalid_argument(fmt::format("rewind to {} of a text of {} tokens", length, cache_.length()));
   if (cache_.can_go_on_at(length)) {
-    cache_.set_length(length);
+    cache_.rewind(length);
     tokens_.resize(static_cast<size_t>(length));
     return;
   }
