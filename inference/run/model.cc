@@ -6,6 +6,7 @@
 #include <limits>
 #include <stdexcept>
 
+#include "cpu_optim/floating_point.h"
 #include "inference/error.h"
 #include "inference/run/lookup.h"
 
@@ -63,12 +64,16 @@ void Model::check_length(int64_t tokens) const {
   }
 }
 
-void Model::compute(std::span<const Row> rows, std::span<const int32_t> wanted,
-                    const std::function<void(size_t, const float*)>& take) {
+void Model::compute(std::span<const Row> rows, std::span<const int32_t> wanted, int64_t jobs,
+                    const std::function<void(int64_t, const Logits&)>& work) {
   const std::lock_guard lock(mutex_);
-  const float* const logits = forward_.run(rows, wanted);
-  for (size_t i = 0; i < wanted.size(); ++i)
-    take(i, logits + static_cast<int64_t>(i) * forward_.logits_stride());
+  const Logits logits{forward_.run(rows, wanted), forward_.logits_stride()};
+  const optim::FloatingPointMode mode;  // that of the other threads
+  if (jobs == 1) return work(0, logits);
+  if (jobs < 1) return;
+  team_.run([&](int thread) {
+    for (int64_t job = thread; job < jobs; job += team_.size()) work(job, logits);
+  });
 }
 
 Session::Session(std::shared_ptr<Model> model, int64_t capacity)
@@ -112,7 +117,9 @@ void Session::read(std::span<const int32_t> tokens, int64_t wanted_of_last, Take
     for (int64_t i = 0; i < n; ++i) {
       if (first + i >= count - wanted_of_last) wanted.push_back(static_cast<int32_t>(i));
     }
-    model_->compute(rows, wanted, [&](size_t i, const float* found) { take(first + wanted[i], found); });
+    model_->compute(rows, wanted, 1, [&](int64_t, const Logits& found) {
+      for (size_t i = 0; i < wanted.size(); ++i) take(first + wanted[i], found.of(static_cast<int64_t>(i)));
+    });
     cache_.set_length(length() + n);
     tokens_.insert(tokens_.end(), tokens.begin() + first, tokens.begin() + first + n);
   }

@@ -38,6 +38,14 @@ struct ModelOptions {
   int64_t positions = 2048;
 };
 
+/// Of the rows that were wanted of a forward, in their order. Valid until the next one.
+struct Logits {
+  const float* data;
+  int64_t stride;
+
+  const float* of(int64_t i) const { return data + i * stride; }
+};
+
 /// Threads: any; those that compute take turns.
 class Model {
  public:
@@ -64,10 +72,11 @@ class Model {
   void check_tokens(std::span<const int32_t> tokens) const;
   /// Throws std::invalid_argument for a text of more tokens than the model can compute, or of none.
   void check_length(int64_t tokens) const;
-  /// See Forward::run. Calls take(i, the logits of row wanted[i]) for each i in order, while no other thread
-  /// computes.
-  void compute(std::span<const Row> rows, std::span<const int32_t> wanted,
-               const std::function<void(size_t, const float*)>& take);
+  /// See Forward::run. Then calls work(job, logits) for each job from 0 to jobs - 1, several at a time, on
+  /// the threads that computed: to draw from the logits of many rows takes as long as to multiply by a
+  /// matrix. Rethrows what work threw.
+  void compute(std::span<const Row> rows, std::span<const int32_t> wanted, int64_t jobs,
+               const std::function<void(int64_t, const Logits&)>& work);
 
  private:
   int64_t weight_bytes_max(const ModelOptions& options);

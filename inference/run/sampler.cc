@@ -85,19 +85,26 @@ void Sampler::keep_likely() {
     const auto end = candidates_.begin() + sampling_.top_k;
     std::partial_sort(candidates_.begin(), end, candidates_.end(), compare);
     candidates_.erase(end, candidates_.end());
-  } else if (sampling_.top_p < 1) {
-    std::ranges::sort(candidates_, compare);
   } else {
     std::iter_swap(candidates_.begin(), std::ranges::min_element(candidates_, compare));
   }
   const double top = candidates_[0].logit;
   if (sampling_.top_p < 1) {
-    double total = 0, kept = 0;
+    double total = 0;
     for (const Candidate& candidate : candidates_) total += std::exp(candidate.logit - top);
-    size_t count = 0;
-    while (count < candidates_.size() && kept < sampling_.top_p * total)
-      kept += std::exp(candidates_[count++].logit - top);
-    candidates_.resize(std::max<size_t>(1, count));
+    // Few of a vocabulary are kept, as a rule, so only a beginning is sorted; it grows until it is enough.
+    for (size_t sorted = 64;; sorted *= 8) {
+      sorted = std::min(sorted, candidates_.size());
+      std::partial_sort(candidates_.begin(), candidates_.begin() + static_cast<std::ptrdiff_t>(sorted),
+                        candidates_.end(), compare);
+      double kept = 0;
+      size_t count = 0;
+      while (count < sorted && kept < sampling_.top_p * total)
+        kept += std::exp(candidates_[count++].logit - top);
+      if (count == sorted && sorted < candidates_.size()) continue;
+      candidates_.resize(std::max<size_t>(1, count));
+      break;
+    }
   }
   if (sampling_.min_p > 0) {
     const double least = top + std::log(sampling_.min_p);

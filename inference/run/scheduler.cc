@@ -69,29 +69,32 @@ void Scheduler::pass() {
   drop_ended();
   admit();
   plan();
-  struct Wanted {
+  struct Drawing {
     Text* text;
-    int64_t guess;  // the logits are those after so many guesses
+    int64_t first, count;  // of the logits: behind its last token, and behind each guess
   };
   std::vector<Row> rows;
   std::vector<int32_t> wanted;
-  std::vector<Wanted> of;
+  std::vector<Drawing> drawing;
   for (const auto& text : running_) {
+    const Drawing of{text.get(), static_cast<int64_t>(wanted.size()),
+                     1 + static_cast<int64_t>(text->guesses.size())};
     for (int64_t i = 0; i < text->rows; ++i) {
       const auto at = static_cast<size_t>(text->cache->length() + i);
       const bool known = at < text->tokens.size();
-      if (at + 1 >= text->tokens.size()) {
-        wanted.push_back(static_cast<int32_t>(rows.size()));
-        of.push_back({text.get(), static_cast<int64_t>(at + 1 - text->tokens.size())});
-      }
+      if (at + 1 >= text->tokens.size()) wanted.push_back(static_cast<int32_t>(rows.size()));
       rows.push_back({known ? text->tokens[at] : text->guesses[at - text->tokens.size()],
                       static_cast<int64_t>(at), text->cache.get()});
     }
+    if (static_cast<int64_t>(wanted.size()) > of.first) drawing.push_back(of);
   }
   if (rows.empty()) return;
-  model_->compute(rows, wanted, [&](size_t i, const float* logits) {
-    // Logits behind a wrong guess are of a text that is not this one.
-    if (Text& text = *of[i].text; of[i].guess == text.right && !text.ended) draw(text, logits);
+  model_->compute(rows, wanted, static_cast<int64_t>(drawing.size()), [&](int64_t job, const Logits& logits) {
+    const Drawing& of = drawing[static_cast<size_t>(job)];
+    for (int64_t i = 0; i < of.count; ++i) {
+      // Logits behind a wrong guess are of a text that is not this one.
+      if (of.text->right == i && !of.text->ended) draw(*of.text, logits.of(of.first + i));
+    }
   });
   ++counts_.passes;
   counts_.computed += static_cast<int64_t>(rows.size());
@@ -169,6 +172,11 @@ void Scheduler::plan() {
 bool Scheduler::make_room(Text& text) {
   while (!text.cache->make_room(text.cache->length() + text.rows)) {
     if (prefixes_.idle_pages() > 0 && prefixes_.drop_one()) continue;
+    if (!text.guesses.empty()) {  // they are not worth another text's place
+      text.guesses.clear();
+      text.rows = 1;
+      continue;
+    }
     const bool itself = running_.back().get() == &text;
     put_back_last();
     if (itself) return false;

@@ -51,6 +51,16 @@ TEST(Sampler, KeepsTheLikely) {
   EXPECT_EQ(frequencies({.temperature = 1, .top_k = 4, .top_p = 0.9f, .min_p = 0.5f}).size(), 2u);
 }
 
+TEST(Sampler, KeepsHalfOfManyThatAreAlike) {
+  // More than are sorted at first; of equal ones the first are kept.
+  const std::vector<float> alike(1200, -3.0f);
+  Sampler sampler({.temperature = 1, .top_p = 0.5f});
+  std::map<int32_t, int> found;
+  for (int i = 0; i < 20000; ++i) ++found[sampler.draw(alike, {})];
+  EXPECT_EQ(found.size(), 600u);
+  EXPECT_EQ(found.rbegin()->first, 599);
+}
+
 TEST(Sampler, RepetitionAndBias) {
   Sampler repeats({.repetition = 1.5f});
   // Negative logits are multiplied: token 1 becomes less likely than 3, once however often it was there.
