@@ -34,7 +34,7 @@ int64_t head_bytes_of(const Attention& attention, Element element) {
 Pool::Pool(const ModelSpec& spec, Element element, int64_t pages_max)
     : element_(element),
       page_bytes_(page_bytes(spec, element)),
-      pages_a_slab_(std::max<int64_t>(1, kSlabBytes / page_bytes_)),
+      pages_a_slab_(std::clamp<int64_t>(kSlabBytes / page_bytes_, 1, std::max<int64_t>(1, pages_max))),
       unpromised_(pages_max) {}
 
 int64_t Pool::pages(const ModelSpec& spec, int64_t positions) {
@@ -57,8 +57,9 @@ Pool::Taken Pool::take() {
     for (int64_t i = first; i < first + pages_a_slab_; ++i) free_.push_back(i);  // in order: a heap
   }
   Slab& slab = slabs_[static_cast<size_t>(free_.front() / pages_a_slab_)];
-  // Small pages: a short text uses a little of each page.
-  if (slab.held == 0) slab.memory = kernels::HostPages(pages_a_slab_ * page_bytes_, kernels::PageSize::small);
+  // Huge pages: a token reads all of a text's pages, and its time is measurably less. A slab is small, and
+  // the lowest index is taken first, so little of them is idle.
+  if (slab.held == 0) slab.memory = kernels::HostPages(pages_a_slab_ * page_bytes_, kernels::PageSize::huge);
   std::ranges::pop_heap(free_, std::greater<>());
   const int64_t index = free_.back();
   free_.pop_back();
