@@ -8,7 +8,7 @@ BUILD := build/release
 export VENV JOBS
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-all setup-test build build-all train train-compare test test-cpp test-python test-long fuzz bench-adam bench-formats bench-gpu bench-gradient bench-intake bench-io bench-ranks bench-ranks-deepspeed bench-sizes bench-step large readme lint format sanitize neon wheels clean
+.PHONY: help setup setup-all setup-test build build-all train train-compare test test-cpp test-python test-long fuzz bench-adam bench-formats bench-gpu bench-gradient bench-inference bench-intake bench-io bench-ranks bench-ranks-deepspeed bench-sizes bench-step large readme lint format sanitize neon wheels clean
 
 help:  ## This list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -93,6 +93,11 @@ bench-formats: build-all  ## What compact and 8-bit states keep of exact's learn
 
 bench-gradient: build-all  ## Gradient passes: squares, accumulation (Google Benchmark)
 	@$(BUILD)/bench/bench_gradient
+
+bench-inference: build-all  ## Models on the CPU beside llama.cpp, in turn, in memory and larger than it; 15 minutes, can be resumed
+	@tools/setup --train
+	@tools/llama_cpp
+	@tools/keep_result inference $(PYTHON_VENV) bench/inference/run.py $(BENCH_INFERENCE_ARGS)
 
 bench-intake: build-all  ## Gradients on their way in: sums beside the memory's limit, and what is left after backward; 4 minutes
 	@tools/keep_result intake $(BUILD)/bench/bench_intake $(BENCH_INTAKE_ARGS)

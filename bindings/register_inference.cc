@@ -27,9 +27,12 @@ std::span<float> floats_at(uintptr_t address, int64_t count) {
 }
 
 std::shared_ptr<Model> load(const std::string& folder, int threads, inference::WeightFormat weights,
-                            std::optional<int64_t> budget_bytes, int64_t positions) {
-  const inference::ModelOptions options{
-      .threads = threads, .weights = weights, .budget_bytes = budget_bytes, .positions = positions};
+                            std::optional<int64_t> budget_bytes, int64_t positions, int64_t rows) {
+  const inference::ModelOptions options{.threads = threads,
+                                        .rows_max = rows,
+                                        .weights = weights,
+                                        .budget_bytes = budget_bytes,
+                                        .positions = positions};
   auto made = std::make_unique<Model>(folder, options, inference::kernels());
   // In a forked child its threads are not there, and to end them would wait for ever: the child leaves it.
   return {made.release(), [process = io::OwnProcess()](Model* model) {
@@ -55,7 +58,7 @@ void register_inference(py::module_& m) {
       .value("int8", inference::WeightFormat::int8);
   py::class_<Model, std::shared_ptr<Model>>(m, "InferenceModel")
       .def(py::init(&load), py::arg("folder"), py::arg("threads"), py::arg("weights"),
-           py::arg("budget_bytes"), py::arg("positions"), Released())
+           py::arg("budget_bytes"), py::arg("positions"), py::arg("rows"), Released())
       .def_property_readonly("family", [](const Model& self) { return self.spec().family; })
       .def_property_readonly("vocabulary", [](const Model& self) { return self.spec().vocabulary; })
       .def_property_readonly("context", [](const Model& self) { return self.spec().context; })
@@ -65,6 +68,7 @@ void register_inference(py::module_& m) {
       .def_property_readonly("threads", &Model::threads)
       .def_property_readonly("weight_bytes", &Model::weight_bytes)
       .def_property_readonly("streamed_bytes", &Model::streamed_bytes)
+      .def("seconds_a_pass", &Model::seconds_a_pass, Released())
       .def_property_readonly("kernels", [](const Model& self) { return std::string(self.kernels().name); });
   py::class_<Sampler>(m, "InferenceSampler")
       .def(py::init(&make_sampler), py::kw_only(), py::arg("temperature"), py::arg("top_k"), py::arg("top_p"),

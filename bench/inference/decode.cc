@@ -8,12 +8,14 @@
 #include <cstdlib>
 #include <nlohmann/json.hpp>
 #include <numeric>
+#include <span>
 #include <thread>
 #include <vector>
 
 #include "inference/format/model_folder.h"
 #include "inference/model/families.h"
 #include "inference/run/forward.h"
+#include "inference/run/speed.h"
 
 namespace {
 
@@ -21,24 +23,6 @@ using namespace overspill::inference;
 using Clock = std::chrono::steady_clock;
 
 constexpr int64_t kPrompt = 512, kPassesATurn = 8;
-
-typedef uint64_t Wide __attribute__((vector_size(64)));
-
-/// Eight streams' worth of registers, so that no addition waits for the one before.
-__attribute__((target_clones("avx512f", "avx2", "default"))) uint64_t read(const std::byte* data,
-                                                                           int64_t bytes) {
-  const auto* const at = reinterpret_cast<const Wide*>(data);
-  Wide sums[8] = {};
-  for (int64_t i = 0; i + 8 <= bytes / 64; i += 8) {
-    __builtin_prefetch(reinterpret_cast<const char*>(at + i) + 4096);
-    for (int64_t s = 0; s < 8; ++s) sums[s] += at[i + s];
-  }
-  Wide total = {};
-  for (const Wide& sum : sums) total += sum;
-  uint64_t all = 0;
-  for (int i = 0; i < 8; ++i) all += total[i];
-  return all;
-}
 
 double seconds_since(Clock::time_point begin) {
   return std::chrono::duration<double>(Clock::now() - begin).count();
@@ -94,31 +78,24 @@ int main(int argc, char** argv) {
 
   // A tied embedding is read once, as the head; one row of another is next to nothing.
   const int64_t idle = spec.head ? weights.embedding.bytes() : 0;
-  const std::byte* const data = weights.memory.data() + idle;
-  const int64_t bytes = weights.memory.bytes() - idle;
+  const std::span<const std::byte> read = weights.memory.span().subspan(static_cast<size_t>(idle));
+  const auto bytes = std::ssize(read);
   std::vector<double> decode, reading, ratio;
-  std::vector<uint64_t> sums(static_cast<size_t>(team.size()));
   int64_t position = kPrompt;
   for (int turn = 0; turn < turns; ++turn) {
-    auto begin = Clock::now();
+    const auto begin = Clock::now();
     for (int64_t i = 0; i < kPassesATurn; ++i) pass({token}, position++);
     decode.push_back(seconds_since(begin) / kPassesATurn);
-    begin = Clock::now();
-    for (int64_t i = 0; i < kPassesATurn; ++i) {
-      team.run([&](int thread) {
-        const int64_t first = bytes * thread / team.size() / 4096 * 4096;
-        const int64_t last = bytes * (thread + 1) / team.size() / 4096 * 4096;
-        sums[static_cast<size_t>(thread)] += read(data + first, last - first);
-      });
-    }
-    reading.push_back(seconds_since(begin) / kPassesATurn);
+    double total = 0;
+    for (int64_t i = 0; i < kPassesATurn; ++i)
+      total += static_cast<double>(bytes) / read_bytes_per_second(team, read);
+    reading.push_back(total / kPassesATurn);
     ratio.push_back(reading.back() / decode.back());
   }
   const nlohmann::json result = {
       {"kernels", kernels().name},
       {"threads", team.size()},
       {"bytes", bytes},
-      {"checksum", std::accumulate(sums.begin(), sums.end(), uint64_t{0}) % 1000},
       {"decode_seconds", median(decode)},
       {"decode_seconds_least", *std::ranges::min_element(decode)},
       {"read_seconds", median(reading)},

@@ -14,6 +14,7 @@ from __future__ import annotations
 import functools
 import math
 import os
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,8 @@ _FORMATS = {
     "12bit": _core.WeightFormat.coded,
     "q8": _core.WeightFormat.int8,
 }
+MOST_ROWS = 4096  # computed together: more gain nothing
+_TRIAL_TOKENS = 3  # the first one touches memory that the others find
 _WINDOW = 2048  # tokens of a text whose perplexity is measured together
 
 Prompt = str | Sequence[int] | Sequence[dict[str, str]]
@@ -51,6 +54,7 @@ def load(
     weights: str | None = None,
     budget: int | str | None = None,
     positions: int = 2048,
+    rows: int = 128,
 ) -> Model:
     """Opens a Hugging Face folder (config.json, safetensors).
 
@@ -59,14 +63,16 @@ def load(
     and a scale for each 32 columns of a row, in about half the bytes of bf16: the tokens may be others. budget: bytes
     of memory, as a number or a text like "1200MiB", for weights, caches and buffers; what it does not hold of the
     weights is read from the folder for each pass, ahead of use, and the tokens are the same. None holds all.
-    positions: of all texts that are read at a time, for which a budget keeps room.
+    positions: of all texts that are read at a time, for which a budget keeps room. rows: tokens of a prompt that are
+    computed together; what a budget does not hold is read once for so many, and their buffers take about 70 bytes a
+    token and hidden element.
 
     Raises UnknownModel where the model is of a family that is not among `families()`, or has a configuration key that
     may change what it computes and is not known here; ModelError, its base, where the folder is damaged; BudgetError
     for a budget that does not hold the least; StoreError for a disk that fails; MemoryError. In a forked child the
     model cannot be used, and its calls raise WrongProcess.
     """
-    return Model(folder, threads=threads, weights=weights, budget=budget, positions=positions)
+    return Model(folder, threads=threads, weights=weights, budget=budget, positions=positions, rows=rows)
 
 
 class Model:
@@ -80,6 +86,7 @@ class Model:
         weights: str | None = None,
         budget: int | str | None = None,
         positions: int = 2048,
+        rows: int = 128,
     ):
         """See `load`."""
         self.path = Path(folder)
@@ -91,9 +98,13 @@ class Model:
         if weights not in _FORMATS:
             raise ValueError(f"weights is {weights!r}, and is to be one of {', '.join(map(repr, _FORMATS))}")
         bytes_ = parse_size(budget) if budget is not None else None
+        if not 1 <= rows <= MOST_ROWS:
+            raise ValueError(f"rows is {rows}, and is to be from 1 to {MOST_ROWS}")
         self.budget_positions = positions if budget is not None else None
         """Tokens for whose caches the budget keeps room; None without a budget."""
-        self._core = _core.InferenceModel(os.fspath(folder), threads, _FORMATS[weights], bytes_, positions)
+        self._core = _core.InferenceModel(
+            os.fspath(folder), threads, _FORMATS[weights], bytes_, positions, rows
+        )
 
     @property
     def family(self) -> str:
@@ -124,6 +135,24 @@ class Model:
     def streamed_bytes(self) -> int:
         """What a pass reads of the others: 0 where all stay."""
         return self._core.streamed_bytes
+
+    def expected_tokens_per_second(self) -> float:
+        """What a text that is written token by token is expected to get, after measurements of a moment. Where all
+        weights stay in memory, a few tokens are computed. Where some are read for each token, it is what a pass reads
+        by the speed at which the disk is read for half a second, or all weights by the speed of memory where that
+        takes longer. A long text is slower, since each token looks at all before it. Raises what reading raises."""
+        if self.streamed_bytes:
+            return 1 / self._core.seconds_a_pass()
+        session = _core.InferenceSession(self._core, _TRIAL_TOKENS)
+        sampler = _core.InferenceSampler(
+            temperature=0, top_k=0, top_p=1, min_p=0, repetition=1, seed=0, bias=[]
+        )
+        times = []
+        for _ in range(_TRIAL_TOKENS):
+            began = time.perf_counter()
+            session.next([0], sampler)
+            times.append(time.perf_counter() - began)
+        return 1 / min(times)
 
     @functools.cached_property
     def tokenizer(self) -> Any:

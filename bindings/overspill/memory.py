@@ -55,6 +55,12 @@ def rss_bytes() -> int:
     return _status_bytes("VmRSS")
 
 
+def left_of(limit: int) -> int:
+    """Of `limit` bytes for the whole process, what is left beside what it holds already: its resident bytes but for
+    those of files, which the kernel can take back. At least 0."""
+    return max(0, limit - _status_bytes("RssAnon"))
+
+
 def peak_rss_bytes() -> int:
     """Most resident bytes since the process started, or since `reset_peak_rss` returned True."""
     return _status_bytes("VmHWM")

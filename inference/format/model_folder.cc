@@ -95,19 +95,43 @@ const StoredTensor* ModelFolder::find(std::string_view name) const {
   return found == by_name_.end() ? nullptr : &tensors_[found->second];
 }
 
-void ModelFolder::read(const StoredTensor& tensor, int64_t offset, std::span<std::byte> to) const {
-  const auto bytes = static_cast<int64_t>(to.size());
+/// The tensor's file. Throws std::out_of_range where these are no bytes of the tensor.
+const ModelFolder::File& ModelFolder::file_of(const StoredTensor& tensor, int64_t offset,
+                                              int64_t bytes) const {
   if (offset < 0 || offset > tensor.bytes || bytes > tensor.bytes - offset) {
     throw std::out_of_range(fmt::format("bytes {} to {} of '{:.80}', which has {}", offset, offset + bytes,
                                         tensor.name, tensor.bytes));
   }
-  read_bytes(files_.at(static_cast<size_t>(tensor.file)), tensor.offset + offset, to);
+  return files_.at(static_cast<size_t>(tensor.file));
 }
 
-void ModelFolder::forget(const StoredTensor& tensor) const {
-  // A wish: some file systems keep what they like.
-  ::posix_fadvise(files_.at(static_cast<size_t>(tensor.file)).fd.get(), tensor.offset, tensor.bytes,
-                  POSIX_FADV_DONTNEED);
+void ModelFolder::read(const StoredTensor& tensor, int64_t offset, std::span<std::byte> to) const {
+  read_bytes(file_of(tensor, offset, static_cast<int64_t>(to.size())), tensor.offset + offset, to);
+}
+
+std::span<const std::byte> ModelFolder::read_direct(const StoredTensor& tensor, int64_t offset, int64_t bytes,
+                                                    std::span<std::byte> room) const {
+  const File& file = file_of(tensor, offset, bytes);
+  const int64_t first = tensor.offset + offset, block = first / kDirectBytes * kDirectBytes;
+  const int64_t skipped = first - block;
+  // Up to the end of the file's last block, of which the file has a part.
+  const int64_t whole = (skipped + bytes + kDirectBytes - 1) / kDirectBytes * kDirectBytes;
+  if (static_cast<int64_t>(room.size()) < whole)
+    throw std::out_of_range(fmt::format("{} bytes of room for a direct read of {}", room.size(), whole));
+  const std::span<std::byte> found = room.subspan(static_cast<size_t>(skipped), static_cast<size_t>(bytes));
+  int64_t have = 0;
+  while (file.direct && have < skipped + bytes) {
+    const std::span<std::byte> to =
+        room.subspan(static_cast<size_t>(have), static_cast<size_t>(whole - have));
+    const ssize_t count = io::read_some(file.direct.get(), to, block + have, file.path);
+    if (count <= 0) break;  // by the other way, whose errors say what is wrong
+    have += count;
+    if (have % kDirectBytes != 0) break;  // the file ends in this block
+  }
+  if (have >= skipped + bytes) return found;
+  read_bytes(file, first, found);
+  ::posix_fadvise(file.fd.get(), first, bytes, POSIX_FADV_DONTNEED);  // a wish
+  return found;
 }
 
 ModelFolder::File ModelFolder::open(const std::string& name) const {
@@ -132,6 +156,9 @@ ModelFolder::File ModelFolder::open(const std::string& name) const {
   if (!S_ISREG(status.st_mode))
     throw ModelError(fmt::format("{} is no regular file; fetch the model again", file.path.string()));
   file.bytes = status.st_size;
+  // The open file again, so that it is the one that was checked.
+  file.direct = io::UniqueFd(
+      ::open(fmt::format("/proc/self/fd/{}", file.fd.get()).c_str(), O_RDONLY | O_CLOEXEC | O_DIRECT));
   return file;
 }
 

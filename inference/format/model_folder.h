@@ -17,6 +17,9 @@
 
 namespace overspill::inference {
 
+/// What offsets, lengths and addresses of direct reads are multiples of, on every file system.
+inline constexpr int64_t kDirectBytes = 4096;
+
 class ModelFolder {
  public:
   /// Reads the small files and the headers of the large ones, and checks them. A symbolic link is followed
@@ -34,13 +37,18 @@ class ModelFolder {
   /// Fills `to` from the tensor's bytes, beginning at its byte `offset`. Threads: any. Throws ModelError for
   /// a file that became shorter, io::StoreError for a disk that fails.
   void read(const StoredTensor& tensor, int64_t offset, std::span<std::byte> to) const;
-  /// Asks the kernel to keep nothing of the tensor's bytes in memory.
-  void forget(const StoredTensor& tensor) const;
+  /// `bytes` of the tensor from `offset` on, read past the page cache into `room`, whose address is a
+  /// multiple of kDirectBytes and which has room for two of these more. Where the file system reads through
+  /// the cache only, the kernel is asked to keep nothing. Returns where in `room` they are. Threads and
+  /// errors: as read.
+  std::span<const std::byte> read_direct(const StoredTensor& tensor, int64_t offset, int64_t bytes,
+                                         std::span<std::byte> room) const;
 
  private:
   struct File {
     std::filesystem::path path;
     io::UniqueFd fd;
+    io::UniqueFd direct;  // the same with O_DIRECT; none where the file system refuses
     int64_t bytes = 0;
   };
 
@@ -48,6 +56,7 @@ class ModelFolder {
   nlohmann::json read_json(const std::string& name, int64_t bytes_max) const;
   std::vector<std::string> weight_files(std::unordered_map<std::string, std::string>& index) const;
   void read_headers(const std::string& name);
+  const File& file_of(const StoredTensor& tensor, int64_t offset, int64_t bytes) const;
   void read_bytes(const File& file, int64_t offset, std::span<std::byte> to) const;
 
   std::filesystem::path path_;      // as given

@@ -76,7 +76,8 @@ int64_t Forward::bytes(const ModelSpec& spec, int threads, int64_t rows_max) {
   const int64_t slots = rows_max * widest.inner_slots;
   const int64_t shared = 2 * block(rows_max, spec.hidden) + block(rows_max, widest.qkv) +
                          operand(rows_max, widest.mixed) + block(slots, widest.inner) +
-                         operand(slots, widest.inner) + block(rows_max, spec.vocabulary);
+                         operand(slots, widest.inner) +
+                         block(std::min(rows_max, kLogitsMax), spec.vocabulary);
   const int64_t gathered = widest.experts > 0 ? operand(rows_max, std::max(spec.hidden, widest.inner)) : 0;
   const int64_t own = operand(rows_max, spec.hidden) + block(rows_max, kPanelRows) +
                       block(rows_max, widest.experts) + gathered;
@@ -84,24 +85,37 @@ int64_t Forward::bytes(const ModelSpec& spec, int threads, int64_t rows_max) {
 }
 
 const float* Forward::run(std::span<const Row> rows, std::span<const int32_t> wanted) {
-  const auto is_row = [&](int32_t i) { return i >= 0 && i < static_cast<int32_t>(rows.size()); };
-  if (rows.empty() || static_cast<int64_t>(rows.size()) > rows_max_ || !std::ranges::all_of(wanted, is_row))
-    throw std::invalid_argument(
-        "a forward takes from 1 to rows_max rows, and its logits are of some of them");
-  if (static_cast<int64_t>(wanted.size()) > rows_max_)
-    throw std::invalid_argument("more logits are wanted of a forward than it has rows");
+  if (rows.empty() || static_cast<int64_t>(rows.size()) > rows_max_)
+    throw std::invalid_argument("a forward takes from 1 to rows_max rows");
   for (const Row& row : rows) {
     if (row.token < 0 || row.token >= spec_.vocabulary || row.position < 0 ||
         !row.cache->holds(row.position) || (spec_.positions && row.position >= spec_.context))
       throw std::invalid_argument("a forward's token or position is outside of the model or its cache");
   }
   rows_ = rows;
-  wanted_ = wanted;
+  want(wanted);
   prepare();
-  error_ = nullptr;
+  stopped_ = false;
   team_.run([this](int thread) { compute(thread); });
-  if (error_) std::rethrow_exception(error_);
+  if (stopped_) std::rethrow_exception(weights_.stream->error());
   return logits_.at(0);
+}
+
+const float* Forward::more_logits(std::span<const int32_t> wanted) {
+  want(wanted);
+  team_.run([this](int thread) { head(thread); });
+  return logits_.at(0);
+}
+
+void Forward::want(std::span<const int32_t> wanted) {
+  const auto is_row = [&](int32_t i) { return i >= 0 && i < count(); };
+  if (std::ssize(wanted) > kLogitsMax || !std::ranges::all_of(wanted, is_row))
+    throw std::invalid_argument("logits are of a few of a forward's rows");
+  wanted_ = wanted;
+  if (logits_.stride() == 0 || std::ssize(wanted) > logits_rows_) {
+    logits_rows_ = std::ssize(wanted);
+    logits_ = Block(logits_rows_, spec_.vocabulary);
+  }
 }
 
 void Forward::prepare() {
@@ -138,41 +152,29 @@ void Forward::prepare() {
       own.weights.resize(static_cast<size_t>(kRunRows * group_max * own.weight_stride));
     }
   }
-  if (logits_.stride() == 0 || static_cast<int64_t>(wanted_.size()) > logits_rows_) {
-    logits_rows_ = static_cast<int64_t>(wanted_.size());
-    logits_ = Block(logits_rows_, spec_.vocabulary);
-  }
 }
 
 void Forward::compute(int thread) {
   embed(thread);
   team_.barrier();
   for (size_t layer = 0; layer < spec_.layers.size(); ++layer) {
-    if (!begin_layer(thread, layer)) return;
-    attention(thread, layer);
-    feed_forward(thread, layer);
-    end_layer(thread, layer);
+    if (attention(thread, layer) && feed_forward(thread, layer)) continue;
+    if (thread == 0) stopped_ = true;
+    return;
   }
   head(thread);
 }
 
-/// Waits for a streamed layer. False, for every thread, where it cannot be had.
-bool Forward::begin_layer(int thread, size_t layer) {
-  if (!weights_.stream || !weights_.stream->has(layer)) return true;
-  if (thread == 0) {
-    try {
-      weights_.stream->acquire(layer);
-    } catch (...) {
-      error_ = std::current_exception();
-    }
-  }
-  team_.barrier();
-  return error_ == nullptr;
+/// Waits for the part if it is one that is read for each pass. False, for every thread, where it cannot be
+/// had.
+bool Forward::begin(int thread, size_t layer, Part part) {
+  return !weights_.stream || !weights_.stream->has(layer, part) ||
+         weights_.stream->acquire(thread, layer, part);
 }
 
-/// Every thread has passed the layer's last barrier.
-void Forward::end_layer(int thread, size_t layer) {
-  if (thread == 0 && weights_.stream && weights_.stream->has(layer)) weights_.stream->release();
+/// The thread has used the part.
+void Forward::end(int thread, size_t layer, Part part) {
+  if (weights_.stream && weights_.stream->has(layer, part)) weights_.stream->release(thread);
 }
 
 void Forward::embed(int thread) {
@@ -191,7 +193,8 @@ void Forward::embed(int thread) {
 
 // Attention.
 
-void Forward::attention(int thread, size_t layer) {
+/// False: a part could not be had.
+bool Forward::attention(int thread, size_t layer) {
   const Layer& spec = spec_.layers[layer];
   const LayerWeights& weights = weights_.layers[layer];
   const Attention& attention = spec.attention;
@@ -199,7 +202,9 @@ void Forward::attention(int thread, size_t layer) {
   const int threads = team_.size();
 
   norm_rows(mine, spec.attention_norm, weights.attention_norm);
+  if (!begin(thread, layer, Part::qkv)) return false;
   multiply_own(thread, weights.qkv, weights.qkv_bias, mine.input, count(), qkv_, 0);
+  end(thread, layer, Part::qkv);
   team_.barrier();
   for (int64_t head = thread; head < attention.kv_heads; head += threads) append(mine, layer, head);
   // With one row a head is appended and looked at by the same thread.
@@ -211,15 +216,19 @@ void Forward::attention(int thread, size_t layer) {
     }
   }
   team_.barrier();
-  if (!spec.after_attention) {
+  if (!begin(thread, layer, Part::out)) return false;
+  if (spec.after_attention) {
+    multiply_own(thread, weights.out, weights.out_bias, mixed_, count(), branch_, 0);
+  } else {
     add_own(thread, weights.out, weights.out_bias, mixed_, x_);
-    team_.barrier();
-    return;
   }
-  multiply_own(thread, weights.out, weights.out_bias, mixed_, count(), branch_, 0);
+  end(thread, layer, Part::out);
   team_.barrier();
-  add_normed(thread, *spec.after_attention, weights.after_attention);
-  team_.barrier();
+  if (spec.after_attention) {
+    add_normed(thread, *spec.after_attention, weights.after_attention);
+    team_.barrier();
+  }
+  return true;
 }
 
 /// Norms and rotates one key head and the query heads that look at it, and writes key and value to the cache.
@@ -342,7 +351,8 @@ void Forward::rotate(size_t layer, int64_t row, float* head) const {
 
 // Feed-forward.
 
-void Forward::feed_forward(int thread, size_t layer) {
+/// False: a part could not be had.
+bool Forward::feed_forward(int thread, size_t layer) {
   const Layer& spec = spec_.layers[layer];
   const LayerWeights& weights = weights_.layers[layer];
   Own& mine = owns_[static_cast<size_t>(thread)];
@@ -353,30 +363,37 @@ void Forward::feed_forward(int thread, size_t layer) {
     for (int64_t r = 0; r < count(); ++r)
       std::fill(to.at(r) + range.first * kPanelRows, to.at(r) + range.last * kPanelRows, 0.0f);
   }
-  if (const auto* mixture_spec = std::get_if<Mixture>(&spec.feed_forward)) {
-    mixture(thread, *mixture_spec, std::get<MixtureWeights>(weights.feed_forward), to);
-  } else {
-    dense(thread, std::get<Dense>(spec.feed_forward), std::get<DenseWeights>(weights.feed_forward), to);
-  }
+  const bool is_mixture = std::holds_alternative<Mixture>(spec.feed_forward);
+  if (!(is_mixture ? mixture(thread, layer, to) : dense(thread, layer, to))) return false;
   team_.barrier();
-  if (!spec.after_feed_forward) return;
+  if (!spec.after_feed_forward) return true;
   add_normed(thread, *spec.after_feed_forward, weights.after_feed_forward);
   team_.barrier();
+  return true;
 }
 
-void Forward::dense(int thread, const Dense& spec, const DenseWeights& weights, Block& to) {
-  inner(thread, spec, weights, owns_[static_cast<size_t>(thread)].input, count(), 0);
+bool Forward::dense(int thread, size_t layer, Block& to) {
+  const Dense& spec = std::get<Dense>(spec_.layers[layer].feed_forward);
+  const DenseWeights& weights = std::get<DenseWeights>(weights_.layers[layer].feed_forward);
+  Operand& input = owns_[static_cast<size_t>(thread)].input;
+  if (!begin(thread, layer, Part::up)) return false;
+  multiply_own(thread, weights.up, weights.up_bias, input, count(), up_, 0);
+  end(thread, layer, Part::up);
+  if (!begin(thread, layer, Part::gate)) return false;
+  gate(thread, spec, weights, input, count(), 0);
+  end(thread, layer, Part::gate);
   team_.barrier();
+  if (!begin(thread, layer, Part::down)) return false;
   add_own(thread, weights.down, weights.down_bias, inner_, to);
+  end(thread, layer, Part::down);
+  return true;
 }
 
-/// The thread's columns of act(up x), or of act(gate x) * up x, for `vectors` of `x`; to inner_ from `first`.
-void Forward::inner(int thread, const Dense& spec, const DenseWeights& weights, Operand& x, int64_t vectors,
-                    int64_t first) {
+/// The thread's columns of act(up x), or of act(gate x) * up x, for `vectors` of `x`, where up x is in up_
+/// from `first`; to inner_ from `first`.
+void Forward::gate(int thread, const Dense& spec, const DenseWeights& weights, Operand& x, int64_t vectors,
+                   int64_t first) {
   const PanelRange range = own(thread, weights.up);
-  const int64_t begin = range.first * kPanelRows, end = std::min(weights.up.rows, range.last * kPanelRows);
-  if (begin >= end) return;
-  multiply_own(thread, weights.up, weights.up_bias, x, vectors, up_, first);
   Own& mine = owns_[static_cast<size_t>(thread)];
   for (int64_t panel = range.first; panel < range.last; ++panel) {
     const int64_t column = panel * kPanelRows, n = std::min(kPanelRows, weights.up.rows - column);
@@ -403,8 +420,11 @@ void Forward::activate(const Dense& spec, float* x, const float* up, int64_t n) 
   }
 }
 
-void Forward::mixture(int thread, const Mixture& spec, const MixtureWeights& weights, Block& to) {
+bool Forward::mixture(int thread, size_t layer, Block& to) {
+  const Mixture& spec = std::get<Mixture>(spec_.layers[layer].feed_forward);
+  const MixtureWeights& weights = std::get<MixtureWeights>(weights_.layers[layer].feed_forward);
   Own& mine = owns_[static_cast<size_t>(thread)];
+  if (!begin(thread, layer, Part::mixture)) return false;
   route(mine, spec, weights);
   const auto for_each_expert = [&](auto body) {
     for (size_t i = 0; i < mine.sent.size();) {
@@ -421,8 +441,10 @@ void Forward::mixture(int thread, const Mixture& spec, const MixtureWeights& wei
       std::copy_n(mine.input.values(row), spec_.hidden, mine.gathered.values(v));
       std::copy_n(mine.input.narrow(row), spec_.hidden, mine.gathered.narrow(v));
     }
-    inner(thread, spec.experts[expert], weights.experts[expert], mine.gathered, vectors,
-          static_cast<int64_t>(begin));
+    const auto first = static_cast<int64_t>(begin);
+    const DenseWeights& chosen = weights.experts[expert];
+    multiply_own(thread, chosen.up, chosen.up_bias, mine.gathered, vectors, up_, first);
+    gate(thread, spec.experts[expert], chosen, mine.gathered, vectors, first);
   });
   team_.barrier();
   for_each_expert([&](size_t expert, size_t begin, size_t end) {
@@ -439,6 +461,8 @@ void Forward::mixture(int thread, const Mixture& spec, const MixtureWeights& wei
       }
     }
   });
+  end(thread, layer, Part::mixture);
+  return true;
 }
 
 /// Every thread decides for itself, and all decide the same: a router is small, and a barrier costs more.

@@ -2,7 +2,6 @@
 #pragma once
 
 #include <cstdint>
-#include <exception>
 #include <span>
 #include <vector>
 
@@ -57,6 +56,9 @@ class Block {
   std::vector<float> values_;
 };
 
+/// Rows of which a forward has the logits at a time.
+inline constexpr int64_t kLogitsMax = 32;
+
 /// Owns what a forward needs beside weights and caches. The threads share it; between two barriers each
 /// writes what no other one reads or writes.
 class Forward {
@@ -70,8 +72,11 @@ class Forward {
 
   int64_t rows_max() const { return rows_max_; }
   /// Computes the rows and adds them to their caches, whose lengths the caller sets. Returns the logits of
-  /// the rows in `wanted`, one behind the other, `logits_stride` apart; valid until the next call.
+  /// the rows in `wanted`, at most kLogitsMax, one behind the other, `logits_stride` apart; valid until the
+  /// next call.
   const float* run(std::span<const Row> rows, std::span<const int32_t> wanted);
+  /// The same of other rows of the last run: a vocabulary's logits are much memory for all at once.
+  const float* more_logits(std::span<const int32_t> wanted);
   int64_t logits_stride() const { return logits_.stride(); }
 
  private:
@@ -103,20 +108,21 @@ class Forward {
   };
 
   void prepare();
-  bool begin_layer(int thread, size_t layer);
-  void end_layer(int thread, size_t layer);
+  void want(std::span<const int32_t> wanted);
+  bool begin(int thread, size_t layer, Part part);
+  void end(int thread, size_t layer, Part part);
   void compute(int thread);
   void embed(int thread);
-  void attention(int thread, size_t layer);
+  bool attention(int thread, size_t layer);
   void append(Own& own, size_t layer, int64_t head);
   void write_to_cache(Own& own, size_t layer, int64_t head, const Row& row, const float* key,
                       const float* value);
   void attend(Own& own, size_t layer, int64_t head, const Run& run);
-  void feed_forward(int thread, size_t layer);
-  void dense(int thread, const Dense& spec, const DenseWeights& weights, Block& to);
-  void inner(int thread, const Dense& spec, const DenseWeights& weights, Operand& x, int64_t vectors,
-             int64_t first);
-  void mixture(int thread, const Mixture& spec, const MixtureWeights& weights, Block& to);
+  bool feed_forward(int thread, size_t layer);
+  bool dense(int thread, size_t layer, Block& to);
+  void gate(int thread, const Dense& spec, const DenseWeights& weights, Operand& x, int64_t vectors,
+            int64_t first);
+  bool mixture(int thread, size_t layer, Block& to);
   void route(Own& own, const Mixture& spec, const MixtureWeights& weights);
   void head(int thread);
 
@@ -156,7 +162,7 @@ class Forward {
   Block logits_;
   int64_t logits_rows_ = 0;
   std::vector<Own> owns_;
-  std::exception_ptr error_;  // of the stream: every thread leaves the forward at the same layer
+  bool stopped_ = false;  // every thread has left the forward at the same part, which could not be read
 };
 
 }  // namespace overspill::inference

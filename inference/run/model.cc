@@ -9,9 +9,15 @@
 #include "cpu_optim/floating_point.h"
 #include "inference/error.h"
 #include "inference/run/lookup.h"
+#include "inference/run/speed.h"
 
 namespace overspill::inference {
 namespace {
+
+// Of the weights, to see how fast memory is: more than any cache holds.
+constexpr size_t kSampleBytes = size_t{1} << 29;
+// Of reading, to see how fast the disk is: its first moments may be faster than what follows.
+constexpr double kTrialSeconds = 0.5;
 
 int64_t checked_capacity(const Model& model, int64_t capacity) {
   model.check_length(capacity);
@@ -47,6 +53,18 @@ int64_t Model::weight_bytes_max(const ModelOptions& options) {
                   folder_.path().string(), *options.budget_bytes, caches, options.positions, buffers));
 }
 
+double Model::seconds_a_pass() {
+  const std::lock_guard lock(mutex_);
+  const std::span<const std::byte> stays = weights_.memory.span();
+  const double memory = read_bytes_per_second(team_, stays.first(std::min(stays.size(), kSampleBytes)));
+  const double all = static_cast<double>(weight_bytes() + streamed_bytes());
+  const double computing = memory > 0 ? all / memory : 0;
+  if (!weights_.stream) return computing;
+  const Reading trial = weights_.stream->try_reading(kTrialSeconds);
+  const double seconds_a_byte = trial.seconds / static_cast<double>(trial.bytes);
+  return std::max(computing, seconds_a_byte * static_cast<double>(weights_.stream->bytes()));
+}
+
 void Model::check_tokens(std::span<const int32_t> tokens) const {
   if (tokens.empty()) throw std::invalid_argument("no tokens to read");
   for (const int32_t token : tokens) {
@@ -74,6 +92,21 @@ void Model::compute(std::span<const Row> rows, std::span<const int32_t> wanted, 
   team_.run([&](int thread) {
     for (int64_t job = thread; job < jobs; job += team_.size()) work(job, logits);
   });
+}
+
+void Model::compute_each(std::span<const Row> rows, std::span<const int32_t> wanted,
+                         const std::function<void(int64_t, const float*)>& take) {
+  const std::lock_guard lock(mutex_);
+  const auto some = [&](size_t from) {
+    return wanted.subspan(from, std::min(wanted.size() - from, size_t{kLogitsMax}));
+  };
+  const float* logits = forward_.run(rows, some(0));
+  const optim::FloatingPointMode mode;  // that of the other threads
+  for (size_t i = 0; i < wanted.size(); ++i) {
+    const size_t at = i % size_t{kLogitsMax};
+    if (at == 0 && i > 0) logits = forward_.more_logits(some(i));
+    take(static_cast<int64_t>(i), logits + static_cast<int64_t>(at) * forward_.logits_stride());
+  }
 }
 
 Session::Session(std::shared_ptr<Model> model, int64_t capacity)
@@ -117,8 +150,8 @@ void Session::read(std::span<const int32_t> tokens, int64_t wanted_of_last, Take
     for (int64_t i = 0; i < n; ++i) {
       if (first + i >= count - wanted_of_last) wanted.push_back(static_cast<int32_t>(i));
     }
-    model_->compute(rows, wanted, 1, [&](int64_t, const Logits& found) {
-      for (size_t i = 0; i < wanted.size(); ++i) take(first + wanted[i], found.of(static_cast<int64_t>(i)));
+    model_->compute_each(rows, wanted, [&](int64_t i, const float* logits) {
+      take(first + wanted[static_cast<size_t>(i)], logits);
     });
     cache_.set_length(length() + n);
     tokens_.insert(tokens_.end(), tokens.begin() + first, tokens.begin() + first + n);

@@ -61,6 +61,10 @@ class Model {
   int64_t weight_bytes() const { return weights_.memory.bytes(); }
   /// Of those that do not: what one pass reads.
   int64_t streamed_bytes() const { return weights_.stream ? weights_.stream->bytes() : 0; }
+  /// How long a pass takes at the speeds of disk and memory, which are measured now: half a second of what
+  /// the stream reads, and one read of what stays. The longer of both counts, since they go on at the same
+  /// time. Throws what reading threw.
+  double seconds_a_pass();
   /// What the cache holds: bf16, unless a matrix is fp32.
   Element cache_element() const { return weights_.has_fp32 ? Element::fp32 : Element::bf16; }
   /// Of the caches of all texts.
@@ -72,11 +76,14 @@ class Model {
   void check_tokens(std::span<const int32_t> tokens) const;
   /// Throws std::invalid_argument for a text of more tokens than the model can compute, or of none.
   void check_length(int64_t tokens) const;
-  /// See Forward::run. Then calls work(job, logits) for each job from 0 to jobs - 1, several at a time, on
-  /// the threads that computed: to draw from the logits of many rows takes as long as to multiply by a
-  /// matrix. Rethrows what work threw.
+  /// See Forward::run: `wanted` has up to kLogitsMax rows. Then calls work(job, logits) for each job from 0
+  /// to jobs - 1, several at a time, on the threads that computed: to draw from the logits of many rows takes
+  /// as long as to multiply by a matrix. Rethrows what work threw.
   void compute(std::span<const Row> rows, std::span<const int32_t> wanted, int64_t jobs,
                const std::function<void(int64_t, const Logits&)>& work);
+  /// The same for any number of rows: take(i, logits) has those of wanted[i], one after the other.
+  void compute_each(std::span<const Row> rows, std::span<const int32_t> wanted,
+                    const std::function<void(int64_t, const float*)>& take);
 
  private:
   int64_t weight_bytes_max(const ModelOptions& options);

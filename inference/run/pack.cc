@@ -51,6 +51,10 @@ class PanelRow {
   void set_bits(int64_t column, uint16_t bits) const {
     std::memcpy(panel_ + 2 * (column / 2 * 2 * kPanelRows + 2 * lane_ + column % 2), &bits, sizeof bits);
   }
+  /// The same for two columns that lie side by side, of which the first is even.
+  void set_pair(int64_t column, const std::byte* pair) const {
+    std::memcpy(panel_ + 2 * (column * kPanelRows + 2 * lane_), pair, 2 * sizeof(uint16_t));
+  }
   void set(int64_t column, float value) const {
     std::memcpy(panel_ + 4 * (column * kPanelRows + lane_), &value, sizeof value);
   }
@@ -67,48 +71,52 @@ class PanelRow {
   int64_t lane_;
 };
 
+/// The zeros behind an odd last column: a slot's memory held other matrices before.
+void pad_rows(const Matrix& to, int64_t first, int64_t last) {
+  if (to.element != Element::bf16 || to.columns % 2 == 0) return;
+  for (int64_t row = first; row < last; ++row) PanelRow(to, row).set_bits(to.columns, 0);
+}
+
 /// Rows [first, last) of the matrix that are rows [from, ...) of the tensor, a panel's worth at most.
-void pack_rows(const ModelFolder& folder, const StoredTensor& tensor, int64_t from, const Matrix& to,
-               int64_t first, int64_t last, std::vector<std::byte>& staging) {
+void pack_rows(TensorReader& reader, const StoredTensor& tensor, int64_t from, const Matrix& to,
+               int64_t first, int64_t last) {
   const int64_t row_bytes = to.columns * stored_bytes(tensor);
-  staging.resize(static_cast<size_t>((last - first) * row_bytes));
-  folder.read(tensor, from * row_bytes, staging);
+  const std::byte* const stored = reader.read(tensor, from * row_bytes, (last - first) * row_bytes).data();
   // Blocks of columns, so that a panel's cache lines are written whole while they are near.
   constexpr int64_t kBlock = 32;
   for (int64_t column = 0; column < to.columns; column += kBlock) {
     const int64_t end = std::min(to.columns, column + kBlock);
     for (int64_t row = first; row < last; ++row) {
       const PanelRow at(to, row);
-      const std::byte* const data = staging.data() + (row - first) * row_bytes;
+      const std::byte* const data = stored + (row - first) * row_bytes;
       if (to.element == Element::bf16) {
-        for (int64_t c = column; c < end; ++c) {
-          uint16_t bits;
-          std::memcpy(&bits, data + 2 * c, sizeof bits);
-          at.set_bits(c, bits);
-        }
+        int64_t c = column;
+        for (; c + 1 < end; c += 2) at.set_pair(c, data + 2 * c);
+        for (; c < end; ++c) at.take(c, tensor, data, c);
       } else {
         for (int64_t c = column; c < end; ++c) at.set(c, value_at(tensor, data, c));
       }
     }
   }
+  pad_rows(to, first, last);
 }
 
 /// The same where the tensor is [columns][rows]: a column after another, as many as fit in the staging.
-void pack_columns(const ModelFolder& folder, const StoredTensor& tensor, int64_t from, const Matrix& to,
-                  int64_t first, int64_t last, std::vector<std::byte>& staging) {
+void pack_columns(TensorReader& reader, const StoredTensor& tensor, int64_t from, const Matrix& to,
+                  int64_t first, int64_t last) {
   const int64_t stored_rows = tensor.shape[1];
   const int64_t column_bytes = stored_rows * stored_bytes(tensor);
   const int64_t some = std::max<int64_t>(1, kStagingBytes / column_bytes);
   for (int64_t column = 0; column < to.columns; column += some) {
     const int64_t count = std::min(some, to.columns - column);
-    staging.resize(static_cast<size_t>(count * column_bytes));
-    folder.read(tensor, column * column_bytes, staging);
+    const std::byte* const stored = reader.read(tensor, column * column_bytes, count * column_bytes).data();
     for (int64_t row = first; row < last; ++row) {
       const PanelRow at(to, row);
       for (int64_t c = 0; c < count; ++c)
-        at.take(column + c, tensor, staging.data(), c * stored_rows + from + row - first);
+        at.take(column + c, tensor, stored, c * stored_rows + from + row - first);
     }
   }
+  pad_rows(to, first, last);
 }
 
 }  // namespace
@@ -123,19 +131,18 @@ Element element_of(const StoredTensor& tensor) {
 namespace {
 
 /// The panels in `range`, in the element in which they are stored; `to` is a view of these alone.
-void pack_as_stored(const ModelFolder& folder, const MatrixSpec& spec, const Matrix& to, PanelRange range,
-                    std::vector<std::byte>& staging) {
+void pack_as_stored(TensorReader& reader, const MatrixSpec& spec, const Matrix& to, PanelRange range) {
   const int64_t begin = range.first * kPanelRows, end = std::min(spec.rows(), range.last * kPanelRows);
   int64_t part_begin = 0;
   for (const Rows& part : spec.parts) {
-    const StoredTensor& tensor = *folder.find(part.tensor);
+    const StoredTensor& tensor = *reader.folder().find(part.tensor);
     const int64_t first = std::max(begin, part_begin), last = std::min(end, part_begin + part.count);
     if (spec.stored_transposed && first < last) {
-      pack_columns(folder, tensor, part.first + first - part_begin, to, first - begin, last - begin, staging);
+      pack_columns(reader, tensor, part.first + first - part_begin, to, first - begin, last - begin);
     } else {
       for (int64_t row = first; row < last;) {
         const int64_t next = std::min(last, round_up(row + 1, kPanelRows));
-        pack_rows(folder, tensor, part.first + row - part_begin, to, row - begin, next - begin, staging);
+        pack_rows(reader, tensor, part.first + row - part_begin, to, row - begin, next - begin);
         row = next;
       }
     }
@@ -166,12 +173,11 @@ Element element_of(const ModelFolder& folder, const MatrixSpec& spec) {
   return narrow ? Element::bf16 : Element::fp32;
 }
 
-bool pack_panels(const ModelFolder& folder, const MatrixSpec& spec, const Matrix& to, PanelRange range) {
-  std::vector<std::byte> staging;
-  const Element stored = element_of(folder, spec);
+bool pack_panels(TensorReader& reader, const MatrixSpec& spec, const Matrix& to, PanelRange range) {
+  const Element stored = element_of(reader.folder(), spec);
   const int64_t bytes = panel_bytes(stored, to.columns), rows = (range.last - range.first) * kPanelRows;
   if (to.element == stored) {
-    pack_as_stored(folder, spec, {stored, rows, to.columns, to.data + range.first * bytes}, range, staging);
+    pack_as_stored(reader, spec, {stored, rows, to.columns, to.data + range.first * bytes}, range);
     return true;
   }
   // A panel after another; all at once where a tensor is stored transposed, and each would read it whole.
@@ -181,7 +187,7 @@ bool pack_panels(const ModelFolder& folder, const MatrixSpec& spec, const Matrix
     const int64_t last = std::min(range.last, first + some);
     panels.assign(static_cast<size_t>((last - first) * bytes), std::byte{0});
     const Matrix view{stored, (last - first) * kPanelRows, to.columns, panels.data()};
-    pack_as_stored(folder, spec, view, {first, last}, staging);
+    pack_as_stored(reader, spec, view, {first, last});
     for (int64_t i = first; i < last; ++i) {
       if (!convert_panel(spec, stored, view.panel(i - first), to,
                          to.data + i * panel_bytes(to.element, to.columns)))

@@ -1,7 +1,7 @@
 // From stored rows to panels.
 #pragma once
 
-#include "inference/format/model_folder.h"
+#include "inference/format/tensor_reader.h"
 #include "inference/run/weights.h"
 
 namespace overspill::inference {
@@ -15,8 +15,8 @@ Element element_of(const ModelFolder& folder, const MatrixSpec& spec);
 /// Fills the panels in `range` of `to`, whose size and element are set, from the folder. The tensors were
 /// checked against the spec. False, with panels in no defined state, where `to` is coded and they do not fit
 /// (kernels/coded.h). Throws ModelError where it is int8 and a weight is not finite. Threads: any, with
-/// different ranges.
-[[nodiscard]] bool pack_panels(const ModelFolder& folder, const MatrixSpec& spec, const Matrix& to,
+/// different ranges and readers.
+[[nodiscard]] bool pack_panels(TensorReader& reader, const MatrixSpec& spec, const Matrix& to,
                                PanelRange range);
 
 /// As fp32, one part behind the other.

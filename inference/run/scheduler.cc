@@ -141,7 +141,7 @@ void Scheduler::plan() {
   const auto rows_max = model_->rows_max();
   const auto is_drawing = [](const std::unique_ptr<Text>& text) { return text->unread() == 1; };
   const int64_t drawing = std::ranges::count_if(running_, is_drawing);
-  int64_t guesses_left = (rows_max - drawing) / 2;
+  int64_t guesses_left = std::min((rows_max - drawing) / 2, kLogitsMax - std::ssize(running_));
   int64_t left = rows_max - drawing;
   // A pass that reads layers from disk costs about the same for one row and for all.
   int64_t slice_left = drawing > 0 && model_->streamed_bytes() == 0 ? kSliceRows : rows_max;

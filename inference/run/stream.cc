@@ -9,85 +9,183 @@
 #include "io/files.h"
 
 namespace overspill::inference {
+namespace {
 
-LayerStream::LayerStream(const ModelFolder& folder, std::vector<StreamedLayer> layers, int slots)
-    : folder_(folder), layers_(std::move(layers)) {
+// Two are enough for the disks that were measured; while some pack, the others' reads keep the disk busy.
+constexpr int kReaders = 4;
+constexpr int64_t kChunkBytes = int64_t{1} << 20;
+
+constexpr size_t kParts = static_cast<size_t>(Part::mixture) + 1;
+
+/// A matrix whose tensors are stored transposed is read whole for any of its panels.
+int64_t panels_at_once(const WantedMatrix& matrix) {
+  if (matrix.spec->stored_transposed) return matrix.to->panels();
+  return std::max<int64_t>(1, kChunkBytes / panel_bytes(matrix.to->element, matrix.to->columns));
+}
+
+}  // namespace
+
+LayerStream::LayerStream(const ModelFolder& folder, std::vector<StreamedPart> parts, int slots, int users)
+    : folder_(folder), parts_(std::move(parts)), users_(users), acquired_(static_cast<size_t>(users)) {
   int64_t largest = 0;
-  for (const StreamedLayer& layer : layers_) {
-    bytes_ += layer.read_bytes;
-    largest = std::max(largest, layer.bytes);
+  for (size_t i = 0; i < parts_.size(); ++i) {
+    const StreamedPart& part = parts_[i];
+    bytes_ += part.read_bytes;
+    largest = std::max(largest, part.bytes);
+    index_.resize(std::max(index_.size(), part.layer + 1), std::vector<int64_t>(kParts, -1));
+    index_[part.layer][static_cast<size_t>(part.part)] = static_cast<int64_t>(i);
   }
-  for (int i = 0; i < slots; ++i) slots_.emplace_back(largest);
+  for (int i = 0; i < slots; ++i) slots_.push_back({kernels::HostPages(largest)});
   try {
-    thread_ = std::thread([this] { serve(); });
+    for (int i = 0; i < kReaders; ++i) threads_.emplace_back([this] { serve(); });
   } catch (const std::system_error& error) {
-    throw io::no_threads(error, "reading layers ahead needs one");
+    end();
+    throw io::no_threads(error, "reading weights ahead needs some");
   }
 }
 
 LayerStream::~LayerStream() {
+  end();
+}
+
+void LayerStream::end() {
   {
     const std::lock_guard lock(mutex_);
     ends_ = true;
   }
   changed_.notify_all();
-  thread_.join();
+  for (std::thread& thread : threads_) thread.join();
 }
 
-bool LayerStream::has(size_t layer) const {
-  return std::ranges::find(layers_, layer, &StreamedLayer::layer) != layers_.end();
+int64_t LayerStream::index_of(size_t layer, Part part) const {
+  return layer < index_.size() ? index_[layer][static_cast<size_t>(part)] : -1;
 }
 
-void LayerStream::acquire(size_t layer) {
+bool LayerStream::acquire(int user, size_t layer, Part part) {
+  int64_t& mine = acquired_[static_cast<size_t>(user)];
   std::unique_lock lock(mutex_);
-  changed_.wait(lock, [&] { return filled_ > acquired_ || error_ != nullptr; });
-  if (filled_ <= acquired_) std::rethrow_exception(error_);
-  if (layers_[static_cast<size_t>(acquired_) % layers_.size()].layer != layer)
-    throw std::logic_error("layers are acquired in another order than they are read in");
-  ++acquired_;
+  changed_.wait(lock, [&] { return is_filled(mine) || mine >= failed_; });
+  if (mine >= failed_) return false;
+  if (mine % static_cast<int64_t>(parts_.size()) != index_of(layer, part))
+    throw std::logic_error("parts are acquired in another order than they are read in");
+  ++mine;
+  return true;
 }
 
-void LayerStream::release() {
+void LayerStream::release(int user) {
   {
     const std::lock_guard lock(mutex_);
+    // Every user has released the parts before this one.
+    if (--slot_of(acquired_[static_cast<size_t>(user)] - 1).users_left > 0) return;
     ++released_;
   }
   changed_.notify_all();
 }
 
-void LayerStream::serve() {
-  const auto slots = static_cast<int64_t>(slots_.size());
-  for (int64_t i = 0;; ++i) {
-    {
-      std::unique_lock lock(mutex_);
-      changed_.wait(lock, [&] { return ends_ || i - released_ < slots; });
-      if (ends_) return;
+std::exception_ptr LayerStream::error() const {
+  const std::lock_guard lock(mutex_);
+  return error_;
+}
+
+Reading LayerStream::reading() const {
+  const std::lock_guard lock(mutex_);
+  const Clock::duration busy = in_work_ > 0 ? busy_ + (Clock::now() - busy_since_) : busy_;
+  return {busy_bytes_, std::chrono::duration<double>(busy).count()};
+}
+
+Reading LayerStream::try_reading(double seconds) {
+  const Reading before = reading();
+  for (size_t i = 0; i < parts_.size() && reading().seconds - before.seconds < seconds; ++i) {
+    for (int user = 0; user < users_; ++user) {
+      if (!acquire(user, parts_[i].layer, parts_[i].part)) std::rethrow_exception(error());
+      release(user);
     }
+  }
+  const Reading after = reading();
+  begin_again();
+  return {after.bytes - before.bytes, after.seconds - before.seconds};
+}
+
+/// The next pass begins; what was read ahead of another place is read again when it is its turn.
+void LayerStream::begin_again() {
+  {
+    std::unique_lock lock(mutex_);
+    rests_ = true;
+    changed_.wait(lock, [&] { return in_work_ == 0; });
+    const int64_t parts = std::ssize(parts_), first = (next_.part / parts + 1) * parts;
+    next_ = {first, 0, {}};
+    released_ = first;
+    std::ranges::fill(acquired_, first);
+    rests_ = false;
+  }
+  changed_.notify_all();
+}
+
+void LayerStream::serve() {
+  TensorReader reader(folder_, ReadPath::direct);
+  while (const std::optional<Chunk> chunk = next_chunk()) {
+    const WantedMatrix& matrix = part_of(chunk->part).matrices[chunk->matrix];
     std::exception_ptr error;
     try {
-      fill(layers_[static_cast<size_t>(i) % layers_.size()], slots_[static_cast<size_t>(i % slots)].data());
+      if (!pack_panels(reader, *matrix.spec, *matrix.to, chunk->range))
+        throw std::logic_error("a matrix that may not fit is streamed");
     } catch (...) {
       error = std::current_exception();
     }
-    {
-      const std::lock_guard lock(mutex_);
-      error_ = error;
-      if (!error) ++filled_;
-    }
-    changed_.notify_all();
-    if (error) return;
+    end_chunk(*chunk, error);
   }
 }
 
-/// A layer's views are set here: nobody uses them until its acquire, nor after its release.
-void LayerStream::fill(const StreamedLayer& layer, std::byte* slot) {
-  for (const WantedMatrix& matrix : layer.matrices) {
-    matrix.to->data = slot;
-    if (!pack_panels(folder_, *matrix.spec, *matrix.to, {0, matrix.to->panels()}))
-      throw std::logic_error("a matrix that may not fit is streamed");
-    for (const Rows& part : matrix.spec->parts) folder_.forget(*folder_.find(part.tensor));
-    slot += aligned_bytes(*matrix.to);
+/// Waits for a free slot. Nothing: the threads are to end.
+std::optional<LayerStream::Chunk> LayerStream::next_chunk() {
+  std::unique_lock lock(mutex_);
+  changed_.wait(lock,
+                [&] { return ends_ || error_ || (!rests_ && next_.part - released_ < std::ssize(slots_)); });
+  if (ends_ || error_) return {};
+  const StreamedPart& part = part_of(next_.part);
+  if (next_.matrix == 0 && next_.range.first == 0) begin_part(part);
+  const WantedMatrix& matrix = part.matrices[next_.matrix];
+  const int64_t panels = matrix.to->panels();
+  next_.range.last = std::min(panels, next_.range.first + panels_at_once(matrix));
+  const Chunk taken = next_;
+  next_.range.first = next_.range.last;
+  if (next_.range.last == panels) next_ = {next_.part, next_.matrix + 1, {}};
+  if (next_.matrix == part.matrices.size()) next_ = {next_.part + 1, 0, {}};
+  if (in_work_++ == 0) busy_since_ = Clock::now();
+  return taken;
+}
+
+/// Its views are set here: nobody uses them until its acquire, nor after its release.
+void LayerStream::begin_part(const StreamedPart& part) {
+  Slot& slot = slot_of(next_.part);
+  slot.part = next_.part;
+  slot.users_left = users_;
+  slot.panels_left = 0;
+  std::byte* data = slot.memory.data();
+  for (const WantedMatrix& matrix : part.matrices) {
+    matrix.to->data = data;
+    data += aligned_bytes(*matrix.to);
+    slot.panels_left += matrix.to->panels();
   }
+}
+
+void LayerStream::end_chunk(const Chunk& chunk, const std::exception_ptr& error) {
+  {
+    const std::lock_guard lock(mutex_);
+    if (error) {
+      if (!error_ || chunk.part < failed_) error_ = error;
+      failed_ = std::min(failed_, chunk.part);
+    } else {
+      const int64_t panels = chunk.range.last - chunk.range.first;
+      slot_of(chunk.part).panels_left -= panels;
+      const StreamedPart& part = part_of(chunk.part);
+      const Matrix& matrix = *part.matrices[chunk.matrix].to;
+      busy_bytes_ += static_cast<double>(panels * panel_bytes(matrix.element, matrix.columns)) *
+                     static_cast<double>(part.read_bytes) / static_cast<double>(part.bytes);
+    }
+    if (--in_work_ == 0) busy_ += Clock::now() - busy_since_;
+  }
+  changed_.notify_all();
 }
 
 }  // namespace overspill::inference

@@ -1,10 +1,13 @@
-// Layers that are not held in memory: read anew for each pass, ahead of use.
+// Matrices that are not held in memory: read anew for each pass, ahead of use.
 #pragma once
 
+#include <chrono>
 #include <condition_variable>
 #include <cstdint>
 #include <exception>
+#include <limits>
 #include <mutex>
+#include <optional>
 #include <thread>
 #include <vector>
 
@@ -22,48 +25,108 @@ struct WantedMatrix {
   Matrix* to;
 };
 
-/// A layer's matrices, which lie behind each other in a slot.
-struct StreamedLayer {
+/// What a layer uses together, in the order in which it does.
+enum class Part : uint8_t { qkv, out, up, gate, down, mixture };
+
+/// The matrices of a part; in a slot they lie behind each other.
+struct StreamedPart {
   size_t layer = 0;
+  Part part = Part::qkv;
   std::vector<WantedMatrix> matrices;
   int64_t bytes = 0;       // in a slot
   int64_t read_bytes = 0;  // of the folder
 };
 
-/// Reads layers in the order of a pass, and again from the first, into a few slots of memory: as many layers
-/// ahead as there are free slots. What is read is packed as it would be for memory, so that a streamed model
-/// computes the same bits. Its thread reads; the kernel is asked to keep nothing of the files.
+/// Bytes that came from disk, and how long that took.
+struct Reading {
+  double bytes = 0;
+  double seconds = 0;
+};
+
+/// Reads parts of layers in the order of a pass, and again from the first, into a few slots of memory: as
+/// many parts ahead as there are free slots. What is read is packed as it would be for memory, so that a
+/// streamed model computes the same bits. Threads of its own read and pack, a few panels at a time, so that
+/// the disk has always something to do; they go past the kernel's page cache where the file system lets them.
 class LayerStream {
  public:
-  /// The folder, and the matrices that are pointed to, outlive this. Throws std::bad_alloc, or
-  /// io::StoreError where the machine refuses a thread.
-  LayerStream(const ModelFolder& folder, std::vector<StreamedLayer> layers, int slots);
+  /// `users`: threads that acquire and release every part. The folder, and the matrices that are pointed to,
+  /// outlive this. Throws std::bad_alloc, or io::StoreError where the machine refuses a thread.
+  LayerStream(const ModelFolder& folder, std::vector<StreamedPart> parts, int slots, int users);
   LayerStream(const LayerStream&) = delete;
   LayerStream& operator=(const LayerStream&) = delete;
   ~LayerStream();
 
-  /// Whether the layer is one of these; they come in the order given, each acquired and released once a pass.
-  bool has(size_t layer) const;
-  /// Returns when the layer's matrices are there, until its release. Throws what reading threw, from then on.
-  void acquire(size_t layer);
-  void release();  // of the layer acquired last
+  /// Whether the part is one of these. Each user acquires and releases them in the order given, all of them
+  /// in every pass.
+  bool has(size_t layer, Part part) const { return index_of(layer, part) >= 0; }
+  /// Returns when the part's matrices are there for this user, until its release. False, for every user,
+  /// where they could not be read, and so for every part that follows; error() says why.
+  bool acquire(int user, size_t layer, Part part);
+  void release(int user);  // of the part that it acquired last
+  std::exception_ptr error() const;
+
   /// What one pass reads.
   int64_t bytes() const { return bytes_; }
+  /// Reads as in a pass for so long, or for a whole one, and begins again from the first part. What was read
+  /// does not include times at which there was no free slot. Called between two passes. Throws what reading
+  /// threw.
+  Reading try_reading(double seconds);
 
  private:
+  using Clock = std::chrono::steady_clock;
+
+  /// A few panels of one matrix. Parts count since the beginning.
+  struct Chunk {
+    int64_t part = 0;
+    size_t matrix = 0;  // of the part
+    PanelRange range{};
+  };
+  struct Slot {
+    kernels::HostPages memory;
+    int64_t part = -1;        // that it holds, or is to hold
+    int64_t panels_left = 0;  // to be packed
+    int users_left = 0;       // that have not released it
+  };
+
+  int64_t index_of(size_t layer, Part part) const;
+  const StreamedPart& part_of(int64_t part) const {
+    return parts_[static_cast<size_t>(part) % parts_.size()];
+  }
+  Slot& slot_of(int64_t part) { return slots_[static_cast<size_t>(part) % slots_.size()]; }
+  bool is_filled(int64_t part) const {
+    const Slot& slot = slots_[static_cast<size_t>(part) % slots_.size()];
+    return slot.part == part && slot.panels_left == 0;
+  }
+  Reading reading() const;
+  void begin_again();
+  void end();
   void serve();
-  void fill(const StreamedLayer& layer, std::byte* slot);
+  std::optional<Chunk> next_chunk();
+  void begin_part(const StreamedPart& part);
+  void end_chunk(const Chunk& chunk, const std::exception_ptr& error);
 
   const ModelFolder& folder_;
-  const std::vector<StreamedLayer> layers_;
+  const std::vector<StreamedPart> parts_;
+  const int users_;
+  std::vector<std::vector<int64_t>> index_;  // [layer][part]: in parts_, or -1
   int64_t bytes_ = 0;
-  std::vector<kernels::HostPages> slots_;
-  std::mutex mutex_;
-  std::condition_variable changed_;
-  int64_t filled_ = 0, acquired_ = 0, released_ = 0;  // layers, since the beginning
+
+  mutable std::mutex mutex_;
+  mutable std::condition_variable changed_;
+  // What follows is guarded by the mutex.
+  std::vector<Slot> slots_;
+  std::vector<int64_t> acquired_;  // parts, by user; each changes its own
+  int64_t released_ = 0;           // parts, by all users
+  Chunk next_;                     // that a thread is to take, but for its end
+  int in_work_ = 0;                // chunks
+  Clock::time_point busy_since_;
+  Clock::duration busy_{};  // while some were in work
+  double busy_bytes_ = 0;   // of the folder
+  bool rests_ = false;      // nobody takes a chunk
   bool ends_ = false;
+  int64_t failed_ = std::numeric_limits<int64_t>::max();  // the first part that could not be read
   std::exception_ptr error_;
-  std::thread thread_;
+  std::vector<std::thread> threads_;
 };
 
 }  // namespace overspill::inference

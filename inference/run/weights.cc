@@ -36,7 +36,7 @@ class Loader {
       if (read(team, resident)) break;  // else some are now known not to fit, and take more room
     }
     weights.has_fp32 = has_fp32();
-    start_stream(weights);
+    start_stream(weights, team.size());
     if (!spec_.head) weights.head = weights.embedding;
     return weights;
   }
@@ -49,19 +49,26 @@ class Loader {
     norm(spec_.final_norm, weights.final_norm);
     weights.layers.resize(spec_.layers.size());
     top_ = take_wanted();
-    for (size_t i = 0; i < spec_.layers.size(); ++i) {
-      layer(spec_.layers[i], weights.layers[i]);
-      layers_.push_back({i, take_wanted()});
-    }
+    for (size_t i = 0; i < spec_.layers.size(); ++i)
+      layer(spec_.layers[i], weights.layers[i], [&](Part part) { end_part(i, part); });
   }
 
-  void layer(const Layer& spec, LayerWeights& to) {
+  /// What was wanted since the end of the part before.
+  void end_part(size_t layer, Part part) {
+    parts_.push_back({.layer = layer, .part = part, .matrices = take_wanted()});
+  }
+
+  /// Calls end(part) behind the matrices of each part, in the order in which a pass uses them.
+  template <class End>
+  void layer(const Layer& spec, LayerWeights& to, End end) {
     norm(spec.attention_norm, to.attention_norm);
     matrix(spec.attention.qkv, to.qkv);
+    end(Part::qkv);
     to.qkv_bias = vector(spec.attention.qkv_bias);
     if (spec.attention.query_norm) norm(*spec.attention.query_norm, to.query_norm);
     if (spec.attention.key_norm) norm(*spec.attention.key_norm, to.key_norm);
     matrix(spec.attention.out, to.out);
+    end(Part::out);
     to.out_bias = vector(spec.attention.out_bias);
     if (spec.after_attention) norm(*spec.after_attention, to.after_attention);
     norm(spec.feed_forward_norm, to.feed_forward_norm);
@@ -69,18 +76,26 @@ class Loader {
       auto& made = to.feed_forward.emplace<MixtureWeights>();
       exact_matrix(mixture->router, made.router);
       made.experts.resize(mixture->experts.size());
-      for (size_t i = 0; i < made.experts.size(); ++i) dense(mixture->experts[i], made.experts[i]);
+      for (size_t i = 0; i < made.experts.size(); ++i)
+        dense(mixture->experts[i], made.experts[i], [](Part) {});
+      end(Part::mixture);
     } else {
-      dense(std::get<Dense>(spec.feed_forward), to.feed_forward.emplace<DenseWeights>());
+      dense(std::get<Dense>(spec.feed_forward), to.feed_forward.emplace<DenseWeights>(), end);
     }
     if (spec.after_feed_forward) norm(*spec.after_feed_forward, to.after_feed_forward);
   }
 
-  void dense(const Dense& spec, DenseWeights& to) {
-    if (spec.gate) matrix(*spec.gate, to.gate.emplace());
+  template <class End>
+  void dense(const Dense& spec, DenseWeights& to, End end) {
     matrix(spec.up, to.up);
+    end(Part::up);
+    if (spec.gate) {
+      matrix(*spec.gate, to.gate.emplace());
+      end(Part::gate);
+    }
     to.up_bias = vector(spec.up_bias);
     matrix(spec.down, to.down);
+    end(Part::down);
     to.down_bias = vector(spec.down_bias);
   }
 
@@ -200,18 +215,18 @@ class Loader {
     if (matrix.element == Element::coded) matrix.element = Element::bf16;
     return matrix;
   }
-  static int64_t streamed_bytes_of(const StreamedLayer& layer) {
+  static int64_t streamed_bytes_of(const StreamedPart& part) {
     int64_t bytes = 0;
-    for (const WantedMatrix& matrix : layer.matrices) bytes += aligned_bytes(when_streamed(*matrix.to));
+    for (const WantedMatrix& matrix : part.matrices) bytes += aligned_bytes(when_streamed(*matrix.to));
     return bytes;
   }
 
   /// Gives every matrix that stays its memory, and returns those.
   std::vector<WantedMatrix> place(Weights& weights, int64_t bytes_max) {
     std::vector<WantedMatrix> resident = top_;
-    stays_ = layers_that_stay(bytes_max);
-    for (size_t i = 0; i < layers_.size(); ++i) {
-      if (stays_[i]) resident.insert(resident.end(), layers_[i].matrices.begin(), layers_[i].matrices.end());
+    stays_ = parts_that_stay(bytes_max);
+    for (size_t i = 0; i < parts_.size(); ++i) {
+      if (stays_[i]) resident.insert(resident.end(), parts_[i].matrices.begin(), parts_[i].matrices.end());
     }
     weights.memory = kernels::HostPages();  // the one of another try
     weights.memory = kernels::HostPages(bytes_of(resident));
@@ -226,10 +241,14 @@ class Loader {
   /// Reads the matrices. False where some do not fit, which are bf16 from then on.
   bool read(Team& team, const std::vector<WantedMatrix>& matrices) const {
     std::vector<std::atomic<bool>> misfits(matrices.size());
+    // Where not all fits, the page cache has no room for a copy.
+    const bool all_stay = std::ranges::all_of(stays_, [](bool stays) { return stays; });
+    const ReadPath path = all_stay ? ReadPath::cached : ReadPath::direct;
     team.run([&](int thread) {
+      TensorReader reader(folder_, path);
       for (size_t i = 0; i < matrices.size(); ++i) {
         const Matrix& to = *matrices[i].to;
-        if (!pack_panels(folder_, *matrices[i].spec, to, own_panels(to.panels(), thread, team.size())))
+        if (!pack_panels(reader, *matrices[i].spec, to, own_panels(to.panels(), thread, team.size())))
           misfits[i] = true;
       }
     });
@@ -244,48 +263,57 @@ class Loader {
 
   bool has_fp32() const {
     const auto wide = [](const WantedMatrix& matrix) { return matrix.to->element == Element::fp32; };
-    return std::ranges::any_of(top_, wide) || std::ranges::any_of(layers_, [&](const StreamedLayer& layer) {
-             return std::ranges::any_of(layer.matrices, wide);
+    return std::ranges::any_of(top_, wide) || std::ranges::any_of(parts_, [&](const StreamedPart& part) {
+             return std::ranges::any_of(part.matrices, wide);
            });
   }
 
-  void start_stream(Weights& weights) {
-    std::vector<StreamedLayer> streamed;
-    for (size_t i = 0; i < layers_.size(); ++i) {
+  void start_stream(Weights& weights, int users) {
+    std::vector<StreamedPart> streamed;
+    for (size_t i = 0; i < parts_.size(); ++i) {
       if (stays_[i]) continue;
-      StreamedLayer& layer = streamed.emplace_back(layers_[i]);
-      for (const WantedMatrix& matrix : layer.matrices) *matrix.to = when_streamed(*matrix.to);
-      layer.bytes = bytes_of(layer.matrices);
-      layer.read_bytes = stored_bytes_of(layer.matrices);
+      StreamedPart& part = streamed.emplace_back(parts_[i]);
+      for (const WantedMatrix& matrix : part.matrices) *matrix.to = when_streamed(*matrix.to);
+      part.bytes = bytes_of(part.matrices);
+      part.read_bytes = stored_bytes_of(part.matrices);
     }
     if (streamed.empty()) return;
-    for (const StoredTensor& tensor : folder_.tensors()) folder_.forget(tensor);
-    weights.stream = std::make_unique<LayerStream>(folder_, std::move(streamed), kSlots);
+    weights.stream = std::make_unique<LayerStream>(folder_, std::move(streamed), kSlots, users);
   }
 
-  /// All, or as many as fit beside the slots, evenly apart: while one is computed the next is read.
-  std::vector<bool> layers_that_stay(int64_t bytes_max) const {
-    int64_t all = 0, largest = 0, slot = 0;
-    for (const StreamedLayer& layer : layers_) {
-      const int64_t bytes = bytes_of(layer.matrices);
-      all += bytes;
-      largest = std::max(largest, bytes);
-      slot = std::max(slot, streamed_bytes_of(layer));
+  /// All, or what fits beside the slots. Spread evenly over the pass, so that while some are computed the
+  /// next are read; then what still fits.
+  std::vector<bool> parts_that_stay(int64_t bytes_max) const {
+    int64_t all = 0, slot = 0;
+    std::vector<int64_t> bytes;  // of each part, where it stays
+    for (const StreamedPart& part : parts_) {
+      bytes.push_back(bytes_of(part.matrices));
+      all += bytes.back();
+      slot = std::max(slot, streamed_bytes_of(part));
     }
     const int64_t top = bytes_of(top_);
-    const auto count = static_cast<int64_t>(layers_.size());
-    if (top + all <= bytes_max) return std::vector<bool>(layers_.size(), true);
+    if (top + all <= bytes_max) return std::vector<bool>(parts_.size(), true);
     const int64_t room = bytes_max - top - kSlots * slot;
     if (room < 0) {
       throw NoRoom(
           fmt::format("{}: {} bytes are left for its weights, and they need at least {}: {} for the "
-                      "embedding and the head, "
-                      "and two layers of {}; give a larger budget",
-                      folder_.path().string(), bytes_max, top + kSlots * slot, top, slot));
+                      "embedding and the head, and {} parts of a layer of {}; give a larger budget",
+                      folder_.path().string(), bytes_max, top + kSlots * slot, top, kSlots, slot));
     }
-    const int64_t stay = std::min(count, room / largest);
-    std::vector<bool> stays;
-    for (int64_t i = 0; i < count; ++i) stays.push_back((i + 1) * stay / count > i * stay / count);
+    std::vector<bool> stays(parts_.size());
+    const double share = static_cast<double>(room) / static_cast<double>(all);
+    int64_t stay = 0;
+    const auto take = [&](size_t i, double most) {
+      if (stays[i] || static_cast<double>(stay + bytes[i]) > most) return;
+      stays[i] = true;
+      stay += bytes[i];
+    };
+    int64_t seen = 0;
+    for (size_t i = 0; i < parts_.size(); ++i) {
+      seen += bytes[i];
+      take(i, share * static_cast<double>(seen));
+    }
+    for (size_t i = 0; i < parts_.size(); ++i) take(i, static_cast<double>(room));
     return stays;
   }
 
@@ -299,8 +327,8 @@ class Loader {
   const WeightFormat format_;
   std::vector<WantedMatrix> wanted_;  // since the last take
   std::vector<WantedMatrix> top_;     // embedding, positions, head
-  std::vector<StreamedLayer> layers_;
-  std::vector<bool> stays_;  // by layer
+  std::vector<StreamedPart> parts_;   // of the layers, in the order of a pass
+  std::vector<bool> stays_;           // by part
   std::unordered_map<std::string, Use> used_;
 };
 

@@ -1,7 +1,8 @@
-"""Training inside a memory limit of the kernel under which the same training in RAM alone is killed."""
+"""Training, and running a model, inside a memory limit of the kernel under which the same in RAM alone is killed."""
 
 import contextlib
 import os
+import re
 import signal
 from pathlib import Path
 
@@ -52,3 +53,29 @@ def test_trains_where_ram_alone_is_killed(bench, tmp_path):
         assert process.returncode == 0, f"{process.returncode}\n{out}\n{err}"
     records = tiny.log(tmp_path / "disk")
     assert len(records) == 2 and records[-1]["nvme_written_bytes"] > 100 << 20
+
+
+BUDGET = 420 << 20  # of a whole process, of which the interpreter, torch and transformers have more than half
+BESIDE = 64 << 20  # what a process may take beside its budget
+
+
+def test_a_model_is_run_within_its_budget(tmp_path):
+    """A model of about 300 MB."""
+    bench = tiny.Bench(tmp_path)
+    folder = tiny.make_model(tmp_path / "large", bench.texts, hidden=1024, layers=16, dropout=0.0)
+    weights = (folder / "model.safetensors").stat().st_size
+    command = ["generate", "--model", folder, "--prompt", "the bird", "--max-new-tokens", "3"]
+    process = bench.start(command)
+    wanted, err = process.communicate(timeout=240)
+    assert process.returncode == 0, err
+    with limited(BUDGET + BESIDE) as join:
+        process = bench.start(command, preexec_fn=join)
+        out, err = process.communicate(timeout=240)
+        assert process.returncode == -signal.SIGKILL, f"{process.returncode}\n{out}\n{err}"
+
+        process = bench.start([*command, "--budget", str(BUDGET)], preexec_fn=join)
+        out, err = process.communicate(timeout=240)
+        assert process.returncode == 0, f"{process.returncode}\n{out}\n{err}"
+    assert out == wanted and "tokens a second are expected" in err
+    stay = re.search(r"overspill: ([\d.]+) MiB of the weights stay in memory, ([\d.]+) MiB are read", err)
+    assert 0 < float(stay[1]) * 2**20 < weights and float(stay[2]) > 0, err

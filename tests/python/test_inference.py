@@ -386,6 +386,7 @@ def test_a_budget_changes_no_bit(family):
         streamed.append(model.streamed_bytes)
         for _ in range(3):
             assert torch.equal(model.logits(ids_of()), wanted)
+            assert model.expected_tokens_per_second() > 0  # reads for a while, and begins again
     assert streamed[0] > streamed[-1] == 0 and streamed == sorted(streamed, reverse=True)
     if whole.family == "gemma3_text":  # of seven layers some stay; of three either none or all
         assert streamed[0] > streamed[1] > streamed[2] > 0

@@ -405,7 +405,9 @@ class InferenceModel:
         threads: typing.SupportsInt | typing.SupportsIndex,
         budget_bytes: typing.SupportsInt | typing.SupportsIndex | None,
         positions: typing.SupportsInt | typing.SupportsIndex,
+        rows: typing.SupportsInt | typing.SupportsIndex,
     ) -> None: ...
+    def seconds_a_pass(self) -> float: ...
     @property
     def context(self) -> int: ...
     @property

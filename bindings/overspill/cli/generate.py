@@ -23,6 +23,7 @@ from overspill.cli.common import (
     size,
 )
 from overspill.cli.output import warn
+from overspill.memory import human, left_of
 
 
 def options(parser: argparse.ArgumentParser) -> None:
@@ -37,7 +38,7 @@ def options(parser: argparse.ArgumentParser) -> None:
         "--budget",
         type=size,
         metavar="SIZE",
-        help="memory for weights, cache and buffers, e.g. 1200MiB; the layers it does not hold are read for each token "
+        help="memory of the whole process, e.g. 1200MiB; the weights that it does not hold are read for each token "
         "(default: all stay in memory)",
     )
 
@@ -46,23 +47,23 @@ def run(args: argparse.Namespace) -> int:
     folder = model_folder(args.model)
     quiet_transformers()
     from overspill import inference
-    from overspill.memory import human
 
     tokenizer = load_tokenizer(folder)
     ids = _ids(tokenizer, args.prompt)
     try:
         # The last token is drawn and never read.
         positions = len(ids) + args.max_new_tokens - 1
-        model = inference.load(folder, budget=args.budget, positions=min(positions, inference.MOST_POSITIONS))
+        budget = None if args.budget is None else left_of(args.budget)
+        model = inference.load(folder, budget=budget, positions=min(positions, inference.MOST_POSITIONS))
     except inference.UnknownModel as reason:
         if args.budget is not None:
             raise CliError(f"--budget is for the models of overspill.inference, and {reason}") from None
         warn(f"overspill: --model {folder} is run by transformers, because {reason}")
         return _by_transformers(folder, tokenizer, ids, args)
-    if model.streamed_bytes:
+    if args.budget is not None:
         warn(
             f"overspill: {human(model.weight_bytes)} of the weights stay in memory, {human(model.streamed_bytes)} are "
-            "read for each token"
+            f"read for each token; about {model.expected_tokens_per_second():.3g} tokens a second are expected"
         )
     count = model.context if model.has_position_table else None
     fits.check_ids(tokenizer, ids, model.vocabulary, count, args.max_new_tokens, str(folder))
