@@ -92,6 +92,13 @@ def _convert(path: Path, encoding: str) -> str:
     return f"iconv -f {encoding} -t UTF-8 {name} > NEW"
 
 
+def whole_text(path: Path) -> str:
+    """A file's text. Raises DataError where it is no text in UTF-8, OSError."""
+    if not _is_text(path):
+        raise DataError(f"{path} has NUL bytes: it is no text")
+    return "".join(_pieces(path))
+
+
 def _pieces(path: Path) -> Iterator[str]:
     """A file's text in pieces of about PIECE_BYTES that end with a line. Raises DataError where it is no UTF-8."""
     with path.open(encoding="utf-8", newline="") as file:
