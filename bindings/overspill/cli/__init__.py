@@ -12,7 +12,7 @@ from overspill.cli.common import CliError, describe
 from overspill.cli.completion import add_completion
 from overspill.cli.output import warn
 
-COMMANDS = ("init", "doctor", "plan", "train", "verify", "merge", "generate", "evaluate", "config")
+COMMANDS = ("init", "doctor", "plan", "train", "verify", "merge", "generate", "chat", "evaluate", "config")
 
 EXAMPLES = """examples:
   overspill init --nvme /mnt/disk
@@ -23,6 +23,7 @@ EXAMPLES = """examples:
   overspill verify runs/first/checkpoints/step-000040
   overspill merge runs/first/checkpoints/step-000040 ./tuned --dtype bf16
   overspill generate --model ./tuned --prompt "def "
+  overspill chat --model ./tuned
   overspill evaluate --model ./tuned --against ./smollm2 --text heldout.txt
 """
 

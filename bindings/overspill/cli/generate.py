@@ -22,7 +22,7 @@ from overspill.cli.common import (
     seed,
     size,
 )
-from overspill.cli.output import warn
+from overspill.cli.output import harmless, warn
 from overspill.memory import human, left_of
 
 
@@ -71,7 +71,7 @@ def run(args: argparse.Namespace) -> int:
         ids, max_new_tokens=args.max_new_tokens, temperature=args.temperature, seed=args.seed
     )
     for piece in inference.Text(tokenizer).pieces(itertools.chain(ids, written)):
-        print(piece, end="", flush=True)
+        print(harmless(piece) if sys.stdout.isatty() else piece, end="", flush=True)
     print(flush=True)
     return 0
 

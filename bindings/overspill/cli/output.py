@@ -19,6 +19,15 @@ def warn(text: str) -> None:
     _print(text, "stderr")
 
 
+# All of C0 and C1 but tab and line feed: a terminal obeys them.
+_CONTROLS = dict.fromkeys({*range(0x20), *range(0x7F, 0xA0)} - {0x09, 0x0A})
+
+
+def harmless(text: str) -> str:
+    """What a model wrote, without the characters by which a text can command a terminal."""
+    return text.translate(_CONTROLS)
+
+
 def _print(text: str, name: str) -> None:
     try:
         print(text, file=getattr(sys, name), flush=True)
