@@ -35,6 +35,7 @@ setup-all: setup
 
 setup-test: setup-all
 	@tools/setup --test || echo "setup: going on; tests that need what is missing are skipped"
+	@tools/setup --browser || echo "setup: going on; the page of overspill serve is not tested in a browser"
 
 test: setup-test build-all test-cpp test-python  ## C++ and Python tests: 12 minutes on 2 fast cores, 30 on slow ones
 

@@ -259,7 +259,8 @@ def main() -> int:
     result = measure(job)
     command("merge", result.pop("checkpoint"), str(merged), "--dtype", "bf16")
     print("completion:", flush=True)
-    sampling = ("--max-new-tokens", "64", "--temperature", "0.6", "--seed", "1")
+    # A budget makes it certain that Overspill writes it: where transformers has to run a model, one is refused.
+    sampling = ("--max-new-tokens", "64", "--temperature", "0.6", "--seed", "1", "--budget", job.host_budget)
     completion = command("generate", "--model", str(merged), "--prompt", "def ", *sampling).rstrip()
     report(result, merged)
     result.pop("plot")

@@ -8,7 +8,14 @@ from types import ModuleType
 from ._core import OverspillError
 
 # package: the extra that brings it
-EXTRAS = {"transformers": "hf", "rich": "cli", "shtab": "cli", "matplotlib": "plot"}
+EXTRAS = {
+    "transformers": "hf",
+    "rich": "cli",
+    "shtab": "cli",
+    "matplotlib": "plot",
+    "uvicorn": "serve",
+    "starlette": "serve",
+}
 
 
 class MissingExtra(ImportError, OverspillError):

@@ -12,7 +12,19 @@ from overspill.cli.common import CliError, describe
 from overspill.cli.completion import add_completion
 from overspill.cli.output import warn
 
-COMMANDS = ("init", "doctor", "plan", "train", "verify", "merge", "generate", "chat", "evaluate", "config")
+COMMANDS = (
+    "init",
+    "doctor",
+    "plan",
+    "train",
+    "verify",
+    "merge",
+    "generate",
+    "chat",
+    "serve",
+    "evaluate",
+    "config",
+)
 
 EXAMPLES = """examples:
   overspill init --nvme /mnt/disk
@@ -24,6 +36,7 @@ EXAMPLES = """examples:
   overspill merge runs/first/checkpoints/step-000040 ./tuned --dtype bf16
   overspill generate --model ./tuned --prompt "def "
   overspill chat --model ./tuned
+  overspill serve --model ./tuned
   overspill evaluate --model ./tuned --against ./smollm2 --text heldout.txt
 """
 
