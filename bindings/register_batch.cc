@@ -1,10 +1,14 @@
 // Batches of texts (inference/run/batch.h). Every call that may wait releases the GIL.
+#include <pybind11/functional.h>
 #include <pybind11/stl.h>
 
 #include <chrono>
+#include <functional>
 #include <map>
 #include <memory>
 #include <optional>
+#include <span>
+#include <stdexcept>
 #include <string>
 #include <utility>
 #include <vector>
@@ -33,13 +37,32 @@ std::shared_ptr<Batch> open(std::shared_ptr<inference::Model> model, int64_t tex
           }};
 }
 
+/// A constraint in Python: called with how many tokens the text has, the last of them, and where the logits
+/// are.
+using Excluding = std::function<void(int64_t, int32_t, uintptr_t, int64_t)>;
+
+inference::Constraint constraint_of(Excluding excluding) {
+  if (!excluding) return {};
+  return [excluding = std::move(excluding)](std::span<const int32_t> history, std::span<float> logits) {
+    const py::gil_scoped_acquire held;
+    try {
+      excluding(static_cast<int64_t>(history.size()), history.back(),
+                reinterpret_cast<uintptr_t>(logits.data()), static_cast<int64_t>(logits.size()));
+    } catch (const py::error_already_set& error) {
+      throw std::invalid_argument(error.what());  // ends this text, and not the batch
+    }
+  };
+}
+
 std::shared_ptr<Answer> submit(Batch& batch, std::vector<int32_t> tokens, int64_t max_new_tokens,
                                float temperature, int64_t top_k, float top_p, float min_p, float repetition,
                                uint64_t seed, std::vector<std::pair<int32_t, float>> bias,
-                               std::vector<int32_t> end_tokens, int64_t log_probabilities, int64_t lookup) {
+                               std::vector<int32_t> end_tokens, int64_t log_probabilities, int64_t lookup,
+                               Excluding constraint) {
   return batch.submit({.tokens = std::move(tokens),
                        .new_tokens_max = max_new_tokens,
-                       .sampling = {temperature, top_k, top_p, min_p, repetition, seed, std::move(bias)},
+                       .sampling = {temperature, top_k, top_p, min_p, repetition, seed, std::move(bias),
+                                    constraint_of(std::move(constraint))},
                        .end_tokens = std::move(end_tokens),
                        .log_probabilities = log_probabilities,
                        .lookup = lookup});
@@ -85,7 +108,7 @@ void register_batch(py::module_& m) {
       .def("submit", &submit, py::kw_only(), py::arg("tokens"), py::arg("max_new_tokens"),
            py::arg("temperature"), py::arg("top_k"), py::arg("top_p"), py::arg("min_p"),
            py::arg("repetition"), py::arg("seed"), py::arg("bias"), py::arg("end_tokens"),
-           py::arg("log_probabilities"), py::arg("lookup"), Released())
+           py::arg("log_probabilities"), py::arg("lookup"), py::arg("constraint"), Released())
       .def("close", &Batch::close, Released())
       .def_property_readonly("counts", [](const Batch& self) {
         const auto counts = self.counts();

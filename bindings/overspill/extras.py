@@ -15,6 +15,7 @@ EXTRAS = {
     "matplotlib": "plot",
     "uvicorn": "serve",
     "starlette": "serve",
+    "llguidance": "serve",
 }
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from . import _core
@@ -31,6 +31,11 @@ _SIGNALS_SECONDS = 0.1  # a thread that waits looks so often whether Ctrl-C was 
 LogProbability = tuple[int, float, list[tuple[int, float]]]
 """A token, the natural logarithm of its probability, and (token, logarithm) of the likeliest tokens at its place, the
 likeliest first. Probabilities are the model's, before temperature and the other options change them."""
+
+
+Constraint = Callable[[int, int, int, int], None]
+"""Called before each token is drawn, by the batch's thread, with how many tokens the text has, the last of them, and
+the address and number of the fp32 logits, of which it sets those of excluded tokens to -infinity."""
 
 
 class Answer:
@@ -124,11 +129,13 @@ class Batch:
         end_tokens: Iterable[int] | None = None,
         log_probabilities: int = 0,
         lookup: int = 0,
+        constraint: Constraint | None = None,
     ) -> Answer:
         """Asks for what follows the prompt, and returns at once. The answer has the tokens that `Model.tokens` has with
         the same options; see there.
 
-        log_probabilities: of the token that is drawn and of the likeliest so many; 0 for none.
+        log_probabilities: of the token that is drawn and of the likeliest so many; 0 for none. constraint: excludes
+        tokens that may not come next; what it raises is a ValueError of this answer alone.
         Raises QueueFull where as many requests wait as may; ValueError for a prompt without tokens, one that does not
         fit the cache with its answer, or a value that is out of range; RuntimeError after `close`.
         """
@@ -149,6 +156,7 @@ class Batch:
             end_tokens=sorted(set(ends)),
             log_probabilities=log_probabilities,
             lookup=lookup,
+            constraint=constraint,
         )
         return Answer(core, log_probabilities > 0)
 

@@ -74,6 +74,7 @@ void Sampler::adjust(std::span<const int32_t> history) {
     }
   }
   for (const auto& [token, bias] : sampling_.bias) logits_[in_vocabulary(token)] += bias;
+  if (sampling_.constraint) sampling_.constraint(history, logits_);
 }
 
 void Sampler::keep_likely() {

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <random>
 #include <span>
 #include <utility>
@@ -9,8 +10,12 @@
 
 namespace overspill::inference {
 
-/// In the order of transformers' processors: repetition, then bias, then temperature, then top-k, top-p and
-/// min-p.
+/// Excludes tokens that may not come next, by logits of -infinity. `history`: as of `Sampler::draw`. Called
+/// by the thread that draws, once for each token. Throws std::invalid_argument.
+using Constraint = std::function<void(std::span<const int32_t> history, std::span<float> logits)>;
+
+/// In the order of transformers' processors: repetition, then bias and the constraint, then temperature, then
+/// top-k, top-p and min-p.
 struct Sampling {
   float temperature = 0;  // 0: the likeliest token, the first of equal ones
   int64_t top_k = 0;      // 0: all
@@ -19,6 +24,7 @@ struct Sampling {
   float repetition = 1;   // divides positive logits of tokens in the text, multiplies others (Keskar 2019)
   uint64_t seed = 0;
   std::vector<std::pair<int32_t, float>> bias{};  // added to a token's logit
+  Constraint constraint{};
 };
 
 /// Draws token after token of one text: the same seed, logits and history give the same tokens.

@@ -73,6 +73,21 @@ TEST(Sampler, RepetitionAndBias) {
   EXPECT_EQ(without.draw(kLogits, {}), 3);
 }
 
+TEST(Sampler, AConstraintExcludes) {
+  std::vector<std::vector<int32_t>> histories;
+  const auto only_3 = [&](std::span<const int32_t> history, std::span<float> logits) {
+    histories.emplace_back(history.begin(), history.end());
+    for (size_t i = 0; i < logits.size(); ++i) {
+      if (i != 3) logits[i] = -INFINITY;
+    }
+  };
+  for (const float temperature : {0.0f, 5.0f}) {
+    Sampler sampler({.temperature = temperature, .bias = {{4, 100.0f}}, .constraint = only_3});
+    EXPECT_EQ(sampler.draw(kLogits, std::vector<int32_t>{7, 8}), 3);
+  }
+  EXPECT_EQ(histories, (std::vector<std::vector<int32_t>>{{7, 8}, {7, 8}}));
+}
+
 TEST(Sampler, ASeedGivesTheSameTokens) {
   Sampler a({.temperature = 1, .seed = 5}), b({.temperature = 1, .seed = 5}),
       c({.temperature = 1, .seed = 6});

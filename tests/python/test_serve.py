@@ -283,6 +283,82 @@ def test_bias_and_seeds(server):
     assert unseeded[0] != unseeded[1]
 
 
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "bird": {"type": "string", "maxLength": 12},
+        "count": {"type": "integer", "minimum": 3, "maximum": 5},
+        "kind": {"enum": ["tree", "stone"]},
+    },
+    "required": ["bird", "count", "kind"],
+    "additionalProperties": False,
+}
+
+
+def fitting(schema=None, **more):
+    format_ = {
+        "type": "json_schema",
+        "json_schema": {"name": "x", "strict": True, "schema": schema or SCHEMA},
+    }
+    return chat(response_format=format_, max_tokens=200, **more)
+
+
+@pytest.mark.parametrize("temperature", [0, 2])
+def test_an_answer_fits_its_schema_though_the_model_knows_nothing(temperature, server):
+    plain = server.post(CHAT, chat(max_tokens=50, temperature=temperature, seed=1))[2]
+    said = []
+
+    def ask(seed):
+        said.append(server.post(CHAT, fitting(temperature=temperature, seed=seed))[2])
+
+    threads = [threading.Thread(target=ask, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(said) == 4
+    for found in said:
+        (choice,) = found["choices"]
+        value = json.loads(choice["message"]["content"])
+        assert choice["finish_reason"] == "stop" and value.keys() == SCHEMA["properties"].keys()
+        assert value["count"] in (3, 4, 5) and value["kind"] in ("tree", "stone") and len(value["bird"]) <= 12
+    # Others are not excluded by it.
+    again = server.post(CHAT, chat(max_tokens=50, temperature=temperature, seed=1))[2]
+    assert again["choices"][0]["message"] == plain["choices"][0]["message"]
+
+
+def test_an_object_and_what_is_no_schema(server):
+    body = chat(response_format={"type": "json_object"}, max_tokens=200, temperature=2, seed=3)
+    (choice,) = server.post(CHAT, body)[2]["choices"]
+    assert choice["message"]["content"].startswith("{")
+    if choice["finish_reason"] == "stop":
+        assert isinstance(json.loads(choice["message"]["content"]), dict)
+    for wrong in ({"type": "strange"}, {"type": "string", "pattern": "("}):
+        status, _, found = server.post(CHAT, fitting(wrong))
+        assert status == 400 and found["error"]["param"] == "response_format"
+        assert found["error"]["message"].startswith("response_format: ")
+
+
+def test_a_constraint_that_raises_ends_its_answer_alone(model):
+    calls = []
+
+    def constraint(length, last, address, count):
+        calls.append((length, last))
+        if len(calls) == 3:
+            raise RuntimeError("on purpose")
+
+    ids = model.encode("the bird")
+    with inference.Batch(model, texts=2, positions=512) as batch:
+        other = batch.submit(ids, max_new_tokens=20, end_tokens=())
+        answer = batch.submit(ids, max_new_tokens=20, end_tokens=(), constraint=constraint)
+        drawn = [answer.next(), answer.next()]
+        with pytest.raises(ValueError, match="on purpose"):
+            answer.next()
+        assert answer.finish_reason == "failed" and len(list(other)) == 20
+    lengths = [len(ids), len(ids) + 1, len(ids) + 2]
+    assert calls == list(zip(lengths, [ids[-1], *drawn]))
+
+
 def test_many_at_once_are_each_as_alone(server, model):
     found, prompts = {}, {seed: f"the bird {tiny.WORDS[seed]}" for seed in range(5)}
 

@@ -144,7 +144,7 @@ def test_under_load_no_token_is_wrong_and_nothing_is_left(tmp_path):
         ids = model.encode(prompt)
         pieces = inference.Text(model.tokenizer).pieces(model.tokens(ids, **options))
         wanted[prompt, seed, count] = "".join(pieces)
-    arguments = ("--texts", TEXTS, "--waiting", WAITING, "--positions", 4096)
+    arguments = ("--texts", TEXTS, "--waiting", WAITING, "--positions", 4096, "--grace", 300)
     with http_server.Server(folder, *arguments) as server:
         load = Load(server, wanted)
         work = [(load.client, number) for number in range(CLIENTS)] + [(load.too_large,), (load.burst,)]

@@ -514,6 +514,7 @@ class InferenceBatch:
         end_tokens: collections.abc.Sequence[typing.SupportsInt | typing.SupportsIndex],
         log_probabilities: typing.SupportsInt | typing.SupportsIndex,
         lookup: typing.SupportsInt | typing.SupportsIndex,
+        constraint: collections.abc.Callable[[int, int, int, int], None],
     ) -> InferenceAnswer: ...
     @property
     def counts(self) -> dict[str, int]: ...

@@ -25,11 +25,13 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from .._core import OverspillError
+from ..extras import MissingExtra
 from . import asked as requests
 from .answering import Piece, Written
 from .asked import Asked
 from .errors import ApiError
 from .formats import Form, event
+from .schema import Schema, Schemas
 
 if TYPE_CHECKING:
     from ..inference import Model
@@ -74,6 +76,7 @@ class App:
         self._key, self._hosts = key, hosts
         self._sampling = {"temperature": 1.0, **(sampling or {})}
         # A tokenizer cannot be used by two threads at a time: one makes tokens, the event loop makes texts.
+        self._schemas = Schemas(model)  # the encoder's
         self._encoder = ThreadPoolExecutor(1, "overspill-encode")
         self._tokenizer = copy.deepcopy(model.tokenizer)
         self._threads = ThreadPoolExecutor(limits.texts + limits.waiting + 1, "overspill-answer")
@@ -203,8 +206,8 @@ class App:
             asked = parse(requests.parse(await self._body(request)))
             self._check_model(asked.model)
             loop = asyncio.get_running_loop()
-            ids = await loop.run_in_executor(self._encoder, self._encode, asked)
-            written = self._submit(asked, ids)
+            ids, schema = await loop.run_in_executor(self._encoder, self._encode, asked)
+            written = self._submit(asked, ids, schema)
             form = Form(
                 asked.kind, self._name, self._tokenizer, asked.log_probabilities is not None, asked.usage
             )
@@ -236,8 +239,8 @@ class App:
             raise ApiError("the client has gone", status=400, headers=_CLOSE) from None
         return bytes(body)
 
-    def _encode(self, asked: Asked) -> list[int]:
-        """The prompt's tokens."""
+    def _encode(self, asked: Asked) -> tuple[list[int], Schema | None]:
+        """The prompt's tokens, and what the answer has to fit."""
         from jinja2 import TemplateError
 
         try:
@@ -246,9 +249,14 @@ class App:
             raise ApiError(str(error), param="messages" if asked.kind == "chat" else "prompt") from None
         if not ids:
             raise ApiError("the prompt has no tokens to go on from", param="prompt")
-        return ids
+        if asked.json_schema is None:
+            return ids, None
+        try:
+            return ids, self._schemas.constraint(asked.json_schema)
+        except (ValueError, MissingExtra) as error:
+            raise ApiError(f"response_format: {error}", param="response_format") from None
 
-    def _submit(self, asked: Asked, ids: list[int]) -> Written:
+    def _submit(self, asked: Asked, ids: list[int], schema: Schema | None) -> Written:
         """Raises ApiError: what is too long, out of range, or too much at once."""
         count = self._count(asked, len(ids))
         drawn = {**self._sampling, **asked.sampling}
@@ -260,6 +268,7 @@ class App:
                 max_new_tokens=count,
                 seed=seed,
                 bias=self._checked(asked.bias),
+                constraint=schema,
                 log_probabilities=0 if likeliest is None else max(1, likeliest),
                 **drawn,
             )

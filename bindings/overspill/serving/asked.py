@@ -294,4 +294,20 @@ def _format(value: Any) -> dict[str, Any] | None:
     """The JSON schema that an answer is to fit."""
     if value is None or value == {"type": "text"}:
         return None
-    raise _wrong("response_format", value, '{"type": "text"}')
+    if value == {"type": "json_object"}:
+        return {"type": "object"}
+    if (
+        isinstance(value, dict)
+        and value.get("type") == "json_schema"
+        and value.keys() == {"type", "json_schema"}
+    ):
+        described = value["json_schema"]
+        known = {"name", "description", "schema", "strict"}
+        if (
+            isinstance(described, dict)
+            and described.keys() <= known
+            and isinstance(described.get("schema"), dict)
+        ):
+            return described["schema"]
+    wanted = 'one of type "text" or "json_object", or {"type": "json_schema", "json_schema": {"schema": {…}}}'
+    raise _wrong("response_format", value, wanted)
