@@ -2,13 +2,14 @@
 
 import contextlib
 import json
-import os
 import random
+import re
 import signal
 import socket
 import subprocess
 import threading
 import time
+from pathlib import Path
 
 import http_server
 import pytest
@@ -626,19 +627,21 @@ def test_openais_client(server, model):
         client.chat.completions.create(model="other", messages=messages)
 
 
-def test_curl(server):
-    body = json.dumps(chat(max_tokens=3))
-    command = [
-        "curl",
-        "-sS",
-        f"http://localhost:{server.port}{CHAT}",
-        "-H",
-        "Content-Type: application/json",
-        "-d",
-        body,
-    ]
-    done = subprocess.run(
-        command, capture_output=True, text=True, env={**os.environ, "no_proxy": "localhost"}
-    )
+def documented(server, language):
+    """The example of docs/serving.md, for this server and its model."""
+    text = (Path(__file__).resolve().parents[2] / "docs/serving.md").read_text()
+    (block,) = re.findall(rf"^```{language}\n(.*?)^```$", text, re.M | re.S)
+    assert "127.0.0.1:8080" in block and '"tuned"' in block
+    return block.replace("127.0.0.1:8080", f"127.0.0.1:{server.port}").replace('"tuned"', f'"{NAME}"')
+
+
+def test_curl_as_in_the_documents(server):
+    done = subprocess.run(["bash", "-c", documented(server, "bash")], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["usage"]["completion_tokens"] <= 3
+    assert 0 < json.loads(done.stdout)["usage"]["completion_tokens"] <= 20
+
+
+def test_openais_client_as_in_the_documents(server, capsys):
+    pytest.importorskip("openai", reason="pip install openai")
+    exec(documented(server, "python"), {})
+    assert capsys.readouterr().out.strip()
