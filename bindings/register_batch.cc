@@ -108,7 +108,7 @@ void register_batch(py::module_& m) {
       .def("submit", &submit, py::kw_only(), py::arg("tokens"), py::arg("max_new_tokens"),
            py::arg("temperature"), py::arg("top_k"), py::arg("top_p"), py::arg("min_p"),
            py::arg("repetition"), py::arg("seed"), py::arg("bias"), py::arg("end_tokens"),
-           py::arg("log_probabilities"), py::arg("lookup"), py::arg("constraint"), Released())
+           py::arg("log_probabilities"), py::arg("lookup"), py::arg("constraint") = py::none(), Released())
       .def("close", &Batch::close, Released())
       .def_property_readonly("counts", [](const Batch& self) {
         const auto counts = self.counts();

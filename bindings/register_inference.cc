@@ -26,11 +26,18 @@ std::span<float> floats_at(uintptr_t address, int64_t count) {
   return {reinterpret_cast<float*>(bytes.data()), bytes.size() / sizeof(float)};
 }
 
-std::shared_ptr<Model> load(const std::string& folder, int threads, inference::WeightFormat weights,
+inference::WeightFormat format_of(const std::string& name) {
+  if (name == "12bit") return inference::WeightFormat::coded;
+  if (name == "q8") return inference::WeightFormat::int8;
+  if (name.empty()) return inference::WeightFormat::as_stored;
+  throw std::invalid_argument(name + " is no format of weights");
+}
+
+std::shared_ptr<Model> load(const std::string& folder, int threads, const std::string& weights,
                             std::optional<int64_t> budget_bytes, int64_t positions, int64_t rows) {
   const inference::ModelOptions options{.threads = threads,
                                         .rows_max = rows,
-                                        .weights = weights,
+                                        .weights = format_of(weights),
                                         .budget_bytes = budget_bytes,
                                         .positions = positions};
   auto made = std::make_unique<Model>(folder, options, inference::kernels());
@@ -52,10 +59,6 @@ std::unique_ptr<Sampler> make_sampler(float temperature, int64_t top_k, float to
 void register_inference(py::module_& m) {
   using Released = py::call_guard<py::gil_scoped_release>;
   m.def("inference_families", &inference::family_names, "The values of model_type that are known.");
-  py::enum_<inference::WeightFormat>(m, "WeightFormat")
-      .value("as_stored", inference::WeightFormat::as_stored)
-      .value("coded", inference::WeightFormat::coded)
-      .value("int8", inference::WeightFormat::int8);
   py::class_<Model, std::shared_ptr<Model>>(m, "InferenceModel")
       .def(py::init(&load), py::arg("folder"), py::arg("threads"), py::arg("weights"),
            py::arg("budget_bytes"), py::arg("positions"), py::arg("rows"), Released())

@@ -81,7 +81,9 @@ def main() -> int:
     left = [name for name, ok, _ in results if ok is None]
     print(f"clang-tidy: {len(checked)} of {len(names)} files checked, {failures} with findings")
     if left:
-        print(f"clang-tidy: the budget of {args.budget:.0f} s ended before {len(left)} files: {' '.join(left[:8])} …")
+        print(
+            f"clang-tidy: the budget of {args.budget:.0f} s ended before {len(left)} files: {' '.join(left[:8])} …"
+        )
     return 1 if failures else 0
 
 

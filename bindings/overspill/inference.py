@@ -30,11 +30,7 @@ from .inference_batch import Answer, Batch, QueueFull
 __all__ = ["Answer", "Batch", "Model", "ModelError", "QueueFull", "Text", "UnknownModel", "families", "load"]
 
 MOST_POSITIONS = 2**24  # of a text: above it a position is no exact float
-_FORMATS = {
-    None: _core.WeightFormat.as_stored,
-    "12bit": _core.WeightFormat.coded,
-    "q8": _core.WeightFormat.int8,
-}
+_FORMATS = (None, "12bit", "q8")
 MOST_ROWS = 4096  # computed together: more gain nothing
 _TRIAL_TOKENS = 3  # the first one touches memory that the others find
 _WINDOW = 2048  # tokens of a text whose perplexity is measured together
@@ -102,9 +98,7 @@ class Model:
             raise ValueError(f"rows is {rows}, and is to be from 1 to {MOST_ROWS}")
         self.budget_positions = positions if budget is not None else None
         """Tokens for whose caches the budget keeps room; None without a budget."""
-        self._core = _core.InferenceModel(
-            os.fspath(folder), threads, _FORMATS[weights], bytes_, positions, rows
-        )
+        self._core = _core.InferenceModel(os.fspath(folder), threads, weights or "", bytes_, positions, rows)
 
     @property
     def family(self) -> str:
@@ -150,7 +144,7 @@ class Model:
         times = []
         for _ in range(_TRIAL_TOKENS):
             began = time.perf_counter()
-            session.next([0], sampler)
+            session.draw([0], sampler, 0)
             times.append(time.perf_counter() - began)
         return 1 / min(times)
 

@@ -30,7 +30,7 @@ int64_t checked_positions(const Model& model, int64_t positions) {
 
 Scheduler::Scheduler(std::shared_ptr<Model> model, int64_t texts, int64_t positions)
     : model_(std::move(model)),
-      texts_max_(checked_texts(texts, model_->rows_max())),
+      texts_max_(checked_texts(texts, std::min(model_->rows_max(), kLogitsMax))),
       share_(model_->pool(), checked_positions(*model_, positions)) {}
 
 void Scheduler::check(const Request& request) const {

@@ -315,6 +315,7 @@ TEST_P(Format, AttentionOverEightBits) {
             ASSERT_NEAR(scores.data()[r * stride + p], sum, 1e-6 * size);
             ASSERT_EQ(scores.data()[r * stride + p], alone[static_cast<size_t>(p)]);
           }
+          std::ranges::fill(alone, 0.0f);  // it adds
           kernels().mix_int8(one, weights.data() + r * stride, stride, values.data(), value_scales.data(),
                              alone.data(), value_stride);
           for (int64_t d = 0; d < value_stride; ++d) {

@@ -64,6 +64,7 @@ def test_a_budget(whole, tmp_path, capsys, monkeypatch):
     # As if the process held nothing but the model: what this one holds is far more than that, and changes.
     monkeypatch.setattr("overspill.cli.generate.left_of", lambda limit: limit)
     folder = tiny.make_model(tmp_path / "model", tiny.make_texts(tmp_path / "texts", files=2), layers=5)
+    capsys.readouterr()  # bars of writing the model
     arguments = ["generate", "--model", str(folder), "--prompt", "the bird", "--max-new-tokens", "9"]
     assert main(arguments) == 0
     wanted = capsys.readouterr()

@@ -403,6 +403,7 @@ class InferenceModel:
         self,
         folder: str,
         threads: typing.SupportsInt | typing.SupportsIndex,
+        weights: str,
         budget_bytes: typing.SupportsInt | typing.SupportsIndex | None,
         positions: typing.SupportsInt | typing.SupportsIndex,
         rows: typing.SupportsInt | typing.SupportsIndex,
@@ -514,7 +515,7 @@ class InferenceBatch:
         end_tokens: collections.abc.Sequence[typing.SupportsInt | typing.SupportsIndex],
         log_probabilities: typing.SupportsInt | typing.SupportsIndex,
         lookup: typing.SupportsInt | typing.SupportsIndex,
-        constraint: collections.abc.Callable[[int, int, int, int], None],
+        constraint: collections.abc.Callable[[int, int, int, int], None] | None = None,
     ) -> InferenceAnswer: ...
     @property
     def counts(self) -> dict[str, int]: ...
