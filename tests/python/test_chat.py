@@ -169,8 +169,8 @@ class Terminal:
         return said
 
     def interrupt(self, pattern):
-        """Ctrl-C, until the text is there. Python's readline may miss one that comes just before it waits for a key, and
-        hears it with the next."""
+        """Ctrl-C, until the text is there. Python's readline may miss one that comes just before it waits for a key,
+        and hears it with the next."""
         for timeout in (20, 20, 120):
             self.send("\x03")
             try:
@@ -179,15 +179,19 @@ class Terminal:
                 if timeout == 120 or not str(error).startswith("no "):
                     raise
 
-    def ended(self):
-        """Its exit status, when it has ended by itself."""
-        deadline = time.monotonic() + 60
-        while time.monotonic() < deadline:
-            if select.select([self.fd], [], [], 0.1)[0]:
-                try:
-                    os.read(self.fd, 65536)
-                except OSError:
-                    break
+    def ended(self, key=""):
+        """Its exit status, when it has ended by itself. `key` is sent again where nothing comes of it (see interrupt)."""
+        deadline = time.monotonic() + 90
+        while True:
+            if time.monotonic() > deadline:
+                raise AssertionError("it does not end")
+            if not select.select([self.fd], [], [], 20)[0]:
+                self.send(key)
+                continue
+            try:
+                os.read(self.fd, 65536)
+            except OSError:
+                break
         _, status = os.waitpid(self.process, 0)
         self.process = None
         return os.waitstatus_to_exitcode(status)
@@ -264,7 +268,7 @@ def test_ctrl_c_stops_the_answer_and_at_an_empty_prompt_the_program(chat, folder
     terminal.send("\x03")
     terminal.until(r"\[stopped\][^>]*> $")
     terminal.send("\x03")
-    assert terminal.ended() == 0
+    assert terminal.ended("\x03") == 0
 
 
 def test_ctrl_d_leaves(chat):
