@@ -172,6 +172,7 @@ class Terminal:
         """Ctrl-C, until the text is there. Python's readline may miss one that comes just before it waits for a key,
         and hears it with the next."""
         for timeout in (20, 20, 120):
+            time.sleep(0.3)
             self.send("\x03")
             try:
                 return self.until(pattern, timeout)
@@ -180,7 +181,7 @@ class Terminal:
                     raise
 
     def ended(self, key=""):
-        """Its exit status, when it has ended by itself. `key` is sent again where nothing comes of it (see interrupt)."""
+        """Its exit status, when it has ended by itself. `key` is sent again where nothing comes of it."""
         deadline = time.monotonic() + 90
         while True:
             if time.monotonic() > deadline:
@@ -267,6 +268,7 @@ def test_ctrl_c_stops_the_answer_and_at_an_empty_prompt_the_program(chat, folder
     terminal.until(r"\n[^>]{40}")
     terminal.send("\x03")
     terminal.until(r"\[stopped\][^>]*> $")
+    time.sleep(0.3)
     terminal.send("\x03")
     assert terminal.ended("\x03") == 0
 
