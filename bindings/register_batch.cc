@@ -111,7 +111,10 @@ void register_batch(py::module_& m) {
            py::arg("log_probabilities"), py::arg("lookup"), py::arg("constraint") = py::none(), Released())
       .def("close", &Batch::close, Released())
       .def_property_readonly("counts", [](const Batch& self) {
-        const auto counts = self.counts();
+        const auto counts = [&] {
+          const py::gil_scoped_release released;
+          return self.counts();
+        }();
         return std::map<std::string, int64_t>{{"passes", counts.passes},
                                               {"computed", counts.computed},
                                               {"reused", counts.reused},

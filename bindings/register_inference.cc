@@ -80,7 +80,7 @@ void register_inference(py::module_& m) {
       .def(py::init<std::shared_ptr<Model>, int64_t>(), py::arg("model"), py::arg("capacity"))
       .def_property_readonly("length", &Session::length)
       .def_property_readonly("capacity", &Session::capacity)
-      .def("rewind", &Session::rewind, py::arg("length"))
+      .def("rewind", &Session::rewind, py::arg("length"), Released())
       .def(
           "extend_all",
           [](Session& self, const Tokens& tokens, uintptr_t address, int64_t count) {

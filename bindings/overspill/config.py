@@ -160,7 +160,8 @@ class _Section(BaseModel, metaclass=_Named):
 def _measured() -> int:
     """budget.host where nobody gives it, said in one line."""
     free = memory.free_bytes()
-    ranks = max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    text = os.environ.get("LOCAL_WORLD_SIZE", "1")
+    ranks = max(1, int(text)) if text.isdecimal() else 1
     share = free // (2 * ranks)
     warnings.warn(
         f"overspill: budget.host is not given: the engine may use {memory.human(share)} of host memory, half of the "

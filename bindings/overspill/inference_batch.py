@@ -99,7 +99,7 @@ class Batch:
     In a forked child every call raises WrongProcess; open another one there, of a model that the child loaded."""
 
     def __init__(self, model: Model, *, texts: int = 8, positions: int | None = None, waiting: int = 64):
-        """texts: computed at once, at most 128. positions: tokens that the cache has room for, those of all texts
+        """texts: computed at once, at most 32. positions: tokens that the cache has room for, those of all texts
         together and of beginnings that are kept for later ones; by default what the model's budget keeps, or, without a
         budget, 2048 (or the model's context, where that is less) for each text. A text for which there is no room
         waits. waiting: requests beside the `texts` that are computed.

@@ -52,6 +52,9 @@ Forward::Forward(const ModelSpec& spec, const Weights& weights, Team& team, cons
     own.input = Operand(rows_max, spec.hidden);
     own.panel = Block(rows_max, kPanelRows);
     own.router = Block(rows_max, widest.experts);
+    // Between barriers nothing may throw.
+    own.order.reserve(static_cast<size_t>(widest.experts));
+    own.sent.reserve(static_cast<size_t>(widest.experts > 0 ? rows_max * widest.inner_slots : 0));
     own.gathered = Operand(widest.experts > 0 ? rows_max : 0, std::max(spec.hidden, widest.inner));
     own.key.resize(static_cast<size_t>(widest.head_size));
     own.queries.resize(static_cast<size_t>(kRunRows * widest.group_values));
@@ -113,8 +116,8 @@ void Forward::want(std::span<const int32_t> wanted) {
     throw std::invalid_argument("logits are of a few of a forward's rows");
   wanted_ = wanted;
   if (logits_.stride() == 0 || std::ssize(wanted) > logits_rows_) {
+    logits_ = Block(std::ssize(wanted), spec_.vocabulary);
     logits_rows_ = std::ssize(wanted);
-    logits_ = Block(logits_rows_, spec_.vocabulary);
   }
 }
 
@@ -148,8 +151,9 @@ void Forward::prepare() {
   for (Own& own : owns_) {
     // Grows as the text does, by halves, so that a token seldom allocates.
     if (own.weight_stride < end_max) {
-      own.weight_stride = round_up(end_max + end_max / 2, kKeyBlock);
-      own.weights.resize(static_cast<size_t>(kRunRows * group_max * own.weight_stride));
+      const int64_t stride = round_up(end_max + end_max / 2, kKeyBlock);
+      own.weights.resize(static_cast<size_t>(kRunRows * group_max * stride));
+      own.weight_stride = stride;
     }
   }
 }

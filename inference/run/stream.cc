@@ -5,6 +5,7 @@
 #include <system_error>
 #include <utility>
 
+#include "cpu_optim/floating_point.h"
 #include "inference/run/pack.h"
 #include "io/files.h"
 
@@ -122,6 +123,7 @@ void LayerStream::begin_again() {
 }
 
 void LayerStream::serve() {
+  const optim::FloatingPointMode mode;  // as where weights are read that stay
   TensorReader reader(folder_, ReadPath::direct);
   while (const std::optional<Chunk> chunk = next_chunk()) {
     const WantedMatrix& matrix = part_of(chunk->part).matrices[chunk->matrix];

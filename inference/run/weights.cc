@@ -13,6 +13,7 @@
 #include <unordered_map>
 #include <utility>
 
+#include "cpu_optim/floating_point.h"
 #include "inference/error.h"
 #include "inference/run/pack.h"
 
@@ -359,6 +360,7 @@ void Matrix::copy_row(int64_t row, float* to) const {
 
 Weights load_weights(const ModelFolder& folder, const ModelSpec& spec, Team& team, WeightFormat format,
                      int64_t bytes_max) {
+  const optim::FloatingPointMode mode;  // that of the team, which packs the most
   return Loader(folder, spec, format).load(team, bytes_max);
 }
 

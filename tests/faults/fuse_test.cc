@@ -39,7 +39,9 @@ TEST_F(Fuse, ErrorsInTheMiddleOfARunAreTypedAndTheCheckpointOpens) {
       {FuseOperation::write, EIO, {"write failed", "device failure", "Input/output error", "check the disk"}},
       {FuseOperation::write, ENOSPC, {"write failed", "no space left", "free space"}},
       {FuseOperation::write, EDQUOT, {"write failed", "limit reached", "raise the quota"}},
-      {FuseOperation::write, EROFS, {"write failed", "permission denied", "choose a folder"}},
+      {FuseOperation::write,
+       EROFS,
+       {"write failed", "permission denied", "has stopped all writes", "choose another folder"}},
   };
   int number = 0;
   for (const char* backend : {"auto", "threads"}) {

@@ -13,6 +13,7 @@ from torch import nn
 import overspill
 from overspill import Config, ConfigError
 from overspill.cli import main
+from overspill.cli.chosen import choose
 from overspill.deepspeed import lr_schedules
 from overspill.deepspeed.keys import KEYS, Fate, reference
 from overspill.deepspeed.settings import translate
@@ -129,7 +130,7 @@ MEANT = {
     "gradient_accumulation_steps": (3, {"gradient_accumulation_steps": 3}),
     "train_micro_batch_size_per_gpu": (3, {"train_micro_batch_size_per_gpu": 3}),
     "train_batch_size": (6, {"train_micro_batch_size_per_gpu": 6, "gradient_accumulation_steps": 1}),
-    "optimizer.type": ("Lion", {"optimizer": {"type": "Lion"}}),
+    "optimizer.type": ("Lion", {"optimizer": {"type": "Lion", "params": {}}}),
     "optimizer.params": ({"lr": 1}, {"optimizer": {"params": {"lr": 1}}}),
     "scheduler.type": ("OneCycle", {"scheduler": {"type": "OneCycle"}}),
     "scheduler.params": ({"a": 1}, {"scheduler": {"params": {"a": 1}}}),
@@ -218,6 +219,13 @@ def test_what_is_wrong_is_named(data, said):
     assert said in str(error.value)
 
 
+def test_an_optimizer_has_deepspeeds_defaults_and_they_are_said():
+    config, said = read({"optimizer": {"type": "AdamW"}, "steps_per_print": 1, "fp16": {"enabled": "auto"}})
+    assert (config.optimizer.weight_decay, config.gradient_clipping) == (0, 1.0)
+    assert "DeepSpeed's defaults: gradient_clipping 1.0" in said and "enabled" in said
+    assert read({"optimizer": {"type": "Lion"}, "steps_per_print": 1})[0].optimizer.lr == 1e-3
+
+
 def test_keys_of_overspills_may_stand_beside_deepspeeds(tmp_path):
     data = {
         "bf16": {"enabled": True},
@@ -227,7 +235,7 @@ def test_keys_of_overspills_may_stand_beside_deepspeeds(tmp_path):
         "dtype": "fp32",
     }
     data["zero_optimization"] = {"offload_optimizer": {"device": "nvme", "nvme_path": str(tmp_path)}}
-    config, said = read(data)
+    config, said = read(data | {"gradient_clipping": 0})
     assert (config.on_nonfinite, config.seed, config.dtype) == ("raise", 3, "fp32") and not said
     assert (config.budget.host, config.budget.nvme) == (1 << 30, [str(tmp_path)])
 
@@ -425,3 +433,15 @@ def test_the_command_trains_by_it(on_disk, tmp_path, capsys):
     assert [each["lr"] for each in log if "lr" in each][4:] == [0.0075, 0.01]
     assert main(on_disk.train_args(tmp_path / "other", **options, warmup=3)) == 1
     assert "--warmup 3 and the scheduler WarmupLR of" in capsys.readouterr().err
+
+
+def test_the_commands_take_the_json_without_a_budget_and_in_fp32_where_it_enables_no_bf16(
+    tmp_path, on_disk, capsys
+):
+    file = tmp_path / "ds_config.json"
+    file.write_text('{"steps_per_print": 1, "zero_optimization": {"stage": 3}}')
+    assert main(["plan", "--model", str(on_disk.model), "--config", str(file), "--json"]) == 0
+    notes = json.loads(capsys.readouterr().out)["notes"]
+    assert any("budget.host is not given" in note for note in notes)
+    chosen = choose({"config": str(file)}, required=False)
+    assert chosen.settings.dtype == "fp32" and chosen.origins["dtype"] == "file"

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -124,6 +125,7 @@ def test_a_boundary_that_was_set_decides_alone():
     assert engine.global_steps == 0
     with pytest.raises(RuntimeError, match="in the middle of a step: 3 of 2"):
         engine.save_checkpoint("nowhere")
+    assert not engine.was_step_applied()
     engine.set_gradient_accumulation_boundary(True)
     pass_of(engine, 3)
     engine.step()
@@ -135,6 +137,11 @@ def test_a_boundary_that_was_set_decides_alone():
         pass_of(engine, 5)
         engine.step()
     assert engine.global_steps == 2 and engine.is_gradient_accumulation_boundary()
+    assert not engine.was_step_applied()
+    with pytest.warns(UserWarning, match="1 of 2 micro-batches"):
+        engine.zero_grad()
+    engine.zero_grad()
+    assert engine.micro_steps == 5 and engine._begun() == 0
     engine.destroy()
 
 
@@ -153,6 +160,18 @@ def test_a_checkpoint_of_the_same_tag_is_replaced(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["best", "latest"]
     assert engine.load_checkpoint(tmp_path) == (str(tmp_path / "best"), {"number": 1})
     assert engine.load_checkpoint(tmp_path, tag="best")[1] == {"number": 1}
+    for left in (
+        ["best.new"],
+        ["best.old"],
+        ["best.new", "best.old"],
+    ):  # of a process that was killed in a save
+        for name in left:
+            shutil.copytree(tmp_path / "best", tmp_path / name)
+        if len(left) == 2:
+            shutil.rmtree(tmp_path / "best")
+        assert engine.load_checkpoint(tmp_path)[1] == {"number": 1}
+        assert engine.save_checkpoint(tmp_path, tag="best", client_state={"number": 1})
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["best", "latest"]
     (tmp_path / "latest").unlink()
     with pytest.warns(UserWarning, match="has no file 'latest'"):
         assert engine.load_checkpoint(tmp_path) == (None, None)
@@ -211,6 +230,23 @@ def test_every_module_is_found_and_no_other(name):
         assert process.returncode == 0, process.stderr
     assert all(value is not None for value in MODULES[name].values())
     assert not name.rpartition(".")[0] or name.rpartition(".")[0] in MODULES
+
+
+def test_a_process_of_another_launcher_is_not_taken_for_the_only_one(monkeypatch):
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
+    with pytest.raises(RuntimeError, match="OMPI_COMM_WORLD_SIZE = 2: there are several processes"):
+        deepspeed.init_distributed()
+    monkeypatch.undo()
+    deepspeed.init_distributed(init_method="tcp://127.0.0.1:29713", rank=0, world_size=1)
+    assert torch.distributed.get_world_size() == 1
+
+
+def test_init_makes_the_model_in_bf16_where_the_json_says_so():
+    with deepspeed.zero.Init(
+        config_dict_or_path={"bf16": {"enabled": True}, "overspill": {"budget": {"host": 1}}}
+    ):
+        assert nn.Linear(2, 2).weight.dtype == torch.bfloat16
+    assert nn.Linear(2, 2).weight.dtype == torch.float32
 
 
 def test_the_real_deepspeed_is_not_replaced_behind_the_scripts_back(monkeypatch):

@@ -13,6 +13,7 @@ from typing import Any
 from overspill.cli.common import OPTIMIZERS, CliError, each_once, nvme_folders
 from overspill.cli.settings import FIELDS, Settings, absolute, key_of, option
 from overspill.config import Config, ConfigError, flat_optimizer, meant, optimizer_keys, parse_json
+from overspill.deepspeed.settings import is_deepspeeds
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,12 +39,17 @@ class ConfigFile:
         """What it holds, DeepSpeed's JSON as what it means, with absolute paths and the optimizer in its flat form.
         Raises ConfigError, and ValueError for a wrong optimizer."""
         config = meant(copy.deepcopy(self.values))
+        if self.is_deepspeeds():
+            config.setdefault("dtype", "fp32")  # what DeepSpeed's JSON means that does not enable bf16
         if isinstance(config.get("optimizer"), dict):
             config["optimizer"] = flat_optimizer(config["optimizer"])
         budget = config.get("budget")
         if isinstance(budget, dict) and isinstance(budget.get("nvme"), list):
             budget["nvme"] = [self._absolute(folder) for folder in budget["nvme"]]
         return config
+
+    def is_deepspeeds(self) -> bool:
+        return is_deepspeeds(self.values, set(Config.model_fields))
 
     def check(self) -> None:
         """Raises CliError for what `initialize` would refuse of it, also where something typed takes its place: else
@@ -59,7 +65,7 @@ class ConfigFile:
             raise CliError("\n".join(f"--config {self.path}: {line}" for line in lines)) from None
         except ValueError as error:
             raise CliError(
-                f"--config {self.path}: optimizer = {self.values['optimizer']!r}: {error}"
+                f"--config {self.path}: optimizer = {self.values.get('optimizer')!r}: {error}"
             ) from None
 
     def _absolute(self, folder: Any) -> Any:
@@ -133,12 +139,17 @@ def choose(given: dict[str, Any], stored: dict[str, Any] | None = None, required
             notes.append(_before(name, typed[name], when, key_of(name), said[name], file))
         if required and field.metadata["required"] and values[name] is None:
             raise CliError(f"{option(name)} is missing (it may be left out with --resume only)")
-    if isinstance(merged.get("budget", {}), dict) and merged.get("budget", {}).get("host") is None:
+    measured = file is not None and file.is_deepspeeds()
+    budget = merged.get("budget", {})
+    if isinstance(budget, dict) and budget.get("host") is None and not measured:
         raise CliError(
             "--host-budget is missing; give what the engine may use of host memory, e.g. --host-budget 4GiB"
         )
     try:
-        config = Config.read(merged)
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            config = Config.read(merged)
+        notes += (str(warning.message).removeprefix("overspill: ") for warning in told)
     except ConfigError as error:
         raise CliError("\n".join(_as_typed(line, typed) for line in str(error).splitlines())) from None
     if config.scheduler is not None and values["warmup"]:

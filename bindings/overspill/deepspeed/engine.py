@@ -8,7 +8,7 @@ import os
 import shutil
 import warnings
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,7 @@ class DeepSpeedEngine(Engine):
     _is_boundary: bool | None = None  # as set_gradient_accumulation_boundary said
     _ended = 0  # micro-batches since the last update, where that decides
     _for_inference = False  # nobody gave an optimizer
+    _applied = False
 
     @property
     def config(self) -> dict[str, Any]:
@@ -63,8 +64,10 @@ class DeepSpeedEngine(Engine):
             raise RuntimeError(
                 "overspill: engine.step: neither the JSON nor deepspeed.initialize had an optimizer: give one of them"
             )
+        ends, self._applied = self._ends_step(), False
         super().step()
-        self._ended = 0 if self._ends_step() else self._ended + 1
+        self._ended = 0 if ends else self._ended + 1
+        self._applied = ends and self.last_step is not None and not self.last_step.skipped
 
     def _begun(self) -> int:
         return super()._begun() if self._is_boundary is None else self._ended
@@ -90,9 +93,12 @@ class DeepSpeedEngine(Engine):
             self._is_boundary = before
 
     def was_step_applied(self) -> bool:
-        """Whether the last update was made, and not skipped."""
-        last = self.last_step
-        return last is not None and not last.skipped
+        """Whether the last `step` updated the weights."""
+        return self._applied
+
+    def _clear_gradients(self, call: str, set_to_none: bool) -> None:
+        super()._clear_gradients(call, set_to_none)
+        self._ended = 0
 
     @property
     def skipped_steps(self) -> int:
@@ -170,20 +176,35 @@ class DeepSpeedEngine(Engine):
         base = Path(given.path("save_checkpoint", save_dir))
         name = _tag(f"global_step{self.global_steps}" if tag is None else tag)
         durable.make_folders(base)
-        there = self._rank_0s((base / name).exists())
-        target = base / (f"{name}.new" if there else name)
+        there = self._by_rank_0(lambda: _settled(base / name))
+        target = _new(base / name) if there else base / name
         super().save_checkpoint(target, client_state or {})
-        if self.rank == 0:
+
+        def finish() -> None:
             if there:
-                _replace(base / name, target)
+                _replace(base / name)
             if save_latest:
                 durable.write_text(base / LATEST, f"{name}\n")
-        self._rank_0s(None)  # the names are there for every rank
+
+        self._by_rank_0(finish)
         return True
 
-    def _rank_0s(self, value: Any) -> Any:
-        """What rank 0 has, on all ranks."""
-        return value if self._group is None else self._group.gathered(value)[0]
+    def _by_rank_0(self, call: Callable[[], Any]) -> Any:
+        """Rank 0 calls it, and all ranks have what it returned, as JSON has it, or raise what it raised."""
+        if self._group is None:
+            return call()
+        found, error = None, None
+        if self.rank == 0:
+            try:
+                found = call()
+            except Exception as raised:
+                error = raised
+        text, found = self._group.gathered([error and str(error), found])[0]
+        if error is not None:
+            raise error
+        if text is not None:
+            raise RuntimeError(f"overspill: rank 0 could not finish its part: {text}")
+        return found
 
     def load_checkpoint(  # type: ignore[override]
         self,
@@ -219,7 +240,9 @@ class DeepSpeedEngine(Engine):
                 )
                 return None, None
         path = base / _tag(tag)
+        self._by_rank_0(lambda: _settled(path))
         state = super().load_checkpoint(path)
+        self._ended = 0
         return str(path), state
 
     def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any]:
@@ -262,12 +285,30 @@ class DeepSpeedEngine(Engine):
 DeepSpeedEngine._own_names = Engine._own_names | frozenset(vars(DeepSpeedEngine))
 
 
-def _replace(old: Path, new: Path) -> None:
-    """The folder `new` gets the name `old`. Where that is broken off, both are there, one of them as `old`.old."""
-    aside = old.with_name(f"{old.name}.old")
-    old.rename(aside)
-    durable.rename_folder(new, old)
-    shutil.rmtree(aside)
+def _new(path: Path) -> Path:
+    return path.with_name(f"{path.name}.new")
+
+
+def _old(path: Path) -> Path:
+    return path.with_name(f"{path.name}.old")
+
+
+def _replace(path: Path) -> None:
+    """The checkpoint beside it, which is whole, takes its name. Where that is broken off, `_settled` finishes it."""
+    path.rename(_old(path))
+    durable.rename_folder(_new(path), path)
+    shutil.rmtree(_old(path))
+
+
+def _settled(path: Path) -> bool:
+    """Whether a checkpoint has the name, once what a process left that ended in the middle of a save is put right: the
+    older one is set aside only when the new one is whole."""
+    if not path.exists() and _old(path).exists():
+        (_new(path) if _new(path).exists() else _old(path)).rename(path)
+    for left in (_new(path), _old(path)):
+        if left.exists():
+            shutil.rmtree(left)
+    return path.exists()
 
 
 def _tag(tag: Any) -> str:
@@ -305,6 +346,10 @@ def initialize(
     if mpu is not None or mesh_param is not None:
         raise TypeError(
             "overspill: mpu and mesh_param: divide the model with torch's parallelize_module (docs/ranks.md)"
+        )
+    if getattr(args, "deepspeed_config", None) is not None and (config or config_params) is not None:
+        raise ValueError(
+            "overspill: the JSON is given twice, as config and as args.deepspeed_config: leave one out"
         )
     comm.init_distributed()  # as there: what calls it asks torch.distributed for its rank
     source = next(

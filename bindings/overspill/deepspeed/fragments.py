@@ -9,7 +9,8 @@ from .engine import DeepSpeedEngine, engines
 
 
 def _engine_of(parameter: nn.Parameter) -> DeepSpeedEngine | None:
-    return next((each for each in engines if any(parameter is own for own in each.module.parameters())), None)
+    living = (each for each in engines if not each._end.over)
+    return next((each for each in living if any(parameter is own for own in each.module.parameters())), None)
 
 
 def safe_get_full_fp32_param(param: nn.Parameter) -> torch.Tensor | None:

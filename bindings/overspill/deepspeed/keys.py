@@ -74,7 +74,10 @@ KEYS: tuple[Key, ...] = (
     _mapped("gradient_clipping", "`gradient_clipping`; 1.0 where it is missing, as there"),
     # Numbers.
     _mapped("bf16.enabled", '`dtype`: "bf16"; the masters are fp32 whatever is said'),
-    _mapped("bf16.check_grad_overflow", '`on_nonfinite`: "skip", or "propagate" where it is false'),
+    _mapped(
+        "bf16.check_grad_overflow",
+        '`on_nonfinite`: "skip", or "propagate" where it is false; "skip" without bf16 too, which DeepSpeed lacks',
+    ),
     *_unused("gradients are taken as they come", "bf16.immediate_grad_update"),
     _refused(
         "bf16.bf16_master_weights_and_grads", 'masters are fp32; "format": "compact" has smaller states'
@@ -107,7 +110,8 @@ KEYS: tuple[Key, ...] = (
         f"{_OFFLOAD[0]}.pipeline_write",
     ),
     *_unused("the engine updates where a unit lives", f"{_OFFLOAD[0]}.ratio", f"{_OFFLOAD[0]}.fast_init"),
-    *_unused("engine.threads", f"{_OFFLOAD[0]}.cpuadam_cores_perc", f"{_OFFLOAD[0]}.super_offload"),
+    *_unused("engine.threads says how many cores update", f"{_OFFLOAD[0]}.cpuadam_cores_perc"),
+    *_unused("the engine overlaps updates with backward (engine.speculate)", f"{_OFFLOAD[0]}.super_offload"),
     *_unused(
         "an old name of offload to the CPU, which is what the engine does", "zero_optimization.cpu_offload"
     ),
@@ -197,7 +201,7 @@ KEYS: tuple[Key, ...] = (
         "activation_checkpointing",
     ),
     *_unused("the engine measures the disks (overspill doctor)", "aio"),
-    *_unused("checkpoints have no tags, and are written by all ranks at once", "checkpoint"),
+    *_unused("all ranks write a checkpoint at once", "checkpoint"),
     *_unused("the engine does not capture graphs", "graph_harvesting"),
     _refused("compile.deepcompile", "use torch.compile in the script"),
     *_unused(
@@ -244,7 +248,7 @@ KEYS: tuple[Key, ...] = (
     _refused("quantize_training", "weights are not quantised in training"),
     _refused("weight_quantization", "weights are not quantised in training", {}),
     _refused("nebula", "checkpoints go to folders"),
-    _refused("datastates_ckpt", "checkpoints copy nothing as they are", {}),
+    _refused("datastates_ckpt", "a checkpoint links what lies on NVMe, and copies nothing", {}),
 )
 BY_PATH = {key.path: key for key in KEYS}
 SECTIONS = {path[:cut] for path in BY_PATH for cut in range(len(path)) if path[cut] == "."}

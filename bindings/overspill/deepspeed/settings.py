@@ -19,11 +19,12 @@ _CLIPPING = 1.0  # DeepSpeed's default
 @dataclass(frozen=True)
 class Translated:
     """config: as Config.read takes it. unused: keys that were accepted and have no meaning here. auto: keys whose
-    "auto" left them to their defaults."""
+    "auto" left them to their defaults. defaults: DeepSpeed's, which differ from Overspill's and that nothing said."""
 
     config: dict[str, Any]
     unused: tuple[str, ...]
     auto: tuple[str, ...]
+    defaults: tuple[str, ...]
 
     def message(self) -> str:
         """What a user has to know, in one line; empty where there is nothing."""
@@ -32,6 +33,8 @@ class Translated:
             parts.append(f"DeepSpeed's keys without a meaning here ({_DOCUMENT}): {_names(self.unused)}")
         if self.auto:
             parts.append(f'"auto" leaves these to their defaults: {_names(self.auto)}')
+        if self.defaults:
+            parts.append(f"DeepSpeed's defaults: {', '.join(self.defaults)}")
         return "overspill: " + "; ".join(parts) if parts else ""
 
 
@@ -82,6 +85,8 @@ def translate(data: dict[str, Any], own: set[str], world: int | None = None) -> 
         elif key.fate is Fate.UNUSED:
             if not (isinstance(value, dict) and value.get("enabled") is False):
                 unused.append(path)
+        elif isinstance(value, dict) and value.get("enabled") == "auto":
+            auto.append(f"{path}.enabled")
         elif key.fate is Fate.REFUSED and not _is_idle(value, key.idle):
             wrong.append(f"config: {path} = {value!r}: not supported: {key.here}")
     if wrong:
@@ -93,7 +98,10 @@ def translate(data: dict[str, Any], own: set[str], world: int | None = None) -> 
         raise ValueError(
             f"config: overspill = {overrides!r}: an object is expected, with keys of docs/configuration.md"
         )
-    return Translated(_laid_over(made, overrides), tuple(unused), tuple(auto))
+    defaults = []
+    if "gradient_clipping" not in {*data, *overrides} or data.get("gradient_clipping") == "auto":
+        defaults.append(f"gradient_clipping {_CLIPPING}")
+    return Translated(_laid_over(made, overrides), tuple(unused), tuple(auto), tuple(defaults))
 
 
 def _leaves(data: dict[str, Any], own: set[str], above: str = "") -> Iterator[tuple[str, Any]]:
@@ -152,6 +160,7 @@ def _mapped(data: dict[str, Any], world: int) -> dict[str, Any]:
             made[name] = data[name]
     if isinstance(data.get("optimizer"), dict):
         made["optimizer"] = {key: value for key, value in data["optimizer"].items() if key != "legacy_fusion"}
+        made["optimizer"].setdefault("params", {})  # with DeepSpeed's defaults
     bf16 = data.get("bf16") or {}
     if _switch(bf16, "bf16.enabled", False):
         made["dtype"] = "bf16"

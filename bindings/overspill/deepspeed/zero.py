@@ -24,8 +24,8 @@ class Init(AbstractContextManager[None]):
     Args:
         config_dict_or_path, config: DeepSpeed's JSON
         enabled: False: the block does nothing
-        module, data_parallel_group, mem_efficient_linear, remote_device, pin_memory, dtype, mpu, …: without a meaning
-            here; the dtype is the one that the model is made in
+        dtype: in which the model is made; None: bf16 where the JSON enables that, else torch's default
+        module, data_parallel_group, mem_efficient_linear, remote_device, pin_memory, mpu, …: without a meaning here
     """
 
     def __init__(
@@ -38,21 +38,29 @@ class Init(AbstractContextManager[None]):
         config_dict_or_path: Any = None,
         config: Any = None,
         enabled: bool = True,
+        dtype: torch.dtype | None = None,
         **_: Any,
     ):
         source = config_dict_or_path if config_dict_or_path is not None else config
         self._block: Any = contextlib.nullcontext()
+        self._dtype, self._before = dtype if enabled else None, torch.get_default_dtype()
         if enabled:
             comm.init_distributed()
             if source is not None:
                 settings, _data = read_deepspeeds(source)
+                if self._dtype is None and settings.dtype == "bf16":
+                    self._dtype = torch.bfloat16
                 if settings.budget.nvme:
                     self._block = init.Init(settings)
 
     def __enter__(self) -> None:
         self._block.__enter__()
+        self._before = torch.get_default_dtype()
+        if self._dtype is not None:
+            torch.set_default_dtype(self._dtype)
 
     def __exit__(self, *error: Any) -> Any:
+        torch.set_default_dtype(self._before)
         return self._block.__exit__(*error)
 
 
