@@ -14,7 +14,9 @@ constexpr int kStreams = 8;  // so that no addition waits for the one before
 
 typedef uint64_t Line __attribute__((vector_size(kLineBytes)));
 
-#if defined(__x86_64__)
+// The loader chooses the clone before a sanitizer's runtime is ready for the code that chooses.
+#if defined(__x86_64__) && !defined(__clang__) && !defined(__SANITIZE_THREAD__) && \
+    !defined(__SANITIZE_ADDRESS__)
 __attribute__((target_clones("avx512f", "avx2", "default")))
 #endif
 uint64_t
