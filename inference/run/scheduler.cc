@@ -147,6 +147,7 @@ void Scheduler::plan() {
   int64_t slice_left = drawing > 0 && model_->streamed_bytes() == 0 ? kSliceRows : rows_max;
   for (const auto& text : running_) text->rows = 0;
   // Not an iterator: making room for one text may put back others behind it.
+  // NOLINTNEXTLINE(modernize-loop-convert)
   for (size_t i = 0; i < running_.size(); ++i) {
     Text& text = *running_[i];
     text.guesses.clear();
