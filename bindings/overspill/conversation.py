@@ -15,7 +15,7 @@ PASS = (
 Message = dict[str, str]
 
 
-class Full(ValueError):
+class Full(_core.OverspillError, ValueError):
     """The conversation is longer than there is room for."""
 
 

@@ -29,7 +29,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def server(folder):
-    with http_server.Server(folder, "--texts", 3, "--waiting", 2, "--positions", 300_000) as started:
+    with http_server.Server(folder, "--texts", 3, "--waiting", 2, "--positions", 500_000) as started:
         yield started
 
 
@@ -46,6 +46,7 @@ def text(prompt="the bird", **more):
     return {"model": NAME, "prompt": prompt, **more}
 
 
+LONGER = {"max_tokens": 150_000, **http_server.ENDLESS}  # on a busy machine too
 LONG = {"max_tokens": 50_000, **http_server.ENDLESS}  # an answer that lasts until it is ended
 DRAWN = {"temperature": 1.0, "seed": 5, "max_tokens": 20}
 
@@ -479,14 +480,14 @@ def until(said, true, timeout=300):
 def test_a_client_that_vanishes_frees_its_place_at_once(stream, server):
     """Three are written and two wait. A sixth is refused, until one of those that are written or wait has gone."""
     until("the places of the test before are free", lambda: server.answers() == 0)
-    opened = [server.open(TEXT, text(**LONG, stream=stream)) for _ in range(5)]
+    opened = [server.open(TEXT, text(**LONGER, stream=stream)) for _ in range(5)]
     until("all five are taken", lambda: server.answers() == 5)
     status, headers, found = server.post(TEXT, text(max_tokens=1))
     assert status == 429 and 1 <= int(headers["retry-after"]) <= 60
     assert found["error"]["type"] == "rate_limit_error" and "3 answers are written and 2 wait" in str(found)
     opened.pop().close()  # one that waits
     until("the one that waited is gone", lambda: server.answers() == 4)
-    opened.insert(0, server.open(TEXT, text(**LONG, stream=stream)))
+    opened.insert(0, server.open(TEXT, text(**LONGER, stream=stream)))
     until("its place is taken", lambda: server.answers() == 5)
     for connection in opened[1:4]:  # the three that are written
         connection.close()

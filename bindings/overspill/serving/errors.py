@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from .._core import OverspillError
 
-class ApiError(Exception):
+
+class ApiError(OverspillError):
     """An answer's error in OpenAI's form. The message names the field, its value and the way out."""
 
     def __init__(
