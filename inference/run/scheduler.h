@@ -36,7 +36,8 @@ struct Request {
 class Scheduler {
  public:
   /// Throws std::invalid_argument unless `texts`, computed at a time at most, is from 1 to the smaller of
-  /// kLogitsMax and the model's rows_max; NoRoom where the model's budget does not hold a cache of so many positions.
+  /// kLogitsMax and the model's rows_max; NoRoom where the model's budget does not hold a cache of so many
+  /// positions.
   Scheduler(std::shared_ptr<Model> model, int64_t texts, int64_t positions);
 
   /// Throws std::invalid_argument for a request that cannot be computed. Threads: any.
