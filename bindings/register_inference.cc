@@ -73,9 +73,11 @@ void register_inference(py::module_& m) {
       .def_property_readonly("streamed_bytes", &Model::streamed_bytes)
       .def("seconds_a_pass", &Model::seconds_a_pass, Released())
       .def_property_readonly("kernels", [](const Model& self) { return std::string(self.kernels().name); });
+  const inference::Sampling none;
   py::class_<Sampler>(m, "InferenceSampler")
-      .def(py::init(&make_sampler), py::kw_only(), py::arg("temperature"), py::arg("top_k"), py::arg("top_p"),
-           py::arg("min_p"), py::arg("repetition"), py::arg("seed"), py::arg("bias"));
+      .def(py::init(&make_sampler), py::kw_only(), py::arg("temperature") = none.temperature,
+           py::arg("top_k") = none.top_k, py::arg("top_p") = none.top_p, py::arg("min_p") = none.min_p,
+           py::arg("repetition") = none.repetition, py::arg("seed") = none.seed, py::arg("bias") = none.bias);
   py::class_<Session>(m, "InferenceSession")
       .def(py::init<std::shared_ptr<Model>, int64_t>(), py::arg("model"), py::arg("capacity"))
       .def_property_readonly("length", &Session::length)

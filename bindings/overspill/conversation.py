@@ -78,7 +78,7 @@ class Conversation:
         room = self.positions - len(ids) + 1  # the last token is drawn and never read
         if room < 1:
             raise Full(f"the conversation has {len(ids)} tokens, and there is room for {self.positions}")
-        sampler = _sampler(**sampling)
+        sampler = _core.InferenceSampler(**sampling)
         pieces, written = [], Text(self._model.tokenizer)
         count = room if max_new_tokens is None else min(room, max_new_tokens)
         for token in self._draw(ids, sampler, count, stopped):
@@ -95,7 +95,7 @@ class Conversation:
         self.finish_reason = "interrupted"
         ends = self._model.end_tokens
         unread = self._rewind(ids)
-        unheeded = _sampler()  # of the passes before the prompt's last token
+        unheeded = _core.InferenceSampler()  # of the passes before the prompt's last token
         while len(unread) > PASS:
             if stopped():
                 return
@@ -125,22 +125,3 @@ class Conversation:
     def _next(self, ids: list[int], sampler: Any) -> int:
         self._tokens += ids
         return self._session.draw(ids, sampler, lookup=0)[0]
-
-
-def _sampler(
-    temperature: float = 0.0,
-    top_k: int = 0,
-    top_p: float = 1.0,
-    min_p: float = 0.0,
-    repetition: float = 1.0,
-    seed: int = 0,
-) -> Any:
-    return _core.InferenceSampler(
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        min_p=min_p,
-        repetition=repetition,
-        seed=seed,
-        bias=[],
-    )

@@ -138,9 +138,7 @@ class Model:
         if self.streamed_bytes:
             return 1 / self._core.seconds_a_pass()
         session = _core.InferenceSession(self._core, _TRIAL_TOKENS)
-        sampler = _core.InferenceSampler(
-            temperature=0, top_k=0, top_p=1, min_p=0, repetition=1, seed=0, bias=[]
-        )
+        sampler = _core.InferenceSampler()
         times = []
         for _ in range(_TRIAL_TOKENS):
             began = time.perf_counter()
@@ -186,6 +184,13 @@ class Model:
             raise ValueError(f"token {wrong[0]} is not one of the vocabulary's {self.vocabulary}")
         return prompt
 
+    def encode_some(self, prompt: Prompt) -> list[int]:
+        """`encode`, of a prompt that is to be gone on with. Raises ValueError for one without tokens, too."""
+        ids = self.encode(prompt)
+        if not ids:
+            raise ValueError("the prompt has no tokens to go on from")
+        return ids
+
     def tokens(
         self,
         prompt: Prompt,
@@ -212,9 +217,7 @@ class Model:
         Raises ValueError, at once, for a prompt without tokens, more tokens than a model with a table of positions
         takes, or a value that is out of range.
         """
-        ids = self.encode(prompt)
-        if not ids:
-            raise ValueError("the prompt has no tokens to go on from")
+        ids = self.encode_some(prompt)
         if max_new_tokens < 1:
             raise ValueError(f"max_new_tokens is {max_new_tokens}, and is to be at least 1")
         if lookup < 0:

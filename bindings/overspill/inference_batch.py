@@ -139,9 +139,7 @@ class Batch:
         Raises QueueFull where as many requests wait as may; ValueError for a prompt without tokens, one that does not
         fit the cache with its answer, or a value that is out of range; RuntimeError after `close`.
         """
-        ids = self._model.encode(prompt)
-        if not ids:
-            raise ValueError("the prompt has no tokens to go on from")
+        ids = self._model.encode_some(prompt)
         ends = self._model.end_tokens if end_tokens is None else end_tokens
         core = self._core.submit(
             tokens=ids,

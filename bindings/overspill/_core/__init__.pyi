@@ -432,15 +432,15 @@ class InferenceSampler:
     def __init__(
         self,
         *,
-        temperature: typing.SupportsFloat | typing.SupportsIndex,
-        top_k: typing.SupportsInt | typing.SupportsIndex,
-        top_p: typing.SupportsFloat | typing.SupportsIndex,
-        min_p: typing.SupportsFloat | typing.SupportsIndex,
-        repetition: typing.SupportsFloat | typing.SupportsIndex,
-        seed: typing.SupportsInt | typing.SupportsIndex,
+        temperature: typing.SupportsFloat | typing.SupportsIndex = 0.0,
+        top_k: typing.SupportsInt | typing.SupportsIndex = 0,
+        top_p: typing.SupportsFloat | typing.SupportsIndex = 1.0,
+        min_p: typing.SupportsFloat | typing.SupportsIndex = 0.0,
+        repetition: typing.SupportsFloat | typing.SupportsIndex = 1.0,
+        seed: typing.SupportsInt | typing.SupportsIndex = 0,
         bias: collections.abc.Sequence[
             tuple[typing.SupportsInt | typing.SupportsIndex, typing.SupportsFloat | typing.SupportsIndex]
-        ],
+        ] = [],
     ) -> None: ...
 
 class InferenceSession:
