@@ -21,6 +21,7 @@ from .divided import is_divided
 from .extras import need
 from .model_files import SMALL_FILE_BYTES, small_files
 from .pretrained import wanted
+from .ranks import ByOne
 from .residency import registry
 from .state import persistent_buffers
 from .units import DTYPES
@@ -67,7 +68,7 @@ def save(
     writer = group is None or group.rank == 0
     part = durable.part_of(folder.absolute())
     try:
-        with _told(group):
+        with ByOne(group, "save_pretrained"):
             if writer:
                 folders.check_new_model(folder)
                 durable.make_folders(part.parent)
@@ -75,7 +76,7 @@ def save(
                 _write_small_files(module, part, dtype or _most(tensors), tokenizer)
                 _check_names(module, {t.name: t.shape for t in tensors}, part)
         # Beyond this point every rank reads every weight: none may stop where another goes on.
-        with _told(group) as failures:
+        with ByOne(group, "save_pretrained") as failures:
             for shard in shards:
                 _write(part / shard.file if writer else None, shard.tensors, failures)
             if writer and not failures:
@@ -85,29 +86,6 @@ def save(
     finally:
         if writer:
             shutil.rmtree(part, ignore_errors=True)
-
-
-class _told:
-    """`with` around what one rank does for all: what it raises, or has put into the list, all raise at the end."""
-
-    def __init__(self, group: Group | None):
-        self.group = group
-        self.failures: list[Exception] = []
-
-    def __enter__(self) -> list[Exception]:
-        return self.failures
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if error is not None and not isinstance(error, Exception):
-            return  # Ctrl-C
-        failure = error or next(iter(self.failures), None)
-        if self.group is not None:
-            said = self.group.gathered(None if failure is None else str(failure))
-            theirs = next((text for text in said if text is not None), None)
-            if failure is None and theirs is not None:
-                raise OverspillError(f"overspill: save_pretrained failed on rank 0: {theirs}")
-        if failure is not None and error is None:
-            raise failure
 
 
 def _tensors(module: torch.nn.Module, dtype: torch.dtype | None) -> list[Tensor]:

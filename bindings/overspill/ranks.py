@@ -22,7 +22,7 @@ from torch import nn
 from torch.utils.data import DistributedSampler
 
 from . import _core
-from ._core import EngineFailed
+from ._core import EngineFailed, OverspillError
 from .divided import memory_of
 from .fate import LAST_WORDS_SECONDS, Fate, first_line
 
@@ -403,3 +403,27 @@ def _nothing() -> torch.Tensor:
 
 def _short(text: str | None) -> str:
     return "missing" if text is None else text if len(text) <= 80 else text[:77] + "..."
+
+
+class ByOne:
+    """`with` around what one rank does for all: what it raises, or has put into the list, all raise at the end."""
+
+    def __init__(self, group: Group | None, call: str):
+        """call: of the script's, by name."""
+        self.group, self.call = group, call
+        self.failures: list[Exception] = []
+
+    def __enter__(self) -> list[Exception]:
+        return self.failures
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if error is not None and not isinstance(error, Exception):
+            return  # Ctrl-C
+        failure = error or next(iter(self.failures), None)
+        if self.group is not None:
+            said = self.group.gathered(None if failure is None else str(failure))
+            theirs = next((text for text in said if text is not None), None)
+            if failure is None and theirs is not None:
+                raise OverspillError(f"overspill: {self.call} failed on rank 0: {theirs}")
+        if failure is not None and error is None:
+            raise failure

@@ -8,14 +8,14 @@ import os
 import shutil
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from .. import durable, given
+from .. import durable, given, ranks
 from ..config import read_deepspeeds
 from ..engine import Engine
 from ..start import Initialized, begin
@@ -176,35 +176,24 @@ class DeepSpeedEngine(Engine):
         base = Path(given.path("save_checkpoint", save_dir))
         name = _tag(f"global_step{self.global_steps}" if tag is None else tag)
         durable.make_folders(base)
-        there = self._by_rank_0(lambda: _settled(base / name))
-        target = _new(base / name) if there else base / name
-        super().save_checkpoint(target, client_state or {})
-
-        def finish() -> None:
-            if there:
+        self._settle_tag(base / name, "save_checkpoint")
+        there = self._rank_0s((base / name).exists())
+        super().save_checkpoint(_new(base / name) if there else base / name, client_state or {})
+        with ranks.ByOne(self._group, "save_checkpoint"):
+            if self.rank == 0 and there:
                 _replace(base / name)
-            if save_latest:
+            if self.rank == 0 and save_latest:
                 durable.write_text(base / LATEST, f"{name}\n")
-
-        self._by_rank_0(finish)
         return True
 
-    def _by_rank_0(self, call: Callable[[], Any]) -> Any:
-        """Rank 0 calls it, and all ranks have what it returned, as JSON has it, or raise what it raised."""
-        if self._group is None:
-            return call()
-        found, error = None, None
-        if self.rank == 0:
-            try:
-                found = call()
-            except Exception as raised:
-                error = raised
-        text, found = self._group.gathered([error and str(error), found])[0]
-        if error is not None:
-            raise error
-        if text is not None:
-            raise RuntimeError(f"overspill: rank 0 could not finish its part: {text}")
-        return found
+    def _settle_tag(self, path: Path, call: str) -> None:
+        with ranks.ByOne(self._group, call):
+            if self.rank == 0:
+                _settle(path)
+
+    def _rank_0s(self, value: Any) -> Any:
+        """What rank 0 has, on all ranks."""
+        return value if self._group is None else self._group.gathered(value)[0]
 
     def load_checkpoint(  # type: ignore[override]
         self,
@@ -240,7 +229,7 @@ class DeepSpeedEngine(Engine):
                 )
                 return None, None
         path = base / _tag(tag)
-        self._by_rank_0(lambda: _settled(path))
+        self._settle_tag(path, "load_checkpoint")
         state = super().load_checkpoint(path)
         self._ended = 0
         return str(path), state
@@ -294,21 +283,20 @@ def _old(path: Path) -> Path:
 
 
 def _replace(path: Path) -> None:
-    """The checkpoint beside it, which is whole, takes its name. Where that is broken off, `_settled` finishes it."""
+    """The checkpoint beside it, which is whole, takes its name. Where that is broken off, `_settle` finishes it."""
     path.rename(_old(path))
     durable.rename_folder(_new(path), path)
     shutil.rmtree(_old(path))
 
 
-def _settled(path: Path) -> bool:
-    """Whether a checkpoint has the name, once what a process left that ended in the middle of a save is put right: the
-    older one is set aside only when the new one is whole."""
+def _settle(path: Path) -> None:
+    """Puts right what a process left that ended in the middle of a save: the older checkpoint is set aside only when
+    the new one is whole."""
     if not path.exists() and _old(path).exists():
         (_new(path) if _new(path).exists() else _old(path)).rename(path)
     for left in (_new(path), _old(path)):
         if left.exists():
             shutil.rmtree(left)
-    return path.exists()
 
 
 def _tag(tag: Any) -> str:
@@ -352,14 +340,8 @@ def initialize(
             "overspill: the JSON is given twice, as config and as args.deepspeed_config: leave one out"
         )
     comm.init_distributed()  # as there: what calls it asks torch.distributed for its rank
-    source = next(
-        (
-            each
-            for each in (config, config_params, getattr(args, "deepspeed_config", None))
-            if each is not None
-        ),
-        None,
-    )
+    given_as = (config, config_params, getattr(args, "deepspeed_config", None))
+    source = next((each for each in given_as if each is not None), None)
     settings, data = read_deepspeeds(source)  # type: ignore[arg-type]  # None is an error that it names
     if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer) and callable(optimizer):
         optimizer = optimizer(model_parameters if model_parameters is not None else model.parameters())  # type: ignore[union-attr]
