@@ -2,7 +2,7 @@
 
 #include <cstring>
 
-#include "bench/shared/widest.h"
+#include "kernels/widest.h"
 
 // Each loop works on lines of 64 bytes.
 namespace overspill::bench {

@@ -2,7 +2,7 @@
 
 #include <cstring>
 
-#include "bench/shared/widest.h"
+#include "kernels/widest.h"
 
 namespace overspill::bench {
 namespace {

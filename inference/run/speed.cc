@@ -4,6 +4,8 @@
 #include <chrono>
 #include <cstdint>
 
+#include "kernels/widest.h"
+
 namespace overspill::inference {
 namespace {
 
@@ -14,13 +16,7 @@ constexpr int kStreams = 8;  // so that no addition waits for the one before
 
 typedef uint64_t Line __attribute__((vector_size(kLineBytes)));
 
-// The loader chooses the clone before a sanitizer's runtime is ready for the code that chooses.
-#if defined(__x86_64__) && !defined(__clang__) && !defined(__SANITIZE_THREAD__) && \
-    !defined(__SANITIZE_ADDRESS__)
-__attribute__((target_clones("avx512f", "avx2", "default")))
-#endif
-uint64_t
-sum_of(const std::byte* data, size_t lines) {
+WIDEST uint64_t sum_of(const std::byte* data, size_t lines) {
   const auto* const at = reinterpret_cast<const Line*>(data);
   Line sums[kStreams] = {};
   for (size_t i = 0; i + kStreams <= lines; i += kStreams) {
