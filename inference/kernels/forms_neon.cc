@@ -28,17 +28,8 @@ inline U16 lower_halves(U32 x) {
   return __builtin_convertvector(x, U16);
 }
 
-#include "inference/kernels/bytes.inl"
+#include "inference/kernels/bytes_16.inl"
 
-inline I32 load_integers(const int8_t* from) {
-  typedef int8_t Integers __attribute__((vector_size(kLanes)));
-  Integers integers;
-  __builtin_memcpy(&integers, from, sizeof(integers));
-  return __builtin_convertvector(integers, I32);
-}
-inline Bytes repeat_16(const uint8_t* from) {
-  return load_bytes(from);
-}
 inline Bytes lookup(Bytes table, Bytes codes) {
   return reinterpret_cast<Bytes>(
       vqtbl1q_u8(reinterpret_cast<uint8x16_t>(table), reinterpret_cast<uint8x16_t>(codes)));
