@@ -3,6 +3,8 @@ over a temporary folder."""
 
 import os
 import signal
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -33,6 +35,18 @@ def leaves_the_grad_mode_on():
     on = torch.is_grad_enabled()
     torch.set_grad_enabled(True)
     assert on, "this test left torch's grad mode off"
+
+
+@pytest.fixture(scope="session")
+def smollm2():
+    """SmolLM2-135M, the model of `make train`."""
+    sys.path.append(str(Path(__file__).resolve().parents[2] / "tools"))
+    import smollm2
+
+    try:
+        return smollm2.prepare()
+    except SystemExit as missing:
+        pytest.skip(str(missing))
 
 
 @pytest.fixture(scope="session")

@@ -295,17 +295,18 @@ def test_a_trainer_with_deepspeeds_json_is_the_trainer_without_it(tmp_path):
     script.write_text(TRAINER)
     offload = {"device": "nvme", "nvme_path": str(disk)}
     data = {
-        "zero_optimization": {"stage": 3, "offload_optimizer": offload, "offload_param": offload},
-        "stage3_gather_16bit_weights_on_model_save": True,
+        "zero_optimization": {
+            "stage": 3,
+            "offload_optimizer": offload,
+            "offload_param": offload,
+            "stage3_gather_16bit_weights_on_model_save": True,
+        },
         "gradient_accumulation_steps": "auto",
         "gradient_clipping": "auto",
         "train_batch_size": "auto",
         "train_micro_batch_size_per_gpu": "auto",
         "overspill": {"budget": {"host": "64MiB"}},
     }
-    data["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = data.pop(
-        "stage3_gather_16bit_weights_on_model_save"
-    )
     file.write_text(json.dumps(data))
     without, _ = ran(script, tmp_path / "plain", "plain", program=())
     found, _ = ran(script, tmp_path / "ours", file)

@@ -5,8 +5,6 @@ import gc
 import json
 import os
 import shutil
-import sys
-from pathlib import Path
 
 import pytest
 import tiny
@@ -447,18 +445,6 @@ def test_a_forked_child_is_told(folder):
 
 
 # ---- a model of the world outside
-
-
-@pytest.fixture(scope="module")
-def smollm2():
-    """SmolLM2-135M, the model of `make train`."""
-    sys.path.append(str(Path(__file__).resolve().parents[2] / "tools"))
-    import smollm2
-
-    try:
-        return smollm2.prepare()
-    except SystemExit as missing:
-        pytest.skip(str(missing))
 
 
 def test_smollm2_writes_what_transformers_does(smollm2):

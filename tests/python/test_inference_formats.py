@@ -1,6 +1,5 @@
 """inference: weights in twelve bits, which change no bit of what a model computes, and in eight, which do."""
 
-import sys
 from pathlib import Path
 
 import pytest
@@ -156,17 +155,6 @@ def test_eight_bits_hold_no_infinity(tmp_path):
 def test_a_format_that_is_not_there(layered):
     with pytest.raises(ValueError, match="weights is 'q4', and is to be one of None, '12bit', 'q8'"):
         inference.load(layered, weights="q4")
-
-
-@pytest.fixture(scope="module")
-def smollm2():
-    sys.path.append(str(Path(__file__).resolve().parents[2] / "tools"))
-    import smollm2
-
-    try:
-        return smollm2.prepare()
-    except SystemExit as missing:
-        pytest.skip(str(missing))
 
 
 def test_smollm2_in_fewer_bits(smollm2):
