@@ -261,13 +261,15 @@ void GradientIntake::complete_some() {
   }
 }
 
-/// All of the oldest item has come.
+/// All of the oldest item has come. Its memory is let go before those who wait for it hear so.
 void GradientIntake::complete_item() {
-  const std::unique_ptr<Item> done = std::move(items_.front());
+  std::unique_ptr<Item> done = std::move(items_.front());
   items_.pop_front();
   gradients_.finish(done->arrival);
   taken_in(done->arrival.unit, done->arrival.segment);
-  forget(done->gradient.bytes);
+  const int64_t bytes = done->gradient.bytes;
+  done.reset();
+  forget(bytes);
 }
 
 int GradientIntake::take_slot() {

@@ -61,7 +61,7 @@ std::vector<engine::UnitSpec> llama() {
 /// Computes by the clock alone, on a queue of its own.
 class Framework {
  public:
-  explicit Framework(kernels::Device& device) : device_(device), stream_(device.make_stream()) {
+  explicit Framework(kernels::Device& device) : stream_(device.make_stream()) {
     const int64_t bytes = std::max(kWide, kWords) * 2;
     gradient_ = device.allocate(bytes);
     const std::vector<std::byte> values(static_cast<size_t>(bytes), std::byte{0x3c});
@@ -103,7 +103,6 @@ class Framework {
     });
   }
 
-  kernels::Device& device_;
   kernels::DeviceMemory gradient_;  // of every segment
   std::unique_ptr<kernels::Stream> stream_;
 };
