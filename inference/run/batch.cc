@@ -42,16 +42,26 @@ std::shared_ptr<Answer> Batch::submit(Request request) {
     const std::lock_guard lock(mutex_);
     if (error_) std::rethrow_exception(error_);
     if (closed_) throw std::logic_error("the batch is closed; open another one");
-    if (const auto have = scheduled_ + static_cast<int64_t>(submitted_.size()); have >= unanswered_max_) {
+    if (std::ssize(unanswered_) >= unanswered_max_) forget_answered();
+    if (std::ssize(unanswered_) >= unanswered_max_) {
       throw QueueFull(
           fmt::format("{} requests are computed or wait already; try again later, or open the batch "
                       "with a larger `waiting`",
-                      have));
+                      unanswered_.size()));
     }
+    unanswered_.push_back(answer);
     submitted_.push_back({std::move(request), answer});
   }
   changed_.notify_all();
   return answer;
+}
+
+/// The thread, which is in a pass, may not know yet that an answer was cancelled.
+void Batch::forget_answered() {
+  std::erase_if(unanswered_, [](const std::weak_ptr<Answer>& each) {
+    const auto answer = each.lock();
+    return answer == nullptr || answer->ended();
+  });
 }
 
 void Batch::close() {
@@ -104,11 +114,10 @@ void Batch::serve() {
 /// Takes what was submitted. False where the batch is closed.
 bool Batch::wait(std::vector<Submitted>& taken) {
   std::unique_lock lock(mutex_);
-  scheduled_ = scheduler_.texts();
+  const bool computing = scheduler_.texts() > 0;
   counts_ = scheduler_.counts();
-  changed_.wait(lock, [&] { return closed_ || scheduled_ > 0 || !submitted_.empty(); });
+  changed_.wait(lock, [&] { return closed_ || computing || !submitted_.empty(); });
   taken.swap(submitted_);
-  scheduled_ += static_cast<int64_t>(taken.size());
   return !closed_;
 }
 

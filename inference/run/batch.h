@@ -48,6 +48,7 @@ class Batch {
   };
 
   void check_process() const;
+  void forget_answered();
   void serve();
   bool wait(std::vector<Submitted>& taken);
 
@@ -57,7 +58,7 @@ class Batch {
   mutable std::mutex mutex_;
   std::condition_variable changed_;
   std::vector<Submitted> submitted_;
-  int64_t scheduled_ = 0;  // texts that the scheduler has
+  std::vector<std::weak_ptr<Answer>> unanswered_;  // those among them that have ended go when room is needed
   Scheduler::Counts counts_;
   bool closed_ = false;
   std::exception_ptr error_;

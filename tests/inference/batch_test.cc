@@ -5,6 +5,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <deque>
 #include <map>
 #include <numeric>
 #include <stdexcept>
@@ -327,6 +328,18 @@ TEST_F(BatchTest, RequestsBeyondThoseThatMayWaitAreRefused) {
   EXPECT_EQ(first->ended(), End::cancelled);
   EXPECT_EQ(second->ended(), End::cancelled);
   EXPECT_THROW(batch.submit(endless), std::logic_error);
+}
+
+TEST_F(BatchTest, AnAnswerThatIsCancelledMakesRoomAtOnce) {
+  Batch batch(folder_.load(), {.texts = 2, .positions = 1024, .waiting = 1});
+  const Request endless{.tokens = {1}, .new_tokens_max = 300};
+  std::deque<std::shared_ptr<Answer>> answers;
+  for (int i = 0; i < 3; ++i) answers.push_back(batch.submit(endless));
+  for (int i = 0; i < 300; ++i) {
+    answers.front()->cancel();
+    answers.pop_front();
+    ASSERT_NO_THROW(answers.push_back(batch.submit(endless))) << i;
+  }
 }
 
 TEST_F(BatchTest, AnAnswerThatNobodyHoldsIsNotGoneOnWith) {
