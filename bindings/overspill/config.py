@@ -11,6 +11,7 @@ import os
 import re
 import secrets
 import warnings
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
@@ -577,18 +578,23 @@ def _of_deepspeeds(data: dict[str, Any]) -> dict[str, Any]:
     return translated.config
 
 
-def parse_json(text: str) -> Any:
-    """JSON in which no object has a key twice: the last one would count without a word. Raises ValueError."""
+def parse_json(text: str | bytes) -> Any:
+    """JSON in which no object has a key twice: the last one would count without a word. NaN and Infinity, which Python
+    reads, are no JSON. Raises ValueError, and RecursionError where it is nested too deeply.
+    """
 
     def each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         made = dict(pairs)
         if len(made) < len(pairs):
-            keys = [key for key, _ in pairs]
-            twice = next(key for key in keys if keys.count(key) > 1)
+            counts = Counter(key for key, _ in pairs)
+            twice = next(key for key, count in counts.items() if count > 1)
             raise ValueError(f"{json.dumps(twice)} is there twice in one object; leave one out")
         return made
 
-    return json.loads(text, object_pairs_hook=each_once)
+    def refused(constant: str) -> float:
+        raise ValueError(f"{constant} is no number of JSON")
+
+    return json.loads(text, object_pairs_hook=each_once, parse_constant=refused)
 
 
 def _read_json(path: Any) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """serve: OpenAI's form of requests and answers, what is refused and how, clients and signals that come at any time."""
 
+import asyncio
 import contextlib
 import json
 import random
@@ -9,6 +10,7 @@ import socket
 import subprocess
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import http_server
@@ -16,7 +18,7 @@ import pytest
 import tiny
 
 from overspill import inference
-from overspill.serving import asked, errors, stops
+from overspill.serving import answering, asked, errors, stops
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 NAME = "tiny-model"
@@ -85,6 +87,13 @@ def wanted(model, prompt, **drawn):
         ({"stream": 1}, "stream is 1, and is to be true or false", "stream"),
         ({"stream_options": {"include_usage": True}}, "needs stream to be true", "stream_options"),
         ({"stream_options": {"x": 1}}, "stream_options is", "stream_options"),
+        (
+            {"stream": True, "stream_options": {"include_usage": "true"}},
+            'include_usage is "true", and is to be true or false',
+            "stream_options.include_usage",
+        ),
+        ({"\ud800": 1}, "\\ud800 is not known here", "\\ud800"),
+        ({"messages": [{"role": "user", "content": "a", "\ud800": 1}]}, "[0].\\ud800", "messages[0].\\ud800"),
         ({"logit_bias": {"a": 1}}, "logit_bias is", "logit_bias"),
         ({"logit_bias": {"5": 101}}, "logit_bias is", "logit_bias"),
         ({"logit_bias": [1]}, "logit_bias is [1]", "logit_bias"),
@@ -161,7 +170,18 @@ def test_what_changes_nothing_is_taken():
 
 
 @pytest.mark.parametrize(
-    "body", [b"", b"[]", b"{", b"\xff", b'{"a": NaN}', b"[" * 100_000, b'{"a":' * 100_000, b"1" * 5000]
+    "body",
+    [
+        b"",
+        b"[]",
+        b"{",
+        b"\xff",
+        b'{"a": NaN}',
+        b'{"seed": 1, "seed": 2}',
+        b"[" * 100_000,
+        b'{"a":' * 100_000,
+        b"1" * 5000,
+    ],
 )
 def test_a_body_that_is_no_json_is_said(body):
     with pytest.raises(errors.ApiError, match="body"):
@@ -245,6 +265,35 @@ def test_a_stop_ends_an_answer_before_it_whole_and_streamed(server, model):
         events = list(server.events(TEXT, text(**drawn, **body)))
         assert "".join(e["choices"][0]["text"] for e in events) == cut
         assert events[-1]["choices"][0]["finish_reason"] == "stop"
+
+
+class HalfACharacter:
+    """An answer whose last token begins a character that does not come, and its tokenizer."""
+
+    finish_reason = "length"
+
+    def __init__(self):
+        self._tokens = iter([0, 1])
+
+    def next(self, timeout):
+        return next(self._tokens, None)
+
+    def cancel(self):
+        pass
+
+    def decode(self, ids, skip_special_tokens):
+        return "".join("a�"[each] for each in ids)
+
+
+def test_a_stop_that_the_last_characters_complete_ends_the_answer():
+    async def read():
+        answer = HalfACharacter()
+        writing = answering.Written(answer, answer, ("�",), None)
+        with ThreadPoolExecutor(1) as threads:
+            found = [piece.text async for piece in writing.pieces(threads)]
+        return "".join(found), writing.finish_reason
+
+    assert asyncio.run(read()) == ("a", "stop")
 
 
 def test_log_probabilities_are_the_models(server, model):
@@ -466,6 +515,19 @@ def test_the_variable_is_a_key_too(monkeypatch):
     assert _key(None) is None
 
 
+@pytest.mark.parametrize("key", [" ", "two words", "schlüssel", "line\nline"])
+def test_a_key_that_no_client_can_send_is_refused(key, monkeypatch, tmp_path):
+    from overspill.cli.common import CliError
+    from overspill.cli.serve import _key
+
+    monkeypatch.setenv("OVERSPILL_API_KEY", key)
+    with pytest.raises(CliError, match="the variable OVERSPILL_API_KEY: a key is one line of ASCII"):
+        _key(None)
+    (tmp_path / "key").write_text(key)
+    with pytest.raises(CliError, match="a key is one line of ASCII"):
+        _key(tmp_path / "key")
+
+
 # ---- clients that vanish, queues that are full, and the end
 
 
@@ -561,7 +623,7 @@ def test_what_cannot_be_served_is_said(folder, tmp_path, capsys):
     assert "a port is at most 65535" in fails("--port", 65536)
     assert "--host no.such.name.invalid" in fails("--host", "no.such.name.invalid")
     (tmp_path / "key").write_text("two words")
-    assert "one line without spaces" in fails("--port", 0, "--api-key-file", tmp_path / "key")
+    assert "one line of ASCII without spaces" in fails("--port", 0, "--api-key-file", tmp_path / "key")
     assert f"{tmp_path / 'none'}: No such file" in fails("--port", 0, "--api-key-file", tmp_path / "none")
 
 

@@ -43,7 +43,8 @@ def options(parser: argparse.ArgumentParser) -> None:
         "--api-key-file",
         type=path_of,
         metavar="FILE",
-        help=f"whose text clients send as their key (default: the variable {KEY}; without both none is asked for)",
+        help=f"file with the key that clients have to send (default: the variable {KEY}; none is asked for where "
+        "neither is set)",
     )
     parser.add_argument(
         "--texts", type=positive, default=8, metavar="N", help="answers written at once (default 8)"
@@ -69,7 +70,7 @@ def options(parser: argparse.ArgumentParser) -> None:
         type=nonnegative,
         default=30.0,
         metavar="SECONDS",
-        help="that answers have to end in after SIGTERM (default 30)",
+        help="how long answers may go on after SIGTERM (default 30)",
     )
 
 
@@ -124,10 +125,13 @@ def run(args: argparse.Namespace) -> int:
 
 def _key(file: Path | None) -> str | None:
     if file is None:
-        return os.environ.get(KEY) or None
-    key = file.read_text(encoding="utf-8").strip()
-    if not key or not key.isprintable() or " " in key:
-        raise CliError(f"--api-key-file {file}: a key is one line without spaces")
+        key, place = os.environ.get(KEY), f"the variable {KEY}"
+        if not key:
+            return None
+    else:
+        key, place = file.read_text(encoding="utf-8").strip(), f"--api-key-file {file}"
+    if not key or not key.isascii() or not key.isprintable() or " " in key:  # else no header can hold it
+        raise CliError(f"{place}: a key is one line of ASCII without spaces")
     return key
 
 

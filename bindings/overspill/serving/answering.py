@@ -59,7 +59,8 @@ class Written:
                         break
                 if ended and not self._stops.found:
                     yield self._end()
-                    self.finish_reason = self._answer.finish_reason
+                    # The last characters may hold a stop whose beginning was all that had been known.
+                    self.finish_reason = "stop" if self._stops.found else self._answer.finish_reason
                     return
             self.finish_reason = "stop"
         finally:

@@ -125,7 +125,8 @@ class App:
         if self._hosts is None or name in self._hosts:
             return None
         return ApiError(
-            f"this server does not answer to the name {host!r}; call it by {' or '.join(sorted(self._hosts))}",
+            f"this server does not answer to the name {host!a:.300}; call it by {' or '.join(sorted(self._hosts))} "
+            "(a proxy has to send one of them as Host)",
             status=403,
         )
 
@@ -261,13 +262,13 @@ class App:
         count = self._count(asked, len(ids))
         drawn = {**self._sampling, **asked.sampling}
         seed = secrets.randbits(64) if asked.seed is None else asked.seed & (2**64 - 1)
-        likeliest = asked.log_probabilities
+        likeliest, bias = asked.log_probabilities, self._checked(asked.bias)
         try:
             answer: Answer = self._batch.submit(
                 ids,
                 max_new_tokens=count,
                 seed=seed,
-                bias=self._checked(asked.bias),
+                bias=bias,
                 constraint=schema,
                 log_probabilities=0 if likeliest is None else max(1, likeliest),
                 **drawn,
@@ -326,6 +327,8 @@ class App:
             if written.finish_reason not in ("stop", "length"):
                 raise ApiError("the server is ending, and the answer was cut off", status=503)
             self._last_seconds = time.monotonic() - begun
+        except ApiError:
+            raise
         except ValueError as error:  # logits that are no numbers
             raise ApiError(str(error), status=500) from None
         except OverspillError as error:

@@ -7,6 +7,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..config import parse_json
 from .errors import ApiError
 
 # They change no answer.
@@ -78,7 +79,7 @@ class Asked:
 def parse(data: bytes) -> dict[str, Any]:
     """The JSON object of a body. Raises ApiError."""
     try:
-        body = json.loads(data, parse_constant=_no_number)
+        body = parse_json(data)
     except RecursionError:
         raise ApiError("the body is nested too deeply") from None
     except ValueError as error:  # UnicodeDecodeError is one
@@ -86,10 +87,6 @@ def parse(data: bytes) -> dict[str, Any]:
     if not isinstance(body, dict):
         raise ApiError("the body is not a JSON object")
     return body
-
-
-def _no_number(text: str) -> float:
-    raise ValueError(f"{text} is no number of JSON")
 
 
 def chat(body: dict[str, Any]) -> Asked:
@@ -192,9 +189,17 @@ class _Fields:
                 continue
             if name in NEUTRAL:
                 can = " or ".join(json.dumps(each) for each in NEUTRAL[name]) or "null"
-                raise ApiError(f"{name} is {_shown(value)}, and only {can} is known here", param=name)
-            raise ApiError(f"{name} is not known here; leave it out", param=name, code="unknown_parameter")
+                raise ApiError(
+                    f"{name} is {_shown(value)}, and only {can} is known here; leave it out", param=name
+                )
+            raise _unknown(name, code="unknown_parameter")
         return asked
+
+
+def _unknown(name: str, code: str | None = None) -> ApiError:
+    """A client may choose a name that is no text at all: one with half a surrogate pair."""
+    name = name.encode("utf-8", "backslashreplace").decode()[:80]
+    return ApiError(f"{name} is not known here; leave it out", param=name, code=code)
 
 
 def _shown(value: Any) -> str:
@@ -222,7 +227,10 @@ def _usage(options: Any) -> bool:
     known = {"include_usage", "include_obfuscation"}
     if not isinstance(options, dict) or not options.keys() <= known:
         raise _wrong("stream_options", options, 'an object with "include_usage"')
-    return options.get("include_usage") is True
+    usage = options.get("include_usage")
+    if usage is not None and not isinstance(usage, bool):
+        raise _wrong("stream_options.include_usage", usage, "true or false")
+    return bool(usage)
 
 
 def _stops(value: Any) -> tuple[str, ...]:
@@ -273,7 +281,7 @@ def _message(name: str, value: Any) -> Message:
     for key, each in value.items():
         if key in ("role", "content") or (key in MESSAGE_NEUTRAL and (not each or key == "name")):
             continue
-        raise ApiError(f"{name}.{key} is not known here; leave it out", param=f"{name}.{key}")
+        raise _unknown(f"{name}.{key}")
     role = value.get("role")
     if not isinstance(role, str) or role not in ROLES:
         raise _wrong(f"{name}.role", role, f"one of {', '.join(ROLES)}")
