@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from . import token_cache
+from . import dialogues, token_cache
 from ._core import OverspillError
 from .token_cache import TOKEN
 
@@ -45,14 +45,15 @@ class Tokens:
     digest: str  # of the texts and the tokenizer
 
     def read(self, first: int, count: int) -> np.ndarray:
-        """`count` tokens from `first`, as int64. Raises DataError when the file is shorter than it was."""
+        """`count` tokens from `first`, as int64; ~token is one that is not learned (dialogues.py). Raises DataError
+        when the file is shorter than it was."""
         with self.path.open("rb") as file:
             raw = os.pread(file.fileno(), count * TOKEN.itemsize, first * TOKEN.itemsize)
         if len(raw) != count * TOKEN.itemsize or first + count > self.count:
             raise DataError(
                 f"{self.path}: token cache is cut short at token {first}; delete it to make it again"
             )
-        return np.frombuffer(raw, TOKEN).astype(np.int64)
+        return np.frombuffer(raw, "<i4").astype(np.int64)
 
 
 def text_files(path: Path) -> list[Path]:
@@ -135,10 +136,8 @@ def _documents(path: Path) -> Iterator[Iterator[str]]:
     """Documents of a file, each an iterator of pieces: the file itself, or the `text` of each of its records."""
     if not _has_records(path):
         yield _pieces(path)
-    elif _is_array(path):
-        yield from (iter((text,)) for text in _array(path))
     else:
-        yield from (iter((text,)) for text in _lines(path))
+        yield from (iter((_text(path, *found),)) for found in _records(path))
 
 
 def _has_records(path: Path) -> bool:
@@ -153,8 +152,48 @@ def _is_array(path: Path) -> bool:
         return file.read(8192).removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"[")
 
 
-def _lines(path: Path) -> Iterator[str]:
-    """The `text` of each line of JSONL."""
+def _form_of(path: Path) -> str:
+    """What the records of a file are: that of the first, which the others have to share."""
+    if not _has_records(path):
+        return "text"
+    return next((dialogues.form_of(record) for _, record, _ in _records(path)), "text")
+
+
+def _dialogue_tokens(path: Path, form: str, tokenizer) -> Iterator[np.ndarray]:
+    """Of each document of a file of conversations. Raises DataError."""
+    if form == "messages" and not getattr(tokenizer, "chat_template", None):
+        raise DataError(
+            f"{path} has conversations ('messages'), and the model's folder has no chat template to make a text of "
+            "them; add chat_template.jinja, or give records with 'text'"
+        )
+    if not getattr(tokenizer, "is_fast", False):
+        raise DataError(
+            f"{path}: which tokens are an answer's cannot be told with a tokenizer in Python; add tokenizer.json to "
+            "the model's folder"
+        )
+    for number, record, shown in _records(path):
+        if (other := dialogues.form_of(record)) != form:
+            raise DataError(
+                f"{path}:{number}: expected a JSON object with '{form}', as the first record, got {shown[:60]!r}"
+                f"{f' with {other!r}; a file has records of one form' if isinstance(record, dict) else ''}"
+            )
+        try:
+            yield from dialogues.tokens_of(record, form, tokenizer)
+        except dialogues.Unusable as error:
+            raise DataError(f"{path}:{number}: {error}; mend the record or take it out") from None
+        except UnicodeEncodeError:
+            raise DataError(
+                f"{path}:{number}: half of a surrogate pair is no text; mend what wrote it"
+            ) from None
+
+
+def _records(path: Path) -> Iterator[tuple[int, object, str]]:
+    """The records of a file, counted from 1, and each as it stands there."""
+    return _array(path) if _is_array(path) else _lines(path)
+
+
+def _lines(path: Path) -> Iterator[tuple[int, object, str]]:
+    """Of JSONL."""
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
             try:
@@ -165,11 +204,11 @@ def _lines(path: Path) -> Iterator[str]:
                     f"convert the file (Latin-1: {_convert(path, 'LATIN1')})"
                 ) from None
             if text.strip():
-                yield _text(path, number, _parsed(text), text)
+                yield number, _parsed(text), text
 
 
-def _array(path: Path) -> Iterator[str]:
-    """The `text` of each record of a JSON array."""
+def _array(path: Path) -> Iterator[tuple[int, object, str]]:
+    """Of a JSON array."""
     size = path.stat().st_size
     if size > ARRAY_BYTES:
         raise DataError(
@@ -185,7 +224,7 @@ def _array(path: Path) -> Iterator[str]:
             f"{path} begins like a JSON array and is none; mend it, or name it .txt if it is text"
         )
     for number, record in enumerate(records, 1):
-        yield _text(path, number, record, json.dumps(record))
+        yield number, record, json.dumps(record)
 
 
 def _parsed(text: str) -> object:
@@ -202,7 +241,8 @@ def _text(path: Path, number: int, record: object, shown: str) -> str:
     if not isinstance(text, str):
         hint = "; name the file .txt to train on it as it is" if path.suffix.lower() == ".json" else ""
         raise DataError(
-            f"{path}:{number}: expected a JSON object with a string 'text', got {shown[:60]!r}{hint}"
+            f"{path}:{number}: expected a JSON object with a string 'text' (or 'messages', or 'prompt' and "
+            f"'completion', in all of the file), got {shown[:60]!r}{hint}"
         )
     try:
         text.encode()
@@ -221,16 +261,19 @@ def tokenizer_digest(tokenizer) -> str:
     return hashlib.blake2b(f"{tokenizer.eos_token_id}\n{rules}".encode()).hexdigest()
 
 
-def content_digest(files: list[Path], root: Path, tokenizer) -> str:
-    """Hash of names and contents of `files` and of the tokenizer: the name under which the tokens are cached."""
+def content_digest(files: dict[Path, str], root: Path, tokenizer) -> str:
+    """Hash of names, contents and forms of `files`, and of the tokenizer: the name under which tokens are cached."""
     total = hashlib.blake2b(FORMAT, digest_size=16)
     total.update(tokenizer_digest(tokenizer).encode())
-    for path in files:
+    for path, kind in files.items():
         with path.open("rb") as file:
             content = hashlib.file_digest(file, hashlib.blake2b).hexdigest()
         form = (
             "" if path.suffix == ".jsonl" or not _has_records(path) else "records\n"
         )  # they were text before
+        if kind != "text":
+            template = repr(tokenizer.chat_template) if kind == "messages" else ""
+            form = f"{kind}\n{template}\n"
         total.update(f"{path.relative_to(root)}\n{content}\n{form}".encode(errors="surrogateescape"))
     return total.hexdigest()
 
@@ -238,13 +281,14 @@ def content_digest(files: list[Path], root: Path, tokenizer) -> str:
 def tokenize(path: Path, tokenizer, cache: Path) -> Tokens:
     """Tokens of all text under `path`, from `cache` when these very texts were tokenised before.
 
-    Each document is followed by the end token. Files with NUL bytes are taken for binary and left out, with a warning.
+    Each document is followed by the end token. Of records with 'messages', or with 'prompt' and 'completion', the
+    answers alone are learned. Files with NUL bytes are taken for binary and left out, with a warning.
     The cache file appears under its name only when it is whole, durable and of these very texts; one that is damaged is
     made again. Raises DataError for what is no text in UTF-8, or changes meanwhile, OSError (a full disk).
     """
     path = Path(path)
     found = text_files(path)
-    files = [file for file in found if _is_text(file)]
+    files = {file: _form_of(file) for file in found if _is_text(file)}
     binary = sorted(set(found) - set(files))
     root = path if path.is_dir() else path.parent
     digest = content_digest(files, root, tokenizer)
@@ -253,9 +297,13 @@ def tokenize(path: Path, tokenizer, cache: Path) -> Tokens:
     if count is None:
         _warn_of(target, digest)
         with token_cache.new(target) as out:
-            for file in files:
-                for document in _documents(file):
-                    _write_document(document, tokenizer, out)
+            for file, form in files.items():
+                if form == "text":
+                    for document in _documents(file):
+                        _write_document(document, tokenizer, out)
+                else:
+                    for words in _dialogue_tokens(file, form, tokenizer):
+                        out.write(words)
             # The texts were read a second time: a download that goes on would be trained on under a name not its own.
             if content_digest(files, root, tokenizer) != digest:
                 raise DataError(f"data {path} changed while it was read; start again when it is complete")
@@ -351,7 +399,7 @@ class Batches:
         return int(self._order[offset])
 
     def at(self, position: int) -> torch.Tensor:
-        """The batch that starts at `position`: int64, [batch, length]."""
+        """The batch that starts at `position`: int64, [batch, length], as Tokens.read has them."""
         rows = [self.sequences[self.index(position + i)] for i in range(self.batch)]
         return torch.from_numpy(np.stack(rows))
 

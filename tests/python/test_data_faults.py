@@ -126,8 +126,8 @@ def test_records_are_not_the_same_data_as_text(tokens, tokenizer, tmp_path):
         total.update(f"{name}\n{content}\n".encode())
         return total.hexdigest()
 
-    assert data.content_digest([path], tmp_path, tokenizer) != digest_of_before("a.JSONL")
-    assert data.content_digest([as_jsonl], tmp_path, tokenizer) == digest_of_before("a.jsonl")
+    assert data.content_digest({path: "text"}, tmp_path, tokenizer) != digest_of_before("a.JSONL")
+    assert data.content_digest({as_jsonl: "text"}, tmp_path, tokenizer) == digest_of_before("a.jsonl")
 
 
 def test_names_of_files_may_be_any_bytes(tokenizer, tmp_path):

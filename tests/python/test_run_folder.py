@@ -223,7 +223,7 @@ def both(**changed):
         (both(seq_len=0), "settings.seq_len = 0 is less than 2"),
         (both(warmup=-5), "settings.warmup = -5 is less than 0"),
         (both(save_minutes=float("nan")), "settings.save_minutes = nan is no number"),
-        (both(steps=None), "settings.steps = None is null"),
+        (both(batch=None), "settings.batch = None is null"),
         (both(nvme=[1]), "settings.nvme = [1] is a list"),
         (
             both(config="a\0b"),

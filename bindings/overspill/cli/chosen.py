@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from overspill.cli.common import OPTIMIZERS, CliError, each_once, nvme_folders
-from overspill.cli.settings import FIELDS, Settings, absolute, key_of, option
+from overspill.cli.settings import FIELDS, STEPS, Settings, absolute, key_of, option
 from overspill.config import Config, ConfigError, flat_optimizer, meant, optimizer_keys, parse_json
 from overspill.deepspeed.settings import is_deepspeeds
 
@@ -117,7 +117,12 @@ def choose(given: dict[str, Any], stored: dict[str, Any] | None = None, required
         now["nvme"] = [absolute(path) for path in now["nvme"]]
     if "config" in now:
         now["config"] = absolute(now["config"])
+    if "steps" in now and "epochs" in now:
+        raise CliError("--steps and --epochs both say how long the run is; leave one out")
     typed = {**_typed_before(stored), **now}
+    for one, other in (("steps", "epochs"), ("epochs", "steps")):
+        if one in now:
+            typed.pop(other, None)
     file, notes = _file(now.get("config"), stored)
     if file is None:
         typed.pop("config", None)
@@ -152,11 +157,12 @@ def choose(given: dict[str, Any], stored: dict[str, Any] | None = None, required
         notes += (str(warning.message).removeprefix("overspill: ") for warning in told)
     except ConfigError as error:
         raise CliError("\n".join(_as_typed(line, typed) for line in str(error).splitlines())) from None
-    if config.scheduler is not None and values["warmup"]:
-        raise CliError(
-            f"--warmup {values['warmup']} and the scheduler {config.scheduler.type} of {file and file.path}: leave one "
-            "out"
-        )
+    for name in ("warmup", "schedule"):
+        if config.scheduler is not None and values[name] != FIELDS[name].default:
+            raise CliError(
+                f"{option(name)} {values[name]} and the scheduler {config.scheduler.type} of {file and file.path}: "
+                "leave one out"
+            )
     of_file = file is not None and origins["nvme"] == "file"
     nvme_folders(config.budget.nvme, f"budget.nvme of {file.path}: the folder" if of_file else "--nvme")
     settings = Settings(**{name: _effective(name, values[name], config) for name in FIELDS})
@@ -299,6 +305,13 @@ def _typing(name: str, value: Any) -> str:
     return f"{option(name)} {_shown(name, value)}"
 
 
+def _length(settings: dict[str, Any]) -> tuple[str, Any]:
+    """What says how long the run is, and its value."""
+    if settings.get("epochs") is not None:
+        return "epochs", settings["epochs"]
+    return "steps", settings.get("steps") or STEPS
+
+
 def _numbers(config: Config) -> dict[str, Any]:
     """What of the configuration decides the numbers, as JSON has it."""
     return json.loads(json.dumps(config.shared()))
@@ -327,6 +340,11 @@ def _check_unchanged(chosen: Chosen, stored: dict[str, Any], now: dict[str, Any]
                 f"{began[name]!r}, with "
                 "which the run began; restore it to go on, or start a new run in another --out"
             )
+    if chosen.settings.schedule != "constant" and _length(after) != _length(began):
+        raise CliError(
+            f"{_typing(*_length(after))}: the run began with {_typing(*_length(began))}, at whose end its "
+            f"{chosen.settings.schedule} schedule reaches 0; {advice}"
+        )
     numbers = _numbers(chosen.config)
     for key, before in stored.get("numbers", numbers).items():
         if numbers.get(key) != before:

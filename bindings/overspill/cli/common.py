@@ -109,6 +109,14 @@ def nonnegative(text: str) -> float:
     return value
 
 
+def more_than_zero(text: str) -> float:
+    """argparse type of a finite float above 0."""
+    value = nonnegative(text)
+    if value == 0:
+        raise argparse.ArgumentTypeError(f"{text!r}: a number above 0 is expected")
+    return value
+
+
 def named(path: str | Path) -> str:
     """argparse type of a path that stays a text. An unset shell variable gives "", which to pathlib is the current
     folder: a run would read, and fill, a folder that nobody named."""

@@ -4,6 +4,7 @@ vocabulary. Else forward fails with torch's IndexError, which names neither."""
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from overspill import dialogues
 from overspill.cli.common import CliError
 
 OFFSET = 8  # rows that some tables of positions have beside them: OPT's 2, for one
@@ -50,7 +51,8 @@ def check_tokens(model: Any, tokenizer: Any, found: Iterable[Any], folder: str) 
         return
     for tokens in found:
         largest = max(
-            int(tokens.read(at, min(PIECE, tokens.count - at)).max()) for at in range(0, tokens.count, PIECE)
+            int(dialogues.tokens(tokens.read(at, min(PIECE, tokens.count - at))).max())
+            for at in range(0, tokens.count, PIECE)
         )
         if largest >= rows:
             raise CliError(_no_row(tokenizer, largest, rows, folder))

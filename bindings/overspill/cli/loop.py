@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from overspill import memory
+from overspill import dialogues, memory
 from overspill.cli.common import CliError
 from overspill.cli.settings import Settings
 from overspill.data import Batches, Sequences, evaluation_batches
@@ -152,8 +152,16 @@ class Loop:
     """Steps over batches. `step` and `position` (sequences seen) say where it is; both are in `state()`."""
 
     def __init__(
-        self, engine: Any, optimizer: Any, batches: Batches, settings: Settings, stop: Stop, digest: str
+        self,
+        engine: Any,
+        optimizer: Any,
+        batches: Batches,
+        settings: Settings,
+        steps: int,
+        stop: Stop,
+        digest: str,
     ):
+        """steps: how many the whole run has, which the learning rate's schedule ends with."""
         self._order = {"data": digest} | {name: getattr(settings, name) for name in ORDER}
         self.engine, self.optimizer, self.batches, self.settings, self.stop = (
             engine,
@@ -162,6 +170,7 @@ class Loop:
             settings,
             stop,
         )
+        self.steps = steps
         self.step = self.position = 0
         self.seconds = 0.0  # of all steps
         self.steps_here = 0  # of this process
@@ -218,11 +227,13 @@ class Loop:
         settings, before = self.settings, random_states()
         if self.engine.lr_scheduler is None:
             for group in self.optimizer.param_groups:
-                group["lr"] = settings.learning_rate(self.step)
+                group["lr"] = settings.learning_rate(self.step, self.steps)
         rate = self.optimizer.param_groups[0]["lr"]
         starts = range(self.position, self.position + settings.accumulate * settings.batch, settings.batch)
+        micro_batches = [self.batches.at(start) for start in starts]
+        learned = sum(map(_learned, micro_batches)) / len(micro_batches)
         try:
-            loss = self.engine.train_batch(map(self.batches.at, starts), self._loss).item()
+            loss = self.engine.train_batch(micro_batches, lambda words: self._loss(words, learned)).item()
         except _StepLeft:
             restore_random_states(before)
             return None
@@ -230,10 +241,19 @@ class Loop:
         self.position += settings.accumulate * settings.batch
         return self._record(loss, rate, started, waited)
 
-    def _loss(self, ids: torch.Tensor) -> torch.Tensor:
+    def _loss(self, words: torch.Tensor, mean_learned: float) -> torch.Tensor:
+        """A micro-batch's part of the step's loss, which is the mean over all tokens that the step learns.
+        `mean_learned`: how many of them a micro-batch has."""
         if self.stop:
             raise _StepLeft
-        return self.engine(input_ids=ids, labels=ids, use_cache=False).loss
+        output, learned = self._forward(words), _learned(words)
+        if learned == 0:  # a mean over none is NaN
+            return output.logits.sum() * 0.0
+        return output.loss if learned == mean_learned else output.loss * (learned / mean_learned)
+
+    def _forward(self, words: torch.Tensor) -> Any:
+        labels = dialogues.labels(words)
+        return self.engine(input_ids=dialogues.tokens(words), labels=labels, use_cache=False)
 
     def _record(self, loss: float, rate: float, started: float, waited: float) -> dict[str, Any]:
         seconds = time.perf_counter() - started
@@ -275,19 +295,31 @@ class Loop:
         }
 
     def heldout_loss(self, sequences: Sequences, limit: int) -> float | None:
-        """Mean loss over at most `limit` held-out batches, in evaluation mode; None when a stop came first."""
-        total, rows = 0.0, 0
+        """Mean loss over what is learned of at most `limit` held-out batches, in evaluation mode; None when a stop
+        came first. Raises CliError where they have nothing that is learned."""
+        total, count = 0.0, 0
         self.engine.eval()
         try:
             with torch.no_grad():
-                for ids in evaluation_batches(sequences, self.settings.batch, limit):
+                for words in evaluation_batches(sequences, self.settings.batch, limit):
                     if self.stop:
                         return None
-                    total += self.engine(input_ids=ids, labels=ids, use_cache=False).loss.item() * len(ids)
-                    rows += len(ids)
+                    if learned := _learned(words):
+                        total += self._forward(words).loss.item() * learned
+                        count += learned
         finally:
             self.engine.train()
-        return total / rows
+        if count == 0:
+            raise CliError(
+                "the held-out conversations that are measured have no answer in them; give a larger --eval-batches or "
+                "--seq-len, more --heldout, or --eval-batches 0"
+            )
+        return total / count
+
+
+def _learned(words: torch.Tensor) -> int:
+    """How many tokens of a batch are predicted from those before them, and learned."""
+    return int((words[:, 1:] >= 0).sum())
 
 
 def _spent(report: dict[str, Any]) -> dict[str, float]:

@@ -64,6 +64,7 @@ class Session:
                 f"for training, so a micro-batch would have some twice; give at most --batch {len(training)}, more "
                 f"data, or a smaller --seq-len than {settings.seq_len}"
             )
+        self.steps = settings.steps_of(len(training))
         self.run = {**(stored or {"heldout": {}, "data_digest": digest, SAVED: None}), **chosen.stored()}
         model, weights = self._model(torch, chosen.config)
         if note := fits.check_length(model, settings.seq_len, settings.model):
@@ -79,7 +80,7 @@ class Session:
         stack.callback(self.engine.close)
         self.stop = Stop(self.engine._core.stall)
         batches = data.Batches(training, settings.batch, settings.seed)
-        self.loop = Loop(self.engine, optimizer, batches, settings, self.stop, digest)
+        self.loop = Loop(self.engine, optimizer, batches, settings, self.steps, self.stop, digest)
 
     def _data(self, data, stored: dict[str, Any] | None) -> tuple[Any, Any, str]:
         try:
@@ -183,7 +184,7 @@ class Session:
 
     @property
     def reached(self) -> bool:
-        return self.loop.step >= self.settings.steps
+        return self.loop.step >= self.steps
 
     def train(self, hook) -> int:
         """Held-out loss, steps, last checkpoint, held-out loss. Returns the exit code."""
@@ -193,11 +194,10 @@ class Session:
         board = Board(self.folder.path, warn)
         if self.reached:
             say(
-                f"step {self.loop.step} is reached already, --steps is {self.settings.steps}: nothing is "
-                "trained; give a "
-                "larger --steps to go on"
+                f"step {self.loop.step} is reached already, and the run has {self.steps}: nothing is trained; give a "
+                "larger --steps or --epochs to go on"
             )
-        with self.stop.listening(), Display(self.loop.step, self.settings.steps) as display:
+        with self.stop.listening(), Display(self.loop.step, self.steps) as display:
             if self.loop.step == 0:
                 self._measure("before", display)
                 hook(self.loop)
@@ -215,6 +215,8 @@ class Session:
                 if self.saver.due(self.loop.step) and not self.reached:
                     self.saver.save(self.loop.step)
                 hook(self.loop)
+                if self._measures_now():
+                    self._measure(f"at step {self.loop.step}", display)
             recorder.finish(self.loop.steps_here)
             if self.loop.step > 0:
                 self.saver.save(self.loop.step, prune=not self.stop)
@@ -266,6 +268,11 @@ class Session:
         drives = {path: _core.drives(path) for path in written}
         rated_tb = self.engine.config.budget.endurance_tbw
         return wear.at_rate(written, self.loop.seconds, drives, rated_tb)
+
+    def _measures_now(self) -> bool:
+        """After the last step it is measured anyway."""
+        every = self.settings.eval_every
+        return every > 0 and self.loop.step % every == 0 and not self.reached and not self.stop
 
     def _measure(self, word: str, display) -> None:
         if self.settings.eval_batches == 0:

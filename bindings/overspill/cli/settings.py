@@ -2,6 +2,7 @@
 change when the run goes on. Which value counts is decided in chosen.py."""
 
 import dataclasses
+import math
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,8 @@ from typing import Any
 from overspill.cli.common import FORMATS, OPTIMIZERS, named
 
 DTYPES = ("bf16", "fp32")
+SCHEDULES = ("constant", "linear", "cosine")
+STEPS = 100  # where neither --steps nor --epochs says how many
 
 
 def _field(
@@ -40,13 +43,15 @@ class Settings:
     format: str | None = _field(None, fixed=True, key="format", among=FORMATS)
     lr: float = _field(5e-5, fixed=True, key="optimizer.lr", least=0)
     warmup: int = _field(0, fixed=True, key=None, least=0)
+    schedule: str = _field("constant", fixed=True, key=None, among=SCHEDULES)
     weight_decay: float = _field(0.01, fixed=True, key="optimizer.weight_decay", least=0)
     clip: float = _field(1.0, fixed=True, key="gradient_clipping", least=0)
     seed: int = _field(0, fixed=True, key="seed", least=0)
     dtype: str = _field("bf16", fixed=True, key="dtype", among=DTYPES)
     checkpointing: bool = _field(False, fixed=True, key=None)
     torch_threads: int | None = _field(None, fixed=True, key=None, least=1)
-    steps: int = _field(100, fixed=False, key=None, least=1)
+    steps: int | None = _field(None, fixed=False, key=None, least=1)
+    epochs: float | None = _field(None, fixed=False, key=None, least=0)
     host_budget: int | None = _field(None, fixed=False, key="budget.host", least=0)
     nvme: list[str] | None = _field(None, fixed=False, key="budget.nvme")
     device_budget: int | None = _field(None, fixed=False, key="budget.device", least=0)
@@ -58,6 +63,7 @@ class Settings:
     save_every: int = _field(0, fixed=False, key=None, least=0)
     save_minutes: float = _field(30.0, fixed=False, key=None, least=0)
     keep: int = _field(1, fixed=False, key="engine.checkpoints_kept", least=0)
+    eval_every: int = _field(0, fixed=False, key=None, least=0)
     eval_batches: int = _field(16, fixed=False, key=None, least=0)
     cache: str | None = _field(None, fixed=False, key=None)
 
@@ -65,9 +71,21 @@ class Settings:
         """Plain values, for run.json."""
         return dataclasses.asdict(self)
 
-    def learning_rate(self, step: int) -> float:
-        """Of the step that comes after `step` finished ones: linear warm-up, then constant."""
-        return self.lr * min(1.0, (step + 1) / self.warmup) if self.warmup else self.lr
+    def steps_of(self, sequences: int) -> int:
+        """How many steps the run has, over a data set of so many sequences."""
+        if self.epochs is None:
+            return self.steps or STEPS
+        return max(1, math.ceil(self.epochs * sequences / (self.batch * self.accumulate)))
+
+    def learning_rate(self, step: int, steps: int) -> float:
+        """Of the step that comes after `step` finished ones, of `steps` in all: linear warm-up, then constant, or down
+        to 0 linearly or as half a cosine (Loshchilov and Hutter 2017)."""
+        if step < self.warmup:
+            return self.lr * (step + 1) / self.warmup
+        if self.schedule == "constant":
+            return self.lr
+        passed = min(1.0, (step - self.warmup) / max(1, steps - self.warmup))
+        return self.lr * (1 - passed if self.schedule == "linear" else (1 + math.cos(math.pi * passed)) / 2)
 
 
 FIELDS = {field.name: field for field in dataclasses.fields(Settings)}

@@ -1,11 +1,14 @@
 """Fine-tune a Hugging Face model on text, its states over RAM and NVMe.
 
-Data is a folder or file of text in UTF-8; .jsonl, .ndjson and .json have records with a key "text". After Ctrl-C or
+Data is a folder or file of text in UTF-8. Files .jsonl, .ndjson and .json have records: with a key "text", or with
+"messages" (a conversation, which the model's chat template makes a text of), or with "prompt" and "completion"; of the
+last two the answers alone are learned. After Ctrl-C or
 SIGTERM the command finishes the current micro-batch, saves the last whole step, and says how to resume. A resumed run
 gives the same bits as one that never stopped.
 
     overspill train --model DIR --data texts/ --out run --host-budget 4GiB --nvme /mnt/disk
     overspill train ... --format 8bit                          5 bytes a parameter in place of 12
+    overspill train ... --data chats.jsonl --epochs 3 --schedule cosine --warmup 100 --eval-every 200
     overspill train ... --optimizer lion --lr 5e-6 --format compact
 """
 
@@ -24,6 +27,7 @@ from overspill.cli.common import (
     add_update,
     describe,
     model_folder,
+    more_than_zero,
     named,
     natural,
     nonnegative,
@@ -37,7 +41,7 @@ from overspill.cli.device import require
 from overspill.cli.recorder import check_trace
 from overspill.cli.run_folder import RunFolder
 from overspill.cli.session import Session
-from overspill.cli.settings import DTYPES, FIELDS, absolute, default_text, option
+from overspill.cli.settings import DTYPES, FIELDS, SCHEDULES, STEPS, absolute, default_text, option
 
 USAGE = """overspill train --model DIR --data PATH --out DIR --host-budget SIZE [--nvme DIR ...] [OPTIONS]
        overspill train --model DIR --data PATH --out DIR --config FILE [OPTIONS]
@@ -52,7 +56,8 @@ def options(parser: argparse.ArgumentParser) -> None:
         "--data",
         type=absolute,
         metavar="PATH",
-        help="folder or file of text in UTF-8; .jsonl, .ndjson and .json have records with 'text'",
+        help="folder or file of text in UTF-8; .jsonl, .ndjson and .json have records with 'text', or with 'messages', "
+        "or with 'prompt' and 'completion'",
     )
     add(
         "--heldout",
@@ -70,7 +75,13 @@ def options(parser: argparse.ArgumentParser) -> None:
         help="go on with the run in --out from its newest checkpoint, or from CHECKPOINT: later ones are then set "
         "aside, not deleted. Options are remembered",
     )
-    add("--steps", type=positive, metavar="N", help=f"steps in all {default['steps']}")
+    add("--steps", type=positive, metavar="N", help=f"steps in all (default {STEPS})")
+    add(
+        "--epochs",
+        type=more_than_zero,
+        metavar="N",
+        help="in place of --steps: passes over the data, e.g. 3 or 0.5",
+    )
     add("--batch", type=positive, metavar="N", help=f"sequences in a micro-batch {default['batch']}")
     add("--seq-len", type=two_or_more, metavar="N", help=f"tokens in a sequence {default['seq_len']}")
     add("--accumulate", type=positive, metavar="N", help=f"micro-batches in a step {default['accumulate']}")
@@ -87,6 +98,11 @@ def options(parser: argparse.ArgumentParser) -> None:
         type=natural,
         metavar="STEPS",
         help=f"steps over which it grows to that {default['warmup']}",
+    )
+    add(
+        "--schedule",
+        choices=SCHEDULES,
+        help=f"what the rate does after that, up to the last step: stay, or go down to 0 {default['schedule']}",
     )
     add("--weight-decay", type=nonnegative, help=default["weight_decay"])
     add(
@@ -125,6 +141,12 @@ def options(parser: argparse.ArgumentParser) -> None:
         f"{default['save_minutes']}",
     )
     add("--keep", type=positive, metavar="N", help=f"newest checkpoints that are kept {default['keep']}")
+    add(
+        "--eval-every",
+        type=natural,
+        metavar="STEPS",
+        help="held-out loss after every so many steps, too (default 0: before the first and after the last)",
+    )
     add(
         "--eval-batches",
         type=natural,
