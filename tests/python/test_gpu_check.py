@@ -110,6 +110,8 @@ def arguments(tmp_path, *more):
     build = ROOT / "build/release"
     if not (build / "tests/kernels/kernels_cuda_test").is_file():
         pytest.skip("build/release has no kernels_cuda_test")
+    if not (build / "bench/bench_cuda_copy").is_file():
+        pytest.skip("build/release was made without the CUDA toolkit, so it has no bench_cuda_copy")
     out = tmp_path / "gpu.json"
     return out, [
         "--no-build",
