@@ -110,8 +110,6 @@ def arguments(tmp_path, *more):
     build = ROOT / "build/release"
     if not (build / "tests/kernels/kernels_cuda_test").is_file():
         pytest.skip("build/release has no kernels_cuda_test")
-    if not (build / "bench/bench_cuda_copy").is_file():
-        pytest.skip("build/release was made without the CUDA toolkit, so it has no bench_cuda_copy")
     out = tmp_path / "gpu.json"
     return out, [
         "--no-build",
@@ -125,7 +123,13 @@ def arguments(tmp_path, *more):
     ]
 
 
-def test_without_a_gpu_every_row_that_needs_one_says_so(tmp_path):
+@pytest.fixture
+def with_cuda():
+    if not (ROOT / "build/release/bench/bench_cuda_copy").is_file():
+        pytest.skip("build/release was made without the CUDA toolkit, so it has no bench_cuda_copy")
+
+
+def test_without_a_gpu_every_row_that_needs_one_says_so(with_cuda, tmp_path):
     if subprocess.run(["bash", "-c", "nvidia-smi -L | grep -q GPU"], capture_output=True).returncode == 0:
         pytest.skip("there is a GPU")
     out, given = arguments(tmp_path)
@@ -146,7 +150,7 @@ def test_without_a_gpu_every_row_that_needs_one_says_so(tmp_path):
     assert [again[n] == found[n] for n in found if "kernels" not in n] == [True] * (len(found) - 1)
 
 
-def test_a_call_has_its_rows_and_ends_within_its_minutes(tmp_path, monkeypatch):
+def test_a_call_has_its_rows_and_ends_within_its_minutes(with_cuda, tmp_path, monkeypatch):
     out, given = arguments(tmp_path, "--call", "1")
     assert check.main(given) == 0
     before = json.loads(out.read_text())["rows"]
