@@ -13,6 +13,7 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 BINDINGS = HERE.parents[1] / "bindings"
+GLOO = "[Gloo]"
 HANGS = 300.0  # seconds after which a process counts as hanging, on the slowest machine
 
 
@@ -72,9 +73,21 @@ def finish(processes: list[subprocess.Popen], timeout: float = HANGS) -> list[En
 
     with _later(timeout, end_all):
         printed = [process.communicate() for process in processes]
-    ended = [Ended(p.returncode, out, err) for p, (out, err) in zip(processes, printed, strict=True)]
+    ended = [Ended(p.returncode, _own(out), err) for p, (out, err) in zip(processes, printed, strict=True)]
     assert not hung.is_set(), f"not ended within {timeout:g} s\n{told(ended)}"
     return ended
+
+
+def _own(out: str) -> str:
+    """Without what gloo says there: that of torch 2.9 tells when it has connected."""
+    return "".join(line for line in out.splitlines(keepends=True) if not line.startswith(GLOO))
+
+
+def own_line(process: subprocess.Popen) -> str:
+    """The next line of a rank's stdout; empty at its end."""
+    while (line := process.stdout.readline()).startswith(GLOO):
+        pass
+    return line
 
 
 def told(ended: list[Ended]) -> str:

@@ -139,6 +139,6 @@ def last_error(process: launch.Ended) -> str:
 
 def fail(folder, point: str, way: str, world: int, victim: int) -> list[launch.Ended]:
     processes = launch.start(world, "rank_fault_job.py", point, way, victim, folder)
-    while (line := processes[victim].stdout.readline()) != "now\n":
+    while (line := launch.own_line(processes[victim])) != "now\n":
         assert line, f"it has not failed\n{launch.told(launch.finish(processes, HANGS))}"
     return launch.finish(processes, HANGS)

@@ -117,7 +117,9 @@ def test_a_lock_that_a_process_of_another_machine_wrote_is_taken_for_held(tmp_pa
     lock.write_text(ELSEWHERE)
     with lock.open() as file:
         if not run_lock.is_of_one_machine(file.fileno()):
-            pytest.skip("what the file system here is cannot be known: a root folder of chroot has no mount of its own")
+            pytest.skip(
+                "what the file system here is cannot be known: a root folder of chroot has no mount of its own"
+            )
     RunLock(tmp_path).close()  # on a disk of this machine a free lock is free
 
 

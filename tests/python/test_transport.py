@@ -59,7 +59,7 @@ def check_words(processes: list[subprocess.Popen], world: int, victim: int, call
 def start_repeating(world: int, call: str, mebibytes: int = 1) -> list[subprocess.Popen]:
     ranks = launch.start(world, "transport_job.py", "repeat", call, PATIENCE_SECONDS, mebibytes)
     for rank in ranks:
-        line = rank.stdout.readline()
+        line = launch.own_line(rank)
         assert line.endswith("calls\n"), f"{line}\n{launch.told(launch.finish(ranks))}"
     return ranks
 
