@@ -115,6 +115,15 @@ def merge(
     return Merged(counted["tensors"], counted["bytes"], counted["files"], said)
 
 
+def weights_alone(checkpoint: Path, folder: Path, dtype: str, shard_size: int) -> None:
+    """Writes the weights and buffers of a checkpoint as safetensors into `folder`, which is new, by the names that the
+    model had; there is no config, and nothing is looked at. Raises as `merge` does."""
+    manifest = _core.manifest(checkpoint)
+    beside = extra.tensors(manifest["extra_json"], checkpoint)
+    given = [_given(name, tensor, checkpoint) for name, tensor in beside.items()]
+    _core.merge(checkpoint, folder, dtype, shard_size, _look_at_signals, given)
+
+
 def _look_at_signals(done: int, total: int) -> None:
     """A signal is looked at when Python runs, which while the core merges is here."""
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import warnings
 import weakref
 from collections.abc import Iterable, Iterator
@@ -19,9 +18,8 @@ from .. import durable, given, ranks
 from ..config import read_deepspeeds
 from ..engine import Engine
 from ..start import Initialized, begin
-from . import comm
+from . import comm, partial, tags
 
-LATEST = "latest"
 engines: weakref.WeakSet[DeepSpeedEngine] = weakref.WeakSet()  # that live, closed ones too
 
 
@@ -36,6 +34,7 @@ class DeepSpeedEngine(Engine):
     _ended = 0  # micro-batches since the last update, where that decides
     _for_inference = False  # nobody gave an optimizer
     _applied = False
+    _coalescing = False  # inside coalesce_grad_reduction
 
     @property
     def config(self) -> dict[str, Any]:
@@ -59,6 +58,10 @@ class DeepSpeedEngine(Engine):
         if lr_kwargs:
             raise TypeError(
                 f"overspill: step(lr_kwargs={lr_kwargs!r}): give the schedule its arguments when it is made"
+            )
+        if self._coalescing:
+            raise RuntimeError(
+                "overspill: engine.step inside coalesce_grad_reduction: call it after the block"
             )
         if self._for_inference:
             raise RuntimeError(
@@ -123,6 +126,25 @@ class DeepSpeedEngine(Engine):
         for group in self.optimizer.param_groups:
             group["lr"] = lr
 
+    @contextlib.contextmanager
+    def coalesce_grad_reduction(self) -> Iterator[None]:
+        """Around the backward passes of one step: their gradients are added up, as everywhere here, and `step` raises
+        RuntimeError inside."""
+        if self._coalescing:
+            raise AssertionError(
+                "overspill: coalesce_grad_reduction inside another one: leave the inner one out"
+            )
+        self._coalescing = True
+        try:
+            yield
+        finally:
+            self._coalescing = False
+
+    def scale(self, loss: torch.Tensor) -> torch.Tensor:
+        """The loss as it is, for a `backward` of its own: bf16 and fp32 need no scaling."""
+        given.loss(loss)
+        return loss
+
     # What the configuration says.
 
     def train_batch_size(self) -> int | None:
@@ -174,22 +196,22 @@ class DeepSpeedEngine(Engine):
                 "overspill: save_checkpoint: frozen parameters are in the checkpoint too", stacklevel=2
             )
         base = Path(given.path("save_checkpoint", save_dir))
-        name = _tag(f"global_step{self.global_steps}" if tag is None else tag)
+        name = tags.checked(f"global_step{self.global_steps}" if tag is None else tag)
         durable.make_folders(base)
         self._settle_tag(base / name, "save_checkpoint")
         there = self._rank_0s((base / name).exists())
-        super().save_checkpoint(_new(base / name) if there else base / name, client_state or {})
+        super().save_checkpoint(tags.new(base / name) if there else base / name, client_state or {})
         with ranks.ByOne(self._group, "save_checkpoint"):
             if self.rank == 0 and there:
-                _replace(base / name)
+                tags.replace(base / name)
             if self.rank == 0 and save_latest:
-                durable.write_text(base / LATEST, f"{name}\n")
+                durable.write_text(base / tags.LATEST, f"{name}\n")
         return True
 
     def _settle_tag(self, path: Path, call: str) -> None:
         with ranks.ByOne(self._group, call):
             if self.rank == 0:
-                _settle(path)
+                tags.settle(path)
 
     def _rank_0s(self, value: Any) -> Any:
         """What rank 0 has, on all ranks."""
@@ -205,32 +227,30 @@ class DeepSpeedEngine(Engine):
         load_module_only: bool = False,
         custom_load_fn: Any = None,
     ) -> tuple[str | None, dict[str, Any] | None]:
-        """Restores load_dir/TAG, without a tag the one that load_dir/latest names. Returns the path and the client
-        state; (None, None), and a warning, where there is no `latest`."""
-        for name, value in {
-            "load_module_strict": load_module_strict,
-            "load_optimizer_states": load_optimizer_states,
-            "load_lr_scheduler_states": load_lr_scheduler_states,
-            "load_module_only": not load_module_only,
-            "custom_load_fn": custom_load_fn is None,
-        }.items():
-            if not value:
-                raise TypeError(
-                    f"overspill: load_checkpoint: {name} differs from its default, and a checkpoint is loaded whole: "
-                    "overspill.merge makes a model folder of it, for its weights alone"
-                )
+        """Restores load_dir/TAG, without a tag the one that load_dir/latest names. Without load_optimizer_states the
+        optimizer begins anew, and keeps its hyper-parameters; without load_lr_scheduler_states the scheduler stays as
+        it is; with load_module_only both, and the counts. Returns the path and the client state; (None, None), and a
+        warning, where there is no `latest`."""
+        if not load_module_strict or custom_load_fn is not None:
+            raise TypeError(
+                "overspill: load_checkpoint: load_module_strict=False and custom_load_fn are not supported: a "
+                "checkpoint is of this model whole; load_state_dict takes what overspill.deepspeed.zero_to_fp32 reads"
+            )
         base = Path(given.path("load_checkpoint", load_dir))
-        if tag is None:
-            try:
-                tag = (base / LATEST).read_text(encoding="utf-8").strip()
-            except FileNotFoundError:
-                warnings.warn(
-                    f"overspill: {base} has no file {LATEST!r}: no checkpoint is loaded", stacklevel=2
-                )
-                return None, None
-        path = base / _tag(tag)
+        name = tags.latest(base) if tag is None else str(tag)
+        if name is None:
+            warnings.warn(
+                f"overspill: {base} has no file {tags.LATEST!r}: no checkpoint is loaded", stacklevel=2
+            )
+            return None, None
+        path = base / tags.checked(name)
         self._settle_tag(path, "load_checkpoint")
+        with_states = load_optimizer_states and not load_module_only
+        kept = partial.Kept(self, with_states, load_lr_scheduler_states and not load_module_only)
         state = super().load_checkpoint(path)
+        kept.restore()
+        if load_module_only:
+            self.global_steps, self.micro_steps = kept.counts
         self._ended = 0
         return str(path), state
 
@@ -258,7 +278,36 @@ class DeepSpeedEngine(Engine):
         self.save_pretrained(save_dir)
         return True
 
+    def module_state_dict(self, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
+        """The module's state_dict."""
+        return self.state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
+
     # The rest.
+
+    @property
+    def local_rank(self) -> int:
+        """The rank on this machine, as torchrun says."""
+        return comm.get_local_rank()
+
+    @property
+    def sparse_tensor_module_names(self) -> set[str]:
+        """None: gradients are dense here."""
+        return set()
+
+    def empty_partition_cache(self) -> None:
+        """Nothing has to be done: weights are given back as soon as their budget is needed."""
+
+    def offload_states(
+        self, include: Any = None, device: Any = "cpu", pin_memory: bool = True, non_blocking: bool = False
+    ) -> None:
+        """Nothing has to be done: states lie on the host or on NVMe unless budget.device gives them room on the GPU."""
+        if device != "cpu":
+            raise ValueError(
+                f"overspill: offload_states: device = {device!r}: cpu is expected, as in DeepSpeed"
+            )
+
+    def reload_states(self, non_blocking: bool = False) -> None:
+        """Nothing has to be done: each state is where the plan has it."""
 
     def destroy(self) -> None:
         """`close`."""
@@ -272,38 +321,6 @@ class DeepSpeedEngine(Engine):
 
 
 DeepSpeedEngine._own_names = Engine._own_names | frozenset(vars(DeepSpeedEngine))
-
-
-def _new(path: Path) -> Path:
-    return path.with_name(f"{path.name}.new")
-
-
-def _old(path: Path) -> Path:
-    return path.with_name(f"{path.name}.old")
-
-
-def _replace(path: Path) -> None:
-    """The checkpoint beside it, which is whole, takes its name. Where that is broken off, `_settle` finishes it."""
-    path.rename(_old(path))
-    durable.rename_folder(_new(path), path)
-    shutil.rmtree(_old(path))
-
-
-def _settle(path: Path) -> None:
-    """Puts right what a process left that ended in the middle of a save: the older checkpoint is set aside only when
-    the new one is whole."""
-    if not path.exists() and _old(path).exists():
-        (_new(path) if _new(path).exists() else _old(path)).rename(path)
-    for left in (_new(path), _old(path)):
-        if left.exists():
-            shutil.rmtree(left)
-
-
-def _tag(tag: Any) -> str:
-    name = str(tag)
-    if name in ("", ".", "..") or "/" in name or "\0" in name:
-        raise ValueError(f"overspill: the tag {name!r:.60} is no name of a folder: give one without '/'")
-    return name
 
 
 def initialize(
@@ -339,6 +356,8 @@ def initialize(
         raise ValueError(
             "overspill: the JSON is given twice, as config and as args.deepspeed_config: leave one out"
         )
+    if model is None:
+        raise AssertionError("overspill: deepspeed.initialize: model is missing: give the model to train")
     comm.init_distributed()  # as there: what calls it asks torch.distributed for its rank
     given_as = (config, config_params, getattr(args, "deepspeed_config", None))
     source = next((each for each in given_as if each is not None), None)

@@ -29,6 +29,18 @@ class _Distribution(importlib.metadata.Distribution):
         raise FileNotFoundError(f"overspill: the stand-in for {NAME} has no files")
 
 
+class _Missing:
+    """The `__getattr__` of a module: says of a name that is not there where to look."""
+
+    def __init__(self, module: str):
+        self.module = module
+
+    def __call__(self, name: str) -> Any:
+        raise AttributeError(
+            f"overspill: {self.module}.{name} is not supported: docs/coming-from-deepspeed.md has what is there"
+        )
+
+
 class Finder(importlib.metadata.DistributionFinder, importlib.abc.Loader):
     """Of sys.meta_path."""
 
@@ -55,6 +67,7 @@ class Finder(importlib.metadata.DistributionFinder, importlib.abc.Loader):
 
         vars(module).update(MODULES[module.__name__])
         module.__doc__ = f"{module.__name__}, by Overspill."
+        vars(module)["__getattr__"] = _Missing(module.__name__)
         for name in MODULES:  # as there: `import deepspeed` is enough for deepspeed.zero.Init
             parent, _, _ = name.rpartition(".")
             if parent == module.__name__:

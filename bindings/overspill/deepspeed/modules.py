@@ -7,63 +7,126 @@ from typing import Any
 
 import torch
 
-from . import comm, fragments, lr_schedules, parts, zero
+from . import accelerator, checkpoints, comm, fragments, leaves, lr_schedules, ops, optimizers, parts, zero
 from .engine import DeepSpeedEngine, initialize
+from .refused import STAND_INS
 
 VERSION = "0.19.6"  # whose calls these are
 
 
-def _of(module: Any) -> dict[str, Any]:
-    return {name: value for name, value in vars(module).items() if not name.startswith("_")}
+def _of(module: Any, *names: str) -> dict[str, Any]:
+    """The names that a module makes, or those that are given."""
+    return {
+        name: value
+        for name, value in vars(module).items()
+        if (name in names if names else not name.startswith("_") and name != "annotations")
+    }
 
 
-_SCHEDULES = {**lr_schedules.SCHEDULES, "VALID_LR_SCHEDULES": list(lr_schedules.SCHEDULES)}
-_ZERO = {
-    name: getattr(zero, name)
-    for name in ("Init", "GatheredParameters", "register_external_parameter", "unregister_external_parameter")
+_SCHEDULES = {
+    **lr_schedules.SCHEDULES,
+    "VALID_LR_SCHEDULES": list(lr_schedules.SCHEDULES),
+    "LR_RANGE_TEST": "LRRangeTest",
+    "ONE_CYCLE": "OneCycle",
+    "WARMUP_LR": "WarmupLR",
+    "WARMUP_DECAY_LR": "WarmupDecayLR",
+    "WARMUP_COSINE_LR": "WarmupCosineLR",
+    "WARMUP_LOG_RATE": "log",
+    "WARMUP_LINEAR_RATE": "linear",
+    # Names of their arguments.
+    **{
+        name.upper(): name
+        for name in (
+            "lr_range_test_min_lr",
+            "lr_range_test_step_rate",
+            "lr_range_test_step_size",
+            "lr_range_test_staircase",
+            "cycle_first_step_size",
+            "cycle_first_stair_count",
+            "cycle_second_step_size",
+            "cycle_second_stair_count",
+            "decay_step_size",
+            "cycle_min_lr",
+            "cycle_max_lr",
+            "decay_lr_rate",
+            "cycle_min_mom",
+            "cycle_max_mom",
+            "decay_mom_rate",
+            "warmup_min_lr",
+            "warmup_max_lr",
+            "warmup_num_steps",
+            "warmup_type",
+            "warmup_min_ratio",
+            "cos_min_ratio",
+            "total_num_steps",
+        )
+    },
 }
+_INIT = _of(
+    zero, "Init", "GatheredParameters", "register_external_parameter", "unregister_external_parameter"
+)
+_ZERO = _INIT | STAND_INS["deepspeed.zero"]
+_ACCELERATOR = _of(accelerator, "get_accelerator", "is_current_accelerator_supported")
+_OFFLOAD = _of(parts, "OffloadDeviceEnum", "OffloadStateTypeEnum")
 _UTILS = {
-    "logger": parts.logger,
-    "set_z3_leaf_modules": parts.set_z3_leaf_modules,
-    "safe_get_full_fp32_param": fragments.safe_get_full_fp32_param,
-    "safe_get_full_optimizer_state": fragments.safe_get_full_optimizer_state,
-    "safe_get_full_grad": fragments.safe_get_full_grad,
+    **_of(parts, "logger", "log_dist", "RepeatingLoader"),
+    **{name: value for name, value in vars(leaves).items() if "z3_leaf_module" in name},
+    **{name: value for name, value in vars(fragments).items() if name.startswith("safe_")},
+    "groups": SimpleNamespace(
+        get_data_parallel_world_size=comm.get_world_size, get_data_parallel_rank=comm.get_rank
+    ),
 }
-_ADAM = {"DeepSpeedCPUAdam": parts.cpu_adam, "FusedAdam": parts.cpu_adam}
-_ACCELERATOR = {"get_accelerator": parts.get_accelerator}
+_CHECKPOINTS = (
+    "get_fp32_state_dict_from_zero_checkpoint",
+    "load_state_dict_from_zero_checkpoint",
+    "convert_zero_checkpoint_to_fp32_state_dict",
+)
 
-MODULES: dict[str, dict[str, Any]] = {
+_THERE: dict[str, dict[str, Any]] = {
     "deepspeed": {
         "__version__": VERSION,
+        "__version_major__": int(VERSION.split(".")[0]),
+        "__version_minor__": int(VERSION.split(".")[1]),
+        "__version_patch__": int(VERSION.split(".")[2]),
+        "__git_hash__": "unknown",
+        "__git_branch__": "unknown",
         "initialize": initialize,
         "init_distributed": comm.init_distributed,
         "add_config_arguments": parts.add_config_arguments,
         "DeepSpeedEngine": DeepSpeedEngine,
+        **_of(accelerator, "get_accelerator"),
+        **_of(parts, "log_dist", "logger"),
     },
     "deepspeed.accelerator": _ACCELERATOR,
     "deepspeed.checkpoint": {},
-    "deepspeed.checkpoint.utils": {"clone_tensors_for_torch_save": parts.clone_tensors_for_torch_save},
+    "deepspeed.checkpoint.utils": _of(parts, "clone_tensors_for_torch_save"),
     "deepspeed.comm": _of(comm),
-    "deepspeed.ops": {},
-    "deepspeed.ops.adagrad": {"DeepSpeedCPUAdagrad": parts.cpu_adagrad},
-    "deepspeed.ops.adam": _ADAM,
-    "deepspeed.ops.lion": {"DeepSpeedCPULion": parts.cpu_lion, "FusedLion": parts.cpu_lion},
+    "deepspeed.ops": {"__compatible_ops__": ops.COMPATIBLE},
+    "deepspeed.ops.adagrad": {"DeepSpeedCPUAdagrad": optimizers.cpu_adagrad},
+    "deepspeed.ops.adam": {"DeepSpeedCPUAdam": optimizers.cpu_adam, "FusedAdam": optimizers.fused_adam},
+    "deepspeed.ops.aio": {"AsyncIOBuilder": ops.BUILDERS["AsyncIOBuilder"]},
+    "deepspeed.ops.lion": {"DeepSpeedCPULion": optimizers.cpu_lion, "FusedLion": optimizers.cpu_lion},
+    "deepspeed.ops.op_builder": {"OpBuilder": ops.OpBuilder, **ops.BUILDERS},
     "deepspeed.runtime": {},
+    "deepspeed.runtime.dataloader": _of(parts, "RepeatingLoader"),
     "deepspeed.runtime.engine": {"DeepSpeedEngine": DeepSpeedEngine},
     "deepspeed.runtime.lr_schedules": _SCHEDULES,
     "deepspeed.runtime.utils": {},
     "deepspeed.runtime.zero": _ZERO,
+    "deepspeed.runtime.zero.config": _of(parts, "ZeroStageEnum"),
+    "deepspeed.runtime.zero.offload_config": _OFFLOAD,
     "deepspeed.runtime.zero.partition_parameters": {
-        **_ZERO,
+        **_INIT,
         **_ACCELERATOR,
         "_orig_torch_arange": torch.arange,
         "zero_wrapper_for_fp_tensor_constructor": lambda function, *_, **__: function,
     },
-    "deepspeed.utils": {
-        **_UTILS,
-        "groups": SimpleNamespace(
-            get_data_parallel_world_size=comm.get_world_size, get_data_parallel_rank=comm.get_rank
-        ),
-    },
+    "deepspeed.utils": _UTILS,
+    "deepspeed.utils.logging": _of(parts, "logger", "log_dist"),
+    "deepspeed.utils.torch": _of(parts, "required_torch_version"),
+    "deepspeed.utils.zero_to_fp32": _of(checkpoints, *_CHECKPOINTS),
     "deepspeed.zero": _ZERO,
+}
+MODULES: dict[str, dict[str, Any]] = {
+    name: STAND_INS.get(name, {}) | _THERE.get(name, {}) for name in dict.fromkeys((*_THERE, *STAND_INS))
 }

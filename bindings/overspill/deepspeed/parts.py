@@ -1,102 +1,88 @@
-"""What else scripts import of DeepSpeed: the accelerator, the CPU optimizers, small helpers."""
+"""What else scripts import of DeepSpeed: enums, arguments, what it logs, small helpers."""
 
 from __future__ import annotations
 
 import argparse
+import enum
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
-from torch import nn
+
+from . import comm
 
 logger = logging.getLogger("overspill.deepspeed")
 
 
-class Accelerator:
-    """Where forward and backward run."""
+class OffloadDeviceEnum(enum.StrEnum):
+    """Of a section offload_param or offload_optimizer."""
 
-    def device_name(self, device_index: int | None = None) -> str:
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-        return name if device_index is None or name == "cpu" else f"{name}:{device_index}"
-
-    def current_device_name(self) -> str:
-        return self.device_name(torch.cuda.current_device() if torch.cuda.is_available() else None)
-
-    def current_device(self) -> int:
-        return torch.cuda.current_device() if torch.cuda.is_available() else 0
-
-    def device_count(self) -> int:
-        return torch.cuda.device_count() if torch.cuda.is_available() else 1
-
-    def communication_backend_name(self) -> str:
-        return "nccl" if torch.cuda.is_available() else "gloo"
-
-    def is_available(self) -> bool:
-        return True
-
-    def is_bf16_supported(self) -> bool:
-        return True
-
-    def is_fp16_supported(self) -> bool:
-        return False
-
-    def set_device(self, device_index: int) -> None:
-        if torch.cuda.is_available():
-            torch.cuda.set_device(device_index)
-
-    def empty_cache(self) -> None:
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
-
-    def synchronize(self, device_index: int | None = None) -> None:
-        if torch.cuda.is_available():
-            torch.cuda.synchronize(device_index)
+    none = "none"
+    cpu = "cpu"
+    nvme = "nvme"
 
 
-_accelerator = Accelerator()
+class OffloadStateTypeEnum(enum.StrEnum):
+    """Of engine.offload_states, which does nothing here."""
+
+    optim_states = "optim_states"
+    hp_params = "hp_params"
+    lp_params = "lp_params"
+    lp_grads = "lp_grads"
+    contiguous_grad_buffer = "contiguous_grad_buffer"
 
 
-def get_accelerator() -> Accelerator:
-    return _accelerator
+class ZeroStageEnum(enum.IntEnum):
+    """Of zero_optimization.stage."""
+
+    disabled = 0
+    optimizer_states = 1
+    gradients = 2
+    weights = 3
+    max_stage = weights
 
 
-def cpu_adam(
-    model_params: Any,
-    lr: float = 1e-3,
-    bias_correction: bool = True,
-    betas: tuple[float, float] = (0.9, 0.999),
-    eps: float = 1e-8,
-    weight_decay: float = 0,
-    amsgrad: bool = False,
-    adamw_mode: bool = True,
-    fp32_optimizer_states: bool = True,
-) -> torch.optim.Optimizer:
-    """deepspeed.ops.adam.DeepSpeedCPUAdam and FusedAdam: torch's AdamW, or Adam, whose steps the engine makes."""
-    if not bias_correction or amsgrad or not fp32_optimizer_states:
-        raise ValueError(
-            "overspill: Adam without bias_correction, with amsgrad or with states in bf16 is not supported"
-        )
-    kind = torch.optim.AdamW if adamw_mode else torch.optim.Adam
-    return kind(model_params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
+class RepeatingLoader:
+    """A loader that begins again where it has ended."""
+
+    def __init__(self, loader: Iterable[Any]):
+        self.loader = loader
+        self.data_iter = iter(loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        try:
+            return next(self.data_iter)
+        except StopIteration:
+            self.data_iter = iter(self.loader)
+            return next(self.data_iter)
 
 
-def cpu_adagrad(
-    model_params: Any, lr: float = 1e-2, eps: float = 1e-10, weight_decay: float = 0, amsgrad: bool = False
-) -> torch.optim.Optimizer:
-    """deepspeed.ops.adagrad.DeepSpeedCPUAdagrad: torch's Adagrad, whose steps the engine makes."""
-    if amsgrad:
-        raise ValueError("overspill: Adagrad with amsgrad is not supported")
-    return torch.optim.Adagrad(model_params, lr=lr, eps=eps, weight_decay=weight_decay)
+def log_dist(message: str, ranks: Iterable[int] | None = None, level: int = logging.INFO) -> None:
+    """Logs on these ranks; on all where -1 is among them, or no group is set up; on none where none are given, as
+    there."""
+    named = list(ranks or ())
+    if comm.is_initialized() and comm.get_rank() not in named and -1 not in named[:1]:
+        return
+    rank = comm.get_rank() if comm.is_initialized() else -1
+    logger.log(level, "[Rank %s] %s", rank, message)
 
 
-def cpu_lion(
-    model_params: Any, lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.99), weight_decay: float = 0
-) -> torch.optim.Optimizer:
-    """deepspeed.ops.lion.DeepSpeedCPULion: overspill.optim.Lion, whose steps the engine makes."""
-    from ..optim import Lion
+def required_torch_version(min_version: Any = None, max_version: Any = None) -> bool:
+    """Whether torch's version (its first two numbers) lies between the two, both included."""
+    if min_version is None and max_version is None:
+        raise AssertionError("overspill: required_torch_version: give min_version or max_version")
 
-    return Lion(model_params, lr=lr, betas=betas, weight_decay=weight_decay)
+    def numbers(version: Any) -> list[int]:
+        return [int(each) for each in str(version).split("+")[0].split(".")[:2]]
+
+    mine = numbers(torch.__version__)
+    return (min_version is None or mine >= numbers(min_version)) and (
+        max_version is None or mine <= numbers(max_version)
+    )
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -105,13 +91,6 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
     group.add_argument("--deepspeed", default=False, action="store_true", help="without a meaning here")
     group.add_argument("--deepspeed_config", default=None, type=str, help="DeepSpeed's JSON")
     return parser
-
-
-def set_z3_leaf_modules(model: nn.Module, leaf_module_classes: Iterable[Any]) -> list[nn.Module]:
-    """Nothing has to be done: units are found by what forward uses. Returns the modules of these classes."""
-    classes = tuple(each for each in leaf_module_classes if isinstance(each, type))
-    names = {each for each in leaf_module_classes if isinstance(each, str)}
-    return [each for each in model.modules() if isinstance(each, classes) or type(each).__name__ in names]
 
 
 def clone_tensors_for_torch_save(item: Any, device: Any = None) -> Any:

@@ -1,0 +1,71 @@
+"""deepspeed.ops: optimizers by DeepSpeed's names and signatures, whose steps the engine makes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+def _adam(
+    decoupled: bool, params: Any, lr: Any, betas: tuple[float, float], eps: float, weight_decay: float
+) -> torch.optim.Optimizer:
+    kind = torch.optim.AdamW if decoupled else torch.optim.Adam
+    return kind(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
+
+
+def cpu_adam(
+    model_params: Any,
+    lr: float = 1e-3,
+    bias_correction: bool = True,
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-8,
+    weight_decay: float = 0,
+    amsgrad: bool = False,
+    adamw_mode: bool = True,
+    fp32_optimizer_states: bool = True,
+) -> torch.optim.Optimizer:
+    """deepspeed.ops.adam.DeepSpeedCPUAdam: torch's AdamW, or Adam."""
+    if not bias_correction or amsgrad or not fp32_optimizer_states:
+        raise ValueError(
+            "overspill: Adam without bias_correction, with amsgrad or with states in bf16 is not supported: leave the "
+            "argument out"
+        )
+    return _adam(adamw_mode, model_params, lr, betas, eps, weight_decay)
+
+
+def fused_adam(
+    params: Any,
+    lr: float = 1e-3,
+    bias_correction: bool = True,
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-8,
+    adam_w_mode: bool = True,
+    weight_decay: float = 0.0,
+    amsgrad: bool = False,
+    set_grad_none: bool = True,
+) -> torch.optim.Optimizer:
+    """deepspeed.ops.adam.FusedAdam: torch's AdamW, or Adam. set_grad_none: without a meaning here."""
+    if not bias_correction or amsgrad:
+        raise ValueError(
+            "overspill: FusedAdam without bias_correction or with amsgrad is not supported: leave the argument out"
+        )
+    return _adam(adam_w_mode, params, lr, betas, eps, weight_decay)
+
+
+def cpu_adagrad(
+    model_params: Any, lr: float = 1e-2, eps: float = 1e-10, weight_decay: float = 0, amsgrad: bool = False
+) -> torch.optim.Optimizer:
+    """deepspeed.ops.adagrad.DeepSpeedCPUAdagrad: torch's Adagrad."""
+    if amsgrad:
+        raise ValueError("overspill: Adagrad with amsgrad is not supported: leave the argument out")
+    return torch.optim.Adagrad(model_params, lr=lr, eps=eps, weight_decay=weight_decay)
+
+
+def cpu_lion(
+    model_params: Any, lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.99), weight_decay: float = 0
+) -> torch.optim.Optimizer:
+    """deepspeed.ops.lion.DeepSpeedCPULion: overspill.optim.Lion."""
+    from ..optim import Lion
+
+    return Lion(model_params, lr=lr, betas=betas, weight_decay=weight_decay)

@@ -1,0 +1,69 @@
+"""DeepSpeed's documented names that are not there: importing one works, since a script may never use it; using it
+raises NotSupported, which says what to do instead."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..config import OverspillError
+
+_PARALLEL = "divide the model with torch's parallelize_module (docs/ranks.md)"
+_PIPELINE = "there is no pipeline parallelism: " + _PARALLEL
+_PIECES = "no rank's piece of a tensor has a meaning of its own: call {}, on all ranks"
+_COMPRESSED = "it rounds what ranks exchange, and every update here is exact: use AdamW"
+
+
+class NotSupported(OverspillError, NotImplementedError):
+    """A part of DeepSpeed that Overspill does not have."""
+
+
+def _full(name: str) -> str:
+    return _PIECES.format(name.replace("_local_", "_full_"))
+
+
+_LOCAL = [
+    f"safe_{verb}_local_{what}"
+    for verb in ("get", "set")
+    for what in ("fp32_param", "grad", "optimizer_state")
+]
+
+# By module: name -> what to do instead.
+REFUSED: dict[str, dict[str, str]] = {
+    "deepspeed": {
+        "init_inference": "generate with overspill.inference from a saved model",
+        "InferenceEngine": "generate with overspill.inference from a saved model",
+        "tp_model_init": _PARALLEL,
+        "PipelineModule": _PIPELINE,
+        "PipelineEngine": _PIPELINE,
+        "DeepSpeedTransformerLayer": "use an attention that the model has",
+        "DeepSpeedTransformerConfig": "use an attention that the model has",
+    },
+    "deepspeed.pipe": dict.fromkeys(("PipelineModule", "LayerSpec", "TiedLayerSpec"), _PIPELINE),
+    "deepspeed.moe": {},
+    "deepspeed.moe.layer": {"MoE": "experts are partitioned like other weights: use the model's own experts"},
+    "deepspeed.ops.lamb": {"FusedLamb": "there is no Lamb: give initialize an optimizer of the script's own"},
+    "deepspeed.runtime.fp16": {},
+    "deepspeed.runtime.fp16.onebit": {},
+    "deepspeed.runtime.fp16.onebit.adam": {"OnebitAdam": _COMPRESSED},
+    "deepspeed.runtime.fp16.onebit.lamb": {"OnebitLamb": _COMPRESSED},
+    "deepspeed.runtime.fp16.onebit.zoadam": {"ZeroOneAdam": _COMPRESSED},
+    "deepspeed.utils": {name: _full(name) for name in _LOCAL},
+    "deepspeed.zero": {
+        "TiledLinear": "use nn.Linear: a unit that is too large for the budget is named at the start"
+    },
+}
+
+
+def stand_in(module: str, name: str, instead: str) -> Any:
+    """A class, which a script may inherit from, and whose call raises NotSupported."""
+
+    def refuse(self: Any, *_: Any, **__: Any) -> None:
+        raise NotSupported(f"overspill: {module}.{name} is not supported: {instead}")
+
+    return type(name, (), {"__init__": refuse, "__doc__": f"Not supported: {instead}."})
+
+
+STAND_INS = {
+    module: {name: stand_in(module, name, instead) for name, instead in names.items()}
+    for module, names in REFUSED.items()
+}

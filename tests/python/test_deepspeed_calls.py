@@ -1,0 +1,253 @@
+"""What scripts call of DeepSpeed beside the engine's steps: weights and states by hand, parts of a checkpoint, small
+helpers, and the names that are refused."""
+
+import logging
+
+import pytest
+import torch
+from torch import nn
+
+from overspill import deepspeed
+from overspill.deepspeed import checkpoints, fragments, leaves, optimizers, parts
+from overspill.deepspeed.accelerator import get_accelerator
+from overspill.deepspeed.finder import Finder
+from overspill.deepspeed.modules import MODULES
+from overspill.deepspeed.refused import NotSupported
+
+PARAMS = {"lr": 1e-2, "weight_decay": 0.0}
+
+
+@pytest.fixture(autouse=True)
+def no_group():
+    yield
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+def made(seed=0, **more):
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 2))
+    config = {
+        "train_batch_size": 2,
+        "optimizer": {"type": "AdamW", "params": PARAMS},
+        "overspill": {"budget": {"host": "32MiB"}},
+        **more,
+    }
+    return deepspeed.initialize(model=model, config=config)[0]
+
+
+def step(engine, count=1):
+    for number in range(count):
+        x = torch.full((2, 8), number + 1.0, dtype=engine.module[0].weight.dtype)
+        loss = engine(x).float().square().mean()
+        engine.backward(loss)
+        engine.step()
+
+
+def test_an_exact_weight_that_is_set_is_the_one_that_counts():
+    engine = made(bf16={"enabled": True})
+    weight = engine.module[0].weight
+    value = torch.randn(8, 8) + 1e-4
+    fragments.safe_set_full_fp32_param(weight, value)
+    assert torch.equal(fragments.safe_get_full_fp32_param(weight), value)
+    assert torch.equal(engine.weight(weight), value.bfloat16())
+    x = torch.randn(2, 8).bfloat16()
+    shown = nn.functional.linear(x, value.bfloat16(), engine.weight(engine.module[0].bias))
+    assert torch.equal(engine.module[0](x), shown)
+    with pytest.raises(ValueError, match=r"0.weight is \(8, 8\), and the value \(3,\)"):
+        fragments.safe_set_full_fp32_param(weight, torch.zeros(3))
+    with pytest.raises(ValueError, match="no engine has this parameter"):
+        fragments.safe_set_full_fp32_param(nn.Parameter(torch.zeros(3)), torch.zeros(3))
+    engine.destroy()
+
+
+def test_states_and_gradients_that_are_set_make_the_update():
+    engine, same = made(), made()
+    for each in (engine, same):
+        step(each, 2)
+    weights = engine.module[0].weight, same.module[0].weight
+    for key in ("exp_avg", "exp_avg_sq"):
+        state = fragments.safe_get_full_optimizer_state(weights[1], key)
+        fragments.safe_set_full_optimizer_state(weights[0], torch.zeros_like(state), key)
+        assert not fragments.safe_get_full_optimizer_state(weights[0], key).any()
+        fragments.safe_set_full_optimizer_state(weights[0], state, key)
+    with pytest.raises(ValueError, match="has no state 'momentum': it has exp_avg, exp_avg_sq"):
+        fragments.safe_set_full_optimizer_state(weights[0], torch.zeros(8, 8), "momentum")
+    x = torch.full((2, 8), 3.0)
+    same.backward(same(x).square().mean())
+    engine.backward(engine(x).abs().mean())  # another loss, whose gradients are replaced
+    for one, other in zip(engine.module.parameters(), same.module.parameters(), strict=True):
+        fragments.safe_set_full_grad(one, fragments.safe_get_full_grad(other))
+    for each in (engine, same):
+        each.step()
+    assert torch.equal(engine.weight(weights[0]), same.weight(weights[1]))
+    engine.backward(engine(x).square().mean())
+    before = fragments.safe_get_full_grad(weights[0])
+    fragments.safe_update_full_grad_vectorized([weights[0]], lambda gradient, _: gradient * 2)
+    assert torch.equal(fragments.safe_get_full_grad(weights[0]), before * 2)
+    for each in (engine, same):
+        each.destroy()
+
+
+SCHEDULER = {
+    "type": "WarmupLR",
+    "params": {"warmup_max_lr": 0.01, "warmup_num_steps": 8, "warmup_type": "linear"},
+}
+
+
+def test_a_checkpoint_is_loaded_in_part(tmp_path):
+    engine = made(scheduler=SCHEDULER)
+    step(engine, 3)
+    engine.save_checkpoint(tmp_path, client_state={"epoch": 1})
+    weight = engine.weight(engine.module[0].weight)
+
+    def loaded(**arguments):
+        fresh = made(seed=1, scheduler=SCHEDULER)
+        assert fresh.load_checkpoint(tmp_path, **arguments)[1] == {"epoch": 1}
+        assert torch.equal(fresh.weight(fresh.module[0].weight), weight)
+        found = {
+            "moment": bool(fragments.safe_get_full_optimizer_state(fresh.module[0].weight, "exp_avg").any()),
+            "scheduler": fresh.lr_scheduler.last_batch_iteration,
+            "steps": fresh.global_steps,
+        }
+        step(fresh)  # what was restored goes on
+        fresh.destroy()
+        return found
+
+    whole = {"moment": True, "scheduler": engine.lr_scheduler.last_batch_iteration, "steps": 3}
+    begun = made(scheduler=SCHEDULER)
+    at_start = begun.lr_scheduler.last_batch_iteration
+    assert whole["scheduler"] > at_start
+    assert loaded() == whole
+    assert loaded(load_lr_scheduler_states=False) == whole | {"scheduler": at_start}
+    assert loaded(load_optimizer_states=False) == whole | {"moment": False}
+    assert loaded(load_module_only=True) == {"moment": False, "scheduler": at_start, "steps": 0}
+    step(begun)
+    with pytest.raises(RuntimeError, match="not supported once the engine has made updates"):
+        begun.load_checkpoint(tmp_path, load_module_only=True)
+    with pytest.raises(TypeError, match="custom_load_fn are not supported"):
+        begun.load_checkpoint(tmp_path, load_module_strict=False)
+    begun.destroy()
+    engine.destroy()
+
+
+def test_the_exact_weights_of_a_checkpoint_without_an_engine(tmp_path):
+    engine = made(bf16={"enabled": True})
+    step(engine, 2)
+    engine.save_checkpoint(tmp_path, tag="one")
+    exact = {name: engine.weight(each, torch.float32) for name, each in engine.module.named_parameters()}
+    found = checkpoints.get_fp32_state_dict_from_zero_checkpoint(tmp_path)
+    assert found.keys() == exact.keys() and all(torch.equal(found[name], exact[name]) for name in exact)
+    plain = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 2))
+    checkpoints.load_state_dict_from_zero_checkpoint(plain, tmp_path, tag="one")
+    assert torch.equal(plain[0].weight, exact["0.weight"])
+    checkpoints.convert_zero_checkpoint_to_fp32_state_dict(
+        tmp_path, tmp_path / "out", safe_serialization=True
+    )
+    assert [path.suffix for path in (tmp_path / "out").iterdir()].count(".safetensors") == 1
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "one", "out"]
+    with pytest.raises(TypeError, match="safe_serialization=False is not supported"):
+        checkpoints.convert_zero_checkpoint_to_fp32_state_dict(tmp_path, tmp_path / "out")
+    (tmp_path / "latest").unlink()
+    with pytest.raises(ValueError, match="give the tag"):
+        checkpoints.get_fp32_state_dict_from_zero_checkpoint(tmp_path)
+    engine.destroy()
+
+
+def test_backward_passes_that_are_coalesced_are_one_step():
+    engine, plain = made(), made()
+    x = torch.ones(2, 8)
+    with engine.coalesce_grad_reduction():
+        for scale in (0.25, 0.75):
+            engine.scale(engine(x).square().mean() * scale).backward()
+        with pytest.raises(RuntimeError, match="inside coalesce_grad_reduction"):
+            engine.step()
+        with pytest.raises(AssertionError), engine.coalesce_grad_reduction():
+            pass
+    engine.step()
+    plain.backward(plain(x).square().mean())
+    plain.step()
+    torch.testing.assert_close(engine.weight(engine.module[0].weight), plain.weight(plain.module[0].weight))
+    engine.empty_partition_cache()
+    engine.offload_states(device=parts.OffloadDeviceEnum.cpu)
+    engine.reload_states()
+    with pytest.raises(ValueError, match="cpu is expected"):
+        engine.offload_states(device="nvme")
+    for each in (engine, plain):
+        each.destroy()
+
+
+def test_optimizers_have_deepspeeds_signatures():
+    weights = [nn.Parameter(torch.zeros(2))]
+    fused = optimizers.fused_adam(weights, 1e-3, True, (0.9, 0.99), 1e-8, False, 0.5)
+    assert type(fused) is torch.optim.Adam and fused.defaults["weight_decay"] == 0.5
+    assert type(optimizers.fused_adam(weights, adam_w_mode=True)) is torch.optim.AdamW
+    assert type(optimizers.cpu_adam(weights, adamw_mode=False)) is torch.optim.Adam
+    for wrong in ({"amsgrad": True}, {"bias_correction": False}):
+        with pytest.raises(ValueError, match="not supported"):
+            optimizers.fused_adam(weights, **wrong)
+        with pytest.raises(ValueError, match="not supported"):
+            optimizers.cpu_adam(weights, **wrong)
+
+
+def test_leaves_are_marked_by_class_name_and_suffix():
+    model = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.ReLU(), nn.Linear(2, 2)))
+    assert leaves.set_z3_leaf_modules(model, [nn.ReLU, "torch.nn.modules.linear.Linear"]) == [
+        model[0],
+        *model[1],
+    ]
+    assert leaves.get_z3_leaf_modules(model) == [model[0], *model[1]]
+    assert leaves.unset_z3_leaf_modules(model, ["Linear"]) == [model[0], model[1][1]]
+    assert leaves.set_z3_leaf_modules_by_name(model, ["1.1", "2"], raise_if_not_found=False) == (
+        [model[1][1]],
+        ["2"],
+    )
+    assert leaves.set_z3_leaf_modules_by_suffix(model, ["0"])[0] == [model[0], model[1][0]]
+    with pytest.raises(ValueError, match="has no module of"):
+        leaves.set_z3_leaf_modules(model, [nn.Bilinear])
+    with pytest.raises(ValueError, match="no module named 7"):
+        leaves.set_z3_leaf_modules_by_name(model, ["7"])
+
+
+def test_small_helpers(caplog):
+    loader = parts.RepeatingLoader([1, 2])
+    assert [next(loader) for _ in range(5)] == [1, 2, 1, 2, 1]
+    with caplog.at_level(logging.INFO, "overspill.deepspeed"):
+        parts.log_dist("said", ranks=[7])
+    assert "[Rank -1] said" in caplog.text
+    assert parts.required_torch_version(min_version=2.0) and not parts.required_torch_version(
+        max_version="1.13"
+    )
+    accelerator = get_accelerator()
+    assert accelerator.device_count() >= 1 and torch.bfloat16 in accelerator.supported_dtypes()
+    with pytest.raises(AttributeError, match=r"get_accelerator\(\).Stream is not supported: use torch.cuda"):
+        _ = accelerator.Stream
+    with pytest.raises(AssertionError, match="model is missing"):
+        deepspeed.initialize(config={})
+
+
+def test_what_is_not_there_says_what_to_do():
+    local = MODULES["deepspeed.utils"]["safe_get_local_grad"]
+    with pytest.raises(NotSupported, match="call safe_get_full_grad, on all ranks"):
+        local(nn.Parameter(torch.zeros(1)))
+
+    class Mine(MODULES["deepspeed.moe.layer"]["MoE"]):
+        pass
+
+    with pytest.raises(NotSupported, match=r"deepspeed.moe.layer.MoE is not supported"):
+        Mine(hidden_size=4)
+    module = type(logging)("deepspeed.runtime.utils")
+    Finder().exec_module(module)
+    with pytest.raises(
+        AttributeError, match=r"deepspeed.runtime.utils.nothing is not supported: docs/coming-from"
+    ):
+        _ = module.nothing
+
+
+def test_which_operators_have_something_in_their_place():
+    there, builders = MODULES["deepspeed.ops"]["__compatible_ops__"], MODULES["deepspeed.ops.op_builder"]
+    for kind, compatible in (("CPUAdamBuilder", True), ("AsyncIOBuilder", True), ("QuantizerBuilder", False)):
+        builder = builders[kind]
+        assert there[builder.NAME] is builder().is_compatible() is compatible
+        with pytest.raises(NotSupported, match=f"{kind}.load is not supported"):
+            builder().load()
