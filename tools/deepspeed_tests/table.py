@@ -1,0 +1,99 @@
+"""The table of what DeepSpeed's tests gave, in Markdown and in JSON."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+KINDS = ("passed", "refused", "internal", "failed")
+_MISSING = re.compile(
+    r"NotThere: (\S+)|No module named '([\w.]+)'|cannot import name '(\w+)'|'(\w+)' object has no attribute '(\w+)'"
+)
+_BUILT_IN = {"NoneType", "dict", "list", "tuple", "str", "int", "float", "function", "method"}
+
+
+class Documented:
+    """Which names DeepSpeed's documentation has."""
+
+    def __init__(self, docs: Path):
+        pages = [
+            page
+            for folder, ends in (("code-docs/source", ".rst"), ("_pages", ".md"), ("_tutorials", ".md"))
+            for page in sorted((docs / folder).rglob(f"*{ends}"))
+        ]
+        self._text = "\n".join(page.read_text(encoding="utf-8") for page in pages)
+
+    def has(self, name: str) -> bool:
+        return re.search(rf"(?<![\w.]){re.escape(name)}(?!\w)", self._text) is not None or (
+            "." not in name and re.search(rf"\b{re.escape(name)}\b", self._text) is not None
+        )
+
+
+def kind(entry: dict[str, Any], documented: Documented) -> str:
+    """What a test that passed with DeepSpeed did here."""
+    if entry["outcome"] == "passed":
+        return "passed"
+    reason = entry["reason"]
+    if "not supported" in reason:
+        return "refused"
+    found = _MISSING.search(reason)
+    if found and found[4] not in _BUILT_IN:
+        name = next(each for each in (found[1], found[2], found[3], found[5]) if each)
+        if not documented.has(name) and not documented.has(name.rpartition(".")[2] if found[1] else name):
+            return "internal"
+    return "failed"
+
+
+def first_line(reason: str) -> str:
+    """Numbers and paths left out, so that the same reason counts as the same."""
+    line = re.sub(r"\x1b\[[\d;]*m", "", (reason.splitlines() or [""])[0])
+    return re.sub(r"/\S+", "PATH", line)[:160].replace("|", "\\|")
+
+
+def table(sides: dict[str, Any], files: list[str], docs: Path, out: Path) -> None:
+    """out/table.md and out/table.json."""
+    documented = Documented(docs)
+    rows, reasons = [], []
+    for file in files:
+        there, here = (sides[name].results_of(file) for name in sides)
+        passed = [test for test, entry in there.items() if entry["outcome"] == "passed"]
+        kinds = {test: kind(here[test], documented) for test in passed if test in here}
+        counts = Counter(kinds.values())
+        outcomes = Counter(entry["outcome"] for entry in there.values())
+        rows.append(
+            {"file": file, "there": dict(outcomes), "here": dict(counts), "not run": len(passed) - len(kinds)}
+        )
+        why = Counter(
+            (kinds[test], first_line(here[test]["reason"])) for test in kinds if kinds[test] != "passed"
+        )
+        reasons += [
+            {"file": file, "kind": of, "tests": count, "reason": line} for (of, line), count in why.items()
+        ]
+    total = Counter()
+    for row in rows:
+        total.update(row["here"])
+    public = total["passed"] + total["refused"] + total["failed"]
+    whole = {"rows": rows, "total": dict(total), "public": public, "reasons": reasons}
+    whole["share"] = round(total["passed"] / public, 3) if public else None
+    (out / "table.json").write_text(json.dumps(whole, indent=1) + "\n")
+    lines = [
+        "| file | passed there | passed here | refused | internal | failed |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
+    for row in rows:
+        if row["there"].get("passed"):
+            cells = [row["there"]["passed"], *(row["here"].get(of, 0) for of in KINDS)]
+            lines.append(f"| `{row['file']}` | {' | '.join(map(str, cells))} |")
+    lines += [
+        "",
+        f"Of {public} tests of the public API that pass with DeepSpeed, {total['passed']} pass ({whole['share']}).",
+        "",
+    ]
+    lines += ["| file | tests | | first line of the reason |", "| --- | --- | --- | --- |"]
+    lines += [
+        f"| `{each['file']}` | {each['tests']} | {each['kind']} | {each['reason']} |" for each in reasons
+    ]
+    (out / "table.md").write_text("\n".join(lines) + "\n")

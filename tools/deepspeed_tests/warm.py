@@ -1,0 +1,13 @@
+"""Imported once in the process from which the tests' ranks are forked, so that each has what is slow already: the
+machine's description, and DeepSpeed's operators, which are compiled at their first use."""
+
+import functools
+import os
+
+if not os.environ.get("OVERSPILL_STANDS_IN"):
+    import cpuinfo
+    from deepspeed.ops.op_builder.cpu import CPUAdamBuilder, FusedAdamBuilder, ShareMemCommBuilder
+
+    cpuinfo.get_cpu_info = functools.cache(cpuinfo.get_cpu_info)
+    for builder in (ShareMemCommBuilder, CPUAdamBuilder, FusedAdamBuilder):
+        builder().load(verbose=False)
