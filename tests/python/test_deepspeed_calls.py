@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from overspill import deepspeed
-from overspill.deepspeed import checkpoints, fragments, leaves, optimizers, parts
+from overspill.deepspeed import checkpoints, fragments, leaves, lr_schedules, optimizers, parts
 from overspill.deepspeed.accelerator import get_accelerator
 from overspill.deepspeed.finder import Finder
 from overspill.deepspeed.modules import MODULES
@@ -155,12 +155,16 @@ def test_the_exact_weights_of_a_checkpoint_without_an_engine(tmp_path):
 
 
 def test_backward_passes_that_are_coalesced_are_one_step():
-    engine, plain = made(), made()
+    engine, plain = made(zero_optimization={"stage": 2}), made()
     x = torch.ones(2, 8)
+    with pytest.raises(NotImplementedError, match="stage 1, 2 or 3"), plain.coalesce_grad_reduction():
+        pass
+    with pytest.raises(AssertionError, match="incompatible with gradient part"), engine.no_sync():
+        pass
     with engine.coalesce_grad_reduction():
         for scale in (0.25, 0.75):
             engine.scale(engine(x).square().mean() * scale).backward()
-        with pytest.raises(RuntimeError, match="inside coalesce_grad_reduction"):
+        with pytest.raises(AssertionError, match="inside coalesce_grad_reduction"):
             engine.step()
         with pytest.raises(AssertionError), engine.coalesce_grad_reduction():
             pass
@@ -251,3 +255,15 @@ def test_which_operators_have_something_in_their_place():
         assert there[builder.NAME] is builder().is_compatible() is compatible
         with pytest.raises(NotSupported, match=f"{kind}.load is not supported"):
             builder().load()
+
+
+@pytest.mark.parametrize("warmup_type", ["log", "linear"])
+@pytest.mark.parametrize("kind, arguments", [("WarmupLR", {}), ("WarmupDecayLR", {"total_num_steps": 20})])
+def test_the_rate_before_the_first_step_is_the_least(kind, arguments, warmup_type):
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
+    schedule = lr_schedules.SCHEDULES[kind](
+        optimizer, warmup_min_lr=0.1, warmup_max_lr=0.5, warmup_type=warmup_type, **arguments
+    )
+    assert schedule.get_lr() == schedule.get_last_lr() == [0.1]
+    cosine = lr_schedules.WarmupCosineLR(optimizer, 20, warmup_min_ratio=0.1, warmup_type=warmup_type)
+    assert cosine.get_lr() == cosine.get_last_lr() == [0.0]

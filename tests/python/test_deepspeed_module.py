@@ -135,8 +135,13 @@ def test_a_boundary_that_was_set_decides_alone():
     assert engine.global_steps == 2
     with engine.no_sync():
         pass_of(engine, 5)
-        engine.step()
-    assert engine.global_steps == 2 and engine.is_gradient_accumulation_boundary()
+        with pytest.raises(AssertionError, match=r"illegal to call Engine.step\(\) inside no_sync"):
+            engine.step()
+        with pytest.raises(AssertionError, match="reentry"), engine.no_sync():
+            pass
+    engine.set_gradient_accumulation_boundary(False)
+    engine.step()
+    assert engine.global_steps == 2 and not engine.is_gradient_accumulation_boundary()
     assert not engine.was_step_applied()
     with pytest.warns(UserWarning, match="1 of 2 micro-batches"):
         engine.zero_grad()

@@ -36,6 +36,7 @@ HERE = Path(__file__).resolve().parent
 FOLDERS = ("unit/v1/zero", "unit/runtime", "unit/checkpoint")
 SIDES = ("deepspeed", "overspill")
 STARTS_IN = 180  # seconds until the first test begins
+TRIES = 2  # of a process that begins no test
 
 
 def results(path: Path) -> dict[str, dict[str, Any]]:
@@ -91,41 +92,26 @@ class Side:
     def run(self, file: str, wanted: set[str] | None, worker: int) -> None:
         """The tests of one file that have no result yet; None: all. A process that says nothing for the time of a test
         is ended, its test has failed, and another goes on after it."""
-        path = self.path_of(file)
-        while True:
-            done = self.results_of(file)
+        path, idle = self.path_of(file), 0
+        while idle < TRIES:
             if wanted is None:
                 wanted = next(
                     (set(entry["collected"]) for entry in entries(path) if "collected" in entry), None
                 )
-            left = None if wanted is None else wanted - done.keys()
+            left = None if wanted is None else wanted - self.results_of(file).keys()
             if left is not None and not left:
                 return
-            before = path.stat().st_size if path.exists() else 0
+            before = len(list(entries(path)))
             said = self._one(file, left, worker)
-            fresh = (
-                [json.loads(each) for each in path.read_bytes()[before:].decode().splitlines()]
-                if path.exists()
-                else []
-            )
-            begun = [entry["test"] for entry in fresh if "begun" in entry]
-            ended = {entry["test"] for entry in fresh if "outcome" in entry and "test" in entry}
-            broken = [entry["reason"] for entry in fresh if "file" in entry]
-            for test in begun:
-                if test not in ended:
-                    append(
-                        path,
-                        test=test,
-                        outcome="failed",
-                        reason=f"no result in {self.limit:.0f} s",
-                        seconds=self.limit,
-                    )
-            if not begun:  # nothing can be run
-                why = broken[0] if broken else said
-                if left is None:
-                    append(path, collected=[], reason=why)
-                for test in left or ():
-                    append(path, test=test, outcome="failed", reason=why, seconds=0)
+            fresh = list(entries(path))[before:]
+            ended = {entry["test"] for entry in fresh if "test" in entry and "outcome" in entry}
+            hung = [entry["test"] for entry in fresh if "begun" in entry and entry["test"] not in ended]
+            for test in hung:
+                append(path, test=test, outcome="failed", reason=f"no result in {self.limit:.0f} s")
+            idle = 0 if hung or ended else idle + 1
+        broken = [entry["reason"] for entry in entries(path) if "file" in entry]
+        for test in left or ():  # the file cannot be imported, or has these tests by other names
+            append(path, test=test, outcome="failed", reason=broken[-1] if broken else f"not run: {said}")
 
     def _one(self, file: str, left: set[str] | None, worker: int) -> str:
         """One process of pytest. Returns the end of what it said."""

@@ -1,8 +1,10 @@
-"""Imported once in the process from which the tests' ranks are forked, so that each has what is slow already: the
-machine's description, and DeepSpeed's operators, which are compiled at their first use."""
+"""Imported once in the process from which the tests' ranks are forked, so that each has what is slow already: modules,
+the machine's description, and DeepSpeed's operators, which are compiled at their first use."""
 
 import functools
 import os
+
+import torch._dynamo  # noqa: F401  # both sides import it when an engine is made
 
 if not os.environ.get("OVERSPILL_STANDS_IN"):
     import cpuinfo

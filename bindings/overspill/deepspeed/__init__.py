@@ -13,7 +13,15 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-_NAMES = ("initialize", "init_distributed", "add_config_arguments", "DeepSpeedEngine", "__version__")
+_NAMES = (
+    "initialize",
+    "init_distributed",
+    "add_config_arguments",
+    "get_accelerator",
+    "log_dist",
+    "DeepSpeedEngine",
+    "__version__",
+)
 _PARTS = ("zero", "comm")
 
 

@@ -34,7 +34,7 @@ class DeepSpeedEngine(Engine):
     _ended = 0  # micro-batches since the last update, where that decides
     _for_inference = False  # nobody gave an optimizer
     _applied = False
-    _coalescing = False  # inside coalesce_grad_reduction
+    _inside: str | None = None  # no_sync or coalesce_grad_reduction
 
     @property
     def config(self) -> dict[str, Any]:
@@ -59,9 +59,10 @@ class DeepSpeedEngine(Engine):
             raise TypeError(
                 f"overspill: step(lr_kwargs={lr_kwargs!r}): give the schedule its arguments when it is made"
             )
-        if self._coalescing:
-            raise RuntimeError(
-                "overspill: engine.step inside coalesce_grad_reduction: call it after the block"
+        if self._inside is not None:
+            raise AssertionError(
+                f"overspill: It is illegal to call Engine.step() inside {self._inside} context manager: call it after "
+                "the block"
             )
         if self._for_inference:
             raise RuntimeError(
@@ -88,12 +89,28 @@ class DeepSpeedEngine(Engine):
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Gradients inside it are only added up: `step` does not update."""
-        before, self._is_boundary = self._is_boundary, False
+        """Gradients inside it are added up. `step` raises AssertionError inside, and so does this inside another one,
+        or at stage 2 or 3, as there."""
+        if self.zero_optimization_stage() > 1:
+            raise AssertionError(
+                "overspill: no_sync context manager is incompatible with gradient partitioning logic of ZeRO stage "
+                f"{self.zero_optimization_stage()}: take coalesce_grad_reduction"
+            )
+        with self._block("no_sync"):
+            yield
+
+    @contextlib.contextmanager
+    def _block(self, name: str) -> Iterator[None]:
+        """In which `step` is refused."""
+        if self._inside is not None:
+            raise AssertionError(
+                f"overspill: {name} context manager reentry is unsupported: leave one of them out"
+            )
+        self._inside = name
         try:
             yield
         finally:
-            self._is_boundary = before
+            self._inside = None
 
     def was_step_applied(self) -> bool:
         """Whether the last `step` updated the weights."""
@@ -128,17 +145,14 @@ class DeepSpeedEngine(Engine):
 
     @contextlib.contextmanager
     def coalesce_grad_reduction(self) -> Iterator[None]:
-        """Around the backward passes of one step: their gradients are added up, as everywhere here, and `step` raises
-        RuntimeError inside."""
-        if self._coalescing:
-            raise AssertionError(
-                "overspill: coalesce_grad_reduction inside another one: leave the inner one out"
+        """Around the backward passes of one step: their gradients are added up, as everywhere here. `step` raises
+        AssertionError inside, and so does this inside another one. Raises NotImplementedError at stage 0, as there."""
+        if self.zero_optimization_stage() == 0:
+            raise NotImplementedError(
+                "overspill: coalesce_grad_reduction requires ZeRO stage 1, 2 or 3, as in DeepSpeed: leave it out"
             )
-        self._coalescing = True
-        try:
+        with self._block("coalesce_grad_reduction"):
             yield
-        finally:
-            self._coalescing = False
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """The loss as it is, for a `backward` of its own: bf16 and fp32 need no scaling."""

@@ -248,7 +248,9 @@ KEYS: tuple[Key, ...] = (
     _refused("quantize_training", "weights are not quantised in training"),
     _refused("weight_quantization", "weights are not quantised in training", {}),
     _refused("nebula", "checkpoints go to folders"),
-    _refused("datastates_ckpt", "a checkpoint links what lies on NVMe, and copies nothing", {}),
+    _refused(
+        "datastates_ckpt", "DataStates is not used: save_checkpoint returns when the checkpoint is whole", {}
+    ),
 )
 BY_PATH = {key.path: key for key in KEYS}
 SECTIONS = {path[:cut] for path in BY_PATH for cut in range(len(path)) if path[cut] == "."}

@@ -232,6 +232,8 @@ class WarmupLR(_Warmup):
         return self.min_lrs
 
     def get_lr(self) -> list[float]:
+        if self.last_batch_iteration < 0:
+            return self.first_lr()
         warmed = self.warmed()
         height = self.after_warmup() if warmed is None else warmed
         return [low + (high - low) * height for low, high in zip(self.min_lrs, self.max_lrs, strict=True)]
@@ -287,6 +289,8 @@ class WarmupCosineLR(_Warmup):
         return [0.0] * len(self.org_lrs)
 
     def get_lr(self) -> list[float]:
+        if self.last_batch_iteration < 0:
+            return self.first_lr()
         ratio = self._ratio()
         return [lr * ratio for lr in self.org_lrs]
 

@@ -101,6 +101,7 @@ _THERE: dict[str, dict[str, Any]] = {
     "deepspeed.checkpoint": {},
     "deepspeed.checkpoint.utils": _of(parts, "clone_tensors_for_torch_save"),
     "deepspeed.comm": _of(comm),
+    "deepspeed.moe.utils": _of(parts, "split_params_into_different_moe_groups_for_optimizer"),
     "deepspeed.ops": {"__compatible_ops__": ops.COMPATIBLE},
     "deepspeed.ops.adagrad": {"DeepSpeedCPUAdagrad": optimizers.cpu_adagrad},
     "deepspeed.ops.adam": {"DeepSpeedCPUAdam": optimizers.cpu_adam, "FusedAdam": optimizers.fused_adam},

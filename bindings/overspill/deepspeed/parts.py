@@ -61,6 +61,17 @@ class RepeatingLoader:
             return next(self.data_iter)
 
 
+def split_params_into_different_moe_groups_for_optimizer(
+    param_groups: Any, max_group_size: int | float | None = None
+) -> list[dict[str, Any]]:
+    """The groups, in a list: none of their parameters belongs to DeepSpeed's MoE layer, which is not there."""
+    if isinstance(param_groups, dict):
+        return [param_groups]
+    if not isinstance(param_groups, (list, tuple)):
+        raise ValueError(f"overspill: {type(param_groups).__name__}: a group or a list of groups is expected")
+    return list(param_groups)
+
+
 def log_dist(message: str, ranks: Iterable[int] | None = None, level: int = logging.INFO) -> None:
     """Logs on these ranks; on all where -1 is among them, or no group is set up; on none where none are given, as
     there."""

@@ -10,6 +10,9 @@ from ..config import OverspillError
 _PARALLEL = "divide the model with torch's parallelize_module (docs/ranks.md)"
 _PIPELINE = "there is no pipeline parallelism: " + _PARALLEL
 _PIECES = "no rank's piece of a tensor has a meaning of its own: call {}, on all ranks"
+_CONFIG = "give the dict, or the path, to initialize; `overspill config FILE` shows what it becomes"
+_PLAN = "`overspill plan` calculates what fits"
+_AUTOCAST = "put torch.autocast around the forward pass in the script"
 _COMPRESSED = "it rounds what ranks exchange, and every update here is exact: use AdamW"
 
 
@@ -35,18 +38,48 @@ REFUSED: dict[str, dict[str, str]] = {
         "tp_model_init": _PARALLEL,
         "PipelineModule": _PIPELINE,
         "PipelineEngine": _PIPELINE,
+        "DeepSpeedConfig": _CONFIG,
         "DeepSpeedTransformerLayer": "use an attention that the model has",
         "DeepSpeedTransformerConfig": "use an attention that the model has",
     },
     "deepspeed.pipe": dict.fromkeys(("PipelineModule", "LayerSpec", "TiedLayerSpec"), _PIPELINE),
     "deepspeed.moe": {},
     "deepspeed.moe.layer": {"MoE": "experts are partitioned like other weights: use the model's own experts"},
+    "deepspeed.monitor": {},
+    "deepspeed.monitor.monitor": {"MonitorMaster": "log what you need in the script"},
     "deepspeed.ops.lamb": {"FusedLamb": "there is no Lamb: give initialize an optimizer of the script's own"},
     "deepspeed.runtime.fp16": {},
     "deepspeed.runtime.fp16.onebit": {},
     "deepspeed.runtime.fp16.onebit.adam": {"OnebitAdam": _COMPRESSED},
     "deepspeed.runtime.fp16.onebit.lamb": {"OnebitLamb": _COMPRESSED},
     "deepspeed.runtime.fp16.onebit.zoadam": {"ZeroOneAdam": _COMPRESSED},
+    "deepspeed.profiling": {},
+    "deepspeed.profiling.flops_profiler": dict.fromkeys(
+        ("FlopsProfiler", "get_model_profile"), "use torch.utils.flop_counter"
+    ),
+    "deepspeed.runtime.config": {"DeepSpeedConfig": _CONFIG},
+    "deepspeed.runtime.torch_autocast": dict.fromkeys(
+        (
+            "get_default_autocast_lower_precision_modules",
+            "has_autocast_dtype",
+            "init_autocast_params",
+            "is_autocast_initialized",
+        ),
+        _AUTOCAST,
+    ),
+    "deepspeed.runtime.zero.config": dict.fromkeys(
+        ("DeepSpeedZeroConfig", "DeepSpeedZeroOffloadOptimizerConfig", "DeepSpeedZeroOffloadParamConfig"),
+        _CONFIG,
+    ),
+    "deepspeed.runtime.zero.offload_states": {
+        "get_state_devices": "engine.plan says where weights and states live"
+    },
+    "deepspeed.runtime.zero.stage3": {
+        f"estimate_zero3_model_states_mem_needs_all_{when}": _PLAN for when in ("live", "cold")
+    },
+    "deepspeed.runtime.zero.stage_1_and_2": {
+        f"estimate_zero2_model_states_mem_needs_all_{when}": _PLAN for when in ("live", "cold")
+    },
     "deepspeed.utils": {name: _full(name) for name in _LOCAL},
     "deepspeed.zero": {
         "TiledLinear": "use nn.Linear: a unit that is too large for the budget is named at the start"
