@@ -563,7 +563,17 @@ def meant(data: dict[str, Any]) -> dict[str, Any]:
 
 def read_deepspeeds(source: dict[str, Any] | str | os.PathLike[str]) -> tuple[Config, dict[str, Any]]:
     """What DeepSpeed's JSON means, also where no key of it is DeepSpeed's alone, and the JSON. Raises ConfigError."""
-    data = source if isinstance(source, dict) else _read_json(source)
+    if isinstance(source, dict):
+        data = source
+    else:
+        try:
+            data = _read_json(source)
+        except ConfigError as error:
+            if "is no JSON file" not in str(error):
+                raise
+            raise ConfigError(
+                f"{error}; HJSON, which DeepSpeed reads too, is not supported: write JSON"
+            ) from None
     return Config.read(_of_deepspeeds(data)), data
 
 

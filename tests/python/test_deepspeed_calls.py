@@ -2,12 +2,14 @@
 helpers, and the names that are refused."""
 
 import logging
+from argparse import Namespace
 
 import pytest
 import torch
 from torch import nn
 
 from overspill import deepspeed
+from overspill.config import ConfigError
 from overspill.deepspeed import checkpoints, fragments, leaves, lr_schedules, optimizers, parts
 from overspill.deepspeed.accelerator import get_accelerator
 from overspill.deepspeed.finder import Finder
@@ -228,6 +230,17 @@ def test_small_helpers(caplog):
         _ = accelerator.Stream
     with pytest.raises(AssertionError, match="model is missing"):
         deepspeed.initialize(config={})
+
+
+def test_the_json_comes_by_its_old_name_and_hjson_is_refused(tmp_path):
+    file = tmp_path / "ds.json"
+    file.write_text('{"train_batch_size": 2, "overspill": {"budget": {"host": "32MiB"}}}')
+    engine = deepspeed.initialize(Namespace(deepscale_config=file), nn.Linear(2, 2))[0]
+    assert engine.train_batch_size() == 2
+    engine.destroy()
+    file.write_text("{\n  train_batch_size: 2\n}")
+    with pytest.raises(ConfigError, match="HJSON, which DeepSpeed reads too, is not supported: write JSON"):
+        deepspeed.initialize(model=nn.Linear(2, 2), config=file)
 
 
 def test_what_is_not_there_says_what_to_do():

@@ -8,10 +8,11 @@ Overspill needs. tools/deepspeed-tests makes both. The tests are not changed. Di
 this machine has two (LOCAL_SIZE); a test of more is skipped by itself. With Overspill those tests run that passed with
 DeepSpeed. Each has its own time limit. What a test gave is written when it ends, so a run that is broken off goes on.
 
-A test that passed there either passes here, or is refused (our error says "not supported"), or uses what is private,
-or has failed. Private is decided by one rule: the name that is missing (a module, or an attribute) occurs nowhere in
-DeepSpeed's documentation, which is docs/code-docs, docs/_pages and docs/_tutorials. A dotted name of a module has to
-occur whole.
+A test that passed there passes here; or is refused (our error says "not supported", or is a RankError, and says what
+to do instead); or uses what is private; or has failed. Private is decided by one rule: what is missing occurs nowhere
+in DeepSpeed's documentation (docs/code-docs, docs/_pages, docs/_tutorials). A module, or a name in one, occurs by its
+whole path, or as an example imports it; an attribute occurs after the name of an engine, of an optimizer, or of
+anything where it is a parameter's.
 """
 
 from __future__ import annotations

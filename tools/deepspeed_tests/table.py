@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import Any
 
 KINDS = ("passed", "refused", "internal", "failed")
-_MISSING = re.compile(
-    r"NotThere: (\S+)|No module named '([\w.]+)'|cannot import name '(\w+)'|'(\w+)' object has no attribute '(\w+)'"
-)
-_BUILT_IN = {"NoneType", "dict", "list", "tuple", "str", "int", "float", "function", "method"}
+_PATH = re.compile(r"NotThere: ([\w.]+)|No module named '(deepspeed[\w.]*)'")
+_ATTRIBUTE = {
+    "(?:engine|model)": re.compile(r"neither the engine nor its \w+ has '(\w+)'"),
+    "optimizer": re.compile(r"'\w*Optimizer' object has no attribute '(\w+)'"),
+    "": re.compile(r"'Parameter' object has no attribute '(\w+)'"),
+}
 
 
 class Documented:
@@ -25,11 +27,20 @@ class Documented:
             for page in sorted((docs / folder).rglob(f"*{ends}"))
         ]
         self._text = "\n".join(page.read_text(encoding="utf-8") for page in pages)
+        self._imported = {
+            f"{module}.{name}"
+            for module, names in re.findall(r"from (deepspeed[\w.]*) import ([^\n(]+|\([^)]*\))", self._text)
+            for name in re.findall(r"\w+", names)
+        }
 
-    def has(self, name: str) -> bool:
-        return re.search(rf"(?<![\w.]){re.escape(name)}(?!\w)", self._text) is not None or (
-            "." not in name and re.search(rf"\b{re.escape(name)}\b", self._text) is not None
-        )
+    def has_path(self, path: str) -> bool:
+        """A module, or a name in one: as it is written, or as an example imports it."""
+        written = re.search(rf"(?<![\w.]){re.escape(path)}(?!\w)", self._text) is not None
+        return written or any(each == path or path.startswith(f"{each}.") for each in self._imported)
+
+    def has_attribute(self, owner: str, name: str) -> bool:
+        """Of an engine (by whatever name ends so), an optimizer or a parameter."""
+        return re.search(rf"{owner}\.{re.escape(name)}\b", self._text, re.IGNORECASE) is not None
 
 
 def kind(entry: dict[str, Any], documented: Documented) -> str:
@@ -37,14 +48,12 @@ def kind(entry: dict[str, Any], documented: Documented) -> str:
     if entry["outcome"] == "passed":
         return "passed"
     reason = entry["reason"]
-    if "not supported" in reason:
-        return "refused"
-    found = _MISSING.search(reason)
-    if found and found[4] not in _BUILT_IN:
-        name = next(each for each in (found[1], found[2], found[3], found[5]) if each)
-        if not documented.has(name) and not documented.has(name.rpartition(".")[2] if found[1] else name):
-            return "internal"
-    return "failed"
+    if found := _PATH.search(reason):
+        return "failed" if documented.has_path(found[1] or found[2]) else "internal"
+    for owner, pattern in _ATTRIBUTE.items():
+        if found := pattern.search(reason):
+            return "failed" if documented.has_attribute(owner, found[1]) else "internal"
+    return "refused" if "not supported" in reason or reason.startswith("RankError:") else "failed"
 
 
 def first_line(reason: str) -> str:

@@ -20,6 +20,7 @@ from ..engine import Engine
 from ..start import Initialized, begin
 from . import comm, partial, tags
 
+_IN_ARGS = "deepspeed_config", "deepscale_config"
 engines: weakref.WeakSet[DeepSpeedEngine] = weakref.WeakSet()  # that live, closed ones too
 
 
@@ -355,7 +356,7 @@ def initialize(
     """As DeepSpeed's: returns (engine, optimizer, dataloader, lr_scheduler).
 
     Args:
-        args: may have deepspeed_config, the path of the JSON
+        args: may have deepspeed_config, the path of the JSON, or deepscale_config, its old name
         config, config_params: the JSON, a dict or a path
         distributed_port, dist_init_required: without a meaning here: torchrun says where ranks meet
         mpu, mesh_param: refused; docs/ranks.md has tensor parallelism
@@ -366,15 +367,16 @@ def initialize(
         raise TypeError(
             "overspill: mpu and mesh_param: divide the model with torch's parallelize_module (docs/ranks.md)"
         )
-    if getattr(args, "deepspeed_config", None) is not None and (config or config_params) is not None:
+    in_args = next((each for name in _IN_ARGS if (each := getattr(args, name, None)) is not None), None)
+    given_as = [each for each in (config, config_params, in_args) if each is not None]
+    if in_args is not None and len(given_as) > 1:
         raise ValueError(
             "overspill: the JSON is given twice, as config and as args.deepspeed_config: leave one out"
         )
     if model is None:
         raise AssertionError("overspill: deepspeed.initialize: model is missing: give the model to train")
     comm.init_distributed()  # as there: what calls it asks torch.distributed for its rank
-    given_as = (config, config_params, getattr(args, "deepspeed_config", None))
-    source = next((each for each in given_as if each is not None), None)
+    source = given_as[0] if given_as else None
     settings, data = read_deepspeeds(source)  # type: ignore[arg-type]  # None is an error that it names
     if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer) and callable(optimizer):
         optimizer = optimizer(model_parameters if model_parameters is not None else model.parameters())  # type: ignore[union-attr]

@@ -27,6 +27,9 @@ class Missing:
             raise AttributeError(name)
         return Missing(f"{self.__name__}.{name}")
 
+    def __instancecheck__(self, value):
+        return False  # nothing here is of a class that is not there
+
     def __reduce__(self):
         return Missing, (self.__name__,)
 
@@ -37,7 +40,7 @@ class Missing:
         return (type(self.__name__.rpartition(".")[2], (), {"__init__": self._used}),)
 
     __call__ = __iter__ = __len__ = __bool__ = __eq__ = __lt__ = __contains__ = __getitem__ = _used
-    __instancecheck__ = __subclasscheck__ = __enter__ = __exit__ = __add__ = __int__ = __fspath__ = _used
+    __enter__ = __exit__ = __add__ = __int__ = __fspath__ = _used
     __hash__ = object.__hash__
 
 
