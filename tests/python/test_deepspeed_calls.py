@@ -2,6 +2,7 @@
 helpers, and the names that are refused."""
 
 import logging
+import math
 from argparse import Namespace
 
 import pytest
@@ -280,3 +281,54 @@ def test_the_rate_before_the_first_step_is_the_least(kind, arguments, warmup_typ
     assert schedule.get_lr() == schedule.get_last_lr() == [0.1]
     cosine = lr_schedules.WarmupCosineLR(optimizer, 20, warmup_min_ratio=0.1, warmup_type=warmup_type)
     assert cosine.get_lr() == cosine.get_last_lr() == [0.0]
+
+
+def test_a_model_may_be_given_again():
+    first = made()
+    step(first, 2)
+    weight = first.weight(first.module[0].weight)
+    config = {"optimizer": {"type": "AdamW", "params": PARAMS}, "overspill": {"budget": {"host": "32MiB"}}}
+    second = deepspeed.initialize(model=first.module, config=config)[0]
+    assert torch.equal(second.weight(second.module[0].weight), weight)
+    step(second)
+    with pytest.raises(RuntimeError, match="was ended by give_back"):
+        step(first)
+    second.destroy()
+
+
+def test_a_cycles_betas_are_pairs():
+    weights = [nn.Parameter(torch.zeros(1))]
+    arguments = {"cycle_min_lr": 0.1, "cycle_max_lr": 0.2, "cycle_first_step_size": 4, "cycle_min_mom": 0.5}
+    cycle = lr_schedules.OneCycle(torch.optim.Adam(weights), **arguments)
+    assert cycle.get_mom() == [(0.9, 0.99)]
+    cycle.step()
+    assert cycle.get_mom() == [cycle.optimizer.param_groups[0]["betas"]] == [(pytest.approx(0.8), 0.99)]
+    with pytest.warns(UserWarning, match="no betas"):
+        assert lr_schedules.OneCycle(torch.optim.SGD(weights), **arguments).get_mom() is None
+
+
+@pytest.mark.parametrize("kind", lr_schedules.SCHEDULES)
+def test_a_rate_that_is_a_tensor_stays_that_tensor(kind):
+    rate = torch.tensor(0.1, dtype=torch.float64)
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=rate)
+    arguments = {
+        "OneCycle": {"cycle_min_lr": 0.01, "cycle_max_lr": 0.1, "cycle_momentum": False},
+        "WarmupDecayLR": {"total_num_steps": 9},
+        "WarmupCosineLR": {"total_num_steps": 9},
+    }.get(kind, {})
+    schedule = lr_schedules.SCHEDULES[kind](optimizer, **arguments)
+    for _ in range(2):
+        held = optimizer.param_groups[0]["lr"]
+        assert held is rate and rate.item() == pytest.approx(schedule.get_lr()[0])
+        schedule.step()
+
+
+def test_an_unknown_kind_of_warm_up_is_log_and_says_so():
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.5)
+    with pytest.warns(UserWarning, match="log or linear is expected, and log counts"):
+        schedule = lr_schedules.WarmupCosineLR(optimizer, 9, warmup_num_steps=4, warmup_type="cubic")
+    log = lr_schedules.WarmupCosineLR(optimizer, 9, warmup_num_steps=4)
+    assert schedule.get_lr_ratio() == 0.0
+    for each in (schedule, log):
+        each.step(2)
+    assert schedule.get_lr_ratio() == log.get_lr_ratio() == pytest.approx(math.log(3) / math.log(4))

@@ -158,12 +158,14 @@ class Side:
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
-    """With all that it has started."""
+    """With all that it has started. A lock that one of them held on a compiled operator would stop all others."""
     try:
         os.killpg(process.pid, signal.SIGKILL)
     except ProcessLookupError:
         pass
     process.wait()
+    for lock in Path(os.environ.get("TORCH_EXTENSIONS_DIR", "/nonexistent")).glob("*/lock"):
+        lock.unlink(missing_ok=True)
 
 
 def main() -> int:

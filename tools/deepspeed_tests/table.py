@@ -13,7 +13,7 @@ _PATH = re.compile(r"NotThere: ([\w.]+)|No module named '(deepspeed[\w.]*)'")
 _ATTRIBUTE = {
     "(?:engine|model)": re.compile(r"neither the engine nor its \w+ has '(\w+)'"),
     "optimizer": re.compile(r"'\w*Optimizer' object has no attribute '(\w+)'"),
-    "": re.compile(r"'Parameter' object has no attribute '(\w+)'"),
+    "": re.compile(r"'(?:Parameter|OneCycle|Warmup\w+|LRRangeTest)' object has no attribute '(\w+)'"),
 }
 
 

@@ -287,8 +287,8 @@ class DeepSpeedEngine(Engine):
         `save_filename` is. Returns True."""
         if save_filename or exclude_frozen_parameters:
             raise TypeError(
-                "overspill: save_16bit_model writes a whole model in safetensors: leave save_filename and "
-                "exclude_frozen_parameters out"
+                "overspill: save_16bit_model: save_filename and exclude_frozen_parameters are not supported: it writes "
+                "a folder with the whole model in safetensors; leave them out"
             )
         self.save_pretrained(save_dir)
         return True
@@ -382,8 +382,10 @@ def initialize(
         optimizer = optimizer(model_parameters if model_parameters is not None else model.parameters())  # type: ignore[union-attr]
     if optimizer is not None:
         model_parameters = None  # as there: the optimizer has them
-    for known in engines:  # Trainer's evaluate() before train() makes an engine that never steps
-        if known.module is model and known._for_inference and not known._end.over:
+    for known in list(
+        engines
+    ):  # as there, where a model may be given again: Trainer's evaluate() before train()
+        if known.module is model and not known._end.over and known._group is None and known._place.on_host:
             known.give_back()
     made = begin(
         DeepSpeedEngine, model, settings, optimizer, lr_scheduler, training_data, collate_fn, model_parameters

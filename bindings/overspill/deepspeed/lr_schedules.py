@@ -12,6 +12,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
+import torch
+
 Rates = float | Sequence[float]
 _SECOND_BETA = 0.99  # what OneCycle sets there, whatever the optimizer has
 
@@ -69,7 +71,10 @@ class Schedule(ABC):
 
     def _set(self, rates: list[float]) -> None:
         for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
-            group["lr"] = rate
+            if isinstance(group["lr"], torch.Tensor):
+                group["lr"].fill_(rate)
+            else:
+                group["lr"] = rate
 
 
 class LRRangeTest(Schedule):
@@ -154,7 +159,7 @@ class OneCycle(Schedule):
     def step(self, last_batch_iteration: int | None = None) -> None:
         super().step(last_batch_iteration)
         if self.cycle_momentum:
-            self._set_moms(self.get_mom())
+            self._set_moms(self._moms())
 
     def get_lr(self) -> list[float]:
         if self.last_batch_iteration < self.total_size:
@@ -162,8 +167,13 @@ class OneCycle(Schedule):
             return [low + (high - low) * height for low, high in zip(self.min_lrs, self.max_lrs, strict=True)]
         return [low / (1 + self.lr_decay * self._after_cycle()) for low in self.min_lrs]
 
-    def get_mom(self) -> list[float]:
-        """The first of betas at `last_batch_iteration`, for each parameter group."""
+    def get_mom(self) -> list[tuple[float, float]] | None:
+        """The betas at `last_batch_iteration`, for each parameter group; None where they do not cycle."""
+        if not self.cycle_momentum:
+            return None
+        return [(mom, _SECOND_BETA) for mom in self._moms()]
+
+    def _moms(self) -> list[float]:
         if self.last_batch_iteration < self.total_size:
             height = self._height()
             return [
@@ -196,7 +206,11 @@ class _Warmup(Schedule):
     def __init__(self, optimizer: Any, warmup_num_steps: int, warmup_type: str, last_batch_iteration: int):
         self.warmup_num_steps = max(2, _positive(warmup_num_steps, "warmup_num_steps"))
         if warmup_type not in ("log", "linear"):
-            raise ValueError(f"warmup_type = {warmup_type!r}: log or linear is expected")
+            warnings.warn(
+                f"overspill: warmup_type = {warmup_type!r}: log or linear is expected, and log counts, as there",
+                stacklevel=4,
+            )
+            warmup_type = "log"
         self.warmup_type = warmup_type
         super().__init__(optimizer, last_batch_iteration)
 
@@ -289,12 +303,13 @@ class WarmupCosineLR(_Warmup):
         return [0.0] * len(self.org_lrs)
 
     def get_lr(self) -> list[float]:
-        if self.last_batch_iteration < 0:
-            return self.first_lr()
-        ratio = self._ratio()
+        ratio = self.get_lr_ratio()
         return [lr * ratio for lr in self.org_lrs]
 
-    def _ratio(self) -> float:
+    def get_lr_ratio(self) -> float:
+        """What part of the optimizer's own rate counts at `last_batch_iteration`; 0 before the first step."""
+        if self.last_batch_iteration < 0:
+            return 0.0
         warmed = self.warmed()
         if warmed is not None:
             return self.warmup_min_ratio + warmed * (1.0 - self.warmup_min_ratio)
