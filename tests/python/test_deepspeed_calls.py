@@ -190,6 +190,11 @@ def test_optimizers_have_deepspeeds_signatures():
     assert type(fused) is torch.optim.Adam and fused.defaults["weight_decay"] == 0.5
     assert type(optimizers.fused_adam(weights, adam_w_mode=True)) is torch.optim.AdamW
     assert type(optimizers.cpu_adam(weights, adamw_mode=False)) is torch.optim.Adam
+    fused_kind, lion = MODULES["deepspeed.ops.adam"]["FusedAdam"], MODULES["deepspeed.ops.lion"]["FusedLion"]
+    assert isinstance(fused_kind(weights), fused_kind) and not isinstance(lion(weights), fused_kind)
+    engine = made()
+    assert isinstance(engine.optimizer, fused_kind) and not isinstance(engine.optimizer, lion)
+    engine.destroy()
     for wrong in ({"amsgrad": True}, {"bias_correction": False}):
         with pytest.raises(ValueError, match="not supported"):
             optimizers.fused_adam(weights, **wrong)
@@ -229,8 +234,16 @@ def test_small_helpers(caplog):
     assert accelerator.device_count() >= 1 and torch.bfloat16 in accelerator.supported_dtypes()
     with pytest.raises(AttributeError, match=r"get_accelerator\(\).Stream is not supported: use torch.cuda"):
         _ = accelerator.Stream
+    with caplog.at_level(logging.INFO, "overspill.deepspeed"):
+        parts.see_memory_usage("here")
+        parts.see_memory_usage("there", force=True)
+    assert "there: 0." in caplog.text and "here:" not in caplog.text.replace("there:", "")
     with pytest.raises(AssertionError, match="model is missing"):
         deepspeed.initialize(config={})
+    model = nn.Linear(2, 2)
+    schedule = torch.optim.lr_scheduler.StepLR(torch.optim.SGD(model.parameters()), 1)
+    with pytest.raises(AssertionError, match="made on an optimizer that is not given"):
+        deepspeed.initialize(model=model, config={"optimizer": {"type": "Adam"}}, lr_scheduler=schedule)
 
 
 def test_the_json_comes_by_its_old_name_and_hjson_is_refused(tmp_path):

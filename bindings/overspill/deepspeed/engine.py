@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
 
 from .. import durable, given, ranks
 from ..config import read_deepspeeds
@@ -375,6 +376,11 @@ def initialize(
         )
     if model is None:
         raise AssertionError("overspill: deepspeed.initialize: model is missing: give the model to train")
+    if isinstance(lr_scheduler, LRScheduler) and not isinstance(optimizer, torch.optim.Optimizer):
+        raise AssertionError(
+            "overspill: deepspeed.initialize: lr_scheduler was made on an optimizer that is not given: give that one, "
+            "or a callable that takes the optimizer"
+        )
     comm.init_distributed()  # as there: what calls it asks torch.distributed for its rank
     source = given_as[0] if given_as else None
     settings, data = read_deepspeeds(source)  # type: ignore[arg-type]  # None is an error that it names

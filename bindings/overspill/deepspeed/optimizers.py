@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -69,3 +70,38 @@ def cpu_lion(
     from ..optim import Lion
 
     return Lion(model_params, lr=lr, betas=betas, weight_decay=weight_decay)
+
+
+class _Kind(type):
+    """Of a class that makes another's objects: calling it makes one, and isinstance says of an optimizer whether it
+    makes these updates, the engine's own too."""
+
+    make: Callable[..., torch.optim.Optimizer]
+    kinds: tuple[str, ...]
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        return cls.make(*args, **kwargs)
+
+    def __instancecheck__(cls, value: Any) -> bool:
+        groups = getattr(value, "groups", None)
+        return getattr(groups, "kind", type(value).__name__) in cls.kinds
+
+
+class DeepSpeedCPUAdam(metaclass=_Kind):
+    make = staticmethod(cpu_adam)
+    kinds = "Adam", "AdamW"
+
+
+class FusedAdam(metaclass=_Kind):
+    make = staticmethod(fused_adam)
+    kinds = "Adam", "AdamW"
+
+
+class DeepSpeedCPUAdagrad(metaclass=_Kind):
+    make = staticmethod(cpu_adagrad)
+    kinds = ("Adagrad",)
+
+
+class DeepSpeedCPULion(metaclass=_Kind):
+    make = staticmethod(cpu_lion)
+    kinds = ("Lion",)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import enum
 import logging
+import resource
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -80,6 +81,13 @@ def log_dist(message: str, ranks: Iterable[int] | None = None, level: int = logg
         return
     rank = comm.get_rank() if comm.is_initialized() else -1
     logger.log(level, "[Rank %s] %s", rank, message)
+
+
+def see_memory_usage(message: str, force: bool = False, ranks: Iterable[int] | None = None) -> None:
+    """Logs `message` and the memory that the process had at most, on rank 0. Nothing without `force`."""
+    if force:
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+        log_dist(f"{message}: {peak:.2f} GiB of host memory at most", ranks or [0])
 
 
 def required_torch_version(min_version: Any = None, max_version: Any = None) -> bool:
