@@ -242,7 +242,7 @@ def test_small_helpers(caplog):
         deepspeed.initialize(config={})
     model = nn.Linear(2, 2)
     schedule = torch.optim.lr_scheduler.StepLR(torch.optim.SGD(model.parameters()), 1)
-    with pytest.raises(AssertionError, match="made on an optimizer that is not given"):
+    with pytest.raises(AssertionError, match="made on an optimizer that is not given is not supp"):
         deepspeed.initialize(model=model, config={"optimizer": {"type": "Adam"}}, lr_scheduler=schedule)
 
 
@@ -320,9 +320,10 @@ def test_a_cycles_betas_are_pairs():
         assert lr_schedules.OneCycle(torch.optim.SGD(weights), **arguments).get_mom() is None
 
 
+@pytest.mark.parametrize("shape", [(), (1,)])
 @pytest.mark.parametrize("kind", lr_schedules.SCHEDULES)
-def test_a_rate_that_is_a_tensor_stays_that_tensor(kind):
-    rate = torch.tensor(0.1, dtype=torch.float64)
+def test_a_rate_that_is_a_tensor_stays_that_tensor(kind, shape):
+    rate = torch.full(shape, 0.1, dtype=torch.float64)
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=rate)
     arguments = {
         "OneCycle": {"cycle_min_lr": 0.01, "cycle_max_lr": 0.1, "cycle_momentum": False},
@@ -330,6 +331,8 @@ def test_a_rate_that_is_a_tensor_stays_that_tensor(kind):
         "WarmupCosineLR": {"total_num_steps": 9},
     }.get(kind, {})
     schedule = lr_schedules.SCHEDULES[kind](optimizer, **arguments)
+    if kind == "WarmupLR":
+        assert schedule.max_lrs == [0.1]  # and not the tensor, which changes
     for _ in range(2):
         held = optimizer.param_groups[0]["lr"]
         assert held is rate and rate.item() == pytest.approx(schedule.get_lr()[0])

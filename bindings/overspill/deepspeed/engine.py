@@ -378,8 +378,8 @@ def initialize(
         raise AssertionError("overspill: deepspeed.initialize: model is missing: give the model to train")
     if isinstance(lr_scheduler, LRScheduler) and not isinstance(optimizer, torch.optim.Optimizer):
         raise AssertionError(
-            "overspill: deepspeed.initialize: lr_scheduler was made on an optimizer that is not given: give that one, "
-            "or a callable that takes the optimizer"
+            "overspill: deepspeed.initialize: an lr_scheduler that was made on an optimizer that is not given is not "
+            "supported: give that one, or a callable that takes the optimizer"
         )
     comm.init_distributed()  # as there: what calls it asks torch.distributed for its rank
     source = given_as[0] if given_as else None

@@ -237,7 +237,7 @@ class WarmupLR(_Warmup):
         last_batch_iteration: int = -1,
     ):
         if warmup_max_lr is None:
-            warmup_max_lr = [group["lr"] for group in optimizer.param_groups]
+            warmup_max_lr = [float(group["lr"]) for group in optimizer.param_groups]
         self.min_lrs = _of_each_group(optimizer, warmup_min_lr, "warmup_min_lr")
         self.max_lrs = _of_each_group(optimizer, warmup_max_lr, "warmup_max_lr")
         super().__init__(optimizer, warmup_num_steps, warmup_type, last_batch_iteration)
