@@ -171,6 +171,8 @@ def test_backward_passes_that_are_coalesced_are_one_step():
             engine.step()
         with pytest.raises(AssertionError), engine.coalesce_grad_reduction():
             pass
+    with pytest.raises(AssertionError, match="scalar tensor with grad_fn"):
+        engine.scale(engine(x))
     engine.step()
     plain.backward(plain(x).square().mean())
     plain.step()

@@ -128,7 +128,7 @@ class Side:
         if left is not None:
             chosen.write_text(json.dumps(sorted(left)))
             environment["DEEPSPEED_TESTS_WANTED"] = str(chosen)
-        temporary = self.folder / f"tmp{worker}"
+        temporary = self.folder / f"tmp-{os.getpid()}-{worker}"
         shutil.rmtree(temporary, ignore_errors=True)
         command = [
             sys.executable,

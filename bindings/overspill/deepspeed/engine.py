@@ -157,8 +157,17 @@ class DeepSpeedEngine(Engine):
             yield
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
-        """The loss as it is, for a `backward` of its own: bf16 and fp32 need no scaling."""
-        given.loss(loss)
+        """The loss as it is, for a `backward` of its own: bf16 and fp32 need no scaling. Raises AssertionError for what
+        is no loss, and where neither the JSON nor the script gave an optimizer, as there."""
+        if self._for_inference:
+            raise AssertionError(
+                "overspill: engine.scale: must provide optimizer during init: give initialize one"
+            )
+        if given.loss(loss).numel() != 1 or loss.grad_fn is None:
+            raise AssertionError(
+                "overspill: engine.scale: loss must be a scalar tensor with grad_fn: call backward(gradient) of a "
+                "tensor of another shape"
+            )
         return loss
 
     # What the configuration says.
