@@ -89,12 +89,12 @@ def table(sides: dict[str, Any], files: list[str], docs: Path, out: Path) -> Non
     whole["share"] = round(total["passed"] / public, 3) if public else None
     (out / "table.json").write_text(json.dumps(whole, indent=1) + "\n")
     lines = [
-        "| file | passed there | passed here | refused | internal | failed |",
-        "| --- | --- | --- | --- | --- | --- |",
+        "| file | passed there | passed here | refused | internal | failed | not run |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
     ]
     for row in rows:
         if row["there"].get("passed"):
-            cells = [row["there"]["passed"], *(row["here"].get(of, 0) for of in KINDS)]
+            cells = [row["there"]["passed"], *(row["here"].get(of, 0) for of in KINDS), row["not run"]]
             lines.append(f"| `{row['file']}` | {' | '.join(map(str, cells))} |")
     lines += [
         "",

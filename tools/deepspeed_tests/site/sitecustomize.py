@@ -39,9 +39,14 @@ class Missing:
     def __mro_entries__(self, bases):
         return (type(self.__name__.rpartition(".")[2], (), {"__init__": self._used}),)
 
-    __call__ = __iter__ = __len__ = __bool__ = __eq__ = __lt__ = __contains__ = __getitem__ = _used
+    __call__ = __iter__ = __len__ = __bool__ = __lt__ = __contains__ = __getitem__ = _used
     __enter__ = __exit__ = __add__ = __int__ = __fspath__ = _used
-    __hash__ = object.__hash__
+
+    def __eq__(self, other):
+        return self.__name__ == other.__name__ if type(other) is Missing else NotImplemented
+
+    def __hash__(self):
+        return hash(self.__name__)
 
 
 def stand_in():
