@@ -206,11 +206,7 @@ class _Warmup(Schedule):
     def __init__(self, optimizer: Any, warmup_num_steps: int, warmup_type: str, last_batch_iteration: int):
         self.warmup_num_steps = max(2, _positive(warmup_num_steps, "warmup_num_steps"))
         if warmup_type not in ("log", "linear"):
-            warnings.warn(
-                f"overspill: warmup_type = {warmup_type!r}: log or linear is expected, and log counts, as there",
-                stacklevel=4,
-            )
-            warmup_type = "log"
+            raise ValueError(f"warmup_type = {warmup_type!r}: log or linear is expected")
         self.warmup_type = warmup_type
         super().__init__(optimizer, last_batch_iteration)
 
