@@ -246,10 +246,10 @@ def begin(call: Call, stack: Stack) -> None:
         call.owner.calls += 1
 
 
-def hold(call: Call, unit: Unit) -> None:
-    """The books are open."""
+def hold(call: Call, unit: Unit, take: residency.Take | None = None) -> None:
+    """The books are open. `take`: as of residency.hold."""
     call.units.append(unit)
-    residency.pin(unit)
+    residency.pin(unit, take)
 
 
 def end(call: Call, stack: Stack) -> None:
@@ -267,8 +267,8 @@ def end(call: Call, stack: Stack) -> None:
         _leave(stack)
 
 
-def hold_block(call: Call, units: list[Unit]) -> None:
-    """Begins a block, or a function outside forward, in which `units` are shown."""
+def hold_block(call: Call, units: list[Unit], take: residency.Take | None = None) -> None:
+    """Begins a block, or a function outside forward, in which `units` are shown. `take`: as of residency.hold."""
     work(sys._getframe())
     books.blocks.append(call)
     for owner in {unit.residency for unit in units}:
@@ -277,7 +277,7 @@ def hold_block(call: Call, units: list[Unit]) -> None:
         if owner.gradients.ranks > 1:  # one may read alone: what all have written is settled before
             residency.settle_all(owner)
     for unit in units:
-        hold(call, unit)
+        hold(call, unit, take)
     books.open = False
 
 

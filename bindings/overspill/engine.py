@@ -20,6 +20,7 @@ from torch._C import DisableTorchFunction
 
 from . import (
     _core,
+    beyond,
     calls,
     checkpointing,
     exporting,
@@ -559,20 +560,25 @@ class Engine(nn.Module):
             self._settle()
             return torch.tensor(self._residency.gradients.clip_norm(given.max_norm(max_norm)))
 
-    def gathered(self, parameters: nn.Parameter | Iterable[Any]) -> AbstractContextManager[None]:
+    def gathered(
+        self, parameters: nn.Parameter | Iterable[Any], *, beyond_budget: bool = False
+    ) -> AbstractContextManager[None]:
         """Real weights in the parameters while the block runs; what it writes into them becomes the weight. `step` and
         `load_checkpoint` are refused meanwhile.
 
         Args:
             parameters: one, or several, also as pairs of a name and a parameter; all are in memory at once
+            beyond_budget: weights that the engine would have to gather are copied into memory of torch's, beside the
+                budgets, and freed at the end: for many forwards in a row (docs/peft.md, Generation)
 
         Raises:
             ValueError, TypeError: one is no parameter of this model
             BudgetError: they do not fit into the budget together
+            MemoryError: `beyond_budget`, and the machine has less memory available
         """
         segments = map(self._segment, given.parameters(parameters))
         units = list({id(s.unit): s.unit for s in segments if s is not None}.values())
-        return hooks.Gathered(units)
+        return hooks.Gathered(units, beyond.taker(self._residency, units) if beyond_budget else None)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """The module's, with no other thread's step between its weights."""
@@ -700,19 +706,23 @@ class Engine(nn.Module):
 
         Raises:
             FolderError: something else than a model is in the folder
-            CheckpointError: no class of transformers would open these names and shapes
+            CheckpointError: no class of transformers would open these names and shapes; or adapters of PEFT are not
+                merged (docs/peft.md)
             TypeError: the module is no model of transformers
             OSError: there is no room
         """
         self._settle()
-        exporting.check_module(self.module)
+        model = exporting.exported(self.module)
         target = Path(given.path("save_pretrained", folder))
         most, wide = parse_size(shard_size), exporting.check_dtype(dtype)
         with calls.Alone():
             calls.check(sys._getframe())
-            replaced.check(self.module, self._residency)
+            if model is self.module:
+                replaced.check(model, self._residency)
+            else:  # adapters have left it
+                replaced.check_new(model, self._residency)
             reading.hand_over(self._residency.units)
-            exporting.save(self.module, self._group, target, wide, tokenizer, most)
+            exporting.save(model, self._group, target, wide, tokenizer, most)
 
     def give_back(self) -> nn.Module:
         """Ends the engine, and leaves weights and gradients in its module, which is a plain model from then on. Returns

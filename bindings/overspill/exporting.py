@@ -6,6 +6,7 @@ import copy
 import functools
 import json
 import shutil
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -253,10 +254,14 @@ def check_dtype(dtype: Any) -> torch.dtype | None:
     return chosen
 
 
-def check_module(module: Any) -> None:
+def exported(module: Any) -> Any:
+    """The model of transformers that `module` is, or that PEFT has merged its adapters into. Raises TypeError where
+    there is none, CheckpointError where its weights are not all that was trained."""
     need("transformers")
     from transformers import PreTrainedModel
 
+    if _is_of_peft(module):
+        module = _merged(module)
     if not isinstance(module, PreTrainedModel):
         own = ""
         if hasattr(module, "save_pretrained"):
@@ -271,6 +276,29 @@ def check_module(module: Any) -> None:
             "they are: from_pretrained would take them for quantised ones; set it to None, or "
             "let transformers save it: engine.module.save_pretrained(FOLDER)"
         )
+    return module
 
 
-__all__ = ["check_dtype", "check_module", "save"]
+def _is_of_peft(module: Any) -> bool:
+    peft = sys.modules.get("peft")
+    return peft is not None and isinstance(module, peft.PeftModel)
+
+
+def _merged(module: Any) -> Any:
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    adapter = "engine.module.save_pretrained(FOLDER) writes the adapter alone, which PEFT opens"
+    if any(config.is_prompt_learning for config in module.peft_config.values()):
+        raise CheckpointError(
+            f"overspill: save_pretrained: {type(module).__name__} has a prompt beside its weights, which no model of "
+            f"transformers has: {adapter}"
+        )
+    if any(isinstance(each, BaseTunerLayer) for each in module.modules()):
+        raise CheckpointError(
+            f"overspill: save_pretrained: {type(module).__name__} has adapters beside its weights: {adapter}; for the "
+            "merged model call engine.module.merge_and_unload() first, then engine.save_pretrained(FOLDER)"
+        )
+    return module.get_base_model()
+
+
+__all__ = ["check_dtype", "exported", "save"]

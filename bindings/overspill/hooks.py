@@ -17,6 +17,7 @@ from . import _core, calls, gradients, reading, residency, vertical
 from .calls import Call, books, here, in_backward, opaque
 from .divided import is_sharded
 from .guard import guard, units_of
+from .memory import human
 from .residency import Residency, Segment, Unit, registry
 from .units import UnitSpec
 
@@ -175,10 +176,11 @@ class GradientHook:
 
 
 class Gathered:
-    """Real weights in the parameters of `units` while a `with` runs; what it writes into them becomes the weight."""
+    """Real weights in the parameters of `units` while a `with` runs; what it writes into them becomes the weight.
+    `take`: as of residency.hold."""
 
-    def __init__(self, units: Iterable[Unit]):
-        self.units, self.left = list(units), False
+    def __init__(self, units: Iterable[Unit], take: residency.Take | None = None):
+        self.units, self.take, self.left = list(units), take, False
         self._call: Call | None = None
 
     def __enter__(self) -> None:
@@ -188,10 +190,19 @@ class Gathered:
             )
         self.left, self._call = False, Call(here.stack, None, block=self)
         try:
-            _hold_block(self._call, self.units)
-        except BaseException:
+            _hold_block(self._call, self.units, self.take)
+        except BaseException as error:
             self.left = True
+            if isinstance(error, _core.BudgetError):
+                self._explain(error)
             raise
+
+    def _explain(self, error: BaseException) -> None:
+        total = sum(s.bytes for unit in self.units for s in unit.segments)
+        error.add_note(
+            f"overspill: this `gathered` block needs {human(total)} of weights at once, where the engine's memory for "
+            "gathered weights is planned for a pass; beyond_budget=True takes memory beside the budget"
+        )
 
     __exit__ = _core.leave_block  # sets `left`, whatever strikes, and calls release()
 
@@ -251,9 +262,9 @@ def _refuse_tracing(owner: Residency) -> None:
         )
 
 
-def _hold_block(call: Call, units: list[Unit]) -> None:
+def _hold_block(call: Call, units: list[Unit], take: residency.Take | None = None) -> None:
     with DisableTorchFunction(), calls.Alone():
-        calls.hold_block(call, units)
+        calls.hold_block(call, units, take)
 
 
 def _release_block(call: Call) -> None:

@@ -146,7 +146,8 @@ def _check_names(shapes: Mapping[str, tuple[int, ...]], checkpoint: Path, folder
     if adapted := architecture.names_of_peft(shapes):  # also where there is no class to compare with
         raise CheckpointError(
             f"{checkpoint} has names of PEFT, whose adapters merge does not join: {some(adapted)}. In a script "
-            f"{_IN_A_SCRIPT}model.merge_and_unload().save_pretrained(OUT)`"
+            "make the same model and engine, `engine.load_checkpoint(CHECKPOINT)`, then "
+            "`engine.module.merge_and_unload(); engine.save_pretrained(OUT)`"
         )
     found = architecture.fit(shapes, folder, named)
     if found.wrong:

@@ -12,20 +12,25 @@ from .residency import Residency
 
 def check(model: nn.Module, owner: Residency) -> None:
     """Before a save. Raises RuntimeError that names them, frozen ones too."""
-    mine = {id(segment.parameter) for segment in owner.segments}
-    present = {id(p): name for name, p in model.named_parameters() if _has_elements(p)}
-    came = [name for key, name in present.items() if key not in mine]
-    if came:
-        raise RuntimeError(
-            f"overspill: save_checkpoint: {some(came)} came into the model after overspill.initialize, and a "
-            "checkpoint would not have the values: change the model before initialize, keep what is new outside it, "
-            "or save engine.state_dict() with torch.save"
-        )
+    check_new(model, owner)
+    present = {id(p) for p in model.parameters()}
     left = [segment.name for segment in owner.segments if id(segment.parameter) not in present]
     if left:
         raise RuntimeError(
             f"overspill: save_checkpoint: {some(left)} left the model after overspill.initialize, and a checkpoint "
             "would keep the values: change the model before initialize, or save engine.state_dict() with torch.save"
+        )
+
+
+def check_new(model: nn.Module, owner: Residency) -> None:
+    """Raises RuntimeError that names those which came."""
+    mine = {id(segment.parameter) for segment in owner.segments}
+    came = [name for name, p in model.named_parameters() if id(p) not in mine and _has_elements(p)]
+    if came:
+        raise RuntimeError(
+            f"overspill: save_checkpoint: {some(came)} came into the model after overspill.initialize, and a "
+            "checkpoint would not have the values: change the model before initialize, keep what is new outside it, "
+            "or save engine.state_dict() with torch.save"
         )
 
 

@@ -215,6 +215,8 @@ class Unit:
         ]
 
 
+Take = Callable[[Unit], torch.Tensor]  # gives what `Unit.flat` becomes
+
 BROKEN_OFF = "engine.give_back() was broken off: call it again, it goes on where it was"
 registry: dict[int, Segment] = {}  # id of a parameter -> its segment, which keeps the parameter alive
 leases: dict[
@@ -226,16 +228,18 @@ _living: weakref.WeakSet[Residency] = weakref.WeakSet()
 accelerators: set[torch.device] = set()  # of which autograd runs on a thread of its own
 
 
-def hold(unit: Unit) -> torch.Tensor:
+def hold(unit: Unit, take: Take | None = None) -> torch.Tensor:
     """The unit's memory, one-dimensional in its dtype; blocks until the weights are there, or, on an accelerator, on
-    their way before what its current stream is given next. Torch functions must be off."""
+    their way before what its current stream is given next. Torch functions must be off. `take`: of a unit that is not
+    held, where that memory comes from; None: a lease."""
     if unit.flat is None:
         _sweep()
+        take = take or acquire
         if torch.is_inference_mode_enabled():
             with torch._C._InferenceMode(False):
-                flat = _acquire(unit)
+                flat = take(unit)
         else:
-            flat = _acquire(unit)
+            flat = take(unit)
         storage = flat.untyped_storage()
         unit.key = storage._cdata
         leases[unit.key] = (StorageWeakRef(storage), unit)
@@ -246,13 +250,21 @@ def hold(unit: Unit) -> torch.Tensor:
     return unit.flat
 
 
-def _acquire(unit: Unit) -> torch.Tensor:
+def acquire(unit: Unit) -> torch.Tensor:
+    """A lease."""
     where = unit.residency.place
     if where.on_host:
         capsule = unit.core.acquire(unit.index)
     else:
         capsule, unit.lease = unit.core.acquire_on(unit.index, where.queue(), *where.dlpack)
     return from_dlpack(capsule).view(unit.dtype)
+
+
+def acquire_copy(unit: Unit) -> torch.Tensor:
+    """As a lease, in memory of torch's, which no budget counts."""
+    flat = acquire(unit).clone()
+    unit.lease = None
+    return flat
 
 
 def use(unit: Unit) -> None:
@@ -289,8 +301,9 @@ def lingering_leases() -> int:
     return sum(not leases[key][0].expired() for key in _lingering)
 
 
-def show(unit: Unit) -> None:
-    """released or held -> shown. Raises RuntimeError naming parameters that were written while released."""
+def show(unit: Unit, take: Take | None = None) -> None:
+    """released or held -> shown; `take` as of `hold`. Raises RuntimeError naming parameters that were written while
+    released."""
     if unit.lent or unit.residency.given:
         settle(unit)
     stale = [s for s in unit.segments if s.edited()]
@@ -303,7 +316,7 @@ def show(unit: Unit) -> None:
             "before initialize; or call engine.give_back(), set it, give the optimizer that was given to initialize a "
             "group with the parameters unless it has one, and initialize again (docs/scripts.md, Optimizers)"
         )
-    view = hold(unit).as_strided
+    view = hold(unit, take).as_strided
     unit.shown = True
     for s in unit.segments:
         s.accept()
@@ -459,7 +472,7 @@ def _renew(unit: Unit) -> None:
     autograd saved are out of date."""
     lease = unit.lease
     try:
-        new = _acquire(unit)
+        new = acquire(unit)
     finally:
         unit.lease = lease
     if new.data_ptr() != unit.flat.data_ptr():  # else the weights are used where they live
@@ -472,12 +485,12 @@ def _renew(unit: Unit) -> None:
             unit.lent[s] = now
 
 
-def pin(unit: Unit) -> None:
-    """One more call needs the unit shown."""
+def pin(unit: Unit, take: Take | None = None) -> None:
+    """One more call needs the unit shown; `take` as of `hold`."""
     if not unit.shown:
         if _recent:
             _trim(RECENT_UNITS - 1, (unit,))
-        show(unit)
+        show(unit, take)
     unit.pins += 1
 
 
