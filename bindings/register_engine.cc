@@ -234,13 +234,14 @@ std::string why_no_nccl(const std::string& library) {
 void register_specs(py::module_& m) {
   py::class_<SegmentSpec>(m, "Segment")
       .def(py::init([](std::string name, std::vector<int64_t> shape, int64_t group,
-                       std::vector<std::string> aliases, std::vector<int64_t> strides, bool in_norm) {
-             return SegmentSpec{std::move(name),    std::move(shape),   group,
-                                std::move(aliases), std::move(strides), in_norm};
+                       std::vector<std::string> aliases, std::vector<int64_t> strides, bool in_norm,
+                       int64_t parameters) {
+             return SegmentSpec{std::move(name),    std::move(shape), group,     std::move(aliases),
+                                std::move(strides), in_norm,          parameters};
            }),
            py::arg("name"), py::arg("shape"), py::arg("group") = 0,
            py::arg("aliases") = std::vector<std::string>{}, py::arg("strides") = std::vector<int64_t>{},
-           py::arg("in_norm") = true)
+           py::arg("in_norm") = true, py::arg("parameters") = 0)
       .def_readonly("name", &SegmentSpec::name)
       .def_readonly("shape", &SegmentSpec::shape)
       .def_readonly("group", &SegmentSpec::group)
@@ -249,12 +250,12 @@ void register_specs(py::module_& m) {
       .def_readonly("in_norm", &SegmentSpec::in_norm);
   py::class_<UnitSpec>(m, "Unit")
       .def(py::init([](std::string name, const std::string& format, std::string dtype,
-                       std::vector<SegmentSpec> segments, const std::string& optimizer) {
-             return UnitSpec{std::move(name), engine::format_from_name(format), std::move(dtype),
-                             std::move(segments), optim::optimizer_named(optimizer)};
+                       std::vector<SegmentSpec> segments, const std::string& optimizer, std::string packing) {
+             return UnitSpec{std::move(name),     engine::format_from_name(format),  std::move(dtype),
+                             std::move(segments), optim::optimizer_named(optimizer), std::move(packing)};
            }),
            py::arg("name"), py::arg("format"), py::arg("dtype"), py::arg("segments"),
-           py::arg("optimizer") = "adam")
+           py::arg("optimizer") = "adam", py::arg("packing") = "")
       .def_readonly("name", &UnitSpec::name)
       .def_property_readonly(
           "format", [](const UnitSpec& self) { return std::string(engine::format_name(self.format)); })

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "bindings/bindings.h"
+#include "cpu_optim/blockwise.h"
 #include "cpu_optim/gradient.h"
 #include "cpu_optim/update.h"
 
@@ -107,6 +108,18 @@ std::pair<double, bool> squares(const Address& values, const std::string& dtype)
   return {all.sum, all.finite};
 }
 
+using Convert = void (*)(optim::Packing, optim::Element, std::span<const std::byte>, std::span<std::byte>);
+
+template <Convert convert>
+void blockwise(const std::string& packing, const std::string& dtype, const Address& from, const Address& to) {
+  const optim::Packing chosen = optim::packing_named(packing);
+  const optim::Element element = element_named(dtype);
+  const std::span<const std::byte> given = memory_at(from.first, from.second);
+  const std::span<std::byte> made = memory_at(to.first, to.second);
+  const py::gil_scoped_release release;
+  convert(chosen, element, given, made);
+}
+
 }  // namespace
 
 void register_optim(py::module_& m) {
@@ -123,6 +136,12 @@ void register_optim(py::module_& m) {
   optim_module.def("update", &update);
   optim_module.def("initialize", &initialize);
   optim_module.def("squares", &squares);
+  optim_module.def(
+      "packed_bytes", [](const std::string& packing, const std::string& dtype, int64_t elements) {
+        return optim::packed_bytes(optim::packing_named(packing), element_named(dtype), elements);
+      });
+  optim_module.def("pack", &blockwise<&optim::pack>);
+  optim_module.def("unpack", &blockwise<&optim::unpack>);
 }
 
 }  // namespace overspill::bindings

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from . import _core, calls, given, parts, reading, replaced, state
+from . import _core, calls, given, packed, parts, reading, replaced, state
 from .boundary import SchedulerState
 from .extra import Extra
 
@@ -70,7 +70,9 @@ def load(engine: Engine, folder: Any, unknown: dict[str, Any]) -> dict[str, Any]
     folder = given.path("load_checkpoint", folder)
     engine._settle()
     folder = os.path.realpath(folder)  # it is read twice: a link may lead elsewhere meanwhile
-    text = _core.manifest(folder)["extra_json"]
+    manifest = _core.manifest(folder)
+    text = manifest["extra_json"]
+    _check_packings(engine, folder, manifest)
     read = Extra.read(text, folder)
     buffers = state.persistent_buffers(engine.module)
     read.check(buffers, engine.optimizer.param_groups)
@@ -89,6 +91,16 @@ def load(engine: Engine, folder: Any, unknown: dict[str, Any]) -> dict[str, Any]
         if len(read.random) == engine.world_size:
             state.restore_random_states(read.random[engine.rank])
     return read.client_state
+
+
+def _check_packings(engine: Engine, folder: str, manifest: dict[str, Any]) -> None:
+    there = packed.of_units(unit["name"] for unit in manifest["units"]) or "whole"
+    here = packed.of_units(unit.name for unit in engine._residency.units) or "whole"
+    if there != here:
+        raise _core.CheckpointError(
+            f"overspill: {folder} holds frozen weights of linear layers {there}, and this engine {here}: give "
+            "initialize the frozen.format that it was saved with"
+        )
 
 
 def _load(engine: Engine, folder: str, text: str, read: Extra) -> None:

@@ -409,6 +409,13 @@ def _job(name: str) -> str:
     return name
 
 
+class Frozen(_Section):
+    """How weights that do not train are held."""
+
+    format: Literal["nf4", "int8"] | None = None
+    """Of linear layers: in 4 or 8 bits with a scale for each 64, as QLoRA's base (docs/peft.md). null: as they are."""
+
+
 class EngineOptions(_Section):
     """How the engine works; nothing here changes a result. Upper bounds are far above any use, and below what the
     core's integers hold."""
@@ -466,6 +473,8 @@ class Config(_Section):
     dtype: Literal["bf16", "fp32"] | None = None
     """To which `initialize` converts the weights before it takes them; buffers stay as they are. null: none is
     converted."""
+    frozen: Frozen = Frozen()
+    """Weights that do not train, such as the base of adapters."""
     scheduler: Scheduler | None = None
     """Of the learning rate. Not used where `initialize` is given one."""
     seed: Int = Field(0, ge=0, lt=2**63)

@@ -55,7 +55,6 @@ from .optimizer import (
 from .plan import Plan
 from .residency import Residency, Segment, registry
 from .stand_in import class_for, stands_in
-from .units import partition
 
 
 class Life:
@@ -120,12 +119,7 @@ class Engine(nn.Module):
         groups = [group for each, _ in taken for group in each.groups]
         self._place = place.find(config.engine.device, config.budget.device)
         self._place.make_room()
-        specs = partition(model, self._place.device, parts.by_parameter(each for each, _ in taken))
-        if not specs:
-            raise ValueError(
-                f"overspill: {type(model).__name__} has no parameters with elements, so there is nothing for an engine "
-                "to hold"
-            )
+        specs = handover.units(model, config, self._place, [each for each, _ in taken])
         formats = [spec.format for spec in specs]
         updates = [(each.core, choose_format(config.format, each, formats)) for each, _ in taken]
         units = handover.core_units(specs, group_indices(groups, model), updates, counted_elsewhere)

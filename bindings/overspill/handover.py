@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from . import _core, given, hooks, pretrained, ranks
+from . import _core, given, hooks, packed, place, pretrained, ranks
 from .config import Config
 from .foreign import of_torch
 from .optimizer import Groups, has_float64, make_groups, take_over, unit_format
-from .parts import number
+from .parts import by_parameter, number
 from .residency import registry
-from .units import DTYPES, UnitSpec, memory_order
+from .units import DTYPES, ParameterSpec, UnitSpec, memory_order, partition
 
 
 def check(model: nn.Module, alone: bool) -> None:
@@ -127,6 +127,18 @@ def take_gradients(model: nn.Module) -> dict[str, torch.Tensor]:
     return gradients
 
 
+def units(model: nn.Module, config: Config, where: place.Place, taken: Sequence[Groups]) -> list[UnitSpec]:
+    """The model's units. `taken`: of each optimizer. Raises ValueError where there are none."""
+    packings = packed.chosen(model, config.frozen.format, where.on_host)
+    found = partition(model, where.device, by_parameter(taken), packings)
+    if not found:
+        raise ValueError(
+            f"overspill: {type(model).__name__} has no parameters with elements, so there is nothing for an engine to "
+            "hold"
+        )
+    return found
+
+
 def core_units(
     specs: list[UnitSpec],
     groups: dict[int, int],
@@ -139,22 +151,30 @@ def core_units(
         _core.Unit(
             spec.name,
             unit_format(spec.format, updates[spec.part][1]),
-            DTYPES[spec.dtype],
+            DTYPES[spec.dtype if spec.packing is None else torch.uint8],
             [
                 _core.Segment(
                     p.name,
-                    list(p.memory.shape),
+                    _core_shape(spec, p),
                     groups.get(id(p.parameter), 0),
                     p.aliases,
-                    list(memory_order(p.memory)),
+                    list(memory_order(p.memory)) if spec.packing is None else [],
                     id(p.parameter) not in counted_elsewhere,
+                    0 if spec.packing is None else p.memory.numel(),
                 )
                 for p in spec.parameters
             ],
             updates[spec.part][0],
+            spec.packing or "",
         )
         for spec in specs
     ]
+
+
+def _core_shape(spec: UnitSpec, parameter: ParameterSpec) -> list[int]:
+    if spec.packing is None:
+        return list(parameter.memory.shape)
+    return [packed.size(spec.packing, spec.dtype, parameter.memory.numel())]
 
 
 def check_ranks(

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from . import _core, architecture, durable, extra, folders
+from . import _core, architecture, durable, extra, folders, packed
 from ._core import CheckpointError
 from .config import parse_size
 from .model_files import OTHER_FOLDER, copy_saved_small_files, copy_small_files
@@ -98,7 +98,7 @@ def merge(
         copy = copy_small_files if model else copy_saved_small_files
         copy(small, part / "small")
         _set_dtype(part / "small/config.json", small, NAMES[dtype])
-        said = _check_names(_shapes(manifest, beside), source, part / "small", small)
+        said = _check_names(manifest, _shapes(manifest, beside), source, part / "small", small)
         counted = _core.merge(
             source,
             part / "model",
@@ -141,13 +141,24 @@ def _shapes(manifest: Mapping[str, Any], beside: Mapping[str, torch.Tensor]) -> 
     return shapes
 
 
-def _check_names(shapes: Mapping[str, tuple[int, ...]], checkpoint: Path, folder: Path, named: Path) -> str:
+def _check_names(
+    manifest: Mapping[str, Any],
+    shapes: Mapping[str, tuple[int, ...]],
+    checkpoint: Path,
+    folder: Path,
+    named: Path,
+) -> str:
     """Which class opens the model. Raises CheckpointError where none does."""
     if adapted := architecture.names_of_peft(shapes):  # also where there is no class to compare with
         raise CheckpointError(
             f"{checkpoint} has names of PEFT, whose adapters merge does not join: {some(adapted)}. In a script "
             "make the same model and engine, `engine.load_checkpoint(CHECKPOINT)`, then "
             "`engine.module.merge_and_unload(); engine.save_pretrained(OUT)`"
+        )
+    if packings := packed.of_units(unit["name"] for unit in manifest["units"]):
+        raise CheckpointError(
+            f"{checkpoint} holds frozen weights in {packings}, which merge does not unpack. In a script make the same "
+            "model and engine, `engine.load_checkpoint(CHECKPOINT)`, then `engine.save_pretrained(OUT)`"
         )
     found = architecture.fit(shapes, folder, named)
     if found.wrong:

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 import torch
 from torch._C import DisableTorchFunction
 
-from . import calls, residency
+from . import calls, packed, residency
 from .residency import Segment, Unit
 from .units import DTYPES
 
@@ -57,11 +57,19 @@ def _read_into(segment: Segment, out: torch.Tensor) -> torch.Tensor:
 
 def read(segment: Segment, out: torch.Tensor) -> None:
     """Into `out`, which is on the CPU and lies as the segment does. RuntimeError where another thread is at work."""
-    unit, size = segment.unit, out.numel() * out.element_size()
+    unit, into = segment.unit, out
+    if unit.packing is not None:
+        if out.dtype is not unit.dtype:
+            raise ValueError(
+                f"overspill: {segment.name} is {unit.dtype}, held in {unit.packing}: it has no {out.dtype}"
+            )
+        into = torch.empty(segment.packed_bytes, dtype=torch.uint8)
     with calls.Alone():
         hand_over((unit,))
         core = unit.residency.core
-        core.read_weight(unit.index, segment.index, out.data_ptr(), size, DTYPES[out.dtype])
+        core.read_weight(unit.index, segment.index, into.data_ptr(), into.nbytes, DTYPES[into.dtype])
+    if unit.packing is not None:
+        packed.unpack_into(unit.packing, into, out)
 
 
 def state(segment: Segment, name: str) -> torch.Tensor:

@@ -30,7 +30,7 @@ from torch._C import DisableTorchFunction, TensorBase
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.dlpack import from_dlpack
 
-from . import _core, files, forked, heap, place, ranks
+from . import _core, files, forked, heap, packed, place, ranks
 from .divided import as_divided, memory_of
 from .nan_memory import nan_like
 from .parts import Part
@@ -156,6 +156,17 @@ class Segment:
         self.accept()
         set_data(self.memory, self.blank)
 
+    @property
+    def packed_bytes(self) -> int:
+        """What the core holds of a parameter of a packed unit."""
+        return packed.size(self.unit.packing, self.unit.dtype, self.memory.numel())
+
+    def stored(self, values: torch.Tensor) -> torch.Tensor:
+        """What the core holds of `values`, which lie as the segment does. Raises ValueError where the unit is packed
+        and they would be rounded."""
+        packing = self.unit.packing
+        return values if packing is None else packed.pack_exactly(packing, self.name, _run(values))
+
     def leased(self) -> torch.Tensor:
         """Its elements in the unit's lease, one-dimensional."""
         return self.unit.flat[self.offset : self.offset + self.memory.numel()]
@@ -170,11 +181,17 @@ class Segment:
         return value if self.memory is self.parameter else as_divided(self.parameter, value)
 
 
+def _run(values: torch.Tensor) -> torch.Tensor:
+    """Its elements in the order of memory, which they fill without a gap."""
+    return values.as_strided((values.numel(),), (1,))
+
+
 class Unit:
     """`flat`: the lease, one-dimensional in the unit's dtype, or None; `holders`: how many references its storage has
     when nobody else has any; `lease`: on an accelerator, the core's. `pins`: calls under way that need it shown.
     `shown`: some parameters may be views of the lease. `edited`: the core has edits of since then. `lent`: the segments
-    that the script may have memory of, with the digest of what is the weight there."""
+    that the script may have memory of, with the digest of what is the weight there. `places`: bytes at which the core
+    has the segments. `packing`: how its bytes there stand for the weights (packed.py), which `flat` has unpacked."""
 
     __slots__ = (
         "core",
@@ -189,8 +206,10 @@ class Unit:
         "lease",
         "lent",
         "name",
+        "packing",
         "part",
         "pins",
+        "places",
         "residency",
         "segments",
         "shown",
@@ -201,6 +220,7 @@ class Unit:
     def __init__(self, residency: Residency, index: int, spec: UnitSpec):
         self.residency, self.core, self.index = residency, residency.core, index
         self.name, self.dtype, self.trainable = spec.name, spec.dtype, spec.trainable
+        self.packing = spec.packing
         self.trained_by_torch, self.part = spec.trained_by_torch, spec.part
         self.is_trained = self.trainable or self.trained_by_torch
         self.flat, self.key, self.shown, self.pins, self.generation = None, 0, False, 0, 0
@@ -208,11 +228,23 @@ class Unit:
         self.holders = 0
         self.edited = False
         self.lent: dict[Segment, int] = {}
-        offsets = self.core.layout(index)
+        self.places = self.core.layout(index)
+        offsets = [place // spec.dtype.itemsize for place in self.places]
+        if spec.packing is not None:
+            offsets = _unpacked_offsets(spec)
         self.segments = [
-            Segment(self, i, p.name, p.aliases, p.parameter, offsets[i] // spec.dtype.itemsize)
+            Segment(self, i, p.name, p.aliases, p.parameter, offsets[i])
             for i, p in enumerate(spec.parameters)
         ]
+
+
+def _unpacked_offsets(spec: UnitSpec) -> list[int]:
+    """Where the parameters of a packed unit lie, unpacked, each at a multiple of 64 elements."""
+    offsets, end = [], 0
+    for p in spec.parameters:
+        offsets.append(end)
+        end += -(-p.memory.numel() // 64) * 64
+    return offsets
 
 
 Take = Callable[[Unit], torch.Tensor]  # gives what `Unit.flat` becomes
@@ -251,18 +283,30 @@ def hold(unit: Unit, take: Take | None = None) -> torch.Tensor:
 
 
 def acquire(unit: Unit) -> torch.Tensor:
-    """A lease."""
+    """A lease; of a packed unit what it unpacks to, in memory of torch's."""
     where = unit.residency.place
     if where.on_host:
         capsule = unit.core.acquire(unit.index)
     else:
         capsule, unit.lease = unit.core.acquire_on(unit.index, where.queue(), *where.dlpack)
-    return from_dlpack(capsule).view(unit.dtype)
+    leased = from_dlpack(capsule)
+    return leased.view(unit.dtype) if unit.packing is None else _unpacked(unit, leased)
+
+
+def _unpacked(unit: Unit, leased: torch.Tensor) -> torch.Tensor:
+    last = unit.segments[-1]
+    flat = torch.empty(last.offset + last.memory.numel(), dtype=unit.dtype)
+    for s, begin in zip(unit.segments, unit.places, strict=True):
+        values = flat[s.offset : s.offset + s.memory.numel()]
+        packed.unpack_into(unit.packing, leased[begin : begin + s.packed_bytes], values)
+    return flat
 
 
 def acquire_copy(unit: Unit) -> torch.Tensor:
     """As a lease, in memory of torch's, which no budget counts."""
-    flat = acquire(unit).clone()
+    flat = acquire(unit)
+    if unit.packing is None:
+        flat = flat.clone()
     unit.lease = None
     return flat
 
@@ -370,8 +414,9 @@ def _hand_over(unit: Unit) -> Exception | None:
 
 def _write_back(s: Segment) -> None:
     """What the lease has becomes the weight."""
-    written, unit = s.leased().cpu(), s.unit
-    unit.core.written(unit.index, s.index, written.data_ptr(), s.bytes)
+    unit = s.unit
+    written = s.stored(s.leased().cpu())
+    unit.core.written(unit.index, s.index, written.data_ptr(), written.nbytes)
     if s in unit.lent:
         unit.lent[s] = s.digest()
 
@@ -453,7 +498,8 @@ def _take_back(s: Segment) -> None:
         unit.residency.given.discard(s)
     elif value._version != s.given_version:
         edited = memory_of(value).detach()
-        unit.core.load_weight(unit.index, s.index, edited.data_ptr(), s.bytes, DTYPES[unit.dtype])
+        stored = s.stored(edited)
+        unit.core.load_weight(unit.index, s.index, stored.data_ptr(), stored.nbytes, DTYPES[stored.dtype])
         s.given_version = value._version
         outdate(unit)
         if unit.flat is not None:  # of before
@@ -660,7 +706,9 @@ class Residency:
                 taken = torch.empty_strided(s.shape, s.stride, dtype=taken.dtype).copy_(taken)
             if group is not None and source is not None and taken.numel():
                 read.add(s.name, taken)
-            self.core.load_weight(s.unit.index, s.index, taken.data_ptr(), s.bytes, DTYPES[taken.dtype])
+            if s.unit.packing is not None:
+                taken = packed.pack(s.unit.packing, _run(taken))
+            self.core.load_weight(s.unit.index, s.index, taken.data_ptr(), taken.nbytes, DTYPES[taken.dtype])
             del taken
             registry[id(s.parameter)] = s
             with DisableTorchFunction():

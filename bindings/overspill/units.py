@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from .divided import memory_of
+from .packed import Packing
 
 BLOCK_ELEMENTS = 4 << 20  # an element of a ModuleList or Sequential up to this size is one unit
 MODULE_ELEMENTS = 256 << 10  # a module with this many elements of its own has a unit of its own
@@ -54,7 +55,8 @@ class ParameterSpec:
 @dataclass
 class UnitSpec:
     """`block` is the module whose call needs the whole unit, None where each parameter's own module does. `part`: the
-    number of the optimizer that trains it, where there are several."""
+    number of the optimizer that trains it, where there are several. `packing`: of a frozen one, how the engine holds
+    it in fewer bits (packed.py)."""
 
     name: str
     format: str
@@ -62,6 +64,7 @@ class UnitSpec:
     parameters: list[ParameterSpec]
     block: nn.Module | None = None
     part: int = 0
+    packing: Packing | None = None
 
     @property
     def trainable(self) -> bool:
@@ -76,16 +79,19 @@ class UnitSpec:
 
 
 def partition(
-    model: nn.Module, place: torch.device | None = None, parts: Mapping[int, int] = _ALL
+    model: nn.Module,
+    place: torch.device | None = None,
+    parts: Mapping[int, int] = _ALL,
+    packings: Mapping[int, Packing] | None = None,
 ) -> list[UnitSpec]:
     """The units of `model`, in order of registration. Parameters without elements belong to none. `parts`: the number
-    of each parameter's optimizer, by the parameter's id, where there are several.
+    of each parameter's optimizer, by the parameter's id, where there are several. `packings`: of frozen ones, by id.
 
     Parameters may be on the meta device: their shapes are enough; or on `place`, where the model will compute.
     Raises ValueError for a parameter that cannot be held: not materialised, or of a trainable dtype that is
     not supported.
     """
-    found = _Partition(place, parts)
+    found = _Partition(place, parts, packings or {})
     found.walk(model, "", "*", None, None)
     _check_memory(found.specs.values())
     return list(found.units.values())
@@ -95,8 +101,8 @@ class _Partition:
     """The units found so far. A class, because recursive closures would keep the model alive until the garbage
     collector runs."""
 
-    def __init__(self, place: torch.device | None, parts: Mapping[int, int]):
-        self.place, self.parts = place, parts
+    def __init__(self, place: torch.device | None, parts: Mapping[int, int], packings: Mapping[int, Packing]):
+        self.place, self.parts, self.packings = place, parts, packings
         self.units: dict[tuple, UnitSpec] = {}
         self.specs: dict[int, ParameterSpec] = {}
 
@@ -119,10 +125,12 @@ class _Partition:
             spec = specs[id(parameter)] = ParameterSpec(full, parameter)
             form = _format(full, parameter, self.place)
             part = self.parts.get(id(parameter), 0)
-            slot = (key, form, parameter.dtype, part)
+            packing = self.packings.get(id(parameter))
+            slot = (key, form, parameter.dtype, part, packing)
             if slot not in units:
-                unit = f"{key}:{form}:{DTYPES[parameter.dtype]}" + (f":{part}" if part else "")
-                units[slot] = UnitSpec(unit, form, parameter.dtype, [], block, part)
+                marks = (f":{part}" if part else "") + (f":{packing}" if packing else "")
+                unit = f"{key}:{form}:{DTYPES[parameter.dtype]}{marks}"
+                units[slot] = UnitSpec(unit, form, parameter.dtype, [], block, part, packing)
             units[slot].parameters.append(spec)
 
     def walk(

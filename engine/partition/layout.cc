@@ -95,6 +95,7 @@ Unit place_segments(const UnitSpec& spec, std::unordered_set<std::string>& names
   unit.format = spec.format;
   unit.optimizer = spec.optimizer;
   unit.dtype = spec.dtype;
+  unit.packing = spec.packing;
   unit.element_bytes = dtype_bytes(spec.dtype);
   const int64_t align = alignment_of(unit);
   int64_t end = 0;
@@ -104,7 +105,8 @@ Unit place_segments(const UnitSpec& spec, std::unordered_set<std::string>& names
     }
     const int64_t elements = count_elements(segment);
     unit.segments.push_back({segment.name, segment.aliases, segment.shape, strides_of(segment), segment.group,
-                             end, elements, segment.in_norm});
+                             end, elements, segment.parameters > 0 ? segment.parameters : elements,
+                             segment.in_norm});
     end = round_up(end + elements, align);
   }
   unit.elements = std::max<int64_t>(end, align);

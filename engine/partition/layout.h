@@ -35,6 +35,7 @@ struct Segment {
   int64_t group = 0;
   int64_t begin = 0;
   int64_t elements = 0;
+  int64_t parameters = 0;  // numbers that these stand for
   bool in_norm = true;
 };
 
@@ -73,6 +74,7 @@ struct Unit {
   UnitFormat format;
   optim::Optimizer optimizer{};
   std::string dtype;
+  std::string packing;         // of a frozen one, for the plan
   int64_t element_bytes = 2;   // of hi
   int64_t elements = 0;        // padded, all ranks
   int64_t shard_elements = 0;  // elements / world

@@ -36,6 +36,8 @@ struct SegmentSpec {
   std::vector<int64_t> strides = {};
   /// false: a copy of what another of Resources::model_ranks holds and counts in the norm of gradients.
   bool in_norm = true;
+  /// How many numbers the elements stand for, where they are packed (UnitSpec::packing); 0: one each.
+  int64_t parameters = 0;
 };
 
 struct UnitSpec {
@@ -44,6 +46,9 @@ struct UnitSpec {
   std::string dtype = "BF16";
   std::vector<SegmentSpec> segments;
   optim::Optimizer optimizer{};  // of all its groups: Adam, unless said
+  /// Of a frozen unit whose elements are bytes that hold numbers in fewer bits: how, for the plan. The caller
+  /// packs and unpacks them.
+  std::string packing = {};
 };
 
 }  // namespace overspill::engine

@@ -576,11 +576,27 @@ double exact_bytes(const optim::ComponentSpec& spec) {
   return static_cast<double>(spec.bytes(optim::kScaleBlock)) / optim::kScaleBlock;
 }
 
+Plan::Holding frozen_holding(const Unit& unit) {
+  return {"frozen", fmt::format("hi {}", unit.element_bytes), 0, static_cast<double>(unit.element_bytes)};
+}
+
+/// Of the numbers that the bytes stand for. Units differ by what rounds their last blocks up: to three digits
+/// they are alike.
+Plan::Holding packed_holding(const Unit& unit) {
+  double bytes = 0;
+  double parameters = 0;
+  for (const Segment& segment : unit.segments) {
+    bytes += static_cast<double>(segment.elements * unit.element_bytes);
+    parameters += static_cast<double>(segment.parameters);
+  }
+  const double each = bytes / parameters;
+  return {fmt::format("frozen, {}", unit.packing), fmt::format("{:.3g}", each), 0, each};
+}
+
 std::vector<Plan::Holding> holdings_of(const Layout& layout) {
   std::vector<Plan::Holding> holdings;
   for (const Unit& unit : layout.units) {
-    Plan::Holding own{"frozen", fmt::format("hi {}", unit.element_bytes), 0,
-                      static_cast<double>(unit.element_bytes)};
+    Plan::Holding own = unit.packing.empty() ? frozen_holding(unit) : packed_holding(unit);
     if (unit.trainable()) {
       own = {fmt::format("{}, {}", optim::name(unit.optimizer), format_name(unit.format)), "", 0, 0};
       for (const optim::ComponentSpec& spec : unit.components()) {
@@ -594,7 +610,7 @@ std::vector<Plan::Holding> holdings_of(const Layout& layout) {
     };
     auto at = std::find_if(holdings.begin(), holdings.end(), same);
     if (at == holdings.end()) at = holdings.insert(at, own);
-    for (const Segment& segment : unit.segments) at->parameters += segment.elements;
+    for (const Segment& segment : unit.segments) at->parameters += segment.parameters;
   }
   return holdings;
 }

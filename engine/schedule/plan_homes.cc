@@ -11,7 +11,7 @@ std::vector<Plan::UnitHome> homes_of(const Layout& layout, const Plan& plan, con
     Plan::UnitHome home;
     home.name = unit.name;
     home.trainable = unit.trainable();
-    for (const Segment& segment : unit.segments) home.parameters += segment.elements;
+    for (const Segment& segment : unit.segments) home.parameters += segment.parameters;
     const bool away = plan.weights_on_nvme[u];
     if (plan.on_device[u]) {
       home.weights.device = unit.shard_bytes();

@@ -77,6 +77,7 @@ def config(tmp_path):
         seed=0,
         section=None,
         on_nonfinite="skip",
+        frozen=None,
         **engine,
     ):
         options = {"placement": placement, "chunk_elements": 4096, "poison": True, "threads": 1} | engine
@@ -90,6 +91,7 @@ def config(tmp_path):
             "gradient_clipping": clipping,
             "gradient_accumulation_steps": accumulation,
             "on_nonfinite": on_nonfinite,
+            "frozen": frozen or {},
             "engine": Options(**options),
         }
 

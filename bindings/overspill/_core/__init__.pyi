@@ -105,6 +105,7 @@ class Segment:
         aliases: collections.abc.Sequence[str] = [],
         strides: collections.abc.Sequence[typing.SupportsInt | typing.SupportsIndex] = [],
         in_norm: bool = True,
+        parameters: typing.SupportsInt | typing.SupportsIndex = 0,
     ) -> None: ...
     @property
     def aliases(self) -> list[str]: ...
@@ -127,6 +128,7 @@ class Unit:
         dtype: str,
         segments: collections.abc.Sequence[Segment],
         optimizer: str = "adam",
+        packing: str = "",
     ) -> None: ...
     @property
     def dtype(self) -> str: ...

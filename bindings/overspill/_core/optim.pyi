@@ -8,7 +8,16 @@ from __future__ import annotations
 import collections.abc
 import typing
 
-__all__: list[str] = ["Executor", "components", "initialize", "squares", "update"]
+__all__: list[str] = [
+    "Executor",
+    "components",
+    "initialize",
+    "pack",
+    "packed_bytes",
+    "squares",
+    "unpack",
+    "update",
+]
 
 class Executor:
     def __init__(self, threads: typing.SupportsInt | typing.SupportsIndex) -> None: ...
@@ -25,10 +34,23 @@ def initialize(
     ],
     arg4: typing.SupportsInt | typing.SupportsIndex,
 ) -> None: ...
+def pack(
+    arg0: str,
+    arg1: str,
+    arg2: tuple[typing.SupportsInt | typing.SupportsIndex, typing.SupportsInt | typing.SupportsIndex],
+    arg3: tuple[typing.SupportsInt | typing.SupportsIndex, typing.SupportsInt | typing.SupportsIndex],
+) -> None: ...
+def packed_bytes(arg0: str, arg1: str, arg2: typing.SupportsInt | typing.SupportsIndex) -> int: ...
 def squares(
     arg0: tuple[typing.SupportsInt | typing.SupportsIndex, typing.SupportsInt | typing.SupportsIndex],
     arg1: str,
 ) -> tuple[float, bool]: ...
+def unpack(
+    arg0: str,
+    arg1: str,
+    arg2: tuple[typing.SupportsInt | typing.SupportsIndex, typing.SupportsInt | typing.SupportsIndex],
+    arg3: tuple[typing.SupportsInt | typing.SupportsIndex, typing.SupportsInt | typing.SupportsIndex],
+) -> None: ...
 def update(
     arg0: Executor,
     arg1: str,
