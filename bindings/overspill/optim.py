@@ -33,6 +33,21 @@ _MASTER = {"exact": torch.int16, "compact": torch.int16, "8bit": torch.int8, "fp
 _executors: dict[int, Any] = {}  # by number of threads; made once, idle until called
 
 
+# Options of torch's own optimizers: how a step is computed there, and what would change its result.
+_HOW = ("foreach", "fused", "capturable")
+_WHAT = ("amsgrad", "differentiable")
+
+
+def _check_options(kind: str, given: dict[str, Any]) -> None:
+    for name, value in given.items():
+        if name not in (*_HOW, *_WHAT):
+            raise TypeError(f"overspill: {kind}() has no argument {name!r}")
+        if name in _WHAT and value:
+            raise ValueError(
+                f"overspill: {kind}({name}={value!r}) is not supported: leave it out, or take torch.optim's"
+            )
+
+
 def _executor(threads: int) -> Any:
     threads = threads or len(os.sched_getaffinity(0))
     if threads not in _executors:
@@ -64,7 +79,16 @@ class Optimizer(torch.optim.Optimizer):
     _kind = ""  # the core's name
     _names: ClassVar[dict[str, str]] = {}  # the core's name of a state -> torch's
 
-    def __init__(self, params: Any, defaults: dict[str, Any], format: str | None, threads: int, seed: int):
+    def __init__(
+        self,
+        params: Any,
+        defaults: dict[str, Any],
+        format: str | None,
+        threads: int,
+        seed: int,
+        of_torch: dict[str, Any],
+    ):
+        _check_options(type(self).__name__, of_torch)
         defaults = {**defaults, "format": format, "seed": int(seed)}
         self.threads = threads
         super().__init__(params, defaults)
@@ -303,6 +327,7 @@ class AdamW(Optimizer):
         format: how weights and states are held (docs/update.md); None: the first that the dtype has
         threads: 0: all cores; results do not depend on it
         seed: of stochastic rounding, in compact and 8bit
+        of_torch: foreach, fused and capturable, which change no result here; amsgrad and differentiable, if false
 
     Raises: ValueError for a number that no update can use, and for a parameter of another device or dtype.
     """
@@ -324,10 +349,11 @@ class AdamW(Optimizer):
         format: str | None = None,
         threads: int = 0,
         seed: int = 0,
+        **of_torch: Any,
     ):
         decay = (0.01 if self._decoupled else 0.0) if weight_decay is None else weight_decay
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": decay, "maximize": maximize}
-        super().__init__(params, defaults, format, threads, seed)
+        super().__init__(params, defaults, format, threads, seed, of_torch)
 
 
 class Adam(AdamW):
@@ -343,6 +369,7 @@ class Adam(AdamW):
         format: how weights and states are held (docs/update.md); None: the first that the dtype has
         threads: 0: all cores; results do not depend on it
         seed: of stochastic rounding, in compact and 8bit
+        of_torch: foreach, fused and capturable, which change no result here; amsgrad and differentiable, if false
 
     Raises: ValueError for a number that no update can use, and for a parameter of another device or dtype.
     """
@@ -364,6 +391,7 @@ class Adagrad(Optimizer):
         format: how weights and states are held (docs/update.md); None: the first that the dtype has
         threads: 0: all cores; results do not depend on it
         seed: of stochastic rounding, in compact and 8bit
+        of_torch: foreach, fused and capturable, which change no result here; amsgrad and differentiable, if false
 
     Raises: ValueError for a number that no update can use, and for a parameter of another device or dtype.
     """
@@ -383,6 +411,7 @@ class Adagrad(Optimizer):
         format: str | None = None,
         threads: int = 0,
         seed: int = 0,
+        **of_torch: Any,
     ):
         defaults = {
             "lr": lr,
@@ -392,7 +421,7 @@ class Adagrad(Optimizer):
             "eps": eps,
             "maximize": maximize,
         }
-        super().__init__(params, defaults, format, threads, seed)
+        super().__init__(params, defaults, format, threads, seed, of_torch)
 
 
 class Lion(Optimizer):
@@ -407,6 +436,7 @@ class Lion(Optimizer):
         format: how weights and states are held (docs/update.md); None: the first that the dtype has
         threads: 0: all cores; results do not depend on it
         seed: of stochastic rounding, in compact and 8bit
+        of_torch: foreach, fused and capturable, which change no result here; amsgrad and differentiable, if false
 
     Raises: ValueError for a number that no update can use, and for a parameter of another device or dtype.
     """
@@ -424,9 +454,10 @@ class Lion(Optimizer):
         format: str | None = None,
         threads: int = 0,
         seed: int = 0,
+        **of_torch: Any,
     ):
         defaults = {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize}
-        super().__init__(params, defaults, format, threads, seed)
+        super().__init__(params, defaults, format, threads, seed, of_torch)
 
 
 class SGD(Optimizer):
@@ -443,6 +474,7 @@ class SGD(Optimizer):
         format: how weights and states are held (docs/update.md); None: the first that the dtype has
         threads: 0: all cores; results do not depend on it
         seed: of stochastic rounding, in compact and 8bit
+        of_torch: foreach, fused and capturable, which change no result here; amsgrad and differentiable, if false
 
     Raises: ValueError for a number that no update can use, and for a parameter of another device or dtype.
     """
@@ -460,6 +492,7 @@ class SGD(Optimizer):
         format: str | None = None,
         threads: int = 0,
         seed: int = 0,
+        **of_torch: Any,
     ):
         if nesterov and (momentum <= 0 or dampening != 0):
             raise ValueError("overspill: nesterov needs a momentum and no dampening")
@@ -471,7 +504,7 @@ class SGD(Optimizer):
             "nesterov": nesterov,
             "maximize": maximize,
         }
-        super().__init__(params, defaults, format, threads, seed)
+        super().__init__(params, defaults, format, threads, seed, of_torch)
 
     def _core_kind(self, group: dict[str, Any]) -> str:
         return "momentum" if group["momentum"] else "sgd"

@@ -245,3 +245,23 @@ def test_what_is_refused():
     embedding(torch.tensor([1])).sum().backward()
     with pytest.raises(RuntimeError, match="sparse"):
         optim.AdamW(embedding.parameters()).step()
+
+
+@pytest.mark.parametrize("kind", ["AdamW", "Adam", "Adagrad", "Lion", "SGD"])
+def test_options_of_torch_that_change_no_result_are_taken_and_others_named(kind):
+    def stepped(**options):
+        parameter = torch.nn.Parameter(torch.linspace(-1, 1, 40))
+        optimizer = getattr(optim, kind)([parameter], lr=0.1, **options)
+        parameter.grad = torch.linspace(2, -1, 40)
+        optimizer.step()
+        assert not {"foreach", "fused", "capturable"} & set(optimizer.param_groups[0])
+        return parameter.detach()
+
+    plain = stepped()
+    taken = {"foreach": True, "fused": None, "capturable": False, "amsgrad": False, "differentiable": False}
+    assert torch.equal(stepped(**taken), plain)
+    for option in ("amsgrad", "differentiable"):
+        with pytest.raises(ValueError, match=rf"{kind}\({option}=True\) is not supported: .*torch\.optim"):
+            stepped(**{option: True})
+    with pytest.raises(TypeError, match=rf"{kind}\(\) has no argument 'momentun'"):
+        stepped(momentun=0.9)
