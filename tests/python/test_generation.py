@@ -4,9 +4,10 @@ not at all."""
 import pytest
 import tiny
 import torch
+from launch import run
 
 import overspill
-from overspill import BudgetError, beyond, residency
+from overspill import BudgetError, beyond, packed, residency
 from overspill._testing import Options
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
@@ -143,3 +144,19 @@ def test_no_room_beyond_the_budget(wide, monkeypatch):
         engine.gathered(engine.parameters(), beyond_budget=True)
     with engine.gathered(engine.module.model.norm.weight, beyond_budget=True):
         pass
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_ranks_generate_each_its_own(stage, tmp_path):
+    run(2, "generation_job.py", tmp_path, stage)
+    plain = llama()
+    chosen = packed.chosen(plain.requires_grad_(False), "nf4")
+    for p in plain.parameters():
+        if id(p) in chosen:
+            p.copy_(packed.rounded("nf4", p))
+    for rank in range(2):
+        prompt, tokens = torch.load(tmp_path / f"tokens-{rank}.pt")
+        count = 4 + 3 * rank
+        assert tokens.shape[1] == prompt.shape[1] + count
+        wanted = plain.generate(prompt, max_new_tokens=count, min_new_tokens=count, do_sample=False)
+        assert torch.equal(tokens, wanted)
