@@ -26,13 +26,14 @@ from ._core import ModelError, UnknownModel
 from .config import parse_size
 from .extras import need
 from .inference_batch import Answer, Batch, QueueFull
+from .inference_formats import WEIGHTS
 
 __all__ = ["Answer", "Batch", "Model", "ModelError", "QueueFull", "Text", "UnknownModel", "families", "load"]
 
 MOST_POSITIONS = 2**24  # of a text: above it a position is no exact float
-_FORMATS = (None, "12bit", "q8")
+_FORMATS = (None, *WEIGHTS)
 MOST_ROWS = 4096  # computed together: more gain nothing
-_TRIAL_TOKENS = 3  # the first one touches memory that the others find
+_TRIALS = 3  # the first one touches memory that the others find
 _WINDOW = 2048  # tokens of a text whose perplexity is measured together
 
 Prompt = str | Sequence[int] | Sequence[dict[str, str]]
@@ -130,21 +131,23 @@ class Model:
         """What a pass reads of the others: 0 where all stay."""
         return self._core.streamed_bytes
 
-    def expected_tokens_per_second(self) -> float:
+    def expected_tokens_per_second(self, together: int = 1) -> float:
         """What a text that is written token by token is expected to get, after measurements of a moment. Where all
         weights stay in memory, a few tokens are computed. Where some are read for each token, it is what a pass reads
         by the speed at which the disk is read for half a second, or all weights by the speed of memory where that
-        takes longer. A long text is slower, since each token looks at all before it. Raises what reading raises."""
-        if self.streamed_bytes:
+        takes longer. A long text is slower, since each token looks at all before it. together: of a text that is
+        read, so many tokens at a time; for more than one, a pass is made. Raises what reading raises."""
+        if together == 1 and self.streamed_bytes:
             return 1 / self._core.seconds_a_pass()
-        session = _core.InferenceSession(self._core, _TRIAL_TOKENS)
-        sampler = _core.InferenceSampler()
+        passes = 1 if self.streamed_bytes else _TRIALS
+        session = _core.InferenceSession(self._core, together)
         times = []
-        for _ in range(_TRIAL_TOKENS):
+        for _ in range(passes):
+            session.rewind(0)
             began = time.perf_counter()
-            session.draw([0], sampler, 0)
+            session.score([0] * together)
             times.append(time.perf_counter() - began)
-        return 1 / min(times)
+        return together / min(times)
 
     @functools.cached_property
     def tokenizer(self) -> Any:

@@ -62,7 +62,7 @@ def test_a_family_that_is_not_known_is_run_by_transformers_which_is_said(whole, 
 
 def test_a_budget(whole, tmp_path, capsys, monkeypatch):
     # As if the process held nothing but the model: what this one holds is far more than that, and changes.
-    monkeypatch.setattr("overspill.cli.generate.left_of", lambda limit: limit)
+    monkeypatch.setattr("overspill.cli.running.left_of", lambda limit: limit)
     folder = tiny.make_model(tmp_path / "model", tiny.make_texts(tmp_path / "texts", files=2), layers=5)
     capsys.readouterr()  # bars of writing the model
     arguments = ["generate", "--model", str(folder), "--prompt", "the bird", "--max-new-tokens", "9"]
@@ -76,7 +76,7 @@ def test_a_budget(whole, tmp_path, capsys, monkeypatch):
     capsys.readouterr()
     assert main([*arguments, "--budget", str(high)]) == 0
     printed = capsys.readouterr()
-    assert printed.out == wanted.out and "are read for each token; about " in printed.err
+    assert printed.out == wanted.out and "are read for each pass; about " in printed.err
     assert main([*arguments, "--budget", "1000"]) == 1
     assert "give a larger one, or fewer positions" in capsys.readouterr().err
 

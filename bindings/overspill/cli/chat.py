@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from overspill.cli.common import CliError, describe, nonnegative, positive, seed
 from overspill.cli.output import harmless, warn
-from overspill.cli.running import add_model, open_model
+from overspill.cli.running import add_form, add_model, foretell, open_model
 
 if TYPE_CHECKING:
     from overspill.conversation import Conversation
@@ -38,6 +38,7 @@ A message that begins with / is sent if a space stands before it."""
 
 def options(parser: argparse.ArgumentParser) -> None:
     add_model(parser)
+    add_form(parser)
     parser.add_argument("--system", metavar="TEXT", help="what the model is told before all messages")
     parser.add_argument(
         "--positions",
@@ -64,13 +65,14 @@ def run(args: argparse.Namespace) -> int:
     from overspill import sampling
     from overspill.conversation import Conversation
 
-    model = open_model(args.model, args.budget, args.positions or POSITIONS)
+    model = open_model(args.model, args, args.positions or POSITIONS)
     positions = args.positions or min(model.context, POSITIONS)
     if not getattr(model.tokenizer, "chat_template", None):
         raise CliError(
             f"--model {args.model} has no chat template, so that nobody knows how its messages are written; "
             "overspill generate --prompt goes on with a text"
         )
+    foretell(model, args)
     try:
         conversation = Conversation(model, positions, args.system)
     except ValueError as error:

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from overspill.cli.common import CliError, add_json, model_folder, path_of, two_or_more
-from overspill.cli.running import add_model, naming, open_model
+from overspill.cli.running import add_form, add_model, foretell, naming, open_model
 
 if TYPE_CHECKING:
     from overspill.perplexity import Measure
@@ -32,6 +32,7 @@ def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--text", type=path_of, required=True, nargs="+", metavar="FILE", help="texts in UTF-8, each a file"
     )
+    add_form(parser)
     parser.add_argument(
         "--against", type=path_of, metavar="DIR", help="a second model, e.g. the one before training"
     )
@@ -68,13 +69,14 @@ def _evaluate(
     """The tokenizer's vocabulary, and what is printed of one model, which is let go at the end."""
     from overspill import perplexity
 
-    model = open_model(folder, args.budget, args.window or perplexity.WINDOW)
+    model = open_model(folder, args, args.window or perplexity.WINDOW)
     window = args.window or min(model.context, perplexity.WINDOW)
     if model.has_position_table and window > model.context:
         raise CliError(
             f"--window {window} is more than the {model.context} positions of --model {folder}, which has a table "
             "of them"
         )
+    foretell(model, args, min(window, perplexity.PASS))
     encoded = {}
     for name, text in texts.items():
         with naming(name):

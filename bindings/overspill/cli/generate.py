@@ -16,31 +16,21 @@ from overspill.cli.common import (
     load_tokenizer,
     model_folder,
     nonnegative,
-    path_of,
     positive,
     quiet_transformers,
     seed,
-    size,
 )
 from overspill.cli.output import harmless, warn
-from overspill.memory import human, left_of
+from overspill.cli.running import add_form, add_model, foretell, load
 
 
 def options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--model", type=path_of, required=True, metavar="DIR", help="Hugging Face folder, e.g. of merge"
-    )
+    add_model(parser)
     parser.add_argument("--prompt", required=True, metavar="TEXT")
+    add_form(parser)
     parser.add_argument("--max-new-tokens", type=positive, default=64, metavar="N")
     parser.add_argument("--temperature", type=nonnegative, default=0.0, metavar="T")
     parser.add_argument("--seed", type=seed, default=0)
-    parser.add_argument(
-        "--budget",
-        type=size,
-        metavar="SIZE",
-        help="memory of the whole process, e.g. 1200MiB; the weights that it does not hold are read for each token "
-        "(default: all stay in memory)",
-    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -52,19 +42,14 @@ def run(args: argparse.Namespace) -> int:
     ids = _ids(tokenizer, args.prompt)
     try:
         # The last token is drawn and never read.
-        positions = len(ids) + args.max_new_tokens - 1
-        budget = None if args.budget is None else left_of(args.budget)
-        model = inference.load(folder, budget=budget, positions=min(positions, inference.MOST_POSITIONS))
+        model = load(folder, args, len(ids) + args.max_new_tokens - 1)
     except inference.UnknownModel as reason:
-        if args.budget is not None:
-            raise CliError(f"--budget is for the models of overspill.inference, and {reason}") from None
+        for name in ("budget", "weights"):
+            if getattr(args, name) is not None:
+                raise CliError(f"--{name} is for the models of overspill.inference, and {reason}") from None
         warn(f"overspill: --model {folder} is run by transformers, because {reason}")
         return _by_transformers(folder, tokenizer, ids, args)
-    if args.budget is not None:
-        warn(
-            f"overspill: {human(model.weight_bytes)} of the weights stay in memory, {human(model.streamed_bytes)} are "
-            f"read for each token; about {model.expected_tokens_per_second():.3g} tokens a second are expected"
-        )
+    foretell(model, args)
     count = model.context if model.has_position_table else None
     fits.check_ids(tokenizer, ids, model.vocabulary, count, args.max_new_tokens, str(folder))
     written = model.tokens(

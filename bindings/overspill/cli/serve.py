@@ -19,7 +19,7 @@ from typing import Any
 
 from overspill.cli.common import CliError, natural, nonnegative, path_of, positive, size
 from overspill.cli.output import warn
-from overspill.cli.running import add_model, open_model
+from overspill.cli.running import add_form, add_model, foretell, open_model
 from overspill.extras import need
 
 KEY = "OVERSPILL_API_KEY"
@@ -30,6 +30,7 @@ SPARE_CONNECTIONS = 32  # for pages, health, and requests that are refused in wo
 
 def options(parser: argparse.ArgumentParser) -> None:
     add_model(parser)
+    add_form(parser)
     parser.add_argument(
         "--host", default="127.0.0.1", metavar="ADDRESS", help="to listen on (default 127.0.0.1)"
     )
@@ -86,7 +87,8 @@ def run(args: argparse.Namespace) -> int:
     key = _key(args.api_key_file)
     listening = _listen(args.host, args.port)
     positions = args.positions or (args.texts * POSITIONS_A_TEXT if args.budget is None else BUDGET_POSITIONS)
-    model = open_model(args.model, args.budget, positions)
+    model = open_model(args.model, args, positions)
+    foretell(model, args)
     if not getattr(model.tokenizer, "chat_template", None):
         warn(f"overspill: {args.model} has no chat template: /v1/completions alone will answer")
     limits = Limits(

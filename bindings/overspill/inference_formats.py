@@ -1,0 +1,4 @@
+"""Forms in which `inference.load` keeps a model, by name: apart, so that the command line knows them without torch."""
+
+WEIGHTS = ("12bit", "q8")
+"""Of weights, beside those that the files have."""
