@@ -30,6 +30,15 @@ Activation activation_of(const Config& config, std::string_view key, const std::
       key, fmt::format("is '{:.40}', and silu, gelu, gelu_new and gelu_pytorch_tanh are computed", name));
 }
 
+// Far above those of any model. Rotary frequencies are as many as half of it, before a tensor was looked at.
+constexpr int64_t kHeadSizeMax = 1 << 16;
+
+void check_head_size(const Config& config, std::string_view key, int64_t head_size) {
+  if (head_size <= kHeadSizeMax) return;
+  config.refuse(
+      key, fmt::format("gives heads of {} numbers, and at most {} are possible", head_size, kHeadSizeMax));
+}
+
 /// What the families since Llama have in common, each in its place below.
 struct Sizes {
   std::string root;  // of names: a file that was saved from the base model has none
@@ -46,9 +55,11 @@ struct Sizes {
         layers(config.take_count("num_hidden_layers", static_cast<int64_t>(folder.tensors().size()))),
         heads(config.take_count("num_attention_heads", hidden)),
         kv_heads(config.take_count_if("num_key_value_heads").value_or(heads)),
-        head_size(config.take_count_if("head_dim").value_or(std::max<int64_t>(1, hidden / heads))),
+        head_size(
+            config.take_count_if("head_dim", kHeadSizeMax).value_or(std::max<int64_t>(1, hidden / heads))),
         context(config.take_count("max_position_embeddings")),
         epsilon(static_cast<float>(config.take_real("rms_norm_eps"))) {
+    check_head_size(config, "hidden_size", head_size);
     if (heads % kv_heads != 0)
       config.refuse("num_key_value_heads",
                     fmt::format("is {}, which does not divide {} heads", kv_heads, heads));

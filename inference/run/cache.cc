@@ -8,6 +8,7 @@
 #include <limits>
 
 #include "inference/error.h"
+#include "inference/run/team.h"
 
 namespace overspill::inference {
 namespace {
@@ -49,6 +50,7 @@ int64_t Pool::page_bytes(const ModelSpec& spec, Element element) {
 }
 
 Pool::Taken Pool::take() {
+  check_process(process_);
   const std::lock_guard lock(mutex_);
   if (free_.empty()) {
     const auto first = static_cast<int64_t>(slabs_.size()) * pages_a_slab_;
@@ -68,6 +70,7 @@ Pool::Taken Pool::take() {
 }
 
 void Pool::give_back(int64_t index) {
+  if (!process_.here()) return;
   const std::lock_guard lock(mutex_);
   Slab& slab = slabs_[static_cast<size_t>(index / pages_a_slab_)];
   if (--slab.held == 0) slab.memory = kernels::HostPages();
@@ -78,6 +81,7 @@ void Pool::give_back(int64_t index) {
 // Share.
 
 Share::Share(Pool& pool, int64_t pages) : pool_(pool), pages_(pages) {
+  check_process(pool_.process_);
   const std::lock_guard lock(pool_.mutex_);
   if (pool_.unpromised_ < pages_) {
     throw NoRoom(
@@ -89,6 +93,7 @@ Share::Share(Pool& pool, int64_t pages) : pool_(pool), pages_(pages) {
 }
 
 Share::~Share() {
+  if (!pool_.process_.here()) return;
   const std::lock_guard lock(pool_.mutex_);
   pool_.unpromised_ += pages_;
 }

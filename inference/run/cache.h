@@ -10,6 +10,7 @@
 #include "inference/kernels/forms.h"
 #include "inference/kernels/panel.h"
 #include "inference/model/spec.h"
+#include "io/own_process.h"
 #include "kernels/host_pages.h"
 
 namespace overspill::inference {
@@ -23,7 +24,8 @@ static_assert(kBlockPositions % kKeyBlock == 0);
 /// is only read.
 using Page = std::shared_ptr<std::byte>;
 
-/// The memory of pages. Threads: any.
+/// The memory of pages. Threads: any. In a forked child nothing is taken, which throws WrongProcess, and
+/// nothing is given back.
 class Pool {
  public:
   static constexpr int64_t kUnlimited = int64_t{1} << 40;
@@ -55,6 +57,7 @@ class Pool {
   Taken take();  // throws std::bad_alloc
   void give_back(int64_t index);
 
+  const io::OwnProcess process_;
   const Element element_;
   const int64_t page_bytes_, pages_a_slab_;
   std::mutex mutex_;
@@ -67,7 +70,7 @@ class Pool {
 /// one at a time.
 class Share {
  public:
-  /// Throws NoRoom where other shares have the pool's pages.
+  /// Throws NoRoom where other shares have the pool's pages; WrongProcess.
   Share(Pool& pool, int64_t pages);
   Share(const Share&) = delete;
   Share& operator=(const Share&) = delete;
@@ -76,7 +79,7 @@ class Share {
   const Pool& pool() const { return pool_; }
   int64_t pages() const { return pages_; }
   int64_t left() const { return pages_ - held_; }
-  /// Null where none is left. Throws std::bad_alloc.
+  /// Null where none is left. Throws std::bad_alloc, WrongProcess.
   Page take();
 
  private:

@@ -116,6 +116,7 @@ void Forward::want(std::span<const int32_t> wanted) {
     throw std::invalid_argument("logits are of a few of a forward's rows");
   wanted_ = wanted;
   if (logits_.stride() == 0 || std::ssize(wanted) > logits_rows_) {
+    logits_ = Block();  // so that there are never two
     logits_ = Block(std::ssize(wanted), spec_.vocabulary);
     logits_rows_ = std::ssize(wanted);
   }

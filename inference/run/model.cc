@@ -31,19 +31,19 @@ Model::Model(const std::filesystem::path& folder, const ModelOptions& options, c
       spec_(describe(folder_)),
       kernels_(kernels),
       team_(options.threads),
-      weights_(load_weights(folder_, spec_, team_, options.weights, weight_bytes_max(options))),
-      pool_(spec_, cache_element(), cache_pages_),
-      forward_(spec_, weights_, team_, kernels, options.rows_max) {}
+      weights_(load_weights(folder_, spec_, team_, options.weights,
+                            [&](bool has_fp32) { return weight_bytes_max(options, has_fp32); })),
+      pool_(spec_, cache_element(weights_.has_fp32), cache_pages_),
+      forward_(spec_, weights_, team_, kernels, options.rows_max),
+      drafts_(static_cast<size_t>(options.threads)) {}
 
 /// What the budget leaves for weights beside caches and buffers.
-int64_t Model::weight_bytes_max(const ModelOptions& options) {
+int64_t Model::weight_bytes_max(const ModelOptions& options, bool has_fp32) {
   if (!options.budget_bytes) return std::numeric_limits<int64_t>::max();
-  const bool narrow = std::ranges::all_of(folder_.tensors(), [](const StoredTensor& tensor) {
-    return tensor.shape.size() < 2 || tensor.dtype == "BF16";
-  });
   cache_pages_ = Pool::pages(spec_, options.positions);
-  const int64_t caches = cache_pages_ * Pool::page_bytes(spec_, narrow ? Element::bf16 : Element::fp32);
-  const int64_t buffers = Forward::bytes(spec_, options.threads, options.rows_max);
+  const int64_t caches = cache_pages_ * Pool::page_bytes(spec_, cache_element(has_fp32));
+  const int64_t buffers = Forward::bytes(spec_, options.threads, options.rows_max) +
+                          options.threads * Drafts::bytes(spec_.vocabulary);
   const int64_t left = *options.budget_bytes - caches - buffers;
   if (left >= 0) return left;
   throw NoRoom(
@@ -54,6 +54,7 @@ int64_t Model::weight_bytes_max(const ModelOptions& options) {
 }
 
 double Model::seconds_a_pass() {
+  check_process(team_.process());
   const std::lock_guard lock(mutex_);
   const std::span<const std::byte> stays = weights_.memory.span();
   const double memory = read_bytes_per_second(team_, stays.first(std::min(stays.size(), kSampleBytes)));
@@ -83,19 +84,22 @@ void Model::check_length(int64_t tokens) const {
 }
 
 void Model::compute(std::span<const Row> rows, std::span<const int32_t> wanted, int64_t jobs,
-                    const std::function<void(int64_t, const Logits&)>& work) {
+                    const std::function<void(int64_t, const Logits&, Drafts&)>& work) {
+  check_process(team_.process());
   const std::lock_guard lock(mutex_);
   const Logits logits{forward_.run(rows, wanted), forward_.logits_stride()};
   const optim::FloatingPointMode mode;  // that of the other threads
-  if (jobs == 1) return work(0, logits);
+  if (jobs == 1) return work(0, logits, drafts_[0]);
   if (jobs < 1) return;
   team_.run([&](int thread) {
-    for (int64_t job = thread; job < jobs; job += team_.size()) work(job, logits);
+    for (int64_t job = thread; job < jobs; job += team_.size())
+      work(job, logits, drafts_[static_cast<size_t>(thread)]);
   });
 }
 
 void Model::compute_each(std::span<const Row> rows, std::span<const int32_t> wanted,
-                         const std::function<void(int64_t, const float*)>& take) {
+                         const std::function<void(int64_t, const float*, Drafts&)>& take) {
+  check_process(team_.process());
   const std::lock_guard lock(mutex_);
   const auto some = [&](size_t from) {
     return wanted.subspan(from, std::min(wanted.size() - from, size_t{kLogitsMax}));
@@ -105,7 +109,7 @@ void Model::compute_each(std::span<const Row> rows, std::span<const int32_t> wan
   for (size_t i = 0; i < wanted.size(); ++i) {
     const size_t at = i % size_t{kLogitsMax};
     if (at == 0 && i > 0) logits = forward_.more_logits(some(i));
-    take(static_cast<int64_t>(i), logits + static_cast<int64_t>(at) * forward_.logits_stride());
+    take(static_cast<int64_t>(i), logits + static_cast<int64_t>(at) * forward_.logits_stride(), drafts_[0]);
   }
 }
 
@@ -126,7 +130,7 @@ void Session::rewind(int64_t length) {
   std::vector<int32_t> again(tokens_.begin(), tokens_.begin() + length);
   cache_ = Cache(model_->spec(), share_);
   tokens_.clear();
-  read(again, 0, [](int64_t, const float*) {});
+  read(again, 0, [](int64_t, const float*, Drafts&) {});
 }
 
 template <class Take>
@@ -150,8 +154,8 @@ void Session::read(std::span<const int32_t> tokens, int64_t wanted_of_last, Take
     for (int64_t i = 0; i < n; ++i) {
       if (first + i >= count - wanted_of_last) wanted.push_back(static_cast<int32_t>(i));
     }
-    model_->compute_each(rows, wanted, [&](int64_t i, const float* logits) {
-      take(first + wanted[static_cast<size_t>(i)], logits);
+    model_->compute_each(rows, wanted, [&](int64_t i, const float* logits, Drafts& drafts) {
+      take(first + wanted[static_cast<size_t>(i)], logits, drafts);
     });
     cache_.set_length(length() + n);
     tokens_.insert(tokens_.end(), tokens.begin() + first, tokens.begin() + first + n);
@@ -162,7 +166,8 @@ void Session::extend(std::span<const int32_t> tokens, std::span<float> logits) {
   const int64_t vocabulary = model_->spec().vocabulary;
   if (static_cast<int64_t>(logits.size()) != vocabulary)
     throw std::invalid_argument(fmt::format("{} logits of a vocabulary of {}", logits.size(), vocabulary));
-  read(tokens, 1, [&](int64_t, const float* found) { std::copy_n(found, vocabulary, logits.data()); });
+  read(tokens, 1,
+       [&](int64_t, const float* found, Drafts&) { std::copy_n(found, vocabulary, logits.data()); });
 }
 
 void Session::extend_all(std::span<const int32_t> tokens, std::span<float> logits) {
@@ -170,7 +175,7 @@ void Session::extend_all(std::span<const int32_t> tokens, std::span<float> logit
   if (logits.size() / static_cast<size_t>(vocabulary) != tokens.size() ||
       logits.size() % static_cast<size_t>(vocabulary) != 0)
     throw std::invalid_argument(fmt::format("{} logits for {} tokens", logits.size(), tokens.size()));
-  read(tokens, static_cast<int64_t>(tokens.size()), [&](int64_t i, const float* found) {
+  read(tokens, static_cast<int64_t>(tokens.size()), [&](int64_t i, const float* found, Drafts&) {
     std::copy_n(found, vocabulary, logits.data() + i * vocabulary);
   });
 }
@@ -186,11 +191,11 @@ std::vector<int32_t> Session::draw(std::span<const int32_t> tokens, Sampler& sam
   rows.insert(rows.end(), guesses.begin(), guesses.end());
   const int64_t before = length();
   std::vector<int32_t> drawn;
-  read(rows, 1 + static_cast<int64_t>(guesses.size()), [&](int64_t i, const float* logits) {
+  read(rows, 1 + static_cast<int64_t>(guesses.size()), [&](int64_t i, const float* logits, Drafts& drafts) {
     const auto guess = static_cast<size_t>(i - count);  // whose logits these are, if it is one
     // What follows a wrong guess is of another text.
     if (i >= count && (drawn.size() != guess + 1 || drawn[guess] != guesses[guess])) return;
-    drawn.push_back(sampler.draw({logits, static_cast<size_t>(model_->spec().vocabulary)}, history));
+    drawn.push_back(sampler.draw({logits, static_cast<size_t>(model_->spec().vocabulary)}, history, drafts));
     history.push_back(drawn.back());
   });
   rewind(before + count + static_cast<int64_t>(drawn.size()) - 1);
@@ -200,7 +205,7 @@ std::vector<int32_t> Session::draw(std::span<const int32_t> tokens, Sampler& sam
 std::vector<float> Session::score(std::span<const int32_t> tokens) {
   std::vector<float> scores;
   const int64_t vocabulary = model_->spec().vocabulary, count = static_cast<int64_t>(tokens.size());
-  read(tokens, static_cast<int64_t>(tokens.size()), [&](int64_t i, const float* logits) {
+  read(tokens, static_cast<int64_t>(tokens.size()), [&](int64_t i, const float* logits, Drafts&) {
     if (i + 1 == count) return;
     scores.push_back(logits[tokens[static_cast<size_t>(i + 1)]] -
                      model_->kernels().log_sum_exp(logits, vocabulary));

@@ -65,8 +65,6 @@ class Model {
   /// the stream reads, and one read of what stays. The longer of both counts, since they go on at the same
   /// time. Throws what reading threw.
   double seconds_a_pass();
-  /// What the cache holds: bf16, unless a matrix is fp32.
-  Element cache_element() const { return weights_.has_fp32 ? Element::fp32 : Element::bf16; }
   /// Of the caches of all texts.
   Pool& pool() { return pool_; }
   /// Of one call of `compute`, at most.
@@ -76,17 +74,20 @@ class Model {
   void check_tokens(std::span<const int32_t> tokens) const;
   /// Throws std::invalid_argument for a text of more tokens than the model can compute, or of none.
   void check_length(int64_t tokens) const;
-  /// See Forward::run: `wanted` has up to kLogitsMax rows. Then calls work(job, logits) for each job from 0
-  /// to jobs - 1, several at a time, on the threads that computed: to draw from the logits of many rows takes
-  /// as long as to multiply by a matrix. Rethrows what work threw.
+  /// See Forward::run: `wanted` has up to kLogitsMax rows. Then calls work(job, logits, drafts) for each job
+  /// from 0 to jobs - 1, several at a time, on the threads that computed: to draw from the logits of many
+  /// rows takes as long as to multiply by a matrix. The drafts are the thread's. Rethrows what work threw.
+  /// Throws WrongProcess in a forked child, and never waits there.
   void compute(std::span<const Row> rows, std::span<const int32_t> wanted, int64_t jobs,
-               const std::function<void(int64_t, const Logits&)>& work);
-  /// The same for any number of rows: take(i, logits) has those of wanted[i], one after the other.
+               const std::function<void(int64_t, const Logits&, Drafts&)>& work);
+  /// The same for any number of rows: take(i, logits, drafts) has those of wanted[i], one after the other.
   void compute_each(std::span<const Row> rows, std::span<const int32_t> wanted,
-                    const std::function<void(int64_t, const float*)>& take);
+                    const std::function<void(int64_t, const float*, Drafts&)>& take);
 
  private:
-  int64_t weight_bytes_max(const ModelOptions& options);
+  /// What the cache holds: bf16, unless a matrix is fp32.
+  static Element cache_element(bool has_fp32) { return has_fp32 ? Element::fp32 : Element::bf16; }
+  int64_t weight_bytes_max(const ModelOptions& options, bool has_fp32);
 
   ModelFolder folder_;
   ModelSpec spec_;
@@ -95,8 +96,9 @@ class Model {
   int64_t cache_pages_ = Pool::kUnlimited;
   Weights weights_;
   Pool pool_;
-  std::mutex mutex_;  // of forward_
+  std::mutex mutex_;  // of forward_ and drafts_
   Forward forward_;
+  std::vector<Drafts> drafts_;  // by thread
 };
 
 /// One text: its cache, and how far it was read. Threads: one at a time.
@@ -131,7 +133,7 @@ class Session {
   std::vector<float> score(std::span<const int32_t> tokens);
 
  private:
-  /// Calls take(i, logits) for the last so many of the tokens.
+  /// Calls take(i, logits, drafts) for the last so many of the tokens.
   template <class Take>
   void read(std::span<const int32_t> tokens, int64_t wanted_of_last, Take take);
 

@@ -14,6 +14,21 @@ std::vector<int32_t> block_of(std::span<const int32_t> tokens, int64_t block) {
 
 }  // namespace
 
+/// A node goes when its children have been taken from it.
+Prefixes::Node::~Node() {
+  std::vector<std::unique_ptr<Node>> rest;
+  const auto take_children = [&](Node& node) {
+    for (auto& [tokens, child] : node.children) rest.push_back(std::move(child));
+    node.children.clear();
+  };
+  take_children(*this);
+  while (!rest.empty()) {
+    const std::unique_ptr<Node> last = std::move(rest.back());
+    rest.pop_back();
+    take_children(*last);
+  }
+}
+
 void Prefixes::add(std::span<const int32_t> tokens, Cache& cache) {
   ++clock_;
   Node* node = &root_;
@@ -79,29 +94,33 @@ Prefixes::Likest Prefixes::likest(const Node& node, std::span<const int32_t> tok
 bool Prefixes::drop_one() {
   Node* parent = nullptr;
   decltype(root_.children)::iterator oldest;
-  const auto look = [&](auto& self, Node& node) -> void {
+  std::vector<Node*> rest{&root_};
+  while (!rest.empty()) {
+    Node& node = *rest.back();
+    rest.pop_back();
     for (auto child = node.children.begin(); child != node.children.end(); ++child) {
       if (!child->second->children.empty()) {
-        self(self, *child->second);
+        rest.push_back(child->second.get());
       } else if (parent == nullptr || child->second->used < oldest->second->used) {
         parent = &node;
         oldest = child;
       }
     }
-  };
-  look(look, root_);
+  }
   if (parent == nullptr) return false;
   parent->children.erase(oldest);
   return true;
 }
 
 int64_t Prefixes::idle_pages() const {
-  return idle_pages(root_);
-}
-
-int64_t Prefixes::idle_pages(const Node& node) {
-  int64_t idle = std::ranges::count_if(node.pages, [](const Page& page) { return page.use_count() == 1; });
-  for (const auto& [tokens, child] : node.children) idle += idle_pages(*child);
+  int64_t idle = 0;
+  std::vector<const Node*> rest{&root_};
+  while (!rest.empty()) {
+    const Node& node = *rest.back();
+    rest.pop_back();
+    idle += std::ranges::count_if(node.pages, [](const Page& page) { return page.use_count() == 1; });
+    for (const auto& [tokens, child] : node.children) rest.push_back(child.get());
+  }
   return idle;
 }
 

@@ -14,7 +14,8 @@ namespace overspill::inference {
 
 /// A tree of blocks: a node has a block's tokens and pages, its children are the blocks that followed it in
 /// texts. Tokens are compared, not only their hash: a text never gets what another one's tokens made.
-/// What two texts share is the same pages. Threads: one at a time.
+/// What two texts share is the same pages. A text of millions of tokens is a chain as deep, so nothing here
+/// recurses. Threads: one at a time.
 class Prefixes {
  public:
   /// Keeps the blocks of a text's tokens, all of which its cache holds; the last block may be a part of one.
@@ -31,6 +32,11 @@ class Prefixes {
 
  private:
   struct Node {
+    Node() = default;
+    Node(const Node&) = delete;
+    Node& operator=(const Node&) = delete;
+    ~Node();
+
     std::vector<Page> pages;
     int64_t used = 0;
     std::map<std::vector<int32_t>, std::unique_ptr<Node>> children;
@@ -42,7 +48,6 @@ class Prefixes {
     int64_t alike = 0;
   };
   static Likest likest(const Node& node, std::span<const int32_t> tokens);
-  static int64_t idle_pages(const Node& node);
 
   Node root_;
   int64_t clock_ = 0;

@@ -27,6 +27,31 @@ struct Sampling {
   Constraint constraint{};
 };
 
+/// What drawing a token takes beside the logits. Whoever draws has one, for all samplers. Threads: one at a
+/// time.
+class Drafts {
+ public:
+  /// What one takes in memory, at most.
+  static int64_t bytes(int64_t vocabulary) {
+    const auto each = static_cast<int64_t>(sizeof(float) + sizeof(Candidate) + sizeof(int32_t));
+    return vocabulary * each + vocabulary / 8;
+  }
+  /// All tokens in the order of their numbers.
+  std::span<int32_t> tokens(int64_t vocabulary);
+
+ private:
+  friend class Sampler;
+  struct Candidate {
+    int32_t token;
+    float logit;
+  };
+
+  std::vector<float> logits_;
+  std::vector<bool> seen_;
+  std::vector<Candidate> candidates_;
+  std::vector<int32_t> tokens_;
+};
+
 /// Draws token after token of one text: the same seed, logits and history give the same tokens.
 class Sampler {
  public:
@@ -35,22 +60,16 @@ class Sampler {
 
   /// `history`: the tokens of the text before. Throws std::invalid_argument where a logit is no number, or a
   /// token of the bias or the history is none of the vocabulary.
-  int32_t draw(std::span<const float> logits, std::span<const int32_t> history);
+  int32_t draw(std::span<const float> logits, std::span<const int32_t> history, Drafts& drafts);
 
  private:
-  struct Candidate {
-    int32_t token;
-    float logit;
-  };
+  using Candidate = Drafts::Candidate;
 
-  void adjust(std::span<const int32_t> history);
-  void keep_likely();
+  void adjust(std::span<const int32_t> history, Drafts& drafts) const;
+  void keep_likely(Drafts& drafts) const;
 
   Sampling sampling_;
   std::mt19937_64 random_;
-  std::vector<float> logits_;
-  std::vector<bool> seen_;
-  std::vector<Candidate> candidates_;
 };
 
 }  // namespace overspill::inference

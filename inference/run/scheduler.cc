@@ -3,7 +3,6 @@
 #include <fmt/format.h>
 
 #include <algorithm>
-#include <numeric>
 #include <stdexcept>
 
 #include "inference/run/lookup.h"
@@ -48,8 +47,7 @@ void Scheduler::check(const Request& request) const {
   const auto prompt = static_cast<int64_t>(request.tokens.size());
   const int64_t positions = prompt + std::min(request.new_tokens_max, kPositionsMax + 1) - 1;
   model_->check_length(positions);
-  if (const int64_t pages = Cache::pages(model_->spec(), positions, model_->rows_max());
-      pages > share_.pages()) {
+  if (const int64_t pages = pages_of(positions); pages > share_.pages()) {
     throw std::invalid_argument(fmt::format(
         "a prompt of {} tokens and an answer of {} take {} bytes of cache, and the batch has {}; open "
         "it with more positions, or ask for a shorter answer",
@@ -89,13 +87,15 @@ void Scheduler::pass() {
     if (static_cast<int64_t>(wanted.size()) > of.first) drawing.push_back(of);
   }
   if (rows.empty()) return;
-  model_->compute(rows, wanted, static_cast<int64_t>(drawing.size()), [&](int64_t job, const Logits& logits) {
-    const Drawing& of = drawing[static_cast<size_t>(job)];
-    for (int64_t i = 0; i < of.count; ++i) {
-      // Logits behind a wrong guess are of a text that is not this one.
-      if (of.text->right == i && !of.text->ended) draw(*of.text, logits.of(of.first + i));
-    }
-  });
+  model_->compute(rows, wanted, static_cast<int64_t>(drawing.size()),
+                  [&](int64_t job, const Logits& logits, Drafts& drafts) {
+                    const Drawing& of = drawing[static_cast<size_t>(job)];
+                    for (int64_t i = 0; i < of.count; ++i) {
+                      // Logits behind a wrong guess are of a text that is not this one.
+                      if (of.text->right == i && !of.text->ended)
+                        draw(*of.text, logits.of(of.first + i), drafts);
+                    }
+                  });
   ++counts_.passes;
   counts_.computed += static_cast<int64_t>(rows.size());
   finish_pass();
@@ -118,15 +118,29 @@ void Scheduler::admit() {
   }
 }
 
+int64_t Scheduler::pages_of(int64_t positions) const {
+  return Cache::pages(model_->spec(), positions, model_->rows_max());
+}
+
+/// Pages that texts were given room for and have not taken yet: a prompt takes them slice by slice.
+int64_t Scheduler::promised() const {
+  int64_t pages = 0;
+  for (const auto& text : running_) {
+    if (text->cache->length() < text->admitted)
+      pages += std::max<int64_t>(0, pages_of(text->admitted) - text->cache->held_pages());
+  }
+  return pages;
+}
+
 /// Gives the text a cache, if all of its tokens and the first that it draws find room without another text's
 /// being put back.
 bool Scheduler::begin(Text& text) {
   auto cache = std::make_unique<Cache>(model_->spec(), share_);
   prefixes_.find(text.tokens, *cache);
   const auto count = static_cast<int64_t>(text.tokens.size());
-  const int64_t positions =
+  text.admitted =
       std::min(count + 1, static_cast<int64_t>(text.request.tokens.size()) + text.request.new_tokens_max - 1);
-  const int64_t lacks = Cache::pages(model_->spec(), positions, model_->rows_max()) - cache->held_pages();
+  const int64_t lacks = pages_of(text.admitted) - cache->held_pages() + promised();
   if (lacks > share_.left() + prefixes_.idle_pages()) return false;
   while (lacks > share_.left() && prefixes_.drop_one()) {
   }
@@ -194,11 +208,11 @@ void Scheduler::put_back_last() {
   running_.pop_back();
 }
 
-void Scheduler::draw(Text& text, const float* logits) {
+void Scheduler::draw(Text& text, const float* logits, Drafts& drafts) {
   const auto vocabulary = static_cast<size_t>(model_->spec().vocabulary);
   int32_t token = 0;
   try {
-    token = text.sampler.draw({logits, vocabulary}, text.tokens);
+    token = text.sampler.draw({logits, vocabulary}, text.tokens, drafts);
   } catch (const std::invalid_argument&) {
     text.answer->end(End::failed, std::current_exception());
     text.ended = true;
@@ -209,7 +223,7 @@ void Scheduler::draw(Text& text, const float* logits) {
     text.ended = true;
     return;
   }
-  text.answer->add(described(text, token, logits));
+  text.answer->add(described(text, token, logits, drafts));
   if (++text.drawn == text.request.new_tokens_max) {
     text.answer->end(End::length);
     text.ended = true;
@@ -220,14 +234,13 @@ void Scheduler::draw(Text& text, const float* logits) {
   text.tokens.push_back(token);
 }
 
-Drawn Scheduler::described(const Text& text, int32_t token, const float* logits) const {
+Drawn Scheduler::described(const Text& text, int32_t token, const float* logits, Drafts& drafts) const {
   Drawn drawn{.token = token};
   if (text.request.log_probabilities == 0) return drawn;
   const int64_t vocabulary = model_->spec().vocabulary;
   const float total = model_->kernels().log_sum_exp(logits, vocabulary);
   drawn.log_probability = logits[token] - total;
-  std::vector<int32_t> order(static_cast<size_t>(vocabulary));
-  std::iota(order.begin(), order.end(), 0);
+  const std::span<int32_t> order = drafts.tokens(vocabulary);
   const auto end = order.begin() + std::min(vocabulary, text.request.log_probabilities);
   std::partial_sort(order.begin(), end, order.end(), [&](int32_t a, int32_t b) {
     return logits[a] > logits[b] || (logits[a] == logits[b] && a < b);

@@ -69,6 +69,7 @@ class Scheduler {
     int64_t rows = 0;   // of the pass at hand, guesses included
     int64_t right = 0;  // of its guesses
     bool ended = false;
+    int64_t admitted = 0;            // positions for which it was given room
     std::unique_ptr<Cache> cache{};  // while it runs
 
     int64_t unread() const { return static_cast<int64_t>(tokens.size()) - cache->length(); }
@@ -80,8 +81,10 @@ class Scheduler {
   void plan();
   bool make_room(Text& text);
   void put_back_last();
-  void draw(Text& text, const float* logits);
-  Drawn described(const Text& text, int32_t token, const float* logits) const;
+  int64_t pages_of(int64_t positions) const;
+  int64_t promised() const;
+  void draw(Text& text, const float* logits, Drafts& drafts);
+  Drawn described(const Text& text, int32_t token, const float* logits, Drafts& drafts) const;
   void finish_pass();
 
   std::shared_ptr<Model> model_;

@@ -28,6 +28,8 @@ int64_t panels_at_once(const WantedMatrix& matrix) {
 
 LayerStream::LayerStream(const ModelFolder& folder, std::vector<StreamedPart> parts, int slots, int users)
     : folder_(folder), parts_(std::move(parts)), users_(users), acquired_(static_cast<size_t>(users)) {
+  // Else a part would be read into one slot while it is used in another, and its views would move.
+  if (std::ssize(parts_) < slots) throw std::logic_error("a stream has fewer parts than slots");
   int64_t largest = 0;
   for (size_t i = 0; i < parts_.size(); ++i) {
     const StreamedPart& part = parts_[i];

@@ -49,8 +49,9 @@ struct Reading {
 /// the disk has always something to do; they go past the kernel's page cache where the file system lets them.
 class LayerStream {
  public:
-  /// `users`: threads that acquire and release every part. The folder, and the matrices that are pointed to,
-  /// outlive this. Throws std::bad_alloc, or io::StoreError where the machine refuses a thread.
+  /// At least as many parts as slots. `users`: threads that acquire and release every part. The folder, and
+  /// the matrices that are pointed to, outlive this. Throws std::bad_alloc, or io::StoreError where the
+  /// machine refuses a thread.
   LayerStream(const ModelFolder& folder, std::vector<StreamedPart> parts, int slots, int users);
   LayerStream(const LayerStream&) = delete;
   LayerStream& operator=(const LayerStream&) = delete;

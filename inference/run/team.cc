@@ -45,6 +45,14 @@ void count_up(std::atomic<int>& value) {
 
 }  // namespace
 
+void check_process(const io::OwnProcess& process) {
+  if (process.here()) return;
+  throw WrongProcess(
+      fmt::format("the model was opened by process {}, of which this one was forked, and its threads "
+                  "and weights are there; open it here",
+                  process.pid()));
+}
+
 Team::Team(int threads) : size_(threads) {
   try {
     for (int i = 1; i < threads; ++i) threads_.emplace_back([this, i] { serve(i); });
@@ -62,12 +70,7 @@ Team::~Team() {
 }
 
 void Team::run(const std::function<void(int)>& work) {
-  if (!process_.here()) {
-    throw WrongProcess(
-        fmt::format("the model was opened by process {}, of which this one was forked, and its threads "
-                    "and weights are there; open it here",
-                    process_.pid()));
-  }
+  check_process(process_);
   const optim::FloatingPointMode mode;
   work_ = &work;
   failed_ = false;

@@ -11,6 +11,10 @@
 
 namespace overspill::inference {
 
+/// Throws WrongProcess in a forked child of the process that opened the model. Asked before a mutex is
+/// locked: in the child it may be locked for ever.
+void check_process(const io::OwnProcess& process);
+
 /// A fixed number of threads, of which the caller of `run` is the first. They meet at barriers several times
 /// a layer, so they wait by spinning for some microseconds before they ask the kernel to wake them.
 class Team {
@@ -22,6 +26,7 @@ class Team {
   ~Team();
 
   int size() const { return size_; }
+  const io::OwnProcess& process() const { return process_; }
   /// Calls work(0) to work(size - 1), one on each thread, and returns when all have returned. One caller at a
   /// time. Rethrows the first exception; work that meets at barriers must not throw. Throws WrongProcess in a
   /// forked child, where there is only the caller; there the destructor must not be called either.

@@ -7,6 +7,7 @@
 #include <atomic>
 #include <bit>
 #include <cstring>
+#include <functional>
 #include <limits>
 #include <new>
 #include <string>
@@ -28,10 +29,11 @@ class Loader {
   Loader(const ModelFolder& folder, const ModelSpec& spec, WeightFormat format)
       : folder_(folder), spec_(spec), format_(format) {}
 
-  Weights load(Team& team, int64_t bytes_max) {
+  Weights load(Team& team, const std::function<int64_t(bool)>& bytes_max_of) {
     Weights weights;
     plan(weights);
     check_rest();
+    const int64_t bytes_max = bytes_max_of ? bytes_max_of(has_fp32()) : std::numeric_limits<int64_t>::max();
     for (;;) {
       const std::vector<WantedMatrix> resident = place(weights, bytes_max);
       if (read(team, resident)) break;  // else some are now known not to fit, and take more room
@@ -222,6 +224,19 @@ class Loader {
     return bytes;
   }
 
+  /// What is held of the matrices while they are packed: one that is stored transposed becomes another
+  /// element from a copy of the whole (pack.h).
+  template <class Form>
+  int64_t copied_bytes_of(const std::vector<WantedMatrix>& matrices, Form form) const {
+    int64_t bytes = 0;
+    for (const WantedMatrix& matrix : matrices) {
+      const Element stored = element_of(folder_, *matrix.spec);
+      if (matrix.spec->stored_transposed && form(*matrix.to).element != stored)
+        bytes += matrix.to->panels() * panel_bytes(stored, matrix.to->columns);
+    }
+    return bytes;
+  }
+
   /// Gives every matrix that stays its memory, and returns those.
   std::vector<WantedMatrix> place(Weights& weights, int64_t bytes_max) {
     std::vector<WantedMatrix> resident = top_;
@@ -285,15 +300,18 @@ class Loader {
   /// All, or what fits beside the slots. Spread evenly over the pass, so that while some are computed the
   /// next are read; then what still fits.
   std::vector<bool> parts_that_stay(int64_t bytes_max) const {
-    int64_t all = 0, slot = 0;
+    int64_t all = 0, slot = 0, copied = 0, copied_to_stay = 0;
     std::vector<int64_t> bytes;  // of each part, where it stays
     for (const StreamedPart& part : parts_) {
       bytes.push_back(bytes_of(part.matrices));
       all += bytes.back();
       slot = std::max(slot, streamed_bytes_of(part));
+      copied = std::max(copied, copied_bytes_of(part.matrices, when_streamed));
+      copied_to_stay = std::max(copied_to_stay, copied_bytes_of(part.matrices, std::identity()));
     }
+    slot += copied;  // each part that is in a slot may be packed at the same time
     const int64_t top = bytes_of(top_);
-    if (top + all <= bytes_max) return std::vector<bool>(parts_.size(), true);
+    if (top + all + copied_to_stay <= bytes_max) return std::vector<bool>(parts_.size(), true);
     const int64_t room = bytes_max - top - kSlots * slot;
     if (room < 0) {
       throw NoRoom(
@@ -359,7 +377,7 @@ void Matrix::copy_row(int64_t row, float* to) const {
 }
 
 Weights load_weights(const ModelFolder& folder, const ModelSpec& spec, Team& team, WeightFormat format,
-                     int64_t bytes_max) {
+                     const std::function<int64_t(bool)>& bytes_max) {
   const optim::FloatingPointMode mode;  // that of the team, which packs the most
   return Loader(folder, spec, format).load(team, bytes_max);
 }

@@ -3,7 +3,7 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <limits>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <variant>
@@ -72,13 +72,14 @@ enum class WeightFormat : uint8_t {
 /// differ. Each thread packs, and so touches first, the panels that it multiplies by later (own_panels).
 /// coded: matrices stored as bf16, where they fit and stay; those that a stream reads are bf16. int8: all but
 /// the routers of experts and the table of positions.
-/// At most `bytes_max` of memory hold matrices. Where they take more, as many layers stay as fit beside two
-/// slots for the others, which are read for each pass.
-/// Throws ModelError for a tensor that is missing, of another shape or of a dtype that is no float of two or
-/// four bytes, for one that the spec does not use, and for one that int8 cannot hold; NoRoom where bytes_max
-/// does not hold the least; std::bad_alloc. The folder outlives the weights.
+/// At most bytes_max(whether a matrix is fp32) of memory hold matrices; it is asked when the sizes in
+/// config.json were found to be those of the tensors. Where they take more, as many layers stay as fit beside
+/// two slots for the others, which are read for each pass. Throws ModelError for a tensor that is missing, of
+/// another shape or of a dtype that is no float of two or four bytes, for one that the spec does not use, and
+/// for one that int8 cannot hold; NoRoom where bytes_max does not hold the least; std::bad_alloc. The folder
+/// outlives the weights.
 Weights load_weights(const ModelFolder& folder, const ModelSpec& spec, Team& team,
                      WeightFormat format = WeightFormat::as_stored,
-                     int64_t bytes_max = std::numeric_limits<int64_t>::max());
+                     const std::function<int64_t(bool)>& bytes_max = nullptr);
 
 }  // namespace overspill::inference

@@ -3,9 +3,14 @@
 #include "inference/run/batch.h"
 
 #include <gtest/gtest.h>
+#include <pthread.h>
+#include <sys/wait.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <deque>
+#include <functional>
+#include <future>
 #include <map>
 #include <numeric>
 #include <stdexcept>
@@ -44,12 +49,13 @@ Request request(uint32_t i) {
 std::vector<Drawn> alone(const std::shared_ptr<Model>& model, const Request& asked) {
   Session session(model, static_cast<int64_t>(asked.tokens.size()) + asked.new_tokens_max - 1);
   Sampler sampler(asked.sampling);
+  Drafts drafts;
   std::vector<float> logits(TinyModel::kVocabulary);
   std::vector<Drawn> found;
   Tokens unread = asked.tokens;
   for (int64_t i = 0; i < asked.new_tokens_max; ++i) {
     session.extend(unread, logits);
-    Drawn drawn{.token = sampler.draw(logits, session.tokens())};
+    Drawn drawn{.token = sampler.draw(logits, session.tokens(), drafts)};
     const float total = model->kernels().log_sum_exp(logits.data(), TinyModel::kVocabulary);
     for (int32_t token = 0; token < TinyModel::kVocabulary; ++token)
       drawn.likeliest.emplace_back(token, logits[static_cast<size_t>(token)] - total);
@@ -189,6 +195,59 @@ TEST_F(BatchTest, ABeginningIsSharedAndDepartingFromItChangesNothing) {
   EXPECT_EQ(answer_to({whole.begin(), whole.begin() + 64}), 63);
 }
 
+TEST_F(BatchTest, RoomIsPromisedOnce) {
+  // Two prompts and their answers fill the pages, slice by slice, and the first draws while the others read.
+  const auto model = folder_.load({.rows_max = 64});
+  Scheduler scheduler(model, 8, 704);
+  std::vector<std::shared_ptr<Answer>> answers;
+  for (uint32_t i = 0; i < 8; ++i) {
+    answers.push_back(std::make_shared<Answer>());
+    scheduler.add({.tokens = some_tokens(i, 600), .new_tokens_max = 40}, answers.back());
+  }
+  while (scheduler.texts() > 0) scheduler.pass();
+  for (const auto& answer : answers) EXPECT_EQ(answer->ended(), End::length);
+  EXPECT_EQ(scheduler.counts().put_back, 0);
+  EXPECT_EQ(scheduler.counts().computed, 8 * (600 + 39));
+}
+
+void run_with_little_stack(const std::function<void()>& work) {
+  pthread_attr_t attributes;
+  ASSERT_EQ(pthread_attr_init(&attributes), 0);
+  ASSERT_EQ(pthread_attr_setstacksize(&attributes, size_t{256} << 10), 0);
+  pthread_t thread;
+  const auto run = [](void* given) -> void* {
+    (*static_cast<const std::function<void()>*>(given))();
+    return nullptr;
+  };
+  ASSERT_EQ(pthread_create(&thread, &attributes, run, const_cast<std::function<void()>*>(&work)), 0);
+  pthread_join(thread, nullptr);
+  pthread_attr_destroy(&attributes);
+}
+
+TEST_F(BatchTest, ALongBeginningTakesNoStack) {
+  const auto model = folder_.load();
+  constexpr int64_t kBlocks = 20'000;
+  Pool pool(model->spec(), Element::bf16, 3);
+  Share share(pool, 3);
+  std::vector<Page> pages;
+  for (int i = 0; i < 3; ++i) pages.push_back(share.take());
+  const Tokens tokens = some_tokens(1, kBlocks * kBlockPositions);
+  // All blocks have the same pages.
+  run_with_little_stack([&] {
+    Prefixes prefixes;
+    {
+      Cache cache(model->spec(), share);
+      for (int64_t block = 0; block < kBlocks; ++block) cache.set_block(block, pages);
+      prefixes.add(tokens, cache);
+    }
+    EXPECT_EQ(prefixes.idle_pages(), 0);
+    Cache found(model->spec(), share);
+    prefixes.find(tokens, found);
+    EXPECT_EQ(found.length(), (kBlocks - 1) * kBlockPositions);
+    EXPECT_TRUE(prefixes.drop_one());
+  });
+}
+
 TEST_F(BatchTest, BlocksThatNoWindowSeesAreGivenBack) {
   const auto model = folder_.load({.rows_max = 16});
   const ModelSpec& spec = model->spec();
@@ -278,7 +337,50 @@ TEST(Lookup, WhatFollowedTheLastTokensBefore) {
   EXPECT_TRUE(find({1}, 3).empty());
 }
 
-// Threads.
+// Threads and processes.
+
+TEST_F(BatchTest, AForkedChildIsToldWhileAnotherThreadComputes) {
+  const auto model = folder_.load();
+  std::promise<void> computes, ends;
+  std::thread thread([&] {
+    Share share(model->pool(), 1000);
+    Cache cache(model->spec(), share);
+    ASSERT_TRUE(cache.make_room(1));
+    const Row row{1, 0, &cache};
+    const int32_t wanted = 0;
+    model->compute({&row, 1}, {&wanted, 1}, 1, [&](int64_t, const Logits&, Drafts&) {
+      computes.set_value();
+      ends.get_future().wait();
+    });
+  });
+  computes.get_future().wait();
+  Session session(model, 5);
+  const pid_t child = fork();
+  if (child == 0) {
+    alarm(30);  // a child that waits is ended
+    int told = 0;
+    const auto expect_told = [&](const auto& work) {
+      try {
+        work();
+      } catch (const WrongProcess&) {
+        ++told;
+      }
+    };
+    std::vector<float> logits(TinyModel::kVocabulary);
+    expect_told([&] { session.extend(std::vector<int32_t>{1}, logits); });
+    expect_told([&] { model->seconds_a_pass(); });
+    expect_told([&] { model->compute_each({}, {}, [](int64_t, const float*, Drafts&) {}); });
+    expect_told([&] { model->compute({}, {}, 0, [](int64_t, const Logits&, Drafts&) {}); });
+    expect_told([&] { Session(model, 1); });
+    _exit(told);
+  }
+  int status = 0;
+  ASSERT_EQ(waitpid(child, &status, 0), child);
+  ends.set_value();
+  thread.join();
+  EXPECT_TRUE(WIFEXITED(status)) << "it waited";
+  EXPECT_EQ(WEXITSTATUS(status), 5);
+}
 
 TEST_F(BatchTest, ManyThreadsAskAtOnce) {
   const auto model = folder_.load({.threads = 3});

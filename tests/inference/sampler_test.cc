@@ -10,6 +10,12 @@
 namespace overspill::inference {
 namespace {
 
+/// With drafts that other samplers have used for other vocabularies.
+int32_t draw(Sampler& sampler, std::span<const float> logits, std::span<const int32_t> history) {
+  static Drafts drafts;
+  return sampler.draw(logits, history, drafts);
+}
+
 const std::vector<float> kLogits{std::log(0.1f), std::log(0.4f), std::log(0.05f), std::log(0.4f),
                                  std::log(0.05f)};
 
@@ -17,13 +23,13 @@ std::map<int32_t, double> frequencies(Sampling sampling, std::vector<int32_t> hi
   constexpr int kDraws = 20000;
   Sampler sampler(std::move(sampling));
   std::map<int32_t, double> found;
-  for (int i = 0; i < kDraws; ++i) found[sampler.draw(kLogits, history)] += 1.0 / kDraws;
+  for (int i = 0; i < kDraws; ++i) found[draw(sampler, kLogits, history)] += 1.0 / kDraws;
   return found;
 }
 
 TEST(Sampler, GreedyTakesTheFirstOfTheLikeliest) {
   Sampler sampler({});
-  EXPECT_EQ(sampler.draw(kLogits, {}), 1);
+  EXPECT_EQ(draw(sampler, kLogits, {}), 1);
 }
 
 TEST(Sampler, DrawsByProbability) {
@@ -56,7 +62,7 @@ TEST(Sampler, KeepsHalfOfManyThatAreAlike) {
   const std::vector<float> alike(1200, -3.0f);
   Sampler sampler({.temperature = 1, .top_p = 0.5f});
   std::map<int32_t, int> found;
-  for (int i = 0; i < 20000; ++i) ++found[sampler.draw(alike, {})];
+  for (int i = 0; i < 20000; ++i) ++found[draw(sampler, alike, {})];
   EXPECT_EQ(found.size(), 600u);
   EXPECT_EQ(found.rbegin()->first, 599);
 }
@@ -64,13 +70,13 @@ TEST(Sampler, KeepsHalfOfManyThatAreAlike) {
 TEST(Sampler, RepetitionAndBias) {
   Sampler repeats({.repetition = 1.5f});
   // Negative logits are multiplied: token 1 becomes less likely than 3, once however often it was there.
-  EXPECT_EQ(repeats.draw(kLogits, std::vector<int32_t>{1, 1, 1}), 3);
+  EXPECT_EQ(draw(repeats, kLogits, std::vector<int32_t>{1, 1, 1}), 3);
   const std::vector<float> positive{3, 2.5f};
-  EXPECT_EQ(repeats.draw(positive, std::vector<int32_t>{0}), 1);
+  EXPECT_EQ(draw(repeats, positive, std::vector<int32_t>{0}), 1);
   Sampler biased({.bias = {{4, 10.0f}}});
-  EXPECT_EQ(biased.draw(kLogits, {}), 4);
+  EXPECT_EQ(draw(biased, kLogits, {}), 4);
   Sampler without({.bias = {{1, -INFINITY}}});
-  EXPECT_EQ(without.draw(kLogits, {}), 3);
+  EXPECT_EQ(draw(without, kLogits, {}), 3);
 }
 
 TEST(Sampler, AConstraintExcludes) {
@@ -83,7 +89,7 @@ TEST(Sampler, AConstraintExcludes) {
   };
   for (const float temperature : {0.0f, 5.0f}) {
     Sampler sampler({.temperature = temperature, .bias = {{4, 100.0f}}, .constraint = only_3});
-    EXPECT_EQ(sampler.draw(kLogits, std::vector<int32_t>{7, 8}), 3);
+    EXPECT_EQ(draw(sampler, kLogits, std::vector<int32_t>{7, 8}), 3);
   }
   EXPECT_EQ(histories, (std::vector<std::vector<int32_t>>{{7, 8}, {7, 8}}));
 }
@@ -93,9 +99,9 @@ TEST(Sampler, ASeedGivesTheSameTokens) {
       c({.temperature = 1, .seed = 6});
   std::vector<int32_t> from_a, from_b, from_c;
   for (int i = 0; i < 100; ++i) {
-    from_a.push_back(a.draw(kLogits, {}));
-    from_b.push_back(b.draw(kLogits, {}));
-    from_c.push_back(c.draw(kLogits, {}));
+    from_a.push_back(draw(a, kLogits, {}));
+    from_b.push_back(draw(b, kLogits, {}));
+    from_c.push_back(draw(c, kLogits, {}));
   }
   EXPECT_EQ(from_a, from_b);
   EXPECT_NE(from_a, from_c);
@@ -112,13 +118,13 @@ TEST(Sampler, WhatCannotBe) {
   EXPECT_THROW(Sampler({.repetition = 0}), std::invalid_argument);
   EXPECT_THROW(Sampler({.bias = {{0, NAN}}}), std::invalid_argument);
   Sampler sampler({.temperature = 1, .repetition = 2, .bias = {{9, 1.0f}}});
-  EXPECT_THROW(sampler.draw(kLogits, {}), std::invalid_argument);
+  EXPECT_THROW(draw(sampler, kLogits, {}), std::invalid_argument);
   Sampler plain({.temperature = 1, .repetition = 2});
-  EXPECT_THROW(plain.draw(kLogits, std::vector<int32_t>{5}), std::invalid_argument);
-  EXPECT_THROW(plain.draw(std::vector<float>{0, NAN}, {}), std::invalid_argument);
-  EXPECT_THROW(plain.draw(std::vector<float>{INFINITY, 0}, {}), std::invalid_argument);
-  EXPECT_THROW(plain.draw(std::vector<float>{-INFINITY, -INFINITY}, {}), std::invalid_argument);
-  EXPECT_THROW(plain.draw(std::vector<float>{}, {}), std::invalid_argument);
+  EXPECT_THROW(draw(plain, kLogits, std::vector<int32_t>{5}), std::invalid_argument);
+  EXPECT_THROW(draw(plain, std::vector<float>{0, NAN}, {}), std::invalid_argument);
+  EXPECT_THROW(draw(plain, std::vector<float>{INFINITY, 0}, {}), std::invalid_argument);
+  EXPECT_THROW(draw(plain, std::vector<float>{-INFINITY, -INFINITY}, {}), std::invalid_argument);
+  EXPECT_THROW(draw(plain, std::vector<float>{}, {}), std::invalid_argument);
 }
 
 }  // namespace

@@ -116,6 +116,7 @@ TEST_F(Spec, ValuesThatCannotBe) {
       expect_wrong(key, value);
     if (key != std::string("num_key_value_heads")) expect_wrong(key, nullptr);
   }
+  expect_wrong("head_dim", 1 << 30);
   expect_wrong("num_hidden_layers", 41);  // of 40 tensors
   expect_wrong("num_key_value_heads", 3);
   expect_wrong("rms_norm_eps", "small");

@@ -4,6 +4,7 @@ that are not what they say."""
 import gc
 import json
 import os
+import re
 import shutil
 
 import pytest
@@ -408,6 +409,36 @@ def test_a_budget_names_what_it_lacks(folder):
     assert len(list(first)) <= 60
     del first
     model.tokens("the", max_new_tokens=60)
+
+
+def test_a_budget_counts_what_draws_tokens(folder):
+    """Each thread has numbers of the whole vocabulary for it."""
+
+    def buffers(threads):
+        with pytest.raises(BudgetError) as raised:
+            inference.load(folder, budget=1000, threads=threads, rows=1)
+        return int(re.search(r"and (\d+) for buffers", str(raised.value))[1])
+
+    assert buffers(3) - buffers(2) >= 16 * inference.load(folder).vocabulary
+
+
+def test_a_budget_counts_what_is_packed(tmp_path):
+    """Of a matrix that is stored transposed, eight bits are made from a copy of the whole."""
+    make(tmp_path, "gpt2")
+    options = {"threads": 1, "positions": 16, "weights": "q8"}
+    with pytest.raises(BudgetError) as raised:
+        inference.load(tmp_path, budget=least_budget(tmp_path, **options) - 1000, **options)
+    assert int(re.search(r"2 parts of a layer of (\d+)", str(raised.value))[1]) > 4 * 48 * (4 * 48)
+
+
+def test_sizes_are_checked_before_they_are_multiplied(tmp_path):
+    make(tmp_path, "llama")
+    config = json.loads((tmp_path / "config.json").read_text())
+    huge = dict.fromkeys(("hidden_size", "num_attention_heads", "num_key_value_heads"), 2**30)
+    for more in ({"head_dim": 2**16}, {"head_dim": 2**16, "vocab_size": 2**30}):
+        (tmp_path / "config.json").write_text(json.dumps({**config, **huge, **more}))
+        with pytest.raises(inference.ModelError, match="they are of two models"):
+            inference.load(tmp_path, budget="1GiB")
 
 
 def test_a_file_that_fails_while_layers_are_read(texts, tmp_path):
