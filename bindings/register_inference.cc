@@ -33,11 +33,19 @@ inference::WeightFormat format_of(const std::string& name) {
   throw std::invalid_argument(name + " is no format of weights");
 }
 
+inference::CacheFormat cache_format_of(const std::string& name) {
+  if (name == "int8") return inference::CacheFormat::int8;
+  if (name.empty()) return inference::CacheFormat::as_computed;
+  throw std::invalid_argument(name + " is no format of a cache");
+}
+
 std::shared_ptr<Model> load(const std::string& folder, int threads, const std::string& weights,
-                            std::optional<int64_t> budget_bytes, int64_t positions, int64_t rows) {
+                            const std::string& cache, std::optional<int64_t> budget_bytes, int64_t positions,
+                            int64_t rows) {
   const inference::ModelOptions options{.threads = threads,
                                         .rows_max = rows,
                                         .weights = format_of(weights),
+                                        .cache = cache_format_of(cache),
                                         .budget_bytes = budget_bytes,
                                         .positions = positions};
   auto made = std::make_unique<Model>(folder, options, inference::kernels());
@@ -60,7 +68,7 @@ void register_inference(py::module_& m) {
   using Released = py::call_guard<py::gil_scoped_release>;
   m.def("inference_families", &inference::family_names, "The values of model_type that are known.");
   py::class_<Model, std::shared_ptr<Model>>(m, "InferenceModel")
-      .def(py::init(&load), py::arg("folder"), py::arg("threads"), py::arg("weights"),
+      .def(py::init(&load), py::arg("folder"), py::arg("threads"), py::arg("weights"), py::arg("cache"),
            py::arg("budget_bytes"), py::arg("positions"), py::arg("rows"), Released())
       .def_property_readonly("family", [](const Model& self) { return self.spec().family; })
       .def_property_readonly("vocabulary", [](const Model& self) { return self.spec().vocabulary; })

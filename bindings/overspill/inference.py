@@ -26,12 +26,11 @@ from ._core import ModelError, UnknownModel
 from .config import parse_size
 from .extras import need
 from .inference_batch import Answer, Batch, QueueFull
-from .inference_formats import WEIGHTS
+from .inference_formats import CACHES, WEIGHTS
 
 __all__ = ["Answer", "Batch", "Model", "ModelError", "QueueFull", "Text", "UnknownModel", "families", "load"]
 
 MOST_POSITIONS = 2**24  # of a text: above it a position is no exact float
-_FORMATS = (None, *WEIGHTS)
 MOST_ROWS = 4096  # computed together: more gain nothing
 _TRIALS = 3  # the first one touches memory that the others find
 _WINDOW = 2048  # tokens of a text whose perplexity is measured together
@@ -49,6 +48,7 @@ def load(
     *,
     threads: int | None = None,
     weights: str | None = None,
+    cache: str | None = None,
     budget: int | str | None = None,
     positions: int = 2048,
     rows: int = 128,
@@ -57,19 +57,22 @@ def load(
 
     threads: as many as this process has cores, by default. weights: None keeps them as the files have them. "12bit"
     keeps bf16 in three quarters of the bytes, without loss: the tokens are the same. "q8" rounds them to eight bits
-    and a scale for each 32 columns of a row, in about half the bytes of bf16: the tokens may be others. budget: bytes
-    of memory, as a number or a text like "1200MiB", for weights, caches and buffers; what it does not hold of the
-    weights is read from the folder for each pass, ahead of use, and the tokens are the same. None holds all.
-    positions: of all texts that are read at a time, for which a budget keeps room. rows: tokens of a prompt that are
-    computed together; what a budget does not hold is read once for so many, and their buffers take about 70 bytes a
-    token and hidden element.
+    and a scale for each 32 columns of a row, in about half the bytes of bf16: the tokens may be others. cache: None
+    keeps keys and values of earlier tokens in bf16 (fp32 where a matrix is). "int8" keeps them in eight bits and a
+    scale for each token of a head, in about half the bytes: the tokens may be others. budget: bytes of memory, as a
+    number or a text like "1200MiB", for weights, caches and buffers; what it does not hold of the weights is read from
+    the folder for each pass, ahead of use, and the tokens are the same. None holds all. positions: of all texts that
+    are read at a time, for which a budget keeps room. rows: tokens of a prompt that are computed together; what a
+    budget does not hold is read once for so many, and their buffers take about 70 bytes a token and hidden element.
 
     Raises UnknownModel where the model is of a family that is not among `families()`, or has a configuration key that
     may change what it computes and is not known here; ModelError, its base, where the folder is damaged; BudgetError
     for a budget that does not hold the least; StoreError for a disk that fails; MemoryError. In a forked child the
     model cannot be used, and its calls raise WrongProcess.
     """
-    return Model(folder, threads=threads, weights=weights, budget=budget, positions=positions, rows=rows)
+    return Model(
+        folder, threads=threads, weights=weights, cache=cache, budget=budget, positions=positions, rows=rows
+    )
 
 
 class Model:
@@ -81,6 +84,7 @@ class Model:
         *,
         threads: int | None = None,
         weights: str | None = None,
+        cache: str | None = None,
         budget: int | str | None = None,
         positions: int = 2048,
         rows: int = 128,
@@ -92,14 +96,19 @@ class Model:
             raise ValueError(f"threads is {threads}, and is to be from 1 to 1024")
         if not 1 <= positions <= MOST_POSITIONS:
             raise ValueError(f"positions is {positions}, and is to be from 1 to {MOST_POSITIONS}")
-        if weights not in _FORMATS:
-            raise ValueError(f"weights is {weights!r}, and is to be one of {', '.join(map(repr, _FORMATS))}")
+        for name, value, known in (("weights", weights, WEIGHTS), ("cache", cache, CACHES)):
+            if value is not None and value not in known:
+                raise ValueError(
+                    f"{name} is {value!r}, and is to be one of {', '.join(map(repr, (None, *known)))}"
+                )
         bytes_ = parse_size(budget) if budget is not None else None
         if not 1 <= rows <= MOST_ROWS:
             raise ValueError(f"rows is {rows}, and is to be from 1 to {MOST_ROWS}")
         self.budget_positions = positions if budget is not None else None
         """Tokens for whose caches the budget keeps room; None without a budget."""
-        self._core = _core.InferenceModel(os.fspath(folder), threads, weights or "", bytes_, positions, rows)
+        self._core = _core.InferenceModel(
+            os.fspath(folder), threads, weights or "", cache or "", bytes_, positions, rows
+        )
 
     @property
     def family(self) -> str:

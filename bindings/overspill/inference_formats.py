@@ -2,3 +2,6 @@
 
 WEIGHTS = ("12bit", "q8")
 """Of weights, beside those that the files have."""
+
+CACHES = ("int8",)
+"""Of keys and values, beside bf16 and fp32, of which the model's weights decide."""

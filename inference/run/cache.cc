@@ -19,13 +19,17 @@ int64_t blocks_of(int64_t positions) {
   return (positions + kBlockPositions - 1) / kBlockPositions;
 }
 
+int64_t scale_bytes_of(Element element) {
+  return element == Element::int8 ? kBlockPositions * static_cast<int64_t>(sizeof(float)) : 0;
+}
+
 int64_t key_bytes_of(const Attention& attention, Element element) {
-  return kBlockPositions * attention.head_size * bytes_of(element);
+  return kBlockPositions * attention.head_size * bytes_of(element) + scale_bytes_of(element);
 }
 
 int64_t head_bytes_of(const Attention& attention, Element element) {
   return key_bytes_of(attention, element) +
-         kBlockPositions * Cache::value_stride(attention) * bytes_of(element);
+         kBlockPositions * Cache::value_stride(attention) * bytes_of(element) + scale_bytes_of(element);
 }
 
 }  // namespace

@@ -20,7 +20,8 @@ inline constexpr int64_t kBlockPositions = 64;
 static_assert(kBlockPositions % kKeyBlock == 0);
 
 /// What one layer keeps of a block's positions: each key and value head has its keys (kKeyBlock), then its
-/// values, a row a position. The last of several holders gives it back to the pool. A page that several hold
+/// values, a row a position. Of int8, the block's scales in fp32, one a position, follow the keys, and others
+/// the values. The last of several holders gives it back to the pool. A page that several hold
 /// is only read.
 using Page = std::shared_ptr<std::byte>;
 
@@ -127,6 +128,13 @@ class Cache {
   std::byte* values(size_t layer, int64_t head, int64_t block) const {
     return keys(layer, head, block) + layers_[layer].key_bytes;
   }
+  /// Of int8: what the integers are multiplied by, a number a position of the block.
+  float* key_scales(size_t layer, int64_t head, int64_t block) const {
+    return scales_before(values(layer, head, block));
+  }
+  float* value_scales(size_t layer, int64_t head, int64_t block) const {
+    return scales_before(keys(layer, head, block) + layers_[layer].head_bytes);
+  }
 
  private:
   struct LayerPages {
@@ -139,6 +147,8 @@ class Cache {
       return position < window ? 0 : (position - window + 1) / kBlockPositions;
     }
   };
+
+  static float* scales_before(std::byte* end) { return reinterpret_cast<float*>(end) - kBlockPositions; }
 
   Share* share_;
   int64_t length_ = 0;

@@ -57,6 +57,7 @@ Forward::Forward(const ModelSpec& spec, const Weights& weights, Team& team, cons
     own.sent.reserve(static_cast<size_t>(widest.experts > 0 ? rows_max * widest.inner_slots : 0));
     own.gathered = Operand(widest.experts > 0 ? rows_max : 0, std::max(spec.hidden, widest.inner));
     own.key.resize(static_cast<size_t>(widest.head_size));
+    own.integers.resize(static_cast<size_t>(widest.head_size));
     own.queries.resize(static_cast<size_t>(kRunRows * widest.group_values));
     own.mixed.resize(static_cast<size_t>(kRunRows * widest.group_values));
   }
@@ -265,15 +266,26 @@ void Forward::write_to_cache(Own& own, size_t layer, int64_t head, const Row& ro
   const int64_t value_at = position * Cache::value_stride(spec);
   std::byte* const keys_at = row.cache->keys(layer, head, block);
   std::byte* const values_at = row.cache->values(layer, head, block);
-  if (row.cache->element() == Element::bf16) {
-    auto* const keys = reinterpret_cast<uint16_t*>(keys_at) + key_at;
-    kernels_.narrow(key, own.key.data(), size);
-    for (int64_t d = 0; d < size; ++d) keys[d * kKeyBlock] = own.key[static_cast<size_t>(d)];
-    kernels_.narrow(value, reinterpret_cast<uint16_t*>(values_at) + value_at, size);
-  } else {
-    auto* const keys = reinterpret_cast<float*>(keys_at) + key_at;
-    for (int64_t d = 0; d < size; ++d) keys[d * kKeyBlock] = key[d];
-    std::copy_n(value, size, reinterpret_cast<float*>(values_at) + value_at);
+  // A position's numbers lie kKeyBlock apart.
+  const auto scatter = [&](const auto* from, auto* to) {
+    for (int64_t d = 0; d < size; ++d) to[key_at + d * kKeyBlock] = from[d];
+  };
+  switch (row.cache->element()) {
+    case Element::fp32:
+      scatter(key, reinterpret_cast<float*>(keys_at));
+      std::copy_n(value, size, reinterpret_cast<float*>(values_at) + value_at);
+      return;
+    case Element::int8:
+      row.cache->key_scales(layer, head, block)[position] = kernels_.quantise(key, own.integers.data(), size);
+      scatter(own.integers.data(), reinterpret_cast<int8_t*>(keys_at));
+      row.cache->value_scales(layer, head, block)[position] =
+          kernels_.quantise(value, reinterpret_cast<int8_t*>(values_at) + value_at, size);
+      return;
+    case Element::bf16:
+    case Element::coded:  // which no cache is
+      kernels_.narrow(key, own.key.data(), size);
+      scatter(own.key.data(), reinterpret_cast<uint16_t*>(keys_at));
+      kernels_.narrow(value, reinterpret_cast<uint16_t*>(values_at) + value_at, size);
   }
 }
 
@@ -291,7 +303,6 @@ void Forward::attend(Own& own, size_t layer, int64_t head, const Run& run) {
     std::copy_n(qkv_.at(run.first + r) + head * group * size, group * size,
                 own.queries.data() + r * group * size);
 
-  const bool is_bf16 = row.cache->element() == Element::bf16;
   // Calls body(positions of the block, counted from its first; the block; its first position).
   const auto for_each_block = [&](auto body) {
     for (int64_t block = begin / kBlockPositions; block * kBlockPositions < end; ++block) {
@@ -305,15 +316,8 @@ void Forward::attend(Own& own, size_t layer, int64_t head, const Run& run) {
     }
   };
   for_each_block([&](const AttentionRows& at, int64_t block, int64_t first) {
-    const std::byte* const keys = row.cache->keys(layer, head, block);
-    float* const scores = own.weights.data() + first;
-    if (is_bf16) {
-      kernels_.score_bf16(at, own.queries.data(), reinterpret_cast<const uint16_t*>(keys), scores,
-                          own.weight_stride);
-    } else {
-      kernels_.score_fp32(at, own.queries.data(), reinterpret_cast<const float*>(keys), scores,
-                          own.weight_stride);
-    }
+    score(at, *row.cache, layer, head, block, own.queries.data(), own.weights.data() + first,
+          own.weight_stride);
   });
   for (int64_t i = 0; i < rows; ++i) {
     const int64_t position = row.position + i / group;
@@ -324,20 +328,46 @@ void Forward::attend(Own& own, size_t layer, int64_t head, const Run& run) {
   }
   std::fill_n(own.mixed.data(), rows * stride, 0.0f);
   for_each_block([&](const AttentionRows& at, int64_t block, int64_t first) {
-    const std::byte* const values = row.cache->values(layer, head, block);
-    const float* const weights = own.weights.data() + first;
-    if (is_bf16) {
-      kernels_.mix_bf16(at, weights, own.weight_stride, reinterpret_cast<const uint16_t*>(values),
-                        own.mixed.data(), stride);
-    } else {
-      kernels_.mix_fp32(at, weights, own.weight_stride, reinterpret_cast<const float*>(values),
-                        own.mixed.data(), stride);
-    }
+    mix(at, *row.cache, layer, head, block, own.weights.data() + first, own.weight_stride, own.mixed.data());
   });
   for (int64_t i = 0; i < rows; ++i) {
     const int64_t r = run.first + i / group, offset = (head * group + i % group) * size;
     std::copy_n(own.mixed.data() + i * stride, size, mixed_.values(r) + offset);
     kernels_.narrow(mixed_.values(r) + offset, mixed_.narrow(r) + offset, size);
+  }
+}
+
+/// Scores of a block's positions.
+void Forward::score(const AttentionRows& at, const Cache& cache, size_t layer, int64_t head, int64_t block,
+                    const float* queries, float* scores, int64_t stride) const {
+  const std::byte* const keys = cache.keys(layer, head, block);
+  switch (cache.element()) {
+    case Element::fp32:
+      return kernels_.score_fp32(at, queries, reinterpret_cast<const float*>(keys), scores, stride);
+    case Element::int8:
+      return kernels_.score_int8(at, queries, reinterpret_cast<const int8_t*>(keys),
+                                 cache.key_scales(layer, head, block), scores, stride);
+    case Element::bf16:
+    case Element::coded:
+      return kernels_.score_bf16(at, queries, reinterpret_cast<const uint16_t*>(keys), scores, stride);
+  }
+}
+
+/// Adds a block's values, by their weights, to out.
+void Forward::mix(const AttentionRows& at, const Cache& cache, size_t layer, int64_t head, int64_t block,
+                  const float* weights, int64_t stride, float* out) const {
+  const std::byte* const values = cache.values(layer, head, block);
+  switch (cache.element()) {
+    case Element::fp32:
+      return kernels_.mix_fp32(at, weights, stride, reinterpret_cast<const float*>(values), out,
+                               at.value_stride);
+    case Element::int8:
+      return kernels_.mix_int8(at, weights, stride, reinterpret_cast<const int8_t*>(values),
+                               cache.value_scales(layer, head, block), out, at.value_stride);
+    case Element::bf16:
+    case Element::coded:
+      return kernels_.mix_bf16(at, weights, stride, reinterpret_cast<const uint16_t*>(values), out,
+                               at.value_stride);
   }
 }
 

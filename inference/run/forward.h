@@ -94,6 +94,7 @@ class Forward {
     std::vector<Sent> sent;                      // by expert, then row
     Operand gathered;                            // the rows of one expert
     std::vector<uint16_t> key;                   // narrowed
+    std::vector<int8_t> integers;                // of a key
     std::vector<float> queries, weights, mixed;  // of one item of attention
     int64_t weight_stride = 0;
   };
@@ -118,6 +119,10 @@ class Forward {
   void write_to_cache(Own& own, size_t layer, int64_t head, const Row& row, const float* key,
                       const float* value);
   void attend(Own& own, size_t layer, int64_t head, const Run& run);
+  void score(const AttentionRows& at, const Cache& cache, size_t layer, int64_t head, int64_t block,
+             const float* queries, float* scores, int64_t stride) const;
+  void mix(const AttentionRows& at, const Cache& cache, size_t layer, int64_t head, int64_t block,
+           const float* weights, int64_t stride, float* out) const;
   bool feed_forward(int thread, size_t layer);
   bool dense(int thread, size_t layer, Block& to);
   void gate(int thread, const Dense& spec, const DenseWeights& weights, Operand& x, int64_t vectors,

@@ -19,6 +19,11 @@ constexpr size_t kSampleBytes = size_t{1} << 29;
 // Of reading, to see how fast the disk is: its first moments may be faster than what follows.
 constexpr double kTrialSeconds = 0.5;
 
+Element element_of(CacheFormat cache, bool has_fp32) {
+  if (cache == CacheFormat::int8) return Element::int8;
+  return has_fp32 ? Element::fp32 : Element::bf16;
+}
+
 int64_t checked_capacity(const Model& model, int64_t capacity) {
   model.check_length(capacity);
   return capacity;
@@ -33,7 +38,7 @@ Model::Model(const std::filesystem::path& folder, const ModelOptions& options, c
       team_(options.threads),
       weights_(load_weights(folder_, spec_, team_, options.weights,
                             [&](bool has_fp32) { return weight_bytes_max(options, has_fp32); })),
-      pool_(spec_, cache_element(weights_.has_fp32), cache_pages_),
+      pool_(spec_, element_of(options.cache, weights_.has_fp32), cache_pages_),
       forward_(spec_, weights_, team_, kernels, options.rows_max),
       drafts_(static_cast<size_t>(options.threads)) {}
 
@@ -41,7 +46,7 @@ Model::Model(const std::filesystem::path& folder, const ModelOptions& options, c
 int64_t Model::weight_bytes_max(const ModelOptions& options, bool has_fp32) {
   if (!options.budget_bytes) return std::numeric_limits<int64_t>::max();
   cache_pages_ = Pool::pages(spec_, options.positions);
-  const int64_t caches = cache_pages_ * Pool::page_bytes(spec_, cache_element(has_fp32));
+  const int64_t caches = cache_pages_ * Pool::page_bytes(spec_, element_of(options.cache, has_fp32));
   const int64_t buffers = Forward::bytes(spec_, options.threads, options.rows_max) +
                           options.threads * Drafts::bytes(spec_.vocabulary);
   const int64_t left = *options.budget_bytes - caches - buffers;

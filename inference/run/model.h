@@ -25,12 +25,19 @@ namespace overspill::inference {
 /// Of a text: far beyond what any model was trained for; above it a position is no exact float.
 inline constexpr int64_t kPositionsMax = int64_t{1} << 24;
 
+/// What a cache keeps of keys and values.
+enum class CacheFormat : uint8_t {
+  as_computed,  // bf16, or fp32 where a matrix of the model is
+  int8,         // integers from -127 to 127, and a scale for each position of a head; loses bits
+};
+
 struct ModelOptions {
   int threads = 1;
   /// Positions computed together, at most: a long prompt goes in so many at a time. More cost memory, about
   /// forty bytes a position and hidden element.
   int64_t rows_max = 128;
   WeightFormat weights = WeightFormat::as_stored;
+  CacheFormat cache = CacheFormat::as_computed;
   /// Of memory, for weights, caches and buffers; none: as much as they take. Layers that it does not hold are
   /// read for each pass.
   std::optional<int64_t> budget_bytes{};
@@ -85,8 +92,6 @@ class Model {
                     const std::function<void(int64_t, const float*, Drafts&)>& take);
 
  private:
-  /// What the cache holds: bf16, unless a matrix is fp32.
-  static Element cache_element(bool has_fp32) { return has_fp32 ? Element::fp32 : Element::bf16; }
   int64_t weight_bytes_max(const ModelOptions& options, bool has_fp32);
 
   ModelFolder folder_;

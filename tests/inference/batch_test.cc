@@ -337,6 +337,18 @@ TEST(Lookup, WhatFollowedTheLastTokensBefore) {
   EXPECT_TRUE(find({1}, 3).empty());
 }
 
+TEST_F(BatchTest, InACacheOfEightBitsTooEachTextIsAsItIsAlone) {
+  const auto model = folder_.load({.threads = 2, .cache = CacheFormat::int8});
+  const int64_t narrow = Pool::page_bytes(model->spec(), Element::int8);
+  EXPECT_EQ(model->pool().page_bytes(), narrow);
+  EXPECT_LT(narrow, Pool::page_bytes(model->spec(), Element::bf16));
+  std::vector<Drawn> in_bf16 = wanted()[4];
+  wanted_.clear();
+  for (uint32_t i = 0; i < kRequests; ++i) wanted_.push_back(alone(model, request(i)));
+  EXPECT_NE(wanted_[4].front().log_probability, in_bf16.front().log_probability);
+  EXPECT_GT(run(model, 5, 700, 4, 1).reused, 0);
+}
+
 // Threads and processes.
 
 TEST_F(BatchTest, AForkedChildIsToldWhileAnotherThreadComputes) {

@@ -69,16 +69,18 @@ def test_a_budget_that_the_process_has_used_up(command, run):
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_weights_in_fewer_bits(command, run, monkeypatch):
+def test_fewer_bits(command, run, monkeypatch):
     asked, load = [], inference.load
 
-    def watched(folder, *, weights, **options):
-        asked.append(weights)
-        return load(folder, weights=weights, **options)
+    def watched(folder, *, weights, cache, **options):
+        asked.append((weights, cache))
+        return load(folder, weights=weights, cache=cache, **options)
 
     monkeypatch.setattr(inference, "load", watched)
-    for form in (None, *inference.WEIGHTS):
-        assert run(command, *(() if form is None else ("--weights", form)))[0] == 0
-    assert asked == [None, *inference.WEIGHTS]
-    with pytest.raises(SystemExit):
-        run(command, "--weights", "q4")
+    assert run(command)[0] == 0
+    assert run(command, "--weights", "12bit")[0] == 0
+    assert run(command, "--weights", "q8", "--cache", "int8")[0] == 0
+    assert asked == [(None, None), ("12bit", None), ("q8", "int8")]
+    for option in ("--weights", "--cache"):
+        with pytest.raises(SystemExit):
+            run(command, option, "q4")

@@ -406,6 +406,7 @@ class InferenceModel:
         folder: str,
         threads: typing.SupportsInt | typing.SupportsIndex,
         weights: str,
+        cache: str,
         budget_bytes: typing.SupportsInt | typing.SupportsIndex | None,
         positions: typing.SupportsInt | typing.SupportsIndex,
         rows: typing.SupportsInt | typing.SupportsIndex,

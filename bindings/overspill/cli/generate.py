@@ -44,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
         # The last token is drawn and never read.
         model = load(folder, args, len(ids) + args.max_new_tokens - 1)
     except inference.UnknownModel as reason:
-        for name in ("budget", "weights"):
+        for name in ("budget", "weights", "cache"):
             if getattr(args, name) is not None:
                 raise CliError(f"--{name} is for the models of overspill.inference, and {reason}") from None
         warn(f"overspill: --model {folder} is run by transformers, because {reason}")

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from overspill._core import BudgetError
 from overspill.cli.common import CliError, load_tokenizer, model_folder, path_of, quiet_transformers, size
 from overspill.cli.output import warn
-from overspill.inference_formats import WEIGHTS
+from overspill.inference_formats import CACHES, WEIGHTS
 from overspill.memory import human, left_of
 
 if TYPE_CHECKING:
@@ -40,6 +40,12 @@ def add_form(parser: argparse.ArgumentParser) -> None:
         help="12bit: bf16 in three quarters of the bytes, without loss; q8: about half, rounded (default: as the "
         "files have them)",
     )
+    parser.add_argument(
+        "--cache",
+        choices=CACHES,
+        help="int8: keys and values of earlier tokens in about half the bytes, rounded (default: bf16, or fp32 with "
+        "weights of fp32)",
+    )
 
 
 def load(folder: Path, args: argparse.Namespace, positions: int) -> "Model":
@@ -52,7 +58,11 @@ def load(folder: Path, args: argparse.Namespace, positions: int) -> "Model":
     left = None if args.budget is None else left_of(args.budget)
     try:
         return inference.load(
-            folder, budget=left, weights=args.weights, positions=min(positions, inference.MOST_POSITIONS)
+            folder,
+            budget=left,
+            weights=args.weights,
+            cache=args.cache,
+            positions=min(positions, inference.MOST_POSITIONS),
         )
     except BudgetError as error:
         if left is None:
