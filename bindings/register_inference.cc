@@ -79,6 +79,7 @@ void register_inference(py::module_& m) {
       .def_property_readonly("threads", &Model::threads)
       .def_property_readonly("weight_bytes", &Model::weight_bytes)
       .def_property_readonly("streamed_bytes", &Model::streamed_bytes)
+      .def_property_readonly("read_bytes", &Model::read_bytes)
       .def("seconds_a_pass", &Model::seconds_a_pass, Released())
       .def_property_readonly("kernels", [](const Model& self) { return std::string(self.kernels().name); });
   const inference::Sampling none;

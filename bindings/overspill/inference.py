@@ -61,9 +61,10 @@ def load(
     keeps keys and values of earlier tokens in bf16 (fp32 where a matrix is). "int8" keeps them in eight bits and a
     scale for each token of a head, in about half the bytes: the tokens may be others. budget: bytes of memory, as a
     number or a text like "1200MiB", for weights, caches and buffers; what it does not hold of the weights is read from
-    the folder for each pass, ahead of use, and the tokens are the same. None holds all. positions: of all texts that
-    are read at a time, for which a budget keeps room. rows: tokens of a prompt that are computed together; what a
-    budget does not hold is read once for so many, and their buffers take about 70 bytes a token and hidden element.
+    the folder for each pass, ahead of use, and of a mixture's experts those that are asked for; the tokens are the
+    same. None holds all. positions: of all texts that are read at a time, for which a budget keeps room. rows: tokens
+    of a prompt that are computed together; what a budget does not hold is read once for so many, and their buffers
+    take about 70 bytes a token and hidden element.
 
     Raises UnknownModel where the model is of a family that is not among `families()`, or has a configuration key that
     may change what it computes and is not known here; ModelError, its base, where the folder is damaged; BudgetError
@@ -132,13 +133,19 @@ class Model:
 
     @property
     def weight_bytes(self) -> int:
-        """What the weights that stay in memory take."""
+        """What the weights that stay in memory take, and the room for experts, of which some do."""
         return self._core.weight_bytes
 
     @property
     def streamed_bytes(self) -> int:
-        """What a pass reads of the others: 0 where all stay."""
+        """What a pass reads of the others: 0 where all stay. Of experts it is what a token reads where its router likes
+        all experts alike; where it stays with some, less is read."""
         return self._core.streamed_bytes
+
+    @property
+    def read_bytes(self) -> int:
+        """What passes have read so far."""
+        return self._core.read_bytes
 
     def expected_tokens_per_second(self, together: int = 1) -> float:
         """What a text that is written token by token is expected to get, after measurements of a moment. Where all

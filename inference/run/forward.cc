@@ -96,13 +96,25 @@ const float* Forward::run(std::span<const Row> rows, std::span<const int32_t> wa
         !row.cache->holds(row.position) || (spec_.positions && row.position >= spec_.context))
       throw std::invalid_argument("a forward's token or position is outside of the model or its cache");
   }
+  // What could not be read for one pass is not tried again: a stream has stopped in the middle of it.
+  throw_if_unread();
   rows_ = rows;
   want(wanted);
   prepare();
   stopped_ = false;
   team_.run([this](int thread) { compute(thread); });
-  if (stopped_) std::rethrow_exception(weights_.stream->error());
+  if (stopped_) throw_if_unread();
   return logits_.at(0);
+}
+
+/// Throws what reading weights threw, if it did.
+void Forward::throw_if_unread() const {
+  const auto look = [](const auto& source) {
+    if (source == nullptr) return;
+    if (const std::exception_ptr error = source->error()) std::rethrow_exception(error);
+  };
+  look(weights_.stream);
+  look(weights_.experts);
 }
 
 const float* Forward::more_logits(std::span<const int32_t> wanted) {
@@ -456,15 +468,40 @@ void Forward::activate(const Dense& spec, float* x, const float* up, int64_t n) 
 }
 
 bool Forward::mixture(int thread, size_t layer, Block& to) {
+  Own& mine = owns_[static_cast<size_t>(thread)];
+  route(mine, std::get<Mixture>(spec_.layers[layer].feed_forward),
+        std::get<MixtureWeights>(weights_.layers[layer].feed_forward));
+  ExpertStore* const store = weights_.experts.get();
+  if (store == nullptr) {
+    experts(thread, layer, 0, mine.sent.size(), to);
+    return true;
+  }
+  // One expert at a time, since not all that are wanted may find room together.
+  mine.order.clear();
+  for (const Sent& sent : mine.sent) {
+    if (mine.order.empty() || mine.order.back() != sent.expert) mine.order.push_back(sent.expert);
+  }
+  store->want(thread, layer, mine.order);
+  for (size_t first = 0, last = 0; first < mine.sent.size(); first = last) {
+    const int32_t expert = mine.sent[first].expert;
+    while (last < mine.sent.size() && mine.sent[last].expert == expert) ++last;
+    if (!store->acquire(thread, layer, expert)) return false;
+    experts(thread, layer, first, last, to);
+    store->release(thread);
+  }
+  return true;
+}
+
+/// Adds to `to` what experts give for the rows in `sent` from first to last, which are all of these experts'
+/// rows.
+void Forward::experts(int thread, size_t layer, size_t first, size_t last, Block& to) {
   const Mixture& spec = std::get<Mixture>(spec_.layers[layer].feed_forward);
   const MixtureWeights& weights = std::get<MixtureWeights>(weights_.layers[layer].feed_forward);
   Own& mine = owns_[static_cast<size_t>(thread)];
-  if (!begin(thread, layer, Part::mixture)) return false;
-  route(mine, spec, weights);
   const auto for_each_expert = [&](auto body) {
-    for (size_t i = 0; i < mine.sent.size();) {
+    for (size_t i = first; i < last;) {
       size_t end = i;
-      while (end < mine.sent.size() && mine.sent[end].expert == mine.sent[i].expert) ++end;
+      while (end < last && mine.sent[end].expert == mine.sent[i].expert) ++end;
       body(static_cast<size_t>(mine.sent[i].expert), i, end);
       i = end;
     }
@@ -476,10 +513,10 @@ bool Forward::mixture(int thread, size_t layer, Block& to) {
       std::copy_n(mine.input.values(row), spec_.hidden, mine.gathered.values(v));
       std::copy_n(mine.input.narrow(row), spec_.hidden, mine.gathered.narrow(v));
     }
-    const auto first = static_cast<int64_t>(begin);
+    const auto at = static_cast<int64_t>(begin);
     const DenseWeights& chosen = weights.experts[expert];
-    multiply_own(thread, chosen.up, chosen.up_bias, mine.gathered, vectors, up_, first);
-    gate(thread, spec.experts[expert], chosen, mine.gathered, vectors, first);
+    multiply_own(thread, chosen.up, chosen.up_bias, mine.gathered, vectors, up_, at);
+    gate(thread, spec.experts[expert], chosen, mine.gathered, vectors, at);
   });
   team_.barrier();
   for_each_expert([&](size_t expert, size_t begin, size_t end) {
@@ -496,8 +533,6 @@ bool Forward::mixture(int thread, size_t layer, Block& to) {
       }
     }
   });
-  end(thread, layer, Part::mixture);
-  return true;
 }
 
 /// Every thread decides for itself, and all decide the same: a router is small, and a barrier costs more.

@@ -108,6 +108,7 @@ class Forward {
     int64_t first, count;
   };
 
+  void throw_if_unread() const;
   void prepare();
   void want(std::span<const int32_t> wanted);
   bool begin(int thread, size_t layer, Part part);
@@ -128,6 +129,7 @@ class Forward {
   void gate(int thread, const Dense& spec, const DenseWeights& weights, Operand& x, int64_t vectors,
             int64_t first);
   bool mixture(int thread, size_t layer, Block& to);
+  void experts(int thread, size_t layer, size_t first, size_t last, Block& to);
   void route(Own& own, const Mixture& spec, const MixtureWeights& weights);
   void head(int thread);
 

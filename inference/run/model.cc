@@ -63,12 +63,35 @@ double Model::seconds_a_pass() {
   const std::lock_guard lock(mutex_);
   const std::span<const std::byte> stays = weights_.memory.span();
   const double memory = read_bytes_per_second(team_, stays.first(std::min(stays.size(), kSampleBytes)));
-  const double all = static_cast<double>(weight_bytes() + streamed_bytes());
-  const double computing = memory > 0 ? all / memory : 0;
-  if (!weights_.stream) return computing;
-  const Reading trial = weights_.stream->try_reading(kTrialSeconds);
-  const double seconds_a_byte = trial.seconds / static_cast<double>(trial.bytes);
-  return std::max(computing, seconds_a_byte * static_cast<double>(weights_.stream->bytes()));
+  double all = static_cast<double>(weights_.memory.bytes()), reading = 0;
+  const auto take = [&](double in_memory, double of_disk, const Reading& trial) {
+    all += in_memory;
+    if (trial.bytes > 0) reading += of_disk * trial.seconds / trial.bytes;
+  };
+  if (LayerStream* const stream = weights_.stream.get()) {
+    const auto bytes = static_cast<double>(stream->bytes());
+    take(bytes, bytes, stream->try_reading(kTrialSeconds));
+  }
+  if (ExpertStore* const experts = weights_.experts.get()) {
+    take(static_cast<double>(experts->bytes_a_token()), static_cast<double>(experts->read_bytes_a_token()),
+         experts->try_reading(kTrialSeconds));
+  }
+  return std::max(memory > 0 ? all / memory : 0, reading);
+}
+
+int64_t Model::weight_bytes() const {
+  return weights_.memory.bytes() + (weights_.experts ? weights_.experts->bytes() : 0);
+}
+
+int64_t Model::streamed_bytes() const {
+  return (weights_.stream ? weights_.stream->bytes() : 0) +
+         (weights_.experts ? weights_.experts->read_bytes_a_token() : 0);
+}
+
+int64_t Model::read_bytes() const {
+  const double bytes = (weights_.stream ? weights_.stream->reading().bytes : 0) +
+                       (weights_.experts ? weights_.experts->reading().bytes : 0);
+  return static_cast<int64_t>(bytes);
 }
 
 void Model::check_tokens(std::span<const int32_t> tokens) const {

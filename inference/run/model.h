@@ -64,12 +64,15 @@ class Model {
   const std::vector<int32_t>& end_tokens() const { return folder_.end_tokens(); }
   const Kernels& kernels() const { return kernels_; }
   int threads() const { return team_.size(); }
-  /// Of the matrices that stay in memory.
-  int64_t weight_bytes() const { return weights_.memory.bytes(); }
-  /// Of those that do not: what one pass reads.
-  int64_t streamed_bytes() const { return weights_.stream ? weights_.stream->bytes() : 0; }
+  /// Of the matrices that stay in memory, and of the room for experts of which some do.
+  int64_t weight_bytes() const;
+  /// Of those that do not: what a pass of one token reads. Of experts it is what a token reads where a router
+  /// likes all alike, and where it stays with some, less is read.
+  int64_t streamed_bytes() const;
+  /// What passes have read so far.
+  int64_t read_bytes() const;
   /// How long a pass takes at the speeds of disk and memory, which are measured now: half a second of what
-  /// the stream reads, and one read of what stays. The longer of both counts, since they go on at the same
+  /// is read, and one read of what stays. The longer of both counts, since they go on at the same
   /// time. Throws what reading threw.
   double seconds_a_pass();
   /// Of the caches of all texts.

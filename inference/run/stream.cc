@@ -6,23 +6,12 @@
 #include <utility>
 
 #include "cpu_optim/floating_point.h"
-#include "inference/run/pack.h"
 #include "io/files.h"
 
 namespace overspill::inference {
 namespace {
 
-// Two are enough for the disks that were measured; while some pack, the others' reads keep the disk busy.
-constexpr int kReaders = 4;
-constexpr int64_t kChunkBytes = int64_t{1} << 20;
-
-constexpr size_t kParts = static_cast<size_t>(Part::mixture) + 1;
-
-/// A matrix whose tensors are stored transposed is read whole for any of its panels.
-int64_t panels_at_once(const WantedMatrix& matrix) {
-  if (matrix.spec->stored_transposed) return matrix.to->panels();
-  return std::max<int64_t>(1, kChunkBytes / panel_bytes(matrix.to->element, matrix.to->columns));
-}
+constexpr size_t kParts = static_cast<size_t>(Part::down) + 1;
 
 }  // namespace
 
@@ -92,8 +81,7 @@ std::exception_ptr LayerStream::error() const {
 
 Reading LayerStream::reading() const {
   const std::lock_guard lock(mutex_);
-  const Clock::duration busy = in_work_ > 0 ? busy_ + (Clock::now() - busy_since_) : busy_;
-  return {busy_bytes_, std::chrono::duration<double>(busy).count()};
+  return meter_.reading();
 }
 
 Reading LayerStream::try_reading(double seconds) {
@@ -114,7 +102,7 @@ void LayerStream::begin_again() {
   {
     std::unique_lock lock(mutex_);
     rests_ = true;
-    changed_.wait(lock, [&] { return in_work_ == 0; });
+    changed_.wait(lock, [&] { return meter_.in_work() == 0; });
     const int64_t parts = std::ssize(parts_), first = (next_.part / parts + 1) * parts;
     next_ = {first, 0, {}};
     released_ = first;
@@ -129,14 +117,7 @@ void LayerStream::serve() {
   TensorReader reader(folder_, ReadPath::direct);
   while (const std::optional<Chunk> chunk = next_chunk()) {
     const WantedMatrix& matrix = part_of(chunk->part).matrices[chunk->matrix];
-    std::exception_ptr error;
-    try {
-      if (!pack_panels(reader, *matrix.spec, *matrix.to, chunk->range))
-        throw std::logic_error("a matrix that may not fit is streamed");
-    } catch (...) {
-      error = std::current_exception();
-    }
-    end_chunk(*chunk, error);
+    end_chunk(*chunk, read_chunk(reader, matrix, chunk->range));
   }
 }
 
@@ -155,7 +136,7 @@ std::optional<LayerStream::Chunk> LayerStream::next_chunk() {
   next_.range.first = next_.range.last;
   if (next_.range.last == panels) next_ = {next_.part, next_.matrix + 1, {}};
   if (next_.matrix == part.matrices.size()) next_ = {next_.part + 1, 0, {}};
-  if (in_work_++ == 0) busy_since_ = Clock::now();
+  meter_.begin();
   return taken;
 }
 
@@ -164,13 +145,7 @@ void LayerStream::begin_part(const StreamedPart& part) {
   Slot& slot = slot_of(next_.part);
   slot.part = next_.part;
   slot.users_left = users_;
-  slot.panels_left = 0;
-  std::byte* data = slot.memory.data();
-  for (const WantedMatrix& matrix : part.matrices) {
-    matrix.to->data = data;
-    data += aligned_bytes(*matrix.to);
-    slot.panels_left += matrix.to->panels();
-  }
+  slot.panels_left = place_at(part.matrices, slot.memory.data());
 }
 
 void LayerStream::end_chunk(const Chunk& chunk, const std::exception_ptr& error) {
@@ -179,15 +154,15 @@ void LayerStream::end_chunk(const Chunk& chunk, const std::exception_ptr& error)
     if (error) {
       if (!error_ || chunk.part < failed_) error_ = error;
       failed_ = std::min(failed_, chunk.part);
+      meter_.end(0);
     } else {
       const int64_t panels = chunk.range.last - chunk.range.first;
       slot_of(chunk.part).panels_left -= panels;
       const StreamedPart& part = part_of(chunk.part);
       const Matrix& matrix = *part.matrices[chunk.matrix].to;
-      busy_bytes_ += static_cast<double>(panels * panel_bytes(matrix.element, matrix.columns)) *
-                     static_cast<double>(part.read_bytes) / static_cast<double>(part.bytes);
+      meter_.end(static_cast<double>(panels * panel_bytes(matrix.element, matrix.columns)) *
+                 static_cast<double>(part.read_bytes) / static_cast<double>(part.bytes));
     }
-    if (--in_work_ == 0) busy_ += Clock::now() - busy_since_;
   }
   changed_.notify_all();
 }

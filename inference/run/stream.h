@@ -1,7 +1,6 @@
 // Matrices that are not held in memory: read anew for each pass, ahead of use.
 #pragma once
 
-#include <chrono>
 #include <condition_variable>
 #include <cstdint>
 #include <exception>
@@ -12,21 +11,13 @@
 #include <vector>
 
 #include "inference/format/model_folder.h"
-#include "inference/kernels/panel.h"
-#include "inference/model/spec.h"
-#include "inference/run/matrix.h"
+#include "inference/run/chunks.h"
 #include "kernels/host_pages.h"
 
 namespace overspill::inference {
 
-/// A matrix that is wanted, and where its view is.
-struct WantedMatrix {
-  const MatrixSpec* spec;
-  Matrix* to;
-};
-
 /// What a layer uses together, in the order in which it does.
-enum class Part : uint8_t { qkv, out, up, gate, down, mixture };
+enum class Part : uint8_t { qkv, out, up, gate, down };
 
 /// The matrices of a part; in a slot they lie behind each other.
 struct StreamedPart {
@@ -35,12 +26,6 @@ struct StreamedPart {
   std::vector<WantedMatrix> matrices;
   int64_t bytes = 0;       // in a slot
   int64_t read_bytes = 0;  // of the folder
-};
-
-/// Bytes that came from disk, and how long that took.
-struct Reading {
-  double bytes = 0;
-  double seconds = 0;
 };
 
 /// Reads parts of layers in the order of a pass, and again from the first, into a few slots of memory: as
@@ -68,14 +53,14 @@ class LayerStream {
 
   /// What one pass reads.
   int64_t bytes() const { return bytes_; }
+  /// Since the beginning.
+  Reading reading() const;
   /// Reads as in a pass for so long, or for a whole one, and begins again from the first part. What was read
   /// does not include times at which there was no free slot. Called between two passes. Throws what reading
   /// threw.
   Reading try_reading(double seconds);
 
  private:
-  using Clock = std::chrono::steady_clock;
-
   /// A few panels of one matrix. Parts count since the beginning.
   struct Chunk {
     int64_t part = 0;
@@ -98,7 +83,6 @@ class LayerStream {
     const Slot& slot = slots_[static_cast<size_t>(part) % slots_.size()];
     return slot.part == part && slot.panels_left == 0;
   }
-  Reading reading() const;
   void begin_again();
   void end();
   void serve();
@@ -119,11 +103,8 @@ class LayerStream {
   std::vector<int64_t> acquired_;  // parts, by user; each changes its own
   int64_t released_ = 0;           // parts, by all users
   Chunk next_;                     // that a thread is to take, but for its end
-  int in_work_ = 0;                // chunks
-  Clock::time_point busy_since_;
-  Clock::duration busy_{};  // while some were in work
-  double busy_bytes_ = 0;   // of the folder
-  bool rests_ = false;      // nobody takes a chunk
+  Meter meter_;
+  bool rests_ = false;  // nobody takes a chunk
   bool ends_ = false;
   int64_t failed_ = std::numeric_limits<int64_t>::max();  // the first part that could not be read
   std::exception_ptr error_;

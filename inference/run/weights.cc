@@ -22,6 +22,8 @@ namespace overspill::inference {
 namespace {
 
 constexpr int kSlots = 2;  // one is read into while the other is multiplied by
+// Of experts, at least: a thread may be at one while another is at the one before, and two are read ahead.
+constexpr int64_t kExpertSlots = 4;
 
 /// Collects what the spec wants, checks it against the folder, and reads it.
 class Loader {
@@ -52,6 +54,7 @@ class Loader {
     norm(spec_.final_norm, weights.final_norm);
     weights.layers.resize(spec_.layers.size());
     top_ = take_wanted();
+    first_layer_ = weights.layers.data();
     for (size_t i = 0; i < spec_.layers.size(); ++i)
       layer(spec_.layers[i], weights.layers[i], [&](Part part) { end_part(i, part); });
   }
@@ -78,10 +81,13 @@ class Loader {
     if (const auto* mixture = std::get_if<Mixture>(&spec.feed_forward)) {
       auto& made = to.feed_forward.emplace<MixtureWeights>();
       exact_matrix(mixture->router, made.router);
+      top_.push_back(take_wanted().front());  // small, and it says which experts are wanted
       made.experts.resize(mixture->experts.size());
-      for (size_t i = 0; i < made.experts.size(); ++i)
+      experts_.push_back({static_cast<size_t>(&to - first_layer_), mixture->chosen, {}});
+      for (size_t i = 0; i < made.experts.size(); ++i) {
         dense(mixture->experts[i], made.experts[i], [](Part) {});
-      end(Part::mixture);
+        experts_.back().experts.push_back(take_wanted());
+      }
     } else {
       dense(std::get<Dense>(spec.feed_forward), to.feed_forward.emplace<DenseWeights>(), end);
     }
@@ -192,35 +198,14 @@ class Loader {
 
   std::vector<WantedMatrix> take_wanted() { return std::exchange(wanted_, {}); }
 
-  static int64_t bytes_of(const std::vector<WantedMatrix>& matrices) {
-    int64_t bytes = 0;
-    for (const WantedMatrix& matrix : matrices) {
-      // Each element is stored in a file that is there, so the sum overflows nothing.
-      bytes += aligned_bytes(*matrix.to);
-    }
-    return bytes;
-  }
-
-  /// What the folder has of them.
-  int64_t stored_bytes_of(const std::vector<WantedMatrix>& matrices) const {
-    int64_t bytes = 0;
-    for (const WantedMatrix& matrix : matrices) {
-      for (const Rows& part : matrix.spec->parts) {
-        const int64_t element = folder_.find(part.tensor)->dtype == "F32" ? 4 : 2;
-        bytes += part.count * matrix.spec->columns * element;
-      }
-    }
-    return bytes;
-  }
-
   /// The same matrix where it is read for each pass: nobody codes it each time.
   static Matrix when_streamed(Matrix matrix) {
     if (matrix.element == Element::coded) matrix.element = Element::bf16;
     return matrix;
   }
-  static int64_t streamed_bytes_of(const StreamedPart& part) {
+  static int64_t streamed_bytes_of(const std::vector<WantedMatrix>& matrices) {
     int64_t bytes = 0;
-    for (const WantedMatrix& matrix : part.matrices) bytes += aligned_bytes(when_streamed(*matrix.to));
+    for (const WantedMatrix& matrix : matrices) bytes += aligned_bytes(when_streamed(*matrix.to));
     return bytes;
   }
 
@@ -240,17 +225,16 @@ class Loader {
   /// Gives every matrix that stays its memory, and returns those.
   std::vector<WantedMatrix> place(Weights& weights, int64_t bytes_max) {
     std::vector<WantedMatrix> resident = top_;
-    stays_ = parts_that_stay(bytes_max);
+    choose(bytes_max);
     for (size_t i = 0; i < parts_.size(); ++i) {
       if (stays_[i]) resident.insert(resident.end(), parts_[i].matrices.begin(), parts_[i].matrices.end());
     }
+    if (expert_slots_ == 0)
+      for_each_expert(
+          [&](const auto& matrices) { resident.insert(resident.end(), matrices.begin(), matrices.end()); });
     weights.memory = kernels::HostPages();  // the one of another try
-    weights.memory = kernels::HostPages(bytes_of(resident));
-    std::byte* data = weights.memory.data();
-    for (const WantedMatrix& matrix : resident) {
-      matrix.to->data = data;
-      data += aligned_bytes(*matrix.to);
-    }
+    weights.memory = kernels::HostPages(memory_bytes(resident));
+    place_at(resident, weights.memory.data());
     return resident;
   }
 
@@ -258,7 +242,7 @@ class Loader {
   bool read(Team& team, const std::vector<WantedMatrix>& matrices) const {
     std::vector<std::atomic<bool>> misfits(matrices.size());
     // Where not all fits, the page cache has no room for a copy.
-    const bool all_stay = std::ranges::all_of(stays_, [](bool stays) { return stays; });
+    const bool all_stay = expert_slots_ == 0 && std::ranges::all_of(stays_, [](bool stays) { return stays; });
     const ReadPath path = all_stay ? ReadPath::cached : ReadPath::direct;
     team.run([&](int thread) {
       TensorReader reader(folder_, path);
@@ -278,10 +262,21 @@ class Loader {
   }
 
   bool has_fp32() const {
-    const auto wide = [](const WantedMatrix& matrix) { return matrix.to->element == Element::fp32; };
-    return std::ranges::any_of(top_, wide) || std::ranges::any_of(parts_, [&](const StreamedPart& part) {
-             return std::ranges::any_of(part.matrices, wide);
-           });
+    bool found = false;
+    const auto look = [&](const std::vector<WantedMatrix>& matrices) {
+      for (const WantedMatrix& matrix : matrices) found = found || matrix.to->element == Element::fp32;
+    };
+    look(top_);
+    for (const StreamedPart& part : parts_) look(part.matrices);
+    for_each_expert(look);
+    return found;
+  }
+
+  template <class Take>
+  void for_each_expert(Take take) const {
+    for (const LayerExperts& layer : experts_) {
+      for (const std::vector<WantedMatrix>& matrices : layer.experts) take(matrices);
+    }
   }
 
   void start_stream(Weights& weights, int users) {
@@ -290,34 +285,67 @@ class Loader {
       if (stays_[i]) continue;
       StreamedPart& part = streamed.emplace_back(parts_[i]);
       for (const WantedMatrix& matrix : part.matrices) *matrix.to = when_streamed(*matrix.to);
-      part.bytes = bytes_of(part.matrices);
-      part.read_bytes = stored_bytes_of(part.matrices);
+      part.bytes = memory_bytes(part.matrices);
+      part.read_bytes = folder_bytes(folder_, part.matrices);
     }
-    if (streamed.empty()) return;
-    weights.stream = std::make_unique<LayerStream>(folder_, std::move(streamed), kSlots, users);
+    if (!streamed.empty())
+      weights.stream = std::make_unique<LayerStream>(folder_, std::move(streamed), kSlots, users);
+    if (expert_slots_ == 0) return;
+    for_each_expert([](const auto& matrices) {
+      for (const WantedMatrix& matrix : matrices) *matrix.to = when_streamed(*matrix.to);
+    });
+    weights.experts = std::make_unique<ExpertStore>(folder_, experts_, expert_slots_, users);
+  }
+
+  /// Which parts and experts stay. What every pass uses comes before experts, which few tokens use.
+  void choose(int64_t bytes_max) {
+    int64_t experts = 0, slot = 0, count = 0;
+    for_each_expert([&](const auto& matrices) {
+      experts += memory_bytes(matrices);
+      slot = std::max(slot, streamed_bytes_of(matrices));
+      ++count;
+    });
+    expert_slots_ = 0;
+    if (count == 0 || experts <= bytes_max - bytes_of_all_else()) {
+      stays_ = parts_that_stay(bytes_max, experts);
+      return;
+    }
+    const int64_t least = std::min(count, kExpertSlots);
+    stays_ = parts_that_stay(bytes_max, least * slot);
+    const bool all_else = std::ranges::all_of(stays_, [](bool stays) { return stays; });
+    const int64_t fit = all_else ? (bytes_max - bytes_of_all_else()) / slot : least;
+    expert_slots_ = std::clamp(fit, least, count);
+  }
+
+  /// The embedding, the head and all parts of layers.
+  int64_t bytes_of_all_else() const {
+    int64_t bytes = memory_bytes(top_);
+    for (const StreamedPart& part : parts_) bytes += memory_bytes(part.matrices);
+    return bytes;
   }
 
   /// All, or what fits beside the slots. Spread evenly over the pass, so that while some are computed the
   /// next are read; then what still fits.
-  std::vector<bool> parts_that_stay(int64_t bytes_max) const {
+  std::vector<bool> parts_that_stay(int64_t bytes_max, int64_t of_experts) const {
     int64_t all = 0, slot = 0, copied = 0, copied_to_stay = 0;
     std::vector<int64_t> bytes;  // of each part, where it stays
     for (const StreamedPart& part : parts_) {
-      bytes.push_back(bytes_of(part.matrices));
+      bytes.push_back(memory_bytes(part.matrices));
       all += bytes.back();
-      slot = std::max(slot, streamed_bytes_of(part));
+      slot = std::max(slot, streamed_bytes_of(part.matrices));
       copied = std::max(copied, copied_bytes_of(part.matrices, when_streamed));
       copied_to_stay = std::max(copied_to_stay, copied_bytes_of(part.matrices, std::identity()));
     }
     slot += copied;  // each part that is in a slot may be packed at the same time
-    const int64_t top = bytes_of(top_);
-    if (top + all + copied_to_stay <= bytes_max) return std::vector<bool>(parts_.size(), true);
-    const int64_t room = bytes_max - top - kSlots * slot;
+    const int64_t top = memory_bytes(top_);
+    if (top + all + copied_to_stay <= bytes_max - of_experts) return std::vector<bool>(parts_.size(), true);
+    const int64_t least = top + kSlots * slot + of_experts, room = bytes_max - least;
     if (room < 0) {
-      throw NoRoom(
-          fmt::format("{}: {} bytes are left for its weights, and they need at least {}: {} for the "
-                      "embedding and the head, and {} parts of a layer of {}; give a larger budget",
-                      folder_.path().string(), bytes_max, top + kSlots * slot, top, kSlots, slot));
+      throw NoRoom(fmt::format(
+          "{}: {} bytes are left for its weights, and they need at least {}: {} for the "
+          "embedding, the head and routers, {} parts of a layer of {}, and {} for experts; give a "
+          "larger budget",
+          folder_.path().string(), bytes_max, least, top, kSlots, slot, of_experts));
     }
     std::vector<bool> stays(parts_.size());
     const double share = static_cast<double>(room) / static_cast<double>(all);
@@ -345,9 +373,12 @@ class Loader {
   const ModelSpec& spec_;
   const WeightFormat format_;
   std::vector<WantedMatrix> wanted_;  // since the last take
-  std::vector<WantedMatrix> top_;     // embedding, positions, head
+  std::vector<WantedMatrix> top_;     // embedding, positions, head, routers
   std::vector<StreamedPart> parts_;   // of the layers, in the order of a pass
   std::vector<bool> stays_;           // by part
+  std::vector<LayerExperts> experts_;
+  int64_t expert_slots_ = 0;  // 0: all experts stay
+  const LayerWeights* first_layer_ = nullptr;
   std::unordered_map<std::string, Use> used_;
 };
 

@@ -11,6 +11,7 @@
 
 #include "inference/format/model_folder.h"
 #include "inference/model/spec.h"
+#include "inference/run/experts.h"
 #include "inference/run/matrix.h"
 #include "inference/run/stream.h"
 #include "inference/run/team.h"
@@ -56,9 +57,10 @@ struct Weights {
   std::vector<LayerWeights> layers;
   NormWeights final_norm;
 
-  kernels::HostPages memory;            // of the matrices that stay
-  std::unique_ptr<LayerStream> stream;  // of those that do not; null where all stay
-  bool has_fp32 = false;                // a matrix that is not bf16
+  kernels::HostPages memory;             // of the matrices that stay
+  std::unique_ptr<LayerStream> stream;   // of those that do not; null where all stay
+  std::unique_ptr<ExpertStore> experts;  // of mixtures; null where all experts stay
+  bool has_fp32 = false;                 // a matrix that is not bf16
 };
 
 /// What matrices become in memory.
@@ -73,11 +75,12 @@ enum class WeightFormat : uint8_t {
 /// coded: matrices stored as bf16, where they fit and stay; those that a stream reads are bf16. int8: all but
 /// the routers of experts and the table of positions.
 /// At most bytes_max(whether a matrix is fp32) of memory hold matrices; it is asked when the sizes in
-/// config.json were found to be those of the tensors. Where they take more, as many layers stay as fit beside
-/// two slots for the others, which are read for each pass. Throws ModelError for a tensor that is missing, of
-/// another shape or of a dtype that is no float of two or four bytes, for one that the spec does not use, and
-/// for one that int8 cannot hold; NoRoom where bytes_max does not hold the least; std::bad_alloc. The folder
-/// outlives the weights.
+/// config.json were found to be those of the tensors. Where they take more, a mixture's experts are
+/// read as they are asked for, and as many are kept as fit beside all else. Where all else does not fit
+/// either, as many parts of layers stay as fit beside two slots for the others, which are read for each pass.
+/// Throws ModelError for a tensor that is missing, of another shape or of a dtype that is no float of two or
+/// four bytes, for one that the spec does not use, and for one that int8 cannot hold; NoRoom where bytes_max
+/// does not hold the least; std::bad_alloc. The folder outlives the weights.
 Weights load_weights(const ModelFolder& folder, const ModelSpec& spec, Team& team,
                      WeightFormat format = WeightFormat::as_stored,
                      const std::function<int64_t(bool)>& bytes_max = nullptr);
