@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from .. import durable, given, ranks
+from .. import durable, given, overwriting, ranks
 from ..config import read_deepspeeds
 from ..engine import Engine
 from ..start import Initialized, begin
@@ -222,25 +222,11 @@ class DeepSpeedEngine(Engine):
             )
         base = Path(given.path("save_checkpoint", save_dir))
         name = tags.checked(f"global_step{self.global_steps}" if tag is None else tag)
-        durable.make_folders(base)
-        self._settle_tag(base / name, "save_checkpoint")
-        there = self._rank_0s((base / name).exists())
-        super().save_checkpoint(tags.new(base / name) if there else base / name, client_state or {})
+        overwriting.save(self, base / name, client_state or {})
         with ranks.ByOne(self._group, "save_checkpoint"):
-            if self.rank == 0 and there:
-                tags.replace(base / name)
             if self.rank == 0 and save_latest:
                 durable.write_text(base / tags.LATEST, f"{name}\n")
         return True
-
-    def _settle_tag(self, path: Path, call: str) -> None:
-        with ranks.ByOne(self._group, call):
-            if self.rank == 0:
-                tags.settle(path)
-
-    def _rank_0s(self, value: Any) -> Any:
-        """What rank 0 has, on all ranks."""
-        return value if self._group is None else self._group.gathered(value)[0]
 
     def load_checkpoint(  # type: ignore[override]
         self,
@@ -269,7 +255,7 @@ class DeepSpeedEngine(Engine):
             )
             return None, None
         path = base / tags.checked(name)
-        self._settle_tag(path, "load_checkpoint")
+        overwriting.settle(self, path, "load_checkpoint")
         with_states = load_optimizer_states and not load_module_only
         kept = partial.Kept(self, with_states, load_lr_scheduler_states and not load_module_only)
         state = super().load_checkpoint(path)
