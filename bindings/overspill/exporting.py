@@ -83,7 +83,7 @@ def save(
             if writer and not failures:
                 if len(shards) > 1:
                     durable.write_text(part / "model.safetensors.index.json", _index(shards))
-                _put(part, folder.absolute())
+                put(part, folder.absolute())
     finally:
         if writer:
             shutil.rmtree(part, ignore_errors=True)
@@ -228,7 +228,7 @@ def _check_names(module: torch.nn.Module, shapes: dict[str, tuple[int, ...]], pa
         )
 
 
-def _put(part: Path, target: Path) -> None:
+def put(part: Path, target: Path) -> None:
     """Gives the folder its name. Of a model that is there each file is replaced whole, and weights that the new model
     does not have go."""
     if not target.is_dir() or not any(target.iterdir()):
@@ -301,4 +301,4 @@ def _merged(module: Any) -> Any:
     return module.get_base_model()
 
 
-__all__ = ["check_dtype", "exported", "save"]
+__all__ = ["check_dtype", "exported", "put", "save"]

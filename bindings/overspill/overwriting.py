@@ -16,7 +16,7 @@ def save(engine: Engine, path: Path, client_state: dict[str, Any]) -> None:
     """As Engine.save_checkpoint, where a checkpoint of that name may be. All ranks call it."""
     durable.make_folders(path.parent)
     settle(engine, path, "save_checkpoint")
-    there = path.exists() if engine._group is None else engine._group.gathered(path.exists())[0]
+    there = ranks.rank_0s(engine._group, path.exists())
     checkpointing.save(engine, _new(path) if there else path, client_state, {})
     with ranks.ByOne(engine._group, "save_checkpoint"):
         if engine.rank == 0 and there:

@@ -405,6 +405,11 @@ def _short(text: str | None) -> str:
     return "missing" if text is None else text if len(text) <= 80 else text[:77] + "..."
 
 
+def rank_0s(group: Group | None, value: Any) -> Any:
+    """What rank 0 has, on all ranks, which all call this."""
+    return value if group is None else group.gathered(value)[0]
+
+
 class ByOne:
     """`with` around what one rank does for all: what it raises, or has put into the list, all raise at the end."""
 
