@@ -16,11 +16,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from . import exporting, overwriting, ranks
+from . import exporting, framework, overwriting, ranks
 from ._core import CheckpointError, OverspillError
-from .config import Config, ConfigError
+from .config import Config
 from .engine import Engine
 from .extras import need
+from .framework import Said
 from .start import ConfigSource, initialize
 
 _hf: Any = need("transformers")
@@ -78,7 +79,9 @@ class TrainerMixin:
         """The engine's optimizer, and the engine, where there is none for the model yet."""
         self.model: Any
         if not self._has_engine():
-            if self.engine is not None:  # of another model: hyperparameter search, or model_init at each train()
+            if (
+                self.engine is not None
+            ):  # of another model: hyperparameter search, or model_init at each train()
                 self.engine.close()
             made = initialize(self.model, self._settings(), optimizer=super().create_optimizer())  # type: ignore[misc]
             self.engine = made.engine
@@ -93,34 +96,26 @@ class TrainerMixin:
 
     def _settings(self) -> Config:
         """The configuration, with what the TrainingArguments say."""
-        given = Config.read(self._overspill)
-        for name, here in (("optimizer", "optim, learning_rate, …"), ("scheduler", "lr_scheduler_type, …")):
-            if name in given.model_fields_set:
-                raise ConfigError(
-                    f"config: {name} is in the configuration, and the Trainer's counts: leave it out, and give "
-                    f"TrainingArguments({here}), or Trainer(optimizers=...)"
-                )
         args = self.args
+        objects = {
+            "optimizer": "TrainingArguments(optim, learning_rate, …), or Trainer(optimizers=...)",
+            "scheduler": "TrainingArguments(lr_scheduler_type, …), or Trainer(optimizers=...)",
+        }
         said = {
-            "gradient_accumulation_steps": ("gradient_accumulation_steps", args.gradient_accumulation_steps),
-            "gradient_clipping": ("max_grad_norm", float(args.max_grad_norm or 0)),
-            "train_micro_batch_size_per_gpu": (
-                "per_device_train_batch_size",
-                args.per_device_train_batch_size,
+            "gradient_accumulation_steps": Said(
+                "gradient_accumulation_steps", args.gradient_accumulation_steps
+            ),
+            "gradient_clipping": Said("max_grad_norm", float(args.max_grad_norm or 0)),
+            "train_micro_batch_size_per_gpu": Said(
+                "per_device_train_batch_size", args.per_device_train_batch_size
             ),
         }
-        for name, (theirs, value) in said.items():
-            if name in given.model_fields_set and getattr(given, name) != value:
-                raise ConfigError(
-                    f"config: {name} = {getattr(given, name)!r} and TrainingArguments({theirs}={value!r}) differ: leave "
-                    f"{name} out"
-                )
-        changes: dict[str, Any] = {name: value for name, (_, value) in said.items()}
-        if "checkpoints_kept" not in given.engine.model_fields_set:
-            saves = args.save_strategy != "no" and not args.save_only_model
-            kept = (args.save_total_limit or 1) if saves else 0
-            changes["engine"] = given.engine.model_copy(update={"checkpoints_kept": kept})
-        return given.model_copy(update=changes)
+        made = framework.settings(self._overspill, "the Trainer", objects, said)
+        if "checkpoints_kept" in made.engine.model_fields_set:
+            return made
+        saves = args.save_strategy != "no" and not args.save_only_model
+        kept = (args.save_total_limit or 1) if saves else 0
+        return made.model_copy(update={"engine": made.engine.model_copy(update={"checkpoints_kept": kept})})
 
     def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> Any:
         """The Engine. Its module is prepared by Accelerate for mixed precision, and wrapped in nothing."""

@@ -2,7 +2,10 @@
 
 import json
 import shutil
+import subprocess
+import sys
 
+import launch
 import pytest
 import torch
 
@@ -59,9 +62,7 @@ def trainer_of(memory):
     trainers = []
 
     def make(model, args, **more):
-        trainers.append(
-            native.Trainer(model, args, overspill=memory, **({"train_dataset": rows()} | more))
-        )
+        trainers.append(native.Trainer(model, args, overspill=memory, **({"train_dataset": rows()} | more)))
         return trainers[-1]
 
     yield make
@@ -96,12 +97,12 @@ def test_losses_rates_and_norms_are_the_plain_trainers(trainer_of, tmp_path, cli
     result = ours.train()
     assert ours.engine.stats()["step"] == STEPS and ours.model is ours.engine.module
     assert len(log_of(ours)) == STEPS
-    for (loss, rate, norm), (their_loss, their_rate, their_norm) in zip(log_of(ours), log_of(plain), strict=True):
+    for (loss, rate, norm), (their_loss, their_rate, their_norm) in zip(
+        log_of(ours), log_of(plain), strict=True
+    ):
         assert loss == pytest.approx(their_loss, rel=1e-5) and rate == their_rate
         assert norm == pytest.approx(their_norm, rel=1e-4)
-    assert result.training_loss == pytest.approx(
-        sum(each[0] for each in log_of(plain)) / STEPS, rel=1e-5
-    )
+    assert result.training_loss == pytest.approx(sum(each[0] for each in log_of(plain)) / STEPS, rel=1e-5)
     plain.save_model(tmp_path / "theirs")
     ours.save_model()  # into a folder that has checkpoints too
     theirs, mine = weights(tmp_path / "theirs"), weights(tmp_path / "ours")
@@ -127,7 +128,9 @@ def test_a_run_that_goes_on_is_one_that_did_not_stop(trainer_of, tmp_path):
     replaced = trainer_of(llama(dropout=0.2), arguments(tmp_path / "straight"))
     replaced.train(resume_from_checkpoint=str(tmp_path / "straight/checkpoint-2"))
     assert log_of(replaced) == log_of(straight)
-    assert sorted(path.name for path in (tmp_path / "straight/checkpoint-6").glob("overspill*")) == ["overspill"]
+    assert sorted(path.name for path in (tmp_path / "straight/checkpoint-6").glob("overspill*")) == [
+        "overspill"
+    ]
 
 
 def test_the_best_model_is_there_at_the_end(trainer_of, tmp_path):
@@ -228,8 +231,14 @@ def test_what_an_engine_has_no_use_of_is_refused_by_name(tmp_path, options, word
 @pytest.mark.parametrize(
     "more, words",
     [
-        ({"optimizer": {"type": "AdamW"}}, "optimizer is in the configuration, and the Trainer's counts"),
-        ({"gradient_clipping": 2.0}, r"gradient_clipping = 2.0 and TrainingArguments\(max_grad_norm=0.5\) differ"),
+        (
+            {"optimizer": {"type": "AdamW"}},
+            "optimizer is in the configuration, and that of the Trainer counts",
+        ),
+        (
+            {"gradient_clipping": 2.0},
+            "gradient_clipping = 2.0, and max_grad_norm = 0.5 of the Trainer differ",
+        ),
         ({"gradient_accumulation_steps": 3}, "gradient_accumulation_steps = 3 .* differ"),
         ({"buget": {}}, 'did you mean "budget"'),
     ],
@@ -250,3 +259,30 @@ def test_without_a_budget_it_is_measured(tmp_path):
     given = overspill.Config.read({"engine": {"checkpoints_kept": 7}})
     ours = native.Trainer(llama(), arguments(tmp_path), train_dataset=rows(), overspill=given)
     assert ours._settings().engine.checkpoints_kept == 7
+
+
+def under_torchrun(*job):
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+        + [str(launch.HERE / "trainer_ranks_job.py"), *map(str, job)],
+        env=launch.environment(CUDA_VISIBLE_DEVICES="", HF_HUB_OFFLINE=1),
+        capture_output=True,
+        text=True,
+        timeout=launch.HANGS,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(next(line for line in done.stdout.splitlines() if line.startswith('{"log"')))
+
+
+def test_two_ranks_under_torchrun_train_as_the_plain_trainers_do(tmp_path):
+    plain = under_torchrun(tmp_path / "plain", "plain")
+    ours = under_torchrun(tmp_path / "ours", "ours", tmp_path)
+    for mine, theirs in zip(ours["log"], plain["log"], strict=True):
+        assert mine == pytest.approx(theirs, rel=1e-5)
+    assert ours["eval"] == pytest.approx(plain["eval"], rel=1e-5) and ours["best"] == ours["eval"][-1]
+    final = weights(tmp_path / "ours/final")
+    again = under_torchrun(tmp_path / "again", "ours", tmp_path, tmp_path / "ours/checkpoint-3")
+    assert again["log"] == ours["log"]
+    assert same(weights(tmp_path / "again/final"), final)
+    for name, value in weights(tmp_path / "plain/final").items():
+        torch.testing.assert_close(final[name], value, rtol=1e-4, atol=1e-5)
