@@ -10,6 +10,7 @@ from ._core import OverspillError
 # package: the extra that brings it
 EXTRAS = {
     "transformers": "hf",
+    "lightning": "lightning",
     "rich": "cli",
     "shtab": "cli",
     "matplotlib": "plot",

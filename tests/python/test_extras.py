@@ -80,6 +80,14 @@ def test_serve_says_how_to_install_what_it_needs(on_disk, tmp_path):
         assert f"needs the package {package}" in done.stderr and "'overspill[serve]'" in done.stderr
 
 
+@pytest.mark.parametrize("module, extra", [("transformers", "hf"), ("lightning", "lightning")])
+def test_a_framework_that_is_missing_is_named(tmp_path, module, extra):
+    done = without((module,), f"import overspill\nimport overspill.{module}", cwd=tmp_path)
+    assert done.returncode == 1
+    assert f"MissingExtra: overspill: this needs the package {module}" in done.stderr
+    assert f"pip install 'overspill[{extra}]'" in done.stderr
+
+
 def test_a_run_without_matplotlib_is_whole_but_for_its_picture(on_disk, tmp_path):
     done = without(("matplotlib",), COMMAND, *on_disk.run(tmp_path / "run", steps=2), cwd=tmp_path)
     assert done.returncode == 0, done.stderr

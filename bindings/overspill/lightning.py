@@ -1,0 +1,179 @@
+"""Lightning's Trainer over an engine.
+
+    from overspill.lightning import Strategy
+    strategy = Strategy({"budget": {"host": "8GiB", "nvme": ["/mnt/disk"]}})
+    lightning.Trainer(strategy=strategy, accelerator="cpu", devices=1).fit(module, loader)
+
+The LightningModule stays as it is (docs/frameworks.md).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import timedelta
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from . import framework, overwriting
+from ._core import OverspillError
+from .engine import Engine
+from .extras import need
+from .framework import Said
+from .start import ConfigSource, initialize
+
+need("lightning")
+_strategies: Any = import_module("lightning.pytorch.strategies")
+_FITTING: Any = import_module("lightning.pytorch.trainer.states").TrainerFn.FITTING
+
+_STATES, _REST = "overspill", "lightning.ckpt"  # of a checkpoint, a folder
+
+
+class Strategy(_strategies.DDPStrategy):  # type: ignore[misc]
+    """Lightning's strategy of several processes, in which an engine takes the place of DistributedDataParallel; with
+    `devices=1` one process. `fit` hands the module over, with the optimizers of configure_optimizers.
+
+    A checkpoint is a folder: the engine's checkpoint and what Lightning keeps beside it. What is saved with
+    `weights_only=True` is Lightning's own file. Both are right for `fit(ckpt_path=...)`, and so is a file of another
+    strategy, on one rank.
+
+    Attributes: engine, the Engine; None before `fit`.
+
+    Args:
+        config: a dict, the path of a JSON file, or a Config (docs/configuration.md), without an optimizer and a
+            scheduler. None: half of the memory that is free, and no disk
+        accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin, process_group_backend,
+            timeout, start_method: DDPStrategy's
+
+    Raises: in `fit`, ValueError for precision="16-mixed"; ConfigError; what overspill.initialize raises.
+    """
+
+    strategy_name = "overspill"
+
+    def __init__(
+        self,
+        config: ConfigSource | None = None,
+        *,
+        accelerator: Any = None,
+        parallel_devices: Any = None,
+        cluster_environment: Any = None,
+        checkpoint_io: Any = None,
+        precision_plugin: Any = None,
+        process_group_backend: str | None = None,
+        timeout: timedelta = timedelta(minutes=30),
+        start_method: Any = "popen",
+    ):
+        super().__init__(
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            cluster_environment=cluster_environment,
+            checkpoint_io=checkpoint_io,
+            precision_plugin=precision_plugin,
+            process_group_backend=process_group_backend,
+            timeout=timeout,
+            start_method=start_method,
+        )
+        self._config = {} if config is None else config
+        self.engine: Engine | None = None
+
+    def _has_engine(self) -> bool:
+        return (
+            self.engine is not None
+            and self.engine.module is self.lightning_module
+            and not self.engine._end.over
+        )
+
+    def setup(self, trainer: Any) -> None:
+        if trainer.state.fn != _FITTING:
+            if not self._has_engine():
+                super().setup(trainer)
+            return
+        if getattr(self.precision_plugin, "scaler", None) is not None:
+            raise ValueError(
+                "overspill: precision = 16-mixed: there is no loss scaling: give bf16-mixed, or bf16-true"
+            )
+        assert self.accelerator is not None and self.model is not None
+        self.accelerator.setup(trainer)
+        if self._has_engine():  # of an earlier fit
+            assert self.engine is not None
+            self.engine.give_back()
+        if self._layer_sync:
+            self.model = self._layer_sync.apply(self.model)
+        self.model = self.precision_plugin.convert_module(self.model)
+        self.setup_optimizers(trainer)
+        if not self.optimizers:
+            raise ValueError(
+                "overspill: configure_optimizers gives no optimizer, so there is nothing to train: give one"
+            )
+        said = {
+            "gradient_accumulation_steps": Said("accumulate_grad_batches", trainer.accumulate_grad_batches)
+        }
+        objects = dict.fromkeys(("optimizer", "scheduler"), "it in configure_optimizers")
+        settings = framework.settings(self._config, "Lightning", objects, said)
+        several = len(self.optimizers) > 1
+        made: Any = initialize(
+            self.model, settings, optimizer=self.optimizers if several else self.optimizers[0]
+        )
+        self.engine = made.engine
+        self.optimizers = list(made.optimizer) if several else [made.optimizer]
+        self.setup_precision_plugin()
+
+    def teardown(self) -> None:
+        """The engine lives on: the module can be used, and tested."""
+        if not self._has_engine():
+            super().teardown()
+            return
+        for each in (self.cluster_environment, self.precision_plugin, self.accelerator, self.checkpoint_io):
+            assert each is not None
+            each.teardown()
+
+    # Checkpoints.
+
+    @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        return True
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Empty where the engine has the weights: `save_checkpoint` writes them."""
+        return {} if self._has_engine() else super().lightning_module_state_dict()
+
+    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        return {} if self._has_engine() else super().optimizer_state(optimizer)
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        if not self._has_engine():
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+            return
+        assert self.engine is not None
+        if "optimizer_states" not in checkpoint:  # weights_only
+            weights = super().lightning_module_state_dict()
+            super().save_checkpoint(checkpoint | {"state_dict": weights}, filepath, storage_options)
+            return
+        folder = Path(self.broadcast(filepath))
+        overwriting.save(self.engine, folder / _STATES, {})
+        super().save_checkpoint(checkpoint, folder / _REST, storage_options)
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        folder = Path(checkpoint_path)
+        if not folder.is_dir():
+            return super().load_checkpoint(checkpoint_path, weights_only)
+        if not self._has_engine():
+            raise OverspillError(
+                f"overspill: {folder} has an engine's checkpoint, which `fit` opens. For validate, test and predict "
+                "alone save with trainer.save_checkpoint(PATH, weights_only=True)"
+            )
+        assert self.engine is not None
+        overwriting.settle(self.engine, folder / _STATES, "load_checkpoint")
+        rest = super().load_checkpoint(folder / _REST, weights_only)
+        self.engine.load_checkpoint(folder / _STATES)
+        return rest
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        if checkpoint["state_dict"]:  # else the engine has loaded them
+            super().load_model_state_dict(checkpoint, strict)
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Those of another strategy's file."""
+        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
+            if state:
+                optimizer.load_state_dict(state)
