@@ -21,6 +21,7 @@ from torch._C import DisableTorchFunction
 from . import (
     _core,
     beyond,
+    accelerated,
     calls,
     checkpointing,
     exporting,
@@ -263,6 +264,15 @@ class Engine(nn.Module):
     def __reduce_ex__(self, protocol: Any) -> Any:
         """A pickle has the model alone, as one of its class; a run's states are in its checkpoints."""
         return self.module.__reduce_ex__(1)  # later protocols name the class of what is pickled
+
+    @property
+    def _is_accelerate_prepared(self) -> bool:
+        """What Accelerate looks for before it wraps a model."""
+        return accelerated.is_prepared(self.module, self.world_size)
+
+    @_is_accelerate_prepared.setter
+    def _is_accelerate_prepared(self, prepared: bool) -> None:
+        self.module._is_accelerate_prepared = prepared  # type: ignore[assignment]
 
     def train(self, mode: bool = True) -> Engine:
         """As nn.Module's.

@@ -20,7 +20,7 @@ from . import _core, boundary, calls, giving, moments, optim, reading, script_op
 from .config import unusable_number
 from .parts import Part, groups_of
 from .ranks import RankError
-from .residency import Residency, Segment
+from .residency import Residency, Segment, registry
 from .states import States
 
 _TORCH = (torch.optim.AdamW, torch.optim.Adam, torch.optim.Adagrad, torch.optim.SGD)
@@ -595,8 +595,10 @@ class OverspillOptimizer(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """States and hyper-parameters in torch's layout, fp32 on the CPU; for torch.save, beside the model's
-        state_dict. Large tensors lie in files where the engine has a disk. Of one rank only: RankError."""
-        self._require_one_rank("state_dict")
+        state_dict. Large tensors lie in files where the engine has a disk. With several ranks only before the first
+        step, when there is no state yet: RankError afterwards."""
+        if self._has_states():
+            self._require_one_rank("state_dict")
         if self.residency.closed:  # or it would look like one before the first step
             raise RuntimeError(f"overspill: {self.residency.closed}")
         self._check_groups()
@@ -611,7 +613,12 @@ class OverspillOptimizer(torch.optim.Optimizer):
         with calls.Alone():
             self.settle()
             names, has = self.groups.states(), self._states.has
-            states = moments.states_of(self.param_groups, names, self.residency, self.folder, has)
+            several = self.ranks > 1  # which have no states yet
+            states = (
+                {}
+                if several
+                else moments.states_of(self.param_groups, names, self.residency, self.folder, has)
+            )
         found = {"state": states, "param_groups": groups}
         for hook in self._optimizer_state_dict_post_hooks.values():
             found = hook(self, found) or found
@@ -626,9 +633,10 @@ class OverspillOptimizer(torch.optim.Optimizer):
 
         Raises:
             ValueError: it is of another optimizer or model; nothing is changed
-            RankError: there are several ranks
+            RankError: there are several ranks, and there are states, here or in the dict
         """
-        self._require_one_rank("load_state_dict")
+        if self._has_states() or (isinstance(state_dict, Mapping) and state_dict.get("state")):
+            self._require_one_rank("load_state_dict")
         if not isinstance(state_dict, Mapping):
             raise ValueError(
                 f"overspill: load_state_dict was given a {type(state_dict).__name__}: give the dict that "
@@ -674,6 +682,14 @@ class OverspillOptimizer(torch.optim.Optimizer):
             _check_kinds(number, group, merged[-1])
             self.groups.hyper_parameters(group | merged[-1], number)
         return merged
+
+    def _has_states(self) -> bool:
+        """Whether a state dict would have any. True where that is not known."""
+        if self._states is None or self.residency.closed:
+            return True
+        parameters = (p for group in self.param_groups for p in group["params"])
+        segments = (registry.get(id(p)) for p in parameters)
+        return any(self._states.has_begun(segment) for segment in segments if segment is not None)
 
     def _require_one_rank(self, call: str) -> None:
         if self.ranks > 1:

@@ -189,9 +189,11 @@ class States(MutableMapping):
     def has(self, segment: Segment) -> bool:
         """As torch has them: from the first update on; Adagrad's from the beginning."""
         self.require()
-        if not self.names:
-            return False
-        return (
+        return self.has_begun(segment)
+
+    def has_begun(self, segment: Segment) -> bool:
+        """`has`, with several ranks too, of which each knows it."""
+        return bool(self.names) and (
             "sum" in self.names
             or segment in self._begun
             or self.residency.core.updates_of(segment.unit.index, segment.index) > 0

@@ -300,6 +300,14 @@ def test_the_optimizer_itself_is_not_copied(start):
 def test_of_several_ranks_it_is_refused_with_the_way_out(start):
     """Scripts call it on rank 0 alone, where a collective call would hang. The number of ranks is set by hand here."""
     engine = start(Net())
+    state = engine.optimizer.state_dict()
+    engine.optimizer.ranks = 2
+    assert (
+        engine.optimizer.state_dict()["state"] == {}
+    )  # nobody has any yet: Accelerate's prepare asks for it
+    engine.optimizer.load_state_dict(state)
+    engine.optimizer.ranks = 1
+    train(engine, range(1))
     engine.optimizer.ranks = 2
     for call in (engine.optimizer.state_dict, lambda: engine.optimizer.load_state_dict({})):
         with pytest.raises(
