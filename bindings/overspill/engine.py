@@ -20,8 +20,8 @@ from torch._C import DisableTorchFunction
 
 from . import (
     _core,
-    beyond,
     accelerated,
+    beyond,
     calls,
     checkpointing,
     exporting,

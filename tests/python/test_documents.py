@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import tiny
 import torch
 
 import overspill
@@ -139,12 +140,17 @@ def same(ours, theirs):
     )
 
 
-def trained(config, folder, resume=None):
-    """By a Trainer and an engine that are new."""
-    from transformers import Trainer, TrainingArguments
+def example(section, disk, **names):
+    """The names that a section of docs/frameworks.md leaves, with a folder of the test's in the place of a disk."""
+    instead = {} if section == "TRL" else {"/mnt/disk": str(disk)}
+    exec(script("docs/frameworks.md", section, **instead), names)
+    return names
 
-    model, rows = model_and_rows()
-    arguments = TrainingArguments(
+
+def arguments(folder):
+    from transformers import TrainingArguments
+
+    return TrainingArguments(
         output_dir=str(folder),
         max_steps=STEPS,
         per_device_train_batch_size=2,
@@ -157,23 +163,63 @@ def trained(config, folder, resume=None):
         use_cpu=True,
         disable_tqdm=True,
     )
-    trainer = Trainer(model, arguments, train_dataset=[{"input_ids": r, "labels": r} for r in rows])
-    names = {"overspill": overspill}
-    exec(script("docs/trainer.md", "Trainer"), names)
-    engine = names["hand_over"](trainer, config("nvme", checkpoints_kept=STEPS))
-    try:
-        trainer.train(resume_from_checkpoint=resume)
-        assert trainer.state.global_step == STEPS == engine.stats()["step"]
-        return bits(engine)
-    finally:
-        engine.close()
 
 
-def test_a_trainer_goes_on_where_another_one_saved(config, tmp_path):
-    straight = trained(config, tmp_path / "straight")
+def test_a_trainer_goes_on_where_another_one_saved(tmp_path, monkeypatch):
+    from transformers import AutoModelForCausalLM
+
+    monkeypatch.chdir(tmp_path)
+    model, rows = model_and_rows()
+    data = [{"input_ids": row, "labels": row} for row in rows]
+    given = example("Trainer", tmp_path, model=model, args=arguments(tmp_path / "straight"), data=data)
+    straight = bits(given["trainer"].engine)
+    given["trainer"].engine.close()
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "finetuned").dtype == torch.bfloat16
     for step in range(1, STEPS):
-        resumed = trained(config, tmp_path / f"from-{step}", str(tmp_path / f"straight/checkpoint-{step}"))
-        assert same(resumed, straight), step
+        again = given["Trainer"](
+            model_and_rows()[0],
+            arguments(tmp_path / f"from-{step}"),
+            train_dataset=data,
+            overspill=given["config"],
+        )
+        again.train(resume_from_checkpoint=str(tmp_path / f"straight/checkpoint-{step}"))
+        assert again.state.global_step == STEPS == again.engine.stats()["step"]
+        assert same(bits(again.engine), straight), step
+        again.engine.close()
+
+
+def test_a_trainer_of_trl(tmp_path):
+    trl = pytest.importorskip("trl", reason="trl is not installed: requirements-dev.txt has it")
+    from datasets import Dataset
+
+    root = tiny.make_model(tmp_path / "model", tiny.make_texts(tmp_path / "texts"))
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    args = trl.SFTConfig(
+        str(tmp_path / "out"), max_steps=1, use_cpu=True, bf16=False, report_to=[], disable_tqdm=True
+    )
+    given = example(
+        "TRL",
+        tmp_path,
+        model=AutoModelForCausalLM.from_pretrained(root),
+        tokenizer=AutoTokenizer.from_pretrained(root),
+        args=args,
+        data=Dataset.from_list([{"text": " ".join(tiny.WORDS[:9])}] * 8),
+        config={"budget": {"host": "64MiB", "nvme": [str(tmp_path)]}},
+    )
+    assert given["trainer"].engine.stats()["step"] == 1
+    given["trainer"].engine.close()
+
+
+def test_lightnings_trainer(tmp_path, monkeypatch):
+    pytest.importorskip("lightning", reason="lightning is not installed: requirements-dev.txt has it")
+    import test_lightning
+
+    monkeypatch.chdir(tmp_path)
+    given = example("Lightning", tmp_path, module=test_lightning.made(), loader=test_lightning.loader())
+    assert (tmp_path / "last.ckpt/overspill/manifest.json").is_file()
+    given["strategy"].engine.close()
+    torch.distributed.destroy_process_group()
 
 
 def accelerated(config, saved, begin=0):
@@ -186,7 +232,7 @@ def accelerated(config, saved, begin=0):
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (step + 1))
     names = {"accelerator": Accelerator(cpu=True)}
     names |= {"engine": engine, "optimizer": optimizer, "scheduler": scheduler}
-    exec(script("docs/trainer.md", "Accelerate"), names)
+    exec(script("docs/frameworks.md", "Accelerate"), names)
     accelerator, model, optimizer, scheduler = (
         names[name] for name in ("accelerator", "model", "optimizer", "scheduler")
     )
