@@ -156,7 +156,9 @@ def test_a_language_model_by_the_trainer_and_a_stock_json(model, tmp_path, kind)
     losses, rates = zip(*ours["log"], strict=True)
     their_losses, their_rates = zip(*plain["log"], strict=True)
     assert losses == pytest.approx(their_losses, rel=1e-5)
-    assert rates[:-1] == their_rates[1:]  # as DeepSpeed does, the engine has stepped the schedule when it is logged
+    assert (
+        rates[:-1] == their_rates[1:]
+    )  # as DeepSpeed does, the engine has stepped the schedule when it is logged
     assert math.isclose(ours["perplexity"], plain["perplexity"], rel_tol=1e-4)
     again = trained(
         "ours", "--deepspeed", json_file, "--resume_from_checkpoint", tmp_path / "ours/checkpoint-2"
