@@ -383,11 +383,12 @@ def test_a_loop_with_checkpoints_of_its_own_and_three_lines_more(tmp_path, monke
 
 
 LIGHTNING = """
-import lightning, torch
+import lightning
+from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.strategies import DeepSpeedStrategy
 
 trainer = lightning.Trainer(accelerator="cpu", devices=1, strategy=DeepSpeedStrategy(stage=3), logger=False)
-trainer.fit(lightning.pytorch.demos.boring_classes.BoringModel())
+trainer.fit(BoringModel())
 """
 
 
