@@ -11,10 +11,12 @@ from typing import Any
 
 import numpy as np
 
+from ._core import OverspillError
+
 NOT_LEARNED = -100  # the label that torch's cross entropy leaves out
 
 
-class Unusable(ValueError):
+class Unusable(OverspillError, ValueError):
     """A record that cannot be learned from: what is wrong with it, in words."""
 
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from overspill import engine as module
-from overspill import extra, hooks, ranks, start, state
+from overspill import extra, handover, hooks, ranks, start, state
 from overspill._testing import Options
 from overspill.config import Config
 from overspill.optimizer import OverspillOptimizer
@@ -22,7 +22,7 @@ PLACES = {
     "script": (start, "initialize"),  # the script itself, before it calls it
     "config": (Config, "read"),
     "model": (start.divided, "check"),
-    "partition": (module, "partition"),
+    "partition": (handover, "partition"),
     "broadcast": (ranks, "broadcast_model"),
     "materialise": (module, "materialise"),
     "weights": (Residency, "take_weights"),

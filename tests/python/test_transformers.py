@@ -239,7 +239,7 @@ def test_what_an_engine_has_no_use_of_is_refused_by_name(tmp_path, options, word
             {"gradient_clipping": 2.0},
             "gradient_clipping = 2.0, and max_grad_norm = 0.5 of the Trainer differ",
         ),
-        ({"gradient_accumulation_steps": 3}, "gradient_accumulation_steps = 3 .* differ"),
+        ({"gradient_accumulation_steps": 3}, "gradient_accumulation_steps = 3, .* differ"),
         ({"buget": {}}, 'did you mean "budget"'),
     ],
 )
