@@ -252,20 +252,9 @@ def test_lines_commands_and_the_keys_that_edit_them(chat, tmp_path):
 
 
 def test_ctrl_c_stops_the_answer_and_at_an_empty_prompt_the_program(chat, folder):
-    """An answer may draw its end before the key comes, and then the key ends the program: a few such starts count for
-    nothing."""
     (folder / "generation_config.json").write_text('{"eos_token_id": 0, "temperature": 1.0}')
-    for seed in range(1, 4):
-        try:
-            _stops_and_leaves(chat, seed)
-            return
-        except AssertionError:
-            if seed == 3:
-                raise
-
-
-def _stops_and_leaves(chat, seed):
-    terminal = chat("--positions", 200000, "--seed", seed)  # a model that was not trained goes on for long
+    # The likeliest token of a model that was not trained is the one before it: its answer does not end.
+    terminal = chat("--positions", 200000, "--temperature", 0)
     terminal.send("the bird\n")
     terminal.until(r"\n[^>]{40}")
     terminal.send("\x03")
