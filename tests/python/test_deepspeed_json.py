@@ -5,6 +5,7 @@ import json
 import warnings
 from pathlib import Path
 
+import deepspeed_stock
 import pytest
 import torch
 from tiny import SMALL
@@ -32,20 +33,7 @@ STOCK = {
         "type": "WarmupLR",
         "params": {"warmup_min_lr": 0, "warmup_max_lr": 3e-5, "warmup_num_steps": 500},
     },
-    "zero_optimization": {
-        "stage": 3,
-        "offload_optimizer": {"device": "cpu", "pin_memory": True},
-        "offload_param": {"device": "cpu", "pin_memory": True},
-        "overlap_comm": True,
-        "contiguous_gradients": True,
-        "sub_group_size": 1e9,
-        "reduce_bucket_size": "auto",
-        "stage3_prefetch_bucket_size": "auto",
-        "stage3_param_persistence_threshold": "auto",
-        "stage3_max_live_parameters": 1e9,
-        "stage3_max_reuse_distance": 1e9,
-        "stage3_gather_16bit_weights_on_model_save": True,
-    },
+    "zero_optimization": deepspeed_stock.ZERO_3,
     "gradient_accumulation_steps": 2,
     "gradient_clipping": 0.5,
     "steps_per_print": 2000,

@@ -8,6 +8,7 @@ import runpy
 import subprocess
 import sys
 
+import deepspeed_stock
 import pytest
 import tiny
 from test_deepspeed_module import ENVIRONMENT
@@ -23,20 +24,7 @@ STOCK = {
         "type": "WarmupLR",
         "params": dict.fromkeys(("warmup_min_lr", "warmup_max_lr", "warmup_num_steps"), AUTO),
     },
-    "zero_optimization": {
-        "stage": 3,
-        "offload_optimizer": {"device": "cpu", "pin_memory": True},
-        "offload_param": {"device": "cpu", "pin_memory": True},
-        "overlap_comm": True,
-        "contiguous_gradients": True,
-        "sub_group_size": 1e9,
-        "reduce_bucket_size": AUTO,
-        "stage3_prefetch_bucket_size": AUTO,
-        "stage3_param_persistence_threshold": AUTO,
-        "stage3_max_live_parameters": 1e9,
-        "stage3_max_reuse_distance": 1e9,
-        "stage3_gather_16bit_weights_on_model_save": True,
-    },
+    "zero_optimization": deepspeed_stock.ZERO_3,
     "gradient_accumulation_steps": AUTO,
     "gradient_clipping": AUTO,
     "steps_per_print": 2000,
