@@ -35,7 +35,7 @@ SAMPLES = {
 }
 OWN = {  # options that no configuration file has
     "model", "data", "heldout", "seq_len", "warmup", "checkpointing", "torch_threads", "steps", "config",
-    "save_every", "save_minutes", "eval_batches", "cache",
+    "save_every", "save_minutes", "eval_batches", "cache", "schedule", "epochs", "eval_every",
 }  # fmt: skip
 
 
@@ -166,6 +166,7 @@ FILE_ONLY = {
     "on_nonfinite": "raise",
     "dataloader_drop_last": True,  # every micro-batch of the command's is whole
     "zero_optimization.stage": 2,
+    "frozen.format": "int8",
     "engine.prefetch_units": 2,
     "engine.speculate": True,
     "engine.chunk_elements": 4096,
@@ -196,7 +197,7 @@ def test_optimizers_of_deepspeeds_form_keep_their_rate_and_decay(kind, folder):
     section = {"type": kind, "params": {"lr": 0.25, "weight_decay": 0.125}}
     chosen = chosen_of("train", "--config", written(folder, {"optimizer": section}))
     assert (chosen.config.optimizer.lr, chosen.config.optimizer.weight_decay) == (0.25, 0.125)
-    assert chosen.settings.lr == 0.25 and chosen.settings.learning_rate(0) == 0.25
+    assert chosen.settings.lr == 0.25 and chosen.settings.learning_rate(0, 1) == 0.25
     typed = chosen_of("train", "--config", written(folder, {"optimizer": section}), "--lr", 0.5)
     assert (typed.config.optimizer.lr, typed.config.optimizer.weight_decay) == (0.5, 0.125)
 

@@ -193,9 +193,11 @@ class Session:
         hook = hook or (lambda loop: None)
         board = Board(self.folder.path, warn)
         if self.reached:
+            epochs = self.settings.epochs
+            name, value = ("--steps", self.steps) if epochs is None else ("--epochs", epochs)
             say(
-                f"step {self.loop.step} is reached already, and the run has {self.steps}: nothing is trained; give a "
-                "larger --steps or --epochs to go on"
+                f"step {self.loop.step} is reached already, {name} is {value}: nothing is trained; give a "
+                f"larger {name} to go on"
             )
         with self.stop.listening(), Display(self.loop.step, self.steps) as display:
             if self.loop.step == 0:
