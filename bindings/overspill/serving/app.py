@@ -224,20 +224,27 @@ class App:
             )
         most = self._limits.body_bytes
         too_large = ApiError(f"the body is larger than {most} bytes", status=413, headers=_CLOSE)
+        # One that is not much larger is read to its end and not kept: a client that still sends when the connection is
+        # closed may lose the answer.
+        read_most = 2 * most
         length = request.headers.get("content-length", "0")
-        if length.isdecimal() and int(length[:20]) > most:
+        if length.isdecimal() and int(length[:20]) > read_most:
             raise too_large
-        body = bytearray()
+        body, size = bytearray(), 0
         try:
             async with asyncio.timeout(self._limits.body_seconds):
                 async for part in request.stream():
-                    body += part
-                    if len(body) > most:
+                    size += len(part)
+                    if size > read_most:
                         raise too_large
+                    if size <= most:
+                        body += part
         except TimeoutError:
             raise ApiError("the body did not come in time", status=408, headers=_CLOSE) from None
         except ClientDisconnect:  # nobody reads this
             raise ApiError("the client has gone", status=400, headers=_CLOSE) from None
+        if size > most:
+            raise too_large
         return bytes(body)
 
     def _encode(self, asked: Asked) -> tuple[list[int], Schema | None]:
