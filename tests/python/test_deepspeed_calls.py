@@ -2,6 +2,7 @@
 helpers, and the names that are refused."""
 
 import logging
+import re
 from argparse import Namespace
 
 import pytest
@@ -238,7 +239,8 @@ def test_small_helpers(caplog):
     with caplog.at_level(logging.INFO, "overspill.deepspeed"):
         parts.see_memory_usage("here")
         parts.see_memory_usage("there", force=True)
-    assert "there: 0." in caplog.text and "here:" not in caplog.text.replace("there:", "")
+    # How much it is depends on what else has run in this process.
+    assert re.search(r"there: \d+\.\d+ GiB", caplog.text) and not re.search(r"\bhere:", caplog.text)
     with pytest.raises(AssertionError, match="model is missing"):
         deepspeed.initialize(config={})
     model = nn.Linear(2, 2)

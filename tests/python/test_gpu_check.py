@@ -5,6 +5,7 @@ import importlib.util
 import json
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -168,8 +169,37 @@ def test_a_call_has_its_rows_and_ends_within_its_minutes(with_cuda, tmp_path, mo
 def test_a_program_does_not_outlast_the_minutes(tmp_path):
     _, given = arguments(tmp_path)
     made = check.Check(check.parsed([*given, "--minutes", "0.27"]))  # 15 s are kept for the end
-    code, text = made.run(["sleep", "60"], 300)
-    assert code == 124 and "ended after 1 s" in text
+    # Nor does what it has started, which holds the other end of its pipe.
+    code, text = made.run(["bash", "-c", "echo begun; sleep 60 & sleep 60"], 300)
+    assert code == 124 and "begun" in text and "ended after 1 s" in text
+
+
+def test_rows_that_measure_nothing_run_beside_each_other(tmp_path, monkeypatch):
+    out, given = arguments(tmp_path)
+    both = threading.Barrier(2, timeout=30)
+
+    def meets(self, task):
+        both.wait()
+        return check.Row(task.name, "ok")
+
+    def alone(self, task):
+        assert both.n_waiting == 0 and self.rows.keys() == {"first", "second"}
+        return check.Row(task.name, "ok")
+
+    tasks = [check.Task(name, 1, meets, beside=True) for name in ("first", "second")]
+    monkeypatch.setattr(check, "TASKS", (*tasks, check.Task("third", 1, alone)))
+    assert check.main([*given, "--at-once", "2"]) == 0
+    # In the order of the tasks, whichever ended first.
+    assert [row["name"] for row in json.loads(out.read_text())["rows"]] == ["first", "second", "third"]
+
+
+def test_all_that_programs_said_is_kept(tmp_path):
+    out, given = arguments(tmp_path)
+    out.parent.mkdir(exist_ok=True)
+    made = check.Check(check.parsed(given))
+    made.run(["bash", "-c", "echo a line; echo $MORE; exit 7"], 300, MORE="from the environment")
+    text = out.with_suffix(".log").read_text()
+    assert "a line\nfrom the environment\n\nexit status 7\n" in text
 
 
 def test_each_row_is_written_when_it_is_there(tmp_path, monkeypatch):
@@ -222,6 +252,6 @@ def test_core_of_other_sources_is_not_used(tmp_path, monkeypatch):
 def test_the_calls_are_listed_with_what_they_need(capsys):
     assert check.main(["--calls"]) == 0
     text = capsys.readouterr().out
-    for call in range(1, 5):
+    for call in range(1, 4):
         assert f"tools/gpu-check --call {call} --minutes 9 --out $OUT/gpu.json" in text
     assert all(task.name in text for task in check.TASKS)

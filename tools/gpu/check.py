@@ -4,28 +4,34 @@ minutes.
 
     tools/gpu-bundle                                   elsewhere, once: what such a machine lacks, and the tests built
     tools/gpu-check --calls                            the calls in order: what each needs there and brings back
-    tools/gpu-check --call 1 --minutes 9               on the machine; results/gpu.json keeps the rows of other calls
+    tools/gpu-check --call 1 --minutes 9               on the machine; results/gpu.json keeps the rows of other calls,
+                                                       results/gpu.log has all that the programs have said
     tools/gpu-check                                    all of it, where time does not count
     tools/gpu-check --only kernels --only copies       rows with one of these in their name
 
-What is missing on the machine is taken from the bundle; it is used from there, nothing is installed. Needs Python 3.10
-alone; the rows with PyTorch need one that has torch and numpy. Exit status 0 where no row failed.
+Rows that measure nothing run beside each other, one for each four cores. What is missing on the machine is taken from
+the bundle; it is used from there, nothing is installed. Needs Python 3.10 alone; the rows with PyTorch need one that
+has torch and numpy. Exit status 0 where no row failed.
 """
 
 from __future__ import annotations
 
 import argparse
 import hashlib
+import itertools
 import json
 import os
 import platform
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import sysconfig
+import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -50,12 +56,14 @@ RESERVE_S = 15.0  # of the minutes: for the end
 
 @dataclass(frozen=True)
 class Task:
-    """A row, and how it comes about. `call`: of those that fit into some minutes each. `limit_s`: of its program."""
+    """A row, and how it comes about. `call`: of those that fit into some minutes each. `limit_s`: of its program.
+    `beside`: it measures nothing, so that others like it may run at the same time."""
 
     name: str
     call: int
     run: Callable[[Check, Task], Row]
     limit_s: float = 300
+    beside: bool = False
 
 
 def bundle_environment(bundle: Path) -> dict[str, str]:
@@ -99,6 +107,7 @@ class Check:
     def __init__(self, args: argparse.Namespace):
         self.args = args
         self.until = time.monotonic() + args.minutes * 60 - RESERVE_S if args.minutes else None
+        self._lock = threading.RLock()  # of what rows beside each other share
         self.rows: dict[str, Row] = {}
         self.before = json.loads(args.out.read_text())["rows"] if args.out.is_file() else []
         self.only = [text.lower() for text in args.only]
@@ -108,21 +117,34 @@ class Check:
         self.environment |= nccl_of(sys.executable, self.environment)
         self.machine = machine(self)
         self._python: str | None = None
+        self._sees: bool | None = None
 
-    def run(self, command: list[str], timeout_s: float) -> tuple[int, str]:
-        timeout_s = min(timeout_s, self.seconds_left())
+    def run(self, command: list[str], timeout_s: float, **more: str) -> tuple[int, str]:
+        """Exit status and output, which the log gets too. `more`: of the environment."""
+        code, text = self._run(command, min(timeout_s, self.seconds_left()), self.environment | more)
+        if self.args.out.parent.is_dir():
+            with self._lock, self.args.out.with_suffix(".log").open("a") as log:
+                log.write(f"$ {' '.join(command)}\n{text}\nexit status {code}\n\n")
+        return code, text
+
+    def _run(self, command: list[str], timeout_s: float, environment: dict[str, str]) -> tuple[int, str]:
         try:
-            done = subprocess.run(
-                command, cwd=ROOT, env=self.environment, text=True, timeout=timeout_s, errors="replace",
+            started = subprocess.Popen(
+                command, cwd=ROOT, env=environment, text=True, errors="replace", start_new_session=True,
                 stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
             )  # fmt: skip
-        except subprocess.TimeoutExpired as error:
-            text = error.stdout or b""
-            text = text.decode(errors="replace") if isinstance(text, bytes) else text
-            return 124, f"{text}\nended after {timeout_s:.0f} s"
         except OSError as error:
             return 127, str(error)
-        return done.returncode, done.stdout
+        with started:
+            try:
+                text = started.communicate(timeout=timeout_s)[0]
+                return started.returncode, text
+            except subprocess.TimeoutExpired:
+                os.killpg(started.pid, signal.SIGKILL)  # and what it has started: that holds the pipe open
+                return 124, f"{started.communicate()[0]}\nended after {timeout_s:.0f} s"
+            except BaseException:  # Ctrl-C
+                os.killpg(started.pid, signal.SIGKILL)
+                raise
 
     def seconds_left(self) -> float:
         return float("inf") if self.until is None else max(1.0, self.until - time.monotonic())
@@ -130,23 +152,28 @@ class Check:
     def wanted(self, task: Task) -> bool:
         if task.run is build:
             return not self.args.no_build
-        if self.args.call and task.call != self.args.call:
+        if self.args.call and task.call not in self.args.call:
             return False
         return not self.only or any(text in task.name.lower() for text in self.only)
 
     def all(self) -> None:
-        for task in TASKS:
-            if not self.wanted(task):
-                continue
-            start = time.monotonic()
-            if self.seconds_left() <= 1:
-                row = Row(task.name, "not run", f"the {self.args.minutes:g} minutes were over")
-            else:
-                row = task.run(self, task)
-            row.seconds = round(time.monotonic() - start, 1)
+        wanted = [task for task in TASKS if self.wanted(task)]
+        for beside, tasks in itertools.groupby(wanted, lambda task: task.beside):
+            with ThreadPoolExecutor(self.args.at_once if beside else 1) as pool:
+                for done in [pool.submit(self.one, task) for task in tasks]:
+                    done.result()
+
+    def one(self, task: Task) -> None:
+        start = time.monotonic()
+        if self.seconds_left() <= 1:
+            row = Row(task.name, "not run", f"the {self.args.minutes:g} minutes were over")
+        else:
+            row = task.run(self, task)
+        row.seconds = round(time.monotonic() - start, 1)
+        reason = f": {row.reason}" if row.reason else ""
+        print(f"{row.status:8} {row.name} ({row.seconds} s){reason}", flush=True)
+        with self._lock:
             self.rows[row.name] = row
-            reason = f": {row.reason}" if row.reason else ""
-            print(f"{row.status:8} {row.name} ({row.seconds} s){reason}", flush=True)
             self.write()
 
     def write(self) -> None:
@@ -155,10 +182,12 @@ class Check:
         for name, row in self.rows.items():
             if not (row.status == "not run" and "minutes were over" in row.reason and name in rows):
                 rows[name] = asdict(row) | {"gpus": self.machine["gpus"]}
+        order = [task.name for task in TASKS]
+        told = sorted(rows.values(), key=lambda row: order.index(row["name"]) if row["name"] in order else -1)
         out = self.args.out
         out.parent.mkdir(parents=True, exist_ok=True)
         part = out.with_suffix(".part")
-        part.write_text(json.dumps({"machine": self.machine, "rows": list(rows.values())}, indent=1) + "\n")
+        part.write_text(json.dumps({"machine": self.machine, "rows": told}, indent=1) + "\n")
         part.replace(out)
 
     def program(self, program: str) -> Path:
@@ -168,6 +197,10 @@ class Check:
 
     def why_no_python(self) -> str:
         """What the rows with PyTorch lack; empty where nothing."""
+        with self._lock:
+            return self._why_no_python()
+
+    def _why_no_python(self) -> str:
         if self._python is None:
             look = f"import importlib.util as u; print(*[m for m in {NEEDED} if u.find_spec(m) is None])"
             code, text = self.run([sys.executable, "-c", look], 120)
@@ -185,8 +218,9 @@ class Check:
             return "overspill._core was not built"
         for library in found:
             link = ROOT / "bindings/overspill" / library.name
-            link.unlink(missing_ok=True)
-            link.symlink_to(library)
+            if link.resolve() != library.resolve():  # another check may be using it
+                link.unlink(missing_ok=True)
+                link.symlink_to(library)
         paths = [str(ROOT / "bindings"), str(ROOT / "tests/python"), self.environment.get("PYTHONPATH", "")]
         self.environment["PYTHONPATH"] = os.pathsep.join(paths)
         built = self.args.build / REFERENCE
@@ -200,8 +234,11 @@ class Check:
     def why_no_torch_gpu(self) -> str:
         if why := self.why_no_python():
             return why
-        _, text = self.run([sys.executable, "-c", "import torch; print(torch.cuda.is_available())"], 300)
-        return "" if text.strip().endswith("True") else f"{sys.executable}'s torch sees no GPU"
+        with self._lock:
+            if self._sees is None:
+                look = "import torch; print(torch.cuda.is_available())"
+                self._sees = self.run([sys.executable, "-c", look], 300)[1].strip().endswith("True")
+        return "" if self._sees else f"{sys.executable}'s torch sees no GPU"
 
 
 # ---- rows
@@ -307,17 +344,22 @@ def copies(check: Check, task: Task) -> Row:
     return judge_bench(task.name, *check.run([str(path)], task.limit_s))
 
 
-def python_tests(file: str, *chosen: str, device: str = "cuda") -> Callable[[Check, Task], Row]:
+def python_tests(
+    file: str, *chosen: str, device: str = "cuda", processes: int = 1
+) -> Callable[[Check, Task], Row]:
+    """`processes`: that share the tests where there is pytest-xdist and four cores for each."""
+
     def run(check: Check, task: Task) -> Row:
         why = check.why_no_torch_gpu() if device == "cuda" else check.why_no_python()
         if why:
             return Row(task.name, "not run", why)
-        check.environment |= {
-            "OVERSPILL_DEVICE": device,
-            "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
-        }  # deterministic
         command = [sys.executable, "-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider", file, *chosen]
-        return judge_pytest(task.name, *check.run(command, task.limit_s))
+        share = min(processes, (os.cpu_count() or 1) // 4)
+        if share > 1 and check.run([sys.executable, "-c", "import xdist"], 60)[0] == 0:
+            command += ["-n", str(share)]
+        deterministic = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+        ran = check.run(command, task.limit_s, OVERSPILL_DEVICE=device, **deterministic)
+        return judge_pytest(task.name, *ran)
 
     return run
 
@@ -349,27 +391,31 @@ def overlap(check: Check, task: Task) -> Row:
 
 BENCH_1B, BENCH_7B = "training benchmark, 1 B", "training benchmark, 7 B"
 ON_ACCELERATOR, SMOKE = "tests/python/on_accelerator.py", "tests/python/smoke.py"
-# In order: what the others need first, then what is short. A call of 0 is part of every one.
+A_ZOO, NOT_ZOO = "bit_equal", "not bit_equal"
+# In order: what the others need first, then what is short; of rows beside each other the longest first.
 TASKS = (
     Task("build", 0, build, 420),
     Task("programs find their libraries", 1, programs),
     Task("smoke on the CPU", 1, python_tests(SMOKE, device="host"), 120),
     Task("smoke on CUDA", 1, python_tests(SMOKE), 120),
-    Task("device conformance", 1, tests(KERNELS, "Cuda.*:Cuda/Device*"), 120),
-    Task("kernels have the CPU's bits", 1, tests(KERNELS, "CudaKernels*:Cuda/Kernel*"), 120),
     Task("copies beside cudaMemcpyAsync", 1, copies, 60),
-    Task("training has the reference's bits", 1, tests(ENGINE, "*_cuda_*"), 180),
-    Task("two ranks on one GPU", 1, tests(ENGINE, "TwoRanks*", hidden=True), 120),
-    Task("stages over ranks on one GPU", 1, tests(RANKS, "*Stages*EveryDevice*", hidden=True), 120),
-    Task("NCCL on one GPU", 1, tests(NCCL, "Gpus/*of_1:RealNcclOnOneGpu*"), 120),
-    Task("NCCL between two GPUs", 1, tests(NCCL, "Gpus/*of_2"), 120),
-    Task("streams, inputs, checkpoints, autocast on CUDA", 2, python_tests(ON_ACCELERATOR, "-k", "not bit_equal"), 240),
-    Task("zoo on CUDA", 2, python_tests(ON_ACCELERATOR, "-k", "bit_equal"), 400),
-    Task("compute-sanitizer memcheck", 2, sanitizer("memcheck"), 180),
-    Task("compute-sanitizer racecheck", 2, sanitizer("racecheck"), 180),
-    Task(BENCH_1B, 3, training("--models", "1b", "--modes", "clipped", "default"), 520),
-    Task("overlap in a trace from CUDA events", 3, overlap),
-    Task(BENCH_7B, 4, training("--models", "7b", "--modes", "clipped", "default", "--tokens", "32768", "65536"), 520),
+    Task("zoo on CUDA", 1, python_tests(ON_ACCELERATOR, "-k", A_ZOO, processes=4), 300, True),
+    Task("compute-sanitizer racecheck", 1, sanitizer("racecheck"), 240, True),
+    Task("compute-sanitizer memcheck", 1, sanitizer("memcheck"), 240, True),
+    Task("training has the reference's bits", 1, tests(ENGINE, "*_cuda_*"), 180, True),
+    Task(
+        "streams, inputs, checkpoints, autocast on CUDA",
+        1, python_tests(ON_ACCELERATOR, "-k", NOT_ZOO, processes=2), 240, True,
+    ),
+    Task("device conformance", 1, tests(KERNELS, "Cuda.*:Cuda/Device*"), 120, True),
+    Task("kernels have the CPU's bits", 1, tests(KERNELS, "CudaKernels*:Cuda/Kernel*"), 120, True),
+    Task("two ranks on one GPU", 1, tests(ENGINE, "TwoRanks*", hidden=True), 120, True),
+    Task("stages over ranks on one GPU", 1, tests(RANKS, "*Stages*EveryDevice*", hidden=True), 120, True),
+    Task("NCCL on one GPU", 1, tests(NCCL, "Gpus/*of_1:RealNcclOnOneGpu*"), 120, True),
+    Task("NCCL between two GPUs", 1, tests(NCCL, "Gpus/*of_2"), 120, True),
+    Task(BENCH_1B, 2, training("--models", "1b", "--modes", "clipped", "default"), 520),
+    Task("overlap in a trace from CUDA events", 2, overlap),
+    Task(BENCH_7B, 3, training("--models", "7b", "--modes", "clipped", "default", "--tokens", "32768", "65536"), 520),
 )  # fmt: skip
 
 
@@ -405,8 +451,8 @@ def print_calls(args: argparse.Namespace) -> None:
         bundle = f"{args.bundle.name} ({size_mib(args.bundle):.1f} MiB)"
     for call in sorted({task.call for task in TASKS} - {0}):
         rows = [task.name for task in TASKS if task.call in (0, call)]
-        brings = ["gpu.json"] + (["core/ (_core, about 5 MiB)"] if call == 1 else [])
-        brings += ["a trace of some MiB a model (*.json)"] if call > 2 else []
+        brings = ["gpu.json", "gpu.log"] + (["core/ (_core, about 5 MiB)"] if call == 1 else [])
+        brings += ["a trace of some MiB a model (*.json)"] if call > 1 else []
         print(f"call {call}, 9 minutes at most")
         print(f"  there:   tools/gpu-check --call {call} --minutes 9 --out $OUT/gpu.json")
         print(f"  carries: the sources, {bundle}")
@@ -438,9 +484,8 @@ def parsed(argv: list[str] | None = None) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--calls", action="store_true", help="print the calls in order, and do nothing")
-    parser.add_argument(
-        "--call", type=int, choices=sorted({task.call for task in TASKS} - {0}), help="its rows alone"
-    )
+    calls = sorted({task.call for task in TASKS} - {0})
+    parser.add_argument("--call", type=int, nargs="+", choices=calls, default=[], help="their rows alone")
     parser.add_argument(
         "--minutes", type=float, default=0, help="begin nothing and run nothing beyond; 0: no limit"
     )
@@ -454,6 +499,10 @@ def parsed(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--bench", default="", metavar="ARGS", help="more of bench/gpu/run.py, in one text")
     parser.add_argument("--out", type=Path, default=ROOT / "results/gpu.json")
     parser.add_argument("--jobs", type=int, default=os.cpu_count())
+    parser.add_argument(
+        "--at-once", type=int, default=max(1, (os.cpu_count() or 1) // 4), metavar="N",
+        help="rows that measure nothing beside each other (default: one for each four cores)",
+    )  # fmt: skip
     args = parser.parse_args(argv)
     args.build = args.build.resolve()
     return args
