@@ -48,12 +48,33 @@ void GradientSquares::take_there(kernels::Stream& stream, int32_t unit, int32_t 
                                  const std::byte* gradient) {
   const int64_t width = optim::bytes(type);
   auto* const blocks = reinterpret_cast<kernels::Squares*>(memory_.data());
+  // A chunk fills a small part of a GPU, and one kernel waits for the one before: runs go together where
+  // their blocks lie as those of one run would.
+  struct Together {
+    int64_t begin = 0;  // in the segment
+    int64_t elements = 0;
+    int64_t first_block = 0;
+  } together;
+  const auto take = [&] {
+    if (together.elements == 0) return;
+    context_.device().kernels()->squares(stream, type, gradient + together.begin * width, together.elements,
+                                         blocks + together.first_block);
+  };
   for_each_run(context_.layout, unit, segment, [&](int32_t chunk, int32_t run, int64_t in_segment) {
-    context_.device().kernels()->squares(stream, type, gradient + in_segment * width,
-                                         context_.layout.chunks[chunk].runs[run].elements,
-                                         blocks + first_block_[chunk][run]);
+    const int64_t elements = context_.layout.chunks[chunk].runs[run].elements;
+    const int64_t first_block = first_block_[chunk][run];
+    const bool goes_on = together.elements > 0 && together.elements % kernels::kSquaresBlock == 0 &&
+                         together.begin + together.elements == in_segment &&
+                         together.first_block + together.elements / kernels::kSquaresBlock == first_block;
+    if (goes_on) {
+      together.elements += elements;
+    } else {
+      take();
+      together = {in_segment, elements, first_block};
+    }
     of_[chunk][run].taken = Taken::there;
   });
+  take();
 }
 
 kernels::Event GradientSquares::take_there(const kernels::Event& ready, int32_t unit, int32_t segment,

@@ -21,6 +21,7 @@
 #include <sstream>
 #include <stdexcept>
 #include <string>
+#include <string_view>
 #include <utility>
 #include <vector>
 
@@ -182,8 +183,13 @@ class Contender {
 
 int main(int argc, char** argv) {
   using namespace overspill;
+  constexpr const char* kUsage = "usage: bench_adam FORMAT MILLIONS";
+  if (argc == 2 && std::string_view(argv[1]) == "--help") {
+    std::cout << kUsage << "\n";
+    return 0;
+  }
   try {
-    if (argc != 3 || std::atol(argv[2]) < 1) throw std::invalid_argument("usage: bench_adam FORMAT MILLIONS");
+    if (argc != 3 || std::atol(argv[2]) < 1) throw std::invalid_argument(kUsage);
     bench::Contender contender(optim::format_named(argv[1]), int64_t{std::atol(argv[2])} << 20);
     std::cout << contender.hello().dump() << std::endl;
     for (std::string line; std::getline(std::cin, line);)

@@ -12,6 +12,7 @@
 #include <nlohmann/json.hpp>
 #include <stdexcept>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "kernels/cuda/cuda_device.h"
@@ -172,6 +173,10 @@ int run(int64_t mib, int rounds) {
 }  // namespace overspill::kernels
 
 int main(int argc, char** argv) {
+  if (argc > 1 && std::string_view(argv[1]) == "--help") {
+    fmt::print("usage: bench_cuda_copy [MiB of each buffer, default 1024] [rounds, default 9]\n");
+    return 0;
+  }
   const int64_t mib = argc > 1 ? std::atoll(argv[1]) : 1024;
   const int rounds = argc > 2 ? std::atoi(argv[2]) : 9;
   return overspill::kernels::run(mib, rounds);

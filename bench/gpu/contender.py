@@ -58,7 +58,7 @@ class Plain(Contender):
 
     def __init__(self, args: argparse.Namespace):
         self.device = torch.device(args.device if args.device != "host" else "cpu")
-        self.model = build(SHAPES[args.model]).to(self.device)
+        self.model = build(SHAPES[args.model], device=self.device)
 
     def step(self, batches: list[torch.Tensor]) -> float:
         losses = []

@@ -96,13 +96,14 @@ class Llama(nn.Module):
         return checkpoint(loss, x, use_reentrant=False)
 
 
-def build(shape: Shape, dtype: torch.dtype = torch.bfloat16) -> Llama:
-    """With random weights of the size that training starts with. Quickly: one block of random numbers, turned."""
+def build(shape: Shape, dtype: torch.dtype = torch.bfloat16, device: torch.device | str = "cpu") -> Llama:
+    """With random weights of the size that training starts with, the same ones everywhere. Quickly: one block of
+    random numbers, turned."""
     with torch.device("meta"):
         model = Llama(shape).to(dtype)
-    model.to_empty(device="cpu")
+    model.to_empty(device=device)
     generator = torch.Generator().manual_seed(0)
-    block = (torch.randn(1 << 20, generator=generator) * 0.02).to(dtype)
+    block = (torch.randn(1 << 20, generator=generator) * 0.02).to(device, dtype)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.ndim == 1:

@@ -1,12 +1,12 @@
 """A training step on a GPU beside plain PyTorch that has no optimizer: the ceiling. Both in turn, in one run.
 
-    bench/gpu/run.py [--models 1b 7b] [--tokens 4096 16384 32768 65536] [--rounds 3] [--modes clipped clipped-24]
+    bench/gpu/run.py [--models 1b 7b] [--tokens 4096 16384 32768 65536] [--rounds 3] [--modes clipped clipped-24:32768]
         [--minutes 9]
 
-Modes of the engine, all with fp32 masters and clipping:
+Modes of the engine, all with fp32 masters and clipping; MODE:TOKENS,TOKENS is for other tokens than --tokens says:
     clipped       all states in host memory; gathered weights may take what they need of the GPU
-    clipped-24    as on a card of 24 GB: 6 GiB for weights, and for first units that live there if there is room beside
-                  them; 16 GiB for torch, micro-batches of 8192 tokens
+    clipped-24    as on a card of 24 GB: 6 GiB for weights, and for first units that live there where the host budget
+                  lacks room; 16 GiB for torch, micro-batches of 32,768 tokens
     speculative   as clipped, but nothing is large enough to be clipped, and updates are made in backward as far as
                   the host budget holds states twice
     default       what the engine does when no device budget is given: half of the GPU is its own
@@ -54,7 +54,7 @@ class Mode:
 
 MODES = {
     "clipped": Mode(("--placement", "host", "--device-budget", "all")),
-    "clipped-24": Mode(("--device-budget", "6GiB"), 8192, 16 << 30),
+    "clipped-24": Mode(("--device-budget", "6GiB"), 32768, 16 << 30),
     "speculative": Mode(("--placement", "host", "--device-budget", "all", "--speculate", "--clip", "1e9")),
     "default": Mode(),
     "deepspeed": Mode(who="deepspeed"),
@@ -165,22 +165,21 @@ class Run:
             "left_out": self.left_out,
         }
 
-    def start(self, who: str, model: str, name: str, options: list[str]) -> Child:
+    def start(self, who: str, model: str, name: str, options: list[str], alone: bool = True) -> Child:
         print(f"{model} {name}: starting", flush=True)
         python = self.args.deepspeed_python if who == "deepspeed" else sys.executable
         command = [python, str(HERE / "contender.py"), who, "--model", model, "--device", self.args.device]
         programs = os.pathsep.join((str(Path(python).parent), os.environ["PATH"]))  # ninja, of DeepSpeed's
         log = self.log / f"{model}-{name}.log"
-        return Child([*command, *options], env={**os.environ, "PATH": programs}, log=log)
+        return Child([*command, *options], env={**os.environ, "PATH": programs}, log=log, alone=alone)
 
     def of_model(self, model: str) -> None:
         if self.too_late(model):
             return
-        plain = self.start("plain", model, "plain", [])
+        plain = self.start("plain", model, "plain", [], alone=False)  # the engine starts meanwhile
         try:
-            self.parameters[model] = plain.hello["parameters"]
-            for name in self.args.modes:
-                for micro_batches, sizes in self._by_micro_batches(name, model).items():
+            for name, tokens in self.args.modes:
+                for micro_batches, sizes in self._by_micro_batches(name, model, tokens).items():
                     if self.too_late(f"{model} {name} {sizes}"):
                         continue
                     try:
@@ -193,10 +192,11 @@ class Run:
         finally:
             plain.close()
 
-    def _by_micro_batches(self, name: str, model: str) -> dict[int, list[int]]:
+    @staticmethod
+    def _by_micro_batches(name: str, model: str, given: list[int]) -> dict[int, list[int]]:
         """Sizes of a step by the micro-batches that it takes: an engine is made for one number of them."""
         sizes: dict[int, list[int]] = {}
-        for tokens in self.args.tokens:
+        for tokens in given:
             most = max(MODES[name].micro_tokens, SHAPES[model].context)
             sizes.setdefault(-(-tokens // most), []).append(tokens)
         return sizes
@@ -214,6 +214,8 @@ class Run:
         ours = self.start(mode.who, model, f"{name}-{micro_batches}", options)
         print(ours.hello.get("plan", ""), flush=True)
         try:
+            if model not in self.parameters:
+                self.parameters[model] = plain.read()["parameters"]
             for tokens in sizes:
                 if self.too_late(f"{model} {name} {tokens}"):
                     continue
@@ -225,7 +227,7 @@ class Run:
                         self.rows.append(row)
                         # Whatever comes, so much is there.
                         print("RESULT " + json.dumps(self.told()), flush=True)
-            if self.args.trace and mode.who == "ours" and name == self.args.modes[0]:
+            if self.args.trace and mode.who == "ours" and name == self.args.modes[0][0]:
                 path = str(self.args.trace.resolve() / f"{model}-{name}-{sizes[-1]}.json")
                 ours.ask(do="trace", tokens=sizes[-1], path=path)
                 self.overlap[f"{model} {sizes[-1]}"] = overlap(Path(path))
@@ -249,13 +251,27 @@ class Run:
                     row.update.append(found["finish_seconds"])
 
 
+def mode_of(text: str, tokens: list[int], parser: argparse.ArgumentParser) -> tuple[str, list[int]]:
+    """The mode, and the sizes of a step in it."""
+    name, colon, own = text.partition(":")
+    if name not in MODES:
+        parser.error(f"--modes: unknown mode {name!r} (known: {', '.join(MODES)})")
+    try:
+        return name, [int(each) for each in own.split(",")] if colon else tokens
+    except ValueError:
+        parser.error(f"--modes: {own!r} are no tokens of a step: give {name}:4096,32768")
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--models", nargs="+", choices=SHAPES, default=["1b", "7b"])
     parser.add_argument("--tokens", nargs="+", type=int, default=[4096, 16384, 32768, 65536])
-    parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
+    parser.add_argument(
+        "--modes", nargs="+", default=list(MODES), metavar="MODE[:TOKENS,...]",
+        help=f"{', '.join(MODES)} (default: all)",
+    )  # fmt: skip
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--minutes", type=float, default=0, help="begin nothing afterwards; 0: no limit")
     parser.add_argument(
@@ -272,12 +288,13 @@ def main() -> int:
     )
     parser.add_argument("--trace", type=Path, help="a folder for Perfetto traces, one a model")
     args = parser.parse_args()
+    args.modes = [mode_of(text, args.tokens, parser) for text in args.modes]
     if args.device != "host" and not torch.cuda.is_available():
         print(f"bench/gpu: torch {torch.__version__} sees no GPU", file=sys.stderr)
         return 3
     run = Run(args)
-    if "deepspeed" in args.modes and not has_deepspeed(args.deepspeed_python):
-        args.modes.remove("deepspeed")
+    if any(name == "deepspeed" for name, _ in args.modes) and not has_deepspeed(args.deepspeed_python):
+        args.modes = [mode for mode in args.modes if mode[0] != "deepspeed"]
         run.left_out["deepspeed"] = f"{args.deepspeed_python} has none (--deepspeed-python)"
         print(f"deepspeed is left out: {run.left_out['deepspeed']}", flush=True)
     for model in args.models:

@@ -72,6 +72,7 @@ class Planner {
         spill_gradients_where([](size_t) { return true; });
         break;
       case Placement::automatic:
+        relieve_the_host();
         place_by_budget();
         break;
     }
@@ -119,6 +120,27 @@ class Planner {
     for (size_t u = 0; u < layout_.units.size(); ++u)
       left -= plan_.on_device[u] ? 0 : gathered_bytes(layout_.units[u]);
     sum_on_device(left);
+  }
+
+  /// More units live on the device while the host budget cannot hold the rest: the arena there gives up
+  /// weights that are not in use. To copy a weight once more costs the link 2 bytes; states that go to NVMe
+  /// cost the disk 24, and without NVMe there would be no plan.
+  void relieve_the_host() {
+    if (layout_.slices > 1 || plan_.squares_device_bytes == 0 || device_.updates.none()) return;
+    size_up();
+    auto gathered = gathered_sizes();
+    const int64_t in_use = largest(gathered, kLeasedMost + static_cast<size_t>(config_.prefetch_units));
+    for (size_t u = 0; u < layout_.units.size() && !fits(); ++u) {
+      const Unit& unit = layout_.units[u];
+      if (plan_.on_device[u] || !may_live_on_device(unit, device_)) continue;
+      const int64_t more = living_bytes(unit) + (plan_.units_device_bytes == 0 ? device_scratch_bytes() : 0);
+      const int64_t less = summed_there(u) ? accumulator_bytes(unit) : 0;
+      if (in_use + plan_.kept_device_bytes() + more - less > config_.device_budget_bytes) continue;
+      plan_.on_device[u] = true;
+      plan_.summed_on_device[u] = false;
+      plan_.units_device_bytes += more;
+      size_up();
+    }
   }
 
   /// Where that leaves room for the weights that are used together.
@@ -553,6 +575,7 @@ class Planner {
     least.place_on_device();
     least.second_weights_most_ = 0;
     least.slots_ = kRingSlotsLeast;
+    if (!forced()) least.relieve_the_host();
     if (!config_.nvme.empty()) least.spill_all();
     least.size_up();
     throw BudgetError(

@@ -58,9 +58,10 @@ struct DeviceHooks {
   std::function<void()> before_adopted = {};  // a call of a stream that is somebody else's queue
   std::function<bool()> after_look =
       {};  // at an event that is not reached; true: it is before the look returns
-  std::function<kernels::Event()> holds_copy = {};      // what the next copy waits for, in its stream
-  std::function<void(int64_t bytes)> before_copy = {};  // from the host or to it
-  std::function<kernels::Event()> holds_update = {};    // what the next update waits for, in its stream
+  std::function<kernels::Event()> holds_copy = {};         // what the next copy waits for, in its stream
+  std::function<void(int64_t bytes)> before_copy = {};     // from the host or to it
+  std::function<void(int64_t count)> before_squares = {};  // of so many elements, in one kernel
+  std::function<kernels::Event()> holds_update = {};       // what the next update waits for, in its stream
 };
 
 class AroundKernels final : public kernels::DeviceKernels {
@@ -83,6 +84,7 @@ class AroundKernels final : public kernels::DeviceKernels {
   }
   void squares(kernels::Stream& stream, optim::Element type, const void* from, int64_t count,
                kernels::Squares* blocks) override {
+    if (hooks_->before_squares) hooks_->before_squares(count);
     kernels_.squares(stream, type, from, count, blocks);
   }
   void update(kernels::Stream& stream, optim::Format format, const optim::Piece& piece,

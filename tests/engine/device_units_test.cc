@@ -106,6 +106,42 @@ TEST(UnitsOnTheDevice, CountInTheSmallestHostBudgetThatIsNamed) {
   EXPECT_THROW(make_plan(layout, config, kUpdates), engine::BudgetError);
 }
 
+/// What is short on the host has room on the device, where the arena otherwise keeps weights that are not in
+/// use.
+TEST(UnitsOnTheDevice, RelieveAHostThatCannotHoldTheRest) {
+  for (const int64_t micro_batches : {1, 2}) {
+    for (const bool with_nvme : {false, true}) {
+      Config config;
+      config.host_budget_bytes = int64_t{1} << 30;
+      config.device_budget_bytes = 60 * kMiB;
+      config.prefetch_units = 0;
+      config.gradient_accumulation = micro_batches;
+      if (with_nvme) config.nvme = {"/nowhere"};
+      const auto layout = engine::make_layout(layers(30), config.chunk_elements, 0, 1);
+      const auto with_less = [&](int64_t less) {
+        config.host_budget_bytes -= less;
+        return make_plan(layout, config, kUpdates);
+      };
+      const Plan roomy = with_less(0);
+      EXPECT_EQ(roomy.units_on_device(), 0) << "it keeps the weights of almost all units";
+      config.host_budget_bytes = roomy.host_bytes();
+      EXPECT_EQ(with_less(0).units_on_device(), 0);
+      for (int64_t living = 1; living <= 3; ++living) {
+        const Plan plan = with_less(living == 1 ? 1 : 16 * kMiB);
+        EXPECT_EQ(plan.units_on_device(), living);
+        EXPECT_LE(plan.device_bytes(), config.device_budget_bytes);
+        EXPECT_GE(plan.gather_device_bytes, 3 * 2 * kMiB) << "what is used together";
+        EXPECT_EQ(plan.nvme_bytes(), 0);
+      }
+      if (with_nvme) {
+        EXPECT_GT(with_less(64 * kMiB).nvme_bytes(), 0);
+      } else {
+        EXPECT_THROW(with_less(64 * kMiB), engine::BudgetError);
+      }
+    }
+  }
+}
+
 TEST(UnitsOnTheDevice, TakeMoreWhereGradientsAreAddedUp) {
   EXPECT_EQ(plan_of(layers(4), 60).units_on_device(), 4);
   EXPECT_EQ(plan_of(layers(4), 60, Placement::automatic, 1, 2).units_on_device(), 3) << "16 bytes, not 14";

@@ -36,16 +36,22 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from rows import Row, judge_bench, judge_gtest, judge_overlap, judge_pytest, judge_sanitizer, last_lines
+from rows import (
+    Row,
+    judge_bench,
+    judge_gtest,
+    judge_overlap,
+    judge_pytest,
+    judge_sanitizer,
+    judge_update,
+    last_lines,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 KERNELS, ENGINE = "tests/kernels/kernels_cuda_test", "tests/engine/engine_tests"
-RANKS, NCCL, COPIES = (
-    "tests/engine/engine_ranks_test",
-    "tests/engine/engine_nccl_test",
-    "bench/bench_cuda_copy",
-)
-PROGRAMS = (KERNELS, ENGINE, RANKS, NCCL, COPIES)
+RANKS, NCCL = "tests/engine/engine_ranks_test", "tests/engine/engine_nccl_test"
+COPIES, UPDATE = "bench/bench_cuda_copy", "bench/bench_adam"
+PROGRAMS = (KERNELS, ENGINE, RANKS, NCCL, COPIES, UPDATE)
 REFERENCE = "tests/reference"  # a library, for the tests in Python
 TARGETS = [Path(program).name for program in PROGRAMS]
 SOURCES = ("CMakeLists.txt", "bindings", "cpu_optim", "engine", "io", "kernels")  # of _core
@@ -295,10 +301,10 @@ def programs(check: Check, task: Task) -> Row:
         if not path.is_file():
             failed.append(f"{program} was not built")
             continue
-        listing = ["--help"] if program == COPIES else ["--gtest_list_tests"]
+        listing = ["--help"] if program in (COPIES, UPDATE) else ["--gtest_list_tests"]
         code, text = check.run([str(path), *listing], 60)
         count += 1
-        if code not in (0, 3):
+        if code != 0:
             failed.append(f"{program}: {last_lines(text, 3)}")
     return (
         Row(task.name, "failed", "\n".join(failed)) if failed else Row(task.name, "ok", f"{count} programs")
@@ -342,6 +348,24 @@ def copies(check: Check, task: Task) -> Row:
     if not path.is_file():
         return Row(task.name, "not run", f"{COPIES} was not built")
     return judge_bench(task.name, *check.run([str(path)], task.limit_s))
+
+
+def update(check: Check, task: Task) -> Row:
+    """On all cores and on those that the engine's workers have beside a GPU, in turn with loops that only read and
+    write the same bytes: what bounds a step whose update nothing hides."""
+    path = check.program(UPDATE)
+    if not path.is_file():
+        return Row(task.name, "not run", f"{UPDATE} was not built")
+    cores = os.cpu_count() or 1
+    counts = sorted({cores, max(1, cores - 2)})
+    asked = [
+        f"{what} {threads} 2" for threads in counts for what in ("go", *(f"limit {form}" for form in LIMITS))
+    ]
+    lines = " ".join(f"'{line}'" for line in asked * 3)
+    code, text = check.run(
+        ["bash", "-c", f"printf '%s\\n' {lines} | '{path}' exact {UPDATED_MILLIONS}"], task.limit_s
+    )
+    return judge_update(task.name, code, text, asked, UPDATED_MILLIONS << 20)
 
 
 def python_tests(
@@ -389,6 +413,7 @@ def overlap(check: Check, task: Task) -> Row:
     return judge_overlap(task.name, bench)
 
 
+UPDATED_MILLIONS, LIMITS = 256, ("64-prefetched", "1024", "64-non-temporal")
 BENCH_1B, BENCH_7B = "training benchmark, 1 B", "training benchmark, 7 B"
 ON_ACCELERATOR, SMOKE = "tests/python/on_accelerator.py", "tests/python/smoke.py"
 A_ZOO, NOT_ZOO = "bit_equal", "not bit_equal"
@@ -407,12 +432,14 @@ TASKS = (
         "streams, inputs, checkpoints, autocast on CUDA",
         1, python_tests(ON_ACCELERATOR, "-k", NOT_ZOO, processes=2), 240, True,
     ),
-    Task("device conformance", 1, tests(KERNELS, "Cuda.*:Cuda/Device*"), 120, True),
+    Task("device conformance", 1, tests(KERNELS, "Cuda.*:Cuda/Device*-*ACopyOutside*"), 120, True),
+    Task("a wrong address fails its stream", 1, tests(KERNELS, "Cuda*ACopyOutside*"), 120, True),
     Task("kernels have the CPU's bits", 1, tests(KERNELS, "CudaKernels*:Cuda/Kernel*"), 120, True),
     Task("two ranks on one GPU", 1, tests(ENGINE, "TwoRanks*", hidden=True), 120, True),
     Task("stages over ranks on one GPU", 1, tests(RANKS, "*Stages*EveryDevice*", hidden=True), 120, True),
     Task("NCCL on one GPU", 1, tests(NCCL, "Gpus/*of_1:RealNcclOnOneGpu*"), 120, True),
     Task("NCCL between two GPUs", 1, tests(NCCL, "Gpus/*of_2"), 120, True),
+    Task("update beside the memory's limit", 2, update, 120),
     Task(BENCH_1B, 2, training("--models", "1b", "--modes", "clipped", "default"), 520),
     Task("overlap in a trace from CUDA events", 2, overlap),
     Task(BENCH_7B, 3, training("--models", "7b", "--modes", "clipped", "default", "--tokens", "32768", "65536"), 520),

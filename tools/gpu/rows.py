@@ -71,6 +71,27 @@ def judge_bench(name: str, code: int, text: str) -> Row:
     return Row(name, "ok", result=result)
 
 
+def judge_update(name: str, code: int, text: str, asked: list[str], elements: int) -> Row:
+    """Of bench_adam, which was asked these lines, perhaps several times over: the best seconds of each."""
+    seconds = [json.loads(line)["seconds"] for line in text.splitlines() if line.startswith('{"seconds"')]
+    if code != 0 or not seconds or len(seconds) % len(asked):
+        return Row(name, "failed", last_lines(text))
+    found = []
+    best = {line: min(seconds[i :: len(asked)]) for i, line in enumerate(asked)}
+    for threads in sorted({int(line.split()[-2]) for line in asked}):
+        own = {line.split()[:-2][-1]: s for line, s in best.items() if int(line.split()[-2]) == threads}
+        update, limit = own.pop("go"), min(own.values())
+        found.append(
+            {
+                "threads": threads,
+                "bytes_per_second": round(26 * elements / update),  # of AdamW, exact: 14 read, 12 written
+                "limit_bytes_per_second": round(26 * elements / limit),
+                "of_the_limit": round(limit / update, 3),
+            }
+        )
+    return Row(name, "ok", result={"elements": elements, "updates": found})
+
+
 def judge_overlap(name: str, bench: Row) -> Row:
     """Of the training benchmark's row: copies lay under compute, by the device's own events."""
     if bench.result is None:
