@@ -1,4 +1,6 @@
-"""Writes the numbers of docs/performance.md and docs/ranks.md.   tools/readme_numbers.py [--check] [results/*.json]
+"""Writes the numbers of docs/performance.md, docs/ranks.md and docs/gpu-results.md.
+
+    tools/readme_numbers.py [--check] [results/*.json]
 
 Each RESULT file named is copied to docs/results/; the text between a document's markers is made from what lies there.
 With --check nothing is written, and a document that differs is an error.
@@ -208,6 +210,18 @@ def ranks_deepspeed(r: dict[str, Any]) -> list[str]:
     return [head, "| --- | --- | --- |", *rows, ratio]
 
 
+def gpu_step(r: dict[str, Any]) -> list[str]:
+    head = (
+        "| model | mode | tokens a step | seconds | ceiling, seconds | share of it | update alone, seconds |"
+    )
+    rows = [
+        f"| {row['model'].upper()} | {row['mode']} | {row['tokens']:,} | {row['seconds']:.3f} "
+        f"| {row['plain_seconds']:.3f} | {row['of_the_ceiling']:.3f} | {row['bounds_seconds']['update']:.3f} |"
+        for row in sorted(r["rows"], key=lambda row: (row["model"], row["mode"], row["tokens"]))
+    ]
+    return [f"{r['gpu']}, {r['machine']}, torch {r['torch']}:", "", head, "| --- |" + " --- |" * 6, *rows]
+
+
 def plain(r: dict[str, Any]) -> list[str]:
     """Any other result: its numbers as they are."""
     rows = [f"| {key} | {value} |" for key, value in r.items() if isinstance(value, (int, float))]
@@ -223,9 +237,11 @@ SECTIONS = {
     "sizes": sizes,
     "ranks": ranks,
     "ranks-deepspeed": ranks_deepspeed,
+    "gpu-step": gpu_step,
 }  # in this order
 RANKS = ROOT / "docs" / "ranks.md"
-ELSEWHERE = {"ranks": RANKS, "ranks-deepspeed": RANKS}  # whose numbers are elsewhere
+GPU = ROOT / "docs" / "gpu-results.md"
+ELSEWHERE = {"ranks": RANKS, "ranks-deepspeed": RANKS, "gpu-step": GPU}  # whose numbers are elsewhere
 
 
 def section(document: Path) -> str:
@@ -253,7 +269,7 @@ def main() -> int:
         for one in (path, path.with_suffix(".svg")):  # its plot, if there is one
             if one.exists():
                 shutil.copyfile(one, KEPT / one.name)
-    return max([update(document, args.check) for document in (PERFORMANCE, RANKS)])
+    return max([update(document, args.check) for document in (PERFORMANCE, RANKS, GPU)])
 
 
 def update(document: Path, check: bool) -> int:

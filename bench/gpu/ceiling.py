@@ -1,6 +1,6 @@
 """What a 7 B step beside a GPU may reach, by arithmetic: where states lie is the planner's answer, the rest are rates.
 
-    bench/gpu/ceiling.py [--link 25 50] [--memory 85] [--tflops 560] [--device-budget 40GiB] [--host-budget 100GiB]
+    bench/gpu/ceiling.py [--link 25 55] [--memory 175] [--tflops 515] [--device-budget 40GiB] [--host-budget 100GiB]
 
 The model (engine/schedule/predict.h, with a link in place of a disk). One micro-batch a step; layers are recomputed, so
 forward is a quarter of the compute C. Of N parameters, N' are updated by the CPU: 26 bytes each (states, masters and
@@ -9,7 +9,6 @@ that is guessed under backward (speculation, which needs 12 bytes a parameter of
 
     backward = max(3/4 C, gradients down over the link, s U)      U = 26 N' / memory
     forward  = max(1/4 C, weights up over the link, (1 - s) U) + the last layer's share of it
-    squares  = 2 N' / memory: gradients are read for the norm before the first update
 
 The ceiling is C alone: plain PyTorch without an optimizer. Prints a table (docs/gpus.md) and RESULT {json}.
 """
@@ -56,9 +55,7 @@ def step(
     update, moved = UPDATED_BYTES * by_cpu / memory, 2 * by_cpu / link
     backward = {"compute": 0.75 * compute, "link": moved, "update": guessed * update}
     forward = {"compute": 0.25 * compute, "link": moved, "update": (1 - guessed) * update}
-    total = (
-        max(backward.values()) + max(forward.values()) + 0.25 * compute / SHAPE.layers + 2 * by_cpu / memory
-    )
+    total = max(backward.values()) + max(forward.values()) + 0.25 * compute / SHAPE.layers
     by = dict.fromkeys(backward, 0.0)
     for phase in (backward, forward):
         first = max(phase, key=phase.__getitem__)
@@ -71,10 +68,10 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--link", type=float, nargs="+", default=[25, 50], help="GB/s each way: PCIe 4, PCIe 5"
+        "--link", type=float, nargs="+", default=[25, 55], help="GB/s each way: PCIe 4, PCIe 5"
     )
-    parser.add_argument("--memory", type=float, default=85, help="GB/s of the update's traffic")
-    parser.add_argument("--tflops", type=float, default=560, help="of the model's products")
+    parser.add_argument("--memory", type=float, default=175, help="GB/s of the update's traffic")
+    parser.add_argument("--tflops", type=float, default=515, help="of the model's products")
     parser.add_argument("--tokens", type=int, nargs="+", default=[4096, 16384, 32768, 65536])
     parser.add_argument("--device-budget", default="40GiB")
     parser.add_argument("--host-budget", default="100GiB")

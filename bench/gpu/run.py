@@ -22,6 +22,7 @@ Exit status 3 where there is no GPU. `--device host --models tiny --tokens 64` t
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import math
 import os
@@ -39,9 +40,11 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "shared"))
 from llama import SHAPES, floating_point_operations
 from overlap import overlap
+from plot import draw
 from turns import Child, Failed, in_turn, machine
 
 HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
 
 
 @dataclass(frozen=True)
@@ -305,6 +308,8 @@ def main() -> int:
             f"{row['model']:>5} {row['mode']:<12} {row['tokens']:>6} tokens: {row['seconds']:8.3f} s, ceiling "
             f"{row['plain_seconds']:8.3f} s: {row['of_the_ceiling']:.3f}; largest bound: {row['largest_bound']}"
         )
+    if importlib.util.find_spec("matplotlib") is not None:  # which machines with a GPU may lack
+        draw(result["rows"], result["gpu"], ROOT / "results/gpu-step.svg")
     print("RESULT " + json.dumps(result))
     return 1 if run.failures else 0
 

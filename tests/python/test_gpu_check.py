@@ -95,6 +95,19 @@ def test_a_sanitizer_that_is_kept_from_the_device_has_not_run():
     assert rows.judge_sanitizer("row", 0, PASSED).status == "ok"
 
 
+def test_an_update_is_judged_by_the_best_of_its_rounds():
+    asked = ["go 2 1", "limit 64 2 1", "limit 1024 2 1", "go 4 1", "limit 64 4 1", "limit 1024 4 1"]
+    seconds = [1.0, 0.9, 0.7, 0.6, 0.5, 0.4, 0.8, 0.9, 0.9, 0.5, 0.6, 0.6]
+    text = '{"isa":"avx512"}\n' + "\n".join(json.dumps({"seconds": each}) for each in seconds)
+    found = rows.judge_update("row", 0, text, asked, 100).result["updates"]
+    assert found == [
+        {"threads": 2, "bytes_per_second": 3250, "limit_bytes_per_second": 3714, "of_the_limit": 0.875},
+        {"threads": 4, "bytes_per_second": 5200, "limit_bytes_per_second": 6500, "of_the_limit": 0.8},
+    ]
+    assert rows.judge_update("row", 1, text, asked, 100).status == "failed"
+    assert rows.judge_update("row", 0, text.rpartition("\n")[0], asked, 100).status == "failed"
+
+
 def test_copies_lie_under_compute_or_the_row_has_failed():
     def judged(overlap, code=0):
         text = "RESULT " + json.dumps({"overlap": overlap})

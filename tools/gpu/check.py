@@ -354,8 +354,8 @@ def update(check: Check, task: Task) -> Row:
     """On all cores and on those that the engine's workers have beside a GPU, in turn with loops that only read and
     write the same bytes: what bounds a step whose update nothing hides."""
     path = check.program(UPDATE)
-    if not path.is_file():
-        return Row(task.name, "not run", f"{UPDATE} was not built")
+    if why := check.why_no_gpu() or ("" if path.is_file() else f"{UPDATE} was not built"):
+        return Row(task.name, "not run", why)
     cores = os.cpu_count() or 1
     counts = sorted({cores, max(1, cores - 2)})
     asked = [
