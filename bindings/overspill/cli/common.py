@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import errno
+import json
 import shlex
 from collections.abc import Callable
 from pathlib import Path
@@ -268,8 +269,26 @@ def check_config(folder: Path) -> None:
     Folder(folder).check_counts()
     try:
         AutoConfig.from_pretrained(folder)
+        _check_sizes(json.loads((folder / "config.json").read_text(encoding="utf-8")))
     except Exception as error:
         raise _wrong_config(folder, error, "mend it, or fetch the model again") from None
+
+
+def _check_sizes(config: dict[str, Any]) -> None:
+    """Raises ValueError for what older transformers take, and build a model of other shapes from."""
+    sizes = ("hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size")
+    for name in (*sizes, "num_hidden_layers", "vocab_size"):
+        value = config.get(name)
+        if isinstance(value, (str, float, bool)) or (isinstance(value, int) and value < 1):
+            raise ValueError(f"{name} is {json.dumps(value)}, and a positive integer is needed")
+    hidden, heads = config.get("hidden_size"), config.get("num_attention_heads")
+    if (
+        config.get("head_dim") is None
+        and isinstance(hidden, int)
+        and isinstance(heads, int)
+        and hidden % heads
+    ):
+        raise ValueError(f"hidden_size {hidden} is no multiple of num_attention_heads {heads}")
 
 
 def _wrong_config(folder: Path, error: Exception, way_out: str) -> CliError:
