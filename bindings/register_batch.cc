@@ -33,7 +33,8 @@ std::shared_ptr<Batch> open(std::shared_ptr<inference::Model> model, int64_t tex
   return {made.release(), [process = io::OwnProcess()](Batch* batch) {
             if (!process.here()) return;
             const py::gil_scoped_release released;
-            const std::unique_ptr<Batch> ended(batch);
+            std::unique_ptr<Batch> ended(batch);
+            if (batch->is_inside()) inference::end_elsewhere(std::move(ended));
           }};
 }
 

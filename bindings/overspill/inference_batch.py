@@ -34,8 +34,10 @@ likeliest first. Probabilities are the model's, before temperature and the other
 
 
 Constraint = Callable[[int, int, int, int], None]
-"""Called before each token is drawn, by the batch's thread, with how many tokens the text has, the last of them, and
-the address and number of the fp32 logits, of which it sets those of excluded tokens to -infinity."""
+"""Called before each token is drawn, with how many tokens the text has, the last of them, and the address and number
+of the fp32 logits, of which it sets those of excluded tokens to -infinity. The model's threads call it, those of
+several texts at the same time. It may not compute with the model, nor close the batch: both would wait for themselves,
+and raise."""
 
 
 class Answer:

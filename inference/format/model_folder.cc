@@ -28,6 +28,8 @@ constexpr int64_t kIndexBytesMax = int64_t{64} << 20;
 constexpr const char* kSingle = "model.safetensors";
 constexpr const char* kIndex = "model.safetensors.index.json";
 
+constexpr size_t kEndTokensMax = 1024;  // far more than any model has
+
 bool lies_in(const fs::path& path, const fs::path& root) {
   if (root.empty()) return false;
   return std::mismatch(root.begin(), root.end(), path.begin(), path.end()).first == root.end();
@@ -38,6 +40,11 @@ void add_end_tokens(const Json& config, const std::string& file, std::vector<int
   const auto found = config.find("eos_token_id");
   if (found == config.end() || found->is_null()) return;
   const Json list = found->is_array() ? *found : Json::array({*found});
+  if (list.size() > kEndTokensMax) {
+    throw ModelError(
+        fmt::format("{}: eos_token_id has {} tokens, and at most {} are possible; correct the file", file,
+                    list.size(), kEndTokensMax));
+  }
   for (const Json& token : list) {
     if (!token.is_number_unsigned() || token.get<uint64_t>() > std::numeric_limits<int32_t>::max()) {
       throw ModelError(

@@ -60,9 +60,21 @@ struct Sizes {
         context(config.take_count("max_position_embeddings")),
         epsilon(static_cast<float>(config.take_real("rms_norm_eps"))) {
     check_head_size(config, "hidden_size", head_size);
+    check_layers(config, folder);
     if (heads % kv_heads != 0)
       config.refuse("num_key_value_heads",
                     fmt::format("is {}, which does not divide {} heads", kv_heads, heads));
+  }
+
+  /// Each layer gets rotary frequencies, and each has that many numbers in the files.
+  void check_layers(const Config& config, const ModelFolder& folder) const {
+    int64_t bytes = 0;
+    for (const StoredTensor& tensor : folder.tensors()) bytes += tensor.bytes;
+    if (layers > bytes / head_size) {
+      config.refuse("num_hidden_layers",
+                    fmt::format("is {}, with heads of {} numbers, and the files have {} bytes", layers,
+                                head_size, bytes));
+    }
   }
 
   std::string layer_prefix(int64_t i) const { return fmt::format("{}layers.{}.", root, i); }
@@ -200,8 +212,12 @@ ModelSpec mixture_of_experts(Config& config, const ModelFolder& folder, const st
   const bool normalised = qwen ? config.take_flag("norm_topk_prob", false) : true;
   const int64_t every = config.take_count_if("decoder_sparse_step").value_or(1);
   const auto dense_layers = config.take_counts_if("mlp_only_layers").value_or(std::vector<int64_t>{});
-  const int64_t sparse_layers =
-      std::max<int64_t>(0, sizes.layers / every - static_cast<int64_t>(dense_layers.size()));
+  std::vector<bool> sparse(static_cast<size_t>(sizes.layers));
+  for (int64_t i = every - 1; i < sizes.layers; i += every) sparse[static_cast<size_t>(i)] = true;
+  for (const int64_t i : dense_layers) {
+    if (i < sizes.layers) sparse[static_cast<size_t>(i)] = false;
+  }
+  const int64_t sparse_layers = std::ranges::count(sparse, true);
   if (sparse_layers * experts > most) {
     config.refuse(by_old_name ? "num_experts" : "num_local_experts",
                   fmt::format("is {} in each of {} layers, and the files have {} tensors", experts,
@@ -222,8 +238,7 @@ ModelSpec mixture_of_experts(Config& config, const ModelFolder& folder, const st
     if (qwen) sizes.add_head_norms(attention, prefix + "self_attn.");
     attention.rope = rope;
     attention.window = windows[static_cast<size_t>(i)];
-    const bool is_dense = std::ranges::find(dense_layers, i) != dense_layers.end() || (i + 1) % every != 0;
-    if (is_dense) {
+    if (!sparse[static_cast<size_t>(i)]) {
       spec.layers.push_back(pre_norm_layer(sizes, i, std::move(attention),
                                            sizes.dense(prefix + "mlp.", sizes.inner, activation)));
       continue;

@@ -2,21 +2,26 @@
 
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <stdexcept>
 #include <system_error>
 
 #include "inference/error.h"
 #include "io/files.h"
+#include "io/kept.h"
+#include "io/say.h"
 
 namespace overspill::inference {
 namespace {
+
+thread_local const Batch* serving = nullptr;  // whose thread this is
 
 int64_t unanswered(const BatchOptions& options) {
   if (options.waiting < 1 || options.waiting > 1 << 20) {
     throw std::invalid_argument(
         fmt::format("waiting is {}, and is to be from 1 to {}", options.waiting, 1 << 20));
   }
-  return options.texts + options.waiting;
+  return std::clamp<int64_t>(options.texts, 0, 1 << 20) + options.waiting;  // whose own check comes later
 }
 
 }  // namespace
@@ -32,6 +37,23 @@ Batch::Batch(std::shared_ptr<Model> model, const BatchOptions& options)
 
 Batch::~Batch() {
   close();
+}
+
+bool Batch::is_inside() const {
+  return serving == this || scheduler_.model().is_inside();
+}
+
+void end_elsewhere(std::unique_ptr<Batch> batch) noexcept {
+  std::shared_ptr<Batch> shared = std::move(batch);
+  try {
+    std::thread([shared]() mutable { shared.reset(); }).detach();
+  } catch (const std::system_error& error) {
+    io::say_on_stderr(fmt::format(
+        "overspill: a batch stays until this process ends: its own thread had it last, and there is no other "
+        "to end it ({})",
+        error.what()));
+    io::keep_for_ever(shared);
+  }
 }
 
 std::shared_ptr<Answer> Batch::submit(Request request) {
@@ -66,6 +88,10 @@ void Batch::forget_answered() {
 
 void Batch::close() {
   check_process();
+  if (is_inside()) {
+    throw std::logic_error(
+        "a constraint closes the batch that calls it, which would wait for itself; close it elsewhere");
+  }
   {
     const std::lock_guard lock(mutex_);
     closed_ = true;
@@ -90,6 +116,7 @@ void Batch::check_process() const {
 }
 
 void Batch::serve() {
+  serving = this;
   std::vector<Submitted> taken;
   try {
     while (wait(taken)) {
@@ -102,13 +129,17 @@ void Batch::serve() {
     error_ = std::current_exception();
   }
   // From here on nothing is submitted: the batch is closed, or has failed.
-  const std::lock_guard lock(mutex_);
+  std::vector<Submitted> left;
+  {
+    const std::lock_guard lock(mutex_);
+    left.swap(submitted_);
+  }
+  // Without the mutex: with the requests their constraints end, which are the caller's code.
   const End end = error_ ? End::failed : End::cancelled;
   scheduler_.end_all(end, error_);
-  for (const auto* all : {&taken, &submitted_}) {
+  for (const auto* all : {&taken, &left}) {
     for (const Submitted& each : *all) each.answer->end(end, error_);
   }
-  submitted_.clear();
 }
 
 /// Takes what was submitted. False where the batch is closed.

@@ -39,6 +39,9 @@ class Batch {
   /// Answers that have not ended are cancelled. Returns when the thread has ended. Called again, does
   /// nothing.
   void close();
+  /// Whether this thread is the batch's, or in a constraint: then close() throws std::logic_error, and the
+  /// destructor must not be called.
+  bool is_inside() const;
   Scheduler::Counts counts() const;
 
  private:
@@ -65,5 +68,8 @@ class Batch {
   std::mutex joining_;
   std::thread thread_;
 };
+
+/// For a thread that is inside, which cannot wait for itself.
+void end_elsewhere(std::unique_ptr<Batch> batch) noexcept;
 
 }  // namespace overspill::inference

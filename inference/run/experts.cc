@@ -58,11 +58,15 @@ ExpertStore::ExpertStore(const ModelFolder& folder, std::vector<LayerExperts> la
     read_bytes_a_token_ += stored / experts * layer.chosen * absent / experts;
   }
   missing_.reserve(most);  // want is called between barriers, where nothing may throw
+  threads_.reserve(kReaders);
   try {
     for (int i = 0; i < kReaders; ++i) threads_.emplace_back([this] { serve(); });
   } catch (const std::system_error& error) {
     end();
     throw io::no_threads(error, "reading experts needs some");
+  } catch (...) {  // no memory
+    end();
+    throw;
   }
 }
 

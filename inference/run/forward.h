@@ -79,6 +79,9 @@ class Forward {
   const float* more_logits(std::span<const int32_t> wanted);
   int64_t logits_stride() const { return logits_.stride(); }
 
+  /// Throws what reading weights threw in an earlier pass, if it did.
+  void throw_if_unread() const;
+
  private:
   /// An expert and the row that the router sends to it.
   struct Sent {
@@ -108,7 +111,6 @@ class Forward {
     int64_t first, count;
   };
 
-  void throw_if_unread() const;
   void prepare();
   void want(std::span<const int32_t> wanted);
   bool begin(int thread, size_t layer, Part part);

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <limits>
 #include <stdexcept>
+#include <utility>
 
 #include "cpu_optim/floating_point.h"
 #include "inference/error.h"
@@ -23,6 +24,20 @@ Element element_of(CacheFormat cache, bool has_fp32) {
   if (cache == CacheFormat::int8) return Element::int8;
   return has_fp32 ? Element::fp32 : Element::bf16;
 }
+
+thread_local const Model* inside = nullptr;  // whose computation calls back on this thread
+
+/// While one lives, what is called here is called by a computation of the model.
+class Inside {
+ public:
+  explicit Inside(const Model& model) : before_(std::exchange(inside, &model)) {}
+  ~Inside() { inside = before_; }
+  Inside(const Inside&) = delete;
+  Inside& operator=(const Inside&) = delete;
+
+ private:
+  const Model* before_;
+};
 
 int64_t checked_capacity(const Model& model, int64_t capacity) {
   model.check_length(capacity);
@@ -58,9 +73,23 @@ int64_t Model::weight_bytes_max(const ModelOptions& options, bool has_fp32) {
                   folder_.path().string(), *options.budget_bytes, caches, options.positions, buffers));
 }
 
-double Model::seconds_a_pass() {
+bool Model::is_inside() const {
+  return inside == this;
+}
+
+void Model::check_may_compute() const {
   check_process(team_.process());
+  if (is_inside()) {
+    throw std::logic_error(
+        "a constraint computes with the model that calls it, which would wait for itself; open the folder "
+        "once more for that");
+  }
+}
+
+double Model::seconds_a_pass() {
+  check_may_compute();
   const std::lock_guard lock(mutex_);
+  forward_.throw_if_unread();
   const std::span<const std::byte> stays = weights_.memory.span();
   const double memory = read_bytes_per_second(team_, stays.first(std::min(stays.size(), kSampleBytes)));
   double all = static_cast<double>(weights_.memory.bytes()), reading = 0;
@@ -89,6 +118,7 @@ int64_t Model::streamed_bytes() const {
 }
 
 int64_t Model::read_bytes() const {
+  check_process(team_.process());
   const double bytes = (weights_.stream ? weights_.stream->reading().bytes : 0) +
                        (weights_.experts ? weights_.experts->reading().bytes : 0);
   return static_cast<int64_t>(bytes);
@@ -113,13 +143,17 @@ void Model::check_length(int64_t tokens) const {
 
 void Model::compute(std::span<const Row> rows, std::span<const int32_t> wanted, int64_t jobs,
                     const std::function<void(int64_t, const Logits&, Drafts&)>& work) {
-  check_process(team_.process());
+  check_may_compute();
   const std::lock_guard lock(mutex_);
   const Logits logits{forward_.run(rows, wanted), forward_.logits_stride()};
   const optim::FloatingPointMode mode;  // that of the other threads
-  if (jobs == 1) return work(0, logits, drafts_[0]);
   if (jobs < 1) return;
+  if (jobs == 1) {
+    const Inside calls(*this);
+    return work(0, logits, drafts_[0]);
+  }
   team_.run([&](int thread) {
+    const Inside calls(*this);
     for (int64_t job = thread; job < jobs; job += team_.size())
       work(job, logits, drafts_[static_cast<size_t>(thread)]);
   });
@@ -127,7 +161,7 @@ void Model::compute(std::span<const Row> rows, std::span<const int32_t> wanted, 
 
 void Model::compute_each(std::span<const Row> rows, std::span<const int32_t> wanted,
                          const std::function<void(int64_t, const float*, Drafts&)>& take) {
-  check_process(team_.process());
+  check_may_compute();
   const std::lock_guard lock(mutex_);
   const auto some = [&](size_t from) {
     return wanted.subspan(from, std::min(wanted.size() - from, size_t{kLogitsMax}));
@@ -137,6 +171,7 @@ void Model::compute_each(std::span<const Row> rows, std::span<const int32_t> wan
   for (size_t i = 0; i < wanted.size(); ++i) {
     const size_t at = i % size_t{kLogitsMax};
     if (at == 0 && i > 0) logits = forward_.more_logits(some(i));
+    const Inside calls(*this);
     take(static_cast<int64_t>(i), logits + static_cast<int64_t>(at) * forward_.logits_stride(), drafts_[0]);
   }
 }

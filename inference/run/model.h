@@ -53,7 +53,8 @@ struct Logits {
   const float* of(int64_t i) const { return data + i * stride; }
 };
 
-/// Threads: any; those that compute take turns.
+/// Threads: any; those that compute take turns. What a computation calls (a sampler's constraint) may not
+/// compute with the same model: std::logic_error.
 class Model {
  public:
   /// Reads the folder whole. Throws ModelError, io::StoreError, std::bad_alloc; NoRoom where the budget does
@@ -75,6 +76,8 @@ class Model {
   /// is read, and one read of what stays. The longer of both counts, since they go on at the same
   /// time. Throws what reading threw.
   double seconds_a_pass();
+  /// Whether this thread is in a call that a computation of this model makes.
+  bool is_inside() const;
   /// Of the caches of all texts.
   Pool& pool() { return pool_; }
   /// Of one call of `compute`, at most.
@@ -96,6 +99,8 @@ class Model {
 
  private:
   int64_t weight_bytes_max(const ModelOptions& options, bool has_fp32);
+  /// Throws WrongProcess, and std::logic_error inside.
+  void check_may_compute() const;
 
   ModelFolder folder_;
   ModelSpec spec_;

@@ -93,8 +93,12 @@ void Sampler::keep_likely(Drafts& drafts) const {
   auto& candidates = drafts.candidates_;
   candidates.clear();
   candidates.reserve(logits.size());
+  // At a tiny temperature quotients are infinite, and the differences of such are no numbers: there the
+  // likeliest has 0, and what is far below it minus infinity.
+  const float best = *std::ranges::max_element(logits);
+  const float zero = std::isfinite(best / sampling_.temperature) ? 0 : best;
   for (size_t i = 0; i < logits.size(); ++i)
-    candidates.push_back({static_cast<int32_t>(i), logits[i] / sampling_.temperature});
+    candidates.push_back({static_cast<int32_t>(i), (logits[i] - zero) / sampling_.temperature});
   const auto compare = [](const Candidate& a, const Candidate& b) { return likelier(a, b); };
   if (sampling_.top_k > 0 && static_cast<size_t>(sampling_.top_k) < candidates.size()) {
     const auto end = candidates.begin() + sampling_.top_k;

@@ -57,6 +57,8 @@ class Scheduler {
   };
   const Counts& counts() const { return counts_; }
 
+  const Model& model() const { return *model_; }
+
  private:
   struct Text {
     Request request;

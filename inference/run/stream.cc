@@ -28,11 +28,15 @@ LayerStream::LayerStream(const ModelFolder& folder, std::vector<StreamedPart> pa
     index_[part.layer][static_cast<size_t>(part.part)] = static_cast<int64_t>(i);
   }
   for (int i = 0; i < slots; ++i) slots_.push_back({kernels::HostPages(largest)});
+  threads_.reserve(kReaders);
   try {
     for (int i = 0; i < kReaders; ++i) threads_.emplace_back([this] { serve(); });
   } catch (const std::system_error& error) {
     end();
     throw io::no_threads(error, "reading weights ahead needs some");
+  } catch (...) {  // no memory
+    end();
+    throw;
   }
 }
 

@@ -2,6 +2,7 @@
 
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <system_error>
 #include <utility>
 
@@ -54,12 +55,19 @@ void check_process(const io::OwnProcess& process) {
 }
 
 Team::Team(int threads) : size_(threads) {
+  threads_.reserve(static_cast<size_t>(std::max(0, threads - 1)));
+  const auto end = [this] {
+    count_up(started_);  // work_ is null
+    for (std::thread& thread : threads_) thread.join();
+  };
   try {
     for (int i = 1; i < threads; ++i) threads_.emplace_back([this, i] { serve(i); });
   } catch (const std::system_error& error) {
-    count_up(started_);  // work_ is null
-    for (std::thread& thread : threads_) thread.join();
+    end();
     throw io::no_threads(error, fmt::format("inference needs {}", threads));
+  } catch (...) {  // no memory
+    end();
+    throw;
   }
 }
 

@@ -42,6 +42,18 @@ TEST(Sampler, DrawsByProbability) {
   EXPECT_NEAR(hot.at(2), std::exp(kLogits[2] / 2) / total, 0.02);
 }
 
+/// Logits over it are infinite, and differences of such are no numbers: the last token was drawn.
+TEST(Sampler, ATinyTemperatureTakesTheLikeliest) {
+  for (const float temperature : {1e-30f, 1e-38f, 1e-45f}) {
+    Sampler sampler({.temperature = temperature});
+    EXPECT_EQ(draw(sampler, std::vector<float>{1, 5, 2}, {}), 1) << temperature;
+    EXPECT_EQ(draw(sampler, std::vector<float>{-7, -5, -6, -1e30f}, {}), 1) << temperature;
+    EXPECT_EQ(draw(sampler, std::vector<float>{-INFINITY, -3, -INFINITY}, {}), 1) << temperature;
+  }
+  Sampler sampler({.temperature = 0.5f});
+  EXPECT_EQ(draw(sampler, std::vector<float>{1e38f, 3e38f, 0}, {}), 1);
+}
+
 TEST(Sampler, KeepsTheLikely) {
   EXPECT_EQ(frequencies({.temperature = 1, .top_k = 1}).size(), 1u);
   const auto two = frequencies({.temperature = 1, .top_k = 2});

@@ -27,8 +27,9 @@ class Spec : public testing::Test {
     folder_.write("config.json", config_.dump());
     Json header = Json::object();
     for (int i = 0; i < 40; ++i)
-      header[fmt::format("t{}", i)] = {{"dtype", "U8"}, {"shape", {0}}, {"data_offsets", {0, 0}}};
-    folder_.write("model.safetensors", safetensors(header.dump(), 0));
+      header[fmt::format("t{}", i)] = {
+          {"dtype", "U8"}, {"shape", {16}}, {"data_offsets", {16 * i, 16 * i + 16}}};
+    folder_.write("model.safetensors", safetensors(header.dump(), 40 * 16));
     return describe(ModelFolder(folder_.path()));
   }
   template <class Error>
@@ -138,8 +139,23 @@ TEST_F(Spec, ExpertsAreAtMostWhatTheFilesHave) {
   EXPECT_EQ(std::get<Mixture>(spec().layers[0].feed_forward).experts.size(), 8u);
   config_["num_local_experts"] = 14;  // three layers of them, and 40 tensors
   EXPECT_NE(refusal<ModelError>().find("num_local_experts"), std::string::npos);
+  // Entries for layers that are not there, or twice for one, are no dense layers.
+  config_["mlp_only_layers"] = {7, 8, 9};
+  EXPECT_NE(refusal<ModelError>().find("num_local_experts"), std::string::npos);
+  config_["mlp_only_layers"] = {0, 0, 0};
+  config_["num_local_experts"] = 20;
+  EXPECT_EQ(spec().layers.size(), 3u);
+  config_["num_local_experts"] = 21;
+  EXPECT_NE(refusal<ModelError>().find("num_local_experts"), std::string::npos);
+  config_.erase("mlp_only_layers");
   config_["num_local_experts"] = 8;
   expect_wrong("num_experts_per_tok", 9);
+}
+
+/// Of each layer: before a tensor's shape is looked at.
+TEST_F(Spec, RotaryFrequenciesAreAtMostWhatTheFilesHave) {
+  config_["head_dim"] = 1 << 16;
+  EXPECT_NE(refusal<ModelError>().find("num_hidden_layers"), std::string::npos);
 }
 
 TEST_F(Spec, LayerTypes) {

@@ -288,6 +288,43 @@ def test_a_forked_child_is_told(model):
     batch.close()
 
 
+@pytest.mark.parametrize("texts", [1, 2])
+@pytest.mark.parametrize("what", ["computes", "closes", "is the last to hold it"])
+def test_a_constraint_that_would_wait_for_itself_is_told(what, texts, model):
+    """It is called by a computation of the model, which others that compute, and close(), wait for."""
+    program = f"""
+import sys, time
+from overspill import inference
+model = inference.load(sys.argv[1], threads=2)
+def submitted():
+    batch = inference.Batch(model, texts=2)
+    def constraint(length, last, address, count):
+        if {what!r} == "computes":
+            model.logits([1])
+        elif {what!r} == "closes":
+            batch.close()
+    return [batch.submit([5], max_new_tokens=3, end_tokens=(), constraint=constraint) for _ in range({texts})]
+for answer in submitted():
+    try:
+        print(len(list(answer)))
+    except Exception as error:
+        print(str(error).splitlines()[0])
+print(model.logits([1]).isfinite().all().item())
+"""
+    process = tiny.subprocess.run(
+        [tiny.sys.executable, "-c", program, str(model.path)],
+        env={**os.environ, "PYTHONPATH": str(tiny.BINDINGS)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert process.returncode == 0, process.stderr
+    *answers, after = process.stdout.splitlines()
+    assert after == "True" and len(answers) == texts
+    if what != "is the last to hold it":
+        assert all("wait for itself" in answer for answer in answers)
+
+
 def test_a_program_may_end_with_an_open_batch(model):
     program = (
         "import sys; from overspill import inference\n"
