@@ -28,9 +28,14 @@ def options(parser: argparse.ArgumentParser) -> None:
     add_model(parser)
     parser.add_argument("--prompt", required=True, metavar="TEXT")
     add_form(parser)
-    parser.add_argument("--max-new-tokens", type=positive, default=64, metavar="N")
-    parser.add_argument("--temperature", type=nonnegative, default=0.0, metavar="T")
-    parser.add_argument("--seed", type=seed, default=0)
+    parser.add_argument(
+        "--max-new-tokens", type=positive, default=64, metavar="N", help="at most so many tokens (default 64)"
+    )
+    parser.add_argument(
+        "--temperature", type=nonnegative, default=0.0, metavar="T",
+        help="0 takes the likeliest token each time (default 0)",
+    )  # fmt: skip
+    parser.add_argument("--seed", type=seed, default=0, help="of the tokens that are drawn (default 0)")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -23,7 +23,9 @@ def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "out", type=path_of, metavar="OUT", help="folder to write: a new name, or an empty folder"
     )
-    parser.add_argument("--dtype", choices=DTYPES, default="bf16")
+    parser.add_argument(
+        "--dtype", choices=DTYPES, default="bf16", help="bf16, or fp32 for the exact masters (default bf16)"
+    )
     parser.add_argument(
         "--shard-size", type=size, default=4 << 30, metavar="SIZE", help="largest file (default 4GiB)"
     )

@@ -1,10 +1,10 @@
 """Fine-tune a Hugging Face model on text, its states over RAM and NVMe.
 
-Data is a folder or file of text in UTF-8. Files .jsonl, .ndjson and .json have records: with a key "text", or with
-"messages" (a conversation, which the model's chat template makes a text of), or with "prompt" and "completion"; of the
-last two the answers alone are learned. After Ctrl-C or
-SIGTERM the command finishes the current micro-batch, saves the last whole step, and says how to resume. A resumed run
-gives the same bits as one that never stopped.
+Data is a folder or file of text in UTF-8. Files .jsonl, .ndjson and .json have records with a key "text", or with
+"messages" (a conversation; the model's chat template turns it into text), or with "prompt" and "completion". Of
+conversations and prompts, only the answers are learned. After Ctrl-C or SIGTERM the command finishes the current
+micro-batch, saves the last whole step, and says how to resume. A resumed run gives the same bits as one that never
+stopped.
 
     overspill train --model DIR --data texts/ --out run --host-budget 4GiB --nvme /mnt/disk
     overspill train ... --format 8bit                          5 bytes a parameter in place of 12

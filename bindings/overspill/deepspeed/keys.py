@@ -45,7 +45,9 @@ _BUFFERS = "the engine sizes its buffers by the budget"
 _READ_AHEAD = "the engine plans what it keeps and reads ahead (engine.prefetch_units)"
 _COLLECTIVES = "the engine plans its collectives by unit"
 _REPORTS = "the engine reports by engine.stats and engine.last_step"
-_LOGS = "log what you need in the script, or with --report-to of overspill train"
+_LOGS = (
+    "log what you need in the script; overspill train writes OUT/tensorboard where TensorBoard is installed"
+)
 _QUANTIZED = "it rounds what ranks exchange, and every update here is exact"
 
 KEYS: tuple[Key, ...] = (
@@ -233,12 +235,12 @@ KEYS: tuple[Key, ...] = (
     _refused("pipeline", "there is no pipeline parallelism", {}),
     _refused(
         "tensor_parallel",
-        "divide the model with torch's parallelize_module (docs/ranks.md)",
+        "divide the model with torch's parallelize_module (docs/torchrun.md)",
         {},
         {"autotp_size": 0},
     ),
     _refused("expert_parallel", "experts are partitioned like other weights"),
-    _refused("hybrid_engine", "generate with overspill.inference from a saved model"),
+    _refused("hybrid_engine", "generate with engine.generate while training (docs/peft.md)"),
     _refused("sparse_attention", "use an attention that the model has", {}),
     _refused("eigenvalue", "it is not computed"),
     _refused("progressive_layer_drop", "layers are not dropped"),
