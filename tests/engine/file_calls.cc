@@ -8,12 +8,14 @@
 #include <atomic>
 #include <cerrno>
 #include <cstdarg>
+#include <mutex>
 #include <string>
 
 namespace overspill::testing {
 namespace {
 
 std::atomic<FileWatcher*> watching = nullptr;
+std::mutex in_order;
 
 using Kind = FileCall::Kind;
 
@@ -30,6 +32,8 @@ auto watched(FileCall seen, const void* data, Call call) -> decltype(call()) {
     watcher->done(seen, {});
     return 0;
   }
+  // Together, so that what is seen has the order in which it happened: a rank's thread may use what another's made.
+  const std::lock_guard lock(in_order);
   const auto result = call();
   if (result < 0) return result;
   const int os_error = errno;
