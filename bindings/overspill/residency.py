@@ -275,6 +275,7 @@ def hold(unit: Unit, take: Take | None = None) -> torch.Tensor:
         storage = flat.untyped_storage()
         unit.key = storage._cdata
         leases[unit.key] = (StorageWeakRef(storage), unit)
+        del storage  # which older versions of PyTorch count as long as it is here
         unit.holders = torch._C._storage_Use_Count(unit.key)
         unit.flat = flat
     elif unit.lease is not None:

@@ -86,7 +86,12 @@ def check(habit, placement, config):
     settings = {k: v for k, v in config(placement).items() if k != "optimizer"}
     torch.manual_seed(0)
     plain = Maker()
-    expected = None if habit.refused else habit.run(plain)
+    try:
+        expected = None if habit.refused else habit.run(plain)
+    except KeyError as error:  # before 2.12 Adagrad makes its states once
+        if tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 12):
+            raise
+        pytest.skip(f"PyTorch {torch.__version__} itself raises KeyError {error} here")
     torch.manual_seed(0)
     under = Maker(settings)
     try:
