@@ -18,7 +18,8 @@ import overspill
 from overspill import files
 
 JOB = Path(__file__).with_name("whole_model_job.py")
-# Of which the budget takes 64 and torch's work some 80; weights, gradients, the average and the state dict have 256 each.
+# Of which the budget takes 64 and torch's work some 80; weights, gradients, the average and the state dict have 256
+# each.
 BESIDE_TORCH = 326 << 20
 
 
