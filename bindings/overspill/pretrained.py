@@ -4,6 +4,7 @@ before a byte is used, names stay in the folder, and no pickle is ever loaded.""
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import json
 import re
@@ -149,14 +150,18 @@ class Folder:
 
         found, converted = _renamed(self.tensors, model)
         missing = {names[0] for names, _ in wanted(model) if found.isdisjoint(names)}
-        info = LoadStateDictInfo(
-            missing_keys=set() if converted else missing,
-            unexpected_keys=found - {name for name, _ in model.named_buffers()} - model.state_dict().keys(),
-            mismatched_keys=set(),
-            error_msgs=[],
-            conversion_errors={},
-            skipped_pp_keys=set(),
-        )
+        given: dict[str, Any] = {
+            "missing_keys": set() if converted else missing,
+            "unexpected_keys": found
+            - {name for name, _ in model.named_buffers()}
+            - model.state_dict().keys(),
+            "mismatched_keys": set(),
+            "error_msgs": [],
+            "conversion_errors": {},
+            "skipped_pp_keys": set(),
+        }
+        known = {field.name for field in dataclasses.fields(LoadStateDictInfo)}  # older ones have fewer
+        info = LoadStateDictInfo(**{name: value for name, value in given.items() if name in known})
         model._adjust_missing_and_unexpected_keys(info)
         refuse_strangers(self.path, model, sorted(info.unexpected_keys), sorted(info.missing_keys))
 
