@@ -119,12 +119,18 @@ void Access::read_parts(int32_t unit, Component component, int64_t begin, int64_
 template <class Visit>
 void Access::write_parts(int32_t unit, Component component, int64_t begin, int64_t elements, Visit visit) {
   for_each_part(unit, component, begin, elements, [&](const Part& part) {
-    std::byte* home = context_.chunks[part.chunk].home[static_cast<size_t>(component)];
-    const bool elsewhere = home == nullptr;
-    if (elsewhere && part.elements < context_.layout.chunks[part.chunk].elements) load(part.chunk, component);
-    visit(elsewhere ? scratch_.data() : home, part);
-    if (elsewhere) store(part.chunk, component);
+    if (std::byte* home = context_.chunks[part.chunk].home[static_cast<size_t>(component)])
+      return visit(home, part);
+    write_away(component, part, visit);
   });
+}
+
+/// Of a chunk whose component is not in memory.
+template <class Visit>
+void Access::write_away(Component component, const Part& part, Visit visit) {
+  if (part.elements < context_.layout.chunks[part.chunk].elements) load(part.chunk, component);
+  visit(scratch_.data(), part);
+  store(part.chunk, component);
 }
 
 std::span<const std::byte> Access::whole(int32_t chunk, Component component) {
@@ -143,27 +149,49 @@ void Access::read(int32_t unit, Component component, int64_t begin, std::span<st
              });
 }
 
+/// The same, with all that is at home beside each other: memory that nobody has used costs more to touch for
+/// the first time than to write. visit() is called on several threads at once. away(part): of one that is not
+/// at home.
+template <class Visit, class Away>
+void Access::write_parts_together(int32_t unit, Component component, int64_t begin, int64_t elements,
+                                  Visit visit, Away away) {
+  struct AtHome {
+    std::byte* memory;
+    Part part;
+  };
+  std::vector<AtHome> at_home;
+  for_each_part(unit, component, begin, elements, [&](const Part& part) {
+    if (std::byte* home = context_.chunks[part.chunk].home[static_cast<size_t>(component)]) {
+      at_home.push_back({home, part});
+    } else {
+      away(part);
+    }
+  });
+  if (at_home.size() == 1) return visit(at_home[0].memory, at_home[0].part);
+  context_.resources.executor->parallel_for(std::ssize(at_home), [&](int64_t i) {
+    visit(at_home[static_cast<size_t>(i)].memory, at_home[static_cast<size_t>(i)].part);
+  });
+}
+
 void Access::write(int32_t unit, Component component, int64_t begin, std::span<const std::byte> from) {
   const int64_t width = context_.layout.units[unit].component_element_bytes(component);
-  write_parts(unit, component, begin, static_cast<int64_t>(from.size()) / width,
-              [&](std::byte* to, const Part& part) {
-                std::memcpy(to + part.in_chunk * width, from.data() + part.in_span * width,
-                            static_cast<size_t>(part.elements * width));
-              });
+  const auto copy = [&](std::byte* to, const Part& part) {
+    std::memcpy(to + part.in_chunk * width, from.data() + part.in_span * width,
+                static_cast<size_t>(part.elements * width));
+  };
+  write_parts_together(unit, component, begin, static_cast<int64_t>(from.size()) / width, copy,
+                       [&](const Part& part) { write_away(component, part, copy); });
 }
 
 void Access::clear(int32_t unit, Component component, int64_t begin, int64_t elements) {
   const int64_t width = context_.layout.units[unit].component_element_bytes(component);
-  for_each_part(unit, component, begin, elements, [&](const Part& part) {
-    ChunkState& state = context_.chunks[part.chunk];
-    std::byte* home = state.home[static_cast<size_t>(component)];
-    const bool elsewhere = home == nullptr;
-    if (elsewhere && !on_device(part.chunk) && state.extents[static_cast<size_t>(component)].empty())
-      return;  // zero already
-    if (elsewhere) load(part.chunk, component);
-    std::memset((elsewhere ? scratch_.data() : home) + part.in_chunk * width, 0,
-                static_cast<size_t>(part.elements * width));
-    if (elsewhere) store(part.chunk, component);
+  const auto zero = [&](std::byte* to, const Part& part) {
+    std::memset(to + part.in_chunk * width, 0, static_cast<size_t>(part.elements * width));
+  };
+  write_parts_together(unit, component, begin, elements, zero, [&](const Part& part) {
+    const bool zero_already =
+        !on_device(part.chunk) && context_.chunks[part.chunk].extents[static_cast<size_t>(component)].empty();
+    if (!zero_already) write_away(component, part, zero);
   });
 }
 

@@ -65,6 +65,11 @@ class Access {
   void read_parts(int32_t unit, Component component, int64_t begin, int64_t elements, Visit visit);
   template <class Visit>
   void write_parts(int32_t unit, Component component, int64_t begin, int64_t elements, Visit visit);
+  template <class Visit, class Away>
+  void write_parts_together(int32_t unit, Component component, int64_t begin, int64_t elements, Visit visit,
+                            Away away);
+  template <class Visit>
+  void write_away(Component component, const Part& part, Visit visit);
   template <class Values>
   void store_states(int32_t unit, Component component, int64_t begin, int64_t elements, Values values_of);
   void load(int32_t chunk, Component component);
