@@ -19,7 +19,11 @@ def taker(owner: Residency, units: Iterable[Unit]) -> residency.Take:
         {tier for tier, size in each["weights_bytes"].items() if size}
         for each in owner.core.plan.as_dict()["units"]
     ]
-    used_in_place = {i for i, home in enumerate(homes) if home == {nearest} and owner.gradients.ranks == 1}
+    used_in_place = {
+        i
+        for i, home in enumerate(homes)
+        if home == {nearest} and owner.gradients.ranks == 1 and owner.units[i].packing is None
+    }
     needed = sum(s.bytes for unit in units if unit.index not in used_in_place for s in unit.segments)
     if owner.place.on_host and needed > (available := free_bytes()):
         raise MemoryError(

@@ -21,7 +21,7 @@ from ._core import OverspillError
 from .token_cache import TOKEN
 
 PIECE_BYTES = 64 << 10  # text tokenised at once: what bounds memory, whatever the size of a file
-FORMAT = b"overspill tokens 1\n"  # part of every cache key: change it when tokenising changes
+FORMAT = b"overspill tokens 2\n"  # part of every cache key: change it when tokenising changes
 RECORDS = (".jsonl", ".ndjson", ".json")  # suffixes, in lower case, of files of records; all others are text
 ARRAY_BYTES = 64 << 20  # of a JSON array, which is read whole
 BYTE_ORDER_MARKS = {

@@ -71,9 +71,16 @@ def _conversation(record: Any, tokenizer: Any) -> list[Document]:
         isinstance(each, dict) and isinstance(each.get("role"), str) for each in messages
     ):
         raise Unusable("'messages' has to be a list of objects with 'role' and 'content'")
-    answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+    for message in messages:
+        if message.get("weight", 1) not in (0, 1):  # as OpenAI's records for fine-tuning have it
+            raise Unusable(f"'weight' of a message is {message['weight']!r}, and it may be 0 or 1")
+    answers = [
+        i for i, message in enumerate(messages) if message["role"] == "assistant" and message.get("weight", 1)
+    ]
     if not answers:
-        raise Unusable("no message has the role 'assistant', so there is nothing to learn")
+        raise Unusable(
+            "no message has the role 'assistant' (and not the weight 0), so there is nothing to learn"
+        )
 
     def text(count: int, answer_follows: bool) -> str:
         made = tokenizer.apply_chat_template(

@@ -696,6 +696,7 @@ class Engine(nn.Module):
         dtype: torch.dtype | None = None,
         tokenizer: Any = None,
         shard_size: int | str = "4GiB",
+        **of_transformers: Any,
     ) -> None:
         """Writes the model as a Hugging Face folder that `from_pretrained` opens: weights, config, tokenizer. Host
         memory: one weight at a time. All ranks call it with one folder, and rank 0 writes. A model that is there is
@@ -707,14 +708,17 @@ class Engine(nn.Module):
             tokenizer: what has a save_pretrained of its own. None: the files of the folder that the model was made
                 from, where that is known
             shard_size: bytes of the largest file, a number or a text such as "4GiB"
+            of_transformers: what scripts of Accelerate give its save_pretrained: is_main_process, save_function,
+                state_dict, safe_serialization=True. The engine writes on rank 0, its own weights, as safetensors
 
         Raises:
             FolderError: something else than a model is in the folder
             CheckpointError: no class of transformers would open these names and shapes; or adapters of PEFT are not
                 merged (docs/peft.md)
-            TypeError: the module is no model of transformers
+            TypeError: the module is no model of transformers; an argument that is not known
             OSError: there is no room
         """
+        exporting.check_arguments(of_transformers)
         self._settle()
         model = exporting.exported(self.module)
         target = Path(given.path("save_pretrained", folder))

@@ -279,6 +279,18 @@ def exported(module: Any) -> Any:
     return module
 
 
+def check_arguments(of_transformers: dict[str, Any]) -> None:
+    """Those of transformers' save_pretrained that mean what the engine does anyway. Raises TypeError for others."""
+    if not of_transformers.pop("safe_serialization", True):
+        raise TypeError("overspill: save_pretrained: safe_serialization = False is a pickle; leave it out")
+    unknown = of_transformers.keys() - {"is_main_process", "save_function", "state_dict"}
+    if unknown:
+        raise TypeError(
+            f"overspill: save_pretrained: unknown {', '.join(sorted(unknown))}; it takes dtype, tokenizer and "
+            "shard_size (docs/guide.md)"
+        )
+
+
 def _is_of_peft(module: Any) -> bool:
     peft = sys.modules.get("peft")
     return peft is not None and isinstance(module, peft.PeftModel)

@@ -17,6 +17,7 @@ from typing import Any
 
 from . import framework, overwriting
 from ._core import OverspillError
+from .config import ConfigError
 from .engine import Engine
 from .extras import need
 from .framework import Said
@@ -110,6 +111,12 @@ class Strategy(_strategies.DDPStrategy):  # type: ignore[misc]
         }
         objects = dict.fromkeys(("optimizer", "scheduler"), "it in configure_optimizers")
         settings = framework.settings(self._config, "Lightning", objects, said)
+        clip = trainer.gradient_clip_val
+        if clip is not None and settings.gradient_clipping not in (0, None, clip):
+            raise ConfigError(
+                f"overspill: gradient_clipping is {settings.gradient_clipping:g} in the configuration, and Lightning's "
+                f"gradient_clip_val is {clip:g}, which counts: leave one of the two out"
+            )
         several = len(self.optimizers) > 1
         made: Any = initialize(
             self.model, settings, optimizer=self.optimizers if several else self.optimizers[0]

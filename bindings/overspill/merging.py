@@ -119,6 +119,7 @@ def weights_alone(checkpoint: Path, folder: Path, dtype: str, shard_size: int) -
     """Writes the weights and buffers of a checkpoint as safetensors into `folder`, which is new, by the names that the
     model had; there is no config, and nothing is looked at. Raises as `merge` does."""
     manifest = _core.manifest(checkpoint)
+    _refuse_packed(manifest, checkpoint)
     beside = extra.tensors(manifest["extra_json"], checkpoint)
     given = [_given(name, tensor, checkpoint) for name, tensor in beside.items()]
     _core.merge(checkpoint, folder, dtype, shard_size, _look_at_signals, given)
@@ -155,15 +156,19 @@ def _check_names(
             "make the same model and engine, `engine.load_checkpoint(CHECKPOINT)`, then "
             "`engine.module.merge_and_unload(); engine.save_pretrained(OUT)`"
         )
+    _refuse_packed(manifest, checkpoint)
+    found = architecture.fit(shapes, folder, named)
+    if found.wrong:
+        raise CheckpointError(f"{checkpoint} does not fit {found.wrong}. {_WAY_OUT}")
+    return found.said
+
+
+def _refuse_packed(manifest: Mapping[str, Any], checkpoint: Path) -> None:
     if packings := packed.of_units(unit["name"] for unit in manifest["units"]):
         raise CheckpointError(
             f"{checkpoint} holds frozen weights in {packings}, which merge does not unpack. In a script make the same "
             "model and engine, `engine.load_checkpoint(CHECKPOINT)`, then `engine.save_pretrained(OUT)`"
         )
-    found = architecture.fit(shapes, folder, named)
-    if found.wrong:
-        raise CheckpointError(f"{checkpoint} does not fit {found.wrong}. {_WAY_OUT}")
-    return found.said
 
 
 def _given(name: str, tensor: torch.Tensor, checkpoint: Path) -> tuple[str, str, list[int], bytes]:

@@ -139,7 +139,18 @@ class TrainerMixin:
             logs["grad_norm"] = self.engine.last_step.norm
         super().log(logs, *args, **kwargs)  # type: ignore[misc]
 
+    def compute_loss(self, model: Any, *args: Any, **kwargs: Any) -> Any:
+        """Of the model itself: by its class the Trainer decides whether a label smoother shifts labels, and an engine
+        hides that it is PEFT's."""
+        return super().compute_loss(self.model if model is self.engine else model, *args, **kwargs)  # type: ignore[misc]
+
     # Saving. All ranks come here; the engine writes on rank 0.
+
+    def save_model(self, output_dir: Any = None, _internal_call: bool = False) -> None:
+        if self._has_engine() and not self.args.should_save:  # older Trainers have rank 0 alone come to _save
+            self._save(output_dir)
+            return
+        super().save_model(output_dir, _internal_call)  # type: ignore[misc]
 
     def _save(self, output_dir: Any = None, state_dict: dict[str, Any] | None = None) -> None:
         folder = Path(self.args.output_dir if output_dir is None else output_dir)

@@ -32,7 +32,8 @@ auto watched(FileCall seen, const void* data, Call call) -> decltype(call()) {
     watcher->done(seen, {});
     return 0;
   }
-  // Together, so that what is seen has the order in which it happened: a rank's thread may use what another's made.
+  // Together, so that what is seen has the order in which it happened: a rank's thread may use what another's
+  // made.
   const std::lock_guard lock(in_order);
   const auto result = call();
   if (result < 0) return result;

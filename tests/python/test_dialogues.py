@@ -73,6 +73,15 @@ def test_a_template_that_rewrites_earlier_turns_makes_a_document_of_each_answer(
     assert learned == "the river|runs always<end>slowly<end>"
 
 
+def test_an_answer_of_weight_0_is_read_and_not_learned(tokenizer, tmp_path):
+    """As in OpenAI's records for fine-tuning."""
+    answers = [i for i, message in enumerate(CHAT) if message["role"] == "assistant"]
+    weighed = [{**message, "weight": 0} if i == answers[0] else message for i, message in enumerate(CHAT)]
+    path = write(tmp_path / "chats.jsonl", {"messages": weighed})
+    whole, learned = texts(words_of(path, tokenizer, tmp_path), tokenizer)
+    assert whole.count("the river|runs always") == 1 and learned == "slowly<end>"
+
+
 def test_a_completion_is_learned_and_gets_an_end(tokenizer, tmp_path):
     path = write(tmp_path / "pairs.jsonl", {"prompt": "the bird ", "completion": "sings"})
     whole, learned = texts(words_of(path, tokenizer, tmp_path), tokenizer)
@@ -97,6 +106,10 @@ def test_a_template_is_part_of_what_the_cache_is_of(tokenizer, tmp_path):
     ("records", "said"),
     [
         ([{"messages": []}], ":1: no message has the role 'assistant'"),
+        (
+            [{"messages": [*CHAT[:1], {**CHAT[1], "weight": 2}]}],
+            ":1: 'weight' of a message is 2, and it may be 0 or 1",
+        ),
         ([{"messages": CHAT}, {"messages": CHAT[:2]}], ":2: no message has the role 'assistant'"),
         ([{"messages": "x"}], ":1: 'messages' has to be a list of objects"),
         ([{"messages": [{"content": "x"}]}], ":1: 'messages' has to be a list of objects"),

@@ -49,6 +49,21 @@ def model_of(options, dtype):
     return AutoModelForCausalLM.from_config(options, dtype=dtype)
 
 
+def test_what_a_script_of_accelerate_gives_it(config, tmp_path):
+    """The usual last lines of one; they failed when all was trained."""
+    engine = trained(config, model_of(LlamaConfig(**SMALL), torch.float32))
+    engine.save_pretrained(tmp_path / "own")
+    usual = {"is_main_process": True, "save_function": torch.save, "state_dict": engine.state_dict()}
+    engine.save_pretrained(tmp_path / "theirs", safe_serialization=True, **usual)
+    assert same(tmp_path / "own", tmp_path / "theirs")
+    with pytest.raises(TypeError, match="safe_serialization = False is a pickle"):
+        engine.save_pretrained(tmp_path / "third", safe_serialization=False)
+    with pytest.raises(TypeError, match="unknown push_to_hub"):
+        engine.save_pretrained(tmp_path / "third", push_to_hub=True)
+    assert not (tmp_path / "third").exists()
+    engine.close()
+
+
 @pytest.mark.parametrize("of", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("kind", ["tied", "apart", "experts"])
 def test_it_has_what_merge_makes_of_a_checkpoint(kind, of, config, tmp_path):

@@ -193,6 +193,8 @@ KINDS = {
 def test_layers_are_unfrozen_one_after_the_other(config, placement, kind):
     """As plain PyTorch does it, whose optimizer gets a group for each."""
     make, options, near = KINDS[kind]
+    if kind == "adagrad" and tuple(map(int, torch.__version__.split(".")[:2])) < (2, 12):
+        pytest.skip(f"PyTorch {torch.__version__} itself raises KeyError: its Adagrad makes its states once")
 
     def unfreeze(model, optimizer, place):
         model[place].requires_grad_(True)

@@ -188,6 +188,7 @@ def test_what_says_otherwise_is_refused(strategy, tmp_path):
             {"gradient_accumulation_steps": 3},
             "gradient_accumulation_steps = 3, and accumulate_grad_batches = 2 of Lightning differ",
         ),
+        ({"gradient_clipping": 1e-3}, "gradient_clipping is 0.001 in the configuration, and Lightning's"),
     ):
         with pytest.raises(ConfigError, match=words):
             trainer_of(tmp_path, strategy(**more)).fit(made(), loader())

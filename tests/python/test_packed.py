@@ -7,7 +7,7 @@ from test_peft import ADAM, adapted, base, batches, logits, peft, train, train_p
 from torch import nn
 
 import overspill
-from overspill import CheckpointError, packed
+from overspill import CheckpointError, beyond, merging, packed
 from overspill.config import ConfigError
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -202,3 +202,20 @@ def test_smollm2_over_its_unpacked_base(smollm2, start):
     )
     count = sum(p.numel() for p in plain.parameters() if id(p) in chosen)
     assert count > 1e8 and held / count == pytest.approx(4.5 / 8, rel=0.01)
+
+
+def test_packed_weights_at_home_take_room_beyond_the_budget(start, monkeypatch):
+    """They are unpacked for the block, wherever they live."""
+    engine = start(adapted("lora"), section=ADAM, frozen={"format": "nf4"})
+    monkeypatch.setattr(beyond, "free_bytes", lambda: 1 << 10)
+    with pytest.raises(MemoryError, match="beside the budgets"):
+        engine.gathered([p for p in engine.module.parameters() if not p.requires_grad], beyond_budget=True)
+    engine.close()
+
+
+def test_packed_weights_are_not_taken_for_weights_in_fp32(start, tmp_path):
+    engine = start(adapted("lora"), section=ADAM, frozen={"format": "nf4"})
+    engine.save_checkpoint(tmp_path / "saved")
+    with pytest.raises(CheckpointError, match="holds frozen weights in"):
+        merging.weights_alone(tmp_path / "saved", tmp_path / "out", "fp32", 1 << 30)
+    engine.close()

@@ -112,6 +112,26 @@ def test_losses_rates_and_norms_are_the_plain_trainers(trainer_of, tmp_path, cli
     assert not (tmp_path / "ours/model.new").exists() and (tmp_path / "ours/training_args.bin").is_file()
 
 
+def test_labels_are_smoothed_as_the_plain_trainer_does_it(trainer_of, tmp_path):
+    """Of a model of PEFT, too, which it knows by its class, and shifts its labels."""
+    peft = pytest.importorskip("peft", reason="PEFT is not installed (requirements-dev.txt)")
+
+    def adapted():
+        torch.manual_seed(0)
+        return peft.get_peft_model(
+            llama(), peft.LoraConfig(r=4, task_type="CAUSAL_LM", target_modules=["q_proj"])
+        )
+
+    def smoothed(name):
+        return arguments(tmp_path / name, label_smoothing_factor=0.1, save_strategy="no")
+
+    plain = transformers.Trainer(adapted(), smoothed("plain"), train_dataset=rows())
+    plain.train()
+    ours = trainer_of(adapted(), smoothed("ours"))
+    ours.train()
+    assert [each[0] for each in log_of(ours)] == pytest.approx([each[0] for each in log_of(plain)], rel=1e-5)
+
+
 def test_a_run_that_goes_on_is_one_that_did_not_stop(trainer_of, tmp_path):
     straight = trainer_of(llama(dropout=0.2), arguments(tmp_path / "straight"))
     straight.train()
