@@ -77,7 +77,8 @@ def test_the_stock_zero_3_json_is_read(tmp_path):
     )  # what means something, or asks for nothing, is not named
     file = tmp_path / "ds_config.json"
     file.write_text(json.dumps(STOCK))
-    assert read(str(file))[0] == config.model_copy(update={"budget": read(str(file))[0].budget})
+    again = read(str(file))[0]  # the host budget that is not given is half of what is free, each time
+    assert again == config.model_copy(update={"budget": again.budget})
 
 
 def test_nvme_folders_join_the_budget(tmp_path):
