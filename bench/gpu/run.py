@@ -116,17 +116,6 @@ def link_bytes_per_second(device: torch.device, size: int = 1 << 30) -> dict[str
     return found
 
 
-def host_bytes_per_second(size: int = 1 << 30) -> float:
-    """Of a sum of two arrays into a third by all cores, the best of five: what an update in host memory may reach."""
-    a, b, out = (torch.ones(size // 4) for _ in range(3))
-    seconds = []
-    for _ in range(5):
-        started = time.perf_counter()
-        torch.add(a, b, out=out)
-        seconds.append(time.perf_counter() - started)
-    return 3 * size / min(seconds)
-
-
 def has_deepspeed(python: str) -> bool:
     look = [python, "-c", "import importlib.util as u, sys; sys.exit(u.find_spec('deepspeed') is None)"]
     return subprocess.run(look, capture_output=True).returncode == 0
@@ -144,7 +133,6 @@ class Run:
         self.until = time.monotonic() + args.minutes * 60 if args.minutes else math.inf
         self.device = torch.device("cpu" if args.device == "host" else args.device)
         self.link = link_bytes_per_second(self.device)
-        self.host = host_bytes_per_second()
 
     def too_late(self, row: str) -> bool:
         """Whether the minutes are over: then nothing begins any more, and the row is told of."""
@@ -159,7 +147,6 @@ class Run:
             "gpu": torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "none",
             "torch": torch.__version__,
             "link_bytes_per_second": {way: round(speed) for way, speed in self.link.items()},
-            "host_bytes_per_second": round(self.host),
             "parameters": self.parameters,
             "rows": [row.told(self.parameters[row.model], self.link) for row in self.rows],
             "memory": self.memory,

@@ -51,7 +51,7 @@ int32_t Sampler::draw(std::span<const float> given, std::span<const int32_t> his
         "was excluded");
   }
   if (sampling_.temperature == 0) return static_cast<int32_t>(best - logits.begin());
-  keep_likely(drafts);
+  keep_likely(drafts, *best);
   const auto& candidates = drafts.candidates_;
   // Weights of the candidates, of which the first is the likeliest.
   double total = 0;
@@ -88,14 +88,13 @@ void Sampler::adjust(std::span<const int32_t> history, Drafts& drafts) const {
   if (sampling_.constraint) sampling_.constraint(history, logits);
 }
 
-void Sampler::keep_likely(Drafts& drafts) const {
+void Sampler::keep_likely(Drafts& drafts, float best) const {
   const auto& logits = drafts.logits_;
   auto& candidates = drafts.candidates_;
   candidates.clear();
   candidates.reserve(logits.size());
   // At a tiny temperature quotients are infinite, and the differences of such are no numbers: there the
   // likeliest has 0, and what is far below it minus infinity.
-  const float best = *std::ranges::max_element(logits);
   const float zero = std::isfinite(best / sampling_.temperature) ? 0 : best;
   for (size_t i = 0; i < logits.size(); ++i)
     candidates.push_back({static_cast<int32_t>(i), (logits[i] - zero) / sampling_.temperature});

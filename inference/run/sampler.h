@@ -66,7 +66,7 @@ class Sampler {
   using Candidate = Drafts::Candidate;
 
   void adjust(std::span<const int32_t> history, Drafts& drafts) const;
-  void keep_likely(Drafts& drafts) const;
+  void keep_likely(Drafts& drafts, float best) const;  // of the logits
 
   Sampling sampling_;
   std::mt19937_64 random_;

@@ -288,6 +288,17 @@ def test_a_forked_child_is_told(model):
     batch.close()
 
 
+def ended(program, model):
+    """A program of its own, given the model's folder."""
+    return tiny.subprocess.run(
+        [tiny.sys.executable, "-c", program, str(model.path)],
+        env={**os.environ, "PYTHONPATH": str(tiny.BINDINGS)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
 @pytest.mark.parametrize("texts", [1, 2])
 @pytest.mark.parametrize("what", ["computes", "closes", "is the last to hold it"])
 def test_a_constraint_that_would_wait_for_itself_is_told(what, texts, model):
@@ -311,13 +322,7 @@ for answer in submitted():
         print(str(error).splitlines()[0])
 print(model.logits([1]).isfinite().all().item())
 """
-    process = tiny.subprocess.run(
-        [tiny.sys.executable, "-c", program, str(model.path)],
-        env={**os.environ, "PYTHONPATH": str(tiny.BINDINGS)},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    process = ended(program, model)
     assert process.returncode == 0, process.stderr
     *answers, after = process.stdout.splitlines()
     assert after == "True" and len(answers) == texts
@@ -332,11 +337,5 @@ def test_a_program_may_end_with_an_open_batch(model):
         "answer = batch.submit([5], max_new_tokens=4000, end_tokens=())\n"
         "answer.next()"
     )
-    process = tiny.subprocess.run(
-        [tiny.sys.executable, "-c", program, str(model.path)],
-        env={**os.environ, "PYTHONPATH": str(tiny.BINDINGS)},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    process = ended(program, model)
     assert process.returncode == 0 and process.stderr == ""
