@@ -26,15 +26,29 @@ using inference::Batch;
 using inference::Drawn;
 using inference::End;
 
+/// Batches whose last owner was a constraint of their own: that thread cannot wait for itself. They end
+/// before Python does, whose code they may still run. Threads: those that hold the GIL.
+std::vector<std::unique_ptr<Batch>>& left_batches() {
+  static std::vector<std::unique_ptr<Batch>> left;
+  return left;
+}
+
+void end_left_batches() {
+  const auto left = std::exchange(left_batches(), {});
+  const py::gil_scoped_release released;
+  for (const auto& batch : left) batch->close();
+}
+
 // In a forked child the batch's thread is not there, and to end it would wait for ever: the child leaves it.
 std::shared_ptr<Batch> open(std::shared_ptr<inference::Model> model, int64_t texts, int64_t positions,
                             int64_t waiting) {
   auto made = std::make_unique<Batch>(std::move(model), inference::BatchOptions{texts, positions, waiting});
   return {made.release(), [process = io::OwnProcess()](Batch* batch) {
             if (!process.here()) return;
-            const py::gil_scoped_release released;
             std::unique_ptr<Batch> ended(batch);
-            if (batch->is_inside()) inference::end_elsewhere(std::move(ended));
+            if (ended->is_inside()) return left_batches().push_back(std::move(ended));
+            const py::gil_scoped_release released;
+            ended.reset();
           }};
 }
 
@@ -103,6 +117,7 @@ void register_batch(py::module_& m) {
       .def("take", &Answer::take, Released())
       .def_property_readonly("finish_reason", &finish_reason)
       .def("cancel", &Answer::cancel, Released());
+  py::module_::import("atexit").attr("register")(py::cpp_function(&end_left_batches));
   py::class_<Batch, std::shared_ptr<Batch>>(m, "InferenceBatch")
       .def(py::init(&open), py::arg("model"), py::arg("texts"), py::arg("positions"), py::arg("waiting"),
            Released())
@@ -111,6 +126,7 @@ void register_batch(py::module_& m) {
            py::arg("repetition"), py::arg("seed"), py::arg("bias"), py::arg("end_tokens"),
            py::arg("log_probabilities"), py::arg("lookup"), py::arg("constraint") = py::none(), Released())
       .def("close", &Batch::close, Released())
+      .def_property_readonly("is_inside", &Batch::is_inside)
       .def_property_readonly("counts", [](const Batch& self) {
         const auto counts = [&] {
           const py::gil_scoped_release released;

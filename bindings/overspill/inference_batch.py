@@ -181,6 +181,10 @@ class Batch:
 
 
 def _close(core: Any) -> None:
+    if (
+        core.is_inside
+    ):  # a constraint of its own held it last: it ends when that thread is not waited for by itself
+        return
     try:
         core.close()
     except _core.WrongProcess:

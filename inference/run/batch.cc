@@ -8,8 +8,6 @@
 
 #include "inference/error.h"
 #include "io/files.h"
-#include "io/kept.h"
-#include "io/say.h"
 
 namespace overspill::inference {
 namespace {
@@ -41,19 +39,6 @@ Batch::~Batch() {
 
 bool Batch::is_inside() const {
   return serving == this || scheduler_.model().is_inside();
-}
-
-void end_elsewhere(std::unique_ptr<Batch> batch) noexcept {
-  std::shared_ptr<Batch> shared = std::move(batch);
-  try {
-    std::thread([shared]() mutable { shared.reset(); }).detach();
-  } catch (const std::system_error& error) {
-    io::say_on_stderr(fmt::format(
-        "overspill: a batch stays until this process ends: its own thread had it last, and there is no other "
-        "to end it ({})",
-        error.what()));
-    io::keep_for_ever(shared);
-  }
 }
 
 std::shared_ptr<Answer> Batch::submit(Request request) {

@@ -69,7 +69,4 @@ class Batch {
   std::thread thread_;
 };
 
-/// For a thread that is inside, which cannot wait for itself.
-void end_elsewhere(std::unique_ptr<Batch> batch) noexcept;
-
 }  // namespace overspill::inference
