@@ -27,6 +27,8 @@ using inference::ModelError;
 using inference::StoredTensor;
 
 constexpr int kTensors = 40;  // of the folder: what layers and experts are bounded by
+/// The bytes of its first tensor: what the heads of all layers are bounded by.
+constexpr int64_t kNumbers = 1 << 14;
 
 void promise(bool holds, const char* what) {
   if (holds) return;
@@ -69,11 +71,12 @@ ModelTarget::ModelTarget(const fs::path& parent) {
   folder_ = name;
   nlohmann::json header = nlohmann::json::object();
   for (int i = 0; i < kTensors; ++i)
-    header[fmt::format("t{}", i)] = {{"dtype", "U8"}, {"shape", {0}}, {"data_offsets", {0, 0}}};
+    header[fmt::format("t{}", i)] = {{"dtype", "U8"}, {"shape", {0}}, {"data_offsets", {kNumbers, kNumbers}}};
+  header["t0"] = {{"dtype", "U8"}, {"shape", {kNumbers}}, {"data_offsets", {0, kNumbers}}};
   const std::string text = header.dump();
   std::string file;
   for (int i = 0; i < 8; ++i) file += static_cast<char>(text.size() >> (8 * i) & 0xFF);
-  write_file(folder_ / "model.safetensors", file + text);
+  write_file(folder_ / "model.safetensors", file + text + std::string(kNumbers, '\0'));
 }
 
 ModelTarget::~ModelTarget() {
@@ -103,10 +106,12 @@ bool ModelTarget::run_config(std::string_view text) {
   }
   promise(spec.layers.size() <= kTensors, "layers are at most the files' tensors");
   size_t experts = 0;
+  int64_t frequencies = 0;
   for (const inference::Layer& layer : spec.layers) {
     const inference::Attention& attention = layer.attention;
     promise(attention.heads > 0 && attention.kv_heads > 0 && attention.heads % attention.kv_heads == 0,
             "key heads divide the heads");
+    frequencies += attention.rope ? static_cast<int64_t>(attention.rope->frequencies.size()) : 0;
     promise(!attention.rope ||
                 2 * static_cast<int64_t>(attention.rope->frequencies.size()) <= attention.head_size,
             "a rotation stays in its head");
@@ -116,6 +121,7 @@ bool ModelTarget::run_config(std::string_view text) {
               "as many experts are chosen as there are, at most");
     }
   }
+  promise(frequencies <= kNumbers, "rotary frequencies are at most the files' bytes");
   promise(experts <= kTensors, "experts are at most the files' tensors");
   return true;
 }
