@@ -42,19 +42,31 @@ def save(engine: Engine, folder: Any, client_state: dict[str, Any] | None, unkno
         engine._core.save(folder, state.dumps(_extra(engine, client_state)))
 
 
+def check_scheduler(scheduler: Any) -> None:
+    """Raises TypeError where a checkpoint would be refused for this scheduler's state."""
+    _scheduler_state(scheduler)
+
+
+def _scheduler_state(scheduler: Any) -> Any:
+    if not hasattr(scheduler, "state_dict"):
+        kind = type(scheduler)
+        raise TypeError(
+            f"overspill: lr_scheduler is a {kind.__module__}.{kind.__qualname__}, which has no state_dict: give it "
+            "one, and load_state_dict, so that a checkpoint can have its state"
+        )
+    return state.encode(scheduler.state_dict(), "lr_scheduler")
+
+
 def _extra(engine: Engine, client_state: dict[str, Any] | None) -> dict[str, Any]:
     """What a checkpoint has beside weights and states."""
-    scheduler = (
-        None
-        if engine.lr_scheduler is None
-        else state.encode(engine.lr_scheduler.state_dict(), "lr_scheduler")
-    )
+    scheduler = None if engine.lr_scheduler is None else _scheduler_state(engine.lr_scheduler)
     extra = {
         "client_state": state.encode(client_state or {}, "client_state"),
         "optimizer": state.encode(engine.optimizer.hyper_parameters(), "optimizer"),
         "lr_scheduler": scheduler,
         "buffers": state.buffers_to_json(engine.module),
         "empty_parameters": state.empty_parameters_to_json(engine.module),
+        "tied": state.tied_names(engine.module),
         "global_steps": engine.global_steps,
         "micro_steps": engine.micro_steps,
         "random": state.random_states(),

@@ -117,6 +117,13 @@ def tensors(text: str, folder: Any) -> dict[str, torch.Tensor]:
     return {**empty, **buffers}
 
 
+def tied(text: str, folder: Any) -> dict[str, str]:
+    """Further names that a state dict has, each with the name of the same tensor in the checkpoint; none in one of a
+    version that did not write them. Raises CheckpointError."""
+    found: dict[str, str] = _entry(folder, "tied", _tied, _entries(text, folder).get("tied", {}))
+    return found
+
+
 def _entries(text: str, folder: Any) -> dict[str, Any]:
     entries = _entry(folder, "extra", json.loads, text)
     if not isinstance(entries, dict):
@@ -161,6 +168,12 @@ def _tensors(value: Any) -> dict[str, torch.Tensor]:
     for name in value:
         name.encode()  # JSON can spell what no file can: half of a surrogate pair
     return {name: state.tensor_from_json(saved) for name, saved in value.items()}
+
+
+def _tied(value: Any) -> dict[str, str]:
+    if not _named(value) or not all(isinstance(name, str) for name in value.values()):
+        raise ValueError("an object of names is expected")
+    return value
 
 
 def _count(value: Any) -> int:

@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from . import divided, given, parts, pretrained, ranks
+from . import checkpointing, divided, given, parts, pretrained, ranks
 from .config import Config, ConfigError
 from .deepspeed import lr_schedules
 from .engine import Engine
@@ -232,6 +232,11 @@ def _scheduler(scheduler: Any, optimizer: OverspillOptimizer) -> Any:
     bound = getattr(scheduler, "optimizer", optimizer)
     if bound is not optimizer and bound is not optimizer.user:
         raise ValueError("overspill: lr_scheduler was made on another optimizer than the one given")
+    if scheduler is not None:
+        try:
+            checkpointing.check_scheduler(scheduler)
+        except TypeError as error:
+            warnings.warn(f"{error}. engine.save_checkpoint is refused until then", stacklevel=4)
     return scheduler
 
 

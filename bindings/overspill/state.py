@@ -4,6 +4,7 @@ loaded."""
 from __future__ import annotations
 
 import base64
+import itertools
 import json
 import math
 import random
@@ -17,6 +18,7 @@ from torch import nn
 from .divided import is_divided
 
 _KIND = "__kind__"
+_LARGEST_TENSOR = 4096  # bytes, among plain values: a rate, a count for each group
 
 
 class ClientState(dict):
@@ -50,8 +52,8 @@ def check_arguments(call: str, unknown: dict) -> None:
 
 
 def encode(value: Any, where: str) -> Any:
-    """Plain JSON values; tuples, sets of keys and non-finite numbers are marked. Raises TypeError naming the
-    place."""
+    """Plain JSON values; tuples, dicts with other keys than texts, small tensors and non-finite numbers are marked.
+    Raises TypeError naming the place."""
     if value is None or isinstance(value, (bool, int, str)):
         return value
     if isinstance(value, float):
@@ -69,15 +71,18 @@ def encode(value: Any, where: str) -> Any:
         pairs = [[encode(key, where), encode(item, f"{where}.{key}")] for key, item in value.items()]
         return {_KIND: "counter" if isinstance(value, Counter) else "dict", "value": pairs}
     if isinstance(value, torch.Tensor):
+        is_plain = type(value) is torch.Tensor and value.layout is torch.strided and not value.is_meta
+        if is_plain and value.nbytes <= _LARGEST_TENSOR:
+            return {_KIND: "tensor", "value": tensor_to_json(value)}
         raise TypeError(
-            f"overspill: {where} is a tensor {tuple(value.shape)}; a checkpoint's extra state holds "
-            "plain values: "
-            "use .item() or .tolist(), or save it in a file of its own"
+            f"overspill: {where} is a tensor {tuple(value.shape)}; a checkpoint's extra state holds plain values, and "
+            f"dense tensors of {_LARGEST_TENSOR} bytes at most: use .item() or .tolist(), or save it in a file of its "
+            "own"
         )
     raise TypeError(
         f"overspill: {where} is a {type(value).__module__}.{type(value).__qualname__}; a checkpoint's "
         "extra state holds "
-        "None, bool, int, float, str, list, tuple and dict"
+        "None, bool, int, float, str, list, tuple, dict and small tensors"
     )
 
 
@@ -91,6 +96,8 @@ def decode(value: Any) -> Any:
         return {key: decode(item) for key, item in value.items()}
     if kind == "float":
         return float(value["value"])
+    if kind == "tensor":
+        return tensor_from_json(value["value"])
     if kind == "tuple":
         return tuple(decode(item) for item in value["value"])
     pairs = {decode(key): decode(item) for key, item in value["value"]}
@@ -213,3 +220,16 @@ def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
             if buffer is not None and name not in module._non_persistent_buffers_set:
                 found[f"{prefix}.{name}" if prefix else name] = buffer
     return found
+
+
+def tied_names(model: nn.Module) -> dict[str, str]:
+    """Further names of parameters and persistent buffers that a state dict has, each with the name that a checkpoint
+    has them by."""
+    buffers = {id(buffer): name for name, buffer in persistent_buffers(model).items()}
+    first = {id(parameter): name for name, parameter in model.named_parameters()} | buffers
+    names = itertools.chain(
+        model.named_parameters(remove_duplicate=False),
+        ((name, each) for name, each in model.named_buffers(remove_duplicate=False) if id(each) in buffers),
+    )
+    own = persistent_buffers(model).keys() | set(first.values())
+    return {name: first[id(tensor)] for name, tensor in names if name not in own}

@@ -324,12 +324,50 @@ def test_resuming_gives_the_same_bits(start, tmp_path, placement):
 
 def test_a_checkpoint_holds_plain_values_only(start, tmp_path):
     engine = start(Net(torch.float32))
-    with pytest.raises(TypeError, match=r"client_state\.a\[1\] is a tensor \(3,\)"):
-        engine.save_checkpoint(tmp_path / "checkpoint", {"a": [1, torch.ones(3)]})
+    with pytest.raises(TypeError, match=r"client_state\.a\[1\] is a tensor \(1025,\).* 4096 bytes at most"):
+        engine.save_checkpoint(tmp_path / "checkpoint", {"a": [1, torch.ones(1025)]})
     assert not (tmp_path / "checkpoint").exists()
+    small = {"a": (torch.arange(3), torch.tensor(0.5, dtype=torch.bfloat16)), "b": torch.empty(0, 2)}
+    engine.save_checkpoint(tmp_path / "small", small)
+    found = engine.load_checkpoint(tmp_path / "small")
+    for mine, given in zip((*found["a"], found["b"]), (*small["a"], small["b"]), strict=True):
+        assert mine.dtype is given.dtype and torch.equal(mine, given)
     engine.save_checkpoint(tmp_path / "checkpoint")
     extra = json.loads(overspill._core.manifest(str(tmp_path / "checkpoint"))["extra_json"])
     assert extra["client_state"] == {} and "body.1.running_mean" in extra["buffers"]
+
+
+class Held(torch.optim.lr_scheduler.LambdaLR):
+    """A schedule that holds what is given."""
+
+    def __init__(self, optimizer, held):
+        super().__init__(optimizer, lambda step: 1 / (step + 1))
+        self.held = held
+
+
+class Bare:
+    """A schedule without a state_dict."""
+
+    def __init__(self, optimizer):
+        self.optimizer = optimizer
+
+    def step(self):
+        pass
+
+
+def test_a_scheduler_that_no_checkpoint_can_have_is_named_when_the_engine_is_made(start, tmp_path):
+    with pytest.warns(UserWarning, match=r"lr_scheduler\.held is a .*engine\.save_checkpoint is refused"):
+        engine = start(Net(torch.float32), lr_scheduler=lambda optimizer: Held(optimizer, print))
+    with pytest.raises(TypeError, match=r"lr_scheduler\.held is a builtins\."):
+        engine.save_checkpoint(tmp_path / "checkpoint")
+    with pytest.warns(UserWarning, match="lr_scheduler is a test_engine.Bare, which has no state_dict"):
+        start(Net(torch.float32), lr_scheduler=Bare)
+    rates = torch.tensor([0.5, 2.0])
+    engine = start(Net(torch.float32), lr_scheduler=lambda optimizer: Held(optimizer, rates))
+    engine.save_checkpoint(tmp_path / "checkpoint")
+    other = start(Net(torch.float32), lr_scheduler=lambda optimizer: Held(optimizer, torch.zeros(2)))
+    other.load_checkpoint(tmp_path / "checkpoint")
+    assert torch.equal(other.lr_scheduler.held, rates)
 
 
 def test_a_checkpoint_of_another_model_is_refused_before_anything_changes(start, tmp_path):
