@@ -309,13 +309,14 @@ def flat_optimizer(data: Any) -> Any:
         kind = AdamW if kind is AdamW or decoupled else Adam
         if params.pop("bias_correction", True) is not True:
             raise ValueError("bias_correction = false is not supported")
-        if params.pop("fp32_optimizer_states", True) is not True:
-            raise ValueError('fp32_optimizer_states = false: give "format": "compact" for states in bf16')
         params.setdefault("weight_decay", kind.model_fields["weight_decay"].default if from_torch else 0.0)
         if unsaid and params["weight_decay"]:
             _tell_adam_is_adamw()
     if kind is Lion:
         params.setdefault("lr", 1e-3)
+        params.setdefault("betas", (0.9, 0.999))
+    if kind in (AdamW, Adam, Adagrad, Lion) and params.pop("fp32_optimizer_states", True) is not True:
+        raise ValueError('fp32_optimizer_states = false: give "format": "compact" for states in bf16')
     if kind is not None and params.pop("amsgrad", False):
         raise ValueError("amsgrad is not supported")
     return {**params, "type": kind.__name__ if kind else name}

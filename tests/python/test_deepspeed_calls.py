@@ -2,6 +2,7 @@
 helpers, and the names that are refused."""
 
 import logging
+import random
 import re
 from argparse import Namespace
 
@@ -103,10 +104,14 @@ def test_a_checkpoint_is_loaded_in_part(tmp_path):
     step(engine, 3)
     engine.save_checkpoint(tmp_path, client_state={"epoch": 1})
     weight = engine.weight(engine.module[0].weight)
+    random.random()  # the generators are elsewhere now than where they were saved
 
     def loaded(**arguments):
         fresh = made(seed=1, scheduler=SCHEDULER)
+        generators = torch.get_rng_state(), random.getstate()
         assert fresh.load_checkpoint(tmp_path, **arguments)[1] == {"epoch": 1}
+        same = torch.equal(torch.get_rng_state(), generators[0]), random.getstate() == generators[1]
+        assert same == ((True, True) if arguments else (False, False))
         assert torch.equal(fresh.weight(fresh.module[0].weight), weight)
         found = {
             "moment": bool(fragments.safe_get_full_optimizer_state(fresh.module[0].weight, "exp_avg").any()),
@@ -157,6 +162,39 @@ def test_the_exact_weights_of_a_checkpoint_without_an_engine(tmp_path):
     engine.destroy()
 
 
+class Tied(nn.Module):
+    """A weight and a whole module, with a buffer, by two names each."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(8, 4), nn.Linear(4, 8, bias=False)
+        self.head.weight = self.embedding.weight
+        self.norm = self.same = nn.BatchNorm1d(4)
+        self.register_buffer("passing", torch.zeros(1), persistent=False)
+
+    def forward(self, x):
+        return self.head(self.same(self.embedding(x)))
+
+
+def test_a_state_dict_of_a_checkpoint_has_all_names_of_what_is_tied(tmp_path):
+    torch.manual_seed(0)
+    config = {
+        "train_batch_size": 2,
+        "optimizer": {"type": "AdamW"},
+        "overspill": {"budget": {"host": "32MiB"}},
+    }
+    engine = deepspeed.initialize(model=Tied(), config=config)[0]
+    engine.backward(engine(torch.arange(6)).square().mean())
+    engine.step()
+    engine.save_checkpoint(tmp_path)
+    found = checkpoints.get_fp32_state_dict_from_zero_checkpoint(tmp_path)
+    wanted = engine.state_dict()
+    assert found.keys() == wanted.keys() and found["head.weight"] is found["embedding.weight"]
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+    Tied().load_state_dict(found)  # strict
+    engine.destroy()
+
+
 def test_backward_passes_that_are_coalesced_are_one_step():
     engine, plain = made(zero_optimization={"stage": 2}), made()
     x = torch.ones(2, 8)
@@ -197,6 +235,17 @@ def test_optimizers_have_deepspeeds_signatures():
     engine = made()
     assert isinstance(engine.optimizer, fused_kind) and not isinstance(engine.optimizer, lion)
     engine.destroy()
+    lions = MODULES["deepspeed.ops.lion"]
+    for name in ("DeepSpeedCPULion", "FusedLion"):
+        assert lions[name](weights).defaults["betas"] == (
+            0.9,
+            0.999,
+        )  # the paper, and overspill.optim, have 0.99
+    assert lions["FusedLion"](weights, set_grad_none=False).defaults["lr"] == 1e-3
+    for kind in (optimizers.cpu_adagrad, optimizers.cpu_lion, optimizers.cpu_adam):
+        assert isinstance(kind(weights, fp32_optimizer_states=True), torch.optim.Optimizer)
+        with pytest.raises(ValueError, match=r'\(fp32_optimizer_states=False\) is not .*"format": "compact"'):
+            kind(weights, fp32_optimizer_states=False)
     for wrong in ({"amsgrad": True}, {"bias_correction": False}):
         with pytest.raises(ValueError, match="not supported"):
             optimizers.fused_adam(weights, **wrong)

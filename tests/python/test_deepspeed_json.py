@@ -212,7 +212,14 @@ def test_an_optimizer_has_deepspeeds_defaults_and_they_are_said():
     config, said = read({"optimizer": {"type": "AdamW"}, "steps_per_print": 1, "fp16": {"enabled": "auto"}})
     assert (config.optimizer.weight_decay, config.gradient_clipping) == (0, 1.0)
     assert "DeepSpeed's defaults: gradient_clipping 1.0" in said and "enabled" in said
-    assert read({"optimizer": {"type": "Lion"}, "steps_per_print": 1})[0].optimizer.lr == 1e-3
+    lion = read({"optimizer": {"type": "Lion"}, "steps_per_print": 1})[0].optimizer
+    assert (lion.lr, lion.betas) == (1e-3, (0.9, 0.999))
+    for kind in ("Lion", "Adagrad", "AdamW"):
+        said = {"optimizer": {"type": kind, "params": {"fp32_optimizer_states": True}}, "bf16": {}}
+        assert read(said)[0].optimizer.type == kind
+        said["optimizer"]["params"]["fp32_optimizer_states"] = False
+        with pytest.raises(ConfigError, match='fp32_optimizer_states = false: give "format": "compact"'):
+            read(said)
 
 
 def test_keys_of_overspills_may_stand_beside_deepspeeds(tmp_path):

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from .. import durable, merging
+from .. import _core, durable, extra, merging
 from ..config import parse_size
 from . import tags
 
@@ -40,7 +40,7 @@ def get_fp32_state_dict_from_zero_checkpoint(
     lazy_mode: bool = False,
 ) -> dict[str, torch.Tensor]:
     """Weights in fp32 and buffers, by their names in the model, on the CPU: all of them in memory, and for a while on
-    the checkpoint's disk once more.
+    the checkpoint's disk once more. A tied weight is one tensor, by all its names, as DeepSpeed gives it.
 
     Args:
         checkpoint_dir, tag: as load_checkpoint's
@@ -54,11 +54,13 @@ def get_fp32_state_dict_from_zero_checkpoint(
     checkpoint = _folder_of(checkpoint_dir, tag)
     with tempfile.TemporaryDirectory(dir=checkpoint_dir, prefix=".fp32-") as folder:
         merging.weights_alone(checkpoint, Path(folder) / "weights", "fp32", _ONE_FILE)
-        return {
+        found = {
             name: tensor.clone()
             for file in sorted(Path(folder).rglob("*.safetensors"))
             for name, tensor in load_file(file).items()
         }
+    names = extra.tied(_core.manifest(checkpoint)["extra_json"], checkpoint)
+    return found | {name: found[one] for name, one in names.items() if one in found}
 
 
 def load_state_dict_from_zero_checkpoint(
@@ -77,7 +79,8 @@ def convert_zero_checkpoint_to_fp32_state_dict(
     tag: str | None = None,
     exclude_frozen_parameters: bool = False,
 ) -> None:
-    """Writes output_dir/*.safetensors with the exact weights. Raises TypeError unless safe_serialization is True."""
+    """Writes output_dir/*.safetensors with the exact weights, a tied one by its first name. Raises TypeError unless
+    safe_serialization is True."""
     if not safe_serialization:
         raise TypeError(
             "overspill: safe_serialization=False is not supported: it would write a pickle; give True for safetensors"

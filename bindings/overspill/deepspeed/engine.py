@@ -240,8 +240,8 @@ class DeepSpeedEngine(Engine):
     ) -> tuple[str | None, dict[str, Any] | None]:
         """Restores load_dir/TAG, without a tag the one that load_dir/latest names. Without load_optimizer_states the
         optimizer begins anew, and keeps its hyper-parameters; without load_lr_scheduler_states the scheduler stays as
-        it is; with load_module_only both, and the counts. Returns the path and the client state; (None, None), and a
-        warning, where there is no `latest`."""
+        it is; with load_module_only both, and the counts. In all three ways generators of random numbers stay as they
+        are. Returns the path and the client state; (None, None), and a warning, where there is no `latest`."""
         if not load_module_strict or custom_load_fn is not None:
             raise TypeError(
                 "overspill: load_checkpoint: load_module_strict=False and custom_load_fn are not supported: a "

@@ -106,10 +106,7 @@ _THERE: dict[str, dict[str, Any]] = {
     "deepspeed.ops.adagrad": _of(optimizers, "DeepSpeedCPUAdagrad"),
     "deepspeed.ops.adam": _of(optimizers, "DeepSpeedCPUAdam", "FusedAdam"),
     "deepspeed.ops.aio": {"AsyncIOBuilder": ops.BUILDERS["AsyncIOBuilder"]},
-    "deepspeed.ops.lion": {
-        "DeepSpeedCPULion": optimizers.DeepSpeedCPULion,
-        "FusedLion": optimizers.DeepSpeedCPULion,
-    },
+    "deepspeed.ops.lion": _of(optimizers, "DeepSpeedCPULion", "FusedLion"),
     "deepspeed.ops.op_builder": {"OpBuilder": ops.OpBuilder, **ops.BUILDERS},
     "deepspeed.runtime": {},
     "deepspeed.runtime.dataloader": _of(parts, "RepeatingLoader"),

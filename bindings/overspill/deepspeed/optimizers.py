@@ -27,11 +27,12 @@ def cpu_adam(
     fp32_optimizer_states: bool = True,
 ) -> torch.optim.Optimizer:
     """deepspeed.ops.adam.DeepSpeedCPUAdam: torch's AdamW, or Adam."""
-    if not bias_correction or amsgrad or not fp32_optimizer_states:
+    if not bias_correction or amsgrad:
         raise ValueError(
-            "overspill: Adam without bias_correction, with amsgrad or with states in bf16 is not supported: leave the "
-            "argument out"
+            "overspill: DeepSpeedCPUAdam without bias_correction or with amsgrad is not supported: leave the argument "
+            "out"
         )
+    _refuse_bf16_states("DeepSpeedCPUAdam", fp32_optimizer_states)
     return _adam(adamw_mode, model_params, lr, betas, eps, weight_decay)
 
 
@@ -55,21 +56,51 @@ def fused_adam(
 
 
 def cpu_adagrad(
-    model_params: Any, lr: float = 1e-2, eps: float = 1e-10, weight_decay: float = 0, amsgrad: bool = False
+    model_params: Any,
+    lr: float = 1e-2,
+    eps: float = 1e-10,
+    weight_decay: float = 0,
+    amsgrad: bool = False,
+    fp32_optimizer_states: bool = True,
 ) -> torch.optim.Optimizer:
     """deepspeed.ops.adagrad.DeepSpeedCPUAdagrad: torch's Adagrad."""
     if amsgrad:
         raise ValueError("overspill: Adagrad with amsgrad is not supported: leave the argument out")
+    _refuse_bf16_states("DeepSpeedCPUAdagrad", fp32_optimizer_states)
     return torch.optim.Adagrad(model_params, lr=lr, eps=eps, weight_decay=weight_decay)
 
 
 def cpu_lion(
-    model_params: Any, lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.99), weight_decay: float = 0
+    model_params: Any,
+    lr: float = 1e-3,
+    betas: tuple[float, float] = (0.9, 0.999),
+    weight_decay: float = 0,
+    fp32_optimizer_states: bool = True,
 ) -> torch.optim.Optimizer:
-    """deepspeed.ops.lion.DeepSpeedCPULion: overspill.optim.Lion."""
+    """deepspeed.ops.lion.DeepSpeedCPULion: overspill.optim.Lion, with the betas that are DeepSpeed's default."""
     from ..optim import Lion
 
+    _refuse_bf16_states("DeepSpeedCPULion", fp32_optimizer_states)
     return Lion(model_params, lr=lr, betas=betas, weight_decay=weight_decay)
+
+
+def fused_lion(
+    params: Any,
+    lr: float = 1e-3,
+    betas: tuple[float, float] = (0.9, 0.999),
+    weight_decay: float = 0.0,
+    set_grad_none: bool = True,
+) -> torch.optim.Optimizer:
+    """deepspeed.ops.lion.FusedLion: as cpu_lion. set_grad_none: without a meaning here."""
+    return cpu_lion(params, lr, betas, weight_decay)
+
+
+def _refuse_bf16_states(name: str, fp32_optimizer_states: bool) -> None:
+    if not fp32_optimizer_states:
+        raise ValueError(
+            f"overspill: {name}(fp32_optimizer_states=False) is not supported: leave it out, and give the "
+            'configuration "format": "compact" for states in bf16'
+        )
 
 
 class _Kind(type):
@@ -104,4 +135,9 @@ class DeepSpeedCPUAdagrad(metaclass=_Kind):
 
 class DeepSpeedCPULion(metaclass=_Kind):
     make = staticmethod(cpu_lion)
+    kinds = ("Lion",)
+
+
+class FusedLion(metaclass=_Kind):
+    make = staticmethod(fused_lion)
     kinds = ("Lion",)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from .. import moments, parts
+from .. import moments, parts, state
 from ..boundary import SchedulerState
 from ..residency import registry
 
@@ -33,6 +33,8 @@ class Kept:
         self._numbers = [(each, each.hyper_parameters()) for each in optimizers]
         keeps = not with_scheduler and engine.lr_scheduler is not None
         self._scheduler = SchedulerState(engine.lr_scheduler, []) if keeps else None
+        # DeepSpeed restores no generator; here a load of the whole does, as a part of the run that goes on.
+        self._random = None if with_states and with_scheduler else state.random_states()
 
     def restore(self) -> None:
         for optimizer, numbers in self._numbers:
@@ -42,6 +44,8 @@ class Kept:
             optimizer.restore_hyper_parameters(numbers)
         if self._scheduler is not None:
             self._scheduler.restore()
+        if self._random is not None:
+            state.restore_random_states(self._random)
 
 
 def _segments(optimizer: Any) -> list[tuple[dict[str, Any], Any]]:
