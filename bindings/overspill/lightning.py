@@ -15,16 +15,19 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from . import framework, overwriting
+from . import durable, framework, overwriting, ranks
 from ._core import OverspillError
 from .config import ConfigError
 from .engine import Engine
 from .extras import need
 from .framework import Said
+from .optimizer import foreign_update
 from .start import ConfigSource, initialize
 
 need("lightning")
 _strategies: Any = import_module("lightning.pytorch.strategies")
+_callbacks: Any = import_module("lightning.pytorch.callbacks")
+_ASYNCHRONOUS: Any = import_module("lightning.pytorch.plugins.io").AsyncCheckpointIO
 _FITTING: Any = import_module("lightning.pytorch.trainer.states").TrainerFn.FITTING
 
 _STATES, _REST = "overspill", "lightning.ckpt"  # of a checkpoint, a folder
@@ -35,8 +38,9 @@ class Strategy(_strategies.DDPStrategy):  # type: ignore[misc]
     `devices=1` one process. `fit` hands the module over, with the optimizers of configure_optimizers.
 
     A checkpoint is a folder: the engine's checkpoint and what Lightning keeps beside it. What is saved with
-    `weights_only=True` is Lightning's own file. Both are right for `fit(ckpt_path=...)`, and so is a file of another
-    strategy, on one rank.
+    `weights_only=True` is Lightning's own file, and so is all that is saved of an optimizer whose update the engine
+    does not have, such as RMSprop. Both are right for `fit(ckpt_path=...)`, and so is a file of another strategy, on
+    one rank.
 
     Attributes: engine, the Engine; None before `fit`.
 
@@ -46,7 +50,9 @@ class Strategy(_strategies.DDPStrategy):  # type: ignore[misc]
         accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin, process_group_backend,
             timeout, start_method: DDPStrategy's
 
-    Raises: in `fit`, ValueError for precision="16-mixed"; ConfigError; what overspill.initialize raises.
+    Raises: in `fit`, before training, ValueError for precision="16-mixed", a callback that unfreezes parameters,
+    checkpoints that go elsewhere than to a folder of this machine, or from another thread; ConfigError; what
+    overspill.initialize raises.
     """
 
     strategy_name = "overspill"
@@ -93,6 +99,7 @@ class Strategy(_strategies.DDPStrategy):  # type: ignore[misc]
             raise ValueError(
                 "overspill: precision = 16-mixed: there is no loss scaling: give bf16-mixed, or bf16-true"
             )
+        _check_callbacks(trainer.callbacks)
         assert self.accelerator is not None and self.model is not None
         self.accelerator.setup(trainer)
         if self._has_engine():  # of an earlier fit
@@ -106,6 +113,9 @@ class Strategy(_strategies.DDPStrategy):  # type: ignore[misc]
             raise ValueError(
                 "overspill: configure_optimizers gives no optimizer, so there is nothing to train: give one"
             )
+        savers = [c for c in trainer.checkpoint_callbacks if not getattr(c, "save_weights_only", False)]
+        if savers:
+            self._check_saves(savers)
         said = {
             "gradient_accumulation_steps": Said("accumulate_grad_batches", trainer.accumulate_grad_batches)
         }
@@ -125,6 +135,29 @@ class Strategy(_strategies.DDPStrategy):  # type: ignore[misc]
         self.optimizers = list(made.optimizer) if several else [made.optimizer]
         self.setup_precision_plugin()
 
+    def _check_saves(self, savers: list[Any]) -> None:
+        """Raises ValueError where a checkpoint of one of these callbacks could not be written."""
+        foreign = [foreign_update(type(each), each.param_groups) for each in self.optimizers]
+        if all(foreign):
+            return
+        if named := next(filter(None, foreign), None):
+            raise ValueError(
+                f"overspill: the engine has no update of {named}, and has that of another optimizer: a checkpoint "
+                "would not have the states of both: give optimizers of one of the two kinds, or "
+                "ModelCheckpoint(save_weights_only=True)"
+            )
+        if isinstance(self.checkpoint_io, _ASYNCHRONOUS):
+            raise ValueError(
+                "overspill: AsyncCheckpointIO would write its part of a checkpoint when the engine's part has its "
+                "place already: leave the plugin out"
+            )
+        far = next((str(c.dirpath) for c in savers if "://" in str(getattr(c, "dirpath", ""))), None)
+        if far is not None:
+            raise ValueError(
+                f"overspill: checkpoints in {far}: the engine writes its own to a folder of this machine: give "
+                "ModelCheckpoint another dirpath, or save_weights_only=True"
+            )
+
     def teardown(self) -> None:
         """The engine lives on: the module can be used, and tested."""
         if not self._has_engine():
@@ -140,15 +173,19 @@ class Strategy(_strategies.DDPStrategy):  # type: ignore[misc]
     def restore_checkpoint_after_setup(self) -> bool:
         return True
 
+    def _saves_states(self) -> bool:
+        """Whether the engine writes what is trained, and Lightning's file has nothing of it."""
+        return self._has_engine() and not any(each.groups.foreign for each in self.optimizers)
+
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Empty where the engine has the weights: `save_checkpoint` writes them."""
-        return {} if self._has_engine() else super().lightning_module_state_dict()
+        return {} if self._saves_states() else super().lightning_module_state_dict()
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        return {} if self._has_engine() else super().optimizer_state(optimizer)
+        return {} if self._saves_states() else super().optimizer_state(optimizer)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        if not self._has_engine():
+        if not self._saves_states():
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return
         assert self.engine is not None
@@ -156,12 +193,20 @@ class Strategy(_strategies.DDPStrategy):  # type: ignore[misc]
             weights = super().lightning_module_state_dict()
             super().save_checkpoint(checkpoint | {"state_dict": weights}, filepath, storage_options)
             return
-        folder = Path(self.broadcast(filepath))
-        overwriting.save(self.engine, folder / _STATES, {})
-        super().save_checkpoint(checkpoint, folder / _REST, storage_options)
+        with overwriting.place(self.engine, Path(self.broadcast(filepath)), "save_checkpoint") as folder:
+            durable.make_folders(folder)
+            self.engine.save_checkpoint(folder / _STATES)
+            with ranks.ByOne(self.engine._group, "save_checkpoint"):
+                super().save_checkpoint(checkpoint, folder / _REST, storage_options)
+                if self.is_global_zero:
+                    with (folder / _REST).open("rb") as file:
+                        durable.sync_file(file)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         folder = Path(checkpoint_path)
+        if self._has_engine():
+            assert self.engine is not None
+            overwriting.settle(self.engine, folder, "load_checkpoint")
         if not folder.is_dir():
             return super().load_checkpoint(checkpoint_path, weights_only)
         if not self._has_engine():
@@ -170,7 +215,6 @@ class Strategy(_strategies.DDPStrategy):  # type: ignore[misc]
                 "alone save with trainer.save_checkpoint(PATH, weights_only=True)"
             )
         assert self.engine is not None
-        overwriting.settle(self.engine, folder / _STATES, "load_checkpoint")
         rest = super().load_checkpoint(folder / _REST, weights_only)
         self.engine.load_checkpoint(folder / _STATES)
         return rest
@@ -184,3 +228,15 @@ class Strategy(_strategies.DDPStrategy):  # type: ignore[misc]
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
             if state:
                 optimizer.load_state_dict(state)
+
+
+def _check_callbacks(callbacks: list[Any]) -> None:
+    """Raises ValueError for one that gives the optimizer parameters while it trains."""
+    for each in callbacks:
+        if isinstance(each, _callbacks.BaseFinetuning):
+            name = type(each).__name__
+            raise ValueError(
+                f"overspill: the callback {name} unfreezes parameters during `fit`, and what the engine trains is "
+                "fixed when it begins. Leave it out, freeze them in the module, and train in two parts: `fit`, "
+                "trainer.strategy.engine.give_back(), unfreeze them, and `fit` with a new Trainer (docs/frameworks.md)"
+            )

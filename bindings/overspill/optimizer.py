@@ -106,7 +106,7 @@ def take_over(optimizer: Any) -> Groups:
         for option in _REFUSED:
             if group.get(option):
                 raise ValueError(f"overspill: {_name(kind)}({option}=True) is not supported")
-    if (foreign := _foreign(kind, groups)) is not None:
+    if (foreign := foreign_update(kind, groups)) is not None:
         return Groups(kind.__name__, groups, foreign=foreign)
     found = _known(optimizer, kind, groups)
     for number, group in enumerate(groups):
@@ -149,7 +149,8 @@ def _steps(state: dict[str, Any]) -> float:
     return float(state.get("step", 0.0))
 
 
-def _foreign(kind: type, groups: list[dict[str, Any]]) -> str | None:
+def foreign_update(kind: type, groups: list[dict[str, Any]]) -> str | None:
+    """What of an optimizer of that class, with these groups, the engine has no update of, by name, or None."""
     if kind not in (*_TORCH, *_OWN) or (kind in _TORCH and not script_optimizer.has_torchs_step(kind)):
         return f"{kind.__module__}.{kind.__qualname__}"
     used = [option for option in _FOREIGN if any(group.get(option) for group in groups)]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,12 +16,19 @@ if TYPE_CHECKING:
 
 def save(engine: Engine, path: Path, client_state: dict[str, Any]) -> None:
     """As Engine.save_checkpoint, where a checkpoint of that name may be. All ranks call it."""
+    with place(engine, path, "save_checkpoint") as new:
+        checkpointing.save(engine, new, client_state, {})
+
+
+@contextlib.contextmanager
+def place(engine: Engine, path: Path, call: str) -> Iterator[Path]:
+    """Where all ranks write, inside the block, what is called `path` once the block has ended without an exception:
+    until then what is there stays whole under its name. Files that are written there have to be durable."""
     durable.make_folders(path.parent)
-    settle(engine, path, "save_checkpoint")
-    there = ranks.rank_0s(engine._group, path.exists())
-    checkpointing.save(engine, _new(path) if there else path, client_state, {})
-    with ranks.ByOne(engine._group, "save_checkpoint"):
-        if engine.rank == 0 and there:
+    settle(engine, path, call)
+    yield _new(path)
+    with ranks.ByOne(engine._group, call):
+        if engine.rank == 0:
             _replace(path)
 
 
@@ -32,23 +41,30 @@ def settle(engine: Engine, path: Path, call: str) -> None:
 
 
 def _new(path: Path) -> Path:
-    return path.with_name(f"{path.name}.new")
+    return path.with_name(f"{path.name}.overspill-new")
 
 
 def _old(path: Path) -> Path:
-    return path.with_name(f"{path.name}.old")
+    return path.with_name(f"{path.name}.overspill-old")
 
 
 def _replace(path: Path) -> None:
-    """The checkpoint beside it, which is whole, takes its name. Where that is broken off, `_settle` finishes it."""
-    path.rename(_old(path))
+    """What is beside it, which is whole, takes its name. Where that is broken off, `_settle` finishes it."""
+    if path.exists():
+        path.rename(_old(path))
     durable.rename_folder(_new(path), path)
-    shutil.rmtree(_old(path))
+    _remove(_old(path))
 
 
 def _settle(path: Path) -> None:
     if not path.exists() and _old(path).exists():
         (_new(path) if _new(path).exists() else _old(path)).rename(path)
     for left in (_new(path), _old(path)):
-        if left.exists():
-            shutil.rmtree(left)
+        _remove(left)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)

@@ -165,18 +165,18 @@ def test_a_checkpoint_of_the_same_tag_is_replaced(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["best", "latest"]
     assert engine.load_checkpoint(tmp_path) == (str(tmp_path / "best"), {"number": 1})
     assert engine.load_checkpoint(tmp_path, tag="best")[1] == {"number": 1}
-    for left in (
-        ["best.new"],
-        ["best.old"],
-        ["best.new", "best.old"],
-    ):  # of a process that was killed in a save
+    engine.save_checkpoint(tmp_path / "others", tag="best.old")  # a name of the script's own
+    new, old = "best.overspill-new", "best.overspill-old"
+    for left in ([new], [old], [new, old]):  # of a process that was killed in a save
         for name in left:
             shutil.copytree(tmp_path / "best", tmp_path / name)
         if len(left) == 2:
             shutil.rmtree(tmp_path / "best")
         assert engine.load_checkpoint(tmp_path)[1] == {"number": 1}
         assert engine.save_checkpoint(tmp_path, tag="best", client_state={"number": 1})
-        assert sorted(path.name for path in tmp_path.iterdir()) == ["best", "latest"]
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["best", "latest", "others"]
+        assert engine.save_checkpoint(tmp_path / "others", tag="best")
+        assert sorted(path.name for path in (tmp_path / "others").iterdir()) == ["best", "best.old", "latest"]
     (tmp_path / "latest").unlink()
     with pytest.warns(UserWarning, match="has no file 'latest'"):
         assert engine.load_checkpoint(tmp_path) == (None, None)

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import warnings
 
 import launch
 import pytest
@@ -140,6 +141,151 @@ def test_a_run_that_goes_on_is_one_that_did_not_stop(strategy, tmp_path):
         "lightning.ckpt",
         "overspill",
     ]
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from test_lightning import Strategy, loader, made, trainer_of
+
+folder = Path(sys.argv[1])
+settings = {"budget": {"host": "64MiB", "nvme": [sys.argv[1]]}, "engine": {"placement": "nvme"}}
+trainer = trainer_of(folder, Strategy(settings), max_epochs=1)
+trainer.fit(made(dropout=0.2), loader())
+trainer.save_checkpoint(folder / "last.ckpt")
+trainer.fit_loop.max_epochs = 2
+trainer.fit(trainer.lightning_module, loader())
+trainer.strategy.checkpoint_io.save_checkpoint = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
+trainer.save_checkpoint(folder / "last.ckpt")
+"""
+
+
+@pytest.mark.parametrize("strategy", ["nvme"], indirect=True)
+def test_a_save_that_is_killed_between_its_two_writes_leaves_the_one_of_before(strategy, tmp_path):
+    """The engine's part is whole when the process dies, and Lightning's is not there yet."""
+    script = tmp_path / "killed.py"
+    script.write_text(KILLED)
+    done = subprocess.run(
+        [sys.executable, str(script), str(tmp_path)],
+        env=launch.environment(CUDA_VISIBLE_DEVICES=""),
+        capture_output=True,
+        text=True,
+        timeout=launch.HANGS,
+    )
+    assert done.returncode == -9, done.stderr
+    left = {path.name for path in tmp_path.glob("last.ckpt*")}
+    straight, again = made(dropout=0.2), made(dropout=0.2)
+    fitted(straight, tmp_path / "straight", strategy())
+    fitted(again, tmp_path / "again", strategy(), resume=tmp_path / "last.ckpt")
+    assert again.losses == straight.losses[4:] and len(again.losses) == 8
+    assert left == {"last.ckpt", "last.ckpt.overspill-new"}  # of which a load leaves the first
+    assert [path.name for path in tmp_path.glob("last.ckpt*")] == ["last.ckpt"]
+
+
+class OfRMSprop(Module):
+    def configure_optimizers(self):
+        return torch.optim.RMSprop(self.parameters(), lr=1e-2)
+
+
+class OfTwoKinds(Module):
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+
+    def configure_optimizers(self):
+        first, last = self.net[0].parameters(), (*self.net[3].parameters(), *self.net[4].parameters())
+        return torch.optim.AdamW(first), torch.optim.RMSprop(last)
+
+
+def test_an_optimizer_that_steps_by_its_own_code_is_saved_as_lightning_does_it(strategy, tmp_path):
+    def fresh():
+        torch.manual_seed(0)
+        return OfRMSprop()
+
+    plain, straight, again, taken = (fresh() for _ in range(4))
+    fitted(plain, tmp_path / "plain", "auto")
+    fitted(straight, tmp_path / "straight", strategy())
+    assert straight.losses == pytest.approx(plain.losses, rel=1e-4)
+    fitted(fresh(), tmp_path / "begun", strategy(), epochs=1)
+    saved = tmp_path / "begun/last.ckpt"
+    assert saved.is_file()
+    fitted(again, tmp_path / "again", strategy(), resume=saved)
+    assert again.losses == straight.losses[4:]
+    assert all(torch.equal(value, weights(straight)[name]) for name, value in weights(again).items())
+    fitted(taken, tmp_path / "taken", "auto", resume=saved)  # by Lightning alone
+    assert taken.losses == pytest.approx(straight.losses[4:], rel=1e-4)
+
+
+def test_checkpoints_that_could_not_be_written_are_refused_before_training(strategy, tmp_path):
+    callbacks = lightning.pytorch.callbacks
+
+    def refused(words, module, plugins=(), **options):
+        saver = callbacks.ModelCheckpoint(**({"dirpath": tmp_path / "saved"} | options))
+        trainer = trainer_of(
+            tmp_path, strategy(), enable_checkpointing=True, callbacks=[saver], plugins=list(plugins)
+        )
+        with pytest.raises(ValueError, match=words):
+            trainer.fit(module, loader())
+        assert not module.losses and trainer.strategy.engine is None
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        mixed = OfTwoKinds()
+    trainer = trainer_of(
+        tmp_path, strategy(), callbacks=[callbacks.ModelCheckpoint(tmp_path)], enable_checkpointing=True
+    )
+    trainer.accumulate_grad_batches, trainer.gradient_clip_val = 1, None  # as one's own loop wants it
+    with pytest.raises(
+        ValueError, match=r"no update of torch\.optim\.rmsprop\.RMSprop, and has that of another"
+    ):
+        trainer.fit(mixed, loader())
+    refused("AsyncCheckpointIO would write", made(), [lightning.pytorch.plugins.io.AsyncCheckpointIO()])
+    refused("checkpoints in memory://.*another dirpath", made(), dirpath="memory://runs/1")
+
+
+def test_a_callback_that_unfreezes_is_refused_and_two_fits_are_the_way_out(strategy, tmp_path):
+    class Later(lightning.pytorch.callbacks.BaseFinetuning):
+        def freeze_before_training(self, module):
+            self.freeze(module.net[0])
+
+        def finetune_function(self, module, epoch, optimizer):
+            if epoch == 1:
+                self.unfreeze_and_add_param_group(module.net[0], optimizer)
+
+    with pytest.raises(ValueError, match="the callback Later unfreezes parameters during `fit`"):
+        trainer_of(tmp_path, strategy(), callbacks=[Later()]).fit(made(), loader())
+
+    plain, ours = made(), made()
+    for module, kinds in ((plain, ("auto", "auto")), (ours, (strategy(), strategy()))):
+        for part, kind in enumerate(kinds):
+            module.net[0].requires_grad_(part == 1)
+            trainer = trainer_of(tmp_path, kind, max_epochs=1)
+            trainer.fit(module, loader())
+            if module is ours:
+                trainer.strategy.engine.give_back()
+    assert ours.losses == pytest.approx(plain.losses, rel=1e-5) and len(ours.losses) == 8
+
+
+@pytest.mark.parametrize("options", [{"max_epochs": 3}, {"max_steps": 5, "max_epochs": -1}], ids=str)
+def test_what_follows_a_resume_is_what_follows_it_in_lightning(strategy, tmp_path, options):
+    """In the middle of the second epoch, with the checkpoints that are kept, and the best and the last one."""
+
+    def run(kind, name):
+        saver = lightning.pytorch.callbacks.ModelCheckpoint(
+            tmp_path / name, "{step}", monitor="loss", save_top_k=2, save_last=True, every_n_train_steps=1
+        )
+        more = {"callbacks": [saver], "enable_checkpointing": True}
+        trainer_of(tmp_path, kind(), max_epochs=-1, max_steps=3, **more).fit(made(), loader())
+        kept = {path.name for path in (tmp_path / name).iterdir()}
+        module = made()
+        trainer = trainer_of(tmp_path, kind(), **(more | options))
+        trainer.fit(module, loader(), ckpt_path="last", weights_only=False)
+        best = saver.best_model_path, saver.best_model_score.item()
+        return module.losses, kept, trainer.global_step, best[0].rpartition("/")[2], best[1]
+
+    theirs, mine = run(lambda: "auto", "plain"), run(strategy, "ours")
+    assert mine[0] == pytest.approx(theirs[0], rel=1e-5) and len(mine[0]) == 2 * (mine[2] - 3)
+    assert mine[1:4] == theirs[1:4] and mine[4] == pytest.approx(theirs[4], rel=1e-5)
 
 
 def test_weights_alone_are_lightnings_own_file(strategy, tmp_path):
