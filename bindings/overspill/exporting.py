@@ -6,7 +6,6 @@ import copy
 import functools
 import json
 import shutil
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from torch._C import DisableTorchFunction
 
 from . import architecture, durable, folders, reading
 from ._core import CheckpointError, OverspillError
+from .adapters import is_adapted
 from .divided import is_divided
 from .extras import need
 from .model_files import SMALL_FILE_BYTES, small_files
@@ -260,7 +260,7 @@ def exported(module: Any) -> Any:
     need("transformers")
     from transformers import PreTrainedModel
 
-    if _is_of_peft(module):
+    if is_adapted(module):
         module = _merged(module)
     if not isinstance(module, PreTrainedModel):
         own = ""
@@ -289,11 +289,6 @@ def check_arguments(of_transformers: dict[str, Any]) -> None:
             f"overspill: save_pretrained: unknown {', '.join(sorted(unknown))}; it takes dtype, tokenizer and "
             "shard_size (docs/guide.md)"
         )
-
-
-def _is_of_peft(module: Any) -> bool:
-    peft = sys.modules.get("peft")
-    return peft is not None and isinstance(module, peft.PeftModel)
 
 
 def _merged(module: Any) -> Any:

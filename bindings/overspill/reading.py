@@ -6,7 +6,7 @@ call."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch._C import DisableTorchFunction
@@ -44,6 +44,18 @@ def copy(segment: Segment) -> torch.Tensor:
     with torch.inference_mode(False), DisableTorchFunction():
         out = folder.tensor(segment.shape, segment.stride, dtype, f"a copy of {segment.name}")
         return _read_into(segment, _room(segment, dtype) if out is None else out)
+
+
+def copies(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Of parameters, as `copy`, and of buffers, on the CPU, by the same names; a tied one is one tensor. All ranks call
+    it with the same names."""
+    made: dict[int, torch.Tensor] = {}
+    with calls.Alone():
+        for tensor in tensors.values():
+            if id(tensor) not in made:
+                segment = residency.registry.get(id(tensor))
+                made[id(tensor)] = (tensor.clone().cpu() if segment is None else copy(segment)).detach()
+    return {name: made[id(tensor)] for name, tensor in tensors.items()}
 
 
 def _room(segment: Segment, dtype: torch.dtype) -> torch.Tensor:

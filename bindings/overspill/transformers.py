@@ -10,13 +10,14 @@ Another trainer: `class MyTrainer(TrainerMixin, trl.SFTTrainer): pass` (docs/fra
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from . import exporting, framework, overwriting, ranks
+from . import adapters, checkpointing, exporting, framework, overwriting, ranks, state
 from ._core import CheckpointError, OverspillError
 from .config import Config
 from .engine import Engine
@@ -44,7 +45,8 @@ class TrainerMixin:
 
     Optimizer, scheduler, clipping, accumulation and batch size are those of the TrainingArguments. A checkpoint-N holds
     the model in Hugging Face's form, and in `overspill` the engine's checkpoint, from which training goes on to the
-    same bits, also with another number of ranks.
+    same bits, also with another number of ranks. Of an optimizer whose update the engine does not have, such as
+    Adafactor, a checkpoint-N is the plain Trainer's.
 
     Attributes: engine, the Engine; None before training. trainer.model is its module.
 
@@ -53,7 +55,8 @@ class TrainerMixin:
             of the memory that is free, and no disk
 
     Raises: ValueError for a TrainingArgument that an engine has no use of; ConfigError where the configuration says
-    what a TrainingArgument says otherwise, or is wrong; what overspill.initialize raises.
+    what a TrainingArgument says otherwise, or is wrong; TypeError before training where a checkpoint could not have the
+    state of the scheduler; what overspill.initialize raises.
     """
 
     engine: Engine | None = None
@@ -90,6 +93,19 @@ class TrainerMixin:
             self.optimizer._is_accelerate_prepared = True
         return self.optimizer
 
+    def create_scheduler(self, *args: Any, **kwargs: Any) -> Any:
+        """Checked before training, not at the first checkpoint."""
+        made = super().create_scheduler(*args, **kwargs)  # type: ignore[misc]
+        if self.args.save_strategy != "no" and self._saves_states():
+            try:
+                checkpointing.check_scheduler(self.lr_scheduler)
+            except TypeError as error:
+                raise TypeError(
+                    f"{error}. Change the scheduler, or give TrainingArguments(save_only_model=True) or "
+                    'save_strategy="no"'
+                ) from None
+        return made
+
     def _has_engine(self) -> bool:
         engine = self.engine
         return engine is not None and engine.module is self.model and not engine._end.over
@@ -114,7 +130,8 @@ class TrainerMixin:
         if "checkpoints_kept" in made.engine.model_fields_set:
             return made
         saves = args.save_strategy != "no" and not args.save_only_model
-        kept = (args.save_total_limit or 1) if saves else 0
+        keeps_best = args.load_best_model_at_end or args.save_strategy == "best"
+        kept = max(args.save_total_limit or 1, 2 if keeps_best else 1) if saves else 0
         return made.model_copy(update={"engine": made.engine.model_copy(update={"checkpoints_kept": kept})})
 
     def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> Any:
@@ -157,7 +174,12 @@ class TrainerMixin:
         if state_dict is None and self._has_engine():
             if self._save_weight_by_weight(folder):
                 return
-            state_dict = self.engine.state_dict()  # type: ignore[union-attr]
+            adapted = adapters.is_adapted(self.model)
+            state_dict = adapters.weights(self.model) if adapted else self.engine.state_dict()  # type: ignore[union-attr]
+            with ranks.ByOne(self.engine._group, "save_model"):  # type: ignore[union-attr]
+                if self.engine.rank == 0:  # type: ignore[union-attr]
+                    super()._save(str(folder), state_dict)  # type: ignore[misc]
+            return
         super()._save(str(folder), state_dict)  # type: ignore[misc]
 
     def _save_weight_by_weight(self, folder: Path) -> bool:
@@ -180,14 +202,32 @@ class TrainerMixin:
                 torch.save(self.args, folder / "training_args.bin")  # as the Trainer does
         return True
 
+    def _saves_states(self) -> bool:
+        """Whether a checkpoint-N has an engine's."""
+        return (
+            self._has_engine()
+            and not self.args.save_only_model
+            and self.engine.optimizer.groups.foreign is None  # type: ignore[union-attr]
+        )
+
+    def _save_checkpoint(self, model: Any, trial: Any, *args: Any, **kwargs: Any) -> None:
+        """Without the states that an earlier run left under the same name, where this one saves none of an engine:
+        training would go on from those."""
+        if not self._saves_states() and self.args.should_save:
+            folder = Path(self._get_output_dir(trial=trial)) / f"checkpoint-{self.state.global_step}"  # type: ignore[attr-defined]
+            for left in folder.glob(f"{_CHECKPOINT}*"):
+                shutil.rmtree(left)
+        super()._save_checkpoint(model, trial, *args, **kwargs)  # type: ignore[misc]
+
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        if not self._has_engine():
+        if not self._saves_states():
             super()._save_optimizer_and_scheduler(output_dir)  # type: ignore[misc]
             return
         client_state = {"scheduler": self.lr_scheduler.state_dict()}
         overwriting.save(self.engine, Path(output_dir) / _CHECKPOINT, client_state)  # type: ignore[arg-type]
 
-    # Resuming. A checkpoint of the plain Trainer's is taken too, on one rank.
+    # Resuming. A checkpoint of the plain Trainer's is taken too, on one rank. Generators of random numbers are the
+    # Trainer's, which puts them back once it has skipped data.
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         if not _is_ours(resume_from_checkpoint):  # else weights come with the states
@@ -201,7 +241,9 @@ class TrainerMixin:
         assert engine is not None
         overwriting.settle(engine, path, "load_checkpoint")
         self.lr_scheduler: Any
+        generators = state.random_states()
         self.lr_scheduler.load_state_dict(engine.load_checkpoint(path)["scheduler"])
+        state.restore_random_states(generators)
 
 
 def _is_ours(checkpoint: str | os.PathLike[str]) -> bool:

@@ -1,12 +1,15 @@
 """PEFT over a base that the engine holds: adapters train as beside plain torch, and PEFT's own calls save, load and
 merge them."""
 
+import copy
+
 import pytest
 import tiny
 import torch
+from safetensors.torch import load_file
 
 import overspill
-from overspill import CheckpointError
+from overspill import CheckpointError, adapters, reading
 
 peft = pytest.importorskip("peft", reason="PEFT is not installed (requirements-dev.txt)")
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
@@ -114,6 +117,45 @@ def test_an_adapter_that_peft_saves_opens_without_an_engine_and_in_one(kind, sta
         )
         assert torch.equal(logits(third), wanted)
         assert train(third, batches())
+
+
+CHOSEN = {
+    "lora": adapter("lora"),
+    "dora": adapter("dora"),
+    "with biases": peft.LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"], bias="all"),
+    "with a head": peft.LoraConfig(
+        task_type="CAUSAL_LM", target_modules=["q_proj"], modules_to_save=["lm_head"]
+    ),
+    "with an embedding": peft.LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj", "embed_tokens"]),
+    "with tokens": peft.LoraConfig(
+        task_type="CAUSAL_LM", target_modules=["q_proj"], trainable_token_indices=[1, 5]
+    ),
+    "prompt": adapter("prompt"),
+}
+
+
+@pytest.mark.parametrize("kind", CHOSEN)
+def test_no_weight_of_the_base_is_read_for_an_adapter_that_is_saved(kind, start, tmp_path, monkeypatch):
+    torch.manual_seed(0)
+    model = peft.get_peft_model(base(), copy.deepcopy(CHOSEN[kind]))
+    if kind == "lora":
+        model.add_adapter("other", adapter("lora"))
+    engine = start(model, placement="nvme", section=ADAM)
+    train(engine, batches()[:2])
+    model.save_pretrained(tmp_path / "whole")  # PEFT's own way, which reads all
+    asked = []
+    read = reading.read
+    monkeypatch.setattr(reading, "read", lambda segment, out: (asked.append(segment), read(segment, out)))
+    model.save_pretrained(tmp_path / "alone", state_dict=adapters.weights(model))
+    frozen = [each.name for each in asked if not each.parameter.requires_grad and "other" not in each.name]
+    assert (frozen == []) == (kind != "with an embedding") and all("embed" in name for name in frozen)
+    found = {file.relative_to(tmp_path / "alone") for file in (tmp_path / "alone").rglob("*.safetensors")}
+    assert len(found) == (2 if kind == "lora" else 1)
+    for file in found:
+        alone, whole = (load_file(tmp_path / name / file) for name in ("alone", "whole"))
+        assert alone.keys() == whole.keys() and all(torch.equal(alone[name], whole[name]) for name in whole)
+    with pytest.raises(TypeError, match="Linear is no model of PEFT"):
+        adapters.weights(torch.nn.Linear(1, 1))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -8,8 +8,10 @@ import sys
 import launch
 import pytest
 import torch
+from safetensors.torch import load_file
 
 import overspill
+from overspill import reading, state
 from overspill.config import ConfigError
 
 transformers = pytest.importorskip("transformers")
@@ -18,6 +20,14 @@ pytest.importorskip("accelerate", reason="accelerate is not installed: transform
 import overspill.transformers as native  # noqa: E402
 
 STEPS = 6
+WORSE = {  # the learning rate grows until the loss does
+    "load_best_model_at_end": True,
+    "eval_strategy": "steps",
+    "eval_steps": 2,
+    "learning_rate": 0.5,
+    "lr_scheduler_type": "constant_with_warmup",
+    "warmup_steps": 6,
+}
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
 
 
@@ -132,6 +142,39 @@ def test_labels_are_smoothed_as_the_plain_trainer_does_it(trainer_of, tmp_path):
     assert [each[0] for each in log_of(ours)] == pytest.approx([each[0] for each in log_of(plain)], rel=1e-5)
 
 
+def test_a_checkpoint_of_an_adapter_reads_the_adapter_alone(trainer_of, tmp_path, monkeypatch):
+    peft = pytest.importorskip("peft", reason="PEFT is not installed (requirements-dev.txt)")
+
+    def adapted():
+        torch.manual_seed(0)
+        return peft.get_peft_model(llama(), peft.LoraConfig(target_modules=["q_proj"]))
+
+    ours = trainer_of(adapted(), arguments(tmp_path / "ours"))
+    asked = []
+    read = reading.read
+    monkeypatch.setattr(
+        reading, "read", lambda segment, out: (asked.append(segment.name), read(segment, out))
+    )
+    ours.train()
+    ours.save_model(tmp_path / "end")
+    assert asked and all("lora_" in name for name in asked)
+    plain = transformers.Trainer(adapted(), arguments(tmp_path / "plain"), train_dataset=rows())
+    plain.train()
+    one, other = (
+        load_file(tmp_path / name / "adapter_model.safetensors") for name in ("end", "plain/checkpoint-6")
+    )
+    assert one.keys() == other.keys()
+    for name, value in other.items():
+        torch.testing.assert_close(one[name], value, rtol=1e-4, atol=1e-5)
+    again = trainer_of(adapted(), arguments(tmp_path / "again"))
+    again.train(resume_from_checkpoint=str(tmp_path / "ours/checkpoint-2"))
+    assert log_of(again) == log_of(ours)
+    best = trainer_of(adapted(), arguments(tmp_path / "best", **WORSE), eval_dataset=rows(6))
+    best.train()
+    assert not best.state.best_model_checkpoint.endswith(f"-{STEPS}")
+    assert best.evaluate()["eval_loss"] == pytest.approx(best.state.best_metric, rel=1e-6)
+
+
 def test_a_run_that_goes_on_is_one_that_did_not_stop(trainer_of, tmp_path):
     straight = trainer_of(llama(dropout=0.2), arguments(tmp_path / "straight"))
     straight.train()
@@ -153,18 +196,151 @@ def test_a_run_that_goes_on_is_one_that_did_not_stop(trainer_of, tmp_path):
     ]
 
 
+@pytest.mark.parametrize("memory, optim", [("host", "rmsprop"), ("nvme", "adafactor")], indirect=["memory"])
+def test_an_optimizer_that_steps_by_its_own_code_is_saved_as_the_plain_trainer_does_it(
+    trainer_of, tmp_path, optim
+):
+    plain = transformers.Trainer(llama(), arguments(tmp_path / "plain", optim=optim), train_dataset=rows())
+    plain.train()
+    straight = trainer_of(llama(), arguments(tmp_path / "run", optim=optim))
+    straight.train()
+    assert straight.engine.optimizer.groups.foreign
+    for mine, theirs in zip(log_of(straight), log_of(plain), strict=True):
+        assert mine == pytest.approx(theirs, rel=1e-4)
+    straight.save_model(tmp_path / "a")
+    shutil.rmtree(tmp_path / "run/checkpoint-6")
+    shutil.rmtree(tmp_path / "run/checkpoint-4")
+    again = trainer_of(llama(), arguments(tmp_path / "run", optim=optim))
+    again.train(resume_from_checkpoint=True)
+    assert log_of(again) == log_of(straight)
+    again.save_model(tmp_path / "b")
+    assert same(weights(tmp_path / "a"), weights(tmp_path / "b"))
+    taken = transformers.Trainer(llama(), arguments(tmp_path / "c", optim=optim), train_dataset=rows())
+    taken.train(resume_from_checkpoint=str(tmp_path / "run/checkpoint-4"))  # by the plain Trainer
+    assert [each[0] for each in log_of(taken)] == pytest.approx(
+        [each[0] for each in log_of(straight)], rel=1e-4
+    )
+
+
+def test_states_of_an_earlier_run_are_not_those_of_a_later_one_that_saves_none(trainer_of, tmp_path):
+    first = trainer_of(llama(), arguments(tmp_path))
+    first.train()
+    assert (tmp_path / "checkpoint-6/overspill").is_dir()
+    for options in ({"save_only_model": True}, {"optim": "rmsprop"}):
+        (tmp_path / "checkpoint-6/overspill").mkdir(exist_ok=True)
+        later = trainer_of(llama(), arguments(tmp_path, **options))
+        later.train()
+        assert not (tmp_path / "checkpoint-6/overspill").exists()
+
+
+class Odd(torch.optim.lr_scheduler.LambdaLR):
+    """A schedule whose state has what is given."""
+
+    def __init__(self, optimizer, held):
+        super().__init__(optimizer, lambda step: 1 / (step + 1))
+        self.held = held
+
+
+def test_a_scheduler_is_looked_at_before_training(trainer_of, tmp_path):
+    def made(held, name, **options):
+        model = llama()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        return trainer_of(
+            model, arguments(tmp_path / name, **options), optimizers=(optimizer, Odd(optimizer, held))
+        )
+
+    with pytest.raises(TypeError, match=r"lr_scheduler\.held is a builtins\.builtin_.*save_only_model=True"):
+        made(print, "refused").train()
+    made(print, "weights", save_only_model=True, max_steps=2).train()
+    straight = made({"a": torch.tensor([1.5, 2.5])}, "tensor")
+    straight.train()
+    again = made({"a": torch.zeros(2)}, "again")
+    again.train(resume_from_checkpoint=str(tmp_path / "tensor/checkpoint-2"))
+    assert log_of(again) == log_of(straight)
+    assert again.lr_scheduler.held["a"].tolist() == [1.5, 2.5]
+
+
+KINDS = {
+    "cosine_with_min_lr": {"min_lr": 1e-4},
+    "cosine_warmup_with_min_lr": {"min_lr": 1e-4},
+    "warmup_stable_decay": {"num_decay_steps": 2},
+}
+
+
+def test_a_checkpoint_can_have_the_state_of_every_schedule_of_the_trainer():
+    """And those that follow are its rates."""
+
+    def rates(schedule, count):
+        for _ in range(count):
+            schedule.optimizer.step()
+            schedule.step(*([1.0] if hasattr(schedule, "best") else []))
+            yield schedule.optimizer.param_groups[0]["lr"]
+
+    for each in transformers.trainer_utils.SchedulerType:
+
+        def made(kind=each):
+            optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.ones(1))], lr=1e-2)
+            return transformers.get_scheduler(kind, optimizer, 2, 8, KINDS.get(kind.value))
+
+        first, second = made(), made()
+        list(rates(first, 3))
+        saved = json.loads(state.dumps(state.encode(first.state_dict(), "lr_scheduler")))
+        second.optimizer.param_groups[0]["lr"] = first.optimizer.param_groups[0]["lr"]
+        second.load_state_dict(state.decode(saved))
+        assert list(rates(second, 4)) == list(rates(first, 4)), each
+
+
+class Ordered(torch.utils.data.Sampler):
+    """An order that is drawn from torch's generator when an epoch begins, as that of many samplers."""
+
+    def __init__(self, count):
+        self.count = count
+
+    def __len__(self):
+        return self.count
+
+    def __iter__(self):
+        return iter(torch.randperm(self.count).tolist())
+
+
+@pytest.mark.parametrize("memory", ["host"], indirect=True)
+@pytest.mark.parametrize(
+    "options, sampler",
+    [
+        ({}, False),
+        ({}, True),
+        ({"ignore_data_skip": True}, True),
+        ({"max_steps": 9}, False),
+        ({"lr_scheduler_type": "cosine", "max_steps": 8}, True),
+        ({"num_train_epochs": 3, "max_steps": -1}, True),
+    ],
+    ids=str,
+)
+def test_what_follows_a_resume_is_what_follows_it_in_the_plain_trainer(
+    trainer_of, tmp_path, options, sampler
+):
+    """An epoch has five steps."""
+
+    def made(make, name, **more):
+        trainer = make(llama(), arguments(tmp_path / name, save_steps=1, **more), train_dataset=rows())
+        if sampler:
+            trainer._get_train_sampler = lambda *_: Ordered(20)
+        return trainer
+
+    made(trainer_of, "ours", max_steps=7).train()
+    made(transformers.Trainer, "plain", max_steps=7).train()
+    for step in (3, 5):  # in the middle of the first epoch, and at its end
+        logs = []
+        for make, name in ((trainer_of, "ours"), (transformers.Trainer, "plain")):
+            again = made(make, f"{name}-{step}", **options)
+            again.train(resume_from_checkpoint=str(tmp_path / f"{name}/checkpoint-{step}"))
+            logs.append(log_of(again))
+        assert [each[1] for each in logs[0]] == [each[1] for each in logs[1]]
+        assert [each[0] for each in logs[0]] == pytest.approx([each[0] for each in logs[1]], rel=1e-4)
+
+
 def test_the_best_model_is_there_at_the_end(trainer_of, tmp_path):
-    """The learning rate grows until the loss does."""
-    options = {
-        "load_best_model_at_end": True,
-        "eval_strategy": "steps",
-        "eval_steps": 2,
-        "learning_rate": 0.5,
-        "lr_scheduler_type": "constant_with_warmup",
-        "warmup_steps": 6,
-        "save_total_limit": 1,
-        "eval_on_start": True,
-    }
+    options = WORSE | {"save_total_limit": 1, "eval_on_start": True}
     plain = transformers.Trainer(
         llama(), arguments(tmp_path / "plain", **options), train_dataset=rows(), eval_dataset=rows(6)
     )
@@ -279,6 +455,11 @@ def test_without_a_budget_it_is_measured(tmp_path):
     given = overspill.Config.read({"engine": {"checkpoints_kept": 7}})
     ours = native.Trainer(llama(), arguments(tmp_path), train_dataset=rows(), overspill=given)
     assert ours._settings().engine.checkpoints_kept == 7
+    for limit, best, kept in ((None, True, 2), (1, True, 2), (1, False, 1), (3, True, 3), (0, False, 1)):
+        args = arguments(tmp_path, save_total_limit=limit, load_best_model_at_end=best, eval_strategy="steps")
+        args.eval_steps = args.save_steps
+        ours = native.Trainer(llama(), args, train_dataset=rows(), eval_dataset=rows(6))
+        assert ours._settings().engine.checkpoints_kept == kept
 
 
 def under_torchrun(*job):
