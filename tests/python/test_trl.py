@@ -1,5 +1,10 @@
 """TRL's trainers over an engine, and adapters of PEFT in them: the same losses as theirs alone."""
 
+import json
+import subprocess
+import sys
+
+import launch
 import pytest
 import tiny
 import torch
@@ -159,3 +164,18 @@ def test_group_relative_policy_optimization(folder, memory, tmp_path):
 
     theirs = run(make(trl.GRPOTrainer, "plain"))
     close(run(make(over(trl.GRPOTrainer), "ours", overspill=memory)), theirs)
+
+
+def test_two_ranks_under_torchrun(folder, tmp_path):
+    job = [str(launch.HERE / "trl_ranks_job.py"), str(folder), str(tmp_path)]
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *job],
+        env=launch.environment(CUDA_VISIBLE_DEVICES="", HF_HUB_OFFLINE=1),
+        capture_output=True,
+        text=True,
+        timeout=launch.HANGS,
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(next(line for line in done.stdout.splitlines() if line.startswith('{"SFT')))
+    for plain, ours in found.values():
+        close(ours, plain)
