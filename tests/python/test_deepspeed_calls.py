@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from overspill import deepspeed
+from overspill import deepspeed, reading
 from overspill.config import ConfigError
 from overspill.deepspeed import checkpoints, fragments, leaves, lr_schedules, optimizers, parts
 from overspill.deepspeed.accelerator import get_accelerator
@@ -192,6 +192,29 @@ def test_a_state_dict_of_a_checkpoint_has_all_names_of_what_is_tied(tmp_path):
     assert found.keys() == wanted.keys() and found["head.weight"] is found["embedding.weight"]
     assert all(torch.equal(found[name], wanted[name]) for name in wanted)
     Tied().load_state_dict(found)  # strict
+    engine.destroy()
+
+
+def test_what_is_frozen_is_not_read_for_a_state_dict_without_it(monkeypatch):
+    """As the Trainer asks for it where the model is one of PEFT."""
+    torch.manual_seed(0)
+    model = Tied()
+    model.norm.requires_grad_(False)
+    config = {
+        "train_batch_size": 2,
+        "optimizer": {"type": "AdamW"},
+        "overspill": {"budget": {"host": "32MiB"}},
+    }
+    engine = deepspeed.initialize(model=model, config=config)[0]
+    whole, asked, read = engine.state_dict(), [], reading.read
+    monkeypatch.setattr(
+        reading, "read", lambda segment, out: (asked.append(segment.name), read(segment, out))
+    )
+    found = engine._zero3_consolidated_16bit_state_dict(exclude_frozen_parameters=True)
+    assert asked == ["embedding.weight"] and found["head.weight"] is found["embedding.weight"]
+    buffers = {f"norm.{name}" for name in ("running_mean", "running_var", "num_batches_tracked")}
+    assert found.keys() == {"embedding.weight", "head.weight"} | buffers
+    assert all(torch.equal(found[name], whole[name]) for name in found)
     engine.destroy()
 
 

@@ -15,10 +15,11 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from .. import durable, given, overwriting, ranks
+from .. import durable, given, overwriting, ranks, reading
 from ..config import read_deepspeeds
 from ..engine import Engine
 from ..start import Initialized, begin
+from ..state import persistent_buffers
 from . import comm, partial, tags
 
 _IN_ARGS = "deepspeed_config", "deepscale_config"
@@ -266,12 +267,13 @@ class DeepSpeedEngine(Engine):
         return str(path), state
 
     def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any]:
-        """What Trainer and Accelerate save: the module's."""
-        state: dict[str, Any] = self.module.state_dict()
+        """What Trainer and Accelerate save: the module's. What is frozen, and left out, is not read."""
         if not exclude_frozen_parameters:
+            state: dict[str, Any] = self.module.state_dict()
             return state
-        frozen = {name for name, each in self.module.named_parameters() if not each.requires_grad}
-        return {name: value for name, value in state.items() if name not in frozen}
+        parameters = self.module.named_parameters(remove_duplicate=False)
+        trained = {name: each for name, each in parameters if each.requires_grad}
+        return reading.copies(trained | persistent_buffers(self.module))
 
     def save_16bit_model(
         self,
