@@ -288,6 +288,27 @@ def test_what_follows_a_resume_is_what_follows_it_in_lightning(strategy, tmp_pat
     assert mine[1:4] == theirs[1:4] and mine[4] == pytest.approx(theirs[4], rel=1e-5)
 
 
+@pytest.mark.parametrize("strategy", ["nvme"], indirect=True)
+def test_saves_in_the_middle_of_a_step_are_lightnings(strategy, tmp_path):
+    """An epoch of five batches, of which two make a step and the last one alone; each is validated and saved after."""
+
+    def run(kind, name):
+        saver = lightning.pytorch.callbacks.ModelCheckpoint(
+            tmp_path / name, "{step}-{epoch}", save_top_k=-1, monitor="val_loss"
+        )
+        more = {"callbacks": [saver], "enable_checkpointing": True, "val_check_interval": 1, "max_epochs": 2}
+        module, again = made(), made()
+        trainer_of(tmp_path, kind(), **more).fit(module, loader(10), loader(4))
+        kept = sorted(path.name for path in (tmp_path / name).iterdir())
+        trainer = trainer_of(tmp_path, kind(), max_epochs=2)
+        trainer.fit(again, loader(10), ckpt_path=tmp_path / name / kept[0], weights_only=False)
+        return module.losses + again.losses, kept, trainer.global_step
+
+    theirs, mine = run(lambda: "auto", "plain"), run(strategy, "ours")
+    assert mine[0] == pytest.approx(theirs[0], rel=1e-5) and mine[1:] == theirs[1:]
+    assert len(mine[0]) > 15 and mine[2] == 6
+
+
 def test_weights_alone_are_lightnings_own_file(strategy, tmp_path):
     ours = made()
     trainer = fitted(ours, tmp_path, strategy(), epochs=1)

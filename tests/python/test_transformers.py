@@ -169,7 +169,8 @@ def test_a_checkpoint_of_an_adapter_reads_the_adapter_alone(trainer_of, tmp_path
     again = trainer_of(adapted(), arguments(tmp_path / "again"))
     again.train(resume_from_checkpoint=str(tmp_path / "ours/checkpoint-2"))
     assert log_of(again) == log_of(ours)
-    best = trainer_of(adapted(), arguments(tmp_path / "best", **WORSE), eval_dataset=rows(6))
+    options = WORSE | {"metric_for_best_model": "loss", "greater_is_better": True}  # as if it got worse
+    best = trainer_of(adapted(), arguments(tmp_path / "best", **options), eval_dataset=rows(6))
     best.train()
     assert not best.state.best_model_checkpoint.endswith(f"-{STEPS}")
     assert best.evaluate()["eval_loss"] == pytest.approx(best.state.best_metric, rel=1e-6)
@@ -347,6 +348,8 @@ def test_the_best_model_is_there_at_the_end(trainer_of, tmp_path):
     plain.train()
     ours = trainer_of(llama(), arguments(tmp_path / "ours", **options), eval_dataset=rows(6))
     ours.train()
+    kept = [sorted(path.name for path in (tmp_path / name).iterdir()) for name in ("ours", "plain")]
+    assert kept[0] == kept[1] and len(kept[0]) == 1  # the best one: the Trainer deletes the last one at its end
     best = ours.state.best_model_checkpoint
     assert best.endswith(f"checkpoint-{plain.state.best_global_step}") and not best.endswith(f"-{STEPS}")
     assert ours.evaluate()["eval_loss"] == pytest.approx(ours.state.best_metric, rel=1e-6)
