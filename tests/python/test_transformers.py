@@ -349,7 +349,9 @@ def test_the_best_model_is_there_at_the_end(trainer_of, tmp_path):
     ours = trainer_of(llama(), arguments(tmp_path / "ours", **options), eval_dataset=rows(6))
     ours.train()
     kept = [sorted(path.name for path in (tmp_path / name).iterdir()) for name in ("ours", "plain")]
-    assert kept[0] == kept[1] and len(kept[0]) == 1  # the best one: the Trainer deletes the last one at its end
+    assert (
+        kept[0] == kept[1] and len(kept[0]) == 1
+    )  # the best one: the Trainer deletes the last one at its end
     best = ours.state.best_model_checkpoint
     assert best.endswith(f"checkpoint-{plain.state.best_global_step}") and not best.endswith(f"-{STEPS}")
     assert ours.evaluate()["eval_loss"] == pytest.approx(ours.state.best_metric, rel=1e-6)
