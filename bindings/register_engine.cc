@@ -231,6 +231,21 @@ std::string why_no_nccl(const std::string& library) {
   }
 }
 
+template <class T>
+std::span<T> floats_at(uintptr_t address, int64_t bytes) {
+  if (bytes < 0 || bytes % 4 != 0 || address % 4 != 0)
+    throw std::invalid_argument("states and whole gradients are passed as fp32");
+  return {reinterpret_cast<T*>(address), static_cast<size_t>(bytes / 4)};
+}
+
+/// Of a call about a segment's gradient in fp32.
+template <class T>
+auto about_whole(bool (Engine::*call)(int32_t, int32_t, std::span<T>)) {
+  return [call](Engine& self, int32_t unit, int32_t segment, uintptr_t address, int64_t bytes) {
+    return (self.*call)(unit, segment, floats_at<T>(address, bytes));
+  };
+}
+
 void register_specs(py::module_& m) {
   py::class_<SegmentSpec>(m, "Segment")
       .def(py::init([](std::string name, std::vector<int64_t> shape, int64_t group,
@@ -273,6 +288,7 @@ void register_specs(py::module_& m) {
       .def_readwrite("gradient_accumulation", &PythonConfig::gradient_accumulation)
       .def_readwrite("micro_batches_together", &PythonConfig::micro_batches_together)
       .def_readwrite("max_grad_norm", &PythonConfig::max_grad_norm)
+      .def_readwrite("sum_over_ranks", &PythonConfig::sum_over_ranks)
       .def_readwrite("skip_nonfinite", &PythonConfig::skip_nonfinite)
       .def_readwrite("chunk_elements", &PythonConfig::chunk_elements)
       .def_readwrite("stage", &PythonConfig::stage)
@@ -305,19 +321,19 @@ void register_weights(EngineClass& cls) {
       .def(
           "read_state",
           [](Engine& self, int32_t unit, int32_t segment, const std::string& name, uintptr_t address,
-             int64_t bytes) {
-            if (bytes % 4 != 0 || address % 4 != 0) throw std::invalid_argument("states are read as fp32");
-            self.read_state(unit, segment, name,
-                            {reinterpret_cast<float*>(address), static_cast<size_t>(bytes / 4)});
-          },
+             int64_t bytes) { self.read_state(unit, segment, name, floats_at<float>(address, bytes)); },
+          Released())
+      .def("own_part", &Engine::own_part, Released())
+      .def(
+          "read_own_state",
+          [](Engine& self, int32_t unit, int32_t segment, const std::string& name, uintptr_t address,
+             int64_t bytes) { self.read_own_state(unit, segment, name, floats_at<float>(address, bytes)); },
           Released())
       .def(
           "write_state",
           [](Engine& self, int32_t unit, int32_t segment, const std::string& name, uintptr_t address,
              int64_t bytes) {
-            if (bytes % 4 != 0 || address % 4 != 0) throw std::invalid_argument("states are written as fp32");
-            self.write_state(unit, segment, name,
-                             {reinterpret_cast<const float*>(address), static_cast<size_t>(bytes / 4)});
+            self.write_state(unit, segment, name, floats_at<const float>(address, bytes));
           },
           Released())
       .def(
@@ -347,6 +363,9 @@ void register_weights(EngineClass& cls) {
             self.read_gradient(unit, segment, memory_at(address, bytes), dtype);
           },
           Released())
+      .def("read_whole_gradient", about_whole(&Engine::read_whole_gradient), Released())
+      .def("read_own_gradient", about_whole(&Engine::read_own_gradient), Released())
+      .def("replace_whole_gradient", about_whole(&Engine::replace_whole_gradient), Released())
       .def("clear_gradients", about(&Engine::clear_gradients), py::arg("groups") = py::none(), Released())
       .def("zero_gradients", about(&Engine::zero_gradients), py::arg("groups") = py::none(), Released())
       .def("reuse_gradients", &Engine::reuse_gradients, Released())

@@ -101,6 +101,14 @@ void settle_clip(Machine& m, const Segment& segment) {
   m.settle_clip();
 }
 
+/// A segment that has gradients.
+const Segment& trained(const Machine& m, int32_t unit, int32_t segment) {
+  const Segment& s = m.segment_at(unit, segment);
+  if (!m.unit_at(unit).trainable())
+    throw std::invalid_argument(fmt::format("{} is frozen: it has no gradient", s.name));
+  return s;
+}
+
 void require_whole_or_one(const Machine& m, GroupRange range) {
   if (!range.all()) require_world_one(m.context.layout, "several optimizers over one model");
 }
@@ -345,6 +353,29 @@ void Engine::read_state(int32_t unit, int32_t segment, std::string_view name, st
   m.share(unit, segment, std::as_writable_bytes(out), 4);
 }
 
+std::pair<int64_t, int64_t> Engine::own_part(int32_t unit, int32_t segment) {
+  Machine& m = machine();
+  m.segment_at(unit, segment);
+  const Machine::Part own = m.own_part(unit, segment);
+  return {own.begin, own.elements};
+}
+
+void Engine::read_own_state(int32_t unit, int32_t segment, std::string_view name, std::span<float> out) {
+  Machine& m = machine();
+  const Segment& s = m.segment_at(unit, segment);
+  const Component component = state_named(m.unit_at(unit), s, name);
+  const Machine::Part own = m.own_part(unit, segment);
+  if (std::ssize(out) != own.elements) {
+    throw std::invalid_argument(
+        fmt::format("{}: {} elements were given, this rank has {}", s.name, out.size(), own.elements));
+  }
+  {
+    std::unique_lock lock(m.context.mutex);
+    m.updater.quiesce(lock);
+  }
+  if (own.elements > 0) m.access.read_state(unit, component, own.in_shard, out);
+}
+
 void Engine::write_state(int32_t unit, int32_t segment, std::string_view name,
                          std::span<const float> values) {
   Machine& m = machine();
@@ -537,6 +568,37 @@ void Engine::read_gradient(int32_t unit, int32_t segment, std::span<std::byte> o
     optim::narrow(element, piece, out.data() + begin * optim::bytes(element));
     begin += count;
   }
+}
+
+bool Engine::read_whole_gradient(int32_t unit, int32_t segment, std::span<float> out) {
+  Machine& m = machine();
+  const Segment& s = trained(m, unit, segment);
+  check_size(s, out.size_bytes(), 4);
+  if (m.context.layout.slices > 1) return m.read_whole_gradient(unit, segment, out);
+  if (!has_gradient(unit, segment)) return false;
+  read_state(unit, segment, "grad", out);
+  return true;
+}
+
+bool Engine::replace_whole_gradient(int32_t unit, int32_t segment, std::span<const float> values) {
+  Machine& m = machine();
+  const Segment& s = trained(m, unit, segment);
+  check_size(s, values.size_bytes(), 4);
+  if (m.context.layout.slices > 1) return m.replace_whole_gradient(unit, segment, values);
+  if (!has_gradient(unit, segment)) return false;
+  const optim::Element type = m.context.gradient_type(unit);
+  std::vector<std::byte> narrowed(values.size() * static_cast<size_t>(optim::bytes(type)));
+  optim::narrow(type, values, narrowed.data());
+  replace_gradient(unit, segment, narrowed, type == optim::Element::fp32 ? "F32" : m.unit_at(unit).dtype);
+  return true;
+}
+
+bool Engine::read_own_gradient(int32_t unit, int32_t segment, std::span<float> out) {
+  Machine& m = machine();
+  const Segment& s = trained(m, unit, segment);
+  if (m.context.layout.slices == 1) return read_whole_gradient(unit, segment, out);
+  check_size(s, out.size_bytes(), 4);
+  return m.read_own_gradient(unit, segment, out);
 }
 
 void Engine::reuse_gradients() {

@@ -135,6 +135,10 @@ class Engine {
   /// A state of the unit's optimizer by its name ("m", "v", "sum", ...), or "grad", of a segment as fp32
   /// values. Collective; "grad" in a world of one rank only.
   void read_state(int32_t unit, int32_t segment, std::string_view name, std::span<float> out);
+  /// This rank's part of a segment's states: the first element, and how many.
+  std::pair<int64_t, int64_t> own_part(int32_t unit, int32_t segment);
+  /// read_state() of that part alone. Not collective.
+  void read_own_state(int32_t unit, int32_t segment, std::string_view name, std::span<float> out);
   /// `values` become a state, by its name, of a segment; what read_state() gave comes back bit for bit, other
   /// values are rounded to the nearest that the unit's format has. All ranks do it with the same data, and
   /// keep their own shard of it.
@@ -177,6 +181,14 @@ class Engine {
   void clipped_by_caller();
   /// Into `out`, in the dtypes of add_gradient(). Throws std::invalid_argument where there is none.
   void read_gradient(int32_t unit, int32_t segment, std::span<std::byte> out, std::string_view dtype);
+  // Of a world of any size. Not where gradients are summed on the device.
+  /// A segment's gradient as the next step would use it, were nothing added: of several ranks their mean, or
+  /// sum. Collective. False: no rank has one.
+  bool read_whole_gradient(int32_t unit, int32_t segment, std::span<float> out);
+  /// `values`, which all ranks give alike, in its place. Collective. False: there is none to replace.
+  bool replace_whole_gradient(int32_t unit, int32_t segment, std::span<const float> values);
+  /// What this rank's own passes have given, before the ranks' are summed. At stages 0 and 1.
+  bool read_own_gradient(int32_t unit, int32_t segment, std::span<float> out);
   /// The gradients that the last step used are there again, unless they were cleared or others came.
   void reuse_gradients();
   /// The gradients that are there were used by an update that the caller made itself.

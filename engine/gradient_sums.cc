@@ -143,6 +143,10 @@ void GradientSums::summed(int32_t unit) {
   context_.changed.notify_all();
 }
 
+float GradientSums::factor() const {
+  return context_.config.sum_over_ranks ? 1.0F : 1.0F / static_cast<float>(context_.layout.slices);
+}
+
 void GradientSums::restart() {
   for (size_t u = 0; u < of_.size(); ++u) {
     Given& own = of_[u];
@@ -200,7 +204,6 @@ void GradientSums::sum_chunk(int32_t c, std::span<const uint8_t> gives) {
   const int32_t unit = chunk.unit;
   const optim::Element type = context_.gradient_type(unit);
   const int64_t in_slice = layout.global_begin(chunk) - layout.slice * layout.units[unit].slice_elements;
-  const float mean = 1.0F / static_cast<float>(layout.slices);
   const bool there = are_on_device(unit), first = !of_[unit].summed;
   if (there) add_on_device(unit, in_slice, chunk.elements, gives);
   if (device_units_.hold(unit)) {
@@ -209,7 +212,7 @@ void GradientSums::sum_chunk(int32_t c, std::span<const uint8_t> gives) {
       const std::lock_guard guard(context_.mutex);
       used = device_units_.used(unit);
     }
-    return device_.take_mean(mean, type, device_units_.place_of_gradient(c), chunk.elements, first, used);
+    return device_.take_mean(factor(), type, device_units_.place_of_gradient(c), chunk.elements, first, used);
   }
   const int64_t parts = there ? 0 : layout.slices + 1;  // before the sum
   const auto sum = span_of<float>(exchange_.data() + parts * chunk.elements * kSumBytes, chunk.elements);
@@ -220,7 +223,7 @@ void GradientSums::sum_chunk(int32_t c, std::span<const uint8_t> gives) {
   } else {
     add_in_rank_order(unit, in_slice, sum, gives);
   }
-  optim::scale(sum, mean);
+  optim::scale(sum, factor());
   std::byte* const to = context_.chunks[c].gradient;
   if (!first) widen(type, to, sum, false);
   narrow(type, sum, to);

@@ -43,6 +43,10 @@ class GradientSums {
   DeviceSums& on_device() { return device_; }
 
   bool gives(int32_t unit) const { return of_[unit].gives; }
+  /// In this step, of what was given so far; it lies in the chunks.
+  bool has_sum(int32_t unit) const { return of_[unit].summed; }
+  /// What sums over the ranks are multiplied by.
+  float factor() const;
   /// Nothing more will be given before step(), as far as this step is like those before.
   bool complete(int32_t unit) const { return of_[unit].complete; }
 

@@ -140,13 +140,17 @@ void Machine::prepare_to_change(std::unique_lock<std::mutex>& lock, std::span<co
 }
 
 void Machine::share(int32_t unit, int32_t segment, std::span<std::byte> out, int64_t width) {
+  if (context.layout.world == 1) return;
+  rounds.meet(Meeting::look, ++looks, [&] { exchange_parts(unit, segment, out, width); });
+}
+
+void Machine::exchange_parts(int32_t unit, int32_t segment, std::span<std::byte> out, int64_t width) {
   const Layout& layout = context.layout;
-  if (layout.world == 1) return;
   const auto bytes_of = [&](int rank) { return part_of(rank, unit, segment).of(out, width); };
   std::vector<std::span<const std::byte>> send(static_cast<size_t>(layout.world), bytes_of(layout.rank));
   std::vector<std::span<std::byte>> receive;
   for (int rank = 0; rank < layout.world; ++rank) receive.push_back(bytes_of(rank));
-  rounds.meet(Meeting::look, ++looks, [&] { context.resources.communicator->exchange(send, receive); });
+  context.resources.communicator->exchange(send, receive);
 }
 
 }  // namespace overspill::engine

@@ -61,6 +61,13 @@ class Machine {
   /// Of a segment's elements, of `width` bytes each, this rank has put its own into `out`: the others' come
   /// from them. Collective.
   void share(int32_t unit, int32_t segment, std::span<std::byte> out, int64_t width);
+  /// The same, on the thread of the rounds.
+  void exchange_parts(int32_t unit, int32_t segment, std::span<std::byte> out, int64_t width);
+
+  // A segment's gradient of several ranks (whole_gradients.cc); false: there is none.
+  bool read_whole_gradient(int32_t unit, int32_t segment, std::span<float> out);
+  bool replace_whole_gradient(int32_t unit, int32_t segment, std::span<const float> values);
+  bool read_own_gradient(int32_t unit, int32_t segment, std::span<float> out);
 
   /// A rank's part of a segment. Empty: `elements` is 0, and the rest too.
   struct Part {
@@ -126,6 +133,15 @@ class Machine {
  private:
   std::vector<std::string> tell(Meeting meeting, const std::exception_ptr& error,
                                 const std::string& words = {});
+  void require_gradients_on_host(int32_t unit);
+  /// By rank, whether it holds something of the segment that was not summed yet; at the end, on how many of
+  /// them there is a gradient. On the thread of the rounds.
+  std::vector<double> holders(int32_t unit, int32_t segment);
+  std::byte* held_gradient(int32_t unit, int32_t segment, int64_t begin) const;
+  /// use(chunk, run, sum, begin in the segment, elements) of this rank's part.
+  template <class Use>
+  void each_own_sum(int32_t unit, int32_t segment, Use use) const;
+  void add_what_ranks_hold(int32_t unit, int32_t segment, std::span<const double> said, std::span<float> out);
   void finish() noexcept;
   void finish_updates();
   /// What is left of a step that changes nothing.

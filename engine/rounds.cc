@@ -23,6 +23,7 @@ uint64_t fingerprint(const Layout& layout, const Config& config) {
   mix(static_cast<uint64_t>(config.gradient_accumulation));
   mix(config.rounding_seed);
   mix(config.library_sums ? 1 : 0);
+  mix(config.sum_over_ranks ? 1 : 0);
   mix(config.skip_nonfinite ? 1 : 0);
   mix(config.micro_batches_together ? 1 : 0);
   mix(static_cast<uint64_t>(layout.slices));

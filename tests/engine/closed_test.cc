@@ -38,6 +38,8 @@ const std::multimap<std::string, Call>& calls() {
       {"read_weight", {Then::refuses, [](Engine& e) { e.read_weight(0, 0, bytes(), "F32"); }}},
       {"start_states", {Then::refuses, [](Engine& e) { e.start_states(groups); }}},
       {"read_state", {Then::refuses, [](Engine& e) { e.read_state(0, 0, "m", values); }}},
+      {"own_part", {Then::refuses, [](Engine& e) { e.own_part(0, 0); }}},
+      {"read_own_state", {Then::refuses, [](Engine& e) { e.read_own_state(0, 0, "m", values); }}},
       {"write_state", {Then::refuses, [](Engine& e) { e.write_state(0, 0, "m", values); }}},
       {"updates_of", {Then::refuses, [](Engine& e) { e.updates_of(0, 0); }}},
       {"set_updates_of", {Then::refuses, [](Engine& e) { e.set_updates_of(0, 0, 1); }}},
@@ -66,6 +68,9 @@ const std::multimap<std::string, Call>& calls() {
           std::vector<std::byte> room(bytes().size());
           e.read_gradient(0, 0, room, "F32");
         }}},
+      {"read_whole_gradient", {Then::refuses, [](Engine& e) { e.read_whole_gradient(0, 0, values); }}},
+      {"replace_whole_gradient", {Then::refuses, [](Engine& e) { e.replace_whole_gradient(0, 0, values); }}},
+      {"read_own_gradient", {Then::refuses, [](Engine& e) { e.read_own_gradient(0, 0, values); }}},
       {"clipped_by_caller", {Then::refuses, [](Engine& e) { e.clipped_by_caller(); }}},
       {"reuse_gradients", {Then::refuses, [](Engine& e) { e.reuse_gradients(); }}},
       {"use_gradients", {Then::refuses, [](Engine& e) { e.use_gradients(); }}},

@@ -37,6 +37,7 @@ std::unique_ptr<engine::Engine> model_rank(const std::vector<engine::UnitSpec>& 
   config.max_grad_norm = options.max_grad_norm;
   config.speculate = options.speculate;
   config.library_sums = options.library_sums;
+  config.sum_over_ranks = options.sum_over_ranks;
   config.rank_timeout_ms = options.rank_timeout_ms;
   config.chunk_elements = 2048;
   config.placement = options.placement;

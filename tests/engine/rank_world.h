@@ -28,6 +28,7 @@ struct RankOptions {
   int64_t rank_timeout_ms = 60'000;
   bool speculate = false;
   bool library_sums = false;
+  bool sum_over_ranks = false;
   bool poison = true;              // waits for a device where memory is given up
   double write_error = 0;          // of the store: how often
   int64_t store_bytes = 64 << 20;  // of a store with errors, or with another size than this

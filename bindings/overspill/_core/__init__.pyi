@@ -148,6 +148,7 @@ class Config:
     poison: bool
     skip_nonfinite: bool
     speculate: bool
+    sum_over_ranks: bool
     train_after_save: bool
     def __init__(self) -> None: ...
     @property
@@ -298,6 +299,9 @@ class Engine:
         arg1: typing.SupportsInt | typing.SupportsIndex,
         arg2: typing.SupportsInt | typing.SupportsIndex,
     ) -> typing_extensions.CapsuleType: ...
+    def own_part(
+        self, arg0: typing.SupportsInt | typing.SupportsIndex, arg1: typing.SupportsInt | typing.SupportsIndex
+    ) -> tuple[int, int]: ...
     def predict(
         self, budgets: collections.abc.Sequence[typing.SupportsInt | typing.SupportsIndex] = []
     ) -> dict[str, typing.Any]: ...
@@ -308,6 +312,21 @@ class Engine:
         arg2: typing.SupportsInt | typing.SupportsIndex,
         arg3: typing.SupportsInt | typing.SupportsIndex,
         arg4: str,
+    ) -> None: ...
+    def read_own_gradient(
+        self,
+        arg0: typing.SupportsInt | typing.SupportsIndex,
+        arg1: typing.SupportsInt | typing.SupportsIndex,
+        arg2: typing.SupportsInt | typing.SupportsIndex,
+        arg3: typing.SupportsInt | typing.SupportsIndex,
+    ) -> bool: ...
+    def read_own_state(
+        self,
+        arg0: typing.SupportsInt | typing.SupportsIndex,
+        arg1: typing.SupportsInt | typing.SupportsIndex,
+        arg2: str,
+        arg3: typing.SupportsInt | typing.SupportsIndex,
+        arg4: typing.SupportsInt | typing.SupportsIndex,
     ) -> None: ...
     def read_state(
         self,
@@ -325,6 +344,13 @@ class Engine:
         arg3: typing.SupportsInt | typing.SupportsIndex,
         arg4: str,
     ) -> None: ...
+    def read_whole_gradient(
+        self,
+        arg0: typing.SupportsInt | typing.SupportsIndex,
+        arg1: typing.SupportsInt | typing.SupportsIndex,
+        arg2: typing.SupportsInt | typing.SupportsIndex,
+        arg3: typing.SupportsInt | typing.SupportsIndex,
+    ) -> bool: ...
     def record_journal(self, arg0: bool) -> None: ...
     def replace_gradient(
         self,
@@ -334,6 +360,13 @@ class Engine:
         arg3: typing.SupportsInt | typing.SupportsIndex,
         arg4: str,
     ) -> None: ...
+    def replace_whole_gradient(
+        self,
+        arg0: typing.SupportsInt | typing.SupportsIndex,
+        arg1: typing.SupportsInt | typing.SupportsIndex,
+        arg2: typing.SupportsInt | typing.SupportsIndex,
+        arg3: typing.SupportsInt | typing.SupportsIndex,
+    ) -> bool: ...
     def report(self) -> StepReport: ...
     def report_inside(self) -> StepReport: ...
     def resident_now(self, arg0: typing.SupportsInt | typing.SupportsIndex) -> bool: ...
