@@ -28,12 +28,7 @@ def save(engine: Engine, folder: Any, client_state: dict[str, Any] | None, unkno
             f"There are no tags: each checkpoint has a folder of its own, such as {folder}/step-{engine.global_steps}"
         )
     if begun := engine._begun():
-        raise RuntimeError(
-            f"overspill: save_checkpoint in the middle of a step: {begun} of "
-            f"{engine._settings.gradient_accumulation_steps} micro-batches were ended by engine.step(), and a "
-            "checkpoint has no gradients: save where engine.micro_steps is a multiple of "
-            "gradient_accumulation_steps"
-        )
+        engine._save_inside_step(begun)
     with calls.Alone():
         calls.check(sys._getframe())
         replaced.check(engine.module, engine._residency)
@@ -68,7 +63,7 @@ def _extra(engine: Engine, client_state: dict[str, Any] | None) -> dict[str, Any
         "empty_parameters": state.empty_parameters_to_json(engine.module),
         "tied": state.tied_names(engine.module),
         "global_steps": engine.global_steps,
-        "micro_steps": engine.micro_steps,
+        "micro_steps": engine.micro_steps - engine._begun(),
         "random": state.random_states(),
     }
     if engine._group is not None:

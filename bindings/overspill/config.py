@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import importlib
 import itertools
 import json
 import math
@@ -482,12 +483,17 @@ class Config(_Section):
     """Of stochastic rounding, in "compact" and "8bit", and of the order of `training_data` over several ranks."""
     gradient_accumulation_steps: Int = Field(1, ge=1, lt=2**31)
     """Micro-batches of a step; `engine.backward` divides the loss by it."""
+    managed_gradient_accumulation: bool = True
+    """false: every `engine.step` updates, with all that was added up since the last one; gradient_accumulation_steps
+    then only divides the loss."""
     vertical_accumulation: bool = False
     """In `engine.train_batch` the micro-batches of a step pass each layer together, so weights move once a pass."""
     gradient_clipping: Float = Field(0.0, ge=0)
     """Largest 2-norm of all gradients together. 0: no clipping (DeepSpeed's default is 1.0)."""
     on_nonfinite: Literal["skip", "raise", "propagate"] = "skip"
     """A step whose gradients have an inf or a NaN is left out; left out, and an error; or taken, as torch does."""
+    gradients_of_ranks: Literal["mean", "sum"] = "mean"
+    """What a step of several ranks uses: the mean of their gradients, or their sum."""
     train_micro_batch_size_per_gpu: Int | None = Field(None, ge=1)
     """Samples that the loader of `training_data` puts together, of one rank."""
     dataloader_drop_last: bool = False
@@ -530,9 +536,11 @@ class Config(_Section):
         flat.host_budget_bytes = self.budget.host
         flat.device_budget_bytes = self._device_bytes(place)
         flat.nvme = list(self.budget.nvme)
-        flat.gradient_accumulation = self.gradient_accumulation_steps
+        open_ended = not self.managed_gradient_accumulation  # nobody knows which pass is a step's last
+        flat.gradient_accumulation = max(self.gradient_accumulation_steps, 1 + open_ended)
         flat.micro_batches_together = self.vertical_accumulation
         flat.max_grad_norm = self.gradient_clipping
+        flat.sum_over_ranks = self.gradients_of_ranks == "sum"
         flat.skip_nonfinite = self.on_nonfinite != "propagate"
         flat.rounding_seed = self.seed
         flat.stage = self.zero_optimization.stage
@@ -573,18 +581,31 @@ def meant(data: dict[str, Any]) -> dict[str, Any]:
 
 def read_deepspeeds(source: dict[str, Any] | str | os.PathLike[str]) -> tuple[Config, dict[str, Any]]:
     """What DeepSpeed's JSON means, also where no key of it is DeepSpeed's alone, and the JSON. Raises ConfigError."""
-    if isinstance(source, dict):
-        data = source
-    else:
-        try:
-            data = _read_json(source)
-        except ConfigError as error:
-            if "is no JSON file" not in str(error):
-                raise
-            raise ConfigError(
-                f"{error}; HJSON, which DeepSpeed reads too, is not supported: write JSON"
-            ) from None
+    data = source if isinstance(source, dict) else read_deepspeed_json(source)
     return Config.read(_of_deepspeeds(data)), data
+
+
+def read_deepspeed_json(path: Any) -> dict[str, Any]:
+    """As JSON; else as HJSON, which DeepSpeed reads too, where the package hjson is installed. Raises ConfigError."""
+    try:
+        return _read_json(path)
+    except ConfigError as error:
+        if "is no JSON file" not in str(error):
+            raise
+        why = str(error)
+    try:
+        hjson = importlib.import_module("hjson")
+    except ImportError:
+        raise ConfigError(
+            f"{why}; HJSON, which DeepSpeed reads too, needs the package hjson: write JSON, or install it"
+        ) from None
+    try:
+        data = hjson.loads(Path(path).read_text(encoding="utf-8"), object_pairs_hook=_with_each_key_once)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{why}, and no HJSON: {error}") from None
+    if not isinstance(data, dict):
+        raise ConfigError(f"config: {os.fspath(path)} holds a {type(data).__name__}, not an object")
+    return data
 
 
 def _of_deepspeeds(data: dict[str, Any]) -> dict[str, Any]:
@@ -598,23 +619,24 @@ def _of_deepspeeds(data: dict[str, Any]) -> dict[str, Any]:
     return translated.config
 
 
+def _with_each_key_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    made = dict(pairs)
+    if len(made) < len(pairs):
+        counts = Counter(key for key, _ in pairs)
+        twice = next(key for key, count in counts.items() if count > 1)
+        raise ValueError(f"{json.dumps(twice)} is there twice in one object; leave one out")
+    return made
+
+
 def parse_json(text: str | bytes) -> Any:
     """JSON in which no object has a key twice: the last one would count without a word. NaN and Infinity, which Python
     reads, are no JSON. Raises ValueError, and RecursionError where it is nested too deeply.
     """
 
-    def each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        made = dict(pairs)
-        if len(made) < len(pairs):
-            counts = Counter(key for key, _ in pairs)
-            twice = next(key for key, count in counts.items() if count > 1)
-            raise ValueError(f"{json.dumps(twice)} is there twice in one object; leave one out")
-        return made
-
     def refused(constant: str) -> float:
         raise ValueError(f"{constant} is no number of JSON")
 
-    return json.loads(text, object_pairs_hook=each_once, parse_constant=refused)
+    return json.loads(text, object_pairs_hook=_with_each_key_once, parse_constant=refused)
 
 
 def _read_json(path: Any) -> dict[str, Any]:

@@ -314,22 +314,32 @@ class Engine(nn.Module):
 
     def step(self) -> None:
         """Ends a micro-batch; the last of gradient_accumulation_steps updates the weights and steps the
-        scheduler. An update that is refused, or interrupted before it is made, ends none."""
+        scheduler. Without managed_gradient_accumulation every call updates. An update that is refused, or interrupted
+        before it is made, ends none."""
         parts.require_one(self.optimizer, "engine.step")
         with calls.Alone():
             self._settle()
             if self._ends_step():
-                self._update(1)
+                self._update(self._ending())
             else:
                 self.micro_steps += 1
 
     def _ends_step(self) -> bool:
         """Whether the micro-batch that is under way is the last of its step."""
-        return (self.micro_steps + 1) % self._settings.gradient_accumulation_steps == 0
+        return (self.micro_steps + 1) % self._counted() == 0
 
     def _begun(self) -> int:
         """The micro-batches of the step that is under way which `step` has ended."""
-        return self.micro_steps % self._settings.gradient_accumulation_steps
+        return self.micro_steps % self._counted()
+
+    def _counted(self) -> int:
+        """Every so many calls of `step` one updates."""
+        settings = self._settings
+        return settings.gradient_accumulation_steps if settings.managed_gradient_accumulation else 1
+
+    def _ending(self) -> int:
+        """The micro-batches that a `step` which updates ends."""
+        return 1
 
     def _update(self, micro_batches: int) -> None:
         """It ends so many micro-batches. Inside `Alone`, which keeps every other thread from the boundary until it is
@@ -486,22 +496,23 @@ class Engine(nn.Module):
         )
 
     def grad(self, parameter: nn.Parameter) -> torch.Tensor | None:
-        """A copy of the gradient accumulated so far. Of one rank only.
+        """A copy of the gradient accumulated so far; of several ranks what a step would make of theirs, the mean or
+        the sum (gradients_of_ranks). All ranks call it. It costs an exchange of the ranks' gradients, and changes none.
 
         Args:
             parameter: of this engine's model
 
-        Returns: the parameter's shape, fp32, on the CPU; None where there is none.
+        Returns: the parameter's shape, fp32, on the CPU; None where no rank has one.
 
         Raises:
-            RankError: there are several ranks, and no rank has a whole gradient
-            ValueError, TypeError: it is no parameter of this model
+            RankError: of several ranks, those that were not cleared after optimizer.step()
+            ValueError, TypeError: it is no parameter of this model; of several ranks its gradients are summed on a GPU
         """
-        if self.world_size > 1:
-            raise ranks.RankError(
-                f"overspill: engine.grad: gradients of {self.world_size} ranks are summed in pieces, and no rank has a "
-                "whole one; their norm is engine.last_step.norm, this rank's own passes parameter.register_hook"
-            )
+        return self._gradient(parameter, reading.gradient)
+
+    def _gradient(
+        self, parameter: nn.Parameter, read: Callable[[Segment], torch.Tensor | None]
+    ) -> torch.Tensor | None:
         segment = self._segment(parameter)
         if segment is not None and segment.unit.trained_by_torch:
             gradient = residency.get_grad(parameter)
@@ -511,7 +522,7 @@ class Engine(nn.Module):
         with calls.Alone(), DisableTorchFunction():
             self._settle()
             self._residency.gradients.settle()
-            return reading.state(segment, "grad") if segment.has_gradient() else None
+            return read(segment)
 
     def weight(self, parameter: nn.Parameter, dtype: torch.dtype | None = None) -> torch.Tensor:
         """A copy of the weight, after pending updates. All ranks call it.
@@ -675,6 +686,14 @@ class Engine(nn.Module):
         """
         checkpointing.save(self, folder, client_state, unknown)
 
+    def _save_inside_step(self, begun: int) -> None:
+        """Before a checkpoint is saved when so many micro-batches of a step have ended."""
+        raise RuntimeError(
+            f"overspill: save_checkpoint in the middle of a step: {begun} of "
+            f"{self._settings.gradient_accumulation_steps} micro-batches were ended by engine.step(), and a checkpoint "
+            "has no gradients: save where engine.micro_steps is a multiple of gradient_accumulation_steps"
+        )
+
     def load_checkpoint(self, folder: str | os.PathLike[str], **unknown: Any) -> dict[str, Any]:
         """Restores everything that `save_checkpoint` took and returns its client_state, a dict. It is not DeepSpeed's
         pair: unpacking it raises TypeError. All ranks call it; random states come back where there are as many ranks as
@@ -738,13 +757,15 @@ class Engine(nn.Module):
         it to `initialize` again, with which training goes on to the bit, or step it in plain PyTorch. The object that
         `initialize` returned ends with the engine, and with it the states of a configured optimizer. With a folder in
         budget.nvme, tensors of 1 MiB and more lie in unnamed files there, which end with the process. Views of weights
-        that were taken before keep their values, and are the weights' no more. One rank, on the CPU. Raises
-        RuntimeError inside a forward, a `gathered` block or a step, MemoryError or OSError where there is no room; then
-        the engine lives on. If Ctrl-C interrupts it, call it again."""
-        if self._group is not None or self.world_size > 1 or not self._place.on_host:
+        that were taken before keep their values, and are the weights' no more. On the CPU; of several ranks, which all
+        call it, with a configured optimizer, and without gradients. Raises RuntimeError inside a forward, a `gathered`
+        block or a step, MemoryError or OSError where there is no room; then the engine lives on. If Ctrl-C interrupts
+        it, call it again."""
+        if not giving.is_possible(self):
             raise RuntimeError(
-                "overspill: give_back is for an engine of one rank on the CPU: save engine.state_dict(), and load it "
-                "into a new model; the optimizer's states are in engine.save_checkpoint alone"
+                "overspill: give_back is for an engine on the CPU, of one rank, or of several with a configured "
+                "optimizer and no gradients: save engine.state_dict(), and load it into a new model; the optimizer's "
+                "states are in engine.save_checkpoint alone"
             )
         with calls.Alone():
             if self._residency.why_closed is not giving.GIVEN:

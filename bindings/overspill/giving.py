@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch._C import DisableTorchFunction
@@ -21,11 +21,24 @@ from .memory import available_bytes, human
 from .residency import Residency, Segment, get_grad, registry, set_data, set_grad
 from .units import memory_order
 
+if TYPE_CHECKING:
+    from .engine import Engine
+
 GIVEN = (
     "the engine of this model was ended by give_back(): the weights are in the model, and the states in the optimizer "
     "that was given to overspill.initialize. Use those, run forward again, or make a new engine"
 )
 _EXACT = "_exact_states_of_an_engine"  # an attribute of the script's own optimizer
+
+
+def is_possible(engine: Engine) -> bool:
+    """Of several ranks only where no optimizer of a script gets states, and no gradient has to be given."""
+    if not engine._place.on_host:
+        return False
+    if engine._group is None and engine.world_size == 1:
+        return True
+    user = getattr(engine.optimizer, "user", engine)  # several optimizers are the script's
+    return user is None and not any(s.unit.trainable and s.has_gradient() for s in engine._residency.segments)
 
 
 def check_room(owner: Residency) -> None:

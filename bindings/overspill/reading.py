@@ -91,3 +91,21 @@ def state(segment: Segment, name: str) -> torch.Tensor:
         out = _room(segment, torch.float32)
         unit.residency.core.read_state(unit.index, segment.index, name, out.data_ptr(), out.numel() * 4)
         return segment.as_parameter(out)
+
+
+def gradient(segment: Segment) -> torch.Tensor | None:
+    """A copy in fp32 of what the next step would use; of several ranks their mean, or sum. None where there is none."""
+    unit = segment.unit
+    with torch.inference_mode(False), DisableTorchFunction(), calls.Alone():
+        out = _room(segment, torch.float32)
+        found = unit.residency.core.read_whole_gradient(unit.index, segment.index, out.data_ptr(), out.nbytes)
+        return segment.as_parameter(out) if found else None
+
+
+def own_gradient(segment: Segment) -> torch.Tensor | None:
+    """The same of what this rank's own passes gave, before ranks sum it."""
+    unit = segment.unit
+    with torch.inference_mode(False), DisableTorchFunction(), calls.Alone():
+        out = _room(segment, torch.float32)
+        found = unit.residency.core.read_own_gradient(unit.index, segment.index, out.data_ptr(), out.nbytes)
+        return segment.as_parameter(out) if found else None

@@ -1,9 +1,12 @@
 """What scripts call of DeepSpeed beside the engine's steps: weights and states by hand, parts of a checkpoint, small
 helpers, and the names that are refused."""
 
+import importlib.machinery
 import logging
 import random
 import re
+import sys
+import types
 from argparse import Namespace
 
 import pytest
@@ -315,20 +318,173 @@ def test_small_helpers(caplog):
     assert re.search(r"there: \d+\.\d+ GiB", caplog.text) and not re.search(r"\bhere:", caplog.text)
     with pytest.raises(AssertionError, match="model is missing"):
         deepspeed.initialize(config={})
-    model = nn.Linear(2, 2)
-    schedule = torch.optim.lr_scheduler.StepLR(torch.optim.SGD(model.parameters()), 1)
-    with pytest.raises(AssertionError, match="made on an optimizer that is not given is not supp"):
-        deepspeed.initialize(model=model, config={"optimizer": {"type": "Adam"}}, lr_scheduler=schedule)
 
 
-def test_the_json_comes_by_its_old_name_and_hjson_is_refused(tmp_path):
+def test_a_schedule_of_another_optimizer_is_stepped_and_drives_that_one_alone():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 2))
+    other = torch.optim.SGD(model.parameters(), lr=8.0)
+    schedule = torch.optim.lr_scheduler.StepLR(other, 1, gamma=0.5)
+    config = {
+        "optimizer": {"type": "Adam", "params": {"lr": 0.25}},
+        "scheduler": SCHEDULER,
+        "overspill": {"budget": {"host": "32MiB"}},
+    }
+    with pytest.warns(
+        UserWarning, match="made on another optimizer than the engine's: as in DeepSpeed it is"
+    ):
+        engine, optimizer, _, found = deepspeed.initialize(model=model, config=config, lr_scheduler=schedule)
+    assert found is schedule is engine.lr_scheduler
+    step(engine, 2)
+    assert other.param_groups[0]["lr"] == 2.0 and optimizer.param_groups[0]["lr"] == 0.25
+    engine.destroy()
+
+
+def test_a_checkpoint_inside_a_step_begins_it_anew(tmp_path):
+    engine = made(gradient_accumulation_steps=2, train_batch_size=4)
+    step(engine, 3)
+    with pytest.warns(UserWarning, match="the gradients of its 1 micro-batches are not in the checkpoint"):
+        engine.save_checkpoint(tmp_path)
+    fresh = made(seed=1, gradient_accumulation_steps=2, train_batch_size=4)
+    fresh.load_checkpoint(tmp_path)
+    assert (fresh.micro_steps, fresh.global_steps) == (2, 1) and engine.micro_steps == 3
+    step(fresh)
+    assert not fresh.was_step_applied()
+    step(fresh)
+    assert fresh.was_step_applied()
+    for each in (engine, fresh):
+        each.destroy()
+
+
+def test_the_16bit_model_is_a_file_where_it_has_a_name(tmp_path):
+    engine = made(bf16={"enabled": True})
+    engine.module[1].bias.requires_grad_(False)
+    assert engine.save_16bit_model(tmp_path / "out", "model.pt")
+    found = torch.load(tmp_path / "out" / "model.pt", weights_only=True)
+    assert found.keys() == engine.module.state_dict().keys()
+    assert all(
+        torch.equal(found[name], engine.weight(each)) for name, each in engine.module.named_parameters()
+    )
+    assert engine.save_16bit_model(tmp_path / "out", exclude_frozen_parameters=True)
+    found = torch.load(tmp_path / "out" / "pytorch_model.bin", weights_only=True)
+    assert sorted(found) == ["0.bias", "0.weight", "1.weight"]
+    with pytest.raises(ValueError, match="is no name of a folder"):
+        engine.save_16bit_model(tmp_path, "../model.pt")
+    engine.destroy()
+
+
+def test_a_step_without_managed_accumulation_always_updates():
+    engine = made(managed_gradient_accumulation=False, gradient_accumulation_steps=2, train_batch_size=4)
+    same = made()
+    x = torch.ones(2, 8)
+    for scale in (0.5, 0.5, 2.0):
+        engine.backward(engine(x).square().mean() * scale)
+    same.backward(same(x).square().mean() * 1.5)  # each is halved
+    for each in (engine, same):
+        each.step()
+        assert each.was_step_applied()
+    torch.testing.assert_close(engine.weight(engine.module[0].weight), same.weight(same.module[0].weight))
+    assert (engine.global_steps, engine.micro_steps, engine.global_samples) == (1, 3, 6)
+    assert not engine.managed_gradient_accumulation() and same.managed_gradient_accumulation()
+    for call in (
+        lambda: engine.set_gradient_accumulation_boundary(True),
+        engine.coalesce_grad_reduction().__enter__,
+    ):
+        with pytest.raises(AssertionError, match="is not supported with managed_gradient_accumulation=False"):
+            call()
+    for each in (engine, same):
+        each.destroy()
+    with pytest.raises(AssertionError, match="supports ZeRO overlap_comm only with ZeRO stage 2"):
+        made(managed_gradient_accumulation=False, zero_optimization={"stage": 1, "overlap_comm": True})
+
+
+def test_an_optimizer_is_zeros_at_its_stages():
+    kind = MODULES["deepspeed.runtime.base_optimizer"]["ZeROOptimizer"]
+    for stage in (0, 1):
+        engine = made(zero_optimization={"stage": stage})
+        assert isinstance(engine.optimizer, kind) is (stage > 0) and not engine.optimizer.needs_scaler()
+        engine.destroy()
+
+
+def test_the_json_as_an_object():
+    config = MODULES["deepspeed"]["DeepSpeedConfig"](
+        {
+            "train_batch_size": 8,
+            "gradient_accumulation_steps": 2,
+            "optimizer": {"type": "AdamW", "params": {"lr": 0.5}},
+            "gradient_allreduce_op": "SUM",
+            "zero_optimization": {"stage": 2, "cpu_offload": True, "stage3_max_reuse_distance": 7},
+            "bfloat16": {"enabled": True},
+        }
+    )
+    assert (config.train_micro_batch_size_per_gpu, config.world_size) == (4, 1)
+    assert (config.optimizer_name, config.optimizer_params, config.scheduler_name) == (
+        "adamw",
+        {"lr": 0.5},
+        None,
+    )
+    assert (config.gradient_allreduce_op, config.gradient_clipping) == ("sum", 1.0)
+    assert (
+        config.bfloat16_config.enabled and config.zero_enabled and config.zero_config.max_reuse_distance == 7
+    )
+    assert config.zero_config.offload_optimizer.device == "cpu" and not config.zero_config.overlap_comm
+    with pytest.raises(AttributeError, match=r"DeepSpeedConfig\.sparse_attention is not supported"):
+        _ = config.sparse_attention
+    for wrong, kind, why in (
+        ({}, AssertionError, "Either train_batch_size or"),
+        ({"train_batch_size": 3, "train_micro_batch_size_per_gpu": 2}, AssertionError, "3 != 2 [*] 1"),
+        (
+            {"train_batch_size": 1, "gradient_allreduce_op": "max"},
+            ValueError,
+            "Invalid gradient_allreduce_op",
+        ),
+        ({"train_batch_size": 1, "zero_optimization": {"stagee": 1}}, ValueError, "stagee"),
+    ):
+        with pytest.raises(kind, match=why):
+            MODULES["deepspeed.runtime.config"]["DeepSpeedConfig"](wrong)
+
+
+@pytest.mark.parametrize(
+    "other, said",
+    [
+        ({"zero_optimization": {"stage": 3}}, "ZeRO stage 3"),
+        ({"zero_optimization": {"stage": 2, "zenflow": {}}}, "ZenFlow"),
+        ({"compile": {"deepcompile": True}}, "DeepCompile"),
+    ],
+)
+def test_gradients_are_not_summed_where_deepspeed_does_not(other, said):
+    with pytest.raises(ValueError, match=f"'sum': not supported with {said}"):
+        MODULES["deepspeed"]["DeepSpeedConfig"](
+            {"train_batch_size": 1, "gradient_allreduce_op": "sum", **other}
+        )
+
+
+def test_the_json_comes_by_its_old_name_and_as_hjson_where_that_is_installed(tmp_path, monkeypatch):
     file = tmp_path / "ds.json"
     file.write_text('{"train_batch_size": 2, "overspill": {"budget": {"host": "32MiB"}}}')
     engine = deepspeed.initialize(Namespace(deepscale_config=file), nn.Linear(2, 2))[0]
     assert engine.train_batch_size() == 2
     engine.destroy()
     file.write_text("{\n  train_batch_size: 2\n}")
-    with pytest.raises(ConfigError, match="HJSON, which DeepSpeed reads too, is not supported: write JSON"):
+    monkeypatch.setitem(sys.modules, "hjson", None)
+    with pytest.raises(
+        ConfigError, match="HJSON, which DeepSpeed reads too, needs the package hjson: write JSON"
+    ):
+        deepspeed.initialize(model=nn.Linear(2, 2), config=file)
+
+    def loads(text, object_pairs_hook):
+        assert text == file.read_text()
+        return object_pairs_hook(pairs)
+
+    package = types.ModuleType("hjson")
+    package.loads, package.__spec__ = loads, importlib.machinery.ModuleSpec("hjson", None)
+    monkeypatch.setitem(sys.modules, "hjson", package)
+    pairs = [("train_batch_size", 6), ("overspill", {"budget": {"host": "32MiB"}})]
+    engine = deepspeed.initialize(model=nn.Linear(2, 2), config=file)[0]
+    assert engine.train_batch_size() == 6
+    engine.destroy()
+    pairs *= 2
+    with pytest.raises(ConfigError, match='and no HJSON: "train_batch_size" is there twice'):
         deepspeed.initialize(model=nn.Linear(2, 2), config=file)
 
 
@@ -420,3 +576,23 @@ def test_the_ratio_of_a_cosine_is_of_the_optimizers_own_rate():
     assert schedule.get_lr_ratio() == 0.0
     schedule.step(2)
     assert schedule.get_lr_ratio() == 0.5 and schedule.get_lr() == [0.25]
+
+
+@pytest.mark.parametrize("is_given", [True, False])
+def test_what_no_group_has_is_not_updated(is_given):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 2))
+    groups = [{"params": [], "weight_decay": 0.5}, {"params": [layer.bias for layer in model]}]
+    before = model[0].weight.detach().clone()
+    config = {"overspill": {"budget": {"host": "32MiB"}}}
+    if is_given:
+        given = {"optimizer": torch.optim.AdamW(groups, lr=0.1)}
+    else:
+        given = {"model_parameters": groups}
+        config["optimizer"] = {"type": "AdamW", "params": {"lr": 0.1}}
+    with pytest.warns(UserWarning, match=r"0.weight, 1.weight: in no parameter group: as in DeepSpeed"):
+        engine = deepspeed.initialize(model=model, config=config, **given)[0]
+    step(engine, 2)
+    assert torch.equal(engine.weight(model[0].weight), before)
+    assert engine.optimizer.state[model[0].bias]["step"] == 2
+    engine.destroy()

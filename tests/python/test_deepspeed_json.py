@@ -123,6 +123,8 @@ MEANT = {
     "optimizer.params": ({"lr": 1}, {"optimizer": {"params": {"lr": 1}}}),
     "scheduler.type": ("OneCycle", {"scheduler": {"type": "OneCycle"}}),
     "scheduler.params": ({"a": 1}, {"scheduler": {"params": {"a": 1}}}),
+    "managed_gradient_accumulation": (False, {"managed_gradient_accumulation": False}),
+    "gradient_allreduce_op": ("SUM", {"gradients_of_ranks": "sum"}),
     "bf16.enabled": (True, {"dtype": "bf16"}),
     "bf16.check_grad_overflow": (False, {"on_nonfinite": "propagate"}),
     "bfloat16": ({"enabled": True}, {"dtype": "bf16"}),

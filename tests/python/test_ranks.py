@@ -158,8 +158,6 @@ def test_looking_from_outside(tmp_path):
     first, second = (json.loads(process.out) for process in launch.run(2, "ranks_job.py", "look", tmp_path))
     assert first == second
     alone = ranks_job.look(str(tmp_path))
-    assert "no rank has a whole one" in first.pop("grad")
-    assert alone.pop("grad") == "torch.float32"
     assert first.keys() == alone.keys()
     for name, value in alone.items():
         if name.endswith("states"):

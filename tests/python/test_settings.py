@@ -164,6 +164,8 @@ def leaves(model, at=""):
 
 FILE_ONLY = {
     "on_nonfinite": "raise",
+    "gradients_of_ranks": "sum",
+    "managed_gradient_accumulation": False,
     "dataloader_drop_last": True,  # every micro-batch of the command's is whole
     "zero_optimization.stage": 2,
     "frozen.format": "int8",

@@ -15,12 +15,14 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from .. import durable, given, overwriting, ranks, reading
-from ..config import read_deepspeeds
+from .. import durable, given, giving, overwriting, ranks, reading
+from ..config import Config, read_deepspeeds
 from ..engine import Engine
+from ..optimizer import Groups, OverspillOptimizer
 from ..start import Initialized, begin
 from ..state import persistent_buffers
 from . import comm, partial, tags
+from .optimizer import DeepSpeedOptimizer
 
 _IN_ARGS = "deepspeed_config", "deepscale_config"
 engines: weakref.WeakSet[DeepSpeedEngine] = weakref.WeakSet()  # that live, closed ones too
@@ -36,8 +38,17 @@ class DeepSpeedEngine(Engine):
     _is_boundary: bool | None = None  # as set_gradient_accumulation_boundary said
     _ended = 0  # micro-batches since the last update, where that decides
     _for_inference = False  # nobody gave an optimizer
+    _passes = 0  # of backward, since the last update
     _applied = False
     _inside: str | None = None  # no_sync or coalesce_grad_reduction
+
+    def _make_optimizer(self, groups: Groups, user: Any, ranks: int) -> OverspillOptimizer:
+        if groups.foreign:
+            return super()._make_optimizer(groups, user, ranks)
+        folder = self._residency.folder.path
+        made = DeepSpeedOptimizer(groups, self._residency, user, folder, ranks, self._life)
+        made.zero_stage = self.zero_optimization_stage()
+        return made
 
     @property
     def config(self) -> dict[str, Any]:
@@ -52,9 +63,11 @@ class DeepSpeedEngine(Engine):
         """Gradients of loss / gradient_accumulation_steps; of the loss as it is where `scale_wrt_gas` is False."""
         if retain_graph:
             kwargs["retain_graph"] = True
-        return self._backward(
+        scaled = self._backward(
             loss, self._settings.gradient_accumulation_steps if scale_wrt_gas else 1, kwargs
         )
+        self._passes += 1
+        return scaled
 
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
         """As Engine's. After set_gradient_accumulation_boundary that alone decides whether it updates."""
@@ -74,6 +87,8 @@ class DeepSpeedEngine(Engine):
         ends, self._applied = self._ends_step(), False
         super().step()
         self._ended = 0 if ends else self._ended + 1
+        if ends:
+            self._passes = 0
         self._applied = ends and self.last_step is not None and not self.last_step.skipped
 
     def _begun(self) -> int:
@@ -82,13 +97,29 @@ class DeepSpeedEngine(Engine):
     def _ends_step(self) -> bool:
         return super()._ends_step() if self._is_boundary is None else self._is_boundary
 
+    def _ending(self) -> int:
+        return 1 if self.managed_gradient_accumulation() else max(1, self._passes)
+
+    def managed_gradient_accumulation(self) -> bool:
+        """False: every `step` updates."""
+        return self._settings.managed_gradient_accumulation
+
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
-        """From here on `step` updates where this is True, whatever gradient_accumulation_steps says."""
+        """From here on `step` updates where this is True, whatever gradient_accumulation_steps says. Raises
+        AssertionError without managed_gradient_accumulation, as there."""
+        self._require_managed("set_gradient_accumulation_boundary()")
         self._is_boundary = bool(is_boundary)
 
+    def _require_managed(self, call: str) -> None:
+        if not self.managed_gradient_accumulation():
+            raise AssertionError(
+                f"overspill: {call} is not supported with managed_gradient_accumulation=False: every step() updates; "
+                "leave the call out"
+            )
+
     def is_gradient_accumulation_boundary(self) -> bool:
-        """Whether the next `step` updates."""
-        return self._ends_step()
+        """Whether the next `step` updates; without managed_gradient_accumulation False, as there outside `step`."""
+        return self.managed_gradient_accumulation() and self._ends_step()
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -130,8 +161,12 @@ class DeepSpeedEngine(Engine):
 
     @property
     def global_samples(self) -> int:
-        """Samples of all ranks so far, by the batch size of the configuration; 0 where it has none."""
-        return self.global_steps * (self.train_batch_size() or 0)
+        """Samples of all ranks so far, by the batch size of the configuration; 0 where it has none. Without
+        managed_gradient_accumulation by the passes of `backward`."""
+        whole = self.train_batch_size() or 0
+        if self.managed_gradient_accumulation():
+            return self.global_steps * whole
+        return self.micro_steps * (whole // self._settings.gradient_accumulation_steps)
 
     def get_global_grad_norm(self) -> float | None:
         """The 2-norm of all gradients of the last update, before clipping; None before the first."""
@@ -149,7 +184,9 @@ class DeepSpeedEngine(Engine):
     @contextlib.contextmanager
     def coalesce_grad_reduction(self) -> Iterator[None]:
         """Around the backward passes of one step: their gradients are added up, as everywhere here. `step` raises
-        AssertionError inside, and so does this inside another one. Raises NotImplementedError at stage 0, as there."""
+        AssertionError inside, and so does this inside another one, and without managed_gradient_accumulation. Raises
+        NotImplementedError at stage 0, as there."""
+        self._require_managed("coalesce_grad_reduction")
         if self.zero_optimization_stage() == 0:
             raise NotImplementedError(
                 "overspill: coalesce_grad_reduction requires ZeRO stage 1, 2 or 3, as in DeepSpeed: leave it out"
@@ -229,6 +266,13 @@ class DeepSpeedEngine(Engine):
                 durable.write_text(base / tags.LATEST, f"{name}\n")
         return True
 
+    def _save_inside_step(self, begun: int) -> None:
+        warnings.warn(
+            f"overspill: save_checkpoint in the middle of a step: the gradients of its {begun} micro-batches are not "
+            "in the checkpoint, and a run that loads it begins this step anew",
+            stacklevel=given.script_level(),
+        )
+
     def load_checkpoint(  # type: ignore[override]
         self,
         load_dir: str | os.PathLike[str],
@@ -281,14 +325,20 @@ class DeepSpeedEngine(Engine):
         save_filename: str = "",
         exclude_frozen_parameters: bool = False,
     ) -> bool:
-        """A folder as `save_pretrained` writes it: safetensors, not the pickle that DeepSpeed writes, whose name
-        `save_filename` is. Returns True."""
-        if save_filename or exclude_frozen_parameters:
-            raise TypeError(
-                "overspill: save_16bit_model: save_filename and exclude_frozen_parameters are not supported: it writes "
-                "a folder with the whole model in safetensors; leave them out"
-            )
-        self.save_pretrained(save_dir)
+        """Without a file's name a folder as `save_pretrained` writes it, in safetensors. With `save_filename` that file
+        in `save_dir`, pytorch_model.bin where only `exclude_frozen_parameters` is given: the module's state_dict as
+        torch.save writes it, as there. All ranks call it. Returns True."""
+        if not save_filename and not exclude_frozen_parameters:
+            self.save_pretrained(save_dir)
+            return True
+        name = tags.checked(save_filename or "pytorch_model.bin")
+        state = self._zero3_consolidated_16bit_state_dict(exclude_frozen_parameters)
+        with ranks.ByOne(self._group, "save_16bit_model"):
+            if self.rank == 0:
+                folder = Path(given.path("save_16bit_model", save_dir))
+                durable.make_folders(folder)
+                with durable.new_file(folder / name) as file:
+                    torch.save(state, file)
         return True
 
     def module_state_dict(self, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
@@ -373,27 +423,83 @@ def initialize(
         )
     if model is None:
         raise AssertionError("overspill: deepspeed.initialize: model is missing: give the model to train")
-    if isinstance(lr_scheduler, LRScheduler) and not isinstance(optimizer, torch.optim.Optimizer):
-        raise AssertionError(
-            "overspill: deepspeed.initialize: an lr_scheduler that was made on an optimizer that is not given is not "
-            "supported: give that one, or a callable that takes the optimizer"
-        )
     comm.init_distributed()  # as there: what calls it asks torch.distributed for its rank
     source = given_as[0] if given_as else None
     settings, data = read_deepspeeds(source)  # type: ignore[arg-type]  # None is an error that it names
+    _check_unmanaged(settings, data)
     if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer) and callable(optimizer):
         optimizer = optimizer(model_parameters if model_parameters is not None else model.parameters())  # type: ignore[union-attr]
     if optimizer is not None:
         model_parameters = None  # as there: the optimizer has them
+    elif model_parameters is not None and not isinstance(model_parameters, torch.Tensor):
+        model_parameters = list(model_parameters)
+    _leave_out(model, optimizer, model_parameters)
     for known in list(
         engines
     ):  # as there, where a model may be given again: Trainer's evaluate() before train()
-        if known.module is model and not known._end.over and known._group is None and known._place.on_host:
+        if known.module is model and not known._end.over and giving.is_possible(known):
             known.give_back()
+    elsewhere = isinstance(lr_scheduler, LRScheduler) and lr_scheduler.optimizer is not optimizer
     made = begin(
-        DeepSpeedEngine, model, settings, optimizer, lr_scheduler, training_data, collate_fn, model_parameters
+        DeepSpeedEngine,
+        model,
+        settings.model_copy(update={"scheduler": None}) if elsewhere else settings,
+        optimizer,
+        None if elsewhere else lr_scheduler,
+        training_data,
+        collate_fn,
+        model_parameters,
     )
+    if elsewhere:
+        made = _with_scheduler_of_another(made, lr_scheduler)
     made.engine._json = data
     made.engine._for_inference = optimizer is None and "optimizer" not in settings.model_fields_set
     engines.add(made.engine)
     return made
+
+
+def _check_unmanaged(settings: Config, data: dict[str, Any]) -> None:
+    zero = data.get("zero_optimization")
+    overlaps = isinstance(zero, dict) and zero.get("overlap_comm") is True
+    if overlaps and not settings.managed_gradient_accumulation and settings.zero_optimization.stage < 2:
+        raise AssertionError(
+            "overspill: managed_gradient_accumulation=False supports ZeRO overlap_comm only with ZeRO stage 2, as in "
+            "DeepSpeed: leave overlap_comm out"
+        )
+
+
+def _with_scheduler_of_another(made: Initialized[Any], scheduler: LRScheduler) -> Initialized[Any]:
+    """As there, where it is stepped along."""
+    warnings.warn(
+        "overspill: deepspeed.initialize: lr_scheduler was made on another optimizer than the engine's: as in "
+        "DeepSpeed it is stepped, and changes that optimizer's rates alone. Give that optimizer to initialize, or a "
+        "callable that takes the engine's",
+        stacklevel=3,
+    )
+    made.engine.lr_scheduler = scheduler
+    return made._replace(lr_scheduler=scheduler)
+
+
+def _leave_out(model: nn.Module, optimizer: Any, parameters: Any) -> None:
+    """As there: what no group has is not updated. Several optimizers are looked at by `begin`."""
+    if isinstance(optimizer, torch.optim.Optimizer):
+        groups: list[Any] = optimizer.param_groups
+    elif optimizer is None and isinstance(parameters, list):
+        groups = parameters if parameters and isinstance(parameters[0], dict) else [{"params": parameters}]
+    else:
+        return
+    if not all(isinstance(group, dict) for group in groups):
+        return  # an error that `begin` names
+    lists = [group.get("params", ()) for group in groups]
+    each = [p for params in lists for p in ([params] if isinstance(params, torch.Tensor) else list(params))]
+    trained = {id(p[1] if isinstance(p, tuple) and len(p) == 2 else p) for p in each}
+    left = {name: p for name, p in model.named_parameters() if p.requires_grad and id(p) not in trained}
+    if not left:
+        return
+    warnings.warn(
+        f"overspill: {', '.join(list(left)[:3])}{', ...' if len(left) > 3 else ''}: in no parameter group: as in "
+        "DeepSpeed nothing updates them; they have requires_grad = False from here on",
+        stacklevel=3,
+    )
+    for parameter in left.values():
+        parameter.requires_grad_(False)

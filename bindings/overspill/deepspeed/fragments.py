@@ -31,9 +31,12 @@ def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> 
 
 
 def safe_get_full_grad(param: nn.Parameter) -> torch.Tensor | None:
-    """A copy of the gradient added up so far, in fp32; None where there is none. Raises RankError of several ranks."""
+    """A copy of the gradient added up so far, in fp32; None where there is none. Of several ranks what a step would
+    make of theirs; inside engine.no_sync this rank's own, as there."""
     engine = _engine_of(param)
-    return None if engine is None else engine.grad(param)
+    if engine is None:
+        return None
+    return engine._gradient(param, reading.own_gradient if engine._inside == "no_sync" else reading.gradient)
 
 
 def safe_set_full_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
@@ -71,19 +74,26 @@ def safe_set_full_optimizer_state(param: nn.Parameter, value: torch.Tensor, opti
 
 
 def safe_set_full_grad(param: nn.Parameter, value: torch.Tensor) -> None:
-    """What has been added up so far becomes `value`. Raises ValueError of a parameter that no engine has, RankError of
-    several ranks, which sum gradients in pieces."""
+    """What has been added up so far becomes `value`, on every rank the same. Raises ValueError of a parameter that no
+    engine has, or, of several ranks, that has no gradient."""
+    call = "safe_set_full_grad"
 
     def write(engine: DeepSpeedEngine, segment: Segment) -> None:
-        engine._residency.gradients.write(segment, value.detach().to(segment.unit.dtype, copy=True))
+        if engine.world_size == 1:
+            engine._residency.gradients.write(segment, value.detach().to(segment.unit.dtype, copy=True))
+            return
+        engine._residency.gradients.settle()
+        unit, flat = segment.unit, moments.as_held(value, torch.float32, segment)
+        if not engine._core.replace_whole_gradient(unit.index, segment.index, flat.data_ptr(), flat.nbytes):
+            raise ValueError(f"overspill: {call}: {segment.name} has no gradient: call backward before it")
 
-    _write(param, value, "safe_set_full_grad", write)
+    _write(param, value, call, write)
 
 
 def safe_update_full_grad_vectorized(
     params: list[nn.Parameter], update_func: Callable[[torch.Tensor, nn.Parameter], torch.Tensor]
 ) -> None:
-    """Each gradient becomes update_func(gradient, parameter). Raises RankError of several ranks."""
+    """Each gradient becomes update_func(gradient, parameter), on every rank the same."""
     for param in params:
         gradient = safe_get_full_grad(param)
         if gradient is not None:

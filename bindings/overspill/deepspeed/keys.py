@@ -58,7 +58,7 @@ KEYS: tuple[Key, ...] = (
     ),
     _mapped("train_micro_batch_size_per_gpu", "`train_micro_batch_size_per_gpu`"),
     _mapped("gradient_accumulation_steps", "`gradient_accumulation_steps`"),
-    _refused("managed_gradient_accumulation", "engine.step counts the micro-batches itself", True),
+    _mapped("managed_gradient_accumulation", "`managed_gradient_accumulation`"),
     _mapped("dataloader_drop_last", "`dataloader_drop_last`"),
     # Optimizer and schedule.
     _mapped(
@@ -190,8 +190,8 @@ KEYS: tuple[Key, ...] = (
     # Between ranks.
     _refused("communication_data_type", "gradients are summed in fp32", "fp32"),
     _refused("seq_parallel_communication_data_type", "there is no sequence parallelism", "fp32"),
-    _refused("gradient_allreduce_op", "the engine takes the mean over the ranks", "mean"),
-    *_unused("the mean is taken once, in fp32", "prescale_gradients", "gradient_predivide_factor"),
+    _mapped("gradient_allreduce_op", "`gradients_of_ranks`; sum at stages 0 to 2, as there"),
+    *_unused("the mean, or sum, is taken once, in fp32", "prescale_gradients", "gradient_predivide_factor"),
     *_unused(_COLLECTIVES, "disable_allgather", "sparse_gradients", "use_data_before_expert_parallelism"),
     # What is printed and measured.
     *_unused(_REPORTS, "steps_per_print", "wall_clock_breakdown", "memory_breakdown", "dump_state", "timers"),

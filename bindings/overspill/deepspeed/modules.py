@@ -7,7 +7,21 @@ from typing import Any
 
 import torch
 
-from . import accelerator, checkpoints, comm, fragments, leaves, lr_schedules, ops, optimizers, parts, zero
+from . import (
+    accelerator,
+    checkpoints,
+    comm,
+    fragments,
+    json_models,
+    json_reader,
+    leaves,
+    lr_schedules,
+    ops,
+    optimizer,
+    optimizers,
+    parts,
+    zero,
+)
 from .engine import DeepSpeedEngine, initialize
 from .refused import STAND_INS
 
@@ -76,6 +90,7 @@ _UTILS = {
         get_data_parallel_world_size=comm.get_world_size, get_data_parallel_rank=comm.get_rank
     ),
 }
+_OFFLOADS = "DeepSpeedZeroOffloadParamConfig", "DeepSpeedZeroOffloadOptimizerConfig"
 _CHECKPOINTS = (
     "get_fp32_state_dict_from_zero_checkpoint",
     "load_state_dict_from_zero_checkpoint",
@@ -94,6 +109,7 @@ _THERE: dict[str, dict[str, Any]] = {
         "init_distributed": comm.init_distributed,
         "add_config_arguments": parts.add_config_arguments,
         "DeepSpeedEngine": DeepSpeedEngine,
+        "DeepSpeedConfig": json_reader.DeepSpeedConfig,
         **_of(accelerator, "get_accelerator"),
         **_of(parts, "log_dist", "logger"),
     },
@@ -109,13 +125,23 @@ _THERE: dict[str, dict[str, Any]] = {
     "deepspeed.ops.lion": _of(optimizers, "DeepSpeedCPULion", "FusedLion"),
     "deepspeed.ops.op_builder": {"OpBuilder": ops.OpBuilder, **ops.BUILDERS},
     "deepspeed.runtime": {},
+    "deepspeed.runtime.base_optimizer": _of(optimizer, "ZeROOptimizer"),
+    "deepspeed.runtime.config": {
+        "DeepSpeedConfig": json_reader.DeepSpeedConfig,
+        **{name: value for name, value in vars(json_reader).items() if name.endswith("_OPTIMIZER")},
+    },
+    "deepspeed.runtime.config_utils": _of(json_models, "DeepSpeedConfigModel"),
     "deepspeed.runtime.dataloader": _of(parts, "RepeatingLoader"),
     "deepspeed.runtime.engine": {"DeepSpeedEngine": DeepSpeedEngine},
     "deepspeed.runtime.lr_schedules": _SCHEDULES,
     "deepspeed.runtime.utils": _of(parts, "see_memory_usage"),
     "deepspeed.runtime.zero": _ZERO,
-    "deepspeed.runtime.zero.config": _of(parts, "ZeroStageEnum"),
-    "deepspeed.runtime.zero.offload_config": _OFFLOAD,
+    "deepspeed.runtime.precision_config": _of(json_models, "DeepSpeedBF16Config", "get_bfloat16_config"),
+    "deepspeed.runtime.zero.config": {
+        **_of(parts, "ZeroStageEnum"),
+        **_of(json_models, "DeepSpeedZeroConfig", *_OFFLOADS),
+    },
+    "deepspeed.runtime.zero.offload_config": _OFFLOAD | _of(json_models, *_OFFLOADS),
     "deepspeed.runtime.zero.partition_parameters": {
         **_INIT,
         **_ACCELERATOR,

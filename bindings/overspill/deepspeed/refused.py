@@ -10,7 +10,6 @@ from ..config import OverspillError
 _PARALLEL = "divide the model with torch's parallelize_module (docs/ranks.md)"
 _PIPELINE = "there is no pipeline parallelism: " + _PARALLEL
 _PIECES = "no rank's piece of a tensor has a meaning of its own: call {}, on all ranks"
-_CONFIG = "give the dict, or the path, to initialize; `overspill config FILE` shows what it becomes"
 _PLAN = "`overspill plan` calculates what fits"
 _AUTOCAST = "put torch.autocast around the forward pass in the script"
 _COMPRESSED = "it rounds what ranks exchange, and every update here is exact: use AdamW"
@@ -38,7 +37,6 @@ REFUSED: dict[str, dict[str, str]] = {
         "tp_model_init": _PARALLEL,
         "PipelineModule": _PIPELINE,
         "PipelineEngine": _PIPELINE,
-        "DeepSpeedConfig": _CONFIG,
         "DeepSpeedTransformerLayer": "use an attention that the model has",
         "DeepSpeedTransformerConfig": "use an attention that the model has",
     },
@@ -57,7 +55,6 @@ REFUSED: dict[str, dict[str, str]] = {
     "deepspeed.profiling.flops_profiler": dict.fromkeys(
         ("FlopsProfiler", "get_model_profile"), "use torch.utils.flop_counter"
     ),
-    "deepspeed.runtime.config": {"DeepSpeedConfig": _CONFIG},
     "deepspeed.runtime.torch_autocast": dict.fromkeys(
         (
             "get_default_autocast_lower_precision_modules",
@@ -66,10 +63,6 @@ REFUSED: dict[str, dict[str, str]] = {
             "is_autocast_initialized",
         ),
         _AUTOCAST,
-    ),
-    "deepspeed.runtime.zero.config": dict.fromkeys(
-        ("DeepSpeedZeroConfig", "DeepSpeedZeroOffloadOptimizerConfig", "DeepSpeedZeroOffloadParamConfig"),
-        _CONFIG,
     ),
     "deepspeed.runtime.zero.offload_states": {
         "get_state_devices": "engine.plan says where weights and states live"

@@ -155,7 +155,9 @@ def _without_auto(value: Any) -> Any:
 def _mapped(data: dict[str, Any], world: int) -> dict[str, Any]:
     made: dict[str, Any] = _batches(data, world)
     made["gradient_clipping"] = data.get("gradient_clipping", _CLIPPING)
-    for name in ("scheduler", "dataloader_drop_last"):
+    if "gradient_allreduce_op" in data:
+        made["gradients_of_ranks"] = allreduce_op(data)
+    for name in ("scheduler", "dataloader_drop_last", "managed_gradient_accumulation"):
         if data.get(name) is not None:
             made[name] = data[name]
     if isinstance(data.get("optimizer"), dict):
@@ -170,6 +172,25 @@ def _mapped(data: dict[str, Any], world: int) -> dict[str, Any]:
     if folders := _folders(zero):
         made["budget"] = {"nvme": folders}
     return made
+
+
+def allreduce_op(data: dict[str, Any]) -> str:
+    """Raises ValueError for what is none, and for a sum where DeepSpeed has none."""
+    given, zero = data.get("gradient_allreduce_op", "mean"), data.get("zero_optimization")
+    where = f"config: gradient_allreduce_op = {given!r}"
+    value = given.lower() if isinstance(given, str) else given
+    if value not in ("mean", "sum"):
+        raise ValueError(f"{where}: Invalid gradient_allreduce_op: mean or sum is expected")
+    zero = zero if isinstance(zero, dict) else {}
+    others = {
+        "ZeRO stage 3": zero.get("stage") == 3,
+        "ZenFlow": zero.get("zenflow") is not None,
+        "DeepCompile": (data.get("compile") or {}).get("deepcompile", False),
+    }
+    for other, is_there in others.items():
+        if value == "sum" and is_there:
+            raise ValueError(f"{where}: not supported with {other}, as in DeepSpeed: take the mean")
+    return str(value)
 
 
 def _switch(section: dict[str, Any], path: str, default: bool) -> bool:

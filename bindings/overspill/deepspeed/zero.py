@@ -70,8 +70,7 @@ class GatheredParameters(AbstractContextManager[None]):
 
     Args:
         params: one parameter, or several
-        modifier_rank: the rank whose writes count; None: nobody writes. Overspill takes what is written on each rank,
-            so every rank has to write the same, and rank 0 alone may not: of several ranks a modifier is refused
+        modifier_rank: the rank whose writes count, by the default group's numbers; None: nobody writes
         fwd_module: without a meaning here
         enabled: False: the block does nothing
     """
@@ -85,19 +84,27 @@ class GatheredParameters(AbstractContextManager[None]):
     ):
         given = [params] if isinstance(params, torch.Tensor) else list(params)
         segments = [registry[id(each)] for each in given if id(each) in registry] if enabled else []
-        if segments and modifier_rank is not None and comm.get_world_size() > 1:
-            raise RuntimeError(
-                "overspill: GatheredParameters(modifier_rank=...) of several ranks: write on every rank inside "
-                "engine.gathered, or before initialize"
-            )
         units = list({id(segment.unit): segment.unit for segment in segments}.values())
         self._block: Any = hooks.Gathered(units) if units else contextlib.nullcontext()
+        several = segments and comm.get_world_size() > 1
+        self._sent = [segment.parameter for segment in segments] if several else []
+        self._modifier = modifier_rank
 
     def __enter__(self) -> None:
         self._block.__enter__()
 
     def __exit__(self, *error: Any) -> Any:
+        if self._modifier is not None and error[0] is None:
+            self._send()
         return self._block.__exit__(*error)
+
+    def _send(self) -> None:
+        """What the modifier has written, to the other ranks: the engine takes what each rank has."""
+        with torch.no_grad():
+            for parameter in self._sent:
+                written = parameter.detach().clone(memory_format=torch.contiguous_format)
+                torch.distributed.broadcast(written.view(-1).view(torch.uint8), self._modifier)
+                parameter.copy_(written)
 
 
 def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
