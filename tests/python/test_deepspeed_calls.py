@@ -406,6 +406,22 @@ def test_an_optimizer_is_zeros_at_its_stages():
         engine.destroy()
 
 
+def test_at_stage_0_the_optimizer_passes_for_the_scripts_own():
+    for stage in (0, 1):
+        model = nn.Linear(8, 2)
+        own = torch.optim.AdamW(model.parameters(), lr=0.1)
+        config = {"overspill": {"budget": {"host": "32MiB"}}, "zero_optimization": {"stage": stage}}
+        engine, optimizer, *_ = deepspeed.initialize(model=model, optimizer=own, config=config)
+        assert isinstance(optimizer, torch.optim.AdamW) is (stage == 0)
+        assert (optimizer == own) is (own == optimizer) is (stage == 0)
+        assert optimizer == optimizer and optimizer != torch.optim.AdamW(nn.Linear(1, 1).parameters())
+        assert (hash(optimizer) == hash(own)) is (stage == 0)
+        engine.backward(engine(torch.ones(1, 8)).sum())
+        engine.step()
+        assert optimizer.state[model.weight]["step"] == 1
+        engine.destroy()
+
+
 def test_the_json_as_an_object():
     config = MODULES["deepspeed"]["DeepSpeedConfig"](
         {

@@ -22,7 +22,7 @@ from ..optimizer import Groups, OverspillOptimizer
 from ..start import Initialized, begin
 from ..state import persistent_buffers
 from . import comm, partial, tags
-from .optimizer import DeepSpeedOptimizer
+from .optimizer import DeepSpeedOptimizer, beside
 
 _IN_ARGS = "deepspeed_config", "deepscale_config"
 engines: weakref.WeakSet[DeepSpeedEngine] = weakref.WeakSet()  # that live, closed ones too
@@ -45,9 +45,11 @@ class DeepSpeedEngine(Engine):
     def _make_optimizer(self, groups: Groups, user: Any, ranks: int) -> OverspillOptimizer:
         if groups.foreign:
             return super()._make_optimizer(groups, user, ranks)
-        folder = self._residency.folder.path
+        folder, stage = self._residency.folder.path, self.zero_optimization_stage()
         made = DeepSpeedOptimizer(groups, self._residency, user, folder, ranks, self._life)
-        made.zero_stage = self.zero_optimization_stage()
+        made.zero_stage = stage
+        if user is not None and stage == 0:
+            made.__class__ = beside(type(user))  # only now: its own __init__ is not to be called
         return made
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -69,6 +70,21 @@ class DeepSpeedOptimizer(OverspillOptimizer):
     def needs_scaler(self) -> bool:
         """False: bf16 and fp32 need no scaling of the loss."""
         return False
+
+
+@functools.cache
+def beside(kind: type[torch.optim.Optimizer]) -> type[DeepSpeedOptimizer]:
+    """For stage 0, where DeepSpeed returns the script's own optimizer: one that isinstance takes for that class, and
+    that is equal to the script's."""
+
+    def is_same(self: DeepSpeedOptimizer, other: object) -> bool:
+        return other is self or (other is not None and other is self.user)
+
+    def hashed(self: DeepSpeedOptimizer) -> int:
+        return id(self) if self.user is None else hash(self.user)
+
+    members = {"__eq__": is_same, "__hash__": hashed, "__doc__": DeepSpeedOptimizer.__doc__}
+    return type("DeepSpeedOptimizer", (DeepSpeedOptimizer, kind), members)
 
 
 class _OfStages(type):
