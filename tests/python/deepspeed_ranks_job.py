@@ -3,6 +3,8 @@ what came out, as JSON."""
 
 import json
 import sys
+import tempfile
+import warnings
 
 import torch
 import torch.distributed as dist
@@ -180,7 +182,31 @@ def again(stage):
     second.destroy()
 
 
-CASES = {each.__name__: each for each in (gradients, no_sync, sums, open_ended, states, gathered, again)}
+def tags(stage):
+    """Ranks that give different ones."""
+    with tempfile.TemporaryDirectory() as own:
+        folder = [own]
+        dist.broadcast_object_list(folder)
+        for validation in ("FAIL", "WARN", "IGNORE"):
+            engine = made(stage, checkpoint={"tag_validation": validation})
+            with warnings.catch_warnings(record=True) as said:
+                warnings.simplefilter("always")
+                try:
+                    engine.save_checkpoint(f"{folder[0]}/{validation}", tag=f"tag-{dist.get_rank()}")
+                except AssertionError as error:
+                    assert validation == "FAIL" and "different tags, tag-0, tag-1" in str(error)
+                else:
+                    assert validation != "FAIL"
+                    assert engine.load_checkpoint(f"{folder[0]}/{validation}")[0].endswith("tag-0")
+            told = any("'tag-0', of rank 0, is taken" in str(each.message) for each in said)
+            assert told is (validation == "WARN"), validation
+            engine.destroy()
+        dist.barrier()
+
+
+CASES = {
+    each.__name__: each for each in (gradients, no_sync, sums, open_ended, states, gathered, again, tags)
+}
 
 if __name__ == "__main__":
     name, stage = sys.argv[1:]

@@ -298,6 +298,33 @@ def test_leaves_are_marked_by_class_name_and_suffix():
         leaves.set_z3_leaf_modules_by_name(model, ["7"])
 
 
+def test_the_json_marks_leaves():
+    leaf = {"classes": "torch.nn.modules.linear.Linear", "name_suffixes": ["0"], "names": ["1"]}
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 2))
+    config = {
+        "optimizer": {"type": "Adam"},
+        "zero_optimization": {"stage": 3, "leaf_module": leaf},
+        "overspill": {"budget": {"host": "32MiB"}},
+    }
+    deepspeed.initialize(model=model, config=config)[0].destroy()
+    assert leaves.get_z3_leaf_modules(model) == list(model)
+    config["zero_optimization"]["leaf_module"] = {"names": ["7"]}
+    with pytest.raises(ValueError, match="no module named 7"):
+        deepspeed.initialize(model=nn.Linear(2, 2), config=config)
+
+
+def test_a_tag_validation_that_is_none_and_a_folder_that_is_missing_are_refused():
+    with pytest.raises(
+        MODULES["deepspeed"]["DeepSpeedConfigError"], match="tag_validation = 'foo': one of FAIL"
+    ):
+        made(checkpoint={"tag_validation": "foo"})
+    engine = made()
+    with pytest.raises(ValueError, match="save_dir is missing"):
+        engine.save_checkpoint(None)
+    engine.destroy()
+
+
 def test_small_helpers(caplog):
     loader = parts.RepeatingLoader([1, 2])
     assert [next(loader) for _ in range(5)] == [1, 2, 1, 2, 1]

@@ -125,6 +125,10 @@ MEANT = {
     "scheduler.params": ({"a": 1}, {"scheduler": {"params": {"a": 1}}}),
     "managed_gradient_accumulation": (False, {"managed_gradient_accumulation": False}),
     "gradient_allreduce_op": ("SUM", {"gradients_of_ranks": "sum"}),
+    "checkpoint.tag_validation": ("fail", {}),  # by deepspeed.initialize's engine, as the next
+    **{
+        f"zero_optimization.leaf_module.{name}": (["x"], {}) for name in ("classes", "names", "name_suffixes")
+    },
     "bf16.enabled": (True, {"dtype": "bf16"}),
     "bf16.check_grad_overflow": (False, {"on_nonfinite": "propagate"}),
     "bfloat16": ({"enabled": True}, {"dtype": "bf16"}),

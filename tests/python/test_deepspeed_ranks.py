@@ -43,3 +43,7 @@ def test_what_the_modifier_writes_counts_on_all_ranks():
 
 def test_a_model_of_two_ranks_may_be_given_again():
     said("again", 2)
+
+
+def test_ranks_that_give_different_tags():
+    said("tags", 2)

@@ -21,8 +21,9 @@ from ..engine import Engine
 from ..optimizer import Groups, OverspillOptimizer
 from ..start import Initialized, begin
 from ..state import persistent_buffers
-from . import comm, partial, tags
+from . import comm, leaves, partial, tags
 from .optimizer import DeepSpeedOptimizer, beside
+from .settings import tag_validation
 
 _IN_ARGS = "deepspeed_config", "deepscale_config"
 engines: weakref.WeakSet[DeepSpeedEngine] = weakref.WeakSet()  # that live, closed ones too
@@ -260,8 +261,11 @@ class DeepSpeedEngine(Engine):
             warnings.warn(
                 "overspill: save_checkpoint: frozen parameters are in the checkpoint too", stacklevel=2
             )
+        if save_dir is None:
+            raise ValueError("overspill: save_checkpoint: save_dir is missing: give a folder")
         base = Path(given.path("save_checkpoint", save_dir))
         name = tags.checked(f"global_step{self.global_steps}" if tag is None else tag)
+        name = tags.agreed(self._group, name, tag_validation(self.config))
         overwriting.save(self, base / name, client_state or {})
         with ranks.ByOne(self._group, "save_checkpoint"):
             if self.rank == 0 and save_latest:
@@ -436,6 +440,8 @@ def initialize(
     elif model_parameters is not None and not isinstance(model_parameters, torch.Tensor):
         model_parameters = list(model_parameters)
     _leave_out(model, optimizer, model_parameters)
+    zero = data.get("zero_optimization")
+    leaves.mark(model, zero.get("leaf_module") if isinstance(zero, dict) else None)
     for known in list(
         engines
     ):  # as there, where a model may be given again: Trainer's evaluate() before train()

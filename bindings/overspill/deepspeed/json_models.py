@@ -7,9 +7,9 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from .parts import OffloadDeviceEnum, ZeroStageEnum, logger
 
@@ -93,6 +93,31 @@ def _on_cpu(kind: type[DeepSpeedConfigModel]) -> Callable[[Any], Any]:
     return lambda asked: kind(device=OffloadDeviceEnum.cpu) if asked else None
 
 
+DEFAULT_LEAF_MODULE_CLASSES = [
+    "transformers.models.mixtral.modeling_mixtral.MixtralSparseMoeBlock",
+    "transformers.models.qwen2_moe.modeling_qwen2_moe.Qwen2MoeSparseMoeBlock",
+    "transformers.models.qwen3_moe.modeling_qwen3_moe.Qwen3MoeSparseMoeBlock",
+]
+DEFAULT_LEAF_MODULE_NAMES: list[str] = []
+DEFAULT_LEAF_MODULE_NAME_SUFFIXES: list[str] = []
+
+
+def _listed(value: Any) -> Any:
+    """A text is a list of one; each once."""
+    return list(dict.fromkeys([value] if isinstance(value, str) else value)) if value else value
+
+
+_Names = Annotated[list[str], BeforeValidator(_listed)]
+
+
+class DeepSpeedZeroLeafModuleConfig(DeepSpeedConfigModel):
+    """zero_optimization.leaf_module: which modules are marked as leaves (leaves.py)."""
+
+    classes: _Names = Field(default_factory=lambda: list(DEFAULT_LEAF_MODULE_CLASSES))
+    names: _Names = Field(default_factory=list)
+    name_suffixes: _Names = Field(default_factory=list)
+
+
 class DeepSpeedZeroConfig(DeepSpeedConfigModel):
     """zero_optimization."""
 
@@ -139,7 +164,7 @@ class DeepSpeedZeroConfig(DeepSpeedConfigModel):
     log_trace_cache_warnings: bool = False
     enable_sanity_checks: bool = False
     save_muon_momentum_buffer_in_memory: bool = False
-    leaf_module: dict[str, Any] = Field(default_factory=dict)
+    leaf_module: DeepSpeedZeroLeafModuleConfig = Field(default_factory=DeepSpeedZeroLeafModuleConfig)
 
     @model_validator(mode="after")
     def _overlaps(self) -> DeepSpeedZeroConfig:

@@ -138,12 +138,18 @@ KEYS: tuple[Key, ...] = (
             )
         ),
         "zero_optimization.sub_group_size",
-        "zero_optimization.leaf_module",
         "zero_optimization.memory_efficient_linear",
         "zero_optimization.override_module_apply",
         "zero_optimization.log_trace_cache_warnings",
         "zero_optimization.enable_sanity_checks",
         "zero_optimization.save_muon_momentum_buffer_in_memory",
+    ),
+    *(
+        _mapped(
+            f"zero_optimization.leaf_module.{name}",
+            "marks these modules in `deepspeed.initialize`, as `set_z3_leaf_modules` does; nothing depends on the mark",
+        )
+        for name in ("classes", "names", "name_suffixes")
     ),
     *_unused(
         _COLLECTIVES,
@@ -203,7 +209,18 @@ KEYS: tuple[Key, ...] = (
         "activation_checkpointing",
     ),
     *_unused("the engine measures the disks (overspill doctor)", "aio"),
-    *_unused("all ranks write a checkpoint at once", "checkpoint"),
+    _mapped(
+        "checkpoint.tag_validation",
+        "what `save_checkpoint` does where ranks give different tags, in `deepspeed.initialize`'s engine",
+    ),
+    *_unused(
+        "all ranks write a checkpoint at once",
+        "checkpoint.load_universal",
+        "checkpoint.use_node_local_storage",
+        "checkpoint.parallel_write",
+        "checkpoint.checkpoint_serialization",
+        "checkpoint.writer",
+    ),
     *_unused("the engine does not capture graphs", "graph_harvesting"),
     _refused("compile.deepcompile", "use torch.compile in the script"),
     *_unused(

@@ -8,6 +8,8 @@ from typing import Any
 
 from torch import nn
 
+from .json_models import DeepSpeedZeroLeafModuleConfig
+
 _MARK = "_z3_leaf"
 
 
@@ -86,3 +88,12 @@ def set_z3_leaf_modules_by_suffix(
 ) -> tuple[list[nn.Module], list[str]]:
     """The same of all modules whose names end so."""
     return _mark_named(model, module_name_suffixes, str.endswith, flag, raise_if_not_found)
+
+
+def mark(model: nn.Module, section: dict[str, Any] | None) -> None:
+    """What zero_optimization.leaf_module of the JSON names. Raises ValueError where a name is no module's."""
+    wanted = DeepSpeedZeroLeafModuleConfig(**(section or {}))
+    ours = section is not None
+    _mark(model, wanted.classes, True, ours and "classes" in section)
+    set_z3_leaf_modules_by_name(model, wanted.names, raise_if_not_found=ours)
+    set_z3_leaf_modules_by_suffix(model, wanted.name_suffixes, raise_if_not_found=ours)

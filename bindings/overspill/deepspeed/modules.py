@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from ..config import ConfigError
 from . import (
     accelerator,
     checkpoints,
@@ -110,6 +111,7 @@ _THERE: dict[str, dict[str, Any]] = {
         "add_config_arguments": parts.add_config_arguments,
         "DeepSpeedEngine": DeepSpeedEngine,
         "DeepSpeedConfig": json_reader.DeepSpeedConfig,
+        "DeepSpeedConfigError": ConfigError,
         **_of(accelerator, "get_accelerator"),
         **_of(parts, "log_dist", "logger"),
     },
@@ -140,6 +142,11 @@ _THERE: dict[str, dict[str, Any]] = {
     "deepspeed.runtime.zero.config": {
         **_of(parts, "ZeroStageEnum"),
         **_of(json_models, "DeepSpeedZeroConfig", *_OFFLOADS),
+    },
+    "deepspeed.runtime.zero.leaf_module_config": {
+        name: value
+        for name, value in vars(json_models).items()
+        if "LEAF_MODULE" in name or "LeafModule" in name
     },
     "deepspeed.runtime.zero.offload_config": _OFFLOAD | _of(json_models, *_OFFLOADS),
     "deepspeed.runtime.zero.partition_parameters": {

@@ -155,6 +155,7 @@ def _without_auto(value: Any) -> Any:
 def _mapped(data: dict[str, Any], world: int) -> dict[str, Any]:
     made: dict[str, Any] = _batches(data, world)
     made["gradient_clipping"] = data.get("gradient_clipping", _CLIPPING)
+    tag_validation(data)  # deepspeed.initialize reads it itself, and others have no tags
     if "gradient_allreduce_op" in data:
         made["gradients_of_ranks"] = allreduce_op(data)
     for name in ("scheduler", "dataloader_drop_last", "managed_gradient_accumulation"):
@@ -191,6 +192,20 @@ def allreduce_op(data: dict[str, Any]) -> str:
         if value == "sum" and is_there:
             raise ValueError(f"{where}: not supported with {other}, as in DeepSpeed: take the mean")
     return str(value)
+
+
+TAG_VALIDATIONS = "FAIL", "WARN", "IGNORE"
+
+
+def tag_validation(data: dict[str, Any]) -> str:
+    """Raises ValueError for what is none."""
+    section = data.get("checkpoint") or {}
+    given = section.get("tag_validation", "WARN")
+    if not isinstance(given, str) or given.upper() not in TAG_VALIDATIONS:
+        raise ValueError(
+            f"config: checkpoint.tag_validation = {given!r}: one of {', '.join(TAG_VALIDATIONS)} is expected"
+        )
+    return given.upper()
 
 
 def _switch(section: dict[str, Any], path: str, default: bool) -> bool:
