@@ -5,7 +5,6 @@
 #include <filesystem>
 #include <functional>
 #include <memory>
-#include <mutex>
 #include <optional>
 #include <span>
 #include <string>
@@ -18,6 +17,7 @@
 #include "inference/run/forward.h"
 #include "inference/run/sampler.h"
 #include "inference/run/team.h"
+#include "inference/run/turns.h"
 #include "inference/run/weights.h"
 
 namespace overspill::inference {
@@ -53,8 +53,8 @@ struct Logits {
   const float* of(int64_t i) const { return data + i * stride; }
 };
 
-/// Threads: any; those that compute take turns. What a computation calls (a sampler's constraint) may not
-/// compute with the same model: std::logic_error.
+/// Threads: any; those that compute take turns, in the order in which they ask. What a computation calls (a
+/// sampler's constraint) may not compute with the same model: std::logic_error.
 class Model {
  public:
   /// Reads the folder whole. Throws ModelError, io::StoreError, std::bad_alloc; NoRoom where the budget does
@@ -109,7 +109,7 @@ class Model {
   int64_t cache_pages_ = Pool::kUnlimited;
   Weights weights_;
   Pool pool_;
-  std::mutex mutex_;  // of forward_ and drafts_
+  Turns turns_;  // of forward_ and drafts_
   Forward forward_;
   std::vector<Drafts> drafts_;  // by thread
 };
