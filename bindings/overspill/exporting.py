@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 _CONFIGS = ("config.json", "generation_config.json")
 _CONVERTED = (torch.float32, torch.bfloat16)  # what a caller may ask for
-_FLOATS = (torch.bfloat16, torch.float16, torch.float32)  # what is converted then, as merge does
+FLOATS = (torch.bfloat16, torch.float16, torch.float32)  # what is converted then, as merge does
 
 
 @dataclass(frozen=True)
@@ -81,12 +81,34 @@ def save(
             for shard in shards:
                 _write(part / shard.file if writer else None, shard.tensors, failures)
             if writer and not failures:
-                if len(shards) > 1:
-                    durable.write_text(part / "model.safetensors.index.json", _index(shards))
+                _write_index(part, shards)
                 put(part, folder.absolute())
     finally:
         if writer:
             shutil.rmtree(part, ignore_errors=True)
+
+
+def write_shards(
+    folder: Path, tensors: Sequence[Tensor], shard_bytes: int, progress: Callable[[int], None]
+) -> int:
+    """Writes the tensors, one in memory at a time, into `folder`, which is there; `progress` is called with the bytes
+    that are written. Returns how many files of weights there are."""
+    shards = _shards(tensors, shard_bytes)
+    done = 0
+    for shard in shards:
+        with durable.new_file(folder / shard.file) as file:
+            file.write(_header(shard.tensors))
+            for tensor in shard.tensors:
+                _write_value(file, tensor.read())
+                done += tensor.bytes
+                progress(done)
+    _write_index(folder, shards)
+    return len(shards)
+
+
+def _write_index(folder: Path, shards: Sequence[Shard]) -> None:
+    if len(shards) > 1:
+        durable.write_text(folder / "model.safetensors.index.json", _index(shards))
 
 
 def _tensors(module: torch.nn.Module, dtype: torch.dtype | None) -> list[Tensor]:
@@ -101,7 +123,7 @@ def _tensors(module: torch.nn.Module, dtype: torch.dtype | None) -> list[Tensor]
                 "engine.weight(p).full_tensor() of each on all ranks, and save those"
             )
         own = tensor.dtype
-        wide = own if dtype is None or own not in _FLOATS or id(tensor) in buffers else dtype
+        wide = own if dtype is None or own not in FLOATS or id(tensor) in buffers else dtype
         if wide not in DTYPES:
             raise OverspillError(
                 f"overspill: save_pretrained: {names[0]} is {wide}, which safetensors cannot hold; give it another "

@@ -11,6 +11,7 @@ from ._core import OverspillError
 EXTRAS = {
     "transformers": "hf",
     "lightning": "lightning",
+    "peft": "peft",
     "rich": "cli",
     "shtab": "cli",
     "matplotlib": "plot",

@@ -13,14 +13,15 @@ from typing import Any, NamedTuple
 
 import torch
 
-from . import _core, architecture, durable, extra, folders, packed
+from . import _core, architecture, durable, extra, folders, lora, packed
 from ._core import CheckpointError
 from .config import parse_size
 from .model_files import OTHER_FOLDER, copy_saved_small_files, copy_small_files
-from .pretrained import some
+from .pretrained import Folder, some
 from .units import DTYPES
 
 NAMES = {"bf16": "bfloat16", "fp32": "float32"}
+DTYPES_OF = {"bf16": torch.bfloat16, "fp32": torch.float32}
 _IN_A_SCRIPT = (
     "make the same model and engine, `engine.load_checkpoint(CHECKPOINT)`, then "
     "`with engine.gathered(list(model.parameters())): "
@@ -62,7 +63,8 @@ def merge(
         dtype: "bf16" reads only the halves that forward uses; "fp32" writes the exact masters
         shard_size: bytes of the largest file, a number or a text such as "4GiB"
         model: the folder with config.json and the tokenizer's files. None: the checkpoint's own copies, which
-            `overspill train` adds
+            `overspill train` adds. Of a checkpoint with an adapter (`overspill train --lora-rank`): the folder of the
+            model that it was trained over, whose weights are read; None: that which the adapter names
         progress: called with (bytes done, bytes in all)
 
     Raises:
@@ -79,7 +81,7 @@ def merge(
         )
     folders.check_empty(out)
     manifest = _core.manifest(source)
-    beside = extra.tensors(manifest["extra_json"], source)
+    adapter = lora.Adapter(source / lora.FOLDER) if (source / lora.FOLDER).is_dir() else None
     small = Path(model) if model else source / "hf"
     if not (small / "config.json").is_file():
         raise CheckpointError(f"{small} has no config.json; {OTHER_FOLDER}")
@@ -98,21 +100,55 @@ def merge(
         copy = copy_small_files if model else copy_saved_small_files
         copy(small, part / "small")
         _set_dtype(part / "small/config.json", small, NAMES[dtype])
-        said = _check_names(manifest, _shapes(manifest, beside), source, part / "small", small)
-        counted = _core.merge(
-            source,
-            part / "model",
-            dtype,
-            parse_size(shard_size),
-            progress or _look_at_signals,
-            [_given(name, tensor, source) for name, tensor in beside.items()],
-        )
+        if adapter:
+            base = _base(adapter, model)
+            counted = lora.write_joined(
+                adapter,
+                base,
+                part / "model",
+                DTYPES_OF[dtype],
+                parse_size(shard_size),
+                progress or _look_at_signals,
+            )
+            said = _said_of_adapter(manifest, base, part, small)
+        else:
+            beside = extra.tensors(manifest["extra_json"], source)
+            said = _check_names(manifest, _shapes(manifest, beside), source, part / "small", small)
+            counted = _core.merge(
+                source,
+                part / "model",
+                dtype,
+                parse_size(shard_size),
+                progress or _look_at_signals,
+                [_given(name, tensor, source) for name, tensor in beside.items()],
+            )
         for file in (part / "small").iterdir():
             file.rename(part / "model" / file.name)
         durable.rename_folder(part / "model", out)
     finally:
         shutil.rmtree(part, ignore_errors=True)
     return Merged(counted["tensors"], counted["bytes"], counted["files"], said)
+
+
+def _base(adapter: lora.Adapter, model: str | os.PathLike[str] | None) -> Path:
+    """The folder with the weights that the adapter was trained over."""
+    base = Path(model if model is not None else adapter.base)
+    if (adapter.base or model is not None) and (base / "config.json").is_file():
+        return base
+    raise CheckpointError(
+        f"{adapter.folder} was trained over {adapter.base!r:.300}, which is no folder with a model here; name it "
+        "(--model DIR; in a script model=DIR)"
+    )
+
+
+def _said_of_adapter(manifest: Mapping[str, Any], base: Path, part: Path, named: Path) -> str:
+    shapes = {name: tensor.shape for name, tensor in Folder(part / "model").tensors.items()}
+    found = architecture.fit(shapes, part / "small", named)
+    if found.wrong:
+        raise CheckpointError(f"{base} does not fit {found.wrong}")
+    packings = packed.of_units(unit["name"] for unit in manifest["units"])
+    rounded = f", which was held in {packings} while it trained," if packings else ""
+    return f"{base}{rounded} with the adapter added; {found.said}"
 
 
 def weights_alone(checkpoint: Path, folder: Path, dtype: str, shard_size: int) -> None:

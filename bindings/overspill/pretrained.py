@@ -165,6 +165,13 @@ class Folder:
         model._adjust_missing_and_unexpected_keys(info)
         refuse_strangers(self.path, model, sorted(info.unexpected_keys), sorted(info.missing_keys))
 
+    def dtype(self, name: str) -> torch.dtype:
+        """Of the tensor of this name. Raises CheckpointError for one that torch does not have."""
+        stored = self.tensors[name]
+        if (dtype := _NAMES.get(stored.dtype)) is None:
+            raise CheckpointError(f"{stored.file}: {name} is {stored.dtype}, which is not supported")
+        return dtype
+
     def _unexpected(self, model: nn.Module) -> list[str]:
         parameters = (name for name, _ in model.named_parameters(remove_duplicate=False))
         buffers = (name for name, _ in model.named_buffers(remove_duplicate=False))
@@ -240,21 +247,29 @@ def causal_lm(folder: Any, config: Config, dtype: torch.dtype | None = None) -> 
 
     dtype: None for that of config.json. Raises CheckpointError, and what transformers raises for a bad config.json.
     """
-    need("transformers")
-    from transformers import AutoModelForCausalLM
-
     stored = Folder(folder)
     model = empty_causal_lm(stored, dtype)
     if stored.has_names_of(model) and not _converts(model):
         stored.check(model)
         return model, folder
     del model
+    return loaded_causal_lm(folder, config, dtype), None
+
+
+def loaded_causal_lm(folder: Any, config: Config, dtype: torch.dtype | None = None) -> nn.Module:
+    """The same with its weights: in memory, or in files where the configuration has NVMe folders."""
+    need("transformers")
+    from transformers import AutoModelForCausalLM
+
+    stored = Folder(folder)
+    stored.check_counts()
     with Init(config) if config.budget.nvme else contextlib.nullcontext():
         model, found = AutoModelForCausalLM.from_pretrained(
             folder, dtype=dtype or "auto", output_loading_info=True
         )
     refuse_strangers(folder, model, sorted(found["unexpected_keys"]), sorted(found["missing_keys"]))
-    return model.train(), None
+    trained: nn.Module = model.train()
+    return trained
 
 
 def refuse_strangers(folder: Any, model: nn.Module, unwanted: Sequence[str], missing: Sequence[str]) -> None:

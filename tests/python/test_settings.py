@@ -32,10 +32,12 @@ SAMPLES = {
     "device": ("host", "cuda", "host", "cuda"),
     "job": ("ours", "theirs", "ours", "theirs"),
     "keep": (3, "7", 3, 7),
+    "frozen": ("int8", "nf4", "int8", "nf4"),
 }
 OWN = {  # options that no configuration file has
     "model", "data", "heldout", "seq_len", "warmup", "checkpointing", "torch_threads", "steps", "config",
     "save_every", "save_minutes", "eval_batches", "cache", "schedule", "epochs", "eval_every",
+    "lora_rank", "lora_alpha", "lora_dropout", "lora_targets",
 }  # fmt: skip
 
 
@@ -168,7 +170,6 @@ FILE_ONLY = {
     "managed_gradient_accumulation": False,
     "dataloader_drop_last": True,  # every micro-batch of the command's is whole
     "zero_optimization.stage": 2,
-    "frozen.format": "int8",
     "engine.prefetch_units": 2,
     "engine.speculate": True,
     "engine.chunk_elements": 4096,

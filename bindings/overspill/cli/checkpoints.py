@@ -13,9 +13,10 @@ import os
 import re
 import shutil
 import stat
+from collections.abc import Callable
 from pathlib import Path
 
-from overspill import _core, durable
+from overspill import _core, durable, lora
 from overspill.cli.common import CliError, describe
 from overspill.memory import human
 from overspill.model_files import copy_small_files, not_of_a_model
@@ -23,7 +24,7 @@ from overspill.model_files import copy_small_files, not_of_a_model
 STEP = re.compile(r"step-(\d{6,})")
 PARTIAL = re.compile(STEP.pattern + r"\.partial")
 ASIDE = re.compile(STEP.pattern + r"\.(abandoned|damaged)-\d+")
-FOLDERS = re.compile(r"rank\d+|hf(\.part)?")  # in one that a save writes
+FOLDERS = re.compile(r"rank\d+|(hf|adapter)(\.part)?")  # in one that a save writes
 MANIFEST = "manifest.json"
 
 
@@ -84,12 +85,15 @@ class Checkpoints:
 
     def add_model_files(self, path: Path, model: Path) -> None:
         """Adds what merge needs beside the weights, durably."""
-        part = path / "hf.part"
-        shutil.rmtree(part, ignore_errors=True)
-        part.mkdir()
-        copy_small_files(model, part)
-        shutil.rmtree(path / "hf", ignore_errors=True)
-        durable.rename_folder(part, path / "hf")
+        _put_folder(path, "hf", lambda part: copy_small_files(model, part))
+
+    def add_adapter(self, path: Path, write: Callable[[Path], None]) -> None:
+        """Adds the folder that `write` fills with a durable adapter, durably."""
+        _put_folder(path, lora.FOLDER, write)
+
+    def lacks_files(self, path: Path, adapted: bool) -> bool:
+        """Whether something of what is added after a save is missing."""
+        return not (path / "hf").is_dir() or (adapted and not (path / lora.FOLDER).is_dir())
 
     def aside_text(self) -> str:
         """What is set aside, and what it holds of the disk; "" where there is none."""
@@ -110,6 +114,15 @@ class Checkpoints:
         except FileNotFoundError:
             return []
         return [(self.folder / name, match) for name in names if (match := pattern.fullmatch(name))]
+
+
+def _put_folder(path: Path, name: str, write: Callable[[Path], None]) -> None:
+    part = path / f"{name}.part"
+    shutil.rmtree(part, ignore_errors=True)
+    part.mkdir()
+    write(part)
+    shutil.rmtree(path / name, ignore_errors=True)
+    durable.rename_folder(part, path / name)
 
 
 def rename_aside(path: Path, why: str) -> Path:
@@ -174,6 +187,9 @@ def _strange(path: Path) -> str:
         if folder and item.name.startswith("rank") and (deeper := _strange(item)):
             return f"{deeper} in {item.name}"
         if folder and item.name.startswith("hf") and (others := not_of_a_model(item)):
+            return f"it holds {item.name}/{others[0]}"
+        adapter = folder and item.name.startswith(lora.FOLDER)
+        if adapter and (others := lora.strange_files(item)):
             return f"it holds {item.name}/{others[0]}"
     return ""
 

@@ -118,6 +118,14 @@ def more_than_zero(text: str) -> float:
     return value
 
 
+def share(text: str) -> float:
+    """argparse type of a part of a whole: from 0 to less than 1."""
+    value = nonnegative(text)
+    if value >= 1:
+        raise argparse.ArgumentTypeError(f"{text!r}: a number from 0 to less than 1 is expected")
+    return value
+
+
 def named(path: str | Path) -> str:
     """argparse type of a path that stays a text. An unset shell variable gives "", which to pathlib is the current
     folder: a run would read, and fill, a folder that nobody named."""

@@ -12,20 +12,21 @@ from overspill.cli.settings import Settings
 
 
 class Saver:
-    """Takes the checkpoints of one process. `on_the_way`: steps may follow a save. `base` is the checkpoint that the
-    process went on from, at `step`, if there is one."""
+    """Takes the checkpoints of one process. `add_files` adds to one what merge needs beside the weights. `on_the_way`:
+    steps may follow a save. `base` is the checkpoint that the process went on from, at `step`, if there is one."""
 
     def __init__(
         self,
         folder: RunFolder,
         settings: Settings,
         take: Callable[[Path], None],
+        add_files: Callable[[Path], None],
         on_the_way: bool,
         base: Path | None,
         step: int,
     ):
         self.folder, self.settings = folder, settings
-        self._take, self._on_the_way = take, on_the_way
+        self._take, self._add, self._on_the_way = take, add_files, on_the_way
         self.newest, self._step = base, step if base else None
         self.failure: str | None = None  # of the last save
         self._last = time.monotonic()
@@ -54,18 +55,20 @@ class Saver:
         except (OSError, StoreError, CheckpointError) as error:
             return self._failed(step, describe(error).text)
         before, self.newest, self._step, self.failure = self.newest, path, step, None
-        self._tidy("config and tokenizer were not added to it, so merge will need --model", self._add_files)
+        self._tidy(
+            "not all that merge needs was added to it; the next process of the run adds it", self._add_files
+        )
         return not (prune and self._too_many()) or self._prune(step, before)
 
     def add_missing_files(self) -> None:
         """For a checkpoint of this run whose save was cut short after its manifest was written."""
         if self.newest is None or self.newest.parent != self.folder.checkpoints.folder:
             return
-        if not (self.newest / "hf").is_dir():
-            self._tidy("config and tokenizer were not added to it", self._add_files)
+        if self.folder.checkpoints.lacks_files(self.newest, self.settings.lora_rank is not None):
+            self._tidy("not all that merge needs was added to it", self._add_files)
 
     def _add_files(self) -> None:
-        self.folder.checkpoints.add_model_files(self.newest, Path(self.settings.model))
+        self._add(self.newest)
 
     def _too_many(self) -> bool:
         """False where nobody can tell: the next save looks again."""

@@ -109,16 +109,33 @@ class Session:
 
     def _model(self, torch, config: Any) -> tuple[Any, Any]:
         """The model without its weights, and the folder that has them; or the model alone."""
-        from overspill.pretrained import causal_lm
+        from overspill.pretrained import causal_lm, loaded_causal_lm
 
-        dtype = torch.bfloat16 if self.settings.dtype == "bf16" else torch.float32
+        settings = self.settings
+        dtype = torch.bfloat16 if settings.dtype == "bf16" else torch.float32
         try:
-            model, weights = causal_lm(self.settings.model, config, dtype)
+            if settings.lora_rank is None:
+                model, weights = causal_lm(settings.model, config, dtype)
+            else:  # PEFT gives the weights other names than the folder's
+                model, weights = loaded_causal_lm(settings.model, config, dtype), None
         except (OSError, ValueError, KeyError, RuntimeError) as error:
             raise CliError(f"--model {self.settings.model}: {str(error).splitlines()[0]}") from error
-        if self.settings.checkpointing:
+        if settings.checkpointing:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        return model, weights
+        return (model if settings.lora_rank is None else self._adapted(torch, model)), weights
+
+    def _adapted(self, torch, model: Any) -> Any:
+        from overspill import lora
+
+        settings = self.settings
+        torch.manual_seed(settings.seed)
+        targets = settings.lora_targets or [lora.ALL_LINEAR]
+        try:
+            return lora.add(
+                model, settings.lora_rank, settings.lora_alpha, settings.lora_dropout, targets
+            )
+        except ValueError as error:
+            raise CliError(f"--lora-targets {' '.join(targets)}: {str(error).splitlines()[0]}") from error
 
     def begin(self) -> None:
         """Loads the checkpoint, if there is one, and makes the run's folder: until here nothing of it was touched."""
@@ -133,7 +150,13 @@ class Session:
         else:
             aside = self.folder.rewind(self.run, self.base, self.loop.step)
         self.saver = Saver(
-            self.folder, self.settings, self._take, self._saves_on_the_way, self.base, self.loop.step
+            self.folder,
+            self.settings,
+            self._take,
+            self._add_files,
+            self._saves_on_the_way,
+            self.base,
+            self.loop.step,
         )
         self.saver.add_missing_files()
         self._say_how(aside)
@@ -231,6 +254,15 @@ class Session:
         self.engine.save_checkpoint(str(path), client_state=self.loop.state())
         self.run[SAVED] = self.loop.step
         self._attempt("run.json", lambda: self.folder.write(self.run))
+
+    def _add_files(self, path: Path) -> None:
+        """What others than this run need of a checkpoint."""
+        from overspill import lora
+
+        checkpoints, model = self.folder.checkpoints, Path(self.settings.model)
+        checkpoints.add_model_files(path, model)
+        if self.settings.lora_rank is not None:
+            checkpoints.add_adapter(path, lambda folder: lora.save(self.engine, folder, str(model)))
 
     def _close(self) -> int:
         from overspill.cli.plot import plot

@@ -10,6 +10,7 @@ from typing import Any
 from overspill.cli.common import FORMATS, OPTIMIZERS, named
 
 DTYPES = ("bf16", "fp32")
+PACKED = ("nf4", "int8")
 SCHEDULES = ("constant", "linear", "cosine")
 STEPS = 100  # where neither --steps nor --epochs says how many
 
@@ -49,6 +50,11 @@ class Settings:
     seed: int = _field(0, fixed=True, key="seed", least=0)
     dtype: str = _field("bf16", fixed=True, key="dtype", among=DTYPES)
     checkpointing: bool = _field(False, fixed=True, key=None)
+    lora_rank: int | None = _field(None, fixed=True, key=None, least=1)
+    lora_alpha: float | None = _field(None, fixed=True, key=None, least=0)
+    lora_dropout: float = _field(0.0, fixed=True, key=None, least=0)
+    lora_targets: list[str] | None = _field(None, fixed=True, key=None)
+    frozen: str | None = _field(None, fixed=True, key="frozen.format", among=PACKED)
     torch_threads: int | None = _field(None, fixed=True, key=None, least=1)
     steps: int | None = _field(None, fixed=False, key=None, least=1)
     epochs: float | None = _field(None, fixed=False, key=None, least=0)

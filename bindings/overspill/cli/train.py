@@ -10,6 +10,7 @@ stopped.
     overspill train ... --format 8bit                          5 bytes a parameter in place of 12
     overspill train ... --data chats.jsonl --epochs 3 --schedule cosine --warmup 100 --eval-every 200
     overspill train ... --optimizer lion --lr 5e-6 --format compact
+    overspill train ... --lora-rank 16 --frozen nf4 --lr 2e-4  an adapter over a base in 4 bits (QLoRA)
 """
 
 import argparse
@@ -34,6 +35,7 @@ from overspill.cli.common import (
     path_of,
     positive,
     seed,
+    share,
     threads,
     two_or_more,
 )
@@ -41,7 +43,7 @@ from overspill.cli.device import require
 from overspill.cli.recorder import check_trace
 from overspill.cli.run_folder import RunFolder
 from overspill.cli.session import Session
-from overspill.cli.settings import DTYPES, FIELDS, SCHEDULES, STEPS, absolute, default_text, option
+from overspill.cli.settings import DTYPES, FIELDS, PACKED, SCHEDULES, STEPS, absolute, default_text, option
 
 USAGE = """overspill train --model DIR --data PATH --out DIR --host-budget SIZE [--nvme DIR ...] [OPTIONS]
        overspill train --model DIR --data PATH --out DIR --config FILE [OPTIONS]
@@ -117,6 +119,29 @@ def options(parser: argparse.ArgumentParser) -> None:
         "--checkpointing",
         action=argparse.BooleanOptionalAction,
         help="recompute activations in backward: slower, smaller",
+    )
+    add(
+        "--lora-rank",
+        type=positive,
+        metavar="R",
+        help="train a LoRA adapter of this rank, by PEFT, in place of the weights, which are frozen; it takes about "
+        "ten times the --lr. Each checkpoint has it in adapter/, as PEFT reads it; `overspill merge` joins it with the "
+        "model",
+    )
+    add("--lora-alpha", type=more_than_zero, metavar="A", help="its sums are scaled by A / R (default 2 R)")
+    add("--lora-dropout", type=share, metavar="P", help=f"of its input {default['lora_dropout']}")
+    add(
+        "--lora-targets",
+        nargs="+",
+        type=named,
+        metavar="LAYER",
+        help="ends of the names of the layers that get one, e.g. q_proj v_proj (default all-linear: every linear layer "
+        "but the output)",
+    )
+    add(
+        "--frozen",
+        choices=PACKED,
+        help="with --lora-rank: hold the frozen weights of linear layers in 4 or 8 bits (docs/peft.md)",
     )
     add_tiers(parser)
     add("--threads", type=threads, metavar="N", help="of the engine (default: all cores)")
@@ -197,6 +222,7 @@ def _train(args: argparse.Namespace, hook, summarise: Callable[[Session], Any]) 
             own = (chosen.settings.cache, *chosen.config.budget.nvme)
             folder.check_new([path for path in own if path])
         _check_saves(chosen)
+        _check_adapter(chosen)
         model_folder(Path(chosen.settings.model))
         checkpoint = _checkpoint(folder, args.resume, stored)
         require(chosen.config.engine.device, chosen.config.budget.device)
@@ -234,6 +260,18 @@ def _check_saves(chosen: Chosen) -> None:
             f"{typed} (typed now or when the run began) with engine.train_after_save = false, after which no step "
             f"may follow a save: add {zero}, or leave engine.train_after_save out"
         )
+
+
+def _check_adapter(chosen: Chosen) -> None:
+    """Raises CliError for options of an adapter where there is none."""
+    if chosen.settings.lora_rank is not None:
+        return
+    of_one = ("lora_alpha", "lora_dropout", "lora_targets", "frozen")
+    for name in of_one:
+        if chosen.origins[name] == "typed":
+            raise CliError(
+                f"{option(name)} is of an adapter: give its --lora-rank, or leave {option(name)} out"
+            )
 
 
 def _checkpoint(folder: RunFolder, resume: str | None, stored: dict[str, Any] | None) -> Path | None:

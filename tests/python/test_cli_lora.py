@@ -1,0 +1,145 @@
+"""overspill train --lora-rank: an adapter is trained, resumed, opened by PEFT and joined with its model."""
+
+import json
+import shutil
+
+import pytest
+import tiny
+import torch
+
+peft = pytest.importorskip("peft", reason="PEFT is not installed (requirements-dev.txt)")
+transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+safetensors = pytest.importorskip("safetensors.torch")
+
+IDS = torch.arange(5, 25).unsqueeze(0)
+ADAPTED = {"lora_rank": 4, "lora_dropout": 0.1, "dtype": "fp32", "lr": 1e-2, "keep": 9, "save_every": 4}
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory):
+    return tiny.Bench(tmp_path_factory.mktemp("lora"))
+
+
+@pytest.fixture(scope="module")
+def run(bench):
+    """Of a finished run."""
+    from overspill.cli import main
+
+    out = bench.root / "run"
+    assert main(bench.train_args(out, **ADAPTED)) == 0
+    return out
+
+
+@torch.no_grad()
+def logits(model):
+    return model.eval()(input_ids=IDS).logits
+
+
+def base(bench, dtype=torch.float32):
+    return transformers.AutoModelForCausalLM.from_pretrained(bench.model, dtype=dtype)
+
+
+def opened(bench, checkpoint, dtype=torch.float32):
+    return peft.PeftModel.from_pretrained(base(bench, dtype), checkpoint / "adapter")
+
+
+def test_it_learns_and_the_adapter_opens_in_peft(run, bench):
+    measured = json.loads((run / "run.json").read_text())["heldout"]
+    assert measured["8"] < measured["0"] - 0.05
+    checkpoint = run / "checkpoints/step-000008"
+    model = opened(bench, checkpoint)
+    assert not torch.equal(logits(model), logits(base(bench)))
+    config = json.loads((checkpoint / "adapter/adapter_config.json").read_text())
+    assert (config["r"], config["lora_alpha"], config["lora_dropout"]) == (4, 8, 0.1)
+    held = safetensors.load_file(checkpoint / "adapter/adapter_model.safetensors")
+    assert {name.split(".")[-3] for name in held} == {
+        "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj",
+    }  # fmt: skip
+
+
+def test_a_run_that_goes_on_ends_as_one_that_never_stopped(run, bench, capsys):
+    out = bench.root / "twice"
+    bench.ok(capsys, *bench.train_args(out, **ADAPTED | {"steps": 4}))
+    shutil.rmtree(out / "checkpoints/step-000004/adapter")  # as a kill between the save and it leaves it
+    bench.ok(capsys, "train", "--out", out, "--resume", "--steps", 8)
+    for step in (4, 8):
+        name = f"checkpoints/step-{step:06d}/adapter/adapter_model.safetensors"
+        one, other = safetensors.load_file(run / name), safetensors.load_file(out / name)
+        assert one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
+    assert "--lora-rank 8 differs from 4" in bench.fails(
+        capsys, "train", "--out", out, "--resume", "--steps", 9, "--lora-rank", 8
+    )
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_merge_gives_what_peft_gives(dtype, run, bench, capsys, tmp_path):
+    checkpoint, out = run / "checkpoints/step-000008", tmp_path / "merged"
+    said = bench.ok(capsys, "merge", checkpoint, out, "--dtype", dtype, "--shard-size", "100KiB")
+    assert f"{bench.model} with the adapter added; it opens as LlamaForCausalLM" in said
+    wide = torch.float32 if dtype == "fp32" else torch.bfloat16
+    wanted = opened(bench, checkpoint, wide).merge_and_unload().state_dict()
+    found = transformers.AutoModelForCausalLM.from_pretrained(out)
+    assert found.dtype == wide
+    for name, value in found.state_dict().items():
+        assert torch.equal(value, wanted[name]), name
+    assert (out / "tokenizer.json").exists() and len(list(out.glob("model-*.safetensors"))) > 1
+
+
+def test_merge_refuses_what_is_no_plain_lora_or_of_another_model(run, bench, capsys, tmp_path):
+    checkpoint = shutil.copytree(run / "checkpoints/step-000008", tmp_path / "copy")
+    config = checkpoint / "adapter/adapter_config.json"
+    good = json.loads(config.read_text())
+
+    def refused(**changes):
+        config.write_text(json.dumps(good | changes))
+        return bench.fails(capsys, "merge", checkpoint, tmp_path / "merged")
+
+    assert "use_dora = True, which merge does not join" in refused(use_dora=True)
+    assert "init_lora_weights = 'pissa', which merge does not join" in refused(init_lora_weights="pissa")
+    assert "r = 0 and lora_alpha = 8 are no LoRA" in refused(r=0)
+    assert "which is no folder with a model here; name it (--model DIR" in refused(
+        base_model_name_or_path="/nowhere"
+    )
+    other = tiny.make_model(tmp_path / "other", bench.texts, hidden=32)
+    message = bench.fails(capsys, "merge", checkpoint, tmp_path / "merged", "--model", other)
+    assert "they are of two models" in message
+    config.write_text("[" * 100_000)
+    assert "cannot be read" in bench.fails(capsys, "merge", checkpoint, tmp_path / "merged")
+    config.write_text(json.dumps(good))
+    weights = checkpoint / "adapter/adapter_model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-4])
+    assert "cannot be read" in bench.fails(capsys, "merge", checkpoint, tmp_path / "merged")
+    assert not (tmp_path / "merged").exists() and not list(tmp_path.glob("merged.part*"))
+
+
+def test_qlora(bench, capsys, tmp_path):
+    out = tmp_path / "run"
+    said = bench.ok(capsys, *bench.train_args(out, lora_rank=4, frozen="nf4", lr=1e-2, steps=3))
+    assert "frozen, nf4:" in said
+    said = bench.ok(capsys, "merge", out / "checkpoints/step-000003", tmp_path / "merged")
+    assert "which was held in nf4 while it trained, with the adapter added" in said
+    assert logits(transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged")).isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"lora_alpha": 8}, "--lora-alpha is of an adapter: give its --lora-rank"),
+        ({"frozen": "nf4"}, "--frozen is of an adapter: give its --lora-rank"),
+        ({"lora_rank": 4, "lora_targets": "nothing"}, "--lora-targets nothing: Target modules"),
+        ({"lora_rank": 4, "lora_dropout": 1}, "a number from 0 to less than 1 is expected"),
+    ],
+)
+def test_what_is_no_adapter_is_refused_before_anything_is_written(options, said, bench, capsys, tmp_path):
+    assert said in bench.fails(capsys, *bench.train_args(tmp_path / "run", **options))
+    assert not (tmp_path / "run").exists()
+
+
+def test_old_checkpoints_with_adapters_are_removed_and_strange_files_are_not(bench, capsys, tmp_path):
+    out = tmp_path / "run"
+    bench.ok(capsys, *bench.train_args(out, lora_rank=2, steps=2, save_every=1, keep=1))
+    assert [path.name for path in (out / "checkpoints").iterdir()] == ["step-000002"]
+    (out / "checkpoints/step-000002/adapter/notes.txt").write_text("mine")
+    _, _, told = bench.main(capsys, "train", "--out", out, "--resume", "--steps", 3)
+    assert "it holds adapter/notes.txt, which Overspill did not write" in told
+    assert (out / "checkpoints/step-000002/adapter/notes.txt").exists()
