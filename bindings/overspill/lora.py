@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from . import adapters, durable, exporting
+from . import durable, exporting
 from ._core import CheckpointError
 from .extras import need
 from .pretrained import Folder, some
@@ -68,14 +68,13 @@ def add(
     return adapted
 
 
-def save(engine: Any, folder: Path, base: str) -> None:
-    """Writes the adapter of the engine's model into `folder`, which is there, durably and in fp32 where it has masters;
-    no other weight is read. `base`: the folder of the model below it, for who opens it."""
+def save(module: Any, weights: dict[str, torch.Tensor], folder: Path, base: str) -> None:
+    """Writes the adapter of a model of PEFT into `folder`, which is there, durably. `weights`: adapters.weights of it.
+    `base`: the folder of the model below it, for who opens it."""
     import peft
     from safetensors.torch import save as as_bytes
 
-    module = engine.module
-    state = peft.get_peft_model_state_dict(module, state_dict=adapters.weights(module))
+    state = peft.get_peft_model_state_dict(module, state_dict=weights)
     config = module.peft_config[module.active_adapter].to_dict()
     config |= {"inference_mode": True, "base_model_name_or_path": base}
     plain = {name: sorted(value) if isinstance(value, set) else value for name, value in config.items()}

@@ -72,10 +72,11 @@ class Stop:
     that hangs: Python's handlers run in that thread only, so another one watches. Where the store knows that a disk
     hangs, one signal of either kind is enough."""
 
-    def __init__(self, stall: Callable[[], str] = str) -> None:
+    def __init__(self, stall: Callable[[], str] = str, after: str = "micro-batch") -> None:
         self.signal: int | None = None
         self._first_at = 0.0
         self._stall = stall  # what disk hangs; empty where none does
+        self._after = after  # what is finished first
         self._first = 0  # the first signal, as the watching thread saw it
         self._seen = threading.Event()  # the main thread has taken a second signal
         self._ended = threading.Event()
@@ -109,7 +110,7 @@ class Stop:
             requests += 1
             if requests == 1:
                 self._first, first_at = number[0], time.monotonic()
-                _say("stopping after the current micro-batch; a second signal stops at once")
+                _say(f"stopping after the current {self._after}; a second signal stops at once")
             elif not (self._seen if requests == 2 else self._ended).wait(PATIENCE_SECONDS):
                 _say("stopped while waiting (a disk hangs?); checkpoints are as they were")
                 os._exit(128 + number[0])
@@ -158,11 +159,15 @@ class Loop:
         batches: Batches,
         settings: Settings,
         steps: int,
-        stop: Stop,
+        stop: Any,
         digest: str,
+        ranks: Any,
     ):
-        """steps: how many the whole run has, which the learning rate's schedule ends with."""
-        self._order = {"data": digest} | {name: getattr(settings, name) for name in ORDER}
+        """steps: how many the whole run has, which the learning rate's schedule ends with. `stop` is true once the run
+        is to stop. `ranks`: cli.ranks.Ranks."""
+        self._ranks = ranks
+        self._order = {"data": digest, "ranks": ranks.world}
+        self._order |= {name: getattr(settings, name) for name in ORDER}
         self.engine, self.optimizer, self.batches, self.settings, self.stop = (
             engine,
             optimizer,
@@ -176,6 +181,11 @@ class Loop:
         self.steps_here = 0  # of this process
         self.written: dict[str, int] = {}  # bytes by path, in them
         self._paths = self._path_bytes(engine.stats())
+
+    @property
+    def sequences_a_step(self) -> int:
+        """Of all ranks."""
+        return self.settings.accumulate * self.settings.batch * self._ranks.world
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint has to carry beside the engine's own, which has the random states."""
@@ -197,9 +207,9 @@ class Loop:
     def _check_order(self, state: dict[str, Any], checkpoint: Path) -> None:
         """Raises CliError for a checkpoint of a run that takes other sequences: from its position on, this run would
         train on some twice and on others never."""
-        step, batch, accumulate = state["step"], self.settings.batch, self.settings.accumulate
-        order = state.get("order")  # earlier versions did not save it
-        saved = order if isinstance(order, dict) else self._order
+        step, a_step = state["step"], self.sequences_a_step
+        order = state.get("order")  # earlier versions did not save it, or not how many ranks there were
+        saved = {"ranks": 1, **order} if isinstance(order, dict) else self._order
         differs = [name for name, value in self._order.items() if saved.get(name) != value]
         if differs:
             name = differs[0]
@@ -207,10 +217,15 @@ class Loop:
             what = f"was saved with {typed} {saved.get(name)}, and this run has {typed} {self._order[name]}"
             if name == "data":
                 what = "was saved with other texts (--data, --heldout) or another tokenizer"
-        elif state["position"] != step * batch * accumulate:
+            elif name == "ranks":
+                what = (
+                    f"was saved by {saved['ranks']} ranks, and this run has {self._order['ranks']} (torchrun's "
+                    "--nproc_per_node and --nnodes)"
+                )
+        elif state["position"] != step * a_step:
             what = (
-                f"has seen {state['position']} sequences in {step} steps, and this run takes {batch * accumulate} a "
-                "step (--batch, --accumulate)"
+                f"has seen {state['position']} sequences in {step} steps, and this run takes {a_step} a step (--batch, "
+                "--accumulate)"
             )
         else:
             return
@@ -229,16 +244,19 @@ class Loop:
             for group in self.optimizer.param_groups:
                 group["lr"] = settings.learning_rate(self.step, self.steps)
         rate = self.optimizer.param_groups[0]["lr"]
-        starts = range(self.position, self.position + settings.accumulate * settings.batch, settings.batch)
-        micro_batches = [self.batches.at(start) for start in starts]
+        starts = range(self.position, self.position + self.sequences_a_step, settings.batch)
+        micro_batches = [self.batches.at(start) for start in starts]  # of all ranks
         learned = sum(map(_learned, micro_batches)) / len(micro_batches)
+        own = micro_batches[self._ranks.number :: self._ranks.world]
         try:
-            loss = self.engine.train_batch(micro_batches, lambda words: self._loss(words, learned)).item()
+            loss = self.engine.train_batch(own, lambda words: self._loss(words, learned)).item()
         except _StepLeft:
             restore_random_states(before)
             return None
+        losses = self._ranks.each(loss)
+        loss = sum(losses) / len(losses)
         self.step += 1
-        self.position += settings.accumulate * settings.batch
+        self.position += self.sequences_a_step
         return self._record(loss, rate, started, waited)
 
     def _loss(self, words: torch.Tensor, mean_learned: float) -> torch.Tensor:
@@ -258,7 +276,7 @@ class Loop:
     def _record(self, loss: float, rate: float, started: float, waited: float) -> dict[str, Any]:
         seconds = time.perf_counter() - started
         stats, result = self.engine.stats(), self.engine.last_step
-        tokens = self.settings.accumulate * self.settings.batch * self.settings.seq_len
+        tokens = self.sequences_a_step * self.settings.seq_len
         record = {
             "step": self.step,
             "loss": loss,

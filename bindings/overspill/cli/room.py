@@ -45,6 +45,11 @@ class Room:
     free_bytes: int  # for the reserve
     out_free_bytes: int  # beside the reserve
 
+    def of_ranks(self, count: int) -> "Room":
+        """The same for so many ranks of this machine, which have as much each."""
+        names = ("reserve_bytes", "linked_bytes", "copied_bytes")
+        return dataclasses.replace(self, **{name: count * getattr(self, name) for name in names})
+
     @property
     def out_need_bytes(self) -> int:
         """For what is yet to be saved: the new one is whole before the oldest goes."""

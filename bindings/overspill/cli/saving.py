@@ -11,6 +11,13 @@ from overspill.cli.run_folder import RunFolder
 from overspill.cli.settings import Settings
 
 
+def failures() -> tuple[type[Exception], ...]:
+    """What a save raises that failed, and after which the run goes on."""
+    from overspill import CheckpointError, StoreError
+
+    return OSError, StoreError, CheckpointError
+
+
 class Saver:
     """Takes the checkpoints of one process. `add_files` adds to one what merge needs beside the weights. `on_the_way`:
     steps may follow a save. `base` is the checkpoint that the process went on from, at `step`, if there is one."""
@@ -43,8 +50,6 @@ class Saver:
         """A checkpoint of this step, unless there is one. Returns False if the save failed: stderr then says why,
         and the older checkpoints are untouched. `prune`: the oldest may go, once every byte of the new one was read
         back."""
-        from overspill import CheckpointError, StoreError
-
         if step == self._step:
             return True
         self._last = time.monotonic()
@@ -52,7 +57,7 @@ class Saver:
         try:
             self.folder.sync_log()
             self._take(path)
-        except (OSError, StoreError, CheckpointError) as error:
+        except failures() as error:
             return self._failed(step, describe(error).text)
         before, self.newest, self._step, self.failure = self.newest, path, step, None
         self._tidy(
@@ -79,11 +84,11 @@ class Saver:
     def _prune(self, step: int, before: Path | None) -> bool:
         """Nothing is deleted on the word of a write: what replaces it is read back first. `before` is the checkpoint
         before this one."""
-        from overspill import CheckpointError, StoreError, _core
+        from overspill import _core
 
         try:
             _core.verify(str(self.newest), None)
-        except (OSError, StoreError, CheckpointError) as error:
+        except failures() as error:
             fate = self._set_aside(self.newest)
             self.newest, self._step = before, None
             return self._failed(step, f"read back, it was damaged, and {fate}: {describe(error).text}")

@@ -13,7 +13,7 @@ from overspill.cli.leftovers import remove_unfinished
 from overspill.cli.output import say, warn
 from overspill.cli.recorder import Board, Recorder
 from overspill.cli.run_folder import SAVED, RunFolder
-from overspill.cli.saving import Saver
+from overspill.cli.saving import Saver, failures
 from overspill.extras import MissingExtra
 
 PREDICTED_AFTER = 3  # steps of this process: the first is cold, two are a mean
@@ -45,6 +45,7 @@ class Session:
         import overspill
         from overspill import data
         from overspill.cli.loop import Loop, Stop
+        from overspill.cli.ranks import Ranks, SharedStop, in_all
 
         settings = chosen.settings
         self.folder, self.chosen, self.settings, self.trace = folder, chosen, settings, trace
@@ -64,7 +65,7 @@ class Session:
                 f"for training, so a micro-batch would have some twice; give at most --batch {len(training)}, more "
                 f"data, or a smaller --seq-len than {settings.seq_len}"
             )
-        self.steps = settings.steps_of(len(training))
+        self.steps = settings.steps_of(len(training), in_all())
         self.run = {**(stored or {"heldout": {}, "data_digest": digest, SAVED: None}), **chosen.stored()}
         model, weights = self._model(torch, chosen.config)
         if note := fits.check_length(model, settings.seq_len, settings.model):
@@ -78,9 +79,14 @@ class Session:
                 raise
             raise CliError(f"{error}{room.ways_out(checkpoint)}") from error
         stack.callback(self.engine.close)
-        self.stop = Stop(self.engine._core.stall)
+        self.ranks = Ranks(self.engine._group)
+        several = self.ranks.world > 1
+        stop = Stop(self.engine._core.stall, "step" if several else "micro-batch")
+        self.stop = SharedStop(stop, self.ranks)
         batches = data.Batches(training, settings.batch, settings.seed)
-        self.loop = Loop(self.engine, optimizer, batches, settings, self.steps, self.stop, digest)
+        self.loop = Loop(self.engine, optimizer, batches, settings, self.steps, self.stop, digest, self.ranks)
+        self.saver: Saver | None = None  # of the first rank
+        self._adapter: dict[str, Any] = {}
 
     def _data(self, data, stored: dict[str, Any] | None) -> tuple[Any, Any, str]:
         try:
@@ -131,9 +137,7 @@ class Session:
         torch.manual_seed(settings.seed)
         targets = settings.lora_targets or [lora.ALL_LINEAR]
         try:
-            return lora.add(
-                model, settings.lora_rank, settings.lora_alpha, settings.lora_dropout, targets
-            )
+            return lora.add(model, settings.lora_rank, settings.lora_alpha, settings.lora_dropout, targets)
         except ValueError as error:
             raise CliError(f"--lora-targets {' '.join(targets)}: {str(error).splitlines()[0]}") from error
 
@@ -141,6 +145,9 @@ class Session:
         """Loads the checkpoint, if there is one, and makes the run's folder: until here nothing of it was touched."""
         if self.base is not None:
             self.loop.restore(self.engine.load_checkpoint(str(self.base)), self.base)
+            self._hold_adapter()
+        if not self.ranks.first:
+            return
         self._check_room()
         aside = []
         if self.base is None:
@@ -170,7 +177,10 @@ class Session:
         saved = min(len(self.folder.checkpoints.complete()), self.settings.keep)
         plan, stats, settings = self.engine._core.plan.as_dict(), self.engine.stats(), self.settings
         model = Path(settings.model)
-        self.room = room.reserved(plan, stats, model, self.folder.path, settings.keep, saved)
+        from overspill.cli.ranks import on_this_machine
+
+        own = room.reserved(plan, stats, model, self.folder.path, settings.keep, saved)
+        self.room = own.of_ranks(on_this_machine())
         self.room.check()
 
     def _say_how(self, aside: list[Path]) -> None:
@@ -178,6 +188,8 @@ class Session:
         for note in self.chosen.notes:
             say(note)
         say(self.chosen.text())
+        if self.ranks.world > 1:
+            say(f"ranks: {self.ranks.world}; what follows is of rank 0")
         say(f"device: {self.engine.device}")
         say(self.engine.plan_text.removesuffix("\n"))
         for line in self.room.lines():
@@ -214,46 +226,89 @@ class Session:
         from overspill.cli.display import Display
 
         hook = hook or (lambda loop: None)
-        board = Board(self.folder.path, warn)
-        if self.reached:
+        board = Board(self.folder.path, warn) if self.ranks.first else None
+        if self.reached and self.ranks.first:
             epochs = self.settings.epochs
             name, value = ("--steps", self.steps) if epochs is None else ("--epochs", epochs)
             say(
                 f"step {self.loop.step} is reached already, {name} is {value}: nothing is trained; give a "
                 f"larger {name} to go on"
             )
-        with self.stop.listening(), Display(self.loop.step, self.steps) as display:
+        with self.stop.listening(), self._display(Display) as display:
             if self.loop.step == 0:
                 self._measure("before", display)
                 hook(self.loop)
             recorder = Recorder(self.engine, self.trace, warn)
-            while not self.reached and not self.stop:
+            while not self.reached and not self._stops():
                 with recorder:
                     record = self.loop.train_step()
                 if record is None:
                     break
-                self._attempt("log.jsonl", lambda record=record: self.folder.log(record))
-                display.step(record)
-                if self.loop.steps_here == PREDICTED_AFTER:
-                    display.say(self.engine.predict()["text"].rstrip())
-                board(record)
-                if self.saver.due(self.loop.step) and not self.reached:
-                    self.saver.save(self.loop.step)
+                if board is not None:
+                    self._tell(record, display, board)
+                if self._is_due():
+                    self._save()
                 hook(self.loop)
                 if self._measures_now():
                     self._measure(f"at step {self.loop.step}", display)
             recorder.finish(self.loop.steps_here)
             if self.loop.step > 0:
-                self.saver.save(self.loop.step, prune=not self.stop)
-            if not self.stop:
+                self._save(prune=not self.stop)
+            if not self._stops():
                 self._measure("after", display)
                 hook(self.loop)
-        return self._close()
+        if self.ranks.first:
+            return self._close()
+        return self.stop.exit_code if self.stop else 0
+
+    def _display(self, kind) -> Any:
+        return kind(self.loop.step, self.steps) if self.ranks.first else contextlib.nullcontext()
+
+    def _stops(self) -> bool:
+        self.stop.look()
+        return bool(self.stop)
+
+    def _tell(self, record: dict[str, Any], display, board: Board) -> None:
+        """What a step came to, in all places where it is to be seen."""
+        self._attempt("log.jsonl", lambda: self.folder.log(record))
+        display.step(record)
+        if self.loop.steps_here == PREDICTED_AFTER:
+            display.say(self.engine.predict()["text"].rstrip())
+        board(record)
+
+    def _is_due(self) -> bool:
+        due = self.saver is not None and self.saver.due(self.loop.step)
+        return bool(self.ranks.of_first(due)) and not self.reached
+
+    def _save(self, prune: bool = True) -> None:
+        """The first rank decides whether there is something to save, and the others make the save with it."""
+        if self.saver is None:
+            if self.ranks.of_first(None):
+                with contextlib.suppress(*failures()):  # which the first rank tells
+                    self._take_part(self.folder.checkpoints.path(self.loop.step))
+            return
+        self._taken = False
+        self.saver.save(self.loop.step, prune)
+        if not self._taken:
+            self.ranks.of_first(False)
 
     def _take(self, path: Path) -> None:
-        self.engine.save_checkpoint(str(path), client_state=self.loop.state())
+        self._taken = True
+        self.ranks.of_first(True)
+        self._take_part(path)
         self.run[SAVED] = self.loop.step
         self._attempt("run.json", lambda: self.folder.write(self.run))
+
+    def _take_part(self, path: Path) -> None:
+        self.engine.save_checkpoint(str(path), client_state=self.loop.state())
+        self._hold_adapter()
+
+    def _hold_adapter(self) -> None:
+        """Copies of an adapter's weights, which all ranks have parts of."""
+        from overspill import adapters
+
+        if self.settings.lora_rank is not None:
+            self._adapter = adapters.weights(self.engine.module)
 
     def _add_files(self, path: Path) -> None:
         """What others than this run need of a checkpoint."""
@@ -262,7 +317,8 @@ class Session:
         checkpoints, model = self.folder.checkpoints, Path(self.settings.model)
         checkpoints.add_model_files(path, model)
         if self.settings.lora_rank is not None:
-            checkpoints.add_adapter(path, lambda folder: lora.save(self.engine, folder, str(model)))
+            module, weights = self.engine.module, self._adapter
+            checkpoints.add_adapter(path, lambda folder: lora.save(module, weights, folder, str(model)))
 
     def _close(self) -> int:
         from overspill.cli.plot import plot
@@ -312,7 +368,7 @@ class Session:
         if self.settings.eval_batches == 0:
             return
         loss = self.loop.heldout_loss(self.heldout, self.settings.eval_batches)
-        if loss is not None:
+        if loss is not None and self.ranks.first:
             display.say(f"held-out loss {word}: {loss:.4f}")
             self.run["heldout"][str(self.loop.step)] = loss
             self._attempt("run.json", lambda: self.folder.write(self.run))

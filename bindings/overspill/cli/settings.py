@@ -77,11 +77,11 @@ class Settings:
         """Plain values, for run.json."""
         return dataclasses.asdict(self)
 
-    def steps_of(self, sequences: int) -> int:
+    def steps_of(self, sequences: int, ranks: int = 1) -> int:
         """How many steps the run has, over a data set of so many sequences."""
         if self.epochs is None:
             return self.steps or STEPS
-        return max(1, math.ceil(self.epochs * sequences / (self.batch * self.accumulate)))
+        return max(1, math.ceil(self.epochs * sequences / (self.batch * self.accumulate * ranks)))
 
     def learning_rate(self, step: int, steps: int) -> float:
         """Of the step that comes after `step` finished ones, of `steps` in all: linear warm-up, then constant, or down

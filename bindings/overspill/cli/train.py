@@ -10,16 +10,17 @@ stopped.
     overspill train ... --format 8bit                          5 bytes a parameter in place of 12
     overspill train ... --data chats.jsonl --epochs 3 --schedule cosine --warmup 100 --eval-every 200
     overspill train ... --optimizer lion --lr 5e-6 --format compact
+    torchrun --nproc_per_node=2 -m overspill.cli train ...     several ranks, each with --batch sequences of its own
     overspill train ... --lora-rank 16 --frozen nf4 --lr 2e-4  an adapter over a base in 4 bits (QLoRA)
 """
 
 import argparse
 import contextlib
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from overspill.cli import ranks
 from overspill.cli.checkpoints import is_complete
 from overspill.cli.chosen import Chosen, choose
 from overspill.cli.common import (
@@ -84,7 +85,12 @@ def options(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="in place of --steps: passes over the data, e.g. 3 or 0.5",
     )
-    add("--batch", type=positive, metavar="N", help=f"sequences in a micro-batch {default['batch']}")
+    add(
+        "--batch",
+        type=positive,
+        metavar="N",
+        help=f"sequences in a micro-batch, of each rank {default['batch']}",
+    )
     add("--seq-len", type=two_or_more, metavar="N", help=f"tokens in a sequence {default['seq_len']}")
     add("--accumulate", type=positive, metavar="N", help=f"micro-batches in a step {default['accumulate']}")
     add(
@@ -204,17 +210,13 @@ def train(args: argparse.Namespace, hook=None) -> tuple[int, dict[str, Any]]:
 
 def _train(args: argparse.Namespace, hook, summarise: Callable[[Session], Any]) -> tuple[int, Any]:
     """`summarise` reads the log, which a run that went well may have lost: the command's exit code is not of it."""
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise CliError(
-            "train is one rank; for several start a script of your own with torchrun (docs/torchrun.md, "
-            "examples/finetune.py)"
-        )
+    first = ranks.own_number() == 0
     check_trace(args.trace)
     folder = RunFolder(args.out)
     folder.check(args.resume is not None)
     with contextlib.ExitStack() as stack:
         stack.callback(folder.unlock)
-        if args.resume is not None:
+        if args.resume is not None and first:
             folder.lock()
         stored = folder.stored()
         chosen = choose(vars(args), stored)
@@ -226,7 +228,7 @@ def _train(args: argparse.Namespace, hook, summarise: Callable[[Session], Any]) 
         model_folder(Path(chosen.settings.model))
         checkpoint = _checkpoint(folder, args.resume, stored)
         require(chosen.config.engine.device, chosen.config.budget.device)
-        session = Session(folder, chosen, stored, checkpoint, stack, args.trace)
+        session = Session(folder, chosen, stored, checkpoint, stack, args.trace if first else None)
         session.begin()
         try:
             code = session.train(hook)
@@ -290,5 +292,5 @@ def _checkpoint(folder: RunFolder, resume: str | None, stored: dict[str, Any] | 
 
 def _last_good(session: Session) -> str:
     """Of what the run knows: to look at a disk that failed would hide why the run ended, or hang."""
-    newest = session.saver.newest
+    newest = session.saver.newest if session.saver else None
     return f"; the last good checkpoint is {newest}, {session.go_on}" if newest else ""
