@@ -64,7 +64,8 @@ def add(
         lora_dropout=dropout,
         target_modules=found,
     )
-    adapted: nn.Module = peft.get_peft_model(model, config)
+    # In the dtype of the layer, as forward computes: the engine keeps the masters.
+    adapted: nn.Module = peft.get_peft_model(model, config, autocast_adapter_dtype=False)
     return adapted
 
 

@@ -143,3 +143,19 @@ def test_old_checkpoints_with_adapters_are_removed_and_strange_files_are_not(ben
     _, _, told = bench.main(capsys, "train", "--out", out, "--resume", "--steps", 3)
     assert "it holds adapter/notes.txt, which Overspill did not write" in told
     assert (out / "checkpoints/step-000002/adapter/notes.txt").exists()
+
+
+@pytest.mark.parametrize("frozen", [None, "nf4"])
+def test_plan_is_that_of_the_run(frozen, bench, capsys, tmp_path):
+    options = {"lora_rank": 4, "frozen": frozen, "steps": 1, "eval_batches": 0}
+    said = bench.ok(capsys, *bench.train_args(tmp_path / "run", **options))
+    typed = ["--lora-rank", 4, *(["--frozen", frozen] if frozen else [])]
+    planned = bench.ok(
+        capsys, "plan", "--model", bench.model, "--host-budget", "64MiB", "--nvme", bench.nvme, *typed
+    )
+    lines = [line for line in planned.splitlines() if " parameters" in line or "bytes" in line]
+    assert lines and all(line in said for line in lines)
+    assert "frozen" in planned
+    assert "--lora-alpha is of an adapter" in bench.fails(
+        capsys, "plan", "--model", bench.model, "--host-budget", "64MiB", "--lora-alpha", 4
+    )

@@ -9,6 +9,7 @@ import json
 from pathlib import Path
 
 from overspill.cli import room, wear
+from overspill.cli.adapting import adapted, add_adapter, check_adapter
 from overspill.cli.chosen import choose
 from overspill.cli.common import (
     CliError,
@@ -43,6 +44,7 @@ def options(parser: argparse.ArgumentParser) -> None:
         help="with --accumulate: micro-batches pass each layer together",
     )
     add_update(parser)
+    add_adapter(parser)
     parser.add_argument("--dtype", choices=DTYPES, help=f"what forward computes in {default_text('dtype')}")
     parser.add_argument(
         "--keep", type=positive, metavar="N", help=f"checkpoints that are kept {default_text('keep')}"
@@ -59,10 +61,11 @@ def options(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     folder = model_folder(args.model)
     chosen = choose(vars(args), required=False)
+    check_adapter(chosen)
     config = chosen.config
     device = planned_line(config.engine.device, config.budget.device)
     quiet_transformers()
-    made = plan(empty_model(folder, chosen.settings.dtype), config)
+    made = plan(adapted(empty_model(folder, chosen.settings.dtype), chosen.settings), config)
     planned = room.planned(made.as_dict(), config.budget.nvme, args.model, args.out, chosen.settings.keep)
     disks = planned.lines() + _wear(made, config.budget)
     if args.json:

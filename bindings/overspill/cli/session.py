@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from overspill.cli import fits, room, troubles, wear
+from overspill.cli.adapting import adapted
 from overspill.cli.chosen import Chosen
 from overspill.cli.common import CliError, describe, load_tokenizer, quiet_transformers
 from overspill.cli.leftovers import remove_unfinished
@@ -128,18 +129,7 @@ class Session:
             raise CliError(f"--model {self.settings.model}: {str(error).splitlines()[0]}") from error
         if settings.checkpointing:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        return (model if settings.lora_rank is None else self._adapted(torch, model)), weights
-
-    def _adapted(self, torch, model: Any) -> Any:
-        from overspill import lora
-
-        settings = self.settings
-        torch.manual_seed(settings.seed)
-        targets = settings.lora_targets or [lora.ALL_LINEAR]
-        try:
-            return lora.add(model, settings.lora_rank, settings.lora_alpha, settings.lora_dropout, targets)
-        except ValueError as error:
-            raise CliError(f"--lora-targets {' '.join(targets)}: {str(error).splitlines()[0]}") from error
+        return adapted(model, settings), weights
 
     def begin(self) -> None:
         """Loads the checkpoint, if there is one, and makes the run's folder: until here nothing of it was touched."""

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from overspill.cli import ranks
+from overspill.cli.adapting import add_adapter, check_adapter
 from overspill.cli.checkpoints import is_complete
 from overspill.cli.chosen import Chosen, choose
 from overspill.cli.common import (
@@ -36,7 +37,6 @@ from overspill.cli.common import (
     path_of,
     positive,
     seed,
-    share,
     threads,
     two_or_more,
 )
@@ -44,7 +44,7 @@ from overspill.cli.device import require
 from overspill.cli.recorder import check_trace
 from overspill.cli.run_folder import RunFolder
 from overspill.cli.session import Session
-from overspill.cli.settings import DTYPES, FIELDS, PACKED, SCHEDULES, STEPS, absolute, default_text, option
+from overspill.cli.settings import DTYPES, FIELDS, SCHEDULES, STEPS, absolute, default_text, option
 
 USAGE = """overspill train --model DIR --data PATH --out DIR --host-budget SIZE [--nvme DIR ...] [OPTIONS]
        overspill train --model DIR --data PATH --out DIR --config FILE [OPTIONS]
@@ -126,29 +126,7 @@ def options(parser: argparse.ArgumentParser) -> None:
         action=argparse.BooleanOptionalAction,
         help="recompute activations in backward: slower, smaller",
     )
-    add(
-        "--lora-rank",
-        type=positive,
-        metavar="R",
-        help="train a LoRA adapter of this rank, by PEFT, in place of the weights, which are frozen; it takes about "
-        "ten times the --lr. Each checkpoint has it in adapter/, as PEFT reads it; `overspill merge` joins it with the "
-        "model",
-    )
-    add("--lora-alpha", type=more_than_zero, metavar="A", help="its sums are scaled by A / R (default 2 R)")
-    add("--lora-dropout", type=share, metavar="P", help=f"of its input {default['lora_dropout']}")
-    add(
-        "--lora-targets",
-        nargs="+",
-        type=named,
-        metavar="LAYER",
-        help="ends of the names of the layers that get one, e.g. q_proj v_proj (default all-linear: every linear layer "
-        "but the output)",
-    )
-    add(
-        "--frozen",
-        choices=PACKED,
-        help="with --lora-rank: hold the frozen weights of linear layers in 4 or 8 bits (docs/peft.md)",
-    )
+    add_adapter(parser)
     add_tiers(parser)
     add("--threads", type=threads, metavar="N", help="of the engine (default: all cores)")
     add(
@@ -224,7 +202,7 @@ def _train(args: argparse.Namespace, hook, summarise: Callable[[Session], Any]) 
             own = (chosen.settings.cache, *chosen.config.budget.nvme)
             folder.check_new([path for path in own if path])
         _check_saves(chosen)
-        _check_adapter(chosen)
+        check_adapter(chosen)
         model_folder(Path(chosen.settings.model))
         checkpoint = _checkpoint(folder, args.resume, stored)
         require(chosen.config.engine.device, chosen.config.budget.device)
@@ -262,18 +240,6 @@ def _check_saves(chosen: Chosen) -> None:
             f"{typed} (typed now or when the run began) with engine.train_after_save = false, after which no step "
             f"may follow a save: add {zero}, or leave engine.train_after_save out"
         )
-
-
-def _check_adapter(chosen: Chosen) -> None:
-    """Raises CliError for options of an adapter where there is none."""
-    if chosen.settings.lora_rank is not None:
-        return
-    of_one = ("lora_alpha", "lora_dropout", "lora_targets", "frozen")
-    for name in of_one:
-        if chosen.origins[name] == "typed":
-            raise CliError(
-                f"{option(name)} is of an adapter: give its --lora-rank, or leave {option(name)} out"
-            )
 
 
 def _checkpoint(folder: RunFolder, resume: str | None, stored: dict[str, Any] | None) -> Path | None:
