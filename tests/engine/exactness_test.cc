@@ -47,11 +47,19 @@ std::string name_of(const Case& c) {
                      c.threads, c.device, c.store, c.micro_batches, c.speculation);
 }
 
-std::filesystem::path scratch() {
-  auto folder =
-      std::filesystem::temp_directory_path() / fmt::format("test-of-overspill-engine-test-{}", ::getpid());
-  std::filesystem::create_directories(folder);
-  return folder;
+/// Until the program ends.
+const std::filesystem::path& scratch() {
+  struct Folder {
+    std::filesystem::path path =
+        std::filesystem::temp_directory_path() / fmt::format("test-of-overspill-engine-test-{}", ::getpid());
+    Folder() { std::filesystem::create_directories(path); }
+    ~Folder() {
+      std::error_code ignored;
+      std::filesystem::remove_all(path, ignored);
+    }
+  };
+  static const Folder folder;
+  return folder.path;
 }
 
 Config config_of(const Case& c) {

@@ -119,3 +119,52 @@ def test_a_run_goes_on_where_tensorboard_fails(fails, on_disk, tmp_path, capsys,
     assert code == 0, err
     assert list(tiny.losses(out)) == [1, 2, 3]
     assert err.count(f"TensorBoard's files in {out}/tensorboard are not written from here on") == 1
+
+
+class Wandb(types.ModuleType):
+    """As much of the package as a run uses."""
+
+    def __init__(self, fails=False):
+        super().__init__("wandb")
+        self.begun, self.logged, self.ended, self.fails = [], [], 0, fails
+
+    def init(self, **about):
+        self.begun.append(about)
+        return self
+
+    def log(self, numbers, step):
+        if self.fails and step >= 2:
+            raise RuntimeError("no network")
+        self.logged.append((step, numbers))
+
+    def finish(self):
+        self.ended += 1
+
+
+def test_numbers_go_where_they_are_asked_to_go(on_disk, tmp_path, capsys, monkeypatch):
+    wandb = Wandb()
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    out = tmp_path / "out"
+    assert on_disk.main(capsys, *on_disk.run(out, steps=2, report_to="wandb"))[0] == 0
+    assert on_disk.main(capsys, "train", "--out", out, "--resume", "--steps", 3)[0] == 0
+    assert [step for step, _ in wandb.logged] == [1, 2, 3] and wandb.ended == 2
+    assert {number["loss"] for _, number in wandb.logged} == set(tiny.losses(out).values())
+    first, again = wandb.begun
+    assert first["id"] == again["id"] and first["name"] == "out" and first["config"]["steps"] == 2
+    assert not (out / "tensorboard").exists()
+
+
+def test_a_run_goes_on_where_weights_and_biases_fails(on_disk, tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", Wandb(fails=True))
+    out = tmp_path / "out"
+    code, _, err = on_disk.main(capsys, *on_disk.run(out, steps=3, report_to="wandb"))
+    assert code == 0 and list(tiny.losses(out)) == [1, 2, 3]
+    assert err.count("Weights & Biases' records are not written from here on (RuntimeError: no network)") == 1
+
+
+def test_what_is_not_installed_is_named_before_the_run(on_disk, tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)  # as Python has a package that is not there
+    code, _, err = on_disk.main(capsys, *on_disk.run(tmp_path / "out", report_to="wandb"))
+    assert code != 0 and "--report-to wandb: it is not installed: pip install wandb" in err
+    assert not (tmp_path / "out").exists()
+    assert on_disk.main(capsys, *on_disk.run(tmp_path / "none", steps=1, report_to="none"))[0] == 0

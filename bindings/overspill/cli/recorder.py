@@ -1,12 +1,16 @@
-"""What a run leaves for other tools: a trace of two steps, and TensorBoard's files."""
+"""What a run leaves for other tools: a trace of two steps, and its curves in TensorBoard or Weights & Biases."""
 
 import contextlib
+import hashlib
+import importlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from overspill.cli.common import CliError, describe
+
+NONE = "none"
 
 
 class Recorder:
@@ -64,31 +68,31 @@ def check_trace(path: str | None) -> None:
 
 
 class Board:
-    """TensorBoard's files, where it is installed: called with each step's record. Training does not depend on them. A
-    thread of TensorBoard's writes, and ends for good at its first error, so `warn` is told of one and none is written
-    from then on."""
+    """What shows a run's curves, called with each step's record; `close` at the end. Training does not depend on it:
+    at its first error `warn` is told, and nothing is written from then on."""
 
-    def __init__(self, folder: Path, warn: Callable[[str], None]):
-        self.folder, self.warn = folder / "tensorboard", warn
+    def __init__(self, what: str, warn: Callable[[str], None]):
+        self.what, self.warn = what, warn
         self._writer: Any = None
         self._attempt(self._open)
 
     def __call__(self, record: dict[str, Any]) -> None:
         if self._writer is not None:
-            self._attempt(lambda: self._write(record))
+            self._attempt(lambda: self._write(_numbers(record), record["step"]))
+
+    def close(self) -> None:
+        if self._writer is not None:
+            self._attempt(self._close)
 
     def _open(self) -> None:
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError:
-            return
-        self._writer = SummaryWriter(str(self.folder))
+        """Sets `_writer`, unless there is nothing to write with."""
+        raise NotImplementedError
 
-    def _write(self, record: dict[str, Any]) -> None:
-        for key, value in record.items():
-            if key not in ("step", "nvme_paths"):
-                self._writer.add_scalar(key, float(value), record["step"])
-        self._writer.flush()
+    def _write(self, numbers: dict[str, float], step: int) -> None:
+        raise NotImplementedError
+
+    def _close(self) -> None:
+        self._writer = None
 
     def _attempt(self, act: Callable[[], None]) -> None:
         try:
@@ -96,6 +100,90 @@ class Board:
         except Exception as error:  # whatever its thread met, or a broken installation raises
             self._writer = None
             self.warn(
-                f"overspill: TensorBoard's files in {self.folder} are not written from here on "
-                f"({describe(error).text}); log.jsonl has all of it"
+                f"overspill: {self.what} are not written from here on ({describe(error).text}); log.jsonl has all of it"
             )
+
+
+class TensorBoard(Board):
+    """Its files, in the folder `tensorboard` of the run. A thread of TensorBoard's writes, and ends for good at its
+    first error."""
+
+    def __init__(self, folder: Path, warn: Callable[[str], None]):
+        self.folder = folder / "tensorboard"
+        super().__init__(f"TensorBoard's files in {self.folder}", warn)
+
+    def _open(self) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer = SummaryWriter(str(self.folder))
+
+    def _write(self, numbers: dict[str, float], step: int) -> None:
+        for name, value in numbers.items():
+            self._writer.add_scalar(name, value, step)
+        self._writer.flush()
+
+
+class WeightsAndBiases(Board):
+    """A run of the project "overspill" (WANDB_PROJECT names another), whose name is the folder's. One that goes on is
+    the same run there."""
+
+    def __init__(self, folder: Path, settings: dict[str, Any], warn: Callable[[str], None]):
+        self.folder, self.settings = folder, settings
+        super().__init__("Weights & Biases' records", warn)
+
+    def _open(self) -> None:
+        import wandb
+
+        known = hashlib.sha256(str(self.folder).encode()).hexdigest()[:16]
+        self._writer = wandb.init(
+            project=os.environ.get("WANDB_PROJECT", "overspill"),
+            dir=str(self.folder),
+            name=self.folder.name,
+            id=os.environ.get("WANDB_RUN_ID", known),
+            resume="allow",
+            config=self.settings,
+        )
+
+    def _write(self, numbers: dict[str, float], step: int) -> None:
+        self._writer.log(numbers, step=step)
+
+    def _close(self) -> None:
+        self._writer.finish()
+        self._writer = None
+
+
+BOARDS = {"tensorboard": "torch.utils.tensorboard", "wandb": "wandb"}
+
+
+def check_boards(asked: Sequence[str] | None) -> None:
+    """Raises CliError for one that is asked for and not installed."""
+    for name in asked or ():
+        if name != NONE and not _is_there(BOARDS[name]):
+            raise CliError(f"--report-to {name}: it is not installed: pip install {name}")
+    if asked and NONE in asked and len(asked) > 1:
+        raise CliError(f"--report-to {' '.join(asked)}: none stands alone")
+
+
+def boards(
+    asked: Sequence[str] | None, folder: Path, settings: dict[str, Any], warn: Callable[[str], None]
+) -> list[Board]:
+    """Those that are asked for; where nothing is said, TensorBoard if it is installed."""
+    if asked is None:
+        asked = ["tensorboard"] if _is_there(BOARDS["tensorboard"]) else []
+    made: dict[str, Callable[[], Board]] = {
+        "tensorboard": lambda: TensorBoard(folder, warn),
+        "wandb": lambda: WeightsAndBiases(folder, settings, warn),
+    }
+    return [made[name]() for name in dict.fromkeys(asked) if name != NONE]
+
+
+def _is_there(module: str) -> bool:
+    try:
+        importlib.import_module(module)
+    except ImportError:
+        return False
+    return True
+
+
+def _numbers(record: dict[str, Any]) -> dict[str, float]:
+    return {name: float(value) for name, value in record.items() if name not in ("step", "nvme_paths")}

@@ -12,7 +12,7 @@ from overspill.cli.chosen import Chosen
 from overspill.cli.common import CliError, describe, load_tokenizer, quiet_transformers
 from overspill.cli.leftovers import remove_unfinished
 from overspill.cli.output import say, warn
-from overspill.cli.recorder import Board, Recorder
+from overspill.cli.recorder import Board, Recorder, boards
 from overspill.cli.run_folder import SAVED, RunFolder
 from overspill.cli.saving import Saver, failures
 from overspill.extras import MissingExtra
@@ -216,7 +216,10 @@ class Session:
         from overspill.cli.display import Display
 
         hook = hook or (lambda loop: None)
-        board = Board(self.folder.path, warn) if self.ranks.first else None
+        shown: list[Board] = []
+        if self.ranks.first:
+            settings = self.settings
+            shown = boards(settings.report_to, self.folder.path, settings.as_dict(), warn)
         if self.reached and self.ranks.first:
             epochs = self.settings.epochs
             name, value = ("--steps", self.steps) if epochs is None else ("--epochs", epochs)
@@ -234,8 +237,8 @@ class Session:
                     record = self.loop.train_step()
                 if record is None:
                     break
-                if board is not None:
-                    self._tell(record, display, board)
+                if self.ranks.first:
+                    self._tell(record, display, shown)
                 if self._is_due():
                     self._save()
                 hook(self.loop)
@@ -247,6 +250,8 @@ class Session:
             if not self._stops():
                 self._measure("after", display)
                 hook(self.loop)
+        for board in shown:
+            board.close()
         if self.ranks.first:
             return self._close()
         return self.stop.exit_code if self.stop else 0
@@ -258,13 +263,14 @@ class Session:
         self.stop.look()
         return bool(self.stop)
 
-    def _tell(self, record: dict[str, Any], display, board: Board) -> None:
+    def _tell(self, record: dict[str, Any], display, shown: list[Board]) -> None:
         """What a step came to, in all places where it is to be seen."""
         self._attempt("log.jsonl", lambda: self.folder.log(record))
         display.step(record)
         if self.loop.steps_here == PREDICTED_AFTER:
             display.say(self.engine.predict()["text"].rstrip())
-        board(record)
+        for board in shown:
+            board(record)
 
     def _is_due(self) -> bool:
         due = self.saver is not None and self.saver.due(self.loop.step)

@@ -11,6 +11,7 @@ from overspill.cli.common import FORMATS, OPTIMIZERS, named
 
 DTYPES = ("bf16", "fp32")
 PACKED = ("nf4", "int8")
+REPORTS = ("tensorboard", "wandb", "none")
 SCHEDULES = ("constant", "linear", "cosine")
 STEPS = 100  # where neither --steps nor --epochs says how many
 
@@ -72,6 +73,7 @@ class Settings:
     eval_every: int = _field(0, fixed=False, key=None, least=0)
     eval_batches: int = _field(16, fixed=False, key=None, least=0)
     cache: str | None = _field(None, fixed=False, key=None)
+    report_to: list[str] | None = _field(None, fixed=False, key=None)
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, for run.json."""

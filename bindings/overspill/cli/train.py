@@ -41,10 +41,10 @@ from overspill.cli.common import (
     two_or_more,
 )
 from overspill.cli.device import require
-from overspill.cli.recorder import check_trace
+from overspill.cli.recorder import check_boards, check_trace
 from overspill.cli.run_folder import RunFolder
 from overspill.cli.session import Session
-from overspill.cli.settings import DTYPES, FIELDS, SCHEDULES, STEPS, absolute, default_text, option
+from overspill.cli.settings import DTYPES, FIELDS, REPORTS, SCHEDULES, STEPS, absolute, default_text, option
 
 USAGE = """overspill train --model DIR --data PATH --out DIR --host-budget SIZE [--nvme DIR ...] [OPTIONS]
        overspill train --model DIR --data PATH --out DIR --config FILE [OPTIONS]
@@ -169,6 +169,12 @@ def options(parser: argparse.ArgumentParser) -> None:
         help="where tokenised texts are kept (default ~/.cache/overspill)",
     )
     add(
+        "--report-to",
+        nargs="+",
+        choices=REPORTS,
+        help="where the log's numbers go too (default: TensorBoard's files in --out, where it is installed)",
+    )
+    add(
         "--trace",
         type=absolute,
         metavar="FILE",
@@ -203,6 +209,7 @@ def _train(args: argparse.Namespace, hook, summarise: Callable[[Session], Any]) 
             folder.check_new([path for path in own if path])
         _check_saves(chosen)
         check_adapter(chosen)
+        check_boards(chosen.settings.report_to)
         model_folder(Path(chosen.settings.model))
         checkpoint = _checkpoint(folder, args.resume, stored)
         require(chosen.config.engine.device, chosen.config.budget.device)

@@ -46,7 +46,7 @@ _READ_AHEAD = "the engine plans what it keeps and reads ahead (engine.prefetch_u
 _COLLECTIVES = "the engine plans its collectives by unit"
 _REPORTS = "the engine reports by engine.stats and engine.last_step"
 _LOGS = (
-    "log what you need in the script; overspill train writes OUT/tensorboard where TensorBoard is installed"
+    "log what you need in the script; overspill train has --report-to"
 )
 _QUANTIZED = "it rounds what ranks exchange, and every update here is exact"
 
