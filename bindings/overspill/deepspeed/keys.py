@@ -45,9 +45,7 @@ _BUFFERS = "the engine sizes its buffers by the budget"
 _READ_AHEAD = "the engine plans what it keeps and reads ahead (engine.prefetch_units)"
 _COLLECTIVES = "the engine plans its collectives by unit"
 _REPORTS = "the engine reports by engine.stats and engine.last_step"
-_LOGS = (
-    "log what you need in the script; overspill train has --report-to"
-)
+_LOGS = "log what you need in the script; overspill train has --report-to"
 _QUANTIZED = "it rounds what ranks exchange, and every update here is exact"
 
 KEYS: tuple[Key, ...] = (
