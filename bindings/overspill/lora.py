@@ -6,6 +6,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,11 +17,13 @@ from torch import nn
 from . import durable, exporting
 from ._core import CheckpointError
 from .extras import need
+from .model_files import read_saved
 from .pretrained import Folder, some
 
 FOLDER = "adapter"  # of a checkpoint that `overspill train` saved
 CONFIG, WEIGHTS = FILES = ("adapter_config.json", "adapter_model.safetensors")
 CONFIG_BYTES = 1 << 20
+WEIGHTS_BYTES = 64 << 30
 ALL_LINEAR = "all-linear"  # PEFT's word: every linear layer but the output
 _PREFIX = "base_model.model."  # of PEFT's names
 _A, _B = ".lora_A.weight", ".lora_B.weight"
@@ -56,6 +59,7 @@ def add(
     twice the rank. `targets`: ends of the names of layers, or ALL_LINEAR alone. Raises ValueError for targets that
     the model has none of, MissingExtra without PEFT."""
     peft = need("peft")
+    _check_targets(model, targets)
     found = ALL_LINEAR if list(targets) == [ALL_LINEAR] else list(targets)
     config = peft.LoraConfig(
         task_type="CAUSAL_LM",
@@ -69,9 +73,29 @@ def add(
     return adapted
 
 
+def _check_targets(model: Any, targets: Sequence[str]) -> None:
+    """PEFT goes on where one of several is wrong, and takes what `join` could not give back."""
+    from transformers.pytorch_utils import Conv1D
+
+    output = model.get_output_embeddings()
+    for target in targets if list(targets) != [ALL_LINEAR] else ():
+        found = [m for name, m in model.named_modules() if name == target or name.endswith("." + target)]
+        linear = sorted(
+            {n.rpartition(".")[2] for n, m in model.named_modules() if isinstance(m, nn.Linear | Conv1D)}
+        )
+        if not found:
+            raise ValueError(f"the model has no layer {target!r}; its linear layers are {', '.join(linear)}")
+        for layer in found:
+            if not isinstance(layer, nn.Linear | Conv1D) or layer is output:
+                kind = "the output layer" if layer is output else f"a {type(layer).__name__}"
+                raise ValueError(
+                    f"{target!r} is {kind}; give linear layers before the output: {', '.join(linear)}"
+                )
+
+
 def save(module: Any, weights: dict[str, torch.Tensor], folder: Path, base: str) -> None:
-    """Writes the adapter of a model of PEFT into `folder`, which is there, durably. `weights`: adapters.weights of it.
-    `base`: the folder of the model below it, for who opens it."""
+    """Writes the adapter of a model of PEFT into `folder`, which is there, durably. `weights`: those that train,
+    by their names in it. `base`: the folder of the model below it, for who opens it."""
     import peft
     from safetensors.torch import save as as_bytes
 
@@ -82,6 +106,11 @@ def save(module: Any, weights: dict[str, torch.Tensor], folder: Path, base: str)
     durable.write_text(folder / CONFIG, json.dumps(plain, indent=2, sort_keys=True, default=str) + "\n")
     with durable.new_file(folder / WEIGHTS) as file:
         file.write(as_bytes({name: tensor.contiguous() for name, tensor in state.items()}))
+
+
+def _is_number(value: Any) -> bool:
+    """Whether a float can be it, and it is finite."""
+    return type(value) in (int, float) and -sys.float_info.max <= value <= sys.float_info.max
 
 
 def strange_files(folder: Path) -> list[str]:
@@ -101,12 +130,12 @@ class Adapter:
                 f"{folder / CONFIG}: {strange[0]} = {self.config[strange[0]]!r:.80}, which merge does not join: open "
                 "the adapter with PEFT and call merge_and_unload()"
             )
-        rank, alpha = self.config.get("r"), self.config.get("lora_alpha")
-        if not (isinstance(rank, int) and rank > 0 and isinstance(alpha, int | float)):
+        self.rank, alpha = self.config.get("r"), self.config.get("lora_alpha")
+        if not (type(self.rank) is int and self.rank > 0 and _is_number(alpha)):
             raise CheckpointError(
-                f"{folder / CONFIG}: r = {rank!r:.40} and lora_alpha = {alpha!r:.40} are no LoRA"
+                f"{folder / CONFIG}: r = {self.rank!r:.40} and lora_alpha = {alpha!r:.40} are no LoRA"
             )
-        self.scale = alpha / rank
+        self.scale = alpha / self.rank
         self.transposed = bool(self.config.get("fan_in_fan_out"))
         self.weights = self._read_weights()
 
@@ -119,9 +148,7 @@ class Adapter:
     def _read_config(self) -> dict[str, Any]:
         path = self.folder / CONFIG
         try:
-            if path.stat().st_size > CONFIG_BYTES:
-                raise ValueError("it is too large")
-            values = json.loads(path.read_text(encoding="utf-8"))
+            values = json.loads(read_saved(self.folder, CONFIG, CONFIG_BYTES))
             if not isinstance(values, dict):
                 raise ValueError("it is no JSON object")
         except (OSError, ValueError, RecursionError) as error:
@@ -133,12 +160,12 @@ class Adapter:
     def _read_weights(self) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
         """By the name of the weight that they are added to."""
         from safetensors import SafetensorError
-        from safetensors.torch import load_file
+        from safetensors.torch import load
 
         path = self.folder / WEIGHTS
         try:
-            state = load_file(path)
-        except (OSError, SafetensorError) as error:
+            state = load(read_saved(self.folder, WEIGHTS, WEIGHTS_BYTES))
+        except (OSError, ValueError, SafetensorError) as error:
             raise CheckpointError(
                 f"{path} cannot be read ({error}); train or fetch the adapter again"
             ) from None
@@ -146,14 +173,19 @@ class Adapter:
         for name in [name for name in state if name.endswith(_A) and name.startswith(_PREFIX)]:
             module = name.removesuffix(_A)
             a, b = state.pop(name), state.pop(module + _B, None)
-            if b is None or a.dim() != 2 or b.dim() != 2 or a.shape[0] != b.shape[1]:
+            if b is None or a.dim() != 2 or b.dim() != 2 or not a.shape[0] == b.shape[1] == self.rank:
                 raise CheckpointError(
-                    f"{path}: {name} and {module + _B} are no two matrices that can be multiplied"
+                    f"{path}: {name!r:.200} and the lora_B beside it are no two matrices of the rank {self.rank}"
+                )
+            if not all(m.is_floating_point() and bool(m.isfinite().all()) for m in (a, b)):
+                raise CheckpointError(
+                    f"{path}: {name!r:.200}, or the lora_B beside it, has values that are no finite numbers"
                 )
             pairs[module.removeprefix(_PREFIX) + ".weight"] = (a, b)
-        if state:
+        if state or not pairs:
+            others = some(sorted(map(repr, state))) if state else "it has no tensors, which"
             raise CheckpointError(
-                f"{path}: {some(sorted(state))} {'is' if len(state) == 1 else 'are'} not LoRA's of a linear layer, "
+                f"{path}: {others} {'is' if len(state) == 1 else 'are'} not LoRA's of a linear layer, "
                 "which merge does not join: open the adapter with PEFT and call merge_and_unload()"
             )
         return pairs
@@ -182,14 +214,16 @@ def write_joined(
     """Writes the weights of `base` with the adapter added, as PEFT's merge_and_unload makes them, into `folder`, which
     is new. Raises CheckpointError where the two do not belong together."""
     stored = Folder(base)
-    missing = sorted(adapter.weights.keys() - stored.tensors.keys())
+    prefix = _prefix(adapter, stored)
+    weights = {prefix + name for name in stored.tensors}
+    missing = sorted(map(repr, adapter.weights.keys() - weights))
     if missing:
         raise CheckpointError(
             f"{adapter.folder} is of another model than {base}, which has no {some(missing)}; name the folder that it "
             "was trained over (--model DIR; in a script model=DIR)"
         )
     for name in adapter.weights:
-        given, wanted = list(adapter.shape(name)), list(stored.tensors[name].shape)
+        given, wanted = list(adapter.shape(name)), list(stored.tensors[name.removeprefix(prefix)].shape)
         if given != wanted:
             raise CheckpointError(
                 f"{adapter.folder}: the adapter of {name} is for a matrix of {given}, and {base} has {wanted}: they "
@@ -199,15 +233,25 @@ def write_joined(
     for name, tensor in stored.tensors.items():
         own = stored.dtype(name)
         to = dtype if own in exporting.FLOATS else own
-        read = functools.partial(_joined, adapter, stored, name, to)
-        tensors.append(exporting.Tensor(name, to, tensor.shape, read))
+        read = functools.partial(_joined, adapter, stored, name, prefix, to)
+        tensors.append(exporting.Tensor(prefix + name, to, tensor.shape, read))
     total = sum(tensor.bytes for tensor in tensors)
     folder.mkdir()
     files = exporting.write_shards(folder, tensors, shard_bytes, lambda done: progress(done, total))
     return {"tensors": len(tensors), "bytes": total, "files": files}
 
 
-def _joined(adapter: Adapter, stored: Folder, name: str, dtype: torch.dtype) -> torch.Tensor:
-    if name not in adapter.weights:
+def _prefix(adapter: Adapter, stored: Folder) -> str:
+    """What the model's names have before the folder's: transformers opens a folder of the model below its head, such as
+    GPT-2's, which has `h.0` for `transformer.h.0`."""
+    name = min(adapter.weights)
+    parts = name.split(".")
+    tails = (".".join(parts[i:]) for i in range(len(parts)))
+    found = next((tail for tail in tails if tail in stored.tensors), name)
+    return name.removesuffix(found)
+
+
+def _joined(adapter: Adapter, stored: Folder, name: str, prefix: str, dtype: torch.dtype) -> torch.Tensor:
+    if prefix + name not in adapter.weights:
         return stored.read([name], dtype).contiguous()
-    return (stored.read([name], torch.float32) + adapter.delta(name)).to(dtype).contiguous()
+    return (stored.read([name], torch.float32) + adapter.delta(prefix + name)).to(dtype).contiguous()

@@ -16,7 +16,7 @@ import torch
 from . import _core, architecture, durable, extra, folders, lora, packed
 from ._core import CheckpointError
 from .config import parse_size
-from .model_files import OTHER_FOLDER, copy_saved_small_files, copy_small_files
+from .model_files import OTHER_FOLDER, SMALL_FILE_BYTES, copy_saved_small_files, copy_small_files
 from .pretrained import Folder, some
 from .units import DTYPES
 
@@ -101,7 +101,7 @@ def merge(
         copy(small, part / "small")
         _set_dtype(part / "small/config.json", small, NAMES[dtype])
         if adapter:
-            base = _base(adapter, model)
+            base = _base(adapter, model, small)
             counted = lora.write_joined(
                 adapter,
                 base,
@@ -130,15 +130,29 @@ def merge(
     return Merged(counted["tensors"], counted["bytes"], counted["files"], said)
 
 
-def _base(adapter: lora.Adapter, model: str | os.PathLike[str] | None) -> Path:
-    """The folder with the weights that the adapter was trained over."""
-    base = Path(model if model is not None else adapter.base)
-    if (adapter.base or model is not None) and (base / "config.json").is_file():
+def _base(adapter: lora.Adapter, model: str | os.PathLike[str] | None, small: Path) -> Path:
+    """The folder with the weights that the adapter was trained over. One that the adapter names, which anybody may have
+    made, has to have the configuration that lies beside it: no other model's weights go out."""
+    if model is not None:
+        return Path(model)
+    base = Path(adapter.base)
+    if adapter.base and _same_file(base / "config.json", small / "config.json"):
         return base
     raise CheckpointError(
-        f"{adapter.folder} was trained over {adapter.base!r:.300}, which is no folder with a model here; name it "
+        f"{adapter.folder} was trained over {adapter.base!r:.300}, which is no folder with that model here; name it "
         "(--model DIR; in a script model=DIR)"
     )
+
+
+def _same_file(one: Path, other: Path) -> bool:
+    try:
+        return (
+            one.is_file()
+            and one.stat().st_size <= SMALL_FILE_BYTES
+            and one.read_bytes() == other.read_bytes()
+        )
+    except (OSError, ValueError):
+        return False
 
 
 def _said_of_adapter(manifest: Mapping[str, Any], base: Path, part: Path, named: Path) -> str:
@@ -188,7 +202,8 @@ def _check_names(
     """Which class opens the model. Raises CheckpointError where none does."""
     if adapted := architecture.names_of_peft(shapes):  # also where there is no class to compare with
         raise CheckpointError(
-            f"{checkpoint} has names of PEFT, whose adapters merge does not join: {some(adapted)}. In a script "
+            f"{checkpoint} has names of PEFT, whose adapters merge does not join: {some(adapted)}. One of overspill "
+            "train, which lacks its adapter/: `overspill train --out DIR --resume` adds that. Else in a script "
             "make the same model and engine, `engine.load_checkpoint(CHECKPOINT)`, then "
             "`engine.module.merge_and_unload(); engine.save_pretrained(OUT)`"
         )

@@ -58,6 +58,21 @@ def copy_saved_small_files(source: Path, target: Path) -> None:
         os.close(folder)
 
 
+def read_saved(source: Path, name: str, most: int) -> bytes:
+    """A file of a checkpoint's folder, which anybody may have made: no link, nothing that can hang, at most `most`
+    bytes. Raises OSError, or ValueError which says what it is."""
+    folder = os.open(source, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        opened = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder)
+    finally:
+        os.close(folder)
+    with os.fdopen(opened, "rb") as file:
+        status = os.fstat(opened)
+        if not stat.S_ISREG(status.st_mode) or status.st_size > most:
+            raise ValueError(f"it is no file of up to {most} bytes")
+        return file.read()
+
+
 def _copy_saved(folder: int, name: str, source: Path, target: Path) -> None:
     # O_NONBLOCK: a named pipe must not hang the reader.
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC

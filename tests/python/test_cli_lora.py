@@ -1,6 +1,7 @@
 """overspill train --lora-rank: an adapter is trained, resumed, opened by PEFT and joined with its model."""
 
 import json
+import os
 import shutil
 
 import pytest
@@ -97,9 +98,14 @@ def test_merge_refuses_what_is_no_plain_lora_or_of_another_model(run, bench, cap
     assert "use_dora = True, which merge does not join" in refused(use_dora=True)
     assert "init_lora_weights = 'pissa', which merge does not join" in refused(init_lora_weights="pissa")
     assert "r = 0 and lora_alpha = 8 are no LoRA" in refused(r=0)
-    assert "which is no folder with a model here; name it (--model DIR" in refused(
+    assert "r = 4 and lora_alpha = inf are no LoRA" in refused(lora_alpha=float("inf"))
+    assert "r = True and" in refused(r=True) and "are no LoRA" in refused(lora_alpha=10**400)
+    assert "are no two matrices of the rank 1" in refused(r=1)
+    assert "which is no folder with that model here; name it (--model DIR" in refused(
         base_model_name_or_path="/nowhere"
     )
+    private = tiny.make_model(tmp_path / "private", bench.texts, hidden=32)
+    assert "which is no folder with that model here" in refused(base_model_name_or_path=str(private))
     other = tiny.make_model(tmp_path / "other", bench.texts, hidden=32)
     message = bench.fails(capsys, "merge", checkpoint, tmp_path / "merged", "--model", other)
     assert "they are of two models" in message
@@ -107,9 +113,58 @@ def test_merge_refuses_what_is_no_plain_lora_or_of_another_model(run, bench, cap
     assert "cannot be read" in bench.fails(capsys, "merge", checkpoint, tmp_path / "merged")
     config.write_text(json.dumps(good))
     weights = checkpoint / "adapter/adapter_model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:-4])
+    held = safetensors.load_file(weights)
+    first = min(held)
+    for wrong, said in (
+        ({}, "it has no tensors"),
+        (held | {first: held[first] * float("nan")}, "has values that are no finite numbers"),
+        (held | {first: held[first].to(torch.int32)}, "has values that are no finite numbers"),
+        (held | {"\x1b[2J": held[first]}, r"'\x1b[2J' is not LoRA's"),
+    ):
+        weights.write_bytes(safetensors.save(wrong))
+        assert said in bench.fails(capsys, "merge", checkpoint, tmp_path / "merged")
+    weights.write_bytes(safetensors.save(held)[:-4])
     assert "cannot be read" in bench.fails(capsys, "merge", checkpoint, tmp_path / "merged")
+    for name in (weights, config):
+        name.unlink()
+        os.mkfifo(name)  # whose reader would wait for ever
+        assert "it is no file of up to" in bench.fails(capsys, "merge", checkpoint, tmp_path / "merged")
+        name.unlink()
+        name.symlink_to(run / "checkpoints/step-000008/adapter" / name.name)
+        assert "cannot be read" in bench.fails(capsys, "merge", checkpoint, tmp_path / "merged")
+        name.unlink()
+        shutil.copyfile(run / "checkpoints/step-000008/adapter" / name.name, name)
     assert not (tmp_path / "merged").exists() and not list(tmp_path.glob("merged.part*"))
+
+
+def test_a_base_whose_files_lack_the_prefix_of_the_names_is_joined(bench, capsys, tmp_path):
+    """As the hub has GPT-2: the model below its head."""
+    gpt2 = shutil.copytree(bench.model, tmp_path / "gpt2")
+    (gpt2 / "model.safetensors").unlink()
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(
+        vocab_size=320, n_embd=32, n_layer=2, n_head=2, n_positions=64, architectures=["GPT2LMHeadModel"]
+    )
+    transformers.GPT2Model(config).save_pretrained(gpt2)
+    (gpt2 / "generation_config.json").unlink(missing_ok=True)
+    about = json.loads((gpt2 / "config.json").read_text()) | {"architectures": ["GPT2LMHeadModel"]}
+    (gpt2 / "config.json").write_text(json.dumps(about))
+    out, merged = tmp_path / "run", tmp_path / "merged"
+    bench.ok(capsys, *bench.train_args(out, model=gpt2, lora_rank=4, dtype="fp32", lr=1e-2, steps=3))
+    checkpoint = out / "checkpoints/step-000003"
+    assert "it opens as GPT2LMHeadModel" in bench.ok(capsys, "merge", checkpoint, merged, "--dtype", "fp32")
+    plain = transformers.AutoModelForCausalLM.from_pretrained(gpt2, dtype=torch.float32)
+    wanted = peft.PeftModel.from_pretrained(plain, checkpoint / "adapter").merge_and_unload().state_dict()
+    found = transformers.AutoModelForCausalLM.from_pretrained(merged).state_dict()
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
+def test_a_saved_adapter_is_exact_where_forward_has_bf16(bench, capsys, tmp_path):
+    out = tmp_path / "run"
+    bench.ok(capsys, *bench.train_args(out, lora_rank=4, lr=1e-3, steps=3, dtype="bf16"))
+    held = safetensors.load_file(out / "checkpoints/step-000003/adapter/adapter_model.safetensors")
+    assert all(tensor.dtype == torch.float32 for tensor in held.values())
+    assert any(not torch.equal(tensor, tensor.bfloat16().float()) for tensor in held.values())
 
 
 def test_qlora(bench, capsys, tmp_path):
@@ -126,7 +181,12 @@ def test_qlora(bench, capsys, tmp_path):
     [
         ({"lora_alpha": 8}, "--lora-alpha is of an adapter: give its --lora-rank"),
         ({"frozen": "nf4"}, "--frozen is of an adapter: give its --lora-rank"),
-        ({"lora_rank": 4, "lora_targets": "nothing"}, "--lora-targets nothing: Target modules"),
+        (
+            {"lora_rank": 4, "lora_targets": "nothing"},
+            "--lora-targets nothing: the model has no layer 'nothing'",
+        ),
+        ({"lora_rank": 4, "lora_targets": "lm_head"}, "'lm_head' is the output layer; give linear layers"),
+        ({"lora_rank": 4, "lora_targets": "embed_tokens"}, "'embed_tokens' is a Embedding"),
         ({"lora_rank": 4, "lora_dropout": 1}, "a number from 0 to less than 1 is expected"),
     ],
 )

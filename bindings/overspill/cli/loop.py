@@ -229,6 +229,8 @@ class Loop:
             )
         else:
             return
+        if differs == ["ranks"]:
+            raise CliError(f"{checkpoint} {what}: go on with as many ranks as the run began with")
         raise CliError(
             f"{checkpoint} is of another run: it {what}, so its place in the data means nothing here. Go on from one "
             "of this run's own (--resume alone: the newest); or merge that one, and start a new run with --model and "

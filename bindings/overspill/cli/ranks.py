@@ -1,15 +1,17 @@
 """The ranks of one run of `overspill train`, which torchrun starts: all compute, the first writes the run's folder and
 speaks."""
 
+import contextlib
 import os
+import threading
+from collections.abc import Callable, Iterator
 from typing import Any
 
+from overspill.cli.common import CliError, describe
 from overspill.cli.loop import Stop
 
-
-def own_number() -> int:
-    """This process's, as torchrun says it; 0 where there is no torchrun."""
-    return int(os.environ.get("RANK", "0")) if in_all() > 1 else 0
+LOOK_SECONDS = 5.0  # between two words of a rank for which the others wait
+PATIENCE_SECONDS = 1800.0  # the engine's own: of who waits for a rank that says nothing
 
 
 def in_all() -> int:
@@ -21,23 +23,97 @@ def on_this_machine() -> int:
 
 
 class Ranks:
-    """What they tell each other. Every call but `first` is made by all of them, in the same order. `group`: of the
-    engine; None where there is one rank."""
+    """What they tell each other. Every call is made by all of them, in the same order. `group`: an
+    overspill.ranks.Group that nobody else uses; None where there is one rank."""
 
-    def __init__(self, group: Any):
-        self._group = group
+    def __init__(self, group: Any = None):
+        self.group = group
         self.number, self.world = (0, 1) if group is None else (group.rank, group.world)
+
+    @classmethod
+    def joined(cls) -> "Ranks":
+        """Those that torchrun has started."""
+        from overspill import ranks
+
+        return cls(ranks.join(None, PATIENCE_SECONDS) if in_all() > 1 else None)
+
+    def end_others(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        """What an exception of this rank means for those that wait for it; for contextlib.ExitStack.push."""
+        if error is not None:
+            from overspill import ranks
+
+            ranks.tell(error, [self.group])
+
+    def close(self) -> None:
+        if self.group is not None:
+            self.group.close()
 
     @property
     def first(self) -> bool:
         return self.number == 0
 
+    @property
+    def first_here(self) -> bool:
+        """Of this machine's."""
+        return self.world == 1 or os.environ.get("LOCAL_RANK", "0") == "0"
+
     def each(self, value: Any) -> list[Any]:
         """Every rank's value, which JSON can have."""
-        return [value] if self._group is None else self._group.gathered(value)
+        return [value] if self.group is None else self.group.gathered(value)
 
     def of_first(self, value: Any) -> Any:
         return self.each(value)[0]
+
+    def check_alike(self, what: dict[str, Any]) -> None:
+        """Raises RankError, on all of them, where a value differs."""
+        if self.group is not None:
+            self.group.check_alike(what)
+
+    @contextlib.contextmanager
+    def all_or_none(self) -> Iterator[None]:
+        """What one of them raises inside, all raise: none goes on to wait for one that has ended."""
+        failure: Exception | None = None
+        try:
+            yield
+        except Exception as error:
+            failure = error
+        said = self.each(None if failure is None else describe(failure).text)
+        if failure is not None:
+            raise failure
+        for number, text in enumerate(said):
+            if text is not None:
+                raise CliError(f"rank {number} failed: {text}")
+
+    def while_others_wait(self, act: Callable[[], Any]) -> Any:
+        """What `act` returns or raises. The others wait in `wait_for_first` and hear from time to time that this goes
+        on: a collective that nobody joins for long is taken for a rank that is gone."""
+        if self.group is None:
+            return act()
+        outcome: dict[str, Any] = {}
+
+        def work() -> None:
+            try:
+                outcome["value"] = act()
+            except Exception as error:
+                outcome["error"] = error
+
+        worker = threading.Thread(target=work)
+        worker.start()
+        worker.join(LOOK_SECONDS)
+        while worker.is_alive():
+            self.of_first(True)
+            worker.join(LOOK_SECONDS)
+        if "error" in outcome:
+            raise outcome["error"]
+        return outcome["value"]
+
+    def wait_for_first(self) -> None:
+        """Until the first rank says `over`."""
+        while self.of_first(None):
+            pass
+
+    def over(self) -> None:
+        self.of_first(False)
 
 
 class SharedStop:

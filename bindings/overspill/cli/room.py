@@ -14,6 +14,14 @@ from overspill.memory import human
 from overspill.model_files import small_files
 
 BESIDE_BYTES = 1 << 20  # of a checkpoint beside its data: the manifest, and of the run: log, plot
+_OF_A_RANK = (
+    "nvme_reserve_bytes",
+    "weights_nvme_bytes",
+    "states_nvme_bytes",
+    "weights_host_bytes",
+    "states_host_bytes",
+    "units_device_bytes",
+)
 FINISH = '{"engine": {"train_after_save": false}}'
 
 
@@ -44,11 +52,6 @@ class Room:
     copied_bytes: int  # that each checkpoint writes
     free_bytes: int  # for the reserve
     out_free_bytes: int  # beside the reserve
-
-    def of_ranks(self, count: int) -> "Room":
-        """The same for so many ranks of this machine, which have as much each."""
-        names = ("reserve_bytes", "linked_bytes", "copied_bytes")
-        return dataclasses.replace(self, **{name: count * getattr(self, name) for name in names})
 
     @property
     def out_need_bytes(self) -> int:
@@ -132,17 +135,22 @@ def planned(made: dict, nvme: list[str], model: Path, out: Path | None, keep: in
     return _room(made, shares, model, where, keep, saved=0, taken=lambda device: 0)
 
 
-def reserved(made: dict, stats: dict, model: Path, out: Path, keep: int, saved: int) -> Room:
-    """Of a running engine, which has its reserve. `stats`: the engine's."""
+def reserved(
+    made: dict, stats: dict, model: Path, out: Path, keep: int, saved: int, here: int = 1, ranks: int = 1
+) -> Room:
+    """Of a running engine, which has its reserve. `stats`: the engine's. `here`: ranks of this machine, which share its
+    disks and have about as much each; `ranks`: of all machines, which save to one folder."""
     paths = {path["path"]: path["reserved_bytes"] for path in stats["paths"]}
     total = sum(paths.values()) or 1
     devices = {path: file_system(Path(path)).device for path in paths}
 
     def taken(device: int) -> int:
-        return sum(count for path, count in paths.items() if devices[path] == device)
+        return here * sum(count for path, count in paths.items() if devices[path] == device)
 
     shares = {path: count / total for path, count in paths.items()}
-    return _room(made, shares, model, out, keep, saved, taken)
+    of_all = {name: here * made[name] for name in _OF_A_RANK}
+    room = _room({**made, **of_all}, shares, model, out, keep, saved, taken)
+    return dataclasses.replace(room, copied_bytes=room.copied_bytes * ranks // here)
 
 
 def _room(

@@ -48,10 +48,12 @@ class RunFolder:
         self._lock: RunLock | None = None
         self._unwritten = ""  # lines of the log for which there was no room
 
-    @property
-    def command(self) -> str:
-        """What goes on with the run."""
-        return f"overspill train --out {shlex.quote(str(self.path))} --resume"
+    def command(self, ranks: int = 1) -> str:
+        """What goes on with the run, which has so many ranks."""
+        arguments = f"train --out {shlex.quote(str(self.path))} --resume"
+        if ranks == 1:
+            return f"overspill {arguments}"
+        return f"torchrun --nproc_per_node={ranks} -m overspill.cli {arguments}"
 
     def stored(self) -> dict[str, Any] | None:
         """What run.json says; None where there is no run. Raises CliError when it is damaged."""

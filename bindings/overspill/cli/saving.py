@@ -4,6 +4,7 @@ tries again."""
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from overspill.cli.common import CliError, describe
 from overspill.cli.output import warn
@@ -19,8 +20,9 @@ def failures() -> tuple[type[Exception], ...]:
 
 
 class Saver:
-    """Takes the checkpoints of one process. `add_files` adds to one what merge needs beside the weights. `on_the_way`:
-    steps may follow a save. `base` is the checkpoint that the process went on from, at `step`, if there is one."""
+    """Takes the checkpoints of one process. `add_files` adds to one what merge needs beside the weights; `at_length`
+    calls what takes long. `on_the_way`: steps may follow a save. `base` is the checkpoint that the process went on
+    from, at `step`, if there is one."""
 
     def __init__(
         self,
@@ -28,12 +30,13 @@ class Saver:
         settings: Settings,
         take: Callable[[Path], None],
         add_files: Callable[[Path], None],
+        at_length: Callable[[Callable[[], Any]], Any],
         on_the_way: bool,
         base: Path | None,
         step: int,
     ):
         self.folder, self.settings = folder, settings
-        self._take, self._add, self._on_the_way = take, add_files, on_the_way
+        self._take, self._add, self._at_length, self._on_the_way = take, add_files, at_length, on_the_way
         self.newest, self._step = base, step if base else None
         self.failure: str | None = None  # of the last save
         self._last = time.monotonic()
@@ -87,7 +90,7 @@ class Saver:
         from overspill import _core
 
         try:
-            _core.verify(str(self.newest), None)
+            self._at_length(lambda: _core.verify(str(self.newest), None))
         except failures() as error:
             fate = self._set_aside(self.newest)
             self.newest, self._step = before, None

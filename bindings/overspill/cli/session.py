@@ -12,12 +12,17 @@ from overspill.cli.chosen import Chosen
 from overspill.cli.common import CliError, describe, load_tokenizer, quiet_transformers
 from overspill.cli.leftovers import remove_unfinished
 from overspill.cli.output import say, warn
+from overspill.cli.ranks import Ranks, SharedStop, on_this_machine
 from overspill.cli.recorder import Board, Recorder, boards
 from overspill.cli.run_folder import SAVED, RunFolder
 from overspill.cli.saving import Saver, failures
+from overspill.cli.settings import FIELDS, option
 from overspill.extras import MissingExtra
+from overspill.ranks import tell
 
 PREDICTED_AFTER = 3  # steps of this process: the first is cold, two are a mean
+_OF_A_MACHINE = {"model", "data", "heldout", "torch_threads"}  # paths and cores may differ
+_DECIDES = {"eval_every", "eval_batches"}  # what all ranks do together
 
 
 OF_OLD = (
@@ -38,7 +43,8 @@ class Session:
         stored: dict[str, Any] | None,
         checkpoint: Path | None,
         stack: contextlib.ExitStack,
-        trace: str | None = None,
+        trace: str | None,
+        ranks: Ranks,
     ):
         quiet_transformers()
         import torch
@@ -46,33 +52,26 @@ class Session:
         import overspill
         from overspill import data
         from overspill.cli.loop import Loop, Stop
-        from overspill.cli.ranks import Ranks, SharedStop, in_all
 
         settings = chosen.settings
-        self.folder, self.chosen, self.settings, self.trace = folder, chosen, settings, trace
+        self.folder, self.chosen, self.settings, self.ranks = folder, chosen, settings, ranks
+        self.trace = trace if ranks.first else None
         self.base, self.began_before = checkpoint, stored is not None
         if settings.torch_threads:
             torch.set_num_threads(settings.torch_threads)
-        training, self.heldout, digest = self._data(data, stored)
-        if stored and stored["data_digest"] != digest:
-            or_else = f", or the run is {OF_OLD}" if _is_old(stored) else ""
-            raise CliError(
-                f"--data {settings.data}: the texts changed since the run began{or_else}; restore them where they "
-                "changed, or start a new run in another --out"
-            )
-        if stored is None and settings.batch > len(training):  # a run that began so may go on
-            raise CliError(
-                f"--batch {settings.batch} is more than the {len(training)} sequences that --data {settings.data} has "
-                f"for training, so a micro-batch would have some twice; give at most --batch {len(training)}, more "
-                f"data, or a smaller --seq-len than {settings.seq_len}"
-            )
-        self.steps = settings.steps_of(len(training), in_all())
-        self.run = {**(stored or {"heldout": {}, "data_digest": digest, SAVED: None}), **chosen.stored()}
-        model, weights = self._model(torch, chosen.config)
-        if note := fits.check_length(model, settings.seq_len, settings.model):
-            chosen.notes.append(note)
-        fits.check_tokens(model, self.tokenizer, (training.tokens, self.heldout.tokens), settings.model)
-        torch.manual_seed(settings.seed)  # of dropout, whatever making the model drew
+        with ranks.all_or_none():
+            found = self._data(data, stored) if ranks.first_here else None
+        with ranks.all_or_none():  # those beside it find what it has tokenised
+            training, self.heldout, digest = found or self._data(data, stored)
+            self._check_data(training, digest, stored)
+            self.steps = settings.steps_of(len(training), ranks.world)
+            self.run = {**(stored or {"heldout": {}, "data_digest": digest, SAVED: None}), **chosen.stored()}
+            model, weights = self._model(torch, chosen.config)
+            if note := fits.check_length(model, settings.seq_len, settings.model):
+                chosen.notes.append(note)
+            fits.check_tokens(model, self.tokenizer, (training.tokens, self.heldout.tokens), settings.model)
+        ranks.check_alike(self._shared(digest))
+        torch.manual_seed(settings.seed + ranks.number)  # of dropout, whatever making the model drew
         try:
             self.engine, optimizer, _, _ = overspill.initialize(model, chosen.config, checkpoint=weights)
         except overspill.StoreError as error:
@@ -80,14 +79,42 @@ class Session:
                 raise
             raise CliError(f"{error}{room.ways_out(checkpoint)}") from error
         stack.callback(self.engine.close)
-        self.ranks = Ranks(self.engine._group)
-        several = self.ranks.world > 1
-        stop = Stop(self.engine._core.stall, "step" if several else "micro-batch")
-        self.stop = SharedStop(stop, self.ranks)
+        stack.push(self._end_others)
+        stop = Stop(self.engine._core.stall, "step" if ranks.world > 1 else "micro-batch")
+        self.stop = SharedStop(stop, ranks)
         batches = data.Batches(training, settings.batch, settings.seed)
-        self.loop = Loop(self.engine, optimizer, batches, settings, self.steps, self.stop, digest, self.ranks)
+        self.loop = Loop(self.engine, optimizer, batches, settings, self.steps, self.stop, digest, ranks)
         self.saver: Saver | None = None  # of the first rank
         self._adapter: dict[str, Any] = {}
+
+    def _end_others(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if error is not None:
+            tell(error, [self.engine._group])
+
+    def _shared(self, digest: str) -> dict[str, Any]:
+        """What has to be alike on all ranks and the engine does not compare: a step, or a wait, would differ."""
+        values = self.settings.as_dict()
+        names = {name for name, field in FIELDS.items() if field.metadata["fixed"]} - _OF_A_MACHINE
+        shared = {option(name): values[name] for name in sorted(names | _DECIDES)}
+        shared |= {"the digest of --data and --heldout": digest, "the last step": self.steps}
+        return shared | {"the checkpoint to go on from": self.base and self.base.name}
+
+    def _check_data(self, training: Any, digest: str, stored: dict[str, Any] | None) -> None:
+        settings = self.settings
+        if stored and stored["data_digest"] != digest:
+            or_else = f", or the run is {OF_OLD}" if _is_old(stored) else ""
+            raise CliError(
+                f"--data {settings.data}: the texts changed since the run began{or_else}; restore them where they "
+                "changed, or start a new run in another --out"
+            )
+        rows = settings.batch * self.ranks.world
+        if stored is None and rows > len(training):  # a run that began so may go on
+            of = f" of {self.ranks.world} ranks" if self.ranks.world > 1 else ""
+            raise CliError(
+                f"--batch {settings.batch}{of} is more than the {len(training)} sequences that --data "
+                f"{settings.data} has for training, so a micro-batch would have some twice; give at most --batch "
+                f"{len(training) // self.ranks.world}, more data, or a smaller --seq-len than {settings.seq_len}"
+            )
 
     def _data(self, data, stored: dict[str, Any] | None) -> tuple[Any, Any, str]:
         try:
@@ -136,8 +163,11 @@ class Session:
         if self.base is not None:
             self.loop.restore(self.engine.load_checkpoint(str(self.base)), self.base)
             self._hold_adapter()
-        if not self.ranks.first:
-            return
+        with self.ranks.all_or_none():
+            if self.ranks.first:
+                self._begin_folder()
+
+    def _begin_folder(self) -> None:
         self._check_room()
         aside = []
         if self.base is None:
@@ -151,6 +181,7 @@ class Session:
             self.settings,
             self._take,
             self._add_files,
+            self.ranks.while_others_wait,
             self._saves_on_the_way,
             self.base,
             self.loop.step,
@@ -167,10 +198,8 @@ class Session:
         saved = min(len(self.folder.checkpoints.complete()), self.settings.keep)
         plan, stats, settings = self.engine._core.plan.as_dict(), self.engine.stats(), self.settings
         model = Path(settings.model)
-        from overspill.cli.ranks import on_this_machine
-
-        own = room.reserved(plan, stats, model, self.folder.path, settings.keep, saved)
-        self.room = own.of_ranks(on_this_machine())
+        ranks = (on_this_machine(), self.ranks.world)
+        self.room = room.reserved(plan, stats, model, self.folder.path, settings.keep, saved, *ranks)
         self.room.check()
 
     def _say_how(self, aside: list[Path]) -> None:
@@ -252,8 +281,11 @@ class Session:
                 hook(self.loop)
         for board in shown:
             board.close()
-        if self.ranks.first:
-            return self._close()
+        try:
+            if self.ranks.first:
+                return self._close()
+        finally:  # torchrun ends all others once one has ended with an exit code
+            self.ranks.each(None)
         return self.stop.exit_code if self.stop else 0
 
     def _display(self, kind) -> Any:
@@ -282,14 +314,12 @@ class Session:
             if self.ranks.of_first(None):
                 with contextlib.suppress(*failures()):  # which the first rank tells
                     self._take_part(self.folder.checkpoints.path(self.loop.step))
+                self.ranks.wait_for_first()
             return
-        self._taken = False
         self.saver.save(self.loop.step, prune)
-        if not self._taken:
-            self.ranks.of_first(False)
+        self.ranks.over()
 
     def _take(self, path: Path) -> None:
-        self._taken = True
         self.ranks.of_first(True)
         self._take_part(path)
         self.run[SAVED] = self.loop.step
@@ -300,11 +330,12 @@ class Session:
         self._hold_adapter()
 
     def _hold_adapter(self) -> None:
-        """Copies of an adapter's weights, which all ranks have parts of."""
-        from overspill import adapters
+        """Copies of an adapter's exact weights, of which all ranks have parts."""
+        import torch
 
         if self.settings.lora_rank is not None:
-            self._adapter = adapters.weights(self.engine.module)
+            named = self.engine.module.named_parameters()
+            self._adapter = {n: self.engine.weight(p, torch.float32) for n, p in named if p.requires_grad}
 
     def _add_files(self, path: Path) -> None:
         """What others than this run need of a checkpoint."""
@@ -344,7 +375,7 @@ class Session:
     def go_on(self) -> str:
         """How, and what it needs, where it reserves anything."""
         needs = f" ({self.room.lines()[-1]})" if self.room.reserve_bytes else ""
-        return f"go on with: {self.folder.command}{needs}"
+        return f"go on with: {self.folder.command(self.ranks.world)}{needs}"
 
     def _wear(self) -> list[str]:
         """What training does to the disks, at the rate of this process's steps."""

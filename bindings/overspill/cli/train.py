@@ -20,7 +20,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from overspill.cli import ranks
 from overspill.cli.adapting import add_adapter, check_adapter
 from overspill.cli.checkpoints import is_complete
 from overspill.cli.chosen import Chosen, choose
@@ -41,6 +40,7 @@ from overspill.cli.common import (
     two_or_more,
 )
 from overspill.cli.device import require
+from overspill.cli.ranks import Ranks
 from overspill.cli.recorder import check_boards, check_trace
 from overspill.cli.run_folder import RunFolder
 from overspill.cli.session import Session
@@ -194,26 +194,29 @@ def train(args: argparse.Namespace, hook=None) -> tuple[int, dict[str, Any]]:
 
 def _train(args: argparse.Namespace, hook, summarise: Callable[[Session], Any]) -> tuple[int, Any]:
     """`summarise` reads the log, which a run that went well may have lost: the command's exit code is not of it."""
-    first = ranks.own_number() == 0
-    check_trace(args.trace)
-    folder = RunFolder(args.out)
-    folder.check(args.resume is not None)
     with contextlib.ExitStack() as stack:
-        stack.callback(folder.unlock)
-        if args.resume is not None and first:
-            folder.lock()
-        stored = folder.stored()
-        chosen = choose(vars(args), stored)
-        if stored is None:
-            own = (chosen.settings.cache, *chosen.config.budget.nvme)
-            folder.check_new([path for path in own if path])
-        _check_saves(chosen)
-        check_adapter(chosen)
-        check_boards(chosen.settings.report_to)
-        model_folder(Path(chosen.settings.model))
-        checkpoint = _checkpoint(folder, args.resume, stored)
-        require(chosen.config.engine.device, chosen.config.budget.device)
-        session = Session(folder, chosen, stored, checkpoint, stack, args.trace if first else None)
+        ranks = Ranks.joined()
+        stack.callback(ranks.close)
+        stack.push(ranks.end_others)
+        with ranks.all_or_none():
+            check_trace(args.trace)
+            folder = RunFolder(args.out)
+            folder.check(args.resume is not None)
+            stack.callback(folder.unlock)
+            if args.resume is not None and ranks.first:
+                folder.lock()
+            stored = folder.stored()
+            chosen = choose(vars(args), stored)
+            if stored is None:
+                own = (chosen.settings.cache, *chosen.config.budget.nvme)
+                folder.check_new([path for path in own if path])
+            _check_saves(chosen)
+            check_adapter(chosen)
+            check_boards(chosen.settings.report_to)
+            model_folder(Path(chosen.settings.model))
+            checkpoint = _checkpoint(folder, args.resume, stored)
+            require(chosen.config.engine.device, chosen.config.budget.device)
+        session = Session(folder, chosen, stored, checkpoint, stack, args.trace, ranks)
         session.begin()
         try:
             code = session.train(hook)
