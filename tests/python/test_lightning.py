@@ -294,7 +294,11 @@ def test_saves_in_the_middle_of_a_step_are_lightnings(strategy, tmp_path):
 
     def run(kind, name):
         saver = lightning.pytorch.callbacks.ModelCheckpoint(
-            tmp_path / name, "{step}-{epoch}", save_top_k=-1, monitor="val_loss"
+            tmp_path / name,
+            "{step}-{epoch}",
+            save_top_k=-1,
+            monitor="val_loss",
+            save_on_train_epoch_end=False,
         )
         more = {"callbacks": [saver], "enable_checkpointing": True, "val_check_interval": 1, "max_epochs": 2}
         module, again = made(), made()
