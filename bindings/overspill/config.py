@@ -39,6 +39,10 @@ class ConfigError(OverspillError, ValueError):
     """A key or a value of the configuration is wrong; the message names it and what would be right."""
 
 
+class NotSupportedHere(ConfigError, NotImplementedError):
+    """A key of DeepSpeed's JSON asks for what Overspill does not have."""
+
+
 def parse_size(value: Any) -> int:
     """Bytes, of an int or a text such as "600MiB", "20 GiB" or "1.5GB" (powers of 1000). Raises
     ValueError."""
@@ -613,7 +617,8 @@ def _of_deepspeeds(data: dict[str, Any]) -> dict[str, Any]:
     try:
         translated = deepspeed_json.translate(data, own)
     except ValueError as error:
-        raise ConfigError(str(error)) from None
+        kind = NotSupportedHere if ": not supported: " in str(error) else ConfigError
+        raise kind(str(error)) from None
     if message := translated.message():
         warnings.warn(message, stacklevel=4)
     return translated.config

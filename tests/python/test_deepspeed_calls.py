@@ -423,6 +423,21 @@ def test_a_step_without_managed_accumulation_always_updates():
         each.destroy()
     with pytest.raises(AssertionError, match="supports ZeRO overlap_comm only with ZeRO stage 2"):
         made(managed_gradient_accumulation=False, zero_optimization={"stage": 1, "overlap_comm": True})
+    with pytest.raises(
+        AssertionError, match="must be a multiple of nccl_start_alignment_factor, 2, and is 1001"
+    ):
+        made(zero_optimization={"stage": 2, "allgather_bucket_size": 1001})
+
+
+def test_what_is_not_there_is_not_implemented():
+    with pytest.raises(
+        NotImplementedError, match="grad_accum_dtype = 'bf16': not supported: micro-batches"
+    ) as error:
+        made(data_types={"grad_accum_dtype": "bf16"})
+    assert isinstance(error.value, ConfigError)
+    with pytest.raises(ConfigError, match="unknown key") as error:
+        made(bf17={})
+    assert not isinstance(error.value, NotImplementedError)
 
 
 def test_an_optimizer_is_zeros_at_its_stages():

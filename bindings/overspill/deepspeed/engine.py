@@ -432,7 +432,7 @@ def initialize(
     comm.init_distributed()  # as there: what calls it asks torch.distributed for its rank
     source = given_as[0] if given_as else None
     settings, data = read_deepspeeds(source)  # type: ignore[arg-type]  # None is an error that it names
-    _check_unmanaged(settings, data)
+    _check_zero(settings, data)
     if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer) and callable(optimizer):
         optimizer = optimizer(model_parameters if model_parameters is not None else model.parameters())  # type: ignore[union-attr]
     if optimizer is not None:
@@ -466,13 +466,20 @@ def initialize(
     return made
 
 
-def _check_unmanaged(settings: Config, data: dict[str, Any]) -> None:
-    zero = data.get("zero_optimization")
-    overlaps = isinstance(zero, dict) and zero.get("overlap_comm") is True
-    if overlaps and not settings.managed_gradient_accumulation and settings.zero_optimization.stage < 2:
+def _check_zero(settings: Config, data: dict[str, Any]) -> None:
+    """What DeepSpeed asserts of keys that have no meaning here."""
+    zero, stage = data.get("zero_optimization"), settings.zero_optimization.stage
+    zero = zero if isinstance(zero, dict) else {}
+    if zero.get("overlap_comm") is True and not settings.managed_gradient_accumulation and stage < 2:
         raise AssertionError(
             "overspill: managed_gradient_accumulation=False supports ZeRO overlap_comm only with ZeRO stage 2, as in "
             "DeepSpeed: leave overlap_comm out"
+        )
+    size = zero.get("allgather_bucket_size")
+    if isinstance(size, int) and size % 2 and stage in (1, 2):
+        raise AssertionError(
+            f"overspill: allgather_bucket_size must be a multiple of nccl_start_alignment_factor, 2, and is {size}, as "
+            "in DeepSpeed: leave it out"
         )
 
 
