@@ -136,7 +136,9 @@ _THERE: dict[str, dict[str, Any]] = {
     "deepspeed.runtime.dataloader": _of(parts, "RepeatingLoader"),
     "deepspeed.runtime.engine": {"DeepSpeedEngine": DeepSpeedEngine},
     "deepspeed.runtime.lr_schedules": _SCHEDULES,
-    "deepspeed.runtime.swap_tensor": {"MIN_SWAPPABLE_BYTES": 1 << 20},  # what tests and scripts size tensors by
+    "deepspeed.runtime.swap_tensor": {
+        "MIN_SWAPPABLE_BYTES": 1 << 20
+    },  # what tests and scripts size tensors by
     "deepspeed.runtime.utils": _of(parts, "see_memory_usage"),
     "deepspeed.runtime.zero": _ZERO,
     "deepspeed.runtime.precision_config": _of(json_models, "DeepSpeedBF16Config", "get_bfloat16_config"),
