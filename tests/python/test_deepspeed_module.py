@@ -116,15 +116,15 @@ def pass_of(engine, micro_step):
     return engine.backward(loss)
 
 
-def test_a_boundary_that_was_set_decides_alone():
+def test_a_boundary_that_was_set_decides_alone(tmp_path):
     engine = made(gradient_accumulation_steps=2)
     engine.set_gradient_accumulation_boundary(False)
     for micro_step in range(3):
         pass_of(engine, micro_step)
         engine.step()
     assert engine.global_steps == 0
-    with pytest.raises(RuntimeError, match="in the middle of a step: 3 of 2"):
-        engine.save_checkpoint("nowhere")
+    with pytest.warns(UserWarning, match="in the middle of a step: the gradients of its 3 micro-batches"):
+        engine.save_checkpoint(tmp_path)
     assert not engine.was_step_applied()
     engine.set_gradient_accumulation_boundary(True)
     pass_of(engine, 3)
