@@ -31,8 +31,8 @@ struct Config {
   double max_grad_norm = 0;  // 0: no clipping
   // false: a step with an inf or a NaN in a gradient is taken, as torch's optimizers do.
   bool skip_nonfinite = true;
-  bool speculate = false;  // update in backward, before the norm is known; world 1
-  int stage = 3;           // several ranks: what they divide (StagePolicy); never changes a bit
+  bool speculate = false;       // update in backward, before the norm is known; world 1
+  int stage = 3;                // several ranks: what they divide (StagePolicy); never changes a bit
   bool sum_over_ranks = false;  // a step uses the sum of the ranks' gradients, not their mean
   // Several ranks: gradients are summed by the transport's own reduce-scatter, in its order and precision, in
   // place of an exchange and an fp32 sum in rank order. Needs Communicator::reduces().

@@ -88,7 +88,7 @@ class Experts : public testing::Test {
   Experts() {
     for (int layer = 0; layer < 2; ++layer) {
       LayerExperts& made = layers_.emplace_back();
-      made.layer = static_cast<size_t>(2 * layer + 1);
+      made.layer = 2 * static_cast<size_t>(layer) + 1;
       made.chosen = 4;
       for (int expert = 0; expert < kExperts; ++expert) {
         const int first = matrix_of(layer, expert);

@@ -119,7 +119,7 @@ def test_merge_refuses_what_is_no_plain_lora_or_of_another_model(run, bench, cap
         ({}, "it has no tensors"),
         (held | {first: held[first] * float("nan")}, "has values that are no finite numbers"),
         (held | {first: held[first].to(torch.int32)}, "has values that are no finite numbers"),
-        (held | {"\x1b[2J": held[first]}, r"'\x1b[2J' is not LoRA's"),
+        (held | {"\x1b[2J": held[first].clone()}, r"'\x1b[2J' is not LoRA's"),
     ):
         weights.write_bytes(safetensors.save(wrong))
         assert said in bench.fails(capsys, "merge", checkpoint, tmp_path / "merged")
