@@ -32,6 +32,7 @@ CACHE = ROOT / ".cache"
 LR, CLIP, WEIGHT_DECAY, SEED = 5e-5, 1.0, 0.01, 0
 BATCH, SEQ_LEN = 4, 256
 LOSS_TOLERANCE = 0.01
+MERGED_TOLERANCE = 1e-3  # other sums, of the same bf16 weights
 
 
 class Turns:
@@ -226,6 +227,22 @@ def command(*args: str) -> str:
     return done.stdout
 
 
+def merged_loss(merged: Path, batches: int) -> float:
+    """The held-out loss of what was merged, by the engine for inference, which is the logarithm of its perplexity."""
+    import torch
+
+    from overspill import data, inference
+
+    model = inference.load(merged)
+    total, count = 0.0, 0
+    for words in data.evaluation_batches(sequences(merged)[1], BATCH, batches):
+        for row in words:
+            logits = model.logits(row.tolist())[:-1]
+            total += torch.nn.functional.cross_entropy(logits, row[1:], reduction="sum").item()
+            count += len(row) - 1
+    return total / count
+
+
 def options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -258,6 +275,7 @@ def main() -> int:
 
     result = measure(job)
     command("merge", result.pop("checkpoint"), str(merged), "--dtype", "bf16")
+    result["heldout_loss_merged"] = merged_loss(merged, job.eval_batches)
     print("completion:", flush=True)
     # A budget makes it certain that Overspill writes it: where transformers has to run a model, one is refused.
     sampling = ("--max-new-tokens", "64", "--temperature", "0.6", "--seed", "1", "--budget", job.host_budget)
@@ -276,6 +294,10 @@ def broken_promises(result: dict[str, Any]) -> list[str]:
     broken = []
     if abs(result["heldout_loss_after"] - result["heldout_loss_plain"]) > LOSS_TOLERANCE:
         broken.append(f"the held-out loss differs from the plain loop's by more than {LOSS_TOLERANCE}")
+    if abs(result["heldout_loss_merged"] - result["heldout_loss_after"]) > MERGED_TOLERANCE:
+        broken.append(
+            f"the merged model's held-out loss differs from the engine's by more than {MERGED_TOLERANCE}"
+        )
     if result["peak_host_bytes"] > result["host_budget_bytes"]:
         broken.append("the engine held more host memory than its budget")
     if result["peak_rss_bytes"] > result["host_budget_bytes"] + result["plain_fwd_bwd_rss_bytes"]:
@@ -298,7 +320,8 @@ def report(result: dict[str, Any], merged: Path) -> None:
     print(
         f"""
 held-out loss      {result["heldout_loss_before"]:.4f} before, {result["heldout_loss_after"]:.4f} after, {
-            result["heldout_loss_plain"]:.4f} by the plain loop
+            result["heldout_loss_plain"]:.4f} by the plain loop; {
+            result["heldout_loss_merged"]:.4f} by the engine for inference, of the merged model
 a step             {result["step_seconds"]:.2f} s, plain {
             result["plain_step_seconds"]:.2f} s; ratio, median of turns: {result["step_vs_plain"]:.3f}
 host memory        {human(result["peak_host_bytes"])} of a budget of {human(result["host_budget_bytes"])}
