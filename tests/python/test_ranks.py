@@ -263,7 +263,8 @@ def test_each_rank_gets_its_part_of_every_epoch():
     assert list(ranks.sampler(data, Ranks(0, 2), seed=5)) != epochs[0][0]
 
 
-def test_the_train_command_says_that_it_is_one_rank(tmp_path, monkeypatch, capsys):
+def test_the_train_command_says_how_several_ranks_are_started(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.delenv("RANK", raising=False)
     assert main(["train", "--out", str(tmp_path / "run")]) != 0
-    assert "train is one rank" in capsys.readouterr().err
+    assert "WORLD_SIZE is 2 and RANK is not set: start several ranks with torchrun" in capsys.readouterr().err

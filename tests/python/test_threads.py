@@ -169,7 +169,7 @@ READS = [
     ("read_weight", lambda engine, saved, states: copy.deepcopy(engine.module)),
     ("read_weight", lambda engine, saved, states: pickle.dumps(engine.module[2].weight)),
     ("read_state", lambda engine, saved, states: engine.optimizer_state(engine.module[0].weight)),
-    ("read_state", lambda engine, saved, states: engine.grad(engine.module[0].weight)),
+    ("read_whole_gradient", lambda engine, saved, states: engine.grad(engine.module[0].weight)),
 ]
 
 
@@ -190,7 +190,7 @@ READS = [
         ("read_state", lambda engine, saved, states: engine.optimizer.state_dict()),
         ("write_state", lambda engine, saved, states: engine.optimizer.load_state_dict(states)),
         ("synchronize", lambda engine, saved, states: engine.synchronize()),
-        ("has_gradient", lambda engine, saved, states: engine.grad(engine.module[0].weight)),
+        ("read_whole_gradient", lambda engine, saved, states: engine.grad(engine.module[0].weight)),
         ("has_gradient", lambda engine, saved, states: engine.module[0].weight.grad),
         ("read_gradient", lambda engine, saved, states: engine.module[0].weight.grad),
         ("replace_gradient", lambda engine, saved, states: setattr(engine.module[0].weight, "grad", None)),

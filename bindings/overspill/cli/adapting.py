@@ -5,7 +5,7 @@ from typing import Any
 
 from overspill.cli.chosen import Chosen
 from overspill.cli.common import CliError, more_than_zero, named, positive, share
-from overspill.cli.settings import PACKED, Settings, default_text, option
+from overspill.cli.settings import FIELDS, PACKED, Settings, default_text, option
 
 OF_ONE = ("lora_alpha", "lora_dropout", "lora_targets", "frozen")
 
@@ -42,7 +42,8 @@ def check_adapter(chosen: Chosen) -> None:
     if chosen.settings.lora_rank is not None:
         return
     for name in OF_ONE:
-        if chosen.origins[name] == "typed":
+        value = getattr(chosen.settings, name)
+        if chosen.origins[name] == "typed" and value != FIELDS[name].default:
             raise CliError(
                 f"{option(name)} is of an adapter: give its --lora-rank, or leave {option(name)} out"
             )

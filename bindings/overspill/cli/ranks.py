@@ -35,6 +35,11 @@ class Ranks:
         """Those that torchrun has started."""
         from overspill import ranks
 
+        if in_all() > 1 and "RANK" not in os.environ:
+            raise CliError(
+                f"WORLD_SIZE is {in_all()} and RANK is not set: start several ranks with torchrun "
+                "(docs/torchrun.md), or unset WORLD_SIZE for one"
+            )
         return cls(ranks.join(None, PATIENCE_SECONDS) if in_all() > 1 else None)
 
     def end_others(self, kind: Any, error: BaseException | None, trace: Any) -> None:
