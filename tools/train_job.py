@@ -32,7 +32,8 @@ CACHE = ROOT / ".cache"
 LR, CLIP, WEIGHT_DECAY, SEED = 5e-5, 1.0, 0.01, 0
 BATCH, SEQ_LEN = 4, 256
 LOSS_TOLERANCE = 0.01
-MERGED_TOLERANCE = 1e-3  # other sums, of the same bf16 weights
+# Of the loss: forward in bf16 rounds activations, which the engine for inference keeps in fp32.
+MERGED_TOLERANCE = 1e-3
 
 
 class Turns:
@@ -294,10 +295,9 @@ def broken_promises(result: dict[str, Any]) -> list[str]:
     broken = []
     if abs(result["heldout_loss_after"] - result["heldout_loss_plain"]) > LOSS_TOLERANCE:
         broken.append(f"the held-out loss differs from the plain loop's by more than {LOSS_TOLERANCE}")
-    if abs(result["heldout_loss_merged"] - result["heldout_loss_after"]) > MERGED_TOLERANCE:
-        broken.append(
-            f"the merged model's held-out loss differs from the engine's by more than {MERGED_TOLERANCE}"
-        )
+    merged, trained = result["heldout_loss_merged"], result["heldout_loss_after"]
+    if abs(merged - trained) > MERGED_TOLERANCE * trained:
+        broken.append(f"the merged model's held-out loss is not the engine's to {MERGED_TOLERANCE} of it")
     if result["peak_host_bytes"] > result["host_budget_bytes"]:
         broken.append("the engine held more host memory than its budget")
     if result["peak_rss_bytes"] > result["host_budget_bytes"] + result["plain_fwd_bwd_rss_bytes"]:
