@@ -6,7 +6,7 @@ call."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 from torch._C import DisableTorchFunction
@@ -95,17 +95,16 @@ def state(segment: Segment, name: str) -> torch.Tensor:
 
 def gradient(segment: Segment) -> torch.Tensor | None:
     """A copy in fp32 of what the next step would use; of several ranks their mean, or sum. None where there is none."""
-    unit = segment.unit
-    with torch.inference_mode(False), DisableTorchFunction(), calls.Alone():
-        out = _room(segment, torch.float32)
-        found = unit.residency.core.read_whole_gradient(unit.index, segment.index, out.data_ptr(), out.nbytes)
-        return segment.as_parameter(out) if found else None
+    return _gradient(segment, segment.unit.residency.core.read_whole_gradient)
 
 
 def own_gradient(segment: Segment) -> torch.Tensor | None:
     """The same of what this rank's own passes gave, before ranks sum it."""
-    unit = segment.unit
+    return _gradient(segment, segment.unit.residency.core.read_own_gradient)
+
+
+def _gradient(segment: Segment, read: Callable[[int, int, int, int], bool]) -> torch.Tensor | None:
     with torch.inference_mode(False), DisableTorchFunction(), calls.Alone():
         out = _room(segment, torch.float32)
-        found = unit.residency.core.read_own_gradient(unit.index, segment.index, out.data_ptr(), out.nbytes)
+        found = read(segment.unit.index, segment.index, out.data_ptr(), out.nbytes)
         return segment.as_parameter(out) if found else None
