@@ -1,6 +1,7 @@
 """Ranks in processes of their own: `python` with the variables that torchrun sets, or torchrun itself."""
 
 import contextlib
+import gc
 import os
 import random
 import re
@@ -10,6 +11,8 @@ import sys
 import threading
 from dataclasses import dataclass
 from pathlib import Path
+
+import torch
 
 HERE = Path(__file__).resolve().parent
 BINDINGS = HERE.parents[1] / "bindings"
@@ -45,6 +48,16 @@ def free_port() -> int:
                 continue
             return port
     raise AssertionError("no port of a hundred is free")
+
+
+def end_group() -> None:
+    """Ends the default process group, in a job whose plain half wrapped its model in DistributedDataParallel.
+
+    The wrapper has to go first. If it holds the group's last reference, torch 2.13 ends the group with the GIL held
+    and joins the group's thread, which may wait for the GIL to free a tensor: the rank hangs for ever.
+    """
+    gc.collect()
+    torch.distributed.destroy_process_group()
 
 
 def start(world: int, script: str, *arguments) -> list[subprocess.Popen]:

@@ -78,6 +78,7 @@ def test_mixed_precision_of_several_ranks_is_refused(monkeypatch):
 
 RANKS = """
 import json, sys
+import launch
 import torch
 from test_accelerate import trained
 
@@ -87,7 +88,7 @@ plain = trained()
 ours = trained({"budget": {"host": "64MiB"}, "gradient_accumulation_steps": 2})
 if torch.distributed.get_rank() == 0:
     print(json.dumps({"plain": plain, "ours": ours}))
-torch.distributed.destroy_process_group()
+launch.end_group()
 """
 
 

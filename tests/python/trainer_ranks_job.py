@@ -6,6 +6,7 @@ trainer_ranks_job.py FOLDER plain|ours [DISK [CHECKPOINT]]
 import json
 import sys
 
+import launch
 import torch
 import transformers
 from test_transformers import arguments, llama, log_of, rows
@@ -13,8 +14,7 @@ from test_transformers import arguments, llama, log_of, rows
 import overspill.transformers as native
 
 
-def main(folder, kind, disk=None, resume=None):
-    torch.set_num_threads(1)
+def train(folder, kind, disk=None, resume=None):
     options = {"save_steps": 3, "eval_strategy": "steps", "eval_steps": 3, "load_best_model_at_end": True}
     args = arguments(folder, **options)
     assert args.world_size == torch.distributed.get_world_size()
@@ -32,7 +32,12 @@ def main(folder, kind, disk=None, resume=None):
         print(json.dumps({"log": log_of(trainer), "eval": metrics, "best": trainer.state.best_metric}))
     if kind == "ours":
         trainer.engine.close()
-    torch.distributed.destroy_process_group()
+
+
+def main(*job):
+    torch.set_num_threads(1)
+    train(*job)
+    launch.end_group()
 
 
 if __name__ == "__main__":

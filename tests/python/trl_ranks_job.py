@@ -7,6 +7,7 @@ import json
 import sys
 
 import datasets
+import launch
 import torch
 import trl
 from test_trl import COMMON, over, parts, run, texts
@@ -38,7 +39,7 @@ def main(model_folder, folder):
         found[name] = plain, run(ours)
     if torch.distributed.get_rank() == 0:
         print(json.dumps(found))
-    torch.distributed.destroy_process_group()
+    launch.end_group()
 
 
 if __name__ == "__main__":
