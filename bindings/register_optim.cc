@@ -94,6 +94,10 @@ void initialize(const std::string& optimizer, const py::dict& group, const std::
   optim::initialize_states(hyper, tensors.format, tensors.piece);
 }
 
+double product_of_momenta(double beta1, double momentum_decay, int64_t step) {
+  return optim::Nadam::product_of_momenta({.beta1 = beta1, .momentum_decay = momentum_decay}, step);
+}
+
 std::pair<double, bool> squares(const Address& values, const std::string& dtype) {
   const optim::Element element = element_named(dtype);
   const auto memory = memory_at(values.first, values.second);
@@ -136,6 +140,7 @@ void register_optim(py::module_& m) {
   optim_module.def("update", &update);
   optim_module.def("initialize", &initialize);
   optim_module.def("squares", &squares);
+  optim_module.def("product_of_momenta", &product_of_momenta);
   optim_module.def(
       "packed_bytes", [](const std::string& packing, const std::string& dtype, int64_t elements) {
         return optim::packed_bytes(optim::packing_named(packing), element_named(dtype), elements);

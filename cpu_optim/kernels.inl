@@ -64,6 +64,13 @@ inline V sqrt(V x) {
 inline V sign(V x) {
   return from_bits((mask_of(x.x > 0.0f) & 0x3F800000u) | (mask_of(x.x < 0.0f) & 0xBF800000u));
 }
+inline V abs(V x) {
+  return from_bits(bits_of(x.x) & 0x7FFFFFFFu);
+}
+// NaN where one of them is.
+inline V larger(V a, V b) {
+  return from_bits(choose(mask_of(a.x > b.x) | mask_of(a.x != a.x), bits_of(a.x), bits_of(b.x)));
+}
 
 #include "cpu_optim/interleave.inl"
 

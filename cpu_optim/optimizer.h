@@ -7,9 +7,13 @@
 #include <type_traits>
 #include <variant>
 
+#include "cpu_optim/optimizers/adadelta.h"
 #include "cpu_optim/optimizers/adagrad.h"
 #include "cpu_optim/optimizers/adam.h"
+#include "cpu_optim/optimizers/adamax.h"
 #include "cpu_optim/optimizers/lion.h"
+#include "cpu_optim/optimizers/nadam.h"
+#include "cpu_optim/optimizers/rmsprop.h"
 #include "cpu_optim/optimizers/sgd.h"
 
 namespace overspill::optim {
@@ -26,7 +30,8 @@ struct OptimizerList {
     (f.template operator()<T>(index++), ...);
   }
 };
-using Optimizers = OptimizerList<Adam, Adagrad, Lion, Momentum, Sgd>;
+using Optimizers =
+    OptimizerList<Adam, Adagrad, Lion, Momentum, Sgd, Rmsprop, RmspropMomentum, Nadam, Adamax, Adadelta>;
 
 /// Hyper-parameters of one parameter group; which alternative it holds is which optimizer it is.
 using Hyper = Optimizers::Hyper;
@@ -39,7 +44,7 @@ constexpr Optimizer optimizer_of(const Hyper& hyper) {
   return Optimizer{static_cast<uint8_t>(hyper.index())};
 }
 std::string_view name(Optimizer optimizer);
-/// "adam", "adagrad", "lion", "momentum", "sgd"; anything else throws std::invalid_argument.
+/// By the kName of its file in optimizers/, such as "adam"; anything else throws std::invalid_argument.
 Optimizer optimizer_named(std::string_view name);
 
 /// What a state (counted from 0) holds before the first update.

@@ -45,6 +45,13 @@ OVERSPILL_HERE_AND_THERE inline Number sqrt(Number x) {
 OVERSPILL_HERE_AND_THERE inline Number sign(Number x) {
   return x.x > 0.0f ? 1.0f : x.x < 0.0f ? -1.0f : 0.0f;
 }
+OVERSPILL_HERE_AND_THERE inline Number abs(Number x) {
+  return float_of(bits_of(x.x) & 0x7FFFFFFFu);
+}
+/// NaN where one of them is.
+OVERSPILL_HERE_AND_THERE inline Number larger(Number a, Number b) {
+  return a.x > b.x || a.x != a.x ? a : b;
+}
 
 // ---- elements of gradients, whatever they are stored as
 

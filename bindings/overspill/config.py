@@ -283,7 +283,84 @@ class SGD(_Section):
         return self
 
 
-_TYPES = {kind.__name__.lower(): kind for kind in (AdamW, Adam, Adagrad, Lion, SGD)}
+class RMSprop(_Section):
+    """Tieleman and Hinton 2012, with or without momentum."""
+
+    type: Literal["RMSprop"] = "RMSprop"
+    """Which optimizer."""
+    lr: _Rate = 1e-2
+    """Learning rate."""
+    alpha: _Beta = 0.99
+    """Decay of the average of squares."""
+    eps: _Rate = 1e-8
+    """Is added to the root of the average."""
+    weight_decay: _Rate = 0.0
+    """Is added to the gradient, times the weight."""
+    momentum: _Rate = 0.0
+    """Of the buffer of past steps; 0 has none."""
+    maximize: bool = False
+    """Steps up the gradient."""
+
+
+class NAdam(_Section):
+    """Dozat 2016: Adam with Nesterov's momentum."""
+
+    type: Literal["NAdam"] = "NAdam"
+    """Which optimizer."""
+    lr: _Rate = 2e-3
+    """Learning rate."""
+    betas: tuple[_Beta, _Beta] = (0.9, 0.999)
+    """Decay of the average of gradients, and of that of their squares; the first stays as it is while it trains."""
+    eps: _Rate = 1e-8
+    """Is added to the root of the second average."""
+    weight_decay: _Rate = 0.0
+    """Is added to the gradient, times the weight; or see decoupled_weight_decay."""
+    momentum_decay: _Rate = 4e-3
+    """The momentum of a step is betas[0] (1 - 0.96^(step momentum_decay) / 2); it stays as it is while it trains."""
+    decoupled_weight_decay: bool = False
+    """weight_decay is a fraction of the weight a step, times lr, as in AdamW."""
+    maximize: bool = False
+    """Steps up the gradient."""
+
+
+class Adamax(_Section):
+    """Kingma and Ba 2014, algorithm 2: steps by the largest gradient that fades."""
+
+    type: Literal["Adamax"] = "Adamax"
+    """Which optimizer."""
+    lr: _Rate = 2e-3
+    """Learning rate."""
+    betas: tuple[_Beta, _Beta] = (0.9, 0.999)
+    """Decay of the average of gradients, and of their largest size."""
+    eps: _Rate = 1e-8
+    """Is added to the gradient's size."""
+    weight_decay: _Rate = 0.0
+    """Is added to the gradient, times the weight."""
+    maximize: bool = False
+    """Steps up the gradient."""
+
+
+class Adadelta(_Section):
+    """Zeiler 2012: steps as large as the last ones were."""
+
+    type: Literal["Adadelta"] = "Adadelta"
+    """Which optimizer."""
+    lr: _Rate = 1.0
+    """What a step is multiplied by."""
+    rho: _Beta = 0.9
+    """Decay of the averages of the gradient's and the steps' squares."""
+    eps: _Rate = 1e-6
+    """Is added to both averages."""
+    weight_decay: _Rate = 0.0
+    """Is added to the gradient, times the weight."""
+    maximize: bool = False
+    """Steps up the gradient."""
+
+
+_TYPES = {
+    kind.__name__.lower(): kind
+    for kind in (AdamW, Adam, Adagrad, Lion, SGD, RMSprop, NAdam, Adamax, Adadelta)
+}
 
 
 def flat_optimizer(data: Any) -> Any:
@@ -382,7 +459,9 @@ def _schedule(name: str) -> str:
 
 
 Optimizer = Annotated[
-    AdamW | Adam | Adagrad | Lion | SGD, Field(discriminator="type"), BeforeValidator(flat_optimizer)
+    AdamW | Adam | Adagrad | Lion | SGD | RMSprop | NAdam | Adamax | Adadelta,
+    Field(discriminator="type"),
+    BeforeValidator(flat_optimizer),
 ]
 
 

@@ -59,7 +59,7 @@ def of_torch(groups: Groups) -> torch.optim.Optimizer:
     if kind is None:
         raise ValueError(
             f"overspill: the model has float64 weights, and torch.optim, which would have to train them, has no "
-            f"{groups.kind}: configure AdamW, Adam, Adagrad or SGD, or use model.float()"
+            f"{groups.kind}: configure AdamW, Adam or SGD, or use model.float()"
         )
     known = {"params", *inspect.signature(kind).parameters}
     return kind([{name: value for name, value in group.items() if name in known} for group in groups.groups])

@@ -128,7 +128,7 @@ def states(optimizer: Any, held: Any) -> Left:
             found.state[parameter] = entry
             continue
         theirs = {
-            name: value if name == "step" else _as_torchs(value, parameter.dtype, folder)
+            name: value if name in moments.SCALARS else _as_torchs(value, parameter.dtype, folder)
             for name, value in entry.items()
             if name != moments.MASTER and (held.counted or name != "step")
         }

@@ -112,8 +112,8 @@ def _check_foreign(found: Groups, alone: bool) -> None:
     if found.foreign and not alone:
         raise ranks.RankError(
             f"overspill: the engine has no update of {found.foreign}, and {found.kind}'s own code cannot step "
-            "what several ranks hold in parts: give torch.optim.AdamW, Adam, Adagrad or SGD, over bf16 or float32, "
-            "or train on one rank"
+            "what several ranks hold in parts: give torch.optim.AdamW, or another of the engine's (docs/scripts.md, "
+            "Optimizers), over bf16 or float32, or train on one rank"
         )
 
 

@@ -39,7 +39,7 @@ class Strategy(_strategies.DDPStrategy):  # type: ignore[misc]
 
     A checkpoint is a folder: the engine's checkpoint and what Lightning keeps beside it. What is saved with
     `weights_only=True` is Lightning's own file, and so is all that is saved of an optimizer whose update the engine
-    does not have, such as RMSprop. Both are right for `fit(ckpt_path=...)`, and so is a file of another strategy, on
+    does not have, such as RAdam. Both are right for `fit(ckpt_path=...)`, and so is a file of another strategy, on
     one rank.
 
     Attributes: engine, the Engine; None before `fit`.

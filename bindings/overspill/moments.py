@@ -17,13 +17,13 @@ from typing import Any
 import torch
 from torch._C import DisableTorchFunction
 
-from . import files, reading
+from . import files, momenta, reading
 from .residency import Residency, Segment, registry
 
 _PIECE = 1 << 20  # elements of a master that are compared at a time
 _STEPS = 2**53  # below it a step, which torch keeps as a float, is exact
 MASTER = "master"
-_NO_STATES = ("step", MASTER)
+SCALARS = ("step", momenta.NAME)  # of a parameter; they follow from its number of updates
 
 
 def states_of(
@@ -38,6 +38,7 @@ def states_of(
     grows with the largest one alone. Raises OSError where the folder has no room."""
     found: dict[int, dict] = {}
     with torch.inference_mode(False), DisableTorchFunction():
+        owners = [group for group in groups for _ in group["params"]]
         for number, segment in enumerate(_segments(groups)):
             if segment is None:
                 continue
@@ -46,6 +47,7 @@ def states_of(
             if not (updates or has(segment)):
                 continue
             entry = found[number] = {"step": torch.tensor(float(updates))}
+            entry |= momenta.following(owners[number], updates)
             for ours, theirs in names.items():
                 out = entry[theirs] = _room(segment, folder)
                 residency.core.read_state(unit.index, segment.index, ours, out.data_ptr(), out.numel() * 4)
@@ -81,7 +83,7 @@ class Loading:
         for number, segment in known.items():
             entry = self.entries.get(number)
             if entry:
-                check_entry(segment.name, segment.shape, entry, self.names)
+                check_entry(segment.name, segment.shape, entry, self.names, self._group_of(number))
                 if MASTER in entry and segment.unit.dtype is not torch.float32:
                     self._check_master(segment, entry[MASTER])
 
@@ -126,23 +128,28 @@ class Loading:
         raise IndexError(number)
 
 
-def check_entry(name: str, shape: Sequence[int], entry: dict, names: Mapping[str, str]) -> None:
-    """Raises ValueError where this is no state of that parameter. `names`: the core's names of the states ->
-    torch's."""
-    given, expected = set(entry) - set(_NO_STATES), set(names.values())
+def check_entry(name: str, shape: Sequence[int], entry: dict, names: Mapping[str, str], group: dict) -> None:
+    """Raises ValueError where this is no state of that parameter, of that group. `names`: the core's names of the
+    states -> torch's."""
+    derived = {momenta.NAME} if momenta.has(group) else set()
+    given, expected = set(entry) - {"step", MASTER}, set(names.values()) | derived
     if given != expected:
         raise ValueError(
             f"overspill: the state dict has {_listed(given)} of {name}, this optimizer has {_listed(expected)}: "
             "another optimizer made it; give initialize that one"
         )
-    if "step" not in entry and "momentum_buffer" not in entry:
+    if "step" not in entry and expected != {"momentum_buffer"}:
         raise ValueError(
             f'overspill: the state dict has no "step" of {name}, which counts its updates: add it, or load what this '
             "optimizer's state_dict gave"
         )
-    count_of(_step_of(entry), name, entry.get("step"))
+    updates = count_of(_step_of(entry), name, entry.get("step"))
+    if derived:
+        momenta.check(group, updates, entry[momenta.NAME], name)
     for state, value in entry.items():
-        if state != "step" and (not isinstance(value, torch.Tensor) or tuple(value.shape) != tuple(shape)):
+        if state not in SCALARS and (
+            not isinstance(value, torch.Tensor) or tuple(value.shape) != tuple(shape)
+        ):
             what = tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
             raise ValueError(
                 f"overspill: {state} of {name} is {what} in the state dict, {tuple(shape)} here: the state dict "

@@ -22,6 +22,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from . import momenta
 from ._core import optim as _core
 
 _FORMATS = {
@@ -35,7 +36,8 @@ _executors: dict[int, Any] = {}  # by number of threads; made once, idle until c
 
 # Options of torch's own optimizers: how a step is computed there, and what would change its result.
 _HOW = ("foreach", "fused", "capturable")
-_WHAT = ("amsgrad", "differentiable")
+NOT_OURS = ("amsgrad", "centered")  # the update does not have them
+_WHAT = (*NOT_OURS, "differentiable")
 
 
 def _check_options(kind: str, given: dict[str, Any]) -> None:
@@ -91,10 +93,11 @@ class Optimizer(torch.optim.Optimizer):
         _check_options(type(self).__name__, of_torch)
         defaults = {**defaults, "format": format, "seed": int(seed)}
         self.threads = threads
+        self._momenta = momenta.Watch()
         super().__init__(params, defaults)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "threads": self.threads}
+        return {**super().__getstate__(), "threads": self.threads, "_momenta": self._momenta}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch's.
@@ -119,11 +122,14 @@ class Optimizer(torch.optim.Optimizer):
             ("eps", 0.0),
             ("lr_decay", 0.0),
             ("momentum", 0.0),
+            ("momentum_decay", 0.0),
         ):
             if name in group and not float(group[name]) >= least:
                 raise ValueError(f"overspill: {name} = {group[name]} must be at least {least}")
-        if not all(0 <= beta < 1 for beta in group.get("betas", ())):
-            raise ValueError(f"overspill: betas = {group['betas']} must be in [0, 1)")
+        for name in ("betas", "alpha", "rho"):
+            given = group.get(name, ())
+            if not all(0 <= decay < 1 for decay in (given if isinstance(given, (tuple, list)) else (given,))):
+                raise ValueError(f"overspill: {name} = {given} must be in [0, 1)")
         for parameter in group["params"]:
             if parameter.device.type != "cpu" or parameter.dtype not in _FORMATS or parameter.is_sparse:
                 raise ValueError(
@@ -206,6 +212,7 @@ class Optimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         number = 0
+        self._momenta.check(self.param_groups)
         for group in self.param_groups:
             kind, hyper = self._core_kind(group), self._hyper(group)
             for parameter in group["params"]:
@@ -251,6 +258,7 @@ class Optimizer(torch.optim.Optimizer):
             float(grad_scale),
         )
         state["step"] += 1
+        state.update(momenta.following(group, int(state["step"].item())))
         torch.autograd.graph.increment_version(parameter)
 
     def grad_norm(self) -> torch.Tensor:
@@ -275,11 +283,13 @@ class Optimizer(torch.optim.Optimizer):
         """
         own = [self._options(group) for group in self.param_groups]
         for number, group in enumerate(state_dict["param_groups"]):
-            if group.get("amsgrad") or group.get("centered"):
-                raise ValueError(
-                    f"overspill: group {number} of the state was made with amsgrad, which is not supported"
-                )
+            for option in NOT_OURS:
+                if group.get(option):
+                    raise ValueError(
+                        f"overspill: group {number} of the state was made with {option}, which is not supported"
+                    )
         super().load_state_dict(state_dict)
+        self._momenta.forget()
         loaded = state_dict["state"]
         numbers = [i for group in state_dict["param_groups"] for i in group["params"]]
         parameters = [p for group in self.param_groups for p in group["params"]]
@@ -301,6 +311,11 @@ class Optimizer(torch.optim.Optimizer):
         state, form = self.state[parameter], self._format(group, parameter)
         if not state:
             return
+        if momenta.has(group):
+            updates = int(state["step"]) if "step" in state else 0
+            momenta.check(
+                group, updates, state.get(momenta.NAME), f"a parameter of shape {tuple(parameter.shape)}"
+            )
         for name, _, _, size in _core.components(self._core_kind(group), form, parameter.numel())[1:]:
             name = self._names.get(name, name)
             if name not in state:
@@ -327,7 +342,8 @@ class AdamW(Optimizer):
         format: how weights and states are held (docs/update.md); None: the first that the dtype has
         threads: 0: all cores; results do not depend on it
         seed: of stochastic rounding, in compact and 8bit
-        of_torch: foreach, fused and capturable, which change no result here; amsgrad and differentiable, if false
+        of_torch: foreach, fused and capturable, which change no result here; amsgrad, centered and
+            differentiable, if false
 
     Raises: ValueError for a number that no update can use, and for a parameter of another device or dtype.
     """
@@ -369,7 +385,8 @@ class Adam(AdamW):
         format: how weights and states are held (docs/update.md); None: the first that the dtype has
         threads: 0: all cores; results do not depend on it
         seed: of stochastic rounding, in compact and 8bit
-        of_torch: foreach, fused and capturable, which change no result here; amsgrad and differentiable, if false
+        of_torch: foreach, fused and capturable, which change no result here; amsgrad, centered and
+            differentiable, if false
 
     Raises: ValueError for a number that no update can use, and for a parameter of another device or dtype.
     """
@@ -391,7 +408,8 @@ class Adagrad(Optimizer):
         format: how weights and states are held (docs/update.md); None: the first that the dtype has
         threads: 0: all cores; results do not depend on it
         seed: of stochastic rounding, in compact and 8bit
-        of_torch: foreach, fused and capturable, which change no result here; amsgrad and differentiable, if false
+        of_torch: foreach, fused and capturable, which change no result here; amsgrad, centered and
+            differentiable, if false
 
     Raises: ValueError for a number that no update can use, and for a parameter of another device or dtype.
     """
@@ -436,7 +454,8 @@ class Lion(Optimizer):
         format: how weights and states are held (docs/update.md); None: the first that the dtype has
         threads: 0: all cores; results do not depend on it
         seed: of stochastic rounding, in compact and 8bit
-        of_torch: foreach, fused and capturable, which change no result here; amsgrad and differentiable, if false
+        of_torch: foreach, fused and capturable, which change no result here; amsgrad, centered and
+            differentiable, if false
 
     Raises: ValueError for a number that no update can use, and for a parameter of another device or dtype.
     """
@@ -474,7 +493,8 @@ class SGD(Optimizer):
         format: how weights and states are held (docs/update.md); None: the first that the dtype has
         threads: 0: all cores; results do not depend on it
         seed: of stochastic rounding, in compact and 8bit
-        of_torch: foreach, fused and capturable, which change no result here; amsgrad and differentiable, if false
+        of_torch: foreach, fused and capturable, which change no result here; amsgrad, centered and
+            differentiable, if false
 
     Raises: ValueError for a number that no update can use, and for a parameter of another device or dtype.
     """
@@ -508,3 +528,195 @@ class SGD(Optimizer):
 
     def _core_kind(self, group: dict[str, Any]) -> str:
         return "momentum" if group["momentum"] else "sgd"
+
+
+class RMSprop(Optimizer):
+    """Tieleman and Hinton 2012, as torch.optim.RMSprop; centered is torch's alone.
+
+    Args:
+        params: parameters on the CPU in fp32, bf16 or fp16, dense; or groups (dicts with "params"), as in torch
+        lr: learning rate; it may be a tensor of one element
+        alpha: decay of the average of squares, from 0 up to 1
+        eps: is added to the root of the average
+        weight_decay: is added to the gradient, times the weight
+        momentum: of the buffer of past steps; 0 has none
+        maximize: steps up the gradient
+        format: how weights and states are held (docs/update.md); None: the first that the dtype has
+        threads: 0: all cores; results do not depend on it
+        seed: of stochastic rounding, in compact and 8bit
+        of_torch: foreach, fused and capturable, which change no result here; amsgrad, centered and
+            differentiable, if false
+
+    Raises: ValueError for a number that no update can use, and for a parameter of another device or dtype.
+    """
+
+    _kind, _names = "rmsprop", {}
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-2,
+        alpha: float = 0.99,
+        eps: float = 1e-8,
+        weight_decay: float = 0,
+        momentum: float = 0,
+        *,
+        maximize: bool = False,
+        format: str | None = None,
+        threads: int = 0,
+        seed: int = 0,
+        **of_torch: Any,
+    ):
+        defaults = {
+            "lr": lr,
+            "alpha": alpha,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "momentum": momentum,
+            "maximize": maximize,
+        }
+        super().__init__(params, defaults, format, threads, seed, of_torch)
+
+    def _core_kind(self, group: dict[str, Any]) -> str:
+        return "rmsprop_momentum" if group["momentum"] else "rmsprop"
+
+
+class NAdam(Optimizer):
+    """Dozat 2016, Adam with Nesterov's momentum, as torch.optim.NAdam.
+
+    Args:
+        params: parameters on the CPU in fp32, bf16 or fp16, dense; or groups (dicts with "params"), as in torch
+        lr: learning rate; it may be a tensor of one element
+        betas: decay of the two averages, each from 0 up to 1; the first stays as it is while it trains
+        eps: is added to the root of the second average
+        weight_decay: is added to the gradient, times the weight
+        momentum_decay: the momentum of a step is betas[0] (1 - 0.96^(step momentum_decay) / 2); it stays as it is too
+        decoupled_weight_decay: weight_decay is a fraction of the weight a step, times lr, as in AdamW
+        maximize: steps up the gradient
+        format: how weights and states are held (docs/update.md); None: the first that the dtype has
+        threads: 0: all cores; results do not depend on it
+        seed: of stochastic rounding, in compact and 8bit
+        of_torch: foreach, fused and capturable, which change no result here; amsgrad, centered and
+            differentiable, if false
+
+    Raises: ValueError for a number that no update can use, and for a parameter of another device or dtype.
+    """
+
+    _kind, _names = "nadam", {"m": "exp_avg", "v": "exp_avg_sq"}
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 2e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0,
+        momentum_decay: float = 4e-3,
+        decoupled_weight_decay: bool = False,
+        *,
+        maximize: bool = False,
+        format: str | None = None,
+        threads: int = 0,
+        seed: int = 0,
+        **of_torch: Any,
+    ):
+        defaults = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "momentum_decay": momentum_decay,
+            "decoupled_weight_decay": decoupled_weight_decay,
+            "maximize": maximize,
+        }
+        super().__init__(params, defaults, format, threads, seed, of_torch)
+
+
+class Adamax(Optimizer):
+    """Kingma and Ba 2014 (arXiv 1412.6980), algorithm 2, as torch.optim.Adamax.
+
+    Args:
+        params: parameters on the CPU in fp32, bf16 or fp16, dense; or groups (dicts with "params"), as in torch
+        lr: learning rate; it may be a tensor of one element
+        betas: decay of the average of gradients, and of their largest size, each from 0 up to 1
+        eps: is added to the gradient's size
+        weight_decay: is added to the gradient, times the weight
+        maximize: steps up the gradient
+        format: how weights and states are held (docs/update.md); None: the first that the dtype has
+        threads: 0: all cores; results do not depend on it
+        seed: of stochastic rounding, in compact and 8bit
+        of_torch: foreach, fused and capturable, which change no result here; amsgrad, centered and
+            differentiable, if false
+
+    Raises: ValueError for a number that no update can use, and for a parameter of another device or dtype.
+    """
+
+    _kind, _names = "adamax", {"m": "exp_avg"}
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 2e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0,
+        *,
+        maximize: bool = False,
+        format: str | None = None,
+        threads: int = 0,
+        seed: int = 0,
+        **of_torch: Any,
+    ):
+        defaults = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "maximize": maximize,
+        }
+        super().__init__(params, defaults, format, threads, seed, of_torch)
+
+
+class Adadelta(Optimizer):
+    """Zeiler 2012 (arXiv 1212.5701), as torch.optim.Adadelta.
+
+    Args:
+        params: parameters on the CPU in fp32, bf16 or fp16, dense; or groups (dicts with "params"), as in torch
+        lr: learning rate; it may be a tensor of one element
+        rho: decay of the averages of the gradient's and the steps' squares, from 0 up to 1
+        eps: is added to both averages
+        weight_decay: is added to the gradient, times the weight
+        maximize: steps up the gradient
+        format: how weights and states are held (docs/update.md); None: the first that the dtype has
+        threads: 0: all cores; results do not depend on it
+        seed: of stochastic rounding, in compact and 8bit
+        of_torch: foreach, fused and capturable, which change no result here; amsgrad, centered and
+            differentiable, if false
+
+    Raises: ValueError for a number that no update can use, and for a parameter of another device or dtype.
+    """
+
+    _kind, _names = "adadelta", {}
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1.0,
+        rho: float = 0.9,
+        eps: float = 1e-6,
+        weight_decay: float = 0,
+        *,
+        maximize: bool = False,
+        format: str | None = None,
+        threads: int = 0,
+        seed: int = 0,
+        **of_torch: Any,
+    ):
+        defaults = {
+            "lr": lr,
+            "rho": rho,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "maximize": maximize,
+        }
+        super().__init__(params, defaults, format, threads, seed, of_torch)

@@ -16,20 +16,29 @@ import torch
 from torch import nn
 from torch._C import DisableTorchFunction
 
-from . import _core, boundary, calls, giving, moments, optim, reading, script_optimizer
+from . import _core, boundary, calls, giving, momenta, moments, optim, reading, script_optimizer
 from .config import unusable_number
 from .parts import Part, groups_of
 from .ranks import RankError
 from .residency import Residency, Segment, registry
 from .states import States
 
-_TORCH = (torch.optim.AdamW, torch.optim.Adam, torch.optim.Adagrad, torch.optim.SGD)
-_OWN = (optim.AdamW, optim.Adam, optim.Adagrad, optim.Lion, optim.SGD)
-_FOREIGN = ("amsgrad",)  # options that the engine's update does not have
+_NAMES = ("AdamW", "Adam", "Adagrad", "SGD", "RMSprop", "NAdam", "Adamax", "Adadelta")
+_TORCH = tuple(getattr(torch.optim, name) for name in _NAMES)
+_OWN = (*(getattr(optim, name) for name in _NAMES), optim.Lion)
 _REFUSED = ("differentiable",)
 # Of a group that is loaded: these are as they are here.
 _STAY = ("params", "param_names", "name", "decoupled", "decoupled_weight_decay", "format", "seed")
-_CORE = {"AdamW": "adam", "Adam": "adam", "Adagrad": "adagrad", "Lion": "lion"}
+_CORE = {
+    "AdamW": "adam",
+    "Adam": "adam",
+    "Adagrad": "adagrad",
+    "Lion": "lion",
+    "NAdam": "nadam",
+    "Adamax": "adamax",
+    "Adadelta": "adadelta",
+}
+_CORE_WITH_MOMENTUM = {"SGD": ("sgd", "momentum"), "RMSprop": ("rmsprop", "rmsprop_momentum")}
 
 
 class NonFiniteError(_core.OverspillError, FloatingPointError):
@@ -56,8 +65,10 @@ class Groups:
         self.taken: dict[str, Any] | None = None
         if foreign:
             self.core = "sgd"
-        elif kind == "SGD":  # groups share a layout: one with momentum gives all of them a buffer
-            self.core = "momentum" if any(float(group["momentum"]) for group in groups) else "sgd"
+        elif (
+            kind in _CORE_WITH_MOMENTUM
+        ):  # groups share a layout: one with momentum gives all of them a buffer
+            self.core = _CORE_WITH_MOMENTUM[kind][any(float(group["momentum"]) for group in groups)]
         else:
             self.core = _CORE[kind]
 
@@ -69,7 +80,7 @@ class Groups:
         hyper["optimizer"] = self.core
         if "betas" in hyper:
             hyper["beta1"], hyper["beta2"] = hyper["betas"]
-        if self.core == "sgd" and hyper["momentum"]:
+        if self.core in ("sgd", "rmsprop") and hyper["momentum"]:
             raise ValueError(
                 f"overspill: momentum = {group['momentum']} came after overspill.initialize, which found none and "
                 "made no buffers for it"
@@ -118,13 +129,13 @@ def take_over(optimizer: Any) -> Groups:
 def _states_to_take(optimizer: torch.optim.Optimizer, found: Groups) -> dict[int, dict[str, Any]]:
     """By the place of the parameter. Raises ValueError for what is no state of it."""
     names, states = found.states(), {}
-    for number, p in enumerate(p for group in found.groups for p in group["params"]):
+    for number, (group, p) in enumerate((each, p) for each in found.groups for p in each["params"]):
         if not (p.requires_grad and p.numel()):
             state = optimizer.state.get(p, {})  # stays as it is
         else:
             state = _usable(moments.present(giving.exact(optimizer, p)), set(names.values()))
             if state:
-                moments.check_entry(f"parameter {number} of the {found.kind}", p.shape, state, names)
+                moments.check_entry(f"parameter {number} of the {found.kind}", p.shape, state, names, group)
         if state and not (found.kind == "Adagrad" and _is_adagrads_start(found.groups, p, state)):
             states[number] = state
     return states
@@ -153,7 +164,7 @@ def foreign_update(kind: type, groups: list[dict[str, Any]]) -> str | None:
     """What of an optimizer of that class, with these groups, the engine has no update of, by name, or None."""
     if kind not in (*_TORCH, *_OWN) or (kind in _TORCH and not script_optimizer.has_torchs_step(kind)):
         return f"{kind.__module__}.{kind.__qualname__}"
-    used = [option for option in _FOREIGN if any(group.get(option) for group in groups)]
+    used = [option for option in optim.NOT_OURS if any(group.get(option) for group in groups)]
     if used:
         return f"{_name(kind)} with {used[0]}"
     return "float64 weights" if has_float64(groups) else None
@@ -326,6 +337,7 @@ class OverspillOptimizer(torch.optim.Optimizer):
         self.on_nonfinite = "skip"
         self.beside: weakref.WeakSet[OverspillOptimizer] = weakref.WeakSet()  # others of several
         self._told = False  # of a skipped step
+        self._momenta = momenta.Watch()
         self._given: Any = None  # the states that the user's own optimizer gets at the end
         if not groups.foreign:
             self._states = States(self.param_groups, groups.states(), residency, ranks, groups.part)
@@ -397,6 +409,7 @@ class OverspillOptimizer(torch.optim.Optimizer):
 
     def loaded(self) -> None:
         """States are others now: what scripts have of those of before is their own."""
+        self._momenta.forget()
         if self._states is not None:
             self._states.forget()
 
@@ -439,6 +452,7 @@ class OverspillOptimizer(torch.optim.Optimizer):
     def numbers(self) -> list[dict[str, Any]]:
         """The groups as the core takes them."""
         self._check_groups()
+        self._momenta.check(self.param_groups)
         return [self.groups.hyper_parameters(group, i) for i, group in enumerate(self.param_groups)]
 
     def step(self, closure: Callable[..., Any] | None = None) -> Any:
@@ -658,7 +672,8 @@ class OverspillOptimizer(torch.optim.Optimizer):
         states = renumbered(state_dict)
         with calls.Alone():
             calls.refuse_update(self.residency, "optimizer.load_state_dict")
-            loading = moments.Loading(self.param_groups, self.groups.states(), self.residency, states)
+            come = [group | values for group, values in zip(self.param_groups, merged, strict=True)]
+            loading = moments.Loading(come, self.groups.states(), self.residency, states)
             loading.check()
             calls.start_update(self.residency, "optimizer.load_state_dict")
             self.leave_states()
@@ -733,7 +748,7 @@ def _check_group(number: int, group: dict[str, Any], saved: dict[str, Any]) -> N
             f"overspill: group {number} has {count} parameters in the state dict, {len(group['params'])} here: "
             "give initialize the groups that it was saved with"
         )
-    for option in (*_REFUSED, *_FOREIGN):
+    for option in (*_REFUSED, *optim.NOT_OURS):
         if saved.get(option):
             raise ValueError(
                 f"overspill: group {number} of the state dict has {option}=True, which the engine's optimizers do not "

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch._C import DisableTorchFunction
 
-from . import calls, moments, reading
+from . import calls, momenta, moments, reading
 from .boundary import counts
 from .copies import Copies
 from .parts import Part
@@ -40,8 +40,10 @@ class States(MutableMapping):
     ):
         self.groups, self.residency, self.ranks, self.part = groups, residency, ranks, part
         self.names = {theirs: ours for ours, theirs in names.items()}
-        # As in torch, whose SGD counts no steps.
+        # As in torch, whose SGD counts no steps, and whose NAdam keeps what follows from their number.
         self.counted = () if set(self.names) <= {"momentum_buffer"} else ("step",)
+        if momenta.has(groups[0]):
+            self.counted = moments.SCALARS
         self.copies = Copies(_as_held, self._take, self._give)
         self._seen = counts(residency.core)  # the updates that copies show
         self._others: dict[Any, dict] = {}  # of parameters that the engine does not train
@@ -194,9 +196,7 @@ class States(MutableMapping):
     def has_begun(self, segment: Segment) -> bool:
         """`has`, with several ranks too, of which each knows it."""
         return bool(self.names) and (
-            "sum" in self.names
-            or segment in self._begun
-            or self.residency.core.updates_of(segment.unit.index, segment.index) > 0
+            "sum" in self.names or segment in self._begun or self._updates(segment) > 0
         )
 
     def require(self) -> None:
@@ -256,8 +256,7 @@ class States(MutableMapping):
             for name in (*self.counted, *self.names):
                 self.copies.drop((segment, name))
             if self.has(segment):
-                group = next(g for g in self.groups if any(p is segment.parameter for p in g["params"]))
-                moments.restart(segment, self.names.values(), group)
+                moments.restart(segment, self.names.values(), self._group_of(segment))
             self._begun.discard(segment)
 
     def check(self, segment: Segment, name: str, value: Any) -> None:
@@ -272,6 +271,8 @@ class States(MutableMapping):
             )
         if name == "step":
             moments.count_of(float(value), segment.name)
+        elif name == momenta.NAME:
+            momenta.check(self._group_of(segment), self._updates(segment), value, segment.name)
         elif value is None and names == ("momentum_buffer",):
             return  # torch's SGD starts it anew
         elif not isinstance(value, torch.Tensor) or value.shape != segment.shape:
@@ -285,7 +286,9 @@ class States(MutableMapping):
 
     def fetch(self, segment: Segment, name: str) -> torch.Tensor:
         if name == "step":
-            return torch.tensor(float(self.residency.core.updates_of(segment.unit.index, segment.index)))
+            return torch.tensor(float(self._updates(segment)))
+        if name == momenta.NAME:
+            return momenta.following(self._group_of(segment), self._updates(segment))[name]
         return reading.state(segment, self.names[name])
 
     def _segment(self, parameter: Any) -> Segment | None:
@@ -302,10 +305,18 @@ class States(MutableMapping):
 
     def _take(self, key: tuple[Segment, str], held: torch.Tensor) -> None:
         segment, name = key
+        if name == momenta.NAME:
+            return  # `check` has seen that it is what the updates make
         if name != "step":
             moments.write(segment, self.names[name], held.as_strided(segment.shape, segment.stride))
             return
         self._set_updates(segment, moments.count_of(held.item(), segment.name))
+
+    def _group_of(self, segment: Segment) -> dict:
+        return next(g for g in self.groups if any(p is segment.parameter for p in g["params"]))
+
+    def _updates(self, segment: Segment) -> int:
+        return self.residency.core.updates_of(segment.unit.index, segment.index)
 
     def _set_updates(self, segment: Segment, count: int) -> None:
         self.residency.core.set_updates_of(segment.unit.index, segment.index, count)
@@ -403,6 +414,6 @@ def _pickled(entries: dict) -> Any:
 
 def _as_held(key: tuple[Segment, str], tensor: torch.Tensor) -> torch.Tensor:
     segment, name = key
-    if name == "step":
+    if name in moments.SCALARS:
         return tensor.detach().to("cpu", torch.float32).reshape(1)
     return moments.as_held(tensor, torch.float32, segment)

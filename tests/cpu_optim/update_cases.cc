@@ -8,29 +8,11 @@
 #include <random>
 
 #include "tests/cpu_optim/guarded.h"
+#include "tests/reference/hyper.h"
 #include "tests/reference/update.h"
 
 namespace overspill::optim {
 namespace {
-
-std::vector<double> reference_hyper(const Hyper& hyper) {
-  struct Order {
-    std::vector<double> operator()(const AdamConfig& c) const {
-      return {c.lr, c.beta1, c.beta2, c.eps, c.weight_decay, c.decoupled ? 1.0 : 0.0};
-    }
-    std::vector<double> operator()(const AdagradConfig& c) const {
-      return {c.lr, c.lr_decay, c.weight_decay, c.eps};
-    }
-    std::vector<double> operator()(const LionConfig& c) const {
-      return {c.lr, c.beta1, c.beta2, c.weight_decay};
-    }
-    std::vector<double> operator()(const MomentumConfig& c) const {
-      return {c.lr, c.momentum, c.dampening, c.weight_decay, c.nesterov ? 1.0 : 0.0};
-    }
-    std::vector<double> operator()(const SgdConfig& c) const { return {c.lr, c.weight_decay}; }
-  };
-  return std::visit(Order{}, hyper);
-}
 
 bool maximizes(const Hyper& hyper) {
   return std::visit([](const auto& c) { return c.maximize; }, hyper);
@@ -52,7 +34,7 @@ const char* element_name(Element element) {
 }
 
 bool is_signed(Optimizer optimizer, int state) {
-  return !(name(optimizer) == "adagrad" || (name(optimizer) == "adam" && state == 1));
+  return reference_is_signed(std::string(name(optimizer)).c_str(), state) != 0;
 }
 
 }  // namespace
@@ -72,6 +54,17 @@ std::span<const Hyper> all_hypers() {
       MomentumConfig{.momentum = 0, .dampening = 0.5},
       SgdConfig{},
       SgdConfig{.weight_decay = 0.01, .maximize = true},
+      RmspropConfig{},
+      RmspropConfig{.alpha = 0.9, .weight_decay = 0.01, .maximize = true},
+      RmspropMomentumConfig{.weight_decay = 0.01},
+      RmspropMomentumConfig{.momentum = 0, .maximize = true},
+      NadamConfig{.weight_decay = 0.01},
+      NadamConfig{
+          .weight_decay = 0.01, .momentum_decay = 0.1, .decoupled_weight_decay = true, .maximize = true},
+      AdamaxConfig{},
+      AdamaxConfig{.weight_decay = 0.01, .maximize = true},
+      AdadeltaConfig{},
+      AdadeltaConfig{.lr = 0.5, .weight_decay = 0.01, .maximize = true},
   };
   return hypers;
 }
@@ -171,7 +164,7 @@ Bytes expected(const Bytes& start, const Step& step, Range range) {
   Bytes end = start;
   std::vector<void*> pointers;
   for (auto& component : end.components) pointers.push_back(component.data());
-  const std::vector<double> hyper = reference_hyper(step.hyper);
+  const std::vector<double> hyper = reference::hyper_of(step.hyper);
   const int known = reference_update(
       std::string(name(start.optimizer)).c_str(), std::string(name(start.format)).c_str(), pointers.data(),
       element_name(start.element), end.gradient.data(), start.elements, range.begin, range.end, hyper.data(),

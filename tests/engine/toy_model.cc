@@ -10,6 +10,7 @@
 #include <variant>
 
 #include "kernels/cuda/cuda_device.h"
+#include "tests/reference/hyper.h"
 #include "tests/reference/update.h"
 
 namespace overspill::testing {
@@ -163,6 +164,19 @@ std::vector<optim::Hyper> toy_groups(int step, optim::Optimizer optimizer) {
                                                 .weight_decay = decay,
                                                 .nesterov = first,
                                                 .maximize = !first});
+    } else if (name == "rmsprop") {
+      groups.emplace_back(optim::RmspropConfig{
+          .lr = lr, .alpha = first ? 0.99 : 0.9, .weight_decay = decay, .maximize = !first});
+    } else if (name == "rmsprop_momentum") {
+      groups.emplace_back(optim::RmspropMomentumConfig{
+          .lr = lr, .weight_decay = decay, .momentum = first ? 0.9 : 0.0, .maximize = !first});
+    } else if (name == "nadam") {
+      groups.emplace_back(optim::NadamConfig{
+          .lr = lr, .weight_decay = decay, .decoupled_weight_decay = first, .maximize = !first});
+    } else if (name == "adamax") {
+      groups.emplace_back(optim::AdamaxConfig{.lr = lr, .weight_decay = decay, .maximize = !first});
+    } else if (name == "adadelta") {
+      groups.emplace_back(optim::AdadeltaConfig{.lr = 50 * lr, .weight_decay = decay, .maximize = !first});
     } else {
       groups.emplace_back(optim::SgdConfig{.lr = lr, .weight_decay = decay, .maximize = !first});
     }
@@ -321,20 +335,6 @@ const T& at(const std::vector<uint8_t>& bytes, int64_t i) {
   return reinterpret_cast<const T*>(bytes.data())[i];
 }
 
-/// Hyper-parameters in the order of reference_update.
-std::vector<double> reference_hyper(const optim::Hyper& hyper) {
-  if (const auto* c = std::get_if<optim::AdamConfig>(&hyper))
-    return {c->lr, c->beta1, c->beta2, c->eps, c->weight_decay, c->decoupled ? 1.0 : 0.0};
-  if (const auto* c = std::get_if<optim::AdagradConfig>(&hyper))
-    return {c->lr, c->lr_decay, c->weight_decay, c->eps};
-  if (const auto* c = std::get_if<optim::LionConfig>(&hyper))
-    return {c->lr, c->beta1, c->beta2, c->weight_decay};
-  if (const auto* c = std::get_if<optim::MomentumConfig>(&hyper))
-    return {c->lr, c->momentum, c->dampening, c->weight_decay, c->nesterov ? 1.0 : 0.0};
-  const auto& c = std::get<optim::SgdConfig>(hyper);
-  return {c.lr, c.weight_decay};
-}
-
 bool maximizes(const optim::Hyper& hyper) {
   return std::visit([](const auto& config) { return config.maximize; }, hyper);
 }
@@ -400,9 +400,8 @@ float ToyReference::State::state(int number, int64_t i) const {
   const auto& bytes = components[number + (format == Format::fp32 ? 1 : 2)];
   if (format == Format::compact) return reference_widen(at<uint16_t>(bytes, i));
   if (format != Format::eight_bit) return at<float>(bytes, i);
-  const bool is_signed =
-      optim::name(optimizer) != "adagrad" && !(optim::name(optimizer) == "adam" && number == 1);
-  return reference_decode(bytes[i], bytes[elements + i / 64], is_signed ? 1 : 0);
+  const int is_signed = reference_is_signed(std::string(optim::name(optimizer)).c_str(), number);
+  return reference_decode(bytes[i], bytes[elements + i / 64], is_signed);
 }
 
 void ToyReference::assign(int unit, int segment, const std::vector<float>& weights) {
@@ -456,7 +455,7 @@ void ToyReference::advance(int step, int micro_batches, double clip, const Absen
       ++state.steps;
       const std::string name(optim::name(state.optimizer)), format(engine::format_name(state.format));
       if (reference_update(name.c_str(), format.c_str(), components.data(), "fp32", gradient.data(),
-                           state.elements, 0, state.elements, reference_hyper(hyper).data(), state.steps,
+                           state.elements, 0, state.elements, reference::hyper_of(hyper).data(), state.steps,
                            maximizes(hyper) ? -clip : clip, state.seed, state.index) != 1) {
         throw std::logic_error(fmt::format("the reference does not know {} in {}", name, format));
       }

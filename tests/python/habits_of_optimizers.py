@@ -24,19 +24,23 @@ def of_class(name, kind, close=False, **options):
     habit(run, close=close)
 
 
-of_class("adadelta", torch.optim.Adadelta, lr=0.5)
-of_class("adadelta_with_decay", torch.optim.Adadelta, lr=0.5, weight_decay=0.1)
-of_class("rmsprop", torch.optim.RMSprop, lr=1e-3)
+of_class("adadelta", torch.optim.Adadelta, close=True, lr=0.5)
+of_class("adadelta_with_decay", torch.optim.Adadelta, close=True, lr=0.5, weight_decay=0.1)
+of_class("rmsprop", torch.optim.RMSprop, close=True, lr=1e-3)
+of_class("rmsprop_with_momentum", torch.optim.RMSprop, close=True, lr=1e-3, momentum=0.9)
 of_class("rmsprop_centred_with_momentum", torch.optim.RMSprop, lr=1e-3, centered=True, momentum=0.9)
-of_class("nadam", torch.optim.NAdam, lr=1e-3)
+of_class("nadam", torch.optim.NAdam, close=True, lr=1e-3)
+of_class(
+    "nadam_like_adamw", torch.optim.NAdam, close=True, lr=1e-3, weight_decay=0.1, decoupled_weight_decay=True
+)
 of_class("radam", torch.optim.RAdam, lr=1e-3)
-of_class("adamax", torch.optim.Adamax, lr=1e-3)
+of_class("adamax", torch.optim.Adamax, close=True, lr=1e-3)
 of_class("averaged_sgd", torch.optim.ASGD, lr=1e-2, t0=2)
 of_class("rprop", torch.optim.Rprop, lr=1e-3)
 of_class("adafactor", torch.optim.Adafactor, lr=1e-3)
 of_class("adamw_amsgrad", torch.optim.AdamW, lr=1e-3, amsgrad=True)
 of_class("adam_amsgrad", torch.optim.Adam, lr=1e-3, amsgrad=True, weight_decay=0.1)
-of_class("rmsprop_foreach", torch.optim.RMSprop, lr=1e-3, foreach=True)
+of_class("rmsprop_foreach", torch.optim.RMSprop, close=True, lr=1e-3, foreach=True)
 of_class("sgd_plain", torch.optim.SGD, lr=0.1)
 of_class("sgd_nesterov", torch.optim.SGD, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01)
 of_class("sgd_maximising", torch.optim.SGD, lr=1e-3, maximize=True)
@@ -150,13 +154,13 @@ def lbfgs_with_a_line_search(make):
 
 @habit
 def a_closure_of_another_class(make):
-    model, optimizer = make(kind=torch.optim.RMSprop, lr=1e-3)
+    model, optimizer = make(kind=torch.optim.RAdam, lr=1e-3)
     return [optimizer.step(closure_of(model, optimizer)).item() for _ in range(3)]
 
 
 @habit
 def another_class_never_clears(make):
-    model, optimizer = make(kind=torch.optim.RMSprop, lr=1e-3)
+    model, optimizer = make(kind=torch.optim.RAdam, lr=1e-3)
     for i in range(3):
         loss_of(model, i).backward()
         optimizer.step()
@@ -165,7 +169,7 @@ def another_class_never_clears(make):
 
 @habit
 def another_class_clears_to_zeros(make):
-    model, optimizer = make(kind=torch.optim.NAdam, lr=1e-3, weight_decay=0.1)
+    model, optimizer = make(kind=torch.optim.RAdam, lr=1e-3, weight_decay=0.1)
     loss_of(model).backward()
     optimizer.step()
     optimizer.zero_grad(set_to_none=False)
@@ -174,7 +178,7 @@ def another_class_clears_to_zeros(make):
 
 @habit
 def another_class_clips(make):
-    model, optimizer = make(kind=torch.optim.RMSprop, lr=1e-3)
+    model, optimizer = make(kind=torch.optim.RAdam, lr=1e-3)
     norms = []
     for i in range(3):
         optimizer.zero_grad()
@@ -187,7 +191,7 @@ def another_class_clips(make):
 
 @habit
 def another_class_of_some_parameters(make):
-    model, optimizer = make(kind=torch.optim.RMSprop, lr=1e-3)
+    model, optimizer = make(kind=torch.optim.RAdam, lr=1e-3)
     model[0](batch()).square().mean().backward()
     optimizer.step()
     return len(optimizer.state_dict()["state"])
@@ -195,7 +199,7 @@ def another_class_of_some_parameters(make):
 
 @habit
 def states_are_saved_and_loaded(make):
-    model, optimizer = make(kind=torch.optim.RMSprop, lr=1e-3)
+    model, optimizer = make(kind=torch.optim.RAdam, lr=1e-3)
     train(model, optimizer, 2)
     file = io.BytesIO()
     torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
@@ -223,16 +227,16 @@ def states_of_sgd_are_saved_and_loaded(make):
 
 @habit
 def states_by_parameter_of_another_class(make):
-    model, optimizer = make(kind=torch.optim.RMSprop, lr=1e-3)
+    model, optimizer = make(kind=torch.optim.RAdam, lr=1e-3)
     train(model, optimizer, 2)
-    return [optimizer.state[p]["square_avg"].clone() for p in model.parameters()]
+    return [optimizer.state[p]["exp_avg"].clone() for p in model.parameters()]
 
 
 @habit
 def states_that_are_reset(make):
-    model, optimizer = make(kind=torch.optim.RMSprop, lr=1e-3)
+    model, optimizer = make(kind=torch.optim.RAdam, lr=1e-3)
     train(model, optimizer, 2)
-    optimizer.state[model[0].weight]["square_avg"].zero_()
+    optimizer.state[model[0].weight]["exp_avg"].zero_()
     train(model, optimizer, 1)
     optimizer.state.clear()
     train(model, optimizer, 1)
@@ -255,7 +259,9 @@ def taken_over(name, kind, close=False, **options):
 taken_over("an_optimizer_that_has_stepped", torch.optim.SGD, lr=0.1, momentum=0.9)
 taken_over("an_adamw_that_has_stepped", torch.optim.AdamW, close=True, lr=1e-3)
 taken_over("an_adagrad_that_has_stepped", torch.optim.Adagrad, close=True, lr=1e-2)
-taken_over("an_rmsprop_that_has_stepped", torch.optim.RMSprop, lr=1e-3)
+taken_over("an_rmsprop_that_has_stepped", torch.optim.RMSprop, close=True, lr=1e-3, momentum=0.9)
+taken_over("a_nadam_that_has_stepped", torch.optim.NAdam, close=True, lr=1e-3)
+taken_over("one_of_another_class_that_has_stepped", torch.optim.RAdam, lr=1e-3)
 
 
 @habit
@@ -290,7 +296,7 @@ scheduled("by_cosine", lambda o: lr.CosineAnnealingLR(o, 5))
 scheduled("by_steps", lambda o: lr.StepLR(o, 2))
 scheduled("by_warm_up", lambda o: lr.LinearLR(o, 0.1, total_iters=3))
 scheduled("by_one_cycle", lambda o: lr.OneCycleLR(o, 0.2, total_steps=6))
-scheduled("another_class_by_cosine", lambda o: lr.CosineAnnealingLR(o, 5), kind=torch.optim.RMSprop, lr=1e-3)
+scheduled("another_class_by_cosine", lambda o: lr.CosineAnnealingLR(o, 5), kind=torch.optim.RAdam, lr=1e-3)
 
 
 @habit
@@ -424,7 +430,7 @@ def hooks_of_an_attribute(name, kind):
 
 
 hooks_of_an_attribute("hooks_are_given_the_scripts_object", torch.optim.SGD)
-hooks_of_an_attribute("hooks_are_given_an_object_that_makes_its_own_steps", torch.optim.RMSprop)
+hooks_of_an_attribute("hooks_are_given_an_object_that_makes_its_own_steps", torch.optim.RAdam)
 hooks_of_an_attribute("hooks_are_given_an_object_with_its_own_step", Decayed)
 
 
@@ -442,7 +448,7 @@ def another_list_of_groups(make):
 
 
 hooks_of_before("hooks_that_were_there_before", torch.optim.SGD)
-hooks_of_before("hooks_of_one_that_makes_its_own_steps", torch.optim.RMSprop)
+hooks_of_before("hooks_of_one_that_makes_its_own_steps", torch.optim.RAdam)
 hooks_of_before("hooks_of_one_with_its_own_step", Decayed)
 
 
@@ -464,7 +470,7 @@ def groups_of_another_class(make):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 4))
     groups = [{"params": model[0].parameters(), "lr": 2e-3}, {"params": [*model[2].parameters()]}]
-    model, optimizer = make.hand_over(model, torch.optim.RMSprop(groups, lr=1e-3))
+    model, optimizer = make.hand_over(model, torch.optim.RAdam(groups, lr=1e-3))
     return train(model, optimizer, 3)
 
 

@@ -87,7 +87,7 @@ def one_that_runs_over_the_whole_of_its_part(make):
 def the_script_keeps_its_own_objects(make):
     model = network()
     body = torch.optim.SGD([*model[0].parameters(), *model[2].parameters()], lr=0.1, momentum=0.9)
-    head = torch.optim.RMSprop(model[4].parameters(), lr=1e-3)
+    head = torch.optim.RAdam(model[4].parameters(), lr=1e-3)
     make.hand_over(model, [body, head])
     return train(model, [body, head])
 
@@ -252,12 +252,12 @@ def a_scheduler_of_each(make):
 
 @habit
 def the_states_of_each(make):
-    model, (body, head) = body_and_head(make, head=torch.optim.RMSprop)
+    model, (body, head) = body_and_head(make, head=torch.optim.RAdam)
     train(model, [body, head], 2)
     body.state[model[0].weight]["momentum_buffer"].mul_(0.5)
     seen = [
         body.state[model[0].weight]["momentum_buffer"].clone(),
-        head.state[model[4].weight]["square_avg"].clone(),
+        head.state[model[4].weight]["exp_avg"].clone(),
         model[4].weight in body.state,
         len(body.state),
         len(head.state),
@@ -295,7 +295,7 @@ def none_has_states_of_the_other(make):
 
 @habit
 def a_state_dict_of_each(make):
-    model, (body, head) = body_and_head(make, head=torch.optim.RMSprop)
+    model, (body, head) = body_and_head(make, head=torch.optim.RAdam)
     train(model, [body, head], 2)
     weights, saved = {k: v.clone() for k, v in model.state_dict().items()}, []
     saved = [body.state_dict(), head.state_dict()]

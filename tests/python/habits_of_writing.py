@@ -181,7 +181,7 @@ def through_the_state_dict(make, **options):
 
 @habit
 def through_the_state_dict_beside_own_steps(make):
-    return through_the_state_dict(make, kind=torch.optim.RMSprop, lr=1e-3)
+    return through_the_state_dict(make, kind=torch.optim.RAdam, lr=1e-3)
 
 
 @writing

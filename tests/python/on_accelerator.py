@@ -512,6 +512,11 @@ def test_what_lives_on_the_device_never_crosses_the_link(on_device, tmp_path):
         {"type": "SGD", "lr": 1e-2, "momentum": 0.9, "nesterov": True},
         {"type": "Adagrad", "lr": 1e-2, "initial_accumulator_value": 0.1},
         {"type": "AdamW", "lr": 1e-2},
+        {"type": "RMSprop", "lr": 1e-3},
+        {"type": "RMSprop", "lr": 1e-3, "momentum": 0.9},
+        {"type": "NAdam"},
+        {"type": "Adamax"},
+        {"type": "Adadelta", "lr": 0.5},
     ],
     ids=lambda section: section["type"],
 )

@@ -61,8 +61,8 @@ def test_sizes_that_are_none(text):
             "io_backend = 'memory': Input should be",
         ),
         (
-            {"budget": {"host": 1}, "optimizer": {"type": "Nadam"}},
-            "optimizer.type = 'Nadam': one of AdamW, Adam, Adagrad, Lion, SGD is expected",
+            {"budget": {"host": 1}, "optimizer": {"type": "Nadamw"}},
+            "optimizer.type = 'Nadamw': one of AdamW, Adam, Adagrad, Lion, SGD, RMSprop, NAdam, Adamax, Adadelta is",
         ),
         (
             {"budget": {"host": 1}, "optimizer": {"type": "SGD", "betas": [0.9, 0.99]}},
@@ -231,7 +231,9 @@ def test_an_unknown_key_in_any_section_is_an_error_with_the_nearest_known_name(w
         Config.read(config)
 
 
-@pytest.mark.parametrize("kind", ["AdamW", "Adam", "Adagrad", "Lion", "SGD"])
+@pytest.mark.parametrize(
+    "kind", ["AdamW", "Adam", "Adagrad", "Lion", "SGD", "RMSprop", "NAdam", "Adamax", "Adadelta"]
+)
 @pytest.mark.parametrize("form", ["flat", "params"])
 def test_an_unknown_option_of_any_optimizer_is_an_error(kind, form):
     options = {"foreach": True}

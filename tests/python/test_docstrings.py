@@ -32,10 +32,18 @@ def own(kind: type) -> dict[str, object]:
     return found
 
 
+def own_kinds(optim: types.ModuleType) -> dict[str, type]:
+    return {
+        name: kind
+        for name, kind in vars(optim).items()
+        if isinstance(kind, type) and issubclass(kind, optim.Optimizer) and kind is not optim.Optimizer
+    }
+
+
 def public() -> dict[str, object]:
     found: dict[str, object] = {name: getattr(overspill, name) for name in overspill.__all__}
     optim = found.pop("optim")
-    found |= {f"optim.{name}": getattr(optim, name) for name in ("AdamW", "Adam", "Adagrad", "Lion", "SGD")}
+    found |= {f"optim.{name}": value for name, value in own_kinds(optim).items()}
     found |= GIVEN
     for name, value in list(found.items()):
         if not isinstance(value, type) or issubclass(value, BaseException):

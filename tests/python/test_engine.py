@@ -207,7 +207,9 @@ def equal(a, b):
 
 
 @pytest.mark.parametrize("form", ["exact", "compact", "8bit"])
-@pytest.mark.parametrize("kind", ["AdamW", "Adagrad", "Lion", "SGD"])
+@pytest.mark.parametrize(
+    "kind", ["AdamW", "Adagrad", "Lion", "SGD", "RMSprop", "NAdam", "Adamax", "Adadelta"]
+)
 def test_formats_by_the_configuration(start, kind, form, tmp_path):
     """Placement and threads change no bit, the seed does where something is rounded; checkpoints go on."""
     first = trained(start, kind, format=form, clipping=0.5, saved=str(tmp_path / "two"))

@@ -30,7 +30,7 @@ def train(model, optimizer, steps=3, **options):
 
 
 @pytest.mark.parametrize("placement", ["host", "nvme"])
-@pytest.mark.parametrize("kind", [torch.optim.RMSprop, torch.optim.NAdam])
+@pytest.mark.parametrize("kind", [torch.optim.RAdam, torch.optim.ASGD])
 def test_weights_in_half_precision_are_those_of_torch(start, placement, kind):
     model = net(dtype=torch.bfloat16)
     plain = copy.deepcopy(model)
@@ -45,9 +45,9 @@ def test_weights_in_half_precision_are_those_of_torch(start, placement, kind):
 def test_it_is_said_once(start):
     model = net()
     with pytest.warns(
-        UserWarning, match=r"no update of torch\.optim\.\w+\.RMSprop.*one unit after the other"
+        UserWarning, match=r"no update of torch\.optim\.\w+\.RAdam.*one unit after the other"
     ) as told:
-        engine = start(model, torch.optim.RMSprop(model.parameters()))
+        engine = start(model, torch.optim.RAdam(model.parameters()))
     train(model, engine.optimizer)
     assert len(told) == 1
     model = net()
@@ -58,22 +58,22 @@ def test_it_is_said_once(start):
 def test_large_states_lie_in_files_where_there_is_a_disk(start):
     model = net(512)
     plain = copy.deepcopy(model)
-    engine = start(model, torch.optim.RMSprop(model.parameters(), lr=1e-3), placement="nvme")
-    theirs = torch.optim.RMSprop(plain.parameters(), lr=1e-3)
+    engine = start(model, torch.optim.RAdam(model.parameters(), lr=1e-3), placement="nvme")
+    theirs = torch.optim.RAdam(plain.parameters(), lr=1e-3)
     train(plain, theirs, width=512)
     train(model, engine.optimizer, width=512)
     assert all(torch.equal(v, plain.state_dict()[k]) for k, v in model.state_dict().items())
-    kept = engine.optimizer.state[model[0].weight]["square_avg"]
+    kept = engine.optimizer.state[model[0].weight]["exp_avg"]
     assert lies_in_a_file(kept) and kept.is_contiguous()
-    assert not lies_in_a_file(engine.optimizer.state[model[0].bias]["square_avg"])
+    assert not lies_in_a_file(engine.optimizer.state[model[0].bias]["exp_avg"])
     assert torch.equal(
-        engine.optimizer_state(model[0].weight)["square_avg"], theirs.state[plain[0].weight]["square_avg"]
+        engine.optimizer_state(model[0].weight)["exp_avg"], theirs.state[plain[0].weight]["exp_avg"]
     )
 
 
 def test_a_run_goes_on_by_state_dicts_and_a_checkpoint_is_refused(start, tmp_path):
     model = net()
-    engine = start(model, torch.optim.RMSprop(model.parameters(), lr=1e-2))
+    engine = start(model, torch.optim.RAdam(model.parameters(), lr=1e-2))
     train(model, engine.optimizer)
     file = io.BytesIO()
     torch.save((model.state_dict(), engine.optimizer.state_dict()), file)
@@ -81,12 +81,10 @@ def test_a_run_goes_on_by_state_dicts_and_a_checkpoint_is_refused(start, tmp_pat
     weights, states = torch.load(file)
     train(model, engine.optimizer)
     for call in (engine.save_checkpoint, engine.load_checkpoint):
-        with pytest.raises(
-            RuntimeError, match=r"the states of RMSprop are its own.*optimizer\.state_dict\(\)"
-        ):
+        with pytest.raises(RuntimeError, match=r"the states of RAdam are its own.*optimizer\.state_dict\(\)"):
             call(tmp_path / "saved")
     other = net()
-    again = start(other, torch.optim.RMSprop(other.parameters(), lr=1e-2))
+    again = start(other, torch.optim.RAdam(other.parameters(), lr=1e-2))
     other.load_state_dict(weights)
     again.optimizer.load_state_dict(states)
     train(other, again.optimizer)
@@ -95,7 +93,7 @@ def test_a_run_goes_on_by_state_dicts_and_a_checkpoint_is_refused(start, tmp_pat
 
 def test_a_gradient_that_is_not_finite_skips_the_step(start):
     model = net()
-    engine = start(model, torch.optim.RMSprop(model.parameters(), lr=1e-2))
+    engine = start(model, torch.optim.RAdam(model.parameters(), lr=1e-2))
     before = {k: v.clone() for k, v in model.state_dict().items()}
     (model(batch()).sum() * float("inf")).backward()
     with pytest.warns(UserWarning, match="a step is skipped"):
@@ -110,10 +108,10 @@ def test_the_engines_own_step_clips_and_schedules(start):
     """engine.step() with accumulation, the configured clipping and a scheduler, as with any optimizer."""
     model = net()
     plain = copy.deepcopy(model)
-    optimizer = torch.optim.RMSprop(model.parameters(), lr=1e-2)
+    optimizer = torch.optim.RAdam(model.parameters(), lr=1e-2)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
     engine = start(model, optimizer, schedule, clipping=0.05, accumulation=2)
-    theirs = torch.optim.RMSprop(plain.parameters(), lr=1e-2)
+    theirs = torch.optim.RAdam(plain.parameters(), lr=1e-2)
     for i in range(4):
         engine.backward(engine(batch(i=i)).square().mean())
         engine.step()
@@ -131,8 +129,8 @@ def test_the_engines_own_step_clips_and_schedules(start):
 def test_a_scripts_own_clipping_is_in_place_of_the_configured_one(start):
     model = net()
     plain = copy.deepcopy(model)
-    engine = start(model, torch.optim.RMSprop(model.parameters(), lr=1e-2), clipping=1e-4)
-    theirs = torch.optim.RMSprop(plain.parameters(), lr=1e-2)
+    engine = start(model, torch.optim.RAdam(model.parameters(), lr=1e-2), clipping=1e-4)
+    theirs = torch.optim.RAdam(plain.parameters(), lr=1e-2)
     for each, its in ((model, engine.optimizer), (plain, theirs)):
         for i in range(2):
             its.zero_grad()
@@ -146,17 +144,17 @@ def test_a_scripts_own_clipping_is_in_place_of_the_configured_one(start):
 def test_states_stay_in_memory_where_the_disk_is_full(start, monkeypatch):
     model = net(512)
     plain = copy.deepcopy(model)
-    engine = start(model, torch.optim.RMSprop(model.parameters(), lr=1e-3), placement="nvme")
+    engine = start(model, torch.optim.RAdam(model.parameters(), lr=1e-3), placement="nvme")
 
     def full(*_):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "posix_fallocate", full)
     with pytest.warns(
-        UserWarning, match=r"RMSprop keeps square_avg of 0\.weight.*No space left.*it stays in memory"
+        UserWarning, match=r"RAdam keeps exp_avg of 0\.weight.*No space left.*it stays in memory"
     ):
         train(model, engine.optimizer, width=512)
-    train(plain, torch.optim.RMSprop(plain.parameters(), lr=1e-3), width=512)
+    train(plain, torch.optim.RAdam(plain.parameters(), lr=1e-3), width=512)
     assert all(torch.equal(v, plain.state_dict()[k]) for k, v in model.state_dict().items())
 
 

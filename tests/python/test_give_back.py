@@ -183,11 +183,11 @@ KINDS = {
     "sgd": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}, 0.0),
     "adamw": (torch.optim.AdamW, {"lr": 1e-2}, 1e-6),
     "adagrad": (torch.optim.Adagrad, {"lr": 1e-2, "initial_accumulator_value": 0.1}, 1e-6),
-    "rmsprop": (torch.optim.RMSprop, {"lr": 1e-3}, 0.0),  # makes its own steps
+    "radam": (torch.optim.RAdam, {"lr": 1e-3}, 0.0),  # makes its own steps
 }
 
 
-@pytest.mark.filterwarnings("ignore:overspill. the engine has no update of torch.optim.RMSprop")
+@pytest.mark.filterwarnings("ignore:overspill. the engine has no update of torch.optim.RAdam")
 @pytest.mark.parametrize("placement", ["host", "nvme"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_layers_are_unfrozen_one_after_the_other(config, placement, kind):
@@ -477,7 +477,7 @@ def test_gradients_are_given_too(config):
     assert_same(model, plain)
 
 
-@pytest.mark.parametrize("make", [torch.optim.AdamW, torch.optim.RMSprop])
+@pytest.mark.parametrize("make", [torch.optim.AdamW, torch.optim.RAdam])
 @pytest.mark.filterwarnings("ignore:overspill. the engine has no update")
 def test_a_layer_is_frozen_before_the_next_engine(config, make):
     """Its states stay where they are, as in plain PyTorch."""
@@ -682,7 +682,7 @@ def test_momentum_comes_and_goes_between_two_engines(config, dtype, first, then)
 
 def test_hooks_of_the_returned_object_that_makes_its_own_steps(config, recwarn):
     model = network()
-    user = torch.optim.RMSprop(model.parameters(), lr=1e-3)
+    user = torch.optim.RAdam(model.parameters(), lr=1e-3)
     engine, optimizer, *_ = overspill.initialize(model, plain_settings(config, "host", "0"), user)
     seen = []
     optimizer.register_state_dict_post_hook(lambda o, state: seen.append("saved"))

@@ -182,9 +182,9 @@ def test_a_save_that_is_killed_between_its_two_writes_leaves_the_one_of_before(s
     assert [path.name for path in tmp_path.glob("last.ckpt*")] == ["last.ckpt"]
 
 
-class OfRMSprop(Module):
+class OfRAdam(Module):
     def configure_optimizers(self):
-        return torch.optim.RMSprop(self.parameters(), lr=1e-2)
+        return torch.optim.RAdam(self.parameters(), lr=1e-2)
 
 
 class OfTwoKinds(Module):
@@ -194,13 +194,13 @@ class OfTwoKinds(Module):
 
     def configure_optimizers(self):
         first, last = self.net[0].parameters(), (*self.net[3].parameters(), *self.net[4].parameters())
-        return torch.optim.AdamW(first), torch.optim.RMSprop(last)
+        return torch.optim.AdamW(first), torch.optim.RAdam(last)
 
 
 def test_an_optimizer_that_steps_by_its_own_code_is_saved_as_lightning_does_it(strategy, tmp_path):
     def fresh():
         torch.manual_seed(0)
-        return OfRMSprop()
+        return OfRAdam()
 
     plain, straight, again, taken = (fresh() for _ in range(4))
     fitted(plain, tmp_path / "plain", "auto")
@@ -235,9 +235,7 @@ def test_checkpoints_that_could_not_be_written_are_refused_before_training(strat
         tmp_path, strategy(), callbacks=[callbacks.ModelCheckpoint(tmp_path)], enable_checkpointing=True
     )
     trainer.accumulate_grad_batches, trainer.gradient_clip_val = 1, None  # as one's own loop wants it
-    with pytest.raises(
-        ValueError, match=r"no update of torch\.optim\.rmsprop\.RMSprop, and has that of another"
-    ):
+    with pytest.raises(ValueError, match=r"no update of torch\.optim\.radam\.RAdam, and has that of another"):
         trainer.fit(mixed, loader())
     refused("AsyncCheckpointIO would write", made(), [lightning.pytorch.plugins.io.AsyncCheckpointIO()])
     refused("checkpoints in memory://.*another dirpath", made(), dirpath="memory://runs/1")

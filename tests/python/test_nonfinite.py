@@ -49,7 +49,7 @@ def test_raise_names_the_parameter_and_changes_nothing(start, by):
 @pytest.mark.parametrize("placement", ["host", "nvme"])
 @pytest.mark.parametrize("clips", [False, True])
 @pytest.mark.parametrize("factor", [float("inf"), float("nan")])
-@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW, torch.optim.RMSprop])
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW, torch.optim.RAdam])
 @pytest.mark.filterwarnings("ignore:overspill. the engine has no update")
 def test_propagate_is_what_torch_does(start, placement, clips, factor, kind):
     model = net()

@@ -37,6 +37,24 @@ PAIRS = {
         torch.optim.SGD,
         {"lr": 1e-2, "momentum": 0.9, "dampening": 0.5, "weight_decay": 0.1},
     ),
+    "rmsprop": (optim.RMSprop, torch.optim.RMSprop, {"lr": 1e-3}),
+    "rmsprop_l2": (optim.RMSprop, torch.optim.RMSprop, {"lr": 1e-3, "weight_decay": 0.1, "maximize": True}),
+    "rmsprop_momentum": (optim.RMSprop, torch.optim.RMSprop, {"lr": 1e-3, "alpha": 0.9, "momentum": 0.9}),
+    "nadam": (optim.NAdam, torch.optim.NAdam, {}),
+    "nadam_l2": (optim.NAdam, torch.optim.NAdam, {"weight_decay": 0.1, "momentum_decay": 0.1}),
+    "nadam_decoupled": (
+        optim.NAdam,
+        torch.optim.NAdam,
+        {"weight_decay": 0.1, "decoupled_weight_decay": True, "maximize": True},
+    ),
+    "adamax": (optim.Adamax, torch.optim.Adamax, {}),
+    "adamax_l2": (optim.Adamax, torch.optim.Adamax, {"weight_decay": 0.1, "maximize": True}),
+    "adadelta": (optim.Adadelta, torch.optim.Adadelta, {}),
+    "adadelta_l2": (
+        optim.Adadelta,
+        torch.optim.Adadelta,
+        {"lr": 0.5, "weight_decay": 0.1, "maximize": True},
+    ),
     "nesterov": (optim.SGD, torch.optim.SGD, {"lr": 1e-2, "momentum": 0.9, "nesterov": True}),
 }
 FORMATS = [
@@ -53,6 +71,10 @@ FAMILY = [
     (optim.Lion, {"lr": 1e-3, "weight_decay": 0.1}),
     (optim.SGD, {"lr": 1e-2, "momentum": 0.9}),
     (optim.SGD, {"lr": 1e-2}),
+    (optim.RMSprop, {"lr": 1e-3, "momentum": 0.9}),
+    (optim.NAdam, {"weight_decay": 0.1}),
+    (optim.Adamax, {}),
+    (optim.Adadelta, {"lr": 0.5}),
 ]
 
 
@@ -227,6 +249,10 @@ def test_what_is_refused():
         optim.AdamW([nn.Parameter(torch.zeros(3))], lr=-1)
     with pytest.raises(ValueError, match="betas"):
         optim.Lion([nn.Parameter(torch.zeros(3))], betas=(0.9, 1.0))
+    with pytest.raises(ValueError, match=r"rho = 1.0 must be in \[0, 1\)"):
+        optim.Adadelta([nn.Parameter(torch.zeros(3))], rho=1.0)
+    with pytest.raises(ValueError, match="momentum_decay = -1 must be at least 0"):
+        optim.NAdam([nn.Parameter(torch.zeros(3))], momentum_decay=-1)
     with pytest.raises(ValueError, match="nesterov"):
         optim.SGD([nn.Parameter(torch.zeros(3))], nesterov=True)
     p = nn.Parameter(torch.zeros(3))
@@ -247,7 +273,7 @@ def test_what_is_refused():
         optim.AdamW(embedding.parameters()).step()
 
 
-@pytest.mark.parametrize("kind", ["AdamW", "Adam", "Adagrad", "Lion", "SGD"])
+@pytest.mark.parametrize("kind", sorted({kind.__name__ for kind, _ in FAMILY}))
 def test_options_of_torch_that_change_no_result_are_taken_and_others_named(kind):
     def stepped(**options):
         parameter = torch.nn.Parameter(torch.linspace(-1, 1, 40))
@@ -258,9 +284,9 @@ def test_options_of_torch_that_change_no_result_are_taken_and_others_named(kind)
         return parameter.detach()
 
     plain = stepped()
-    taken = {"foreach": True, "fused": None, "capturable": False, "amsgrad": False, "differentiable": False}
+    taken = {"foreach": True, "fused": None, "capturable": False, "amsgrad": False, "centered": False}
     assert torch.equal(stepped(**taken), plain)
-    for option in ("amsgrad", "differentiable"):
+    for option in ("amsgrad", "centered", "differentiable"):
         with pytest.raises(ValueError, match=rf"{kind}\({option}=True\) is not supported: .*torch\.optim"):
             stepped(**{option: True})
     with pytest.raises(TypeError, match=rf"{kind}\(\) has no argument 'momentun'"):

@@ -195,7 +195,9 @@ def test_every_other_key_of_a_file_reaches_the_engine(folder):
         assert config == value, key
 
 
-@pytest.mark.parametrize("kind", ["AdamW", "Adam", "Adagrad", "Lion", "SGD"])
+@pytest.mark.parametrize(
+    "kind", ["AdamW", "Adam", "Adagrad", "Lion", "SGD", "RMSprop", "NAdam", "Adamax", "Adadelta"]
+)
 def test_optimizers_of_deepspeeds_form_keep_their_rate_and_decay(kind, folder):
     section = {"type": kind, "params": {"lr": 0.25, "weight_decay": 0.125}}
     chosen = chosen_of("train", "--config", written(folder, {"optimizer": section}))
@@ -293,7 +295,7 @@ def test_wrong_files_are_named(folder):
         ({"engine": None}, [], "engine = None: "),
         ({"seed": None}, [], "seed = None: "),
         ({"gradient_clipping": "no"}, ["--clip", 1], "gradient_clipping = 'no': "),
-        ({"optimizer": {"type": "Nadam"}}, ["--optimizer", "sgd"], "optimizer.type = 'Nadam': one of"),
+        ({"optimizer": {"type": "Nadamw"}}, ["--optimizer", "sgd"], "optimizer.type = 'Nadamw': one of"),
         ({"budget": {"host": None}}, ["--host-budget", "1GiB"], "budget.host = None: a size is"),
         ({"engine": {"threads": -1}, "seed": -1}, ["--threads", 1, "--seed", 1], "seed = -1: "),
     ],

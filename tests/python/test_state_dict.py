@@ -70,6 +70,10 @@ SECTIONS = {
     "Lion": {"type": "Lion", "lr": 1e-3},
     "momentum": {"type": "SGD", "lr": 1e-2, "momentum": 0.9, "dampening": 0.2},
     "SGD": {"type": "SGD", "lr": 1e-2},
+    "RMSprop": {"type": "RMSprop", "lr": 1e-3, "momentum": 0.9},
+    "NAdam": {"type": "NAdam"},
+    "Adamax": {"type": "Adamax"},
+    "Adadelta": {"type": "Adadelta", "lr": 0.5},
 }
 
 
@@ -103,10 +107,12 @@ def test_the_idiom_of_scripts_goes_on_bit_for_bit(start, kind, form, placement):
     assert all(map(torch.equal, masters(engine), masters(other)))
 
 
-@pytest.mark.parametrize("kind", ["AdamW", "Adam", "Adagrad", "SGD"])
+@pytest.mark.parametrize(
+    "kind", ["AdamW", "Adam", "Adagrad", "SGD", "RMSprop", "NAdam", "Adamax", "Adadelta"]
+)
 def test_torchs_optimizer_takes_the_state_dict_and_gives_it_back(start, kind):
     """In fp32 the layout is torch's: the same tensors under the same numbers, in both directions."""
-    arguments = {"lr": 1e-2, "weight_decay": 0.05} | ({"momentum": 0.9} if kind == "SGD" else {})
+    arguments = {"lr": 1e-2, "weight_decay": 0.05} | ({"momentum": 0.9} if kind in ("SGD", "RMSprop") else {})
     model, plain = Net(), Net()
     engine = start(model, getattr(torch.optim, kind)(model.parameters(), **arguments))
     train(engine, range(3))

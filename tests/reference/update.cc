@@ -72,6 +72,61 @@ void sgd(Element& e, const double* h, double) {
   e.p = std::fma(-rounded(h[0]), e.g, e.p);
 }
 
+float rmsprop_direction(Element& e, const double* h) {
+  if (rounded(h[3]) != 0) e.g = std::fma(rounded(h[3]), e.p, e.g);
+  const float square = e.g * e.g;
+  e.s[0] = std::fma(rounded(1 - h[1]), square, rounded(h[1]) * e.s[0]);
+  return e.g / (std::sqrt(e.s[0]) + rounded(h[2]));
+}
+
+void rmsprop(Element& e, const double* h, double) {
+  e.p = std::fma(-rounded(h[0]), rmsprop_direction(e, h), e.p);
+}
+
+void rmsprop_momentum(Element& e, const double* h, double) {
+  e.s[1] = std::fma(rounded(h[4]), e.s[1], rmsprop_direction(e, h));
+  e.p = std::fma(-rounded(h[0]), e.s[1], e.p);
+}
+
+void nadam(Element& e, const double* h, double step) {
+  const double lr = h[0], beta1 = h[1], beta2 = h[2], decay = h[4];
+  const auto mu = [&](double t) { return beta1 * (1 - 0.5 * std::pow(0.96, t * h[5])); };
+  double product = 1;
+  for (double t = 1; t <= step && t <= 100'000; ++t) product *= mu(t);  // 0 long before that
+  if (h[6] == 0 && rounded(decay) != 0) e.g = std::fma(rounded(decay), e.p, e.g);
+  if (h[6] != 0) e.p *= rounded(1 - lr * decay);
+  float &m = e.s[0], &v = e.s[1];
+  m = std::fma(rounded(1 - beta1), e.g - m, m);
+  const float square = e.g * e.g;
+  v = std::fma(rounded(1 - beta2), square, rounded(beta2) * v);
+  const float inverse = rounded(1 / std::sqrt(1 - std::pow(beta2, step)));
+  const float root = std::fma(std::sqrt(v), inverse, rounded(h[3]));
+  const float of_gradient = rounded(lr * (1 - mu(step)) / (1 - product));
+  const float of_average = rounded(lr * mu(step + 1) / (1 - product * mu(step + 1)));
+  e.p = std::fma(-of_gradient, e.g / root, e.p);
+  e.p = std::fma(-of_average, m / root, e.p);
+}
+
+void adamax(Element& e, const double* h, double step) {
+  if (rounded(h[4]) != 0) e.g = std::fma(rounded(h[4]), e.p, e.g);
+  float &m = e.s[0], &norm = e.s[1];
+  m = std::fma(rounded(1 - h[1]), e.g - m, m);
+  const float faded = norm * rounded(h[2]), size = std::fabs(e.g) + rounded(h[3]);
+  norm = std::isnan(faded) || std::isnan(size) ? NAN : std::max(faded, size);
+  e.p = std::fma(-rounded(h[0] / (1 - std::pow(h[1], step))), m / norm, e.p);
+}
+
+void adadelta(Element& e, const double* h, double) {
+  if (rounded(h[3]) != 0) e.g = std::fma(rounded(h[3]), e.p, e.g);
+  const float square = e.g * e.g, rho = rounded(h[1]), rest = rounded(1 - h[1]), eps = rounded(h[2]);
+  e.s[0] = std::fma(rest, square, rho * e.s[0]);
+  const float ratio = std::sqrt(e.s[1] + eps) / std::sqrt(e.s[0] + eps);
+  const float delta = ratio * e.g;
+  const float moved = delta * delta;
+  e.s[1] = std::fma(rest, moved, rho * e.s[1]);
+  e.p = std::fma(-rounded(h[0]), delta, e.p);
+}
+
 struct Optimizer {
   const char* name;
   int states;
@@ -82,7 +137,12 @@ constexpr Optimizer kOptimizers[] = {{"adam", 2, {true, false}, adam},
                                      {"adagrad", 1, {false, false}, adagrad},
                                      {"lion", 1, {true, false}, lion},
                                      {"momentum", 1, {true, false}, momentum},
-                                     {"sgd", 0, {false, false}, sgd}};
+                                     {"sgd", 0, {false, false}, sgd},
+                                     {"rmsprop", 1, {false, false}, rmsprop},
+                                     {"rmsprop_momentum", 2, {false, true}, rmsprop_momentum},
+                                     {"nadam", 2, {true, false}, nadam},
+                                     {"adamax", 2, {true, false}, adamax},
+                                     {"adadelta", 2, {false, false}, adadelta}};
 
 // ---- stochastic rounding
 
@@ -291,6 +351,12 @@ int reference_update(const char* optimizer, const char* format, void* const* com
     }
     return 1;
   }
+  return 0;
+}
+
+int reference_is_signed(const char* optimizer, int state) {
+  for (const Optimizer& known : kOptimizers)
+    if (std::strcmp(known.name, optimizer) == 0) return known.is_signed[state] ? 1 : 0;
   return 0;
 }
 

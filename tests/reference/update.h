@@ -15,6 +15,11 @@
 /// lion       lr, beta1, beta2, weight_decay
 /// momentum   lr, momentum, dampening, weight_decay, nesterov (0 or 1)
 /// sgd        lr, weight_decay
+/// rmsprop    lr, alpha, eps, weight_decay
+/// rmsprop_momentum  lr, alpha, eps, weight_decay, momentum
+/// nadam      lr, beta1, beta2, eps, weight_decay, momentum_decay, decoupled (0 or 1)
+/// adamax     lr, beta1, beta2, eps, weight_decay
+/// adadelta   lr, rho, eps, weight_decay
 ///
 /// format     "fp32", "exact", "fp16", "compact" or "8bit"; `components` in the order that the update takes
 /// them gradient   "bf16", "fp16" or "fp32"; `grad` points at the gradient of the piece's first element
@@ -24,6 +29,9 @@ OVERSPILL_REFERENCE int reference_update(const char* optimizer, const char* form
                                          const char* gradient, const void* grad, int64_t elements,
                                          int64_t begin, int64_t end, const double* hyper, int64_t step,
                                          double grad_scale, uint64_t seed, int64_t index);
+
+/// Whether a state, counted from 0, may be below zero: then its 8-bit codes have a sign.
+OVERSPILL_REFERENCE int reference_is_signed(const char* optimizer, int state);
 
 /// fp16 conversions; to fp16 rounds to nearest even, a NaN stays one.
 OVERSPILL_REFERENCE float reference_widen_half(uint16_t fp16);

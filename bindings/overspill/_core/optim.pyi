@@ -14,6 +14,7 @@ __all__: list[str] = [
     "initialize",
     "pack",
     "packed_bytes",
+    "product_of_momenta",
     "squares",
     "unpack",
     "update",
@@ -41,6 +42,11 @@ def pack(
     arg3: tuple[typing.SupportsInt | typing.SupportsIndex, typing.SupportsInt | typing.SupportsIndex],
 ) -> None: ...
 def packed_bytes(arg0: str, arg1: str, arg2: typing.SupportsInt | typing.SupportsIndex) -> int: ...
+def product_of_momenta(
+    arg0: typing.SupportsFloat | typing.SupportsIndex,
+    arg1: typing.SupportsFloat | typing.SupportsIndex,
+    arg2: typing.SupportsInt | typing.SupportsIndex,
+) -> float: ...
 def squares(
     arg0: tuple[typing.SupportsInt | typing.SupportsIndex, typing.SupportsInt | typing.SupportsIndex],
     arg1: str,

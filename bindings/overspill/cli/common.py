@@ -180,6 +180,10 @@ OPTIMIZERS = {
     "sgd": {"type": "SGD", "momentum": 0.0, "nesterov": False},  # whatever a file says of both
     "momentum": {"type": "SGD", "momentum": 0.9, "nesterov": False},
     "nesterov": {"type": "SGD", "momentum": 0.9, "nesterov": True},
+    "rmsprop": {"type": "RMSprop"},
+    "nadam": {"type": "NAdam"},
+    "adamax": {"type": "Adamax"},
+    "adadelta": {"type": "Adadelta"},
 }
 
 
@@ -192,7 +196,7 @@ def add_update(parser: argparse.ArgumentParser) -> None:
         "--optimizer",
         choices=OPTIMIZERS,
         help="sgd is without momentum, momentum and nesterov are SGD's with 0.9 (default adamw, or --config's); lion "
-        "takes about a tenth of adamw's --lr, sgd far more",
+        "takes about a tenth of adamw's --lr, sgd and adadelta far more",
     )
     parser.add_argument(
         "--format",

@@ -60,7 +60,9 @@ KEYS: tuple[Key, ...] = (
     _mapped("dataloader_drop_last", "`dataloader_drop_last`"),
     # Optimizer and schedule.
     _mapped(
-        "optimizer.type", "`optimizer.type`: AdamW, Adam, Adagrad, Lion, SGD; others are refused by name"
+        "optimizer.type",
+        "`optimizer.type`: AdamW, Adam, Adagrad, Lion, SGD, RMSprop, NAdam, Adamax, Adadelta; others are refused by "
+        "name",
     ),
     _mapped(
         "optimizer.params",

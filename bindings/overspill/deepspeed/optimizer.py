@@ -47,9 +47,8 @@ class PartsOfStates(Mapping[nn.Parameter, dict[str, torch.Tensor]]):
         core, unit = self._optimizer.residency.core, segment.unit
         with calls.Alone(), torch.inference_mode(False), DisableTorchFunction():
             _, count = core.own_part(unit.index, segment.index)
-            found = {}
-            if self._optimizer._states.counted:
-                found["step"] = torch.tensor(float(core.updates_of(unit.index, segment.index)))
+            states = self._optimizer._states
+            found = {name: states.fetch(segment, name) for name in states.counted}
             for ours, theirs in self._optimizer.groups.states().items():
                 part = found[theirs] = torch.empty(count)
                 core.read_own_state(unit.index, segment.index, ours, part.data_ptr(), part.nbytes)

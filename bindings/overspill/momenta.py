@@ -1,0 +1,71 @@
+"""NAdam's product of momenta. Torch keeps it as a state, `mu_product`, of each parameter; here it follows from the
+parameter's number of updates and from its group's options, which therefore have to stay as they are."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from ._core import optim as _core
+
+NAME = "mu_product"
+_TOLERANCE = 1e-4  # torch multiplies in fp32
+
+
+def has(group: Mapping[str, Any]) -> bool:
+    """Whether the group is NAdam's."""
+    return "momentum_decay" in group
+
+
+def product(group: Mapping[str, Any], updates: int) -> float:
+    """Of the momenta of the updates until now; 1 before the first. Below 2^-60, where it no longer counts, it is some
+    number below that."""
+    return _core.product_of_momenta(float(group["betas"][0]), float(group["momentum_decay"]), updates)
+
+
+def following(group: Mapping[str, Any], updates: int) -> dict[str, torch.Tensor]:
+    """As torch has it among a parameter's states; empty for other optimizers than NAdam."""
+    return {NAME: torch.tensor(product(group, updates))} if has(group) else {}
+
+
+def check(group: Mapping[str, Any], updates: int, given: Any, of: str) -> None:
+    """Raises ValueError where the product that was `given` does not follow from the group. `of`: the parameter."""
+    expected = product(group, updates)
+    try:
+        value = float(given)
+    except (TypeError, ValueError, RuntimeError):
+        value = math.nan
+    if not math.isclose(value, expected, rel_tol=_TOLERANCE, abs_tol=1e-9):
+        raise ValueError(
+            f"overspill: {NAME} of {of} is {given!r:.60}; {updates} updates with betas[0] = {group['betas'][0]} and "
+            f"momentum_decay = {group['momentum_decay']} make {expected:g}. The engine's update of NAdam needs both to "
+            "stay as they were from the first update on: give the group those, or train on without these states"
+        )
+
+
+class Watch:
+    """Remembers what each group's product is of."""
+
+    def __init__(self) -> None:
+        self._seen: dict[int, tuple[float, float]] = {}
+
+    def check(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        """Raises ValueError where an option has changed since the first call, or since `forget`."""
+        for number, group in enumerate(groups):
+            if not has(group):
+                continue
+            now = float(group["betas"][0]), float(group["momentum_decay"])
+            before = self._seen.setdefault(number, now)
+            if now != before:
+                raise ValueError(
+                    f"overspill: parameter group {number} of NAdam has betas[0] = {now[0]} and momentum_decay = "
+                    f"{now[1]}, and had {before[0]} and {before[1]}: the engine computes the product of all momenta "
+                    "from them, so they have to stay as they are while it trains (schedule lr alone, or take AdamW)"
+                )
+
+    def forget(self) -> None:
+        """States and groups of another run come."""
+        self._seen.clear()
