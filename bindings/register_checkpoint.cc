@@ -109,6 +109,7 @@ void register_checkpoint(py::module_& m) {
         "Reads every byte of a checkpoint and compares it with its checksum, in memory of a few MiB.");
   m.def("manifest", &manifest, py::arg("folder"),
         "What a checkpoint folder holds; checked, but for the data itself.");
+  m.attr("OWN_STATES_FILE") = engine::kOwnStatesFile;
   m.def(
       "is_file_of_a_save",
       [](const std::filesystem::path& name) { return engine::is_file_of_a_save(name.native()); },

@@ -1,3 +1,4 @@
+#include <pybind11/functional.h>
 #include <pybind11/stl.h>
 #include <pybind11/stl/filesystem.h>
 
@@ -7,6 +8,7 @@
 #include <optional>
 #include <stdexcept>
 #include <string>
+#include <string_view>
 #include <utility>
 #include <vector>
 
@@ -478,7 +480,10 @@ void register_engine(py::module_& m) {
              self.start_states(configs);
            })
       .def("synchronize", &Engine::synchronize, Released())
-      .def("save", &Engine::save, py::arg("folder"), py::arg("extra_json"), Released())
+      .def("save", py::overload_cast<const std::filesystem::path&, std::string_view>(&Engine::save),
+           py::arg("folder"), py::arg("extra_json"), Released())
+      .def("save", py::overload_cast<const std::filesystem::path&, const engine::WriteBeside&>(&Engine::save),
+           py::arg("folder"), py::arg("write_beside"), Released())
       .def("load", &Engine::load, py::arg("folder"), Released())
       .def("stats", &stats_dict)
       .def("stall", &Engine::stall)

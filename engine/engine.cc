@@ -700,7 +700,12 @@ void Engine::synchronize() {
 
 void Engine::save(const std::filesystem::path& folder, std::string_view extra_json) {
   synchronize();
-  machine().save(folder, extra_json);
+  machine().save(folder, [&](const std::filesystem::path&) { return std::string(extra_json); });
+}
+
+void Engine::save(const std::filesystem::path& folder, const WriteBeside& write_beside) {
+  synchronize();
+  machine().save(folder, write_beside);
 }
 
 std::string Engine::load(const std::filesystem::path& folder) {

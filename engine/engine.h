@@ -25,6 +25,7 @@
 
 #include <cstdint>
 #include <filesystem>
+#include <functional>
 #include <memory>
 #include <span>
 #include <stdexcept>
@@ -114,6 +115,10 @@ struct Stats {
   int64_t gather_free_run_bytes = 0;  // the longest run of the arena that is free now
   io::StoreStats store;
 };
+
+/// Adds files to a checkpoint under way, in the folder that it is given, and returns the text that the
+/// manifest keeps (Engine::save).
+using WriteBeside = std::function<std::string(const std::filesystem::path& folder)>;
 
 class Engine {
  public:
@@ -222,6 +227,10 @@ class Engine {
   // ---- checkpoints: a folder is complete or absent. Collective; the folder is one that all ranks see. It
   // opens at any number of ranks, stage and placement. Where one rank fails or refuses, all do.
   void save(const std::filesystem::path& folder, std::string_view extra_json);
+  /// The same with files of the caller's: `write_beside` is called once, on rank 0, when all else is written,
+  /// with the folder under its temporary name. What it writes there has to be durable, under a name of
+  /// is_file_of_a_save. It returns the extra_json. Where it throws, no checkpoint is there.
+  void save(const std::filesystem::path& folder, const WriteBeside& write_beside);
   std::string load(const std::filesystem::path& folder);
 
   /// Where leased weights are.

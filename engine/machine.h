@@ -55,7 +55,7 @@ class Machine {
   void start_states(std::span<const optim::Hyper> groups);
 
   // Checkpoints (save.cc). Collective.
-  void save(const std::filesystem::path& folder, std::string_view extra_json);
+  void save(const std::filesystem::path& folder, const WriteBeside& write_beside);
   Manifest verify(const std::filesystem::path& folder);
 
   /// Of a segment's elements, of `width` bytes each, this rank has put its own into `out`: the others' come

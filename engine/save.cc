@@ -92,7 +92,7 @@ std::vector<std::string> Machine::tell(Meeting meeting, const std::exception_ptr
   return heard;
 }
 
-void Machine::save(const std::filesystem::path& folder, std::string_view extra_json) {
+void Machine::save(const std::filesystem::path& folder, const WriteBeside& write_beside) {
   const bool first = context.layout.slice == 0;
   bool prepared = false;
   try {
@@ -118,7 +118,7 @@ void Machine::save(const std::filesystem::path& folder, std::string_view extra_j
              add_pieces(part, manifest_from_text(parts[rank]));
            part.step = steps;
            part.skipped_steps = skipped_steps;
-           part.extra_json = extra_json;
+           part.extra_json = write_beside(keeper.unfinished(folder));
            keeper.complete(folder, part);
          }));
   } catch (const EngineFailed&) {

@@ -287,6 +287,10 @@ std::string CheckpointKeeper::rank_name() const {
   return fmt::format("rank{}", context_.layout.slice);
 }
 
+fs::path CheckpointKeeper::unfinished(const fs::path& folder) {
+  return partial_name(folder);
+}
+
 void CheckpointKeeper::prepare(const fs::path& folder) {
   if (const std::string why = too_large(); !why.empty())
     throw CheckpointError(fmt::format("{} cannot be saved: {}", whole_name(folder).string(), why));

@@ -33,6 +33,8 @@ class CheckpointKeeper {
   /// One rank: makes the folder under its temporary name, and holds it until complete() or give_up(): another
   /// process that saves there is refused.
   void prepare(const std::filesystem::path& folder);
+  /// Where a save of `folder` writes until it is complete.
+  static std::filesystem::path unfinished(const std::filesystem::path& folder);
   /// Every rank: pins its extents, writes its data durably, and says what it wrote.
   Manifest write_part(const std::filesystem::path& folder);
   /// One rank, when all have written theirs: the manifest, then the folder's name.

@@ -93,8 +93,9 @@ bool is_file_of_a_save(std::string_view name) {
   const std::string_view behind = behind_rank(name);
   if (behind.size() < name.size()) return behind.starts_with("-") && is_file_of_a_save(behind.substr(1));
   return name == kManifestFile || name == kUnfinishedManifestFile || name == kResidentFile ||
-         is_between(name, "slab-", ".bin") || is_between(name, "extents-", ".bin") ||  // io/slab_export.cc
-         is_between(name, "shared-", ".txt");                                          // io/slab_share.cc
+         name == kOwnStatesFile || is_between(name, "slab-", ".bin") ||
+         is_between(name, "extents-", ".bin") ||  // io/slab_export.cc
+         is_between(name, "shared-", ".txt");     // io/slab_share.cc
 }
 
 void require_only_a_save(const fs::path& folder) {

@@ -10,6 +10,9 @@
 
 namespace overspill::engine {
 
+/// What the states of an optimizer are in that runs its own code; Engine::save's caller writes it.
+inline constexpr const char* kOwnStatesFile = "optimizer.safetensors";
+
 /// Whether a save gives this name to a file: the manifest, memory's states, slabs, copied extents, marks;
 /// also behind a rank's prefix ("rank1-resident.bin"). The one list of them.
 bool is_file_of_a_save(std::string_view name);

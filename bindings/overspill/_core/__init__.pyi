@@ -15,6 +15,7 @@ import typing_extensions
 from . import optim
 
 __all__: list[str] = [
+    "OWN_STATES_FILE",
     "BudgetError",
     "CheckpointError",
     "CommunicatorError",
@@ -371,7 +372,14 @@ class Engine:
     def report_inside(self) -> StepReport: ...
     def resident_now(self, arg0: typing.SupportsInt | typing.SupportsIndex) -> bool: ...
     def reuse_gradients(self) -> None: ...
+    @typing.overload
     def save(self, folder: os.PathLike[str] | str | bytes, extra_json: str) -> None: ...
+    @typing.overload
+    def save(
+        self,
+        folder: os.PathLike[str] | str | bytes,
+        write_beside: collections.abc.Callable[[pathlib.Path], str],
+    ) -> None: ...
     def set_updates_of(
         self,
         arg0: typing.SupportsInt | typing.SupportsIndex,
@@ -654,4 +662,5 @@ def why_no_nccl(library: str) -> str:
     Why this NCCL library cannot be used ("": the one that the loader finds); empty where it can.
     """
 
+OWN_STATES_FILE: str = "optimizer.safetensors"
 leave_block: typing.Any
