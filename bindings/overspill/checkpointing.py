@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from . import _core, calls, given, packed, parts, reading, replaced, state
+from . import _core, calls, given, own_states, packed, parts, reading, replaced, state
 from .boundary import SchedulerState
 from .extra import Extra
 
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 def save(engine: Engine, folder: Any, client_state: dict[str, Any] | None, unknown: dict[str, Any]) -> None:
     """`unknown`: other arguments that the call was given."""
     state.check_arguments("save_checkpoint", unknown)
-    engine.optimizer.check_checkpoint("save_checkpoint")
     folder = given.path("save_checkpoint", folder)
     engine._settle()
     if client_state is not None and not isinstance(client_state, dict):
@@ -34,7 +33,14 @@ def save(engine: Engine, folder: Any, client_state: dict[str, Any] | None, unkno
         replaced.check(engine.module, engine._residency)
         reading.hand_over(engine._residency.units)
         engine.optimizer.settle()
-        engine._core.save(folder, state.dumps(_extra(engine, client_state)))
+        own, extra = own_states.Saving(parts.each(engine.optimizer)), _extra(engine, client_state)
+        text = state.dumps(extra)
+        if not own:
+            engine._core.save(folder, text)
+            return
+        engine._core.save(
+            folder, lambda unfinished: state.dumps(extra | {"own_states": own.write(unfinished)})
+        )
 
 
 def check_scheduler(scheduler: Any) -> None:
@@ -73,7 +79,6 @@ def _extra(engine: Engine, client_state: dict[str, Any] | None) -> dict[str, Any
 
 def load(engine: Engine, folder: Any, unknown: dict[str, Any]) -> dict[str, Any]:
     state.check_arguments("load_checkpoint", unknown)
-    engine.optimizer.check_checkpoint("load_checkpoint")
     folder = given.path("load_checkpoint", folder)
     engine._settle()
     folder = os.path.realpath(folder)  # it is read twice: a link may lead elsewhere meanwhile
@@ -82,11 +87,17 @@ def load(engine: Engine, folder: Any, unknown: dict[str, Any]) -> dict[str, Any]
     _check_packings(engine, folder, manifest)
     read = Extra.read(text, folder)
     buffers = state.persistent_buffers(engine.module)
+    own = own_states.Loading(read.own_states, parts.each(engine.optimizer), folder)
     read.check(buffers, engine.optimizer.param_groups)
     with calls.Alone():
         calls.start_update(engine._residency, "engine.load_checkpoint")
         engine.optimizer.leave_states()
-        _load(engine, folder, text, read)
+        own.apply()
+        try:
+            _load(engine, folder, text, read)
+        except BaseException:
+            own.undo()
+            raise
         engine._residency.gradients.forget()
         engine._residency.refresh()
         engine.optimizer.loaded()

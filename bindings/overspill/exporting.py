@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch._C import DisableTorchFunction
 
-from . import architecture, durable, folders, reading
+from . import architecture, durable, folders, reading, tensor_file
 from ._core import CheckpointError, OverspillError
 from .adapters import is_adapted
 from .divided import is_divided
@@ -173,7 +173,7 @@ def _shards(tensors: Sequence[Tensor], most: int) -> list[Shard]:
 
 
 def _write(path: Path | None, tensors: Sequence[Tensor], failures: list[Exception]) -> None:
-    """One file of safetensors (https://github.com/huggingface/safetensors, "Format"). A failure of the disk is put into
+    """One file of safetensors. A failure of the disk is put into
     the list, and the rest is read all the same. `path`: None on ranks that do not write."""
     values = (tensor.read() for tensor in tensors)
     if path is not None and not failures:
@@ -195,19 +195,7 @@ def _write_value(file: Any, value: torch.Tensor) -> None:
 
 
 def _header(tensors: Sequence[Tensor]) -> bytes:
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    begin = 0
-    for tensor in tensors:
-        end = begin + tensor.bytes
-        header[tensor.name] = {
-            "dtype": DTYPES[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [begin, end],
-        }
-        begin = end
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text
+    return tensor_file.header((t.name, DTYPES[t.dtype], t.shape, t.bytes) for t in tensors)
 
 
 def _index(shards: Sequence[Shard]) -> str:

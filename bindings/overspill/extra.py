@@ -17,6 +17,8 @@ import torch
 from . import state
 from ._core import CheckpointError
 from .config import wrong_hyper_parameter
+from .own_states import Saved
+from .tensor_file import no_number
 
 _WRONG = (ArithmeticError, AttributeError, LookupError, RecursionError, RuntimeError, TypeError, ValueError)
 _WAY_OUT = "it is damaged, or another program wrote it: use another checkpoint"
@@ -37,6 +39,7 @@ class Extra:
     global_steps: int
     micro_steps: int
     random: list[dict[str, Any]]
+    own_states: Saved | None
 
     @classmethod
     def read(cls, text: str, folder: Any) -> Extra:
@@ -59,6 +62,7 @@ class Extra:
             buffers=get("buffers", _tensors),
             global_steps=get("global_steps", _count),
             micro_steps=get("micro_steps", _count),
+            own_states=_entry(folder, "own_states", Saved.from_json, entries.get("own_states")),
             random=get(ranks, _random if ranks == "random_of_ranks" else lambda value: _random([value])),
         )
 
@@ -125,7 +129,7 @@ def tied(text: str, folder: Any) -> dict[str, str]:
 
 
 def _entries(text: str, folder: Any) -> dict[str, Any]:
-    entries = _entry(folder, "extra", json.loads, text)
+    entries = _entry(folder, "extra", lambda text: json.loads(text, parse_constant=no_number), text)
     if not isinstance(entries, dict):
         raise CheckpointError(
             f"overspill: {folder}: its manifest's entry 'extra' is not a JSON object; {_WAY_OUT}"

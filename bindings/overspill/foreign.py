@@ -13,7 +13,7 @@ from __future__ import annotations
 import inspect
 import math
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +23,7 @@ from torch.autograd.graph import increment_version
 from torch.utils.weak import WeakIdKeyDictionary
 
 from . import calls, hooks, residency, script_optimizer
+from ._core import CheckpointError
 from .optimizer import Groups, OverspillOptimizer, evaluated
 from .parts import groups_of
 from .residency import Residency, Segment, Unit, registry
@@ -97,8 +98,7 @@ class ForeignOptimizer(OverspillOptimizer):
         where = "one unit after the other" if self._one_by_one else "over all its parameters at once"
         warnings.warn(
             f"overspill: the engine has no update of {groups.foreign}: {type(user).__qualname__}'s own code makes the "
-            f"steps, {where}. They are exact, and slower; its states are not counted in the budget, and "
-            "engine.save_checkpoint, which would not have them, is refused: save its state_dict and the model's "
+            f"steps, {where}. They are exact, and slower; its states are not counted in the budget "
             "(docs/scripts.md, Optimizers)",
             stacklevel=5,
         )
@@ -223,6 +223,17 @@ class ForeignOptimizer(OverspillOptimizer):
                     self._in_files[kept] = None
                     states[name] = kept.copy_(value)
 
+    def room(
+        self, shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype, name: str
+    ) -> torch.Tensor | None:
+        """A file for a state that a checkpoint has, as a step would put it there. None: memory."""
+        if not self._one_by_one:
+            return None
+        kept = self.residency.folder.tensor(shape, stride, dtype, f"load_checkpoint keeps {name}")
+        if kept is not None:
+            self._in_files[kept] = None
+        return kept
+
     def states_of(self, segment: Segment) -> dict[str, torch.Tensor]:
         states = self.state.get(segment.parameter, {})
         return {name: value.clone() for name, value in states.items() if isinstance(value, torch.Tensor)}
@@ -234,11 +245,53 @@ class ForeignOptimizer(OverspillOptimizer):
         type(self.user).load_state_dict(self.user, state_dict)
         self.param_groups = self.user.param_groups
 
-    def check_checkpoint(self, call: str) -> None:
-        raise RuntimeError(
-            f"overspill: {call}: the states of {type(self.user).__name__} are its own, and a checkpoint would not have "
-            "them: torch.save model.state_dict() and optimizer.state_dict(), and load both"
-        )
+    def hyper_parameters(self) -> dict[str, Any]:
+        """Nothing of each group: a checkpoint has them with the states (own_states.py)."""
+        self._check_groups()
+        return {"groups": [{} for _ in self.param_groups]}
+
+    def restore_hyper_parameters(self, saved: dict[str, Any]) -> None:
+        """They came with the states."""
+
+    def restore(self, state_dict: dict[str, Any]) -> Callable[[], None]:
+        """Takes a state_dict that is its own from now on, value for value. Returns what undoes it. Raises
+        CheckpointError where the class does not take it; then nothing is changed."""
+        user, before = self.user, dict(vars(self.user))
+        states = {key: dict(entry) if isinstance(entry, dict) else entry for key, entry in user.state.items()}
+        groups = [dict(group) for group in user.param_groups]
+
+        def undo() -> None:
+            vars(user).clear()
+            vars(user).update(before)
+            user.state.clear()
+            user.state.update(states)
+            user.param_groups[:] = groups
+            self.param_groups = user.param_groups
+
+        try:
+            self.load_state_dict(state_dict)
+            self._put_exactly(state_dict["state"])
+        except BaseException as error:
+            undo()
+            if not isinstance(error, Exception):
+                raise
+            kind = type(user).__name__
+            raise CheckpointError(
+                f"overspill: {kind}.load_state_dict does not take the state that the checkpoint has of it "
+                f"({type(error).__name__}: {error!s:.200}): use the {kind} of that run"
+            ) from error
+        return undo
+
+    def _put_exactly(self, states: dict[Any, Any]) -> None:
+        """torch's load_state_dict turns states into the dtype of their parameter. Where the class's state_dict shows
+        the states themselves, they are the saved ones."""
+        shown = self.state_dict()["state"]
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        for number, parameter in enumerate(parameters):
+            own = self.user.state.get(parameter)
+            if number in states and own is not None and shown.get(number) is own:
+                own.clear()
+                own.update(states[number])
 
 
 def _is_by_parameter(kind: type) -> bool:

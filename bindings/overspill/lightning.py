@@ -21,7 +21,6 @@ from .config import ConfigError
 from .engine import Engine
 from .extras import need
 from .framework import Said
-from .optimizer import foreign_update
 from .start import ConfigSource, initialize
 
 need("lightning")
@@ -38,9 +37,8 @@ class Strategy(_strategies.DDPStrategy):  # type: ignore[misc]
     `devices=1` one process. `fit` hands the module over, with the optimizers of configure_optimizers.
 
     A checkpoint is a folder: the engine's checkpoint and what Lightning keeps beside it. What is saved with
-    `weights_only=True` is Lightning's own file, and so is all that is saved of an optimizer whose update the engine
-    does not have, such as RAdam. Both are right for `fit(ckpt_path=...)`, and so is a file of another strategy, on
-    one rank.
+    `weights_only=True` is Lightning's own file. Both are right for `fit(ckpt_path=...)`, and so is a file of another
+    strategy, on one rank.
 
     Attributes: engine, the Engine; None before `fit`.
 
@@ -137,15 +135,6 @@ class Strategy(_strategies.DDPStrategy):  # type: ignore[misc]
 
     def _check_saves(self, savers: list[Any]) -> None:
         """Raises ValueError where a checkpoint of one of these callbacks could not be written."""
-        foreign = [foreign_update(type(each), each.param_groups) for each in self.optimizers]
-        if all(foreign):
-            return
-        if named := next(filter(None, foreign), None):
-            raise ValueError(
-                f"overspill: the engine has no update of {named}, and has that of another optimizer: a checkpoint "
-                "would not have the states of both: give optimizers of one of the two kinds, or "
-                "ModelCheckpoint(save_weights_only=True)"
-            )
         if isinstance(self.checkpoint_io, _ASYNCHRONOUS):
             raise ValueError(
                 "overspill: AsyncCheckpointIO would write its part of a checkpoint when the engine's part has its "
@@ -173,19 +162,15 @@ class Strategy(_strategies.DDPStrategy):  # type: ignore[misc]
     def restore_checkpoint_after_setup(self) -> bool:
         return True
 
-    def _saves_states(self) -> bool:
-        """Whether the engine writes what is trained, and Lightning's file has nothing of it."""
-        return self._has_engine() and not any(each.groups.foreign for each in self.optimizers)
-
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Empty where the engine has the weights: `save_checkpoint` writes them."""
-        return {} if self._saves_states() else super().lightning_module_state_dict()
+        return {} if self._has_engine() else super().lightning_module_state_dict()
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        return {} if self._saves_states() else super().optimizer_state(optimizer)
+        return {} if self._has_engine() else super().optimizer_state(optimizer)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        if not self._saves_states():
+        if not self._has_engine():
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return
         assert self.engine is not None

@@ -563,9 +563,6 @@ class OverspillOptimizer(torch.optim.Optimizer):
         self.settle()
         return {theirs: reading.state(segment, ours) for ours, theirs in self.groups.states().items()}
 
-    def check_checkpoint(self, call: str) -> None:
-        """Raises RuntimeError where a checkpoint would not have the states."""
-
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Of the whole model, whatever parameters the groups have: all that require a gradient are in one. Of one
         optimizer of several, those of its own groups.

@@ -144,10 +144,6 @@ class Several:
     def states_of(self, segment: Segment) -> dict[str, torch.Tensor]:
         return self._each[segment.unit.part].states_of(segment)
 
-    def check_checkpoint(self, call: str) -> None:
-        for each in self._each:
-            each.check_checkpoint(call)
-
     def hyper_parameters(self) -> dict[str, Any]:
         return {"groups": [group for each in self._each for group in each.hyper_parameters()["groups"]]}
 
@@ -196,6 +192,11 @@ def check(config: Config, lr_scheduler: Any) -> None:
                 f"overspill: {name} = {value!r:.60} works with one optimizer, and initialize was given a list: leave "
                 f"it out; {instead}"
             )
+
+
+def each(optimizer: Any) -> list[Any]:
+    """The optimizers of an engine, given what it calls its optimizer."""
+    return list(optimizer) if isinstance(optimizer, Several) else [optimizer]
 
 
 def require_one(optimizer: Any, call: str) -> None:

@@ -10,6 +10,7 @@ import math
 import random
 import sys
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -51,15 +52,15 @@ def check_arguments(call: str, unknown: dict) -> None:
         raise TypeError(f"overspill: {call}() has no argument {name!r}" + (f": {why}" if why else ""))
 
 
-def encode(value: Any, where: str) -> Any:
-    """Plain JSON values; tuples, dicts with other keys than texts, small tensors and non-finite numbers are marked.
-    Raises TypeError naming the place."""
+def encode(value: Any, where: str, keep: Callable[[torch.Tensor, str], Any] | None = None) -> Any:
+    """Plain JSON values; tuples, dicts with other keys than texts, tensors and non-finite numbers are marked. `keep`
+    gives the JSON of a tensor; None: small ones with their bytes. Raises TypeError naming the place."""
     if value is None or isinstance(value, (bool, int, str)):
         return value
     if isinstance(value, float):
         return value if math.isfinite(value) else {_KIND: "float", "value": repr(value)}
     if isinstance(value, (list, tuple)):
-        items = [encode(item, f"{where}[{i}]") for i, item in enumerate(value)]
+        items = [encode(item, f"{where}[{i}]", keep) for i, item in enumerate(value)]
         return {_KIND: "tuple", "value": items} if isinstance(value, tuple) else items
     if isinstance(value, dict):
         if (
@@ -67,18 +68,11 @@ def encode(value: Any, where: str) -> Any:
             and all(isinstance(key, str) for key, _ in value.items())
             and _KIND not in value
         ):
-            return {key: encode(item, f"{where}.{key}") for key, item in value.items()}
-        pairs = [[encode(key, where), encode(item, f"{where}.{key}")] for key, item in value.items()]
+            return {key: encode(item, f"{where}.{key}", keep) for key, item in value.items()}
+        pairs = [[encode(key, where), encode(item, f"{where}.{key}", keep)] for key, item in value.items()]
         return {_KIND: "counter" if isinstance(value, Counter) else "dict", "value": pairs}
     if isinstance(value, torch.Tensor):
-        is_plain = type(value) is torch.Tensor and value.layout is torch.strided and not value.is_meta
-        if is_plain and value.nbytes <= _LARGEST_TENSOR:
-            return {_KIND: "tensor", "value": tensor_to_json(value)}
-        raise TypeError(
-            f"overspill: {where} is a tensor {tuple(value.shape)}; a checkpoint's extra state holds plain values, and "
-            f"dense tensors of {_LARGEST_TENSOR} bytes at most: use .item() or .tolist(), or save it in a file of its "
-            "own"
-        )
+        return {_KIND: "tensor", "value": (keep or _small)(value, where)}
     raise TypeError(
         f"overspill: {where} is a {type(value).__module__}.{type(value).__qualname__}; a checkpoint's "
         "extra state holds "
@@ -86,21 +80,33 @@ def encode(value: Any, where: str) -> Any:
     )
 
 
-def decode(value: Any) -> Any:
+def _small(value: torch.Tensor, where: str) -> dict:
+    is_plain = type(value) is torch.Tensor and value.layout is torch.strided and not value.is_meta
+    if is_plain and value.nbytes <= _LARGEST_TENSOR:
+        return tensor_to_json(value)
+    raise TypeError(
+        f"overspill: {where} is a tensor {tuple(value.shape)}; a checkpoint's extra state holds plain values, and "
+        f"dense tensors of {_LARGEST_TENSOR} bytes at most: use .item() or .tolist(), or save it in a file of its "
+        "own"
+    )
+
+
+def decode(value: Any, kept: Callable[[Any], torch.Tensor] | None = None) -> Any:
+    """What encode was given. `kept`: the tensor that `keep` gave this JSON for."""
     if isinstance(value, list):
-        return [decode(item) for item in value]
+        return [decode(item, kept) for item in value]
     if not isinstance(value, dict):
         return value
     kind = value.get(_KIND)
     if kind is None:
-        return {key: decode(item) for key, item in value.items()}
+        return {key: decode(item, kept) for key, item in value.items()}
     if kind == "float":
         return float(value["value"])
     if kind == "tensor":
-        return tensor_from_json(value["value"])
+        return (kept or tensor_from_json)(value["value"])
     if kind == "tuple":
-        return tuple(decode(item) for item in value["value"])
-    pairs = {decode(key): decode(item) for key, item in value["value"]}
+        return tuple(decode(item, kept) for item in value["value"])
+    pairs = {decode(key): decode(item, kept) for key, item in value["value"]}
     return Counter(pairs) if kind == "counter" else pairs
 
 

@@ -45,8 +45,7 @@ class TrainerMixin:
 
     Optimizer, scheduler, clipping, accumulation and batch size are those of the TrainingArguments. A checkpoint-N holds
     the model in Hugging Face's form, and in `overspill` the engine's checkpoint, from which training goes on to the
-    same bits, also with another number of ranks. Of an optimizer whose update the engine does not have, such as
-    Adafactor, a checkpoint-N is the plain Trainer's.
+    same bits, also with another number of ranks.
 
     Attributes: engine, the Engine; None before training. trainer.model is its module.
 
@@ -204,11 +203,7 @@ class TrainerMixin:
 
     def _saves_states(self) -> bool:
         """Whether a checkpoint-N has an engine's."""
-        return (
-            self._has_engine()
-            and not self.args.save_only_model
-            and self.engine.optimizer.groups.foreign is None  # type: ignore[union-attr]
-        )
+        return self._has_engine() and not self.args.save_only_model
 
     def _save_checkpoint(self, model: Any, trial: Any, *args: Any, **kwargs: Any) -> None:
         """Without the states that an earlier run left under the same name, where this one saves none of an engine:

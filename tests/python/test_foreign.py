@@ -71,7 +71,7 @@ def test_large_states_lie_in_files_where_there_is_a_disk(start):
     )
 
 
-def test_a_run_goes_on_by_state_dicts_and_a_checkpoint_is_refused(start, tmp_path):
+def test_a_run_goes_on_by_state_dicts(start):
     model = net()
     engine = start(model, torch.optim.RAdam(model.parameters(), lr=1e-2))
     train(model, engine.optimizer)
@@ -80,9 +80,6 @@ def test_a_run_goes_on_by_state_dicts_and_a_checkpoint_is_refused(start, tmp_pat
     file.seek(0)
     weights, states = torch.load(file)
     train(model, engine.optimizer)
-    for call in (engine.save_checkpoint, engine.load_checkpoint):
-        with pytest.raises(RuntimeError, match=r"the states of RAdam are its own.*optimizer\.state_dict\(\)"):
-            call(tmp_path / "saved")
     other = net()
     again = start(other, torch.optim.RAdam(other.parameters(), lr=1e-2))
     other.load_state_dict(weights)

@@ -87,10 +87,12 @@ class Saver:
     def _prune(self, step: int, before: Path | None) -> bool:
         """Nothing is deleted on the word of a write: what replaces it is read back first. `before` is the checkpoint
         before this one."""
-        from overspill import _core
+        from overspill import tensor_file
 
+        newest = self.newest
+        assert newest is not None
         try:
-            self._at_length(lambda: _core.verify(str(self.newest), None))
+            self._at_length(lambda: tensor_file.verify(newest))
         except failures() as error:
             fate = self._set_aside(self.newest)
             self.newest, self._step = before, None

@@ -20,13 +20,13 @@ def options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from overspill import _core
+    from overspill import tensor_file
 
     if not args.checkpoint.is_dir():
         raise CliError(
             f"checkpoint {args.checkpoint} is no folder; give a folder that training saved, e.g. OUT/checkpoints/step-…"
         )
-    counted = _core.verify(str(args.checkpoint), _progress if sys.stderr.isatty() else None)
+    counted = tensor_file.verify(args.checkpoint, _progress if sys.stderr.isatty() else None)
     if args.json:
         print(json.dumps({"checkpoint": str(args.checkpoint), "whole": True, **counted}))
         return 0
