@@ -181,18 +181,36 @@ def test_tied_and_output_weights_stay_whole():
     assert set(packed.chosen(tied, "int8")) == {id(tied[1].weight)}
 
 
-def test_smollm2_over_its_unpacked_base(smollm2, start):
+def smollm2_pair(smollm2, dtype):
+    """PEFT's LoRA over SmolLM2 as it is, to be packed by an engine, and over what nf4 makes of it."""
+
     def made():
-        model = transformers.AutoModelForCausalLM.from_pretrained(smollm2, dtype=torch.float32)
+        model = transformers.AutoModelForCausalLM.from_pretrained(smollm2, dtype=dtype)
         torch.manual_seed(1)
         return peft.get_peft_model(model, test_peft.adapter("lora"))
 
-    model, plain = made(), made()
-    chosen = packed.chosen(plain, "nf4")
+    model, unpacked = made(), made()
+    chosen = packed.chosen(unpacked, "nf4")
     with torch.no_grad():
-        for p in plain.parameters():
+        for p in unpacked.parameters():
             if id(p) in chosen:
                 p.copy_(packed.rounded("nf4", p))
+    return model, unpacked, chosen
+
+
+def test_smollm2_in_bf16_is_the_engines_over_its_unpacked_base(smollm2, start):
+    """To the bit. Beside plain torch, whose AdamW rounds other last bits, bf16 would part the two."""
+    model, unpacked, _ = smollm2_pair(smollm2, torch.bfloat16)
+    given = batches(unpacked.config.vocab_size, 24)[:3]
+    over_nvme = {"placement": "nvme", "section": ADAM, "chunk_elements": 1 << 19}
+    engine = start(unpacked, **over_nvme)
+    wanted = train(engine, given)
+    engine.close()
+    assert train(start(model, frozen={"format": "nf4"}, **over_nvme), given) == wanted
+
+
+def test_smollm2_over_its_unpacked_base(smollm2, start):
+    model, plain, chosen = smollm2_pair(smollm2, torch.float32)
     given = batches(plain.config.vocab_size, 24)[:3]
     wanted = train_plain(plain, given)
     engine = start(model, placement="nvme", section=ADAM, frozen={"format": "nf4"}, chunk_elements=1 << 19)
