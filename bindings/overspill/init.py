@@ -85,7 +85,7 @@ class Init:
         self._mode.exit(whole=kind is None)
 
 
-class _Replaced:
+class Replaced:
     """Attributes of classes replaced for a while. One that somebody else replaced meanwhile is left to them."""
 
     def __init__(self) -> None:
@@ -108,7 +108,7 @@ class _Shapes:
     """Parameters become shapes as they are registered; a parameter registered twice becomes one."""
 
     def __init__(self) -> None:
-        self._replaced, self._shapes = _Replaced(), WeakIdKeyDictionary()
+        self._replaced, self._shapes = Replaced(), WeakIdKeyDictionary()
 
     def enter(self) -> None:
         def make(register: Callable[..., Any]) -> Callable[..., Any]:
@@ -136,7 +136,7 @@ class _Files(TorchFunctionMode):
 
     def __init__(self, folders: list[str]):
         super().__init__()
-        self._folders, self._replaced = folders, _Replaced()
+        self._folders, self._replaced = folders, Replaced()
         self._seen: list[weakref.ref[Any]] = []
         self._waiting: list[weakref.ref[Any]] = []  # seen, large, and still in memory
         self._pages = _Pages()

@@ -169,6 +169,35 @@ def gathered(stage):
     engine.destroy()
 
 
+def pieces(stage):
+    """Of each rank as many elements, in order; the last one's end is padding. Each sets its own."""
+    rank, engine = dist.get_rank(), made(stage, optimizer={"type": "AdamW", "params": {"lr": 0.1}})
+    engine.backward(loss(engine, batch(rank)))
+    engine.step()
+    engine.backward(loss(engine, batch(rank, 1)))
+    bias = engine.module[0].bias  # of 7 elements
+    for name in ("fp32_param", "grad", "optimizer_state"):
+        more = ("exp_avg",) if name == "optimizer_state" else ()
+        whole = getattr(fragments, f"safe_get_full_{name}")(bias, *more)
+        local = getattr(fragments, f"safe_get_local_{name}")(bias, *more)
+        assert local.tolist() == [*whole.tolist(), 0.0][4 * rank : 4 * rank + 4], name
+        value = torch.arange(4.0) + 10 * rank
+        getattr(fragments, f"safe_set_local_{name}")(bias, value, *more)
+        found = getattr(fragments, f"safe_get_full_{name}")(bias, *more)
+        assert found.tolist() == [0, 1, 2, 3, 10, 11, 12], (name, found)
+    assert bias.ds_tensor.shape == (4,)
+    bias.ds_tensor.data = torch.full_like(bias.ds_tensor.data, 1.0 + rank)
+    assert engine.weight(bias).tolist() == [1, 1, 1, 1, 2, 2, 2]
+    bias.requires_grad_(False)
+    assert fragments.safe_get_local_fp32_param(bias) is None
+    engine.destroy()
+    with zero.Init():
+        made_there = nn.Linear(4, 2)
+    with zero.GatheredParameters(made_there.weight, modifier_rank=1), torch.no_grad():
+        made_there.weight.fill_(float(rank))
+    assert (made_there.weight == 1.0).all()
+
+
 def again(stage):
     """A model may be given to initialize again."""
     first = made(stage)
@@ -205,7 +234,8 @@ def tags(stage):
 
 
 CASES = {
-    each.__name__: each for each in (gradients, no_sync, sums, open_ended, states, gathered, again, tags)
+    each.__name__: each
+    for each in (gradients, no_sync, sums, open_ended, states, gathered, pieces, again, tags)
 }
 
 if __name__ == "__main__":

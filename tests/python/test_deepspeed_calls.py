@@ -15,7 +15,7 @@ from torch import nn
 
 from overspill import deepspeed, reading
 from overspill.config import ConfigError
-from overspill.deepspeed import checkpoints, fragments, leaves, lr_schedules, optimizers, parts
+from overspill.deepspeed import checkpoints, fragments, leaves, lr_schedules, optimizers, parts, zero_params
 from overspill.deepspeed.accelerator import get_accelerator
 from overspill.deepspeed.finder import Finder
 from overspill.deepspeed.modules import MODULES
@@ -546,10 +546,65 @@ def test_the_json_comes_by_its_old_name_and_as_hjson_where_that_is_installed(tmp
         deepspeed.initialize(model=nn.Linear(2, 2), config=file)
 
 
+def test_a_parameter_of_stage_3_says_so():
+    """Inside zero.Init, in a nested one and in a class that was made there, and in an engine; no other one."""
+    plain = nn.Linear(3, 2)
+    with deepspeed.zero.Init(), deepspeed.zero.Init():
+
+        class Mine(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.inner, self.own = nn.Linear(3, 2), nn.Parameter(torch.ones(5))
+
+        model = Mine()
+    ours = list(model.parameters())
+    assert len({parameter.ds_id for parameter in ours}) == 3
+    assert model.own.ds_numel == 5 and model.inner.weight.ds_shape == (2, 3)
+    status = zero_params.ZeroParamStatus
+    assert model.own.ds_status == status.NOT_AVAILABLE
+    with deepspeed.zero.GatheredParameters(ours):
+        assert model.own.ds_status == status.AVAILABLE
+    assert model.own.ds_status == status.NOT_AVAILABLE
+    is_zero_param = MODULES["deepspeed.runtime.zero.utils"]["is_zero_param"]
+    for other in (plain.weight, nn.Linear(3, 2).weight):
+        assert not is_zero_param(other) and not hasattr(other, "ds_id") and not hasattr(other, "ds_tensor")
+    with pytest.raises(AssertionError, match=r"ZeRO-3 partitioned parameters.*call safe_get_full_grad"):
+        fragments.safe_get_local_grad(plain.weight)
+    engine = made(zero_optimization={"stage": 3})
+    assert all(is_zero_param(parameter) for parameter in engine.module.parameters())
+    engine.destroy()
+    engine = made(zero_optimization={"stage": 2})
+    assert not any(is_zero_param(parameter) for parameter in engine.module.parameters())
+    engine.destroy()
+
+
+def test_a_piece_is_read_and_its_data_set():
+    """Of one rank the whole, flat."""
+    engine = made(zero_optimization={"stage": 3})
+    weight = engine.module[0].weight
+    before = engine.weight(weight)
+    assert weight.ds_tensor.shape == (weight.numel(),) and weight.ds_tensor.dtype == weight.dtype
+    assert torch.equal(weight.ds_tensor, before.flatten())
+    assert torch.equal(2 * weight.ds_tensor.clone(), 2 * before.flatten())
+    for write in (lambda: weight.ds_tensor.fill_(1), lambda: weight.ds_tensor.__setitem__(0, 1.0)):
+        with pytest.raises(NotSupported, match=r"call deepspeed\.utils\.safe_set_local_fp32_param"):
+            write()
+    assert torch.equal(engine.weight(weight), before)
+    weight.ds_tensor.data = torch.full_like(weight.ds_tensor.data, 3.0)
+    assert torch.equal(engine.weight(weight), torch.full_like(before, 3.0))
+    with pytest.raises(ValueError, match=f"has {weight.numel()} elements, and the value has 2"):
+        fragments.safe_set_local_fp32_param(weight, torch.zeros(2))
+    step(engine)
+    value = torch.rand(weight.numel())
+    fragments.safe_set_local_optimizer_state(weight, value, "exp_avg")
+    assert torch.equal(fragments.safe_get_full_optimizer_state(weight, "exp_avg"), value.view_as(before))
+    assert torch.equal(fragments.safe_get_local_optimizer_state(weight, "exp_avg"), value)
+    engine.destroy()
+
+
 def test_what_is_not_there_says_what_to_do():
-    local = MODULES["deepspeed.utils"]["safe_get_local_grad"]
-    with pytest.raises(NotSupported, match="call safe_get_full_grad, on all ranks"):
-        local(nn.Parameter(torch.zeros(1)))
+    with pytest.raises(NotSupported, match=r"engine\.plan says where weights and states live"):
+        MODULES["deepspeed.runtime.zero.offload_states"]["get_state_devices"](None, None)
 
     class Mine(MODULES["deepspeed.moe.layer"]["MoE"]):
         pass
@@ -571,6 +626,14 @@ def test_which_operators_have_something_in_their_place():
         assert there[builder.NAME] is builder().is_compatible() is compatible
         with pytest.raises(NotSupported, match=f"{kind}.load is not supported"):
             builder().load()
+
+
+def test_an_unknown_warmup_is_log():
+    """As there, with a warning."""
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
+    with pytest.warns(UserWarning, match="warmup_type = 'sine': log is taken, as in DeepSpeed"):
+        schedule = lr_schedules.WarmupLR(optimizer, warmup_num_steps=9, warmup_type="sine")
+    assert schedule.warmup_type == "log"
 
 
 @pytest.mark.parametrize("warmup_type", ["log", "linear"])

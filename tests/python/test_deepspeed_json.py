@@ -279,7 +279,6 @@ def test_rates_are_those_of_deepspeed(case):
     ("name", "params", "said"),
     [
         ("WarmupLR", {"warmup_num_steps": 0}, "warmup_num_steps = 0"),
-        ("WarmupLR", {"warmup_type": "sine"}, "warmup_type = 'sine'"),
         ("WarmupLR", {"warmup_min_lr": [1, 2]}, "warmup_min_lr has 2 values"),
         ("WarmupDecayLR", {}, "total_num_steps"),
         (

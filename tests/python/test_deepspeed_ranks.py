@@ -41,6 +41,10 @@ def test_what_the_modifier_writes_counts_on_all_ranks():
     said("gathered", 3)
 
 
+def test_a_rank_reads_and_sets_its_piece():
+    said("pieces", 3)
+
+
 def test_a_model_of_two_ranks_may_be_given_again():
     said("again", 2)
 

@@ -21,7 +21,7 @@ from ..engine import Engine
 from ..optimizer import Groups, OverspillOptimizer
 from ..start import Initialized, begin
 from ..state import persistent_buffers
-from . import comm, leaves, partial, tags
+from . import comm, leaves, partial, tags, zero_params
 from .optimizer import DeepSpeedOptimizer, beside
 from .settings import tag_validation
 
@@ -460,6 +460,8 @@ def initialize(
     )
     if elsewhere:
         made = _with_scheduler_of_another(made, lr_scheduler)
+    if made.engine.zero_optimization_stage() == 3:
+        zero_params.mark(model.parameters())
     made.engine._json = data
     made.engine._for_inference = optimizer is None and "optimizer" not in settings.model_fields_set
     engines.add(made.engine)

@@ -1,4 +1,5 @@
-"""deepspeed.utils: a parameter's exact weight, gradient and states, as whole tensors. All ranks call these."""
+"""deepspeed.utils: a parameter's exact weight, gradient and states, as whole tensors or as this rank's piece of them.
+All ranks call these. Pieces are as DeepSpeed has them: the flat tensor in as many equal parts as there are ranks."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ from torch._C import DisableTorchFunction
 
 from .. import calls, moments, reading
 from ..residency import Segment, registry
+from . import zero_params
 from .engine import DeepSpeedEngine, engines
 
 
@@ -19,9 +21,19 @@ def _engine_of(parameter: nn.Parameter) -> DeepSpeedEngine | None:
 
 
 def safe_get_full_fp32_param(param: nn.Parameter) -> torch.Tensor | None:
-    """A copy in fp32; None of a parameter that no engine has."""
+    """A copy in fp32; None of a parameter that no engine updates."""
+    return weight(param) if _is_updated(param) else None
+
+
+def weight(param: nn.Parameter) -> torch.Tensor:
+    """Of an engine's parameter, in fp32."""
     engine = _engine_of(param)
-    return None if engine is None else engine.weight(param, torch.float32)
+    assert engine is not None
+    return engine.weight(param, torch.float32)
+
+
+def _is_updated(param: nn.Parameter) -> bool:
+    return param.requires_grad and _engine_of(param) is not None
 
 
 def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> torch.Tensor | None:
@@ -42,6 +54,11 @@ def safe_get_full_grad(param: nn.Parameter) -> torch.Tensor | None:
 def safe_set_full_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
     """The exact weight becomes `value`, on every rank the same; forward uses it rounded to the parameter's dtype.
     Raises ValueError of a parameter that no engine has, or of another shape."""
+    set_weight(param, value, "safe_set_full_fp32_param")
+
+
+def set_weight(param: nn.Parameter, value: torch.Tensor, call: str) -> None:
+    """What safe_set_full_fp32_param does, in the name of another call."""
 
     def write(engine: DeepSpeedEngine, segment: Segment) -> None:
         unit, master = segment.unit, torch.float32 if segment.unit.trainable else segment.unit.dtype
@@ -50,7 +67,7 @@ def safe_set_full_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
         engine._core.load_weight(unit.index, segment.index, flat.data_ptr(), size, reading.DTYPES[master])
         engine._residency.refresh()
 
-    _write(param, value, "safe_set_full_fp32_param", write)
+    _write(param, value, call, write)
 
 
 def safe_set_full_optimizer_state(param: nn.Parameter, value: torch.Tensor, optim_state_key: str) -> None:
@@ -98,6 +115,61 @@ def safe_update_full_grad_vectorized(
         gradient = safe_get_full_grad(param)
         if gradient is not None:
             safe_set_full_grad(param, update_func(gradient, param))
+
+
+def _local(param: nn.Parameter, call: str, whole: torch.Tensor | None) -> torch.Tensor | None:
+    _require_zero3(param, call)
+    return None if whole is None else zero_params.piece_of(param, whole)
+
+
+def _require_zero3(param: nn.Parameter, call: str) -> None:
+    if not zero_params.is_zero_param(param):
+        raise AssertionError(
+            f"overspill: {call}: this API is only defined for ZeRO-3 partitioned parameters, as in DeepSpeed: call "
+            f"{call.replace('_local_', '_full_')}"
+        )
+
+
+def safe_get_local_fp32_param(param: nn.Parameter) -> torch.Tensor | None:
+    """This rank's piece of what safe_get_full_fp32_param returns. AssertionError below stage 3, as there."""
+    return _local(param, "safe_get_local_fp32_param", safe_get_full_fp32_param(param))
+
+
+def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) -> torch.Tensor | None:
+    """This rank's piece of what safe_get_full_optimizer_state returns. AssertionError below stage 3, as there."""
+    whole = safe_get_full_optimizer_state(param, optim_state_key)
+    return _local(param, "safe_get_local_optimizer_state", whole)
+
+
+def safe_get_local_grad(param: nn.Parameter) -> torch.Tensor | None:
+    """This rank's piece of what safe_get_full_grad returns. AssertionError below stage 3, as there."""
+    return _local(param, "safe_get_local_grad", safe_get_full_grad(param))
+
+
+def _whole_of(param: nn.Parameter, value: torch.Tensor, call: str) -> torch.Tensor | None:
+    """None of a frozen parameter, of which nothing is set, as there."""
+    _require_zero3(param, call)
+    return zero_params.whole_of(param, value, call) if param.requires_grad else None
+
+
+def safe_set_local_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
+    """The ranks' values together become the exact weight. Raises ValueError of another size; AssertionError below stage
+    3, as there."""
+    call = "safe_set_local_fp32_param"
+    if (whole := _whole_of(param, value, call)) is not None:
+        set_weight(param, whole, call)
+
+
+def safe_set_local_optimizer_state(param: nn.Parameter, value: torch.Tensor, optim_state_key: str) -> None:
+    """The ranks' values together become the state of that name. Errors as of safe_set_local_fp32_param."""
+    if (whole := _whole_of(param, value, "safe_set_local_optimizer_state")) is not None:
+        safe_set_full_optimizer_state(param, whole, optim_state_key)
+
+
+def safe_set_local_grad(param: nn.Parameter, value: torch.Tensor) -> None:
+    """The ranks' values together become what has been added up so far. Errors as of safe_set_local_fp32_param."""
+    if (whole := _whole_of(param, value, "safe_set_local_grad")) is not None:
+        safe_set_full_grad(param, whole)
 
 
 def _write(

@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from .. import given
+
 Rates = float | Sequence[float]
 _SECOND_BETA = 0.99  # what OneCycle sets there, whatever the optimizer has
 
@@ -206,7 +208,11 @@ class _Warmup(Schedule):
     def __init__(self, optimizer: Any, warmup_num_steps: int, warmup_type: str, last_batch_iteration: int):
         self.warmup_num_steps = max(2, _positive(warmup_num_steps, "warmup_num_steps"))
         if warmup_type not in ("log", "linear"):
-            raise ValueError(f"warmup_type = {warmup_type!r}: log or linear is expected")
+            warnings.warn(
+                f"overspill: warmup_type = {warmup_type!r}: log is taken, as in DeepSpeed; give log or linear",
+                stacklevel=given.script_level(),
+            )
+            warmup_type = "log"
         self.warmup_type = warmup_type
         super().__init__(optimizer, last_batch_iteration)
 

@@ -22,6 +22,7 @@ from . import (
     optimizers,
     parts,
     zero,
+    zero_params,
 )
 from .engine import DeepSpeedEngine, initialize
 from .refused import STAND_INS
@@ -155,9 +156,11 @@ _THERE: dict[str, dict[str, Any]] = {
     "deepspeed.runtime.zero.partition_parameters": {
         **_INIT,
         **_ACCELERATOR,
+        **_of(zero_params, "ZeroParamStatus"),
         "_orig_torch_arange": torch.arange,
         "zero_wrapper_for_fp_tensor_constructor": lambda function, *_, **__: function,
     },
+    "deepspeed.runtime.zero.utils": _of(zero_params, "is_zero_param"),
     "deepspeed.utils": _UTILS,
     "deepspeed.utils.logging": _of(parts, "logger", "log_dist"),
     "deepspeed.utils.torch": _of(parts, "required_torch_version"),

@@ -9,7 +9,6 @@ from ..config import OverspillError
 
 _PARALLEL = "divide the model with torch's parallelize_module (docs/ranks.md)"
 _PIPELINE = "there is no pipeline parallelism: " + _PARALLEL
-_PIECES = "no rank's piece of a tensor has a meaning of its own: call {}, on all ranks"
 _PLAN = "`overspill plan` calculates what fits"
 _AUTOCAST = "put torch.autocast around the forward pass in the script"
 _COMPRESSED = "it rounds what ranks exchange, and every update here is exact: use AdamW"
@@ -18,16 +17,6 @@ _COMPRESSED = "it rounds what ranks exchange, and every update here is exact: us
 class NotSupported(OverspillError, NotImplementedError):
     """A part of DeepSpeed that Overspill does not have."""
 
-
-def _full(name: str) -> str:
-    return _PIECES.format(name.replace("_local_", "_full_"))
-
-
-_LOCAL = [
-    f"safe_{verb}_local_{what}"
-    for verb in ("get", "set")
-    for what in ("fp32_param", "grad", "optimizer_state")
-]
 
 # By module: name -> what to do instead.
 REFUSED: dict[str, dict[str, str]] = {
@@ -73,7 +62,6 @@ REFUSED: dict[str, dict[str, str]] = {
     "deepspeed.runtime.zero.stage_1_and_2": {
         f"estimate_zero2_model_states_mem_needs_all_{when}": _PLAN for when in ("live", "cold")
     },
-    "deepspeed.utils": {name: _full(name) for name in _LOCAL},
     "deepspeed.zero": {
         "TiledLinear": "use nn.Linear: a unit that is too large for the budget is named at the start"
     },

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch import nn
 from .. import hooks, init
 from ..config import read_deepspeeds
 from ..residency import registry
-from . import comm
+from . import comm, zero_params
 
 
 class Init(AbstractContextManager[None]):
@@ -43,6 +43,7 @@ class Init(AbstractContextManager[None]):
     ):
         source = config_dict_or_path if config_dict_or_path is not None else config
         self._block: Any = contextlib.nullcontext()
+        self._marking = _Marking() if enabled else None
         self._dtype, self._before = dtype if enabled else None, torch.get_default_dtype()
         if enabled:
             comm.init_distributed()
@@ -55,18 +56,43 @@ class Init(AbstractContextManager[None]):
 
     def __enter__(self) -> None:
         self._block.__enter__()
+        if self._marking is not None:
+            self._marking.begin()
         self._before = torch.get_default_dtype()
         if self._dtype is not None:
             torch.set_default_dtype(self._dtype)
 
     def __exit__(self, *error: Any) -> Any:
         torch.set_default_dtype(self._before)
+        if self._marking is not None:
+            self._marking.end()
         return self._block.__exit__(*error)
+
+
+class _Marking:
+    """Marks each parameter that a module gets meanwhile as one of ZeRO-3."""
+
+    def __init__(self) -> None:
+        self._replaced = init.Replaced()
+
+    def begin(self) -> None:
+        def make(register: Callable[..., Any]) -> Callable[..., Any]:
+            def register_parameter(module: nn.Module, name: str, parameter: Any) -> None:
+                register(module, name, parameter)
+                zero_params.mark([module._parameters.get(name)])
+
+            return register_parameter
+
+        self._replaced.put(nn.Module, "register_parameter", make)
+
+    def end(self) -> None:
+        self._replaced.restore()
 
 
 class GatheredParameters(AbstractContextManager[None]):
     """Whole weights in the parameters while the block runs; what it writes into them becomes the weight. Parameters
-    that no engine has taken yet are whole anyway.
+    that no engine has taken yet are whole anyway; those that zero.Init has made get what the modifier writes on all
+    ranks.
 
     Args:
         params: one parameter, or several
@@ -83,17 +109,20 @@ class GatheredParameters(AbstractContextManager[None]):
         enabled: bool = True,
     ):
         given = [params] if isinstance(params, torch.Tensor) else list(params)
+        self._given = [each for each in given if enabled and zero_params.is_zero_param(each)]
         segments = [registry[id(each)] for each in given if id(each) in registry] if enabled else []
         units = list({id(segment.unit): segment.unit for segment in segments}.values())
         self._block: Any = hooks.Gathered(units) if units else contextlib.nullcontext()
-        several = segments and comm.get_world_size() > 1
-        self._sent = [segment.parameter for segment in segments] if several else []
+        sent = {id(each): each for each in [*(segment.parameter for segment in segments), *self._given]}
+        self._sent = list(sent.values()) if sent and comm.get_world_size() > 1 else []
         self._modifier = modifier_rank
 
     def __enter__(self) -> None:
         self._block.__enter__()
+        zero_params.gather(self._given, 1)
 
     def __exit__(self, *error: Any) -> Any:
+        zero_params.gather(self._given, -1)
         if self._modifier is not None and error[0] is None:
             self._send()
         return self._block.__exit__(*error)

@@ -1,0 +1,176 @@
+"""What DeepSpeed hangs on a parameter of ZeRO-3, and scripts ask for: ds_id, ds_shape, ds_numel, ds_status, ds_tensor.
+A parameter has them once deepspeed.zero.Init has made it, or an engine of stage 3 has taken it; no other one has."""
+
+from __future__ import annotations
+
+import enum
+import itertools
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch._C import DisableTorchFunction
+from torch.utils.weak import WeakIdKeyDictionary
+
+from ..residency import registry
+from . import comm
+from .refused import NotSupported
+
+_numbers: Any = WeakIdKeyDictionary()  # parameter -> its ds_id
+_gathered: Any = WeakIdKeyDictionary()  # parameter -> how many GatheredParameters have it
+_next = itertools.count()
+
+
+class ZeroParamStatus(enum.Enum):
+    """Of ds_status."""
+
+    AVAILABLE = 1
+    NOT_AVAILABLE = 2
+    INFLIGHT = 3
+
+
+def mark(parameters: Iterable[Any]) -> None:
+    """These are parameters of ZeRO-3 from here on."""
+    for parameter in parameters:
+        if isinstance(parameter, nn.Parameter) and parameter not in _numbers:
+            _numbers[parameter] = next(_next)
+    for name, read in _ATTRIBUTES.items():
+        setattr(nn.Parameter, name, read)
+
+
+def is_zero_param(parameter: Any) -> bool:
+    """Whether it is a parameter of ZeRO-3."""
+    return isinstance(parameter, nn.Parameter) and parameter in _numbers
+
+
+def gather(parameters: Iterable[nn.Parameter], more: int) -> None:
+    """A GatheredParameters of these was entered (1) or left (-1)."""
+    for parameter in parameters:
+        _gathered[parameter] = _gathered.get(parameter, 0) + more
+
+
+def piece_size(parameter: nn.Parameter) -> int:
+    """Elements of each rank's piece, of which the last one's end may be padding."""
+    return -(-parameter.numel() // comm.get_world_size())
+
+
+def piece_of(parameter: nn.Parameter, whole: torch.Tensor) -> torch.Tensor:
+    """This rank's, one-dimensional; zeros are the padding."""
+    size = piece_size(parameter)
+    elements = whole.flatten()[size * comm.get_rank() :][:size]
+    piece = elements.new_zeros(size)
+    piece[: elements.numel()] = elements
+    return piece
+
+
+def whole_of(parameter: nn.Parameter, value: torch.Tensor, call: str) -> torch.Tensor:
+    """What the ranks' pieces make together. All ranks call it. Raises ValueError where the value is of another size."""
+    size, world = piece_size(parameter), comm.get_world_size()
+    if value.numel() != size:
+        raise ValueError(
+            f"overspill: {call}: a rank's piece of a parameter of shape {tuple(parameter.shape)} has {size} elements, "
+            f"and the value has {value.numel()}"
+        )
+    mine = value.detach().flatten().contiguous()
+    pieces = [mine] if world == 1 else [torch.empty_like(mine) for _ in range(world)]
+    if world > 1:
+        torch.distributed.all_gather(pieces, mine)
+    return torch.cat(pieces)[: parameter.numel()].view(parameter.shape)
+
+
+class Piece(torch.Tensor):
+    """ds_tensor: of this rank's piece it has shape and dtype. Its values are read, by all ranks, where a function of
+    torch needs them; `data` can be set, by all ranks. Other changes are refused, since they would change a copy."""
+
+    _of: nn.Parameter
+
+    @staticmethod
+    def of(parameter: nn.Parameter) -> Piece:
+        blank = torch.empty(piece_size(parameter), dtype=parameter.dtype, device="meta")
+        piece = blank.as_subclass(Piece)
+        piece._of = parameter
+        return piece
+
+    def values(self) -> torch.Tensor:
+        """A copy. All ranks call it."""
+        from . import fragments
+
+        parameter = self._of
+        with DisableTorchFunction():
+            if id(parameter) in registry:
+                return piece_of(parameter, fragments.weight(parameter)).to(parameter.dtype)
+            whole = parameter.detach().clone()
+            if comm.get_world_size() > 1:
+                torch.distributed.broadcast(whole, 0)  # an engine will take what rank 0 has
+            return piece_of(parameter, whole)
+
+    def write(self, value: torch.Tensor) -> None:
+        """All ranks call it, each with its piece."""
+        from . import fragments
+
+        with DisableTorchFunction():
+            whole = whole_of(self._of, value, "param.ds_tensor.data")
+            if id(self._of) in registry:
+                fragments.set_weight(self._of, whole, "param.ds_tensor.data")
+            else:
+                self._of.data.copy_(whole)
+
+    data = property(values, write)  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        name = getattr(func, "__name__", str(func))
+        with DisableTorchFunction():
+            if func in _OF_THE_SHAPE:
+                return func(*args, **(kwargs or {}))
+            if (name.endswith("_") and not name.endswith("__")) or name == "__setitem__":
+                raise NotSupported(
+                    f"overspill: param.ds_tensor.{name} is not supported, since ds_tensor is a copy: set "
+                    "param.ds_tensor.data, or call deepspeed.utils.safe_set_local_fp32_param"
+                )
+            read = [each.values() if isinstance(each, Piece) else each for each in args]
+            return func(*read, **(kwargs or {}))
+
+
+_OF_THE_SHAPE = {
+    torch.Tensor.shape.__get__,  # type: ignore[attr-defined]
+    torch.Tensor.dtype.__get__,  # type: ignore[attr-defined]
+    torch.Tensor.ndim.__get__,  # type: ignore[attr-defined]
+    torch.Tensor.numel,
+    torch.Tensor.size,
+    torch.Tensor.dim,
+    torch.Tensor.nelement,
+    torch.Tensor.element_size,
+    torch.Tensor.__len__,
+}
+
+
+def _status(parameter: nn.Parameter) -> ZeroParamStatus:
+    segment = registry.get(id(parameter))
+    there = _gathered.get(parameter, 0) > 0 or (segment is not None and segment.is_shown())
+    return ZeroParamStatus.AVAILABLE if there else ZeroParamStatus.NOT_AVAILABLE
+
+
+def _attribute(name: str, read: Callable[[nn.Parameter], Any]) -> property:
+    def ask(parameter: nn.Parameter) -> Any:
+        if parameter not in _numbers:
+            raise AttributeError(f"'{type(parameter).__name__}' object has no attribute {name!r}")
+        with DisableTorchFunction():
+            return read(parameter)
+
+    return property(ask)
+
+
+_ATTRIBUTES = {
+    name: _attribute(name, read)
+    for name, read in {
+        "ds_id": _numbers.__getitem__,
+        "ds_shape": lambda parameter: parameter.shape,
+        "ds_numel": lambda parameter: parameter.numel(),
+        "ds_status": _status,
+        "ds_tensor": Piece.of,
+    }.items()
+}
