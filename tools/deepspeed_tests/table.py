@@ -9,11 +9,16 @@ from pathlib import Path
 from typing import Any
 
 KINDS = ("passed", "refused", "internal", "failed")
-_PATH = re.compile(r"NotThere: ([\w.]+)|No module named '(deepspeed[\w.]*)'")
+_PATH = re.compile(
+    r"NotThere: ([\w.]+)|No module named '(deepspeed[\w.]*)'|where False = isinstance\([^\n]*<(deepspeed[\w.]*)>"
+)
 _ATTRIBUTE = {
     "(?:engine|model)": re.compile(r"neither the engine nor its \w+ has '(\w+)'"),
     "optimizer": re.compile(r"'\w*Optimizer' object has no attribute '(\w+)'"),
-    "": re.compile(r"'(?:Parameter|OneCycle|Warmup\w+|LRRangeTest)' object has no attribute '(\w+)'"),
+    "": re.compile(
+        r"'(?:Parameter|OneCycle|Warmup\w+|LRRangeTest)' object has no attribute '(\w+)'"
+        r"|object has no attribute '(_[a-z]\w+)'"
+    ),
 }
 
 
@@ -49,10 +54,14 @@ def kind(entry: dict[str, Any], documented: Documented) -> str:
         return "passed"
     reason = entry["reason"]
     if found := _PATH.search(reason):
-        return "failed" if documented.has_path(found[1] or found[2]) else "internal"
+        return "failed" if documented.has_path(next(filter(None, found.groups()))) else "internal"
     for owner, pattern in _ATTRIBUTE.items():
         if found := pattern.search(reason):
-            return "failed" if documented.has_attribute(owner, found[1]) else "internal"
+            return (
+                "failed"
+                if documented.has_attribute(owner, next(filter(None, found.groups())))
+                else "internal"
+            )
     return "refused" if "not supported" in reason or reason.startswith("RankError:") else "failed"
 
 
