@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Any
 
 KINDS = ("passed", "refused", "internal", "failed")
-_PATH = re.compile(
-    r"NotThere: ([\w.]+)|No module named '(deepspeed[\w.]*)'|where False = isinstance\([^\n]*<(deepspeed[\w.]*)>"
-)
+_PATH = re.compile(r"NotThere: ([\w.]+)|No module named '(deepspeed[\w.]*)'")
+_CLASS = re.compile(r"where False = isinstance\([^\n]*, (DeepSpeed\w+)\)")
 _ATTRIBUTE = {
     "(?:engine|model)": re.compile(r"neither the engine nor its \w+ has '(\w+)'"),
     "optimizer": re.compile(r"'\w*Optimizer' object has no attribute '(\w+)'"),
@@ -43,6 +42,9 @@ class Documented:
         written = re.search(rf"(?<![\w.]){re.escape(path)}(?!\w)", self._text) is not None
         return written or any(each == path or path.startswith(f"{each}.") for each in self._imported)
 
+    def has_word(self, name: str) -> bool:
+        return re.search(rf"\b{name}\b", self._text) is not None
+
     def has_attribute(self, owner: str, name: str) -> bool:
         """Of an engine (by whatever name ends so), an optimizer or a parameter."""
         return re.search(rf"{owner}\.{re.escape(name)}\b", self._text, re.IGNORECASE) is not None
@@ -54,14 +56,13 @@ def kind(entry: dict[str, Any], documented: Documented) -> str:
         return "passed"
     reason = entry["reason"]
     if found := _PATH.search(reason):
-        return "failed" if documented.has_path(next(filter(None, found.groups()))) else "internal"
+        return "failed" if documented.has_path(found[1] or found[2]) else "internal"
+    if found := _CLASS.search(reason):
+        return "failed" if documented.has_word(found[1]) else "internal"
     for owner, pattern in _ATTRIBUTE.items():
         if found := pattern.search(reason):
-            return (
-                "failed"
-                if documented.has_attribute(owner, next(filter(None, found.groups())))
-                else "internal"
-            )
+            name = next(filter(None, found.groups()))
+            return "failed" if documented.has_attribute(owner, name) else "internal"
     return "refused" if "not supported" in reason or reason.startswith("RankError:") else "failed"
 
 
