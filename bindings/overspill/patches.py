@@ -58,6 +58,8 @@ _OTHER_PROCESS = (
 
 
 def run_backward(outputs: Any, gradients: Any, *args: Any, **kwargs: Any) -> Any:
+    if saved.are_refused():  # inside torch.func, where no module of an engine has run: see saved.push_hooks
+        return _run_backward(outputs, gradients, *args, **kwargs)
     if any(id(each) in registry for each in gradients):
         gradients = tuple(map(_weight_of, gradients))
     with DisableTorchFunction():

@@ -126,7 +126,13 @@ def compose(user_pack: Callable, user_unpack: Callable) -> tuple[Callable, Calla
 
 
 def push_hooks() -> None:
-    """Weights are saved as handles from now on in this thread, until guard.remove_modes."""
+    """Weights are saved as handles from now on in this thread, until guard.remove_modes. RuntimeError where torch allows
+    no hooks: what it saved would be NaN once the unit is released."""
+    if are_refused():
+        raise RuntimeError(
+            "overspill: torch.func.grad, vjp, jacrev and hessian of a model that an engine has are not supported, since "
+            "they allow no hooks on saved tensors: use torch.autograd.grad, or torch.func on copy.deepcopy(model)"
+        )
     users = _autograd._top_saved_tensors_default_hooks(True)
     if users is None:
         _autograd._push_saved_tensors_default_hooks(pack, unpack)
@@ -134,6 +140,12 @@ def push_hooks() -> None:
         ours, theirs = compose(*users)
         ours.overspill_guard = True  # type: ignore[attr-defined]
         _autograd._push_saved_tensors_default_hooks(ours, theirs)
+
+
+def are_refused() -> bool:
+    """Inside torch.func.grad, vjp, jacrev and hessian, which allow no hooks."""
+    inside = torch._C._functorch.maybe_current_level() is not None
+    return inside and not _autograd._saved_tensors_hooks_is_enabled()
 
 
 def _has_memory(tensor: torch.Tensor) -> bool:
