@@ -126,12 +126,12 @@ def compose(user_pack: Callable, user_unpack: Callable) -> tuple[Callable, Calla
 
 
 def push_hooks() -> None:
-    """Weights are saved as handles from now on in this thread, until guard.remove_modes. RuntimeError where torch allows
-    no hooks: what it saved would be NaN once the unit is released."""
+    """Weights are saved as handles from now on in this thread, until guard.remove_modes. RuntimeError where torch
+    allows no hooks: what it saved would be NaN once the unit is released."""
     if are_refused():
         raise RuntimeError(
-            "overspill: torch.func.grad, vjp, jacrev and hessian of a model that an engine has are not supported, since "
-            "they allow no hooks on saved tensors: use torch.autograd.grad, or torch.func on copy.deepcopy(model)"
+            "overspill: torch.func.grad, vjp, jacrev and hessian of a model that an engine has are not supported, "
+            "since they allow no hooks on saved tensors: use torch.autograd.grad, or torch.func on copy.deepcopy(model)"
         )
     users = _autograd._top_saved_tensors_default_hooks(True)
     if users is None:
