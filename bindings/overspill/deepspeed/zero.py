@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import Any
@@ -70,16 +71,19 @@ class Init(AbstractContextManager[None]):
 
 
 class _Marking:
-    """Marks each parameter that a module gets meanwhile as one of ZeRO-3."""
+    """Marks each parameter that a module gets meanwhile as one of ZeRO-3, and what it has at the end, which `.to()` may
+    have made of the first."""
 
     def __init__(self) -> None:
         self._replaced = init.Replaced()
+        self._modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
     def begin(self) -> None:
         def make(register: Callable[..., Any]) -> Callable[..., Any]:
             def register_parameter(module: nn.Module, name: str, parameter: Any) -> None:
                 register(module, name, parameter)
                 zero_params.mark([module._parameters.get(name)])
+                self._modules.add(module)
 
             return register_parameter
 
@@ -87,6 +91,9 @@ class _Marking:
 
     def end(self) -> None:
         self._replaced.restore()
+        for module in self._modules:
+            zero_params.mark(module._parameters.values())
+        self._modules.clear()
 
 
 class GatheredParameters(AbstractContextManager[None]):
