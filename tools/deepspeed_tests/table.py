@@ -63,7 +63,8 @@ def kind(entry: dict[str, Any], documented: Documented) -> str:
         if found := pattern.search(reason):
             name = next(filter(None, found.groups()))
             return "failed" if documented.has_attribute(owner, name) else "internal"
-    return "refused" if "not supported" in reason or reason.startswith("RankError:") else "failed"
+    ours = "not supported" in reason and ("overspill" in reason or "NotSupported" in reason)
+    return "refused" if ours or reason.startswith("RankError:") else "failed"
 
 
 def first_line(reason: str) -> str:
