@@ -37,7 +37,6 @@ ANSWERS = {
 OPTIMIZER_ANSWERS = {
     "before_step",
     "beside",
-    "check_checkpoint",
     "defaults",
     "folder",
     "groups",
@@ -137,7 +136,6 @@ CALLS = {
     "weight": lambda: engine.weight(parameter),
 }
 OPTIMIZER_CALLS = {
-    "check_checkpoint": lambda: optimizer.check_checkpoint("save_checkpoint"),
     "load_state_dict": lambda: optimizer.load_state_dict(states),
     "states_of": lambda: optimizer.states_of(segment),
     "restore_hyper_parameters": lambda: optimizer.restore_hyper_parameters(optimizer.hyper_parameters()),

@@ -717,3 +717,25 @@ def test_what_no_group_has_is_not_updated(is_given):
     assert torch.equal(engine.weight(model[0].weight), before)
     assert engine.optimizer.state[model[0].bias]["step"] == 2
     engine.destroy()
+
+
+@pytest.mark.filterwarnings("ignore:overspill. the engine has no update")
+def test_a_checkpoint_has_the_states_of_an_optimizer_that_runs_its_own_code(tmp_path):
+    def fresh():
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 2))
+        config = {"train_batch_size": 2, "overspill": {"budget": {"host": "32MiB"}}}
+        optimizer = torch.optim.RAdam(model.parameters(), lr=1e-2)
+        return deepspeed.initialize(model=model, config=config, optimizer=optimizer)[0]
+
+    straight, again = fresh(), fresh()
+    step(straight, 3)
+    straight.save_checkpoint(tmp_path, tag="three", client_state={"epoch": 1})
+    path, client_state = again.load_checkpoint(tmp_path)
+    assert path == str(tmp_path / "three") and client_state["epoch"] == 1
+    step(straight, 3)
+    step(again, 3)
+    assert all(torch.equal(v, again.state_dict()[k]) for k, v in straight.state_dict().items())
+    assert again.optimizer.state[again.module[0].weight]["step"] == 6
+    with pytest.raises(RuntimeError, match="nor with an optimizer of the script's own"):
+        again.load_checkpoint(tmp_path, load_optimizer_states=False)
