@@ -49,7 +49,9 @@ def _complete(stem: str, text: str) -> str:
         text = re.sub(bare, whole, text)
     text = "\n".join(_wrapped(line) for line in text.splitlines()) + "\n"
     public = [name for name in dir(module) if not name.startswith("_")]
-    missing = [name for name in public if not re.search(rf"^((class|def) )?{name}\b|import {name}$", text, re.M)]
+    missing = [
+        name for name in public if not re.search(rf"^((class|def) )?{name}\b|import {name}$", text, re.M)
+    ]
     return text + "".join(f"{name}: typing.Any\n" for name in missing)
 
 
