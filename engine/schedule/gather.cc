@@ -33,22 +33,6 @@ class Awaiting {
   const int32_t unit_;
 };
 
-/// While it lives, no other thread gets the block, which its thread leases and moves.
-class Moving {
- public:
-  Moving(Context& context, Block& block) : context_(context), block_(block) { block_.moving = true; }
-  ~Moving() {
-    block_.moving = false;
-    context_.changed.notify_all();
-  }
-  Moving(const Moving&) = delete;
-  Moving& operator=(const Moving&) = delete;
-
- private:
-  Context& context_;
-  Block& block_;
-};
-
 LeasePlaces lease_places(const Context& context) {
   const bool on_host = context.device().shares_host_memory();
   std::vector<int64_t> sizes;
@@ -143,8 +127,6 @@ Block* Gatherer::acquire(std::unique_lock<std::mutex>& lock, int32_t unit) {
   Block* block = state.block;
   ++block->leases;
   try {
-    context_.wait(
-        lock, [&] { return !block->moving; }, Cause::room, unit);  // by another thread, which leases it too
     move_to_its_place(lock, *block);
     if (!announced) prefetch(lock);
   } catch (...) {
@@ -506,7 +488,6 @@ void Gatherer::move_to_its_place(std::unique_lock<std::mutex>& lock, Block& bloc
   const int64_t bytes = context_.layout.units[block.unit].bytes();
   if (block.leases > 1 || !can_move()) return;
   if (places_.has(block.unit, offset_of(block), arena().rounded(bytes))) return;
-  const Moving moving(context_, block);
   std::optional<int64_t> found;
   while (true) {
     found = arena().allocate(bytes, places_.of(block.unit));

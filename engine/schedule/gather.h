@@ -25,7 +25,6 @@ struct Block {
   int32_t unit = -1;
   int32_t leases = 0;
   bool orphan = false;
-  bool moving = false;                  // to its place; it is leased, and nobody else may use it meanwhile
   int32_t pins = 0;                     // its shard is being sent
   int32_t arriving = 0;                 // chunks not yet in
   int64_t host_offset = -1;             // in the host arena; -1: none

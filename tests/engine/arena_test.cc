@@ -4,14 +4,10 @@
 #include <gtest/gtest.h>
 #include <unistd.h>
 
-#include <atomic>
-#include <barrier>
 #include <filesystem>
-#include <memory>
 #include <random>
 #include <string>
 #include <string_view>
-#include <thread>
 #include <utility>
 #include <vector>
 
@@ -20,7 +16,6 @@
 #include "engine/schedule/plan.h"
 #include "io/memory_store.h"
 #include "tests/engine/toy_model.h"
-#include "tests/watched.h"
 
 namespace overspill::testing {
 namespace {
@@ -67,8 +62,10 @@ Config smallest(Config config, const std::vector<engine::UnitSpec>& units, bool 
   }
 }
 
-/// Everything on the disk, with little room beside it where much is read ahead.
-std::unique_ptr<Engine> engine_of(const char* device, int prefetch) {
+class Arena : public ::testing::TestWithParam<std::pair<const char*, int>> {};
+
+TEST_P(Arena, HasRoomForAnyThreeUnits) {
+  const auto& [device, prefetch] = GetParam();
   const std::vector<engine::UnitSpec> units = unlike_units();
   Config config;
   config.host_budget_bytes = 64 << 20;
@@ -82,69 +79,31 @@ std::unique_ptr<Engine> engine_of(const char* device, int prefetch) {
   if (prefetch > 2) config = smallest(config, units, std::string_view(device) == "host");
   engine::Resources resources = make_resources(units, config, {device, "memory", 1});
   resources.store = io::make_memory_store(64 << 20, {.seed = 3}, 65536);
-  auto engine = std::make_unique<Engine>(units, config, std::move(resources));
-  toy_load(*engine);
-  return engine;
-}
+  Engine engine(units, config, std::move(resources));
+  toy_load(engine);
+  std::vector<std::vector<float>> wanted;
+  for (int u = 0; u < static_cast<int>(units.size()); ++u)
+    wanted.push_back(toy_leased(engine, engine.acquire(u), u, 0));
 
-std::vector<std::vector<float>> weights_of(Engine& engine) {
-  std::vector<std::vector<float>> weights;
-  for (int u = 0; u < static_cast<int>(engine.layout().units.size()); ++u)
-    weights.push_back(toy_leased(engine, engine.acquire(u), u, 0));
-  return weights;
-}
-
-class Arena : public ::testing::TestWithParam<std::pair<const char*, int>> {};
-
-TEST_P(Arena, HasRoomForAnyThreeUnits) {
-  const auto& [device, prefetch] = GetParam();
-  const auto engine = engine_of(device, prefetch);
-  const auto wanted = weights_of(*engine);
   std::mt19937 draw(1);
   std::vector<std::pair<int, Lease>> held;
   for (int pass = 0; pass < 60; ++pass) {
-    engine->begin_pass({false, false});
-    for (int u = 0; u < static_cast<int>(wanted.size()); ++u) {
+    engine.begin_pass({false, false});
+    for (int u = 0; u < static_cast<int>(units.size()); ++u) {
       while (held.size() > 2 || (!held.empty() && draw() % 4 == 0))
         held.erase(held.begin() + static_cast<std::ptrdiff_t>(draw() % held.size()));
       try {
-        held.emplace_back(u, engine->acquire(u));
+        held.emplace_back(u, engine.acquire(u));
       } catch (const engine::BudgetError& error) {
         FAIL() << "pass " << pass << ", beside " << held.size() << ": " << error.what();
       }
       for (const auto& [of, lease] : held) {
-        ASSERT_EQ(toy_leased(*engine, lease, of, 0), wanted[static_cast<size_t>(of)]) << "pass " << pass;
+        ASSERT_EQ(toy_leased(engine, lease, of, 0), wanted[static_cast<size_t>(of)]) << "pass " << pass;
       }
     }
   }
   held.clear();
-  engine->close();
-}
-
-/// A unit that was read ahead where larger ones belong moves when it is leased: whoever leases it meanwhile
-/// gets it where it lies then.
-TEST(ThreadsOfAnArena, LeaseAUnitThatMoves) {
-  const auto engine = engine_of("host", 5);
-  const auto wanted = weights_of(*engine);
-  constexpr int kThreads = 3;
-  std::atomic<int> wrong = 0;
-  for (int pass = 0; pass < (kWatched ? 5 : 30); ++pass) {
-    engine->begin_pass({false, false});
-    for (int u = 0; u < static_cast<int>(wanted.size()); ++u) {
-      std::barrier begin(kThreads);
-      std::vector<std::thread> threads;
-      for (int t = 0; t < kThreads; ++t) {
-        threads.emplace_back([&] {
-          begin.arrive_and_wait();
-          const Lease lease = engine->acquire(u);
-          if (toy_leased(*engine, lease, u, 0) != wanted[static_cast<size_t>(u)]) ++wrong;
-        });
-      }
-      for (std::thread& thread : threads) thread.join();
-    }
-  }
-  EXPECT_EQ(wrong, 0);
-  engine->close();
+  engine.close();
 }
 
 INSTANTIATE_TEST_SUITE_P(Devices, Arena,
