@@ -543,8 +543,8 @@ class Planner {
     const int64_t left = config_.device_budget_bytes - plan_.kept_device_bytes();
     if (least > left) {
       throw BudgetError(
-          fmt::format("device budget too small: {} ({} bytes) are needed for any {} units at once and "
-                      "for sums of gradients, {} are allowed",
+          fmt::format("device budget too small: {} ({} bytes) are needed for the {} largest units "
+                      "together and for sums of gradients, {} are allowed",
                       mib(least + plan_.kept_device_bytes()), least + plan_.kept_device_bytes(),
                       all_stay() ? gathered.size() : kLeasedMost, mib(config_.device_budget_bytes)));
     }
