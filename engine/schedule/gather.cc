@@ -469,16 +469,13 @@ void Gatherer::copy_to_host(const Block& block, std::span<std::byte> to, const s
   copied.wait();
 }
 
-/// Where the unit is leased. While others keep that: where larger units belong, which it leaves when it is
-/// leased. Beside more leases than the arena is made for: anywhere.
+/// Where the unit is leased. Elsewhere what is filled ahead, and leaves when it is leased, and what others
+/// that are leased leave no place.
 std::optional<int64_t> Gatherer::room(int32_t unit, Urgency urgency) {
   const int64_t bytes = context_.layout.units[unit].bytes();
-  const LeasePlaces::Place& place = places_.of(unit);
-  std::optional<int64_t> found = arena().allocate(bytes, place);
-  if (found || (urgency == Urgency::demanded && victim(unit, urgency) != nullptr)) return found;
-  if (can_move()) found = arena().allocate(bytes, {0, place.begin, 0});
-  if (!found && urgency == Urgency::demanded && !filling_anything())
-    found = arena().allocate(bytes, RangeAllocator::End::high);
+  std::optional<int64_t> found = arena().allocate(bytes, places_.of(unit));
+  const bool elsewhere = urgency == Urgency::ahead ? can_move() : victim(unit, urgency) == nullptr;
+  if (!found && elsewhere) found = arena().allocate(bytes, RangeAllocator::End::high);
   return found;
 }
 
