@@ -11,12 +11,8 @@ RangeAllocator::RangeAllocator(int64_t bytes, int64_t align)
   if (free_bytes_ > 0) free_.push_back({0, free_bytes_});
 }
 
-int64_t RangeAllocator::rounded(int64_t bytes) const {
-  return std::max(align_, (bytes + align_ - 1) / align_ * align_);
-}
-
 std::optional<int64_t> RangeAllocator::allocate(int64_t bytes, End end) {
-  bytes = rounded(bytes);
+  bytes = std::max(align_, (bytes + align_ - 1) / align_ * align_);
   const auto fits = [bytes](const Run& run) { return run.bytes >= bytes; };
   auto run = free_.end();
   if (end == End::low) {
@@ -26,34 +22,10 @@ std::optional<int64_t> RangeAllocator::allocate(int64_t bytes, End end) {
     if (found != free_.rend()) run = std::prev(found.base());
   }
   if (run == free_.end()) return std::nullopt;
-  return take(run, end == End::low ? run->begin : run->begin + run->bytes - bytes, bytes);
-}
-
-std::optional<int64_t> RangeAllocator::allocate(int64_t bytes, const LeasePlaces::Place& place) {
-  bytes = rounded(bytes);
-  for (auto run = free_.begin(); run != free_.end(); ++run) {
-    int64_t offset = std::max(run->begin, place.begin);
-    if (place.cell > 0) {  // what would cross the cell's end begins with the next one
-      const int64_t from = offset - place.begin;
-      if (from % place.cell + bytes > place.cell) offset = place.begin + (from / place.cell + 1) * place.cell;
-    }
-    if (offset + bytes <= std::min(run->begin + run->bytes, place.end)) return take(run, offset, bytes);
-  }
-  return std::nullopt;
-}
-
-/// Out of a free run, of which the rest stays free.
-int64_t RangeAllocator::take(std::vector<Run>::iterator run, int64_t offset, int64_t bytes) {
-  const Run before{run->begin, offset - run->begin};
-  const Run after{offset + bytes, run->begin + run->bytes - offset - bytes};
-  if (before.bytes > 0 && after.bytes > 0) {
-    *run = before;
-    free_.insert(std::next(run), after);
-  } else if (before.bytes > 0 || after.bytes > 0) {
-    *run = before.bytes > 0 ? before : after;
-  } else {
-    free_.erase(run);
-  }
+  const int64_t offset = end == End::low ? run->begin : run->begin + run->bytes - bytes;
+  if (end == End::low) run->begin += bytes;
+  run->bytes -= bytes;
+  if (run->bytes == 0) free_.erase(run);
   used_.push_back({offset, bytes});
   free_bytes_ -= bytes;
   return offset;

@@ -6,8 +6,6 @@
 #include <optional>
 #include <vector>
 
-#include "engine/memory/lease_places.h"
-
 namespace overspill::engine {
 
 class RangeAllocator {
@@ -20,15 +18,10 @@ class RangeAllocator {
   /// different ends.
   std::optional<int64_t> allocate(int64_t bytes, End end);
 
-  /// The lowest in that place. Nothing when no free run there is long enough.
-  std::optional<int64_t> allocate(int64_t bytes, const LeasePlaces::Place& place);
-
   /// `offset` is one that allocate() gave; anything else throws std::logic_error.
   void release(int64_t offset);
 
   int64_t free_bytes() const { return free_bytes_; }
-  /// What a block of so many bytes takes.
-  int64_t rounded(int64_t bytes) const;
   int64_t largest_free_run() const;
 
  private:
@@ -36,8 +29,6 @@ class RangeAllocator {
     int64_t begin;
     int64_t bytes;
   };
-
-  int64_t take(std::vector<Run>::iterator run, int64_t offset, int64_t bytes);
 
   int64_t align_;
   int64_t free_bytes_;

@@ -33,18 +33,6 @@ class Awaiting {
   const int32_t unit_;
 };
 
-LeasePlaces lease_places(const Context& context) {
-  const bool on_host = context.device().shares_host_memory();
-  std::vector<int64_t> sizes;
-  for (size_t u = 0; u < context.layout.units.size(); ++u) {
-    const Unit& unit = context.layout.units[u];
-    const bool gathered = !context.used_in_place(static_cast<int32_t>(u));
-    const int64_t bytes = (unit.bytes() + kBlockAlign - 1) / kBlockAlign * kBlockAlign;
-    sizes.push_back(gathered ? bytes : 0);
-  }
-  return {sizes, kLeasedMost, on_host ? context.plan.gather_host_bytes : context.plan.gather_device_bytes};
-}
-
 }  // namespace
 
 Gatherer::Gatherer(Context& context)
@@ -52,7 +40,6 @@ Gatherer::Gatherer(Context& context)
       host_memory_(context.device(), context.host_budget, context.plan.gather_host_bytes, "gathered units"),
       host_arena_(context.plan.gather_host_bytes, kBlockAlign),
       device_arena_(context.plan.gather_device_bytes, kBlockAlign),
-      places_(lease_places(context)),
       fetches_(context.chunks.size()),
       serve_memory_(context.device(), context.host_budget, context.plan.serve_bytes,
                     "shards on their way to other ranks"),
@@ -127,7 +114,6 @@ Block* Gatherer::acquire(std::unique_lock<std::mutex>& lock, int32_t unit) {
   Block* block = state.block;
   ++block->leases;
   try {
-    move_to_its_place(lock, *block);
     if (!announced) prefetch(lock);
   } catch (...) {
     release(block, {});
@@ -469,79 +455,20 @@ void Gatherer::copy_to_host(const Block& block, std::span<std::byte> to, const s
   copied.wait();
 }
 
-/// Where the unit is leased. Elsewhere what is filled ahead, and leaves when it is leased, and what others
-/// that are leased leave no place.
-std::optional<int64_t> Gatherer::room(int32_t unit, Urgency urgency) {
-  const int64_t bytes = context_.layout.units[unit].bytes();
-  std::optional<int64_t> found = arena().allocate(bytes, places_.of(unit));
-  const bool elsewhere = urgency == Urgency::ahead ? can_move() : victim(unit, urgency) == nullptr;
-  if (!found && elsewhere) found = arena().allocate(bytes, RangeAllocator::End::high);
-  return found;
-}
-
-/// Of a unit that is leased now, and was filled ahead where larger units belong: those could not be leased
-/// beside it. Where others that are leased leave it no place, it stays.
-void Gatherer::move_to_its_place(std::unique_lock<std::mutex>& lock, Block& block) {
-  const int64_t bytes = context_.layout.units[block.unit].bytes();
-  if (block.leases > 1 || !can_move()) return;
-  if (places_.has(block.unit, offset_of(block), arena().rounded(bytes))) return;
-  std::optional<int64_t> found;
-  while (true) {
-    found = arena().allocate(bytes, places_.of(block.unit));
-    if (found) break;
-    if (make_room(block.unit, Urgency::demanded)) continue;
-    const int64_t before = filling();
-    if (before == 0) return;
-    make_copies(lock);
-    context_.wait(
-        lock, [&] { return filling() < before; }, Cause::room, block.unit);
-  }
-  if (stream_ != nullptr) return move_on_device(block, *found);
-  move_on_host(lock, block, *found);
-}
-
-void Gatherer::move_on_host(std::unique_lock<std::mutex>& lock, Block& block, int64_t offset) {
-  const auto bytes = static_cast<size_t>(host_bytes(block.unit));
-  std::byte* const to = host_memory_.data() + offset;
-  {
-    const Unlocked unlocked(lock);
-    std::memcpy(to, block.host, bytes);
-  }
-  // What is sent to other ranks is sent from where it was.
-  context_.wait(
-      lock, [&] { return block.pins == 0; }, Cause::room, block.unit);
-  if (context_.config.poison) std::memset(block.host, 0xFF, bytes);
-  host_arena_.release(block.host_offset);
-  block.shard = to + (block.shard - block.host);
-  block.host = block.device = to;
-  block.host_offset = offset;
-}
-
-void Gatherer::move_on_device(Block& block, int64_t offset) {
-  const int64_t bytes = context_.layout.units[block.unit].bytes();
-  follow_uses(block);
-  std::byte* const to = device_memory_.data() + offset;
-  context_.device().kernels()->copy(*stream_, to, block.device, bytes);
-  block.copied = stream_->record();
-  if (context_.config.poison) {
-    block.copied.wait();
-    context_.device().poison(block.device, bytes);
-  }
-  device_arena_.release(block.device_offset);
-  block.device = to;
-  block.device_offset = offset;
-}
-
 Block* Gatherer::take_block(int32_t unit, Urgency urgency) {
+  const int64_t bytes = context_.layout.units[unit].bytes();
   const bool on_device = !context_.device().shares_host_memory();
   const int64_t bytes_on_host = host_bytes(unit);
   const bool on_host = bytes_on_host > 0;
+  const int64_t arena = on_device ? context_.plan.gather_device_bytes : context_.plan.gather_host_bytes;
+  // Large and small units start from different ends: small ones that stay long do not cut up the room that
+  // large ones need.
+  const auto end = bytes * 4 > arena ? RangeAllocator::End::low : RangeAllocator::End::high;
   std::optional<int64_t> host;
   std::optional<int64_t> device;
   while (true) {
-    if (on_host && !host)
-      host = on_device ? host_room(bytes_on_host, RangeAllocator::End::low) : room(unit, urgency);
-    if (on_device && !device) device = room(unit, urgency);
+    if (on_host && !host) host = host_room(bytes_on_host, end);
+    if (on_device && !device) device = device_arena_.allocate(bytes, end);
     if ((host || !on_host) && (device || !on_device)) break;
     // Who demands host memory waits for copies that will free some, before anything is given up.
     const bool waits = on_host && !host && urgency == Urgency::demanded && copy_under_way();
@@ -572,50 +499,35 @@ Block* Gatherer::take_block(int32_t unit, Urgency urgency) {
   return block;
 }
 
-/// The ready, unleased unit that is needed last. Ahead: unless it is needed sooner than `unit`. Demanded: of
-/// those that lie where `unit` belongs.
-Block* Gatherer::victim(int32_t unit, Urgency urgency) {
-  Block* found = nullptr;
-  const bool demanded = urgency == Urgency::demanded;
-  const LeasePlaces::Place& place = places_.of(unit);
-  int64_t farthest = demanded ? -1 : context_.trace.next_use(unit);
+/// Gives up the ready, unleased unit that is needed last, unless (ahead) it is needed sooner than `unit`. Not
+/// where it is still being copied to the device: who demands waits for that and asks again.
+bool Gatherer::make_room(int32_t unit, Urgency urgency) {
+  int32_t victim = -1;
+  int64_t farthest = urgency == Urgency::demanded ? -1 : context_.trace.next_use(unit);
   for (const auto& block : blocks_) {
     if (block->unit < 0 || block->orphan || block->leases > 0 || block->pins > 0) continue;
     if (context_.units[block->unit].gathered != Gathered::ready) continue;
-    if (!demanded && keeps_bounce(*block) && !block->copied.done()) continue;
-    const int64_t begin = offset_of(*block);
-    const int64_t end = begin + arena().rounded(context_.layout.units[block->unit].bytes());
-    if (demanded && (end <= place.begin || begin >= place.end)) continue;
+    if (urgency == Urgency::ahead && keeps_bounce(*block) && !block->copied.done()) continue;
     const int64_t use = context_.trace.next_use(block->unit);
     if (use <= farthest) continue;
     farthest = use;
-    found = block.get();
+    victim = block->unit;
   }
-  return found;
-}
-
-/// Gives up a victim. Not where it is still being copied to the device: who demands waits for that and asks
-/// again.
-bool Gatherer::make_room(int32_t unit, Urgency urgency) {
-  Block* const block = victim(unit, urgency);
-  if (block == nullptr || (keeps_bounce(*block) && !block->copied.done())) return false;
-  drop(*block);
+  if (victim < 0) return false;
+  Block& block = *context_.units[victim].block;
+  if (keeps_bounce(block) && !block.copied.done()) return false;
+  drop(block);
   return true;
 }
 
-/// What is copied here next comes after the uses: nobody has to wait for them. With `poison`, which is for
-/// tests, it waits for the device.
-void Gatherer::follow_uses(Block& block) {
+/// Its copy to the device is done. With `poison`, which is for tests, it waits for the device.
+void Gatherer::drop(Block& block) {
+  // What is copied here next comes after the uses: nobody has to wait for them.
   for (const kernels::Event& use : block.uses) {
     if (context_.config.poison) use.wait();
     stream_->wait(use);
   }
   block.uses.clear();
-}
-
-/// Its copy to the device is done.
-void Gatherer::drop(Block& block) {
-  follow_uses(block);
   const int64_t bytes = context_.layout.units[block.unit].bytes();
   if (!block.orphan) {
     context_.units[block.unit].gathered = Gathered::absent;
@@ -664,9 +576,8 @@ void Gatherer::invalidate(std::unique_lock<std::mutex>& lock, std::span<const in
   }
 }
 
-/// Units that are on their way in, or to other ranks.
-int64_t Gatherer::filling() const {
-  return std::count_if(blocks_.begin(), blocks_.end(), [&](const auto& block) {
+bool Gatherer::filling_anything() const {
+  return std::any_of(blocks_.begin(), blocks_.end(), [&](const auto& block) {
     if (block->unit < 0 || block->orphan) return false;
     return block->pins > 0 || context_.units[block->unit].gathered != Gathered::ready;
   });

@@ -13,7 +13,6 @@
 #include <span>
 #include <vector>
 
-#include "engine/memory/lease_places.h"
 #include "engine/memory/range_allocator.h"
 #include "engine/schedule/context.h"
 
@@ -128,18 +127,7 @@ class Gatherer {
 
   bool start_fill(int32_t unit, Urgency urgency);
   Block* take_block(int32_t unit, Urgency urgency);
-  std::optional<int64_t> room(int32_t unit, Urgency urgency);
-  /// Of what is leased.
-  RangeAllocator& arena() { return stream_ != nullptr ? device_arena_ : host_arena_; }
-  int64_t offset_of(const Block& block) const {
-    return stream_ != nullptr ? block.device_offset : block.host_offset;
-  }
-  void move_to_its_place(std::unique_lock<std::mutex>& lock, Block& block);
-  void move_on_host(std::unique_lock<std::mutex>& lock, Block& block, int64_t offset);
-  void move_on_device(Block& block, int64_t offset);
-  bool can_move() const { return stream_ == nullptr || context_.device().kernels() != nullptr; }
   void start_fills_ahead();
-  Block* victim(int32_t unit, Urgency urgency);
   bool make_room(int32_t unit, Urgency urgency);
   void bring(Block& block, int32_t chunk, Urgency urgency);
   void fetch(Block& block, int32_t chunk, Urgency urgency);
@@ -149,7 +137,6 @@ class Gatherer {
   void to_device(Block& block);
   void finish(Block& block);
   void drop(Block& block);
-  void follow_uses(Block& block);
   std::optional<int64_t> host_room(int64_t bytes, RangeAllocator::End end);
   bool keeps_bounce(const Block& block) const;
   std::optional<kernels::Event> copy_under_way() const;
@@ -159,8 +146,7 @@ class Gatherer {
                             context_.plan.weights_on_nvme[unit]);
   }
   std::string leased_units() const;
-  bool filling_anything() const { return filling() > 0; }
-  int64_t filling() const;
+  bool filling_anything() const;
   const std::byte* weights_in_memory(int32_t chunk) const;
   /// Where a chunk's weights belong in a block.
   std::byte* place_of(const Block& block, int32_t chunk) const {
@@ -173,7 +159,6 @@ class Gatherer {
   kernels::DeviceMemory device_memory_;
   RangeAllocator host_arena_;
   RangeAllocator device_arena_;
-  LeasePlaces places_;  // in the arena of what is leased: the device's, or the host's where they are the same
   std::unique_ptr<kernels::Stream> stream_;
   std::mutex looking_;  // of looks_; taken before the context's
   std::unique_ptr<kernels::Stream> looks_;

@@ -8,7 +8,6 @@
 #include <numeric>
 
 #include "engine/memory/budget.h"
-#include "engine/memory/lease_places.h"
 #include "engine/schedule/plan_homes.h"
 
 namespace overspill::engine {
@@ -19,6 +18,7 @@ constexpr int64_t kRingSlotsLeast = 2;  // one being updated (filled), one in fl
 constexpr int64_t kRingSlotsBest = 8;   // reads, an update a thread, and writes, all at once
 constexpr int64_t kRingSlotsMost = 64;  // and enough read ahead to outlast the disk's pauses (docs/step.md),
 constexpr int64_t kChunksPerSlot = 8;   // but of so many chunks one: the others' states are better at home
+constexpr size_t kLeasedMost = 3;       // units that are held at once
 // Pieces of gradients being copied from the device, or added: some of each, and enough to keep the link and
 // all workers busy where the budget has room.
 constexpr int64_t kIntakeSlotsLeast = 4;
@@ -129,7 +129,7 @@ class Planner {
     if (layout_.slices > 1 || plan_.squares_device_bytes == 0 || device_.updates.none()) return;
     size_up();
     auto gathered = gathered_sizes();
-    const int64_t in_use = arena_bytes(gathered, true);
+    const int64_t in_use = largest(gathered, kLeasedMost + static_cast<size_t>(config_.prefetch_units));
     for (size_t u = 0; u < layout_.units.size() && !fits(); ++u) {
       const Unit& unit = layout_.units[u];
       if (plan_.on_device[u] || !may_live_on_device(unit, device_)) continue;
@@ -149,7 +149,7 @@ class Planner {
     for (const Unit& unit : layout_.units) squares += squares_bytes(unit);
     auto gathered = gathered_sizes();
     const int64_t most = config_.device_budget_bytes;
-    const bool fits = most == 0 || arena_bytes(gathered, false) + squares <= most;
+    const bool fits = most == 0 || largest(gathered, kLeasedMost) + squares <= most;
     if (fits) plan_.squares_device_bytes = squares;
     return fits;
   }
@@ -497,8 +497,8 @@ class Planner {
     if (!may_sum_on_device() || (!plan_.gradients_pooled && plan_.units_on_device() == 0)) return;
     auto gathered = gathered_sizes();
     const int64_t most = config_.device_budget_bytes;
-    const int64_t others =
-        arena_bytes(gathered, false) + plan_.units_device_bytes + plan_.squares_device_bytes;
+    const int64_t others = largest(gathered, all_stay() ? gathered.size() : kLeasedMost) +
+                           plan_.units_device_bytes + plan_.squares_device_bytes;
     if (most > 0 && others + sums_bytes() > most) return;
     plan_.sums_device_bytes = sums_bytes();
     plan_.sums_part_bytes = part_bytes();
@@ -518,16 +518,9 @@ class Planner {
   /// Gathered once a step: all have room.
   bool all_stay() const { return layout_.world > 1 && !layout_.policy.divide_weights; }
 
-  /// At least as much as the units take that are leased at once, in whatever order: a layer's own, its
-  /// parent's and the root's. Where there is room, for as many more of the largest as are prefetched.
-  int64_t arena_bytes(std::vector<int64_t> sizes, bool roomy) const {
-    if (all_stay()) return largest(sizes, sizes.size());
-    const int64_t least = LeasePlaces::least_bytes(sizes, kLeasedMost);
-    const size_t more = roomy ? static_cast<size_t>(config_.prefetch_units) : 0;
-    return std::max(least, largest(sizes, kLeasedMost + more));
-  }
-
-  /// On a device of its own memory as much as its budget says: what stays until backward is not copied again.
+  /// At least the three largest units: a layer's own, its parent's and the root's may be held at once. At
+  /// best as many again as are prefetched. On a device of its own memory as much as its budget says: what
+  /// stays until backward is not copied again.
   void size_up_gather(bool roomy) {
     std::vector<int64_t> gathered = gathered_sizes(), by_host;
     for (size_t u = 0; u < layout_.units.size(); ++u) {
@@ -535,10 +528,13 @@ class Planner {
       const int64_t on_host = host_block_bytes(layout_, layout_.units[u], device_, plan_.weights_on_nvme[u]);
       if (on_host > 0) by_host.push_back(on_host + kArenaAlign);
     }
-    plan_.gather_host_bytes = arena_bytes(by_host, roomy);
+    const bool kept = all_stay();
+    const auto all = gathered.size();
+    const auto usual = static_cast<size_t>(kLeasedMost + (roomy ? config_.prefetch_units : 0));
+    plan_.gather_host_bytes = largest(by_host, kept ? all : usual);
     if (device_.shares_host_memory) return;
-    const int64_t least = arena_bytes(gathered, false);
-    plan_.gather_device_bytes = arena_bytes(gathered, roomy);
+    const int64_t least = largest(gathered, kept ? all : kLeasedMost);
+    plan_.gather_device_bytes = largest(gathered, kept ? all : usual);
     if (config_.device_budget_bytes == 0) return;
     const int64_t left = config_.device_budget_bytes - plan_.kept_device_bytes();
     if (least > left) {
@@ -546,9 +542,9 @@ class Planner {
           fmt::format("device budget too small: {} ({} bytes) are needed for the {} largest units "
                       "together and for sums of gradients, {} are allowed",
                       mib(least + plan_.kept_device_bytes()), least + plan_.kept_device_bytes(),
-                      all_stay() ? gathered.size() : kLeasedMost, mib(config_.device_budget_bytes)));
+                      kept ? all : kLeasedMost, mib(config_.device_budget_bytes)));
     }
-    plan_.gather_device_bytes = std::min(largest(gathered, gathered.size()), left);
+    plan_.gather_device_bytes = std::min(largest(gathered, all), left);
   }
 
   /// The sum of the `count` largest.

@@ -126,8 +126,6 @@ struct Plan {
   std::string text() const;
 };
 
-constexpr size_t kLeasedMost = 3;  // gathered units that are leased at once: a layer, its parent, the root
-
 /// True where a unit's weights cannot be used where they lie: they are gathered into a buffer first.
 bool needs_gather(const Layout& layout, const DeviceTraits& device, bool weights_on_nvme);
 

@@ -10,7 +10,6 @@
 #include <fstream>
 #include <limits>
 #include <new>
-#include <random>
 #include <span>
 #include <sstream>
 #include <string>
@@ -19,9 +18,7 @@
 
 #include "engine/memory/budget.h"
 #include "engine/memory/host_memory.h"
-#include "engine/memory/lease_places.h"
 #include "engine/memory/linked_memory.h"
-#include "engine/memory/range_allocator.h"
 #include "kernels/host_device.h"
 #include "kernels/simulated_device.h"
 
@@ -248,48 +245,6 @@ TEST(NanPages, AWriteStaysWhereItWasMade) {
   EXPECT_EQ(first.data()[2 * kMiB + 100], std::byte{0xFF});  // the same page of the file
   EXPECT_EQ(second.data()[100], std::byte{0xFF});
   EXPECT_EQ(NanPages(kMiB).data()[100], std::byte{0xFF});
-}
-
-/// What LeasePlaces promises: with fewer leased than `at_once`, whichever, in whatever order they came and
-/// went, each other unit finds room in the least arena, and in any larger one.
-TEST(LeasePlaces, AlwaysHaveRoomForOneMore) {
-  constexpr int64_t kAlign = 64;
-  std::mt19937 draw(1);
-  const auto below = [&](size_t most) { return static_cast<size_t>(draw() % most); };
-  for (int round = 0; round < 400; ++round) {
-    const size_t at_once = 1 + below(4);
-    std::vector<int64_t> sizes;
-    for (size_t u = 1 + below(9); u > 0; --u)
-      sizes.push_back(kAlign * static_cast<int64_t>(1 + below(below(2) == 0 ? 4 : 40)));
-    const int64_t least = LeasePlaces::least_bytes(sizes, at_once);
-    const int64_t bytes = least + (below(2) == 0 ? 0 : kAlign * static_cast<int64_t>(below(200)));
-    const LeasePlaces places(sizes, at_once, bytes);
-    RangeAllocator arena(bytes, kAlign);
-    std::vector<std::pair<size_t, int64_t>> leased;
-    for (int turn = 0; turn < 100; ++turn) {
-      const size_t unit = below(sizes.size());
-      if (std::any_of(leased.begin(), leased.end(), [&](const auto& l) { return l.first == unit; })) continue;
-      if (leased.size() == at_once || (!leased.empty() && below(3) == 0)) {
-        const size_t gone = below(leased.size());
-        arena.release(leased[gone].second);
-        leased.erase(leased.begin() + static_cast<std::ptrdiff_t>(gone));
-      }
-      const auto offset = arena.allocate(sizes[unit], places.of(static_cast<int32_t>(unit)));
-      ASSERT_TRUE(offset) << "round " << round << ": " << sizes[unit] << " of " << bytes << " beside "
-                          << leased.size();
-      EXPECT_TRUE(places.has(static_cast<int32_t>(unit), *offset, sizes[unit]));
-      leased.emplace_back(unit, *offset);
-    }
-  }
-}
-
-/// No more than the units that are leased at once take, where they are alike; the rest needs room for each.
-TEST(LeasePlaces, TakeWhatIsNeeded) {
-  EXPECT_EQ(LeasePlaces::least_bytes({10, 10, 10, 10, 10}, 3), 30);
-  EXPECT_EQ(LeasePlaces::least_bytes({10, 100, 10, 10, 10}, 3), 130);
-  EXPECT_EQ(LeasePlaces::least_bytes({10, 90, 10, 100, 10}, 3), 220);
-  EXPECT_EQ(LeasePlaces::least_bytes({10, 100}, 3), 110);
-  EXPECT_EQ(LeasePlaces::least_bytes({}, 3), 0);
 }
 
 TEST(NanPages, CostLittlePhysicalMemory) {

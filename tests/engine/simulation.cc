@@ -339,7 +339,7 @@ class Simulation {
 
   void hold(int u, Lease lease) {
     if (draw_.chance(0.2)) held_.emplace_back(u, std::move(lease));
-    if (held_.size() < 3) return;  // two, and the one that is leased next
+    if (held_.size() < 2) return;
     check_seen(held_.front().second, held_.front().first);
     held_.pop_front();
   }
@@ -358,9 +358,9 @@ class Simulation {
     try {
       lease = engine_->acquire(u);
     } catch (const engine::BudgetError& error) {
-      // The arena takes any three units, leased in any order: not one more, nor the old version of one, which
-      // somebody keeps.
-      require(kept_.has_value(), error.what());
+      // The arena takes the three largest units: not one more, which is an old version that somebody keeps,
+      // nor what that one's place cut in two. With nothing leased there is always room.
+      require(kept_ || !held_.empty(), error.what());
       count("acquires refused beside other leases");
       if (kept_) check_kept("before it was given up");
       kept_.reset();
