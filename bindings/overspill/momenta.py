@@ -63,7 +63,8 @@ class Watch:
                 raise ValueError(
                     f"overspill: parameter group {number} of NAdam has betas[0] = {now[0]} and momentum_decay = "
                     f"{now[1]}, and had {before[0]} and {before[1]}: the engine computes the product of all momenta "
-                    "from them, so they have to stay as they are while it trains (schedule lr alone, or take AdamW)"
+                    "from them, so they have to stay as they are while it trains. Schedule lr alone (OneCycleLR and "
+                    "CyclicLR: cycle_momentum=False), or give a child of torch.optim.NAdam, which runs its own code"
                 )
 
     def forget(self) -> None:

@@ -136,3 +136,24 @@ def test_torchs_own_goes_on_after_give_back(start):
     engine.give_back()
     assert set(own.state[model[0].weight]) == set(theirs.state[plain[0].weight])
     assert train(model, own, range(5)) == pytest.approx(train(plain, theirs, range(5)), rel=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:overspill. the engine has no update")
+def test_a_child_of_torchs_class_may_change_its_momenta(start):
+    """The way out that the error names."""
+
+    class Own(torch.optim.NAdam):
+        pass
+
+    def trained(model, optimizer, driven):
+        schedule = torch.optim.lr_scheduler.OneCycleLR(driven, 1e-2, total_steps=8)
+        losses = []
+        for i in range(5):
+            losses += train(model, optimizer, [i])
+            schedule.step()
+        return losses
+
+    plain, model = made(), made()
+    theirs = of_torch(plain)
+    engine = start(model, Own(model.parameters(), lr=1e-2))
+    assert trained(model, engine.optimizer, engine.optimizer) == trained(plain, theirs, theirs)
