@@ -228,8 +228,8 @@ class Engine {
   // opens at any number of ranks, stage and placement. Where one rank fails or refuses, all do.
   void save(const std::filesystem::path& folder, std::string_view extra_json);
   /// The same with files of the caller's: `write_beside` is called once, on rank 0, when all else is written,
-  /// with the folder under its temporary name. What it writes there has to be durable, under a name of
-  /// is_file_of_a_save. It returns the extra_json. Where it throws, no checkpoint is there.
+  /// with the folder under its temporary name. What it writes there has to be durable, under a name
+  /// that is_file_of_a_save accepts. It returns the extra_json. Where it throws, no checkpoint is there.
   void save(const std::filesystem::path& folder, const WriteBeside& write_beside);
   std::string load(const std::filesystem::path& folder);
 

@@ -310,13 +310,14 @@ class NAdam(_Section):
     lr: _Rate = 2e-3
     """Learning rate."""
     betas: tuple[_Beta, _Beta] = (0.9, 0.999)
-    """Decay of the average of gradients, and of that of their squares; the first stays as it is while it trains."""
+    """Decay of the average of gradients, and of that of their squares; betas[0] must not change during training."""
     eps: _Rate = 1e-8
     """Is added to the root of the second average."""
     weight_decay: _Rate = 0.0
     """Is added to the gradient, times the weight; or see decoupled_weight_decay."""
     momentum_decay: _Rate = 4e-3
-    """The momentum of a step is betas[0] (1 - 0.96^(step momentum_decay) / 2); it stays as it is while it trains."""
+    """The momentum of a step is betas[0] (1 - 0.96^(step momentum_decay) / 2); it must not change during
+    training."""
     decoupled_weight_decay: bool = False
     """weight_decay is a fraction of the weight a step, times lr, as in AdamW."""
     maximize: bool = False
@@ -324,7 +325,8 @@ class NAdam(_Section):
 
 
 class Adamax(_Section):
-    """Kingma and Ba 2014, algorithm 2: steps by the largest gradient that fades."""
+    """Kingma and Ba 2014, algorithm 2: Adam that divides by the largest past gradient, which decays by betas[1] a
+    step."""
 
     type: Literal["Adamax"] = "Adamax"
     """Which optimizer."""

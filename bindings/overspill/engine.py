@@ -670,9 +670,9 @@ class Engine(nn.Module):
         client_state: dict[str, Any] | None = None,
         **unknown: Any,
     ) -> None:
-        """Weights, moments, buffers, hyper-parameters, scheduler, counters, random states and `client_state`, between
-        two steps: gradients are not in it. All ranks call it; beside weights and moments it holds rank 0's values, and
-        every rank's random states.
+        """Weights, the optimizer's states, buffers, hyper-parameters, scheduler, counters, random states and
+        `client_state`, between two steps: gradients are not in it. All ranks call it; beside weights and states it
+        holds rank 0's values, and every rank's random states.
 
         Args:
             folder: a new name, or an empty folder, which all ranks see. There are no tags: name one a checkpoint
@@ -681,8 +681,10 @@ class Engine(nn.Module):
         Raises:
             CheckpointError: the folder is not empty
             RuntimeError: in the middle of an accumulation
-            TypeError: a value of `client_state` is not plain, or an argument of DeepSpeed has no meaning here
+            TypeError: a value of `client_state` is not plain, or a state of an optimizer that runs its own code cannot
+                be saved (docs/scripts.md, Optimizers), or an argument of DeepSpeed has no meaning here
             StoreError: the disk fails, or has no room; the checkpoints of before stay
+            OSError: the same while the states of an optimizer that runs its own code are written
         """
         checkpointing.save(self, folder, client_state, unknown)
 

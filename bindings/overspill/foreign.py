@@ -226,7 +226,8 @@ class ForeignOptimizer(OverspillOptimizer):
     def room(
         self, shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype, name: str
     ) -> torch.Tensor | None:
-        """A file for a state that a checkpoint has, as a step would put it there. None: memory."""
+        """Memory in a file for a state that is loaded, where a step would have put it in a file; None where it
+        belongs in memory."""
         if not self._one_by_one:
             return None
         kept = self.residency.folder.tensor(shape, stride, dtype, f"load_checkpoint keeps {name}")
@@ -254,8 +255,8 @@ class ForeignOptimizer(OverspillOptimizer):
         """They came with the states."""
 
     def restore(self, state_dict: dict[str, Any]) -> Callable[[], None]:
-        """Takes a state_dict that is its own from now on, value for value. Returns what undoes it. Raises
-        CheckpointError where the class does not take it; then nothing is changed."""
+        """Gives the optimizer the values of state_dict, which nobody else may use afterwards. Returns what undoes
+        it. Raises CheckpointError where the class does not take it; then nothing is changed."""
         user, before = self.user, dict(vars(self.user))
         states = {key: dict(entry) if isinstance(entry, dict) else entry for key, entry in user.state.items()}
         groups = [dict(group) for group in user.param_groups]
@@ -278,13 +279,13 @@ class ForeignOptimizer(OverspillOptimizer):
             kind = type(user).__name__
             raise CheckpointError(
                 f"overspill: {kind}.load_state_dict does not take the state that the checkpoint has of it "
-                f"({type(error).__name__}: {error!s:.200}): use the {kind} of that run"
+                f"({type(error).__name__}: {error!s:.200}): use {kind} as it was in the run that saved"
             ) from error
         return undo
 
     def _put_exactly(self, states: dict[Any, Any]) -> None:
-        """torch's load_state_dict turns states into the dtype of their parameter. Where the class's state_dict shows
-        the states themselves, they are the saved ones."""
+        """torch's load_state_dict turns states into the dtype of their parameter. Where the class's state_dict gives
+        the states themselves, this puts the saved values in their place."""
         shown = self.state_dict()["state"]
         parameters = [p for group in self.param_groups for p in group["params"]]
         for number, parameter in enumerate(parameters):

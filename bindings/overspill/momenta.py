@@ -21,8 +21,8 @@ def has(group: Mapping[str, Any]) -> bool:
 
 
 def product(group: Mapping[str, Any], updates: int) -> float:
-    """Of the momenta of the updates until now; 1 before the first. Below 2^-60, where it no longer counts, it is some
-    number below that."""
+    """The product of the momenta of all updates so far; 1 before the first. Once it is below 2^-60 it changes nothing,
+    and is computed no further."""
     return _core.product_of_momenta(float(group["betas"][0]), float(group["momentum_decay"]), updates)
 
 
@@ -41,13 +41,13 @@ def check(group: Mapping[str, Any], updates: int, given: Any, of: str) -> None:
     if not math.isclose(value, expected, rel_tol=_TOLERANCE, abs_tol=1e-9):
         raise ValueError(
             f"overspill: {NAME} of {of} is {given!r:.60}; {updates} updates with betas[0] = {group['betas'][0]} and "
-            f"momentum_decay = {group['momentum_decay']} make {expected:g}. The engine's update of NAdam needs both to "
+            f"momentum_decay = {group['momentum_decay']} make {expected:g}. Overspill's update of NAdam needs both to "
             "stay as they were from the first update on: give the group those, or train on without these states"
         )
 
 
 class Watch:
-    """Remembers what each group's product is of."""
+    """Remembers each group's betas[0] and momentum_decay, from which its product follows."""
 
     def __init__(self) -> None:
         self._seen: dict[int, tuple[float, float]] = {}
@@ -62,11 +62,12 @@ class Watch:
             if now != before:
                 raise ValueError(
                     f"overspill: parameter group {number} of NAdam has betas[0] = {now[0]} and momentum_decay = "
-                    f"{now[1]}, and had {before[0]} and {before[1]}: the engine computes the product of all momenta "
+                    f"{now[1]}, and had {before[0]} and {before[1]}: Overspill computes the product of all momenta "
                     "from them, so they have to stay as they are while it trains. Schedule lr alone (OneCycleLR and "
-                    "CyclicLR: cycle_momentum=False), or give a child of torch.optim.NAdam, which runs its own code"
+                    "CyclicLR: cycle_momentum=False), or give overspill.initialize a subclass of torch.optim.NAdam, "
+                    "which runs its own code"
                 )
 
     def forget(self) -> None:
-        """States and groups of another run come."""
+        """Called when states and groups of another run are loaded."""
         self._seen.clear()

@@ -286,7 +286,8 @@ class Optimizer(torch.optim.Optimizer):
             for option in NOT_OURS:
                 if group.get(option):
                     raise ValueError(
-                        f"overspill: group {number} of the state was made with {option}, which is not supported"
+                        f"overspill: group {number} of the state was made with {option}, which overspill.optim does "
+                        "not have: load it into torch.optim's class"
                     )
         super().load_state_dict(state_dict)
         self._momenta.forget()
@@ -587,10 +588,11 @@ class NAdam(Optimizer):
     Args:
         params: parameters on the CPU in fp32, bf16 or fp16, dense; or groups (dicts with "params"), as in torch
         lr: learning rate; it may be a tensor of one element
-        betas: decay of the two averages, each from 0 up to 1; the first stays as it is while it trains
+        betas: decay of the two averages, each from 0 up to 1; betas[0] must not change during training
         eps: is added to the root of the second average
         weight_decay: is added to the gradient, times the weight
-        momentum_decay: the momentum of a step is betas[0] (1 - 0.96^(step momentum_decay) / 2); it stays as it is too
+        momentum_decay: the momentum of a step is betas[0] (1 - 0.96^(step momentum_decay) / 2); it must not
+            change during training
         decoupled_weight_decay: weight_decay is a fraction of the weight a step, times lr, as in AdamW
         maximize: steps up the gradient
         format: how weights and states are held (docs/update.md); None: the first that the dtype has

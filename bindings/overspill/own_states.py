@@ -280,10 +280,13 @@ def _check_kind(optimizer: Any, one: dict[str, Any] | None, folder: Any) -> None
     for number, (theirs, ours) in enumerate(zip(one["parameters"], mine, strict=True)):
         if theirs != ours:
             pairs = zip(theirs, ours, strict=False)
-            wrong = next(((a, b) for a, b in pairs if a != b), (f"{len(theirs)} parameters", len(ours)))
+            wrong = next(
+                ((f"{a} (name, shape, dtype)", str(b)) for a, b in pairs if a != b),
+                (f"{len(theirs)} parameters", f"{len(ours)} parameters"),
+            )
             raise CheckpointError(
-                f"overspill: parameter group {number} has {wrong[0]!r:.200} in the checkpoint {folder}, "
-                f"{wrong[1]!r:.200} here: give initialize the groups of that run, over the same model"
+                f"overspill: parameter group {number} has {wrong[0]:.200} in the checkpoint {folder}, {wrong[1]:.200} "
+                "here: give initialize the groups of that run, over the same model"
             )
 
 
@@ -359,8 +362,8 @@ def _check_value(value: Any, where: str, levels: int) -> None:
 def _refused(where: str, value: Any) -> TypeError:
     return TypeError(
         f"overspill: save_checkpoint: {where} is a {type(value).__module__}.{type(value).__qualname__}: a checkpoint "
-        "has tensors, numbers, bool, str, None, and lists, tuples and dicts of these; keep the state in such, or save "
-        "optimizer.state_dict() and the model's with torch.save"
+        "has tensors, int, float, bool, str, None, and plain lists, tuples and dicts of these: turn the value into one "
+        "of them, or save optimizer.state_dict() and model.state_dict() with torch.save"
     )
 
 

@@ -29,7 +29,7 @@ _FIELDS = {"name", "dtype", "shape", "strides", "device", "checksums"}
 
 @dataclass(frozen=True)
 class Entry:
-    """A tensor of the file. `strides`: in elements, of the memory that its bytes are; dense. `device`: "cpu", or the
+    """A tensor of the file. `strides`: in elements, of the tensor in memory, which is dense. `device`: "cpu", or the
     kind of accelerator that it lies on. `checksums`: XXH3-64 of each 4 MiB."""
 
     name: str
@@ -125,8 +125,8 @@ def _shape_in_memory(entry: Entry) -> list[int]:
 
 
 def write(path: Path, entries: Sequence[Entry], value: Callable[[int], memoryview]) -> list[Entry]:
-    """A new file, durable but for its name. `value` gives the bytes of an entry by its number, one at a time. Returns
-    the entries with their checksums. Raises OSError."""
+    """A new file. Its data is durable; the caller syncs the folder for its name. `value` gives the bytes of an entry by
+    its number, one at a time. Returns the entries with their checksums. Raises OSError."""
     summed = list(entries)
     try:
         with path.open("xb") as file:

@@ -10,11 +10,11 @@
 
 namespace overspill::engine {
 
-/// What the states of an optimizer are in that runs its own code; Engine::save's caller writes it.
+/// The file with the states of an optimizer that runs its own code; Engine::save's caller writes it.
 inline constexpr const char* kOwnStatesFile = "optimizer.safetensors";
 
-/// Whether a save gives this name to a file: the manifest, memory's states, slabs, copied extents, marks;
-/// also behind a rank's prefix ("rank1-resident.bin"). The one list of them.
+/// Whether a save gives this name to a file: the manifest, memory's states, slabs, copied extents, marks, own
+/// states; also behind a rank's prefix ("rank1-resident.bin"). The one list of them.
 bool is_file_of_a_save(std::string_view name);
 
 /// Throws CheckpointError, which names the entry, where the folder holds anything else than files of a save

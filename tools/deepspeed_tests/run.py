@@ -12,8 +12,8 @@ A test that passed there passes here; or is refused (our error says "not support
 to do instead); or uses what is private; or has failed. Private is decided by one rule: what is missing occurs nowhere
 in DeepSpeed's documentation (docs/code-docs, docs/_pages, docs/_tutorials). A module, or a name in one, occurs by its
 whole path, or as an example imports it; an attribute occurs after the name of an engine, of an optimizer, or of
-anything where it is a parameter's or begins with an underscore. A class that is not there is missing where an object is
-asked whether it is of that class.
+anything where it is a parameter's or begins with an underscore. Where a test's isinstance asks for a class that
+Overspill lacks, that class is what is missing.
 """
 
 from __future__ import annotations

@@ -125,7 +125,8 @@ def _local(param: nn.Parameter, call: str, whole: torch.Tensor | None) -> torch.
 def _require_zero3(param: nn.Parameter, call: str) -> None:
     if not zero_params.is_zero_param(param):
         raise AssertionError(
-            f"overspill: {call}: this API is only defined for ZeRO-3 partitioned parameters, as in DeepSpeed: call "
+            f"overspill: {call}: this API is only defined for ZeRO-3 partitioned parameters, as in DeepSpeed, and a "
+            f"parameter of shape {tuple(param.shape)} is none: set zero_optimization.stage to 3, or call "
             f"{call.replace('_local_', '_full_')}"
         )
 

@@ -27,7 +27,7 @@ class Kept:
             if any(optimizer.groups.foreign or _updates(optimizer) for optimizer in optimizers):
                 raise RuntimeError(
                     "overspill: load_checkpoint without the optimizer's states is not supported once the engine has "
-                    "made updates, nor with an optimizer of the script's own: make a new engine with one of "
+                    "made updates, nor with an optimizer that runs its own code: make a new engine with one of "
                     "overspill.optim, and load into that"
                 )
         self._numbers = [(each, each.hyper_parameters()) for each in optimizers]

@@ -71,8 +71,8 @@ class Init(AbstractContextManager[None]):
 
 
 class _Marking:
-    """Marks each parameter that a module gets meanwhile as one of ZeRO-3, and what it has at the end, which `.to()` may
-    have made of the first."""
+    """Marks as ZeRO-3's each parameter that a module registers inside the block, and at its end those that `.to()` has
+    put in their place."""
 
     def __init__(self) -> None:
         self._replaced = init.Replaced()
@@ -98,7 +98,7 @@ class _Marking:
 
 class GatheredParameters(AbstractContextManager[None]):
     """Whole weights in the parameters while the block runs; what it writes into them becomes the weight. Parameters
-    that no engine has taken yet are whole anyway; those that zero.Init has made get what the modifier writes on all
+    that no engine has taken yet are whole anyway; what the modifier writes into one that zero.Init has made reaches all
     ranks.
 
     Args:

@@ -70,7 +70,7 @@ def whole_of(parameter: nn.Parameter, value: torch.Tensor, call: str) -> torch.T
     if value.numel() != size:
         raise ValueError(
             f"overspill: {call}: a rank's piece of a parameter of shape {tuple(parameter.shape)} has {size} elements, "
-            f"and the value has {value.numel()}"
+            f"and the value has {value.numel()}: give this rank's piece, its end padded with zeros"
         )
     mine = value.detach().flatten().contiguous()
     pieces = [mine] if world == 1 else [torch.empty_like(mine) for _ in range(world)]
@@ -79,9 +79,32 @@ def whole_of(parameter: nn.Parameter, value: torch.Tensor, call: str) -> torch.T
     return torch.cat(pieces)[: parameter.numel()].view(parameter.shape)
 
 
+def _refuse_change(func: Any, of: str) -> None:
+    """Raises NotSupported for a function that writes into its tensor, which is a copy."""
+    name = getattr(func, "__name__", str(func))
+    if (name.endswith("_") and not name.endswith("__")) or name == "__setitem__":
+        raise NotSupported(
+            f"overspill: {of}.{name} is not supported, since {of} is a copy: assign a whole tensor to "
+            "param.ds_tensor.data, or call deepspeed.utils.safe_set_local_fp32_param"
+        )
+
+
+class Values(torch.Tensor):
+    """ds_tensor.data as it is read: a copy, which refuses to be changed in place. What functions of torch make of it is
+    a plain tensor."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        _refuse_change(func, "param.ds_tensor.data")
+        with DisableTorchFunction():
+            return func(*args, **(kwargs or {}))
+
+
 class Piece(torch.Tensor):
-    """ds_tensor: of this rank's piece it has shape and dtype. Its values are read, by all ranks, where a function of
-    torch needs them; `data` can be set, by all ranks. Other changes are refused, since they would change a copy."""
+    """ds_tensor has the shape and dtype of this rank's piece. A function of torch that needs the values gets a copy of
+    them; all ranks call it. All ranks may assign `data`. Changing ds_tensor or `data` in place is refused."""
 
     _of: nn.Parameter
 
@@ -116,21 +139,16 @@ class Piece(torch.Tensor):
             else:
                 self._of.data.copy_(whole)
 
-    data = property(values, write)  # type: ignore[assignment]
+    data = property(lambda self: self.values().as_subclass(Values), write)  # type: ignore[assignment]
 
     @classmethod
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        name = getattr(func, "__name__", str(func))
+        _refuse_change(func, "param.ds_tensor")
         with DisableTorchFunction():
             if func in _OF_THE_SHAPE:
                 return func(*args, **(kwargs or {}))
-            if (name.endswith("_") and not name.endswith("__")) or name == "__setitem__":
-                raise NotSupported(
-                    f"overspill: param.ds_tensor.{name} is not supported, since ds_tensor is a copy: set "
-                    "param.ds_tensor.data, or call deepspeed.utils.safe_set_local_fp32_param"
-                )
             read = [each.values() if isinstance(each, Piece) else each for each in args]
             return func(*read, **(kwargs or {}))
 
