@@ -106,9 +106,7 @@ void register_checkpoint(py::module_& m) {
         "Streams a checkpoint into Hugging Face safetensors, in memory of about one tensor. `tensors` (name, "
         "safetensors' dtype, shape, bytes) are written beside.");
   m.def("verify", &verify, py::arg("checkpoint"), py::arg("progress") = Progress(),
-        "Reads every byte of a checkpoint but optimizer.safetensors (overspill/tensor_file.py reads that "
-        "too) and "
-        "compares it with its checksum, in memory of a few MiB.");
+        "Reads every byte but those of optimizer.safetensors, and compares it with its checksum.");
   m.def("manifest", &manifest, py::arg("folder"),
         "What a checkpoint folder holds; checked, but for the data itself.");
   m.attr("OWN_STATES_FILE") = engine::kOwnStatesFile;

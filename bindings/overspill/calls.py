@@ -86,15 +86,17 @@ class Stack:
     """The calls under way in one thread, outermost first. `claimed`: the frame in which the thread began to work; kept
     no longer than that, since a frame keeps what its function and the callers of that refer to. `alone`: that of its
     outermost `Alone`, which outlasts the calls inside. `remove_modes`: takes off what was put on for their sake, all of
-    it or a part; None where nothing was. `exempt`: the thread takes turns with others."""
+    it or a part; None where nothing was. `exempt`: the thread takes turns with others. `refuses`: name and frame of
+    the call in the middle of which no engine works (`NothingElse`)."""
 
-    __slots__ = ("alone", "calls", "claimed", "exempt", "ident", "remove_modes")
+    __slots__ = ("alone", "calls", "claimed", "exempt", "ident", "refuses", "remove_modes")
 
     def __init__(self) -> None:
         self.calls: list[Call] = []
         self.ident, self.exempt = threading.get_ident(), False
         self.claimed: FrameType | None = None
         self.alone: FrameType | None = None
+        self.refuses: tuple[str, FrameType] | None = None
         self.remove_modes: Callable[[], None] | None = None
 
     def is_left(self) -> bool:
@@ -214,6 +216,8 @@ class Alone:
 
     def __enter__(self) -> None:
         stack, self.stack = here.stack, None
+        if stack.refuses is not None:
+            _refuse_inside(stack)
         if books.owner.get(0) is not stack or not stack.works():
             python = sys._getframe(1)
             claim(stack, python)
@@ -223,6 +227,35 @@ class Alone:
         if self.stack is not None:
             self.stack.alone = None
             unclaim(self.stack)
+
+
+def _refuse_inside(stack: Stack) -> None:
+    """Inside what `stack.refuses` says; Ctrl-C may have kept NothingElse from ending it."""
+    assert stack.refuses is not None
+    call, frame = stack.refuses
+    if not stack.frames([frame]):
+        stack.refuses = None
+        return
+    raise RuntimeError(
+        f"overspill: {call} is under way, and a handler of a signal called an engine inside it: let the handler set a "
+        "flag, and look at it between two steps"
+    )
+
+
+class NothingElse:
+    """`with` around a call of the core that runs Python, inside `Alone`: a handler of a signal that calls an engine
+    meanwhile gets RuntimeError, where it would work in the middle of that call. `call`: its name."""
+
+    __slots__ = ("call",)
+
+    def __init__(self, call: str):
+        self.call = call
+
+    def __enter__(self) -> None:
+        here.stack.refuses = self.call, sys._getframe(1)
+
+    def __exit__(self, *_: Any) -> None:
+        here.stack.refuses = None
 
 
 class ThreadError(OverspillError):

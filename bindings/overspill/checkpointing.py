@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from . import _core, calls, given, own_states, packed, parts, reading, replaced, state
-from .boundary import SchedulerState
+from .boundary import SchedulerState, keep
 from .extra import Extra
 
 if TYPE_CHECKING:
@@ -38,9 +38,10 @@ def save(engine: Engine, folder: Any, client_state: dict[str, Any] | None, unkno
         if not own:
             engine._core.save(folder, text)
             return
-        engine._core.save(
-            folder, lambda unfinished: state.dumps(extra | {"own_states": own.write(unfinished)})
-        )
+        with calls.NothingElse("save_checkpoint"):
+            engine._core.save(
+                folder, lambda unfinished: state.dumps(extra | {"own_states": own.write(unfinished)})
+            )
 
 
 def check_scheduler(scheduler: Any) -> None:
@@ -89,14 +90,18 @@ def load(engine: Engine, folder: Any, unknown: dict[str, Any]) -> dict[str, Any]
     buffers = state.persistent_buffers(engine.module)
     own = own_states.Loading(read.own_states, parts.each(engine.optimizer), folder)
     read.check(buffers, engine.optimizer.param_groups)
+    if own:  # before their states change: a class's own load_state_dict may write where nobody can undo it
+        _core.verify(folder, None)
     with calls.Alone():
         calls.start_update(engine._residency, "engine.load_checkpoint")
         engine.optimizer.leave_states()
         own.apply()
+        loaded: list[str] = []
         try:
-            _load(engine, folder, text, read)
+            _load(engine, folder, text, read, loaded)
         except BaseException:
-            own.undo()
+            if not loaded:
+                own.undo()
             raise
         engine._residency.gradients.forget()
         engine._residency.refresh()
@@ -121,31 +126,32 @@ def _check_packings(engine: Engine, folder: str, manifest: dict[str, Any]) -> No
         )
 
 
-def _load(engine: Engine, folder: str, text: str, read: Extra) -> None:
-    """The scheduler first: it may refuse what it is given. It is as it was where the weights do not load."""
+def _load(engine: Engine, folder: str, text: str, read: Extra, loaded: list[str]) -> None:
+    """The scheduler first: it may refuse what it is given. It is as it was where the weights do not load. `loaded` gets
+    what the core's load returns: with it the weights are the checkpoint's, even where Ctrl-C struck right then."""
     if engine.lr_scheduler is None:
-        _load_weights(engine, folder, text)
+        _load_weights(engine, folder, text, loaded)
         return
     before = SchedulerState(engine.lr_scheduler, engine.optimizer.param_groups)
     try:
         read.restore_scheduler(engine.lr_scheduler)
-        _load_weights(engine, folder, text)
+        _load_weights(engine, folder, text, loaded)
     except BaseException:
         before.restore()
         raise
 
 
-def _load_weights(engine: Engine, folder: str, text: str) -> None:
+def _load_weights(engine: Engine, folder: str, text: str, loaded: list[str]) -> None:
     """Raises CheckpointError where they are of another checkpoint than `text`."""
     try:
-        found = engine._core.load(folder)
+        keep(loaded, engine._core.load, folder)
     except _core.CheckpointError as error:
         if isinstance(engine.optimizer, parts.Several):
             error.add_note(
                 "overspill: of several optimizers give initialize the same ones, in the same order"
             )
         raise
-    if found != text:
+    if loaded != [text]:
         raise _core.CheckpointError(
             f"overspill: {folder} was replaced while it was read: the weights are those that are there now, the "
             "counts, rates, buffers and scheduler are as they were; load a checkpoint again before training"

@@ -284,15 +284,42 @@ class ForeignOptimizer(OverspillOptimizer):
         return undo
 
     def _put_exactly(self, states: dict[Any, Any]) -> None:
-        """torch's load_state_dict turns states into the dtype of their parameter. Where the class's state_dict gives
-        the states themselves, this puts the saved values in their place."""
+        """torch's load_state_dict turns states into the dtype of their parameter: the saved values take their place.
+        What a hook, or a class whose state_dict does not give the states themselves, has made of them stays."""
         shown = self.state_dict()["state"]
+        hooks_of_load = script_optimizer.HOOKS["load_state_dict"]
+        hooked = any([*getattr(each, name).values()] for each in (self, self.user) for name in hooks_of_load)
         parameters = [p for group in self.param_groups for p in group["params"]]
-        for number, parameter in enumerate(parameters):
-            own = self.user.state.get(parameter)
-            if number in states and own is not None and shown.get(number) is own:
-                own.clear()
-                own.update(states[number])
+        with DisableTorchFunction():
+            for number, parameter in enumerate(parameters):
+                own = self.user.state.get(parameter)
+                if number not in states or not isinstance(own, dict):
+                    continue
+                if shown.get(number) is own and not hooked:
+                    own.clear()
+                    own.update(states[number])
+                else:
+                    own.update(_uncast(own, states[number]))
+
+
+def _uncast(now: Any, saved: Any) -> Any:
+    """`now` with the saved tensors in place of those that are nothing but these in another dtype."""
+    if isinstance(now, torch.Tensor) and isinstance(saved, torch.Tensor):
+        return saved if now.dtype is not saved.dtype and _is_cast(now, saved) else now
+    if isinstance(now, dict) and isinstance(saved, dict):
+        return {key: _uncast(value, saved.get(key)) for key, value in now.items()}
+    if type(now) is str and type(saved) is str:  # of a text torch makes the text of a generator
+        return saved if now.startswith("<generator object Optimizer.load_state_dict") else now
+    if type(now) in (list, tuple) and type(now) is type(saved) and len(now) == len(saved):
+        return type(now)(map(_uncast, now, saved))
+    return now
+
+
+def _is_cast(now: torch.Tensor, saved: torch.Tensor) -> bool:
+    if now.shape != saved.shape:
+        return False
+    cast = saved.to(now.dtype)
+    return bool(((now == cast) | ((now != now) & (cast != cast))).all())
 
 
 def _is_by_parameter(kind: type) -> bool:

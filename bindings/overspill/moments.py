@@ -46,7 +46,7 @@ def states_of(
             updates = residency.core.updates_of(unit.index, segment.index)
             if not (updates or has(segment)):
                 continue
-            entry = found[number] = {"step": torch.tensor(float(updates))}
+            entry = found[number] = {"step": momenta.scalar(float(updates))}
             entry |= momenta.following(owners[number], updates)
             for ours, theirs in names.items():
                 out = entry[theirs] = _room(segment, folder)
@@ -65,6 +65,9 @@ class Loading:
         self.groups, self.names, self.residency = groups, names, residency
         self.segments = list(_segments(groups))
         self.entries = {number: present(entry) for number, entry in state.items()}
+        for number, entry in self.entries.items():
+            if number in range(len(self.segments)):
+                self.entries[number] = with_buffer(entry, names, self._group_of(number))
 
     def check(self) -> None:
         """Raises ValueError that names the parameter and what is wrong."""
@@ -211,6 +214,19 @@ def present(entry: Any) -> dict:
             f"overspill: a state dict has a dict of states for each parameter, this one a {type(entry).__name__}"
         )
     return {name: value for name, value in entry.items() if value is not None}
+
+
+def with_buffer(entry: dict, names: Mapping[str, str], group: dict) -> dict:
+    """RMSprop's states as the engine holds them: where one group has a momentum, all have a buffer, which torch has not
+    in a group without one; and what is left of a momentum that is gone is dropped."""
+    held = set(names.values())
+    if "square_avg" not in held or "square_avg" not in entry:
+        return entry
+    if "momentum_buffer" not in held:
+        return {name: value for name, value in entry.items() if name != "momentum_buffer"}
+    if "momentum_buffer" not in entry and "momentum" in group and not float(group["momentum"]):
+        return entry | {"momentum_buffer": torch.zeros_like(entry["square_avg"])}
+    return entry
 
 
 def _step_of(entry: dict) -> float:

@@ -50,6 +50,26 @@ def _check_options(kind: str, given: dict[str, Any]) -> None:
             )
 
 
+def check_ours(kind: str, group: dict[str, Any], number: int) -> None:
+    """Raises ValueError where a group asks for what the update does not have."""
+    for option in NOT_OURS:
+        if group.get(option):
+            raise ValueError(
+                f"overspill: parameter group {number} has {option} = {group[option]!r:.40}, which Overspill's update "
+                f"of {kind} does not have, and which came too late for torch's own code: set it before initialize"
+            )
+
+
+def check_8bit(kind: str) -> None:
+    """Raises ValueError for Adamax: a code's least step of the average is far above the norm of small gradients, so
+    that single steps would be hundreds of times too large."""
+    if kind == "Adamax":
+        raise ValueError(
+            'overspill: Adamax has no format "8bit", in which gradients that differ much in size would make steps far '
+            'too large: take "compact", or another optimizer'
+        )
+
+
 def _executor(threads: int) -> Any:
     threads = threads or len(os.sched_getaffinity(0))
     if threads not in _executors:
@@ -147,6 +167,8 @@ class Optimizer(torch.optim.Optimizer):
     def _format(self, group: dict[str, Any], parameter: torch.Tensor) -> str:
         known = _FORMATS[parameter.dtype]
         chosen = group.get("format") or known[0]
+        if chosen == "8bit":
+            check_8bit(type(self).__name__)
         if chosen not in known:
             raise ValueError(
                 f"overspill: format {chosen!r} does not hold {parameter.dtype} parameters: {', '.join(known)}"
@@ -213,7 +235,8 @@ class Optimizer(torch.optim.Optimizer):
                 loss = closure()
         number = 0
         self._momenta.check(self.param_groups)
-        for group in self.param_groups:
+        for place, group in enumerate(self.param_groups):
+            check_ours(type(self).__name__, group, place)
             kind, hyper = self._core_kind(group), self._hyper(group)
             for parameter in group["params"]:
                 number += 1
@@ -302,6 +325,7 @@ class Optimizer(torch.optim.Optimizer):
                 if isinstance(value, torch.Tensor):  # torch would cast them to the parameter's dtype
                     self.state[parameter][name] = value.detach().clone()
             self._check_state(parameter)
+        self._momenta.check(self.param_groups)  # from here on they have to stay
 
     @staticmethod
     def _options(group: dict[str, Any]) -> dict[str, Any]:

@@ -77,13 +77,14 @@ class Groups:
         update could not use them."""
         hyper = {name: _plain(value) for name, value in group.items() if name != "params"}
         _check_numbers(self.kind, group, number)
+        optim.check_ours(self.kind, group, number)
         hyper["optimizer"] = self.core
         if "betas" in hyper:
             hyper["beta1"], hyper["beta2"] = hyper["betas"]
         if self.core in ("sgd", "rmsprop") and hyper["momentum"]:
             raise ValueError(
                 f"overspill: momentum = {group['momentum']} came after overspill.initialize, which found none and "
-                "made no buffers for it"
+                "made no buffers for it: make what sets it (a scheduler such as OneCycleLR) before initialize"
             )
         return hyper
 
@@ -134,6 +135,7 @@ def _states_to_take(optimizer: torch.optim.Optimizer, found: Groups) -> dict[int
             state = optimizer.state.get(p, {})  # stays as it is
         else:
             state = _usable(moments.present(giving.exact(optimizer, p)), set(names.values()))
+            state = moments.with_buffer(state, names, group)
             if state:
                 moments.check_entry(f"parameter {number} of the {found.kind}", p.shape, state, names, group)
         if state and not (found.kind == "Adagrad" and _is_adagrads_start(found.groups, p, state)):
@@ -255,6 +257,8 @@ def choose_format(config: str | None, groups: Groups, formats: Iterable[str]) ->
     known = set(formats)
     if chosen == "fp32" and "bf16_split" not in known:  # of an overspill.optim over fp32 weights
         return None
+    if chosen == "8bit":
+        optim.check_8bit(groups.kind)
     if chosen is not None and (chosen not in ("exact", "compact", "8bit") or "bf16_split" not in known):
         raise ValueError(
             f"overspill: format {chosen!r} holds {'fp16' if chosen == 'fp16' else 'bf16'} weights, and none of the "
@@ -538,6 +542,7 @@ class OverspillOptimizer(torch.optim.Optimizer):
     def start_states(self) -> None:
         """Once, before the first step: states of an optimizer that does not start with zero, or has stepped."""
         self.residency.core.start_states(self.numbers())
+        self._momenta.forget()  # there is no product yet
         self.take_over_states()
 
     def take_over_states(self) -> None:
@@ -604,6 +609,8 @@ class OverspillOptimizer(torch.optim.Optimizer):
     def restore_hyper_parameters(self, saved: dict[str, Any]) -> None:
         for group, values in zip(self.param_groups, saved["groups"], strict=True):
             group.update({name: tuple(value) if name == "betas" else value for name, value in values.items()})
+        self._momenta.forget()
+        self._momenta.check(self.param_groups)  # from here on they have to stay
 
     def state_dict(self) -> dict[str, Any]:
         """States and hyper-parameters in torch's layout, fp32 on the CPU; for torch.save, beside the model's
@@ -678,6 +685,7 @@ class OverspillOptimizer(torch.optim.Optimizer):
             self.loaded()
             for group, values in zip(self.param_groups, merged, strict=True):
                 group.update(values)
+            self._momenta.check(self.param_groups)  # from here on they have to stay
         for hook in self._optimizer_load_state_dict_post_hooks.values():
             hook(self)
 
@@ -691,7 +699,8 @@ class OverspillOptimizer(torch.optim.Optimizer):
         merged = []
         for number, (group, values) in enumerate(zip(self.param_groups, saved, strict=True)):
             _check_group(number, group, values)
-            merged.append({name: value for name, value in values.items() if name not in _STAY})
+            stay = [name for name in _STAY if not (momenta.has(group) and name == "decoupled_weight_decay")]
+            merged.append({name: value for name, value in values.items() if name not in stay})
             _check_kinds(number, group, merged[-1])
             self.groups.hyper_parameters(group | merged[-1], number)
         return merged

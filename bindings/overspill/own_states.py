@@ -37,6 +37,7 @@ class Saving:
         self._names: set[str] = set()
         self._optimizers = [self._described(each) if each.groups.foreign else None for each in optimizers]
         self._check_memory()
+        self._check_form()
 
     def __bool__(self) -> bool:
         """Whether any of the optimizers runs its own code."""
@@ -77,7 +78,14 @@ class Saving:
         """The number of its entry: one for what is found twice, so that it is one tensor again."""
         with DisableTorchFunction():
             key = (
-                (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
+                (
+                    tensor.data_ptr(),
+                    tensor.shape,
+                    tensor.stride(),
+                    tensor.dtype,
+                    tensor.is_conj(),
+                    tensor.is_neg(),
+                )
                 if tensor.numel()
                 else object()
             )
@@ -101,6 +109,19 @@ class Saving:
         if tensor.stride() != entry.strides or not _is_plain_memory(tensor):
             tensor = torch.empty_strided(entry.shape, entry.strides, dtype=tensor.dtype).copy_(tensor)
         return memoryview(tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8).numpy())
+
+    def _check_form(self) -> None:
+        """Raises TypeError where a load would not take what is saved."""
+        saved = Saved(self._entries, self._optimizers)
+        for one in self._optimizers:
+            try:
+                if one is not None:
+                    saved.check(one)
+            except (ValueError, TypeError, LookupError) as error:
+                raise TypeError(
+                    f"overspill: save_checkpoint: {one['class'] if one else ''}'s state_dict is not as torch's "
+                    f"optimizers give it ({error}): save optimizer.state_dict() and model.state_dict() with torch.save"
+                ) from None
 
     def _check_memory(self) -> None:
         """Raises TypeError where two tensors share some of their memory: a write into one would be seen in the other,
@@ -148,10 +169,11 @@ class Saved:
         found = cls(entries, value["optimizers"])
         for each in found.optimizers:
             if each is not None:
-                found._check(each)
+                found.check(each)
         return found
 
-    def _check(self, one: Any) -> None:
+    def check(self, one: Any) -> None:
+        """Raises ValueError, or another exception, where it is no optimizer's."""
         if not isinstance(one, dict) or one.keys() != {"class", "parameters", "state", "rest"}:
             raise ValueError("an optimizer has class, parameters, state and rest")
         if not isinstance(one["class"], str):
@@ -211,6 +233,10 @@ class Loading:
                 if one is not None:
                     read = _reading(file, numbers, optimizer)
                     self._states.append((optimizer, saved.state_dict(one, read)))
+
+    def __bool__(self) -> bool:
+        """Whether there is any."""
+        return bool(self._states)
 
     def apply(self) -> None:
         """Raises CheckpointError where an optimizer does not take its state; then nothing is changed."""
@@ -349,7 +375,7 @@ def _check_value(value: Any, where: str, levels: int) -> None:
             _check_value(item, f"{where}[{number}]", levels - 1)
     elif type(value) is dict:
         for key, item in value.items():
-            if not isinstance(key, (*_PLAIN, tuple)):
+            if not isinstance(key, (*_PLAIN, tuple)):  # no tensor: it would be another key when it comes back
                 raise _refused(f"the key {key!r:.60} of {where}", key)
             _check_value(key, f"a key of {where}", levels - 1)
             _check_value(item, f"{where}.{key}", levels - 1)

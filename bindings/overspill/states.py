@@ -89,9 +89,13 @@ class States(MutableMapping):
         self[parameter].update(values)
 
     def _checked(self, parameter: nn.Parameter, state: Mapping) -> dict:
-        segment, values = self._segment(parameter), dict(state)
+        """The step first, of which NAdam's product has to be."""
+        segment, values = (
+            self._segment(parameter),
+            dict(sorted(state.items(), key=lambda item: item[0] != "step")),
+        )
         for name, value in values.items() if segment is not None else ():
-            self.check(segment, name, value)
+            self.check(segment, name, value, values.get("step"))
         return values
 
     def __delitem__(self, parameter: nn.Parameter) -> None:
@@ -240,8 +244,9 @@ class States(MutableMapping):
             calls.refuse_update(self.residency, "a write into optimizer.state")
             self.settle()
             self.copies.drop(key)
-            tensor = value if isinstance(value, torch.Tensor) else torch.tensor(float(value))
-            self._take(key, _as_held(key, tensor))
+            tensor = value if isinstance(value, torch.Tensor) else momenta.scalar(float(value))
+            if name != momenta.NAME:  # which `check` has looked at
+                self._take(key, _as_held(key, tensor))
             if not self.counted and not self.has(segment):  # SGD: as after a step
                 self._set_updates(segment, 1)
             self._begun.add(segment)
@@ -259,8 +264,8 @@ class States(MutableMapping):
                 moments.restart(segment, self.names.values(), self._group_of(segment))
             self._begun.discard(segment)
 
-    def check(self, segment: Segment, name: str, value: Any) -> None:
-        """Raises ValueError for what is no state of the parameter."""
+    def check(self, segment: Segment, name: str, value: Any, step: Any = None) -> None:
+        """Raises ValueError for what is no state of the parameter. `step`: what comes with it; None: as it is."""
         self.require()
         names = (*self.counted, *self.names) if self.names else ()
         said = f"overspill: optimizer.state[p][{name!r}] of {segment.name}"
@@ -272,7 +277,8 @@ class States(MutableMapping):
         if name == "step":
             moments.count_of(float(value), segment.name)
         elif name == momenta.NAME:
-            momenta.check(self._group_of(segment), self._updates(segment), value, segment.name)
+            updates = self._updates(segment) if step is None else moments.count_of(float(step), segment.name)
+            momenta.check(self._group_of(segment), updates, value, segment.name)
         elif value is None and names == ("momentum_buffer",):
             return  # torch's SGD starts it anew
         elif not isinstance(value, torch.Tensor) or value.shape != segment.shape:
@@ -286,7 +292,7 @@ class States(MutableMapping):
 
     def fetch(self, segment: Segment, name: str) -> torch.Tensor:
         if name == "step":
-            return torch.tensor(float(self._updates(segment)))
+            return momenta.scalar(float(self._updates(segment)))
         if name == momenta.NAME:
             return momenta.following(self._group_of(segment), self._updates(segment))[name]
         return reading.state(segment, self.names[name])
@@ -305,8 +311,9 @@ class States(MutableMapping):
 
     def _take(self, key: tuple[Segment, str], held: torch.Tensor) -> None:
         segment, name = key
-        if name == momenta.NAME:
-            return  # `check` has seen that it is what the updates make
+        if name == momenta.NAME:  # nothing holds it; what was written in place is looked at here
+            momenta.check(self._group_of(segment), self._updates(segment), held, segment.name)
+            return
         if name != "step":
             moments.write(segment, self.names[name], held.as_strided(segment.shape, segment.stride))
             return

@@ -8,6 +8,7 @@ import errno
 import json
 import math
 import os
+import stat
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -129,7 +130,8 @@ def write(path: Path, entries: Sequence[Entry], value: Callable[[int], memoryvie
     its number, one at a time. Returns the entries with their checksums. Raises OSError."""
     summed = list(entries)
     try:
-        with path.open("xb") as file:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        with os.fdopen(os.open(path, flags, 0o600), "wb") as file:  # as the checkpoint's other files
             file.write(_header(entries))
             for number in _order(entries):
                 entry, data = entries[number], value(number)
@@ -167,11 +169,16 @@ class Reader:
 
     def __enter__(self) -> Reader:
         try:
-            self._file = os.fdopen(os.open(self.path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC), "rb")
+            # O_NONBLOCK: a pipe of that name would wait for a writer.
+            number = os.open(self.path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
         except OSError as error:
-            if error.errno not in (errno.ENOENT, errno.ELOOP, errno.EISDIR):
+            if error.errno not in (errno.ENOENT, errno.ELOOP):
                 raise
             self._refuse(f"it cannot be opened: {error.strerror}")
+        if not stat.S_ISREG(os.fstat(number).st_mode):
+            os.close(number)
+            self._refuse("it is no regular file")
+        self._file = os.fdopen(number, "rb")
         try:
             self._check()
         except BaseException:
@@ -195,7 +202,8 @@ class Reader:
             pass
 
     def verify(self) -> Iterator[int]:
-        """Reads all; gives bytes as they are read."""
+        """Reads all, from the disk where the kernel lets go of what it keeps; gives bytes as they are read."""
+        os.posix_fadvise(self._file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         room = memoryview(bytearray(_PIECE))
         for number in range(len(self.entries)):
             yield from self._pieces(number, lambda _, size: room[:size])

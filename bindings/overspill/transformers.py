@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from . import adapters, checkpointing, exporting, framework, overwriting, ranks, state
+from . import adapters, checkpointing, exporting, framework, overwriting, own_states, parts, ranks, state
 from ._core import CheckpointError, OverspillError
 from .config import Config
 from .engine import Engine
@@ -212,6 +212,10 @@ class TrainerMixin:
             folder = Path(self._get_output_dir(trial=trial)) / f"checkpoint-{self.state.global_step}"  # type: ignore[attr-defined]
             for left in folder.glob(f"{_CHECKPOINT}*"):
                 shutil.rmtree(left)
+        if self._saves_states():
+            own_states.Saving(
+                parts.each(self.engine.optimizer)
+            )  # raises for what it could not save, before any file
         super()._save_checkpoint(model, trial, *args, **kwargs)  # type: ignore[misc]
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:

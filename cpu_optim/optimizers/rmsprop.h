@@ -65,7 +65,8 @@ struct Rmsprop {
   }
 };
 
-/// Groups of one model share a layout: a group whose momentum is 0 may be among groups that have one.
+/// Groups of one model share a layout: a group whose momentum is 0 may be among groups that have one; as in
+/// torch, its buffer stays as it is.
 struct RmspropMomentumConfig {
   double lr = 1e-2;
   double alpha = 0.99;
@@ -107,9 +108,9 @@ struct RmspropMomentum {
 
   template <class V>
   OVERSPILL_HERE_AND_THERE static void update(const Factors& f, V& p, V g, V* state) {
-    V& buffer = state[1];
-    buffer = fma(V(f.momentum), buffer, Rmsprop::direction(f.plain, p, g, state[0]));
-    p = fma(V(f.plain.minus_lr), buffer, p);
+    V step = Rmsprop::direction(f.plain, p, g, state[0]);
+    if (nonzero(f.momentum)) step = state[1] = fma(V(f.momentum), state[1], step);
+    p = fma(V(f.plain.minus_lr), step, p);
   }
 };
 

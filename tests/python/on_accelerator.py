@@ -504,21 +504,28 @@ def test_what_lives_on_the_device_never_crosses_the_link(on_device, tmp_path):
     engine.close()
 
 
-@pytest.mark.parametrize("kept", ["exact", "compact", "8bit"])
+OPTIMIZERS = (
+    {"type": "Lion", "lr": 1e-3, "weight_decay": 0.1},
+    {"type": "SGD", "lr": 1e-2, "momentum": 0.9, "nesterov": True},
+    {"type": "Adagrad", "lr": 1e-2, "initial_accumulator_value": 0.1},
+    {"type": "AdamW", "lr": 1e-2},
+    {"type": "RMSprop", "lr": 1e-3},
+    {"type": "RMSprop", "lr": 1e-3, "momentum": 0.9},
+    {"type": "NAdam"},
+    {"type": "Adamax"},
+    {"type": "Adadelta", "lr": 0.5},
+)
+
+
 @pytest.mark.parametrize(
-    "section",
+    "section, kept",
     [
-        {"type": "Lion", "lr": 1e-3, "weight_decay": 0.1},
-        {"type": "SGD", "lr": 1e-2, "momentum": 0.9, "nesterov": True},
-        {"type": "Adagrad", "lr": 1e-2, "initial_accumulator_value": 0.1},
-        {"type": "AdamW", "lr": 1e-2},
-        {"type": "RMSprop", "lr": 1e-3},
-        {"type": "RMSprop", "lr": 1e-3, "momentum": 0.9},
-        {"type": "NAdam"},
-        {"type": "Adamax"},
-        {"type": "Adadelta", "lr": 0.5},
+        (section, kept)
+        for section in OPTIMIZERS
+        for kept in ("exact", "compact", "8bit")
+        if (section["type"], kept) != ("Adamax", "8bit")  # which is refused
     ],
-    ids=lambda section: section["type"],
+    ids=lambda value: value["type"] if isinstance(value, dict) else value,
 )
 def test_every_optimizer_updates_there_what_the_cpu_would(section, kept, on_device):
     def trained(placement):

@@ -588,11 +588,19 @@ def test_a_piece_is_read_and_its_data_set():
     assert torch.equal(2 * weight.ds_tensor.clone(), 2 * before.flatten())
     of_data = weight.ds_tensor.data
     assert type(2 * of_data) is torch.Tensor
+    assert torch.equal(torch.cat([weight.ds_tensor, weight.ds_tensor]), before.flatten().repeat(2))
+    for given in (weight.ds_tensor, of_data):
+        assert torch.equal(torch.zeros(weight.numel()).copy_(given), before.flatten())
+        assert torch.equal(torch.zeros(weight.numel()).add_(given), before.flatten())
     for write in (
         lambda: weight.ds_tensor.fill_(1),
         lambda: weight.ds_tensor.__setitem__(0, 1.0),
         lambda: of_data.fill_(1),
         lambda: of_data.__setitem__(0, 1.0),
+        lambda: of_data.view(-1).mul_(2),
+        lambda: of_data.detach().fill_(1),
+        lambda: weight.ds_tensor.data.narrow(0, 0, 2).zero_(),
+        lambda: torch.add(before.flatten(), 1, out=of_data),
     ):
         with pytest.raises(NotSupported, match=r"call deepspeed\.utils\.safe_set_local_fp32_param"):
             write()

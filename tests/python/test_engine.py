@@ -206,9 +206,14 @@ def equal(a, b):
     return a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a)
 
 
-@pytest.mark.parametrize("form", ["exact", "compact", "8bit"])
 @pytest.mark.parametrize(
-    "kind", ["AdamW", "Adagrad", "Lion", "SGD", "RMSprop", "NAdam", "Adamax", "Adadelta"]
+    "kind, form",
+    [
+        (kind, form)
+        for kind in ("AdamW", "Adagrad", "Lion", "SGD", "RMSprop", "NAdam", "Adamax", "Adadelta")
+        for form in ("exact", "compact", "8bit")
+        if (kind, form) != ("Adamax", "8bit")  # which is refused
+    ],
 )
 def test_formats_by_the_configuration(start, kind, form, tmp_path):
     """Placement and threads change no bit, the seed does where something is rounded; checkpoints go on."""

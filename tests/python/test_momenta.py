@@ -157,3 +157,91 @@ def test_a_child_of_torchs_class_may_change_its_momenta(start):
     theirs = of_torch(plain)
     engine = start(model, Own(model.parameters(), lr=1e-2))
     assert trained(model, engine.optimizer, engine.optimizer) == trained(plain, theirs, theirs)
+
+
+@pytest.mark.parametrize("way", ["load_state_dict", "load_checkpoint"])
+def test_an_option_that_changes_right_after_a_load_is_refused_too(start, tmp_path, way):
+    model = made()
+    engine = start(model, of_torch(model))
+    train(model, engine.optimizer, range(STEPS))
+    if way == "load_state_dict":
+        engine.optimizer.load_state_dict(engine.optimizer.state_dict())
+    else:
+        engine.save_checkpoint(tmp_path / "saved")
+        engine.load_checkpoint(tmp_path / "saved")
+    engine.optimizer.param_groups[0]["betas"] = (0.5, 0.999)
+    with pytest.raises(ValueError, match=r"had 0\.9 and 0\.004"):
+        train(model, engine.optimizer, [STEPS])
+
+
+def test_an_option_may_change_before_the_first_step(start):
+    plain, model = made(), made()
+    theirs = of_torch(plain)
+    engine = start(model, of_torch(model))
+    for optimizer in (theirs, engine.optimizer):
+        optimizer.param_groups[0]["betas"] = (0.5, 0.999)
+    assert train(model, engine.optimizer, range(3)) == pytest.approx(train(plain, theirs, range(3)), rel=1e-5)
+
+
+def test_the_form_of_weight_decay_comes_with_a_state_dict(nadam):
+    plain, model = made(), made()
+    theirs = of_torch(plain, weight_decay=0.5, decoupled_weight_decay=True)
+    ours = nadam(model, weight_decay=0.5)
+    train(plain, theirs, range(STEPS))
+    model.load_state_dict(plain.state_dict())
+    ours.load_state_dict(theirs.state_dict())
+    assert train(model, ours, range(4)) == pytest.approx(train(plain, theirs, range(4)), rel=1e-5)
+
+
+def test_states_are_rolled_back(start):
+    model = made()
+    engine = start(model, of_torch(model))
+    train(model, engine.optimizer, range(2))
+    weights, kept = copy.deepcopy(model.state_dict()), copy.deepcopy(engine.optimizer.state)
+    kept = {
+        p: dict(reversed(entry.items())) for p, entry in zip(model.parameters(), kept.values(), strict=True)
+    }
+    expected = train(model, engine.optimizer, range(2, 5))
+    model.load_state_dict(weights)
+    for p, entry in kept.items():
+        engine.optimizer.state[p] = entry
+    assert train(model, engine.optimizer, range(2, 5)) == expected
+
+
+def test_a_write_in_place_is_looked_at(start):
+    model = made()
+    engine = start(model, of_torch(model))
+    train(model, engine.optimizer, range(2))
+    engine.optimizer.state[model[0].weight]["mu_product"].fill_(0.9)
+    with pytest.raises(ValueError, match=r"mu_product of 0\.weight"):
+        train(model, engine.optimizer, [2])
+
+
+def test_what_torch_has_rounded_to_bf16_is_taken(start):
+    """torch's load_state_dict turns the product into the dtype of the weight."""
+    plain = made().bfloat16()
+    theirs = of_torch(plain)
+    x = torch.randn(4, 8).bfloat16()
+    for _ in range(4):
+        theirs.zero_grad()
+        plain(x).square().mean().backward()
+        theirs.step()
+    again = of_torch(plain)
+    again.load_state_dict(theirs.state_dict())
+    assert again.state[plain[0].weight]["mu_product"].dtype is torch.bfloat16
+    engine = start(plain, again)
+    assert engine.optimizer.state[plain[0].weight]["step"] == 4
+
+
+def test_counts_are_exact_whatever_the_default_dtype(start):
+    model = made()
+    engine = start(model, torch.optim.Adamax(model.parameters()))
+    train(model, engine.optimizer, range(3))
+    state = engine.optimizer.state[model[0].weight]
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        state["step"] = 259
+        assert engine.optimizer.state_dict()["state"][0]["step"] == 259
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert engine.optimizer.state[model[0].weight]["step"] == 259

@@ -211,8 +211,9 @@ def test_no_tensor_is_copied_that_lies_dense_in_memory_and_others_one_at_a_time(
 
     def counted(*args, **options):
         made = whole(*args, **options)
-        alive.add(made.untyped_storage())
-        most.append(len(alive))
+        if made.device.type != "meta":  # which has no memory
+            alive.add(made.untyped_storage())
+            most.append(len(alive))
         return made
 
     monkeypatch.setattr(torch, "empty_strided", counted)

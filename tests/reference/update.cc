@@ -84,8 +84,9 @@ void rmsprop(Element& e, const double* h, double) {
 }
 
 void rmsprop_momentum(Element& e, const double* h, double) {
-  e.s[1] = std::fma(rounded(h[4]), e.s[1], rmsprop_direction(e, h));
-  e.p = std::fma(-rounded(h[0]), e.s[1], e.p);
+  float step = rmsprop_direction(e, h);
+  if (rounded(h[4]) != 0) step = e.s[1] = std::fma(rounded(h[4]), e.s[1], step);
+  e.p = std::fma(-rounded(h[0]), step, e.p);
 }
 
 void nadam(Element& e, const double* h, double step) {

@@ -649,7 +649,7 @@ def verify(
     progress: collections.abc.Callable[[int, int], None] | None = None,
 ) -> dict[str, typing.Any]:
     """
-    Reads every byte of a checkpoint but optimizer.safetensors (overspill/tensor_file.py reads that too) and compares it with its checksum, in memory of a few MiB.
+    Reads every byte but those of optimizer.safetensors, and compares it with its checksum.
     """
 
 def why_no_cuda(ordinal: typing.SupportsInt | typing.SupportsIndex = 0) -> str:

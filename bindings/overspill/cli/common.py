@@ -180,7 +180,7 @@ OPTIMIZERS = {
     "sgd": {"type": "SGD", "momentum": 0.0, "nesterov": False},  # whatever a file says of both
     "momentum": {"type": "SGD", "momentum": 0.9, "nesterov": False},
     "nesterov": {"type": "SGD", "momentum": 0.9, "nesterov": True},
-    "rmsprop": {"type": "RMSprop"},
+    "rmsprop": {"type": "RMSprop", "momentum": 0.0},
     "nadam": {"type": "NAdam"},
     "adamax": {"type": "Adamax"},
     "adadelta": {"type": "Adadelta"},

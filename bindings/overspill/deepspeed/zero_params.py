@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch._C import DisableTorchFunction
+from torch.utils._pytree import tree_map
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..residency import registry
@@ -67,10 +68,17 @@ def piece_of(parameter: nn.Parameter, whole: torch.Tensor) -> torch.Tensor:
 def whole_of(parameter: nn.Parameter, value: torch.Tensor, call: str) -> torch.Tensor:
     """What the ranks' pieces make together. All ranks call it. Raises ValueError where the value is of another size."""
     size, world = piece_size(parameter), comm.get_world_size()
-    if value.numel() != size:
+    sizes = torch.tensor([value.numel()])
+    given = [sizes] if world == 1 else [torch.empty_like(sizes) for _ in range(world)]
+    if world > 1:
+        torch.distributed.all_gather(
+            given, sizes
+        )  # so that all ranks refuse together, and none waits for the others
+    if any(each.item() != size for each in given):
         raise ValueError(
             f"overspill: {call}: a rank's piece of a parameter of shape {tuple(parameter.shape)} has {size} elements, "
-            f"and the value has {value.numel()}: give this rank's piece, its end padded with zeros"
+            f"and the value has {value.numel()} (on the ranks: {[int(each) for each in given]}): give this rank's "
+            "piece, its end padded with zeros"
         )
     mine = value.detach().flatten().contiguous()
     pieces = [mine] if world == 1 else [torch.empty_like(mine) for _ in range(world)]
@@ -79,10 +87,11 @@ def whole_of(parameter: nn.Parameter, value: torch.Tensor, call: str) -> torch.T
     return torch.cat(pieces)[: parameter.numel()].view(parameter.shape)
 
 
-def _refuse_change(func: Any, of: str) -> None:
-    """Raises NotSupported for a function that writes into its tensor, which is a copy."""
+def _refuse_change(func: Any, args: Any, kwargs: Any, kind: type, of: str) -> None:
+    """Raises NotSupported for a function that writes into a tensor of that kind, which is a copy."""
     name = getattr(func, "__name__", str(func))
-    if (name.endswith("_") and not name.endswith("__")) or name == "__setitem__":
+    writes = (name.endswith("_") and not name.endswith("__")) or name == "__setitem__"
+    if (writes and args and isinstance(args[0], kind)) or isinstance((kwargs or {}).get("out"), kind):
         raise NotSupported(
             f"overspill: {of}.{name} is not supported, since {of} is a copy: assign a whole tensor to "
             "param.ds_tensor.data, or call deepspeed.utils.safe_set_local_fp32_param"
@@ -90,16 +99,25 @@ def _refuse_change(func: Any, of: str) -> None:
 
 
 class Values(torch.Tensor):
-    """ds_tensor.data as it is read: a copy, which refuses to be changed in place. What functions of torch make of it is
-    a plain tensor."""
+    """ds_tensor.data as it is read: a copy, which refuses to be changed in place, and so do its views. What functions
+    of torch compute from it is a plain tensor."""
 
     @classmethod
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        _refuse_change(func, "param.ds_tensor.data")
+        _refuse_change(func, args, kwargs, Values, "param.ds_tensor.data")
         with DisableTorchFunction():
-            return func(*args, **(kwargs or {}))
+            found = func(*args, **(kwargs or {}))
+            return found.as_subclass(Values) if _is_memory_of(found, args) else found
+
+
+def _is_memory_of(found: Any, args: Any) -> bool:
+    """Whether a write into it would be one into a Values among the arguments."""
+    if not isinstance(found, torch.Tensor):
+        return False
+    memory = found.untyped_storage().data_ptr()
+    return any(isinstance(each, Values) and each.untyped_storage().data_ptr() == memory for each in args)
 
 
 class Piece(torch.Tensor):
@@ -145,12 +163,12 @@ class Piece(torch.Tensor):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        _refuse_change(func, "param.ds_tensor")
+        _refuse_change(func, args, kwargs, Piece, "param.ds_tensor")
         with DisableTorchFunction():
             if func in _OF_THE_SHAPE:
                 return func(*args, **(kwargs or {}))
-            read = [each.values() if isinstance(each, Piece) else each for each in args]
-            return func(*read, **(kwargs or {}))
+            args, kwargs = tree_map(lambda x: x.values() if isinstance(x, Piece) else x, (args, kwargs or {}))
+            return func(*args, **kwargs)
 
 
 _OF_THE_SHAPE = {
