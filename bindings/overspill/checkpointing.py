@@ -34,9 +34,8 @@ def save(engine: Engine, folder: Any, client_state: dict[str, Any] | None, unkno
         reading.hand_over(engine._residency.units)
         engine.optimizer.settle()
         own, extra = own_states.Saving(parts.each(engine.optimizer)), _extra(engine, client_state)
-        text = state.dumps(extra)
         if not own:
-            engine._core.save(folder, text)
+            engine._core.save(folder, state.dumps(extra))
             return
         with calls.NothingElse("save_checkpoint"):
             engine._core.save(

@@ -267,6 +267,7 @@ class Optimizer(torch.optim.Optimizer):
                 state["step"] = torch.ones((), dtype=torch.float64)
             else:
                 self._start(group, parameter, state)
+        step = int(state["step"].item()) + 1
         _core.update(
             _executor(self.threads),
             kind,
@@ -277,11 +278,11 @@ class Optimizer(torch.optim.Optimizer):
             group["seed"] * 1_000_003 + number,
             _memory(gradient),
             str(gradient.dtype).removeprefix("torch."),
-            int(state["step"].item()) + 1,
+            step,
             float(grad_scale),
         )
         state["step"] += 1
-        state.update(momenta.following(group, int(state["step"].item())))
+        state.update(momenta.following(group, step))
         torch.autograd.graph.increment_version(parameter)
 
     def grad_norm(self) -> torch.Tensor:

@@ -29,15 +29,6 @@ _OWN = (*(getattr(optim, name) for name in _NAMES), optim.Lion)
 _REFUSED = ("differentiable",)
 # Of a group that is loaded: these are as they are here.
 _STAY = ("params", "param_names", "name", "decoupled", "decoupled_weight_decay", "format", "seed")
-_CORE = {
-    "AdamW": "adam",
-    "Adam": "adam",
-    "Adagrad": "adagrad",
-    "Lion": "lion",
-    "NAdam": "nadam",
-    "Adamax": "adamax",
-    "Adadelta": "adadelta",
-}
 _CORE_WITH_MOMENTUM = {"SGD": ("sgd", "momentum"), "RMSprop": ("rmsprop", "rmsprop_momentum")}
 
 
@@ -65,12 +56,11 @@ class Groups:
         self.taken: dict[str, Any] | None = None
         if foreign:
             self.core = "sgd"
-        elif (
-            kind in _CORE_WITH_MOMENTUM
-        ):  # groups share a layout: one with momentum gives all of them a buffer
+        elif kind in _CORE_WITH_MOMENTUM:
+            # Groups share a layout: one with momentum gives all of them a buffer.
             self.core = _CORE_WITH_MOMENTUM[kind][any(float(group["momentum"]) for group in groups)]
         else:
-            self.core = _CORE[kind]
+            self.core = getattr(optim, kind)._kind
 
     def hyper_parameters(self, group: dict[str, Any], number: int) -> dict[str, Any]:
         """A group as the core takes it, plain numbers; it looks for what its optimizer has. Raises ValueError where an

@@ -213,9 +213,8 @@ class TrainerMixin:
             for left in folder.glob(f"{_CHECKPOINT}*"):
                 shutil.rmtree(left)
         if self._saves_states():
-            own_states.Saving(
-                parts.each(self.engine.optimizer)
-            )  # raises for what it could not save, before any file
+            # Raises for what it could not save, before there is any file.
+            own_states.Saving(parts.each(self.engine.optimizer))  # type: ignore[union-attr]
         super()._save_checkpoint(model, trial, *args, **kwargs)  # type: ignore[misc]
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
