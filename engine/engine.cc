@@ -62,6 +62,13 @@ void change(Machine& m, const std::string& what, Change apply) {
   }
 }
 
+/// One weight is about to be replaced from outside, on all ranks. At first, while the model is handed over,
+/// nobody waits for what was there before.
+void meet_to_write(Machine& m) {
+  if (!m.handed_over) return;
+  m.rounds.meet(Meeting::write, ++m.looks, [] {});
+}
+
 std::string states_of(const Unit& unit) {
   if (!unit.trainable()) return "it is frozen";
   std::string known = "grad";
@@ -270,6 +277,7 @@ void Engine::load_weight(int32_t unit, int32_t segment, std::span<const std::byt
   }
   const int64_t width = master ? 4 : u.element_bytes;
   check_size(s, data.size(), width);
+  meet_to_write(m);
   std::unique_lock lock(m.context.mutex);
   const Rounds::Change changing(m.rounds, lock);
   m.prepare_to_change(lock, std::span(&unit, 1));
@@ -327,6 +335,7 @@ void Engine::start_states(std::span<const optim::Hyper> groups) {
     m.updater.quiesce(lock);
   }
   change(m, "starting the optimizer's states", [&] { m.start_states(groups); });
+  m.handed_over = true;
 }
 
 void Engine::read_state(int32_t unit, int32_t segment, std::string_view name, std::span<float> out) {
@@ -492,6 +501,7 @@ void Engine::written(int32_t unit, int32_t segment, std::span<const std::byte> d
     const std::vector<std::byte> copy(data.begin(), data.end());
     return load_weight(unit, segment, copy, u.dtype);
   }
+  meet_to_write(m);
   {
     std::unique_lock lock(m.context.mutex);
     const Rounds::Change changing(m.rounds, lock);
@@ -725,6 +735,7 @@ std::string Engine::load(const std::filesystem::path& folder) {
   lock.lock();
   m.steps = manifest.step;
   m.skipped_steps = manifest.skipped_steps;
+  m.handed_over = true;
   return manifest.extra_json;
 }
 

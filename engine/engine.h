@@ -131,7 +131,8 @@ class Engine {
 
   // ---- weights and states from outside; each waits for pending updates
   /// A segment's weights: `dtype` is the unit's, or "F32" for the master (8 bits keep 24 of its 32). Sizes
-  /// are checked. All ranks do it with the same data, and keep their own shard of it.
+  /// are checked. All ranks do it with the same data, and keep their own shard of it; after start_states() or
+  /// load() it begins once all ranks have come to such a call.
   void load_weight(int32_t unit, int32_t segment, std::span<const std::byte> data, std::string_view dtype);
   /// Collective.
   void read_weight(int32_t unit, int32_t segment, std::span<std::byte> out, std::string_view dtype);
@@ -162,7 +163,7 @@ class Engine {
   bool resident_now(int32_t unit);
   /// The leased memory of a segment was changed in place: it becomes the weight (lo = 0). `data` is the
   /// segment's new content, the leased memory itself or a copy; the lease may be older than the weight. All
-  /// ranks do it alike.
+  /// ranks do it alike, and wait for one another as in load_weight().
   void written(int32_t unit, int32_t segment, std::span<const std::byte> data);
   /// `data` is host memory. Adds to what arrived since the last step.
   void add_gradient(int32_t unit, int32_t segment, std::span<const std::byte> data, std::string_view dtype);

@@ -43,7 +43,9 @@ class Rounds {
   }
 
   /// While it lives, no weights of this rank are sent; it begins between two rounds. Whoever changes weights
-  /// holds one, on every rank: a version is only gathered once all ranks have changed as often.
+  /// holds one, on every rank: a version is only gathered once all ranks have changed as often. All ranks
+  /// have met before each makes its own, since a rank that changes ahead can no longer send what another
+  /// still waits for.
   class Change {
    public:
     Change(Rounds& rounds, std::unique_lock<std::mutex>& lock);

@@ -301,7 +301,8 @@ def end(call: Call, stack: Stack) -> None:
 
 
 def hold_block(call: Call, units: list[Unit], take: residency.Take | None = None) -> None:
-    """Begins a block, or a function outside forward, in which `units` are shown. `take`: as of residency.hold."""
+    """Begins a block, or a function outside forward, in which `units` are shown. `take`: as of residency.hold; None:
+    memory that may be edited."""
     work(sys._getframe())
     books.blocks.append(call)
     for owner in {unit.residency for unit in units}:
@@ -310,7 +311,7 @@ def hold_block(call: Call, units: list[Unit], take: residency.Take | None = None
         if owner.gradients.ranks > 1:  # one may read alone: what all have written is settled before
             residency.settle_all(owner)
     for unit in units:
-        hold(call, unit, take)
+        hold(call, unit, take or residency.acquire_to_edit)
     books.open = False
 
 

@@ -312,6 +312,13 @@ def acquire_copy(unit: Unit) -> torch.Tensor:
     return flat
 
 
+def acquire_to_edit(unit: Unit) -> torch.Tensor:
+    """For a script that may change it in place. Other ranks are sent the weights from the memory that a lease is of,
+    maybe after this rank has changed it there; so where there are others the script gets memory of its own."""
+    alone = unit.residency.gradients.ranks == 1
+    return acquire(unit) if alone or not unit.residency.place.on_host else acquire_copy(unit)
+
+
 def use(unit: Unit) -> None:
     """On an accelerator: the current stream, maybe another one than before, uses the lease."""
     unit.lease.use_on(unit.residency.place.queue())

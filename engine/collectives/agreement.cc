@@ -121,6 +121,8 @@ std::string_view name(Meeting meeting) {
       return "clear_gradients()";
     case Meeting::look:
       return "a look at weights or states";
+    case Meeting::write:
+      return "a change of weights";
     case Meeting::save:
       return "save()";
     case Meeting::load:

@@ -14,7 +14,7 @@
 namespace overspill::engine {
 
 /// Calls of the engine that all ranks make together.
-enum class Meeting : uint8_t { none, step, norm, clear, look, save, load };
+enum class Meeting : uint8_t { none, step, norm, clear, look, write, save, load };
 std::string_view name(Meeting meeting);
 
 /// What a rank says of itself, in words that travel as they are.

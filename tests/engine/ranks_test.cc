@@ -4,7 +4,12 @@
 #include <gtest/gtest.h>
 
 #include <barrier>
+#include <chrono>
 #include <functional>
+#include <future>
+#include <span>
+#include <string>
+#include <thread>
 #include <utility>
 
 #include "tests/engine/around.h"
@@ -270,6 +275,42 @@ class WithoutReduction final : public Around {
   using Around::Around;
   bool reduces() const override { return false; }
 };
+
+/// Rank 1 asks for a unit when rank 0 has had it and is about to change it: both get what was there before.
+TEST(Changes, WaitForARankThatHasYetToReadWhatWasThereBefore) {
+  for (const int stage : {1, 3}) {
+    SCOPED_TRACE(fmt::format("stage {}", stage));
+    std::promise<void> changing;
+    std::vector<std::vector<std::byte>> before(2);
+    std::vector<std::vector<std::byte>> after(2);
+    const auto errors = on_ranks(2, [&](int rank, std::unique_ptr<engine::Communicator> ranks) {
+      const auto engine = toy_rank({.stage = stage}, std::move(ranks));
+      const auto read = [&](int32_t unit, std::vector<std::byte>& out) {
+        const engine::Lease lease = engine->acquire(unit);
+        out.resize(static_cast<size_t>(lease.bytes()));
+        lease.copy_to_host(0, out);
+      };
+      toy_load(*engine);
+      if (rank == 1) {
+        changing.get_future().wait();
+        std::this_thread::sleep_for(std::chrono::milliseconds(50));  // rank 0 goes as far as it can
+      }
+      engine->begin_pass({false, false});
+      read(0, before[rank]);
+      if (rank == 0) changing.set_value();
+      const std::vector<float> fresh(static_cast<size_t>(engine->layout().units[0].segments[0].elements),
+                                     0.5F);
+      engine->load_weight(0, 0, std::as_bytes(std::span(fresh)), "F32");
+      std::vector<std::byte> other;
+      read(1, other);
+      read(0, after[rank]);
+    });
+    for (const std::string& error : errors) EXPECT_EQ(error, "");
+    EXPECT_EQ(before[0], before[1]);
+    EXPECT_EQ(after[0], after[1]);
+    EXPECT_NE(before[0], after[0]);
+  }
+}
 
 TEST(SumsOfTheTransport, AreRefusedWhereItHasNone) {
   const auto errors = on_ranks(2, [&](int, std::unique_ptr<engine::Communicator> ranks) {
