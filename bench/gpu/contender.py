@@ -2,7 +2,7 @@
 DeepSpeed.
 
     contender.py plain|ours|deepspeed --model 7b --device cuda [--micro-tokens 16384 --accumulation 2]
-        [--host-budget 120GiB] [--device-budget 24GiB] [--placement host] [--speculate] [--clip 1.0]
+        [--host-budget 120GiB] [--nvme /mnt/disk] [--device-budget 24GiB] [--placement host] [--speculate] [--clip 1.0]
         [--torch-bytes 17179869184]
 
 Speaks as bench/shared/turns.py says: {"do": "step", "tokens": 32768} is one step of so many tokens.
@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "shared"))
-from llama import SHAPES, VOCABULARY, Llama, build
+from llama import SHAPES, VOCABULARY, Llama, build, build_empty, fill
 from one_rank import be_one_rank
 from turns import peak_rss_bytes, serve
 
@@ -90,11 +90,14 @@ class Ours(Training):
     def __init__(self, args: argparse.Namespace):
         import overspill
 
-        budget = {"host": args.host_budget}
+        budget: dict[str, Any] = {"host": args.host_budget}
+        if args.nvme:
+            budget["nvme"] = [args.nvme]
         if args.device != "host" and args.device_budget != "default":
             all_of_it = str(1 << 50)  # as much as the weights take
             budget["device"] = all_of_it if args.device_budget == "all" else args.device_budget
-        model = build(SHAPES[args.model])
+        # With a disk the model beside the host budget may be more than the machine has, so the engine has it first.
+        model = build_empty(SHAPES[args.model]) if args.nvme else build(SHAPES[args.model])
         self.engine, *_ = overspill.initialize(
             model=model,
             config={
@@ -106,9 +109,12 @@ class Ours(Training):
                     "device": args.device,
                     "placement": args.placement,
                     "speculate": args.speculate,
+                    "checkpoints_kept": 0,
                 },
             },
         )
+        if args.nvme:
+            fill(model)
         self.device = self.engine.device
 
     def said(self) -> dict[str, Any]:
@@ -198,6 +204,7 @@ def main() -> None:
     parser.add_argument("--accumulation", type=int, default=1)
     parser.add_argument("--host-budget", default="120GiB")
     parser.add_argument("--device-budget", default="default", help="bytes, all (that weights need), default")
+    parser.add_argument("--nvme", help="a folder on a fast disk, for what the host budget has no room for")
     parser.add_argument("--placement", default="auto", choices=["auto", "host"])
     parser.add_argument("--speculate", action="store_true")
     parser.add_argument("--torch-bytes", type=int, default=0, help="that torch may take of the GPU; 0: all")

@@ -27,6 +27,7 @@ SHAPES = {
     "tiny": Shape(64, 2, 4, 2, 128, 32),
     "1b": Shape(2048, 16, 32, 8, 8192, 2048),
     "7b": Shape(4096, 32, 32, 32, 11008, 2048),
+    "9b": Shape(4096, 45, 32, 32, 11008, 2048),  # 131 GB of weights, states and gradients
 }
 
 
@@ -97,23 +98,34 @@ class Llama(nn.Module):
 
 
 def build(shape: Shape, dtype: torch.dtype = torch.bfloat16, device: torch.device | str = "cpu") -> Llama:
-    """With random weights of the size that training starts with, the same ones everywhere. Quickly: one block of
-    random numbers, turned."""
+    """With random weights of the size that training starts with, the same ones everywhere."""
+    return fill(build_empty(shape, dtype, device))
+
+
+def build_empty(
+    shape: Shape, dtype: torch.dtype = torch.bfloat16, device: torch.device | str = "cpu"
+) -> Llama:
+    """Its memory is there when somebody writes to it."""
     with torch.device("meta"):
         model = Llama(shape).to(dtype)
-    model.to_empty(device=device)
+    return model.to_empty(device=device)
+
+
+def fill(model: Llama) -> Llama:
+    """Quickly: one block of random numbers, turned."""
     generator = torch.Generator().manual_seed(0)
-    block = (torch.randn(1 << 20, generator=generator) * 0.02).to(device, dtype)
+    numbers = torch.randn(1 << 20, generator=generator) * 0.02
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.ndim == 1:
                 parameter.fill_(1.0)
                 continue
-            flat = parameter.view(-1)
-            turned = block.roll(zlib.crc32(name.encode()) % block.numel())
-            for begin in range(0, flat.numel(), block.numel()):
-                part = flat[begin : begin + block.numel()]
+            flat = parameter.data.view(-1)
+            turned = numbers.to(flat).roll(zlib.crc32(name.encode()) % numbers.numel())
+            for begin in range(0, flat.numel(), numbers.numel()):
+                part = flat[begin : begin + numbers.numel()]
                 part.copy_(turned[: part.numel()])
+            del flat, part
     return model
 
 

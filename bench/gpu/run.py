@@ -7,6 +7,7 @@ Modes of the engine, all with fp32 masters and clipping; MODE:TOKENS,TOKENS is f
     clipped       all states in host memory; gathered weights may take what they need of the GPU
     clipped-24    as on a card of 24 GB: 6 GiB for weights, and for first units that live there where the host budget
                   lacks room; 16 GiB for torch, micro-batches of 32,768 tokens
+    largest-24    the same, and what has no room goes to --nvme: for models larger than host memory
     speculative   as clipped, but nothing is large enough to be clipped, and updates are made in backward as far as
                   the host budget holds states twice
     default       what the engine does when no device budget is given: half of the GPU is its own
@@ -53,11 +54,13 @@ class Mode:
     micro_tokens: int = 1 << 20  # all of a step in one
     torch_bytes: int = 0  # that torch may take; 0: all
     who: str = "ours"
+    disk: bool = False
 
 
 MODES = {
     "clipped": Mode(("--placement", "host", "--device-budget", "all")),
     "clipped-24": Mode(("--device-budget", "6GiB"), 32768, 16 << 30),
+    "largest-24": Mode(("--device-budget", "6GiB"), 32768, 16 << 30, disk=True),
     "speculative": Mode(("--placement", "host", "--device-budget", "all", "--speculate", "--clip", "1e9")),
     "default": Mode(),
     "deepspeed": Mode(who="deepspeed"),
@@ -200,6 +203,8 @@ class Run:
             self.args.host_budget,
             *mode.options,
         ]
+        if mode.disk:
+            options += ["--nvme", self.args.nvme]
         options += ["--micro-tokens", str(mode.micro_tokens), "--torch-bytes", str(mode.torch_bytes)]
         ours = self.start(mode.who, model, f"{name}-{micro_batches}", options)
         print(ours.hello.get("plan", ""), flush=True)
@@ -272,6 +277,10 @@ def main() -> int:
         default="100GiB",
         help="of 128 GiB: the model that is loaded and two contexts need the rest",
     )
+    parser.add_argument(
+        "--nvme", default=tempfile.gettempdir(), metavar="FOLDER",
+        help="of the modes that use a disk (default %(default)s)",
+    )  # fmt: skip
     parser.add_argument("--device", default="cuda")
     parser.add_argument(
         "--deepspeed-python", default=sys.executable, metavar="PROGRAM", help="a Python that has DeepSpeed"

@@ -46,9 +46,9 @@ def test_on_the_cpu(tmp_path):
     assert ended.returncode == 0, ended.stdout + ended.stderr
     result = json.loads(ended.stdout.splitlines()[-1].removeprefix("RESULT "))
     counts = [len(json.loads(r)["rows"]) for r in re.findall(r"^RESULT (.+)", ended.stdout, re.MULTILINE)]
-    assert counts == [*range(1, 9), 8], "each row is told when it is there"
+    assert counts == [*range(1, 11), 10], "each row is told when it is there"
     rows = {(row["mode"], row["tokens"]): row for row in result["rows"]}
-    modes = ("clipped", "clipped-24", "speculative", "default")
+    modes = ("clipped", "clipped-24", "largest-24", "speculative", "default")
     assert set(rows) == {(mode, tokens) for mode in modes for tokens in (64, 128)}
     for row in rows.values():
         assert row["of_the_ceiling"] == pytest.approx(

@@ -265,6 +265,6 @@ def test_core_of_other_sources_is_not_used(tmp_path, monkeypatch):
 def test_the_calls_are_listed_with_what_they_need(capsys):
     assert check.main(["--calls"]) == 0
     text = capsys.readouterr().out
-    for call in range(1, 4):
+    for call in range(1, 5):
         assert f"tools/gpu-check --call {call} --minutes 9 --out $OUT/gpu.json" in text
     assert all(task.name in text for task in check.TASKS)
