@@ -63,9 +63,9 @@ void change(Machine& m, const std::string& what, Change apply) {
 }
 
 /// One weight is about to be replaced from outside, on all ranks. At first, while the model is handed over,
-/// nobody waits for what was there before.
+/// nobody waits for what was there before, nor where every rank has all weights.
 void meet_to_write(Machine& m) {
-  if (!m.handed_over) return;
+  if (!m.handed_over || m.context.layout.world == 1) return;
   m.rounds.meet(Meeting::write, ++m.looks, [] {});
 }
 

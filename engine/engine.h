@@ -131,8 +131,8 @@ class Engine {
 
   // ---- weights and states from outside; each waits for pending updates
   /// A segment's weights: `dtype` is the unit's, or "F32" for the master (8 bits keep 24 of its 32). Sizes
-  /// are checked. All ranks do it with the same data, and keep their own shard of it; after start_states() or
-  /// load() it begins once all ranks have come to such a call.
+  /// are checked. All ranks do it with the same data, and keep their own shard of it; after start_states(),
+  /// load() or step() it begins once all ranks have come to such a call.
   void load_weight(int32_t unit, int32_t segment, std::span<const std::byte> data, std::string_view dtype);
   /// Collective.
   void read_weight(int32_t unit, int32_t segment, std::span<std::byte> out, std::string_view dtype);

@@ -122,7 +122,7 @@ class Machine {
   int64_t skipped_steps = 0;
   // Of calls that come one at a time (engine.h):
   int64_t looks = 0;              // at weights or states of several ranks, and writes
-  bool handed_over = false;       // start_states() or load() was called: from now on ranks meet to write
+  bool handed_over = false;       // by start_states(), load() or step(): from now on ranks meet to write
   std::mutex settling;            // of `clipped`, by whoever brings the next gradient; taken before any other
   std::optional<double> clipped;  // by clip_grad_norm(): the factor of the gradients that are there
   bool caller_clipped = false;    // what is there now: the configured limit does not count

@@ -85,6 +85,7 @@ GradientSummary Machine::reduce_gradients() {
     gradients.reduce_presence();
     summary = gradients.summarize();
   });
+  handed_over = true;
   return summary;
 }
 

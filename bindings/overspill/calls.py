@@ -308,8 +308,6 @@ def hold_block(call: Call, units: list[Unit], take: residency.Take | None = None
     for owner in {unit.residency for unit in units}:
         if not owner.current:
             owner.refresh()
-        if owner.gradients.ranks > 1:  # one may read alone: what all have written is settled before
-            residency.settle_all(owner)
     for unit in units:
         hold(call, unit, take or residency.acquire_to_edit)
     books.open = False

@@ -147,6 +147,8 @@ class Engine(nn.Module):
                 Gradients(core, self._place, self.world_size),
                 files.Folder(next(iter(config.budget.nvme), None)),
             )
+            divided = self.world_size > 1 and config.zero_optimization.stage > 0
+            self._residency.puts_off = divided and self._place.on_host
             patches.install(self._residency)
             self._life = Life()
             weakref.finalize(self._life, end.collected)
@@ -589,7 +591,8 @@ class Engine(nn.Module):
         Raises:
             ValueError, TypeError: one is no parameter of this model
             BudgetError: they do not fit into the budget together
-            MemoryError: `beyond_budget`, and the machine has less memory available
+            MemoryError: `beyond_budget`, or several ranks from stage 1 on, where they lie in memory of torch's too, and
+                the machine has less memory available
         """
         segments = map(self._segment, given.parameters(parameters))
         units = list({id(s.unit): s.unit for s in segments if s is not None}.values())

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch._C import DisableTorchFunction
 
-from . import files, momenta, reading
+from . import files, momenta, reading, residency
 from .residency import Residency, Segment, registry
 
 _PIECE = 1 << 20  # elements of a master that are compared at a time
@@ -101,6 +101,7 @@ class Loading:
     def apply(self) -> None:
         """Tensor by tensor. A parameter without an entry starts anew, as in torch."""
         with torch.inference_mode(False), DisableTorchFunction():
+            residency.settle_all(self.residency)
             for number, segment in enumerate(self.segments):
                 if segment is None:
                     continue

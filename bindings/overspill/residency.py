@@ -32,6 +32,7 @@ from torch.utils.dlpack import from_dlpack
 
 from . import _core, files, forked, heap, packed, place, ranks
 from .divided import as_divided, memory_of
+from .memory import free_bytes, human
 from .nan_memory import nan_like
 from .parts import Part
 from .units import DTYPES, UnitSpec, memory_order
@@ -40,6 +41,7 @@ from .units import DTYPES, UnitSpec, memory_order
 get_data, set_data = TensorBase.data.__get__, TensorBase.data.__set__
 get_grad, set_grad = TensorBase.grad.__get__, TensorBase.grad.__set__
 
+PUT_OFF_BYTES = 256 << 20  # of units that the script has edited and that are not written yet (put_off)
 RECENT_UNITS = (
     2  # leases kept in backward beyond those that tensors hold: neighbours in the graph share units
 )
@@ -314,9 +316,18 @@ def acquire_copy(unit: Unit) -> torch.Tensor:
 
 def acquire_to_edit(unit: Unit) -> torch.Tensor:
     """For a script that may change it in place. Other ranks are sent the weights from the memory that a lease is of,
-    maybe after this rank has changed it there; so where there are others the script gets memory of its own."""
-    alone = unit.residency.gradients.ranks == 1
-    return acquire(unit) if alone or not unit.residency.place.on_host else acquire_copy(unit)
+    maybe after this rank has changed it there; so where there are others the script gets memory of its own. Raises
+    MemoryError where the machine has less available."""
+    if not unit.residency.puts_off:
+        return acquire(unit)
+    needed = sum(s.bytes for s in unit.segments)
+    if needed > (available := free_bytes()):
+        raise MemoryError(
+            f"overspill: {unit.name} outside forward needs {human(needed)} beside the budgets, since other ranks may "
+            f"be sent the weights meanwhile, and {human(available)} are available: drop views of parameters that are "
+            "kept, or gather fewer at once"
+        )
+    return acquire_copy(unit)
 
 
 def use(unit: Unit) -> None:
@@ -356,7 +367,10 @@ def lingering_leases() -> int:
 def show(unit: Unit, take: Take | None = None) -> None:
     """released or held -> shown; `take` as of `hold`. Raises RuntimeError naming parameters that were written while
     released."""
-    if unit.lent or unit.residency.given:
+    if unit.residency.puts_off:
+        for s in unit.lent:
+            s.accept()
+    if unit.residency.given or (unit.lent and not unit.residency.puts_off):
         settle(unit)
     stale = [s for s in unit.segments if s.edited()]
     if stale:
@@ -453,7 +467,7 @@ def settle(unit: Unit) -> None:
     if unit.lent:
         if not owner.current:  # Ctrl-C has kept an update from telling
             _renew(unit)
-        written = [s for s, before in unit.lent.items() if s.digest() != before]
+        written = sorted(_edited_where_lent(unit), key=lambda s: s.index)  # all ranks in one order
         for s in written:
             _write_back(s)
         for s in unit.lent:
@@ -469,6 +483,28 @@ def settle(unit: Unit) -> None:
             _take_back(s)
 
 
+def _edited_where_lent(unit: Unit) -> list[Segment]:
+    """Those of a unit that is not shown, by their digests."""
+    return [s for s, before in unit.lent.items() if s.digest() != before]
+
+
+def put_off(unit: Unit) -> None:
+    """In place of `settle` where other ranks have to write with this one: a rank may use a unit alone, and whoever
+    waited then for the others might keep them from coming. What the script edited stays where it is, not yet the
+    weight, until a call that all ranks make, or until there is much of it: then they are in one loop over parameters.
+    """
+    owner = unit.residency
+    if not _is_used(unit) and not _edited_where_lent(unit):
+        unit.lent.clear()
+        owner.lent.discard(unit)
+    elif _put_off_bytes(owner) > PUT_OFF_BYTES:
+        settle_all(owner)
+
+
+def _put_off_bytes(owner: Residency) -> int:
+    return sum(s.bytes for unit in owner.lent if not _is_used(unit) for s in unit.segments)
+
+
 def settle_all(owner: Residency) -> None:
     """What the script wrote outside forward, into lent memory or into what a state_dict gave it, becomes the weight."""
     if not (owner.lent or owner.given):
@@ -479,8 +515,8 @@ def settle_all(owner: Residency) -> None:
                 continue  # it is settled when it is hidden
             if unit in _recent or unit.flat is None:
                 settle(unit)
-            else:
-                _retire(unit)
+            elif unit.pins == 0:
+                _let_go(unit, settle)
         for s in sorted(owner.given, key=lambda s: (s.unit.index, s.index)):
             _take_back(s)
 
@@ -618,7 +654,7 @@ def recount(calls: Iterable[Any]) -> None:
                     if unit.pins == 0:
                         _retire(unit)
                     elif not unit.shown:
-                        show(unit)
+                        show(unit, acquire_to_edit)
                 except Exception as error:
                     failure = failure or error
             for s in owner.segments:
@@ -631,17 +667,23 @@ def recount(calls: Iterable[Any]) -> None:
 
 def _retire(unit: Unit) -> None:
     if unit.pins == 0 and unit.flat is not None:
-        try:
-            if unit.shown:
-                hide(unit)
-            settle(unit)
-        except Exception:
-            unit.lent.clear()
-            unit.residency.lent.discard(unit)
+        _let_go(unit, put_off if unit.lent and unit.residency.puts_off else settle)
+
+
+def _let_go(unit: Unit, keep_edits: Callable[[Unit], None]) -> None:
+    """Its lease ends, unless it is lent then. What `keep_edits` refuses is lost, with its error."""
+    try:
+        if unit.shown:
+            hide(unit)
+        keep_edits(unit)
+    except Exception:
+        unit.lent.clear()
+        unit.residency.lent.discard(unit)
+        if unit.flat is not None:
             drop(unit)
-            raise
-        if not unit.lent:
-            drop(unit)
+        raise
+    if not unit.lent and unit.flat is not None:
+        drop(unit)
 
 
 def _size(memory: torch.Tensor) -> int:
@@ -665,6 +707,7 @@ class Residency:
         self.leaving = False  # give_back gives weights: some may be the model's
         self.given_out: list[Any] | None = None  # what it gives
         self.current = True  # units know the generation of their weights
+        self.puts_off = False  # edits outside forward are written when all ranks come to a call (put_off)
         self.spoiled = False  # a train_batch that was broken off has left gradients
         self.expect_step: Callable[[], None] | None = None  # before each training pass, with speculation
         self.clearing: weakref.WeakMethod | None = None  # Engine._clear_gradients

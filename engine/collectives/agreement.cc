@@ -28,8 +28,11 @@ std::string find_missed_meeting(const Announcements& said) {
   if (leaving >= 0) return fmt::format("rank {} has left the world, {}", leaving, at(waiting, first));
   for (int rank = 0; rank < said.ranks() && all; ++rank) {
     const Standing own = said.standing(rank);
-    if (own.meeting != first.meeting || own.number != first.number)
-      return fmt::format("{}, {}", at(rank, own), at(waiting, first));
+    if (own.meeting == first.meeting && own.number == first.number) continue;
+    const auto write = static_cast<uint64_t>(Meeting::write);
+    const bool writes = own.meeting == write || first.meeting == write;
+    return fmt::format("{}, {}{}", at(rank, own), at(waiting, first),
+                       writes ? ": all ranks must load and write weights equally often" : "");
   }
   return {};
 }

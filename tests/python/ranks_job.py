@@ -375,6 +375,7 @@ def outside(folder: str, stage: str) -> dict:
     """A penalty over all parameters, and after each step a clamp and a division, in which the last rank is late; rank 0
     alone keeps a view, and the last rank alone reads a norm. The weights at the end, by name, and whether the view was
     right after each step."""
+    residency.PUT_OFF_BYTES = 4096  # some edits are put off, others are not
     torch.manual_seed(0)
     model = Net(torch.float32)
     engine, *_ = overspill.initialize(model, config(folder, "nvme", zero_optimization={"stage": int(stage)}))
@@ -394,6 +395,30 @@ def outside(folder: str, stage: str) -> dict:
                 change(p.data)
         now = engine.weight(trained[0])
         right.append(kept is None or torch.equal(kept, now))
+    found = {name: plain(value) for name, value in engine.state_dict().items()}
+    engine.close()
+    return {"right": right, **found}
+
+
+def alone(folder: str, stage: str) -> dict:
+    """All ranks edit weights, then rank 0 alone reads while the others wait for it; the weights at the end."""
+    torch.manual_seed(0)
+    model = Net(torch.float32)
+    engine, *_ = overspill.initialize(model, config(folder, "nvme", zero_optimization={"stage": int(stage)}))
+    train(engine, torch.float32, 1)
+    right = True
+    for p in model.parameters():
+        if p.requires_grad:
+            p.data.mul_(0.5)
+            before = p.data.norm()
+    if engine.rank == 0:
+        norms = [p.data.norm() + p.norm() for p in model.parameters() for _ in range(2)]
+        right = torch.isfinite(torch.stack(norms)).all().item() and torch.equal(
+            before, model.norm.bias.norm()
+        )
+    if engine.world_size > 1:
+        dist.barrier()
+    right = right and torch.equal(engine.weight(model.norm.bias).norm(), before)
     found = {name: plain(value) for name, value in engine.state_dict().items()}
     engine.close()
     return {"right": right, **found}
@@ -493,6 +518,7 @@ if __name__ == "__main__":
         "learn": printed(learn),
         "look": printed(look),
         "outside": printed(outside),
+        "alone": printed(alone),
         "uncleared": printed(uncleared),
         "divided": printed(divided),
         "parallelized": printed(parallelized),

@@ -51,6 +51,19 @@ def step(engine, count=1):
         engine.step()
 
 
+def test_a_weight_that_is_set_is_seen_where_it_was_used_right_before(tmp_path):
+    placed = {"budget": {"host": "32MiB", "nvme": [str(tmp_path)]}, "engine": {"placement": "nvme"}}
+    engine = made(overspill=placed)
+    weight, bias = engine.module[0].weight, engine.module[0].bias
+    assert weight.norm() > 0
+    bias.data.fill_(7.0)
+    fragments.safe_set_full_fp32_param(weight, torch.full((8, 8), 3.0))
+    assert weight.norm() == 24.0
+    weight.data.mul_(2.0)
+    assert torch.equal(engine.weight(weight), torch.full((8, 8), 6.0))
+    assert torch.equal(engine.weight(bias), torch.full((8,), 7.0))
+
+
 def test_an_exact_weight_that_is_set_is_the_one_that_counts():
     engine = made(bf16={"enabled": True})
     weight = engine.module[0].weight

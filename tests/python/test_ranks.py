@@ -180,6 +180,16 @@ def test_parameters_outside_forward(tmp_path, stage):
             assert found[name] == pytest.approx(value, rel=1e-3, abs=1e-4), name
 
 
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_a_rank_reads_alone_after_all_have_edited(tmp_path, stage):
+    said = [
+        json.loads(process.out)
+        for process in launch.run(2, "ranks_job.py", "alone", tmp_path, stage, timeout=60)
+    ]
+    assert all(found["right"] for found in said)
+    assert said[0] == said[1]
+
+
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_stages_are_one_to_the_bit(tmp_path, stage, stage_3):
     ended = launch.run(2, "ranks_job.py", "learn", tmp_path, "half", "bf16", 2, stage)
