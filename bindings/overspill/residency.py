@@ -41,7 +41,6 @@ from .units import DTYPES, UnitSpec, memory_order
 get_data, set_data = TensorBase.data.__get__, TensorBase.data.__set__
 get_grad, set_grad = TensorBase.grad.__get__, TensorBase.grad.__set__
 
-PUT_OFF_BYTES = 256 << 20  # of units that the script has edited and that are not written yet (put_off)
 RECENT_UNITS = (
     2  # leases kept in backward beyond those that tensors hold: neighbours in the graph share units
 )
@@ -324,8 +323,9 @@ def acquire_to_edit(unit: Unit) -> torch.Tensor:
     if needed > (available := free_bytes()):
         raise MemoryError(
             f"overspill: {unit.name} outside forward needs {human(needed)} beside the budgets, since other ranks may "
-            f"be sent the weights meanwhile, and {human(available)} are available: drop views of parameters that are "
-            "kept, or gather fewer at once"
+            f"be sent the weights meanwhile, and {human(available)} are available. What was edited through views "
+            "(p.data) lies there until all ranks call forward, step or engine.weight: edit the parameters themselves, "
+            "drop views that are kept, or gather fewer at once"
         )
     return acquire_copy(unit)
 
@@ -370,7 +370,7 @@ def show(unit: Unit, take: Take | None = None) -> None:
     if unit.residency.puts_off:
         for s in unit.lent:
             s.accept()
-    if unit.residency.given or (unit.lent and not unit.residency.puts_off):
+    elif unit.lent or unit.residency.given:
         settle(unit)
     stale = [s for s in unit.segments if s.edited()]
     if stale:
@@ -383,6 +383,8 @@ def show(unit: Unit, take: Take | None = None) -> None:
             "group with the parameters unless it has one, and initialize again (docs/scripts.md, Optimizers)"
         )
     view = hold(unit, take).as_strided
+    if unit.residency.puts_off and unit.residency.given:
+        _put_in_what_was_given(unit)
     unit.shown = True
     for s in unit.segments:
         s.accept()
@@ -484,25 +486,19 @@ def settle(unit: Unit) -> None:
 
 
 def _edited_where_lent(unit: Unit) -> list[Segment]:
-    """Those of a unit that is not shown, by their digests."""
+    """Through views, by their digests."""
     return [s for s, before in unit.lent.items() if s.digest() != before]
 
 
 def put_off(unit: Unit) -> None:
     """In place of `settle` where other ranks have to write with this one: a rank may use a unit alone, and whoever
     waited then for the others might keep them from coming. What the script edited stays where it is, not yet the
-    weight, until a call that all ranks make, or until there is much of it: then they are in one loop over parameters.
-    """
-    owner = unit.residency
+    weight, until a call that all ranks make (settle_all); so they all write equally often."""
     if not _is_used(unit) and not _edited_where_lent(unit):
+        for s in unit.lent:
+            s.accept()
         unit.lent.clear()
-        owner.lent.discard(unit)
-    elif _put_off_bytes(owner) > PUT_OFF_BYTES:
-        settle_all(owner)
-
-
-def _put_off_bytes(owner: Residency) -> int:
-    return sum(s.bytes for unit in owner.lent if not _is_used(unit) for s in unit.segments)
+        unit.residency.lent.discard(unit)
 
 
 def settle_all(owner: Residency) -> None:
@@ -511,9 +507,12 @@ def settle_all(owner: Residency) -> None:
         return
     with DisableTorchFunction():
         for unit in sorted(owner.lent, key=lambda unit: unit.index):  # all ranks in one order
-            if unit.shown:
-                continue  # it is settled when it is hidden
-            if unit in _recent or unit.flat is None:
+            if unit.shown:  # what was edited in the block itself becomes the weight at its end
+                for s in sorted(_edited_where_lent(unit), key=lambda s: s.index):
+                    _write_back(s)
+                    s.look()
+                    unit.edited = True
+            elif unit in _recent or unit.flat is None:
                 settle(unit)
             elif unit.pins == 0:
                 _let_go(unit, settle)
@@ -550,6 +549,20 @@ def _take_back(s: Segment) -> None:
             s.leased().copy_(edited.as_strided((edited.numel(),), (1,)))
             if s in unit.lent:
                 unit.lent[s] = s.digest()
+
+
+def _put_in_what_was_given(unit: Unit) -> None:
+    """Where writes are put off: what the script wrote into a state_dict's copy is seen in the unit, which is held."""
+    for s in unit.segments:
+        value = s.given() if s in unit.residency.given and s.given is not None else None
+        if value is None or value._version == s.given_version:
+            continue
+        edited = memory_of(value).detach()
+        s.stored(edited)  # refuses what would be rounded
+        unit.lent.setdefault(s, s.digest())
+        unit.residency.lent.add(unit)
+        s.leased().copy_(edited.as_strided((edited.numel(),), (1,)))
+        s.given_version = value._version
 
 
 def _is_used(unit: Unit) -> bool:

@@ -375,7 +375,6 @@ def outside(folder: str, stage: str) -> dict:
     """A penalty over all parameters, and after each step a clamp and a division, in which the last rank is late; rank 0
     alone keeps a view, and the last rank alone reads a norm. The weights at the end, by name, and whether the view was
     right after each step."""
-    residency.PUT_OFF_BYTES = 4096  # some edits are put off, others are not
     torch.manual_seed(0)
     model = Net(torch.float32)
     engine, *_ = overspill.initialize(model, config(folder, "nvme", zero_optimization={"stage": int(stage)}))
@@ -401,25 +400,36 @@ def outside(folder: str, stage: str) -> dict:
 
 
 def alone(folder: str, stage: str) -> dict:
-    """All ranks edit weights, then rank 0 alone reads while the others wait for it; the weights at the end."""
+    """All ranks edit weights, then rank 0 alone reads while the others wait for it; what was right, and the weights at
+    the end."""
     torch.manual_seed(0)
     model = Net(torch.float32)
     engine, *_ = overspill.initialize(model, config(folder, "nvme", zero_optimization={"stage": int(stage)}))
     train(engine, torch.float32, 1)
-    right = True
-    for p in model.parameters():
-        if p.requires_grad:
+    trained = [p for p in model.parameters() if p.requires_grad]
+    right = {}
+    given = engine.state_dict()
+    given["layers.0.bias"].fill_(0.25)
+    with torch.no_grad():
+        model.layers[2].bias.detach().clamp_(-100, 100)  # changes nothing
+    kept = [p.data for p in trained] if engine.rank == 0 else None
+    for _ in range(2):
+        for p in trained:
             p.data.mul_(0.5)
             before = p.data.norm()
     if engine.rank == 0:
         norms = [p.data.norm() + p.norm() for p in model.parameters() for _ in range(2)]
-        right = torch.isfinite(torch.stack(norms)).all().item() and torch.equal(
-            before, model.norm.bias.norm()
-        )
+        right["read"] = torch.isfinite(torch.stack(norms)).all().item()
+        right["last"] = torch.equal(before, trained[-1].norm())
+        right["given"] = torch.equal(model.layers[0].bias.cpu(), torch.full((WIDTH,), 0.0625))
     if engine.world_size > 1:
         dist.barrier()
-    right = right and torch.equal(engine.weight(model.norm.bias).norm(), before)
+    with engine.gathered([model.norm.weight]):
+        right["in a block"] = torch.equal(engine.weight(model.norm.weight), model.norm.weight)
+    right["weight"] = torch.equal(engine.weight(trained[-1]).norm(), before)
     found = {name: plain(value) for name, value in engine.state_dict().items()}
+    train(engine, torch.float32, 1)
+    del kept
     engine.close()
     return {"right": right, **found}
 

@@ -186,7 +186,14 @@ def test_a_rank_reads_alone_after_all_have_edited(tmp_path, stage):
         json.loads(process.out)
         for process in launch.run(2, "ranks_job.py", "alone", tmp_path, stage, timeout=60)
     ]
-    assert all(found["right"] for found in said)
+    one = ranks_job.alone(str(tmp_path), str(stage))
+    assert all(one.pop("right").values())
+    for found in said:
+        right = found.pop("right")
+        assert all(right.values()), right
+        assert found.keys() == one.keys()
+        for name, value in one.items():
+            assert found[name] == pytest.approx(value, rel=1e-3, abs=1e-4), name
     assert said[0] == said[1]
 
 
