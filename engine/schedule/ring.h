@@ -1,0 +1,109 @@
+// The ring: a few slots of one chunk's states each, through which what lies on NVMe comes to the update and
+// its new version goes back. A slot is held from the read of a chunk until its new version is written, or
+// until the copy in it is given up.
+//
+// Every method needs the context's mutex. Completions of transfers take it themselves.
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "engine/memory/host_memory.h"
+#include "engine/schedule/context.h"
+#include "engine/schedule/gather.h"
+#include "io/sealed.h"
+#include "io/store.h"
+
+namespace overspill::engine {
+
+using Extents = std::array<io::Extent, kComponents>;  // one of each component in the store
+
+class StateRing final : public SlotOwner {
+ public:
+  /// What the slots are for. Called with the context's mutex held.
+  class User {
+   public:
+    /// The new version is in the store, in ChunkState::guessed_extents (none after a failed engine), and the
+    /// slot is free again.
+    virtual void written(int32_t chunk) = 0;
+    /// A slot came free, or a chunk is staged: more may be started.
+    virtual void pump() = 0;
+
+   protected:
+    ~User() = default;
+  };
+
+  /// Throws std::logic_error where the plan's slots are too small for a chunk. The user outlives the ring.
+  StateRing(Context& context, User& user);
+  StateRing(const StateRing&) = delete;
+  StateRing& operator=(const StateRing&) = delete;
+
+  bool has_free() const;
+  /// Gives up a copy that nobody asked for yet, so that a slot is free. False: there is none.
+  bool drop_a_copy();
+
+  /// home -> reading: reads the chunk's components into a free slot; of a pending one its spilled gradient,
+  /// too. Throws std::logic_error where no slot is free.
+  void read(int32_t chunk);
+  /// Reads a spilled gradient behind the components of a chunk that is in a slot. step() has decided, so it
+  /// is final and written.
+  void read_gradient(int32_t chunk);
+  /// updating -> writing: writes the new version from the chunk's slot to `fresh`.
+  void write(int32_t chunk, const Extents& fresh);
+  /// staged, updating or writing -> home: the slot is free, what lies in it is nobody's.
+  void release(int32_t chunk);
+  /// Gives up all slots; at_rest() has to hold.
+  void release_all();
+
+  /// The chunk is staged, and nothing moves to its slot or is copied from there.
+  bool ready(int32_t chunk) const;
+  /// Nothing moves, and whatever is in a slot is a copy.
+  bool at_rest() const;
+
+  int32_t slots() const { return static_cast<int32_t>(slots_.size()); }
+  /// -1: the slot is free.
+  int32_t chunk_in(int32_t slot) const { return slots_[slot].chunk; }
+
+  // Of a chunk that is in a slot:
+  std::span<io::Sealed> states(int32_t chunk) { return of(chunk).states; }  // by component
+  std::byte* gradient(int32_t chunk) { return of(chunk).gradient.memory; }  // null until it is read
+  /// Of a component in the store.
+  std::span<std::byte> memory(int32_t chunk, Component component);
+
+  void lend(int32_t chunk) override;
+  void returned(int32_t chunk) override;
+
+ private:
+  struct Slot {
+    StateRing* ring = nullptr;
+    std::byte* memory = nullptr;
+    int32_t index = 0;
+    int32_t chunk = -1;
+    int32_t in_flight = 0;  // transfers, and copies of weights from the slot; at rest 0
+    std::array<io::Transfer, kComponents> transfers;
+    std::vector<io::Sealed>
+        states;             // by component; weights are checked on arrival, since others use them too
+    io::Transfer gradient;  // a spilled one; read once its step is decided, memory null until then
+  };
+
+  void check_slots() const;
+  size_t slot_of(int32_t chunk) const;
+  Slot& of(int32_t chunk) { return slots_[slot_of(chunk)]; }
+  const Slot& of(int32_t chunk) const { return slots_[slot_of(chunk)]; }
+  bool is_copy(const Slot& slot) const;
+  int64_t components_bytes(int32_t chunk) const;
+  static void on_transfer(io::Transfer& transfer) noexcept;
+  void moved(Slot& slot);
+  void ends_writing(Slot& slot);
+  void release(Slot& slot);
+
+  Context& context_;
+  User& user_;
+  HostMemory memory_;
+  std::vector<Slot> slots_;
+};
+
+}  // namespace overspill::engine

@@ -1,0 +1,73 @@
+// Which chunk is read next, and which is updated next: what somebody waits for first, then the order in which
+// step() gave them, then guesses, then what the next step will need first.
+//
+// It looks at the chunks' states and changes none. Every method needs the context's mutex.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "engine/schedule/context.h"
+#include "engine/schedule/ring.h"
+#include "engine/schedule/speculation.h"
+
+namespace overspill::engine {
+
+class UpdateOrder {
+ public:
+  /// Allocates for all chunks here, and nowhere else. What it is given outlives it.
+  UpdateOrder(const Context& context, const Speculation& speculation, const StateRing& ring);
+
+  /// step() is about to add its chunks; those of the step before are done.
+  void begin_step();
+  /// A chunk of the step, in the order of the update. `add` is for those that have to be updated (those whose
+  /// guess was taken are not); `expect_again` for all: the next step will probably have them, too.
+  void add(int32_t chunk);
+  void expect_again(int32_t chunk);
+  /// A guess was made, and its weights have to be brought home.
+  void add_taken(int32_t chunk) { on_host_.push_back(chunk); }
+  /// A chunk on the host has to be updated after all, and its turn may have passed.
+  void add_next(int32_t chunk);
+
+  /// The chunk's update may be guessed.
+  void add_guess(int32_t chunk);
+  /// Since the last step.
+  std::span<const int32_t> guesses() const { return guesses_; }
+  /// step() has decided on all guesses.
+  void end_guesses();
+
+  /// Reading ahead of the next step starts at its first chunk; it stays off in between.
+  void stop_reading_ahead();
+  void read_ahead() { reads_ahead_ = context_.config.prefetch_units > 0; }
+
+  /// -1: there is none. A chunk that is only read ahead is given while a slot is free.
+  int32_t next_to_read();
+  int32_t next_to_update();
+
+ private:
+  template <class Fits>
+  int32_t first_demanded(Fits fits) const;
+  bool has_to_be_read(int32_t chunk) const;
+  int32_t next_guess_to_read();
+  int32_t next_ahead();
+  bool can_be_updated(int32_t chunk) const;
+
+  const Context& context_;
+  const Speculation& speculation_;
+  const StateRing& ring_;
+  std::vector<int32_t> through_ring_;    // the step's chunks that need a slot
+  std::vector<int32_t> on_host_;         // the step's chunks wholly on the host
+  std::vector<int32_t> ahead_;           // the last step's through_ring_, with those that were guessed
+  std::vector<int32_t> guesses_;         // chunks whose updates may be guessed, since the last step
+  std::vector<int32_t> guessed_;         // the last step's guesses_ that NVMe has part of
+  std::vector<int32_t> unread_guesses_;  // of guesses_, those whose states may have to be read yet
+  std::vector<int32_t> home_guesses_;    // of guesses_, those of chunks wholly on the host, to be made yet
+  size_t next_through_ring_ = 0;
+  size_t next_on_host_ = 0;
+  size_t next_ahead_ = 0;  // in ahead_ or guessed_
+  bool reads_ahead_ = false;
+};
+
+}  // namespace overspill::engine
