@@ -344,13 +344,17 @@ void register_weights(EngineClass& cls) {
             self.written(unit, segment, memory_at(address, bytes));
           },
           Released())
-      .def(
-          "add_gradient",
-          [](Engine& self, int32_t unit, int32_t segment, uintptr_t address, int64_t bytes,
-             const std::string& dtype) {
-            self.add_gradient(unit, segment, memory_at(address, bytes), dtype);
-          },
-          Released())
+      .def("updates_of", &Engine::updates_of, Released())
+      .def("set_updates_of", &Engine::set_updates_of, Released());
+}
+
+void register_gradients(EngineClass& cls) {
+  using Released = py::call_guard<py::gil_scoped_release>;
+  cls.def(
+         "add_gradient",
+         [](Engine& self, int32_t unit, int32_t segment, uintptr_t address, int64_t bytes,
+            const std::string& dtype) { self.add_gradient(unit, segment, memory_at(address, bytes), dtype); },
+         Released())
       .def(
           "replace_gradient",
           [](Engine& self, int32_t unit, int32_t segment, uintptr_t address, int64_t bytes,
@@ -376,9 +380,7 @@ void register_weights(EngineClass& cls) {
       .def("skip_step", about(&Engine::skip_step), py::arg("groups") = py::none(), Released())
       .def("has_gradient", &Engine::has_gradient, Released())
       .def("grad_norm", about(&Engine::grad_norm), py::arg("groups") = py::none(), Released())
-      .def("clip_grad_norm", &Engine::clip_grad_norm, Released())
-      .def("updates_of", &Engine::updates_of, Released())
-      .def("set_updates_of", &Engine::set_updates_of, Released());
+      .def("clip_grad_norm", &Engine::clip_grad_norm, Released());
 }
 
 /// What the journal holds, to a file for Perfetto; the journal is empty afterwards.
@@ -390,73 +392,14 @@ void write_chrome_trace(Engine& engine, const std::filesystem::path& path) {
   if (!out.flush()) throw std::runtime_error("the trace could not be written to " + path.string());
 }
 
-}  // namespace
-
-void EngineDeleter::operator()(Engine* engine) const {
-  const py::gil_scoped_release release;
-  delete engine;
-}
-
-void register_engine(py::module_& m) {
+void register_passes(EngineClass& cls) {
   using Released = py::call_guard<py::gil_scoped_release>;
-  register_specs(m);
-  py::class_<Plan>(m, "Plan").def_property_readonly("text", &Plan::text).def("as_dict", &plan_dict);
-  py::class_<engine::StepResult>(m, "StepResult")
-      .def_readonly("step", &engine::StepResult::step)
-      .def_readonly("norm", &engine::StepResult::norm)
-      .def_readonly("clip", &engine::StepResult::clip)
-      .def_readonly("skipped", &engine::StepResult::skipped)
-      .def_readonly("not_finite", &engine::StepResult::not_finite);
-  m.def("plan", &plan_for, py::arg("units"), py::arg("config"),
-        "Where components would go; allocates nothing.");
-  m.def("why_no_cuda", &kernels::why_no_cuda, py::arg("ordinal") = 0,
-        "Why the engine cannot use this GPU; empty where it can.");
-  m.def("why_no_nccl", &why_no_nccl, py::arg("library"),
-        "Why this NCCL library cannot be used (\"\": the one that the loader finds); empty where it can.");
-
-  EngineClass cls(m, "Engine");
-  cls.def(py::init([](const std::vector<UnitSpec>& units, const PythonConfig& config, py::object group,
-                      py::object model_group, const py::object& device,
-                      const std::optional<std::string>& nccl) {
-            const auto communicator = [](py::object of) {
-              return of.is_none() ? nullptr : make_group_communicator(std::move(of));
-            };
-            auto ranks = communicator(std::move(group));
-            auto model_ranks = communicator(std::move(model_group));
-            engine::ResourceOptions options = config;
-            options.given_device = device_of(device);
-            const py::gil_scoped_release release;
-            if (nccl && ranks != nullptr) {
-              if (options.given_device == nullptr) options.given_device = engine::make_device(config.device);
-              engine::NcclOptions over;
-              over.library = *nccl;
-              over.timeout = std::chrono::milliseconds(config.rank_timeout_ms);
-              ranks = engine::make_nccl_communicator(std::move(ranks), options.given_device, over);
-            }
-            engine::Resources resources = engine::make_resources(units, config, options, std::move(ranks));
-            resources.model_ranks = std::move(model_ranks);
-            return Holder(new Engine(units, config, std::move(resources)));
-          }),
-          py::arg("units"), py::arg("config"), py::arg("group") = py::none(),
-          py::arg("model_group") = py::none(), py::arg("device") = py::none(), py::arg("nccl") = py::none(),
-          "`group`: an overspill.ranks.Group, or None for one rank. `model_group`: the same, of those that "
-          "hold the rest of the model. `device`: a capsule, where the core does not make one by its name. "
-          "`nccl`: the path of the library that carries what is large between the ranks' GPUs, None for the "
-          "group alone.")
-      .def("layout",
-           [](Engine& self, int32_t unit) {
-             const engine::Unit& u = self.layout().units.at(unit);
-             std::vector<int64_t> offsets;
-             for (const engine::Segment& s : u.segments) offsets.push_back(s.begin * u.element_bytes);
-             return offsets;
-           })
-      .def("unit_bytes", [](Engine& self, int32_t unit) { return self.layout().units.at(unit).bytes(); })
-      .def(
-          "begin_pass",
-          [](Engine& self, bool training, bool grad_enabled) {
-            self.begin_pass({training, grad_enabled});
-          },
-          py::arg("training"), py::arg("grad_enabled"), Released())
+  cls.def(
+         "begin_pass",
+         [](Engine& self, bool training, bool grad_enabled) {
+           self.begin_pass({training, grad_enabled});
+         },
+         py::arg("training"), py::arg("grad_enabled"), Released())
       .def("resident_now", &Engine::resident_now, Released())
       .def("generation", &Engine::generation, Released())
       .def("expect_step",
@@ -484,8 +427,12 @@ void register_engine(py::module_& m) {
            py::arg("folder"), py::arg("extra_json"), Released())
       .def("save", py::overload_cast<const std::filesystem::path&, const engine::WriteBeside&>(&Engine::save),
            py::arg("folder"), py::arg("write_beside"), Released())
-      .def("load", &Engine::load, py::arg("folder"), Released())
-      .def("stats", &stats_dict)
+      .def("load", &Engine::load, py::arg("folder"), Released());
+}
+
+void register_looks(EngineClass& cls) {
+  using Released = py::call_guard<py::gil_scoped_release>;
+  cls.def("stats", &stats_dict)
       .def("stall", &Engine::stall)
       .def("report", &Engine::report, Released())
       .def("report_inside", &Engine::report_inside, Released())
@@ -501,9 +448,76 @@ void register_engine(py::module_& m) {
              }
              return out;
            })
-      .def("write_chrome_trace", &write_chrome_trace, py::arg("path"), Released())
+      .def("write_chrome_trace", &write_chrome_trace, py::arg("path"), Released());
+}
+
+/// `nccl`: the library's path, where one carries what is large between the ranks' GPUs.
+Holder make_engine(const std::vector<UnitSpec>& units, const PythonConfig& config, py::object group,
+                   py::object model_group, const py::object& device, const std::optional<std::string>& nccl) {
+  const auto communicator = [](py::object of) {
+    return of.is_none() ? nullptr : make_group_communicator(std::move(of));
+  };
+  auto ranks = communicator(std::move(group));
+  auto model_ranks = communicator(std::move(model_group));
+  engine::ResourceOptions options = config;
+  options.given_device = device_of(device);
+  const py::gil_scoped_release release;
+  if (nccl && ranks != nullptr) {
+    if (options.given_device == nullptr) options.given_device = engine::make_device(config.device);
+    engine::NcclOptions over;
+    over.library = *nccl;
+    over.timeout = std::chrono::milliseconds(config.rank_timeout_ms);
+    ranks = engine::make_nccl_communicator(std::move(ranks), options.given_device, over);
+  }
+  engine::Resources resources = engine::make_resources(units, config, options, std::move(ranks));
+  resources.model_ranks = std::move(model_ranks);
+  return Holder(new Engine(units, config, std::move(resources)));
+}
+
+}  // namespace
+
+void EngineDeleter::operator()(Engine* engine) const {
+  const py::gil_scoped_release release;
+  delete engine;
+}
+
+void register_engine(py::module_& m) {
+  using Released = py::call_guard<py::gil_scoped_release>;
+  register_specs(m);
+  py::class_<Plan>(m, "Plan").def_property_readonly("text", &Plan::text).def("as_dict", &plan_dict);
+  py::class_<engine::StepResult>(m, "StepResult")
+      .def_readonly("step", &engine::StepResult::step)
+      .def_readonly("norm", &engine::StepResult::norm)
+      .def_readonly("clip", &engine::StepResult::clip)
+      .def_readonly("skipped", &engine::StepResult::skipped)
+      .def_readonly("not_finite", &engine::StepResult::not_finite);
+  m.def("plan", &plan_for, py::arg("units"), py::arg("config"),
+        "Where components would go; allocates nothing.");
+  m.def("why_no_cuda", &kernels::why_no_cuda, py::arg("ordinal") = 0,
+        "Why the engine cannot use this GPU; empty where it can.");
+  m.def("why_no_nccl", &why_no_nccl, py::arg("library"),
+        "Why this NCCL library cannot be used (\"\": the one that the loader finds); empty where it can.");
+
+  EngineClass cls(m, "Engine");
+  cls.def(py::init(&make_engine), py::arg("units"), py::arg("config"), py::arg("group") = py::none(),
+          py::arg("model_group") = py::none(), py::arg("device") = py::none(), py::arg("nccl") = py::none(),
+          "`group`: an overspill.ranks.Group, or None for one rank. `model_group`: the same, of those that "
+          "hold the rest of the model. `device`: a capsule, where the core does not make one by its name. "
+          "`nccl`: the path of the library that carries what is large between the ranks' GPUs, None for the "
+          "group alone.")
+      .def("layout",
+           [](Engine& self, int32_t unit) {
+             const engine::Unit& u = self.layout().units.at(unit);
+             std::vector<int64_t> offsets;
+             for (const engine::Segment& s : u.segments) offsets.push_back(s.begin * u.element_bytes);
+             return offsets;
+           })
+      .def("unit_bytes", [](Engine& self, int32_t unit) { return self.layout().units.at(unit).bytes(); })
       .def("close", &Engine::close, Released());
   register_weights(cls);
+  register_gradients(cls);
+  register_passes(cls);
+  register_looks(cls);
   add_memory(m, cls);
   add_predict(cls);
 }

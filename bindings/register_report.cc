@@ -4,7 +4,7 @@
 
 #include "bindings/bindings.h"
 #include "engine/engine.h"
-#include "engine/schedule/predict.h"
+#include "engine/plan/predict.h"
 #include "engine/schedule/report.h"
 
 namespace overspill::bindings {

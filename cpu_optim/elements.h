@@ -49,6 +49,11 @@ inline void widen(Element element, const std::byte* from, std::span<float> to, b
   });
 }
 
+/// The sum of the squares of an array, and whether all of it is finite (gradient.h).
+inline Squares squares_of(const std::byte* data, int64_t elements, Element element) {
+  return with_type(element, [&]<class T>(T) { return squares(span_of<T>(data, elements)); });
+}
+
 /// to += from, both of one type, in its own width (gradient.h).
 inline void accumulate(Element element, const void* from, std::byte* to, int64_t elements) {
   with_type(element, [&]<class T>(T) { accumulate(span_of<T>(from, elements), span_of<T>(to, elements)); });

@@ -38,11 +38,11 @@
 #include "engine/gradient_intake.h"
 #include "engine/group_range.h"
 #include "engine/partition/model.h"
+#include "engine/plan/plan.h"
+#include "engine/plan/predict.h"
 #include "engine/queues.h"
 #include "engine/schedule/context.h"
 #include "engine/schedule/journal.h"
-#include "engine/schedule/plan.h"
-#include "engine/schedule/predict.h"
 #include "engine/schedule/report.h"
 #include "engine/schedule/trace.h"
 
@@ -245,7 +245,7 @@ class Engine {
   StepReport report_inside();
   /// The median of the latest steps (schedule/report.h).
   MachineFigures figures();
-  /// What steps take under this plan, and would under other host budgets (schedule/predict.h), by those
+  /// What steps take under this plan, and would under other host budgets (plan/predict.h), by those
   /// figures.
   Prediction predict();
   std::vector<BudgetRow> predict_budgets(std::span<const int64_t> budgets);

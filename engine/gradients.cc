@@ -4,10 +4,8 @@
 
 #include <algorithm>
 #include <array>
-#include <cmath>
 #include <cstring>
 #include <functional>
-#include <limits>
 #include <optional>
 #include <stdexcept>
 
@@ -39,10 +37,6 @@ std::optional<optim::Element> element_of(std::string_view dtype) {
   if (dtype == "F16") return optim::Element::fp16;
   if (dtype == "F32") return optim::Element::fp32;
   return std::nullopt;
-}
-
-optim::Squares squares_of(const std::byte* data, int64_t elements, optim::Element element) {
-  return with_type(element, [&]<class T>(T) { return optim::squares(span_of<T>(data, elements)); });
 }
 
 void check_whole(const Unit& unit, GroupRange range) {
@@ -121,14 +115,6 @@ bool Gradients::is_aside(int32_t unit) const {
 
 std::byte* Gradients::at(int32_t unit, int64_t element) const {
   return context_.units[unit].gradients + element * context_.gradient_width(unit);
-}
-
-template <class Visit>
-void Gradients::for_each_part(int32_t unit, int32_t segment, Visit visit) const {
-  for_each_run(context_.layout, unit, segment, [&](int32_t c, int32_t r, int64_t in_segment) {
-    const Run& run = context_.layout.chunks[c].runs[r];
-    visit(Part{c, r, run.begin, in_segment, run.elements});
-  });
 }
 
 optim::Element Gradients::check(int32_t unit, int32_t segment, int64_t bytes, std::string_view dtype) const {
@@ -330,7 +316,7 @@ void Gradients::add_whole(const Part& part) {
   if (part.chunk < 0) return;
   // The CPU that computes beside us would take as long for it now as in step(); a device is waited for then.
   if (!context_.device().shares_host_memory() && is_last(arrival)) {
-    squares_.put(part.chunk, part.run, squares_of(to, part.elements, type));
+    squares_.put(part.chunk, part.run, optim::squares_of(to, part.elements, type));
   } else {
     squares_.forget(part.chunk, part.run);
   }
@@ -374,7 +360,7 @@ void Gradients::add_batch(std::span<Part> parts) {
               arrival.first);
       // While it is in the cache. Where more is added later, that is done again.
       if (spilled(part)) {
-        squares_.put(part.chunk, part.run, squares_of(to, part.elements, part.element));
+        squares_.put(part.chunk, part.run, optim::squares_of(to, part.elements, part.element));
       } else {
         squares_.forget(part.chunk, part.run);
       }
@@ -429,256 +415,6 @@ bool Gradients::any() const {
   const auto is_present = [](Presence presence) { return presence >= Presence::zero; };
   return std::any_of(presence_.begin(), presence_.end(),
                      [&](const auto& unit) { return std::any_of(unit.begin(), unit.end(), is_present); });
-}
-
-void Gradients::put_away() {
-  const std::lock_guard turn(turn_);
-  std::unique_lock lock(context_.mutex);
-  staging_.flush(lock);
-}
-
-void Gradients::clear() {
-  const std::lock_guard turn(turn_);
-  std::unique_lock lock(context_.mutex);
-  handed_over();
-  forget(lock);
-}
-
-void Gradients::throw_away() {
-  if (any()) return clear();
-  const std::lock_guard turn(turn_);
-  std::unique_lock lock(context_.mutex);
-  forget(lock);
-}
-
-void Gradients::forget(std::unique_lock<std::mutex>& lock) {
-  for (auto& unit : presence_) std::fill(unit.begin(), unit.end(), Presence::absent);
-  for (size_t c = 0; c < context_.chunks.size(); ++c) {
-    if (is_aside(context_.layout.chunks[c].unit)) continue;
-    ChunkState& state = context_.chunks[c];
-    state.gradient_kept = false;
-    if (context_.config.poison && context_.layout.slices == 1 && state.gradient != nullptr &&
-        !state.pending && state.guess == Guess::none)
-      std::memset(state.gradient, 0xFF,
-                  static_cast<size_t>(context_.gradient_bytes(static_cast<int32_t>(c))));
-  }
-  staging_.discard(lock, [&](int32_t chunk) { return !is_aside(context_.layout.chunks[chunk].unit); });
-}
-
-void Gradients::drop(int32_t unit, int32_t segment) {
-  presence_[unit][segment] = Presence::absent;
-}
-
-void Gradients::scale(double factor) {
-  const std::lock_guard guard(context_.mutex);
-  for (size_t u = 0; u < presence_.size(); ++u) {
-    for (size_t s = 0; s < presence_[u].size(); ++s) {
-      if (presence_[u][s] == Presence::there) factors_[u][s] *= factor;
-    }
-  }
-}
-
-void Gradients::become_zero() {
-  auto becoming = presence_;
-  throw_away();
-  for (auto& unit : becoming) {
-    std::replace_if(
-        unit.begin(), unit.end(), [](Presence presence) { return presence != Presence::absent; },
-        Presence::zero);
-  }
-  const std::lock_guard guard(context_.mutex);
-  presence_ = std::move(becoming);
-}
-
-void Gradients::reuse() {
-  const std::lock_guard guard(context_.mutex);
-  for (auto& unit : presence_) std::replace(unit.begin(), unit.end(), Presence::used, Presence::there);
-}
-
-void Gradients::handed_over() {
-  const bool some = any();  // a step without gradients leaves those of the one before
-  for (size_t u = 0; u < presence_.size(); ++u) {
-    if (some) {
-      std::replace(presence_[u].begin(), presence_[u].end(), Presence::used, Presence::absent);
-      std::replace(presence_[u].begin(), presence_[u].end(), Presence::there, Presence::used);
-    }
-    if (!is_aside(static_cast<int32_t>(u))) std::fill(arrivals_[u].begin(), arrivals_[u].end(), 0);
-  }
-  for (ChunkState& state : context_.chunks) state.gradient_kept = true;
-  if (context_.layout.slices > 1) sums_.restart();
-}
-
-void Gradients::reduce_presence() {
-  if (context_.layout.slices == 1) return;
-  std::vector<double> counts;
-  for (const auto& unit : presence_) {
-    for (Presence presence : unit) counts.push_back(presence == Presence::there ? 1 : 0);
-  }
-  context_.resources.communicator->all_reduce_sum(counts);
-  size_t next = 0;
-  for (auto& unit : presence_) {
-    for (Presence& presence : unit) {
-      if (counts[next++] > 0) presence = Presence::there;
-    }
-  }
-}
-
-optim::Squares Gradients::squares_of_run(int32_t chunk, size_t run) const {
-  const Chunk& c = context_.layout.chunks[chunk];
-  if (const auto known = squares_.of(chunk, run)) return *known;
-  const std::byte* data = context_.chunks[chunk].gradient;
-  if (data == nullptr) throw std::logic_error("nobody has squared a gradient that is not in memory");
-  return squares_of(data + c.runs[run].begin * context_.gradient_width(c.unit), c.runs[run].elements,
-                    context_.gradient_type(c.unit));
-}
-
-optim::Squares Gradients::squares_of_chunk(int32_t chunk) const {
-  const Chunk& c = context_.layout.chunks[chunk];
-  optim::Squares total;
-  for (size_t r = 0; r < c.runs.size(); ++r) {
-    const int32_t segment = c.runs[r].segment;
-    if (!is_there(c.unit, segment)) continue;
-    const optim::Squares part = squares_of_run(chunk, r);
-    const double scale = factor(c.unit, segment);
-    if (context_.layout.units[c.unit].segments[segment].in_norm)
-      total.sum += scale == 1.0 ? part.sum : part.sum * scale * scale;
-    total.finite = total.finite && part.finite;
-  }
-  return total;
-}
-
-GradientSummary Gradients::summarize() {
-  const Layout& layout = context_.layout;
-  const auto chunks = static_cast<int64_t>(layout.chunks.size());
-  {
-    std::unique_lock lock(context_.mutex);
-    squares_.fetch(lock);
-  }
-  context_.resources.executor->parallel_for(
-      chunks, [&](int64_t c) { by_chunk_[c] = squares_of_chunk(static_cast<int32_t>(c)); });
-  // Slice by slice, in rank order, wherever they are: squares, chunks that are not finite.
-  auto& slices = by_slice_;
-  std::fill(slices.begin(), slices.end(), std::array<double, 2>{});
-  for (int64_t i = 0; i < chunks; ++i) {
-    auto& slice = slices[layout.world == 1 ? static_cast<size_t>(layout.chunks[i].slice) : 0];
-    slice[0] += by_chunk_[i].sum;
-    slice[1] += by_chunk_[i].finite ? 0 : 1;
-  }
-  std::array<double, 2> sums = slices[0];
-  for (size_t s = 1; s < slices.size(); ++s) {
-    for (size_t k = 0; k < 2; ++k) sums[k] += slices[s][k];
-  }
-  if (layout.world > 1) context_.resources.communicator->all_reduce_sum(sums);
-  if (context_.resources.model_ranks != nullptr) context_.resources.model_ranks->all_reduce_sum(sums);
-  const bool finite = sums[1] == 0;
-  return {finite ? sums[0] : std::numeric_limits<double>::infinity(), finite};
-}
-
-std::string Gradients::first_not_finite() const {
-  const auto bad = std::find_if(by_chunk_.begin(), by_chunk_.end(),
-                                [](const optim::Squares& squares) { return !squares.finite; });
-  if (bad == by_chunk_.end()) return {};
-  const auto chunk = static_cast<int32_t>(bad - by_chunk_.begin());
-  const Chunk& c = context_.layout.chunks[chunk];
-  for (size_t r = 0; r < c.runs.size(); ++r) {
-    const int32_t segment = c.runs[r].segment;
-    if (is_there(c.unit, segment) && !squares_of_run(chunk, r).finite)
-      return context_.layout.units[c.unit].segments[segment].name;
-  }
-  return {};
-}
-
-bool Gradients::any_nan() {
-  std::vector<float> values(static_cast<size_t>(kSharedElements));
-  for (int32_t u = 0; u < std::ssize(presence_); ++u) {
-    for (int32_t s = 0; s < std::ssize(presence_[u]); ++s) {
-      if (!is_there(u, s)) continue;
-      const int64_t elements = context_.layout.units[u].segments[s].elements;
-      for (int64_t begin = 0; begin < elements; begin += kSharedElements) {
-        const auto piece =
-            std::span(values).first(static_cast<size_t>(std::min(kSharedElements, elements - begin)));
-        read(u, s, begin, piece);
-        if (std::any_of(piece.begin(), piece.end(), [](float value) { return std::isnan(value); }))
-          return true;
-      }
-    }
-  }
-  return false;
-}
-
-void Gradients::read(int32_t unit, int32_t segment, int64_t begin, std::span<float> out) {
-  const Segment& s = context_.layout.units[unit].segments[segment];
-  const int64_t end = begin + std::ssize(out);
-  if (begin < 0 || end > s.elements) {
-    throw std::invalid_argument(
-        fmt::format("{} has {} elements: there are none from {} to {}", s.name, s.elements, begin, end));
-  }
-  if (!present(unit, segment)) throw std::invalid_argument(fmt::format("{} has no gradient now", s.name));
-  if (presence(unit, segment) == Presence::zero) {
-    std::ranges::fill(out, 0.0F);
-    return;
-  }
-  read_unscaled(unit, segment, begin, out);
-  if (const double scale = factor(unit, segment); scale != 1.0) optim::scale(out, static_cast<float>(scale));
-}
-
-void Gradients::read_unscaled(int32_t unit, int32_t segment, int64_t begin, std::span<float> out) {
-  const Segment& s = context_.layout.units[unit].segments[segment];
-  const int64_t end = begin + std::ssize(out);
-  const int64_t width = context_.gradient_width(unit);
-  if (device_units_.hold(unit)) {
-    std::vector<std::byte> there(out.size() * static_cast<size_t>(width));
-    std::unique_lock lock(context_.mutex);
-    device_units_.read_gradient(lock, unit, segment, begin, there);
-    return widen(context_.gradient_type(unit), there.data(), out, true);
-  }
-  if (context_.units[unit].gradients != nullptr)
-    return widen(context_.gradient_type(unit), at(unit, s.begin + begin), out, true);
-  const std::lock_guard turn(turn_);
-  std::unique_lock lock(context_.mutex);
-  for_each_part(unit, segment, [&](const Part& part) {
-    const int64_t from = std::max(begin, part.in_segment);
-    const int64_t to = std::min(end, part.in_segment + part.elements);
-    if (from >= to) return;
-    const ChunkState& state = context_.chunks[part.chunk];
-    const std::byte* data = state.gradient;
-    if (state.gradient == nullptr) {
-      data = staging_.open(lock, part.chunk);
-      staging_.wait(lock, part.chunk);
-    }
-    const int64_t in_chunk = part.in_chunk + from - part.in_segment;
-    widen(state.gradient_element, data + in_chunk * optim::bytes(state.gradient_element),
-          out.subspan(static_cast<size_t>(from - begin), static_cast<size_t>(to - from)), true);
-    if (state.gradient == nullptr) staging_.close(lock, part.chunk, GradientStaging::Closing::unchanged);
-  });
-}
-
-void Gradients::apply_factor(int32_t unit, int32_t segment) {
-  const auto scale = static_cast<float>(factor(unit, segment));
-  if (scale == 1.0F || !is_there(unit, segment)) return;
-  const Arrival whole{unit, segment, context_.gradient_type(unit), /*first=*/true};
-  const int64_t elements = context_.layout.units[unit].segments[segment].elements;
-  std::vector<float> values;
-  std::vector<std::byte> scaled;
-  try {
-    for (int64_t begin = 0; begin < elements;) {
-      const int64_t end = piece_end(whole, begin);
-      values.resize(static_cast<size_t>(end - begin));
-      scaled.resize(values.size() * sizeof(float));
-      read_unscaled(unit, segment, begin, values);
-      optim::scale(std::span(values), scale);
-      narrow(whole.element, values, scaled.data());
-      add(whole, begin, end - begin, scaled.data());
-      begin = end;
-    }
-  } catch (const std::exception& error) {  // a part of it is scaled
-    const std::lock_guard guard(context_.mutex);
-    context_.fail(
-        fmt::format("clipping gradients of {}: {}", context_.layout.units[unit].name, error.what()));
-    context_.check();
-  }
-  const std::lock_guard guard(context_.mutex);
-  factors_[unit][segment] = 1.0;
 }
 
 }  // namespace overspill::engine

@@ -215,4 +215,12 @@ class Gradients {
   std::vector<Part> whole_parts_, chunk_parts_;  // of add(), kept for their memory
 };
 
+template <class Visit>
+void Gradients::for_each_part(int32_t unit, int32_t segment, Visit visit) const {
+  for_each_run(context_.layout, unit, segment, [&](int32_t c, int32_t r, int64_t in_segment) {
+    const Run& run = context_.layout.chunks[c].runs[r];
+    visit(Part{c, r, run.begin, in_segment, run.elements});
+  });
+}
+
 }  // namespace overspill::engine

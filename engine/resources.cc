@@ -12,7 +12,7 @@
 
 #include "engine/collectives/self_communicator.h"
 #include "engine/partition/layout.h"
-#include "engine/schedule/plan.h"
+#include "engine/plan/plan.h"
 #include "io/file_store.h"
 #include "io/memory_store.h"
 #include "io/stall_watch.h"

@@ -2,7 +2,7 @@
 
     bench/gpu/ceiling.py [--link 25 55] [--memory 175] [--tflops 515] [--device-budget 40GiB] [--host-budget 100GiB]
 
-The model (engine/schedule/predict.h, with a link in place of a disk). One micro-batch a step; layers are recomputed, so
+The model (engine/plan/predict.h, with a link in place of a disk). One micro-batch a step; layers are recomputed, so
 forward is a quarter of the compute C. Of N parameters, N' are updated by the CPU: 26 bytes each (states, masters and
 weights read and written, the gradient read), at the memory's rate. They hide under forward alone, but for the share s
 that is guessed under backward (speculation, which needs 12 bytes a parameter of host memory):

@@ -6,6 +6,7 @@
 #include <cstring>
 #include <utility>
 
+#include "engine/schedule/awaiting.h"
 #include "engine/schedule/unlocked.h"
 #include "kernels/device_kernels.h"
 
@@ -13,25 +14,6 @@ namespace overspill::engine {
 namespace {
 
 constexpr int64_t kBlockAlign = 4096;
-
-/// While it lives, a caller waits for the unit: other ranks serve it first.
-class Awaiting {
- public:
-  Awaiting(Context& context, int32_t unit) : context_(context), unit_(unit) {
-    context_.awaited_units.push_back(unit);
-    if (context_.layout.slices > 1) context_.changed.notify_all();
-  }
-  ~Awaiting() {
-    auto& units = context_.awaited_units;
-    units.erase(std::find(units.begin(), units.end(), unit_));
-  }
-  Awaiting(const Awaiting&) = delete;
-  Awaiting& operator=(const Awaiting&) = delete;
-
- private:
-  Context& context_;
-  const int32_t unit_;
-};
 
 }  // namespace
 
@@ -314,100 +296,6 @@ void Gatherer::arrived(Block& block) {
   context_.changed.notify_all();
 }
 
-// ---- several ranks
-
-void Gatherer::acquire_whole(std::unique_lock<std::mutex>& lock, int32_t unit) {
-  UnitState& state = context_.units[unit];
-  context_.check();
-  if (state.gathered == Gathered::ready) return;
-  state.wanted = true;
-  const Awaiting awaiting(context_, unit);
-  context_.wait(
-      lock, [&] { return state.gathered == Gathered::ready; }, Cause::reads, unit);
-}
-
-void Gatherer::want_whole(std::span<const int32_t> units) {
-  for (int32_t unit : units) context_.units[unit].wanted = context_.units[unit].whole != nullptr;
-}
-
-bool Gatherer::wants(int32_t unit) const {
-  const UnitState& state = context_.units[unit];
-  if (state.gathered != Gathered::local) return false;
-  if (state.whole != nullptr) return state.wanted && state.pending_chunks == 0;
-  return !collects_on_device() || state.block->copied.done();
-}
-
-const std::byte* Gatherer::shard_in_memory(int32_t unit) const {
-  const UnitState& state = context_.units[unit];
-  if (state.pending_chunks > 0) return nullptr;
-  if (state.resident != nullptr) {
-    if (!state.resident->copied.done()) return nullptr;
-    state.resident->copied.wait();  // throws what went wrong
-    return state.resident->device;
-  }
-  if (state.home != nullptr) return state.home;
-  if (state.block != nullptr && state.gathered != Gathered::filling && state.block->shard != nullptr)
-    return state.block->shard;
-  return serve_.unit == unit && serve_.arriving == 0 ? serve_.shard : nullptr;
-}
-
-const std::byte* Gatherer::pin_shard(int32_t unit) {
-  const std::byte* shard = shard_in_memory(unit);
-  Block* block = context_.units[unit].block;
-  if (shard != nullptr && block != nullptr && shard == block->shard) {
-    ++block->pins;
-    pinned_.push_back(block);
-  }
-  return shard;
-}
-
-void Gatherer::unpin() {
-  for (Block* block : pinned_) --block->pins;
-  pinned_.clear();
-}
-
-void Gatherer::prepare_to_serve(std::unique_lock<std::mutex>& lock, int32_t unit) {
-  const UnitState& state = context_.units[unit];
-  if (state.pending_chunks > 0) {
-    if (context_.demanded_units.empty()) context_.demand(unit);
-    return;
-  }
-  if (state.resident != nullptr) return;  // it is being updated where it is
-  const bool busy = serve_.unit >= 0 && serve_.arriving > 0;
-  if (busy || state.gathered == Gathered::filling || shard_in_memory(unit) != nullptr) return;
-  const Unit& layout = context_.layout.units[unit];
-  serve_ = Block{};
-  serve_.unit = unit;
-  serve_.shard = serve_memory_.data();
-  serve_.arriving = layout.chunk_count + 1;
-  for (int32_t c = layout.first_chunk; c < layout.first_chunk + layout.chunk_count; ++c)
-    bring(serve_, c, Urgency::demanded);
-  arrived(serve_);
-  make_copies(lock);
-}
-
-std::byte* Gatherer::begin_collecting(int32_t unit) {
-  UnitState& state = context_.units[unit];
-  state.gathered = Gathered::collecting;
-  if (state.whole != nullptr) return state.whole;
-  if (!collects_on_device()) return state.block->host;
-  state.block->copied.wait();  // it is done; throws what went wrong
-  return state.block->device;
-}
-
-void Gatherer::collected(int32_t unit) {
-  UnitState& state = context_.units[unit];
-  if (state.whole != nullptr) {
-    state.gathered = Gathered::ready;
-    state.wanted = false;
-    context_.journal.note(Happening::gathered, unit);
-  } else {
-    if (!collects_on_device()) to_device(*state.block);
-    finish(*state.block);
-  }
-  context_.changed.notify_all();
-}
-
 /// From the shard that lives there, or of what is on the host: this rank's shard, or all of them where they
 /// meet there.
 void Gatherer::to_device(Block& block) {
@@ -453,96 +341,6 @@ void Gatherer::copy_to_host(const Block& block, std::span<std::byte> to, const s
     copied = looks_->record();
   }
   copied.wait();
-}
-
-Block* Gatherer::take_block(int32_t unit, Urgency urgency) {
-  const int64_t bytes = context_.layout.units[unit].bytes();
-  const bool on_device = !context_.device().shares_host_memory();
-  const int64_t bytes_on_host = host_bytes(unit);
-  const bool on_host = bytes_on_host > 0;
-  const int64_t arena = on_device ? context_.plan.gather_device_bytes : context_.plan.gather_host_bytes;
-  // Large and small units start from different ends: small ones that stay long do not cut up the room that
-  // large ones need.
-  const auto end = bytes * 4 > arena ? RangeAllocator::End::low : RangeAllocator::End::high;
-  std::optional<int64_t> host;
-  std::optional<int64_t> device;
-  while (true) {
-    if (on_host && !host) host = host_room(bytes_on_host, end);
-    if (on_device && !device) device = device_arena_.allocate(bytes, end);
-    if ((host || !on_host) && (device || !on_device)) break;
-    // Who demands host memory waits for copies that will free some, before anything is given up.
-    const bool waits = on_host && !host && urgency == Urgency::demanded && copy_under_way();
-    if (!waits && make_room(unit, urgency)) continue;
-    if (host) host_arena_.release(*host);
-    if (device) device_arena_.release(*device);
-    return nullptr;
-  }
-  if (idle_blocks_.empty()) {
-    blocks_.push_back(std::make_unique<Block>());
-    idle_blocks_.push_back(blocks_.back().get());
-  }
-  Block* block = idle_blocks_.back();
-  idle_blocks_.pop_back();
-  *block = Block{};
-  block->unit = unit;
-  if (host) {
-    block->host_offset = *host;
-    block->host = host_memory_.data() + *host;
-    block->shard = block->host;
-    if (meets_on_host(context_.layout, context_.traits))
-      block->shard += context_.layout.rank * context_.layout.units[unit].shard_bytes();
-  }
-  if (device) {
-    block->device_offset = *device;
-    block->device = device_memory_.data() + *device;
-  }
-  return block;
-}
-
-/// Gives up the ready, unleased unit that is needed last, unless (ahead) it is needed sooner than `unit`. Not
-/// where it is still being copied to the device: who demands waits for that and asks again.
-bool Gatherer::make_room(int32_t unit, Urgency urgency) {
-  int32_t victim = -1;
-  int64_t farthest = urgency == Urgency::demanded ? -1 : context_.trace.next_use(unit);
-  for (const auto& block : blocks_) {
-    if (block->unit < 0 || block->orphan || block->leases > 0 || block->pins > 0) continue;
-    if (context_.units[block->unit].gathered != Gathered::ready) continue;
-    if (urgency == Urgency::ahead && keeps_bounce(*block) && !block->copied.done()) continue;
-    const int64_t use = context_.trace.next_use(block->unit);
-    if (use <= farthest) continue;
-    farthest = use;
-    victim = block->unit;
-  }
-  if (victim < 0) return false;
-  Block& block = *context_.units[victim].block;
-  if (keeps_bounce(block) && !block.copied.done()) return false;
-  drop(block);
-  return true;
-}
-
-/// Its copy to the device is done. With `poison`, which is for tests, it waits for the device.
-void Gatherer::drop(Block& block) {
-  // What is copied here next comes after the uses: nobody has to wait for them.
-  for (const kernels::Event& use : block.uses) {
-    if (context_.config.poison) use.wait();
-    stream_->wait(use);
-  }
-  block.uses.clear();
-  const int64_t bytes = context_.layout.units[block.unit].bytes();
-  if (!block.orphan) {
-    context_.units[block.unit].gathered = Gathered::absent;
-    context_.units[block.unit].block = nullptr;
-  }
-  if (context_.config.poison) {
-    if (block.host != nullptr) std::memset(block.host, 0xFF, static_cast<size_t>(host_bytes(block.unit)));
-    if (block.device_offset >= 0) context_.device().poison(block.device, bytes);
-  }
-  if (block.host_offset >= 0) host_arena_.release(block.host_offset);
-  if (block.device_offset >= 0) device_arena_.release(block.device_offset);
-  context_.journal.note(Happening::freed, block.unit);
-  block.unit = -1;
-  block.orphan = false;
-  idle_blocks_.push_back(&block);
 }
 
 void Gatherer::invalidate(std::unique_lock<std::mutex>& lock, std::span<const int32_t> units) {

@@ -12,7 +12,7 @@
 #include <vector>
 
 #include "engine/resources.h"
-#include "engine/schedule/plan.h"
+#include "engine/plan/plan.h"
 #include "tests/engine/framework.h"
 #include "tests/engine/same_bits.h"
 #include "tests/engine/toy_model.h"

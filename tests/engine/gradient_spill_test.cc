@@ -15,7 +15,7 @@
 
 #include "engine/engine.h"
 #include "engine/resources.h"
-#include "engine/schedule/plan.h"
+#include "engine/plan/plan.h"
 #include "io/memory_store.h"
 #include "tests/engine/around_store.h"
 #include "tests/engine/kernel_count.h"

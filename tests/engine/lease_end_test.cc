@@ -13,7 +13,7 @@
 
 #include "engine/engine.h"
 #include "engine/resources.h"
-#include "engine/schedule/plan.h"
+#include "engine/plan/plan.h"
 #include "kernels/simulated_device.h"
 #include "tests/engine/around_device.h"
 #include "tests/engine/toy_model.h"

@@ -21,7 +21,7 @@
 #include "engine/engine.h"
 #include "engine/resources.h"
 #include "engine/schedule/gather.h"
-#include "engine/schedule/plan.h"
+#include "engine/plan/plan.h"
 #include "engine/schedule/updater.h"
 #include "io/memory_store.h"
 #include "kernels/simulated_device.h"

@@ -1,5 +1,5 @@
 // The prediction of a step: numbers that can be checked by hand.
-#include "engine/schedule/predict.h"
+#include "engine/plan/predict.h"
 
 #include <gtest/gtest.h>
 

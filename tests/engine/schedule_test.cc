@@ -8,7 +8,7 @@
 #include "engine/memory/range_allocator.h"
 #include "engine/partition/layout.h"
 #include "engine/partition/strides.h"
-#include "engine/schedule/plan.h"
+#include "engine/plan/plan.h"
 #include "engine/schedule/trace.h"
 
 namespace overspill::engine {

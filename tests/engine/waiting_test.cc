@@ -19,7 +19,7 @@
 #include "engine/machine.h"
 #include "engine/partition/layout.h"
 #include "engine/resources.h"
-#include "engine/schedule/plan.h"
+#include "engine/plan/plan.h"
 #include "tests/engine/around_store.h"
 #include "tests/engine/toy_model.h"
 

@@ -8,7 +8,7 @@
 
 #include "engine/collectives/self_communicator.h"
 #include "engine/resources.h"
-#include "engine/schedule/plan.h"
+#include "engine/plan/plan.h"
 #include "io/memory_store.h"
 #include "tests/engine/toy_model.h"
 

@@ -28,7 +28,7 @@
 #include <vector>
 
 #include "engine/partition/layout.h"
-#include "engine/schedule/plan.h"
+#include "engine/plan/plan.h"
 #include "engine/schedule/report.h"
 
 namespace overspill::engine {

@@ -1,4 +1,4 @@
-#include "engine/schedule/plan_homes.h"
+#include "engine/plan/plan_homes.h"
 
 #include <utility>
 

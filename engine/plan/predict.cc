@@ -1,4 +1,4 @@
-#include "engine/schedule/predict.h"
+#include "engine/plan/predict.h"
 
 #include <fmt/format.h>
 

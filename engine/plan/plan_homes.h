@@ -3,7 +3,7 @@
 
 #include <vector>
 
-#include "engine/schedule/plan.h"
+#include "engine/plan/plan.h"
 
 namespace overspill::engine {
 

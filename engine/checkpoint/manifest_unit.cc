@@ -1,0 +1,134 @@
+#include "engine/checkpoint/manifest_unit.h"
+
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+
+#include <limits>
+
+#include "engine/checkpoint/manifest_reader.h"
+#include "engine/checkpoint/resident_file.h"
+#include "io/checksum.h"
+
+namespace overspill::engine {
+namespace {
+
+namespace fs = std::filesystem;
+
+std::string shape_text(const std::vector<int64_t>& shape) {
+  return fmt::format("({})", fmt::join(shape, ", "));
+}
+
+std::string strides_text(const std::vector<int64_t>& strides) {
+  return strides.empty() ? "row-major ones" : shape_text(strides);
+}
+
+/// Throws unless the checkpoint's unit is held as this model's is.
+void match_kind(const fs::path& folder, const ManifestUnit& found, const Unit& own) {
+  const auto refuse = [&](const char* what, std::string_view there, std::string_view here) {
+    throw CheckpointError(
+        fmt::format("{} cannot be opened here: the {} of unit {} is {} there, {} here. Open it with the "
+                    "settings it was made with",
+                    folder.string(), what, own.name, there, here));
+  };
+  if (found.dtype != own.dtype) refuse("dtype", found.dtype, own.dtype);
+  if (found.format != format_name(own.format)) refuse("format", found.format, format_name(own.format));
+  const std::string_view optimizer = own.trainable() ? optim::name(own.optimizer) : "";
+  if (found.optimizer != optimizer) refuse("optimizer", found.optimizer, optimizer);
+}
+
+/// What a piece adds to a manifest's text, without its checksums.
+int64_t text_bytes(const ManifestPiece& piece) {
+  Manifest manifest;
+  manifest.units.resize(1);
+  const auto bytes = [&](size_t pieces) {
+    manifest.units[0].pieces.assign(pieces, piece);
+    return std::ssize(manifest_text(manifest));
+  };
+  return bytes(2) - bytes(1);
+}
+
+}  // namespace
+
+ManifestUnit describe(const Unit& unit, const UnitState& state) {
+  ManifestUnit out;
+  out.name = unit.name;
+  out.format = format_name(unit.format);
+  if (unit.trainable()) out.optimizer = optim::name(unit.optimizer);
+  for (const Component component : kAllComponents) {
+    if (unit.has(component)) out.components.emplace_back(unit.component_name(component));
+  }
+  out.dtype = unit.dtype;
+  out.elements = unit.elements;
+  for (size_t s = 0; s < unit.segments.size(); ++s) {
+    const Segment& segment = unit.segments[s];
+    out.segments.push_back({segment.name, segment.aliases, segment.shape, segment.strides, segment.begin,
+                            segment.elements, state.steps[s], segment.group, unit.trainable()});
+  }
+  return out;
+}
+
+void match(const fs::path& folder, const ManifestUnit& found, const Unit& own) {
+  const auto refuse = [&](const std::string& what) {
+    throw CheckpointError(
+        fmt::format("{} is a checkpoint of another model: {}. Open it with the model it was made from",
+                    folder.string(), what));
+  };
+  match_kind(folder, found, own);
+  if (found.segments.size() != own.segments.size()) {
+    refuse(fmt::format("unit {} has {} parameters there, {} here", own.name, found.segments.size(),
+                       own.segments.size()));
+  }
+  for (size_t s = 0; s < own.segments.size(); ++s) {
+    const ManifestSegment& there = found.segments[s];
+    const Segment& here = own.segments[s];
+    if (there.name != here.name)
+      refuse(fmt::format("parameter {} is called {} there", here.name, there.name));
+    if (there.shape != here.shape) {
+      refuse(fmt::format("{} has shape {} there, {} here", here.name, shape_text(there.shape),
+                         shape_text(here.shape)));
+    }
+    if (there.strides != here.strides) {
+      refuse(fmt::format("{} has strides {} there, {} here", here.name, strides_text(there.strides),
+                         strides_text(here.strides)));
+    }
+    if (there.begin != here.begin)
+      refuse(fmt::format("{} begins at {} there, at {} here", here.name, there.begin, here.begin));
+  }
+}
+
+int64_t manifest_bytes(const Context& context, Bound bound) {
+  const Layout& layout = context.layout;
+  const bool most = bound == Bound::most;
+  const auto at_most = [most](int64_t value) { return most ? value : 0; };
+  const int64_t steps = at_most(std::numeric_limits<int64_t>::max());
+  const int64_t offset = at_most(context.plan.nvme_reserve_bytes + context.plan.host_bytes());
+  const std::string rank = layout.slices > 1 ? fmt::format("rank{}-", at_most(layout.slices)) : "";
+  const std::string file =
+      rank + (most ? fmt::format("extents-{}-9999.bin", context.config.job) : kResidentFile);
+  Manifest manifest;
+  manifest.step = manifest.skipped_steps = steps;
+  manifest.world = layout.slices;
+  int64_t bytes = 0;
+  for (size_t u = 0; u < layout.units.size(); ++u) {
+    const Unit& unit = layout.units[u];
+    ManifestUnit described = describe(unit, context.units[u]);
+    for (ManifestSegment& segment : described.segments) segment.step = steps;
+    for (const Component component : kAllComponents) {
+      if (!unit.has(component)) continue;
+      const ManifestPiece piece{std::string(unit.component_name(component)),
+                                at_most(unit.elements),
+                                at_most(unit.elements),
+                                {file, offset, at_most(unit.component_bytes(component, unit.elements)), {}}};
+      int64_t blocks = 0;
+      for (int32_t c = unit.first_chunk; c < unit.first_chunk + unit.chunk_count; ++c)
+        blocks += io::checksum_blocks(context.component_bytes(c, component));
+      const int64_t of_a_rank =
+          unit.chunk_count * text_bytes(piece) + blocks * static_cast<int64_t>(kHexDigits);
+      bytes += layout.world * of_a_rank;
+    }
+    manifest.units.push_back(std::move(described));
+  }
+  return bytes + std::ssize(manifest_text(manifest));
+}
+
+}  // namespace overspill::engine

@@ -1,0 +1,103 @@
+// What becomes of gradients once they are in (gradients.h): kept beyond their step, cleared, scaled, made
+// zeros.
+#include <algorithm>
+#include <cstring>
+#include <vector>
+
+#include "engine/gradients.h"
+
+namespace overspill::engine {
+
+void Gradients::put_away() {
+  const std::lock_guard turn(turn_);
+  std::unique_lock lock(context_.mutex);
+  staging_.flush(lock);
+}
+
+void Gradients::clear() {
+  const std::lock_guard turn(turn_);
+  std::unique_lock lock(context_.mutex);
+  handed_over();
+  forget(lock);
+}
+
+void Gradients::throw_away() {
+  if (any()) return clear();
+  const std::lock_guard turn(turn_);
+  std::unique_lock lock(context_.mutex);
+  forget(lock);
+}
+
+void Gradients::forget(std::unique_lock<std::mutex>& lock) {
+  for (auto& unit : presence_) std::fill(unit.begin(), unit.end(), Presence::absent);
+  for (size_t c = 0; c < context_.chunks.size(); ++c) {
+    if (is_aside(context_.layout.chunks[c].unit)) continue;
+    ChunkState& state = context_.chunks[c];
+    state.gradient_kept = false;
+    if (context_.config.poison && context_.layout.slices == 1 && state.gradient != nullptr &&
+        !state.pending && state.guess == Guess::none)
+      std::memset(state.gradient, 0xFF,
+                  static_cast<size_t>(context_.gradient_bytes(static_cast<int32_t>(c))));
+  }
+  staging_.discard(lock, [&](int32_t chunk) { return !is_aside(context_.layout.chunks[chunk].unit); });
+}
+
+void Gradients::drop(int32_t unit, int32_t segment) {
+  presence_[unit][segment] = Presence::absent;
+}
+
+void Gradients::scale(double factor) {
+  const std::lock_guard guard(context_.mutex);
+  for (size_t u = 0; u < presence_.size(); ++u) {
+    for (size_t s = 0; s < presence_[u].size(); ++s) {
+      if (presence_[u][s] == Presence::there) factors_[u][s] *= factor;
+    }
+  }
+}
+
+void Gradients::become_zero() {
+  auto becoming = presence_;
+  throw_away();
+  for (auto& unit : becoming) {
+    std::replace_if(
+        unit.begin(), unit.end(), [](Presence presence) { return presence != Presence::absent; },
+        Presence::zero);
+  }
+  const std::lock_guard guard(context_.mutex);
+  presence_ = std::move(becoming);
+}
+
+void Gradients::reuse() {
+  const std::lock_guard guard(context_.mutex);
+  for (auto& unit : presence_) std::replace(unit.begin(), unit.end(), Presence::used, Presence::there);
+}
+
+void Gradients::handed_over() {
+  const bool some = any();  // a step without gradients leaves those of the one before
+  for (size_t u = 0; u < presence_.size(); ++u) {
+    if (some) {
+      std::replace(presence_[u].begin(), presence_[u].end(), Presence::used, Presence::absent);
+      std::replace(presence_[u].begin(), presence_[u].end(), Presence::there, Presence::used);
+    }
+    if (!is_aside(static_cast<int32_t>(u))) std::fill(arrivals_[u].begin(), arrivals_[u].end(), 0);
+  }
+  for (ChunkState& state : context_.chunks) state.gradient_kept = true;
+  if (context_.layout.slices > 1) sums_.restart();
+}
+
+void Gradients::reduce_presence() {
+  if (context_.layout.slices == 1) return;
+  std::vector<double> counts;
+  for (const auto& unit : presence_) {
+    for (Presence presence : unit) counts.push_back(presence == Presence::there ? 1 : 0);
+  }
+  context_.resources.communicator->all_reduce_sum(counts);
+  size_t next = 0;
+  for (auto& unit : presence_) {
+    for (Presence& presence : unit) {
+      if (counts[next++] > 0) presence = Presence::there;
+    }
+  }
+}
+
+}  // namespace overspill::engine

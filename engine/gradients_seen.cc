@@ -1,0 +1,180 @@
+// What is asked of gradients (gradients.h): their norm, whether they are finite, their values.
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <functional>
+#include <limits>
+#include <stdexcept>
+
+#include "cpu_optim/elements.h"
+#include "cpu_optim/gradient.h"
+#include "engine/gradients.h"
+
+namespace overspill::engine {
+namespace {
+
+constexpr int64_t kReadElements = 512 * 1024;  // at a time, where a gradient is only looked at
+
+}  // namespace
+
+optim::Squares Gradients::squares_of_run(int32_t chunk, size_t run) const {
+  const Chunk& c = context_.layout.chunks[chunk];
+  if (const auto known = squares_.of(chunk, run)) return *known;
+  const std::byte* data = context_.chunks[chunk].gradient;
+  if (data == nullptr) throw std::logic_error("nobody has squared a gradient that is not in memory");
+  return optim::squares_of(data + c.runs[run].begin * context_.gradient_width(c.unit), c.runs[run].elements,
+                           context_.gradient_type(c.unit));
+}
+
+optim::Squares Gradients::squares_of_chunk(int32_t chunk) const {
+  const Chunk& c = context_.layout.chunks[chunk];
+  optim::Squares total;
+  for (size_t r = 0; r < c.runs.size(); ++r) {
+    const int32_t segment = c.runs[r].segment;
+    if (!is_there(c.unit, segment)) continue;
+    const optim::Squares part = squares_of_run(chunk, r);
+    const double scale = factor(c.unit, segment);
+    if (context_.layout.units[c.unit].segments[segment].in_norm)
+      total.sum += scale == 1.0 ? part.sum : part.sum * scale * scale;
+    total.finite = total.finite && part.finite;
+  }
+  return total;
+}
+
+GradientSummary Gradients::summarize() {
+  const Layout& layout = context_.layout;
+  const auto chunks = static_cast<int64_t>(layout.chunks.size());
+  {
+    std::unique_lock lock(context_.mutex);
+    squares_.fetch(lock);
+  }
+  context_.resources.executor->parallel_for(
+      chunks, [&](int64_t c) { by_chunk_[c] = squares_of_chunk(static_cast<int32_t>(c)); });
+  // Slice by slice, in rank order, wherever they are: squares, chunks that are not finite.
+  auto& slices = by_slice_;
+  std::fill(slices.begin(), slices.end(), std::array<double, 2>{});
+  for (int64_t i = 0; i < chunks; ++i) {
+    auto& slice = slices[layout.world == 1 ? static_cast<size_t>(layout.chunks[i].slice) : 0];
+    slice[0] += by_chunk_[i].sum;
+    slice[1] += by_chunk_[i].finite ? 0 : 1;
+  }
+  std::array<double, 2> sums = slices[0];
+  for (size_t s = 1; s < slices.size(); ++s) {
+    for (size_t k = 0; k < 2; ++k) sums[k] += slices[s][k];
+  }
+  if (layout.world > 1) context_.resources.communicator->all_reduce_sum(sums);
+  if (context_.resources.model_ranks != nullptr) context_.resources.model_ranks->all_reduce_sum(sums);
+  const bool finite = sums[1] == 0;
+  return {finite ? sums[0] : std::numeric_limits<double>::infinity(), finite};
+}
+
+std::string Gradients::first_not_finite() const {
+  const auto bad = std::find_if(by_chunk_.begin(), by_chunk_.end(),
+                                [](const optim::Squares& squares) { return !squares.finite; });
+  if (bad == by_chunk_.end()) return {};
+  const auto chunk = static_cast<int32_t>(bad - by_chunk_.begin());
+  const Chunk& c = context_.layout.chunks[chunk];
+  for (size_t r = 0; r < c.runs.size(); ++r) {
+    const int32_t segment = c.runs[r].segment;
+    if (is_there(c.unit, segment) && !squares_of_run(chunk, r).finite)
+      return context_.layout.units[c.unit].segments[segment].name;
+  }
+  return {};
+}
+
+bool Gradients::any_nan() {
+  std::vector<float> values(static_cast<size_t>(kReadElements));
+  for (int32_t u = 0; u < std::ssize(presence_); ++u) {
+    for (int32_t s = 0; s < std::ssize(presence_[u]); ++s) {
+      if (!is_there(u, s)) continue;
+      const int64_t elements = context_.layout.units[u].segments[s].elements;
+      for (int64_t begin = 0; begin < elements; begin += kReadElements) {
+        const auto piece =
+            std::span(values).first(static_cast<size_t>(std::min(kReadElements, elements - begin)));
+        read(u, s, begin, piece);
+        if (std::any_of(piece.begin(), piece.end(), [](float value) { return std::isnan(value); }))
+          return true;
+      }
+    }
+  }
+  return false;
+}
+
+void Gradients::read(int32_t unit, int32_t segment, int64_t begin, std::span<float> out) {
+  const Segment& s = context_.layout.units[unit].segments[segment];
+  const int64_t end = begin + std::ssize(out);
+  if (begin < 0 || end > s.elements) {
+    throw std::invalid_argument(
+        fmt::format("{} has {} elements: there are none from {} to {}", s.name, s.elements, begin, end));
+  }
+  if (!present(unit, segment)) throw std::invalid_argument(fmt::format("{} has no gradient now", s.name));
+  if (presence(unit, segment) == Presence::zero) {
+    std::ranges::fill(out, 0.0F);
+    return;
+  }
+  read_unscaled(unit, segment, begin, out);
+  if (const double scale = factor(unit, segment); scale != 1.0) optim::scale(out, static_cast<float>(scale));
+}
+
+void Gradients::read_unscaled(int32_t unit, int32_t segment, int64_t begin, std::span<float> out) {
+  const Segment& s = context_.layout.units[unit].segments[segment];
+  const int64_t end = begin + std::ssize(out);
+  const int64_t width = context_.gradient_width(unit);
+  if (device_units_.hold(unit)) {
+    std::vector<std::byte> there(out.size() * static_cast<size_t>(width));
+    std::unique_lock lock(context_.mutex);
+    device_units_.read_gradient(lock, unit, segment, begin, there);
+    return widen(context_.gradient_type(unit), there.data(), out, true);
+  }
+  if (context_.units[unit].gradients != nullptr)
+    return widen(context_.gradient_type(unit), at(unit, s.begin + begin), out, true);
+  const std::lock_guard turn(turn_);
+  std::unique_lock lock(context_.mutex);
+  for_each_part(unit, segment, [&](const Part& part) {
+    const int64_t from = std::max(begin, part.in_segment);
+    const int64_t to = std::min(end, part.in_segment + part.elements);
+    if (from >= to) return;
+    const ChunkState& state = context_.chunks[part.chunk];
+    const std::byte* data = state.gradient;
+    if (state.gradient == nullptr) {
+      data = staging_.open(lock, part.chunk);
+      staging_.wait(lock, part.chunk);
+    }
+    const int64_t in_chunk = part.in_chunk + from - part.in_segment;
+    widen(state.gradient_element, data + in_chunk * optim::bytes(state.gradient_element),
+          out.subspan(static_cast<size_t>(from - begin), static_cast<size_t>(to - from)), true);
+    if (state.gradient == nullptr) staging_.close(lock, part.chunk, GradientStaging::Closing::unchanged);
+  });
+}
+
+void Gradients::apply_factor(int32_t unit, int32_t segment) {
+  const auto scale = static_cast<float>(factor(unit, segment));
+  if (scale == 1.0F || !is_there(unit, segment)) return;
+  const Arrival whole{unit, segment, context_.gradient_type(unit), /*first=*/true};
+  const int64_t elements = context_.layout.units[unit].segments[segment].elements;
+  std::vector<float> values;
+  std::vector<std::byte> scaled;
+  try {
+    for (int64_t begin = 0; begin < elements;) {
+      const int64_t end = piece_end(whole, begin);
+      values.resize(static_cast<size_t>(end - begin));
+      scaled.resize(values.size() * sizeof(float));
+      read_unscaled(unit, segment, begin, values);
+      optim::scale(std::span(values), scale);
+      narrow(whole.element, values, scaled.data());
+      add(whole, begin, end - begin, scaled.data());
+      begin = end;
+    }
+  } catch (const std::exception& error) {  // a part of it is scaled
+    const std::lock_guard guard(context_.mutex);
+    context_.fail(
+        fmt::format("clipping gradients of {}: {}", context_.layout.units[unit].name, error.what()));
+    context_.check();
+  }
+  const std::lock_guard guard(context_.mutex);
+  factors_[unit][segment] = 1.0;
+}
+
+}  // namespace overspill::engine

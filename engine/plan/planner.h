@@ -1,0 +1,13 @@
+// Decides where weights, states and gradients live (the order of claims on the budgets is in plan.h).
+#pragma once
+
+#include "engine/config.h"
+#include "engine/partition/layout.h"
+#include "engine/plan/plan.h"
+
+namespace overspill::engine {
+
+/// A plan with all its placements and sizes, without what only people read. Throws BudgetError.
+Plan place(const Layout& layout, const Config& config, const DeviceTraits& device);
+
+}  // namespace overspill::engine

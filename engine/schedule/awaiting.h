@@ -1,0 +1,29 @@
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+#include "engine/schedule/context.h"
+
+namespace overspill::engine {
+
+/// While it lives, a caller waits for the unit: other ranks serve it first. Needs the context's mutex.
+class Awaiting {
+ public:
+  Awaiting(Context& context, int32_t unit) : context_(context), unit_(unit) {
+    context_.awaited_units.push_back(unit);
+    if (context_.layout.slices > 1) context_.changed.notify_all();
+  }
+  ~Awaiting() {
+    auto& units = context_.awaited_units;
+    units.erase(std::find(units.begin(), units.end(), unit_));
+  }
+  Awaiting(const Awaiting&) = delete;
+  Awaiting& operator=(const Awaiting&) = delete;
+
+ private:
+  Context& context_;
+  const int32_t unit_;
+};
+
+}  // namespace overspill::engine
