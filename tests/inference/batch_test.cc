@@ -433,8 +433,8 @@ TEST_F(BatchTest, LayersThatAreReadFromDiskChangeNothing) {
 }
 
 TEST_F(BatchTest, RequestsBeyondThoseThatMayWaitAreRefused) {
-  Batch batch(folder_.load(), {.texts = 1, .positions = 1024, .waiting = 1});
-  const Request endless{.tokens = {1}, .new_tokens_max = 1000};
+  Batch batch(folder_.load(), {.texts = 1, .positions = 10'000'000, .waiting = 1});
+  const Request endless{.tokens = {1}, .new_tokens_max = 9'000'000};  // would take an hour
   const auto first = batch.submit(endless), second = batch.submit(endless);
   EXPECT_THROW(batch.submit(endless), QueueFull);
   EXPECT_TRUE(first->take());
