@@ -5,11 +5,11 @@
 
 #include <atomic>
 #include <cstring>
-#include <mutex>
 #include <string>
 #include <utility>
 #include <vector>
 
+#include "base/mutex.h"
 #include "engine/collectives/rank_order_sum.h"
 #include "engine/collectives/same_call.h"
 
@@ -61,7 +61,7 @@ class GroupCommunicator final : public engine::Communicator {
   int world() const override { return world_; }
 
   void all_gather(std::span<std::byte> data) override {
-    const std::lock_guard turn(turn_);
+    const MutexLock turn(turn_);
     announce(Call::all_gather, data.size(), data.size());
     const size_t slice = data.size() / world_;
     const auto at = [&](int rank) { return data.subspan(rank * slice, slice); };
@@ -70,7 +70,7 @@ class GroupCommunicator final : public engine::Communicator {
   }
 
   void all_to_all(std::span<const std::byte> send, std::span<std::byte> receive) override {
-    const std::lock_guard turn(turn_);
+    const MutexLock turn(turn_);
     announce(Call::all_to_all, send.size(), receive.size());
     const size_t slice = send.size() / world_;
     if (slice > 0) std::memcpy(receive.data() + rank_ * slice, send.data() + rank_ * slice, slice);
@@ -81,7 +81,7 @@ class GroupCommunicator final : public engine::Communicator {
 
   void exchange(std::span<const std::span<const std::byte>> send,
                 std::span<const std::span<std::byte>> receive) override {
-    const std::lock_guard turn(turn_);
+    const MutexLock turn(turn_);
     begin(Call::exchange);
     for (int peer = 0; peer < world_; ++peer)
       mine_[peer] = {calls_, send[peer].size(), receive[peer].size(), Call::exchange};
@@ -101,7 +101,7 @@ class GroupCommunicator final : public engine::Communicator {
 
   /// Whoever has heard announcements of all knows that all are here.
   void barrier() override {
-    const std::lock_guard turn(turn_);
+    const MutexLock turn(turn_);
     announce(Call::barrier, 0, 0);
   }
 
@@ -117,25 +117,27 @@ class GroupCommunicator final : public engine::Communicator {
   }
 
  private:
-  void begin(Call call) {
+  void begin(Call call) REQUIRES(turn_) {
     throw_if_failed(call);
     if (aborted_) fail(call, fmt::format("rank {} aborted", rank_));
     ++calls_;
   }
 
-  void announce(Call call, uint64_t send_bytes, uint64_t receive_bytes) {
+  void announce(Call call, uint64_t send_bytes, uint64_t receive_bytes) REQUIRES(turn_) {
     begin(call);
     for (Announcement& to_peer : mine_) to_peer = {calls_, send_bytes, receive_bytes, call};
     hear(call);
   }
 
   /// Sends each peer what is in mine_, and looks at what they said: one call, the same on all ranks.
-  void hear(Call call) {
+  void hear(Call call) REQUIRES(turn_) {
     said_[rank_] = mine_[rank_];
+    const std::span mine(mine_), said(said_);
     move(
-        call, [&](int rank) { return std::as_bytes(std::span(&mine_[rank], 1)); },
-        [&](int rank) { return std::as_writable_bytes(std::span(&said_[rank], 1)); });
+        call, [&](int rank) { return std::as_bytes(mine.subspan(rank, 1)); },
+        [&](int rank) { return std::as_writable_bytes(said.subspan(rank, 1)); });
     const auto difference = engine::find_difference(world_, [&](int rank) {
+      turn_.assume_held();
       const Announcement& said = said_[rank];
       if (said.call == Call::exchange) return engine::CallShape{name_of(said.call), 0, 0, false};
       return engine::CallShape{name_of(said.call), said.send_bytes, said.receive_bytes, true};
@@ -148,13 +150,13 @@ class GroupCommunicator final : public engine::Communicator {
     }
   }
 
-  void check_pair(int from, int to, size_t sent, size_t room) {
+  void check_pair(int from, int to, size_t sent, size_t room) REQUIRES(turn_) {
     if (sent != room) fail(Call::exchange, engine::odd_pair(from, to, sent, room));
   }
 
   /// Bytes from send(peer) to each peer, and from each into receive(peer).
   template <class Send, class Receive>
-  void move(Call call, Send send, Receive receive) {
+  void move(Call call, Send send, Receive receive) REQUIRES(turn_) {
     if (world_ == 1) return;
     std::string lost;
     try {
@@ -184,7 +186,7 @@ class GroupCommunicator final : public engine::Communicator {
     group_.get().attr("leave")();
   }
 
-  [[noreturn]] void fail(Call call, const std::string& why) {
+  [[noreturn]] void fail(Call call, const std::string& why) REQUIRES(turn_) {
     failure_ = why;
     try {
       failure_ = declare(why);
@@ -195,18 +197,18 @@ class GroupCommunicator final : public engine::Communicator {
     std::abort();
   }
 
-  void throw_if_failed(Call call) const {
+  void throw_if_failed(Call call) const REQUIRES(turn_) {
     if (!failure_.empty()) throw CommunicatorError(fmt::format("{}: {}", name_of(call), failure_));
   }
 
   const Held group_;
   int rank_ = 0;
   int world_ = 1;
-  std::mutex turn_;  // one call at a time; held without the GIL
-  uint64_t calls_ = 0;
-  std::vector<Announcement> mine_, said_;  // by rank: to it, and from it
-  std::vector<double> gathered_;
-  std::string failure_;
+  Mutex turn_;  // one call at a time; held without the GIL
+  uint64_t calls_ GUARDED_BY(turn_) = 0;
+  std::vector<Announcement> mine_ GUARDED_BY(turn_), said_ GUARDED_BY(turn_);  // by rank: to it, and from it
+  std::vector<double> gathered_;  // of all_reduce_sum, which one thread at a time calls
+  std::string failure_ GUARDED_BY(turn_);
   std::atomic<bool> aborted_ = false;
 };
 

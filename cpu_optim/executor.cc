@@ -5,10 +5,8 @@
 
 #include <algorithm>
 #include <atomic>
-#include <condition_variable>
 #include <cstdlib>
 #include <exception>
-#include <mutex>
 #include <stdexcept>
 #include <string>
 #include <string_view>
@@ -17,6 +15,7 @@
 #include <utility>
 #include <vector>
 
+#include "base/mutex.h"
 #include "cpu_optim/floating_point.h"
 
 namespace overspill::optim {
@@ -71,20 +70,20 @@ struct SharedLoop {
   const std::function<void(int64_t)>& body;
   const int64_t count;
   std::atomic<int64_t> next = 0;
-  std::mutex mutex;
-  std::condition_variable done;
-  int unfinished;
-  std::exception_ptr error;
+  Mutex mutex;
+  Condition done;
+  int unfinished GUARDED_BY(mutex);
+  std::exception_ptr error GUARDED_BY(mutex);
 
   void work() {
     try {
       for (int64_t i = next++; i < count; i = next++) body(i);
     } catch (...) {
       next = count;
-      const std::lock_guard lock(mutex);
+      const MutexLock lock(mutex);
       if (!error) error = std::current_exception();
     }
-    const std::lock_guard lock(mutex);
+    const MutexLock lock(mutex);
     if (--unfinished == 0) done.notify_one();  // under the lock: the caller's stack is gone after it
   }
 };
@@ -98,8 +97,8 @@ void parallel_for_on(Executor& executor, int64_t count, const std::function<void
   const auto tasks = static_cast<int>(std::min<int64_t>(count, executor.threads()));
   SharedLoop loop{.body = body, .count = count, .mutex = {}, .done = {}, .unfinished = tasks, .error = {}};
   for (int task = 0; task < tasks; ++task) executor.submit([&loop] { loop.work(); });
-  std::unique_lock lock(loop.mutex);
-  loop.done.wait(lock, [&] { return loop.unfinished == 0; });
+  const MutexLock lock(loop.mutex);
+  while (loop.unfinished != 0) loop.done.wait(loop.mutex);
   if (loop.error) std::rethrow_exception(loop.error);
 }
 
@@ -126,7 +125,7 @@ class ThreadExecutor final : public Executor {
 
   void submit(Task task) override {
     {
-      const std::lock_guard lock(mutex_);
+      const MutexLock lock(mutex_);
       queue_.push(std::move(task));
     }
     wake_.notify_one();
@@ -139,7 +138,7 @@ class ThreadExecutor final : public Executor {
  private:
   void end() {
     {
-      const std::lock_guard lock(mutex_);
+      const MutexLock lock(mutex_);
       stopping_ = true;
     }
     wake_.notify_all();
@@ -147,9 +146,9 @@ class ThreadExecutor final : public Executor {
   }
 
   void work() {
-    std::unique_lock lock(mutex_);
+    MutexLock lock(mutex_);
     while (true) {
-      wake_.wait(lock, [this] { return stopping_ || !queue_.empty(); });
+      while (!stopping_ && queue_.empty()) wake_.wait(mutex_);
       if (queue_.empty()) return;
       Task task = queue_.pop();
       lock.unlock();
@@ -158,10 +157,10 @@ class ThreadExecutor final : public Executor {
     }
   }
 
-  std::mutex mutex_;
-  std::condition_variable wake_;
-  TaskQueue queue_;
-  bool stopping_ = false;
+  Mutex mutex_;
+  Condition wake_;
+  TaskQueue queue_ GUARDED_BY(mutex_);
+  bool stopping_ GUARDED_BY(mutex_) = false;
   std::vector<std::thread> workers_;  // last: they use the members above
 };
 
@@ -177,10 +176,10 @@ class WorkerAllowance {
 
  private:
   static void change(int by) {
-    static std::mutex mutex;
-    static int total = 0;
-    static std::unique_ptr<tbb::global_control> control;
-    const std::lock_guard lock(mutex);
+    static Mutex mutex;
+    static int total GUARDED_BY(mutex) = 0;
+    static std::unique_ptr<tbb::global_control> control GUARDED_BY(mutex);
+    const MutexLock lock(mutex);
     total += by;
     control.reset();  // of several controls the lowest holds, so the old one has to go first
     if (total == 0) return;
@@ -201,15 +200,15 @@ class TbbExecutor final : public Executor {
   }
 
   ~TbbExecutor() override {
-    std::unique_lock lock(mutex_);
-    idle_.wait(lock, [this] { return unfinished_ == 0; });
+    const MutexLock lock(mutex_);
+    while (unfinished_ != 0) idle_.wait(mutex_);
   }
 
   int threads() const override { return arena_.max_concurrency(); }
 
   void submit(Task task) override {
     {
-      const std::lock_guard lock(mutex_);
+      const MutexLock lock(mutex_);
       queue_.push(std::move(task));
       ++unfinished_;
     }
@@ -222,7 +221,7 @@ class TbbExecutor final : public Executor {
 
  private:
   void run_next() noexcept {
-    std::unique_lock lock(mutex_);
+    MutexLock lock(mutex_);
     Task task = queue_.pop();
     lock.unlock();
     run_task(std::move(task));
@@ -232,10 +231,10 @@ class TbbExecutor final : public Executor {
 
   WorkerAllowance allowance_;
   tbb::task_arena arena_;
-  std::mutex mutex_;
-  std::condition_variable idle_;
-  TaskQueue queue_;
-  int64_t unfinished_ = 0;
+  Mutex mutex_;
+  Condition idle_;
+  TaskQueue queue_ GUARDED_BY(mutex_);
+  int64_t unfinished_ GUARDED_BY(mutex_) = 0;
 };
 
 }  // namespace

@@ -4,8 +4,8 @@
 
 #include <map>
 #include <memory>
-#include <mutex>
 
+#include "base/mutex.h"
 #include "kernels/device.h"
 
 namespace overspill::engine {
@@ -23,30 +23,30 @@ class Queues {
   explicit Queues(kernels::Device& device) : device_(device) {}
   /// Lives as long as this; for one thread at a time. Throws kernels::DeviceError.
   kernels::Stream& of(Queue queue) {
-    const std::lock_guard guard(mutex_);
+    const MutexLock guard(mutex_);
     return stream(queue);
   }
   /// What the queue has been given until now. Throws kernels::DeviceError.
   kernels::Event record(Queue queue) {
-    const std::lock_guard guard(mutex_);
+    const MutexLock guard(mutex_);
     return stream(queue).record();
   }
   /// What the queue is given from now on waits for the event. Throws kernels::DeviceError.
   void wait(Queue queue, const kernels::Event& event) {
-    const std::lock_guard guard(mutex_);
+    const MutexLock guard(mutex_);
     stream(queue).wait(event);
   }
 
  private:
-  kernels::Stream& stream(Queue queue) {
+  kernels::Stream& stream(Queue queue) REQUIRES(mutex_) {
     std::unique_ptr<kernels::Stream>& stream = streams_[queue.native];
     if (stream == nullptr) stream = device_.adopt_stream(queue.native);
     return *stream;
   }
 
   kernels::Device& device_;
-  std::mutex mutex_;  // taken after the engine's, where both are
-  std::map<void*, std::unique_ptr<kernels::Stream>> streams_;
+  Mutex mutex_;  // taken after the engine's, where both are
+  std::map<void*, std::unique_ptr<kernels::Stream>> streams_ GUARDED_BY(mutex_);
 };
 
 }  // namespace overspill::engine

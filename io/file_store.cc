@@ -8,14 +8,13 @@
 #include <chrono>
 #include <deque>
 #include <limits>
-#include <mutex>
 #include <numeric>
 #include <optional>
-#include <shared_mutex>
 #include <span>
 #include <system_error>
 #include <utility>
 
+#include "base/mutex.h"
 #include "io/backend.h"
 #include "io/balance.h"
 #include "io/block_device.h"
@@ -87,9 +86,7 @@ class FileStore final : public StoreBase<Store> {
     const std::optional<int> numa_node;
     PieceQueue queue;
     std::unique_ptr<Backend> backend;
-    std::atomic<int64_t> reserved_bytes = 0;  // changed under grow_mutex_
-    std::string closed;                       // guarded by balance_mutex_
-    bool warned_of_room = false;              // guarded by grow_mutex_
+    std::atomic<int64_t> reserved_bytes = 0;  // changed by who grows
   };
   struct Slab {
     SlabFile file;
@@ -114,23 +111,24 @@ class FileStore final : public StoreBase<Store> {
   void first_retry(const Error& why) noexcept override;
   void given_up() noexcept override { watch_->wake(); }
 
-  size_t lane_of(const Extent& extent) const;
-  Extent place(int64_t bytes);
+  size_t lane_of(const Extent& extent) const EXCLUDES(slabs_mutex_);
+  Extent place(int64_t bytes) EXCLUDES(balance_mutex_, slabs_mutex_);
   void explain_no_space(Transfer& transfer) noexcept;
   bool move_elsewhere(Transfer& transfer) noexcept;
   bool write_later(Transfer& transfer) noexcept;
-  void close(size_t lane, const Error& error);
+  void close(size_t lane, const Error& error) EXCLUDES(balance_mutex_, slabs_mutex_);
   static void warn(const Lane& lane, const std::string& what);
   void set_first_weights(const FileStoreOptions& options);
-  void follow_speeds();
+  void follow_speeds() REQUIRES(balance_mutex_);
 
-  void grow_to(int64_t bytes);
-  bool grow_lane(size_t lane, int64_t bytes, int64_t wanted_bytes, Growth& growth);
-  void add_slab_for(int64_t bytes);
-  bool make_slab(size_t lane, int64_t bytes, int64_t wanted_bytes, Growth& growth);
-  void adopt(Growth& growth);
-  void undo(Growth& growth);
+  void grow_to(int64_t bytes) REQUIRES(grow_mutex_);
+  bool grow_lane(size_t lane, int64_t bytes, int64_t wanted_bytes, Growth& growth) REQUIRES(grow_mutex_);
+  void add_slab_for(int64_t bytes) REQUIRES(grow_mutex_);
+  bool make_slab(size_t lane, int64_t bytes, int64_t wanted_bytes, Growth& growth) REQUIRES(grow_mutex_);
+  void adopt(Growth& growth) REQUIRES(grow_mutex_) EXCLUDES(slabs_mutex_);
+  void undo(Growth& growth) REQUIRES(grow_mutex_);
   StoreError too_small(int64_t wanted_bytes, const Growth& growth, std::span<const int64_t> parts) const;
+  size_t slab_count() const EXCLUDES(slabs_mutex_);
   void stop();
 
   const std::string job_;
@@ -140,13 +138,15 @@ class FileStore final : public StoreBase<Store> {
   std::shared_ptr<Parts> parts_ = std::make_shared<Parts>();
   std::deque<Lane>& lanes_ = parts_->lanes;
 
-  std::mutex grow_mutex_;                  // held while files grow; taken before the others
-  mutable std::shared_mutex slabs_mutex_;  // guards the table, which only grows; its entries never move
-  std::deque<Slab>& slabs_ = parts_->slabs;
+  Mutex grow_mutex_ ACQUIRED_BEFORE(balance_mutex_, slabs_mutex_);  // held while files grow
+  std::vector<bool> warned_of_room_ GUARDED_BY(grow_mutex_);        // by lane
+  mutable SharedMutex slabs_mutex_;
+  std::deque<Slab>& slabs_ GUARDED_BY(slabs_mutex_) = parts_->slabs;  // only grows; its entries never move
   const std::shared_ptr<StallWatch> watch_;
   SlabShares shares_;
-  mutable std::mutex balance_mutex_;
-  Balance balance_;
+  mutable Mutex balance_mutex_ ACQUIRED_BEFORE(slabs_mutex_);
+  Balance balance_ GUARDED_BY(balance_mutex_);
+  std::vector<std::string> closed_ GUARDED_BY(balance_mutex_);  // by lane: why it takes no new data
 };
 
 std::unique_ptr<Backend> make_backend(PieceQueue& queue, const FileStoreOptions& options) {
@@ -164,9 +164,11 @@ std::unique_ptr<Backend> make_backend(PieceQueue& queue, const FileStoreOptions&
 FileStore::FileStore(const FileStoreOptions& options)
     : job_(options.job),
       slab_bytes_(round_up_to_block(options.slab_bytes)),
+      warned_of_room_(options.paths.size()),
       watch_(std::make_shared<StallWatch>(options.patience.stall)),
       shares_(watch_.get()),
-      balance_(options.paths.size()) {
+      balance_(options.paths.size()),
+      closed_(options.paths.size()) {
   if (options.slab_bytes <= 0)
     throw invalid(Operation::open, fmt::format("slabs of {} bytes", options.slab_bytes));
   if (!options.speeds.empty() && options.speeds.size() != options.paths.size()) {
@@ -201,12 +203,11 @@ void FileStore::set_first_weights(const FileStoreOptions& options) {
     speeds = measure_speeds(folders, kSpeedPhase);
   }
   for (size_t i = 0; i < speeds.size(); ++i) lanes_[i].queue.meter().seed(speeds[i]);
-  const std::lock_guard lock(balance_mutex_);
+  const MutexLock lock(balance_mutex_);
   follow_speeds();
 }
 
-// The weights as they are measured now; a path that is not measured counts as the others' mean. Needs the
-// balance's lock.
+// The weights as they are measured now; a path that is not measured counts as the others' mean.
 void FileStore::follow_speeds() {
   double sum = 0;
   int known = 0;
@@ -266,7 +267,7 @@ void FileStore::stop() {
 void FileStore::reserve(int64_t bytes) {
   if (bytes == 0) return;
   bytes = checked_extent_bytes(bytes);
-  const std::lock_guard lock(grow_mutex_);
+  const MutexLock lock(grow_mutex_);
   if (bytes > space_.slab_bytes() || (lanes_.size() > 1 && bytes > space_.limit_bytes())) grow_to(bytes);
   space_.raise_limit(bytes);
 }
@@ -276,7 +277,7 @@ void FileStore::reserve(int64_t bytes) {
 void FileStore::grow_to(int64_t bytes) {
   std::vector<double> weights;
   {
-    const std::lock_guard lock(balance_mutex_);
+    const MutexLock lock(balance_mutex_);
     follow_speeds();
     for (size_t i = 0; i < lanes_.size(); ++i)
       weights.push_back(balance_.is_open(i) ? balance_.weight(i) : 0);
@@ -302,7 +303,7 @@ void FileStore::grow_to(int64_t bytes) {
       all = grow_lane(i, parts[i] - lanes_[i].reserved_bytes, bytes - space_.slab_bytes(), growth);
     std::vector<bool> open(lanes_.size());
     {
-      const std::lock_guard lock(balance_mutex_);
+      const MutexLock lock(balance_mutex_);
       for (size_t i = 0; i < lanes_.size(); ++i) open[i] = balance_.is_open(i);
     }
     for (size_t i = 0; i < lanes_.size(); ++i) weights[i] = open[i] ? weights[i] : 0;
@@ -310,7 +311,8 @@ void FileStore::grow_to(int64_t bytes) {
     const std::vector<int64_t> unlimited(lanes_.size(), std::numeric_limits<int64_t>::max() / 2);
     const std::vector<int64_t> fair = apportion(bytes, weights, unlimited);
     for (size_t i = 0; i < lanes_.size(); ++i) {
-      if (parts[i] < fair[i] && open[i] && !std::exchange(lanes_[i].warned_of_room, true)) {
+      if (parts[i] < fair[i] && open[i] && !warned_of_room_[i]) {
+        warned_of_room_[i] = true;
         warn(lanes_[i],
              fmt::format("has room for {} of the {} bytes that its speed is worth; the other paths "
                          "take the rest",
@@ -334,8 +336,13 @@ bool FileStore::grow_lane(size_t lane, int64_t bytes, int64_t wanted_bytes, Grow
   return true;
 }
 
+size_t FileStore::slab_count() const {
+  const ReaderLock lock(slabs_mutex_);
+  return slabs_.size();
+}
+
 bool FileStore::make_slab(size_t lane, int64_t bytes, int64_t wanted_bytes, Growth& growth) {
-  const auto number = static_cast<uint32_t>(slabs_.size() + growth.made.size());
+  const auto number = static_cast<uint32_t>(slab_count() + growth.made.size());
   try {
     growth.made.push_back({lanes_[lane].folder.create_slab(number, bytes, wanted_bytes, watch_.get()), lane});
   } catch (const StoreError& error) {
@@ -356,7 +363,7 @@ void FileStore::undo(Growth& growth) {
 }
 
 void FileStore::adopt(Growth& growth) {
-  const std::lock_guard lock(slabs_mutex_);
+  const MutexLock lock(slabs_mutex_);
   for (Slab& slab : growth.made) {
     space_.add_slab(static_cast<int>(slab.lane), slab.file.bytes);
     slabs_.push_back(std::move(slab));
@@ -386,7 +393,7 @@ void FileStore::add_slab_for(int64_t bytes) {
   while (true) {
     std::optional<size_t> lane;
     {
-      const std::lock_guard lock(balance_mutex_);
+      const MutexLock lock(balance_mutex_);
       lane = balance_.next(bytes, refused);
     }
     if (!lane) throw too_small(bytes, growth, std::vector<int64_t>(lanes_.size(), bytes));
@@ -397,7 +404,7 @@ void FileStore::add_slab_for(int64_t bytes) {
 
 // On the path that is furthest behind its share and has room; an empty extent where none has.
 Extent FileStore::place(int64_t bytes) {
-  const std::lock_guard lock(balance_mutex_);
+  const MutexLock lock(balance_mutex_);
   if (lanes_.size() > 1) follow_speeds();
   for (uint64_t refused = 0;;) {
     const auto lane = balance_.next(bytes, refused);
@@ -415,7 +422,7 @@ Extent FileStore::allocate(int64_t bytes) {
   bytes = checked_extent_bytes(bytes);
   if (const Extent extent = place(bytes); !extent.empty()) return extent;
   // A reservation is a promise in bytes: where only fragmentation is in the way, another slab keeps it.
-  const std::lock_guard lock(grow_mutex_);
+  const MutexLock lock(grow_mutex_);
   Extent extent = place(bytes);
   if (extent.empty() && space_.within_limit(bytes)) {
     add_slab_for(bytes);
@@ -426,7 +433,7 @@ Extent FileStore::allocate(int64_t bytes) {
 }
 
 size_t FileStore::lane_of(const Extent& extent) const {
-  const std::shared_lock lock(slabs_mutex_);
+  const ReaderLock lock(slabs_mutex_);
   return extent.slab < slabs_.size() ? slabs_[extent.slab].lane : 0;
 }
 
@@ -457,7 +464,7 @@ void FileStore::completed(Transfer& transfer) noexcept {
 // The space of a slab was taken before the first step. A write that finds none means that another file shares
 // the slab's blocks, so that the file system needs new ones.
 void FileStore::explain_no_space(Transfer& transfer) noexcept {
-  const std::shared_lock lock(slabs_mutex_);
+  const ReaderLock lock(slabs_mutex_);
   const Extent& extent = transfer.extent;
   if (!has_shared_blocks(slabs_[extent.slab].file.fd.get(), extent.offset, extent.bytes)) return;
   transfer.error->detail +=
@@ -468,7 +475,7 @@ void FileStore::explain_no_space(Transfer& transfer) noexcept {
 bool FileStore::move_elsewhere(Transfer& transfer) noexcept {
   const Extent old = transfer.extent;
   {
-    const std::lock_guard lock(balance_mutex_);
+    const MutexLock lock(balance_mutex_);
     if (balance_.is_open(lane_of(old))) return false;  // the last path: there is no elsewhere
   }
   try {
@@ -514,9 +521,9 @@ bool FileStore::write_later(Transfer& transfer) noexcept {
 void FileStore::close(size_t number, const Error& error) {
   const std::string why = error.message();
   {
-    const std::lock_guard lock(balance_mutex_);
+    const MutexLock lock(balance_mutex_);
     if (!balance_.close(number)) return;
-    lanes_[number].closed = why;
+    closed_[number] = why;
   }
   warn(lanes_[number], "takes no new data any more: " + why);
 }
@@ -527,13 +534,13 @@ void FileStore::warn(const Lane& lane, const std::string& what) {
 }
 
 Target FileStore::locate(const Transfer& transfer) {
-  const std::shared_lock lock(slabs_mutex_);
+  const ReaderLock lock(slabs_mutex_);
   const uint32_t slab = transfer.extent.slab;
   return {.fd = slabs_[slab].file.fd.get(), .slab = slab, .sums = space_.sums(transfer.extent)};
 }
 
 std::string FileStore::path_of(const Target& target) {
-  const std::shared_lock lock(slabs_mutex_);
+  const ReaderLock lock(slabs_mutex_);
   return slabs_[target.slab].file.path.string();
 }
 
@@ -545,7 +552,7 @@ void FileStore::first_retry(const Error& why) noexcept {
 }
 
 std::string FileStore::file_of(const Extent& extent) const {
-  const std::shared_lock lock(slabs_mutex_);
+  const ReaderLock lock(slabs_mutex_);
   return extent.slab < slabs_.size() ? slabs_[extent.slab].file.path.string() : "no slab of this store";
 }
 
@@ -554,7 +561,7 @@ Export FileStore::export_extents(std::span<const Extent> extents, const std::fil
   std::vector<ExportItem> items;
   items.reserve(extents.size());
   for (const Extent& extent : extents) {
-    const std::shared_lock lock(slabs_mutex_);
+    const ReaderLock lock(slabs_mutex_);
     items.push_back({extent, &slabs_[extent.slab].file, space_.sums(extent)});
   }
   return export_items(items, folder, job_, shares_, watch_.get());
@@ -589,10 +596,10 @@ StoreStats FileStore::stats() const {
     paths.push_back(std::move(path));
   }
   {
-    const std::lock_guard lock(balance_mutex_);
+    const MutexLock lock(balance_mutex_);
     for (size_t i = 0; i < lanes_.size(); ++i) {
       paths[i].share = balance_.share(i);
-      paths[i].closed = lanes_[i].closed;
+      paths[i].closed = closed_[i];
     }
   }
   StoreStats stats = base_stats(std::move(paths));

@@ -13,11 +13,11 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstddef>
-#include <mutex>
 #include <set>
 #include <utility>
 #include <vector>
 
+#include "base/mutex.h"
 #include "io/say.h"
 #include "io/stall_watch.h"
 #include "io/unique_fd.h"
@@ -120,9 +120,9 @@ bool has_shared_blocks(int fd, int64_t offset, int64_t bytes) {
 }
 
 void warn_once(const std::string& text) {
-  static std::mutex mutex;
-  static std::set<std::string> said;
-  const std::lock_guard lock(mutex);
+  static Mutex mutex;
+  static std::set<std::string> said GUARDED_BY(mutex);
+  const MutexLock lock(mutex);
   if (said.insert(text).second) say_on_stderr("overspill: warning: " + text);
 }
 

@@ -4,10 +4,9 @@
 
 #include <algorithm>
 #include <array>
-#include <condition_variable>
 #include <cstdint>
-#include <mutex>
 
+#include "base/mutex.h"
 #include "io/store.h"
 
 namespace overspill::io {
@@ -15,7 +14,7 @@ namespace overspill::io {
 class InFlight {
  public:
   void begin(Transfer& transfer) {
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     transfer.epoch = epoch_;
     ++counts_[epoch_];
     max_ = std::max(max_, counts_[0] + counts_[1]);
@@ -23,45 +22,45 @@ class InFlight {
 
   /// `epoch` as the transfer had it before its callback, which may have submitted it again.
   void end(uint8_t epoch) {
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     if (--counts_[epoch] == 0) none_.notify_all();
   }
 
   /// One drain at a time: it turns to the other epoch, which the drain before has emptied. `poll` as
   /// Store::poll.
   template <class Poll>
-  void drain(Poll poll) {
-    const std::lock_guard one_at_a_time(drain_mutex_);
+  void drain(Poll poll) EXCLUDES(drain_mutex_) {
+    const MutexLock one_at_a_time(drain_mutex_);
     const uint8_t before = turn();
     while (left(before) > 0 && poll()) {
     }
-    std::unique_lock lock(mutex_);
-    none_.wait(lock, [&] { return counts_[before] == 0; });
+    const MutexLock lock(mutex_);
+    while (counts_[before] != 0) none_.wait(mutex_);
   }
 
   int64_t max() const {
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     return max_;
   }
 
  private:
   uint8_t turn() {
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     const uint8_t before = epoch_;
     epoch_ = before == 0 ? 1 : 0;
     return before;
   }
   int64_t left(uint8_t epoch) const {
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     return counts_[epoch];
   }
 
-  std::mutex drain_mutex_;
-  mutable std::mutex mutex_;
-  std::condition_variable none_;
-  std::array<int64_t, 2> counts_{};
-  int64_t max_ = 0;
-  uint8_t epoch_ = 0;
+  Mutex drain_mutex_ ACQUIRED_BEFORE(mutex_);
+  mutable Mutex mutex_;
+  Condition none_;
+  std::array<int64_t, 2> counts_ GUARDED_BY(mutex_){};
+  int64_t max_ GUARDED_BY(mutex_) = 0;
+  uint8_t epoch_ GUARDED_BY(mutex_) = 0;
 };
 
 }  // namespace overspill::io

@@ -1,15 +1,17 @@
 #include "io/kept.h"
 
-#include <mutex>
 #include <utility>
 #include <vector>
+
+#include "base/mutex.h"
 
 namespace overspill::io {
 
 void keep_for_ever(std::shared_ptr<void> kept) {
-  static std::mutex mutex;
-  static auto& all = *new std::vector<std::shared_ptr<void>>;  // reachable, and never destroyed
-  const std::lock_guard lock(mutex);
+  static Mutex mutex;
+  static auto& all GUARDED_BY(mutex) =
+      *new std::vector<std::shared_ptr<void>>;  // reachable, and never destroyed
+  const MutexLock lock(mutex);
   all.push_back(std::move(kept));
 }
 

@@ -5,7 +5,6 @@
 
 #include <algorithm>
 #include <cstring>
-#include <mutex>
 #include <random>
 #include <set>
 #include <span>
@@ -14,6 +13,7 @@
 #include <utility>
 #include <vector>
 
+#include "base/mutex.h"
 #include "io/say.h"
 #include "io/slab_export.h"
 #include "io/store_base.h"
@@ -50,23 +50,23 @@ class Arena {
   size_t bytes_;
 };
 
-/// Seeded chance. Guarded by a mutex: completions come from one thread, exports from others.
+/// Seeded chance, of any thread: completions come from one, exports from others.
 class Dice {
  public:
   explicit Dice(uint64_t seed) : engine_(seed) {}
   bool happens(double probability) {
     if (probability <= 0) return false;
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     return std::uniform_real_distribution<double>(0, 1)(engine_) < probability;
   }
   int64_t below(int64_t end) {
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     return std::uniform_int_distribution<int64_t>(0, end - 1)(engine_);
   }
 
  private:
-  std::mutex mutex_;
-  std::mt19937_64 engine_;
+  Mutex mutex_;
+  std::mt19937_64 engine_ GUARDED_BY(mutex_);
 };
 
 class SimulatedStore final : public StoreBase<MemoryStore> {
@@ -127,11 +127,11 @@ class SimulatedStore final : public StoreBase<MemoryStore> {
   const std::shared_ptr<VirtualTime> time_;  // null: the thread delivers
   Arena arena_;
   Dice dice_;
-  mutable std::mutex mutex_;
-  FaultCounts counts_;
-  int64_t complete_bytes_ = 0;
-  int64_t least_complete_bytes_ = 0;
-  std::vector<Extent> unsynced_;
+  mutable Mutex mutex_;
+  FaultCounts counts_ GUARDED_BY(mutex_);
+  int64_t complete_bytes_ GUARDED_BY(mutex_) = 0;
+  int64_t least_complete_bytes_ GUARDED_BY(mutex_) = 0;
+  std::vector<Extent> unsynced_ GUARDED_BY(mutex_);
   PieceQueue queue_;
   // Of whoever delivers:
   std::vector<InTransit> in_transit_;
@@ -186,18 +186,18 @@ void SimulatedStore::release(const Extent& extent) {
   const bool complete = space_.written(extent);
   StoreBase::release(extent);
   if (!complete) return;
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   complete_bytes_ -= extent.bytes;
   least_complete_bytes_ = std::min(least_complete_bytes_, complete_bytes_);
 }
 
 int64_t SimulatedStore::complete_bytes() const {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   return complete_bytes_;
 }
 
 int64_t SimulatedStore::take_least_complete_bytes() {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   return std::exchange(least_complete_bytes_, complete_bytes_);
 }
 
@@ -208,7 +208,7 @@ Target SimulatedStore::locate(const Transfer& transfer) {
 void SimulatedStore::completed(Transfer& transfer) noexcept {
   ++completions_;
   if (transfer.kind == Transfer::Kind::write && !transfer.error) {
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     unsynced_.push_back(transfer.extent);
     complete_bytes_ += transfer.extent.bytes;
   }
@@ -378,12 +378,12 @@ bool SimulatedStore::strikes(double probability, int64_t FaultCounts::*counter) 
 }
 
 void SimulatedStore::count(int64_t FaultCounts::*counter) {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   ++(counts_.*counter);
 }
 
 FaultCounts SimulatedStore::fault_counts() const {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   return counts_;
 }
 
@@ -406,7 +406,7 @@ Export SimulatedStore::export_extents(std::span<const Extent> extents, const std
   }
   file.finish();
   sync_folder(folder);
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   std::erase_if(unsynced_, [&](const Extent& one) {
     return std::find(extents.begin(), extents.end(), one) != extents.end();
   });
@@ -414,7 +414,7 @@ Export SimulatedStore::export_extents(std::span<const Extent> extents, const std
 }
 
 void SimulatedStore::cut() {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   for (const Extent& extent : unsynced_) {
     if (!space_.written(extent)) continue;
     if (dice_.happens(faults_.dropped_at_cut)) {

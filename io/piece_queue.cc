@@ -52,7 +52,7 @@ PieceQueue::PieceQueue(TransferOwner& owner, int depth, int64_t piece_bytes, Res
 void PieceQueue::push(Transfer& transfer) {
   bool given_up = false;
   {
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     append(transfer);
     given_up = given_up_.has_value();
     if (given_up) ++calls_;
@@ -71,7 +71,7 @@ void PieceQueue::append(Transfer& transfer) {
 bool PieceQueue::push_later(Transfer& transfer, const Error& why) {
   bool first = false;
   {
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     if (stopped_ || given_up_ || transfer.retries >= retry_.tries_max) return false;
     ++transfer.retries;
     transfer.due_ns = (clock_() + retry_.wait_before(transfer.retries)).count();
@@ -115,7 +115,7 @@ bool PieceQueue::take(Piece& piece, Transfer::Priority from) {
     bool got_piece = false;
     Transfer* over = nullptr;
     {
-      const std::lock_guard lock(mutex_);
+      const MutexLock lock(mutex_);
       append_due();
       if (const auto due = first_due(from); due != waiting_.end()) {
         piece = due->piece;
@@ -135,9 +135,9 @@ bool PieceQueue::take(Piece& piece, Transfer::Priority from) {
 /// Once the queue is stopped nothing waits any more.
 std::vector<PieceQueue::Waiting>::iterator PieceQueue::first_due(Transfer::Priority from) {
   if (waiting_.empty() || given_up_) return waiting_.end();
-  const auto now = clock_();
+  const auto now = stopped_ ? std::chrono::nanoseconds::max() : clock_();
   return std::ranges::find_if(waiting_, [&](const Waiting& one) {
-    return one.piece.active->transfer->priority >= from && (stopped_ || one.due <= now);
+    return one.piece.active->transfer->priority >= from && one.due <= now;
   });
 }
 
@@ -154,7 +154,7 @@ std::optional<std::chrono::nanoseconds> PieceQueue::earliest_due() const {
 }
 
 std::optional<std::chrono::nanoseconds> PieceQueue::next_try_in() {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   const auto due = earliest_due();
   if (!due) return std::nullopt;
   return std::max(std::chrono::nanoseconds(0), *due - clock_());
@@ -169,7 +169,7 @@ PieceQueue::Fifo* PieceQueue::first_pending(Transfer::Priority from) {
 }
 
 bool PieceQueue::has_urgent_work() {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   append_due();
   if (first_due(Transfer::Priority::demand) != waiting_.end()) return true;
   const Fifo* fifo = first_pending(Transfer::Priority::demand);
@@ -177,17 +177,17 @@ bool PieceQueue::has_urgent_work() {
 }
 
 bool PieceQueue::has_work() {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   return pending();
 }
 
 bool PieceQueue::wait() {
-  std::unique_lock lock(mutex_);
+  const MutexLock lock(mutex_);
   while (!stopped_ && !pending()) {
     if (const auto due = earliest_due()) {
-      work_.wait_for(lock, *due - clock_());
+      work_.wait_for(mutex_, *due - clock_());
     } else {
-      work_.wait(lock);
+      work_.wait(mutex_);
     }
   }
   return pending();
@@ -195,7 +195,7 @@ bool PieceQueue::wait() {
 
 void PieceQueue::stop() {
   {
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     stopped_ = true;
   }
   work_.notify_all();
@@ -270,14 +270,14 @@ void PieceQueue::tell_given_up() {
 }
 
 void PieceQueue::call_ends() {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   if (--calls_ == 0) quiet_.notify_all();
 }
 
 // ---- what has no answer
 
 void PieceQueue::asked(Piece& piece) {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   const auto free = std::ranges::find_if(at_kernel_, [](const AtKernel& one) { return !one.used; });
   piece.ticket = static_cast<int>(free - at_kernel_.begin());
   *free = {.used = true,
@@ -289,7 +289,7 @@ void PieceQueue::asked(Piece& piece) {
 }
 
 void PieceQueue::answered(Piece& piece) {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   at_kernel_[static_cast<size_t>(std::exchange(piece.ticket, -1))].used = false;
   last_answer_ = clock_();
 }
@@ -303,7 +303,7 @@ const PieceQueue::AtKernel* PieceQueue::longest_at_kernel() const {
 }
 
 std::optional<std::chrono::nanoseconds> PieceQueue::silent_since() {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   const AtKernel* longest = given_up_ ? nullptr : longest_at_kernel();  // a broken ring never answers
   return longest == nullptr ? std::nullopt : std::optional(std::max(last_answer_, longest->since));
 }
@@ -312,7 +312,7 @@ std::optional<Unanswered> PieceQueue::unanswered() {
   AtKernel longest;
   int64_t requests = 0;
   {
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     const AtKernel* found = longest_at_kernel();
     if (found == nullptr) return std::nullopt;
     longest = *found;
@@ -327,7 +327,7 @@ std::optional<Unanswered> PieceQueue::unanswered() {
 
 void PieceQueue::give_up(const Error& why) {
   {
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     if (given_up_) return;
     given_up_ = why;
     ++calls_;
@@ -337,7 +337,7 @@ void PieceQueue::give_up(const Error& why) {
 }
 
 bool PieceQueue::is_given_up() {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   return given_up_.has_value();
 }
 
@@ -346,9 +346,9 @@ void PieceQueue::fail_all() {
 }
 
 Transfer* PieceQueue::next_to_fail() {
-  std::unique_lock lock(mutex_);
+  const MutexLock lock(mutex_);
   if (!given_up_) return nullptr;
-  quiet_.wait(lock, [&] { return looking_ == 0; });
+  while (looking_ != 0) quiet_.wait(mutex_);
   append_due();
   for (const Waiting& one : std::exchange(waiting_, {})) --one.piece.active->pieces;
   for (Fifo& fifo : fifos_) fifo.current = nullptr;
@@ -377,35 +377,35 @@ void PieceQueue::let_go(Active& active) {
 }
 
 bool PieceQueue::kernel_keeps_memory() {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   return given_up_ && std::ranges::any_of(actives_, [](const Active& active) { return active.pieces > 0; });
 }
 
 PieceQueue::Looking::Looking(PieceQueue& queue) : queue_(queue) {
-  const std::lock_guard lock(queue.mutex_);
+  const MutexLock lock(queue.mutex_);
   allowed_ = !queue.given_up_;
   queue.looking_ += allowed_ ? 1 : 0;
 }
 
 PieceQueue::Looking::~Looking() {
-  const std::lock_guard lock(queue_.mutex_);
+  const MutexLock lock(queue_.mutex_);
   if (allowed_ && --queue_.looking_ == 0) queue_.quiet_.notify_all();
 }
 
 void PieceQueue::threads_begin(int threads) {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   threads_ += threads;
 }
 
 void PieceQueue::thread_ends() {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   --threads_;
   quiet_.notify_all();
 }
 
 bool PieceQueue::wait_for_threads() {
-  std::unique_lock lock(mutex_);
-  quiet_.wait(lock, [&] { return calls_ == 0 && (threads_ == 0 || (given_up_ && looking_ == 0)); });
+  const MutexLock lock(mutex_);
+  while (calls_ != 0 || (threads_ != 0 && (!given_up_ || looking_ != 0))) quiet_.wait(mutex_);
   return threads_ == 0;
 }
 
@@ -472,7 +472,7 @@ PieceQueue::Verdict PieceQueue::judge_error(Piece& piece, int os_error) {
 bool PieceQueue::try_later(Piece& piece, const Error& why, std::atomic<int64_t>& counter) {
   bool first = false;
   {
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     if (stopped_ || given_up_ || piece.active->error || piece.retries >= retry_.tries_max) return false;
     ++piece.retries;
     meter_.returned(piece.active->transfer->kind, 0);
@@ -502,7 +502,7 @@ RetryStats PieceQueue::retries() const {
 void PieceQueue::finish(Piece& piece, std::optional<Error> error) {
   Transfer* over = nullptr;
   {
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     Active& active = *piece.active;
     if (given_up_) {
       --active.pieces;

@@ -7,15 +7,14 @@
 #include <array>
 #include <atomic>
 #include <chrono>
-#include <condition_variable>
 #include <cstdint>
 #include <functional>
-#include <mutex>
 #include <optional>
 #include <span>
 #include <string>
 #include <vector>
 
+#include "base/mutex.h"
 #include "io/error.h"
 #include "io/lane_meter.h"
 #include "io/patience.h"
@@ -200,28 +199,28 @@ class PieceQueue {
     std::atomic<int64_t>* counter = nullptr;  // of later
   };
 
-  Active& start(Fifo& fifo);
-  Transfer* advance(Fifo& fifo, Piece& piece, bool& got_piece);
-  Transfer* retire(Active& active);
-  void complete(Transfer& transfer);
-  void tell_given_up();
-  void call_ends();
-  Fifo* first_pending(Transfer::Priority from);
-  void append(Transfer& transfer);
-  void append_due();
-  bool pending() {
+  Active& start(Fifo& fifo) REQUIRES(mutex_);
+  Transfer* advance(Fifo& fifo, Piece& piece, bool& got_piece) REQUIRES(mutex_);
+  Transfer* retire(Active& active) REQUIRES(mutex_);
+  void complete(Transfer& transfer) EXCLUDES(mutex_);
+  void tell_given_up() EXCLUDES(mutex_);
+  void call_ends() EXCLUDES(mutex_);
+  Fifo* first_pending(Transfer::Priority from) REQUIRES(mutex_);
+  void append(Transfer& transfer) REQUIRES(mutex_);
+  void append_due() REQUIRES(mutex_);
+  bool pending() REQUIRES(mutex_) {
     append_due();
     return first_due(Transfer::Priority::demand) != waiting_.end() ||
            first_pending(Transfer::Priority::demand) != nullptr;
   }
-  std::vector<Waiting>::iterator first_due(Transfer::Priority from);
-  std::optional<std::chrono::nanoseconds> earliest_due() const;
+  std::vector<Waiting>::iterator first_due(Transfer::Priority from) REQUIRES(mutex_);
+  std::optional<std::chrono::nanoseconds> earliest_due() const REQUIRES(mutex_);
   Verdict judge(Piece& piece, int64_t result);
   Verdict judge_error(Piece& piece, int os_error);
   bool try_later(Piece& piece, const Error& why, std::atomic<int64_t>& counter);
-  const AtKernel* longest_at_kernel() const;
-  Transfer* next_to_fail();
-  void let_go(Active& active);
+  const AtKernel* longest_at_kernel() const REQUIRES(mutex_);
+  Transfer* next_to_fail() EXCLUDES(mutex_);
+  void let_go(Active& active) REQUIRES(mutex_);
   void compute_checksums(const Piece& piece) const;
   void finish(Piece& piece, std::optional<Error> error);
   Error failure(const Piece& piece, ErrorKind kind, int os_error, std::string detail) const;
@@ -240,23 +239,23 @@ class PieceQueue {
   std::atomic<int64_t> shortages_ = 0;
   std::atomic<int64_t> checksums_ = 0;
 
-  std::mutex mutex_;
+  Mutex mutex_;
   LaneMeter meter_;  // counts under the lock
-  std::condition_variable work_;
-  std::array<Fifo, kPriorities> fifos_;
-  std::vector<Active> actives_;
-  std::vector<Active*> free_;
-  std::vector<Waiting> waiting_;  // capacity as for actives_
-  Transfer* later_ = nullptr;     // pushed when they are due; a list, in no order
-  std::vector<AtKernel> at_kernel_;
-  std::chrono::nanoseconds last_answer_{};
-  std::optional<Error> given_up_;
-  bool has_retried_ = false;
-  int looking_ = 0;
-  int calls_ = 0;  // to the owner, under way without the lock
-  int threads_ = 0;
-  std::condition_variable quiet_;
-  bool stopped_ = false;
+  Condition work_;
+  std::array<Fifo, kPriorities> fifos_ GUARDED_BY(mutex_);
+  std::vector<Active> actives_ GUARDED_BY(mutex_);
+  std::vector<Active*> free_ GUARDED_BY(mutex_);
+  std::vector<Waiting> waiting_ GUARDED_BY(mutex_);  // capacity as for actives_
+  Transfer* later_ GUARDED_BY(mutex_) = nullptr;     // pushed when they are due; a list, in no order
+  std::vector<AtKernel> at_kernel_ GUARDED_BY(mutex_);
+  std::chrono::nanoseconds last_answer_ GUARDED_BY(mutex_){};
+  std::optional<Error> given_up_ GUARDED_BY(mutex_);
+  bool has_retried_ GUARDED_BY(mutex_) = false;
+  int looking_ GUARDED_BY(mutex_) = 0;
+  int calls_ GUARDED_BY(mutex_) = 0;  // to the owner, under way without the lock
+  int threads_ GUARDED_BY(mutex_) = 0;
+  Condition quiet_;
+  bool stopped_ GUARDED_BY(mutex_) = false;
 };
 
 }  // namespace overspill::io

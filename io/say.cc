@@ -6,13 +6,13 @@
 #include <atomic>
 #include <cerrno>
 #include <chrono>
-#include <condition_variable>
 #include <exception>
 #include <memory>
-#include <mutex>
 #include <string>
 #include <thread>
 #include <utility>
+
+#include "base/mutex.h"
 
 namespace overspill::io {
 namespace {
@@ -44,24 +44,27 @@ class Line {
     ::sigaddset(&closed_pipe, SIGPIPE);
     ::pthread_sigmask(SIG_BLOCK, &closed_pipe, nullptr);
     write_line(text_);
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     written_ = true;
     if (given_up_) --hanging;
     changed_.notify_all();
   }
   void wait() {
-    std::unique_lock lock(mutex_);
-    if (changed_.wait_for(lock, kPatience, [&] { return written_; })) return;
+    const auto end = std::chrono::steady_clock::now() + kPatience;
+    const MutexLock lock(mutex_);
+    while (!written_ && changed_.wait_until(mutex_, end)) {
+    }
+    if (written_) return;
     given_up_ = true;
     ++hanging;
   }
 
  private:
   const std::string text_;
-  std::mutex mutex_;
-  std::condition_variable changed_;
-  bool written_ = false;
-  bool given_up_ = false;
+  Mutex mutex_;
+  Condition changed_;
+  bool written_ GUARDED_BY(mutex_) = false;
+  bool given_up_ GUARDED_BY(mutex_) = false;
 };
 
 }  // namespace

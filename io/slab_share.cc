@@ -43,7 +43,7 @@ void explain(int fd, const std::string& job, uint64_t number) {
 
 std::optional<uint64_t> SlabShares::begin(const SlabFile& slab, const std::filesystem::path& folder,
                                           const std::string& job) {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   Share share;
   const uint64_t number = ++last_;  // never again, as a file that cannot be removed keeps its name
   share.own = slab.path.parent_path() / fmt::format("{}-{}", kOwnName, number);
@@ -72,12 +72,12 @@ std::optional<uint64_t> SlabShares::begin(const SlabFile& slab, const std::files
 }
 
 void SlabShares::add(uint64_t share, const SlabFile& slab, const std::filesystem::path& outside) {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   shares_.at(share).slabs.emplace(&slab, outside);
 }
 
 void SlabShares::named(uint64_t number, const std::filesystem::path& folder, const std::string& prefix) {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   const auto move = [&](std::filesystem::path& name) { name = folder / (prefix + name.filename().string()); };
   Share& share = shares_.at(number);
   move(share.outside);
@@ -85,7 +85,7 @@ void SlabShares::named(uint64_t number, const std::filesystem::path& folder, con
 }
 
 std::filesystem::path SlabShares::path(uint64_t share) const {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   return shares_.at(share).outside;
 }
 
@@ -104,7 +104,7 @@ int64_t SlabShares::Share::names_of(const SlabFile& slab) const {
 // take the mark first. The slab's names are counted before those of the others, so that one which goes in
 // between makes the answer "alive".
 bool SlabShares::alive(uint64_t number) const {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   const Share& share = shares_.at(number);
   if (links_outside(share.mark.get(), share.own) != 0) return true;
   for (const auto& [slab, name] : share.slabs) {
@@ -127,7 +127,7 @@ bool SlabShares::alive(uint64_t number) const {
 }
 
 void SlabShares::end(uint64_t number) noexcept {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   const auto found = shares_.find(number);
   if (found == shares_.end()) return;
   ::unlink(found->second.own.c_str());

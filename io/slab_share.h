@@ -12,10 +12,10 @@
 #include <cstdint>
 #include <filesystem>
 #include <map>
-#include <mutex>
 #include <optional>
 #include <string>
 
+#include "base/mutex.h"
 #include "io/job_folder.h"
 #include "io/unique_fd.h"
 
@@ -62,9 +62,9 @@ class SlabShares {
   };
 
   StallWatch* const watch_;
-  mutable std::mutex mutex_;
-  std::map<uint64_t, Share> shares_;
-  uint64_t last_ = 0;
+  mutable Mutex mutex_;
+  std::map<uint64_t, Share> shares_ GUARDED_BY(mutex_);
+  uint64_t last_ GUARDED_BY(mutex_) = 0;
 };
 
 }  // namespace overspill::io

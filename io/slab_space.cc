@@ -45,7 +45,7 @@ std::optional<Error> check_transfer(const Transfer& transfer) {
 }
 
 uint32_t SlabSpace::add_slab(int group, int64_t bytes) {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   Slab slab{group, bytes, bytes, std::pmr::map<int64_t, int64_t>(&pool_),
             std::pmr::unordered_map<int64_t, Record>(&pool_)};
   slab.free_runs.emplace(0, bytes);
@@ -55,32 +55,32 @@ uint32_t SlabSpace::add_slab(int group, int64_t bytes) {
 }
 
 void SlabSpace::raise_limit(int64_t bytes) {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   limit_bytes_ = std::max(limit_bytes_, bytes);
 }
 
 int64_t SlabSpace::limit_bytes() const {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   return limit_bytes_;
 }
 
 int64_t SlabSpace::slab_bytes() const {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   return slab_bytes_;
 }
 
 int64_t SlabSpace::allocated_bytes() const {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   return allocated_bytes_;
 }
 
 bool SlabSpace::within_limit(int64_t bytes) const {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   return bytes <= limit_bytes_ - allocated_bytes_;
 }
 
 Extent SlabSpace::allocate(int64_t bytes, int group) {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   if (bytes > limit_bytes_ - allocated_bytes_) return {};
   for (size_t number = 0; number < slabs_.size(); ++number) {
     Slab& slab = slabs_[number];
@@ -134,7 +134,7 @@ SlabSpace::Record& SlabSpace::require(const Extent& extent, const char* what) {
 }
 
 void SlabSpace::release(const Extent& extent) {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   Record& record = require(extent, "release");
   if (record.released) {
     throw StoreError(invalid(Operation::remove, extent, "release of an extent that was released before"));
@@ -144,12 +144,12 @@ void SlabSpace::release(const Extent& extent) {
 }
 
 void SlabSpace::pin(const Extent& extent) {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   ++require(extent, "pin").pins;
 }
 
 void SlabSpace::unpin(const Extent& extent) {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   Record& record = require(extent, "unpin");
   if (record.pins == 0)
     throw StoreError(invalid(Operation::remove, extent, "unpin of an extent that is not pinned"));
@@ -180,7 +180,7 @@ void SlabSpace::free_if_unused(const Extent& extent, const Record& record) {
 std::optional<Error> SlabSpace::begin(Transfer::Kind kind, const Extent& extent) {
   const bool writes = kind == Transfer::Kind::write;
   const Operation operation = writes ? Operation::write : Operation::read;
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   Record* record = find(extent);
   if (record == nullptr) return invalid(operation, extent, "transfer of an extent that is not allocated");
   if (writes) {
@@ -197,7 +197,7 @@ std::optional<Error> SlabSpace::begin(Transfer::Kind kind, const Extent& extent)
 }
 
 void SlabSpace::end(Transfer::Kind kind, const Extent& extent, bool succeeded) {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   Record& record = require(extent, "end of a transfer");
   if (kind == Transfer::Kind::write) record.content = succeeded ? Content::written : Content::undefined;
   --record.transfers;
@@ -205,12 +205,12 @@ void SlabSpace::end(Transfer::Kind kind, const Extent& extent, bool succeeded) {
 }
 
 std::span<uint64_t> SlabSpace::sums(const Extent& extent) {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   return require(extent, "use").sums;
 }
 
 bool SlabSpace::written(const Extent& extent) const {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   const Record* record = find(extent);
   return record != nullptr && record->content == Content::written;
 }

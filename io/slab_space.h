@@ -8,12 +8,12 @@
 #include <cstdint>
 #include <map>
 #include <memory_resource>
-#include <mutex>
 #include <optional>
 #include <span>
 #include <unordered_map>
 #include <vector>
 
+#include "base/mutex.h"
 #include "io/error.h"
 #include "io/store.h"
 
@@ -74,19 +74,21 @@ class SlabSpace {
     std::pmr::unordered_map<int64_t, Record> records;
   };
 
-  Extent allocate_in(Slab& slab, uint32_t number, int64_t bytes);
-  Record* find(const Extent& extent);
-  const Record* find(const Extent& extent) const { return const_cast<SlabSpace*>(this)->find(extent); }
-  Record& require(const Extent& extent, const char* what);
-  void free_if_unused(const Extent& extent, const Record& record);
+  Extent allocate_in(Slab& slab, uint32_t number, int64_t bytes) REQUIRES(mutex_);
+  Record* find(const Extent& extent) REQUIRES(mutex_);
+  const Record* find(const Extent& extent) const REQUIRES(mutex_) {
+    return const_cast<SlabSpace*>(this)->find(extent);
+  }
+  Record& require(const Extent& extent, const char* what) REQUIRES(mutex_);
+  void free_if_unused(const Extent& extent, const Record& record) REQUIRES(mutex_);
 
-  mutable std::mutex mutex_;
-  std::pmr::unsynchronized_pool_resource pool_;
-  std::vector<Slab> slabs_;
-  uint32_t last_generation_ = 0;
-  int64_t limit_bytes_ = 0;
-  int64_t slab_bytes_ = 0;
-  int64_t allocated_bytes_ = 0;
+  mutable Mutex mutex_;
+  std::pmr::unsynchronized_pool_resource pool_ GUARDED_BY(mutex_);
+  std::vector<Slab> slabs_ GUARDED_BY(mutex_);
+  uint32_t last_generation_ GUARDED_BY(mutex_) = 0;
+  int64_t limit_bytes_ GUARDED_BY(mutex_) = 0;
+  int64_t slab_bytes_ GUARDED_BY(mutex_) = 0;
+  int64_t allocated_bytes_ GUARDED_BY(mutex_) = 0;
 };
 
 /// Keeps written extents from being reused while it lives. Throws StoreError where one was never written.

@@ -13,6 +13,7 @@
 #include <utility>
 #include <variant>
 
+#include "base/mutex.h"
 #include "io/files.h"
 #include "io/say.h"
 #include "io/unique_fd.h"
@@ -52,14 +53,14 @@ std::string request_of(const Unanswered& what) {
 // ---- the board
 
 std::string StallBoard::text() const {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   std::string all;
   for (const auto& [who, text] : texts_) all += (all.empty() ? "" : "; ") + text;
   return all;
 }
 
 void StallBoard::set(const void* who, std::string text) {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   std::erase_if(texts_, [&](const auto& one) { return one.first == who; });
   if (!text.empty()) texts_.emplace_back(who, std::move(text));
 }
@@ -77,7 +78,7 @@ StallWatch::~StallWatch() {
 }
 
 void StallWatch::add(Party party) {
-  const std::lock_guard looking(look_mutex_);
+  const MutexLock looking(look_mutex_);
   parties_.emplace_back().party = std::move(party);
 }
 
@@ -91,12 +92,12 @@ void StallWatch::start() {
 
 void StallWatch::stop() {
   {
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     stopping_ = true;
   }
   changed_.notify_all();
   if (thread_.joinable()) thread_.join();
-  const std::lock_guard looking(look_mutex_);
+  const MutexLock looking(look_mutex_);
   for (State& state : parties_) {  // nobody will see that it answers again
     if (!state.given_up) forget_stall(state);
   }
@@ -104,30 +105,32 @@ void StallWatch::stop() {
 
 void StallWatch::wake() {
   {
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     woken_ = true;
   }
   changed_.notify_all();
 }
 
 void StallWatch::work() {
-  std::unique_lock lock(mutex_);
+  MutexLock lock(mutex_);
   while (!stopping_) {
     lock.unlock();
     look();
     lock.lock();
-    changed_.wait_for(lock, pause_, [&] { return stopping_ || woken_; });
+    const auto next_look = std::chrono::steady_clock::now() + pause_;
+    while (!stopping_ && !woken_ && changed_.wait_until(mutex_, next_look)) {
+    }
     woken_ = false;
   }
 }
 
 void StallWatch::look() {
-  const std::lock_guard looking(look_mutex_);
+  const MutexLock looking(look_mutex_);
   for (State& state : parties_) {
     look_at(state);
     if (state.party.tend != nullptr) state.party.tend();
   }
-  const std::lock_guard lock(calls_mutex_);
+  const MutexLock lock(calls_mutex_);
   for (State& state : calls_) look_at(state);
 }
 
@@ -142,21 +145,21 @@ class Outcome {
 
   void set(Value value) {
     {
-      const std::lock_guard lock(mutex_);
+      const MutexLock lock(mutex_);
       if (!value_) value_ = std::move(value);
     }
     there_.notify_all();
   }
   Value wait() {
-    std::unique_lock lock(mutex_);
-    there_.wait(lock, [&] { return value_.has_value(); });
+    const MutexLock lock(mutex_);
+    while (!value_) there_.wait(mutex_);
     return *value_;
   }
 
  private:
-  std::mutex mutex_;
-  std::condition_variable there_;
-  std::optional<Value> value_;
+  Mutex mutex_;
+  Condition there_;
+  std::optional<Value> value_ GUARDED_BY(mutex_);
 };
 
 // False where the machine gives no thread.
@@ -175,12 +178,12 @@ bool in_background(std::function<void()> work) {
 class StallWatch::WatchedCall {
  public:
   WatchedCall(StallWatch& watch, Party party) : watch_(watch) {
-    const std::lock_guard lock(watch.calls_mutex_);
+    const MutexLock lock(watch.calls_mutex_);
     watch.calls_.emplace_back().party = std::move(party);
     state_ = std::prev(watch.calls_.end());
   }
   ~WatchedCall() {
-    const std::lock_guard lock(watch_.calls_mutex_);
+    const MutexLock lock(watch_.calls_mutex_);
     watch_.told_enough(*state_, watch_.clock_());
     watch_.forget_stall(*state_);  // also where it was given up: nobody waits for it any more
     watch_.calls_.erase(state_);
@@ -299,7 +302,7 @@ void StallWatch::tell(State& state, nanoseconds silent) {
   const std::string text = fmt::format("{} has not answered for {:.3g} s: {}", state.party.path,
                                        in_seconds(silent), request_of(*what));
   {
-    const std::lock_guard lock(stats_mutex_);
+    const MutexLock lock(state.stats_mutex);
     if (state.stats.now_ns == 0) ++state.stats.count;
     state.stats.now_ns = silent.count();
     state.stats.longest_ns = std::max(state.stats.longest_ns, state.stats.now_ns);
@@ -321,7 +324,7 @@ bool StallWatch::gives_up(const State& state) const {
 void StallWatch::told_enough(State& state, nanoseconds now) {
   state.tell_at = 0ns;
   {
-    const std::lock_guard lock(stats_mutex_);
+    const MutexLock lock(state.stats_mutex);
     if (state.stats.now_ns == 0) return;
     state.stats.now_ns = 0;
     if (state.given_up) return;
@@ -334,15 +337,21 @@ void StallWatch::told_enough(State& state, nanoseconds now) {
 
 void StallWatch::forget_stall(State& state) {
   {
-    const std::lock_guard lock(stats_mutex_);
+    const MutexLock lock(state.stats_mutex);
     state.stats.now_ns = 0;
   }
   board_->set(&state, "");
 }
 
+/// Without look_mutex_, which is held while a disk hangs: parties are added before start(), and stay.
+const StallWatch::State& StallWatch::party(size_t number) const NO_THREAD_SAFETY_ANALYSIS {
+  return *std::next(parties_.begin(), static_cast<std::ptrdiff_t>(number));
+}
+
 StallStats StallWatch::stats(size_t party) const {
-  const std::lock_guard lock(stats_mutex_);
-  return std::next(parties_.begin(), static_cast<std::ptrdiff_t>(party))->stats;
+  const State& state = this->party(party);
+  const MutexLock lock(state.stats_mutex);
+  return state.stats;
 }
 
 }  // namespace overspill::io

@@ -8,18 +8,17 @@
 #pragma once
 
 #include <chrono>
-#include <condition_variable>
 #include <cstdint>
 #include <functional>
 #include <list>
 #include <memory>
-#include <mutex>
 #include <optional>
 #include <string>
 #include <string_view>
 #include <thread>
 #include <vector>
 
+#include "base/mutex.h"
 #include "io/error.h"
 #include "io/patience.h"
 #include "io/stalls.h"
@@ -56,16 +55,16 @@ class StallWatch {
   ~StallWatch();
 
   /// Before start().
-  void add(Party party);
+  void add(Party party) EXCLUDES(look_mutex_);
   /// Throws StoreError where there is no thread to be had.
   void start();
   /// Ends the thread: the parties' functions are not called any more. The board keeps what was given up, and
   /// no other stall.
-  void stop();
+  void stop() EXCLUDES(look_mutex_);
   /// Makes the thread look now.
   void wake();
   /// Looks at every party once, as the thread does again and again. Public for tests with their own clock.
-  void look();
+  void look() EXCLUDES(look_mutex_, calls_mutex_);
 
   /// Of the party that was added as the n-th, from 0.
   StallStats stats(size_t party) const;
@@ -87,7 +86,8 @@ class StallWatch {
     std::chrono::nanoseconds since{-1};
     std::chrono::nanoseconds tell_at{0};  // of silence
     bool given_up = false;
-    StallStats stats{};
+    mutable Mutex stats_mutex;  // of its own: look_mutex_ is held while a disk hangs
+    StallStats stats GUARDED_BY(stats_mutex){};
   };
 
   /// Of one call or one piece of work: `path` is what is asked and what it is asked of.
@@ -97,6 +97,7 @@ class StallWatch {
   bool gives_up(const State& state) const;
 
   void work();
+  const State& party(size_t number) const;
   void look_at(State& state);
   void tell(State& state, std::chrono::nanoseconds silent);
   void told_enough(State& state, std::chrono::nanoseconds now);
@@ -108,16 +109,15 @@ class StallWatch {
   const std::chrono::nanoseconds pause_;
   const std::shared_ptr<StallBoard> board_ = std::make_shared<StallBoard>();
 
-  mutable std::mutex mutex_;
-  std::condition_variable changed_;
-  bool stopping_ = false;
-  bool woken_ = false;
+  mutable Mutex mutex_;
+  Condition changed_;
+  bool stopping_ GUARDED_BY(mutex_) = false;
+  bool woken_ GUARDED_BY(mutex_) = false;
 
-  std::mutex look_mutex_;  // held while somebody looks
-  std::list<State> parties_;
-  std::mutex calls_mutex_;          // taken after look_mutex_
-  std::list<State> calls_;          // call() and Progress under way
-  mutable std::mutex stats_mutex_;  // guards the stats in parties_
+  Mutex look_mutex_;  // held while somebody looks
+  std::list<State> parties_ GUARDED_BY(look_mutex_);
+  Mutex calls_mutex_ ACQUIRED_AFTER(look_mutex_);
+  std::list<State> calls_ GUARDED_BY(calls_mutex_);  // call() and Progress under way
   std::thread thread_;
 };
 

@@ -2,10 +2,11 @@
 #pragma once
 
 #include <cstdint>
-#include <mutex>
 #include <string>
 #include <utility>
 #include <vector>
+
+#include "base/mutex.h"
 
 namespace overspill::io {
 
@@ -24,8 +25,8 @@ class StallBoard {
   void set(const void* who, std::string text);
 
  private:
-  mutable std::mutex mutex_;
-  std::vector<std::pair<const void*, std::string>> texts_;
+  mutable Mutex mutex_;
+  std::vector<std::pair<const void*, std::string>> texts_ GUARDED_BY(mutex_);
 };
 
 }  // namespace overspill::io

@@ -1,7 +1,6 @@
 #include "io/transfer_now.h"
 
-#include <condition_variable>
-#include <mutex>
+#include "base/mutex.h"
 
 namespace overspill::io {
 namespace {
@@ -11,23 +10,23 @@ namespace {
 class Completion {
  public:
   void set() {
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     done_ = true;
     changed_.notify_one();  // under the lock: whoever waits destroys this object next
   }
   bool is_set() {
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     return done_;
   }
   void wait() {
-    std::unique_lock lock(mutex_);
-    changed_.wait(lock, [&] { return done_; });
+    const MutexLock lock(mutex_);
+    while (!done_) changed_.wait(mutex_);
   }
 
  private:
-  std::mutex mutex_;
-  std::condition_variable changed_;
-  bool done_ = false;
+  Mutex mutex_;
+  Condition changed_;
+  bool done_ GUARDED_BY(mutex_) = false;
 };
 
 }  // namespace

@@ -7,15 +7,14 @@
 #include <atomic>
 #include <cerrno>
 #include <chrono>
-#include <condition_variable>
 #include <future>
 #include <memory>
-#include <mutex>
 #include <system_error>
 #include <thread>
 #include <utility>
 #include <vector>
 
+#include "base/mutex.h"
 #include "io/backend.h"
 #include "io/unique_fd.h"
 
@@ -117,7 +116,7 @@ class UringBackend final : public Backend {
   void unregister_memory(std::span<std::byte> memory) override { ask({memory, false}); }
 
   std::string description(const std::string& access) const override {
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     return "io_uring, " + access + (buffer_note_.empty() ? "" : ", " + buffer_note_);
   }
 
@@ -150,6 +149,7 @@ class UringBackend final : public Backend {
   int add_buffers(std::span<std::byte> region);
   void remove_buffers(const std::byte* region);
   void ask(Request request);
+  bool is_over() REQUIRES(mutex_) { return broken_ || queue_.is_given_up(); }
   io_uring_sqe* sqe();
 
   void signal() {
@@ -177,11 +177,11 @@ class UringBackend final : public Backend {
   bool has_buffer_table_ = false;
   std::vector<Buffer> buffers_;
 
-  mutable std::mutex mutex_;
-  std::condition_variable served_;
-  std::shared_ptr<Request> request_;
-  bool broken_ = false;
-  std::string buffer_note_;
+  mutable Mutex mutex_;
+  Condition served_;
+  std::shared_ptr<Request> request_ GUARDED_BY(mutex_);
+  bool broken_ GUARDED_BY(mutex_) = false;
+  std::string buffer_note_ GUARDED_BY(mutex_);
 
   std::thread thread_;
 };
@@ -196,7 +196,7 @@ void UringBackend::run(std::promise<int>& started) {
     close_ring();
   } catch (const RingBroken& broken) {
     {
-      const std::lock_guard lock(mutex_);
+      const MutexLock lock(mutex_);
       broken_ = true;
     }
     served_.notify_all();
@@ -391,23 +391,19 @@ int UringBackend::buffer_slot(const std::byte* memory, int64_t bytes) const {
 // stay.
 void UringBackend::ask(Request request) {
   const auto shared = std::make_shared<Request>(request);
-  const auto over = [&] { return broken_ || queue_.is_given_up(); };
-  std::unique_lock lock(mutex_);
-  const auto wait_until = [&](auto holds) {
-    while (!holds() && !over()) served_.wait_for(lock, kGivenUpPause);
-  };
-  wait_until([&] { return request_ == nullptr; });  // one at a time
-  if (over()) return;
+  MutexLock lock(mutex_);
+  while (request_ != nullptr && !is_over()) served_.wait_for(mutex_, kGivenUpPause);  // one at a time
+  if (is_over()) return;
   request_ = shared;
   lock.unlock();
   signal();
   lock.lock();
-  wait_until([&] { return shared->done; });
+  while (!shared->done && !is_over()) served_.wait_for(mutex_, kGivenUpPause);
 }
 
 void UringBackend::serve_requests() {
   {
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     if (request_ == nullptr) return;
     if (request_->add) {
       const int result = add_buffers(request_->memory);

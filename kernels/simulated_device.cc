@@ -3,18 +3,17 @@
 #include <fmt/format.h>
 
 #include <atomic>
-#include <condition_variable>
 #include <cstring>
 #include <deque>
 #include <exception>
 #include <functional>
 #include <map>
-#include <mutex>
 #include <new>
 #include <random>
 #include <string>
 #include <thread>
 
+#include "base/mutex.h"
 #include "kernels/clock.h"
 #include "kernels/simulated/address_space.h"
 #include "kernels/simulated/simulated_kernels.h"
@@ -26,48 +25,48 @@ namespace {
 class Pins {
  public:
   void add(const void* data, int64_t bytes) {
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     ends_[static_cast<const std::byte*>(data)] = static_cast<const std::byte*>(data) + bytes;
   }
   void remove(const void* data) {
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     ends_.erase(static_cast<const std::byte*>(data));
   }
   void count_copy(const void* host, int64_t bytes) {
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     const auto* begin = static_cast<const std::byte*>(host);
     const auto after = ends_.upper_bound(begin);
     if (after == ends_.begin() || begin + bytes > std::prev(after)->second) ++unpinned_copies_;
   }
   int64_t unpinned_copies() const {
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     return unpinned_copies_;
   }
 
  private:
-  mutable std::mutex mutex_;
-  std::map<const std::byte*, const std::byte*> ends_;  // by begin
-  int64_t unpinned_copies_ = 0;
+  mutable Mutex mutex_;
+  std::map<const std::byte*, const std::byte*> ends_ GUARDED_BY(mutex_);  // by begin
+  int64_t unpinned_copies_ GUARDED_BY(mutex_) = 0;
 };
 
 /// A point in a stream: reached when the stream's thread gets there, with what went wrong before it.
 class Reached final : public Event::State {
  public:
   bool done() override {
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     return done_;
   }
   void wait() override {
-    std::unique_lock lock(mutex_);
-    changed_.wait(lock, [&] { return done_; });
+    const MutexLock lock(mutex_);
+    while (!done_) changed_.wait(mutex_);
     if (error_ != nullptr) std::rethrow_exception(error_);
   }
   std::optional<int64_t> reached_ns() override {
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     return reached_ns_;
   }
   void reach(std::exception_ptr error) {
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     done_ = true;
     reached_ns_ = steady_now_ns();
     error_ = std::move(error);
@@ -75,11 +74,11 @@ class Reached final : public Event::State {
   }
 
  private:
-  std::mutex mutex_;
-  std::condition_variable changed_;
-  bool done_ = false;
-  std::optional<int64_t> reached_ns_;
-  std::exception_ptr error_;
+  Mutex mutex_;
+  Condition changed_;
+  bool done_ GUARDED_BY(mutex_) = false;
+  std::optional<int64_t> reached_ns_ GUARDED_BY(mutex_);
+  std::exception_ptr error_ GUARDED_BY(mutex_);
 };
 
 class SimulatedStream final : public Stream, public SimulatedQueue {
@@ -160,15 +159,15 @@ class SimulatedStream final : public Stream, public SimulatedQueue {
   }
 
   void submit(Task task) {
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     tasks_.push_back(std::move(task));
     submitted_.notify_one();
   }
 
   void run() {
     while (true) {
-      std::unique_lock lock(mutex_);
-      submitted_.wait(lock, [&] { return !tasks_.empty(); });
+      MutexLock lock(mutex_);
+      while (tasks_.empty()) submitted_.wait(mutex_);
       const Task task = std::move(tasks_.front());
       tasks_.pop_front();
       lock.unlock();
@@ -183,9 +182,9 @@ class SimulatedStream final : public Stream, public SimulatedQueue {
   std::uniform_int_distribution<int64_t> delay_us_;  // of the stream's thread
   const int64_t link_bytes_per_s_;
   std::exception_ptr error_;  // of the stream's thread
-  std::mutex mutex_;
-  std::condition_variable submitted_;
-  std::deque<Task> tasks_;
+  Mutex mutex_;
+  Condition submitted_;
+  std::deque<Task> tasks_ GUARDED_BY(mutex_);
   std::thread thread_;  // last: starts when all else is there
 };
 

@@ -4,10 +4,9 @@
 #include <fmt/ranges.h>
 
 #include <algorithm>
-#include <condition_variable>
-#include <mutex>
 #include <string>
 
+#include "base/mutex.h"
 #include "cpu_optim/elements.h"
 #include "engine/collectives/same_call.h"
 
@@ -31,18 +30,21 @@ struct Offer {
 class World {
  public:
   World(int ranks, std::chrono::milliseconds timeout)
-      : timeout_(timeout), offers_(ranks), gone_(ranks, false) {}
+      : ranks_(ranks), timeout_(timeout), offers_(ranks), gone_(ranks, false) {}
 
-  int ranks() const { return static_cast<int>(offers_.size()); }
+  int ranks() const { return ranks_; }
 
   void join(int rank, const Offer& offer) {
-    std::unique_lock lock(mutex_);
+    const MutexLock lock(mutex_);
     throw_if_failed(offer.call);
     offers_[rank] = offer;
     if (const auto gone = std::ranges::find(gone_, true); gone != gone_.end()) {
       fail(fmt::format("rank {} has left the world", gone - gone_.begin()));
     } else if (++joined_ == ranks()) {
-      std::string difference = find_difference(ranks(), [&](int r) { return shape_of(r); });
+      std::string difference = find_difference(ranks(), [&](int r) {
+        mutex_.assume_held();
+        return shape_of(r);
+      });
       if (difference.empty()) difference = find_odd_offers();
       if (!difference.empty()) {
         fail(difference);
@@ -55,8 +57,10 @@ class World {
       }
     } else {
       const uint64_t call = calls_;
-      const auto all_here = [&] { return calls_ != call || !failure_.empty(); };
-      if (!changed_.wait_for(lock, timeout_, all_here)) {
+      const auto end = std::chrono::steady_clock::now() + timeout_;
+      while (calls_ == call && failure_.empty() && changed_.wait_until(mutex_, end)) {
+      }
+      if (calls_ == call && failure_.empty()) {
         fail(fmt::format("rank {} did not join within {} ms", fmt::join(missing(), ", "), timeout_.count()));
       }
       if (calls_ != call) return;  // complete, whatever failed since
@@ -64,60 +68,68 @@ class World {
     throw_if_failed(offer.call);
   }
 
-  /// What `rank` offered; between join() and leave() only.
-  std::span<const std::byte> offered(int rank) const { return offers_[rank].send; }
-  std::span<const std::byte> offered(int from, int to) const { return offers_[from].parts[to]; }
+  /// What `rank` offered; between join() and leave() only. Nobody changes it then, so nobody needs the mutex.
+  std::span<const std::byte> offered(int rank) const NO_THREAD_SAFETY_ANALYSIS { return offers_[rank].send; }
+  std::span<const std::byte> offered(int from, int to) const NO_THREAD_SAFETY_ANALYSIS {
+    return offers_[from].parts[to];
+  }
 
   void leave() {
-    std::unique_lock lock(mutex_);
+    const MutexLock lock(mutex_);
     const uint64_t call = calls_;
     if (--reading_ == 0) {
       for (Offer& offer : offers_) offer = Offer();
       ++left_;
       changed_.notify_all();
     }
-    changed_.wait(lock, [&] { return left_ == call; });
+    while (left_ != call) changed_.wait(mutex_);
   }
 
   void abort(int rank, const char* reason) {
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     fail(fmt::format("rank {} aborted: {}", rank, reason));
   }
 
   std::string failure() const {
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     return failure_;
   }
 
   void remove(int rank) {
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     gone_[rank] = true;
     if (joined_ > 0) fail(fmt::format("rank {} has left the world", rank));
   }
 
  private:
-  void fail(const std::string& why) {
+  void fail(const std::string& why) REQUIRES(mutex_) {
     if (failure_.empty()) failure_ = why;
     changed_.notify_all();
   }
 
-  void throw_if_failed(const char* call) const {
+  void throw_if_failed(const char* call) const REQUIRES(mutex_) {
     if (!failure_.empty()) throw CommunicatorError(fmt::format("{}: {}", call, failure_));
   }
 
-  CallShape shape_of(int rank) const {
+  CallShape shape_of(int rank) const REQUIRES(mutex_) {
     const Offer& offer = offers_[rank];
     return {offer.call, offer.send.size(), offer.receive_bytes, offer.slices};
   }
 
-  std::string find_odd_offers() const {
+  std::string find_odd_offers() const REQUIRES(mutex_) {
     if (offers_[0].parts.empty()) return {};  // no exchange, on any rank
-    return find_odd_pair(
-        ranks(), [&](int from, int to) { return offers_[from].parts[to].size(); },
-        [&](int from, int to) { return offers_[to].rooms[from].size(); });
+    const auto sent = [&](int from, int to) {
+      mutex_.assume_held();
+      return offers_[from].parts[to].size();
+    };
+    const auto room = [&](int from, int to) {
+      mutex_.assume_held();
+      return offers_[to].rooms[from].size();
+    };
+    return find_odd_pair(ranks(), sent, room);
   }
 
-  std::vector<int> missing() const {
+  std::vector<int> missing() const REQUIRES(mutex_) {
     std::vector<int> ranks;
     for (int rank = 0; rank < this->ranks(); ++rank) {
       if (offers_[rank].call == nullptr) ranks.push_back(rank);
@@ -125,16 +137,17 @@ class World {
     return ranks;
   }
 
+  const int ranks_;
   const std::chrono::milliseconds timeout_;
-  mutable std::mutex mutex_;
-  std::condition_variable changed_;
-  std::vector<Offer> offers_;
-  std::vector<bool> gone_;
-  std::string failure_;
-  int joined_ = 0;      // ranks waiting in join()
-  int reading_ = 0;     // ranks between join() and leave()
-  uint64_t calls_ = 0;  // complete joins
-  uint64_t left_ = 0;   // complete leaves
+  mutable Mutex mutex_;
+  Condition changed_;
+  std::vector<Offer> offers_ GUARDED_BY(mutex_);
+  std::vector<bool> gone_ GUARDED_BY(mutex_);
+  std::string failure_ GUARDED_BY(mutex_);
+  int joined_ GUARDED_BY(mutex_) = 0;      // ranks waiting in join()
+  int reading_ GUARDED_BY(mutex_) = 0;     // ranks between join() and leave()
+  uint64_t calls_ GUARDED_BY(mutex_) = 0;  // complete joins
+  uint64_t left_ GUARDED_BY(mutex_) = 0;   // complete leaves
 };
 
 class InProcessCommunicator final : public Communicator {

@@ -7,13 +7,13 @@
 #include <cstdlib>
 #include <cstring>
 #include <functional>
-#include <mutex>
 #include <string>
 #include <string_view>
 #include <thread>
 #include <utility>
 #include <vector>
 
+#include "base/mutex.h"
 #include "engine/collectives/nccl_library.h"
 #include "engine/collectives/same_call.h"
 #include "io/say.h"
@@ -199,12 +199,12 @@ class NcclCommunicator final : public Communicator {
   void abort(const char* reason) noexcept override {
     // The others are told first: what this rank's own call throws then cannot reach them before the reason.
     control_->abort(reason);
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     if (aborted_.empty()) aborted_ = fmt::format("rank {} aborted: {}", rank_, reason);
   }
 
   std::string failure() override {
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     if (!failure_.empty()) return failure_;
     return aborted_.empty() ? control_->failure() : aborted_;
   }
@@ -408,10 +408,10 @@ class NcclCommunicator final : public Communicator {
   /// Ends the world, here and, over `control`, for the others.
   [[noreturn]] void fail(const char* call, const std::string& why) {
     {
-      const std::lock_guard lock(mutex_);
+      const MutexLock lock(mutex_);
       if (failure_.empty()) failure_ = why;
     }
-    control_->abort(failure_.c_str());
+    control_->abort(failure().c_str());
     if (comm_ != nullptr) {
       nccl_.comm_abort(std::exchange(comm_, nullptr));
       drain(call);
@@ -427,7 +427,7 @@ class NcclCommunicator final : public Communicator {
     while (!over.done()) {
       if (Clock::now() >= give_up) {
         io::say_on_stderr(fmt::format("overspill: rank {}: {}: {}; the GPU's work did not end in {} ms more",
-                                      rank_, call, failure_, options_.timeout.count()));
+                                      rank_, call, failure(), options_.timeout.count()));
         std::abort();
       }
       std::this_thread::sleep_for(std::chrono::microseconds(50));
@@ -435,7 +435,7 @@ class NcclCommunicator final : public Communicator {
   }
 
   void throw_if_failed(const char* call) {
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     if (failure_.empty()) return;
     throw CommunicatorError(fmt::format("{}: {}", call, failure_));
   }
@@ -455,9 +455,9 @@ class NcclCommunicator final : public Communicator {
   std::vector<uint64_t> said_;
   std::vector<std::span<const std::byte>> says_;
   std::vector<std::span<std::byte>> hears_;
-  std::mutex mutex_;
-  std::string failure_;  // why it ended here
-  std::string aborted_;  // by abort(), on any thread
+  Mutex mutex_;
+  std::string failure_ GUARDED_BY(mutex_);  // why it ended here
+  std::string aborted_ GUARDED_BY(mutex_);  // by abort(), on any thread
 };
 
 }  // namespace

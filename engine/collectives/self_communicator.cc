@@ -3,9 +3,10 @@
 #include <fmt/format.h>
 
 #include <algorithm>
-#include <mutex>
 #include <optional>
 #include <string>
+
+#include "base/mutex.h"
 
 namespace overspill::engine {
 namespace {
@@ -34,23 +35,23 @@ class SelfCommunicator final : public Communicator {
   void barrier() override { throw_if_aborted("barrier"); }
 
   void abort(const char* reason) noexcept override {
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     if (!aborted_) aborted_ = reason;
   }
 
   std::string failure() override {
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     return aborted_ ? "rank 0 aborted: " + *aborted_ : std::string();
   }
 
  private:
   void throw_if_aborted(const char* call) {
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     if (aborted_) throw CommunicatorError(fmt::format("{}: rank 0 aborted: {}", call, *aborted_));
   }
 
-  std::mutex mutex_;
-  std::optional<std::string> aborted_;
+  Mutex mutex_;
+  std::optional<std::string> aborted_ GUARDED_BY(mutex_);
 };
 
 }  // namespace

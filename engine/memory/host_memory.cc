@@ -5,10 +5,11 @@
 
 #include <algorithm>
 #include <bit>
-#include <mutex>
 #include <new>
 #include <utility>
 #include <vector>
+
+#include "base/mutex.h"
 
 namespace overspill::engine {
 namespace {
@@ -28,7 +29,7 @@ class NanFile {
  public:
   /// The file, at least `bytes` long. Thread-safe.
   int at_least(int64_t bytes) {
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     if (file_ < 0) file_ = ::memfd_create("overspill-nan", MFD_CLOEXEC);
     if (file_ < 0) throw std::bad_alloc();
     const std::vector<std::byte> block(size_t{1} << 20, std::byte{0xFF});
@@ -41,9 +42,9 @@ class NanFile {
   }
 
  private:
-  std::mutex mutex_;
-  int file_ = -1;
-  int64_t filled_bytes_ = 0;
+  Mutex mutex_;
+  int file_ GUARDED_BY(mutex_) = -1;
+  int64_t filled_bytes_ GUARDED_BY(mutex_) = 0;
 };
 
 /// How much of a region one mapping covers. 2 MiB for all but the largest parameters; up to 64 MiB there,

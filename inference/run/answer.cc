@@ -8,7 +8,7 @@ namespace overspill::inference {
 
 void Answer::add(Drawn drawn) {
   {
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     if (end_) return;
     drawn_.push_back(std::move(drawn));
   }
@@ -17,7 +17,7 @@ void Answer::add(Drawn drawn) {
 
 void Answer::end(End end, std::exception_ptr error) {
   {
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     if (end_) return;
     end_ = end;
     error_ = std::move(error);
@@ -27,14 +27,17 @@ void Answer::end(End end, std::exception_ptr error) {
 
 bool Answer::wait(std::chrono::nanoseconds timeout) {
   check_process();
-  std::unique_lock lock(mutex_);
-  return changed_.wait_for(lock, timeout, [&] { return !drawn_.empty() || end_; });
+  const auto end = std::chrono::steady_clock::now() + timeout;
+  const MutexLock lock(mutex_);
+  while (!has_news() && changed_.wait_until(mutex_, end)) {
+  }
+  return has_news();
 }
 
 std::optional<Drawn> Answer::take() {
   check_process();
-  std::unique_lock lock(mutex_);
-  changed_.wait(lock, [&] { return !drawn_.empty() || end_; });
+  const MutexLock lock(mutex_);
+  while (!has_news()) changed_.wait(mutex_);
   if (drawn_.empty()) {
     if (error_) std::rethrow_exception(error_);
     return std::nullopt;
@@ -46,14 +49,14 @@ std::optional<Drawn> Answer::take() {
 
 std::optional<End> Answer::ended() const {
   check_process();
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   return end_;
 }
 
 void Answer::cancel() {
   check_process();
   {
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     drawn_.clear();
     if (!end_) end_ = End::cancelled;
   }

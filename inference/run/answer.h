@@ -2,15 +2,14 @@
 #pragma once
 
 #include <chrono>
-#include <condition_variable>
 #include <cstdint>
 #include <deque>
 #include <exception>
-#include <mutex>
 #include <optional>
 #include <utility>
 #include <vector>
 
+#include "base/mutex.h"
 #include "io/own_process.h"
 
 namespace overspill::inference {
@@ -46,13 +45,14 @@ class Answer {
 
  private:
   void check_process() const;
+  bool has_news() const REQUIRES(mutex_) { return !drawn_.empty() || end_; }
 
   io::OwnProcess process_;
-  mutable std::mutex mutex_;
-  std::condition_variable changed_;
-  std::deque<Drawn> drawn_;
-  std::optional<End> end_;
-  std::exception_ptr error_;
+  mutable Mutex mutex_;
+  Condition changed_;
+  std::deque<Drawn> drawn_ GUARDED_BY(mutex_);
+  std::optional<End> end_ GUARDED_BY(mutex_);
+  std::exception_ptr error_ GUARDED_BY(mutex_);
 };
 
 }  // namespace overspill::inference

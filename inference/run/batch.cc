@@ -46,7 +46,7 @@ std::shared_ptr<Answer> Batch::submit(Request request) {
   scheduler_.check(request);
   auto answer = std::make_shared<Answer>();
   {
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     if (error_) std::rethrow_exception(error_);
     if (closed_) throw std::logic_error("the batch is closed; open another one");
     if (std::ssize(unanswered_) >= unanswered_max_) forget_answered();
@@ -78,17 +78,17 @@ void Batch::close() {
         "a constraint closes the batch that calls it, which would wait for itself; close it elsewhere");
   }
   {
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     closed_ = true;
   }
   changed_.notify_all();
-  const std::lock_guard lock(joining_);
+  const MutexLock lock(joining_);
   if (thread_.joinable()) thread_.join();
 }
 
 Scheduler::Counts Batch::counts() const {
   check_process();
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   return counts_;
 }
 
@@ -110,29 +110,31 @@ void Batch::serve() {
       scheduler_.pass();
     }
   } catch (...) {
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     error_ = std::current_exception();
   }
   // From here on nothing is submitted: the batch is closed, or has failed.
   std::vector<Submitted> left;
+  std::exception_ptr error;
   {
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     left.swap(submitted_);
+    error = error_;
   }
   // Without the mutex: with the requests their constraints end, which are the caller's code.
-  const End end = error_ ? End::failed : End::cancelled;
-  scheduler_.end_all(end, error_);
+  const End end = error ? End::failed : End::cancelled;
+  scheduler_.end_all(end, error);
   for (const auto* all : {&taken, &left}) {
-    for (const Submitted& each : *all) each.answer->end(end, error_);
+    for (const Submitted& each : *all) each.answer->end(end, error);
   }
 }
 
 /// Takes what was submitted. False where the batch is closed.
 bool Batch::wait(std::vector<Submitted>& taken) {
-  std::unique_lock lock(mutex_);
+  const MutexLock lock(mutex_);
   const bool computing = scheduler_.texts() > 0;
   counts_ = scheduler_.counts();
-  changed_.wait(lock, [&] { return closed_ || computing || !submitted_.empty(); });
+  while (!closed_ && !computing && submitted_.empty()) changed_.wait(mutex_);
   taken.swap(submitted_);
   return !closed_;
 }

@@ -1,14 +1,13 @@
 // Answers to many requests at once, by a thread of its own.
 #pragma once
 
-#include <condition_variable>
 #include <cstdint>
 #include <exception>
 #include <memory>
-#include <mutex>
 #include <thread>
 #include <vector>
 
+#include "base/mutex.h"
 #include "inference/run/answer.h"
 #include "inference/run/model.h"
 #include "inference/run/scheduler.h"
@@ -51,22 +50,23 @@ class Batch {
   };
 
   void check_process() const;
-  void forget_answered();
+  void forget_answered() REQUIRES(mutex_);
   void serve();
   bool wait(std::vector<Submitted>& taken);
 
   const int64_t unanswered_max_;
   io::OwnProcess process_;
   Scheduler scheduler_;  // its thread's
-  mutable std::mutex mutex_;
-  std::condition_variable changed_;
-  std::vector<Submitted> submitted_;
-  std::vector<std::weak_ptr<Answer>> unanswered_;  // those among them that have ended go when room is needed
-  Scheduler::Counts counts_;
-  bool closed_ = false;
-  std::exception_ptr error_;
-  std::mutex joining_;
-  std::thread thread_;
+  mutable Mutex mutex_;
+  Condition changed_;
+  std::vector<Submitted> submitted_ GUARDED_BY(mutex_);
+  // Those among them that have ended go when room is needed.
+  std::vector<std::weak_ptr<Answer>> unanswered_ GUARDED_BY(mutex_);
+  Scheduler::Counts counts_ GUARDED_BY(mutex_);
+  bool closed_ GUARDED_BY(mutex_) = false;
+  std::exception_ptr error_ GUARDED_BY(mutex_);
+  Mutex joining_;
+  std::thread thread_ GUARDED_BY(joining_);
 };
 
 }  // namespace overspill::inference

@@ -55,7 +55,7 @@ int64_t Pool::page_bytes(const ModelSpec& spec, Element element) {
 
 Pool::Taken Pool::take() {
   check_process(process_);
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   if (free_.empty()) {
     const auto first = static_cast<int64_t>(slabs_.size()) * pages_a_slab_;
     free_.reserve(static_cast<size_t>(first + pages_a_slab_));  // give_back then needs no memory
@@ -75,7 +75,7 @@ Pool::Taken Pool::take() {
 
 void Pool::give_back(int64_t index) {
   if (!process_.here()) return;
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   Slab& slab = slabs_[static_cast<size_t>(index / pages_a_slab_)];
   if (--slab.held == 0) slab.memory = kernels::HostPages();
   free_.push_back(index);
@@ -86,7 +86,7 @@ void Pool::give_back(int64_t index) {
 
 Share::Share(Pool& pool, int64_t pages) : pool_(pool), pages_(pages) {
   check_process(pool_.process_);
-  const std::lock_guard lock(pool_.mutex_);
+  const MutexLock lock(pool_.mutex_);
   if (pool_.unpromised_ < pages_) {
     throw NoRoom(
         fmt::format("a cache takes {} bytes, and the budget has {} left for caches; load the model with more "
@@ -98,7 +98,7 @@ Share::Share(Pool& pool, int64_t pages) : pool_(pool), pages_(pages) {
 
 Share::~Share() {
   if (!pool_.process_.here()) return;
-  const std::lock_guard lock(pool_.mutex_);
+  const MutexLock lock(pool_.mutex_);
   pool_.unpromised_ += pages_;
 }
 

@@ -3,10 +3,10 @@
 
 #include <cstdint>
 #include <memory>
-#include <mutex>
 #include <span>
 #include <vector>
 
+#include "base/mutex.h"
 #include "inference/kernels/forms.h"
 #include "inference/kernels/panel.h"
 #include "inference/model/spec.h"
@@ -55,16 +55,16 @@ class Pool {
     int64_t index;
     std::byte* data;
   };
-  Taken take();  // throws std::bad_alloc
-  void give_back(int64_t index);
+  Taken take() EXCLUDES(mutex_);  // throws std::bad_alloc
+  void give_back(int64_t index) EXCLUDES(mutex_);
 
   const io::OwnProcess process_;
   const Element element_;
   const int64_t page_bytes_, pages_a_slab_;
-  std::mutex mutex_;
-  int64_t unpromised_;  // pages that no share has
-  std::vector<Slab> slabs_;
-  std::vector<int64_t> free_;  // a heap, the lowest index first, so that slabs become free
+  Mutex mutex_;
+  int64_t unpromised_ GUARDED_BY(mutex_);  // pages that no share has
+  std::vector<Slab> slabs_ GUARDED_BY(mutex_);
+  std::vector<int64_t> free_ GUARDED_BY(mutex_);  // a heap, the lowest index first, so that slabs become free
 };
 
 /// The right to so many of a pool's pages, given back at its end, which its pages do not outlive. Threads:

@@ -28,11 +28,12 @@ ExpertStore::ExpertStore(const ModelFolder& folder, std::vector<LayerExperts> la
     : folder_(folder),
       layers_(std::move(layers)),
       users_(users),
+      slot_count_(slots),
       slot_bytes_(slot_bytes(layers_)),
+      share_(layers_.size()),
       memory_(slots * slot_bytes_),
       slots_(static_cast<size_t>(slots)),
       held_(layers_.size()),
-      share_(layers_.size()),
       wanted_by_(static_cast<size_t>(users)),
       in_use_(static_cast<size_t>(users), -1) {
   size_t most = 0;
@@ -57,6 +58,7 @@ ExpertStore::ExpertStore(const ModelFolder& folder, std::vector<LayerExperts> la
     const int64_t absent = std::max<int64_t>(0, experts - share_[i]);
     read_bytes_a_token_ += stored / experts * layer.chosen * absent / experts;
   }
+  slot_of_.assign(experts_.size(), -1);
   missing_.reserve(most);  // want is called between barriers, where nothing may throw
   threads_.reserve(kReaders);
   try {
@@ -76,7 +78,7 @@ ExpertStore::~ExpertStore() {
 
 void ExpertStore::end() {
   {
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     ends_ = true;
   }
   changed_.notify_all();
@@ -85,20 +87,19 @@ void ExpertStore::end() {
 
 void ExpertStore::want(int user, size_t layer, std::span<const int32_t> experts) {
   {
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     if (++wanted_by_[static_cast<size_t>(user)] <= wanted_) return;  // another user has said it
     ++wanted_;
     if (error_) failed_ = -1;
     for (const int32_t expert : experts) {
       const int64_t id = id_of(layer, expert);
-      const int64_t at = experts_[static_cast<size_t>(id)].slot;
+      const int64_t at = slot_of(id);
       if (at < 0) {
         missing_.push_back(id);
         continue;
       }
-      Slot& slot = slots_[static_cast<size_t>(at)];
-      slot.users_left = users_;
-      slot.begun = false;
+      slot(at).users_left = users_;
+      slot(at).begun = false;
     }
   }
   changed_.notify_all();
@@ -106,32 +107,31 @@ void ExpertStore::want(int user, size_t layer, std::span<const int32_t> experts)
 
 bool ExpertStore::acquire(int user, size_t layer, int32_t expert) {
   const int64_t id = id_of(layer, expert);
-  std::unique_lock lock(mutex_);
-  changed_.wait(lock, [&] { return is_there(id) || id >= failed_; });
+  const MutexLock lock(mutex_);
+  while (!is_there(id) && id < failed_) changed_.wait(mutex_);
   if (id >= failed_) return false;
-  slots_[static_cast<size_t>(experts_[static_cast<size_t>(id)].slot)].begun = true;
+  slot(slot_of(id)).begun = true;
   in_use_[static_cast<size_t>(user)] = id;
   return true;
 }
 
 void ExpertStore::release(int user) {
   {
-    const std::lock_guard lock(mutex_);
-    const int64_t id = in_use_[static_cast<size_t>(user)];
-    Slot& slot = slots_[static_cast<size_t>(experts_[static_cast<size_t>(id)].slot)];
-    if (--slot.users_left > 0) return;
-    slot.used = ++clock_;
+    const MutexLock lock(mutex_);
+    Slot& used = slot(slot_of(in_use_[static_cast<size_t>(user)]));
+    if (--used.users_left > 0) return;
+    used.used = ++clock_;
   }
   changed_.notify_all();
 }
 
 std::exception_ptr ExpertStore::error() const {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   return error_;
 }
 
 Reading ExpertStore::reading() const {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   return meter_.reading();
 }
 
@@ -144,10 +144,9 @@ Reading ExpertStore::try_reading(double seconds) {
   for (size_t i = 0; i < layers_.size() && since().seconds < seconds; ++i) {
     std::vector<int32_t> absent;
     {
-      const std::lock_guard lock(mutex_);
+      const MutexLock lock(mutex_);
       for (int32_t e = 0; e < std::ssize(layers_[i].experts); ++e) {
-        if (std::ssize(absent) < layers_[i].chosen &&
-            experts_[static_cast<size_t>(id_of(layers_[i].layer, e))].slot < 0)
+        if (std::ssize(absent) < layers_[i].chosen && slot_of(id_of(layers_[i].layer, e)) < 0)
           absent.push_back(e);
       }
     }
@@ -166,17 +165,17 @@ void ExpertStore::serve() {
   const optim::FloatingPointMode mode;  // as where weights are read that stay
   TensorReader reader(folder_, ReadPath::direct);
   while (const std::optional<Chunk> chunk = next_chunk()) {
-    const auto& matrices = *experts_[static_cast<size_t>(chunk->expert)].matrices;
+    const auto& matrices = *expert(chunk->expert).matrices;
     end_chunk(*chunk, read_chunk(reader, matrices[chunk->matrix], chunk->range));
   }
 }
 
 /// Waits for an expert that is wanted, and a slot for it. Nothing: the threads are to end.
 std::optional<ExpertStore::Chunk> ExpertStore::next_chunk() {
-  std::unique_lock lock(mutex_);
-  changed_.wait(lock, [&] { return ends_ || error_ || next_.expert >= 0 || begin_expert(); });
+  const MutexLock lock(mutex_);
+  while (!ends_ && !error_ && next_.expert < 0 && !begin_expert()) changed_.wait(mutex_);
   if (ends_ || error_) return {};
-  const auto& matrices = *experts_[static_cast<size_t>(next_.expert)].matrices;
+  const auto& matrices = *expert(next_.expert).matrices;
   const WantedMatrix& matrix = matrices[next_.matrix];
   const int64_t panels = matrix.to->panels();
   next_.range.last = std::min(panels, next_.range.first + panels_at_once(matrix));
@@ -194,31 +193,30 @@ bool ExpertStore::begin_expert() {
   const int64_t id = missing_.front(), at = slot_for(id);
   if (at < 0) return false;
   missing_.erase(missing_.begin());
-  Expert& expert = experts_[static_cast<size_t>(id)];
-  Slot& slot = slots_[static_cast<size_t>(at)];
-  leave(slot);
-  slot = {.expert = id, .users_left = users_};
-  slot.panels_left = place_at(*expert.matrices, memory_.data() + at * slot_bytes_);
-  expert.slot = at;
-  ++held_[expert.layer];
+  Slot& taken = slot(at);
+  leave(taken);
+  taken = {.expert = id, .users_left = users_};
+  taken.panels_left = place_at(*expert(id).matrices, memory_.data() + at * slot_bytes_);
+  slot_of(id) = at;
+  ++held_[expert(id).layer];
   next_ = {id, 0, {}};
   return true;
 }
 
 /// A free slot; else the one whose expert was used longest ago, of a layer that has more than its share, or
 /// of any; else one whose expert is wanted after this one. -1 where all are in use.
-int64_t ExpertStore::slot_for(int64_t expert) const {
+int64_t ExpertStore::slot_for(int64_t id) const {
   int64_t of_many = -1, of_any = -1, later = -1;
-  const auto at = [&](int64_t i) -> const Slot& { return slots_[static_cast<size_t>(i)]; };
+  const auto at = [&](int64_t i) REQUIRES(mutex_) -> const Slot& { return slots_[static_cast<size_t>(i)]; };
   for (int64_t i = 0; i < std::ssize(slots_); ++i) {
     const Slot& slot = at(i);
     if (slot.expert < 0) return i;
     if (slot.panels_left > 0) continue;
     if (slot.users_left > 0) {
-      if (!slot.begun && slot.expert > expert && (later < 0 || slot.expert > at(later).expert)) later = i;
+      if (!slot.begun && slot.expert > id && (later < 0 || slot.expert > at(later).expert)) later = i;
       continue;
     }
-    const size_t layer = experts_[static_cast<size_t>(slot.expert)].layer;
+    const size_t layer = expert(slot.expert).layer;
     if (of_any < 0 || slot.used < at(of_any).used) of_any = i;
     if (held_[layer] > share_[layer] && (of_many < 0 || slot.used < at(of_many).used)) of_many = i;
   }
@@ -228,25 +226,23 @@ int64_t ExpertStore::slot_for(int64_t expert) const {
 /// Its expert is not there any more.
 void ExpertStore::leave(Slot& slot) {
   if (slot.expert < 0) return;
-  Expert& expert = experts_[static_cast<size_t>(slot.expert)];
-  expert.slot = -1;
-  --held_[expert.layer];
+  slot_of(slot.expert) = -1;
+  --held_[expert(slot.expert).layer];
   // It is wanted yet: it is read again behind the others.
   if (slot.users_left > 0) missing_.insert(std::ranges::lower_bound(missing_, slot.expert), slot.expert);
 }
 
 void ExpertStore::end_chunk(const Chunk& chunk, const std::exception_ptr& error) {
   {
-    const std::lock_guard lock(mutex_);
-    const Expert& expert = experts_[static_cast<size_t>(chunk.expert)];
+    const MutexLock lock(mutex_);
     const int64_t panels = chunk.range.last - chunk.range.first;
     if (error) {
       if (!error_ || chunk.expert < failed_) error_ = error;
       failed_ = std::min(failed_, chunk.expert);
       meter_.end(0);
     } else {
-      slots_[static_cast<size_t>(expert.slot)].panels_left -= panels;
-      meter_.end(expert.read_bytes_a_panel * static_cast<double>(panels));
+      slot(slot_of(chunk.expert)).panels_left -= panels;
+      meter_.end(expert(chunk.expert).read_bytes_a_panel * static_cast<double>(panels));
     }
   }
   changed_.notify_all();

@@ -1,16 +1,15 @@
 // Experts that are not all held in memory: read as the router asks for them, and kept while there is room.
 #pragma once
 
-#include <condition_variable>
 #include <cstdint>
 #include <exception>
 #include <limits>
-#include <mutex>
 #include <optional>
 #include <span>
 #include <thread>
 #include <vector>
 
+#include "base/mutex.h"
 #include "inference/format/model_folder.h"
 #include "inference/run/chunks.h"
 #include "kernels/host_pages.h"
@@ -50,7 +49,7 @@ class ExpertStore {
   std::exception_ptr error() const;
 
   /// Memory of the slots.
-  int64_t bytes() const { return static_cast<int64_t>(slots_.size()) * slot_bytes_; }
+  int64_t bytes() const { return slot_count_ * slot_bytes_; }
   /// What a token's experts take in memory.
   int64_t bytes_a_token() const { return bytes_a_token_; }
   /// What is read for a token, where a router likes all experts alike.
@@ -69,7 +68,6 @@ class ExpertStore {
     const std::vector<WantedMatrix>* matrices;
     size_t layer;  // of layers_
     double read_bytes_a_panel = 0;
-    int64_t slot = -1;
   };
   struct Slot {
     int64_t expert = -1;
@@ -85,42 +83,46 @@ class ExpertStore {
   };
 
   int64_t id_of(size_t layer, int32_t expert) const { return first_of_[layer] + expert; }
-  bool is_there(int64_t expert) const {
-    const int64_t slot = experts_[static_cast<size_t>(expert)].slot;
-    return slot >= 0 && slots_[static_cast<size_t>(slot)].panels_left == 0;
+  const Expert& expert(int64_t id) const { return experts_[static_cast<size_t>(id)]; }
+  int64_t& slot_of(int64_t id) REQUIRES(mutex_) { return slot_of_[static_cast<size_t>(id)]; }
+  Slot& slot(int64_t number) REQUIRES(mutex_) { return slots_[static_cast<size_t>(number)]; }
+  bool is_there(int64_t id) REQUIRES(mutex_) {
+    const int64_t at = slot_of(id);
+    return at >= 0 && slot(at).panels_left == 0;
   }
   void end();
   void serve();
   std::optional<Chunk> next_chunk();
-  bool begin_expert();
-  int64_t slot_for(int64_t expert) const;
-  void leave(Slot& slot);
+  bool begin_expert() REQUIRES(mutex_);
+  int64_t slot_for(int64_t id) const REQUIRES(mutex_);
+  void leave(Slot& slot) REQUIRES(mutex_);
   void end_chunk(const Chunk& chunk, const std::exception_ptr& error);
 
   const ModelFolder& folder_;
   const std::vector<LayerExperts> layers_;
   const int users_;
-  const int64_t slot_bytes_;
+  const int64_t slot_count_, slot_bytes_;
   int64_t bytes_a_token_ = 0, read_bytes_a_token_ = 0;
   std::vector<int64_t> first_of_;  // by the model's layer
+  std::vector<Expert> experts_;
+  std::vector<int64_t> share_;  // slots that a layer of layers_ may keep
   kernels::HostPages memory_;
 
-  mutable std::mutex mutex_;
-  std::condition_variable changed_;
-  // What follows is guarded by the mutex.
-  std::vector<Expert> experts_;
-  std::vector<Slot> slots_;
-  std::vector<int64_t> held_, share_;  // slots, by layer of layers_: what it has, and what it may keep
-  std::vector<int64_t> wanted_by_,
-      in_use_;                    // by user: how often it has called want; the expert that it acquired
-  int64_t wanted_ = 0;            // calls of want by the user that is ahead
-  std::vector<int64_t> missing_;  // wanted, ascending, and without a slot
-  Chunk next_;                    // that a thread is to take, but for its end
-  int64_t clock_ = 0;
-  Meter meter_;
-  bool ends_ = false;
-  int64_t failed_ = kNone;  // the first expert that could not be read, of those that are wanted
-  std::exception_ptr error_;
+  mutable Mutex mutex_;
+  Condition changed_;
+  std::vector<int64_t> slot_of_ GUARDED_BY(mutex_);  // by expert; -1: none
+  std::vector<Slot> slots_ GUARDED_BY(mutex_);
+  std::vector<int64_t> held_ GUARDED_BY(mutex_);       // slots, by layer of layers_
+  std::vector<int64_t> wanted_by_ GUARDED_BY(mutex_);  // by user: how often it has called want
+  std::vector<int64_t> in_use_ GUARDED_BY(mutex_);     // by user: the expert that it acquired
+  int64_t wanted_ GUARDED_BY(mutex_) = 0;              // calls of want by the user that is ahead
+  std::vector<int64_t> missing_ GUARDED_BY(mutex_);    // wanted, ascending, and without a slot
+  Chunk next_ GUARDED_BY(mutex_);                      // that a thread is to take, but for its end
+  int64_t clock_ GUARDED_BY(mutex_) = 0;
+  Meter meter_ GUARDED_BY(mutex_);
+  bool ends_ GUARDED_BY(mutex_) = false;
+  int64_t failed_ GUARDED_BY(mutex_) = kNone;  // the first that could not be read, of those that are wanted
+  std::exception_ptr error_ GUARDED_BY(mutex_);
   std::vector<std::thread> threads_;
 };
 

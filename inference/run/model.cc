@@ -4,7 +4,6 @@
 
 #include <algorithm>
 #include <limits>
-#include <mutex>
 #include <stdexcept>
 #include <utility>
 
@@ -89,7 +88,7 @@ void Model::check_may_compute() const {
 
 double Model::seconds_a_pass() {
   check_may_compute();
-  const std::lock_guard turn(turns_);
+  const MutexLock turn(turns_);
   forward_.throw_if_unread();
   const std::span<const std::byte> stays = weights_.memory.span();
   const double memory = read_bytes_per_second(team_, stays.first(std::min(stays.size(), kSampleBytes)));
@@ -145,7 +144,7 @@ void Model::check_length(int64_t tokens) const {
 void Model::compute(std::span<const Row> rows, std::span<const int32_t> wanted, int64_t jobs,
                     const std::function<void(int64_t, const Logits&, Drafts&)>& work) {
   check_may_compute();
-  const std::lock_guard turn(turns_);
+  const MutexLock turn(turns_);
   const Logits logits{forward_.run(rows, wanted), forward_.logits_stride()};
   const optim::FloatingPointMode mode;  // that of the other threads
   if (jobs < 1) return;
@@ -153,7 +152,7 @@ void Model::compute(std::span<const Row> rows, std::span<const int32_t> wanted, 
     const Inside calls(*this);
     return work(0, logits, drafts_[0]);
   }
-  team_.run([&](int thread) {
+  team_.run([&](int thread) REQUIRES(turns_) {
     const Inside calls(*this);
     for (int64_t job = thread; job < jobs; job += team_.size())
       work(job, logits, drafts_[static_cast<size_t>(thread)]);
@@ -163,7 +162,7 @@ void Model::compute(std::span<const Row> rows, std::span<const int32_t> wanted, 
 void Model::compute_each(std::span<const Row> rows, std::span<const int32_t> wanted,
                          const std::function<void(int64_t, const float*, Drafts&)>& take) {
   check_may_compute();
-  const std::lock_guard turn(turns_);
+  const MutexLock turn(turns_);
   const auto some = [&](size_t from) {
     return wanted.subspan(from, std::min(wanted.size() - from, size_t{kLogitsMax}));
   };

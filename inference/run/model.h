@@ -80,8 +80,8 @@ class Model {
   bool is_inside() const;
   /// Of the caches of all texts.
   Pool& pool() { return pool_; }
-  /// Of one call of `compute`, at most.
-  int64_t rows_max() const { return forward_.rows_max(); }
+  /// Of one call of `compute`, at most. Never changes, so it needs no turn.
+  int64_t rows_max() const NO_THREAD_SAFETY_ANALYSIS { return forward_.rows_max(); }
 
   /// Throws std::invalid_argument unless there is a token and all are of the vocabulary.
   void check_tokens(std::span<const int32_t> tokens) const;
@@ -109,9 +109,9 @@ class Model {
   int64_t cache_pages_ = Pool::kUnlimited;
   Weights weights_;
   Pool pool_;
-  Turns turns_;  // of forward_ and drafts_
-  Forward forward_;
-  std::vector<Drafts> drafts_;  // by thread
+  Turns turns_;
+  Forward forward_ GUARDED_BY(turns_);
+  std::vector<Drafts> drafts_ GUARDED_BY(turns_);  // by thread
 };
 
 /// One text: its cache, and how far it was read. Threads: one at a time.

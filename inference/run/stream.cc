@@ -46,7 +46,7 @@ LayerStream::~LayerStream() {
 
 void LayerStream::end() {
   {
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     ends_ = true;
   }
   changed_.notify_all();
@@ -58,9 +58,9 @@ int64_t LayerStream::index_of(size_t layer, Part part) const {
 }
 
 bool LayerStream::acquire(int user, size_t layer, Part part) {
+  const MutexLock lock(mutex_);
   int64_t& mine = acquired_[static_cast<size_t>(user)];
-  std::unique_lock lock(mutex_);
-  changed_.wait(lock, [&] { return is_filled(mine) || mine >= failed_; });
+  while (!is_filled(mine) && mine < failed_) changed_.wait(mutex_);
   if (mine >= failed_) return false;
   if (mine % static_cast<int64_t>(parts_.size()) != index_of(layer, part))
     throw std::logic_error("parts are acquired in another order than they are read in");
@@ -70,7 +70,7 @@ bool LayerStream::acquire(int user, size_t layer, Part part) {
 
 void LayerStream::release(int user) {
   {
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     // Every user has released the parts before this one.
     if (--slot_of(acquired_[static_cast<size_t>(user)] - 1).users_left > 0) return;
     ++released_;
@@ -79,12 +79,12 @@ void LayerStream::release(int user) {
 }
 
 std::exception_ptr LayerStream::error() const {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   return error_;
 }
 
 Reading LayerStream::reading() const {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   return meter_.reading();
 }
 
@@ -104,9 +104,9 @@ Reading LayerStream::try_reading(double seconds) {
 /// The next pass begins; what was read ahead of another place is read again when it is its turn.
 void LayerStream::begin_again() {
   {
-    std::unique_lock lock(mutex_);
+    const MutexLock lock(mutex_);
     rests_ = true;
-    changed_.wait(lock, [&] { return meter_.in_work() == 0; });
+    while (meter_.in_work() != 0) changed_.wait(mutex_);
     const int64_t parts = std::ssize(parts_), first = (next_.part / parts + 1) * parts;
     next_ = {first, 0, {}};
     released_ = first;
@@ -127,9 +127,8 @@ void LayerStream::serve() {
 
 /// Waits for a free slot. Nothing: the threads are to end.
 std::optional<LayerStream::Chunk> LayerStream::next_chunk() {
-  std::unique_lock lock(mutex_);
-  changed_.wait(lock,
-                [&] { return ends_ || error_ || (!rests_ && next_.part - released_ < std::ssize(slots_)); });
+  const MutexLock lock(mutex_);
+  while (!ends_ && !error_ && (rests_ || next_.part - released_ >= std::ssize(slots_))) changed_.wait(mutex_);
   if (ends_ || error_) return {};
   const StreamedPart& part = part_of(next_.part);
   if (next_.matrix == 0 && next_.range.first == 0) begin_part(part);
@@ -154,7 +153,7 @@ void LayerStream::begin_part(const StreamedPart& part) {
 
 void LayerStream::end_chunk(const Chunk& chunk, const std::exception_ptr& error) {
   {
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     if (error) {
       if (!error_ || chunk.part < failed_) error_ = error;
       failed_ = std::min(failed_, chunk.part);

@@ -1,15 +1,14 @@
 // Matrices that are not held in memory: read anew for each pass, ahead of use.
 #pragma once
 
-#include <condition_variable>
 #include <cstdint>
 #include <exception>
 #include <limits>
-#include <mutex>
 #include <optional>
 #include <thread>
 #include <vector>
 
+#include "base/mutex.h"
 #include "inference/format/model_folder.h"
 #include "inference/run/chunks.h"
 #include "kernels/host_pages.h"
@@ -78,16 +77,16 @@ class LayerStream {
   const StreamedPart& part_of(int64_t part) const {
     return parts_[static_cast<size_t>(part) % parts_.size()];
   }
-  Slot& slot_of(int64_t part) { return slots_[static_cast<size_t>(part) % slots_.size()]; }
-  bool is_filled(int64_t part) const {
-    const Slot& slot = slots_[static_cast<size_t>(part) % slots_.size()];
+  Slot& slot_of(int64_t part) REQUIRES(mutex_) { return slots_[static_cast<size_t>(part) % slots_.size()]; }
+  bool is_filled(int64_t part) REQUIRES(mutex_) {
+    const Slot& slot = slot_of(part);
     return slot.part == part && slot.panels_left == 0;
   }
   void begin_again();
   void end();
   void serve();
   std::optional<Chunk> next_chunk();
-  void begin_part(const StreamedPart& part);
+  void begin_part(const StreamedPart& part) REQUIRES(mutex_);
   void end_chunk(const Chunk& chunk, const std::exception_ptr& error);
 
   const ModelFolder& folder_;
@@ -96,18 +95,18 @@ class LayerStream {
   std::vector<std::vector<int64_t>> index_;  // [layer][part]: in parts_, or -1
   int64_t bytes_ = 0;
 
-  mutable std::mutex mutex_;
-  mutable std::condition_variable changed_;
-  // What follows is guarded by the mutex.
-  std::vector<Slot> slots_;
-  std::vector<int64_t> acquired_;  // parts, by user; each changes its own
-  int64_t released_ = 0;           // parts, by all users
-  Chunk next_;                     // that a thread is to take, but for its end
-  Meter meter_;
-  bool rests_ = false;  // nobody takes a chunk
-  bool ends_ = false;
-  int64_t failed_ = std::numeric_limits<int64_t>::max();  // the first part that could not be read
-  std::exception_ptr error_;
+  mutable Mutex mutex_;
+  Condition changed_;
+  std::vector<Slot> slots_ GUARDED_BY(mutex_);
+  std::vector<int64_t> acquired_ GUARDED_BY(mutex_);  // parts, by user; each changes its own
+  int64_t released_ GUARDED_BY(mutex_) = 0;           // parts, by all users
+  Chunk next_ GUARDED_BY(mutex_);                     // that a thread is to take, but for its end
+  Meter meter_ GUARDED_BY(mutex_);
+  bool rests_ GUARDED_BY(mutex_) = false;  // nobody takes a chunk
+  bool ends_ GUARDED_BY(mutex_) = false;
+  // The first part that could not be read.
+  int64_t failed_ GUARDED_BY(mutex_) = std::numeric_limits<int64_t>::max();
+  std::exception_ptr error_ GUARDED_BY(mutex_);
   std::vector<std::thread> threads_;
 };
 

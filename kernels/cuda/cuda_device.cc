@@ -4,12 +4,12 @@
 #include <fmt/format.h>
 
 #include <limits>
-#include <mutex>
 #include <new>
 #include <unordered_map>
 #include <utility>
 #include <vector>
 
+#include "base/mutex.h"
 #include "kernels/clock.h"
 #include "kernels/cuda/cuda_kernels.h"
 #include "kernels/cuda/current.h"
@@ -85,7 +85,7 @@ class EventPool {
 
   cudaError_t take(PooledEvent& taken) {
     {
-      const std::lock_guard lock(mutex_);
+      const MutexLock lock(mutex_);
       taken.base = base_;
       std::vector<cudaEvent_t>& idle = base_ != nullptr ? idle_timed_ : idle_;
       if (!idle.empty()) {
@@ -98,21 +98,21 @@ class EventPool {
     return cudaEventCreateWithFlags(&taken.event, timing | cudaEventBlockingSync);
   }
   void give_back(const PooledEvent& taken) {
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     (taken.base != nullptr ? idle_timed_ : idle_).push_back(taken.event);
   }
   /// Those taken from now on are timed, counted from `base`; null: they are not.
   void time(std::shared_ptr<const Base> base) {
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     base_ = std::move(base);
   }
 
  private:
   const int ordinal_;
-  std::mutex mutex_;
-  std::vector<cudaEvent_t> idle_;
-  std::vector<cudaEvent_t> idle_timed_;
-  std::shared_ptr<const Base> base_;
+  Mutex mutex_;
+  std::vector<cudaEvent_t> idle_ GUARDED_BY(mutex_);
+  std::vector<cudaEvent_t> idle_timed_ GUARDED_BY(mutex_);
+  std::shared_ptr<const Base> base_ GUARDED_BY(mutex_);
 };
 
 using Failure = std::shared_ptr<const std::string>;  // null: none
@@ -280,7 +280,7 @@ class CudaDevice final : public Device {
     if (bytes == 0) return DeviceMemory();
     if (bytes > std::numeric_limits<int64_t>::max() - kAlignBytes) throw std::bad_alloc();
     const Current device(ordinal_);
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     // CUDA promises 256 bytes of alignment.
     void* base = nullptr;
     const cudaError_t error = cudaMalloc(&base, static_cast<size_t>(bytes + kAlignBytes - 1));
@@ -348,7 +348,7 @@ class CudaDevice final : public Device {
     const Current current(ordinal_);
     auto base = std::make_shared<Base>();
     check(cudaEventCreate(&base->event), "a timed event");
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     check(cudaEventRecord(base->event, poisoning_), "a timed event");
     check(cudaEventSynchronize(base->event), "a timed event");
     base->time_ns = steady_now_ns();
@@ -358,7 +358,7 @@ class CudaDevice final : public Device {
   void poison(void* device, int64_t bytes) override {
     if (bytes <= 0) return;
     const Current current(ordinal_);
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     check(cudaMemsetAsync(device, 0xFF, static_cast<size_t>(bytes), poisoning_), "a poisoning", bytes,
           device);
     check(cudaStreamSynchronize(poisoning_), "a poisoning", bytes, device);
@@ -367,7 +367,7 @@ class CudaDevice final : public Device {
  private:
   void free(void* data) noexcept {
     const Current device(ordinal_);
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     cudaFree(bases_.extract(data).mapped());
   }
 
@@ -381,8 +381,8 @@ class CudaDevice final : public Device {
   const int ordinal_;
   const std::shared_ptr<EventPool> events_;
   const std::unique_ptr<DeviceKernels> kernels_;
-  std::mutex mutex_;
-  std::unordered_map<void*, void*> bases_;  // what cudaMalloc gave, by what we gave
+  Mutex mutex_;
+  std::unordered_map<void*, void*> bases_ GUARDED_BY(mutex_);  // what cudaMalloc gave, by what we gave
   cudaStream_t poisoning_ = nullptr;
 };
 

@@ -32,7 +32,7 @@ AddressSpace::~AddressSpace() {
 }
 
 std::byte* AddressSpace::allocate(int64_t bytes) {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   throw_violation();
   if (bytes > options_.memory_bytes - used_bytes_) throw std::bad_alloc();
   const int64_t mapped_bytes = (bytes + kPageBytes - 1) / kPageBytes * kPageBytes;
@@ -46,7 +46,7 @@ std::byte* AddressSpace::allocate(int64_t bytes) {
 }
 
 void AddressSpace::free(std::byte* data) noexcept {
-  std::unique_lock lock(mutex_);
+  const MutexLock lock(mutex_);
   auto node = live_.extract(data);  // from here on, no new copy finds it
   Block& block = node.mapped();
   if (block.copies > 0) {
@@ -54,7 +54,7 @@ void AddressSpace::free(std::byte* data) noexcept {
         fmt::format("simulated device: {} bytes at {} were freed while a copy used them; wait "
                     "for the event of the last use first",
                     block.bytes, fmt::ptr(data)));
-    copies_done_.wait(lock, [&] { return block.copies == 0; });
+    while (block.copies > 0) copies_done_.wait(mutex_);
   }
   if (!block.poisoned_from(block.bytes)) {
     violations_.push_back(
@@ -72,7 +72,7 @@ void AddressSpace::free(std::byte* data) noexcept {
 }
 
 void AddressSpace::with(const void* data, int64_t bytes, const char* what, const std::function<void()>& use) {
-  std::unique_lock lock(mutex_);
+  MutexLock lock(mutex_);
   Block& block = find(static_cast<const std::byte*>(data), bytes, what);
   ++block.copies;
   // Without the lock: it would order unrelated copies, and hide their races from ThreadSanitizer.
@@ -83,7 +83,7 @@ void AddressSpace::with(const void* data, int64_t bytes, const char* what, const
 }
 
 void AddressSpace::verify() {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   for (; !quarantine_.empty(); quarantine_.pop_front()) look_for_writes(quarantine_.front());
   quarantined_bytes_ = 0;
   throw_violation();
@@ -91,7 +91,7 @@ void AddressSpace::verify() {
 
 bool AddressSpace::holds(const void* data) const {
   const auto* const at = static_cast<const std::byte*>(data);
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   const auto after = live_.upper_bound(at);
   return after != live_.begin() && at - std::prev(after)->first < std::prev(after)->second.bytes;
 }

@@ -1,15 +1,14 @@
 // The memory of a simulated device (kernels/simulated_device.h).
 #pragma once
 
-#include <condition_variable>
 #include <cstdint>
 #include <deque>
 #include <functional>
 #include <map>
 #include <memory>
-#include <mutex>
 #include <string>
 
+#include "base/mutex.h"
 #include "kernels/simulated_device.h"
 
 namespace overspill::kernels {
@@ -24,14 +23,14 @@ class AddressSpace {
 
   std::byte* allocate(int64_t bytes);
   void free(std::byte* data) noexcept;
-  /// Runs `use` while [data, data + bytes) is held against free(); throws DeviceError unless it lies in one
-  /// live block.
+  /// Runs `use`, without the mutex, while [data, data + bytes) is held against free(); throws DeviceError
+  /// unless it lies in one live block.
   void with(const void* data, int64_t bytes, const char* what, const std::function<void()>& use);
   void verify();
   /// Whether an address lies in a live block.
   bool holds(const void* data) const;
   int64_t used_bytes() const {
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     return used_bytes_;
   }
 
@@ -50,18 +49,18 @@ class AddressSpace {
     bool poisoned_from(int64_t begin) const;
   };
 
-  Block& find(const std::byte* data, int64_t bytes, const char* what);
-  void look_for_writes(const Block& block);
-  void throw_violation();
+  Block& find(const std::byte* data, int64_t bytes, const char* what) REQUIRES(mutex_);
+  void look_for_writes(const Block& block) REQUIRES(mutex_);
+  void throw_violation() REQUIRES(mutex_);
 
   const SimulatedDeviceOptions options_;
-  mutable std::mutex mutex_;
-  std::condition_variable copies_done_;
-  std::map<const std::byte*, Block> live_;
-  std::deque<Block> quarantine_;
-  std::deque<std::string> violations_;  // found, not yet thrown
-  int64_t used_bytes_ = 0;
-  int64_t quarantined_bytes_ = 0;
+  mutable Mutex mutex_;
+  Condition copies_done_;
+  std::map<const std::byte*, Block> live_ GUARDED_BY(mutex_);
+  std::deque<Block> quarantine_ GUARDED_BY(mutex_);
+  std::deque<std::string> violations_ GUARDED_BY(mutex_);  // found, not yet thrown
+  int64_t used_bytes_ GUARDED_BY(mutex_) = 0;
+  int64_t quarantined_bytes_ GUARDED_BY(mutex_) = 0;
 };
 
 }  // namespace overspill::kernels
