@@ -14,31 +14,43 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 
 
+def commands_of(build: Path) -> list[dict[str, str]]:
+    """The build's compile commands."""
+    return json.loads((build / "compile_commands.json").read_text())
+
+
+def sources_of(entry: dict[str, str]) -> list[str]:
+    """What a command compiles: one source, or several together."""
+    together = Path(entry["file"])
+    if not together.name.startswith("unity_"):
+        return [entry["file"]]
+    return re.findall(r'^#include "(.*)"$', together.read_text(), re.MULTILINE)
+
+
 def entries_of(build: Path) -> list[dict[str, str]]:
     """The build's compile commands, one for each source: of files that are compiled together, each by itself."""
-    entries = []
-    for entry in json.loads((build / "compile_commands.json").read_text()):
-        together = Path(entry["file"])
-        if not together.name.startswith("unity_"):
-            entries.append(entry)
-            continue
-        for source in re.findall(r'^#include "(.*)"$', together.read_text(), re.MULTILINE):
-            entries.append(
-                entry | {"file": source, "command": entry["command"].replace(entry["file"], source)}
-            )
-    return entries
+    return [
+        entry | {"file": source, "command": entry["command"].replace(entry["file"], source)}
+        for entry in commands_of(build)
+        for source in sources_of(entry)
+    ]
+
+
+def flags_of(entry: dict[str, str]) -> list[str]:
+    """A compile command without what clang refuses of g++'s: flags, precompiled headers."""
+    flags = shlex.split(entry["command"])
+    if "-include" in flags:  # CMake's, of the precompiled header
+        at = flags.index("-include")
+        del flags[at : at + 2]
+    return [flag for flag in flags if not flag.startswith("-mtune-ctrl=")]
 
 
 def database(build: Path, entries: list[dict[str, str]]) -> Path:
-    """A folder with the compile commands, without what clang refuses of g++'s: flags, precompiled headers."""
+    """A folder with the compile commands, as clang takes them."""
     folder = build / "tidy"
     folder.mkdir(exist_ok=True)
     for entry in entries:
-        flags = shlex.split(entry["command"])
-        if "-include" in flags:  # CMake's, of the precompiled header
-            at = flags.index("-include")
-            del flags[at : at + 2]
-        entry["command"] = shlex.join(flag for flag in flags if not flag.startswith("-mtune-ctrl="))
+        entry["command"] = shlex.join(flags_of(entry))
     (folder / "compile_commands.json").write_text(json.dumps(entries))
     return folder
 

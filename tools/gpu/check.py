@@ -55,7 +55,7 @@ COPIES, UPDATE = "bench/bench_cuda_copy", "bench/bench_adam"
 PROGRAMS = (KERNELS, ENGINE, RANKS, NCCL, COPIES, UPDATE)
 REFERENCE = "tests/reference"  # a library, for the tests in Python
 TARGETS = [Path(program).name for program in PROGRAMS]
-SOURCES = ("CMakeLists.txt", "bindings", "cpu_optim", "engine", "io", "kernels")  # of _core
+SOURCES = ("CMakeLists.txt", "base", "bindings", "cpu_optim", "engine", "io", "kernels")  # of _core
 # Of Python, by the rows with PyTorch.
 NEEDED = ("torch", "pybind11", "pytest", "pydantic", "safetensors", "numpy")
 RESERVE_S = 15.0  # of the minutes: for the end
