@@ -103,7 +103,7 @@ bench-inference: build-all  ## Models on the CPU beside llama.cpp, in turn, in m
 bench-intake: build-all  ## Gradients on their way in: sums beside the memory's limit, and what is left after backward; 4 minutes
 	@tools/keep_result intake $(BUILD)/bench/bench_intake $(BENCH_INTAKE_ARGS)
 
-lint: build-all  ## clang-format, clang-tidy, ruff
+lint: build-all  ## clang-format, clang-tidy, ruff, locks
 	@tools/setup --lint
 	@tools/lint
 
