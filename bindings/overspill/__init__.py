@@ -18,7 +18,8 @@ from ._core import (
     WrongProcess,
 )
 from .calls import ThreadError
-from .config import Config, ConfigError
+from .config import Config
+from .config.section import ConfigError
 from .engine import Engine
 from .folders import FolderError, output_folder
 from .init import Init

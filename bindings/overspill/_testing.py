@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from .config import EngineOptions, Int
+from .config import EngineOptions
+from .config.values import Int
 
 
 class Options(EngineOptions):

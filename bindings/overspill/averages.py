@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import swa_utils
 from torch.utils._foreach_utils import _get_foreach_kernels_supported_devices
 
-from .residency import registry
+from .segments import registry
 
 update_all = swa_utils.AveragedModel.update_parameters
 

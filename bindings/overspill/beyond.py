@@ -7,12 +7,13 @@ from collections.abc import Iterable
 
 import torch
 
-from . import residency
+from . import leases
 from .memory import free_bytes, human
-from .residency import Residency, Unit
+from .residency import Residency
+from .segments import Unit
 
 
-def taker(owner: Residency, units: Iterable[Unit]) -> residency.Take:
+def taker(owner: Residency, units: Iterable[Unit]) -> leases.Take:
     """How a block takes `units`. Raises MemoryError where they have no room beside the budgets."""
     nearest = "host" if owner.place.on_host else "device"
     homes = [
@@ -33,6 +34,6 @@ def taker(owner: Residency, units: Iterable[Unit]) -> residency.Take:
         )
 
     def take(unit: Unit) -> torch.Tensor:
-        return (residency.acquire if unit.index in used_in_place else residency.acquire_copy)(unit)
+        return (leases.acquire if unit.index in used_in_place else leases.acquire_copy)(unit)
 
     return take

@@ -26,9 +26,10 @@ from typing import Any
 
 import torch
 
-from . import _core, residency
+from . import _core, leases, lending, residency, showing
 from ._core import OverspillError
-from .residency import Residency, Segment, Unit
+from .residency import Residency
+from .segments import Segment, Unit
 
 
 def in_backward() -> bool:
@@ -279,10 +280,10 @@ def begin(call: Call, stack: Stack) -> None:
         call.owner.calls += 1
 
 
-def hold(call: Call, unit: Unit, take: residency.Take | None = None) -> None:
-    """The books are open. `take`: as of residency.hold."""
+def hold(call: Call, unit: Unit, take: leases.Take | None = None) -> None:
+    """The books are open. `take`: as of leases.hold."""
     call.units.append(unit)
-    residency.pin(unit, take)
+    showing.pin(unit, take)
 
 
 def end(call: Call, stack: Stack) -> None:
@@ -295,13 +296,13 @@ def end(call: Call, stack: Stack) -> None:
     if call.units:
         keep = in_backward()
         for unit in call.units:
-            residency.unpin(unit, keep)
+            showing.unpin(unit, keep)
     if not stack.calls:
         _leave(stack)
 
 
-def hold_block(call: Call, units: list[Unit], take: residency.Take | None = None) -> None:
-    """Begins a block, or a function outside forward, in which `units` are shown. `take`: as of residency.hold; None:
+def hold_block(call: Call, units: list[Unit], take: leases.Take | None = None) -> None:
+    """Begins a block, or a function outside forward, in which `units` are shown. `take`: as of leases.hold; None:
     memory that may be edited."""
     work(sys._getframe())
     books.blocks.append(call)
@@ -309,32 +310,32 @@ def hold_block(call: Call, units: list[Unit], take: residency.Take | None = None
         if not owner.current:
             owner.refresh()
     for unit in units:
-        hold(call, unit, take or residency.acquire_to_edit)
+        hold(call, unit, take or leases.acquire_to_edit)
     books.open = False
 
 
 def end_block(call: Call) -> None:
     """The books are open. What was edited in the block becomes the weight."""
-    books.edited += filter(residency.edited, call.units)
+    books.edited += filter(showing.edited, call.units)
     books.blocks.remove(call)
     for unit in call.units:
-        residency.unpin(unit, False)
+        showing.unpin(unit, False)
     _outdate_edited()
 
 
 def end_function(call: Call, touched: list[Segment]) -> None:
     """As `end_block`, of a function outside forward that `touched` these parameters, and may have returned views."""
-    books.edited += filter(residency.edited, call.units)
+    books.edited += filter(showing.edited, call.units)
     books.blocks.remove(call)
     for unit in call.units:
         unit.pins -= 1
-    residency.put_back(call.units, touched)
+    showing.put_back(call.units, touched)
     _outdate_edited()
 
 
 def _outdate_edited() -> None:
     for unit in books.edited:
-        residency.outdate(unit)
+        lending.outdate(unit)
     books.edited.clear()
 
 
@@ -343,7 +344,7 @@ def _leave(stack: Stack) -> None:
     if stack in books.stacks:
         books.stacks.remove(stack)
     if books.owner.get(0) is stack or stack.exempt:
-        residency.forget()
+        showing.forget()
         if not stack.exempt:
             unclaim(stack)
 
@@ -374,7 +375,7 @@ def put_right(python: FrameType | None, ended: Call | None = None) -> None:
     books.stacks[:] = [each for each in books.stacks if each.calls]
     blocks = [call for call in books.blocks if call is not ended and call.is_under_way(python)]
     left = [unit for call in books.blocks if call not in blocks for unit in call.units]
-    books.edited += filter(residency.edited, left)
+    books.edited += filter(showing.edited, left)
     books.blocks[:] = blocks
     if not stack.calls:
         stack.without_modes()
@@ -440,8 +441,8 @@ def start_update(owner: Residency, what: str) -> None:
     refuse_update(owner, what)
     clear_spoiled(owner)
     work(sys._getframe())
-    residency.forget()
-    residency.go_on(owner)
+    showing.forget()
+    showing.go_on(owner)
     owner.current = False
     books.open = False
 

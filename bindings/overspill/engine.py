@@ -37,12 +37,12 @@ from . import (
     ranks,
     reading,
     replaced,
-    residency,
     transport,
     vertical,
 )
 from .boundary import Boundary
-from .config import Config, check_folders, parse_size
+from .config import Config
+from .config.values import check_folders, parse_size
 from .ending import End
 from .foreign import ForeignOptimizer
 from .gradients import Gradients
@@ -54,7 +54,8 @@ from .optimizer import (
     group_indices,
 )
 from .plan import Plan
-from .residency import Residency, Segment, registry
+from .residency import Residency
+from .segments import Segment, get_data, get_grad, registry, set_data
 from .stand_in import class_for, stands_in
 
 
@@ -148,7 +149,7 @@ class Engine(nn.Module):
                 files.Folder(next(iter(config.budget.nvme), None)),
             )
             divided = self.world_size > 1 and config.zero_optimization.stage > 0
-            self._residency.puts_off = divided and self._place.on_host
+            self._residency.lending.puts_off = divided and self._place.on_host
             patches.install(self._residency)
             self._life = Life()
             weakref.finalize(self._life, end.collected)
@@ -220,7 +221,7 @@ class Engine(nn.Module):
                     module._buffers[name] = moved.setdefault(id(buffer), self._place.put(buffer))
             for parameter in module._parameters.values():
                 if parameter is not None and id(parameter) not in registry:
-                    residency.set_data(parameter, self._place.put(residency.get_data(parameter)))
+                    set_data(parameter, self._place.put(get_data(parameter)))
 
     def __getattr__(self, name: str) -> Any:
         if name in _OWN:  # not yet there
@@ -517,7 +518,7 @@ class Engine(nn.Module):
     ) -> torch.Tensor | None:
         segment = self._segment(parameter)
         if segment is not None and segment.unit.trained_by_torch:
-            gradient = residency.get_grad(parameter)
+            gradient = get_grad(parameter)
             return None if gradient is None else gradient.float()
         if segment is None or not segment.unit.trainable:
             return None

@@ -23,7 +23,7 @@ from .extras import need
 from .model_files import SMALL_FILE_BYTES, small_files
 from .pretrained import wanted
 from .ranks import ByOne
-from .residency import registry
+from .segments import registry
 from .state import persistent_buffers
 from .units import DTYPES
 

@@ -16,7 +16,7 @@ import torch
 
 from . import state
 from ._core import CheckpointError
-from .config import wrong_hyper_parameter
+from .config.optimizers import wrong_hyper_parameter
 from .own_states import Saved
 from .tensor_file import no_number
 

@@ -22,11 +22,12 @@ from torch._C import DisableTorchFunction
 from torch.autograd.graph import increment_version
 from torch.utils.weak import WeakIdKeyDictionary
 
-from . import calls, hooks, residency, script_optimizer
+from . import calls, hooks, script_optimizer, showing
 from ._core import CheckpointError
 from .optimizer import Groups, OverspillOptimizer, evaluated
 from .parts import groups_of
-from .residency import Residency, Segment, Unit, registry
+from .residency import Residency
+from .segments import Segment, Unit, registry
 
 _BY_PARAMETER = (
     torch.optim.ASGD,
@@ -161,7 +162,7 @@ class ForeignOptimizer(OverspillOptimizer):
                     self._step_by_unit()
                 else:
                     loss = self._own_step(closure)
-                residency.settle_all(self.residency)  # what it wrote through views
+                showing.settle_all(self.residency)  # what it wrote through views
                 with DisableTorchFunction():
                     gradients.settle()
                 self.residency.core.use_gradients(groups_of(part))

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from .config import Config, ConfigError
+from .config import Config
+from .config.section import ConfigError
 from .start import ConfigSource
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .config import can_name_a_file, parse_size
+from .config.values import can_name_a_file, parse_size
 
 _HERE = str(Path(__file__).parent)
 

@@ -18,7 +18,8 @@ from torch._C import DisableTorchFunction
 
 from . import _core, files, hooks, moments, optim, reading, script_optimizer
 from .memory import available_bytes, human
-from .residency import Residency, Segment, get_grad, registry, set_data, set_grad
+from .residency import Residency
+from .segments import Segment, get_grad, registry, set_data, set_grad
 from .units import memory_order
 
 if TYPE_CHECKING:

@@ -23,7 +23,8 @@ from .copies import Copies
 from .divided import part_of
 from .parts import Part, groups_of
 from .ranks import RankError
-from .residency import Residency, Segment, get_grad, registry, set_grad
+from .residency import Residency
+from .segments import Segment, get_grad, registry, set_grad
 from .units import DTYPES
 
 

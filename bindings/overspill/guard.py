@@ -12,9 +12,9 @@ import torch
 from torch._C import DisableTorchFunction, _autograd
 from torch.overrides import TorchFunctionMode
 
-from . import calls, residency, saved, vertical
+from . import calls, leases, saved, showing, vertical
 from .calls import Call, Stack, books, here, in_backward, opaque
-from .residency import Segment, Unit, registry
+from .segments import Segment, Unit, registry
 
 _METADATA_NAMES = (
     "shape",
@@ -144,11 +144,11 @@ def touch(needed: list[Unit]) -> None:
             vertical.before(unit)
             calls.work(sys._getframe())
             if not unit.pins:
-                residency.remember(unit, needed)
+                showing.remember(unit, needed)
             if not unit.shown:
-                residency.show(unit)
+                showing.show(unit)
             elif unit.lease is not None:
-                residency.use(unit)
+                leases.use(unit)
             books.open = False
 
 

@@ -13,7 +13,7 @@ from .config import Config
 from .foreign import of_torch
 from .optimizer import Groups, has_float64, make_groups, take_over, unit_format
 from .parts import by_parameter, number
-from .residency import registry
+from .segments import registry
 from .units import DTYPES, ParameterSpec, UnitSpec, memory_order, partition
 
 

@@ -13,12 +13,13 @@ import torch
 from torch import nn
 from torch._C import DisableTorchFunction
 
-from . import _core, calls, gradients, reading, residency, vertical
+from . import _core, calls, gradients, leases, lending, reading, residency, showing, vertical
 from .calls import Call, books, here, in_backward, opaque
 from .divided import is_sharded
 from .guard import guard, units_of
 from .memory import human
-from .residency import Residency, Segment, Unit, registry
+from .residency import Residency
+from .segments import Segment, Unit, registry
 from .units import UnitSpec
 
 _CALL_IMPL = nn.Module._call_impl.__code__
@@ -58,7 +59,7 @@ class ModuleHooks:
                 owner.refresh()
             if owner.calls == 1 and not in_backward():
                 calls.clear_spoiled(owner)
-                residency.go_on(owner)
+                showing.go_on(owner)
                 owner.core.begin_pass(module.training, torch.is_grad_enabled())
                 if owner.expect_step is not None and module.training and torch.is_grad_enabled():
                     owner.expect_step()
@@ -150,10 +151,10 @@ class StateDictHook:
                 or module._parameters.get(local) is not s.parameter
             ):
                 continue
-            given = None if s.given is None else s.given()  # by the last name of it, in this dict or another
+            given = lending.copy_of(s)  # by the last name of it, in this dict or another
             if given is None or not any(state.get(name) is given for name in s.names):
                 given = reading.copy(s)
-                residency.give(s, given)
+                lending.give(s, given)
             state[prefix + local] = given
 
 
@@ -177,9 +178,9 @@ class GradientHook:
 
 class Gathered:
     """Real weights in the parameters of `units` while a `with` runs; what it writes into them becomes the weight.
-    `take`: as of residency.hold."""
+    `take`: as of leases.hold."""
 
-    def __init__(self, units: Iterable[Unit], take: residency.Take | None = None):
+    def __init__(self, units: Iterable[Unit], take: leases.Take | None = None):
         self.units, self.take, self.left = list(units), take, False
         self._call: Call | None = None
 
@@ -262,7 +263,7 @@ def _refuse_tracing(owner: Residency) -> None:
         )
 
 
-def _hold_block(call: Call, units: list[Unit], take: residency.Take | None = None) -> None:
+def _hold_block(call: Call, units: list[Unit], take: leases.Take | None = None) -> None:
     with DisableTorchFunction(), calls.Alone():
         calls.hold_block(call, units, take)
 

@@ -23,7 +23,7 @@ import torch
 
 from . import _core
 from ._core import ModelError, UnknownModel
-from .config import parse_size
+from .config.values import parse_size
 from .extras import need
 from .inference_batch import Answer, Batch, QueueFull
 from .inference_formats import CACHES, WEIGHTS

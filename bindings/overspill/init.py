@@ -21,12 +21,14 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from . import heap
-from .config import Config, ConfigError, check_folders
+from .config import Config
+from .config.section import ConfigError
+from .config.values import check_folders
 from .divided import memory_of
 from .memory import human
 from .nan_memory import nan_like
 from .place import HOST, Place
-from .residency import get_data, set_data
+from .segments import get_data, set_data
 from .units import UnitSpec, memory_order
 
 SMALL_BYTES = (

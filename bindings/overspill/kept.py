@@ -15,7 +15,7 @@ import torch
 from torch._C import DisableTorchFunction
 
 from . import files
-from .residency import Segment, registry
+from .segments import Segment, registry
 
 # Nodes that are looked at behind a result: few functions have more, and behind them are the large graphs of what their
 # other arguments come from.

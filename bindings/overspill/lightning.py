@@ -17,7 +17,7 @@ from typing import Any
 
 from . import durable, framework, overwriting, ranks
 from ._core import OverspillError
-from .config import ConfigError
+from .config.section import ConfigError
 from .engine import Engine
 from .extras import need
 from .framework import Said

@@ -15,7 +15,7 @@ import torch
 
 from . import _core, architecture, durable, extra, folders, lora, packed
 from ._core import CheckpointError
-from .config import parse_size
+from .config.values import parse_size
 from .model_files import OTHER_FOLDER, SMALL_FILE_BYTES, copy_saved_small_files, copy_small_files
 from .pretrained import Folder, some
 from .units import DTYPES

@@ -17,8 +17,9 @@ from typing import Any
 import torch
 from torch._C import DisableTorchFunction
 
-from . import files, momenta, reading, residency
-from .residency import Residency, Segment, registry
+from . import files, momenta, reading, showing
+from .residency import Residency
+from .segments import Segment, registry
 
 _PIECE = 1 << 20  # elements of a master that are compared at a time
 _STEPS = 2**53  # below it a step, which torch keeps as a float, is exact
@@ -101,7 +102,7 @@ class Loading:
     def apply(self) -> None:
         """Tensor by tensor. A parameter without an entry starts anew, as in torch."""
         with torch.inference_mode(False), DisableTorchFunction():
-            residency.settle_all(self.residency)
+            showing.settle_all(self.residency)
             for number, segment in enumerate(self.segments):
                 if segment is None:
                     continue

@@ -9,7 +9,7 @@ from torch import nn
 from torch._C import DisableTorchFunctionSubclass
 
 from .divided import memory_of
-from .residency import Segment, Unit, registry
+from .segments import Segment, Unit, registry
 
 
 def check(model: nn.Module, units: Iterable[Unit]) -> None:

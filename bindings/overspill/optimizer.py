@@ -17,10 +17,11 @@ from torch import nn
 from torch._C import DisableTorchFunction
 
 from . import _core, boundary, calls, giving, momenta, moments, optim, reading, script_optimizer
-from .config import unusable_number
+from .config.optimizers import unusable_number
 from .parts import Part, groups_of
 from .ranks import RankError
-from .residency import Residency, Segment, registry
+from .residency import Residency
+from .segments import Segment, registry
 from .states import States
 
 _NAMES = ("AdamW", "Adam", "Adagrad", "SGD", "RMSprop", "NAdam", "Adamax", "Adadelta")

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch._C import DisableTorchFunction
 
-from . import _core, moments, residency, state, tensor_file
+from . import _core, leases, moments, state, tensor_file
 from ._core import CheckpointError
-from .residency import registry
+from .segments import registry
 from .units import DTYPES, memory_order
 
 _DTYPES = {name: dtype for dtype, name in DTYPES.items()}
@@ -415,7 +415,7 @@ def _check_tensor(tensor: torch.Tensor, where: str) -> None:
                 f"overspill: save_checkpoint: {where} requires a gradient, which a checkpoint would not say: compute "
                 "it under torch.no_grad()"
             )
-        lease = residency.leases.get(tensor.untyped_storage()._cdata)
+        lease = leases.of_storage.get(tensor.untyped_storage()._cdata)
         if lease is not None and not lease[0].expired():
             raise TypeError(
                 f"overspill: save_checkpoint: {where} is a view of a weight of {lease[1].name}: keep a clone of it"

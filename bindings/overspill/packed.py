@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from ._core import optim as _core
-from .config import ConfigError
+from .config.section import ConfigError
 from .divided import is_divided
 
 Packing = Literal["nf4", "int8"]

@@ -19,7 +19,7 @@ from .config import Config
 
 if TYPE_CHECKING:
     from .optimizer import Groups, OverspillOptimizer
-    from .residency import Segment
+    from .segments import Segment
 
 
 @dataclass(frozen=True)

@@ -35,10 +35,11 @@ from torch.autograd import graph
 from torch.nn.utils import clip_grad
 from torch.optim import swa_utils
 
-from . import averages, calls, given, gradients, hooks, reading, released, residency, saved
+from . import averages, calls, given, gradients, hooks, reading, released, released_class, saved
 from .divided import is_divided, memory_of, parameter_classes
 from .guard import guard, touch
-from .residency import Residency, Segment, get_grad, registry, set_grad
+from .residency import Residency
+from .segments import Segment, get_data, get_grad, registry, set_data, set_grad
 
 _run_backward = graph._engine_run_backward
 _enter_saved_tensors_hooks = graph.saved_tensors_hooks.__enter__
@@ -202,21 +203,21 @@ def _data(self: nn.Parameter) -> torch.Tensor:
     """A view of the weight, whose writes are noticed."""
     segment = registry.get(id(self))
     if segment is None:
-        return residency.get_data(self)
+        return get_data(self)
     if not segment.is_shown():
         if not guard.on():
-            return released.on_weights([segment], residency.get_data, self)
+            return released.on_weights([segment], get_data, self)
         touch([segment.unit])
     with DisableTorchFunction():
         if segment.alias is None:
-            segment.alias = residency.get_data(self)
+            segment.alias = get_data(self)
         return segment.alias.detach()
 
 
 def _set_data(self: nn.Parameter, value: torch.Tensor) -> None:
     segment = registry.get(id(self))
     if segment is None:
-        residency.set_data(self, value)
+        set_data(self, value)
     elif memory_of(value).shape != segment.shape or value.dtype != segment.unit.dtype:
         raise RuntimeError(
             f"overspill: {segment.name}.data stays {segment.unit.dtype} {list(segment.shape)}, "
@@ -333,7 +334,7 @@ def install(owner: Residency) -> None:
         if not _installed:
             for place, name, ours, _ in _REPLACED:
                 setattr(place, name, ours)
-            for kind in (nn.Parameter, residency.released_class(nn.Parameter)):
+            for kind in (nn.Parameter, released_class.released_class(nn.Parameter)):
                 ForkingPickler.register(kind, send_parameter)
             _heed_hooks()
             _installed = True
@@ -357,7 +358,7 @@ def uninstall(owner: Residency) -> None:
         for place, name, _, original in _REPLACED:
             setattr(place, name, original)
         ForkingPickler.register(nn.Parameter, _send)
-        ForkingPickler._extra_reducers.pop(residency.released_class(nn.Parameter), None)
+        ForkingPickler._extra_reducers.pop(released_class.released_class(nn.Parameter), None)
         if _skips_hooks is not None:
             sys.modules["torch._dynamo"].config.skip_nnmodule_hook_guards = _skips_hooks
             _skips_hooks = None

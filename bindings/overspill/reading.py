@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterable, Mapping
 import torch
 from torch._C import DisableTorchFunction
 
-from . import calls, packed, residency
-from .residency import Segment, Unit
+from . import calls, packed, showing
+from .segments import Segment, Unit, registry
 from .units import DTYPES
 
 
@@ -23,12 +23,12 @@ def hand_over(units: Iterable[Unit]) -> None:
     owners = {unit.residency for unit in units}
     with DisableTorchFunction():
         edited = [unit for unit in units if unit.shown and any(s.edited() for s in unit.segments)]
-        if edited or any(owner.lent or owner.given for owner in owners):
+        if edited or any(owner.lending.has_any() for owner in owners):
             with calls.Alone():
                 for unit in edited:
-                    residency.hand_over(unit)
+                    showing.hand_over(unit)
                 for owner in owners:
-                    residency.settle_all(owner)
+                    showing.settle_all(owner)
 
 
 def weight(segment: Segment, dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -53,7 +53,7 @@ def copies(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     with calls.Alone():
         for tensor in tensors.values():
             if id(tensor) not in made:
-                segment = residency.registry.get(id(tensor))
+                segment = registry.get(id(tensor))
                 made[id(tensor)] = (tensor.clone().cpu() if segment is None else copy(segment)).detach()
     return {name: made[id(tensor)] for name, tensor in tensors.items()}
 

@@ -1,12 +1,12 @@
 """What a script meets that touches a released parameter: the weight.
 
-A released parameter has a class of its own (residency.released_class), and torch hands each function, method and
+A released parameter has a class of its own (released_class.py), and torch hands each function, method and
 attribute of it over to `run`. Those that need no weights run as they are. All else runs on the real weights: the units
 of the parameters among the arguments are shown, the function runs, and they are hidden again. Inside forward they are
 shown by guard.touch, and stay shown for a while.
 
 What the function returned may lie over a unit's memory (`p.data`, `p.detach()`, a numpy array). Then the unit is lent
-(residency.py).
+(lending.py).
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ import torch
 from torch._C import DisableTorchFunction, DisableTorchFunctionSubclass
 from torch.autograd.graph import increment_version
 
-from . import calls, kept, residency, saved
+from . import calls, kept, released_class, saved
 from .calls import Call, books, here, opaque
 from .guard import METADATA_FUNCTIONS, collect, guard, touch, units_of
-from .residency import Segment
+from .segments import Segment, registry
 
 # What would take the memory of a parameter away, or its shape, and what to do in its place.
 _REFUSED = {
@@ -82,11 +82,11 @@ def _is_closed(argument: Any) -> bool:
     """Whether it is, or has, a parameter whose engine is closed."""
     if isinstance(argument, (tuple, list)):
         return any(map(_is_closed, argument))
-    return residency.is_released_class(type(argument)) and id(argument) not in residency.registry
+    return released_class.is_released_class(type(argument)) and id(argument) not in registry
 
 
-opaque(residency._torch_function)
-residency.ask = run
+opaque(released_class.torch_function)
+released_class.ask = run
 
 
 def on_weights(segments: list[Segment], func: Callable, *args: Any, **kwargs: Any) -> Any:

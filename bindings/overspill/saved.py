@@ -17,10 +17,10 @@ import torch
 from torch import nn
 from torch._C import DisableTorchFunction, _autograd
 
-from . import calls, residency, vertical
+from . import calls, leases, showing, vertical
 from .calls import books, in_backward
 from .divided import form_of, in_form, is_divided, memory_of
-from .residency import Segment, Unit, leases, registry
+from .segments import Segment, Unit, registry
 
 _PLAIN = (torch.Tensor, nn.Parameter)
 
@@ -44,14 +44,14 @@ class Handle:
             raise RuntimeError(f"overspill: {why}")
         keep = in_backward()
         if keep:
-            residency.remember(unit)
+            showing.remember(unit)
         idle = unit.flat is None
-        flat = residency.hold(unit)
+        flat = leases.hold(unit)
         if self.dtype != unit.dtype:
             flat = flat.view(torch.uint8).view(self.dtype)
         view = flat.as_strided(self.size, self.stride, self.offset)
         if idle and not keep:
-            residency.drop(unit)
+            leases.drop(unit)
         books.open = False
         return in_form(self.form, view)
 
@@ -160,7 +160,7 @@ def _handle(tensor: torch.Tensor) -> Handle | None:
     segment = registry.get(id(tensor))
     if segment is not None:
         return _make(segment.unit, segment, tensor, segment.offset, segment.stride)
-    lease = leases.get(memory.untyped_storage()._cdata)
+    lease = leases.of_storage.get(memory.untyped_storage()._cdata)
     if lease is None or lease[0].expired():
         return None
     unit, offset = lease[1], memory.storage_offset()

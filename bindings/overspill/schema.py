@@ -1,5 +1,5 @@
 """The configuration for other programs (a JSON schema) and for people (docs/configuration.md): both are made of the
-sections of config.py."""
+sections of config."""
 
 from __future__ import annotations
 

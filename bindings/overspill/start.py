@@ -13,7 +13,8 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from . import checkpointing, divided, given, parts, pretrained, ranks
-from .config import Config, ConfigError
+from .config import Config
+from .config.section import ConfigError
 from .deepspeed import lr_schedules
 from .engine import Engine
 from .optimizer import OverspillOptimizer

@@ -22,7 +22,8 @@ from .boundary import counts
 from .copies import Copies
 from .parts import Part
 from .ranks import RankError
-from .residency import Residency, Segment, registry
+from .residency import Residency
+from .segments import Segment, registry
 
 
 class States(MutableMapping):

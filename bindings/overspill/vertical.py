@@ -31,7 +31,7 @@ from torch._C import DisableTorchFunction
 
 from . import calls
 from .place import HOST, Place
-from .residency import Unit
+from .segments import Unit
 
 _LOOK_SECONDS = 0.001
 

@@ -21,7 +21,7 @@ from torch.utils.dlpack import to_dlpack
 from zoo import ZOO, build
 
 import overspill
-from overspill import residency
+from overspill import leases
 from plain import Plain
 
 DEVICE = os.environ.get("OVERSPILL_DEVICE", "simulated")
@@ -229,7 +229,7 @@ def test_every_queue_that_uses_a_lease_is_known_to_it(on_device, monkeypatch):
     engine.module.side = torch.Stream(engine.device)
     used = {}
     monkeypatch.setattr(
-        residency, "use", lambda unit: used.setdefault(unit.name, set()).add(unit.residency.place.queue())
+        leases, "use", lambda unit: used.setdefault(unit.name, set()).add(unit.residency.place.queue())
     )
     with engine.module.side:
         beside = engine._place.queue()
@@ -427,11 +427,11 @@ def test_a_view_that_is_kept_is_a_lease_that_is_kept(on_device):
     expected = engine.weight(engine.module[0].weight)
     train(engine, 3)
     assert_same("what it was", kept, expected)
-    assert residency.lingering_leases() == 1
+    assert leases.lingering() == 1
     engine.close()
     assert_same("after the engine", kept, expected)
     del kept
-    assert residency.lingering_leases() == 0
+    assert leases.lingering() == 0
 
 
 if not ON_TESTS_OWN:  # what torch has for GPUs alone

@@ -25,7 +25,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 import overspill
-from overspill import ranks, residency
+from overspill import leases, ranks, residency
 from overspill._testing import Options
 from overspill.divided import memory_of
 
@@ -251,7 +251,7 @@ def parallelized(folder: str) -> dict:
         losses = []
         for x, y in itertools.islice(batches(torch.float32), 2):
             loss = engine(x, y)
-            held = sum(not lease.expired() for lease, _ in residency.leases.values())
+            held = sum(not lease.expired() for lease, _ in leases.of_storage.values())
             assert held == 0, "forward lets the weights go"
             engine.backward(loss)
             engine.step()

@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import overspill
-from overspill import residency
+from overspill import lending, residency, segments
 from plain import Plain
 
 # ---- interrupts
@@ -116,7 +116,7 @@ def test_an_interrupt_at_the_end_of_gathered_hides_no_edit_from_backward(start, 
     block.__enter__()
     model[2].weight.data.mul_(2)
     with monkeypatch.context() as patch:
-        patch.setattr(residency, "outdate", Strike())
+        patch.setattr(lending, "outdate", Strike())
         with pytest.raises(KeyboardInterrupt):
             block.__exit__()
     with pytest.raises(RuntimeError, match=r"2\.weight was saved for backward and has been updated"):
@@ -197,7 +197,7 @@ def test_an_engine_whose_units_cannot_all_be_let_go_is_closed_nevertheless(start
         with pytest.raises(error, match="on purpose"):
             engine.close()
     assert not [u.name for u in units if u.flat is not None or u.shown]
-    assert not [s.name for u in units for s in u.segments if id(s.parameter) in residency.registry]
+    assert not [s.name for u in units for s in u.segments if id(s.parameter) in segments.registry]
     with pytest.raises(ValueError, match="the engine was closed"):
         core.synchronize()
     engine.close()

@@ -7,7 +7,7 @@ import torch
 from launch import run
 
 import overspill
-from overspill import BudgetError, beyond, packed, residency
+from overspill import BudgetError, beyond, leases, packed
 from overspill._testing import Options
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
@@ -120,7 +120,7 @@ def test_all_are_gathered_beyond_the_budget(wide):
         engine.module.lm_head.weight.data.mul_(2)
         with pytest.raises(RuntimeError, match="gathered"):
             engine.optimizer.step()
-    assert residency.lingering_leases() == 0
+    assert leases.lingering() == 0
     assert all(unit.flat is None for unit in engine._residency.units)
     assert torch.equal(engine.weight(engine.module.lm_head.weight), 2 * plain.lm_head.weight)
     before = read_bytes(engine)

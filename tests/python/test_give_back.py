@@ -16,7 +16,7 @@ from test_several import train as run
 from torch import nn
 
 import overspill
-from overspill import giving, patches, residency
+from overspill import giving, patches, segments
 
 
 class Tied(nn.Module):
@@ -72,7 +72,7 @@ def test_training_goes_on_in_plain_torch_and_under_a_new_engine(config, placemen
     copied = copy.deepcopy(model)
     assert engine.give_back() is model and engine.give_back() is model
     handle.remove()
-    assert mine and not hooks_of(model) and not residency.registry
+    assert mine and not hooks_of(model) and not segments.registry
     assert "data" not in vars(nn.Parameter) and torch.autograd._engine_run_backward is patches._run_backward
     assert all(
         type(p) is nn.Parameter and (p.grad is not None) == p.requires_grad for p in model.parameters()
@@ -143,7 +143,7 @@ def test_interrupts_at_every_moment(config):
         assert all(torch.equal(value, expected[name]) for name, value in model.state_dict().items()), (
             struck.place
         )
-        assert not hooks_of(model) and not residency.registry and "data" not in vars(nn.Parameter), (
+        assert not hooks_of(model) and not segments.registry and "data" not in vars(nn.Parameter), (
             struck.place
         )
         train(model, sgd(model))

@@ -7,7 +7,7 @@ import torch
 from scene import batch, loss_of, mlp
 from torch import nn
 
-from overspill import copies, gradients, residency
+from overspill import copies, gradients, segments
 from plain import Plain
 
 
@@ -27,7 +27,7 @@ def test_gradients_are_the_engines(start):
         assert torch.equal(engine.grad(ours), theirs.grad) and torch.equal(ours.grad, theirs.grad)
         ours.grad.mul_(2)
         assert torch.equal(engine.grad(ours), 2 * theirs.grad)
-        assert residency.get_grad(ours) is None
+        assert segments.get_grad(ours) is None
     engine.step()
     assert model[0].weight.grad is None and engine.grad(model[0].weight) is None
 

@@ -14,7 +14,7 @@ from torch._C import DisableTorchFunction
 from torch.autograd import graph
 
 import overspill
-from overspill import patches, residency
+from overspill import leases, patches, segments, showing
 from plain import Plain
 
 
@@ -145,7 +145,7 @@ def test_a_read_inside_gathered_leaves_what_was_saved_for_backward_out_of_date(s
 def test_a_write_that_the_core_refuses_while_it_is_read_is_handed_over_again(start, monkeypatch):
     model = mlp()
     engine = start(model, settings={"placement": "nvme"})
-    unit = residency.registry[id(model[0].weight)].unit
+    unit = segments.registry[id(model[0].weight)].unit
 
     class Refusing:
         def written(self, *_):
@@ -228,7 +228,7 @@ def test_an_average_of_the_weights_gathers_a_few_units_at_a_time(start, averaged
     expected = {k: v.clone() for k, v in average.state_dict().items() if k != "n_averaged"}
     for _ in range(2):
         average.update_parameters(model)
-    assert len(held) == 24 and max(held) <= 2 * residency.RECENT_UNITS
+    assert len(held) == 24 and max(held) <= 2 * showing.RECENT_UNITS
     now = average.state_dict()
     assert all(torch.allclose(now[k], v) for k, v in expected.items()) and now["n_averaged"] == 2
 
@@ -290,9 +290,7 @@ def test_tied_weights_stay_one_tensor_in_the_state_dict(start):
 
 def held():
     gc.collect()
-    return [
-        u for s in residency.registry.values() if (u := s.unit).flat is not None
-    ], residency.lingering_leases()
+    return [u for s in segments.registry.values() if (u := s.unit).flat is not None], leases.lingering()
 
 
 def test_nothing_of_the_model_is_held_between_forward_and_backward(start):
@@ -325,9 +323,7 @@ def test_weights_used_outside_their_modules_do_not_pile_up(start):
     engine = start(model, settings={"placement": "nvme"})
     loss_of(engine, batch()).backward()
     loss_of(plain, batch()).backward()
-    assert (
-        held() == ([], 0) and max(model.held) <= 2 * residency.RECENT_UNITS
-    )  # a unit has two parameters here
+    assert held() == ([], 0) and max(model.held) <= 2 * showing.RECENT_UNITS  # a unit has two parameters here
     assert all(torch.equal(engine.grad(a), b.grad) for a, b in zip(model.parameters(), plain.parameters()))
 
 
@@ -339,7 +335,7 @@ def test_a_write_that_was_broken_off_before_it_was_lent_leaves_an_engine_that_tr
         raise KeyboardInterrupt("on purpose")
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt, match="on purpose"):
-        patch.setattr(residency.Segment, "digest", strike)
+        patch.setattr(segments.Segment, "digest", strike)
         model[0].weight.data  # noqa: B018
     for _ in range(2):
         engine.backward(loss_of(engine, batch()))
@@ -408,7 +404,7 @@ def test_a_view_that_outlives_its_call_stays_valid_and_is_known(start):
     handle = model[0].register_forward_hook(lambda m, a, o: views.append(m.weight.t()))
     engine(batch())
     handle.remove()
-    assert residency.lingering_leases() == 1
+    assert leases.lingering() == 1
     assert torch.equal(views[0].detach(), weight.t())
     with torch.no_grad():
         engine(batch())
@@ -588,7 +584,7 @@ def test_closing_an_engine_and_dropping_it(config):
     alive = weakref.ref(engine._residency)
     del engine, _
     gc.collect()
-    assert alive() is None and not residency.registry and "data" not in vars(nn.Parameter)
+    assert alive() is None and not segments.registry and "data" not in vars(nn.Parameter)
 
 
 def test_an_engine_that_starts_while_the_only_other_one_is_collected_finds_torch_changed(config, monkeypatch):

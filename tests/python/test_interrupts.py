@@ -15,11 +15,14 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import overspill
-from overspill import calls, residency
+from overspill import calls, leases, residency, segments
 
 DRAWS = 100
 LONG_DRAWS = 1000
 STEPS = 3
+
+
+OF_RESIDENCY = "residency", "segments", "leases", "lending", "showing"  # what ends with an engine
 
 
 class Block(nn.Module):
@@ -61,10 +64,10 @@ def clean():
     assert torch._C._len_torch_function_stack() == 0 and torch._C._is_torch_function_enabled()
     assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
     assert not calls.here.stack.calls and not calls.books.blocks and not calls.books.stacks
-    units = [s.unit for s in residency.registry.values()]
+    units = [s.unit for s in segments.registry.values()]
     assert not [u.name for u in units if u.flat is not None or u.pins or u.shown]
-    assert residency.lingering_leases() == 0
-    assert is_released(*(s.parameter for s in residency.registry.values()))
+    assert leases.lingering() == 0
+    assert is_released(*(s.parameter for s in segments.registry.values()))
 
 
 class Loop:
@@ -234,7 +237,7 @@ def test_an_interrupt_while_an_engine_begins_leaves_torch_to_the_next_one(config
         assert of_torch() == plain, place
         if place.startswith("patches.py") and at % 3 == 0:
             assert two_steps(config) == expected, place
-        assert not residency.registry, place
+        assert not segments.registry, place
     # Torch is changed, and nothing else knows the engine:
     with pytest.raises(KeyboardInterrupt, match="on purpose"):
         monkeypatch.setattr(overspill.engine, "Life", strike)
@@ -243,7 +246,7 @@ def test_an_interrupt_while_an_engine_begins_leaves_torch_to_the_next_one(config
 
 
 def test_an_interrupt_while_an_engine_ends_is_finished_by_the_next_call(config):
-    files = tuple(f"{OVERSPILL}/{name}.py" for name in ("patches", "engine", "ending", "residency"))
+    files = tuple(f"{OVERSPILL}/{name}.py" for name in ("patches", "engine", "ending", *OF_RESIDENCY))
     plain = of_torch()
 
     def end(at=None):
@@ -255,7 +258,7 @@ def test_an_interrupt_while_an_engine_ends_is_finished_by_the_next_call(config):
             engine.close()
         engine.close()
         del loss
-        assert engine._residency.closed and not residency.registry, struck.place
+        assert engine._residency.closed and not segments.registry, struck.place
         assert of_torch() == plain, struck.place
         assert not [u.name for u in engine._residency.units if u.flat is not None], struck.place
         with pytest.raises(ValueError, match="closed"):
@@ -279,16 +282,16 @@ def test_an_interrupt_of_close_is_finished_when_the_engine_is_collected(config, 
     monkeypatch.setattr(residency.Residency, "close", struck)
     with pytest.raises(KeyboardInterrupt):
         engine.close()
-    assert residency.Residency.close is close and residency.registry
+    assert residency.Residency.close is close and segments.registry
     del engine
     gc.collect()
-    assert of_torch() == plain and not residency.registry
+    assert of_torch() == plain and not segments.registry
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # Ctrl-C, in a finalizer
 def test_an_interrupt_while_a_collected_engine_ends_keeps_nothing_from_ending(config):
     """Nobody has it to close it again."""
-    files = tuple(f"{OVERSPILL}/{name}.py" for name in ("patches", "ending", "residency"))
+    files = tuple(f"{OVERSPILL}/{name}.py" for name in ("patches", "ending", *OF_RESIDENCY))
     plain = of_torch()
 
     def collected(at=None):
@@ -301,7 +304,7 @@ def test_an_interrupt_while_a_collected_engine_ends_keeps_nothing_from_ending(co
             del engine, model
             gc.collect()
         del loss
-        assert end.over and not residency.registry, struck.place
+        assert end.over and not segments.registry, struck.place
         assert of_torch() == plain, struck.place
         with pytest.raises(ValueError, match="closed"):
             core.synchronize()

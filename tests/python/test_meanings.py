@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import overspill
-from overspill import residency
+from overspill import segments
 from plain import Plain
 
 
@@ -156,7 +156,7 @@ def test_parameters_that_came_after_initialize_stop_the_step(start, change, name
         (engine if by == "engine" else engine.optimizer).step()
     assert torch.equal(engine.weight(engine.module[0].weight), before)
     for parameter in engine.module.parameters():
-        if id(parameter) not in residency.registry:
+        if id(parameter) not in segments.registry:
             parameter.requires_grad_(False)
     engine.step()
     assert not torch.equal(engine.weight(engine.module[0].weight), before)
@@ -356,7 +356,7 @@ def test_a_script_may_keep_any_of_them(config, kept, speculate):
         assert alive() is None or alive().closed
     finally:
         gc.enable()
-    assert not residency.registry
+    assert not segments.registry
 
 
 def test_a_model_whose_engine_was_closed_is_not_taken_again(config):

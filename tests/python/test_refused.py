@@ -16,7 +16,7 @@ from torch.autograd import graph
 from torch.nn.utils import clip_grad
 
 import overspill
-from overspill import residency
+from overspill import leases, residency, segments
 
 
 def mlp():
@@ -42,7 +42,7 @@ def start(config):
 
 
 def usable(engine):
-    assert residency.lingering_leases() == 0
+    assert leases.lingering() == 0
     held = [u for u in engine._residency.units if u.flat is not None and u not in residency._recent]
     assert not [u.name for u in engine._residency.units if u.pins or u.shown or u in held]
     engine.backward(engine(batch()).square().mean())
@@ -219,4 +219,4 @@ def test_torch_is_as_it_was_when_the_last_engine_has_closed(config):
     assert {
         name: value for name, value in state().items() if before.get(name) is not value != before.get(name)
     } == {}
-    assert state().keys() == before.keys() and not residency.registry
+    assert state().keys() == before.keys() and not segments.registry

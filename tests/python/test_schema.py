@@ -1,4 +1,4 @@
-"""The JSON schema and docs/configuration.md say what config.py checks."""
+"""The JSON schema and docs/configuration.md say what config checks."""
 
 import json
 import re
@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_the_reference_is_the_one_in_docs(capsys):
-    """After a change of config.py: overspill config > docs/configuration.md."""
+    """After a change of config: overspill config > docs/configuration.md."""
     assert (ROOT / "docs/configuration.md").read_text() == schema.reference()
     assert main(["config"]) == 0 and capsys.readouterr().out == schema.reference()
 

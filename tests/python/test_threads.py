@@ -14,7 +14,7 @@ from scene import Meanwhile, Strike, batch, follows, in_thread, loss_of, mlp, re
 from torch import nn
 
 import overspill
-from overspill import calls, guard, residency
+from overspill import calls, guard, residency, segments, showing
 from plain import Plain
 
 
@@ -148,7 +148,7 @@ def test_a_second_gathered_block_keeps_others_out_while_it_fetches(start, monkey
     with engine.gathered(model[0].weight):
         pass
     raised = []
-    once(monkeypatch, residency, "show", lambda: raised.append(in_thread(lambda: engine(batch()))))
+    once(monkeypatch, showing, "show", lambda: raised.append(in_thread(lambda: engine(batch()))))
     with engine.gathered(model[0].weight):
         pass
     assert len(raised) == 1 and refused(raised[0]), raised
@@ -301,7 +301,7 @@ def test_a_block_that_ends_while_another_thread_works_is_released_by_what_works_
     model = mlp()
     plain = Plain(copy.deepcopy(model))
     engine, weight = start(model), model[2].weight
-    unit = residency.registry[id(weight)].unit
+    unit = segments.registry[id(weight)].unit
     loss = loss_of(model, batch())
     with torch.no_grad():
         plain.model[2].weight.mul_(2)

@@ -15,7 +15,7 @@ from torch import nn
 from zoo import ZOO, build
 
 import overspill
-from overspill import calls, patches, residency, vertical
+from overspill import calls, leases, patches, vertical
 
 MICRO_BATCHES = 3
 STEPS = 3
@@ -448,5 +448,5 @@ def assert_nothing_left(engine):
     assert not patches.guard.frames
     gc.collect()
     assert not [u.name for u in engine._residency.units if u.flat is not None or u.pins or u.shown]
-    assert residency.lingering_leases() == 0
+    assert leases.lingering() == 0
     engine.close()

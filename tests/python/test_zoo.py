@@ -10,7 +10,7 @@ from scene import is_released
 from zoo import ZOO, build
 
 import overspill
-from overspill import residency
+from overspill import leases
 from plain import Plain
 
 STEPS = 4
@@ -80,4 +80,4 @@ def assert_nothing_held(engine):
     gc.collect()
     units = engine._residency.units
     assert not [u.name for u in units if u.flat is not None or u.pins or u.shown]
-    assert residency.lingering_leases() == 0
+    assert leases.lingering() == 0

@@ -12,7 +12,10 @@ from typing import Any
 
 from overspill.cli.common import OPTIMIZERS, CliError, each_once, nvme_folders
 from overspill.cli.settings import FIELDS, STEPS, Settings, absolute, key_of, option
-from overspill.config import Config, ConfigError, flat_optimizer, meant, optimizer_keys, parse_json
+from overspill.config import Config, meant
+from overspill.config.files import parse_json
+from overspill.config.optimizers import flat_optimizer, optimizer_keys
+from overspill.config.section import ConfigError
 from overspill.deepspeed.settings import is_deepspeeds
 
 
@@ -278,7 +281,7 @@ def _effective(name: str, value: Any, config: Config) -> Any:
 
 
 def _alike(name: str, typed: Any, said: Any) -> bool:
-    from overspill.config import parse_size
+    from overspill.config.values import parse_size
 
     if name in ("host_budget", "device_budget"):
         try:

@@ -46,7 +46,7 @@ def _way_out(error: OSError) -> str:
 
 def size(text: str) -> int:
     """argparse type of a byte count: '600MiB', '1.5GB', '1024'."""
-    from overspill.config import parse_size
+    from overspill.config.values import parse_size
 
     try:
         return parse_size(text)
@@ -224,7 +224,7 @@ def add_json(parser: argparse.ArgumentParser) -> None:
 
 def each_once(folders: list[str]) -> None:
     """Raises CliError for a folder that --nvme names twice."""
-    from overspill.config import named_twice
+    from overspill.config.values import named_twice
 
     if twice := named_twice(folders):
         raise CliError(f"--nvme: {twice}")

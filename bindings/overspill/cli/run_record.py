@@ -8,7 +8,7 @@ from typing import Any, get_args, get_origin
 
 from overspill.cli.chosen import ConfigFile
 from overspill.cli.settings import FIELDS
-from overspill.config import can_name_a_file
+from overspill.config.values import can_name_a_file
 
 NEEDED = {"settings": dict, "heldout": dict, "data_digest": str}
 # Earlier versions lack them; a run without a configuration file has null for it.

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from .. import _core, durable, extra, merging
-from ..config import parse_size
+from ..config.values import parse_size
 from . import tags
 
 _ONE_FILE = 1 << 62  # bytes

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from torch._C import DisableTorchFunction
 
-from .. import calls, moments, reading, residency
-from ..residency import Segment, registry
+from .. import calls, moments, reading, showing
+from ..segments import Segment, registry
 from . import zero_params
 from .engine import DeepSpeedEngine, engines
 
@@ -64,8 +64,8 @@ def set_weight(param: nn.Parameter, value: torch.Tensor, call: str) -> None:
         unit, master = segment.unit, torch.float32 if segment.unit.trainable else segment.unit.dtype
         flat = moments.as_held(value, master, segment)
         size = flat.numel() * flat.element_size()
-        residency.settle_all(engine._residency)  # what the script wrote before
-        residency.forget()  # else a unit that was used last would be shown as it was
+        showing.settle_all(engine._residency)  # what the script wrote before
+        showing.forget()  # else a unit that was used last would be shown as it was
         engine._core.load_weight(unit.index, segment.index, flat.data_ptr(), size, reading.DTYPES[master])
         engine._residency.refresh()
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from ..config import read_deepspeed_json
+from ..config.files import read_deepspeed_json
 from . import comm, json_models
 from .settings import allreduce_op
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ..config import ConfigError
+from ..config.section import ConfigError
 from . import (
     accelerator,
     checkpoints,

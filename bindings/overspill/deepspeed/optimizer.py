@@ -12,7 +12,7 @@ from torch._C import DisableTorchFunction
 
 from .. import calls
 from ..optimizer import OverspillOptimizer
-from ..residency import Segment, registry
+from ..segments import Segment, registry
 
 
 class PartsOfStates(Mapping[nn.Parameter, dict[str, torch.Tensor]]):

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from .. import moments, parts, state
 from ..boundary import SchedulerState
-from ..residency import registry
+from ..segments import registry
 
 if TYPE_CHECKING:
     from .engine import DeepSpeedEngine

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..config import OverspillError
+from .._core import OverspillError
 
 _PARALLEL = "divide the model with torch's parallelize_module (docs/ranks.md)"
 _PIPELINE = "there is no pipeline parallelism: " + _PARALLEL

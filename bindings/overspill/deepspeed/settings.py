@@ -110,7 +110,7 @@ def _leaves(data: dict[str, Any], own: set[str], above: str = "") -> Iterator[tu
         path = f"{above}{name}"
         if path == _OVERRIDES or (not above and name in own and name not in _TOP):
             continue
-        if path == "optimizer" and isinstance(value, dict):  # checked by config.py, in both forms
+        if path == "optimizer" and isinstance(value, dict):  # checked by config.optimizers, in both forms
             if "legacy_fusion" in value:
                 yield "optimizer.legacy_fusion", value["legacy_fusion"]
             params = value.get("params")

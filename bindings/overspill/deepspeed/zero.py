@@ -13,7 +13,7 @@ from torch import nn
 
 from .. import hooks, init
 from ..config import read_deepspeeds
-from ..residency import registry
+from ..segments import registry
 from . import comm, zero_params
 
 

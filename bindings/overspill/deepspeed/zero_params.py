@@ -14,7 +14,7 @@ from torch._C import DisableTorchFunction
 from torch.utils._pytree import tree_map
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ..residency import registry
+from ..segments import registry
 from . import comm
 from .refused import NotSupported
 

@@ -7,7 +7,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..config import parse_json
+from ..config.files import parse_json
 from .errors import ApiError
 
 # They change no answer.

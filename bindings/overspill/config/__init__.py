@@ -1,0 +1,309 @@
+"""The configuration: what a script or a JSON file may say, checked before anything is allocated.
+
+Here are `Config`, its sections and what they mean for the core. Optimizers have sections of their own (optimizers.py);
+below lie what a section is (section.py), what a value is (values.py) and how files are read (files.py)."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+import re
+import secrets
+import warnings
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, field_validator
+
+from .. import memory
+from ..deepspeed import settings as deepspeed_json
+from .files import read_deepspeed_json, read_json
+from .optimizers import (
+    SGD,
+    Adadelta,
+    Adagrad,
+    Adam,
+    Adamax,
+    AdamW,
+    Lion,
+    NAdam,
+    Optimizer,
+    RMSprop,
+)
+from .section import ConfigError, NotSupportedHere, Section, explained
+from .values import Bytes, Float, Int, each_once, folder, no_truth_value, parse_size
+
+__all__ = (
+    "SGD",
+    "Adadelta",
+    "Adagrad",
+    "Adam",
+    "AdamW",
+    "Adamax",
+    "Budget",
+    "Config",
+    "ConfigError",
+    "EngineOptions",
+    "Frozen",
+    "Lion",
+    "NAdam",
+    "NotSupportedHere",
+    "RMSprop",
+    "Scheduler",
+    "ZeroOptimization",
+    "parse_size",
+)
+
+
+def _measured() -> int:
+    """budget.host where nobody gives it, said in one line."""
+    free = memory.free_bytes()
+    text = os.environ.get("LOCAL_WORLD_SIZE", "1")
+    ranks = max(1, int(text)) if text.isdecimal() else 1
+    share = free // (2 * ranks)
+    warnings.warn(
+        f"overspill: budget.host is not given: the engine may use {memory.human(share)} of host memory, half of the "
+        f"{memory.human(free)} that are free" + (f", divided by {ranks} ranks" if ranks > 1 else ""),
+        stacklevel=2,
+    )
+    return share
+
+
+class Budget(Section):
+    """Bytes that each tier may use."""
+
+    host: Bytes = Field(default_factory=_measured)
+    """Host memory of this rank: what the engine holds there. Activations and torch's own memory come on top. Where it
+    is missing: half of what is free when the configuration is read, divided by the ranks on this machine."""
+    device: Bytes | None = None
+    """Memory of a GPU: for gathered weights, then for units that live there. The rest is the model's, for activations.
+    null: half of what is free when the engine starts."""
+    nvme: Annotated[list[Annotated[str, AfterValidator(folder)]], AfterValidator(each_once)] = []  # noqa: RUF012  # pydantic copies it
+    """Folders on fast disks, one a disk. An empty list keeps everything in host memory."""
+    endurance_tbw: Float | None = Field(None, ge=0)
+    """Terabytes that each of their drives is rated to be written, from its data sheet. Only reports use it. null: what
+    the drive tells."""
+
+
+def _schedule(name: str) -> str:
+    from ..deepspeed.lr_schedules import find
+
+    find(name)
+    return name
+
+
+class Scheduler(Section):
+    """Stepped by `engine.step` at every update that is not skipped."""
+
+    type: Annotated[str, AfterValidator(_schedule)]
+    """WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle or LRRangeTest, which are DeepSpeed's; or a class of
+    torch.optim.lr_scheduler."""
+    params: dict[str, Any] = {}  # noqa: RUF012  # pydantic copies it
+    """Its arguments, without the optimizer."""
+
+
+class ZeroOptimization(Section):
+    """DeepSpeed's section: what is partitioned over ranks."""
+
+    stage: Annotated[Literal[0, 1, 2, 3], BeforeValidator(no_truth_value)] = 3
+    """0: nothing; 1: states; 2: gradients too; 3: weights too. The same bits at every stage (docs/ranks.md)."""
+
+
+_LONGEST_SECONDS = 1e9  # 31 years: the core counts nanoseconds in 64 bits
+
+
+def _job(name: str) -> str:
+    if not re.fullmatch(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,199}", name):
+        raise ValueError(
+            "a name has up to 200 letters, digits, '-', '_' and '.', and does not begin with '.' (--job); leave it out "
+            "for one that no other run has"
+        )
+    return name
+
+
+class Frozen(Section):
+    """How weights that do not train are held."""
+
+    format: Literal["nf4", "int8"] | None = None
+    """Of linear layers: in 4 or 8 bits with a scale for each 64, as QLoRA's base (docs/peft.md). null: as they are."""
+
+
+class EngineOptions(Section):
+    """How the engine works; nothing here changes a result. Upper bounds are far above any use, and below what the
+    core's integers hold."""
+
+    threads: Int = Field(0, ge=0, le=2**16)
+    """Of updates, beside torch's own. 0: all cores."""
+    prefetch_units: Int = Field(4, ge=0, lt=2**31)
+    """How many units are read ahead of the one that computes."""
+    speculate: bool = False
+    """Updates run in backward, before the norm is known: for runs that seldom clip. A wrong guess costs time and wear,
+    never a bit."""
+    chunk_elements: Int = Field(524288, gt=0, le=2**40)
+    """Numbers in the piece in which states are moved and updated. The same on all ranks."""
+    placement: Literal["auto", "host", "half", "nvme", "device"] = "auto"
+    """Where weights and states live. "auto": as budgets allow; the others force one tier, and "half" two in turn."""
+    device: str = "auto"
+    """Where the model computes. "auto": a GPU where there is one; "host" (or "cpu"); "cuda", "cuda:1" and so on."""
+    checkpoints_kept: Int = Field(1, ge=0, le=10**6)
+    """For so many checkpoints the engine reserves room on the disks at its start."""
+    train_after_save: bool = True
+    """false: the engine reserves room for one copy of the states only, and makes no step after a save."""
+    io_backend: Literal["auto", "io_uring", "threads"] = "auto"
+    """How disks are read and written. "auto": io_uring where the kernel allows it, else threads."""
+    job: Annotated[str, AfterValidator(_job)] | None = None
+    """Names the files on NVMe, with the rank. null: a name of its own for every engine."""
+    transport: Literal["auto", "group", "nccl"] = "auto"
+    """What carries bytes between ranks. "auto": NCCL where each has a GPU of its own, else the group of
+    torch.distributed."""
+    rank_timeout_seconds: Float = Field(1800.0, gt=0, le=_LONGEST_SECONDS)
+    """So long ranks wait for one another in a collective."""
+    io_deadline_seconds: Float = Field(0.0, ge=0, le=_LONGEST_SECONDS)
+    """A disk that answers nothing for so long fails the engine, which names it and the last complete checkpoint. 0: the
+    engine waits for ever. Either way a line on stderr names the disk after 10 s, 20 s, 40 s and so on."""
+
+    @field_validator("device")
+    @classmethod
+    def _host(cls, name: str) -> str:
+        return "host" if name == "cpu" else name
+
+
+_engines = itertools.count()  # of this process, for their files' names
+
+
+class Config(Section):
+    """The whole configuration. `Config.read` accepts a dict, the path of a JSON file, or a Config; every key is in
+    docs/configuration.md."""
+
+    beside_unknown = "; the model's own configuration is engine.module.config"
+
+    budget: Budget = Field(default_factory=Budget)
+    """What the engine may use of each tier."""
+    optimizer: Optimizer = AdamW()
+    """Not used where `initialize` is given an optimizer. DeepSpeed's form {"type": ..., "params": {...}} is taken too,
+    with what it means there."""
+    format: Literal["exact", "compact", "8bit"] | None = None
+    """How bf16 weights and their states are held (docs/update.md); fp32 weights have fp32 states. null: "exact"."""
+    dtype: Literal["bf16", "fp32"] | None = None
+    """To which `initialize` converts the weights before it takes them; buffers stay as they are. null: none is
+    converted."""
+    frozen: Frozen = Frozen()
+    """Weights that do not train, such as the base of adapters."""
+    scheduler: Scheduler | None = None
+    """Of the learning rate. Not used where `initialize` is given one."""
+    seed: Int = Field(0, ge=0, lt=2**63)
+    """Of stochastic rounding, in "compact" and "8bit", and of the order of `training_data` over several ranks."""
+    gradient_accumulation_steps: Int = Field(1, ge=1, lt=2**31)
+    """Micro-batches of a step; `engine.backward` divides the loss by it."""
+    managed_gradient_accumulation: bool = True
+    """false: every `engine.step` updates, with all that was added up since the last one; gradient_accumulation_steps
+    then only divides the loss."""
+    vertical_accumulation: bool = False
+    """In `engine.train_batch` the micro-batches of a step pass each layer together, so weights move once a pass."""
+    gradient_clipping: Float = Field(0.0, ge=0)
+    """Largest 2-norm of all gradients together. 0: no clipping (DeepSpeed's default is 1.0)."""
+    on_nonfinite: Literal["skip", "raise", "propagate"] = "skip"
+    """A step whose gradients have an inf or a NaN is left out; left out, and an error; or taken, as torch does."""
+    gradients_of_ranks: Literal["mean", "sum"] = "mean"
+    """What a step of several ranks uses: the mean of their gradients, or their sum."""
+    train_micro_batch_size_per_gpu: Int | None = Field(None, ge=1)
+    """Samples that the loader of `training_data` puts together, of one rank."""
+    dataloader_drop_last: bool = False
+    """The loader of `training_data` leaves out a last micro-batch that is smaller."""
+    zero_optimization: ZeroOptimization = ZeroOptimization()
+    """What ranks divide among themselves."""
+    engine: EngineOptions = EngineOptions()
+    """How the engine works."""
+
+    @classmethod
+    def read(cls, source: Config | dict[str, Any] | str | os.PathLike[str]) -> Config:
+        """The configuration, checked; nothing is allocated.
+
+        Args:
+            source: a dict, the path of a JSON file, or a Config, which is returned as it is. A dict or file with keys
+                of DeepSpeed's JSON is read as that (docs/coming-from-deepspeed.md)
+
+        Raises: ConfigError that names the key, its value and the nearest valid key.
+        """
+        if isinstance(source, cls):
+            return source
+        if not isinstance(source, dict):
+            source = read_json(source)
+        try:
+            return cls.model_validate(meant(source))
+        except ValidationError as error:
+            raise ConfigError(explained(error, cls)) from None
+
+    def shared(self) -> dict[str, Any]:
+        """What has to be the same on all ranks: all but budgets, disks and how the engine works."""
+        return self.model_dump(mode="json", exclude={"budget", "engine"}) | {
+            "engine.chunk_elements": self.engine.chunk_elements
+        }
+
+    def to_core(self, core: Any, rank: int | None = None, part: int | None = None, place: Any = None) -> Any:
+        """The flat configuration of `overspill._core`; `rank` where there are several, `part` of a model that other
+        ranks hold the rest of: files are named by both. `place` (place.py) is where the model computes; without it, for
+        a plan, the device that is named."""
+        flat = core.Config()
+        flat.host_budget_bytes = self.budget.host
+        flat.device_budget_bytes = self._device_bytes(place)
+        flat.nvme = list(self.budget.nvme)
+        open_ended = not self.managed_gradient_accumulation  # nobody knows which pass is a step's last
+        flat.gradient_accumulation = max(self.gradient_accumulation_steps, 1 + open_ended)
+        flat.micro_batches_together = self.vertical_accumulation
+        flat.max_grad_norm = self.gradient_clipping
+        flat.sum_over_ranks = self.gradients_of_ranks == "sum"
+        flat.skip_nonfinite = self.on_nonfinite != "propagate"
+        flat.rounding_seed = self.seed
+        flat.stage = self.zero_optimization.stage
+        flat.rank_timeout_ms = round(self.engine.rank_timeout_seconds * 1000)
+        flat.io_deadline_ms = math.ceil(self.engine.io_deadline_seconds * 1000)
+        for name in type(self.engine).model_fields:
+            if name not in ("job", "rank_timeout_seconds", "io_deadline_seconds", "device", "transport"):
+                setattr(flat, name, getattr(self.engine, name))
+        flat.device = place.name if place is not None else self._planned_device()
+        if flat.device == "host" and self.engine.placement == "device":
+            raise ConfigError(
+                "config: engine.placement = 'device' and the model computes on the host, where there is no device's "
+                "memory: name a GPU (engine.device, --device), or another placement"
+            )
+        # Containers count processes by themselves: two on one disk may both be process 1.
+        flat.job = self.engine.job or f"{os.getpid()}-{next(_engines)}-{secrets.token_hex(4)}"
+        if rank is not None:
+            flat.job += f"-rank{rank}"
+        if part is not None:
+            flat.job += f"-part{part}"
+        return flat
+
+    def _planned_device(self) -> str:
+        if self.engine.device != "auto":
+            return self.engine.device
+        return "host" if self.budget.device is None else "cuda"
+
+    def _device_bytes(self, place: Any) -> int:
+        free = place.free_bytes() if place is not None and self.budget.device is None else None
+        return self.budget.device or (free or 0) // 2
+
+
+def meant(data: dict[str, Any]) -> dict[str, Any]:
+    """DeepSpeed's JSON as the configuration that it means, and a warning that names what has no meaning here; another
+    one as it is. Raises ConfigError."""
+    return _of_deepspeeds(data) if deepspeed_json.is_deepspeeds(data, set(Config.model_fields)) else data
+
+
+def read_deepspeeds(source: dict[str, Any] | str | os.PathLike[str]) -> tuple[Config, dict[str, Any]]:
+    """What DeepSpeed's JSON means, also where no key of it is DeepSpeed's alone, and the JSON. Raises ConfigError."""
+    data = source if isinstance(source, dict) else read_deepspeed_json(source)
+    return Config.read(_of_deepspeeds(data)), data
+
+
+def _of_deepspeeds(data: dict[str, Any]) -> dict[str, Any]:
+    own = set(Config.model_fields)
+    try:
+        translated = deepspeed_json.translate(data, own)
+    except ValueError as error:
+        kind = NotSupportedHere if ": not supported: " in str(error) else ConfigError
+        raise kind(str(error)) from None
+    if message := translated.message():
+        warnings.warn(message, stacklevel=4)
+    return translated.config
