@@ -16,7 +16,7 @@ from torch.autograd import graph
 from torch.nn.utils import clip_grad
 
 import overspill
-from overspill import leases, residency, segments
+from overspill import leases, segments, showing
 
 
 def mlp():
@@ -43,7 +43,7 @@ def start(config):
 
 def usable(engine):
     assert leases.lingering() == 0
-    held = [u for u in engine._residency.units if u.flat is not None and u not in residency._recent]
+    held = [u for u in engine._residency.units if u.flat is not None and u not in showing._recent]
     assert not [u.name for u in engine._residency.units if u.pins or u.shown or u in held]
     engine.backward(engine(batch()).square().mean())
     engine.step()
