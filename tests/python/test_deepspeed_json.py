@@ -201,8 +201,19 @@ def test_the_ranks_are_those_of_torchrun(monkeypatch):
         ({"bf16": {}, "scheduler": {"type": "ReduceLROnPlateau"}}, "needs a metric"),
         (
             {"bf16": {}, "optimizer": {"type": "OneBitAdam", "params": {}}},
-            "optimizer.type = 'OneBitAdam': one of",
+            "optimizer.type = 'OneBitAdam': not supported: it rounds what ranks exchange",
         ),
+        ({"bf16": {}, "optimizer": {"type": "Lamb"}}, "type = 'Lamb': not supported: give initialize an opt"),
+        (
+            {"bf16": {}, "optimizer": {"type": "radam"}},
+            "that the script has made: torch.optim.RAdam; or take",
+        ),
+        ({"bf16": {}, "optimizer": {"type": "Adamm"}}, "optimizer.type = 'Adamm': one of AdamW"),
+        (
+            {"zero_optimization": {"zenflow": {"topk_ratio": 0.1}}},
+            "zenflow = {'topk_ratio': 0.1}: not supported",
+        ),
+        ({"zero_optimization": {"zeropp_loco_param": {"reset_T": 9}}}, "{'reset_T': 9}: not supported"),
         ({"fp16": {"enabled": True}}, "fp16 = {'enabled': True}: not supported: there is no loss scaling"),
     ],
 )

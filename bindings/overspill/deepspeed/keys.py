@@ -20,7 +20,7 @@ class Fate(enum.Enum):
 @dataclass(frozen=True)
 class Key:
     """path: with dots. here: what it becomes; why it has no meaning, or is refused. idle: of a refused key, the values
-    that ask for nothing. A section that is refused is idle where its `enabled` is false or missing."""
+    that ask for nothing. With False among them a section is idle where its `enabled` is false or missing."""
 
     path: str
     fate: Fate
@@ -47,6 +47,18 @@ _COLLECTIVES = "the engine plans its collectives by unit"
 _REPORTS = "the engine reports by engine.stats and engine.last_step"
 _LOGS = "log what you need in the script; overspill train has --report-to"
 _QUANTIZED = "it rounds what ranks exchange, and every update here is exact"
+_OWN_OPTIMIZER = "give initialize an optimizer that the script has made: "
+
+# Optimizers that DeepSpeed's JSON can name and that the engine does not have, in lower case: what to do instead.
+REFUSED_OPTIMIZERS = {
+    **dict.fromkeys(("onebitadam", "zerooneadam", "onebitlamb"), f"{_QUANTIZED}: take AdamW"),
+    "lamb": f"{_OWN_OPTIMIZER}a Lamb of its own; or take AdamW",
+    **{name.lower(): f"{_OWN_OPTIMIZER}mup.{name}; or take AdamW" for name in ("MuAdam", "MuAdamW", "MuSGD")},
+    **{
+        name.lower(): f"{_OWN_OPTIMIZER}torch.optim.{name}; or take AdamW"
+        for name in ("Muon", "ASGD", "Adafactor", "LBFGS", "RAdam", "Rprop", "SparseAdam")
+    },
+}
 
 KEYS: tuple[Key, ...] = (
     # Batches.
@@ -186,8 +198,10 @@ KEYS: tuple[Key, ...] = (
     _refused("zero_optimization.zero_quantized_weights", _QUANTIZED),
     _refused("zero_optimization.zero_quantized_nontrainable_weights", _QUANTIZED),
     _refused("zero_optimization.zero_quantized_gradients", _QUANTIZED),
-    _refused("zero_optimization.zeropp_loco_param", _QUANTIZED),
-    _refused("zero_optimization.zenflow", "it updates with stale gradients, and every update here is exact"),
+    _refused("zero_optimization.zeropp_loco_param", _QUANTIZED, None),
+    _refused(
+        "zero_optimization.zenflow", "it updates with stale gradients, and every update here is exact", None
+    ),
     *_unused(
         "optimizers of the script are stepped too",
         "zero_allow_untested_optimizer",
@@ -205,7 +219,7 @@ KEYS: tuple[Key, ...] = (
     *_unused(_LOGS, "tensorboard", "wandb", "csv_monitor", "comet"),
     # Other parts of DeepSpeed.
     *_unused(
-        "use torch.utils.checkpoint and torch.autograd.graph.save_on_cpu in the script",
+        "`deepspeed.checkpointing.configure` reads it; or use torch.utils.checkpoint in the script",
         "activation_checkpointing",
     ),
     *_unused("the engine measures the disks (overspill doctor)", "aio"),

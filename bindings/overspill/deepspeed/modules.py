@@ -10,6 +10,7 @@ import torch
 from ..config.section import ConfigError
 from . import (
     accelerator,
+    checkpointing,
     checkpoints,
     comm,
     fragments,
@@ -92,6 +93,17 @@ _UTILS = {
         get_data_parallel_world_size=comm.get_world_size, get_data_parallel_rank=comm.get_rank
     ),
 }
+_CHECKPOINTING = STAND_INS["deepspeed.checkpointing"] | _of(
+    checkpointing,
+    "checkpoint",
+    "configure",
+    "CudaRNGStatesTracker",
+    "get_cuda_rng_tracker",
+    "is_configured",
+    "model_parallel_cuda_manual_seed",
+    "non_reentrant_checkpoint",
+    "reset",
+)
 _OFFLOADS = "DeepSpeedZeroOffloadParamConfig", "DeepSpeedZeroOffloadOptimizerConfig"
 _CHECKPOINTS = (
     "get_fp32_state_dict_from_zero_checkpoint",
@@ -119,6 +131,7 @@ _THERE: dict[str, dict[str, Any]] = {
     "deepspeed.accelerator": _ACCELERATOR,
     "deepspeed.checkpoint": {},
     "deepspeed.checkpoint.utils": _of(parts, "clone_tensors_for_torch_save"),
+    "deepspeed.checkpointing": _CHECKPOINTING,
     "deepspeed.comm": _of(comm),
     "deepspeed.moe.utils": _of(parts, "split_params_into_different_moe_groups_for_optimizer"),
     "deepspeed.ops": {"__compatible_ops__": ops.COMPATIBLE},
@@ -128,6 +141,8 @@ _THERE: dict[str, dict[str, Any]] = {
     "deepspeed.ops.lion": _of(optimizers, "DeepSpeedCPULion", "FusedLion"),
     "deepspeed.ops.op_builder": {"OpBuilder": ops.OpBuilder, **ops.BUILDERS},
     "deepspeed.runtime": {},
+    "deepspeed.runtime.activation_checkpointing": {},
+    "deepspeed.runtime.activation_checkpointing.checkpointing": _CHECKPOINTING,
     "deepspeed.runtime.base_optimizer": _of(optimizer, "ZeROOptimizer"),
     "deepspeed.runtime.config": {
         "DeepSpeedConfig": json_reader.DeepSpeedConfig,

@@ -12,6 +12,25 @@ _PIPELINE = "there is no pipeline parallelism: " + _PARALLEL
 _PLAN = "`overspill plan` calculates what fits"
 _AUTOCAST = "put torch.autocast around the forward pass in the script"
 _COMPRESSED = "it rounds what ranks exchange, and every update here is exact: use AdamW"
+_PROFILER = dict.fromkeys(("FlopsProfiler", "get_model_profile"), "use torch.utils.flop_counter")
+_SCHEDULES_OF_PIPELINES = (
+    "PipeSchedule",
+    "InferenceSchedule",
+    "TrainSchedule",
+    "DataParallelSchedule",
+    "PipeInstruction",
+    "OptimizerStep",
+    "ReduceGrads",
+    "ReduceTiedGrads",
+    "BufferOpInstruction",
+    "LoadMicroBatch",
+    "ForwardPass",
+    "BackwardPass",
+    "SendActivation",
+    "RecvActivation",
+    "SendGrad",
+    "RecvGrad",
+)
 
 
 class NotSupported(OverspillError, NotImplementedError):
@@ -29,6 +48,9 @@ REFUSED: dict[str, dict[str, str]] = {
         "DeepSpeedTransformerLayer": "use an attention that the model has",
         "DeepSpeedTransformerConfig": "use an attention that the model has",
     },
+    "deepspeed.autotuning": {},
+    "deepspeed.autotuning.autotuner": {"Autotuner": "`overspill plan` calculates what fits, without trials"},
+    "deepspeed.checkpointing": {"CheckpointFunction": "call deepspeed.checkpointing.checkpoint"},
     "deepspeed.pipe": dict.fromkeys(("PipelineModule", "LayerSpec", "TiedLayerSpec"), _PIPELINE),
     "deepspeed.moe": {},
     "deepspeed.moe.layer": {"MoE": "experts are partitioned like other weights: use the model's own experts"},
@@ -41,8 +63,24 @@ REFUSED: dict[str, dict[str, str]] = {
     "deepspeed.runtime.fp16.onebit.lamb": {"OnebitLamb": _COMPRESSED},
     "deepspeed.runtime.fp16.onebit.zoadam": {"ZeroOneAdam": _COMPRESSED},
     "deepspeed.profiling": {},
-    "deepspeed.profiling.flops_profiler": dict.fromkeys(
-        ("FlopsProfiler", "get_model_profile"), "use torch.utils.flop_counter"
+    "deepspeed.profiling.flops_profiler": _PROFILER,
+    "deepspeed.profiling.flops_profiler.profiler": _PROFILER,
+    "deepspeed.runtime.pipe": dict.fromkeys(
+        ("PipelineModule", "LayerSpec", "TiedLayerSpec", "ProcessTopology"), _PIPELINE
+    ),
+    "deepspeed.runtime.pipe.engine": {"PipelineEngine": _PIPELINE},
+    "deepspeed.runtime.pipe.module": dict.fromkeys(
+        ("PipelineModule", "LayerSpec", "TiedLayerSpec"), _PIPELINE
+    ),
+    "deepspeed.runtime.pipe.schedule": dict.fromkeys(_SCHEDULES_OF_PIPELINES, _PIPELINE),
+    "deepspeed.runtime.pipe.topology": dict.fromkeys(
+        (
+            "ProcessTopology",
+            "PipeDataParallelTopology",
+            "PipeModelDataParallelTopology",
+            "PipelineParallelGrid",
+        ),
+        _PIPELINE,
     ),
     "deepspeed.runtime.torch_autocast": dict.fromkeys(
         (

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from .keys import BY_PATH, KEYS, SECTIONS, Fate
+from .keys import BY_PATH, KEYS, REFUSED_OPTIMIZERS, SECTIONS, Fate
 
 _DOCUMENT = "docs/coming-from-deepspeed.md"
 _OVERRIDES = "overspill"
@@ -89,6 +89,7 @@ def translate(data: dict[str, Any], own: set[str], world: int | None = None) -> 
             auto.append(f"{path}.enabled")
         elif key.fate is Fate.REFUSED and not _is_idle(value, key.idle):
             wrong.append(f"config: {path} = {value!r}: not supported: {key.here}")
+    wrong += _refused_optimizer(data)
     if wrong:
         raise ValueError("\n".join(wrong))
     made = _mapped(_without_auto(data), world or world_size())
@@ -131,6 +132,14 @@ def _is_idle(value: Any, idle: tuple[Any, ...]) -> bool:
     if any(value is each or (type(value) is type(each) and value == each) for each in idle):
         return True
     return isinstance(value, dict) and False in idle and value.get("enabled", False) is False
+
+
+def _refused_optimizer(data: dict[str, Any]) -> list[str]:
+    """A line where DeepSpeed has an optimizer of this name and Overspill has none. config.py names other types."""
+    optimizer = data.get("optimizer")
+    kind = optimizer.get("type") if isinstance(optimizer, dict) else None
+    instead = REFUSED_OPTIMIZERS.get(kind.lower()) if isinstance(kind, str) else None
+    return [] if instead is None else [f"config: optimizer.type = {kind!r}: not supported: {instead}"]
 
 
 def _unknown(path: str, value: Any, own: set[str]) -> str:
