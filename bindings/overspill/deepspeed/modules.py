@@ -22,6 +22,7 @@ from . import (
     optimizer,
     optimizers,
     parts,
+    tiling,
     zero,
     zero_params,
 )
@@ -82,7 +83,8 @@ _SCHEDULES = {
 _INIT = _of(
     zero, "Init", "GatheredParameters", "register_external_parameter", "unregister_external_parameter"
 )
-_ZERO = _INIT | STAND_INS["deepspeed.zero"]
+_TILES = _of(tiling, "TiledLinear", "TiledLinearReturnBias")
+_ZERO = _INIT | _TILES
 _ACCELERATOR = _of(accelerator, "get_accelerator", "is_current_accelerator_supported")
 _OFFLOAD = _of(parts, "OffloadDeviceEnum", "OffloadStateTypeEnum")
 _UTILS = {
@@ -175,6 +177,7 @@ _THERE: dict[str, dict[str, Any]] = {
         "_orig_torch_arange": torch.arange,
         "zero_wrapper_for_fp_tensor_constructor": lambda function, *_, **__: function,
     },
+    "deepspeed.runtime.zero.tiling": _TILES,
     "deepspeed.runtime.zero.utils": _of(zero_params, "is_zero_param"),
     "deepspeed.utils": _UTILS,
     "deepspeed.utils.logging": _of(parts, "logger", "log_dist"),

@@ -100,9 +100,6 @@ REFUSED: dict[str, dict[str, str]] = {
     "deepspeed.runtime.zero.stage_1_and_2": {
         f"estimate_zero2_model_states_mem_needs_all_{when}": _PLAN for when in ("live", "cold")
     },
-    "deepspeed.zero": {
-        "TiledLinear": "use nn.Linear: a unit that is too large for the budget is named at the start"
-    },
 }
 
 
