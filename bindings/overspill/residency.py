@@ -12,7 +12,7 @@ Of a DTensor, all of that is true of its part on this rank. A parameter that is 
 
 The parts: segments.py has what is known of units and parameters, leases.py who holds memory, lending.py what a script
 may have of it and wrote there, showing.py the changes between the three states. `Residency`, here, is the whole of one
-engine: it makes its units, fills them and ends them. Imports go from here to those, never back.
+engine: it makes its units, fills them and ends them. At run time imports go from here to those, never back.
 
 Nothing of it is thread-safe: calls.py lets one thread at a time in. An interrupt may strike between any two lines; so
 each function publishes what it made last, can run again from its start, and leaves nothing that `recount` does not put

@@ -199,7 +199,7 @@ def _trim(count: int, needed: Sequence[Unit]) -> None:
 def retire(unit: Unit) -> None:
     """Nobody pins it: what is held of it is let go."""
     if unit.pins == 0 and unit.flat is not None:
-        _let_go(unit, lending.put_off if unit.lent and unit.lending.puts_off else lending.settle)
+        _let_go(unit, lending.put_off if unit.lending.puts_off else lending.settle)
 
 
 def _let_go(unit: Unit, keep_edits: Callable[[Unit], None]) -> None:

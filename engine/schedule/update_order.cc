@@ -53,11 +53,6 @@ void UpdateOrder::end_guesses() {
   next_ahead_ = 0;
 }
 
-void UpdateOrder::stop_reading_ahead() {
-  reads_ahead_ = false;
-  next_ahead_ = 0;
-}
-
 /// The first chunk that fits, of the units whose updates somebody waits for.
 template <class Fits>
 int32_t UpdateOrder::first_demanded(Fits fits) const {

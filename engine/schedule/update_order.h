@@ -38,8 +38,9 @@ class UpdateOrder {
   /// step() has decided on all guesses.
   void end_guesses();
 
-  /// Reading ahead of the next step starts at its first chunk; it stays off in between.
-  void stop_reading_ahead();
+  void stop_reading_ahead() { reads_ahead_ = false; }
+  /// What was read ahead is gone: reading ahead begins with the next step's first chunk.
+  void start_ahead_anew() { next_ahead_ = 0; }
   void read_ahead() { reads_ahead_ = context_.config.prefetch_units > 0; }
 
   /// -1: there is none. A chunk that is only read ahead is given while a slot is free.

@@ -149,6 +149,7 @@ void Updater::run(int32_t chunk) noexcept {
     conclude(lock, job);
     pump();
   } catch (const std::exception& error) {
+    if (!lock.owns_lock()) lock.lock();
     const Unit& unit = context_.layout.units[context_.layout.chunks[chunk].unit];
     context_.fail(fmt::format("updating {}: {}", unit.name, error.what()));
   }
@@ -419,6 +420,7 @@ void Updater::quiesce(std::unique_lock<std::mutex>& lock) {
   context_.wait(
       lock, [&] { return pending_ == 0 && running_ == 0 && ring_.at_rest(); }, Cause::rest);
   ring_.release_all();
+  order_.start_ahead_anew();
 }
 
 }  // namespace overspill::engine

@@ -253,6 +253,8 @@ TEST_F(Order, ReadsAheadOfTheNextStepWhileASlotIsFree) {
   order_.stop_reading_ahead();
   EXPECT_EQ(order_.next_to_read(), -1) << "it was told to stop";
   order_.read_ahead();
+  EXPECT_EQ(order_.next_to_read(), 2) << "it goes on";
+  order_.start_ahead_anew();
   EXPECT_EQ(order_.next_to_read(), 0);
 }
 

@@ -1,12 +1,16 @@
 """deepspeed.checkpointing: activations that are computed again."""
 
 import copy
+import subprocess
+import sys
+import warnings
 
 import pytest
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
-from overspill import deepspeed
+from overspill import ConfigError, deepspeed
 from overspill.deepspeed import checkpointing
 from overspill.deepspeed.modules import MODULES
 from overspill.deepspeed.refused import NotSupported
@@ -151,7 +155,7 @@ def test_what_cannot_be_configured_says_why():
     for name in ("deepspeed.checkpointing", "deepspeed.runtime.activation_checkpointing.checkpointing"):
         assert MODULES[name]["checkpoint"] is checkpointing.checkpoint
         with pytest.raises(NotSupported, match="CheckpointFunction is not supported: call deepspeed"):
-            MODULES[name]["CheckpointFunction"]()
+            MODULES[name]["CheckpointFunction"].apply(None)
 
 
 @pytest.mark.parametrize(
@@ -168,3 +172,62 @@ def test_what_cannot_be_configured_says_why():
 def test_what_is_documented_and_not_there_is_refused_by_name(module, name):
     with pytest.raises(NotSupported, match=rf"{module}\.{name} is not supported: \S"):
         MODULES[module][name](1, 2)
+
+
+@pytest.mark.parametrize(
+    "name", ["checkpointing.checkpoint", "zero.TiledLinear", "zero.TiledLinearReturnBias", "zero.Init"]
+)
+def test_documented_names_are_there_before_anything_else_is_imported(name):
+    code = f"import overspill.deepspeed as deepspeed; deepspeed.{name}"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_what_is_kept_in_host_memory_is_kept_there_alone(monkeypatch):
+    def copied():  # as save_on_cpu does where tensors are on a GPU
+        return torch.autograd.graph.saved_tensors_hooks(lambda t: t.clone(), lambda t: t)
+
+    monkeypatch.setattr(torch.autograd.graph, "save_on_cpu", copied)
+    checkpointing.configure(None, checkpoint_in_cpu=True)
+    x, scale = torch.randn(4, 8) + 0, torch.ones(8) * 2
+    kept = [StorageWeakRef(each.untyped_storage()) for each in (x, scale)]
+    model = Counted()
+    out = checkpointing.checkpoint(model, x, scale=scale)
+    del x, scale
+    assert [each.expired() for each in kept] == [True, True]
+    out.sum().backward()
+    assert model.runs == 2 and model.first.weight.grad is not None
+
+
+def test_one_checkpoint_is_computed_again_for_each_backward():
+    model, x = Counted(), torch.randn(4, 8, requires_grad=True)
+    out = checkpointing.checkpoint(model, x).sum()
+    out.backward(retain_graph=True)
+    first = model.first.weight.grad.clone()
+    out.backward()
+    assert model.runs == 3
+    assert torch.equal(model.first.weight.grad, first * 2)
+
+
+@pytest.mark.parametrize(
+    "section, message",
+    [
+        (True, "activation_checkpointing = True: an object is expected"),
+        ({"cpu_checkpoint": True}, "cpu_checkpoint: unknown: did you mean cpu_checkpointing"),
+        ({"cpu_checkpointing": "false"}, "cpu_checkpointing = 'false': true or false is expected"),
+    ],
+)
+def test_a_section_that_is_wrong_is_named(section, message):
+    with pytest.raises(ConfigError, match=message):
+        checkpointing.configure(None, {"activation_checkpointing": section})
+    assert not checkpointing.is_configured()
+
+
+def test_auto_is_the_default_and_what_has_no_meaning_is_named():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        checkpointing.configure(
+            None, {"activation_checkpointing": {"cpu_checkpointing": "auto", "profile": False}}
+        )
+    assert not checkpointing._asked.in_cpu
+    with pytest.warns(UserWarning, match="without a meaning here: profile"):
+        checkpointing.configure(None, profile=True)

@@ -203,10 +203,13 @@ def test_the_ranks_are_those_of_torchrun(monkeypatch):
             {"bf16": {}, "optimizer": {"type": "OneBitAdam", "params": {}}},
             "optimizer.type = 'OneBitAdam': not supported: it rounds what ranks exchange",
         ),
-        ({"bf16": {}, "optimizer": {"type": "Lamb"}}, "type = 'Lamb': not supported: give initialize an opt"),
+        (
+            {"bf16": {}, "optimizer": {"type": "Lamb"}},
+            "type = 'Lamb': not supported: on one rank leave",
+        ),
         (
             {"bf16": {}, "optimizer": {"type": "radam"}},
-            "that the script has made: torch.optim.RAdam; or take",
+            "that the script has made, torch.optim.RAdam; or take",
         ),
         ({"bf16": {}, "optimizer": {"type": "Adamm"}}, "optimizer.type = 'Adamm': one of AdamW"),
         (

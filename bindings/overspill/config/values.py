@@ -95,6 +95,6 @@ def no_truth_value(value: Any) -> Any:
     return value
 
 
-# Numbers of the sections below.
+# Numbers of the sections.
 Int = Annotated[int, BeforeValidator(no_truth_value)]
 Float = Annotated[float, BeforeValidator(no_truth_value)]

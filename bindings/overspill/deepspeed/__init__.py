@@ -22,7 +22,7 @@ _NAMES = (
     "DeepSpeedEngine",
     "__version__",
 )
-_PARTS = ("zero", "comm")
+_PARTS = ("zero", "comm", "checkpointing")
 
 
 def __getattr__(name: str) -> Any:

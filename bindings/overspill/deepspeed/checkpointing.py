@@ -4,7 +4,9 @@ under DeepSpeed's names and with its arguments (0.19, runtime/activation_checkpo
 from __future__ import annotations
 
 import contextlib
+import difflib
 import os
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -13,11 +15,22 @@ from typing import Any
 import torch
 from torch.utils import checkpoint as torch_checkpoint
 
-from ..config import read_deepspeed_json
+from ..config.files import read_deepspeed_json
+from ..config.section import ConfigError
 from .refused import NotSupported
 
 _MODEL_PARALLEL = "model-parallel-rng"
 _SEED_BETWEEN = 2718  # the tracker's seed minus the default one's, as there
+
+
+_KEYS = (
+    "partition_activations",
+    "cpu_checkpointing",
+    "contiguous_memory_optimization",
+    "number_checkpoints",
+    "synchronize_checkpoint_boundary",
+    "profile",
+)
 
 
 @dataclass
@@ -47,8 +60,8 @@ def configure(
         mpu_: None; another one divides the model among ranks, and is refused
         deepspeed_config: the JSON, a dict or a path
         checkpoint_in_cpu: what a checkpoint keeps lies in host memory until backward
-        partition_activations, contiguous_checkpointing, num_checkpoints: checked, and without a meaning here: no two
-            ranks have the same activations
+        partition_activations, contiguous_checkpointing, num_checkpoints: checked, then ignored: they divide activations
+            that model-parallel ranks share, and there are none here
         synchronize, profile: without a meaning here
 
     Raises AssertionError for contiguous checkpoints without partition_activations or num_checkpoints, as there.
@@ -60,7 +73,7 @@ def configure(
         )
     source = deepspeed_config if deepspeed_config is not None else {}
     data = source if isinstance(source, dict) else read_deepspeed_json(source)
-    section = data.get("activation_checkpointing") or {}
+    section = _section(data)
 
     def asked(argument: Any, key: str) -> Any:
         return section.get(key) if argument is None else argument
@@ -75,8 +88,34 @@ def configure(
                 "overspill: Must specify the number of layers with contiguous memory checkpointing: give "
                 "num_checkpoints, or leave contiguous_checkpointing out"
             )
+    ignored = {"partition_activations": partition_activations, "synchronize_checkpoint_boundary": synchronize}
+    named = [key for key, argument in {**ignored, "profile": profile}.items() if asked(argument, key)]
+    if named:
+        warnings.warn(
+            f"overspill: deepspeed.checkpointing.configure: without a meaning here: {', '.join(named)}",
+            stacklevel=2,
+        )
     _asked.in_cpu = bool(asked(checkpoint_in_cpu, "cpu_checkpointing"))
     _asked.is_configured = True
+
+
+def _section(data: dict[str, Any]) -> dict[str, Any]:
+    """The JSON's, checked, without what is "auto". Raises ConfigError."""
+    section = data.get("activation_checkpointing")
+    if section is None:
+        return {}
+    if not isinstance(section, dict):
+        raise ConfigError(f"config: activation_checkpointing = {section!r}: an object is expected")
+    for key, value in section.items():
+        if key not in _KEYS:
+            close = difflib.get_close_matches(key, _KEYS, n=1)
+            meant = f": did you mean {close[0]}?" if close else f": its keys are {', '.join(_KEYS)}"
+            raise ConfigError(f"config: activation_checkpointing.{key}: unknown{meant}")
+        if key != "number_checkpoints" and value != "auto" and not isinstance(value, bool):
+            raise ConfigError(
+                f"config: activation_checkpointing.{key} = {value!r}: true or false is expected"
+            )
+    return {key: value for key, value in section.items() if value != "auto"}
 
 
 def is_configured() -> bool:
@@ -89,7 +128,7 @@ def reset() -> None:
 
 
 class CudaRNGStatesTracker:
-    """States of random numbers by name, of the device that computes; the CPU's where torch has no GPU."""
+    """States of random numbers by name: of the GPU where torch has one, else of the CPU."""
 
     def __init__(self) -> None:
         self.states_: dict[str, torch.Tensor] = {}
@@ -160,34 +199,42 @@ def get_cuda_rng_tracker() -> CudaRNGStatesTracker:
 
 
 def model_parallel_cuda_manual_seed(seed: int) -> None:
-    """Seeds the device, and the tracker's state that `fork` takes without a name; with the same numbers as there on a
-    rank that shares its layers with no other."""
+    """Seeds the generator, and the tracker's state that `fork` takes without a name, with the numbers that DeepSpeed
+    takes without model parallelism."""
     _tracker.reset()
     _seed_device(seed)
     _tracker.add(_MODEL_PARALLEL, seed + _SEED_BETWEEN)
 
 
-@contextlib.contextmanager
-def _with_states(states: dict[str, torch.Tensor]) -> Iterator[None]:
-    now = _tracker.get_states()
-    _tracker.set_states(dict(states))
-    try:
-        yield
-    finally:
-        _tracker.set_states(now)
+class _WithStates(AbstractContextManager[None]):
+    """The tracker's states as they were, inside the block. Torch enters one such object for each time that it computes
+    a checkpoint again."""
+
+    def __init__(self, states: dict[str, torch.Tensor]) -> None:
+        self._states = states
+        self._replaced: list[dict[str, torch.Tensor]] = []
+
+    def __enter__(self) -> None:
+        self._replaced.append(_tracker.get_states())
+        _tracker.set_states(dict(self._states))
+
+    def __exit__(self, *_: object) -> None:
+        _tracker.set_states(self._replaced.pop())
 
 
 def _contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
     """Of the first pass and of the second, which meets the tracker's states as the first did."""
-    return contextlib.nullcontext(), _with_states(_tracker.get_states())
+    return contextlib.nullcontext(), _WithStates(_tracker.get_states())
 
 
 def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """function(*args, **kwargs), whose activations are computed again in backward. Of a list or a tuple it returns a
     tuple; what is alone in one by itself, as there."""
+    positions, names = len(args), tuple(kwargs)
 
-    def run(*given: Any) -> Any:  # torch's checkpoint has keywords of its own
-        return function(*given[: len(args)], **dict(zip(kwargs, given[len(args) :], strict=True)))
+    # torch's checkpoint has keywords of its own. It keeps `run`, which must not keep the arguments with it.
+    def run(*given: Any) -> Any:
+        return function(*given[:positions], **dict(zip(names, given[positions:], strict=True)))
 
     kept = torch.autograd.graph.save_on_cpu() if _asked.in_cpu else contextlib.nullcontext()
     with kept:

@@ -20,7 +20,7 @@ class Fate(enum.Enum):
 @dataclass(frozen=True)
 class Key:
     """path: with dots. here: what it becomes; why it has no meaning, or is refused. idle: of a refused key, the values
-    that ask for nothing. With False among them a section is idle where its `enabled` is false or missing."""
+    that ask for nothing. Where they include False, a section is idle if its `enabled` is false or missing."""
 
     path: str
     fate: Fate
@@ -47,17 +47,21 @@ _COLLECTIVES = "the engine plans its collectives by unit"
 _REPORTS = "the engine reports by engine.stats and engine.last_step"
 _LOGS = "log what you need in the script; overspill train has --report-to"
 _QUANTIZED = "it rounds what ranks exchange, and every update here is exact"
-_OWN_OPTIMIZER = "give initialize an optimizer that the script has made: "
+_OWN_OPTIMIZER = (
+    "on one rank leave optimizer out of the JSON and give initialize one that the script has made, "
+)
 
 # Optimizers that DeepSpeed's JSON can name and that the engine does not have, in lower case: what to do instead.
 REFUSED_OPTIMIZERS = {
     **dict.fromkeys(("onebitadam", "zerooneadam", "onebitlamb"), f"{_QUANTIZED}: take AdamW"),
-    "lamb": f"{_OWN_OPTIMIZER}a Lamb of its own; or take AdamW",
+    "lamb": f"{_OWN_OPTIMIZER}a Lamb; or take AdamW",
     **{name.lower(): f"{_OWN_OPTIMIZER}mup.{name}; or take AdamW" for name in ("MuAdam", "MuAdamW", "MuSGD")},
     **{
         name.lower(): f"{_OWN_OPTIMIZER}torch.optim.{name}; or take AdamW"
-        for name in ("Muon", "ASGD", "Adafactor", "LBFGS", "RAdam", "Rprop", "SparseAdam")
+        for name in ("Muon", "ASGD", "Adafactor", "RAdam", "Rprop")
     },
+    "lbfgs": "its step needs a closure, which engine.step does not take: take AdamW",
+    "sparseadam": "gradients here are dense: take AdamW",
 }
 
 KEYS: tuple[Key, ...] = (

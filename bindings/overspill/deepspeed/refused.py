@@ -106,10 +106,12 @@ REFUSED: dict[str, dict[str, str]] = {
 def stand_in(module: str, name: str, instead: str) -> Any:
     """A class, which a script may inherit from, and whose call raises NotSupported."""
 
-    def refuse(self: Any, *_: Any, **__: Any) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
         raise NotSupported(f"overspill: {module}.{name} is not supported: {instead}")
 
-    return type(name, (), {"__init__": refuse, "__doc__": f"Not supported: {instead}."})
+    # apply: what an autograd.Function is called by.
+    members = {"__init__": refuse, "apply": staticmethod(refuse), "__doc__": f"Not supported: {instead}."}
+    return type(name, (), members)
 
 
 STAND_INS = {

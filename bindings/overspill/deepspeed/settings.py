@@ -135,7 +135,7 @@ def _is_idle(value: Any, idle: tuple[Any, ...]) -> bool:
 
 
 def _refused_optimizer(data: dict[str, Any]) -> list[str]:
-    """A line where DeepSpeed has an optimizer of this name and Overspill has none. config.py names other types."""
+    """A line where DeepSpeed has an optimizer of this name and Overspill has none. Others: config/section.py."""
     optimizer = data.get("optimizer")
     kind = optimizer.get("type") if isinstance(optimizer, dict) else None
     instead = REFUSED_OPTIMIZERS.get(kind.lower()) if isinstance(kind, str) else None

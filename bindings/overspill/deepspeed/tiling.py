@@ -79,7 +79,9 @@ class TiledLinear(nn.Module):
         for out_id, row in enumerate(self.linears):
             made: Any = None
             for in_id, tile in enumerate(row):  # type: ignore[arg-type]  # each is a ModuleList
-                made = self._reduce_local_output(in_id, out_id, made, tile(inputs[in_id]))
+                made = self._reduce_local_output(
+                    in_id=in_id, out_id=out_id, current_out=made, new_out=tile(inputs[in_id])
+                )
             outputs.append(made)
         return self._combine_output_splits(outputs) if self.combine_out_splits else outputs
 

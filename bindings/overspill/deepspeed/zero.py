@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import weakref
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
@@ -15,6 +16,15 @@ from .. import hooks, init
 from ..config import read_deepspeeds
 from ..segments import registry
 from . import comm, zero_params
+
+
+def __getattr__(name: str) -> Any:
+    # Not imported above: tiling.py gathers weights by this module.
+    if name not in ("TiledLinear", "TiledLinearReturnBias"):
+        raise AttributeError(
+            f"overspill: deepspeed.zero.{name} is not supported (docs/coming-from-deepspeed.md)"
+        )
+    return getattr(importlib.import_module("overspill.deepspeed.tiling"), name)
 
 
 class Init(AbstractContextManager[None]):
