@@ -11,8 +11,8 @@
 #include <string>
 #include <vector>
 
-#include "engine/resources.h"
 #include "engine/plan/plan.h"
+#include "engine/resources.h"
 #include "tests/engine/framework.h"
 #include "tests/engine/same_bits.h"
 #include "tests/engine/toy_model.h"

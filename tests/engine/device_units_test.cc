@@ -14,8 +14,8 @@
 
 #include "cpu_optim/elements.h"
 #include "engine/memory/budget.h"
-#include "engine/resources.h"
 #include "engine/plan/plan.h"
+#include "engine/resources.h"
 #include "kernels/simulated_device.h"
 #include "tests/engine/same_bits.h"
 #include "tests/engine/toy_model.h"

@@ -14,8 +14,8 @@
 #include <utility>
 
 #include "engine/engine.h"
-#include "engine/resources.h"
 #include "engine/plan/plan.h"
+#include "engine/resources.h"
 #include "io/memory_store.h"
 #include "tests/engine/around_store.h"
 #include "tests/engine/kernel_count.h"

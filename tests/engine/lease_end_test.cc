@@ -12,8 +12,8 @@
 #include <vector>
 
 #include "engine/engine.h"
-#include "engine/resources.h"
 #include "engine/plan/plan.h"
+#include "engine/resources.h"
 #include "kernels/simulated_device.h"
 #include "tests/engine/around_device.h"
 #include "tests/engine/toy_model.h"

@@ -19,9 +19,9 @@
 
 #include "engine/collectives/self_communicator.h"
 #include "engine/engine.h"
+#include "engine/plan/plan.h"
 #include "engine/resources.h"
 #include "engine/schedule/gather.h"
-#include "engine/plan/plan.h"
 #include "engine/schedule/updater.h"
 #include "io/memory_store.h"
 #include "kernels/simulated_device.h"

@@ -18,8 +18,8 @@
 
 #include "engine/machine.h"
 #include "engine/partition/layout.h"
-#include "engine/resources.h"
 #include "engine/plan/plan.h"
+#include "engine/resources.h"
 #include "tests/engine/around_store.h"
 #include "tests/engine/toy_model.h"
 

@@ -7,8 +7,8 @@
 #include <vector>
 
 #include "engine/collectives/self_communicator.h"
-#include "engine/resources.h"
 #include "engine/plan/plan.h"
+#include "engine/resources.h"
 #include "io/memory_store.h"
 #include "tests/engine/toy_model.h"
 
