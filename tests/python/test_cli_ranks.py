@@ -5,7 +5,6 @@ import json
 import os
 import signal
 import subprocess
-import time
 
 import pytest
 import tiny
@@ -98,9 +97,7 @@ def test_a_run_that_goes_on_ends_as_one_that_never_stopped(together, bench, caps
 def test_sigterm_ends_all_ranks_with_a_checkpoint(bench):
     out = bench.root / "stopped"
     process = start(bench, bench.train_args(out, **EXACT, steps=100_000, eval_batches=0))
-    deadline = time.monotonic() + HANGS
-    while not (out / "log.jsonl").exists() and time.monotonic() < deadline and process.poll() is None:
-        time.sleep(0.1)
+    tiny.wait_for_step(process, out, 1, HANGS)  # an empty log is there before anybody listens for signals
     process.send_signal(signal.SIGTERM)
     _, said, err = finish(process)
     steps = len(tiny.log(out))
