@@ -2,7 +2,11 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <cstring>
+#include <span>
 #include <stdexcept>
+#include <string_view>
+#include <vector>
 
 #include "cpu_optim/elements.h"
 #include "engine/access.h"
@@ -29,9 +33,17 @@ std::string states_of(const Unit& unit) {
   return fmt::format("{} has {}", optim::name(unit.optimizer), known);
 }
 
-/// Whether fp32 values of a unit are not the weights that forward uses.
-bool has_master(const Unit& unit, std::string_view dtype) {
-  return unit.trainable() && dtype == "F32" && unit.dtype != dtype;
+/// What a caller gives or takes of a weight: what forward uses, or the fp32 master beside it.
+struct Form {
+  bool master = false;
+  int64_t element_bytes = 0;
+};
+
+/// Throws std::invalid_argument, which ends in `refusal`, for a dtype that the unit has in neither form.
+Form form_of(const Unit& unit, const Segment& segment, std::string_view dtype, std::string_view refusal) {
+  if (dtype == unit.dtype) return {false, unit.element_bytes};
+  if (unit.trainable() && dtype == "F32") return {true, 4};
+  throw std::invalid_argument(fmt::format("{} is kept as {}: {}", segment.name, unit.dtype, refusal));
 }
 
 Component state_named(const Unit& unit, const Segment& segment, std::string_view name) {
@@ -50,13 +62,8 @@ void Engine::load_weight(int32_t unit, int32_t segment, std::span<const std::byt
   Machine& m = machine();
   const Segment& s = m.segment_at(unit, segment);
   const Unit& u = m.unit_at(unit);
-  const bool master = has_master(u, dtype);
-  if (!master && dtype != u.dtype) {
-    throw std::invalid_argument(
-        fmt::format("{} is kept as {}: {} cannot be loaded into it", s.name, u.dtype, dtype));
-  }
-  const int64_t width = master ? 4 : u.element_bytes;
-  check_size(s, data.size(), width);
+  const Form form = form_of(u, s, dtype, fmt::format("{} cannot be loaded into it", dtype));
+  check_size(s, data.size(), form.element_bytes);
   meet_to_write(m);
   std::unique_lock lock(m.context.mutex);
   const Rounds::Change changing(m.rounds, lock);
@@ -64,9 +71,9 @@ void Engine::load_weight(int32_t unit, int32_t segment, std::span<const std::byt
   lock.unlock();
   const Machine::Part own = m.own_part(unit, segment);
   if (own.elements == 0) return;
-  const auto part = own.of(data, width);
+  const auto part = own.of(data, form.element_bytes);
   change(m, "loading " + s.name, [&] {
-    if (!master) {
+    if (!form.master) {
       m.access.write(unit, Component::hi, own.in_shard, part);
       return m.access.match_master(unit, own.in_shard, part);
     }
@@ -84,27 +91,22 @@ void Engine::read_weight(int32_t unit, int32_t segment, std::span<std::byte> out
   Machine& m = machine();
   const Segment& s = m.segment_at(unit, segment);
   const Unit& u = m.unit_at(unit);
-  const bool master = has_master(u, dtype);
-  if (!master && dtype != u.dtype) {
-    throw std::invalid_argument(
-        fmt::format("{} is kept as {}: it cannot be read as {}", s.name, u.dtype, dtype));
-  }
-  check_size(s, out.size(), master ? 4 : u.element_bytes);
+  const Form form = form_of(u, s, dtype, fmt::format("it cannot be read as {}", dtype));
+  check_size(s, out.size(), form.element_bytes);
   {
     std::unique_lock lock(m.context.mutex);
     m.updater.quiesce(lock);
   }
-  const int64_t width = master ? 4 : u.element_bytes;
   const Machine::Part own = m.own_part(unit, segment);
-  const auto part = own.of(out, width);
-  if (!master && own.elements > 0) m.access.read(unit, Component::hi, own.in_shard, part);
-  std::vector<float> values(static_cast<size_t>(master ? std::min(kPieceElements, own.elements) : 0));
-  for (int64_t done = 0; master && done < own.elements; done += kPieceElements) {
+  const auto part = own.of(out, form.element_bytes);
+  if (!form.master && own.elements > 0) m.access.read(unit, Component::hi, own.in_shard, part);
+  std::vector<float> values(static_cast<size_t>(form.master ? std::min(kPieceElements, own.elements) : 0));
+  for (int64_t done = 0; form.master && done < own.elements; done += kPieceElements) {
     const int64_t count = std::min(kPieceElements, own.elements - done);
     m.access.read_weights(unit, own.in_shard + done, std::span(values).first(static_cast<size_t>(count)));
     std::memcpy(part.data() + done * 4, values.data(), static_cast<size_t>(count * 4));
   }
-  m.share(unit, segment, out, width);
+  m.share(unit, segment, out, form.element_bytes);
 }
 
 void Engine::start_states(std::span<const optim::Hyper> groups) {

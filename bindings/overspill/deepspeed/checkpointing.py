@@ -21,8 +21,6 @@ from .refused import NotSupported
 
 _MODEL_PARALLEL = "model-parallel-rng"
 _SEED_BETWEEN = 2718  # the tracker's seed minus the default one's, as there
-
-
 _KEYS = (
     "partition_activations",
     "cpu_checkpointing",
