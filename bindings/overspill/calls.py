@@ -148,8 +148,14 @@ class Books:
 
 
 class _Here(threading.local):
+    """Of a thread. on_copies: its call on copies of weights (transformed.py), which needs none of the engine's."""
+
     def __init__(self) -> None:
         self.stack = Stack()
+        self.on_copies: Call | None = None
+
+    def is_on_copies(self) -> bool:
+        return self.on_copies is not None and self.on_copies.is_on(sys._getframe())
 
 
 books = Books()

@@ -37,6 +37,8 @@ from . import (
     ranks,
     reading,
     replaced,
+    saved,
+    transformed,
     transport,
     vertical,
 )
@@ -193,9 +195,13 @@ class Engine(nn.Module):
         return self.forward(*args, **kwargs)  # which a script may have replaced
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's, with its arguments moved to `device`; what the module returns stays there."""
+        """The module's, with its arguments moved to `device`; what the module returns stays there. Inside
+        torch.func's transforms, but for vmap alone, it runs on copies of all weights, which are beside the budget."""
+        args, kwargs = self._place.put(args), self._place.put(kwargs)
+        if saved.are_refused():
+            return transformed.call(self.module, args, kwargs)
         try:
-            return self.module(*self._place.put(args), **self._place.put(kwargs))
+            return self.module(*args, **kwargs)
         except BaseException:
             calls.check(sys._getframe())  # torch's hooks do not see KeyboardInterrupt
             raise

@@ -43,7 +43,7 @@ class ModuleHooks:
     @opaque
     def __call__(self, module: nn.Module, args: Any) -> None:
         owner = self.owner
-        if owner is None:
+        if owner is None or here.is_on_copies():
             return
         if owner.closed or owner.leaving:
             raise RuntimeError(f"overspill: {owner.closed or residency.BROKEN_OFF}")
@@ -111,7 +111,7 @@ class AfterHook:
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
         """Also called, by _call_impl, when forward raised; then the frame that made the call is gone."""
         stack, python = here.stack, sys._getframe(1)
-        if not stack.calls:
+        if not stack.calls or here.is_on_copies():
             return
         with DisableTorchFunction():
             calls.work(python)

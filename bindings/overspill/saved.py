@@ -23,6 +23,7 @@ from .divided import form_of, in_form, is_divided, memory_of
 from .segments import Segment, Unit, registry
 
 _PLAIN = (torch.Tensor, nn.Parameter)
+_TRANSFORMS = torch._C._functorch.TransformType.Grad, torch._C._functorch.TransformType.Jvp
 
 
 class Handle:
@@ -130,8 +131,9 @@ def push_hooks() -> None:
     allows no hooks: what it saved would be NaN once the unit is released."""
     if are_refused():
         raise RuntimeError(
-            "overspill: torch.func.grad, vjp, jacrev and hessian of a model that an engine has are not supported, "
-            "since they allow no hooks on saved tensors: use torch.autograd.grad, or torch.func on copy.deepcopy(model)"
+            "overspill: torch.func.grad, vjp, jvp, jacrev, jacfwd and hessian of a module that an engine has are not "
+            "supported, since they allow no hooks on saved tensors: call the engine inside them, engine(x), which runs "
+            "on copies of all weights, or use torch.autograd.grad"
         )
     users = _autograd._top_saved_tensors_default_hooks(True)
     if users is None:
@@ -143,9 +145,11 @@ def push_hooks() -> None:
 
 
 def are_refused() -> bool:
-    """Inside torch.func.grad, vjp, jacrev and hessian, which allow no hooks."""
-    inside = torch._C._functorch.maybe_current_level() is not None
-    return inside and not _autograd._saved_tensors_hooks_is_enabled()
+    """Inside torch.func.grad, vjp, jacrev and hessian, which allow no hooks, and jvp and jacfwd, whose tensors are not
+    the memory that the engine leases."""
+    if torch._C._functorch.maybe_current_level() is None:
+        return False
+    return any(each.key() in _TRANSFORMS for each in torch._C._functorch.get_interpreter_stack())
 
 
 def _has_memory(tensor: torch.Tensor) -> bool:

@@ -1,6 +1,7 @@
 """One rank of test_deepspeed_ranks.py: what scripts read and set of DeepSpeed's engine where there are several. Prints
 what came out, as JSON."""
 
+import copy
 import json
 import sys
 import tempfile
@@ -233,9 +234,24 @@ def tags(stage):
         dist.barrier()
 
 
+def transforms(stage):
+    """torch.func of the engine, and an update by a loss made of what it gave."""
+    engine = made(stage)
+    plain = copy.deepcopy(engine.module)
+    x = batch(dist.get_rank())
+    given, wanted = (torch.func.grad(lambda at, model=model: loss(model, at))(x) for model in (engine, plain))
+    assert torch.equal(given, wanted)
+    engine.backward(given.square().sum())
+    wanted.square().sum().backward()
+    for own, theirs in zip(engine.parameters(), plain.parameters(), strict=True):
+        dist.all_reduce(theirs.grad)
+        torch.testing.assert_close(fragments.safe_get_full_grad(own), theirs.grad / dist.get_world_size())
+    engine.destroy()
+
+
 CASES = {
     each.__name__: each
-    for each in (gradients, no_sync, sums, open_ended, states, gathered, pieces, again, tags)
+    for each in (gradients, no_sync, sums, open_ended, states, gathered, pieces, again, tags, transforms)
 }
 
 if __name__ == "__main__":

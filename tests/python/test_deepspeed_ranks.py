@@ -51,3 +51,8 @@ def test_a_model_of_two_ranks_may_be_given_again():
 
 def test_ranks_that_give_different_tags():
     said("tags", 2)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_transforms_of_the_engine_train_it(stage):
+    said("transforms", stage)
