@@ -113,7 +113,7 @@ def merge(
             said = _said_of_adapter(manifest, base, part, small)
         else:
             beside = extra.tensors(manifest["extra_json"], source)
-            said = _check_names(manifest, _shapes(manifest, beside), source, part / "small", small)
+            said = _check_names(manifest, shapes(manifest, beside), source, part / "small", small)
             counted = _core.merge(
                 source,
                 part / "model",
@@ -185,11 +185,12 @@ def _leftovers(out: Path) -> list[Path]:
     return sorted(path for path in out.parent.glob("*") if name.fullmatch(path.name))
 
 
-def _shapes(manifest: Mapping[str, Any], beside: Mapping[str, torch.Tensor]) -> dict[str, tuple[int, ...]]:
-    shapes = {name: tuple(tensor.shape) for name, tensor in beside.items()}
+def shapes(manifest: Mapping[str, Any], beside: Mapping[str, torch.Tensor]) -> dict[str, tuple[int, ...]]:
+    """Of everything that a merged checkpoint has, by name. `beside`: what extra.tensors found."""
+    found = {name: tuple(tensor.shape) for name, tensor in beside.items()}
     for unit in manifest["units"]:
-        shapes.update({segment["name"]: tuple(segment["shape"]) for segment in unit["segments"]})
-    return shapes
+        found.update({segment["name"]: tuple(segment["shape"]) for segment in unit["segments"]})
+    return found
 
 
 def _check_names(

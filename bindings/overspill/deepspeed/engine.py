@@ -16,12 +16,12 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from .. import durable, given, giving, overwriting, ranks, reading
-from ..config import Config, read_deepspeeds
+from ..config import Config
 from ..engine import Engine
 from ..optimizer import Groups, OverspillOptimizer
 from ..start import Initialized, begin
 from ..state import persistent_buffers
-from . import comm, leaves, partial, tags, zero_params
+from . import comm, layer_drop, leaves, matching, mup, own_keys, partial, tags, zero_params
 from .optimizer import DeepSpeedOptimizer, beside
 from .settings import tag_validation
 
@@ -32,7 +32,7 @@ engines: weakref.WeakSet[DeepSpeedEngine] = weakref.WeakSet()  # that live, clos
 class DeepSpeedEngine(Engine):
     """What `deepspeed.initialize` returns. Everything else of Engine is there too.
 
-    Attributes beside Engine's: global_samples, skipped_steps.
+    Attributes beside Engine's: global_samples, skipped_steps, progressive_layer_drop.
     """
 
     _json: dict[str, Any] | None = None  # as the script gave it
@@ -41,6 +41,7 @@ class DeepSpeedEngine(Engine):
     _for_inference = False  # nobody gave an optimizer
     _passes = 0  # of backward, since the last update
     _applied = False
+    progressive_layer_drop: layer_drop.ProgressiveLayerDrop | None = None
     _inside: str | None = None  # no_sync or coalesce_grad_reduction
 
     def _make_optimizer(self, groups: Groups, user: Any, ranks: int) -> OverspillOptimizer:
@@ -57,6 +58,13 @@ class DeepSpeedEngine(Engine):
     def config(self) -> dict[str, Any]:
         """The JSON, as the script gave it."""
         return self._json or {}
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """As Engine's. Where the JSON asks for progressive_layer_drop, a module in training mode gets
+        progressive_layer_drop=True and pld_theta, the share of layers to keep."""
+        if self.progressive_layer_drop is not None and self.module.training:
+            kwargs |= self.progressive_layer_drop.get_state()
+        return super().forward(*args, **kwargs)
 
     # Steps.
 
@@ -88,7 +96,10 @@ class DeepSpeedEngine(Engine):
                 "overspill: engine.step: neither the JSON nor deepspeed.initialize had an optimizer: give one of them"
             )
         ends, self._applied = self._ends_step(), False
+        begun = self.global_steps
         super().step()
+        if ends and self.progressive_layer_drop is not None:
+            self.progressive_layer_drop.update_state(begun)
         self._ended = 0 if ends else self._ended + 1
         if ends:
             self._passes = 0
@@ -174,6 +185,10 @@ class DeepSpeedEngine(Engine):
     def get_global_grad_norm(self) -> float | None:
         """The 2-norm of all gradients of the last update, before clipping; None before the first."""
         return None if self.last_step is None else self.last_step.norm
+
+    def get_pld_theta(self) -> float | None:
+        """The share of layers that forward is told to keep; None where the JSON has no progressive_layer_drop."""
+        return None if self.progressive_layer_drop is None else self.progressive_layer_drop.get_theta()
 
     def get_lr(self) -> list[float]:
         """Of each parameter group."""
@@ -291,12 +306,13 @@ class DeepSpeedEngine(Engine):
     ) -> tuple[str | None, dict[str, Any] | None]:
         """Restores load_dir/TAG, without a tag the one that load_dir/latest names. Without load_optimizer_states the
         optimizer begins anew, and keeps its hyper-parameters; without load_lr_scheduler_states the scheduler stays as
-        it is; with load_module_only both, and the counts. In all three ways generators of random numbers stay as they
-        are. Returns the path and the client state; (None, None), and a warning, where there is no `latest`."""
-        if not load_module_strict or custom_load_fn is not None:
+        it is; with load_module_only both, and the counts. Without load_module_strict the checkpoint may be of another
+        model: what both have by name is loaded (matching.py). In all these ways generators of random numbers stay as
+        they are. Returns the path and the client state; (None, None), and a warning, where there is no `latest`."""
+        if custom_load_fn is not None:
             raise TypeError(
-                "overspill: load_checkpoint: load_module_strict=False and custom_load_fn are not supported: a "
-                "checkpoint is of this model whole; load_state_dict takes what overspill.deepspeed.zero_to_fp32 reads"
+                "overspill: load_checkpoint: custom_load_fn is not supported: load_state_dict takes what "
+                "overspill.deepspeed.zero_to_fp32 reads"
             )
         base = Path(given.path("load_checkpoint", load_dir))
         name = tags.latest(base) if tag is None else str(tag)
@@ -308,12 +324,19 @@ class DeepSpeedEngine(Engine):
         path = base / tags.checked(name)
         overwriting.settle(self, path, "load_checkpoint")
         with_states = load_optimizer_states and not load_module_only
-        kept = partial.Kept(self, with_states, load_lr_scheduler_states and not load_module_only)
-        state = super().load_checkpoint(path)
-        kept.restore()
+        with_scheduler = load_lr_scheduler_states and not load_module_only
+        counts = self.global_steps, self.micro_steps
+        if load_module_strict or matching.is_of(self, path):
+            kept = partial.Kept(self, with_states, with_scheduler)
+            state = super().load_checkpoint(path)
+            kept.restore()
+        else:
+            state = matching.load(self, path, with_states, with_scheduler)
         if load_module_only:
-            self.global_steps, self.micro_steps = kept.counts
+            self.global_steps, self.micro_steps = counts
         self._ended = 0
+        if self.progressive_layer_drop is not None and self.global_steps:
+            self.progressive_layer_drop.update_state(self.global_steps - 1)
         return str(path), state
 
     def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any]:
@@ -431,14 +454,18 @@ def initialize(
         raise AssertionError("overspill: deepspeed.initialize: model is missing: give the model to train")
     comm.init_distributed()  # as there: what calls it asks torch.distributed for its rank
     source = given_as[0] if given_as else None
-    settings, data = read_deepspeeds(source)  # type: ignore[arg-type]  # None is an error that it names
+    settings, data = own_keys.read(source)
     _check_zero(settings, data)
+    drop = layer_drop.of(data)
     if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer) and callable(optimizer):
         optimizer = optimizer(model_parameters if model_parameters is not None else model.parameters())  # type: ignore[union-attr]
     if optimizer is not None:
         model_parameters = None  # as there: the optimizer has them
     elif model_parameters is not None and not isinstance(model_parameters, torch.Tensor):
         model_parameters = list(model_parameters)
+    if optimizer is None and (scaled := mup.section_of(data)) is not None:
+        optimizer = mup.make(scaled, model.parameters() if model_parameters is None else model_parameters)
+        model_parameters = None
     _leave_out(model, optimizer, model_parameters)
     zero = data.get("zero_optimization")
     leaves.mark(model, zero.get("leaf_module") if isinstance(zero, dict) else None)
@@ -463,6 +490,7 @@ def initialize(
     if made.engine.zero_optimization_stage() == 3:
         zero_params.mark(model.parameters())
     made.engine._json = data
+    made.engine.progressive_layer_drop = drop
     made.engine._for_inference = optimizer is None and "optimizer" not in settings.model_fields_set
     engines.add(made.engine)
     return made

@@ -14,6 +14,7 @@ class Fate(enum.Enum):
 
     MAPPED = "means the same here"
     UNUSED = "is accepted, and has no meaning here"
+    OWN = "means the same in `deepspeed.initialize`, and is refused elsewhere"
     REFUSED = "is refused, unless it asks for nothing"
 
 
@@ -55,7 +56,9 @@ _OWN_OPTIMIZER = (
 REFUSED_OPTIMIZERS = {
     **dict.fromkeys(("onebitadam", "zerooneadam", "onebitlamb"), f"{_QUANTIZED}: take AdamW"),
     "lamb": f"{_OWN_OPTIMIZER}a Lamb; or take AdamW",
-    **{name.lower(): f"{_OWN_OPTIMIZER}mup.{name}; or take AdamW" for name in ("MuAdam", "MuAdamW", "MuSGD")},
+    **dict.fromkeys(
+        ("muadam", "muadamw", "musgd"), "only deepspeed.initialize makes it: call that, or take AdamW"
+    ),
     **{
         name.lower(): f"{_OWN_OPTIMIZER}torch.optim.{name}; or take AdamW"
         for name in ("Muon", "ASGD", "Adafactor", "RAdam", "Rprop")
@@ -77,8 +80,8 @@ KEYS: tuple[Key, ...] = (
     # Optimizer and schedule.
     _mapped(
         "optimizer.type",
-        "`optimizer.type`: AdamW, Adam, Adagrad, Lion, SGD, RMSprop, NAdam, Adamax, Adadelta; others are refused by "
-        "name",
+        "`optimizer.type`: AdamW, Adam, Adagrad, Lion, SGD, RMSprop, NAdam, Adamax, Adadelta; MuAdam, MuAdamW and "
+        "MuSGD in `deepspeed.initialize`, by the package mup; others are refused by name",
     ),
     _mapped(
         "optimizer.params",
@@ -278,7 +281,12 @@ KEYS: tuple[Key, ...] = (
     _refused("hybrid_engine", "generate with engine.generate while training (docs/peft.md)"),
     _refused("sparse_attention", "use an attention that the model has", {}),
     _refused("eigenvalue", "it is not computed"),
-    _refused("progressive_layer_drop", "layers are not dropped"),
+    Key(
+        "progressive_layer_drop",
+        Fate.OWN,
+        "forward is given progressive_layer_drop=True and pld_theta, as there: call overspill.deepspeed.initialize",
+        (None, False),
+    ),
     _refused("curriculum_learning", "order the data in the script"),
     _refused("data_efficiency", "order the data in the script"),
     _refused("compression_training", "weights are not compressed in training", {}),

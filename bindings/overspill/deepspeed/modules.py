@@ -16,6 +16,7 @@ from . import (
     fragments,
     json_models,
     json_reader,
+    layer_drop,
     leaves,
     lr_schedules,
     ops,
@@ -154,6 +155,7 @@ _THERE: dict[str, dict[str, Any]] = {
     "deepspeed.runtime.dataloader": _of(parts, "RepeatingLoader"),
     "deepspeed.runtime.engine": {"DeepSpeedEngine": DeepSpeedEngine},
     "deepspeed.runtime.lr_schedules": _SCHEDULES,
+    "deepspeed.runtime.progressive_layer_drop": _of(layer_drop, "ProgressiveLayerDrop"),
     "deepspeed.runtime.swap_tensor": {
         "MIN_SWAPPABLE_BYTES": 1 << 20
     },  # what tests and scripts size tensors by

@@ -66,6 +66,11 @@ class DeepSpeedOptimizer(OverspillOptimizer):
 
     state = OverspillOptimizer.state.getter(_own_state)  # type: ignore[attr-defined]
 
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The script's own, or the one that mup made for the JSON; else this one. All have the same groups."""
+        return self if self.user is None else self.user
+
     def needs_scaler(self) -> bool:
         """False: bf16 and fp32 need no scaling of the loss."""
         return False

@@ -13,13 +13,11 @@ if TYPE_CHECKING:
 
 
 class Kept:
-    """Made before the checkpoint is loaded; `restore` after it. Attributes: counts, global_steps and micro_steps of
-    before."""
+    """Made before the checkpoint is loaded; `restore` after it."""
 
     def __init__(self, engine: DeepSpeedEngine, with_states: bool, with_scheduler: bool):
         """Raises RuntimeError where the states that would have to stay are more than a beginning."""
         self.engine = engine
-        self.counts = engine.global_steps, engine.micro_steps
         optimizers: list[Any] = []
         if not with_states:
             several = isinstance(engine.optimizer, parts.Several)

@@ -87,7 +87,7 @@ def translate(data: dict[str, Any], own: set[str], world: int | None = None) -> 
                 unused.append(path)
         elif isinstance(value, dict) and value.get("enabled") == "auto":
             auto.append(f"{path}.enabled")
-        elif key.fate is Fate.REFUSED and not _is_idle(value, key.idle):
+        elif key.fate in (Fate.OWN, Fate.REFUSED) and not _is_idle(value, key.idle):
             wrong.append(f"config: {path} = {value!r}: not supported: {key.here}")
     wrong += _refused_optimizer(data)
     if wrong:

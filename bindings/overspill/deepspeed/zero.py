@@ -13,9 +13,8 @@ import torch
 from torch import nn
 
 from .. import hooks, init
-from ..config import read_deepspeeds
 from ..segments import registry
-from . import comm, zero_params
+from . import comm, own_keys, zero_params
 
 
 def __getattr__(name: str) -> Any:
@@ -59,7 +58,7 @@ class Init(AbstractContextManager[None]):
         if enabled:
             comm.init_distributed()
             if source is not None:
-                settings, _data = read_deepspeeds(source)
+                settings, _ = own_keys.read(source)
                 if self._dtype is None and settings.dtype == "bf16":
                     self._dtype = torch.bfloat16
                 if settings.budget.nvme:
