@@ -78,6 +78,7 @@ _OWN = frozenset(
         "rank",
         "world_size",
         "_group",
+        "_model_group",
         "_place",
         "_end",
         "_residency",
@@ -117,7 +118,8 @@ class Engine(nn.Module):
         handover.check(model, alone)
         check_folders(config.budget.nvme)
         source = handover.source(model, checkpoint)
-        self.module, self._settings, self._group = model, config, group
+        self.module, self._settings = model, config
+        self._group, self._model_group = group, model_group
         self.rank, self.world_size = (group.rank, group.world) if group else (0, 1)
         taken = handover.groups(model, config, optimizer, parameters, alone)
         groups = [group for each, _ in taken for group in each.groups]

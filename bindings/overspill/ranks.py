@@ -6,6 +6,7 @@ on before there is an engine.
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import hashlib
 import itertools
@@ -273,10 +274,7 @@ class _Messages:
             arriving, leaving = [], []
             for peer, buffer in enumerate(receives):
                 if buffer is not None:
-                    works = [self._receive(_tensor(buffer), peer, self._call)]
-                    if len(buffer) > _SMALL_BYTES:
-                        works.append(self._receive(_nothing(), peer, self._end))
-                    arriving.append((peer, works))
+                    arriving.append((peer, self._begin_receive(_tensor(buffer), peer)))
             before, self._sent = self._sent, {}
             for peer, buffer in enumerate(sends):
                 if buffer is None:
@@ -284,9 +282,7 @@ class _Messages:
                 if len(buffer) <= _SMALL_BYTES:
                     self._send(_tensor(bytearray(buffer)), peer, self._call)
                 else:
-                    got = self._receive(_nothing(), peer, self._got)
-                    leaving.append((peer, [self._send(_tensor(buffer), peer, self._call), got]))
-                    self._send(_nothing(), peer, self._end)
+                    leaving.append((peer, self._begin_send(_tensor(buffer), peer)))
             for peer, works in arriving:
                 self._wait(works)
                 before.pop(peer, None)  # who sends has all that was sent to it before this call
@@ -305,6 +301,20 @@ class _Messages:
         """gloo ends its connections when nobody holds the group."""
         self._torch_group, self._sent = None, {}
 
+    def _begin_receive(self, tensor: torch.Tensor, peer: int) -> list[Any]:
+        """What is to be waited for."""
+        works = [self._receive(tensor, peer, self._call)]
+        if tensor.numel() > _SMALL_BYTES:
+            works.append(self._receive(_nothing(), peer, self._end))
+        return works
+
+    def _begin_send(self, tensor: torch.Tensor, peer: int) -> list[Any]:
+        """Of a large one: what is to be waited for."""
+        got = self._receive(_nothing(), peer, self._got)
+        works = [self._send(tensor, peer, self._call), got]
+        self._send(_nothing(), peer, self._end)
+        return works
+
     def _receive(self, tensor: torch.Tensor, peer: int, tag: int) -> Any:
         return self._torch_group.recv([tensor], peer, tag)
 
@@ -318,6 +328,59 @@ class _Messages:
         """The last one shows that the others are done."""
         for work in reversed(works):
             work.wait(self._patience)
+
+
+class Line(_Messages):
+    """From and to one other rank of a group, in calls of another thread than the group's own: a send returns before it
+    has arrived. Both sides make matching calls, in the same order. `tag`: as of _Messages, from 8. One thread."""
+
+    def __init__(self, group: Group, peer: int, tag: int):
+        super().__init__(group, tag)
+        self._group, self._peer = group, peer
+        self._leaving: list[list[Any]] = []
+
+    def send(self, tensor: torch.Tensor) -> None:
+        """On the CPU; it stays as it is until two more are sent, or `finish` has returned. Waits where two are under
+        way already. Raises EngineFailed where the other rank is lost, as `receive` and `finish` do."""
+        with self._noticing():
+            while len(self._leaving) > 1:
+                self._arrived(self._leaving.pop(0))
+            self._leaving.append(self._begin_send(_bytes_of(tensor), self._peer))
+
+    def receive(self, tensor: torch.Tensor) -> None:
+        """Into a contiguous one on the CPU. Returns when it is there."""
+        with self._noticing():
+            end = self._receive(_nothing(), self._peer, self._end)
+            works = [self._receive(_bytes_of(tensor), self._peer, self._call), end]
+            self._wait(works)
+            self._answer()
+
+    def finish(self) -> None:
+        """Returns when the other rank has what was sent to it."""
+        with self._noticing():
+            while self._leaving:
+                self._arrived(self._leaving.pop(0))
+
+    def _arrived(self, works: list[Any]) -> None:
+        self._wait(works)
+        sent = self._sent[self._peer]
+        del sent[: 1 + next(i for i, (work, _) in enumerate(sent) if work is works[0])]
+
+    def _answer(self) -> None:
+        self._send(_nothing(), self._peer, self._got)
+
+    @contextlib.contextmanager
+    def _noticing(self) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            first = self._group.declare(self._lost(self._peer, error))
+            self._group.leave()
+            raise EngineFailed(f"overspill: {first}") from None
+
+
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().reshape(-1).view(torch.uint8)
 
 
 def counted_elsewhere(
@@ -375,9 +438,9 @@ def broadcast_model(model: nn.Module, group: Group) -> None:
                 tensor.detach().copy_(whole)
 
 
-def sampler(data: Any, group: Group, seed: int) -> DistributedSampler:
-    """Each rank's part of a permutation, another one in every epoch that is begun."""
-    return _EverySampler(data, group.world, group.rank, shuffle=True, seed=seed)
+def sampler(data: Any, world: int, rank: int, seed: int) -> DistributedSampler:
+    """The part of that rank of a permutation, another one in every epoch that is begun."""
+    return _EverySampler(data, world, rank, shuffle=True, seed=seed)
 
 
 class _EverySampler(DistributedSampler):

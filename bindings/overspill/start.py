@@ -253,7 +253,7 @@ def _loader(
     if size is None:
         raise ValueError("overspill: training_data needs train_micro_batch_size_per_gpu in the configuration")
     mapped = not isinstance(data, IterableDataset)
-    part = ranks.sampler(data, group, settings.seed) if group and mapped else None
+    part = ranks.sampler(data, group.world, group.rank, settings.seed) if group and mapped else None
     return DataLoader(
         data,
         size,

@@ -17,7 +17,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, fi
 
 from .. import memory
 from ..deepspeed import settings as deepspeed_json
-from .files import read_deepspeed_json, read_json
+from .files import read_json
 from .optimizers import (
     SGD,
     Adadelta,
@@ -291,16 +291,16 @@ def meant(data: dict[str, Any]) -> dict[str, Any]:
     return _of_deepspeeds(data) if deepspeed_json.is_deepspeeds(data, set(Config.model_fields)) else data
 
 
-def read_deepspeeds(source: dict[str, Any] | str | os.PathLike[str]) -> tuple[Config, dict[str, Any]]:
-    """What DeepSpeed's JSON means, also where no key of it is DeepSpeed's alone, and the JSON. Raises ConfigError."""
-    data = source if isinstance(source, dict) else read_deepspeed_json(source)
-    return Config.read(_of_deepspeeds(data)), data
+def read_deepspeeds(data: dict[str, Any], world: int | None = None) -> Config:
+    """What DeepSpeed's JSON means, also where no key of it is DeepSpeed's alone. `world`: how many ranks bring data of
+    their own; None: all. Raises ConfigError."""
+    return Config.read(_of_deepspeeds(data, world))
 
 
-def _of_deepspeeds(data: dict[str, Any]) -> dict[str, Any]:
+def _of_deepspeeds(data: dict[str, Any], world: int | None = None) -> dict[str, Any]:
     own = set(Config.model_fields)
     try:
-        translated = deepspeed_json.translate(data, own)
+        translated = deepspeed_json.translate(data, own, world)
     except ValueError as error:
         kind = NotSupportedHere if ": not supported: " in str(error) else ConfigError
         raise kind(str(error)) from None

@@ -270,7 +270,13 @@ KEYS: tuple[Key, ...] = (
     ),
     _refused("elasticity", "the number of ranks is fixed for a run; a checkpoint loads with another number"),
     _refused("autotuning", "`overspill plan` calculates what fits, without trials"),
-    _refused("pipeline", "there is no pipeline parallelism", {}),
+    Key(
+        "pipeline",
+        Fate.OWN,
+        "activation_checkpoint_interval of a PipelineModule; its other keys decide nothing: call "
+        "overspill.deepspeed.initialize",
+        (None, {}),
+    ),
     _refused(
         "tensor_parallel",
         "divide the model with torch's parallelize_module (docs/torchrun.md)",

@@ -27,8 +27,11 @@ from . import (
     zero,
     zero_params,
 )
-from .engine import DeepSpeedEngine, initialize
+from .engine import DeepSpeedEngine
+from .pipe import links, module, schedule, topology
+from .pipe.engine import PipelineEngine
 from .refused import STAND_INS
+from .starting import initialize
 
 VERSION = "0.19.6"  # whose calls these are
 
@@ -107,6 +110,7 @@ _CHECKPOINTING = STAND_INS["deepspeed.checkpointing"] | _of(
     "non_reentrant_checkpoint",
     "reset",
 )
+_PIPE = _of(module, "PipelineModule", "LayerSpec", "TiedLayerSpec") | _of(topology, "ProcessTopology")
 _OFFLOADS = "DeepSpeedZeroOffloadParamConfig", "DeepSpeedZeroOffloadOptimizerConfig"
 _CHECKPOINTS = (
     "get_fp32_state_dict_from_zero_checkpoint",
@@ -126,6 +130,8 @@ _THERE: dict[str, dict[str, Any]] = {
         "init_distributed": comm.init_distributed,
         "add_config_arguments": parts.add_config_arguments,
         "DeepSpeedEngine": DeepSpeedEngine,
+        "PipelineEngine": PipelineEngine,
+        "PipelineModule": module.PipelineModule,
         "DeepSpeedConfig": json_reader.DeepSpeedConfig,
         "DeepSpeedConfigError": ConfigError,
         **_of(accelerator, "get_accelerator"),
@@ -143,6 +149,7 @@ _THERE: dict[str, dict[str, Any]] = {
     "deepspeed.ops.aio": {"AsyncIOBuilder": ops.BUILDERS["AsyncIOBuilder"]},
     "deepspeed.ops.lion": _of(optimizers, "DeepSpeedCPULion", "FusedLion"),
     "deepspeed.ops.op_builder": {"OpBuilder": ops.OpBuilder, **ops.BUILDERS},
+    "deepspeed.pipe": _PIPE,
     "deepspeed.runtime": {},
     "deepspeed.runtime.activation_checkpointing": {},
     "deepspeed.runtime.activation_checkpointing.checkpointing": _CHECKPOINTING,
@@ -155,6 +162,14 @@ _THERE: dict[str, dict[str, Any]] = {
     "deepspeed.runtime.dataloader": _of(parts, "RepeatingLoader"),
     "deepspeed.runtime.engine": {"DeepSpeedEngine": DeepSpeedEngine},
     "deepspeed.runtime.lr_schedules": _SCHEDULES,
+    "deepspeed.runtime.pipe": _PIPE,
+    "deepspeed.runtime.pipe.engine": {"PipelineEngine": PipelineEngine},
+    "deepspeed.runtime.pipe.module": _PIPE | _of(links, "PipelineError"),
+    "deepspeed.runtime.pipe.schedule": _of(schedule),
+    "deepspeed.runtime.pipe.topology": {
+        name: value for name, value in vars(topology).items() if "Topology" in name or "Grid" in name
+    }
+    | {"_prime_factors": topology._prime_factors},
     "deepspeed.runtime.progressive_layer_drop": _of(layer_drop, "ProgressiveLayerDrop"),
     "deepspeed.runtime.swap_tensor": {
         "MIN_SWAPPABLE_BYTES": 1 << 20

@@ -8,29 +8,10 @@ from typing import Any
 from .._core import OverspillError
 
 _PARALLEL = "divide the model with torch's parallelize_module (docs/ranks.md)"
-_PIPELINE = "there is no pipeline parallelism: " + _PARALLEL
 _PLAN = "`overspill plan` calculates what fits"
 _AUTOCAST = "put torch.autocast around the forward pass in the script"
 _COMPRESSED = "it rounds what ranks exchange, and every update here is exact: use AdamW"
 _PROFILER = dict.fromkeys(("FlopsProfiler", "get_model_profile"), "use torch.utils.flop_counter")
-_SCHEDULES_OF_PIPELINES = (
-    "PipeSchedule",
-    "InferenceSchedule",
-    "TrainSchedule",
-    "DataParallelSchedule",
-    "PipeInstruction",
-    "OptimizerStep",
-    "ReduceGrads",
-    "ReduceTiedGrads",
-    "BufferOpInstruction",
-    "LoadMicroBatch",
-    "ForwardPass",
-    "BackwardPass",
-    "SendActivation",
-    "RecvActivation",
-    "SendGrad",
-    "RecvGrad",
-)
 
 
 class NotSupported(OverspillError, NotImplementedError):
@@ -43,15 +24,12 @@ REFUSED: dict[str, dict[str, str]] = {
         "init_inference": "generate with overspill.inference from a saved model",
         "InferenceEngine": "generate with overspill.inference from a saved model",
         "tp_model_init": _PARALLEL,
-        "PipelineModule": _PIPELINE,
-        "PipelineEngine": _PIPELINE,
         "DeepSpeedTransformerLayer": "use an attention that the model has",
         "DeepSpeedTransformerConfig": "use an attention that the model has",
     },
     "deepspeed.autotuning": {},
     "deepspeed.autotuning.autotuner": {"Autotuner": "`overspill plan` calculates what fits, without trials"},
     "deepspeed.checkpointing": {"CheckpointFunction": "call deepspeed.checkpointing.checkpoint"},
-    "deepspeed.pipe": dict.fromkeys(("PipelineModule", "LayerSpec", "TiedLayerSpec"), _PIPELINE),
     "deepspeed.moe": {},
     "deepspeed.moe.layer": {"MoE": "experts are partitioned like other weights: use the model's own experts"},
     "deepspeed.monitor": {},
@@ -65,23 +43,6 @@ REFUSED: dict[str, dict[str, str]] = {
     "deepspeed.profiling": {},
     "deepspeed.profiling.flops_profiler": _PROFILER,
     "deepspeed.profiling.flops_profiler.profiler": _PROFILER,
-    "deepspeed.runtime.pipe": dict.fromkeys(
-        ("PipelineModule", "LayerSpec", "TiedLayerSpec", "ProcessTopology"), _PIPELINE
-    ),
-    "deepspeed.runtime.pipe.engine": {"PipelineEngine": _PIPELINE},
-    "deepspeed.runtime.pipe.module": dict.fromkeys(
-        ("PipelineModule", "LayerSpec", "TiedLayerSpec"), _PIPELINE
-    ),
-    "deepspeed.runtime.pipe.schedule": dict.fromkeys(_SCHEDULES_OF_PIPELINES, _PIPELINE),
-    "deepspeed.runtime.pipe.topology": dict.fromkeys(
-        (
-            "ProcessTopology",
-            "PipeDataParallelTopology",
-            "PipeModelDataParallelTopology",
-            "PipelineParallelGrid",
-        ),
-        _PIPELINE,
-    ),
     "deepspeed.runtime.torch_autocast": dict.fromkeys(
         (
             "get_default_autocast_lower_precision_modules",
