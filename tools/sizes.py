@@ -25,8 +25,6 @@ CXX = (".cc", ".h", ".cu", ".cuh", ".inl")
 OVER = {
     "bench/inference/decode.cc: int main(int argc, char** argv) {": 71,
     "bindings/overspill/cli/train.py: options": 129,
-    "bindings/overspill/deepspeed/engine.py": 522,
-    "bindings/overspill/deepspeed/engine.py: initialize": 74,
     "bindings/overspill/engine.py": 833,
     "bindings/overspill/engine.py: __init__": 80,
     "bindings/overspill/merging.py: merge": 85,

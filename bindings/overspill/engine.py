@@ -68,23 +68,8 @@ class Life:
 
 # An engine's attributes; all others are its module's.
 _OWN = frozenset(
-    (
-        "module",
-        "_settings",
-        "optimizer",
-        "lr_scheduler",
-        "global_steps",
-        "micro_steps",
-        "rank",
-        "world_size",
-        "_group",
-        "_model_group",
-        "_place",
-        "_end",
-        "_residency",
-        "_life",
-        "_boundary",
-    )
+    "module _settings optimizer lr_scheduler global_steps micro_steps rank world_size _group _model_group _place _end "
+    "_residency _life _boundary".split()
 )
 
 
@@ -118,8 +103,7 @@ class Engine(nn.Module):
         handover.check(model, alone)
         check_folders(config.budget.nvme)
         source = handover.source(model, checkpoint)
-        self.module, self._settings = model, config
-        self._group, self._model_group = group, model_group
+        self.module, self._settings, self._group, self._model_group = model, config, group, model_group
         self.rank, self.world_size = (group.rank, group.world) if group else (0, 1)
         taken = handover.groups(model, config, optimizer, parameters, alone)
         groups = [group for each, _ in taken for group in each.groups]

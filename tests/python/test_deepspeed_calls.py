@@ -149,8 +149,8 @@ def test_a_checkpoint_is_loaded_in_part(tmp_path):
     step(begun)
     with pytest.raises(RuntimeError, match="not supported once the engine has made updates"):
         begun.load_checkpoint(tmp_path, load_module_only=True)
-    with pytest.raises(TypeError, match="custom_load_fn are not supported"):
-        begun.load_checkpoint(tmp_path, load_module_strict=False)
+    with pytest.raises(TypeError, match="custom_load_fn is not supported"):
+        begun.load_checkpoint(tmp_path, custom_load_fn=print)
     begun.destroy()
     engine.destroy()
 

@@ -260,24 +260,17 @@ def test_a_rank_that_announces_more_than_there_can_be_is_refused_by_name():
         ranks.Group._bounded(None, 3, (1 << 40).to_bytes(8, "little"))
 
 
-class Ranks:
-    """What sampler() looks at."""
-
-    def __init__(self, rank, world):
-        self.rank, self.world = rank, world
-
-
 def test_each_rank_gets_its_part_of_every_epoch():
     data = torch.arange(10)
-    parts = [ranks.sampler(data, Ranks(rank, 2), seed=4) for rank in range(2)]
+    parts = [ranks.sampler(data, 2, rank, seed=4) for rank in range(2)]
     epochs = [[list(part) for part in parts] for _ in range(3)]
     for epoch in epochs:
         assert sorted(epoch[0] + epoch[1]) == list(range(10))
     assert epochs[0] != epochs[1] != epochs[2], "each epoch in an order of its own"
-    again = ranks.sampler(data, Ranks(0, 2), seed=4)
+    again = ranks.sampler(data, 2, 0, seed=4)
     again.set_epoch(1)
     assert list(again) == epochs[1][0], "set_epoch goes back to it"
-    assert list(ranks.sampler(data, Ranks(0, 2), seed=5)) != epochs[0][0]
+    assert list(ranks.sampler(data, 2, 0, seed=5)) != epochs[0][0]
 
 
 def test_the_train_command_says_how_several_ranks_are_started(tmp_path, monkeypatch, capsys):

@@ -49,37 +49,20 @@ def initialize(
         raise TypeError(
             "overspill: mpu and mesh_param: divide the model with torch's parallelize_module (docs/ranks.md)"
         )
-    in_args = next((each for name in _IN_ARGS if (each := getattr(args, name, None)) is not None), None)
-    given_as = [each for each in (config, config_params, in_args) if each is not None]
-    if in_args is not None and len(given_as) > 1:
-        raise ValueError(
-            "overspill: the JSON is given twice, as config and as args.deepspeed_config: leave one out"
-        )
+    source = _the_json(args, config, config_params)
     if model is None:
         raise AssertionError("overspill: deepspeed.initialize: model is missing: give the model to train")
     comm.init_distributed()  # as there: what calls it asks torch.distributed for its rank
     pipeline = pipelines.of(model)
-    settings, data = own_keys.read(given_as[0] if given_as else None, pipeline and pipeline.ranks)
+    settings, data = own_keys.read(source, pipeline and pipeline.ranks)
     _check_zero(settings, data)
     drop = layer_drop.of(data)
     pipelines.check(pipeline, data, drop is not None)
-    if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer) and callable(optimizer):
-        optimizer = optimizer(model_parameters if model_parameters is not None else model.parameters())  # type: ignore[union-attr]
-    if optimizer is not None:
-        model_parameters = None  # as there: the optimizer has them
-    elif model_parameters is not None and not isinstance(model_parameters, torch.Tensor):
-        model_parameters = list(model_parameters)
-    if optimizer is None and (scaled := mup.section_of(data)) is not None:
-        optimizer = mup.make(scaled, model.parameters() if model_parameters is None else model_parameters)
-        model_parameters = None
+    optimizer, model_parameters = _updated(model, optimizer, model_parameters, data)
     _leave_out(model, optimizer, model_parameters)
     zero = data.get("zero_optimization")
     leaves.mark(model, zero.get("leaf_module") if isinstance(zero, dict) else None)
-    for known in list(
-        engines
-    ):  # as there, where a model may be given again: Trainer's evaluate() before train()
-        if known.module is model and not known._end.over and giving.is_possible(known):
-            known.give_back()
+    _let_go(model)
     elsewhere = isinstance(lr_scheduler, LRScheduler) and lr_scheduler.optimizer is not optimizer
     made = begin(
         DeepSpeedEngine if pipeline is None else pipeline.engine,
@@ -103,6 +86,38 @@ def initialize(
     made.engine._for_inference = optimizer is None and "optimizer" not in settings.model_fields_set
     engines.add(made.engine)
     return made
+
+
+def _the_json(args: Any, config: Any, config_params: Any) -> Any:
+    """A dict or a path; None where nobody gave one. Raises ValueError where it is given twice."""
+    in_args = next((each for name in _IN_ARGS if (each := getattr(args, name, None)) is not None), None)
+    given_as = [each for each in (config, config_params, in_args) if each is not None]
+    if in_args is not None and len(given_as) > 1:
+        raise ValueError(
+            "overspill: the JSON is given twice, as config and as args.deepspeed_config: leave one out"
+        )
+    return given_as[0] if given_as else None
+
+
+def _updated(model: nn.Module, optimizer: Any, parameters: Any, data: dict[str, Any]) -> tuple[Any, Any]:
+    """The optimizer, and the parameters for the one that the JSON names: one of the two at most."""
+    of_json = model.parameters() if parameters is None else parameters
+    if optimizer is None and (scaled := mup.section_of(data)) is not None:
+        return mup.make(scaled, of_json), None
+    if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer) and callable(optimizer):
+        return optimizer(of_json), None
+    if optimizer is not None:
+        return optimizer, None  # as there: the optimizer has them
+    if parameters is not None and not isinstance(parameters, torch.Tensor):
+        return None, list(parameters)
+    return None, parameters
+
+
+def _let_go(model: nn.Module) -> None:
+    """As there, where a model may be given again: Trainer's evaluate() before train()."""
+    for known in list(engines):
+        if known.module is model and not known._end.over and giving.is_possible(known):
+            known.give_back()
 
 
 def _check_zero(settings: Config, data: dict[str, Any]) -> None:

@@ -34,7 +34,11 @@ class Pipeline:
         return found
 
     def connected(self, made: Initialized[Any], training_data: Any, collate_fn: Any) -> Initialized[Any]:
-        loader = made.engine.connect(training_data, collate_fn)
+        try:
+            loader = made.engine.connect(training_data, collate_fn)
+        except BaseException as error:
+            made.engine._end.give_up(error)
+            raise
         return made._replace(dataloader=loader)
 
     def check(self, section: Any, data: dict[str, Any], drops_layers: bool) -> None:
