@@ -8,6 +8,7 @@ from pathlib import Path
 import deepspeed_stock
 import pytest
 import torch
+from pydantic import ValidationError
 from tiny import SMALL
 from torch import nn
 
@@ -15,7 +16,7 @@ import overspill
 from overspill import Config, ConfigError
 from overspill.cli import main
 from overspill.cli.chosen import choose
-from overspill.deepspeed import lr_schedules
+from overspill.deepspeed import json_models, lr_schedules
 from overspill.deepspeed.keys import KEYS, Fate, reference
 from overspill.deepspeed.settings import translate
 
@@ -460,3 +461,22 @@ def test_the_commands_take_the_json_without_a_budget_and_in_fp32_where_it_enable
     assert any("budget.host is not given" in note for note in notes)
     chosen = choose({"config": str(file)}, required=False)
     assert chosen.settings.dtype == "fp32" and chosen.origins["dtype"] == "file"
+
+
+def test_zenflows_section_is_read_and_checked_by_its_class():
+    """What reads the JSON alone may have it; deepspeed.initialize refuses it (above)."""
+    zero = json_models.DeepSpeedZeroConfig(zenflow={"topk_ratio": 0.25, "select_interval": 4})
+    assert (zero.zenflow.topk_ratio, zero.zenflow.select_interval, zero.zenflow.update_interval) == (
+        0.25,
+        4,
+        "auto",
+    )
+    for wrong in (
+        3,
+        {"topk_ratio": 1.5},
+        {"select_strategy": "never"},
+        {"select_interval": "often"},
+        {"topk": 1},
+    ):
+        with pytest.raises(ValidationError, match="zenflow"):
+            json_models.DeepSpeedZeroConfig(zenflow=wrong)

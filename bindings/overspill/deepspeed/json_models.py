@@ -7,7 +7,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
@@ -118,6 +118,24 @@ class DeepSpeedZeroLeafModuleConfig(DeepSpeedConfigModel):
     name_suffixes: _Names = Field(default_factory=list)
 
 
+_Auto = Literal["auto"]
+
+
+class ZenFlowConfig(DeepSpeedConfigModel):
+    """zero_optimization.zenflow, which `deepspeed.initialize` refuses."""
+
+    topk_ratio: float = Field(0.1, ge=0.0, le=1.0)
+    select_strategy: Literal["auto", "step", "epoch"] = "auto"
+    select_interval: int | _Auto = "auto"
+    update_interval: int | _Auto = "auto"
+    overlap_step: bool = False
+    offload: bool = False
+    auto_ratio: float = Field(0.99, ge=0.0, le=1.0)
+    full_warm_up_rounds: int = 0
+    pt_reserved_cores_perc: float = Field(0.5, ge=0.0, le=1.0)
+    steps_per_epoch: int | None = Field(None, exclude=True)
+
+
 class DeepSpeedZeroConfig(DeepSpeedConfigModel):
     """zero_optimization."""
 
@@ -133,7 +151,7 @@ class DeepSpeedZeroConfig(DeepSpeedConfigModel):
     elastic_checkpoint: bool = False
     offload_param: DeepSpeedZeroOffloadParamConfig | None = None
     offload_optimizer: DeepSpeedZeroOffloadOptimizerConfig | None = None
-    zenflow: dict[str, Any] | None = None
+    zenflow: ZenFlowConfig | None = None
     sub_group_size: int = _count(1e9)
     cpu_offload_param: bool | None = _old("offload_param", _on_cpu(DeepSpeedZeroOffloadParamConfig))
     cpu_offload_use_pin_memory: bool | None = _old("offload_param or offload_optimizer")

@@ -196,6 +196,8 @@ _THERE: dict[str, dict[str, Any]] = {
     },
     "deepspeed.runtime.zero.tiling": _TILES,
     "deepspeed.runtime.zero.utils": _of(zero_params, "is_zero_param"),
+    "deepspeed.runtime.zenflow": {},
+    "deepspeed.runtime.zenflow.zenflow_config": _of(json_models, "ZenFlowConfig"),
     "deepspeed.utils": _UTILS,
     "deepspeed.utils.logging": _of(parts, "logger", "log_dist"),
     "deepspeed.utils.torch": _of(parts, "required_torch_version"),
