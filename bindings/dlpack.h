@@ -8,7 +8,7 @@
 #include <memory>
 #include <stdexcept>
 
-#include "engine/gradient_intake.h"
+#include "engine/device_array.h"
 
 namespace overspill::bindings {
 

@@ -35,7 +35,7 @@
 
 #include "cpu_optim/optimizer.h"
 #include "engine/config.h"
-#include "engine/gradient_intake.h"
+#include "engine/device_array.h"
 #include "engine/group_range.h"
 #include "engine/partition/model.h"
 #include "engine/plan/plan.h"

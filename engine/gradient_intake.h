@@ -21,20 +21,13 @@
 #include <thread>
 #include <vector>
 
+#include "engine/device_array.h"
 #include "engine/gradients.h"
 #include "engine/queues.h"
 #include "engine/schedule/context.h"
 #include "engine/schedule/updater.h"
 
 namespace overspill::engine {
-
-/// Contiguous elements in device memory, unchanged until `owner` is let go, which may be on any thread.
-struct DeviceArray {
-  const std::byte* data = nullptr;
-  int64_t bytes = 0;
-  std::string dtype;  // "BF16", "F16", "F32"
-  std::shared_ptr<const void> owner;
-};
 
 /// Of device memory, which is the framework's, that gradients under way may keep: more on a larger card, so
 /// that those of a large head do not wait until nothing else is under way.
