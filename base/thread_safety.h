@@ -20,9 +20,11 @@
 #define ACQUIRED_BEFORE(...) OVERSPILL_THREAD_SAFETY(acquired_before(__VA_ARGS__))
 #define ACQUIRED_AFTER(...) OVERSPILL_THREAD_SAFETY(acquired_after(__VA_ARGS__))
 
-// Of functions and lambdas: called with the lock, called without it, takes it, gives it up, gives it out,
-// knows that it is held.
+// Of functions and lambdas: called with the lock, called with it and may give it up for a while, called
+// without it, takes it, gives it up, gives it out, knows that it is held. Whoever calls what may give the
+// lock up finds it held again, also after an exception, and what it guards changed by others.
 #define REQUIRES(...) OVERSPILL_THREAD_SAFETY(requires_capability(__VA_ARGS__))
+#define MAY_RELEASE(...) OVERSPILL_THREAD_SAFETY(requires_capability(__VA_ARGS__))
 #define REQUIRES_SHARED(...) OVERSPILL_THREAD_SAFETY(requires_shared_capability(__VA_ARGS__))
 #define EXCLUDES(...) OVERSPILL_THREAD_SAFETY(locks_excluded(__VA_ARGS__))
 #define ACQUIRE(...) OVERSPILL_THREAD_SAFETY(acquire_capability(__VA_ARGS__))

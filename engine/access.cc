@@ -189,8 +189,7 @@ void Access::clear(int32_t unit, Component component, int64_t begin, int64_t ele
     std::memset(to + part.in_chunk * width, 0, static_cast<size_t>(part.elements * width));
   };
   write_parts_together(unit, component, begin, elements, zero, [&](const Part& part) {
-    const bool zero_already =
-        !on_device(part.chunk) && context_.chunks[part.chunk].extents[static_cast<size_t>(component)].empty();
+    const bool zero_already = !on_device(part.chunk) && context_.extent_of(part.chunk, component).empty();
     if (!zero_already) write_away(component, part, zero);
   });
 }
@@ -303,10 +302,10 @@ std::span<std::byte> Access::scratch_of(int32_t chunk, Component component) {
 
 void Access::load(int32_t chunk, Component component) {
   if (on_device(chunk)) {
-    std::unique_lock lock(context_.mutex);
-    return device_units_.read(lock, chunk, component, scratch_of(chunk, component));
+    const MutexLock lock(context_.mutex());
+    return device_units_.read(chunk, component, scratch_of(chunk, component));
   }
-  io::Extent extent = context_.chunks[chunk].extents[static_cast<size_t>(component)];
+  io::Extent extent = context_.extent_of(chunk, component);
   if (extent.empty()) {
     std::memset(scratch_.data(), 0, static_cast<size_t>(context_.component_bytes(chunk, component)));
     return;
@@ -317,11 +316,10 @@ void Access::load(int32_t chunk, Component component) {
 
 void Access::store(int32_t chunk, Component component) {
   if (on_device(chunk)) {
-    std::unique_lock lock(context_.mutex);
-    return device_units_.write(lock, chunk, component, scratch_of(chunk, component));
+    const MutexLock lock(context_.mutex());
+    return device_units_.write(chunk, component, scratch_of(chunk, component));
   }
   const Context::StoreKept kept(context_);
-  io::Extent& extent = context_.chunks[chunk].extents[static_cast<size_t>(component)];
   io::Extent fresh = context_.store().allocate(context_.component_bytes(chunk, component));
   try {
     transfer(io::Transfer::Kind::write, fresh);
@@ -329,6 +327,8 @@ void Access::store(int32_t chunk, Component component) {
     context_.store().release(fresh);
     throw;
   }
+  const MutexLock lock(context_.mutex());
+  io::Extent& extent = context_.chunks[chunk].extents[static_cast<size_t>(component)];
   if (!extent.empty()) context_.store().release(extent);
   extent = fresh;
 }
@@ -345,7 +345,7 @@ void Access::transfer(io::Transfer::Kind kind, io::Extent& extent) {
   if (!transfer.error) return;
   // What a disk may still write into the scratch buffer must not be used again.
   if (context_.store().kernel_keeps_memory()) {
-    const std::lock_guard guard(context_.mutex);
+    const MutexLock guard(context_.mutex());
     context_.fail(transfer.error->message());
   }
   throw io::StoreError(*transfer.error);

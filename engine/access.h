@@ -23,34 +23,39 @@ class Access {
   // touched; the old one is released.
 
   /// Copies `to.size()` bytes' worth of elements of a component without scales.
-  void read(int32_t unit, Component component, int64_t begin, std::span<std::byte> to);
-  void write(int32_t unit, Component component, int64_t begin, std::span<const std::byte> from);
+  void read(int32_t unit, Component component, int64_t begin, std::span<std::byte> to) EXCLUDES(engine_mutex);
+  void write(int32_t unit, Component component, int64_t begin, std::span<const std::byte> from)
+      EXCLUDES(engine_mutex);
 
   /// A chunk's component as it is kept, until the next call.
-  std::span<const std::byte> whole(int32_t chunk, Component component);
+  std::span<const std::byte> whole(int32_t chunk, Component component) EXCLUDES(engine_mutex);
 
   /// Sets `elements` of a component without scales to zero.
-  void clear(int32_t unit, Component component, int64_t begin, int64_t elements);
+  void clear(int32_t unit, Component component, int64_t begin, int64_t elements) EXCLUDES(engine_mutex);
 
   /// Brings `elements` of a piece of any component in, from its element `skip` on: `piece` is its bytes as a
   /// chunk of `piece_elements` has them, with the scales behind. With scales `begin` and `skip` are multiples
   /// of their block.
   void write_piece(int32_t unit, Component component, int64_t begin, int64_t elements,
-                   std::span<const std::byte> piece, int64_t piece_elements, int64_t skip);
+                   std::span<const std::byte> piece, int64_t piece_elements, int64_t skip)
+      EXCLUDES(engine_mutex);
 
   /// The fp32 master: between what the unit keeps of it and values (Format::eight_bit: to 24 bits). The unit
   /// is trainable.
-  void read_weights(int32_t unit, int64_t begin, std::span<float> values);
-  void write_weights(int32_t unit, int64_t begin, std::span<const float> values);
+  void read_weights(int32_t unit, int64_t begin, std::span<float> values) EXCLUDES(engine_mutex);
+  void write_weights(int32_t unit, int64_t begin, std::span<const float> values) EXCLUDES(engine_mutex);
   /// Weights were replaced as forward sees them: they are the master now. `hi` is what was written.
-  void match_master(int32_t unit, int64_t begin, std::span<const std::byte> hi);
+  void match_master(int32_t unit, int64_t begin, std::span<const std::byte> hi) EXCLUDES(engine_mutex);
 
   /// A state of the optimizer as fp32 values, and set to one value or to many, rounded to the nearest that
   /// the format has; with scales `begin` is a multiple of their block, and nothing else of the unit lies in
   /// the last one.
-  void read_state(int32_t unit, Component component, int64_t begin, std::span<float> values);
-  void fill_state(int32_t unit, Component component, int64_t begin, int64_t elements, float value);
-  void write_state(int32_t unit, Component component, int64_t begin, std::span<const float> values);
+  void read_state(int32_t unit, Component component, int64_t begin, std::span<float> values)
+      EXCLUDES(engine_mutex);
+  void fill_state(int32_t unit, Component component, int64_t begin, int64_t elements, float value)
+      EXCLUDES(engine_mutex);
+  void write_state(int32_t unit, Component component, int64_t begin, std::span<const float> values)
+      EXCLUDES(engine_mutex);
 
  private:
   struct Part {
@@ -72,10 +77,10 @@ class Access {
   void write_away(Component component, const Part& part, Visit visit);
   template <class Values>
   void store_states(int32_t unit, Component component, int64_t begin, int64_t elements, Values values_of);
-  void load(int32_t chunk, Component component);
-  void store(int32_t chunk, Component component);
+  void load(int32_t chunk, Component component) EXCLUDES(engine_mutex);
+  void store(int32_t chunk, Component component) EXCLUDES(engine_mutex);
   /// With the store kept. A write may be moved: `extent` is then the new one.
-  void transfer(io::Transfer::Kind kind, io::Extent& extent);
+  void transfer(io::Transfer::Kind kind, io::Extent& extent) EXCLUDES(engine_mutex);
 
   bool on_device(int32_t chunk) const { return device_units_.hold(context_.layout.chunks[chunk].unit); }
   std::span<std::byte> scratch_of(int32_t chunk, Component component);

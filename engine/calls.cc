@@ -21,7 +21,7 @@ void require_whole_or_one(const Machine& m, GroupRange range) {
 }
 
 void settle_clip(Machine& m, const Segment& segment) {
-  const std::lock_guard turn(m.settling);  // gradients come from several threads
+  const MutexLock turn(m.settling);  // gradients come from several threads
   if (!m.clipped) return;
   if (m.context.layout.world > 1) {
     throw std::invalid_argument(fmt::format(

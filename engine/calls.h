@@ -4,7 +4,6 @@
 #include <fmt/format.h>
 
 #include <exception>
-#include <mutex>
 #include <stdexcept>
 #include <string>
 
@@ -34,7 +33,7 @@ void change(Machine& m, const std::string& what, Change apply) {
   } catch (const std::logic_error&) {
     throw;  // a mistake in the program, not a failing disk
   } catch (const std::exception& error) {
-    const std::lock_guard guard(m.context.mutex);
+    const MutexLock guard(m.context.mutex());
     m.context.fail(fmt::format("{}: {}", what, error.what()));
     m.context.check();
   }
@@ -43,12 +42,12 @@ void change(Machine& m, const std::string& what, Change apply) {
 /// For the report: while this object lives, the report counts the caller's time as spent in the engine.
 class InCall {
  public:
-  explicit InCall(Context& context) : context_(context) {
-    const std::lock_guard guard(context_.mutex);
+  explicit InCall(Context& context) EXCLUDES(engine_mutex) : context_(context) {
+    const MutexLock guard(context_.mutex());
     context_.meter.begin(Activity::call);
   }
-  ~InCall() {
-    const std::lock_guard guard(context_.mutex);
+  ~InCall() EXCLUDES(engine_mutex) {
+    const MutexLock guard(context_.mutex());
     context_.meter.end(Activity::call);
   }
   InCall(const InCall&) = delete;

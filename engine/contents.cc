@@ -65,9 +65,9 @@ void Engine::load_weight(int32_t unit, int32_t segment, std::span<const std::byt
   const Form form = form_of(u, s, dtype, fmt::format("{} cannot be loaded into it", dtype));
   check_size(s, data.size(), form.element_bytes);
   meet_to_write(m);
-  std::unique_lock lock(m.context.mutex);
-  const Rounds::Change changing(m.rounds, lock);
-  m.prepare_to_change(lock, std::span(&unit, 1));
+  MutexLock lock(m.context.mutex());
+  const Rounds::Change changing(m.rounds);
+  m.prepare_to_change(std::span(&unit, 1));
   lock.unlock();
   const Machine::Part own = m.own_part(unit, segment);
   if (own.elements == 0) return;
@@ -94,8 +94,8 @@ void Engine::read_weight(int32_t unit, int32_t segment, std::span<std::byte> out
   const Form form = form_of(u, s, dtype, fmt::format("it cannot be read as {}", dtype));
   check_size(s, out.size(), form.element_bytes);
   {
-    std::unique_lock lock(m.context.mutex);
-    m.updater.quiesce(lock);
+    const MutexLock lock(m.context.mutex());
+    m.updater.quiesce();
   }
   const Machine::Part own = m.own_part(unit, segment);
   const auto part = own.of(out, form.element_bytes);
@@ -113,8 +113,8 @@ void Engine::start_states(std::span<const optim::Hyper> groups) {
   Machine& m = machine();
   m.check_groups(groups);
   {
-    std::unique_lock lock(m.context.mutex);
-    m.updater.quiesce(lock);
+    const MutexLock lock(m.context.mutex());
+    m.updater.quiesce();
   }
   change(m, "starting the optimizer's states", [&] { m.start_states(groups); });
   m.handed_over = true;
@@ -136,8 +136,8 @@ void Engine::read_state(int32_t unit, int32_t segment, std::string_view name, st
   }
   const Component component = state_named(u, s, name);
   {
-    std::unique_lock lock(m.context.mutex);
-    m.updater.quiesce(lock);
+    const MutexLock lock(m.context.mutex());
+    m.updater.quiesce();
   }
   const Machine::Part own = m.own_part(unit, segment);
   if (own.elements > 0) m.access.read_state(unit, component, own.in_shard, own.of(out));
@@ -161,8 +161,8 @@ void Engine::read_own_state(int32_t unit, int32_t segment, std::string_view name
         fmt::format("{}: {} elements were given, this rank has {}", s.name, out.size(), own.elements));
   }
   {
-    std::unique_lock lock(m.context.mutex);
-    m.updater.quiesce(lock);
+    const MutexLock lock(m.context.mutex());
+    m.updater.quiesce();
   }
   if (own.elements > 0) m.access.read_state(unit, component, own.in_shard, out);
 }
@@ -174,8 +174,8 @@ void Engine::write_state(int32_t unit, int32_t segment, std::string_view name,
   const Component component = state_named(m.unit_at(unit), s, name);
   check_size(s, values.size_bytes(), 4);
   {
-    std::unique_lock lock(m.context.mutex);
-    m.updater.quiesce(lock);
+    const MutexLock lock(m.context.mutex());
+    m.updater.quiesce();
   }
   const Machine::Part own = m.own_part(unit, segment);
   if (own.elements == 0) return;
@@ -186,7 +186,7 @@ void Engine::write_state(int32_t unit, int32_t segment, std::string_view name,
 int64_t Engine::updates_of(int32_t unit, int32_t segment) {
   Machine& m = machine();
   m.segment_at(unit, segment);
-  const std::lock_guard guard(m.context.mutex);
+  const MutexLock guard(m.context.mutex());
   return m.context.units[unit].steps[segment];
 }
 
@@ -197,8 +197,8 @@ void Engine::set_updates_of(int32_t unit, int32_t segment, int64_t updates) {
     throw std::invalid_argument(fmt::format("{} cannot have {} updates: {}", s.name, updates,
                                             updates < 0 ? "a count is expected" : "it is frozen"));
   }
-  std::unique_lock lock(m.context.mutex);
-  m.updater.quiesce(lock);
+  const MutexLock lock(m.context.mutex());
+  m.updater.quiesce();
   m.context.units[unit].steps[segment] = updates;
 }
 
@@ -214,9 +214,9 @@ void Engine::written(int32_t unit, int32_t segment, std::span<const std::byte> d
   }
   meet_to_write(m);
   {
-    std::unique_lock lock(m.context.mutex);
-    const Rounds::Change changing(m.rounds, lock);
-    m.updater.quiesce(lock);
+    const MutexLock lock(m.context.mutex());
+    const Rounds::Change changing(m.rounds);
+    m.updater.quiesce();
     ++m.context.units[unit].generation;
     // A lease that is older than the weight has memory of its own. Of a device's memory `data` is a copy: who
     // writes there holds the block of now, if anybody does.
@@ -225,7 +225,7 @@ void Engine::written(int32_t unit, int32_t segment, std::span<const std::byte> d
     const bool is_leased_now =
         block != nullptr &&
         (on_host ? data.data() == block->device + s.begin * u.element_bytes : block->leases > 0);
-    if (!is_leased_now) m.gatherer.invalidate(lock, std::span(&unit, 1));
+    if (!is_leased_now) m.gatherer.invalidate(std::span(&unit, 1));
   }
   const bool in_place = m.context.units[unit].home != nullptr &&
                         data.data() == m.context.units[unit].home + s.begin * u.element_bytes;
@@ -238,7 +238,7 @@ void Engine::written(int32_t unit, int32_t segment, std::span<const std::byte> d
 int64_t Engine::generation(int32_t unit) {
   Machine& m = machine();
   m.unit_at(unit);
-  const std::lock_guard guard(m.context.mutex);
+  const MutexLock guard(m.context.mutex());
   return m.context.units[unit].generation;
 }
 

@@ -19,8 +19,8 @@
 
 namespace overspill::engine {
 
-/// One thread at a time, but for ahead() and forget(), which need the context's mutex, as those do that call
-/// for it. Errors: kernels::DeviceError, also of what was found late.
+/// One thread at a time, but for what needs the engine's mutex. Errors: kernels::DeviceError, also of what
+/// was found late.
 class DeviceAccumulators {
  public:
   explicit DeviceAccumulators(Context& context);
@@ -31,8 +31,8 @@ class DeviceAccumulators {
   void settle() noexcept;
 
   /// Whether the gradient is added up here: the first of a step, or one whose sum is here. The sum is ahead
-  /// of the host's from now on. Needs the context's mutex.
-  bool takes(const DeviceUnits::Arrival& arrival);
+  /// of the host's from now on.
+  bool takes(const DeviceUnits::Arrival& arrival) REQUIRES(engine_mutex);
   /// Adds a gradient that takes() said yes to, from device memory, once `ready` is reached: it is in the sum
   /// when the event is done.
   kernels::Event take_in(const DeviceUnits::Arrival& arrival, const std::byte* data,
@@ -42,14 +42,14 @@ class DeviceAccumulators {
   kernels::Stream& stream() { return *stream_; }
 
   /// The host's copy is behind, of some segment of the unit; of the segment.
-  bool ahead(int32_t unit) const;
-  bool ahead(int32_t unit, int32_t segment) const {
+  bool ahead(int32_t unit) const REQUIRES(engine_mutex);
+  bool ahead(int32_t unit, int32_t segment) const REQUIRES(engine_mutex) {
     return !of_[unit].empty() && of_[unit][segment] == Sum::ahead;
   }
   /// The host has, or is about to have before anyone reads it, what is here.
-  void brought_down(int32_t unit, int32_t segment) { of_[unit][segment] = Sum::same; }
+  void brought_down(int32_t unit, int32_t segment) REQUIRES(engine_mutex) { of_[unit][segment] = Sum::same; }
   /// The host's copy changes, or is thrown away.
-  void forget(int32_t unit, int32_t segment) {
+  void forget(int32_t unit, int32_t segment) REQUIRES(engine_mutex) {
     if (!of_[unit].empty()) of_[unit][segment] = Sum::none;
   }
 
@@ -62,8 +62,9 @@ class DeviceAccumulators {
 
   Context& context_;
   kernels::DeviceMemory memory_;
-  std::vector<std::byte*> sums_;      // by unit
-  std::vector<std::vector<Sum>> of_;  // by unit and segment; empty: the unit's are summed on the host
+  std::vector<std::byte*> sums_;  // by unit
+  /// By unit and segment; empty: the unit's are summed on the host.
+  std::vector<std::vector<Sum>> of_ GUARDED_BY(engine_mutex);
   std::unique_ptr<kernels::Stream> stream_;
 };
 

@@ -7,7 +7,6 @@
 #include <utility>
 
 #include "engine/device_gradients.h"
-#include "engine/schedule/unlocked.h"
 
 namespace overspill::engine {
 DeviceUnits::DeviceUnits(Context& context, GradientSquares& squares) : context_(context), squares_(squares) {
@@ -89,12 +88,11 @@ kernels::Event DeviceUnits::take_in(const Arrival& arrival, const std::byte* dat
   return stream_->record();
 }
 
-void DeviceUnits::take_in(std::unique_lock<std::mutex>& lock, const Arrival& arrival, int64_t begin,
-                          int64_t elements, const std::byte* data) {
+void DeviceUnits::take_in(const Arrival& arrival, int64_t begin, int64_t elements, const std::byte* data) {
   {
     // Nobody else submits to the stream meanwhile: gradients come one at a time (GradientIntake), and step()
     // and looks from outside not beside them.
-    const Unlocked unlocked(lock);
+    const Unlocked unlocked(context_.mutex());
     take_in_from_host(
         *kernels_, *stream_, {piece_, static_cast<size_t>(piece_elements_ * 4)}, arrival.element, data,
         context_.gradient_type(arrival.unit),
@@ -102,18 +100,17 @@ void DeviceUnits::take_in(std::unique_lock<std::mutex>& lock, const Arrival& arr
         arrival.first);
   }
   take_squares(arrival.unit, arrival.segment);
-  wait(lock, stream_->record());
+  wait(stream_->record());
 }
 
-void DeviceUnits::read_gradient(std::unique_lock<std::mutex>& lock, int32_t unit, int32_t segment,
-                                int64_t begin, std::span<std::byte> out) {
+void DeviceUnits::read_gradient(int32_t unit, int32_t segment, int64_t begin, std::span<std::byte> out) {
   {
     // Nobody else submits to the stream meanwhile: the engine's caller makes no other call that would.
-    const Unlocked unlocked(lock);
+    const Unlocked unlocked(context_.mutex());
     stream_->copy_to_host(out.data(), gradient_of(unit, segment) + begin * context_.gradient_width(unit),
                           std::ssize(out));
   }
-  wait(lock, stream_->record());
+  wait(stream_->record());
 }
 
 std::byte* DeviceUnits::place_of_gradient(int32_t chunk) const {
@@ -185,8 +182,8 @@ void DeviceUnits::update_piece(int32_t chunk, int64_t elements) {
   }
 }
 
-void DeviceUnits::finish(std::unique_lock<std::mutex>& lock) {
-  if (stream_ != nullptr) wait(lock, stream_->record());
+void DeviceUnits::finish() {
+  if (stream_ != nullptr) wait(stream_->record());
 }
 
 // ---- access from outside
@@ -198,14 +195,12 @@ std::byte* DeviceUnits::place_of(int32_t chunk, Component component) const {
          (chunk - first) * context_.component_bytes(first, component);
 }
 
-void DeviceUnits::read(std::unique_lock<std::mutex>& lock, int32_t chunk, Component component,
-                       std::span<std::byte> to) {
+void DeviceUnits::read(int32_t chunk, Component component, std::span<std::byte> to) {
   stream_->copy_to_host(to.data(), place_of(chunk, component), std::ssize(to));
-  wait(lock, stream_->record());
+  wait(stream_->record());
 }
 
-void DeviceUnits::write(std::unique_lock<std::mutex>& lock, int32_t chunk, Component component,
-                        std::span<const std::byte> from) {
+void DeviceUnits::write(int32_t chunk, Component component, std::span<const std::byte> from) {
   Block& block = residents_[context_.layout.chunks[chunk].unit].block;
   // Weights are leased and sent to other ranks, which wait for `copied`; states are this stream's alone, and
   // whoever writes one may do so while the weights beside it are being sent.
@@ -214,19 +209,16 @@ void DeviceUnits::write(std::unique_lock<std::mutex>& lock, int32_t chunk, Compo
   stream_->copy_from_host(place_of(chunk, component), from.data(), std::ssize(from));
   const kernels::Event written = stream_->record();
   if (weights) block.copied = written;
-  wait(lock, written);
+  wait(written);
 }
 
-void DeviceUnits::wait(std::unique_lock<std::mutex>& lock, const kernels::Event& event) {
-  lock.unlock();
+void DeviceUnits::wait(const kernels::Event& event) {
   try {
-    event.wait();
+    context_.wait_for(event);
   } catch (const kernels::DeviceError& error) {
-    lock.lock();
     context_.fail(fmt::format("units on the device: {}", error.what()));
-    return context_.check();
+    context_.check();
   }
-  lock.lock();
 }
 
 }  // namespace overspill::engine

@@ -11,13 +11,11 @@
 // Callers' queues wait for the update as they wait for a copy, and the update waits for what they were given
 // while they held a lease. So step() only submits.
 //
-// Every method needs the context's mutex, but for the constructor; those that take the lock give it up while
-// they wait, and while they submit copies of host memory that nobody pinned, which a device may keep them
-// for. What fails on the device fails the engine.
+// The engine's mutex is given up for waits, and for submitting copies of host memory that nobody pinned, for
+// which a device may keep the thread. What fails on the device fails the engine.
 #pragma once
 
 #include <cstdint>
-#include <mutex>
 #include <span>
 #include <vector>
 
@@ -40,7 +38,7 @@ class DeviceUnits {
 
   bool hold(int32_t unit) const { return context_.plan.on_device[unit]; }
   /// Leases the unit's weights, of a world of one rank; Gatherer::release ends it.
-  Block* lease(int32_t unit);
+  Block* lease(int32_t unit) REQUIRES(engine_mutex);
 
   // ---- gradients of one rank, of a segment: the first of a step replaces what is there, later ones are
   // added
@@ -54,34 +52,34 @@ class DeviceUnits {
     bool first = false;
   };
   /// Of the device's memory, once `ready` is reached. It is taken in when the event is done.
-  kernels::Event take_in(const Arrival& arrival, const std::byte* data, const kernels::Event& ready);
+  kernels::Event take_in(const Arrival& arrival, const std::byte* data, const kernels::Event& ready)
+      REQUIRES(engine_mutex);
   /// Elements from `begin` on, of host memory; returns when they are there.
-  void take_in(std::unique_lock<std::mutex>& lock, const Arrival& arrival, int64_t begin, int64_t elements,
-               const std::byte* data);
+  void take_in(const Arrival& arrival, int64_t begin, int64_t elements, const std::byte* data)
+      MAY_RELEASE(engine_mutex);
   /// Copies elements of the segment's gradient out as they are kept, from `begin` on.
-  void read_gradient(std::unique_lock<std::mutex>& lock, int32_t unit, int32_t segment, int64_t begin,
-                     std::span<std::byte> out);
+  void read_gradient(int32_t unit, int32_t segment, int64_t begin, std::span<std::byte> out)
+      MAY_RELEASE(engine_mutex);
 
   // ---- gradients of several ranks
 
   /// This rank's elements of a chunk, where their sum belongs, once the event is reached.
   std::byte* place_of_gradient(int32_t chunk) const;
-  kernels::Event used(int32_t unit) const { return residents_[unit].block.copied; }
+  kernels::Event used(int32_t unit) const REQUIRES(engine_mutex) { return residents_[unit].block.copied; }
   /// The sum is there. It has been squared when the event is done.
-  kernels::Event square_sums(int32_t unit);
+  kernels::Event square_sums(int32_t unit) REQUIRES(engine_mutex);
 
   // ---- the update
 
   /// Submits it: segments, factors and step counts are those that step() has captured.
-  void update(int32_t unit);
+  void update(int32_t unit) REQUIRES(engine_mutex);
   /// Returns when all that was submitted is done.
-  void finish(std::unique_lock<std::mutex>& lock);
+  void finish() MAY_RELEASE(engine_mutex);
 
   // ---- access from outside: one chunk's component at a time
 
-  void read(std::unique_lock<std::mutex>& lock, int32_t chunk, Component component, std::span<std::byte> to);
-  void write(std::unique_lock<std::mutex>& lock, int32_t chunk, Component component,
-             std::span<const std::byte> from);
+  void read(int32_t chunk, Component component, std::span<std::byte> to) MAY_RELEASE(engine_mutex);
+  void write(int32_t chunk, Component component, std::span<const std::byte> from) MAY_RELEASE(engine_mutex);
 
  private:
   struct Resident {
@@ -91,12 +89,12 @@ class DeviceUnits {
   };
 
   std::byte* place_of(int32_t chunk, Component component) const;
-  void update_piece(int32_t chunk, int64_t elements);
+  void update_piece(int32_t chunk, int64_t elements) REQUIRES(engine_mutex);
   /// Of its first element, which may be another rank's and lie elsewhere.
   std::byte* gradient_of(int32_t unit, int32_t segment);
   void take_squares(int32_t unit, int32_t segment);
-  void wait_for_uses(Block& block);
-  void wait(std::unique_lock<std::mutex>& lock, const kernels::Event& event);
+  void wait_for_uses(Block& block) REQUIRES(engine_mutex);
+  void wait(const kernels::Event& event) MAY_RELEASE(engine_mutex);
 
   Context& context_;
   GradientSquares& squares_;

@@ -126,7 +126,7 @@ void Engine::close() {
         "finalizer that ran in one). close() waits for that thread to end: call it on another thread");
   }
   machine_->shut_down();
-  const std::lock_guard guard(machine_->context.mutex);
+  const MutexLock guard(machine_->context.mutex());
   if (!machine_->context.told) machine_->context.check();
 }
 
@@ -145,7 +145,7 @@ const Plan& Engine::plan() const {
 void Engine::begin_pass(PassKind kind) {
   Machine& m = machine();
   const InCall call(m.context);
-  const std::lock_guard guard(m.context.mutex);
+  const MutexLock guard(m.context.mutex());
   m.context.check();
   if (kind.training && kind.grad_enabled) m.context.meter.enter(Phase::forward);
   m.context.trace.begin(kind);
@@ -155,7 +155,7 @@ void Engine::begin_pass(PassKind kind) {
 
 void Engine::begin_backward() {
   Machine& m = machine();
-  const std::lock_guard guard(m.context.mutex);
+  const MutexLock guard(m.context.mutex());
   m.context.meter.enter(Phase::backward);
 }
 
@@ -173,7 +173,7 @@ Lease Engine::lease(int32_t unit, Arrived arrived) {
   Machine& m = machine();
   const InCall call(m.context);
   const Unit& u = m.unit_at(unit);
-  std::unique_lock lock(m.context.mutex);
+  MutexLock lock(m.context.mutex());
   m.context.check();
   ++m.context.progress;
   m.context.trace.acquired(unit);
@@ -185,16 +185,16 @@ Lease Engine::lease(int32_t unit, Arrived arrived) {
   }
   struct Block* block = nullptr;
   if (m.context.used_in_place(unit)) {
-    m.gatherer.prefetch(lock);
-    m.updater.wait_for(lock, unit);
+    m.gatherer.prefetch();
+    m.updater.wait_for(unit);
     if (!m.device_units.hold(unit)) {
       const UnitState& state = m.context.units[unit];
-      if (state.whole != nullptr) m.gatherer.acquire_whole(lock, unit);
+      if (state.whole != nullptr) m.gatherer.acquire_whole(unit);
       return {machine_, nullptr, state.whole != nullptr ? state.whole : state.home, u.bytes()};
     }
     block = m.device_units.lease(unit);
   } else {
-    block = m.gatherer.acquire(lock, unit);
+    block = m.gatherer.acquire(unit);
   }
   std::byte* const data = block->device;
   lock.unlock();
@@ -206,7 +206,7 @@ Lease Engine::lease(int32_t unit, Arrived arrived) {
 bool Engine::resident_now(int32_t unit) {
   Machine& m = machine();
   m.unit_at(unit);
-  const std::lock_guard guard(m.context.mutex);
+  const MutexLock guard(m.context.mutex());
   const bool in_place = m.context.used_in_place(unit) && m.context.units[unit].whole == nullptr;
   return in_place || m.gatherer.ready(unit);
 }
@@ -227,7 +227,7 @@ void Engine::replace_gradient(int32_t unit, int32_t segment, std::span<const std
 void Engine::expect_step(std::span<const optim::Hyper> groups) {
   Machine& m = machine();
   m.check_groups(groups);
-  const std::lock_guard guard(m.context.mutex);
+  const MutexLock guard(m.context.mutex());
   m.updater.speculation().expect(groups);
 }
 
@@ -240,9 +240,9 @@ StepResult Engine::skip_step(GroupRange range) {
 
 void Engine::synchronize() {
   Machine& m = machine();
-  std::unique_lock lock(m.context.mutex);
-  m.updater.quiesce(lock);
-  m.device_units.finish(lock);
+  const MutexLock lock(m.context.mutex());
+  m.updater.quiesce();
+  m.device_units.finish();
 }
 
 // ---- checkpoints
@@ -262,11 +262,11 @@ std::string Engine::load(const std::filesystem::path& folder) {
   m.keeper.require_room_to_change();
   const Manifest manifest = m.verify(folder);
   m.intake.finish();
-  std::unique_lock lock(m.context.mutex);
-  const Rounds::Change changing(m.rounds, lock);
+  MutexLock lock(m.context.mutex());
+  const Rounds::Change changing(m.rounds);
   std::vector<int32_t> all(m.context.units.size());
   std::iota(all.begin(), all.end(), 0);
-  m.prepare_to_change(lock, all);
+  m.prepare_to_change(all);
   lock.unlock();
   m.gradients.clear();
   m.forget_clip();

@@ -123,7 +123,7 @@ bool Engine::has_gradient(int32_t unit, int32_t segment) {
   Machine& m = machine();
   m.segment_at(unit, segment);
   m.intake.finish();
-  const std::lock_guard guard(m.context.mutex);
+  const MutexLock guard(m.context.mutex());
   return m.gradients.present(unit, segment);
 }
 
@@ -135,7 +135,7 @@ void Engine::use_gradients(GroupRange range) {
   m.forget_clip();
   const Gradients::Only only(m.gradients, range);
   m.intake.write_zeros();
-  const std::lock_guard guard(m.context.mutex);
+  const MutexLock guard(m.context.mutex());
   m.gradients.handed_over();
 }
 

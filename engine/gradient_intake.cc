@@ -32,7 +32,7 @@ GradientIntake::GradientIntake(Context& context, Updater& updater, Gradients& gr
 void GradientIntake::add(int32_t unit, int32_t segment, std::span<const std::byte> data,
                          std::string_view dtype) {
   const optim::Element element = gradients_.check(unit, segment, std::ssize(data), dtype);
-  const std::lock_guard turn(arrival_);
+  const MutexLock turn(arrival_);
   take_all_in();
   make_ready(unit, segment);
   take_in(unit, segment, element, data);
@@ -51,24 +51,29 @@ void GradientIntake::replace(int32_t unit, int32_t segment, std::span<const std:
                              std::string_view dtype) {
   optim::Element element{};
   if (!data.empty()) element = gradients_.check(unit, segment, std::ssize(data), dtype);
-  const std::lock_guard turn(arrival_);
+  const MutexLock turn(arrival_);
   take_all_in();
   if (!data.empty()) let_go(unit);
   {
-    const std::lock_guard guard(context_.mutex);
+    const MutexLock guard(context_.mutex());
     gradients_.drop(unit, segment);
   }
   if (!data.empty()) take_in(unit, segment, element, data);
 }
 
+bool GradientIntake::is_zero(int32_t unit, int32_t segment) {
+  const MutexLock lock(context_.mutex());
+  return gradients_.presence(unit, segment) == Presence::zero;
+}
+
 void GradientIntake::write_zeros() {
-  const std::lock_guard turn(arrival_);
+  const MutexLock turn(arrival_);
   take_all_in();
   std::vector<std::byte> zeros;
   for (int32_t u = 0; u < std::ssize(context_.layout.units); ++u) {
     const Unit& unit = context_.layout.units[u];
     for (int32_t s = 0; s < std::ssize(unit.segments); ++s) {
-      if (gradients_.presence(u, s) != Presence::zero) continue;
+      if (!is_zero(u, s)) continue;
       let_go(u);
       const Gradients::Arrival arrival = gradients_.begin(u, s, context_.gradient_type(u));
       for (int64_t begin = 0; begin < unit.segments[s].elements;) {
@@ -90,15 +95,15 @@ void GradientIntake::add(int32_t unit, int32_t segment, DeviceArray gradient, Qu
   item->arrival = {unit, segment, gradients_.check(unit, segment, gradient.bytes, gradient.dtype)};
   item->gradient = std::move(gradient);
   {
-    const std::lock_guard guard(context_.mutex);
+    const MutexLock guard(context_.mutex());
     context_.check();
   }
   item->ready = context_.queues.record(queue);
   const int64_t bytes = item->gradient.bytes;
   const int64_t most = outstanding_bytes_most(context_.config.device_budget_bytes);
-  const std::lock_guard turn(arrival_);
-  std::unique_lock lock(mutex_);
-  changed_.wait(lock, [&] { return outstanding_ == 0 || outstanding_bytes_ + bytes <= most; });
+  const MutexLock turn(arrival_);
+  const MutexLock lock(mutex_);
+  while (outstanding_ > 0 && outstanding_bytes_ + bytes > most) changed_.wait(mutex_);
   ++outstanding_;
   outstanding_bytes_ += bytes;
   waiting_.push_back(std::move(item));
@@ -106,26 +111,26 @@ void GradientIntake::add(int32_t unit, int32_t segment, DeviceArray gradient, Qu
 }
 
 void GradientIntake::finish() {
-  const std::lock_guard turn(arrival_);
+  const MutexLock turn(arrival_);
   take_all_in();
 }
 
 /// For whoever has the turn.
 void GradientIntake::take_all_in() {
   {
-    std::unique_lock lock(mutex_);
-    changed_.wait(lock, [&] { return outstanding_ == 0; });
+    const MutexLock lock(mutex_);
+    while (outstanding_ > 0) changed_.wait(mutex_);
   }
   gradients_.bring_down();
   if (!on_device()) return;
-  const std::lock_guard guard(context_.mutex);
+  const MutexLock guard(context_.mutex());
   context_.check();  // where the thread has failed, not all was taken in
 }
 
 void GradientIntake::close() noexcept {
   if (!thread_.joinable()) return;
   {
-    const std::lock_guard guard(mutex_);
+    const MutexLock guard(mutex_);
     closing_ = true;
     changed_.notify_all();
   }
@@ -137,7 +142,7 @@ void GradientIntake::close() noexcept {
 bool GradientIntake::make_ready(int32_t unit, int32_t segment) {
   let_go(unit);
   gradients_.apply_factor(unit, segment);
-  const std::lock_guard guard(context_.mutex);
+  const MutexLock guard(context_.mutex());
   if (context_.meter.phase() == Phase::forward) context_.meter.enter(Phase::backward);
   context_.journal.note(Happening::gradient, unit);
   ++context_.progress;
@@ -145,13 +150,13 @@ bool GradientIntake::make_ready(int32_t unit, int32_t segment) {
 }
 
 void GradientIntake::let_go(int32_t unit) {
-  std::unique_lock lock(context_.mutex);
-  updater_.wait_for(lock, unit);
-  updater_.take_back(lock, unit);
+  const MutexLock lock(context_.mutex());
+  updater_.wait_for(unit);
+  updater_.take_back(unit);
 }
 
 void GradientIntake::taken_in(int32_t unit, int32_t segment) {
-  const std::lock_guard guard(context_.mutex);
+  const MutexLock guard(context_.mutex());
   const bool all = updater_.speculation().arrived(unit, segment);
   // Of one that is under way nobody would take the guess back: it has begun.
   const bool others =
@@ -172,7 +177,7 @@ void GradientIntake::run() noexcept {
       }
     } catch (const std::exception& error) {
       {
-        const std::lock_guard guard(context_.mutex);
+        const MutexLock guard(context_.mutex());
         context_.fail(fmt::format("gradients from the device: {}", error.what()));
       }
       abandon();
@@ -183,8 +188,8 @@ void GradientIntake::run() noexcept {
 
 /// Waits for something to do: an item to begin, or (null) a copy to wait for. False: it is over.
 bool GradientIntake::next(std::unique_ptr<Item>& item) {
-  std::unique_lock lock(mutex_);
-  changed_.wait(lock, [&] { return closing_ || !waiting_.empty() || !pieces_.empty(); });
+  const MutexLock lock(mutex_);
+  while (!closing_ && waiting_.empty() && pieces_.empty()) changed_.wait(mutex_);
   if (closing_) return false;
   if (!waiting_.empty() && pieces_.size() < kPiecesMost) {
     item = std::move(waiting_.front());
@@ -236,7 +241,7 @@ void GradientIntake::copy(Item& item, Source from, int64_t begin, int64_t elemen
   const bool last = begin + elements == item.elements;
   pieces_.push_back({&item, begin, elements, slot, last, stream_->record(), {}});
   if (!item.timed) return;
-  const std::lock_guard guard(context_.mutex);
+  const MutexLock guard(context_.mutex());
   context_.journal.note(DeviceSpan::Kind::copy_down, item.arrival.unit, began, pieces_.back().copied);
 }
 
@@ -309,14 +314,14 @@ void GradientIntake::abandon() noexcept {
   items_.clear();
   free_all_slots();
   std::deque<std::unique_ptr<Item>> dropped;  // without the lock: an owner's end may wait for Python's
-  const std::lock_guard guard(mutex_);
+  const MutexLock guard(mutex_);
   dropped.swap(waiting_);
   outstanding_ = outstanding_bytes_ = 0;
   changed_.notify_all();
 }
 
 void GradientIntake::forget(int64_t bytes) {
-  const std::lock_guard guard(mutex_);
+  const MutexLock guard(mutex_);
   --outstanding_;
   outstanding_bytes_ -= bytes;
   changed_.notify_all();

@@ -10,11 +10,9 @@
 #pragma once
 
 #include <algorithm>
-#include <condition_variable>
 #include <cstdint>
 #include <deque>
 #include <memory>
-#include <mutex>
 #include <span>
 #include <string>
 #include <string_view>
@@ -43,19 +41,22 @@ class GradientIntake {
   ~GradientIntake() { close(); }
 
   /// Returns when it is taken in. Throws as Gradients::check.
-  void add(int32_t unit, int32_t segment, std::span<const std::byte> data, std::string_view dtype);
+  void add(int32_t unit, int32_t segment, std::span<const std::byte> data, std::string_view dtype)
+      EXCLUDES(arrival_, mutex_, engine_mutex);
   /// Of what was submitted to `queue` until now. Returns at once, unless much is under way already. Throws
   /// std::invalid_argument for what does not fit; what fails later fails the engine.
-  void add(int32_t unit, int32_t segment, DeviceArray gradient, Queue queue);
+  void add(int32_t unit, int32_t segment, DeviceArray gradient, Queue queue)
+      EXCLUDES(arrival_, mutex_, engine_mutex);
   /// In place of what there was of the segment; empty: nothing.
-  void replace(int32_t unit, int32_t segment, std::span<const std::byte> data, std::string_view dtype);
+  void replace(int32_t unit, int32_t segment, std::span<const std::byte> data, std::string_view dtype)
+      EXCLUDES(arrival_, mutex_, engine_mutex);
   /// Writes the zeros of what Gradients::become_zero() has left.
-  void write_zeros();
+  void write_zeros() EXCLUDES(arrival_, mutex_, engine_mutex);
   /// Returns when all that was given is taken in, or the engine has failed.
   /// What the device has added up is on the host then.
-  void finish();
+  void finish() EXCLUDES(arrival_, mutex_, engine_mutex);
   /// What has not been taken in is dropped. Nothing may be added afterwards.
-  void close() noexcept;
+  void close() noexcept EXCLUDES(mutex_);
 
  private:
   struct Item {
@@ -86,14 +87,15 @@ class GradientIntake {
     int64_t width = 0;  // of an element
   };
 
-  void take_all_in();
-  bool make_ready(int32_t unit, int32_t segment);
-  void let_go(int32_t unit);
+  void take_all_in() REQUIRES(arrival_) EXCLUDES(engine_mutex);
+  bool make_ready(int32_t unit, int32_t segment) EXCLUDES(engine_mutex);
+  bool is_zero(int32_t unit, int32_t segment) EXCLUDES(engine_mutex);
+  void let_go(int32_t unit) EXCLUDES(engine_mutex);
   void take_in(int32_t unit, int32_t segment, optim::Element element, std::span<const std::byte> data);
-  void taken_in(int32_t unit, int32_t segment);
+  void taken_in(int32_t unit, int32_t segment) EXCLUDES(engine_mutex);
   bool on_device() const { return stream_ != nullptr; }
-  void run() noexcept;
-  bool next(std::unique_ptr<Item>& item);
+  void run() noexcept EXCLUDES(mutex_);
+  bool next(std::unique_ptr<Item>& item) EXCLUDES(mutex_);
   void submit(std::unique_ptr<Item> item);
   void copy(Item& item, Source from, int64_t begin, int64_t elements, std::byte* to, int slot);
   void complete_some();
@@ -101,8 +103,8 @@ class GradientIntake {
   int take_slot();
   void free_all_slots();
   bool arriving(const Item& item) const;
-  void abandon() noexcept;
-  void forget(int64_t bytes);
+  void abandon() noexcept EXCLUDES(mutex_);
+  void forget(int64_t bytes) EXCLUDES(mutex_);
 
   Context& context_;
   Updater& updater_;
@@ -111,17 +113,16 @@ class GradientIntake {
   LinkedMemory slots_;
   std::unique_ptr<kernels::Stream> stream_;
   std::vector<int> idle_slots_;
-  std::deque<std::unique_ptr<Item>> items_;  // begun, oldest first
-  std::deque<Piece> pieces_;                 // being copied, oldest first
-  std::vector<Gradients::Piece> arrived_;    // of complete_some(), kept for its memory
-  std::mutex arrival_;                       // one gradient is given at a time; taken before any other
-  // Guarded by mutex_:
-  std::mutex mutex_;
-  std::condition_variable changed_;
-  std::deque<std::unique_ptr<Item>> waiting_;
-  int64_t outstanding_ = 0;  // given and not taken in
-  int64_t outstanding_bytes_ = 0;
-  bool closing_ = false;
+  std::deque<std::unique_ptr<Item>> items_;              // begun, oldest first
+  std::deque<Piece> pieces_;                             // being copied, oldest first
+  std::vector<Gradients::Piece> arrived_;                // of complete_some(), kept for its memory
+  Mutex arrival_ ACQUIRED_BEFORE(mutex_, engine_mutex);  // one gradient is given at a time
+  Mutex mutex_;
+  Condition changed_;
+  std::deque<std::unique_ptr<Item>> waiting_ GUARDED_BY(mutex_);
+  int64_t outstanding_ GUARDED_BY(mutex_) = 0;  // given and not taken in
+  int64_t outstanding_bytes_ GUARDED_BY(mutex_) = 0;
+  bool closing_ GUARDED_BY(mutex_) = false;
   std::thread thread_;  // where the device has memory of its own
 };
 

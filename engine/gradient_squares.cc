@@ -84,11 +84,11 @@ kernels::Event GradientSquares::take_there(const kernels::Event& ready, int32_t 
   return stream_->record();
 }
 
-void GradientSquares::fetch(std::unique_lock<std::mutex>& lock) {
+void GradientSquares::fetch() {
   if (stream_ == nullptr) return;
   try {
     stream_->copy_to_host(copy_.data(), memory_.data(), copy_.bytes());
-    Context::wait_for(lock, stream_->record());
+    context_.wait_for(stream_->record());
   } catch (const kernels::DeviceError& error) {
     context_.fail(fmt::format("squares of gradients on the device: {}", error.what()));
     context_.check();

@@ -9,7 +9,6 @@
 
 #include <cstdint>
 #include <memory>
-#include <mutex>
 #include <optional>
 #include <vector>
 
@@ -45,9 +44,8 @@ class GradientSquares {
   /// The run's gradient changes.
   void forget(int32_t chunk, int32_t run) { of_[chunk][run].taken = Taken::no; }
 
-  /// Brings what the device has to the host. Needs the context's mutex, gives it up while it waits; a device
-  /// that fails fails the engine.
-  void fetch(std::unique_lock<std::mutex>& lock);
+  /// Brings what the device has to the host. A device that fails fails the engine.
+  void fetch() MAY_RELEASE(engine_mutex);
   /// Nothing where it is not known.
   std::optional<optim::Squares> of(int32_t chunk, size_t run) const;
 

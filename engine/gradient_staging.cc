@@ -25,7 +25,7 @@ GradientStaging::GradientStaging(Context& context)
 }
 
 int64_t GradientStaging::held_most() const {
-  return std::max<int64_t>(1, static_cast<int64_t>(buffers_.size()) / 2);
+  return std::max<int64_t>(1, context_.plan.staging_buffers / 2);
 }
 
 GradientStaging::Buffer* GradientStaging::find(int32_t chunk) {
@@ -50,7 +50,7 @@ GradientStaging::Buffer* GradientStaging::least_recent() {
   return least;
 }
 
-std::byte* GradientStaging::open(std::unique_lock<std::mutex>& lock, int32_t chunk) {
+std::byte* GradientStaging::open(int32_t chunk) {
   while (true) {
     context_.check();
     Buffer* buffer = find(chunk);
@@ -68,12 +68,14 @@ std::byte* GradientStaging::open(std::unique_lock<std::mutex>& lock, int32_t chu
     if (find(State::writing) == nullptr) {
       Buffer* least = least_recent();
       if (least == nullptr) throw std::logic_error("more gradients are held than staging has buffers for");
-      put_away(lock, *least);
+      put_away(*least);
       continue;
     }
     const Buffer* awaited = buffer;
     context_.wait(
-        lock, [&] { return awaited != nullptr ? awaited->chunk != chunk : find(State::free) != nullptr; },
+        [&]() REQUIRES(engine_mutex) {
+          return awaited != nullptr ? awaited->chunk != chunk : find(State::free) != nullptr;
+        },
         Cause::staging, context_.layout.chunks[chunk].unit);
   }
 }
@@ -92,22 +94,22 @@ void GradientStaging::begin(Buffer& buffer, int32_t chunk) {
   context_.submit(buffer.transfer);
 }
 
-void GradientStaging::wait(std::unique_lock<std::mutex>& lock, int32_t chunk) {
+void GradientStaging::wait(int32_t chunk) {
   const Buffer* buffer = find(chunk);
-  context_.wait(
-      lock, [&] { return buffer->state == State::open; }, Cause::staging, context_.layout.chunks[chunk].unit);
+  context_.wait([&]() REQUIRES(engine_mutex) { return buffer->state == State::open; }, Cause::staging,
+                context_.layout.chunks[chunk].unit);
 }
 
-void GradientStaging::close(std::unique_lock<std::mutex>& lock, int32_t chunk, Closing closing) {
+void GradientStaging::close(int32_t chunk, Closing closing) {
   Buffer& buffer = *find(chunk);
   buffer.held = false;
   buffer.changed = buffer.changed || closing != Closing::unchanged;
-  if (closing == Closing::complete) write(lock, buffer);
+  if (closing == Closing::complete) write(buffer);
 }
 
-void GradientStaging::put_away(std::unique_lock<std::mutex>& lock, Buffer& buffer) {
+void GradientStaging::put_away(Buffer& buffer) {
   if (buffer.changed) {
-    write(lock, buffer);
+    write(buffer);
   } else {
     free(buffer);
   }
@@ -116,11 +118,11 @@ void GradientStaging::put_away(std::unique_lock<std::mutex>& lock, Buffer& buffe
 /// The store may have to lengthen its files for the new extent, so it is asked without the lock. While it is
 /// asked the buffer stays `open`, and it stays so where the store refuses: the buffer is then the only place
 /// that has the gradient, and a later call writes it.
-void GradientStaging::write(std::unique_lock<std::mutex>& lock, Buffer& buffer) {
+void GradientStaging::write(Buffer& buffer) {
   ChunkState& state = context_.chunks[buffer.chunk];
   context_.release_gradient(state);
   const int64_t bytes = context_.layout.chunks[buffer.chunk].elements * optim::bytes(state.gradient_element);
-  const io::Extent extent = context_.allocate(lock, bytes);
+  const io::Extent extent = context_.allocate(bytes);
   buffer.state = State::writing;
   buffer.transfer.kind = io::Transfer::Kind::write;
   buffer.transfer.priority = io::Transfer::Priority::write_behind;
@@ -132,7 +134,7 @@ void GradientStaging::on_transfer(io::Transfer& transfer) noexcept {
   Buffer& buffer = *static_cast<Buffer*>(transfer.context);
   GradientStaging& self = *buffer.owner;
   Context& context = self.context_;
-  const std::lock_guard guard(context.mutex);
+  const MutexLock guard(context.mutex());
   context.completed(transfer);
   if (transfer.error) {
     return context.fail(fmt::format("gradients of {}: {}",
@@ -156,28 +158,26 @@ void GradientStaging::free(Buffer& buffer) {
   buffer.state = State::free;
 }
 
-void GradientStaging::flush(std::unique_lock<std::mutex>& lock) {
+void GradientStaging::flush() {
   for (Buffer& buffer : buffers_) {
-    if (buffer.state == State::open) put_away(lock, buffer);
+    if (buffer.state == State::open) put_away(buffer);
   }
   context_.wait(
-      lock,
-      [&] {
+      [&]() REQUIRES(engine_mutex) {
         return std::all_of(buffers_.begin(), buffers_.end(),
                            [](const Buffer& b) { return b.state == State::free; });
       },
       Cause::staging);
 }
 
-void GradientStaging::discard(std::unique_lock<std::mutex>& lock,
-                              const std::function<bool(int32_t)>& is_gone) {
+void GradientStaging::discard(const std::function<bool(int32_t)>& is_gone) {
   if (buffers_.empty()) return;
   const auto goes = [&](const Buffer& buffer) { return buffer.chunk >= 0 && is_gone(buffer.chunk); };
   for (Buffer& buffer : buffers_) {
     if (buffer.state == State::open && goes(buffer)) free(buffer);
   }
-  context_.wait(
-      lock, [&] { return std::none_of(buffers_.begin(), buffers_.end(), goes); }, Cause::staging);
+  context_.wait([&]() REQUIRES(engine_mutex) { return std::none_of(buffers_.begin(), buffers_.end(), goes); },
+                Cause::staging);
   for (int32_t c = 0; c < std::ssize(context_.chunks); ++c) {
     ChunkState& state = context_.chunks[c];
     if (!state.pending && is_gone(c)) context_.release_gradient(state);

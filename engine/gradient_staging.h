@@ -14,15 +14,14 @@
 
 #include <cstdint>
 #include <functional>
-#include <mutex>
 #include <vector>
 
 #include "engine/schedule/context.h"
 
 namespace overspill::engine {
 
-/// Needs the context's mutex; what takes the lock may release it while it waits or while the store makes
-/// room. One caller at a time (Gradients sees to that).
+/// The engine's mutex is given up for waits, and while the store makes room. One caller at a time (Gradients
+/// sees to that).
 /// Errors: a transfer that fails fails the engine, and waiting then throws EngineFailed. StoreError where the
 /// store has no room for a write: every gradient is still there, in its buffer, and the call may be repeated.
 class GradientStaging {
@@ -33,21 +32,21 @@ class GradientStaging {
   int64_t held_most() const;
 
   /// Holds a chunk's buffer until close(). Its content, where the chunk has one, arrives by wait().
-  std::byte* open(std::unique_lock<std::mutex>& lock, int32_t chunk);
-  void wait(std::unique_lock<std::mutex>& lock, int32_t chunk);
+  std::byte* open(int32_t chunk) MAY_RELEASE(engine_mutex);
+  void wait(int32_t chunk) MAY_RELEASE(engine_mutex);
 
   enum class Closing : uint8_t {
     unchanged,
     changed,   // more is expected: it stays in memory while there is room
     complete,  // changed, and nothing more is expected soon: it is written out
   };
-  void close(std::unique_lock<std::mutex>& lock, int32_t chunk, Closing closing);
+  void close(int32_t chunk, Closing closing) MAY_RELEASE(engine_mutex);
 
   /// Returns once every gradient is on NVMe and no buffer is in use.
-  void flush(std::unique_lock<std::mutex>& lock);
+  void flush() MAY_RELEASE(engine_mutex);
 
   /// Forgets the gradients of the chunks that are gone, but for those that a scheduled update still needs.
-  void discard(std::unique_lock<std::mutex>& lock, const std::function<bool(int32_t chunk)>& is_gone);
+  void discard(const std::function<bool(int32_t chunk)>& is_gone) MAY_RELEASE(engine_mutex);
 
  private:
   enum class State : uint8_t { free, reading, open, writing };
@@ -63,18 +62,18 @@ class GradientStaging {
   };
 
   static void on_transfer(io::Transfer& transfer) noexcept;
-  Buffer* find(int32_t chunk);
-  Buffer* find(State state);
-  Buffer* least_recent();
-  void begin(Buffer& buffer, int32_t chunk);
-  void write(std::unique_lock<std::mutex>& lock, Buffer& buffer);
-  void put_away(std::unique_lock<std::mutex>& lock, Buffer& buffer);
-  void free(Buffer& buffer);
+  Buffer* find(int32_t chunk) REQUIRES(engine_mutex);
+  Buffer* find(State state) REQUIRES(engine_mutex);
+  Buffer* least_recent() REQUIRES(engine_mutex);
+  void begin(Buffer& buffer, int32_t chunk) REQUIRES(engine_mutex);
+  void write(Buffer& buffer) MAY_RELEASE(engine_mutex);
+  void put_away(Buffer& buffer) MAY_RELEASE(engine_mutex);
+  void free(Buffer& buffer) REQUIRES(engine_mutex);
 
   Context& context_;
   HostMemory memory_;
-  std::vector<Buffer> buffers_;
-  int64_t uses_ = 0;
+  std::vector<Buffer> buffers_ GUARDED_BY(engine_mutex);
+  int64_t uses_ GUARDED_BY(engine_mutex) = 0;
 };
 
 }  // namespace overspill::engine

@@ -47,7 +47,7 @@ const std::byte* GradientSums::slice_of(int32_t unit, int rank, int64_t in_slice
          (rank * context_.layout.units[unit].slice_elements + in_slice) * context_.gradient_width(unit);
 }
 
-void GradientSums::open(std::unique_lock<std::mutex>& lock, int32_t unit) {
+void GradientSums::open(int32_t unit) {
   Given& own = of_[unit];
   if (own.summed && !context_.plan.gradients_pooled) {
     throw std::invalid_argument(fmt::format(
@@ -55,12 +55,12 @@ void GradientSums::open(std::unique_lock<std::mutex>& lock, int32_t unit) {
         "all of a step's first, or call step() or clear_gradients()",
         context_.layout.units[unit].name));
   }
-  const auto done = [&] { return may_open(unit); };
+  const auto done = [&]() REQUIRES(engine_mutex) { return may_open(unit); };
   if (!done()) {
     waits_for_ = unit;
     context_.changed.notify_all();
     try {
-      context_.wait(lock, done, Cause::room, unit);
+      context_.wait(done, Cause::room, unit);
     } catch (...) {
       waits_for_ = -1;
       throw;
@@ -160,10 +160,20 @@ void GradientSums::restart() {
   }
 }
 
+bool GradientSums::lacks(int32_t unit, int32_t segment) {
+  const MutexLock lock(context_.mutex());
+  return !holds(unit, segment);
+}
+
+bool GradientSums::is_first_sum(int32_t unit) {
+  const MutexLock lock(context_.mutex());
+  return !has_sum(unit);
+}
+
 void GradientSums::zero_absent(int32_t unit) {
   const Unit& u = context_.layout.units[unit];
   for (size_t s = 0; s < u.segments.size(); ++s) {
-    if (of_[unit].held[s] != 0 || u.segments[s].elements == 0) continue;
+    if (u.segments[s].elements == 0 || !lacks(unit, static_cast<int32_t>(s))) continue;
     const int64_t width = context_.gradient_width(unit);
     std::byte* const absent = context_.units[unit].gradients + u.segments[s].begin * width;
     const int64_t bytes = u.segments[s].elements * width;
@@ -194,8 +204,8 @@ void GradientSums::sum(int32_t unit, std::span<const uint8_t> gives) {
 }
 
 void GradientSums::square_there(int32_t unit) {
-  std::unique_lock lock(context_.mutex);
-  Context::wait_for(lock, device_units_.square_sums(unit));
+  const MutexLock lock(context_.mutex());
+  context_.wait_for(device_units_.square_sums(unit));
 }
 
 void GradientSums::sum_chunk(int32_t c, std::span<const uint8_t> gives) {
@@ -204,12 +214,12 @@ void GradientSums::sum_chunk(int32_t c, std::span<const uint8_t> gives) {
   const int32_t unit = chunk.unit;
   const optim::Element type = context_.gradient_type(unit);
   const int64_t in_slice = layout.global_begin(chunk) - layout.slice * layout.units[unit].slice_elements;
-  const bool there = are_on_device(unit), first = !of_[unit].summed;
+  const bool there = are_on_device(unit), first = is_first_sum(unit);
   if (there) add_on_device(unit, in_slice, chunk.elements, gives);
   if (device_units_.hold(unit)) {
     kernels::Event used;
     {
-      const std::lock_guard guard(context_.mutex);
+      const MutexLock guard(context_.mutex());
       used = device_units_.used(unit);
     }
     return device_.take_mean(factor(), type, device_units_.place_of_gradient(c), chunk.elements, first, used);

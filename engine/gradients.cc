@@ -83,7 +83,7 @@ Gradients::Gradients(Context& context, DeviceUnits& device_units, GradientSquare
 
 Gradients::Only::Only(Gradients& gradients, GroupRange range) : gradients_(gradients), all_(range.all()) {
   if (all_) return;
-  const std::lock_guard guard(gradients_.context_.mutex);
+  const MutexLock guard(gradients_.context_.mutex());
   for (const Unit& unit : gradients_.context_.layout.units) {
     if (unit.trainable()) check_whole(unit, range);
   }
@@ -99,7 +99,7 @@ Gradients::Only::Only(Gradients& gradients, GroupRange range) : gradients_(gradi
 
 Gradients::Only::~Only() {
   if (all_) return;
-  const std::lock_guard guard(gradients_.context_.mutex);
+  const MutexLock guard(gradients_.context_.mutex());
   for (size_t u = 0; u < gradients_.aside_.size(); ++u) {
     for (size_t s = 0; s < gradients_.aside_[u].size(); ++s) {
       if (gradients_.aside_[u][s] != Presence::absent) gradients_.presence_[u][s] = gradients_.aside_[u][s];
@@ -136,12 +136,12 @@ optim::Element Gradients::check(int32_t unit, int32_t segment, int64_t bytes, st
 }
 
 Gradients::Arrival Gradients::begin(int32_t unit, int32_t segment, optim::Element element) {
-  std::unique_lock lock(context_.mutex);
+  const MutexLock lock(context_.mutex());
   Arrival arrival{unit, segment, element, !is_there(unit, segment)};
   if (arrival.first) factors_[unit][segment] = 1.0;
   ++arrivals_[unit][segment];
   if (context_.layout.slices > 1) {
-    sums_.open(lock, unit);
+    sums_.open(unit);
     arrival.first = !sums_.holds(unit, segment);
   }
   return arrival;
@@ -177,7 +177,7 @@ std::optional<Gradients::TakenInThere> Gradients::take_in_there(const Arrival& a
                                                                 const kernels::Event& ready) {
   const Segment& s = context_.layout.units[arrival.unit].segments[arrival.segment];
   if (device_units_.take_gradients(arrival.unit)) {
-    const std::lock_guard guard(context_.mutex);
+    const MutexLock guard(context_.mutex());
     return TakenInThere{.taken = device_units_.take_in(arrival, data, ready)};
   }
   if (sums_.are_on_device(arrival.unit)) {
@@ -185,13 +185,15 @@ std::optional<Gradients::TakenInThere> Gradients::take_in_there(const Arrival& a
         .taken = sums_.on_device().take_in(arrival.element, data, context_.gradient_type(arrival.unit),
                                            at(arrival.unit, s.begin), s.elements, arrival.first, ready)};
   }
+  bool last = false;
   {
-    const std::lock_guard guard(context_.mutex);
+    const MutexLock guard(context_.mutex());
     if (!accumulators_.takes(arrival)) return std::nullopt;
-    if (is_last(arrival)) accumulators_.brought_down(arrival.unit, arrival.segment);
+    last = is_last(arrival);
+    if (last) accumulators_.brought_down(arrival.unit, arrival.segment);
   }
   TakenInThere there{.taken = accumulators_.take_in(arrival, data, ready)};
-  if (!is_last(arrival)) {
+  if (!last) {
     forget_squares(arrival);
     return there;
   }
@@ -222,7 +224,7 @@ void Gradients::bring_down() {
   if (context_.plan.accumulators_device_bytes == 0) return;
   std::vector<std::pair<int32_t, int32_t>> behind;
   {
-    const std::lock_guard guard(context_.mutex);
+    const MutexLock guard(context_.mutex());
     if (!context_.failure.empty()) return;
     for (int32_t u = 0; u < std::ssize(presence_); ++u) {
       for (int32_t segment = 0; segment < std::ssize(presence_[u]); ++segment) {
@@ -240,7 +242,7 @@ void Gradients::bring_down() {
     }
     accumulators_.stream().record().wait();
   } catch (const kernels::DeviceError& error) {
-    const std::lock_guard guard(context_.mutex);
+    const MutexLock guard(context_.mutex());
     context_.fail(fmt::format("sums of gradients on the device: {}", error.what()));
     context_.check();
   }
@@ -267,15 +269,15 @@ void Gradients::add(std::span<const Piece> pieces) {
 
 void Gradients::forget_sum_there(const Arrival& arrival) {
   if (context_.plan.accumulators_device_bytes == 0) return;
-  const std::lock_guard guard(context_.mutex);
+  const MutexLock guard(context_.mutex());
   accumulators_.forget(arrival.unit, arrival.segment);
 }
 
 void Gradients::add_there(const Piece& piece) {
   const Arrival& arrival = *piece.arrival;
   if (device_units_.take_gradients(arrival.unit)) {
-    std::unique_lock lock(context_.mutex);
-    return device_units_.take_in(lock, arrival, piece.begin, piece.elements, piece.data);
+    const MutexLock lock(context_.mutex());
+    return device_units_.take_in(arrival, piece.begin, piece.elements, piece.data);
   }
   const int64_t from = context_.layout.units[arrival.unit].segments[arrival.segment].begin + piece.begin;
   sums_.on_device().take_in(arrival.element, piece.data, context_.gradient_type(arrival.unit),
@@ -315,7 +317,11 @@ void Gradients::add_whole(const Part& part) {
   take_in(part.piece->at(part.in_segment), arrival.element, to, type, part.elements, arrival.first);
   if (part.chunk < 0) return;
   // The CPU that computes beside us would take as long for it now as in step(); a device is waited for then.
-  if (!context_.device().shares_host_memory() && is_last(arrival)) {
+  const auto last = [&] {
+    const MutexLock lock(context_.mutex());
+    return is_last(arrival);
+  };
+  if (!context_.device().shares_host_memory() && last()) {
     squares_.put(part.chunk, part.run, optim::squares_of(to, part.elements, type));
   } else {
     squares_.forget(part.chunk, part.run);
@@ -323,34 +329,33 @@ void Gradients::add_whole(const Part& part) {
 }
 
 void Gradients::finish(const Arrival& arrival) {
-  const std::lock_guard guard(context_.mutex);
+  const MutexLock guard(context_.mutex());
   if (context_.layout.slices > 1) sums_.arrived(arrival.unit, arrival.segment);
   presence_[arrival.unit][arrival.segment] = Presence::there;
 }
 
 /// Some of their units' chunks are spilled: a few at a time are brought into memory, added to, and go.
 void Gradients::add_by_chunk(std::span<Part> parts) {
-  const std::lock_guard turn(turn_);
+  const MutexLock turn(turn_);
   const auto most = static_cast<size_t>(std::min(kBatchMost, staging_.held_most()));
   for (size_t begin = 0; begin < parts.size(); begin += most)
     add_batch(parts.subspan(begin, std::min(most, parts.size() - begin)));
 }
 
 void Gradients::add_batch(std::span<Part> parts) {
-  std::unique_lock lock(context_.mutex);
+  const MutexLock lock(context_.mutex());
   const auto spilled = [&](const Part& part) { return context_.plan.gradients_on_nvme[part.chunk]; };
   try {
     for (Part& part : parts) {
       ChunkState& state = context_.chunks[part.chunk];
       // What the last step used would be read for nothing.
       if (is_empty(context_.layout.chunks[part.chunk])) context_.release_gradient(state);
-      part.memory = state.gradient != nullptr ? state.gradient : staging_.open(lock, part.chunk);
+      part.memory = state.gradient != nullptr ? state.gradient : staging_.open(part.chunk);
     }
     for (Part& part : parts) {
-      if (spilled(part)) staging_.wait(lock, part.chunk);
+      if (spilled(part)) staging_.wait(part.chunk);
       choose_element(part);
     }
-    lock.unlock();
     const auto work = [&](int64_t i) {
       const Part& part = parts[i];
       if (part.widen) widen_in_place(part.was, part.memory, context_.layout.chunks[part.chunk].elements);
@@ -365,18 +370,19 @@ void Gradients::add_batch(std::span<Part> parts) {
         squares_.forget(part.chunk, part.run);
       }
     };
-    work_on(parts, std::ref(work));
-    lock.lock();
+    {
+      const Unlocked unlocked(context_.mutex());
+      work_on(parts, std::ref(work));
+    }
     for (const Part& part : parts) {
       if (!spilled(part)) continue;
       const bool whole = complete(context_.layout.chunks[part.chunk]);
-      staging_.close(lock, part.chunk,
+      staging_.close(part.chunk,
                      whole ? GradientStaging::Closing::complete : GradientStaging::Closing::changed);
     }
   } catch (const EngineFailed&) {
     throw;
   } catch (const std::exception& error) {  // part of the gradient was added: no later step would be right
-    if (!lock.owns_lock()) lock.lock();
     const Unit& unit = context_.layout.units[parts.front().piece->arrival->unit];
     context_.fail(fmt::format("gradients of {}: {}", unit.name, error.what()));
     context_.check();
@@ -401,17 +407,23 @@ void Gradients::choose_element(Part& part) {
 /// As far as anybody knows: each of its segments has given as many gradients as the others.
 bool Gradients::complete(const Chunk& chunk) const {
   const auto& arrivals = arrivals_[chunk.unit];
-  return std::all_of(chunk.runs.begin(), chunk.runs.end(), [&](const Run& run) {
+  return std::all_of(chunk.runs.begin(), chunk.runs.end(), [&](const Run& run) REQUIRES(engine_mutex) {
     return arrivals[run.segment] == arrivals[chunk.runs.front().segment];
   });
 }
 
 bool Gradients::is_empty(const Chunk& chunk) const {
-  return std::none_of(chunk.runs.begin(), chunk.runs.end(),
-                      [&](const Run& run) { return is_there(chunk.unit, run.segment); });
+  return std::none_of(chunk.runs.begin(), chunk.runs.end(), [&](const Run& run) REQUIRES(engine_mutex) {
+    return is_there(chunk.unit, run.segment);
+  });
 }
 
-bool Gradients::any() const {
+bool Gradients::any() {
+  const MutexLock lock(context_.mutex());
+  return any_present();
+}
+
+bool Gradients::any_present() const {
   const auto is_present = [](Presence presence) { return presence >= Presence::zero; };
   return std::any_of(presence_.begin(), presence_.end(),
                      [&](const auto& unit) { return std::any_of(unit.begin(), unit.end(), is_present); });

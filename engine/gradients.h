@@ -6,7 +6,6 @@
 #include <array>
 #include <cstdint>
 #include <functional>
-#include <mutex>
 #include <optional>
 #include <span>
 #include <string>
@@ -51,7 +50,7 @@ class Gradients {
   /// on a size or dtype that does not fit.
   optim::Element check(int32_t unit, int32_t segment, int64_t bytes, std::string_view dtype) const;
   /// Waits where several ranks' gradients have no room yet.
-  Arrival begin(int32_t unit, int32_t segment, optim::Element element);
+  Arrival begin(int32_t unit, int32_t segment, optim::Element element) EXCLUDES(engine_mutex);
   /// Where the piece that begins at an element of the segment ends, at most: pieces keep to chunks.
   int64_t piece_end(const Arrival& arrival, int64_t begin) const;
   /// Of an arrival: `elements` from `begin` on, in the segment; contiguous, in host memory.
@@ -67,8 +66,8 @@ class Gradients {
   };
   /// Takes pieces in, side by side: no two are of the same elements. Waits for the disk where staging is
   /// full. One call at a time.
-  void add(std::span<const Piece> pieces);
-  void finish(const Arrival& arrival);
+  void add(std::span<const Piece> pieces) EXCLUDES(turn_, engine_mutex);
+  void finish(const Arrival& arrival) EXCLUDES(engine_mutex);
   /// Pinned host memory that the arrival may be copied to as it is, in place of add(); null: there is none.
   std::byte* place_of(const Arrival& arrival) const;
   /// Of an arrival that is copied to its place: squares it on the device, which has it once `ready` is
@@ -83,13 +82,13 @@ class Gradients {
   /// In place of add(), of all of it in the device's memory, once `ready` is reached. Nothing where it passes
   /// through the host.
   std::optional<TakenInThere> take_in_there(const Arrival& arrival, const std::byte* data,
-                                            const kernels::Event& ready);
+                                            const kernels::Event& ready) EXCLUDES(engine_mutex);
   /// Sums on the device that the host lacks come to it. Nothing is being taken in.
-  void bring_down();
+  void bring_down() EXCLUDES(engine_mutex);
   /// Waits for all that was started on the device; whether it failed is told elsewhere.
   void settle_there() noexcept;
   /// Whether bring_down() has something to do for the unit.
-  bool ahead_there(int32_t unit) const { return accumulators_.ahead(unit); }
+  bool ahead_there(int32_t unit) const REQUIRES(engine_mutex) { return accumulators_.ahead(unit); }
   /// Whether begin() may wait for what is not finished yet.
   bool may_wait(int32_t unit) const;
 
@@ -107,53 +106,57 @@ class Gradients {
     const bool all_;
   };
 
-  // These need the context's mutex while gradients may come.
-
-  Presence presence(int32_t unit, int32_t segment) const { return presence_[unit][segment]; }
+  Presence presence(int32_t unit, int32_t segment) const REQUIRES(engine_mutex) {
+    return presence_[unit][segment];
+  }
   /// Whether the next step updates it.
-  bool present(int32_t unit, int32_t segment) const { return presence(unit, segment) >= Presence::zero; }
-  bool any() const;  // present
+  bool present(int32_t unit, int32_t segment) const REQUIRES(engine_mutex) {
+    return presence(unit, segment) >= Presence::zero;
+  }
+  bool any() EXCLUDES(engine_mutex);  // of them is present
   /// Throws all of them away. Updates that were scheduled keep theirs.
-  void clear();
+  void clear() EXCLUDES(turn_, engine_mutex);
   /// clear(), where one is present; else those alone that the last step used, and the sums of several ranks
   /// stay as they are.
-  void throw_away();
+  void throw_away() EXCLUDES(turn_, engine_mutex);
   /// Throws the segment's away. No update of the unit is pending.
-  void drop(int32_t unit, int32_t segment);
+  void drop(int32_t unit, int32_t segment) REQUIRES(engine_mutex);
   /// Those that were there, or used by the last step, are zeros now.
-  void become_zero();
+  void become_zero() EXCLUDES(turn_, engine_mutex);
   /// Those that the last step used are there again, unless others came meanwhile. World 1.
-  void reuse();
+  void reuse() EXCLUDES(engine_mutex);
 
   /// Multiplies all that are there.
-  void scale(double factor);
-  double factor(int32_t unit, int32_t segment) const { return factors_[unit][segment]; }
+  void scale(double factor) EXCLUDES(engine_mutex);
+  double factor(int32_t unit, int32_t segment) const REQUIRES(engine_mutex) {
+    return factors_[unit][segment];
+  }
   /// Makes the segment's factor 1: before something is added to it. No update of the unit is pending.
-  void apply_factor(int32_t unit, int32_t segment);
+  void apply_factor(int32_t unit, int32_t segment) EXCLUDES(turn_, engine_mutex);
 
   /// Spilled ones leave memory: the ring may read them. Returns when they are written. Throws StoreError
   /// where the disk has no room for them: nothing is lost, and it may be called again.
-  void put_away();
+  void put_away() EXCLUDES(turn_, engine_mutex);
   /// Those there are belong to the updates that were scheduled, and stay until clear(), or until the next
   /// add(), which is the first of its segment. Those of an earlier step are gone.
-  void handed_over();
+  void handed_over() REQUIRES(engine_mutex);
 
   /// Of several ranks.
   GradientSums& sums() { return sums_; }
   /// All units are summed: afterwards present() is true where any rank had a gradient. Collective.
-  void reduce_presence();
+  void reduce_presence() EXCLUDES(engine_mutex);
 
   /// Squares of what is there now, by chunk, added in global order; each parameter once that several model
   /// ranks hold. Collective, over the model ranks too.
-  GradientSummary summarize();
+  GradientSummary summarize() EXCLUDES(engine_mutex);
   /// After a summary that was not finite: the name of the first segment of this rank's shard that has an inf
   /// or a NaN; empty: none has.
-  std::string first_not_finite() const;
+  std::string first_not_finite() EXCLUDES(engine_mutex);
   /// Reads all of them. World 1.
-  bool any_nan();
+  bool any_nan() EXCLUDES(engine_mutex);
 
   /// Copies the segment's elements from `begin` on, as fp32. World 1.
-  void read(int32_t unit, int32_t segment, int64_t begin, std::span<float> out);
+  void read(int32_t unit, int32_t segment, int64_t begin, std::span<float> out) EXCLUDES(turn_, engine_mutex);
 
  private:
   /// The part of a segment that lies in one chunk, in elements.
@@ -174,27 +177,34 @@ class Gradients {
 
   optim::Element element(int32_t unit) const;  // of a trainable one
   std::byte* at(int32_t unit, int64_t element) const;
-  void add(const Arrival& arrival, int64_t begin, int64_t elements, const std::byte* data);
-  void add_there(const Piece& piece);
-  void forget_sum_there(const Arrival& arrival);
+  void add(const Arrival& arrival, int64_t begin, int64_t elements, const std::byte* data)
+      EXCLUDES(turn_, engine_mutex);
+  void add_there(const Piece& piece) EXCLUDES(engine_mutex);
+  void forget_sum_there(const Arrival& arrival) EXCLUDES(engine_mutex);
   void cut(const Piece& piece, std::vector<Part>& parts) const;
-  void add_whole(const Part& part);
-  void add_by_chunk(std::span<Part> parts);
-  void choose_element(Part& part);
-  void add_batch(std::span<Part> parts);
+  void add_whole(const Part& part) EXCLUDES(engine_mutex);
+  void add_by_chunk(std::span<Part> parts) EXCLUDES(turn_, engine_mutex);
+  void choose_element(Part& part) REQUIRES(engine_mutex);
+  void add_batch(std::span<Part> parts) REQUIRES(turn_) EXCLUDES(engine_mutex);
   void work_on(std::span<const Part> parts, const std::function<void(int64_t)>& work);
   bool lies_whole(int32_t unit) const {
     return context_.layout.slices > 1 || context_.units[unit].gradients != nullptr;
   }
-  bool is_last(const Arrival& arrival) const;
+  bool is_last(const Arrival& arrival) const REQUIRES(engine_mutex);
   void forget_squares(const Arrival& arrival);
-  bool complete(const Chunk& chunk) const;
-  bool is_there(int32_t unit, int32_t segment) const { return presence(unit, segment) == Presence::there; }
-  bool is_empty(const Chunk& chunk) const;
-  void read_unscaled(int32_t unit, int32_t segment, int64_t begin, std::span<float> out);
-  void forget(std::unique_lock<std::mutex>& lock);
-  bool is_aside(int32_t unit) const;
-  optim::Squares squares_of_chunk(int32_t chunk) const;
+  bool complete(const Chunk& chunk) const REQUIRES(engine_mutex);
+  bool is_there(int32_t unit, int32_t segment) const REQUIRES(engine_mutex) {
+    return presence(unit, segment) == Presence::there;
+  }
+  bool is_empty(const Chunk& chunk) const REQUIRES(engine_mutex);
+  bool any_present() const REQUIRES(engine_mutex);
+  /// By which a gradient that is there is multiplied; nothing where there is none.
+  std::optional<double> factor_of(int32_t unit, int32_t segment) EXCLUDES(engine_mutex);
+  void read_unscaled(int32_t unit, int32_t segment, int64_t begin, std::span<float> out)
+      EXCLUDES(turn_, engine_mutex);
+  void forget() REQUIRES(turn_) MAY_RELEASE(engine_mutex);
+  bool is_aside(int32_t unit) const REQUIRES(engine_mutex);
+  optim::Squares squares_of_chunk(int32_t chunk) EXCLUDES(engine_mutex);
   optim::Squares squares_of_run(int32_t chunk, size_t run) const;
   template <class Visit>
   void for_each_part(int32_t unit, int32_t segment, Visit visit) const;
@@ -203,15 +213,17 @@ class Gradients {
   DeviceUnits& device_units_;
   GradientSquares& squares_;
   DeviceAccumulators accumulators_;
-  std::vector<std::vector<Presence>> presence_;  // by unit and segment
-  std::vector<std::vector<Presence>> aside_;     // the same, of what Only keeps from all others; else empty
-  std::vector<std::vector<double>> factors_;
+  std::vector<std::vector<Presence>> presence_ GUARDED_BY(engine_mutex);  // by unit and segment
+  /// The same, of what Only keeps from all others; else empty.
+  std::vector<std::vector<Presence>> aside_ GUARDED_BY(engine_mutex);
+  std::vector<std::vector<double>> factors_ GUARDED_BY(engine_mutex);
   std::vector<optim::Squares> by_chunk_;
   std::vector<std::array<double, 2>> by_slice_;  // of this rank's shard
-  GradientStaging staging_;
+  GradientStaging staging_ GUARDED_BY(turn_);
   GradientSums sums_;
-  std::mutex turn_;                              // who uses staging; taken before the context's
-  std::vector<std::vector<int32_t>> arrivals_;   // by unit and segment, since the last step
+  Mutex turn_ ACQUIRED_BEFORE(engine_mutex);  // who uses staging
+  /// By unit and segment, since the last step.
+  std::vector<std::vector<int32_t>> arrivals_ GUARDED_BY(engine_mutex);
   std::vector<Part> whole_parts_, chunk_parts_;  // of add(), kept for their memory
 };
 

@@ -9,26 +9,26 @@
 namespace overspill::engine {
 
 void Gradients::put_away() {
-  const std::lock_guard turn(turn_);
-  std::unique_lock lock(context_.mutex);
-  staging_.flush(lock);
+  const MutexLock turn(turn_);
+  const MutexLock lock(context_.mutex());
+  staging_.flush();
 }
 
 void Gradients::clear() {
-  const std::lock_guard turn(turn_);
-  std::unique_lock lock(context_.mutex);
+  const MutexLock turn(turn_);
+  const MutexLock lock(context_.mutex());
   handed_over();
-  forget(lock);
+  forget();
 }
 
 void Gradients::throw_away() {
   if (any()) return clear();
-  const std::lock_guard turn(turn_);
-  std::unique_lock lock(context_.mutex);
-  forget(lock);
+  const MutexLock turn(turn_);
+  const MutexLock lock(context_.mutex());
+  forget();
 }
 
-void Gradients::forget(std::unique_lock<std::mutex>& lock) {
+void Gradients::forget() {
   for (auto& unit : presence_) std::fill(unit.begin(), unit.end(), Presence::absent);
   for (size_t c = 0; c < context_.chunks.size(); ++c) {
     if (is_aside(context_.layout.chunks[c].unit)) continue;
@@ -39,7 +39,8 @@ void Gradients::forget(std::unique_lock<std::mutex>& lock) {
       std::memset(state.gradient, 0xFF,
                   static_cast<size_t>(context_.gradient_bytes(static_cast<int32_t>(c))));
   }
-  staging_.discard(lock, [&](int32_t chunk) { return !is_aside(context_.layout.chunks[chunk].unit); });
+  staging_.discard([&](int32_t chunk)
+                       REQUIRES(engine_mutex) { return !is_aside(context_.layout.chunks[chunk].unit); });
 }
 
 void Gradients::drop(int32_t unit, int32_t segment) {
@@ -47,7 +48,7 @@ void Gradients::drop(int32_t unit, int32_t segment) {
 }
 
 void Gradients::scale(double factor) {
-  const std::lock_guard guard(context_.mutex);
+  const MutexLock guard(context_.mutex());
   for (size_t u = 0; u < presence_.size(); ++u) {
     for (size_t s = 0; s < presence_[u].size(); ++s) {
       if (presence_[u][s] == Presence::there) factors_[u][s] *= factor;
@@ -56,24 +57,28 @@ void Gradients::scale(double factor) {
 }
 
 void Gradients::become_zero() {
-  auto becoming = presence_;
+  std::vector<std::vector<Presence>> becoming;
+  {
+    const MutexLock lock(context_.mutex());
+    becoming = presence_;
+  }
   throw_away();
   for (auto& unit : becoming) {
     std::replace_if(
         unit.begin(), unit.end(), [](Presence presence) { return presence != Presence::absent; },
         Presence::zero);
   }
-  const std::lock_guard guard(context_.mutex);
+  const MutexLock guard(context_.mutex());
   presence_ = std::move(becoming);
 }
 
 void Gradients::reuse() {
-  const std::lock_guard guard(context_.mutex);
+  const MutexLock guard(context_.mutex());
   for (auto& unit : presence_) std::replace(unit.begin(), unit.end(), Presence::used, Presence::there);
 }
 
 void Gradients::handed_over() {
-  const bool some = any();  // a step without gradients leaves those of the one before
+  const bool some = any_present();  // a step without gradients leaves those of the one before
   for (size_t u = 0; u < presence_.size(); ++u) {
     if (some) {
       std::replace(presence_[u].begin(), presence_[u].end(), Presence::used, Presence::absent);
@@ -88,11 +93,15 @@ void Gradients::handed_over() {
 void Gradients::reduce_presence() {
   if (context_.layout.slices == 1) return;
   std::vector<double> counts;
-  for (const auto& unit : presence_) {
-    for (Presence presence : unit) counts.push_back(presence == Presence::there ? 1 : 0);
+  {
+    const MutexLock lock(context_.mutex());
+    for (const auto& unit : presence_) {
+      for (Presence presence : unit) counts.push_back(presence == Presence::there ? 1 : 0);
+    }
   }
   context_.resources.communicator->all_reduce_sum(counts);
   size_t next = 0;
+  const MutexLock lock(context_.mutex());
   for (auto& unit : presence_) {
     for (Presence& presence : unit) {
       if (counts[next++] > 0) presence = Presence::there;

@@ -28,16 +28,22 @@ optim::Squares Gradients::squares_of_run(int32_t chunk, size_t run) const {
                            context_.gradient_type(c.unit));
 }
 
-optim::Squares Gradients::squares_of_chunk(int32_t chunk) const {
+std::optional<double> Gradients::factor_of(int32_t unit, int32_t segment) {
+  const MutexLock lock(context_.mutex());
+  if (!is_there(unit, segment)) return std::nullopt;
+  return factor(unit, segment);
+}
+
+optim::Squares Gradients::squares_of_chunk(int32_t chunk) {
   const Chunk& c = context_.layout.chunks[chunk];
   optim::Squares total;
   for (size_t r = 0; r < c.runs.size(); ++r) {
     const int32_t segment = c.runs[r].segment;
-    if (!is_there(c.unit, segment)) continue;
+    const std::optional<double> scale = factor_of(c.unit, segment);
+    if (!scale) continue;
     const optim::Squares part = squares_of_run(chunk, r);
-    const double scale = factor(c.unit, segment);
     if (context_.layout.units[c.unit].segments[segment].in_norm)
-      total.sum += scale == 1.0 ? part.sum : part.sum * scale * scale;
+      total.sum += *scale == 1.0 ? part.sum : part.sum * *scale * *scale;
     total.finite = total.finite && part.finite;
   }
   return total;
@@ -47,8 +53,8 @@ GradientSummary Gradients::summarize() {
   const Layout& layout = context_.layout;
   const auto chunks = static_cast<int64_t>(layout.chunks.size());
   {
-    std::unique_lock lock(context_.mutex);
-    squares_.fetch(lock);
+    const MutexLock lock(context_.mutex());
+    squares_.fetch();
   }
   context_.resources.executor->parallel_for(
       chunks, [&](int64_t c) { by_chunk_[c] = squares_of_chunk(static_cast<int32_t>(c)); });
@@ -70,7 +76,7 @@ GradientSummary Gradients::summarize() {
   return {finite ? sums[0] : std::numeric_limits<double>::infinity(), finite};
 }
 
-std::string Gradients::first_not_finite() const {
+std::string Gradients::first_not_finite() {
   const auto bad = std::find_if(by_chunk_.begin(), by_chunk_.end(),
                                 [](const optim::Squares& squares) { return !squares.finite; });
   if (bad == by_chunk_.end()) return {};
@@ -78,7 +84,7 @@ std::string Gradients::first_not_finite() const {
   const Chunk& c = context_.layout.chunks[chunk];
   for (size_t r = 0; r < c.runs.size(); ++r) {
     const int32_t segment = c.runs[r].segment;
-    if (is_there(c.unit, segment) && !squares_of_run(chunk, r).finite)
+    if (factor_of(c.unit, segment) && !squares_of_run(chunk, r).finite)
       return context_.layout.units[c.unit].segments[segment].name;
   }
   return {};
@@ -86,10 +92,11 @@ std::string Gradients::first_not_finite() const {
 
 bool Gradients::any_nan() {
   std::vector<float> values(static_cast<size_t>(kReadElements));
-  for (int32_t u = 0; u < std::ssize(presence_); ++u) {
-    for (int32_t s = 0; s < std::ssize(presence_[u]); ++s) {
-      if (!is_there(u, s)) continue;
-      const int64_t elements = context_.layout.units[u].segments[s].elements;
+  for (int32_t u = 0; u < std::ssize(context_.layout.units); ++u) {
+    const auto& segments = context_.layout.units[u].segments;
+    for (int32_t s = 0; s < std::ssize(segments); ++s) {
+      if (!factor_of(u, s)) continue;
+      const int64_t elements = segments[s].elements;
       for (int64_t begin = 0; begin < elements; begin += kReadElements) {
         const auto piece =
             std::span(values).first(static_cast<size_t>(std::min(kReadElements, elements - begin)));
@@ -109,13 +116,17 @@ void Gradients::read(int32_t unit, int32_t segment, int64_t begin, std::span<flo
     throw std::invalid_argument(
         fmt::format("{} has {} elements: there are none from {} to {}", s.name, s.elements, begin, end));
   }
-  if (!present(unit, segment)) throw std::invalid_argument(fmt::format("{} has no gradient now", s.name));
-  if (presence(unit, segment) == Presence::zero) {
+  const auto [there, scale] = [&] {
+    const MutexLock lock(context_.mutex());
+    return std::pair(presence(unit, segment), factor(unit, segment));
+  }();
+  if (there < Presence::zero) throw std::invalid_argument(fmt::format("{} has no gradient now", s.name));
+  if (there == Presence::zero) {
     std::ranges::fill(out, 0.0F);
     return;
   }
   read_unscaled(unit, segment, begin, out);
-  if (const double scale = factor(unit, segment); scale != 1.0) optim::scale(out, static_cast<float>(scale));
+  if (scale != 1.0) optim::scale(out, static_cast<float>(scale));
 }
 
 void Gradients::read_unscaled(int32_t unit, int32_t segment, int64_t begin, std::span<float> out) {
@@ -124,34 +135,36 @@ void Gradients::read_unscaled(int32_t unit, int32_t segment, int64_t begin, std:
   const int64_t width = context_.gradient_width(unit);
   if (device_units_.hold(unit)) {
     std::vector<std::byte> there(out.size() * static_cast<size_t>(width));
-    std::unique_lock lock(context_.mutex);
-    device_units_.read_gradient(lock, unit, segment, begin, there);
+    const MutexLock lock(context_.mutex());
+    device_units_.read_gradient(unit, segment, begin, there);
     return widen(context_.gradient_type(unit), there.data(), out, true);
   }
   if (context_.units[unit].gradients != nullptr)
     return widen(context_.gradient_type(unit), at(unit, s.begin + begin), out, true);
-  const std::lock_guard turn(turn_);
-  std::unique_lock lock(context_.mutex);
+  const MutexLock turn(turn_);
+  const MutexLock lock(context_.mutex());
   for_each_part(unit, segment, [&](const Part& part) {
+    context_.mutex().assume_held();  // for_each_part() knows nothing of it
+    turn_.assume_held();
     const int64_t from = std::max(begin, part.in_segment);
     const int64_t to = std::min(end, part.in_segment + part.elements);
     if (from >= to) return;
     const ChunkState& state = context_.chunks[part.chunk];
     const std::byte* data = state.gradient;
     if (state.gradient == nullptr) {
-      data = staging_.open(lock, part.chunk);
-      staging_.wait(lock, part.chunk);
+      data = staging_.open(part.chunk);
+      staging_.wait(part.chunk);
     }
     const int64_t in_chunk = part.in_chunk + from - part.in_segment;
     widen(state.gradient_element, data + in_chunk * optim::bytes(state.gradient_element),
           out.subspan(static_cast<size_t>(from - begin), static_cast<size_t>(to - from)), true);
-    if (state.gradient == nullptr) staging_.close(lock, part.chunk, GradientStaging::Closing::unchanged);
+    if (state.gradient == nullptr) staging_.close(part.chunk, GradientStaging::Closing::unchanged);
   });
 }
 
 void Gradients::apply_factor(int32_t unit, int32_t segment) {
-  const auto scale = static_cast<float>(factor(unit, segment));
-  if (scale == 1.0F || !is_there(unit, segment)) return;
+  const auto scale = static_cast<float>(factor_of(unit, segment).value_or(1.0));
+  if (scale == 1.0F) return;
   const Arrival whole{unit, segment, context_.gradient_type(unit), /*first=*/true};
   const int64_t elements = context_.layout.units[unit].segments[segment].elements;
   std::vector<float> values;
@@ -168,12 +181,12 @@ void Gradients::apply_factor(int32_t unit, int32_t segment) {
       begin = end;
     }
   } catch (const std::exception& error) {  // a part of it is scaled
-    const std::lock_guard guard(context_.mutex);
+    const MutexLock guard(context_.mutex());
     context_.fail(
         fmt::format("clipping gradients of {}: {}", context_.layout.units[unit].name, error.what()));
     context_.check();
   }
-  const std::lock_guard guard(context_.mutex);
+  const MutexLock guard(context_.mutex());
   factors_[unit][segment] = 1.0;
 }
 

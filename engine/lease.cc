@@ -25,7 +25,7 @@ Lease::~Lease() {
     // engine's next call reports it.
     failure = error.what();
   }
-  const std::lock_guard guard(context.mutex);
+  const MutexLock guard(context.mutex());
   for (size_t i = 0; i < uses.size(); ++i) {
     context.journal.note(DeviceSpan::Kind::compute, block_->unit, uses_[i].begin, uses[i],
                          uses_[i].queue.native);
@@ -45,7 +45,7 @@ void Lease::use_on(Queue queue) {
   kernels::Event copied;
   bool noted = false;
   {
-    const std::lock_guard guard(context.mutex);
+    const MutexLock guard(context.mutex());
     if (std::any_of(uses_.begin(), uses_.end(), known)) return;
     copied = machine_->gatherer.use(block_, context.queues.of(queue));
     noted = context.journal.on();
@@ -53,7 +53,7 @@ void Lease::use_on(Queue queue) {
   // Another thread on the same queue may be here too: each goes on when the queue has been told to wait.
   context.queues.wait(queue, copied);
   Use use{queue, noted ? context.queues.record(queue) : kernels::Event()};
-  const std::lock_guard guard(context.mutex);
+  const MutexLock guard(context.mutex());
   if (std::none_of(uses_.begin(), uses_.end(), known)) uses_.push_back(std::move(use));
 }
 

@@ -1,5 +1,4 @@
 // What an engine says of itself: statistics, reports, predictions, what happened when (engine.h).
-#include <mutex>
 #include <string>
 #include <utility>
 #include <vector>
@@ -16,7 +15,7 @@ std::string Engine::stall() const {
 Stats Engine::stats() {
   Machine& m = machine_to_look_at();
   Stats stats;
-  const std::lock_guard guard(m.context.mutex);
+  const MutexLock guard(m.context.mutex());
   stats.step = m.steps;
   stats.skipped_steps = m.skipped_steps;
   stats.host_budget_bytes = m.context.host_budget.limit_bytes();
@@ -35,19 +34,19 @@ Stats Engine::stats() {
 
 StepReport Engine::report() {
   Context& c = machine_to_look_at().context;
-  const std::lock_guard guard(c.mutex);
+  const MutexLock guard(c.mutex());
   return c.meter.last();
 }
 
 StepReport Engine::report_inside() {
   Context& c = machine_to_look_at().context;
-  const std::lock_guard guard(c.mutex);
+  const MutexLock guard(c.mutex());
   return c.meter.last_inside();
 }
 
 MachineFigures Engine::figures() {
   Context& c = machine_to_look_at().context;
-  const std::lock_guard guard(c.mutex);
+  const MutexLock guard(c.mutex());
   return figures_of(c.meter.recent(), c.meter.forward_left(), c.plan, c.workers);
 }
 
@@ -64,20 +63,20 @@ std::vector<BudgetRow> Engine::predict_budgets(std::span<const int64_t> budgets)
 }
 
 void Engine::record_journal(bool on) {
-  const std::lock_guard guard(machine().context.mutex);
+  const MutexLock guard(machine().context.mutex());
   machine().context.journal.enable(on);
   machine().context.device().time_events(on);
 }
 
 std::vector<JournalEntry> Engine::take_journal() {
-  const std::lock_guard guard(machine().context.mutex);
+  const MutexLock guard(machine().context.mutex());
   return machine().context.journal.take();
 }
 
 std::vector<DeviceSpan> Engine::take_device_spans() {
   std::vector<DeviceWork> work;
   {
-    const std::lock_guard guard(machine().context.mutex);
+    const MutexLock guard(machine().context.mutex());
     work = machine().context.journal.take_work();
   }
   return resolve(work);

@@ -51,10 +51,10 @@ void Machine::finish() noexcept {
   // not be the one who waits for other ranks.
   context.resources.leave_ranks();
   {
-    std::unique_lock lock(context.mutex);
+    const MutexLock lock(context.mutex());
     const bool told = context.told;
     try {
-      updater.quiesce(lock);
+      updater.quiesce();
     } catch (const std::exception&) {
       context.told = told;  // it has failed: whoever used it was told, or is by Engine::close()
     }
@@ -71,8 +71,8 @@ void Machine::finish() noexcept {
     kernel_keeps_memory = context.store().kernel_keeps_memory();
   }
   std::unique_ptr<io::Store> store;  // ends without the mutex, which its threads take
-  std::unique_lock lock(context.mutex);
-  store = context.take_store(lock);
+  const MutexLock lock(context.mutex());
+  store = context.take_store();
 }
 
 const Unit& Machine::unit_at(int32_t unit) const {
@@ -128,15 +128,15 @@ void Machine::settle_clip() {
 
 void Machine::forget_guesses() {
   intake.finish();
-  std::unique_lock lock(context.mutex);
-  updater.take_back_all(lock);
+  const MutexLock lock(context.mutex());
+  updater.take_back_all();
   updater.speculation().restart();
 }
 
-void Machine::prepare_to_change(std::unique_lock<std::mutex>& lock, std::span<const int32_t> units) {
-  updater.quiesce(lock);
+void Machine::prepare_to_change(std::span<const int32_t> units) {
+  updater.quiesce();
   for (int32_t unit : units) ++context.units[unit].generation;
-  gatherer.invalidate(lock, units);
+  gatherer.invalidate(units);
 }
 
 void Machine::share(int32_t unit, int32_t segment, std::span<std::byte> out, int64_t width) {

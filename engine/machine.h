@@ -39,11 +39,11 @@ class Machine {
   /// Finishes what is in flight, joins the workers, gives up the store. Only leases and figures are of use
   /// afterwards. A failure that no caller has been told of stays in the context. A second call returns when
   /// the first has. In a forked child it does nothing.
-  void shut_down() noexcept;
+  void shut_down() noexcept EXCLUDES(engine_mutex);
 
   // The step (step.cc), as the passes it consists of.
-  StepResult step(std::span<const optim::Hyper> groups, GroupRange range);
-  StepResult skip_step(GroupRange range);
+  StepResult step(std::span<const optim::Hyper> groups, GroupRange range) EXCLUDES(engine_mutex);
+  StepResult skip_step(GroupRange range) EXCLUDES(engine_mutex);
   void check_groups(std::span<const optim::Hyper> groups, GroupRange range = {}) const;
 
   /// The global norm: infinite where a gradient is inf. In a world of one rank it is NaN where one is a NaN,
@@ -55,19 +55,20 @@ class Machine {
   void start_states(std::span<const optim::Hyper> groups);
 
   // Checkpoints (save.cc). Collective.
-  void save(const std::filesystem::path& folder, const WriteBeside& write_beside);
+  void save(const std::filesystem::path& folder, const WriteBeside& write_beside) EXCLUDES(engine_mutex);
   Manifest verify(const std::filesystem::path& folder);
 
   /// Of a segment's elements, of `width` bytes each, this rank has put its own into `out`: the others' come
   /// from them. Collective.
-  void share(int32_t unit, int32_t segment, std::span<std::byte> out, int64_t width);
+  void share(int32_t unit, int32_t segment, std::span<std::byte> out, int64_t width) EXCLUDES(engine_mutex);
   /// The same, on the thread of the rounds.
   void exchange_parts(int32_t unit, int32_t segment, std::span<std::byte> out, int64_t width);
 
   // A segment's gradient of several ranks (whole_gradients.cc); false: there is none.
-  bool read_whole_gradient(int32_t unit, int32_t segment, std::span<float> out);
-  bool replace_whole_gradient(int32_t unit, int32_t segment, std::span<const float> values);
-  bool read_own_gradient(int32_t unit, int32_t segment, std::span<float> out);
+  bool read_whole_gradient(int32_t unit, int32_t segment, std::span<float> out) EXCLUDES(engine_mutex);
+  bool replace_whole_gradient(int32_t unit, int32_t segment, std::span<const float> values)
+      EXCLUDES(engine_mutex);
+  bool read_own_gradient(int32_t unit, int32_t segment, std::span<float> out) EXCLUDES(engine_mutex);
 
   /// A rank's part of a segment. Empty: `elements` is 0, and the rest too.
   struct Part {
@@ -94,14 +95,14 @@ class Machine {
   }
 
   /// The scale of clip_grad_norm(), which the next step would apply, belongs to the gradients that are there.
-  void settle_clip();
+  void settle_clip() EXCLUDES(engine_mutex);
 
   /// Gradients are about to be thrown away: all that was given is taken in, and no guess reads it.
-  void forget_guesses();
+  void forget_guesses() EXCLUDES(engine_mutex);
 
   /// The weights of these units are about to be replaced, under a Rounds::Change: pending updates are done,
   /// and nobody is given the old ones any more.
-  void prepare_to_change(std::unique_lock<std::mutex>& lock, std::span<const int32_t> units);
+  void prepare_to_change(std::span<const int32_t> units) MAY_RELEASE(engine_mutex);
 
   // Throws std::invalid_argument naming what does not exist.
   const Unit& unit_at(int32_t unit) const;
@@ -121,9 +122,9 @@ class Machine {
   int64_t steps = 0;
   int64_t skipped_steps = 0;
   // Of calls that come one at a time (engine.h):
-  int64_t looks = 0;              // at weights or states of several ranks, and writes
-  bool handed_over = false;       // by start_states(), load() or step(): from now on ranks meet to write
-  std::mutex settling;            // of `clipped`, by whoever brings the next gradient; taken before any other
+  int64_t looks = 0;         // at weights or states of several ranks, and writes
+  bool handed_over = false;  // by start_states(), load() or step(): from now on ranks meet to write
+  Mutex settling ACQUIRED_BEFORE(engine_mutex);  // of `clipped`, by whoever brings the next gradient
   std::optional<double> clipped;  // by clip_grad_norm(): the factor of the gradients that are there
   bool caller_clipped = false;    // what is there now: the configured limit does not count
   std::atomic<bool> closed = false;
@@ -137,20 +138,23 @@ class Machine {
   void require_gradients_on_host(int32_t unit);
   /// By rank, whether it holds something of the segment that was not summed yet; at the end, on how many of
   /// them there is a gradient. On the thread of the rounds.
-  std::vector<double> holders(int32_t unit, int32_t segment);
+  std::vector<double> holders(int32_t unit, int32_t segment) EXCLUDES(engine_mutex);
+  /// Of the ranks, in this step.
+  bool has_sum(int32_t unit) EXCLUDES(engine_mutex);
   std::byte* held_gradient(int32_t unit, int32_t segment, int64_t begin) const;
   /// use(chunk, run, sum, begin in the segment, elements) of this rank's part.
   template <class Use>
   void each_own_sum(int32_t unit, int32_t segment, Use use) const;
   void add_what_ranks_hold(int32_t unit, int32_t segment, std::span<const double> said, std::span<float> out);
-  void finish() noexcept;
-  void finish_updates();
+  void finish() noexcept EXCLUDES(engine_mutex);
+  void finish_updates() EXCLUDES(engine_mutex);
   /// What is left of a step that changes nothing.
-  void leave_out();
-  GradientSummary reduce_gradients();
+  void leave_out() EXCLUDES(engine_mutex);
+  GradientSummary reduce_gradients() EXCLUDES(engine_mutex);
   /// Counts the step, and keeps what its updates need.
-  void capture_factors(std::span<const optim::Hyper> groups, GroupRange range, double clip);
-  void schedule_updates();
+  void capture_factors(std::span<const optim::Hyper> groups, GroupRange range, double clip)
+      EXCLUDES(engine_mutex);
+  void schedule_updates() EXCLUDES(engine_mutex);
 
   std::once_flag shut_down_;
   std::vector<int32_t> scheduled_chunks_;  // of schedule_updates(), kept for their memory

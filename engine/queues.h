@@ -6,6 +6,7 @@
 #include <memory>
 
 #include "base/mutex.h"
+#include "engine/schedule/engine_mutex.h"
 #include "kernels/device.h"
 
 namespace overspill::engine {
@@ -45,7 +46,7 @@ class Queues {
   }
 
   kernels::Device& device_;
-  Mutex mutex_;  // taken after the engine's, where both are
+  Mutex mutex_ ACQUIRED_AFTER(engine_mutex);
   std::map<void*, std::unique_ptr<kernels::Stream>> streams_ GUARDED_BY(mutex_);
 };
 

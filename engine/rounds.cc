@@ -64,27 +64,26 @@ void Rounds::start() {
 }
 
 void Rounds::attend(Meeting meeting, uint64_t number, std::function<void()> body) {
-  std::unique_lock lock(context_.mutex);
+  const MutexLock lock(context_.mutex());
   context_.check();
   Call call{meeting, number, std::move(body)};
   call_ = &call;
   ++context_.progress;
   context_.changed.notify_all();
   try {
-    context_.wait(
-        lock, [&] { return call.done; }, Cause::rest);
+    context_.wait([&]() REQUIRES(engine_mutex) { return call.done; }, Cause::rest);
   } catch (...) {
     // The thread may be in the body, which is the caller's.
-    context_.changed.wait(lock, [&] { return !in_round_ || over_; });
+    while (in_round_ && !over_) context_.changed.wait(context_.mutex());
     call_ = nullptr;
     throw;
   }
   call_ = nullptr;
 }
 
-Rounds::Change::Change(Rounds& rounds, std::unique_lock<std::mutex>& lock) : rounds_(rounds) {
+Rounds::Change::Change(Rounds& rounds) : rounds_(rounds) {
   ++rounds.change_waits_;
-  rounds.context_.changed.wait(lock, [&] { return !rounds.in_round_; });
+  while (rounds.in_round_) rounds.context_.changed.wait(rounds.context_.mutex());
   --rounds.change_waits_;
   ++rounds.changing_;
   ++rounds.changes_;
@@ -98,7 +97,7 @@ bool Rounds::here() const {
 void Rounds::leave() noexcept {
   if (!thread_.joinable()) return;
   {
-    const std::lock_guard guard(context_.mutex);
+    const MutexLock guard(context_.mutex());
     leaving_ = true;
     context_.changed.notify_all();
   }
@@ -112,7 +111,7 @@ void Rounds::abort_model_ranks(const char* why) noexcept {
 void Rounds::abort(const char* why) noexcept {
   abort_model_ranks(why);
   if (alone()) return;
-  const std::lock_guard guard(context_.mutex);
+  const MutexLock guard(context_.mutex());
   if (context_.failure.empty()) context_.fail(why);
 }
 
@@ -132,36 +131,37 @@ void Rounds::run() noexcept {
   if (!why.empty()) {
     context_.resources.communicator->abort(why.c_str());
     abort_model_ranks(why.c_str());
-    const std::lock_guard guard(context_.mutex);
+    const MutexLock guard(context_.mutex());
     context_.fail(why);
   }
-  const std::lock_guard guard(context_.mutex);
+  const MutexLock guard(context_.mutex());
   in_round_ = false;
   over_ = true;
   context_.changed.notify_all();
 }
 
 void Rounds::round() {
-  std::unique_lock lock(context_.mutex);
-  context_.changed.wait(lock, [&] { return change_waits_ == 0; });
+  MutexLock lock(context_.mutex());
+  while (change_waits_ > 0) context_.changed.wait(context_.mutex());
   if (!context_.failure.empty()) throw std::runtime_error(context_.cause);
   in_round_ = true;
   announce();
+  Call* const call = call_;  // where all ranks meet, that of this rank, which stays until it is done
   lock.unlock();
   context_.resources.communicator->all_gather(said_.bytes());
   agree(said_, agreement_);
   if (!agreement_.failure.empty()) throw CommunicatorError(agreement_.failure);
   if (agreement_.meet) {
-    call_->body();
+    call->body();
   } else {
     sum(agreement_.sums);
   }
   for (const int32_t unit : agreement_.gathers) gather(unit);
   lock.lock();
-  if (agreement_.meet) call_->done = true;
+  if (agreement_.meet) call->done = true;
   if (agreement_.out_of_room && gradients_.sums().stuck()) gradients_.sums().refuse();
   if (agreement_.due >= 0 && changing_ == 0) {  // what is read while weights change would be of two versions
-    gatherer_.prepare_to_serve(lock, agreement_.due);
+    gatherer_.prepare_to_serve(agreement_.due);
     updater_.pump();
   }
   gatherer_.unpin();
@@ -180,8 +180,11 @@ void Rounds::rest() {
   // While nobody wants anything, longer and longer.
   idle_rounds_ = agreement_.idle ? std::min(idle_rounds_ + 1, 16) : std::min(idle_rounds_ + 1, 4);
   const auto time = std::min(kRestMost, kRestLeast * (1 << std::min(idle_rounds_, 8)));
-  std::unique_lock lock(context_.mutex);
-  context_.changed.wait_for(lock, time, [&] { return !context_.failure.empty() || differs(); });
+  const MutexLock lock(context_.mutex());
+  const auto end = std::chrono::steady_clock::now() + time;
+  while (context_.failure.empty() && !differs()) {
+    if (!context_.changed.wait_until(context_.mutex(), end)) return;
+  }
 }
 
 Standing Rounds::stand() const {
@@ -255,7 +258,7 @@ void Rounds::sum(std::span<const int32_t> units) {
     for (int rank = 0; rank < said_.ranks(); ++rank)
       gives_[rank] = said_.says(rank, Say::gives, unit) ? 1 : 0;
     gradients_.sums().sum(unit, gives_);
-    const std::lock_guard guard(context_.mutex);
+    const MutexLock guard(context_.mutex());
     gradients_.sums().summed(unit);
   }
 }
@@ -267,7 +270,7 @@ void Rounds::gather(int32_t unit) {
   const std::byte* shard = nullptr;
   std::byte* room = nullptr;
   {
-    const std::lock_guard guard(context_.mutex);
+    const MutexLock guard(context_.mutex());
     shard = gatherer_.shard_in_memory(unit);
     if (wants) room = gatherer_.begin_collecting(unit);
   }
@@ -286,7 +289,7 @@ void Rounds::gather(int32_t unit) {
     ranks.exchange(send_, receive_);
   }
   if (!wants) return;
-  const std::lock_guard guard(context_.mutex);
+  const MutexLock guard(context_.mutex());
   gatherer_.collected(unit);
 }
 

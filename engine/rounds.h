@@ -7,7 +7,6 @@
 
 #include <atomic>
 #include <functional>
-#include <mutex>
 #include <optional>
 #include <span>
 #include <thread>
@@ -37,7 +36,7 @@ class Rounds {
   /// fails the engine. With one rank it is run by the caller. `number` differs between two meetings of a
   /// kind.
   template <class Body>
-  void meet(Meeting meeting, int64_t number, Body body) {
+  void meet(Meeting meeting, int64_t number, Body body) EXCLUDES(engine_mutex) {
     if (alone()) return body();
     attend(meeting, static_cast<uint64_t>(number), std::ref(body));
   }
@@ -48,7 +47,7 @@ class Rounds {
   /// still waits for.
   class Change {
    public:
-    Change(Rounds& rounds, std::unique_lock<std::mutex>& lock);
+    explicit Change(Rounds& rounds) MAY_RELEASE(engine_mutex);
     Change(const Change&) = delete;
     Change& operator=(const Change&) = delete;
     ~Change() { --rounds_.changing_; }
@@ -58,7 +57,7 @@ class Rounds {
   };
 
   /// On the thread of the rounds: sums what was given and not summed yet.
-  void sum_gradients();
+  void sum_gradients() EXCLUDES(engine_mutex);
 
   /// Whether the caller is the thread of the rounds: a transport may run other code there, such as a
   /// finalizer of Python.
@@ -66,30 +65,30 @@ class Rounds {
 
   /// Serves the others until all ranks have left, or the world has ended; then the thread is gone. Not to be
   /// called from that thread.
-  void leave() noexcept;
+  void leave() noexcept EXCLUDES(engine_mutex);
   /// Ends the world now: the others are told why.
-  void abort(const char* why) noexcept;
+  void abort(const char* why) noexcept EXCLUDES(engine_mutex);
 
  private:
   struct Call {
     Meeting meeting = Meeting::none;
     uint64_t number = 0;
     std::function<void()> body;
-    bool done = false;
+    bool done GUARDED_BY(engine_mutex) = false;
   };
 
   bool alone() const { return context_.layout.slices == 1; }
-  void attend(Meeting meeting, uint64_t number, std::function<void()> body);
+  void attend(Meeting meeting, uint64_t number, std::function<void()> body) EXCLUDES(engine_mutex);
   void abort_model_ranks(const char* why) noexcept;
-  void run() noexcept;
-  void round();
-  void rest();
-  void announce();
-  Standing stand() const;
-  bool is_so(Say say, int32_t unit, const Standing& own) const;
-  bool differs() const;
-  void sum(std::span<const int32_t> units);
-  void gather(int32_t unit);
+  void run() noexcept EXCLUDES(engine_mutex);
+  void round() EXCLUDES(engine_mutex);
+  void rest() EXCLUDES(engine_mutex);
+  void announce() REQUIRES(engine_mutex);
+  Standing stand() const REQUIRES(engine_mutex);
+  bool is_so(Say say, int32_t unit, const Standing& own) const REQUIRES(engine_mutex);
+  bool differs() const REQUIRES(engine_mutex);
+  void sum(std::span<const int32_t> units) EXCLUDES(engine_mutex);
+  void gather(int32_t unit) EXCLUDES(engine_mutex);
   void look_for_hanging_ranks();
 
   Context& context_;
@@ -99,13 +98,13 @@ class Rounds {
   Announcements said_;
   Agreement agreement_;
   uint64_t model_ = 0;
-  Call* call_ = nullptr;
-  uint64_t changes_ = 0;
+  Call* call_ GUARDED_BY(engine_mutex) = nullptr;
+  uint64_t changes_ GUARDED_BY(engine_mutex) = 0;
   std::atomic<int> changing_ = 0;
-  int change_waits_ = 0;  // a change waits for the end of the round
-  bool in_round_ = false;
-  bool leaving_ = false;
-  bool over_ = false;
+  int change_waits_ GUARDED_BY(engine_mutex) = 0;  // a change waits for the end of the round
+  bool in_round_ GUARDED_BY(engine_mutex) = false;
+  bool leaving_ GUARDED_BY(engine_mutex) = false;
+  bool over_ GUARDED_BY(engine_mutex) = false;
   int idle_rounds_ = 0;
   std::vector<uint64_t> seen_progress_;  // by rank
   std::vector<int64_t> seen_ns_;

@@ -65,15 +65,15 @@ StepResult Machine::skip_step(GroupRange range) {
 
 void Machine::leave_out() {
   gradients.clear();
-  const std::lock_guard guard(context.mutex);
+  const MutexLock guard(context.mutex());
   ++skipped_steps;
   context.meter.stepped(steps);
   updater.skip();
 }
 
 void Machine::finish_updates() {
-  std::unique_lock lock(context.mutex);
-  updater.finish(lock);
+  const MutexLock lock(context.mutex());
+  updater.finish();
 }
 
 GradientSummary Machine::reduce_gradients() {
@@ -120,7 +120,7 @@ void Machine::check_groups(std::span<const optim::Hyper> groups, GroupRange rang
 }
 
 void Machine::capture_factors(std::span<const optim::Hyper> groups, GroupRange range, double clip) {
-  const std::lock_guard guard(context.mutex);
+  const MutexLock guard(context.mutex());
   ++steps;
   for (size_t u = 0; u < context.units.size(); ++u) {
     const Unit& unit = context.layout.units[u];
@@ -138,8 +138,8 @@ void Machine::capture_factors(std::span<const optim::Hyper> groups, GroupRange r
 }
 
 void Machine::schedule_updates() {
-  std::unique_lock lock(context.mutex);
-  const Rounds::Change change(rounds, lock);
+  const MutexLock lock(context.mutex());
+  const Rounds::Change change(rounds);
   context.meter.stepped(steps);
   scheduled_chunks_.clear();
   changed_units_.clear();
@@ -157,7 +157,7 @@ void Machine::schedule_updates() {
   }
   context.journal.note(Happening::stepped, -1);
   try {
-    gatherer.invalidate(lock, changed_units_);
+    gatherer.invalidate(changed_units_);
   } catch (const kernels::DeviceError& error) {
     // The step is counted and some units are updated already: that is no refusal after which the engine goes
     // on.

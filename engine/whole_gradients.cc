@@ -21,12 +21,17 @@ void Machine::require_gradients_on_host(int32_t unit) {
 std::vector<double> Machine::holders(int32_t unit, int32_t segment) {
   std::vector<double> said(static_cast<size_t>(context.layout.slices) + 1);
   {
-    const std::lock_guard guard(context.mutex);
+    const MutexLock guard(context.mutex());
     said[context.layout.slice] = gradients.sums().holds(unit, segment) ? 1 : 0;
     said.back() = gradients.present(unit, segment) ? 1 : 0;
   }
   context.resources.communicator->all_reduce_sum(said);
   return said;
+}
+
+bool Machine::has_sum(int32_t unit) {
+  const MutexLock lock(context.mutex());
+  return gradients.sums().has_sum(unit);
 }
 
 std::byte* Machine::held_gradient(int32_t unit, int32_t segment, int64_t begin) const {
@@ -56,7 +61,7 @@ bool Machine::read_whole_gradient(int32_t unit, int32_t segment, std::span<float
     found = said.back() > 0;
     if (!found) return;
     std::ranges::fill(out, 0.0F);
-    if (gradients.sums().has_sum(unit)) {
+    if (has_sum(unit)) {
       each_own_sum(unit, segment, [&](int32_t, int32_t, const std::byte* sum, int64_t begin, int64_t count) {
         optim::widen(context.gradient_type(unit), sum,
                      out.subspan(static_cast<size_t>(begin), static_cast<size_t>(count)), true);
@@ -117,15 +122,15 @@ bool Machine::replace_whole_gradient(int32_t unit, int32_t segment, std::span<co
   bool found = false;
   rounds.meet(Meeting::look, ++looks, [&] {
     const std::vector<double> said = holders(unit, segment);
-    const bool has_sum = gradients.sums().has_sum(unit);
+    const bool summed = has_sum(unit);
     const auto of_ranks = std::span(said).first(said.size() - 1);
     const auto first = std::find_if(of_ranks.begin(), of_ranks.end(), [](double holds) { return holds > 0; });
     const bool any = first != of_ranks.end();
-    found = said.back() > 0 && (any || has_sum);
+    found = said.back() > 0 && (any || summed);
     if (!found) return;
     const optim::Element type = context.gradient_type(unit);
     const int64_t width = context.gradient_width(unit);
-    if (has_sum) {
+    if (summed) {
       each_own_sum(unit, segment, [&](int32_t c, int32_t r, std::byte* sum, int64_t begin, int64_t count) {
         squares.forget(c, r);
         if (any) return std::fill_n(sum, count * width, std::byte{0}), void();
@@ -155,7 +160,7 @@ bool Machine::read_own_gradient(int32_t unit, int32_t segment, std::span<float> 
                     context.layout.units[unit].name));
   }
   intake.finish();
-  const std::lock_guard guard(context.mutex);
+  const MutexLock guard(context.mutex());
   if (gradients.sums().has_sum(unit)) {
     throw std::invalid_argument(
         fmt::format("gradients of {} were summed over the ranks already", context.layout.units[unit].name));

@@ -139,7 +139,7 @@ void CheckpointKeeper::require_room_to_change() {
   if (context_.config.train_after_save) return;
   forget_deleted();
   if (kept_.empty()) return;
-  const std::lock_guard guard(context_.mutex);
+  const MutexLock guard(context_.mutex());
   throw CheckpointError(
       fmt::format("the states' only room on NVMe is held by the checkpoint {}: with train_after_save = false "
                   "nothing changes after a save. Delete the checkpoint to go on, or set train_after_save, "
@@ -149,6 +149,7 @@ void CheckpointKeeper::require_room_to_change() {
 
 std::vector<io::Extent> CheckpointKeeper::pin_all() {
   std::vector<io::Extent> extents;
+  const MutexLock lock(context_.mutex());
   for (const ChunkState& chunk : context_.chunks) {
     for (const io::Extent& extent : chunk.extents) {
       if (extent.empty()) continue;
@@ -250,7 +251,7 @@ void CheckpointKeeper::keep(const fs::path& folder) {
     kept_.push_back(std::move(saving_));
   }
   saving_ = {};
-  const std::lock_guard guard(context_.mutex);
+  const MutexLock guard(context_.mutex());
   context_.last_checkpoint = whole_name(folder).string();
 }
 
@@ -284,6 +285,12 @@ std::vector<io::ExportedExtent> CheckpointKeeper::export_pinned(const fs::path& 
   return std::move(exported.extents);
 }
 
+/// By segment.
+std::vector<int64_t> CheckpointKeeper::steps_of(size_t unit) {
+  const MutexLock lock(context_.mutex());
+  return context_.units[unit].steps;
+}
+
 Manifest CheckpointKeeper::write_folder(const fs::path& folder) {
   std::vector<io::ExportedExtent> exported = export_pinned(folder);
   ResidentFile resident(folder, context_.watch());
@@ -294,19 +301,17 @@ Manifest CheckpointKeeper::write_folder(const fs::path& folder) {
   size_t next = 0;
   for (size_t u = 0; u < context_.units.size(); ++u) {
     const Unit& unit = context_.layout.units[u];
-    ManifestUnit described = describe(unit, context_.units[u]);
+    ManifestUnit described = describe(unit, steps_of(u));
     for (int32_t c = unit.first_chunk; writes && c < unit.first_chunk + unit.chunk_count; ++c) {
       const Chunk& chunk = context_.layout.chunks[c];
-      const ChunkState& state = context_.chunks[c];
       for (Component component : kAllComponents) {
-        const auto i = static_cast<size_t>(component);
         const int64_t bytes = context_.component_bytes(c, component);
         if (bytes == 0) continue;
         ManifestPiece piece{std::string(unit.component_name(component)),
                             context_.layout.global_begin(chunk),
                             chunk.elements,
                             {}};
-        if (!state.extents[i].empty()) {
+        if (!context_.extent_of(c, component).empty()) {
           io::ExportedExtent& extent = exported[next++];
           piece.range = {extent.file, extent.offset, extent.bytes, std::move(extent.block_checksums)};
         } else {
@@ -372,14 +377,18 @@ CheckpointKeeper::Overlap CheckpointKeeper::overlap(const Unit& own, const Manif
   return {begin - shard, begin - piece.begin, end - begin};
 }
 
+void CheckpointKeeper::count_steps(int32_t unit, const ManifestUnit& found) {
+  const MutexLock lock(context_.mutex());
+  for (size_t s = 0; s < found.segments.size(); ++s) context_.units[unit].steps[s] = found.segments[s].step;
+}
+
 void CheckpointKeeper::load(const fs::path& folder, const Manifest& manifest) {
   std::vector<std::byte> buffer;
   io::StallWatch::Progress progress(context_.watch(), io::Operation::read, folder.string());
   for (const ManifestUnit& found : manifest.units) {
     const int32_t index = index_of(found.name);
     const Unit& unit = context_.layout.units[index];
-    for (size_t s = 0; s < found.segments.size(); ++s)
-      context_.units[index].steps[s] = found.segments[s].step;
+    count_steps(index, found);
     for (const ManifestPiece& piece : found.pieces) {
       const Component component{static_cast<uint8_t>(unit.component_named(piece.component))};
       const Overlap own = overlap(unit, piece);

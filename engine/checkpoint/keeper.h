@@ -36,11 +36,11 @@ class CheckpointKeeper {
   /// Where a save of `folder` writes until it is complete.
   static std::filesystem::path unfinished(const std::filesystem::path& folder);
   /// Every rank: pins its extents, writes its data durably, and says what it wrote.
-  Manifest write_part(const std::filesystem::path& folder);
+  Manifest write_part(const std::filesystem::path& folder) EXCLUDES(engine_mutex);
   /// One rank, when all have written theirs: the manifest, then the folder's name.
   void complete(const std::filesystem::path& folder, const Manifest& manifest);
   /// Every rank: the pins last as long as the folder has its slabs.
-  void keep(const std::filesystem::path& folder);
+  void keep(const std::filesystem::path& folder) EXCLUDES(engine_mutex);
   /// Instead: one rank removes what was written, then every rank its pins. In this order: until the folder is
   /// gone its slabs are its own.
   void remove(const std::filesystem::path& folder) const noexcept;
@@ -51,14 +51,14 @@ class CheckpointKeeper {
 
   /// Throws CheckpointError where new versions of the states have no room beside a checkpoint of this run
   /// (Config::train_after_save).
-  void require_room_to_change();
+  void require_room_to_change() EXCLUDES(engine_mutex);
 
   /// The manifest fits this model, and every byte that this rank would take fits its checksum. Throws
   /// CheckpointError naming what does not.
   Manifest verify(const std::filesystem::path& folder) const;
 
   /// Brings this rank's part of a verified checkpoint's weights and states home, and the step counts.
-  void load(const std::filesystem::path& folder, const Manifest& manifest);
+  void load(const std::filesystem::path& folder, const Manifest& manifest) EXCLUDES(engine_mutex);
 
  private:
   /// Pinned extents, and the share of slabs that they are pinned for.
@@ -81,10 +81,12 @@ class CheckpointKeeper {
   Manifest own_part(const Manifest& manifest) const;
   int32_t index_of(const std::string& unit) const;
   int64_t pinned_bytes() const;
-  std::vector<io::Extent> pin_all();
+  std::vector<io::Extent> pin_all() EXCLUDES(engine_mutex);
   void unpin(const std::vector<io::Extent>& extents) noexcept;
   std::vector<io::ExportedExtent> export_pinned(const std::filesystem::path& folder);
-  Manifest write_folder(const std::filesystem::path& folder);
+  std::vector<int64_t> steps_of(size_t unit) EXCLUDES(engine_mutex);
+  void count_steps(int32_t unit, const ManifestUnit& found) EXCLUDES(engine_mutex);
+  Manifest write_folder(const std::filesystem::path& folder) EXCLUDES(engine_mutex);
 
   Context& context_;
   Access& access_;

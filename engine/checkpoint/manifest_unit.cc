@@ -49,7 +49,7 @@ int64_t text_bytes(const ManifestPiece& piece) {
 
 }  // namespace
 
-ManifestUnit describe(const Unit& unit, const UnitState& state) {
+ManifestUnit describe(const Unit& unit, std::span<const int64_t> steps) {
   ManifestUnit out;
   out.name = unit.name;
   out.format = format_name(unit.format);
@@ -62,7 +62,7 @@ ManifestUnit describe(const Unit& unit, const UnitState& state) {
   for (size_t s = 0; s < unit.segments.size(); ++s) {
     const Segment& segment = unit.segments[s];
     out.segments.push_back({segment.name, segment.aliases, segment.shape, segment.strides, segment.begin,
-                            segment.elements, state.steps[s], segment.group, unit.trainable()});
+                            segment.elements, steps[s], segment.group, unit.trainable()});
   }
   return out;
 }
@@ -111,8 +111,7 @@ int64_t manifest_bytes(const Context& context, Bound bound) {
   int64_t bytes = 0;
   for (size_t u = 0; u < layout.units.size(); ++u) {
     const Unit& unit = layout.units[u];
-    ManifestUnit described = describe(unit, context.units[u]);
-    for (ManifestSegment& segment : described.segments) segment.step = steps;
+    ManifestUnit described = describe(unit, std::vector<int64_t>(unit.segments.size(), steps));
     for (const Component component : kAllComponents) {
       if (!unit.has(component)) continue;
       const ManifestPiece piece{std::string(unit.component_name(component)),

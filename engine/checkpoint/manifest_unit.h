@@ -4,14 +4,15 @@
 
 #include <cstdint>
 #include <filesystem>
+#include <span>
 
 #include "engine/checkpoint/manifest.h"
 #include "engine/schedule/context.h"
 
 namespace overspill::engine {
 
-/// All of a unit but its pieces.
-ManifestUnit describe(const Unit& unit, const UnitState& state);
+/// All of a unit but its pieces; `steps` are its updates so far, by segment.
+ManifestUnit describe(const Unit& unit, std::span<const int64_t> steps);
 
 /// Throws CheckpointError, which names both sides, unless the unit that `folder` has is this model's, held as
 /// this model holds it.

@@ -7,14 +7,14 @@
 
 namespace overspill::engine {
 
-/// While it lives, a caller waits for the unit: other ranks serve it first. Needs the context's mutex.
+/// While it lives, a caller waits for the unit: other ranks serve it first.
 class Awaiting {
  public:
-  Awaiting(Context& context, int32_t unit) : context_(context), unit_(unit) {
+  Awaiting(Context& context, int32_t unit) REQUIRES(engine_mutex) : context_(context), unit_(unit) {
     context_.awaited_units.push_back(unit);
     if (context_.layout.slices > 1) context_.changed.notify_all();
   }
-  ~Awaiting() {
+  ~Awaiting() REQUIRES(engine_mutex) {
     auto& units = context_.awaited_units;
     units.erase(std::find(units.begin(), units.end(), unit_));
   }

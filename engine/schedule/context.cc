@@ -2,7 +2,6 @@
 
 #include <fmt/format.h>
 
-#include "engine/schedule/unlocked.h"
 #include "kernels/clock.h"
 
 namespace overspill::engine {
@@ -134,14 +133,14 @@ void Context::demand(int32_t unit) {
 }
 
 /// Gives the lock up for a call to the store, which stays until the call has ended.
-class Context::AtStore {
+class SCOPED_CAPABILITY Context::AtStore {
  public:
-  AtStore(Context& context, std::unique_lock<std::mutex>& lock) : context_(context), lock_(lock) {
+  explicit AtStore(Context& context) RELEASE(engine_mutex) : context_(context) {
     ++context_.at_store;
-    lock_.unlock();
+    context_.mutex().unlock();
   }
-  ~AtStore() {
-    lock_.lock();
+  ~AtStore() RELEASE() {
+    context_.mutex().lock();
     context_.leave_store();
   }
   AtStore(const AtStore&) = delete;
@@ -149,17 +148,16 @@ class Context::AtStore {
 
  private:
   Context& context_;
-  std::unique_lock<std::mutex>& lock_;
 };
 
 Context::StoreKept::StoreKept(Context& context) : context_(context) {
-  const std::lock_guard guard(context_.mutex);
+  const MutexLock guard(context_.mutex());
   context_.check();
   ++context_.at_store;
 }
 
 Context::StoreKept::~StoreKept() {
-  const std::lock_guard guard(context_.mutex);
+  const MutexLock guard(context_.mutex());
   context_.leave_store();
 }
 
@@ -167,13 +165,13 @@ void Context::leave_store() {
   if (--at_store == 0 && !failure.empty()) changed.notify_all();
 }
 
-io::Extent Context::allocate(std::unique_lock<std::mutex>& lock, int64_t bytes) {
-  const AtStore at_store(*this, lock);
+io::Extent Context::allocate(int64_t bytes) {
+  const AtStore at_store(*this);
   return store().allocate(bytes);
 }
 
-void Context::wait_for(std::unique_lock<std::mutex>& lock, const kernels::Event& event) {
-  const Unlocked unlocked(lock);
+void Context::wait_for(const kernels::Event& event) {
+  const Unlocked unlocked(mutex());
   event.wait();
 }
 
@@ -186,6 +184,11 @@ void Context::submit(io::Transfer& transfer) {
 void Context::completed(const io::Transfer& transfer) {
   meter.end(activity_of(transfer));
   meter.moved(activity_of(transfer), transfer.extent.bytes);
+}
+
+io::Extent Context::extent_of(int32_t chunk, Component component) {
+  const MutexLock lock(mutex());
+  return chunks[chunk].extents[static_cast<size_t>(component)];
 }
 
 void Context::release_gradient(ChunkState& state) {
@@ -211,15 +214,15 @@ void Context::check() {
   throw EngineFailed("the engine has failed and holds no consistent weights: " + failure);
 }
 
-bool Context::poll(std::unique_lock<std::mutex>& lock) {
+bool Context::poll() {
   if (resources.store == nullptr) return false;
-  const AtStore at_store(*this, lock);
+  const AtStore at_store(*this);
   return store().poll();
 }
 
-std::unique_ptr<io::Store> Context::take_store(std::unique_lock<std::mutex>& lock) {
+std::unique_ptr<io::Store> Context::take_store() {
   if (failure.empty()) throw std::logic_error("the store of an engine that goes on was to be taken");
-  changed.wait(lock, [&] { return at_store == 0; });
+  while (at_store > 0) changed.wait(mutex());
   return std::move(resources.store);
 }
 

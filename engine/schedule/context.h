@@ -1,12 +1,10 @@
 // What the parts of the schedule share: the layout, the plan, the resources, and the state of every unit and
-// chunk, under one mutex.
+// chunk, under one mutex (engine_mutex.h).
 #pragma once
 
 #include <array>
-#include <condition_variable>
 #include <cstdint>
 #include <memory>
-#include <mutex>
 #include <stdexcept>
 #include <string>
 #include <vector>
@@ -21,6 +19,7 @@
 #include "engine/partition/layout.h"
 #include "engine/plan/plan.h"
 #include "engine/queues.h"
+#include "engine/schedule/engine_mutex.h"
 #include "engine/schedule/journal.h"
 #include "engine/schedule/report.h"
 #include "engine/schedule/trace.h"
@@ -83,30 +82,37 @@ enum class Guess : uint8_t {
 };
 enum class Verdict : uint8_t { open, take, drop };
 
+/// What is not guarded are addresses, which stay as the constructor set them; but a guess that is taken
+/// exchanges those of `home` and `second`, under the mutex, and none is left where they are reached without it.
 struct ChunkState {
-  Residency residency = Residency::home;
-  bool pending = false;                           // step() has scheduled an update that has not been done
-  int32_t slot = -1;                              // in the ring
-  int64_t position = 0;                           // in the order of the update
+  Residency residency GUARDED_BY(engine_mutex) = Residency::home;
+  bool pending GUARDED_BY(engine_mutex) = false;  // step() has scheduled an update that has not been done
+  int32_t slot GUARDED_BY(engine_mutex) = -1;     // in the ring
+  int64_t position GUARDED_BY(engine_mutex) = 0;  // in the order of the update
   std::array<std::byte*, kComponents> home{};     // components on the host
-  std::array<io::Extent, kComponents> extents{};  // components on NVMe; empty: never written, all zero
-  std::byte* staged_weights = nullptr;            // hi in the slot, where hi lives on NVMe
-  std::byte* gradient = nullptr;                  // on the host; null: spilled, or there is none
-  optim::Element gradient_element{};              // as it is now; constant, but for spilled ones
-  io::Extent gradient_extent;                     // of a spilled one that was written
-  bool gradient_kept = false;                     // beyond its update, until another comes or it is cleared
+  /// Components on NVMe; empty: never written, all zero.
+  std::array<io::Extent, kComponents> extents GUARDED_BY(engine_mutex){};
+  std::byte* staged_weights GUARDED_BY(engine_mutex) = nullptr;  // hi in the slot, where hi lives on NVMe
+  std::byte* gradient = nullptr;                               // on the host; null: spilled, or there is none
+  optim::Element gradient_element GUARDED_BY(engine_mutex){};  // as it is now; constant, but for spilled ones
+  io::Extent gradient_extent GUARDED_BY(engine_mutex);         // of a spilled one that was written
+  /// Beyond its update, until another comes or it is cleared.
+  bool gradient_kept GUARDED_BY(engine_mutex) = false;
 
-  Guess guess = Guess::none;
-  Verdict verdict = Verdict::open;                        // of step(), on a guess
-  std::array<io::Extent, kComponents> guessed_extents{};  // written; empty until then
-  std::byte* second_weights = nullptr;                    // guessed hi, where hi lives on the host
-  std::array<std::byte*, kComponents> second{};           // of what is held twice: for the guessed version
+  Guess guess GUARDED_BY(engine_mutex) = Guess::none;
+  Verdict verdict GUARDED_BY(engine_mutex) = Verdict::open;  // of step(), on a guess
+  /// Written; empty until then.
+  std::array<io::Extent, kComponents> guessed_extents GUARDED_BY(engine_mutex){};
+  std::byte* second_weights GUARDED_BY(engine_mutex) = nullptr;  // guessed hi, where hi lives on the host
+  std::array<std::byte*, kComponents> second{};  // of what is held twice: for the guessed version
 
   /// While `writing`: whether the new version is a guess that is not the chunk's (yet).
-  bool writes_a_guess() const { return guess == Guess::made && verdict != Verdict::take; }
+  bool writes_a_guess() const REQUIRES(engine_mutex) {
+    return guess == Guess::made && verdict != Verdict::take;
+  }
 
   /// The state changes that are allowed; anything else is a bug and throws.
-  void become(Residency next);
+  void become(Residency next) REQUIRES(engine_mutex);
 };
 
 /// The gathered form of a unit whose weights cannot be used where they lie.
@@ -120,24 +126,27 @@ enum class Gathered : uint8_t {
 
 struct Block;  // gather.h
 
+/// What is not guarded are addresses, which stay as they were set at first; but that of `gradients` in a pool
+/// changes, under the mutex, while nobody brings gradients of the unit or sums them.
 struct UnitState {
-  Gathered gathered = Gathered::absent;
-  Block* block = nullptr;
+  Gathered gathered GUARDED_BY(engine_mutex) = Gathered::absent;
+  Block* block GUARDED_BY(engine_mutex) = nullptr;
   std::byte* home = nullptr;   // hi of this rank's shard, on the host
   std::byte* whole = nullptr;  // hi of all shards, where the unit lies whole on every rank; home lies in it
   Block* resident = nullptr;   // hi of this rank's shard, where it lives on the device; copied: as it is now
-  bool wanted = false;         // there: gathered as soon as this rank's shard is up to date
-  kernels::Event copied;       // the last copy of its weights to the device; it may read `home`
+  bool wanted GUARDED_BY(engine_mutex) = false;  // there: gathered as soon as this rank's shard is up to date
+  /// The last copy of its weights to the device; it may read `home`.
+  kernels::Event copied GUARDED_BY(engine_mutex);
   std::byte* gradients = nullptr;  // all ranks' elements, in flight; null: by chunk, or with one rank there
-  int32_t pending_chunks = 0;
-  int64_t generation = 0;  // of the weights
+  int32_t pending_chunks GUARDED_BY(engine_mutex) = 0;
+  int64_t generation GUARDED_BY(engine_mutex) = 0;  // of the weights
   // Captured by step(), by segment:
-  std::vector<optim::Factors> factors;
-  std::vector<uint8_t> updated;  // has a gradient in this step
-  std::vector<int64_t> steps;    // updates so far
+  std::vector<optim::Factors> factors GUARDED_BY(engine_mutex);
+  std::vector<uint8_t> updated GUARDED_BY(engine_mutex);  // has a gradient in this step
+  std::vector<int64_t> steps GUARDED_BY(engine_mutex);    // updates so far
   // Captured when the unit's gradients seemed final, by segment:
-  std::vector<optim::Factors> guessed_factors;
-  std::vector<uint8_t> guessed;  // has a gradient
+  std::vector<optim::Factors> guessed_factors GUARDED_BY(engine_mutex);
+  std::vector<uint8_t> guessed GUARDED_BY(engine_mutex);  // has a gradient
 };
 
 struct ScheduleStats {
@@ -199,23 +208,26 @@ struct Context {
   io::Store& store() const { return *resources.store; }
   io::StallWatch* watch() const { return resources.watch.get(); }
 
-  /// First failure wins; wakes everyone. Needs the mutex.
-  void fail(const std::string& cause);
+  /// First failure wins; wakes everyone.
+  void fail(const std::string& cause) REQUIRES(engine_mutex);
   /// Throws EngineFailed after a failure: its caller is told; std::invalid_argument once the engine is
-  /// closed. Needs the mutex.
-  void check();
+  /// closed.
+  void check() REQUIRES(engine_mutex);
+  /// The one mutex, which annotations call engine_mutex.
+  Mutex& mutex() RETURN_CAPABILITY(engine_mutex) { return mutex_; }
+
   /// Waits for `done`, counting the time; throws EngineFailed when the engine fails meanwhile. `unit`: what
   /// for.
   template <class Done>
-  void wait(std::unique_lock<std::mutex>& lock, Done done, Cause cause, int32_t unit = -1);
-  /// As Store::poll, with the lock given up meanwhile. False without a store.
-  bool poll(std::unique_lock<std::mutex>& lock);
+  void wait(Done done, Cause cause, int32_t unit = -1) MAY_RELEASE(engine_mutex);
+  /// As Store::poll, without the mutex. False without a store.
+  bool poll() MAY_RELEASE(engine_mutex);
   /// Keeps the store where a caller goes to it by itself, without the mutex: take_store() waits for the end
   /// of it. Throws as check() does, so nobody goes to a store that is given up.
   class StoreKept {
    public:
-    explicit StoreKept(Context& context);
-    ~StoreKept();
+    explicit StoreKept(Context& context) EXCLUDES(engine_mutex);
+    ~StoreKept() EXCLUDES(engine_mutex);
     StoreKept(const StoreKept&) = delete;
     StoreKept& operator=(const StoreKept&) = delete;
 
@@ -224,23 +236,25 @@ struct Context {
   };
   /// Takes the store, once nobody is in poll() or allocate() any more, and no StoreKept is left. Nothing new
   /// may be started.
-  std::unique_ptr<io::Store> take_store(std::unique_lock<std::mutex>& lock);
+  std::unique_ptr<io::Store> take_store() MAY_RELEASE(engine_mutex);
 
-  /// The unit's updates come before others, until they are done. Needs the mutex.
-  void demand(int32_t unit);
-  void end_demand(int32_t unit) { std::erase(demanded_units, unit); }
+  /// The unit's updates come before others, until they are done.
+  void demand(int32_t unit) REQUIRES(engine_mutex);
+  void end_demand(int32_t unit) REQUIRES(engine_mutex) { std::erase(demanded_units, unit); }
 
-  /// As Store::allocate, which may wait for the disk, with the lock given up meanwhile. Throws StoreError.
-  io::Extent allocate(std::unique_lock<std::mutex>& lock, int64_t bytes);
-  /// Waits for the device, with the lock given up meanwhile. Throws kernels::DeviceError. Has the lock
-  /// afterwards in either case.
-  static void wait_for(std::unique_lock<std::mutex>& lock, const kernels::Event& event);
+  /// As Store::allocate, without the mutex, since it may wait for the disk. Throws StoreError.
+  io::Extent allocate(int64_t bytes) MAY_RELEASE(engine_mutex);
+  /// Waits for the device, without the mutex. Throws kernels::DeviceError.
+  void wait_for(const kernels::Event& event) MAY_RELEASE(engine_mutex);
   /// Hands a transfer of the schedule to the store; the report counts it until its on_complete says so.
-  void submit(io::Transfer& transfer);
-  void completed(const io::Transfer& transfer);
+  void submit(io::Transfer& transfer) REQUIRES(engine_mutex);
+  void completed(const io::Transfer& transfer) REQUIRES(engine_mutex);
+
+  /// Where a component on NVMe is now; empty: it was never written.
+  io::Extent extent_of(int32_t chunk, Component component) EXCLUDES(engine_mutex);
 
   /// Gives up what is on NVMe of a chunk's gradient, if anything is.
-  void release_gradient(ChunkState& state);
+  void release_gradient(ChunkState& state) REQUIRES(engine_mutex);
 
   const Layout layout;
   const Plan plan;
@@ -253,43 +267,46 @@ struct Context {
   HostMemory states;    // on the host
   HostMemory second;    // versions of what is held twice
 
-  // Everything below is guarded by `mutex`.
-  std::mutex mutex;
-  std::condition_variable changed;
-  std::vector<UnitState> units;
-  std::vector<ChunkState> chunks;
+  Condition changed;               // of what the mutex guards
+  std::vector<UnitState> units;    // as many as long as the engine lives; their members say what guards them
+  std::vector<ChunkState> chunks;  // the same
   Queues queues;
-  Trace trace;
-  ScheduleStats stats;
-  std::string failure;
-  std::string cause;  // of it, alone
-  bool told = false;  // a caller has been given it
-  std::string last_checkpoint;
-  int at_store = 0;                     // callers who are in the store without the mutex
-  std::vector<int32_t> demanded_units;  // somebody waits for their updates; the latest comes first
-  std::vector<int32_t> awaited_units;   // callers wait for their gathered weights; the oldest comes first
-  uint64_t progress = 0;                // calls so far
-  Journal journal;
-  StepMeter meter;
+  Trace trace GUARDED_BY(engine_mutex);
+  ScheduleStats stats GUARDED_BY(engine_mutex);
+  std::string failure GUARDED_BY(engine_mutex);
+  std::string cause GUARDED_BY(engine_mutex);  // of it, alone
+  bool told GUARDED_BY(engine_mutex) = false;  // a caller has been given it
+  std::string last_checkpoint GUARDED_BY(engine_mutex);
+  int at_store GUARDED_BY(engine_mutex) = 0;  // callers who are in the store without the mutex
+  /// Somebody waits for their updates; the latest comes first.
+  std::vector<int32_t> demanded_units GUARDED_BY(engine_mutex);
+  /// Callers wait for their gathered weights; the oldest comes first.
+  std::vector<int32_t> awaited_units GUARDED_BY(engine_mutex);
+  uint64_t progress GUARDED_BY(engine_mutex) = 0;  // calls so far
+  Journal journal GUARDED_BY(engine_mutex);
+  StepMeter meter GUARDED_BY(engine_mutex);
 
  private:
   class AtStore;
-  void leave_store();
+  void leave_store() REQUIRES(engine_mutex);
   template <class Carver>
-  void carve_gradients(const Unit& unit, UnitState& state, Carver& carver);
+  void carve_gradients(const Unit& unit, UnitState& state,
+                       Carver& carver) NO_THREAD_SAFETY_ANALYSIS;  // of the constructor: nobody else is here
+
+  Mutex mutex_;
 };
 
 template <class Done>
-void Context::wait(std::unique_lock<std::mutex>& lock, Done done, Cause cause, int32_t unit) {
+void Context::wait(Done done, Cause cause, int32_t unit) {
   check();
   if (done()) return;
   const int64_t start = now_ns();
   journal.note(Happening::waiting, unit);
   meter.begin(Activity::wait);
-  const auto over = [&] { return !failure.empty() || done(); };
-  while (!over() && poll(lock)) {
+  const auto over = [&]() REQUIRES(engine_mutex) { return !failure.empty() || done(); };
+  while (!over() && poll()) {
   }
-  changed.wait(lock, over);
+  while (!over()) changed.wait(mutex());
   journal.note(Happening::resumed, unit);
   meter.end(Activity::wait);
   const int64_t waited_ns = now_ns() - start;

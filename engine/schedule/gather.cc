@@ -7,7 +7,6 @@
 #include <utility>
 
 #include "engine/schedule/awaiting.h"
-#include "engine/schedule/unlocked.h"
 #include "kernels/device_kernels.h"
 
 namespace overspill::engine {
@@ -57,7 +56,7 @@ Gatherer::~Gatherer() {
   }
 }
 
-Block* Gatherer::acquire(std::unique_lock<std::mutex>& lock, int32_t unit) {
+Block* Gatherer::acquire(int32_t unit) {
   UnitState& state = context_.units[unit];
   bool announced = false;
   while (true) {
@@ -69,7 +68,7 @@ Block* Gatherer::acquire(std::unique_lock<std::mutex>& lock, int32_t unit) {
         state.gathered == Gathered::absent ? copy_under_way() : std::nullopt;
     if (state.gathered == Gathered::absent && !start_fill(unit, Urgency::demanded)) {
       if (copied) {  // its end makes room
-        Context::wait_for(lock, *copied);
+        context_.wait_for(*copied);
         continue;
       }
       if (!filling_anything()) {
@@ -82,21 +81,24 @@ Block* Gatherer::acquire(std::unique_lock<std::mutex>& lock, int32_t unit) {
             on_device ? "device" : "host"));
       }
       context_.wait(
-          lock, [&] { return state.gathered != Gathered::absent || !filling_anything(); }, Cause::room, unit);
+          [&]() REQUIRES(engine_mutex) { return state.gathered != Gathered::absent || !filling_anything(); },
+          Cause::room, unit);
       continue;
     }
     if (!announced) start_fills_ahead();
     announced = true;
-    make_copies(lock);
+    make_copies();
     const Awaiting awaiting(context_, unit);
     context_.wait(
-        lock, [&] { return state.gathered == Gathered::ready || state.gathered == Gathered::absent; },
+        [&]() REQUIRES(engine_mutex) {
+          return state.gathered == Gathered::ready || state.gathered == Gathered::absent;
+        },
         state.pending_chunks > 0 ? Cause::updates : Cause::reads, unit);
   }
   Block* block = state.block;
   ++block->leases;
   try {
-    if (!announced) prefetch(lock);
+    if (!announced) prefetch();
   } catch (...) {
     release(block, {});
     throw;
@@ -105,8 +107,8 @@ Block* Gatherer::acquire(std::unique_lock<std::mutex>& lock, int32_t unit) {
 }
 
 void Gatherer::wait_for_copy(Block& block) {
-  std::unique_lock lock(context_.mutex);
-  Context::wait_for(lock, kernels::Event(block.copied));
+  const MutexLock lock(context_.mutex());
+  context_.wait_for(kernels::Event(block.copied));
   free_bounce(block);
 }
 
@@ -170,9 +172,9 @@ std::optional<kernels::Event> Gatherer::copy_under_way() const {
   return std::nullopt;
 }
 
-void Gatherer::prefetch(std::unique_lock<std::mutex>& lock) {
+void Gatherer::prefetch() {
   start_fills_ahead();
-  make_copies(lock);
+  make_copies();
 }
 
 void Gatherer::start_fills_ahead() {
@@ -229,17 +231,17 @@ void Gatherer::fetch(Block& block, int32_t chunk, Urgency urgency) {
 }
 
 /// Makes the copies that are due, on the thread of whoever calls.
-void Gatherer::make_copies(std::unique_lock<std::mutex>& lock) {
+void Gatherer::make_copies() {
   while (!copies_.empty()) {
     const Copy next = copies_.front();
     copies_.erase(copies_.begin());
-    make(lock, next);
+    make(next);
   }
 }
 
 /// The block stays since it is being filled, the weights' home since whoever changes it invalidates the block
 /// first, and a slot since it is lent.
-void Gatherer::make(std::unique_lock<std::mutex>& lock, const Copy& copy) {
+void Gatherer::make(const Copy& copy) {
   const ChunkState& state = context_.chunks[copy.chunk];
   const std::byte* weights = weights_in_memory(copy.chunk);
   if (weights == nullptr && !state.extents[0].empty())  // its slot was given up since
@@ -249,7 +251,7 @@ void Gatherer::make(std::unique_lock<std::mutex>& lock, const Copy& copy) {
   {
     std::byte* const to = place_of(*copy.block, copy.chunk);
     const auto bytes = static_cast<size_t>(context_.component_bytes(copy.chunk, Component::hi));
-    const Unlocked unlocked(lock);
+    const Unlocked unlocked(context_.mutex());
     if (weights != nullptr) {
       std::memcpy(to, weights, bytes);
     } else {
@@ -263,7 +265,7 @@ void Gatherer::make(std::unique_lock<std::mutex>& lock, const Copy& copy) {
 void Gatherer::on_fetched(io::Transfer& transfer) noexcept {
   Fetch& fetch = *static_cast<Fetch*>(transfer.context);
   Context& context = fetch.owner->context_;
-  const std::lock_guard guard(context.mutex);
+  const MutexLock guard(context.mutex());
   context.completed(transfer);
   if (transfer.error) {
     context.fail("reading weights of " + context.layout.units[fetch.block->unit].name + ": " +
@@ -273,14 +275,14 @@ void Gatherer::on_fetched(io::Transfer& transfer) noexcept {
   fetch.owner->arrived(*fetch.block);
 }
 
-void Gatherer::deliver(std::unique_lock<std::mutex>& lock, int32_t chunk, const std::byte* weights) {
+void Gatherer::deliver(int32_t chunk, const std::byte* weights) {
   const UnitState& state = context_.units[context_.layout.chunks[chunk].unit];
   if (state.gathered != Gathered::filling) return;
   Block& block = *state.block;  // stays, since this chunk is yet to come
   if (block.shard != nullptr) {
-    const Unlocked unlocked(lock);
-    std::memcpy(place_of(block, chunk), weights,
-                static_cast<size_t>(context_.component_bytes(chunk, Component::hi)));
+    std::byte* const to = place_of(block, chunk);
+    const Unlocked unlocked(context_.mutex());
+    std::memcpy(to, weights, static_cast<size_t>(context_.component_bytes(chunk, Component::hi)));
   }
   arrived(block);
 }
@@ -332,9 +334,9 @@ void Gatherer::finish(Block& block) {
 void Gatherer::copy_to_host(const Block& block, std::span<std::byte> to, const std::byte* from) {
   kernels::Event copied;
   {
-    const std::lock_guard turn(looking_);
+    const MutexLock turn(looking_);
     {
-      const std::lock_guard guard(context_.mutex);
+      const MutexLock guard(context_.mutex());
       looks_->wait(block.copied);
     }
     looks_->copy_to_host(to.data(), from, std::ssize(to));
@@ -343,11 +345,10 @@ void Gatherer::copy_to_host(const Block& block, std::span<std::byte> to, const s
   copied.wait();
 }
 
-void Gatherer::invalidate(std::unique_lock<std::mutex>& lock, std::span<const int32_t> units) {
-  make_copies(lock);
+void Gatherer::invalidate(std::span<const int32_t> units) {
+  make_copies();
   if (serve_.unit >= 0) {
-    context_.wait(
-        lock, [&] { return serve_.arriving == 0; }, Cause::reads);
+    context_.wait([&]() REQUIRES(engine_mutex) { return serve_.arriving == 0; }, Cause::reads);
     serve_.unit = -1;
   }
   for (int32_t unit : units) {
@@ -358,10 +359,12 @@ void Gatherer::invalidate(std::unique_lock<std::mutex>& lock, std::span<const in
       continue;
     }
     context_.wait(
-        lock, [&] { return state.gathered != Gathered::filling && state.gathered != Gathered::collecting; },
+        [&]() REQUIRES(engine_mutex) {
+          return state.gathered != Gathered::filling && state.gathered != Gathered::collecting;
+        },
         Cause::reads);
     // What it reads changes now, also where its block was given up.
-    Context::wait_for(lock, std::exchange(state.copied, {}));
+    context_.wait_for(std::exchange(state.copied, {}));
     if (state.gathered == Gathered::absent) continue;
     Block& block = *state.block;
     if (block.leases == 0) {
@@ -375,7 +378,7 @@ void Gatherer::invalidate(std::unique_lock<std::mutex>& lock, std::span<const in
 }
 
 bool Gatherer::filling_anything() const {
-  return std::any_of(blocks_.begin(), blocks_.end(), [&](const auto& block) {
+  return std::any_of(blocks_.begin(), blocks_.end(), [&](const auto& block) REQUIRES(engine_mutex) {
     if (block->unit < 0 || block->orphan) return false;
     return block->pins > 0 || context_.units[block->unit].gathered != Gathered::ready;
   });

@@ -4,14 +4,14 @@
 
 namespace overspill::engine {
 
-void Gatherer::acquire_whole(std::unique_lock<std::mutex>& lock, int32_t unit) {
+void Gatherer::acquire_whole(int32_t unit) {
   UnitState& state = context_.units[unit];
   context_.check();
   if (state.gathered == Gathered::ready) return;
   state.wanted = true;
   const Awaiting awaiting(context_, unit);
-  context_.wait(
-      lock, [&] { return state.gathered == Gathered::ready; }, Cause::reads, unit);
+  context_.wait([&]() REQUIRES(engine_mutex) { return state.gathered == Gathered::ready; }, Cause::reads,
+                unit);
 }
 
 void Gatherer::want_whole(std::span<const int32_t> units) {
@@ -54,7 +54,7 @@ void Gatherer::unpin() {
   pinned_.clear();
 }
 
-void Gatherer::prepare_to_serve(std::unique_lock<std::mutex>& lock, int32_t unit) {
+void Gatherer::prepare_to_serve(int32_t unit) {
   const UnitState& state = context_.units[unit];
   if (state.pending_chunks > 0) {
     if (context_.demanded_units.empty()) context_.demand(unit);
@@ -71,7 +71,7 @@ void Gatherer::prepare_to_serve(std::unique_lock<std::mutex>& lock, int32_t unit
   for (int32_t c = layout.first_chunk; c < layout.first_chunk + layout.chunk_count; ++c)
     bring(serve_, c, Urgency::demanded);
   arrived(serve_);
-  make_copies(lock);
+  make_copies();
 }
 
 std::byte* Gatherer::begin_collecting(int32_t unit) {

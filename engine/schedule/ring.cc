@@ -75,8 +75,8 @@ bool StateRing::is_copy(const Slot& slot) const {
 }
 
 bool StateRing::drop_a_copy() {
-  const auto copy =
-      std::find_if(slots_.rbegin(), slots_.rend(), [&](const Slot& slot) { return is_copy(slot); });
+  const auto copy = std::find_if(slots_.rbegin(), slots_.rend(),
+                                 [&](const Slot& slot) REQUIRES(engine_mutex) { return is_copy(slot); });
   if (copy == slots_.rend()) return false;
   release(*copy);
   return true;
@@ -149,7 +149,7 @@ void StateRing::write(int32_t chunk, const Extents& fresh) {
 void StateRing::on_transfer(io::Transfer& transfer) noexcept {
   Slot& slot = *static_cast<Slot*>(transfer.context);
   StateRing& self = *slot.ring;
-  const std::lock_guard guard(self.context_.mutex);
+  const MutexLock guard(self.context_.mutex());
   self.context_.completed(transfer);
   if (transfer.error) {
     self.context_.fail(fmt::format(
@@ -221,7 +221,7 @@ bool StateRing::ready(int32_t chunk) const {
 }
 
 bool StateRing::at_rest() const {
-  return std::ranges::all_of(slots_, [&](const Slot& slot) {
+  return std::ranges::all_of(slots_, [&](const Slot& slot) REQUIRES(engine_mutex) {
     return slot.chunk < 0 ||
            (slot.in_flight == 0 && context_.chunks[slot.chunk].residency == Residency::staged);
   });

@@ -4,8 +4,6 @@
 //
 // Here is what the guess rests on: which gradients are final (as many arrived as in the last step), what the
 // hyper-parameters will be, and memory for the second `hi`. The updater does the work.
-//
-// Every method needs the context's mutex.
 #pragma once
 
 #include <cstdint>
@@ -21,47 +19,48 @@ class Speculation {
   explicit Speculation(Context& context);
 
   /// The hyper-parameters that the next step is expected to have.
-  void expect(std::span<const optim::Hyper> groups);
+  void expect(std::span<const optim::Hyper> groups) REQUIRES(engine_mutex);
 
   /// A gradient arrived. True when the unit's are now all there, going by the last step, and its updates may
   /// be guessed: its guessed factors are captured then.
-  bool arrived(int32_t unit, int32_t segment);
+  bool arrived(int32_t unit, int32_t segment) REQUIRES(engine_mutex);
 
   /// Gradients were thrown away: counting starts anew.
-  void restart();
+  void restart() REQUIRES(engine_mutex);
 
   /// The step is decided: what arrived in it is what will be expected in the next. After a miss guessing
   /// pauses, each time twice as long, since a guess that fails has read and written for nothing.
-  void stepped(bool any_made, bool hit);
+  void stepped(bool any_made, bool hit) REQUIRES(engine_mutex);
 
   /// Whether the factors of the unit are those that were guessed, for every segment.
-  bool right(int32_t unit) const;
+  bool right(int32_t unit) const REQUIRES(engine_mutex);
 
   /// Memory for the second `hi` of a chunk; null when all is taken.
-  std::byte* take_weights();
-  void give_back(std::byte* weights);
+  std::byte* take_weights() REQUIRES(engine_mutex);
+  void give_back(std::byte* weights) REQUIRES(engine_mutex);
 
   /// Whether guesses may come.
-  bool active() const {
+  bool active() const REQUIRES(engine_mutex) {
     return context_.config.speculate && context_.layout.slices == 1 && pause_ == 0 && !groups_.empty();
   }
 
   bool may_guess(int32_t chunk) const { return engine::may_guess(context_.plan, chunk); }
 
  private:
-  bool complete(int32_t unit) const;
-  void capture(int32_t unit);
+  bool complete(int32_t unit) const REQUIRES(engine_mutex);
+  void capture(int32_t unit) REQUIRES(engine_mutex);
 
   static constexpr int64_t kPauseMost = 64;  // steps
 
   Context& context_;
   HostMemory memory_;
-  std::vector<std::byte*> free_;
-  std::vector<optim::Hyper> groups_;
-  std::vector<std::vector<int32_t>> arrivals_;  // by unit and segment, since the last step
-  std::vector<std::vector<int32_t>> expected_;  // in the last step
-  int64_t next_pause_ = 1;
-  int64_t pause_ = 0;  // steps during which nothing is guessed
+  std::vector<std::byte*> free_ GUARDED_BY(engine_mutex);
+  std::vector<optim::Hyper> groups_ GUARDED_BY(engine_mutex);
+  /// By unit and segment, since the last step.
+  std::vector<std::vector<int32_t>> arrivals_ GUARDED_BY(engine_mutex);
+  std::vector<std::vector<int32_t>> expected_ GUARDED_BY(engine_mutex);  // in the last step
+  int64_t next_pause_ GUARDED_BY(engine_mutex) = 1;
+  int64_t pause_ GUARDED_BY(engine_mutex) = 0;  // steps during which nothing is guessed
 };
 
 }  // namespace overspill::engine

@@ -6,7 +6,7 @@ namespace overspill::engine {
 namespace {
 
 /// The order of the update; guesses come last.
-bool earlier(const ChunkState& a, const ChunkState& b) {
+bool earlier(const ChunkState& a, const ChunkState& b) REQUIRES(engine_mutex) {
   return a.pending != b.pending ? a.pending : a.position < b.position;
 }
 
@@ -74,7 +74,7 @@ bool UpdateOrder::has_to_be_read(int32_t chunk) const {
 }
 
 int32_t UpdateOrder::next_to_read() {
-  const auto wanted = [&](int32_t c) { return has_to_be_read(c); };
+  const auto wanted = [&](int32_t c) REQUIRES(engine_mutex) { return has_to_be_read(c); };
   if (const int32_t chunk = first_demanded(wanted); chunk >= 0) return chunk;
   while (next_through_ring_ < through_ring_.size() && !wanted(through_ring_[next_through_ring_])) {
     // A chunk whose last version is still on its way out, or whose guess was dropped, is not home yet: it is
@@ -91,15 +91,16 @@ int32_t UpdateOrder::next_to_read() {
 /// The latest comes first: what backward leaves last, forward needs first. What is not reached before step()
 /// is then what forward needs late.
 int32_t UpdateOrder::next_guess_to_read() {
-  const auto waits = [&](int32_t c) {
+  const auto waits = [&](int32_t c) REQUIRES(engine_mutex) {
     const ChunkState& state = context_.chunks[c];
     return state.guess == Guess::wanted &&
            (state.residency == Residency::home || state.residency == Residency::writing);
   };
   while (!unread_guesses_.empty() && !waits(unread_guesses_.back())) unread_guesses_.pop_back();
-  const auto next = std::find_if(unread_guesses_.rbegin(), unread_guesses_.rend(), [&](int32_t c) {
-    return waits(c) && context_.chunks[c].residency == Residency::home;
-  });
+  const auto next =
+      std::find_if(unread_guesses_.rbegin(), unread_guesses_.rend(), [&](int32_t c) REQUIRES(engine_mutex) {
+        return waits(c) && context_.chunks[c].residency == Residency::home;
+      });
   return next == unread_guesses_.rend() ? -1 : *next;
 }
 
@@ -108,7 +109,7 @@ int32_t UpdateOrder::next_guess_to_read() {
 int32_t UpdateOrder::next_ahead() {
   if (!reads_ahead_) return -1;
   const std::vector<int32_t>& order = speculation_.active() ? guessed_ : ahead_;
-  const auto is_there = [&](int32_t c) {
+  const auto is_there = [&](int32_t c) REQUIRES(engine_mutex) {
     const ChunkState& state = context_.chunks[c];
     return state.guess != Guess::none || state.residency == Residency::reading ||
            state.residency == Residency::staged;
@@ -132,7 +133,7 @@ bool UpdateOrder::can_be_updated(int32_t chunk) const {
 }
 
 int32_t UpdateOrder::next_to_update() {
-  const auto ready = [&](int32_t c) { return can_be_updated(c); };
+  const auto ready = [&](int32_t c) REQUIRES(engine_mutex) { return can_be_updated(c); };
   while (next_on_host_ < on_host_.size() && !ready(on_host_[next_on_host_])) ++next_on_host_;
   while (!home_guesses_.empty() && !ready(home_guesses_.back())) home_guesses_.pop_back();
   if (const int32_t chunk = first_demanded(ready); chunk >= 0) return chunk;

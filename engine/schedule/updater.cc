@@ -132,13 +132,11 @@ struct Updater::Job {
 
 /// On a worker.
 void Updater::run(int32_t chunk) noexcept {
-  std::unique_lock lock(context_.mutex);
+  const MutexLock lock(context_.mutex());
   try {
     context_.meter.begin(Activity::update);
     Job job = prepare(chunk);
-    lock.unlock();
     const std::string failure = perform(job);
-    lock.lock();
     --running_;
     context_.meter.end(Activity::update);
     if (job.guess != Guess::taking) context_.meter.updated(job.task.chunk.elements);
@@ -146,10 +144,9 @@ void Updater::run(int32_t chunk) noexcept {
     // Nothing follows an update in an engine that has failed: its end takes the executor and the store away
     // while the last tasks run, and who waits for this chunk is told of the failure.
     if (!context_.failure.empty()) return;
-    conclude(lock, job);
+    conclude(job);
     pump();
   } catch (const std::exception& error) {
-    if (!lock.owns_lock()) lock.lock();
     const Unit& unit = context_.layout.units[context_.layout.chunks[chunk].unit];
     context_.fail(fmt::format("updating {}: {}", unit.name, error.what()));
   }
@@ -203,8 +200,9 @@ void Updater::prepare_in_slot(Job& job) {
   }
 }
 
-/// Without the mutex. What went wrong; empty: nothing did.
+/// What went wrong; empty: nothing did.
 std::string Updater::perform(Job& job) {
+  const Unlocked unlocked(context_.mutex());
   UpdateTask& task = job.task;
   try {
     if (job.guess == Guess::taking) {
@@ -222,11 +220,11 @@ std::string Updater::perform(Job& job) {
   }
 }
 
-void Updater::conclude(std::unique_lock<std::mutex>& lock, const Job& job) {
-  if (job.guess == Guess::running) return guessed(lock, job.chunk, job.fresh);
+void Updater::conclude(const Job& job) {
+  if (job.guess == Guess::running) return guessed(job.chunk, job.fresh);
   ChunkState& state = context_.chunks[job.chunk];
   // Until the weights are delivered nobody else may touch them: the chunk stays as it is.
-  gatherer_.deliver(lock, job.chunk, job.task.memory.component[0]);
+  gatherer_.deliver(job.chunk, job.task.memory.component[0]);
   if (job.guess == Guess::taking) take(state);
   updated(job.chunk);
   if (job.in_slot) {
@@ -301,12 +299,12 @@ bool Updater::decide(int32_t chunk, bool right) {
 }
 
 /// A worker has made the guess: it is written behind like any new version.
-void Updater::guessed(std::unique_lock<std::mutex>& lock, int32_t chunk, const Extents& fresh) {
+void Updater::guessed(int32_t chunk, const Extents& fresh) {
   if (is_guessed_at_home(chunk)) return guessed_at_home(chunk);
   ChunkState& state = context_.chunks[chunk];
   // step() has taken it while it was made, and its weights are in the slot.
   const bool delivers = state.verdict == Verdict::take && state.second_weights == nullptr;
-  if (delivers) gatherer_.deliver(lock, chunk, state.staged_weights);
+  if (delivers) gatherer_.deliver(chunk, state.staged_weights);
   context_.journal.note(Happening::guessed, context_.layout.chunks[chunk].unit, chunk, state.slot);
   if (state.verdict == Verdict::drop) {
     release(fresh);
@@ -374,51 +372,54 @@ void Updater::end_guess(ChunkState& state) {
 }
 
 int64_t Updater::guesses_unfinished() const {
-  return std::ranges::count_if(order_.guesses(), [&](int32_t c) {
+  return std::ranges::count_if(order_.guesses(), [&](int32_t c) REQUIRES(engine_mutex) {
     const ChunkState& state = context_.chunks[c];
     return state.guess == Guess::wanted || state.guess == Guess::running ||
            (state.guess == Guess::made && state.residency == Residency::writing);
   });
 }
 
-void Updater::take_back(std::unique_lock<std::mutex>& lock, int32_t unit) {
+void Updater::take_back(int32_t unit) {
   const Unit& u = context_.layout.units[unit];
   const auto begin = context_.chunks.begin() + u.first_chunk;
   const auto end = begin + u.chunk_count;
-  if (std::all_of(begin, end, [](const ChunkState& state) { return state.guess == Guess::none; })) return;
+  if (std::all_of(begin, end,
+                  [](const ChunkState& state) REQUIRES(engine_mutex) { return state.guess == Guess::none; }))
+    return;
   for (int32_t c = u.first_chunk; c < u.first_chunk + u.chunk_count; ++c) decide(c, false);
   context_.wait(
-      lock,
-      [&] { return std::none_of(begin, end, [](const ChunkState& s) { return s.guess == Guess::running; }); },
+      [&]() REQUIRES(engine_mutex) {
+        return std::none_of(
+            begin, end, [](const ChunkState& s) REQUIRES(engine_mutex) { return s.guess == Guess::running; });
+      },
       Cause::updates, unit);
 }
 
-void Updater::take_back_all(std::unique_lock<std::mutex>& lock) {
-  for (size_t u = 0; u < context_.units.size(); ++u) take_back(lock, static_cast<int32_t>(u));
+void Updater::take_back_all() {
+  for (size_t u = 0; u < context_.units.size(); ++u) take_back(static_cast<int32_t>(u));
 }
 
 // ---- waiting
 
-void Updater::wait_for(std::unique_lock<std::mutex>& lock, int32_t unit) {
+void Updater::wait_for(int32_t unit) {
   if (context_.units[unit].pending_chunks == 0) return;
   context_.demand(unit);
   pump();
-  context_.wait(
-      lock, [&] { return context_.units[unit].pending_chunks == 0; }, Cause::updates, unit);
+  context_.wait([&]() REQUIRES(engine_mutex) { return context_.units[unit].pending_chunks == 0; },
+                Cause::updates, unit);
 }
 
-void Updater::finish(std::unique_lock<std::mutex>& lock) {
+void Updater::finish() {
   pump();
-  context_.wait(
-      lock, [&] { return pending_ == 0; }, Cause::last_updates);
+  context_.wait([&]() REQUIRES(engine_mutex) { return pending_ == 0; }, Cause::last_updates);
 }
 
-void Updater::quiesce(std::unique_lock<std::mutex>& lock) {
+void Updater::quiesce() {
   order_.stop_reading_ahead();
-  take_back_all(lock);
+  take_back_all();
   pump();
-  context_.wait(
-      lock, [&] { return pending_ == 0 && running_ == 0 && ring_.at_rest(); }, Cause::rest);
+  context_.wait([&]() REQUIRES(engine_mutex) { return pending_ == 0 && running_ == 0 && ring_.at_rest(); },
+                Cause::rest);
   ring_.release_all();
   order_.start_ahead_anew();
 }

@@ -54,10 +54,9 @@ class Waiter {
  public:
   explicit Waiter(engine::Context& context) : context_(context) {
     told_ = std::async(std::launch::async, [this] {
-      std::unique_lock lock(context_.mutex);
+      const MutexLock lock(context_.mutex());
       try {
-        context_.wait(
-            lock, [this] { return ++looks_, let_go_; }, engine::Cause::rest);
+        context_.wait([this] { return ++looks_, let_go_; }, engine::Cause::rest);
       } catch (const std::invalid_argument& error) {
         return std::string(error.what());
       }
@@ -67,7 +66,7 @@ class Waiter {
   /// Returns when it has looked twice, and so sleeps, for the mutex is free.
   void sleeps() {
     for (bool asleep = false; !asleep;) {
-      const std::lock_guard guard(context_.mutex);
+      const MutexLock lock(context_.mutex());
       asleep = looks_ > 2;
     }
   }
@@ -75,7 +74,7 @@ class Waiter {
   std::string told() {
     const bool ends = told_.wait_for(std::chrono::seconds(20)) == std::future_status::ready;
     {
-      const std::lock_guard guard(context_.mutex);
+      const MutexLock lock(context_.mutex());
       let_go_ = true;
       context_.changed.notify_all();
     }
@@ -309,7 +308,7 @@ TEST(WhoeverReads, KeepsTheStoreThatItReadsFrom) {
   }
   auto closed = std::async(std::launch::async, [&] { machine->shut_down(); });
   for (bool closing = false; !closing;) {
-    const std::lock_guard guard(machine->context.mutex);
+    const MutexLock lock(machine->context.mutex());
     closing = !machine->context.failure.empty();
   }
   {

@@ -96,6 +96,56 @@ WRONG = {
     }""",
 }
 
+# Two parts of an engine that reach its one mutex by ways of their own.
+PARTS = """
+#include "engine/schedule/engine_mutex.h"
+using namespace overspill;
+using namespace overspill::engine;
+
+struct Shared {
+  Mutex& mutex() RETURN_CAPABILITY(engine_mutex) { return mutex_; }
+  int sum GUARDED_BY(engine_mutex) = 0;
+  Mutex mutex_;
+};
+struct Part {
+  void wait() MAY_RELEASE(engine_mutex);
+  Shared& shared;
+};
+struct Caller {
+  void call() EXCLUDES(engine_mutex);
+  Shared& of_its_own;
+  Part& part;
+};
+
+void use(int);
+"""
+
+RIGHT_PARTS = {
+    "one mutex, whichever way": """void Caller::call() {
+      const MutexLock lock(of_its_own.mutex());
+      part.wait();
+    }""",
+    "given up for a while": """void Part::wait() {
+      ++shared.sum;
+      { const Unlocked unlocked(shared.mutex()); use(0); }
+      ++shared.sum;
+    }""",
+}
+WRONG_PARTS = {
+    "reading variable 'sum' requires holding mutex 'engine_mutex'": """void Part::wait() {
+      const Unlocked unlocked(shared.mutex());
+      use(shared.sum);
+    }""",
+    "calling function 'wait' requires holding mutex 'engine_mutex'": "void Caller::call() { part.wait(); }",
+    "releasing mutex 'engine_mutex' that was not held": """void Caller::call() {
+      const Unlocked unlocked(of_its_own.mutex());
+    }""",
+    "cannot call function 'call' while mutex 'engine_mutex' is held": """void Caller::call() {
+      const MutexLock lock(of_its_own.mutex());
+      call();
+    }""",
+}
+
 
 @pytest.fixture
 def locks(monkeypatch):
@@ -108,18 +158,29 @@ def locks(monkeypatch):
 
 def compiled(locks, folder, body):
     source = folder / "account.cc"
-    source.write_text(ACCOUNT + body)
+    source.write_text(body)
     command = ["clang++", "-std=c++20", "-fsyntax-only", f"-I{ROOT}", *locks.ANALYSIS, str(source)]
     return subprocess.run(command, capture_output=True, text=True)
 
 
-@pytest.mark.parametrize("body", RIGHT.values(), ids=RIGHT)
+@pytest.mark.parametrize(
+    "body",
+    [*(ACCOUNT + body for body in RIGHT.values()), *(PARTS + body for body in RIGHT_PARTS.values())],
+    ids=[*RIGHT, *RIGHT_PARTS],
+)
 def test_what_keeps_the_rules_passes(locks, tmp_path, body):
     done = compiled(locks, tmp_path, body)
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize(("said", "body"), WRONG.items(), ids=WRONG)
+@pytest.mark.parametrize(
+    ("said", "body"),
+    [
+        *((said, ACCOUNT + body) for said, body in WRONG.items()),
+        *((said, PARTS + body) for said, body in WRONG_PARTS.items()),
+    ],
+    ids=[*WRONG, *WRONG_PARTS],
+)
 def test_what_breaks_them_is_found(locks, tmp_path, said, body):
     done = compiled(locks, tmp_path, body)
     assert done.returncode == 1 and f"error: {said}" in done.stderr, done.stderr
