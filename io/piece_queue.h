@@ -199,6 +199,7 @@ class PieceQueue {
     std::atomic<int64_t>* counter = nullptr;  // of later
   };
 
+  static void count(std::atomic<int64_t>& one) { one.fetch_add(1, std::memory_order_relaxed); }
   Active& start(Fifo& fifo) REQUIRES(mutex_);
   Transfer* advance(Fifo& fifo, Piece& piece, bool& got_piece) REQUIRES(mutex_);
   Transfer* retire(Active& active) REQUIRES(mutex_);
