@@ -1,153 +1,26 @@
 #include "io/file_store.h"
 
 #include <fmt/format.h>
-#include <unistd.h>
 
 #include <algorithm>
-#include <atomic>
 #include <chrono>
-#include <deque>
-#include <limits>
-#include <numeric>
-#include <optional>
-#include <span>
-#include <system_error>
 #include <utility>
 
-#include "base/mutex.h"
-#include "io/backend.h"
-#include "io/balance.h"
-#include "io/block_device.h"
-#include "io/job_folder.h"
+#include "io/file_store_parts.h"
 #include "io/kept.h"
-#include "io/own_process.h"
-#include "io/piece_queue.h"
 #include "io/say.h"
 #include "io/slab_export.h"
-#include "io/slab_share.h"
 #include "io/speed_test.h"
-#include "io/stall_watch.h"
-#include "io/store_base.h"
 
 namespace overspill::io {
 namespace {
 
-// One reservation makes about this many slabs at most: each is an open file.
-constexpr int64_t kSlabsPerReservation = 64;
-// Several paths together reserve this part of the reservation more.
-constexpr int64_t kSlackPart = 8;
 // Writing, then reading, at open.
 constexpr std::chrono::milliseconds kSpeedPhase{150};
-
-// A path that is full keeps what it has; a broken one is not trusted with new data either.
-bool is_full(ErrorKind kind) {
-  return kind == ErrorKind::no_space || kind == ErrorKind::quota;
-}
-bool is_broken(ErrorKind kind) {
-  return kind == ErrorKind::device || kind == ErrorKind::denied || kind == ErrorKind::vanished;
-}
 
 StoreError invalid(Operation operation, std::string detail) {
   return StoreError({.kind = ErrorKind::invalid, .operation = operation, .detail = std::move(detail)});
 }
-
-class FileStore final : public StoreBase<Store> {
- public:
-  explicit FileStore(const FileStoreOptions& options);
-  ~FileStore() override;
-
-  void reserve(int64_t bytes) override;
-  Extent allocate(int64_t bytes) override;
-  Export export_extents(std::span<const Extent> extents, const std::filesystem::path& folder) override;
-  bool share_lives(uint64_t share) const override { return shares_.alive(share); }
-  void share_named(uint64_t share, const std::filesystem::path& folder, const std::string& prefix) override {
-    shares_.named(share, folder, prefix);
-  }
-  void end_share(uint64_t share) noexcept override { shares_.end(share); }
-  void register_memory(std::span<std::byte> memory) override;
-  void unregister_memory(std::span<std::byte> memory) override;
-  std::string file_of(const Extent& extent) const override;
-  StoreStats stats() const override;
-  std::shared_ptr<StallWatch> watch() const override { return watch_; }
-  bool kernel_keeps_memory() override;
-
- private:
-  // What works on one path.
-  struct Lane {
-    Lane(FileStore& store, const std::filesystem::path& base, const FileStoreOptions& options)
-        : path(base.string()),
-          folder(base, options.job, options.direct),
-          numa_node(numa_node_of(disks_of(base))),
-          queue(store, options.queue_depth, options.piece_bytes, options.result_hook,
-                options.patience.retry) {}
-
-    const std::string path;
-    JobFolder folder;
-    const std::optional<int> numa_node;
-    PieceQueue queue;
-    std::unique_ptr<Backend> backend;
-    std::atomic<int64_t> reserved_bytes = 0;  // changed by who grows
-  };
-  struct Slab {
-    SlabFile file;
-    size_t lane;
-  };
-  // What the backends' threads work on. Where one of these threads hangs, this is never freed.
-  struct Parts {
-    std::deque<Lane> lanes;
-    std::deque<Slab> slabs;
-  };
-  // What a path had to say while space was taken.
-  struct Growth {
-    std::vector<Slab> made;
-    std::vector<int64_t> capacity_bytes;
-    std::vector<std::optional<StoreError>> refusals;
-  };
-
-  void enqueue(Transfer& transfer) override;
-  void completed(Transfer& transfer) noexcept override;
-  Target locate(const Transfer& transfer) override;
-  std::string path_of(const Target& target) override;
-  void first_retry(const Error& why) noexcept override;
-  void given_up() noexcept override { watch_->wake(); }
-
-  size_t lane_of(const Extent& extent) const EXCLUDES(slabs_mutex_);
-  Extent place(int64_t bytes) EXCLUDES(balance_mutex_, slabs_mutex_);
-  void explain_no_space(Transfer& transfer) noexcept;
-  bool move_elsewhere(Transfer& transfer) noexcept;
-  bool write_later(Transfer& transfer) noexcept;
-  void close(size_t lane, const Error& error) EXCLUDES(balance_mutex_, slabs_mutex_);
-  static void warn(const Lane& lane, const std::string& what);
-  void set_first_weights(const FileStoreOptions& options);
-  void follow_speeds() REQUIRES(balance_mutex_);
-
-  void grow_to(int64_t bytes) REQUIRES(grow_mutex_);
-  bool grow_lane(size_t lane, int64_t bytes, int64_t wanted_bytes, Growth& growth) REQUIRES(grow_mutex_);
-  void add_slab_for(int64_t bytes) REQUIRES(grow_mutex_);
-  bool make_slab(size_t lane, int64_t bytes, int64_t wanted_bytes, Growth& growth) REQUIRES(grow_mutex_);
-  void adopt(Growth& growth) REQUIRES(grow_mutex_) EXCLUDES(slabs_mutex_);
-  void undo(Growth& growth) REQUIRES(grow_mutex_);
-  StoreError too_small(int64_t wanted_bytes, const Growth& growth, std::span<const int64_t> parts) const;
-  size_t slab_count() const EXCLUDES(slabs_mutex_);
-  void stop();
-
-  const std::string job_;
-  const int64_t slab_bytes_;
-
-  const OwnProcess process_;
-  std::shared_ptr<Parts> parts_ = std::make_shared<Parts>();
-  std::deque<Lane>& lanes_ = parts_->lanes;
-
-  Mutex grow_mutex_ ACQUIRED_BEFORE(balance_mutex_, slabs_mutex_);  // held while files grow
-  std::vector<bool> warned_of_room_ GUARDED_BY(grow_mutex_);        // by lane
-  mutable SharedMutex slabs_mutex_;
-  std::deque<Slab>& slabs_ GUARDED_BY(slabs_mutex_) = parts_->slabs;  // only grows; its entries never move
-  const std::shared_ptr<StallWatch> watch_;
-  SlabShares shares_;
-  mutable Mutex balance_mutex_ ACQUIRED_BEFORE(slabs_mutex_);
-  Balance balance_ GUARDED_BY(balance_mutex_);
-  std::vector<std::string> closed_ GUARDED_BY(balance_mutex_);  // by lane: why it takes no new data
-};
 
 std::unique_ptr<Backend> make_backend(PieceQueue& queue, const FileStoreOptions& options) {
   using Choice = FileStoreOptions::Backend;
@@ -160,6 +33,8 @@ std::unique_ptr<Backend> make_backend(PieceQueue& queue, const FileStoreOptions&
   }
   return make_thread_backend(queue, std::clamp(options.threads, 1, options.queue_depth), refusal);
 }
+
+}  // namespace
 
 FileStore::FileStore(const FileStoreOptions& options)
     : job_(options.job),
@@ -262,174 +137,6 @@ void FileStore::stop() {
   }
   // Until here a callback could still submit, which wakes the backend.
   for (Lane* lane : ended) lane->backend.reset();
-}
-
-void FileStore::reserve(int64_t bytes) {
-  if (bytes == 0) return;
-  bytes = checked_extent_bytes(bytes);
-  const MutexLock lock(grow_mutex_);
-  if (bytes > space_.slab_bytes() || (lanes_.size() > 1 && bytes > space_.limit_bytes())) grow_to(bytes);
-  space_.raise_limit(bytes);
-}
-
-// Slabs of at least `bytes` in all, by weight, or none. Several paths get a little more where they have room,
-// so that their shares may move.
-void FileStore::grow_to(int64_t bytes) {
-  std::vector<double> weights;
-  {
-    const MutexLock lock(balance_mutex_);
-    follow_speeds();
-    for (size_t i = 0; i < lanes_.size(); ++i)
-      weights.push_back(balance_.is_open(i) ? balance_.weight(i) : 0);
-  }
-  Growth growth{.made = {}, .capacity_bytes = {}, .refusals = {}};
-  growth.refusals.resize(lanes_.size());
-  for (const Lane& lane : lanes_) {
-    // A path that is alone, or gone, is asked for all of it: its refusal has the numbers and the reason.
-    std::error_code error;
-    const bool ask = lanes_.size() == 1 || !std::filesystem::exists(lane.folder.path(), error);
-    growth.capacity_bytes.push_back(lane.reserved_bytes + (ask ? bytes : lane.folder.available_bytes()));
-  }
-  const int64_t with_slack = lanes_.size() == 1 ? bytes : bytes + bytes / kSlackPart;
-  // Each round takes all that is wanted, or one path less.
-  while (true) {
-    const std::vector<int64_t> parts = apportion(with_slack, weights, growth.capacity_bytes);
-    if (std::accumulate(parts.begin(), parts.end(), int64_t{0}) < bytes) {
-      undo(growth);
-      throw too_small(bytes, growth, parts);
-    }
-    bool all = true;
-    for (size_t i = 0; i < lanes_.size() && all; ++i)
-      all = grow_lane(i, parts[i] - lanes_[i].reserved_bytes, bytes - space_.slab_bytes(), growth);
-    std::vector<bool> open(lanes_.size());
-    {
-      const MutexLock lock(balance_mutex_);
-      for (size_t i = 0; i < lanes_.size(); ++i) open[i] = balance_.is_open(i);
-    }
-    for (size_t i = 0; i < lanes_.size(); ++i) weights[i] = open[i] ? weights[i] : 0;
-    if (!all) continue;
-    const std::vector<int64_t> unlimited(lanes_.size(), std::numeric_limits<int64_t>::max() / 2);
-    const std::vector<int64_t> fair = apportion(bytes, weights, unlimited);
-    for (size_t i = 0; i < lanes_.size(); ++i) {
-      if (parts[i] < fair[i] && open[i] && !warned_of_room_[i]) {
-        warned_of_room_[i] = true;
-        warn(lanes_[i],
-             fmt::format("has room for {} of the {} bytes that its speed is worth; the other paths "
-                         "take the rest",
-                         parts[i], fair[i]));
-      }
-    }
-    break;
-  }
-  adopt(growth);
-}
-
-// False: the path refused, and its capacity is what it has.
-bool FileStore::grow_lane(size_t lane, int64_t bytes, int64_t wanted_bytes, Growth& growth) {
-  const int64_t usual =
-      round_up_to_block(std::max(std::min(slab_bytes_, bytes), wanted_bytes / kSlabsPerReservation));
-  for (int64_t left = bytes; left > 0;) {
-    const int64_t size = std::min(left, usual);
-    if (!make_slab(lane, size, wanted_bytes, growth)) return false;
-    left -= size;
-  }
-  return true;
-}
-
-size_t FileStore::slab_count() const {
-  const ReaderLock lock(slabs_mutex_);
-  return slabs_.size();
-}
-
-bool FileStore::make_slab(size_t lane, int64_t bytes, int64_t wanted_bytes, Growth& growth) {
-  const auto number = static_cast<uint32_t>(slab_count() + growth.made.size());
-  try {
-    growth.made.push_back({lanes_[lane].folder.create_slab(number, bytes, wanted_bytes, watch_.get()), lane});
-  } catch (const StoreError& error) {
-    growth.capacity_bytes[lane] = lanes_[lane].reserved_bytes;
-    growth.refusals[lane] = error;
-    if (is_broken(error.error().kind)) close(lane, error.error());
-    return false;
-  }
-  lanes_[lane].reserved_bytes += bytes;
-  return true;
-}
-
-void FileStore::undo(Growth& growth) {
-  for (const Slab& slab : growth.made) {
-    ::unlink(slab.file.path.c_str());
-    lanes_[slab.lane].reserved_bytes -= slab.file.bytes;
-  }
-}
-
-void FileStore::adopt(Growth& growth) {
-  const MutexLock lock(slabs_mutex_);
-  for (Slab& slab : growth.made) {
-    space_.add_slab(static_cast<int>(slab.lane), slab.file.bytes);
-    slabs_.push_back(std::move(slab));
-  }
-}
-
-StoreError FileStore::too_small(int64_t wanted_bytes, const Growth& growth,
-                                std::span<const int64_t> parts) const {
-  if (lanes_.size() == 1 && growth.refusals[0]) return *growth.refusals[0];
-  Error error{.kind = ErrorKind::no_space, .operation = Operation::reserve};
-  error.detail = fmt::format("wanted {} bytes over {} paths", wanted_bytes, lanes_.size());
-  for (size_t i = 0; i < lanes_.size(); ++i) {
-    const Lane& lane = lanes_[i];
-    error.path += (i > 0 ? ", " : "") + lane.path;
-    error.detail += fmt::format("; {}: wanted {}, {} available beside {} reserved{}", lane.path, parts[i],
-                                lane.folder.available_bytes(), lane.reserved_bytes.load(),
-                                growth.refusals[i] ? fmt::format(" ({})", growth.refusals[i]->what()) : "");
-  }
-  return StoreError(std::move(error));
-}
-
-// One more slab, long enough for an extent that the reservation promises and fragmentation refuses.
-void FileStore::add_slab_for(int64_t bytes) {
-  Growth growth{.made = {}, .capacity_bytes = std::vector<int64_t>(lanes_.size(), 0), .refusals = {}};
-  growth.refusals.resize(lanes_.size());
-  uint64_t refused = 0;
-  while (true) {
-    std::optional<size_t> lane;
-    {
-      const MutexLock lock(balance_mutex_);
-      lane = balance_.next(bytes, refused);
-    }
-    if (!lane) throw too_small(bytes, growth, std::vector<int64_t>(lanes_.size(), bytes));
-    if (make_slab(*lane, bytes, bytes, growth)) return adopt(growth);
-    refused |= uint64_t{1} << *lane;
-  }
-}
-
-// On the path that is furthest behind its share and has room; an empty extent where none has.
-Extent FileStore::place(int64_t bytes) {
-  const MutexLock lock(balance_mutex_);
-  if (lanes_.size() > 1) follow_speeds();
-  for (uint64_t refused = 0;;) {
-    const auto lane = balance_.next(bytes, refused);
-    if (!lane) return {};
-    const Extent extent = space_.allocate(bytes, static_cast<int>(*lane));
-    if (!extent.empty()) {
-      balance_.took(*lane, bytes);
-      return extent;
-    }
-    refused |= uint64_t{1} << *lane;
-  }
-}
-
-Extent FileStore::allocate(int64_t bytes) {
-  bytes = checked_extent_bytes(bytes);
-  if (const Extent extent = place(bytes); !extent.empty()) return extent;
-  // A reservation is a promise in bytes: where only fragmentation is in the way, another slab keeps it.
-  const MutexLock lock(grow_mutex_);
-  Extent extent = place(bytes);
-  if (extent.empty() && space_.within_limit(bytes)) {
-    add_slab_for(bytes);
-    extent = place(bytes);
-  }
-  if (!extent.empty()) return extent;
-  throw no_room(space_, bytes, lanes_.front().folder.path().string());
 }
 
 size_t FileStore::lane_of(const Extent& extent) const {
@@ -606,8 +313,6 @@ StoreStats FileStore::stats() const {
   stats.backend = std::move(backend);
   return stats;
 }
-
-}  // namespace
 
 std::unique_ptr<Store> make_file_store(const FileStoreOptions& options) {
   return std::make_unique<FileStore>(options);

@@ -34,7 +34,6 @@ OVER = {
     "cpu_optim/update.h: headers": 13,
     "engine/engine.h: headers": 41,
     "inference/run/model.h: headers": 24,
-    "io/file_store.cc": 616,
     "tests/engine/closed_test.cc: const std::multimap<std::string, Call>& calls() {": 75,
     "tests/engine/device_compute_test.cc": 563,
     "tests/engine/manifest_test.cc": 634,
