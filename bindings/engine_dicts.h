@@ -4,6 +4,7 @@
 #include <pybind11/pybind11.h>
 
 #include "engine/engine.h"
+#include "engine/plan/plan.h"
 
 namespace overspill::bindings {
 

@@ -36,19 +36,25 @@
 #include "cpu_optim/optimizer.h"
 #include "engine/config.h"
 #include "engine/device_array.h"
+#include "engine/engine_failed.h"
 #include "engine/group_range.h"
-#include "engine/partition/model.h"
-#include "engine/plan/plan.h"
-#include "engine/plan/predict.h"
-#include "engine/queues.h"
-#include "engine/schedule/context.h"
+#include "engine/queue.h"
 #include "engine/schedule/journal.h"
 #include "engine/schedule/report.h"
 #include "engine/schedule/trace.h"
+#include "io/store.h"
+#include "kernels/device.h"
 
 namespace overspill::engine {
 
-class Machine;  // the parts, alive as long as an engine or a lease is
+struct BudgetRow;       // plan/predict.h
+struct Layout;          // partition/layout.h
+struct MachineFigures;  // plan/predict.h
+struct Plan;            // plan/plan.h
+struct Prediction;      // plan/predict.h
+struct Resources;       // schedule/context.h
+struct UnitSpec;        // partition/model.h
+class Machine;          // the parts, alive as long as an engine or a lease is
 
 /// Hold on a unit's gathered weights: while it lives, data() is valid. Move-only; outlives the engine if need
 /// be. Its destructor does not throw: where the device has failed, the engine's next call says so.

@@ -5,6 +5,7 @@
 
 #include "engine/engine.h"
 #include "engine/machine.h"
+#include "engine/plan/predict.h"
 
 namespace overspill::engine {
 

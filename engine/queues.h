@@ -6,16 +6,11 @@
 #include <memory>
 
 #include "base/mutex.h"
+#include "engine/queue.h"
 #include "engine/schedule/engine_mutex.h"
 #include "kernels/device.h"
 
 namespace overspill::engine {
-
-/// What native() of a stream of the engine's device is. It outlives the engine, and every lease.
-struct Queue {
-  void* native = nullptr;
-  friend bool operator==(const Queue&, const Queue&) = default;
-};
 
 /// Streams over such queues. Thread-safe. A call may take until the queue has room (a full launch queue of
 /// the device), so none is made with the engine's mutex, which all workers need.

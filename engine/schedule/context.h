@@ -13,6 +13,7 @@
 #include "cpu_optim/optimizer.h"
 #include "engine/collectives/communicator.h"
 #include "engine/config.h"
+#include "engine/engine_failed.h"
 #include "engine/memory/budget.h"
 #include "engine/memory/host_memory.h"
 #include "engine/memory/linked_memory.h"
@@ -28,13 +29,6 @@
 #include "kernels/device.h"
 
 namespace overspill::engine {
-
-/// An update or a transfer failed: weights may be half updated, nothing may be read or saved any more. what()
-/// names the cause and the last complete checkpoint.
-class EngineFailed : public std::runtime_error {
- public:
-  using std::runtime_error::runtime_error;
-};
 
 /// What an engine runs on; its own, but for the device. `store` may be null when the plan puts nothing on
 /// NVMe. The transports are shared with whoever builds the engine, who tells the other ranks where it fails.
@@ -83,7 +77,8 @@ enum class Guess : uint8_t {
 enum class Verdict : uint8_t { open, take, drop };
 
 /// What is not guarded are addresses, which stay as the constructor set them; but a guess that is taken
-/// exchanges those of `home` and `second`, under the mutex, and none is left where they are reached without it.
+/// exchanges those of `home` and `second`, under the mutex, and none is left where they are reached without
+/// it.
 struct ChunkState {
   Residency residency GUARDED_BY(engine_mutex) = Residency::home;
   bool pending GUARDED_BY(engine_mutex) = false;  // step() has scheduled an update that has not been done

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "engine/engine.h"
+#include "engine/partition/layout.h"
 
 namespace overspill::testing {
 

@@ -13,6 +13,8 @@
 #include <vector>
 
 #include "engine/engine.h"
+#include "engine/plan/plan.h"
+#include "engine/plan/predict.h"
 #include "engine/resources.h"
 #include "tests/engine/toy_model.h"
 

@@ -9,6 +9,7 @@
 #include <thread>
 #include <vector>
 
+#include "engine/plan/plan.h"
 #include "kernels/simulated_device.h"
 #include "tests/engine/around_device.h"
 #include "tests/engine/rank_world.h"

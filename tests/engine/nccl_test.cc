@@ -17,6 +17,7 @@
 #include "engine/collectives/in_process.h"
 #include "engine/collectives/nccl_library.h"
 #include "engine/collectives/self_communicator.h"
+#include "engine/plan/plan.h"
 #include "kernels/host_device.h"
 #include "kernels/simulated_device.h"
 #include "tests/engine/collectives_conformance.h"

@@ -12,6 +12,7 @@
 #include <thread>
 #include <utility>
 
+#include "engine/plan/plan.h"
 #include "tests/engine/around.h"
 #include "tests/engine/batch_model.h"
 #include "tests/engine/rank_world.h"

@@ -7,6 +7,8 @@
 #include <vector>
 
 #include "engine/engine.h"
+#include "engine/plan/plan.h"
+#include "engine/schedule/context.h"
 #include "io/memory_store.h"
 
 namespace overspill::testing {

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "engine/engine.h"
+#include "engine/plan/predict.h"
 #include "engine/resources.h"
 #include "tests/engine/rank_world.h"
 #include "tests/engine/same_bits.h"

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "engine/engine.h"
+#include "engine/partition/layout.h"
 
 namespace overspill::testing {
 
