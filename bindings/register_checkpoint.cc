@@ -11,6 +11,8 @@
 #include <vector>
 
 #include "bindings/bindings.h"
+#include "engine/checkpoint/compare.h"
+#include "engine/checkpoint/copy.h"
 #include "engine/checkpoint/manifest.h"
 #include "engine/checkpoint/save_folder.h"
 
@@ -62,6 +64,41 @@ py::dict verify(const std::filesystem::path& checkpoint, Progress progress) {
   return dict;
 }
 
+py::dict copy_checkpoint(const std::filesystem::path& from, const std::filesystem::path& to,
+                         Progress progress) {
+  engine::CopyResult result;
+  {
+    const py::gil_scoped_release release;
+    result = engine::copy_checkpoint(from, to, &report, &progress);
+  }
+  py::dict dict;
+  dict["files"] = result.files;
+  dict["bytes"] = result.bytes;
+  dict["kept"] = result.kept;
+  return dict;
+}
+
+py::list compare_checkpoints(const std::filesystem::path& first, const std::filesystem::path& second,
+                             Progress progress) {
+  std::vector<engine::WeightDifference> found;
+  {
+    const py::gil_scoped_release release;
+    found = engine::compare_weights(first, second, &report, &progress);
+  }
+  py::list list;
+  for (const engine::WeightDifference& difference : found) {
+    py::dict d;
+    d["name"] = difference.name;
+    d["elements"] = difference.elements;
+    d["differing"] = difference.differing;
+    d["largest"] = difference.largest;
+    d["rms"] = difference.rms;
+    d["rms_of_first"] = difference.rms_of_first;
+    list.append(d);
+  }
+  return list;
+}
+
 py::dict manifest(const std::filesystem::path& folder) {
   engine::Manifest manifest;
   {
@@ -109,6 +146,13 @@ void register_checkpoint(py::module_& m) {
         "Reads every byte but those of optimizer.safetensors, and compares it with its checksum.");
   m.def("manifest", &manifest, py::arg("folder"),
         "What a checkpoint folder holds; checked, but for the data itself.");
+  m.def(
+      "copy_checkpoint", &copy_checkpoint, py::arg("source"), py::arg("into"),
+      py::arg("progress") = Progress(),
+      "Copies what the manifest names, and the manifest last, into a folder that is there; goes on where an "
+      "earlier copy was cut off.");
+  m.def("compare_checkpoints", &compare_checkpoints, py::arg("first"), py::arg("second"),
+        py::arg("progress") = Progress(), "How the weights of two checkpoints differ, by parameter.");
   m.attr("OWN_STATES_FILE") = engine::kOwnStatesFile;
   m.def(
       "is_file_of_a_save",

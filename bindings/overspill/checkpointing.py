@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from . import _core, calls, given, own_states, packed, parts, reading, replaced, state
+from . import _core, calls, given, own_states, packed, parts, reading, replaced, saves, state
 from .boundary import SchedulerState, keep
 from .extra import Extra
 
@@ -82,6 +84,16 @@ def load(engine: Engine, folder: Any, unknown: dict[str, Any]) -> dict[str, Any]
     folder = given.path("load_checkpoint", folder)
     engine._settle()
     folder = os.path.realpath(folder)  # it is read twice: a link may lead elsewhere meanwhile
+    with _held(folder):
+        return _load_held(engine, folder)
+
+
+def _held(folder: str) -> contextlib.AbstractContextManager[None]:
+    """Nobody moves or removes it while it is read. What is no folder is for the reader to refuse."""
+    return saves.reading(Path(folder)) if os.path.isdir(folder) else contextlib.nullcontext()
+
+
+def _load_held(engine: Engine, folder: str) -> dict[str, Any]:
     manifest = _core.manifest(folder)
     text = manifest["extra_json"]
     _check_packings(engine, folder, manifest)

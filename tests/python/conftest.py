@@ -121,6 +121,33 @@ def start(config):
 
 
 @pytest.fixture
+def saved(start, tmp_path):
+    """A live engine's checkpoints at steps 1, 2 and 3, which share its slabs."""
+    import torch
+
+    (tmp_path / "run").mkdir()
+    engine = start(torch.nn.Linear(64, 64), placement="nvme")
+    for step in (1, 2, 3):
+        engine(torch.full((2, 64), float(step))).square().mean().backward()
+        engine.step()
+        engine.save_checkpoint(tmp_path / f"run/step-00000{step}")
+    return tmp_path / "run"
+
+
+@pytest.fixture
+def big(start, tmp_path):
+    """Of 12 MB, none of them zeros as in space that was taken and not written."""
+    import torch
+
+    numbers = 200_000
+    engine = start(torch.nn.Linear(numbers, 5, bias=False), placement="host")
+    engine(torch.ones(1, numbers)).square().mean().backward()
+    engine.step()
+    engine.save_checkpoint(tmp_path / "big")
+    return tmp_path / "big"
+
+
+@pytest.fixture
 def start_and_restore(config):
     """start(model, optimizer, lr_scheduler, settings={...}) -> engine; every engine is closed, and nothing of torch
     stays patched, at the end of the test."""

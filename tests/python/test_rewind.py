@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import tiny
 
-from overspill.cli.checkpoints import Checkpoints, disk_bytes, is_complete
-from overspill.cli.common import CliError
+from overspill.cli.checkpoints import Checkpoints
+from overspill.saves import FolderError, disk_bytes, is_complete
 
 
 @pytest.fixture(scope="module")
@@ -231,7 +231,7 @@ def test_a_folder_of_checkpoints_that_cannot_be_listed_after_a_save_ends_no_run(
 def test_what_overspill_writes_is_known_to_be_its_own(straight):
     """A name that is missing there would stop every resume after a kill in the middle of a save."""
     from overspill import _core
-    from overspill.cli.checkpoints import FOLDERS
+    from overspill.saves import FOLDERS
 
     items = {item.name for path in (straight / "checkpoints").iterdir() for item in path.iterdir()}
     assert {"manifest.json", "hf"} < items
@@ -278,7 +278,7 @@ def test_what_overspill_did_not_write_is_not_pruned_either(mine, tmp_path):
     (first / mine).parent.mkdir(exist_ok=True)
     (first / mine).write_text("mine")
     before = tiny.tree(first)
-    with pytest.raises(CliError, match=f"{first} is not removed: .*which Overspill did not write"):
+    with pytest.raises(FolderError, match=f"{first} is not removed: .*which Overspill did not write"):
         checkpoints.prune(keep=1)
     assert tiny.tree(first) == before and third.is_dir() and not second.exists()
 

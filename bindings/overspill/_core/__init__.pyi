@@ -41,6 +41,8 @@ __all__: list[str] = [
     "Unit",
     "UnknownModel",
     "WrongProcess",
+    "compare_checkpoints",
+    "copy_checkpoint",
     "digest",
     "doctor",
     "drives",
@@ -567,6 +569,25 @@ class InferenceBatch:
     def counts(self) -> dict[str, int]: ...
     @property
     def is_inside(self) -> bool: ...
+
+def compare_checkpoints(
+    first: os.PathLike[str] | str | bytes,
+    second: os.PathLike[str] | str | bytes,
+    progress: collections.abc.Callable[[int, int], None] | None = None,
+) -> list[typing.Any]:
+    """
+    How the weights of two checkpoints differ, by parameter.
+    """
+
+def copy_checkpoint(
+    source: os.PathLike[str] | str | bytes,
+    into: os.PathLike[str] | str | bytes,
+    progress: collections.abc.Callable[[int, int], None] | None = None,
+) -> dict[str, typing.Any]:
+    """
+    Copies what the manifest names, and the manifest last, into a folder that is there; goes on where an
+    earlier copy was cut off.
+    """
 
 def digest(
     address: typing.SupportsInt | typing.SupportsIndex, bytes: typing.SupportsInt | typing.SupportsIndex

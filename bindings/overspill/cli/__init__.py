@@ -18,6 +18,7 @@ COMMANDS = (
     "plan",
     "train",
     "verify",
+    "checkpoint",
     "merge",
     "generate",
     "chat",
@@ -33,6 +34,7 @@ EXAMPLES = """examples:
   overspill train --model ./smollm2 --data ./texts --host-budget 600MiB --nvme /mnt/disk --out runs/first --steps 40
   overspill train --out runs/first --resume
   overspill verify runs/first/checkpoints/step-000040
+  overspill checkpoint ls runs/first
   overspill merge runs/first/checkpoints/step-000040 ./tuned --dtype bf16
   overspill generate --model ./tuned --prompt "def "
   overspill chat --model ./tuned

@@ -8,24 +8,21 @@ step-000040.damaged-1       found damaged when it was read back after its save; 
 What is set aside is renamed, so the names alone tell the branches apart.
 """
 
-import contextlib
 import os
 import re
 import shutil
-import stat
 from collections.abc import Callable
 from pathlib import Path
 
-from overspill import _core, durable, lora
-from overspill.cli.common import CliError, describe
+from overspill import durable, lora, saves
 from overspill.memory import human
-from overspill.model_files import copy_small_files, not_of_a_model
+from overspill.model_files import copy_small_files
+from overspill.retention import Keep
+from overspill.saves import disk_bytes, is_complete, rename_aside
 
 STEP = re.compile(r"step-(\d{6,})")
 PARTIAL = re.compile(STEP.pattern + r"\.partial")
 ASIDE = re.compile(STEP.pattern + r"\.(abandoned|damaged)-\d+")
-FOLDERS = re.compile(r"rank\d+|(hf|adapter)(\.part)?")  # in one that a save writes
-MANIFEST = "manifest.json"
 
 
 class Checkpoints:
@@ -70,18 +67,19 @@ class Checkpoints:
         return any(_same(path, mine) for _, mine in self.saved())
 
     def remove_leftovers(self) -> None:
-        """Removes what a kill in the middle of a save or of a removal left; links are none of it. Raises CliError, when
-        all else is done, where one holds something that Overspill did not write."""
+        """Removes what a kill in the middle of a save or of a removal left; links are none of it. Raises FolderError,
+        when all else is done, where one holds something that Overspill did not write."""
         partial = [path for path, _ in self._named(PARTIAL)]
         incomplete = [path for _, path in self.saved() if not is_complete(path)]
-        _remove_all([path for path in (*partial, *incomplete) if not path.is_symlink()])
+        saves.remove_all([path for path in (*partial, *incomplete) if not path.is_symlink()])
 
     def prune(self, keep: int) -> None:
         """Removes what is older than the newest `keep` complete ones of the branch; of a link the link alone. Raises
-        CliError, when all else is done, for those that hold something that Overspill did not write, or cannot be
+        FolderError, when all else is done, for those that hold something that Overspill did not write, or cannot be
         removed."""
-        kept = [step for step, _ in self.complete()[-keep:]]
-        _remove_all([path for step, path in self.saved() if kept and step < kept[0]])
+        saved = self.saved()
+        outdated = Keep(keep).outdated([step for step, _ in self.complete()], [step for step, _ in saved])
+        saves.remove_all([path for step, path in saved if step in outdated])
 
     def add_model_files(self, path: Path, model: Path) -> None:
         """Adds what merge needs beside the weights, durably."""
@@ -125,83 +123,5 @@ def _put_folder(path: Path, name: str, write: Callable[[Path], None]) -> None:
     durable.rename_folder(part, path / name)
 
 
-def rename_aside(path: Path, why: str) -> Path:
-    """Gives `path` a free name that begins with its own and says why, durably, and returns it."""
-    number = 1
-    while os.path.lexists(target := path.with_name(f"{path.name}.{why}-{number}")):
-        number += 1
-    path.rename(target)
-    durable.sync_folder(path.parent)
-    return target
-
-
-def is_complete(path: Path) -> bool:
-    """Raises OSError where that cannot be found out: what cannot be looked at is not absent."""
-    try:
-        return stat.S_ISREG(os.stat(path / MANIFEST).st_mode)
-    except (FileNotFoundError, NotADirectoryError):
-        return False
-
-
 def _same(a: Path, b: Path) -> bool:
     return a.exists() and b.exists() and a.samefile(b)
-
-
-def _remove_all(paths: list[Path]) -> None:
-    """Raises CliError, when all others are removed, for those that stay."""
-    stay = []
-    for path in paths:
-        try:
-            _remove(path)
-        except OSError as error:
-            stay.append(f"{path} cannot be removed: {describe(error).text}")
-        except CliError as error:
-            stay.append(str(error))
-    if stay:
-        raise CliError("; ".join(stay))
-
-
-def _remove(path: Path) -> None:
-    """The manifest first: a removal that is cut short leaves nothing that looks like a checkpoint. Never through a
-    link. Raises CliError, with nothing removed, where the folder holds something that Overspill did not write."""
-    if path.is_symlink():
-        path.unlink()
-        return
-    if strange := _strange(path):
-        raise CliError(
-            f"{path} is not removed: {strange}, which Overspill did not write; move it out of the run's folder"
-        )
-    (path / MANIFEST).unlink(missing_ok=True)
-    shutil.rmtree(path)
-
-
-def _strange(path: Path) -> str:
-    """What below a checkpoint's folder Overspill did not write, in words; empty where there is none."""
-    if not path.is_dir():
-        return "it is a file"
-    for item in path.iterdir():
-        folder = item.is_dir() and not item.is_symlink()
-        ours = FOLDERS.fullmatch(item.name) if folder else _core.is_file_of_a_save(item.name)
-        if not ours:
-            return f"it holds {item.name}"
-        if folder and item.name.startswith("rank") and (deeper := _strange(item)):
-            return f"{deeper} in {item.name}"
-        if folder and item.name.startswith("hf") and (others := not_of_a_model(item)):
-            return f"it holds {item.name}/{others[0]}"
-        adapter = folder and item.name.startswith(lora.FOLDER)
-        if adapter and (others := lora.strange_files(item)):
-            return f"it holds {item.name}/{others[0]}"
-    return ""
-
-
-def disk_bytes(folders: list[Path]) -> int:
-    """What the files below these folders take of the disk; a file with several names there counts once. What cannot be
-    looked at, or is deleted meanwhile, counts as nothing."""
-    files = {}
-    for folder in folders:
-        for parent, _, names in os.walk(folder):  # leaves out a folder that it cannot list
-            for name in names:
-                with contextlib.suppress(OSError):
-                    status = os.lstat(os.path.join(parent, name))
-                    files[status.st_dev, status.st_ino] = status.st_blocks * 512
-    return sum(files.values())

@@ -11,6 +11,7 @@ import signal
 import sys
 
 from overspill.cli.common import path_of, size
+from overspill.cli.progress import on_terminal
 from overspill.memory import human
 
 DTYPES = ("bf16", "fp32")
@@ -40,7 +41,7 @@ def options(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from overspill.merging import merge
 
-    progress = _progress if sys.stderr.isatty() else None
+    progress = on_terminal("merge")
     # Like Ctrl-C, SIGTERM ends the merge by an exception, so that what is half written is removed.
     before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     try:
@@ -56,12 +57,3 @@ def run(args: argparse.Namespace) -> int:
         signal.signal(signal.SIGTERM, before)
     print(f"merged {merged.tensors} tensors, {human(merged.bytes)}, into {args.out.resolve()}; {merged.said}")
     return 0
-
-
-def _progress(done: int, total: int) -> None:
-    print(
-        f"\rmerge: {human(done)} of {human(total)} ",
-        end="" if done < total else "\n",
-        file=sys.stderr,
-        flush=True,
-    )

@@ -19,9 +19,10 @@ from typing import Any
 
 from overspill import durable
 from overspill.cli import run_record
-from overspill.cli.checkpoints import Checkpoints, is_complete, rename_aside
+from overspill.cli.checkpoints import Checkpoints
 from overspill.cli.common import CliError
 from overspill.cli.run_lock import RunLock
+from overspill.saves import is_complete, rename_aside
 
 PART = re.compile(r"(run\.json|log\.jsonl|plot\.png)\.part(-[0-9a-f]{8})?")  # a write that a kill cut short
 ENGINES = re.compile(r"overspill-.+")  # what an engine makes in a folder for NVMe

@@ -6,10 +6,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from overspill.cli.common import CliError, describe
+from overspill import saves
+from overspill.cli.common import describe
 from overspill.cli.output import warn
 from overspill.cli.run_folder import RunFolder
 from overspill.cli.settings import Settings
+from overspill.folders import FolderError
 
 
 def failures() -> tuple[type[Exception], ...]:
@@ -97,6 +99,7 @@ class Saver:
             fate = self._set_aside(self.newest)
             self.newest, self._step = before, None
             return self._failed(step, f"read back, it was damaged, and {fate}: {describe(error).text}")
+        saves.note_verified(newest)
         self._tidy("older checkpoints stay", lambda: self.folder.checkpoints.prune(self.settings.keep))
         return True
 
@@ -119,7 +122,7 @@ class Saver:
         """The checkpoint is whole whatever becomes of `act`."""
         try:
             act()
-        except (OSError, CliError) as error:
+        except (OSError, FolderError) as error:
             _warn(f"checkpoint {self.newest}: {otherwise}: {describe(error).text}")
 
 

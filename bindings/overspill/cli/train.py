@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 from overspill.cli.adapting import add_adapter, check_adapter
-from overspill.cli.checkpoints import is_complete
 from overspill.cli.chosen import Chosen, choose
 from overspill.cli.common import (
     CliError,
@@ -45,6 +44,7 @@ from overspill.cli.recorder import check_boards, check_trace
 from overspill.cli.run_folder import RunFolder
 from overspill.cli.session import Session
 from overspill.cli.settings import DTYPES, FIELDS, REPORTS, SCHEDULES, STEPS, absolute, default_text, option
+from overspill.saves import is_complete
 
 USAGE = """overspill train --model DIR --data PATH --out DIR --host-budget SIZE [--nvme DIR ...] [OPTIONS]
        overspill train --model DIR --data PATH --out DIR --config FILE [OPTIONS]

@@ -6,9 +6,9 @@ is changed. Memory: a few MiB.
 
 import argparse
 import json
-import sys
 
 from overspill.cli.common import CliError, add_json, path_of
+from overspill.cli.progress import on_terminal
 from overspill.memory import human
 
 
@@ -26,7 +26,7 @@ def run(args: argparse.Namespace) -> int:
         raise CliError(
             f"checkpoint {args.checkpoint} is no folder; give a folder that training saved, e.g. OUT/checkpoints/step-…"
         )
-    counted = tensor_file.verify(args.checkpoint, _progress if sys.stderr.isatty() else None)
+    counted = tensor_file.verify(args.checkpoint, on_terminal("verify"))
     if args.json:
         print(json.dumps({"checkpoint": str(args.checkpoint), "whole": True, **counted}))
         return 0
@@ -35,8 +35,3 @@ def run(args: argparse.Namespace) -> int:
         f"{human(counted['bytes'])} in {counted['files']} files"
     )
     return 0
-
-
-def _progress(done: int, total: int) -> None:
-    end = "" if done < total else "\n"
-    print(f"\rverify: {human(done)} of {human(total)} ", end=end, file=sys.stderr, flush=True)
