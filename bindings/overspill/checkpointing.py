@@ -5,21 +5,75 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from . import _core, calls, given, own_states, packed, parts, reading, replaced, saves, state
+from . import (
+    _core,
+    calls,
+    given,
+    own_states,
+    packed,
+    parts,
+    ranks,
+    reading,
+    replaced,
+    retention,
+    saves,
+    state,
+)
 from .boundary import SchedulerState, keep
 from .extra import Extra
+from .folders import FolderError
 
 if TYPE_CHECKING:
     from .engine import Engine
 
 
-def save(engine: Engine, folder: Any, client_state: dict[str, Any] | None, unknown: dict[str, Any]) -> None:
-    """`unknown`: other arguments that the call was given."""
+def save(
+    engine: Engine,
+    folder: Any,
+    client_state: dict[str, Any] | None,
+    unknown: dict[str, Any],
+    keep: retention.Keep | None = None,
+) -> None:
+    """`unknown`: other arguments that the call was given. `keep`: which of those beside it stay; None: all."""
+    if keep is not None:
+        retention.Series(
+            Path(given.path("save_checkpoint", folder))
+        )  # its name is looked at before anything is written
+    _save(engine, folder, client_state, unknown)
+    if keep is not None:
+        _retain(engine, Path(folder), keep)
+
+
+def _retain(engine: Engine, path: Path, keep: retention.Keep) -> None:
+    """What stays though it may go is no failure of the save."""
+    with ranks.ByOne(engine._group, "save_checkpoint"):
+        if engine.rank == 0:
+            retention.read_back(path)
+            try:
+                aside = retention.tidy(path, keep)
+            except (OSError, FolderError) as error:
+                reason = str(error).removeprefix("overspill: ")
+                _warn(f"save_checkpoint: {path} is whole; older checkpoints stay: {reason}")
+                return
+            if aside:
+                names = ", ".join(other.name for other in aside)
+                _warn(
+                    f"save_checkpoint: later checkpoints than {path} are of a branch that was left; they are now "
+                    f"{names}, and Overspill does not delete them"
+                )
+
+
+def _warn(text: str) -> None:
+    warnings.warn(f"overspill: {text}", stacklevel=given.script_level())
+
+
+def _save(engine: Engine, folder: Any, client_state: dict[str, Any] | None, unknown: dict[str, Any]) -> None:
     state.check_arguments("save_checkpoint", unknown)
     folder = given.path("save_checkpoint", folder)
     engine._settle()
@@ -79,13 +133,29 @@ def _extra(engine: Engine, client_state: dict[str, Any] | None) -> dict[str, Any
     return extra
 
 
-def load(engine: Engine, folder: Any, unknown: dict[str, Any]) -> dict[str, Any]:
+def load(engine: Engine, folder: Any, unknown: dict[str, Any], fall_back: bool = False) -> dict[str, Any]:
+    """`fall_back`: `folder` has checkpoints in it; the newest that is whole is loaded."""
     state.check_arguments("load_checkpoint", unknown)
     folder = given.path("load_checkpoint", folder)
     engine._settle()
+    if fall_back:
+        folder = _newest_whole(engine, Path(folder))
     folder = os.path.realpath(folder)  # it is read twice: a link may lead elsewhere meanwhile
     with _held(folder):
         return _load_held(engine, folder)
+
+
+def _newest_whole(engine: Engine, folder: Path) -> str:
+    """Rank 0 looks, and all load the same."""
+    found = ""
+    with ranks.ByOne(engine._group, "load_checkpoint"):
+        if engine.rank == 0:
+            whole, skipped = retention.newest_whole(folder)
+            for reason in skipped:
+                _warn(f"load_checkpoint: skipped {reason}")
+            found = str(whole)
+    chosen: str = ranks.rank_0s(engine._group, found)
+    return chosen
 
 
 def _held(folder: str) -> contextlib.AbstractContextManager[None]:

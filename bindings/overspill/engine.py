@@ -11,7 +11,6 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from contextlib import AbstractContextManager, contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -37,6 +36,7 @@ from . import (
     ranks,
     reading,
     replaced,
+    retention,
     saved,
     transformed,
     transport,
@@ -44,7 +44,7 @@ from . import (
 )
 from .boundary import Boundary
 from .config import Config
-from .config.values import check_folders, parse_size
+from .config.values import check_folders
 from .ending import End
 from .foreign import ForeignOptimizer
 from .gradients import Gradients
@@ -664,6 +664,9 @@ class Engine(nn.Module):
         self,
         folder: str | os.PathLike[str],
         client_state: dict[str, Any] | None = None,
+        *,
+        keep_last: int | None = None,
+        keep_every: int | None = None,
         **unknown: Any,
     ) -> None:
         """Weights, the optimizer's states, buffers, hyper-parameters, scheduler, counters, random states and
@@ -673,16 +676,21 @@ class Engine(nn.Module):
         Args:
             folder: a new name, or an empty folder, which all ranks see. There are no tags: name one a checkpoint
             client_state: a dict of plain values (numbers, texts, lists, dicts), which `load_checkpoint` returns
+            keep_last: checkpoints that stay, the newest, this one among them, of those beside it whose names differ
+                in the number at their end alone, the step. Before an older one goes, this one is read back. Later
+                steps are of a branch that was left: they get other names. None: all stay
+            keep_every: older ones whose step is a multiple of it stay too
 
         Raises:
-            CheckpointError: the folder is not empty
+            CheckpointError: the folder is not empty; or what was read back is damaged: the older ones stay
             RuntimeError: in the middle of an accumulation
             TypeError: a value of `client_state` is not plain, or a state of an optimizer that runs its own code cannot
                 be saved (docs/scripts.md, Optimizers), or an argument of DeepSpeed has no meaning here
             StoreError: the disk fails, or has no room; the checkpoints of before stay
             OSError: the same while the states of an optimizer that runs its own code are written
         """
-        checkpointing.save(self, folder, client_state, unknown)
+        keep = retention.keep_of(keep_last, keep_every)
+        checkpointing.save(self, folder, client_state, unknown, keep)
 
     def _save_inside_step(self, begun: int) -> None:
         """Before a checkpoint is saved when so many micro-batches of a step have ended."""
@@ -692,19 +700,24 @@ class Engine(nn.Module):
             "has no gradients: save where engine.micro_steps is a multiple of gradient_accumulation_steps"
         )
 
-    def load_checkpoint(self, folder: str | os.PathLike[str], **unknown: Any) -> dict[str, Any]:
+    def load_checkpoint(
+        self, folder: str | os.PathLike[str], *, fall_back: bool = False, **unknown: Any
+    ) -> dict[str, Any]:
         """Restores everything that `save_checkpoint` took and returns its client_state, a dict. It is not DeepSpeed's
         pair: unpacking it raises TypeError. All ranks call it; random states come back where there are as many ranks as
         then, those of GPUs for as many as are here.
 
         Args:
             folder: what `save_checkpoint` or `overspill train` wrote, with any number of ranks, stage and placement
+            fall_back: `folder` has checkpoints in it, whose names end with their steps. The newest of which every byte
+                fits its checksum is loaded. A warning names those that do not, which are renamed NAME.damaged-1
 
         Raises:
+            FolderError: with fall_back, no checkpoint is there
             CheckpointError: it is damaged, or of another model, optimizer or format; nothing is changed
             TypeError: an argument of DeepSpeed has no meaning here
         """
-        return checkpointing.load(self, folder, unknown)
+        return checkpointing.load(self, folder, unknown, fall_back)
 
     def save_pretrained(
         self,
@@ -735,19 +748,7 @@ class Engine(nn.Module):
             TypeError: the module is no model of transformers; an argument that is not known
             OSError: there is no room
         """
-        exporting.check_arguments(of_transformers)
-        self._settle()
-        model = exporting.exported(self.module)
-        target = Path(given.path("save_pretrained", folder))
-        most, wide = parse_size(shard_size), exporting.check_dtype(dtype)
-        with calls.Alone():
-            calls.check(sys._getframe())
-            if model is self.module:
-                replaced.check(model, self._residency)
-            else:  # adapters have left it
-                replaced.check_new(model, self._residency)
-            reading.hand_over(self._residency.units)
-            exporting.save(model, self._group, target, wide, tokenizer, most)
+        exporting.save_engine(self, folder, dtype, tokenizer, shard_size, of_transformers)
 
     def give_back(self) -> nn.Module:
         """Ends the engine, and leaves weights and gradients in its module, which is a plain model from then on. Returns

@@ -6,6 +6,7 @@ import copy
 import functools
 import json
 import shutil
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -15,9 +16,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch._C import DisableTorchFunction
 
-from . import architecture, durable, folders, reading, tensor_file
+from . import architecture, calls, durable, folders, given, reading, replaced, tensor_file
 from ._core import CheckpointError, OverspillError
 from .adapters import is_adapted
+from .config.values import parse_size
 from .divided import is_divided
 from .extras import need
 from .model_files import SMALL_FILE_BYTES, small_files
@@ -28,6 +30,7 @@ from .state import persistent_buffers
 from .units import DTYPES
 
 if TYPE_CHECKING:
+    from .engine import Engine
     from .ranks import Group
 
 _CONFIGS = ("config.json", "generation_config.json")
@@ -53,6 +56,30 @@ class Tensor:
 class Shard:
     file: str
     tensors: list[Tensor]
+
+
+def save_engine(
+    engine: Engine,
+    folder: Any,
+    dtype: torch.dtype | None,
+    tokenizer: Any,
+    shard_size: int | str,
+    of_transformers: dict[str, Any],
+) -> None:
+    """`Engine.save_pretrained`."""
+    check_arguments(of_transformers)
+    engine._settle()
+    model = exported(engine.module)
+    target = Path(given.path("save_pretrained", folder))
+    most, wide = parse_size(shard_size), check_dtype(dtype)
+    with calls.Alone():
+        calls.check(sys._getframe())
+        if model is engine.module:
+            replaced.check(model, engine._residency)
+        else:  # adapters have left it
+            replaced.check_new(model, engine._residency)
+        reading.hand_over(engine._residency.units)
+        save(model, engine._group, target, wide, tokenizer, most)
 
 
 def save(

@@ -126,3 +126,31 @@ def newest_first(folder: Path) -> list[Path]:
             "fall_back needs the folder that has the checkpoints in it"
         )
     return [folder / name for _, name in sorted(found, reverse=True)]
+
+
+def newest_whole(folder: Path) -> tuple[Path, list[str]]:
+    """The newest checkpoint in `folder` of which every byte fits its checksum, and what is wrong with those that are
+    newer, in words; these get other names, so that their steps can be saved again. Raises FolderError where there is
+    none at all, CheckpointError where none is whole."""
+    skipped: list[tuple[Path, str]] = []
+    for path in newest_first(folder):
+        try:
+            if not saves.is_complete(path):
+                raise _core.CheckpointError(f"{path} has no {saves.MANIFEST}, so it is not complete")
+            tensor_file.verify(path)
+        except (_core.CheckpointError, _core.StoreError, OSError) as error:
+            skipped.append((path, str(error).removeprefix("overspill: ")))
+        else:
+            saves.note_verified(path)
+            return path, [f"{reason}; {_renamed(other)}" for other, reason in skipped]
+    reasons = "; ".join(reason for _, reason in skipped)
+    raise _core.CheckpointError(f"overspill: load_checkpoint: no checkpoint in {folder} is whole: {reasons}")
+
+
+def _renamed(path: Path) -> str:
+    """What became of one that was skipped, in words."""
+    try:
+        with saves.alone(path):
+            return f"it is now {saves.rename_aside(path, 'damaged')}"
+    except (OSError, FolderError) as error:
+        return f"it keeps its name ({str(error).removeprefix('overspill: ')})"
