@@ -22,6 +22,7 @@ from .config import Config
 from .config.section import ConfigError
 from .engine import Engine
 from .folders import FolderError, output_folder
+from .gguf_file import Exported, export_gguf
 from .init import Init
 from .merging import Merged, merge
 from .optimizer import NonFiniteError
@@ -38,6 +39,7 @@ __all__ = [
     "ConfigError",
     "Engine",
     "EngineFailed",
+    "Exported",
     "FolderError",
     "Init",
     "Initialized",
@@ -49,6 +51,7 @@ __all__ = [
     "StoreError",
     "ThreadError",
     "WrongProcess",
+    "export_gguf",
     "initialize",
     "merge",
     "optim",

@@ -15,6 +15,7 @@ EXTRAS = {
     "rich": "cli",
     "shtab": "cli",
     "matplotlib": "plot",
+    "gguf": "gguf",
     "uvicorn": "serve",
     "starlette": "serve",
     "llguidance": "serve",

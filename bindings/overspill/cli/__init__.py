@@ -20,6 +20,7 @@ COMMANDS = (
     "verify",
     "checkpoint",
     "merge",
+    "export",
     "generate",
     "chat",
     "serve",
@@ -36,6 +37,7 @@ EXAMPLES = """examples:
   overspill verify runs/first/checkpoints/step-000040
   overspill checkpoint ls runs/first
   overspill merge runs/first/checkpoints/step-000040 ./tuned --dtype bf16
+  overspill export ./tuned tuned.gguf --type q8_0
   overspill generate --model ./tuned --prompt "def "
   overspill chat --model ./tuned
   overspill serve --model ./tuned
