@@ -35,7 +35,6 @@ from . import (
     place,
     ranks,
     reading,
-    replaced,
     retention,
     saved,
     transformed,
