@@ -26,10 +26,10 @@ def place(engine: Engine, path: Path, call: str) -> Iterator[Path]:
     until then what is there stays whole under its name. Files that are written there have to be durable."""
     durable.make_folders(path.parent)
     settle(engine, path, call)
-    yield _new(path)
+    yield new_of(path)
     with ranks.ByOne(engine._group, call):
         if engine.rank == 0:
-            _replace(path)
+            replace_alone(path)
 
 
 def settle(engine: Engine, path: Path, call: str) -> None:
@@ -37,10 +37,11 @@ def settle(engine: Engine, path: Path, call: str) -> None:
     the new one is whole. All ranks call it."""
     with ranks.ByOne(engine._group, call):
         if engine.rank == 0:
-            _settle(path)
+            settle_alone(path)
 
 
-def _new(path: Path) -> Path:
+def new_of(path: Path) -> Path:
+    """Where a checkpoint is written that will be `path`."""
     return path.with_name(f"{path.name}.overspill-new")
 
 
@@ -48,18 +49,19 @@ def _old(path: Path) -> Path:
     return path.with_name(f"{path.name}.overspill-old")
 
 
-def _replace(path: Path) -> None:
-    """What is beside it, which is whole, takes its name. Where that is broken off, `_settle` finishes it."""
+def replace_alone(path: Path) -> None:
+    """What is beside it, which is whole, takes its name. Where that is broken off, `settle_alone` finishes it."""
     if path.exists():
         path.rename(_old(path))
-    durable.rename_folder(_new(path), path)
+    durable.rename_folder(new_of(path), path)
     _remove(_old(path))
 
 
-def _settle(path: Path) -> None:
+def settle_alone(path: Path) -> None:
+    """`settle`, of one rank for all."""
     if not path.exists() and _old(path).exists():
-        (_new(path) if _new(path).exists() else _old(path)).rename(path)
-    for left in (_new(path), _old(path)):
+        (new_of(path) if new_of(path).exists() else _old(path)).rename(path)
+    for left in (new_of(path), _old(path)):
         _remove(left)
 
 

@@ -6,7 +6,6 @@ on before there is an engine.
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 import hashlib
 import itertools
@@ -26,11 +25,11 @@ from . import _core
 from ._core import EngineFailed, OverspillError
 from .divided import memory_of
 from .fate import LAST_WORDS_SECONDS, Fate, first_line
+from .messages import Line, Messages
 
 CONNECT_PATIENCE = datetime.timedelta(seconds=60)
 LONGEST_BYTES = 1 << 30  # of what a rank says as text: as a manifest
 _LEAVING = 3  # a tag; messages have others
-_SMALL_BYTES = 1024  # of a message that arrives whole or not at all
 
 
 class RankError(_core.OverspillError):
@@ -123,8 +122,9 @@ class Group:
             self.torch_group = self._connect(process_group)
         except RuntimeError as error:
             raise EngineFailed(f"overspill: {self.fate.failed(error)}") from error
-        self._calls = _Messages(self, 0)
-        self._words = _Messages(self, 4)  # while the core makes calls too
+        self._calls = Messages(self, 0)
+        self._words = Messages(self, 4)  # while the core makes calls too
+        self.lines: list[Line] = []
         self.fate.shared_with(self)
 
     def _connect(self, process_group: Any) -> Any:
@@ -184,7 +184,7 @@ class Group:
         group, self.torch_group = self.torch_group, None
         if isinstance(group, dist.ProcessGroup) and dist.is_initialized():
             dist.destroy_process_group(group)
-        for messages in (self._calls, self._words):
+        for messages in (self._calls, self._words, *self.lines):
             messages.close()
 
     # ---- before there is an engine
@@ -250,137 +250,6 @@ class Group:
             f"overspill: {name} is {_short(theirs)} on rank {rank} and {_short(zeros)} on rank 0; ranks of one engine "
             "need the same model and configuration"
         )
-
-
-class _Messages:
-    """Between pairs of ranks, of the calls that one thread makes after another. `tag`: the first of four that are its
-    own."""
-
-    def __init__(self, group: Group, tag: int):
-        self._torch_group, self._rank, self._patience = group.torch_group, group.rank, group.patience
-        self._call, self._end, self._got = tag, tag + 1, tag + 2
-        self._lost = group.lost
-        self._sent: dict[int, list[Any]] = {}  # by rank: what it may not have yet
-
-    def exchange(self, sends: Sequence[Any], receives: Sequence[Any]) -> str:
-        """Sends and receives buffers, by rank; None for no bytes. Returns when all is done: "", or what went wrong.
-
-        When a connection breaks, gloo (pair.cc, signalException) tells those who wait for a receive that has not begun,
-        and nobody else: who waits for a transfer in progress waits until its timeout. So only empty messages and small
-        ones are waited for here. One follows each large transfer, and one answers it.
-        """
-        peer = self._rank
-        try:
-            arriving, leaving = [], []
-            for peer, buffer in enumerate(receives):
-                if buffer is not None:
-                    arriving.append((peer, self._begin_receive(_tensor(buffer), peer)))
-            before, self._sent = self._sent, {}
-            for peer, buffer in enumerate(sends):
-                if buffer is None:
-                    continue
-                if len(buffer) <= _SMALL_BYTES:
-                    self._send(_tensor(bytearray(buffer)), peer, self._call)
-                else:
-                    leaving.append((peer, self._begin_send(_tensor(buffer), peer)))
-            for peer, works in arriving:
-                self._wait(works)
-                before.pop(peer, None)  # who sends has all that was sent to it before this call
-                if len(works) > 1:
-                    self._send(_nothing(), peer, self._got)
-            for peer, works in leaving:
-                self._wait(works)
-                before.pop(peer, None)  # and so has who answers
-            for peer, works in before.items():
-                self._sent.setdefault(peer, []).extend(works)
-        except RuntimeError as error:
-            return self._lost(peer, error)
-        return ""
-
-    def close(self) -> None:
-        """gloo ends its connections when nobody holds the group."""
-        self._torch_group, self._sent = None, {}
-
-    def _begin_receive(self, tensor: torch.Tensor, peer: int) -> list[Any]:
-        """What is to be waited for."""
-        works = [self._receive(tensor, peer, self._call)]
-        if tensor.numel() > _SMALL_BYTES:
-            works.append(self._receive(_nothing(), peer, self._end))
-        return works
-
-    def _begin_send(self, tensor: torch.Tensor, peer: int) -> list[Any]:
-        """Of a large one: what is to be waited for."""
-        got = self._receive(_nothing(), peer, self._got)
-        works = [self._send(tensor, peer, self._call), got]
-        self._send(_nothing(), peer, self._end)
-        return works
-
-    def _receive(self, tensor: torch.Tensor, peer: int, tag: int) -> Any:
-        return self._torch_group.recv([tensor], peer, tag)
-
-    def _send(self, tensor: torch.Tensor, peer: int, tag: int) -> Any:
-        """Kept until the peer has it: gloo forgets what nobody holds."""
-        work = self._torch_group.send([tensor], peer, tag)
-        self._sent.setdefault(peer, []).append((work, tensor))
-        return work
-
-    def _wait(self, works: list[Any]) -> None:
-        """The last one shows that the others are done."""
-        for work in reversed(works):
-            work.wait(self._patience)
-
-
-class Line(_Messages):
-    """From and to one other rank of a group, in calls of another thread than the group's own: a send returns before it
-    has arrived. Both sides make matching calls, in the same order. `tag`: as of _Messages, from 8. One thread."""
-
-    def __init__(self, group: Group, peer: int, tag: int):
-        super().__init__(group, tag)
-        self._group, self._peer = group, peer
-        self._leaving: list[list[Any]] = []
-
-    def send(self, tensor: torch.Tensor) -> None:
-        """On the CPU; it stays as it is until two more are sent, or `finish` has returned. Waits where two are under
-        way already. Raises EngineFailed where the other rank is lost, as `receive` and `finish` do."""
-        with self._noticing():
-            while len(self._leaving) > 1:
-                self._arrived(self._leaving.pop(0))
-            self._leaving.append(self._begin_send(_bytes_of(tensor), self._peer))
-
-    def receive(self, tensor: torch.Tensor) -> None:
-        """Into a contiguous one on the CPU. Returns when it is there."""
-        with self._noticing():
-            end = self._receive(_nothing(), self._peer, self._end)
-            works = [self._receive(_bytes_of(tensor), self._peer, self._call), end]
-            self._wait(works)
-            self._answer()
-
-    def finish(self) -> None:
-        """Returns when the other rank has what was sent to it."""
-        with self._noticing():
-            while self._leaving:
-                self._arrived(self._leaving.pop(0))
-
-    def _arrived(self, works: list[Any]) -> None:
-        self._wait(works)
-        sent = self._sent[self._peer]
-        del sent[: 1 + next(i for i, (work, _) in enumerate(sent) if work is works[0])]
-
-    def _answer(self) -> None:
-        self._send(_nothing(), self._peer, self._got)
-
-    @contextlib.contextmanager
-    def _noticing(self) -> Iterator[None]:
-        try:
-            yield
-        except RuntimeError as error:
-            first = self._group.declare(self._lost(self._peer, error))
-            self._group.leave()
-            raise EngineFailed(f"overspill: {first}") from None
-
-
-def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().reshape(-1).view(torch.uint8)
 
 
 def counted_elsewhere(
@@ -456,14 +325,6 @@ def _once(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     return list({id(t): t for t in tensors}.values())
 
 
-def _tensor(buffer: Any) -> torch.Tensor:
-    return torch.frombuffer(buffer, dtype=torch.uint8)
-
-
-def _nothing() -> torch.Tensor:
-    return torch.empty(0, dtype=torch.uint8)
-
-
 def _short(text: str | None) -> str:
     return "missing" if text is None else text if len(text) <= 80 else text[:77] + "..."
 
@@ -490,8 +351,10 @@ class ByOne:
         failure = error or next(iter(self.failures), None)
         if self.group is not None:
             said = self.group.gathered(None if failure is None else str(failure))
-            theirs = next((text for text in said if text is not None), None)
+            rank, theirs = next(
+                ((rank, text) for rank, text in enumerate(said) if text is not None), (0, None)
+            )
             if failure is None and theirs is not None:
-                raise OverspillError(f"overspill: {self.call} failed on rank 0: {theirs}")
+                raise OverspillError(f"overspill: {self.call} failed on rank {rank}: {theirs}")
         if failure is not None and error is None:
             raise failure

@@ -270,7 +270,206 @@ def fails(stage, how):
         return str(error)
 
 
-CASES = {each.__name__: each for each in (trains, resumes, saves, shapes, from_data, fails)}
+def pairs(width=WIDTH, out=1):
+    return itertools.repeat((torch.ones(2, width), torch.zeros(2, out)))
+
+
+def two(*layers, **more):
+    """An engine of a stage a layer."""
+    torch.manual_seed(0)
+    module = PipelineModule(layers, num_stages=2, loss_fn=nn.MSELoss(), partition_method="uniform", **more)
+    return deepspeed.initialize(model=module, config=settings())[0]
+
+
+class Counting(nn.Linear):
+    """Gives its count beside its output, in one buffer that it changes in place."""
+
+    def __init__(self):
+        super().__init__(WIDTH, WIDTH)
+        self.register_buffer("count", torch.zeros(4000))
+
+    def forward(self, x):
+        self.count += 1
+        return super().forward(x), self.count
+
+
+class Seeing(nn.Linear):
+    def __init__(self):
+        super().__init__(WIDTH, 1)
+        self.seen = []
+
+    def forward(self, pair):
+        x, count = pair
+        self.seen.append(int(count[-1]))
+        return super().forward(x)
+
+
+def copies():
+    """What is under way when a stage changes it; the script's data, which a first layer changes."""
+    engine = two(Counting(), Seeing())
+    for _ in range(3):
+        engine.train_batch(pairs())
+    seen = getattr(engine.module, "1").seen if engine.is_last_stage() else None
+    engine.destroy()
+    data = [next(pairs()) for _ in range(MICRO)]
+    engine = two(
+        nn.Sequential(nn.Hardtanh(-0.5, 0.5, inplace=True), nn.Linear(WIDTH, WIDTH)), nn.Linear(WIDTH, 1)
+    )
+    engine.train_batch(iter(data))
+    engine.destroy()
+    assert all(torch.equal(x, torch.ones(2, WIDTH)) for x, _ in data)
+    return seen
+
+
+class Many(nn.Linear):
+    def forward(self, x):
+        y = super().forward(x)
+        return tuple(y * k for k in range(5))
+
+
+class Summing(nn.Linear):
+    def forward(self, many):
+        return super().forward(sum(many))
+
+
+def many():
+    """More tensors in a tuple than may be under way."""
+    engine = two(Many(WIDTH, WIDTH), Summing(WIDTH, 1), dynamic_shape=True)
+    losses = [engine.train_batch(pairs()).item() for _ in range(3)]
+    assert len(set(losses)) == 3
+    engine.destroy()
+    return losses
+
+
+def error_of(call):
+    try:
+        call()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+def closes():
+    """One stage closes its engine; the other does not wait for it."""
+    engine = two(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 1))
+    engine.train_batch(pairs())
+    if engine.is_first_stage():
+        engine.destroy()
+    return error_of(lambda: engine.train_batch(pairs()))
+
+
+def saves_in_part(folder):
+    """A save that one stage refuses is refused by all, and the run goes on; so is a load of what is damaged."""
+    engine = start(2)
+    data = batches(0, 1)
+    engine.train_batch(data)
+    engine.save_checkpoint(folder, tag="good")
+    state = {"number": 1} if engine.is_first_stage() else {"object": object()}
+    said = [error_of(lambda: engine.save_checkpoint(folder, tag="bad", client_state=state))]
+    engine.train_batch(data)
+    engine.save_checkpoint(folder, tag="damaged")
+    if engine.is_first_stage():
+        for file in Path(folder, "damaged", "stage-01").rglob("*"):
+            if file.is_file() and file.name != "manifest.json":
+                text = bytearray(file.read_bytes())
+                text[: len(text)] = bytes(byte ^ 1 for byte in text)
+                file.write_bytes(text)
+    dist.barrier()
+    engine.train_batch(data)
+    said.append(error_of(lambda: engine.load_checkpoint(folder, tag="damaged")))
+    assert engine.global_steps == 3, "no stage was loaded"
+    assert Path(engine.load_checkpoint(folder, tag="good")[0]).name == "good" and engine.global_steps == 1
+    engine.destroy()
+    return said
+
+
+def tags(folder):
+    """Stages that give different tags."""
+    engine = start(2)
+    engine.train_batch(batches(0, 1))
+    engine.save_checkpoint(folder, tag=f"tag-{engine.stage_id}")
+    for _ in range(3):
+        assert Path(engine.load_checkpoint(folder)[0]).name == "tag-0"
+    engine.save_checkpoint(folder, tag="tag-0")
+    engine.destroy()
+    return sorted(path.name for path in Path(folder).iterdir())
+
+
+def resumes_with_more(folder):
+    """A run that was saved with other numbers of micro-batches goes on in whole batches."""
+    engine = start(2, gradient_accumulation_steps=2)
+    for _ in range(3):
+        engine.train_batch(batches(0, 1))
+    engine.save_checkpoint(folder)
+    engine.destroy()
+    engine = start(2, gradient_accumulation_steps=4)
+    engine.load_checkpoint(folder)
+    for _ in range(2):
+        engine.train_batch(batches(0, 1))
+    assert engine.global_steps == 5 and engine.was_step_applied()
+    engine.destroy()
+
+
+class Position(nn.Module):
+    """An embedding of words and positions, whose words alone are tied to the head."""
+
+    def __init__(self):
+        super().__init__()
+        self.word, self.position = nn.Embedding(VOCABULARY, WIDTH), nn.Embedding(LENGTH, WIDTH)
+
+    def forward(self, x):
+        return self.word(x) + self.position(torch.arange(LENGTH))
+
+
+def ties(form):
+    """Of a tied layer the parameters that tied_weight_attr names."""
+
+    def tied(**more):
+        return TiedLayerSpec("e", Position, tied_weight_attr="word.weight", **more)
+
+    layers = [tied(), LayerSpec(Block, WIDTH), tied(forward_fn=lambda e, x: logits(e.word, x))]
+    module = PipelineModule(
+        layers, num_stages=2, loss_fn=loss_of, seed_layers=True, partition_method="uniform"
+    )
+    config = settings(bf16={"enabled": True})
+    config["overspill"]["format"] = form
+    if form != "exact":
+        return error_of(lambda: deepspeed.initialize(model=module, config=config))
+    engine = deepspeed.initialize(model=module, config=config)[0]
+    for _ in range(4):
+        engine.train_batch(batches(0, 1))
+    word = engine.weight(engine.module.tied_modules["e"].word.weight, torch.float32)
+    engine.destroy()
+    return word.flatten()[:200].tolist()
+
+
+def shares():
+    """One layer in two stages."""
+    layer = nn.Linear(WIDTH, WIDTH)
+    return error_of(
+        lambda: PipelineModule([layer, nn.Tanh(), layer], num_stages=2, partition_method="uniform")
+    )
+
+
+CASES = {
+    each.__name__: each
+    for each in (
+        trains,
+        resumes,
+        saves,
+        shapes,
+        from_data,
+        fails,
+        copies,
+        many,
+        closes,
+        saves_in_part,
+        tags,
+        resumes_with_more,
+        ties,
+        shares,
+    )
+}
 
 if __name__ == "__main__":
     name, *arguments = sys.argv[1:]

@@ -12,7 +12,7 @@ from overspill import deepspeed
 from overspill.config import ConfigError
 from overspill.deepspeed.pipe import schedule
 from overspill.deepspeed.pipe.links import Link, Look, PipelineError
-from overspill.deepspeed.pipe.module import LayerSpec, PipelineModule, bounds
+from overspill.deepspeed.pipe.module import LayerSpec, PipelineModule, TiedLayerSpec, bounds
 from overspill.deepspeed.pipe.topology import (
     PipeDataParallelTopology,
     PipeModelDataParallelTopology,
@@ -52,7 +52,7 @@ def test_a_checkpoint_of_other_stages_is_refused(tmp_path, no_group):
     said(2, "saves", tmp_path)
     engine = started()
     with pytest.raises(
-        PipelineError, match="has 2 stages, and this pipeline 1: give PipelineModule the num_stages"
+        PipelineError, match="of 1 stages: it has stage-00, stage-01: give PipelineModule the num_st"
     ):
         engine.load_checkpoint(tmp_path, tag="two")
     engine.destroy()
@@ -103,7 +103,7 @@ def test_one_stage_is_a_pipeline_too(no_group):
     engine.destroy()
 
 
-@pytest.mark.parametrize("call", ["forward", "backward", "step"])
+@pytest.mark.parametrize("call", ["forward", "backward", "step", "set_gradient_accumulation_boundary"])
 def test_calls_that_a_batch_makes_are_refused(call, no_group):
     engine = started()
     with pytest.raises(PipelineError, match=rf"only train_batch\(\) and eval_batch\(\).*{call}\(\)"):
@@ -115,15 +115,17 @@ def test_calls_that_a_batch_makes_are_refused(call, no_group):
 
 def test_data_that_is_missing_or_ends_is_named(no_group):
     engine = started()
-    with pytest.raises(PipelineError, match="there is no data: give it data_iter"):
+    with pytest.raises(PipelineError, match="there is no data: give train_batch data_iter"):
         engine.train_batch()
     with pytest.raises(PipelineError, match=r"ended in the middle of a batch.*RepeatingLoader"):
         engine.train_batch(iter([next(pairs())]))
-    with pytest.raises(PipelineError, match=r"gave Tensor: a pair \(inputs, labels\)"):
+    with pytest.raises(PipelineError, match=r"gave a Tensor: a pair \(inputs, labels\)"):
         engine.train_batch(itertools.repeat(torch.ones(2, 4)))
     engine.destroy()
     engine = started(PipelineModule([nn.Linear(4, 4)], num_stages=1))
-    with pytest.raises(PipelineError, match="gave Tensor for a loss: give PipelineModule a loss_fn"):
+    with pytest.raises(
+        PipelineError, match=r"gave a Tensor of shape \[2, 4\] for a loss: give PipelineModule a loss_fn"
+    ):
         engine.train_batch(pairs())
     engine.destroy()
 
@@ -156,7 +158,7 @@ def test_what_a_pipeline_cannot_do_is_refused(no_group):
         ([nn.Identity()], {}, RuntimeError, "must provide num_stages or topology"),
         ([nn.Identity()], {"num_stages": 2}, RuntimeError, "1 ranks cannot be divided into so many stages"),
         ([], {"num_stages": 1}, PipelineError, "0 layers cannot be divided into 1 stages"),
-        ([3], {"num_stages": 1}, TypeError, "layer 0 is 3: a module or function"),
+        ([3], {"num_stages": 1}, TypeError, "layer 0 is 3: a module, a LayerSpec or a function"),
         (
             [nn.Identity()],
             {"num_stages": 1, "partition_method": "profile"},
@@ -167,7 +169,7 @@ def test_what_a_pipeline_cannot_do_is_refused(no_group):
             [nn.Identity()],
             {"num_stages": 1, "partition_method": "type:Linear"},
             RuntimeError,
-            "of no layer matches",
+            "no layer's class matches: they are Identity",
         ),
         (
             [nn.Identity()],
@@ -279,6 +281,9 @@ def test_what_a_stage_gives_is_described_and_read_back():
 
 def test_a_sender_that_is_out_of_step_is_found():
     class Lying:
+        def begin_receiving(self):
+            pass
+
         def receive(self, tensor):
             tensor.fill_(1 << 40)
 
@@ -293,3 +298,105 @@ def test_a_stage_that_fails_ends_the_others(stage, how):
     assert ended[stage].code != 0 and ended[1 - stage].code == 0, launch.told(ended)
     reason = "rank {stage} failed: ValueError: on purpose" if how == "raises" else "rank {stage} is gone"
     assert reason.format(stage=stage) in ended[1 - stage].out, launch.told(ended)
+
+
+def test_what_is_under_way_and_what_the_script_gave_stays_what_it_was():
+    assert said(2, "copies")[1] == list(range(1, 13))
+
+
+def test_a_tuple_of_many_tensors():
+    one, other = said(2, "many")
+    assert one == other
+
+
+def test_a_stage_that_is_closed_is_not_waited_for():
+    first, second = said(2, "closes")
+    assert "closed" in first and "EngineFailed" in second
+
+
+def test_stages_save_and_load_together(tmp_path):
+    (bad, damaged), (other_bad, other_damaged) = said(2, "saves_in_part", tmp_path)
+    assert "save_checkpoint failed on rank 1: " in bad and "client_state" in other_bad
+    assert "load_checkpoint failed on rank 1: " in damaged and "CheckpointError" in other_damaged
+
+
+def test_stages_agree_on_a_tag(tmp_path):
+    assert said(2, "tags", tmp_path) == [["latest", "tag-0"]] * 2
+
+
+def test_a_run_goes_on_with_other_numbers_of_micro_batches(tmp_path):
+    said(2, "resumes_with_more", tmp_path)
+
+
+def test_tied_weights_are_those_that_are_named_and_stay_equal():
+    one, other = said(2, "ties", "exact")
+    assert one == other
+
+
+@pytest.mark.parametrize("form", ["compact", "8bit"])
+def test_formats_that_would_let_tied_weights_drift_are_refused(form):
+    assert all("not supported with layers that stages share" in each for each in said(2, "ties", form))
+
+
+def test_after_an_exception_no_micro_batch_counts(no_group):
+    def fails(output, labels):
+        calls.append(1)
+        if len(calls) == 2:
+            raise KeyError("here")
+        return nn.functional.mse_loss(output, labels)
+
+    calls = []
+    weights = []
+    for broken in (True, False):
+        calls[:] = [] if broken else [1, 1]
+        torch.manual_seed(0)
+        engine = started(PipelineModule([nn.Linear(4, 1)], num_stages=1, loss_fn=fails))
+        if broken:
+            with pytest.raises(KeyError):
+                engine.train_batch(pairs())
+        engine.train_batch(pairs())
+        assert engine.global_steps == 1 and engine.micro_steps == 2
+        weights.append(engine.weight(getattr(engine.module, "0").weight))
+        engine.destroy()
+    assert torch.equal(*weights)
+
+
+def test_layers_are_seeded_before_each_forward(no_group):
+    class Noting(nn.Linear):
+        def forward(self, x):
+            seeds.append(torch.initial_seed())
+            return super().forward(x)
+
+    seeds = []
+    layers = [LayerSpec(Noting, 4, 4), LayerSpec(Noting, 4, 1)]
+    module = PipelineModule(layers, num_stages=1, loss_fn=nn.MSELoss(), seed_layers=True, base_seed=10)
+    engine = started(module)
+    engine.train_batch(pairs())
+    assert seeds == [10, 11, 20, 21]
+    engine.destroy()
+
+
+def test_more_that_a_module_cannot_have(no_group):
+    class Additional(PipelineModule):
+        def get_additional_losses(self):
+            return None
+
+    with pytest.raises(NotImplementedError, match="get_additional_losses is not supported"):
+        Additional([nn.Linear(4, 1)], num_stages=1)
+    with pytest.raises(TypeError, match="a list of names of classes"):
+        PipelineModule([nn.Linear(4, 1)], num_stages=1, checkpointable_layers="Linear")
+    with pytest.raises(
+        ValueError, match=r"samples on this rank, fewer than train_micro_batch_size_per_gpu = 2"
+    ):
+        deepspeed.initialize(
+            model=PipelineModule([nn.Linear(4, 1)], num_stages=1, loss_fn=nn.MSELoss()),
+            config={"train_micro_batch_size_per_gpu": 2, "overspill": {"budget": {"host": "32MiB"}}},
+            training_data=[(torch.ones(4), torch.zeros(1))],
+        )
+    with pytest.raises(ValueError, match=r"tied_weight_attr has 'wight', which is no parameter of the layer"):
+        layers = [TiedLayerSpec("e", nn.Linear, 4, 4, tied_weight_attr="wight")]
+        PipelineModule(layers, num_stages=1).tied_parameters("e")
+
+
+def test_a_parameter_of_two_stages_needs_a_tied_layer():
+    assert all("give a TiedLayerSpec in both places" in each for each in said(2, "shares"))

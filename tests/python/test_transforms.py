@@ -6,7 +6,7 @@ import copy
 import pytest
 import torch
 from torch import nn
-from torch.func import grad, grad_and_value, hessian, jacfwd, jacrev, jvp, vjp, vmap
+from torch.func import functional_call, grad, grad_and_value, hessian, jacfwd, jacrev, jvp, vjp, vmap
 
 import overspill
 
@@ -112,3 +112,44 @@ def test_edits_and_updates_are_seen(tmp_path):
         engine.step()
         plain.load_state_dict(engine.state_dict())
         assert torch.equal(OF["grad"](engine), OF["grad"](plain))
+
+
+def test_the_engines_own_parameters_given_to_functional_call_are_refused(tmp_path):
+    """They have no memory there, and a copy would be no part of the transform."""
+    model = mlp()
+    plain = copy.deepcopy(model)
+    with closing(model, tmp_path) as engine:
+        own = dict(engine.named_parameters())
+        for of in (grad, lambda f: vmap(grad(f), (0, None))):
+            with pytest.raises(
+                RuntimeError, match=r"own weight, which is not in memory now: call engine\(x\)"
+            ):
+                of(lambda x, p: functional_call(engine, p, (x.reshape(-1, 8),), tie_weights=False).sum())(
+                    X, own
+                )
+        copies = {name: p.detach().clone() for name, p in engine.named_parameters()}
+        given, wanted = (
+            grad(lambda p, at=at: functional_call(at, p, (X,), tie_weights=False).sum())(copies)["5.bias"]
+            for at in (engine, plain)
+        )
+        assert torch.equal(given, wanted)
+        assert torch.equal(engine(X), plain(X))
+
+
+def test_parameters_are_put_back_where_a_signal_struck_while_they_were(tmp_path, monkeypatch):
+    def call(module, weights, args, kwargs, tie_weights):
+        for name, weight in weights.items():
+            part, _, local = name.rpartition(".")
+            module.get_submodule(part)._parameters[local] = weight
+        raise KeyboardInterrupt
+
+    model = mlp()
+    plain = copy.deepcopy(model)
+    with closing(model, tmp_path) as engine:
+        with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+            patched.setattr(torch.func, "functional_call", call)
+            OF["grad"](engine)
+        assert torch.equal(engine(X), plain(X))
+        engine.backward(engine(X).sum())
+        engine.step()
+        assert engine.global_steps == 1

@@ -20,6 +20,12 @@ _ONE_FILE = 1 << 62  # bytes
 def _folder_of(checkpoint_dir: str | os.PathLike[str], tag: str | None) -> Path:
     base = Path(checkpoint_dir)
     name = tags.latest(base) if tag is None else tag
+    if name is not None and sorted((base / tags.checked(name)).glob("stage-*")):
+        whole = str(base / name)
+        raise ValueError(
+            f"overspill: {whole} is a pipeline's, with a folder per stage: give checkpoint_dir={whole!r} and "
+            "tag='stage-00', then the others; names of layers are those of the whole model"
+        )
     if name is None:
         raise ValueError(f"overspill: {base} has no file {tags.LATEST!r}: give the tag of a checkpoint in it")
     return base / tags.checked(name)

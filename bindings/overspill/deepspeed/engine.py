@@ -275,21 +275,23 @@ class DeepSpeedEngine(Engine):
             raise ValueError("overspill: save_checkpoint: save_dir is missing: give a folder")
         base = Path(given.path("save_checkpoint", save_dir))
         name = tags.checked(f"global_step{self.global_steps}" if tag is None else tag)
-        name = tags.agreed(self._group, name, tag_validation(self.config))
-        overwriting.save(self, self._part_of_checkpoint(base / name), client_state or {})
-        names_it = self._names_latest()
-        with ranks.ByOne(self._group, "save_checkpoint"):
-            if names_it and save_latest:
-                durable.write_text(base / tags.LATEST, f"{name}\n")
+        name = self._agreed(name, tag_validation(self.config))
+        self._save(base / name, client_state or {})
+        if save_latest:
+            self._name_latest(base, name)
         return True
 
-    def _part_of_checkpoint(self, path: Path) -> Path:
-        """What of the checkpoint at `path` is this engine's, where several engines have one."""
-        return path
+    def _save(self, path: Path, client_state: dict[str, Any]) -> None:
+        overwriting.save(self, path, client_state)
 
-    def _names_latest(self) -> bool:
-        """Once all parts are whole: whether this rank writes their name into `latest`."""
-        return self.rank == 0
+    def _name_latest(self, base: Path, name: str) -> None:
+        with ranks.ByOne(self._group, "save_checkpoint"):
+            if self.rank == 0:
+                durable.write_text(base / tags.LATEST, f"{name}\n")
+
+    def _agreed(self, tag: str, validation: str) -> str:
+        """The tag of all ranks: rank 0's, where they differ and may."""
+        return tags.agreed(self._group, tag, validation)
 
     def _save_inside_step(self, begun: int) -> None:
         warnings.warn(
@@ -326,8 +328,7 @@ class DeepSpeedEngine(Engine):
             )
             return None, None
         whole = base / tags.checked(name)
-        path = self._part_of_checkpoint(whole)
-        overwriting.settle(self, path, "load_checkpoint")
+        path = self._settled(whole)
         with_states = load_optimizer_states and not load_module_only
         with_scheduler = load_lr_scheduler_states and not load_module_only
         counts = self.global_steps, self.micro_steps
@@ -343,6 +344,11 @@ class DeepSpeedEngine(Engine):
         if self.progressive_layer_drop is not None and self.global_steps:
             self.progressive_layer_drop.update_state(self.global_steps - 1)
         return str(whole), state
+
+    def _settled(self, path: Path) -> Path:
+        """What of the checkpoint at `path` this engine loads, once what a process left there is put right."""
+        overwriting.settle(self, path, "load_checkpoint")
+        return path
 
     def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any]:
         """What Trainer and Accelerate save: the module's. What is frozen, and left out, is not read."""

@@ -98,12 +98,13 @@ def safe_set_full_grad(param: nn.Parameter, value: torch.Tensor) -> None:
     call = "safe_set_full_grad"
 
     def write(engine: DeepSpeedEngine, segment: Segment) -> None:
-        if engine.world_size == 1:
-            engine._residency.gradients.write(segment, value.detach().to(segment.unit.dtype, copy=True))
-            return
         engine._residency.gradients.settle()
         unit, flat = segment.unit, moments.as_held(value, torch.float32, segment)
-        if not engine._core.replace_whole_gradient(unit.index, segment.index, flat.data_ptr(), flat.nbytes):
+        if engine._core.replace_whole_gradient(unit.index, segment.index, flat.data_ptr(), flat.nbytes):
+            return
+        if engine.world_size == 1:
+            engine._residency.gradients.write(segment, value.detach().to(segment.unit.dtype, copy=True))
+        else:
             raise ValueError(f"overspill: {call}: {segment.name} has no gradient: call backward before it")
 
     _write(param, value, call, write)

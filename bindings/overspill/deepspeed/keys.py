@@ -273,8 +273,8 @@ KEYS: tuple[Key, ...] = (
     Key(
         "pipeline",
         Fate.OWN,
-        "activation_checkpoint_interval of a PipelineModule; its other keys decide nothing: call "
-        "overspill.deepspeed.initialize",
+        "call overspill.deepspeed.initialize with a PipelineModule: activation_checkpoint_interval counts, other keys "
+        "have no effect",
         (None, {}),
     ),
     _refused(
@@ -290,7 +290,8 @@ KEYS: tuple[Key, ...] = (
     Key(
         "progressive_layer_drop",
         Fate.OWN,
-        "forward is given progressive_layer_drop=True and pld_theta, as there: call overspill.deepspeed.initialize",
+        "call overspill.deepspeed.initialize, which gives forward progressive_layer_drop=True and pld_theta as "
+        "DeepSpeed does",
         (None, False),
     ),
     _refused("curriculum_learning", "order the data in the script"),

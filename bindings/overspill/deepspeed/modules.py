@@ -163,7 +163,7 @@ _THERE: dict[str, dict[str, Any]] = {
     "deepspeed.runtime.engine": {"DeepSpeedEngine": DeepSpeedEngine},
     "deepspeed.runtime.lr_schedules": _SCHEDULES,
     "deepspeed.runtime.pipe": _PIPE,
-    "deepspeed.runtime.pipe.engine": {"PipelineEngine": PipelineEngine},
+    "deepspeed.runtime.pipe.engine": {"PipelineEngine": PipelineEngine, **_of(links, "PipelineError")},
     "deepspeed.runtime.pipe.module": _PIPE | _of(links, "PipelineError"),
     "deepspeed.runtime.pipe.schedule": _of(schedule),
     "deepspeed.runtime.pipe.topology": {

@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from ... import ranks
+from ... import calls, ranks
 from ...engine import Engine
-from .. import fragments, tags
-from ..engine import DeepSpeedEngine
+from ...messages import Line
+from .. import fragments
 from ..parts import RepeatingLoader
 from . import schedule
+from .checkpoints import StagedEngine
 from .links import Link, Look, PipelineError, tensors_of
-from .module import PipelineModule
 from .topology import PipelineParallelGrid
 
-_TAG, _TAG_OF_TIED = 8, 12  # of ranks.Line
+_TAG, _TAG_OF_TIED = 8, 12  # of Line
 
 
 @dataclass
@@ -37,48 +37,52 @@ class _Buffer:
 
 @dataclass
 class _Batch:
-    """What is under way. `done`: micro-batches whose backward is over."""
+    """What is under way."""
 
     buffers: list[_Buffer]
     keeps_outputs: bool = False
     with_loss: bool = True
     losses: list[torch.Tensor] = field(default_factory=list)
     outputs: list[Any] = field(default_factory=list)
-    done: int = 0
 
 
-class PipelineEngine(DeepSpeedEngine):
+class PipelineEngine(StagedEngine):
     """What `deepspeed.initialize` returns for a PipelineModule. `train_batch` and `eval_batch` take the place of
     forward, backward and step. Checkpoints have a folder a stage, and load with as many stages, of any number of ranks
     each."""
 
-    module: PipelineModule
     grid: PipelineParallelGrid = None  # type: ignore[assignment]  # these are set by `connect`
-    num_stages = stage_id = micro_batches = 0
+    mpu: PipelineParallelGrid = None  # type: ignore[assignment]  # the same, as DeepSpeed names it too
+    micro_batches = 0
     training_dataloader: Any = None
     data_iterator: Iterator[Any] | None = None
     batch_fn: Callable[[Any], Any] | None = None
     agg_train_loss: Any = None  # of the last batch
     _from: Link | None = None  # the stage before
     _to: Link | None = None  # the next stage
+    _lines: dict[int, Line] | None = None  # by stage: for tied layers
 
     def connect(self, training_data: Any, collate_fn: Any) -> Any:
         """Once, by `initialize`. Returns the loader of the data."""
         grid = self.grid = self.module.mpu()
-        self.num_stages, self.stage_id = grid.pipe_parallel_size, grid.stage_id
+        self.mpu, self.num_stages, self.stage_id = grid, grid.pipe_parallel_size, grid.stage_id
         self.micro_batches = self.gradient_accumulation_steps()
         if not self.is_first_stage():
             self._from = self._link(self.stage_id - 1)
         if not self.is_last_stage():
             self._to = self._link(self.stage_id + 1)
+        tied = {stage for stages in self.module.tied_stages.values() for stage in stages} - {self.stage_id}
+        self._lines = {stage: self._line(stage, _TAG_OF_TIED) for stage in sorted(tied)}
         if training_data is not None:
             self.set_dataloader(_loader(training_data, self, collate_fn, self._settings.seed))
         return self.training_dataloader
 
     def _link(self, stage: int) -> Link:
+        return Link(self._line(stage, _TAG), self.device, self.module.dynamic_activation_shape)
+
+    def _line(self, stage: int, tag: int) -> Line:
         assert self._model_group is not None
-        line = ranks.Line(self._model_group, stage, _TAG)
-        return Link(line, self.device, self.module.dynamic_activation_shape)
+        return Line(self._model_group, stage, tag)
 
     # What scripts call.
 
@@ -89,16 +93,36 @@ class PipelineEngine(DeepSpeedEngine):
             data_iter: gives (inputs, labels); the first stage takes the inputs, the last one the labels, so both have
                 to be given the same data. None: what set_dataiterator, set_dataloader or training_data gave
 
-        Returns: the mean loss over the micro-batches and the ranks that share a stage, on every rank.
+        Returns: the mean loss over the micro-batches and the ranks that share a stage, fp32 without a dimension, on
+            every rank
+
+        Raises:
+            PipelineError: there is no data, or not enough; a stage gives what it cannot send; the loss is no number
+            EngineFailed: another rank, or a disk, failed; the engine has ended
         """
         if not torch.is_grad_enabled():
             raise RuntimeError(
                 "overspill: train_batch() requires gradients enabled: leave torch.no_grad(), or call eval_batch()"
             )
+        if self._for_inference:
+            raise RuntimeError(
+                "overspill: train_batch: neither the JSON nor deepspeed.initialize had an optimizer: give one of them"
+            )
+        if self._inside is not None:
+            raise AssertionError(f"overspill: train_batch() inside {self._inside}: call it after the block")
         if data_iter is not None:
             self.set_dataiterator(data_iter)
         self.module.train()
-        self._run(schedule.TrainSchedule(self.micro_batches, self.num_stages, self.stage_id), _Batch([]))
+        moments = schedule.TrainSchedule(self.micro_batches, self.num_stages, self.stage_id)
+        with self._telling(), calls.Alone():
+            batch, before = _Batch([]), self.micro_steps
+            try:
+                self._run(moments, batch)
+            except BaseException:
+                # As Engine.train_batch: no micro-batch counts unless the update was made.
+                self._residency.spoiled = self.micro_steps == before
+                raise
+            self.agg_train_loss = self._mean(batch.losses, spread=True)
         return self.agg_train_loss
 
     def eval_batch(
@@ -113,30 +137,41 @@ class PipelineEngine(DeepSpeedEngine):
         """Forward of gradient_accumulation_steps micro-batches, or num_micro_batches, without gradients, in evaluation
         mode. All ranks call it; the iterator of train_batch stays where it is.
 
-        Returns: the mean loss on every rank, on the last stage's ranks alone without bcast_loss (None elsewhere). With
-        reduce_output None a list of the losses on the last stage. With return_logits a pair of that and the last
-        stage's outputs, one micro-batch or a list of them. Without compute_loss the outputs, on the last stage.
+        Returns, on the last stage; elsewhere None in place of what that stage alone has:
+            the mean loss over micro-batches and ranks, on every stage unless bcast_loss is False
+            reduce_output=None: a list of the micro-batches' losses
+            compute_loss=False: the output of the last layer, a list of them where there are several micro-batches
+            return_logits=True: a pair of the loss (None without compute_loss) and those outputs
+
+        Raises: as train_batch
         """
+        reduce_output = reduce_output.lower() if isinstance(reduce_output, str) else reduce_output
         if reduce_output not in ("avg", None):
             raise NotImplementedError(
                 f"overspill: eval_batch: reduce_output = {reduce_output!r}: avg or None is expected"
             )
-        count = num_micro_batches or self.micro_batches
+        count = self.micro_batches if num_micro_batches is None else num_micro_batches
+        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+            raise ValueError(
+                f"overspill: eval_batch: num_micro_batches = {count!r}: a number from 1 is expected"
+            )
         before, was_training = self.data_iterator, self.module.training
         self.set_dataiterator(data_iter)
         self.module.eval()
         batch = _Batch([], keeps_outputs=return_logits or not compute_loss, with_loss=compute_loss)
+        moments, loss = schedule.InferenceSchedule(count, self.num_stages, self.stage_id), None
         try:
-            with torch.no_grad():
-                self._run(schedule.InferenceSchedule(count, self.num_stages, self.stage_id), batch)
+            with self._telling(), calls.Alone(), torch.no_grad():
+                self._run(moments, batch)
+                if compute_loss:
+                    loss = batch.losses if reduce_output is None else self._mean(batch.losses, bcast_loss)
         finally:
             self.module.train(was_training)
             self.data_iterator = before
         outputs = batch.outputs[0] if len(batch.outputs) == 1 else batch.outputs or None
-        if not compute_loss:
-            return outputs
-        loss: Any = batch.losses if reduce_output is None else self._mean(batch.losses, bcast_loss)
-        return (loss, outputs) if return_logits else loss
+        if return_logits:
+            return loss, outputs
+        return loss if compute_loss else outputs
 
     def set_dataloader(self, loader: Any) -> None:
         """Each batch of `train_batch` comes from it, again from the start at its end. The first and the last stage need
@@ -151,12 +186,6 @@ class PipelineEngine(DeepSpeedEngine):
     def set_batch_fn(self, fn: Callable[[Any], Any]) -> None:
         """fn(what the iterator gives) gives (inputs, labels)."""
         self.batch_fn = fn
-
-    def is_first_stage(self) -> bool:
-        return self.stage_id == 0
-
-    def is_last_stage(self) -> bool:
-        return self.stage_id == self.num_stages - 1
 
     def get_pipeline_parallel_rank(self) -> int:
         return self.stage_id
@@ -182,52 +211,71 @@ class PipelineEngine(DeepSpeedEngine):
 
     # A batch.
 
+    @contextlib.contextmanager
+    def _telling(self) -> Iterator[None]:
+        """An exception inside ends the other ranks, which may wait for this one."""
+        try:
+            self._settle()
+            yield
+        except BaseException as error:
+            ranks.tell(error, (self._group, self._model_group))
+            raise
+
     def _run(self, moments: schedule.PipeSchedule, batch: _Batch) -> None:
         batch.buffers = [_Buffer() for _ in range(moments.num_pipe_buffers())]
-        try:
-            for link in self._links():
-                link.begin()
-            for instructions in moments:
-                for each in instructions:
-                    _DO[type(each)](self, batch, each)
-            for link in self._links():
-                link.finish()
-        except BaseException as error:
-            ranks.tell(error, (self._model_group,))  # other stages may wait for this one
-            raise
+        for link in self._links():
+            link.begin()
+        for instructions in moments:
+            for each in instructions:
+                _DO[type(each)](self, batch, each)
+        for link in self._links():
+            link.finish()
 
     def _links(self) -> list[Link]:
         return [link for link in (self._from, self._to) if link is not None]
 
     def _load(self, batch: _Batch, do: schedule.LoadMicroBatch) -> None:
+        given = self._next()
+        if not isinstance(given, (tuple, list)) or len(given) != 2:
+            said = (
+                f"{type(given).__name__} of {len(given)}"
+                if isinstance(given, (tuple, list, dict))
+                else type(given).__name__
+            )
+            raise PipelineError(
+                f"overspill: the data gave a {said}: a pair (inputs, labels) is expected; set_batch_fn makes one"
+            )
+        buffer = batch.buffers[do.buffer_id]
+        inputs, labels = (tuple(each) if isinstance(each, list) else each for each in given)
+        if self.is_first_stage():
+            buffer.inputs = _cloned(self._place.put(inputs))
+        if self.is_last_stage():
+            buffer.labels = self._place.put(labels)
+
+    def _next(self) -> Any:
         if self.data_iterator is None:
             raise PipelineError(
-                "overspill: train_batch: there is no data: give it data_iter, or initialize training_data, on the "
-                "first and the last stage"
+                "overspill: there is no data: give train_batch data_iter, or initialize training_data, on the first "
+                "and the last stage"
+            )
+        if not hasattr(self.data_iterator, "__next__"):
+            raise PipelineError(
+                f"overspill: data_iter is a {type(self.data_iterator).__name__}, and no iterator: give "
+                "iter(deepspeed.utils.RepeatingLoader(loader))"
             )
         try:
             given = next(self.data_iterator)
         except StopIteration:
             raise PipelineError(
-                "overspill: the data ended in the middle of a batch: give an iterator that begins again, as "
-                "deepspeed.utils.RepeatingLoader, or leave the last batch out"
+                f"overspill: the data ended in the middle of a batch, which has {self.micro_batches} micro-batches: "
+                "give an iterator that begins again, as deepspeed.utils.RepeatingLoader"
             ) from None
-        given = given if self.batch_fn is None else self.batch_fn(given)
-        if not isinstance(given, (tuple, list)) or len(given) != 2:
-            raise PipelineError(
-                f"overspill: the data gave {type(given).__name__}: a pair (inputs, labels) is expected; set_batch_fn "
-                "makes one"
-            )
-        buffer = batch.buffers[do.buffer_id]
-        inputs, labels = (tuple(each) if isinstance(each, list) else each for each in given)
-        if self.is_first_stage():
-            buffer.inputs = self._place.put(inputs)
-        if self.is_last_stage():
-            buffer.labels = self._place.put(labels)
+        return given if self.batch_fn is None else self.batch_fn(given)
 
     def _forward(self, batch: _Batch, do: schedule.ForwardPass) -> None:
         buffer = batch.buffers[do.buffer_id]
-        outputs = Engine.forward(self, _to_be_changed(buffer.inputs))
+        inputs = buffer.inputs if self.is_first_stage() else _cloned(buffer.inputs)
+        outputs = Engine.forward(self, inputs)
         if self.is_last_stage():
             if batch.keeps_outputs:
                 batch.outputs.append(outputs)
@@ -248,9 +296,6 @@ class PipelineEngine(DeepSpeedEngine):
                 self._core.begin_backward()
                 torch.autograd.backward(grown, buffer.gradients)
         buffer.outputs, buffer.gradients = None, ()
-        batch.done += 1
-        if batch.done < self.micro_batches:  # the last one by the end of the batch
-            super().step()
 
     def _send_activation(self, batch: _Batch, do: schedule.SendActivation) -> None:
         assert self._to is not None
@@ -281,27 +326,31 @@ class PipelineEngine(DeepSpeedEngine):
         """Each stage's part of the gradient, which the ranks of the stage have summed, becomes the sum of
         the stages."""
         for key, stages in self.module.tied_stages.items():
-            for name, parameter in self.module.tied_modules[key].named_parameters():
+            for name, parameter in self.module.tied_parameters(key).items():
                 if not parameter.requires_grad:
                     continue
                 mine = fragments.safe_get_full_grad(parameter)
                 if mine is None:
                     raise PipelineError(
                         f"overspill: tied_modules.{key}.{name} has no gradient on stage {self.stage_id}, and its sum "
-                        "over the stages is not known: use the layer in each place, or leave the TiedLayerSpec out"
+                        "over the stages is not known: use it in each place of the TiedLayerSpec, or leave it out of "
+                        "tied_weight_attr"
                     )
-                fragments.safe_set_full_grad(parameter, self._sum_of_stages(mine.float().cpu(), stages))
+                fragments.safe_set_full_grad(
+                    parameter, self._sum_of_stages(mine.float().cpu().contiguous(), stages)
+                )
 
     def _sum_of_stages(self, mine: torch.Tensor, stages: list[int]) -> torch.Tensor:
         """In the order of the stages, so that all have the same bits."""
-        assert self._model_group is not None
-        others = [stage for stage in stages if stage != self.stage_id]
-        lines = {stage: ranks.Line(self._model_group, stage, _TAG_OF_TIED) for stage in others}
+        assert self._lines is not None
+        lines = {stage: self._lines[stage] for stage in stages if stage != self.stage_id}
         for line in lines.values():
+            line.begin_sending()
             line.send(mine)
         whole, other = torch.zeros_like(mine), torch.empty_like(mine, memory_format=torch.contiguous_format)
         for stage in stages:
             if stage != self.stage_id:
+                lines[stage].begin_receiving()
                 lines[stage].receive(other)
             whole += mine if stage == self.stage_id else other
         for line in lines.values():
@@ -312,8 +361,22 @@ class PipelineEngine(DeepSpeedEngine):
         """The engine did it in backward, and does the rest in its step."""
 
     def _update_weights(self, batch: _Batch, do: schedule.OptimizerStep) -> None:
-        super().step()
-        self.agg_train_loss = self._mean(batch.losses, spread=True)
+        self._applied, begun = False, self.global_steps
+        self._update(self.micro_batches)
+        self._passes, self._applied = 0, self.global_steps > begun and not self.last_step.skipped
+
+    def _begun(self) -> int:
+        """Micro-batches count by whole batches."""
+        return 0
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
+        raise _only("set_gradient_accumulation_boundary")
+
+    def no_sync(self) -> Any:
+        raise _only("no_sync")
+
+    def coalesce_grad_reduction(self) -> Any:
+        raise _only("coalesce_grad_reduction")
 
     def _mean(self, losses: list[torch.Tensor], spread: bool) -> Any:
         """Over micro-batches and the ranks of the stage, on the last stage; on all with `spread`."""
@@ -326,33 +389,8 @@ class PipelineEngine(DeepSpeedEngine):
             mean = self._model_group.gathered(mean)[-1]
         return None if mean is None else torch.tensor(mean, device=self.device)
 
-    # Checkpoints.
 
-    def _part_of_checkpoint(self, path: Path) -> Path:
-        return path / f"stage-{self.stage_id:02d}"
-
-    def load_checkpoint(self, load_dir: Any, tag: Any = None, *args: Any, **kwargs: Any) -> Any:
-        """As DeepSpeedEngine's. Raises PipelineError where the checkpoint has another number of stages."""
-        name = tags.latest(Path(load_dir)) if tag is None else tag
-        if name is not None:
-            self._check_parts(Path(load_dir) / tags.checked(name))
-        return super().load_checkpoint(load_dir, tag, *args, **kwargs)
-
-    def _names_latest(self) -> bool:
-        if self._model_group is not None:
-            self._model_group.gathered(None)  # all stages are whole
-        return self.rank == 0 and self.is_first_stage()
-
-    def _check_parts(self, path: Path) -> None:
-        there = len(list(path.glob("stage-*")))
-        if path.is_dir() and there != self.num_stages:
-            raise PipelineError(
-                f"overspill: load_checkpoint: {path} has {there} stages, and this pipeline {self.num_stages}: give "
-                "PipelineModule the num_stages that it was saved with"
-            )
-
-
-PipelineEngine._own_names = DeepSpeedEngine._own_names | frozenset(vars(PipelineEngine))
+PipelineEngine._own_names = StagedEngine._own_names | frozenset(vars(PipelineEngine))
 _DO: dict[type[schedule.PipeInstruction], Callable[[PipelineEngine, _Batch, Any], None]] = {
     schedule.LoadMicroBatch: PipelineEngine._load,
     schedule.ForwardPass: PipelineEngine._forward,
@@ -374,17 +412,23 @@ def _only(call: str) -> PipelineError:
     )
 
 
-def _to_be_changed(inputs: Any) -> Any:
-    """A first layer may change what it is given in place, which of a tensor whose gradient is wanted torch refuses."""
+def _cloned(inputs: Any) -> Any:
+    """A first layer may work in place. The script's data has to stay what it is, and torch forbids it of a tensor whose
+    gradient is wanted."""
     if isinstance(inputs, tuple):
-        return tuple(_to_be_changed(each) for each in inputs)
-    return inputs.clone() if isinstance(inputs, torch.Tensor) and inputs.requires_grad else inputs
+        return tuple(map(_cloned, inputs))
+    return inputs.clone() if isinstance(inputs, torch.Tensor) else inputs
+
+
+def _shown(value: Any) -> str:
+    kind = type(value).__name__
+    return f"a {kind} of shape {list(value.shape)}" if isinstance(value, torch.Tensor) else f"a {kind}"
 
 
 def _loss(value: Any) -> torch.Tensor:
     if not isinstance(value, torch.Tensor) or value.numel() != 1:
         raise PipelineError(
-            f"overspill: the last stage gave {type(value).__name__} for a loss: give PipelineModule a loss_fn that "
+            f"overspill: the last stage gave {_shown(value)} for a loss: give PipelineModule a loss_fn that "
             "returns one number, or let the last layer do"
         )
     return value.reshape(())
@@ -397,4 +441,12 @@ def _loader(data: Any, engine: PipelineEngine, collate_fn: Any, seed: int) -> Da
         raise ValueError("overspill: training_data needs train_micro_batch_size_per_gpu in the configuration")
     mapped = not isinstance(data, IterableDataset)
     sampler = ranks.sampler(data, engine.world_size, engine.rank, seed) if mapped else None
-    return DataLoader(data, size, sampler=sampler, collate_fn=collate_fn, drop_last=True)
+    # A smaller batch at the end of an epoch has another shape, which stages have to expect.
+    drop = engine._settings.dataloader_drop_last or not engine.module.dynamic_activation_shape
+    made = DataLoader(data, size, sampler=sampler, collate_fn=collate_fn, drop_last=drop)
+    if sampler is not None and not len(made):
+        raise ValueError(
+            f"overspill: training_data has {len(sampler)} samples on this rank, fewer than "
+            f"train_micro_batch_size_per_gpu = {size}: give more, or smaller micro-batches"
+        )
+    return made

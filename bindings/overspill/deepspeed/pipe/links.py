@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ..._core import OverspillError
-from ...ranks import Line
+from ...messages import Line
 
 Value = torch.Tensor | tuple[torch.Tensor, ...]
 _DTYPES = (
@@ -85,6 +85,7 @@ class Link:
     def send(self, value: Value) -> None:
         """Returns before it has arrived; `finish` waits."""
         look = Look.of(value)
+        self._line.begin_sending()
         if self._sent is None or self._dynamic:
             numbers = look.numbers()
             if len(numbers) > _MOST_NUMBERS:
@@ -99,9 +100,10 @@ class Link:
                 f"overspill: a stage gave {_said(look)} after {_said(self._sent)} in one batch: give PipelineModule "
                 "dynamic_shape=True"
             )
-        self.send_known(value)
+        self._send(value)
 
     def receive(self) -> tuple[Value, Look]:
+        self._line.begin_receiving()
         if self._received is None or self._dynamic:
             count = torch.empty(1, dtype=torch.int64)
             self._line.receive(count)
@@ -112,15 +114,24 @@ class Link:
             numbers = torch.empty(int(count), dtype=torch.int64)
             self._line.receive(numbers)
             self._received = Look.from_numbers(numbers.tolist())
-        return self.receive_known(self._received), self._received
+        return self._receive(self._received), self._received
 
     def send_known(self, value: Value) -> None:
-        """Of which the other side knows what it looks like."""
-        for each in tensors_of(value):
-            if each.numel():
-                self._line.send(each.detach().to("cpu").contiguous())
+        """Sends what the other side knows the look of."""
+        self._line.begin_sending()
+        self._send(value)
 
     def receive_known(self, look: Look) -> Value:
+        self._line.begin_receiving()
+        return self._receive(look)
+
+    def _send(self, value: Value) -> None:
+        """Copies: the script or a layer may change what it gave before it has arrived."""
+        for each in tensors_of(value):
+            if each.numel():
+                self._line.send(each.detach().to("cpu", copy=True).contiguous())
+
+    def _receive(self, look: Look) -> Value:
         made = []
         for dtype, _, shape in look.tensors:
             made.append(torch.empty(shape, dtype=dtype))

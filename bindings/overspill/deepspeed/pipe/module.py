@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import random
 import re
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -40,8 +42,8 @@ class LayerSpec:
 
 class TiedLayerSpec(LayerSpec):
     """A layer of which every place with the same `key` has the same weights, such as an embedding and the output's
-    head. forward_fn(layer, x): what this place computes; None: layer(x). tied_weight_attr: without a meaning here: all
-    parameters of the layer are tied."""
+    head. forward_fn(layer, x): what this place computes; None: layer(x). tied_weight_attr: the names of the parameters
+    that are the same in all places; where two stages hold the layer, each has its own copy of its other parameters."""
 
     def __init__(
         self,
@@ -60,9 +62,10 @@ class TiedLayerSpec(LayerSpec):
 
 
 class PipelineModule(nn.Module):
-    """x = layer(x) for each layer, of which this rank has those of its stage. A layer is a module, a LayerSpec or a
-    function; it takes what the layer before returned, a tensor or a tuple of tensors. Names of parameters begin with
-    the number of their layer in the whole model, those of tied layers with "tied_modules." and their key.
+    """x = layer(x) for each layer of a model. This rank holds the layers of its stage alone. A layer is a module, a
+    LayerSpec or a function; it takes what the layer before returned, a tensor or a tuple of tensors. Names of
+    parameters begin with the number of their layer in the whole model, those of tied layers with "tied_modules." and
+    their key.
 
     All ranks make it, alike. torch.distributed is set up here where nobody has.
     """
@@ -87,14 +90,16 @@ class PipelineModule(nn.Module):
             layers: such as a torch.nn.Sequential
             num_stages, topology: one of the two; the number of ranks is a multiple of the stages
             loss_fn: loss_fn(output, labels) on the last stage; None: the last layer returns the loss
-            seed_layers, seed_fn, base_seed: before a LayerSpec is built, seed_fn(base_seed + its number) is called,
-                torch.manual_seed where there is none
-            partition_method: "parameters" (as many in each stage), "uniform" (as many layers), or "type:REGEX" (as many
-                layers whose class matches)
-            activation_checkpoint_interval: as many layers are computed again in backward in one piece; 0: none
+            seed_layers: generators of random numbers are seeded before each layer: with base_seed + its number where a
+                LayerSpec is built, with base_seed * (forward passes so far) + its number before each of its forwards,
+                so that dropout does not depend on the number of stages
+            seed_fn: called with the seed; None: seeds Python's, numpy's and torch's generators
+            partition_method: "parameters" balances the number of trainable parameters, "uniform" the number of layers,
+                "type:REGEX" the number of layers whose class matches
+            activation_checkpoint_interval: layers per segment that backward computes again; 0: none
             activation_checkpoint_func: called with a function and its arguments
-            checkpointable_layers: names of classes: a piece without one of them is not computed again; None: a piece
-                with parameters is
+            checkpointable_layers: a list of names of classes: only segments of such layers alone are computed again.
+                None: every segment that has parameters
             dynamic_shape: what layers give may have another shape in each micro-batch
         """
         super().__init__()
@@ -104,33 +109,64 @@ class PipelineModule(nn.Module):
         self._grid = PipelineParallelGrid(self._topo)
         self.loss_fn, self.dynamic_activation_shape = loss_fn, dynamic_shape
         self.num_stages, self.stage_id = self._grid.pipe_parallel_size, self._grid.stage_id
-        self.seed_layers, self.seed_fn, self.base_seed = seed_layers, seed_fn or torch.manual_seed, base_seed
+        self.seed_layers, self.seed_fn, self.base_seed = seed_layers, seed_fn or _seed, base_seed
         self.set_checkpoint_interval(activation_checkpoint_interval)
         self.activation_checkpoint_func, self.checkpointable_layers = (
             activation_checkpoint_func,
             checkpointable_layers,
         )
+        if isinstance(checkpointable_layers, str):
+            raise TypeError(
+                f"overspill: checkpointable_layers = {checkpointable_layers!r}: a list of names of classes is expected"
+            )
+        if hasattr(self, "get_additional_losses"):
+            raise NotImplementedError(
+                f"overspill: {type(self).__name__}.get_additional_losses is not supported: add such losses in loss_fn"
+            )
+        self._check_layers()
         if len(self._specs) < self.num_stages:
             raise PipelineError(
                 f"overspill: PipelineModule: {len(self._specs)} layers cannot be divided into {self.num_stages} "
                 "stages: give more layers or fewer stages"
             )
-        self.partition_method = partition_method
         self.parts = bounds(_weights(self._specs, partition_method), self.num_stages)
+        self._refuse_shared()
         self.forward_funcs: list[Any] = []
         self.tied_modules = nn.ModuleDict()
+        self._tied_names = {s.key: s.tied_weight_attr for s in self._specs if isinstance(s, TiedLayerSpec)}
+        self._passes = 0  # of forward
         for number in range(*self._range()):
             self.forward_funcs.append(self._built(number, self._specs[number]))
         self.tied_stages: dict[str, list[int]] = {}  # of those that this one shares with others
         self._share_tied_weights()
         self._specs = [None] * len(self._specs)  # layers of other stages need no memory
 
+    def _check_layers(self) -> None:
+        """Of all stages, so that all ranks raise."""
+        for number, spec in enumerate(self._specs):
+            if isinstance(spec, PipelineModule):
+                raise NotImplementedError("overspill: PipelineModule: one inside another is not supported")
+            if not isinstance(spec, LayerSpec) and not callable(spec):
+                raise TypeError(
+                    f"overspill: PipelineModule: layer {number} is {spec!r:.80}: a module, a LayerSpec or a function "
+                    "is expected"
+                )
+
+    def _refuse_shared(self) -> None:
+        """What two stages would each have a copy of, which nothing keeps equal."""
+        owners: dict[int, int] = {}
+        for number, spec in enumerate(self._specs):
+            for parameter in spec.parameters() if isinstance(spec, nn.Module) else ():
+                if owners.setdefault(id(parameter), self.stage_owner(number)) != self.stage_owner(number):
+                    raise PipelineError(
+                        f"overspill: PipelineModule: layer {number} has a parameter of a layer of another stage: give "
+                        "a TiedLayerSpec in both places"
+                    )
+
     def _range(self) -> tuple[int, int]:
         return self.parts[self.stage_id], self.parts[self.stage_id + 1]
 
     def _built(self, number: int, spec: Any) -> Any:
-        if isinstance(spec, PipelineModule):
-            raise NotImplementedError("overspill: PipelineModule: one inside another is not supported")
         if isinstance(spec, LayerSpec) and self.seed_layers:
             self.seed_fn(self.base_seed + number)
         if isinstance(spec, TiedLayerSpec):
@@ -141,10 +177,6 @@ class PipelineModule(nn.Module):
         layer = spec.build() if isinstance(spec, LayerSpec) else spec
         if isinstance(layer, nn.Module):
             self.add_module(str(number), layer)
-        elif not callable(layer):
-            raise TypeError(
-                f"overspill: PipelineModule: layer {number} is {layer!r:.80}: a module or function is expected"
-            )
         return layer
 
     def _tied_stages(self) -> dict[str, list[int]]:
@@ -156,14 +188,14 @@ class PipelineModule(nn.Module):
         return {key: sorted(stages) for key, stages in found.items() if len(stages) > 1}
 
     def _share_tied_weights(self) -> None:
-        """All stages have those of the first that holds the layer. All ranks make all groups."""
+        """Copies each tied weight from the first stage that holds it to the others. All ranks make all groups."""
         for key, stages in self._tied_stages().items():
             for line in self._topo.get_axis_comm_lists("pipe"):
                 ranks = [line[stage] for stage in stages]
                 group = dist.new_group(ranks)
                 if self._grid.global_rank in ranks:
                     self.tied_stages[key] = stages
-                    for parameter in self.tied_modules[key].parameters():
+                    for parameter in self.tied_parameters(key).values():
                         dist.broadcast(parameter.detach(), ranks[0], group=group)
                     dist.destroy_process_group(group)
 
@@ -172,32 +204,52 @@ class PipelineModule(nn.Module):
         return {
             f"tied_modules.{key}.{name}": f"{key}.{name}"
             for key in self.tied_stages
-            for name, _ in self.tied_modules[key].named_parameters()
+            for name in self.tied_parameters(key)
         }
 
+    def tied_parameters(self, key: str) -> dict[str, nn.Parameter]:
+        """Those of the layer that tied_weight_attr names, by name. Raises ValueError where one is not there."""
+        there = dict(self.tied_modules[key].named_parameters())
+        for name in self._tied_names[key]:
+            if name not in there:
+                raise ValueError(
+                    f"overspill: TiedLayerSpec {key!r}: tied_weight_attr has {name!r}, which is no parameter of the "
+                    f"layer: it has {', '.join(there) or 'none'}"
+                )
+        return {name: there[name] for name in self._tied_names[key]}
+
     def forward(self, forward_input: Any) -> Any:
-        """Of this stage's layers."""
-        piece = self.activation_checkpoint_interval or len(self.forward_funcs)
+        """Runs this stage's layers."""
+        self._passes += 1
+        first, last = self._range()
+        length = self.activation_checkpoint_interval or len(self.forward_funcs)
         x = forward_input
-        for begin in range(0, len(self.forward_funcs), piece):
-            functions = self.forward_funcs[begin : begin + piece]
+        for begin in range(first, last, length):
+            numbers = range(begin, min(begin + length, last))
+            run = partial(self._in_turn, numbers, self._passes, isinstance(x, tuple))
             if (
                 self.activation_checkpoint_interval
                 and torch.is_grad_enabled()
-                and self._is_checkpointable(functions)
+                and self._is_checkpointable(numbers)
             ):
-                x = self.activation_checkpoint_func(
-                    partial(_in_turn, functions, isinstance(x, tuple)), *_as_tuple(x)
-                )
+                x = self.activation_checkpoint_func(run, *_as_tuple(x))
             else:
-                x = _in_turn(functions, isinstance(x, tuple), *_as_tuple(x))
+                x = run(*_as_tuple(x))
         return x
 
-    def _is_checkpointable(self, functions: list[Any]) -> bool:
-        modules = [each for each in functions if isinstance(each, nn.Module)]
+    def _in_turn(self, numbers: range, passes: int, is_tuple: bool, *inputs: Any) -> Any:
+        x: Any = inputs if is_tuple else inputs[0]
+        for number in numbers:
+            if self.seed_layers:
+                self.seed_fn(self.base_seed * passes + number)
+            x = self.forward_funcs[number - self._range()[0]](x)
+        return x
+
+    def _is_checkpointable(self, numbers: range) -> bool:
+        layers = [self.forward_funcs[number - self._range()[0]] for number in numbers]
         if self.checkpointable_layers is not None:
-            return any(type(each).__name__ in self.checkpointable_layers for each in modules)
-        return any(True for each in modules for _ in each.parameters())
+            return all(type(each).__name__ in self.checkpointable_layers for each in layers)
+        return any(True for each in layers if isinstance(each, nn.Module) for _ in each.parameters())
 
     def set_checkpoint_interval(self, interval: int) -> None:
         if isinstance(interval, bool) or not isinstance(interval, int) or interval < 0:
@@ -228,11 +280,10 @@ def _as_tuple(x: Any) -> tuple[Any, ...]:
     return x if isinstance(x, tuple) else (x,)
 
 
-def _in_turn(functions: Sequence[Callable[[Any], Any]], is_tuple: bool, *inputs: Any) -> Any:
-    x: Any = inputs if is_tuple else inputs[0]
-    for function in functions:
-        x = function(x)
-    return x
+def _seed(seed: int) -> None:
+    random.seed(seed)
+    np.random.seed(seed % (1 << 32))
+    torch.manual_seed(seed)
 
 
 def _topology(stages: int | None, given: ProcessTopology | None) -> ProcessTopology:
@@ -258,8 +309,8 @@ def _topology(stages: int | None, given: ProcessTopology | None) -> ProcessTopol
 
 
 def _weights(specs: Sequence[Any], method: str) -> list[int]:
-    """What `bounds` balances, a layer."""
-    method = method.lower() if isinstance(method, str) else ""
+    """The cost of each layer, which `bounds` balances."""
+    given, method = method, method.lower() if isinstance(method, str) else ""
     if method == "uniform":
         return [1] * len(specs)
     if method == "parameters":
@@ -270,16 +321,19 @@ def _weights(specs: Sequence[Any], method: str) -> list[int]:
             int(bool(re.search(method.removeprefix("type:"), kind.__name__, re.IGNORECASE))) for kind in kinds
         ]
         if not any(found):
-            raise RuntimeError(f"overspill: partition_method = {method!r}: the class of no layer matches")
+            names = ", ".join(sorted({kind.__name__ for kind in kinds}))
+            raise RuntimeError(
+                f"overspill: partition_method = {given!r}: no layer's class matches: they are {names}"
+            )
         return found
     raise NotImplementedError(
-        f"overspill: partition_method = {method!r} is not supported: parameters, uniform or type:REGEX"
+        f"overspill: partition_method = {given!r} is not supported: parameters, uniform or type:REGEX"
     )
 
 
 def _parameters(spec: Any) -> int:
-    """Trainable ones. A layer that is not there yet is built for it without memory, or, where its class cannot, "
-    "whole."""
+    """How many trainable ones a layer has. A LayerSpec is built for it without memory, or, where its class cannot,
+    whole."""
     if isinstance(spec, LayerSpec):
         state = torch.get_rng_state()
         try:

@@ -73,8 +73,8 @@ class RecvGrad(BufferOpInstruction):
 
 
 class PipeSchedule:
-    """Iterates over lists of instructions, one list a moment. A class of its own gives `steps` and "
-    "`num_pipe_buffers`."""
+    """Iterates over lists of instructions, one list per moment. A class of its own gives `steps` and
+    `num_pipe_buffers`."""
 
     def __init__(self, micro_batches: int, stages: int, stage_id: int):
         """stage_id: this rank's, from 0."""

@@ -17,8 +17,7 @@ _INTERVAL = "activation_checkpoint_interval"
 
 
 class Pipeline:
-    """A PipelineModule that is about to get its engine. `ranks`: those that share a stage, each with data of its "
-    "own."""
+    """A PipelineModule that is about to get its engine. `ranks`: how many share a stage, each with data of its own."""
 
     engine = PipelineEngine
 
@@ -35,6 +34,12 @@ class Pipeline:
 
     def connected(self, made: Initialized[Any], training_data: Any, collate_fn: Any) -> Initialized[Any]:
         try:
+            form = made.engine._settings.format or made.engine.optimizer.groups.format or "exact"
+            if self._module.tied_stages and form != "exact":
+                raise ConfigError(
+                    f"config: format = {form!r}: not supported with layers that stages share (TiedLayerSpec), of which "
+                    "each stage would round its copy in its own way: take exact"
+                )
             loader = made.engine.connect(training_data, collate_fn)
         except BaseException as error:
             made.engine._end.give_up(error)
