@@ -1,5 +1,5 @@
-"""Progressive layer drop (Zhang and He 2020, arXiv 2010.13369): the engine gives a model that can leave out layers the
-share that it keeps. The model does the rest."""
+"""Progressive layer drop (Zhang and He 2020, arXiv 2010.13369): the engine tells the
+model which share of its layers to keep (theta), and the model skips the others."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class ProgressiveLayerDrop:
 
 
 def of(data: dict[str, Any]) -> ProgressiveLayerDrop | None:
-    """What the JSON asks for. Raises ConfigError for keys that there are not, and for what is no share."""
+    """What the JSON asks for. Raises ConfigError for unknown keys, and for what is no share."""
     section = data.get(SECTION, {})
     if not isinstance(section, dict) or not isinstance(section.get("enabled", False), bool):
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""load_module_strict=False: of a checkpoint of another model the weights and buffers whose names both have."""
+"""load_module_strict=False: loads, from another model's checkpoint, the weights and buffers whose names both have."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def _exported(engine: DeepSpeedEngine, path: Path) -> Iterator[Path]:
 def _copy(weights: Path, mine: Mapping[str, torch.Tensor], names: set[str]) -> None:
     for file in sorted(weights.glob("*.safetensors")):
         with safe_open(file, framework="pt") as tensors:
-            for name in names.intersection(tensors.keys()):
+            for name in sorted(names.intersection(tensors.keys())):
                 value = tensors.get_tensor(name)
                 if id(mine[name]) in registry:
                     fragments.set_weight(mine[name], value, "load_checkpoint")
@@ -120,15 +120,15 @@ def _check(
 
 def _say(path: Path, missing: Collection[str], left: Collection[str], taken: int) -> None:
     warnings.warn(
-        f"overspill: load_checkpoint: {taken} weights and buffers of {path} are loaded. The checkpoint has no "
-        f"{_some(missing)}, which stay as they are; this model has no {_some(left)}",
+        f"overspill: load_checkpoint: {taken} weights and buffers of {path} are loaded. In this model alone, and as "
+        f"they were: {_some(missing)}. In the checkpoint alone: {_some(left)}",
         stacklevel=given.script_level(),
     )
 
 
 def _some(names: Collection[str]) -> str:
     some = sorted(names)[:_SHOWN]
-    return (", ".join(some) if some else "other name") + (
+    return (", ".join(some) if some else "none") + (
         f" and {len(names) - len(some)} more" if len(names) > len(some) else ""
     )
 
