@@ -116,7 +116,7 @@ class Line(Messages):
         self._leaving.append([])
 
     def send(self, tensor: torch.Tensor) -> None:
-        """On the CPU, contiguous; nobody changes it until it has arrived."""
+        """Borrows a contiguous tensor on the CPU: nobody changes it until `finish` has returned."""
         with self._noticing():
             self._leaving[-1].append(self._begin_send(_bytes_of(tensor), self._peer))
 
@@ -147,9 +147,8 @@ class Line(Messages):
     def _arrived(self, works: list[Any]) -> None:
         self._wait(works)
         sent = self._sent[self._peer]
-        del sent[
-            : 2 + next(i for i, (work, _) in enumerate(sent) if work is works[0])
-        ]  # and the empty one after it
+        at = next(i for i, (work, _) in enumerate(sent) if work is works[0])
+        del sent[: at + 2]  # and the empty one after it
 
     @contextlib.contextmanager
     def _noticing(self) -> Iterator[None]:

@@ -118,7 +118,8 @@ struct CopyPlan {
 };
 
 CopyPlan plan_copy(const Manifest& source) {
-  CopyPlan plan{.manifest = source};
+  CopyPlan plan;
+  plan.manifest = source;
   std::map<std::string_view, std::vector<CopiedRange>> by_source;
   for (size_t u = 0; u < source.units.size(); ++u) {
     for (size_t p = 0; p < source.units[u].pieces.size(); ++p) {

@@ -11,7 +11,7 @@ from torch import nn
 from overspill import deepspeed
 from overspill.config import ConfigError
 from overspill.deepspeed.pipe import schedule
-from overspill.deepspeed.pipe.links import Link, Look, PipelineError
+from overspill.deepspeed.pipe.links import Link, PipelineError, TensorMeta
 from overspill.deepspeed.pipe.module import LayerSpec, PipelineModule, TiedLayerSpec, bounds
 from overspill.deepspeed.pipe.topology import (
     PipeDataParallelTopology,
@@ -261,7 +261,7 @@ def test_ranks_are_in_row_major_order():
             topology.get_rank(**wrong)
     with pytest.raises(ValueError, match="rank 6 is not in a topology of 6"):
         topology.get_coord(6)
-    with pytest.raises(ValueError, match="one number from 1 an axis"):
+    with pytest.raises(ValueError, match="one number from 1 per axis"):
         ProcessTopology(["a", "b"], [2, 0])
 
 
@@ -271,12 +271,12 @@ def test_what_a_stage_gives_is_described_and_read_back():
         torch.tensor(True),
         torch.zeros(5, dtype=torch.bfloat16),
     )
-    look = Look.of(value)
-    assert Look.from_numbers(look.numbers()) == look
-    assert not Look.of(torch.zeros(3)).is_tuple
+    meta = TensorMeta.of(value)
+    assert TensorMeta.from_numbers(meta.numbers()) == meta
+    assert not TensorMeta.of(torch.zeros(3)).is_tuple
     for wrong in ([torch.zeros(3)], "text", (torch.zeros(3), None), torch.zeros(3, dtype=torch.complex64)):
         with pytest.raises(PipelineError, match="a tensor or a tuple of tensors"):
-            Look.of(wrong)
+            TensorMeta.of(wrong)
 
 
 def test_a_sender_that_is_out_of_step_is_found():

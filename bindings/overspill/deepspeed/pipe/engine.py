@@ -18,7 +18,7 @@ from .. import fragments
 from ..parts import RepeatingLoader
 from . import schedule
 from .checkpoints import StagedEngine
-from .links import Link, Look, PipelineError, tensors_of
+from .links import Link, PipelineError, TensorMeta, tensors_of
 from .topology import PipelineParallelGrid
 
 _TAG, _TAG_OF_TIED = 8, 12  # of Line
@@ -26,10 +26,9 @@ _TAG, _TAG_OF_TIED = 8, 12  # of Line
 
 @dataclass
 class _Buffer:
-    """Of one micro-batch under way."""
+    """Tensors of one micro-batch between its forward and its backward."""
 
     inputs: Any = None
-    look: Look | None = None  # of inputs that came from the stage before
     labels: Any = None
     outputs: Any = None
     gradients: tuple[torch.Tensor, ...] = ()  # of the outputs that have one
@@ -37,7 +36,7 @@ class _Buffer:
 
 @dataclass
 class _Batch:
-    """What is under way."""
+    """State of the batch that is running."""
 
     buffers: list[_Buffer]
     keeps_outputs: bool = False
@@ -48,8 +47,8 @@ class _Batch:
 
 class PipelineEngine(StagedEngine):
     """What `deepspeed.initialize` returns for a PipelineModule. `train_batch` and `eval_batch` take the place of
-    forward, backward and step. Checkpoints have a folder a stage, and load with as many stages, of any number of ranks
-    each."""
+    forward, backward and step. A checkpoint has one folder per stage; the pipeline that loads it must have the same
+    number of stages. All ranks of all stages make the same calls, in one thread each."""
 
     grid: PipelineParallelGrid = None  # type: ignore[assignment]  # these are set by `connect`
     mpu: PipelineParallelGrid = None  # type: ignore[assignment]  # the same, as DeepSpeed names it too
@@ -63,7 +62,7 @@ class PipelineEngine(StagedEngine):
     _lines: dict[int, Line] | None = None  # by stage: for tied layers
 
     def connect(self, training_data: Any, collate_fn: Any) -> Any:
-        """Once, by `initialize`. Returns the loader of the data."""
+        """`initialize` calls it once: it builds the links, and the loader of the data, which it returns."""
         grid = self.grid = self.module.mpu()
         self.mpu, self.num_stages, self.stage_id = grid, grid.pipe_parallel_size, grid.stage_id
         self.micro_batches = self.gradient_accumulation_steps()
@@ -180,11 +179,11 @@ class PipelineEngine(StagedEngine):
         self.data_iterator = None if loader is None else RepeatingLoader(loader)
 
     def set_dataiterator(self, iterator: Iterator[Any]) -> None:
-        """As train_batch's data_iter."""
+        """Sets the iterator that train_batch reads when data_iter is None."""
         self.data_iterator = iterator
 
     def set_batch_fn(self, fn: Callable[[Any], Any]) -> None:
-        """fn(what the iterator gives) gives (inputs, labels)."""
+        """`fn` takes one item of the iterator and returns (inputs, labels)."""
         self.batch_fn = fn
 
     def get_pipeline_parallel_rank(self) -> int:
@@ -194,13 +193,14 @@ class PipelineEngine(StagedEngine):
         """Nothing has to be done: each batch may have shapes of its own."""
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
-        """Raises PipelineError: the number of micro-batches stays."""
+        """Raises PipelineError: the number of micro-batches is fixed for the engine's life."""
         raise PipelineError(
             f"overspill: set_train_batch_size({train_batch_size}) is not supported: make the engine anew with that "
             "train_batch_size"
         )
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Raises PipelineError, as `backward` and `step` do: `train_batch` calls them."""
         raise _only("forward")
 
     def backward(self, *args: Any, **kwargs: Any) -> Any:
@@ -227,7 +227,7 @@ class PipelineEngine(StagedEngine):
             link.begin()
         for instructions in moments:
             for each in instructions:
-                _DO[type(each)](self, batch, each)
+                _EXECUTE[type(each)](self, batch, each)
         for link in self._links():
             link.finish()
 
@@ -290,11 +290,11 @@ class PipelineEngine(StagedEngine):
         if self.is_last_stage():
             super().backward(buffer.outputs)
         else:
-            grown = [each for each in tensors_of(buffer.outputs) if each.requires_grad]
-            if grown:
+            differentiable = [each for each in tensors_of(buffer.outputs) if each.requires_grad]
+            if differentiable:
                 self._settle()
                 self._core.begin_backward()
-                torch.autograd.backward(grown, buffer.gradients)
+                torch.autograd.backward(differentiable, buffer.gradients)
         buffer.outputs, buffer.gradients = None, ()
 
     def _send_activation(self, batch: _Batch, do: schedule.SendActivation) -> None:
@@ -303,24 +303,26 @@ class PipelineEngine(StagedEngine):
 
     def _receive_activation(self, batch: _Batch, do: schedule.RecvActivation) -> None:
         assert self._from is not None
-        value, look = self._from.receive()
+        value, meta = self._from.receive()
         if torch.is_grad_enabled():
-            for tensor, (_, grown, _) in zip(tensors_of(value), look.tensors, strict=True):
-                tensor.requires_grad_(grown)
+            for tensor, (_, differentiable, _) in zip(tensors_of(value), meta.tensors, strict=True):
+                tensor.requires_grad_(differentiable)
         batch.buffers[do.buffer_id].inputs = value
 
     def _send_gradient(self, batch: _Batch, do: schedule.SendGrad) -> None:
         assert self._from is not None
         buffer = batch.buffers[do.buffer_id]
-        grown = [each for each in tensors_of(buffer.inputs) if each.requires_grad]
-        self._from.send_known(tuple(torch.zeros_like(t) if t.grad is None else t.grad for t in grown))
+        differentiable = [each for each in tensors_of(buffer.inputs) if each.requires_grad]
+        self._from.send_known(
+            tuple(torch.zeros_like(t) if t.grad is None else t.grad for t in differentiable)
+        )
         buffer.inputs = None
 
     def _receive_gradient(self, batch: _Batch, do: schedule.RecvGrad) -> None:
         assert self._to is not None
         buffer = batch.buffers[do.buffer_id]
-        grown = tuple(each for each in tensors_of(buffer.outputs) if each.requires_grad)
-        buffer.gradients = tensors_of(self._to.receive_known(Look.of(grown)))
+        differentiable = tuple(each for each in tensors_of(buffer.outputs) if each.requires_grad)
+        buffer.gradients = tensors_of(self._to.receive_known(TensorMeta.of(differentiable)))
 
     def _reduce_tied(self, batch: _Batch, do: schedule.ReduceTiedGrads) -> None:
         """Each stage's part of the gradient, which the ranks of the stage have summed, becomes the sum of
@@ -391,7 +393,7 @@ class PipelineEngine(StagedEngine):
 
 
 PipelineEngine._own_names = StagedEngine._own_names | frozenset(vars(PipelineEngine))
-_DO: dict[type[schedule.PipeInstruction], Callable[[PipelineEngine, _Batch, Any], None]] = {
+_EXECUTE: dict[type[schedule.PipeInstruction], Callable[[PipelineEngine, _Batch, Any], None]] = {
     schedule.LoadMicroBatch: PipelineEngine._load,
     schedule.ForwardPass: PipelineEngine._forward,
     schedule.BackwardPass: PipelineEngine._backward_of,
@@ -413,8 +415,8 @@ def _only(call: str) -> PipelineError:
 
 
 def _cloned(inputs: Any) -> Any:
-    """A first layer may work in place. The script's data has to stay what it is, and torch forbids it of a tensor whose
-    gradient is wanted."""
+    """A first layer may work in place. The script's data must stay what it is, and torch forbids work in place on a
+    leaf that requires a gradient, so the layer gets clones."""
     if isinstance(inputs, tuple):
         return tuple(map(_cloned, inputs))
     return inputs.clone() if isinstance(inputs, torch.Tensor) else inputs

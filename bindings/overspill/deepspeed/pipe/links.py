@@ -1,5 +1,5 @@
-"""Tensors from one stage to its neighbours. What they look like goes before the first of a batch; later ones have to
-look the same, unless the pipeline's shapes are dynamic."""
+"""Tensors from one stage to its neighbours. The sender describes the first tensors of a batch (dtype, shape); later
+ones must match them, unless the pipeline's shapes are dynamic."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ class PipelineError(OverspillError, RuntimeError):
 
 
 @dataclass(frozen=True)
-class Look:
-    """Of what a stage gives: whether it is a tuple, and of each tensor dtype, whether it has a gradient, and shape."""
+class TensorMeta:
+    """Describes what a stage sends: whether it is a tuple, and each tensor's dtype, requires_grad and shape."""
 
     is_tuple: bool
     tensors: tuple[tuple[torch.dtype, bool, tuple[int, ...]], ...]
 
     @classmethod
-    def of(cls, value: Any) -> Look:
+    def of(cls, value: Any) -> TensorMeta:
         """Raises PipelineError for what is neither a tensor nor a tuple of tensors."""
         for each in tensors_of(value):
             if (
@@ -50,17 +50,17 @@ class Look:
 
     def numbers(self) -> list[int]:
         found = [int(self.is_tuple), len(self.tensors)]
-        for dtype, grown, shape in self.tensors:
-            found += [_DTYPES.index(dtype), int(grown), len(shape), *shape]
+        for dtype, requires_grad, shape in self.tensors:
+            found += [_DTYPES.index(dtype), int(requires_grad), len(shape), *shape]
         return found
 
     @classmethod
-    def from_numbers(cls, numbers: list[int]) -> Look:
+    def from_numbers(cls, numbers: list[int]) -> TensorMeta:
         at, tensors = 2, []
         for _ in range(numbers[1]):
-            dtype, grown, dims = numbers[at : at + 3]
+            dtype, requires_grad, dims = numbers[at : at + 3]
             at += 3 + dims
-            tensors.append((_DTYPES[dtype], bool(grown), tuple(numbers[at - dims : at])))
+            tensors.append((_DTYPES[dtype], bool(requires_grad), tuple(numbers[at - dims : at])))
         return cls(bool(numbers[0]), tuple(tensors))
 
 
@@ -75,8 +75,8 @@ class Link:
     def __init__(self, line: Line, device: torch.device, dynamic: bool):
         """device: where tensors are received. dynamic: each is described anew."""
         self._line, self._device, self._dynamic = line, device, dynamic
-        self._sent: Look | None = None
-        self._received: Look | None = None
+        self._sent: TensorMeta | None = None
+        self._received: TensorMeta | None = None
 
     def begin(self) -> None:
         """A batch begins: its first tensors are described."""
@@ -84,25 +84,25 @@ class Link:
 
     def send(self, value: Value) -> None:
         """Returns before it has arrived; `finish` waits."""
-        look = Look.of(value)
+        meta = TensorMeta.of(value)
         self._line.begin_sending()
         if self._sent is None or self._dynamic:
-            numbers = look.numbers()
+            numbers = meta.numbers()
             if len(numbers) > _MOST_NUMBERS:
                 raise PipelineError(
-                    f"overspill: a stage gave {len(look.tensors)} tensors: return fewer, stacked"
+                    f"overspill: a stage gave {len(meta.tensors)} tensors: return fewer, stacked"
                 )
             self._line.send(torch.tensor([len(numbers)]))
             self._line.send(torch.tensor(numbers))
-            self._sent = look
-        elif look != self._sent:
+            self._sent = meta
+        elif meta != self._sent:
             raise PipelineError(
-                f"overspill: a stage gave {_said(look)} after {_said(self._sent)} in one batch: give PipelineModule "
+                f"overspill: a stage gave {_said(meta)} after {_said(self._sent)} in one batch: give PipelineModule "
                 "dynamic_shape=True"
             )
         self._send(value)
 
-    def receive(self) -> tuple[Value, Look]:
+    def receive(self) -> tuple[Value, TensorMeta]:
         self._line.begin_receiving()
         if self._received is None or self._dynamic:
             count = torch.empty(1, dtype=torch.int64)
@@ -113,17 +113,17 @@ class Link:
                 )
             numbers = torch.empty(int(count), dtype=torch.int64)
             self._line.receive(numbers)
-            self._received = Look.from_numbers(numbers.tolist())
+            self._received = TensorMeta.from_numbers(numbers.tolist())
         return self._receive(self._received), self._received
 
     def send_known(self, value: Value) -> None:
-        """Sends what the other side knows the look of."""
+        """Sends tensors whose description the receiver already has."""
         self._line.begin_sending()
         self._send(value)
 
-    def receive_known(self, look: Look) -> Value:
+    def receive_known(self, meta: TensorMeta) -> Value:
         self._line.begin_receiving()
-        return self._receive(look)
+        return self._receive(meta)
 
     def _send(self, value: Value) -> None:
         """Copies: the script or a layer may change what it gave before it has arrived."""
@@ -131,19 +131,19 @@ class Link:
             if each.numel():
                 self._line.send(each.detach().to("cpu", copy=True).contiguous())
 
-    def _receive(self, look: Look) -> Value:
+    def _receive(self, meta: TensorMeta) -> Value:
         made = []
-        for dtype, _, shape in look.tensors:
+        for dtype, _, shape in meta.tensors:
             made.append(torch.empty(shape, dtype=dtype))
             if made[-1].numel():
                 self._line.receive(made[-1])
         there = tuple(each.to(self._device) for each in made)
-        return there if look.is_tuple else there[0]
+        return there if meta.is_tuple else there[0]
 
     def finish(self) -> None:
         """What was sent has arrived."""
         self._line.finish()
 
 
-def _said(look: Look) -> str:
-    return ", ".join(f"{str(dtype).removeprefix('torch.')} {list(shape)}" for dtype, _, shape in look.tensors)
+def _said(meta: TensorMeta) -> str:
+    return ", ".join(f"{str(dtype).removeprefix('torch.')} {list(shape)}" for dtype, _, shape in meta.tensors)

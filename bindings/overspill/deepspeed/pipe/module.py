@@ -180,7 +180,7 @@ class PipelineModule(nn.Module):
         return layer
 
     def _tied_stages(self) -> dict[str, list[int]]:
-        """By key the stages that hold the layer, where there are several."""
+        """Maps each key to the stages that hold its layer, if more than one."""
         found: dict[str, set[int]] = {}
         for number, spec in enumerate(self._specs):
             if isinstance(spec, TiedLayerSpec):

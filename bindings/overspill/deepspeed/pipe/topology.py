@@ -14,14 +14,14 @@ _STAGES, _DATA, _SLICES = "pipe", "data", "model"
 
 
 class ProcessTopology:
-    """Ranks in row-major order over named axes: the last axis is the fastest. `ProcessCoord`: the class of a rank's
-    coordinates, with a field an axis. `mapping`: rank by coordinates."""
+    """Places ranks on named axes in row-major order: the last axis is the fastest. `ProcessCoord`: the class of a
+    rank's coordinates, with one field per axis. `mapping`: rank by coordinates."""
 
     def __init__(self, axes: Sequence[str], dims: Sequence[int]):
         """axes: their names. dims: how many ranks along each, from 1."""
         if len(axes) != len(dims) or any(dim < 1 for dim in dims):
             raise ValueError(
-                f"overspill: axes {list(axes)} and dims {list(dims)}: one number from 1 an axis is expected"
+                f"overspill: axes {list(axes)} and dims {list(dims)}: one number from 1 per axis is expected"
             )
         self.axes, self.dims = list(axes), list(dims)
         self.ProcessCoord: Any = namedtuple("ProcessCoord", self.axes)  # its fields are given
@@ -29,8 +29,8 @@ class ProcessTopology:
         self.mapping = {self.ProcessCoord(*place): rank for rank, place in enumerate(places)}
 
     def get_rank(self, **coord_kwargs: int) -> int:
-        """The rank at these coordinates, of which there is one an axis. Raises ValueError where one is missing or not
-        there."""
+        """The rank at these coordinates, one per axis. Raises ValueError where one is missing or out
+        of range."""
         if coord_kwargs.keys() != set(self.axes):
             raise ValueError(f"overspill: get_rank: {coord_kwargs}: give each of {', '.join(self.axes)}")
         place = self.ProcessCoord(**coord_kwargs)
@@ -108,7 +108,7 @@ class PipeModelDataParallelTopology(ProcessTopology):
 
 
 def _prime_factors(number: int) -> list[int]:
-    """In rising order; none of 1. Raises ValueError below 1."""
+    """Prime factors in rising order; an empty list for 1. Raises ValueError below 1."""
     if number < 1:
         raise ValueError(f"overspill: {number} has no prime factors: a number from 1 is expected")
     found, divisor = [], 2
