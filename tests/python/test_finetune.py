@@ -7,7 +7,6 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import launch
 import pytest
@@ -49,7 +48,7 @@ def one_process(model: Path, data: torch.Tensor, nvme: Path) -> list[float]:
     }
     plain = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16)
     engine, *_ = overspill.initialize(plain, config)
-    parts = [list(ranks.sampler(data, SimpleNamespace(rank=rank, world=2), seed=0)) for rank in range(2)]
+    parts = [list(ranks.sampler(data, 2, rank, seed=0)) for rank in range(2)]
     losses = []
     for begin in range(0, len(parts[0]), BATCH):
         loss = 0.0
