@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import sys
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -179,7 +181,7 @@ def _load_held(engine: Engine, folder: str) -> dict[str, Any]:
         own.apply()
         loaded: list[str] = []
         try:
-            _load(engine, folder, text, read, loaded)
+            after_scheduler(engine, read, functools.partial(_load_weights, engine, folder, text, loaded))
         except BaseException:
             if not loaded:
                 own.undo()
@@ -207,23 +209,24 @@ def _check_packings(engine: Engine, folder: str, manifest: dict[str, Any]) -> No
         )
 
 
-def _load(engine: Engine, folder: str, text: str, read: Extra, loaded: list[str]) -> None:
-    """The scheduler first: it may refuse what it is given. It is as it was where the weights do not load. `loaded` gets
-    what the core's load returns: with it the weights are the checkpoint's, even where Ctrl-C struck right then."""
+def after_scheduler(engine: Engine, read: Extra, load_weights: Callable[[], None]) -> None:
+    """Restores the scheduler, which may refuse what it is given, then calls `load_weights`. The scheduler is as it was
+    where that raises."""
     if engine.lr_scheduler is None:
-        _load_weights(engine, folder, text, loaded)
+        load_weights()
         return
     before = SchedulerState(engine.lr_scheduler, engine.optimizer.param_groups)
     try:
         read.restore_scheduler(engine.lr_scheduler)
-        _load_weights(engine, folder, text, loaded)
+        load_weights()
     except BaseException:
         before.restore()
         raise
 
 
 def _load_weights(engine: Engine, folder: str, text: str, loaded: list[str]) -> None:
-    """Raises CheckpointError where they are of another checkpoint than `text`."""
+    """`loaded` gets what the core's load returns: with it the weights are the checkpoint's, even where Ctrl-C struck
+    right then. Raises CheckpointError where they are of another checkpoint than `text`."""
     try:
         keep(loaded, engine._core.load, folder)
     except _core.CheckpointError as error:

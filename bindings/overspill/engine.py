@@ -691,6 +691,13 @@ class Engine(nn.Module):
         keep = retention.keep_of(keep_last, keep_every)
         checkpointing.save(self, folder, client_state, unknown, keep)
 
+    def _together(self, call: str) -> AbstractContextManager[Any]:
+        """`with` around what one rank does for all, or each does: what one of them raises, all raise at its end."""
+        return ranks.ByOne(self._group, call)
+
+    def _is_first(self) -> bool:
+        return self.rank == 0
+
     def _save_inside_step(self, begun: int) -> None:
         """Before a checkpoint is saved when so many micro-batches of a step have ended."""
         raise RuntimeError(

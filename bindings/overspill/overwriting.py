@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from . import checkpointing, durable, ranks
+from . import checkpointing, durable
 
 if TYPE_CHECKING:
     from .engine import Engine
@@ -26,22 +26,21 @@ def place(engine: Engine, path: Path, call: str) -> Iterator[Path]:
     until then what is there stays whole under its name. Files that are written there have to be durable."""
     durable.make_folders(path.parent)
     settle(engine, path, call)
-    yield new_of(path)
-    with ranks.ByOne(engine._group, call):
-        if engine.rank == 0:
-            replace_alone(path)
+    yield _new(path)
+    with engine._together(call):
+        if engine._is_first():
+            _replace(path)
 
 
 def settle(engine: Engine, path: Path, call: str) -> None:
     """Puts right what a process left that ended in the middle of a save: the older checkpoint is set aside only when
     the new one is whole. All ranks call it."""
-    with ranks.ByOne(engine._group, call):
-        if engine.rank == 0:
-            settle_alone(path)
+    with engine._together(call):
+        if engine._is_first():
+            _settle(path)
 
 
-def new_of(path: Path) -> Path:
-    """Where a checkpoint is written that will be `path`."""
+def _new(path: Path) -> Path:
     return path.with_name(f"{path.name}.overspill-new")
 
 
@@ -49,19 +48,18 @@ def _old(path: Path) -> Path:
     return path.with_name(f"{path.name}.overspill-old")
 
 
-def replace_alone(path: Path) -> None:
-    """What is beside it, which is whole, takes its name. Where that is broken off, `settle_alone` finishes it."""
+def _replace(path: Path) -> None:
+    """What is beside it, which is whole, takes its name. Where that is broken off, `_settle` finishes it."""
     if path.exists():
         path.rename(_old(path))
-    durable.rename_folder(new_of(path), path)
+    durable.rename_folder(_new(path), path)
     _remove(_old(path))
 
 
-def settle_alone(path: Path) -> None:
-    """`settle`, of one rank for all."""
+def _settle(path: Path) -> None:
     if not path.exists() and _old(path).exists():
-        (new_of(path) if new_of(path).exists() else _old(path)).rename(path)
-    for left in (new_of(path), _old(path)):
+        (_new(path) if _new(path).exists() else _old(path)).rename(path)
+    for left in (_new(path), _old(path)):
         _remove(left)
 
 

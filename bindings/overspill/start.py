@@ -10,7 +10,7 @@ from typing import Any, Generic, NamedTuple, TypeVar, overload
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
 from . import checkpointing, divided, given, parts, pretrained, ranks
 from .config import Config
@@ -249,16 +249,22 @@ def _loader(
 ) -> DataLoader[Any] | None:
     if data is None:
         return None
+    mapped = not isinstance(data, IterableDataset)
+    part = ranks.sampler(data, group.world, group.rank, settings.seed) if group and mapped else None
+    return loader(data, settings, collate_fn, part, settings.dataloader_drop_last)
+
+
+def loader(
+    data: Any,
+    settings: Config,
+    collate_fn: Callable[[list[Any]], Any] | None,
+    part: Sampler[int] | None,
+    drop_last: bool,
+) -> DataLoader[Any]:
+    """Over micro-batches: of `part`; else of all, shuffled unless the data is an iterable one. Raises ValueError where
+    the configuration has no size of a micro-batch."""
     size = settings.train_micro_batch_size_per_gpu
     if size is None:
         raise ValueError("overspill: training_data needs train_micro_batch_size_per_gpu in the configuration")
-    mapped = not isinstance(data, IterableDataset)
-    part = ranks.sampler(data, group.world, group.rank, settings.seed) if group and mapped else None
-    return DataLoader(
-        data,
-        size,
-        shuffle=mapped and part is None,
-        sampler=part,
-        collate_fn=collate_fn,
-        drop_last=settings.dataloader_drop_last,
-    )
+    shuffle = part is None and not isinstance(data, IterableDataset)
+    return DataLoader(data, size, shuffle=shuffle, sampler=part, collate_fn=collate_fn, drop_last=drop_last)

@@ -277,17 +277,13 @@ class DeepSpeedEngine(Engine):
         name = tags.checked(f"global_step{self.global_steps}" if tag is None else tag)
         name = self._agreed(name, tag_validation(self.config))
         self._save(base / name, client_state or {})
-        if save_latest:
-            self._name_latest(base, name)
+        with self._together("save_checkpoint"):
+            if save_latest and self._is_first():
+                durable.write_text(base / tags.LATEST, f"{name}\n")
         return True
 
     def _save(self, path: Path, client_state: dict[str, Any]) -> None:
         overwriting.save(self, path, client_state)
-
-    def _name_latest(self, base: Path, name: str) -> None:
-        with ranks.ByOne(self._group, "save_checkpoint"):
-            if self.rank == 0:
-                durable.write_text(base / tags.LATEST, f"{name}\n")
 
     def _agreed(self, tag: str, validation: str) -> str:
         """The tag of all ranks: rank 0's, where they differ and may."""
@@ -332,12 +328,13 @@ class DeepSpeedEngine(Engine):
         with_states = load_optimizer_states and not load_module_only
         with_scheduler = load_lr_scheduler_states and not load_module_only
         counts = self.global_steps, self.micro_steps
-        if load_module_strict or matching.is_of(self, path):
+        other = None if load_module_strict else matching.of_another(self, path)
+        if other is None:
             kept = partial.Kept(self, with_states, with_scheduler)
             state = super().load_checkpoint(path)
             kept.restore()
         else:
-            state = matching.load(self, path, with_states, with_scheduler)
+            state = matching.load(self, other, with_states, with_scheduler)
         if load_module_only:
             self.global_steps, self.micro_steps = counts
         self._ended = 0

@@ -1,5 +1,5 @@
-"""Progressive layer drop (Zhang and He 2020, arXiv 2010.13369): the engine tells the
-model which share of its layers to keep (theta), and the model skips the others."""
+"""Progressive layer drop (Zhang and He 2020, arXiv 2010.13369): the engine tells the model which share of its
+layers to keep (theta), and the model skips the others."""
 
 from __future__ import annotations
 
@@ -47,8 +47,6 @@ def of(data: dict[str, Any]) -> ProgressiveLayerDrop | None:
             raise ConfigError(
                 f"config: {SECTION}.{name} = {value!r}: a number from 0 to {most:g} is expected"
             )
-    return (
-        None
-        if not section.get("enabled")
-        else ProgressiveLayerDrop(section.get("theta", 1.0), section.get("gamma", 0.001))
-    )
+    if not section.get("enabled"):
+        return None
+    return ProgressiveLayerDrop(section.get("theta", 1.0), section.get("gamma", 0.001))

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import shutil
 import tempfile
 import warnings
 from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import safe_open
 
-from .. import _core, calls, extra, given, merging, ranks
+from .. import _core, calls, checkpointing, extra, given, merging, ranks
 from .._core import CheckpointError
-from ..boundary import SchedulerState
 from ..segments import registry
 from ..state import persistent_buffers
 from . import fragments
@@ -27,29 +28,46 @@ _ONE_FILE = 1 << 62  # bytes
 _SHOWN = 5  # names in a message
 
 
-def is_of(engine: DeepSpeedEngine, path: Path) -> bool:
-    """Whether the checkpoint has the names of the engine's model, and no others: it can be loaded whole."""
-    return _shapes(path).keys() == _tensors(engine).keys()
+@dataclass(frozen=True)
+class Other:
+    """A checkpoint of another model than the engine's. `shapes`: of its weights and buffers, by name."""
+
+    path: Path
+    read: extra.Extra
+    shapes: dict[str, tuple[int, ...]]
 
 
-def load(engine: DeepSpeedEngine, path: Path, with_states: bool, with_scheduler: bool) -> dict[str, Any]:
-    """The exact weights of `path`, by name, in the engine; the rest of the model stays as it is, and so do the
+def of_another(engine: DeepSpeedEngine, path: Path) -> Other | None:
+    """None where the checkpoint has the names of the engine's model, and no others: it can be loaded whole."""
+    manifest = _core.manifest(path)
+    text = manifest["extra_json"]
+    shapes = merging.shapes(manifest, extra.tensors(text, path))
+    return (
+        None
+        if shapes.keys() == _tensors(engine).keys()
+        else Other(path, extra.Extra.read(text, path), shapes)
+    )
+
+
+def load(engine: DeepSpeedEngine, other: Other, with_states: bool, with_scheduler: bool) -> dict[str, Any]:
+    """The exact weights of `other`, by name, in the engine; the rest of the model stays as it is, and so do the
     optimizer's states. Says which names only one of the two has. Host memory: one tensor; and for a while the weights
     in fp32 once more on the checkpoint's disk. All ranks call it. Returns the client state.
 
     Raises:
         CheckpointError: it is damaged, has no name or another shape of one, or states are wanted; nothing is changed
     """
-    read = extra.Extra.read(_core.manifest(path)["extra_json"], path)
-    mine, theirs = _tensors(engine), _shapes(path)
+    read, mine, theirs = other.read, _tensors(engine), other.shapes
     common = [name for name in mine if name in theirs]
-    _check(path, mine, theirs, common, with_states)
-    with calls.Alone(), _exported(engine, path) as weights:
-        if with_scheduler and engine.lr_scheduler is not None:
-            _restore_scheduler(engine, read)
-        _copy(weights, mine, set(common))
+    _check(other.path, mine, theirs, common, with_states)
+    with calls.Alone(), _exported(engine, other.path) as weights:
+        copy = functools.partial(_copy, weights, mine, set(common))
+        if with_scheduler:
+            checkpointing.after_scheduler(engine, read, copy)
+        else:
+            copy()
         engine.global_steps, engine.micro_steps = read.global_steps, read.micro_steps
-    _say(path, mine.keys() - theirs.keys(), theirs.keys() - mine.keys(), len(common))
+    _say(other.path, mine.keys() - theirs.keys(), theirs.keys() - mine.keys(), len(common))
     return read.client_state
 
 
@@ -85,11 +103,6 @@ def _copy(weights: Path, mine: Mapping[str, torch.Tensor], names: set[str]) -> N
 def _tensors(engine: DeepSpeedEngine) -> dict[str, torch.Tensor]:
     """Parameters and persistent buffers by name, a tied one by its first, which the core has it by."""
     return dict(engine.module.named_parameters()) | persistent_buffers(engine.module)
-
-
-def _shapes(path: Path) -> dict[str, tuple[int, ...]]:
-    manifest = _core.manifest(path)
-    return merging.shapes(manifest, extra.tensors(manifest["extra_json"], path))
 
 
 def _check(
@@ -131,12 +144,3 @@ def _some(names: Collection[str]) -> str:
     return (", ".join(some) if some else "none") + (
         f" and {len(names) - len(some)} more" if len(names) > len(some) else ""
     )
-
-
-def _restore_scheduler(engine: DeepSpeedEngine, read: extra.Extra) -> None:
-    before = SchedulerState(engine.lr_scheduler, engine.optimizer.param_groups)
-    try:
-        read.restore_scheduler(engine.lr_scheduler)
-    except BaseException:
-        before.restore()
-        raise

@@ -12,19 +12,24 @@ import torch
 
 from ..config import ConfigError
 
-_NAMES = {name.lower(): name for name in ("MuAdam", "MuAdamW", "MuSGD")}
+# By lower-case name: mup's maker, and what it makes.
+_MAKERS: dict[str, tuple[str, type[torch.optim.Optimizer]]] = {
+    "muadam": ("MuAdam", torch.optim.Adam),
+    "muadamw": ("MuAdamW", torch.optim.AdamW),
+    "musgd": ("MuSGD", torch.optim.SGD),
+}
 
 
 def section_of(data: dict[str, Any]) -> dict[str, Any] | None:
     """The JSON's optimizer, where it is one of mup's."""
     section = data.get("optimizer")
     kind = section.get("type") if isinstance(section, dict) else None
-    return section if isinstance(kind, str) and kind.lower() in _NAMES else None
+    return section if isinstance(kind, str) and kind.lower() in _MAKERS else None
 
 
 def make(section: dict[str, Any], parameters: Iterable[Any]) -> torch.optim.Optimizer:
     """Over parameters, or groups of them. Raises ConfigError where mup is missing, has no such argument, or refuses."""
-    name = _NAMES[section["type"].lower()]
+    name, kind = _MAKERS[section["type"].lower()]
     where = f"config: optimizer.type = {section['type']!r}"
     try:
         mup = importlib.import_module("mup")
@@ -35,7 +40,6 @@ def make(section: dict[str, Any], parameters: Iterable[Any]) -> torch.optim.Opti
     if unknown or not isinstance(params, dict):
         wrong = f"{unknown[0]!r} is unknown" if unknown else f"params = {params!r}: an object is expected"
         raise ConfigError(f"{where}: {wrong}: give type and params alone")
-    kind = {"MuAdam": torch.optim.Adam, "MuAdamW": torch.optim.AdamW, "MuSGD": torch.optim.SGD}[name]
     given = {"lr": inspect.signature(kind).parameters["lr"].default}  # mup needs one
     given |= {key: value for key, value in params.items() if value != "auto"}
     try:

@@ -28,9 +28,9 @@ class StagedEngine(DeepSpeedEngine):
         return self.stage_id == self.num_stages - 1
 
     @contextlib.contextmanager
-    def _everywhere(self, call: str) -> Iterator[None]:
-        """What one rank raises inside, all ranks of all stages raise."""
-        with ranks.ByOne(self._model_group, call), ranks.ByOne(self._group, call):
+    def _together(self, call: str) -> Iterator[None]:
+        """Of all ranks of all stages."""
+        with ranks.ByOne(self._model_group, call), super()._together(call):
             yield
 
     def _is_first(self) -> bool:
@@ -41,21 +41,9 @@ class StagedEngine(DeepSpeedEngine):
 
     def _save(self, path: Path, client_state: dict[str, Any]) -> None:
         """The stages of one checkpoint take the place of those of an older one at once."""
-        with self._everywhere("save_checkpoint"):
-            if self._is_first():
-                durable.make_folders(path.parent)
-                overwriting.settle_alone(path)
-                overwriting.new_of(path).mkdir()
-        with self._everywhere("save_checkpoint"):
-            checkpointing.save(self, overwriting.new_of(path) / _part(self.stage_id), client_state, {})
-        with self._everywhere("save_checkpoint"):
-            if self._is_first():
-                overwriting.replace_alone(path)
-
-    def _name_latest(self, base: Path, name: str) -> None:
-        with self._everywhere("save_checkpoint"):
-            if self._is_first():
-                durable.write_text(base / tags.LATEST, f"{name}\n")
+        with overwriting.place(self, path, "save_checkpoint") as new, self._together("save_checkpoint"):
+            durable.make_folders(new)
+            checkpointing.save(self, new / _part(self.stage_id), client_state, {})
 
     def load_checkpoint(self, load_dir: Any, tag: Any = None, *args: Any, **kwargs: Any) -> Any:
         """As DeepSpeedEngine's; all ranks of all stages call it. Each stage is read and compared with its checksums
@@ -64,14 +52,12 @@ class StagedEngine(DeepSpeedEngine):
         name = ranks.rank_0s(self._model_group, tags.latest(base) if tag is None else str(tag))
         if name is not None:
             path = base / tags.checked(name)
-            with self._everywhere("load_checkpoint"):
-                if self._is_first():
-                    overwriting.settle_alone(path)
-            with self._everywhere("load_checkpoint"):
+            overwriting.settle(self, path, "load_checkpoint")
+            with self._together("load_checkpoint"):
                 self._check_parts(path)
                 if self.rank == 0:
                     _core.verify(path / _part(self.stage_id), None)
-        with self._everywhere("load_checkpoint"):
+        with self._together("load_checkpoint"):
             return super().load_checkpoint(base, name, *args, **kwargs)
 
     def _settled(self, path: Path) -> Path:

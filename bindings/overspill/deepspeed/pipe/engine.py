@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from ... import calls, ranks
+from ... import calls, ranks, start
 from ...engine import Engine
 from ...messages import Line
 from .. import fragments
@@ -73,7 +73,7 @@ class PipelineEngine(StagedEngine):
         tied = {stage for stages in self.module.tied_stages.values() for stage in stages} - {self.stage_id}
         self._lines = {stage: self._line(stage, _TAG_OF_TIED) for stage in sorted(tied)}
         if training_data is not None:
-            self.set_dataloader(_loader(training_data, self, collate_fn, self._settings.seed))
+            self.set_dataloader(_loader(training_data, self, collate_fn))
         return self.training_dataloader
 
     def _link(self, stage: int) -> Link:
@@ -107,8 +107,6 @@ class PipelineEngine(StagedEngine):
             raise RuntimeError(
                 "overspill: train_batch: neither the JSON nor deepspeed.initialize had an optimizer: give one of them"
             )
-        if self._inside is not None:
-            raise AssertionError(f"overspill: train_batch() inside {self._inside}: call it after the block")
         if data_iter is not None:
             self.set_dataiterator(data_iter)
         self.module.train()
@@ -292,7 +290,6 @@ class PipelineEngine(StagedEngine):
         else:
             differentiable = [each for each in tensors_of(buffer.outputs) if each.requires_grad]
             if differentiable:
-                self._settle()
                 self._core.begin_backward()
                 torch.autograd.backward(differentiable, buffer.gradients)
         buffer.outputs, buffer.gradients = None, ()
@@ -436,19 +433,17 @@ def _loss(value: Any) -> torch.Tensor:
     return value.reshape(())
 
 
-def _loader(data: Any, engine: PipelineEngine, collate_fn: Any, seed: int) -> DataLoader[Any]:
+def _loader(data: Any, engine: PipelineEngine, collate_fn: Any) -> DataLoader[Any]:
     """The same batches on the first and the last stage; each rank of a stage has its part of every epoch."""
-    size = engine.train_micro_batch_size_per_gpu()
-    if size is None:
-        raise ValueError("overspill: training_data needs train_micro_batch_size_per_gpu in the configuration")
+    settings = engine._settings
     mapped = not isinstance(data, IterableDataset)
-    sampler = ranks.sampler(data, engine.world_size, engine.rank, seed) if mapped else None
+    part = ranks.sampler(data, engine.world_size, engine.rank, settings.seed) if mapped else None
     # A smaller batch at the end of an epoch has another shape, which stages have to expect.
-    drop = engine._settings.dataloader_drop_last or not engine.module.dynamic_activation_shape
-    made = DataLoader(data, size, sampler=sampler, collate_fn=collate_fn, drop_last=drop)
-    if sampler is not None and not len(made):
+    drop = settings.dataloader_drop_last or not engine.module.dynamic_activation_shape
+    made = start.loader(data, settings, collate_fn, part, drop)
+    if part is not None and not len(made):
         raise ValueError(
-            f"overspill: training_data has {len(sampler)} samples on this rank, fewer than "
-            f"train_micro_batch_size_per_gpu = {size}: give more, or smaller micro-batches"
+            f"overspill: training_data has {len(part)} samples on this rank, fewer than "
+            f"train_micro_batch_size_per_gpu = {made.batch_size}: give more, or smaller micro-batches"
         )
     return made
