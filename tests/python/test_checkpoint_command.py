@@ -174,13 +174,13 @@ def test_one_that_is_loaded_or_saved_just_now_stays(saved, start, capsys, monkey
     from overspill import checkpointing
 
     seen = []
-    load = checkpointing._load
+    load = checkpointing._load_held
 
     def meanwhile(*arguments):
         seen.append(fails(capsys, "rm", "--force", saved / "step-000001"))
         load(*arguments)
 
-    monkeypatch.setattr(checkpointing, "_load", meanwhile)
+    monkeypatch.setattr(checkpointing, "_load_held", meanwhile)
     start(torch.nn.Linear(64, 64)).load_checkpoint(saved / "step-000001")
     assert len(seen) == 1 and "is in use" in seen[0]
     under_way = saved / "step-000009.partial"
