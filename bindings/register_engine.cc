@@ -344,7 +344,7 @@ Holder make_engine(const std::vector<UnitSpec>& units, const PythonConfig& confi
     ranks = engine::make_nccl_communicator(std::move(ranks), options.given_device, over);
   }
   engine::Resources resources = engine::make_resources(units, config, options, std::move(ranks));
-  resources.model_ranks = std::move(model_ranks);
+  resources.ranks.model_ranks = std::move(model_ranks);
   return Holder(new Engine(units, config, std::move(resources)));
 }
 

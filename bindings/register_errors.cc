@@ -6,7 +6,7 @@
 #include "engine/collectives/communicator.h"
 #include "engine/engine.h"
 #include "engine/memory/budget.h"
-#include "engine/schedule/context.h"
+#include "engine/engine_failed.h"
 #include "inference/error.h"
 #include "io/error.h"
 

@@ -79,14 +79,18 @@ std::span<const float> first(std::span<const float> values, int64_t begin, int64
 
 }  // namespace
 
-Access::Access(Context& context, DeviceUnits& device_units)
-    : context_(context),
+Access::Access(const Setup& setup, Core& core, Hardware& hardware, ModelStates& model,
+               DeviceUnits& device_units)
+    : setup_(setup),
+      core_(core),
+      hardware_(hardware),
+      model_(model),
       device_units_(device_units),
-      scratch_(context.device(), context.host_budget, context.plan.access_bytes, "access from outside") {}
+      scratch_(hardware.device(), hardware.host_budget, setup.plan.access_bytes, "access from outside") {}
 
 template <class Visit>
 void Access::for_each_part(int32_t unit, Component component, int64_t begin, int64_t elements, Visit visit) {
-  const Unit& u = context_.layout.units[unit];
+  const Unit& u = setup_.layout.units[unit];
   if (begin < 0 || elements < 0 || begin > u.shard_elements - elements) {
     throw std::logic_error(fmt::format("{}: elements {} to {} are outside its shard of {}", u.name, begin,
                                        begin + elements, u.shard_elements));
@@ -96,7 +100,7 @@ void Access::for_each_part(int32_t unit, Component component, int64_t begin, int
                                             static_cast<int>(component)));
   }
   for (int32_t c = u.first_chunk; c < u.first_chunk + u.chunk_count; ++c) {
-    const Chunk& chunk = context_.layout.chunks[c];
+    const Chunk& chunk = setup_.layout.chunks[c];
     const int64_t from = std::max(begin, chunk.begin);
     const int64_t to = std::min(begin + elements, chunk.begin + chunk.elements);
     if (from < to) visit(Part{c, from - chunk.begin, from - begin, to - from});
@@ -107,7 +111,7 @@ void Access::for_each_part(int32_t unit, Component component, int64_t begin, int
 template <class Visit>
 void Access::read_parts(int32_t unit, Component component, int64_t begin, int64_t elements, Visit visit) {
   for_each_part(unit, component, begin, elements, [&](const Part& part) {
-    std::byte* from = context_.chunks[part.chunk].home[static_cast<size_t>(component)];
+    std::byte* from = model_.chunks[part.chunk].home[static_cast<size_t>(component)];
     if (from == nullptr) {
       load(part.chunk, component);
       from = scratch_.data();
@@ -119,7 +123,7 @@ void Access::read_parts(int32_t unit, Component component, int64_t begin, int64_
 template <class Visit>
 void Access::write_parts(int32_t unit, Component component, int64_t begin, int64_t elements, Visit visit) {
   for_each_part(unit, component, begin, elements, [&](const Part& part) {
-    if (std::byte* home = context_.chunks[part.chunk].home[static_cast<size_t>(component)])
+    if (std::byte* home = model_.chunks[part.chunk].home[static_cast<size_t>(component)])
       return visit(home, part);
     write_away(component, part, visit);
   });
@@ -128,20 +132,20 @@ void Access::write_parts(int32_t unit, Component component, int64_t begin, int64
 /// Of a chunk whose component is not in memory.
 template <class Visit>
 void Access::write_away(Component component, const Part& part, Visit visit) {
-  if (part.elements < context_.layout.chunks[part.chunk].elements) load(part.chunk, component);
+  if (part.elements < setup_.layout.chunks[part.chunk].elements) load(part.chunk, component);
   visit(scratch_.data(), part);
   store(part.chunk, component);
 }
 
 std::span<const std::byte> Access::whole(int32_t chunk, Component component) {
-  if (const std::byte* home = context_.chunks[chunk].home[static_cast<size_t>(component)])
-    return {home, static_cast<size_t>(context_.component_bytes(chunk, component))};
+  if (const std::byte* home = model_.chunks[chunk].home[static_cast<size_t>(component)])
+    return {home, static_cast<size_t>(setup_.component_bytes(chunk, component))};
   load(chunk, component);
   return scratch_of(chunk, component);
 }
 
 void Access::read(int32_t unit, Component component, int64_t begin, std::span<std::byte> to) {
-  const int64_t width = context_.layout.units[unit].component_element_bytes(component);
+  const int64_t width = setup_.layout.units[unit].component_element_bytes(component);
   read_parts(unit, component, begin, static_cast<int64_t>(to.size()) / width,
              [&](const std::byte* from, const Part& part) {
                std::memcpy(to.data() + part.in_span * width, from + part.in_chunk * width,
@@ -161,20 +165,20 @@ void Access::write_parts_together(int32_t unit, Component component, int64_t beg
   };
   std::vector<AtHome> at_home;
   for_each_part(unit, component, begin, elements, [&](const Part& part) {
-    if (std::byte* home = context_.chunks[part.chunk].home[static_cast<size_t>(component)]) {
+    if (std::byte* home = model_.chunks[part.chunk].home[static_cast<size_t>(component)]) {
       at_home.push_back({home, part});
     } else {
       away(part);
     }
   });
   if (at_home.size() == 1) return visit(at_home[0].memory, at_home[0].part);
-  context_.resources.executor->parallel_for(std::ssize(at_home), [&](int64_t i) {
+  hardware_.executor->parallel_for(std::ssize(at_home), [&](int64_t i) {
     visit(at_home[static_cast<size_t>(i)].memory, at_home[static_cast<size_t>(i)].part);
   });
 }
 
 void Access::write(int32_t unit, Component component, int64_t begin, std::span<const std::byte> from) {
-  const int64_t width = context_.layout.units[unit].component_element_bytes(component);
+  const int64_t width = setup_.layout.units[unit].component_element_bytes(component);
   const auto copy = [&](std::byte* to, const Part& part) {
     std::memcpy(to + part.in_chunk * width, from.data() + part.in_span * width,
                 static_cast<size_t>(part.elements * width));
@@ -184,26 +188,26 @@ void Access::write(int32_t unit, Component component, int64_t begin, std::span<c
 }
 
 void Access::clear(int32_t unit, Component component, int64_t begin, int64_t elements) {
-  const int64_t width = context_.layout.units[unit].component_element_bytes(component);
+  const int64_t width = setup_.layout.units[unit].component_element_bytes(component);
   const auto zero = [&](std::byte* to, const Part& part) {
     std::memset(to + part.in_chunk * width, 0, static_cast<size_t>(part.elements * width));
   };
   write_parts_together(unit, component, begin, elements, zero, [&](const Part& part) {
-    const bool zero_already = !on_device(part.chunk) && context_.extent_of(part.chunk, component).empty();
+    const bool zero_already = !on_device(part.chunk) && extent_of(part.chunk, component).empty();
     if (!zero_already) write_away(component, part, zero);
   });
 }
 
 void Access::write_piece(int32_t unit, Component component, int64_t begin, int64_t elements,
                          std::span<const std::byte> piece, int64_t piece_elements, int64_t skip) {
-  const Unit& u = context_.layout.units[unit];
+  const Unit& u = setup_.layout.units[unit];
   const int64_t width = u.component_element_bytes(component);
   const bool scaled = u.scaled(component);
   write_parts(unit, component, begin, elements, [&](std::byte* to, const Part& part) {
     std::memcpy(to + part.in_chunk * width, piece.data() + (skip + part.in_span) * width,
                 static_cast<size_t>(part.elements * width));
     if (!scaled) return;
-    const int64_t room = context_.layout.chunks[part.chunk].elements;
+    const int64_t room = setup_.layout.chunks[part.chunk].elements;
     std::memcpy(to + room + part.in_chunk / optim::kScaleBlock,
                 piece.data() + piece_elements + (skip + part.in_span) / optim::kScaleBlock,
                 static_cast<size_t>((part.elements + optim::kScaleBlock - 1) / optim::kScaleBlock));
@@ -212,7 +216,7 @@ void Access::write_piece(int32_t unit, Component component, int64_t begin, int64
 
 void Access::read_weights(int32_t unit, int64_t begin, std::span<float> values) {
   const auto elements = static_cast<int64_t>(values.size());
-  WeightBuffers buffers(context_.layout.units[unit], std::min(kPieceElements, elements));
+  WeightBuffers buffers(setup_.layout.units[unit], std::min(kPieceElements, elements));
   for (int64_t done = 0; done < elements; done += kPieceElements) {
     const int64_t count = std::min(kPieceElements, elements - done);
     for (size_t i = 0; i < buffers.count(); ++i)
@@ -223,7 +227,7 @@ void Access::read_weights(int32_t unit, int64_t begin, std::span<float> values) 
 
 void Access::write_weights(int32_t unit, int64_t begin, std::span<const float> values) {
   const auto elements = static_cast<int64_t>(values.size());
-  WeightBuffers buffers(context_.layout.units[unit], std::min(kPieceElements, elements));
+  WeightBuffers buffers(setup_.layout.units[unit], std::min(kPieceElements, elements));
   for (int64_t done = 0; done < elements; done += kPieceElements) {
     const int64_t count = std::min(kPieceElements, elements - done);
     buffers.store(first(values, done, count));
@@ -233,7 +237,7 @@ void Access::write_weights(int32_t unit, int64_t begin, std::span<const float> v
 }
 
 void Access::match_master(int32_t unit, int64_t begin, std::span<const std::byte> hi) {
-  const Unit& u = context_.layout.units[unit];
+  const Unit& u = setup_.layout.units[unit];
   if (!u.trainable() || u.components().size() < 2 || u.components()[1].role != optim::Role::master) return;
   const int64_t elements = static_cast<int64_t>(hi.size()) / u.element_bytes;
   if (*u.format != optim::Format::fp16) return clear(unit, kMaster, begin, elements);  // nothing is missing
@@ -248,10 +252,10 @@ void Access::match_master(int32_t unit, int64_t begin, std::span<const std::byte
 }
 
 void Access::read_state(int32_t unit, Component component, int64_t begin, std::span<float> values) {
-  const Unit& u = context_.layout.units[unit];
+  const Unit& u = setup_.layout.units[unit];
   read_parts(unit, component, begin, static_cast<int64_t>(values.size()),
              [&](std::byte* from, const Part& part) {
-               const StatePiece state(u, component, from, context_.layout.chunks[part.chunk].elements);
+               const StatePiece state(u, component, from, setup_.layout.chunks[part.chunk].elements);
                optim::load_state(
                    u.optimizer, *u.format, state.piece(), {part.in_chunk, part.in_chunk + part.elements},
                    state.state(),
@@ -264,14 +268,14 @@ void Access::read_state(int32_t unit, Component component, int64_t begin, std::s
 template <class Values>
 void Access::store_states(int32_t unit, Component component, int64_t begin, int64_t elements,
                           Values values_of) {
-  const Unit& u = context_.layout.units[unit];
+  const Unit& u = setup_.layout.units[unit];
   if (u.scaled(component)) {  // whole blocks
     elements = (elements + optim::kScaleBlock - 1) / optim::kScaleBlock * optim::kScaleBlock;
   }
   std::vector<float> room;
   write_parts(unit, component, begin, elements, [&](std::byte* to, const Part& part) {
     const std::span<const float> values = values_of(part, room);
-    const StatePiece state(u, component, to, context_.layout.chunks[part.chunk].elements);
+    const StatePiece state(u, component, to, setup_.layout.chunks[part.chunk].elements);
     optim::store_state(u.optimizer, *u.format, state.piece(), {part.in_chunk, part.in_chunk + part.elements},
                        state.state(), values);
   });
@@ -297,39 +301,39 @@ void Access::write_state(int32_t unit, Component component, int64_t begin, std::
 }
 
 std::span<std::byte> Access::scratch_of(int32_t chunk, Component component) {
-  return scratch_.span().first(static_cast<size_t>(context_.component_bytes(chunk, component)));
+  return scratch_.span().first(static_cast<size_t>(setup_.component_bytes(chunk, component)));
 }
 
 void Access::load(int32_t chunk, Component component) {
   if (on_device(chunk)) {
-    const MutexLock lock(context_.mutex());
+    const MutexLock lock(core_.mutex());
     return device_units_.read(chunk, component, scratch_of(chunk, component));
   }
-  io::Extent extent = context_.extent_of(chunk, component);
+  io::Extent extent = extent_of(chunk, component);
   if (extent.empty()) {
-    std::memset(scratch_.data(), 0, static_cast<size_t>(context_.component_bytes(chunk, component)));
+    std::memset(scratch_.data(), 0, static_cast<size_t>(setup_.component_bytes(chunk, component)));
     return;
   }
-  const Context::StoreKept kept(context_);
+  const StoreGate::Kept kept(core_.store);
   transfer(io::Transfer::Kind::read, extent);
 }
 
 void Access::store(int32_t chunk, Component component) {
   if (on_device(chunk)) {
-    const MutexLock lock(context_.mutex());
+    const MutexLock lock(core_.mutex());
     return device_units_.write(chunk, component, scratch_of(chunk, component));
   }
-  const Context::StoreKept kept(context_);
-  io::Extent fresh = context_.store().allocate(context_.component_bytes(chunk, component));
+  const StoreGate::Kept kept(core_.store);
+  io::Extent fresh = core_.store->allocate(setup_.component_bytes(chunk, component));
   try {
     transfer(io::Transfer::Kind::write, fresh);
   } catch (...) {
-    context_.store().release(fresh);
+    core_.store->release(fresh);
     throw;
   }
-  const MutexLock lock(context_.mutex());
-  io::Extent& extent = context_.chunks[chunk].extents[static_cast<size_t>(component)];
-  if (!extent.empty()) context_.store().release(extent);
+  const MutexLock lock(core_.mutex());
+  io::Extent& extent = model_.chunks[chunk].extents[static_cast<size_t>(component)];
+  if (!extent.empty()) core_.store->release(extent);
   extent = fresh;
 }
 
@@ -340,13 +344,13 @@ void Access::transfer(io::Transfer::Kind kind, io::Extent& extent) {
   transfer.priority = io::Transfer::Priority::demand;
   transfer.extent = extent;
   transfer.memory = scratch_.data();
-  io::transfer_now(context_.store(), transfer);
+  io::transfer_now(*core_.store, transfer);
   extent = transfer.extent;
   if (!transfer.error) return;
   // What a disk may still write into the scratch buffer must not be used again.
-  if (context_.store().kernel_keeps_memory()) {
-    const MutexLock guard(context_.mutex());
-    context_.fail(transfer.error->message());
+  if (core_.store->kernel_keeps_memory()) {
+    const MutexLock guard(core_.mutex());
+    core_.fail(transfer.error->message());
   }
   throw io::StoreError(*transfer.error);
 }

@@ -6,8 +6,11 @@
 #include <cstdint>
 #include <span>
 
+#include "engine/core/core.h"
+#include "engine/core/hardware.h"
+#include "engine/core/model_states.h"
 #include "engine/device_units.h"
-#include "engine/schedule/context.h"
+#include "engine/plan/setup.h"
 
 namespace overspill::engine {
 
@@ -16,7 +19,7 @@ inline constexpr int64_t kPieceElements = 256 * 1024;
 
 class Access {
  public:
-  Access(Context& context, DeviceUnits& device_units);
+  Access(const Setup& setup, Core& core, Hardware& hardware, ModelStates& model, DeviceUnits& device_units);
 
   // `begin` and counts are elements of this rank's shard. Each throws StoreError, and std::invalid_argument
   // for a component that the unit has not. What is replaced on NVMe is a whole new extent for each chunk
@@ -57,6 +60,12 @@ class Access {
   void write_state(int32_t unit, Component component, int64_t begin, std::span<const float> values)
       EXCLUDES(engine_mutex);
 
+  /// Where a component on NVMe is now; empty: it was never written.
+  io::Extent extent_of(int32_t chunk, Component component) EXCLUDES(engine_mutex) {
+    const MutexLock lock(core_.mutex());
+    return model_.chunks[chunk].extents[static_cast<size_t>(component)];
+  }
+
  private:
   struct Part {
     int32_t chunk;
@@ -82,10 +91,13 @@ class Access {
   /// With the store kept. A write may be moved: `extent` is then the new one.
   void transfer(io::Transfer::Kind kind, io::Extent& extent) EXCLUDES(engine_mutex);
 
-  bool on_device(int32_t chunk) const { return device_units_.hold(context_.layout.chunks[chunk].unit); }
+  bool on_device(int32_t chunk) const { return device_units_.hold(setup_.layout.chunks[chunk].unit); }
   std::span<std::byte> scratch_of(int32_t chunk, Component component);
 
-  Context& context_;
+  const Setup& setup_;
+  Core& core_;
+  Hardware& hardware_;
+  ModelStates& model_;
   DeviceUnits& device_units_;
   LinkedMemory scratch_;
 };

@@ -17,13 +17,13 @@ void check_size(const Segment& segment, size_t bytes, int64_t element_bytes) {
 }
 
 void require_whole_or_one(const Machine& m, GroupRange range) {
-  if (!range.all()) require_world_one(m.context.layout, "several optimizers over one model");
+  if (!range.all()) require_world_one(m.setup.layout, "several optimizers over one model");
 }
 
 void settle_clip(Machine& m, const Segment& segment) {
   const MutexLock turn(m.settling);  // gradients come from several threads
   if (!m.clipped) return;
-  if (m.context.layout.world > 1) {
+  if (m.setup.layout.world > 1) {
     throw std::invalid_argument(fmt::format(
         "a gradient of {} came after clip_grad_norm(), which scaled the earlier gradients by {}, and "
         "those of several ranks are summed by then: take the step or clear the gradients first, and "

@@ -33,28 +33,28 @@ void change(Machine& m, const std::string& what, Change apply) {
   } catch (const std::logic_error&) {
     throw;  // a mistake in the program, not a failing disk
   } catch (const std::exception& error) {
-    const MutexLock guard(m.context.mutex());
-    m.context.fail(fmt::format("{}: {}", what, error.what()));
-    m.context.check();
+    const MutexLock guard(m.core.mutex());
+    m.core.fail(fmt::format("{}: {}", what, error.what()));
+    m.core.check();
   }
 }
 
 /// For the report: while this object lives, the report counts the caller's time as spent in the engine.
 class InCall {
  public:
-  explicit InCall(Context& context) EXCLUDES(engine_mutex) : context_(context) {
-    const MutexLock guard(context_.mutex());
-    context_.meter.begin(Activity::call);
+  explicit InCall(Core& core) EXCLUDES(engine_mutex) : core_(core) {
+    const MutexLock guard(core_.mutex());
+    core_.meter.begin(Activity::call);
   }
   ~InCall() EXCLUDES(engine_mutex) {
-    const MutexLock guard(context_.mutex());
-    context_.meter.end(Activity::call);
+    const MutexLock guard(core_.mutex());
+    core_.meter.end(Activity::call);
   }
   InCall(const InCall&) = delete;
   InCall& operator=(const InCall&) = delete;
 
  private:
-  Context& context_;
+  Core& core_;
 };
 
 }  // namespace overspill::engine

@@ -20,7 +20,7 @@ namespace {
 /// One weight is about to be replaced from outside, on all ranks. At first, while the model is handed over,
 /// nobody waits for what was there before, nor where every rank has all weights.
 void meet_to_write(Machine& m) {
-  if (!m.handed_over || m.context.layout.world == 1) return;
+  if (!m.handed_over || m.setup.layout.world == 1) return;
   m.rounds.meet(Meeting::write, ++m.looks, [] {});
 }
 
@@ -65,7 +65,7 @@ void Engine::load_weight(int32_t unit, int32_t segment, std::span<const std::byt
   const Form form = form_of(u, s, dtype, fmt::format("{} cannot be loaded into it", dtype));
   check_size(s, data.size(), form.element_bytes);
   meet_to_write(m);
-  MutexLock lock(m.context.mutex());
+  MutexLock lock(m.core.mutex());
   const Rounds::Change changing(m.rounds);
   m.prepare_to_change(std::span(&unit, 1));
   lock.unlock();
@@ -94,7 +94,7 @@ void Engine::read_weight(int32_t unit, int32_t segment, std::span<std::byte> out
   const Form form = form_of(u, s, dtype, fmt::format("it cannot be read as {}", dtype));
   check_size(s, out.size(), form.element_bytes);
   {
-    const MutexLock lock(m.context.mutex());
+    const MutexLock lock(m.core.mutex());
     m.updater.quiesce();
   }
   const Machine::Part own = m.own_part(unit, segment);
@@ -113,7 +113,7 @@ void Engine::start_states(std::span<const optim::Hyper> groups) {
   Machine& m = machine();
   m.check_groups(groups);
   {
-    const MutexLock lock(m.context.mutex());
+    const MutexLock lock(m.core.mutex());
     m.updater.quiesce();
   }
   change(m, "starting the optimizer's states", [&] { m.start_states(groups); });
@@ -126,7 +126,7 @@ void Engine::read_state(int32_t unit, int32_t segment, std::string_view name, st
   const Unit& u = m.unit_at(unit);
   check_size(s, out.size_bytes(), 4);
   if (name == "grad") {
-    require_world_one(m.context.layout, "reading a gradient");
+    require_world_one(m.setup.layout, "reading a gradient");
     m.intake.finish();
     m.gradients.read(unit, segment, 0, out);
     if (m.clipped) {
@@ -136,7 +136,7 @@ void Engine::read_state(int32_t unit, int32_t segment, std::string_view name, st
   }
   const Component component = state_named(u, s, name);
   {
-    const MutexLock lock(m.context.mutex());
+    const MutexLock lock(m.core.mutex());
     m.updater.quiesce();
   }
   const Machine::Part own = m.own_part(unit, segment);
@@ -161,7 +161,7 @@ void Engine::read_own_state(int32_t unit, int32_t segment, std::string_view name
         fmt::format("{}: {} elements were given, this rank has {}", s.name, out.size(), own.elements));
   }
   {
-    const MutexLock lock(m.context.mutex());
+    const MutexLock lock(m.core.mutex());
     m.updater.quiesce();
   }
   if (own.elements > 0) m.access.read_state(unit, component, own.in_shard, out);
@@ -174,7 +174,7 @@ void Engine::write_state(int32_t unit, int32_t segment, std::string_view name,
   const Component component = state_named(m.unit_at(unit), s, name);
   check_size(s, values.size_bytes(), 4);
   {
-    const MutexLock lock(m.context.mutex());
+    const MutexLock lock(m.core.mutex());
     m.updater.quiesce();
   }
   const Machine::Part own = m.own_part(unit, segment);
@@ -186,8 +186,8 @@ void Engine::write_state(int32_t unit, int32_t segment, std::string_view name,
 int64_t Engine::updates_of(int32_t unit, int32_t segment) {
   Machine& m = machine();
   m.segment_at(unit, segment);
-  const MutexLock guard(m.context.mutex());
-  return m.context.units[unit].steps[segment];
+  const MutexLock guard(m.core.mutex());
+  return m.model.units[unit].steps[segment];
 }
 
 void Engine::set_updates_of(int32_t unit, int32_t segment, int64_t updates) {
@@ -197,9 +197,9 @@ void Engine::set_updates_of(int32_t unit, int32_t segment, int64_t updates) {
     throw std::invalid_argument(fmt::format("{} cannot have {} updates: {}", s.name, updates,
                                             updates < 0 ? "a count is expected" : "it is frozen"));
   }
-  const MutexLock lock(m.context.mutex());
+  const MutexLock lock(m.core.mutex());
   m.updater.quiesce();
-  m.context.units[unit].steps[segment] = updates;
+  m.model.units[unit].steps[segment] = updates;
 }
 
 void Engine::written(int32_t unit, int32_t segment, std::span<const std::byte> data) {
@@ -207,28 +207,27 @@ void Engine::written(int32_t unit, int32_t segment, std::span<const std::byte> d
   const Segment& s = m.segment_at(unit, segment);
   const Unit& u = m.unit_at(unit);
   check_size(s, data.size(), u.element_bytes);
-  if (m.context.layout.world >
-      1) {  // each rank keeps its shard of it; `data` may be the leased memory itself
+  if (m.setup.layout.world > 1) {  // each rank keeps its shard of it; `data` may be the leased memory itself
     const std::vector<std::byte> copy(data.begin(), data.end());
     return load_weight(unit, segment, copy, u.dtype);
   }
   meet_to_write(m);
   {
-    const MutexLock lock(m.context.mutex());
+    const MutexLock lock(m.core.mutex());
     const Rounds::Change changing(m.rounds);
     m.updater.quiesce();
-    ++m.context.units[unit].generation;
+    ++m.model.units[unit].generation;
     // A lease that is older than the weight has memory of its own. Of a device's memory `data` is a copy: who
     // writes there holds the block of now, if anybody does.
-    const Block* block = m.context.units[unit].block;
-    const bool on_host = m.context.device().shares_host_memory();
+    const Block* block = m.model.units[unit].block;
+    const bool on_host = m.hardware.device().shares_host_memory();
     const bool is_leased_now =
         block != nullptr &&
         (on_host ? data.data() == block->device + s.begin * u.element_bytes : block->leases > 0);
     if (!is_leased_now) m.gatherer.invalidate(std::span(&unit, 1));
   }
-  const bool in_place = m.context.units[unit].home != nullptr &&
-                        data.data() == m.context.units[unit].home + s.begin * u.element_bytes;
+  const bool in_place = m.model.units[unit].home != nullptr &&
+                        data.data() == m.model.units[unit].home + s.begin * u.element_bytes;
   change(m, "writing " + s.name, [&] {
     if (!in_place) m.access.write(unit, Component::hi, s.begin, data);
     m.access.match_master(unit, s.begin, data);
@@ -238,8 +237,8 @@ void Engine::written(int32_t unit, int32_t segment, std::span<const std::byte> d
 int64_t Engine::generation(int32_t unit) {
   Machine& m = machine();
   m.unit_at(unit);
-  const MutexLock guard(m.context.mutex());
-  return m.context.units[unit].generation;
+  const MutexLock guard(m.core.mutex());
+  return m.model.units[unit].generation;
 }
 
 }  // namespace overspill::engine

@@ -7,18 +7,18 @@
 
 namespace overspill::engine {
 
-DeviceAccumulators::DeviceAccumulators(Context& context)
-    : context_(context), sums_(context.layout.units.size()), of_(context.layout.units.size()) {
-  if (context.plan.accumulators_device_bytes == 0) return;
-  memory_ = context.device().allocate(context.plan.accumulators_device_bytes);
-  stream_ = context.device().make_stream();
+DeviceAccumulators::DeviceAccumulators(const Setup& setup, Hardware& hardware)
+    : setup_(setup), hardware_(hardware), sums_(setup.layout.units.size()), of_(setup.layout.units.size()) {
+  if (setup.plan.accumulators_device_bytes == 0) return;
+  memory_ = hardware.device().allocate(setup.plan.accumulators_device_bytes);
+  stream_ = hardware.device().make_stream();
   std::byte* next = memory_.data();
   for (size_t u = 0; u < sums_.size(); ++u) {
-    if (!context.plan.summed_on_device[u]) continue;
-    const Unit& unit = context.layout.units[u];
+    if (!setup.plan.summed_on_device[u]) continue;
+    const Unit& unit = setup.layout.units[u];
     sums_[u] = next;
     of_[u].assign(unit.segments.size(), Sum::none);
-    next += accumulator_bytes(unit, context.config.gradient_accumulation);
+    next += accumulator_bytes(unit, setup.config.gradient_accumulation);
   }
   if (next > memory_.data() + memory_.bytes())
     throw std::logic_error("sums of gradients on the device take more than was planned");
@@ -42,16 +42,16 @@ bool DeviceAccumulators::takes(const DeviceUnits::Arrival& arrival) {
 
 kernels::Event DeviceAccumulators::take_in(const DeviceUnits::Arrival& arrival, const std::byte* data,
                                            const kernels::Event& ready) {
-  const Segment& segment = context_.layout.units[arrival.unit].segments[arrival.segment];
+  const Segment& segment = setup_.layout.units[arrival.unit].segments[arrival.segment];
   stream_->wait(ready);
-  context_.device().kernels()->take_in(*stream_, arrival.element, data, optim::Element::fp32,
-                                       sums_[arrival.unit] + segment.begin * 4, segment.elements,
-                                       arrival.first);
+  hardware_.device().kernels()->take_in(*stream_, arrival.element, data, optim::Element::fp32,
+                                        sums_[arrival.unit] + segment.begin * 4, segment.elements,
+                                        arrival.first);
   return stream_->record();
 }
 
 const std::byte* DeviceAccumulators::sum(int32_t unit, int32_t segment) const {
-  return sums_[unit] + context_.layout.units[unit].segments[segment].begin * 4;
+  return sums_[unit] + setup_.layout.units[unit].segments[segment].begin * 4;
 }
 
 bool DeviceAccumulators::ahead(int32_t unit) const {

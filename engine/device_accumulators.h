@@ -13,8 +13,9 @@
 #include <optional>
 #include <vector>
 
+#include "engine/core/hardware.h"
 #include "engine/device_units.h"
-#include "engine/schedule/context.h"
+#include "engine/plan/setup.h"
 #include "kernels/device_kernels.h"
 
 namespace overspill::engine {
@@ -23,7 +24,7 @@ namespace overspill::engine {
 /// was found late.
 class DeviceAccumulators {
  public:
-  explicit DeviceAccumulators(Context& context);
+  DeviceAccumulators(const Setup& setup, Hardware& hardware);
   ~DeviceAccumulators();  // waits for what is under way
   DeviceAccumulators(const DeviceAccumulators&) = delete;
   DeviceAccumulators& operator=(const DeviceAccumulators&) = delete;
@@ -60,7 +61,8 @@ class DeviceAccumulators {
     same,   // the host has it
   };
 
-  Context& context_;
+  const Setup& setup_;
+  Hardware& hardware_;
   kernels::DeviceMemory memory_;
   std::vector<std::byte*> sums_;  // by unit
   /// By unit and segment; empty: the unit's are summed on the host.

@@ -4,13 +4,13 @@
 
 namespace overspill::engine {
 
-DeviceSums::DeviceSums(Context& context) : context_(context) {
-  const Plan& plan = context.plan;
+DeviceSums::DeviceSums(const Setup& setup, Hardware& hardware) : setup_(setup) {
+  const Plan& plan = setup.plan;
   if (plan.sums_device_bytes == 0) return;
-  memory_ = context.device().allocate(plan.sums_device_bytes);
-  arrivals_ = context.device().make_stream();
-  sums_ = context.device().make_stream();
-  kernels_ = context.device().kernels();
+  memory_ = hardware.device().allocate(plan.sums_device_bytes);
+  arrivals_ = hardware.device().make_stream();
+  sums_ = hardware.device().make_stream();
+  kernels_ = hardware.device().kernels();
 }
 
 DeviceSums::~DeviceSums() {
@@ -23,7 +23,7 @@ void DeviceSums::settle() noexcept {
 }
 
 std::span<std::byte> DeviceSums::exchange() const {
-  const int64_t slices = context_.layout.slices;
+  const int64_t slices = setup_.layout.slices;
   return {memory_.data() + memory_.bytes() - (slices + 2) * part_bytes(),
           static_cast<size_t>(slices * part_bytes())};
 }

@@ -10,14 +10,15 @@
 #include <memory>
 #include <span>
 
-#include "engine/schedule/context.h"
+#include "engine/core/hardware.h"
+#include "engine/plan/setup.h"
 #include "kernels/device_kernels.h"
 
 namespace overspill::engine {
 
 class DeviceSums {
  public:
-  explicit DeviceSums(Context& context);
+  DeviceSums(const Setup& setup, Hardware& hardware);
   ~DeviceSums();  // waits for what is under way
   DeviceSums(const DeviceSums&) = delete;
   DeviceSums& operator=(const DeviceSums&) = delete;
@@ -52,10 +53,10 @@ class DeviceSums {
                  const kernels::Event& ready);
 
  private:
-  int64_t part_bytes() const { return context_.plan.sums_part_bytes; }
+  int64_t part_bytes() const { return setup_.plan.sums_part_bytes; }
   std::byte* sum() const { return exchange().data() + exchange().size(); }
 
-  Context& context_;
+  const Setup& setup_;
   kernels::DeviceKernels* kernels_ = nullptr;
   kernels::DeviceMemory memory_;  // the pool, then parts: each rank's, the sum, a piece from the host
   std::unique_ptr<kernels::Stream> arrivals_;

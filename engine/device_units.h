@@ -19,8 +19,11 @@
 #include <span>
 #include <vector>
 
+#include "engine/core/core.h"
+#include "engine/core/hardware.h"
+#include "engine/core/model_states.h"
 #include "engine/gradient_squares.h"
-#include "engine/schedule/context.h"
+#include "engine/plan/setup.h"
 #include "engine/schedule/gather.h"
 #include "kernels/device_kernels.h"
 
@@ -29,21 +32,22 @@ namespace overspill::engine {
 class DeviceUnits {
  public:
   /// All weights, states and gradients are zero.
-  DeviceUnits(Context& context, GradientSquares& squares);
+  DeviceUnits(const Setup& setup, Core& core, Hardware& hardware, ModelStates& model,
+              GradientSquares& squares);
   ~DeviceUnits();  // no lease is left; waits for what is under way
   DeviceUnits(const DeviceUnits&) = delete;
   DeviceUnits& operator=(const DeviceUnits&) = delete;
   /// Waits for what was started.
   void settle() noexcept;
 
-  bool hold(int32_t unit) const { return context_.plan.on_device[unit]; }
+  bool hold(int32_t unit) const { return setup_.plan.on_device[unit]; }
   /// Leases the unit's weights, of a world of one rank; Gatherer::release ends it.
   Block* lease(int32_t unit) REQUIRES(engine_mutex);
 
   // ---- gradients of one rank, of a segment: the first of a step replaces what is there, later ones are
   // added
 
-  bool take_gradients(int32_t unit) const { return hold(unit) && context_.layout.slices == 1; }
+  bool take_gradients(int32_t unit) const { return hold(unit) && setup_.layout.slices == 1; }
 
   struct Arrival {
     int32_t unit = -1;
@@ -96,7 +100,9 @@ class DeviceUnits {
   void wait_for_uses(Block& block) REQUIRES(engine_mutex);
   void wait(const kernels::Event& event) MAY_RELEASE(engine_mutex);
 
-  Context& context_;
+  const Setup& setup_;
+  Core& core_;
+  ModelStates& model_;
   GradientSquares& squares_;
   kernels::DeviceKernels* kernels_ = nullptr;
   kernels::DeviceMemory memory_;

@@ -39,7 +39,7 @@ void dispose(Machine* machine) noexcept {
   io::say_on_stderr(fmt::format(
       "overspill: {} bytes of buffers stay allocated until this process ends: a disk that does not "
       "answer may still write into them",
-      machine->context.host_budget.used_bytes()));
+      machine->hardware.host_budget.used_bytes()));
   io::keep_for_ever(std::move(last));
 }
 
@@ -62,13 +62,11 @@ void shut_down_elsewhere(std::shared_ptr<Machine> machine) noexcept {
 // ---- the engine
 
 Engine::Engine(const std::vector<UnitSpec>& units, const Config& config, Resources resources) {
-  Resources ranks;
-  ranks.communicator = resources.communicator;
-  ranks.model_ranks = resources.model_ranks;
+  const RankGroups ranks = resources.ranks;
   try {
     machine_ = build(units, config, std::move(resources));
   } catch (const std::exception& error) {
-    ranks.abort_ranks(error.what());  // else the other ranks would wait for an engine that was never built
+    ranks.abort(error.what());  // else the other ranks would wait for an engine that was never built
     throw;
   }
 }
@@ -76,10 +74,11 @@ Engine::Engine(const std::vector<UnitSpec>& units, const Config& config, Resourc
 std::shared_ptr<Machine> Engine::build(const std::vector<UnitSpec>& units, const Config& config,
                                        Resources resources) {
   Config own = checked(config);
-  if (resources.device == nullptr || resources.communicator == nullptr || resources.executor == nullptr) {
+  if (resources.device == nullptr || resources.ranks.communicator == nullptr ||
+      resources.executor == nullptr) {
     throw std::invalid_argument("an engine needs a device, a communicator and an executor");
   }
-  const Communicator& ranks = *resources.communicator;
+  const Communicator& ranks = *resources.ranks.communicator;
   if (own.speculate && ranks.world() > 1) {
     throw std::invalid_argument(
         fmt::format("speculate needs a world of one rank; this one has {}", ranks.world()));
@@ -89,7 +88,7 @@ std::shared_ptr<Machine> Engine::build(const std::vector<UnitSpec>& units, const
         "library_sums: this transport has no reduction of its own (MPI and NCCL have); leave it out");
   }
   Layout layout = make_layout(units, own.chunk_elements, ranks.rank(), ranks.world(), own.stage);
-  Plan plan = make_plan(layout, own, traits_of(*resources.device, *resources.communicator));
+  Plan plan = make_plan(layout, own, traits_of(*resources.device, *resources.ranks.communicator));
   if (plan.nvme_bytes() > 0 && resources.store == nullptr)
     throw std::invalid_argument("the plan needs a store");
   return {new Machine(std::move(layout), std::move(plan), std::move(own), std::move(resources)), &dispose};
@@ -126,37 +125,37 @@ void Engine::close() {
         "finalizer that ran in one). close() waits for that thread to end: call it on another thread");
   }
   machine_->shut_down();
-  const MutexLock guard(machine_->context.mutex());
-  if (!machine_->context.told) machine_->context.check();
+  const MutexLock guard(machine_->core.mutex());
+  if (!machine_->core.told) machine_->core.check();
 }
 
 std::shared_ptr<kernels::Device> Engine::device() const {
-  return machine_->context.resources.device;
+  return machine_->hardware.shared_device;
 }
 const Layout& Engine::layout() const {
-  return machine_->context.layout;
+  return machine_->setup.layout;
 }
 const Plan& Engine::plan() const {
-  return machine_->context.plan;
+  return machine_->setup.plan;
 }
 
 // ---- forward and backward
 
 void Engine::begin_pass(PassKind kind) {
   Machine& m = machine();
-  const InCall call(m.context);
-  const MutexLock guard(m.context.mutex());
-  m.context.check();
-  if (kind.training && kind.grad_enabled) m.context.meter.enter(Phase::forward);
-  m.context.trace.begin(kind);
+  const InCall call(m.core);
+  const MutexLock guard(m.core.mutex());
+  m.core.check();
+  if (kind.training && kind.grad_enabled) m.core.meter.enter(Phase::forward);
+  m.gatherer.trace().begin(kind);
   if (kind.training && kind.grad_enabled) m.updater.resume();
   m.updater.pump();
 }
 
 void Engine::begin_backward() {
   Machine& m = machine();
-  const MutexLock guard(m.context.mutex());
-  m.context.meter.enter(Phase::backward);
+  const MutexLock guard(m.core.mutex());
+  m.core.meter.enter(Phase::backward);
 }
 
 Lease Engine::acquire(int32_t unit) {
@@ -171,24 +170,24 @@ Lease Engine::acquire(int32_t unit, Queue queue) {
 
 Lease Engine::lease(int32_t unit, Arrived arrived) {
   Machine& m = machine();
-  const InCall call(m.context);
+  const InCall call(m.core);
   const Unit& u = m.unit_at(unit);
-  MutexLock lock(m.context.mutex());
-  m.context.check();
-  ++m.context.progress;
-  m.context.trace.acquired(unit);
-  m.context.meter.reached(unit);
-  m.context.journal.note(Happening::acquired, unit);
-  if (m.context.units[unit].pending_chunks > 0) {
-    m.context.demand(unit);
+  MutexLock lock(m.core.mutex());
+  m.core.check();
+  ++m.core.progress;
+  m.gatherer.trace().acquired(unit);
+  m.core.meter.reached(unit);
+  m.core.journal.note(Happening::acquired, unit);
+  if (m.model.units[unit].pending_chunks > 0) {
+    m.demand.want_updates(unit);
     m.updater.pump();
   }
   struct Block* block = nullptr;
-  if (m.context.used_in_place(unit)) {
+  if (m.setup.used_in_place(unit)) {
     m.gatherer.prefetch();
     m.updater.wait_for(unit);
     if (!m.device_units.hold(unit)) {
-      const UnitState& state = m.context.units[unit];
+      const UnitState& state = m.model.units[unit];
       if (state.whole != nullptr) m.gatherer.acquire_whole(unit);
       return {machine_, nullptr, state.whole != nullptr ? state.whole : state.home, u.bytes()};
     }
@@ -206,8 +205,8 @@ Lease Engine::lease(int32_t unit, Arrived arrived) {
 bool Engine::resident_now(int32_t unit) {
   Machine& m = machine();
   m.unit_at(unit);
-  const MutexLock guard(m.context.mutex());
-  const bool in_place = m.context.used_in_place(unit) && m.context.units[unit].whole == nullptr;
+  const MutexLock guard(m.core.mutex());
+  const bool in_place = m.setup.used_in_place(unit) && m.model.units[unit].whole == nullptr;
   return in_place || m.gatherer.ready(unit);
 }
 
@@ -215,9 +214,9 @@ void Engine::replace_gradient(int32_t unit, int32_t segment, std::span<const std
                               std::string_view dtype) {
   Machine& m = machine();
   const Segment& s = m.segment_at(unit, segment);
-  require_world_one(m.context.layout, "replacing a gradient");
+  require_world_one(m.setup.layout, "replacing a gradient");
   if (!data.empty()) m.gradients.check(unit, segment, std::ssize(data), dtype);
-  const InCall call(m.context);
+  const InCall call(m.core);
   settle_clip(m, s);
   m.intake.replace(unit, segment, data, dtype);
 }
@@ -227,20 +226,20 @@ void Engine::replace_gradient(int32_t unit, int32_t segment, std::span<const std
 void Engine::expect_step(std::span<const optim::Hyper> groups) {
   Machine& m = machine();
   m.check_groups(groups);
-  const MutexLock guard(m.context.mutex());
+  const MutexLock guard(m.core.mutex());
   m.updater.speculation().expect(groups);
 }
 
 StepResult Engine::skip_step(GroupRange range) {
   Machine& m = machine();
-  require_world_one(m.context.layout, "leaving a step out");
-  const InCall call(m.context);
+  require_world_one(m.setup.layout, "leaving a step out");
+  const InCall call(m.core);
   return m.skip_step(range);
 }
 
 void Engine::synchronize() {
   Machine& m = machine();
-  const MutexLock lock(m.context.mutex());
+  const MutexLock lock(m.core.mutex());
   m.updater.quiesce();
   m.device_units.finish();
 }
@@ -262,9 +261,9 @@ std::string Engine::load(const std::filesystem::path& folder) {
   m.keeper.require_room_to_change();
   const Manifest manifest = m.verify(folder);
   m.intake.finish();
-  MutexLock lock(m.context.mutex());
+  MutexLock lock(m.core.mutex());
   const Rounds::Change changing(m.rounds);
-  std::vector<int32_t> all(m.context.units.size());
+  std::vector<int32_t> all(m.model.units.size());
   std::iota(all.begin(), all.end(), 0);
   m.prepare_to_change(all);
   lock.unlock();

@@ -52,7 +52,7 @@ struct Layout;          // partition/layout.h
 struct MachineFigures;  // plan/predict.h
 struct Plan;            // plan/plan.h
 struct Prediction;      // plan/predict.h
-struct Resources;       // schedule/context.h
+struct Resources;       // resources.h
 struct UnitSpec;        // partition/model.h
 class Machine;          // the parts, alive as long as an engine or a lease is
 

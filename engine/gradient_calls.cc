@@ -40,14 +40,14 @@ void Engine::add_gradient(int32_t unit, int32_t segment, std::span<const std::by
                           std::string_view dtype) {
   Machine& m = machine();
   settle_clip(m, m.segment_at(unit, segment));
-  const InCall call(m.context);
+  const InCall call(m.core);
   m.intake.add(unit, segment, data, dtype);
 }
 
 void Engine::add_gradient(int32_t unit, int32_t segment, DeviceArray gradient, Queue queue) {
   Machine& m = machine();
   settle_clip(m, m.segment_at(unit, segment));
-  const InCall call(m.context);
+  const InCall call(m.core);
   m.intake.add(unit, segment, std::move(gradient), queue);
 }
 
@@ -66,9 +66,9 @@ void Engine::clipped_by_caller() {
 void Engine::read_gradient(int32_t unit, int32_t segment, std::span<std::byte> out, std::string_view dtype) {
   Machine& m = machine();
   const Segment& s = m.segment_at(unit, segment);
-  require_world_one(m.context.layout, "reading a gradient");
+  require_world_one(m.setup.layout, "reading a gradient");
   const optim::Element element = m.gradients.check(unit, segment, std::ssize(out), dtype);
-  const InCall call(m.context);
+  const InCall call(m.core);
   settle_clip(m, s);
   m.intake.finish();
   std::vector<float> values(static_cast<size_t>(std::min(kPieceElements, s.elements)));
@@ -85,7 +85,7 @@ bool Engine::read_whole_gradient(int32_t unit, int32_t segment, std::span<float>
   Machine& m = machine();
   const Segment& s = trained(m, unit, segment);
   check_size(s, out.size_bytes(), 4);
-  if (m.context.layout.slices > 1) return m.read_whole_gradient(unit, segment, out);
+  if (m.setup.layout.slices > 1) return m.read_whole_gradient(unit, segment, out);
   if (!has_gradient(unit, segment)) return false;
   read_state(unit, segment, "grad", out);
   return true;
@@ -95,9 +95,9 @@ bool Engine::replace_whole_gradient(int32_t unit, int32_t segment, std::span<con
   Machine& m = machine();
   const Segment& s = trained(m, unit, segment);
   check_size(s, values.size_bytes(), 4);
-  if (m.context.layout.slices > 1) return m.replace_whole_gradient(unit, segment, values);
+  if (m.setup.layout.slices > 1) return m.replace_whole_gradient(unit, segment, values);
   if (!has_gradient(unit, segment)) return false;
-  const optim::Element type = m.context.gradient_type(unit);
+  const optim::Element type = m.setup.gradient_type(unit);
   std::vector<std::byte> narrowed(values.size() * static_cast<size_t>(optim::bytes(type)));
   optim::narrow(type, values, narrowed.data());
   replace_gradient(unit, segment, narrowed, type == optim::Element::fp32 ? "F32" : m.unit_at(unit).dtype);
@@ -107,14 +107,14 @@ bool Engine::replace_whole_gradient(int32_t unit, int32_t segment, std::span<con
 bool Engine::read_own_gradient(int32_t unit, int32_t segment, std::span<float> out) {
   Machine& m = machine();
   const Segment& s = trained(m, unit, segment);
-  if (m.context.layout.slices == 1) return read_whole_gradient(unit, segment, out);
+  if (m.setup.layout.slices == 1) return read_whole_gradient(unit, segment, out);
   check_size(s, out.size_bytes(), 4);
   return m.read_own_gradient(unit, segment, out);
 }
 
 void Engine::reuse_gradients() {
   Machine& m = machine();
-  require_world_one(m.context.layout, "using a step's gradients again");
+  require_world_one(m.setup.layout, "using a step's gradients again");
   m.intake.finish();
   m.gradients.reuse();
 }
@@ -123,31 +123,31 @@ bool Engine::has_gradient(int32_t unit, int32_t segment) {
   Machine& m = machine();
   m.segment_at(unit, segment);
   m.intake.finish();
-  const MutexLock guard(m.context.mutex());
+  const MutexLock guard(m.core.mutex());
   return m.gradients.present(unit, segment);
 }
 
 void Engine::use_gradients(GroupRange range) {
   Machine& m = machine();
-  require_world_one(m.context.layout, "an update of one's own");
+  require_world_one(m.setup.layout, "an update of one's own");
   m.intake.finish();
   m.settle_clip();
   m.forget_clip();
   const Gradients::Only only(m.gradients, range);
   m.intake.write_zeros();
-  const MutexLock guard(m.context.mutex());
+  const MutexLock guard(m.core.mutex());
   m.gradients.handed_over();
 }
 
 StepResult Engine::step(std::span<const optim::Hyper> groups, GroupRange range) {
   Machine& m = machine();
   require_whole_or_one(m, range);
-  if (!range.all() && m.context.config.max_grad_norm > 0) {
+  if (!range.all() && m.setup.config.max_grad_norm > 0) {
     throw std::invalid_argument(fmt::format(
         "max_grad_norm = {} is a limit for the norm of all gradients, and this step has those of some groups",
-        m.context.config.max_grad_norm));
+        m.setup.config.max_grad_norm));
   }
-  const InCall call(m.context);
+  const InCall call(m.core);
   return m.step(groups, range);
 }
 

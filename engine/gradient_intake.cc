@@ -16,15 +16,17 @@ constexpr size_t kPiecesMost = 64;  // being copied
 
 }  // namespace
 
-GradientIntake::GradientIntake(Context& context, Updater& updater, Gradients& gradients)
-    : context_(context),
+GradientIntake::GradientIntake(const Setup& setup, Core& core, Hardware& hardware, Queues& queues,
+                               Updater& updater, Gradients& gradients)
+    : setup_(setup),
+      core_(core),
+      queues_(queues),
       updater_(updater),
       gradients_(gradients),
-      slots_(context.device(), context.host_budget,
-             context.plan.intake_slots * context.plan.intake_slot_bytes,
+      slots_(hardware.device(), hardware.host_budget, setup.plan.intake_slots * setup.plan.intake_slot_bytes,
              "gradients on their way from the device") {
-  if (context.device().shares_host_memory()) return;
-  stream_ = context.device().make_stream();
+  if (hardware.device().shares_host_memory()) return;
+  stream_ = hardware.device().make_stream();
   free_all_slots();
   thread_ = std::thread([this] { run(); });
 }
@@ -41,7 +43,7 @@ void GradientIntake::add(int32_t unit, int32_t segment, std::span<const std::byt
 void GradientIntake::take_in(int32_t unit, int32_t segment, optim::Element element,
                              std::span<const std::byte> data) {
   const Gradients::Arrival arrival = gradients_.begin(unit, segment, element);
-  const int64_t elements = context_.layout.units[unit].segments[segment].elements;
+  const int64_t elements = setup_.layout.units[unit].segments[segment].elements;
   gradients_.add(std::array{Gradients::Piece{&arrival, 0, elements, data.data()}});
   gradients_.finish(arrival);
   taken_in(unit, segment);
@@ -55,14 +57,14 @@ void GradientIntake::replace(int32_t unit, int32_t segment, std::span<const std:
   take_all_in();
   if (!data.empty()) let_go(unit);
   {
-    const MutexLock guard(context_.mutex());
+    const MutexLock guard(core_.mutex());
     gradients_.drop(unit, segment);
   }
   if (!data.empty()) take_in(unit, segment, element, data);
 }
 
 bool GradientIntake::is_zero(int32_t unit, int32_t segment) {
-  const MutexLock lock(context_.mutex());
+  const MutexLock lock(core_.mutex());
   return gradients_.presence(unit, segment) == Presence::zero;
 }
 
@@ -70,15 +72,15 @@ void GradientIntake::write_zeros() {
   const MutexLock turn(arrival_);
   take_all_in();
   std::vector<std::byte> zeros;
-  for (int32_t u = 0; u < std::ssize(context_.layout.units); ++u) {
-    const Unit& unit = context_.layout.units[u];
+  for (int32_t u = 0; u < std::ssize(setup_.layout.units); ++u) {
+    const Unit& unit = setup_.layout.units[u];
     for (int32_t s = 0; s < std::ssize(unit.segments); ++s) {
       if (!is_zero(u, s)) continue;
       let_go(u);
-      const Gradients::Arrival arrival = gradients_.begin(u, s, context_.gradient_type(u));
+      const Gradients::Arrival arrival = gradients_.begin(u, s, setup_.gradient_type(u));
       for (int64_t begin = 0; begin < unit.segments[s].elements;) {
         const int64_t end = gradients_.piece_end(arrival, begin);
-        const int64_t bytes = (end - begin) * context_.gradient_width(u);
+        const int64_t bytes = (end - begin) * setup_.gradient_width(u);
         zeros.resize(std::max(zeros.size(), static_cast<size_t>(bytes)));
         gradients_.add(std::array{Gradients::Piece{&arrival, begin, end - begin, zeros.data()}});
         begin = end;
@@ -95,12 +97,12 @@ void GradientIntake::add(int32_t unit, int32_t segment, DeviceArray gradient, Qu
   item->arrival = {unit, segment, gradients_.check(unit, segment, gradient.bytes, gradient.dtype)};
   item->gradient = std::move(gradient);
   {
-    const MutexLock guard(context_.mutex());
-    context_.check();
+    const MutexLock guard(core_.mutex());
+    core_.check();
   }
-  item->ready = context_.queues.record(queue);
+  item->ready = queues_.record(queue);
   const int64_t bytes = item->gradient.bytes;
-  const int64_t most = outstanding_bytes_most(context_.config.device_budget_bytes);
+  const int64_t most = outstanding_bytes_most(setup_.config.device_budget_bytes);
   const MutexLock turn(arrival_);
   const MutexLock lock(mutex_);
   while (outstanding_ > 0 && outstanding_bytes_ + bytes > most) changed_.wait(mutex_);
@@ -123,8 +125,8 @@ void GradientIntake::take_all_in() {
   }
   gradients_.bring_down();
   if (!on_device()) return;
-  const MutexLock guard(context_.mutex());
-  context_.check();  // where the thread has failed, not all was taken in
+  const MutexLock guard(core_.mutex());
+  core_.check();  // where the thread has failed, not all was taken in
 }
 
 void GradientIntake::close() noexcept {
@@ -142,21 +144,21 @@ void GradientIntake::close() noexcept {
 bool GradientIntake::make_ready(int32_t unit, int32_t segment) {
   let_go(unit);
   gradients_.apply_factor(unit, segment);
-  const MutexLock guard(context_.mutex());
-  if (context_.meter.phase() == Phase::forward) context_.meter.enter(Phase::backward);
-  context_.journal.note(Happening::gradient, unit);
-  ++context_.progress;
-  return context_.journal.on();
+  const MutexLock guard(core_.mutex());
+  if (core_.meter.phase() == Phase::forward) core_.meter.enter(Phase::backward);
+  core_.journal.note(Happening::gradient, unit);
+  ++core_.progress;
+  return core_.journal.on();
 }
 
 void GradientIntake::let_go(int32_t unit) {
-  const MutexLock lock(context_.mutex());
+  const MutexLock lock(core_.mutex());
   updater_.wait_for(unit);
   updater_.take_back(unit);
 }
 
 void GradientIntake::taken_in(int32_t unit, int32_t segment) {
-  const MutexLock guard(context_.mutex());
+  const MutexLock guard(core_.mutex());
   const bool all = updater_.speculation().arrived(unit, segment);
   // Of one that is under way nobody would take the guess back: it has begun.
   const bool others =
@@ -177,8 +179,8 @@ void GradientIntake::run() noexcept {
       }
     } catch (const std::exception& error) {
       {
-        const MutexLock guard(context_.mutex());
-        context_.fail(fmt::format("gradients from the device: {}", error.what()));
+        const MutexLock guard(core_.mutex());
+        core_.fail(fmt::format("gradients from the device: {}", error.what()));
       }
       abandon();
     }
@@ -201,7 +203,7 @@ bool GradientIntake::next(std::unique_ptr<Item>& item) {
 void GradientIntake::submit(std::unique_ptr<Item> given) {
   items_.push_back(std::move(given));
   Item& item = *items_.back();
-  item.elements = context_.layout.units[item.arrival.unit].segments[item.arrival.segment].elements;
+  item.elements = setup_.layout.units[item.arrival.unit].segments[item.arrival.segment].elements;
   // What it may have to wait for, and what is added to, has been taken in before.
   const int32_t unit = item.arrival.unit;
   if (gradients_.may_wait(unit) || arriving(item)) {
@@ -230,7 +232,7 @@ void GradientIntake::submit(std::unique_ptr<Item> given) {
   do {  // once for a segment without elements
     const int64_t end = gradients_.piece_end(item.arrival, begin);
     const int slot = take_slot();
-    copy(item, gradient, begin, end - begin, slots_.data() + slot * context_.plan.intake_slot_bytes, slot);
+    copy(item, gradient, begin, end - begin, slots_.data() + slot * setup_.plan.intake_slot_bytes, slot);
     begin = end;
   } while (begin < item.elements);
 }
@@ -241,8 +243,8 @@ void GradientIntake::copy(Item& item, Source from, int64_t begin, int64_t elemen
   const bool last = begin + elements == item.elements;
   pieces_.push_back({&item, begin, elements, slot, last, stream_->record(), {}});
   if (!item.timed) return;
-  const MutexLock guard(context_.mutex());
-  context_.journal.note(DeviceSpan::Kind::copy_down, item.arrival.unit, began, pieces_.back().copied);
+  const MutexLock guard(core_.mutex());
+  core_.journal.note(DeviceSpan::Kind::copy_down, item.arrival.unit, began, pieces_.back().copied);
 }
 
 /// Waits for the oldest piece. Those that have come by then are taken in together.
@@ -255,7 +257,7 @@ void GradientIntake::complete_some() {
     const Piece& piece = pieces_[i];
     if (piece.slot < 0) continue;
     arrived_.push_back({&piece.item->arrival, piece.begin, piece.elements,
-                        slots_.data() + piece.slot * context_.plan.intake_slot_bytes});
+                        slots_.data() + piece.slot * setup_.plan.intake_slot_bytes});
   }
   gradients_.add(arrived_);
   for (; count > 0; --count) {
@@ -285,7 +287,7 @@ int GradientIntake::take_slot() {
 }
 
 void GradientIntake::free_all_slots() {
-  idle_slots_.resize(static_cast<size_t>(context_.plan.intake_slots));
+  idle_slots_.resize(static_cast<size_t>(setup_.plan.intake_slots));
   std::iota(idle_slots_.begin(), idle_slots_.end(), 0);
 }
 

@@ -19,10 +19,12 @@
 #include <thread>
 #include <vector>
 
+#include "engine/core/core.h"
+#include "engine/core/hardware.h"
 #include "engine/device_array.h"
 #include "engine/gradients.h"
+#include "engine/plan/setup.h"
 #include "engine/queues.h"
-#include "engine/schedule/context.h"
 #include "engine/schedule/updater.h"
 
 namespace overspill::engine {
@@ -35,7 +37,8 @@ constexpr int64_t outstanding_bytes_most(int64_t device_budget_bytes) {
 
 class GradientIntake {
  public:
-  GradientIntake(Context& context, Updater& updater, Gradients& gradients);
+  GradientIntake(const Setup& setup, Core& core, Hardware& hardware, Queues& queues, Updater& updater,
+                 Gradients& gradients);
   GradientIntake(const GradientIntake&) = delete;
   GradientIntake& operator=(const GradientIntake&) = delete;
   ~GradientIntake() { close(); }
@@ -106,7 +109,9 @@ class GradientIntake {
   void abandon() noexcept EXCLUDES(mutex_);
   void forget(int64_t bytes) EXCLUDES(mutex_);
 
-  Context& context_;
+  const Setup& setup_;
+  Core& core_;
+  Queues& queues_;
   Updater& updater_;
   Gradients& gradients_;
   // Of the thread:

@@ -9,26 +9,28 @@
 
 namespace overspill::engine {
 
-GradientSquares::GradientSquares(Context& context)
-    : context_(context),
-      of_(context.chunks.size()),
-      copy_(context.device(), context.host_budget, context.plan.squares_device_bytes,
+GradientSquares::GradientSquares(const Setup& setup, Core& core, Hardware& hardware, ModelStates& model)
+    : setup_(setup),
+      core_(core),
+      hardware_(hardware),
+      of_(model.chunks.size()),
+      copy_(hardware.device(), hardware.host_budget, setup.plan.squares_device_bytes,
             "squares of gradients on the device"),
-      first_block_(context.chunks.size()) {
-  for (size_t c = 0; c < of_.size(); ++c) of_[c].resize(context.layout.chunks[c].runs.size());
-  if (context.plan.squares_device_bytes == 0) return;
+      first_block_(model.chunks.size()) {
+  for (size_t c = 0; c < of_.size(); ++c) of_[c].resize(setup.layout.chunks[c].runs.size());
+  if (setup.plan.squares_device_bytes == 0) return;
   int64_t blocks = 0;
-  for (size_t c = 0; c < context.layout.chunks.size(); ++c) {
-    const Chunk& chunk = context.layout.chunks[c];
-    if (!context.layout.units[chunk.unit].trainable()) continue;
+  for (size_t c = 0; c < setup.layout.chunks.size(); ++c) {
+    const Chunk& chunk = setup.layout.chunks[c];
+    if (!setup.layout.units[chunk.unit].trainable()) continue;
     for (const Run& run : chunk.runs)
       first_block_[c].push_back(std::exchange(blocks, blocks + kernels::squares_blocks(run.elements)));
   }
-  if (blocks * static_cast<int64_t>(sizeof(kernels::Squares)) > context.plan.squares_device_bytes)
+  if (blocks * static_cast<int64_t>(sizeof(kernels::Squares)) > setup.plan.squares_device_bytes)
     throw std::logic_error("squares on the device take more than was planned");
-  memory_ = context.device().allocate(context.plan.squares_device_bytes);
-  stream_ = context.device().make_stream();
-  context.device().kernels()->clear(*stream_, memory_.data(), memory_.bytes());
+  memory_ = hardware.device().allocate(setup.plan.squares_device_bytes);
+  stream_ = hardware.device().make_stream();
+  hardware.device().kernels()->clear(*stream_, memory_.data(), memory_.bytes());
   stream_->record().wait();  // other streams write there
 }
 
@@ -41,7 +43,7 @@ void GradientSquares::settle() noexcept {
 }
 
 bool GradientSquares::taken_there(int32_t unit) const {
-  return stream_ != nullptr && context_.layout.units[unit].trainable();
+  return stream_ != nullptr && setup_.layout.units[unit].trainable();
 }
 
 void GradientSquares::take_there(kernels::Stream& stream, int32_t unit, int32_t segment, optim::Element type,
@@ -57,11 +59,11 @@ void GradientSquares::take_there(kernels::Stream& stream, int32_t unit, int32_t 
   } together;
   const auto take = [&] {
     if (together.elements == 0) return;
-    context_.device().kernels()->squares(stream, type, gradient + together.begin * width, together.elements,
-                                         blocks + together.first_block);
+    hardware_.device().kernels()->squares(stream, type, gradient + together.begin * width, together.elements,
+                                          blocks + together.first_block);
   };
-  for_each_run(context_.layout, unit, segment, [&](int32_t chunk, int32_t run, int64_t in_segment) {
-    const int64_t elements = context_.layout.chunks[chunk].runs[run].elements;
+  for_each_run(setup_.layout, unit, segment, [&](int32_t chunk, int32_t run, int64_t in_segment) {
+    const int64_t elements = setup_.layout.chunks[chunk].runs[run].elements;
     const int64_t first_block = first_block_[chunk][run];
     const bool goes_on = together.elements > 0 && together.elements % kernels::kSquaresBlock == 0 &&
                          together.begin + together.elements == in_segment &&
@@ -88,10 +90,10 @@ void GradientSquares::fetch() {
   if (stream_ == nullptr) return;
   try {
     stream_->copy_to_host(copy_.data(), memory_.data(), copy_.bytes());
-    context_.wait_for(stream_->record());
+    core_.wait_for(stream_->record());
   } catch (const kernels::DeviceError& error) {
-    context_.fail(fmt::format("squares of gradients on the device: {}", error.what()));
-    context_.check();
+    core_.fail(fmt::format("squares of gradients on the device: {}", error.what()));
+    core_.check();
   }
 }
 
@@ -110,7 +112,7 @@ std::optional<optim::Squares> GradientSquares::of(int32_t chunk, size_t run) con
 
 optim::Squares GradientSquares::from_device(int32_t chunk, size_t run) const {
   const auto* block = reinterpret_cast<const kernels::Squares*>(copy_.data()) + first_block_[chunk][run];
-  const int64_t count = kernels::squares_blocks(context_.layout.chunks[chunk].runs[run].elements);
+  const int64_t count = kernels::squares_blocks(setup_.layout.chunks[chunk].runs[run].elements);
   optim::Squares total;
   for (const kernels::Squares* end = block + count; block < end; ++block) {
     total.sum += block->sum;

@@ -13,7 +13,10 @@
 #include <vector>
 
 #include "cpu_optim/gradient.h"
-#include "engine/schedule/context.h"
+#include "engine/core/core.h"
+#include "engine/core/hardware.h"
+#include "engine/core/model_states.h"
+#include "engine/plan/setup.h"
 #include "kernels/device_kernels.h"
 
 namespace overspill::engine {
@@ -21,7 +24,7 @@ namespace overspill::engine {
 /// A segment's are written by one thread at a time; different runs' by several side by side.
 class GradientSquares {
  public:
-  explicit GradientSquares(Context& context);
+  GradientSquares(const Setup& setup, Core& core, Hardware& hardware, ModelStates& model);
   ~GradientSquares();  // waits for what fetch() has begun
   GradientSquares(const GradientSquares&) = delete;
   GradientSquares& operator=(const GradientSquares&) = delete;
@@ -58,7 +61,9 @@ class GradientSquares {
 
   optim::Squares from_device(int32_t chunk, size_t run) const;
 
-  Context& context_;
+  const Setup& setup_;
+  Core& core_;
+  Hardware& hardware_;
   std::vector<std::vector<OfRun>> of_;             // by chunk and run
   kernels::DeviceMemory memory_;                   // block by block of each run (kernels::Squares)
   LinkedMemory copy_;                              // the same, on the host

@@ -8,24 +8,26 @@
 
 namespace overspill::engine {
 
-GradientStaging::GradientStaging(Context& context)
-    : context_(context),
-      memory_(context.host_budget, context.plan.staging_buffers * context.plan.staging_buffer_bytes,
+GradientStaging::GradientStaging(const Setup& setup, Core& core, Hardware& hardware, ModelStates& model)
+    : setup_(setup),
+      core_(core),
+      model_(model),
+      memory_(hardware.host_budget, setup.plan.staging_buffers * setup.plan.staging_buffer_bytes,
               "staging of gradients"),
-      buffers_(static_cast<size_t>(context.plan.staging_buffers)) {
+      buffers_(static_cast<size_t>(setup.plan.staging_buffers)) {
   for (size_t i = 0; i < buffers_.size(); ++i) {
     Buffer& buffer = buffers_[i];
     buffer.owner = this;
-    buffer.memory = memory_.data() + static_cast<int64_t>(i) * context.plan.staging_buffer_bytes;
+    buffer.memory = memory_.data() + static_cast<int64_t>(i) * setup.plan.staging_buffer_bytes;
     buffer.transfer.memory = buffer.memory;
     buffer.transfer.on_complete = &GradientStaging::on_transfer;
     buffer.transfer.context = &buffer;
   }
-  if (memory_.bytes() > 0) context.store().register_memory(memory_.span());
+  if (memory_.bytes() > 0) core.store->register_memory(memory_.span());
 }
 
 int64_t GradientStaging::held_most() const {
-  return std::max<int64_t>(1, context_.plan.staging_buffers / 2);
+  return std::max<int64_t>(1, setup_.plan.staging_buffers / 2);
 }
 
 GradientStaging::Buffer* GradientStaging::find(int32_t chunk) {
@@ -52,7 +54,7 @@ GradientStaging::Buffer* GradientStaging::least_recent() {
 
 std::byte* GradientStaging::open(int32_t chunk) {
   while (true) {
-    context_.check();
+    core_.check();
     Buffer* buffer = find(chunk);
     if (buffer == nullptr) {
       buffer = find(State::free);
@@ -72,17 +74,17 @@ std::byte* GradientStaging::open(int32_t chunk) {
       continue;
     }
     const Buffer* awaited = buffer;
-    context_.wait(
+    core_.wait(
         [&]() REQUIRES(engine_mutex) {
           return awaited != nullptr ? awaited->chunk != chunk : find(State::free) != nullptr;
         },
-        Cause::staging, context_.layout.chunks[chunk].unit);
+        Cause::staging, setup_.layout.chunks[chunk].unit);
   }
 }
 
 /// Takes a free buffer for a chunk.
 void GradientStaging::begin(Buffer& buffer, int32_t chunk) {
-  const ChunkState& state = context_.chunks[chunk];
+  const ChunkState& state = model_.chunks[chunk];
   buffer.chunk = chunk;
   buffer.changed = false;
   buffer.state = State::open;
@@ -91,13 +93,13 @@ void GradientStaging::begin(Buffer& buffer, int32_t chunk) {
   buffer.transfer.kind = io::Transfer::Kind::read;
   buffer.transfer.priority = io::Transfer::Priority::demand;
   buffer.transfer.extent = state.gradient_extent;
-  context_.submit(buffer.transfer);
+  core_.store.submit(buffer.transfer);
 }
 
 void GradientStaging::wait(int32_t chunk) {
   const Buffer* buffer = find(chunk);
-  context_.wait([&]() REQUIRES(engine_mutex) { return buffer->state == State::open; }, Cause::staging,
-                context_.layout.chunks[chunk].unit);
+  core_.wait([&]() REQUIRES(engine_mutex) { return buffer->state == State::open; }, Cause::staging,
+             setup_.layout.chunks[chunk].unit);
 }
 
 void GradientStaging::close(int32_t chunk, Closing closing) {
@@ -119,40 +121,40 @@ void GradientStaging::put_away(Buffer& buffer) {
 /// asked the buffer stays `open`, and it stays so where the store refuses: the buffer is then the only place
 /// that has the gradient, and a later call writes it.
 void GradientStaging::write(Buffer& buffer) {
-  ChunkState& state = context_.chunks[buffer.chunk];
-  context_.release_gradient(state);
-  const int64_t bytes = context_.layout.chunks[buffer.chunk].elements * optim::bytes(state.gradient_element);
-  const io::Extent extent = context_.allocate(bytes);
+  ChunkState& state = model_.chunks[buffer.chunk];
+  core_.store.give_up(state.gradient_extent);
+  const int64_t bytes = setup_.layout.chunks[buffer.chunk].elements * optim::bytes(state.gradient_element);
+  const io::Extent extent = core_.store.allocate(bytes);
   buffer.state = State::writing;
   buffer.transfer.kind = io::Transfer::Kind::write;
   buffer.transfer.priority = io::Transfer::Priority::write_behind;
   buffer.transfer.extent = extent;
-  context_.submit(buffer.transfer);
+  core_.store.submit(buffer.transfer);
 }
 
 void GradientStaging::on_transfer(io::Transfer& transfer) noexcept {
   Buffer& buffer = *static_cast<Buffer*>(transfer.context);
   GradientStaging& self = *buffer.owner;
-  Context& context = self.context_;
-  const MutexLock guard(context.mutex());
-  context.completed(transfer);
+  Core& core = self.core_;
+  const MutexLock guard(core.mutex());
+  core.store.completed(transfer);
   if (transfer.error) {
-    return context.fail(fmt::format("gradients of {}: {}",
-                                    context.layout.units[context.layout.chunks[buffer.chunk].unit].name,
-                                    transfer.error->message()));
+    return core.fail(fmt::format("gradients of {}: {}",
+                                 self.setup_.layout.units[self.setup_.layout.chunks[buffer.chunk].unit].name,
+                                 transfer.error->message()));
   }
   if (buffer.state == State::reading) {
     buffer.state = State::open;
   } else {
-    context.chunks[buffer.chunk].gradient_extent = transfer.extent;
+    self.model_.chunks[buffer.chunk].gradient_extent = transfer.extent;
     self.free(buffer);
   }
-  context.changed.notify_all();
+  core.changed.notify_all();
 }
 
 void GradientStaging::free(Buffer& buffer) {
-  if (context_.config.poison)
-    std::memset(buffer.memory, 0xFF, static_cast<size_t>(context_.plan.staging_buffer_bytes));
+  if (setup_.config.poison)
+    std::memset(buffer.memory, 0xFF, static_cast<size_t>(setup_.plan.staging_buffer_bytes));
   buffer.chunk = -1;
   buffer.held = false;
   buffer.state = State::free;
@@ -162,7 +164,7 @@ void GradientStaging::flush() {
   for (Buffer& buffer : buffers_) {
     if (buffer.state == State::open) put_away(buffer);
   }
-  context_.wait(
+  core_.wait(
       [&]() REQUIRES(engine_mutex) {
         return std::all_of(buffers_.begin(), buffers_.end(),
                            [](const Buffer& b) { return b.state == State::free; });
@@ -176,11 +178,11 @@ void GradientStaging::discard(const std::function<bool(int32_t)>& is_gone) {
   for (Buffer& buffer : buffers_) {
     if (buffer.state == State::open && goes(buffer)) free(buffer);
   }
-  context_.wait([&]() REQUIRES(engine_mutex) { return std::none_of(buffers_.begin(), buffers_.end(), goes); },
-                Cause::staging);
-  for (int32_t c = 0; c < std::ssize(context_.chunks); ++c) {
-    ChunkState& state = context_.chunks[c];
-    if (!state.pending && is_gone(c)) context_.release_gradient(state);
+  core_.wait([&]() REQUIRES(engine_mutex) { return std::none_of(buffers_.begin(), buffers_.end(), goes); },
+             Cause::staging);
+  for (int32_t c = 0; c < std::ssize(model_.chunks); ++c) {
+    ChunkState& state = model_.chunks[c];
+    if (!state.pending && is_gone(c)) core_.store.give_up(state.gradient_extent);
   }
 }
 

@@ -16,7 +16,10 @@
 #include <functional>
 #include <vector>
 
-#include "engine/schedule/context.h"
+#include "engine/core/core.h"
+#include "engine/core/hardware.h"
+#include "engine/core/model_states.h"
+#include "engine/plan/setup.h"
 
 namespace overspill::engine {
 
@@ -26,7 +29,7 @@ namespace overspill::engine {
 /// store has no room for a write: every gradient is still there, in its buffer, and the call may be repeated.
 class GradientStaging {
  public:
-  explicit GradientStaging(Context& context);
+  GradientStaging(const Setup& setup, Core& core, Hardware& hardware, ModelStates& model);
 
   /// How many chunks may be held at a time.
   int64_t held_most() const;
@@ -70,7 +73,9 @@ class GradientStaging {
   void put_away(Buffer& buffer) MAY_RELEASE(engine_mutex);
   void free(Buffer& buffer) REQUIRES(engine_mutex);
 
-  Context& context_;
+  const Setup& setup_;
+  Core& core_;
+  ModelStates& model_;
   HostMemory memory_;
   std::vector<Buffer> buffers_ GUARDED_BY(engine_mutex);
   int64_t uses_ GUARDED_BY(engine_mutex) = 0;

@@ -14,16 +14,21 @@
 #include <span>
 #include <vector>
 
+#include "engine/collectives/rank_groups.h"
+#include "engine/core/core.h"
+#include "engine/core/hardware.h"
+#include "engine/core/model_states.h"
 #include "engine/device_sums.h"
 #include "engine/device_units.h"
 #include "engine/memory/range_allocator.h"
-#include "engine/schedule/context.h"
+#include "engine/plan/setup.h"
 
 namespace overspill::engine {
 
 class GradientSums {
  public:
-  GradientSums(Context& context, DeviceUnits& device_units);
+  GradientSums(const Setup& setup, Core& core, Hardware& hardware, ModelStates& model, RankGroups& ranks,
+               DeviceUnits& device_units);
 
   /// Memory for a unit's gradients, in UnitState::gradients, for what was not summed yet. Waits for room, and
   /// for a sum that is due. Throws BudgetError where neither will ever come, std::invalid_argument for a
@@ -37,7 +42,7 @@ class GradientSums {
 
   /// Memory for the unit's gradients is the device's; what is given goes there by on_device().
   bool are_on_device(int32_t unit) const {
-    return device_.used() && (context_.plan.gradients_pooled || device_units_.hold(unit));
+    return device_.used() && (setup_.plan.gradients_pooled || device_units_.hold(unit));
   }
   DeviceSums& on_device() { return device_; }
 
@@ -92,7 +97,11 @@ class GradientSums {
   void take_memory(int32_t unit) REQUIRES(engine_mutex);
   void free_memory(int32_t unit) REQUIRES(engine_mutex);
 
-  Context& context_;
+  const Setup& setup_;
+  Core& core_;
+  Hardware& hardware_;
+  ModelStates& model_;
+  RankGroups& ranks_;
   DeviceUnits& device_units_;
   DeviceSums device_;
   LinkedMemory pool_memory_;

@@ -12,6 +12,7 @@
 #include "cpu_optim/elements.h"
 #include "cpu_optim/gradient.h"
 #include "engine/device_gradients.h"
+#include "engine/engine_failed.h"
 
 namespace overspill::engine {
 namespace {
@@ -65,16 +66,21 @@ void widen_in_place(optim::Element from, std::byte* data, int64_t elements) {
 
 }  // namespace
 
-Gradients::Gradients(Context& context, DeviceUnits& device_units, GradientSquares& squares)
-    : context_(context),
+Gradients::Gradients(const Setup& setup, Core& core, Hardware& hardware, ModelStates& model,
+                     RankGroups& ranks, DeviceUnits& device_units, GradientSquares& squares)
+    : setup_(setup),
+      core_(core),
+      hardware_(hardware),
+      model_(model),
+      ranks_(ranks),
       device_units_(device_units),
       squares_(squares),
-      accumulators_(context),
-      by_chunk_(context.chunks.size()),
-      by_slice_(static_cast<size_t>(context.layout.world == 1 ? context.layout.slices : 1)),
-      staging_(context),
-      sums_(context, device_units) {
-  for (const Unit& unit : context.layout.units) {
+      accumulators_(setup, hardware),
+      by_chunk_(model.chunks.size()),
+      by_slice_(static_cast<size_t>(setup.layout.world == 1 ? setup.layout.slices : 1)),
+      staging_(setup, core, hardware, model),
+      sums_(setup, core, hardware, model, ranks, device_units) {
+  for (const Unit& unit : setup.layout.units) {
     presence_.emplace_back(unit.segments.size(), Presence::absent);
     factors_.emplace_back(unit.segments.size(), 1.0);
     arrivals_.emplace_back(unit.segments.size());
@@ -83,13 +89,13 @@ Gradients::Gradients(Context& context, DeviceUnits& device_units, GradientSquare
 
 Gradients::Only::Only(Gradients& gradients, GroupRange range) : gradients_(gradients), all_(range.all()) {
   if (all_) return;
-  const MutexLock guard(gradients_.context_.mutex());
-  for (const Unit& unit : gradients_.context_.layout.units) {
+  const MutexLock guard(gradients_.core_.mutex());
+  for (const Unit& unit : gradients_.setup_.layout.units) {
     if (unit.trainable()) check_whole(unit, range);
   }
   gradients_.aside_ = gradients_.presence_;
   for (size_t u = 0; u < gradients_.aside_.size(); ++u) {
-    const auto& segments = gradients_.context_.layout.units[u].segments;
+    const auto& segments = gradients_.setup_.layout.units[u].segments;
     for (size_t s = 0; s < segments.size(); ++s) {
       auto& counts = range.has(segments[s].group) ? gradients_.aside_ : gradients_.presence_;
       counts[u][s] = Presence::absent;
@@ -99,7 +105,7 @@ Gradients::Only::Only(Gradients& gradients, GroupRange range) : gradients_(gradi
 
 Gradients::Only::~Only() {
   if (all_) return;
-  const MutexLock guard(gradients_.context_.mutex());
+  const MutexLock guard(gradients_.core_.mutex());
   for (size_t u = 0; u < gradients_.aside_.size(); ++u) {
     for (size_t s = 0; s < gradients_.aside_[u].size(); ++s) {
       if (gradients_.aside_[u][s] != Presence::absent) gradients_.presence_[u][s] = gradients_.aside_[u][s];
@@ -114,15 +120,15 @@ bool Gradients::is_aside(int32_t unit) const {
 }
 
 std::byte* Gradients::at(int32_t unit, int64_t element) const {
-  return context_.units[unit].gradients + element * context_.gradient_width(unit);
+  return model_.units[unit].gradients + element * setup_.gradient_width(unit);
 }
 
 optim::Element Gradients::check(int32_t unit, int32_t segment, int64_t bytes, std::string_view dtype) const {
-  const Unit& u = context_.layout.units[unit];
+  const Unit& u = setup_.layout.units[unit];
   const Segment& s = u.segments[segment];
   if (!u.trainable()) throw std::invalid_argument(fmt::format("{} is frozen: it takes no gradient", s.name));
   const std::optional<optim::Element> from_element = element_of(dtype);
-  const optim::Element to_element = context_.gradient_type(unit);
+  const optim::Element to_element = setup_.gradient_type(unit);
   if (!from_element || (from_element != to_element && to_element != optim::Element::fp32)) {
     throw std::invalid_argument(
         fmt::format("the gradient of {} is {}, its weights are {}", s.name, dtype, u.dtype));
@@ -136,11 +142,11 @@ optim::Element Gradients::check(int32_t unit, int32_t segment, int64_t bytes, st
 }
 
 Gradients::Arrival Gradients::begin(int32_t unit, int32_t segment, optim::Element element) {
-  const MutexLock lock(context_.mutex());
+  const MutexLock lock(core_.mutex());
   Arrival arrival{unit, segment, element, !is_there(unit, segment)};
   if (arrival.first) factors_[unit][segment] = 1.0;
   ++arrivals_[unit][segment];
-  if (context_.layout.slices > 1) {
+  if (setup_.layout.slices > 1) {
     sums_.open(unit);
     arrival.first = !sums_.holds(unit, segment);
   }
@@ -149,20 +155,20 @@ Gradients::Arrival Gradients::begin(int32_t unit, int32_t segment, optim::Elemen
 
 bool Gradients::may_wait(int32_t unit) const {
   if (device_units_.take_gradients(unit)) return false;
-  return context_.layout.slices > 1 || context_.units[unit].gradients == nullptr;
+  return setup_.layout.slices > 1 || model_.units[unit].gradients == nullptr;
 }
 
 int64_t Gradients::piece_end(const Arrival& arrival, int64_t begin) const {
-  const Unit& u = context_.layout.units[arrival.unit];
+  const Unit& u = setup_.layout.units[arrival.unit];
   const Segment& s = u.segments[arrival.segment];
-  const int64_t chunk = context_.layout.chunks[u.first_chunk].elements;  // all but the last are as long
+  const int64_t chunk = setup_.layout.chunks[u.first_chunk].elements;  // all but the last are as long
   return std::min(s.elements, ((s.begin + begin) / chunk + 1) * chunk - s.begin);
 }
 
 std::byte* Gradients::place_of(const Arrival& arrival) const {
-  const bool as_it_comes = arrival.first && arrival.element == context_.gradient_type(arrival.unit);
+  const bool as_it_comes = arrival.first && arrival.element == setup_.gradient_type(arrival.unit);
   if (!as_it_comes || may_wait(arrival.unit) || device_units_.take_gradients(arrival.unit)) return nullptr;
-  return at(arrival.unit, context_.layout.units[arrival.unit].segments[arrival.segment].begin);
+  return at(arrival.unit, setup_.layout.units[arrival.unit].segments[arrival.segment].begin);
 }
 
 kernels::Event Gradients::square_there(const Arrival& arrival, const std::byte* data,
@@ -175,19 +181,19 @@ kernels::Event Gradients::square_there(const Arrival& arrival, const std::byte* 
 
 std::optional<Gradients::TakenInThere> Gradients::take_in_there(const Arrival& arrival, const std::byte* data,
                                                                 const kernels::Event& ready) {
-  const Segment& s = context_.layout.units[arrival.unit].segments[arrival.segment];
+  const Segment& s = setup_.layout.units[arrival.unit].segments[arrival.segment];
   if (device_units_.take_gradients(arrival.unit)) {
-    const MutexLock guard(context_.mutex());
+    const MutexLock guard(core_.mutex());
     return TakenInThere{.taken = device_units_.take_in(arrival, data, ready)};
   }
   if (sums_.are_on_device(arrival.unit)) {
     return TakenInThere{
-        .taken = sums_.on_device().take_in(arrival.element, data, context_.gradient_type(arrival.unit),
+        .taken = sums_.on_device().take_in(arrival.element, data, setup_.gradient_type(arrival.unit),
                                            at(arrival.unit, s.begin), s.elements, arrival.first, ready)};
   }
   bool last = false;
   {
-    const MutexLock guard(context_.mutex());
+    const MutexLock guard(core_.mutex());
     if (!accumulators_.takes(arrival)) return std::nullopt;
     last = is_last(arrival);
     if (last) accumulators_.brought_down(arrival.unit, arrival.segment);
@@ -204,13 +210,13 @@ std::optional<Gradients::TakenInThere> Gradients::take_in_there(const Arrival& a
 }
 
 void Gradients::forget_squares(const Arrival& arrival) {
-  for_each_run(context_.layout, arrival.unit, arrival.segment,
+  for_each_run(setup_.layout, arrival.unit, arrival.segment,
                [&](int32_t chunk, int32_t run, int64_t) { squares_.forget(chunk, run); });
 }
 
 /// As far as anybody knows: more may come, and are as right.
 bool Gradients::is_last(const Arrival& arrival) const {
-  return arrivals_[arrival.unit][arrival.segment] >= context_.config.gradient_accumulation;
+  return arrivals_[arrival.unit][arrival.segment] >= setup_.config.gradient_accumulation;
 }
 
 void Gradients::settle_there() noexcept {
@@ -221,11 +227,11 @@ void Gradients::settle_there() noexcept {
 }
 
 void Gradients::bring_down() {
-  if (context_.plan.accumulators_device_bytes == 0) return;
+  if (setup_.plan.accumulators_device_bytes == 0) return;
   std::vector<std::pair<int32_t, int32_t>> behind;
   {
-    const MutexLock guard(context_.mutex());
-    if (!context_.failure.empty()) return;
+    const MutexLock guard(core_.mutex());
+    if (!core_.failure.empty()) return;
     for (int32_t u = 0; u < std::ssize(presence_); ++u) {
       for (int32_t segment = 0; segment < std::ssize(presence_[u]); ++segment) {
         if (!accumulators_.ahead(u, segment)) continue;
@@ -237,14 +243,14 @@ void Gradients::bring_down() {
   if (behind.empty()) return;
   try {
     for (const auto& [u, segment] : behind) {
-      const Segment& s = context_.layout.units[u].segments[segment];
+      const Segment& s = setup_.layout.units[u].segments[segment];
       accumulators_.stream().copy_to_host(at(u, s.begin), accumulators_.sum(u, segment), s.elements * 4);
     }
     accumulators_.stream().record().wait();
   } catch (const kernels::DeviceError& error) {
-    const MutexLock guard(context_.mutex());
-    context_.fail(fmt::format("sums of gradients on the device: {}", error.what()));
-    context_.check();
+    const MutexLock guard(core_.mutex());
+    core_.fail(fmt::format("sums of gradients on the device: {}", error.what()));
+    core_.check();
   }
 }
 
@@ -268,26 +274,26 @@ void Gradients::add(std::span<const Piece> pieces) {
 }
 
 void Gradients::forget_sum_there(const Arrival& arrival) {
-  if (context_.plan.accumulators_device_bytes == 0) return;
-  const MutexLock guard(context_.mutex());
+  if (setup_.plan.accumulators_device_bytes == 0) return;
+  const MutexLock guard(core_.mutex());
   accumulators_.forget(arrival.unit, arrival.segment);
 }
 
 void Gradients::add_there(const Piece& piece) {
   const Arrival& arrival = *piece.arrival;
   if (device_units_.take_gradients(arrival.unit)) {
-    const MutexLock lock(context_.mutex());
+    const MutexLock lock(core_.mutex());
     return device_units_.take_in(arrival, piece.begin, piece.elements, piece.data);
   }
-  const int64_t from = context_.layout.units[arrival.unit].segments[arrival.segment].begin + piece.begin;
-  sums_.on_device().take_in(arrival.element, piece.data, context_.gradient_type(arrival.unit),
+  const int64_t from = setup_.layout.units[arrival.unit].segments[arrival.segment].begin + piece.begin;
+  sums_.on_device().take_in(arrival.element, piece.data, setup_.gradient_type(arrival.unit),
                             at(arrival.unit, from), piece.elements, arrival.first);
 }
 
 /// Into what a worker takes in at a time: what lies in one chunk; of several ranks' gradients as much.
 void Gradients::cut(const Piece& piece, std::vector<Part>& parts) const {
   const int64_t end = piece.begin + piece.elements;
-  if (context_.layout.slices > 1) {
+  if (setup_.layout.slices > 1) {
     for (int64_t from = piece.begin; from < end; from += kSharedElements)
       parts.push_back({-1, -1, 0, from, std::min(kSharedElements, end - from), &piece});
     return;
@@ -305,23 +311,23 @@ void Gradients::work_on(std::span<const Part> parts, const std::function<void(in
   if (parts.size() == 1) {
     work(0);
   } else if (!parts.empty()) {
-    context_.resources.executor->parallel_for(std::ssize(parts), work);
+    hardware_.executor->parallel_for(std::ssize(parts), work);
   }
 }
 
 void Gradients::add_whole(const Part& part) {
   const Arrival& arrival = *part.piece->arrival;
-  const Segment& s = context_.layout.units[arrival.unit].segments[arrival.segment];
-  const optim::Element type = context_.gradient_type(arrival.unit);
+  const Segment& s = setup_.layout.units[arrival.unit].segments[arrival.segment];
+  const optim::Element type = setup_.gradient_type(arrival.unit);
   std::byte* const to = at(arrival.unit, s.begin + part.in_segment);
   take_in(part.piece->at(part.in_segment), arrival.element, to, type, part.elements, arrival.first);
   if (part.chunk < 0) return;
   // The CPU that computes beside us would take as long for it now as in step(); a device is waited for then.
   const auto last = [&] {
-    const MutexLock lock(context_.mutex());
+    const MutexLock lock(core_.mutex());
     return is_last(arrival);
   };
-  if (!context_.device().shares_host_memory() && last()) {
+  if (!hardware_.device().shares_host_memory() && last()) {
     squares_.put(part.chunk, part.run, optim::squares_of(to, part.elements, type));
   } else {
     squares_.forget(part.chunk, part.run);
@@ -329,8 +335,8 @@ void Gradients::add_whole(const Part& part) {
 }
 
 void Gradients::finish(const Arrival& arrival) {
-  const MutexLock guard(context_.mutex());
-  if (context_.layout.slices > 1) sums_.arrived(arrival.unit, arrival.segment);
+  const MutexLock guard(core_.mutex());
+  if (setup_.layout.slices > 1) sums_.arrived(arrival.unit, arrival.segment);
   presence_[arrival.unit][arrival.segment] = Presence::there;
 }
 
@@ -343,13 +349,13 @@ void Gradients::add_by_chunk(std::span<Part> parts) {
 }
 
 void Gradients::add_batch(std::span<Part> parts) {
-  const MutexLock lock(context_.mutex());
-  const auto spilled = [&](const Part& part) { return context_.plan.gradients_on_nvme[part.chunk]; };
+  const MutexLock lock(core_.mutex());
+  const auto spilled = [&](const Part& part) { return setup_.plan.gradients_on_nvme[part.chunk]; };
   try {
     for (Part& part : parts) {
-      ChunkState& state = context_.chunks[part.chunk];
+      ChunkState& state = model_.chunks[part.chunk];
       // What the last step used would be read for nothing.
-      if (is_empty(context_.layout.chunks[part.chunk])) context_.release_gradient(state);
+      if (is_empty(setup_.layout.chunks[part.chunk])) core_.store.give_up(state.gradient_extent);
       part.memory = state.gradient != nullptr ? state.gradient : staging_.open(part.chunk);
     }
     for (Part& part : parts) {
@@ -358,7 +364,7 @@ void Gradients::add_batch(std::span<Part> parts) {
     }
     const auto work = [&](int64_t i) {
       const Part& part = parts[i];
-      if (part.widen) widen_in_place(part.was, part.memory, context_.layout.chunks[part.chunk].elements);
+      if (part.widen) widen_in_place(part.was, part.memory, setup_.layout.chunks[part.chunk].elements);
       std::byte* to = part.memory + part.in_chunk * optim::bytes(part.element);
       const Arrival& arrival = *part.piece->arrival;
       take_in(part.piece->at(part.in_segment), arrival.element, to, part.element, part.elements,
@@ -371,21 +377,21 @@ void Gradients::add_batch(std::span<Part> parts) {
       }
     };
     {
-      const Unlocked unlocked(context_.mutex());
+      const Unlocked unlocked(core_.mutex());
       work_on(parts, std::ref(work));
     }
     for (const Part& part : parts) {
       if (!spilled(part)) continue;
-      const bool whole = complete(context_.layout.chunks[part.chunk]);
+      const bool whole = complete(setup_.layout.chunks[part.chunk]);
       staging_.close(part.chunk,
                      whole ? GradientStaging::Closing::complete : GradientStaging::Closing::changed);
     }
   } catch (const EngineFailed&) {
     throw;
   } catch (const std::exception& error) {  // part of the gradient was added: no later step would be right
-    const Unit& unit = context_.layout.units[parts.front().piece->arrival->unit];
-    context_.fail(fmt::format("gradients of {}: {}", unit.name, error.what()));
-    context_.check();
+    const Unit& unit = setup_.layout.units[parts.front().piece->arrival->unit];
+    core_.fail(fmt::format("gradients of {}: {}", unit.name, error.what()));
+    core_.check();
   }
 }
 
@@ -393,12 +399,12 @@ void Gradients::add_batch(std::span<Part> parts) {
 /// it.
 void Gradients::choose_element(Part& part) {
   const Arrival& arrival = *part.piece->arrival;
-  ChunkState& state = context_.chunks[part.chunk];
+  ChunkState& state = model_.chunks[part.chunk];
   part.was = state.gradient_element;
   if (state.gradient == nullptr) {
-    const bool empty = is_empty(context_.layout.chunks[part.chunk]);
+    const bool empty = is_empty(setup_.layout.chunks[part.chunk]);
     const bool as_it_came = arrival.first && (empty || part.was == arrival.element);
-    state.gradient_element = as_it_came ? arrival.element : context_.gradient_type(arrival.unit);
+    state.gradient_element = as_it_came ? arrival.element : setup_.gradient_type(arrival.unit);
     part.widen = !empty && state.gradient_element != part.was;
   }
   part.element = state.gradient_element;
@@ -419,7 +425,7 @@ bool Gradients::is_empty(const Chunk& chunk) const {
 }
 
 bool Gradients::any() {
-  const MutexLock lock(context_.mutex());
+  const MutexLock lock(core_.mutex());
   return any_present();
 }
 

@@ -13,13 +13,17 @@
 #include <vector>
 
 #include "cpu_optim/gradient.h"
+#include "engine/collectives/rank_groups.h"
+#include "engine/core/core.h"
+#include "engine/core/hardware.h"
+#include "engine/core/model_states.h"
 #include "engine/device_accumulators.h"
 #include "engine/device_units.h"
 #include "engine/gradient_squares.h"
 #include "engine/gradient_staging.h"
 #include "engine/gradient_sums.h"
 #include "engine/group_range.h"
-#include "engine/schedule/context.h"
+#include "engine/plan/setup.h"
 
 namespace overspill::engine {
 
@@ -39,7 +43,8 @@ enum class Presence : uint8_t {
 
 class Gradients {
  public:
-  Gradients(Context& context, DeviceUnits& device_units, GradientSquares& squares);
+  Gradients(const Setup& setup, Core& core, Hardware& hardware, ModelStates& model, RankGroups& ranks,
+            DeviceUnits& device_units, GradientSquares& squares);
 
   // A gradient is added piece by piece: check, begin, all pieces, finish. The caller has made sure that no
   // update of the unit is pending, and begins nothing of a segment that has not finished.
@@ -188,7 +193,7 @@ class Gradients {
   void add_batch(std::span<Part> parts) REQUIRES(turn_) EXCLUDES(engine_mutex);
   void work_on(std::span<const Part> parts, const std::function<void(int64_t)>& work);
   bool lies_whole(int32_t unit) const {
-    return context_.layout.slices > 1 || context_.units[unit].gradients != nullptr;
+    return setup_.layout.slices > 1 || model_.units[unit].gradients != nullptr;
   }
   bool is_last(const Arrival& arrival) const REQUIRES(engine_mutex);
   void forget_squares(const Arrival& arrival);
@@ -209,7 +214,11 @@ class Gradients {
   template <class Visit>
   void for_each_part(int32_t unit, int32_t segment, Visit visit) const;
 
-  Context& context_;
+  const Setup& setup_;
+  Core& core_;
+  Hardware& hardware_;
+  ModelStates& model_;
+  RankGroups& ranks_;
   DeviceUnits& device_units_;
   GradientSquares& squares_;
   DeviceAccumulators accumulators_;
@@ -229,8 +238,8 @@ class Gradients {
 
 template <class Visit>
 void Gradients::for_each_part(int32_t unit, int32_t segment, Visit visit) const {
-  for_each_run(context_.layout, unit, segment, [&](int32_t c, int32_t r, int64_t in_segment) {
-    const Run& run = context_.layout.chunks[c].runs[r];
+  for_each_run(setup_.layout, unit, segment, [&](int32_t c, int32_t r, int64_t in_segment) {
+    const Run& run = setup_.layout.chunks[c].runs[r];
     visit(Part{c, r, run.begin, in_segment, run.elements});
   });
 }

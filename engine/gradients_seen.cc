@@ -20,29 +20,29 @@ constexpr int64_t kReadElements = 512 * 1024;  // at a time, where a gradient is
 }  // namespace
 
 optim::Squares Gradients::squares_of_run(int32_t chunk, size_t run) const {
-  const Chunk& c = context_.layout.chunks[chunk];
+  const Chunk& c = setup_.layout.chunks[chunk];
   if (const auto known = squares_.of(chunk, run)) return *known;
-  const std::byte* data = context_.chunks[chunk].gradient;
+  const std::byte* data = model_.chunks[chunk].gradient;
   if (data == nullptr) throw std::logic_error("nobody has squared a gradient that is not in memory");
-  return optim::squares_of(data + c.runs[run].begin * context_.gradient_width(c.unit), c.runs[run].elements,
-                           context_.gradient_type(c.unit));
+  return optim::squares_of(data + c.runs[run].begin * setup_.gradient_width(c.unit), c.runs[run].elements,
+                           setup_.gradient_type(c.unit));
 }
 
 std::optional<double> Gradients::factor_of(int32_t unit, int32_t segment) {
-  const MutexLock lock(context_.mutex());
+  const MutexLock lock(core_.mutex());
   if (!is_there(unit, segment)) return std::nullopt;
   return factor(unit, segment);
 }
 
 optim::Squares Gradients::squares_of_chunk(int32_t chunk) {
-  const Chunk& c = context_.layout.chunks[chunk];
+  const Chunk& c = setup_.layout.chunks[chunk];
   optim::Squares total;
   for (size_t r = 0; r < c.runs.size(); ++r) {
     const int32_t segment = c.runs[r].segment;
     const std::optional<double> scale = factor_of(c.unit, segment);
     if (!scale) continue;
     const optim::Squares part = squares_of_run(chunk, r);
-    if (context_.layout.units[c.unit].segments[segment].in_norm)
+    if (setup_.layout.units[c.unit].segments[segment].in_norm)
       total.sum += *scale == 1.0 ? part.sum : part.sum * *scale * *scale;
     total.finite = total.finite && part.finite;
   }
@@ -50,13 +50,13 @@ optim::Squares Gradients::squares_of_chunk(int32_t chunk) {
 }
 
 GradientSummary Gradients::summarize() {
-  const Layout& layout = context_.layout;
+  const Layout& layout = setup_.layout;
   const auto chunks = static_cast<int64_t>(layout.chunks.size());
   {
-    const MutexLock lock(context_.mutex());
+    const MutexLock lock(core_.mutex());
     squares_.fetch();
   }
-  context_.resources.executor->parallel_for(
+  hardware_.executor->parallel_for(
       chunks, [&](int64_t c) { by_chunk_[c] = squares_of_chunk(static_cast<int32_t>(c)); });
   // Slice by slice, in rank order, wherever they are: squares, chunks that are not finite.
   auto& slices = by_slice_;
@@ -70,8 +70,8 @@ GradientSummary Gradients::summarize() {
   for (size_t s = 1; s < slices.size(); ++s) {
     for (size_t k = 0; k < 2; ++k) sums[k] += slices[s][k];
   }
-  if (layout.world > 1) context_.resources.communicator->all_reduce_sum(sums);
-  if (context_.resources.model_ranks != nullptr) context_.resources.model_ranks->all_reduce_sum(sums);
+  if (layout.world > 1) ranks_.communicator->all_reduce_sum(sums);
+  if (ranks_.model_ranks != nullptr) ranks_.model_ranks->all_reduce_sum(sums);
   const bool finite = sums[1] == 0;
   return {finite ? sums[0] : std::numeric_limits<double>::infinity(), finite};
 }
@@ -81,19 +81,19 @@ std::string Gradients::first_not_finite() {
                                 [](const optim::Squares& squares) { return !squares.finite; });
   if (bad == by_chunk_.end()) return {};
   const auto chunk = static_cast<int32_t>(bad - by_chunk_.begin());
-  const Chunk& c = context_.layout.chunks[chunk];
+  const Chunk& c = setup_.layout.chunks[chunk];
   for (size_t r = 0; r < c.runs.size(); ++r) {
     const int32_t segment = c.runs[r].segment;
     if (factor_of(c.unit, segment) && !squares_of_run(chunk, r).finite)
-      return context_.layout.units[c.unit].segments[segment].name;
+      return setup_.layout.units[c.unit].segments[segment].name;
   }
   return {};
 }
 
 bool Gradients::any_nan() {
   std::vector<float> values(static_cast<size_t>(kReadElements));
-  for (int32_t u = 0; u < std::ssize(context_.layout.units); ++u) {
-    const auto& segments = context_.layout.units[u].segments;
+  for (int32_t u = 0; u < std::ssize(setup_.layout.units); ++u) {
+    const auto& segments = setup_.layout.units[u].segments;
     for (int32_t s = 0; s < std::ssize(segments); ++s) {
       if (!factor_of(u, s)) continue;
       const int64_t elements = segments[s].elements;
@@ -110,14 +110,14 @@ bool Gradients::any_nan() {
 }
 
 void Gradients::read(int32_t unit, int32_t segment, int64_t begin, std::span<float> out) {
-  const Segment& s = context_.layout.units[unit].segments[segment];
+  const Segment& s = setup_.layout.units[unit].segments[segment];
   const int64_t end = begin + std::ssize(out);
   if (begin < 0 || end > s.elements) {
     throw std::invalid_argument(
         fmt::format("{} has {} elements: there are none from {} to {}", s.name, s.elements, begin, end));
   }
   const auto [there, scale] = [&] {
-    const MutexLock lock(context_.mutex());
+    const MutexLock lock(core_.mutex());
     return std::pair(presence(unit, segment), factor(unit, segment));
   }();
   if (there < Presence::zero) throw std::invalid_argument(fmt::format("{} has no gradient now", s.name));
@@ -130,26 +130,26 @@ void Gradients::read(int32_t unit, int32_t segment, int64_t begin, std::span<flo
 }
 
 void Gradients::read_unscaled(int32_t unit, int32_t segment, int64_t begin, std::span<float> out) {
-  const Segment& s = context_.layout.units[unit].segments[segment];
+  const Segment& s = setup_.layout.units[unit].segments[segment];
   const int64_t end = begin + std::ssize(out);
-  const int64_t width = context_.gradient_width(unit);
+  const int64_t width = setup_.gradient_width(unit);
   if (device_units_.hold(unit)) {
     std::vector<std::byte> there(out.size() * static_cast<size_t>(width));
-    const MutexLock lock(context_.mutex());
+    const MutexLock lock(core_.mutex());
     device_units_.read_gradient(unit, segment, begin, there);
-    return widen(context_.gradient_type(unit), there.data(), out, true);
+    return widen(setup_.gradient_type(unit), there.data(), out, true);
   }
-  if (context_.units[unit].gradients != nullptr)
-    return widen(context_.gradient_type(unit), at(unit, s.begin + begin), out, true);
+  if (model_.units[unit].gradients != nullptr)
+    return widen(setup_.gradient_type(unit), at(unit, s.begin + begin), out, true);
   const MutexLock turn(turn_);
-  const MutexLock lock(context_.mutex());
+  const MutexLock lock(core_.mutex());
   for_each_part(unit, segment, [&](const Part& part) {
-    context_.mutex().assume_held();  // for_each_part() knows nothing of it
+    core_.mutex().assume_held();  // for_each_part() knows nothing of it
     turn_.assume_held();
     const int64_t from = std::max(begin, part.in_segment);
     const int64_t to = std::min(end, part.in_segment + part.elements);
     if (from >= to) return;
-    const ChunkState& state = context_.chunks[part.chunk];
+    const ChunkState& state = model_.chunks[part.chunk];
     const std::byte* data = state.gradient;
     if (state.gradient == nullptr) {
       data = staging_.open(part.chunk);
@@ -165,8 +165,8 @@ void Gradients::read_unscaled(int32_t unit, int32_t segment, int64_t begin, std:
 void Gradients::apply_factor(int32_t unit, int32_t segment) {
   const auto scale = static_cast<float>(factor_of(unit, segment).value_or(1.0));
   if (scale == 1.0F) return;
-  const Arrival whole{unit, segment, context_.gradient_type(unit), /*first=*/true};
-  const int64_t elements = context_.layout.units[unit].segments[segment].elements;
+  const Arrival whole{unit, segment, setup_.gradient_type(unit), /*first=*/true};
+  const int64_t elements = setup_.layout.units[unit].segments[segment].elements;
   std::vector<float> values;
   std::vector<std::byte> scaled;
   try {
@@ -181,12 +181,11 @@ void Gradients::apply_factor(int32_t unit, int32_t segment) {
       begin = end;
     }
   } catch (const std::exception& error) {  // a part of it is scaled
-    const MutexLock guard(context_.mutex());
-    context_.fail(
-        fmt::format("clipping gradients of {}: {}", context_.layout.units[unit].name, error.what()));
-    context_.check();
+    const MutexLock guard(core_.mutex());
+    core_.fail(fmt::format("clipping gradients of {}: {}", setup_.layout.units[unit].name, error.what()));
+    core_.check();
   }
-  const MutexLock guard(context_.mutex());
+  const MutexLock guard(core_.mutex());
   factors_[unit][segment] = 1.0;
 }
 

@@ -15,24 +15,24 @@ namespace overspill::engine {
 
 Lease::~Lease() {
   if (machine_ == nullptr || block_ == nullptr || !machine_->process.here()) return;
-  Context& context = machine_->context;
+  Core& core = machine_->core;
   std::vector<kernels::Event> uses;
   std::string failure;
   try {
-    for (const Use& use : uses_) uses.push_back(context.queues.record(use.queue));
+    for (const Use& use : uses_) uses.push_back(machine_->queues.record(use.queue));
   } catch (const std::exception& error) {
     // The engine cannot learn when the device is done with the weights. A destructor does not throw, so the
     // engine's next call reports it.
     failure = error.what();
   }
-  const MutexLock guard(context.mutex());
+  const MutexLock guard(core.mutex());
   for (size_t i = 0; i < uses.size(); ++i) {
-    context.journal.note(DeviceSpan::Kind::compute, block_->unit, uses_[i].begin, uses[i],
-                         uses_[i].queue.native);
+    core.journal.note(DeviceSpan::Kind::compute, block_->unit, uses_[i].begin, uses[i],
+                      uses_[i].queue.native);
   }
   if (!failure.empty()) {
-    context.fail(
-        fmt::format("ending a lease of {} failed: {}", context.layout.units[block_->unit].name, failure));
+    core.fail(fmt::format("ending a lease of {} failed: {}", machine_->setup.layout.units[block_->unit].name,
+                          failure));
   }
   machine_->gatherer.release(block_, uses);
 }
@@ -41,19 +41,19 @@ void Lease::use_on(Queue queue) {
   if (block_ == nullptr) return;
   machine_->check_process();
   const auto known = [queue](const Use& use) { return use.queue == queue; };
-  Context& context = machine_->context;
+  Core& core = machine_->core;
   kernels::Event copied;
   bool noted = false;
   {
-    const MutexLock guard(context.mutex());
+    const MutexLock guard(core.mutex());
     if (std::any_of(uses_.begin(), uses_.end(), known)) return;
-    copied = machine_->gatherer.use(block_, context.queues.of(queue));
-    noted = context.journal.on();
+    copied = machine_->gatherer.use(block_, machine_->queues.of(queue));
+    noted = core.journal.on();
   }
   // Another thread on the same queue may be here too: each goes on when the queue has been told to wait.
-  context.queues.wait(queue, copied);
-  Use use{queue, noted ? context.queues.record(queue) : kernels::Event()};
-  const MutexLock guard(context.mutex());
+  machine_->queues.wait(queue, copied);
+  Use use{queue, noted ? machine_->queues.record(queue) : kernels::Event()};
+  const MutexLock guard(core.mutex());
   if (std::none_of(uses_.begin(), uses_.end(), known)) uses_.push_back(std::move(use));
 }
 
@@ -64,7 +64,7 @@ void Lease::copy_to_host(int64_t begin, std::span<std::byte> to) const {
   }
   if (to.empty()) return;
   machine_->check_process();
-  if (block_ == nullptr || machine_->context.device().shares_host_memory()) {  // the lease keeps the bytes
+  if (block_ == nullptr || machine_->hardware.device().shares_host_memory()) {  // the lease keeps the bytes
     std::memcpy(to.data(), data_ + begin, to.size());
     return;
   }

@@ -10,18 +10,25 @@
 namespace overspill::engine {
 
 Machine::Machine(Layout layout, Plan plan, Config config, Resources resources)
-    : context(std::move(layout), std::move(plan), std::move(config), std::move(resources)),
-      squares(context),
-      device_units(context, squares),
-      gatherer(context),
-      updater(context, gatherer),
-      gradients(context, device_units, squares),
-      intake(context, updater, gradients),
-      access(context, device_units),
-      keeper(context, access),
-      rounds(context, gatherer, updater, gradients),
-      stalls(context.watch() != nullptr ? context.watch()->board() : nullptr) {
-  if (context.resources.store != nullptr) context.store().reserve(context.plan.nvme_reserve_bytes);
+    : setup{std::move(layout), std::move(plan), std::move(config),
+            traits_of(*resources.device, *resources.ranks.communicator)},
+      hardware(std::move(resources.device), std::move(resources.executor), setup.config.host_budget_bytes),
+      ranks(std::move(resources.ranks)),
+      core(setup.layout.units.size(), std::move(resources.store), std::move(resources.watch)),
+      model(setup, hardware),
+      demand(setup.layout.units.size()),
+      queues(hardware.device()),
+      squares(setup, core, hardware, model),
+      device_units(setup, core, hardware, model, squares),
+      gatherer(setup, core, hardware, model, demand),
+      updater(setup, core, hardware, model, demand, gatherer),
+      gradients(setup, core, hardware, model, ranks, device_units, squares),
+      intake(setup, core, hardware, queues, updater, gradients),
+      access(setup, core, hardware, model, device_units),
+      keeper(setup, core, model, access),
+      rounds(setup, core, ranks, demand, gatherer, updater, gradients),
+      stalls(core.store.watch() != nullptr ? core.store.watch()->board() : nullptr) {
+  if (core.store.exists()) core.store->reserve(setup.plan.nvme_reserve_bytes);
   // Beyond this point nothing fails: from the start of its rounds on, the other ranks count on this one.
   rounds.start();
 }
@@ -49,38 +56,38 @@ void Machine::finish() noexcept {
   rounds.leave();
   // All ranks are here, and nobody makes a collective call any more. A lease may live on, and its holder must
   // not be the one who waits for other ranks.
-  context.resources.leave_ranks();
+  ranks.leave();
   {
-    const MutexLock lock(context.mutex());
-    const bool told = context.told;
+    const MutexLock lock(core.mutex());
+    const bool told = core.told;
     try {
       updater.quiesce();
     } catch (const std::exception&) {
-      context.told = told;  // it has failed: whoever used it was told, or is by Engine::close()
+      core.told = told;  // it has failed: whoever used it was told, or is by Engine::close()
     }
-    if (context.failure.empty()) {
-      context.failure = std::string(kClosed);  // nothing new is started
-      context.told = true;
+    if (core.failure.empty()) {
+      core.failure = std::string(kClosed);  // nothing new is started
+      core.told = true;
     }
-    context.changed.notify_all();  // whoever waits still, waits for nothing
+    core.changed.notify_all();  // whoever waits still, waits for nothing
   }
   // Tasks and transfers point into this object: none may be left.
-  context.resources.executor.reset();
-  if (context.resources.store != nullptr) {
-    context.store().drain();
-    kernel_keeps_memory = context.store().kernel_keeps_memory();
+  hardware.executor.reset();
+  if (core.store.exists()) {
+    core.store->drain();
+    kernel_keeps_memory = core.store->kernel_keeps_memory();
   }
   std::unique_ptr<io::Store> store;  // ends without the mutex, which its threads take
-  const MutexLock lock(context.mutex());
-  store = context.take_store();
+  const MutexLock lock(core.mutex());
+  store = core.store.take();
 }
 
 const Unit& Machine::unit_at(int32_t unit) const {
-  if (unit < 0 || unit >= static_cast<int32_t>(context.layout.units.size())) {
+  if (unit < 0 || unit >= static_cast<int32_t>(setup.layout.units.size())) {
     throw std::invalid_argument(
-        fmt::format("there is no unit {}: the model has {}", unit, context.layout.units.size()));
+        fmt::format("there is no unit {}: the model has {}", unit, setup.layout.units.size()));
   }
-  return context.layout.units[unit];
+  return setup.layout.units[unit];
 }
 
 const Segment& Machine::segment_at(int32_t unit, int32_t segment) const {
@@ -93,9 +100,9 @@ const Segment& Machine::segment_at(int32_t unit, int32_t segment) const {
 }
 
 void Machine::start_states(std::span<const optim::Hyper> groups) {
-  for (size_t u = 0; u < context.layout.units.size(); ++u) {
-    const Unit& unit = context.layout.units[u];
-    const int64_t shard = context.layout.rank * unit.shard_elements;
+  for (size_t u = 0; u < setup.layout.units.size(); ++u) {
+    const Unit& unit = setup.layout.units[u];
+    const int64_t shard = setup.layout.rank * unit.shard_elements;
     for (size_t c = 0; c < unit.components().size(); ++c) {
       const optim::ComponentSpec& spec = unit.components()[c];
       if (spec.role != optim::Role::state) continue;
@@ -112,7 +119,7 @@ void Machine::start_states(std::span<const optim::Hyper> groups) {
 }
 
 Machine::Part Machine::part_of(int rank, int32_t unit, int32_t segment) const {
-  const Unit& u = context.layout.units[unit];
+  const Unit& u = setup.layout.units[unit];
   const Segment& s = u.segments[segment];
   const int64_t shard = rank * u.shard_elements;
   const int64_t begin = std::max(s.begin, shard);
@@ -128,29 +135,29 @@ void Machine::settle_clip() {
 
 void Machine::forget_guesses() {
   intake.finish();
-  const MutexLock lock(context.mutex());
+  const MutexLock lock(core.mutex());
   updater.take_back_all();
   updater.speculation().restart();
 }
 
 void Machine::prepare_to_change(std::span<const int32_t> units) {
   updater.quiesce();
-  for (int32_t unit : units) ++context.units[unit].generation;
+  for (int32_t unit : units) ++model.units[unit].generation;
   gatherer.invalidate(units);
 }
 
 void Machine::share(int32_t unit, int32_t segment, std::span<std::byte> out, int64_t width) {
-  if (context.layout.world == 1) return;
+  if (setup.layout.world == 1) return;
   rounds.meet(Meeting::look, ++looks, [&] { exchange_parts(unit, segment, out, width); });
 }
 
 void Machine::exchange_parts(int32_t unit, int32_t segment, std::span<std::byte> out, int64_t width) {
-  const Layout& layout = context.layout;
+  const Layout& layout = setup.layout;
   const auto bytes_of = [&](int rank) { return part_of(rank, unit, segment).of(out, width); };
   std::vector<std::span<const std::byte>> send(static_cast<size_t>(layout.world), bytes_of(layout.rank));
   std::vector<std::span<std::byte>> receive;
   for (int rank = 0; rank < layout.world; ++rank) receive.push_back(bytes_of(rank));
-  context.resources.communicator->exchange(send, receive);
+  ranks.communicator->exchange(send, receive);
 }
 
 }  // namespace overspill::engine

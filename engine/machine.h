@@ -14,13 +14,20 @@
 
 #include "engine/access.h"
 #include "engine/checkpoint/keeper.h"
+#include "engine/collectives/rank_groups.h"
+#include "engine/core/core.h"
+#include "engine/core/demand.h"
+#include "engine/core/hardware.h"
+#include "engine/core/model_states.h"
 #include "engine/device_units.h"
 #include "engine/engine.h"
 #include "engine/gradient_intake.h"
 #include "engine/gradients.h"
 #include "engine/group_range.h"
+#include "engine/plan/setup.h"
+#include "engine/queues.h"
+#include "engine/resources.h"
 #include "engine/rounds.h"
-#include "engine/schedule/context.h"
 #include "engine/schedule/gather.h"
 #include "engine/schedule/updater.h"
 #include "io/own_process.h"
@@ -37,7 +44,7 @@ class Machine {
   ~Machine();
 
   /// Finishes what is in flight, joins the workers, gives up the store. Only leases and figures are of use
-  /// afterwards. A failure that no caller has been told of stays in the context. A second call returns when
+  /// afterwards. A failure that no caller has been told of stays in the monitor. A second call returns when
   /// the first has. In a forked child it does nothing.
   void shut_down() noexcept EXCLUDES(engine_mutex);
 
@@ -83,7 +90,7 @@ class Machine {
     }
   };
   Part part_of(int rank, int32_t unit, int32_t segment) const;
-  Part own_part(int32_t unit, int32_t segment) const { return part_of(context.layout.rank, unit, segment); }
+  Part own_part(int32_t unit, int32_t segment) const { return part_of(setup.layout.rank, unit, segment); }
 
   /// Throws WrongProcess in a forked child.
   void check_process() const;
@@ -108,7 +115,13 @@ class Machine {
   const Unit& unit_at(int32_t unit) const;
   const Segment& segment_at(int32_t unit, int32_t segment) const;
 
-  Context context;
+  const Setup setup;
+  Hardware hardware;
+  RankGroups ranks;
+  Core core;
+  ModelStates model;
+  Demand demand;
+  Queues queues;
   GradientSquares squares;
   DeviceUnits device_units;
   Gatherer gatherer;
@@ -118,7 +131,7 @@ class Machine {
   Access access;
   CheckpointKeeper keeper;
   Rounds rounds;
-  // Written under the context's mutex; whoever calls step() or load() may read them without it.
+  // Written under the engine's mutex; whoever calls step() or load() may read them without it.
   int64_t steps = 0;
   int64_t skipped_steps = 0;
   // Of calls that come one at a time (engine.h):

@@ -6,8 +6,8 @@
 #include <memory>
 
 #include "base/mutex.h"
+#include "engine/core/engine_mutex.h"
 #include "engine/queue.h"
-#include "engine/schedule/engine_mutex.h"
 #include "kernels/device.h"
 
 namespace overspill::engine {

@@ -86,15 +86,15 @@ std::unique_ptr<kernels::Device> make_device(const std::string& name, uint64_t s
 Resources make_resources(const std::vector<UnitSpec>& units, const Config& config,
                          const ResourceOptions& options, std::unique_ptr<Communicator> ranks) {
   Resources resources;
-  resources.communicator = ranks != nullptr ? std::move(ranks) : make_self_communicator();
+  resources.ranks.communicator = ranks != nullptr ? std::move(ranks) : make_self_communicator();
   try {
     resources.device =
         options.given_device != nullptr ? options.given_device : make_device(options.device, options.seed);
     resources.executor =
         optim::make_executor(config.threads > 0 ? config.threads : workers_beside(*resources.device));
-    const Layout layout = make_layout(units, config.chunk_elements, resources.communicator->rank(),
-                                      resources.communicator->world(), config.stage);
-    const Plan plan = make_plan(layout, config, traits_of(*resources.device, *resources.communicator));
+    const Layout layout = make_layout(units, config.chunk_elements, resources.ranks.communicator->rank(),
+                                      resources.ranks.communicator->world(), config.stage);
+    const Plan plan = make_plan(layout, config, traits_of(*resources.device, *resources.ranks.communicator));
     if (plan.nvme_bytes() > 0) {
       resources.store = make_store(config, options, plan);
       resources.watch = resources.store->watch();
@@ -104,7 +104,7 @@ Resources make_resources(const std::vector<UnitSpec>& units, const Config& confi
       resources.watch->start();
     }
   } catch (const std::exception& error) {
-    resources.abort_ranks(
+    resources.ranks.abort(
         error.what());  // else the other ranks would wait for an engine that was never built
     throw;
   }

@@ -6,12 +6,27 @@
 #include <string>
 #include <vector>
 
+#include "cpu_optim/executor.h"
+#include "engine/collectives/rank_groups.h"
 #include "engine/config.h"
 #include "engine/partition/model.h"
-#include "engine/schedule/context.h"
 #include "io/patience.h"
+#include "io/stall_watch.h"
+#include "io/store.h"
+#include "kernels/device.h"
 
 namespace overspill::engine {
+
+/// What an engine runs on; its own, but for the device and the transports. `store` may be null when the plan
+/// puts nothing on NVMe.
+struct Resources {
+  std::shared_ptr<kernels::Device> device;
+  RankGroups ranks;
+  std::unique_ptr<optim::Executor> executor;
+  std::unique_ptr<io::Store> store;
+  /// Sees what checkpoints wait for: the store's own, where it has one. Null: nothing does.
+  std::shared_ptr<io::StallWatch> watch = nullptr;
+};
 
 struct ResourceOptions {
   std::string device = "host";      // "host", "cuda", "cuda:1" and so on, "simulated" (tests)

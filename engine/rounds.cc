@@ -7,6 +7,8 @@
 #include <stdexcept>
 #include <string>
 
+#include "kernels/clock.h"
+
 namespace overspill::engine {
 namespace {
 
@@ -39,18 +41,22 @@ uint64_t fingerprint(const Layout& layout, const Config& config) {
 
 }  // namespace
 
-Rounds::Rounds(Context& context, Gatherer& gatherer, Updater& updater, Gradients& gradients)
-    : context_(context),
+Rounds::Rounds(const Setup& setup, Core& core, RankGroups& ranks, Demand& demand, Gatherer& gatherer,
+               Updater& updater, Gradients& gradients)
+    : setup_(setup),
+      core_(core),
+      ranks_(ranks),
+      demand_(demand),
       gatherer_(gatherer),
       updater_(updater),
       gradients_(gradients),
-      said_(context.layout.slices, static_cast<int32_t>(context.layout.units.size())),
-      model_(fingerprint(context.layout, context.config)),
-      seen_progress_(static_cast<size_t>(context.layout.slices)),
-      seen_ns_(static_cast<size_t>(context.layout.slices)),
-      gives_(static_cast<size_t>(context.layout.slices)),
-      send_(static_cast<size_t>(context.layout.slices)),
-      receive_(static_cast<size_t>(context.layout.slices)) {}
+      said_(setup.layout.slices, static_cast<int32_t>(setup.layout.units.size())),
+      model_(fingerprint(setup.layout, setup.config)),
+      seen_progress_(static_cast<size_t>(setup.layout.slices)),
+      seen_ns_(static_cast<size_t>(setup.layout.slices)),
+      gives_(static_cast<size_t>(setup.layout.slices)),
+      send_(static_cast<size_t>(setup.layout.slices)),
+      receive_(static_cast<size_t>(setup.layout.slices)) {}
 
 Rounds::~Rounds() {
   leave();
@@ -59,22 +65,22 @@ Rounds::~Rounds() {
 // ---- the caller's side
 
 void Rounds::start() {
-  seen_ns_.assign(seen_ns_.size(), now_ns());
+  seen_ns_.assign(seen_ns_.size(), kernels::steady_now_ns());
   if (!alone()) thread_ = std::thread([this] { run(); });
 }
 
 void Rounds::attend(Meeting meeting, uint64_t number, std::function<void()> body) {
-  const MutexLock lock(context_.mutex());
-  context_.check();
+  const MutexLock lock(core_.mutex());
+  core_.check();
   Call call{meeting, number, std::move(body)};
   call_ = &call;
-  ++context_.progress;
-  context_.changed.notify_all();
+  ++core_.progress;
+  core_.changed.notify_all();
   try {
-    context_.wait([&]() REQUIRES(engine_mutex) { return call.done; }, Cause::rest);
+    core_.wait([&]() REQUIRES(engine_mutex) { return call.done; }, Cause::rest);
   } catch (...) {
     // The thread may be in the body, which is the caller's.
-    while (in_round_ && !over_) context_.changed.wait(context_.mutex());
+    while (in_round_ && !over_) core_.changed.wait(core_.mutex());
     call_ = nullptr;
     throw;
   }
@@ -83,11 +89,11 @@ void Rounds::attend(Meeting meeting, uint64_t number, std::function<void()> body
 
 Rounds::Change::Change(Rounds& rounds) : rounds_(rounds) {
   ++rounds.change_waits_;
-  while (rounds.in_round_) rounds.context_.changed.wait(rounds.context_.mutex());
+  while (rounds.in_round_) rounds.core_.changed.wait(rounds.core_.mutex());
   --rounds.change_waits_;
   ++rounds.changing_;
   ++rounds.changes_;
-  rounds.context_.changed.notify_all();
+  rounds.core_.changed.notify_all();
 }
 
 bool Rounds::here() const {
@@ -97,22 +103,22 @@ bool Rounds::here() const {
 void Rounds::leave() noexcept {
   if (!thread_.joinable()) return;
   {
-    const MutexLock guard(context_.mutex());
+    const MutexLock guard(core_.mutex());
     leaving_ = true;
-    context_.changed.notify_all();
+    core_.changed.notify_all();
   }
   thread_.join();
 }
 
 void Rounds::abort_model_ranks(const char* why) noexcept {
-  if (context_.resources.model_ranks != nullptr) context_.resources.model_ranks->abort(why);
+  if (ranks_.model_ranks != nullptr) ranks_.model_ranks->abort(why);
 }
 
 void Rounds::abort(const char* why) noexcept {
   abort_model_ranks(why);
   if (alone()) return;
-  const MutexLock guard(context_.mutex());
-  if (context_.failure.empty()) context_.fail(why);
+  const MutexLock guard(core_.mutex());
+  if (core_.failure.empty()) core_.fail(why);
 }
 
 // ---- the thread
@@ -129,26 +135,26 @@ void Rounds::run() noexcept {
     why = error.what();
   }
   if (!why.empty()) {
-    context_.resources.communicator->abort(why.c_str());
+    ranks_.communicator->abort(why.c_str());
     abort_model_ranks(why.c_str());
-    const MutexLock guard(context_.mutex());
-    context_.fail(why);
+    const MutexLock guard(core_.mutex());
+    core_.fail(why);
   }
-  const MutexLock guard(context_.mutex());
+  const MutexLock guard(core_.mutex());
   in_round_ = false;
   over_ = true;
-  context_.changed.notify_all();
+  core_.changed.notify_all();
 }
 
 void Rounds::round() {
-  MutexLock lock(context_.mutex());
-  while (change_waits_ > 0) context_.changed.wait(context_.mutex());
-  if (!context_.failure.empty()) throw std::runtime_error(context_.cause);
+  MutexLock lock(core_.mutex());
+  while (change_waits_ > 0) core_.changed.wait(core_.mutex());
+  if (!core_.failure.empty()) throw std::runtime_error(core_.cause);
   in_round_ = true;
   announce();
   Call* const call = call_;  // where all ranks meet, that of this rank, which stays until it is done
   lock.unlock();
-  context_.resources.communicator->all_gather(said_.bytes());
+  ranks_.communicator->all_gather(said_.bytes());
   agree(said_, agreement_);
   if (!agreement_.failure.empty()) throw CommunicatorError(agreement_.failure);
   if (agreement_.meet) {
@@ -167,7 +173,7 @@ void Rounds::round() {
   gatherer_.unpin();
   look_for_hanging_ranks();
   in_round_ = false;
-  context_.changed.notify_all();
+  core_.changed.notify_all();
 }
 
 /// Until there is something new to say, or the others may have.
@@ -180,10 +186,10 @@ void Rounds::rest() {
   // While nobody wants anything, longer and longer.
   idle_rounds_ = agreement_.idle ? std::min(idle_rounds_ + 1, 16) : std::min(idle_rounds_ + 1, 4);
   const auto time = std::min(kRestMost, kRestLeast * (1 << std::min(idle_rounds_, 8)));
-  const MutexLock lock(context_.mutex());
+  const MutexLock lock(core_.mutex());
   const auto end = std::chrono::steady_clock::now() + time;
-  while (context_.failure.empty() && !differs()) {
-    if (!context_.changed.wait_until(context_.mutex(), end)) return;
+  while (core_.failure.empty() && !differs()) {
+    if (!core_.changed.wait_until(core_.mutex(), end)) return;
   }
 }
 
@@ -197,13 +203,13 @@ Standing Rounds::stand() const {
   }
   own.leaving = leaving_ ? 1 : 0;
   own.stuck = gradients_.sums().stuck() ? 1 : 0;
-  own.demanded = context_.awaited_units.empty() ? -1 : context_.awaited_units.front();
-  own.progress = context_.progress;
+  own.demanded = demand_.weights.empty() ? -1 : demand_.weights.front();
+  own.progress = core_.progress;
   return own;
 }
 
 void Rounds::announce() {
-  const int rank = context_.layout.slice;
+  const int rank = setup_.layout.slice;
   const Standing own = stand();
   said_.start(rank, own);
   for (int32_t unit = 0; unit < said_.units(); ++unit) {
@@ -216,7 +222,7 @@ void Rounds::announce() {
 
 /// Whether this rank, in the standing `own`, announces `say` for the unit.
 bool Rounds::is_so(Say say, int32_t unit, const Standing& own) const {
-  const bool may_move = context_.layout.world > 1 && changing_ == 0;
+  const bool may_move = setup_.layout.world > 1 && changing_ == 0;
   const bool gave_all = own.meeting == static_cast<uint64_t>(Meeting::step) ||
                         own.meeting == static_cast<uint64_t>(Meeting::norm);
   switch (say) {
@@ -234,7 +240,7 @@ bool Rounds::is_so(Say say, int32_t unit, const Standing& own) const {
 
 /// Whether this rank would announce something else now than in the last round.
 bool Rounds::differs() const {
-  const int rank = context_.layout.slice;
+  const int rank = setup_.layout.slice;
   const Standing own = stand();
   Standing said = said_.standing(rank);
   said.progress = own.progress;  // a change of this number makes no rank do anything
@@ -258,19 +264,19 @@ void Rounds::sum(std::span<const int32_t> units) {
     for (int rank = 0; rank < said_.ranks(); ++rank)
       gives_[rank] = said_.says(rank, Say::gives, unit) ? 1 : 0;
     gradients_.sums().sum(unit, gives_);
-    const MutexLock guard(context_.mutex());
+    const MutexLock guard(core_.mutex());
     gradients_.sums().summed(unit);
   }
 }
 
 void Rounds::gather(int32_t unit) {
-  const int own = context_.layout.rank;
-  const auto bytes = static_cast<size_t>(context_.layout.units[unit].shard_bytes());
+  const int own = setup_.layout.rank;
+  const auto bytes = static_cast<size_t>(setup_.layout.units[unit].shard_bytes());
   const bool wants = said_.says(own, Say::wants, unit);
   const std::byte* shard = nullptr;
   std::byte* room = nullptr;
   {
-    const MutexLock guard(context_.mutex());
+    const MutexLock guard(core_.mutex());
     shard = gatherer_.shard_in_memory(unit);
     if (wants) room = gatherer_.begin_collecting(unit);
   }
@@ -282,21 +288,21 @@ void Rounds::gather(int32_t unit) {
     send_[rank] = to ? std::span(shard, bytes) : std::span<const std::byte>();
     receive_[rank] = wants && rank != own ? std::span(room + rank * bytes, bytes) : std::span<std::byte>();
   }
-  Communicator& ranks = *context_.resources.communicator;
+  Communicator& ranks = *ranks_.communicator;
   if (on_device) {
     ranks.exchange_on_device(send_, receive_);
   } else {
     ranks.exchange(send_, receive_);
   }
   if (!wants) return;
-  const MutexLock guard(context_.mutex());
+  const MutexLock guard(core_.mutex());
   gatherer_.collected(unit);
 }
 
 /// A rank whose caller waits is not hanging: it waits for another. Of the others one that has made no call
 /// for so long is.
 void Rounds::look_for_hanging_ranks() {
-  const int64_t now = now_ns();
+  const int64_t now = kernels::steady_now_ns();
   int waits = -1;
   for (int rank = 0; rank < said_.ranks(); ++rank) {
     const Standing own = said_.standing(rank);
@@ -309,9 +315,9 @@ void Rounds::look_for_hanging_ranks() {
   }
   if (waits < 0) std::fill(seen_ns_.begin(), seen_ns_.end(), now);
   for (int rank = 0; rank < said_.ranks() && waits >= 0; ++rank) {
-    if (now - seen_ns_[rank] < context_.config.rank_timeout_ms * 1'000'000) continue;
+    if (now - seen_ns_[rank] < setup_.config.rank_timeout_ms * 1'000'000) continue;
     throw CommunicatorError(fmt::format("rank {} has made no call for {} ms, and rank {} waits for it", rank,
-                                        context_.config.rank_timeout_ms, waits));
+                                        setup_.config.rank_timeout_ms, waits));
   }
 }
 

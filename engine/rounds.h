@@ -13,8 +13,11 @@
 #include <vector>
 
 #include "engine/collectives/agreement.h"
+#include "engine/collectives/rank_groups.h"
+#include "engine/core/core.h"
+#include "engine/core/demand.h"
 #include "engine/gradients.h"
-#include "engine/schedule/context.h"
+#include "engine/plan/setup.h"
 #include "engine/schedule/gather.h"
 #include "engine/schedule/updater.h"
 
@@ -22,7 +25,8 @@ namespace overspill::engine {
 
 class Rounds {
  public:
-  Rounds(Context& context, Gatherer& gatherer, Updater& updater, Gradients& gradients);
+  Rounds(const Setup& setup, Core& core, RankGroups& ranks, Demand& demand, Gatherer& gatherer,
+         Updater& updater, Gradients& gradients);
   Rounds(const Rounds&) = delete;
   Rounds& operator=(const Rounds&) = delete;
   ~Rounds();
@@ -77,7 +81,7 @@ class Rounds {
     bool done GUARDED_BY(engine_mutex) = false;
   };
 
-  bool alone() const { return context_.layout.slices == 1; }
+  bool alone() const { return setup_.layout.slices == 1; }
   void attend(Meeting meeting, uint64_t number, std::function<void()> body) EXCLUDES(engine_mutex);
   void abort_model_ranks(const char* why) noexcept;
   void run() noexcept EXCLUDES(engine_mutex);
@@ -91,7 +95,10 @@ class Rounds {
   void gather(int32_t unit) EXCLUDES(engine_mutex);
   void look_for_hanging_ranks();
 
-  Context& context_;
+  const Setup& setup_;
+  Core& core_;
+  RankGroups& ranks_;
+  Demand& demand_;
   Gatherer& gatherer_;
   Updater& updater_;
   Gradients& gradients_;

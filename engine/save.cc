@@ -53,28 +53,28 @@ void add_pieces(Manifest& to, Manifest&& from) {
 /// others one that names it. Returns what the ranks say, by rank; rank 0 alone hears it.
 std::vector<std::string> Machine::tell(Meeting meeting, const std::exception_ptr& error,
                                        const std::string& words) {
-  const int ranks = context.layout.slices;
-  const int own = context.layout.slice;
-  std::vector<std::string> heard(static_cast<size_t>(ranks));
-  if (ranks == 1) {
+  const int slices = setup.layout.slices;
+  const int own = setup.layout.slice;
+  std::vector<std::string> heard(static_cast<size_t>(slices));
+  if (slices == 1) {
     if (error) std::rethrow_exception(error);
     heard[0] = words;
     return heard;
   }
   const std::string says = error ? text_of(error) : words;
-  std::vector<int64_t> head(static_cast<size_t>(ranks) * 2);  // failed, bytes
+  std::vector<int64_t> head(static_cast<size_t>(slices) * 2);  // failed, bytes
   rounds.meet(meeting, ++looks, [&] {
     head[own * 2] = error ? 1 : 0;
     head[own * 2 + 1] = static_cast<int64_t>(says.size());
-    context.resources.communicator->all_gather(std::as_writable_bytes(std::span(head)));
+    ranks.communicator->all_gather(std::as_writable_bytes(std::span(head)));
     bool failed = false;
-    for (int rank = 0; rank < ranks; ++rank) {
+    for (int rank = 0; rank < slices; ++rank) {
       failed = failed || head[rank * 2] != 0;
       check_announced(rank, head[rank * 2 + 1]);
     }
-    std::vector<std::span<const std::byte>> send(static_cast<size_t>(ranks));
-    std::vector<std::span<std::byte>> receive(static_cast<size_t>(ranks));
-    for (int rank = 0; rank < ranks; ++rank) {
+    std::vector<std::span<const std::byte>> send(static_cast<size_t>(slices));
+    std::vector<std::span<std::byte>> receive(static_cast<size_t>(slices));
+    for (int rank = 0; rank < slices; ++rank) {
       if (rank == own) continue;
       if (failed ? error != nullptr : rank == 0) send[rank] = std::as_bytes(std::span(says));
       if (failed ? head[rank * 2] != 0 : own == 0) {
@@ -82,10 +82,10 @@ std::vector<std::string> Machine::tell(Meeting meeting, const std::exception_ptr
         receive[rank] = std::as_writable_bytes(std::span(heard[rank]));
       }
     }
-    context.resources.communicator->exchange(send, receive);
+    ranks.communicator->exchange(send, receive);
   });
   if (error) std::rethrow_exception(error);
-  for (int rank = 0; rank < ranks; ++rank) {
+  for (int rank = 0; rank < slices; ++rank) {
     if (head[rank * 2] != 0) throw CheckpointError(fmt::format("rank {}: {}", rank, heard[rank]));
   }
   heard[own] = words;
@@ -93,7 +93,7 @@ std::vector<std::string> Machine::tell(Meeting meeting, const std::exception_ptr
 }
 
 void Machine::save(const std::filesystem::path& folder, const WriteBeside& write_beside) {
-  const bool first = context.layout.slice == 0;
+  const bool first = setup.layout.slice == 0;
   bool prepared = false;
   try {
     tell(Meeting::save, attempt([&] {
@@ -127,7 +127,7 @@ void Machine::save(const std::filesystem::path& folder, const WriteBeside& write
   } catch (...) {
     const bool stalled = io::is_stalled(std::current_exception());
     if (prepared && !stalled) keeper.remove(folder);
-    if (context.layout.slices > 1) rounds.meet(Meeting::save, ++looks, [] {});
+    if (setup.layout.slices > 1) rounds.meet(Meeting::save, ++looks, [] {});
     stalled ? keeper.leave() : keeper.give_up();
     throw;
   }

@@ -29,14 +29,13 @@ StepResult Machine::step(std::span<const optim::Hyper> groups, GroupRange range)
   const GradientSummary gradient = reduce_gradients();
   // Beyond this point gradients are final: accumulated, reduced, the same sum of squares on every rank.
 
-  const double norm = context.config.skip_nonfinite ? std::sqrt(gradient.squares) : norm_of(gradient);
-  const double configured = context.config.max_grad_norm > 0 && !caller_clipped
-                                ? clip_factor(norm, context.config.max_grad_norm)
-                                : 1.0;
+  const double norm = setup.config.skip_nonfinite ? std::sqrt(gradient.squares) : norm_of(gradient);
+  const double configured =
+      setup.config.max_grad_norm > 0 && !caller_clipped ? clip_factor(norm, setup.config.max_grad_norm) : 1.0;
   const double clip = clipped.value_or(configured);
   const double kept = clipped.value_or(1.0);
   forget_clip();
-  if (!gradient.finite && context.config.skip_nonfinite) {
+  if (!gradient.finite && setup.config.skip_nonfinite) {
     std::string culprit = gradients.first_not_finite();
     leave_out();
     return {steps, norm, clip, true, std::move(culprit)};
@@ -65,14 +64,14 @@ StepResult Machine::skip_step(GroupRange range) {
 
 void Machine::leave_out() {
   gradients.clear();
-  const MutexLock guard(context.mutex());
+  const MutexLock guard(core.mutex());
   ++skipped_steps;
-  context.meter.stepped(steps);
+  core.meter.stepped(steps);
   updater.skip();
 }
 
 void Machine::finish_updates() {
-  const MutexLock lock(context.mutex());
+  const MutexLock lock(core.mutex());
   updater.finish();
 }
 
@@ -90,7 +89,7 @@ GradientSummary Machine::reduce_gradients() {
 }
 
 double Machine::norm_of(const GradientSummary& gradient) {
-  if (gradient.finite || context.layout.world > 1 || !gradients.any_nan()) return std::sqrt(gradient.squares);
+  if (gradient.finite || setup.layout.world > 1 || !gradients.any_nan()) return std::sqrt(gradient.squares);
   return std::numeric_limits<double>::quiet_NaN();
 }
 
@@ -100,7 +99,7 @@ double clip_factor(double norm, double limit) {
 }
 
 void Machine::check_groups(std::span<const optim::Hyper> groups, GroupRange range) const {
-  for (const Unit& unit : context.layout.units) {
+  for (const Unit& unit : setup.layout.units) {
     if (!unit.trainable()) continue;
     for (const Segment& segment : unit.segments) {
       if (!range.has(segment.group)) continue;
@@ -120,11 +119,11 @@ void Machine::check_groups(std::span<const optim::Hyper> groups, GroupRange rang
 }
 
 void Machine::capture_factors(std::span<const optim::Hyper> groups, GroupRange range, double clip) {
-  const MutexLock guard(context.mutex());
+  const MutexLock guard(core.mutex());
   ++steps;
-  for (size_t u = 0; u < context.units.size(); ++u) {
-    const Unit& unit = context.layout.units[u];
-    UnitState& state = context.units[u];
+  for (size_t u = 0; u < model.units.size(); ++u) {
+    const Unit& unit = setup.layout.units[u];
+    UnitState& state = model.units[u];
     if (!unit.trainable()) continue;
     for (size_t s = 0; s < unit.segments.size(); ++s) {
       state.updated[s] = gradients.present(static_cast<int32_t>(u), static_cast<int32_t>(s)) ? 1 : 0;
@@ -138,32 +137,32 @@ void Machine::capture_factors(std::span<const optim::Hyper> groups, GroupRange r
 }
 
 void Machine::schedule_updates() {
-  const MutexLock lock(context.mutex());
+  const MutexLock lock(core.mutex());
   const Rounds::Change change(rounds);
-  context.meter.stepped(steps);
+  core.meter.stepped(steps);
   scheduled_chunks_.clear();
   changed_units_.clear();
-  for (int32_t u : context.trace.forward_order()) {
-    UnitState& state = context.units[u];
+  for (int32_t u : gatherer.trace().forward_order()) {
+    UnitState& state = model.units[u];
     if (std::find(state.updated.begin(), state.updated.end(), 1) == state.updated.end()) continue;
     ++state.generation;
     if (device_units.hold(u)) device_units.update(u);
-    if (!device_units.hold(u) || context.layout.slices > 1) changed_units_.push_back(u);
+    if (!device_units.hold(u) || setup.layout.slices > 1) changed_units_.push_back(u);
     if (device_units.hold(u)) continue;
-    const Unit& unit = context.layout.units[u];
+    const Unit& unit = setup.layout.units[u];
     for (int32_t c = unit.first_chunk; c < unit.first_chunk + unit.chunk_count; ++c) {
-      if (context.layout.chunks[c].has_any(state.updated)) scheduled_chunks_.push_back(c);
+      if (setup.layout.chunks[c].has_any(state.updated)) scheduled_chunks_.push_back(c);
     }
   }
-  context.journal.note(Happening::stepped, -1);
+  core.journal.note(Happening::stepped, -1);
   try {
     gatherer.invalidate(changed_units_);
   } catch (const kernels::DeviceError& error) {
     // The step is counted and some units are updated already: that is no refusal after which the engine goes
     // on.
-    context.fail(
+    core.fail(
         fmt::format("step {}: the device may still read the weights before it: {}", steps, error.what()));
-    context.check();
+    core.check();
   }
   updater.schedule(scheduled_chunks_);
   gatherer.want_whole(changed_units_);

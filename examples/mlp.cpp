@@ -18,6 +18,8 @@
 #include <vector>
 
 #include "engine/engine.h"
+#include "engine/partition/layout.h"
+#include "engine/plan/plan.h"
 #include "engine/resources.h"
 
 namespace {

@@ -18,6 +18,8 @@
 
 #include "engine/collectives/mpi.h"
 #include "engine/engine.h"
+#include "engine/partition/layout.h"
+#include "engine/plan/plan.h"
 #include "engine/resources.h"
 
 namespace {

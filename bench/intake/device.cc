@@ -13,6 +13,8 @@
 
 #include "bench/intake/intake.h"
 #include "engine/engine.h"
+#include "engine/partition/layout.h"
+#include "engine/plan/plan.h"
 #include "engine/resources.h"
 #include "kernels/clock.h"
 #include "kernels/simulated_device.h"

@@ -14,6 +14,7 @@
 
 #include "engine/collectives/counting.h"
 #include "engine/collectives/self_communicator.h"
+#include "engine/plan/plan.h"
 #include "engine/resources.h"
 #include "tests/engine/batch_model.h"
 

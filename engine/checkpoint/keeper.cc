@@ -90,11 +90,12 @@ void remove_quietly(const fs::path& save) noexcept {
 
 }  // namespace
 
-CheckpointKeeper::CheckpointKeeper(Context& context, Access& access) : context_(context), access_(access) {
-  if (context.layout.slice != 0) return;
+CheckpointKeeper::CheckpointKeeper(const Setup& setup, Core& core, ModelStates& model, Access& access)
+    : setup_(setup), core_(core), model_(model), access_(access) {
+  if (setup.layout.slice != 0) return;
   try {
-    const int64_t readable = context.config.manifest_bytes_max;
-    const int64_t most = manifest_bytes(context, Bound::most);
+    const int64_t readable = setup.config.manifest_bytes_max;
+    const int64_t most = manifest_bytes(setup, Bound::most);
     if (const std::string why = too_large(); !why.empty()) {
       io::say_on_stderr("overspill: warning: no checkpoint of this model can be saved: " + why);
     } else if (most > readable) {
@@ -110,19 +111,19 @@ CheckpointKeeper::CheckpointKeeper(Context& context, Access& access) : context_(
 
 /// Empty, or the numbers.
 std::string CheckpointKeeper::too_large() const {
-  const int64_t bytes = manifest_bytes(context_, Bound::least);
-  if (bytes <= context_.config.manifest_bytes_max) return "";
+  const int64_t bytes = manifest_bytes(setup_, Bound::least);
+  if (bytes <= setup_.config.manifest_bytes_max) return "";
   return fmt::format(
       "its manifest would have {} bytes or more, and no reader takes more than {}; train fewer "
       "parameters in one engine",
-      bytes, context_.config.manifest_bytes_max);
+      bytes, setup_.config.manifest_bytes_max);
 }
 
 void CheckpointKeeper::forget_deleted() {
   std::erase_if(kept_, [&](const Kept& kept) {
-    if (context_.store().share_lives(*kept.share)) return false;
+    if (core_.store->share_lives(*kept.share)) return false;
     unpin(kept.extents);
-    context_.store().end_share(*kept.share);
+    core_.store->end_share(*kept.share);
     return true;
   });
 }
@@ -136,24 +137,24 @@ int64_t CheckpointKeeper::pinned_bytes() const {
 }
 
 void CheckpointKeeper::require_room_to_change() {
-  if (context_.config.train_after_save) return;
+  if (setup_.config.train_after_save) return;
   forget_deleted();
   if (kept_.empty()) return;
-  const MutexLock guard(context_.mutex());
+  const MutexLock guard(core_.mutex());
   throw CheckpointError(
       fmt::format("the states' only room on NVMe is held by the checkpoint {}: with train_after_save = false "
                   "nothing changes after a save. Delete the checkpoint to go on, or set train_after_save, "
                   "which reserves {} bytes more",
-                  context_.last_checkpoint, context_.plan.kept_nvme_bytes()));
+                  core_.last_checkpoint, setup_.plan.kept_nvme_bytes()));
 }
 
 std::vector<io::Extent> CheckpointKeeper::pin_all() {
   std::vector<io::Extent> extents;
-  const MutexLock lock(context_.mutex());
-  for (const ChunkState& chunk : context_.chunks) {
+  const MutexLock lock(core_.mutex());
+  for (const ChunkState& chunk : model_.chunks) {
     for (const io::Extent& extent : chunk.extents) {
       if (extent.empty()) continue;
-      context_.store().pin(extent);
+      core_.store->pin(extent);
       extents.push_back(extent);
     }
   }
@@ -161,12 +162,12 @@ std::vector<io::Extent> CheckpointKeeper::pin_all() {
 }
 
 void CheckpointKeeper::unpin(const std::vector<io::Extent>& extents) noexcept {
-  for (const io::Extent& extent : extents) context_.store().unpin(extent);
+  for (const io::Extent& extent : extents) core_.store->unpin(extent);
 }
 
 /// Of this rank's folder while it writes; before the names of its files in the checkpoint.
 std::string CheckpointKeeper::rank_name() const {
-  return fmt::format("rank{}", context_.layout.slice);
+  return fmt::format("rank{}", setup_.layout.slice);
 }
 
 fs::path CheckpointKeeper::unfinished(const fs::path& folder) {
@@ -181,7 +182,7 @@ void CheckpointKeeper::prepare(const fs::path& folder) {
   require_absent(whole_name(folder));
   if (const io::UniqueFd left = hold_save(partial)) remove_save(partial);
   try {
-    create_durably(partial, context_.watch());
+    create_durably(partial, core_.store.watch());
     saving_folder_ = hold_save(partial);
     if (!saving_folder_)
       throw CheckpointError(fmt::format("{} was removed while it was made", partial.string()));
@@ -196,14 +197,14 @@ void CheckpointKeeper::prepare(const fs::path& folder) {
 
 Manifest CheckpointKeeper::write_part(const fs::path& folder) {
   forget_deleted();
-  if (context_.resources.store != nullptr) {
-    const int64_t planned = context_.config.checkpoints_kept * context_.plan.kept_nvme_bytes();
-    const int64_t beyond = context_.config.train_after_save ? pinned_bytes() - planned : 0;
-    context_.store().reserve(context_.plan.nvme_reserve_bytes + std::max<int64_t>(0, beyond));
+  if (core_.store.exists()) {
+    const int64_t planned = setup_.config.checkpoints_kept * setup_.plan.kept_nvme_bytes();
+    const int64_t beyond = setup_.config.train_after_save ? pinned_bytes() - planned : 0;
+    core_.store->reserve(setup_.plan.nvme_reserve_bytes + std::max<int64_t>(0, beyond));
     saving_.extents = pin_all();
   }
   const fs::path partial = partial_name(folder);
-  if (context_.layout.slices == 1) return write_folder(partial);
+  if (setup_.layout.slices == 1) return write_folder(partial);
   // Files of several ranks may have one name: each writes into a folder of its own, then moves them.
   const std::string own = rank_name();
   make_folder(partial / own);
@@ -212,7 +213,7 @@ Manifest CheckpointKeeper::write_part(const fs::path& folder) {
     rename_file(entry.path(), partial / (own + "-" + entry.path().filename().string()));
   if (::rmdir((partial / own).c_str()) != 0)
     fail(partial / own, "cannot be removed", {errno, std::generic_category()});
-  engine::sync_folder(partial, context_.watch());
+  engine::sync_folder(partial, core_.store.watch());
   for (ManifestUnit& unit : part.units) {
     for (ManifestPiece& piece : unit.pieces) piece.range.file = own + "-" + piece.range.file;
   }
@@ -229,13 +230,13 @@ void CheckpointKeeper::complete(const fs::path& folder, const Manifest& manifest
                     "meanwhile; save again",
                     partial.string()));
   }
-  write_manifest(partial, manifest, context_.config.manifest_bytes_max, context_.watch());
+  write_manifest(partial, manifest, setup_.config.manifest_bytes_max, core_.store.watch());
   rename_file(partial, absolute);
   try {
-    engine::sync_folder(absolute.parent_path(), context_.watch());
+    engine::sync_folder(absolute.parent_path(), core_.store.watch());
   } catch (...) {
     if (io::is_stalled(std::current_exception())) {
-      remove_manifest(context_.watch(), held.get(), absolute);
+      remove_manifest(core_.store.watch(), held.get(), absolute);
       throw;
     }
     ::unlink((absolute / kManifestFile).c_str());  // whatever stops the rest, this is no checkpoint
@@ -246,13 +247,13 @@ void CheckpointKeeper::complete(const fs::path& folder, const Manifest& manifest
 
 void CheckpointKeeper::keep(const fs::path& folder) {
   if (saving_.share) {
-    context_.store().share_named(*saving_.share, whole_name(folder),
-                                 context_.layout.slices == 1 ? "" : rank_name() + "-");
+    core_.store->share_named(*saving_.share, whole_name(folder),
+                             setup_.layout.slices == 1 ? "" : rank_name() + "-");
     kept_.push_back(std::move(saving_));
   }
   saving_ = {};
-  const MutexLock guard(context_.mutex());
-  context_.last_checkpoint = whole_name(folder).string();
+  const MutexLock guard(core_.mutex());
+  core_.last_checkpoint = whole_name(folder).string();
 }
 
 void CheckpointKeeper::remove(const fs::path& folder) const noexcept {
@@ -262,7 +263,7 @@ void CheckpointKeeper::remove(const fs::path& folder) const noexcept {
 void CheckpointKeeper::give_up() noexcept {
   saving_folder_ = {};
   unpin(saving_.extents);
-  if (saving_.share) context_.store().end_share(*saving_.share);
+  if (saving_.share) core_.store->end_share(*saving_.share);
   saving_ = {};
 }
 
@@ -275,7 +276,7 @@ void CheckpointKeeper::leave() {
 /// What was copied is the folder's own: its pins go at once.
 std::vector<io::ExportedExtent> CheckpointKeeper::export_pinned(const fs::path& folder) {
   if (saving_.extents.empty()) return {};
-  io::Export exported = context_.store().export_extents(saving_.extents, folder);
+  io::Export exported = core_.store->export_extents(saving_.extents, folder);
   saving_.share = exported.share;
   std::vector<io::Extent> linked, copied;
   for (size_t i = 0; i < exported.extents.size(); ++i)
@@ -287,31 +288,31 @@ std::vector<io::ExportedExtent> CheckpointKeeper::export_pinned(const fs::path& 
 
 /// By segment.
 std::vector<int64_t> CheckpointKeeper::steps_of(size_t unit) {
-  const MutexLock lock(context_.mutex());
-  return context_.units[unit].steps;
+  const MutexLock lock(core_.mutex());
+  return model_.units[unit].steps;
 }
 
 Manifest CheckpointKeeper::write_folder(const fs::path& folder) {
   std::vector<io::ExportedExtent> exported = export_pinned(folder);
-  ResidentFile resident(folder, context_.watch());
+  ResidentFile resident(folder, core_.store.watch());
   Manifest manifest;
-  manifest.world = context_.layout.slices;
+  manifest.world = setup_.layout.slices;
   // At stage 0 every rank holds all: one of them writes it.
-  const bool writes = context_.layout.world > 1 || context_.layout.slice == 0;
+  const bool writes = setup_.layout.world > 1 || setup_.layout.slice == 0;
   size_t next = 0;
-  for (size_t u = 0; u < context_.units.size(); ++u) {
-    const Unit& unit = context_.layout.units[u];
+  for (size_t u = 0; u < model_.units.size(); ++u) {
+    const Unit& unit = setup_.layout.units[u];
     ManifestUnit described = describe(unit, steps_of(u));
     for (int32_t c = unit.first_chunk; writes && c < unit.first_chunk + unit.chunk_count; ++c) {
-      const Chunk& chunk = context_.layout.chunks[c];
+      const Chunk& chunk = setup_.layout.chunks[c];
       for (Component component : kAllComponents) {
-        const int64_t bytes = context_.component_bytes(c, component);
+        const int64_t bytes = setup_.component_bytes(c, component);
         if (bytes == 0) continue;
         ManifestPiece piece{std::string(unit.component_name(component)),
-                            context_.layout.global_begin(chunk),
+                            setup_.layout.global_begin(chunk),
                             chunk.elements,
                             {}};
-        if (!context_.extent_of(c, component).empty()) {
+        if (!access_.extent_of(c, component).empty()) {
           io::ExportedExtent& extent = exported[next++];
           piece.range = {extent.file, extent.offset, extent.bytes, std::move(extent.block_checksums)};
         } else {
@@ -327,12 +328,12 @@ Manifest CheckpointKeeper::write_folder(const fs::path& folder) {
 }
 
 Manifest CheckpointKeeper::verify(const fs::path& folder) const {
-  io::StallWatch::Progress progress(context_.watch(), io::Operation::read, folder.string());
+  io::StallWatch::Progress progress(core_.store.watch(), io::Operation::read, folder.string());
   Manifest manifest = read_manifest(folder);
   progress.moved();
   std::map<std::string, const ManifestUnit*> by_name;
   for (const ManifestUnit& unit : manifest.units) by_name.emplace(unit.name, &unit);
-  for (const Unit& own : context_.layout.units) {
+  for (const Unit& own : setup_.layout.units) {
     const auto found = by_name.find(own.name);
     if (found == by_name.end()) {
       throw CheckpointError(
@@ -340,9 +341,9 @@ Manifest CheckpointKeeper::verify(const fs::path& folder) const {
     }
     match(folder, *found->second, own);
   }
-  if (manifest.units.size() != context_.layout.units.size()) {
+  if (manifest.units.size() != setup_.layout.units.size()) {
     throw CheckpointError(fmt::format("{} is a checkpoint of another model: it has {} units, this one {}",
-                                      folder.string(), manifest.units.size(), context_.layout.units.size()));
+                                      folder.string(), manifest.units.size(), setup_.layout.units.size()));
   }
   verify_data(
       folder, own_part(manifest),
@@ -353,17 +354,17 @@ Manifest CheckpointKeeper::verify(const fs::path& folder) const {
 
 /// The pieces in which this rank has elements.
 Manifest CheckpointKeeper::own_part(const Manifest& manifest) const {
-  if (context_.layout.world == 1) return manifest;
+  if (setup_.layout.world == 1) return manifest;
   Manifest part = manifest;
   for (ManifestUnit& unit : part.units) {
-    const Unit& own = context_.layout.units[index_of(unit.name)];
+    const Unit& own = setup_.layout.units[index_of(unit.name)];
     std::erase_if(unit.pieces, [&](const ManifestPiece& piece) { return overlap(own, piece).elements <= 0; });
   }
   return part;
 }
 
 int32_t CheckpointKeeper::index_of(const std::string& unit) const {
-  const auto& units = context_.layout.units;
+  const auto& units = setup_.layout.units;
   const auto found =
       std::find_if(units.begin(), units.end(), [&](const Unit& own) { return own.name == unit; });
   return static_cast<int32_t>(found - units.begin());
@@ -371,23 +372,23 @@ int32_t CheckpointKeeper::index_of(const std::string& unit) const {
 
 /// Padding depends on the world the checkpoint was made in; what lies beyond this unit's own is zero.
 CheckpointKeeper::Overlap CheckpointKeeper::overlap(const Unit& own, const ManifestPiece& piece) const {
-  const int64_t shard = context_.layout.rank * own.shard_elements;
+  const int64_t shard = setup_.layout.rank * own.shard_elements;
   const int64_t begin = std::max(piece.begin, shard);
   const int64_t end = std::min(piece.begin + piece.elements, shard + own.shard_elements);
   return {begin - shard, begin - piece.begin, end - begin};
 }
 
 void CheckpointKeeper::count_steps(int32_t unit, const ManifestUnit& found) {
-  const MutexLock lock(context_.mutex());
-  for (size_t s = 0; s < found.segments.size(); ++s) context_.units[unit].steps[s] = found.segments[s].step;
+  const MutexLock lock(core_.mutex());
+  for (size_t s = 0; s < found.segments.size(); ++s) model_.units[unit].steps[s] = found.segments[s].step;
 }
 
 void CheckpointKeeper::load(const fs::path& folder, const Manifest& manifest) {
   std::vector<std::byte> buffer;
-  io::StallWatch::Progress progress(context_.watch(), io::Operation::read, folder.string());
+  io::StallWatch::Progress progress(core_.store.watch(), io::Operation::read, folder.string());
   for (const ManifestUnit& found : manifest.units) {
     const int32_t index = index_of(found.name);
-    const Unit& unit = context_.layout.units[index];
+    const Unit& unit = setup_.layout.units[index];
     count_steps(index, found);
     for (const ManifestPiece& piece : found.pieces) {
       const Component component{static_cast<uint8_t>(unit.component_named(piece.component))};

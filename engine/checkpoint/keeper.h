@@ -15,7 +15,9 @@
 
 #include "engine/access.h"
 #include "engine/checkpoint/manifest.h"
-#include "engine/schedule/context.h"
+#include "engine/core/core.h"
+#include "engine/core/model_states.h"
+#include "engine/plan/setup.h"
 #include "io/unique_fd.h"
 
 namespace overspill::engine {
@@ -23,7 +25,7 @@ namespace overspill::engine {
 class CheckpointKeeper {
  public:
   /// Warns on stderr, on one rank, where this model's checkpoints would, or may, be too large to be taken.
-  CheckpointKeeper(Context& context, Access& access);
+  CheckpointKeeper(const Setup& setup, Core& core, ModelStates& model, Access& access);
   CheckpointKeeper(const CheckpointKeeper&) = delete;
   CheckpointKeeper& operator=(const CheckpointKeeper&) = delete;
 
@@ -88,7 +90,9 @@ class CheckpointKeeper {
   void count_steps(int32_t unit, const ManifestUnit& found) EXCLUDES(engine_mutex);
   Manifest write_folder(const std::filesystem::path& folder) EXCLUDES(engine_mutex);
 
-  Context& context_;
+  const Setup& setup_;
+  Core& core_;
+  ModelStates& model_;
   Access& access_;
   std::vector<Kept> kept_;
   Kept saving_;                 // of the save under way

@@ -96,15 +96,15 @@ void match(const fs::path& folder, const ManifestUnit& found, const Unit& own) {
   }
 }
 
-int64_t manifest_bytes(const Context& context, Bound bound) {
-  const Layout& layout = context.layout;
+int64_t manifest_bytes(const Setup& setup, Bound bound) {
+  const Layout& layout = setup.layout;
   const bool most = bound == Bound::most;
   const auto at_most = [most](int64_t value) { return most ? value : 0; };
   const int64_t steps = at_most(std::numeric_limits<int64_t>::max());
-  const int64_t offset = at_most(context.plan.nvme_reserve_bytes + context.plan.host_bytes());
+  const int64_t offset = at_most(setup.plan.nvme_reserve_bytes + setup.plan.host_bytes());
   const std::string rank = layout.slices > 1 ? fmt::format("rank{}-", at_most(layout.slices)) : "";
   const std::string file =
-      rank + (most ? fmt::format("extents-{}-9999.bin", context.config.job) : kResidentFile);
+      rank + (most ? fmt::format("extents-{}-9999.bin", setup.config.job) : kResidentFile);
   Manifest manifest;
   manifest.step = manifest.skipped_steps = steps;
   manifest.world = layout.slices;
@@ -120,7 +120,7 @@ int64_t manifest_bytes(const Context& context, Bound bound) {
                                 {file, offset, at_most(unit.component_bytes(component, unit.elements)), {}}};
       int64_t blocks = 0;
       for (int32_t c = unit.first_chunk; c < unit.first_chunk + unit.chunk_count; ++c)
-        blocks += io::checksum_blocks(context.component_bytes(c, component));
+        blocks += io::checksum_blocks(setup.component_bytes(c, component));
       const int64_t of_a_rank =
           unit.chunk_count * text_bytes(piece) + blocks * static_cast<int64_t>(kHexDigits);
       bytes += layout.world * of_a_rank;

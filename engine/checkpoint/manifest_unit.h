@@ -7,7 +7,7 @@
 #include <span>
 
 #include "engine/checkpoint/manifest.h"
-#include "engine/schedule/context.h"
+#include "engine/plan/setup.h"
 
 namespace overspill::engine {
 
@@ -22,6 +22,6 @@ enum class Bound : uint8_t { least, most };
 
 /// What the manifest of all ranks has at least, or at most, beside the caller's own text. Offsets and counts
 /// of steps are known when it is written; until then they have one digit, or as many as they can have.
-int64_t manifest_bytes(const Context& context, Bound bound);
+int64_t manifest_bytes(const Setup& setup, Bound bound);
 
 }  // namespace overspill::engine

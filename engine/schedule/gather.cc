@@ -6,7 +6,6 @@
 #include <cstring>
 #include <utility>
 
-#include "engine/schedule/awaiting.h"
 #include "kernels/device_kernels.h"
 
 namespace overspill::engine {
@@ -16,24 +15,28 @@ constexpr int64_t kBlockAlign = 4096;
 
 }  // namespace
 
-Gatherer::Gatherer(Context& context)
-    : context_(context),
-      host_memory_(context.device(), context.host_budget, context.plan.gather_host_bytes, "gathered units"),
-      host_arena_(context.plan.gather_host_bytes, kBlockAlign),
-      device_arena_(context.plan.gather_device_bytes, kBlockAlign),
-      fetches_(context.chunks.size()),
-      serve_memory_(context.device(), context.host_budget, context.plan.serve_bytes,
+Gatherer::Gatherer(const Setup& setup, Core& core, Hardware& hardware, ModelStates& model, Demand& demand)
+    : setup_(setup),
+      core_(core),
+      hardware_(hardware),
+      model_(model),
+      demand_(demand),
+      trace_(static_cast<int32_t>(setup.layout.units.size())),
+      host_memory_(hardware.device(), hardware.host_budget, setup.plan.gather_host_bytes, "gathered units"),
+      host_arena_(setup.plan.gather_host_bytes, kBlockAlign),
+      device_arena_(setup.plan.gather_device_bytes, kBlockAlign),
+      fetches_(model.chunks.size()),
+      serve_memory_(hardware.device(), hardware.host_budget, setup.plan.serve_bytes,
                     "shards on their way to other ranks"),
-      serve_fetches_(context.plan.serve_bytes > 0 ? context.chunks.size() : 0) {
-  if (!context.device().shares_host_memory()) {
-    device_memory_ = context.device().allocate(context.plan.gather_device_bytes);
-    stream_ = context.device().make_stream();
-    looks_ = context.device().make_stream();
+      serve_fetches_(setup.plan.serve_bytes > 0 ? model.chunks.size() : 0) {
+  if (!hardware.device().shares_host_memory()) {
+    device_memory_ = hardware.device().allocate(setup.plan.gather_device_bytes);
+    stream_ = hardware.device().make_stream();
+    looks_ = hardware.device().make_stream();
   }
-  if (context.resources.store != nullptr && host_memory_.bytes() > 0)
-    context.store().register_memory(host_memory_.span());
-  if (serve_memory_.bytes() > 0) context.store().register_memory(serve_memory_.span());
-  copies_.reserve(context.chunks.size());
+  if (core.store.exists() && host_memory_.bytes() > 0) core.store->register_memory(host_memory_.span());
+  if (serve_memory_.bytes() > 0) core.store->register_memory(serve_memory_.span());
+  copies_.reserve(model.chunks.size());
   for (auto* fetches : {&fetches_, &serve_fetches_}) {
     for (size_t c = 0; c < fetches->size(); ++c) {
       Fetch& fetch = (*fetches)[c];
@@ -57,10 +60,10 @@ Gatherer::~Gatherer() {
 }
 
 Block* Gatherer::acquire(int32_t unit) {
-  UnitState& state = context_.units[unit];
+  UnitState& state = model_.units[unit];
   bool announced = false;
   while (true) {
-    context_.check();
+    core_.check();
     if (state.gathered == Gathered::ready) break;
     // Asked before the fill: a copy that ends while the fill looks for room leaves room that the fill did not
     // see.
@@ -68,19 +71,19 @@ Block* Gatherer::acquire(int32_t unit) {
         state.gathered == Gathered::absent ? copy_under_way() : std::nullopt;
     if (state.gathered == Gathered::absent && !start_fill(unit, Urgency::demanded)) {
       if (copied) {  // its end makes room
-        context_.wait_for(*copied);
+        core_.wait_for(*copied);
         continue;
       }
       if (!filling_anything()) {
-        const bool on_device = !context_.device().shares_host_memory();
+        const bool on_device = !hardware_.device().shares_host_memory();
         throw BudgetError(fmt::format(
             "no room to gather {}: it needs {} bytes, the arena's largest free run has {}. Leased now: {}. "
             "Drop views of parameters that are kept, or raise the {} budget",
-            context_.layout.units[unit].name, context_.layout.units[unit].bytes(),
+            setup_.layout.units[unit].name, setup_.layout.units[unit].bytes(),
             (on_device ? device_arena_ : host_arena_).largest_free_run(), leased_units(),
             on_device ? "device" : "host"));
       }
-      context_.wait(
+      core_.wait(
           [&]() REQUIRES(engine_mutex) { return state.gathered != Gathered::absent || !filling_anything(); },
           Cause::room, unit);
       continue;
@@ -88,8 +91,8 @@ Block* Gatherer::acquire(int32_t unit) {
     if (!announced) start_fills_ahead();
     announced = true;
     make_copies();
-    const Awaiting awaiting(context_, unit);
-    context_.wait(
+    const Awaiting awaiting(core_, demand_, unit);
+    core_.wait(
         [&]() REQUIRES(engine_mutex) {
           return state.gathered == Gathered::ready || state.gathered == Gathered::absent;
         },
@@ -107,8 +110,8 @@ Block* Gatherer::acquire(int32_t unit) {
 }
 
 void Gatherer::wait_for_copy(Block& block) {
-  const MutexLock lock(context_.mutex());
-  context_.wait_for(kernels::Event(block.copied));
+  const MutexLock lock(core_.mutex());
+  core_.wait_for(kernels::Event(block.copied));
   free_bounce(block);
 }
 
@@ -131,10 +134,9 @@ void Gatherer::release(Block* block, std::span<const kernels::Event> uses) noexc
     if (stream_ != nullptr) block->uses.insert(block->uses.end(), uses.begin(), uses.end());
     if (block->leases == 0 && block->orphan) drop(*block);
   } catch (const std::exception& error) {
-    context_.fail(
-        fmt::format("ending a lease of {} failed: {}", context_.layout.units[unit].name, error.what()));
+    core_.fail(fmt::format("ending a lease of {} failed: {}", setup_.layout.units[unit].name, error.what()));
   }
-  context_.changed.notify_all();
+  core_.changed.notify_all();
 }
 
 /// Gives the host memory back that a unit passed through on its way to the device.
@@ -149,7 +151,7 @@ void Gatherer::free_bounce(Block& block) {
 /// A unit is on the device, or on its way, and has not given back the host memory that it passes through.
 bool Gatherer::keeps_bounce(const Block& block) const {
   return block.unit >= 0 && block.device_offset >= 0 && block.host_offset >= 0 &&
-         (block.orphan || context_.units[block.unit].gathered == Gathered::ready);
+         (block.orphan || model_.units[block.unit].gathered == Gathered::ready);
 }
 
 /// Of the host arena. What units passed through on their way to the device is given back first.
@@ -178,9 +180,9 @@ void Gatherer::prefetch() {
 }
 
 void Gatherer::start_fills_ahead() {
-  if (context_.config.prefetch_units == 0) return;
-  for (int32_t unit : context_.trace.upcoming(context_.config.prefetch_units)) {
-    if (context_.used_in_place(unit) || context_.units[unit].gathered != Gathered::absent) continue;
+  if (setup_.config.prefetch_units == 0) return;
+  for (int32_t unit : trace_.upcoming(setup_.config.prefetch_units)) {
+    if (setup_.used_in_place(unit) || model_.units[unit].gathered != Gathered::absent) continue;
     if (!start_fill(unit, Urgency::ahead)) return;
   }
 }
@@ -189,14 +191,14 @@ void Gatherer::start_fills_ahead() {
 bool Gatherer::start_fill(int32_t unit, Urgency urgency) {
   Block* block = take_block(unit, urgency);
   if (block == nullptr) return false;
-  UnitState& state = context_.units[unit];
+  UnitState& state = model_.units[unit];
   state.gathered = Gathered::filling;
   state.block = block;
-  context_.journal.note(Happening::gathering, unit);
-  const Unit& layout = context_.layout.units[unit];
+  core_.journal.note(Happening::gathering, unit);
+  const Unit& layout = setup_.layout.units[unit];
   block->arriving = layout.chunk_count + 1;  // the last one is this function's own
   for (int32_t c = layout.first_chunk; c < layout.first_chunk + layout.chunk_count; ++c) {
-    if (!context_.chunks[c].pending) bring(*block, c, urgency);
+    if (!model_.chunks[c].pending) bring(*block, c, urgency);
   }
   arrived(*block);
   return true;
@@ -204,7 +206,7 @@ bool Gatherer::start_fill(int32_t unit, Urgency urgency) {
 
 /// A chunk's newest weights where they are in memory; null when only the store has them.
 const std::byte* Gatherer::weights_in_memory(int32_t chunk) const {
-  const ChunkState& state = context_.chunks[chunk];
+  const ChunkState& state = model_.chunks[chunk];
   if (state.home[0] != nullptr) return state.home[0];
   // What was never written is not in a staged slot either: its worker clears it there.
   const bool in_slot = (state.residency == Residency::staged && !state.extents[0].empty()) ||
@@ -213,7 +215,7 @@ const std::byte* Gatherer::weights_in_memory(int32_t chunk) const {
 }
 
 void Gatherer::bring(Block& block, int32_t chunk, Urgency urgency) {
-  const bool in_store = weights_in_memory(chunk) == nullptr && !context_.chunks[chunk].extents[0].empty();
+  const bool in_store = weights_in_memory(chunk) == nullptr && !model_.chunks[chunk].extents[0].empty();
   if (in_store) return fetch(block, chunk, urgency);
   if (block.shard == nullptr) return arrived(block);  // it is filled from the weights' home in one copy
   copies_.push_back({&block, chunk, urgency});
@@ -225,9 +227,9 @@ void Gatherer::fetch(Block& block, int32_t chunk, Urgency urgency) {
   fetch.transfer.kind = io::Transfer::Kind::read;
   fetch.transfer.priority =
       urgency == Urgency::demanded ? io::Transfer::Priority::demand : io::Transfer::Priority::prefetch;
-  fetch.transfer.extent = context_.chunks[chunk].extents[0];
+  fetch.transfer.extent = model_.chunks[chunk].extents[0];
   fetch.transfer.memory = place_of(block, chunk);
-  context_.submit(fetch.transfer);
+  core_.store.submit(fetch.transfer);
 }
 
 /// Makes the copies that are due, on the thread of whoever calls.
@@ -242,7 +244,7 @@ void Gatherer::make_copies() {
 /// The block stays since it is being filled, the weights' home since whoever changes it invalidates the block
 /// first, and a slot since it is lent.
 void Gatherer::make(const Copy& copy) {
-  const ChunkState& state = context_.chunks[copy.chunk];
+  const ChunkState& state = model_.chunks[copy.chunk];
   const std::byte* weights = weights_in_memory(copy.chunk);
   if (weights == nullptr && !state.extents[0].empty())  // its slot was given up since
     return fetch(*copy.block, copy.chunk, copy.urgency);
@@ -250,8 +252,8 @@ void Gatherer::make(const Copy& copy) {
   if (from_slot) slots_->lend(copy.chunk);
   {
     std::byte* const to = place_of(*copy.block, copy.chunk);
-    const auto bytes = static_cast<size_t>(context_.component_bytes(copy.chunk, Component::hi));
-    const Unlocked unlocked(context_.mutex());
+    const auto bytes = static_cast<size_t>(setup_.component_bytes(copy.chunk, Component::hi));
+    const Unlocked unlocked(core_.mutex());
     if (weights != nullptr) {
       std::memcpy(to, weights, bytes);
     } else {
@@ -264,38 +266,38 @@ void Gatherer::make(const Copy& copy) {
 
 void Gatherer::on_fetched(io::Transfer& transfer) noexcept {
   Fetch& fetch = *static_cast<Fetch*>(transfer.context);
-  Context& context = fetch.owner->context_;
-  const MutexLock guard(context.mutex());
-  context.completed(transfer);
+  Core& core = fetch.owner->core_;
+  const MutexLock guard(core.mutex());
+  core.store.completed(transfer);
   if (transfer.error) {
-    context.fail("reading weights of " + context.layout.units[fetch.block->unit].name + ": " +
-                 transfer.error->message());
+    core.fail("reading weights of " + fetch.owner->setup_.layout.units[fetch.block->unit].name + ": " +
+              transfer.error->message());
     return;
   }
   fetch.owner->arrived(*fetch.block);
 }
 
 void Gatherer::deliver(int32_t chunk, const std::byte* weights) {
-  const UnitState& state = context_.units[context_.layout.chunks[chunk].unit];
+  const UnitState& state = model_.units[setup_.layout.chunks[chunk].unit];
   if (state.gathered != Gathered::filling) return;
   Block& block = *state.block;  // stays, since this chunk is yet to come
   if (block.shard != nullptr) {
     std::byte* const to = place_of(block, chunk);
-    const Unlocked unlocked(context_.mutex());
-    std::memcpy(to, weights, static_cast<size_t>(context_.component_bytes(chunk, Component::hi)));
+    const Unlocked unlocked(core_.mutex());
+    std::memcpy(to, weights, static_cast<size_t>(setup_.component_bytes(chunk, Component::hi)));
   }
   arrived(block);
 }
 
 void Gatherer::arrived(Block& block) {
   if (--block.arriving > 0) return;
-  if (&block == &serve_) return context_.changed.notify_all();
-  UnitState& state = context_.units[block.unit];
+  if (&block == &serve_) return core_.changed.notify_all();
+  UnitState& state = model_.units[block.unit];
   state.gathered = Gathered::local;
-  const bool alone = context_.layout.world == 1;
+  const bool alone = setup_.layout.world == 1;
   if (alone || collects_on_device()) to_device(block);
   if (alone) finish(block);  // else the rounds collect the other shards
-  context_.changed.notify_all();
+  core_.changed.notify_all();
 }
 
 /// From the shard that lives there, or of what is on the host: this rank's shard, or all of them where they
@@ -305,30 +307,30 @@ void Gatherer::to_device(Block& block) {
     block.device = block.host;
     return;
   }
-  UnitState& state = context_.units[block.unit];
-  const Unit& unit = context_.layout.units[block.unit];
+  UnitState& state = model_.units[block.unit];
+  const Unit& unit = setup_.layout.units[block.unit];
   if (Block* const resident = state.resident) {
     stream_->wait(resident->copied);
-    context_.device().kernels()->copy(*stream_, block.device + context_.layout.rank * unit.shard_bytes(),
-                                      resident->device, unit.shard_bytes());
+    hardware_.device().kernels()->copy(*stream_, block.device + setup_.layout.rank * unit.shard_bytes(),
+                                       resident->device, unit.shard_bytes());
     block.copied = state.copied = stream_->record();
     std::erase_if(resident->uses, [](const kernels::Event& use) { return use.done(); });
     resident->uses.push_back(block.copied);  // its update waits for this
     return;
   }
-  const bool whole = meets_on_host(context_.layout, context_.traits);
+  const bool whole = meets_on_host(setup_.layout, setup_.traits);
   const int64_t bytes = whole ? unit.bytes() : unit.shard_bytes();
   const std::byte* from = block.host != nullptr ? block.host : state.home;
-  std::byte* to = block.device + (whole ? 0 : context_.layout.rank * bytes);
-  const kernels::Event begin = context_.journal.begin(*stream_);
+  std::byte* to = block.device + (whole ? 0 : setup_.layout.rank * bytes);
+  const kernels::Event begin = core_.journal.begin(*stream_);
   stream_->copy_from_host(to, from, bytes);
   block.copied = state.copied = stream_->record();
-  context_.journal.note(DeviceSpan::Kind::copy_up, block.unit, begin, block.copied);
+  core_.journal.note(DeviceSpan::Kind::copy_up, block.unit, begin, block.copied);
 }
 
 void Gatherer::finish(Block& block) {
-  context_.units[block.unit].gathered = Gathered::ready;
-  context_.journal.note(Happening::gathered, block.unit);
+  model_.units[block.unit].gathered = Gathered::ready;
+  core_.journal.note(Happening::gathered, block.unit);
 }
 
 void Gatherer::copy_to_host(const Block& block, std::span<std::byte> to, const std::byte* from) {
@@ -336,7 +338,7 @@ void Gatherer::copy_to_host(const Block& block, std::span<std::byte> to, const s
   {
     const MutexLock turn(looking_);
     {
-      const MutexLock guard(context_.mutex());
+      const MutexLock guard(core_.mutex());
       looks_->wait(block.copied);
     }
     looks_->copy_to_host(to.data(), from, std::ssize(to));
@@ -348,23 +350,23 @@ void Gatherer::copy_to_host(const Block& block, std::span<std::byte> to, const s
 void Gatherer::invalidate(std::span<const int32_t> units) {
   make_copies();
   if (serve_.unit >= 0) {
-    context_.wait([&]() REQUIRES(engine_mutex) { return serve_.arriving == 0; }, Cause::reads);
+    core_.wait([&]() REQUIRES(engine_mutex) { return serve_.arriving == 0; }, Cause::reads);
     serve_.unit = -1;
   }
   for (int32_t unit : units) {
-    UnitState& state = context_.units[unit];
+    UnitState& state = model_.units[unit];
     if (state.whole != nullptr) {  // used in place, as with one rank
       state.gathered = Gathered::local;
       state.wanted = false;
       continue;
     }
-    context_.wait(
+    core_.wait(
         [&]() REQUIRES(engine_mutex) {
           return state.gathered != Gathered::filling && state.gathered != Gathered::collecting;
         },
         Cause::reads);
     // What it reads changes now, also where its block was given up.
-    context_.wait_for(std::exchange(state.copied, {}));
+    core_.wait_for(std::exchange(state.copied, {}));
     if (state.gathered == Gathered::absent) continue;
     Block& block = *state.block;
     if (block.leases == 0) {
@@ -380,7 +382,7 @@ void Gatherer::invalidate(std::span<const int32_t> units) {
 bool Gatherer::filling_anything() const {
   return std::any_of(blocks_.begin(), blocks_.end(), [&](const auto& block) REQUIRES(engine_mutex) {
     if (block->unit < 0 || block->orphan) return false;
-    return block->pins > 0 || context_.units[block->unit].gathered != Gathered::ready;
+    return block->pins > 0 || model_.units[block->unit].gathered != Gathered::ready;
   });
 }
 
@@ -388,7 +390,7 @@ std::string Gatherer::leased_units() const {
   std::string names;
   for (const auto& block : blocks_) {
     if (block->unit < 0 || block->leases == 0) continue;
-    const Unit& unit = context_.layout.units[block->unit];
+    const Unit& unit = setup_.layout.units[block->unit];
     names += fmt::format("{}{} ({} bytes)", names.empty() ? "" : ", ", unit.name, unit.bytes());
   }
   return names.empty() ? "nothing" : names;

@@ -11,8 +11,13 @@
 #include <span>
 #include <vector>
 
+#include "engine/core/core.h"
+#include "engine/core/demand.h"
+#include "engine/core/hardware.h"
+#include "engine/core/model_states.h"
 #include "engine/memory/range_allocator.h"
-#include "engine/schedule/context.h"
+#include "engine/plan/setup.h"
+#include "engine/schedule/trace.h"
 
 namespace overspill::engine {
 
@@ -52,7 +57,7 @@ class SlotOwner {
 
 class Gatherer {
  public:
-  explicit Gatherer(Context& context);
+  Gatherer(const Setup& setup, Core& core, Hardware& hardware, ModelStates& model, Demand& demand);
   /// Before anything is gathered. The owner outlives all calls.
   void copies_from_slots_of(SlotOwner& owner) { slots_ = &owner; }
   ~Gatherer();  // no lease is left; waits for copies and uses
@@ -68,6 +73,9 @@ class Gatherer {
   kernels::Event use(Block* block, kernels::Stream& queue) REQUIRES(engine_mutex);
   /// The memory is in use until `uses` are done. What fails fails the engine.
   void release(Block* block, std::span<const kernels::Event> uses) noexcept REQUIRES(engine_mutex);
+
+  /// The order in which units are acquired: recorded by whoever acquires, read to look ahead.
+  Trace& trace() REQUIRES(engine_mutex) { return trace_; }
 
   /// Starts to fill the units that come next, as far as there is room that is not needed sooner.
   void prefetch() MAY_RELEASE(engine_mutex);
@@ -97,8 +105,8 @@ class Gatherer {
   void prepare_to_serve(int32_t unit) MAY_RELEASE(engine_mutex);
   /// Memory for all ranks' shards, this rank's in its place: the device's where they meet there.
   std::byte* begin_collecting(int32_t unit) REQUIRES(engine_mutex);
-  bool collects_on_device() const { return context_.traits.gathers; }
-  bool lives_on_device(int32_t unit) const { return context_.units[unit].resident != nullptr; }
+  bool collects_on_device() const { return setup_.traits.gathers; }
+  bool lives_on_device(int32_t unit) const { return model_.units[unit].resident != nullptr; }
   void collected(int32_t unit) REQUIRES(engine_mutex);
 
   /// From leased memory of a device that has its own; returns when `to` is filled. The mutex is not
@@ -111,7 +119,7 @@ class Gatherer {
   int64_t largest_free_run() const REQUIRES(engine_mutex) { return host_arena_.largest_free_run(); }
 
   bool ready(int32_t unit) const REQUIRES(engine_mutex) {
-    return context_.units[unit].gathered == Gathered::ready;
+    return model_.units[unit].gathered == Gathered::ready;
   }
 
  private:
@@ -146,19 +154,24 @@ class Gatherer {
   std::optional<kernels::Event> copy_under_way() const REQUIRES(engine_mutex);
   void free_bounce(Block& block) REQUIRES(engine_mutex);
   int64_t host_bytes(int32_t unit) const {
-    return host_block_bytes(context_.layout, context_.layout.units[unit], context_.traits,
-                            context_.plan.weights_on_nvme[unit]);
+    return host_block_bytes(setup_.layout, setup_.layout.units[unit], setup_.traits,
+                            setup_.plan.weights_on_nvme[unit]);
   }
   std::string leased_units() const REQUIRES(engine_mutex);
   bool filling_anything() const REQUIRES(engine_mutex);
   const std::byte* weights_in_memory(int32_t chunk) const REQUIRES(engine_mutex);
   /// Where a chunk's weights belong in a block.
   std::byte* place_of(const Block& block, int32_t chunk) const REQUIRES(engine_mutex) {
-    const Chunk& c = context_.layout.chunks[chunk];
-    return block.shard + c.begin * context_.layout.units[c.unit].element_bytes;
+    const Chunk& c = setup_.layout.chunks[chunk];
+    return block.shard + c.begin * setup_.layout.units[c.unit].element_bytes;
   }
 
-  Context& context_;
+  const Setup& setup_;
+  Core& core_;
+  Hardware& hardware_;
+  ModelStates& model_;
+  Demand& demand_;
+  Trace trace_ GUARDED_BY(engine_mutex);
   LinkedMemory host_memory_;
   kernels::DeviceMemory device_memory_;
   RangeAllocator host_arena_ GUARDED_BY(engine_mutex);

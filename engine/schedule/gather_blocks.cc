@@ -9,11 +9,11 @@
 
 namespace overspill::engine {
 Block* Gatherer::take_block(int32_t unit, Urgency urgency) {
-  const int64_t bytes = context_.layout.units[unit].bytes();
-  const bool on_device = !context_.device().shares_host_memory();
+  const int64_t bytes = setup_.layout.units[unit].bytes();
+  const bool on_device = !hardware_.device().shares_host_memory();
   const int64_t bytes_on_host = host_bytes(unit);
   const bool on_host = bytes_on_host > 0;
-  const int64_t arena = on_device ? context_.plan.gather_device_bytes : context_.plan.gather_host_bytes;
+  const int64_t arena = on_device ? setup_.plan.gather_device_bytes : setup_.plan.gather_host_bytes;
   // Large and small units start from different ends: small ones that stay long do not cut up the room that
   // large ones need.
   const auto end = bytes * 4 > arena ? RangeAllocator::End::low : RangeAllocator::End::high;
@@ -42,8 +42,8 @@ Block* Gatherer::take_block(int32_t unit, Urgency urgency) {
     block->host_offset = *host;
     block->host = host_memory_.data() + *host;
     block->shard = block->host;
-    if (meets_on_host(context_.layout, context_.traits))
-      block->shard += context_.layout.rank * context_.layout.units[unit].shard_bytes();
+    if (meets_on_host(setup_.layout, setup_.traits))
+      block->shard += setup_.layout.rank * setup_.layout.units[unit].shard_bytes();
   }
   if (device) {
     block->device_offset = *device;
@@ -56,18 +56,18 @@ Block* Gatherer::take_block(int32_t unit, Urgency urgency) {
 /// where it is still being copied to the device: who demands waits for that and asks again.
 bool Gatherer::make_room(int32_t unit, Urgency urgency) {
   int32_t victim = -1;
-  int64_t farthest = urgency == Urgency::demanded ? -1 : context_.trace.next_use(unit);
+  int64_t farthest = urgency == Urgency::demanded ? -1 : trace_.next_use(unit);
   for (const auto& block : blocks_) {
     if (block->unit < 0 || block->orphan || block->leases > 0 || block->pins > 0) continue;
-    if (context_.units[block->unit].gathered != Gathered::ready) continue;
+    if (model_.units[block->unit].gathered != Gathered::ready) continue;
     if (urgency == Urgency::ahead && keeps_bounce(*block) && !block->copied.done()) continue;
-    const int64_t use = context_.trace.next_use(block->unit);
+    const int64_t use = trace_.next_use(block->unit);
     if (use <= farthest) continue;
     farthest = use;
     victim = block->unit;
   }
   if (victim < 0) return false;
-  Block& block = *context_.units[victim].block;
+  Block& block = *model_.units[victim].block;
   if (keeps_bounce(block) && !block.copied.done()) return false;
   drop(block);
   return true;
@@ -77,22 +77,22 @@ bool Gatherer::make_room(int32_t unit, Urgency urgency) {
 void Gatherer::drop(Block& block) {
   // What is copied here next comes after the uses: nobody has to wait for them.
   for (const kernels::Event& use : block.uses) {
-    if (context_.config.poison) use.wait();
+    if (setup_.config.poison) use.wait();
     stream_->wait(use);
   }
   block.uses.clear();
-  const int64_t bytes = context_.layout.units[block.unit].bytes();
+  const int64_t bytes = setup_.layout.units[block.unit].bytes();
   if (!block.orphan) {
-    context_.units[block.unit].gathered = Gathered::absent;
-    context_.units[block.unit].block = nullptr;
+    model_.units[block.unit].gathered = Gathered::absent;
+    model_.units[block.unit].block = nullptr;
   }
-  if (context_.config.poison) {
+  if (setup_.config.poison) {
     if (block.host != nullptr) std::memset(block.host, 0xFF, static_cast<size_t>(host_bytes(block.unit)));
-    if (block.device_offset >= 0) context_.device().poison(block.device, bytes);
+    if (block.device_offset >= 0) hardware_.device().poison(block.device, bytes);
   }
   if (block.host_offset >= 0) host_arena_.release(block.host_offset);
   if (block.device_offset >= 0) device_arena_.release(block.device_offset);
-  context_.journal.note(Happening::freed, block.unit);
+  core_.journal.note(Happening::freed, block.unit);
   block.unit = -1;
   block.orphan = false;
   idle_blocks_.push_back(&block);

@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <utility>
 
-#include "engine/schedule/context.h"
+#include "kernels/clock.h"
 
 namespace overspill::engine {
 
@@ -76,7 +76,7 @@ std::vector<DeviceSpan> resolve(const std::vector<DeviceWork>& work) {
 }
 
 void Journal::add(Happening happening, int32_t unit, int32_t chunk, int32_t slot) {
-  entries_.push_back({now_ns(), happening, unit, chunk, slot});
+  entries_.push_back({kernels::steady_now_ns(), happening, unit, chunk, slot});
 }
 
 }  // namespace overspill::engine

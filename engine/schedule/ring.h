@@ -9,8 +9,11 @@
 #include <span>
 #include <vector>
 
+#include "engine/core/core.h"
+#include "engine/core/hardware.h"
+#include "engine/core/model_states.h"
 #include "engine/memory/host_memory.h"
-#include "engine/schedule/context.h"
+#include "engine/plan/setup.h"
 #include "engine/schedule/gather.h"
 #include "io/sealed.h"
 #include "io/store.h"
@@ -35,7 +38,7 @@ class StateRing final : public SlotOwner {
   };
 
   /// Throws std::logic_error where the plan's slots are too small for a chunk. The user outlives the ring.
-  StateRing(Context& context, User& user);
+  StateRing(const Setup& setup, Core& core, Hardware& hardware, ModelStates& model, User& user);
   StateRing(const StateRing&) = delete;
   StateRing& operator=(const StateRing&) = delete;
 
@@ -102,7 +105,9 @@ class StateRing final : public SlotOwner {
   void ends_writing(Slot& slot) REQUIRES(engine_mutex);
   void release(Slot& slot) REQUIRES(engine_mutex);
 
-  Context& context_;
+  const Setup& setup_;
+  Core& core_;
+  ModelStates& model_;
   User& user_;
   HostMemory memory_;
   std::vector<Slot> slots_ GUARDED_BY(engine_mutex);

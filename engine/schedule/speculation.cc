@@ -4,13 +4,14 @@
 
 namespace overspill::engine {
 
-Speculation::Speculation(Context& context)
-    : context_(context),
-      memory_(context.host_budget, context.plan.second_weights * context.plan.second_weights_bytes,
+Speculation::Speculation(const Setup& setup, Hardware& hardware, ModelStates& model)
+    : setup_(setup),
+      model_(model),
+      memory_(hardware.host_budget, setup.plan.second_weights * setup.plan.second_weights_bytes,
               "second weights of guessed updates") {
-  for (int64_t i = 0; i < context.plan.second_weights; ++i)
-    free_.push_back(memory_.data() + i * context.plan.second_weights_bytes);
-  for (const Unit& unit : context.layout.units) {
+  for (int64_t i = 0; i < setup.plan.second_weights; ++i)
+    free_.push_back(memory_.data() + i * setup.plan.second_weights_bytes);
+  for (const Unit& unit : setup.layout.units) {
     arrivals_.emplace_back(unit.segments.size());
     expected_.emplace_back(unit.segments.size());
   }
@@ -32,8 +33,8 @@ bool Speculation::complete(int32_t unit) const {
 }
 
 void Speculation::capture(int32_t unit) {
-  UnitState& state = context_.units[unit];
-  const auto& segments = context_.layout.units[unit].segments;
+  UnitState& state = model_.units[unit];
+  const auto& segments = setup_.layout.units[unit].segments;
   for (size_t s = 0; s < segments.size(); ++s) {
     state.guessed[s] = arrivals_[unit][s] > 0 ? 1 : 0;
     if (state.guessed[s] == 0) continue;
@@ -43,7 +44,7 @@ void Speculation::capture(int32_t unit) {
 }
 
 bool Speculation::right(int32_t unit) const {
-  const UnitState& state = context_.units[unit];
+  const UnitState& state = model_.units[unit];
   if (state.guessed != state.updated) return false;
   for (size_t s = 0; s < state.guessed.size(); ++s) {
     if (state.guessed[s] != 0 && state.guessed_factors[s] != state.factors[s]) return false;

@@ -10,13 +10,15 @@
 #include <span>
 #include <vector>
 
-#include "engine/schedule/context.h"
+#include "engine/core/hardware.h"
+#include "engine/core/model_states.h"
+#include "engine/plan/setup.h"
 
 namespace overspill::engine {
 
 class Speculation {
  public:
-  explicit Speculation(Context& context);
+  Speculation(const Setup& setup, Hardware& hardware, ModelStates& model);
 
   /// The hyper-parameters that the next step is expected to have.
   void expect(std::span<const optim::Hyper> groups) REQUIRES(engine_mutex);
@@ -41,10 +43,10 @@ class Speculation {
 
   /// Whether guesses may come.
   bool active() const REQUIRES(engine_mutex) {
-    return context_.config.speculate && context_.layout.slices == 1 && pause_ == 0 && !groups_.empty();
+    return setup_.config.speculate && setup_.layout.slices == 1 && pause_ == 0 && !groups_.empty();
   }
 
-  bool may_guess(int32_t chunk) const { return engine::may_guess(context_.plan, chunk); }
+  bool may_guess(int32_t chunk) const { return engine::may_guess(setup_.plan, chunk); }
 
  private:
   bool complete(int32_t unit) const REQUIRES(engine_mutex);
@@ -52,7 +54,8 @@ class Speculation {
 
   static constexpr int64_t kPauseMost = 64;  // steps
 
-  Context& context_;
+  const Setup& setup_;
+  ModelStates& model_;
   HostMemory memory_;
   std::vector<std::byte*> free_ GUARDED_BY(engine_mutex);
   std::vector<optim::Hyper> groups_ GUARDED_BY(engine_mutex);

@@ -12,11 +12,12 @@ bool earlier(const ChunkState& a, const ChunkState& b) REQUIRES(engine_mutex) {
 
 }  // namespace
 
-UpdateOrder::UpdateOrder(const Context& context, const Speculation& speculation, const StateRing& ring)
-    : context_(context), speculation_(speculation), ring_(ring) {
+UpdateOrder::UpdateOrder(const Setup& setup, const ModelStates& model, const Demand& demand,
+                         const Speculation& speculation, const StateRing& ring)
+    : setup_(setup), model_(model), demand_(demand), speculation_(speculation), ring_(ring) {
   for (auto* chunks :
        {&through_ring_, &on_host_, &ahead_, &guesses_, &guessed_, &unread_guesses_, &home_guesses_})
-    chunks->reserve(context.chunks.size());
+    chunks->reserve(model.chunks.size());
   read_ahead();
 }
 
@@ -28,11 +29,11 @@ void UpdateOrder::begin_step() {
 }
 
 void UpdateOrder::add(int32_t chunk) {
-  (context_.touches_nvme(chunk) ? through_ring_ : on_host_).push_back(chunk);
+  (setup_.touches_nvme(chunk) ? through_ring_ : on_host_).push_back(chunk);
 }
 
 void UpdateOrder::expect_again(int32_t chunk) {
-  if (context_.touches_nvme(chunk)) ahead_.push_back(chunk);
+  if (setup_.touches_nvme(chunk)) ahead_.push_back(chunk);
 }
 
 void UpdateOrder::add_next(int32_t chunk) {
@@ -41,12 +42,12 @@ void UpdateOrder::add_next(int32_t chunk) {
 
 void UpdateOrder::add_guess(int32_t chunk) {
   guesses_.push_back(chunk);
-  (context_.plan.held_twice[chunk] ? home_guesses_ : unread_guesses_).push_back(chunk);
+  (setup_.plan.held_twice[chunk] ? home_guesses_ : unread_guesses_).push_back(chunk);
 }
 
 void UpdateOrder::end_guesses() {
   guessed_.swap(guesses_);
-  std::erase_if(guessed_, [&](int32_t c) { return context_.plan.held_twice[c]; });  // nothing to read ahead
+  std::erase_if(guessed_, [&](int32_t c) { return setup_.plan.held_twice[c]; });  // nothing to read ahead
   guesses_.clear();
   unread_guesses_.clear();
   home_guesses_.clear();
@@ -56,8 +57,8 @@ void UpdateOrder::end_guesses() {
 /// The first chunk that fits, of the units whose updates somebody waits for.
 template <class Fits>
 int32_t UpdateOrder::first_demanded(Fits fits) const {
-  for (size_t i = context_.demanded_units.size(); i-- > 0;) {
-    const Unit& unit = context_.layout.units[context_.demanded_units[i]];
+  for (size_t i = demand_.updates.size(); i-- > 0;) {
+    const Unit& unit = setup_.layout.units[demand_.updates[i]];
     for (int32_t c = unit.first_chunk; c < unit.first_chunk + unit.chunk_count; ++c) {
       if (fits(c)) return c;
     }
@@ -68,9 +69,9 @@ int32_t UpdateOrder::first_demanded(Fits fits) const {
 // ---- reading
 
 bool UpdateOrder::has_to_be_read(int32_t chunk) const {
-  const ChunkState& state = context_.chunks[chunk];
+  const ChunkState& state = model_.chunks[chunk];
   return state.pending && state.guess == Guess::none && state.residency == Residency::home &&
-         context_.touches_nvme(chunk);
+         setup_.touches_nvme(chunk);
 }
 
 int32_t UpdateOrder::next_to_read() {
@@ -79,7 +80,7 @@ int32_t UpdateOrder::next_to_read() {
   while (next_through_ring_ < through_ring_.size() && !wanted(through_ring_[next_through_ring_])) {
     // A chunk whose last version is still on its way out, or whose guess was dropped, is not home yet: it is
     // read when it is, in its turn.
-    const ChunkState& state = context_.chunks[through_ring_[next_through_ring_]];
+    const ChunkState& state = model_.chunks[through_ring_[next_through_ring_]];
     if (state.pending && (state.residency == Residency::writing || state.guess != Guess::none)) return -1;
     ++next_through_ring_;
   }
@@ -92,14 +93,14 @@ int32_t UpdateOrder::next_to_read() {
 /// is then what forward needs late.
 int32_t UpdateOrder::next_guess_to_read() {
   const auto waits = [&](int32_t c) REQUIRES(engine_mutex) {
-    const ChunkState& state = context_.chunks[c];
+    const ChunkState& state = model_.chunks[c];
     return state.guess == Guess::wanted &&
            (state.residency == Residency::home || state.residency == Residency::writing);
   };
   while (!unread_guesses_.empty() && !waits(unread_guesses_.back())) unread_guesses_.pop_back();
   const auto next =
       std::find_if(unread_guesses_.rbegin(), unread_guesses_.rend(), [&](int32_t c) REQUIRES(engine_mutex) {
-        return waits(c) && context_.chunks[c].residency == Residency::home;
+        return waits(c) && model_.chunks[c].residency == Residency::home;
       });
   return next == unread_guesses_.rend() ? -1 : *next;
 }
@@ -110,13 +111,13 @@ int32_t UpdateOrder::next_ahead() {
   if (!reads_ahead_) return -1;
   const std::vector<int32_t>& order = speculation_.active() ? guessed_ : ahead_;
   const auto is_there = [&](int32_t c) REQUIRES(engine_mutex) {
-    const ChunkState& state = context_.chunks[c];
+    const ChunkState& state = model_.chunks[c];
     return state.guess != Guess::none || state.residency == Residency::reading ||
            state.residency == Residency::staged;
   };
   while (next_ahead_ < order.size() && is_there(order[next_ahead_])) ++next_ahead_;
   if (next_ahead_ >= order.size()) return -1;  // beyond: guessing began, and the list is another one
-  const ChunkState& state = context_.chunks[order[next_ahead_]];
+  const ChunkState& state = model_.chunks[order[next_ahead_]];
   if (state.pending || state.residency != Residency::home) return -1;
   return ring_.has_free() ? order[next_ahead_++] : -1;
 }
@@ -124,12 +125,12 @@ int32_t UpdateOrder::next_ahead() {
 // ---- updating
 
 bool UpdateOrder::can_be_updated(int32_t chunk) const {
-  const ChunkState& state = context_.chunks[chunk];
+  const ChunkState& state = model_.chunks[chunk];
   if (state.guess == Guess::made) return state.pending && state.verdict == Verdict::take;
   if (state.guess == Guess::wanted)
-    return context_.plan.held_twice[chunk] ? state.residency == Residency::home : ring_.ready(chunk);
+    return setup_.plan.held_twice[chunk] ? state.residency == Residency::home : ring_.ready(chunk);
   if (!state.pending || state.guess != Guess::none) return false;
-  return context_.touches_nvme(chunk) ? ring_.ready(chunk) : state.residency == Residency::home;
+  return setup_.touches_nvme(chunk) ? ring_.ready(chunk) : state.residency == Residency::home;
 }
 
 int32_t UpdateOrder::next_to_update() {
@@ -141,7 +142,7 @@ int32_t UpdateOrder::next_to_update() {
   for (int32_t slot = 0; slot < ring_.slots(); ++slot) {
     const int32_t chunk = ring_.chunk_in(slot);
     if (chunk < 0 || !ready(chunk)) continue;
-    if (best < 0 || earlier(context_.chunks[chunk], context_.chunks[best])) best = chunk;
+    if (best < 0 || earlier(model_.chunks[chunk], model_.chunks[best])) best = chunk;
   }
   // The latest comes first, as in next_guess_to_read().
   return best < 0 && !home_guesses_.empty() ? home_guesses_.back() : best;

@@ -9,7 +9,9 @@
 #include <span>
 #include <vector>
 
-#include "engine/schedule/context.h"
+#include "engine/core/demand.h"
+#include "engine/core/model_states.h"
+#include "engine/plan/setup.h"
 #include "engine/schedule/ring.h"
 #include "engine/schedule/speculation.h"
 
@@ -18,7 +20,8 @@ namespace overspill::engine {
 class UpdateOrder {
  public:
   /// Allocates for all chunks here, and nowhere else. What it is given outlives it.
-  UpdateOrder(const Context& context, const Speculation& speculation, const StateRing& ring);
+  UpdateOrder(const Setup& setup, const ModelStates& model, const Demand& demand,
+              const Speculation& speculation, const StateRing& ring);
 
   /// step() is about to add its chunks; those of the step before are done.
   void begin_step() REQUIRES(engine_mutex);
@@ -41,7 +44,7 @@ class UpdateOrder {
   void stop_reading_ahead() REQUIRES(engine_mutex) { reads_ahead_ = false; }
   /// What was read ahead is gone: reading ahead begins with the next step's first chunk.
   void start_ahead_anew() REQUIRES(engine_mutex) { next_ahead_ = 0; }
-  void read_ahead() REQUIRES(engine_mutex) { reads_ahead_ = context_.config.prefetch_units > 0; }
+  void read_ahead() REQUIRES(engine_mutex) { reads_ahead_ = setup_.config.prefetch_units > 0; }
 
   /// -1: there is none. A chunk that is only read ahead is given while a slot is free.
   int32_t next_to_read() REQUIRES(engine_mutex);
@@ -55,7 +58,9 @@ class UpdateOrder {
   int32_t next_ahead() REQUIRES(engine_mutex);
   bool can_be_updated(int32_t chunk) const REQUIRES(engine_mutex);
 
-  const Context& context_;
+  const Setup& setup_;
+  const ModelStates& model_;
+  const Demand& demand_;
   const Speculation& speculation_;
   const StateRing& ring_;
   std::vector<int32_t> through_ring_ GUARDED_BY(engine_mutex);  // the step's chunks that need a slot

@@ -9,28 +9,33 @@
 
 namespace overspill::engine {
 
-Updater::Updater(Context& context, Gatherer& gatherer)
-    : context_(context),
+Updater::Updater(const Setup& setup, Core& core, Hardware& hardware, ModelStates& model, Demand& demand,
+                 Gatherer& gatherer)
+    : setup_(setup),
+      core_(core),
+      hardware_(hardware),
+      model_(model),
+      demand_(demand),
       gatherer_(gatherer),
-      speculation_(context),
-      ring_(context, *this),
-      order_(context, speculation_, ring_) {
+      speculation_(setup, hardware, model),
+      ring_(setup, core, hardware, model, *this),
+      order_(setup, model, demand, speculation_, ring_) {
   gatherer.copies_from_slots_of(ring_);
 }
 
 void Updater::schedule(std::span<const int32_t> chunks) {
   order_.begin_step();
-  const ScheduleStats before = context_.stats;
+  const ScheduleStats before = core_.stats;
   int64_t position = 0;
   for (int32_t chunk : chunks) {
-    ChunkState& state = context_.chunks[chunk];
-    const int32_t unit = context_.layout.chunks[chunk].unit;
+    ChunkState& state = model_.chunks[chunk];
+    const int32_t unit = setup_.layout.chunks[chunk].unit;
     order_.expect_again(chunk);
     state.position = position++;
     const bool taken = state.guess != Guess::none && decide(chunk, speculation_.right(unit));
     if (taken && state.guess == Guess::none) continue;  // its new weights are where they belong
     state.pending = true;
-    ++context_.units[unit].pending_chunks;
+    ++model_.units[unit].pending_chunks;
     ++pending_;
     // One whose guess is running is taken by the worker that makes it.
     if (!taken) order_.add(chunk);
@@ -38,7 +43,7 @@ void Updater::schedule(std::span<const int32_t> chunks) {
     // One whose states were read ahead has waited for this.
     if (state.residency == Residency::reading || state.residency == Residency::staged)
       ring_.read_gradient(chunk);
-    context_.journal.note(Happening::scheduled, unit, chunk);
+    core_.journal.note(Happening::scheduled, unit, chunk);
   }
   judge(before);
   resume();
@@ -46,7 +51,7 @@ void Updater::schedule(std::span<const int32_t> chunks) {
 }
 
 void Updater::skip() {
-  const ScheduleStats before = context_.stats;
+  const ScheduleStats before = core_.stats;
   for (int32_t chunk : order_.guesses()) decide(chunk, false);
   judge(before);
   pump();
@@ -54,14 +59,14 @@ void Updater::skip() {
 
 /// What the guesses of this step came to.
 void Updater::judge(const ScheduleStats& before) {
-  const int64_t taken = context_.stats.guesses_taken - before.guesses_taken;
-  const int64_t dropped = context_.stats.guesses_dropped - before.guesses_dropped;
+  const int64_t taken = core_.stats.guesses_taken - before.guesses_taken;
+  const int64_t dropped = core_.stats.guesses_dropped - before.guesses_dropped;
   order_.end_guesses();
   speculation_.stepped(taken + dropped > 0, dropped == 0);
 }
 
 void Updater::pump() {
-  if (!context_.failure.empty()) return;
+  if (!core_.failure.empty()) return;
   while (read_next() || dispatch_next()) {
   }
 }
@@ -69,7 +74,7 @@ void Updater::pump() {
 bool Updater::read_next() {
   const int32_t chunk = order_.next_to_read();
   if (chunk < 0) return false;
-  const ChunkState& state = context_.chunks[chunk];
+  const ChunkState& state = model_.chunks[chunk];
   const bool has_to_be = state.pending || state.guess == Guess::wanted;
   if (!ring_.has_free() && !(has_to_be && ring_.drop_a_copy())) return false;
   ring_.read(chunk);
@@ -79,7 +84,7 @@ bool Updater::read_next() {
 bool Updater::dispatch_next() {
   // A few more than workers, so that none waits for the lock; few enough that what is demanded is not queued
   // behind them.
-  if (running_ > context_.resources.executor->threads()) return false;
+  if (running_ > hardware_.executor->threads()) return false;
   const int32_t chunk = order_.next_to_update();
   if (chunk < 0) return false;
   dispatch(chunk);
@@ -87,18 +92,18 @@ bool Updater::dispatch_next() {
 }
 
 void Updater::dispatch(int32_t chunk) {
-  ChunkState& state = context_.chunks[chunk];
+  ChunkState& state = model_.chunks[chunk];
   if (state.guess == Guess::made) {
     state.guess = Guess::taking;
   } else {
     state.become(Residency::updating);
     const bool guessing = state.guess == Guess::wanted;
     if (guessing) state.guess = Guess::running;
-    context_.journal.note(guessing ? Happening::guessing : Happening::updating,
-                          context_.layout.chunks[chunk].unit, chunk, state.slot);
+    core_.journal.note(guessing ? Happening::guessing : Happening::updating, setup_.layout.chunks[chunk].unit,
+                       chunk, state.slot);
   }
   ++running_;
-  context_.resources.executor->submit([this, chunk] { run(chunk); });
+  hardware_.executor->submit([this, chunk] { run(chunk); });
 }
 
 /// Room in the store for a chunk's new version. The store may have to lengthen its files, so a worker asks it
@@ -106,16 +111,15 @@ void Updater::dispatch(int32_t chunk) {
 Extents Updater::allocate(int32_t chunk) {
   Extents fresh{};
   for (Component component : kAllComponents) {
-    if (context_.in_store(chunk, component))
-      fresh[static_cast<size_t>(component)] =
-          context_.store().allocate(context_.component_bytes(chunk, component));
+    if (setup_.in_store(chunk, component))
+      fresh[static_cast<size_t>(component)] = core_.store->allocate(setup_.component_bytes(chunk, component));
   }
   return fresh;
 }
 
 void Updater::release(const Extents& extents) {
   for (const io::Extent& extent : extents) {
-    if (!extent.empty()) context_.store().release(extent);
+    if (!extent.empty()) core_.store->release(extent);
   }
 }
 
@@ -132,41 +136,41 @@ struct Updater::Job {
 
 /// On a worker.
 void Updater::run(int32_t chunk) noexcept {
-  const MutexLock lock(context_.mutex());
+  const MutexLock lock(core_.mutex());
   try {
-    context_.meter.begin(Activity::update);
+    core_.meter.begin(Activity::update);
     Job job = prepare(chunk);
     const std::string failure = perform(job);
     --running_;
-    context_.meter.end(Activity::update);
-    if (job.guess != Guess::taking) context_.meter.updated(job.task.chunk.elements);
-    if (!failure.empty()) return context_.fail(failure);
+    core_.meter.end(Activity::update);
+    if (job.guess != Guess::taking) core_.meter.updated(job.task.chunk.elements);
+    if (!failure.empty()) return core_.fail(failure);
     // Nothing follows an update in an engine that has failed: its end takes the executor and the store away
     // while the last tasks run, and who waits for this chunk is told of the failure.
-    if (!context_.failure.empty()) return;
+    if (!core_.failure.empty()) return;
     conclude(job);
     pump();
   } catch (const std::exception& error) {
-    const Unit& unit = context_.layout.units[context_.layout.chunks[chunk].unit];
-    context_.fail(fmt::format("updating {}: {}", unit.name, error.what()));
+    const Unit& unit = setup_.layout.units[setup_.layout.chunks[chunk].unit];
+    core_.fail(fmt::format("updating {}: {}", unit.name, error.what()));
   }
 }
 
 Updater::Job Updater::prepare(int32_t chunk) {
-  const Chunk& c = context_.layout.chunks[chunk];
-  const UnitState& unit = context_.units[c.unit];
-  const ChunkState& state = context_.chunks[chunk];
+  const Chunk& c = setup_.layout.chunks[chunk];
+  const UnitState& unit = model_.units[c.unit];
+  const ChunkState& state = model_.chunks[chunk];
   const bool guesses = state.guess == Guess::running;
   Job job{.chunk = chunk,
           .guess = state.guess,
           .in_slot = state.guess != Guess::taking && state.slot >= 0,
           .home = state.home[0],
           .second = state.second_weights,
-          .task = {.unit = context_.layout.units[c.unit],
+          .task = {.unit = setup_.layout.units[c.unit],
                    .chunk = c,
                    .memory = {.component = state.home,
-                              .index = context_.layout.global_begin(c),
-                              .seed = context_.rounding_seed(c.unit)},
+                              .index = setup_.layout.global_begin(c),
+                              .seed = setup_.rounding_seed(c.unit)},
                    .gradients = state.gradient,
                    .element = state.gradient_element,
                    .factors = guesses ? unit.guessed_factors : unit.factors,
@@ -184,14 +188,14 @@ Updater::Job Updater::prepare(int32_t chunk) {
 /// What lies on NVMe is in the slot; a guess makes its weights beside those that count.
 void Updater::prepare_in_slot(Job& job) {
   const int32_t chunk = job.chunk;
-  const ChunkState& state = context_.chunks[chunk];
+  const ChunkState& state = model_.chunks[chunk];
   UpdateTask& task = job.task;
-  if (context_.plan.gradients_on_nvme[chunk]) task.gradients = ring_.gradient(chunk);
-  if (context_.plan.states_on_nvme[chunk]) task.states = ring_.states(chunk);
-  if (context_.in_store(chunk, Component::hi)) task.memory.component[0] = state.staged_weights;
+  if (setup_.plan.gradients_on_nvme[chunk]) task.gradients = ring_.gradient(chunk);
+  if (setup_.plan.states_on_nvme[chunk]) task.states = ring_.states(chunk);
+  if (setup_.in_store(chunk, Component::hi)) task.memory.component[0] = state.staged_weights;
   for (Component component : kAllComponents) {
     const auto i = static_cast<size_t>(component);
-    if (context_.in_store(chunk, component) && state.extents[i].empty())
+    if (setup_.in_store(chunk, component) && state.extents[i].empty())
       task.never_written[i] = ring_.memory(chunk, component);
   }
   if (job.guess == Guess::running && job.second != nullptr) {
@@ -202,14 +206,14 @@ void Updater::prepare_in_slot(Job& job) {
 
 /// What went wrong; empty: nothing did.
 std::string Updater::perform(Job& job) {
-  const Unlocked unlocked(context_.mutex());
+  const Unlocked unlocked(core_.mutex());
   UpdateTask& task = job.task;
   try {
     if (job.guess == Guess::taking) {
       std::memcpy(job.home, job.second,
-                  static_cast<size_t>(context_.component_bytes(job.chunk, Component::hi)));
+                  static_cast<size_t>(setup_.component_bytes(job.chunk, Component::hi)));
     } else {
-      task.run(context_.resources.store.get());
+      task.run(core_.store.get());
     }
     if (job.in_slot) job.fresh = allocate(job.chunk);
     return "";
@@ -222,7 +226,7 @@ std::string Updater::perform(Job& job) {
 
 void Updater::conclude(const Job& job) {
   if (job.guess == Guess::running) return guessed(job.chunk, job.fresh);
-  ChunkState& state = context_.chunks[job.chunk];
+  ChunkState& state = model_.chunks[job.chunk];
   // Until the weights are delivered nobody else may touch them: the chunk stays as it is.
   gatherer_.deliver(job.chunk, job.task.memory.component[0]);
   if (job.guess == Guess::taking) take(state);
@@ -236,7 +240,7 @@ void Updater::conclude(const Job& job) {
 
 /// Both versions are held while step() has not decided between them.
 void Updater::written(int32_t chunk) {
-  ChunkState& state = context_.chunks[chunk];
+  ChunkState& state = model_.chunks[chunk];
   if (state.verdict == Verdict::drop) {
     drop(state);
   } else if (!state.writes_a_guess()) {
@@ -245,26 +249,26 @@ void Updater::written(int32_t chunk) {
 }
 
 void Updater::updated(int32_t chunk) {
-  ChunkState& state = context_.chunks[chunk];
-  const int32_t unit = context_.layout.chunks[chunk].unit;
+  ChunkState& state = model_.chunks[chunk];
+  const int32_t unit = setup_.layout.chunks[chunk].unit;
   state.pending = false;
   --pending_;
-  if (!state.gradient_kept) context_.release_gradient(state);
-  ++context_.stats.updates;
-  context_.journal.note(Happening::updated, unit, chunk, state.slot);
-  if (--context_.units[unit].pending_chunks == 0) context_.end_demand(unit);
-  context_.changed.notify_all();
+  if (!state.gradient_kept) core_.store.give_up(state.gradient_extent);
+  ++core_.stats.updates;
+  core_.journal.note(Happening::updated, unit, chunk, state.slot);
+  if (--model_.units[unit].pending_chunks == 0) demand_.end_updates(unit);
+  core_.changed.notify_all();
 }
 
 // ---- guesses
 
 void Updater::guess(int32_t unit) {
-  const Unit& u = context_.layout.units[unit];
-  const auto& guessed = context_.units[unit].guessed;
+  const Unit& u = setup_.layout.units[unit];
+  const auto& guessed = model_.units[unit].guessed;
   for (int32_t c = u.first_chunk; c < u.first_chunk + u.chunk_count; ++c) {
-    ChunkState& state = context_.chunks[c];
+    ChunkState& state = model_.chunks[c];
     if (state.guess != Guess::none || !speculation_.may_guess(c)) continue;
-    if (!context_.layout.chunks[c].has_any(guessed)) continue;
+    if (!setup_.layout.chunks[c].has_any(guessed)) continue;
     if (is_guessed_at_home(c)) {
       state.second_weights = state.second[0];
     } else if (state.home[0] != nullptr) {
@@ -279,18 +283,18 @@ void Updater::guess(int32_t unit) {
 
 /// step()'s word on a chunk's guess: true if its new version counts.
 bool Updater::decide(int32_t chunk, bool right) {
-  ChunkState& state = context_.chunks[chunk];
+  ChunkState& state = model_.chunks[chunk];
   if (state.guess == Guess::none || state.verdict != Verdict::open) return false;
   if (state.guess == Guess::wanted) {  // nothing was done yet
     end_guess(state);
     return false;
   }
-  ++(right ? context_.stats.guesses_taken : context_.stats.guesses_dropped);
+  ++(right ? core_.stats.guesses_taken : core_.stats.guesses_dropped);
   state.verdict = right ? Verdict::take : Verdict::drop;
   if (state.guess == Guess::made) {
     if (right && state.second_weights == nullptr) {
       take(state);
-      ++context_.stats.updates;
+      ++core_.stats.updates;
     } else if (!right && state.residency == Residency::home) {
       drop(state);
     }
@@ -301,11 +305,11 @@ bool Updater::decide(int32_t chunk, bool right) {
 /// A worker has made the guess: it is written behind like any new version.
 void Updater::guessed(int32_t chunk, const Extents& fresh) {
   if (is_guessed_at_home(chunk)) return guessed_at_home(chunk);
-  ChunkState& state = context_.chunks[chunk];
+  ChunkState& state = model_.chunks[chunk];
   // step() has taken it while it was made, and its weights are in the slot.
   const bool delivers = state.verdict == Verdict::take && state.second_weights == nullptr;
   if (delivers) gatherer_.deliver(chunk, state.staged_weights);
-  context_.journal.note(Happening::guessed, context_.layout.chunks[chunk].unit, chunk, state.slot);
+  core_.journal.note(Happening::guessed, setup_.layout.chunks[chunk].unit, chunk, state.slot);
   if (state.verdict == Verdict::drop) {
     release(fresh);
     ring_.release(chunk);
@@ -320,13 +324,13 @@ void Updater::guessed(int32_t chunk, const Extents& fresh) {
       updated(chunk);
     }
   }
-  context_.changed.notify_all();
+  core_.changed.notify_all();
 }
 
 /// There is nothing to write: the new version waits beside the old one.
 void Updater::guessed_at_home(int32_t chunk) {
-  ChunkState& state = context_.chunks[chunk];
-  context_.journal.note(Happening::guessed, context_.layout.chunks[chunk].unit, chunk);
+  ChunkState& state = model_.chunks[chunk];
+  core_.journal.note(Happening::guessed, setup_.layout.chunks[chunk].unit, chunk);
   state.become(Residency::home);
   state.guess = Guess::made;
   if (state.verdict == Verdict::take) dispatch(chunk);
@@ -335,7 +339,7 @@ void Updater::guessed_at_home(int32_t chunk) {
     // Its turn may have passed while it was being guessed.
     if (state.pending) order_.add_next(chunk);
   }
-  context_.changed.notify_all();
+  core_.changed.notify_all();
 }
 
 /// The guessed weights are where they belong: from here the new version is the chunk's.
@@ -358,7 +362,7 @@ void Updater::drop(ChunkState& state) {
 void Updater::adopt(ChunkState& state) {
   for (size_t i = 0; i < state.extents.size(); ++i) {
     if (state.guessed_extents[i].empty()) continue;
-    if (!state.extents[i].empty()) context_.store().release(state.extents[i]);
+    if (!state.extents[i].empty()) core_.store->release(state.extents[i]);
     state.extents[i] = state.guessed_extents[i];
     state.guessed_extents[i] = {};
   }
@@ -373,21 +377,21 @@ void Updater::end_guess(ChunkState& state) {
 
 int64_t Updater::guesses_unfinished() const {
   return std::ranges::count_if(order_.guesses(), [&](int32_t c) REQUIRES(engine_mutex) {
-    const ChunkState& state = context_.chunks[c];
+    const ChunkState& state = model_.chunks[c];
     return state.guess == Guess::wanted || state.guess == Guess::running ||
            (state.guess == Guess::made && state.residency == Residency::writing);
   });
 }
 
 void Updater::take_back(int32_t unit) {
-  const Unit& u = context_.layout.units[unit];
-  const auto begin = context_.chunks.begin() + u.first_chunk;
+  const Unit& u = setup_.layout.units[unit];
+  const auto begin = model_.chunks.begin() + u.first_chunk;
   const auto end = begin + u.chunk_count;
   if (std::all_of(begin, end,
                   [](const ChunkState& state) REQUIRES(engine_mutex) { return state.guess == Guess::none; }))
     return;
   for (int32_t c = u.first_chunk; c < u.first_chunk + u.chunk_count; ++c) decide(c, false);
-  context_.wait(
+  core_.wait(
       [&]() REQUIRES(engine_mutex) {
         return std::none_of(
             begin, end, [](const ChunkState& s) REQUIRES(engine_mutex) { return s.guess == Guess::running; });
@@ -396,30 +400,30 @@ void Updater::take_back(int32_t unit) {
 }
 
 void Updater::take_back_all() {
-  for (size_t u = 0; u < context_.units.size(); ++u) take_back(static_cast<int32_t>(u));
+  for (size_t u = 0; u < model_.units.size(); ++u) take_back(static_cast<int32_t>(u));
 }
 
 // ---- waiting
 
 void Updater::wait_for(int32_t unit) {
-  if (context_.units[unit].pending_chunks == 0) return;
-  context_.demand(unit);
+  if (model_.units[unit].pending_chunks == 0) return;
+  demand_.want_updates(unit);
   pump();
-  context_.wait([&]() REQUIRES(engine_mutex) { return context_.units[unit].pending_chunks == 0; },
-                Cause::updates, unit);
+  core_.wait([&]() REQUIRES(engine_mutex) { return model_.units[unit].pending_chunks == 0; }, Cause::updates,
+             unit);
 }
 
 void Updater::finish() {
   pump();
-  context_.wait([&]() REQUIRES(engine_mutex) { return pending_ == 0; }, Cause::last_updates);
+  core_.wait([&]() REQUIRES(engine_mutex) { return pending_ == 0; }, Cause::last_updates);
 }
 
 void Updater::quiesce() {
   order_.stop_reading_ahead();
   take_back_all();
   pump();
-  context_.wait([&]() REQUIRES(engine_mutex) { return pending_ == 0 && running_ == 0 && ring_.at_rest(); },
-                Cause::rest);
+  core_.wait([&]() REQUIRES(engine_mutex) { return pending_ == 0 && running_ == 0 && ring_.at_rest(); },
+             Cause::rest);
   ring_.release_all();
   order_.start_ahead_anew();
 }

@@ -8,7 +8,11 @@
 #include <span>
 #include <string>
 
-#include "engine/schedule/context.h"
+#include "engine/core/core.h"
+#include "engine/core/demand.h"
+#include "engine/core/hardware.h"
+#include "engine/core/model_states.h"
+#include "engine/plan/setup.h"
 #include "engine/schedule/gather.h"
 #include "engine/schedule/ring.h"
 #include "engine/schedule/speculation.h"
@@ -18,7 +22,8 @@ namespace overspill::engine {
 
 class Updater final : private StateRing::User {
  public:
-  Updater(Context& context, Gatherer& gatherer);
+  Updater(const Setup& setup, Core& core, Hardware& hardware, ModelStates& model, Demand& demand,
+          Gatherer& gatherer);
   Updater(const Updater&) = delete;
   Updater& operator=(const Updater&) = delete;
 
@@ -64,7 +69,7 @@ class Updater final : private StateRing::User {
   void release(const Extents& extents);
   void updated(int32_t chunk) REQUIRES(engine_mutex);
 
-  bool is_guessed_at_home(int32_t chunk) const { return context_.plan.held_twice[chunk]; }
+  bool is_guessed_at_home(int32_t chunk) const { return setup_.plan.held_twice[chunk]; }
   bool decide(int32_t chunk, bool right) REQUIRES(engine_mutex);
   void judge(const ScheduleStats& before) REQUIRES(engine_mutex);
   void guessed(int32_t chunk, const Extents& fresh) MAY_RELEASE(engine_mutex);
@@ -74,7 +79,11 @@ class Updater final : private StateRing::User {
   void adopt(ChunkState& state) REQUIRES(engine_mutex);
   void end_guess(ChunkState& state) REQUIRES(engine_mutex);
 
-  Context& context_;
+  const Setup& setup_;
+  Core& core_;
+  Hardware& hardware_;
+  ModelStates& model_;
+  Demand& demand_;
   Gatherer& gatherer_;
   Speculation speculation_;
   StateRing ring_;

@@ -223,7 +223,7 @@ WorldOutcome train_world(int world, Placement placement, const std::string& devi
       c.threads = 1;
       const Config config = config_of(c);
       Resources resources = resources_of(c, config, kind);
-      resources.communicator = std::move(ranks[rank]);
+      resources.ranks.communicator = std::move(ranks[rank]);
       Engine engine(toy_units(kind), config, std::move(resources));
       toy_load(engine);
       for (int step = 0; step < kWorldSteps; ++step) {

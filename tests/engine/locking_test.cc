@@ -28,6 +28,7 @@
 #include "tests/engine/around_device.h"
 #include "tests/engine/around_store.h"
 #include "tests/engine/mutex_probe.h"
+#include "tests/engine/parts.h"
 #include "tests/engine/toy_model.h"
 #include "tests/kernels/gate.h"
 #include "tests/watched.h"
@@ -428,10 +429,10 @@ TEST(Ring, ThatIsTooSmallForAChunkIsRefusedBeforeAnythingIsRead) {
   engine::Layout layout = engine::make_layout(toy_units(), config.chunk_elements, 0, 1);
   engine::Plan plan = make_plan(layout, config, {});
   plan.ring_slot_bytes -= 4096;
-  engine::Context context(std::move(layout), std::move(plan), config,
-                          make_resources(toy_units(), config, {"host", "memory", 1}));
-  engine::Gatherer gatherer(context);
-  EXPECT_THROW(engine::Updater(context, gatherer), std::logic_error);
+  Owners o(std::move(layout), std::move(plan), config,
+           make_resources(toy_units(), config, {"host", "memory", 1}));
+  engine::Gatherer gatherer(o.setup, o.core, o.hardware, o.model, o.demand);
+  EXPECT_THROW(engine::Updater(o.setup, o.core, o.hardware, o.model, o.demand, gatherer), std::logic_error);
 }
 
 }  // namespace

@@ -40,7 +40,7 @@ class Part {
         {"own", optim::Format::fp32, "F32", {{"own.weight", {kOwn}, 0, {}}}},
         {"shared", optim::Format::fp32, "F32", {{"shared.weight", {kShared}, 0, {}, {}, part == 0}}}};
     engine::Resources resources = make_resources(units, config, {}, std::move(data));
-    resources.model_ranks = std::move(model);
+    resources.ranks.model_ranks = std::move(model);
     engine_ = std::make_unique<engine::Engine>(units, config, std::move(resources));
     const std::vector<float> ones(kOwn, 1.0F);
     for (int32_t u : {0, 1}) {

@@ -151,7 +151,7 @@ class Simulation {
     }
     engine::Resources resources;
     resources.device = kernels::make_host_device();
-    resources.communicator = engine::make_self_communicator();
+    resources.ranks.communicator = engine::make_self_communicator();
     resources.executor =
         std::make_unique<VirtualExecutor>(time, setup_.threads, setup_.task_us_max, faults.seed);
     auto store = io::make_memory_store(setup_.store_bytes, faults, io::kChecksumBlockBytes, time);

@@ -8,7 +8,7 @@
 
 #include "engine/engine.h"
 #include "engine/plan/plan.h"
-#include "engine/schedule/context.h"
+#include "engine/resources.h"
 #include "io/memory_store.h"
 
 namespace overspill::testing {

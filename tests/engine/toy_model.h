@@ -10,7 +10,9 @@
 #include <vector>
 
 #include "engine/engine.h"
+#include "engine/memory/budget.h"
 #include "engine/partition/layout.h"
+#include "engine/plan/plan.h"
 
 namespace overspill::testing {
 

@@ -14,13 +14,12 @@
 #include "engine/schedule/update_order.h"
 #include "engine/schedule/update_task.h"
 #include "io/memory_store.h"
-#include "toy_model.h"
+#include "tests/engine/parts.h"
 
 namespace overspill::testing {
 namespace {
 
 using engine::Component;
-using engine::Context;
 using engine::Extents;
 using engine::Guess;
 using engine::kAllComponents;
@@ -31,47 +30,17 @@ using engine::UpdateOrder;
 /// What the parts share, over a store whose transfers end when the test says so, on the test's thread.
 class UpdateParts : public ::testing::Test, public StateRing::User {
  protected:
-  static engine::Config config() {
-    engine::Config config;
-    config.nvme = {"/nowhere"};  // the store is in memory
-    config.threads = 1;
-    config.chunk_elements = 4096;
-    config.prefetch_units = 2;
-    config.placement = engine::Placement::nvme;
-    config.host_budget_bytes = 64 << 20;
-    return config;
-  }
-
-  std::unique_ptr<Context> make_context() {
-    engine::Layout layout = engine::make_layout(toy_units(), config().chunk_elements, 0, 1);
-    engine::Plan plan = make_plan(layout, config(), {});
-    plan.ring_slots = 2;
-    engine::Resources resources = make_resources(toy_units(), config(), {"host", "memory", 1});
-    resources.store = io::make_memory_store(64 << 20, faults_, io::kChecksumBlockBytes, time_);
-    resources.store->reserve(32 << 20);
-    return std::make_unique<Context>(std::move(layout), std::move(plan), config(), std::move(resources));
-  }
-
   void written(int32_t chunk) override { written_.push_back(chunk); }
   void pump() override { ++pumped_; }
 
-  /// Until no transfer is on its way.
-  void let_transfers_end() {
-    try {
-      while (context_->store().poll()) {
-      }
-    } catch (const io::Stalled&) {
-    }
-  }
-
-  Residency residency(int32_t chunk) const { return context_->chunks[chunk].residency; }
+  Residency residency(int32_t chunk) const { return owners_->model.chunks[chunk].residency; }
 
   Extents allocate(int32_t chunk) const {
     Extents fresh{};
     for (Component component : kAllComponents) {
-      if (context_->in_store(chunk, component))
+      if (owners_->setup.in_store(chunk, component))
         fresh[static_cast<size_t>(component)] =
-            context_->store().allocate(context_->component_bytes(chunk, component));
+            owners_->core.store->allocate(owners_->setup.component_bytes(chunk, component));
     }
     return fresh;
   }
@@ -79,14 +48,14 @@ class UpdateParts : public ::testing::Test, public StateRing::User {
   /// Brings a chunk into its slot, as a worker finds it, and gives every state one value.
   void read_and_fill(StateRing& ring, int32_t chunk, std::byte value) {
     ring.read(chunk);
-    let_transfers_end();
-    context_->chunks[chunk].become(Residency::updating);
+    let_transfers_end(*owners_);
+    owners_->model.chunks[chunk].become(Residency::updating);
     for (Component component : kAllComponents) {
-      if (context_->in_store(chunk, component)) std::ranges::fill(ring.memory(chunk, component), value);
+      if (owners_->setup.in_store(chunk, component)) std::ranges::fill(ring.memory(chunk, component), value);
     }
     for (io::Sealed& state : ring.states(chunk)) {
       if (state.bytes() == 0) continue;
-      state.open(context_->store(), 0, state.bytes());
+      state.open(*owners_->core.store, 0, state.bytes());
       state.seal(0, state.bytes());
     }
   }
@@ -95,13 +64,12 @@ class UpdateParts : public ::testing::Test, public StateRing::User {
   void write(StateRing& ring, int32_t chunk, std::byte value) {
     read_and_fill(ring, chunk, value);
     ring.write(chunk, allocate(chunk));
-    let_transfers_end();
-    std::swap(context_->chunks[chunk].extents, context_->chunks[chunk].guessed_extents);
+    let_transfers_end(*owners_);
+    std::swap(owners_->model.chunks[chunk].extents, owners_->model.chunks[chunk].guessed_extents);
   }
 
-  io::Faults faults_;
-  std::shared_ptr<io::VirtualTime> time_ = std::make_shared<io::VirtualTime>();
-  std::unique_ptr<Context> context_ = make_context();
+  std::unique_ptr<Owners> owners_ =
+      make_owners({.change_plan = [](engine::Plan& plan) { plan.ring_slots = 2; }});
   std::vector<int32_t> written_;
   int pumped_ = 0;
 };
@@ -109,37 +77,37 @@ class UpdateParts : public ::testing::Test, public StateRing::User {
 // ---- the ring
 
 TEST_F(UpdateParts, TheRingKeepsASlotUntilTheNewVersionIsWritten) {
-  StateRing ring(*context_, *this);
+  StateRing ring(owners_->setup, owners_->core, owners_->hardware, owners_->model, *this);
   read_and_fill(ring, 0, std::byte{0x11});
   ring.write(0, allocate(0));
   EXPECT_EQ(residency(0), Residency::writing);
   EXPECT_EQ(ring.chunk_in(0), 0);
   EXPECT_TRUE(written_.empty());
-  let_transfers_end();
+  let_transfers_end(*owners_);
   EXPECT_EQ(residency(0), Residency::home);
   EXPECT_EQ(ring.chunk_in(0), -1);
   EXPECT_EQ(written_, std::vector<int32_t>{0});
   EXPECT_GT(pumped_, 0);
-  EXPECT_FALSE(context_->chunks[0].guessed_extents[0].empty());
+  EXPECT_FALSE(owners_->model.chunks[0].guessed_extents[0].empty());
 }
 
 TEST_F(UpdateParts, TheRingReadsBackWhatItWrote) {
-  StateRing ring(*context_, *this);
+  StateRing ring(owners_->setup, owners_->core, owners_->hardware, owners_->model, *this);
   write(ring, 0, std::byte{0x11});
   ring.read(0);
   EXPECT_EQ(residency(0), Residency::reading);
   EXPECT_FALSE(ring.ready(0));
-  let_transfers_end();
+  let_transfers_end(*owners_);
   EXPECT_TRUE(ring.ready(0));
   for (Component component : kAllComponents) {
-    if (!context_->in_store(0, component)) continue;
+    if (!owners_->setup.in_store(0, component)) continue;
     const auto memory = ring.memory(0, component);
     EXPECT_EQ(std::ranges::count(memory, std::byte{0x11}), std::ssize(memory));
   }
 }
 
 TEST_F(UpdateParts, TheRingGivesUpACopyAndNothingElse) {
-  StateRing ring(*context_, *this);
+  StateRing ring(owners_->setup, owners_->core, owners_->hardware, owners_->model, *this);
   write(ring, 0, std::byte{0x11});
   write(ring, 1, std::byte{0x22});
   ring.read(0);
@@ -148,9 +116,9 @@ TEST_F(UpdateParts, TheRingGivesUpACopyAndNothingElse) {
   EXPECT_FALSE(ring.at_rest()) << "reads are on their way";
   EXPECT_FALSE(ring.drop_a_copy()) << "reads are on their way";
   EXPECT_THROW(ring.read(2), std::logic_error);
-  let_transfers_end();
+  let_transfers_end(*owners_);
   EXPECT_TRUE(ring.at_rest());
-  context_->chunks[1].pending = true;
+  owners_->model.chunks[1].pending = true;
   EXPECT_TRUE(ring.drop_a_copy());
   EXPECT_EQ(residency(0), Residency::home);
   EXPECT_EQ(residency(1), Residency::staged);
@@ -158,9 +126,9 @@ TEST_F(UpdateParts, TheRingGivesUpACopyAndNothingElse) {
 }
 
 TEST_F(UpdateParts, TheRingKeepsASlotThatIsLent) {
-  StateRing ring(*context_, *this);
+  StateRing ring(owners_->setup, owners_->core, owners_->hardware, owners_->model, *this);
   ring.read(0);
-  let_transfers_end();
+  let_transfers_end(*owners_);
   ring.lend(0);
   EXPECT_FALSE(ring.ready(0));
   EXPECT_FALSE(ring.at_rest());
@@ -172,22 +140,22 @@ TEST_F(UpdateParts, TheRingKeepsASlotThatIsLent) {
 }
 
 TEST_F(UpdateParts, TheRingRefusesAChunkThatIsNotInASlot) {
-  StateRing ring(*context_, *this);
+  StateRing ring(owners_->setup, owners_->core, owners_->hardware, owners_->model, *this);
   EXPECT_THROW(ring.memory(0, Component::hi), std::logic_error);
   ring.read(0);
-  let_transfers_end();
-  context_->chunks[1].slot = 0;  // of another chunk
+  let_transfers_end(*owners_);
+  owners_->model.chunks[1].slot = 0;  // of another chunk
   EXPECT_THROW(ring.release(1), std::logic_error);
 }
 
 TEST_F(UpdateParts, AFailedWriteLeavesTheOldVersionInPlace) {
-  StateRing ring(*context_, *this);
+  StateRing ring(owners_->setup, owners_->core, owners_->hardware, owners_->model, *this);
   read_and_fill(ring, 0, std::byte{0x11});
-  context_->fail("a test");
+  owners_->core.fail("a test");
   ring.write(0, allocate(0));
-  let_transfers_end();
+  let_transfers_end(*owners_);
   EXPECT_EQ(written_, std::vector<int32_t>{0});
-  EXPECT_TRUE(context_->chunks[0].guessed_extents[0].empty());
+  EXPECT_TRUE(owners_->model.chunks[0].guessed_extents[0].empty());
 }
 
 // ---- the order
@@ -199,20 +167,20 @@ class Order : public UpdateParts {
     order_.begin_step();
     int64_t position = 0;
     for (const int32_t chunk : chunks) {
-      context_->chunks[chunk].pending = true;
-      context_->chunks[chunk].position = position++;
+      owners_->model.chunks[chunk].pending = true;
+      owners_->model.chunks[chunk].position = position++;
       order_.expect_again(chunk);
       order_.add(chunk);
     }
   }
   void stage(int32_t chunk) {
     ring_.read(chunk);
-    let_transfers_end();
+    let_transfers_end(*owners_);
   }
 
-  engine::Speculation speculation_{*context_};
-  StateRing ring_{*context_, *this};
-  UpdateOrder order_{*context_, speculation_, ring_};
+  engine::Speculation speculation_{owners_->setup, owners_->hardware, owners_->model};
+  StateRing ring_{owners_->setup, owners_->core, owners_->hardware, owners_->model, *this};
+  UpdateOrder order_{owners_->setup, owners_->model, owners_->demand, speculation_, ring_};
 };
 
 TEST_F(Order, IsThatOfTheStepButForWhatSomebodyWaitsFor) {
@@ -220,12 +188,12 @@ TEST_F(Order, IsThatOfTheStepButForWhatSomebodyWaitsFor) {
   EXPECT_EQ(order_.next_to_read(), 0);
   stage(0);
   EXPECT_EQ(order_.next_to_read(), 1);
-  const int32_t unit = context_->layout.chunks[3].unit;
-  const int32_t first = context_->layout.units[unit].first_chunk;
+  const int32_t unit = owners_->setup.layout.chunks[3].unit;
+  const int32_t first = owners_->setup.layout.units[unit].first_chunk;
   ASSERT_GT(first, 1) << "another unit than the first chunks'";
-  context_->demand(unit);
+  owners_->demand.want_updates(unit);
   EXPECT_EQ(order_.next_to_read(), first);
-  context_->end_demand(unit);
+  owners_->demand.end_updates(unit);
   EXPECT_EQ(order_.next_to_read(), 1);
 }
 
@@ -242,7 +210,7 @@ TEST_F(Order, OfUpdatesIsThatOfTheStepWhateverIsStagedFirst) {
 
 TEST_F(Order, ReadsAheadOfTheNextStepWhileASlotIsFree) {
   schedule({0, 1, 2});
-  for (const int32_t chunk : {0, 1, 2}) context_->chunks[chunk].pending = false;
+  for (const int32_t chunk : {0, 1, 2}) owners_->model.chunks[chunk].pending = false;
   order_.end_guesses();
   EXPECT_EQ(order_.next_to_read(), 0);
   stage(0);
@@ -263,13 +231,13 @@ TEST_F(Order, WaitsForAChunkWhoseLastVersionIsOnItsWayOut) {
   read_and_fill(ring_, 0, std::byte{});
   ring_.write(0, allocate(0));
   EXPECT_EQ(order_.next_to_read(), -1);
-  let_transfers_end();
+  let_transfers_end(*owners_);
   EXPECT_EQ(order_.next_to_read(), 0);
 }
 
 TEST_F(Order, OfGuessesIsTheLatestFirst) {
   for (const int32_t chunk : {2, 1, 0}) {
-    context_->chunks[chunk].guess = Guess::wanted;
+    owners_->model.chunks[chunk].guess = Guess::wanted;
     order_.add_guess(chunk);
   }
   EXPECT_EQ(order_.next_to_read(), 0);

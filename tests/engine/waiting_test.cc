@@ -52,11 +52,11 @@ constexpr const char* kClosedMeanwhile = "the engine was closed by another threa
 /// A thread that waits for what never comes.
 class Waiter {
  public:
-  explicit Waiter(engine::Context& context) : context_(context) {
+  explicit Waiter(engine::Core& core) : core_(core) {
     told_ = std::async(std::launch::async, [this] {
-      const MutexLock lock(context_.mutex());
+      const MutexLock lock(core_.mutex());
       try {
-        context_.wait([this] { return ++looks_, let_go_; }, engine::Cause::rest);
+        core_.wait([this] { return ++looks_, let_go_; }, engine::Cause::rest);
       } catch (const std::invalid_argument& error) {
         return std::string(error.what());
       }
@@ -66,7 +66,7 @@ class Waiter {
   /// Returns when it has looked twice, and so sleeps, for the mutex is free.
   void sleeps() {
     for (bool asleep = false; !asleep;) {
-      const MutexLock lock(context_.mutex());
+      const MutexLock lock(core_.mutex());
       asleep = looks_ > 2;
     }
   }
@@ -74,16 +74,16 @@ class Waiter {
   std::string told() {
     const bool ends = told_.wait_for(std::chrono::seconds(20)) == std::future_status::ready;
     {
-      const MutexLock lock(context_.mutex());
+      const MutexLock lock(core_.mutex());
       let_go_ = true;
-      context_.changed.notify_all();
+      core_.changed.notify_all();
     }
     const std::string told = told_.get();
     return ends ? told : "";
   }
 
  private:
-  engine::Context& context_;
+  engine::Core& core_;
   int looks_ = 0;
   bool let_go_ = false;
   std::future<std::string> told_;
@@ -91,7 +91,7 @@ class Waiter {
 
 TEST(WhoeverWaits, IsWokenByTheCloseOfTheEngine) {
   const auto machine = machine_of(resources_of(config_of()));
-  Waiter waiter(machine->context);
+  Waiter waiter(machine->core);
   waiter.sleeps();
   machine->shut_down();
   EXPECT_EQ(waiter.told(), kClosedMeanwhile);
@@ -136,7 +136,7 @@ TEST(WhoeverWaits, KeepsTheStoreThatItPolls) {
   engine::Resources resources = resources_of(config_of());
   resources.store = std::make_unique<SlowlyPolled>(std::move(resources.store), visit);
   const auto machine = machine_of(std::move(resources));
-  Waiter waiter(machine->context);
+  Waiter waiter(machine->core);
   {
     std::unique_lock lock(visit->mutex);
     visit->changed.wait(lock, [&] { return visit->begun; });
@@ -308,8 +308,8 @@ TEST(WhoeverReads, KeepsTheStoreThatItReadsFrom) {
   }
   auto closed = std::async(std::launch::async, [&] { machine->shut_down(); });
   for (bool closing = false; !closing;) {
-    const MutexLock lock(machine->context.mutex());
-    closing = !machine->context.failure.empty();
+    const MutexLock lock(machine->core.mutex());
+    closing = !machine->core.failure.empty();
   }
   {
     const std::lock_guard lock(visit->mutex);

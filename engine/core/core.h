@@ -1,0 +1,69 @@
+// What every part of the schedule works through: the monitor, the way to the store, what is measured, and the
+// waits in which the caller's thread moves the store's transfers on.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <utility>
+
+#include "engine/core/monitor.h"
+#include "engine/core/store_gate.h"
+#include "engine/schedule/journal.h"
+#include "engine/schedule/report.h"
+#include "io/stall_watch.h"
+#include "io/store.h"
+#include "kernels/clock.h"
+#include "kernels/device.h"
+
+namespace overspill::engine {
+
+struct ScheduleStats {
+  int64_t updates = 0;  // chunks
+  int64_t guesses_taken = 0;
+  int64_t guesses_dropped = 0;
+  int64_t wait_ns = 0;  // callers waited for weights or updates
+};
+
+class Core final : public Monitor {
+ public:
+  /// As StoreGate of `store_in` and `watch`. `units`: of the model.
+  Core(size_t units, std::unique_ptr<io::Store> store_in, std::shared_ptr<io::StallWatch> watch)
+      : meter(kernels::steady_now_ns, units), store(*this, meter, std::move(store_in), std::move(watch)) {}
+
+  /// Waits for `done`, counting the time; throws EngineFailed when the engine fails meanwhile. `unit`: what
+  /// for.
+  template <class Done>
+  void wait(Done done, Cause cause, int32_t unit = -1) MAY_RELEASE(engine_mutex);
+  /// Waits for the device, without the mutex. Throws kernels::DeviceError.
+  void wait_for(const kernels::Event& event) MAY_RELEASE(engine_mutex) {
+    const Unlocked unlocked(mutex());
+    event.wait();
+  }
+
+  ScheduleStats stats GUARDED_BY(engine_mutex);
+  Journal journal GUARDED_BY(engine_mutex);
+  StepMeter meter GUARDED_BY(engine_mutex);
+  uint64_t progress GUARDED_BY(engine_mutex) = 0;  // calls so far: whether this rank's caller comes at all
+  StoreGate store;
+};
+
+template <class Done>
+void Core::wait(Done done, Cause cause, int32_t unit) {
+  check();
+  if (done()) return;
+  const int64_t start = kernels::steady_now_ns();
+  journal.note(Happening::waiting, unit);
+  meter.begin(Activity::wait);
+  const auto over = [&]() REQUIRES(engine_mutex) { return !failure.empty() || done(); };
+  while (!over() && store.poll()) {
+  }
+  while (!over()) changed.wait(mutex());
+  journal.note(Happening::resumed, unit);
+  meter.end(Activity::wait);
+  const int64_t waited_ns = kernels::steady_now_ns() - start;
+  stats.wait_ns += waited_ns;
+  meter.waited(cause, waited_ns);
+  check();
+}
+
+}  // namespace overspill::engine

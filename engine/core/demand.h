@@ -1,0 +1,45 @@
+// What callers wait for just now, so that it is served first: updates of units, and gathered weights.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <vector>
+
+#include "engine/core/core.h"
+
+namespace overspill::engine {
+
+struct Demand {
+  /// For as many units without allocating.
+  explicit Demand(size_t count) { updates.reserve(count); }
+
+  /// The unit's updates come before others, until end_updates().
+  void want_updates(int32_t unit) REQUIRES(engine_mutex) {
+    end_updates(unit);
+    updates.push_back(unit);
+  }
+  void end_updates(int32_t unit) REQUIRES(engine_mutex) { std::erase(updates, unit); }
+
+  /// Units whose updates somebody waits for; the latest comes first.
+  std::vector<int32_t> updates GUARDED_BY(engine_mutex);
+  /// Units whose gathered weights callers wait for; the oldest comes first.
+  std::vector<int32_t> weights GUARDED_BY(engine_mutex);
+};
+
+/// While it lives, a caller waits for the unit's weights: other ranks serve it first.
+class Awaiting {
+ public:
+  Awaiting(Core& core, Demand& demand, int32_t unit) REQUIRES(engine_mutex) : demand_(demand), unit_(unit) {
+    demand_.weights.push_back(unit);
+    core.changed.notify_all();  // the rounds tell the others
+  }
+  ~Awaiting() REQUIRES(engine_mutex) { demand_.weights.erase(std::ranges::find(demand_.weights, unit_)); }
+  Awaiting(const Awaiting&) = delete;
+  Awaiting& operator=(const Awaiting&) = delete;
+
+ private:
+  Demand& demand_;
+  const int32_t unit_;
+};
+
+}  // namespace overspill::engine

@@ -1,0 +1,68 @@
+// The way to the store. Calls that may take long go there without the engine's mutex; close() takes the store
+// away once the last of them is back.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+
+#include "engine/core/monitor.h"
+#include "engine/schedule/report.h"
+#include "io/stall_watch.h"
+#include "io/store.h"
+
+namespace overspill::engine {
+
+class StoreGate {
+ public:
+  /// `store` may be null where the plan puts nothing on NVMe; `watch` where nothing is to be watched. What is
+  /// given by reference outlives the gate.
+  StoreGate(Monitor& monitor, StepMeter& meter, std::unique_ptr<io::Store> store,
+            std::shared_ptr<io::StallWatch> watch)
+      : monitor_(monitor), meter_(meter), store_(std::move(store)), watch_(std::move(watch)) {}
+  StoreGate(const StoreGate&) = delete;
+  StoreGate& operator=(const StoreGate&) = delete;
+
+  bool exists() const { return store_ != nullptr; }
+  io::Store* operator->() const { return store_.get(); }
+  io::Store& operator*() const { return *store_; }
+  io::Store* get() const { return store_.get(); }
+  io::StallWatch* watch() const { return watch_.get(); }
+
+  /// As Store::poll, without the mutex. False without a store.
+  bool poll() MAY_RELEASE(engine_mutex);
+  /// As Store::allocate, without the mutex, since it may wait for the disk. Throws StoreError.
+  io::Extent allocate(int64_t bytes) MAY_RELEASE(engine_mutex);
+  /// Hands a transfer of the schedule to the store; the report counts it until its on_complete says so.
+  void submit(io::Transfer& transfer) REQUIRES(engine_mutex);
+  void completed(const io::Transfer& transfer) REQUIRES(engine_mutex);
+  /// Gives up what is in the extent, if anything is, and empties it.
+  void give_up(io::Extent& extent) REQUIRES(engine_mutex);
+
+  /// Keeps the store where a caller goes to it by itself, without the mutex: take() waits for the end of it.
+  /// Its constructor throws as Monitor::check() does, so nobody goes to a store that is given up.
+  class Kept {
+   public:
+    explicit Kept(StoreGate& gate) EXCLUDES(engine_mutex);
+    ~Kept() EXCLUDES(engine_mutex);
+    Kept(const Kept&) = delete;
+    Kept& operator=(const Kept&) = delete;
+
+   private:
+    StoreGate& gate_;
+  };
+  /// Takes the store, once nobody is in poll() or allocate() any more, and no Kept is left. Nothing new may
+  /// be started.
+  std::unique_ptr<io::Store> take() MAY_RELEASE(engine_mutex);
+
+ private:
+  class Inside;
+  void leave() REQUIRES(engine_mutex);
+
+  Monitor& monitor_;
+  StepMeter& meter_ GUARDED_BY(engine_mutex);
+  std::unique_ptr<io::Store> store_;
+  const std::shared_ptr<io::StallWatch> watch_;
+  int inside_ GUARDED_BY(engine_mutex) = 0;  // callers who are in the store without the mutex
+};
+
+}  // namespace overspill::engine
