@@ -195,6 +195,18 @@ TEST_P(GradientRoutes, StartAnewWhereTheyWereCleared) {
   expect_sums({1});
 }
 
+TEST_P(GradientRoutes, ScaleNothingThatComesLater) {
+  give_all(0);
+  gradients_.scale(0.5);
+  gradients_.put_away();
+  {
+    const MutexLock lock(o_->core.mutex());
+    gradients_.handed_over();
+  }
+  give_all(1);
+  expect_sums({1});
+}
+
 /// As torch has it: what a step has used is replaced by the next gradient, or used again.
 TEST_P(GradientRoutes, StayAfterAStepUntilOthersCome) {
   give_all(0);
