@@ -10,6 +10,7 @@
 
 #include "bindings/bindings.h"
 #include "cpu_optim/blockwise.h"
+#include "cpu_optim/executor.h"
 #include "cpu_optim/gradient.h"
 #include "cpu_optim/update.h"
 

@@ -2,6 +2,8 @@
 #include <atomic>
 #include <vector>
 
+#include "cpu_optim/executor.h"
+#include "cpu_optim/numa.h"
 #include "cpu_optim/piece_check.h"
 #include "cpu_optim/update.h"
 
@@ -53,6 +55,11 @@ void parallel_update(Executor& executor, Format format, const Piece& piece, Grad
       }
     });
   });
+}
+
+void parallel_update(Executor& executor, Format format, const Piece& piece, Gradient gradient,
+                     const Factors& factors) {
+  parallel_update(executor, format, piece, gradient, factors, machine_nodes());
 }
 
 }  // namespace overspill::optim

@@ -11,12 +11,13 @@
 #include <cstdint>
 #include <span>
 
-#include "cpu_optim/executor.h"
 #include "cpu_optim/format.h"
-#include "cpu_optim/numa.h"
 #include "cpu_optim/optimizer.h"
 
 namespace overspill::optim {
+
+class Executor;  // executor.h
+class Nodes;     // numa.h
 
 /// A contiguous piece of a unit (or of a tensor) in memory.
 struct Piece {
@@ -45,7 +46,10 @@ void update(Format format, const Piece& piece, Gradient gradient, Range range, c
 /// The same for a whole piece of any size, on the executor's workers, each of them first with what lies on
 /// its NUMA node; returns when it is done. Must not be called from a worker.
 void parallel_update(Executor& executor, Format format, const Piece& piece, Gradient gradient,
-                     const Factors& factors, const Nodes& nodes = machine_nodes());
+                     const Factors& factors, const Nodes& nodes);
+/// The same on the NUMA nodes of this machine.
+void parallel_update(Executor& executor, Format format, const Piece& piece, Gradient gradient,
+                     const Factors& factors);
 
 /// Between the piece's range and fp32 values, for start, checkpoints and a change of format. Weights are
 /// stored exactly in fp32, exact, fp16 and compact, to 24 bits (nearest, half up) in 8 bits. `values` has as

@@ -31,7 +31,6 @@ OVER = {
     "bindings/overspill/optim.py": 749,
     "bindings/overspill/optimizer.py": 800,
     "bindings/overspill/vertical.py: run": 79,
-    "cpu_optim/update.h: headers": 13,
     "engine/engine.h: headers": 24,
     "inference/run/model.h: headers": 24,
     "tests/engine/closed_test.cc: const std::multimap<std::string, Call>& calls() {": 75,

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "cpu_optim/executor.h"
+#include "cpu_optim/numa.h"
 #include "cpu_optim/update.h"
 #include "tests/cpu_optim/update_cases.h"
 
