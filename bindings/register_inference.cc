@@ -1,4 +1,5 @@
-// Models that are run, not trained (inference/run/model.h). Every call that computes releases the GIL.
+// Models that are run, not trained (inference/run/model.h, session.h). Every call that computes releases the
+// GIL.
 #include <pybind11/stl.h>
 
 #include <memory>
@@ -8,8 +9,11 @@
 #include <vector>
 
 #include "bindings/bindings.h"
+#include "inference/kernels/forms.h"
+#include "inference/model/families.h"
 #include "inference/run/model.h"
 #include "inference/run/sampler.h"
+#include "inference/run/session.h"
 #include "io/own_process.h"
 
 namespace overspill::bindings {

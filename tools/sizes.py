@@ -19,7 +19,14 @@ FILE_LINES = 500
 FUNCTION_LINES = 70
 PUBLIC_HEADERS = 12
 # Which others include to use a part: of the engine, the store, the update, the devices, the engine for inference.
-PUBLIC = ("engine/engine.h", "io/store.h", "cpu_optim/update.h", "kernels/device.h", "inference/run/model.h")
+PUBLIC = (
+    "engine/engine.h",
+    "io/store.h",
+    "cpu_optim/update.h",
+    "kernels/device.h",
+    "inference/run/model.h",
+    "inference/run/session.h",
+)
 CXX = (".cc", ".h", ".cu", ".cuh", ".inl")
 # Not yet brought under its limit: at most so many.
 OVER = {
@@ -32,7 +39,6 @@ OVER = {
     "bindings/overspill/optimizer.py": 800,
     "bindings/overspill/vertical.py: run": 79,
     "engine/engine.h: headers": 24,
-    "inference/run/model.h: headers": 24,
     "tests/engine/closed_test.cc: const std::multimap<std::string, Call>& calls() {": 75,
     "tests/engine/device_compute_test.cc": 563,
     "tests/engine/manifest_test.cc": 634,

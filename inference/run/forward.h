@@ -8,18 +8,11 @@
 #include "inference/kernels/forms.h"
 #include "inference/model/spec.h"
 #include "inference/run/cache.h"
+#include "inference/run/row.h"
 #include "inference/run/team.h"
 #include "inference/run/weights.h"
 
 namespace overspill::inference {
-
-/// A token at its position of a text. Positions of a text that were not computed before lie behind each other
-/// in one run of rows.
-struct Row {
-  int32_t token = 0;
-  int64_t position = 0;
-  Cache* cache = nullptr;
-};
 
 /// Vectors as matrices read them: fp32, and the same narrowed for bf16 matrices. What lies behind a vector's
 /// end, up to the stride, is zeros.
@@ -55,9 +48,6 @@ class Block {
   int64_t stride_ = 0;
   std::vector<float> values_;
 };
-
-/// Rows of which a forward has the logits at a time.
-inline constexpr int64_t kLogitsMax = 32;
 
 /// Owns what a forward needs beside weights and caches. The threads share it; between two barriers each
 /// writes what no other one reads or writes.

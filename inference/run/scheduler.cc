@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <stdexcept>
 
+#include "inference/kernels/forms.h"
 #include "inference/run/lookup.h"
 
 namespace overspill::inference {

@@ -13,6 +13,7 @@
 #include "inference/model/spec.h"
 #include "inference/run/experts.h"
 #include "inference/run/matrix.h"
+#include "inference/run/model_options.h"
 #include "inference/run/stream.h"
 #include "inference/run/team.h"
 #include "kernels/host_pages.h"
@@ -61,13 +62,6 @@ struct Weights {
   std::unique_ptr<LayerStream> stream;   // of those that do not; null where all stay
   std::unique_ptr<ExpertStore> experts;  // of mixtures; null where all experts stay
   bool has_fp32 = false;                 // a matrix that is not bf16
-};
-
-/// What matrices become in memory.
-enum class WeightFormat : uint8_t {
-  as_stored,
-  coded,  // bf16 in twelve bits, without loss (kernels/coded.h)
-  int8,   // with a scale for each 32 columns of a row, which loses bits (kernels/int8.h)
 };
 
 /// Reads a model's weights. A bf16 tensor stays bf16; fp16 and fp32 become fp32, as does a matrix whose parts

@@ -18,6 +18,7 @@
 
 #include "inference/error.h"
 #include "inference/run/lookup.h"
+#include "inference/run/session.h"
 #include "tests/inference/tiny_model.h"
 
 namespace overspill::inference {
