@@ -1,15 +1,13 @@
 #include "tests/engine/simulation.h"
 
-#include <fcntl.h>
 #include <fmt/format.h>
 
 #include <algorithm>
 #include <cstring>
 #include <deque>
 #include <limits>
-#include <numeric>
 #include <optional>
-#include <stdexcept>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -17,9 +15,13 @@
 #include "engine/collectives/self_communicator.h"
 #include "engine/memory/budget.h"
 #include "kernels/host_device.h"
+#include "tests/engine/failing_files.h"
 #include "tests/engine/file_calls.h"
+#include "tests/engine/simulation_judge.h"
+#include "tests/engine/simulation_record.h"
 #include "tests/engine/simulation_setup.h"
 #include "tests/engine/toy_model.h"
+#include "tests/engine/unit_order.h"
 #include "tests/engine/virtual_executor.h"
 
 namespace overspill::testing {
@@ -32,54 +34,6 @@ using engine::Lease;
 constexpr int64_t kOperationsLeast = 200;
 constexpr int kLivesMost = 4;
 
-class Violation : public std::runtime_error {
- public:
-  using std::runtime_error::runtime_error;
-};
-
-void require(bool holds, const std::string& what) {
-  if (!holds) throw Violation(what);
-}
-
-bool same_bits(const std::vector<float>& a, const std::vector<float>& b) {
-  return a.size() == b.size() && std::memcmp(a.data(), b.data(), a.size() * sizeof(float)) == 0;
-}
-
-/// Fails one call of a save.
-class FailingFiles : public FileWatcher {
- public:
-  void arm(int64_t calls_before, int os_error) {
-    left_ = calls_before;
-    os_error_ = os_error;
-  }
-  /// Whether it has failed one since.
-  bool disarm() { return std::exchange(left_, -1) == -2; }
-  bool syncs() const override { return false; }
-  int failure_of(const FileCall& call) override {
-    if (left_ < 0 || removes(call)) return 0;
-    if (left_-- > 0) return 0;
-    left_ = -2;
-    return os_error_;
-  }
-
- private:
-  /// What a failed save has made goes away only if these succeed.
-  static bool removes(const FileCall& call) {
-    if (call.kind == FileCall::Kind::close || call.kind == FileCall::Kind::remove) return true;
-    const bool looks_into = (call.flags & O_DIRECTORY) != 0 &&
-                            ((call.flags & (O_PATH | O_NOFOLLOW)) != 0 || call.path.ends_with("/."));
-    return call.kind == FileCall::Kind::open && looks_into;
-  }
-
-  int64_t left_ = -1;
-  int os_error_ = 0;
-};
-
-int64_t serious(const io::FaultCounts& f) {
-  return f.read_errors + f.write_errors + f.bit_flips + f.bit_flips_at_rest + f.lost_writes +
-         f.misdirected_writes + f.misdirected_reads + f.dropped + f.torn;
-}
-
 class Simulation {
  public:
   explicit Simulation(const SimulationOptions& options)
@@ -87,11 +41,10 @@ class Simulation {
         draw_(options.seed),
         draw_of_gradients_(~options.seed),
         setup_(draw_setup(draw_, options.quiet, options.folder.string())),
+        record_(result_, options.journal),
         reference_(setup_.units, setup_.config.rounding_seed),
-        watched_(files_) {
-    order_.resize(setup_.units.size());
-    std::iota(order_.begin(), order_.end(), 0);
-  }
+        watched_(files_),
+        order_(static_cast<int>(setup_.units.size())) {}
 
   SimulationResult run() {
     result_.setup = setup_.text(options_.seed);
@@ -156,7 +109,6 @@ class Simulation {
         std::make_unique<VirtualExecutor>(time, setup_.threads, setup_.task_us_max, faults.seed);
     auto store = io::make_memory_store(setup_.store_bytes, faults, io::kChecksumBlockBytes, time);
     store_ = store.get();
-    answers_noted_ = 0;
     one_version_bytes_ = 0;
     if (options_.wrap) {
       resources.store = options_.wrap(std::move(store), time);
@@ -168,18 +120,20 @@ class Simulation {
     engine_->record_journal(options_.journal);
     const auto& spilled = engine_->plan().gradients_on_nvme;
     count("chunks whose gradients are spilled", std::count(spilled.begin(), spilled.end(), true));
-    note("an engine begins");
+    record_.follow(*engine_, *store_);
+    record_.note("an engine begins");
   }
 
   void end_life() {
     if (engine_ == nullptr) return;
-    take_journals();
-    add(store_->fault_counts());
+    record_.take_journals();
+    record_.forget();
+    record_.count_faults(store_->fault_counts());
     const io::StoreStats stats = engine_->stats().store;
     transfers_before_ += stats.transfers;
-    result_.counts["operations: transfers"] += stats.transfers;
-    result_.counts["retries"] += stats.retries;
-    result_.counts["trace departures"] += engine_->stats().trace_departures;
+    count("operations: transfers", stats.transfers);
+    count("retries", stats.retries);
+    count("trace departures", engine_->stats().trace_departures);
     store_ = nullptr;
     held_.clear();
     engine_.reset();
@@ -219,8 +173,8 @@ class Simulation {
   // ---- one step
 
   void one_step() {
-    note(fmt::format("step {}", step_));
-    if (draw_.chance(setup_.reorders)) draw_order();
+    record_.note(fmt::format("step {}", step_));
+    if (draw_.chance(setup_.reorders)) order_.redraw(draw_);
     if (draw_.chance(setup_.evaluates)) evaluate();
     if (step_ % 7 != 3)
       engine_->expect_step(
@@ -235,8 +189,7 @@ class Simulation {
     const engine::StepResult taken = engine_->step(toy_groups(step_, setup_.units[0].optimizer));
     require(taken.skipped == infinite, "a step was skipped, or was not");
     if (!infinite) {
-      reference_.advance(step_, micro_batches(), taken.clip,
-                         [&](int u, int s, int rank) { return absent(u, s, rank); });
+      reference_.advance(step_, micro_batches(), taken.clip, absent_now());
     }
     ++step_;
     count("steps");
@@ -251,12 +204,13 @@ class Simulation {
     guesses_dropped_ = stats.guesses_dropped;
     check_versions();
     look_around();
-    take_journals();
+    record_.take_journals();
   }
 
   int micro_batches() const { return static_cast<int>(setup_.config.gradient_accumulation); }
-  bool absent(int u, int s, int rank) const {
-    return std::find(order_.begin(), order_.end(), u) == order_.end() || toy_skips(u, s, step_, rank);
+  /// Which segments have no gradient in this step.
+  ToyReference::Absent absent_now() const {
+    return [this](int u, int s, int rank) { return !order_.has(u) || toy_skips(u, s, step_, rank); };
   }
 
   /// What came so far is thrown away.
@@ -268,19 +222,7 @@ class Simulation {
 
   void look_at_gradients() {
     call("grad");
-    for (size_t u = 0; u < setup_.units.size(); ++u) {
-      const auto ui = static_cast<int>(u);
-      const engine::Unit& unit = engine_->layout().units[u];
-      for (int s = 0; unit.trainable() && s < static_cast<int>(unit.segments.size()); ++s) {
-        require(engine_->has_gradient(ui, s) != absent(ui, s, 0), "a gradient is there, or is not");
-        if (absent(ui, s, 0)) continue;
-        std::vector<float> got(static_cast<size_t>(unit.segments[s].elements));
-        engine_->read_state(ui, s, "grad", got);
-        const auto expected =
-            reference_.gradient(ui, s, step_, micro_batches(), [&](int, int, int) { return false; });
-        require(same_bits(got, expected), fmt::format("a gradient differs: {}", unit.segments[s].name));
-      }
-    }
+    check_gradients(*engine_, reference_, step_, micro_batches(), absent_now());
   }
 
   void look_around() {
@@ -296,26 +238,15 @@ class Simulation {
     }
   }
 
-  /// Units that are left out, used again, in another order: the trace departs.
-  void draw_order() {
-    order_.clear();
-    for (int u = 0; u < static_cast<int>(setup_.units.size()); ++u) {
-      if (draw_.chance(0.9)) order_.push_back(u);
-      if (draw_.chance(0.1)) order_.push_back(u);
-    }
-    for (size_t i = order_.size(); i > 1; --i)
-      std::swap(order_[i - 1], order_[draw_.below(static_cast<int64_t>(i))]);
-  }
-
   void pass(int micro) {
     call("begin_pass");
     engine_->begin_pass({true, true});
     held_.clear();
     std::vector<bool> done(setup_.units.size());
-    if (!order_.empty() && draw_.chance(0.1)) done[add_gradients_early(micro)] = true;
-    for (int u : order_) hold(u, acquire(u));
-    for (size_t i = order_.size(); i-- > 0;) {
-      const int u = order_[i];
+    if (!order_.units().empty() && draw_.chance(0.1)) done[add_gradients_early(micro)] = true;
+    for (int u : order_.units()) hold(u, acquire(u));
+    for (size_t i = order_.units().size(); i-- > 0;) {
+      const int u = order_.units()[i];
       Lease lease = acquire(u);
       if (!done[u]) toy_backward(*engine_, lease, u, step_, micro, 0);
       done[u] = true;
@@ -330,7 +261,7 @@ class Simulation {
 
   /// From somebody who has not acquired the unit since its last update began.
   int add_gradients_early(int micro) {
-    const int u = order_[draw_.below(static_cast<int64_t>(order_.size()))];
+    const int u = order_.draw_one(draw_);
     const engine::Unit& unit = engine_->layout().units[u];
     for (int s = 0; unit.trainable() && s < static_cast<int>(unit.segments.size()); ++s)
       toy_add_gradient(*engine_, reference_.seen(u, s), u, s, step_, micro, 0);
@@ -371,20 +302,14 @@ class Simulation {
     return lease;
   }
 
-  void check_seen(const Lease& lease, int u) {
-    for (int s = 0; s < static_cast<int>(setup_.units[u].segments.size()); ++s) {
-      require(
-          same_bits(toy_leased(*engine_, lease, u, s), reference_.seen(u, s)),
-          fmt::format("forward sees wrong weights: {} in step {}", setup_.units[u].segments[s].name, step_));
-    }
-  }
+  void check_seen(const Lease& lease, int u) const { check_weights(*engine_, lease, u, reference_, step_); }
 
   bool add_infinity_later() const {
-    return std::any_of(order_.begin(), order_.end(),
-                       [&](int u) { return setup_.units[u].format == optim::Format::fp32; });
+    return std::ranges::any_of(order_.units(),
+                               [&](int u) { return setup_.units[u].format == optim::Format::fp32; });
   }
   void add_infinity() {
-    for (int u : order_) {
+    for (int u : order_.units()) {
       if (setup_.units[u].format != optim::Format::fp32) continue;
       const auto elements = static_cast<size_t>(engine_->layout().units[u].segments[0].elements);
       const std::vector<float> bad(elements, std::numeric_limits<float>::infinity());
@@ -395,7 +320,7 @@ class Simulation {
 
   /// Only gathered weights: what is used in place changes under its lease.
   void maybe_keep() {
-    const int u = order_.empty() ? 0 : order_[draw_.below(static_cast<int64_t>(order_.size()))];
+    const int u = order_.units().empty() ? 0 : order_.draw_one(draw_);
     if (!draw_.chance(0.1) || !engine_->plan().weights_on_nvme[u]) return;
     Lease lease = acquire(u);
     std::vector<std::byte> bytes(lease.data(), lease.data() + lease.bytes());
@@ -410,8 +335,7 @@ class Simulation {
 
   void compare(const char* when) {
     call("read");
-    require(same_bits(toy_contents(*engine_), reference_.contents()),
-            fmt::format("weights or moments differ from the reference {}", when));
+    check_contents(*engine_, reference_, when);
     check_versions();
     engine_->clear_gradients();  // those that the last step used are no version of anything
     one_version_bytes_ = store_->complete_bytes();
@@ -447,7 +371,7 @@ class Simulation {
   void cut() {
     engine_->synchronize();
     store_->cut();
-    note("cut");
+    record_.note("cut");
     count("cuts");
   }
 
@@ -481,104 +405,40 @@ class Simulation {
 
   // ---- judging failures
 
+  void require_fault(const std::string& what) const {
+    require(life_ == 0 && serious(store_->fault_counts()) > 0, what);
+  }
+
   void check_typed(const io::Error& error) const {
-    require(life_ == 0 && serious(store_->fault_counts()) > 0,
-            fmt::format("an error without a fault: {}", error.message()));
-    require(error.path == "memory" && error.length_bytes > 0,
-            fmt::format("an error names no place: {}", error.message()));
-    const bool expected = setup_.trouble == Trouble::errors
-                              ? error.kind == io::kind_of_errno(setup_.faults.read_errno) ||
-                                    error.kind == io::kind_of_errno(setup_.faults.write_errno)
-                              : error.kind == io::ErrorKind::corrupt;
-    require(expected, fmt::format("an error of another kind than its fault: {}", error.message()));
+    require_fault(fmt::format("an error without a fault: {}", error.message()));
+    check_place_and_kind(error, setup_);
   }
 
   void check_failed(const std::string& what) {
-    require(life_ == 0 && serious(store_->fault_counts()) > 0,
-            fmt::format("a failure without a fault: {}", what));
-    for (const char* part : {"store: ", " failed: ", "memory at offset ", " bytes"}) {
-      require(what.find(part) != std::string::npos, fmt::format("'{}' is missing in: {}", part, what));
-    }
-    const std::string last = last_saved_.empty() ? "No checkpoint was saved in this run"
-                                                 : "The last complete checkpoint is " + last_saved_.string();
-    require(what.find(last) != std::string::npos, fmt::format("'{}' is missing in: {}", last, what));
-    refuses("acquire", [&] { engine_->acquire(0); });
-    refuses("begin_pass", [&] { engine_->begin_pass({true, true}); });
-    refuses("step", [&] { engine_->step(toy_groups(0, setup_.units[0].optimizer)); });
-    refuses("save", [&] { engine_->save(options_.folder / "never", "{}"); });
-    refuses("read", [&] { toy_contents(*engine_); });
+    require_fault(fmt::format("a failure without a fault: {}", what));
+    check_told(what, last_saved_);
+    check_refuses(*engine_, setup_, options_.folder / "never");
     count("engines failed");
-  }
-
-  template <class Call>
-  void refuses(const char* what, Call&& try_it) {
-    try {
-      try_it();
-    } catch (const engine::EngineFailed&) {
-      return;
-    }
-    throw Violation(fmt::format("a failed engine still does {}", what));
   }
 
   // ---- counting and noting
 
-  int64_t operations() const { return calls_ + transfers_before_ + engine_->stats().store.transfers; }
-
-  void call(const char* what) {
-    ++calls_;
-    count(fmt::format("operations: {}", what));
-    note(what);
+  int64_t operations() const {
+    return record_.calls() + transfers_before_ + engine_->stats().store.transfers;
   }
-  void count(const std::string& what, int64_t times = 1) { result_.counts[what] += times; }
-
-  void add(const io::FaultCounts& f) {
-    const std::pair<const char*, int64_t> all[] = {{"delays", f.delayed},
-                                                   {"reorderings", f.reordered},
-                                                   {"short transfers", f.short_transfers},
-                                                   {"EINTR or EAGAIN", f.interrupted},
-                                                   {"errors that pass", f.passing_errors},
-                                                   {"errno on read", f.read_errors},
-                                                   {"errno on write", f.write_errors},
-                                                   {"bit flips on read", f.bit_flips},
-                                                   {"bit flips at rest", f.bit_flips_at_rest},
-                                                   {"lost writes", f.lost_writes},
-                                                   {"misdirected writes", f.misdirected_writes},
-                                                   {"misdirected reads", f.misdirected_reads},
-                                                   {"exports failed", f.export_errors},
-                                                   {"unsynced writes dropped at a cut", f.dropped},
-                                                   {"writes torn at a cut", f.torn}};
-    for (const auto& [name, times] : all) result_.counts[fmt::format("faults: {}", name)] += times;
-  }
-
-  void note(std::string_view what) {
-    if (!options_.journal) return;
-    take_journals();
-    result_.journal += fmt::format("{}\n", what);
-  }
-
-  void take_journals() {
-    if (!options_.journal || engine_ == nullptr) return;
-    for (const engine::JournalEntry& e : engine_->take_journal()) {
-      result_.journal += fmt::format("  {} unit {} chunk {} slot {}\n", engine::happening_name(e.happening),
-                                     e.unit, e.chunk, e.slot);
-    }
-    const auto& answers = store_->answers();
-    for (; answers_noted_ < answers.size(); ++answers_noted_) {
-      const io::Answer& a = answers[answers_noted_];
-      result_.journal += fmt::format("  {} us: {} at {}, {} bytes: {} {}\n", a.time_us,
-                                     a.writes ? "write" : "read", a.offset, a.asked_bytes, a.result, a.fault);
-    }
-  }
+  void call(const char* what) { record_.call(what); }
+  void count(const std::string& what, int64_t times = 1) { record_.count(what, times); }
 
   const SimulationOptions options_;
   Draw draw_;
   Draw draw_of_gradients_;  // of its own, so that all else is drawn as it was before there was this
   const SimulationSetup setup_;
   SimulationResult result_;
+  SimulationRecord record_;
   FailingFiles files_;
   ToyReference reference_;
   WatchedFiles watched_;
-  std::vector<int> order_;
+  UnitOrder order_;
   std::vector<Snapshot> snapshots_;
   std::unique_ptr<Engine> engine_;
   int64_t guesses_taken_ = 0;  // by engine_, so far
@@ -586,13 +446,11 @@ class Simulation {
   io::MemoryStore* store_ = nullptr;        // the engine's
   std::deque<std::pair<int, Lease>> held_;  // by this pass
   std::optional<KeptLease> kept_;           // over the step
-  size_t answers_noted_ = 0;
   int64_t one_version_bytes_ = 0;
   int life_ = 0;
   int step_ = 0;
   int saves_ = 0;
   fs::path last_saved_;  // in this life
-  int64_t calls_ = 0;
   int64_t transfers_before_ = 0;
 };
 
