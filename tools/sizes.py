@@ -39,7 +39,6 @@ OVER = {
     "bindings/overspill/optimizer.py": 800,
     "bindings/overspill/vertical.py: run": 79,
     "engine/engine.h: headers": 24,
-    "tests/inference/formats_test.cc: TEST_P(Format, AttentionOverEightBits) {": 75,
     "tests/python/habits_of_gradients.py": 550,
     "tests/python/habits_of_optimizers.py": 515,
     "tests/python/on_accelerator.py": 610,

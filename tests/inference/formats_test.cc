@@ -259,77 +259,126 @@ TEST(Int8, SaysWhereAWeightIsNotFinite) {
   }
 }
 
-TEST_P(Format, AttentionOverEightBits) {
+std::vector<float> standard_normal(std::mt19937& random, int64_t n) {
   std::normal_distribution<float> draw;
-  const auto numbers = [&](int64_t n) {
-    std::vector<float> made(static_cast<size_t>(n));
-    for (float& x : made) x = draw(random_);
-    return made;
-  };
+  std::vector<float> made(static_cast<size_t>(n));
+  for (float& x : made) x = draw(random);
+  return made;
+}
+
+std::vector<float> positive_scales(std::mt19937& random, int64_t n) {
+  std::vector<float> made = standard_normal(random, n);
+  for (float& scale : made) scale = std::abs(scale);
+  return made;
+}
+
+std::vector<int8_t> any_integers(std::mt19937& random, int64_t n) {
+  std::vector<int8_t> made(static_cast<size_t>(n));
+  for (int8_t& x : made) x = static_cast<int8_t>(random());
+  return made;
+}
+
+/// Keys and values of a head as integers, and rows that look at them.
+struct EightBitHead {
+  EightBitHead(const AttentionRows& rows, std::mt19937& random)
+      : at(rows),
+        room(round_up(rows.end, kKeyBlock)),
+        stride(room + 7),
+        key_scales(positive_scales(random, room)),
+        value_scales(positive_scales(random, room)),
+        keys(any_integers(random, room * rows.head_size)),
+        values(any_integers(random, rows.end * rows.value_stride)),
+        queries(standard_normal(random, rows.rows * rows.head_size)),
+        weights(standard_normal(random, rows.rows * stride)) {}
+
+  /// The numbers that the integers stand for.
+  float key(int64_t position, int64_t d) const {
+    const int64_t block = position / kKeyBlock * kKeyBlock;
+    const auto i = static_cast<size_t>(block * at.head_size + d * kKeyBlock + position - block);
+    return static_cast<float>(keys[i]) * key_scales[static_cast<size_t>(position)];
+  }
+  float value(int64_t position, int64_t d) const {
+    const auto i = static_cast<size_t>(position * at.value_stride + d);
+    return static_cast<float>(values[i]) * value_scales[static_cast<size_t>(position)];
+  }
+  /// One row of these.
+  AttentionRows alone() const {
+    AttentionRows one = at;
+    one.rows = 1;
+    return one;
+  }
+
+  AttentionRows at;
+  int64_t room, stride;
+  std::vector<float> key_scales, value_scales;
+  std::vector<int8_t> keys, values;
+  std::vector<float> queries;  // [row][dimension]
+  std::vector<float> weights;  // [row][position], `stride` apart
+};
+
+/// Products added up in double, and their magnitudes, which say how near a sum in fp32 is.
+struct SumInDouble {
+  void add(float a, float b) {
+    const double product = static_cast<double>(a) * b;
+    sum += product;
+    size += std::abs(product);
+  }
+
+  double sum = 0, size = 0;
+};
+
+/// Scores of all rows are those in double, and bit for bit those of each row alone.
+void expect_scores(const Kernels& kernels, const EightBitHead& head, int offset) {
+  const AttentionRows& at = head.at;
+  Guarded<float> scores(std::vector<float>(static_cast<size_t>(at.rows * head.stride)), offset);
+  kernels.score_int8(at, head.queries.data(), head.keys.data(), head.key_scales.data(), scores.data(),
+                     head.stride);
+  ASSERT_TRUE(scores.intact());
+  std::vector<float> alone(static_cast<size_t>(head.room));
+  for (int64_t r = 0; r < at.rows; ++r) {
+    const float* const query = head.queries.data() + r * at.head_size;
+    kernels.score_int8(head.alone(), query, head.keys.data(), head.key_scales.data(), alone.data(), 0);
+    for (int64_t p = at.begin; p < at.end; ++p) {
+      SumInDouble expected;
+      for (int64_t d = 0; d < at.head_size; ++d) expected.add(query[d], head.key(p, d));
+      const float found = scores.data()[r * head.stride + p];
+      ASSERT_NEAR(found, expected.sum, 1e-6 * expected.size);
+      ASSERT_EQ(found, alone[static_cast<size_t>(p)]);
+    }
+  }
+}
+
+/// The same of weighted sums of values.
+void expect_mixes(const Kernels& kernels, const EightBitHead& head, int offset) {
+  const AttentionRows& at = head.at;
+  Guarded<float> out(std::vector<float>(static_cast<size_t>(at.rows * at.value_stride)), offset);
+  kernels.mix_int8(at, head.weights.data(), head.stride, head.values.data(), head.value_scales.data(),
+                   out.data(), at.value_stride);
+  ASSERT_TRUE(out.intact());
+  for (int64_t r = 0; r < at.rows; ++r) {
+    const float* const weights = head.weights.data() + r * head.stride;
+    std::vector<float> alone(static_cast<size_t>(at.value_stride));  // zeros: it adds
+    kernels.mix_int8(head.alone(), weights, head.stride, head.values.data(), head.value_scales.data(),
+                     alone.data(), at.value_stride);
+    for (int64_t d = 0; d < at.value_stride; ++d) {
+      SumInDouble expected;
+      for (int64_t p = at.begin; p < at.end; ++p) expected.add(weights[p], head.value(p, d));
+      const float found = out.data()[r * at.value_stride + d];
+      ASSERT_NEAR(found, expected.sum, 1e-6 * expected.size);
+      ASSERT_EQ(found, alone[static_cast<size_t>(d)]);
+    }
+  }
+}
+
+TEST_P(Format, AttentionOverEightBits) {
   for (const int64_t head_size : {1, 12, 16, 20, 64}) {
     for (const int64_t rows : {1, 2, 3, 8, 9, 17}) {
       for (const int64_t end : {1, 15, 16, 17, 50}) {
-        const int64_t begin = end > 40 ? 32 : 0, room = round_up(end, kKeyBlock);
-        const int64_t stride = room + 7, value_stride = round_up(head_size, kKeyBlock);
-        const AttentionRows at{rows, begin, end, head_size, value_stride};
-        std::vector<int8_t> keys(static_cast<size_t>(room * head_size));
-        std::vector<int8_t> values(static_cast<size_t>(end * value_stride));
-        std::vector<float> wide_keys, wide_values;
-        std::vector<float> key_scales(static_cast<size_t>(room)), value_scales(key_scales);
-        for (float& scale : key_scales) scale = std::abs(draw(random_));
-        for (float& scale : value_scales) scale = std::abs(draw(random_));
-        for (int8_t& key : keys) key = static_cast<int8_t>(random_());
-        for (int8_t& value : values) value = static_cast<int8_t>(random_());
-        for (size_t i = 0; i < keys.size(); ++i) {
-          const auto position = static_cast<int64_t>(i) / (kKeyBlock * head_size) * kKeyBlock +
-                                static_cast<int64_t>(i) % kKeyBlock;
-          wide_keys.push_back(static_cast<float>(keys[i]) * key_scales[static_cast<size_t>(position)]);
-        }
-        for (size_t i = 0; i < values.size(); ++i)
-          wide_values.push_back(static_cast<float>(values[i]) *
-                                value_scales[i / static_cast<size_t>(value_stride)]);
-        const auto q = numbers(rows * head_size), weights = numbers(rows * stride);
+        const int64_t begin = end > 40 ? 32 : 0;
+        const EightBitHead head({rows, begin, end, head_size, round_up(head_size, kKeyBlock)}, random_);
         const int offset = static_cast<int>((rows + end) % 16);
-        Guarded<float> scores(std::vector<float>(static_cast<size_t>(rows * stride)), offset);
-        Guarded<float> out(std::vector<float>(static_cast<size_t>(rows * value_stride)), offset);
-        kernels().score_int8(at, q.data(), keys.data(), key_scales.data(), scores.data(), stride);
-        kernels().mix_int8(at, weights.data(), stride, values.data(), value_scales.data(), out.data(),
-                           value_stride);
-        ASSERT_TRUE(scores.intact() && out.intact());
-        // Against the numbers that the integers stand for; each row also alone.
-        AttentionRows one = at;
-        one.rows = 1;
-        std::vector<float> alone(static_cast<size_t>(std::max(room, value_stride)));
-        for (int64_t r = 0; r < rows; ++r) {
-          kernels().score_int8(one, q.data() + r * head_size, keys.data(), key_scales.data(), alone.data(),
-                               0);
-          for (int64_t p = begin; p < end; ++p) {
-            double sum = 0, size = 0;
-            for (int64_t d = 0; d < head_size; ++d) {
-              const double product = static_cast<double>(q[static_cast<size_t>(r * head_size + d)]) *
-                                     wide_keys[static_cast<size_t>(p / kKeyBlock * kKeyBlock * head_size +
-                                                                   d * kKeyBlock + p % kKeyBlock)];
-              sum += product;
-              size += std::abs(product);
-            }
-            ASSERT_NEAR(scores.data()[r * stride + p], sum, 1e-6 * size);
-            ASSERT_EQ(scores.data()[r * stride + p], alone[static_cast<size_t>(p)]);
-          }
-          std::ranges::fill(alone, 0.0f);  // it adds
-          kernels().mix_int8(one, weights.data() + r * stride, stride, values.data(), value_scales.data(),
-                             alone.data(), value_stride);
-          for (int64_t d = 0; d < value_stride; ++d) {
-            double sum = 0, size = 0;
-            for (int64_t p = begin; p < end; ++p) {
-              const double product = static_cast<double>(weights[static_cast<size_t>(r * stride + p)]) *
-                                     wide_values[static_cast<size_t>(p * value_stride + d)];
-              sum += product;
-              size += std::abs(product);
-            }
-            ASSERT_NEAR(out.data()[r * value_stride + d], sum, 1e-6 * size);
-            ASSERT_EQ(out.data()[r * value_stride + d], alone[static_cast<size_t>(d)]);
-          }
-        }
+        ASSERT_NO_FATAL_FAILURE(expect_scores(kernels(), head, offset));
+        ASSERT_NO_FATAL_FAILURE(expect_mixes(kernels(), head, offset));
       }
     }
   }
