@@ -15,6 +15,7 @@
 #include "bindings/bindings.h"
 #include "bindings/engine_dicts.h"
 #include "bindings/group_communicator.h"
+#include "cpu_optim/optimizer.h"
 #include "engine/collectives/nccl.h"
 #include "engine/collectives/nccl_library.h"
 #include "engine/engine.h"

@@ -5,10 +5,11 @@
 #include "engine/checkpoint/manifest.h"
 #include "engine/collectives/communicator.h"
 #include "engine/engine.h"
-#include "engine/memory/budget.h"
 #include "engine/engine_failed.h"
+#include "engine/memory/budget.h"
 #include "inference/error.h"
 #include "io/error.h"
+#include "io/store.h"
 
 namespace overspill::bindings {
 

@@ -21,7 +21,7 @@ namespace overspill::optim {
 template <class... T>
 struct OptimizerList {
   static constexpr int size = sizeof...(T);
-  using Hyper = std::variant<typename T::Config...>;
+  using Config = std::variant<typename T::Config...>;
   using Factors = std::variant<typename T::Factors...>;
   /// Calls f.template operator()<T>(index) for each.
   template <class F>
@@ -33,8 +33,11 @@ struct OptimizerList {
 using Optimizers =
     OptimizerList<Adam, Adagrad, Lion, Momentum, Sgd, Rmsprop, RmspropMomentum, Nadam, Adamax, Adadelta>;
 
-/// Hyper-parameters of one parameter group; which alternative it holds is which optimizer it is.
-using Hyper = Optimizers::Hyper;
+/// Hyper-parameters of one parameter group; which alternative it holds is which optimizer it is. A class, so
+/// that a header may declare it without all optimizers.
+struct Hyper : Optimizers::Config {
+  using Optimizers::Config::variant::variant;
+};
 
 /// An optimizer, by its place in the list.
 enum class Optimizer : uint8_t {};

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "cpu_optim/elements.h"
+#include "cpu_optim/optimizer.h"
 #include "engine/access.h"
 #include "engine/calls.h"
 #include "engine/engine.h"

@@ -9,6 +9,7 @@
 #include <thread>
 #include <utility>
 
+#include "cpu_optim/optimizer.h"
 #include "engine/calls.h"
 #include "engine/machine.h"
 #include "io/kept.h"

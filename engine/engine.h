@@ -33,7 +33,6 @@
 #include <string_view>
 #include <vector>
 
-#include "cpu_optim/optimizer.h"
 #include "engine/config.h"
 #include "engine/device_array.h"
 #include "engine/engine_failed.h"
@@ -42,8 +41,12 @@
 #include "engine/schedule/journal.h"
 #include "engine/schedule/report.h"
 #include "engine/schedule/trace.h"
-#include "io/store.h"
+#include "io/store_stats.h"
 #include "kernels/device.h"
+
+namespace overspill::optim {
+struct Hyper;  // cpu_optim/optimizer.h
+}
 
 namespace overspill::engine {
 

@@ -5,6 +5,7 @@
 #include <stdexcept>
 
 #include "cpu_optim/elements.h"
+#include "cpu_optim/optimizer.h"
 #include "engine/calls.h"
 #include "engine/engine.h"
 #include "engine/machine.h"

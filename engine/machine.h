@@ -12,6 +12,7 @@
 #include <string_view>
 #include <vector>
 
+#include "cpu_optim/optimizer.h"
 #include "engine/access.h"
 #include "engine/checkpoint/keeper.h"
 #include "engine/collectives/rank_groups.h"

@@ -17,6 +17,7 @@
 #include <random>
 #include <vector>
 
+#include "cpu_optim/optimizer.h"
 #include "engine/engine.h"
 #include "engine/partition/layout.h"
 #include "engine/plan/plan.h"

@@ -16,6 +16,7 @@
 #include <random>
 #include <vector>
 
+#include "cpu_optim/optimizer.h"
 #include "engine/collectives/mpi.h"
 #include "engine/engine.h"
 #include "engine/partition/layout.h"

@@ -22,6 +22,7 @@
 #include "io/error.h"
 #include "io/patience.h"
 #include "io/stalls.h"
+#include "io/store_stats.h"
 
 namespace overspill::io {
 

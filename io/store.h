@@ -18,7 +18,7 @@
 #include <vector>
 
 #include "io/error.h"
-#include "io/stalls.h"
+#include "io/store_stats.h"
 
 namespace overspill::io {
 
@@ -86,64 +86,6 @@ struct Transfer {
   int retries = 0;           // the store's: of a write, in other places
   uint8_t epoch = 0;         // the store's: which drain() waits for it
   bool held = false;         // the store's: the extent is held for it
-};
-
-/// From submit() to the end of the last piece, of transfers that succeeded. Percentiles are at most 1/16 too
-/// high.
-struct LatencyStats {
-  int64_t count = 0;
-  int64_t p50_ns = 0;
-  int64_t p99_ns = 0;
-  int64_t p999_ns = 0;
-  int64_t max_ns = 0;
-};
-
-/// How often something was asked for again.
-struct RetryStats {
-  int64_t at_once = 0;    // short transfers continued, EINTR
-  int64_t reads = 0;      // failed with EIO or its kin
-  int64_t writes = 0;     // the same, or no room: made in another place of the path
-  int64_t shortages = 0;  // ENOMEM, EAGAIN, EBUSY: of the machine, not of the disk
-  int64_t checksums = 0;  // what was read differed from its checksum
-
-  /// Of what a healthy machine does not do.
-  int64_t troubles() const { return reads + writes + shortages + checksums; }
-};
-
-/// One path's part of StoreStats.
-struct PathStats {
-  std::string path;
-  int64_t bytes_read = 0;
-  int64_t bytes_written = 0;
-  int64_t in_flight = 0;  // transfers, now
-  int64_t in_flight_max = 0;
-  int64_t busy_ns = 0;          // at least one piece was at the kernel
-  int64_t wait_ns = 0;          // from submit() to the first piece, summed over transfers
-  double read_bytes_per_s = 0;  // while enough was asked of it, the last seconds count most; 0: not measured
-  double write_bytes_per_s = 0;
-  double share = 0;  // of new bytes, 0 to 1
-  int64_t reserved_bytes = 0;
-  std::optional<int> numa_node;  // of its disk; empty: unknown
-  std::string access;            // "O_DIRECT", "buffered (why)"
-  std::string closed;            // why it takes no new extents; empty: it takes them
-  RetryStats retries;
-  StallStats stalls;
-  LatencyStats demand_reads;
-  LatencyStats prefetch_reads;
-  LatencyStats writes;
-};
-
-/// Counters since the store was opened; each is right by itself, they are not of one instant.
-struct StoreStats {
-  int64_t bytes_read = 0;  // completed, as asked for by transfers
-  int64_t bytes_written = 0;
-  int64_t transfers = 0;
-  int64_t retries = 0;  // at once: short transfers continued, EINTR
-  int64_t in_flight_max = 0;
-  int64_t allocated_bytes = 0;  // extents not released, or pinned
-  int64_t reserved_bytes = 0;   // space the slabs take on disk
-  std::string backend;          // "io_uring, O_DIRECT, registered buffers", …: what was taken, for people
-  std::vector<PathStats> paths;
 };
 
 /// Where an exported extent now lies: a file in the export folder, and the checksum of every 64 KiB block

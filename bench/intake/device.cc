@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "bench/intake/intake.h"
+#include "cpu_optim/optimizer.h"
 #include "engine/engine.h"
 #include "engine/partition/layout.h"
 #include "engine/plan/plan.h"

@@ -11,6 +11,7 @@
 
 #include "bench/intake/intake.h"
 #include "bench/intake/limits.h"
+#include "cpu_optim/optimizer.h"
 #include "engine/engine.h"
 #include "engine/resources.h"
 

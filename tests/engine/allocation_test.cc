@@ -12,6 +12,7 @@
 #include <string>
 #include <vector>
 
+#include "cpu_optim/optimizer.h"
 #include "engine/engine.h"
 #include "engine/resources.h"
 #include "tests/allocation_watch.h"

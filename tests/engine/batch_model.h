@@ -6,6 +6,7 @@
 #include <functional>
 #include <vector>
 
+#include "cpu_optim/optimizer.h"
 #include "engine/engine.h"
 #include "engine/partition/layout.h"
 

@@ -12,6 +12,7 @@
 #include <string>
 #include <vector>
 
+#include "cpu_optim/optimizer.h"
 #include "engine/engine.h"
 #include "engine/plan/plan.h"
 #include "engine/plan/predict.h"

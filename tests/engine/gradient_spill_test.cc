@@ -13,6 +13,7 @@
 #include <thread>
 #include <utility>
 
+#include "cpu_optim/optimizer.h"
 #include "engine/engine.h"
 #include "engine/plan/plan.h"
 #include "engine/resources.h"

@@ -5,6 +5,7 @@
 #include <utility>
 #include <vector>
 
+#include "cpu_optim/optimizer.h"
 #include "engine/engine.h"
 #include "engine/resources.h"
 #include "kernels/simulated_device.h"

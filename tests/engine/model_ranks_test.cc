@@ -14,6 +14,7 @@
 #include <utility>
 #include <vector>
 
+#include "cpu_optim/optimizer.h"
 #include "engine/collectives/in_process.h"
 #include "engine/engine.h"
 #include "engine/resources.h"

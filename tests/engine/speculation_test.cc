@@ -18,8 +18,10 @@
 
 #include "cpu_optim/executor.h"
 #include "cpu_optim/floating_point.h"
+#include "cpu_optim/optimizer.h"
 #include "engine/engine.h"
 #include "engine/resources.h"
+#include "io/store.h"
 #include "tests/engine/around_store.h"
 #include "tests/engine/toy_model.h"
 

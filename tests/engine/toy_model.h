@@ -9,6 +9,7 @@
 #include <string_view>
 #include <vector>
 
+#include "cpu_optim/optimizer.h"
 #include "engine/engine.h"
 #include "engine/memory/budget.h"
 #include "engine/partition/layout.h"

@@ -22,6 +22,7 @@
 #include "engine/engine.h"
 #include "engine/resources.h"
 #include "io/error.h"
+#include "io/store.h"
 #include "tests/engine/toy_model.h"
 
 namespace overspill::testing {
