@@ -8,7 +8,7 @@
 #include <memory>
 #include <stdexcept>
 
-#include "engine/device_array.h"
+#include "engine/base/device_array.h"
 
 namespace overspill::bindings {
 

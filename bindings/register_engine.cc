@@ -20,7 +20,7 @@
 #include "engine/collectives/nccl_library.h"
 #include "engine/engine.h"
 #include "engine/resources.h"
-#include "engine/schedule/chrome_trace.h"
+#include "engine/telemetry/chrome_trace.h"
 #include "kernels/cuda/cuda_device.h"
 
 namespace overspill::bindings {

@@ -2,10 +2,10 @@
 #include <string>
 
 #include "bindings/bindings.h"
+#include "engine/base/engine_failed.h"
 #include "engine/checkpoint/manifest.h"
 #include "engine/collectives/communicator.h"
 #include "engine/engine.h"
-#include "engine/engine_failed.h"
 #include "engine/memory/budget.h"
 #include "inference/error.h"
 #include "io/error.h"

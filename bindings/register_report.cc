@@ -5,7 +5,7 @@
 #include "bindings/bindings.h"
 #include "engine/engine.h"
 #include "engine/plan/predict.h"
-#include "engine/schedule/report.h"
+#include "engine/telemetry/report.h"
 
 namespace overspill::bindings {
 namespace {

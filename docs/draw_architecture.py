@@ -1,12 +1,12 @@
 """Draws docs/architecture.svg: the folders, and one step over time.   python3 docs/draw_architecture.py
 
-The times are made up; what overlaps and what waits for what is as in engine/schedule/.
+The times are made up; what overlaps and what waits for what is as in engine/states/ and engine/weights/.
 """
 
 from pathlib import Path
 from xml.sax.saxutils import escape
 
-WIDTH, HEIGHT = 1240, 988
+WIDTH, HEIGHT = 1240, 1080
 INK, SOFT, LINE, PAPER, PANEL = "#1f2933", "#5b6773", "#aab4be", "#ffffff", "#f5f7f9"
 UNIT = {"A": "#3566a8", "B": "#23867a", "C": "#b87514", "D": "#b5472f"}
 
@@ -51,19 +51,25 @@ def folder(x, y, width, height, name, lines, ignorant) -> None:
 
 def draw_folders() -> None:
     text(30, 40, "The folders: each uses only what is below it", 18, weight="bold")
-    rect(30, 56, 900, 366, PANEL, radius=10)
+    rect(30, 56, 900, 458, PANEL, radius=10)
     folder(50, 72, 860, 82, "bindings/", [
         "overspill._core (pybind11) and the package overspill: hooks, saved tensors, configuration, command line",
     ], "files, rings")  # fmt: skip
-    folder(50, 184, 860, 104, "engine/", [], "PyTorch")
-    text(140, 207, "Engine, its parts (machine.h), and the step as a list of passes (step.cc)", 12.5)
-    for i, (name, what) in enumerate([
-        ("partition/", "units, segments, chunks"), ("schedule/", "plan, trace, ring, gather"),
-        ("memory/", "budgets, arenas"), ("checkpoint/", "manifest, keeper, merge"), ("collectives/", "communicator"),
-    ]):  # fmt: skip
-        rect(62 + 169 * i, 217, 161, 40, "#e6edf5", radius=4)
-        text(70 + 169 * i, 233, name, 12, weight="bold")
-        text(70 + 169 * i, 250, what, 11.5, SOFT)
+    folder(50, 184, 860, 196, "engine/", [], "PyTorch")
+    text(140, 207, "engine.h, what users call. Its rooms: each uses only those to its right and below.", 12.5)
+    rooms = [
+        [("calls/", "the calls, the step"), ("ranks/", "rounds of the ranks"), ("gradients/", "their sums, routes"),
+         ("states/", "ring, order, updates"), ("checkpoint/", "manifest, keeper")],
+        [("weights/", "gather, trace"), ("device/", "what lives on a GPU"), ("core/", "monitor, states, store"),
+         ("plan/", "what lives where"), ("telemetry/", "journal, report")],
+        [("collectives/", "communicators"), ("partition/", "units, chunks"), ("memory/", "budgets, arenas"),
+         ("base/", "values of the calls")],
+    ]  # fmt: skip
+    for row, names in enumerate(rooms):
+        for i, (name, what) in enumerate(names):
+            rect(62 + 169 * i, 217 + 46 * row, 161, 40, "#e6edf5", radius=4)
+            text(70 + 169 * i, 233 + 46 * row, name, 12, weight="bold")
+            text(70 + 169 * i, 250 + 46 * row, what, 11.5, SOFT)
     lower = [
         (
             "cpu_optim/",
@@ -79,10 +85,10 @@ def draw_folders() -> None:
     ]
     for i, (name, lines, ignorant) in enumerate(lower):
         x = 50 + 293 * i
-        folder(x, 318, 274, 92, name, lines, ignorant)
-        arrow(x + 137, 289, x + 137, 314)
+        folder(x, 410, 274, 92, name, lines, ignorant)
+        arrow(x + 137, 381, x + 137, 406)
     arrow(480, 155, 480, 180)
-    rect(950, 56, 260, 366, PANEL, radius=10)
+    rect(950, 56, 260, 458, PANEL, radius=10)
     text(970, 82, "Beside them", 15, weight="bold")
     beside = [
         ("tests/", "mirrors the folders; reference/ is a"), ("", "scalar update that shares no source"),
@@ -101,7 +107,7 @@ def draw_folders() -> None:
 # ---- one step over time
 
 LEFT, SCALE = 164, 57.4  # x of time 0; pixels a unit of time
-TOP = 518  # of the first lane
+TOP = 610  # of the first lane
 
 
 def at(time: float) -> float:
@@ -159,7 +165,7 @@ def draw_forward(start: float, slots: list[int], last: bool) -> None:
 
 
 def draw_step() -> None:
-    y = 458
+    y = 550
     text(30, y, "One step over time: updates run under the next forward", 18, weight="bold")
     rect(30, y + 16, 1180, 490, PANEL, radius=10)
     for lane, note in [
@@ -234,7 +240,7 @@ def draw_legend(y: float) -> None:
     text(x + 40, y + 11, "waits for an update", 12)
     notes = [
         "A to D: units of one chunk each; their weights (hi) are on the host and used in place, their states "
-        "(lo, m, v) on NVMe. A ring has 2 to 8 slots.",
+        "(lo, m, v) on NVMe. A ring has 2 to 64 slots.",
         "A slot that was written is free at once: it takes D, then A, B, C read ahead for the next step. "
         "A's old extents are freed when its write has completed.",
         "Weights that live on NVMe are gathered into an arena in traced order, and travel through the ring with their "

@@ -33,14 +33,14 @@
 #include <string_view>
 #include <vector>
 
-#include "engine/config.h"
-#include "engine/device_array.h"
-#include "engine/engine_failed.h"
-#include "engine/group_range.h"
-#include "engine/queue.h"
-#include "engine/schedule/journal.h"
-#include "engine/schedule/report.h"
-#include "engine/schedule/trace.h"
+#include "engine/base/config.h"
+#include "engine/base/device_array.h"
+#include "engine/base/engine_failed.h"
+#include "engine/base/group_range.h"
+#include "engine/base/queue.h"
+#include "engine/telemetry/journal.h"
+#include "engine/telemetry/report.h"
+#include "engine/weights/trace.h"
 #include "io/store_stats.h"
 #include "kernels/device.h"
 
@@ -252,7 +252,7 @@ class Engine {
   StepReport report();
   /// The same without what passed between the step() before and this one's forward.
   StepReport report_inside();
-  /// The median of the latest steps (schedule/report.h).
+  /// The median of the latest steps (telemetry/report.h).
   MachineFigures figures();
   /// What steps take under this plan, and would under other host budgets (plan/predict.h), by those
   /// figures.

@@ -7,8 +7,8 @@
 #include <vector>
 
 #include "cpu_optim/executor.h"
+#include "engine/base/config.h"
 #include "engine/collectives/rank_groups.h"
-#include "engine/config.h"
 #include "engine/partition/model.h"
 #include "io/patience.h"
 #include "io/stall_watch.h"

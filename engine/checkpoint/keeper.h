@@ -13,11 +13,11 @@
 #include <string_view>
 #include <vector>
 
-#include "engine/access.h"
 #include "engine/checkpoint/manifest.h"
 #include "engine/core/core.h"
 #include "engine/core/model_states.h"
 #include "engine/plan/setup.h"
+#include "engine/weights/access.h"
 #include "io/unique_fd.h"
 
 namespace overspill::engine {
@@ -29,7 +29,7 @@ class CheckpointKeeper {
   CheckpointKeeper(const CheckpointKeeper&) = delete;
   CheckpointKeeper& operator=(const CheckpointKeeper&) = delete;
 
-  // A save, in order (engine/save.cc, docs/store.md). Each throws CheckpointError when the folder holds
+  // A save, in order (engine/calls/save.cc, docs/store.md). Each throws CheckpointError when the folder holds
   // something, io::StoreError when the disk fails or is full.
 
   /// One rank: makes the folder under its temporary name, and holds it until complete() or give_up(): another

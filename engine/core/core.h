@@ -8,8 +8,8 @@
 
 #include "engine/core/monitor.h"
 #include "engine/core/store_gate.h"
-#include "engine/schedule/journal.h"
-#include "engine/schedule/report.h"
+#include "engine/telemetry/journal.h"
+#include "engine/telemetry/report.h"
 #include "io/stall_watch.h"
 #include "io/store.h"
 #include "kernels/clock.h"

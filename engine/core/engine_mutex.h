@@ -5,7 +5,7 @@
 
 namespace overspill::engine {
 
-/// In annotations: the mutex of the engine at hand, Context::mutex(). Parts of an engine reach it by ways of
+/// In annotations: the mutex of the engine at hand, Monitor::mutex(). Parts of an engine reach it by ways of
 /// their own, which Clang would take for different mutexes; no code has to do with those of two engines. No
 /// such object is defined, so nothing but an annotation can use it.
 extern Mutex engine_mutex;

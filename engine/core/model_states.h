@@ -28,7 +28,7 @@ enum class Residency : uint8_t {
              // held
 };
 
-/// An update made before step() has decided (schedule/speculation.h).
+/// An update made before step() has decided (states/speculation.h).
 enum class Guess : uint8_t {
   none,
   wanted,   // may be staged and made
@@ -81,7 +81,7 @@ enum class Gathered : uint8_t {
   ready,       // may be leased
 };
 
-struct Block;  // gather.h
+struct Block;  // block.h
 
 /// What is not guarded are addresses, which stay as they were set at first; but that of `gradients` in a pool
 /// changes, under the mutex, while nobody brings gradients of the unit or sums them.

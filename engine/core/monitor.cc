@@ -4,7 +4,7 @@
 
 #include <stdexcept>
 
-#include "engine/engine_failed.h"
+#include "engine/base/engine_failed.h"
 
 namespace overspill::engine {
 

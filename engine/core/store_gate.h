@@ -6,7 +6,7 @@
 #include <memory>
 
 #include "engine/core/monitor.h"
-#include "engine/schedule/report.h"
+#include "engine/telemetry/report.h"
 #include "io/stall_watch.h"
 #include "io/store.h"
 

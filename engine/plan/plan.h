@@ -25,8 +25,8 @@
 #include <string>
 #include <vector>
 
+#include "engine/base/config.h"
 #include "engine/collectives/communicator.h"
-#include "engine/config.h"
 #include "engine/partition/layout.h"
 #include "kernels/device_kernels.h"
 

@@ -1,7 +1,7 @@
 // Decides where weights, states and gradients live (the order of claims on the budgets is in plan.h).
 #pragma once
 
-#include "engine/config.h"
+#include "engine/base/config.h"
 #include "engine/partition/layout.h"
 #include "engine/plan/plan.h"
 

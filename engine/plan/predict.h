@@ -29,7 +29,7 @@
 
 #include "engine/partition/layout.h"
 #include "engine/plan/plan.h"
-#include "engine/schedule/report.h"
+#include "engine/telemetry/report.h"
 
 namespace overspill::engine {
 

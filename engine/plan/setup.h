@@ -4,7 +4,7 @@
 
 #include <cstdint>
 
-#include "engine/config.h"
+#include "engine/base/config.h"
 #include "engine/partition/layout.h"
 #include "engine/plan/plan.h"
 

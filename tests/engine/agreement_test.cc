@@ -1,5 +1,5 @@
 // What a round comes to, from what the ranks announce.
-#include "engine/collectives/agreement.h"
+#include "engine/ranks/agreement.h"
 
 #include <gtest/gtest.h>
 

@@ -1,5 +1,5 @@
 // The picture of a step: well-formed, complete, and true to the schedule.
-#include "engine/schedule/chrome_trace.h"
+#include "engine/telemetry/chrome_trace.h"
 
 #include <gtest/gtest.h>
 

@@ -8,7 +8,7 @@
 #include <utility>
 #include <vector>
 
-#include "engine/engine_failed.h"
+#include "engine/base/engine_failed.h"
 #include "kernels/simulated_device.h"
 #include "tests/engine/device_case.h"
 #include "tests/engine/same_bits.h"

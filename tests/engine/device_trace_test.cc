@@ -9,7 +9,7 @@
 #include <string>
 #include <vector>
 
-#include "engine/schedule/chrome_trace.h"
+#include "engine/telemetry/chrome_trace.h"
 #include "kernels/simulated_device.h"
 #include "tests/engine/device_case.h"
 #include "tests/engine/framework.h"

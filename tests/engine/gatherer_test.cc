@@ -9,8 +9,8 @@
 #include <string>
 #include <vector>
 
-#include "engine/engine_failed.h"
-#include "engine/schedule/gather.h"
+#include "engine/base/engine_failed.h"
+#include "engine/weights/gather.h"
 #include "io/memory_store.h"
 #include "tests/engine/parts.h"
 #include "tests/io/store_test_util.h"

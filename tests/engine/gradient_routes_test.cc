@@ -10,7 +10,7 @@
 #include <string>
 #include <vector>
 
-#include "engine/gradients.h"
+#include "engine/gradients/gradients.h"
 #include "tests/engine/parts.h"
 
 namespace overspill::testing {

@@ -1,5 +1,5 @@
 // The step's report: every instant counted once, under what went on in it.
-#include "engine/schedule/report.h"
+#include "engine/telemetry/report.h"
 
 #include <gtest/gtest.h>
 

@@ -1,7 +1,7 @@
 // The rounds made alone, on two ranks that are threads: they carry shards, sums and meetings between ranks
 // whose callers do something else. What a round concludes is in agreement_test.cc, the whole in
 // ranks_test.cc.
-#include "engine/rounds.h"
+#include "engine/ranks/rounds.h"
 
 #include <gtest/gtest.h>
 
@@ -15,7 +15,7 @@
 #include <thread>
 #include <vector>
 
-#include "engine/engine_failed.h"
+#include "engine/base/engine_failed.h"
 #include "tests/engine/parts.h"
 #include "tests/engine/rank_world.h"
 

@@ -9,7 +9,7 @@
 #include "engine/partition/layout.h"
 #include "engine/partition/strides.h"
 #include "engine/plan/plan.h"
-#include "engine/schedule/trace.h"
+#include "engine/weights/trace.h"
 
 namespace overspill::engine {
 namespace {

@@ -5,7 +5,7 @@
 #include <cstring>
 #include <vector>
 
-#include "engine/engine_failed.h"
+#include "engine/base/engine_failed.h"
 #include "tests/engine/toy_model.h"
 
 namespace overspill::testing {

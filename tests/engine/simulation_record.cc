@@ -4,7 +4,7 @@
 
 #include <utility>
 
-#include "engine/schedule/journal.h"
+#include "engine/telemetry/journal.h"
 
 namespace overspill::testing {
 

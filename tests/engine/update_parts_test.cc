@@ -10,9 +10,9 @@
 
 #include "cpu_optim/half.h"
 #include "engine/resources.h"
-#include "engine/schedule/ring.h"
-#include "engine/schedule/update_order.h"
-#include "engine/schedule/update_task.h"
+#include "engine/states/ring.h"
+#include "engine/states/update_order.h"
+#include "engine/states/update_task.h"
 #include "io/memory_store.h"
 #include "tests/engine/parts.h"
 

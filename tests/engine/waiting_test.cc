@@ -16,7 +16,7 @@
 #include <utility>
 #include <vector>
 
-#include "engine/machine.h"
+#include "engine/calls/machine.h"
 #include "engine/partition/layout.h"
 #include "engine/plan/plan.h"
 #include "engine/resources.h"

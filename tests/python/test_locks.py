@@ -98,7 +98,7 @@ WRONG = {
 
 # Two parts of an engine that reach its one mutex by ways of their own.
 PARTS = """
-#include "engine/schedule/engine_mutex.h"
+#include "engine/core/engine_mutex.h"
 using namespace overspill;
 using namespace overspill::engine;
 

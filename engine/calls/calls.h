@@ -1,0 +1,60 @@
+// What the calls of Engine have in common, whatever they are about. Not for users.
+#pragma once
+
+#include <fmt/format.h>
+
+#include <exception>
+#include <stdexcept>
+#include <string>
+
+#include "engine/calls/machine.h"
+
+namespace overspill::engine {
+
+/// Throws std::invalid_argument, which names `what`, where there are several ranks.
+void require_world_one(const Layout& layout, const char* what);
+
+/// Throws std::invalid_argument unless `bytes` are those of the segment's elements.
+void check_size(const Segment& segment, size_t bytes, int64_t element_bytes);
+
+/// Several optimizers over one model need a world of one rank. Throws std::invalid_argument.
+void require_whole_or_one(const Machine& m, GroupRange range);
+
+/// A gradient of the segment is about to change or to be seen: the scale of clip_grad_norm(), which the step
+/// would apply, belongs to those that were there then.
+void settle_clip(Machine& m, const Segment& segment);
+
+/// Runs what replaces weights or states from outside. Where it fails half of them may be new: the engine has
+/// failed.
+template <class Change>
+void change(Machine& m, const std::string& what, Change apply) {
+  try {
+    apply();
+  } catch (const std::logic_error&) {
+    throw;  // a mistake in the program, not a failing disk
+  } catch (const std::exception& error) {
+    const MutexLock guard(m.core.mutex());
+    m.core.fail(fmt::format("{}: {}", what, error.what()));
+    m.core.check();
+  }
+}
+
+/// For the report: while this object lives, the report counts the caller's time as spent in the engine.
+class InCall {
+ public:
+  explicit InCall(Core& core) EXCLUDES(engine_mutex) : core_(core) {
+    const MutexLock guard(core_.mutex());
+    core_.meter.begin(Activity::call);
+  }
+  ~InCall() EXCLUDES(engine_mutex) {
+    const MutexLock guard(core_.mutex());
+    core_.meter.end(Activity::call);
+  }
+  InCall(const InCall&) = delete;
+  InCall& operator=(const InCall&) = delete;
+
+ private:
+  Core& core_;
+};
+
+}  // namespace overspill::engine

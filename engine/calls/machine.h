@@ -1,0 +1,178 @@
+// The parts of an engine, in the order in which they are built. Beyond engine/ nobody sees this.
+#pragma once
+
+#include <atomic>
+#include <exception>
+#include <filesystem>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <span>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "cpu_optim/optimizer.h"
+#include "engine/base/group_range.h"
+#include "engine/checkpoint/keeper.h"
+#include "engine/collectives/rank_groups.h"
+#include "engine/core/core.h"
+#include "engine/core/demand.h"
+#include "engine/core/hardware.h"
+#include "engine/core/model_states.h"
+#include "engine/core/queues.h"
+#include "engine/device/device_units.h"
+#include "engine/engine.h"
+#include "engine/gradients/gradient_intake.h"
+#include "engine/gradients/gradients.h"
+#include "engine/plan/setup.h"
+#include "engine/ranks/rounds.h"
+#include "engine/resources.h"
+#include "engine/states/updater.h"
+#include "engine/weights/access.h"
+#include "engine/weights/gather.h"
+#include "io/own_process.h"
+#include "io/stalls.h"
+
+namespace overspill::engine {
+
+/// As torch.nn.utils.clip_grad_norm_: min(1, limit / (norm + 1e-6)).
+double clip_factor(double norm, double limit);
+
+class Machine {
+ public:
+  Machine(Layout layout, Plan plan, Config config, Resources resources);
+  ~Machine();
+
+  /// Finishes what is in flight, joins the workers, gives up the store. Only leases and figures are of use
+  /// afterwards. A failure that no caller has been told of stays in the monitor. A second call returns when
+  /// the first has. In a forked child it does nothing.
+  void shut_down() noexcept EXCLUDES(engine_mutex);
+
+  // The step (step.cc), as the passes it consists of.
+  StepResult step(std::span<const optim::Hyper> groups, GroupRange range) EXCLUDES(engine_mutex);
+  StepResult skip_step(GroupRange range) EXCLUDES(engine_mutex);
+  void check_groups(std::span<const optim::Hyper> groups, GroupRange range = {}) const;
+
+  /// The global norm: infinite where a gradient is inf. In a world of one rank it is NaN where one is a NaN,
+  /// which takes a look at all of them; of several ranks infinite there too.
+  double norm_of(const GradientSummary& gradient);
+
+  /// Sets this rank's states to what their optimizer starts with, where that is not zero. The updater is
+  /// quiescent.
+  void start_states(std::span<const optim::Hyper> groups);
+
+  // Checkpoints (save.cc). Collective.
+  void save(const std::filesystem::path& folder, const WriteBeside& write_beside) EXCLUDES(engine_mutex);
+  Manifest verify(const std::filesystem::path& folder);
+
+  /// Of a segment's elements, of `width` bytes each, this rank has put its own into `out`: the others' come
+  /// from them. Collective.
+  void share(int32_t unit, int32_t segment, std::span<std::byte> out, int64_t width) EXCLUDES(engine_mutex);
+  /// The same, on the thread of the rounds.
+  void exchange_parts(int32_t unit, int32_t segment, std::span<std::byte> out, int64_t width);
+
+  // A segment's gradient of several ranks (whole_gradients.cc); false: there is none.
+  bool read_whole_gradient(int32_t unit, int32_t segment, std::span<float> out) EXCLUDES(engine_mutex);
+  bool replace_whole_gradient(int32_t unit, int32_t segment, std::span<const float> values)
+      EXCLUDES(engine_mutex);
+  bool read_own_gradient(int32_t unit, int32_t segment, std::span<float> out) EXCLUDES(engine_mutex);
+
+  /// A rank's part of a segment. Empty: `elements` is 0, and the rest too.
+  struct Part {
+    int64_t begin = 0;  // in the segment
+    int64_t elements = 0;
+    int64_t in_shard = 0;
+
+    /// Of the segment's content, `width` entries an element.
+    template <class T>
+    std::span<T> of(std::span<T> content, int64_t width = 1) const {
+      return content.subspan(static_cast<size_t>(begin * width), static_cast<size_t>(elements * width));
+    }
+  };
+  Part part_of(int rank, int32_t unit, int32_t segment) const;
+  Part own_part(int32_t unit, int32_t segment) const { return part_of(setup.layout.rank, unit, segment); }
+
+  /// Throws WrongProcess in a forked child.
+  void check_process() const;
+
+  /// The next step clips by the configured limit.
+  void forget_clip() {
+    clipped.reset();
+    caller_clipped = false;
+  }
+
+  /// The scale of clip_grad_norm(), which the next step would apply, belongs to the gradients that are there.
+  void settle_clip() EXCLUDES(engine_mutex);
+
+  /// Gradients are about to be thrown away: all that was given is taken in, and no guess reads it.
+  void forget_guesses() EXCLUDES(engine_mutex);
+
+  /// The weights of these units are about to be replaced, under a Rounds::Change: pending updates are done,
+  /// and nobody is given the old ones any more.
+  void prepare_to_change(std::span<const int32_t> units) MAY_RELEASE(engine_mutex);
+
+  // Throws std::invalid_argument naming what does not exist.
+  const Unit& unit_at(int32_t unit) const;
+  const Segment& segment_at(int32_t unit, int32_t segment) const;
+
+  const Setup setup;
+  Hardware hardware;
+  RankGroups ranks;
+  Core core;
+  ModelStates model;
+  Demand demand;
+  Queues queues;
+  GradientSquares squares;
+  DeviceUnits device_units;
+  Gatherer gatherer;
+  Updater updater;
+  Gradients gradients;
+  GradientIntake intake;
+  Access access;
+  CheckpointKeeper keeper;
+  Rounds rounds;
+  // Written under the engine's mutex; whoever calls step() or load() may read them without it.
+  int64_t steps = 0;
+  int64_t skipped_steps = 0;
+  // Of calls that come one at a time (engine.h):
+  int64_t looks = 0;         // at weights or states of several ranks, and writes
+  bool handed_over = false;  // by start_states(), load() or step(): from now on ranks meet to write
+  Mutex settling ACQUIRED_BEFORE(engine_mutex);  // of `clipped`, by whoever brings the next gradient
+  std::optional<double> clipped;  // by clip_grad_norm(): the factor of the gradients that are there
+  bool caller_clipped = false;    // what is there now: the configured limit does not count
+  std::atomic<bool> closed = false;
+  bool kernel_keeps_memory = false;                    // at the end; then none of it may be freed
+  const io::OwnProcess process;                        // in its forked children nothing works
+  const std::shared_ptr<const io::StallBoard> stalls;  // null without a watch
+
+ private:
+  std::vector<std::string> tell(Meeting meeting, const std::exception_ptr& error,
+                                const std::string& words = {});
+  void require_gradients_on_host(int32_t unit);
+  /// By rank, whether it holds something of the segment that was not summed yet; at the end, on how many of
+  /// them there is a gradient. On the thread of the rounds.
+  std::vector<double> holders(int32_t unit, int32_t segment) EXCLUDES(engine_mutex);
+  /// Of the ranks, in this step.
+  bool has_sum(int32_t unit) EXCLUDES(engine_mutex);
+  std::byte* held_gradient(int32_t unit, int32_t segment, int64_t begin) const;
+  /// use(chunk, run, sum, begin in the segment, elements) of this rank's part.
+  template <class Use>
+  void each_own_sum(int32_t unit, int32_t segment, Use use) const;
+  void add_what_ranks_hold(int32_t unit, int32_t segment, std::span<const double> said, std::span<float> out);
+  void finish() noexcept EXCLUDES(engine_mutex);
+  void finish_updates() EXCLUDES(engine_mutex);
+  /// What is left of a step that changes nothing.
+  void leave_out() EXCLUDES(engine_mutex);
+  GradientSummary reduce_gradients() EXCLUDES(engine_mutex);
+  /// Counts the step, and keeps what its updates need.
+  void capture_factors(std::span<const optim::Hyper> groups, GroupRange range, double clip)
+      EXCLUDES(engine_mutex);
+  void schedule_updates() EXCLUDES(engine_mutex);
+
+  std::once_flag shut_down_;
+  std::vector<int32_t> scheduled_chunks_;  // of schedule_updates(), kept for their memory
+  std::vector<int32_t> changed_units_;
+};
+
+}  // namespace overspill::engine

@@ -1,0 +1,143 @@
+// Checkpoints of all ranks (DESIGN 7), as passes: what every rank has made durable is named by one manifest,
+// or by none.
+#include <fmt/format.h>
+
+#include <exception>
+#include <span>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "engine/calls/machine.h"
+
+namespace overspill::engine {
+namespace {
+
+std::string text_of(const std::exception_ptr& error) {
+  try {
+    std::rethrow_exception(error);
+  } catch (const std::exception& known) {
+    return known.what();
+  }
+}
+
+template <class Do>
+std::exception_ptr attempt(Do pass) {
+  try {
+    pass();
+    return nullptr;
+  } catch (const std::exception&) {
+    return std::current_exception();
+  }
+}
+
+/// A rank says how many bytes it will send, and memory is taken for so many. Its part of a manifest is the
+/// longest that it sends.
+void check_announced(int rank, int64_t bytes) {
+  if (bytes >= 0 && bytes <= kManifestBytesMax) return;
+  throw CommunicatorError(
+      fmt::format("rank {} announces {} bytes about its part of a checkpoint; {} are the most", rank, bytes,
+                  kManifestBytesMax));
+}
+
+/// Pieces of all ranks, in the order of the units that all of them have.
+void add_pieces(Manifest& to, Manifest&& from) {
+  for (size_t u = 0; u < to.units.size(); ++u) {
+    for (ManifestPiece& piece : from.units.at(u).pieces) to.units[u].pieces.push_back(std::move(piece));
+  }
+}
+
+}  // namespace
+
+/// All ranks tell one another what their pass came to. Where one has failed all throw: it its own error, the
+/// others one that names it. Returns what the ranks say, by rank; rank 0 alone hears it.
+std::vector<std::string> Machine::tell(Meeting meeting, const std::exception_ptr& error,
+                                       const std::string& words) {
+  const int slices = setup.layout.slices;
+  const int own = setup.layout.slice;
+  std::vector<std::string> heard(static_cast<size_t>(slices));
+  if (slices == 1) {
+    if (error) std::rethrow_exception(error);
+    heard[0] = words;
+    return heard;
+  }
+  const std::string says = error ? text_of(error) : words;
+  std::vector<int64_t> head(static_cast<size_t>(slices) * 2);  // failed, bytes
+  rounds.meet(meeting, ++looks, [&] {
+    head[own * 2] = error ? 1 : 0;
+    head[own * 2 + 1] = static_cast<int64_t>(says.size());
+    ranks.communicator->all_gather(std::as_writable_bytes(std::span(head)));
+    bool failed = false;
+    for (int rank = 0; rank < slices; ++rank) {
+      failed = failed || head[rank * 2] != 0;
+      check_announced(rank, head[rank * 2 + 1]);
+    }
+    std::vector<std::span<const std::byte>> send(static_cast<size_t>(slices));
+    std::vector<std::span<std::byte>> receive(static_cast<size_t>(slices));
+    for (int rank = 0; rank < slices; ++rank) {
+      if (rank == own) continue;
+      if (failed ? error != nullptr : rank == 0) send[rank] = std::as_bytes(std::span(says));
+      if (failed ? head[rank * 2] != 0 : own == 0) {
+        heard[rank].resize(static_cast<size_t>(head[rank * 2 + 1]));
+        receive[rank] = std::as_writable_bytes(std::span(heard[rank]));
+      }
+    }
+    ranks.communicator->exchange(send, receive);
+  });
+  if (error) std::rethrow_exception(error);
+  for (int rank = 0; rank < slices; ++rank) {
+    if (head[rank * 2] != 0) throw CheckpointError(fmt::format("rank {}: {}", rank, heard[rank]));
+  }
+  heard[own] = words;
+  return heard;
+}
+
+void Machine::save(const std::filesystem::path& folder, const WriteBeside& write_beside) {
+  const bool first = setup.layout.slice == 0;
+  bool prepared = false;
+  try {
+    tell(Meeting::save, attempt([&] {
+           if (!first) return;
+           keeper.prepare(folder);
+           prepared = true;
+         }));
+    // Beyond this point there is a folder that nobody takes for a checkpoint.
+
+    Manifest part;
+    std::string words;
+    const std::exception_ptr unwritten = attempt([&] {
+      part = keeper.write_part(folder);
+      if (!first) words = manifest_text(part);
+    });
+    const std::vector<std::string> parts = tell(Meeting::save, unwritten, words);
+    // Beyond this point every rank's data is durable, and pinned.
+
+    tell(Meeting::save, attempt([&] {
+           if (!first) return;
+           for (size_t rank = 1; rank < parts.size(); ++rank)
+             add_pieces(part, manifest_from_text(parts[rank]));
+           part.step = steps;
+           part.skipped_steps = skipped_steps;
+           part.extra_json = write_beside(keeper.unfinished(folder));
+           keeper.complete(folder, part);
+         }));
+  } catch (const EngineFailed&) {
+    keeper.give_up();
+    throw;
+  } catch (...) {
+    const bool stalled = io::is_stalled(std::current_exception());
+    if (prepared && !stalled) keeper.remove(folder);
+    if (setup.layout.slices > 1) rounds.meet(Meeting::save, ++looks, [] {});
+    stalled ? keeper.leave() : keeper.give_up();
+    throw;
+  }
+  keeper.keep(folder);
+}
+
+Manifest Machine::verify(const std::filesystem::path& folder) {
+  Manifest manifest;
+  tell(Meeting::load, attempt([&] { manifest = keeper.verify(folder); }));
+  return manifest;
+}
+
+}  // namespace overspill::engine

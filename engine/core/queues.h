@@ -1,0 +1,48 @@
+// The queues that callers compute on: a framework's own, such as PyTorch's current CUDA stream. Work there
+// and the engine's copies wait for each other on the device, so that the caller may run ahead of it.
+#pragma once
+
+#include <map>
+#include <memory>
+
+#include "base/mutex.h"
+#include "engine/base/queue.h"
+#include "engine/core/engine_mutex.h"
+#include "kernels/device.h"
+
+namespace overspill::engine {
+
+/// Streams over such queues. Thread-safe. A call may take until the queue has room (a full launch queue of
+/// the device), so none is made with the engine's mutex, which all workers need.
+class Queues {
+ public:
+  explicit Queues(kernels::Device& device) : device_(device) {}
+  /// Lives as long as this; for one thread at a time. Throws kernels::DeviceError.
+  kernels::Stream& of(Queue queue) {
+    const MutexLock guard(mutex_);
+    return stream(queue);
+  }
+  /// What the queue has been given until now. Throws kernels::DeviceError.
+  kernels::Event record(Queue queue) {
+    const MutexLock guard(mutex_);
+    return stream(queue).record();
+  }
+  /// What the queue is given from now on waits for the event. Throws kernels::DeviceError.
+  void wait(Queue queue, const kernels::Event& event) {
+    const MutexLock guard(mutex_);
+    stream(queue).wait(event);
+  }
+
+ private:
+  kernels::Stream& stream(Queue queue) REQUIRES(mutex_) {
+    std::unique_ptr<kernels::Stream>& stream = streams_[queue.native];
+    if (stream == nullptr) stream = device_.adopt_stream(queue.native);
+    return *stream;
+  }
+
+  kernels::Device& device_;
+  Mutex mutex_ ACQUIRED_AFTER(engine_mutex);
+  std::map<void*, std::unique_ptr<kernels::Stream>> streams_ GUARDED_BY(mutex_);
+};
+
+}  // namespace overspill::engine

@@ -1,0 +1,247 @@
+// Gradients, from their arrival in backward until they are cleared or others come: one array a trainable
+// unit, in the unit's flat space; or chunk by chunk, where some of them are spilled to NVMe
+// (gradient_staging.h). A segment's gradient is what lies there times its factor.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <functional>
+#include <optional>
+#include <span>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "cpu_optim/gradient.h"
+#include "engine/base/group_range.h"
+#include "engine/collectives/rank_groups.h"
+#include "engine/core/core.h"
+#include "engine/core/hardware.h"
+#include "engine/core/model_states.h"
+#include "engine/device/device_accumulators.h"
+#include "engine/device/device_units.h"
+#include "engine/device/gradient_squares.h"
+#include "engine/gradients/gradient_staging.h"
+#include "engine/gradients/gradient_sums.h"
+#include "engine/plan/setup.h"
+
+namespace overspill::engine {
+
+/// Of the final, accumulated, reduced gradients of all ranks; the same bits on every rank.
+struct GradientSummary {
+  double squares = 0;  // infinite where a gradient is not finite
+  bool finite = true;
+};
+
+/// Of a segment, between two steps.
+enum class Presence : uint8_t {
+  absent,
+  used,   // by the last step; it still lies where it was
+  zero,   // all zeros, which were not written yet
+  there,  // what arrived since the last step, or since clear()
+};
+
+class Gradients {
+ public:
+  Gradients(const Setup& setup, Core& core, Hardware& hardware, ModelStates& model, RankGroups& ranks,
+            DeviceUnits& device_units, GradientSquares& squares);
+
+  // A gradient is added piece by piece: check, begin, all pieces, finish. The caller has made sure that no
+  // update of the unit is pending, and begins nothing of a segment that has not finished.
+
+  /// A gradient that arrives, of one segment; `first`: in this step.
+  using Arrival = DeviceUnits::Arrival;
+  /// What a gradient of `bytes` consists of. The dtype is the unit's, or "F32". Throws std::invalid_argument
+  /// on a size or dtype that does not fit.
+  optim::Element check(int32_t unit, int32_t segment, int64_t bytes, std::string_view dtype) const;
+  /// Waits where several ranks' gradients have no room yet.
+  Arrival begin(int32_t unit, int32_t segment, optim::Element element) EXCLUDES(engine_mutex);
+  /// Where the piece that begins at an element of the segment ends, at most: pieces keep to chunks.
+  int64_t piece_end(const Arrival& arrival, int64_t begin) const;
+  /// Of an arrival: `elements` from `begin` on, in the segment; contiguous, in host memory.
+  struct Piece {
+    const Arrival* arrival;
+    int64_t begin;
+    int64_t elements;
+    const std::byte* data;
+
+    const std::byte* at(int64_t in_segment) const {
+      return data + (in_segment - begin) * optim::bytes(arrival->element);
+    }
+  };
+  /// Takes pieces in, side by side: no two are of the same elements. Waits for the disk where staging is
+  /// full. One call at a time.
+  void add(std::span<const Piece> pieces) EXCLUDES(turn_, engine_mutex);
+  void finish(const Arrival& arrival) EXCLUDES(engine_mutex);
+  /// Pinned host memory that the arrival may be copied to as it is, in place of add(); null: there is none.
+  std::byte* place_of(const Arrival& arrival) const;
+  /// Of an arrival that is copied to its place: squares it on the device, which has it once `ready` is
+  /// reached, where that is possible; the event is done when it has.
+  kernels::Event square_there(const Arrival& arrival, const std::byte* data, const kernels::Event& ready);
+  struct TakenInThere {
+    kernels::Event taken;            // the gradient's memory is free
+    kernels::Event squared = {};     // and what is there was squared
+    const std::byte* sum = nullptr;  // fp32, in device memory: has to be copied to `home`, once `taken`
+    std::byte* home = nullptr;       // pinned host memory
+  };
+  /// In place of add(), of all of it in the device's memory, once `ready` is reached. Nothing where it passes
+  /// through the host.
+  std::optional<TakenInThere> take_in_there(const Arrival& arrival, const std::byte* data,
+                                            const kernels::Event& ready) EXCLUDES(engine_mutex);
+  /// Sums on the device that the host lacks come to it. Nothing is being taken in.
+  void bring_down() EXCLUDES(engine_mutex);
+  /// Waits for all that was started on the device; whether it failed is told elsewhere.
+  void settle_there() noexcept;
+  /// Whether bring_down() has something to do for the unit.
+  bool ahead_there(int32_t unit) const REQUIRES(engine_mutex) { return accumulators_.ahead(unit); }
+  /// Whether begin() may wait for what is not finished yet.
+  bool may_wait(int32_t unit) const;
+
+  /// While it lives, gradients of groups out of its range lie where they are, and are none to all others.
+  /// Gradients do not come meanwhile. World 1, unless the range is all.
+  class Only {
+   public:
+    Only(Gradients& gradients, GroupRange range);
+    ~Only();
+    Only(const Only&) = delete;
+    Only& operator=(const Only&) = delete;
+
+   private:
+    Gradients& gradients_;
+    const bool all_;
+  };
+
+  Presence presence(int32_t unit, int32_t segment) const REQUIRES(engine_mutex) {
+    return presence_[unit][segment];
+  }
+  /// Whether the next step updates it.
+  bool present(int32_t unit, int32_t segment) const REQUIRES(engine_mutex) {
+    return presence(unit, segment) >= Presence::zero;
+  }
+  bool any() EXCLUDES(engine_mutex);  // of them is present
+  /// Throws all of them away. Updates that were scheduled keep theirs.
+  void clear() EXCLUDES(turn_, engine_mutex);
+  /// clear(), where one is present; else those alone that the last step used, and the sums of several ranks
+  /// stay as they are.
+  void throw_away() EXCLUDES(turn_, engine_mutex);
+  /// Throws the segment's away. No update of the unit is pending.
+  void drop(int32_t unit, int32_t segment) REQUIRES(engine_mutex);
+  /// Those that were there, or used by the last step, are zeros now.
+  void become_zero() EXCLUDES(turn_, engine_mutex);
+  /// Those that the last step used are there again, unless others came meanwhile. World 1.
+  void reuse() EXCLUDES(engine_mutex);
+
+  /// Multiplies all that are there.
+  void scale(double factor) EXCLUDES(engine_mutex);
+  double factor(int32_t unit, int32_t segment) const REQUIRES(engine_mutex) {
+    return factors_[unit][segment];
+  }
+  /// Makes the segment's factor 1: before something is added to it. No update of the unit is pending.
+  void apply_factor(int32_t unit, int32_t segment) EXCLUDES(turn_, engine_mutex);
+
+  /// Spilled ones leave memory: the ring may read them. Returns when they are written. Throws StoreError
+  /// where the disk has no room for them: nothing is lost, and it may be called again.
+  void put_away() EXCLUDES(turn_, engine_mutex);
+  /// Those there are belong to the updates that were scheduled, and stay until clear(), or until the next
+  /// add(), which is the first of its segment. Those of an earlier step are gone.
+  void handed_over() REQUIRES(engine_mutex);
+
+  /// Of several ranks.
+  GradientSums& sums() { return sums_; }
+  /// All units are summed: afterwards present() is true where any rank had a gradient. Collective.
+  void reduce_presence() EXCLUDES(engine_mutex);
+
+  /// Squares of what is there now, by chunk, added in global order; each parameter once that several model
+  /// ranks hold. Collective, over the model ranks too.
+  GradientSummary summarize() EXCLUDES(engine_mutex);
+  /// After a summary that was not finite: the name of the first segment of this rank's shard that has an inf
+  /// or a NaN; empty: none has.
+  std::string first_not_finite() EXCLUDES(engine_mutex);
+  /// Reads all of them. World 1.
+  bool any_nan() EXCLUDES(engine_mutex);
+
+  /// Copies the segment's elements from `begin` on, as fp32. World 1.
+  void read(int32_t unit, int32_t segment, int64_t begin, std::span<float> out) EXCLUDES(turn_, engine_mutex);
+
+ private:
+  /// The part of a segment that lies in one chunk, in elements.
+  struct Part {
+    int32_t chunk;  // -1: of several ranks' gradients, which lie in no chunk until they are summed
+    int32_t run;    // in the chunk
+    int64_t in_chunk;
+    int64_t in_segment;
+    int64_t elements;
+    // While the part is worked on:
+    const Piece* piece = nullptr;
+    std::byte* memory = nullptr;  // of the chunk's first element
+    optim::Element element{};     // there
+    optim::Element was{};         // before
+    bool widen = false;           // the chunk has to become fp32 first
+  };
+  static constexpr int64_t kBatchMost = 8;  // parts worked on side by side
+
+  optim::Element element(int32_t unit) const;  // of a trainable one
+  std::byte* at(int32_t unit, int64_t element) const;
+  void add(const Arrival& arrival, int64_t begin, int64_t elements, const std::byte* data)
+      EXCLUDES(turn_, engine_mutex);
+  void add_there(const Piece& piece) EXCLUDES(engine_mutex);
+  void forget_sum_there(const Arrival& arrival) EXCLUDES(engine_mutex);
+  void cut(const Piece& piece, std::vector<Part>& parts) const;
+  void add_whole(const Part& part) EXCLUDES(engine_mutex);
+  void add_by_chunk(std::span<Part> parts) EXCLUDES(turn_, engine_mutex);
+  void choose_element(Part& part) REQUIRES(engine_mutex);
+  void add_batch(std::span<Part> parts) REQUIRES(turn_) EXCLUDES(engine_mutex);
+  void work_on(std::span<const Part> parts, const std::function<void(int64_t)>& work);
+  bool lies_whole(int32_t unit) const {
+    return setup_.layout.slices > 1 || model_.units[unit].gradients != nullptr;
+  }
+  bool is_last(const Arrival& arrival) const REQUIRES(engine_mutex);
+  void forget_squares(const Arrival& arrival);
+  bool complete(const Chunk& chunk) const REQUIRES(engine_mutex);
+  bool is_there(int32_t unit, int32_t segment) const REQUIRES(engine_mutex) {
+    return presence(unit, segment) == Presence::there;
+  }
+  bool is_empty(const Chunk& chunk) const REQUIRES(engine_mutex);
+  bool any_present() const REQUIRES(engine_mutex);
+  /// By which a gradient that is there is multiplied; nothing where there is none.
+  std::optional<double> factor_of(int32_t unit, int32_t segment) EXCLUDES(engine_mutex);
+  void read_unscaled(int32_t unit, int32_t segment, int64_t begin, std::span<float> out)
+      EXCLUDES(turn_, engine_mutex);
+  void forget() REQUIRES(turn_) MAY_RELEASE(engine_mutex);
+  bool is_aside(int32_t unit) const REQUIRES(engine_mutex);
+  optim::Squares squares_of_chunk(int32_t chunk) EXCLUDES(engine_mutex);
+  optim::Squares squares_of_run(int32_t chunk, size_t run) const;
+  template <class Visit>
+  void for_each_part(int32_t unit, int32_t segment, Visit visit) const;
+
+  const Setup& setup_;
+  Core& core_;
+  Hardware& hardware_;
+  ModelStates& model_;
+  RankGroups& ranks_;
+  DeviceUnits& device_units_;
+  GradientSquares& squares_;
+  DeviceAccumulators accumulators_;
+  std::vector<std::vector<Presence>> presence_ GUARDED_BY(engine_mutex);  // by unit and segment
+  /// The same, of what Only keeps from all others; else empty.
+  std::vector<std::vector<Presence>> aside_ GUARDED_BY(engine_mutex);
+  std::vector<std::vector<double>> factors_ GUARDED_BY(engine_mutex);
+  std::vector<optim::Squares> by_chunk_;
+  std::vector<std::array<double, 2>> by_slice_;  // of this rank's shard
+  GradientStaging staging_ GUARDED_BY(turn_);
+  GradientSums sums_;
+  Mutex turn_ ACQUIRED_BEFORE(engine_mutex);  // who uses staging
+  /// By unit and segment, since the last step.
+  std::vector<std::vector<int32_t>> arrivals_ GUARDED_BY(engine_mutex);
+  std::vector<Part> whole_parts_, chunk_parts_;  // of add(), kept for their memory
+};
+
+template <class Visit>
+void Gradients::for_each_part(int32_t unit, int32_t segment, Visit visit) const {
+  for_each_run(setup_.layout, unit, segment, [&](int32_t c, int32_t r, int64_t in_segment) {
+    const Run& run = setup_.layout.chunks[c].runs[r];
+    visit(Part{c, r, run.begin, in_segment, run.elements});
+  });
+}
+
+}  // namespace overspill::engine

@@ -1,0 +1,105 @@
+// Components where they live, reached from outside the step: loading, reading, checkpoints. One chunk's
+// component at a time, through one scratch buffer. The updater is quiescent and stays so; one thread at a
+// time.
+#pragma once
+
+#include <cstdint>
+#include <span>
+
+#include "engine/core/core.h"
+#include "engine/core/hardware.h"
+#include "engine/core/model_states.h"
+#include "engine/device/device_units.h"
+#include "engine/plan/setup.h"
+
+namespace overspill::engine {
+
+/// Weights are converted in pieces of this many elements, so that a large unit needs no memory of its size.
+inline constexpr int64_t kPieceElements = 256 * 1024;
+
+class Access {
+ public:
+  Access(const Setup& setup, Core& core, Hardware& hardware, ModelStates& model, DeviceUnits& device_units);
+
+  // `begin` and counts are elements of this rank's shard. Each throws StoreError, and std::invalid_argument
+  // for a component that the unit has not. What is replaced on NVMe is a whole new extent for each chunk
+  // touched; the old one is released.
+
+  /// Copies `to.size()` bytes' worth of elements of a component without scales.
+  void read(int32_t unit, Component component, int64_t begin, std::span<std::byte> to) EXCLUDES(engine_mutex);
+  void write(int32_t unit, Component component, int64_t begin, std::span<const std::byte> from)
+      EXCLUDES(engine_mutex);
+
+  /// A chunk's component as it is kept, until the next call.
+  std::span<const std::byte> whole(int32_t chunk, Component component) EXCLUDES(engine_mutex);
+
+  /// Sets `elements` of a component without scales to zero.
+  void clear(int32_t unit, Component component, int64_t begin, int64_t elements) EXCLUDES(engine_mutex);
+
+  /// Brings `elements` of a piece of any component in, from its element `skip` on: `piece` is its bytes as a
+  /// chunk of `piece_elements` has them, with the scales behind. With scales `begin` and `skip` are multiples
+  /// of their block.
+  void write_piece(int32_t unit, Component component, int64_t begin, int64_t elements,
+                   std::span<const std::byte> piece, int64_t piece_elements, int64_t skip)
+      EXCLUDES(engine_mutex);
+
+  /// The fp32 master: between what the unit keeps of it and values (Format::eight_bit: to 24 bits). The unit
+  /// is trainable.
+  void read_weights(int32_t unit, int64_t begin, std::span<float> values) EXCLUDES(engine_mutex);
+  void write_weights(int32_t unit, int64_t begin, std::span<const float> values) EXCLUDES(engine_mutex);
+  /// Weights were replaced as forward sees them: they are the master now. `hi` is what was written.
+  void match_master(int32_t unit, int64_t begin, std::span<const std::byte> hi) EXCLUDES(engine_mutex);
+
+  /// A state of the optimizer as fp32 values, and set to one value or to many, rounded to the nearest that
+  /// the format has; with scales `begin` is a multiple of their block, and nothing else of the unit lies in
+  /// the last one.
+  void read_state(int32_t unit, Component component, int64_t begin, std::span<float> values)
+      EXCLUDES(engine_mutex);
+  void fill_state(int32_t unit, Component component, int64_t begin, int64_t elements, float value)
+      EXCLUDES(engine_mutex);
+  void write_state(int32_t unit, Component component, int64_t begin, std::span<const float> values)
+      EXCLUDES(engine_mutex);
+
+  /// Where a component on NVMe is now; empty: it was never written.
+  io::Extent extent_of(int32_t chunk, Component component) EXCLUDES(engine_mutex) {
+    const MutexLock lock(core_.mutex());
+    return model_.chunks[chunk].extents[static_cast<size_t>(component)];
+  }
+
+ private:
+  struct Part {
+    int32_t chunk;
+    int64_t in_chunk;  // first element, from the chunk's
+    int64_t in_span;   // from `begin`
+    int64_t elements;
+  };
+  template <class Visit>
+  void for_each_part(int32_t unit, Component component, int64_t begin, int64_t elements, Visit visit);
+  template <class Visit>
+  void read_parts(int32_t unit, Component component, int64_t begin, int64_t elements, Visit visit);
+  template <class Visit>
+  void write_parts(int32_t unit, Component component, int64_t begin, int64_t elements, Visit visit);
+  template <class Visit, class Away>
+  void write_parts_together(int32_t unit, Component component, int64_t begin, int64_t elements, Visit visit,
+                            Away away);
+  template <class Visit>
+  void write_away(Component component, const Part& part, Visit visit);
+  template <class Values>
+  void store_states(int32_t unit, Component component, int64_t begin, int64_t elements, Values values_of);
+  void load(int32_t chunk, Component component) EXCLUDES(engine_mutex);
+  void store(int32_t chunk, Component component) EXCLUDES(engine_mutex);
+  /// With the store kept. A write may be moved: `extent` is then the new one.
+  void transfer(io::Transfer::Kind kind, io::Extent& extent) EXCLUDES(engine_mutex);
+
+  bool on_device(int32_t chunk) const { return device_units_.hold(setup_.layout.chunks[chunk].unit); }
+  std::span<std::byte> scratch_of(int32_t chunk, Component component);
+
+  const Setup& setup_;
+  Core& core_;
+  Hardware& hardware_;
+  ModelStates& model_;
+  DeviceUnits& device_units_;
+  LinkedMemory scratch_;
+};
+
+}  // namespace overspill::engine

@@ -1,0 +1,172 @@
+// Gathered units: buffers for weights that cannot be used where they lie, filled ahead in traced order, kept
+// while there is room and given up farthest-next-use first (Belady 1966, "A study of replacement algorithms
+// for a virtual-storage computer").
+//
+// Some methods give the engine's mutex up while they wait for a device or copy weights, which may take long.
+// So one thread at a time changes weights (invalidate()), and no other acquires meanwhile.
+#pragma once
+
+#include <memory>
+#include <optional>
+#include <span>
+#include <vector>
+
+#include "engine/core/block.h"
+#include "engine/core/core.h"
+#include "engine/core/demand.h"
+#include "engine/core/hardware.h"
+#include "engine/core/model_states.h"
+#include "engine/memory/range_allocator.h"
+#include "engine/plan/setup.h"
+#include "engine/weights/trace.h"
+
+namespace overspill::engine {
+
+/// Who has weights in slots of its own: the updater.
+class SlotOwner {
+ public:
+  /// The weights of a chunk are copied from its slot, without the mutex: until returned() the slot keeps
+  /// them.
+  virtual void lend(int32_t chunk) REQUIRES(engine_mutex) = 0;
+  virtual void returned(int32_t chunk) REQUIRES(engine_mutex) = 0;
+
+ protected:
+  ~SlotOwner() = default;
+};
+
+class Gatherer {
+ public:
+  Gatherer(const Setup& setup, Core& core, Hardware& hardware, ModelStates& model, Demand& demand);
+  /// Before anything is gathered. The owner outlives all calls.
+  void copies_from_slots_of(SlotOwner& owner) { slots_ = &owner; }
+  ~Gatherer();  // no lease is left; waits for copies and uses
+  Gatherer(const Gatherer&) = delete;
+  Gatherer& operator=(const Gatherer&) = delete;
+
+  /// Leases the unit's gathered weights: waits until they are read, updated, collected and on their way to
+  /// the device. Throws BudgetError when leased units leave no room, kernels::DeviceError.
+  Block* acquire(int32_t unit) MAY_RELEASE(engine_mutex);
+  /// Returns when they are there. The block is leased. Throws kernels::DeviceError; the lease goes on.
+  void wait_for_copy(Block& block) EXCLUDES(engine_mutex);
+  /// The queue is given work that reads them: the caller makes it wait for this event first.
+  kernels::Event use(Block* block, kernels::Stream& queue) REQUIRES(engine_mutex);
+  /// The memory is in use until `uses` are done. What fails fails the engine.
+  void release(Block* block, std::span<const kernels::Event> uses) noexcept REQUIRES(engine_mutex);
+
+  /// The order in which units are acquired: recorded by whoever acquires, read to look ahead.
+  Trace& trace() REQUIRES(engine_mutex) { return trace_; }
+
+  /// Starts to fill the units that come next, as far as there is room that is not needed sooner.
+  void prefetch() MAY_RELEASE(engine_mutex);
+
+  /// A worker has made a chunk's new weights and is the only one to touch them: brings them to the unit's
+  /// block, where it waits for them.
+  void deliver(int32_t chunk, const std::byte* weights) MAY_RELEASE(engine_mutex);
+
+  /// Gives up the gathered form of units whose weights change now. Waits for reads in flight.
+  void invalidate(std::span<const int32_t> units) MAY_RELEASE(engine_mutex);
+
+  // ---- several ranks: for the rounds (engine/ranks/rounds.h)
+
+  /// For a unit that lies whole on every rank: waits until it does.
+  void acquire_whole(int32_t unit) MAY_RELEASE(engine_mutex);
+  /// Units that lie whole are gathered when they are up to date.
+  void want_whole(std::span<const int32_t> units) REQUIRES(engine_mutex);
+
+  /// There is room for the unit, and this rank's shard is in it. On a device: nothing there uses the room.
+  bool wants(int32_t unit) const REQUIRES(engine_mutex);
+  /// This rank's shard, up to date, where it is in memory, the device's if it lives there; null: it is not.
+  const std::byte* shard_in_memory(int32_t unit) const REQUIRES(engine_mutex);
+  /// The same; the memory stays until unpin().
+  const std::byte* pin_shard(int32_t unit) REQUIRES(engine_mutex);
+  void unpin() REQUIRES(engine_mutex);
+  /// Brings the shard into memory, for others who want it.
+  void prepare_to_serve(int32_t unit) MAY_RELEASE(engine_mutex);
+  /// Memory for all ranks' shards, this rank's in its place: the device's where they meet there.
+  std::byte* begin_collecting(int32_t unit) REQUIRES(engine_mutex);
+  bool collects_on_device() const { return setup_.traits.gathers; }
+  bool lives_on_device(int32_t unit) const { return model_.units[unit].resident != nullptr; }
+  void collected(int32_t unit) REQUIRES(engine_mutex);
+
+  /// From leased memory of a device that has its own; returns when `to` is filled. The mutex is not
+  /// held meanwhile: nobody pinned `to`, so the device may keep whoever submits the copy.
+  /// Throws kernels::DeviceError.
+  void copy_to_host(const Block& block, std::span<std::byte> to, const std::byte* from)
+      EXCLUDES(engine_mutex);
+
+  /// The longest run of the arena that is free now.
+  int64_t largest_free_run() const REQUIRES(engine_mutex) { return host_arena_.largest_free_run(); }
+
+  bool ready(int32_t unit) const REQUIRES(engine_mutex) {
+    return model_.units[unit].gathered == Gathered::ready;
+  }
+
+ private:
+  struct Fetch {  // one chunk's read into a block
+    Gatherer* owner = nullptr;
+    Block* block = nullptr;
+    int32_t chunk = -1;
+    io::Transfer transfer;
+  };
+  enum class Urgency : uint8_t { demanded, ahead };
+  struct Copy {  // of one chunk into a block, not begun
+    Block* block = nullptr;
+    int32_t chunk = -1;
+    Urgency urgency{};
+  };
+  static void on_fetched(io::Transfer& transfer) noexcept;
+
+  bool start_fill(int32_t unit, Urgency urgency) REQUIRES(engine_mutex);
+  Block* take_block(int32_t unit, Urgency urgency) REQUIRES(engine_mutex);
+  void start_fills_ahead() REQUIRES(engine_mutex);
+  bool make_room(int32_t unit, Urgency urgency) REQUIRES(engine_mutex);
+  void bring(Block& block, int32_t chunk, Urgency urgency) REQUIRES(engine_mutex);
+  void fetch(Block& block, int32_t chunk, Urgency urgency) REQUIRES(engine_mutex);
+  void make_copies() MAY_RELEASE(engine_mutex);
+  void make(const Copy& copy) MAY_RELEASE(engine_mutex);
+  void arrived(Block& block) REQUIRES(engine_mutex);
+  void to_device(Block& block) REQUIRES(engine_mutex);
+  void finish(Block& block) REQUIRES(engine_mutex);
+  void drop(Block& block) REQUIRES(engine_mutex);
+  std::optional<int64_t> host_room(int64_t bytes, RangeAllocator::End end) REQUIRES(engine_mutex);
+  bool keeps_bounce(const Block& block) const REQUIRES(engine_mutex);
+  std::optional<kernels::Event> copy_under_way() const REQUIRES(engine_mutex);
+  void free_bounce(Block& block) REQUIRES(engine_mutex);
+  int64_t host_bytes(int32_t unit) const {
+    return host_block_bytes(setup_.layout, setup_.layout.units[unit], setup_.traits,
+                            setup_.plan.weights_on_nvme[unit]);
+  }
+  std::string leased_units() const REQUIRES(engine_mutex);
+  bool filling_anything() const REQUIRES(engine_mutex);
+  const std::byte* weights_in_memory(int32_t chunk) const REQUIRES(engine_mutex);
+  /// Where a chunk's weights belong in a block.
+  std::byte* place_of(const Block& block, int32_t chunk) const REQUIRES(engine_mutex) {
+    const Chunk& c = setup_.layout.chunks[chunk];
+    return block.shard + c.begin * setup_.layout.units[c.unit].element_bytes;
+  }
+
+  const Setup& setup_;
+  Core& core_;
+  Hardware& hardware_;
+  ModelStates& model_;
+  Demand& demand_;
+  Trace trace_ GUARDED_BY(engine_mutex);
+  LinkedMemory host_memory_;
+  kernels::DeviceMemory device_memory_;
+  RangeAllocator host_arena_ GUARDED_BY(engine_mutex);
+  RangeAllocator device_arena_ GUARDED_BY(engine_mutex);
+  std::unique_ptr<kernels::Stream> stream_;
+  Mutex looking_ ACQUIRED_BEFORE(engine_mutex);
+  std::unique_ptr<kernels::Stream> looks_ PT_GUARDED_BY(looking_);
+  std::vector<std::unique_ptr<Block>> blocks_ GUARDED_BY(engine_mutex);
+  std::vector<Block*> idle_blocks_ GUARDED_BY(engine_mutex);
+  std::vector<Fetch> fetches_ GUARDED_BY(engine_mutex);  // by chunk
+  std::vector<Copy> copies_ GUARDED_BY(engine_mutex);    // to be made, oldest first
+  SlotOwner* slots_ = nullptr;
+  LinkedMemory serve_memory_;
+  Block serve_ GUARDED_BY(engine_mutex);  // a shard on its way to other ranks; unit -1: none
+  std::vector<Fetch> serve_fetches_ GUARDED_BY(engine_mutex);  // by chunk
+  std::vector<Block*> pinned_ GUARDED_BY(engine_mutex);
+};
+
+}  // namespace overspill::engine

@@ -1,0 +1,97 @@
+// Gathered units of several ranks (gather.h): what this rank serves to the others, and what comes from them.
+#include "engine/weights/gather.h"
+
+namespace overspill::engine {
+
+void Gatherer::acquire_whole(int32_t unit) {
+  UnitState& state = model_.units[unit];
+  core_.check();
+  if (state.gathered == Gathered::ready) return;
+  state.wanted = true;
+  const Awaiting awaiting(core_, demand_, unit);
+  core_.wait([&]() REQUIRES(engine_mutex) { return state.gathered == Gathered::ready; }, Cause::reads, unit);
+}
+
+void Gatherer::want_whole(std::span<const int32_t> units) {
+  for (int32_t unit : units) model_.units[unit].wanted = model_.units[unit].whole != nullptr;
+}
+
+bool Gatherer::wants(int32_t unit) const {
+  const UnitState& state = model_.units[unit];
+  if (state.gathered != Gathered::local) return false;
+  if (state.whole != nullptr) return state.wanted && state.pending_chunks == 0;
+  return !collects_on_device() || state.block->copied.done();
+}
+
+const std::byte* Gatherer::shard_in_memory(int32_t unit) const {
+  const UnitState& state = model_.units[unit];
+  if (state.pending_chunks > 0) return nullptr;
+  if (state.resident != nullptr) {
+    if (!state.resident->copied.done()) return nullptr;
+    state.resident->copied.wait();  // throws what went wrong
+    return state.resident->device;
+  }
+  if (state.home != nullptr) return state.home;
+  if (state.block != nullptr && state.gathered != Gathered::filling && state.block->shard != nullptr)
+    return state.block->shard;
+  return serve_.unit == unit && serve_.arriving == 0 ? serve_.shard : nullptr;
+}
+
+const std::byte* Gatherer::pin_shard(int32_t unit) {
+  const std::byte* shard = shard_in_memory(unit);
+  Block* block = model_.units[unit].block;
+  if (shard != nullptr && block != nullptr && shard == block->shard) {
+    ++block->pins;
+    pinned_.push_back(block);
+  }
+  return shard;
+}
+
+void Gatherer::unpin() {
+  for (Block* block : pinned_) --block->pins;
+  pinned_.clear();
+}
+
+void Gatherer::prepare_to_serve(int32_t unit) {
+  const UnitState& state = model_.units[unit];
+  if (state.pending_chunks > 0) {
+    if (demand_.updates.empty()) demand_.want_updates(unit);
+    return;
+  }
+  if (state.resident != nullptr) return;  // it is being updated where it is
+  const bool busy = serve_.unit >= 0 && serve_.arriving > 0;
+  if (busy || state.gathered == Gathered::filling || shard_in_memory(unit) != nullptr) return;
+  const Unit& layout = setup_.layout.units[unit];
+  serve_ = Block{};
+  serve_.unit = unit;
+  serve_.shard = serve_memory_.data();
+  serve_.arriving = layout.chunk_count + 1;
+  for (int32_t c = layout.first_chunk; c < layout.first_chunk + layout.chunk_count; ++c)
+    bring(serve_, c, Urgency::demanded);
+  arrived(serve_);
+  make_copies();
+}
+
+std::byte* Gatherer::begin_collecting(int32_t unit) {
+  UnitState& state = model_.units[unit];
+  state.gathered = Gathered::collecting;
+  if (state.whole != nullptr) return state.whole;
+  if (!collects_on_device()) return state.block->host;
+  state.block->copied.wait();  // it is done; throws what went wrong
+  return state.block->device;
+}
+
+void Gatherer::collected(int32_t unit) {
+  UnitState& state = model_.units[unit];
+  if (state.whole != nullptr) {
+    state.gathered = Gathered::ready;
+    state.wanted = false;
+    core_.journal.note(Happening::gathered, unit);
+  } else {
+    if (!collects_on_device()) to_device(*state.block);
+    finish(*state.block);
+  }
+  core_.changed.notify_all();
+}
+
+}  // namespace overspill::engine
