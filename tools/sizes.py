@@ -37,7 +37,6 @@ OVER = {
     "bindings/overspill/optim.py": 749,
     "bindings/overspill/optimizer.py": 800,
     "bindings/overspill/vertical.py: run": 79,
-    "engine/engine.h: headers": 24,
     "tests/python/habits_of_gradients.py": 550,
     "tests/python/habits_of_optimizers.py": 515,
     "tests/python/on_accelerator.py": 610,
