@@ -23,7 +23,7 @@ void require_whole_or_one(const Machine& m, GroupRange range) {
 void settle_clip(Machine& m, const Segment& segment) {
   const MutexLock turn(m.settling);  // gradients come from several threads
   if (!m.clipped) return;
-  if (m.setup.layout.world > 1) {
+  if (m.setup.layout.slices > 1) {
     throw std::invalid_argument(fmt::format(
         "a gradient of {} came after clip_grad_norm(), which scaled the earlier gradients by {}, and "
         "those of several ranks are summed by then: take the step or clear the gradients first, and "

@@ -21,7 +21,7 @@ namespace {
 /// One weight is about to be replaced from outside, on all ranks. At first, while the model is handed over,
 /// nobody waits for what was there before, nor where every rank has all weights.
 void meet_to_write(Machine& m) {
-  if (!m.handed_over || m.setup.layout.world == 1) return;
+  if (!m.handed_over || m.setup.layout.shards == 1) return;
   m.rounds.meet(Meeting::write, ++m.looks, [] {});
 }
 
@@ -208,7 +208,7 @@ void Engine::written(int32_t unit, int32_t segment, std::span<const std::byte> d
   const Segment& s = m.segment_at(unit, segment);
   const Unit& u = m.unit_at(unit);
   check_size(s, data.size(), u.element_bytes);
-  if (m.setup.layout.world > 1) {  // each rank keeps its shard of it; `data` may be the leased memory itself
+  if (m.setup.layout.shards > 1) {  // each rank keeps its shard of it; `data` may be the leased memory itself
     const std::vector<std::byte> copy(data.begin(), data.end());
     return load_weight(unit, segment, copy, u.dtype);
   }

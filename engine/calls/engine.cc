@@ -187,12 +187,18 @@ Lease Engine::lease(int32_t unit, Arrived arrived) {
   if (m.setup.used_in_place(unit)) {
     m.gatherer.prefetch();
     m.updater.wait_for(unit);
-    if (!m.device_units.hold(unit)) {
-      const UnitState& state = m.model.units[unit];
-      if (state.whole != nullptr) m.gatherer.acquire_whole(unit);
-      return {machine_, nullptr, state.whole != nullptr ? state.whole : state.home, u.bytes()};
+    const UnitState& state = m.model.units[unit];
+    switch (m.setup.weight_place(unit)) {
+      case WeightPlace::whole_on_host:
+        m.gatherer.acquire_whole(unit);
+        return {machine_, nullptr, state.whole, u.bytes()};
+      case WeightPlace::device:
+        block = m.device_units.lease(unit);
+        break;
+      case WeightPlace::host:
+      case WeightPlace::nvme:  // is gathered
+        return {machine_, nullptr, state.home, u.bytes()};
     }
-    block = m.device_units.lease(unit);
   } else {
     block = m.gatherer.acquire(unit);
   }
@@ -207,7 +213,8 @@ bool Engine::resident_now(int32_t unit) {
   Machine& m = machine();
   m.unit_at(unit);
   const MutexLock guard(m.core.mutex());
-  const bool in_place = m.setup.used_in_place(unit) && m.model.units[unit].whole == nullptr;
+  const bool in_place =
+      m.setup.used_in_place(unit) && m.setup.weight_place(unit) != WeightPlace::whole_on_host;
   return in_place || m.gatherer.ready(unit);
 }
 

@@ -102,7 +102,7 @@ const Segment& Machine::segment_at(int32_t unit, int32_t segment) const {
 void Machine::start_states(std::span<const optim::Hyper> groups) {
   for (size_t u = 0; u < setup.layout.units.size(); ++u) {
     const Unit& unit = setup.layout.units[u];
-    const int64_t shard = setup.layout.rank * unit.shard_elements;
+    const int64_t shard = setup.layout.shard * unit.shard_elements;
     for (size_t c = 0; c < unit.components().size(); ++c) {
       const optim::ComponentSpec& spec = unit.components()[c];
       if (spec.role != optim::Role::state) continue;
@@ -147,16 +147,16 @@ void Machine::prepare_to_change(std::span<const int32_t> units) {
 }
 
 void Machine::share(int32_t unit, int32_t segment, std::span<std::byte> out, int64_t width) {
-  if (setup.layout.world == 1) return;
+  if (setup.layout.shards == 1) return;
   rounds.meet(Meeting::look, ++looks, [&] { exchange_parts(unit, segment, out, width); });
 }
 
 void Machine::exchange_parts(int32_t unit, int32_t segment, std::span<std::byte> out, int64_t width) {
   const Layout& layout = setup.layout;
   const auto bytes_of = [&](int rank) { return part_of(rank, unit, segment).of(out, width); };
-  std::vector<std::span<const std::byte>> send(static_cast<size_t>(layout.world), bytes_of(layout.rank));
+  std::vector<std::span<const std::byte>> send(static_cast<size_t>(layout.shards), bytes_of(layout.shard));
   std::vector<std::span<std::byte>> receive;
-  for (int rank = 0; rank < layout.world; ++rank) receive.push_back(bytes_of(rank));
+  for (int rank = 0; rank < layout.shards; ++rank) receive.push_back(bytes_of(rank));
   ranks.communicator->exchange(send, receive);
 }
 

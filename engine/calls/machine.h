@@ -91,7 +91,7 @@ class Machine {
     }
   };
   Part part_of(int rank, int32_t unit, int32_t segment) const;
-  Part own_part(int32_t unit, int32_t segment) const { return part_of(setup.layout.rank, unit, segment); }
+  Part own_part(int32_t unit, int32_t segment) const { return part_of(setup.layout.shard, unit, segment); }
 
   /// Throws WrongProcess in a forked child.
   void check_process() const;

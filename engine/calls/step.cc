@@ -89,7 +89,7 @@ GradientSummary Machine::reduce_gradients() {
 }
 
 double Machine::norm_of(const GradientSummary& gradient) {
-  if (gradient.finite || setup.layout.world > 1 || !gradients.any_nan()) return std::sqrt(gradient.squares);
+  if (gradient.finite || setup.layout.slices > 1 || !gradients.any_nan()) return std::sqrt(gradient.squares);
   return std::numeric_limits<double>::quiet_NaN();
 }
 
@@ -146,9 +146,9 @@ void Machine::schedule_updates() {
     UnitState& state = model.units[u];
     if (std::find(state.updated.begin(), state.updated.end(), 1) == state.updated.end()) continue;
     ++state.generation;
-    if (device_units.hold(u)) device_units.update(u);
-    if (!device_units.hold(u) || setup.layout.slices > 1) changed_units_.push_back(u);
-    if (device_units.hold(u)) continue;
+    if (setup.lives_on_device(u)) device_units.update(u);
+    if (!setup.lives_on_device(u) || setup.layout.slices > 1) changed_units_.push_back(u);
+    if (setup.lives_on_device(u)) continue;
     const Unit& unit = setup.layout.units[u];
     for (int32_t c = unit.first_chunk; c < unit.first_chunk + unit.chunk_count; ++c) {
       if (setup.layout.chunks[c].has_any(state.updated)) scheduled_chunks_.push_back(c);

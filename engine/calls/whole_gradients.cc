@@ -12,7 +12,7 @@
 
 namespace overspill::engine {
 void Machine::require_gradients_on_host(int32_t unit) {
-  if (!gradients.sums().are_on_device(unit) && !device_units.hold(unit)) return;
+  if (!gradients.sums().are_on_device(unit) && !setup.lives_on_device(unit)) return;
   throw std::invalid_argument(
       fmt::format("gradients of {} are summed on the device, of several ranks: none is read or set there",
                   setup.layout.units[unit].name));
@@ -66,7 +66,7 @@ bool Machine::read_whole_gradient(int32_t unit, int32_t segment, std::span<float
         optim::widen(setup.gradient_type(unit), sum,
                      out.subspan(static_cast<size_t>(begin), static_cast<size_t>(count)), true);
       });
-      if (setup.layout.world > 1) exchange_parts(unit, segment, std::as_writable_bytes(out), 4);
+      if (setup.layout.shards > 1) exchange_parts(unit, segment, std::as_writable_bytes(out), 4);
     }
     add_what_ranks_hold(unit, segment, said, out);
   });

@@ -298,7 +298,7 @@ Manifest CheckpointKeeper::write_folder(const fs::path& folder) {
   Manifest manifest;
   manifest.world = setup_.layout.slices;
   // At stage 0 every rank holds all: one of them writes it.
-  const bool writes = setup_.layout.world > 1 || setup_.layout.slice == 0;
+  const bool writes = setup_.layout.shards > 1 || setup_.layout.slice == 0;
   size_t next = 0;
   for (size_t u = 0; u < model_.units.size(); ++u) {
     const Unit& unit = setup_.layout.units[u];
@@ -354,7 +354,7 @@ Manifest CheckpointKeeper::verify(const fs::path& folder) const {
 
 /// The pieces in which this rank has elements.
 Manifest CheckpointKeeper::own_part(const Manifest& manifest) const {
-  if (setup_.layout.world == 1) return manifest;
+  if (setup_.layout.shards == 1) return manifest;
   Manifest part = manifest;
   for (ManifestUnit& unit : part.units) {
     const Unit& own = setup_.layout.units[index_of(unit.name)];
@@ -372,7 +372,7 @@ int32_t CheckpointKeeper::index_of(const std::string& unit) const {
 
 /// Padding depends on the world the checkpoint was made in; what lies beyond this unit's own is zero.
 CheckpointKeeper::Overlap CheckpointKeeper::overlap(const Unit& own, const ManifestPiece& piece) const {
-  const int64_t shard = setup_.layout.rank * own.shard_elements;
+  const int64_t shard = setup_.layout.shard * own.shard_elements;
   const int64_t begin = std::max(piece.begin, shard);
   const int64_t end = std::min(piece.begin + piece.elements, shard + own.shard_elements);
   return {begin - shard, begin - piece.begin, end - begin};

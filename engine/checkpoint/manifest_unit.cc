@@ -123,7 +123,7 @@ int64_t manifest_bytes(const Setup& setup, Bound bound) {
         blocks += io::checksum_blocks(setup.component_bytes(c, component));
       const int64_t of_a_rank =
           unit.chunk_count * text_bytes(piece) + blocks * static_cast<int64_t>(kHexDigits);
-      bytes += layout.world * of_a_rank;
+      bytes += layout.shards * of_a_rank;
     }
     manifest.units.push_back(std::move(described));
   }

@@ -64,15 +64,22 @@ ModelStates::ModelStates(const Setup& setup, Hardware& hardware)
     state.steps.resize(unit.segments.size());
     state.guessed.resize(unit.segments.size());
     state.guessed_factors.resize(unit.segments.size());
-    if (setup.held_whole(static_cast<int32_t>(u))) {
-      state.whole = carver.take(unit.bytes());
-      state.home = state.whole + setup.layout.rank * unit.shard_bytes();
-      state.gathered = Gathered::local;
-    } else if (!setup.plan.weights_on_nvme[u] && !setup.plan.on_device[u]) {
-      state.home = carver.take(unit.shard_bytes());
+    const auto number = static_cast<int32_t>(u);
+    switch (setup.weight_place(number)) {
+      case WeightPlace::host:
+        state.home = carver.take(unit.shard_bytes());
+        break;
+      case WeightPlace::whole_on_host:
+        state.whole = carver.take(unit.bytes());
+        state.home = state.whole + setup.layout.shard * unit.shard_bytes();
+        state.gathered = Gathered::local;
+        break;
+      case WeightPlace::nvme:
+        break;
+      case WeightPlace::device:
+        continue;  // its states and gradients live there too
     }
-    if (setup.plan.on_device[u]) continue;
-    carve_gradients(setup, static_cast<int32_t>(u), carver);
+    carve_gradients(setup, number, carver);
     for (int32_t c = unit.first_chunk; c < unit.first_chunk + unit.chunk_count; ++c) {
       if (state.home != nullptr)
         chunks[c].home[0] = state.home + setup.layout.chunks[c].begin * unit.element_bytes;
@@ -100,9 +107,7 @@ void ModelStates::carve_gradients(const Setup& setup, int32_t u, Carver& carver)
   const Unit& unit = setup.layout.units[u];
   UnitState& state = units[u];
   const int64_t element_bytes = gradient_element_bytes(unit.format, setup.config.gradient_accumulation);
-  bool in_parts = setup.plan.gradients_pooled;
-  for (int32_t c = unit.first_chunk; c < unit.first_chunk + unit.chunk_count; ++c)
-    in_parts = in_parts || setup.plan.gradients_on_nvme[c];
+  const bool in_parts = setup.gradient_route(u) != GradientRoute::whole;
   if (!in_parts) state.gradients = carver.take(unit.elements * element_bytes);
   for (int32_t c = unit.first_chunk; c < unit.first_chunk + unit.chunk_count; ++c) {
     if (unit.trainable())

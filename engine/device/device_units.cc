@@ -22,7 +22,7 @@ DeviceUnits::DeviceUnits(const Setup& setup, Core& core, Hardware& hardware, Mod
   residents_.resize(setup.layout.units.size());
   for (const Chunk& chunk : setup.layout.chunks) piece_elements_ = std::max(piece_elements_, chunk.elements);
   for (size_t u = 0; u < residents_.size(); ++u) {
-    if (!hold(static_cast<int32_t>(u))) continue;
+    if (!setup.lives_on_device(static_cast<int32_t>(u))) continue;
     const Unit& unit = setup.layout.units[u];
     Resident& resident = residents_[u];
     for (Component component : kAllComponents) {
@@ -36,7 +36,7 @@ DeviceUnits::DeviceUnits(const Setup& setup, Core& core, Hardware& hardware, Mod
       resident.gradients = take(unit.shard_elements * width);
     } else {  // of all ranks' elements, among them those of the shard
       std::byte* const all = take(unit.elements * width);
-      resident.gradients = all + setup.layout.rank * unit.shard_elements * width;
+      resident.gradients = all + setup.layout.shard * unit.shard_elements * width;
       if (setup.layout.slices > 1) model.units[u].gradients = all;
     }
     resident.block.unit = static_cast<int32_t>(u);
@@ -74,7 +74,7 @@ Block* DeviceUnits::lease(int32_t unit) {
 
 std::byte* DeviceUnits::gradient_of(int32_t unit, int32_t segment) {
   const Unit& u = setup_.layout.units[unit];
-  const int64_t begin = u.segments[segment].begin - setup_.layout.rank * u.shard_elements;
+  const int64_t begin = u.segments[segment].begin - setup_.layout.shard * u.shard_elements;
   return residents_[unit].gradients + begin * setup_.gradient_width(unit);
 }
 

@@ -40,14 +40,13 @@ class DeviceUnits {
   /// Waits for what was started.
   void settle() noexcept;
 
-  bool hold(int32_t unit) const { return setup_.plan.on_device[unit]; }
   /// Leases the unit's weights, of a world of one rank; Gatherer::release ends it.
   Block* lease(int32_t unit) REQUIRES(engine_mutex);
 
   // ---- gradients of one rank, of a segment: the first of a step replaces what is there, later ones are
   // added
 
-  bool take_gradients(int32_t unit) const { return hold(unit) && setup_.layout.slices == 1; }
+  bool take_gradients(int32_t unit) const { return setup_.gradient_route(unit) == GradientRoute::device; }
 
   struct Arrival {
     int32_t unit = -1;

@@ -75,7 +75,7 @@ void GradientSums::open(int32_t unit) {
   if (!must_wait(unit) && model_.units[unit].gradients == nullptr) take_memory(unit);
   check_refused(unit);
   // In the unit's own memory the last step's sum lies among the gradients, and its update may be reading it.
-  if (device_units_.hold(unit) && !setup_.plan.gradients_pooled)
+  if (setup_.lives_on_device(unit) && !setup_.plan.gradients_pooled)
     device_.arrive_after(device_units_.used(unit));
 }
 
@@ -197,7 +197,7 @@ void GradientSums::sum(int32_t unit, std::span<const uint8_t> gives) {
   for (int32_t c = u.first_chunk; c < u.first_chunk + u.chunk_count; ++c) {
     if (layout.chunks[c].slice == layout.slice) sum_chunk(c, gives);
   }
-  if (device_units_.hold(unit)) square_there(unit);
+  if (setup_.lives_on_device(unit)) square_there(unit);
   if (layout.policy.divide_states) return;
   // Every rank updates everything: the sums go to all.
   const auto bytes = static_cast<size_t>(u.slice_elements * setup_.gradient_width(unit));
@@ -221,7 +221,7 @@ void GradientSums::sum_chunk(int32_t c, std::span<const uint8_t> gives) {
   const int64_t in_slice = layout.global_begin(chunk) - layout.slice * layout.units[unit].slice_elements;
   const bool there = are_on_device(unit), first = is_first_sum(unit);
   if (there) add_on_device(unit, in_slice, chunk.elements, gives);
-  if (device_units_.hold(unit)) {
+  if (setup_.lives_on_device(unit)) {
     kernels::Event used;
     {
       const MutexLock guard(core_.mutex());

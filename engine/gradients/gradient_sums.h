@@ -42,7 +42,7 @@ class GradientSums {
 
   /// Memory for the unit's gradients is the device's; what is given goes there by on_device().
   bool are_on_device(int32_t unit) const {
-    return device_.used() && (setup_.plan.gradients_pooled || device_units_.hold(unit));
+    return device_.used() && (setup_.plan.gradients_pooled || setup_.lives_on_device(unit));
   }
   DeviceSums& on_device() { return device_; }
 

@@ -77,7 +77,7 @@ Gradients::Gradients(const Setup& setup, Core& core, Hardware& hardware, ModelSt
       squares_(squares),
       accumulators_(setup, hardware),
       by_chunk_(model.chunks.size()),
-      by_slice_(static_cast<size_t>(setup.layout.world == 1 ? setup.layout.slices : 1)),
+      by_slice_(static_cast<size_t>(setup.layout.shards == 1 ? setup.layout.slices : 1)),
       staging_(setup, core, hardware, model),
       sums_(setup, core, hardware, model, ranks, device_units) {
   for (const Unit& unit : setup.layout.units) {
@@ -155,7 +155,7 @@ Gradients::Arrival Gradients::begin(int32_t unit, int32_t segment, optim::Elemen
 
 bool Gradients::may_wait(int32_t unit) const {
   if (device_units_.take_gradients(unit)) return false;
-  return setup_.layout.slices > 1 || model_.units[unit].gradients == nullptr;
+  return setup_.layout.slices > 1 || setup_.gradient_route(unit) == GradientRoute::by_chunk;
 }
 
 int64_t Gradients::piece_end(const Arrival& arrival, int64_t begin) const {

@@ -193,7 +193,7 @@ class Gradients {
   void add_batch(std::span<Part> parts) REQUIRES(turn_) EXCLUDES(engine_mutex);
   void work_on(std::span<const Part> parts, const std::function<void(int64_t)>& work);
   bool lies_whole(int32_t unit) const {
-    return setup_.layout.slices > 1 || model_.units[unit].gradients != nullptr;
+    return setup_.layout.slices > 1 || setup_.gradient_route(unit) == GradientRoute::whole;
   }
   bool is_last(const Arrival& arrival) const REQUIRES(engine_mutex);
   void forget_squares(const Arrival& arrival);

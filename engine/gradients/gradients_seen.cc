@@ -62,7 +62,7 @@ GradientSummary Gradients::summarize() {
   auto& slices = by_slice_;
   std::fill(slices.begin(), slices.end(), std::array<double, 2>{});
   for (int64_t i = 0; i < chunks; ++i) {
-    auto& slice = slices[layout.world == 1 ? static_cast<size_t>(layout.chunks[i].slice) : 0];
+    auto& slice = slices[layout.shards == 1 ? static_cast<size_t>(layout.chunks[i].slice) : 0];
     slice[0] += by_chunk_[i].sum;
     slice[1] += by_chunk_[i].finite ? 0 : 1;
   }
@@ -70,7 +70,7 @@ GradientSummary Gradients::summarize() {
   for (size_t s = 1; s < slices.size(); ++s) {
     for (size_t k = 0; k < 2; ++k) sums[k] += slices[s][k];
   }
-  if (layout.world > 1) ranks_.communicator->all_reduce_sum(sums);
+  if (layout.shards > 1) ranks_.communicator->all_reduce_sum(sums);
   if (ranks_.model_ranks != nullptr) ranks_.model_ranks->all_reduce_sum(sums);
   const bool finite = sums[1] == 0;
   return {finite ? sums[0] : std::numeric_limits<double>::infinity(), finite};
@@ -133,7 +133,7 @@ void Gradients::read_unscaled(int32_t unit, int32_t segment, int64_t begin, std:
   const Segment& s = setup_.layout.units[unit].segments[segment];
   const int64_t end = begin + std::ssize(out);
   const int64_t width = setup_.gradient_width(unit);
-  if (device_units_.hold(unit)) {
+  if (setup_.lives_on_device(unit)) {
     std::vector<std::byte> there(out.size() * static_cast<size_t>(width));
     const MutexLock lock(core_.mutex());
     device_units_.read_gradient(unit, segment, begin, there);

@@ -222,8 +222,8 @@ Layout make_layout(const std::vector<UnitSpec>& specs, int64_t chunk_elements, i
   if (chunk_elements <= 0) throw std::invalid_argument("chunk_elements must be positive");
   Layout layout;
   layout.policy = stage_policy(stage);
-  layout.rank = layout.policy.divide_states ? rank : 0;
-  layout.world = layout.policy.divide_states ? world : 1;
+  layout.shard = layout.policy.divide_states ? rank : 0;
+  layout.shards = layout.policy.divide_states ? world : 1;
   layout.slice = rank;
   layout.slices = world;
   std::unordered_set<std::string> names;
@@ -231,14 +231,14 @@ Layout make_layout(const std::vector<UnitSpec>& specs, int64_t chunk_elements, i
     Unit unit = place_segments(spec, names);
     const int64_t granule = granule_of(unit);
     unit.elements = round_up(unit.elements, granule * world);
-    unit.shard_elements = unit.elements / layout.world;
+    unit.shard_elements = unit.elements / layout.shards;
     unit.slice_elements = unit.elements / world;
     // Equal pieces, so that the ring's slots (sized by the largest) are filled.
     const int64_t pieces = (unit.slice_elements + chunk_elements - 1) / chunk_elements;
     const int64_t piece = round_up((unit.slice_elements + pieces - 1) / pieces, granule);
     unit.first_chunk = static_cast<int32_t>(layout.chunks.size());
     const auto index = static_cast<int32_t>(layout.units.size());
-    const int64_t shard_begin = layout.rank * unit.shard_elements;
+    const int64_t shard_begin = layout.shard * unit.shard_elements;
     for (int64_t slice = shard_begin / unit.slice_elements;
          slice * unit.slice_elements < shard_begin + unit.shard_elements; ++slice) {
       for (int64_t in_slice = 0; in_slice < unit.slice_elements; in_slice += piece) {

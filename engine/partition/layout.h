@@ -106,17 +106,17 @@ struct Unit {
 /// where every rank's shard is the whole unit and each sums a slice of it: chunks keep to slices, so that
 /// squares are added in one order at every stage.
 struct Layout {
-  int rank = 0;    // of the shards; at stage 0
-  int world = 1;   // rank 0 of 1
-  int slice = 0;   // of the slices: this rank,
-  int slices = 1;  // of so many
+  int shard = 0;   // which one this rank holds,
+  int shards = 1;  // of so many; at stage 0 each rank holds shard 0 of 1
+  int slice = 0;   // which one this rank sums: its number among
+  int slices = 1;  // all ranks
   StagePolicy policy;
   std::vector<Unit> units;
   std::vector<Chunk> chunks;  // by unit, ascending
 
   /// Element of the unit's flat space at which the chunk starts on this rank.
   int64_t global_begin(const Chunk& chunk) const {
-    return rank * units[chunk.unit].shard_elements + chunk.begin;
+    return shard * units[chunk.unit].shard_elements + chunk.begin;
   }
 };
 

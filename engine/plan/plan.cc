@@ -13,13 +13,34 @@ DeviceTraits traits_of(kernels::Device& device, const Communicator& ranks) {
           own_memory && ranks.device() == &device};
 }
 
+WeightPlace weight_place(const Layout& layout, const Plan& plan, const DeviceTraits& device, int32_t unit) {
+  if (plan.on_device[unit]) return WeightPlace::device;
+  if (plan.weights_on_nvme[unit]) return WeightPlace::nvme;
+  return held_whole(layout, device, false) ? WeightPlace::whole_on_host : WeightPlace::host;
+}
+
+bool used_in_place(const Layout& layout, const Plan& plan, const DeviceTraits& device, int32_t unit) {
+  if (plan.on_device[unit]) return layout.slices == 1;
+  return !needs_gather(layout, device, plan.weights_on_nvme[unit]);
+}
+
+GradientRoute gradient_route(const Layout& layout, const Plan& plan, int32_t unit) {
+  if (plan.on_device[unit] && layout.slices == 1) return GradientRoute::device;
+  if (plan.gradients_pooled) return GradientRoute::pooled;
+  const Unit& u = layout.units[unit];
+  for (int32_t c = u.first_chunk; c < u.first_chunk + u.chunk_count; ++c) {
+    if (plan.gradients_on_nvme[c]) return GradientRoute::by_chunk;
+  }
+  return GradientRoute::whole;
+}
+
 bool needs_gather(const Layout& layout, const DeviceTraits& device, bool weights_on_nvme) {
   if (held_whole(layout, device, weights_on_nvme)) return false;
-  return weights_on_nvme || layout.world > 1 || !device.shares_host_memory;
+  return weights_on_nvme || layout.shards > 1 || !device.shares_host_memory;
 }
 
 bool meets_on_host(const Layout& layout, const DeviceTraits& device) {
-  return device.shares_host_memory || (layout.world > 1 && !device.gathers);
+  return device.shares_host_memory || (layout.shards > 1 && !device.gathers);
 }
 
 int64_t host_block_bytes(const Layout& layout, const Unit& unit, const DeviceTraits& device,
@@ -30,7 +51,7 @@ int64_t host_block_bytes(const Layout& layout, const Unit& unit, const DeviceTra
 }
 
 bool held_whole(const Layout& layout, const DeviceTraits& device, bool weights_on_nvme) {
-  return layout.world > 1 && !layout.policy.divide_weights && device.shares_host_memory && !weights_on_nvme;
+  return layout.shards > 1 && !layout.policy.divide_weights && device.shares_host_memory && !weights_on_nvme;
 }
 
 optim::Element gradient_element(optim::Format format, int64_t gradient_accumulation) {

@@ -126,6 +126,27 @@ struct Plan {
   std::string text() const;
 };
 
+/// Where this rank has its shard of a unit's weights.
+enum class WeightPlace : uint8_t {
+  host,           // host memory
+  whole_on_host,  // host memory of every rank, which has the whole unit: gathered once a step, used in place
+  nvme,           // extents of the store
+  device,         // a device with memory of its own
+};
+WeightPlace weight_place(const Layout& layout, const Plan& plan, const DeviceTraits& device, int32_t unit);
+
+/// True where whoever leases the unit gets the weights' own memory; else they are gathered into a block.
+bool used_in_place(const Layout& layout, const Plan& plan, const DeviceTraits& device, int32_t unit);
+
+/// How gradients of a trainable unit are held between backward and the update.
+enum class GradientRoute : uint8_t {
+  whole,     // one array on the host; of several ranks until the step sums them
+  by_chunk,  // some chunks are spilled to NVMe
+  pooled,    // of several ranks: whole in a pool until they are summed, then this rank's shard by chunk
+  device,    // on the device, beside the unit's weights
+};
+GradientRoute gradient_route(const Layout& layout, const Plan& plan, int32_t unit);
+
 /// True where a unit's weights cannot be used where they lie: they are gathered into a buffer first.
 bool needs_gather(const Layout& layout, const DeviceTraits& device, bool weights_on_nvme);
 

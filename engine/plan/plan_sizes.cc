@@ -74,8 +74,7 @@ int64_t PlanSizes::gathered_bytes(const Unit& unit) {
 std::vector<int64_t> PlanSizes::gathered_sizes() const {
   std::vector<int64_t> sizes;
   for (size_t u = 0; u < layout_.units.size(); ++u) {
-    const bool used_there = plan_.on_device[u] && layout_.slices == 1;
-    if (!used_there && needs_gather(layout_, device_, plan_.weights_on_nvme[u]))
+    if (!used_in_place(layout_, plan_, device_, static_cast<int32_t>(u)))
       sizes.push_back(gathered_bytes(layout_.units[u]));
   }
   return sizes;
@@ -127,11 +126,11 @@ int64_t PlanSizes::squares_bytes(const Unit& unit) const {
 
 /// Gathered once a step: all have room.
 bool PlanSizes::all_stay() const {
-  return layout_.world > 1 && !layout_.policy.divide_weights;
+  return layout_.shards > 1 && !layout_.policy.divide_weights;
 }
 
 bool PlanSizes::may_sum_on_device() const {
-  return layout_.slices > 1 && layout_.world > 1 && device_.gathers && device_.updates.any() &&
+  return layout_.slices > 1 && layout_.shards > 1 && device_.gathers && device_.updates.any() &&
          !config_.library_sums;
 }
 
@@ -172,7 +171,7 @@ void PlanSizes::size_up() {
                          gradient_bytes(c) * (config_.gradient_accumulation - 1);
       p.staging_buffer_bytes = std::max(p.staging_buffer_bytes, gradient_bytes(c));
     } else {
-      p.gradients_host_bytes += gradient_bytes(c) * (p.gradients_pooled ? 1 : layout_.world);
+      p.gradients_host_bytes += gradient_bytes(c) * (p.gradients_pooled ? 1 : layout_.shards);
     }
   }
   p.nvme_read_bytes_per_step += p.states_nvme_bytes + gradients_moved;
@@ -188,7 +187,7 @@ void PlanSizes::size_up() {
   size_up_gradient_pool(slots > kRingSlotsLeast);
   p.serve_bytes = 0;
   for (size_t u = 0; u < layout_.units.size(); ++u) {
-    if (layout_.world > 1 && p.weights_on_nvme[u])
+    if (layout_.shards > 1 && p.weights_on_nvme[u])
       p.serve_bytes = std::max(p.serve_bytes, layout_.units[u].shard_bytes());
   }
   place_sums();

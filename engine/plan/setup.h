@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <vector>
 
 #include "engine/base/config.h"
 #include "engine/partition/layout.h"
@@ -11,11 +12,17 @@
 namespace overspill::engine {
 
 struct Setup {
+  Setup(Layout layout_in, Plan plan_in, Config config_in, DeviceTraits traits_in);
+
   const Layout layout;
   const Plan plan;
   const Config config;
   const DeviceTraits traits;
 
+  WeightPlace weight_place(int32_t unit) const { return weight_places_[unit]; }
+  bool lives_on_device(int32_t unit) const { return weight_place(unit) == WeightPlace::device; }
+  GradientRoute gradient_route(int32_t unit) const { return gradient_routes_[unit]; }
+  bool used_in_place(int32_t unit) const { return engine::used_in_place(layout, plan, traits, unit); }
   bool on_nvme(int32_t chunk, Component component) const {
     return component == Component::hi ? plan.weights_on_nvme[layout.chunks[chunk].unit]
                                       : plan.states_on_nvme[chunk];
@@ -28,14 +35,15 @@ struct Setup {
     return plan.weights_on_nvme[layout.chunks[chunk].unit] || plan.states_on_nvme[chunk] ||
            plan.gradients_on_nvme[chunk];
   }
-  /// Of the gradients that a trainable unit holds; gradient_width: bytes an element, 0 where it is frozen.
+  /// What the gradients of a trainable unit are summed in.
   optim::Element gradient_type(int32_t unit) const {
     return gradient_element(*layout.units[unit].format, config.gradient_accumulation);
   }
+  /// Bytes of one element of them; 0 where the unit is frozen.
   int64_t gradient_width(int32_t unit) const {
     return gradient_element_bytes(layout.units[unit].format, config.gradient_accumulation);
   }
-  /// At most: a spilled one may be narrower.
+  /// The most that a chunk's gradient takes: a spilled one may be narrower.
   int64_t gradient_bytes(int32_t chunk) const {
     const Chunk& c = layout.chunks[chunk];
     return c.elements * gradient_width(c.unit);
@@ -44,18 +52,15 @@ struct Setup {
     const Chunk& c = layout.chunks[chunk];
     return layout.units[c.unit].component_bytes(component, c.elements);
   }
-  /// Of the unit's stochastic rounding: by the unit's place in the model and what the user gave, nothing
-  /// else.
+  /// Seeds the unit's stochastic rounding. It depends on the unit's place in the model and on the user's seed
+  /// alone.
   uint64_t rounding_seed(int32_t unit) const {
     return config.rounding_seed * 1'000'003 + static_cast<uint64_t>(unit);
   }
-  bool used_in_place(int32_t unit) const {
-    const bool there = plan.on_device[unit] && layout.slices == 1;
-    return there || !needs_gather(layout, traits, plan.weights_on_nvme[unit]);
-  }
-  bool held_whole(int32_t unit) const {
-    return engine::held_whole(layout, traits, plan.weights_on_nvme[unit]);
-  }
+
+ private:
+  std::vector<WeightPlace> weight_places_;      // by unit
+  std::vector<GradientRoute> gradient_routes_;  // by unit
 };
 
 }  // namespace overspill::engine

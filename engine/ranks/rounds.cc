@@ -222,7 +222,7 @@ void Rounds::announce() {
 
 /// Whether this rank, in the standing `own`, announces `say` for the unit.
 bool Rounds::is_so(Say say, int32_t unit, const Standing& own) const {
-  const bool may_move = setup_.layout.world > 1 && changing_ == 0;
+  const bool may_move = setup_.layout.shards > 1 && changing_ == 0;
   const bool gave_all = own.meeting == static_cast<uint64_t>(Meeting::step) ||
                         own.meeting == static_cast<uint64_t>(Meeting::norm);
   switch (say) {
@@ -270,7 +270,7 @@ void Rounds::sum(std::span<const int32_t> units) {
 }
 
 void Rounds::gather(int32_t unit) {
-  const int own = setup_.layout.rank;
+  const int own = setup_.layout.shard;
   const auto bytes = static_cast<size_t>(setup_.layout.units[unit].shard_bytes());
   const bool wants = said_.says(own, Say::wants, unit);
   const std::byte* shard = nullptr;
@@ -281,7 +281,7 @@ void Rounds::gather(int32_t unit) {
     if (wants) room = gatherer_.begin_collecting(unit);
   }
   // Who does not want it sends it from where it is.
-  const bool on_device = wants ? gatherer_.collects_on_device() : gatherer_.lives_on_device(unit);
+  const bool on_device = wants ? gatherer_.collects_on_device() : setup_.lives_on_device(unit);
   if (wants && on_device) shard = room + own * bytes;
   for (int rank = 0; rank < said_.ranks(); ++rank) {
     const bool to = rank != own && said_.says(rank, Say::wants, unit);

@@ -91,7 +91,7 @@ class Access {
   /// With the store kept. A write may be moved: `extent` is then the new one.
   void transfer(io::Transfer::Kind kind, io::Extent& extent) EXCLUDES(engine_mutex);
 
-  bool on_device(int32_t chunk) const { return device_units_.hold(setup_.layout.chunks[chunk].unit); }
+  bool on_device(int32_t chunk) const { return setup_.lives_on_device(setup_.layout.chunks[chunk].unit); }
   std::span<std::byte> scratch_of(int32_t chunk, Component component);
 
   const Setup& setup_;

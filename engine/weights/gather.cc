@@ -294,7 +294,7 @@ void Gatherer::arrived(Block& block) {
   if (&block == &serve_) return core_.changed.notify_all();
   UnitState& state = model_.units[block.unit];
   state.gathered = Gathered::local;
-  const bool alone = setup_.layout.world == 1;
+  const bool alone = setup_.layout.shards == 1;
   if (alone || collects_on_device()) to_device(block);
   if (alone) finish(block);  // else the rounds collect the other shards
   core_.changed.notify_all();
@@ -311,7 +311,7 @@ void Gatherer::to_device(Block& block) {
   const Unit& unit = setup_.layout.units[block.unit];
   if (Block* const resident = state.resident) {
     stream_->wait(resident->copied);
-    hardware_.device().kernels()->copy(*stream_, block.device + setup_.layout.rank * unit.shard_bytes(),
+    hardware_.device().kernels()->copy(*stream_, block.device + setup_.layout.shard * unit.shard_bytes(),
                                        resident->device, unit.shard_bytes());
     block.copied = state.copied = stream_->record();
     std::erase_if(resident->uses, [](const kernels::Event& use) { return use.done(); });
@@ -321,7 +321,7 @@ void Gatherer::to_device(Block& block) {
   const bool whole = meets_on_host(setup_.layout, setup_.traits);
   const int64_t bytes = whole ? unit.bytes() : unit.shard_bytes();
   const std::byte* from = block.host != nullptr ? block.host : state.home;
-  std::byte* to = block.device + (whole ? 0 : setup_.layout.rank * bytes);
+  std::byte* to = block.device + (whole ? 0 : setup_.layout.shard * bytes);
   const kernels::Event begin = core_.journal.begin(*stream_);
   stream_->copy_from_host(to, from, bytes);
   block.copied = state.copied = stream_->record();
@@ -355,7 +355,7 @@ void Gatherer::invalidate(std::span<const int32_t> units) {
   }
   for (int32_t unit : units) {
     UnitState& state = model_.units[unit];
-    if (state.whole != nullptr) {  // used in place, as with one rank
+    if (lies_whole(unit)) {  // used in place, as with one rank
       state.gathered = Gathered::local;
       state.wanted = false;
       continue;

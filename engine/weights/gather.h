@@ -85,7 +85,6 @@ class Gatherer {
   /// Memory for all ranks' shards, this rank's in its place: the device's where they meet there.
   std::byte* begin_collecting(int32_t unit) REQUIRES(engine_mutex);
   bool collects_on_device() const { return setup_.traits.gathers; }
-  bool lives_on_device(int32_t unit) const { return model_.units[unit].resident != nullptr; }
   void collected(int32_t unit) REQUIRES(engine_mutex);
 
   /// From leased memory of a device that has its own; returns when `to` is filled. The mutex is not
@@ -136,6 +135,7 @@ class Gatherer {
     return host_block_bytes(setup_.layout, setup_.layout.units[unit], setup_.traits,
                             setup_.plan.weights_on_nvme[unit]);
   }
+  bool lies_whole(int32_t unit) const { return setup_.weight_place(unit) == WeightPlace::whole_on_host; }
   std::string leased_units() const REQUIRES(engine_mutex);
   bool filling_anything() const REQUIRES(engine_mutex);
   const std::byte* weights_in_memory(int32_t chunk) const REQUIRES(engine_mutex);

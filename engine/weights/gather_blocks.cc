@@ -43,7 +43,7 @@ Block* Gatherer::take_block(int32_t unit, Urgency urgency) {
     block->host = host_memory_.data() + *host;
     block->shard = block->host;
     if (meets_on_host(setup_.layout, setup_.traits))
-      block->shard += setup_.layout.rank * setup_.layout.units[unit].shard_bytes();
+      block->shard += setup_.layout.shard * setup_.layout.units[unit].shard_bytes();
   }
   if (device) {
     block->device_offset = *device;

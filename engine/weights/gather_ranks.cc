@@ -13,20 +13,20 @@ void Gatherer::acquire_whole(int32_t unit) {
 }
 
 void Gatherer::want_whole(std::span<const int32_t> units) {
-  for (int32_t unit : units) model_.units[unit].wanted = model_.units[unit].whole != nullptr;
+  for (int32_t unit : units) model_.units[unit].wanted = lies_whole(unit);
 }
 
 bool Gatherer::wants(int32_t unit) const {
   const UnitState& state = model_.units[unit];
   if (state.gathered != Gathered::local) return false;
-  if (state.whole != nullptr) return state.wanted && state.pending_chunks == 0;
+  if (lies_whole(unit)) return state.wanted && state.pending_chunks == 0;
   return !collects_on_device() || state.block->copied.done();
 }
 
 const std::byte* Gatherer::shard_in_memory(int32_t unit) const {
   const UnitState& state = model_.units[unit];
   if (state.pending_chunks > 0) return nullptr;
-  if (state.resident != nullptr) {
+  if (setup_.lives_on_device(unit)) {
     if (!state.resident->copied.done()) return nullptr;
     state.resident->copied.wait();  // throws what went wrong
     return state.resident->device;
@@ -58,7 +58,7 @@ void Gatherer::prepare_to_serve(int32_t unit) {
     if (demand_.updates.empty()) demand_.want_updates(unit);
     return;
   }
-  if (state.resident != nullptr) return;  // it is being updated where it is
+  if (setup_.lives_on_device(unit)) return;  // it is being updated where it is
   const bool busy = serve_.unit >= 0 && serve_.arriving > 0;
   if (busy || state.gathered == Gathered::filling || shard_in_memory(unit) != nullptr) return;
   const Unit& layout = setup_.layout.units[unit];
@@ -75,7 +75,7 @@ void Gatherer::prepare_to_serve(int32_t unit) {
 std::byte* Gatherer::begin_collecting(int32_t unit) {
   UnitState& state = model_.units[unit];
   state.gathered = Gathered::collecting;
-  if (state.whole != nullptr) return state.whole;
+  if (lies_whole(unit)) return state.whole;
   if (!collects_on_device()) return state.block->host;
   state.block->copied.wait();  // it is done; throws what went wrong
   return state.block->device;
@@ -83,7 +83,7 @@ std::byte* Gatherer::begin_collecting(int32_t unit) {
 
 void Gatherer::collected(int32_t unit) {
   UnitState& state = model_.units[unit];
-  if (state.whole != nullptr) {
+  if (lies_whole(unit)) {
     state.gathered = Gathered::ready;
     state.wanted = false;
     core_.journal.note(Happening::gathered, unit);

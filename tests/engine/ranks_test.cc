@@ -225,6 +225,38 @@ TEST_P(Stages, HaveTheSameNormToTheBit) {
   for (int step = 0; step < kSteps; ++step) EXPECT_EQ(got.results[0][step].norm, three.results[0][step].norm);
 }
 
+/// At every stage alike: the ranks' gradients were summed by then.
+TEST_P(Stages, RefuseAGradientAfterClipGradNorm) {
+  const auto [stage, world] = GetParam();
+  if (world == 1) return;  // there it is added to the scaled ones (clipping_test.cc)
+  const auto errors = on_ranks(world, [stage = stage](int rank, std::unique_ptr<engine::Communicator> ranks) {
+    const auto engine = toy_rank({.stage = stage, .max_grad_norm = 0}, std::move(ranks));
+    toy_load(*engine);
+    const std::vector<float> any(static_cast<size_t>(engine->layout().units[0].segments[0].elements), 0.5F);
+    toy_add_gradient_always(*engine, any, 0, 0, 0, 0, rank);
+    engine->clip_grad_norm(1e-3);
+    EXPECT_THROW(toy_add_gradient_always(*engine, any, 0, 0, 0, 1, rank), std::invalid_argument);
+    engine->close();
+  });
+  for (const std::string& error : errors) EXPECT_EQ(error, "");
+}
+
+/// At every stage alike.
+TEST_P(Stages, HaveAnInfiniteNormWhereAGradientIsNotANumber) {
+  const auto [stage, world] = GetParam();
+  if (world == 1) return;  // there it is NaN (clipping_test.cc)
+  const auto errors = on_ranks(world, [stage = stage](int rank, std::unique_ptr<engine::Communicator> ranks) {
+    const auto engine = toy_rank({.stage = stage, .max_grad_norm = 0}, std::move(ranks));
+    toy_load(*engine);
+    const std::vector<float> bad(static_cast<size_t>(engine->layout().units[2].segments[0].elements),
+                                 std::numeric_limits<float>::quiet_NaN());
+    if (rank == 0) engine->add_gradient(2, 0, std::as_bytes(std::span(bad)), "F32");
+    EXPECT_EQ(engine->grad_norm(), std::numeric_limits<double>::infinity());
+    engine->close();
+  });
+  for (const std::string& error : errors) EXPECT_EQ(error, "");
+}
+
 /// Losses of a model on batches that `world` ranks divide.
 std::vector<double> batch_losses(int world, int stage, optim::Format format) {
   constexpr int kBatchSteps = 20;

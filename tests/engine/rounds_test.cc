@@ -46,7 +46,7 @@ struct Rank {
     return make_owners(std::move(options));
   }
 
-  int rank() const { return o->setup.layout.rank; }
+  int rank() const { return o->setup.layout.shard; }
   const engine::Unit& unit(int32_t u) const { return o->setup.layout.units[u]; }
 
   /// This rank's shard of a unit: bytes that name the rank.
