@@ -31,8 +31,6 @@ CXX = (".cc", ".h", ".cu", ".cuh", ".inl")
 # Not yet brought under its limit: at most so many.
 OVER = {
     "bindings/overspill/cli/train.py: options": 129,
-    "bindings/overspill/engine.py": 833,
-    "bindings/overspill/engine.py: __init__": 80,
     "bindings/overspill/merging.py: merge": 85,
     "bindings/overspill/optim.py": 749,
     "bindings/overspill/optimizer.py": 800,

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import copy
 import functools
-import itertools
 import os
 import sys
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Set
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterable, Sequence, Set
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -39,25 +37,19 @@ from . import (
     saved,
     transformed,
     transport,
-    vertical,
 )
-from .boundary import Boundary
 from .config import Config
 from .config.values import check_folders
 from .ending import End
+from .figures import Figures
 from .foreign import ForeignOptimizer
 from .gradients import Gradients
 from .init import materialise
-from .optimizer import (
-    Groups,
-    OverspillOptimizer,
-    choose_format,
-    group_indices,
-)
-from .plan import Plan
+from .optimizer import Groups, OverspillOptimizer
 from .residency import Residency
-from .segments import Segment, get_data, get_grad, registry, set_data
-from .stand_in import class_for, stands_in
+from .segments import Segment, get_grad, registry
+from .stand_in import stands_in
+from .stepping import Stepping
 
 
 class Life:
@@ -65,15 +57,8 @@ class Life:
     that a script may keep whichever of them it uses."""
 
 
-# An engine's attributes; all others are its module's.
-_OWN = frozenset(
-    "module _settings optimizer lr_scheduler global_steps micro_steps rank world_size _group _model_group _place _end "
-    "_residency _life _boundary".split()
-)
-
-
 @stands_in
-class Engine(nn.Module):
+class Engine(Stepping, Figures):
     """A model whose parameters live in the engine. One model belongs to one engine at most; several engines
     live side by side.
 
@@ -84,8 +69,10 @@ class Engine(nn.Module):
     engine.module.config.
     """
 
-    def __new__(cls, model: nn.Module, *args: Any, **kwargs: Any) -> Engine:
-        return object.__new__(class_for(cls, type(model)))
+    _attributes = frozenset(
+        "module _settings optimizer lr_scheduler global_steps micro_steps rank world_size _group _model_group _place "
+        "_end _residency _life _boundary".split()
+    )
 
     def __init__(
         self,
@@ -98,6 +85,7 @@ class Engine(nn.Module):
         model_group: ranks.Group | None = None,
         counted_elsewhere: Set[int] = frozenset(),
     ):
+        super().__init__()
         alone = group is None and model_group is None
         handover.check(model, alone)
         check_folders(config.budget.nvme)
@@ -105,56 +93,32 @@ class Engine(nn.Module):
         self.module, self._settings, self._group, self._model_group = model, config, group, model_group
         self.rank, self.world_size = (group.rank, group.world) if group else (0, 1)
         taken = handover.groups(model, config, optimizer, parameters, alone)
-        groups = [group for each, _ in taken for group in each.groups]
+        groups = [each for each, _ in taken]
         self._place = place.find(config.engine.device, config.budget.device)
         self._place.make_room()
-        specs = handover.units(model, config, self._place, [each for each, _ in taken])
-        formats = [spec.format for spec in specs]
-        updates = [(each.core, choose_format(config.format, each, formats)) for each, _ in taken]
-        units = handover.core_units(specs, group_indices(groups, model), updates, counted_elsewhere)
-        flat = config.to_core(
-            _core, group.rank if group else None, model_group.rank if model_group else None, self._place
-        )
-        if seed := next((each.seed for each, _ in taken if each.seed), None):
-            flat.rounding_seed = seed
+        specs = handover.units(model, config, self._place, groups)
+        units = handover.core_units(model, config, specs, groups, counted_elsewhere)
+        settings = handover.core_settings(config, self._place, groups, (group, model_group))
         if group is not None:
-            handover.check_ranks(group, config, specs, taken[0][0], counted_elsewhere)
+            handover.check_ranks(group, config, specs, groups[0], counted_elsewhere)
             if source is None:
                 ranks.broadcast_model(model, group)
         nccl = transport.choose(config.engine.transport, group, self._place)
         made: list[OverspillOptimizer] = []
         end = self._end = End((group, model_group))
-        core = end.core = _core.Engine(units, flat, group, model_group, self._place.given, nccl)
+        core = end.core = _core.Engine(units, settings, group, model_group, self._place.given, nccl)
         try:
             gradients = handover.take_gradients(model)
-            values = materialise(model, specs, groups, self._place, core)
-            self._residency = end.owner = Residency(
-                core,
-                specs,
-                self._place,
-                Gradients(core, self._place, self.world_size),
-                files.Folder(next(iter(config.budget.nvme), None)),
-            )
-            divided = self.world_size > 1 and config.zero_optimization.stage > 0
-            self._residency.lending.puts_off = divided and self._place.on_host
+            parameter_groups = [group for each in groups for group in each.groups]
+            values = materialise(model, specs, parameter_groups, self._place, core)
+            folder = files.Folder(next(iter(config.budget.nvme), None))
+            found = Gradients(core, self._place, self.world_size)
+            self._residency = end.owner = Residency(core, specs, self._place, found, folder)
             patches.install(self._residency)
             self._life = Life()
             weakref.finalize(self._life, end.collected)
-            self._residency.take_weights(source, group, values)
-            if source is not None:
-                source.read_buffers(model)
-            self._place_rest(model)
-            hooks.attach(model, self._residency, specs, self._life)
-            holders = self.world_size * (model_group.world if model_group else 1)
-            for each, user in taken:
-                made.append(self._make_optimizer(each, user, holders))
-            for one in made:
-                one.on_nonfinite = config.on_nonfinite
-                one.before_step = functools.partial(newcomers.check, model, self._residency.units)
-                one.keeps_gradients = _weakly(self._leaves_gradients, True)
-            self.optimizer: Any = parts.Several(made) if isinstance(optimizer, (list, tuple)) else made[0]
-            self.optimizer.start_states()
-            self._residency.clearing = weakref.WeakMethod(self._clear_gradients)
+            self._take_model(source, values, specs)
+            self._make_optimizers(taken, isinstance(optimizer, (list, tuple)), made)
             for name, gradient in gradients.items():
                 model.get_parameter(name).grad = gradient
             if config.engine.speculate and len(made) == 1:
@@ -164,9 +128,32 @@ class Engine(nn.Module):
                 one.undo()
             end.give_up(error)
             raise
-        self.lr_scheduler: Any = None
-        self.global_steps = self.micro_steps = 0
-        self._boundary: Boundary | None = None  # an update whose bookkeeping is not finished
+
+    def _take_model(self, source: Any, values: Any, specs: Any) -> None:
+        """Weights and buffers are the engine's, or where it computes; the model's calls go through its hooks. `source`:
+        the checkpoint, or None. `values`: where its weights come from otherwise (init.materialise)."""
+        divided = self.world_size > 1 and self._settings.zero_optimization.stage > 0
+        self._residency.lending.puts_off = divided and self._place.on_host
+        self._residency.take_weights(source, self._group, values)
+        if source is not None:
+            source.read_buffers(self.module)
+        handover.place_rest(self.module, self._place)
+        hooks.attach(self.module, self._residency, specs, self._life)
+
+    def _make_optimizers(
+        self, taken: Sequence[tuple[Groups, Any]], several: bool, made: list[OverspillOptimizer]
+    ) -> None:
+        """Each is in `made` as soon as it is there, for who undoes them. `several`: the script gave a list."""
+        holders = self.world_size * (self._model_group.world if self._model_group else 1)
+        for each, user in taken:
+            made.append(self._make_optimizer(each, user, holders))
+        for one in made:
+            one.on_nonfinite = self._settings.on_nonfinite
+            one.before_step = functools.partial(newcomers.check, self.module, self._residency.units)
+            one.keeps_gradients = _weakly(self._leaves_gradients, True)
+        self.optimizer = parts.Several(made) if several else made[0]
+        self.optimizer.start_states()
+        self._residency.clearing = weakref.WeakMethod(self._clear_gradients)
 
     def _make_optimizer(self, groups: Groups, user: Any, ranks: int) -> OverspillOptimizer:
         folder, config = self._residency.folder.path, self._settings
@@ -201,63 +188,10 @@ class Engine(nn.Module):
         """Where forward and backward run; inputs are moved there."""
         return self._place.device
 
-    def _place_rest(self, model: nn.Module) -> None:
-        """Buffers, and parameters without elements, which no unit holds."""
-        if self._place.on_host:
-            return
-        moved: dict[int, torch.Tensor] = {}
-        for module in model.modules():
-            for name, buffer in module._buffers.items():
-                if buffer is not None:
-                    module._buffers[name] = moved.setdefault(id(buffer), self._place.put(buffer))
-            for parameter in module._parameters.values():
-                if parameter is not None and id(parameter) not in registry:
-                    set_data(parameter, self._place.put(get_data(parameter)))
-
-    def __getattr__(self, name: str) -> Any:
-        if name in _OWN:  # not yet there
-            raise AttributeError(f"overspill: the engine has no {name}")
-        try:
-            return getattr(self.module, name)
-        except AttributeError:
-            kind = type(self.module).__name__
-            raise AttributeError(f"overspill: neither the engine nor its {kind} has {name!r}") from None
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if value is self:
-            raise ValueError(f"overspill: engine.{name} = engine: a model cannot be a part of itself")
-        is_part = isinstance(value, (nn.Parameter, nn.Module))
-        if name in _OWN or (name in self._own_names and not is_part):
-            object.__setattr__(self, name, value)
-        else:
-            setattr(self.module, name, value)
-
-    def __delattr__(self, name: str) -> None:
-        if name in self.__dict__:
-            object.__delattr__(self, name)
-        else:
-            delattr(self.module, name)
-
     def __repr__(self) -> str:
         steps = f"{self.global_steps} steps, rank {self.rank} of {self.world_size}"
         ended = ", closed" if self._residency.closed else ""
         return f"Engine ({steps}, {self._place.device}{ended}) of {self.module!r}"
-
-    def __dir__(self) -> list[str]:
-        return sorted({*object.__dir__(self), *dir(self.module)})
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
-        """A model of its own, without an engine."""
-        return copy.deepcopy(self.module, memo)
-
-    def __copy__(self) -> Any:
-        raise TypeError(
-            "overspill: two engines cannot hold the same weights: copy.deepcopy(engine) is a model of its own"
-        )
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """A pickle has the model alone, as one of its class; a run's states are in its checkpoints."""
-        return self.module.__reduce_ex__(1)  # later protocols name the class of what is pickled
 
     @property
     def _is_accelerate_prepared(self) -> bool:
@@ -267,227 +201,6 @@ class Engine(nn.Module):
     @_is_accelerate_prepared.setter
     def _is_accelerate_prepared(self, prepared: bool) -> None:
         self.module._is_accelerate_prepared = prepared  # type: ignore[assignment]
-
-    def train(self, mode: bool = True) -> Engine:
-        """As nn.Module's.
-
-        Args:
-            mode: False is `eval`
-
-        Raises: nothing of its own.
-        """
-        self.module.train(mode)
-        return self
-
-    def eval(self) -> Engine:
-        """As nn.Module's: dropout and the like stand still."""
-        return self.train(False)
-
-    def backward(self, loss: torch.Tensor, **kwargs: Any) -> torch.Tensor:
-        """Gradients of loss / gradient_accumulation_steps; they add until `step`. They stay in the engine: bf16 of one
-        micro-batch, fp32 of several. `loss.backward()` means the same without the division.
-
-        Args:
-            loss: one element, on `device`, that the model's output led to; keywords are Tensor.backward's
-
-        Returns: the scaled loss.
-
-        Raises:
-            TypeError: the loss is no tensor
-            EngineFailed, StoreError: the engine, a disk or another rank failed
-        """
-        return self._backward(loss, self._settings.gradient_accumulation_steps, kwargs)
-
-    def _backward(self, loss: torch.Tensor, divisor: int, kwargs: dict[str, Any]) -> torch.Tensor:
-        self._settle()
-        given.loss(loss)
-        self._core.begin_backward()
-        scaled = loss / divisor if divisor > 1 else loss
-        scaled.backward(**kwargs)  # type: ignore[no-untyped-call]
-        return scaled
-
-    def step(self) -> None:
-        """Ends a micro-batch; the last of gradient_accumulation_steps updates the weights and steps the
-        scheduler. Without managed_gradient_accumulation every call updates. An update that is refused, or interrupted
-        before it is made, ends none."""
-        parts.require_one(self.optimizer, "engine.step")
-        with calls.Alone():
-            self._settle()
-            if self._ends_step():
-                self._update(self._ending())
-            else:
-                self.micro_steps += 1
-
-    def _ends_step(self) -> bool:
-        """Whether the micro-batch that is under way is the last of its step."""
-        return (self.micro_steps + 1) % self._counted() == 0
-
-    def _begun(self) -> int:
-        """The micro-batches of the step that is under way which `step` has ended."""
-        return self.micro_steps % self._counted()
-
-    def _counted(self) -> int:
-        """Every so many calls of `step` one updates."""
-        settings = self._settings
-        return settings.gradient_accumulation_steps if settings.managed_gradient_accumulation else 1
-
-    def _ending(self) -> int:
-        """The micro-batches that a `step` which updates ends."""
-        return 1
-
-    def _update(self, micro_batches: int) -> None:
-        """It ends so many micro-batches. Inside `Alone`, which keeps every other thread from the boundary until it is
-        settled."""
-        if self._boundary is not None:
-            raise RuntimeError(
-                "overspill: engine.step or train_batch inside an update of the same engine (a hook of its optimizer, "
-                "its scheduler, a handler of a signal): call it when that update is over"
-            )
-        begun = self._boundary = Boundary(self._core, self.micro_steps + micro_batches, self.global_steps + 1)
-        try:
-            begun.make(self.optimizer.step)
-        finally:
-            self._settle()
-
-    def _settle(self) -> None:
-        """Makes up for what Ctrl-C broke off: counts, and steps the scheduler, for the update that has begun, if the
-        core has made it; clears the gradients that a train_batch left. Calls of the engine that depend on these begin
-        with this. RuntimeError where another thread is inside the update."""
-        if self._residency.closed:
-            raise RuntimeError(f"overspill: {self._residency.closed}")
-        if self._boundary is not None:
-            self._count()
-        calls.clear_spoiled(self._residency)
-
-    def _count(self) -> None:
-        with calls.Alone():
-            begun = self._boundary
-            if begun is None or begun.is_scheduling():
-                return
-            if begun.is_made(self._core):
-                self._residency.spoiled = False  # the update has used what there was
-                self.micro_steps, self.global_steps = begun.micro_steps, begun.global_steps
-                if self.lr_scheduler is not None and not begun.is_skipped(self._core):
-                    try:
-                        begun.step_scheduler(self.lr_scheduler, self.optimizer.param_groups)
-                    except Exception:
-                        self._boundary = None  # the scheduler's own error, which is told once
-                        raise
-            elif begun.is_under_way():
-                return
-            self._boundary = None
-
-    def train_batch(
-        self, batches: Iterable[Any], loss: Callable[[Any], torch.Tensor] | None = None
-    ) -> torch.Tensor:
-        """One whole step: the next gradient_accumulation_steps micro-batches, forward, backward, update. With
-        vertical_accumulation they pass each unit together (vertical.py). After an exception no gradients are left, and
-        no micro-batch counts, unless the update was made before it, which `micro_steps` tells.
-
-        Args:
-            batches: an iterator, of which every call takes the next ones, such as iter(loader); or as many
-                micro-batches as one step takes, in a list
-            loss: of one micro-batch, by calls of this engine or its module; None: the model's own (a mapping is given
-                as keywords, a tuple or list as arguments; what has a `loss` gives that)
-
-        Returns: the mean loss, detached, of no dimension, in fp32.
-
-        Raises:
-            ValueError: there are too few micro-batches, or what begins anew at each call
-            TypeError: the model gives no loss of one element
-            RuntimeError: in the middle of a step, or with several optimizers
-        """
-        parts.require_one(self.optimizer, "engine.train_batch")
-        self._settle()
-        count, before = self._settings.gradient_accumulation_steps, self.micro_steps
-        if begun := self._begun():
-            raise RuntimeError(
-                f"overspill: train_batch in the middle of a step: {begun} of {count} micro-batches "
-                "were ended by engine.step()"
-            )
-        micro_batches = list(itertools.islice(given.micro_batches(batches, count), count))
-        if len(micro_batches) < count:
-            raise ValueError(
-                f"overspill: train_batch needs gradient_accumulation_steps = {count} micro-batches, there are "
-                f"{len(micro_batches)}"
-            )
-        own = loss or self._own_loss
-        forwards: list[Callable[[], torch.Tensor]] = [
-            functools.partial(own, batch) for batch in micro_batches
-        ]
-        with calls.Alone():
-            try:
-                losses = self._losses(forwards)
-                self._update(count)
-            except BaseException:
-                # Before any call: there a second Ctrl-C may strike, and the next pass or update clears them.
-                self._residency.spoiled = self.micro_steps == before
-                self._settle()
-                raise
-        return torch.stack(losses).float().mean()
-
-    def _losses(self, forwards: list[Callable[[], torch.Tensor]]) -> list[torch.Tensor]:
-        """Forward and backward of each micro-batch."""
-        if self._settings.vertical_accumulation and len(forwards) > 1:
-            return [found.detach() for found in vertical.run(forwards, self.backward, self._place)]
-        losses = []
-        for forward in forwards:
-            found = forward()
-            self.backward(found)
-            losses.append(found.detach())
-            del found
-        return losses
-
-    def _own_loss(self, batch: Any) -> torch.Tensor:
-        if isinstance(batch, Mapping):
-            out = self(**batch)
-        else:
-            out = self(*batch) if isinstance(batch, (tuple, list)) else self(batch)
-        found = getattr(out, "loss", out)
-        if not isinstance(found, torch.Tensor) or found.numel() != 1:
-            raise TypeError(
-                f"overspill: the model returned {type(out).__name__} and no loss of one element: give train_batch "
-                "loss=callable(batch)"
-            )
-        return found
-
-    @property
-    def last_step(self) -> Any:
-        """Of the last update: step (updates so far), norm, clip, skipped. None before the first."""
-        return self.optimizer.last_step
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clears the gradients, or makes them zero, as torch does. In the middle of a step, such as after an interrupt,
-        the step begins anew: its micro-batches do not count, and a warning says how many they were.
-
-        Args:
-            set_to_none: False keeps zeros where there were gradients
-
-        Raises: RuntimeError where another thread is at work.
-        """
-        self._clear_gradients("engine.zero_grad()", set_to_none)
-
-    def _leaves_gradients(self) -> bool:
-        """Whether the update that is under way is the script's own `optimizer.step()`."""
-        return self._boundary is None
-
-    def _clear_gradients(self, call: str, set_to_none: bool) -> None:
-        """`call`: the script's, by name; optimizer.zero_grad and model.zero_grad mean the same."""
-        count = self._settings.gradient_accumulation_steps
-        with calls.Alone(), DisableTorchFunction():
-            self._settle()
-            self._residency.gradients.clear(set_to_none)
-            begun = self._begun()
-            self.micro_steps -= begun
-        if not begun:
-            return
-        warnings.warn(
-            f"overspill: {call} in the middle of a step: {begun} of {count} micro-batches were ended by "
-            "engine.step(), their gradients are gone, and the step begins anew. A script that clears gradients before "
-            "every micro-batch never updates: clear them where engine.micro_steps is a multiple of "
-            "gradient_accumulation_steps",
-            stacklevel=given.script_level(),
-        )
 
     def grad(self, parameter: nn.Parameter) -> torch.Tensor | None:
         """A copy of the gradient accumulated so far; of several ranks what a step would make of theirs, the mean or
@@ -603,61 +316,6 @@ class Engine(nn.Module):
         """Waits until every update that is under way has been made. Raises EngineFailed where one failed."""
         with calls.Alone():
             self._core.synchronize()
-
-    def stats(self) -> dict[str, Any]:
-        """The core's figures, at any time and in any thread: steps, bytes by tier, each disk's bytes and latencies
-        (docs/step.md)."""
-        stats: dict[str, Any] = self._core.stats()
-        return stats
-
-    def report(self) -> dict[str, Any] | None:
-        """What the last step spent its time on (docs/step.md); None before the first."""
-        report = self._core.report()
-        return report.as_dict() if report.total_ns else None
-
-    def predict(self, budgets: Iterable[int] | None = None) -> dict[str, Any]:
-        """What a step takes under this plan by the figures measured so far, its bound, and the same for other host
-        budgets (docs/step.md).
-
-        Args:
-            budgets: host budgets, in bytes or as texts such as "8GiB"; None: from 9/8 to 8 times today's
-
-        Returns: seconds, bytes and `text`; `limit` is "unknown" before the second step.
-
-        Raises: ValueError, TypeError for what is no budget.
-        """
-        if budgets is None:
-            now = self._settings.budget.host
-            budgets = [now * eighths // 8 for eighths in (9, 10, 12, 16, 24, 32, 64)]
-        found: dict[str, Any] = self._core.predict(given.budgets(budgets))
-        return found
-
-    @contextmanager
-    def trace(self, path: Any) -> Iterator[None]:
-        """Records what happens to which buffer inside the `with`, for ui.perfetto.dev.
-
-        Args:
-            path: a JSON file in a folder that is there; it is replaced
-
-        Raises: OSError where it cannot be written.
-        """
-        file = given.file("trace", path)
-        self._core.record_journal(True)
-        try:
-            yield
-        finally:
-            self._core.record_journal(False)
-            self._core.write_chrome_trace(file)
-
-    @property
-    def plan(self) -> Plan:
-        """Where weights and states live: `engine.plan.units[0].home`, `print(engine.plan)`. At any time."""
-        return Plan.of(self._core.plan)
-
-    @property
-    def plan_text(self) -> str:
-        """`str(engine.plan)`: the table that the commands print."""
-        return str(self.plan)
 
     def save_checkpoint(
         self,
@@ -798,10 +456,6 @@ class Engine(nn.Module):
             if coming is None:
                 raise
             warnings.warn(f"overspill: {error}", stacklevel=2)
-
-    @property
-    def _core(self) -> Any:
-        return self._residency.core
 
     def _segment(self, parameter: torch.Tensor) -> Segment | None:
         """None of a parameter without elements, which no unit holds. Raises ValueError for one of another model,

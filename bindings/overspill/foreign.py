@@ -22,7 +22,7 @@ from torch._C import DisableTorchFunction
 from torch.autograd.graph import increment_version
 from torch.utils.weak import WeakIdKeyDictionary
 
-from . import calls, hooks, script_optimizer, showing
+from . import calls, given, hooks, script_optimizer, showing
 from ._core import CheckpointError
 from .optimizer import Groups, OverspillOptimizer, evaluated
 from .parts import groups_of
@@ -101,7 +101,7 @@ class ForeignOptimizer(OverspillOptimizer):
             f"overspill: the engine has no update of {groups.foreign}: {type(user).__qualname__}'s own code makes the "
             f"steps, {where}. They are exact, and slower; its states are not counted in the budget "
             "(docs/scripts.md, Optimizers)",
-            stacklevel=5,
+            stacklevel=given.script_level(),
         )
 
     def _share_hooks(self, user: torch.optim.Optimizer) -> None:

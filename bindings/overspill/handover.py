@@ -11,9 +11,17 @@ from torch import nn
 from . import _core, given, hooks, packed, place, pretrained, ranks
 from .config import Config
 from .foreign import of_torch
-from .optimizer import Groups, has_float64, make_groups, take_over, unit_format
+from .optimizer import (
+    Groups,
+    choose_format,
+    group_indices,
+    has_float64,
+    make_groups,
+    take_over,
+    unit_format,
+)
 from .parts import by_parameter, number
-from .segments import registry
+from .segments import get_data, registry, set_data
 from .units import DTYPES, ParameterSpec, UnitSpec, memory_order, partition
 
 
@@ -140,13 +148,17 @@ def units(model: nn.Module, config: Config, where: place.Place, taken: Sequence[
 
 
 def core_units(
-    specs: list[UnitSpec],
-    groups: dict[int, int],
-    updates: Sequence[tuple[str, str | None]],
+    model: nn.Module,
+    config: Config,
+    specs: Sequence[UnitSpec],
+    taken: Sequence[Groups],
     counted_elsewhere: Set[int] = frozenset(),
 ) -> list[Any]:
-    """`updates`: of each optimizer, its name in the core and its format of bf16 weights; `counted_elsewhere`: the ids
-    of parameters that another rank's norm counts."""
+    """As the core takes them. `taken`: of each optimizer; `counted_elsewhere`: the ids of parameters that another
+    rank's norm counts. Raises ValueError where groups or formats do not fit the model."""
+    formats = [spec.format for spec in specs]
+    updates = [(each.core, choose_format(config.format, each, formats)) for each in taken]
+    groups = group_indices([group for each in taken for group in each.groups], model)
     return [
         _core.Unit(
             spec.name,
@@ -169,6 +181,30 @@ def core_units(
         )
         for spec in specs
     ]
+
+
+def core_settings(
+    config: Config, where: place.Place, taken: Sequence[Groups], of: Sequence[ranks.Group | None]
+) -> Any:
+    """As the core takes them. `of`: the ranks that share the model's weights, and those that hold its other parts."""
+    found = config.to_core(_core, *[None if each is None else each.rank for each in of], where)
+    if seed := next((each.seed for each in taken if each.seed), None):
+        found.rounding_seed = seed
+    return found
+
+
+def place_rest(model: nn.Module, where: place.Place) -> None:
+    """Moves what no unit holds there: buffers, and parameters without elements."""
+    if where.on_host:
+        return
+    moved: dict[int, torch.Tensor] = {}
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = moved.setdefault(id(buffer), where.put(buffer))
+        for parameter in module._parameters.values():
+            if parameter is not None and id(parameter) not in registry:
+                set_data(parameter, where.put(get_data(parameter)))
 
 
 def _core_shape(spec: UnitSpec, parameter: ParameterSpec) -> list[int]:

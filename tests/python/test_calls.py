@@ -404,7 +404,7 @@ def test_a_second_interrupt_anywhere_in_leaving_train_batch_leaves_no_gradient_f
     """The first one strikes in the second micro-batch, when the first one's gradients are there."""
     batches, files = (
         [batch(0), batch(1)],
-        tuple(f"{OVERSPILL}/{n}.py" for n in ("engine", "boundary", "calls")),
+        tuple(f"{OVERSPILL}/{n}.py" for n in ("engine", "stepping", "boundary", "calls")),
     )
 
     def goes_on(engine):

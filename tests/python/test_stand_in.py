@@ -9,6 +9,9 @@ import torch
 from torch import nn
 
 import overspill
+from overspill import deepspeed
+
+DEEPSPEED = {"train_micro_batch_size_per_gpu": 4, "optimizer": {"type": "AdamW"}}
 
 
 def net():
@@ -121,6 +124,18 @@ def test_copies_and_pickles_are_models(start):
     assert type(read) is nn.Sequential and torch.equal(read(batch()), expected)
     with pytest.raises(TypeError, match=r"two engines cannot hold the same weights: copy\.deepcopy"):
         copy.copy(engine)
+
+
+def test_a_model_that_copies_itself_makes_no_second_engine(start):
+    class Copied(nn.Linear):
+        def __copy__(self):
+            return Copied(self.in_features, self.out_features)
+
+    engines = start(Copied(16, 4)), deepspeed.initialize(model=Copied(16, 4), config=DEEPSPEED)[0]
+    for engine in engines:
+        with pytest.raises(TypeError, match="two engines cannot hold the same weights"):
+            copy.copy(engine)
+        engine.close()
 
 
 def test_an_engine_is_no_model_for_another(start, config):

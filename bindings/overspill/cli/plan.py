@@ -92,15 +92,14 @@ def plan(model, config) -> Plan:
     from overspill import _core
     from overspill.config import Config
     from overspill.handover import core_units
-    from overspill.optimizer import choose_format, make_groups
+    from overspill.optimizer import make_groups
     from overspill.packed import chosen as packings_of
     from overspill.units import partition
 
     settings = Config.read(config)
     specs = partition(model, packings=packings_of(model, settings.frozen.format))
     groups = make_groups(settings.optimizer, model.parameters())
-    chosen = choose_format(settings.format, groups, (spec.format for spec in specs))
-    return Plan.of(_core.plan(core_units(specs, {}, [(groups.core, chosen)]), settings.to_core(_core)))
+    return Plan.of(_core.plan(core_units(model, settings, specs, [groups]), settings.to_core(_core)))
 
 
 def empty_model(folder: Path, dtype: str):

@@ -1,0 +1,74 @@
+"""What an engine tells of itself: figures of its steps, predictions, a trace, where weights and states live."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from . import given
+from .config import Config
+from .plan import Plan
+from .residency import Residency
+
+
+class Figures:
+    """The part of an engine that looks and changes nothing. At any time and in any thread."""
+
+    _settings: Config
+    _residency: Residency
+
+    def stats(self) -> dict[str, Any]:
+        """The core's figures, at any time and in any thread: steps, bytes by tier, each disk's bytes and latencies
+        (docs/step.md)."""
+        stats: dict[str, Any] = self._residency.core.stats()
+        return stats
+
+    def report(self) -> dict[str, Any] | None:
+        """What the last step spent its time on (docs/step.md); None before the first."""
+        report = self._residency.core.report()
+        return report.as_dict() if report.total_ns else None
+
+    def predict(self, budgets: Iterable[int] | None = None) -> dict[str, Any]:
+        """What a step takes under this plan by the figures measured so far, its bound, and the same for other host
+        budgets (docs/step.md).
+
+        Args:
+            budgets: host budgets, in bytes or as texts such as "8GiB"; None: from 9/8 to 8 times today's
+
+        Returns: seconds, bytes and `text`; `limit` is "unknown" before the second step.
+
+        Raises: ValueError, TypeError for what is no budget.
+        """
+        if budgets is None:
+            now = self._settings.budget.host
+            budgets = [now * eighths // 8 for eighths in (9, 10, 12, 16, 24, 32, 64)]
+        found: dict[str, Any] = self._residency.core.predict(given.budgets(budgets))
+        return found
+
+    @contextmanager
+    def trace(self, path: Any) -> Iterator[None]:
+        """Records what happens to which buffer inside the `with`, for ui.perfetto.dev.
+
+        Args:
+            path: a JSON file in a folder that is there; it is replaced
+
+        Raises: OSError where it cannot be written.
+        """
+        file = given.file("trace", path)
+        self._residency.core.record_journal(True)
+        try:
+            yield
+        finally:
+            self._residency.core.record_journal(False)
+            self._residency.core.write_chrome_trace(file)
+
+    @property
+    def plan(self) -> Plan:
+        """Where weights and states live: `engine.plan.units[0].home`, `print(engine.plan)`. At any time."""
+        return Plan.of(self._residency.core.plan)
+
+    @property
+    def plan_text(self) -> str:
+        """`str(engine.plan)`: the table that the commands print."""
+        return str(self.plan)
