@@ -32,8 +32,6 @@ CXX = (".cc", ".h", ".cu", ".cuh", ".inl")
 OVER = {
     "bindings/overspill/cli/train.py: options": 129,
     "bindings/overspill/merging.py: merge": 85,
-    "bindings/overspill/optim.py": 749,
-    "bindings/overspill/optimizer.py": 800,
     "bindings/overspill/vertical.py: run": 79,
     "tests/python/habits_of_gradients.py": 550,
     "tests/python/habits_of_optimizers.py": 515,

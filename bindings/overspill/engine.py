@@ -1,4 +1,4 @@
-"""The engine as scripts see it, with the calls of DeepSpeed's."""
+"""The engine as scripts see it: how it is made, reads and saves, and ends. Its steps are in stepping.py."""
 
 from __future__ import annotations
 
@@ -44,8 +44,9 @@ from .ending import End
 from .figures import Figures
 from .foreign import ForeignOptimizer
 from .gradients import Gradients
+from .groups import Groups
 from .init import materialise
-from .optimizer import Groups, OverspillOptimizer
+from .optimizer import OverspillOptimizer
 from .residency import Residency
 from .segments import Segment, get_grad, registry
 from .stand_in import stands_in

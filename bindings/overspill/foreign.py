@@ -24,7 +24,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from . import calls, given, hooks, script_optimizer, showing
 from ._core import CheckpointError
-from .optimizer import Groups, OverspillOptimizer, evaluated
+from .groups import Groups
+from .optimizer import OverspillOptimizer, evaluated
 from .parts import groups_of
 from .residency import Residency
 from .segments import Segment, Unit, registry

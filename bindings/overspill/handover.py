@@ -11,17 +11,10 @@ from torch import nn
 from . import _core, given, hooks, packed, place, pretrained, ranks
 from .config import Config
 from .foreign import of_torch
-from .optimizer import (
-    Groups,
-    choose_format,
-    group_indices,
-    has_float64,
-    make_groups,
-    take_over,
-    unit_format,
-)
+from .groups import Groups, choose_format, group_indices, has_float64, make_groups, unit_format
 from .parts import by_parameter, number
 from .segments import get_data, registry, set_data
+from .takeover import take_over
 from .units import DTYPES, ParameterSpec, UnitSpec, memory_order, partition
 
 

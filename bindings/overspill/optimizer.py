@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import math
 import tempfile
 import warnings
 import weakref
@@ -13,294 +12,19 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
-from torch import nn
 from torch._C import DisableTorchFunction
 
-from . import _core, boundary, calls, giving, momenta, moments, optim, reading, script_optimizer
-from .config.optimizers import unusable_number
-from .parts import Part, groups_of
+from . import _core, boundary, calls, giving, momenta, moments, reading, script_optimizer, state_dicts
+from .groups import Groups, plain
+from .parts import groups_of
 from .ranks import RankError
 from .residency import Residency
 from .segments import Segment, registry
 from .states import States
 
-_NAMES = ("AdamW", "Adam", "Adagrad", "SGD", "RMSprop", "NAdam", "Adamax", "Adadelta")
-_TORCH = tuple(getattr(torch.optim, name) for name in _NAMES)
-_OWN = (*(getattr(optim, name) for name in _NAMES), optim.Lion)
-_REFUSED = ("differentiable",)
-# Of a group that is loaded: these are as they are here.
-_STAY = ("params", "param_names", "name", "decoupled", "decoupled_weight_decay", "format", "seed")
-_CORE_WITH_MOMENTUM = {"SGD": ("sgd", "momentum"), "RMSprop": ("rmsprop", "rmsprop_momentum")}
-
 
 class NonFiniteError(_core.OverspillError, FloatingPointError):
     """A gradient has an inf or a NaN, and on_nonfinite is "raise". The step was left out, its gradients are gone."""
-
-
-class Groups:
-    """Parameter groups and what they belong to. `kind` is torch's name of the optimizer, `core` the core's; `format`
-    and `seed` are those of an optimizer of overspill.optim. `foreign`: what the engine has no update of, so that the
-    optimizer's own code makes the steps (foreign.py). `taken`: the states of one that has stepped, by the
-    place of their parameter."""
-
-    def __init__(
-        self,
-        kind: str,
-        groups: list[dict[str, Any]],
-        format: str | None = None,
-        seed: int | None = None,
-        foreign: str | None = None,
-    ):
-        self.kind, self.groups, self.format, self.seed = kind, groups, format, seed
-        self.foreign = foreign
-        self.part: Part | None = None  # of one of several optimizers
-        self.taken: dict[str, Any] | None = None
-        if foreign:
-            self.core = "sgd"
-        elif kind in _CORE_WITH_MOMENTUM:
-            # Groups share a layout: one with momentum gives all of them a buffer.
-            self.core = _CORE_WITH_MOMENTUM[kind][any(float(group["momentum"]) for group in groups)]
-        else:
-            self.core = getattr(optim, kind)._kind
-
-    def hyper_parameters(self, group: dict[str, Any], number: int) -> dict[str, Any]:
-        """A group as the core takes it, plain numbers; it looks for what its optimizer has. Raises ValueError where an
-        update could not use them."""
-        hyper = {name: _plain(value) for name, value in group.items() if name != "params"}
-        _check_numbers(self.kind, group, number)
-        optim.check_ours(self.kind, group, number)
-        hyper["optimizer"] = self.core
-        if "betas" in hyper:
-            hyper["beta1"], hyper["beta2"] = hyper["betas"]
-        if self.core in ("sgd", "rmsprop") and hyper["momentum"]:
-            raise ValueError(
-                f"overspill: momentum = {group['momentum']} came after overspill.initialize, which found none and "
-                "made no buffers for it: make what sets it (a scheduler such as OneCycleLR) before initialize"
-            )
-        return hyper
-
-    def states(self) -> dict[str, str]:
-        """The core's names of the optimizer's states -> torch's."""
-        names = getattr(optim, self.kind)._names
-        held = _core.optim.components(self.core, "fp32", 1)
-        return {name: names.get(name, name) for name, number, *_ in held if number >= 0}
-
-
-def take_over(optimizer: Any) -> Groups:
-    """The groups of a user's optimizer, of torch.optim or overspill.optim: the same dict objects, so that a scheduler
-    bound to it drives the engine.
-
-    Raises TypeError for what is no optimizer of torch, ValueError for options that nobody here has.
-    """
-    kind = type(optimizer)
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise TypeError(
-            f"overspill: optimizer {kind.__module__}.{kind.__qualname__} is not supported: give an optimizer of "
-            "torch.optim or overspill.optim, a child of torch.optim.Optimizer, or a list of such"
-        )
-    if isinstance(optimizer, OverspillOptimizer):
-        raise TypeError(
-            "overspill: this optimizer is the one that overspill.initialize returned, and belongs to its engine: give "
-            "the optimizer that was given to it, which has the states after engine.give_back(), or a new one of torch"
-        )
-    script_optimizer.check(optimizer)
-    groups = optimizer.param_groups
-    for group in groups:
-        for option in _REFUSED:
-            if group.get(option):
-                raise ValueError(f"overspill: {_name(kind)}({option}=True) is not supported")
-    if (foreign := foreign_update(kind, groups)) is not None:
-        return Groups(kind.__name__, groups, foreign=foreign)
-    found = _known(optimizer, kind, groups)
-    for number, group in enumerate(groups):
-        found.hyper_parameters(group, number)
-    found.taken = _states_to_take(optimizer, found) or None
-    return found
-
-
-def _states_to_take(optimizer: torch.optim.Optimizer, found: Groups) -> dict[int, dict[str, Any]]:
-    """By the place of the parameter. Raises ValueError for what is no state of it."""
-    names, states = found.states(), {}
-    for number, (group, p) in enumerate((each, p) for each in found.groups for p in each["params"]):
-        if not (p.requires_grad and p.numel()):
-            state = optimizer.state.get(p, {})  # stays as it is
-        else:
-            state = _usable(moments.present(giving.exact(optimizer, p)), set(names.values()))
-            state = moments.with_buffer(state, names, group)
-            if state:
-                moments.check_entry(f"parameter {number} of the {found.kind}", p.shape, state, names, group)
-        if state and not (found.kind == "Adagrad" and _is_adagrads_start(found.groups, p, state)):
-            states[number] = state
-    return states
-
-
-def _usable(state: dict[str, Any], names: set[str]) -> dict[str, Any]:
-    """SGD's momentum may have come or gone since: torch makes the buffer anew, or leaves it alone."""
-    if names == {"momentum_buffer"} and "momentum_buffer" not in state:
-        return {}
-    return state if names else {name: value for name, value in state.items() if name != "momentum_buffer"}
-
-
-def _is_adagrads_start(groups: list[dict[str, Any]], parameter: torch.Tensor, state: dict[str, Any]) -> bool:
-    """Torch's Adagrad has states before its first step."""
-    if "sum" not in state or _steps(state):
-        return False
-    group = next(group for group in groups if any(p is parameter for p in group["params"]))
-    return bool((state["sum"] == group.get("initial_accumulator_value", 0.0)).all())
-
-
-def _steps(state: dict[str, Any]) -> float:
-    return float(state.get("step", 0.0))
-
-
-def foreign_update(kind: type, groups: list[dict[str, Any]]) -> str | None:
-    """What of an optimizer of that class, with these groups, the engine has no update of, by name, or None."""
-    if kind not in (*_TORCH, *_OWN) or (kind in _TORCH and not script_optimizer.has_torchs_step(kind)):
-        return f"{kind.__module__}.{kind.__qualname__}"
-    used = [option for option in optim.NOT_OURS if any(group.get(option) for group in groups)]
-    if used:
-        return f"{_name(kind)} with {used[0]}"
-    return "float64 weights" if has_float64(groups) else None
-
-
-def has_float64(groups: list[dict[str, Any]]) -> bool:
-    return any(p.dtype is torch.float64 for group in groups for p in group["params"])
-
-
-def _known(optimizer: torch.optim.Optimizer, kind: type, groups: list[dict[str, Any]]) -> Groups:
-    for group in groups:
-        if kind in (torch.optim.AdamW, torch.optim.Adam, optim.AdamW, optim.Adam):
-            group["decoupled"] = kind.__name__ == "AdamW" or bool(group.get("decoupled_weight_decay"))
-    if kind in _TORCH:
-        return Groups(kind.__name__, groups)
-    return Groups(kind.__name__, groups, _common(groups, "format"), _common(groups, "seed"))
-
-
-def _name(kind: type) -> str:
-    return f"{'torch' if kind in _TORCH else 'overspill'}.optim.{kind.__name__}"
-
-
-def _common(groups: list[dict[str, Any]], option: str) -> Any:
-    values = {group[option] for group in groups}
-    if len(values) > 1:
-        raise ValueError(f"overspill: parameter groups differ in {option}: {values}; an engine has one")
-    return values.pop()
-
-
-def make_groups(config: Any, parameters: Iterable[Any]) -> Groups:
-    """Groups of the configured optimizer over parameters, or over dicts with "params" and hyper-parameters
-    of their own. As in torch, parameters may come with their names (model.named_parameters()); the model knows them.
-    Raises TypeError for what is no parameter."""
-    items = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-    if items and isinstance(items[0], dict):
-        for number, item in enumerate(items):
-            if not isinstance(item, dict):
-                raise TypeError(
-                    f"overspill: model_parameters has {item!r:.60} at place {number}, a {type(item).__name__}, among "
-                    "groups: put it into the params of one"
-                )
-        groups = [dict(item) for item in items]
-    else:
-        groups = [{"params": items}]
-    defaults = config.model_dump(exclude={"type"})
-    if config.type in ("AdamW", "Adam"):
-        defaults["decoupled"] = config.type == "AdamW"
-    for number, group in enumerate(groups):
-        if "params" not in group:
-            raise ValueError(
-                f"overspill: parameter group {number} of model_parameters has no params: it has {sorted(group)}; add "
-                "params, a list of parameters"
-            )
-        unknown = set(group) - set(defaults) - {"params", "name"}
-        if unknown:
-            raise ValueError(
-                f"overspill: parameter group has unknown keys {sorted(unknown)}; known: {sorted(defaults)}"
-            )
-        group["params"] = [p for p in _unnamed(group["params"]) if p.requires_grad]
-        for name, value in defaults.items():
-            group.setdefault(name, value)
-        _check_numbers(config.type, group, number, scheduled=False)
-    return Groups(config.type, groups)
-
-
-def _check_numbers(kind: str, group: dict[str, Any], number: int, scheduled: bool = True) -> None:
-    """Raises ValueError that names a number of the group, of an optimizer of that name, which no update can use."""
-    for name, value in group.items():
-        if name != "params" and (why := unusable_number(kind, name, _plain(value), scheduled)):
-            raise ValueError(f"overspill: parameter group {number} has {name} = {value!r:.60}: {why}")
-
-
-def unit_format(own: str, chosen: str | None) -> str:
-    """The core's format of a unit: `own` is what units.py found, `chosen` the format of bf16 weights."""
-    if own == "float64":
-        return "frozen"
-    return (chosen or "exact") if own == "bf16_split" else own
-
-
-def choose_format(config: str | None, groups: Groups, formats: Iterable[str]) -> str | None:
-    """The format of bf16 weights: the configuration's or the user's own optimizer's. `formats` are the units'. Raises
-    ValueError where the two differ, or where no weight can have it."""
-    if None not in (config, groups.format) and config != groups.format:
-        raise ValueError(
-            f"overspill: format is {config!r} in the configuration, {groups.format!r} in the optimizer"
-        )
-    chosen = config or groups.format
-    known = set(formats)
-    if chosen == "fp32" and "bf16_split" not in known:  # of an overspill.optim over fp32 weights
-        return None
-    if chosen == "8bit":
-        optim.check_8bit(groups.kind)
-    if chosen is not None and (chosen not in ("exact", "compact", "8bit") or "bf16_split" not in known):
-        raise ValueError(
-            f"overspill: format {chosen!r} holds {'fp16' if chosen == 'fp16' else 'bf16'} weights, and none of the "
-            "model's trainable ones are; make it with model.bfloat16(), or leave format out"
-        )
-    return chosen
-
-
-def _unnamed(given: Any) -> list[torch.Tensor]:
-    parameters = [
-        item[1] if isinstance(item, tuple) and len(item) == 2 else item
-        for item in ([given] if isinstance(given, torch.Tensor) else given)
-    ]
-    for number, parameter in enumerate(parameters):
-        if not isinstance(parameter, torch.Tensor):
-            raise TypeError(
-                f"overspill: model_parameters has {parameter!r:.60} at place {number}, a {type(parameter).__name__}: "
-                "give parameters, pairs of a name and a parameter, or groups (dicts with params)"
-            )
-    return parameters
-
-
-def group_indices(groups: list[dict[str, Any]], model: nn.Module) -> dict[int, int]:
-    """id of each trainable parameter of the model -> its group. Raises ValueError unless each is in exactly
-    one."""
-    index: dict[int, int] = {}
-    known = {id(p): name for name, p in model.named_parameters()}
-    for number, group in enumerate(groups):
-        for parameter in group["params"]:
-            if index.setdefault(id(parameter), number) != number:
-                raise ValueError(
-                    f"overspill: {known.get(id(parameter), 'a parameter')} is in two parameter groups, "
-                    f"{index[id(parameter)]} and {number} (of several optimizers, counted through): leave it in one; "
-                    "tied weights are one parameter"
-                )
-    trainable = {id(p): name for name, p in model.named_parameters() if p.requires_grad}
-    missing = [name for key, name in trainable.items() if key not in index]
-    if missing:
-        more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
-        raise ValueError(
-            f"overspill: {', '.join(missing[:3])}{more}: trainable, but in no parameter group; add a group with it, "
-            "freeze it with requires_grad_(False), or give initialize a list of optimizers where another one has it"
-        )
-    strange = [p for group in groups for p in group["params"] if id(p) not in known]
-    if strange:
-        raise ValueError(
-            "overspill: the optimizer has parameters that are not the model's (one of shape "
-            f"{tuple(strange[0].shape)}): of several models make one, nn.ModuleList([a, b]), "
-            "and give that to initialize; make a parameter the model's own, model.name = nn.Parameter(...)"
-        )
-    return index
 
 
 class OverspillOptimizer(torch.optim.Optimizer):
@@ -594,7 +318,7 @@ class OverspillOptimizer(torch.optim.Optimizer):
     def hyper_parameters(self) -> dict[str, Any]:
         """What the engine's checkpoint keeps of the optimizer beside its states: plain numbers."""
         self._check_groups()
-        groups = [{k: _plain(v) for k, v in group.items() if k != "params"} for group in self.param_groups]
+        groups = [{k: plain(v) for k, v in group.items() if k != "params"} for group in self.param_groups]
         return {"groups": groups}
 
     def restore_hyper_parameters(self, saved: dict[str, Any]) -> None:
@@ -662,9 +386,9 @@ class OverspillOptimizer(torch.optim.Optimizer):
                 f"param_groups: {why}, so it holds no states. Load the checkpoint of that step with "
                 "engine.load_checkpoint"
             )
-        _check_form(state_dict)
-        merged = self._merged(state_dict["param_groups"])
-        states = renumbered(state_dict)
+        state_dicts.check_form(state_dict)
+        merged = state_dicts.merged(self.groups, self.param_groups, state_dict["param_groups"])
+        states = state_dicts.renumbered(state_dict)
         with calls.Alone():
             calls.refuse_update(self.residency, "optimizer.load_state_dict")
             come = [group | values for group, values in zip(self.param_groups, merged, strict=True)]
@@ -679,22 +403,6 @@ class OverspillOptimizer(torch.optim.Optimizer):
             self._momenta.check(self.param_groups)  # from here on they have to stay
         for hook in self._optimizer_load_state_dict_post_hooks.values():
             hook(self)
-
-    def _merged(self, saved: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """The saved groups' hyper-parameters, checked against the groups here."""
-        if len(saved) != len(self.param_groups):
-            raise ValueError(
-                f"overspill: {len(saved)} parameter groups were saved, {len(self.param_groups)} are here: "
-                "give initialize the groups that it was saved with"
-            )
-        merged = []
-        for number, (group, values) in enumerate(zip(self.param_groups, saved, strict=True)):
-            _check_group(number, group, values)
-            stay = [name for name in _STAY if not (momenta.has(group) and name == "decoupled_weight_decay")]
-            merged.append({name: value for name, value in values.items() if name not in stay})
-            _check_kinds(number, group, merged[-1])
-            self.groups.hyper_parameters(group | merged[-1], number)
-        return merged
 
     def _has_states(self) -> bool:
         """Whether a state dict would have any. True where that is not known."""
@@ -721,80 +429,3 @@ def evaluated(closure: Callable[..., Any] | None) -> Any:
 
 def _parameters_of(groups: Iterable[dict[str, Any]]) -> list[list[int]]:
     return [list(map(id, group["params"])) for group in groups]
-
-
-def _check_form(state_dict: dict[str, Any]) -> None:
-    groups, states = state_dict["param_groups"], state_dict["state"]
-    if not isinstance(groups, (list, tuple)) or not all(
-        isinstance(group, Mapping) and isinstance(group.get("params"), (list, tuple)) for group in groups
-    ):
-        raise ValueError(
-            f"overspill: param_groups of this state dict: {groups!r:.60}; a list of dicts with params is expected: "
-            "load what state_dict gave"
-        )
-    if not isinstance(states, Mapping):
-        raise ValueError(
-            f"overspill: state of this state dict is a {type(states).__name__}, not a dict: load what state_dict gave"
-        )
-
-
-def _check_group(number: int, group: dict[str, Any], saved: dict[str, Any]) -> None:
-    count = len(saved["params"])
-    if count != len(group["params"]):
-        raise ValueError(
-            f"overspill: group {number} has {count} parameters in the state dict, {len(group['params'])} here: "
-            "give initialize the groups that it was saved with"
-        )
-    for option in (*_REFUSED, *optim.NOT_OURS):
-        if saved.get(option):
-            raise ValueError(
-                f"overspill: group {number} of the state dict has {option}=True, which the engine's optimizers do not "
-                "have: save it from an optimizer without it"
-            )
-    if "decoupled" in group:
-        theirs = saved.get("decoupled", saved.get("decoupled_weight_decay", group["decoupled"]))
-        if bool(theirs) != bool(group["decoupled"]):
-            kinds = ("AdamW", "Adam") if theirs else ("Adam", "AdamW")
-            raise ValueError(
-                f"overspill: the state dict is that of {kinds[0]}, this optimizer is {kinds[1]}: "
-                "their weight decay differs. Give initialize the optimizer that made it"
-            )
-    names = moments.names_of(group)
-    for theirs, ours in zip(saved.get("param_names") or names, names, strict=True):
-        if ours is not None and theirs is not None and theirs != ours:
-            raise ValueError(
-                f"overspill: the state dict has {theirs} where {ours} is here: the groups are those of another model, "
-                "or in another order; where only the names differ, remove param_names from its groups"
-            )
-
-
-def _check_kinds(number: int, group: dict[str, Any], saved: dict[str, Any]) -> None:
-    """Raises ValueError where a hyper-parameter that the engine takes has no value that a step could use."""
-    for name, value in saved.items():
-        here, there = _numbers(group.get(name)), _numbers(value)
-        if here is not None and (there is None or len(there) != len(here)):
-            raise ValueError(
-                f"overspill: group {number} of the state dict has {name} = {value!r:.60}, which is "
-                f"{group[name]!r:.60} here: the state dict is damaged, or of another optimizer"
-            )
-
-
-def _numbers(value: Any) -> list[float] | None:
-    """The finite numbers that a hyper-parameter is, None where it is anything else."""
-    values = _plain(value)
-    values = values if isinstance(values, list) else [values]
-    numbers = [v for v in values if type(v) in (int, float) and math.isfinite(v)]
-    return numbers if values and len(numbers) == len(values) else None
-
-
-def renumbered(state_dict: dict[str, Any]) -> dict[int, Any]:
-    """The states by the place of their parameter in the groups, whatever numbers the state dict gives them."""
-    numbers = [key for group in state_dict["param_groups"] for key in group["params"]]
-    places = {key: place for place, key in enumerate(numbers)}
-    return {places.get(key, key): entry for key, entry in state_dict["state"].items()}
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, (tuple, list)):
-        return [_plain(item) for item in value]
-    return value.item() if isinstance(value, torch.Tensor) else value

@@ -18,7 +18,8 @@ import torch
 from .config import Config
 
 if TYPE_CHECKING:
-    from .optimizer import Groups, OverspillOptimizer
+    from .groups import Groups
+    from .optimizer import OverspillOptimizer
     from .segments import Segment
 
 

@@ -91,8 +91,8 @@ def plan(model, config) -> Plan:
     """Of a model, whose weights are not looked at. Raises ConfigError, BudgetError."""
     from overspill import _core
     from overspill.config import Config
+    from overspill.groups import make_groups
     from overspill.handover import core_units
-    from overspill.optimizer import make_groups
     from overspill.packed import chosen as packings_of
     from overspill.units import partition
 

@@ -15,7 +15,8 @@ import torch
 
 from .. import durable, given, overwriting, ranks, reading
 from ..engine import Engine
-from ..optimizer import Groups, OverspillOptimizer
+from ..groups import Groups
+from ..optimizer import OverspillOptimizer
 from ..state import persistent_buffers
 from . import comm, layer_drop, matching, partial, tags
 from .optimizer import DeepSpeedOptimizer, beside
