@@ -30,9 +30,7 @@ PUBLIC = (
 CXX = (".cc", ".h", ".cu", ".cuh", ".inl")
 # Not yet brought under its limit: at most so many.
 OVER = {
-    "bindings/overspill/cli/train.py: options": 129,
-    "bindings/overspill/merging.py: merge": 85,
-    "bindings/overspill/vertical.py: run": 79,
+
     "tests/python/habits_of_gradients.py": 550,
     "tests/python/habits_of_optimizers.py": 515,
     "tests/python/on_accelerator.py": 610,

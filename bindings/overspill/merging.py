@@ -86,12 +86,7 @@ def merge(
     if not (small / "config.json").is_file():
         raise CheckpointError(f"{small} has no config.json; {OTHER_FOLDER}")
     out = out.resolve()
-    for leftover in _leftovers(out):
-        print(
-            f"merge: {leftover} was left by a merge that was killed, or belongs to one that runs now; if none runs, "
-            "delete it",
-            file=sys.stderr,
-        )
+    _tell_leftovers(out)
     durable.make_folders(out.parent)
     part = durable.part_of(out)
     part.mkdir()
@@ -100,28 +95,16 @@ def merge(
         copy = copy_small_files if model else copy_saved_small_files
         copy(small, part / "small")
         _set_dtype(part / "small/config.json", small, NAMES[dtype])
+        size, tell = parse_size(shard_size), progress or _look_at_signals
         if adapter:
             base = _base(adapter, model, small)
-            counted = lora.write_joined(
-                adapter,
-                base,
-                part / "model",
-                DTYPES_OF[dtype],
-                parse_size(shard_size),
-                progress or _look_at_signals,
-            )
+            counted = lora.write_joined(adapter, base, part / "model", DTYPES_OF[dtype], size, tell)
             said = _said_of_adapter(manifest, base, part, small)
         else:
             beside = extra.tensors(manifest["extra_json"], source)
             said = _check_names(manifest, shapes(manifest, beside), source, part / "small", small)
-            counted = _core.merge(
-                source,
-                part / "model",
-                dtype,
-                parse_size(shard_size),
-                progress or _look_at_signals,
-                [_given(name, tensor, source) for name, tensor in beside.items()],
-            )
+            given = [_given(name, tensor, source) for name, tensor in beside.items()]
+            counted = _core.merge(source, part / "model", dtype, size, tell, given)
         for file in (part / "small").iterdir():
             file.rename(part / "model" / file.name)
         durable.rename_folder(part / "model", out)
@@ -179,10 +162,15 @@ def _look_at_signals(done: int, total: int) -> None:
     """A signal is looked at when Python runs, which while the core merges is here."""
 
 
-def _leftovers(out: Path) -> list[Path]:
-    """Folders that were to become `out`. A running merge may own one, so merge only names them."""
+def _tell_leftovers(out: Path) -> None:
+    """Names folders that were to become `out`. A running merge may own one, so nobody removes them."""
     name = re.compile(re.escape(out.name) + r"\.part-[0-9a-f]{8}")
-    return sorted(path for path in out.parent.glob("*") if name.fullmatch(path.name))
+    for leftover in sorted(path for path in out.parent.glob("*") if name.fullmatch(path.name)):
+        print(
+            f"merge: {leftover} was left by a merge that was killed, or belongs to one that runs now; if none runs, "
+            "delete it",
+            file=sys.stderr,
+        )
 
 
 def shapes(manifest: Mapping[str, Any], beside: Mapping[str, torch.Tensor]) -> dict[str, tuple[int, ...]]:

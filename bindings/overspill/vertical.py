@@ -186,50 +186,73 @@ def before(unit: Unit) -> None:
             place[0].come_to(place[1], unit)
 
 
+class _Setting:
+    """How torch computes in the thread that makes it, for the threads of so many micro-batches."""
+
+    def __init__(self, where: Place, micro_batches: int):
+        self._autocasts = [
+            (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+            for kind in {"cpu", where.autocast}
+        ]
+        self.entered = [where.entered() for _ in range(micro_batches)]
+        self.threads = torch.get_num_threads()
+
+    def autocast(self) -> contextlib.ExitStack:
+        """Entered, to be left in the same thread."""
+        casting = contextlib.ExitStack()
+        for kind, enabled, dtype in self._autocasts:
+            casting.enter_context(torch.autocast(kind, enabled=enabled, dtype=dtype))
+        return casting
+
+
+def _work(
+    runner: _Runner,
+    turns: _Turns,
+    setting: _Setting,
+    forward: Callable[[], Any],
+    backward: Callable[[Any], Any],
+    results: list[Any],
+) -> None:
+    """One micro-batch, in a thread of its own."""
+    runner.at_work = True
+    _place.turns = turns, runner
+    calls.here.stack.exempt = True
+    torch.set_num_threads(setting.threads)  # torch keeps it for each thread
+    try:
+        turns.begin_phase(runner)
+        with setting.entered[runner.number]:
+            with setting.autocast():
+                results[runner.number] = forward()
+            turns.end_phase(runner)
+            turns.begin_phase(runner)
+            backward(results[runner.number])
+            turns.end_phase(runner)
+    except _Stopped:
+        pass
+    except BaseException as error:
+        turns.fail(error)
+    finally:
+        runner.at_work = False
+
+
 def run(
     forwards: Sequence[Callable[[], Any]], backward: Callable[[Any], Any], where: Place = HOST
 ) -> list[Any]:
     """Calls each of `forwards`, then `backward` with what it returned, as one micro-batch each. Returns what the
     forwards returned. The first exception of any of them is raised again when all have ended.
     """
-    autocasts = [
-        (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
-        for kind in {"cpu", where.autocast}
-    ]
-    entered = [where.entered() for _ in forwards]
-    threads_of_torch = torch.get_num_threads()
+    setting = _Setting(where, len(forwards))
     seeds = torch.randint(2**62, (len(forwards),), dtype=torch.int64).tolist()
     runners = [_Runner(i, _Draws(where, seed)) for i, seed in enumerate(seeds)]
     afterwards = _Draws(where)
     turns, results = _Turns(runners), [None] * len(forwards)
-
-    def work(runner: _Runner) -> None:
-        runner.at_work = True
-        _place.turns = turns, runner
-        calls.here.stack.exempt = True
-        torch.set_num_threads(threads_of_torch)  # torch keeps it for each thread
-        try:
-            turns.begin_phase(runner)
-            with contextlib.ExitStack() as stack:
-                stack.enter_context(entered[runner.number])
-                with contextlib.ExitStack() as casting:
-                    for kind, enabled, dtype in autocasts:
-                        casting.enter_context(torch.autocast(kind, enabled=enabled, dtype=dtype))
-                    results[runner.number] = forwards[runner.number]()
-                turns.end_phase(runner)
-                turns.begin_phase(runner)
-                backward(results[runner.number])
-                turns.end_phase(runner)
-        except _Stopped:
-            pass
-        except BaseException as error:
-            turns.fail(error)
-        finally:
-            runner.at_work = False
-
     threads = [
-        threading.Thread(target=work, args=(runner,), name=f"micro-batch {runner.number}")
-        for runner in runners
+        threading.Thread(
+            target=_work,
+            args=(runner, turns, setting, forward, backward, results),
+            name=f"micro-batch {runner.number}",
+        )
+        for runner, forward in zip(runners, forwards, strict=True)
     ]
     python = sys._getframe()
     stack = calls.work(python)

@@ -43,7 +43,7 @@ from overspill.cli.ranks import Ranks
 from overspill.cli.recorder import check_boards, check_trace
 from overspill.cli.run_folder import RunFolder
 from overspill.cli.session import Session
-from overspill.cli.settings import DTYPES, FIELDS, REPORTS, SCHEDULES, STEPS, absolute, default_text, option
+from overspill.cli.settings import DTYPES, REPORTS, SCHEDULES, STEPS, absolute, default_text, option
 from overspill.saves import is_complete
 
 USAGE = """overspill train --model DIR --data PATH --out DIR --host-budget SIZE [--nvme DIR ...] [OPTIONS]
@@ -52,8 +52,20 @@ USAGE = """overspill train --model DIR --data PATH --out DIR --host-budget SIZE 
 
 
 def options(parser: argparse.ArgumentParser) -> None:
+    _add_run(parser)
+    _add_batches(parser)
+    add_update(parser)
+    _add_course(parser)
+    add_adapter(parser)
+    add_tiers(parser)
+    _add_process(parser)
+    _add_saves(parser)
+    _add_looks(parser)
+
+
+def _add_run(parser: argparse.ArgumentParser) -> None:
+    """What a run is made of, and where it is."""
     add = parser.add_argument
-    default = {name: default_text(name) for name in FIELDS}
     add("--model", type=absolute, metavar="DIR", help="Hugging Face folder")
     add(
         "--data",
@@ -78,6 +90,11 @@ def options(parser: argparse.ArgumentParser) -> None:
         help="go on with the run in --out from its newest checkpoint, or from CHECKPOINT: later ones are then set "
         "aside, not deleted. Options are remembered",
     )
+
+
+def _add_batches(parser: argparse.ArgumentParser) -> None:
+    """How many steps there are, and what one takes."""
+    add = parser.add_argument
     add("--steps", type=positive, metavar="N", help=f"steps in all (default {STEPS})")
     add(
         "--epochs",
@@ -89,45 +106,61 @@ def options(parser: argparse.ArgumentParser) -> None:
         "--batch",
         type=positive,
         metavar="N",
-        help=f"sequences in a micro-batch, of each rank {default['batch']}",
+        help=f"sequences in a micro-batch, of each rank {default_text('batch')}",
     )
-    add("--seq-len", type=two_or_more, metavar="N", help=f"tokens in a sequence {default['seq_len']}")
-    add("--accumulate", type=positive, metavar="N", help=f"micro-batches in a step {default['accumulate']}")
+    add("--seq-len", type=two_or_more, metavar="N", help=f"tokens in a sequence {default_text('seq_len')}")
+    add(
+        "--accumulate",
+        type=positive,
+        metavar="N",
+        help=f"micro-batches in a step {default_text('accumulate')}",
+    )
     add(
         "--vertical",
         action=argparse.BooleanOptionalAction,
         help="with --accumulate: micro-batches pass each layer together, so weights move once a step; keeps the "
         "activations of all of them (see --checkpointing)",
     )
-    add_update(parser)
-    add("--lr", type=nonnegative, help=f"learning rate {default['lr']}")
+
+
+def _add_course(parser: argparse.ArgumentParser) -> None:
+    """The learning rate and the other numbers of an update; how the model computes."""
+    add = parser.add_argument
+    add("--lr", type=nonnegative, help=f"learning rate {default_text('lr')}")
     add(
         "--warmup",
         type=natural,
         metavar="STEPS",
-        help=f"steps over which it grows to that {default['warmup']}",
+        help=f"steps over which it grows to that {default_text('warmup')}",
     )
     add(
         "--schedule",
         choices=SCHEDULES,
-        help=f"what the rate does after that, up to the last step: stay, or go down to 0 {default['schedule']}",
+        help=f"what the rate does after that, up to the last step: stay, or go down to 0 {default_text('schedule')}",
     )
-    add("--weight-decay", type=nonnegative, help=default["weight_decay"])
+    add("--weight-decay", type=nonnegative, help=default_text("weight_decay"))
     add(
         "--clip",
         type=nonnegative,
         metavar="NORM",
-        help=f"largest gradient norm, 0 for none {default['clip']}",
+        help=f"largest gradient norm, 0 for none {default_text('clip')}",
     )
-    add("--seed", type=seed, help=f"of the data's order, dropout and stochastic rounding {default['seed']}")
-    add("--dtype", choices=DTYPES, help=f"what forward computes in {default['dtype']}")
+    add(
+        "--seed",
+        type=seed,
+        help=f"of the data's order, dropout and stochastic rounding {default_text('seed')}",
+    )
+    add("--dtype", choices=DTYPES, help=f"what forward computes in {default_text('dtype')}")
     add(
         "--checkpointing",
         action=argparse.BooleanOptionalAction,
         help="recompute activations in backward: slower, smaller",
     )
-    add_adapter(parser)
-    add_tiers(parser)
+
+
+def _add_process(parser: argparse.ArgumentParser) -> None:
+    """What the process takes of the machine."""
+    add = parser.add_argument
     add("--threads", type=threads, metavar="N", help="of the engine (default: all cores)")
     add(
         "--job",
@@ -136,6 +169,11 @@ def options(parser: argparse.ArgumentParser) -> None:
         "folder must not have one name",
     )
     add("--torch-threads", type=threads, metavar="N", help="of forward and backward (default: torch's)")
+
+
+def _add_saves(parser: argparse.ArgumentParser) -> None:
+    """When checkpoints are saved, and how many stay."""
+    add = parser.add_argument
     add(
         "--save-every",
         type=natural,
@@ -147,9 +185,14 @@ def options(parser: argparse.ArgumentParser) -> None:
         type=nonnegative,
         metavar="MINUTES",
         help="a checkpoint also when so many minutes have passed since the last, 0 for never "
-        f"{default['save_minutes']}",
+        f"{default_text('save_minutes')}",
     )
-    add("--keep", type=positive, metavar="N", help=f"newest checkpoints that are kept {default['keep']}")
+    add("--keep", type=positive, metavar="N", help=f"newest checkpoints that are kept {default_text('keep')}")
+
+
+def _add_looks(parser: argparse.ArgumentParser) -> None:
+    """What is measured, kept beside the run and reported."""
+    add = parser.add_argument
     add(
         "--eval-every",
         type=natural,
@@ -160,7 +203,7 @@ def options(parser: argparse.ArgumentParser) -> None:
         "--eval-batches",
         type=natural,
         metavar="N",
-        help=f"held-out batches, 0 for none {default['eval_batches']}",
+        help=f"held-out batches, 0 for none {default_text('eval_batches')}",
     )
     add(
         "--cache",
