@@ -3,8 +3,10 @@ same to the bit, or an error that says the way out."""
 
 from functools import partial
 
+import habits_of_changed_gradients  # noqa: F401
 import habits_of_clipping  # noqa: F401
 import habits_of_gradients  # noqa: F401
+import habits_of_groups  # noqa: F401
 import habits_of_losses  # noqa: F401
 import habits_of_optimizers  # noqa: F401
 import habits_of_reading  # noqa: F401
