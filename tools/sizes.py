@@ -32,7 +32,7 @@ CXX = (".cc", ".h", ".cu", ".cuh", ".inl")
 OVER = {
 
 
-    "tests/python/on_accelerator.py": 610,
+
     "tests/python/ranks_job.py": 541,
     "tests/python/test_calls.py": 560,
     "tests/python/test_cli.py": 609,
@@ -44,7 +44,6 @@ OVER = {
     "tests/python/test_own_states.py": 629,
     "tests/python/test_rewind.py": 513,
     "tests/python/test_serve.py": 710,
-    "tools/gpu/check.py": 569,
 }
 _CLASS = re.compile(r"(template <.*> )?(class|struct)\b")
 _NO_FUNCTION = re.compile(r"\s*(namespace|class|struct|enum|union|extern|[})#]|//)")

@@ -11,7 +11,11 @@ import torch
 
 from overspill._testing import Options
 
-# on_accelerator.py alone is for a GPU; all else, and what it starts, computes on the CPU whatever the machine has.
+# Modules that tests import from and take fixtures of (pytest_plugins): else pytest says that it came too late for their
+# assertions.
+pytest.register_assert_rewrite("accelerator_scene", "families", "serve_scene")
+
+# on_accelerator*.py alone is for a GPU; all else, and what it starts, computes on the CPU whatever the machine has.
 if os.environ.get("OVERSPILL_DEVICE") != "cuda":
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
@@ -118,6 +122,14 @@ def start(config):
     yield make
     for engine in engines:
         engine.close()
+
+
+@pytest.fixture
+def no_group():
+    """Ends the process group that deepspeed.initialize makes, for the test that follows."""
+    yield
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
 
 
 @pytest.fixture

@@ -27,25 +27,19 @@ def is_built_for_this_torch():
 
 
 PARTS = {
-    "fp32": "bit_equal and fp32",
-    "bf16": "bit_equal and bf16",
-    "rest": "not bit_equal",
+    "fp32": ("on_accelerator.py", "bit_equal and fp32"),
+    "bf16": ("on_accelerator.py", "bit_equal and bf16"),
+    "rest": ("on_accelerator.py", "not bit_equal"),
+    "plans": ("on_accelerator_plans.py", ""),
 }
 
 
 @pytest.mark.parametrize("part", PARTS)
 def test_on_the_accelerator_for_tests(part):
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        str(HERE / "on_accelerator.py"),
-    ]
+    file, chosen = PARTS[part]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(HERE / file)]
     ended = subprocess.run(
-        [*command, "-k", PARTS[part]],
+        [*command, "-k", chosen],
         env=environment(OVERSPILL_DEVICE="simulated"),
         capture_output=True,
         text=True,

@@ -20,7 +20,7 @@ def module(name):
     return found
 
 
-rows, check = module("rows"), module("check")
+rows, tasks, check = module("rows"), module("tasks"), module("check")
 
 PASSED = "[  PASSED  ] 2 tests.\n[==========] 2 tests from 1 test suite ran. (3 ms total)\n"
 SKIPPED = """x.cc:49: Skipped
@@ -199,8 +199,8 @@ def test_rows_that_measure_nothing_run_beside_each_other(tmp_path, monkeypatch):
         assert both.n_waiting == 0 and self.rows.keys() == {"first", "second"}
         return check.Row(task.name, "ok")
 
-    tasks = [check.Task(name, 1, meets, beside=True) for name in ("first", "second")]
-    monkeypatch.setattr(check, "TASKS", (*tasks, check.Task("third", 1, alone)))
+    both_tasks = [check.Task(name, 1, meets, beside=True) for name in ("first", "second")]
+    monkeypatch.setattr(check, "TASKS", (*both_tasks, check.Task("third", 1, alone)))
     assert check.main([*given, "--at-once", "2"]) == 0
     # In the order of the tasks, whichever ended first.
     assert [row["name"] for row in json.loads(out.read_text())["rows"]] == ["first", "second", "third"]
@@ -257,7 +257,7 @@ def test_core_of_other_sources_is_not_used(tmp_path, monkeypatch):
     (tmp_path / "none/core/digest").write_text("other\n")
     assert check.build(made, check.TASKS[0]).status == "failed" and ran
     ran.clear()
-    (tmp_path / "none/core/digest").write_text(check.digest_of_sources())
+    (tmp_path / "none/core/digest").write_text(tasks.digest_of_sources())
     assert check.build(made, check.TASKS[0]).status == "ok" and not ran
     assert (tmp_path / "build/bindings/_core.so").is_file()
 
