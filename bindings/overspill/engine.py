@@ -131,8 +131,8 @@ class Engine(Stepping, Figures):
             raise
 
     def _take_model(self, source: Any, values: Any, specs: Any) -> None:
-        """Weights and buffers are the engine's, or where it computes; the model's calls go through its hooks. `source`:
-        the checkpoint, or None. `values`: where its weights come from otherwise (init.materialise)."""
+        """Weights become the engine's, buffers move to where it computes, and the model gets its hooks. `source`: the
+        checkpoint, or None; `values`: where the weights come from without one (init.materialise)."""
         divided = self.world_size > 1 and self._settings.zero_optimization.stage > 0
         self._residency.lending.puts_off = divided and self._place.on_host
         self._residency.take_weights(source, self._group, values)

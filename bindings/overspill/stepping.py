@@ -28,7 +28,8 @@ class Stepping(StandIn):
     _place: Place
 
     def __init__(self) -> None:
-        """Before the engine is made; nn.Module's own is not called, whose parts are those of `module`."""
+        """Counts of a run that has not begun. nn.Module's own __init__ is not called: it would make parts, and an
+        engine's are those of its module."""
         self.optimizer: Any = None
         self.lr_scheduler: Any = None
         self.global_steps = self.micro_steps = 0
