@@ -1,9 +1,12 @@
 """safe_set_full_grad on one rank."""
 
+import pytest
 import torch
-from test_deepspeed_calls import made, no_group  # noqa: F401  # a fixture
+from deepspeed_scene import made
 
 from overspill.deepspeed import fragments
+
+pytestmark = pytest.mark.usefixtures("no_group")
 
 
 def test_a_gradient_of_several_micro_batches_is_set_in_fp32():

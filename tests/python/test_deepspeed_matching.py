@@ -6,12 +6,7 @@ from torch import nn
 
 from overspill import CheckpointError, deepspeed
 
-
-@pytest.fixture(autouse=True)
-def no_group():
-    yield
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
+pytestmark = pytest.mark.usefixtures("no_group")
 
 
 class Old(nn.Module):

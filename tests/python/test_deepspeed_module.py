@@ -18,6 +18,8 @@ from overspill import deepspeed
 from overspill.deepspeed import finder
 from overspill.deepspeed.modules import MODULES
 
+pytestmark = pytest.mark.usefixtures("no_group")
+
 HERE = Path(__file__).parent
 ENVIRONMENT = {
     **{
@@ -102,13 +104,6 @@ def made(**more):
         **more,
     }
     return deepspeed.initialize(model=model, config=config)[0]
-
-
-@pytest.fixture(autouse=True)
-def no_group():
-    yield
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
 
 
 def pass_of(engine, micro_step):

@@ -13,12 +13,7 @@ import overspill
 from overspill import deepspeed
 from overspill.config import ConfigError
 
-
-@pytest.fixture(autouse=True)
-def no_group():
-    yield
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
+pytestmark = pytest.mark.usefixtures("no_group")
 
 
 def settings(**more):

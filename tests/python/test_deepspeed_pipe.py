@@ -41,13 +41,6 @@ def test_a_run_goes_on_from_its_checkpoint_bit_by_bit(world, stages, stage, tmp_
     assert (tmp_path / "latest").read_text().strip() == "global_step1"
 
 
-@pytest.fixture
-def no_group():
-    yield
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
-
-
 def test_a_checkpoint_of_other_stages_is_refused(tmp_path, no_group):
     said(2, "saves", tmp_path)
     engine = started()

@@ -11,12 +11,7 @@ from overspill.deepspeed.modules import MODULES
 from overspill.deepspeed.tiling import TiledLinear, TiledLinearReturnBias
 from overspill.units import partition
 
-
-@pytest.fixture(autouse=True)
-def no_group():
-    yield
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
+pytestmark = pytest.mark.usefixtures("no_group")
 
 
 def whole_weight(tiled):
