@@ -34,13 +34,8 @@ OVER = {
 
 
     "tests/python/ranks_job.py": 541,
-    "tests/python/test_calls.py": 560,
     "tests/python/test_cli.py": 609,
-    "tests/python/test_engine.py": 537,
-    "tests/python/test_give_back.py": 704,
-    "tests/python/test_hooks.py": 616,
     "tests/python/test_inference.py": 512,
-    "tests/python/test_own_states.py": 629,
     "tests/python/test_rewind.py": 513,
     "tests/python/test_serve.py": 710,
 }

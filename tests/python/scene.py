@@ -1,10 +1,13 @@
 """A small model, the plain loop that its engine follows, and what may happen in the middle of an engine's call."""
 
+import gc
 import threading
 
 import torch
 from torch import nn
 from torch._C import DisableTorchFunction
+
+from overspill import leases, segments
 
 
 def mlp(dtype=torch.float32):
@@ -96,3 +99,9 @@ def refused(error):
         and "'MainThread'" in str(error)
         and "one thread at a time" in str(error)
     )
+
+
+def held():
+    """Units whose weights are in memory, and how many leases outlive their calls."""
+    gc.collect()
+    return [u for s in segments.registry.values() if (u := s.unit).flat is not None], leases.lingering()

@@ -6,7 +6,7 @@ import stat
 
 import pytest
 import torch
-from test_own_states import FILE, Odd, alike, groups_of, made, net, train, weights_of
+from own_states_scene import FILE, Odd, alike, groups_of, made, net, train, weights_of
 
 import overspill
 from overspill import _core, checkpointing, tensor_file
