@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from test_rewind import damage
+from checkpoint_scene import damage
 
 import overspill
 from overspill import retention

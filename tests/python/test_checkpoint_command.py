@@ -8,8 +8,7 @@ import shutil
 
 import pytest
 import torch
-from checkpoint_scene import fails, ok, ran
-from test_rewind import damage, whole
+from checkpoint_scene import damage, fails, ok, ran, whole
 
 from overspill import copying, saves
 from overspill.cli import main

@@ -13,8 +13,7 @@ import disks
 import pytest
 import tiny
 import torch
-from checkpoint_scene import fails, ok
-from test_rewind import damage, whole
+from checkpoint_scene import damage, fails, ok, whole
 
 from overspill import CheckpointError, FolderError, _core, copying, saves
 from overspill.cli import main

@@ -4,100 +4,17 @@ that are not what they say."""
 import gc
 import json
 import os
-import re
 import shutil
 
 import pytest
-import tiny
 import torch
 import transformers as hf
+from families import CONFIGS, ids_of, make, reference
 from safetensors.torch import load_file, save_file
 
-from overspill import BudgetError, WrongProcess, inference
+from overspill import WrongProcess, inference
 
-SIZES = {
-    "vocab_size": 131,
-    "hidden_size": 48,
-    "intermediate_size": 80,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
-LLAMA3 = {
-    "rope_type": "llama3",
-    "rope_theta": 500.0,
-    "factor": 4.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 16,
-}
-# Windows are shorter than the texts; heads have sizes that are no multiple of a register.
-CONFIGS = {
-    "llama": (hf.LlamaConfig, {"attention_bias": True}),
-    "llama-scaled": (hf.LlamaConfig, {"rope_parameters": LLAMA3, "tie_word_embeddings": True}),
-    "mistral": (hf.MistralConfig, {"sliding_window": 8}),
-    "smollm3": (hf.SmolLM3Config, {"no_rope_layers": [1, 0, 1]}),
-    "qwen2": (hf.Qwen2Config, {"use_sliding_window": True, "sliding_window": 18, "max_window_layers": 1}),
-    "qwen3": (hf.Qwen3Config, {"head_dim": 16}),
-    "gemma2": (hf.Gemma2Config, {"head_dim": 16, "sliding_window": 8, "query_pre_attn_scalar": 20}),
-    "gemma3": (
-        hf.Gemma3TextConfig,
-        {"head_dim": 16, "sliding_window": 8, "query_pre_attn_scalar": 20, "num_hidden_layers": 7},
-    ),
-    "phi3": (
-        hf.Phi3Config,
-        {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}},
-    ),
-    "gpt2": (hf.GPT2Config, {"n_embd": 48, "n_layer": 3, "n_head": 4, "n_positions": 128}),
-    "qwen3_moe": (
-        hf.Qwen3MoeConfig,
-        {
-            "head_dim": 16,
-            "num_experts": 5,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": 24,
-            "mlp_only_layers": [1],
-            "norm_topk_prob": True,
-        },
-    ),
-    "mixtral": (hf.MixtralConfig, {"num_local_experts": 4, "num_experts_per_tok": 2}),
-}
-LENGTH = 75  # more than a window, and no multiple of what is read together
-
-
-def make(folder, name, dtype=torch.float32):
-    """A folder of a tiny model with random weights, large enough that each layer matters; the model in that dtype."""
-    kind, options = CONFIGS[name]
-    sizes = {"vocab_size": 131, "bos_token_id": 1, "eos_token_id": 2} if name == "gpt2" else SIZES
-    torch.manual_seed(3)
-    model = hf.AutoModelForCausalLM.from_config(
-        kind(**{**sizes, **options}), attn_implementation="eager"
-    ).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            matrix = parameter.dim() > 1
-            parameter.copy_(torch.randn_like(parameter) * (0.15 if matrix else 0.3) + (0 if matrix else 0.5))
-    model.to(dtype).save_pretrained(folder)
-    return model
-
-
-def ids_of(length=LENGTH):
-    return torch.randint(3, 131, (length,), generator=torch.Generator().manual_seed(7)).tolist()
-
-
-def reference(model, ids):
-    with torch.no_grad():
-        return model(torch.tensor([ids])).logits[0].float()
-
-
-@pytest.fixture(scope="module", params=CONFIGS)
-def family(request, tmp_path_factory):
-    folder = tmp_path_factory.mktemp(request.param)
-    return folder, make(folder, request.param)
+pytest_plugins = "families"
 
 
 def test_a_family_in_fp32(family):
@@ -146,16 +63,6 @@ def test_a_family_in_bf16(name, tmp_path):
 
     ours, theirs = divergence(inference.load(tmp_path).logits(ids)), divergence(reference(narrow, ids))
     assert 0 < ours <= 1.1 * theirs
-
-
-@pytest.fixture(scope="module")
-def texts(tmp_path_factory):
-    return tiny.make_texts(tmp_path_factory.mktemp("texts"), files=2)
-
-
-@pytest.fixture
-def folder(texts, tmp_path):
-    return tiny.make_model(tmp_path / "model", texts, layers=2)
 
 
 def test_probabilities_are_those_of_the_logits(folder):
@@ -354,105 +261,6 @@ def test_a_folder_that_was_cut_off(folder):
     (folder / "config.json").symlink_to(outside)
     with pytest.raises(inference.ModelError, match="not in the folder"):
         inference.load(folder)
-
-
-# ---- budgets
-
-
-def least_budget(folder, **options):
-    """The smallest budget that the model runs in, by trial."""
-    low, high = 0, 64 << 20
-    while high - low > 64:
-        middle = (low + high) // 2
-        try:
-            inference.load(folder, budget=middle, **options)
-            high = middle
-        except BudgetError:
-            low = middle
-    return high
-
-
-def test_a_budget_changes_no_bit(family):
-    """Layers that it does not hold are read for each pass."""
-    folder, _ = family
-    options = {"threads": 2, "positions": 96}
-    whole = inference.load(folder, **options)
-    wanted = whole.logits(ids_of())
-    least = least_budget(folder, **options)
-    streamed = []
-    for budget in (least, least + whole.weight_bytes // 6, least + whole.weight_bytes // 3, 64 << 20):
-        model = inference.load(folder, budget=budget, **options)
-        streamed.append(model.streamed_bytes)
-        for _ in range(3):
-            assert torch.equal(model.logits(ids_of()), wanted)
-            assert model.expected_tokens_per_second() > 0  # reads for a while, and begins again
-    assert streamed[0] > streamed[-1] == 0 and streamed == sorted(streamed, reverse=True)
-    if whole.family == "gemma3_text":  # of seven layers some stay; of three either none or all
-        assert streamed[0] > streamed[1] > streamed[2] > 0
-
-
-def test_a_budget_names_what_it_lacks(folder):
-    options = {"threads": 1, "positions": 64}
-    with pytest.raises(
-        BudgetError, match=r"a budget of 1000 bytes does not hold .* for the cache of 64 positions"
-    ):
-        inference.load(folder, budget=1000, **options)
-    least = least_budget(folder, **options)
-    with pytest.raises(BudgetError, match="for its weights, and they need at least"):
-        inference.load(folder, budget=least - 1000, **options)
-    model = inference.load(folder, budget=least, **options)
-    with pytest.raises(BudgetError, match="load the model with more positions"):
-        model.logits(ids_of(65))
-    first = model.tokens("the", max_new_tokens=60)
-    with pytest.raises(BudgetError, match="left for caches"):  # both at a time
-        model.tokens("the", max_new_tokens=60)
-    assert len(list(first)) <= 60
-    del first
-    model.tokens("the", max_new_tokens=60)
-
-
-def test_a_budget_counts_what_draws_tokens(folder):
-    """Each thread has numbers of the whole vocabulary for it."""
-
-    def buffers(threads):
-        with pytest.raises(BudgetError) as raised:
-            inference.load(folder, budget=1000, threads=threads, rows=1)
-        return int(re.search(r"and (\d+) for buffers", str(raised.value))[1])
-
-    assert buffers(3) - buffers(2) >= 16 * inference.load(folder).vocabulary
-
-
-def test_a_budget_counts_what_is_packed(tmp_path):
-    """Of a matrix that is stored transposed, eight bits are made from a copy of the whole."""
-    make(tmp_path, "gpt2")
-    options = {"threads": 1, "positions": 16, "weights": "q8"}
-    with pytest.raises(BudgetError) as raised:
-        inference.load(tmp_path, budget=least_budget(tmp_path, **options) - 1000, **options)
-    assert int(re.search(r"2 parts of a layer of (\d+)", str(raised.value))[1]) > 4 * 48 * (4 * 48)
-
-
-def test_sizes_are_checked_before_they_are_multiplied(tmp_path):
-    make(tmp_path, "llama")
-    config = json.loads((tmp_path / "config.json").read_text())
-    huge = dict.fromkeys(("hidden_size", "num_attention_heads", "num_key_value_heads"), 2**30)
-    for more in ({"head_dim": 2**16}, {"head_dim": 2**16, "vocab_size": 2**30}):
-        (tmp_path / "config.json").write_text(json.dumps({**config, **huge, **more}))
-        with pytest.raises(inference.ModelError, match="they are of two models"):
-            inference.load(tmp_path, budget="1GiB")
-
-
-def test_a_file_that_fails_while_layers_are_read(texts, tmp_path):
-    folder = tiny.make_model(tmp_path / "model", texts, layers=5)
-    options = {"threads": 2, "positions": 64}
-    model = inference.load(folder, budget=least_budget(folder, **options), **options)
-    assert model.streamed_bytes > 0
-    wanted = model.logits(ids_of(9))
-    os.truncate(folder / "model.safetensors", 4096)
-    with pytest.raises(inference.ModelError, match="was longer when it was opened"):
-        for _ in range(5):  # what was read ahead is good
-            assert torch.equal(model.logits(ids_of(9)), wanted)
-    with pytest.raises(inference.ModelError, match="was longer"):  # and so it stays
-        model.logits(ids_of(9))
 
 
 # ---- processes

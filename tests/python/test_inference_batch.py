@@ -9,7 +9,7 @@ import time
 import pytest
 import tiny
 import torch
-from test_inference import make
+from families import make
 
 from overspill import BudgetError, WrongProcess, inference
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_inference import CONFIGS, ids_of, least_budget, make
+from families import CONFIGS, ids_of, least_budget, make
 from test_inference_formats import by_parts, divergence
 
 from overspill import inference

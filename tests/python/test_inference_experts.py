@@ -6,7 +6,7 @@ import shutil
 import pytest
 import torch
 import transformers as hf
-from test_inference import ids_of, least_budget
+from families import ids_of, least_budget
 
 from overspill import inference
 

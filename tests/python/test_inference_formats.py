@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 import tiny
 import torch
+from families import CONFIGS, ids_of, least_budget, make
 from safetensors.torch import load_file, save_file
-from test_inference import CONFIGS, ids_of, least_budget, make
 
 from overspill import inference
 

@@ -8,8 +8,8 @@ import launch
 import pytest
 import tiny
 import torch
+from checkpoint_scene import damage, whole
 from scene import batch, loss_of, mlp
-from test_rewind import damage, whole
 
 from overspill import CheckpointError, FolderError, retention, saves
 from overspill.retention import Keep

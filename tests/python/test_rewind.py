@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import tiny
+from checkpoint_scene import damage, whole
 
 from overspill.cli.checkpoints import Checkpoints
 from overspill.saves import FolderError, disk_bytes, is_complete
@@ -31,30 +32,6 @@ def out(straight, tmp_path):
 
 def names(out) -> list[str]:
     return sorted(p.name for p in (out / "checkpoints").iterdir())
-
-
-def damage(checkpoint) -> None:
-    """Flips a byte of what lies on the host, which every load reads."""
-    victim = max((p for p in checkpoint.glob("*.bin")), key=lambda p: p.stat().st_size)
-    pieces = [
-        p for u in json.loads((checkpoint / "manifest.json").read_bytes())["units"] for p in u["pieces"]
-    ]
-    at = next(p["offset"] for p in pieces if p["file"] == victim.name)
-    with victim.open("r+b") as file:
-        file.seek(at)
-        byte = file.read(1)
-        file.seek(at)
-        file.write(bytes([byte[0] ^ 1]))
-
-
-def whole(path) -> bool:
-    from overspill import CheckpointError, _core
-
-    try:
-        _core.verify(str(path), None)
-    except CheckpointError:
-        return False
-    return True
 
 
 def resume(bench, capsys, out, *options) -> tuple[str, str]:

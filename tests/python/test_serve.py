@@ -1,214 +1,24 @@
-"""serve: OpenAI's form of requests and answers, what is refused and how, clients and signals that come at any time."""
+"""serve: answers are the model's, in OpenAI's form, also of many at once; limits, and who may ask."""
 
 import asyncio
 import contextlib
 import json
-import random
 import re
-import signal
 import socket
 import subprocess
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import http_server
 import pytest
 import tiny
+from serve_scene import CHAT, DRAWN, NAME, TEXT, chat, text, wanted
 
 from overspill import inference
-from overspill.serving import answering, asked, errors, stops
+from overspill.serving import answering
 
-CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
-NAME = "tiny-model"
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return http_server.make_model(tmp_path_factory.mktemp("serve"))
-
-
-@pytest.fixture(scope="module")
-def server(folder):
-    with http_server.Server(folder, "--texts", 3, "--waiting", 2, "--positions", 500_000) as started:
-        yield started
-
-
-@pytest.fixture
-def model(folder):
-    return inference.load(folder)
-
-
-def chat(text="the bird", **more):
-    return {"model": NAME, "messages": [{"role": "user", "content": text}], **more}
-
-
-def text(prompt="the bird", **more):
-    return {"model": NAME, "prompt": prompt, **more}
-
-
-LONGER = {"max_tokens": 150_000, **http_server.ENDLESS}  # on a busy machine too
-LONG = {"max_tokens": 50_000, **http_server.ENDLESS}  # an answer that lasts until it is ended
-DRAWN = {"temperature": 1.0, "seed": 5, "max_tokens": 20}
-
-
-def wanted(model, prompt, **drawn):
-    options = {
-        "temperature": drawn["temperature"],
-        "seed": drawn["seed"],
-        "max_new_tokens": drawn["max_tokens"],
-    }
-    return list(model.tokens(prompt, **options))
-
-
-# ---- a request's fields
-
-
-@pytest.mark.parametrize(
-    ("more", "said", "param"),
-    [
-        ({"n": 2}, "n is 2, and only 1 is known here", "n"),
-        ({"n": True}, "n is true, and only 1", "n"),
-        ({"tools": [{"type": "function"}]}, "tools is", "tools"),
-        ({"frequency_penalty": 0.5}, "frequency_penalty is 0.5, and only 0", "frequency_penalty"),
-        ({"audio": {"voice": "x"}}, "audio is", "audio"),
-        ({"temprature": 1}, "temprature is not known here; leave it out", "temprature"),
-        ({"temperature": 2.1}, "temperature is 2.1, and is to be a number from 0 to 2", "temperature"),
-        ({"temperature": "1"}, 'temperature is "1"', "temperature"),
-        ({"top_p": True}, "top_p is true", "top_p"),
-        ({"top_k": 1.5}, "top_k is 1.5, and is to be an integer", "top_k"),
-        ({"max_tokens": 0}, "max_tokens is 0, and is to be an integer from 1", "max_tokens"),
-        ({"max_completion_tokens": "9"}, 'max_completion_tokens is "9"', "max_completion_tokens"),
-        ({"seed": 2**64}, "seed is", "seed"),
-        ({"stop": ["a"] * 5}, "at most 4", "stop"),
-        ({"stop": ""}, "of 1 to 1000 characters", "stop"),
-        ({"stop": [1]}, "stop is 1, and is to be a text", "stop"),
-        ({"stream": 1}, "stream is 1, and is to be true or false", "stream"),
-        ({"stream_options": {"include_usage": True}}, "needs stream to be true", "stream_options"),
-        ({"stream_options": {"x": 1}}, "stream_options is", "stream_options"),
-        (
-            {"stream": True, "stream_options": {"include_usage": "true"}},
-            'include_usage is "true", and is to be true or false',
-            "stream_options.include_usage",
-        ),
-        ({"\ud800": 1}, "\\ud800 is not known here", "\\ud800"),
-        ({"messages": [{"role": "user", "content": "a", "\ud800": 1}]}, "[0].\\ud800", "messages[0].\\ud800"),
-        ({"logit_bias": {"a": 1}}, "logit_bias is", "logit_bias"),
-        ({"logit_bias": {"5": 101}}, "logit_bias is", "logit_bias"),
-        ({"logit_bias": [1]}, "logit_bias is [1]", "logit_bias"),
-        ({"logprobs": 3}, "logprobs is 3, and is to be true or false", "logprobs"),
-        ({"top_logprobs": 3}, "needs logprobs to be true", "top_logprobs"),
-        ({"logprobs": True, "top_logprobs": 21}, "from 0 to 20", "top_logprobs"),
-        ({"messages": []}, "messages is []", "messages"),
-        ({"messages": None}, "messages is null", "messages"),
-        ({"messages": ["a"]}, 'messages[0] is "a"', "messages[0]"),
-        ({"messages": [{"role": "tool", "content": "a"}]}, 'messages[0].role is "tool"', "messages[0].role"),
-        ({"messages": [{"role": ["user"], "content": "a"}]}, "messages[0].role is", "messages[0].role"),
-        ({"messages": [{"role": "user"}]}, "messages[0].content is null", "messages[0].content"),
-        (
-            {"messages": [{"role": "user", "content": "a", "x": 1}]},
-            "messages[0].x is not known",
-            "messages[0].x",
-        ),
-        (
-            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
-            "messages[0].content[0] is",
-            "messages[0].content[0]",
-        ),
-        ({"messages": [{"role": "user", "content": "\ud800"}]}, "surrogate", "messages[0].content"),
-        ({"model": None}, "model is null", "model"),
-        ({"response_format": {"type": "x"}}, "response_format is", "response_format"),
-    ],
-)
-def test_what_is_not_known_is_refused_by_name(more, said, param):
-    with pytest.raises(errors.ApiError) as found:
-        asked.chat(chat() | more)
-    assert said in found.value.message and found.value.param == param and found.value.status == 400
-
-
-@pytest.mark.parametrize(
-    ("more", "said"),
-    [
-        ({"prompt": None}, "prompt is null"),
-        ({"prompt": ["a", "b"]}, "one text, or the tokens of one"),
-        ({"prompt": []}, "prompt is []"),
-        ({"prompt": [1, True]}, "prompt is [1, true]"),
-        ({"prompt": [[1]]}, "prompt is"),
-        ({"echo": True}, "echo is true, and only false"),
-        ({"suffix": "x"}, "suffix is"),
-        ({"best_of": 2}, "best_of is 2"),
-        ({"logprobs": 6}, "from 0 to 5"),
-        ({"messages": []}, "messages is not known here"),
-    ],
-)
-def test_what_is_not_known_of_a_completion_is_refused_by_name(more, said):
-    with pytest.raises(errors.ApiError) as found:
-        asked.text(text() | more)
-    assert said in found.value.message
-
-
-def test_what_changes_nothing_is_taken():
-    neutral = {"n": 1, "user": "x", "store": True, "metadata": {"a": "b"}, "tools": [], "tool_choice": "auto"}
-    neutral |= {"frequency_penalty": 0.0, "presence_penalty": 0, "logprobs": None, "stop": None, "top_p": 0}
-    found = asked.chat(chat(**neutral, max_tokens=3, max_completion_tokens=4.0, seed=-1))
-    assert found.max_new_tokens == 4 and found.stops == () and found.log_probabilities is None
-    assert found.sampling == {"top_p": 1e-6} and found.seed == -1
-    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
-    messages = [
-        {"role": "developer", "content": parts},
-        {"role": "assistant", "content": None, "refusal": None, "tool_calls": []},
-        {"role": "user", "content": "c", "name": "somebody"},
-    ]
-    assert asked.chat(chat(messages=messages)).prompt == [
-        {"role": "system", "content": "ab"},
-        {"role": "assistant", "content": ""},
-        {"role": "user", "content": "c"},
-    ]
-    assert asked.text(text(["a"])).prompt == "a" and asked.text(text([1, 2])).prompt == [1, 2]
-    assert asked.text(text()).max_new_tokens == 16
-
-
-@pytest.mark.parametrize(
-    "body",
-    [
-        b"",
-        b"[]",
-        b"{",
-        b"\xff",
-        b'{"a": NaN}',
-        b'{"seed": 1, "seed": 2}',
-        b"[" * 100_000,
-        b'{"a":' * 100_000,
-        b"1" * 5000,
-    ],
-)
-def test_a_body_that_is_no_json_is_said(body):
-    with pytest.raises(errors.ApiError, match="body"):
-        asked.parse(body)
-
-
-# ---- stops
-
-
-def test_stops_cut_as_a_search_in_the_whole_text_would():
-    rng = random.Random(3)
-    for _ in range(3000):
-        written = "".join(rng.choice("ab") for _ in range(rng.randrange(20)))
-        wanted_stops = [
-            "".join(rng.choice("ab") for _ in range(rng.randint(1, 4))) for _ in range(rng.randint(0, 3))
-        ]
-        passing, sent, at = stops.Stops(wanted_stops), "", 0
-        while at < len(written) and not passing.found:
-            step = rng.randint(1, 3)
-            sent += passing.add(written[at : at + step])
-            assert written.startswith(sent)
-            at += step
-        ends = [i for s in wanted_stops if (i := written[:at].find(s)) >= 0]
-        assert passing.found == bool(ends)
-        if not passing.found:
-            sent += passing.end()
-        assert sent == (written[: min(ends)] if ends else written)
+pytest_plugins = "serve_scene"
 
 
 # ---- answers
@@ -491,10 +301,10 @@ def test_another_name_of_this_machine_is_refused(server):
         assert server.get("/health", host=host)[0] == 200
 
 
-def test_a_key(folder, tmp_path):
+def test_a_key(served_folder, tmp_path):
     (tmp_path / "key").write_text("s3cret\n")
     arguments = ("--api-key-file", tmp_path / "key", "--host", "0.0.0.0")
-    with http_server.Server(folder, *arguments, environment={"OVERSPILL_API_KEY": "other"}) as server:
+    with http_server.Server(served_folder, *arguments, environment={"OVERSPILL_API_KEY": "other"}) as server:
         for headers in ({}, {"authorization": "Bearer other"}, {"authorization": "s3cret"}):
             status, answer, found = server.post(CHAT, chat(), **headers)
             assert status == 401 and answer["www-authenticate"] == "Bearer"
@@ -526,118 +336,6 @@ def test_a_key_that_no_client_can_send_is_refused(key, monkeypatch, tmp_path):
     (tmp_path / "key").write_text(key)
     with pytest.raises(CliError, match="a key is one line of ASCII"):
         _key(tmp_path / "key")
-
-
-# ---- clients that vanish, queues that are full, and the end
-
-
-def until(said, true, timeout=300):
-    deadline = time.monotonic() + timeout
-    while not true():
-        assert time.monotonic() < deadline, said
-        time.sleep(0.01)
-
-
-@pytest.mark.parametrize("stream", [True, False])
-def test_a_client_that_vanishes_frees_its_place_at_once(stream, server):
-    """Three are written and two wait. A sixth is refused, until one of those that are written or wait has gone."""
-    until("the places of the test before are free", lambda: server.answers() == 0)
-    opened = [server.open(TEXT, text(**LONGER, stream=stream)) for _ in range(5)]
-    until("all five are taken", lambda: server.answers() == 5)
-    status, headers, found = server.post(TEXT, text(max_tokens=1))
-    assert status == 429 and 1 <= int(headers["retry-after"]) <= 60
-    assert found["error"]["type"] == "rate_limit_error" and "3 answers are written and 2 wait" in str(found)
-    opened.pop().close()  # one that waits
-    until("the one that waited is gone", lambda: server.answers() == 4)
-    opened.insert(0, server.open(TEXT, text(**LONGER, stream=stream)))
-    until("its place is taken", lambda: server.answers() == 5)
-    for connection in opened[1:4]:  # the three that are written
-        connection.close()
-    until("they are gone", lambda: server.answers() == 2)
-    status, _, found = server.post(TEXT, text(max_tokens=3))
-    assert status == 200
-    for connection in (opened[0], opened[4:][0] if opened[4:] else opened[0]):
-        connection.close()
-    until("all are gone", lambda: server.answers() == 0)
-
-
-def test_a_client_that_vanishes_while_it_sends_is_forgotten(server):
-    head = "POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
-    head += "content-length: 99\r\n\r\n{"
-    for _ in range(20):
-        with socket.create_connection(("127.0.0.1", server.port)) as connection:
-            connection.sendall(head.encode())
-    assert server.post(TEXT, text(max_tokens=1))[0] == 200 and server.answers() == 0
-    assert "Traceback" not in server.said and "ERROR" not in server.said
-
-
-def test_sigterm_lets_answers_end(folder, model):
-    drawn = {**DRAWN, "max_tokens": 4000, **http_server.ENDLESS}
-    with http_server.Server(folder, "--positions", 20_000) as server:
-        events = server.events(TEXT, text(**drawn))
-        first = next(events)
-        server.process.send_signal(signal.SIGTERM)
-        rest = list(events)
-        assert rest[-1]["choices"][0]["finish_reason"] == "length"
-        said = "".join(e["choices"][0]["text"] for e in [first, *rest])
-        options = {"temperature": 1.0, "seed": 5, "max_new_tokens": 4000, "bias": {0: -100.0}}
-        assert said == "".join(inference.Text(model.tokenizer).pieces(model.tokens("the bird", **options)))
-        assert server.process.wait(300) == 0
-        assert "Traceback" not in server.said
-
-
-@pytest.mark.parametrize(
-    ("grace", "signals", "status"), [(0.3, [signal.SIGTERM], 0), (600, [signal.SIGINT, signal.SIGTERM], 130)]
-)
-def test_answers_are_cut_when_the_grace_is_over_or_at_a_second_signal(grace, signals, status, folder):
-    with http_server.Server(folder, "--positions", 100_000, "--grace", grace, "--texts", 1) as server:
-        streamed = server.events(TEXT, text(**LONG))
-        next(streamed)
-        whole = server.open(TEXT, text(**LONG))  # it waits
-        until("both are there", lambda: server.answers() == 2)
-        for number in signals:
-            server.process.send_signal(number)
-            time.sleep(0.1)  # two of one moment would be one
-        with pytest.raises(KeyError, match="choices"):  # an error is the last event
-            for event in streamed:
-                event["choices"]
-        assert "cut off" in event["error"]["message"]
-        with whole.getresponse() as response:
-            assert response.status == 503 and "cut off" in json.loads(response.read())["error"]["message"]
-        assert server.process.wait(300) == status and "Traceback" not in server.said
-
-
-# ---- what cannot be served
-
-
-def test_what_cannot_be_served_is_said(folder, tmp_path, capsys):
-    from overspill.cli import main
-
-    def fails(*arguments):
-        assert main(["serve", "--model", str(folder), *map(str, arguments)]) == 1
-        return capsys.readouterr().err
-
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        assert f"--port {port}: Address already in use; name others" in fails("--port", port)
-    assert "a port is at most 65535" in fails("--port", 65536)
-    assert "--host no.such.name.invalid" in fails("--host", "no.such.name.invalid")
-    (tmp_path / "key").write_text("two words")
-    assert "one line of ASCII without spaces" in fails("--port", 0, "--api-key-file", tmp_path / "key")
-    assert f"{tmp_path / 'none'}: No such file" in fails("--port", 0, "--api-key-file", tmp_path / "none")
-
-
-def test_a_model_without_a_template_and_a_host_without_a_key_are_said(folder, tmp_path):
-    import shutil
-
-    bare = shutil.copytree(folder, tmp_path / NAME)
-    (bare / "chat_template.jinja").unlink()
-    with http_server.Server(bare, "--host", "0.0.0.0") as server:
-        assert "WARNING: everybody who reaches 0.0.0.0" in server.said
-        assert "no chat template: /v1/completions alone" in server.said
-        assert server.post(TEXT, text(max_tokens=2))[0] == 200
-        status, _, found = server.post(CHAT, chat())
-        assert status == 400 and "no chat template" in found["error"]["message"]
 
 
 # ---- the clients of the documents
