@@ -6,7 +6,7 @@ import os
 import sys
 
 import accelerator
-import ranks_job
+import ranks_scene
 import torch
 
 import overspill
@@ -24,12 +24,12 @@ def main(folder: str, stage: str, accumulation: str) -> None:
         "zero_optimization": {"stage": int(stage)},
         "engine": Options(device="simulated", placement="half", chunk_elements=4096, poison=True, threads=1),
     }
-    engine, *_ = overspill.initialize(ranks_job.Net(torch.float32), copy.deepcopy(config))
+    engine, *_ = overspill.initialize(ranks_scene.Net(torch.float32), copy.deepcopy(config))
     batches = torch.Generator().manual_seed(100)
     losses = []
-    for _ in range(ranks_job.STEPS):
+    for _ in range(ranks_scene.STEPS):
         for _ in range(int(accumulation)):
-            x, y = torch.randn(2, ranks_job.ROWS, ranks_job.WIDTH, generator=batches)
+            x, y = torch.randn(2, ranks_scene.ROWS, ranks_scene.WIDTH, generator=batches)
             rows = slice(engine.rank, None, engine.world_size)
             loss = engine(x[rows], y[rows].to(engine.device))
             engine.backward(loss)

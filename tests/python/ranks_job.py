@@ -1,157 +1,19 @@
 """One rank of test_ranks.py: trains a small model on its part of fixed batches, and says what came out."""
 
-import copy
 import gc
-import itertools
 import json
-import os
 import sys
 import threading
 import time
-import weakref
 from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
+from ranks_scene import RANK, STEPS, WIDTH, Net, batches, config, learn, plain, printed, train
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate, Shard
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    PrepareModuleInput,
-    RowwiseParallel,
-    SequenceParallel,
-    parallelize_module,
-)
 
 import overspill
-from overspill import leases, ranks, residency
-from overspill._testing import Options
-from overspill.divided import memory_of
-
-RANK = int(os.environ.get("RANK", "0"))
-STEPS, ROWS, WIDTH = 6, 24, 24  # ROWS divide by worlds of 1 to 4, with two micro-batches
-
-
-class Net(nn.Module):
-    """A buffer, a tied weight, a frozen one, and dropout of nothing: enough to notice what is not shared."""
-
-    def __init__(self, dtype):
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH, dtype=dtype) for _ in range(4))
-        self.layers[3].weight = self.layers[1].weight
-        self.norm = nn.LayerNorm(WIDTH, dtype=dtype)
-        self.frozen = nn.Linear(WIDTH, WIDTH, dtype=dtype).requires_grad_(False)
-        self.register_buffer("scale", torch.rand(1, dtype=dtype) + 0.5)
-
-    def forward(self, x, y):
-        for layer in self.layers:
-            x = torch.tanh(layer(x)) + x
-        return nn.functional.mse_loss(self.norm(self.frozen(x) * self.scale).float(), y.float())
-
-
-class Entering(torch.autograd.Function):
-    """Of what each part of a divided layer gets whole: gradients of all parts are added up."""
-
-    @staticmethod
-    def forward(ctx, x, group):
-        ctx.group = group
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, grad):
-        grad = grad.contiguous()
-        dist.all_reduce(grad, group=ctx.group)
-        return grad, None
-
-
-class Leaving(torch.autograd.Function):
-    """Parts of a sum."""
-
-    @staticmethod
-    def forward(ctx, x, group):
-        x = x.contiguous()
-        dist.all_reduce(x, group=group)
-        return x
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad, None
-
-
-class Divided(nn.Module):
-    """Two layers divided as in Megatron-LM (arXiv 1909.08053, section 3), and a norm that every part has whole."""
-
-    def __init__(self, part=0, parts=1, group=None):
-        super().__init__()
-        torch.manual_seed(5)
-        up, down = nn.Linear(WIDTH, 4 * WIDTH, bias=False), nn.Linear(4 * WIDTH, WIDTH, bias=False)
-        self.norm = nn.LayerNorm(WIDTH)
-        self.up = nn.Linear(WIDTH, 4 * WIDTH // parts, bias=False)
-        self.down = nn.Linear(4 * WIDTH // parts, WIDTH, bias=False)
-        with torch.no_grad():
-            self.up.weight.copy_(up.weight.chunk(parts)[part])
-            self.down.weight.copy_(down.weight.chunk(parts, dim=1)[part])
-        self.group = group
-
-    def forward(self, x, y):
-        x = self.norm(x)
-        x = x if self.group is None else Entering.apply(x, self.group)
-        x = self.down(torch.tanh(self.up(x)))
-        x = x if self.group is None else Leaving.apply(x, self.group)
-        return nn.functional.mse_loss(x, y)
-
-
-def batches(dtype):
-    """The same on every rank, and in one process."""
-    generator = torch.Generator().manual_seed(3)
-    for _ in range(STEPS):
-        x, y = torch.randn(2, ROWS, WIDTH, generator=generator)
-        yield x.to(dtype), y.to(dtype)
-
-
-def config(folder: str, placement: str = "half", accumulation: int = 1, **more) -> dict:
-    return {
-        "budget": {"host": "64MiB", "nvme": [folder]},
-        "optimizer": {"type": "AdamW", "lr": 1e-2, "weight_decay": 0.1},
-        "gradient_clipping": 0.5,
-        "gradient_accumulation_steps": accumulation,
-        "engine": Options(placement=placement, chunk_elements=512, threads=1, poison=True),
-        **more,
-    }
-
-
-def train(engine, dtype, accumulation: int) -> list[float]:
-    """This rank's losses, by step."""
-    losses = []
-    for x, y in batches(dtype):
-        x, y = (rows.chunk(engine.world_size)[engine.rank] for rows in (x, y))
-        total = 0.0
-        for rows, wanted in zip(x.chunk(accumulation), y.chunk(accumulation), strict=True):
-            loss = engine(rows, wanted)
-            engine.backward(loss)
-            engine.step()
-            total += loss.item() / accumulation
-        losses.append(total)
-    return losses
-
-
-def learn(folder: str, placement="half", precision="fp32", accumulation="1", stage="3", group=None) -> dict:
-    """Losses, the norm and clip factor of the last step, weights."""
-    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
-    torch.manual_seed(RANK)  # ranks begin with other weights: the first one's count
-    model = Net(dtype)
-    options = config(folder, placement, int(accumulation), zero_optimization={"stage": int(stage)})
-    engine, *_ = overspill.initialize(model, options, process_group=group)
-    losses = train(engine, dtype, int(accumulation))
-    with engine.gathered(list(model.parameters())):
-        weights = {name: p.detach().float().flatten().tolist() for name, p in model.named_parameters()}
-    norm = [engine.last_step.norm, engine.last_step.clip]
-    plan = engine._core.plan.as_dict()
-    states_bytes = plan["states_host_bytes"] + plan["states_nvme_bytes"]
-    engine.close()
-    found = {"losses": losses, "norm": norm, "weights": weights, "scale": model.scale.item()}
-    return found | {"states_bytes": states_bytes}
+from overspill import ranks, residency
 
 
 def together(folder: str, stage: str) -> list[dict]:
@@ -183,106 +45,6 @@ def two_of_three(folder: str) -> None:
     if RANK != 1:
         print(json.dumps(learn(folder, group=group)))
     dist.barrier()
-
-
-def divide_by_hand() -> tuple:
-    dist.init_process_group("gloo")
-    part, row = RANK % 2, RANK // 2
-    same_part = [dist.new_group(range(p, dist.get_world_size(), 2)) for p in (0, 1)]
-    rows = [dist.new_group([2 * r, 2 * r + 1]) for r in range(dist.get_world_size() // 2)]
-    copies = ["norm.weight", "norm.bias"]
-    return Divided(part, 2, rows[row]), {
-        "process_group": same_part[part],
-        "model_group": rows[row],
-        "replicated": copies,
-    }
-
-
-def divide_by_torch() -> tuple:
-    """With rows divided too up to the first layer: the gradients of the norm's copies are summands there."""
-    mesh = init_device_mesh("cpu", (int(os.environ["WORLD_SIZE"]) // 2, 2), mesh_dim_names=("data", "model"))
-    plan = {
-        "norm": SequenceParallel(sequence_dim=0),
-        "up": ColwiseParallel(input_layouts=Shard(0), use_local_output=False),
-        "down": RowwiseParallel(),
-    }
-    rows = PrepareModuleInput(
-        input_layouts=(Replicate(), None), desired_input_layouts=(Shard(0), None), use_local_output=True
-    )
-    model = parallelize_module(Divided(), mesh["model"], plan)
-    groups = {"process_group": mesh["data"].get_group(), "model_group": mesh["model"].get_group()}
-    return parallelize_module(model, mesh["model"], rows), groups
-
-
-def divided(folder: str, by: str = "") -> dict:
-    """Two parts of a model, each shared by half of the ranks."""
-    ways = {"": lambda: (Divided(), {}), "hand": divide_by_hand, "torch": divide_by_torch}
-    model, groups = ways[by]()
-    engine, *_ = overspill.initialize(model, config(folder, gradient_clipping=0.1), **groups)
-    losses, norms = [], []
-    for x, y in batches(torch.float32):
-        x, y = (rows.chunk(engine.world_size)[engine.rank] for rows in (x, y))
-        loss = engine(x, y)
-        engine.backward(loss)
-        engine.step()
-        losses.append(loss.item())
-        norms.append(engine.last_step.norm)
-    copy_here = memory_of(engine.weight(model.norm.weight))
-    found = {"losses": losses, "norms": norms, "norm.weight": copy_here.tolist()}
-    engine.close()
-    return found
-
-
-def parallelized(folder: str) -> dict:
-    """What can be seen and done of a model of DTensors from outside."""
-    model, groups = divide_by_torch()
-    found = {"errors": []}
-    for wrong in ({}, groups | {"model_group": groups["process_group"]}, groups | {"checkpoint": folder}):
-        try:
-            overspill.initialize(model, config(folder), **wrong)
-        except ValueError as error:
-            found["errors"].append(str(error))
-    engine, *_ = overspill.initialize(model, config(folder, "nvme"), **groups)
-    up = model.up.weight
-    between = []  # what tanh gives, which autograd saves as its output
-    model.down.register_forward_pre_hook(lambda module, args: between.append(weakref.ref(args[0])))
-
-    def learn() -> list[float]:
-        losses = []
-        for x, y in itertools.islice(batches(torch.float32), 2):
-            loss = engine(x, y)
-            held = sum(not lease.expired() for lease, _ in leases.of_storage.values())
-            assert held == 0, "forward lets the weights go"
-            engine.backward(loss)
-            engine.step()
-            losses.append(loss.item())
-            del loss
-        return losses
-
-    learn()
-    engine(*next(batches(torch.float32)))  # a graph that nobody runs
-    assert [ref() for ref in between] == [None] * 3, "activations go with their graph"
-    found["weight"] = engine.weight(up).full_tensor().tolist()
-    found["copied"] = copy.deepcopy(model).up.weight.full_tensor().tolist()
-    found["state_dict"] = engine.state_dict()["up.weight"].full_tensor().tolist()
-    with engine.gathered(up):
-        found["gathered"] = up.full_tensor().tolist()
-    moments = engine.optimizer_state(up)["exp_avg"].to_local()
-    found["moments"] = [list(moments.shape), moments.abs().sum().item() > 0]
-    engine.save_checkpoint(f"{folder}/of{RANK}")
-    found["twice"] = [learn()]
-    engine.load_checkpoint(f"{folder}/of{RANK}")
-    found["twice"].append(learn())
-    engine.backward(engine(*next(batches(torch.float32))))
-    before = up.grad.full_tensor()
-    up.grad.mul_(2)
-    found["grad"] = [up.grad.full_tensor().tolist(), (2 * before).tolist()]
-    engine.zero_grad()
-    with engine.gathered(up), torch.no_grad():
-        up.zero_()
-    found["zeroed"] = engine.weight(up).to_local().abs().max().item()
-    engine.close()
-    return found
 
 
 def differ(folder: str) -> None:
@@ -434,12 +196,6 @@ def alone(folder: str, stage: str) -> dict:
     return {"right": right, **found}
 
 
-def plain(value):
-    if isinstance(value, list):
-        return [number for tensor in value for number in plain(tensor)]
-    return value.detach().float().flatten().tolist() if isinstance(value, torch.Tensor) else value
-
-
 def endless(folder: str) -> None:
     """Trains until a rank is lost."""
     options = config(folder, "nvme")
@@ -518,10 +274,6 @@ def bug(folder: str) -> None:
     engine.synchronize()
 
 
-def printed(job):
-    return lambda *arguments: print(json.dumps(job(*arguments)))
-
-
 if __name__ == "__main__":
     torch.set_num_threads(1)
     jobs = {
@@ -530,8 +282,6 @@ if __name__ == "__main__":
         "outside": printed(outside),
         "alone": printed(alone),
         "uncleared": printed(uncleared),
-        "divided": printed(divided),
-        "parallelized": printed(parallelized),
         "resume": printed(resume),
         "opened": printed(opened),
         "together": printed(together),

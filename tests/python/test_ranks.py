@@ -6,6 +6,7 @@ import random
 import signal
 import time
 
+import divided_job
 import launch
 import pytest
 import ranks_job
@@ -72,9 +73,11 @@ def test_a_group_of_the_users(tmp_path):
 @pytest.mark.parametrize("by", ["hand", "torch"])
 def test_norms_of_a_model_that_others_hold_the_rest_of(tmp_path, by, world):
     """Tensor parallelism beside the engine: the norm, and so the clipping, of one process that holds all of it."""
-    alone = ranks_job.divided(str(tmp_path))
+    alone = divided_job.divided(str(tmp_path))
     assert min(alone["norms"]) > 0.1, "clipped"
-    said = [json.loads(process.out) for process in launch.run(world, "ranks_job.py", "divided", tmp_path, by)]
+    said = [
+        json.loads(process.out) for process in launch.run(world, "divided_job.py", "divided", tmp_path, by)
+    ]
     for rank in said:
         assert rank["norms"] == said[0]["norms"], "one norm, bit for bit"
         assert rank["norm.weight"] == said[0]["norm.weight"], "copies stay copies"
@@ -85,7 +88,7 @@ def test_norms_of_a_model_that_others_hold_the_rest_of(tmp_path, by, world):
 
 
 def test_what_can_be_done_with_a_model_of_dtensors(tmp_path):
-    for process in launch.run(2, "ranks_job.py", "parallelized", tmp_path):
+    for process in launch.run(2, "divided_job.py", "parallelized", tmp_path):
         rank = json.loads(process.out)
         assert rank["weight"] == rank["copied"] == rank["state_dict"] == rank["gathered"]
         assert rank["moments"] == [[48, 24], True], "of this rank's half"
