@@ -2,7 +2,7 @@
 //
 //   engine.begin_pass({.training = true, .grad_enabled = true});
 //   { Lease w = engine.acquire(unit);  compute with w.data(); }
-//   engine.add_gradient(unit, segment, data, bytes, "BF16");
+//   engine.add_gradient(unit, segment, gradient, "BF16");
 //   engine.step(groups);
 //
 // Threads. These methods may be called from any thread at any time, also at the same time:

@@ -100,7 +100,7 @@ Engine::~Engine() {
   // Where an exception destroys the engine, its rank comes to no further meeting. The other ranks would wait
   // there, so they are told.
   if (std::uncaught_exceptions() > 0) machine_->rounds.abort("its engine was destroyed by an exception");
-  if (machine_->rounds.here()) {
+  if (machine_->rounds.here() || machine_->intake.here()) {
     shut_down_elsewhere(std::move(machine_));
   } else {
     machine_->shut_down();
@@ -120,14 +120,17 @@ Machine& Engine::machine() const {
 
 void Engine::close() {
   if (!machine_->process.here()) return;
-  if (machine_->rounds.here()) {
+  if (machine_->rounds.here() || machine_->intake.here()) {
     throw std::invalid_argument(
-        "close() was called on the thread that makes this engine's collective calls (by a transport, or by a "
-        "finalizer that ran in one). close() waits for that thread to end: call it on another thread");
+        "close() was called on a thread of this engine, the one that makes its collective calls or the one "
+        "that "
+        "takes gradients in (by a transport, or by a finalizer that ran there). close() waits for that "
+        "thread "
+        "to end: call it on another thread");
   }
   machine_->shut_down();
   const MutexLock guard(machine_->core.mutex());
-  if (!machine_->core.told) machine_->core.check();
+  if (machine_->core.told == 0) machine_->core.check();
 }
 
 std::shared_ptr<kernels::Device> Engine::device() const {

@@ -42,12 +42,13 @@ void Lease::use_on(Queue queue) {
   machine_->check_process();
   const auto known = [queue](const Use& use) { return use.queue == queue; };
   Core& core = machine_->core;
+  kernels::Stream& stream = machine_->queues.of(queue);
   kernels::Event copied;
   bool noted = false;
   {
     const MutexLock guard(core.mutex());
     if (std::any_of(uses_.begin(), uses_.end(), known)) return;
-    copied = machine_->gatherer.use(block_, machine_->queues.of(queue));
+    copied = machine_->gatherer.use(block_, stream);
     noted = core.journal.on();
   }
   // Another thread on the same queue may be here too: each goes on when the queue has been told to wait.

@@ -64,9 +64,14 @@ std::vector<BudgetRow> Engine::predict_budgets(std::span<const int64_t> budgets)
 }
 
 void Engine::record_journal(bool on) {
-  const MutexLock guard(machine().core.mutex());
-  machine().core.journal.enable(on);
-  machine().hardware.device().time_events(on);
+  Machine& m = machine();
+  // Events are timed as long as the journal may take one. The device may let us wait: not under the mutex.
+  if (on) m.hardware.device().time_events(true);
+  {
+    const MutexLock guard(m.core.mutex());
+    m.core.journal.enable(on);
+  }
+  if (!on) m.hardware.device().time_events(false);
 }
 
 std::vector<JournalEntry> Engine::take_journal() {

@@ -59,15 +59,14 @@ void Machine::finish() noexcept {
   ranks.leave();
   {
     const MutexLock lock(core.mutex());
-    const bool told = core.told;
     try {
       updater.quiesce();
     } catch (const std::exception&) {
-      core.told = told;  // it has failed: whoever used it was told, or is by Engine::close()
+      --core.told;  // it has failed: whoever used it was told, or is by Engine::close()
     }
     if (core.failure.empty()) {
       core.failure = std::string(kClosed);  // nothing new is started
-      core.told = true;
+      ++core.told;
     }
     core.changed.notify_all();  // whoever waits still, waits for nothing
   }

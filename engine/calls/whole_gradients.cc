@@ -160,12 +160,15 @@ bool Machine::read_own_gradient(int32_t unit, int32_t segment, std::span<float> 
                     setup.layout.units[unit].name));
   }
   intake.finish();
-  const MutexLock guard(core.mutex());
-  if (gradients.sums().has_sum(unit)) {
-    throw std::invalid_argument(
-        fmt::format("gradients of {} were summed over the ranks already", setup.layout.units[unit].name));
+  {
+    const MutexLock guard(core.mutex());
+    if (gradients.sums().has_sum(unit)) {
+      throw std::invalid_argument(
+          fmt::format("gradients of {} were summed over the ranks already", setup.layout.units[unit].name));
+    }
+    if (!gradients.sums().holds(unit, segment)) return false;
   }
-  if (!gradients.sums().holds(unit, segment)) return false;
+  // At these stages they are summed in a meeting alone, to which this caller would have to come.
   optim::widen(setup.gradient_type(unit), held_gradient(unit, segment, 0), out, true);
   return true;
 }

@@ -20,6 +20,11 @@ struct Demand {
   }
   void end_updates(int32_t unit) REQUIRES(engine_mutex) { std::erase(updates, unit); }
 
+  /// Whether a caller waits for the unit's gathered weights.
+  bool awaits(int32_t unit) const REQUIRES(engine_mutex) {
+    return std::ranges::find(weights, unit) != weights.end();
+  }
+
   /// Units whose updates somebody waits for; the latest comes first.
   std::vector<int32_t> updates GUARDED_BY(engine_mutex);
   /// Units whose gathered weights callers wait for; the oldest comes first.

@@ -20,7 +20,7 @@ void Monitor::fail(const std::string& cause) {
 
 void Monitor::check() {
   if (failure.empty()) return;
-  told = true;
+  ++told;
   if (failure == kClosed) throw std::invalid_argument(failure + " by another thread while this call waited");
   throw EngineFailed("the engine has failed and holds no consistent weights: " + failure);
 }

@@ -31,7 +31,7 @@ class Monitor {
   Condition changed;  // of what the mutex guards
   std::string failure GUARDED_BY(engine_mutex);
   std::string cause GUARDED_BY(engine_mutex);  // of it, alone
-  bool told GUARDED_BY(engine_mutex) = false;  // a caller has been given it
+  int told GUARDED_BY(engine_mutex) = 0;       // callers who have been given it
   std::string last_checkpoint GUARDED_BY(engine_mutex);
 
  protected:

@@ -22,6 +22,8 @@ class StoreGate {
   StoreGate(const StoreGate&) = delete;
   StoreGate& operator=(const StoreGate&) = delete;
 
+  // Workers and the checkpoint's caller go to the store by these without being counted: close() has ended
+  // them before it calls take().
   bool exists() const { return store_ != nullptr; }
   io::Store* operator->() const { return store_.get(); }
   io::Store& operator*() const { return *store_; }

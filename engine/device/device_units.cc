@@ -47,8 +47,13 @@ DeviceUnits::DeviceUnits(const Setup& setup, Core& core, Hardware& hardware, Mod
   piece_ = take(piece_elements_ * 4);
   if (next > memory_.data() + memory_.bytes())
     throw std::logic_error("units on the device take more than was planned");
-  kernels_->clear(*stream_, memory_.data(), memory_.bytes());
-  for (Resident& resident : residents_) resident.block.copied = stream_->record();
+  try {
+    kernels_->clear(*stream_, memory_.data(), memory_.bytes());
+    for (Resident& resident : residents_) resident.block.copied = stream_->record();
+  } catch (...) {
+    settle();  // the memory is about to be freed
+    throw;
+  }
 }
 
 DeviceUnits::~DeviceUnits() {

@@ -14,6 +14,8 @@ namespace {
 
 constexpr size_t kPiecesMost = 64;  // being copied
 
+thread_local const GradientIntake* intake_of_this_thread = nullptr;
+
 }  // namespace
 
 GradientIntake::GradientIntake(const Setup& setup, Core& core, Hardware& hardware, Queues& queues,
@@ -168,7 +170,12 @@ void GradientIntake::taken_in(int32_t unit, int32_t segment) {
 
 // ---- the thread
 
+bool GradientIntake::here() const {
+  return intake_of_this_thread == this;
+}
+
 void GradientIntake::run() noexcept {
+  intake_of_this_thread = this;
   std::unique_ptr<Item> item;
   while (next(item)) {
     try {

@@ -58,6 +58,9 @@ class GradientIntake {
   /// Returns when all that was given is taken in, or the engine has failed.
   /// What the device has added up is on the host then.
   void finish() EXCLUDES(arrival_, mutex_, engine_mutex);
+  /// Whether the caller is this object's own thread: where it gives a gradient's memory back, the owner's
+  /// finalizer may run other code there.
+  bool here() const;
   /// What has not been taken in is dropped. Nothing may be added afterwards.
   void close() noexcept EXCLUDES(mutex_);
 

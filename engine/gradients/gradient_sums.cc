@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cstring>
 #include <stdexcept>
+#include <utility>
 
 #include "cpu_optim/elements.h"
 
@@ -96,7 +97,8 @@ bool GradientSums::must_wait(int32_t unit) const {
 }
 
 void GradientSums::check_refused(int32_t unit) {
-  if (!refused_ || (model_.units[unit].gradients != nullptr && !must_wait(unit))) return;
+  const bool refused = std::exchange(refused_, false);  // of this caller, and of no later one
+  if (!refused || (model_.units[unit].gradients != nullptr && !must_wait(unit))) return;
   throw BudgetError(fmt::format(
       "no room for the gradient of {}: {} bytes of gradients wait for ranks that do not use these units now, "
       "and no rank can go on. Raise the host budget or prefetch_units, or use stage 1, where gradients are "

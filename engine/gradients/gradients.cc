@@ -143,13 +143,11 @@ optim::Element Gradients::check(int32_t unit, int32_t segment, int64_t bytes, st
 
 Gradients::Arrival Gradients::begin(int32_t unit, int32_t segment, optim::Element element) {
   const MutexLock lock(core_.mutex());
+  if (setup_.layout.slices > 1) sums_.open(unit);  // throws before anything has changed
   Arrival arrival{unit, segment, element, !is_there(unit, segment)};
   if (arrival.first) factors_[unit][segment] = 1.0;
   ++arrivals_[unit][segment];
-  if (setup_.layout.slices > 1) {
-    sums_.open(unit);
-    arrival.first = !sums_.holds(unit, segment);
-  }
+  if (setup_.layout.slices > 1) arrival.first = !sums_.holds(unit, segment);
   return arrival;
 }
 

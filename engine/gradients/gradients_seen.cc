@@ -135,8 +135,10 @@ void Gradients::read_unscaled(int32_t unit, int32_t segment, int64_t begin, std:
   const int64_t width = setup_.gradient_width(unit);
   if (setup_.lives_on_device(unit)) {
     std::vector<std::byte> there(out.size() * static_cast<size_t>(width));
-    const MutexLock lock(core_.mutex());
-    device_units_.read_gradient(unit, segment, begin, there);
+    {
+      const MutexLock lock(core_.mutex());
+      device_units_.read_gradient(unit, segment, begin, there);
+    }
     return widen(setup_.gradient_type(unit), there.data(), out, true);
   }
   if (model_.units[unit].gradients != nullptr)
@@ -156,8 +158,12 @@ void Gradients::read_unscaled(int32_t unit, int32_t segment, int64_t begin, std:
       staging_.wait(part.chunk);
     }
     const int64_t in_chunk = part.in_chunk + from - part.in_segment;
-    widen(state.gradient_element, data + in_chunk * optim::bytes(state.gradient_element),
-          out.subspan(static_cast<size_t>(from - begin), static_cast<size_t>(to - from)), true);
+    const optim::Element element = state.gradient_element;
+    {
+      const Unlocked unlocked(core_.mutex());  // `out` may be new memory; whoever changes these takes turn_
+      widen(element, data + in_chunk * optim::bytes(element),
+            out.subspan(static_cast<size_t>(from - begin), static_cast<size_t>(to - from)), true);
+    }
     if (state.gradient == nullptr) staging_.close(part.chunk, GradientStaging::Closing::unchanged);
   });
 }

@@ -65,7 +65,7 @@ class Updater final : private StateRing::User {
   void prepare_in_slot(Job& job) REQUIRES(engine_mutex);
   std::string perform(Job& job) MAY_RELEASE(engine_mutex);
   void conclude(const Job& job) MAY_RELEASE(engine_mutex);
-  Extents allocate(int32_t chunk);
+  Extents allocate(int32_t chunk) EXCLUDES(engine_mutex);
   void release(const Extents& extents);
   void updated(int32_t chunk) REQUIRES(engine_mutex);
 

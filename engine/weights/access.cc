@@ -307,6 +307,7 @@ std::span<std::byte> Access::scratch_of(int32_t chunk, Component component) {
 void Access::load(int32_t chunk, Component component) {
   if (on_device(chunk)) {
     const MutexLock lock(core_.mutex());
+    core_.check();
     return device_units_.read(chunk, component, scratch_of(chunk, component));
   }
   io::Extent extent = extent_of(chunk, component);
@@ -321,6 +322,7 @@ void Access::load(int32_t chunk, Component component) {
 void Access::store(int32_t chunk, Component component) {
   if (on_device(chunk)) {
     const MutexLock lock(core_.mutex());
+    core_.check();
     return device_units_.write(chunk, component, scratch_of(chunk, component));
   }
   const StoreGate::Kept kept(core_.store);

@@ -59,6 +59,20 @@ Gatherer::~Gatherer() {
   }
 }
 
+/// While it lives, a caller waits until there may be room.
+class Gatherer::WaitingForRoom {
+ public:
+  explicit WaitingForRoom(Gatherer& gatherer) REQUIRES(engine_mutex) : gatherer_(gatherer) {
+    ++gatherer_.waiting_for_room_;
+  }
+  ~WaitingForRoom() REQUIRES(engine_mutex) { --gatherer_.waiting_for_room_; }
+  WaitingForRoom(const WaitingForRoom&) = delete;
+  WaitingForRoom& operator=(const WaitingForRoom&) = delete;
+
+ private:
+  Gatherer& gatherer_;
+};
+
 Block* Gatherer::acquire(int32_t unit) {
   UnitState& state = model_.units[unit];
   bool announced = false;
@@ -83,15 +97,16 @@ Block* Gatherer::acquire(int32_t unit) {
             (on_device ? device_arena_ : host_arena_).largest_free_run(), leased_units(),
             on_device ? "device" : "host"));
       }
+      const WaitingForRoom waiting(*this);
       core_.wait(
           [&]() REQUIRES(engine_mutex) { return state.gathered != Gathered::absent || !filling_anything(); },
           Cause::room, unit);
       continue;
     }
+    const Awaiting awaiting(core_, demand_, unit);  // from now on nobody takes the unit's room
     if (!announced) start_fills_ahead();
     announced = true;
     make_copies();
-    const Awaiting awaiting(core_, demand_, unit);
     core_.wait(
         [&]() REQUIRES(engine_mutex) {
           return state.gathered == Gathered::ready || state.gathered == Gathered::absent;
@@ -100,6 +115,7 @@ Block* Gatherer::acquire(int32_t unit) {
   }
   Block* block = state.block;
   ++block->leases;
+  if (waiting_for_room_ > 0) core_.changed.notify_all();  // the unit is leased now, and no longer awaited
   try {
     if (!announced) prefetch();
   } catch (...) {
@@ -382,7 +398,8 @@ void Gatherer::invalidate(std::span<const int32_t> units) {
 bool Gatherer::filling_anything() const {
   return std::any_of(blocks_.begin(), blocks_.end(), [&](const auto& block) REQUIRES(engine_mutex) {
     if (block->unit < 0 || block->orphan) return false;
-    return block->pins > 0 || model_.units[block->unit].gathered != Gathered::ready;
+    return block->pins > 0 || model_.units[block->unit].gathered != Gathered::ready ||
+           demand_.awaits(block->unit);
   });
 }
 

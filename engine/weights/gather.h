@@ -114,6 +114,7 @@ class Gatherer {
     Urgency urgency{};
   };
   static void on_fetched(io::Transfer& transfer) noexcept;
+  class WaitingForRoom;
 
   bool start_fill(int32_t unit, Urgency urgency) REQUIRES(engine_mutex);
   Block* take_block(int32_t unit, Urgency urgency) REQUIRES(engine_mutex);
@@ -162,6 +163,7 @@ class Gatherer {
   std::vector<Block*> idle_blocks_ GUARDED_BY(engine_mutex);
   std::vector<Fetch> fetches_ GUARDED_BY(engine_mutex);  // by chunk
   std::vector<Copy> copies_ GUARDED_BY(engine_mutex);    // to be made, oldest first
+  int waiting_for_room_ GUARDED_BY(engine_mutex) = 0;    // callers
   SlotOwner* slots_ = nullptr;
   LinkedMemory serve_memory_;
   Block serve_ GUARDED_BY(engine_mutex);  // a shard on its way to other ranks; unit -1: none

@@ -59,6 +59,7 @@ bool Gatherer::make_room(int32_t unit, Urgency urgency) {
   int64_t farthest = urgency == Urgency::demanded ? -1 : trace_.next_use(unit);
   for (const auto& block : blocks_) {
     if (block->unit < 0 || block->orphan || block->leases > 0 || block->pins > 0) continue;
+    if (demand_.awaits(block->unit)) continue;  // it came for a caller who has yet to wake up
     if (model_.units[block->unit].gathered != Gathered::ready) continue;
     if (urgency == Urgency::ahead && keeps_bounce(*block) && !block->copied.done()) continue;
     const int64_t use = trace_.next_use(block->unit);

@@ -3,13 +3,17 @@
 // gradient_spill_test.cc, device_units_test.cc and kept_gradients_test.cc.
 #include <gtest/gtest.h>
 
+#include <algorithm>
+#include <chrono>
 #include <cmath>
 #include <cstring>
+#include <future>
 #include <limits>
 #include <memory>
 #include <string>
 #include <vector>
 
+#include "engine/collectives/in_process.h"
 #include "engine/gradients/gradients.h"
 #include "tests/engine/parts.h"
 
@@ -56,6 +60,8 @@ class GradientRoutes : public ::testing::TestWithParam<Route> {
       EXPECT_EQ(plan.gradients_on_nvme[layout(unit).first_chunk], GetParam() == Route::spilled);
     }
   }
+
+  ~GradientRoutes() override { o_->core.store->drain(); }  // into the memory of staging
 
   int32_t units() const { return static_cast<int32_t>(o_->setup.layout.units.size()); }
   const engine::Unit& layout(int32_t unit) const { return o_->setup.layout.units[unit]; }
@@ -182,6 +188,7 @@ TEST_P(GradientRoutes, ScaleWithoutTouchingWhatLiesThere) {
     EXPECT_EQ(gradients_.factor(0, 0), 0.5);
   }
   gradients_.apply_factor(0, 0);
+  expect_sums({0}, 0.5F);
   const MutexLock lock(o_->core.mutex());
   EXPECT_EQ(gradients_.factor(0, 0), 1.0);
   EXPECT_EQ(gradients_.factor(1, 0), 0.5);
@@ -250,11 +257,78 @@ INSTANTIATE_TEST_SUITE_P(Routes, GradientRoutes,
                          ::testing::Values(Route::whole, Route::spilled, Route::on_device),
                          [](const auto& info) { return std::string(name_of(info.param)); });
 
+// ---- several ranks' gradients until they are summed
+
+/// A pool that has room for one unit's gradients. The rounds, which sum them, are the test's thread.
+class Pool : public ::testing::Test {
+ protected:
+  std::unique_ptr<Owners> make() {
+    OwnersOptions options;
+    options.ranks = std::move(world_[0]);
+    options.config.placement = Placement::host;
+    options.change_plan = [](engine::Plan& plan) { plan.gradient_pool_bytes = 32 << 10; };
+    return make_owners(std::move(options));
+  }
+
+  /// Opens unit 4 on a thread of its own. Returns what it threw, "" for nothing.
+  std::future<std::string> open_elsewhere() {
+    return std::async(std::launch::async, [this] {
+      const MutexLock lock(o_->core.mutex());
+      try {
+        sums_.open(4);
+      } catch (const std::exception& error) {
+        return std::string(error.what());
+      }
+      return std::string();
+    });
+  }
+  void wait_until_it_waits(std::future<std::string>& opening) {
+    while (opening.wait_for(std::chrono::milliseconds(1)) != std::future_status::ready) {
+      const MutexLock lock(o_->core.mutex());
+      if (sums_.stuck()) return;
+    }
+  }
+
+  std::vector<std::unique_ptr<engine::Communicator>> world_ =
+      engine::make_in_process_world(2, std::chrono::seconds(60));
+  std::unique_ptr<Owners> o_ = make();
+  engine::GradientSquares squares_{o_->setup, o_->core, o_->hardware, o_->model};
+  engine::DeviceUnits device_units_{o_->setup, o_->core, o_->hardware, o_->model, squares_};
+  engine::GradientSums sums_{o_->setup, o_->core, o_->hardware, o_->model, o_->ranks, device_units_};
+};
+
+/// The caller was told, and may clear what there is and go on: who waits later has not been refused.
+TEST_F(Pool, RefusesTheCallerWhoWaitsAndNoLaterOne) {
+  {
+    const MutexLock lock(o_->core.mutex());
+    sums_.open(1);
+    sums_.arrived(1, 0);
+  }
+  std::future<std::string> first = open_elsewhere();
+  wait_until_it_waits(first);
+  {
+    const MutexLock lock(o_->core.mutex());
+    sums_.refuse();
+    o_->core.changed.notify_all();
+  }
+  EXPECT_NE(first.get().find("no room for the gradient of block1"), std::string::npos);
+  std::future<std::string> second = open_elsewhere();
+  wait_until_it_waits(second);
+  {
+    const MutexLock lock(o_->core.mutex());
+    sums_.summed(1);
+    o_->core.changed.notify_all();
+  }
+  EXPECT_EQ(second.get(), "");
+}
+
 // ---- staging
 
 /// Two buffers, everything spilled, transfers that end when the test says so.
 class Staging : public ::testing::Test {
  protected:
+  ~Staging() override { o_->core.store->drain(); }
+
   static std::unique_ptr<Owners> make() {
     OwnersOptions options;
     options.change_plan = [](engine::Plan& plan) { plan.staging_buffers = 2; };

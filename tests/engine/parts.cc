@@ -1,5 +1,7 @@
 #include "tests/engine/parts.h"
 
+#include <gtest/gtest.h>
+
 #include <algorithm>
 #include <span>
 
@@ -38,11 +40,7 @@ std::unique_ptr<Owners> make_owners(OwnersOptions options) {
 }
 
 void let_transfers_end(Owners& owners) {
-  try {
-    while (owners.core.store->poll()) {
-    }
-  } catch (const io::Stalled&) {  // nothing is on its way any more
-  }
+  owners.core.store->drain();
 }
 
 void put_in_store(Owners& owners, int32_t chunk, engine::Component component, std::span<std::byte> bytes) {
@@ -53,6 +51,7 @@ void put_in_store(Owners& owners, int32_t chunk, engine::Component component, st
   transfer.on_complete = [](io::Transfer&) noexcept {};
   owners.core.store->submit(transfer);
   let_transfers_end(owners);
+  ASSERT_FALSE(transfer.error) << transfer.error->message();
   const MutexLock lock(owners.core.mutex());
   owners.model.chunks[chunk].extents[static_cast<size_t>(component)] = transfer.extent;
 }

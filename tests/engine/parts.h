@@ -54,7 +54,7 @@ struct OwnersOptions {
 };
 std::unique_ptr<Owners> make_owners(OwnersOptions options = {});
 
-/// In virtual time, until no transfer is on its way.
+/// Returns when no transfer is on its way. The engine's mutex is not held.
 void let_transfers_end(Owners& owners);
 
 /// Gives a chunk's component this content, in the store. `bytes` are aligned as transfers want it.

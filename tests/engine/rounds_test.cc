@@ -81,6 +81,18 @@ struct Rank {
   Rounds rounds{o->setup, o->core, o->ranks, o->demand, gatherer, updater, gradients};
 };
 
+/// Sets a flag at its end.
+class Sets {
+ public:
+  explicit Sets(std::atomic<bool>& flag) : flag_(flag) {}
+  ~Sets() { flag_ = true; }
+  Sets(const Sets&) = delete;
+  Sets& operator=(const Sets&) = delete;
+
+ private:
+  std::atomic<bool>& flag_;
+};
+
 std::vector<std::string> on_two_ranks(const std::function<void(Rank&)>& body) {
   return on_ranks(2, [&](int, std::unique_ptr<engine::Communicator> transport) {
     Rank rank(std::move(transport));
@@ -125,8 +137,11 @@ TEST(RoundsAlone, ServeARankWhoseCallerAsksAlone) {
   expect_no_error(on_two_ranks([&](Rank& rank) {
     for (int32_t u = 0; u < 2; ++u) rank.fill_shard(u);
     rank.rounds.meet(Meeting::write, 1, [] {});  // both have written
-    if (rank.rank() == 0) {
+    if (rank.rank() == 1) {                      // its caller computes
+      while (!served) std::this_thread::yield();
+    } else {
       const MutexLock lock(rank.o->core.mutex());
+      const Sets told(served);  // also where acquire() throws
       engine::Block* const block = rank.gatherer.acquire(1);
       const int64_t shard = rank.unit(1).shard_bytes();
       for (int from = 0; from < 2; ++from) {
@@ -134,9 +149,8 @@ TEST(RoundsAlone, ServeARankWhoseCallerAsksAlone) {
         EXPECT_EQ(std::count(begin, begin + shard, std::byte{static_cast<uint8_t>(0x40 + from)}), shard);
       }
       rank.gatherer.release(block, {});
-      served = true;
     }
-    rank.rounds.meet(Meeting::look, 1, [&] { EXPECT_TRUE(served); });
+    rank.rounds.meet(Meeting::look, 1, [] {});
   }));
 }
 
@@ -164,6 +178,7 @@ TEST(RoundsAlone, SumWhatTheRanksHaveGiven) {
 /// While a rank changes weights, nobody is sent a shard: the other waits for the change there too.
 TEST(RoundsAlone, SendNothingWhileWeightsChange) {
   std::atomic<bool> changing = false;
+  std::atomic<bool> asked = false;
   std::atomic<bool> changed = false;
   expect_no_error(on_two_ranks([&](Rank& rank) {
     rank.fill_shard(0);
@@ -173,7 +188,8 @@ TEST(RoundsAlone, SendNothingWhileWeightsChange) {
       const Rounds::Change change(rank.rounds);
       changing = true;
       const engine::Unlocked unlocked(rank.o->core.mutex());
-      std::this_thread::sleep_for(std::chrono::milliseconds(30));
+      while (!asked) std::this_thread::yield();
+      std::this_thread::sleep_for(std::chrono::milliseconds(30));  // in which a shard could come
       changed = true;
     } else {
       {
@@ -181,6 +197,7 @@ TEST(RoundsAlone, SendNothingWhileWeightsChange) {
         while (!changing) std::this_thread::yield();
       }
       { const Rounds::Change change(rank.rounds); }
+      asked = true;
       engine::Block* const block = rank.gatherer.acquire(0);
       EXPECT_TRUE(changed) << "a shard came from a rank that was changing it";
       rank.gatherer.release(block, {});
