@@ -1,4 +1,5 @@
-// Ranks that are processes under PyTorch's launcher: a torch.distributed group as a Communicator (DESIGN 8).
+// Ranks that are processes under PyTorch's launcher: a torch.distributed group as a Communicator
+// (docs/ranks.md).
 #pragma once
 
 #include <pybind11/pybind11.h>

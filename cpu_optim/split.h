@@ -1,5 +1,5 @@
-// The split master (DESIGN 3): an fp32 weight kept as its bf16 part `hi`, which forward uses, and `lo`, what
-// is missing to the exact value.
+// The split master (docs/update.md): an fp32 weight kept as its bf16 part `hi`, which forward uses, and `lo`,
+// what is missing to the exact value.
 #pragma once
 
 #include <bit>

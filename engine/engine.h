@@ -1,4 +1,4 @@
-// The engine (DESIGN 4, 5): the states of one model's shard, wherever they live, and the step.
+// The engine (docs/architecture.md): the states of one model's shard, wherever they live, and the step.
 //
 //   engine.begin_pass({.training = true, .grad_enabled = true});
 //   { Lease w = engine.acquire(unit);  compute with w.data(); }
@@ -12,15 +12,14 @@
 //   record_journal(), take_journal(), take_device_spans().
 // All others change or read weights, states or gradients as a whole. The caller calls them one at a time,
 // from any thread, and calls none of the methods in the first two lines above while one of them runs; those
-// from device() on may be called even then. Gradients are added in the order in which they come: where
-// several threads bring gradients of one segment, the threads decide that order, and so the last bit of the
-// sum.
+// from device() on may be called even then. The engine adds gradients in the order of the calls: where
+// several threads add gradients of one segment, their order decides the last bit of the sum.
 //
-// Collective means: all ranks make the call, and it waits for them (docs/ranks.md). Errors:
-// std::invalid_argument for misuse, BudgetError, io::StoreError, CheckpointError, kernels::DeviceError,
-// EngineFailed after a failed update or a replacement of weights that failed halfway; nothing has changed
-// when one of the first five is thrown. After close() the queries (device() to predict_budgets()) still
-// answer; every other call throws std::invalid_argument, which says that the engine was closed.
+// "Collective": all ranks make the call, and it waits for them (docs/ranks.md). Errors: std::invalid_argument
+// for misuse, BudgetError, io::StoreError, CheckpointError, kernels::DeviceError, EngineFailed after a failed
+// update or a replacement of weights that failed halfway; nothing has changed when one of the first five is
+// thrown. After close() the queries (device() to predict_budgets()) still answer; every other call throws
+// std::invalid_argument, which says that the engine was closed.
 #pragma once
 
 #include <cstdint>
@@ -59,8 +58,8 @@ struct Resources;       // resources.h
 struct UnitSpec;        // partition/model.h
 class Machine;          // the parts, alive as long as an engine or a lease is
 
-/// Hold on a unit's gathered weights: while it lives, data() is valid. Move-only; outlives the engine if need
-/// be. Its destructor does not throw: where the device has failed, the engine's next call says so.
+/// A hold on a unit's weights: while it lives, data() is valid. Move-only; may outlive the engine. Its
+/// destructor does not throw: if the device has failed, the engine's next call throws.
 class Lease {
  public:
   Lease() = default;
@@ -75,11 +74,11 @@ class Lease {
   ~Lease();
   std::byte* data() const { return data_; }  // device memory
   int64_t bytes() const { return bytes_; }
-  /// What is submitted to `queue` from now on, until the lease ends, sees the weights, and keeps their memory
-  /// until it is done. Throws kernels::DeviceError.
+  /// Work submitted to `queue` from now on, until the lease ends, sees the weights. Their memory stays until
+  /// that work is done. Throws kernels::DeviceError.
   void use_on(Queue queue);
-  /// Copies from byte `begin` on to host memory, whatever the device, and waits for it. Throws
-  /// std::invalid_argument beyond bytes(), kernels::DeviceError.
+  /// Fills `to`, in host memory, with the bytes from `begin` on, and waits for the copy. Throws
+  /// std::invalid_argument where the range passes bytes(), kernels::DeviceError.
   void copy_to_host(int64_t begin, std::span<std::byte> to) const;
 
  private:
@@ -95,7 +94,8 @@ class Lease {
   std::vector<Use> uses_;
 };
 
-/// A call in a forked child of the engine's process, which has none of its threads and not its memory.
+/// Thrown by calls in a forked child of the engine's process: the child has neither the engine's threads nor
+/// its memory.
 class WrongProcess : public std::runtime_error {
  public:
   using std::runtime_error::runtime_error;
@@ -104,9 +104,9 @@ class WrongProcess : public std::runtime_error {
 struct StepResult {
   int64_t step = 0;        // steps taken so far, this one included
   double norm = 0;         // global, before clipping; infinite where a gradient is inf or NaN
-  double clip = 1;         // what gradients are multiplied with
+  double clip = 1;         // the factor applied to all gradients
   bool skipped = false;    // inf or NaN in a gradient: nothing was changed
-  std::string not_finite;  // of a skipped step: its first segment with one; empty: on another rank
+  std::string not_finite;  // skipped: the first segment with inf or NaN; empty: it is on another rank
 };
 
 struct Stats {
@@ -115,142 +115,142 @@ struct Stats {
   int64_t host_budget_bytes = 0;
   int64_t host_used_bytes = 0;
   int64_t host_peak_bytes = 0;
-  int64_t updates = 0;  // of chunks, by the CPU
+  int64_t updates = 0;  // chunks updated by the CPU
   int64_t wait_ns = 0;
-  int64_t guesses_taken = 0;       // chunks updated in backward
-  int64_t guesses_dropped = 0;     // in vain
+  int64_t guesses_taken = 0;       // chunks updated in backward whose update step() used
+  int64_t guesses_dropped = 0;     // those whose update step() dropped
   int64_t guesses_unfinished = 0;  // wanted, being made or being written now
   int64_t trace_departures = 0;
   int64_t gather_free_run_bytes = 0;  // the longest run of the arena that is free now
   io::StoreStats store;
 };
 
-/// Adds files to a checkpoint under way, in the folder that it is given, and returns the text that the
+/// Writes the caller's files into `folder`, where a checkpoint is being made, and returns the text that the
 /// manifest keeps (Engine::save).
 using WriteBeside = std::function<std::string(const std::filesystem::path& folder)>;
 
 class Engine {
  public:
-  /// Plans, allocates, reserves space on NVMe. Weights and states are zero until load_weight(),
-  /// start_states(), load(). Where this throws, the other ranks get the error, too.
+  /// Plans, allocates and reserves space on NVMe. Weights and states are zero until load_weight(),
+  /// start_states() or load(). If this throws, the other ranks get the error, too.
   Engine(const std::vector<UnitSpec>& units, const Config& config, Resources resources);
   ~Engine();
   Engine(const Engine&) = delete;
   Engine& operator=(const Engine&) = delete;
 
   // ---- weights and states from outside; each waits for pending updates
-  /// A segment's weights: `dtype` is the unit's, or "F32" for the master (8 bits keep 24 of its 32). Sizes
-  /// are checked. All ranks do it with the same data, and keep their own shard of it; after start_states(),
-  /// load() or step() it begins once all ranks have come to such a call.
+  /// Sets a segment's weights. `dtype` is the unit's, or "F32" for the master (the format 8bit keeps 24 of
+  /// its 32 bits). All ranks call it with the same data; each keeps its own shard. After start_states(),
+  /// load() or step() the call waits until all ranks have made such a call.
   void load_weight(int32_t unit, int32_t segment, std::span<const std::byte> data, std::string_view dtype);
   /// Collective.
   void read_weight(int32_t unit, int32_t segment, std::span<std::byte> out, std::string_view dtype);
-  /// States before the first update, of an optimizer that does not start with zero. `groups` as in step().
+  /// Sets the first states of an optimizer whose states do not start at zero. `groups` as in step().
   void start_states(std::span<const optim::Hyper> groups);
-  /// A state of the unit's optimizer by its name ("m", "v", "sum", ...), or "grad", of a segment as fp32
-  /// values. Collective; "grad" in a world of one rank only.
+  /// Reads a segment's state by its name in the optimizer ("m", "v", "sum", ...), or its gradient ("grad",
+  /// with one rank only), as fp32 values. Collective.
   void read_state(int32_t unit, int32_t segment, std::string_view name, std::span<float> out);
   /// This rank's part of a segment's states: the first element, and how many.
   std::pair<int64_t, int64_t> own_part(int32_t unit, int32_t segment);
   /// read_state() of that part alone. Not collective.
   void read_own_state(int32_t unit, int32_t segment, std::string_view name, std::span<float> out);
-  /// `values` become a state, by its name, of a segment; what read_state() gave comes back bit for bit, other
-  /// values are rounded to the nearest that the unit's format has. All ranks do it with the same data, and
-  /// keep their own shard of it.
+  /// Sets a segment's state by its name. Values that read_state() gave are restored bit for bit, others are
+  /// rounded to the nearest that the unit's format has. All ranks call it with the same data; each keeps its
+  /// own shard.
   void write_state(int32_t unit, int32_t segment, std::string_view name, std::span<const float> values);
-  /// How often a segment was updated: Adam's bias correction depends on it. All ranks set it alike.
+  /// How often a segment was updated, which Adam's bias correction depends on. All ranks set the same value.
   int64_t updates_of(int32_t unit, int32_t segment);
   void set_updates_of(int32_t unit, int32_t segment, int64_t updates);
 
   // ---- forward and backward
   void begin_pass(PassKind kind);
-  /// For the report alone: without it backward is taken to begin with the first gradient.
+  /// Tells the report when backward begins; without this call the report takes the first gradient.
   void begin_backward();
   Lease acquire(int32_t unit);
-  /// For what is submitted to `queue` from now on: the caller does not wait for copies to the device.
+  /// A lease for work submitted to `queue` from now on: the queue waits for copies to the device, the caller
+  /// does not.
   Lease acquire(int32_t unit, Queue queue);
   bool resident_now(int32_t unit);
-  /// The leased memory of a segment was changed in place: it becomes the weight (lo = 0). `data` is the
-  /// segment's new content, the leased memory itself or a copy; the lease may be older than the weight. All
-  /// ranks do it alike, and wait for one another as in load_weight().
+  /// Makes `data` the segment's weight (lo = 0) after the caller has changed leased memory in place. `data`
+  /// is that memory or a copy of it; the lease may be older than the weight. All ranks call it with the same
+  /// data, and wait for one another as in load_weight().
   void written(int32_t unit, int32_t segment, std::span<const std::byte> data);
-  /// `data` is host memory. Adds to what arrived since the last step.
+  /// Adds `data`, in host memory, to the segment's gradient of this step.
   void add_gradient(int32_t unit, int32_t segment, std::span<const std::byte> data, std::string_view dtype);
-  /// Of the device's memory, as what was submitted to `queue` until now leaves it. Returns before it is taken
-  /// in; what fails then fails the engine.
+  /// The same for device memory, as the work submitted to `queue` until now leaves it. Returns before the
+  /// engine has read it; a failure after that fails the engine.
   void add_gradient(int32_t unit, int32_t segment, DeviceArray gradient, Queue queue);
-  // Calls with a `range` are about the gradients and segments of those groups alone, as if there were no
-  // others; in a world of one rank only, unless it is all.
-  /// Those that the last step used are forgotten, too. Collective where there are gradients.
+  // A call with a `range` concerns the gradients and segments of those groups alone. With several ranks the
+  // range must be all groups.
+  /// Also forgets the gradients that the last step used. Collective where there are gradients.
   void clear_gradients(GroupRange range = {});
-  /// As optimizer.zero_grad(set_to_none=False) of torch: the gradients that are there, and those that the
-  /// last step used, become zeros, with which the next step updates. Collective where there are gradients.
+  /// As torch's optimizer.zero_grad(set_to_none=False): present gradients, and those that the last step used,
+  /// become zeros, and the next step updates with these. Collective where there are gradients.
   void zero_gradients(GroupRange range = {});
-  // As a script does with p.grad, of torch; in a world of one rank only. What clip_grad_norm() has scaled
-  // stays scaled.
-  /// `data`, in place of the segment's gradient; empty: it has none. Throws as add_gradient().
+  // What a script does to p.grad in torch. With one rank only. Gradients that clip_grad_norm() has scaled
+  // stay scaled.
+  /// Replaces the segment's gradient by `data`, or removes it where `data` is empty. Throws as
+  /// add_gradient().
   void replace_gradient(int32_t unit, int32_t segment, std::span<const std::byte> data,
                         std::string_view dtype);
-  /// The caller has clipped gradients itself: the next step leaves the configured limit out, as after
-  /// clip_grad_norm().
+  /// Says that the caller has clipped gradients itself: the next step does not apply the configured limit.
   void clipped_by_caller();
-  /// Into `out`, in the dtypes of add_gradient(). Throws std::invalid_argument where there is none.
+  /// Copies the gradient into `out`, in a dtype of add_gradient(). Throws std::invalid_argument where there
+  /// is none.
   void read_gradient(int32_t unit, int32_t segment, std::span<std::byte> out, std::string_view dtype);
-  // Of a world of any size. Not where gradients are summed on the device.
-  /// A segment's gradient as the next step would use it, were nothing added: of several ranks their mean, or
-  /// sum. Collective. False: no rank has one.
+  // With any number of ranks, unless gradients are summed on the device.
+  /// Reads a segment's gradient as the next step would use it if none were added: the ranks' mean, or their
+  /// sum (Config::sum_over_ranks). Collective. False: no rank has one.
   bool read_whole_gradient(int32_t unit, int32_t segment, std::span<float> out);
-  /// `values`, which all ranks give alike, in its place. Collective. False: there is none to replace.
+  /// Replaces that gradient by `values`, the same on all ranks. Collective. False: there is none to replace.
   bool replace_whole_gradient(int32_t unit, int32_t segment, std::span<const float> values);
-  /// What this rank's own passes have given, before the ranks' are summed. At stages 0 and 1.
+  /// Reads this rank's own gradient, before it is summed over ranks. At stages 0 and 1.
   bool read_own_gradient(int32_t unit, int32_t segment, std::span<float> out);
-  /// The gradients that the last step used are there again, unless they were cleared or others came.
+  /// Makes the gradients that the last step used present again, unless they were cleared or replaced.
   void reuse_gradients();
-  /// The gradients that are there were used by an update that the caller made itself.
+  /// Says that the caller made an update itself with the present gradients: they count as used.
   void use_gradients(GroupRange range = {});
   bool has_gradient(int32_t unit, int32_t segment);
   int64_t generation(int32_t unit);
 
   // ---- the step
-  /// With Config::speculate: what the next step() will be given. Before the backward pass; a guess that turns
-  /// out wrong costs time, never a bit.
+  /// With Config::speculate, before the backward pass: the hyper-parameters that the next step() will be
+  /// given. If they turn out different, that costs time and never changes a bit.
   void expect_step(std::span<const optim::Hyper> groups);
-  /// `groups[i]` are the hyper-parameters of segments with group i; of a range, with group range.first + i. A
-  /// step of a range drops guesses, and throws std::invalid_argument where Config::max_grad_norm is set,
-  /// which means all gradients. Collective.
+  /// `groups[i]` has the hyper-parameters of the segments in group range.first + i. A step of a part of the
+  /// groups drops guesses, and throws std::invalid_argument where Config::max_grad_norm is set, since that
+  /// limits the norm of all gradients. Collective.
   StepResult step(std::span<const optim::Hyper> groups, GroupRange range = {});
-  /// Counts a step that the caller leaves out, for a gradient that is not the engine's: what is here is
-  /// thrown away. World 1. Returns a norm of 0 and no name.
+  /// Counts a step that the caller skips because a gradient outside the engine is not finite, and throws the
+  /// engine's gradients away. With one rank only. Returns a norm of 0 and no name.
   StepResult skip_step(GroupRange range = {});
-  /// The global norm of the gradients that are there, with the scale that clip_grad_norm() gave them.
-  /// Collective.
+  /// The global norm of the present gradients, with the scale that clip_grad_norm() gave them. Collective.
   double grad_norm(GroupRange range = {});
-  /// As torch's function of this name: scales the gradients that are there now to a norm of `max_norm` at
-  /// most, and returns the norm that they had before. The next step applies this scale in place of the
-  /// configured limit, or, where further gradients come before it (in a world of one rank only, else
-  /// std::invalid_argument), they are added to the scaled ones. An infinite `max_norm` scales nothing: the
-  /// call returns the norm only. Collective.
+  /// As torch's function of this name: scales the present gradients to a norm of `max_norm` at most, and
+  /// returns the norm that they had before. The next step applies this scale in place of the configured
+  /// limit. Gradients added before that step are added to the scaled ones; with several ranks they throw
+  /// std::invalid_argument. With an infinite `max_norm` it scales nothing and returns the norm. Collective.
   double clip_grad_norm(double max_norm);
-  /// All updates done and written.
+  /// Returns when all updates are done and written.
   void synchronize();
 
   // ---- checkpoints: a folder is complete or absent. Collective; the folder is one that all ranks see. It
   // opens at any number of ranks, stage and placement. Where one rank fails or refuses, all do.
   void save(const std::filesystem::path& folder, std::string_view extra_json);
-  /// The same with files of the caller's: `write_beside` is called once, on rank 0, when all else is written,
-  /// with the folder under its temporary name. What it writes there has to be durable, under a name
-  /// that is_file_of_a_save accepts. It returns the extra_json. Where it throws, no checkpoint is there.
+  /// The same with files of the caller's. The engine calls `write_beside` once, on rank 0, when all else is
+  /// written, with the folder under its temporary name. It writes durable files, under names that
+  /// is_file_of_a_save accepts, and returns the extra_json. If it throws, no checkpoint is made.
   void save(const std::filesystem::path& folder, const WriteBeside& write_beside);
   std::string load(const std::filesystem::path& folder);
 
-  /// Where leased weights are.
+  /// The device whose memory leased weights are in.
   std::shared_ptr<kernels::Device> device() const;
   const Layout& layout() const;
   const Plan& plan() const;
   Stats stats();
   /// Of the last step(), skipped ones included.
   StepReport report();
-  /// The same without what passed between the step() before and this one's forward.
+  /// The same without the time between the previous step() and the next forward.
   StepReport report_inside();
   /// The median of the latest steps (telemetry/report.h).
   MachineFigures figures();
@@ -260,21 +260,22 @@ class Engine {
   std::vector<BudgetRow> predict_budgets(std::span<const int64_t> budgets);
   void record_journal(bool on);
   std::vector<JournalEntry> take_journal();
-  /// What the device did since record_journal(true), by its own events. Waits for it.
+  /// What the device did since record_journal(true), timed by its own events. Waits until the device has done
+  /// it.
   std::vector<DeviceSpan> take_device_spans();
 
-  /// Which disks do not answer, and for how long; empty where all answer. Returns at once, also while another
-  /// call hangs or the engine is being closed.
+  /// Names the disks that do not answer, and for how long; empty where all answer. Returns at once, also
+  /// while another call hangs or close() runs.
   std::string stall() const;
 
-  /// Finishes what is in flight and gives up the store. Afterwards leases stay valid and the looks still
+  /// Finishes what is in flight and gives up the store. Afterwards leases stay valid and the queries still
   /// answer; every other call throws. Until every rank has called close(), or the world has ended, this rank
   /// goes on serving the others. Where the engine or another rank has failed and no call has said so yet,
-  /// close() throws EngineFailed, once everything is given up. A disk that hangs is waited for, no longer
-  /// than Config::io_deadline_ms; the buffers that it may still write into are never freed then. In a forked
-  /// child this does nothing, and every other call throws WrongProcess. A second call does nothing.
-  /// Throws std::invalid_argument on the thread of the rounds, for whose end it waits; the destructor leaves
-  /// the closing to another thread there.
+  /// close() throws EngineFailed, once everything is given up. It waits for a disk that hangs, but no longer
+  /// than Config::io_deadline_ms; after that it never frees the buffers that the disk may still write into.
+  /// In a forked child this does nothing, and every other call throws WrongProcess. A second call does
+  /// nothing. It waits for the thread of the rounds (ranks/rounds.h), so on that thread it throws
+  /// std::invalid_argument; the destructor there lets another thread close the engine.
   void close();
 
  private:

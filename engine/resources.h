@@ -17,27 +17,28 @@
 
 namespace overspill::engine {
 
-/// What an engine runs on; its own, but for the device and the transports. `store` may be null when the plan
+/// What an engine runs on. It owns all but the device and the transports. `store` may be null where the plan
 /// puts nothing on NVMe.
 struct Resources {
   std::shared_ptr<kernels::Device> device;
   RankGroups ranks;
   std::unique_ptr<optim::Executor> executor;
   std::unique_ptr<io::Store> store;
-  /// Sees what checkpoints wait for: the store's own, where it has one. Null: nothing does.
+  /// Watches the disk calls of checkpoints: the store's own watch, where it has one. Null: nothing is
+  /// watched.
   std::shared_ptr<io::StallWatch> watch = nullptr;
 };
 
 struct ResourceOptions {
   std::string device = "host";      // "host", "cuda", "cuda:1" and so on, "simulated" (tests)
   std::string io_backend = "auto";  // "auto", "io_uring", "threads", "memory" (tests: nothing touches a disk)
-  uint64_t seed = 0;                // of what is simulated
+  uint64_t seed = 0;                // for the simulated device and the store in memory
   std::shared_ptr<kernels::Device> given_device = nullptr;  // in place of `device`
-  io::Patience patience{};  // with disks; Config::io_deadline_ms counts over its own
+  io::Patience patience{};  // with disks; Config::io_deadline_ms, where set, replaces its deadline
 };
 
-/// Of a name as in ResourceOptions. Throws std::invalid_argument on another one, kernels::DeviceError where
-/// the device is missing.
+/// Makes the device that ResourceOptions::device names. Throws std::invalid_argument for any other name,
+/// kernels::DeviceError where the device is missing.
 std::unique_ptr<kernels::Device> make_device(const std::string& name, uint64_t seed = 0);
 
 /// Opens a store only where the plan puts something on NVMe. Throws std::invalid_argument on an unknown name,

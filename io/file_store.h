@@ -1,5 +1,5 @@
 // The store on disk: slab files in a folder per job on one or more paths, moved by io_uring where the kernel
-// allows it and by a few threads where not (DESIGN 6).
+// allows it and by a few threads where not (docs/store.md).
 #pragma once
 
 #include <cstdint>

@@ -1,4 +1,4 @@
-// The extent store: where components live that do not fit in memory (DESIGN 6).
+// The extent store: where components live that do not fit in memory (docs/store.md).
 //
 // Copy-on-write: an extent is written once, read any number of times, then released. Whoever replaces a
 // component allocates a new extent, writes it, and releases the old one only after the write has completed;

@@ -1,5 +1,5 @@
-// Where forward and backward run: host (the CPU itself), CUDA (cuda/), simulated accelerator (tests) (DESIGN
-// 8).
+// Where forward and backward run: host (the CPU itself), CUDA (cuda/), or the simulated accelerator of the
+// tests.
 //
 // The engine reaches device memory only through this interface. A pointer of `DeviceMemory` may be
 // dereferenced by the host only where `shares_host_memory()` is true.

@@ -1,7 +1,7 @@
-// What a device computes by itself for units that live on it (DESIGN 5): their gradients are added up, their
-// squares are summed and their states are updated there. Bit-equal to cpu_optim/, a NaN's payload aside: what
-// an optimizer does to one element is written once, in cpu_optim/optimizers/, and how formats hold it for a
-// device in kernels/update_element.h and update_block.h.
+// What a device computes by itself for units that live on it (docs/architecture.md): their gradients are
+// added up, their squares are summed and their states are updated there. Bit-equal to cpu_optim/, a NaN's
+// payload aside: what an optimizer does to one element is written once, in cpu_optim/optimizers/, and how
+// formats hold it for a device in kernels/update_element.h and update_block.h.
 //
 // Each call is put on a stream of the device and returns at once. Memory is the device's, aligned to its
 // elements; it stays, and what is read stays unchanged, until an event recorded later is done. Counts are

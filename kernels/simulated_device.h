@@ -1,4 +1,4 @@
-// An accelerator made of threads, for tests: every missing wait shows, on any machine (DESIGN 8).
+// An accelerator made of threads, for tests: every missing wait shows, on any machine.
 //
 // Memory has its own addresses, is filled with 0xFF (NaN in every float format) when allocated, when poisoned
 // and when freed. Each stream is a thread that does its copies after seeded random delays. A copy reads its

@@ -28,7 +28,7 @@ struct Fp32Weights {
   OVERSPILL_HERE_AND_THERE void store(int64_t i, Number x) const { p[i] = x.x; }
 };
 
-/// The split master: bits = (hi << 16) + lo (DESIGN 3).
+/// The split master: bits = (hi << 16) + lo (docs/update.md).
 struct SplitWeights {
   static constexpr int kComponents = 2;
   uint16_t* hi;

@@ -19,20 +19,21 @@ enum class Placement : uint8_t {
 
 struct Config {
   int64_t host_budget_bytes = 0;            // required
-  int64_t device_budget_bytes = 0;          // 0: weights that leases and prefetching need, nothing that stays
+  int64_t device_budget_bytes = 0;          // 0: only the weights that leases and prefetching need
   std::vector<std::filesystem::path> nvme;  // folders
-  std::string job = "default";              // names this run's files; one live run a job and folder
-  int threads = 0;                          // of the optimizer; 0: as many as cores
+  std::string job = "default";              // names this run's files; one live run per job and folder
+  int threads = 0;                          // for updates; 0: one per core
   int64_t prefetch_units = 4;               // 0: nothing is read before it is asked for
   int64_t gradient_accumulation = 1;        // above 1 gradients are kept in fp32
-  // All micro-batches pass a unit before the next unit, so that its gradient is complete there: at stages 2
-  // and 3 it is summed over ranks at once, and never held whole with the others. Another order costs sums.
+  // The caller promises that all micro-batches pass a unit before the next unit. At stages 2 and 3 the engine
+  // then sums the unit's gradient over ranks at once, and never holds all gradients whole. Another order
+  // costs further sums.
   bool micro_batches_together = false;
   double max_grad_norm = 0;  // 0: no clipping
-  // false: a step with an inf or a NaN in a gradient is taken, as torch's optimizers do.
+  // false: step() updates even with an inf or a NaN in a gradient, as torch's optimizers do.
   bool skip_nonfinite = true;
-  bool speculate = false;       // update in backward, before the norm is known; world 1
-  int stage = 3;                // several ranks: what they divide (StagePolicy); never changes a bit
+  bool speculate = false;       // update in backward, before the norm is known; one rank only
+  int stage = 3;                // ZeRO stage: what several ranks divide (StagePolicy); never changes a bit
   bool sum_over_ranks = false;  // a step uses the sum of the ranks' gradients, not their mean
   // Several ranks: gradients are summed by the transport's own reduce-scatter, in its order and precision, in
   // place of an exchange and an fp32 sum in rank order. Needs Communicator::reduces().
@@ -47,7 +48,7 @@ struct Config {
   // false: a checkpoint is taken when training is over. NVMe then has room for one copy of the states, and
   // step() and load() refuse as long as a checkpoint of this run holds it.
   bool train_after_save = true;
-  // What a checkpoint's manifest may have; more is refused when a save begins, and warned of at the start.
+  // The largest manifest. A save that needs more is refused when it begins; the start of the run warns of it.
   int64_t manifest_bytes_max = int64_t{1} << 30;
   uint64_t rounding_seed = 0;  // of stochastic rounding (formats compact and 8bit); part of the result
 };

@@ -1,4 +1,4 @@
-// What a framework gives of its device memory.
+// A gradient that a framework gives in its own device memory.
 #pragma once
 
 #include <cstddef>

@@ -1,4 +1,4 @@
-// The parameter groups of one optimizer, where several train parts of one model.
+// The parameter groups of one optimizer, where several optimizers train parts of one model.
 #pragma once
 
 #include <cstdint>
@@ -6,7 +6,7 @@
 
 namespace overspill::engine {
 
-/// Groups first <= group < end; all there are, unless said. A unit's segments are all of one optimizer.
+/// Groups first <= group < end; by default all. One optimizer has all segments of a unit.
 struct GroupRange {
   int64_t first = 0;
   int64_t end = std::numeric_limits<int64_t>::max();

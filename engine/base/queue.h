@@ -3,7 +3,8 @@
 
 namespace overspill::engine {
 
-/// What native() of a stream of the engine's device is. It outlives the engine, and every lease.
+/// `native` is what native() of a stream of the engine's device returns. The queue outlives the engine and
+/// every lease.
 struct Queue {
   void* native = nullptr;
   friend bool operator==(const Queue&, const Queue&) = default;

@@ -1,4 +1,4 @@
-// What the calls of Engine have in common, whatever they are about. Not for users.
+// Helpers that all calls of Engine share. Not for users.
 #pragma once
 
 #include <fmt/format.h>
@@ -20,12 +20,13 @@ void check_size(const Segment& segment, size_t bytes, int64_t element_bytes);
 /// Several optimizers over one model need a world of one rank. Throws std::invalid_argument.
 void require_whole_or_one(const Machine& m, GroupRange range);
 
-/// A gradient of the segment is about to change or to be seen: the scale of clip_grad_norm(), which the step
-/// would apply, belongs to those that were there then.
+/// To be called before a gradient of the segment is changed or read: applies the pending scale of
+/// clip_grad_norm() to the gradients that it was computed for. With several ranks a pending scale throws
+/// std::invalid_argument.
 void settle_clip(Machine& m, const Segment& segment);
 
-/// Runs what replaces weights or states from outside. Where it fails half of them may be new: the engine has
-/// failed.
+/// Runs `apply`, which replaces weights or states. If it fails halfway, some are old and some new: the engine
+/// fails.
 template <class Change>
 void change(Machine& m, const std::string& what, Change apply) {
   try {

@@ -44,9 +44,9 @@ class Machine {
   Machine(Layout layout, Plan plan, Config config, Resources resources);
   ~Machine();
 
-  /// Finishes what is in flight, joins the workers, gives up the store. Only leases and figures are of use
-  /// afterwards. A failure that no caller has been told of stays in the monitor. A second call returns when
-  /// the first has. In a forked child it does nothing.
+  /// Finishes what is in flight, joins the workers and gives up the store. Afterwards only leases and figures
+  /// can be used. A failure that no call has thrown stays in the monitor. A second call returns when the
+  /// first has. In a forked child it does nothing.
   void shut_down() noexcept EXCLUDES(engine_mutex);
 
   // The step (step.cc), as the passes it consists of.
@@ -54,8 +54,8 @@ class Machine {
   StepResult skip_step(GroupRange range) EXCLUDES(engine_mutex);
   void check_groups(std::span<const optim::Hyper> groups, GroupRange range = {}) const;
 
-  /// The global norm: infinite where a gradient is inf. In a world of one rank it is NaN where one is a NaN,
-  /// which takes a look at all of them; of several ranks infinite there too.
+  /// The global norm: infinite where a gradient is inf. Where one is NaN, it is NaN with one rank, which
+  /// takes a pass over all gradients, and infinite with several ranks.
   double norm_of(const GradientSummary& gradient);
 
   /// Sets this rank's states to what their optimizer starts with, where that is not zero. The updater is
@@ -66,10 +66,10 @@ class Machine {
   void save(const std::filesystem::path& folder, const WriteBeside& write_beside) EXCLUDES(engine_mutex);
   Manifest verify(const std::filesystem::path& folder);
 
-  /// Of a segment's elements, of `width` bytes each, this rank has put its own into `out`: the others' come
-  /// from them. Collective.
+  /// Completes `out`, a segment's elements of `width` bytes each: this rank has filled in its own, the other
+  /// ranks send theirs. Collective.
   void share(int32_t unit, int32_t segment, std::span<std::byte> out, int64_t width) EXCLUDES(engine_mutex);
-  /// The same, on the thread of the rounds.
+  /// The same; for the thread of the rounds (ranks/rounds.h).
   void exchange_parts(int32_t unit, int32_t segment, std::span<std::byte> out, int64_t width);
 
   // A segment's gradient of several ranks (whole_gradients.cc); false: there is none.
@@ -84,7 +84,7 @@ class Machine {
     int64_t elements = 0;
     int64_t in_shard = 0;
 
-    /// Of the segment's content, `width` entries an element.
+    /// This part of the segment's `content`, which has `width` entries per element.
     template <class T>
     std::span<T> of(std::span<T> content, int64_t width = 1) const {
       return content.subspan(static_cast<size_t>(begin * width), static_cast<size_t>(elements * width));
@@ -102,14 +102,15 @@ class Machine {
     caller_clipped = false;
   }
 
-  /// The scale of clip_grad_norm(), which the next step would apply, belongs to the gradients that are there.
+  /// Applies the pending scale of clip_grad_norm() to the present gradients, in place of the next step.
   void settle_clip() EXCLUDES(engine_mutex);
 
-  /// Gradients are about to be thrown away: all that was given is taken in, and no guess reads it.
+  /// To be called before gradients are thrown away: finishes the intake of all gradients given, and drops
+  /// guesses that read them.
   void forget_guesses() EXCLUDES(engine_mutex);
 
-  /// The weights of these units are about to be replaced, under a Rounds::Change: pending updates are done,
-  /// and nobody is given the old ones any more.
+  /// To be called before the weights of these units are replaced, under a Rounds::Change: finishes pending
+  /// updates, and gives up gathered copies of the old weights.
   void prepare_to_change(std::span<const int32_t> units) MAY_RELEASE(engine_mutex);
 
   // Throws std::invalid_argument naming what does not exist.
@@ -135,14 +136,14 @@ class Machine {
   // Written under the engine's mutex; whoever calls step() or load() may read them without it.
   int64_t steps = 0;
   int64_t skipped_steps = 0;
-  // Of calls that come one at a time (engine.h):
-  int64_t looks = 0;         // at weights or states of several ranks, and writes
+  // Used by calls that the caller makes one at a time (engine.h):
+  int64_t looks = 0;         // collective reads and writes of weights or states so far
   bool handed_over = false;  // by start_states(), load() or step(): from now on ranks meet to write
   Mutex settling ACQUIRED_BEFORE(engine_mutex);  // of `clipped`, by whoever brings the next gradient
   std::optional<double> clipped;  // by clip_grad_norm(): the factor of the gradients that are there
-  bool caller_clipped = false;    // what is there now: the configured limit does not count
+  bool caller_clipped = false;    // the present gradients: step() does not apply the configured limit
   std::atomic<bool> closed = false;
-  bool kernel_keeps_memory = false;                    // at the end; then none of it may be freed
+  bool kernel_keeps_memory = false;                    // a hung disk may still write into it: never freed
   const io::OwnProcess process;                        // in its forked children nothing works
   const std::shared_ptr<const io::StallBoard> stalls;  // null without a watch
 
@@ -150,19 +151,19 @@ class Machine {
   std::vector<std::string> tell(Meeting meeting, const std::exception_ptr& error,
                                 const std::string& words = {});
   void require_gradients_on_host(int32_t unit);
-  /// By rank, whether it holds something of the segment that was not summed yet; at the end, on how many of
-  /// them there is a gradient. On the thread of the rounds.
+  /// For each rank, whether it holds gradients of the segment that were not summed yet; then, as the last
+  /// entry, how many ranks have a gradient. For the thread of the rounds.
   std::vector<double> holders(int32_t unit, int32_t segment) EXCLUDES(engine_mutex);
-  /// Of the ranks, in this step.
+  /// Whether the unit's gradients were summed over ranks in this step.
   bool has_sum(int32_t unit) EXCLUDES(engine_mutex);
   std::byte* held_gradient(int32_t unit, int32_t segment, int64_t begin) const;
-  /// use(chunk, run, sum, begin in the segment, elements) of this rank's part.
+  /// Calls use(chunk, run, sum, begin in the segment, elements) for each run of this rank's part.
   template <class Use>
   void each_own_sum(int32_t unit, int32_t segment, Use use) const;
   void add_what_ranks_hold(int32_t unit, int32_t segment, std::span<const double> said, std::span<float> out);
   void finish() noexcept EXCLUDES(engine_mutex);
   void finish_updates() EXCLUDES(engine_mutex);
-  /// What is left of a step that changes nothing.
+  /// The rest of a step that updates nothing.
   void leave_out() EXCLUDES(engine_mutex);
   GradientSummary reduce_gradients() EXCLUDES(engine_mutex);
   /// Counts the step, and keeps what its updates need.

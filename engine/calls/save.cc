@@ -1,5 +1,5 @@
-// Checkpoints of all ranks (DESIGN 7), as passes: what every rank has made durable is named by one manifest,
-// or by none.
+// Checkpoints of all ranks (docs/store.md), as passes: what every rank has made durable is named by one
+// manifest, or by none.
 #include <fmt/format.h>
 
 #include <exception>

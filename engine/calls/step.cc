@@ -1,5 +1,5 @@
-// The optimizer step (DESIGN 5): everything that has to be known before the first weight may change, and
-// nothing else. The updates themselves run under the next forward (states/updater.cc).
+// The optimizer step (docs/architecture.md): everything that has to be known before the first weight may
+// change, and nothing else. The updates themselves run under the next forward (states/updater.cc).
 #include <fmt/format.h>
 
 #include <algorithm>

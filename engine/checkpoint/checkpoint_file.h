@@ -24,8 +24,8 @@ class CheckpointFile {
   ~CheckpointFile();
 
   int64_t bytes() const;
-  /// The kernel forgets what it has in memory of the file, as far as that is on the disk: the next read comes
-  /// from there. Only a file system without such memory, or one that keeps it, does otherwise.
+  /// Asks the kernel to drop the file's cached pages that are on the disk, so that the next read comes from
+  /// the disk. A file system may ignore this.
   void drop_cached() const;
   void read_at(std::span<std::byte> to, int64_t offset) const;  // all of it, or an error
   void write(std::span<const std::byte> from);                  // behind what was written
@@ -39,13 +39,13 @@ class CheckpointFile {
   int file_ = -1;
 };
 
-/// One that is there already will do.
+/// Makes the folder, unless it exists.
 void make_folder(const std::filesystem::path& folder);
 
 /// Makes what was created and renamed in a folder durable. `watch`: as CheckpointFile::sync.
 void sync_folder(const std::filesystem::path& folder, io::StallWatch* watch = nullptr);
 
-/// Also replaces what has the new name.
+/// Replaces a file that has the new name.
 void rename_file(const std::filesystem::path& from, const std::filesystem::path& to);
 
 }  // namespace overspill::engine

@@ -22,9 +22,9 @@ struct WeightDifference {
   double rms_of_first = 0;  // of the weight itself: what `rms` is to be held against
 };
 
-/// The parameters that both have with one shape, order in memory and dtype, in the first's order. Every byte
-/// that is read is compared with its checksum; memory: a few MiB. Throws CheckpointError. `progress` as in
-/// merge_checkpoint.
+/// Compares the parameters that have the same name, shape, memory order and dtype in both checkpoints, in the
+/// order of the first. Every byte read is checked against its checksum. Memory: a few MiB. Throws
+/// CheckpointError. `progress` as in merge_checkpoint.
 std::vector<WeightDifference> compare_weights(const std::filesystem::path& first,
                                               const std::filesystem::path& second,
                                               void (*progress)(void*, int64_t, int64_t), void* context);

@@ -14,13 +14,13 @@ struct CopyResult {
   int64_t kept = 0;  // of these, bytes that an earlier copy had left, which fit their checksums
 };
 
-/// Copies what the manifest of `from` names, and nothing else of its files, into `to`, a folder of the
-/// caller's; then writes a manifest there. Bytes are compared with their checksums on the way. All room is
-/// taken before the first byte is written. What a copy that was cut off left in `to` is read, and where it
-/// fits its checksums it stays: so the next copy goes on. Any manifest in `to` is removed first.
+/// Copies the byte ranges that the manifest of `from` names into `to`, a folder of the caller's, then writes
+/// a manifest there. All bytes are compared with their checksums, and disk space is allocated before the
+/// first is written. Ranges that an interrupted copy left in `to` are kept where they fit their checksums.
+/// Any manifest in `to` is removed first.
 ///
-/// Memory: a few MiB. Throws CheckpointError; then `to` has no manifest, and all that the next copy may use.
-/// `progress` as in merge_checkpoint.
+/// Memory: a few MiB. Throws CheckpointError; then `to` has no manifest, and keeps what the next copy can
+/// reuse. `progress` as in merge_checkpoint.
 CopyResult copy_checkpoint(const std::filesystem::path& from, const std::filesystem::path& to,
                            void (*progress)(void*, int64_t, int64_t), void* context);
 

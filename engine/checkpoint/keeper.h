@@ -1,9 +1,10 @@
-// Takes and opens checkpoints of one engine (DESIGN 7): what lies on NVMe is pinned and linked, not copied;
-// what lies on the host is written out.
+// Takes and opens checkpoints of one engine (docs/store.md). Extents on NVMe are pinned and their slab files
+// hard-linked, not copied; components on the host are written out.
 //
 // The updater is quiescent meanwhile. A checkpoint is made under "<folder>.partial" and renamed when it is
 // complete and durable, so the folder is there whole or not at all. Extents that it shares with the store
-// stay pinned as long as the folder has their slabs (io::Store::share_lives); what was copied is not pinned.
+// stay pinned as long as the folder has their slabs (io::Store::share_lives); extents that it copied are not
+// pinned.
 #pragma once
 
 #include <cstdint>
@@ -24,7 +25,8 @@ namespace overspill::engine {
 
 class CheckpointKeeper {
  public:
-  /// Warns on stderr, on one rank, where this model's checkpoints would, or may, be too large to be taken.
+  /// Warns on stderr, on one rank, if a checkpoint of this model will or may be too large to save
+  /// (Config::manifest_bytes_max).
   CheckpointKeeper(const Setup& setup, Core& core, ModelStates& model, Access& access);
   CheckpointKeeper(const CheckpointKeeper&) = delete;
   CheckpointKeeper& operator=(const CheckpointKeeper&) = delete;
@@ -39,27 +41,27 @@ class CheckpointKeeper {
   static std::filesystem::path unfinished(const std::filesystem::path& folder);
   /// Every rank: pins its extents, writes its data durably, and says what it wrote.
   Manifest write_part(const std::filesystem::path& folder) EXCLUDES(engine_mutex);
-  /// One rank, when all have written theirs: the manifest, then the folder's name.
+  /// One rank, when all have written their parts: writes the manifest, then gives the folder its name.
   void complete(const std::filesystem::path& folder, const Manifest& manifest);
-  /// Every rank: the pins last as long as the folder has its slabs.
+  /// Every rank: keeps the pins for as long as the folder has its slabs.
   void keep(const std::filesystem::path& folder) EXCLUDES(engine_mutex);
-  /// Instead: one rank removes what was written, then every rank its pins. In this order: until the folder is
-  /// gone its slabs are its own.
+  /// If a save fails: one rank removes what was written, then every rank drops its pins. In this order, since
+  /// the folder's slabs need the pins until it is gone.
   void remove(const std::filesystem::path& folder) const noexcept;
   void give_up() noexcept;
-  /// Instead of both, where the disk does not answer: the folder stays as it is, and so do its pins until
-  /// somebody removes it.
+  /// If a save fails because the disk does not answer: leaves the folder as it is, and keeps the pins until
+  /// somebody removes the folder.
   void leave();
 
   /// Throws CheckpointError where new versions of the states have no room beside a checkpoint of this run
   /// (Config::train_after_save).
   void require_room_to_change() EXCLUDES(engine_mutex);
 
-  /// The manifest fits this model, and every byte that this rank would take fits its checksum. Throws
-  /// CheckpointError naming what does not.
+  /// Checks that the manifest fits this model, and that every byte this rank would load fits its checksum.
+  /// Throws CheckpointError naming what does not.
   Manifest verify(const std::filesystem::path& folder) const;
 
-  /// Brings this rank's part of a verified checkpoint's weights and states home, and the step counts.
+  /// Loads this rank's part of a verified checkpoint: weights, states and step counts.
   void load(const std::filesystem::path& folder, const Manifest& manifest) EXCLUDES(engine_mutex);
 
  private:
@@ -69,7 +71,7 @@ class CheckpointKeeper {
     std::vector<io::Extent> extents;
   };
 
-  /// What of a piece is this rank's, in elements.
+  /// The part of a manifest's piece that this rank holds, in elements.
   struct Overlap {
     int64_t in_shard;
     int64_t in_piece;

@@ -1,6 +1,6 @@
-// What a checkpoint folder holds, as one JSON file written last (DESIGN 7). Untrusted when read: every size,
-// offset and name is checked before use. Layout is by parameter name, so that a checkpoint opens at any world
-// size and placement. The text carries its own checksum.
+// What a checkpoint folder holds, as one JSON file written last (docs/store.md). Untrusted when read: every
+// size, offset and name is checked before use. Content is found by parameter name, so a checkpoint opens with
+// any number of ranks and any placement. The text carries its own checksum.
 #pragma once
 
 #include <cstdint>
@@ -77,26 +77,26 @@ struct Manifest {
   int64_t skipped_steps = 0;  // steps with non-finite gradients
   int64_t world = 1;
   std::vector<ManifestUnit> units;
-  std::string extra_json = "{}";  // what the caller keeps beside: scheduler, random states, data position
+  std::string extra_json = "{}";  // the caller's own data: scheduler, random states, data position
 };
 
-/// What comes of a manifest of version 2 is one of version 3. Throws CheckpointError. Checks version, names
-/// (no path separators, no ".."), that ranges lie inside their files, that checksum counts fit, that segments
-/// lie inside their unit and pieces cover every segment's components exactly once, that shapes fit element
-/// counts and strides fit shapes.
+/// Reads and checks a folder's manifest; one of version 2 is converted to version 3. Throws CheckpointError.
+/// Checks version, names (no path separators, no ".."), that ranges lie inside their files, that checksum
+/// counts fit, that segments lie inside their unit and pieces cover every segment's components exactly once,
+/// that shapes fit element counts and strides fit shapes.
 ///
 /// The checksum is compared before anything is parsed. Time is linear in the file's length; memory is at most
 /// about eight times it.
 Manifest read_manifest(const std::filesystem::path& folder, int64_t bytes_max = kManifestBytesMax);
 
-/// A manifest on its way from rank to rank: the text that write_manifest writes, and back. Nothing is checked
-/// but that it is one, and its checksum.
+/// Converts a manifest to the text that write_manifest writes, and back, to send it between ranks. Only the
+/// form and the checksum are checked.
 std::string manifest_text(const Manifest& manifest);
 Manifest manifest_from_text(std::string_view text);
 
-/// Temporary name, fsync, rename, fsync of the folder. All data files are durable before the call. Throws
-/// CheckpointError for what read_manifest would refuse; then nothing has changed.
-/// `watch` sees what waits for the disk; null: nothing does.
+/// Writes the manifest durably: under a temporary name, fsync, rename, fsync of the folder. The caller has
+/// made all data files durable before. Throws CheckpointError for a manifest that read_manifest would refuse;
+/// then nothing has changed. `watch` sees what waits for the disk; null: nothing does.
 void write_manifest(const std::filesystem::path& folder, const Manifest& manifest,
                     int64_t bytes_max = kManifestBytesMax, io::StallWatch* watch = nullptr);
 
@@ -118,19 +118,20 @@ struct VerifyResult {
 };
 VerifyResult verify_checkpoint(const std::filesystem::path& folder, void (*progress)(void*, int64_t, int64_t),
                                void* context);
-/// The same with a manifest that was read.
+/// The same for a manifest that is read already.
 VerifyResult verify_data(const std::filesystem::path& folder, const Manifest& manifest,
                          void (*progress)(void*, int64_t, int64_t) = nullptr, void* context = nullptr);
 
 /// Streams a checkpoint into Hugging Face safetensors files in `out` (created; must be empty or absent):
-/// model.safetensors, or shards of at most `shard_bytes` with an index. `dtype` is "bf16" or "fp32": weights
-/// from `hi` alone where it is bf16, or from the exact master. Tensors are row-major there, whatever their
-/// strides here. Memory: about one tensor. Written under temporary names and renamed when complete; after an
-/// error nothing remains. Frozen tensors keep their dtype unless it is F16, BF16 or F32. Of tied weights only
-/// the first name is written: Hugging Face ties the others when it loads. `tensors` are written beside, byte
-/// for byte: what a model has and the engine does not hold, such as buffers. Throws CheckpointError where one
-/// has the name of another tensor, or data that does not fit its dtype and shape. `progress(context, done,
-/// total)` in bytes; may be null, may throw.
+/// model.safetensors, or shards of at most `shard_bytes` with an index. `dtype` is "bf16" or "fp32": the
+/// first takes `hi` alone where that is bf16, else rounds the exact master; the second takes the master.
+/// Tensors in these files are row-major, whatever their strides in the engine. Memory: about one tensor.
+/// Written under temporary names and renamed when complete; after an error nothing remains. Frozen tensors
+/// keep their dtype unless it is F16, BF16 or F32. Of tied weights only the first name is written: Hugging
+/// Face ties the others when it loads. MergeOptions::tensors are written too, byte for byte: tensors of the
+/// model that the engine does not hold, such as buffers. Throws CheckpointError where one has the name of
+/// another tensor, or data that does not fit its dtype and shape. `progress(context, done, total)` in bytes;
+/// may be null, may throw.
 struct MergeTensor {
   std::string name;
   std::string dtype;  // safetensors' name

@@ -1,5 +1,4 @@
-// What makes a manifest one that may be used. The same checks before a manifest is written and after it was
-// read.
+// Checks whether a manifest may be used: before it is written, and after it was read.
 #pragma once
 
 #include <cstdint>

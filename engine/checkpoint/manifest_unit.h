@@ -11,7 +11,7 @@
 
 namespace overspill::engine {
 
-/// All of a unit but its pieces; `steps` are its updates so far, by segment.
+/// Describes a unit, without its pieces; `steps`: updates so far, by segment.
 ManifestUnit describe(const Unit& unit, std::span<const int64_t> steps);
 
 /// Throws CheckpointError, which names both sides, unless the unit that `folder` has is this model's, held as
@@ -20,8 +20,8 @@ void match(const std::filesystem::path& folder, const ManifestUnit& found, const
 
 enum class Bound : uint8_t { least, most };
 
-/// What the manifest of all ranks has at least, or at most, beside the caller's own text. Offsets and counts
-/// of steps are known when it is written; until then they have one digit, or as many as they can have.
+/// The least, or the most, bytes of the manifest of all ranks, without the caller's own text. Offsets and
+/// step counts are unknown until it is written: they count with one digit, or with as many as they can have.
 int64_t manifest_bytes(const Setup& setup, Bound bound);
 
 }  // namespace overspill::engine

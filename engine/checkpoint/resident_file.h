@@ -1,5 +1,5 @@
-// The file of a checkpoint that takes what was in memory: components, one after the other, with their
-// checksums.
+// The file of a checkpoint with the components that were in host memory, one after the other. Their checksums
+// go into the manifest.
 #pragma once
 
 #include <cstdint>

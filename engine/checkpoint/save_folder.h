@@ -10,15 +10,16 @@
 
 namespace overspill::engine {
 
-/// The file with the states of an optimizer that runs its own code; Engine::save's caller writes it.
+/// States of an optimizer that the engine does not implement; the caller of Engine::save writes this file.
 inline constexpr const char* kOwnStatesFile = "optimizer.safetensors";
 
 /// Whether a save gives this name to a file: the manifest, memory's states, slabs, copied extents, marks, own
 /// states; also behind a rank's prefix ("rank1-resident.bin"). The one list of them.
 bool is_file_of_a_save(std::string_view name);
 
-/// Throws CheckpointError, which names the entry, where the folder holds anything else than files of a save
-/// and folders of ranks with such files, or is no folder itself. Changes nothing. No folder is fine.
+/// Throws CheckpointError, which names the entry, where the folder holds anything but files of a save and
+/// folders of ranks with such files, or where the path is no folder. A path that does not exist is accepted.
+/// Changes nothing.
 void require_only_a_save(const std::filesystem::path& folder);
 
 /// Another process saves there.
@@ -28,8 +29,8 @@ class SaveUnderWay : public CheckpointError {
 };
 
 /// The folder, locked until the descriptor is closed; empty where there is none. Throws SaveUnderWay while
-/// another save holds it, CheckpointError where it is no folder, or belongs to somebody else. A file system
-/// without locks of folders lets everyone in.
+/// another save holds it, CheckpointError where it is no folder, or belongs to somebody else. On a file
+/// system that cannot lock folders nothing is locked and no save is refused.
 io::UniqueFd hold_save(const std::filesystem::path& folder);
 
 /// Removes the files of a save, the manifest first: what is left at any instant is no complete checkpoint.

@@ -1,4 +1,4 @@
-// Weights of a checkpoint as a number format of the outside world.
+// Weights of a checkpoint, converted to a dtype of safetensors.
 #pragma once
 
 #include <cstdint>

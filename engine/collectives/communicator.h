@@ -1,5 +1,5 @@
-// Collectives between the ranks of one engine (DESIGN 8). Transports: self (one rank), in-process (tests),
-// MPI, a torch.distributed group, NCCL beside one of them.
+// Collectives between the ranks of one engine (docs/ranks.md). Transports: self (one rank), in-process
+// (tests), MPI, a torch.distributed group, NCCL beside one of them.
 //
 // Calls block until done. Every rank makes the same calls in the same order from one thread at a time. Errors
 // (a rank that died, a size that differs between ranks, a timeout) are thrown as CommunicatorError naming the
@@ -38,18 +38,18 @@ class Communicator {
   /// slices, and do not overlap.
   virtual void all_to_all(std::span<const std::byte> send, std::span<std::byte> receive) = 0;
 
-  /// send[r] goes to rank r, receive[r] is filled by rank r. Both have world() entries; lengths differ from
-  /// pair to pair (0: nothing is sent), and both ends of a pair give the same. Entry rank() is not looked at.
-  /// Collective all the same: every rank calls it, whatever its part.
+  /// send[r] goes to rank r, receive[r] is filled by rank r. Both have world() entries. Lengths may differ
+  /// between pairs (0: nothing is sent), but both ends of a pair give the same length. Entry rank() is
+  /// ignored. Every rank must call it, even with nothing to send.
   virtual void exchange(std::span<const std::span<const std::byte>> send,
                         std::span<const std::span<std::byte>> receive) = 0;
 
-  /// The device whose memory exchange_on_device() moves as it lies; null: only host memory moves.
+  /// The device whose memory exchange_on_device() sends and receives directly; null: none.
   virtual const kernels::Device* device() const { return nullptr; }
 
-  /// exchange() of memory of device(), which no work on the device uses before this returns. One collective
-  /// with exchange(): each rank calls the one that fits where its bytes are. Throws std::logic_error where
-  /// there is no device().
+  /// exchange() for memory of device(), which no work on the device may use until the call returns. It is the
+  /// same collective as exchange(): each rank calls the one that fits the place of its bytes. Throws
+  /// std::logic_error where there is no device().
   virtual void exchange_on_device(std::span<const std::span<const std::byte>> send,
                                   std::span<const std::span<std::byte>> receive);
 
@@ -59,10 +59,10 @@ class Communicator {
   /// Whether the transport has a reduction of its own: reduce_scatter_sum().
   virtual bool reduces() const { return false; }
 
-  /// Slice r of `send`, of world() equal ones, is this rank's part of what rank r gets: `sum` is the sum of
-  /// all ranks' slices rank(), added as the transport likes best. Its order and roundings may differ between
-  /// transports, worlds and libraries; every rank's sum is its own, so ranks never differ by it. `send` and
-  /// `sum` do not overlap. Throws std::logic_error where reduces() is false or `sum` is not whole elements.
+  /// `send` has world() equal slices. Rank r gets in `sum` the sum of all ranks' slices r. The transport
+  /// chooses the order and rounding of the additions, which may differ between transports, worlds and
+  /// libraries. Only one rank computes each sum, so ranks cannot disagree. `send` and `sum` do not overlap.
+  /// Throws std::logic_error where reduces() is false or `sum` is not whole elements.
   virtual void reduce_scatter_sum(std::span<const std::byte> send, std::span<std::byte> sum,
                                   optim::Element element);
 
@@ -71,8 +71,8 @@ class Communicator {
   /// Ends the world: calls in progress and later ones throw on every rank, with `reason`.
   virtual void abort(const char* reason) noexcept = 0;
 
-  /// Why the world has ended, as far as this rank has heard by now; does not wait. Empty: it goes on, or the
-  /// transport hears of it in calls only. Between calls, from the thread that makes them.
+  /// Why the world has ended, as far as this rank knows; does not wait. Empty: it goes on, or this transport
+  /// learns of it only in calls. To be called between calls, by the thread that makes them.
   virtual std::string failure() { return {}; }
 };
 

@@ -9,8 +9,8 @@
 
 namespace overspill::engine {
 
-/// Bytes between this rank and others, whatever way the transport takes for them. What goes to all ranks
-/// (an all-gather's slice) counts once for each of them, as in a ring or by itself.
+/// Bytes between this rank and others, whatever route the transport uses. A slice that goes to all ranks
+/// (all-gather) counts once for each of them.
 struct Traffic {
   struct Kind {
     std::atomic<int64_t> calls = 0;

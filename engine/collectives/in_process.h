@@ -9,9 +9,9 @@
 
 namespace overspill::engine {
 
-/// One communicator a rank; each may outlive the others. A rank that has not joined a call `timeout` after
-/// another did, whose communicator was destroyed, or that makes another call, ends the world:
-/// CommunicatorError on every rank, then and later.
+/// One communicator per rank; each may outlive the others. A rank ends the world if it joins a call later
+/// than `timeout` after another rank, makes a different call, or destroys its communicator. Then every rank
+/// gets CommunicatorError, in this and later calls.
 std::vector<std::unique_ptr<Communicator>> make_in_process_world(int ranks,
                                                                  std::chrono::milliseconds timeout);
 

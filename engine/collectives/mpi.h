@@ -8,9 +8,9 @@
 
 namespace overspill::engine {
 
-/// MPI for this process: initialised with MPI_THREAD_SERIALIZED where the program has not done so itself, and
-/// then finalised at the end. Not after a failure: MPI_Finalize waits for all ranks; a process that ends
-/// without it makes mpirun end the others.
+/// MPI for this process: initialised with MPI_THREAD_SERIALIZED unless the program has done so, and in that
+/// case finalised at the end. After a failure it is not finalised: MPI_Finalize waits for all ranks, while a
+/// process that ends without it makes mpirun end the others.
 class MpiSession {
  public:
   /// Throws CommunicatorError where MPI has no such thread level.

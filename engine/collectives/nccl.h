@@ -1,4 +1,4 @@
-// Ranks with a GPU each: what is large goes from GPU to GPU.
+// Ranks with one GPU each: large messages go from GPU to GPU.
 #pragma once
 
 #include <chrono>
@@ -15,7 +15,7 @@ struct NcclOptions {
   std::filesystem::path library;  // empty: see nccl::load
   /// Device memory that calls go through, in pieces; the same on every rank.
   int64_t staging_bytes = int64_t{64} << 20;
-  /// Calls of equal slices that are no larger in all go over `control`; the same on every rank.
+  /// Calls of equal slices of at most so many bytes in all go over `control`; the same on every rank.
   int64_t small_bytes = int64_t{64} << 10;
   /// From the moment that all ranks have begun a call until NCCL has finished it.
   std::chrono::milliseconds timeout = std::chrono::minutes(30);
@@ -30,11 +30,10 @@ struct NcclOptions {
 /// go through staging there and back, on one stream; those of the device itself (exchange_on_device) go as
 /// they lie.
 ///
-/// Whatever fails (an error NCCL reports later, a call that does not end within the timeout, a rank that ends
-/// the world) ends NCCL's communicator by ncclCommAbort, and is told to the other ranks by `control`. When
-/// GPU work does not end even then, the process does, with a message on stderr: the GPU may still write to
-/// memory of the caller. Throws CommunicatorError on every rank when one of them has no usable NCCL or
-/// device.
+/// Every failure (an error that NCCL reports later, a call that exceeds the timeout, a rank that ends the
+/// world) aborts NCCL's communicator by ncclCommAbort, and `control` tells the other ranks. When GPU work
+/// does not end even then, the process does, with a message on stderr: the GPU may still write to memory of
+/// the caller. Throws CommunicatorError on every rank when one of them has no usable NCCL or device.
 std::unique_ptr<Communicator> make_nccl_communicator(std::unique_ptr<Communicator> control,
                                                      std::shared_ptr<kernels::Device> device,
                                                      const NcclOptions& options = {});

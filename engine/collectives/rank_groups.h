@@ -7,20 +7,19 @@
 
 namespace overspill::engine {
 
-/// The transports are shared with whoever builds the engine, who tells the other ranks where it fails.
+/// The transports are shared with the code that builds the engine, which tells the other ranks if that fails.
 struct RankGroups {
   std::shared_ptr<Communicator> communicator = nullptr;  // null once the engine has left its rounds
-  /// The ranks that hold the other parts of a model that is divided beside us (tensor, pipeline parallelism),
-  /// this one among them; null: we hold all of it. Norms and finiteness of gradients span them; nothing else
-  /// does.
+  /// The ranks that hold the parts of a model under tensor or pipeline parallelism, this rank included; null:
+  /// the model is not divided so. Only norms and finiteness of gradients span them.
   std::shared_ptr<Communicator> model_ranks = nullptr;
 
-  /// Ends the world of the other ranks: this one does not come to what they wait for.
+  /// Ends the world for all ranks, since this rank will not join their calls.
   void abort(const char* why) const noexcept {
     if (model_ranks != nullptr) model_ranks->abort(why);
     if (communicator != nullptr) communicator->abort(why);
   }
-  /// A transport may end together with those of the other ranks, and wait for them.
+  /// Gives the transports up. This may wait for the other ranks to do the same.
   void leave() noexcept {
     model_ranks.reset();
     communicator.reset();

@@ -1,4 +1,4 @@
-// Sums in rank order for transports that gather but do not add so.
+// Sums in rank order, for transports that have only an all-gather.
 #pragma once
 
 #include <span>

@@ -1,4 +1,4 @@
-// Whether all ranks make the same, possible call: what every transport asks before memory moves.
+// Checks that all ranks make the same, valid call; every transport does so before memory moves.
 #pragma once
 
 #include <fmt/format.h>
@@ -65,12 +65,13 @@ std::string find_difference(int ranks, ShapeOf shape_of) {
   return {};
 }
 
-/// Why an exchange is refused where both ends of a pair differ.
+/// The message for an exchange whose two ends give different lengths.
 inline std::string odd_pair(int from, int to, uint64_t sent, uint64_t room) {
   return fmt::format("rank {} sends {} bytes to rank {}, which has room for {}", from, sent, to, room);
 }
 
-/// For who knows all pairs: `sent(from, to)` bytes go where there is `room(from, to)`. Empty where they fit.
+/// For a transport that knows all pairs: compares `sent(from, to)` with `room(from, to)`, in bytes. Empty
+/// where all agree.
 template <class Sent, class Room>
 std::string find_odd_pair(int ranks, Sent sent, Room room) {
   for (int from = 0; from < ranks; ++from) {

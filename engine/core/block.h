@@ -9,8 +9,8 @@
 
 namespace overspill::engine {
 
-/// Memory of one gathered unit. Lives on, as an orphan, when its unit was updated while somebody still looks
-/// at the old weights.
+/// Memory of one gathered unit. If the unit is updated while a lease still uses the old weights, the block
+/// lives on as an orphan until that lease ends.
 struct Block {
   int32_t unit GUARDED_BY(engine_mutex) = -1;
   int32_t leases GUARDED_BY(engine_mutex) = 0;
@@ -18,16 +18,16 @@ struct Block {
   int32_t pins GUARDED_BY(engine_mutex) = 0;          // its shard is being sent
   int32_t arriving GUARDED_BY(engine_mutex) = 0;      // chunks not yet in
   int64_t host_offset GUARDED_BY(engine_mutex) = -1;  // in the host arena; -1: none
-  /// In the device arena; -1: the host memory is the device's.
+  /// In the device arena; -1: the device uses the host memory.
   int64_t device_offset GUARDED_BY(engine_mutex) = -1;
-  /// All ranks' shards where they meet there, else this rank's.
+  /// All ranks' shards where they meet in host memory, else this rank's.
   std::byte* host GUARDED_BY(engine_mutex) = nullptr;
   std::byte* shard GUARDED_BY(engine_mutex) = nullptr;   // this rank's, on the host
   std::byte* device GUARDED_BY(engine_mutex) = nullptr;  // what is leased
   kernels::Event copied GUARDED_BY(engine_mutex);        // host -> device done
-  /// On callers' queues: done with the device memory.
+  /// Reached on callers' queues when they no longer use the device memory.
   std::vector<kernels::Event> uses GUARDED_BY(engine_mutex);
-  /// Callers' queues while there are leases; may be given more work.
+  /// Callers' queues that the leases are for: they may be given more work that uses the block.
   std::vector<kernels::Stream*> users GUARDED_BY(engine_mutex);
 };
 

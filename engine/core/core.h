@@ -1,5 +1,5 @@
-// What every part of the schedule works through: the monitor, the way to the store, what is measured, and the
-// waits in which the caller's thread moves the store's transfers on.
+// What every part of the schedule shares: the monitor, the store, the measurements, and waits during which
+// the caller's thread moves transfers of the store on.
 #pragma once
 
 #include <cstdint>
@@ -26,12 +26,12 @@ struct ScheduleStats {
 
 class Core final : public Monitor {
  public:
-  /// As StoreGate of `store_in` and `watch`. `units`: of the model.
+  /// `store_in` and `watch` as for StoreGate. `units`: how many the model has.
   Core(size_t units, std::unique_ptr<io::Store> store_in, std::shared_ptr<io::StallWatch> watch)
       : meter(kernels::steady_now_ns, units), store(*this, meter, std::move(store_in), std::move(watch)) {}
 
-  /// Waits for `done`, counting the time; throws EngineFailed when the engine fails meanwhile. `unit`: what
-  /// for.
+  /// Waits until done() is true and counts the time for the report, under `cause`; `unit` goes into the
+  /// journal. Throws EngineFailed when the engine fails meanwhile.
   template <class Done>
   void wait(Done done, Cause cause, int32_t unit = -1) MAY_RELEASE(engine_mutex);
   /// Waits for the device, without the mutex. Throws kernels::DeviceError.
@@ -43,7 +43,7 @@ class Core final : public Monitor {
   ScheduleStats stats GUARDED_BY(engine_mutex);
   Journal journal GUARDED_BY(engine_mutex);
   StepMeter meter GUARDED_BY(engine_mutex);
-  uint64_t progress GUARDED_BY(engine_mutex) = 0;  // calls so far: whether this rank's caller comes at all
+  uint64_t progress GUARDED_BY(engine_mutex) = 0;  // calls so far: shows that this rank's caller is alive
   StoreGate store;
 };
 

@@ -1,4 +1,4 @@
-// What callers wait for just now, so that it is served first: updates of units, and gathered weights.
+// What callers wait for now: updates of units, and gathered weights. The schedule serves these first.
 #pragma once
 
 #include <algorithm>
@@ -10,7 +10,7 @@
 namespace overspill::engine {
 
 struct Demand {
-  /// For as many units without allocating.
+  /// Reserves memory for `count` units, so that later calls do not allocate.
   explicit Demand(size_t count) { updates.reserve(count); }
 
   /// The unit's updates come before others, until end_updates().

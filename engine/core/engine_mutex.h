@@ -1,17 +1,18 @@
-// The engine's one mutex, as annotations name it, and time without it.
+// The name by which annotations mean the engine's one mutex; and Unlocked, which gives the mutex up for a
+// while.
 #pragma once
 
 #include "base/mutex.h"
 
 namespace overspill::engine {
 
-/// In annotations: the mutex of the engine at hand, Monitor::mutex(). Parts of an engine reach it by ways of
-/// their own, which Clang would take for different mutexes; no code has to do with those of two engines. No
-/// such object is defined, so nothing but an annotation can use it.
+/// In annotations: the mutex of the engine at hand, Monitor::mutex(). Each part of an engine reaches it
+/// through its own reference, which Clang would take for different mutexes. No code uses two engines, so one
+/// name is enough. The object is never defined: only annotations can use it.
 extern Mutex engine_mutex;
 
-/// Gives the held mutex up, for what may take long (the disk, a device, a long copy), and takes it again at
-/// its end, also where an exception ends it.
+/// Gives the held mutex up for work that may take long (disk, device, a long copy). Its destructor locks the
+/// mutex again, also after an exception.
 class SCOPED_CAPABILITY Unlocked {
  public:
   explicit Unlocked(Mutex& mutex) RELEASE(mutex) : mutex_(mutex) { mutex_.unlock(); }

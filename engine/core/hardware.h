@@ -23,7 +23,7 @@ struct Hardware {
 
   const std::shared_ptr<kernels::Device> shared_device;  // with the framework's buffers, which outlive it
   std::unique_ptr<optim::Executor> executor;             // null once the engine is closed
-  const int workers;                                     // that the executor had
+  const int workers;                                     // threads of the executor, known after close, too
   Budget host_budget;
 };
 

@@ -18,7 +18,7 @@
 
 namespace overspill::engine {
 
-/// Where a chunk's components are, beyond their homes (the resident arena or the store's extents).
+/// Where a chunk's components are beside their homes (the arena in host memory, or extents of the store).
 enum class Residency : uint8_t {
   home,      // nowhere else; no ring slot is held
   reading,   // a slot is held, extents -> slot in flight
@@ -38,8 +38,8 @@ enum class Guess : uint8_t {
 };
 enum class Verdict : uint8_t { open, take, drop };
 
-/// What is not guarded are addresses, which stay as the constructor set them; but a guess that is taken
-/// exchanges those of `home` and `second`, under the mutex, and none is left where they are reached without
+/// Members without GUARDED_BY are addresses that the constructor sets for good. One exception: a guess that
+/// is taken swaps `home` and `second`, under the mutex; no guess is undecided when code reads them without
 /// it.
 struct ChunkState {
   Residency residency GUARDED_BY(engine_mutex) = Residency::home;
@@ -50,20 +50,20 @@ struct ChunkState {
   /// Components on NVMe; empty: never written, all zero.
   std::array<io::Extent, kComponents> extents GUARDED_BY(engine_mutex){};
   std::byte* staged_weights GUARDED_BY(engine_mutex) = nullptr;  // hi in the slot, where hi lives on NVMe
-  std::byte* gradient = nullptr;                               // on the host; null: spilled, or there is none
-  optim::Element gradient_element GUARDED_BY(engine_mutex){};  // as it is now; constant, but for spilled ones
-  io::Extent gradient_extent GUARDED_BY(engine_mutex);         // of a spilled one that was written
-  /// Beyond its update, until another comes or it is cleared.
+  std::byte* gradient = nullptr;                               // on the host; null: spilled, or no gradient
+  optim::Element gradient_element GUARDED_BY(engine_mutex){};  // its type now; changes only for spilled ones
+  io::Extent gradient_extent GUARDED_BY(engine_mutex);         // of a spilled gradient that was written
+  /// The gradient stays after its update, until another comes or it is cleared.
   bool gradient_kept GUARDED_BY(engine_mutex) = false;
 
   Guess guess GUARDED_BY(engine_mutex) = Guess::none;
   Verdict verdict GUARDED_BY(engine_mutex) = Verdict::open;  // of step(), on a guess
-  /// Written; empty until then.
+  /// Extents of the guessed version once it is written; empty until then.
   std::array<io::Extent, kComponents> guessed_extents GUARDED_BY(engine_mutex){};
   std::byte* second_weights GUARDED_BY(engine_mutex) = nullptr;  // guessed hi, where hi lives on the host
-  std::array<std::byte*, kComponents> second{};  // of what is held twice: for the guessed version
+  std::array<std::byte*, kComponents> second{};  // room for a guessed version (Plan::held_twice)
 
-  /// While `writing`: whether the new version is a guess that is not the chunk's (yet).
+  /// While `writing`: whether the new version is a guess that step() has not taken.
   bool writes_a_guess() const REQUIRES(engine_mutex) {
     return guess == Guess::made && verdict != Verdict::take;
   }
@@ -72,7 +72,7 @@ struct ChunkState {
   void become(Residency next) REQUIRES(engine_mutex);
 };
 
-/// The gathered form of a unit whose weights cannot be used where they lie.
+/// State of the gathered copy of a unit whose weights cannot be used at their home.
 enum class Gathered : uint8_t {
   absent,      // no memory
   filling,     // block held; this rank's chunks are arriving in it
@@ -83,8 +83,8 @@ enum class Gathered : uint8_t {
 
 struct Block;  // block.h
 
-/// What is not guarded are addresses, which stay as they were set at first; but that of `gradients` in a pool
-/// changes, under the mutex, while nobody brings gradients of the unit or sums them.
+/// Members without GUARDED_BY are addresses that are set once. One exception: `gradients` in a pool changes,
+/// under the mutex, while no thread adds or sums gradients of the unit.
 struct UnitState {
   Gathered gathered GUARDED_BY(engine_mutex) = Gathered::absent;
   Block* block GUARDED_BY(engine_mutex) = nullptr;

@@ -1,5 +1,5 @@
 // The engine's monitor (Hoare 1974, "Monitors: an operating system structuring concept"): the one mutex, the
-// condition that tells of changes under it, and the engine's failure, which ends every wait.
+// condition variable for changes of what it guards, and the engine's failure, which ends every wait.
 #pragma once
 
 #include <cstdint>
@@ -24,14 +24,14 @@ class Monitor {
 
   /// First failure wins; wakes everyone.
   void fail(const std::string& cause) REQUIRES(engine_mutex);
-  /// Throws EngineFailed after a failure: its caller is told; std::invalid_argument once the engine is
+  /// Throws EngineFailed after a failure, which then counts as told; std::invalid_argument once the engine is
   /// closed.
   void check() REQUIRES(engine_mutex);
 
   Condition changed;  // of what the mutex guards
   std::string failure GUARDED_BY(engine_mutex);
-  std::string cause GUARDED_BY(engine_mutex);  // of it, alone
-  int told GUARDED_BY(engine_mutex) = 0;       // callers who have been given it
+  std::string cause GUARDED_BY(engine_mutex);  // the cause alone, which `failure` contains
+  int told GUARDED_BY(engine_mutex) = 0;       // calls that have thrown the failure
   std::string last_checkpoint GUARDED_BY(engine_mutex);
 
  protected:

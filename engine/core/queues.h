@@ -1,5 +1,5 @@
-// The queues that callers compute on: a framework's own, such as PyTorch's current CUDA stream. Work there
-// and the engine's copies wait for each other on the device, so that the caller may run ahead of it.
+// The queues that callers compute on: a framework's own, such as PyTorch's current CUDA stream. Work on them
+// and the engine's copies wait for each other on the device, so the caller's thread may run ahead.
 #pragma once
 
 #include <map>
@@ -12,22 +12,22 @@
 
 namespace overspill::engine {
 
-/// Streams over such queues. Thread-safe. A call may take until the queue has room (a full launch queue of
-/// the device), so none is made with the engine's mutex, which all workers need.
+/// Streams over such queues. Thread-safe. A call may block until the device's launch queue has room. So no
+/// call is made with the engine's mutex held, which all workers need.
 class Queues {
  public:
   explicit Queues(kernels::Device& device) : device_(device) {}
-  /// Lives as long as this; for one thread at a time. Throws kernels::DeviceError.
+  /// The stream lives as long as this object; one thread at a time may use it. Throws kernels::DeviceError.
   kernels::Stream& of(Queue queue) EXCLUDES(engine_mutex) {
     const MutexLock guard(mutex_);
     return stream(queue);
   }
-  /// What the queue has been given until now. Throws kernels::DeviceError.
+  /// An event that is reached when the queue has done its work so far. Throws kernels::DeviceError.
   kernels::Event record(Queue queue) EXCLUDES(engine_mutex) {
     const MutexLock guard(mutex_);
     return stream(queue).record();
   }
-  /// What the queue is given from now on waits for the event. Throws kernels::DeviceError.
+  /// Makes work that the queue is given from now on wait for the event. Throws kernels::DeviceError.
   void wait(Queue queue, const kernels::Event& event) EXCLUDES(engine_mutex) {
     const MutexLock guard(mutex_);
     stream(queue).wait(event);

@@ -1,5 +1,5 @@
-// The way to the store. Calls that may take long go there without the engine's mutex; close() takes the store
-// away once the last of them is back.
+// The only access to the store. Long calls run there without the engine's mutex; close() takes the store away
+// once the last of them has returned.
 #pragma once
 
 #include <cstdint>
@@ -14,8 +14,8 @@ namespace overspill::engine {
 
 class StoreGate {
  public:
-  /// `store` may be null where the plan puts nothing on NVMe; `watch` where nothing is to be watched. What is
-  /// given by reference outlives the gate.
+  /// `store` may be null where the plan puts nothing on NVMe, `watch` where nothing is to be watched.
+  /// `monitor` and `meter` outlive the gate.
   StoreGate(Monitor& monitor, StepMeter& meter, std::unique_ptr<io::Store> store,
             std::shared_ptr<io::StallWatch> watch)
       : monitor_(monitor), meter_(meter), store_(std::move(store)), watch_(std::move(watch)) {}
@@ -37,11 +37,11 @@ class StoreGate {
   /// Hands a transfer of the schedule to the store; the report counts it until its on_complete says so.
   void submit(io::Transfer& transfer) REQUIRES(engine_mutex);
   void completed(const io::Transfer& transfer) REQUIRES(engine_mutex);
-  /// Gives up what is in the extent, if anything is, and empties it.
+  /// Releases the extent, unless it is empty, and empties the variable.
   void give_up(io::Extent& extent) REQUIRES(engine_mutex);
 
-  /// Keeps the store where a caller goes to it by itself, without the mutex: take() waits for the end of it.
-  /// Its constructor throws as Monitor::check() does, so nobody goes to a store that is given up.
+  /// Keeps the store for a caller that uses it directly, without the mutex: take() waits until the object is
+  /// gone. The constructor throws as Monitor::check() does, so nobody uses a store that was given up.
   class Kept {
    public:
     explicit Kept(StoreGate& gate) EXCLUDES(engine_mutex);
@@ -52,8 +52,8 @@ class StoreGate {
    private:
     StoreGate& gate_;
   };
-  /// Takes the store, once nobody is in poll() or allocate() any more, and no Kept is left. Nothing new may
-  /// be started.
+  /// Takes the store once poll(), allocate() and every Kept have ended. The caller makes sure that no new
+  /// ones begin.
   std::unique_ptr<io::Store> take() MAY_RELEASE(engine_mutex);
 
  private:

@@ -1,11 +1,10 @@
-// Sums of several micro-batches' gradients on the device, of units that live on the host
-// (Plan::summed_on_device): each gradient is added up there, and the sum alone crosses the link, after the
-// last micro-batch. The host's copy of a sum is behind until then; whoever wants to read or change it brings
-// it down first (GradientIntake::finish). What the host changes afterwards is no longer what lies here, and
-// later gradients of the step are added there.
+// Sums gradients over micro-batches on the device, for units that live on the host (Plan::summed_on_device).
+// Only the sum crosses the link, after the last micro-batch. Until then the host's copy of a sum is out of
+// date; code that reads or changes it first calls GradientIntake::finish. If the host changes its copy
+// afterwards, the sum here no longer counts, and later gradients of the step are added on the host.
 //
-// Several micro-batches on the host cost a worker's pass each, over 10 bytes an element; here the link is
-// crossed once for all of them.
+// On the host each micro-batch would cost a worker's pass over 10 bytes per element; here all of them cross
+// the link once.
 #pragma once
 
 #include <cstdint>
@@ -20,8 +19,8 @@
 
 namespace overspill::engine {
 
-/// One thread at a time, but for what needs the engine's mutex. Errors: kernels::DeviceError, also of what
-/// was found late.
+/// One thread at a time, except methods that need the engine's mutex. Errors: kernels::DeviceError, also for
+/// earlier work that failed late.
 class DeviceAccumulators {
  public:
   DeviceAccumulators(const Setup& setup, Hardware& hardware);
@@ -31,25 +30,25 @@ class DeviceAccumulators {
   /// Waits for what was started.
   void settle() noexcept;
 
-  /// Whether the gradient is added up here: the first of a step, or one whose sum is here. The sum is ahead
-  /// of the host's from now on.
+  /// Whether the gradient is added up here: it is the first of a step, or its sum is here. From now on the
+  /// sum is ahead of the host's.
   bool takes(const DeviceUnits::Arrival& arrival) REQUIRES(engine_mutex);
-  /// Adds a gradient that takes() said yes to, from device memory, once `ready` is reached: it is in the sum
-  /// when the event is done.
+  /// Adds a gradient for which takes() was true, from device memory, once `ready` is reached: it is in the
+  /// sum when the event is reached.
   kernels::Event take_in(const DeviceUnits::Arrival& arrival, const std::byte* data,
                          const kernels::Event& ready);
-  /// Of the segment's first element, in fp32.
+  /// The sum, in fp32, at the segment's first element.
   const std::byte* sum(int32_t unit, int32_t segment) const;
   kernels::Stream& stream() { return *stream_; }
 
-  /// The host's copy is behind, of some segment of the unit; of the segment.
+  /// Whether the host's copy is out of date, for any segment of the unit; for the segment.
   bool ahead(int32_t unit) const REQUIRES(engine_mutex);
   bool ahead(int32_t unit, int32_t segment) const REQUIRES(engine_mutex) {
     return !of_[unit].empty() && of_[unit][segment] == Sum::ahead;
   }
-  /// The host has, or is about to have before anyone reads it, what is here.
+  /// Says that the host has the sum, or will have it before anyone reads it.
   void brought_down(int32_t unit, int32_t segment) REQUIRES(engine_mutex) { of_[unit][segment] = Sum::same; }
-  /// The host's copy changes, or is thrown away.
+  /// Says that the host's copy changes, or is thrown away.
   void forget(int32_t unit, int32_t segment) REQUIRES(engine_mutex) {
     if (!of_[unit].empty()) of_[unit][segment] = Sum::none;
   }

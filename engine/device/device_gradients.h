@@ -1,5 +1,5 @@
-// What gradients in a device's memory have in common, whether their units live there (device_units.h),
-// several ranks' sums are made there (device_sums.h) or several micro-batches' (device_accumulators.h).
+// Helpers for gradients in device memory: of units that live there (device_units.h), in sums over ranks
+// (device_sums.h) or over micro-batches (device_accumulators.h).
 #pragma once
 
 #include <span>
@@ -9,14 +9,14 @@
 
 namespace overspill::engine {
 
-/// Elements of host memory come in at `to` on the device, as DeviceKernels::take_in does, by way of `piece`
-/// there. Once an event recorded later is done, `from` and `piece` are free.
+/// Takes elements from host memory in at `to` on the device, as DeviceKernels::take_in does, through the
+/// device buffer `piece`. `from` and `piece` are free once an event recorded afterwards is reached.
 void take_in_from_host(kernels::DeviceKernels& kernels, kernels::Stream& stream, std::span<std::byte> piece,
                        optim::Element from_type, const std::byte* from, optim::Element to_type, std::byte* to,
                        int64_t elements, bool first);
 
-/// Waits for all that was put on the stream (null: nothing). Where the device has failed, nothing uses its
-/// memory any more, and who asks for the work is told.
+/// Waits for all work on the stream (null: none). Returns also if the device has failed: then nothing uses
+/// its memory any more, and the call that needs the work reports the failure.
 void settle(kernels::Stream* stream) noexcept;
 
 }  // namespace overspill::engine

@@ -1,10 +1,10 @@
-// Gradients of several ranks that are summed on the device (Plan::sums_device_bytes): until then they lie
-// whole there, in a pool or in the unit's own memory, slices go from device to device, and are added there in
-// rank order. What comes to the host is this rank's sum alone, W times less than the gradients of a unit over
-// W ranks; of units that live on the device nothing does.
+// Sums gradients over ranks on the device (Plan::sums_device_bytes). A pool there, or the unit's own memory,
+// holds the whole gradients; slices go from device to device, which adds them in rank order. Only this rank's
+// sum comes to the host, 1/W of a unit's gradients with W ranks; for units that live on the device nothing
+// does.
 //
-// take_in() is for whoever brings gradients, one thread at a time; all else for the thread of the rounds.
-// Each has a stream of its own. Errors: kernels::DeviceError, also of what was found late.
+// One thread at a time calls take_in(); the thread of the rounds calls all else. Each side has a stream of
+// its own. Errors: kernels::DeviceError, also for earlier work that failed late.
 #pragma once
 
 #include <memory>
@@ -26,29 +26,29 @@ class DeviceSums {
   void settle() noexcept;
 
   bool used() const { return kernels_ != nullptr; }
-  /// Device memory: of units' gradients until they are summed, where they are pooled; of one chunk's slices
-  /// as they come.
+  /// Device memory: pool() for pooled gradients until they are summed, exchange() for one chunk's slices as
+  /// they arrive.
   std::byte* pool() const { return memory_.data(); }
   std::span<std::byte> exchange() const;
 
-  /// What comes in later does so after the event.
+  /// Makes later take_in() calls wait for the event.
   void arrive_after(const kernels::Event& event) { arrivals_->wait(event); }
-  /// Elements come in at `to`, in the pool or a unit's own memory: in place of what is there, or (not
-  /// `first`) added. From device memory, once `ready` is reached: it is there when the event is done.
+  /// Takes elements in at `to`, in the pool or a unit's own memory: `first` replaces, otherwise they are
+  /// added. Reads device memory once `ready` is reached; done when the returned event is reached.
   kernels::Event take_in(optim::Element from_type, const std::byte* from, optim::Element to_type,
                          std::byte* to, int64_t elements, bool first, const kernels::Event& ready);
-  /// From host memory: it is there on return.
+  /// The same from host memory; done on return.
   void take_in(optim::Element from_type, const std::byte* from, optim::Element to_type, std::byte* to,
                int64_t elements, bool first);
 
-  /// To zero; it is on return.
+  /// Sets the bytes to zero; done on return.
   void clear(std::byte* data, int64_t bytes);
-  /// Adds one rank's part to the sum in fp32 of one chunk; the first one replaces it.
+  /// Adds one rank's part to the fp32 sum of one chunk; `first` replaces the sum.
   void add(optim::Element type, const std::byte* part, int64_t elements, bool first);
-  /// The sum, to pinned memory; it is there on return.
+  /// Copies the sum to pinned memory; done on return.
   void fetch(std::span<float> to);
-  /// The sum times `factor`, to device memory, once `ready` is reached: in place of what is there, or (not
-  /// `first`) added. It is there on return.
+  /// Writes the sum times `factor` to device memory, once `ready` is reached: `first` replaces, otherwise it
+  /// is added. Done on return.
   void take_mean(float factor, optim::Element type, std::byte* to, int64_t elements, bool first,
                  const kernels::Event& ready);
 

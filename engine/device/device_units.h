@@ -1,18 +1,18 @@
-// Units that live on the device (Plan::on_device): weights, states and gradients in flight stay in its
-// memory, and are updated there (DESIGN 5). They are the first units of forward, whose updates have nothing
-// to hide under. No byte of theirs crosses the link in a step, but for the sums of squares.
+// Units that live on the device (Plan::on_device): their weights, states and gradients stay in its memory,
+// and the device updates them (docs/architecture.md). They are the first units of forward, whose updates no
+// compute hides. In a step only their sums of squares cross the link.
 //
-// Of several ranks each holds its shard there. Gradients are summed on the device (device_sums.h) and the sum
-// stays; weights are gathered beside the shard (Gatherer), which copies it there as it is on the host for
-// other units.
+// With several ranks each device holds its rank's shard. Gradients are summed on the device (device_sums.h)
+// and the sum stays there. The Gatherer gathers weights into a block beside the shard, as it does on the host
+// for other units.
 //
-// One stream does what is asked, in that order: a gradient comes in after the update that used the one
-// before, and is squared then (gradient_squares.h), under backward; states are read after their update.
-// Callers' queues wait for the update as they wait for a copy, and the update waits for what they were given
-// while they held a lease. So step() only submits.
+// One stream does all work in the order submitted: it takes a gradient in after the update that used the
+// previous one, and squares it then, during backward (gradient_squares.h); it reads states after their
+// update. Callers' queues wait for the update as they wait for a copy, and the update waits for the work that
+// they were given during a lease. So step() only submits.
 //
-// The engine's mutex is given up for waits, and for submitting copies of host memory that nobody pinned, for
-// which a device may keep the thread. What fails on the device fails the engine.
+// Methods give up the engine's mutex while they wait, and while they submit copies of unpinned host memory,
+// which may block the thread. A failure on the device fails the engine.
 #pragma once
 
 #include <cstdint>
@@ -31,7 +31,7 @@ namespace overspill::engine {
 
 class DeviceUnits {
  public:
-  /// All weights, states and gradients are zero.
+  /// Sets all weights, states and gradients to zero.
   DeviceUnits(const Setup& setup, Core& core, Hardware& hardware, ModelStates& model,
               GradientSquares& squares);
   ~DeviceUnits();  // no lease is left; waits for what is under way
@@ -40,11 +40,10 @@ class DeviceUnits {
   /// Waits for what was started.
   void settle() noexcept;
 
-  /// Leases the unit's weights, of a world of one rank; Gatherer::release ends it.
+  /// Leases the unit's weights, with one rank only; Gatherer::release ends the lease.
   Block* lease(int32_t unit) REQUIRES(engine_mutex);
 
-  // ---- gradients of one rank, of a segment: the first of a step replaces what is there, later ones are
-  // added
+  // ---- gradients with one rank, by segment: the first of a step replaces the old one, later ones are added
 
   bool take_gradients(int32_t unit) const { return setup_.gradient_route(unit) == GradientRoute::device; }
 
@@ -54,13 +53,13 @@ class DeviceUnits {
     optim::Element element{};
     bool first = false;
   };
-  /// Of the device's memory, once `ready` is reached. It is taken in when the event is done.
+  /// Takes in a gradient from device memory, once `ready` is reached. It is in when the event is reached.
   kernels::Event take_in(const Arrival& arrival, const std::byte* data, const kernels::Event& ready)
       REQUIRES(engine_mutex);
-  /// Elements from `begin` on, of host memory; returns when they are there.
+  /// Takes in elements from `begin` on from host memory; returns when they are on the device.
   void take_in(const Arrival& arrival, int64_t begin, int64_t elements, const std::byte* data)
       MAY_RELEASE(engine_mutex);
-  /// Copies elements of the segment's gradient out as they are kept, from `begin` on.
+  /// Copies elements of the segment's gradient from `begin` on into `out`, in their stored type.
   void read_gradient(int32_t unit, int32_t segment, int64_t begin, std::span<std::byte> out)
       MAY_RELEASE(engine_mutex);
 
@@ -69,12 +68,12 @@ class DeviceUnits {
   /// This rank's elements of a chunk, where their sum belongs, once the event is reached.
   std::byte* place_of_gradient(int32_t chunk) const;
   kernels::Event used(int32_t unit) const REQUIRES(engine_mutex) { return residents_[unit].block.copied; }
-  /// The sum is there. It has been squared when the event is done.
+  /// Called when the unit's sum is there: squares it. Done when the event is reached.
   kernels::Event square_sums(int32_t unit) REQUIRES(engine_mutex);
 
   // ---- the update
 
-  /// Submits it: segments, factors and step counts are those that step() has captured.
+  /// Submits the update, with the segments, factors and step counts that step() has captured.
   void update(int32_t unit) REQUIRES(engine_mutex);
   /// Returns when all that was submitted is done.
   void finish() MAY_RELEASE(engine_mutex);

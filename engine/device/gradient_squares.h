@@ -1,10 +1,9 @@
-// Sums of squares of gradients, taken while the gradients come and are at hand: by the worker that adds a
-// piece, or by the device before a gradient leaves it. So step() finds them, and no pass over all gradients
-// stands between backward and the update. Nothing is known of a gradient that nobody has squared, or that
-// has changed since: step() reads it then.
+// Sums of squares of gradients, computed when a gradient arrives: by the worker that adds a piece, or by the
+// device before a gradient leaves it. So step() finds them ready and needs no pass over all gradients. Only a
+// gradient that was not squared, or has changed since, is read by step().
 //
-// All are kept by run of each chunk, as the summary adds them up (optim::Squares), so it makes no difference
-// to any bit who took them.
+// They are kept per run of each chunk, as the summary adds them up (optim::Squares), so the bits do not
+// depend on who computed them.
 #pragma once
 
 #include <cstdint>
@@ -21,7 +20,8 @@
 
 namespace overspill::engine {
 
-/// A segment's are written by one thread at a time; different runs' by several side by side.
+/// One thread at a time writes the squares of a segment, or several threads in parallel those of different
+/// runs.
 class GradientSquares {
  public:
   GradientSquares(const Setup& setup, Core& core, Hardware& hardware, ModelStates& model);
@@ -31,25 +31,25 @@ class GradientSquares {
   /// Waits for what was started.
   void settle() noexcept;
 
-  /// Whether the device takes those of the unit's gradients.
+  /// Whether the device squares the unit's gradients.
   bool taken_there(int32_t unit) const;
   /// Puts on `stream` that the device squares a segment's gradient, which lies whole at `gradient` there.
   /// The caller waits for the stream before fetch().
   void take_there(kernels::Stream& stream, int32_t unit, int32_t segment, optim::Element type,
                   const std::byte* gradient);
-  /// The same, beside all other streams, once `ready` is reached; the event is done when they are taken.
+  /// The same on a stream of its own, once `ready` is reached; the event is reached when it is done.
   kernels::Event take_there(const kernels::Event& ready, int32_t unit, int32_t segment, optim::Element type,
                             const std::byte* gradient);
-  /// Of one run, as it is now.
+  /// Sets the squares of one run's present gradient.
   void put(int32_t chunk, int32_t run, const optim::Squares& squares) {
     of_[chunk][run] = {Taken::here, squares};
   }
   /// The run's gradient changes.
   void forget(int32_t chunk, int32_t run) { of_[chunk][run].taken = Taken::no; }
 
-  /// Brings what the device has to the host. A device that fails fails the engine.
+  /// Copies the device's sums to the host. A device that fails fails the engine.
   void fetch() MAY_RELEASE(engine_mutex);
-  /// Nothing where it is not known.
+  /// The squares of a run; nothing where they are not known.
   std::optional<optim::Squares> of(int32_t chunk, size_t run) const;
 
  private:

@@ -1,12 +1,12 @@
-// Gradients on their way into the engine. Those in host memory are taken in by whoever brings them. Those in
-// device memory are copied by a stream of their own, as soon as the caller's queue has made them, and taken
-// in by a thread of their own: straight to their place where nothing has to be added or widened, or where the
-// device has added them up (device_accumulators.h), else through a few pinned slots, some pieces being copied
-// while the workers add others. The device squares what goes straight to its place. So the caller goes on
-// with backward, and step() finds the sum of squares ready but for the last gradient's.
+// Takes gradients into the engine. For a gradient in host memory the caller's thread does it. A gradient in
+// device memory is copied by the intake's own stream, once the caller's queue has computed it, and taken in
+// by the intake's own thread. It goes straight to its place where nothing has to be added or widened, or
+// where the device has added up the micro-batches (device_accumulators.h); the device squares it then.
+// Otherwise it goes through a few pinned slots: some pieces are copied while the workers add others. So the
+// caller goes on with backward, and step() finds all sums of squares ready except the last gradient's.
 //
-// They are taken in in the order in which they came, one after the other whatever threads bring them: every
-// bit is as if each had been waited for.
+// The intake takes gradients in the order of the calls, one after the other, whatever threads make them. The
+// bits are the same as if each call had waited.
 #pragma once
 
 #include <algorithm>
@@ -29,8 +29,8 @@
 
 namespace overspill::engine {
 
-/// Of device memory, which is the framework's, that gradients under way may keep: more on a larger card, so
-/// that those of a large head do not wait until nothing else is under way.
+/// The most device memory of the framework that gradients under way may keep. It grows with the device's
+/// budget, so that the gradients of a large head need not wait until nothing else is under way.
 constexpr int64_t outstanding_bytes_most(int64_t device_budget_bytes) {
   return std::max(int64_t{256} << 20, device_budget_bytes / 64);
 }
@@ -43,25 +43,26 @@ class GradientIntake {
   GradientIntake& operator=(const GradientIntake&) = delete;
   ~GradientIntake() { close(); }
 
-  /// Returns when it is taken in. Throws as Gradients::check.
+  /// Returns when the gradient is taken in. Throws as Gradients::check.
   void add(int32_t unit, int32_t segment, std::span<const std::byte> data, std::string_view dtype)
       EXCLUDES(arrival_, mutex_, engine_mutex);
-  /// Of what was submitted to `queue` until now. Returns at once, unless much is under way already. Throws
-  /// std::invalid_argument for what does not fit; what fails later fails the engine.
+  /// The gradient is the result of the work submitted to `queue` until now. Returns at once, unless much is
+  /// under way already. Throws std::invalid_argument for a wrong size or dtype; a later failure fails the
+  /// engine.
   void add(int32_t unit, int32_t segment, DeviceArray gradient, Queue queue)
       EXCLUDES(arrival_, mutex_, engine_mutex);
-  /// In place of what there was of the segment; empty: nothing.
+  /// Replaces the segment's gradient, or removes it where `data` is empty.
   void replace(int32_t unit, int32_t segment, std::span<const std::byte> data, std::string_view dtype)
       EXCLUDES(arrival_, mutex_, engine_mutex);
-  /// Writes the zeros of what Gradients::become_zero() has left.
+  /// Writes the zeros that Gradients::become_zero() has promised.
   void write_zeros() EXCLUDES(arrival_, mutex_, engine_mutex);
-  /// Returns when all that was given is taken in, or the engine has failed.
-  /// What the device has added up is on the host then.
+  /// Returns when all gradients given are taken in, or the engine has failed. Sums that the device has made
+  /// are on the host then.
   void finish() EXCLUDES(arrival_, mutex_, engine_mutex);
   /// Whether the caller is this object's own thread: where it gives a gradient's memory back, the owner's
   /// finalizer may run other code there.
   bool here() const;
-  /// What has not been taken in is dropped. Nothing may be added afterwards.
+  /// Drops gradients that are not taken in yet. Nothing may be added afterwards.
   void close() noexcept EXCLUDES(mutex_);
 
  private:

@@ -1,15 +1,14 @@
 // Spilled gradients between backward and the update: a fixed number of buffers of one chunk each, through
-// which they go to NVMe, come back when more is added to them (a later micro-batch) or somebody looks, and go
-// again. What the last write left is read into the ring, with the states, for the update.
+// which they go to NVMe. They come back when a later micro-batch adds to them or a call reads them, and are
+// written again. For the update the ring reads the last version, together with the states.
 //
 // A gradient's extent is not a state: no checkpoint has it, and a crash loses it anyway. So the old one is
 // released before the new one is written, not after.
 //
-// Back pressure. Who opens a chunk waits until a buffer is free, that is, for the store alone: buffers belong
-// to nobody else, a buffer that is held is given back by its holder without waiting for another (Gradients
-// lets one caller at a time hold at most half of them), and what is held by nobody is written out. The ring
-// does not wait for a buffer, and a buffer is not waited for with anything of the ring's held, so neither can
-// be waiting for the other.
+// Back pressure. open() waits until a buffer is free, and so for the store alone. Only staging uses these
+// buffers; a holder gives its buffer back without waiting for another (Gradients lets one caller at a time
+// hold at most half of them), and staging writes out the buffers that nobody holds. The ring never waits for
+// a buffer, and no thread that holds a ring slot waits for one, so the two cannot deadlock.
 #pragma once
 
 #include <cstdint>
@@ -23,10 +22,10 @@
 
 namespace overspill::engine {
 
-/// The engine's mutex is given up for waits, and while the store makes room. One caller at a time (Gradients
-/// sees to that).
-/// Errors: a transfer that fails fails the engine, and waiting then throws EngineFailed. StoreError where the
-/// store has no room for a write: every gradient is still there, in its buffer, and the call may be repeated.
+/// Methods give up the engine's mutex while they wait, and while the store makes room. One caller at a time,
+/// which Gradients ensures. Errors: a failed transfer fails the engine, and waits then throw EngineFailed.
+/// StoreError where the store has no room for a write: every gradient is still in its buffer, and the call
+/// may be repeated.
 class GradientStaging {
  public:
   GradientStaging(const Setup& setup, Core& core, Hardware& hardware, ModelStates& model);
@@ -48,7 +47,8 @@ class GradientStaging {
   /// Returns once every gradient is on NVMe and no buffer is in use.
   void flush() MAY_RELEASE(engine_mutex);
 
-  /// Forgets the gradients of the chunks that are gone, but for those that a scheduled update still needs.
+  /// Forgets the gradients of the chunks for which `is_gone` is true, except those that a scheduled update
+  /// still needs.
   void discard(const std::function<bool(int32_t chunk)>& is_gone) MAY_RELEASE(engine_mutex);
 
  private:

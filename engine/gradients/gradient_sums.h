@@ -1,13 +1,13 @@
-// Gradients of several ranks: what this rank has given of each unit, until it is summed over all ranks
-// (docs/ranks.md). An all-to-all of slices, then an fp32 sum in rank order: one result on every transport and
-// at every stage (DESIGN 8). A rank that has nothing of a unit sends nothing, and counts as zeros. Or, where
-// Config::library_sums says so, the transport's own reduce-scatter. All of it is done on the device where
-// that is possible (device_sums.h), to the same bits.
+// Sums gradients over ranks: keeps this rank's gradients of each unit until all ranks sum it (docs/ranks.md).
+// A sum is an all-to-all of slices, then an fp32 addition in rank order: the same bits on every transport and
+// at every stage. A rank without a gradient of the unit sends nothing and counts as zeros. With
+// Config::library_sums the transport's own reduce-scatter makes the sum instead. Where possible the device
+// does all of this (device_sums.h), with the same bits.
 //
-// At stages 2 and 3 a unit's gradients lie whole in a pool only until it is summed, which is when every rank
-// has given all it will give; then only the shard's are kept. With several micro-batches a step, unless they
-// pass each unit together, that would be at the end: there, and at stages 0 and 1, they lie whole in the
-// unit's memory and are summed by step(). The sum of a unit that lives on the device stays there.
+// At stages 2 and 3 a pool holds a unit's whole gradients only until every rank has given all its own; then
+// they are summed, and only the shard's part is kept. With several micro-batches, unless they pass each unit
+// together, that would be at the end of the step. In that case, and at stages 0 and 1, the unit's own memory
+// holds them whole, and step() sums them. The sum of a unit that lives on the device stays there.
 #pragma once
 
 #include <cstdint>
@@ -30,28 +30,28 @@ class GradientSums {
   GradientSums(const Setup& setup, Core& core, Hardware& hardware, ModelStates& model, RankGroups& ranks,
                DeviceUnits& device_units);
 
-  /// Memory for a unit's gradients, in UnitState::gradients, for what was not summed yet. Waits for room, and
-  /// for a sum that is due. Throws BudgetError where neither will ever come, std::invalid_argument for a
-  /// gradient that comes after the sum where there is no place for it.
+  /// Provides memory, in UnitState::gradients, for the unit's gradients until they are summed. Waits for
+  /// room, and for a sum that is due. Throws BudgetError where there will never be room,
+  /// std::invalid_argument for a gradient after the sum where there is no memory for it.
   void open(int32_t unit) MAY_RELEASE(engine_mutex);
-  /// Whether something of a segment lies there.
+  /// Whether that memory holds gradients of the segment.
   bool holds(int32_t unit, int32_t segment) const REQUIRES(engine_mutex) {
     return of_[unit].held[segment] != 0;
   }
   void arrived(int32_t unit, int32_t segment) REQUIRES(engine_mutex);
 
-  /// Memory for the unit's gradients is the device's; what is given goes there by on_device().
+  /// Whether the memory for the unit's gradients is on the device; then on_device() takes them in.
   bool are_on_device(int32_t unit) const {
     return device_.used() && (setup_.plan.gradients_pooled || setup_.lives_on_device(unit));
   }
   DeviceSums& on_device() { return device_; }
 
   bool gives(int32_t unit) const REQUIRES(engine_mutex) { return of_[unit].gives; }
-  /// In this step, of what was given so far; it lies in the chunks.
+  /// Whether the chunks hold this step's sum of the gradients given so far.
   bool has_sum(int32_t unit) const REQUIRES(engine_mutex) { return of_[unit].summed; }
   /// What sums over the ranks are multiplied by.
   float factor() const;
-  /// Nothing more will be given before step(), as far as this step is like those before.
+  /// Whether, going by earlier steps, this rank will give no more gradients of the unit before step().
   bool complete(int32_t unit) const REQUIRES(engine_mutex) { return of_[unit].complete; }
 
   /// The unit's gradients were summed, here and everywhere.
@@ -59,12 +59,12 @@ class GradientSums {
   /// step() has taken the sums: the next gradient is the first of its step.
   void restart() REQUIRES(engine_mutex);
 
-  /// A caller waits in open(), and as things are it will not wake up.
+  /// Whether a caller waits in open() that nothing now under way will wake.
   bool stuck() const REQUIRES(engine_mutex);
   void refuse() REQUIRES(engine_mutex) { refused_ = true; }
 
-  /// On the thread of the rounds, all ranks alike, nobody else at the unit: sums it. `gives` says by rank who
-  /// has something.
+  /// Sums the unit. For the thread of the rounds, on all ranks alike, while no other thread uses the unit.
+  /// `gives`, by rank: whether the rank has gradients of it.
   void sum(int32_t unit, std::span<const uint8_t> gives) EXCLUDES(engine_mutex);
 
  private:
@@ -92,7 +92,7 @@ class GradientSums {
   void check_refused(int32_t unit) REQUIRES(engine_mutex);
   void zero_absent(int32_t unit) EXCLUDES(engine_mutex);
   bool must_wait(int32_t unit) const REQUIRES(engine_mutex);
-  /// Asked again and again by whoever waits: it changes nothing.
+  /// A wait calls it repeatedly, so it changes nothing.
   bool may_open(int32_t unit) const REQUIRES(engine_mutex);
   void take_memory(int32_t unit) REQUIRES(engine_mutex);
   void free_memory(int32_t unit) REQUIRES(engine_mutex);

@@ -1,6 +1,6 @@
-// Gradients, from their arrival in backward until they are cleared or others come: one array a trainable
-// unit, in the unit's flat space; or chunk by chunk, where some of them are spilled to NVMe
-// (gradient_staging.h). A segment's gradient is what lies there times its factor.
+// Keeps gradients from their arrival in backward until they are cleared or replaced. Each trainable unit has
+// one array in its flat space; a unit with gradients spilled to NVMe has one per chunk (gradient_staging.h).
+// A segment's gradient is the stored values times the segment's factor.
 #pragma once
 
 #include <array>
@@ -27,18 +27,18 @@
 
 namespace overspill::engine {
 
-/// Of the final, accumulated, reduced gradients of all ranks; the same bits on every rank.
+/// A summary of the final gradients, accumulated and summed over ranks; the same bits on every rank.
 struct GradientSummary {
   double squares = 0;  // infinite where a gradient is not finite
   bool finite = true;
 };
 
-/// Of a segment, between two steps.
+/// Whether a segment has a gradient for the next step.
 enum class Presence : uint8_t {
   absent,
-  used,   // by the last step; it still lies where it was
+  used,   // the last step used it; its memory still holds it
   zero,   // all zeros, which were not written yet
-  there,  // what arrived since the last step, or since clear()
+  there,  // it arrived since the last step, or since clear()
 };
 
 class Gradients {
@@ -46,19 +46,19 @@ class Gradients {
   Gradients(const Setup& setup, Core& core, Hardware& hardware, ModelStates& model, RankGroups& ranks,
             DeviceUnits& device_units, GradientSquares& squares);
 
-  // A gradient is added piece by piece: check, begin, all pieces, finish. The caller has made sure that no
-  // update of the unit is pending, and begins nothing of a segment that has not finished.
+  // A gradient is added piece by piece: check, begin, all pieces, finish. The caller ensures that no update
+  // of the unit is pending, and that at most one gradient of a segment is between begin and finish.
 
   /// A gradient that arrives, of one segment; `first`: in this step.
   using Arrival = DeviceUnits::Arrival;
-  /// What a gradient of `bytes` consists of. The dtype is the unit's, or "F32". Throws std::invalid_argument
-  /// on a size or dtype that does not fit.
+  /// The element type of a gradient of `bytes` bytes. The dtype must be the unit's, or "F32". Throws
+  /// std::invalid_argument for another size or dtype.
   optim::Element check(int32_t unit, int32_t segment, int64_t bytes, std::string_view dtype) const;
-  /// Waits where several ranks' gradients have no room yet.
+  /// With several ranks it may wait for room.
   Arrival begin(int32_t unit, int32_t segment, optim::Element element) EXCLUDES(engine_mutex);
   /// Where the piece that begins at an element of the segment ends, at most: pieces keep to chunks.
   int64_t piece_end(const Arrival& arrival, int64_t begin) const;
-  /// Of an arrival: `elements` from `begin` on, in the segment; contiguous, in host memory.
+  /// A part of an arrival: `elements` elements of the segment from `begin` on, contiguous in host memory.
   struct Piece {
     const Arrival* arrival;
     int64_t begin;
@@ -69,14 +69,14 @@ class Gradients {
       return data + (in_segment - begin) * optim::bytes(arrival->element);
     }
   };
-  /// Takes pieces in, side by side: no two are of the same elements. Waits for the disk where staging is
-  /// full. One call at a time.
+  /// Takes pieces in, in parallel: no two have the same elements. Waits for the disk where staging is full.
+  /// One call at a time.
   void add(std::span<const Piece> pieces) EXCLUDES(turn_, engine_mutex);
   void finish(const Arrival& arrival) EXCLUDES(engine_mutex);
   /// Pinned host memory that the arrival may be copied to as it is, in place of add(); null: there is none.
   std::byte* place_of(const Arrival& arrival) const;
-  /// Of an arrival that is copied to its place: squares it on the device, which has it once `ready` is
-  /// reached, where that is possible; the event is done when it has.
+  /// For an arrival that is copied to its place: where possible, the device squares it once `ready` is
+  /// reached. The event is reached when that is done.
   kernels::Event square_there(const Arrival& arrival, const std::byte* data, const kernels::Event& ready);
   struct TakenInThere {
     kernels::Event taken;            // the gradient's memory is free
@@ -84,21 +84,22 @@ class Gradients {
     const std::byte* sum = nullptr;  // fp32, in device memory: has to be copied to `home`, once `taken`
     std::byte* home = nullptr;       // pinned host memory
   };
-  /// In place of add(), of all of it in the device's memory, once `ready` is reached. Nothing where it passes
-  /// through the host.
+  /// Used in place of add(): takes in a whole gradient from device memory, once `ready` is reached. Nothing
+  /// where the gradient has to pass through the host.
   std::optional<TakenInThere> take_in_there(const Arrival& arrival, const std::byte* data,
                                             const kernels::Event& ready) EXCLUDES(engine_mutex);
-  /// Sums on the device that the host lacks come to it. Nothing is being taken in.
+  /// Copies sums on the device that the host lacks to the host. No gradient may be in the middle of its
+  /// intake.
   void bring_down() EXCLUDES(engine_mutex);
-  /// Waits for all that was started on the device; whether it failed is told elsewhere.
+  /// Waits for all work started on the device. Another call reports its failure.
   void settle_there() noexcept;
   /// Whether bring_down() has something to do for the unit.
   bool ahead_there(int32_t unit) const REQUIRES(engine_mutex) { return accumulators_.ahead(unit); }
-  /// Whether begin() may wait for what is not finished yet.
+  /// Whether begin() may have to wait for an arrival that is not finished.
   bool may_wait(int32_t unit) const;
 
-  /// While it lives, gradients of groups out of its range lie where they are, and are none to all others.
-  /// Gradients do not come meanwhile. World 1, unless the range is all.
+  /// While it lives, gradients of groups outside its range keep their memory but count as absent in all other
+  /// methods. No gradients may arrive meanwhile. With one rank only, unless the range is all.
   class Only {
    public:
     Only(Gradients& gradients, GroupRange range);
@@ -118,46 +119,49 @@ class Gradients {
   bool present(int32_t unit, int32_t segment) const REQUIRES(engine_mutex) {
     return presence(unit, segment) >= Presence::zero;
   }
-  bool any() EXCLUDES(engine_mutex);  // of them is present
-  /// Throws all of them away. Updates that were scheduled keep theirs.
+  bool any() EXCLUDES(engine_mutex);  // whether any segment is present
+  /// Throws all gradients away, except those that a scheduled update needs.
   void clear() EXCLUDES(turn_, engine_mutex);
-  /// clear(), where one is present; else those alone that the last step used, and the sums of several ranks
-  /// stay as they are.
+  /// clear() if a gradient is present. If not, throws away only the gradients that the last step used, and
+  /// leaves the sums over ranks as they are.
   void throw_away() EXCLUDES(turn_, engine_mutex);
-  /// Throws the segment's away. No update of the unit is pending.
+  /// Throws the segment's gradient away. No update of the unit may be pending.
   void drop(int32_t unit, int32_t segment) REQUIRES(engine_mutex);
-  /// Those that were there, or used by the last step, are zeros now.
+  /// Makes zeros of all gradients that are present or that the last step used.
   void become_zero() EXCLUDES(turn_, engine_mutex);
-  /// Those that the last step used are there again, unless others came meanwhile. World 1.
+  /// Makes the gradients that the last step used present again, unless others came meanwhile. With one rank
+  /// only.
   void reuse() EXCLUDES(engine_mutex);
 
-  /// Multiplies all that are there.
+  /// Multiplies all present gradients.
   void scale(double factor) EXCLUDES(engine_mutex);
   double factor(int32_t unit, int32_t segment) const REQUIRES(engine_mutex) {
     return factors_[unit][segment];
   }
-  /// Makes the segment's factor 1: before something is added to it. No update of the unit is pending.
+  /// Multiplies the segment's stored values by its factor, which becomes 1; needed before adding to them. No
+  /// update of the unit may be pending.
   void apply_factor(int32_t unit, int32_t segment) EXCLUDES(turn_, engine_mutex);
 
-  /// Spilled ones leave memory: the ring may read them. Returns when they are written. Throws StoreError
-  /// where the disk has no room for them: nothing is lost, and it may be called again.
+  /// Writes spilled gradients out, so that the ring may read them, and returns when they are written. Throws
+  /// StoreError where the disk has no room: nothing is lost, and the call may be repeated.
   void put_away() EXCLUDES(turn_, engine_mutex);
-  /// Those there are belong to the updates that were scheduled, and stay until clear(), or until the next
-  /// add(), which is the first of its segment. Those of an earlier step are gone.
+  /// Hands the present gradients over to the scheduled updates. A gradient stays until clear(), or until the
+  /// first add() to its segment. Gradients that an earlier step used are gone.
   void handed_over() REQUIRES(engine_mutex);
 
-  /// Of several ranks.
+  /// The sums over several ranks.
   GradientSums& sums() { return sums_; }
-  /// All units are summed: afterwards present() is true where any rank had a gradient. Collective.
+  /// Called when all units are summed: afterwards present() is true where any rank had a gradient.
+  /// Collective.
   void reduce_presence() EXCLUDES(engine_mutex);
 
-  /// Squares of what is there now, by chunk, added in global order; each parameter once that several model
-  /// ranks hold. Collective, over the model ranks too.
+  /// Adds up the squares of the present gradients, chunk by chunk in global order. A parameter that several
+  /// model ranks hold counts once. Collective, over the model ranks too (RankGroups::model_ranks).
   GradientSummary summarize() EXCLUDES(engine_mutex);
   /// After a summary that was not finite: the name of the first segment of this rank's shard that has an inf
   /// or a NaN; empty: none has.
   std::string first_not_finite() EXCLUDES(engine_mutex);
-  /// Reads all of them. World 1.
+  /// Reads all gradients. With one rank only.
   bool any_nan() EXCLUDES(engine_mutex);
 
   /// Copies the segment's elements from `begin` on, as fp32. World 1.
@@ -223,14 +227,14 @@ class Gradients {
   GradientSquares& squares_;
   DeviceAccumulators accumulators_;
   std::vector<std::vector<Presence>> presence_ GUARDED_BY(engine_mutex);  // by unit and segment
-  /// The same, of what Only keeps from all others; else empty.
+  /// The same for the gradients that Only hides; else empty.
   std::vector<std::vector<Presence>> aside_ GUARDED_BY(engine_mutex);
   std::vector<std::vector<double>> factors_ GUARDED_BY(engine_mutex);
   std::vector<optim::Squares> by_chunk_;
   std::vector<std::array<double, 2>> by_slice_;  // of this rank's shard
   GradientStaging staging_ GUARDED_BY(turn_);
   GradientSums sums_;
-  Mutex turn_ ACQUIRED_BEFORE(engine_mutex);  // who uses staging
+  Mutex turn_ ACQUIRED_BEFORE(engine_mutex);  // held by the thread that uses staging
   /// By unit and segment, since the last step.
   std::vector<std::vector<int32_t>> arrivals_ GUARDED_BY(engine_mutex);
   std::vector<Part> whole_parts_, chunk_parts_;  // of add(), kept for their memory

@@ -1,5 +1,5 @@
-// Bytes a tier may use (DESIGN 2). Every allocation of the engine is charged here first; passing the budget
-// is an error, always checked.
+// The bytes that a tier (host memory, or a device's) may use. The engine charges every allocation here first;
+// exceeding the budget is always an error.
 #pragma once
 
 #include <atomic>
@@ -18,7 +18,7 @@ class BudgetError : public std::runtime_error {
 
 class Budget;
 
-/// Charges a budget while it lives; move-only, the destructor refunds. The budget outlives it.
+/// Charges a budget until its destructor refunds it. Move-only. The budget outlives it.
 class [[nodiscard]] Reservation {
  public:
   Reservation() = default;

@@ -43,8 +43,9 @@ class NanPages {
   int64_t bytes_ = 0;
 };
 
-/// The first bytes of a file, mapped shared: the kernel writes them out where memory is short. The file may
-/// be closed afterwards; it is as long, with blocks of its own. A forked child writes into the same pages.
+/// The first `bytes` of a file, mapped shared: the kernel writes them out where memory is short. The file is
+/// at least that long, with its disk blocks allocated; it may be closed afterwards. A forked child writes
+/// into the same pages.
 class FilePages {
  public:
   FilePages(int file, int64_t bytes);  // throws std::bad_alloc

@@ -6,9 +6,9 @@
 
 namespace overspill::engine {
 
-/// Host memory, for a device with memory of its own pinned and, where there is room, on the NUMA node next to
-/// it; whatever else the engine holds lies where its first user is. The device outlives it, and nothing is
-/// being copied when it ends. Move-only.
+/// Host memory. For a device with memory of its own it is pinned and, where there is room, on the NUMA node
+/// next to the device; the engine's other memory lies on the node of its first user. The device outlives it;
+/// no copy is under way when it ends. Move-only.
 class LinkedMemory {
  public:
   LinkedMemory() = default;

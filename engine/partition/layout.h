@@ -4,8 +4,8 @@
 // Worked example: two ranks, bf16, parameters of 5,000 and 100 elements. Segments start at 0 and 5,024
 // (64-byte alignment); 5,124 elements are padded to 8,192 = 2 ranks x 2 x 2,048, because 2,048 elements are
 // the fewest whose every component fills whole 4 KiB blocks; a shard is 4,096 elements. In the format 8bit
-// segments start at multiples of 64 elements, so that none shares a scale with another; shards and chunks do
-// in every format.
+// segments start at multiples of 64 elements, so that no two share a scale; shards and chunks start at such
+// multiples in every format.
 #pragma once
 
 #include <array>
@@ -19,8 +19,8 @@
 
 namespace overspill::engine {
 
-/// An array of a shard (DESIGN 2), by its place among the unit's components: `hi`, the weight as forward uses
-/// it, is the first in every format; then what is missing to the exact weight, then the optimizer's states.
+/// An array of a shard, by its place among the unit's components. `hi`, the weight as forward uses it, is
+/// first in every format. Then come the remaining bits of the exact weight, then the optimizer's states.
 enum class Component : uint8_t { hi };
 inline constexpr int kComponents = optim::kComponentsMax;
 inline constexpr std::array<Component, kComponents> kAllComponents = {Component{0}, Component{1},
@@ -35,7 +35,7 @@ struct Segment {
   int64_t group = 0;
   int64_t begin = 0;
   int64_t elements = 0;
-  int64_t parameters = 0;  // numbers that these stand for
+  int64_t parameters = 0;  // numbers that the elements stand for; packed elements hold several
   bool in_norm = true;
 };
 
@@ -62,8 +62,8 @@ struct Chunk {
   int32_t unit = 0;
   int64_t begin = 0;
   int64_t elements = 0;
-  int32_t slice = 0;      // of the unit, in which it lies
-  std::vector<Run> runs;  // this rank's; ascending; the rest is padding
+  int32_t slice = 0;      // the unit's slice that it lies in
+  std::vector<Run> runs;  // this rank's, ascending; elements outside of them are padding
 
   /// Whether a segment that is marked (by segment of the unit, not 0) has elements here.
   bool has_any(const std::vector<uint8_t>& marked) const;
@@ -86,30 +86,30 @@ struct Unit {
   bool trainable() const { return format.has_value(); }
   int64_t bytes() const { return elements * element_bytes; }
   int64_t shard_bytes() const { return shard_elements * element_bytes; }
-  /// What a trainable unit consists of, hi first; of a frozen one nothing is said but its hi.
+  /// The components of a trainable unit, hi first; of a frozen unit hi alone.
   std::span<const optim::ComponentSpec> components() const;
   std::string_view component_name(Component component) const;
   bool has(Component component) const;
-  /// Of one element, without scales. The unit has the component.
+  /// Bytes of one element, without scales. The unit must have the component.
   int64_t component_element_bytes(Component component) const;
   bool scaled(Component component) const;
   /// The component that has this name, kComponents where there is none.
   int component_named(std::string_view name) const;
-  /// Memory, and room in the store, of a component of `elements` elements: whole blocks of 4 KiB where
-  /// `elements` is a chunk's. 0 where the unit has no such component.
+  /// Bytes that `elements` elements of a component take in memory and in the store: whole blocks of 4 KiB
+  /// where `elements` is a chunk's. 0 where the unit has no such component.
   int64_t component_bytes(Component component, int64_t elements) const;
   /// Of all components but hi.
   int64_t state_bytes(int64_t elements) const;
 };
 
-/// Shards are what is held; slices are what gradients are summed in. They are the same, but for stage 0,
-/// where every rank's shard is the whole unit and each sums a slice of it: chunks keep to slices, so that
-/// squares are added in one order at every stage.
+/// A rank holds its shard of each unit, and sums the gradients of its slice. The two are the same except at
+/// stage 0: there every rank's shard is the whole unit, and each rank sums one slice of it. No chunk crosses
+/// a slice, so squares are added in the same order at every stage.
 struct Layout {
-  int shard = 0;   // which one this rank holds,
-  int shards = 1;  // of so many; at stage 0 each rank holds shard 0 of 1
-  int slice = 0;   // which one this rank sums: its number among
-  int slices = 1;  // all ranks
+  int shard = 0;   // number of this rank's shard, 0 at stage 0
+  int shards = 1;  // shards per unit, 1 at stage 0
+  int slice = 0;   // number of this rank's slice
+  int slices = 1;  // slices per unit: the ranks
   StagePolicy policy;
   std::vector<Unit> units;
   std::vector<Chunk> chunks;  // by unit, ascending

@@ -12,8 +12,8 @@
 
 namespace overspill::engine {
 
-/// How a unit's parameters are kept (DESIGN 3): a format of the update, or frozen, which is hi only, bytes of
-/// any dtype.
+/// How a unit's parameters are kept (docs/update.md): a format of the update, or frozen, which is hi only,
+/// bytes of any dtype.
 using UnitFormat = std::optional<optim::Format>;
 inline constexpr std::nullopt_t kFrozen = std::nullopt;
 
@@ -31,10 +31,11 @@ struct SegmentSpec {
   std::vector<int64_t> shape;
   int64_t group = 0;                 // index of its hyper-parameters in step()
   std::vector<std::string> aliases;  // further names of the same (tied) parameter
-  /// In elements, one a dimension; empty: row-major. Bytes come, lie and go in the order of memory that they
-  /// give.
+  /// In elements, one per dimension; empty: row-major. The engine takes, keeps and returns bytes in the
+  /// memory order that these give.
   std::vector<int64_t> strides = {};
-  /// false: a copy of what another of Resources::model_ranks holds and counts in the norm of gradients.
+  /// false: another rank of RankGroups::model_ranks holds the same parameter and counts it in the norm of
+  /// gradients.
   bool in_norm = true;
   /// How many numbers the elements stand for, where they are packed (UnitSpec::packing); 0: one each.
   int64_t parameters = 0;
@@ -45,8 +46,8 @@ struct UnitSpec {
   UnitFormat format = optim::Format::exact;
   std::string dtype = "BF16";
   std::vector<SegmentSpec> segments;
-  optim::Optimizer optimizer{};  // of all its groups: Adam, unless said
-  /// Of a frozen unit whose elements are bytes that hold numbers in fewer bits: how, for the plan. The caller
+  optim::Optimizer optimizer{};  // for all its groups; by default Adam
+  /// Names, for the text of the plan, how the bytes of a frozen unit hold numbers of fewer bits. The caller
   /// packs and unpacks them.
   std::string packing = {};
 };

@@ -12,9 +12,10 @@
 
 namespace overspill::engine {
 
-/// The one form of `strides` (in elements, one a dimension): empty where the tensor lies row-major, 1 for
-/// dimensions of extent 1, whose strides address nothing. std::nullopt unless every element of the tensor has
-/// a place of its own and no place is left over. `strides` may be empty, both may be hostile.
+/// The canonical form of `strides` (in elements, one per dimension): empty where the tensor lies row-major, 1
+/// for dimensions of extent 1, whose strides address nothing. std::nullopt unless every element of the tensor
+/// has a place of its own and no place is left over. `strides` may be empty; both arguments may be untrusted
+/// input.
 std::optional<std::vector<int64_t>> normal_strides(std::span<const int64_t> shape,
                                                    std::span<const int64_t> strides);
 

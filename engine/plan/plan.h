@@ -1,23 +1,24 @@
-// Where components live, and what memory the schedule needs (DESIGN 2, 5): made once, before anything is
-// allocated.
+// Where components live, and what memory the schedule needs (docs/architecture.md): made once, before
+// anything is allocated.
 //
-// The order of claims on the host budget: the ring, the staging of gradients and the gather arena at their
-// least (at their best where that takes a quarter of the budget or less, and not all weights fit), weights
-// (read twice and written once a step: 3 bytes of traffic saved for each byte held), ring and staging at
-// their best size, gradients in flight (written and read once a micro-batch: 2 bytes saved for
-// each byte held; those of the first units, which backward gives last, first), second weights of guessed
-// updates (10 bytes of traffic moved under backward for each byte held), states (2 bytes saved for each byte
-// held; the first units of forward first, for nothing hides their reads), second versions of what is wholly
-// on the host (of the first units of forward; only where compute leaves the CPU to the update, on a device).
+// The planner gives the host budget away in this order. (1) The ring, the staging of gradients and the gather
+// arena, at their least size; at their best size where that takes a quarter of the budget or less, and not
+// all weights fit. (2) Weights: read twice and written once a step, so each byte held saves 3 bytes of
+// traffic. (3) Ring and staging at their best size. (4) Gradients in flight: written and read once per
+// micro-batch, so each byte held saves 2; the first units come first, since backward gives their gradients
+// last. (5) Second weights of guessed updates: each byte held moves 10 bytes of traffic under backward. (6)
+// States: each byte held saves 2; the first units of forward come first, since nothing hides their reads. (7)
+// Second versions of chunks wholly on the host, of the first units of forward; only beside a device, where
+// compute leaves the CPU to the update.
 //
-// On a device with memory of its own, its budget goes to gathered weights first: one that stays until
-// backward is not copied again (2 bytes of traffic saved for each byte held). What is left when all of them
-// fit goes to units that live there, with states and gradients, and are updated there: the first units of
-// forward, for their updates have nothing to hide under (4 bytes of copies and the update's 26 of host memory
-// traffic saved for each 14 held). Where gradients of several micro-batches are added up, their sums on the
-// device come before such units (10 bytes of host memory traffic saved a micro-batch for each 4 held).
-// Of several ranks, where what carries bytes between them reaches the device, each has its shard there,
-// beside all gathered weights and the memory in which gradients are summed.
+// The budget of a device with memory of its own goes to gathered weights first: a weight that stays until
+// backward is not copied again (each byte held saves 2 bytes of traffic). What is left when all of them fit
+// goes to units that live on the device: their states and gradients stay there, and the device updates them.
+// These are the first units of forward, whose updates no compute hides (14 bytes held save 4 bytes of copies
+// and 26 of host memory traffic). With several micro-batches the sums of their gradients come before such
+// units (4 bytes held save 10 bytes of host memory traffic per micro-batch). With several ranks, where the
+// transport reaches the device, each rank keeps its shard there, beside all gathered weights and the memory
+// in which gradients are summed.
 #pragma once
 
 #include <algorithm>
@@ -32,11 +33,11 @@
 
 namespace overspill::engine {
 
-/// What a device needs of the plan.
+/// What the planner has to know of a device.
 struct DeviceTraits {
   bool shares_host_memory = true;
-  kernels::Formats updates{};  // what its kernels update: such units may live on it; none: it has no kernels
-  bool gathers = false;        // what carries bytes between ranks reaches its memory: shards meet there
+  kernels::Formats updates{};  // formats that its kernels update: such units may live on it; may be empty
+  bool gathers = false;        // the transport between ranks reaches its memory: shards meet there
 };
 DeviceTraits traits_of(kernels::Device& device, const Communicator& ranks);
 
@@ -113,7 +114,7 @@ struct Plan {
            serve_bytes + squares_device_bytes + held_twice_bytes;
   }
   int64_t pool_host_bytes() const { return sums_device_bytes > 0 ? 0 : gradient_pool_bytes; }
-  /// What a checkpoint has there.
+  /// Bytes on NVMe that a checkpoint holds.
   int64_t kept_nvme_bytes() const { return weights_nvme_bytes + states_nvme_bytes; }
   int64_t nvme_bytes() const { return kept_nvme_bytes() + gradients_nvme_bytes; }
   int64_t device_bytes() const { return gather_device_bytes + kept_device_bytes(); }
@@ -150,23 +151,22 @@ GradientRoute gradient_route(const Layout& layout, const Plan& plan, int32_t uni
 /// True where a unit's weights cannot be used where they lie: they are gathered into a buffer first.
 bool needs_gather(const Layout& layout, const DeviceTraits& device, bool weights_on_nvme);
 
-/// True where a gathered unit's shards meet in host memory, if only on its way to the device; elsewhere each
-/// goes to the device by itself.
+/// True where all shards of a gathered unit meet in host memory, be it on the way to the device. Otherwise
+/// each shard goes to the device by itself.
 bool meets_on_host(const Layout& layout, const DeviceTraits& device);
 
-/// Of host memory that a gathered unit takes, or passes through; 0 where it needs none.
+/// Bytes of host memory that a gathered unit takes or passes through; 0 where it needs none.
 int64_t host_block_bytes(const Layout& layout, const Unit& unit, const DeviceTraits& device,
                          bool weights_on_nvme);
 
 /// True where a unit lies whole on every rank, gathered once a step and used in place (stages 1 and 2).
 bool held_whole(const Layout& layout, const DeviceTraits& device, bool weights_on_nvme);
 
-/// What gradients in flight are kept in, and its bytes: 0 for a frozen unit.
+/// The type of a kept gradient's elements, and its bytes: 0 for a frozen unit.
 optim::Element gradient_element(optim::Format format, int64_t gradient_accumulation);
 int64_t gradient_element_bytes(UnitFormat format, int64_t gradient_accumulation);
 
-/// On a device, of the sum of several micro-batches' gradients of a unit; 0 where there
-/// is none.
+/// Bytes on the device of the sum of a unit's gradients over micro-batches; 0 where there is no such sum.
 int64_t accumulator_bytes(const Unit& unit, int64_t gradient_accumulation);
 
 /// Whether the device's kernels update such a unit.

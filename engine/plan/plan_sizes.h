@@ -1,5 +1,4 @@
-// What memory a plan takes, given where it places weights, states and gradients: bytes of every buffer and
-// tier.
+// The bytes of every buffer and tier that a plan needs, given where it places weights, states and gradients.
 #pragma once
 
 #include <cstddef>
@@ -21,7 +20,7 @@ inline constexpr size_t kLeasedMost = 3;       // units that are held at once
 
 std::string mib(int64_t bytes);
 
-/// Of a chunk of this rank: all its components but hi.
+/// Bytes of all components but hi of one chunk of this rank.
 int64_t states_bytes(const Layout& layout, size_t chunk);
 
 /// Sizes the plan that it is given, again after each change of a placement. Refers to all it is given.
@@ -36,8 +35,8 @@ class PlanSizes {
   int64_t second_weights_most =
       std::numeric_limits<int64_t>::max();  // chunks whose guessed weights have room
 
-  /// Fills in all byte counts of the plan, from where it places what. Throws BudgetError where the device's
-  /// budget does not take what has to be there.
+  /// Fills in all byte counts of the plan, from its placements. Throws BudgetError where the device's budget
+  /// is less than the least it needs.
   void size_up();
   /// One component, or a sum, of the largest chunk.
   int64_t part_bytes() const;
@@ -45,28 +44,28 @@ class PlanSizes {
   int64_t gradient_bytes(size_t c) const;
   bool on_device(size_t chunk) const;
   static int64_t gathered_bytes(const Unit& unit);
-  /// Of each unit that is gathered.
+  /// Bytes of each unit that is gathered.
   std::vector<int64_t> gathered_sizes() const;
   /// The sum of the `count` largest; sorts them.
   static int64_t largest(std::vector<int64_t>& sizes, size_t count);
   int64_t accumulator_bytes(const Unit& unit) const;
-  /// Whether micro-batches of the unit are added up on the device: what is summed there goes to the host
-  /// whole.
+  /// Whether the device adds up the unit's gradients over micro-batches; the whole sum then goes to the host.
   bool summed_there(size_t unit) const;
-  /// Of one that lives on the device: this rank's components, and its gradient in flight.
+  /// Device bytes of a unit that lives there: this rank's components, and its gradient in flight.
   int64_t living_bytes(const Unit& unit) const;
-  /// For a piece of a gradient from the host: of one chunk. Sums of several ranks have their own.
+  /// Device bytes through which one chunk's gradient comes from the host. Sums over ranks have scratch of
+  /// their own.
   int64_t device_scratch_bytes() const;
-  /// Of the sums of squares of a unit's gradients, block by block of each run.
+  /// Bytes of the sums of squares of a unit's gradients: one sum per block of each run.
   int64_t squares_bytes(const Unit& unit) const;
-  /// Where what carries bytes between ranks reaches the device, and its order of additions is ours; at stage
-  /// 0 the sums go to all ranks, by way of the host.
+  /// Whether the device may sum gradients over ranks: the transport reaches it and leaves the order of
+  /// additions to us. Not at stage 0, where the sums go to all ranks by way of the host.
   bool may_sum_on_device() const;
-  /// Of sums on the device: the pool, and of one chunk a part from each rank, their sum, and a piece from the
-  /// host.
+  /// Device bytes of sums over ranks: the pool, and for one chunk a part from each rank, their sum, and a
+  /// piece from the host.
   int64_t sums_bytes() const;
-  /// At least the two largest units' gradients: one that arrives, one that is summed. At best as many again
-  /// as are prefetched.
+  /// The pool holds at least the two largest units' gradients: one that arrives, one that is summed. With
+  /// `roomy` it also holds as many more as units are prefetched.
   void size_up_gradient_pool(bool roomy);
 
  private:

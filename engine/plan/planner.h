@@ -7,7 +7,7 @@
 
 namespace overspill::engine {
 
-/// A plan with all its placements and sizes, without what only people read. Throws BudgetError.
+/// A plan with all placements and sizes, without its texts for people. Throws BudgetError.
 Plan place(const Layout& layout, const Config& config, const DeviceTraits& device);
 
 }  // namespace overspill::engine

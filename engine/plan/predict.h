@@ -1,25 +1,26 @@
-// What a step will take under a plan, from what the machine was seen to do: a pure function, for the plan's
-// text, for advice on budgets, and to be compared with what happened.
+// Predicts the time of a step under a plan from measurements of this machine. A pure function; it serves the
+// plan's text, advice on budgets, and comparison with the measured step.
 //
-// The model (DESIGN 5). Forward needs the updated weights, so the state traffic of a unit has to pass between
-// step() and the unit's first use, but for what the ring (R bytes) reads ahead under backward and writes
-// behind into it. What of forward comes after that use can only follow:
+// The model (docs/step.md). Forward needs the updated weights, so the state traffic of a unit has to pass
+// between step() and the unit's first use, but for what the ring (R bytes) reads ahead under backward and
+// writes behind into it. What of forward comes after that use can only follow:
 //
 //   T_updated(k) = max((bytes of units up to k - 2 R) / bandwidth, elements up to k x seconds of an update)
 //   T = call + max(T_backward, backward's bytes / bandwidth)
 //            + max(T_forward, over units k in order of use: T_updated(k) + what is left of T_forward at k)
 //
-// The bandwidth is that of the run, by what the depth of the ring makes of it: a slot is read, updated,
-// written, and of s slots too few may be at either end. Two equal queues with s customers do s / (s + 1) of
-// what they could (mean value analysis: Reiser and Lavenberg 1980, "Mean-value analysis of closed multichain
-// queuing networks"). A drive whose reads and writes share one limit loses less with a shallow ring.
+// The bandwidth is the measured one, corrected for the depth of the ring: each slot is read, updated and
+// written in turn, and with few slots s the disk sometimes has nothing to read or to write. Two equal queues
+// with s customers do s / (s + 1) of what they could (mean value analysis: Reiser and Lavenberg 1980,
+// "Mean-value analysis of closed multichain queuing networks"). A drive whose reads and writes share one
+// limit loses less with a shallow ring.
 //
-// The last unit decides where its own compute is much of the step: nothing of it hides the disk. Without that
-// (nothing left at the last unit) and without `call` it is the bound of DESIGN 5; with optimizer states alone
-// on NVMe, forward's bytes are 20 N. A share g of the chunks that is guessed (speculation) moves its traffic
-// under backward as well: then no step is faster than max(T_forward + T_backward, all bytes / bandwidth), and
-// the rest of the traffic, 1 - g, obeys the formula above. T_forward and T_backward are those of a run, so
-// they have in them what updates take from compute.
+// Where the last unit's own compute is much of the step, it decides the time, since that compute hides no
+// disk traffic. Without that term and without `call`, T is the lower bound; with only optimizer states on
+// NVMe, forward's bytes are 20 N for N parameters. A share g of the chunks that is guessed (speculation)
+// moves its traffic under backward as well: then no step is faster than max(T_forward + T_backward, all bytes
+// / bandwidth), and the rest of the traffic, 1 - g, obeys the formula above. T_forward and T_backward are
+// those of a run, so they have in them what updates take from compute.
 #pragma once
 
 #include <cstdint>
@@ -33,7 +34,7 @@
 
 namespace overspill::engine {
 
-/// Of one step, the median of the latest.
+/// Measurements of one step: the median of the latest steps.
 struct MachineFigures {
   int64_t steps = 0;  // measured; 0: nothing is known
   double forward_s = 0;
@@ -43,14 +44,14 @@ struct MachineFigures {
   int64_t ring_slots = 0;       // of the plan it was measured under
   double update_s_per_element = 0;   // all workers at it
   std::vector<double> forward_left;  // by unit: share of forward_s after its first use
-  double step_s = 0;  // what it took, without what the script did outside, and looks from outside
+  double step_s = 0;  // duration of a step, without Phase::outside (telemetry/report.h)
 };
 
 /// From reports of single steps under `plan` and StepMeter::forward_left(); `workers`: of the updates.
 MachineFigures figures_of(std::span<const StepReport> reports, std::vector<double> forward_left,
                           const Plan& plan, int64_t workers);
 
-/// What has to be done for a unit between step() and its first use in forward.
+/// The work that must be done for a unit between step() and its first use in forward.
 struct UnitDemand {
   int64_t bytes = 0;     // read and written
   int64_t elements = 0;  // updated
@@ -67,16 +68,17 @@ const char* limit_name(Limit limit);
 struct Prediction {
   double bound_s = 0;  // no schedule without speculation can be faster
   double step_s = 0;
-  Limit limit = Limit::unknown;  // what most of step_s goes on, and so has to become faster first
+  Limit limit = Limit::unknown;  // what takes most of step_s, and so has to become faster first
   double disk_s = 0;             // all traffic of a step
 };
 
 /// Limit::unknown, and zeros, where the figures do not suffice: no step was measured, or the plan needs the
-/// disk and no byte was seen to move. `guessed_share`: of the chunks on NVMe, 0 to 1.
+/// disk and no byte was seen to move. `guessed_share`: the share of the chunks on NVMe that are guessed, 0 to
+/// 1.
 Prediction predict(const Plan& plan, std::span<const UnitDemand> demands, const MachineFigures& figures,
                    double guessed_share);
 
-/// Of the chunks whose states are on NVMe: those that may be guessed under this plan.
+/// The share, 0 to 1, of the chunks with states on NVMe whose updates may be guessed under this plan.
 double guessed_share(const Layout& layout, const Plan& plan, bool speculate);
 
 struct BudgetRow {
@@ -89,8 +91,8 @@ struct BudgetRow {
 std::vector<BudgetRow> predict_budgets(const Layout& layout, const Config& config, const DeviceTraits& device,
                                        const MachineFigures& figures, std::span<const int64_t> budgets);
 
-/// The budget among `rows` that saves most seconds for each byte more than `now_bytes`; -1 where none saves a
-/// fiftieth.
+/// The budget among `rows` that saves most seconds per byte added to `now_bytes`; -1 where none saves a
+/// fiftieth of `step_s`.
 int64_t best_budget(std::span<const BudgetRow> rows, int64_t now_bytes, double step_s);
 
 /// Two or three lines for people.

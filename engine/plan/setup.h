@@ -35,7 +35,7 @@ struct Setup {
     return plan.weights_on_nvme[layout.chunks[chunk].unit] || plan.states_on_nvme[chunk] ||
            plan.gradients_on_nvme[chunk];
   }
-  /// What the gradients of a trainable unit are summed in.
+  /// The type of a trainable unit's gradients.
   optim::Element gradient_type(int32_t unit) const {
     return gradient_element(*layout.units[unit].format, config.gradient_accumulation);
   }
@@ -43,7 +43,7 @@ struct Setup {
   int64_t gradient_width(int32_t unit) const {
     return gradient_element_bytes(layout.units[unit].format, config.gradient_accumulation);
   }
-  /// The most that a chunk's gradient takes: a spilled one may be narrower.
+  /// An upper bound: a spilled gradient may have narrower elements.
   int64_t gradient_bytes(int32_t chunk) const {
     const Chunk& c = layout.chunks[chunk];
     return c.elements * gradient_width(c.unit);
@@ -52,8 +52,8 @@ struct Setup {
     const Chunk& c = layout.chunks[chunk];
     return layout.units[c.unit].component_bytes(component, c.elements);
   }
-  /// Seeds the unit's stochastic rounding. It depends on the unit's place in the model and on the user's seed
-  /// alone.
+  /// The seed of the unit's stochastic rounding. It depends only on the unit's place in the model and the
+  /// user's seed.
   uint64_t rounding_seed(int32_t unit) const {
     return config.rounding_seed * 1'000'003 + static_cast<uint64_t>(unit);
   }

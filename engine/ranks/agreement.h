@@ -1,7 +1,6 @@
 // One round of the ranks' agreement (docs/ranks.md): every rank says what it wants, what it can give and
-// where it waits; from the same announcements every rank draws the same conclusion. No rank, no clock and no
-// budget decides, and nothing is begun for which one of them is not ready: so nobody can be waited for in
-// vain.
+// where it waits; from the same announcements every rank draws the same conclusion. No single rank, no clock
+// and no budget decides, and the ranks begin nothing until all are ready for it. So no rank waits in vain.
 #pragma once
 
 #include <array>
@@ -17,21 +16,21 @@ namespace overspill::engine {
 enum class Meeting : uint8_t { none, step, norm, clear, look, write, save, load };
 std::string_view name(Meeting meeting);
 
-/// What a rank says of itself, in words that travel as they are.
+/// What a rank says of itself, as 64-bit words that are sent as they are.
 struct Standing {
   uint64_t model = 0;     // of its units: the ranks have to have the same
   uint64_t changes = 0;   // of weights so far, by step() and from outside
   uint64_t meeting = 0;   // where its caller waits (Meeting)
-  uint64_t number = 0;    // which one of them
+  uint64_t number = 0;    // tells two meetings of one kind apart
   uint64_t leaving = 0;   // its engine is being closed
   uint64_t stuck = 0;     // its caller waits for room for a gradient
   int64_t demanded = -1;  // the unit that its caller waits for
-  uint64_t progress = 0;  // calls so far: tells who works from who hangs
+  uint64_t progress = 0;  // calls so far: a rank whose count stands still may hang
   bool operator==(const Standing&) const = default;
 };
 inline constexpr size_t kStandingWords = sizeof(Standing) / sizeof(uint64_t);
 
-/// What it says of each unit.
+/// What a rank says of each unit.
 enum class Say : uint8_t {
   wants,     // has room for the whole unit, and its own shard in it
   serves,    // can send its shard, of the version that `changes` counts
@@ -55,7 +54,7 @@ class Announcements {
   bool anyone(Say say, int32_t unit) const;
   bool everyone(Say say, int32_t unit) const;
 
-  /// Empties a rank's, then says so.
+  /// Empties a rank's announcement and sets its standing.
   void start(int rank, const Standing& standing);
   void say(int rank, Say say, int32_t unit);
 
@@ -71,10 +70,10 @@ class Announcements {
 struct Agreement {
   std::string failure;           // why the world ends; empty: it goes on
   std::vector<int32_t> sums;     // units whose gradients are summed now, ascending
-  std::vector<int32_t> gathers;  // units whose shards are sent to those who want them: those waited for first
+  std::vector<int32_t> gathers;  // units whose shards go to ranks that want them; awaited units come first
   int32_t due = -1;              // the first wanted unit that somebody cannot serve yet
   bool meet = false;             // all callers are at one meeting
-  bool out_of_room = false;      // nothing can be summed, and who is stuck will never get room
+  bool out_of_room = false;      // nothing can be summed: a stuck rank will never get room
   bool idle = false;             // nobody wants anything
   bool all_left = false;
 };

@@ -1,8 +1,8 @@
 // The ranks' rounds (docs/ranks.md): the one thread of a rank that makes collective calls. Round after round
-// all ranks announce where they stand (ranks/agreement.h), draw the same conclusion, and do it: send
-// shards to who wants them, sum gradients that everyone has given, meet in step(). The caller's thread makes
-// no collective call; it waits for what the rounds bring. So a rank serves the others also while its caller
-// computes, evaluates alone, or waits.
+// all ranks announce where they stand (ranks/agreement.h), draw the same conclusion, and do it: send shards
+// to ranks that want them, sum gradients that every rank has given, meet in step(). The caller's thread makes
+// no collective call; it waits for what the rounds bring. So a rank serves the others even while its own
+// caller computes, evaluates alone, or waits.
 #pragma once
 
 #include <atomic>
@@ -35,20 +35,20 @@ class Rounds {
   /// destructor waits until all have left.
   void start();
 
-  /// Runs `body` once the callers of all ranks are at this meeting: on the thread of the rounds, all ranks at
-  /// once, so it may make collective calls. Returns when it has run here. What it throws ends the world and
-  /// fails the engine. With one rank it is run by the caller. `number` differs between two meetings of a
-  /// kind.
+  /// Runs `body` once the callers of all ranks are at this meeting. It runs on the thread of the rounds, on
+  /// all ranks at once, so it may make collective calls. meet() returns when it has run here. An exception
+  /// from it ends the world and fails the engine. With one rank the caller runs it. `number` tells two
+  /// meetings of a kind apart.
   template <class Body>
   void meet(Meeting meeting, int64_t number, Body body) EXCLUDES(engine_mutex) {
     if (alone()) return body();
     attend(meeting, static_cast<uint64_t>(number), std::ref(body));
   }
 
-  /// While it lives, no weights of this rank are sent; it begins between two rounds. Whoever changes weights
-  /// holds one, on every rank: a version is only gathered once all ranks have changed as often. All ranks
-  /// have met before each makes its own, since a rank that changes ahead can no longer send what another
-  /// still waits for.
+  /// While it lives, this rank sends no weights; it begins between two rounds. Code that changes weights
+  /// holds one, on every rank: a version is gathered only once all ranks have made as many changes. All ranks
+  /// meet before each begins its change, since a rank that is ahead can no longer send the version that
+  /// another waits for.
   class Change {
    public:
     explicit Change(Rounds& rounds) MAY_RELEASE(engine_mutex);
@@ -60,7 +60,7 @@ class Rounds {
     Rounds& rounds_;
   };
 
-  /// On the thread of the rounds: sums what was given and not summed yet.
+  /// For the thread of the rounds: sums the gradients that were given and not summed yet.
   void sum_gradients() EXCLUDES(engine_mutex);
 
   /// Whether the caller is the thread of the rounds: a transport may run other code there, such as a

@@ -1,6 +1,6 @@
-// The ring: a few slots of one chunk's states each, through which what lies on NVMe comes to the update and
-// its new version goes back. A slot is held from the read of a chunk until its new version is written, or
-// until the copy in it is given up. Completions of transfers take the engine's mutex.
+// The ring: a few slots of one chunk's states each. Components on NVMe come to the update through a slot, and
+// their new version goes back from there. A slot is held from the read of a chunk until its new version is
+// written, or until the copy in it is given up. Completions of transfers take the engine's mutex.
 #pragma once
 
 #include <array>
@@ -24,7 +24,7 @@ using Extents = std::array<io::Extent, kComponents>;  // one of each component i
 
 class StateRing final : public SlotOwner {
  public:
-  /// What the slots are for.
+  /// The updater, which uses the slots.
   class User {
    public:
     /// The new version is in the store, in ChunkState::guessed_extents (none after a failed engine), and the
@@ -43,18 +43,18 @@ class StateRing final : public SlotOwner {
   StateRing& operator=(const StateRing&) = delete;
 
   bool has_free() const REQUIRES(engine_mutex);
-  /// Gives up a copy that nobody asked for yet, so that a slot is free. False: there is none.
+  /// Frees a slot whose chunk was read ahead and that nobody has asked for yet. False: there is none.
   bool drop_a_copy() REQUIRES(engine_mutex);
 
-  /// home -> reading: reads the chunk's components into a free slot; of a pending one its spilled gradient,
-  /// too. Throws std::logic_error where no slot is free.
+  /// home -> reading: reads the chunk's components into a free slot, and its spilled gradient if its update
+  /// is pending. Throws std::logic_error where no slot is free.
   void read(int32_t chunk) REQUIRES(engine_mutex);
   /// Reads a spilled gradient behind the components of a chunk that is in a slot. step() has decided, so it
   /// is final and written.
   void read_gradient(int32_t chunk) REQUIRES(engine_mutex);
   /// updating -> writing: writes the new version from the chunk's slot to `fresh`.
   void write(int32_t chunk, const Extents& fresh) REQUIRES(engine_mutex);
-  /// staged, updating or writing -> home: the slot is free, what lies in it is nobody's.
+  /// staged, updating or writing -> home: frees the slot and forgets its content.
   void release(int32_t chunk) REQUIRES(engine_mutex);
   /// Gives up all slots; at_rest() has to hold.
   void release_all() REQUIRES(engine_mutex);

@@ -1,9 +1,9 @@
-// Speculation (DESIGN 5): while backward runs, chunks whose gradients are final are updated as if nothing
-// would be clipped, into new extents and a second `hi`. step() knows the norm: it takes the new version, or
-// drops it and updates anew. A wrong guess costs time, never a bit.
+// Speculation (docs/architecture.md): while backward runs, chunks whose gradients are final are updated as if
+// nothing would be clipped, into new extents and a second `hi`. Then step() knows the norm: it takes the new
+// version, or drops it and updates anew. A wrong guess costs time and never changes a bit.
 //
-// Here is what the guess rests on: which gradients are final (as many arrived as in the last step), what the
-// hyper-parameters will be, and memory for the second `hi`. The updater does the work.
+// This class holds what a guess rests on: which gradients are final (as many arrived as in the last step),
+// what the hyper-parameters will be, and memory for the second `hi`. The updater does the work.
 #pragma once
 
 #include <cstdint>
@@ -23,15 +23,15 @@ class Speculation {
   /// The hyper-parameters that the next step is expected to have.
   void expect(std::span<const optim::Hyper> groups) REQUIRES(engine_mutex);
 
-  /// A gradient arrived. True when the unit's are now all there, going by the last step, and its updates may
-  /// be guessed: its guessed factors are captured then.
+  /// A gradient arrived. True when, going by the last step, all gradients of the unit have arrived and its
+  /// updates may be guessed; the call then captures its guessed factors.
   bool arrived(int32_t unit, int32_t segment) REQUIRES(engine_mutex);
 
   /// Gradients were thrown away: counting starts anew.
   void restart() REQUIRES(engine_mutex);
 
-  /// The step is decided: what arrived in it is what will be expected in the next. After a miss guessing
-  /// pauses, each time twice as long, since a guess that fails has read and written for nothing.
+  /// Called when step() has decided: the next step is expected to have the same arrivals. After a miss
+  /// guessing pauses, each time twice as long, since a failed guess has read and written for nothing.
   void stepped(bool any_made, bool hit) REQUIRES(engine_mutex);
 
   /// Whether the factors of the unit are those that were guessed, for every segment.

@@ -1,5 +1,6 @@
-// Which chunk is read next, and which is updated next: what somebody waits for first, then the order in which
-// step() gave them, then guesses, then what the next step will need first.
+// Decides which chunk is read next, and which is updated next. Chunks that a caller waits for come first,
+// then the step's chunks in the order of step(), then guesses, then the chunks that the next step will need
+// first.
 //
 // It looks at the chunks' states and changes none.
 #pragma once
@@ -19,34 +20,35 @@ namespace overspill::engine {
 
 class UpdateOrder {
  public:
-  /// Allocates for all chunks here, and nowhere else. What it is given outlives it.
+  /// Only the constructor allocates. The arguments outlive the object.
   UpdateOrder(const Setup& setup, const ModelStates& model, const Demand& demand,
               const Speculation& speculation, const StateRing& ring);
 
   /// step() is about to add its chunks; those of the step before are done.
   void begin_step() REQUIRES(engine_mutex);
-  /// A chunk of the step, in the order of the update. `add` is for those that have to be updated (those whose
-  /// guess was taken are not); `expect_again` for all: the next step will probably have them, too.
+  /// Called for each chunk of the step, in the order of the update. `add`: the chunk has to be updated (its
+  /// guess was not taken). `expect_again`, for every chunk: the next step will probably update it, too.
   void add(int32_t chunk) REQUIRES(engine_mutex);
   void expect_again(int32_t chunk) REQUIRES(engine_mutex);
-  /// A guess was made, and its weights have to be brought home.
+  /// The chunk's guess is taken: its weights have to be copied to their home.
   void add_taken(int32_t chunk) REQUIRES(engine_mutex) { on_host_.push_back(chunk); }
   /// A chunk on the host has to be updated after all, and its turn may have passed.
   void add_next(int32_t chunk) REQUIRES(engine_mutex);
 
   /// The chunk's update may be guessed.
   void add_guess(int32_t chunk) REQUIRES(engine_mutex);
-  /// Since the last step.
+  /// Chunks added by add_guess() since the last step.
   std::span<const int32_t> guesses() const REQUIRES(engine_mutex) { return guesses_; }
   /// step() has decided on all guesses.
   void end_guesses() REQUIRES(engine_mutex);
 
   void stop_reading_ahead() REQUIRES(engine_mutex) { reads_ahead_ = false; }
-  /// What was read ahead is gone: reading ahead begins with the next step's first chunk.
+  /// The chunks read ahead are gone: reading ahead begins anew with the next step's first chunk.
   void start_ahead_anew() REQUIRES(engine_mutex) { next_ahead_ = 0; }
   void read_ahead() REQUIRES(engine_mutex) { reads_ahead_ = setup_.config.prefetch_units > 0; }
 
-  /// -1: there is none. A chunk that is only read ahead is given while a slot is free.
+  /// The chunk to read, or to update, next; -1: none. A read-ahead chunk is returned only while a slot is
+  /// free.
   int32_t next_to_read() REQUIRES(engine_mutex);
   int32_t next_to_update() REQUIRES(engine_mutex);
 

@@ -26,8 +26,8 @@ void update_chunk(const Unit& unit, const Chunk& chunk, std::span<const optim::F
                   std::span<const uint8_t> present, const ChunkMemory& memory, optim::Gradient gradients,
                   optim::Range within);
 
-/// An update from memory to memory, with what has to be cleared, copied and compared on the way. It refers to
-/// memory, and owns none.
+/// One update in memory, with the clearing, copying and comparing of checksums that it needs. It refers to
+/// memory and owns none.
 struct UpdateTask {
   const Unit& unit;
   const Chunk& chunk;
@@ -37,14 +37,14 @@ struct UpdateTask {
   std::span<const optim::Factors> factors{};      // by segment of the unit
   std::span<const uint8_t> present{};             // by segment of the unit
   std::span<io::Sealed> states{};                 // by component; empty: they live on the host
-  /// By component: copied to `memory` first; null: it is there.
+  /// By component: the old version to copy to `memory` first; null: it is there already.
   std::array<const std::byte*, kComponents> old{};
   std::array<std::span<std::byte>, kComponents> never_written{};  // in the slot; they are zero
 
-  /// States that were read for it go block by block: each is compared with its checksum, updated, and
-  /// checksummed for its way back while it is in the cache. So does what is copied first. `store`: where the
-  /// states were read; what differs from its checksum is read from there again. Null where `states` is empty.
-  /// Throws StoreError{corrupt}.
+  /// Works block by block: it compares a block of states with its checksum, updates it, and checksums it for
+  /// the write while it is in the cache. Components to copy are copied block by block, too. `store` is where
+  /// the states were read: a block that differs from its checksum is read there again. Null where `states` is
+  /// empty. Throws StoreError{corrupt}.
   void run(io::Store* store);
 
  private:

@@ -1,7 +1,7 @@
-// The lazy update (DESIGN 5): chunks in forward order, each as its states arrive; states read ahead into the
-// ring, new versions written behind from there. No thread of its own: it moves on at every completion, and
-// when step() or a waiting caller asks. Beside it stand the ring (ring.h), the order of the chunks
-// (update_order.h), what a worker does (update_task.h), and what guesses rest on (speculation.h).
+// The lazy update (docs/architecture.md): updates chunks in forward order, each when its states have arrived.
+// It reads states ahead into the ring and writes new versions back from there. It has no thread: it moves on
+// at every completion, and when step() or a waiting caller calls it. Its parts: the ring (ring.h), the order
+// of the chunks (update_order.h), the work of a worker (update_task.h), the basis of guesses (speculation.h).
 #pragma once
 
 #include <cstdint>
@@ -27,15 +27,15 @@ class Updater final : private StateRing::User {
   Updater(const Updater&) = delete;
   Updater& operator=(const Updater&) = delete;
 
-  /// step() has decided: these chunks (in the order given) are updated from now on. All earlier updates are
-  /// done. Guesses whose factors were right are taken, all others dropped.
+  /// step() has decided: these chunks (in the order given) are updated from now on. All earlier updates must
+  /// be done. It takes the guesses whose factors were right, and drops all others.
   void schedule(std::span<const int32_t> chunks) REQUIRES(engine_mutex);
   /// step() has decided that nothing is updated.
   void skip() REQUIRES(engine_mutex);
 
-  /// The unit's gradients are final as far as anybody knows: its chunks may be updated before step() decides.
+  /// The unit's gradients seem final: its chunks may be updated before step() decides.
   void guess(int32_t unit) REQUIRES(engine_mutex);
-  /// Drops what was guessed for the unit; returns once nobody reads its gradients.
+  /// Drops the unit's guesses; returns once no worker reads its gradients.
   void take_back(int32_t unit) MAY_RELEASE(engine_mutex);
   void take_back_all() MAY_RELEASE(engine_mutex);
   int64_t guesses_unfinished() const REQUIRES(engine_mutex);
@@ -44,8 +44,8 @@ class Updater final : private StateRing::User {
   /// Starts whatever can start: reads, updates, read-ahead.
   void pump() REQUIRES(engine_mutex) override;
 
-  /// Returns once every scheduled update is done and written, and nothing is staged: components may be
-  /// reached at their homes. Read-ahead stays off until resume().
+  /// Returns once every scheduled update is done and written, and no slot holds states: components may then
+  /// be accessed at their homes. Read-ahead stays off until resume().
   void quiesce() MAY_RELEASE(engine_mutex);
   void resume() REQUIRES(engine_mutex) { order_.read_ahead(); }
 

@@ -1,9 +1,10 @@
 // A journal as a picture: JSON in the Trace Event Format, which Perfetto (ui.perfetto.dev) and
 // chrome://tracing open. Every buffer carries the name of its layer.
 //
-// One track for the caller (waits, acquires, steps), one a slot of the ring (read, update, write), and spans
-// for gathered units, for gradients in flight and for updates of chunks on the host. Of a device with work of
-// its own a track for its copies each way and one for each queue that computes, by the device's events.
+// It has one track for the caller (waits, acquires, steps), one per slot of the ring (read, update, write),
+// and spans for gathered units, gradients in flight and updates of chunks on the host. For a device with
+// streams there is one track for copies in each direction and one per queue that computes, timed by the
+// device's events.
 #pragma once
 
 #include <ostream>

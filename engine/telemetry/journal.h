@@ -1,5 +1,5 @@
-// What happened to which buffer when, recorded on request: for the examples, for traces people look at, for
-// tests of the schedule.
+// Records, on request, what happened to which buffer and when: for the examples, for traces, and for tests of
+// the schedule.
 #pragma once
 
 #include <cstdint>
@@ -54,17 +54,18 @@ struct DeviceSpan {
   int64_t end_ns = 0;
 };
 
-/// The same, maybe still under way.
+/// Work that may still be under way.
 struct DeviceWork {
   DeviceSpan span;  // without its times
   kernels::Event begin;
   kernels::Event end;
 };
 
-/// Waits for the work. What a device has no times of is left out. By their beginning.
+/// Waits for the work; returns its spans sorted by their beginning, without work for which the device has no
+/// times.
 std::vector<DeviceSpan> resolve(const std::vector<DeviceWork>& work);
 
-/// Guarded by the owner's mutex. Off, it costs a branch.
+/// Guarded by the owner's mutex. When off, a note costs one branch.
 class Journal {
  public:
   void enable(bool on) { on_ = on; }
@@ -72,9 +73,9 @@ class Journal {
   void note(Happening happening, int32_t unit, int32_t chunk = -1, int32_t slot = -1) {
     if (on_) add(happening, unit, chunk, slot);
   }
-  /// For the next: an event now, none where the journal is off.
+  /// An event to pass as `begin` to the next note(); empty where the journal is off.
   kernels::Event begin(kernels::Stream& stream) const { return on_ ? stream.record() : kernels::Event(); }
-  /// `begin` was recorded while the journal was on; else nothing is noted.
+  /// Notes nothing unless `begin` was recorded while the journal was on.
   void note(DeviceSpan::Kind kind, int32_t unit, const kernels::Event& begin, const kernels::Event& end,
             const void* queue = nullptr);
   std::vector<JournalEntry> take();

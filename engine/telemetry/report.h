@@ -1,8 +1,8 @@
-// What a step spent its time on. Every instant is counted once, under the set of all that went on in it, so
-// that what was hidden under what is a sum of such sets and not a guess.
+// What a step spent its time on. Every instant counts once, under the set of activities that went on in it.
+// So the time that one activity was hidden under another is a sum over such sets, not an estimate.
 //
-// A step's report covers the time from where the step() before had decided to where its own has: the updates
-// in it are those of the step before, which run under its forward.
+// A report covers the time from the decision of the previous step() to that of its own. The updates in it are
+// those of the previous step, which run during forward.
 #pragma once
 
 #include <array>
@@ -13,7 +13,7 @@
 
 namespace overspill::engine {
 
-/// What the caller is at, as far as the engine sees it.
+/// What the caller is doing, as far as the engine can tell.
 enum class Phase : uint8_t {
   outside,   // since step(); evaluation
   forward,   // since begin_pass of a training pass
@@ -23,12 +23,12 @@ inline constexpr size_t kPhases = 3;
 
 /// Why a caller waited.
 enum class Cause : uint8_t {
-  updates,       // of the unit it wants, or whose gradient it brings
-  last_updates,  // step(): of the step before
-  reads,         // of gathered weights
-  room,          // in the arena of gathered units
-  staging,       // of spilled gradients: all buffers are on their way, or a sum has to come back
-  rest,          // a look from outside: everything has to be at home
+  updates,       // for updates of the unit it acquires, or whose gradient it adds
+  last_updates,  // in step(), for updates of the previous step
+  reads,         // for reads of gathered weights
+  room,          // for room in the arena of gathered units
+  staging,       // for a staging buffer of spilled gradients, or a sum that has to be read back
+  rest,          // for a read or write from outside the step: all components have to be at home
 };
 inline constexpr size_t kCauses = 6;
 
@@ -83,7 +83,7 @@ class StepMeter {
 
   void moved(Activity read_or_write, int64_t bytes);
   void updated(int64_t elements) { now_.updated_elements += elements; }
-  /// The unit is wanted: what of the forward's compute was over is noted, once a step.
+  /// The caller acquires the unit: notes, once per step, how much of forward's compute was over.
   void reached(int32_t unit);
   void waited(Cause cause, int64_t ns) {
     now_.wait_by_cause_ns[static_cast<size_t>(cause)] += ns;
@@ -93,10 +93,11 @@ class StepMeter {
   /// step() has decided: what was gathered since the last call becomes `last()`.
   void stepped(int64_t step);
   const StepReport& last() const { return last_; }
-  /// The same without Phase::outside: a save, an evaluation and a process that was stopped are no part of it.
+  /// The same without Phase::outside, so without saves, evaluations and time for which the process was
+  /// stopped.
   const StepReport& last_inside() const { return last_inside_; }
-  /// The latest, in no order, without the first two steps: in the first nothing is traced, and the updates
-  /// under the second have no states to read.
+  /// The latest reports, in no order, without the first two steps: nothing is traced in the first, and the
+  /// updates during the second have no states to read.
   std::span<const StepReport> recent() const;
   /// By unit, of the last step: the share of the forward's compute that came after its first use, 0 to 1; 0
   /// where forward did not use it.

@@ -1,5 +1,5 @@
-// Components where they live, reached from outside the step: loading, reading, checkpoints. One chunk's
-// component at a time, through one scratch buffer. The updater is quiescent and stays so; one thread at a
+// Reads and writes components at their homes, outside the step: for loading, reading and checkpoints. One
+// chunk's component at a time, through one scratch buffer. The updater must be quiescent; one thread at a
 // time.
 #pragma once
 
@@ -22,37 +22,37 @@ class Access {
   Access(const Setup& setup, Core& core, Hardware& hardware, ModelStates& model, DeviceUnits& device_units);
 
   // `begin` and counts are elements of this rank's shard. Each throws StoreError, and std::invalid_argument
-  // for a component that the unit has not. What is replaced on NVMe is a whole new extent for each chunk
-  // touched; the old one is released.
+  // for a component that the unit lacks. A write to NVMe makes a whole new extent for each chunk that it
+  // touches, and releases the old one.
 
   /// Copies `to.size()` bytes' worth of elements of a component without scales.
   void read(int32_t unit, Component component, int64_t begin, std::span<std::byte> to) EXCLUDES(engine_mutex);
   void write(int32_t unit, Component component, int64_t begin, std::span<const std::byte> from)
       EXCLUDES(engine_mutex);
 
-  /// A chunk's component as it is kept, until the next call.
+  /// A chunk's component as stored; valid until the next call.
   std::span<const std::byte> whole(int32_t chunk, Component component) EXCLUDES(engine_mutex);
 
   /// Sets `elements` of a component without scales to zero.
   void clear(int32_t unit, Component component, int64_t begin, int64_t elements) EXCLUDES(engine_mutex);
 
-  /// Brings `elements` of a piece of any component in, from its element `skip` on: `piece` is its bytes as a
-  /// chunk of `piece_elements` has them, with the scales behind. With scales `begin` and `skip` are multiples
-  /// of their block.
+  /// Writes `elements` elements of any component, from element `skip` of `piece` on. `piece` has the bytes of
+  /// `piece_elements` elements, then their scales. With scales, `begin` and `skip` must be multiples of the
+  /// scale's block.
   void write_piece(int32_t unit, Component component, int64_t begin, int64_t elements,
                    std::span<const std::byte> piece, int64_t piece_elements, int64_t skip)
       EXCLUDES(engine_mutex);
 
-  /// The fp32 master: between what the unit keeps of it and values (Format::eight_bit: to 24 bits). The unit
-  /// is trainable.
+  /// Reads or writes the fp32 master of a trainable unit, converting from or to its format (Format::eight_bit
+  /// keeps 24 bits).
   void read_weights(int32_t unit, int64_t begin, std::span<float> values) EXCLUDES(engine_mutex);
   void write_weights(int32_t unit, int64_t begin, std::span<const float> values) EXCLUDES(engine_mutex);
-  /// Weights were replaced as forward sees them: they are the master now. `hi` is what was written.
+  /// Makes weights that were replaced in `hi` the master; `hi` is what was written.
   void match_master(int32_t unit, int64_t begin, std::span<const std::byte> hi) EXCLUDES(engine_mutex);
 
-  /// A state of the optimizer as fp32 values, and set to one value or to many, rounded to the nearest that
-  /// the format has; with scales `begin` is a multiple of their block, and nothing else of the unit lies in
-  /// the last one.
+  /// Reads a state of the optimizer as fp32 values; sets it to one value or to many, rounded to the nearest
+  /// that the format has. With scales, `begin` must be a multiple of their block, and the last block must
+  /// hold no other elements of the unit.
   void read_state(int32_t unit, Component component, int64_t begin, std::span<float> values)
       EXCLUDES(engine_mutex);
   void fill_state(int32_t unit, Component component, int64_t begin, int64_t elements, float value)
@@ -88,7 +88,7 @@ class Access {
   void store_states(int32_t unit, Component component, int64_t begin, int64_t elements, Values values_of);
   void load(int32_t chunk, Component component) EXCLUDES(engine_mutex);
   void store(int32_t chunk, Component component) EXCLUDES(engine_mutex);
-  /// With the store kept. A write may be moved: `extent` is then the new one.
+  /// The caller holds a StoreGate::Kept. The store may move a write: `extent` is then the new one.
   void transfer(io::Transfer::Kind kind, io::Extent& extent) EXCLUDES(engine_mutex);
 
   bool on_device(int32_t chunk) const { return setup_.lives_on_device(setup_.layout.chunks[chunk].unit); }

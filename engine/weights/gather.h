@@ -1,9 +1,9 @@
-// Gathered units: buffers for weights that cannot be used where they lie, filled ahead in traced order, kept
-// while there is room and given up farthest-next-use first (Belady 1966, "A study of replacement algorithms
-// for a virtual-storage computer").
+// Gathered units: buffers for weights that cannot be used at their home. They are filled ahead in traced
+// order and kept while there is room; the unit whose next use is farthest away goes first (Belady 1966, "A
+// study of replacement algorithms for a virtual-storage computer").
 //
-// Some methods give the engine's mutex up while they wait for a device or copy weights, which may take long.
-// So one thread at a time changes weights (invalidate()), and no other acquires meanwhile.
+// Some methods give the engine's mutex up while they wait for a device or copy weights. So only one thread at
+// a time may change weights (invalidate()), and no thread may acquire meanwhile.
 #pragma once
 
 #include <memory>
@@ -22,11 +22,11 @@
 
 namespace overspill::engine {
 
-/// Who has weights in slots of its own: the updater.
+/// The owner of slots that hold weights: the ring (states/ring.h).
 class SlotOwner {
  public:
-  /// The weights of a chunk are copied from its slot, without the mutex: until returned() the slot keeps
-  /// them.
+  /// Code is about to copy a chunk's weights from its slot, without the mutex: the slot keeps them until
+  /// returned().
   virtual void lend(int32_t chunk) REQUIRES(engine_mutex) = 0;
   virtual void returned(int32_t chunk) REQUIRES(engine_mutex) = 0;
 
@@ -37,7 +37,7 @@ class SlotOwner {
 class Gatherer {
  public:
   Gatherer(const Setup& setup, Core& core, Hardware& hardware, ModelStates& model, Demand& demand);
-  /// Before anything is gathered. The owner outlives all calls.
+  /// Sets the slot owner, before anything is gathered. It outlives all calls.
   void copies_from_slots_of(SlotOwner& owner) { slots_ = &owner; }
   ~Gatherer();  // no lease is left; waits for copies and uses
   Gatherer(const Gatherer&) = delete;
@@ -46,50 +46,52 @@ class Gatherer {
   /// Leases the unit's gathered weights: waits until they are read, updated, collected and on their way to
   /// the device. Throws BudgetError when leased units leave no room, kernels::DeviceError.
   Block* acquire(int32_t unit) MAY_RELEASE(engine_mutex);
-  /// Returns when they are there. The block is leased. Throws kernels::DeviceError; the lease goes on.
+  /// Returns when the weights of a leased block are on the device. Throws kernels::DeviceError; the lease
+  /// goes on.
   void wait_for_copy(Block& block) EXCLUDES(engine_mutex);
-  /// The queue is given work that reads them: the caller makes it wait for this event first.
+  /// Called before a queue is given work that reads the block's weights: the caller makes it wait for the
+  /// returned event.
   kernels::Event use(Block* block, kernels::Stream& queue) REQUIRES(engine_mutex);
-  /// The memory is in use until `uses` are done. What fails fails the engine.
+  /// Ends a lease; the memory stays in use until the events `uses` are reached. A failure fails the engine.
   void release(Block* block, std::span<const kernels::Event> uses) noexcept REQUIRES(engine_mutex);
 
-  /// The order in which units are acquired: recorded by whoever acquires, read to look ahead.
+  /// The order in which units are acquired: the code that acquires records it, prefetch() reads it.
   Trace& trace() REQUIRES(engine_mutex) { return trace_; }
 
   /// Starts to fill the units that come next, as far as there is room that is not needed sooner.
   void prefetch() MAY_RELEASE(engine_mutex);
 
-  /// A worker has made a chunk's new weights and is the only one to touch them: brings them to the unit's
-  /// block, where it waits for them.
+  /// Copies a chunk's new weights to the unit's block, if that waits for them. Called by the worker that made
+  /// them, which has exclusive use of them.
   void deliver(int32_t chunk, const std::byte* weights) MAY_RELEASE(engine_mutex);
 
-  /// Gives up the gathered form of units whose weights change now. Waits for reads in flight.
+  /// Gives up the gathered blocks of units whose weights are about to change. Waits for reads in flight.
   void invalidate(std::span<const int32_t> units) MAY_RELEASE(engine_mutex);
 
   // ---- several ranks: for the rounds (engine/ranks/rounds.h)
 
-  /// For a unit that lies whole on every rank: waits until it does.
+  /// For a unit that every rank holds whole (stages 1 and 2): waits until it is gathered.
   void acquire_whole(int32_t unit) MAY_RELEASE(engine_mutex);
-  /// Units that lie whole are gathered when they are up to date.
+  /// Marks such units to be gathered as soon as they are up to date.
   void want_whole(std::span<const int32_t> units) REQUIRES(engine_mutex);
 
-  /// There is room for the unit, and this rank's shard is in it. On a device: nothing there uses the room.
+  /// Whether there is room for the unit with this rank's shard in it; on a device, room that no work uses.
   bool wants(int32_t unit) const REQUIRES(engine_mutex);
-  /// This rank's shard, up to date, where it is in memory, the device's if it lives there; null: it is not.
+  /// This rank's shard, up to date, in host memory, or in device memory if it lives there; null: it is not in
+  /// memory.
   const std::byte* shard_in_memory(int32_t unit) const REQUIRES(engine_mutex);
   /// The same; the memory stays until unpin().
   const std::byte* pin_shard(int32_t unit) REQUIRES(engine_mutex);
   void unpin() REQUIRES(engine_mutex);
   /// Brings the shard into memory, for others who want it.
   void prepare_to_serve(int32_t unit) MAY_RELEASE(engine_mutex);
-  /// Memory for all ranks' shards, this rank's in its place: the device's where they meet there.
+  /// Memory for all ranks' shards, with this rank's in its place; on the device where the shards meet there.
   std::byte* begin_collecting(int32_t unit) REQUIRES(engine_mutex);
   bool collects_on_device() const { return setup_.traits.gathers; }
   void collected(int32_t unit) REQUIRES(engine_mutex);
 
-  /// From leased memory of a device that has its own; returns when `to` is filled. The mutex is not
-  /// held meanwhile: nobody pinned `to`, so the device may keep whoever submits the copy.
-  /// Throws kernels::DeviceError.
+  /// Copies leased memory of a device to the host; returns when `to` is filled. The mutex is not held, since
+  /// `to` is not pinned and the copy may block the submitting thread. Throws kernels::DeviceError.
   void copy_to_host(const Block& block, std::span<std::byte> to, const std::byte* from)
       EXCLUDES(engine_mutex);
 

@@ -1,9 +1,9 @@
 // The order in which units are acquired, recorded per (training, grad mode) and replayed as a prediction
-// (DESIGN 2, 5).
+// (docs/architecture.md).
 //
-// Every pass is recorded; the last complete recording of the same kind predicts the present one. A departure
-// is met by finding the unit further on in the prediction; where it is not, nothing is predicted until a
-// predicted unit is met again. Not thread-safe.
+// Every pass is recorded; the last complete recording of the same kind predicts the present one. If a unit
+// was not predicted next, the trace looks for it further on in the prediction; if it is not there, it
+// predicts nothing until a predicted unit is acquired again. Not thread-safe.
 #pragma once
 
 #include <cstdint>
@@ -30,9 +30,8 @@ class Trace {
   /// A unit was acquired.
   void acquired(int32_t unit);
 
-  /// Acquires until the unit is next needed: 0 is the very next one; kNever where nothing is predicted. A
-  /// unit that does not come again in this pass counts from the pass's end (the next pass is taken to be
-  /// alike).
+  /// How many acquires come before the unit's next one: 0 means it is next; kNever where nothing is
+  /// predicted. For a unit not needed again in this pass, the next pass is assumed to be the same.
   int64_t next_use(int32_t unit) const;
 
   /// The predicted next acquires, at most `count`.
