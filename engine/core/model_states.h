@@ -50,7 +50,7 @@ struct ChunkState {
   /// Components on NVMe; empty: never written, all zero.
   std::array<io::Extent, kComponents> extents GUARDED_BY(engine_mutex){};
   std::byte* staged_weights GUARDED_BY(engine_mutex) = nullptr;  // hi in the slot, where hi lives on NVMe
-  std::byte* gradient = nullptr;                               // on the host; null: spilled, or no gradient
+  std::byte* gradient = nullptr;                                 // on the host; null: spilled, or no gradient
   optim::Element gradient_element GUARDED_BY(engine_mutex){};  // its type now; changes only for spilled ones
   io::Extent gradient_extent GUARDED_BY(engine_mutex);         // of a spilled gradient that was written
   /// The gradient stays after its update, until another comes or it is cleared.

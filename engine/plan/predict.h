@@ -44,7 +44,7 @@ struct MachineFigures {
   int64_t ring_slots = 0;       // of the plan it was measured under
   double update_s_per_element = 0;   // all workers at it
   std::vector<double> forward_left;  // by unit: share of forward_s after its first use
-  double step_s = 0;  // duration of a step, without Phase::outside (telemetry/report.h)
+  double step_s = 0;                 // duration of a step, without Phase::outside (telemetry/report.h)
 };
 
 /// From reports of single steps under `plan` and StepMeter::forward_left(); `workers`: of the updates.
