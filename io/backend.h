@@ -1,4 +1,4 @@
-// What carries pieces to the kernel: io_uring, or a few threads with pread and pwrite.
+// Backends, which carry pieces to the kernel: io_uring, or a few threads with pread and pwrite.
 #pragma once
 
 #include <memory>

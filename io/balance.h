@@ -1,4 +1,4 @@
-// How bytes are shared out over paths of different speed.
+// Distributes bytes over paths of different speed.
 #pragma once
 
 #include <cstddef>
@@ -9,13 +9,14 @@
 
 namespace overspill::io {
 
-/// Bytes a second; 0: not known.
+/// Bytes per second; 0: not known.
 struct PathSpeed {
   double read_bytes_per_s = 0;
   double write_bytes_per_s = 0;
 };
 
-/// Bytes a second of a path whose every byte is read once and written once; 0 where one of both is not known.
+/// Bytes per second of a path on which every byte is read once and written once; 0 where either speed is
+/// unknown.
 double step_bytes_per_s(const PathSpeed& speed);
 
 /// Smooth weighted round robin over bytes: each allocation gives every open path credit by its weight, and
@@ -30,7 +31,7 @@ class Balance {
 
   /// Above 0.
   void set_weight(size_t path, double weight) { paths_[path].weight = weight; }
-  /// The path takes no more; false (and nothing is changed) where it is the last that does.
+  /// Closes the path to new extents; false, and nothing changes, if it is the last open one.
   bool close(size_t path);
   bool is_open(size_t path) const { return paths_[path].open; }
   double weight(size_t path) const { return paths_[path].weight; }

@@ -1,4 +1,4 @@
-// How worn an NVMe drive says it is: its SMART log, read from the kernel without tools.
+// Reads an NVMe drive's SMART log from the kernel, without tools: how worn the drive says it is.
 #pragma once
 
 #include <cstdint>

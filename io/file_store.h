@@ -32,8 +32,8 @@ struct FileStoreOptions {
   int threads = 8;
   /// Ask for O_DIRECT; where the file system refuses it, I/O is buffered.
   bool direct = true;
-  /// Of the paths, in their order. Empty: several paths are measured for a moment when the store is opened.
-  /// Either way what the paths do later takes over.
+  /// Speeds of the paths, in their order. Empty: the store measures several paths for a moment when it is
+  /// opened. Later measurements replace both.
   std::vector<PathSpeed> speeds;
   Patience patience;
   /// For tests: may replace each result of the kernel. Called on the store's threads. See io/piece_queue.h.

@@ -1,4 +1,4 @@
-// What the store's files share: errors of system calls, durable names, room on a file system.
+// Helpers for the store's files: errors of system calls, durable names, room on a file system.
 #pragma once
 
 #include <cstdint>
@@ -13,13 +13,13 @@ namespace overspill::io {
 
 class StallWatch;
 
-/// The error of a failed system call, with errno taken first thing. Where a limit of the process decided it,
-/// the error has the limit.
+/// The error of a failed system call; reads errno before anything can change it. If a limit of the process
+/// caused the failure, the error names the limit.
 StoreError system_error(Operation operation, const std::filesystem::path& path, std::string detail = "");
 StoreError system_error(int os_error, Operation operation, const std::filesystem::path& path,
                         std::string detail = "");
 
-/// The error of threads that the machine refuses. `what`: who needs how many.
+/// The error for threads that the machine refuses. `what` says who needs how many.
 StoreError no_threads(const std::system_error& error, const std::string& what);
 
 /// Makes the folder's entries durable, where the file system has an fsync of folders: some network and FUSE

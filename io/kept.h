@@ -1,5 +1,5 @@
-// What must not be freed although nobody uses it any more: memory that a disk which does not answer may still
-// write into, and the threads that wait for it.
+// Keeps objects that are no longer used but must not be freed: memory that a hung disk may still write into,
+// and threads that wait for that disk.
 #pragma once
 
 #include <memory>

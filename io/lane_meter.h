@@ -1,4 +1,4 @@
-// What one path does and how fast: bytes, transfers in flight, bandwidth, latency. Fixed memory.
+// Measures one path: bytes, transfers in flight, bandwidth, latency. In fixed memory.
 //
 // Threads: the methods that count are called one at a time (under the queue's lock, where they cost a clock
 // and a few additions); read() and speed() may be called from any thread at any time.
@@ -28,7 +28,7 @@ class LaneMeter {
   void returned(Transfer::Kind kind, int64_t bytes);
   void completed(const Transfer& transfer);
 
-  /// An estimate from outside; what is measured here takes over from it.
+  /// Sets a first estimate; measurements replace it.
   void seed(const PathSpeed& speed);
   /// Bytes over the time in which several pieces of this kind were in flight, so a path of which little is
   /// asked does not look slow. The weight of the past halves every few seconds of such time.

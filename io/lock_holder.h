@@ -6,7 +6,7 @@
 
 namespace overspill::io {
 
-/// What a lock says that is held to remove a dead run's folder. It names nobody.
+/// Content of a lock file while a run removes a dead run's folder. It names no holder.
 inline constexpr std::string_view kRemoving = "removing";
 
 /// Fields that are not known are empty.
@@ -17,7 +17,8 @@ struct LockHolder {
   std::string pid_namespace;  // of the process
 
   static LockHolder self();
-  /// Also of a lock file that an older version wrote, with the process alone. Of kRemoving nothing is known.
+  /// Reads also the lock file of an older version, which names the process alone. For kRemoving all fields
+  /// are empty.
   static LockHolder parse(std::string_view text);
   std::string text() const;
 

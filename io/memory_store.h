@@ -1,8 +1,8 @@
-// The store in memory, with seeded faults: what drives the engine in tests. Transfers take the same way as on
-// disk (pieces, checksums, judgement of results); only the kernel is played.
+// The store in memory, with seeded faults, for tests of the engine. Transfers go through the same code as on
+// disk (pieces, checksums, judgement of results); only the kernel is simulated.
 //
-// Two drivers, one store: completions come from its own thread after real delays, or, given a VirtualTime, in
-// poll() on the thread of whoever waits; then a run is repeated exactly by its seed.
+// Completions come from the store's own thread after real delays. Given a VirtualTime, they come in poll() on
+// the waiting thread instead, and the seed then repeats a run exactly.
 #pragma once
 
 #include <cerrno>
@@ -64,7 +64,7 @@ struct FaultCounts {
   int64_t torn = 0;
 };
 
-/// One answer of the played kernel.
+/// One answer of the simulated kernel.
 struct Answer {
   int64_t time_us = 0;
   bool writes = false;
@@ -78,12 +78,12 @@ class MemoryStore : public Store {
  public:
   virtual FaultCounts fault_counts() const = 0;
   virtual uint64_t seed() const = 0;
-  /// The power fails: what was written and not exported since is dropped or torn, and reads as `corrupt` from
-  /// then on. Drain before.
+  /// Simulates a power failure: extents written and not exported since are dropped or torn, and read as
+  /// `corrupt` from then on. Call drain() first.
   virtual void cut() = 0;
   /// Changes one bit of an extent's stored bytes.
   virtual void flip_bit(const Extent& extent, int64_t bit) = 0;
-  /// Bytes of extents that are written and not released; and the least there were since the last call.
+  /// Bytes of extents that are written and not released; and the minimum since the last call.
   virtual int64_t complete_bytes() const = 0;
   virtual int64_t take_least_complete_bytes() = 0;
   /// Every answer so far, in order; kept under virtual time only.

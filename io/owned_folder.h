@@ -1,5 +1,5 @@
-// Folders in a place where others may write too: a folder is used only where it is one, is this user's, and
-// nobody else can change it. All work in it goes through its descriptor.
+// Folders in places where other users may write, too. A path is used only if it is a real folder that belongs
+// to this user and that nobody else can change. All work in it goes through its descriptor.
 #pragma once
 
 #include <filesystem>

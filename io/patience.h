@@ -1,6 +1,6 @@
 // How long the store bears with a disk: which errors are tried again, how often, how soon; and when a disk
-// that does not answer is named, and given up. Values alone: the pieces' queue tries again
-// (io/piece_queue.h), the stall watch tells and gives up (io/stall_watch.h).
+// that does not answer is named, and given up. Only values: the queue of pieces retries (io/piece_queue.h),
+// the stall watch names disks and gives up (io/stall_watch.h).
 #pragma once
 
 #include <chrono>
@@ -32,13 +32,13 @@ struct Patience {
   StallPolicy stall;
 };
 
-/// Whether what failed with this errno may succeed if it is asked again of the same bytes of the disk: for
-/// reads what a disk or the way to it may say once (EIO, ETIMEDOUT and their kin), for reads and writes what
-/// the machine is short of for a moment (ENOMEM, EAGAIN, EBUSY).
+/// Whether a request that failed with this errno may succeed on the same bytes of the disk later: a read
+/// after a passing error of the disk or the way to it (EIO, ETIMEDOUT and equivalents), a read or write after
+/// a passing shortage of the machine (ENOMEM, EAGAIN, EBUSY).
 bool may_pass(int os_error, bool writes);
 
-/// Whether a write that failed with this errno may succeed in another place of the same path: what a disk may
-/// say once, or of one place, and want of room, which others may give back.
+/// Whether a write that failed with this errno may succeed in another place of the same path: after an error
+/// of one place or a passing one, or when there was no room, since others may free some.
 bool may_pass_elsewhere(int os_error);
 
 /// The machine's memory or the kernel's queues, not the disk.

@@ -37,11 +37,10 @@ class TransferOwner {
   /// Called under the queue's lock: must be short, must not call the queue.
   virtual Target locate(const Transfer& transfer) = 0;
   virtual std::string path_of(const Target& target) = 0;
-  /// The queue asks for something again for the first time; called without the queue's locks, on the
-  /// backend's thread.
+  /// The queue retries for the first time. Called without the queue's locks, on the backend's thread.
   virtual void first_retry(const Error&) noexcept {}
-  /// The queue was given up; any thread, under any locks. fail_all() is to be called, by a thread that holds
-  /// none.
+  /// The queue was given up. Called on any thread, under any locks: the store has a thread without locks call
+  /// fail_all().
   virtual void given_up() noexcept {}
   /// Called without locks once the transfer's last piece is done; `transfer.error` is set. The queue forgets
   /// it before.
@@ -100,15 +99,15 @@ class PieceQueue {
   /// A transfer whose `error` is set is completed with it, on the backend's thread.
   void push(Transfer& transfer);
 
-  /// A write that failed with `why`, has another extent now and was completed(): pushes it again when its
-  /// wait before another try is over. False where it was tried often enough, or nothing waits any more.
+  /// For a write that failed with `why`, was completed() and has another extent now: pushes it again after
+  /// the wait before its next try. False if it was tried often enough, or the queue no longer waits.
   bool push_later(Transfer& transfer, const Error& why);
 
   /// The next piece by priority, checksummed if it is to be written; false if there is none. Completes what
   /// has failed or was cancelled on the way.
   bool next(Piece& piece);
-  /// next() in two steps, for who has better to do first: a piece of priority `from` or lower, which
-  /// checksum() must see before the kernel does.
+  /// next() in two steps, for a backend that has more urgent work first: returns a piece of priority `from`
+  /// or lower, for which checksum() must be called before the kernel gets it.
   bool take(Piece& piece, Transfer::Priority from);
   void checksum(const Piece& piece);
   /// Whether a transfer waits that overtakes write-behind.
@@ -118,7 +117,7 @@ class PieceQueue {
   /// Blocks until it has; false once the queue is stopped and empty.
   bool wait();
 
-  /// Until the first of what waits for another try is due; nothing where none waits.
+  /// Time until the first waiting piece is due for another try; nothing if none waits.
   std::optional<std::chrono::nanoseconds> next_try_in();
 
   /// Looks at a result of the kernel (bytes, or a negative errno): false if the piece must be issued again,
@@ -126,22 +125,22 @@ class PieceQueue {
   /// again when its wait before another try is over.
   bool settle(Piece& piece, int64_t result);
 
-  // Around the kernel's work on a piece: what has no answer can be named, and is not forgotten.
+  // Called before and after the kernel's work on a piece, so that a piece without an answer can be named.
   void asked(Piece& piece);
   void answered(Piece& piece);
   /// Of what the kernel has; nothing where it has nothing. As StallWatch::Party.
   std::optional<std::chrono::nanoseconds> silent_since();
   std::optional<Unanswered> unanswered();
 
-  /// Nothing more is asked or waited for: all transfers, later ones too, complete with `why`, in fail_all().
-  /// The kernel may still move what it has; nobody looks at it any more. First call wins.
+  /// Gives the queue up: all transfers, later ones too, complete with `why`, in fail_all(). The kernel may
+  /// still work on pieces that it has, but their results are ignored. The first call wins.
   void give_up(const Error& why);
   void fail_all();
   bool is_given_up();
   /// The kernel was given up while it had pieces: their memory must stay as long as the process lives.
   bool kernel_keeps_memory();
 
-  /// From now on what is not issued completes with `cancelled`.
+  /// From now on transfers that are not issued complete with `cancelled`.
   void stop();
 
   // The backend's threads, so that whoever ends the store need not join one that hangs.

@@ -1,14 +1,14 @@
-// Bytes that travel between the store and memory with their checksums beside them, for who looks at every
-// block anyway: comparing a block where it is used, and checksumming it where it was changed, reads it from
-// memory once instead of three times (docs/store.md).
+// Bytes that travel between the store and memory together with their checksums, for code that processes every
+// block anyway. It compares a block right before it uses it, and checksums it right after it changes it. So
+// each byte is read from memory once instead of three times (docs/store.md).
 //
 //   read:   sealed.expect(transfer), submit; then open() block by block.
 //   write:  seal() each block that open() gave, as soon as its new bytes are there;
 //   sealed.hand_over(transfer),
 //           submit.
 //
-// Bytes that were not compared cannot be had, nor written back: open() is the one way to the memory, and
-// hand_over() refuses an extent of which a block was not opened and sealed.
+// Unverified bytes can neither be read nor written back: only open() gives access to the memory, and
+// hand_over() refuses an extent unless every block was opened and sealed.
 #pragma once
 
 #include <cstdint>
@@ -18,8 +18,8 @@
 
 namespace overspill::io {
 
-/// One extent's worth. Allocates in its constructor alone. Threads: one at a time; between submit() and
-/// on_complete it is the store's.
+/// The content of one extent. Only the constructor allocates. Threads: one at a time; between submit() and
+/// on_complete only the store may use it.
 class Sealed {
  public:
   /// `bytes_max`: of the largest extent.
@@ -27,7 +27,7 @@ class Sealed {
 
   /// Before a read of transfer.extent into transfer.memory is submitted.
   void expect(Transfer& transfer);
-  /// There is nothing to read: `memory` holds what counts, to be sealed for a write.
+  /// In place of a read: `memory` already holds the content, which is to be sealed for a write.
   void start(std::byte* memory, int64_t bytes);
 
   /// Bytes begin <= i < end, compared with their checksums; called over ascending ranges. `begin` is a

@@ -1,5 +1,5 @@
-// Puts extents into a checkpoint folder, durably: slab files by hard link, or copies of the extents where
-// linking cannot be (another file system, or one without hard links).
+// Puts extents into a checkpoint folder, durably: slab files by hard link, or by copies of the extents where
+// they cannot be linked (another file system, or one without hard links).
 #pragma once
 
 #include <cstdint>

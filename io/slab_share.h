@@ -1,10 +1,10 @@
-// Which checkpoint folders still share slabs with the store: what a linked export leaves behind, so that the
-// store knows when nobody needs those bytes any more.
+// Tracks which checkpoint folders still share slabs with the store, so that the store knows when it may reuse
+// their bytes.
 //
 // Each linked export has a mark of its own: a small file that lies in the job's folder and, by hard link, in
-// the checkpoint's. Link counts of the mark and of the slabs say everything: they follow a folder that is
-// moved or copied with hard links (`cp -al`), and no file of the checkpoint is held open, which on NFS and
-// FUSE would keep its folder from being removed.
+// the checkpoint's. The link counts of the mark and of the slabs are enough. They stay right when the folder
+// is moved or copied with hard links (`cp -al`). And the store holds no file of the checkpoint open, which on
+// NFS and FUSE would keep its folder from being removed.
 #pragma once
 
 #include <sys/types.h>
@@ -29,9 +29,9 @@ class SlabShares {
   /// `watch` outlives it and sees what waits for the disk; null: nothing does.
   explicit SlabShares(StallWatch* watch = nullptr) : watch_(watch) {}
 
-  /// A mark of a new export into `folder`, in the folder of `slab` too. Nothing where the two folders cannot
-  /// share a file, or where the file system does not count links: then slabs must be copied. Throws
-  /// StoreError; then nothing is left.
+  /// Makes the mark of a new export in `folder` and in the folder of `slab`. Returns nothing if the two
+  /// folders cannot share a file, or if the file system does not count links: then slabs must be copied.
+  /// Throws StoreError; then nothing is left.
   std::optional<uint64_t> begin(const SlabFile& slab, const std::filesystem::path& folder,
                                 const std::string& job);
 
@@ -48,7 +48,7 @@ class SlabShares {
   /// removal of those names is durable.
   bool alive(uint64_t share) const;
 
-  /// The store's own name of the mark goes. The checkpoint's stays: it is the folder's.
+  /// Removes the mark's name in the job's folder. Its name in the checkpoint stays.
   void end(uint64_t share) noexcept;
 
  private:

@@ -28,7 +28,7 @@ class SlabSpace {
   /// A new empty slab of `group` (the path it lies on); its number.
   uint32_t add_slab(int group, int64_t bytes);
 
-  /// What was promised to allocate() in total; only grows.
+  /// The limit for allocate(), in bytes; only grows.
   void raise_limit(int64_t bytes);
   int64_t limit_bytes() const;
   int64_t slab_bytes() const;

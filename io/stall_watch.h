@@ -122,8 +122,8 @@ class StallWatch {
   std::thread thread_;
 };
 
-/// Work of many calls on one file or folder, which is watched while this lives: it stalls when it has not
-/// moved for so long. It is told and never given up, since its calls use memory of the caller's.
+/// Watches work of many calls on one file or folder while it lives: the work stalls if moved() is not called
+/// for so long. The watch names it and never gives it up, since its calls use memory of the caller's.
 /// Threads: moved() from any.
 class StallWatch::Progress {
  public:
@@ -143,7 +143,7 @@ class StallWatch::Progress {
   std::unique_ptr<WatchedCall> watched_;
 };
 
-/// As StallWatch::call, under a watch where there is one; null: nothing sees it.
+/// As StallWatch::call; with `watch` null the call is not watched.
 int watched(StallWatch* watch, Operation operation, int file, const std::string& path,
             const StallWatch::Call& make);
 

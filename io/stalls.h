@@ -9,7 +9,7 @@
 
 namespace overspill::io {
 
-/// What hangs now, for who must not touch an engine that may hang too (a signal's handler). Outlives the
+/// What hangs now, for code that must not touch an engine that may hang, too (a signal handler). Outlives the
 /// store.
 class StallBoard {
  public:

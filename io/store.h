@@ -28,7 +28,7 @@ class StallWatch;
 /// requirement).
 inline constexpr int64_t kBlockBytes = 4096;
 
-/// A checksum is of so many bytes; an extent's last one may be of fewer.
+/// Each checksum covers so many bytes; the last one of an extent may cover fewer.
 inline constexpr int64_t kChecksumBlockBytes = 64 * 1024;
 
 constexpr int64_t round_up_to_block(int64_t bytes) {
@@ -55,9 +55,9 @@ struct Transfer {
   enum class Kind : uint8_t { read, write };
   /// A read that someone waits for overtakes read-ahead and write-behind.
   enum class Priority : uint8_t { demand, prefetch, write_behind };
-  /// Who compares what was read with its checksums, and computes those of what is written: the store, before
-  /// on_complete and after submit(); or who uses the bytes, block by block while they are in the cache
-  /// (io/sealed.h, which sets this and `checksums`).
+  /// Who compares bytes read with their checksums, and computes the checksums of bytes to write: the store,
+  /// before on_complete and after submit(); or the user of the bytes, block by block while they are in the
+  /// cache (io/sealed.h, which sets this and `checksums`).
   enum class Check : uint8_t { by_store, by_caller };
 
   Kind kind = Kind::read;
@@ -65,10 +65,10 @@ struct Transfer {
   Extent extent;
   std::byte* memory = nullptr;  // extent.bytes of it, aligned to kBlockBytes
   Check check = Check::by_store;
-  /// Where the caller checks: one of each 64 KiB block, in the caller's memory. A read puts them here, a
-  /// write finds them here.
+  /// If the caller checks: one checksum per 64 KiB block, in the caller's memory. A read stores them here, a
+  /// write takes them from here.
   std::span<uint64_t> checksums;
-  /// Of a read that the store checks: its bytes were read once already, and differed from their checksums.
+  /// For a read that the store checks: the bytes were read once before and differed from their checksums.
   bool second_reading = false;
 
   /// Called once, on the store's thread or in poll(), without any of the store's locks held: may submit,
@@ -76,8 +76,8 @@ struct Transfer {
   void (*on_complete)(Transfer&) noexcept = nullptr;
   void* context = nullptr;
 
-  /// Set before on_complete: nothing, or why the bytes in `memory` (read) or the extent (write) must not be
-  /// used.
+  /// Set before on_complete. If not empty, it says why the bytes in `memory` (read) or the extent (write)
+  /// must not be used.
   std::optional<Error> error;
 
   Transfer* next = nullptr;  // the store's queue link
@@ -110,8 +110,9 @@ class Store {
   Store& operator=(const Store&) = delete;
   virtual ~Store() = default;
 
-  /// Makes room for `bytes` in total, counting what is allocated; throws StoreError{no_space|quota} naming
-  /// the path, the bytes wanted and the bytes there are, and then nothing has changed.
+  /// Makes room for `bytes` in total, including extents that are allocated already. Throws
+  /// StoreError{no_space|quota} naming the path, the bytes wanted and the bytes available; then nothing has
+  /// changed.
   virtual void reserve(int64_t bytes) = 0;
 
   /// An extent of round_up_to_block(bytes), content undefined. Throws StoreError{no_space} when nothing is
@@ -122,7 +123,7 @@ class Store {
   /// generation).
   virtual void release(const Extent& extent) = 0;
 
-  /// A pinned extent keeps its bytes after its release, until it is unpinned as often as it was pinned.
+  /// A pinned extent keeps its bytes after its release, until each pin() is matched by an unpin().
   virtual void pin(const Extent& extent) = 0;
   virtual void unpin(const Extent& extent) = 0;
 
@@ -133,9 +134,9 @@ class Store {
   /// Returns once every transfer submitted before the call has completed.
   virtual void drain() = 0;
 
-  /// For whoever waits for a completion, before it blocks. A store without threads (tests) moves one event
-  /// on, on the caller's thread, and returns true: look again. Otherwise false: completions come by
-  /// themselves. The caller holds no lock that a completion takes. Throws Stalled (virtual_time.h) when
+  /// To be called before a thread blocks to wait for a completion. A store without threads (tests) runs one
+  /// event on the caller's thread and returns true: check again. Otherwise returns false: completions come by
+  /// themselves. The caller must hold no lock that a completion takes. Throws Stalled (virtual_time.h) when
   /// nothing is on its way.
   virtual bool poll() { return false; }
 
@@ -147,11 +148,10 @@ class Store {
   /// Whether the folder of an export, or a copy of it by hard links, may still have slabs of the store; false
   /// only once their removal is durable. A folder that was moved has them still.
   virtual bool share_lives(uint64_t share) const = 0;
-  /// The export's folder has its name now: its files lie in `folder`, where `prefix` was put before their
-  /// names.
+  /// Tells the store that the export's files are now in `folder`, with `prefix` before their names.
   virtual void share_named(uint64_t /*share*/, const std::filesystem::path& /*folder*/,
                            const std::string& /*prefix*/) {}
-  /// The caller needs no answer any more: it has given the pins up.
+  /// Ends a share, when the caller has given up its pins.
   virtual void end_share(uint64_t share) noexcept = 0;
 
   /// Memory that transfers will use often; registered with the kernel where it allows that. Stays the
@@ -164,12 +164,11 @@ class Store {
 
   virtual StoreStats stats() const = 0;
 
-  /// Of the disks, for whoever makes other calls that wait for one; null where there are none.
+  /// The watch over the disks, for code that makes other calls that wait for a disk; null: there is none.
   virtual std::shared_ptr<StallWatch> watch() const { return nullptr; }
 
-  /// A path was given up (ErrorKind::stalled, ring) while the kernel had transfers: their memory was not
-  /// given back with their completion. It may still be written into, and must neither be used nor freed
-  /// (io/kept.h).
+  /// Whether a path was given up (ErrorKind::stalled, ring) while the kernel had transfers. The kernel may
+  /// still write into their memory although they are complete: it must neither be used nor freed (io/kept.h).
   virtual bool kernel_keeps_memory() { return false; }
 };
 

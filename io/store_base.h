@@ -1,4 +1,4 @@
-// What the file store and the in-memory store have in common: extents, transfers on their way, counters.
+// The common base of the file store and the in-memory store: extents, transfers in flight, counters.
 #pragma once
 
 #include <atomic>

@@ -25,7 +25,7 @@ struct LatencyStats {
   int64_t max_ns = 0;
 };
 
-/// How often something was asked for again.
+/// How often the store retried, by reason.
 struct RetryStats {
   int64_t at_once = 0;    // short transfers continued, EINTR
   int64_t reads = 0;      // failed with EIO or its kin
@@ -33,7 +33,7 @@ struct RetryStats {
   int64_t shortages = 0;  // ENOMEM, EAGAIN, EBUSY: of the machine, not of the disk
   int64_t checksums = 0;  // what was read differed from its checksum
 
-  /// Of what a healthy machine does not do.
+  /// The retries that a healthy machine does not need.
   int64_t troubles() const { return reads + writes + shortages + checksums; }
 };
 
@@ -60,7 +60,7 @@ struct PathStats {
   LatencyStats writes;
 };
 
-/// Counters since the store was opened; each is right by itself, they are not of one instant.
+/// Counters since the store was opened. Each is exact, but they are not read at one instant.
 struct StoreStats {
   int64_t bytes_read = 0;  // completed, as asked for by transfers
   int64_t bytes_written = 0;

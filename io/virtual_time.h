@@ -1,5 +1,5 @@
-// Time as a number, for tests: whoever waits runs the next event instead of sleeping. A run on one thread is
-// then a function of its seed alone.
+// Simulated time, for tests: a wait runs the next event instead of sleeping. So a run on one thread depends
+// only on its seed.
 #pragma once
 
 #include <cstdint>
@@ -11,7 +11,7 @@
 
 namespace overspill::io {
 
-/// Nothing is on its way, or what happens leads nowhere: whoever waits would wait for ever.
+/// Thrown when no event is pending, or events go on without end: the wait would never end.
 class Stalled : public std::logic_error {
  public:
   using std::logic_error::logic_error;
