@@ -1,7 +1,7 @@
-"""What an update brings with it: the counts of a run and a step of its scheduler. Ctrl-C may strike after the core's
-update and before these, or inside the scheduler; then the engine's next call makes up for them, once. The thread that
-updates is alone (calls.Alone) until they are made, so no other thread meets a boundary that is under way. What looks
-from inside the update (hooks of its optimizer, handlers of signals) leaves it open until the core has made it."""
+"""What follows an update: a run's counts and a step of its scheduler. Ctrl-C may strike between the core's update and
+these, or inside the scheduler; then the engine's next call completes them, once. The updating thread is alone
+(calls.Alone) until then, so no other thread finds a boundary half done. Code that runs inside the update (hooks of its
+optimizer, signal handlers) leaves the boundary open until the core has made the update."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class SchedulerState:
 
 
 class Boundary:
-    """An update that an engine has begun. `micro_steps`, `global_steps`: what the run has once it is made."""
+    """An update that an engine has begun. `micro_steps`, `global_steps`: the run's counts once it is made."""
 
     def __init__(self, core: Any, micro_steps: int, global_steps: int):
         self.micro_steps, self.global_steps = micro_steps, global_steps
@@ -64,11 +64,11 @@ class Boundary:
         update()
 
     def is_under_way(self) -> bool:
-        """Whether `make` is what calls, by way of a hook or of a signal's handler."""
+        """Whether the caller runs inside `make`, from a hook or a signal handler."""
         return self._calls(Boundary.make)
 
     def is_scheduling(self) -> bool:
-        """Whether the scheduler's step, begun here, is what calls."""
+        """Whether the caller runs inside the scheduler's step that began here."""
         return self._calls(Boundary.step_scheduler)
 
     def _calls(self, method: Callable) -> bool:
@@ -80,8 +80,8 @@ class Boundary:
         return frame is not None
 
     def step_scheduler(self, scheduler: Any, groups: Sequence[dict]) -> None:
-        """May be called again where Ctrl-C broke it off: a step that ended is not made twice, half a step is undone
-        first. A scheduler that has no state_dict is not called again."""
+        """Steps the scheduler. May be called again if Ctrl-C interrupted it: a completed step is not repeated, half a
+        step is undone first. A scheduler without a state_dict is not called again."""
         if self._stepped:
             return
         if not self._tried:
@@ -102,7 +102,7 @@ def _state_of(scheduler: Any, groups: Sequence[dict]) -> SchedulerState | None:
 
 
 def counts(core: Any) -> tuple[int, int]:
-    """Of the updates that the core has made, and of those that it has skipped."""
+    """How many updates the core has made, and how many it has skipped."""
     stats = core.stats()
     return stats["step"], stats["skipped_steps"]
 

@@ -1,4 +1,4 @@
-"""What is under way, and what it holds: calls of modules, backward passes, `gathered` blocks.
+"""Tracks what is under way and which units it holds: calls of modules, backward passes, `gathered` blocks.
 
 Ctrl-C may strike between any two lines of Python, so nothing here trusts that a `finally` or a hook of torch has run.
 Three rules take their place:
@@ -37,8 +37,8 @@ def in_backward() -> bool:
 
 
 def opaque(function: Callable) -> Callable:
-    """torch.compile runs the function as it is, and everything that it calls: traced, its effects on the engine would
-    happen once, while compiling. Unlike torch.compiler.disable it imports no compiler and adds no frame."""
+    """Makes torch.compile run the function, and all that it calls, as it is. If traced, its effects on the engine would
+    happen only once, while compiling. Unlike torch.compiler.disable it imports no compiler and adds no frame."""
     compiler = torch._C._dynamo.eval_frame
     skip = compiler._FrameAction.SKIP
     compiler.set_code_exec_strategy(function.__code__, compiler._FrameExecStrategy(skip, skip))
@@ -84,11 +84,11 @@ class Call:
 
 
 class Stack:
-    """The calls under way in one thread, outermost first. `claimed`: the frame in which the thread began to work; kept
-    no longer than that, since a frame keeps what its function and the callers of that refer to. `alone`: that of its
-    outermost `Alone`, which outlasts the calls inside. `remove_modes`: takes off what was put on for their sake, all of
-    it or a part; None where nothing was. `exempt`: the thread takes turns with others. `refuses`: name and frame of
-    the call in the middle of which no engine works (`NothingElse`)."""
+    """The calls under way in one thread, outermost first. `claimed`: the frame in which the thread began to work,
+    dropped when the work ends, since a frame keeps alive all that it and its callers refer to. `alone`: the frame of
+    the outermost `Alone`, which outlasts the calls inside. `remove_modes`: removes all or some of the modes that were
+    set for these calls; None: none were. `exempt`: the thread takes turns with others. `refuses`: name and frame of the
+    call in the middle of which no engine works (`NothingElse`)."""
 
     __slots__ = ("alone", "calls", "claimed", "exempt", "ident", "refuses", "remove_modes")
 
@@ -163,8 +163,9 @@ here = _Here()
 
 
 def work(python: FrameType | None, ending: Call | None = None) -> Stack:
-    """Opens the books for a change by this thread: the caller sets `books.open = False` when it is done, and only then.
-    `ending`: a block that the caller is about to end. RuntimeError where another thread is at work."""
+    """Opens the books for a change by this thread; the caller sets `books.open = False` when the change is complete,
+    and only then. `ending`: a block that the caller is about to end. Raises RuntimeError while another thread is at
+    work."""
     stack = here.stack
     if books.open or not stack.calls or books.owner.get(0) is not stack:
         claim(stack, python)
@@ -216,8 +217,9 @@ def unclaim(stack: Stack) -> None:
 
 
 class Alone:
-    """`with` around what no call of another thread may meet: it is refused until the block ends, as the block is where
-    one is under way: RuntimeError. Inside a call or another such block of this thread there is nothing to do."""
+    """A `with` block that no call of another thread may overlap. Such a call raises RuntimeError until the block ends,
+    and so does the block if such a call is under way. Inside a call or another such block of this thread it does
+    nothing."""
 
     __slots__ = ("stack",)
 
@@ -237,7 +239,7 @@ class Alone:
 
 
 def _refuse_inside(stack: Stack) -> None:
-    """Inside what `stack.refuses` says; Ctrl-C may have kept NothingElse from ending it."""
+    """Raises RuntimeError inside the call that `stack.refuses` names. Ctrl-C may have kept NothingElse from ending."""
     assert stack.refuses is not None
     call, frame = stack.refuses
     if not stack.frames([frame]):
@@ -250,8 +252,8 @@ def _refuse_inside(stack: Stack) -> None:
 
 
 class NothingElse:
-    """`with` around a call of the core that runs Python, inside `Alone`: a handler of a signal that calls an engine
-    meanwhile gets RuntimeError, where it would work in the middle of that call. `call`: its name."""
+    """A `with` block, inside `Alone`, around a call of the core that runs Python: a signal handler that calls an engine
+    in the middle of it gets RuntimeError. `call`: the call's name."""
 
     __slots__ = ("call",)
 
@@ -266,7 +268,7 @@ class NothingElse:
 
 
 class ThreadError(OverspillError):
-    """It is refused what another thread is in the middle of."""
+    """Raised for a call that another thread's call in progress excludes."""
 
 
 def _refuse_thread(other: Stack) -> None:
@@ -293,7 +295,7 @@ def hold(call: Call, unit: Unit, take: leases.Take | None = None) -> None:
 
 
 def end(call: Call, stack: Stack) -> None:
-    """The books are open. What the call pinned is let go, in backward (recomputation) kept among the recent units."""
+    """With the books open: unpins the call's units; in backward (recomputation) they stay among the recent units."""
     if not stack.calls or stack.calls[-1] is not call:
         return  # settled meanwhile
     stack.calls.pop()
@@ -321,7 +323,7 @@ def hold_block(call: Call, units: list[Unit], take: leases.Take | None = None) -
 
 
 def end_block(call: Call) -> None:
-    """The books are open. What was edited in the block becomes the weight."""
+    """With the books open: edits in the block become the weight."""
     books.edited += filter(showing.edited, call.units)
     books.blocks.remove(call)
     for unit in call.units:
@@ -346,7 +348,7 @@ def _outdate_edited() -> None:
 
 
 def _leave(stack: Stack) -> None:
-    """The thread's outermost call has ended."""
+    """Called when the thread's outermost call has ended."""
     if stack in books.stacks:
         books.stacks.remove(stack)
     if books.owner.get(0) is stack or stack.exempt:
@@ -356,14 +358,14 @@ def _leave(stack: Stack) -> None:
 
 
 def check(python: FrameType | None) -> None:
-    """For what begins anew, `python` being its caller: ends what was broken off before it."""
+    """For a call that begins, made by the frame `python`: ends calls that were interrupted before it."""
     with Alone():
         if books.open or not all(call.is_under_way(python) for call in (*here.stack.calls, *books.blocks)):
             put_right(python)
 
 
 def settle(python: FrameType | None, ended: Call | None = None) -> None:
-    """`put_right`, by whom does not go on with a call: without one the thread's work has ended."""
+    """As `put_right`, for code that begins no call: the thread's work ends, unless it has a call under way."""
     put_right(python, ended)
     if not here.stack.calls:
         unclaim(here.stack)
@@ -399,7 +401,7 @@ def put_right(python: FrameType | None, ended: Call | None = None) -> None:
 
 
 def leave_torch(python: FrameType) -> None:
-    """When no engine is left: takes off what an interrupted call of this thread left on."""
+    """When no engine is left: removes the modes that an interrupted call of this thread left on."""
     stack = here.stack
     if not any(call.is_on(python) for call in stack.calls):
         settle(python)
@@ -407,7 +409,8 @@ def leave_torch(python: FrameType) -> None:
 
 
 def refuse_inside(owner: Residency, what: str) -> None:
-    """For what changes weights, `what` by name: RuntimeError where a call under way holds weights of `owner`."""
+    """For a call named `what` that changes weights: raises RuntimeError while a call under way holds weights of
+    `owner`."""
     for call in [call for each in (*books.stacks, here.stack) for call in each.calls] + books.blocks:
         if call.owner is owner or any(unit.residency is owner for unit in call.units):
             where = "`with engine.gathered(...)`" if call.block is not None else "a call of the model"
@@ -421,9 +424,9 @@ def refuse_inside(owner: Residency, what: str) -> None:
 
 
 def clear_spoiled(owner: Residency) -> None:
-    """Gradients that a train_batch left which was broken off, and its clearing with it (Ctrl-C, again; another thread
-    at work), are cleared before others come to them: by the next pass, update or look at them. A micro-batch that is
-    still being stopped clears nothing."""
+    """Clears gradients that an interrupted train_batch left and could not clear (a second Ctrl-C, another thread at
+    work). The next pass, update or read of gradients calls it first. A micro-batch that is still being stopped clears
+    nothing."""
     if owner.spoiled and not here.stack.exempt:
         with Alone():
             with torch._C.DisableTorchFunction():

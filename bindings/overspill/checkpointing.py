@@ -42,7 +42,7 @@ def save(
     unknown: dict[str, Any],
     keep: retention.Keep | None = None,
 ) -> None:
-    """`unknown`: other arguments that the call was given. `keep`: which of those beside it stay; None: all."""
+    """`unknown`: further arguments of the call. `keep`: which other checkpoints in the folder stay; None: all."""
     if keep is not None:
         retention.Series(
             Path(given.path("save_checkpoint", folder))
@@ -53,7 +53,7 @@ def save(
 
 
 def _retain(engine: Engine, path: Path, keep: retention.Keep) -> None:
-    """What stays though it may go is no failure of the save."""
+    """Removes old checkpoints. One that cannot be removed does not fail the save."""
     with ranks.ByOne(engine._group, "save_checkpoint"):
         if engine.rank == 0:
             retention.read_back(path)
@@ -161,7 +161,8 @@ def _newest_whole(engine: Engine, folder: Path) -> str:
 
 
 def _held(folder: str) -> contextlib.AbstractContextManager[None]:
-    """Nobody moves or removes it while it is read. What is no folder is for the reader to refuse."""
+    """Keeps others from moving or removing the checkpoint while it is read. The reader refuses a path that is no
+    folder."""
     return saves.reading(Path(folder)) if os.path.isdir(folder) else contextlib.nullcontext()
 
 
@@ -225,8 +226,8 @@ def after_scheduler(engine: Engine, read: Extra, load_weights: Callable[[], None
 
 
 def _load_weights(engine: Engine, folder: str, text: str, loaded: list[str]) -> None:
-    """`loaded` gets what the core's load returns: with it the weights are the checkpoint's, even where Ctrl-C struck
-    right then. Raises CheckpointError where they are of another checkpoint than `text`."""
+    """The result of the core's load goes into `loaded`: if it is there, the weights are the checkpoint's, even if
+    Ctrl-C struck right then. Raises CheckpointError where they are of another checkpoint than `text`."""
     try:
         keep(loaded, engine._core.load, folder)
     except _core.CheckpointError as error:

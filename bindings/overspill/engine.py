@@ -54,8 +54,8 @@ from .stepping import Stepping
 
 
 class Life:
-    """Held by an engine, its optimizer and its module's hooks: what they refer to is closed when all three are gone, so
-    that a script may keep whichever of them it uses."""
+    """An engine, its optimizer and its module's hooks each hold this object; when all three are gone it closes the
+    engine. So a script may keep any one of them."""
 
 
 @stands_in
@@ -65,9 +65,8 @@ class Engine(Stepping, Figures):
 
     Attributes: module, optimizer, lr_scheduler, global_steps (boundaries, skipped ones included),
     micro_steps, last_step, rank, world_size.
-    It is an nn.Module as its module is (stand_in.py): all other attributes, methods and parts are the module's, also
-    where they are set. Of a name that both have (config, weight, predict, step) the engine's is given: the module's is
-    engine.module.config.
+    It is an nn.Module like its module (stand_in.py): reading or setting any other attribute goes to the module. Where
+    both have a name (config, weight, predict, step), the engine's counts; engine.module.config is the module's.
     """
 
     _attributes = frozenset(
@@ -204,8 +203,8 @@ class Engine(Stepping, Figures):
         self.module._is_accelerate_prepared = prepared  # type: ignore[assignment]
 
     def grad(self, parameter: nn.Parameter) -> torch.Tensor | None:
-        """A copy of the gradient accumulated so far; of several ranks what a step would make of theirs, the mean or
-        the sum (gradients_of_ranks). All ranks call it. It costs an exchange of the ranks' gradients, and changes none.
+        """A copy of the gradient accumulated so far. With several ranks it is the mean or the sum of theirs, as a step
+        would use (gradients_of_ranks). All ranks call it; they exchange their gradients and change none.
 
         Args:
             parameter: of this engine's model
@@ -213,8 +212,8 @@ class Engine(Stepping, Figures):
         Returns: the parameter's shape, fp32, on the CPU; None where no rank has one.
 
         Raises:
-            RankError: of several ranks, those that were not cleared after optimizer.step()
-            ValueError, TypeError: it is no parameter of this model; of several ranks its gradients are summed on a GPU
+            RankError: with several ranks, gradients were not cleared after optimizer.step()
+            ValueError, TypeError: it is no parameter of this model; or, with several ranks, a GPU sums its gradients
         """
         return self._gradient(parameter, reading.gradient)
 
@@ -269,13 +268,13 @@ class Engine(Stepping, Figures):
             return states
 
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
-        """As torch's: scales the gradients that there are to a 2-norm of `max_norm` at most, in place of
-        gradient_clipping. Of several ranks further gradients of this step are refused afterwards.
+        """As torch's: scales the present gradients to a 2-norm of `max_norm` at most, in place of gradient_clipping.
+        With several ranks the engine refuses further gradients of this step afterwards.
 
         Args:
-            max_norm: from 0 on; an infinite one looks only
+            max_norm: 0 or more; with infinity nothing is scaled
 
-        Returns: their norm of before, over all ranks, of no dimension.
+        Returns: the norm before scaling, over all ranks, as a tensor without dimensions.
 
         Raises: ValueError where `max_norm` is no such number.
         """
@@ -286,8 +285,8 @@ class Engine(Stepping, Figures):
     def gathered(
         self, parameters: nn.Parameter | Iterable[Any], *, beyond_budget: bool = False
     ) -> AbstractContextManager[None]:
-        """Real weights in the parameters while the block runs; what it writes into them becomes the weight. `step` and
-        `load_checkpoint` are refused meanwhile.
+        """Fills the parameters with the real weights while the block runs; what the block writes into them becomes the
+        weight. `step` and `load_checkpoint` are refused meanwhile.
 
         Args:
             parameters: one, or several, also as pairs of a name and a parameter; all are in memory at once
@@ -305,12 +304,12 @@ class Engine(Stepping, Figures):
         return hooks.Gathered(units, beyond.taker(self._residency, units) if beyond_budget else None)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's, with no other thread's step between its weights."""
+        """The module's state_dict, taken while no other thread can step."""
         with calls.Alone():
             return self.module.state_dict(*args, **kwargs)
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's: each weight goes into the engine, with its master."""
+        """As the module's: each weight goes into the engine and becomes its master, too."""
         return self.module.load_state_dict(*args, **kwargs)
 
     def synchronize(self) -> None:
@@ -327,38 +326,39 @@ class Engine(Stepping, Figures):
         keep_every: int | None = None,
         **unknown: Any,
     ) -> None:
-        """Weights, the optimizer's states, buffers, hyper-parameters, scheduler, counters, random states and
-        `client_state`, between two steps: gradients are not in it. All ranks call it; beside weights and states it
-        holds rank 0's values, and every rank's random states.
+        """Saves weights, the optimizer's states, buffers, hyper-parameters, scheduler, counters, random states and
+        `client_state`, between two steps: it saves no gradients. All ranks call it; except for weights, states and
+        random states, rank 0's values are saved.
 
         Args:
-            folder: a new name, or an empty folder, which all ranks see. There are no tags: name one a checkpoint
+            folder: a new name, or an empty folder, which all ranks see. There are no tags: give each checkpoint its own
+                folder
             client_state: a dict of plain values (numbers, texts, lists, dicts), which `load_checkpoint` returns
-            keep_last: checkpoints that stay, the newest, this one among them, of those beside it whose names differ
-                in the number at their end alone, the step. Before an older one goes, this one is read back. Later
-                steps are of a branch that was left: they get other names. None: all stay
-            keep_every: older ones whose step is a multiple of it stay too
+            keep_last: how many checkpoints to keep, this one included, among those in the same folder whose names
+                differ only in the step at their end. Before an older one is removed, this one is read back. Checkpoints
+                of later steps belong to an abandoned branch and are renamed. None: all stay
+            keep_every: also keeps older ones whose step is a multiple of it
 
         Raises:
-            CheckpointError: the folder is not empty; or what was read back is damaged: the older ones stay
+            CheckpointError: the folder is not empty; or the new checkpoint is damaged, and the older ones stay
             RuntimeError: in the middle of an accumulation
             TypeError: a value of `client_state` is not plain, or a state of an optimizer that runs its own code cannot
                 be saved (docs/scripts.md, Optimizers), or an argument of DeepSpeed has no meaning here
-            StoreError: the disk fails, or has no room; the checkpoints of before stay
+            StoreError: the disk fails, or has no room; earlier checkpoints stay
             OSError: the same while the states of an optimizer that runs its own code are written
         """
         keep = retention.keep_of(keep_last, keep_every)
         checkpointing.save(self, folder, client_state, unknown, keep)
 
     def _together(self, call: str) -> AbstractContextManager[Any]:
-        """`with` around what one rank does for all, or each does: what one of them raises, all raise at its end."""
+        """A `with` block around work of one rank or of each: if a rank raises, all ranks raise its error at the end."""
         return ranks.ByOne(self._group, call)
 
     def _is_first(self) -> bool:
         return self.rank == 0
 
     def _save_inside_step(self, begun: int) -> None:
-        """Before a checkpoint is saved when so many micro-batches of a step have ended."""
+        """Called before a save in the middle of a step, when so many of its micro-batches have ended."""
         raise RuntimeError(
             f"overspill: save_checkpoint in the middle of a step: {begun} of "
             f"{self._settings.gradient_accumulation_steps} micro-batches were ended by engine.step(), and a checkpoint "
@@ -369,13 +369,13 @@ class Engine(Stepping, Figures):
         self, folder: str | os.PathLike[str], *, fall_back: bool = False, **unknown: Any
     ) -> dict[str, Any]:
         """Restores everything that `save_checkpoint` took and returns its client_state, a dict. It is not DeepSpeed's
-        pair: unpacking it raises TypeError. All ranks call it; random states come back where there are as many ranks as
-        then, those of GPUs for as many as are here.
+        pair: unpacking it raises TypeError. All ranks call it. Random states are restored if there are as many ranks as
+        at the save, GPUs' states for as many GPUs as there are now.
 
         Args:
             folder: what `save_checkpoint` or `overspill train` wrote, with any number of ranks, stage and placement
-            fall_back: `folder` has checkpoints in it, whose names end with their steps. The newest of which every byte
-                fits its checksum is loaded. A warning names those that do not, which are renamed NAME.damaged-1
+            fall_back: `folder` contains checkpoints, whose names end with their steps. The newest whose bytes all fit
+                their checksums is loaded. A warning names the damaged ones, which are renamed NAME.damaged-1
 
         Raises:
             FolderError: with fall_back, no checkpoint is there
@@ -394,20 +394,21 @@ class Engine(Stepping, Figures):
         **of_transformers: Any,
     ) -> None:
         """Writes the model as a Hugging Face folder that `from_pretrained` opens: weights, config, tokenizer. Host
-        memory: one weight at a time. All ranks call it with one folder, and rank 0 writes. A model that is there is
-        replaced, once the new one is whole; `overspill.output_folder` looks at the folder before training.
+        memory: one weight at a time. All ranks call it with one folder, and rank 0 writes. A model already in the
+        folder is replaced once the new one is whole; `overspill.output_folder` checks the folder before training.
 
         Args:
             folder: a new name, an empty folder, or a model's folder
             dtype: torch.float32 for the exact masters, torch.bfloat16, or None for each weight's own dtype
-            tokenizer: what has a save_pretrained of its own. None: the files of the folder that the model was made
-                from, where that is known
+            tokenizer: an object with a save_pretrained. None: the tokenizer's files of the folder that the model was
+                loaded from, if known
             shard_size: bytes of the largest file, a number or a text such as "4GiB"
-            of_transformers: what scripts of Accelerate give its save_pretrained: is_main_process, save_function,
-                state_dict, safe_serialization=True. The engine writes on rank 0, its own weights, as safetensors
+            of_transformers: accepts the arguments that Accelerate's scripts pass: is_main_process, save_function,
+                state_dict, safe_serialization=True. Whatever they are, rank 0 writes the engine's weights as
+                safetensors
 
         Raises:
-            FolderError: something else than a model is in the folder
+            FolderError: the folder holds something other than a model
             CheckpointError: no class of transformers would open these names and shapes; or adapters of PEFT are not
                 merged (docs/peft.md)
             TypeError: the module is no model of transformers; an argument that is not known
@@ -416,15 +417,15 @@ class Engine(Stepping, Figures):
         exporting.save_engine(self, folder, dtype, tokenizer, shard_size, of_transformers)
 
     def give_back(self) -> nn.Module:
-        """Ends the engine, and leaves weights and gradients in its module, which is a plain model from then on. Returns
-        the module. The optimizer object that was given to `initialize` has the current states: add groups to it, give
-        it to `initialize` again, with which training goes on to the bit, or step it in plain PyTorch. The object that
-        `initialize` returned ends with the engine, and with it the states of a configured optimizer. With a folder in
-        budget.nvme, tensors of 1 MiB and more lie in unnamed files there, which end with the process. Views of weights
-        that were taken before keep their values, and are the weights' no more. On the CPU; of several ranks, which all
-        call it, with a configured optimizer, and without gradients. Raises RuntimeError inside a forward, a `gathered`
-        block or a step, MemoryError or OSError where there is no room; then the engine lives on. If Ctrl-C interrupts
-        it, call it again."""
+        """Ends the engine and returns its module, a plain model from then on, with weights and gradients in it. The
+        optimizer object that was given to `initialize` has the current states: add groups to it, step it in plain
+        PyTorch, or give it to `initialize` again, and training goes on bit for bit. The object that `initialize`
+        returned ends with the engine, and with it the states of a configured optimizer. With a folder in budget.nvme,
+        tensors of 1 MiB and more lie in unnamed files there, which end with the process. Views of weights that were
+        taken before keep their values, and are the weights' no more. On the CPU; of several ranks, which all call it,
+        with a configured optimizer, and without gradients. Raises RuntimeError inside a forward, a `gathered` block or
+        a step, MemoryError or OSError where there is no room; then the engine lives on. If Ctrl-C interrupts it, call
+        it again."""
         if not giving.is_possible(self):
             raise RuntimeError(
                 "overspill: give_back is for an engine on the CPU, of one rank, or of several with a configured "
@@ -442,11 +443,10 @@ class Engine(Stepping, Figures):
         return self.module
 
     def close(self) -> None:
-        """Ends the engine; the model's parameters stay NaN. Called by itself when the engine, its optimizer and its
-        module are gone. Waits for the other ranks. Raises EngineFailed, once all is given up, where a rank has failed
-        and no call has said so yet; while another exception is on its way, that is a warning. Raises RuntimeError, and
-        the engine lives on, while another thread is inside a call. Where Ctrl-C breaks it off, another call finishes
-        it."""
+        """Ends the engine; the model's parameters stay NaN. Called automatically when the engine, its optimizer and its
+        module are gone. Waits for the other ranks. If a rank has failed and no call has reported it, raises
+        EngineFailed once everything is closed, or warns while another exception is being raised. Raises RuntimeError
+        while another thread is inside a call; the engine lives on. If Ctrl-C interrupts it, call it again."""
         if self._end.over:
             return
         coming = sys.exception()
@@ -459,8 +459,8 @@ class Engine(Stepping, Figures):
             warnings.warn(f"overspill: {error}", stacklevel=2)
 
     def _segment(self, parameter: torch.Tensor) -> Segment | None:
-        """None of a parameter without elements, which no unit holds. Raises ValueError for one of another model,
-        TypeError for what is none."""
+        """The parameter's segment; None for a parameter without elements, which no unit holds. Raises ValueError for
+        one of another model, TypeError for what is none."""
         if self._residency.closed:
             raise ValueError(f"overspill: {self._residency.closed}")
         segment = registry.get(id(given.parameter(parameter)))

@@ -1,4 +1,4 @@
-"""A model that an engine holds, as a Hugging Face folder: one weight in memory at a time, by one rank or several."""
+"""Writes an engine's model as a Hugging Face folder, from one rank or several, with one weight in memory at a time."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ def _write_index(folder: Path, shards: Sequence[Shard]) -> None:
 
 
 def _tensors(module: torch.nn.Module, dtype: torch.dtype | None) -> list[Tensor]:
-    """What a state dict has, each tensor once, by its first name."""
+    """The tensors of a state dict, each once, under its first name."""
     found = []
     buffers = {id(buffer) for buffer in persistent_buffers(module).values()}
     empty = [([name], p) for name, p in module.named_parameters() if p.numel() == 0]
@@ -180,7 +180,8 @@ def _most(tensors: Sequence[Tensor]) -> torch.dtype:
 
 
 def _shards(tensors: Sequence[Tensor], most: int) -> list[Shard]:
-    """In the model's order, as merge cuts them; wide elements first in each, so that all are aligned."""
+    """Divides the tensors into files in the model's order, as merge does; within a file wide elements come first, so
+    that all are aligned."""
     cut: list[list[Tensor]] = [[]]
     held = 0
     for tensor in tensors:
@@ -266,8 +267,8 @@ def _check_names(module: torch.nn.Module, shapes: dict[str, tuple[int, ...]], pa
 
 
 def put(part: Path, target: Path) -> None:
-    """Gives the folder its name. Of a model that is there each file is replaced whole, and weights that the new model
-    does not have go."""
+    """Gives the folder its name. In an existing model's folder it replaces each file whole, and removes weight files
+    that the new model does not have."""
     if not target.is_dir() or not any(target.iterdir()):
         durable.rename_folder(part, target)
         return
@@ -317,7 +318,8 @@ def exported(module: Any) -> Any:
 
 
 def check_arguments(of_transformers: dict[str, Any]) -> None:
-    """Those of transformers' save_pretrained that mean what the engine does anyway. Raises TypeError for others."""
+    """Accepts arguments of transformers' save_pretrained that agree with what the engine does anyway. Raises TypeError
+    for others."""
     if not of_transformers.pop("safe_serialization", True):
         raise TypeError("overspill: save_pretrained: safe_serialization = False is a pickle; leave it out")
     unknown = of_transformers.keys() - {"is_main_process", "save_function", "state_dict"}

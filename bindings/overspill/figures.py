@@ -30,8 +30,8 @@ class Figures:
         return report.as_dict() if report.total_ns else None
 
     def predict(self, budgets: Iterable[int] | None = None) -> dict[str, Any]:
-        """What a step takes under this plan by the figures measured so far, its bound, and the same for other host
-        budgets (docs/step.md).
+        """Predicts, from the measurements so far, the time of a step under this plan, its lower bound, and the same for
+        other host budgets (docs/step.md).
 
         Args:
             budgets: host budgets, in bytes or as texts such as "8GiB"; None: from 9/8 to 8 times today's

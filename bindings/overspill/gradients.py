@@ -3,10 +3,10 @@
 The engine has one gradient of each parameter, in memory or on NVMe. `p.grad` is a copy of it (copies.py); what the
 script writes there, or assigns, becomes the gradient before anything else uses it.
 
-Where torch trains a parameter (units.py), its gradient is what autograd has put there, and none of the engine's.
+If torch trains a parameter (units.py), its `grad` is autograd's own, and the engine has none.
 
-By torch's rule gradients stay until they are cleared: after `optimizer.step()` they can be read, what comes is added to
-them, and a further step applies them again. `engine.step()` and `train_batch` clear them, as DeepSpeed does.
+By torch's rule gradients stay until they are cleared: after `optimizer.step()` they can be read, new gradients are
+added to them, and a further step applies them again. `engine.step()` and `train_batch` clear them, as DeepSpeed does.
 """
 
 from __future__ import annotations
@@ -69,7 +69,8 @@ class Gradients:
         return self.copies.keep(s, gradient, part_of(gradient, s.parameter))
 
     def take_out(self, s: Segment) -> torch.Tensor | None:
-        """The gradient, for a script that goes on without the engine: in a file where that is for large tensors."""
+        """The gradient, for a script that goes on without the engine; a large one in a file, if there is a folder for
+        large tensors."""
         found = self.read(s) if s.unit.trainable else None
         if found is None:
             return None
@@ -112,11 +113,11 @@ class Gradients:
         self.copies.settle(s)
 
     def arrived(self, s: Segment) -> None:
-        """As in torch, who has `p.grad` sees the sum."""
+        """Called when a gradient arrived: as in torch, a `p.grad` that the script has shows the sum."""
         self.copies.renew(s)
 
     def update(self, call: Callable[[], Any], keeps: bool) -> Any:
-        """`call` uses them; afterwards they are there by torch's rule, or cleared, whatever strikes."""
+        """Makes an update by `call`. Afterwards gradients are kept by torch's rule, or cleared, also after Ctrl-C."""
         self.settle()
         if keeps:
             self.used = True
@@ -136,17 +137,17 @@ class Gradients:
             self.forget(part)  # the core has cleared them
 
     def settle(self) -> None:
-        """Before gradients are used as a whole: the engine has what the script wrote."""
+        """Called before gradients are used as a whole: hands what the script wrote to the engine."""
         self._take_up()
         self.copies.settle_all()
 
     def clip_norm(self, limit: float) -> float:
-        """For the script; infinite: it looks only."""
+        """Clips for the script; an infinite limit only returns the norm."""
         self.clipped = self.clipped or limit != math.inf
         return self.scale(limit)
 
     def clip_by_hand(self) -> None:
-        """The script scales gradients itself."""
+        """Notes that the script clips gradients itself."""
         self.clipped = True
         self.core.clipped_by_caller()
 
@@ -193,8 +194,8 @@ class Gradients:
         return None
 
     def clear(self, set_to_none: bool = True, part: Part | None = None) -> None:
-        """What the script has is its own from now on; or zero, as what the engine has. `part`: of one optimizer of
-        several alone."""
+        """Clears gradients: copies that the script has are its own from now on; or sets them and the engine's to zero.
+        `part`: only those of one optimizer of several."""
         if part is not None:
             self.settle()  # what the others' steps have used is there again, and what the script wrote
         if set_to_none:
@@ -208,7 +209,7 @@ class Gradients:
         self.copies.renew_all()
 
     def forget(self, part: Part | None = None) -> None:
-        """The engine has none any more."""
+        """Called when the engine has no gradients any more."""
         self.used, self.clears, self.clipped = False, None, False
         self.copies.clear(None if part is None else part.has)
         self.graphs = set() if part is None else {s for s in self.graphs if not part.has(s)}
@@ -255,7 +256,7 @@ class Gradients:
 
 
 def _as_held(s: Segment, value: torch.Tensor) -> torch.Tensor:
-    """As the engine takes it from the CPU; a copy only where it is not so already."""
+    """The value as the engine takes it from the CPU; copied only if it is not in that form already."""
     return _in_order(s, part_of(value.detach(), s.parameter).cpu())
 
 
@@ -281,7 +282,7 @@ def _check(s: Segment, value: Any) -> None:
 
 
 def take_in(s: Segment) -> None:
-    """What autograd has left in the parameter becomes the engine's, added to what it has."""
+    """Adds the gradient that autograd has left in the parameter to the engine's."""
     gradient = get_grad(s.parameter)
     if gradient is None:  # requires_grad was switched off since forward: torch drops it, too
         return

@@ -20,9 +20,9 @@ _CORE_WITH_MOMENTUM = {"SGD": ("sgd", "momentum"), "RMSprop": ("rmsprop", "rmspr
 
 class Groups:
     """Parameter groups and what they belong to. `kind` is torch's name of the optimizer, `core` the core's; `format`
-    and `seed` are those of an optimizer of overspill.optim. `foreign`: what the engine has no update of, so that the
-    optimizer's own code makes the steps (foreign.py). `taken`: the states of one that has stepped, by the
-    place of their parameter."""
+    and `seed` are those of an optimizer of overspill.optim. `foreign` names what the engine has no update for, so the
+    optimizer's own code makes the steps (foreign.py). `taken`: states of an optimizer that has stepped, by the index of
+    their parameter."""
 
     def __init__(
         self,

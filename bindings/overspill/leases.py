@@ -1,8 +1,8 @@
 """Who holds the memory of units: leases of the core, and memory of torch's in their place.
 
-A lease is a DLPack capsule of the core; it ends when the last tensor over it dies, which may be somebody's view long
-after the unit has let go (`lingering`). `of_storage` finds the unit of a tensor that lies over a lease. Torch functions
-must be off.
+A lease is a DLPack capsule of the core. It ends when the last tensor over it dies: that may be a script's view long
+after the unit has given the lease up (`lingering`). `of_storage` finds the unit of a tensor that lies over a lease.
+Torch functions must be off.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ _lingering: list[int] = []  # leases let go here while somebody's view lives on
 
 
 def hold(unit: Unit, take: Take | None = None) -> torch.Tensor:
-    """The unit's memory, one-dimensional in its dtype; blocks until the weights are there, or, on an accelerator, on
-    their way before what its current stream is given next. Torch functions must be off. `take`: of a unit that is not
-    held, where that memory comes from; None: a lease."""
+    """Returns the unit's memory as one-dimensional tensor of its dtype. Blocks until the weights are there; on an
+    accelerator, until the current stream will have them before its next work. Torch functions must be off. `take`
+    provides the memory of a unit that is not held; None: a lease."""
     if unit.flat is None:
         sweep()
         take = take or acquire
@@ -48,7 +48,7 @@ def hold(unit: Unit, take: Take | None = None) -> torch.Tensor:
 
 
 def acquire(unit: Unit) -> torch.Tensor:
-    """A lease; of a packed unit what it unpacks to, in memory of torch's."""
+    """Takes a lease; a packed unit is unpacked into memory of torch's."""
     where = unit.residency.place
     if where.on_host:
         capsule = unit.core.acquire(unit.index)
@@ -68,7 +68,7 @@ def _unpacked(unit: Unit, leased: torch.Tensor) -> torch.Tensor:
 
 
 def acquire_copy(unit: Unit) -> torch.Tensor:
-    """As a lease, in memory of torch's, which no budget counts."""
+    """Takes a copy in place of a lease, in memory of torch's, which no budget counts."""
     flat = acquire(unit)
     if unit.packing is None:
         flat = flat.clone()
@@ -77,9 +77,9 @@ def acquire_copy(unit: Unit) -> torch.Tensor:
 
 
 def acquire_to_edit(unit: Unit) -> torch.Tensor:
-    """For a script that may change it in place. Other ranks are sent the weights from the memory that a lease is of,
-    maybe after this rank has changed it there; so where there are others the script gets memory of its own. Raises
-    MemoryError where the machine has less available."""
+    """For a script that may edit weights in place. This rank sends weights to other ranks from leased memory, maybe
+    after such an edit; so with several ranks the script gets a copy. Raises MemoryError where the machine has less
+    available."""
     if not unit.lending.puts_off:
         return acquire(unit)
     needed = sum(s.bytes for s in unit.segments)
@@ -94,12 +94,12 @@ def acquire_to_edit(unit: Unit) -> torch.Tensor:
 
 
 def use(unit: Unit) -> None:
-    """On an accelerator: the current stream, maybe another one than before, uses the lease."""
+    """On an accelerator: says that the current stream, which may be a new one, uses the lease."""
     unit.lease.use_on(unit.residency.place.queue())
 
 
 def drop(unit: Unit) -> None:
-    """Lets the lease go; the memory is free when the last view of it dies. It is not lent."""
+    """Gives the lease up; the memory is free when its last view dies. The unit must not be lent."""
     unit.flat = unit.lease = None
     if of_storage[unit.key][0].expired():
         del of_storage[unit.key]
@@ -108,7 +108,7 @@ def drop(unit: Unit) -> None:
 
 
 def forget(unit: Unit) -> None:
-    """In a forked child, where its memory is not there."""
+    """For a forked child, which does not have the memory."""
     of_storage.pop(unit.key, None)
     unit.flat = unit.lease = None
 

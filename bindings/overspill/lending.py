@@ -1,4 +1,4 @@
-"""What a script may have of a unit's weights outside forward, and what it wrote there: one owner of both.
+"""Tracks the memory of a unit's weights that a script may use outside forward, and what the script wrote there.
 
 lent    the script may have a tensor or an array over the unit's memory. What it writes there becomes the weight, and
         what changes the weight is written there. Digests tell, since numpy counts no versions
@@ -6,7 +6,7 @@ given   a state_dict has a copy of the weight. What is written into it until the
         weight
 put off with several ranks an edit is no weight before all of them come to a call; until then it stays where it is
 
-Who shows, hides and lets go of units is showing.py; nothing here does. Torch functions must be off.
+showing.py shows, hides and releases units; nothing here does. Torch functions must be off.
 """
 
 from __future__ import annotations
@@ -44,24 +44,24 @@ class Lending:
 
 
 def is_used(unit: Unit) -> bool:
-    """Whether a tensor or an array beside `flat` is over the lease."""
+    """Whether a tensor or an array other than `flat` uses the lease's memory."""
     return torch._C._storage_Use_Count(unit.key) > unit.holders
 
 
 def lend(s: Segment) -> None:
-    """The script has memory of it from now on; what lies there now is the weight."""
+    """Marks the unit as lent: the script may use its memory, which now holds the weight."""
     s.unit.lending.lent.add(s.unit)
     s.unit.lent[s] = s.digest()
 
 
 def take_all_back(unit: Unit) -> None:
-    """Nothing of it is lent any more."""
+    """Ends all lending."""
     unit.lent.clear()
     unit.lending.lent.discard(unit)
 
 
 def write_back(s: Segment) -> None:
-    """What the lease has becomes the weight."""
+    """Makes the lease's content the weight."""
     unit = s.unit
     written = s.stored(s.leased().cpu())
     unit.core.written(unit.index, s.index, written.data_ptr(), written.nbytes)
@@ -70,8 +70,8 @@ def write_back(s: Segment) -> None:
 
 
 def settle(unit: Unit) -> None:
-    """What the script wrote into memory that it was lent, or into a state_dict's copies, becomes the weight, and what
-    autograd saved before is out of date. Nothing is lent any more where nobody has the memory. The unit is not shown.
+    """Makes what the script wrote into lent memory, or into a state_dict's copies, the weight; what autograd saved
+    before is then out of date. Ends lending if nothing uses the memory any more. The unit must not be shown.
     """
     if unit.lent:
         if not unit.residency.current:  # Ctrl-C has kept an update from telling
@@ -103,16 +103,17 @@ def _edited_where_lent(unit: Unit) -> list[Segment]:
 
 
 def put_off(unit: Unit) -> None:
-    """In place of `settle` where other ranks have to write with this one: a rank may use a unit alone, and whoever
-    waited then for the others might keep them from coming. What the script edited stays where it is, not yet the
-    weight, until a call that all ranks make (showing.settle_all); so they all write equally often."""
+    """Used in place of `settle` if other ranks have to write with this one. A rank may use a unit alone, and a rank
+    that then waited for the others could block them. So an edit stays where it is, not yet the weight, until a call
+    that all ranks make (showing.settle_all); thus all ranks write equally often."""
     if not is_used(unit) and not _edited_where_lent(unit):
         _accept(unit)
         take_all_back(unit)
 
 
 def before_show(unit: Unit) -> None:
-    """What was edited outside forward is the weight, or is put off, and is no write to released memory."""
+    """Makes edits outside forward the weight, or puts them off, so that they do not count as writes to released
+    memory."""
     if unit.lending.puts_off:
         _accept(unit)
     elif unit.lent or unit.lending.given:
@@ -131,18 +132,18 @@ def give(s: Segment, value: torch.Tensor) -> None:
 
 
 def copy_of(s: Segment) -> torch.Tensor | None:
-    """What a state_dict got last, while somebody has it."""
+    """The copy that a state_dict got last, if it still exists."""
     return None if s.given is None else s.given()
 
 
 def _edited_copy(s: Segment) -> torch.Tensor | None:
-    """A state_dict's copy that was edited since it was given, or taken back."""
+    """A state_dict's copy, if it was edited since it was given or taken back."""
     value = copy_of(s) if s in s.unit.lending.given else None
     return None if value is None or value._version == s.given_version else value
 
 
 def take_back(s: Segment) -> None:
-    """What was written into a state_dict's copy becomes the weight."""
+    """Makes what was written into a state_dict's copy the weight."""
     value, unit = _edited_copy(s), s.unit
     if value is not None:
         edited = memory_of(value).detach()
@@ -159,7 +160,8 @@ def take_back(s: Segment) -> None:
 
 
 def put_in_what_was_given(unit: Unit) -> None:
-    """Where writes are put off: what the script wrote into a state_dict's copy is seen in the unit, which is held."""
+    """If writes are put off: copies what the script wrote into a state_dict's copy into the unit's memory, which is
+    held."""
     for s in unit.segments:
         if (value := _edited_copy(s)) is None:
             continue
@@ -172,8 +174,7 @@ def put_in_what_was_given(unit: Unit) -> None:
 
 
 def renew(unit: Unit) -> None:
-    """The weight has changed: it is what the script has now in the memory that it was lent, and views of it that
-    autograd saved are out of date."""
+    """Called when the weight has changed: copies it into lent memory; views that autograd saved are out of date."""
     lease = unit.lease
     try:
         new = leases.acquire(unit)

@@ -24,14 +24,14 @@ from .states import States
 
 
 class NonFiniteError(_core.OverspillError, FloatingPointError):
-    """A gradient has an inf or a NaN, and on_nonfinite is "raise". The step was left out, its gradients are gone."""
+    """A gradient has an inf or a NaN, and on_nonfinite is "raise". The step was skipped, its gradients cleared."""
 
 
 class OverspillOptimizer(torch.optim.Optimizer):
     """`param_groups` are read at every step. `step` enqueues the engine's update; moments live in the engine: `state`
     (states.py), `state_dict` and `Engine.optimizer_state` give copies.
 
-    folder: where state_dict keeps large tensors. ranks: that hold parts of the states. life: the engine's, kept."""
+    folder: where state_dict keeps large tensors. ranks: those that hold parts of the states. life: kept alive."""
 
     def __init__(
         self,
@@ -80,7 +80,7 @@ class OverspillOptimizer(torch.optim.Optimizer):
         return self._states
 
     def _follow_user(self) -> None:
-        """The user's own optimizer may have been given other states, or another list of groups."""
+        """Follows the user's own optimizer, which may have other states now, or another list of groups."""
         user = self.user
         if user is None:
             return
@@ -108,12 +108,12 @@ class OverspillOptimizer(torch.optim.Optimizer):
             self._given = giving.states(self, self._states)
 
     def stay(self) -> None:
-        """After prepare_to_leave, where the engine does not end."""
+        """Undoes prepare_to_leave, if the engine does not end."""
         self._given = None
 
     def leave(self) -> None:
-        """After prepare_to_leave: states are the user's own optimizer's, which is as it was before `initialize`. May be
-        called again where Ctrl-C broke it off."""
+        """After prepare_to_leave: gives the states to the user's own optimizer, which otherwise is as it was before
+        `initialize`. May be called again if Ctrl-C interrupted it."""
         if self.user is not None:
             giving.leave(self.user, self._given)
             self.user = None
@@ -121,25 +121,25 @@ class OverspillOptimizer(torch.optim.Optimizer):
             self._states.groups = []  # it keeps no parameters
 
     def undo(self) -> None:
-        """The engine is not made after all: the user's own optimizer is as it was."""
+        """Restores the user's own optimizer when the engine cannot be made."""
         if self.user is not None:
             script_optimizer.let_go(self.user)
             self.user.state = self._before
 
     def loaded(self) -> None:
-        """States are others now: what scripts have of those of before is their own."""
+        """Called when states were replaced: copies that scripts have of the old ones are their own."""
         self._momenta.forget()
         if self._states is not None:
             self._states.forget()
 
     def settle(self) -> None:
-        """What scripts wrote into states is the engine's. Inside calls.Alone."""
+        """Hands what scripts wrote into states to the engine. Inside calls.Alone."""
         self._follow_user()
         if self._states is not None:
             self._states.settle()
 
     def leave_states(self) -> None:
-        """States will be others: the dicts that scripts have of them are their own from now on."""
+        """Called before states are replaced: the dicts that scripts have of them are their own from now on."""
         if self._states is not None:
             self._states.leave()
 
@@ -151,7 +151,7 @@ class OverspillOptimizer(torch.optim.Optimizer):
 
     def _check_groups(self) -> None:
         """Raises RuntimeError where groups came, went or changed since initialize. The list is the user's own, and
-        nobody would train what the engine did not take."""
+        parameters that the engine did not take would not be trained."""
         self._follow_user()
         now = _parameters_of(self.param_groups)
         if now == self._taken:
@@ -202,7 +202,7 @@ class OverspillOptimizer(torch.optim.Optimizer):
         return loss
 
     def _make(self, step: Callable[[], Any]) -> None:
-        """`step` makes the core's, and returns the outcome. Inside calls.Alone."""
+        """Makes one update: `step` makes the core's update and returns the outcome. Inside calls.Alone."""
         if self.user is not None:
             self.user._opt_called = True  # what a scheduler bound to the user's optimizer looks for
         gradients = self.residency.gradients
@@ -255,13 +255,13 @@ class OverspillOptimizer(torch.optim.Optimizer):
         self.residency.core.expect_step(hyper_parameters)
 
     def start_states(self) -> None:
-        """Once, before the first step: states of an optimizer that does not start with zero, or has stepped."""
+        """Sets, once before the first step, the states of an optimizer that does not start at zero, or has stepped."""
         self.residency.core.start_states(self.numbers())
         self._momenta.forget()  # there is no product yet
         self.take_over_states()
 
     def take_over_states(self) -> None:
-        """Those of an optimizer that has stepped. What the engine does not train keeps its own."""
+        """Takes an optimizer's states after it has stepped; those of parameters not trained here stay with it."""
         if self.groups.taken is None:
             return
         taken, self.groups.taken = self.groups.taken, None
@@ -284,8 +284,8 @@ class OverspillOptimizer(torch.optim.Optimizer):
         return {theirs: reading.state(segment, ours) for ours, theirs in self.groups.states().items()}
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Of the whole model, whatever parameters the groups have: all that require a gradient are in one. Of one
-        optimizer of several, those of its own groups.
+        """Clears the gradients of the whole model: every parameter that requires a gradient is in a group. With several
+        optimizers each clears those of its own groups.
 
         Args:
             set_to_none: False keeps zeros where there were gradients
@@ -359,7 +359,7 @@ class OverspillOptimizer(torch.optim.Optimizer):
         return found
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes what `state_dict` gave, and that of a torch optimizer of the same class over the same parameters; load
+        """Loads a dict from `state_dict`, or from a torch optimizer of the same class over the same parameters. Load
         the model's state_dict first.
 
         Args:

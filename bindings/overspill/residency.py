@@ -1,4 +1,4 @@
-"""Whether a parameter's memory is there: the life cycle of units, seen from PyTorch.
+"""The life cycle of units as PyTorch sees it: when a parameter's memory holds its weight.
 
 A parameter keeps its identity and its strides for ever; what changes is the memory under it:
 
@@ -7,16 +7,15 @@ A parameter keeps its identity and its strides for ever; what changes is the mem
     views of the lease)
     shown      the lease is kept and p.data is a view of it (forward, `gathered`)
 
-Of a DTensor, all of that is true of its part on this rank. A parameter that is not shown has a class of its own
+For a DTensor all of this applies to its part on this rank. A parameter that is not shown has a class of its own
 (`released_class`), so that torch asks before it reads it (released.py).
 
-The parts: segments.py has what is known of units and parameters, leases.py who holds memory, lending.py what a script
-may have of it and wrote there, showing.py the changes between the three states. `Residency`, here, is the whole of one
-engine: it makes its units, fills them and ends them. At run time imports go from here to those, never back.
+The parts: segments.py describes units and parameters, leases.py holds memory, lending.py tracks memory that a script
+may use and what it wrote there, showing.py changes the three states. `Residency`, here, has all units of one engine: it
+makes, fills and ends them. This module imports the others at run time, never the reverse.
 
-Nothing of it is thread-safe: calls.py lets one thread at a time in. An interrupt may strike between any two lines; so
-each function publishes what it made last, can run again from its start, and leaves nothing that `recount` does not put
-right.
+Nothing of it is thread-safe: calls.py lets one thread at a time in. An interrupt may strike between any two lines. So
+each function publishes its result last, can run again from its start, and leaves nothing that `recount` cannot repair.
 """
 
 from __future__ import annotations
@@ -41,8 +40,8 @@ accelerators: set[torch.device] = set()  # of which autograd runs on a thread of
 
 
 def recount(calls: Iterable[Any]) -> None:
-    """Pins and `Residency.calls` become those of `calls` (calls.Call), the ones under way; what nobody pins is
-    released. Gradients that an interrupted backward left in parameters are dropped: the engine takes what arrives."""
+    """Sets pins and `Residency.calls` from `calls` (calls.Call), the calls under way; releases units without a pin.
+    Gradients that an interrupted backward left in parameters are dropped: the engine takes what arrives."""
     for owner in _living:
         owner.calls = 0
         for unit in owner.units:
@@ -108,8 +107,8 @@ class Residency:
         return nan_like(shape, stride, dtype, self.place, self.core)
 
     def clear_gradients(self, call: str, set_to_none: bool = True, part: Part | None = None) -> None:
-        """For a call of the script, by name. Where the engine lives its step begins anew, with a warning; not so where
-        the call is about the part of one optimizer of several."""
+        """For a call of the script, by name. The engine's step, if the engine lives, begins anew with a warning, unless
+        the call concerns one optimizer of several."""
         if self.closed:
             raise RuntimeError(f"overspill: {self.closed}")
         clear = None if self.clearing is None else self.clearing()
@@ -151,7 +150,7 @@ class Residency:
         self.refresh()
 
     def refresh(self) -> None:
-        """Weights changed outside forward: saved handles of before are out of date."""
+        """Called when weights changed outside forward: handles that autograd saved before are out of date."""
         for unit in self.units:
             unit.generation = self.core.generation(unit.index)
         for unit in self.lending.in_order():
@@ -167,7 +166,7 @@ class Residency:
         self.segments, self.given_out = [], None
 
     def leave(self, elsewhere: forked.Elsewhere) -> None:
-        """In a forked child: leased memory is not there, and the core is not to be called."""
+        """For a forked child, which has no leased memory and must not call the core."""
         self.core = self.gradients.core = elsewhere
         self.gradients.forget()
         showing.forget_recent()
@@ -188,9 +187,9 @@ class Residency:
         return isinstance(self.core, forked.Elsewhere)
 
     def close(self) -> None:
-        """The parameters stay NaN; their hooks refuse. Leases of living tensors stay valid. In a forked child nothing
-        ends. The first error, or Ctrl-C, of what is let go is raised once all of it is gone and the core has ended.
-        May be called again: it does what Ctrl-C kept it from."""
+        """Ends the core. The parameters stay NaN, and their hooks raise. Leases of living tensors stay valid. In a
+        forked child nothing ends. The first error, or Ctrl-C, is raised after everything is released and the core has
+        ended. If Ctrl-C interrupted it, a further call completes it."""
         if self.is_of_a_parent():
             return
         self.closed = self.why_closed

@@ -1,5 +1,5 @@
-"""Which checkpoints are kept, of a run or of a script that saves again and again: the newest ones, and those of every
-so many steps. Nothing is deleted on the word of a write: what replaces it is read back first."""
+"""Decides which checkpoints of a run or a script are kept: the newest ones, and those of every so many steps. No
+checkpoint is deleted before a newer one was read back and verified."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _ASIDE = re.compile(r".*\.(abandoned|damaged)-\d+", re.DOTALL)
 
 
 class Keep(NamedTuple):
-    """The newest `last`, and for ever those whose step is a multiple of `every`; None: no such."""
+    """Keeps the newest `last`, and for ever those whose step is a multiple of `every`; None: no such rule."""
 
     last: int
     every: int | None = None
@@ -96,9 +96,9 @@ def _set_aside(path: Path) -> str:
 
 
 def tidy(path: Path, keep: Keep) -> list[Path]:
-    """After a save to `path` that was read back: sets aside later steps, which are of a branch that was left, and
-    removes what `keep` lets go. Returns the new names of what was set aside. Raises FolderError or OSError for what
-    stays."""
+    """After a save to `path` that was read back: renames checkpoints of later steps, which belong to an abandoned
+    branch, and removes those that `keep` does not keep. Returns the new names of what was set aside. Raises FolderError
+    or OSError for what stays."""
     series = Series(path)
     later = [other for step, other in series.saved() if step > series.step and saves.is_complete(other)]
     aside = [saves.rename_aside(other, "abandoned") for other in later]

@@ -1,5 +1,5 @@
-"""The folder of one checkpoint: whether it is complete, who works with it, how it is set aside or removed, what it
-takes of the disk, and when it was found whole."""
+"""The folder of one checkpoint: whether it is complete, locks on it, renaming and removing it, its size on the disk,
+and when its bytes were last verified."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _RECORD_BYTES = 4096  # of any attribute that is read
 
 
 def is_complete(path: Path) -> bool:
-    """Raises OSError where that cannot be found out: what cannot be looked at is not absent."""
+    """Raises OSError if that cannot be found out: a folder that cannot be read does not count as absent."""
     try:
         return stat.S_ISREG(os.stat(path / MANIFEST).st_mode)
     except (FileNotFoundError, NotADirectoryError):
@@ -55,8 +55,8 @@ def reading(path: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def alone(path: Path) -> Iterator[None]:
-    """Keeps others out of a checkpoint, or of the folder that is to be one. Raises FolderError where one is in: a save
-    that fills it, a copy, a load."""
+    """Locks others out of a checkpoint, or of a folder that will become one. Raises FolderError while a save, a copy or
+    a load uses it."""
     with _locked(path, fcntl.LOCK_EX):
         yield
 
@@ -98,9 +98,9 @@ def remove_all(paths: list[Path]) -> None:
 
 
 def remove(path: Path) -> None:
-    """The manifest first: a removal that is cut short leaves nothing that looks like a checkpoint. Of a link the link
-    alone. Raises FolderError, with nothing removed, where the folder holds something that Overspill did not write, or
-    somebody works with it."""
+    """Removes a checkpoint, the manifest first: an interrupted removal leaves nothing that looks like a checkpoint. For
+    a link it removes only the link. Raises FolderError, with nothing removed, if the folder holds anything that
+    Overspill did not write, or is in use."""
     if path.is_symlink():
         path.unlink()
         return
@@ -113,14 +113,14 @@ def remove(path: Path) -> None:
 
 
 def remove_held(path: Path) -> None:
-    """The same of a folder that the caller has `alone`, and has found not to be `strange`."""
+    """The same for a folder that the caller has locked (`alone`) and in which `strange` found nothing."""
     (path / MANIFEST).unlink(missing_ok=True)
     durable.sync_folder(path)
     shutil.rmtree(path)
 
 
 def strange(path: Path) -> str:
-    """What below a checkpoint's folder Overspill did not write, in words; empty where there is none."""
+    """Describes the files in a checkpoint's folder that Overspill did not write; empty if there are none."""
     if not path.is_dir():
         return "it is a file"
     for item in path.iterdir():
@@ -235,8 +235,8 @@ def note_verified(path: Path) -> bool:
 
 
 def verified_at(path: Path) -> int | None:
-    """When `note_verified` took its note, in seconds since 1970. None where there is none, or it is of another file: a
-    copy has not been read only because its source has."""
+    """When `note_verified` made its note, in seconds since 1970. None if there is no note, or if it was made for
+    another file: a copy is not verified only because its source is."""
     try:
         text = os.getxattr(path / MANIFEST, _RECORD, follow_symlinks=False)
         record = json.loads(text) if len(text) <= _RECORD_BYTES else None

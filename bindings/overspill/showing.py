@@ -2,8 +2,8 @@
 for a while after the call that needed them.
 
 calls.py counts who needs a unit (`pin`, `unpin`), backward keeps the units that it used last (`remember`, `forget`),
-and after an interrupt `recount` puts pins and leases right. Edits are handed over where a unit is hidden; those outside
-forward are lending.py's.
+and after an interrupt `recount` puts pins and leases right. Hiding a unit hands edits over to the core; lending.py
+handles edits outside forward.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def _refuse_writes(stale: list[Segment]) -> None:
 
 
 def hide(unit: Unit) -> None:
-    """shown -> held. What was edited in place becomes the new weight."""
+    """shown -> held. Edits in place become the new weight."""
     failure = _hand_over(unit)
     for s in unit.segments:
         s.release()
@@ -74,15 +74,15 @@ def hide(unit: Unit) -> None:
 
 
 def hand_over(unit: Unit) -> None:
-    """What was edited in place becomes the new weight, and the unit stays shown. An edit that the core does not take
-    is handed over again later."""
+    """Makes edits in place the new weight; the unit stays shown. An edit that the core refuses is handed over again
+    later."""
     failure = _hand_over(unit)
     if failure is not None:
         raise failure
 
 
 def _hand_over(unit: Unit) -> Exception | None:
-    """The first error; the other segments are handed over nevertheless."""
+    """Hands all segments over, and returns the first error."""
     failure: Exception | None = None
     for s in unit.segments:
         if s.edited():
@@ -170,19 +170,19 @@ def remember(unit: Unit, needed: Sequence[Unit] = ()) -> None:
 
 
 def forget() -> None:
-    """Forward or backward is over: nothing is kept for it."""
+    """Called when forward or backward is over: keeps no unit for it any more."""
     _trim(0, ())
     leases.sweep()
 
 
 def forget_unit(unit: Unit) -> None:
-    """It is not among the recent ones any more; its lease stays as it is."""
+    """Removes a unit from the recent ones; its lease stays."""
     if unit in _recent:
         _recent.remove(unit)
 
 
 def forget_recent() -> None:
-    """None is recent any more; leases stay as they are."""
+    """Empties the list of recent units; leases stay."""
     _recent.clear()
 
 
@@ -197,7 +197,7 @@ def _trim(count: int, needed: Sequence[Unit]) -> None:
 
 
 def retire(unit: Unit) -> None:
-    """Nobody pins it: what is held of it is let go."""
+    """Gives up the lease of a unit that no call pins."""
     if unit.pins == 0 and unit.flat is not None:
         _let_go(unit, lending.put_off if unit.lending.puts_off else lending.settle)
 

@@ -89,7 +89,7 @@ class StandIn(nn.Module):
         return sorted({*object.__dir__(self), *dir(self.module)})
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
-        """A model of its own, without an engine."""
+        """Copies the model alone, without the engine."""
         return copy.deepcopy(self.module, memo)
 
     def __copy__(self) -> Any:

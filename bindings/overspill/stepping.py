@@ -36,8 +36,8 @@ class Stepping(StandIn):
         self._boundary: Boundary | None = None  # an update whose bookkeeping is not finished
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> torch.Tensor:
-        """Gradients of loss / gradient_accumulation_steps; they add until `step`. They stay in the engine: bf16 of one
-        micro-batch, fp32 of several. `loss.backward()` means the same without the division.
+        """Computes gradients of loss / gradient_accumulation_steps, which add up until `step`. The engine keeps them:
+        in bf16 for one micro-batch, in fp32 for several. `loss.backward()` means the same without the division.
 
         Args:
             loss: one element, on `device`, that the model's output led to; keywords are Tensor.backward's
@@ -59,9 +59,9 @@ class Stepping(StandIn):
         return scaled
 
     def step(self) -> None:
-        """Ends a micro-batch; the last of gradient_accumulation_steps updates the weights and steps the
-        scheduler. Without managed_gradient_accumulation every call updates. An update that is refused, or interrupted
-        before it is made, ends none."""
+        """Ends a micro-batch; the last of gradient_accumulation_steps updates the weights and steps the scheduler.
+        Without managed_gradient_accumulation every call updates. If the update is refused, or interrupted before it is
+        made, the micro-batch has not ended."""
         parts.require_one(self.optimizer, "engine.step")
         with calls.Alone():
             self._settle()
@@ -75,21 +75,21 @@ class Stepping(StandIn):
         return (self.micro_steps + 1) % self._counted() == 0
 
     def _begun(self) -> int:
-        """The micro-batches of the step that is under way which `step` has ended."""
+        """How many micro-batches of the present step have ended."""
         return self.micro_steps % self._counted()
 
     def _counted(self) -> int:
-        """Every so many calls of `step` one updates."""
+        """How many calls of `step` make one update."""
         settings = self._settings
         return settings.gradient_accumulation_steps if settings.managed_gradient_accumulation else 1
 
     def _ending(self) -> int:
-        """The micro-batches that a `step` which updates ends."""
+        """How many micro-batches end with an updating `step`."""
         return 1
 
     def _update(self, micro_batches: int) -> None:
-        """It ends so many micro-batches. Inside `Alone`, which keeps every other thread from the boundary until it is
-        settled."""
+        """Makes an update, which ends so many micro-batches. Inside `Alone`, which keeps other threads out until the
+        counts are settled."""
         if self._boundary is not None:
             raise RuntimeError(
                 "overspill: engine.step or train_batch inside an update of the same engine (a hook of its optimizer, "
@@ -102,9 +102,9 @@ class Stepping(StandIn):
             self._settle()
 
     def _settle(self) -> None:
-        """Makes up for what Ctrl-C broke off: counts, and steps the scheduler, for the update that has begun, if the
-        core has made it; clears the gradients that a train_batch left. Calls of the engine that depend on these begin
-        with this. RuntimeError where another thread is inside the update."""
+        """Completes what Ctrl-C interrupted: if the core has made the update that had begun, counts it and steps the
+        scheduler; clears the gradients that a train_batch left. Calls of the engine that depend on these begin with
+        this. Raises RuntimeError while another thread is inside the update."""
         if self._residency.closed:
             raise RuntimeError(f"overspill: {self._residency.closed}")
         if self._boundary is not None:
@@ -133,8 +133,8 @@ class Stepping(StandIn):
         self, batches: Iterable[Any], loss: Callable[[Any], torch.Tensor] | None = None
     ) -> torch.Tensor:
         """One whole step: the next gradient_accumulation_steps micro-batches, forward, backward, update. With
-        vertical_accumulation they pass each unit together (vertical.py). After an exception no gradients are left, and
-        no micro-batch counts, unless the update was made before it, which `micro_steps` tells.
+        vertical_accumulation they pass each unit together (vertical.py). After an exception the gradients are cleared
+        and no micro-batch counts, unless the update had already been made; `micro_steps` tells.
 
         Args:
             batches: an iterator, of which every call takes the next ones, such as iter(loader); or as many

@@ -85,7 +85,7 @@ def _steps(state: dict[str, Any]) -> float:
 
 
 def foreign_update(kind: type, groups: list[dict[str, Any]]) -> str | None:
-    """What of an optimizer of that class, with these groups, the engine has no update of, by name, or None."""
+    """Names what the engine has no update for in an optimizer of that class with these groups; None if it has all."""
     if kind not in (*_TORCH, *_OWN) or (kind in _TORCH and not script_optimizer.has_torchs_step(kind)):
         return f"{kind.__module__}.{kind.__qualname__}"
     used = [option for option in NOT_OURS if any(group.get(option) for group in groups)]

@@ -31,7 +31,7 @@ def _put_back(swapped: _Swapped) -> None:
 
 
 class _OfParameter(torch.autograd.Function):
-    """`weight`, whose gradient is the parameter's."""
+    """Gives `weight` the parameter as its origin: its gradient goes to the parameter."""
 
     @staticmethod
     def forward(ctx: Any, parameter: nn.Parameter, weight: torch.Tensor) -> torch.Tensor:
@@ -60,7 +60,8 @@ def call(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
 
 
 def _copies(module: nn.Module) -> dict[str, torch.Tensor]:
-    """By name; of a module or a parameter that has several names once, since torch puts back what it found by name."""
+    """Copies of the weights by name; a module or parameter with several names appears once, since torch restores by
+    name."""
     found: dict[str, torch.Tensor] = {}
     made: dict[int, torch.Tensor] = {}
     with DisableTorchFunction(), Alone():
@@ -76,8 +77,8 @@ def _copies(module: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _refuse_released(name: str, local: str, value: Any) -> None:
-    """functional_call puts a script's tensors into modules. RuntimeError where such a one is a parameter of an engine
-    that the transform has wrapped: its memory has no weight now, and a copy would be no part of the transform."""
+    """functional_call puts a script's tensors into modules. Raises RuntimeError if one of them is an engine's parameter
+    that the transform has wrapped: its memory holds no weight now, and a copy would not be part of the transform."""
     inner = value
     while isinstance(inner, torch.Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(inner):
         inner = torch._C._functorch.get_unwrapped(inner)
