@@ -1,3 +1,4 @@
+// The memory of a gathered unit: what the gatherer fills and a lease holds.
 #pragma once
 
 #include <cstddef>

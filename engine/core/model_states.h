@@ -90,7 +90,8 @@ struct UnitState {
   Block* block GUARDED_BY(engine_mutex) = nullptr;
   std::byte* home = nullptr;   // hi of this rank's shard, on the host
   std::byte* whole = nullptr;  // hi of all shards, where the unit lies whole on every rank; home lies in it
-  Block* resident = nullptr;   // hi of this rank's shard, where it lives on the device; copied: as it is now
+  /// hi of this rank's shard, where it lives on the device; `copied`: it is the newest.
+  Block* on_device = nullptr;
   bool wanted GUARDED_BY(engine_mutex) = false;  // there: gathered as soon as this rank's shard is up to date
   /// The last copy of its weights to the device; it may read `home`.
   kernels::Event copied GUARDED_BY(engine_mutex);

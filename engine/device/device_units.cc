@@ -41,7 +41,7 @@ DeviceUnits::DeviceUnits(const Setup& setup, Core& core, Hardware& hardware, Mod
     }
     resident.block.unit = static_cast<int32_t>(u);
     resident.block.device = resident.components[0];
-    model.units[u].resident = &resident.block;
+    model.units[u].on_device = &resident.block;
   }
   if (setup.layout.slices > 1) piece_elements_ = 0;  // gradients from the host come in where they are summed
   piece_ = take(piece_elements_ * 4);

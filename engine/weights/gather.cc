@@ -325,13 +325,13 @@ void Gatherer::to_device(Block& block) {
   }
   UnitState& state = model_.units[block.unit];
   const Unit& unit = setup_.layout.units[block.unit];
-  if (Block* const resident = state.resident) {
-    stream_->wait(resident->copied);
+  if (Block* const living = state.on_device) {
+    stream_->wait(living->copied);
     hardware_.device().kernels()->copy(*stream_, block.device + setup_.layout.shard * unit.shard_bytes(),
-                                       resident->device, unit.shard_bytes());
+                                       living->device, unit.shard_bytes());
     block.copied = state.copied = stream_->record();
-    std::erase_if(resident->uses, [](const kernels::Event& use) { return use.done(); });
-    resident->uses.push_back(block.copied);  // its update waits for this
+    std::erase_if(living->uses, [](const kernels::Event& use) { return use.done(); });
+    living->uses.push_back(block.copied);  // its update waits for this
     return;
   }
   const bool whole = meets_on_host(setup_.layout, setup_.traits);

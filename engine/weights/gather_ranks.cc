@@ -27,9 +27,9 @@ const std::byte* Gatherer::shard_in_memory(int32_t unit) const {
   const UnitState& state = model_.units[unit];
   if (state.pending_chunks > 0) return nullptr;
   if (setup_.lives_on_device(unit)) {
-    if (!state.resident->copied.done()) return nullptr;
-    state.resident->copied.wait();  // throws what went wrong
-    return state.resident->device;
+    if (!state.on_device->copied.done()) return nullptr;
+    state.on_device->copied.wait();  // throws what went wrong
+    return state.on_device->device;
   }
   if (state.home != nullptr) return state.home;
   if (state.block != nullptr && state.gathered != Gathered::filling && state.block->shard != nullptr)
