@@ -265,6 +265,7 @@ class Pool : public ::testing::Test {
   std::unique_ptr<Owners> make() {
     OwnersOptions options;
     options.ranks = std::move(world_[0]);
+    options.time = nullptr;  // callers wait for the rounds, and not for the store
     options.config.placement = Placement::host;
     options.change_plan = [](engine::Plan& plan) { plan.gradient_pool_bytes = 32 << 10; };
     return make_owners(std::move(options));

@@ -1,4 +1,4 @@
-"""tools/sizes.py: what outgrows its limit is named, and an exception that is not needed any more."""
+"""tools/sizes.py: what outgrows its limit is named."""
 
 import subprocess
 import sys
@@ -25,8 +25,8 @@ def tree(tmp_path):
     return write
 
 
-def named(root, over=None):
-    return [complaint.split(", where")[0] for complaint in sizes.complaints(root, over or {})]
+def named(root):
+    return [complaint.split(", where")[0] for complaint in sizes.complaints(root)]
 
 
 def test_a_file_may_have_500_lines_and_no_more(tree):
@@ -63,13 +63,3 @@ def test_a_public_header_may_pull_in_12_of_ours(tree):
         tree(f"io/h{number}.h", f'#include "io/h{number + 1}.h"\n' if number < 12 else "")
     assert named(tree("io/store.h", '#include <vector>\n#include "io/h1.h"\n')) == []
     assert named(tree("io/store.h", '#include "io/h0.h"\n')) == ["io/store.h: headers: 13 of our own headers"]
-
-
-def test_an_exception_may_shrink_and_has_to_go_when_it_is_none(tree):
-    root = tree("io/a.cc", "\n" * 600)
-    assert named(root, {"io/a.cc": 600}) == []
-    assert named(root, {"io/a.cc": 599}) == ["io/a.cc: 600 lines"]
-    tree("io/a.cc", "\n" * 500)
-    assert named(root, {"io/a.cc": 600}) == [
-        "tools/sizes.py: io/a.cc is not over its limit any more: take it out of OVER"
-    ]
