@@ -44,7 +44,7 @@ void dispose(Machine* machine) noexcept {
   io::keep_for_ever(std::move(last));
 }
 
-/// For a caller on the thread of the rounds, who cannot wait for that thread's end.
+/// For a caller on a thread of the engine's own, who cannot wait for that thread's end.
 void shut_down_elsewhere(std::shared_ptr<Machine> machine) noexcept {
   try {
     std::thread([machine] { machine->shut_down(); }).detach();
@@ -122,11 +122,9 @@ void Engine::close() {
   if (!machine_->process.here()) return;
   if (machine_->rounds.here() || machine_->intake.here()) {
     throw std::invalid_argument(
-        "close() was called on a thread of this engine, the one that makes its collective calls or the one "
-        "that "
-        "takes gradients in (by a transport, or by a finalizer that ran there). close() waits for that "
-        "thread "
-        "to end: call it on another thread");
+        "close() was called on the engine's own thread, by a transport, or by a finalizer that ran there: "
+        "call "
+        "it on another thread, for it waits until that one has ended");
   }
   machine_->shut_down();
   const MutexLock guard(machine_->core.mutex());
