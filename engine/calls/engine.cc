@@ -122,9 +122,8 @@ void Engine::close() {
   if (!machine_->process.here()) return;
   if (machine_->rounds.here() || machine_->intake.here()) {
     throw std::invalid_argument(
-        "close() was called on the engine's own thread, by a transport, or by a finalizer that ran there: "
-        "call "
-        "it on another thread, for it waits until that one has ended");
+        "close() was called on the engine's own thread, by a transport or by a finalizer that ran there. "
+        "Call it on another thread: it waits for the end of that one");
   }
   machine_->shut_down();
   const MutexLock guard(machine_->core.mutex());
