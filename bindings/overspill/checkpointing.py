@@ -17,6 +17,7 @@ from . import (
     _core,
     calls,
     given,
+    imports,
     own_states,
     packed,
     parts,
@@ -143,6 +144,8 @@ def load(engine: Engine, folder: Any, unknown: dict[str, Any], fall_back: bool =
     if fall_back:
         folder = _newest_whole(engine, Path(folder))
     folder = os.path.realpath(folder)  # it is read twice: a link may lead elsewhere meanwhile
+    if imports.is_foreign(Path(folder)):
+        return imports.load(engine, Path(folder))
     with _held(folder):
         return _load_held(engine, folder)
 

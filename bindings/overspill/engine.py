@@ -373,7 +373,8 @@ class Engine(Stepping, Figures):
         at the save, GPUs' states for as many GPUs as there are now.
 
         Args:
-            folder: what `save_checkpoint` or `overspill train` wrote, with any number of ranks, stage and placement
+            folder: what `save_checkpoint` or `overspill train` wrote, with any number of ranks, stage and placement; or
+                a checkpoint of DeepSpeed's ZeRO or of torch.distributed.checkpoint (docs/coming-from-deepspeed.md)
             fall_back: `folder` contains checkpoints, whose names end with their steps. The newest whose bytes all fit
                 their checksums is loaded. A warning names the damaged ones, which are renamed NAME.damaged-1
 

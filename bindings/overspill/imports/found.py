@@ -1,0 +1,40 @@
+"""What every reader of another system's checkpoint gives, whatever its files look like."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """A parameter that was trained: its exact weight and its states, by torch's names, are read when they are called
+    for. `step`: how often it was updated. `hyper`: the hyper-parameters of its group."""
+
+    name: str
+    shape: tuple[int, ...]
+    states: tuple[str, ...]
+    step: int
+    read: Callable[[str], torch.Tensor]  # WEIGHT, or a state
+    hyper: dict[str, Any]
+
+
+WEIGHT = "weight"
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """`rest`: shape and reader of weights that were not trained, and of buffers. `aliases`: another name of a trained
+    parameter -> its own. `lr_scheduler`: a scheduler's state_dict, or None."""
+
+    folder: Path
+    trained: dict[str, Parameter]
+    rest: dict[str, tuple[tuple[int, ...], Callable[[], torch.Tensor]]]
+    aliases: dict[str, str]
+    global_steps: int
+    lr_scheduler: Any
+    client_state: dict[str, Any]

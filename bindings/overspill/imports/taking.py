@@ -1,0 +1,203 @@
+"""An engine takes over a checkpoint that another system wrote: looked through first, which changes nothing, then taken
+tensor by tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch._C import DisableTorchFunction
+
+from .. import calls, moments, parts, reading, showing, state
+from .._core import CheckpointError
+from ..segments import Segment
+from .found import WEIGHT, Checkpoint, Parameter
+from .torch_file import Tensor
+
+if TYPE_CHECKING:
+    from ..engine import Engine
+
+# Hyper-parameters of a group that go on as they were; which parameters it has is the script's to say.
+_HYPER = ("lr", "betas", "eps", "weight_decay", "momentum", "initial_lr")
+
+
+class Taking:
+    def __init__(self, engine: Engine, found: Checkpoint):
+        self.engine, self.found = engine, found
+        self.names: Mapping[str, str] = engine.optimizer.groups.states()  # the core's -> torch's
+        self.trained: list[tuple[Segment, Parameter]] = []
+        self.frozen: list[tuple[Segment, Callable[[], torch.Tensor]]] = []
+        self.buffers = state.persistent_buffers(engine.module)
+        self.hyper: list[dict[str, Any]] = []  # by group
+
+    def refuse(self, why: str) -> CheckpointError:
+        return CheckpointError(f"overspill: {self.found.folder}: {why}; nothing was changed")
+
+    def check(self) -> None:
+        """Raises CheckpointError where it is of another model, or of another optimizer."""
+        for unit in self.engine._residency.units:
+            if unit.packing is not None or unit.trained_by_torch:
+                held = "in fewer bits" if unit.packing is not None else "in float64"
+                raise self.refuse(
+                    f"{unit.segments[0].name} is held {held} here, and weights of another system's checkpoint cannot "
+                    "be given to it: make the engine over bf16 or fp32 weights"
+                )
+        if self.engine.optimizer.groups.foreign:
+            raise self.refuse(
+                f"this engine's optimizer, {self.engine.optimizer.groups.foreign}, keeps its own states, and those of "
+                "a checkpoint of another system cannot be given to it: give initialize AdamW, or another one of the "
+                "engine's own"
+            )
+        taken: set[str] = set()
+        for segment in self.segments():
+            taken |= self.match(segment)
+        strange = sorted((set(self.found.trained) | set(self.found.rest)) - taken - set(self.buffers))
+        if strange:
+            raise self.refuse(f"it has {_listed(strange)}, and this model has not: it is of another model")
+        missing = sorted(set(self.buffers) - set(self.found.rest))
+        if missing:
+            raise self.refuse(f"it lacks {_listed(missing)}, which this model has: it is of another model")
+        self.hyper = [
+            self.hyper_of(number, group) for number, group in enumerate(self.engine.optimizer.param_groups)
+        ]
+
+    def hyper_of(self, number: int, group: dict[str, Any]) -> dict[str, Any]:
+        """What a group here takes over: what its parameters had there, all of them the same."""
+        of = {id(segment.parameter): parameter for segment, parameter in self.trained}
+        each = [of[id(p)] for p in group["params"] if id(p) in of]
+        found: dict[str, Any] = {}
+        for name in _HYPER:
+            values = [_plain(parameter.hyper[name]) for parameter in each if name in parameter.hyper]
+            if name in group and values:
+                found[name] = values[0]
+                if any(value != values[0] for value in values):
+                    raise self.refuse(
+                        f"parameters that are in one group here, group {number}, had different values of {name} there: "
+                        "give initialize the groups that it was saved with"
+                    )
+        try:
+            self.engine.optimizer.groups.hyper_parameters(group | found, number)
+        except (TypeError, ValueError) as error:
+            raise self.refuse(f"its hyper-parameters are none that a step could use ({error})") from None
+        return found
+
+    def segments(self) -> Iterator[Segment]:
+        for unit in self.engine._residency.units:
+            yield from unit.segments
+
+    def match(self, segment: Segment) -> set[str]:
+        """Finds what is there of the parameter. Returns the names that it has taken."""
+        names = {
+            *segment.names,
+            *(self.found.aliases[name] for name in segment.names if name in self.found.aliases),
+        }
+        parameter = next((self.found.trained[name] for name in names if name in self.found.trained), None)
+        if segment.unit.trainable:
+            if parameter is None:
+                raise self.refuse(
+                    f"it has no states of {segment.name}, which is trained here: freeze it with requires_grad_(False), "
+                    "or open a checkpoint of the same model"
+                )
+            self.check_states(segment, parameter)
+            self.trained.append((segment, parameter))
+            shape = parameter.shape
+        elif parameter is not None:
+            self.frozen.append((segment, lambda: parameter.read(WEIGHT)))
+            shape = parameter.shape
+        else:
+            read = next((self.found.rest[name] for name in names if name in self.found.rest), None)
+            if read is None:
+                raise self.refuse(f"it lacks {segment.name}, which this model has: it is of another model")
+            shape = read[0]
+            self.frozen.append((segment, read[1]))
+        if tuple(segment.shape) != tuple(shape):
+            raise self.refuse(f"{segment.name} has shape {tuple(shape)} there, {tuple(segment.shape)} here")
+        return names
+
+    def check_states(self, segment: Segment, parameter: Parameter) -> None:
+        if set(parameter.states) != set(self.names.values()):
+            raise self.refuse(
+                f"it has {_listed(sorted(parameter.states))} of {segment.name}, this optimizer has "
+                f"{_listed(sorted(self.names.values()))}: another optimizer made it; give initialize that one"
+            )
+
+    def apply(self) -> None:
+        """Returns when all weights and states are the checkpoint's."""
+        core = self.engine._core
+        with torch.inference_mode(False), DisableTorchFunction():
+            showing.settle_all(self.engine._residency)
+            showing.forget()
+            for segment, parameter in self.trained:
+                self.write(segment, parameter.read(WEIGHT), torch.float32)
+                for ours, theirs in self.names.items():
+                    moments.write(segment, ours, parameter.read(theirs))
+                core.set_updates_of(segment.unit.index, segment.index, parameter.step)
+            for segment, read in self.frozen:
+                self.write(segment, read(), segment.unit.dtype)
+        for group, saved in zip(self.engine.optimizer.param_groups, self.hyper, strict=True):
+            group.update(saved)
+
+    def write(self, segment: Segment, value: torch.Tensor, dtype: torch.dtype) -> None:
+        flat, unit = moments.as_held(value, dtype, segment), segment.unit
+        size = flat.numel() * flat.element_size()
+        self.engine._core.load_weight(unit.index, segment.index, flat.data_ptr(), size, reading.DTYPES[dtype])
+
+
+def load(engine: Engine, found: Checkpoint) -> dict[str, Any]:
+    """Takes weights, states, counts of updates, hyper-parameters, buffers and the scheduler over; returns the script's
+    client_state. All ranks do it, each reads all of it. Raises CheckpointError."""
+    parts.require_one(engine.optimizer, "engine.load_checkpoint of another system's checkpoint")
+    taking = Taking(engine, found)
+    taking.check()
+    scheduler = engine.lr_scheduler
+    if scheduler is not None:
+        _check_scheduler(taking, scheduler)
+    with calls.Alone():
+        calls.start_update(engine._residency, "engine.load_checkpoint")
+        engine.optimizer.leave_states()
+        try:
+            taking.apply()
+        except Exception as error:
+            engine.close()
+            raise CheckpointError(
+                f"overspill: {found.folder} was taken over in part ({error}). The engine is closed, since its weights "
+                "are of two checkpoints: make a new one"
+            ) from error
+        if scheduler is not None:
+            scheduler.load_state_dict(dict(found.lr_scheduler))
+        engine._residency.gradients.forget()
+        engine._residency.refresh()
+        engine.optimizer.loaded()
+        with torch.no_grad():
+            for name, buffer in taking.buffers.items():
+                buffer.copy_(found.rest[name][1]())
+        engine.global_steps = found.global_steps
+        engine.micro_steps = found.global_steps * engine._settings.gradient_accumulation_steps
+    return found.client_state
+
+
+def _check_scheduler(taking: Taking, scheduler: Any) -> None:
+    there, here = taking.found.lr_scheduler, scheduler.state_dict()
+    if not isinstance(there, Mapping) or set(there) != set(here):
+        raise taking.refuse(
+            f"it has {_listed(sorted(map(str, there))) if isinstance(there, Mapping) else 'nothing'} of a "
+            f"scheduler, {type(scheduler).__name__} has {_listed(sorted(here))}: give initialize the scheduler "
+            "that it was saved with, or none"
+        )
+
+
+def _listed(names: Any) -> str:
+    """The first few, with how many more there are."""
+    names = list(names)
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(names[:3]) + more if names else "nothing"
+
+
+def _plain(value: Any) -> Any:
+    """A number, or numbers, as a group here has them."""
+    if isinstance(value, Tensor):
+        value = value.read()
+    if isinstance(value, torch.Tensor):
+        return value.item() if value.numel() == 1 else tuple(value.tolist())
+    return tuple(value) if isinstance(value, (list, tuple)) else value
