@@ -6,6 +6,7 @@ import json
 import pickle
 import random
 import shutil
+import struct
 import sys
 import zipfile
 from pathlib import Path
@@ -207,6 +208,22 @@ def test_another_optimizer_is_refused(engine):
     ours = engine("fp32", section={"type": "Adagrad", "lr": 1e-2})
     with pytest.raises(CheckpointError, match=r"exp_avg, exp_avg_sq of .*, this optimizer has sum"):
         ours.load_checkpoint(DATA / "stage1-ranks2-fp32")
+
+
+def test_weights_in_float64_and_hyper_parameters_that_are_no_numbers_are_refused(engine, copied):
+    with pytest.raises(CheckpointError, match="is held in float64 here"):
+        engine("fp64", Net().double()).load_checkpoint(DATA / "stage1-ranks2-fp32")
+    saved = copied("stage1-ranks2-fp32")
+    rate = struct.pack(">d", 1e-2)
+
+    def without_rate(code):
+        assert rate in code
+        return code.replace(rate, struct.pack(">d", float("inf")))
+
+    for path in saved.glob("global_step3/zero_pp_rank_*"):
+        rewrite(path, of_pickle(without_rate))
+    with pytest.raises(CheckpointError, match="its hyper-parameters are none that a step could use"):
+        engine("fp32").load_checkpoint(saved)
 
 
 def test_a_missing_rank_is_named(engine, copied):
