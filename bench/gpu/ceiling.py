@@ -26,6 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from llama import SHAPES, Llama, floating_point_operations
 from overspill import _core
 from overspill.config import Config
+from overspill.groups import make_groups
 from overspill.handover import core_units
 from overspill.units import partition
 
@@ -40,7 +41,9 @@ def planned(device_budget: str, host_budget: str, placement: str) -> tuple[int, 
         model = Llama(SHAPE).to(torch.bfloat16)
     budget = {"host": host_budget, "device": device_budget}
     config = Config.read({"budget": budget, "engine": {"placement": placement, "device": "cuda"}})
-    plan = _core.plan(core_units(partition(model), {}, [("adam", "exact")]), config.to_core(_core)).as_dict()
+    groups = [make_groups(config.optimizer, model.parameters())]
+    units = core_units(model, config, partition(model), groups)
+    plan = _core.plan(units, config.to_core(_core)).as_dict()
     every = sum(p.numel() for p in model.parameters())
     by_cpu = every - plan["units_device_bytes"] // 14
     room = plan["host_budget_bytes"] - plan["host_bytes"]
