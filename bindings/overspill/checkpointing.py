@@ -7,7 +7,7 @@ import functools
 import os
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +17,6 @@ from . import (
     _core,
     calls,
     given,
-    imports,
     own_states,
     packed,
     parts,
@@ -34,6 +33,7 @@ from .folders import FolderError
 
 if TYPE_CHECKING:
     from .engine import Engine
+    from .imports import Taking
 
 
 def save(
@@ -144,8 +144,10 @@ def load(engine: Engine, folder: Any, unknown: dict[str, Any], fall_back: bool =
     if fall_back:
         folder = _newest_whole(engine, Path(folder))
     folder = os.path.realpath(folder)  # it is read twice: a link may lead elsewhere meanwhile
-    if imports.is_foreign(Path(folder)):
-        return imports.load(engine, Path(folder))
+    from . import imports  # not at start-up: few runs need it
+
+    if imports.is_one(Path(folder)):
+        return _take_over(engine, imports.taking_over(engine, Path(folder)))
     with _held(folder):
         return _load_held(engine, folder)
 
@@ -185,17 +187,14 @@ def _load_held(engine: Engine, folder: str) -> dict[str, Any]:
         own.apply()
         loaded: list[str] = []
         try:
-            after_scheduler(engine, read, functools.partial(_load_weights, engine, folder, text, loaded))
+            after_scheduler(
+                engine, read.restore_scheduler, functools.partial(_load_weights, engine, folder, text, loaded)
+            )
         except BaseException:
             if not loaded:
                 own.undo()
             raise
-        engine._residency.gradients.forget()
-        engine._residency.refresh()
-        engine.optimizer.loaded()
-        with torch.no_grad():
-            for name, buffer in buffers.items():
-                buffer.copy_(read.buffers[name])
+        _show_loaded(engine, buffers, read.buffers)
         engine.optimizer.restore_hyper_parameters({"groups": read.groups})
         engine.global_steps, engine.micro_steps = read.global_steps, read.micro_steps
         if len(read.random) == engine.world_size:
@@ -213,7 +212,33 @@ def _check_packings(engine: Engine, folder: str, manifest: dict[str, Any]) -> No
         )
 
 
-def after_scheduler(engine: Engine, read: Extra, load_weights: Callable[[], None]) -> None:
+def _take_over(engine: Engine, taking: Taking) -> dict[str, Any]:
+    with calls.Alone():
+        calls.start_update(engine._residency, "engine.load_checkpoint")
+        engine.optimizer.leave_states()
+        after_scheduler(engine, taking.restore_scheduler, taking.apply)
+        _show_loaded(engine, taking.buffers, taking.values)
+        engine.global_steps = taking.found.global_steps
+        engine.micro_steps = engine.global_steps * engine._settings.gradient_accumulation_steps
+    return taking.found.client_state
+
+
+def _show_loaded(
+    engine: Engine, buffers: Mapping[str, torch.Tensor], values: Mapping[str, torch.Tensor]
+) -> None:
+    """The core has other weights and states now: forgets what Python holds of the old ones, and gives `buffers` their
+    values."""
+    engine._residency.gradients.forget()
+    engine._residency.refresh()
+    engine.optimizer.loaded()
+    with torch.no_grad():
+        for name, buffer in buffers.items():
+            buffer.copy_(values[name])
+
+
+def after_scheduler(
+    engine: Engine, restore_scheduler: Callable[[Any], None], load_weights: Callable[[], None]
+) -> None:
     """Restores the scheduler, which may refuse what it is given, then calls `load_weights`. The scheduler is as it was
     where that raises."""
     if engine.lr_scheduler is None:
@@ -221,7 +246,7 @@ def after_scheduler(engine: Engine, read: Extra, load_weights: Callable[[], None
         return
     before = SchedulerState(engine.lr_scheduler, engine.optimizer.param_groups)
     try:
-        read.restore_scheduler(engine.lr_scheduler)
+        restore_scheduler(engine.lr_scheduler)
         load_weights()
     except BaseException:
         before.restore()

@@ -97,19 +97,25 @@ class Extra:
     def restore_scheduler(self, scheduler: Any) -> None:
         """Raises CheckpointError for a state that the scheduler does not take; it may have changed then."""
 
-        def load(values: dict[str, Any]) -> None:
-            for name in values:
-                if name == "optimizer" or callable(getattr(type(scheduler), name, None)):
-                    raise ValueError(f"{name!r} is no value of a scheduler")
-            _check_like(values, scheduler.state_dict(), "")
-            scheduler.load_state_dict(values)
-
         if self.lr_scheduler is None:
             raise CheckpointError(
                 f"overspill: the checkpoint {self.folder} has no scheduler, and this run has one: leave lr_scheduler "
                 "out of initialize, load, and make the scheduler then"
             )
-        _entry(self.folder, "lr_scheduler", load, self.lr_scheduler)
+        load_scheduler(self.folder, scheduler, self.lr_scheduler)
+
+
+def load_scheduler(folder: Any, scheduler: Any, values: dict[str, Any]) -> None:
+    """Raises CheckpointError for a state that the scheduler does not take; it may have changed then."""
+
+    def load(values: dict[str, Any]) -> None:
+        for name in values:
+            if name == "optimizer" or callable(getattr(type(scheduler), name, None)):
+                raise ValueError(f"{name!r} is no value of a scheduler")
+        _check_like(values, scheduler.state_dict(), "")
+        scheduler.load_state_dict(values)
+
+    _entry(folder, "lr_scheduler", load, values)
 
 
 def tensors(text: str, folder: Any) -> dict[str, torch.Tensor]:

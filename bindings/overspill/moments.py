@@ -233,8 +233,13 @@ def with_buffer(entry: dict, names: Mapping[str, str], group: dict) -> dict:
 
 def _step_of(entry: dict) -> float:
     """NaN where it is no number. SGD's states have none; its updates do not depend on it."""
+    return number(entry.get("step", 1))
+
+
+def number(value: Any) -> float:
+    """NaN for what is no number, nor a tensor of one."""
     try:
-        return float(entry.get("step", 1))
+        return float(value)
     except (
         TypeError,
         ValueError,

@@ -137,6 +137,22 @@ def test_another_scheduler_is_refused(start, fsdp2):
         ours.load_checkpoint(fsdp2)
 
 
+class Refuses(torch.optim.lr_scheduler.StepLR):
+    """What is not its own."""
+
+    def load_state_dict(self, state_dict):
+        if state_dict["last_epoch"] != self.last_epoch:
+            raise ValueError("not today")
+
+
+def test_a_scheduler_that_refuses_leaves_the_weights_as_they_were(start, fsdp2):
+    ours = with_scheduler(start, lambda optimizer: Refuses(optimizer, 2, gamma=0.5))
+    before = ours.module.state_dict()["a.weight"].clone()
+    with pytest.raises(CheckpointError, match="not today"):
+        ours.load_checkpoint(fsdp2)
+    assert torch.equal(ours.module.state_dict()["a.weight"], before)
+
+
 def test_a_file_of_the_metadata_is_in_its_folder(fsdp2, tmp_path):
     folder = tmp_path / "copy"
     shutil.copytree(fsdp2, folder)
@@ -187,9 +203,16 @@ class Thawed(Net):
         self.frozen.requires_grad_(True)
 
 
+class Scaled(Net):
+    def __init__(self):
+        super().__init__()
+        self.scale = torch.ones(6)
+
+
 @pytest.mark.parametrize(
     "model, words",
     [
+        (Scaled, r"buffer scale has shape \(\) there, \(6,\) here"),
         (Wider, r"shape \(10, 6\) there, \(12, 6\) here"),
         (More, "no states of head"),
         (Less, "frozen.bias, frozen.weight, and this model has not"),

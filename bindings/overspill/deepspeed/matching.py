@@ -63,7 +63,7 @@ def load(engine: DeepSpeedEngine, other: Other, with_states: bool, with_schedule
     with calls.Alone(), _exported(engine, other.path) as weights:
         copy = functools.partial(_copy, weights, mine, set(common))
         if with_scheduler:
-            checkpointing.after_scheduler(engine, read, copy)
+            checkpointing.after_scheduler(engine, read.restore_scheduler, copy)
         else:
             copy()
         engine.global_steps, engine.micro_steps = read.global_steps, read.micro_steps

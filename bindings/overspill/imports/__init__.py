@@ -4,19 +4,28 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from . import dcp, taking, zero
+from .. import saves
+from .._core import CheckpointError
+from . import dcp, zero
+from .taking import Taking
 
 if TYPE_CHECKING:
     from ..engine import Engine
 
 
-def is_foreign(folder: Path) -> bool:
-    """Whether another system's checkpoint is there, and none of Overspill's."""
-    return not (folder / "manifest.json").exists() and (dcp.is_one(folder) or zero.is_one(folder))
+def is_one(folder: Path) -> bool:
+    """Whether such a checkpoint is there, and none of Overspill's. False where that cannot be found out: Overspill's
+    own reader then says why."""
+    try:
+        return not saves.is_complete(folder) and (dcp.is_one(folder) or zero.is_one(folder))
+    except (OSError, CheckpointError):
+        return False
 
 
-def load(engine: Engine, folder: Path) -> dict[str, Any]:
-    """What engine.load_checkpoint does with such a folder."""
-    return taking.load(engine, dcp.open_one(folder) if dcp.is_one(folder) else zero.open_one(folder))
+def taking_over(engine: Engine, folder: Path) -> Taking:
+    """A checkpoint that the engine may take over: it was looked through. Raises CheckpointError, OSError."""
+    found = Taking(engine, dcp.open_one(folder) if dcp.is_one(folder) else zero.open_one(folder))
+    found.check()
+    return found

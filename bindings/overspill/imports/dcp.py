@@ -17,7 +17,7 @@ import torch
 
 from .._core import CheckpointError
 from . import torch_file
-from .found import WEIGHT, Checkpoint, Parameter
+from .found import WEIGHT, Checkpoint, Parameter, damaged, shape_of, step_of
 from .torch_file import Inert, Tensor
 
 NAME = ".metadata"
@@ -78,9 +78,7 @@ class _Opening:
         self.entries = self.read()
 
     def wrong(self, why: str) -> CheckpointError:
-        return CheckpointError(
-            f"overspill: {self.path}: {why}: it is damaged, or no torch.distributed wrote it"
-        )
+        return damaged(self.path, why, "torch.distributed.checkpoint")
 
     # ---- the metadata
 
@@ -90,10 +88,8 @@ class _Opening:
             raise self.wrong("it names no tensors")
         places: dict[str, dict[tuple[int, ...], Place]] = {}
         for index, info in whole[1].items():
-            (name,), offset = (
-                self.fields(index, "fqn"),
-                self.given(index).get("offset"),
-            )  # none: another object
+            (name,) = self.fields(index, "fqn")
+            offset = self.given(index).get("offset")  # none: of another object
             file, begin, count = self.fields(info, "relative_path", "offset", "length")
             if not isinstance(file, str) or not _FILE.fullmatch(file) or file in (".", ".."):
                 raise self.wrong(f"it names a file {file!r:.60}, which is not in its folder")
@@ -120,9 +116,10 @@ class _Opening:
         return tuple(given[name] for name in names)
 
     def numbers(self, value: Any) -> tuple[int, ...]:
-        if not isinstance(value, (tuple, list)) or not all(type(n) is int and 0 <= n < 2**48 for n in value):
-            raise self.wrong(f"a shape is {value!r:.60}")
-        return tuple(value)
+        try:
+            return shape_of(value)
+        except ValueError as error:
+            raise self.wrong(str(error)) from None
 
     def entry(self, name: str, value: Any, places: dict[tuple[int, ...], Place]) -> _Entry:
         if getattr(value, "name", "") != _TENSOR:
@@ -131,9 +128,10 @@ class _Opening:
         shape = self.numbers(size)
         if not isinstance(chunks, list):
             raise self.wrong(f"{name} has no pieces")
-        pieces = []
+        pieces, elements = [], 0
         for chunk in chunks:
             offset, sizes = map(self.numbers, self.fields(chunk, "offsets", "sizes"))
+            elements += math.prod(sizes)
             fits = len(offset) == len(sizes) == len(shape)
             if not fits or any(o + s > n for o, s, n in zip(offset, sizes, shape, strict=True)):
                 raise self.wrong(f"a piece of {name} lies beyond its shape {shape}")
@@ -142,12 +140,9 @@ class _Opening:
             if offset not in places:
                 raise self.wrong(f"it does not say where the piece {offset} of {name} is")
             pieces.append((offset, places[offset]))
-        if sum(math.prod(self.sizes(chunk)) for chunk in chunks) != math.prod(shape):
+        if elements != math.prod(shape):
             raise self.wrong(f"the pieces of {name} are not all of its shape {shape}")
         return _Entry(shape, pieces, None)
-
-    def sizes(self, chunk: Any) -> tuple[int, ...]:
-        return self.numbers(self.fields(chunk, "sizes")[0])
 
     # ---- the content
 
@@ -191,8 +186,10 @@ class _Opening:
             )
         (optimizer,) = before
         model = self.prefix(states, optimizer)
+        hyper = self.hyper(optimizer)
         trained = {
-            name: self.parameter(name, model + name, found, optimizer) for name, found in states.items()
+            name: self.parameter(name, model + name, found, hyper.get(name, {}))
+            for name, found in states.items()
         }
         rest, others = {}, {}
         for name, entry in self.entries.items():
@@ -234,46 +231,29 @@ class _Opening:
     def reader(self, name: str) -> Callable[[], torch.Tensor]:
         return lambda: self.tensor(name)
 
-    def parameter(self, name: str, weight: str, states: dict[str, str], optimizer: str) -> Parameter:
+    def parameter(self, name: str, weight: str, states: dict[str, str], hyper: dict[str, Any]) -> Parameter:
         entry = self.entries[weight]
         if entry.pieces is None:
             raise self.wrong(f"{weight} is no tensor")
-        step = self.plain(states["step"]) if "step" in states else 0
-        step = step.item() if isinstance(step, torch.Tensor) and step.numel() == 1 else step
-        if (
-            isinstance(step, bool)
-            or not isinstance(step, (int, float))
-            or not 0 <= step < 2**53
-            or step != int(step)
-        ):
-            raise self.wrong(f"the step of {name} is {step!r:.40}")
+        try:
+            step = step_of(self.plain(states["step"]) if "step" in states else 0, name)
+        except ValueError as error:
+            raise self.wrong(str(error)) from None
         entries = {WEIGHT: weight} | {state: found for state, found in states.items() if state != "step"}
         for state, found in entries.items():
             if self.entries[found].shape != entry.shape or self.entries[found].pieces is None:
                 raise self.wrong(f"{state} of {name} has not its shape")
         names = tuple(state for state in entries if state != WEIGHT)
-        hyper = self.hyper(name, optimizer)
-        return Parameter(
-            name, entry.shape, names, int(step), lambda which: self.tensor(entries[which]), hyper
-        )
+        return Parameter(name, entry.shape, names, step, lambda which: self.tensor(entries[which]), hyper)
 
-    def hyper(self, parameter: str, optimizer: str) -> dict[str, Any]:
-        """By the parameter's name, or by the number of the group that lists it."""
-        if not hasattr(self, "groups"):
-            self.groups = self.all_groups(optimizer)
-        if parameter in self.groups:
-            return self.groups[parameter]
-        for group in self.groups.values():
-            if parameter in (group.get("params") or ()):
-                return group
-        return {}
-
-    def all_groups(self, optimizer: str) -> dict[str, dict[str, Any]]:
-        found: dict[str, dict[str, Any]] = {}
+    def hyper(self, optimizer: str) -> dict[str, dict[str, Any]]:
+        """By parameter: its own, or, where groups have numbers, those of the group that lists it."""
+        groups: dict[str, dict[str, Any]] = {}
         for name in self.entries:
             if name.startswith(optimizer) and (match := _HYPER.fullmatch(name.removeprefix(optimizer))):
-                found.setdefault(match[1], {})[match[2]] = self.plain(name)
-        return found
+                groups.setdefault(match[1], {})[match[2]] = self.plain(name)
+        listed = {str(name): group for group in groups.values() for name in group.get("params") or ()}
+        return listed | groups
 
     def scheduler(self, others: dict[str, Any]) -> dict[str, Any] | None:
         """Taken out of what is the script's: the dict that counts epochs as torch's schedulers do."""

@@ -9,6 +9,10 @@ from typing import Any
 
 import torch
 
+from .. import moments
+from .._core import CheckpointError
+from .torch_file import Tensor
+
 
 @dataclass(frozen=True)
 class Parameter:
@@ -38,3 +42,20 @@ class Checkpoint:
     global_steps: int
     lr_scheduler: Any
     client_state: dict[str, Any]
+
+
+def damaged(path: Path, why: str, writer: str) -> CheckpointError:
+    return CheckpointError(f"overspill: {path}: {why}: it is damaged, or {writer} did not write it")
+
+
+def shape_of(value: Any) -> tuple[int, ...]:
+    """A shape, or another list of places. Raises ValueError for anything else."""
+    if not isinstance(value, (tuple, list)) or not all(type(n) is int and 0 <= n < 2**48 for n in value):
+        raise ValueError(f"a shape is {value!r:.60}")
+    return tuple(value)
+
+
+def step_of(value: Any, name: str) -> int:
+    """A count of updates, which may be a tensor. Raises ValueError that names the parameter for anything else."""
+    value = value.read() if isinstance(value, Tensor) else value
+    return moments.count_of(moments.number(value), name, value)

@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch._C import DisableTorchFunction
 
-from .. import calls, moments, parts, reading, showing, state
+from .. import moments, parts, reading, showing, state
 from .._core import CheckpointError
+from ..extra import load_scheduler
+from ..pretrained import some
 from ..segments import Segment
 from .found import WEIGHT, Checkpoint, Parameter
 from .torch_file import Tensor
@@ -23,19 +25,23 @@ _HYPER = ("lr", "betas", "eps", "weight_decay", "momentum", "initial_lr")
 
 
 class Taking:
+    """`check` comes first. All ranks do all of it, each reads all of the checkpoint."""
+
     def __init__(self, engine: Engine, found: Checkpoint):
+        parts.require_one(engine.optimizer, "engine.load_checkpoint of another system's checkpoint")
         self.engine, self.found = engine, found
         self.names: Mapping[str, str] = engine.optimizer.groups.states()  # the core's -> torch's
         self.trained: list[tuple[Segment, Parameter]] = []
         self.frozen: list[tuple[Segment, Callable[[], torch.Tensor]]] = []
         self.buffers = state.persistent_buffers(engine.module)
+        self.values: dict[str, torch.Tensor] = {}  # of the buffers
         self.hyper: list[dict[str, Any]] = []  # by group
 
     def refuse(self, why: str) -> CheckpointError:
         return CheckpointError(f"overspill: {self.found.folder}: {why}; nothing was changed")
 
     def check(self) -> None:
-        """Raises CheckpointError where it is of another model, or of another optimizer."""
+        """Raises CheckpointError where it is of another model, of another optimizer or with another scheduler."""
         for unit in self.engine._residency.units:
             if unit.packing is not None or unit.trained_by_torch:
                 held = "in fewer bits" if unit.packing is not None else "in float64"
@@ -54,10 +60,16 @@ class Taking:
             taken |= self.match(segment)
         strange = sorted((set(self.found.trained) | set(self.found.rest)) - taken - set(self.buffers))
         if strange:
-            raise self.refuse(f"it has {_listed(strange)}, and this model has not: it is of another model")
+            raise self.refuse(f"it has {some(strange)}, and this model has not: it is of another model")
         missing = sorted(set(self.buffers) - set(self.found.rest))
         if missing:
-            raise self.refuse(f"it lacks {_listed(missing)}, which this model has: it is of another model")
+            raise self.refuse(f"it lacks {some(missing)}, which this model has: it is of another model")
+        for name, buffer in self.buffers.items():
+            shape, read = self.found.rest[name]
+            if shape != tuple(buffer.shape):
+                raise self.refuse(f"buffer {name} has shape {shape} there, {tuple(buffer.shape)} here")
+            self.values[name] = read()
+        self.check_scheduler()
         self.hyper = [
             self.hyper_of(number, group) for number, group in enumerate(self.engine.optimizer.param_groups)
         ]
@@ -118,12 +130,39 @@ class Taking:
     def check_states(self, segment: Segment, parameter: Parameter) -> None:
         if set(parameter.states) != set(self.names.values()):
             raise self.refuse(
-                f"it has {_listed(sorted(parameter.states))} of {segment.name}, this optimizer has "
-                f"{_listed(sorted(self.names.values()))}: another optimizer made it; give initialize that one"
+                f"it has {some(sorted(parameter.states))} of {segment.name}, this optimizer has "
+                f"{some(sorted(self.names.values()))}: another optimizer made it; give initialize that one"
             )
 
+    def check_scheduler(self) -> None:
+        scheduler, there = self.engine.lr_scheduler, self.found.lr_scheduler
+        here = {} if scheduler is None else scheduler.state_dict()
+        if scheduler is not None and (not isinstance(there, Mapping) or set(there) != set(here)):
+            names = sorted(map(str, there)) if isinstance(there, Mapping) else ["nothing"]
+            raise self.refuse(
+                f"it has {some(names)} of a scheduler, {type(scheduler).__name__} has {some(sorted(here))}: give "
+                "initialize the scheduler that it was saved with, or none"
+            )
+
+    def restore_scheduler(self, scheduler: Any) -> None:
+        """As Extra.restore_scheduler."""
+        load_scheduler(self.found.folder, scheduler, dict(self.found.lr_scheduler))
+
     def apply(self) -> None:
-        """Returns when all weights and states are the checkpoint's."""
+        """Returns when all weights, states and hyper-parameters are the checkpoint's. An engine that has taken a part
+        of them over is closed."""
+        try:
+            self.write_all()
+        except Exception as error:
+            self.engine.close()
+            raise CheckpointError(
+                f"overspill: {self.found.folder} was taken over in part ({error}). The engine is closed, since its "
+                "weights are of two checkpoints: make a new one"
+            ) from error
+        for group, saved in zip(self.engine.optimizer.param_groups, self.hyper, strict=True):
+            group.update(saved)
+
+    def write_all(self) -> None:
         core = self.engine._core
         with torch.inference_mode(False), DisableTorchFunction():
             showing.settle_all(self.engine._residency)
@@ -135,63 +174,11 @@ class Taking:
                 core.set_updates_of(segment.unit.index, segment.index, parameter.step)
             for segment, read in self.frozen:
                 self.write(segment, read(), segment.unit.dtype)
-        for group, saved in zip(self.engine.optimizer.param_groups, self.hyper, strict=True):
-            group.update(saved)
 
     def write(self, segment: Segment, value: torch.Tensor, dtype: torch.dtype) -> None:
         flat, unit = moments.as_held(value, dtype, segment), segment.unit
         size = flat.numel() * flat.element_size()
         self.engine._core.load_weight(unit.index, segment.index, flat.data_ptr(), size, reading.DTYPES[dtype])
-
-
-def load(engine: Engine, found: Checkpoint) -> dict[str, Any]:
-    """Takes weights, states, counts of updates, hyper-parameters, buffers and the scheduler over; returns the script's
-    client_state. All ranks do it, each reads all of it. Raises CheckpointError."""
-    parts.require_one(engine.optimizer, "engine.load_checkpoint of another system's checkpoint")
-    taking = Taking(engine, found)
-    taking.check()
-    scheduler = engine.lr_scheduler
-    if scheduler is not None:
-        _check_scheduler(taking, scheduler)
-    with calls.Alone():
-        calls.start_update(engine._residency, "engine.load_checkpoint")
-        engine.optimizer.leave_states()
-        try:
-            taking.apply()
-        except Exception as error:
-            engine.close()
-            raise CheckpointError(
-                f"overspill: {found.folder} was taken over in part ({error}). The engine is closed, since its weights "
-                "are of two checkpoints: make a new one"
-            ) from error
-        if scheduler is not None:
-            scheduler.load_state_dict(dict(found.lr_scheduler))
-        engine._residency.gradients.forget()
-        engine._residency.refresh()
-        engine.optimizer.loaded()
-        with torch.no_grad():
-            for name, buffer in taking.buffers.items():
-                buffer.copy_(found.rest[name][1]())
-        engine.global_steps = found.global_steps
-        engine.micro_steps = found.global_steps * engine._settings.gradient_accumulation_steps
-    return found.client_state
-
-
-def _check_scheduler(taking: Taking, scheduler: Any) -> None:
-    there, here = taking.found.lr_scheduler, scheduler.state_dict()
-    if not isinstance(there, Mapping) or set(there) != set(here):
-        raise taking.refuse(
-            f"it has {_listed(sorted(map(str, there))) if isinstance(there, Mapping) else 'nothing'} of a "
-            f"scheduler, {type(scheduler).__name__} has {_listed(sorted(here))}: give initialize the scheduler "
-            "that it was saved with, or none"
-        )
-
-
-def _listed(names: Any) -> str:
-    """The first few, with how many more there are."""
-    names = list(names)
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return ", ".join(names[:3]) + more if names else "nothing"
 
 
 def _plain(value: Any) -> Any:

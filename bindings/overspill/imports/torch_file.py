@@ -60,12 +60,11 @@ class Inert:
 
 @dataclass(frozen=True)
 class Tensor:
-    """A tensor in such a file. `at`: of its first element in the file, in bytes."""
+    """A contiguous tensor in such a file. `at`: of its first element in the file, in bytes."""
 
     path: Path
     dtype: torch.dtype
     shape: tuple[int, ...]
-    stride: tuple[int, ...]
     at: int
 
     @property
@@ -73,22 +72,21 @@ class Tensor:
         return math.prod(self.shape)
 
     def read(self, begin: int = 0, count: int | None = None) -> torch.Tensor:
-        """`count` elements from `begin` on, of a contiguous tensor, as one dimension; all of it, in its shape, where
-        nothing is said. Raises OSError, CheckpointError where the file has become shorter."""
-        whole = count is None
-        count = self.elements - begin if count is None else count
+        """All of it, in its shape; or `count` elements from `begin` on, as one dimension. Raises OSError,
+        CheckpointError where the file has become shorter."""
+        if count is None:
+            return self.read(0, self.elements).view(self.shape)
         if begin < 0 or count < 0 or begin + count > self.elements:
             raise CheckpointError(
                 f"overspill: {self.path}: elements {begin} to {begin + count} of a tensor of {self.elements} are wanted"
             )
         room = torch.empty(count, dtype=self.dtype)
-        if count:
-            bytes_of = memoryview(room.view(torch.uint8).numpy()) if count else memoryview(b"")
-            with self.path.open("rb") as file:
-                file.seek(self.at + begin * self.dtype.itemsize)
-                if file.readinto(bytes_of) != len(bytes_of):  # type: ignore[attr-defined]
-                    raise CheckpointError(f"overspill: {self.path}: it has become shorter while it was read")
-        return room.view(self.shape) if whole and begin == 0 else room
+        memory = memoryview(room.view(torch.uint8).numpy())
+        with self.path.open("rb") as file:
+            file.seek(self.at + begin * self.dtype.itemsize)
+            if file.readinto(memory) != len(memory):  # type: ignore[attr-defined]
+                raise CheckpointError(f"overspill: {self.path}: it has become shorter while it was read")
+        return room
 
 
 @dataclass(frozen=True)
@@ -128,6 +126,10 @@ def read(path: Path, inert: Collection[str] = (), part: tuple[int, int] | None =
 
 # What zipfile raises for headers that do not fit, besides BadZipFile.
 _OF_ZIPFILE = (ValueError, LookupError, OverflowError, RuntimeError, EOFError, struct.error, zlib.error)
+
+
+def _wrong(path: Path, why: str) -> CheckpointError:
+    return CheckpointError(f"overspill: {path}: {why}: it is damaged, or torch did not write it")
 
 
 def _damaged(path: Path, error: Exception) -> CheckpointError:
@@ -187,7 +189,7 @@ class _Code:
         self.path, self.code, self.inert = path, code, inert
 
     def wrong(self, why: str) -> CheckpointError:
-        return CheckpointError(f"overspill: {self.path}: {why}: it is damaged, or torch did not write it")
+        return _wrong(self.path, why)
 
     def run(self, tensor: Callable[..., Any], storage: Callable[[Any], Any]) -> Any:
         """Its value. `tensor` makes one, of what `storage` gives for a reference."""
@@ -252,7 +254,7 @@ class _Reader:
         self.places: dict[str, tuple[int, int]] = {}
 
     def wrong(self, why: str) -> CheckpointError:
-        return _Code(self.path, b"", ()).wrong(why)
+        return _wrong(self.path, why)
 
     def read(self, inert: Collection[str]) -> Any:
         order = self.folder + "byteorder"
@@ -318,7 +320,7 @@ class _Reader:
                 "that are contiguous are read: save it with .contiguous()"
             )
         at = storage.at + offset * storage.dtype.itemsize
-        return Tensor(self.path, storage.dtype, tuple(shape), tuple(stride), at)
+        return Tensor(self.path, storage.dtype, tuple(shape), at)
 
 
 def _dense(shape: Any, stride: Any) -> bool:

@@ -12,7 +12,7 @@ import torch
 
 from .._core import CheckpointError
 from . import torch_file
-from .found import WEIGHT, Parameter
+from .found import WEIGHT, Parameter, damaged, step_of
 from .torch_file import Tensor
 
 FOLDER = "zero"
@@ -28,9 +28,7 @@ class Universal:
         self.folder, self.inert = folder / FOLDER, inert
 
     def wrong(self, path: Path, why: str) -> CheckpointError:
-        return CheckpointError(
-            f"overspill: {path}: {why}: it is damaged, or ds_to_universal did not write it"
-        )
+        return damaged(path, why, "ds_to_universal")
 
     def trained(self, groups: list[dict[str, tuple[int, ...]]]) -> dict[str, Parameter]:
         """Raises CheckpointError, OSError."""
@@ -60,11 +58,10 @@ class Universal:
         return [dict(group) for group in groups], self.count(path, step)
 
     def count(self, path: Path, value: Any) -> int:
-        found = value.read().item() if isinstance(value, Tensor) and value.elements == 1 else value
-        whole = isinstance(found, (int, float)) and not isinstance(found, bool)
-        if not whole or not 0 <= found < 2**53 or found != int(found):
-            raise self.wrong(path, f"a step is {found!r:.40}")
-        return int(found)
+        try:
+            return step_of(value, "a parameter")
+        except ValueError as error:
+            raise self.wrong(path, str(error)) from None
 
     def parameter(self, name: str, shape: tuple[int, ...], hyper: dict[str, Any], step: int) -> Parameter:
         if "/" in name or name in (".", ".."):

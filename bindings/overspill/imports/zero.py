@@ -17,7 +17,7 @@ import torch
 
 from .._core import CheckpointError
 from . import torch_file, universal
-from .found import WEIGHT, Checkpoint, Parameter
+from .found import WEIGHT, Checkpoint, Parameter, damaged, shape_of, step_of
 from .torch_file import Tensor
 
 # Of DeepSpeed's own classes in these files, none of which says anything of weights or states.
@@ -43,11 +43,8 @@ _OWN = frozenset(
 
 
 def is_one(folder: Path) -> bool:
-    """Whether a folder of DeepSpeed's, or one of its tags, is there."""
-    try:
-        return any(map(_is_tag, (folder, *_latest(folder))))
-    except (OSError, CheckpointError):
-        return False
+    """Whether a folder of DeepSpeed's, or one of its tags, is there. Raises as open_one."""
+    return any(map(_is_tag, (folder, *_latest(folder))))
 
 
 def _is_tag(folder: Path) -> bool:
@@ -96,9 +93,7 @@ class _Opening:
         return found
 
     def wrong(self, path: Path, why: str) -> CheckpointError:
-        return CheckpointError(
-            f"overspill: {path}: {why}: it is damaged, or no DeepSpeed 0.10 to 0.19 wrote it"
-        )
+        return damaged(path, why, "DeepSpeed 0.10 to 0.19")
 
     def open(self) -> Checkpoint:
         if not self.models:
@@ -111,8 +106,14 @@ class _Opening:
             trained = universal.Universal(self.folder, _INERT).trained(self.shapes(path, model))
         else:
             states = [self.optimizer(rank) for rank in self.ranks()]
-            stage = states[0].stage if states else 0
-            trained = _at_stage(stage)(self, path, model, states)
+            if not states:
+                raise CheckpointError(
+                    f"overspill: {path} has no optimizer states beside it (zero_pp_rank_0_mp_rank_00_optim_states.pt): "
+                    "it is of stage 0, or its states were left out. Load its weights alone: model.load_state_dict "
+                    "before initialize"
+                )
+            stage = states[0].stage
+            trained = (_by_parameter if stage == 3 else _by_group)(self, path, model, states)
         rest = self.rest(path, model, trained, stage)
         aliases = {
             str(alias): str(name)
@@ -175,9 +176,10 @@ class _Opening:
         return [{str(name): self.shape(path, s) for name, s in self.mapping(path, g).items()} for g in given]
 
     def shape(self, path: Path, value: Any) -> tuple[int, ...]:
-        if not isinstance(value, (tuple, list)) or not all(type(n) is int and 0 <= n < 2**48 for n in value):
-            raise self.wrong(path, f"a shape is {value!r:.60}")
-        return tuple(value)
+        try:
+            return shape_of(value)
+        except ValueError as error:
+            raise self.wrong(path, str(error)) from None
 
     def rest(
         self, path: Path, model: Mapping[str, Any], trained: Mapping[str, Any], stage: int
@@ -189,7 +191,8 @@ class _Opening:
             if name not in trained and (stage < 3 or tensor.elements):
                 found[name] = (tensor.shape, tensor.read)
         if stage == 3 and (shapes := model.get("frozen_param_shapes")):
-            models = [self.mapping(p, torch_file.read(p, _INERT)) for _, p in sorted(self.models.items())]
+            others = [self.models[rank] for rank in sorted(self.models) if self.models[rank] != path]
+            models = [model, *(self.mapping(other, torch_file.read(other, _INERT)) for other in others)]
             for name, given in self.mapping(path, shapes).items():
                 parts = [self.mapping(path, each.get("frozen_param_fragments")).get(name) for each in models]
                 if not all(isinstance(part, Tensor) for part in parts):
@@ -221,7 +224,10 @@ class _RankStates:
         names = sorted(named - {"step"})
         for name in names:
             self.flat[name] = [entry.get(name) for entry in entries]
-        self.steps = [self.step(entry.get("step", 0)) for entry in entries]
+        try:
+            self.steps = [step_of(entry.get("step", 0), f"group {n}") for n, entry in enumerate(entries)]
+        except ValueError as error:
+            raise opening.wrong(path, str(error)) from None
         for name, tensors in self.flat.items():
             for master, tensor in zip(masters, tensors, strict=True):
                 if not isinstance(tensor, Tensor) or not isinstance(master, Tensor):
@@ -238,28 +244,10 @@ class _RankStates:
                 return dict(group)
         raise self.opening.wrong(self.path, f"no parameter group has the states {number}")
 
-    def step(self, value: Any) -> int:
-        found = value.read().item() if isinstance(value, Tensor) and value.elements == 1 else value
-        if isinstance(found, bool) or not isinstance(found, (int, float)) or found != int(found) or found < 0:
-            raise self.opening.wrong(self.path, f"a step is {found!r:.40}")
-        return int(found)
 
-
-_Found = dict[str, Parameter]
-
-
-def _at_stage(stage: int) -> Callable[..., _Found]:
-    return {0: _undivided, 2: _by_group, 3: _by_parameter}[stage]
-
-
-def _undivided(opening: _Opening, path: Path, model: Mapping[str, Any], _: list[_RankStates]) -> _Found:
-    raise CheckpointError(
-        f"overspill: {path} has no optimizer states beside it (zero_pp_rank_0_mp_rank_00_optim_states.pt): it is of "
-        "stage 0, or its states were left out. Load its weights alone: model.load_state_dict before initialize"
-    )
-
-
-def _by_group(opening: _Opening, path: Path, model: Mapping[str, Any], ranks: list[_RankStates]) -> _Found:
+def _by_group(
+    opening: _Opening, path: Path, model: Mapping[str, Any], ranks: list[_RankStates]
+) -> dict[str, Parameter]:
     found: dict[str, Parameter] = {}
     for number, shapes in enumerate(opening.shapes(path, model)):
         if any(number >= len(rank.flat[WEIGHT]) for rank in ranks):
@@ -288,11 +276,11 @@ def _by_group(opening: _Opening, path: Path, model: Mapping[str, Any], ranks: li
 
 def _by_parameter(
     opening: _Opening, path: Path, model: Mapping[str, Any], ranks: list[_RankStates]
-) -> _Found:
+) -> dict[str, Parameter]:
     found: dict[str, Parameter] = {}
     world = len(ranks)
     begin = 0  # in each rank's part
-    names = [name for name in ranks[0].flat if _everywhere(name, ranks)]
+    parts = {name: [rank.flat[name] for rank in ranks] for name in ranks[0].flat if _everywhere(name, ranks)}
     room = min(sum(part.elements for part in rank.flat[WEIGHT]) for rank in ranks)
     ends = [0]
     for part in ranks[0].flat[WEIGHT]:
@@ -303,7 +291,6 @@ def _by_parameter(
             if begin + count > room:
                 raise opening.wrong(path, f"{name} lies beyond the {room} elements that a rank has")
             group = next((n for n in range(len(ends) - 1) if begin < ends[n + 1]), 0)
-            parts = {key: [rank.flat[key] for rank in ranks] for key in names}
             found[name] = Parameter(
                 name,
                 shape,
