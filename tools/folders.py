@@ -7,6 +7,7 @@ and nothing else. The folders are those of engine/, and engine/ itself. --print 
 """
 
 import argparse
+import graphlib
 import re
 import sys
 from pathlib import Path
@@ -29,19 +30,13 @@ def dependencies(root: Path) -> dict[str, set[str]]:
 
 def cycle(of: dict[str, set[str]]) -> list[str]:
     """The folders along one cycle, the first one again at its end; empty: there is none."""
-    done: set[str] = set()
-
-    def visit(folder: str, way: list[str]) -> list[str]:
-        if folder in way:
-            return [*way[way.index(folder) :], folder]
-        if folder not in done:
-            for other in sorted(of.get(folder, ())):
-                if found := visit(other, [*way, folder]):
-                    return found
-            done.add(folder)
-        return []
-
-    return next((found for folder in sorted(of) if (found := visit(folder, []))), [])
+    try:
+        graphlib.TopologicalSorter(of).prepare()
+    except graphlib.CycleError as error:
+        way = error.args[1][:0:-1]  # it goes from what is included to what includes it
+        first = way.index(min(way))
+        return [*way[first:], *way[:first], way[first]]
+    return []
 
 
 def main() -> int:

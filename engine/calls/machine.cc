@@ -10,13 +10,7 @@
 namespace overspill::engine {
 
 Machine::Machine(Layout layout, Plan plan, Config config, Resources resources)
-    : setup{std::move(layout), std::move(plan), std::move(config),
-            traits_of(*resources.device, *resources.ranks.communicator)},
-      hardware(std::move(resources.device), std::move(resources.executor), setup.config.host_budget_bytes),
-      ranks(std::move(resources.ranks)),
-      core(setup.layout.units.size(), std::move(resources.store), std::move(resources.watch)),
-      model(setup, hardware),
-      demand(setup.layout.units.size()),
+    : Owners(std::move(layout), std::move(plan), std::move(config), std::move(resources)),
       queues(hardware.device()),
       squares(setup, core, hardware, model),
       device_units(setup, core, hardware, model, squares),

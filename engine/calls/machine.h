@@ -14,20 +14,14 @@
 
 #include "cpu_optim/optimizer.h"
 #include "engine/base/group_range.h"
+#include "engine/calls/owners.h"
 #include "engine/checkpoint/keeper.h"
-#include "engine/collectives/rank_groups.h"
-#include "engine/core/core.h"
-#include "engine/core/demand.h"
-#include "engine/core/hardware.h"
-#include "engine/core/model_states.h"
 #include "engine/core/queues.h"
 #include "engine/device/device_units.h"
 #include "engine/engine.h"
 #include "engine/gradients/gradient_intake.h"
 #include "engine/gradients/gradients.h"
-#include "engine/plan/setup.h"
 #include "engine/ranks/rounds.h"
-#include "engine/resources.h"
 #include "engine/states/updater.h"
 #include "engine/weights/access.h"
 #include "engine/weights/gather.h"
@@ -39,7 +33,7 @@ namespace overspill::engine {
 /// As torch.nn.utils.clip_grad_norm_: min(1, limit / (norm + 1e-6)).
 double clip_factor(double norm, double limit);
 
-class Machine {
+class Machine : public Owners {
  public:
   Machine(Layout layout, Plan plan, Config config, Resources resources);
   ~Machine();
@@ -117,12 +111,6 @@ class Machine {
   const Unit& unit_at(int32_t unit) const;
   const Segment& segment_at(int32_t unit, int32_t segment) const;
 
-  const Setup setup;
-  Hardware hardware;
-  RankGroups ranks;
-  Core core;
-  ModelStates model;
-  Demand demand;
   Queues queues;
   GradientSquares squares;
   DeviceUnits device_units;

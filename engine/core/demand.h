@@ -5,7 +5,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "engine/core/core.h"
+#include "engine/core/engine_mutex.h"
 
 namespace overspill::engine {
 
@@ -34,9 +34,8 @@ struct Demand {
 /// While it lives, a caller waits for the unit's weights: other ranks serve it first.
 class Awaiting {
  public:
-  Awaiting(Core& core, Demand& demand, int32_t unit) REQUIRES(engine_mutex) : demand_(demand), unit_(unit) {
+  Awaiting(Demand& demand, int32_t unit) REQUIRES(engine_mutex) : demand_(demand), unit_(unit) {
     demand_.weights.push_back(unit);
-    core.changed.notify_all();  // the rounds tell the others
   }
   ~Awaiting() REQUIRES(engine_mutex) { demand_.weights.erase(std::ranges::find(demand_.weights, unit_)); }
   Awaiting(const Awaiting&) = delete;

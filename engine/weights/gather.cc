@@ -103,7 +103,7 @@ Block* Gatherer::acquire(int32_t unit) {
           Cause::room, unit);
       continue;
     }
-    const Awaiting awaiting(core_, demand_, unit);  // from now on nobody takes the unit's room
+    const Awaiting awaiting = await(unit);  // from now on nobody takes the unit's room
     if (!announced) start_fills_ahead();
     announced = true;
     make_copies();

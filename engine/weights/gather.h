@@ -138,6 +138,11 @@ class Gatherer {
     return host_block_bytes(setup_.layout, setup_.layout.units[unit], setup_.traits,
                             setup_.plan.weights_on_nvme[unit]);
   }
+  /// The caller waits for the unit's weights; the rounds tell other ranks, where there are any.
+  Awaiting await(int32_t unit) REQUIRES(engine_mutex) {
+    if (setup_.layout.slices > 1) core_.changed.notify_all();
+    return {demand_, unit};
+  }
   bool lies_whole(int32_t unit) const { return setup_.weight_place(unit) == WeightPlace::whole_on_host; }
   std::string leased_units() const REQUIRES(engine_mutex);
   bool filling_anything() const REQUIRES(engine_mutex);

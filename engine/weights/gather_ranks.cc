@@ -8,7 +8,7 @@ void Gatherer::acquire_whole(int32_t unit) {
   core_.check();
   if (state.gathered == Gathered::ready) return;
   state.wanted = true;
-  const Awaiting awaiting(core_, demand_, unit);
+  const Awaiting awaiting = await(unit);
   core_.wait([&]() REQUIRES(engine_mutex) { return state.gathered == Gathered::ready; }, Cause::reads, unit);
 }
 

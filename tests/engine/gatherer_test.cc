@@ -241,7 +241,7 @@ TEST_F(GatheringAhead, GivesUpNoUnitThatACallerWaitsFor) {
   let_reads_end();
   ASSERT_TRUE(gatherer_.ready(0));
   gatherer_.trace().acquired(0);  // from now on it is the unit that is needed last
-  const engine::Awaiting awaiting(owners_->core, owners_->demand, 0);
+  const engine::Awaiting awaiting(owners_->demand, 0);
   gatherer_.release(gatherer_.acquire(2), {});
   gatherer_.release(gatherer_.acquire(3), {});
   EXPECT_TRUE(gatherer_.ready(0));

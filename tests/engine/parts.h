@@ -1,4 +1,4 @@
-// The owners of an engine's state, without an engine: for tests that make one part of the schedule alone.
+// Owners of an engine's state (engine/calls/owners.h), for tests that make one part of the schedule alone.
 #pragma once
 
 #include <cstddef>
@@ -7,38 +7,15 @@
 #include <memory>
 #include <span>
 #include <string>
-#include <utility>
 #include <vector>
 
-#include "engine/collectives/rank_groups.h"
-#include "engine/core/core.h"
-#include "engine/core/demand.h"
-#include "engine/core/hardware.h"
-#include "engine/core/model_states.h"
-#include "engine/plan/setup.h"
-#include "engine/resources.h"
+#include "engine/calls/owners.h"
 #include "io/virtual_time.h"
 #include "tests/engine/toy_model.h"
 
 namespace overspill::testing {
 
-struct Owners {
-  Owners(engine::Layout layout, engine::Plan plan, engine::Config config, engine::Resources resources)
-      : setup{std::move(layout), std::move(plan), std::move(config),
-              traits_of(*resources.device, *resources.ranks.communicator)},
-        hardware(std::move(resources.device), std::move(resources.executor), setup.config.host_budget_bytes),
-        ranks(std::move(resources.ranks)),
-        core(setup.layout.units.size(), std::move(resources.store), std::move(resources.watch)),
-        model(setup, hardware),
-        demand(setup.layout.units.size()) {}
-
-  const engine::Setup setup;
-  engine::Hardware hardware;
-  engine::RankGroups ranks;
-  engine::Core core;
-  engine::ModelStates model;
-  engine::Demand demand;
-};
+using engine::Owners;
 
 /// Everything on NVMe, which is memory here; small chunks.
 engine::Config parts_config();
