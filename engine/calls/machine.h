@@ -22,6 +22,7 @@
 #include "engine/gradients/gradient_intake.h"
 #include "engine/gradients/gradients.h"
 #include "engine/ranks/rounds.h"
+#include "engine/states/snapshot.h"
 #include "engine/states/updater.h"
 #include "engine/weights/access.h"
 #include "engine/weights/gather.h"
@@ -115,6 +116,7 @@ class Machine : public Owners {
   GradientSquares squares;
   DeviceUnits device_units;
   Gatherer gatherer;
+  Snapshot snapshot;
   Updater updater;
   Gradients gradients;
   GradientIntake intake;
@@ -138,6 +140,8 @@ class Machine : public Owners {
  private:
   std::vector<std::string> tell(Meeting meeting, const std::exception_ptr& error,
                                 const std::string& words = {});
+  void take_all(RankPart& part) EXCLUDES(engine_mutex);
+  Manifest head(std::vector<ManifestUnit> units) const;
   void require_gradients_on_host(int32_t unit);
   /// For each rank, whether it holds gradients of the segment that were not summed yet; then, as the last
   /// entry, how many ranks have a gradient. For the thread of the rounds.

@@ -3,7 +3,9 @@
 #include <fmt/format.h>
 
 #include <exception>
+#include <optional>
 #include <span>
+#include <sstream>
 #include <string>
 #include <utility>
 #include <vector>
@@ -31,20 +33,26 @@ std::exception_ptr attempt(Do pass) {
   }
 }
 
-/// A rank says how many bytes it will send, and memory is taken for so many. Its part of a manifest is the
-/// longest that it sends.
+constexpr int64_t kWordsMax = int64_t{1} << 20;  // of an error's text
+
+/// A rank says how many bytes it will send, and memory is taken for so many.
 void check_announced(int rank, int64_t bytes) {
-  if (bytes >= 0 && bytes <= kManifestBytesMax) return;
-  throw CommunicatorError(
-      fmt::format("rank {} announces {} bytes about its part of a checkpoint; {} are the most", rank, bytes,
-                  kManifestBytesMax));
+  if (bytes >= 0 && bytes <= kWordsMax) return;
+  throw CommunicatorError(fmt::format(
+      "rank {} announces {} bytes about its part of a checkpoint; {} are the most", rank, bytes, kWordsMax));
 }
 
-/// Pieces of all ranks, in the order of the units that all of them have.
-void add_pieces(Manifest& to, Manifest&& from) {
-  for (size_t u = 0; u < to.units.size(); ++u) {
-    for (ManifestPiece& piece : from.units.at(u).pieces) to.units[u].pieces.push_back(std::move(piece));
-  }
+/// An index in words for rank 0, and back; its name and shard follow from the rank.
+std::string words_of(const std::optional<IndexFile>& index) {
+  return index ? fmt::format("{} {} {}", index->file, index->bytes, index->checksum) : "";
+}
+
+std::optional<IndexFile> index_of_words(int rank, int shards, const std::string& words) {
+  if (words.empty()) return std::nullopt;
+  IndexFile index{.file = "", .bytes = 0, .checksum = 0, .shard = {rank, shards}};
+  std::istringstream in(words);
+  if (in >> index.file >> index.bytes >> index.checksum) return index;
+  throw CheckpointError(fmt::format("rank {} says of its part of the checkpoint: '{:.100}'", rank, words));
 }
 
 }  // namespace
@@ -61,7 +69,7 @@ std::vector<std::string> Machine::tell(Meeting meeting, const std::exception_ptr
     heard[0] = words;
     return heard;
   }
-  const std::string says = error ? text_of(error) : words;
+  const std::string says = (error ? text_of(error) : words).substr(0, kWordsMax);
   std::vector<int64_t> head(static_cast<size_t>(slices) * 2);  // failed, bytes
   rounds.meet(meeting, ++looks, [&] {
     head[own * 2] = error ? 1 : 0;
@@ -92,6 +100,23 @@ std::vector<std::string> Machine::tell(Meeting meeting, const std::exception_ptr
   return heard;
 }
 
+void Machine::take_all(RankPart& part) {
+  {
+    const MutexLock lock(core.mutex());
+    snapshot.mark(part);
+  }
+  snapshot.take_all();
+}
+
+Manifest Machine::head(std::vector<ManifestUnit> units) const {
+  Manifest manifest;
+  manifest.step = steps;
+  manifest.skipped_steps = skipped_steps;
+  manifest.world = setup.layout.slices;
+  manifest.units = std::move(units);
+  return manifest;
+}
+
 void Machine::save(const std::filesystem::path& folder, const WriteBeside& write_beside) {
   const bool first = setup.layout.slice == 0;
   bool prepared = false;
@@ -103,23 +128,23 @@ void Machine::save(const std::filesystem::path& folder, const WriteBeside& write
          }));
     // Beyond this point there is a folder that nobody takes for a checkpoint.
 
-    Manifest part;
-    std::string words;
+    WrittenPart part;
     const std::exception_ptr unwritten = attempt([&] {
-      part = keeper.write_part(folder);
-      if (!first) words = manifest_text(part);
+      take_all(keeper.begin_part(folder));
+      part = keeper.finish_part(folder);
     });
-    const std::vector<std::string> parts = tell(Meeting::save, unwritten, words);
+    const std::vector<std::string> parts = tell(Meeting::save, unwritten, words_of(part.index));
     // Beyond this point every rank's data is durable, and pinned.
 
     tell(Meeting::save, attempt([&] {
            if (!first) return;
-           for (size_t rank = 1; rank < parts.size(); ++rank)
-             add_pieces(part, manifest_from_text(parts[rank]));
-           part.step = steps;
-           part.skipped_steps = skipped_steps;
-           part.extra_json = write_beside(keeper.unfinished(folder));
-           keeper.complete(folder, part);
+           Manifest manifest = head(std::move(part.units));
+           for (size_t rank = 0; rank < parts.size(); ++rank) {
+             if (auto index = index_of_words(static_cast<int>(rank), setup.layout.shards, parts[rank]))
+               manifest.indexes.push_back(std::move(*index));
+           }
+           manifest.extra_json = write_beside(keeper.unfinished(folder));
+           keeper.complete(folder, manifest);
          }));
   } catch (const EngineFailed&) {
     keeper.give_up();

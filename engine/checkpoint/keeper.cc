@@ -7,15 +7,13 @@
 
 #include <algorithm>
 #include <cerrno>
-#include <limits>
 #include <map>
 #include <utility>
 
 #include "engine/checkpoint/checkpoint_file.h"
+#include "engine/checkpoint/index_file.h"
 #include "engine/checkpoint/manifest_check.h"
-#include "engine/checkpoint/manifest_reader.h"
 #include "engine/checkpoint/manifest_unit.h"
-#include "engine/checkpoint/resident_file.h"
 #include "engine/checkpoint/save_folder.h"
 #include "io/checksum.h"
 #include "io/files.h"
@@ -92,35 +90,31 @@ void remove_quietly(const fs::path& save) noexcept {
 
 CheckpointKeeper::CheckpointKeeper(const Setup& setup, Core& core, ModelStates& model, Access& access)
     : setup_(setup), core_(core), model_(model), access_(access) {
-  if (setup.layout.slice != 0) return;
   try {
-    const int64_t readable = setup.config.manifest_bytes_max;
-    const int64_t most = manifest_bytes(setup, Bound::most);
-    if (const std::string why = too_large(); !why.empty()) {
+    if (const std::string why = too_large(); !why.empty())
       io::say_on_stderr("overspill: warning: no checkpoint of this model can be saved: " + why);
-    } else if (most > readable) {
-      io::say_on_stderr(
-          fmt::format("overspill: warning: it may be that no checkpoint of this model can be saved: its "
-                      "manifest may have {} bytes, and no reader takes more than {}; save once before a long "
-                      "run, or train fewer parameters in one engine",
-                      most, readable));
-    }
   } catch (const CheckpointError&) {  // of a name that no manifest takes: a save says so
   }
 }
 
-/// Empty, or the numbers.
+/// Empty, or the numbers. Rank 0 writes the text.
 std::string CheckpointKeeper::too_large() const {
-  const int64_t bytes = manifest_bytes(setup_, Bound::least);
-  if (bytes <= setup_.config.manifest_bytes_max) return "";
-  return fmt::format(
-      "its manifest would have {} bytes or more, and no reader takes more than {}; train fewer "
-      "parameters in one engine",
-      bytes, setup_.config.manifest_bytes_max);
+  const int64_t most = setup_.config.manifest_bytes_max;
+  const auto refuse = [most](const char* what, int64_t bytes) {
+    return fmt::format(
+        "{} may have {} bytes, and no reader takes more than {}; train fewer parameters in one "
+        "engine",
+        what, bytes, most);
+  };
+  if (const int64_t bytes = manifest_bytes(setup_); bytes > most && setup_.layout.slice == 0)
+    return refuse("its manifest", bytes);
+  if (const int64_t bytes = index_bytes(setup_); bytes > most)
+    return refuse("the index of its pieces", bytes);
+  return "";
 }
 
 void CheckpointKeeper::forget_deleted() {
-  std::erase_if(kept_, [&](const Kept& kept) {
+  std::erase_if(kept_, [&](const RankPart::Pinned& kept) {
     if (core_.store->share_lives(*kept.share)) return false;
     unpin(kept.extents);
     core_.store->end_share(*kept.share);
@@ -130,7 +124,7 @@ void CheckpointKeeper::forget_deleted() {
 
 int64_t CheckpointKeeper::pinned_bytes() const {
   int64_t bytes = 0;
-  for (const Kept& kept : kept_) {
+  for (const RankPart::Pinned& kept : kept_) {
     for (const io::Extent& extent : kept.extents) bytes += extent.bytes;
   }
   return bytes;
@@ -146,19 +140,6 @@ void CheckpointKeeper::require_room_to_change() {
                   "nothing changes after a save. Delete the checkpoint to go on, or set train_after_save, "
                   "which reserves {} bytes more",
                   core_.last_checkpoint, setup_.plan.kept_nvme_bytes()));
-}
-
-std::vector<io::Extent> CheckpointKeeper::pin_all() {
-  std::vector<io::Extent> extents;
-  const MutexLock lock(core_.mutex());
-  for (const ChunkState& chunk : model_.chunks) {
-    for (const io::Extent& extent : chunk.extents) {
-      if (extent.empty()) continue;
-      core_.store->pin(extent);
-      extents.push_back(extent);
-    }
-  }
-  return extents;
 }
 
 void CheckpointKeeper::unpin(const std::vector<io::Extent>& extents) noexcept {
@@ -195,29 +176,51 @@ void CheckpointKeeper::prepare(const fs::path& folder) {
   }
 }
 
-Manifest CheckpointKeeper::write_part(const fs::path& folder) {
+RankPart& CheckpointKeeper::begin_part(const fs::path& folder) {
   forget_deleted();
   if (core_.store.exists()) {
     const int64_t planned = setup_.config.checkpoints_kept * setup_.plan.kept_nvme_bytes();
     const int64_t beyond = setup_.config.train_after_save ? pinned_bytes() - planned : 0;
     core_.store->reserve(setup_.plan.nvme_reserve_bytes + std::max<int64_t>(0, beyond));
-    saving_.extents = pin_all();
   }
+  const fs::path own = own_folder(folder);
+  if (own != partial_name(folder)) make_folder(own);
+  return part_.emplace(setup_, core_, model_, access_, own);
+}
+
+/// Files of several ranks may have one name: each writes into a folder of its own, then moves them.
+fs::path CheckpointKeeper::own_folder(const fs::path& folder) const {
   const fs::path partial = partial_name(folder);
-  if (setup_.layout.slices == 1) return write_folder(partial);
-  // Files of several ranks may have one name: each writes into a folder of its own, then moves them.
-  const std::string own = rank_name();
-  make_folder(partial / own);
-  Manifest part = write_folder(partial / own);
-  for (const auto& entry : fs::directory_iterator(partial / own))
-    rename_file(entry.path(), partial / (own + "-" + entry.path().filename().string()));
-  if (::rmdir((partial / own).c_str()) != 0)
-    fail(partial / own, "cannot be removed", {errno, std::generic_category()});
-  engine::sync_folder(partial, core_.store.watch());
-  for (ManifestUnit& unit : part.units) {
-    for (ManifestPiece& piece : unit.pieces) piece.range.file = own + "-" + piece.range.file;
+  return setup_.layout.slices == 1 ? partial : partial / rank_name();
+}
+
+WrittenPart CheckpointKeeper::finish_part(const fs::path& folder) {
+  const fs::path partial = partial_name(folder);
+  WrittenPart part{part_->finish(), std::nullopt};
+  const bool has_pieces = setup_.layout.shards > 1 || setup_.layout.slice == 0;
+  std::string prefix;
+  if (setup_.layout.slices > 1) {
+    prefix = rank_name() + "-";
+    move_up(partial, prefix);
+    for (ManifestUnit& unit : part.units) {
+      for (ManifestPiece& piece : unit.pieces) piece.range.file = prefix + piece.range.file;
+    }
   }
+  if (has_pieces) {
+    const UnitShard shard{setup_.layout.shard, setup_.layout.shards};
+    part.index = write_index(partial, prefix + kIndexFile, part.units, shard,
+                             setup_.config.manifest_bytes_max, core_.store.watch());
+  }
+  engine::sync_folder(partial, core_.store.watch());
+  for (ManifestUnit& unit : part.units) unit.pieces = {};
   return part;
+}
+
+void CheckpointKeeper::move_up(const fs::path& partial, const std::string& prefix) const {
+  const fs::path own = partial / rank_name();
+  for (const auto& entry : fs::directory_iterator(own))
+    rename_file(entry.path(), partial / (prefix + entry.path().filename().string()));
+  if (::rmdir(own.c_str()) != 0) fail(own, "cannot be removed", {errno, std::generic_category()});
 }
 
 void CheckpointKeeper::complete(const fs::path& folder, const Manifest& manifest) {
@@ -230,7 +233,7 @@ void CheckpointKeeper::complete(const fs::path& folder, const Manifest& manifest
                     "meanwhile; save again",
                     partial.string()));
   }
-  write_manifest(partial, manifest, setup_.config.manifest_bytes_max, core_.store.watch());
+  write_manifest_text(partial, manifest, setup_.config.manifest_bytes_max, core_.store.watch());
   rename_file(partial, absolute);
   try {
     engine::sync_folder(absolute.parent_path(), core_.store.watch());
@@ -246,14 +249,21 @@ void CheckpointKeeper::complete(const fs::path& folder, const Manifest& manifest
 }
 
 void CheckpointKeeper::keep(const fs::path& folder) {
-  if (saving_.share) {
-    core_.store->share_named(*saving_.share, whole_name(folder),
+  RankPart::Pinned pinned = end_part();
+  if (pinned.share) {
+    core_.store->share_named(*pinned.share, whole_name(folder),
                              setup_.layout.slices == 1 ? "" : rank_name() + "-");
-    kept_.push_back(std::move(saving_));
+    kept_.push_back(std::move(pinned));
   }
-  saving_ = {};
   const MutexLock guard(core_.mutex());
   core_.last_checkpoint = whole_name(folder).string();
+}
+
+RankPart::Pinned CheckpointKeeper::end_part() {
+  if (!part_) return {};
+  RankPart::Pinned pinned = part_->give_pins();
+  part_.reset();
+  return pinned;
 }
 
 void CheckpointKeeper::remove(const fs::path& folder) const noexcept {
@@ -262,74 +272,20 @@ void CheckpointKeeper::remove(const fs::path& folder) const noexcept {
 
 void CheckpointKeeper::give_up() noexcept {
   saving_folder_ = {};
-  unpin(saving_.extents);
-  if (saving_.share) core_.store->end_share(*saving_.share);
-  saving_ = {};
+  const RankPart::Pinned pinned = end_part();
+  unpin(pinned.extents);
+  if (pinned.share) core_.store->end_share(*pinned.share);
 }
 
 void CheckpointKeeper::leave() {
   saving_folder_ = {};
-  if (saving_.share) kept_.push_back(std::move(saving_));
-  saving_ = {};
-}
-
-/// What was copied is the folder's own: its pins go at once.
-std::vector<io::ExportedExtent> CheckpointKeeper::export_pinned(const fs::path& folder) {
-  if (saving_.extents.empty()) return {};
-  io::Export exported = core_.store->export_extents(saving_.extents, folder);
-  saving_.share = exported.share;
-  std::vector<io::Extent> linked, copied;
-  for (size_t i = 0; i < exported.extents.size(); ++i)
-    (exported.extents[i].linked ? linked : copied).push_back(saving_.extents[i]);
-  saving_.extents = std::move(linked);
-  unpin(copied);
-  return std::move(exported.extents);
-}
-
-/// By segment.
-std::vector<int64_t> CheckpointKeeper::steps_of(size_t unit) {
-  const MutexLock lock(core_.mutex());
-  return model_.units[unit].steps;
-}
-
-Manifest CheckpointKeeper::write_folder(const fs::path& folder) {
-  std::vector<io::ExportedExtent> exported = export_pinned(folder);
-  ResidentFile resident(folder, core_.store.watch());
-  Manifest manifest;
-  manifest.world = setup_.layout.slices;
-  // At stage 0 every rank holds all: one of them writes it.
-  const bool writes = setup_.layout.shards > 1 || setup_.layout.slice == 0;
-  size_t next = 0;
-  for (size_t u = 0; u < model_.units.size(); ++u) {
-    const Unit& unit = setup_.layout.units[u];
-    ManifestUnit described = describe(unit, steps_of(u));
-    for (int32_t c = unit.first_chunk; writes && c < unit.first_chunk + unit.chunk_count; ++c) {
-      const Chunk& chunk = setup_.layout.chunks[c];
-      for (Component component : kAllComponents) {
-        const int64_t bytes = setup_.component_bytes(c, component);
-        if (bytes == 0) continue;
-        ManifestPiece piece{std::string(unit.component_name(component)),
-                            setup_.layout.global_begin(chunk),
-                            chunk.elements,
-                            {}};
-        if (!access_.extent_of(c, component).empty()) {
-          io::ExportedExtent& extent = exported[next++];
-          piece.range = {extent.file, extent.offset, extent.bytes, std::move(extent.block_checksums)};
-        } else {
-          piece.range = resident.append(access_.whole(c, component));
-        }
-        described.pieces.push_back(std::move(piece));
-      }
-    }
-    manifest.units.push_back(std::move(described));
-  }
-  resident.finish();
-  return manifest;
+  RankPart::Pinned pinned = end_part();
+  if (pinned.share) kept_.push_back(std::move(pinned));
 }
 
 Manifest CheckpointKeeper::verify(const fs::path& folder) const {
   io::StallWatch::Progress progress(core_.store.watch(), io::Operation::read, folder.string());
-  Manifest manifest = read_manifest(folder);
+  Manifest manifest = read_manifest_text(folder);
   progress.moved();
   std::map<std::string, const ManifestUnit*> by_name;
   for (const ManifestUnit& unit : manifest.units) by_name.emplace(unit.name, &unit);
@@ -345,11 +301,29 @@ Manifest CheckpointKeeper::verify(const fs::path& folder) const {
     throw CheckpointError(fmt::format("{} is a checkpoint of another model: it has {} units, this one {}",
                                       folder.string(), manifest.units.size(), setup_.layout.units.size()));
   }
+  read_shards(folder, manifest, needed(manifest));
+  progress.moved();
   verify_data(
       folder, own_part(manifest),
       [](void* progress, int64_t, int64_t) { static_cast<io::StallWatch::Progress*>(progress)->moved(); },
       &progress);
   return manifest;
+}
+
+/// The indexes that have elements of this rank's shard: no other file of other ranks is opened.
+std::vector<size_t> CheckpointKeeper::needed(const Manifest& manifest) const {
+  std::vector<size_t> indexes;
+  for (size_t i = 0; i < manifest.indexes.size(); ++i) {
+    const UnitShard& shard = manifest.indexes[i].shard;
+    const bool has_some = std::ranges::any_of(manifest.units, [&](const ManifestUnit& unit) {
+      const int64_t elements = unit.elements / shard.of;
+      const ManifestPiece all{
+          .component = "", .begin = elements * shard.number, .elements = elements, .range = {}};
+      return overlap(setup_.layout.units[index_of(unit.name)], all).elements > 0;
+    });
+    if (has_some) indexes.push_back(i);
+  }
+  return indexes;
 }
 
 /// The pieces in which this rank has elements.

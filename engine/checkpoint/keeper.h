@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "engine/checkpoint/manifest.h"
+#include "engine/checkpoint/rank_part.h"
 #include "engine/core/core.h"
 #include "engine/core/model_states.h"
 #include "engine/plan/setup.h"
@@ -22,6 +23,12 @@
 #include "io/unique_fd.h"
 
 namespace overspill::engine {
+
+/// What a rank has written.
+struct WrittenPart {
+  std::vector<ManifestUnit> units;  // without pieces
+  std::optional<IndexFile> index;   // nothing where another rank writes all pieces (stage 0)
+};
 
 class CheckpointKeeper {
  public:
@@ -39,8 +46,10 @@ class CheckpointKeeper {
   void prepare(const std::filesystem::path& folder);
   /// Where a save of `folder` writes until it is complete.
   static std::filesystem::path unfinished(const std::filesystem::path& folder);
-  /// Every rank: pins its extents, writes its data durably, and says what it wrote.
-  Manifest write_part(const std::filesystem::path& folder) EXCLUDES(engine_mutex);
+  /// Every rank: takes room for new versions of the states, and makes the part that a snapshot is taken into.
+  RankPart& begin_part(const std::filesystem::path& folder) EXCLUDES(engine_mutex);
+  /// Every rank, when all chunks are taken: makes its part durable, and says what it wrote.
+  WrittenPart finish_part(const std::filesystem::path& folder) EXCLUDES(engine_mutex);
   /// One rank, when all have written their parts: writes the manifest, then gives the folder its name.
   void complete(const std::filesystem::path& folder, const Manifest& manifest);
   /// Every rank: keeps the pins for as long as the folder has its slabs.
@@ -65,12 +74,6 @@ class CheckpointKeeper {
   void load(const std::filesystem::path& folder, const Manifest& manifest) EXCLUDES(engine_mutex);
 
  private:
-  /// Pinned extents, and the share of slabs that they are pinned for.
-  struct Kept {
-    std::optional<uint64_t> share;
-    std::vector<io::Extent> extents;
-  };
-
   /// The part of a manifest's piece that this rank holds, in elements.
   struct Overlap {
     int64_t in_shard;
@@ -82,23 +85,23 @@ class CheckpointKeeper {
   std::string rank_name() const;
   void forget_deleted();
   Overlap overlap(const Unit& own, const ManifestPiece& piece) const;
+  std::vector<size_t> needed(const Manifest& manifest) const;
   Manifest own_part(const Manifest& manifest) const;
   int32_t index_of(const std::string& unit) const;
   int64_t pinned_bytes() const;
-  std::vector<io::Extent> pin_all() EXCLUDES(engine_mutex);
+  std::filesystem::path own_folder(const std::filesystem::path& folder) const;
+  void move_up(const std::filesystem::path& partial, const std::string& prefix) const;
+  RankPart::Pinned end_part();
   void unpin(const std::vector<io::Extent>& extents) noexcept;
-  std::vector<io::ExportedExtent> export_pinned(const std::filesystem::path& folder);
-  std::vector<int64_t> steps_of(size_t unit) EXCLUDES(engine_mutex);
   void count_steps(int32_t unit, const ManifestUnit& found) EXCLUDES(engine_mutex);
-  Manifest write_folder(const std::filesystem::path& folder) EXCLUDES(engine_mutex);
 
   const Setup& setup_;
   Core& core_;
   ModelStates& model_;
   Access& access_;
-  std::vector<Kept> kept_;
-  Kept saving_;                 // of the save under way
-  io::UniqueFd saving_folder_;  // on the rank that prepared it: locked
+  std::vector<RankPart::Pinned> kept_;
+  std::optional<RankPart> part_;  // of the save under way
+  io::UniqueFd saving_folder_;    // on the rank that prepared it: locked
 };
 
 }  // namespace overspill::engine

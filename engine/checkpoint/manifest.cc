@@ -6,10 +6,12 @@
 
 #include <exception>
 #include <nlohmann/json.hpp>
+#include <numeric>
 #include <system_error>
 #include <utility>
 
 #include "engine/checkpoint/checkpoint_file.h"
+#include "engine/checkpoint/index_file.h"
 #include "engine/checkpoint/manifest_check.h"
 #include "engine/checkpoint/manifest_reader.h"
 #include "io/checksum.h"
@@ -22,15 +24,6 @@ using Json = nlohmann::json;
 // "checksum" is the first of the sorted keys, so a manifest of ours begins with these bytes and the digits.
 constexpr std::string_view kBeforeOwnSum = R"({"checksum":")";
 constexpr std::string_view kNoOwnSum = "0000000000000000";
-
-// Checksums are one string of hexadecimal digits a range: a tenth of the memory of a list of numbers, and no
-// reader rounds them to a double.
-std::string to_hex(const std::vector<uint64_t>& checksums) {
-  std::string hex;
-  hex.reserve(checksums.size() * kHexDigits);
-  for (const uint64_t checksum : checksums) fmt::format_to(std::back_inserter(hex), "{:016x}", checksum);
-  return hex;
-}
 
 std::string read_text(const std::filesystem::path& path, int64_t bytes_max) {
   const CheckpointFile file = CheckpointFile::open(path);
@@ -73,7 +66,7 @@ Manifest parse_checked(std::string_view text) {
 }
 
 Json to_json(const ManifestUnit& unit) {
-  Json segments = Json::array(), pieces = Json::array();
+  Json segments = Json::array();
   for (const ManifestSegment& segment : unit.segments) {
     segments.push_back({{"name", segment.name},
                         {"aliases", segment.aliases},
@@ -85,33 +78,32 @@ Json to_json(const ManifestUnit& unit) {
                         {"trainable", segment.trainable}});
     if (!segment.strides.empty()) segments.back()["strides"] = segment.strides;
   }
-  for (const ManifestPiece& piece : unit.pieces) {
-    pieces.push_back({{"component", piece.component},
-                      {"begin", piece.begin},
-                      {"elements", piece.elements},
-                      {"file", piece.range.file},
-                      {"offset", piece.range.offset},
-                      {"bytes", piece.range.bytes},
-                      {"checksums", to_hex(piece.range.block_checksums)}});
-  }
   return {{"name", unit.name},
           {"optimizer", unit.optimizer},
           {"format", unit.format},
           {"components", unit.components},
           {"dtype", unit.dtype},
           {"elements", unit.elements},
-          {"parameters", std::move(segments)},
-          {"pieces", std::move(pieces)}};
+          {"parameters", std::move(segments)}};
+}
+
+Json to_json(const IndexFile& index) {
+  return {{"file", index.file},
+          {"bytes", index.bytes},
+          {"checksum", fmt::format("{:016x}", index.checksum)},
+          {"shard", index.shard.number},
+          {"shards", index.shard.of}};
 }
 
 std::string to_text(const std::filesystem::path& path, const Manifest& manifest) {
   try {
-    Json units = Json::array();
+    Json units = Json::array(), indexes = Json::array();
     for (const ManifestUnit& unit : manifest.units) units.push_back(to_json(unit));
-    std::string text = Json{{"checksum", kNoOwnSum},       {"version", manifest.version},
-                            {"step", manifest.step},       {"skipped_steps", manifest.skipped_steps},
-                            {"world", manifest.world},     {"units", std::move(units)},
-                            {"extra", manifest.extra_json}}
+    for (const IndexFile& index : manifest.indexes) indexes.push_back(to_json(index));
+    std::string text = Json{{"checksum", kNoOwnSum},         {"version", kManifestVersion},
+                            {"step", manifest.step},         {"skipped_steps", manifest.skipped_steps},
+                            {"world", manifest.world},       {"units", std::move(units)},
+                            {"indexes", std::move(indexes)}, {"extra", manifest.extra_json}}
                            .dump();
     return text.replace(kBeforeOwnSum.size(), kHexDigits, own_sum(text));
   } catch (const Json::exception& error) {
@@ -126,15 +118,7 @@ std::string manifest_text(const Manifest& manifest) {
   return to_text(kManifestFile, manifest);
 }
 
-Manifest manifest_from_text(std::string_view text) {
-  try {
-    return parse_checked(text);
-  } catch (const MalformedManifest& error) {
-    throw CheckpointError(fmt::format("another rank's manifest: {}", error.what()));
-  }
-}
-
-Manifest read_manifest(const std::filesystem::path& folder, int64_t bytes_max) {
+Manifest read_manifest_text(const std::filesystem::path& folder, int64_t bytes_max) {
   const std::filesystem::path path = folder / kManifestFile;
   std::error_code ignored;
   if (!std::filesystem::exists(std::filesystem::symlink_status(path, ignored))) {
@@ -149,14 +133,42 @@ Manifest read_manifest(const std::filesystem::path& folder, int64_t bytes_max) {
   } catch (const MalformedManifest& error) {
     throw CheckpointError(fmt::format("{}: {}; use another checkpoint", path.string(), error.what()));
   }
-  check_manifest(folder, manifest);
+  check_manifest_text(folder, manifest);
+  return manifest;
+}
+
+void read_shards(const std::filesystem::path& folder, Manifest& manifest, std::span<const size_t> indexes) {
+  std::vector<UnitShard> read;
+  for (const size_t index : indexes) {
+    read_index(folder, manifest.indexes.at(index), manifest);
+    read.push_back(manifest.indexes[index].shard);
+  }
+  if (manifest.indexes.empty()) read.push_back({});
+  check_pieces(folder, manifest, read);
+}
+
+Manifest read_manifest(const std::filesystem::path& folder, int64_t bytes_max) {
+  Manifest manifest = read_manifest_text(folder, bytes_max);
+  std::vector<size_t> all(manifest.indexes.size());
+  std::iota(all.begin(), all.end(), size_t{0});
+  read_shards(folder, manifest, all);
   return manifest;
 }
 
 void write_manifest(const std::filesystem::path& folder, const Manifest& manifest, int64_t bytes_max,
                     io::StallWatch* watch) {
+  check_manifest_text(folder, manifest);
+  const UnitShard whole[] = {{}};
+  check_pieces(folder, manifest, whole);
+  Manifest out = manifest;
+  out.indexes = {write_index(folder, kIndexFile, manifest.units, {}, kIndexBytesMax, watch)};
+  write_manifest_text(folder, out, bytes_max, watch);
+}
+
+void write_manifest_text(const std::filesystem::path& folder, const Manifest& manifest, int64_t bytes_max,
+                         io::StallWatch* watch) {
   // What could not be read back is not written: the checkpoint before it stays the last good one.
-  check_manifest(folder, manifest);
+  check_manifest_text(folder, manifest);
   const std::filesystem::path path = folder / kManifestFile;
   const std::string text = to_text(path, manifest);
   if (std::cmp_greater(text.size(), bytes_max)) {

@@ -1,4 +1,5 @@
-// What a checkpoint folder holds, as one JSON file written last (docs/store.md). Untrusted when read: every
+// What a checkpoint folder holds: one JSON file, written last, that names the units and their parameters, and
+// binary files that say where their pieces lie (index_file.h, docs/store.md). Untrusted when read: every
 // size, offset and name is checked before use. Content is found by parameter name, so a checkpoint opens with
 // any number of ranks and any placement. The text carries its own checksum.
 #pragma once
@@ -17,10 +18,11 @@ class StallWatch;
 
 namespace overspill::engine {
 
-inline constexpr int kManifestVersion = 3;  // 2 is read too: Adam in exact and fp32 only
+/// Read too: 3, whose text has the pieces and their checksums; 2, the same of Adam in exact and fp32 only.
+inline constexpr int kManifestVersion = 4;
 inline constexpr const char* kManifestFile = "manifest.json";
 inline constexpr const char* kUnfinishedManifestFile = "manifest.json.tmp";  // until it is durable
-inline constexpr int64_t kManifestBytesMax = int64_t{1} << 30;               // a checkpoint of about 3 TB
+inline constexpr int64_t kManifestBytesMax = int64_t{1} << 30;               // of millions of parameters
 
 /// Something in a checkpoint folder is missing, malformed, or does not belong; what() names the file and the
 /// way out.
@@ -71,32 +73,56 @@ struct ManifestUnit {
   std::vector<ManifestPiece> pieces;
 };
 
+/// Part `number` of `of` equal parts of every unit's padded elements.
+struct UnitShard {
+  int64_t number = 0;
+  int64_t of = 1;
+};
+
+/// A file with the pieces of one shard (index_file.h).
+struct IndexFile {
+  std::string file;
+  int64_t bytes = 0;
+  uint64_t checksum = 0;  // XXH3-64
+  UnitShard shard;
+};
+
 struct Manifest {
   int version = kManifestVersion;
   int64_t step = 0;           // optimizer steps taken
   int64_t skipped_steps = 0;  // steps with non-finite gradients
   int64_t world = 1;
   std::vector<ManifestUnit> units;
+  std::vector<IndexFile>
+      indexes;  // of all shards, in their order; none of one that was read from version 2 or 3
   std::string extra_json = "{}";  // the caller's own data: scheduler, random states, data position
 };
 
-/// Reads and checks a folder's manifest; one of version 2 is converted to version 3. Throws CheckpointError.
-/// Checks version, names (no path separators, no ".."), that ranges lie inside their files, that checksum
-/// counts fit, that segments lie inside their unit and pieces cover every segment's components exactly once,
-/// that shapes fit element counts and strides fit shapes.
+/// Reads and checks a folder's manifest with all of its pieces; one of version 2 or 3 is converted. Throws
+/// CheckpointError. Checks version, names (no path separators, no ".."), that ranges lie inside their files,
+/// that checksum counts fit, that segments lie inside their unit and pieces cover every segment's components
+/// exactly once, that shapes fit element counts and strides fit shapes.
 ///
 /// The checksum is compared before anything is parsed. Time is linear in the file's length; memory is at most
 /// about eight times it.
 Manifest read_manifest(const std::filesystem::path& folder, int64_t bytes_max = kManifestBytesMax);
 
-/// Converts a manifest to the text that write_manifest writes, and back, to send it between ranks. Only the
-/// form and the checksum are checked.
-std::string manifest_text(const Manifest& manifest);
-Manifest manifest_from_text(std::string_view text);
+/// The same without pieces, and the pieces of some shards: what was read is checked, other files are not
+/// opened. Of version 2 and 3 all pieces are there at once.
+Manifest read_manifest_text(const std::filesystem::path& folder, int64_t bytes_max = kManifestBytesMax);
+void read_shards(const std::filesystem::path& folder, Manifest& manifest, std::span<const size_t> indexes);
 
-/// Writes the manifest durably: under a temporary name, fsync, rename, fsync of the folder. The caller has
-/// made all data files durable before. Throws CheckpointError for a manifest that read_manifest would refuse;
-/// then nothing has changed. `watch` sees what waits for the disk; null: nothing does.
+/// The text of a manifest, without its pieces.
+std::string manifest_text(const Manifest& manifest);
+
+/// Writes the text durably: under a temporary name, fsync, rename, fsync of the folder. The caller has made
+/// all other files durable before, the indexes too. Throws CheckpointError for a manifest that
+/// read_manifest_text would refuse; then nothing has changed. `watch` sees what waits for the disk; null:
+/// nothing does.
+void write_manifest_text(const std::filesystem::path& folder, const Manifest& manifest,
+                         int64_t bytes_max = kManifestBytesMax, io::StallWatch* watch = nullptr);
+
+/// The same of a manifest with all pieces, which go into one index.
 void write_manifest(const std::filesystem::path& folder, const Manifest& manifest,
                     int64_t bytes_max = kManifestBytesMax, io::StallWatch* watch = nullptr);
 

@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "engine/checkpoint/checkpoint_file.h"
+#include "engine/checkpoint/index_file.h"
 #include "engine/partition/strides.h"
 
 namespace overspill::engine {
@@ -41,7 +42,11 @@ class Check {
   Check(const std::filesystem::path& folder, const Manifest& manifest)
       : folder_(folder), manifest_(manifest) {}
 
-  void run() {
+  void pieces(std::span<const UnitShard> read) {
+    for (const ManifestUnit& unit : manifest_.units) check_pieces_of(unit, read);
+  }
+
+  void text() {
     require(manifest_.version == kManifestVersion,
             "version {} where this program reads {}; use the program that wrote it", manifest_.version,
             kManifestVersion);
@@ -51,6 +56,7 @@ class Check {
     for (const ManifestUnit& unit : manifest_.units) check_unit(unit);
     check_once(unit_names_, "units");
     check_once(parameter_names_, "parameters");
+    check_indexes();
   }
 
  private:
@@ -77,7 +83,24 @@ class Check {
     require(unit.elements >= 0 && unit.elements <= kElementsOfUnitMax, "unit '{}' has {} elements", unit.name,
             unit.elements);
     check_segments(unit);
-    check_pieces(unit);
+  }
+
+  /// Those of all shards, in their order.
+  void check_indexes() {
+    const auto shards = std::ssize(manifest_.indexes);
+    for (int64_t i = 0; i < shards; ++i) {
+      const IndexFile& index = manifest_.indexes[static_cast<size_t>(i)];
+      require_plain(index.file);
+      require(index.bytes > 0 && index.bytes <= kIndexBytesMax,
+              "{} has {} bytes there, and an index at most {}", index.file, index.bytes, kIndexBytesMax);
+      require(index.shard.number == i && index.shard.of == shards,
+              "{} has shard {} of {}, where {} of {} is due", index.file, index.shard.number, index.shard.of,
+              i, shards);
+    }
+    for (const ManifestUnit& unit : manifest_.units) {
+      require(shards == 0 || unit.elements % shards == 0, "unit '{}' has {} elements, in {} equal shards",
+              unit.name, unit.elements, shards);
+    }
   }
 
   void check_segments(const ManifestUnit& unit) {
@@ -118,7 +141,7 @@ class Check {
     require(twice == names.end(), "two {} are called '{}'", what, twice == names.end() ? "" : *twice);
   }
 
-  void check_pieces(const ManifestUnit& unit) {
+  void check_pieces_of(const ManifestUnit& unit, std::span<const UnitShard> read) {
     for (const ManifestPiece& piece : unit.pieces) check_piece(unit, piece);
     for (const std::string_view component : components_of(unit)) {
       std::vector<std::pair<int64_t, int64_t>> covered;
@@ -126,14 +149,20 @@ class Check {
         if (piece.component == component) covered.emplace_back(piece.begin, piece.begin + piece.elements);
       }
       std::ranges::sort(covered);
-      int64_t end = 0;
-      for (const auto& [piece_begin, piece_end] : covered) {
-        require(piece_begin == end, "unit '{}', component {}: a piece begins at element {} where {} is due",
-                unit.name, component, piece_begin, end);
-        end = piece_end;
+      auto piece = covered.cbegin();
+      for (const UnitShard& shard : read) {
+        int64_t at = unit.elements / shard.of * shard.number;
+        const int64_t end = at + unit.elements / shard.of;
+        for (; piece != covered.cend() && at < end; ++piece) {
+          require(piece->first == at, "unit '{}', component {}: a piece begins at element {} where {} is due",
+                  unit.name, component, piece->first, at);
+          at = piece->second;
+        }
+        require(at == end, "unit '{}', component {}: pieces end at element {} of {}", unit.name, component,
+                at, end);
       }
-      require(end == unit.elements, "unit '{}', component {}: pieces end at element {} of {}", unit.name,
-              component, end, unit.elements);
+      require(piece == covered.cend(), "unit '{}', component {}: an element is in two pieces", unit.name,
+              component);
     }
   }
 
@@ -160,14 +189,18 @@ class Check {
             range.bytes, range.file);
   }
 
-  /// The real size; the name is checked before the file system sees it.
-  int64_t bytes_of(const std::string& file) {
-    if (const auto known = file_bytes_.find(file); known != file_bytes_.end()) return known->second;
+  void require_plain(const std::string& file) const {
     const bool plain =
         !file.empty() && file.size() <= 255 && file != "." && file.find("..") == std::string::npos &&
         file != kManifestFile &&  // what it says of itself changes when it is written again
         std::ranges::none_of(file, [](unsigned char c) { return c == '/' || c == '\\' || c < 0x20; });
     require(plain, "'{}' cannot be a file of this folder", file.substr(0, 64));
+  }
+
+  /// The real size; the name is checked before the file system sees it.
+  int64_t bytes_of(const std::string& file) {
+    if (const auto known = file_bytes_.find(file); known != file_bytes_.end()) return known->second;
+    require_plain(file);
     const int64_t bytes = CheckpointFile::open(folder_ / file).bytes();
     file_bytes_.emplace(file, bytes);
     return bytes;
@@ -221,8 +254,13 @@ int64_t component_bytes(const ManifestUnit& unit, std::string_view component, in
   return spec != nullptr ? spec->bytes(elements) : elements * component_element_bytes(unit, component);
 }
 
-void check_manifest(const std::filesystem::path& folder, const Manifest& manifest) {
-  Check(folder, manifest).run();
+void check_manifest_text(const std::filesystem::path& folder, const Manifest& manifest) {
+  Check(folder, manifest).text();
+}
+
+void check_pieces(const std::filesystem::path& folder, const Manifest& manifest,
+                  std::span<const UnitShard> read) {
+  Check(folder, manifest).pieces(read);
 }
 
 }  // namespace overspill::engine

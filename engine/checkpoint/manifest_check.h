@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <filesystem>
+#include <span>
 #include <string_view>
 #include <vector>
 
@@ -21,7 +22,12 @@ int64_t component_element_bytes(const ManifestUnit& unit, std::string_view compo
 /// Bytes of a piece of `elements`, scales included.
 int64_t component_bytes(const ManifestUnit& unit, std::string_view component, int64_t elements);
 
-/// Throws CheckpointError naming the manifest, the part that is wrong and the values that decided it.
-void check_manifest(const std::filesystem::path& folder, const Manifest& manifest);
+// Each throws CheckpointError naming the manifest, the part that is wrong and the values that decided it.
+
+/// All but the pieces.
+void check_manifest_text(const std::filesystem::path& folder, const Manifest& manifest);
+/// Whether the pieces are these shards of every unit, exactly once, and lie inside their files.
+void check_pieces(const std::filesystem::path& folder, const Manifest& manifest,
+                  std::span<const UnitShard> read);
 
 }  // namespace overspill::engine

@@ -50,6 +50,11 @@ std::vector<uint64_t> from_hex(const std::string& hex) {
   return checksums;
 }
 
+uint64_t checksum_of_index(const std::string& hex) {
+  if (hex.size() != kHexDigits) throw MalformedManifest("'checksum' of an index is not 16 digits");
+  return from_hex(hex)[0];
+}
+
 /// Gives what version 2 of the manifest called otherwise its name of today: the format "exact", and the
 /// component "p" of fp32.
 void upgrade(ManifestUnit& unit) {
@@ -71,9 +76,16 @@ void upgrade(ManifestUnit& unit) {
 class Reader final : public nlohmann::json_sax<Json> {
  public:
   Manifest take() {
-    if (version_ != kManifestVersion && version_ != 2) {
+    if (version_ < 2 || version_ > kManifestVersion) {
       throw MalformedManifest(
-          fmt::format("its version is {} and this program reads 2 and {}", version_, kManifestVersion));
+          fmt::format("its version is {} and this program reads 2 to {}", version_, kManifestVersion));
+    }
+    const bool indexed = version_ == kManifestVersion;
+    if (with_pieces_ != (indexed ? 0 : manifest_.units.size()) || indexed == manifest_.indexes.empty()) {
+      throw MalformedManifest(fmt::format(
+          "{} of {} units have 'pieces', and it has {} 'indexes': a manifest of version {} has {}",
+          with_pieces_, manifest_.units.size(), manifest_.indexes.size(), version_,
+          indexed ? "the second alone" : "the first alone"));
     }
     const size_t named = version_ == 2 ? 0 : manifest_.units.size();
     if (with_optimizer_ != named || with_components_ != named) {
@@ -131,6 +143,7 @@ class Reader final : public nlohmann::json_sax<Json> {
     if (!std::holds_alternative<Objects>(field.to) || !frames_.back().in_list) return refuse();
     if (field.name == "units") return open_unit();
     if (field.name == "parameters") return open_segment();
+    if (field.name == "indexes") return open_index();
     return open_piece();
   }
 
@@ -138,7 +151,7 @@ class Reader final : public nlohmann::json_sax<Json> {
     Frame& frame = frames_.back();
     const auto found = std::ranges::find(frame.fields, std::string_view(name), &Field::name);
     if (found == frame.fields.end()) {
-      throw MalformedManifest(fmt::format("{} has the field '{:.64}', which versions 2 and {} do not have",
+      throw MalformedManifest(fmt::format("{} has the field '{:.64}', which versions 2 to {} do not have",
                                           frame.what, name, kManifestVersion));
     }
     if (std::exchange(found->seen, true))
@@ -207,6 +220,7 @@ class Reader final : public nlohmann::json_sax<Json> {
     frames_.push_back({"the manifest",
                        {{"checksum", &checksum_},
                         {"extra", &manifest_.extra_json},
+                        {"indexes", Objects{}, true},
                         {"skipped_steps", &manifest_.skipped_steps},
                         {"step", &manifest_.step},
                         {"units", Objects{}},
@@ -226,7 +240,7 @@ class Reader final : public nlohmann::json_sax<Json> {
                         {"name", &unit_.name},
                         {"optimizer", &unit_.optimizer, true},
                         {"parameters", Objects{}},
-                        {"pieces", Objects{}}},
+                        {"pieces", Objects{}, true}},
                        &Reader::close_unit});
     return true;
   }
@@ -245,6 +259,18 @@ class Reader final : public nlohmann::json_sax<Json> {
                         {"strides", &segment_.strides, true},
                         {"trainable", &segment_.trainable}},
                        &Reader::close_segment});
+    return true;
+  }
+
+  bool open_index() {
+    index_ = {};
+    frames_.push_back({"an index",
+                       {{"bytes", &index_.bytes},
+                        {"checksum", &checksums_},
+                        {"file", &index_.file},
+                        {"shard", &index_.shard.number},
+                        {"shards", &index_.shard.of}},
+                       &Reader::close_index});
     return true;
   }
 
@@ -271,6 +297,7 @@ class Reader final : public nlohmann::json_sax<Json> {
   void close_unit(const Frame& frame) {
     with_optimizer_ += has(frame, "optimizer") ? 1 : 0;
     with_components_ += has(frame, "components") ? 1 : 0;
+    with_pieces_ += has(frame, "pieces") ? 1 : 0;
     unit_.segments.shrink_to_fit();
     unit_.pieces.shrink_to_fit();
     manifest_.units.push_back(std::move(unit_));
@@ -280,6 +307,11 @@ class Reader final : public nlohmann::json_sax<Json> {
     if (has(frame, "strides") && segment_.strides.empty())
       throw MalformedManifest("'strides' of a parameter are an empty list");
     unit_.segments.push_back(std::move(segment_));
+  }
+
+  void close_index(const Frame&) {
+    index_.checksum = checksum_of_index(checksums_);
+    manifest_.indexes.push_back(std::move(index_));
   }
 
   void close_piece(const Frame&) {
@@ -294,9 +326,11 @@ class Reader final : public nlohmann::json_sax<Json> {
   ManifestUnit unit_;
   ManifestSegment segment_;
   ManifestPiece piece_;
+  IndexFile index_;
   std::string checksums_;
   size_t with_optimizer_ = 0;
   size_t with_components_ = 0;
+  size_t with_pieces_ = 0;
 };
 
 }  // namespace

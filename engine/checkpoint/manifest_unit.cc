@@ -5,8 +5,7 @@
 
 #include <limits>
 
-#include "engine/checkpoint/manifest_reader.h"
-#include "engine/checkpoint/resident_file.h"
+#include "engine/checkpoint/index_file.h"
 #include "io/checksum.h"
 
 namespace overspill::engine {
@@ -34,17 +33,6 @@ void match_kind(const fs::path& folder, const ManifestUnit& found, const Unit& o
   if (found.format != format_name(own.format)) refuse("format", found.format, format_name(own.format));
   const std::string_view optimizer = own.trainable() ? optim::name(own.optimizer) : "";
   if (found.optimizer != optimizer) refuse("optimizer", found.optimizer, optimizer);
-}
-
-/// What a piece adds to a manifest's text, without its checksums.
-int64_t text_bytes(const ManifestPiece& piece) {
-  Manifest manifest;
-  manifest.units.resize(1);
-  const auto bytes = [&](size_t pieces) {
-    manifest.units[0].pieces.assign(pieces, piece);
-    return std::ssize(manifest_text(manifest));
-  };
-  return bytes(2) - bytes(1);
 }
 
 }  // namespace
@@ -96,38 +84,32 @@ void match(const fs::path& folder, const ManifestUnit& found, const Unit& own) {
   }
 }
 
-int64_t manifest_bytes(const Setup& setup, Bound bound) {
+int64_t manifest_bytes(const Setup& setup) {
+  constexpr int64_t kLongest = std::numeric_limits<int64_t>::max();
   const Layout& layout = setup.layout;
-  const bool most = bound == Bound::most;
-  const auto at_most = [most](int64_t value) { return most ? value : 0; };
-  const int64_t steps = at_most(std::numeric_limits<int64_t>::max());
-  const int64_t offset = at_most(setup.plan.nvme_reserve_bytes + setup.plan.host_bytes());
-  const std::string rank = layout.slices > 1 ? fmt::format("rank{}-", at_most(layout.slices)) : "";
-  const std::string file =
-      rank + (most ? fmt::format("extents-{}-9999.bin", setup.config.job) : kResidentFile);
   Manifest manifest;
-  manifest.step = manifest.skipped_steps = steps;
+  manifest.step = manifest.skipped_steps = kLongest;
   manifest.world = layout.slices;
-  int64_t bytes = 0;
-  for (size_t u = 0; u < layout.units.size(); ++u) {
-    const Unit& unit = layout.units[u];
-    ManifestUnit described = describe(unit, std::vector<int64_t>(unit.segments.size(), steps));
+  for (const Unit& unit : layout.units)
+    manifest.units.push_back(describe(unit, std::vector<int64_t>(unit.segments.size(), kLongest)));
+  for (int64_t shard = 0; shard < layout.shards; ++shard)
+    manifest.indexes.push_back(
+        {fmt::format("rank{}-{}", shard, kIndexFile), kLongest, 0, {shard, layout.shards}});
+  return std::ssize(manifest_text(manifest));
+}
+
+int64_t index_bytes(const Setup& setup) {
+  const Layout& layout = setup.layout;
+  int64_t pieces = 0, checksums = 0;
+  for (const Unit& unit : layout.units) {
     for (const Component component : kAllComponents) {
       if (!unit.has(component)) continue;
-      const ManifestPiece piece{std::string(unit.component_name(component)),
-                                at_most(unit.elements),
-                                at_most(unit.elements),
-                                {file, offset, at_most(unit.component_bytes(component, unit.elements)), {}}};
-      int64_t blocks = 0;
+      pieces += unit.chunk_count;
       for (int32_t c = unit.first_chunk; c < unit.first_chunk + unit.chunk_count; ++c)
-        blocks += io::checksum_blocks(setup.component_bytes(c, component));
-      const int64_t of_a_rank =
-          unit.chunk_count * text_bytes(piece) + blocks * static_cast<int64_t>(kHexDigits);
-      bytes += layout.shards * of_a_rank;
+        checksums += io::checksum_blocks(setup.component_bytes(c, component));
     }
-    manifest.units.push_back(std::move(described));
   }
-  return bytes + std::ssize(manifest_text(manifest));
+  return index_bytes(pieces, checksums);
 }
 
 }  // namespace overspill::engine

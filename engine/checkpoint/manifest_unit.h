@@ -18,10 +18,9 @@ ManifestUnit describe(const Unit& unit, std::span<const int64_t> steps);
 /// this model holds it.
 void match(const std::filesystem::path& folder, const ManifestUnit& found, const Unit& own);
 
-enum class Bound : uint8_t { least, most };
-
-/// The least, or the most, bytes of the manifest of all ranks, without the caller's own text. Offsets and
-/// step counts are unknown until it is written: they count with one digit, or with as many as they can have.
-int64_t manifest_bytes(const Setup& setup, Bound bound);
+/// The most bytes that the text of a manifest can have, without the caller's own text.
+int64_t manifest_bytes(const Setup& setup);
+/// Of this rank's index, without the names of its files.
+int64_t index_bytes(const Setup& setup);
 
 }  // namespace overspill::engine

@@ -5,6 +5,7 @@
 
 #include <cerrno>
 #include <span>
+#include <utility>
 
 #include "io/checksum.h"
 #include "io/error.h"
@@ -23,37 +24,44 @@ namespace {
 ResidentFile::ResidentFile(const std::filesystem::path& folder, io::StallWatch* watch)
     : path_(folder / kResidentFile), watch_(watch) {}
 
-ResidentFile::~ResidentFile() {
-  if (fd_ >= 0) ::close(fd_);
+void ResidentFile::open() {
+  if (fd_) return;
+  fd_ = io::UniqueFd(::open(path_.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0600));
+  if (!fd_) fail(io::Operation::open, path_, 0, 0);
 }
 
 FileRange ResidentFile::append(std::span<const std::byte> data) {
   const int64_t bytes = std::ssize(data);
-  if (fd_ < 0) {
-    fd_ = ::open(path_.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0600);
-    if (fd_ < 0) fail(io::Operation::open, path_, 0, bytes);
+  FileRange range{kResidentFile, 0, bytes, {}};
+  int fd = -1;
+  {
+    const MutexLock lock(mutex_);
+    open();
+    fd = fd_.get();
+    range.offset = std::exchange(end_, end_ + bytes);
   }
-  FileRange range{kResidentFile, end_, bytes, io::block_checksums(data)};
-  write(data.data(), bytes);
+  range.block_checksums = io::block_checksums(data);
+  write(fd, data.data(), bytes, range.offset);
   return range;
 }
 
-void ResidentFile::write(const std::byte* data, int64_t bytes) {
+void ResidentFile::write(int fd, const std::byte* data, int64_t bytes, int64_t offset) {
   io::StallWatch::Progress progress(watch_, io::Operation::write, path_.string());
   while (bytes > 0) {
-    const ssize_t written = ::pwrite(fd_, data, static_cast<size_t>(bytes), end_);
+    const ssize_t written = ::pwrite(fd, data, static_cast<size_t>(bytes), offset);
     if (written < 0 && errno == EINTR) continue;
-    if (written <= 0) fail(io::Operation::write, path_, end_, bytes);
+    if (written <= 0) fail(io::Operation::write, path_, offset, bytes);
     data += written;
-    end_ += written;
+    offset += written;
     bytes -= written;
     progress.moved();
   }
 }
 
 void ResidentFile::finish() {
-  if (fd_ < 0) return;
-  errno = io::sync_data(watch_, fd_, path_.string());
+  const MutexLock lock(mutex_);
+  if (!fd_) return;
+  errno = io::sync_data(watch_, fd_.get(), path_.string());
   if (errno != 0) fail(io::Operation::sync, path_, 0, end_);
 }
 

@@ -6,8 +6,10 @@
 #include <filesystem>
 #include <span>
 
+#include "base/mutex.h"
 #include "engine/checkpoint/manifest.h"
 #include "io/stall_watch.h"
+#include "io/unique_fd.h"
 
 namespace overspill::engine {
 
@@ -21,20 +23,22 @@ class ResidentFile {
   explicit ResidentFile(const std::filesystem::path& folder, io::StallWatch* watch = nullptr);
   ResidentFile(const ResidentFile&) = delete;
   ResidentFile& operator=(const ResidentFile&) = delete;
-  ~ResidentFile();
 
-  FileRange append(std::span<const std::byte> data);
+  /// Any thread; several at once.
+  FileRange append(std::span<const std::byte> data) EXCLUDES(mutex_);
 
-  /// Makes it durable.
-  void finish();
+  /// Makes it durable. No append is under way.
+  void finish() EXCLUDES(mutex_);
 
  private:
-  void write(const std::byte* data, int64_t bytes);
+  void open() REQUIRES(mutex_);
+  void write(int fd, const std::byte* data, int64_t bytes, int64_t offset);
 
-  std::filesystem::path path_;
+  const std::filesystem::path path_;
   io::StallWatch* const watch_;
-  int fd_ = -1;
-  int64_t end_ = 0;
+  Mutex mutex_;
+  io::UniqueFd fd_ GUARDED_BY(mutex_);
+  int64_t end_ GUARDED_BY(mutex_) = 0;
 };
 
 }  // namespace overspill::engine

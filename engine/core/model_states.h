@@ -38,6 +38,14 @@ enum class Guess : uint8_t {
 };
 enum class Verdict : uint8_t { open, take, drop };
 
+/// What a snapshot (states/snapshot.h) still has to do with a chunk.
+enum class Saving : uint8_t {
+  none,     // nothing
+  awaited,  // to be taken after the update that is scheduled
+  due,      // to be taken before the next change
+  taking,   // somebody takes it: nobody else may change it
+};
+
 /// Members without GUARDED_BY are addresses that the constructor sets for good. One exception: a guess that
 /// is taken swaps `home` and `second`, under the mutex; no guess is undecided when code reads them without
 /// it.
@@ -58,6 +66,7 @@ struct ChunkState {
 
   Guess guess GUARDED_BY(engine_mutex) = Guess::none;
   Verdict verdict GUARDED_BY(engine_mutex) = Verdict::open;  // of step(), on a guess
+  Saving saving GUARDED_BY(engine_mutex) = Saving::none;
   /// Extents of the guessed version once it is written; empty until then.
   std::array<io::Extent, kComponents> guessed_extents GUARDED_BY(engine_mutex){};
   std::byte* second_weights GUARDED_BY(engine_mutex) = nullptr;  // guessed hi, where hi lives on the host

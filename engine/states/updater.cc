@@ -10,13 +10,14 @@
 namespace overspill::engine {
 
 Updater::Updater(const Setup& setup, Core& core, Hardware& hardware, ModelStates& model, Demand& demand,
-                 Gatherer& gatherer)
+                 Gatherer& gatherer, Snapshot& snapshot)
     : setup_(setup),
       core_(core),
       hardware_(hardware),
       model_(model),
       demand_(demand),
       gatherer_(gatherer),
+      snapshot_(snapshot),
       speculation_(setup, hardware, model),
       ring_(setup, core, hardware, model, *this),
       order_(setup, model, demand, speculation_, ring_) {
@@ -138,6 +139,7 @@ struct Updater::Job {
 void Updater::run(int32_t chunk) noexcept {
   const MutexLock lock(core_.mutex());
   try {
+    snapshot_.before_change(chunk);
     core_.meter.begin(Activity::update);
     Job job = prepare(chunk);
     const std::string failure = perform(job);
@@ -252,6 +254,7 @@ void Updater::updated(int32_t chunk) {
   ChunkState& state = model_.chunks[chunk];
   const int32_t unit = setup_.layout.chunks[chunk].unit;
   state.pending = false;
+  snapshot_.updated(chunk);
   --pending_;
   if (!state.gradient_kept) core_.store.give_up(state.gradient_extent);
   ++core_.stats.updates;
@@ -426,6 +429,7 @@ void Updater::quiesce() {
              Cause::rest);
   ring_.release_all();
   order_.start_ahead_anew();
+  snapshot_.wait();
 }
 
 }  // namespace overspill::engine

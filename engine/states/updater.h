@@ -14,6 +14,7 @@
 #include "engine/core/model_states.h"
 #include "engine/plan/setup.h"
 #include "engine/states/ring.h"
+#include "engine/states/snapshot.h"
 #include "engine/states/speculation.h"
 #include "engine/states/update_order.h"
 #include "engine/weights/gather.h"
@@ -23,7 +24,7 @@ namespace overspill::engine {
 class Updater final : private StateRing::User {
  public:
   Updater(const Setup& setup, Core& core, Hardware& hardware, ModelStates& model, Demand& demand,
-          Gatherer& gatherer);
+          Gatherer& gatherer, Snapshot& snapshot);
   Updater(const Updater&) = delete;
   Updater& operator=(const Updater&) = delete;
 
@@ -44,8 +45,8 @@ class Updater final : private StateRing::User {
   /// Starts whatever can start: reads, updates, read-ahead.
   void pump() REQUIRES(engine_mutex) override;
 
-  /// Returns once every scheduled update is done and written, and no slot holds states: components may then
-  /// be accessed at their homes. Read-ahead stays off until resume().
+  /// Returns once every scheduled update is done and written, no slot holds states, and no snapshot is under
+  /// way: components may then be accessed at their homes. Read-ahead stays off until resume().
   void quiesce() MAY_RELEASE(engine_mutex);
   void resume() REQUIRES(engine_mutex) { order_.read_ahead(); }
 
@@ -85,6 +86,7 @@ class Updater final : private StateRing::User {
   ModelStates& model_;
   Demand& demand_;
   Gatherer& gatherer_;
+  Snapshot& snapshot_;
   Speculation speculation_;
   StateRing ring_;
   UpdateOrder order_;

@@ -12,6 +12,7 @@
 #include <filesystem>
 #include <fstream>
 #include <iterator>
+#include <nlohmann/json.hpp>
 #include <random>
 #include <string>
 #include <vector>
@@ -54,6 +55,59 @@ inline std::string sealed(std::string text) {
   std::snprintf(digits, sizeof digits, "%016llx",
                 static_cast<unsigned long long>(XXH3_64bits(text.data(), text.size())));
   return text.replace(before.size(), 16, digits);
+}
+
+inline std::string hex(uint64_t value) {
+  char digits[17];
+  std::snprintf(digits, sizeof digits, "%016llx", static_cast<unsigned long long>(value));
+  return digits;
+}
+
+/// The text of version 3, which has the pieces and their checksums in it.
+inline std::string version_3(const Manifest& manifest) {
+  using Json = nlohmann::json;
+  Json units = Json::array();
+  for (const ManifestUnit& unit : manifest.units) {
+    Json parameters = Json::array(), pieces = Json::array();
+    for (const ManifestSegment& segment : unit.segments) {
+      parameters.push_back({{"name", segment.name},
+                            {"aliases", segment.aliases},
+                            {"shape", segment.shape},
+                            {"begin", segment.begin},
+                            {"elements", segment.elements},
+                            {"step", segment.step},
+                            {"group", segment.group},
+                            {"trainable", segment.trainable}});
+      if (!segment.strides.empty()) parameters.back()["strides"] = segment.strides;
+    }
+    for (const ManifestPiece& piece : unit.pieces) {
+      std::string sums;
+      for (const uint64_t sum : piece.range.block_checksums) sums += hex(sum);
+      pieces.push_back({{"component", piece.component},
+                        {"begin", piece.begin},
+                        {"elements", piece.elements},
+                        {"file", piece.range.file},
+                        {"offset", piece.range.offset},
+                        {"bytes", piece.range.bytes},
+                        {"checksums", sums}});
+    }
+    units.push_back({{"name", unit.name},
+                     {"optimizer", unit.optimizer},
+                     {"format", unit.format},
+                     {"components", unit.components},
+                     {"dtype", unit.dtype},
+                     {"elements", unit.elements},
+                     {"parameters", std::move(parameters)},
+                     {"pieces", std::move(pieces)}});
+  }
+  return sealed(Json{{"checksum", "0000000000000000"},
+                     {"version", 3},
+                     {"step", manifest.step},
+                     {"skipped_steps", manifest.skipped_steps},
+                     {"world", manifest.world},
+                     {"units", std::move(units)},
+                     {"extra", manifest.extra_json}}
+                    .dump());
 }
 
 template <typename Value>

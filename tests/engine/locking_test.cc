@@ -432,7 +432,9 @@ TEST(Ring, ThatIsTooSmallForAChunkIsRefusedBeforeAnythingIsRead) {
   Owners o(std::move(layout), std::move(plan), config,
            make_resources(toy_units(), config, {"host", "memory", 1}));
   engine::Gatherer gatherer(o.setup, o.core, o.hardware, o.model, o.demand);
-  EXPECT_THROW(engine::Updater(o.setup, o.core, o.hardware, o.model, o.demand, gatherer), std::logic_error);
+  engine::Snapshot snapshot(o.core, o.model);
+  EXPECT_THROW(engine::Updater(o.setup, o.core, o.hardware, o.model, o.demand, gatherer, snapshot),
+               std::logic_error);
 }
 
 }  // namespace

@@ -46,7 +46,7 @@ TEST_F(ManifestTest, RefusesWhatIsNoManifest) {
   expect_refused(std::string(100'000, '['), "begin with its checksum");
   expect_refused(hostile(R"("units":)" + std::string(100'000, '[')), "'units' of the manifest");
   expect_refused(hostile(R"("x":)" + std::string(100'000, '[')), "the field 'x'");
-  expect_refused([](Json& json) { json["version"] = 4; }, "version is 4");
+  expect_refused([](Json& json) { json["version"] = 5; }, "version is 5");
   expect_refused([](Json& json) { json["surprise"] = 1; }, "the field 'surprise'");
   expect_refused([](Json& json) { json.erase("world"); }, "no 'world'");
   expect_refused(hostile(R"("step":1,"step":1)"), "'step' twice");

@@ -45,7 +45,9 @@ class ManifestTest : public ::testing::Test {
     manifest_.world = 3;
     manifest_.extra_json = R"({"scheduler": "\n\u00e4"})";
     write_manifest(path(), manifest_);
-    text_ = read_file(path() / kManifestFile);
+    newest_ = read_file(path() / kManifestFile);
+    text_ = version_3(manifest_);
+    write_file(path() / kManifestFile, text_);
   }
 
   const std::filesystem::path& path() const { return folder_.path(); }
@@ -63,14 +65,21 @@ class ManifestTest : public ::testing::Test {
   }
 
   void expect_refused(const std::function<void(Json&)>& change, const std::string& part = "") {
-    Json json = Json::parse(text_);
+    expect_change_refused(text_, change, part);
+  }
+
+  void expect_change_refused(const std::string& text, const std::function<void(Json&)>& change,
+                             const std::string& part = "") {
+    Json json = Json::parse(text);
     change(json);
     expect_refused(sealed(json.dump()), part);
   }
 
   TemporaryFolder folder_;
   Manifest manifest_;
-  std::string text_, lo_;
+  std::string text_;    // of version 3, with all of its pieces: more can be wrong with it
+  std::string newest_;  // of today's version; its index is in the folder
+  std::string lo_;
 };
 
 }  // namespace overspill::engine::testing

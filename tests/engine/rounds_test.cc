@@ -76,7 +76,8 @@ struct Rank {
   engine::GradientSquares squares{o->setup, o->core, o->hardware, o->model};
   engine::DeviceUnits device_units{o->setup, o->core, o->hardware, o->model, squares};
   Gatherer gatherer{o->setup, o->core, o->hardware, o->model, o->demand};
-  engine::Updater updater{o->setup, o->core, o->hardware, o->model, o->demand, gatherer};
+  engine::Snapshot snapshot{o->core, o->model};
+  engine::Updater updater{o->setup, o->core, o->hardware, o->model, o->demand, gatherer, snapshot};
   Gradients gradients{o->setup, o->core, o->hardware, o->model, o->ranks, device_units, squares};
   Rounds rounds{o->setup, o->core, o->ranks, o->demand, gatherer, updater, gradients};
 };

@@ -8,11 +8,14 @@
 #include <fstream>
 #include <iterator>
 #include <nlohmann/json.hpp>
+#include <span>
 #include <string>
 #include <string_view>
 #include <vector>
 
+#include "engine/checkpoint/index_file.h"
 #include "engine/checkpoint/manifest.h"
+#include "io/checksum.h"
 #include "tests/fuzz/manifest_target.h"
 
 namespace overspill::fuzz {
@@ -56,7 +59,7 @@ Json unit(const char* name, const char* format, const char* dtype, int64_t eleme
 
 std::string manifest(Json units) {
   return sealed(Json{{"checksum", "0000000000000000"},
-                     {"version", engine::kManifestVersion},
+                     {"version", 3},
                      {"step", 12},
                      {"skipped_steps", 1},
                      {"world", 1},
@@ -108,6 +111,30 @@ void write(const fs::path& path, const std::string& text) {
   std::ofstream(path, std::ios::binary) << text;
 }
 
+/// Of the unit that the target knows.
+std::string index() {
+  std::vector<engine::ManifestUnit> units(1);
+  units[0].components = {"p", "m", "v"};
+  const auto add = [&](const char* component, int64_t begin, int64_t elements, const char* file,
+                       int64_t offset) {
+    const std::string& data = ManifestTarget::files().at(file);
+    const auto bytes = std::as_bytes(std::span(data)).subspan(static_cast<size_t>(offset), elements * 4);
+    units[0].pieces.push_back(
+        {component, begin, elements, {file, offset, elements * 4, io::block_checksums(bytes)}});
+  };
+  add("p", 0, 48, "resident.bin", 16);
+  add("m", 0, 20, "slab-b-1.bin", 512);
+  add("m", 20, 28, "resident.bin", 300);
+  add("v", 0, 48, "slab-a-0.bin", 131'000);
+  const fs::path folder = fs::temp_directory_path() / "test-of-overspill-seed";
+  fs::create_directories(folder);
+  engine::write_index(folder, engine::kIndexFile, units, {});
+  std::ifstream file(folder / engine::kIndexFile, std::ios::binary);
+  const std::string text{std::istreambuf_iterator<char>(file), {}};
+  fs::remove_all(folder);
+  return text;
+}
+
 int write_seeds(const fs::path& out) {
   fs::create_directories(out);
   write(out / "accept-empty.json", manifest(Json::array()));
@@ -119,6 +146,8 @@ int write_seeds(const fs::path& out) {
   write(out / "accept-blocks.json", manifest(Json::array({frozen_unit("F32", 30'000, 131'072)})));
   write(out / "accept-all.json",
         manifest(Json::array({split_unit(), strided_unit(), frozen_unit("BF16", 5, 4096)})));
+  write(out / "accept-index.bin", index());
+  write(out / "refuse-index.bin", index().substr(0, 200));
   write(out / "refuse-not-json.json", "{");
   write(out / "refuse-version.json", "{\"version\":1}");
   std::string flipped = manifest(Json::array({split_unit()}));

@@ -1,6 +1,7 @@
 #include "tests/fuzz/manifest_target.h"
 
 #include <fcntl.h>
+#include <fmt/format.h>
 #include <stdlib.h>
 #include <unistd.h>
 
@@ -10,6 +11,7 @@
 #include <fstream>
 #include <stdexcept>
 
+#include "engine/checkpoint/index_file.h"
 #include "engine/checkpoint/manifest.h"
 #include "io/checksum.h"
 
@@ -20,6 +22,7 @@ namespace fs = std::filesystem;
 
 constexpr std::string_view kBeforeOwnSum = R"({"checksum":")";
 constexpr size_t kDigits = 16;
+constexpr std::string_view kBeforeIndex = "OVSPIDX";
 
 void require(bool holds, const char* what) {
   if (holds) return;
@@ -51,6 +54,17 @@ void overwrite(const fs::path& path, std::string_view text) {
 std::string read_text(const fs::path& path) {
   std::ifstream file(path, std::ios::binary);
   return {std::istreambuf_iterator<char>(file), {}};
+}
+
+/// A manifest of one unit whose pieces are in these bytes.
+std::string text_of_index(std::string_view index) {
+  return sealed(fmt::format(
+      R"({{"checksum":"0000000000000000","extra":"{{}}","indexes":[{{"bytes":{},"checksum":"{:016x}","file":)"
+      R"("index.bin","shard":0,"shards":1}}],"skipped_steps":1,"step":12,"units":[{{"components":["p","m","v"],)"
+      R"("dtype":"F32","elements":48,"format":"fp32","name":"u","optimizer":"adam","parameters":[{{"aliases":[],)"
+      R"("begin":0,"elements":40,"group":0,"name":"u.w","shape":[5,8],"step":3,"trainable":true}}]}}],)"
+      R"("version":4,"world":1}})",
+      index.size(), io::checksum_block(std::as_bytes(std::span(index)))));
 }
 
 }  // namespace
@@ -104,7 +118,13 @@ ManifestTarget::~ManifestTarget() {
   fs::remove_all(folder_, ignored);
 }
 
-bool ManifestTarget::run(std::string_view text) {
+bool ManifestTarget::run(std::string_view input) {
+  if (!input.starts_with(kBeforeIndex)) return run_text(input);
+  overwrite(folder_ / engine::kIndexFile, input);
+  return run_text(text_of_index(input));
+}
+
+bool ManifestTarget::run_text(std::string_view text) {
   overwrite(folder_ / engine::kManifestFile, text);
   engine::Manifest manifest;
   try {

@@ -1,4 +1,5 @@
-// A checkpoint folder whose data files never change, and what is done with any bytes as its manifest.
+// A checkpoint folder whose data files never change, and what is done with any bytes as its manifest or its
+// index.
 #pragma once
 
 #include <cstdint>
@@ -18,14 +19,17 @@ class ManifestTarget {
   ManifestTarget& operator=(const ManifestTarget&) = delete;
   ~ManifestTarget();
 
-  /// Reads `text` as the manifest; of what is accepted every byte is verified, it is merged and written
-  /// again. True if it was accepted. Ends the process (uncaught exception, abort) where a promise is broken.
-  bool run(std::string_view text);
+  /// Reads `input` as the manifest, or as the index of one where it begins as an index does; of what is
+  /// accepted every byte is verified, it is merged and written again. True if it was accepted. Ends the
+  /// process (uncaught exception, abort) where a promise is broken.
+  bool run(std::string_view input);
 
   /// The data files by name. Their bytes are a function of name and place.
   static const std::map<std::string, std::string>& files();
 
  private:
+  bool run_text(std::string_view text);
+
   std::filesystem::path folder_, merged_, again_;
 };
 

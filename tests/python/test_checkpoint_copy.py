@@ -1,19 +1,17 @@
 """`overspill checkpoint`: copies and moves, whole or not at all."""
 
-import json
 import os
 import resource
 import shutil
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import disks
 import pytest
 import tiny
 import torch
-from checkpoint_scene import damage, fails, ok, whole
+from checkpoint_scene import change_manifest, change_piece, damage, fails, ok, whole
 
 from overspill import CheckpointError, FolderError, _core, copying, saves
 from overspill.cli import main
@@ -28,9 +26,9 @@ def test_a_copy_has_what_belongs_to_the_checkpoint_and_no_more(saved, start, cap
     assert "every byte fitted its checksum" in said
     assert whole(target) and not copying.unfinished(target).exists()
     named = _core.verify(str(source), None)["bytes"]
-    files = sum(p.stat().st_size for p in target.glob("*.bin"))
+    files = sum(p.stat().st_size for p in target.glob("extents-*.bin"))
     assert named <= files < named + 4096 * 64 < saves.disk_bytes([source])
-    assert sorted(p.name for p in target.iterdir()) == ["extents-0.bin", "manifest.json"]
+    assert sorted(p.name for p in target.iterdir()) == ["extents-0.bin", "index.bin", "manifest.json"]
     assert all(p.stat().st_nlink == 1 for p in target.iterdir())
     assert (target / "manifest.json").stat().st_mtime_ns == (source / "manifest.json").stat().st_mtime_ns
     there, here = start(torch.nn.Linear(64, 64), placement="nvme"), start(torch.nn.Linear(64, 64))
@@ -123,7 +121,7 @@ def test_what_an_earlier_copy_left_is_believed_by_its_checksums_alone(big, saved
         (file.parent / stale).write_text("stale")
     copied = copying.copy(big, target)
     assert 0 < copied.kept < copied.bytes
-    assert sorted(p.name for p in target.iterdir()) == ["extents-0.bin", "manifest.json"]
+    assert sorted(p.name for p in target.iterdir()) == ["extents-0.bin", "index.bin", "manifest.json"]
     copying.copy(big, tmp_path / "fresh")
     assert tiny.tree(target) == tiny.tree(tmp_path / "fresh")
     other = tmp_path / "other"
@@ -172,7 +170,7 @@ def test_a_limit_of_the_process_is_named(big, tmp_path, capsys):
 
 
 def test_a_damaged_checkpoint_is_not_copied(big, tmp_path, capsys):
-    file = next(big.glob("*.bin"))
+    file = big / "resident.bin"
     with file.open("r+b") as written:
         written.seek(9 << 20)
         written.write(b"damaged")
@@ -185,23 +183,8 @@ def test_a_damaged_checkpoint_is_not_copied(big, tmp_path, capsys):
     assert "no manifest.json" in fails(capsys, "cp", tmp_path / "copy.copying", tmp_path / "copy2")
 
 
-def rewritten(checkpoint: Path, change) -> None:
-    """A manifest with a checksum that is right, by whoever wants to harm."""
-    path = checkpoint / "manifest.json"
-    values = json.loads(path.read_bytes())
-    change(values)
-    values["checksum"] = "0" * 16
-    text = json.dumps(values, sort_keys=True, separators=(",", ":")).encode()
-    memory = bytearray(text)
-    begin = memory.index(b"0" * 16)
-    digest = copying.tensor_file._checksum(memoryview(memory)).encode()
-    memory[begin : begin + 16] = digest
-    path.unlink()
-    path.write_bytes(memory)
-
-
 def test_the_helper_writes_manifests_that_open(big):
-    rewritten(big, lambda values: values.update(step=7))
+    change_manifest(big, lambda values: values.update(step=7))
     assert _core.manifest(big)["step"] == 7
 
 
@@ -225,10 +208,7 @@ def test_a_hostile_manifest_copies_and_removes_nothing_else(key, value, big, tmp
     (big / "link.bin").symlink_to(outside)
     (big / "hf").mkdir()
 
-    def change(values):
-        values["units"][0]["pieces"][0][key] = value
-
-    rewritten(big, change)
+    change_piece(big, lambda piece: piece.update({key: value}))
     before = tiny.tree(tmp_path)
     for arguments in (["cp", big, tmp_path / "copy"], ["verify", big], ["diff", big, big]):
         assert "error: " in fails(capsys, *arguments)

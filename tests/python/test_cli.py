@@ -7,6 +7,7 @@ import time
 import disks
 import pytest
 import tiny
+from checkpoint_scene import pieces_of
 
 from overspill.cli import troubles
 
@@ -296,11 +297,10 @@ def test_verify_tells_whole_from_damaged(bench, finished, capsys, tmp_path):
     checkpoint = tmp_path / "it's a checkpoint – ü"
     shutil.copytree(finished / "checkpoints/step-000008", checkpoint)
     assert "whole: step 8" in bench.ok(capsys, "verify", checkpoint)
-    manifest = checkpoint / "manifest.json"
+    pieces = pieces_of(checkpoint)
     for victim in [p for p in checkpoint.iterdir() if p.is_file() and not p.name.startswith("shared-")]:
         whole = victim.read_bytes()
         # The first piece in each file is where its bytes begin to matter.
-        pieces = [p for u in json.loads(manifest.read_bytes())["units"] for p in u["pieces"]]
         at = min((p["offset"] for p in pieces if p["file"] == victim.name), default=len(whole) // 2)
         victim.write_bytes(whole[:at] + bytes([whole[at] ^ 8]) + whole[at + 1 :])
         assert victim.name in bench.fails(capsys, "verify", checkpoint)

@@ -389,7 +389,7 @@ def test_damaged_folders_are_named(llama, tmp_path):
     (llama / "hf").rename(llama / "other")
     fails("--model DIR")
     (llama / "other").rename(llama / "hf")
-    data = next(p for p in llama.iterdir() if p.is_file() and p.name != "manifest.json")
+    data = llama / "resident.bin"
     data.rename(llama / "away")
     fails(data.name)
     with pytest.raises(CheckpointError, match=data.name):
