@@ -8,7 +8,7 @@
 // Threads. These methods may be called from any thread at any time, also at the same time:
 //   acquire() and everything of a Lease, its end included; begin_pass(), begin_backward(), add_gradient(),
 //   has_gradient(), generation(), resident_now(), expect_step();
-//   device(), layout(), plan(), stats(), report(), report_inside(), figures(), predict(), predict_budgets(),
+//   save_progress(), device(), layout(), plan(), stats(), report(), report_inside(), figures(), predict(), predict_budgets(),
 //   record_journal(), take_journal(), take_device_spans().
 // All others change or read weights, states or gradients as a whole. The caller calls them one at a time,
 // from any thread, and calls none of the methods in the first two lines above while one of them runs; those
@@ -107,6 +107,12 @@ struct StepResult {
   double clip = 1;         // the factor applied to all gradients
   bool skipped = false;    // inf or NaN in a gradient: nothing was changed
   std::string not_finite;  // skipped: the first segment with inf or NaN; empty: it is on another rank
+};
+
+struct SaveProgress {
+  bool under_way = false;
+  int64_t bytes = 0;
+  int64_t done_bytes = 0;
 };
 
 struct Stats {
@@ -241,6 +247,16 @@ class Engine {
   /// written, with the folder under its temporary name. It writes durable files, under names that
   /// is_file_of_a_save accepts, and returns the extra_json. If it throws, no checkpoint is made.
   void save(const std::filesystem::path& folder, const WriteBeside& write_beside);
+  /// The same, of the states as they are now, while the caller goes on: returns when all that is needed of them
+  /// is reserved. Updates that are still to be made belong to it. One at a time: the next save, load() and close()
+  /// wait for it and throw its error. Where weights or states are changed from outside, that waits until they
+  /// are taken. What lives on the device is taken before this returns. With Config::train_after_save = false it
+  /// is save(). Collective.
+  void save_in_background(const std::filesystem::path& folder, const WriteBeside& write_beside);
+  /// Waits for the last save, and throws its error once. Collective after save_in_background().
+  void wait_for_save();
+  /// Of the save that is under way, or of the last one; of this rank's part.
+  SaveProgress save_progress() const;
   std::string load(const std::filesystem::path& folder);
 
   /// The device whose memory leased weights are in.

@@ -263,7 +263,8 @@ std::string FileStore::file_of(const Extent& extent) const {
   return extent.slab < slabs_.size() ? slabs_[extent.slab].file.path.string() : "no slab of this store";
 }
 
-Export FileStore::export_extents(std::span<const Extent> extents, const std::filesystem::path& folder) {
+Export FileStore::export_extents(std::span<const Extent> extents, const std::filesystem::path& folder,
+                                 ExportPace& pace) {
   const HeldExtents held(space_, extents);
   std::vector<ExportItem> items;
   items.reserve(extents.size());
@@ -271,7 +272,7 @@ Export FileStore::export_extents(std::span<const Extent> extents, const std::fil
     const ReaderLock lock(slabs_mutex_);
     items.push_back({extent, &slabs_[extent.slab].file, space_.sums(extent)});
   }
-  return export_items(items, folder, job_, shares_, watch_.get());
+  return export_items(items, folder, job_, shares_, pace, watch_.get());
 }
 
 void FileStore::register_memory(std::span<std::byte> memory) {

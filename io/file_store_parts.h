@@ -40,7 +40,9 @@ class FileStore final : public StoreBase<Store> {
 
   void reserve(int64_t bytes) override;
   Extent allocate(int64_t bytes) override;
-  Export export_extents(std::span<const Extent> extents, const std::filesystem::path& folder) override;
+  Export export_extents(std::span<const Extent> extents, const std::filesystem::path& folder,
+                        ExportPace& pace) override;
+  using Store::export_extents;
   bool share_lives(uint64_t share) const override { return shares_.alive(share); }
   void share_named(uint64_t share, const std::filesystem::path& folder, const std::string& prefix) override {
     shares_.named(share, folder, prefix);

@@ -79,7 +79,9 @@ class SimulatedStore final : public StoreBase<MemoryStore> {
   Extent allocate(int64_t bytes) override;
   void release(const Extent& extent) override;
   bool poll() override;
-  Export export_extents(std::span<const Extent> extents, const std::filesystem::path& folder) override;
+  Export export_extents(std::span<const Extent> extents, const std::filesystem::path& folder,
+                        ExportPace& pace) override;
+  using Store::export_extents;
   bool share_lives(uint64_t) const override { return false; }  // it copies
   void end_share(uint64_t) noexcept override {}
   void register_memory(std::span<std::byte>) override {}
@@ -387,7 +389,8 @@ FaultCounts SimulatedStore::fault_counts() const {
   return counts_;
 }
 
-Export SimulatedStore::export_extents(std::span<const Extent> extents, const std::filesystem::path& folder) {
+Export SimulatedStore::export_extents(std::span<const Extent> extents, const std::filesystem::path& folder,
+                                      ExportPace& pace) {
   if (dice_.happens(faults_.export_error)) {
     count(&FaultCounts::export_errors);
     errno = ENOSPC;
@@ -403,6 +406,7 @@ Export SimulatedStore::export_extents(std::span<const Extent> extents, const std
     out.extents.push_back(
         {file.path().filename().string(), file.bytes(), extent.bytes, {sums.begin(), sums.end()}, false});
     file.append(arena_.of(extent));
+    pace.copied_bytes += extent.bytes;
   }
   file.finish();
   sync_folder(folder);

@@ -7,12 +7,17 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cerrno>
+#include <chrono>
 #include <cstdlib>
+#include <exception>
 #include <map>
 #include <memory>
 #include <new>
 #include <optional>
+#include <system_error>
+#include <thread>
 #include <utility>
 
 #include "io/checksum.h"
@@ -23,11 +28,27 @@ namespace overspill::io {
 namespace {
 
 constexpr int64_t kCopyBytes = int64_t{1} << 20;
+constexpr int64_t kCopyThreads = 4;
+constexpr int64_t kBytesPerThread = int64_t{64} << 20;  // fewer are copied before a second thread has begun
+constexpr int kRest = 6;  // times as long as a leisurely copy of kCopyBytes has taken
+
+/// Aligned for O_DIRECT.
+class CopyBuffer {
+ public:
+  CopyBuffer() : memory_(static_cast<std::byte*>(std::aligned_alloc(kBlockBytes, kCopyBytes)), &std::free) {
+    if (memory_ == nullptr) throw std::bad_alloc();
+  }
+  std::span<std::byte> bytes() const { return {memory_.get(), static_cast<size_t>(kCopyBytes)}; }
+
+ private:
+  std::unique_ptr<std::byte, decltype(&std::free)> memory_;
+};
 
 class Exporter {
  public:
-  Exporter(const std::filesystem::path& folder, const std::string& job, SlabShares& shares, StallWatch* watch)
-      : folder_(folder), job_(job), shares_(shares), watch_(watch) {}
+  Exporter(const std::filesystem::path& folder, const std::string& job, SlabShares& shares, ExportPace& pace,
+           StallWatch* watch)
+      : folder_(folder), job_(job), shares_(shares), pace_(pace), watch_(watch) {}
   ~Exporter() {
     for (const auto& path : made_) ::unlink(path.c_str());
     if (share_ && !made_.empty()) shares_.end(*share_);
@@ -119,36 +140,82 @@ class Exporter {
     return share_.has_value();
   }
 
+  /// Several threads, as one waits for one disk at a time; a leisurely copy has one.
   void copy(std::span<const ExportItem> items, std::vector<ExportedExtent>& results, int64_t bytes) {
     ExtentFile file(folder_, job_, bytes);
     made_.push_back(file.path());
-    buffer_.reset(static_cast<std::byte*>(std::aligned_alloc(kBlockBytes, kCopyBytes)));
-    if (buffer_ == nullptr) throw std::bad_alloc();
-    StallWatch::Progress progress(watch_, Operation::write, file.path().string());
+    std::vector<size_t> copied;
+    int64_t end = 0;
     for (size_t i = 0; i < items.size(); ++i) {
       if (!results[i].file.empty()) continue;
       results[i].file = file.path().filename().string();
-      results[i].offset = file.bytes();
-      for (int64_t done = 0; done < items[i].extent.bytes; done += kCopyBytes) {
-        append_part(file, items[i], done);
-        progress.moved();
+      results[i].offset = end;
+      end += items[i].extent.bytes;
+      copied.push_back(i);
+    }
+    StallWatch::Progress progress(watch_, Operation::write, file.path().string());
+    std::atomic<size_t> next = 0;
+    std::atomic<bool> failed = false;
+    const auto work = [&] {
+      const CopyBuffer buffer;
+      for (size_t i = next++; i < copied.size() && !failed; i = next++)
+        copy_extent(file, items[copied[i]], results[copied[i]].offset, buffer.bytes(), progress);
+    };
+    std::vector<std::exception_ptr> errors(threads_for(bytes));
+    {
+      std::vector<std::jthread> others;
+      const auto guarded = [&](size_t thread) noexcept {
+        try {
+          work();
+        } catch (...) {
+          errors[thread] = std::current_exception();
+          failed = true;
+        }
+      };
+      for (size_t thread = 1; thread < errors.size() && thread < copied.size(); ++thread) {
+        try {
+          others.emplace_back(guarded, thread);
+        } catch (const std::system_error&) {  // the machine refuses threads: fewer will do
+          break;
+        }
       }
+      guarded(0);
+    }
+    for (const std::exception_ptr& error : errors) {
+      if (error) std::rethrow_exception(error);
     }
     file.finish(watch_);
   }
 
-  void append_part(ExtentFile& file, const ExportItem& item, int64_t done) {
-    const int64_t bytes = std::min(kCopyBytes, item.extent.bytes - done);
-    const std::span<std::byte> part(buffer_.get(), static_cast<size_t>(bytes));
-    read(*item.slab, item.extent.offset + done, part);
-    for (int64_t i = 0; i < checksum_blocks(bytes); ++i) {
+  size_t threads_for(int64_t bytes) const {
+    if (pace_.leisurely) return 1;
+    return static_cast<size_t>(std::clamp<int64_t>(bytes / kBytesPerThread, 1, kCopyThreads));
+  }
+
+  void copy_extent(const ExtentFile& file, const ExportItem& item, int64_t offset,
+                   std::span<std::byte> buffer, StallWatch::Progress& progress) {
+    for (int64_t done = 0; done < item.extent.bytes; done += kCopyBytes) {
+      const auto begin = std::chrono::steady_clock::now();
+      const int64_t bytes = std::min(kCopyBytes, item.extent.bytes - done);
+      const std::span<std::byte> part = buffer.first(static_cast<size_t>(bytes));
+      read(*item.slab, item.extent.offset + done, part);
+      verify(item, done, part);
+      file.write(part, offset + done);
+      file.start_writing(offset + done, bytes);
+      pace_.copied_bytes += bytes;
+      progress.moved();
+      if (pace_.leisurely) std::this_thread::sleep_for(kRest * (std::chrono::steady_clock::now() - begin));
+    }
+  }
+
+  static void verify(const ExportItem& item, int64_t done, std::span<const std::byte> part) {
+    for (int64_t i = 0; i < checksum_blocks(std::ssize(part)); ++i) {
       const uint64_t found = checksum_block(checksummed_block(part, i));
       const uint64_t expected = item.sums[static_cast<size_t>(done / kChecksumBlockBytes + i)];
       if (found == expected) continue;
       throw StoreError(corrupt(item.slab->path.string(), item.extent.offset + done + i * kChecksumBlockBytes,
                                kChecksumBlockBytes, expected, found));
     }
-    file.append(part);
   }
 
   static void read(const SlabFile& slab, int64_t offset, std::span<std::byte> part) {
@@ -170,11 +237,11 @@ class Exporter {
   const std::filesystem::path folder_;
   const std::string job_;
   SlabShares& shares_;
+  ExportPace& pace_;
   StallWatch* const watch_;
   std::optional<uint64_t> share_;
   std::vector<std::filesystem::path> made_;  // removed unless the export succeeds
   std::map<const SlabFile*, std::optional<std::string>> names_;
-  std::unique_ptr<std::byte, decltype(&std::free)> buffer_{nullptr, &std::free};
 };
 
 }  // namespace
@@ -205,13 +272,23 @@ ExtentFile::ExtentFile(const std::filesystem::path& folder, const std::string& j
 }
 
 void ExtentFile::append(std::span<const std::byte> bytes) {
+  write(bytes, bytes_);
+  bytes_ += std::ssize(bytes);
+}
+
+void ExtentFile::write(std::span<const std::byte> bytes, int64_t offset) const {
   while (!bytes.empty()) {
-    const ssize_t result = ::pwrite(fd_.get(), bytes.data(), bytes.size(), bytes_);
+    const ssize_t result = ::pwrite(fd_.get(), bytes.data(), bytes.size(), offset);
     if (result < 0 && errno == EINTR) continue;
-    if (result < 0) throw system_error(Operation::write, path_, fmt::format("at offset {}", bytes_));
+    if (result < 0) throw system_error(Operation::write, path_, fmt::format("at offset {}", offset));
     bytes = bytes.subspan(static_cast<size_t>(result));
-    bytes_ += result;
+    offset += result;
   }
+}
+
+void ExtentFile::start_writing(int64_t offset, int64_t bytes) const noexcept {
+  // Its answer is no promise: finish() asks for durability.
+  static_cast<void>(::sync_file_range(fd_.get(), offset, bytes, SYNC_FILE_RANGE_WRITE));
 }
 
 void ExtentFile::finish(StallWatch* watch) {
@@ -219,8 +296,8 @@ void ExtentFile::finish(StallWatch* watch) {
 }
 
 Export export_items(std::span<const ExportItem> items, const std::filesystem::path& folder,
-                    const std::string& job, SlabShares& shares, StallWatch* watch) {
-  return Exporter(folder, job, shares, watch).run(items);
+                    const std::string& job, SlabShares& shares, ExportPace& pace, StallWatch* watch) {
+  return Exporter(folder, job, shares, pace, watch).run(items);
 }
 
 }  // namespace overspill::io

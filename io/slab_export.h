@@ -27,7 +27,8 @@ struct ExportItem {
 /// Throws StoreError and removes what it made. Copies are verified against the checksums. Results in the
 /// order asked.
 Export export_items(std::span<const ExportItem> items, const std::filesystem::path& folder,
-                    const std::string& job, SlabShares& shares, StallWatch* watch = nullptr);
+                    const std::string& job, SlabShares& shares, ExportPace& pace,
+                    StallWatch* watch = nullptr);
 
 /// A file being filled with extents one after the other. Not durable before finish().
 class ExtentFile {
@@ -36,9 +37,13 @@ class ExtentFile {
   /// full is found before anything is copied. Throws StoreError and leaves nothing.
   ExtentFile(const std::filesystem::path& folder, const std::string& job, int64_t bytes_total);
   void append(std::span<const std::byte> bytes);
+  /// At an offset that the caller chooses; any thread, several at once.
+  void write(std::span<const std::byte> bytes, int64_t offset) const;
+  /// Starts to bring what was written to the disk: not all of it waits for finish().
+  void start_writing(int64_t offset, int64_t bytes) const noexcept;
   void finish(StallWatch* watch = nullptr);
   const std::filesystem::path& path() const { return path_; }
-  int64_t bytes() const { return bytes_; }
+  int64_t bytes() const { return bytes_; }  // appended
 
  private:
   std::filesystem::path path_;

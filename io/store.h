@@ -9,6 +9,7 @@
 // thread(s), or in poll() where the store has none.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <filesystem>
 #include <memory>
@@ -98,6 +99,12 @@ struct ExportedExtent {
   bool linked = false;  // the file is a slab of the store: the extent stays pinned as long as the share lives
 };
 
+/// How copies are made that an export needs. Any thread may read and set it meanwhile.
+struct ExportPace {
+  std::atomic<bool> leisurely = false;  // leave the disks to others for most of the time
+  std::atomic<int64_t> copied_bytes = 0;
+};
+
 struct Export {
   std::vector<ExportedExtent> extents;
   std::optional<uint64_t> share;  // nothing where no extent is linked: the folder needs no pins
@@ -143,7 +150,12 @@ class Store {
   /// Puts the extents' bytes into `folder` durably (fdatasync before return): hard links to slab files where
   /// the file system is the same, copies elsewhere. The caller has pinned them; those that are linked stay
   /// pinned until the share has ended. Results in the order asked.
-  virtual Export export_extents(std::span<const Extent> extents, const std::filesystem::path& folder) = 0;
+  virtual Export export_extents(std::span<const Extent> extents, const std::filesystem::path& folder,
+                                ExportPace& pace) = 0;
+  Export export_extents(std::span<const Extent> extents, const std::filesystem::path& folder) {
+    ExportPace pace;
+    return export_extents(extents, folder, pace);
+  }
 
   /// Whether the folder of an export, or a copy of it by hard links, may still have slabs of the store; false
   /// only once their removal is durable. A folder that was moved has them still.

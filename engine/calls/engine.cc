@@ -126,8 +126,11 @@ void Engine::close() {
         "Call it on another thread: it waits for the end of that one");
   }
   machine_->shut_down();
-  const MutexLock guard(machine_->core.mutex());
-  if (machine_->core.told == 0) machine_->core.check();
+  {
+    const MutexLock guard(machine_->core.mutex());
+    if (machine_->core.told == 0) machine_->core.check();
+  }
+  if (machine_->unsaved) std::rethrow_exception(std::exchange(machine_->unsaved, nullptr));
 }
 
 std::shared_ptr<kernels::Device> Engine::device() const {
@@ -255,17 +258,36 @@ void Engine::synchronize() {
 // ---- checkpoints
 
 void Engine::save(const std::filesystem::path& folder, std::string_view extra_json) {
-  synchronize();
-  machine().save(folder, [&](const std::filesystem::path&) { return std::string(extra_json); });
+  save(folder, [&](const std::filesystem::path&) { return std::string(extra_json); });
 }
 
 void Engine::save(const std::filesystem::path& folder, const WriteBeside& write_beside) {
+  Machine& m = machine();
+  m.wait_for_save();
   synchronize();
-  machine().save(folder, write_beside);
+  m.save(folder, write_beside);
+}
+
+void Engine::save_in_background(const std::filesystem::path& folder, const WriteBeside& write_beside) {
+  Machine& m = machine();
+  if (!m.setup.config.train_after_save) return save(folder, write_beside);
+  m.wait_for_save();
+  m.save_in_background(folder, write_beside);
+}
+
+void Engine::wait_for_save() {
+  machine().wait_for_save();
+}
+
+SaveProgress Engine::save_progress() const {
+  const Machine& m = machine_to_look_at();
+  const SaveMeter& meter = m.keeper.meter();
+  return {.under_way = m.background.under_way(), .bytes = meter.bytes, .done_bytes = meter.done()};
 }
 
 std::string Engine::load(const std::filesystem::path& folder) {
   Machine& m = machine();
+  m.wait_for_save();
   m.keeper.require_room_to_change();
   const Manifest manifest = m.verify(folder);
   m.intake.finish();

@@ -21,6 +21,7 @@ Machine::Machine(Layout layout, Plan plan, Config config, Resources resources)
       intake(setup, core, hardware, queues, updater, gradients),
       access(setup, core, hardware, model, device_units),
       keeper(setup, core, model, access),
+      background(setup, core, snapshot, keeper),
       rounds(setup, core, ranks, demand, gatherer, updater, gradients),
       stalls(core.store.watch() != nullptr ? core.store.watch()->board() : nullptr) {
   if (core.store.exists()) core.store->reserve(setup.plan.nvme_reserve_bytes);
@@ -47,6 +48,7 @@ void Machine::shut_down() noexcept {
 
 void Machine::finish() noexcept {
   closed = true;
+  unsaved = background.join();  // with the updates that it waits for, and with the other ranks
   intake.close();
   rounds.leave();
   // All ranks are here, and nobody makes a collective call any more. A lease may live on, and its holder must

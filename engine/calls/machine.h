@@ -15,6 +15,7 @@
 #include "cpu_optim/optimizer.h"
 #include "engine/base/group_range.h"
 #include "engine/calls/owners.h"
+#include "engine/checkpoint/background_save.h"
 #include "engine/checkpoint/keeper.h"
 #include "engine/core/queues.h"
 #include "engine/device/device_units.h"
@@ -59,6 +60,11 @@ class Machine : public Owners {
 
   // Checkpoints (save.cc). Collective.
   void save(const std::filesystem::path& folder, const WriteBeside& write_beside) EXCLUDES(engine_mutex);
+  /// Returns when the snapshot is marked; the rest is done behind.
+  void save_in_background(const std::filesystem::path& folder, const WriteBeside& write_beside)
+      EXCLUDES(engine_mutex);
+  /// Waits for that, if there is one; throws its error, on all ranks.
+  void wait_for_save() EXCLUDES(engine_mutex);
   Manifest verify(const std::filesystem::path& folder);
 
   /// Completes `out`, a segment's elements of `width` bytes each: this rank has filled in its own, the other
@@ -122,6 +128,7 @@ class Machine : public Owners {
   GradientIntake intake;
   Access access;
   CheckpointKeeper keeper;
+  BackgroundSave background;
   Rounds rounds;
   // Written under the engine's mutex; whoever calls step() or load() may read them without it.
   int64_t steps = 0;
@@ -133,6 +140,7 @@ class Machine : public Owners {
   std::optional<double> clipped;  // by clip_grad_norm(): the factor of the gradients that are there
   bool caller_clipped = false;    // the present gradients: step() does not apply the configured limit
   std::atomic<bool> closed = false;
+  std::exception_ptr unsaved;                          // by shut_down(): of a save that it waited for
   bool kernel_keeps_memory = false;                    // a hung disk may still write into it: never freed
   const io::OwnProcess process;                        // in its forked children nothing works
   const std::shared_ptr<const io::StallBoard> stalls;  // null without a watch
@@ -141,6 +149,8 @@ class Machine : public Owners {
   std::vector<std::string> tell(Meeting meeting, const std::exception_ptr& error,
                                 const std::string& words = {});
   void take_all(RankPart& part) EXCLUDES(engine_mutex);
+  void mark(RankPart& part) EXCLUDES(engine_mutex);
+  void give_up(const std::filesystem::path& folder, bool prepared) EXCLUDES(engine_mutex);
   Manifest head(std::vector<ManifestUnit> units) const;
   void require_gradients_on_host(int32_t unit);
   /// For each rank, whether it holds gradients of the segment that were not summed yet; then, as the last

@@ -5,12 +5,12 @@
 #include <exception>
 #include <optional>
 #include <span>
-#include <sstream>
 #include <string>
 #include <utility>
 #include <vector>
 
 #include "engine/calls/machine.h"
+#include "engine/checkpoint/background_save.h"
 
 namespace overspill::engine {
 namespace {
@@ -40,19 +40,6 @@ void check_announced(int rank, int64_t bytes) {
   if (bytes >= 0 && bytes <= kWordsMax) return;
   throw CommunicatorError(fmt::format(
       "rank {} announces {} bytes about its part of a checkpoint; {} are the most", rank, bytes, kWordsMax));
-}
-
-/// An index in words for rank 0, and back; its name and shard follow from the rank.
-std::string words_of(const std::optional<IndexFile>& index) {
-  return index ? fmt::format("{} {} {}", index->file, index->bytes, index->checksum) : "";
-}
-
-std::optional<IndexFile> index_of_words(int rank, int shards, const std::string& words) {
-  if (words.empty()) return std::nullopt;
-  IndexFile index{.file = "", .bytes = 0, .checksum = 0, .shard = {rank, shards}};
-  std::istringstream in(words);
-  if (in >> index.file >> index.bytes >> index.checksum) return index;
-  throw CheckpointError(fmt::format("rank {} says of its part of the checkpoint: '{:.100}'", rank, words));
 }
 
 }  // namespace
@@ -101,11 +88,22 @@ std::vector<std::string> Machine::tell(Meeting meeting, const std::exception_ptr
 }
 
 void Machine::take_all(RankPart& part) {
-  {
-    const MutexLock lock(core.mutex());
-    snapshot.mark(part);
-  }
+  MutexLock lock(core.mutex());
+  core.check();
+  snapshot.mark(part);
+  lock.unlock();
   snapshot.take_all();
+}
+
+/// What lives on the device changes without the updater: it is taken now.
+void Machine::mark(RankPart& part) {
+  MutexLock lock(core.mutex());
+  core.check();
+  updater.take_back_all();
+  snapshot.mark(part);
+  for (int32_t chunk = 0; std::cmp_less(chunk, model.chunks.size()); ++chunk) {
+    if (setup.lives_on_device(setup.layout.chunks[chunk].unit)) snapshot.before_change(chunk);
+  }
 }
 
 Manifest Machine::head(std::vector<ManifestUnit> units) const {
@@ -150,13 +148,54 @@ void Machine::save(const std::filesystem::path& folder, const WriteBeside& write
     keeper.give_up();
     throw;
   } catch (...) {
-    const bool stalled = io::is_stalled(std::current_exception());
-    if (prepared && !stalled) keeper.remove(folder);
-    if (setup.layout.slices > 1) rounds.meet(Meeting::save, ++looks, [] {});
-    stalled ? keeper.leave() : keeper.give_up();
+    give_up(folder, prepared);
     throw;
   }
   keeper.keep(folder);
+}
+
+/// All ranks, after the same error: the folder goes before the pins of what it has.
+void Machine::give_up(const std::filesystem::path& folder, bool prepared) {
+  const bool stalled = io::is_stalled(std::current_exception());
+  if (prepared && !stalled) keeper.remove(folder);
+  if (setup.layout.slices > 1) rounds.meet(Meeting::save, ++looks, [] {});
+  stalled ? keeper.leave() : keeper.give_up();
+}
+
+/// Where nothing may change after a save, there is nothing to gain.
+void Machine::save_in_background(const std::filesystem::path& folder, const WriteBeside& write_beside) {
+  const bool first = setup.layout.slice == 0;
+  bool prepared = false;
+  Manifest manifest = head({});
+  try {
+    tell(Meeting::save, attempt([&] {
+           if (!first) return;
+           keeper.prepare(folder);
+           prepared = true;
+           manifest.extra_json = write_beside(keeper.unfinished(folder));
+         }));
+    RankPart* part = nullptr;
+    tell(Meeting::save, attempt([&] {
+           background.announce(folder);
+           part = &keeper.begin_part(folder);
+         }));
+    // Beyond this point each rank's report says how its part ends.
+    mark(*part);
+  } catch (const EngineFailed&) {
+    background.withdraw();
+    keeper.give_up();
+    throw;
+  } catch (...) {
+    background.withdraw();
+    give_up(folder, prepared);
+    throw;
+  }
+  background.start(folder, std::move(manifest));
+}
+
+void Machine::wait_for_save() {
+  if (!background.started()) return;
+  tell(Meeting::save, background.join());
 }
 
 Manifest Machine::verify(const std::filesystem::path& folder) {

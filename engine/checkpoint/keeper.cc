@@ -2,6 +2,7 @@
 
 #include <fcntl.h>
 #include <fmt/format.h>
+#include <sys/file.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -77,6 +78,21 @@ void remove_manifest(io::StallWatch* watch, int folder, const fs::path& path) {
   } catch (const io::StoreError&) {
   }
 }
+
+/// A locked folder. It is unlocked by name: a forked child may have the descriptor, too, and keep it open.
+class HeldFolder {
+ public:
+  explicit HeldFolder(io::UniqueFd folder) : folder_(std::move(folder)) {}
+  HeldFolder(const HeldFolder&) = delete;
+  HeldFolder& operator=(const HeldFolder&) = delete;
+  ~HeldFolder() {
+    if (folder_) ::flock(folder_.get(), LOCK_UN);
+  }
+  int get() const { return folder_.get(); }
+
+ private:
+  io::UniqueFd folder_;
+};
 
 /// After an error, which says more.
 void remove_quietly(const fs::path& save) noexcept {
@@ -185,7 +201,7 @@ RankPart& CheckpointKeeper::begin_part(const fs::path& folder) {
   }
   const fs::path own = own_folder(folder);
   if (own != partial_name(folder)) make_folder(own);
-  return part_.emplace(setup_, core_, model_, access_, own);
+  return part_.emplace(setup_, core_, model_, access_, meter_, own);
 }
 
 /// Files of several ranks may have one name: each writes into a folder of its own, then moves them.
@@ -226,7 +242,7 @@ void CheckpointKeeper::move_up(const fs::path& partial, const std::string& prefi
 void CheckpointKeeper::complete(const fs::path& folder, const Manifest& manifest) {
   const fs::path absolute = whole_name(folder);
   const fs::path partial = partial_name(folder);
-  const io::UniqueFd held = std::move(saving_folder_);
+  const HeldFolder held(std::move(saving_folder_));
   if (!io::same_file(held.get(), partial)) {
     throw CheckpointError(
         fmt::format("{} is another folder than the one that this save made: it was removed or replaced "
@@ -271,14 +287,14 @@ void CheckpointKeeper::remove(const fs::path& folder) const noexcept {
 }
 
 void CheckpointKeeper::give_up() noexcept {
-  saving_folder_ = {};
+  const HeldFolder held(std::move(saving_folder_));
   const RankPart::Pinned pinned = end_part();
   unpin(pinned.extents);
   if (pinned.share) core_.store->end_share(*pinned.share);
 }
 
 void CheckpointKeeper::leave() {
-  saving_folder_ = {};
+  const HeldFolder held(std::move(saving_folder_));
   RankPart::Pinned pinned = end_part();
   if (pinned.share) kept_.push_back(std::move(pinned));
 }

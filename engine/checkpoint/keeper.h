@@ -50,6 +50,10 @@ class CheckpointKeeper {
   RankPart& begin_part(const std::filesystem::path& folder) EXCLUDES(engine_mutex);
   /// Every rank, when all chunks are taken: makes its part durable, and says what it wrote.
   WrittenPart finish_part(const std::filesystem::path& folder) EXCLUDES(engine_mutex);
+  /// Copies leave the disks to training for most of the time, until hurry(). Any thread.
+  void take_time() { meter_.pace.leisurely = true; }
+  void hurry() { meter_.pace.leisurely = false; }
+  const SaveMeter& meter() const { return meter_; }
   /// One rank, when all have written their parts: writes the manifest, then gives the folder its name.
   void complete(const std::filesystem::path& folder, const Manifest& manifest);
   /// Every rank: keeps the pins for as long as the folder has its slabs.
@@ -100,6 +104,7 @@ class CheckpointKeeper {
   ModelStates& model_;
   Access& access_;
   std::vector<RankPart::Pinned> kept_;
+  SaveMeter meter_;               // of the last save
   std::optional<RankPart> part_;  // of the save under way
   io::UniqueFd saving_folder_;    // on the rank that prepared it: locked
 };

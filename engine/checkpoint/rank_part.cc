@@ -6,18 +6,23 @@
 #include "engine/checkpoint/manifest_unit.h"
 
 namespace overspill::engine {
-RankPart::RankPart(const Setup& setup, Core& core, ModelStates& model, Access& access,
+RankPart::RankPart(const Setup& setup, Core& core, ModelStates& model, Access& access, SaveMeter& meter,
                    const std::filesystem::path& folder)
     : setup_(setup),
       core_(core),
       model_(model),
       access_(access),
+      meter_(meter),
       folder_(folder),
       resident_(folder, core.store.watch()),
       pieces_(setup.layout.chunks.size()) {
-  for (int32_t c = 0; std::cmp_less(c, pieces_.size()); ++c) {
-    for (const Component component : kAllComponents) bytes_ += setup.component_bytes(c, component);
+  int64_t bytes = 0;
+  for (int32_t c = 0; is_written() && std::cmp_less(c, pieces_.size()); ++c) {
+    for (const Component component : kAllComponents) bytes += setup.component_bytes(c, component);
   }
+  meter.bytes = bytes;
+  meter.written = 0;
+  meter.pace.copied_bytes = 0;
   const MutexLock lock(core.mutex());
   for (const UnitState& unit : model.units) steps_.push_back(unit.steps);
 }
@@ -40,10 +45,8 @@ void RankPart::pin(int32_t chunk) {
 }
 
 void RankPart::write(int32_t chunk) {
-  int64_t bytes = 0;
   for (const Component component : kAllComponents) {
     const int64_t wanted = setup_.component_bytes(chunk, component);
-    bytes += wanted;
     Piece& taken = piece(chunk, component);
     if (wanted == 0 || !is_written() || !taken.extent.empty()) continue;
     if (const std::byte* home = model_.chunks[chunk].home[static_cast<size_t>(component)]) {
@@ -53,8 +56,8 @@ void RankPart::write(int32_t chunk) {
     } else {
       taken.range = resident_.append(access_.whole(chunk, component));  // on the device
     }
+    meter_.written += wanted;
   }
-  done_ += bytes;
 }
 
 FileRange RankPart::zeros(int64_t bytes) {
@@ -72,13 +75,14 @@ void RankPart::export_extents() {
   if (exported.empty()) return;
   std::vector<io::Extent> extents;
   for (const Piece* taken : exported) extents.push_back(taken->extent);
-  io::Export result = core_.store->export_extents(extents, folder_);
+  io::Export result = core_.store->export_extents(extents, folder_, meter_.pace);
   pinned_.share = result.share;
   for (size_t i = 0; i < exported.size(); ++i) {
     io::ExportedExtent& to = result.extents[i];
     exported[i]->range = {to.file, to.offset, to.bytes, std::move(to.block_checksums)};
     if (to.linked) {
       pinned_.extents.push_back(exported[i]->extent);
+      meter_.written += to.bytes;
     } else {
       core_.store->unpin(exported[i]->extent);  // the copy is the folder's own
     }

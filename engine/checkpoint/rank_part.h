@@ -2,6 +2,7 @@
 // index of both. The snapshot (states/snapshot.h) says when each chunk is taken.
 #pragma once
 
+#include <algorithm>
 #include <array>
 #include <atomic>
 #include <cstdint>
@@ -20,10 +21,19 @@
 
 namespace overspill::engine {
 
+/// How far a save is, for any thread.
+struct SaveMeter {
+  std::atomic<int64_t> bytes = 0;    // of this rank's part
+  std::atomic<int64_t> written = 0;  // of these, without what is being copied
+  io::ExportPace pace;               // and what is
+
+  int64_t done() const { return std::min<int64_t>(bytes, written + pace.copied_bytes); }
+};
+
 class RankPart final : public Snapshot::Taker {
  public:
   /// `folder` is this rank's own. Nothing is written before write() has something to write.
-  RankPart(const Setup& setup, Core& core, ModelStates& model, Access& access,
+  RankPart(const Setup& setup, Core& core, ModelStates& model, Access& access, SaveMeter& meter,
            const std::filesystem::path& folder);
   RankPart(const RankPart&) = delete;
   RankPart& operator=(const RankPart&) = delete;
@@ -43,9 +53,6 @@ class RankPart final : public Snapshot::Taker {
   /// it.
   Pinned give_pins();
 
-  int64_t bytes() const { return bytes_; }  // of all pieces
-  int64_t done() const { return done_; }    // taken so far; any thread may ask
-
  private:
   struct Piece {
     io::Extent extent;  // empty: `range` is in the file of what was in host memory
@@ -64,13 +71,12 @@ class RankPart final : public Snapshot::Taker {
   Core& core_;
   ModelStates& model_;
   Access& access_;
+  SaveMeter& meter_;
   const std::filesystem::path folder_;
   ResidentFile resident_;
   std::vector<Pieces> pieces_;               // by chunk; each is written by whoever takes the chunk
   std::vector<std::vector<int64_t>> steps_;  // by unit and segment
   Pinned pinned_;
-  int64_t bytes_ = 0;
-  std::atomic<int64_t> done_ = 0;
 };
 
 }  // namespace overspill::engine

@@ -14,6 +14,7 @@
 
 #include "engine/checkpoint/index_file.h"
 #include "engine/checkpoint/manifest.h"
+#include "engine/checkpoint/rank_reports.h"
 #include "engine/checkpoint/resident_file.h"
 #include "io/owned_folder.h"
 #include "io/unique_fd.h"
@@ -94,9 +95,10 @@ bool is_file_of_a_save(std::string_view name) {
   const std::string_view behind = behind_rank(name);
   if (behind.size() < name.size()) return behind.starts_with("-") && is_file_of_a_save(behind.substr(1));
   return name == kManifestFile || name == kUnfinishedManifestFile || name == kIndexFile ||
-         name == kUnfinishedIndexFile || name == kResidentFile || name == kOwnStatesFile ||
-         is_between(name, "slab-", ".bin") || is_between(name, "extents-", ".bin") ||  // io/slab_export.cc
-         is_between(name, "shared-", ".txt");                                          // io/slab_share.cc
+         name == kUnfinishedIndexFile || name == kReportFile || name == kResidentFile ||
+         name == kOwnStatesFile || is_between(name, "slab-", ".bin") ||
+         is_between(name, "extents-", ".bin") ||  // io/slab_export.cc
+         is_between(name, "shared-", ".txt");     // io/slab_share.cc
 }
 
 void require_only_a_save(const fs::path& folder) {

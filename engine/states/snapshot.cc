@@ -2,6 +2,8 @@
 
 #include <utility>
 
+#include "engine/base/engine_failed.h"
+
 namespace overspill::engine {
 
 void Snapshot::mark(Taker& taker) {
@@ -24,8 +26,6 @@ void Snapshot::take_all() {
       return !core_.failure.empty() || state.saving == Saving::none || state.saving == Saving::taking ||
              (state.saving == Saving::due && is_settled(state));
     };
-    while (!can_go_on() && core_.store.poll()) {
-    }
     while (!can_go_on()) core_.changed.wait(core_.mutex());
     if (!core_.failure.empty()) break;
     if (state.saving == Saving::due) take(static_cast<int32_t>(chunk));
@@ -34,7 +34,7 @@ void Snapshot::take_all() {
   if (!core_.failure.empty() && left_ > 0) fail(nullptr);
   taker_ = nullptr;
   if (error_) std::rethrow_exception(std::exchange(error_, nullptr));
-  core_.check();
+  if (!core_.failure.empty()) throw EngineFailed(core_.failure);
 }
 
 void Snapshot::before_change(int32_t chunk) {

@@ -24,9 +24,10 @@ class AroundStore : public io::Store {
   void drain() override { store_->drain(); }
   bool poll() override { return store_->poll(); }
   io::Export export_extents(std::span<const io::Extent> extents,
-                            const std::filesystem::path& folder) override {
-    return store_->export_extents(extents, folder);
+                            const std::filesystem::path& folder, io::ExportPace& pace) override {
+    return store_->export_extents(extents, folder, pace);
   }
+  using io::Store::export_extents;
   bool share_lives(uint64_t share) const override { return store_->share_lives(share); }
   void share_named(uint64_t share, const std::filesystem::path& folder, const std::string& prefix) override {
     store_->share_named(share, folder, prefix);

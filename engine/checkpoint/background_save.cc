@@ -1,0 +1,123 @@
+#include "engine/checkpoint/background_save.h"
+
+#include <fmt/format.h>
+
+#include <sstream>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "engine/base/engine_failed.h"
+#include "io/say.h"
+#include "io/stall_watch.h"
+
+namespace overspill::engine {
+namespace {
+
+std::string what_of(const std::exception_ptr& error) {
+  try {
+    std::rethrow_exception(error);
+  } catch (const std::exception& known) {
+    return known.what();
+  }
+}
+
+}  // namespace
+
+std::string words_of(const std::optional<IndexFile>& index) {
+  return index ? fmt::format("{} {} {}", index->file, index->bytes, index->checksum) : "";
+}
+
+std::optional<IndexFile> index_of_words(int rank, int shards, const std::string& words) {
+  if (words.empty()) return std::nullopt;
+  IndexFile index{.file = "", .bytes = 0, .checksum = 0, .shard = {rank, shards}};
+  std::istringstream in(words);
+  if (in >> index.file >> index.bytes >> index.checksum) return index;
+  throw CheckpointError(fmt::format("rank {} says of its part of the checkpoint: '{:.100}'", rank, words));
+}
+
+void BackgroundSave::announce(const std::filesystem::path& folder) {
+  if (setup_.layout.slices == 1) return;
+  reports_.emplace(CheckpointKeeper::unfinished(folder), setup_.layout.slice, setup_.layout.slices);
+}
+
+void BackgroundSave::start(const std::filesystem::path& folder, Manifest manifest) {
+  under_way_ = true;
+  keeper_.take_time();
+  thread_ = std::thread([this, folder, manifest = std::move(manifest)]() mutable noexcept {
+    run(folder, std::move(manifest));
+  });
+}
+
+std::exception_ptr BackgroundSave::join() noexcept {
+  if (!thread_.joinable()) return nullptr;
+  keeper_.hurry();
+  thread_.join();
+  return std::exchange(error_, nullptr);
+}
+
+void BackgroundSave::run(const std::filesystem::path& folder, Manifest manifest) noexcept {
+  try {
+    save(folder, std::move(manifest));
+  } catch (...) {
+    error_ = std::current_exception();
+    end(folder);
+  }
+  reports_.reset();
+  under_way_ = false;
+}
+
+void BackgroundSave::save(const std::filesystem::path& folder, Manifest manifest) {
+  const auto go_on = [this] { check(); };
+  snapshot_.take_all();
+  WrittenPart part = keeper_.finish_part(folder);
+  if (setup_.layout.slice == 0) {
+    std::vector<std::string> words(1);
+    if (reports_) {
+      words = reports_->gather(go_on);
+      reports_->remove_others();
+    }
+    words[0] = words_of(part.index);
+    manifest.units = std::move(part.units);
+    for (size_t rank = 0; rank < words.size(); ++rank) {
+      if (auto index = index_of_words(static_cast<int>(rank), setup_.layout.shards, words[rank]))
+        manifest.indexes.push_back(std::move(*index));
+    }
+    keeper_.complete(folder, manifest);
+    if (reports_) reports_->remove_own(folder);
+  } else {
+    reports_->say_written(words_of(part.index));
+    reports_->wait_for_name(folder, go_on);
+  }
+  keeper_.keep(folder);
+}
+
+/// Of a save that failed. Rank 0 removes the folder when no rank writes there any more.
+void BackgroundSave::end(const std::filesystem::path& folder) noexcept {
+  const std::string why = what_of(error_);
+  const bool stalled = io::is_stalled(error_);
+  try {
+    if (reports_) reports_->say_failed(why);
+    if (setup_.layout.slice == 0 && !stalled) {
+      if (reports_) reports_->wait_for_others([this] { check(); });
+      keeper_.remove(folder);
+    }
+  } catch (const std::exception&) {  // the engine has failed: nobody waits for anything
+    keeper_.remove(folder);
+  }
+  stalled ? keeper_.leave() : keeper_.give_up();
+  try {
+    io::say_on_stderr(
+        fmt::format("overspill: warning: the checkpoint {} could not be saved: {}", folder.string(), why));
+  } catch (const std::exception&) {
+  }
+}
+
+/// Throws EngineFailed where the other ranks may have gone.
+void BackgroundSave::check() const {
+  const MutexLock lock(core_.mutex());
+  if (core_.failure.empty()) return;
+  throw EngineFailed(core_.failure);
+}
+
+}  // namespace overspill::engine

@@ -1,0 +1,67 @@
+// A save that goes on while training does: a thread takes the snapshot's chunks, makes this rank's part
+// durable and, on rank 0, gives the folder its name when all ranks have written theirs. One at a time.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <exception>
+#include <filesystem>
+#include <memory>
+#include <optional>
+#include <thread>
+
+#include "engine/checkpoint/keeper.h"
+#include "engine/checkpoint/manifest.h"
+#include "engine/checkpoint/rank_reports.h"
+#include "engine/core/core.h"
+#include "engine/plan/setup.h"
+#include "engine/states/snapshot.h"
+
+namespace overspill::engine {
+
+class BackgroundSave {
+ public:
+  BackgroundSave(const Setup& setup, Core& core, Snapshot& snapshot, CheckpointKeeper& keeper)
+      : setup_(setup), core_(core), snapshot_(snapshot), keeper_(keeper) {}
+  BackgroundSave(const BackgroundSave&) = delete;
+  BackgroundSave& operator=(const BackgroundSave&) = delete;
+  ~BackgroundSave() { join(); }
+
+  /// Makes this rank's report, with several ranks: the folder has been prepared. Throws CheckpointError.
+  void announce(const std::filesystem::path& folder);
+  /// Drops what announce() made: the save failed before it began.
+  void withdraw() noexcept { reports_.reset(); }
+  /// Begins to take what the snapshot has marked into the keeper's part. `manifest`: without units, what rank
+  /// 0 writes.
+  void start(const std::filesystem::path& folder, Manifest manifest);
+
+  /// Whether one was started whose end nobody has asked for.
+  bool started() const { return thread_.joinable(); }
+  /// Waits for its end, and lets copies go at full speed meanwhile. Returns what went wrong, once; null:
+  /// nothing.
+  std::exception_ptr join() noexcept;
+
+  /// Whether one is under way now; any thread may ask.
+  bool under_way() const { return under_way_; }
+
+ private:
+  void run(const std::filesystem::path& folder, Manifest manifest) noexcept;
+  void save(const std::filesystem::path& folder, Manifest manifest);
+  void end(const std::filesystem::path& folder) noexcept;
+  void check() const EXCLUDES(engine_mutex);
+
+  const Setup& setup_;
+  Core& core_;
+  Snapshot& snapshot_;
+  CheckpointKeeper& keeper_;
+  std::optional<RankReports> reports_;
+  std::thread thread_;
+  std::exception_ptr error_;  // of the thread, for join()
+  std::atomic<bool> under_way_ = false;
+};
+
+/// An index in words for rank 0, and back; its shard follows from the rank.
+std::string words_of(const std::optional<IndexFile>& index);
+std::optional<IndexFile> index_of_words(int rank, int shards, const std::string& words);
+
+}  // namespace overspill::engine
