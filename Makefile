@@ -8,7 +8,7 @@ BUILD := build/release
 export VENV JOBS
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-all setup-test build build-all train train-compare test test-cpp test-python test-long fuzz bench-adam bench-formats bench-gpu bench-gradient bench-inference bench-intake bench-io bench-ranks bench-ranks-deepspeed bench-sizes bench-step large readme lint format sanitize neon wheels clean
+.PHONY: help setup setup-all setup-test build build-all train train-compare test test-cpp test-python test-long fuzz bench-adam bench-formats bench-gguf bench-gpu bench-gradient bench-inference bench-intake bench-io bench-ranks bench-ranks-deepspeed bench-sizes bench-step large readme lint format sanitize neon wheels clean
 
 help:  ## This list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -91,6 +91,11 @@ readme:  ## The README's numbers, from the results/*.json that are there
 bench-formats: build-all  ## What compact and 8-bit states keep of exact's learning on the job of `make train`; 80 minutes, can be resumed
 	@tools/setup --train
 	@tools/keep_result formats $(PYTHON_VENV) bench/formats/run.py $(BENCH_FORMATS_ARGS)
+
+bench-gguf: build  ## GGUF files in llama.cpp itself: tokens and logits beside transformers'; 1 minute once llama.cpp is built
+	@tools/setup --train
+	@tools/llama_cpp
+	@tools/keep_result gguf $(PYTHON_VENV) bench/gguf/run.py
 
 bench-gradient: build-all  ## Gradient passes: squares, accumulation (Google Benchmark)
 	@$(BUILD)/bench/bench_gradient

@@ -1,4 +1,4 @@
-"""Writes the numbers of docs/performance.md, docs/ranks.md and docs/gpu-results.md.
+"""Writes the numbers of docs/performance.md, docs/ranks.md, docs/gpu-results.md and docs/inference.md.
 
     tools/readme_numbers.py [--check] [results/*.json]
 
@@ -228,6 +228,36 @@ def plain(r: dict[str, Any]) -> list[str]:
     return ["| | |", "| --- | --- |", *rows]
 
 
+def gguf(r: dict[str, Any]) -> list[str]:
+    """Of `make bench-gguf`: KL divergences in nats."""
+    kinds = ("f32", "bf16", "q8_0")
+
+    def kl(name: str) -> list[str]:
+        return [f"{r[name.format(kind)]:.1e}" for kind in kinds]
+
+    rows = [
+        ("SmolLM2-135M, llama.cpp as it comes (keys and values in fp16): mean", kl("smollm2_{}_usual_kl")),
+        ("the same, of the furthest token", kl("smollm2_{}_usual_kl_largest")),
+        (
+            "the same, tokens whose likeliest successor is that of transformers",
+            [f"{100 * r[f'smollm2_{kind}_usual_same_first']:.1f} %" for kind in kinds],
+        ),
+        ("SmolLM2-135M, attention in fp32: mean", kl("smollm2_{}_exact_kl")),
+    ]
+    families = [key.removesuffix("_f32_kl") for key in r if key.endswith("_f32_kl")]
+    rows += [
+        (f"random weights, {name.replace('_tied', ', tied')}: mean", kl(name + "_{}_kl")) for name in families
+    ]
+    table = ["| `make bench-gguf`: KL in nats | f32 | bf16 | q8_0 |", "| --- | --- | --- | --- |"]
+    table += [f"| {name} | {' | '.join(values)} |" for name, values in rows]
+    return [
+        *table,
+        "",
+        f"llama-cpp-python {r['llama_cpp_python']}; {r['tokens_same']:,} tokens of the standard library's modules were "
+        f"the same as those of transformers. Measured on: {r['machine']}.",
+    ]
+
+
 SECTIONS = {
     "train": train,
     "adam": adam,
@@ -238,10 +268,17 @@ SECTIONS = {
     "ranks": ranks,
     "ranks-deepspeed": ranks_deepspeed,
     "gpu-step": gpu_step,
+    "gguf": gguf,
 }  # in this order
 RANKS = ROOT / "docs" / "ranks.md"
 GPU = ROOT / "docs" / "gpu-results.md"
-ELSEWHERE = {"ranks": RANKS, "ranks-deepspeed": RANKS, "gpu-step": GPU}  # whose numbers are elsewhere
+INFERENCE = ROOT / "docs" / "inference.md"
+ELSEWHERE = {  # whose numbers are elsewhere
+    "ranks": RANKS,
+    "ranks-deepspeed": RANKS,
+    "gpu-step": GPU,
+    "gguf": INFERENCE,
+}
 
 
 def section(document: Path) -> str:
@@ -269,7 +306,7 @@ def main() -> int:
         for one in (path, path.with_suffix(".svg")):  # its plot, if there is one
             if one.exists():
                 shutil.copyfile(one, KEPT / one.name)
-    return max([update(document, args.check) for document in (PERFORMANCE, RANKS, GPU)])
+    return max([update(document, args.check) for document in (PERFORMANCE, RANKS, GPU, INFERENCE)])
 
 
 def update(document: Path, check: bool) -> int:

@@ -30,6 +30,13 @@ def add(writer: Any, folder: Path, config: Mapping[str, Any], pre: str | None) -
             f"overspill: {folder}/tokenizer.json is no byte-level BPE, the only kind of which a GGUF file is written; "
             "use llama.cpp's convert_hf_to_gguf.py"
         )
+    if (changed := rules.get("normalizer")) and changed.get(
+        "type"
+    ) != "NFC":  # Qwen's, which llama.cpp leaves out
+        raise CheckpointError(
+            f"overspill: {folder}/tokenizer.json changes texts before it cuts them ({json.dumps(changed):.200}), which "
+            "llama.cpp does not do for a byte-level BPE; use llama.cpp's convert_hf_to_gguf.py"
+        )
     tokens, kinds = _tokens(rules, config["vocab_size"], folder)
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre(pre or _cut_by(rules, folder))
