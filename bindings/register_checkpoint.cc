@@ -15,6 +15,7 @@
 #include "engine/checkpoint/copy.h"
 #include "engine/checkpoint/manifest.h"
 #include "engine/checkpoint/save_folder.h"
+#include "engine/checkpoint/states.h"
 
 namespace overspill::bindings {
 namespace {
@@ -99,12 +100,7 @@ py::list compare_checkpoints(const std::filesystem::path& first, const std::file
   return list;
 }
 
-py::dict manifest(const std::filesystem::path& folder) {
-  engine::Manifest manifest;
-  {
-    const py::gil_scoped_release release;
-    manifest = engine::read_manifest(folder);
-  }
+py::dict manifest_dict(const engine::Manifest& manifest) {
   py::list units;
   for (const engine::ManifestUnit& unit : manifest.units) {
     py::list segments;
@@ -115,6 +111,8 @@ py::dict manifest(const std::filesystem::path& folder) {
       s["shape"] = segment.shape;
       s["strides"] = segment.strides;
       s["step"] = segment.step;
+      s["group"] = segment.group;
+      s["trainable"] = segment.trainable;
       segments.append(s);
     }
     py::dict u;
@@ -132,6 +130,40 @@ py::dict manifest(const std::filesystem::path& folder) {
   dict["extra_json"] = manifest.extra_json;
   dict["units"] = units;
   return dict;
+}
+
+py::dict manifest(const std::filesystem::path& folder) {
+  engine::Manifest manifest;
+  {
+    const py::gil_scoped_release release;
+    manifest = engine::read_manifest(folder);
+  }
+  return manifest_dict(manifest);
+}
+
+void register_parameters(py::module_& m) {
+  using engine::CheckpointParameters;
+  using Released = py::call_guard<py::gil_scoped_release>;
+  py::class_<CheckpointParameters>(
+      m, "CheckpointParameters",
+      "The parameters of a checkpoint, each with its states: read one at a time, every byte verified, in the "
+      "order of the engine's memory.")
+      .def(py::init<std::filesystem::path>(), py::arg("folder"), Released())
+      .def("manifest", [](const CheckpointParameters& self) { return manifest_dict(self.manifest()); })
+      .def(
+          "read_weight",
+          [](const CheckpointParameters& self, const std::string& parameter, const std::string& dtype,
+             uintptr_t address,
+             int64_t bytes) { self.read_weight(parameter, dtype, memory_at(address, bytes)); },
+          py::arg("parameter"), py::arg("dtype"), py::arg("address"), py::arg("bytes"), Released())
+      .def(
+          "read_state",
+          [](const CheckpointParameters& self, const std::string& parameter, const std::string& state,
+             uintptr_t address, int64_t bytes) {
+            const auto to = memory_at(address, bytes);
+            self.read_state(parameter, state, {reinterpret_cast<float*>(to.data()), to.size() / 4});
+          },
+          py::arg("parameter"), py::arg("state"), py::arg("address"), py::arg("bytes"), Released());
 }
 
 }  // namespace
@@ -153,6 +185,7 @@ void register_checkpoint(py::module_& m) {
       "earlier copy was cut off.");
   m.def("compare_checkpoints", &compare_checkpoints, py::arg("first"), py::arg("second"),
         py::arg("progress") = Progress(), "How the weights of two checkpoints differ, by parameter.");
+  register_parameters(m);
   m.attr("OWN_STATES_FILE") = engine::kOwnStatesFile;
   m.def(
       "is_file_of_a_save",

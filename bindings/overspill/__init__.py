@@ -20,6 +20,7 @@ from ._core import (
 from .calls import ThreadError
 from .config import Config
 from .config.section import ConfigError
+from .dcp_folder import export_dcp
 from .engine import Engine
 from .folders import FolderError, output_folder
 from .gguf_file import Exported, export_gguf
@@ -51,6 +52,7 @@ __all__ = [
     "StoreError",
     "ThreadError",
     "WrongProcess",
+    "export_dcp",
     "export_gguf",
     "initialize",
     "merge",

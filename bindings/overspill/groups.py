@@ -15,7 +15,7 @@ from .optim.options import check_8bit, check_ours
 from .parts import Part
 
 REFUSED = ("differentiable",)  # options of torch's optimizers that no engine has
-_CORE_WITH_MOMENTUM = {"SGD": ("sgd", "momentum"), "RMSprop": ("rmsprop", "rmsprop_momentum")}
+CORE_WITH_MOMENTUM = {"SGD": ("sgd", "momentum"), "RMSprop": ("rmsprop", "rmsprop_momentum")}
 
 
 class Groups:
@@ -38,9 +38,9 @@ class Groups:
         self.taken: dict[str, Any] | None = None
         if foreign:
             self.core = "sgd"
-        elif kind in _CORE_WITH_MOMENTUM:
+        elif kind in CORE_WITH_MOMENTUM:
             # Groups share a layout: one with momentum gives all of them a buffer.
-            self.core = _CORE_WITH_MOMENTUM[kind][any(float(group["momentum"]) for group in groups)]
+            self.core = CORE_WITH_MOMENTUM[kind][any(float(group["momentum"]) for group in groups)]
         else:
             self.core = getattr(optim, kind)._kind
 

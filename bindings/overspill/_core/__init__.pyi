@@ -18,6 +18,7 @@ __all__: list[str] = [
     "OWN_STATES_FILE",
     "BudgetError",
     "CheckpointError",
+    "CheckpointParameters",
     "CommunicatorError",
     "Config",
     "Engine",
@@ -442,6 +443,28 @@ class Lease:
         """
         What the queue is given from now on sees the weights too.
         """
+
+class CheckpointParameters:
+    """
+    The parameters of a checkpoint, each with its states: read one at a time, every byte verified, in the
+    order of the engine's memory.
+    """
+    def __init__(self, folder: os.PathLike[str] | str | bytes) -> None: ...
+    def manifest(self) -> dict[str, typing.Any]: ...
+    def read_state(
+        self,
+        parameter: str,
+        state: str,
+        address: typing.SupportsInt | typing.SupportsIndex,
+        bytes: typing.SupportsInt | typing.SupportsIndex,
+    ) -> None: ...
+    def read_weight(
+        self,
+        parameter: str,
+        dtype: str,
+        address: typing.SupportsInt | typing.SupportsIndex,
+        bytes: typing.SupportsInt | typing.SupportsIndex,
+    ) -> None: ...
 
 class InferenceModel:
     def __init__(

@@ -1,17 +1,24 @@
-"""List, verify, copy, move, remove and compare checkpoints.
+"""List, verify, copy, move, remove, compare and export checkpoints.
 
 A checkpoint of a run that trains shares files with it. These commands know that: they copy what the checkpoint consists
 of and nothing else, say what removing it would free, and never leave a folder that looks whole and is not.
 """
 
 import argparse
-import signal
-import sys
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 
 from overspill import copying, saves
-from overspill.cli import checkpoint_diff, checkpoint_list, checkpoint_remove, progress, verify
-from overspill.cli.common import add_json, natural, path_of
+from overspill.cli import (
+    checkpoint_diff,
+    checkpoint_export,
+    checkpoint_list,
+    checkpoint_remove,
+    progress,
+    verify,
+)
+from overspill.cli.common import add_json, natural, path_of, sigterm_ends
 from overspill.cli.output import say, warn
 from overspill.memory import human
 
@@ -70,6 +77,16 @@ examples:
   overspill checkpoint diff runs/first/checkpoints/step-000020 runs/first/checkpoints/step-000040
   overspill checkpoint diff A B --json --top 0
 """
+EXPORT = """Write a checkpoint as a folder that torch.distributed.checkpoint.load opens: for plain PyTorch and FSDP2.
+
+Weights, optimizer states, hyper-parameters and the scheduler's state, by the names that get_state_dict of
+torch.distributed.checkpoint.state_dict gives them: model.NAME, optim.state.NAME.exp_avg, optim.param_groups. Weights
+are the exact fp32 masters. Any number of ranks may open it. `overspill merge` writes what from_pretrained opens.
+
+examples:
+  overspill checkpoint export runs/first/checkpoints/step-000040 ./dcp
+  overspill checkpoint export runs/first/checkpoints/step-000040 ./dcp --optimizer-key optimizer
+"""
 
 
 def options(parser: argparse.ArgumentParser) -> None:
@@ -105,6 +122,7 @@ def options(parser: argparse.ArgumentParser) -> None:
         help="parameters listed; 0: all (default 10)",
     )
     add_json(diff)
+    checkpoint_export.options(add("export", EXPORT))
 
 
 def run(args: argparse.Namespace) -> int:
@@ -119,7 +137,7 @@ def _verify(args: argparse.Namespace) -> int:
 
 def _cp(args: argparse.Namespace) -> int:
     target = _target(args)
-    with _Stopped(target):
+    with _stopped(target):
         copied = copying.copy(args.checkpoint, target, progress.on_terminal("cp"))
     kept = f", of which {human(copied.kept)} were there from an earlier copy" if copied.kept else ""
     say(f"{target}: {human(copied.bytes)} copied{kept}; every byte fitted its checksum")
@@ -128,7 +146,7 @@ def _cp(args: argparse.Namespace) -> int:
 
 def _mv(args: argparse.Namespace) -> int:
     target = _target(args)
-    with _Stopped(target):
+    with _stopped(target):
         copied = copying.move(args.checkpoint, target, progress.on_terminal("mv"))
     how = (
         "renamed"
@@ -146,22 +164,19 @@ def _target(args: argparse.Namespace) -> Path:
     return target / args.checkpoint.resolve().name if inside else target
 
 
-class _Stopped:
+@contextlib.contextmanager
+def _stopped(target: Path) -> Iterator[None]:
     """Ends a copy on SIGTERM as on Ctrl-C, and says what is left of one that did not end well."""
-
-    def __init__(self, target: Path):
-        self._target = target
-
-    def __enter__(self) -> None:
-        self._before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        signal.signal(signal.SIGTERM, self._before)
-        part = copying.unfinished(self._target)
-        if kind is not None and part.is_dir() and not part.is_symlink():
+    try:
+        with sigterm_ends():
+            yield
+    except BaseException:
+        part = copying.unfinished(target)
+        if part.is_dir() and not part.is_symlink():
             warn(
                 f"{part} has what was copied: the same command goes on with it, `overspill checkpoint rm` removes it"
             )
+        raise
 
 
 ACTIONS = {
@@ -171,4 +186,5 @@ ACTIONS = {
     "mv": _mv,
     "rm": checkpoint_remove.run,
     "diff": checkpoint_diff.run,
+    "export": checkpoint_export.run,
 }

@@ -1,11 +1,14 @@
 """What the commands share: errors for people, checks of folders, options that mean the same everywhere."""
 
 import argparse
+import contextlib
 import dataclasses
 import errno
 import json
 import shlex
-from collections.abc import Callable
+import signal
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +45,16 @@ def _way_out(error: OSError) -> str:
     if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
         return "; name a folder that you may write to"
     return ""
+
+
+@contextlib.contextmanager
+def sigterm_ends() -> Iterator[None]:
+    """SIGTERM ends the block by an exception, as Ctrl-C does, so that what is half written is removed."""
+    before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def size(text: str) -> int:

@@ -10,11 +10,9 @@ examples:
 """
 
 import argparse
-import signal
-import sys
 
 from overspill import gguf_file
-from overspill.cli.common import path_of
+from overspill.cli.common import path_of, sigterm_ends
 from overspill.cli.progress import on_terminal
 from overspill.memory import human
 
@@ -36,12 +34,9 @@ def options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
-    try:
+    with sigterm_ends():
         done = gguf_file.export_gguf(
             args.model, args.file, type=args.type, pre=args.pre, progress=on_terminal("export")
         )
-    finally:
-        signal.signal(signal.SIGTERM, before)
     print(f"{args.file}: {done.tensors} tensors, {human(done.bytes)}, {args.type}")
     return 0
