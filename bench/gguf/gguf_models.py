@@ -25,6 +25,12 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
 FAMILIES = [
     ("llama", {}),
     ("llama", {"tie_word_embeddings": True}),

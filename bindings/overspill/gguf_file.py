@@ -160,7 +160,8 @@ def _config(folder: Path) -> dict[str, Any]:
         "quantization_config": bool(config.get("quantization_config")),
         "mlp_only_layers": bool(config.get("mlp_only_layers")),
         "decoder_sparse_step": config.get("decoder_sparse_step", 1) != 1,
-        "rope_parameters": rope.get("rope_type", "default") not in ("default", "linear", "llama3"),
+        "rope_parameters": rope.get("rope_type", "default") not in ("default", "linear", "llama3", "yarn")
+        or _other_yarn(rope),
         # llama.cpp always divides the chosen experts' weights by their sum, whatever a file says
         "norm_topk_prob": found == "qwen3_moe" and not config.get("norm_topk_prob"),
         "partial_rotary_factor": part != (1, 1),
@@ -207,6 +208,19 @@ def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
     return {"rope_theta": config.get("rope_theta", 10000.0), **found, "rope_type": kind}
 
 
+def _other_yarn(rope: Mapping[str, Any]) -> bool:
+    """Whether this is YaRN otherwise than llama.cpp has it, which is as transformers does where nothing else is said:
+    attention scaled by 1 + log(factor) / 10, frequencies blended between 32 turns and 1, in a range that is rounded.
+    (A file may name other turns, and llama.cpp 0.3.36 reads them not for these families.)"""
+    if rope["rope_type"] != "yarn":
+        return False
+    factor, old = rope.get("factor"), rope.get("original_max_position_embeddings")
+    said = any(rope.get(name) is not None for name in ("attention_factor", "mscale", "mscale_all_dim"))
+    said = said or (rope.get("beta_fast") or 32, rope.get("beta_slow") or 1) != (32, 1)
+    numbers = type(factor) in (int, float) and factor >= 1 and type(old) is int and 0 < old < 2**31
+    return said or not numbers or not rope.get("truncate", True)
+
+
 def _head_dim(config: Mapping[str, Any]) -> int:
     return config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
 
@@ -234,9 +248,11 @@ def _add_metadata(writer: Any, config: Mapping[str, Any], folder: Path, file_typ
     writer.add_rope_dimension_count(_head_dim(config))
     writer.add_rope_freq_base(float(rope["rope_theta"]))
     writer.add_vocab_size(config["vocab_size"])
-    if rope["rope_type"] == "linear":
-        writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
+    if rope["rope_type"] in ("linear", "yarn"):
+        writer.add_rope_scaling_type(gguf.RopeScalingType[rope["rope_type"].upper()])
         writer.add_rope_scaling_factor(float(rope["factor"]))
+    if rope["rope_type"] == "yarn":
+        writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
     if config["model_type"] == "qwen3_moe":
         writer.add_expert_count(config.get("num_local_experts") or config["num_experts"])
         writer.add_expert_used_count(config["num_experts_per_tok"])

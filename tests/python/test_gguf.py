@@ -12,7 +12,7 @@ import torch
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "bench/gguf"))
 
-from gguf_models import FAMILIES, LLAMA3, made
+from gguf_models import FAMILIES, LLAMA3, YARN, made
 from overspill import CheckpointError, FolderError, export_gguf, gguf_file, gguf_tokenizer
 from overspill.cli import main
 
@@ -209,7 +209,19 @@ def change(path: Path, **values) -> None:
         ("model_type", ["llama"], "model of type"),
         ("hidden_act", "gelu", "hidden_act"),
         ("use_sliding_window", True, "use_sliding_window"),
-        ("rope_parameters", {"rope_type": "yarn", "rope_theta": 1e4}, "yarn"),
+        ("rope_parameters", {"rope_type": "longrope", "rope_theta": 1e4}, "longrope"),
+        *(
+            ("rope_parameters", {**YARN, name: value}, "yarn")
+            for name, value in (
+                ("attention_factor", 1.0),
+                ("mscale", 0.7),
+                ("beta_fast", 16),
+                ("beta_slow", 2.0),
+                ("truncate", False),
+                ("factor", "4"),
+                ("original_max_position_embeddings", None),
+            )
+        ),
         ("quantization_config", {"quant_method": "awq"}, "quantization_config"),
         ("hidden_size", "64", "positive integer"),
         ("num_hidden_layers", 2**40, "positive integer"),

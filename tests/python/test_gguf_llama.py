@@ -12,13 +12,18 @@ from overspill import export_gguf, gguf_tokenizer
 sys.path.append(str(Path(__file__).resolve().parents[2] / "bench/gguf"))
 
 import gguf_opened
-from gguf_models import FAMILIES, LLAMA3, made
+from gguf_models import FAMILIES, LLAMA3, YARN, made
 from gguf_opened import Opened, difference, of_transformers
 
 pytestmark = pytest.mark.skipif(bool(gguf_opened.missing()), reason=gguf_opened.missing())
 
 LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
-OF_LLAMA = [
+SCALED = [
+    ("llama", {"rope_parameters": YARN}),
+    ("llama", {"rope_parameters": {**YARN, "beta_fast": 32.0, "factor": 1.5}}),
+    ("qwen2", {"rope_parameters": YARN}),
+    ("qwen3", {"rope_parameters": {**YARN, "rope_theta": 1e6, "factor": 2.5}}),
+    ("qwen3_moe", {"rope_parameters": YARN}),
     ("llama", {"rope_parameters": LLAMA3}),
     ("llama", {"rope_parameters": LINEAR}),
     ("llama", {"attention_bias": True}),
@@ -38,7 +43,7 @@ TEXTS = [
 ]
 
 
-@pytest.mark.parametrize(("family", "changes"), FAMILIES + OF_LLAMA)
+@pytest.mark.parametrize(("family", "changes"), FAMILIES + SCALED)
 def test_llama_cpp_gives_the_models_logits(family, changes, on_disk, tmp_path):
     """Unlike transformers' reader, llama.cpp shares no code with the model that the file is compared with."""
     folder = made(tmp_path / "model", family, on_disk.model, **changes)
