@@ -34,6 +34,7 @@ YARN = {
 FAMILIES = [
     ("llama", {}),
     ("llama", {"tie_word_embeddings": True}),
+    ("mistral", {"sliding_window": None}),
     ("qwen2", {}),
     ("qwen3", {"tie_word_embeddings": True}),
     ("qwen3_moe", {}),
@@ -46,6 +47,7 @@ def made(folder: Path, family: str, tokenizer_of: Path, **changes) -> Path:
 
     config_of, model_of = {
         "llama": ("LlamaConfig", "LlamaForCausalLM"),
+        "mistral": ("MistralConfig", "MistralForCausalLM"),
         "qwen2": ("Qwen2Config", "Qwen2ForCausalLM"),
         "qwen3": ("Qwen3Config", "Qwen3ForCausalLM"),
         "qwen3_moe": ("Qwen3MoeConfig", "Qwen3MoeForCausalLM"),

@@ -1,4 +1,4 @@
-"""A model of the Llama and Qwen families as one GGUF file, for llama.cpp and what is built on it.
+"""A model of the Llama, Mistral and Qwen families as one GGUF file, for llama.cpp and what is built on it.
 
 The weights are written one tensor at a time. Names, the order of rotated rows and the tokenizer's kind are those that
 llama.cpp expects of a family; what this module does not know of a model is an error, since the file would load and
@@ -28,7 +28,13 @@ from .pretrained import Folder, some
 TYPES = ("f32", "bf16", "q8_0")
 _MERGED = {"f32": "fp32", "bf16": "bf16", "q8_0": "fp32"}  # what a checkpoint's weights are read as
 _FILE_TYPES = {"f32": "ALL_F32", "bf16": "MOSTLY_BF16", "q8_0": "MOSTLY_Q8_0"}
-_ARCHITECTURES = {"llama": "LLAMA", "qwen2": "QWEN2", "qwen3": "QWEN3", "qwen3_moe": "QWEN3MOE"}
+_ARCHITECTURES = {
+    "llama": "LLAMA",
+    "mistral": "LLAMA",
+    "qwen2": "QWEN2",
+    "qwen3": "QWEN3",
+    "qwen3_moe": "QWEN3MOE",
+}
 _OF_A_LAYER = (
     "attn_norm.weight",
     "attn_q.weight",
@@ -67,7 +73,7 @@ def export_gguf(
     pre: str | None = None,
     progress: Progress | None = None,
 ) -> Exported:
-    """Writes a model of the Llama or Qwen family as a GGUF file. Needs the package gguf: `pip install
+    """Writes a model of the Llama, Mistral or Qwen family as a GGUF file. Needs the package gguf: `pip install
     'overspill[gguf]'`. Memory: the largest tensor, a few times; of a mixture, a layer's experts.
 
     Args:
@@ -157,6 +163,9 @@ def _config(folder: Path) -> dict[str, Any]:
     wrong = {
         "hidden_act": config.get("hidden_act", "silu") != "silu",
         "use_sliding_window": bool(config.get("use_sliding_window")),
+        # Where the key is missing, transformers takes 4096.
+        "sliding_window": found == "mistral"
+        and (config.get("sliding_window", 4096) or math.inf) < config["max_position_embeddings"],
         "quantization_config": bool(config.get("quantization_config")),
         "mlp_only_layers": bool(config.get("mlp_only_layers")),
         "decoder_sparse_step": config.get("decoder_sparse_step", 1) != 1,
@@ -328,14 +337,14 @@ def _reader(stored: Folder, name: str, heads: int | None) -> Callable[[], torch.
 
 
 def permuted(tensor: torch.Tensor, heads: int) -> torch.Tensor:
-    """Rows in the order of llama.cpp's rotation for Llama: it turns neighbours (2i, 2i + 1), transformers i and
-    i + half."""
+    """Rows in the order of llama.cpp's rotation for Llama and Mistral: it turns neighbours (2i, 2i + 1), transformers i
+    and i + half."""
     halves = tensor.reshape(heads, 2, tensor.shape[0] // heads // 2, *tensor.shape[1:])
     return halves.transpose(1, 2).reshape(tensor.shape)
 
 
 def _permuted_heads(name: str, config: Mapping[str, Any]) -> int | None:
-    if config["model_type"] != "llama":
+    if _ARCHITECTURES[config["model_type"]] != "LLAMA":
         return None
     if ".self_attn.q_proj." in name:
         return int(config["num_attention_heads"])

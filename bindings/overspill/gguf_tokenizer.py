@@ -1,5 +1,5 @@
 """The tokenizer of a Hugging Face folder in the words of a GGUF file: byte-level BPE, which Llama 3, SmolLM and Qwen
-have."""
+have, and SentencePiece's BPE, which Llama 2 and Mistral have."""
 
 from __future__ import annotations
 
@@ -18,34 +18,65 @@ _BY_PATTERN = {
     _CONTRACTIONS + r"\p{N}{1,3}" + _REST: "llama-bpe",
     _CONTRACTIONS + r"\p{N}" + _REST: "qwen2",
 }
-_NORMAL, _CONTROL, _USER_DEFINED, _UNUSED = 1, 3, 4, 5  # kinds of tokens
+_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = range(1, 7)  # kinds of tokens
+_BYTES = [f"<0x{byte:02X}>" for byte in range(256)]  # SentencePiece's tokens of what has no other
 
 
 def add(writer: Any, folder: Path, config: Mapping[str, Any], pre: str | None) -> None:
     """`pre`: as of export_gguf. Raises CheckpointError."""
     rules = _read(folder / "tokenizer.json")
     model = rules.get("model")
-    if not isinstance(model, dict) or model.get("type") != "BPE" or not _is_byte_level(rules):
+    is_bpe = isinstance(model, dict) and model.get("type") == "BPE"
+    if is_bpe and (prefix := _space_before(rules)) is not None:
+        _add_sentencepiece(writer, rules, config["vocab_size"], folder, prefix)
+    elif is_bpe and _is_byte_level(rules):
+        _add_byte_level(writer, rules, config["vocab_size"], folder, pre)
+    else:
         raise CheckpointError(
-            f"overspill: {folder}/tokenizer.json is no byte-level BPE, the only kind of which a GGUF file is written; "
-            "use llama.cpp's convert_hf_to_gguf.py"
+            f"overspill: {folder}/tokenizer.json is neither a byte-level BPE nor SentencePiece's BPE with bytes, the "
+            "kinds of which a GGUF file is written; use llama.cpp's convert_hf_to_gguf.py"
         )
-    if (changed := rules.get("normalizer")) and changed.get(
-        "type"
-    ) != "NFC":  # Qwen's, which llama.cpp leaves out
+    _add_special(writer, folder, config)
+
+
+def _add_byte_level(writer: Any, rules: Mapping[str, Any], size: int, folder: Path, pre: str | None) -> None:
+    changed = rules.get("normalizer")
+    if changed and changed.get("type") != "NFC":  # Qwen's, which llama.cpp leaves out
         raise CheckpointError(
             f"overspill: {folder}/tokenizer.json changes texts before it cuts them ({json.dumps(changed):.200}), which "
             "llama.cpp does not do for a byte-level BPE; use llama.cpp's convert_hf_to_gguf.py"
         )
-    tokens, kinds = _tokens(rules, config["vocab_size"], folder)
+    tokens, kinds = _tokens(rules, size, folder)
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre(pre or _cut_by(rules, folder))
     writer.add_token_list(tokens)
     writer.add_token_types(kinds)
-    writer.add_token_merges(
-        [merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]]
-    )
-    _add_special(writer, folder, config)
+    writer.add_token_merges([" ".join(merge) for merge in _merges(rules)])
+
+
+def _add_sentencepiece(writer: Any, rules: Mapping[str, Any], size: int, folder: Path, prefix: bool) -> None:
+    """llama.cpp joins what makes the token with the highest score; tokenizer.json has the order of the merges."""
+    tokens, kinds = _tokens(rules, size, folder)
+    rank: dict[str, int] = {}
+    for number, merge in enumerate(_merges(rules)):
+        rank.setdefault("".join(merge), number)
+    for index, token in enumerate(tokens):
+        if token in _BYTES and kinds[index] == _NORMAL:
+            kinds[index] = _BYTE
+        if token == (rules["model"].get("unk_token") or "<unk>"):
+            kinds[index] = _UNKNOWN
+            writer.add_unk_token_id(index)
+    writer.add_tokenizer_model("llama")
+    writer.add_tokenizer_pre("default")
+    writer.add_token_list(tokens)
+    writer.add_token_scores([-float(rank.get(token, len(rank))) for token in tokens])
+    writer.add_token_types(kinds)
+    writer.add_add_space_prefix(prefix)
+
+
+def _merges(rules: Mapping[str, Any]) -> list[list[str]]:
+    """Pairs; older files have texts with a space between the two."""
+    return [merge.split(" ") if isinstance(merge, str) else merge for merge in rules["model"]["merges"]]
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -71,6 +102,30 @@ def _steps(rules: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 def _is_byte_level(rules: Mapping[str, Any]) -> bool:
     return any(step.get("type") == "ByteLevel" for step in _steps(rules))
+
+
+def _space_before(rules: Mapping[str, Any]) -> bool | None:
+    """Whether a text gets a space before it; None where this is no BPE of SentencePiece's with all bytes, or has other
+    rules than that spaces become "▁"."""
+    model = rules["model"]
+    if (
+        not model.get("byte_fallback")
+        or model.get("ignore_merges")
+        or not set(_BYTES) <= set(model.get("vocab") or ())
+    ):
+        return None
+    normalizer, cut = rules.get("normalizer") or {}, rules.get("pre_tokenizer") or {}
+    if cut.get("type") == "Metaspace" and not normalizer:
+        scheme = cut.get("prepend_scheme", "always")
+        known = cut.get("replacement") == "▁" and cut.get("split") is False
+        return scheme != "never" if known else None
+    steps = normalizer.get("normalizers", []) if normalizer.get("type") == "Sequence" else [normalizer]
+    replaced = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
+    if cut or not steps or steps[-1] != replaced:
+        return None
+    if len(steps) == 1:
+        return False
+    return True if steps[:-1] == [{"type": "Prepend", "prepend": "▁"}] else None
 
 
 def _cut_by(rules: Mapping[str, Any], folder: Path) -> str:

@@ -195,6 +195,35 @@ def test_known_ways_to_cut_a_text(steps, name, tmp_path):
         gguf_tokenizer._cut_by(rules, tmp_path)
 
 
+PREPEND = {"type": "Prepend", "prepend": "▁"}
+REPLACE = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
+METASPACE = {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "first", "split": False}
+
+
+@pytest.mark.parametrize(
+    ("changes", "before"),
+    [
+        ({"normalizer": {"type": "Sequence", "normalizers": [PREPEND, REPLACE]}}, True),
+        ({"normalizer": REPLACE}, False),
+        ({"pre_tokenizer": METASPACE}, True),
+        ({"pre_tokenizer": {**METASPACE, "prepend_scheme": "never"}}, False),
+        ({"pre_tokenizer": {**METASPACE, "split": True}}, None),
+        ({"pre_tokenizer": METASPACE, "normalizer": REPLACE}, None),
+        ({"normalizer": {"type": "Sequence", "normalizers": [{"type": "NFKC"}, REPLACE]}}, None),
+        ({"normalizer": {**REPLACE, "content": "_"}}, None),
+        ({"pre_tokenizer": METASPACE, "byte_fallback": False}, None),
+        ({"pre_tokenizer": METASPACE, "ignore_merges": True}, None),
+        ({"pre_tokenizer": METASPACE, "vocab": {"a": 0}}, None),
+        ({}, None),
+    ],
+)
+def test_known_forms_of_sentencepiece(changes, before):
+    vocab = {token: number for number, token in enumerate(gguf_tokenizer._BYTES)}
+    model = {"byte_fallback": True, "vocab": vocab}
+    rules = {"model": model | changes, "normalizer": None, "pre_tokenizer": None} | changes
+    assert gguf_tokenizer._space_before(rules) is before
+
+
 # --- refusals -----------------------------------------------------------------------------------------------------
 
 
@@ -237,6 +266,16 @@ def test_what_would_be_another_model_there_is_refused(key, value, said, on_disk,
     assert os.listdir(tmp_path) == ["model"]
 
 
+@pytest.mark.parametrize(("window", "refused"), [(64, True), (None, False), (128, False)])
+def test_a_sliding_window_that_a_text_can_outgrow_is_refused(window, refused, on_disk, tmp_path):
+    folder = made(tmp_path / "model", "mistral", on_disk.model, sliding_window=window)
+    if not refused:
+        export_gguf(folder, tmp_path / "out.gguf")
+        return
+    with pytest.raises(CheckpointError, match="sliding_window = 64"):
+        export_gguf(folder, tmp_path / "out.gguf")
+
+
 def test_experts_whose_weights_are_not_divided_by_their_sum_are_refused(on_disk, tmp_path):
     folder = made(tmp_path / "model", "qwen3_moe", on_disk.model, norm_topk_prob=False)
     with pytest.raises(CheckpointError, match="norm_topk_prob = false"):
@@ -259,7 +298,7 @@ def test_tensors_and_tokenizers_that_are_not_known_are_refused(on_disk, tmp_path
     for wrong in ({"model": {"type": "Unigram"}}, {"pre_tokenizer": {"type": "Metaspace"}}):
         folder = made(tmp_path / "again", "llama", on_disk.model)
         (folder / "tokenizer.json").write_text(json.dumps({**rules, **wrong}))
-        with pytest.raises(CheckpointError, match="no byte-level BPE"):
+        with pytest.raises(CheckpointError, match="neither a byte-level BPE nor SentencePiece"):
             export_gguf(folder, tmp_path / "out.gguf")
     folder = made(tmp_path / "again", "llama", on_disk.model)
     (folder / "tokenizer.json").write_text(json.dumps({**rules, "normalizer": {"type": "Lowercase"}}))

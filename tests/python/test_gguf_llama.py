@@ -111,3 +111,62 @@ def test_each_known_way_to_cut_a_text(name, on_disk, tmp_path):
     with Opened(tmp_path / "model.gguf") as opened:
         for text in [*TEXTS, Path(__file__).read_text()]:
             assert opened.tokens(text) == tokenizer.encode(text, add_special_tokens=False).ids, text
+
+
+PREPEND = {"type": "Prepend", "prepend": "▁"}
+REPLACE = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
+METASPACE = {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "first", "split": False}
+
+
+def of_sentencepiece(normalizer, cut, path: Path) -> None:
+    """A tokenizer such as transformers makes of SentencePiece's files: bytes for what no piece has."""
+    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+
+    trained = Tokenizer(models.BPE())
+    trained.pre_tokenizer = pre_tokenizers.Metaspace(replacement="▁", prepend_scheme="always")
+    trained.train([__file__, json.__file__], trainers.BpeTrainer(vocab_size=600, show_progress=False))
+    rules = json.loads(trained.to_str())
+    names = ["<unk>", "<s>", "</s>", *gguf_tokenizer._BYTES, *rules["model"]["vocab"]]
+    first = {"SpecialToken": {"id": "<s>", "type_id": 0}}
+    rules["model"] |= {
+        "vocab": {name: index for index, name in enumerate(dict.fromkeys(names))},
+        "byte_fallback": True,
+        "fuse_unk": True,
+        "unk_token": "<unk>",
+    }
+    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+    rules |= {
+        "normalizer": normalizer,
+        "pre_tokenizer": cut,
+        "added_tokens": [{"id": index, "content": name, **flags} for index, name in enumerate(names[:3])],
+        "post_processor": {
+            "type": "TemplateProcessing",
+            "single": [first, {"Sequence": {"id": "A", "type_id": 0}}],
+            "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
+            "special_tokens": {"<s>": {"id": "<s>", "ids": [1], "tokens": ["<s>"]}},
+        },
+    }
+    path.write_text(json.dumps(rules))
+
+
+@pytest.mark.parametrize(
+    ("normalizer", "cut"),
+    [({"type": "Sequence", "normalizers": [PREPEND, REPLACE]}, None), (REPLACE, None), (None, METASPACE)],
+)
+def test_each_form_of_sentencepiece(normalizer, cut, tmp_path):
+    from tokenizers import Tokenizer
+
+    kept = tmp_path / "tokenizer"
+    kept.mkdir()
+    of_sentencepiece(normalizer, cut, kept / "tokenizer.json")
+    special = {"bos_token_id": 1, "eos_token_id": 2}
+    folder = made(tmp_path / "model", "mistral", kept, sliding_window=None, **special)
+    export_gguf(folder, tmp_path / "model.gguf")
+    tokenizer = Tokenizer.from_file(str(kept / "tokenizer.json"))
+    # Transformers' Metaspace puts no space before a text that begins with one, nor after a special token, which the
+    # source of this test has.
+    texts = [text for text in TEXTS if not (cut and text.startswith(" "))]
+    with Opened(tmp_path / "model.gguf") as opened:
+        for text in [*texts, Path((json if cut else sys.modules[__name__]).__file__).read_text()]:
+            assert opened.tokens(text) == tokenizer.encode(text, add_special_tokens=False).ids, text
+            assert opened.tokens(text, around=True) == tokenizer.encode(text).ids, text

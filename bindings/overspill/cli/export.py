@@ -1,8 +1,8 @@
 """Write a model as a GGUF file, for llama.cpp and what is built on it.
 
 Takes a Hugging Face folder (what merge writes) or a checkpoint, which is merged into a folder beside FILE first. Of
-the Llama and Qwen families: llama, qwen2, qwen3, qwen3_moe, with byte-level tokenizers. It needs
-pip install 'overspill[gguf]'.
+the Llama, Mistral and Qwen families: llama, mistral, qwen2, qwen3, qwen3_moe, with byte-level tokenizers or
+SentencePiece's BPE. It needs pip install 'overspill[gguf]'.
 
 examples:
   overspill export ./tuned tuned.gguf --type q8_0
