@@ -163,9 +163,7 @@ def _config(folder: Path) -> dict[str, Any]:
     wrong = {
         "hidden_act": config.get("hidden_act", "silu") != "silu",
         "use_sliding_window": bool(config.get("use_sliding_window")),
-        # Where the key is missing, transformers takes 4096.
-        "sliding_window": found == "mistral"
-        and (config.get("sliding_window", 4096) or math.inf) < config["max_position_embeddings"],
+        "sliding_window": found == "mistral" and _has_window(config),
         "quantization_config": bool(config.get("quantization_config")),
         "mlp_only_layers": bool(config.get("mlp_only_layers")),
         "decoder_sparse_step": config.get("decoder_sparse_step", 1) != 1,
@@ -217,6 +215,13 @@ def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
     return {"rope_theta": config.get("rope_theta", 10000.0), **found, "rope_type": kind}
 
 
+def _has_window(config: Mapping[str, Any]) -> bool:
+    """Whether a text can be longer than what Mistral's attention looks back at. Without the key transformers takes
+    4096."""
+    window = config.get("sliding_window", 4096)
+    return window is not None and (type(window) is not int or window < config["max_position_embeddings"])
+
+
 def _other_yarn(rope: Mapping[str, Any]) -> bool:
     """Whether this is YaRN otherwise than llama.cpp has it, which is as transformers does where nothing else is said:
     attention scaled by 1 + log(factor) / 10, frequencies blended between 32 turns and 1, in a range that is rounded.
@@ -226,7 +231,7 @@ def _other_yarn(rope: Mapping[str, Any]) -> bool:
     factor, old = rope.get("factor"), rope.get("original_max_position_embeddings")
     said = any(rope.get(name) is not None for name in ("attention_factor", "mscale", "mscale_all_dim"))
     said = said or (rope.get("beta_fast") or 32, rope.get("beta_slow") or 1) != (32, 1)
-    numbers = type(factor) in (int, float) and factor >= 1 and type(old) is int and 0 < old < 2**31
+    numbers = type(factor) in (int, float) and 1 <= factor < math.inf and type(old) is int and 0 < old < 2**31
     return said or not numbers or not rope.get("truncate", True)
 
 
