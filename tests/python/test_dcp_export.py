@@ -119,6 +119,23 @@ def test_the_engine_itself_goes_on_from_it(run, start):
     assert engine.global_steps == 3 and train(engine, range(3, 6)) == losses
 
 
+def test_a_checkpoint_of_two_ranks(tmp_path):
+    agent = launch.torchrun(2, Path(__file__).with_name("dcp_export_job.py"), tmp_path)
+    said, err = agent.communicate(timeout=launch.HANGS)
+    assert agent.returncode == 0, said + err
+    model = Net()
+    optimizer = adamw(model)
+    loaded(model, optimizer, tmp_path / "dcp")
+    losses = []
+    for number in range(3, 6):
+        loss = model(*batch(number))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses == pytest.approx(json.loads((tmp_path / "losses.json").read_text()), rel=1e-6)
+
+
 class Wide(nn.Module):
     """Larger than a chunk, one weight in another order of memory, two that are tied."""
 
