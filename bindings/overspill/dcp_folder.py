@@ -141,6 +141,13 @@ class _Reading:
                 "and the optimizer's state_dict with torch.save"
             )
 
+        most = max((segment["group"] for _, segment in self.segments()), default=0)
+        if most >= len(self.extra.groups):
+            raise CheckpointError(
+                f"overspill: {source}: a parameter is in group {most} of {len(self.extra.groups)}; it is damaged: use "
+                "another checkpoint"
+            )
+
     def content(self, model: str, optimizer: str) -> _Content:
         found = _Content()
         before = f"{model}." if model else ""
@@ -162,10 +169,12 @@ class _Reading:
                 found.tied[before + other] = before + name
         options = [self.options(number, group) for number, group in enumerate(self.extra.groups)]
         found.state_dict[optimizer] = {"state": states, "param_groups": options}
+        numbers = set(map(str, range(len(options))))  # of groups; a parameter may be called so too
         found.state_dict[f"{optimizer}.param_groups"] = {  # the form of flatten_optimizer_state_dict=True
             f"{name}.{option}": value
             for group in options
             for name in group["params"]
+            if name not in numbers
             for option, value in group.items()
             if option != "params"
         }

@@ -241,6 +241,30 @@ def test_a_configurations_optimizer_has_what_torchs_has(start, tmp_path):
     assert optimizer.param_groups[0]["decoupled_weight_decay"] is False
 
 
+class Numbered(nn.Module):
+    """Parameters that are called as groups are."""
+
+    def __init__(self):
+        super().__init__()
+        for name in ("0", "1"):
+            self.register_parameter(name, nn.Parameter(torch.ones(3)))
+
+    def forward(self, x):
+        return getattr(self, "0").sum() * x.sum() + getattr(self, "1").square().sum()
+
+
+def test_parameters_whose_names_are_numbers(start, tmp_path):
+    engine = start(Numbered(), section=ADAMW)
+    engine.backward(engine(torch.ones(2)))
+    engine.step()
+    engine.save_checkpoint(tmp_path / "saved")
+    export_dcp(tmp_path / "saved", tmp_path / "dcp")
+    model = Numbered()
+    optimizer = adamw(model)
+    loaded(model, optimizer, tmp_path / "dcp")
+    assert optimizer.param_groups[0]["lr"] == 1e-2 and optimizer.state[getattr(model, "0")]["step"] == 1
+
+
 def test_other_names_and_weights_in_bf16(run, tmp_path):
     saved, names = tmp_path / "saved", ("", "optimizer")
     export_dcp(saved, tmp_path / "other", model=names[0], optimizer=names[1], dtype="bf16")
