@@ -302,6 +302,10 @@ void register_passes(EngineClass& cls) {
            py::arg("folder"), py::arg("extra_json"), Released())
       .def("save", py::overload_cast<const std::filesystem::path&, const engine::WriteBeside&>(&Engine::save),
            py::arg("folder"), py::arg("write_beside"), Released())
+      .def("save_in_background", &Engine::save_in_background, py::arg("folder"), py::arg("write_beside"),
+           Released())
+      .def("wait_for_save", &Engine::wait_for_save, Released())
+      .def("wait_for_snapshot", &Engine::wait_for_snapshot, Released())
       .def("load", &Engine::load, py::arg("folder"), Released());
 }
 
@@ -309,6 +313,15 @@ void register_looks(EngineClass& cls) {
   using Released = py::call_guard<py::gil_scoped_release>;
   cls.def("stats", &stats_dict)
       .def("stall", &Engine::stall)
+      .def("save_progress",
+           [](const Engine& self) {
+             const engine::SaveProgress progress = self.save_progress();
+             py::dict d;
+             d["under_way"] = progress.under_way;
+             d["bytes"] = progress.bytes;
+             d["done_bytes"] = progress.done_bytes;
+             return d;
+           })
       .def("report", &Engine::report, Released())
       .def("report_inside", &Engine::report_inside, Released())
       .def("begin_backward", &Engine::begin_backward, Released())

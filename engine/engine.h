@@ -250,11 +250,13 @@ class Engine {
   /// The same, of the states as they are now, while the caller goes on: returns when all that is needed of them
   /// is reserved. Updates that are still to be made belong to it. One at a time: the next save, load() and close()
   /// wait for it and throw its error. Where weights or states are changed from outside, that waits until they
-  /// are taken. What lives on the device is taken before this returns. With Config::train_after_save = false it
-  /// is save(). Collective.
+  /// are taken. What lives on the device is taken before this returns. With Config::train_after_save = false, and
+  /// once written() has told of weights that were changed where they live, it is save(). Collective.
   void save_in_background(const std::filesystem::path& folder, const WriteBeside& write_beside);
   /// Waits for the last save, and throws its error once. Collective after save_in_background().
   void wait_for_save();
+  /// Waits until all states of the last save are taken: to be called before leased weights are changed in place.
+  void wait_for_snapshot();
   /// Of the save that is under way, or of the last one; of this rank's part.
   SaveProgress save_progress() const;
   std::string load(const std::filesystem::path& folder);

@@ -25,11 +25,11 @@ from . import (
     replaced,
     retention,
     saves,
+    saving_behind,
     state,
 )
 from .boundary import SchedulerState, keep
 from .extra import Extra
-from .folders import FolderError
 
 if TYPE_CHECKING:
     from .engine import Engine
@@ -42,43 +42,40 @@ def save(
     client_state: dict[str, Any] | None,
     unknown: dict[str, Any],
     keep: retention.Keep | None = None,
+    blocking: bool = True,
 ) -> None:
-    """`unknown`: further arguments of the call. `keep`: which other checkpoints in the folder stay; None: all."""
+    """`unknown`: further arguments of the call. `keep`: which other checkpoints in the folder stay; None: all.
+    `blocking`: returns when all is done."""
+    state.check_arguments("save_checkpoint", unknown)
+    folder = given.path("save_checkpoint", folder)
     if keep is not None:
-        retention.Series(
-            Path(given.path("save_checkpoint", folder))
-        )  # its name is looked at before anything is written
-    _save(engine, folder, client_state, unknown)
+        retention.Series(Path(folder))  # its name is looked at before anything is written
+    engine._behind.wait("save_checkpoint")
+    if not blocking:
+        _save(engine, folder, client_state, engine._core.save_in_background)
+        engine._behind.begun(Path(folder), keep)
+        return
+    _save(engine, folder, client_state, engine._core.save)
     if keep is not None:
         _retain(engine, Path(folder), keep)
 
 
 def _retain(engine: Engine, path: Path, keep: retention.Keep) -> None:
-    """Removes old checkpoints. One that cannot be removed does not fail the save."""
     with ranks.ByOne(engine._group, "save_checkpoint"):
         if engine.rank == 0:
             retention.read_back(path)
-            try:
-                aside = retention.tidy(path, keep)
-            except (OSError, FolderError) as error:
-                reason = str(error).removeprefix("overspill: ")
-                _warn(f"save_checkpoint: {path} is whole; older checkpoints stay: {reason}")
-                return
-            if aside:
-                names = ", ".join(other.name for other in aside)
-                _warn(
-                    f"save_checkpoint: later checkpoints than {path} are of a branch that was left; they are now "
-                    f"{names}, and Overspill does not delete them"
-                )
+            for text in saving_behind.tidy(path, keep):
+                _warn(text)
 
 
 def _warn(text: str) -> None:
     warnings.warn(f"overspill: {text}", stacklevel=given.script_level())
 
 
-def _save(engine: Engine, folder: Any, client_state: dict[str, Any] | None, unknown: dict[str, Any]) -> None:
-    state.check_arguments("save_checkpoint", unknown)
-    folder = given.path("save_checkpoint", folder)
+def _save(
+    engine: Engine, folder: str, client_state: dict[str, Any] | None, save_core: Callable[..., None]
+) -> None:
+    """`save_core`: of the core, with a folder and what it calls to write beside."""
     engine._settle()
     if client_state is not None and not isinstance(client_state, dict):
         raise TypeError(
@@ -94,12 +91,11 @@ def _save(engine: Engine, folder: Any, client_state: dict[str, Any] | None, unkn
         engine.optimizer.settle()
         own, extra = own_states.Saving(parts.each(engine.optimizer)), _extra(engine, client_state)
         if not own:
-            engine._core.save(folder, state.dumps(extra))
+            text = state.dumps(extra)
+            save_core(folder, lambda _unfinished: text)
             return
         with calls.NothingElse("save_checkpoint"):
-            engine._core.save(
-                folder, lambda unfinished: state.dumps(extra | {"own_states": own.write(unfinished)})
-            )
+            save_core(folder, lambda unfinished: state.dumps(extra | {"own_states": own.write(unfinished)}))
 
 
 def check_scheduler(scheduler: Any) -> None:
@@ -140,6 +136,7 @@ def load(engine: Engine, folder: Any, unknown: dict[str, Any], fall_back: bool =
     """`fall_back`: `folder` has checkpoints in it; the newest that is whole is loaded."""
     state.check_arguments("load_checkpoint", unknown)
     folder = given.path("load_checkpoint", folder)
+    engine._behind.wait("load_checkpoint")
     engine._settle()
     if fall_back:
         folder = _newest_whole(engine, Path(folder))

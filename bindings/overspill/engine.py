@@ -35,6 +35,7 @@ from . import (
     reading,
     retention,
     saved,
+    saving_behind,
     transformed,
     transport,
 )
@@ -107,6 +108,7 @@ class Engine(Stepping, Figures):
         made: list[OverspillOptimizer] = []
         end = self._end = End((group, model_group))
         core = end.core = _core.Engine(units, settings, group, model_group, self._place.given, nccl)
+        self._behind = saving_behind.Behind(core, group)
         try:
             gradients = handover.take_gradients(model)
             parameter_groups = [group for each in groups for group in each.groups]
@@ -301,6 +303,7 @@ class Engine(Stepping, Figures):
         """
         segments = map(self._segment, given.parameters(parameters))
         units = list({id(s.unit): s.unit for s in segments if s is not None}.values())
+        self._core.wait_for_snapshot()  # what the block writes is not in a checkpoint of before
         return hooks.Gathered(units, beyond.taker(self._residency, units) if beyond_budget else None)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
@@ -324,6 +327,7 @@ class Engine(Stepping, Figures):
         *,
         keep_last: int | None = None,
         keep_every: int | None = None,
+        blocking: bool = True,
         **unknown: Any,
     ) -> None:
         """Saves weights, the optimizer's states, buffers, hyper-parameters, scheduler, counters, random states and
@@ -338,6 +342,11 @@ class Engine(Stepping, Figures):
                 differ only in the step at their end. Before an older one is removed, this one is read back. Checkpoints
                 of later steps belong to an abandoned branch and are renamed. None: all stay
             keep_every: also keeps older ones whose step is a multiple of it
+            blocking: False returns at once, and the checkpoint is written while training goes on; it has the states of
+                this call. The folder has its name when it is complete. `save_progress` says how far it is,
+                `wait_for_save` waits for it; so do the next save, `load_checkpoint`, `close` and the end of the
+                process, and the first of them raises what went wrong. The states of optimizers that run their own
+                code, and what lives on a GPU, are written before this returns
 
         Raises:
             CheckpointError: the folder is not empty; or the new checkpoint is damaged, and the older ones stay
@@ -348,7 +357,18 @@ class Engine(Stepping, Figures):
             OSError: the same while the states of an optimizer that runs its own code are written
         """
         keep = retention.keep_of(keep_last, keep_every)
-        checkpointing.save(self, folder, client_state, unknown, keep)
+        given.switch("save_checkpoint: blocking", blocking)
+        checkpointing.save(self, folder, client_state, unknown, keep, blocking)
+
+    def wait_for_save(self) -> None:
+        """Returns when the last checkpoint that was saved with blocking=False is complete and, with keep_last, older
+        ones are removed. Raises what went wrong, once, on all ranks; all call it."""
+        self._behind.wait("wait_for_save")
+
+    def save_progress(self) -> saving_behind.SaveProgress:
+        """How far the last save with blocking=False is, on this rank: folder, under_way, bytes, done_bytes. Any thread
+        may ask."""
+        return self._behind.progress()
 
     def _together(self, call: str) -> AbstractContextManager[Any]:
         """A `with` block around work of one rank or of each: if a rank raises, all ranks raise its error at the end."""
@@ -446,18 +466,23 @@ class Engine(Stepping, Figures):
     def close(self) -> None:
         """Ends the engine; the model's parameters stay NaN. Called automatically when the engine, its optimizer and its
         module are gone. Waits for the other ranks. If a rank has failed and no call has reported it, raises
-        EngineFailed once everything is closed, or warns while another exception is being raised. Raises RuntimeError
+        EngineFailed once everything is closed, or warns while another exception is being raised; so too where a
+        checkpoint saved with blocking=False, which it waits for, has failed. Raises RuntimeError
         while another thread is inside a call; the engine lives on. If Ctrl-C interrupts it, call it again."""
         if self._end.over:
             return
-        coming = sys.exception()
+        coming, failure = sys.exception(), None
         try:
             with calls.Alone():
+                failure = self._behind.ended()
                 self._end()
         except _core.EngineFailed as error:
-            if coming is None:
-                raise
-            warnings.warn(f"overspill: {error}", stacklevel=2)
+            failure = error
+        if failure is None:
+            return
+        if coming is None:
+            raise failure
+        warnings.warn(f"overspill: {failure}", stacklevel=2)
 
     def _segment(self, parameter: torch.Tensor) -> Segment | None:
         """The parameter's segment; None for a parameter without elements, which no unit holds. Raises ValueError for

@@ -138,6 +138,12 @@ def path(call: str, value: Any) -> str:
     return text
 
 
+def switch(name: str, value: Any) -> None:
+    """Raises TypeError for anything but True and False."""
+    if type(value) is not bool:
+        raise TypeError(f"overspill: {name} = {value!r:.40}: True or False is expected")
+
+
 def file(call: str, value: Any) -> str:
     """The path of a file that is to be written, in a folder that is there."""
     text = path(call, value)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -73,11 +73,11 @@ def keep_of(last: Any, every: Any) -> Keep | None:
     return None if last is None else Keep(last, every)
 
 
-def read_back(path: Path) -> None:
-    """Reads every byte of a checkpoint that was just saved. Raises CheckpointError for one that is damaged, which has
-    another name then; OSError."""
+def read_back(path: Path, progress: Callable[[int, int], None] | None = None) -> None:
+    """Reads every byte of a checkpoint that was just saved; `progress` as of tensor_file.verify. Raises CheckpointError
+    for one that is damaged, which has another name then; OSError."""
     try:
-        tensor_file.verify(path)
+        tensor_file.verify(path, progress)
     except (_core.CheckpointError, _core.StoreError) as error:
         reason = str(error).removeprefix("overspill: ")
         raise _core.CheckpointError(

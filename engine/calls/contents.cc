@@ -56,6 +56,12 @@ Component state_named(const Unit& unit, const Segment& segment, std::string_view
   return Component{static_cast<uint8_t>(component)};
 }
 
+/// Whether `data` is where the segment's weight lives, and not a copy that was leased.
+bool is_at_home(const Machine& m, int32_t unit, const Segment& segment, std::span<const std::byte> data) {
+  const std::byte* home = m.model.units[unit].home;
+  return home != nullptr && data.data() == home + segment.begin * m.unit_at(unit).element_bytes;
+}
+
 }  // namespace
 
 void Engine::load_weight(int32_t unit, int32_t segment, std::span<const std::byte> data,
@@ -216,6 +222,7 @@ void Engine::written(int32_t unit, int32_t segment, std::span<const std::byte> d
   {
     const MutexLock lock(m.core.mutex());
     const Rounds::Change changing(m.rounds);
+    if (is_at_home(m, unit, s, data)) m.forget_snapshot(s.name);
     m.updater.quiesce();
     ++m.model.units[unit].generation;
     // A lease that is older than the weight has memory of its own. Of a device's memory `data` is a copy: who
@@ -227,8 +234,7 @@ void Engine::written(int32_t unit, int32_t segment, std::span<const std::byte> d
         (on_host ? data.data() == block->device + s.begin * u.element_bytes : block->leases > 0);
     if (!is_leased_now) m.gatherer.invalidate(std::span(&unit, 1));
   }
-  const bool in_place = m.model.units[unit].home != nullptr &&
-                        data.data() == m.model.units[unit].home + s.begin * u.element_bytes;
+  const bool in_place = is_at_home(m, unit, s, data);
   change(m, "writing " + s.name, [&] {
     if (!in_place) m.access.write(unit, Component::hi, s.begin, data);
     m.access.match_master(unit, s.begin, data);

@@ -270,13 +270,19 @@ void Engine::save(const std::filesystem::path& folder, const WriteBeside& write_
 
 void Engine::save_in_background(const std::filesystem::path& folder, const WriteBeside& write_beside) {
   Machine& m = machine();
-  if (!m.setup.config.train_after_save) return save(folder, write_beside);
+  if (!m.setup.config.train_after_save || m.edits_at_home) return save(folder, write_beside);
   m.wait_for_save();
   m.save_in_background(folder, write_beside);
 }
 
 void Engine::wait_for_save() {
   machine().wait_for_save();
+}
+
+void Engine::wait_for_snapshot() {
+  Machine& m = machine();
+  const MutexLock lock(m.core.mutex());
+  m.snapshot.wait();
 }
 
 SaveProgress Engine::save_progress() const {

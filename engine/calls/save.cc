@@ -193,6 +193,15 @@ void Machine::save_in_background(const std::filesystem::path& folder, const Writ
   background.start(folder, std::move(manifest));
 }
 
+void Machine::forget_snapshot(const std::string& name) {
+  edits_at_home = true;
+  if (!snapshot.under_way()) return;
+  snapshot.fail(std::make_exception_ptr(CheckpointError(
+      fmt::format("{} was changed in place while the save took the weights: save before such a change, or wait "
+                  "for the save (wait_for_save, or blocking=True)",
+                  name))));
+}
+
 void Machine::wait_for_save() {
   if (!background.started()) return;
   tell(Meeting::save, background.join());

@@ -74,7 +74,7 @@ void Snapshot::take(int32_t chunk) {
   core_.changed.notify_all();
 }
 
-/// The save has failed, and training goes on: nobody waits for the rest.
+// Training goes on: nobody waits for the rest.
 void Snapshot::fail(std::exception_ptr error) {
   if (!error_) error_ = std::move(error);
   left_ = 0;

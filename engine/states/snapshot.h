@@ -46,10 +46,11 @@ class Snapshot {
   /// Returns once nothing is left to take. Where states are changed from outside.
   void wait() MAY_RELEASE(engine_mutex);
   bool under_way() const REQUIRES(engine_mutex) { return left_ > 0; }
+  /// Gives up what is left: take_all() throws `error`.
+  void fail(std::exception_ptr error) REQUIRES(engine_mutex);
 
  private:
   void take(int32_t chunk) MAY_RELEASE(engine_mutex);
-  void fail(std::exception_ptr error) REQUIRES(engine_mutex);
   bool is_settled(const ChunkState& state) const REQUIRES(engine_mutex);
 
   Core& core_;

@@ -83,6 +83,7 @@ const Calls& refused() {
       {"save_in_background",
        [=](Engine& e) { e.save_in_background(folder, [](const auto&) { return std::string("{}"); }); }},
       {"wait_for_save", [](Engine& e) { e.wait_for_save(); }},
+      {"wait_for_snapshot", [](Engine& e) { e.wait_for_snapshot(); }},
       {"load", [=](Engine& e) { e.load(folder); }},
       {"record_journal", [](Engine& e) { e.record_journal(true); }},
       {"take_journal", [](Engine& e) { e.take_journal(); }},

@@ -1,0 +1,130 @@
+"""Saves that go on while training does, and what follows when one is complete: it is read back, and older checkpoints
+go (retention.py). One at a time."""
+
+from __future__ import annotations
+
+import threading
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from . import given, ranks, retention, saves
+from .folders import FolderError
+
+_LOOK_SECONDS = 0.05  # between looks whether the save is complete
+_REST = 6  # times as long as reading a piece took: the disks are left to training for most of the time
+
+
+class SaveProgress(NamedTuple):
+    """Of this rank's part of the last save: where, whether it goes on, and bytes."""
+
+    folder: Path | None
+    under_way: bool
+    bytes: int
+    done_bytes: int
+
+
+class Behind:
+    """What an engine saves behind its script. It does not hold the engine."""
+
+    def __init__(self, core: Any, group: Any):
+        self._core, self._group = core, group
+        self.folder: Path | None = None
+        self._thread: threading.Thread | None = None
+        self._hurried = threading.Event()
+        self._failure: Exception | None = None
+        self._said: list[str] = []
+        self._retains = False
+
+    def progress(self) -> SaveProgress:
+        """Any thread may ask."""
+        found = self._core.save_progress()
+        reads_back = self._thread is not None and self._thread.is_alive()
+        return SaveProgress(
+            self.folder, found["under_way"] or reads_back, found["bytes"], found["done_bytes"]
+        )
+
+    def begun(self, folder: Path, keep: retention.Keep | None) -> None:
+        """A save was begun in the core."""
+        self.folder, self._failure, self._said = folder, None, []
+        self._retains = keep is not None
+        self._hurried.clear()
+        if keep is not None and (self._group is None or self._group.rank == 0):
+            # Python waits for it at its end, as for the save itself.
+            self._thread = threading.Thread(target=self._retain, args=(folder, keep), name="overspill save")
+            self._thread.start()
+
+    def wait(self, call: str) -> None:
+        """Returns when the last save is complete, and older checkpoints are gone. Raises what went wrong, once, on all
+        ranks. `call`: of the script's, by name."""
+        if self.folder is None:
+            return
+        try:
+            self._hurried.set()
+            self._core.wait_for_save()
+        finally:
+            self._join()
+        if not self._retains:
+            return
+        self._retains = False
+        with ranks.ByOne(self._group, call) as failures:
+            if self._failure is not None:
+                failures.append(self._failure)
+            self._failure = None
+        for text in self._said:
+            warnings.warn(f"overspill: {text}", stacklevel=given.script_level())
+        self._said = []
+
+    def ended(self) -> Exception | None:
+        """The same where the engine ends in any case: returns what went wrong."""
+        try:
+            self.wait("close")
+        except Exception as error:
+            return error
+        return None
+
+    def _join(self) -> None:
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+    def _retain(self, folder: Path, keep: retention.Keep) -> None:
+        while self._core.save_progress()["under_way"]:
+            time.sleep(_LOOK_SECONDS)
+        if not saves.is_complete(folder):
+            return  # wait() says why
+        try:
+            retention.read_back(folder, self._pace())
+            self._said += tidy(folder, keep)
+        except Exception as error:
+            self._failure = error
+
+    def _pace(self) -> Callable[[int, int], None]:
+        """Called after each piece that was read."""
+        last = time.monotonic()
+
+        def pause(_done: int, _total: int) -> None:
+            nonlocal last
+            self._hurried.wait(_REST * (time.monotonic() - last))
+            last = time.monotonic()
+
+        return pause
+
+
+def tidy(path: Path, keep: retention.Keep) -> list[str]:
+    """Removes old checkpoints after a save that was read back. What cannot be removed does not fail the save: returns
+    what is to be said."""
+    try:
+        aside = retention.tidy(path, keep)
+    except (OSError, FolderError) as error:
+        reason = str(error).removeprefix("overspill: ")
+        return [f"save_checkpoint: {path} is whole; older checkpoints stay: {reason}"]
+    if not aside:
+        return []
+    names = ", ".join(other.name for other in aside)
+    return [
+        f"save_checkpoint: later checkpoints than {path} are of a branch that was left; they are now {names}, and "
+        "Overspill does not delete them"
+    ]
