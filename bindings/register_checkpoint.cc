@@ -16,6 +16,7 @@
 #include "engine/checkpoint/manifest.h"
 #include "engine/checkpoint/save_folder.h"
 #include "engine/checkpoint/states.h"
+#include "io/part_folder.h"
 
 namespace overspill::bindings {
 namespace {
@@ -187,6 +188,25 @@ void register_checkpoint(py::module_& m) {
         py::arg("progress") = Progress(), "How the weights of two checkpoints differ, by parameter.");
   register_parameters(m);
   m.attr("OWN_STATES_FILE") = engine::kOwnStatesFile;
+  m.def(
+      "parts_of",
+      [](const std::filesystem::path& checkpoint) {
+        std::vector<std::filesystem::path> paths;
+        for (const io::PartFolder& part : io::parts_of(checkpoint)) {
+          if (io::is_part(part)) paths.push_back(part.path);
+        }
+        return paths;
+      },
+      py::arg("checkpoint"),
+      "The folders on other file systems that are parts of a checkpoint, and are there.");
+  m.def(
+      "remove_parts",
+      [](const std::filesystem::path& checkpoint) {
+        return io::remove_parts(checkpoint, &engine::is_file_of_a_save);
+      },
+      py::arg("checkpoint"), "Removes them; returns those that are still there.");
+  m.def("note_owner", &io::note_owner, py::arg("checkpoint"),
+        "Says in each of them where its checkpoint is now.");
   m.def(
       "is_file_of_a_save",
       [](const std::filesystem::path& name) { return engine::is_file_of_a_save(name.native()); },

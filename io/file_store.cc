@@ -8,6 +8,7 @@
 
 #include "io/file_store_parts.h"
 #include "io/kept.h"
+#include "io/part_folder.h"
 #include "io/say.h"
 #include "io/slab_export.h"
 #include "io/speed_test.h"
@@ -63,6 +64,13 @@ FileStore::FileStore(const FileStoreOptions& options)
     }
     watch_->start();
     set_first_weights(options);
+    for (const Lane& lane : lanes_) {
+      for (const std::string& orphan : orphans(lane.folder.path().parent_path())) {
+        say_on_stderr(fmt::format(
+            "overspill: {}. It takes room until it is removed; if that checkpoint was moved, leave it",
+            orphan));
+      }
+    }
   } catch (...) {
     stop();
     throw;

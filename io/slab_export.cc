@@ -12,15 +12,19 @@
 #include <chrono>
 #include <cstdlib>
 #include <exception>
+#include <iterator>
+#include <list>
 #include <map>
 #include <memory>
 #include <new>
 #include <optional>
+#include <set>
 #include <system_error>
 #include <thread>
 #include <utility>
 
 #include "io/checksum.h"
+#include "io/part_folder.h"
 #include "io/patient_read.h"
 #include "io/stall_watch.h"
 
@@ -50,8 +54,13 @@ class Exporter {
            StallWatch* watch)
       : folder_(folder), job_(job), shares_(shares), pace_(pace), watch_(watch) {}
   ~Exporter() {
+    if (done_) return;
     for (const auto& path : made_) ::unlink(path.c_str());
-    if (share_ && !made_.empty()) shares_.end(*share_);
+    for (Place& place : parts_) {
+      if (place.share) shares_.end(*place.share);
+      unmake_part(folder_, place.part);
+    }
+    if (here_.share) shares_.end(*here_.share);
   }
 
   Export run(std::span<const ExportItem> items) {
@@ -59,7 +68,7 @@ class Exporter {
       return take(items);
     } catch (const StoreError& error) {
       // Whoever removes files of a disk that does not answer waits for it.
-      if (error.error().kind == ErrorKind::stalled) made_.clear();
+      if (error.error().kind == ErrorKind::stalled) done_ = true;
       throw;
     }
   }
@@ -69,7 +78,6 @@ class Exporter {
     Export out;
     std::vector<ExportedExtent>& results = out.extents;
     results.resize(items.size());
-    int64_t copied_bytes = 0;
     for (size_t i = 0; i < items.size(); ++i) {
       const auto& [extent, slab, sums] = items[i];
       results[i] = {.file = "",
@@ -77,39 +85,79 @@ class Exporter {
                     .bytes = extent.bytes,
                     .block_checksums = {sums.begin(), sums.end()},
                     .linked = false};
-      if (const auto name = link(*slab)) {
-        results[i].file = *name;
-        results[i].linked = true;
-      } else {
-        copied_bytes += extent.bytes;
-      }
     }
+    link_all(items, results, [&](const SlabFile& slab) { return link(slab, here_); });
+    // A folder on none of the store's file systems is to be a copy: whoever chose it wants no part elsewhere.
+    if (here_.share) link_all(items, results, [&](const SlabFile& slab) { return link_in_part(slab); });
+    int64_t copied_bytes = 0;
+    for (size_t i = 0; i < items.size(); ++i) copied_bytes += results[i].linked ? 0 : items[i].extent.bytes;
     if (copied_bytes > 0) copy(items, results, copied_bytes);
+    for (const Place& place : parts_) sync_folder(place.part.path, watch_);
     sync_folder(folder_, watch_);
-    made_.clear();  // they are the folder's now
-    out.share = share_;
+    done_ = true;  // they are the folder's now
+    out.share = here_.share;
+    for (const Place& place : parts_) {
+      if (place.share) out.part_shares.push_back(*place.share);
+    }
     return out;
   }
 
-  // The link's name, made at the slab's first extent; nothing where it must be copied.
-  std::optional<std::string> link(const SlabFile& slab) {
-    const auto known = names_.find(&slab);
-    if (known != names_.end()) return known->second;
-    if (slab.sync_failed) return names_.emplace(&slab, std::nullopt).first->second;
+  /// Where slabs are linked: the folder, whose part has no id, or a part of it.
+  struct Place {
+    PartFolder part;
+    std::optional<uint64_t> share = std::nullopt;
+    std::map<const SlabFile*, std::optional<std::string>> names = {};
+  };
+
+  template <class Link>
+  void link_all(std::span<const ExportItem> items, std::vector<ExportedExtent>& results, Link link) {
+    for (size_t i = 0; i < items.size(); ++i) {
+      if (results[i].linked) continue;
+      if (const auto name = link(*items[i].slab)) {
+        results[i].file = *name;
+        results[i].linked = true;
+      }
+    }
+  }
+
+  std::optional<std::string> link_in_part(const SlabFile& slab) {
+    const std::filesystem::path base = slab.path.parent_path().parent_path();
+    if (refused_.contains(base)) return std::nullopt;
+    auto place =
+        std::ranges::find(parts_, base, [](const Place& each) { return each.part.path.parent_path(); });
+    if (place == parts_.end()) {
+      parts_.push_back({make_part(folder_, base)});
+      place = std::prev(parts_.end());
+    }
+    const auto name = link(slab, *place);
+    if (name) return fmt::format("{}/{}", place->part.id, *name);
+    if (!place->share) {  // it refuses links too
+      unmake_part(folder_, place->part);
+      parts_.erase(place);
+      refused_.insert(base);
+    }
+    return std::nullopt;
+  }
+
+  // The link's name, made at the slab's first extent; nothing where it cannot be linked there.
+  std::optional<std::string> link(const SlabFile& slab, Place& place) {
+    const auto known = place.names.find(&slab);
+    if (known != place.names.end()) return known->second;
+    if (slab.sync_failed) return place.names.emplace(&slab, std::nullopt).first->second;
     slab.sync_failed = true;  // until it has succeeded
     if ((errno = sync_data(watch_, slab.fd.get(), slab.path.string())) != 0)
       throw system_error(Operation::sync, slab.path);
     slab.sync_failed = false;
-    return names_.emplace(&slab, make_link(slab)).first->second;
+    return place.names.emplace(&slab, make_link(slab, place)).first->second;
   }
 
-  std::optional<std::string> make_link(const SlabFile& slab) {
-    if (!begin_share(slab)) return std::nullopt;
+  std::optional<std::string> make_link(const SlabFile& slab, Place& place) {
+    if (!begin_share(slab, place)) return std::nullopt;
     const std::string number = slab.path.stem().string().substr(std::string("slab-").size());
     for (int attempt = 0;; ++attempt) {
       const std::string name =
           fmt::format("slab-{}-{}{}.bin", job_, number, attempt == 0 ? "" : fmt::format("-{}", attempt));
-      const auto path = folder_ / name;
+      const auto path = place.part.path / name;
       if (::link(slab.path.c_str(), path.c_str()) == 0) {
         made_.push_back(path);
         if (!same_file(slab.fd.get(), path)) {
@@ -119,25 +167,24 @@ class Exporter {
           made_.pop_back();
           return std::nullopt;
         }
-        shares_.add(*share_, slab, path);
+        shares_.add(*place.share, slab, path);
         return name;
       }
       if (refuses_links(errno)) return std::nullopt;
       if (errno != EEXIST)
         throw system_error(Operation::link, path, fmt::format("hard link to {}", slab.path.string()));
       if (same_file(slab.fd.get(), path)) {  // an earlier export into this folder
-        shares_.add(*share_, slab, path);
+        shares_.add(*place.share, slab, path);
         return name;
       }
     }
   }
 
-  /// Several paths may lie on several file systems: the folder shares slabs with those on its own.
-  bool begin_share(const SlabFile& slab) {
-    if (share_) return true;
-    share_ = shares_.begin(slab, folder_, job_);
-    if (share_) made_.push_back(shares_.path(*share_));
-    return share_.has_value();
+  bool begin_share(const SlabFile& slab, Place& place) {
+    if (place.share) return true;
+    place.share = shares_.begin(slab, place.part.path, job_);
+    if (place.share) made_.push_back(shares_.path(*place.share));
+    return place.share.has_value();
   }
 
   /// Several threads, as one waits for one disk at a time; a leisurely copy has one.
@@ -239,9 +286,11 @@ class Exporter {
   SlabShares& shares_;
   ExportPace& pace_;
   StallWatch* const watch_;
-  std::optional<uint64_t> share_;
-  std::vector<std::filesystem::path> made_;  // removed unless the export succeeds
-  std::map<const SlabFile*, std::optional<std::string>> names_;
+  Place here_{.part = {.id = "", .path = folder_}};
+  std::list<Place> parts_;
+  std::set<std::filesystem::path> refused_;  // where no part can be
+  std::vector<std::filesystem::path> made_;
+  bool done_ = false;  // else all that was made is removed
 };
 
 }  // namespace

@@ -92,7 +92,7 @@ struct Transfer {
 /// Where an exported extent now lies: a file in the export folder, and the checksum of every 64 KiB block
 /// (the last may be shorter) by XXH3-64.
 struct ExportedExtent {
-  std::string file;  // relative to the folder
+  std::string file;  // in the folder, or "<id>/<name>" in a part (part_folder.h)
   int64_t offset = 0;
   int64_t bytes = 0;
   std::vector<uint64_t> block_checksums;
@@ -107,7 +107,8 @@ struct ExportPace {
 
 struct Export {
   std::vector<ExportedExtent> extents;
-  std::optional<uint64_t> share;  // nothing where no extent is linked: the folder needs no pins
+  std::optional<uint64_t> share;      // nothing where no extent is linked in the folder
+  std::vector<uint64_t> part_shares;  // of its parts on other file systems
 };
 
 class Store {
@@ -147,9 +148,10 @@ class Store {
   /// nothing is on its way.
   virtual bool poll() { return false; }
 
-  /// Puts the extents' bytes into `folder` durably (fdatasync before return): hard links to slab files where
-  /// the file system is the same, copies elsewhere. The caller has pinned them; those that are linked stay
-  /// pinned until the share has ended. Results in the order asked.
+  /// Puts the extents' bytes into `folder` durably (fdatasync before return). Where the folder lies on the
+  /// file system of one of the store's paths: hard links to the slab files, in the folder and, for the other
+  /// paths, in parts of it (part_folder.h). Copies where there are no links. The caller has pinned them;
+  /// those that are linked stay pinned until the share has ended. Results in the order asked.
   virtual Export export_extents(std::span<const Extent> extents, const std::filesystem::path& folder,
                                 ExportPace& pace) = 0;
   Export export_extents(std::span<const Extent> extents, const std::filesystem::path& folder) {

@@ -100,6 +100,7 @@ def _rename(source: Path, target: Path) -> bool:
         raise
     for parent in {source.absolute().parent, target.absolute().parent}:
         durable.sync_folder(parent)
+    _core.note_owner(target.absolute())
     return True
 
 

@@ -72,7 +72,7 @@ class Engine(Stepping, Figures):
 
     _attributes = frozenset(
         "module _settings optimizer lr_scheduler global_steps micro_steps rank world_size _group _model_group _place "
-        "_end _residency _life _boundary".split()
+        "_end _residency _life _boundary _behind".split()
     )
 
     def __init__(
@@ -363,6 +363,8 @@ class Engine(Stepping, Figures):
     def wait_for_save(self) -> None:
         """Returns when the last checkpoint that was saved with blocking=False is complete and, with keep_last, older
         ones are removed. Raises what went wrong, once, on all ranks; all call it."""
+        if self._residency.closed:
+            raise RuntimeError(f"overspill: {self._residency.closed}")
         self._behind.wait("wait_for_save")
 
     def save_progress(self) -> saving_behind.SaveProgress:

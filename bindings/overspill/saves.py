@@ -43,6 +43,7 @@ def rename_aside(path: Path, why: str) -> Path:
         number += 1
     path.rename(target)
     durable.sync_folder(path.parent)
+    _core.note_owner(target.absolute())
     return target
 
 
@@ -116,6 +117,11 @@ def remove_held(path: Path) -> None:
     """The same for a folder that the caller has locked (`alone`) and in which `strange` found nothing."""
     (path / MANIFEST).unlink(missing_ok=True)
     durable.sync_folder(path)
+    if stay := _core.remove_parts(path):  # while the folder says where they are
+        raise FolderError(
+            f"overspill: {path} is no checkpoint any more, and its part {stay[0]} cannot be removed: it holds files "
+            "that Overspill did not write, or may not be changed; move them away, and remove it again"
+        )
     shutil.rmtree(path)
 
 
@@ -154,17 +160,22 @@ def disk_bytes(folders: list[Path]) -> int:
     """What the files below these folders take of the disk; a file with several names there counts once. What cannot be
     looked at, or is deleted meanwhile, counts as nothing."""
     files = {}
-    for path in _files(folders):
+    for path in _files(with_parts(folders)):
         with contextlib.suppress(OSError):
             status = os.lstat(path)
             files[status.st_dev, status.st_ino] = status.st_blocks * 512
     return sum(files.values())
 
 
+def with_parts(folders: list[Path]) -> list[Path]:
+    """The folders, and their parts on other file systems."""
+    return [*folders, *(part for folder in folders for part in _core.parts_of(folder))]
+
+
 def disk_use(folder: Path) -> DiskUse:
     """As `disk_bytes`, of one folder."""
     names: dict[tuple[int, int], list[str]] = {}
-    for path in _files([folder]):
+    for path in _files(with_parts([folder])):
         with contextlib.suppress(OSError):
             status = os.lstat(path)
             names.setdefault((status.st_dev, status.st_ino), []).append(path)

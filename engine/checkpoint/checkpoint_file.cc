@@ -15,6 +15,7 @@
 #include "io/checksum.h"
 #include "io/error.h"
 #include "io/files.h"
+#include "io/part_folder.h"
 #include "io/patient_read.h"
 
 namespace overspill::engine {
@@ -116,6 +117,26 @@ void CheckpointFile::sync(io::StallWatch* watch) {
   if (errno != 0) fail(path_, "cannot be made durable", errno, kMakeRoom);
 }
 
+bool is_in_part(std::string_view file) {
+  return file.find('/') != std::string_view::npos;
+}
+
+std::filesystem::path path_of(const std::filesystem::path& folder, std::string_view file) {
+  const size_t slash = file.find('/');
+  if (slash == std::string_view::npos) return folder / file;
+  const std::string id(file.substr(0, slash));
+  const std::filesystem::path part = io::part_path(folder, id);
+  if (!part.empty() && io::is_part({id, part})) return part / file.substr(slash + 1);
+  const std::filesystem::path name = folder / fmt::format("{}{}{}", io::kPartPrefix, id, io::kPartSuffix);
+  throw CheckpointError(
+      part.empty()
+          ? fmt::format("{}: it says where a part of the checkpoint lies, and cannot be read; restore it",
+                        name.string())
+          : fmt::format("{}: a part of the checkpoint {} lies there, and that is not here: mount its disk, "
+                        "or, where that is mounted elsewhere, write the folder's path into {}",
+                        part.string(), folder.string(), name.string()));
+}
+
 void make_folder(const std::filesystem::path& folder) {
   if (::mkdir(folder.c_str(), 0777) != 0 && errno != EEXIST)
     fail(folder, "cannot be created", errno, kMakeRoom);
@@ -150,7 +171,7 @@ void read_range_part(const std::filesystem::path& folder, const FileRange& range
         "in the program",
         (folder / range.file).string(), count, begin, range.bytes, range.block_checksums.size()));
   }
-  const CheckpointFile file = CheckpointFile::open(folder / range.file);
+  const CheckpointFile file = CheckpointFile::open(path_of(folder, range.file));
   std::vector<std::byte> scratch;
   for (int64_t at = begin; at < begin + count;) {
     const int64_t block = at / kBlockBytes;

@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <filesystem>
 #include <span>
+#include <string_view>
 
 #include "engine/checkpoint/manifest.h"
 #include "io/stall_watch.h"
@@ -38,6 +39,12 @@ class CheckpointFile {
   std::filesystem::path path_;
   int file_ = -1;
 };
+
+/// Whether a name in a manifest is of a file in a part of the checkpoint (io/part_folder.h): "<id>/<name>".
+bool is_in_part(std::string_view file);
+/// Where a file that a manifest names lies. Throws CheckpointError where the part that it lies in is not
+/// there.
+std::filesystem::path path_of(const std::filesystem::path& folder, std::string_view file);
 
 /// Makes the folder, unless it exists.
 void make_folder(const std::filesystem::path& folder);

@@ -18,6 +18,7 @@
 #include "engine/checkpoint/save_folder.h"
 #include "io/checksum.h"
 #include "io/files.h"
+#include "io/part_folder.h"
 #include "io/say.h"
 #include "io/stall_watch.h"
 
@@ -131,9 +132,9 @@ std::string CheckpointKeeper::too_large() const {
 
 void CheckpointKeeper::forget_deleted() {
   std::erase_if(kept_, [&](const RankPart::Pinned& kept) {
-    if (core_.store->share_lives(*kept.share)) return false;
-    unpin(kept.extents);
-    core_.store->end_share(*kept.share);
+    const auto lives = [this](uint64_t share) { return core_.store->share_lives(share); };
+    if (lives(*kept.share) || std::ranges::any_of(kept.part_shares, lives)) return false;
+    unpin(kept);
     return true;
   });
 }
@@ -158,8 +159,11 @@ void CheckpointKeeper::require_room_to_change() {
                   core_.last_checkpoint, setup_.plan.kept_nvme_bytes()));
 }
 
-void CheckpointKeeper::unpin(const std::vector<io::Extent>& extents) noexcept {
-  for (const io::Extent& extent : extents) core_.store->unpin(extent);
+/// And ends the shares that its extents were pinned for.
+void CheckpointKeeper::unpin(const RankPart::Pinned& pinned) noexcept {
+  for (const io::Extent& extent : pinned.extents) core_.store->unpin(extent);
+  if (pinned.share) core_.store->end_share(*pinned.share);
+  for (const uint64_t share : pinned.part_shares) core_.store->end_share(share);
 }
 
 /// Of this rank's folder while it writes; before the names of its files in the checkpoint.
@@ -219,7 +223,9 @@ WrittenPart CheckpointKeeper::finish_part(const fs::path& folder) {
     prefix = rank_name() + "-";
     move_up(partial, prefix);
     for (ManifestUnit& unit : part.units) {
-      for (ManifestPiece& piece : unit.pieces) piece.range.file = prefix + piece.range.file;
+      for (ManifestPiece& piece : unit.pieces) {
+        if (!is_in_part(piece.range.file)) piece.range.file = prefix + piece.range.file;
+      }
     }
   }
   if (has_pieces) {
@@ -234,8 +240,11 @@ WrittenPart CheckpointKeeper::finish_part(const fs::path& folder) {
 
 void CheckpointKeeper::move_up(const fs::path& partial, const std::string& prefix) const {
   const fs::path own = partial / rank_name();
-  for (const auto& entry : fs::directory_iterator(own))
-    rename_file(entry.path(), partial / (prefix + entry.path().filename().string()));
+  for (const auto& entry : fs::directory_iterator(own)) {
+    const std::string name = entry.path().filename().string();
+    // The name of a part has its id, by which it is found.
+    rename_file(entry.path(), partial / (name.starts_with(io::kPartPrefix) ? name : prefix + name));
+  }
   if (::rmdir(own.c_str()) != 0) fail(own, "cannot be removed", {errno, std::generic_category()});
 }
 
@@ -269,6 +278,7 @@ void CheckpointKeeper::keep(const fs::path& folder) {
   if (pinned.share) {
     core_.store->share_named(*pinned.share, whole_name(folder),
                              setup_.layout.slices == 1 ? "" : rank_name() + "-");
+    if (!pinned.part_shares.empty()) io::note_owner(whole_name(folder));
     kept_.push_back(std::move(pinned));
   }
   const MutexLock guard(core_.mutex());
@@ -288,9 +298,7 @@ void CheckpointKeeper::remove(const fs::path& folder) const noexcept {
 
 void CheckpointKeeper::give_up() noexcept {
   const HeldFolder held(std::move(saving_folder_));
-  const RankPart::Pinned pinned = end_part();
-  unpin(pinned.extents);
-  if (pinned.share) core_.store->end_share(*pinned.share);
+  unpin(end_part());
 }
 
 void CheckpointKeeper::leave() {

@@ -96,7 +96,7 @@ class CheckpointKeeper {
   std::filesystem::path own_folder(const std::filesystem::path& folder) const;
   void move_up(const std::filesystem::path& partial, const std::string& prefix) const;
   RankPart::Pinned end_part();
-  void unpin(const std::vector<io::Extent>& extents) noexcept;
+  void unpin(const RankPart::Pinned& pinned) noexcept;
   void count_steps(int32_t unit, const ManifestUnit& found) EXCLUDES(engine_mutex);
 
   const Setup& setup_;

@@ -77,6 +77,7 @@ void RankPart::export_extents() {
   for (const Piece* taken : exported) extents.push_back(taken->extent);
   io::Export result = core_.store->export_extents(extents, folder_, meter_.pace);
   pinned_.share = result.share;
+  pinned_.part_shares = std::move(result.part_shares);
   for (size_t i = 0; i < exported.size(); ++i) {
     io::ExportedExtent& to = result.extents[i];
     exported[i]->range = {to.file, to.offset, to.bytes, std::move(to.block_checksums)};

@@ -46,7 +46,8 @@ class RankPart final : public Snapshot::Taker {
   std::vector<ManifestUnit> finish();
 
   struct Pinned {
-    std::optional<uint64_t> share;  // of the slabs that were linked
+    std::optional<uint64_t> share;      // of the slabs that were linked in the folder
+    std::vector<uint64_t> part_shares;  // and in its parts on other file systems
     std::vector<io::Extent> extents;
   };
   /// Hands over what is pinned: what pin() has pinned, but for what finish() has copied. The caller unpins

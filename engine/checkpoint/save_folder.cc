@@ -17,6 +17,7 @@
 #include "engine/checkpoint/rank_reports.h"
 #include "engine/checkpoint/resident_file.h"
 #include "io/owned_folder.h"
+#include "io/part_folder.h"
 #include "io/unique_fd.h"
 
 namespace overspill::engine {
@@ -83,7 +84,6 @@ void require_files(const fs::path& save, int folder, const fs::path& path) {
 }
 
 void remove_files(int folder) {
-  ::unlinkat(folder, kManifestFile, 0);
   for (const std::string& name : entries_of(folder)) {
     if (is_file_of_a_save(name)) ::unlinkat(folder, name.c_str(), 0);
   }
@@ -97,6 +97,7 @@ bool is_file_of_a_save(std::string_view name) {
   return name == kManifestFile || name == kUnfinishedManifestFile || name == kIndexFile ||
          name == kUnfinishedIndexFile || name == kReportFile || name == kResidentFile ||
          name == kOwnStatesFile || is_between(name, "slab-", ".bin") ||
+         is_between(name, io::kPartPrefix, io::kPartSuffix) ||
          is_between(name, "extents-", ".bin") ||  // io/slab_export.cc
          is_between(name, "shared-", ".txt");     // io/slab_share.cc
 }
@@ -134,6 +135,11 @@ io::UniqueFd hold_save(const fs::path& folder) {
 void remove_save(const fs::path& folder) {
   const io::UniqueFd opened = open_save(folder);
   if (!opened) return;
+  ::unlinkat(opened.get(), kManifestFile, 0);
+  io::remove_parts(folder, &is_file_of_a_save);  // while the folder says where they are
+  for (const std::string& name : entries_of(opened.get())) {
+    if (is_rank_folder(name)) io::remove_parts(folder / name, &is_file_of_a_save);
+  }
   remove_files(opened.get());
   for (const std::string& name : entries_of(opened.get())) {
     if (!is_rank_folder(name)) continue;

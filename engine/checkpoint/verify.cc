@@ -48,7 +48,8 @@ VerifyResult verify_data(const std::filesystem::path& folder, const Manifest& ma
 VerifyResult verify_checkpoint(const std::filesystem::path& folder, void (*progress)(void*, int64_t, int64_t),
                                void* context) {
   const Manifest manifest = read_manifest(folder);
-  for (const std::string_view file : files_of(manifest)) CheckpointFile::open(folder / file).drop_cached();
+  for (const std::string_view file : files_of(manifest))
+    CheckpointFile::open(path_of(folder, file)).drop_cached();
   return verify_data(folder, manifest, progress, context);
 }
 

@@ -8,11 +8,15 @@
 #include <unistd.h>
 
 #include <filesystem>
+#include <fstream>
 #include <functional>
 
+#include "engine/checkpoint/copy.h"
 #include "engine/checkpoint/manifest.h"
+#include "engine/checkpoint/save_folder.h"
 #include "engine/resources.h"
 #include "io/file_store.h"
+#include "io/part_folder.h"
 #include "tests/engine/toy_model.h"
 
 namespace overspill::testing {
@@ -101,31 +105,125 @@ TEST_F(SharedCheckpoint, OnAnotherDiskEndsNoTraining) {
   EXPECT_THROW(toy_step(*engine, 3, 1, 0), engine::CheckpointError);
 }
 
-TEST_F(SharedCheckpoint, OfTwoDisksHoldsWhatIsLinked) {
+TEST_F(SharedCheckpoint, OfTwoDisksIsLinkedOnBoth) {
   auto engine = trained({here_, there_});
   const int64_t before = allocated(*engine);
-  engine->save(here_ / "mixed", "{}");
+  engine->save(here_ / "both", "{}");
   const std::vector<float> at_two = toy_contents(*engine);
-  int64_t linked = 0, copied = 0;
-  for (const engine::ManifestUnit& unit : engine::read_manifest(here_ / "mixed").units) {
-    if (unit.optimizer.empty()) continue;  // frozen: no step writes it anew, so there is one of it
-    for (const engine::ManifestPiece& piece : unit.pieces)
-      (piece.range.file.starts_with("slab-") ? linked : copied) += piece.range.bytes;
+  const std::vector<io::PartFolder> parts = io::parts_of(here_ / "both");
+  ASSERT_EQ(parts.size(), 1U);
+  EXPECT_EQ(parts[0].path.parent_path(), there_);
+  int64_t linked = 0, in_the_part = 0;
+  for (const engine::ManifestUnit& unit : engine::read_manifest(here_ / "both").units) {
+    for (const engine::ManifestPiece& piece : unit.pieces) {
+      const std::string& file = piece.range.file;
+      EXPECT_NE(file.find("slab-"), std::string::npos) << file << " was copied";
+      if (file.starts_with(parts[0].id + "/")) in_the_part += piece.range.bytes;
+      if (!unit.optimizer.empty()) linked += piece.range.bytes;  // a frozen one is never written anew
+    }
   }
-  EXPECT_GT(linked, 0);
-  EXPECT_GT(copied, 0);
+  EXPECT_GT(in_the_part, 0);
+  EXPECT_LT(in_the_part, linked);
   for (int step = 2; step < 5; ++step) toy_step(*engine, step, 1, 0);
   EXPECT_EQ(allocated(*engine) - before, linked);
-  engine->save(here_ / "another", "{}");
-  for (int step = 5; step < 8; ++step) toy_step(*engine, step, 1, 0);
-  engine->load(here_ / "mixed");
+  EXPECT_EQ(engine::verify_checkpoint(here_ / "both", nullptr, nullptr).step, 2);
+  fs::rename(here_ / "both", here_ / "moved");
+  engine->load(here_ / "moved");
   EXPECT_EQ(toy_contents(*engine), at_two);
-  fs::remove_all(here_ / "mixed");
-  fs::remove_all(here_ / "another");
-  engine->save(there_ / "last", "{}");
-  fs::remove_all(there_ / "last");
-  engine->save(here_ / "again", "{}");
-  fs::remove_all(here_ / "again");
+  // A copy needs no part.
+  fs::create_directory(there_ / "copy");
+  engine::copy_checkpoint(here_ / "moved", there_ / "copy", nullptr, nullptr);
+  EXPECT_TRUE(io::parts_of(there_ / "copy").empty());
+  engine::remove_save(here_ / "moved");
+  EXPECT_FALSE(fs::exists(parts[0].path));
+  engine->save(here_ / "another", "{}");
+  EXPECT_LE(allocated(*engine), before) << "what was removed holds nothing";
+  engine->load(there_ / "copy");
+  EXPECT_EQ(toy_contents(*engine), at_two);
+}
+
+TEST_F(SharedCheckpoint, HoldsItsExtentsWhileAPartIsThere) {
+  auto engine = trained({here_, there_});
+  const int64_t before = allocated(*engine);
+  engine->save(here_ / "both", "{}");
+  const fs::path part = io::parts_of(here_ / "both").at(0).path;
+  fs::remove_all(here_ / "both");  // by somebody who knows of no part
+  for (int step = 2; step < 5; ++step) toy_step(*engine, step, 1, 0);
+  engine->save(here_ / "next", "{}");
+  EXPECT_GT(allocated(*engine), before) << "the part may be of a checkpoint that was moved";
+  engine::remove_save(here_ / "next");
+  fs::remove_all(part);
+  engine->save(here_ / "last", "{}");
+  EXPECT_EQ(allocated(*engine), before);
+}
+
+TEST_F(SharedCheckpoint, WithoutItsPartIsRefusedByName) {
+  auto engine = trained({here_, there_});
+  engine->save(here_ / "both", "{}");
+  const io::PartFolder part = io::parts_of(here_ / "both").at(0);
+  const auto refusal = [&] {
+    try {
+      engine->load(here_ / "both");
+      return std::string("loaded");
+    } catch (const engine::CheckpointError& error) {
+      return std::string(error.what());
+    }
+  };
+  fs::rename(part.path, there_ / "elsewhere");
+  EXPECT_NE(refusal().find(part.path.string()), std::string::npos) << refusal();
+  EXPECT_NE(refusal().find("part-" + part.id + ".txt"), std::string::npos) << refusal();
+  fs::create_directory(part.path);  // another folder of that name is no part
+  EXPECT_NE(refusal(), "loaded");
+  engine::remove_save(here_ / "both");
+  EXPECT_TRUE(fs::exists(there_ / "elsewhere")) << "what is not where the checkpoint says is not removed";
+  EXPECT_TRUE(fs::exists(part.path));
+}
+
+TEST_F(SharedCheckpoint, WhoseDiskIsMountedElsewhereOpensWhenItSaysSo) {
+  auto engine = trained({here_, there_});
+  engine->save(here_ / "both", "{}");
+  const std::vector<float> at_two = toy_contents(*engine);
+  const io::PartFolder part = io::parts_of(here_ / "both").at(0);
+  fs::rename(part.path, there_ / "elsewhere");
+  std::ofstream(here_ / "both" / ("part-" + part.id + ".txt")) << (there_ / "elsewhere").string() << "\n";
+  toy_step(*engine, 2, 1, 0);
+  engine->load(here_ / "both");
+  EXPECT_EQ(toy_contents(*engine), at_two);
+}
+
+TEST_F(SharedCheckpoint, ThatFailsLeavesNoPart) {
+  auto engine = trained({here_, there_});
+  EXPECT_ANY_THROW(engine->save(here_ / "both",
+                                [](const fs::path&) -> std::string { throw std::runtime_error("no more"); }));
+  for (const auto& entry : fs::directory_iterator(there_))
+    EXPECT_FALSE(entry.path().filename().string().starts_with("checkpoint-")) << entry.path();
+  EXPECT_FALSE(fs::exists(here_ / "both.partial"));
+}
+
+TEST_F(SharedCheckpoint, InTheBackgroundIsLinkedOnBothToo) {
+  auto engine = trained({here_, there_});
+  const std::vector<float> at_two = toy_contents(*engine);
+  engine->save_in_background(here_ / "both", [](const fs::path&) { return std::string("{}"); });
+  for (int step = 2; step < 5; ++step) toy_step(*engine, step, 1, 0);
+  engine->load(here_ / "both");
+  EXPECT_EQ(toy_contents(*engine), at_two);
+  EXPECT_EQ(io::parts_of(here_ / "both").size(), 1U);
+}
+
+TEST_F(SharedCheckpoint, WhoseFolderIsGoneIsNamedWhenARunStarts) {
+  fs::path part;
+  {
+    auto engine = trained({here_, there_});
+    engine->save(here_ / "both", "{}");
+    part = io::parts_of(here_ / "both").at(0).path;
+    EXPECT_TRUE(io::orphans(there_).empty());
+  }
+  fs::remove_all(here_ / "both");
+  ::testing::internal::CaptureStderr();
+  trained({here_, there_});
+  const std::string said = ::testing::internal::GetCapturedStderr();
+  EXPECT_NE(said.find(part.string()), std::string::npos) << said;
+  EXPECT_NE(said.find((here_ / "both").string()), std::string::npos) << said;
 }
 
 // Whatever a save lacks descriptors for: it is taken or refused, and nothing stays pinned for a folder that

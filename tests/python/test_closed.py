@@ -30,6 +30,7 @@ ANSWERS = {
     "predict",
     "rank",
     "report",
+    "save_progress",
     "stats",
     "train",
     "world_size",
@@ -77,6 +78,7 @@ CORE_ANSWERS = {
     "predict",
     "report",
     "report_inside",
+    "save_progress",
     "stats",
     "unit_bytes",
 }
@@ -172,6 +174,7 @@ CORE_CALLS = {
     "record_journal": lambda: core.record_journal(True),
     "resident_now": lambda: core.resident_now(0),
     "save": lambda: core.save(folder + "/core", "{}"),
+    "save_in_background": lambda: core.save_in_background(folder + "/behind", lambda folder: "{}"),
     "set_updates_of": lambda: core.set_updates_of(0, 0, 1),
     "start_states": lambda: core.start_states(groups),
     "step": lambda: core.step(groups),
