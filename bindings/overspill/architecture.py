@@ -7,9 +7,9 @@ an error of who writes a model's folder, before a byte is written.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ._core import CheckpointError
 from .extras import MissingExtra, need
@@ -48,6 +48,35 @@ def fit(shapes: Mapping[str, tuple[int, ...]], folder: Path, named: Path) -> Fit
     except Exception as error:  # whatever transformers raises for a configuration that is wrong
         first = first or f"{named}/config.json, of which no model can be made ({str(error)[:200]})"
     return Fit(first, "")
+
+
+class Undivided(NamedTuple):
+    """Shapes of a class that config.json means, and that has exactly these names: what parts of a model are parts of.
+    `config`: the class's. Where there is none: no shapes, and `why`."""
+
+    shapes: dict[str, tuple[int, ...]]
+    config: Any
+    why: str
+
+
+def undivided(names: Sequence[str], folder: Path, named: Path) -> Undivided:
+    """As `fit`, by names alone."""
+    check_counts(folder, len(names), named)
+    why = f"no class of {named}/config.json has the names of these parts"
+    try:
+        for kind in _classes(folder):
+            model = _empty(kind, folder, len(names), named)
+            expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+            missing = [of for of, _ in wanted(model) if not any(name in names for name in of)]
+            if not missing and set(names) <= expected.keys():
+                return Undivided(expected, model.config.get_text_config(), "")
+    except _Unknown as reason:
+        why = str(reason)
+    except CheckpointError:  # of modules without end
+        raise
+    except Exception as error:  # whatever transformers raises for a configuration that is wrong
+        why = f"of {named}/config.json no model can be made ({str(error)[:200]})"
+    return Undivided({}, None, why)
 
 
 class _Unknown(Exception):

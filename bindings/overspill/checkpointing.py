@@ -16,6 +16,7 @@ import torch
 from . import (
     _core,
     calls,
+    divided,
     given,
     own_states,
     packed,
@@ -127,6 +128,8 @@ def _extra(engine: Engine, client_state: dict[str, Any] | None) -> dict[str, Any
         "micro_steps": engine.micro_steps - engine._begun(),
         "random": state.random_states(),
     }
+    if found := divided.Division.of_model(engine.module, engine._model_group, engine._run_id):
+        extra["division"] = found.to_json()
     if engine._group is not None:
         extra["random_of_ranks"] = engine._group.gathered(extra["random"])
     return extra

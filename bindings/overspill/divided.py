@@ -8,6 +8,7 @@ DTensors is here; nothing here imports them, as most models have none.
 from __future__ import annotations
 
 import sys
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -115,3 +116,74 @@ def copies(model: nn.Module) -> dict[str, str]:
     over = meshes.pop().mesh.tolist()
     whole = [n for n, p in parameters.items() if not is_divided(p) or p.placements[0].is_replicate()]
     return {name: f"{name} on ranks {over}" for name in whole}
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Of a DTensor: its undivided shape; the dimension that is divided, or None where every part has all of it;
+    `blocks`: how many blocks of equal size lie along that dimension, each divided by itself (torch's _StridedShard)."""
+
+    shape: tuple[int, ...]
+    dim: int | None
+    blocks: int
+
+    def to_json(self) -> dict[str, Any]:
+        return {"shape": list(self.shape), "dim": self.dim, "blocks": self.blocks}
+
+    @classmethod
+    def of(cls, parameter: Any) -> Placement:
+        placement = parameter.placements[0]
+        dim = None if placement.is_replicate() else placement.dim % parameter.ndim
+        return cls(tuple(parameter.shape), dim, getattr(placement, "split_factor", 1))
+
+    @classmethod
+    def from_json(cls, value: Any) -> Placement:
+        """Raises ValueError, LookupError or TypeError for what to_json did not give."""
+        shape, dim, blocks = value["shape"], value["dim"], value["blocks"]
+        if not isinstance(shape, list) or not all(type(n) is int and 0 <= n < 2**48 for n in shape):
+            raise ValueError(f"{shape!r:.60} is no shape")
+        if dim is not None and not (type(dim) is int and 0 <= dim < len(shape)):
+            raise ValueError(f"{dim!r:.40} is no dimension of the shape {shape}")
+        if type(blocks) is not int or blocks < 1 or (dim is not None and shape[dim] % blocks):
+            raise ValueError(f"{blocks!r:.40} blocks cannot lie along dimension {dim} of the shape {shape}")
+        return cls(tuple(shape), dim, blocks)
+
+
+@dataclass(frozen=True)
+class Division:
+    """Which part of a model a checkpoint has: number `part` of `of`. `run`: the same text in all parts of one model,
+    and in no other. `placements`: by name, of each DTensor; None where there is none, and whoever divided the model
+    knows how."""
+
+    part: int
+    of: int
+    run: str
+    placements: dict[str, Placement] | None
+
+    def to_json(self) -> dict[str, Any]:
+        placed = self.placements and {name: each.to_json() for name, each in self.placements.items()}
+        return {"part": self.part, "of": self.of, "run": self.run, "placements": placed}
+
+    @classmethod
+    def of_model(cls, model: nn.Module, model_group: Any, run: str) -> Division | None:
+        """None of a whole model. `model_group`: an overspill.ranks.Group, or None."""
+        found = {name: p for name, p in model.named_parameters() if is_divided(p)}
+        if found:
+            mesh: Any = next(iter(found.values())).device_mesh  # check() and copies() let one through
+            part, of = mesh.get_local_rank(), mesh.size()
+        else:
+            part, of = (model_group.rank, model_group.world) if model_group is not None else (0, 1)
+        placements = {name: Placement.of(p) for name, p in found.items()}
+        return cls(part, of, run, placements or None) if of > 1 else None
+
+    @classmethod
+    def from_json(cls, value: Any) -> Division | None:
+        """What to_json gave; None of None. Raises ValueError, LookupError or TypeError for anything else."""
+        if value is None:
+            return None
+        part, of, run, placed = value["part"], value["of"], value["run"], value["placements"]
+        if not (type(part) is int and type(of) is int and 0 <= part < of <= 2**20 and isinstance(run, str)):
+            raise ValueError(f"part {part!r:.40} of {of!r:.40} of the run {run!r:.40}")
+        if placed is not None:
+            placed = {name: Placement.from_json(each) for name, each in placed.items()}
+        return cls(part, of, run, placed)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import secrets
 import sys
 import warnings
 import weakref
@@ -72,7 +73,7 @@ class Engine(Stepping, Figures):
 
     _attributes = frozenset(
         "module _settings optimizer lr_scheduler global_steps micro_steps rank world_size _group _model_group _place "
-        "_end _residency _life _boundary _behind".split()
+        "_run_id _end _residency _life _boundary _behind".split()
     )
 
     def __init__(
@@ -93,6 +94,7 @@ class Engine(Stepping, Figures):
         source = handover.source(model, checkpoint)
         self.module, self._settings, self._group, self._model_group = model, config, group, model_group
         self.rank, self.world_size = (group.rank, group.world) if group else (0, 1)
+        self._run_id = ranks.rank_0s(model_group, secrets.token_hex(8))  # of all parts of a divided model
         taken = handover.groups(model, config, optimizer, parameters, alone)
         groups = [each for each, _ in taken]
         self._place = place.find(config.engine.device, config.budget.device)

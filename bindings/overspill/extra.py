@@ -17,6 +17,7 @@ import torch
 from . import state
 from ._core import CheckpointError
 from .config.optimizers import wrong_hyper_parameter
+from .divided import Division
 from .own_states import Saved
 from .tensor_file import no_number
 
@@ -131,6 +132,21 @@ def tied(text: str, folder: Any) -> dict[str, str]:
     """Further names that a state dict has, each with the name of the same tensor in the checkpoint; none in one of a
     version that did not write them. Raises CheckpointError."""
     found: dict[str, str] = _entry(folder, "tied", _tied, _entries(text, folder).get("tied", {}))
+    return found
+
+
+def division(text: str, folder: Any) -> Division | None:
+    """Which part of a divided model the checkpoint has; None of a whole one, or where it does not say. Raises
+    CheckpointError."""
+    found: Division | None = _entry(
+        folder, "division", Division.from_json, _entries(text, folder).get("division")
+    )
+    return found
+
+
+def groups(text: str, folder: Any) -> list[dict[str, Any]]:
+    """The hyper-parameters of each parameter group. Raises CheckpointError."""
+    found: list[dict[str, Any]] = _entry(folder, "optimizer", _groups, _entries(text, folder)["optimizer"])
     return found
 
 

@@ -7,15 +7,16 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from . import _core, architecture, durable, extra, folders, lora, packed
 from ._core import CheckpointError
 from .config.values import parse_size
+from .divided import Division
 from .model_files import OTHER_FOLDER, SMALL_FILE_BYTES, copy_saved_small_files, copy_small_files
 from .pretrained import Folder, some
 from .units import DTYPES
@@ -44,12 +45,13 @@ class Merged(NamedTuple):
 
 
 def merge(
-    checkpoint: str | os.PathLike[str],
+    checkpoint: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
     folder: str | os.PathLike[str],
     *,
     dtype: str = "bf16",
     shard_size: int | str = "4GiB",
     model: str | os.PathLike[str] | None = None,
+    rules: Mapping[str, Any] | str | os.PathLike[str] | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Merged:
     """Turns a checkpoint into a Hugging Face folder that `from_pretrained` opens. Needs no engine and no GPU.
@@ -58,31 +60,31 @@ def merge(
     to be those of a class that config.json means. The folder appears under its name only when it is whole.
 
     Args:
-        checkpoint: what `engine.save_checkpoint` or `overspill train` saved, of any number of ranks
+        checkpoint: what `engine.save_checkpoint` or `overspill train` saved, of any number of ranks; or a list of such,
+            the parts of one model divided by tensor or expert parallelism (docs/ranks.md), which are joined
         folder: to write: a new name, or an empty folder
         dtype: "bf16" reads only the halves that forward uses; "fp32" writes the exact masters
         shard_size: bytes of the largest file, a number or a text such as "4GiB"
         model: the folder with config.json and the tokenizer's files. None: the checkpoint's own copies, which
             `overspill train` adds. Of a checkpoint with an adapter (`overspill train --lora-rank`): the folder of the
             model that it was trained over, whose weights are read; None: that which the adapter names
+        rules: how parts were divided that torch did not divide: a mapping from patterns of names to styles, such as
+            {"*.qkv.weight": "qkv"}, or the path of a JSON file with one (docs/ranks.md lists the styles). None: the
+            table of config.json's family. Of DTensors the checkpoints know it
         progress: called with (bytes done, bytes in all)
 
     Raises:
-        CheckpointError: the checkpoint or config.json is damaged, or they are of two models
+        CheckpointError: the checkpoint or config.json is damaged, or they are of two models; a part is missing, given
+            twice, or of another run or step, or copies differ
         FolderError: `folder` is there and not empty
         OSError: there is no room; `folder` is as it was
     """
     if dtype not in NAMES:
         raise ValueError(f"overspill: merge: dtype = {dtype!r}: one of {', '.join(NAMES)}")
-    source, out = Path(checkpoint), Path(folder)
-    if not source.is_dir():
-        raise CheckpointError(
-            f"checkpoint {source} is no folder; give a folder that training saved, e.g. OUT/checkpoints/step-…"
-        )
+    out, size = Path(folder), parse_size(shard_size)
+    source = _source(checkpoint, model, rules)
     folders.check_empty(out)
-    manifest = _core.manifest(source)
-    adapter = lora.Adapter(source / lora.FOLDER) if (source / lora.FOLDER).is_dir() else None
-    small = Path(model) if model else source / "hf"
+    small = Path(model) if model else source.folder / "hf"
     if not (small / "config.json").is_file():
         raise CheckpointError(f"{small} has no config.json; {OTHER_FOLDER}")
     out = out.resolve()
@@ -95,22 +97,76 @@ def merge(
         copy = copy_small_files if model else copy_saved_small_files
         copy(small, part / "small")
         _set_dtype(part / "small/config.json", small, NAMES[dtype])
-        size, tell = parse_size(shard_size), progress or _look_at_signals
-        if adapter:
-            base = _base(adapter, model, small)
-            counted = lora.write_joined(adapter, base, part / "model", DTYPES_OF[dtype], size, tell)
-            said = _said_of_adapter(manifest, base, part, small)
-        else:
-            beside = extra.tensors(manifest["extra_json"], source)
-            said = _check_names(manifest, shapes(manifest, beside), source, part / "small", small)
-            given = [_given(name, tensor, source) for name, tensor in beside.items()]
-            counted = _core.merge(source, part / "model", dtype, size, tell, given)
+        counted, said = source.write(part, small, dtype, size, progress or _look_at_signals)
         for file in (part / "small").iterdir():
             file.rename(part / "model" / file.name)
         durable.rename_folder(part / "model", out)
     finally:
         shutil.rmtree(part, ignore_errors=True)
     return Merged(counted["tensors"], counted["bytes"], counted["files"], said)
+
+
+class Source(Protocol):
+    """What is merged. `folder`: of the checkpoint whose hf/ describes the model."""
+
+    folder: Path
+
+    def write(
+        self, part: Path, small: Path, dtype: str, shard_bytes: int, tell: Callable[[int, int], None]
+    ) -> tuple[dict[str, int], str]:
+        """Writes the weights into part/"model", which is new; part/"small" has config.json, which errors call `small`.
+        Returns tensors, bytes and files, and which class opens them. Raises CheckpointError."""
+
+
+def _source(
+    checkpoint: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
+    model: str | os.PathLike[str] | None,
+    rules: Mapping[str, Any] | str | os.PathLike[str] | None,
+) -> Source:
+    """Raises CheckpointError for what cannot be merged whatever the model, ValueError for wrong rules."""
+    if isinstance(checkpoint, (str, os.PathLike)):
+        if rules is not None:
+            raise ValueError("overspill: merge: rules say how parts are joined, and one checkpoint is given")
+        return _One(Path(checkpoint), model)
+    from .joining.merged import Parts  # not at start-up
+
+    return Parts([Path(each) for each in checkpoint], rules)
+
+
+class _One:
+    def __init__(self, folder: Path, model: str | os.PathLike[str] | None):
+        if not folder.is_dir():
+            raise CheckpointError(
+                f"checkpoint {folder} is no folder; give a folder that training saved, e.g. OUT/checkpoints/step-…"
+            )
+        self.folder, self._model = folder, model
+        self._manifest = _core.manifest(folder)
+        _refuse_part(extra.division(self._manifest["extra_json"], folder), folder)
+        self._adapter = lora.Adapter(folder / lora.FOLDER) if (folder / lora.FOLDER).is_dir() else None
+
+    def write(
+        self, part: Path, small: Path, dtype: str, shard_bytes: int, tell: Callable[[int, int], None]
+    ) -> tuple[dict[str, int], str]:
+        if self._adapter:
+            base = _base(self._adapter, self._model, small)
+            counted = lora.write_joined(
+                self._adapter, base, part / "model", DTYPES_OF[dtype], shard_bytes, tell
+            )
+            return counted, _said_of_adapter(self._manifest, base, part, small)
+        beside = extra.tensors(self._manifest["extra_json"], self.folder)
+        _refuse_packed(self._manifest, self.folder)
+        said = check_names(shapes(self._manifest, beside), str(self.folder), part / "small", small)
+        given = [_given(name, tensor, self.folder) for name, tensor in beside.items()]
+        return _core.merge(self.folder, part / "model", dtype, shard_bytes, tell, given), said
+
+
+def _refuse_part(division: Division | None, folder: Path) -> None:
+    """Raises CheckpointError for a part alone that torch divided."""
+    if division is not None and division.placements is not None:
+        raise CheckpointError(
+            f"{folder} is part {division.part} of {division.of} of a model; give all {division.of} parts "
+            "(overspill merge PART0 PART1 ... OUT; in a script overspill.merge([PART0, PART1, ...], OUT))"
+        )
 
 
 def _base(adapter: lora.Adapter, model: str | os.PathLike[str] | None, small: Path) -> Path:
@@ -181,25 +237,23 @@ def shapes(manifest: Mapping[str, Any], beside: Mapping[str, torch.Tensor]) -> d
     return found
 
 
-def _check_names(
-    manifest: Mapping[str, Any],
+def check_names(
     shapes: Mapping[str, tuple[int, ...]],
-    checkpoint: Path,
+    said: str,
     folder: Path,
     named: Path,
 ) -> str:
-    """Which class opens the model. Raises CheckpointError where none does."""
+    """Which class opens the model. `said`: what has these tensors. Raises CheckpointError where none does."""
     if adapted := architecture.names_of_peft(shapes):  # also where there is no class to compare with
         raise CheckpointError(
-            f"{checkpoint} has names of PEFT, whose adapters merge does not join: {some(adapted)}. One of overspill "
+            f"{said} has names of PEFT, whose adapters merge does not join: {some(adapted)}. One of overspill "
             "train, which lacks its adapter/: `overspill train --out DIR --resume` adds that. Else in a script "
             "make the same model and engine, `engine.load_checkpoint(CHECKPOINT)`, then "
             "`engine.module.merge_and_unload(); engine.save_pretrained(OUT)`"
         )
-    _refuse_packed(manifest, checkpoint)
     found = architecture.fit(shapes, folder, named)
     if found.wrong:
-        raise CheckpointError(f"{checkpoint} does not fit {found.wrong}. {_WAY_OUT}")
+        raise CheckpointError(f"{said} does not fit {found.wrong}. {_WAY_OUT}")
     return found.said
 
 

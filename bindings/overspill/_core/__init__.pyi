@@ -39,6 +39,7 @@ __all__: list[str] = [
     "StepReport",
     "StepResult",
     "StoreError",
+    "StoredTensors",
     "Unit",
     "UnknownModel",
     "WrongProcess",
@@ -473,6 +474,35 @@ class CheckpointParameters:
         address: typing.SupportsInt | typing.SupportsIndex,
         bytes: typing.SupportsInt | typing.SupportsIndex,
     ) -> None: ...
+
+class StoredTensors:
+    """
+    A checkpoint's parameters, each whole and row-major, by the places of unit and segment in its manifest.
+    """
+    def __init__(self, folder: os.PathLike[str] | str | bytes) -> None: ...
+    def read_state(
+        self,
+        unit: typing.SupportsInt | typing.SupportsIndex,
+        segment: typing.SupportsInt | typing.SupportsIndex,
+        component: str,
+        address: typing.SupportsInt | typing.SupportsIndex,
+        bytes: typing.SupportsInt | typing.SupportsIndex,
+    ) -> None:
+        """
+        The same of a state of the optimizer, by the component that holds it, in fp32.
+        """
+    def read_weight(
+        self,
+        unit: typing.SupportsInt | typing.SupportsIndex,
+        segment: typing.SupportsInt | typing.SupportsIndex,
+        dtype: str,
+        address: typing.SupportsInt | typing.SupportsIndex,
+        bytes: typing.SupportsInt | typing.SupportsIndex,
+    ) -> None:
+        """
+        Fills the memory with the weight in a dtype of safetensors: "BF16" or "F32" (the master) where the
+        unit holds one of the two or "F16", else the unit's own.
+        """
 
 class InferenceModel:
     def __init__(

@@ -1,0 +1,113 @@
+"""One part of a model: a checkpoint, of any number of ranks, that each parameter can be read from alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .. import _core, extra, lora, packed
+from .._core import CheckpointError
+from ..units import DTYPES
+
+_BY_NAME = {name: dtype for dtype, name in DTYPES.items()}
+FLOATS = ("F16", "BF16", "F32")  # what a merge converts
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A parameter of a part, or a buffer, which has a `value` and no place. `place`: of unit and segment in the
+    manifest. `states`: the components that hold its optimizer's states."""
+
+    shape: tuple[int, ...]
+    dtype: str  # of safetensors
+    aliases: tuple[str, ...] = ()
+    place: tuple[int, int] = (-1, -1)
+    value: torch.Tensor | None = None
+    optimizer: str = ""
+    states: tuple[str, ...] = ()
+    updates: int = 0
+    group: int = 0
+
+
+class Part:
+    """Raises CheckpointError for what is no checkpoint, and for one whose weights alone are not the model's."""
+
+    def __init__(self, folder: Path):
+        if not folder.is_dir():
+            raise CheckpointError(
+                f"part {folder} is no folder; give folders that engine.save_checkpoint wrote"
+            )
+        self.folder = folder
+        manifest = _core.manifest(folder)
+        self.step: int = manifest["step"]
+        self.extra_json: str = manifest["extra_json"]
+        self.division = extra.division(self.extra_json, folder)
+        _refuse_adapters(folder, manifest)
+        self.tensors = _parameters(manifest)
+        self.parameters = len(self.tensors)
+        for name, value in extra.tensors(self.extra_json, folder).items():
+            self.tensors[name] = Stored(tuple(value.shape), DTYPES.get(value.dtype, ""), value=value)
+        self._reader: Any = None
+
+    def read(self, name: str, dtype: str) -> torch.Tensor:
+        """A weight in `dtype`, one that `dtype_of` gives, or a buffer as it is. Every byte is verified."""
+        stored = self.tensors[name]
+        if stored.value is not None:
+            return stored.value
+        return self._filled(name, _BY_NAME[dtype], "read_weight", dtype)
+
+    def exact(self, name: str) -> torch.Tensor:
+        """The master where there is one."""
+        return self.read(name, self.dtype_of(name, "F32"))
+
+    def state(self, name: str, component: str) -> torch.Tensor:
+        """A state of the optimizer in fp32."""
+        return self._filled(name, torch.float32, "read_state", component)
+
+    def dtype_of(self, name: str, wanted: str) -> str:
+        """What a merge to `wanted` writes: a buffer, and what is no plain float, stay as they are."""
+        stored = self.tensors[name]
+        return wanted if stored.value is None and stored.dtype in FLOATS else stored.dtype
+
+    def _filled(self, name: str, dtype: torch.dtype, call: str, what: str) -> torch.Tensor:
+        stored = self.tensors[name]
+        if self._reader is None:
+            self._reader = _core.StoredTensors(self.folder)
+        tensor = torch.empty(stored.shape, dtype=dtype)
+        getattr(self._reader, call)(*stored.place, what, tensor.data_ptr(), tensor.nbytes)
+        return tensor
+
+
+def _parameters(manifest: Mapping[str, Any]) -> dict[str, Stored]:
+    found = {}
+    for number, unit in enumerate(manifest["units"]):
+        states = _states(unit["optimizer"], unit["format"])
+        for place, segment in enumerate(unit["segments"]):
+            found[segment["name"]] = Stored(
+                shape=tuple(segment["shape"]),
+                dtype=unit["dtype"],
+                aliases=tuple(segment["aliases"]),
+                place=(number, place),
+                optimizer=unit["optimizer"],
+                states=states,
+                updates=segment["step"],
+                group=segment["group"],
+            )
+    return found
+
+
+def _states(optimizer: str, format: str) -> tuple[str, ...]:
+    if not optimizer:  # frozen
+        return ()
+    return tuple(name for name, number, *_ in _core.optim.components(optimizer, format, 1) if number >= 0)
+
+
+def _refuse_adapters(folder: Path, manifest: Mapping[str, Any]) -> None:
+    if (folder / lora.FOLDER).is_dir():
+        raise CheckpointError(f"{folder} has an adapter, and parts of adapters are not joined")
+    if packings := packed.of_units(unit["name"] for unit in manifest["units"]):
+        raise CheckpointError(f"{folder} holds frozen weights in {packings}, which merge does not unpack")
