@@ -138,6 +138,8 @@ def _extra(engine: Engine, client_state: dict[str, Any] | None) -> dict[str, Any
 def load(engine: Engine, folder: Any, unknown: dict[str, Any], fall_back: bool = False) -> dict[str, Any]:
     """`fall_back`: `folder` has checkpoints in it; the newest that is whole is loaded."""
     state.check_arguments("load_checkpoint", unknown)
+    if isinstance(folder, (list, tuple)):
+        return _load_parts(engine, [Path(given.path("load_checkpoint", each)) for each in folder], fall_back)
     folder = given.path("load_checkpoint", folder)
     engine._behind.wait("load_checkpoint")
     engine._settle()
@@ -150,6 +152,20 @@ def load(engine: Engine, folder: Any, unknown: dict[str, Any], fall_back: bool =
         return _take_over(engine, imports.taking_over(engine, Path(folder)))
     with _held(folder):
         return _load_held(engine, folder)
+
+
+def _load_parts(engine: Engine, folders: list[Path], fall_back: bool) -> dict[str, Any]:
+    if fall_back:
+        raise TypeError(
+            "overspill: load_checkpoint: fall_back = True looks through one folder, and parts are given"
+        )
+    from .joining import loaded  # not at start-up: few runs need it
+
+    engine._settle()
+    with contextlib.ExitStack() as held:
+        for folder in folders:
+            held.enter_context(_held(os.fspath(folder)))
+        return _take_over(engine, loaded.taking_over(engine, folders))
 
 
 def _newest_whole(engine: Engine, folder: Path) -> str:

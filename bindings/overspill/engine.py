@@ -390,7 +390,11 @@ class Engine(Stepping, Figures):
         )
 
     def load_checkpoint(
-        self, folder: str | os.PathLike[str], *, fall_back: bool = False, **unknown: Any
+        self,
+        folder: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
+        *,
+        fall_back: bool = False,
+        **unknown: Any,
     ) -> dict[str, Any]:
         """Restores everything that `save_checkpoint` took and returns its client_state, a dict. It is not DeepSpeed's
         pair: unpacking it raises TypeError. All ranks call it. Random states are restored if there are as many ranks as
@@ -398,7 +402,8 @@ class Engine(Stepping, Figures):
 
         Args:
             folder: what `save_checkpoint` or `overspill train` wrote, with any number of ranks, stage and placement; or
-                a checkpoint of DeepSpeed's ZeRO or of torch.distributed.checkpoint (docs/coming-from-deepspeed.md)
+                a checkpoint of DeepSpeed's ZeRO or of torch.distributed.checkpoint (docs/coming-from-deepspeed.md); or
+                a list of the parts of a model divided by tensor parallelism, which is whole here (docs/ranks.md)
             fall_back: `folder` contains checkpoints, whose names end with their steps. The newest whose bytes all fit
                 their checksums is loaded. A warning names the damaged ones, which are renamed NAME.damaged-1
 

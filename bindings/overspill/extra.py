@@ -144,12 +144,6 @@ def division(text: str, folder: Any) -> Division | None:
     return found
 
 
-def groups(text: str, folder: Any) -> list[dict[str, Any]]:
-    """The hyper-parameters of each parameter group. Raises CheckpointError."""
-    found: list[dict[str, Any]] = _entry(folder, "optimizer", _groups, _entries(text, folder)["optimizer"])
-    return found
-
-
 def _entries(text: str, folder: Any) -> dict[str, Any]:
     entries = _entry(folder, "extra", lambda text: json.loads(text, parse_constant=no_number), text)
     if not isinstance(entries, dict):

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
+from joined_scene import IDS
 from ranks_scene import RANK, config
 from safetensors.torch import save_file
 from torch import nn
@@ -16,7 +17,7 @@ from transformers.distributed import DistributedConfig
 
 import overspill
 
-IDS = torch.arange(48).view(4, 12) % 64
+TRAINING = {"optimizer": {"type": "AdamW", "lr": 1e-2, "weight_decay": 0.1}, "gradient_clipping": 0.5}
 LINEAR = {
     **dict.fromkeys(("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), ColwiseParallel),
     **dict.fromkeys(("mlp.gate_proj", "mlp.up_proj"), ColwiseParallel),
@@ -91,15 +92,25 @@ def saved(root: str, name: str, how: str, parts: int, format: str) -> None:
     ways = {"transformers": by_transformers, "torch": by_torch, "unevenly": unevenly}
     model, groups = ways[how](f"{root}/{name}/base", parts)
     out = Path(root, name)
-    engine, *_ = overspill.initialize(model, config(str(out), "half", format=format or None), **groups)
+    engine, *_ = overspill.initialize(
+        model, config(str(out), "half", format=format or None, **TRAINING), **groups
+    )
     train(engine, 2)
     part = dist.get_group_rank(groups["model_group"], RANK)
     engine.save_checkpoint(out / f"of{part}", client_state={"said": "hello"})
     values = {name: whole(value) for name, value in engine.state_dict().items()}
+    states = {
+        f"{state} {name}": whole(value)
+        for name, p in model.named_parameters()
+        if how != "unevenly"  # a part without elements has no states
+        for state, value in engine.optimizer_state(p).items()
+        if value.dim()
+    }
     losses = torch.tensor(train(engine, 2))
     dist.all_reduce(losses)
     if RANK == 0:
         save_file(values, out / "whole.safetensors")
+        save_file(states, out / "states.safetensors")
         save_file({"losses": losses / dist.get_world_size()}, out / "losses.safetensors")
     engine.close()
 

@@ -56,7 +56,11 @@ def test_usage_shows_what_is_required(command, capsys):
     usage = capsys.readouterr().out.split("\n\n")[0]
     required = {"train": ["--model DIR --data PATH --out DIR --host-budget SIZE", "--out DIR --resume"]}
     required |= {"plan": ["--model DIR --host-budget SIZE"], "generate": ["--model DIR --prompt TEXT"]}
-    required |= {"merge": ["CHECKPOINT [CHECKPOINT ...] OUT"], "verify": ["CHECKPOINT"], "export": ["DIR FILE"]}
+    required |= {
+        "merge": ["CHECKPOINT [CHECKPOINT ...] OUT"],
+        "verify": ["CHECKPOINT"],
+        "export": ["DIR FILE"],
+    }
     for words in required.get(command, []):
         assert words in usage and f"[{words}" not in usage, usage
 

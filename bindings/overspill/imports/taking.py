@@ -28,9 +28,12 @@ class Taking:
     """`check` comes first. All ranks do all of it, each reads all of the checkpoint."""
 
     def __init__(self, engine: Engine, found: Checkpoint):
-        parts.require_one(engine.optimizer, "engine.load_checkpoint of another system's checkpoint")
+        parts.require_one(
+            engine.optimizer, "engine.load_checkpoint of parts, or of another system's checkpoint,"
+        )
         self.engine, self.found = engine, found
-        self.names: Mapping[str, str] = engine.optimizer.groups.states()  # the core's -> torch's
+        groups = engine.optimizer.groups
+        self.names: Mapping[str, str] = {} if groups.foreign else groups.states()  # the core's -> torch's
         self.trained: list[tuple[Segment, Parameter]] = []
         self.frozen: list[tuple[Segment, Callable[[], torch.Tensor]]] = []
         self.buffers = state.persistent_buffers(engine.module)
@@ -46,14 +49,14 @@ class Taking:
             if unit.packing is not None or unit.trained_by_torch:
                 held = "in fewer bits" if unit.packing is not None else "in float64"
                 raise self.refuse(
-                    f"{unit.segments[0].name} is held {held} here, and weights of another system's checkpoint cannot "
-                    "be given to it: make the engine over bf16 or fp32 weights"
+                    f"{unit.segments[0].name} is held {held} here, and weights of parts, or of another system's "
+                    "checkpoint, cannot be given to it: make the engine over bf16 or fp32 weights"
                 )
         if self.engine.optimizer.groups.foreign:
             raise self.refuse(
                 f"this engine's optimizer, {self.engine.optimizer.groups.foreign}, keeps its own states, and those of "
-                "a checkpoint of another system cannot be given to it: give initialize AdamW, or another one of the "
-                "engine's own"
+                "parts, or of a checkpoint of another system, cannot be given to it: give initialize AdamW, or "
+                "another one of the engine's own"
             )
         taken: set[str] = set()
         for segment in self.segments():

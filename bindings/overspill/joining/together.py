@@ -137,12 +137,20 @@ class Together:
 
     def state(self, name: str, joint: Joint, component: str) -> torch.Tensor:
         """A state of the optimizer, in fp32."""
+        self._check_state(name, joint, component)
+        return joint.join(lambda part: self.parts[part].state(name, component), torch.float32)
 
-        def read(part: int) -> torch.Tensor:
-            return self.parts[part].state(name, component)
+    def check_equal(self, joints: Mapping[str, Joint]) -> None:
+        """Of all weights and states. Raises CheckpointError as `join` does."""
+        for name, joint in joints.items():
+            self._check_equal(name, joint, lambda part, name=name: self.parts[part].exact(name))
+            for component in self.first(name).tensors[name].states:
+                self._check_state(name, joint, component)
 
-        self._check_equal(f"{component} of {name}", joint, read)
-        return joint.join(read, torch.float32)
+    def _check_state(self, name: str, joint: Joint, component: str) -> None:
+        self._check_equal(
+            f"{component} of {name}", joint, lambda part: self.parts[part].state(name, component)
+        )
 
     def _check_equal(self, name: str, joint: Joint, read: Callable[[int], torch.Tensor]) -> None:
         if differing := joint.differing(read):
