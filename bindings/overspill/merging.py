@@ -157,7 +157,7 @@ class _One:
         _refuse_packed(self._manifest, self.folder)
         said = check_names(shapes(self._manifest, beside), str(self.folder), part / "small", small)
         given = [_given(name, tensor, self.folder) for name, tensor in beside.items()]
-        counted = _core.merge(self.folder, part / "model", dtype, shard_bytes, tell, given)
+        counted: Any = _core.merge(self.folder, part / "model", dtype, shard_bytes, tell, given)
         weights = [file for file in counted["files"] if file.endswith(".safetensors")]
         return {**counted, "files": len(weights)}, said
 

@@ -97,6 +97,15 @@ def test_parts_by_hand_that_do_not_fit(halves, tmp_path):
     refused(lacking, tmp_path, rf"{NORM}: .*lacking1 \(part 1\) lacks it")
 
 
+def test_copies_of_a_head_that_differ(by_hand, tmp_path):
+    """Of two heads of keys over four parts, the first two hold the first one."""
+    model, name = hand_divided.causal("llama"), "model.layers.1.self_attn.k_proj.weight"
+    parts = hand_divided.parts_of(model, 4)
+    parts[3][name][0, 0] += 1
+    folders = by_hand(model, parts)
+    refused(folders, tmp_path, f"{name}: what .*hand2 and .*hand3 have of it should be equal")
+
+
 def test_parts_of_two_steps(halves, tmp_path):
     folders = halves(steps=(1, 2))
     said = refused(folders, tmp_path, "is of step 1 and .* of step 2; give parts of one step")

@@ -17,6 +17,7 @@ from transformers import (
     LlamaConfig,
     LlamaForSequenceClassification,
     MixtralConfig,
+    Qwen3MoeConfig,
 )
 
 import overspill
@@ -163,6 +164,37 @@ def test_it_opens_with_the_same_logits(kind, train, tmp_path):
     assert values.keys() == wanted[1].keys()
     assert all(torch.equal(value, wanted[1][name]) for name, value in values.items())
     assert torch.equal(logits(opened), wanted[0])
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe"])
+def test_a_mixture_that_was_built_by_init(kind, config, tmp_path):
+    """Its experts never were whole in memory, train, and open again with the same logits."""
+    made = {
+        "mixtral": lambda: MixtralConfig(**SMALL, num_local_experts=4, num_experts_per_tok=2),
+        "qwen3_moe": lambda: Qwen3MoeConfig(
+            **SMALL, head_dim=8, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16
+        ),
+    }
+    settings = config("nvme", optimizer={"lr": 1e-2})
+    with overspill.Init(settings):
+        model = causal(made[kind]())
+    engine, *_ = overspill.initialize(model, settings)
+    before = engine.state_dict()
+    for _ in range(2):
+        engine.backward(language_loss(engine))
+        engine.step()
+    wanted, values = logits(engine), engine.state_dict()
+    engine.save_checkpoint(tmp_path / "saved")
+    engine.close()
+    experts = [name for name in values if ".experts." in name]
+    assert len(experts) == 4 and not any(torch.equal(values[name], before[name]) for name in experts)
+    merge(tmp_path / "saved", tmp_path / "out", dtype="fp32", model=saved_config(model, tmp_path / "hf"))
+    opened, found = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "out", dtype="auto", output_loading_info=True
+    )
+    assert not any(found.values())
+    assert all(torch.equal(value, values[name]) for name, value in opened.state_dict().items())
+    assert torch.equal(logits(opened), wanted)
 
 
 # --- names that do not fit ----------------------------------------------------------------------------------------
