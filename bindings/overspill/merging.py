@@ -157,9 +157,9 @@ class _One:
         _refuse_packed(self._manifest, self.folder)
         said = check_names(shapes(self._manifest, beside), str(self.folder), part / "small", small)
         given = [_given(name, tensor, self.folder) for name, tensor in beside.items()]
-        counted: Any = _core.merge(self.folder, part / "model", dtype, shard_bytes, tell, given)
-        weights = [file for file in counted["files"] if file.endswith(".safetensors")]
-        return {**counted, "files": len(weights)}, said
+        written = _core.merge(self.folder, part / "model", dtype, shard_bytes, tell, given)
+        weights = [file for file in written["files"] if file.endswith(".safetensors")]
+        return {**written, "files": len(weights)}, said
 
 
 def _refuse_part(division: Division | None, folder: Path) -> None:

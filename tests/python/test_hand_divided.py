@@ -1,6 +1,9 @@
 """Checkpoints of a model divided by hand become one model: by the table of its family, or by the user's rules."""
 
 import json
+import re
+import weakref
+from pathlib import Path
 
 import hand_divided
 import pytest
@@ -8,8 +11,11 @@ import torch
 from joined_scene import opened, refused
 from safetensors.torch import load_file
 
-from overspill import merge
+from overspill import CheckpointError, extra, merge
 from overspill.cli import main
+from overspill.joining.families import FAMILIES
+from overspill.joining.part import Part
+from overspill.joining.styles import STYLES
 
 
 @pytest.fixture
@@ -66,6 +72,14 @@ def halves(by_hand):
 NORM, DOWN = "model.layers.0.input_layernorm.weight", "model.layers.1.mlp.down_proj.weight"
 
 
+def test_the_documents_have_every_style():
+    text = (Path(__file__).resolve().parents[2] / "docs/ranks.md").read_text()
+    said = [line for line in text.splitlines() if line.startswith("| `")]
+    assert all(any(f"`{style}`" in line.split(" | ")[0] for line in said) for style in STYLES)
+    assert all(re.search(rf"\b{family}\b", text) for family in FAMILIES)
+    assert FAMILIES.keys() == hand_divided.CONFIGS.keys(), "each is tried"
+
+
 def test_parts_by_hand_that_do_not_fit(halves, tmp_path):
     folders = halves()
     refused([folders[0]], tmp_path, "does not say that it is a part")
@@ -104,6 +118,49 @@ def test_copies_of_a_head_that_differ(by_hand, tmp_path):
     parts[3][name][0, 0] += 1
     folders = by_hand(model, parts)
     refused(folders, tmp_path, f"{name}: what .*hand2 and .*hand3 have of it should be equal")
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_memory_is_that_of_one_tensor(dtype, halves, tmp_path, monkeypatch):
+    """Beside the tensor that is written there is one part of it, or two that are compared."""
+    folders, held, most = halves(), set(), []
+    filled = Part._filled
+
+    def watched(*given):
+        tensor = filled(*given)
+        held.add(number := (id(tensor), tensor.nbytes))
+        weakref.finalize(tensor, held.discard, number)
+        most.append(sum(size for _, size in held))
+        return tensor
+
+    monkeypatch.setattr(Part, "_filled", watched)
+    merge(folders, tmp_path / "out", dtype=dtype, model=tmp_path / "base")
+    largest = max(stored.shape[0] * stored.shape[-1] for stored in Part(folders[0]).tensors.values())
+    assert max(most) <= 2 * 4 * largest < sum(size for size in most)
+
+
+@pytest.mark.parametrize(
+    "changes, said",
+    [
+        ({"part": 2}, "part 2 of 2"),
+        ({"part": True}, "part True of 2"),
+        ({"run": 3}, "of the run 3"),
+        ({"placements": {"a": {"shape": [4, -1], "dim": 0, "blocks": 1}}}, "no shape"),
+        ({"placements": {"a": {"shape": [4, 2], "dim": 2, "blocks": 1}}}, "no dimension"),
+        (
+            {"placements": {"a": {"shape": [4, 2], "dim": 0, "blocks": 3}}},
+            "3 blocks cannot lie along dimension 0",
+        ),
+        ({"placements": {"a": {"shape": [4, 2]}}}, "KeyError"),
+        ({"placements": [3]}, "AttributeError"),
+    ],
+)
+def test_a_division_that_is_damaged(changes, said):
+    whole = {"part": 0, "of": 2, "run": "a", "placements": {"a": {"shape": [4, 2], "dim": 1, "blocks": 1}}}
+    found = extra.division(json.dumps({"division": whole}), "here")
+    assert found.to_json() == whole and extra.division("{}", "here") is None
+    with pytest.raises(CheckpointError, match=f"here: division cannot be read .*{said}"):
+        extra.division(json.dumps({"division": whole | changes}), "here")
 
 
 def test_parts_of_two_steps(halves, tmp_path):

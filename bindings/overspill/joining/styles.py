@@ -139,6 +139,7 @@ def _dim(shapes: Sequence[Shape], dim: int) -> int:
     return dim % length if length and -length <= dim < length else 0
 
 
+# docs/ranks.md says what each means.
 STYLES: dict[str, Style] = {
     "replicated": _replicated,
     "first": _first,
@@ -156,24 +157,6 @@ STYLES: dict[str, Style] = {
     "expert_column": _along(1),
     "expert_gated": _blocks(1, 2),
     "expert_row": _along(2),
-}
-SAID = {
-    "replicated": "whole in every part, and equal there",
-    "first": "that of part 0, whatever the others have",
-    "column": "rows of (out, in) weights, and of their bias, one part behind the other",
-    "row": "columns of (out, in) weights; a bias is replicated",
-    "vocabulary": "as column; rows beyond the undivided number are padding",
-    "gated": "each part has [its gate; its up]",
-    "kv_heads": "as column; of more parts than heads of keys and values neighbours hold the same head",
-    "qkv": "each part has [its queries; its keys; its values]",
-    "qkv_grouped": "each part has its query groups, each [queries; key; value] (Megatron, GPT-NeoX)",
-    "conv1d_column": "column of GPT-2's (in, out) weights",
-    "conv1d_row": "row of these",
-    "conv1d_qkv": "qkv of these (c_attn)",
-    "experts": "experts, the first dimension, one part behind the other (expert parallelism)",
-    "expert_column": "column of each expert: the second dimension of (experts, out, in)",
-    "expert_gated": "gated of each expert",
-    "expert_row": "row of each expert: the third dimension",
 }
 
 
@@ -204,4 +187,4 @@ def chunk_sizes(length: int, parts: int) -> list[int]:
     return [max(0, min(chunk, length - part * chunk)) for part in range(parts)]
 
 
-__all__ = ["SAID", "STYLES", "Style", "Whole", "chunk_sizes", "placed"]
+__all__ = ["STYLES", "Style", "Whole", "chunk_sizes", "placed"]

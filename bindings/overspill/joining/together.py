@@ -13,6 +13,7 @@ import torch
 from .. import exporting
 from .._core import CheckpointError
 from ..divided import Division, Placement
+from ..pretrained import some
 from ..units import DTYPES
 from .joints import Joint, Misfit, Shape, equal_in_all
 from .part import Part, Stored
@@ -33,7 +34,7 @@ class Together:
 
     @property
     def said(self) -> str:
-        return f"the parts {', '.join(str(part.folder) for part in self.parts)}"
+        return f"the parts {some([str(part.folder) for part in self.parts])}"
 
     def names(self) -> list[str]:
         """Of all parts, in the order of the first one: parameters, behind them buffers."""
@@ -207,8 +208,8 @@ def _in_order(parts: Sequence[Part]) -> list[Part]:
     missing = [str(number) for number in range(first.of) if number not in found]
     if missing:
         raise CheckpointError(
-            f"{', '.join(str(part.folder) for part in parts)}: part {', '.join(missing)} of {first.of} is missing; "
-            "give all parts"
+            f"{some([str(part.folder) for part in parts])}: part {some(missing)} of {first.of} is missing; give all "
+            "parts"
         )
     return [found[number] for number in range(first.of)]
 
