@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextlib
 import os
 import warnings
-import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,8 +20,6 @@ from ..state import persistent_buffers
 from . import comm, layer_drop, matching, partial, tags
 from .optimizer import DeepSpeedOptimizer, beside
 from .settings import tag_validation
-
-engines: weakref.WeakSet[DeepSpeedEngine] = weakref.WeakSet()  # that live, closed ones too
 
 
 class DeepSpeedEngine(Engine):

@@ -4,6 +4,7 @@ All ranks call these. Pieces are as DeepSpeed has them: the flat tensor in as ma
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -12,7 +13,10 @@ from torch._C import DisableTorchFunction
 from .. import calls, moments, reading, showing
 from ..segments import Segment, registry
 from . import zero_params
-from .engine import DeepSpeedEngine, engines
+from .living import engines
+
+if TYPE_CHECKING:
+    from .engine import DeepSpeedEngine
 
 
 def _engine_of(parameter: nn.Parameter) -> DeepSpeedEngine | None:

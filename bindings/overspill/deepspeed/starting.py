@@ -14,7 +14,8 @@ from .. import giving
 from ..config import Config
 from ..start import Initialized, begin
 from . import comm, layer_drop, leaves, mup, own_keys, zero_params
-from .engine import DeepSpeedEngine, engines
+from .engine import DeepSpeedEngine
+from .living import engines
 from .pipe import starting as pipelines
 
 _IN_ARGS = "deepspeed_config", "deepscale_config"
