@@ -14,6 +14,7 @@
 #include "engine/checkpoint/compare.h"
 #include "engine/checkpoint/copy.h"
 #include "engine/checkpoint/manifest.h"
+#include "engine/checkpoint/parameters.h"
 #include "engine/checkpoint/save_folder.h"
 #include "engine/checkpoint/states.h"
 #include "io/part_folder.h"
@@ -148,24 +149,32 @@ void register_parameters(py::module_& m) {
   using Released = py::call_guard<py::gil_scoped_release>;
   py::class_<CheckpointParameters>(
       m, "CheckpointParameters",
-      "The parameters of a checkpoint, each with its states: read one at a time, every byte verified, in the "
-      "order of the engine's memory.")
+      "The parameters of a checkpoint, each with its states: read one at a time, row-major, every byte "
+      "verified.")
       .def(py::init<std::filesystem::path>(), py::arg("folder"), Released())
-      .def("manifest", [](const CheckpointParameters& self) { return manifest_dict(self.manifest()); })
+      .def(
+          "manifest", [](const CheckpointParameters& self) { return manifest_dict(self.manifest()); },
+          "As `manifest` of the folder.")
       .def(
           "read_weight",
           [](const CheckpointParameters& self, const std::string& parameter, const std::string& dtype,
              uintptr_t address,
              int64_t bytes) { self.read_weight(parameter, dtype, memory_at(address, bytes)); },
-          py::arg("parameter"), py::arg("dtype"), py::arg("address"), py::arg("bytes"), Released())
+          py::arg("parameter"), py::arg("dtype"), py::arg("address"), py::arg("bytes"),
+          "Fills the memory with the weight in a dtype of safetensors: the unit's own, or where it holds "
+          "F16, BF16 or F32 also \"BF16\" or \"F32\", the exact master.",
+          Released())
       .def(
           "read_state",
           [](const CheckpointParameters& self, const std::string& parameter, const std::string& state,
              uintptr_t address, int64_t bytes) {
             const auto to = memory_at(address, bytes);
-            self.read_state(parameter, state, {reinterpret_cast<float*>(to.data()), to.size() / 4});
+            self.read_state(parameter, state,
+                            {reinterpret_cast<float*>(to.data()), to.size() / sizeof(float)});
           },
-          py::arg("parameter"), py::arg("state"), py::arg("address"), py::arg("bytes"), Released());
+          py::arg("parameter"), py::arg("state"), py::arg("address"), py::arg("bytes"),
+          "The same of a state of the optimizer in fp32, by the name of the component that holds it.",
+          Released());
 }
 
 }  // namespace
@@ -188,31 +197,6 @@ void register_checkpoint(py::module_& m) {
   m.def("compare_checkpoints", &compare_checkpoints, py::arg("first"), py::arg("second"),
         py::arg("progress") = Progress(), "How the weights of two checkpoints differ, by parameter.");
   register_parameters(m);
-  using Released = py::call_guard<py::gil_scoped_release>;
-  py::class_<engine::StoredTensors>(m, "StoredTensors",
-                                    "A checkpoint's parameters, each whole and row-major, by the places of "
-                                    "unit and segment in its manifest.")
-      .def(py::init<const std::filesystem::path&>(), py::arg("folder"), Released())
-      .def(
-          "read_weight",
-          [](engine::StoredTensors& self, int64_t unit, int64_t segment, const std::string& dtype,
-             uintptr_t address,
-             int64_t bytes) { self.read_weight(unit, segment, dtype, memory_at(address, bytes)); },
-          py::arg("unit"), py::arg("segment"), py::arg("dtype"), py::arg("address"), py::arg("bytes"),
-          "Fills the memory with the weight in a dtype of safetensors: \"BF16\" or \"F32\" (the master) "
-          "where "
-          "the unit holds one of the two or \"F16\", else the unit's own.",
-          Released())
-      .def(
-          "read_state",
-          [](engine::StoredTensors& self, int64_t unit, int64_t segment, const std::string& component,
-             uintptr_t address, int64_t bytes) {
-            const std::span<std::byte> to = memory_at(address, bytes);
-            self.read_state(unit, segment, component,
-                            {reinterpret_cast<float*>(to.data()), to.size() / sizeof(float)});
-          },
-          py::arg("unit"), py::arg("segment"), py::arg("component"), py::arg("address"), py::arg("bytes"),
-          "The same of a state of the optimizer, by the component that holds it, in fp32.", Released());
   m.attr("OWN_STATES_FILE") = engine::kOwnStatesFile;
   m.def(
       "parts_of",

@@ -8,6 +8,7 @@ its turn to be written comes.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 import shutil
 import warnings
@@ -222,21 +223,12 @@ class _Reading:
         return {**found, "params": names}
 
     def weight(self, segment: Mapping[str, Any], dtype: torch.dtype) -> Callable[[], torch.Tensor]:
-        def read() -> torch.Tensor:
-            flat = torch.empty(_elements(segment), dtype=dtype)
-            size = flat.numel() * dtype.itemsize
-            self.parameters.read_weight(segment["name"], DTYPES[self.dtype], flat.data_ptr(), size)
-            return _in_shape(flat, segment)
-
-        return read
+        read = functools.partial(self.parameters.read_weight, segment["name"], DTYPES[dtype])
+        return lambda: _filled(segment, dtype, read)
 
     def state(self, segment: Mapping[str, Any], name: str) -> Callable[[], torch.Tensor]:
-        def read() -> torch.Tensor:
-            flat = torch.empty(_elements(segment), dtype=torch.float32)
-            self.parameters.read_state(segment["name"], name, flat.data_ptr(), flat.numel() * 4)
-            return _in_shape(flat, segment)
-
-        return read
+        read = functools.partial(self.parameters.read_state, segment["name"], name)
+        return lambda: _filled(segment, torch.float32, read)
 
 
 def _defaults(kind: str, group: Mapping[str, Any]) -> dict[str, Any]:
@@ -253,15 +245,11 @@ def _like(segment: Mapping[str, Any], dtype: torch.dtype) -> torch.Tensor:
     return torch.empty(segment["shape"], dtype=dtype, device="meta")
 
 
-def _elements(segment: Mapping[str, Any]) -> int:
-    return torch.Size(segment["shape"]).numel()
-
-
-def _in_shape(flat: torch.Tensor, segment: Mapping[str, Any]) -> torch.Tensor:
-    """Row-major, from the order of the engine's memory."""
-    if not segment["strides"]:
-        return flat.view(segment["shape"])
-    return flat.as_strided(segment["shape"], segment["strides"]).contiguous()
+def _filled(segment: Mapping[str, Any], dtype: torch.dtype, read: Callable[[int, int], None]) -> torch.Tensor:
+    """`read`: fills memory, by its address and its bytes."""
+    tensor = torch.empty(segment["shape"], dtype=dtype)
+    read(tensor.data_ptr(), tensor.nbytes)
+    return tensor
 
 
 # --- writing ------------------------------------------------------------------------------------------------------

@@ -4,26 +4,11 @@
 
 #include <algorithm>
 #include <array>
-#include <cstring>
-#include <stdexcept>
-#include <utility>
+#include <iterator>
 
 #include "cpu_optim/update.h"
-#include "engine/checkpoint/weights.h"
-#include "engine/partition/model.h"
 
 namespace overspill::engine {
-namespace {
-
-constexpr int64_t kStateElements = int64_t{1} << 20;  // read and decoded at a time
-
-void require_size(std::string_view what, int64_t given, int64_t needed) {
-  if (given != needed)
-    throw std::invalid_argument(
-        fmt::format("{} takes {} bytes, and memory of {} was given", what, needed, given));
-}
-
-}  // namespace
 
 StateReader::StateReader(const std::filesystem::path& folder, const ManifestUnit& unit,
                          std::string_view state)
@@ -75,46 +60,6 @@ void StateReader::decode(const ManifestPiece& piece, int64_t first, std::span<fl
   const optim::Piece decoded{std::span(components).first(optim::components(optimizer, format).size()),
                              elements};
   optim::load_state(optimizer, format, decoded, {lead, elements}, spec_->state, values);
-}
-
-CheckpointParameters::CheckpointParameters(std::filesystem::path folder)
-    : folder_(std::move(folder)), manifest_(read_manifest(folder_)) {
-  for (const ManifestUnit& unit : manifest_.units) {
-    for (const ManifestSegment& segment : unit.segments)
-      places_.emplace(segment.name, Place{&unit, &segment});
-  }
-}
-
-CheckpointParameters::Place CheckpointParameters::place_of(std::string_view parameter) const {
-  const auto found = places_.find(parameter);
-  if (found == places_.end())
-    throw CheckpointError(fmt::format("{} has no parameter '{}'", folder_.string(), parameter));
-  return found->second;
-}
-
-void CheckpointParameters::read_weight(std::string_view parameter, const std::string& wanted,
-                                       std::span<std::byte> to) const {
-  const auto [unit, segment] = place_of(parameter);
-  const std::string dtype = merged_dtype(*unit, wanted);
-  const int64_t element_bytes = dtype_bytes(dtype);
-  require_size(parameter, std::ssize(to), segment->elements * element_bytes);
-  WeightReader reader(folder_, *unit);
-  for (int64_t done = 0; done < segment->elements; done += kStateElements) {
-    const int64_t count = std::min(kStateElements, segment->elements - done);
-    const auto read = reader.read(segment->begin + done, count, dtype);
-    std::memcpy(to.data() + done * element_bytes, read.data(), read.size());
-  }
-}
-
-void CheckpointParameters::read_state(std::string_view parameter, std::string_view state,
-                                      std::span<float> to) const {
-  const auto [unit, segment] = place_of(parameter);
-  require_size(parameter, std::ssize(to) * 4, segment->elements * 4);
-  StateReader reader(folder_, *unit, state);
-  for (int64_t done = 0; done < segment->elements; done += kStateElements) {
-    const int64_t count = std::min(kStateElements, segment->elements - done);
-    reader.read(segment->begin + done, to.subspan(done, count));
-  }
 }
 
 }  // namespace overspill::engine

@@ -34,34 +34,4 @@ class StateReader {
   std::vector<std::byte> bytes_;
 };
 
-/// The parameters of a checkpoint, each with its states, read one at a time into the caller's memory.
-class CheckpointParameters {
- public:
-  /// Reads and checks the manifest. Throws CheckpointError.
-  explicit CheckpointParameters(std::filesystem::path folder);
-
-  const Manifest& manifest() const { return manifest_; }
-
-  /// A weight in the order in which it lies in the engine's memory (ManifestSegment::strides). `wanted`:
-  /// "F32", which gives the exact master, or "BF16"; what merged_dtype does not convert is given as it is.
-  /// Throws CheckpointError for a name that is not there and for damage, std::invalid_argument where `to`
-  /// has another size.
-  void read_weight(std::string_view parameter, const std::string& wanted, std::span<std::byte> to) const;
-
-  /// A state, in the same order.
-  void read_state(std::string_view parameter, std::string_view state, std::span<float> to) const;
-
- private:
-  struct Place {
-    const ManifestUnit* unit;
-    const ManifestSegment* segment;
-  };
-
-  Place place_of(std::string_view parameter) const;
-
-  std::filesystem::path folder_;
-  Manifest manifest_;
-  std::map<std::string_view, Place> places_;
-};
-
 }  // namespace overspill::engine

@@ -1,15 +1,10 @@
 #include "engine/checkpoint/weights.h"
 
-#include <fmt/format.h>
-
 #include <algorithm>
 #include <bit>
 #include <cstring>
-#include <stdexcept>
 
-#include "cpu_optim/format.h"
 #include "cpu_optim/split.h"
-#include "cpu_optim/update.h"
 #include "engine/checkpoint/manifest_check.h"
 
 namespace overspill::engine {
@@ -68,46 +63,6 @@ std::span<const std::byte> WeightReader::read(int64_t begin, int64_t count, cons
   if (dtype == "F32") return std::as_bytes(std::span(floats_));
   to_bf16(count);
   return std::as_bytes(std::span(halves_));
-}
-
-std::span<const float> WeightReader::read_state(int64_t begin, int64_t count, std::string_view component) {
-  std::span<const optim::ComponentSpec> specs;
-  if (unit_.format != "frozen")
-    specs = optim::components(optim::optimizer_named(unit_.optimizer), optim::format_named(unit_.format));
-  const auto spec = std::ranges::find(specs, component, &optim::ComponentSpec::name);
-  if (spec == specs.end() || spec->role != optim::Role::state) {
-    throw std::invalid_argument(fmt::format("unit '{}', {} in the format {}, has no state '{}'", unit_.name,
-                                            unit_.optimizer, unit_.format, component));
-  }
-  floats_.resize(count);
-  if (count == 0) return floats_;
-  auto at = std::prev(pieces_.find(component)->second.upper_bound(begin));
-  for (int64_t element = begin; element < begin + count; ++at) {
-    const ManifestPiece& piece = *at->second;
-    const int64_t end = std::min(begin + count, piece.begin + piece.elements);
-    decode(piece, element - piece.begin, spec->state,
-           std::span(floats_).subspan(element - begin, end - element));
-    element = end;
-  }
-  return floats_;
-}
-
-/// Elements from `begin` on, counted in the piece.
-void WeightReader::decode(const ManifestPiece& piece, int64_t begin, int state, std::span<float> to) {
-  const int64_t element_bytes = component_element_bytes(unit_, piece.component);
-  const int64_t first = begin / optim::kScaleBlock * optim::kScaleBlock;
-  const int64_t count = begin - first + std::ssize(to);
-  const int64_t elements_bytes = count * element_bytes;
-  hi_.resize(component_bytes(unit_, piece.component, count));
-  const std::span<std::byte> bytes(hi_);
-  read_range_part(folder_, piece.range, first * element_bytes, bytes.first(elements_bytes));
-  if (std::ssize(bytes) > elements_bytes) {  // the scales lie behind the whole piece
-    read_range_part(folder_, piece.range, piece.elements * element_bytes + first / optim::kScaleBlock,
-                    bytes.subspan(elements_bytes));
-  }
-  const std::vector<std::byte*> components(unit_.components.size(), hi_.data());  // of which one is read
-  optim::load_state(optim::optimizer_named(unit_.optimizer), optim::format_named(unit_.format),
-                    {.components = components, .elements = count}, {begin - first, count}, state, to);
 }
 
 void WeightReader::gather(std::string_view component, int64_t begin, int64_t count,

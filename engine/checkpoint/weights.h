@@ -25,15 +25,10 @@ class WeightReader {
   /// verified. Valid until the next call.
   std::span<const std::byte> read(int64_t begin, int64_t count, const std::string& dtype);
 
-  /// The same of the state that a component holds, in fp32. Throws std::invalid_argument where the unit has
-  /// no such state.
-  std::span<const float> read_state(int64_t begin, int64_t count, std::string_view component);
-
  private:
   void gather(std::string_view component, int64_t begin, int64_t count, std::vector<std::byte>& to) const;
   void to_float(int64_t count);
   void to_bf16(int64_t count);
-  void decode(const ManifestPiece& piece, int64_t begin, int state, std::span<float> to);
 
   const std::filesystem::path& folder_;
   const ManifestUnit& unit_;

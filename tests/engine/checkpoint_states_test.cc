@@ -1,15 +1,20 @@
 // Optimizer states out of a checkpoint, whose pieces and tensors begin where they like.
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <array>
 #include <cstring>
+#include <filesystem>
 #include <span>
 #include <string>
 #include <vector>
 
 #include "checkpoint_builder.h"
 #include "cpu_optim/update.h"
+#include "engine/checkpoint/parameters.h"
 #include "engine/checkpoint/states.h"
+#include "engine/checkpoint/weights.h"
+#include "engine/partition/model.h"
 
 namespace overspill::engine {
 namespace {
@@ -93,6 +98,43 @@ TEST_P(CheckpointStatesTest, AParameterIsReadByItsName) {
   EXPECT_THROW(parameters.read_state("before", "v", values), std::invalid_argument);
   EXPECT_THROW(parameters.read_weight("before", "F32", std::as_writable_bytes(std::span(values))),
                std::invalid_argument);
+}
+
+TEST_P(CheckpointStatesTest, AWeightIsReadAsWhatItIsOrAPlainFloat) {
+  const CheckpointParameters parameters(folder_.path());
+  std::vector<std::byte> bytes(9 * 91 * 8);
+  for (const std::string other : {"BF16", "F16", "F32", "F64", "I16", "I32", "?"}) {
+    const auto read = [&] {
+      parameters.read_weight("weight", other, std::span(bytes).first(9 * 91 * dtype_bytes(other)));
+    };
+    if (other == "BF16" || other == "F32" || other == dtype()) {
+      EXPECT_NO_THROW(read()) << other;
+    } else {
+      EXPECT_THROW(read(), std::invalid_argument) << other;
+    }
+  }
+}
+
+TEST_P(CheckpointStatesTest, AParameterInAnotherOrderIsReadRowMajor) {
+  Manifest manifest = read_manifest(folder_.path());
+  manifest.units[0].segments[1].strides = {1, 9};
+  std::filesystem::remove(folder_.path() / kManifestFile);
+  write_manifest(folder_.path(), manifest);
+  const CheckpointParameters parameters(folder_.path());
+  std::vector<float> values(9 * 91);
+  parameters.read_state("weight", "m", values);
+  std::vector<std::byte> own(9 * 91 * dtype_bytes(dtype())), flat(own.size());
+  parameters.read_weight("weight", dtype(), own);
+  WeightReader reader(folder_.path(), manifest.units[0]);
+  std::ranges::copy(reader.read(70, 9 * 91, dtype()), flat.begin());
+  const auto size = static_cast<size_t>(dtype_bytes(dtype()));
+  for (int64_t row = 0; row < 9; ++row) {
+    for (int64_t column = 0; column < 91; ++column) {
+      const auto there = static_cast<size_t>(column * 9 + row), here = static_cast<size_t>(row * 91 + column);
+      EXPECT_TRUE(same(std::span(values).subspan(here, 1), 0, 70 + static_cast<int64_t>(there)));
+      EXPECT_EQ(std::memcmp(own.data() + here * size, flat.data() + there * size, size), 0);
+    }
+  }
 }
 
 TEST_P(CheckpointStatesTest, ADamagedScaleIsFound) {

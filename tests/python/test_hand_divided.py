@@ -124,16 +124,16 @@ def test_copies_of_a_head_that_differ(by_hand, tmp_path):
 def test_memory_is_that_of_one_tensor(dtype, halves, tmp_path, monkeypatch):
     """Beside the tensor that is written there is one part of it, or two that are compared."""
     folders, held, most = halves(), set(), []
-    filled = Part._filled
+    read = Part.read
 
     def watched(*given):
-        tensor = filled(*given)
+        tensor = read(*given)
         held.add(number := (id(tensor), tensor.nbytes))
         weakref.finalize(tensor, held.discard, number)
         most.append(sum(size for _, size in held))
         return tensor
 
-    monkeypatch.setattr(Part, "_filled", watched)
+    monkeypatch.setattr(Part, "read", watched)
     merge(folders, tmp_path / "out", dtype=dtype, model=tmp_path / "base")
     largest = max(stored.shape[0] * stored.shape[-1] for stored in Part(folders[0]).tensors.values())
     assert max(most) <= 2 * 4 * largest < sum(size for size in most)

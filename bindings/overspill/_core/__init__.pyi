@@ -39,7 +39,6 @@ __all__: list[str] = [
     "StepReport",
     "StepResult",
     "StoreError",
-    "StoredTensors",
     "Unit",
     "UnknownModel",
     "WrongProcess",
@@ -455,53 +454,33 @@ class Lease:
 
 class CheckpointParameters:
     """
-    The parameters of a checkpoint, each with its states: read one at a time, every byte verified, in the
-    order of the engine's memory.
+    The parameters of a checkpoint, each with its states: read one at a time, row-major, every byte verified.
     """
     def __init__(self, folder: os.PathLike[str] | str | bytes) -> None: ...
-    def manifest(self) -> dict[str, typing.Any]: ...
+    def manifest(self) -> dict[str, typing.Any]:
+        """
+        As `manifest` of the folder.
+        """
     def read_state(
         self,
         parameter: str,
         state: str,
         address: typing.SupportsInt | typing.SupportsIndex,
         bytes: typing.SupportsInt | typing.SupportsIndex,
-    ) -> None: ...
+    ) -> None:
+        """
+        The same of a state of the optimizer in fp32, by the name of the component that holds it.
+        """
     def read_weight(
         self,
         parameter: str,
         dtype: str,
         address: typing.SupportsInt | typing.SupportsIndex,
         bytes: typing.SupportsInt | typing.SupportsIndex,
-    ) -> None: ...
-
-class StoredTensors:
-    """
-    A checkpoint's parameters, each whole and row-major, by the places of unit and segment in its manifest.
-    """
-    def __init__(self, folder: os.PathLike[str] | str | bytes) -> None: ...
-    def read_state(
-        self,
-        unit: typing.SupportsInt | typing.SupportsIndex,
-        segment: typing.SupportsInt | typing.SupportsIndex,
-        component: str,
-        address: typing.SupportsInt | typing.SupportsIndex,
-        bytes: typing.SupportsInt | typing.SupportsIndex,
     ) -> None:
         """
-        The same of a state of the optimizer, by the component that holds it, in fp32.
-        """
-    def read_weight(
-        self,
-        unit: typing.SupportsInt | typing.SupportsIndex,
-        segment: typing.SupportsInt | typing.SupportsIndex,
-        dtype: str,
-        address: typing.SupportsInt | typing.SupportsIndex,
-        bytes: typing.SupportsInt | typing.SupportsIndex,
-    ) -> None:
-        """
-        Fills the memory with the weight in a dtype of safetensors: "BF16" or "F32" (the master) where the
-        unit holds one of the two or "F16", else the unit's own.
+        Fills the memory with the weight in a dtype of safetensors: the unit's own, or where it holds F16,
+        BF16 or F32 also "BF16" or "F32", the exact master.
         """
 
 class InferenceModel:

@@ -19,13 +19,12 @@ FLOATS = ("F16", "BF16", "F32")  # what a merge converts
 
 @dataclass(frozen=True)
 class Stored:
-    """A parameter of a part, or a buffer, which has a `value` and no place. `place`: of unit and segment in the
-    manifest. `states`: the components that hold its optimizer's states."""
+    """A parameter of a part, or a buffer, which has a `value`. `states`: the components that hold its optimizer's
+    states."""
 
     shape: tuple[int, ...]
     dtype: str  # of safetensors
     aliases: tuple[str, ...] = ()
-    place: tuple[int, int] = (-1, -1)
     value: torch.Tensor | None = None
     optimizer: str = ""
     states: tuple[str, ...] = ()
@@ -42,7 +41,8 @@ class Part:
                 f"part {folder} is no folder; give folders that engine.save_checkpoint wrote"
             )
         self.folder = folder
-        manifest = _core.manifest(folder)
+        self._reader = _core.CheckpointParameters(folder)
+        manifest = self._reader.manifest()
         self.step: int = manifest["step"]
         self.extra_json: str = manifest["extra_json"]
         self.division = extra.division(self.extra_json, folder)
@@ -51,14 +51,15 @@ class Part:
         self.parameters = len(self.tensors)
         for name, value in extra.tensors(self.extra_json, folder).items():
             self.tensors[name] = Stored(tuple(value.shape), DTYPES.get(value.dtype, ""), value=value)
-        self._reader: Any = None
 
     def read(self, name: str, dtype: str) -> torch.Tensor:
         """A weight in `dtype`, one that `dtype_of` gives, or a buffer as it is. Every byte is verified."""
         stored = self.tensors[name]
         if stored.value is not None:
             return stored.value
-        return self._filled(name, _BY_NAME[dtype], "read_weight", dtype)
+        tensor = torch.empty(stored.shape, dtype=_BY_NAME[dtype])
+        self._reader.read_weight(name, dtype, tensor.data_ptr(), tensor.nbytes)
+        return tensor
 
     def exact(self, name: str) -> torch.Tensor:
         """The master where there is one."""
@@ -66,32 +67,25 @@ class Part:
 
     def state(self, name: str, component: str) -> torch.Tensor:
         """A state of the optimizer in fp32."""
-        return self._filled(name, torch.float32, "read_state", component)
+        tensor = torch.empty(self.tensors[name].shape, dtype=torch.float32)
+        self._reader.read_state(name, component, tensor.data_ptr(), tensor.nbytes)
+        return tensor
 
     def dtype_of(self, name: str, wanted: str) -> str:
         """What a merge to `wanted` writes: a buffer, and what is no plain float, stay as they are."""
         stored = self.tensors[name]
         return wanted if stored.value is None and stored.dtype in FLOATS else stored.dtype
 
-    def _filled(self, name: str, dtype: torch.dtype, call: str, what: str) -> torch.Tensor:
-        stored = self.tensors[name]
-        if self._reader is None:
-            self._reader = _core.StoredTensors(self.folder)
-        tensor = torch.empty(stored.shape, dtype=dtype)
-        getattr(self._reader, call)(*stored.place, what, tensor.data_ptr(), tensor.nbytes)
-        return tensor
-
 
 def _parameters(manifest: Mapping[str, Any]) -> dict[str, Stored]:
     found = {}
-    for number, unit in enumerate(manifest["units"]):
+    for unit in manifest["units"]:
         states = _states(unit["optimizer"], unit["format"])
-        for place, segment in enumerate(unit["segments"]):
+        for segment in unit["segments"]:
             found[segment["name"]] = Stored(
                 shape=tuple(segment["shape"]),
                 dtype=unit["dtype"],
                 aliases=tuple(segment["aliases"]),
-                place=(number, place),
                 optimizer=unit["optimizer"],
                 states=states,
                 updates=segment["step"],
